@@ -1,0 +1,27 @@
+// The one contract between callers and backends. Every backend fills the same table; nothing here knows Torch or CUDA,
+// so an engine without Torch links a backend library and calls it with raw pointers.
+#pragma once
+
+#include "core/params.h"
+
+namespace pagedtree {
+
+// How a call runs. CUDA uses `stream`; the CPU backend splits its work with `parallel_for`, so that it shares the
+// caller's thread pool. A null `parallel_for` runs on the calling thread.
+struct ExecContext {
+  using Body = void (*)(int64_t begin, int64_t end, void* state);
+  void* stream = nullptr;
+  int num_threads = 1;
+  void (*parallel_for)(int64_t begin, int64_t end, int64_t grain_size, Body body, void* state) = nullptr;
+};
+
+struct Backend {
+  const char* name;
+  void (*build_trees)(const BuildTreesParams&, const ExecContext&);
+};
+
+namespace cpu {
+PT_EXPORT const Backend& backend();
+}  // namespace cpu
+
+}  // namespace pagedtree

@@ -1,0 +1,41 @@
+// Small vocabulary shared by every backend: no Torch, no CUDA runtime.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define PT_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define PT_HOST_DEVICE inline
+#endif
+
+#define PT_EXPORT __attribute__((visibility("default")))
+
+namespace pagedtree {
+
+enum class DType : int32_t { kFloat32, kFloat16, kBFloat16, kFloat8E4M3 };
+
+constexpr int kMaxTreeNodes = 1024;
+constexpr int kMaskWordBits = 32;
+
+template <typename T>
+PT_HOST_DEVICE constexpr T ceil_div(T value, T divisor) {
+  return (value + divisor - 1) / divisor;
+}
+
+template <typename T>
+PT_HOST_DEVICE constexpr T min_of(T a, T b) {
+  return b < a ? b : a;
+}
+
+template <typename T>
+PT_HOST_DEVICE constexpr T max_of(T a, T b) {
+  return a < b ? b : a;
+}
+
+template <typename T>
+PT_HOST_DEVICE constexpr T clamp_to(T value, T low, T high) {
+  return min_of(max_of(value, low), high);
+}
+
+}  // namespace pagedtree

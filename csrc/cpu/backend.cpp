@@ -1,0 +1,13 @@
+#include "cpu/kernels.h"
+
+namespace pagedtree::cpu {
+
+const Backend& backend() {
+  static const Backend table = {
+      .name = "cpu",
+      .build_trees = build_trees,
+  };
+  return table;
+}
+
+}  // namespace pagedtree::cpu

@@ -1,0 +1,38 @@
+// One table of vectorised kernels an instruction set; the choice among them is made at run time.
+//
+// The sources listed under PAGEDTREE_ISA_SOURCES in CMakeLists.txt are compiled once per instruction set, each time in
+// a namespace of that name. Whatever they include must have internal linkage or live in that namespace: a function
+// shared through the linker could be the AVX-512 copy on a machine without it. So: `static inline`, no std containers.
+#pragma once
+
+#include "core/backend.h"
+
+namespace pagedtree::cpu {
+
+struct IsaKernels {
+  const char* name;
+};
+
+namespace portable {
+const IsaKernels& kernels();
+}
+#if defined(PAGEDTREE_X86)
+namespace avx2 {
+const IsaKernels& kernels();
+}
+namespace avx512 {
+const IsaKernels& kernels();
+}
+namespace amx {
+const IsaKernels& kernels();
+}
+#endif
+
+// The best table this machine can run, or the one PAGEDTREE_CPU_ISA names (portable, avx2, avx512, amx; read at each
+// call). Throws std::runtime_error where the machine or the build lacks the named one.
+PT_EXPORT const IsaKernels& isa_kernels();
+
+// Comma-separated names of those this machine can run, best last.
+PT_EXPORT const char* available_isas();
+
+}  // namespace pagedtree::cpu

@@ -1,0 +1,86 @@
+// Vectors of the instruction set that this translation unit is compiled for (see cpu/isa.h). GCC's vector extension
+// gives arithmetic, comparison and selection; intrinsics appear only where it has no word for the instruction.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+#include "core/common.h"
+
+namespace pagedtree::cpu::PAGEDTREE_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float vfloat __attribute__((vector_size(kLanes * 4)));
+typedef int32_t vint __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t vuint __attribute__((vector_size(kLanes * 4)));
+
+static inline vfloat splat(float x) { return x - vfloat{}; }
+static inline vint splat(int32_t x) { return x - vint{}; }
+static inline vuint splat(uint32_t x) { return x - vuint{}; }
+
+template <typename V, typename T>
+static inline V load_as(const T* p) {
+  V v;
+  std::memcpy(&v, p, sizeof(V));
+  return v;
+}
+static inline vfloat load(const float* p) { return load_as<vfloat>(p); }
+static inline void store(float* p, vfloat v) { std::memcpy(p, &v, sizeof(v)); }
+
+template <typename To, typename From>
+static inline To bits(From v) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &v, sizeof(to));
+  return to;
+}
+
+static inline vfloat select(vint mask, vfloat yes, vfloat no) { return mask ? yes : no; }
+static inline vfloat max(vfloat a, vfloat b) { return a > b ? a : b; }  // b where a is NaN
+static inline vfloat min(vfloat a, vfloat b) { return a < b ? a : b; }
+
+// One rounding, on every machine: where results must not depend on the instruction set.
+static inline vfloat fma(vfloat a, vfloat b, vfloat c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  for (int i = 0; i < kLanes; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+#endif
+}
+
+// The fastest a * b + c, with one rounding or two.
+static inline vfloat muladd(vfloat a, vfloat b, vfloat c) {
+#if defined(__AVX2__)
+  return fma(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+static inline float reduce_add(vfloat v) {
+  float sum = 0.0f;
+  for (int i = 0; i < kLanes; ++i) sum += v[i];
+  return sum;
+}
+
+static inline float reduce_max(vfloat v) {
+  float best = v[0];
+  for (int i = 1; i < kLanes; ++i) best = v[i] > best ? v[i] : best;
+  return best;
+}
+
+}  // namespace pagedtree::cpu::PAGEDTREE_ISA

@@ -1,0 +1,111 @@
+// Argument checks of the torch layer. A refusal names the op, the argument, what was expected and what came, before
+// anything is written; Python turns it into ValueError.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdlib>
+#include <initializer_list>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "core/common.h"
+
+namespace pagedtree::ops {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+enum class Strides { kContiguous, kLastContiguous, kAny };
+
+constexpr int64_t kAnySize = -1;
+
+// PAGEDTREE_CHECK=1: values in tensors are checked too, which synchronises. Read at each call.
+inline bool value_checks_enabled() {
+  const char* flag = std::getenv("PAGEDTREE_CHECK");
+  return flag != nullptr && *flag != '\0' && std::string(flag) != "0";
+}
+
+class Check {
+ public:
+  // Every tensor of the call must live where `anchor` lives.
+  Check(const char* op, const Tensor& anchor) : op_(op), device_(anchor.device()) {}
+
+  template <typename Got>
+  [[noreturn]] void fail(const std::string& name, const std::string& expected, const Got& got) const {
+    std::ostringstream message;
+    message << op_ << ": `" << name << "` must be " << expected << ", got " << got;
+    throw std::runtime_error(message.str());
+  }
+
+  template <typename Got>
+  void that(bool condition, const std::string& name, const std::string& expected, const Got& got) const {
+    if (!condition) fail(name, expected, got);
+  }
+
+  void tensor(const Tensor& t, const std::string& name, std::initializer_list<ScalarType> dtypes,
+              std::initializer_list<int64_t> shape, Strides strides = Strides::kContiguous) const {
+    dtype(t, name, dtypes);
+    if (!(t.device() == device_)) fail(name, "on the device of the other arguments", "another device");
+    bool same = t.dim() == static_cast<int64_t>(shape.size());
+    size_t i = 0;
+    for (int64_t expected : shape) {
+      same = same && (expected == kAnySize || t.size(static_cast<int64_t>(i)) == expected);
+      ++i;
+    }
+    if (!same) fail(name, "of shape " + text(shape), text(t.sizes()));
+    if (strides == Strides::kContiguous && !t.is_contiguous()) fail(name, "contiguous", "strides " + text(t.strides()));
+    if (strides == Strides::kLastContiguous && t.dim() > 0 && t.size(t.dim() - 1) > 1 && t.stride(t.dim() - 1) != 1) {
+      fail(name, "contiguous in its last dimension", "strides " + text(t.strides()));
+    }
+  }
+
+  void dtype(const Tensor& t, const std::string& name, std::initializer_list<ScalarType> dtypes) const {
+    std::string expected;
+    for (ScalarType d : dtypes) {
+      if (d == t.scalar_type()) return;
+      expected += (expected.empty() ? "" : " or ") + std::string(torch::headeronly::toString(d));
+    }
+    fail(name, "of dtype " + expected, torch::headeronly::toString(t.scalar_type()));
+  }
+
+  // int32 offsets [B + 1] of a ragged batch; returns B.
+  int64_t offsets(const Tensor& t, const std::string& name) const {
+    tensor(t, name, {ScalarType::Int}, {kAnySize});
+    that(t.size(0) >= 1, name, "of shape [B + 1]", text(t.sizes()));
+    return t.size(0) - 1;
+  }
+
+  template <typename Sizes>
+  static std::string text(const Sizes& sizes) {
+    std::string out = "[";
+    for (int64_t size : sizes)
+      out += (out.size() > 1 ? ", " : "") + (size == kAnySize ? std::string("*") : std::to_string(size));
+    return out + "]";
+  }
+
+ private:
+  const char* op_;
+  torch::stable::Device device_;
+};
+
+template <typename T>
+const T* const_pointer(const Tensor& t) {
+  return static_cast<const T*>(t.const_data_ptr());
+}
+
+template <typename T>
+T* mutable_pointer(const Tensor& t) {
+  return static_cast<T*>(t.mutable_data_ptr());
+}
+
+template <typename T>
+const T* optional_pointer(const std::optional<Tensor>& t) {
+  return t.has_value() ? const_pointer<T>(*t) : nullptr;
+}
+
+}  // namespace pagedtree::ops

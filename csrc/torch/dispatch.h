@@ -1,0 +1,29 @@
+// Which backend a call goes to, and how it shares Torch's threads and streams.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <string>
+
+#include "core/backend.h"
+
+namespace pagedtree::ops {
+
+using torch::stable::Tensor;
+
+// The backend for tensors on `anchor`'s device; throws where this build has none.
+const Backend& backend_for(const Tensor& anchor);
+ExecContext context_for(const Tensor& anchor);
+
+inline Tensor empty_on(const Tensor& anchor, std::initializer_list<int64_t> shape,
+                       torch::headeronly::ScalarType dtype) {
+  const std::vector<int64_t> sizes(shape);
+  return torch::stable::empty(sizes, dtype, std::nullopt, anchor.device());
+}
+
+// Ops without tensor arguments: the backends this build has for CPU tensors, and the choice among them.
+std::string backends();
+std::string use_backend(std::string name);
+
+}  // namespace pagedtree::ops

@@ -1,0 +1,43 @@
+"""Loads the op library and calls its ops; the only place that knows the library's name and namespace."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import pagedtree
+
+
+def _load() -> Any:
+    # An editable install may spread the package over several folders.
+    for folder in pagedtree.__path__:
+        path = os.path.join(folder, "lib", "libpagedtree_torch.so")
+        if os.path.exists(path):
+            torch.ops.load_library(path)
+            return torch.ops.pagedtree
+    raise ImportError(
+        "pagedtree's op library is missing: the package was not built (pip install --no-build-isolation -e .)"
+    )
+
+
+ops = _load()
+
+
+def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a raw op; its refusal (RuntimeError) becomes the ValueError or TypeError that Python callers expect."""
+    if torch.compiler.is_compiling():
+        return op(*args, **kwargs)
+    try:
+        return op(*args, **kwargs)
+    except RuntimeError as error:
+        message = str(error)
+        name = str(op).removeprefix("pagedtree.").split(".")[0]
+        if "Expected a value of type" in message or "Could not cast" in message:
+            raise TypeError(message) from None
+        start = message.find(f"{name}: ")
+        if start < 0:
+            raise
+        raise ValueError(message[start:].split("\nException raised from")[0]) from None

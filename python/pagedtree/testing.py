@@ -1,0 +1,37 @@
+"""What tests and benchmarks share: the choice of backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from pagedtree._ops import ops
+
+__all__ = ["backends", "use_backend"]
+
+
+def backends() -> list[str]:
+    """The backends that this build can run here: "cpu", "simt" if it was built with it, "cuda" with a GPU."""
+    names = ops._backends().split(",")
+    return [*names, "cuda"] if torch.cuda.is_available() and "cuda" in names else names
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Runs ops on CPU tensors with backend `name` ("cpu" or "simt"); for the whole process, until the block ends.
+
+    Raises ValueError for a backend that this build lacks.
+    """
+    if name == "cuda":  # chosen by the tensors' device
+        yield
+        return
+    try:
+        previous = ops._use_backend(name)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+    try:
+        yield
+    finally:
+        ops._use_backend(previous)

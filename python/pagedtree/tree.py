@@ -1,0 +1,256 @@
+"""Draft trees: one on the host (`DraftTree`), a ragged batch of them on a device (`TreeBatch`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedtree._ops import call, ops
+
+__all__ = ["DraftTree", "TreeBatch", "build_trees"]
+
+MAX_NODES = 1024
+
+
+class DraftTree:
+    """The shape of one draft tree. Node 0 is the root; a node's parent has a smaller index.
+
+    Attributes (int32 numpy arrays of length `num_nodes`, local indices, -1 = none):
+        parents, depths, first_child, next_sibling; siblings are in index order.
+        num_nodes, max_depth: ints.
+        mask: bool [n, n]; mask[i, j] = node j is i or an ancestor of i.
+    """
+
+    def __init__(self, parents: Sequence[int] | np.ndarray) -> None:
+        array = np.array(parents, dtype=np.int64)
+        if array.ndim != 1 or not 1 <= array.size <= MAX_NODES:
+            raise ValueError(f"parents: expected 1 to {MAX_NODES} nodes in one dimension, got shape {array.shape}")
+        if array[0] != -1:
+            raise ValueError(f"parents: expected parents[0] == -1 (the root), got {array[0]}")
+        wrong = np.flatnonzero((array[1:] < 0) | (array[1:] >= np.arange(1, array.size)))
+        if wrong.size:
+            node = int(wrong[0]) + 1
+            raise ValueError(f"parents: expected 0 <= parents[i] < i, got parents[{node}] == {array[node]}")
+        n = array.size
+        self.num_nodes = n
+        self.parents: np.ndarray = array.astype(np.int32)
+        links = ops.build_trees(
+            torch.from_numpy(self.parents), torch.tensor([0, n], dtype=torch.int32), max_nodes=n, max_depth=n - 1
+        )
+        self.depths, self.first_child, self.next_sibling = (t.numpy() for t in links[:3])
+        self._mask_words: np.ndarray = links[3].numpy()
+        self.max_depth = int(self.depths.max())
+
+    @classmethod
+    def from_parents(cls, parents: Sequence[int] | np.ndarray) -> DraftTree:
+        """The tree with these parents: parents[0] == -1 and 0 <= parents[i] < i, else ValueError."""
+        return cls(parents)
+
+    @classmethod
+    def from_paths(cls, paths: Iterable[Sequence[int]]) -> DraftTree:
+        """The tree of Medusa's and EAGLE's child-rank paths: path [1, 0] is the first child of the root's second child.
+
+        The root is added; nodes are ordered by (depth, path). Every proper prefix of a path must be listed, no path
+        twice, ranks >= 0, else ValueError.
+        """
+        listed = sorted((tuple(int(rank) for rank in path) for path in paths), key=lambda path: (len(path), path))
+        index: dict[tuple[int, ...], int] = {(): 0}
+        parents = [-1]
+        for path in listed:
+            if not path:
+                raise ValueError("paths: expected paths of at least one rank (the root is added), got an empty path")
+            if path in index:
+                raise ValueError(f"paths: expected each path once, got {list(path)} twice")
+            if min(path) < 0:
+                raise ValueError(f"paths: expected ranks >= 0, got {list(path)}")
+            if path[:-1] not in index:
+                raise ValueError(f"paths: expected every prefix to be listed, got {list(path)} without its parent")
+            parents.append(index[path[:-1]])
+            index[path] = len(index)
+        return cls(parents)
+
+    @classmethod
+    def chain(cls, num_draft_tokens: int) -> DraftTree:
+        """A chain: the root and `num_draft_tokens` nodes, each the child of the one before."""
+        if num_draft_tokens < 0:
+            raise ValueError(f"num_draft_tokens: expected >= 0, got {num_draft_tokens}")
+        return cls(np.arange(-1, num_draft_tokens))
+
+    @classmethod
+    def full(cls, branching: Sequence[int]) -> DraftTree:
+        """The tree in which every node of level d has branching[d] children, level by level."""
+        if any(width < 0 for width in branching):
+            raise ValueError(f"branching: expected widths >= 0, got {list(branching)}")
+        parents, level = [-1], [0]
+        for width in branching:
+            if len(parents) + len(level) * width > MAX_NODES:
+                raise ValueError(f"branching: expected at most {MAX_NODES} nodes, got {list(branching)}")
+            first = len(parents)
+            parents += [node for node in level for _ in range(width)]
+            level = list(range(first, len(parents)))
+        return cls(parents)
+
+    @property
+    def mask(self) -> np.ndarray:
+        bits = np.unpackbits(self._mask_words.view(np.uint8), axis=1, bitorder="little")
+        return bits[:, : self.num_nodes].astype(bool)
+
+    @property
+    def child_ranks(self) -> np.ndarray:
+        """int32 [n]: how many siblings come before the node; -1 at the root."""
+        ranks = np.full(self.num_nodes, -1, dtype=np.int32)
+        for node in range(self.num_nodes):
+            child, rank = int(self.first_child[node]), 0
+            while child >= 0:
+                ranks[child] = rank
+                child, rank = int(self.next_sibling[child]), rank + 1
+        return ranks
+
+    def __repr__(self) -> str:
+        return f"DraftTree(num_nodes={self.num_nodes}, max_depth={self.max_depth})"
+
+
+@dataclass(frozen=True)
+class TreeBatch:
+    """A ragged batch of B trees with N rows on one device; row cu_nodes[b] + i is node i of tree b.
+
+    Attributes:
+        cu_nodes: int32 [B + 1], offsets of the trees' rows.
+        parents, depths, first_child, next_sibling: int32 [N], local indices, -1 = none. An unreachable node and a
+            padding row have depth -1, no links and an empty mask row.
+        mask: int32 [N, W], W = ceil(max_nodes / 32); bit j % 32 of word j // 32 = node j is the row's node or
+            its ancestor.
+        valid: bool [B], False where the tree was malformed (see `build_trees`).
+        max_nodes, max_depth: bounds, Python ints, the same for every step of a captured graph.
+    """
+
+    cu_nodes: Tensor
+    parents: Tensor
+    depths: Tensor
+    first_child: Tensor
+    next_sibling: Tensor
+    mask: Tensor
+    valid: Tensor
+    max_nodes: int
+    max_depth: int
+
+    @property
+    def batch_size(self) -> int:
+        return self.cu_nodes.shape[0] - 1
+
+    @property
+    def device(self) -> torch.device:
+        return self.cu_nodes.device
+
+    @classmethod
+    def from_trees(
+        cls,
+        trees: Sequence[DraftTree],
+        *,
+        max_nodes: int | None = None,
+        max_depth: int | None = None,
+        capacity: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> TreeBatch:
+        """The batch of host trees, on `device` (default cpu).
+
+        max_nodes, max_depth: bounds to keep when other trees are to be copied in (`copy_`); default the trees' own.
+        capacity: rows N, at least the sum of the trees' nodes (default); rows past the last tree are padding.
+        Raises ValueError where a tree exceeds a bound.
+        """
+        sizes = [tree.num_nodes for tree in trees]
+        nodes = max(sizes, default=1) if max_nodes is None else max_nodes
+        depth = max((tree.max_depth for tree in trees), default=0) if max_depth is None else max_depth
+        rows = sum(sizes) if capacity is None else capacity
+        for i, tree in enumerate(trees):
+            if tree.num_nodes > nodes:
+                raise ValueError(f"trees: expected at most max_nodes = {nodes} nodes, got {tree.num_nodes} in tree {i}")
+            if tree.max_depth > depth:
+                raise ValueError(f"trees: expected depth <= max_depth = {depth}, got {tree.max_depth} in tree {i}")
+        if sum(sizes) > rows:
+            raise ValueError(f"capacity: expected at least {sum(sizes)} rows for these trees, got {rows}")
+        parents = np.full(rows, -1, dtype=np.int32)
+        if trees:
+            parents[: sum(sizes)] = np.concatenate([tree.parents for tree in trees])
+        cu_nodes = torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
+        return build_trees(
+            torch.from_numpy(parents).to(device or "cpu"),
+            cu_nodes.to(device or "cpu"),
+            max_nodes=nodes,
+            max_depth=depth,
+        )
+
+    def to(self, device: torch.device | str) -> TreeBatch:
+        """The same batch on `device`."""
+        return replace(self, **{name: getattr(self, name).to(device) for name in _TENSOR_FIELDS})
+
+    def copy_(self, other: TreeBatch) -> TreeBatch:
+        """Writes `other` into this batch's tensors, which keep their addresses and shapes (for replayed graphs).
+
+        `other` must have the same B, max_nodes and max_depth, and no more rows; the rows past its own become padding.
+        """
+        for name in ("batch_size", "max_nodes", "max_depth"):
+            if getattr(other, name) != getattr(self, name):
+                raise ValueError(f"other: expected {name} = {getattr(self, name)}, got {getattr(other, name)}")
+        rows = other.parents.shape[0]
+        if rows > self.parents.shape[0]:
+            raise ValueError(f"other: expected at most {self.parents.shape[0]} rows, got {rows}")
+        self.cu_nodes.copy_(other.cu_nodes)
+        self.valid.copy_(other.valid)
+        for name in ("parents", "depths", "first_child", "next_sibling", "mask"):
+            mine: Tensor = getattr(self, name)
+            mine[:rows].copy_(getattr(other, name))
+            mine[rows:].fill_(0 if name == "mask" else -1)
+        return self
+
+    def tree(self, b: int) -> DraftTree:
+        """Tree b on the host (synchronises). Raises ValueError if it is malformed."""
+        begin, end = self.cu_nodes[b : b + 2].tolist()
+        return DraftTree(self.parents[begin:end].cpu().numpy())
+
+
+_TENSOR_FIELDS = [field.name for field in fields(TreeBatch) if field.name not in ("max_nodes", "max_depth")]
+
+
+def build_trees(parents: Tensor, cu_nodes: Tensor, *, max_nodes: int, max_depth: int) -> TreeBatch:
+    """Links a ragged batch of trees on the device of `parents`, without synchronising.
+
+    Args:
+        parents: int32 [N], local indices: -1 at each tree's node 0, else 0 <= parents[i] < i.
+        cu_nodes: int32 [B + 1], first 0; rows past cu_nodes[B] are padding.
+        max_nodes: bound on the nodes of one tree, 1..1024; it fixes the mask's width.
+        max_depth: bound on the depth; it fixes the width of what verification returns.
+
+    A malformed tree sets valid[b] = False: a parent out of range or not smaller than its node, a root whose parent is
+    not -1, a second root, more than max_nodes nodes, a node deeper than max_depth, or no node at all. Such a node and
+    its descendants are unreachable: depth -1, an empty mask row, no link to them. Node 0 is always the root.
+
+        for i, p in enumerate(parents_of_tree):
+            if i == 0: depth, mask = 0, {0}
+            elif 0 <= p < i and i < max_nodes and 0 <= depth[p] < max_depth: depth, mask = depth[p] + 1, mask[p] | {i}
+            else: depth, mask, valid = -1, {}, False
+
+    Raises ValueError for wrong shapes, dtypes or bounds.
+    """
+    depths, first_child, next_sibling, mask, valid = call(
+        ops.build_trees, parents, cu_nodes, max_nodes=max_nodes, max_depth=max_depth
+    )
+    return TreeBatch(cu_nodes, parents, depths, first_child, next_sibling, mask, valid, max_nodes, max_depth)
+
+
+@torch.library.register_fake("pagedtree::build_trees")
+def _build_trees_fake(
+    parents: Tensor, cu_nodes: Tensor, *, max_nodes: int, max_depth: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    words = (max_nodes + 31) // 32
+    return (
+        torch.empty_like(parents),
+        torch.empty_like(parents),
+        torch.empty_like(parents),
+        parents.new_empty((parents.shape[0], words)),
+        parents.new_empty((cu_nodes.shape[0] - 1,), dtype=torch.bool),
+    )

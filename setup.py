@@ -1,0 +1,41 @@
+"""Drives CMake; everything else is in pyproject.toml."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+
+
+def ninja() -> list[str]:
+    return ["-G", "Ninja"] if shutil.which("ninja") else []
+
+
+class CMakeBuild(build_ext):
+    """Builds all native libraries in one CMake tree and installs them into the package."""
+
+    def run(self) -> None:
+        package = ROOT / "python" / "pagedtree" if self.inplace else Path(self.build_lib).resolve() / "pagedtree"
+        tree = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
+        tree.mkdir(parents=True, exist_ok=True)
+        configure = [
+            "cmake", "-S", str(ROOT), "-B", str(tree), *ninja(),
+            f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
+            f"-DPAGEDTREE_VERSION={self.distribution.get_version()}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+        ]  # fmt: skip
+        subprocess.run(configure, check=True)
+        jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
+        subprocess.run(["cmake", "--build", str(tree), "--parallel", jobs], check=True)
+        subprocess.run(["cmake", "--install", str(tree), "--prefix", str(package)], check=True)
+
+    def get_outputs(self) -> list[str]:
+        return []
+
+
+setup(ext_modules=[Extension("pagedtree._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
