@@ -26,9 +26,11 @@ class DraftTree:
     """
 
     def __init__(self, parents: Sequence[int] | np.ndarray) -> None:
-        array = np.array(parents, dtype=np.int64)
+        array = np.array(parents)
         if array.ndim != 1 or not 1 <= array.size <= MAX_NODES:
             raise ValueError(f"parents: expected 1 to {MAX_NODES} nodes in one dimension, got shape {array.shape}")
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"parents: expected integers, got {array.dtype}")
         if array[0] != -1:
             raise ValueError(f"parents: expected parents[0] == -1 (the root), got {array[0]}")
         wrong = np.flatnonzero((array[1:] < 0) | (array[1:] >= np.arange(1, array.size)))

@@ -1,0 +1,41 @@
+"""Fixtures that every test file shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from pagedtree.testing import backends, use_backend
+
+# The same examples in every run; a failure prints the example. `backend` has no state that examples could disturb.
+settings.register_profile(
+    "pagedtree",
+    deadline=None,
+    derandomize=True,
+    max_examples=50,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.load_profile("pagedtree")
+
+
+@pytest.fixture(params=backends())
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Runs the test once for each backend of this build, value checks off whatever the environment says."""
+    monkeypatch.delenv("PAGEDTREE_CHECK", raising=False)
+    with use_backend(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def device(backend: str) -> torch.device:
+    """Where the tensors of a test on `backend` live."""
+    return torch.device("cuda" if backend == "cuda" else "cpu")
+
+
+@pytest.fixture
+def value_checks(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns on the checks of values in tensors (PAGEDTREE_CHECK=1)."""
+    monkeypatch.setenv("PAGEDTREE_CHECK", "1")

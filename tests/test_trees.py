@@ -1,0 +1,385 @@
+"""DraftTree, TreeBatch and build_trees against plain loops."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pagedtree import DraftTree, TreeBatch, build_trees
+from pagedtree._ops import ops
+
+
+@st.composite
+def tree_parents(draw: st.DrawFn, max_nodes: int = 70) -> list[int]:
+    """Parents of a well-formed tree; 70 nodes reach a third mask word."""
+    n = draw(st.integers(1, max_nodes))
+    return [-1] + [draw(st.integers(0, i - 1)) for i in range(1, n)]
+
+
+def link(parents: list[int], max_nodes: int, max_depth: int) -> tuple[list[int], list[set[int]], bool]:
+    """Depth, visible nodes and validity of a tree whose parents may be anything."""
+    depths: list[int] = []
+    visible: list[set[int]] = []
+    valid = 1 <= len(parents) <= max_nodes
+    for i, parent in enumerate(parents):
+        if i == 0:
+            depths.append(0)
+            visible.append({0})
+            valid = valid and parent == -1
+        elif i < max_nodes and 0 <= parent < i and 0 <= depths[parent] < max_depth:
+            depths.append(depths[parent] + 1)
+            visible.append(visible[parent] | {i})
+        else:
+            depths.append(-1)
+            visible.append(set())
+            valid = False
+    return depths, visible, valid
+
+
+def children_of(parents: list[int], depths: list[int]) -> list[list[int]]:
+    reachable = [i for i in range(1, len(parents)) if depths[i] > 0]
+    return [[i for i in reachable if parents[i] == node] for node in range(len(parents))]
+
+
+def walk_links(tree_first_child: list[int], tree_next_sibling: list[int], node: int) -> list[int]:
+    child, found = tree_first_child[node], []
+    while child >= 0:
+        found.append(child)
+        child = tree_next_sibling[child]
+    return found
+
+
+def mask_sets(mask: Tensor) -> list[set[int]]:
+    """The set bits of each mask row."""
+    return [
+        {32 * w + bit for w, word in enumerate(row) for bit in range(32) if (word >> bit) & 1} for row in mask.tolist()
+    ]
+
+
+def int32(values: list[int], device: torch.device | str = "cpu") -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+# DraftTree ------------------------------------------------------------------------------------------------------------
+
+
+@given(tree_parents())
+def test_draft_tree(parents: list[int]) -> None:
+    tree = DraftTree.from_parents(parents)
+    n = len(parents)
+    depths, visible, _ = link(parents, n, n)
+    assert tree.num_nodes == n
+    assert tree.parents.tolist() == parents
+    assert tree.depths.tolist() == depths
+    assert tree.max_depth == max(depths)
+    assert tree.mask.dtype == bool and tree.mask.shape == (n, n)
+    assert [set(np.flatnonzero(row).tolist()) for row in tree.mask] == visible
+    children = children_of(parents, depths)
+    for node in range(n):
+        assert walk_links(tree.first_child.tolist(), tree.next_sibling.tolist(), node) == children[node]
+        assert [tree.child_ranks[child] for child in children[node]] == list(range(len(children[node])))
+    assert tree.child_ranks[0] == -1
+    for array in (tree.parents, tree.depths, tree.first_child, tree.next_sibling, tree.child_ranks):
+        assert array.dtype == np.int32 and array.shape == (n,)
+
+
+@given(tree_parents(), st.randoms(use_true_random=False))
+def test_from_paths_inverts_child_ranks(parents: list[int], random) -> None:
+    tree = DraftTree.from_parents(parents)
+    ranks = tree.child_ranks
+    path_of: dict[int, list[int]] = {0: []}
+    for node in range(1, tree.num_nodes):
+        path_of[node] = path_of[parents[node]] + [int(ranks[node])]
+    paths = [path_of[node] for node in range(1, tree.num_nodes)]
+    random.shuffle(paths)
+    rebuilt = DraftTree.from_paths(paths)
+    order = sorted(range(tree.num_nodes), key=lambda node: (len(path_of[node]), path_of[node]))
+    new_index = {old: new for new, old in enumerate(order)}
+    assert rebuilt.parents.tolist() == [-1 if old == 0 else new_index[parents[old]] for old in order]
+    assert rebuilt.max_depth == tree.max_depth
+
+
+def test_from_paths_examples() -> None:
+    assert DraftTree.from_paths([[0], [1], [0, 0]]).parents.tolist() == [-1, 0, 0, 1]
+    assert DraftTree.from_paths([]).parents.tolist() == [-1]
+    assert DraftTree.from_paths([[7], [2], [7, 5]]).parents.tolist() == [-1, 0, 0, 2]  # ranks may leave gaps
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        ([[0, 0]], "every prefix"),
+        ([[0], [0, 1, 2]], "every prefix"),
+        ([[0], [0]], "each path once"),
+        ([[]], "at least one rank"),
+        ([[0], [-1]], "ranks >= 0"),
+        ([[i] for i in range(1024)], "1 to 1024 nodes"),
+    ],
+)
+def test_from_paths_refuses(paths: list[list[int]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DraftTree.from_paths(paths)
+
+
+@pytest.mark.parametrize(
+    ("parents", "message"),
+    [
+        ([], "1 to 1024 nodes"),
+        ([[-1, 0]], "one dimension"),
+        ([-1] + [0] * 1024, "1 to 1024 nodes"),
+        ([0], r"parents\[0\] == -1"),
+        ([-2, 0], r"parents\[0\] == -1"),
+        ([-1, -1], r"got parents\[1\] == -1"),
+        ([-1, 1], r"got parents\[1\] == 1"),
+        ([-1, 0, 3, 0], r"got parents\[2\] == 3"),
+        ([-1, 2**40], r"got parents\[1\] == 1099511627776"),
+    ],
+)
+def test_from_parents_refuses(parents: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DraftTree.from_parents(parents)
+
+
+def test_from_parents_refuses_other_types() -> None:
+    with pytest.raises(TypeError, match="parents"):
+        DraftTree.from_parents([-1, 0.5])  # type: ignore[list-item]
+
+
+def test_chain_and_full() -> None:
+    chain = DraftTree.chain(5)
+    assert chain.num_nodes == 6 and chain.max_depth == 5
+    assert chain.parents.tolist() == [-1, 0, 1, 2, 3, 4]
+    assert np.array_equal(chain.mask, np.tri(6, dtype=bool))
+    assert DraftTree.chain(0).num_nodes == 1
+    assert DraftTree.chain(1023).max_depth == 1023
+    assert DraftTree.full([2, 1]).parents.tolist() == [-1, 0, 0, 1, 2]
+    assert DraftTree.full([4, 2, 1]).num_nodes == 1 + 4 + 8 + 8
+    assert DraftTree.full([]).num_nodes == DraftTree.full([0, 3]).num_nodes == 1
+    assert DraftTree.full([1023]).num_nodes == 1024
+    with pytest.raises(ValueError, match="num_draft_tokens"):
+        DraftTree.chain(-1)
+    with pytest.raises(ValueError, match="1 to 1024 nodes"):
+        DraftTree.chain(1024)
+    with pytest.raises(ValueError, match="widths >= 0"):
+        DraftTree.full([2, -1])
+    with pytest.raises(ValueError, match="at most 1024"):
+        DraftTree.full([1000, 1000, 1000])
+
+
+def test_parents_are_copied() -> None:
+    parents = np.array([-1, 0, 1], dtype=np.int32)
+    tree = DraftTree(parents)
+    parents[2] = 0
+    assert tree.parents.tolist() == [-1, 0, 1]
+
+
+# build_trees ----------------------------------------------------------------------------------------------------------
+
+
+def check_batch(batch: TreeBatch, trees: list[list[int]]) -> None:
+    """The whole batch, padding included, against the plain loops."""
+    offsets = np.concatenate([[0], np.cumsum([len(t) for t in trees])]).astype(int).tolist()
+    depths, first, sibling = batch.depths.tolist(), batch.first_child.tolist(), batch.next_sibling.tolist()
+    seen = mask_sets(batch.mask)
+    assert batch.mask.shape == (batch.parents.shape[0], -(-batch.max_nodes // 32))
+    for b, parents in enumerate(trees):
+        rows = slice(offsets[b], offsets[b + 1])
+        expected_depths, visible, valid = link(parents, batch.max_nodes, batch.max_depth)
+        assert depths[rows] == expected_depths
+        assert seen[rows] == visible
+        assert bool(batch.valid[b]) is valid
+        children = children_of(parents, expected_depths)
+        linked: set[int] = set()
+        for node in range(len(parents)):
+            assert walk_links(first[rows], sibling[rows], node) == children[node]
+            linked.update(children[node])
+        assert all(sibling[rows][node] == -1 for node in range(len(parents)) if node not in linked)
+    assert set(depths[offsets[-1] :]) <= {-1}
+    assert set(first[offsets[-1] :]) <= {-1} and set(sibling[offsets[-1] :]) <= {-1}
+    assert all(not bits for bits in seen[offsets[-1] :])
+
+
+@given(
+    trees=st.lists(st.one_of(tree_parents(40), st.lists(st.integers(-3, 45), max_size=40)), max_size=5),
+    max_nodes=st.integers(1, 45),
+    max_depth=st.integers(0, 12),
+    padding=st.integers(0, 9),
+)
+@example(trees=[[-1] * 40, [5, 0, 1]], max_nodes=40, max_depth=40, padding=1)
+@example(trees=[[-1, 0, 7, 2, 3, 1]], max_nodes=6, max_depth=6, padding=0)  # descendants of an unreachable node
+def test_build_trees(backend, device, trees, max_nodes, max_depth, padding) -> None:
+    flat = [p for t in trees for p in t] + [0] * padding
+    cu_nodes = np.concatenate([[0], np.cumsum([len(t) for t in trees])]).astype(np.int32)
+    batch = build_trees(
+        int32(flat, device), torch.from_numpy(cu_nodes).to(device), max_nodes=max_nodes, max_depth=max_depth
+    )
+    check_batch(batch, trees)
+
+
+@given(st.lists(tree_parents(), max_size=4))
+def test_from_trees(backend, device, parents: list[list[int]]) -> None:
+    trees = [DraftTree(p) for p in parents]
+    batch = TreeBatch.from_trees(trees, device=device)
+    check_batch(batch, parents)
+    assert batch.valid.all()
+    assert batch.batch_size == len(trees) and batch.device.type == device.type
+    assert batch.parents.shape[0] == sum(t.num_nodes for t in trees)
+    assert batch.max_nodes == max((t.num_nodes for t in trees), default=1)
+    assert batch.max_depth == max((t.max_depth for t in trees), default=0)
+    assert [batch.tree(b).parents.tolist() for b in range(len(trees))] == parents
+
+
+def test_1024_nodes(backend, device) -> None:
+    rng = np.random.default_rng(0)
+    wide = [-1] + [0] * 1023
+    deep = list(range(-1, 1023))
+    random = [-1] + [int(rng.integers(0, i)) for i in range(1, 1024)]
+    batch = TreeBatch.from_trees([DraftTree(p) for p in (wide, deep, random)], device=device)
+    assert batch.mask.shape == (3 * 1024, 32) and batch.max_depth == 1023
+    check_batch(batch, [wide, deep, random])
+
+
+def test_offsets_out_of_range_stay_inside(backend, device) -> None:
+    parents = int32([-1, 0, 0, 1], device)
+    for offsets in ([0, 99], [-5, 4], [0, 3, 1, 4], [4, 0], [-(2**31), 2**31 - 1], [2, 2**31 - 1, -1]):
+        batch = build_trees(parents, int32(offsets, device), max_nodes=4, max_depth=3)
+        assert batch.depths.min() >= -1 and batch.depths.max() <= 3
+        assert batch.first_child.max() < 4 and batch.next_sibling.max() < 4
+
+
+def test_no_trees(backend, device) -> None:
+    batch = build_trees(int32([], device), int32([0], device), max_nodes=1, max_depth=0)
+    assert batch.batch_size == 0 and batch.mask.shape == (0, 1) and batch.valid.shape == (0,)
+    padded = build_trees(int32([7, -1], device), int32([0], device), max_nodes=33, max_depth=0)
+    assert padded.depths.tolist() == [-1, -1] and not padded.mask.any() and padded.mask.shape == (2, 2)
+    empty = build_trees(int32([-1], device), int32([0, 0, 1], device), max_nodes=1, max_depth=0)
+    assert empty.valid.tolist() == [False, True]
+
+
+def test_arguments_are_not_written(backend, device) -> None:
+    parents, cu_nodes = int32([3, -1, 0], device), int32([0, 3], device)
+    before = parents.clone(), cu_nodes.clone()
+    build_trees(parents, cu_nodes, max_nodes=3, max_depth=2)
+    assert torch.equal(parents, before[0]) and torch.equal(cu_nodes, before[1])
+
+
+@pytest.mark.parametrize(
+    ("parents", "cu_nodes", "max_nodes", "max_depth", "message"),
+    [
+        (torch.zeros(3), int32([0, 3]), 3, 2, "`parents` must be of dtype Int, got Float"),
+        (int32([-1]), torch.tensor([0, 1]), 3, 2, "`cu_nodes` must be of dtype Int, got Long"),
+        (int32([-1]).view(1, 1), int32([0, 1]), 3, 2, r"`parents` must be of shape \[\*\], got \[1, 1\]"),
+        (int32([-1]), int32([]), 3, 2, r"`cu_nodes` must be of shape \[B \+ 1\], got \[0\]"),
+        (int32([-1, 0, 0, 0])[::2], int32([0, 2]), 3, 2, r"`parents` must be contiguous, got strides \[2\]"),
+        (int32([-1]), int32([0, 1]), 0, 2, "`max_nodes` must be in 1..1024, got 0"),
+        (int32([-1]), int32([0, 1]), 1025, 2, "`max_nodes` must be in 1..1024, got 1025"),
+        (int32([-1]), int32([0, 1]), 3, -1, "`max_depth` must be in 0..1023, got -1"),
+        (int32([-1]), int32([0, 1]), 3, 1024, "`max_depth` must be in 0..1023, got 1024"),
+    ],
+)
+def test_build_trees_refuses(backend, device, parents, cu_nodes, max_nodes, max_depth, message) -> None:
+    parents, cu_nodes = parents.to(device), cu_nodes.to(device)
+    with pytest.raises(ValueError, match=f"build_trees: {message}"):
+        build_trees(parents, cu_nodes, max_nodes=max_nodes, max_depth=max_depth)
+    with pytest.raises(RuntimeError, match=message):
+        ops.build_trees(parents, cu_nodes, max_nodes=max_nodes, max_depth=max_depth)
+
+
+def test_wrong_types() -> None:
+    with pytest.raises(TypeError):
+        build_trees([-1, 0], int32([0, 2]), max_nodes=2, max_depth=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        build_trees(int32([-1]), int32([0, 1]), max_nodes="1", max_depth=1)  # type: ignore[arg-type]
+
+
+# TreeBatch of fixed shape ---------------------------------------------------------------------------------------------
+
+
+def tensors_of(batch: TreeBatch) -> dict[str, Tensor]:
+    return {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
+
+
+@given(
+    before=st.lists(tree_parents(20), min_size=2, max_size=2),
+    after=st.lists(tree_parents(20), min_size=2, max_size=2),
+    spare=st.integers(0, 5),
+)
+def test_copy_keeps_shapes_and_addresses(backend, device, before, after, spare) -> None:
+    bounds = {"max_nodes": 20, "max_depth": 19}
+    batch = TreeBatch.from_trees([DraftTree(p) for p in before], capacity=40 + spare, device=device, **bounds)
+    addresses = {name: t.data_ptr() for name, t in tensors_of(batch).items()}
+    shapes = {name: t.shape for name, t in tensors_of(batch).items()}
+    check_batch(batch, before)
+    other = TreeBatch.from_trees([DraftTree(p) for p in after], device=device, **bounds)
+    assert batch.copy_(other) is batch
+    check_batch(batch, after)
+    assert addresses == {name: t.data_ptr() for name, t in tensors_of(batch).items()}
+    assert shapes == {name: t.shape for name, t in tensors_of(batch).items()}
+    direct = TreeBatch.from_trees([DraftTree(p) for p in after], capacity=40 + spare, device=device, **bounds)
+    for name, expected in tensors_of(direct).items():
+        assert torch.equal(getattr(batch, name), expected), name
+
+
+def test_copy_refuses_other_shapes() -> None:
+    one, two = DraftTree.chain(1), DraftTree.chain(2)
+    batch = TreeBatch.from_trees([one])
+    unchanged = {name: t.clone() for name, t in tensors_of(batch).items()}
+    for other, message in [
+        (TreeBatch.from_trees([one, one]), "batch_size = 1"),
+        (TreeBatch.from_trees([two]), "max_nodes = 2"),
+        (TreeBatch.from_trees([one], max_depth=2), "max_depth = 1"),
+        (TreeBatch.from_trees([one], capacity=9), "at most 2 rows"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            batch.copy_(other)
+    for name, t in tensors_of(batch).items():
+        assert torch.equal(t, unchanged[name])
+
+
+def test_from_trees_refuses() -> None:
+    tree = DraftTree.full([3])
+    with pytest.raises(ValueError, match="max_nodes = 3"):
+        TreeBatch.from_trees([tree], max_nodes=3)
+    with pytest.raises(ValueError, match="max_depth = 0"):
+        TreeBatch.from_trees([tree], max_depth=0)
+    with pytest.raises(ValueError, match="at least 8 rows"):
+        TreeBatch.from_trees([tree, tree], capacity=7)
+    with pytest.raises(ValueError, match="max_nodes"):
+        TreeBatch.from_trees([], max_nodes=0)
+
+
+def test_tree_of_a_malformed_batch() -> None:
+    batch = build_trees(int32([-1, 0, -1, 5]), int32([0, 2, 4]), max_nodes=2, max_depth=1)
+    assert batch.valid.tolist() == [True, False]
+    assert batch.tree(0).num_nodes == 2
+    with pytest.raises(ValueError, match="parents"):
+        batch.tree(1)
+
+
+# torch ----------------------------------------------------------------------------------------------------------------
+
+
+def test_opcheck(backend, device) -> None:
+    for parents, offsets in [([-1, 0, 0, 1, 5, -1], [0, 4, 5]), ([], [0]), ([-1], [0, 1])]:
+        torch.library.opcheck(
+            ops.build_trees.default,
+            (int32(parents, device), int32(offsets, device)),
+            {"max_nodes": 40, "max_depth": 3},
+        )
+
+
+def test_compile(backend, device) -> None:
+    def visible_nodes(parents: Tensor, cu_nodes: Tensor) -> tuple[TreeBatch, Tensor]:
+        batch = build_trees(parents, cu_nodes, max_nodes=40, max_depth=8)
+        return batch, batch.depths + 1
+
+    compiled = torch.compile(visible_nodes, fullgraph=True, backend="aot_eager", dynamic=True)
+    for trees in ([[-1, 0, 1], [-1]], [[-1, 0, 0, 2, 7], [-1, 0], [-1]]):
+        cu_nodes = int32(np.concatenate([[0], np.cumsum([len(t) for t in trees])]).tolist(), device)
+        batch, counts = compiled(int32([p for t in trees for p in t], device), cu_nodes)
+        check_batch(batch, trees)
+        assert torch.equal(counts, batch.depths + 1)
