@@ -12,19 +12,22 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 
 
-def ninja() -> list[str]:
-    return ["-G", "Ninja"] if shutil.which("ninja") else []
+def generator() -> list[str]:
+    # Named at each configure: an isolated build's ninja is gone when the next one reuses the tree.
+    path = shutil.which("ninja")
+    return ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={path}"] if path else []
 
 
 class CMakeBuild(build_ext):
     """Builds all native libraries in one CMake tree and installs them into the package."""
 
     def run(self) -> None:
-        package = ROOT / "python" / "pagedtree" if self.inplace else Path(self.build_lib).resolve() / "pagedtree"
-        tree = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
-        tree.mkdir(parents=True, exist_ok=True)
+        if self.inplace:
+            package, tree = ROOT / "python" / "pagedtree", ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
+        else:
+            package, tree = Path(self.build_lib).resolve() / "pagedtree", Path(self.build_temp).resolve()
         configure = [
-            "cmake", "-S", str(ROOT), "-B", str(tree), *ninja(),
+            "cmake", "-S", str(ROOT), "-B", str(tree), *generator(),
             f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
             f"-DPAGEDTREE_VERSION={self.distribution.get_version()}",
             f"-DPython_EXECUTABLE={sys.executable}",
@@ -33,9 +36,6 @@ class CMakeBuild(build_ext):
         jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
         subprocess.run(["cmake", "--build", str(tree), "--parallel", jobs], check=True)
         subprocess.run(["cmake", "--install", str(tree), "--prefix", str(package)], check=True)
-
-    def get_outputs(self) -> list[str]:
-        return []
 
 
 setup(ext_modules=[Extension("pagedtree._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

@@ -1,0 +1,82 @@
+# Builds, tests and runs pagedtree from a checkout. `make help` lists the targets.
+#
+# Everything is installed into .venv, once. With ENV=active the environment of `python` is used instead; it must have
+# torch, which is left as it is, and gets only the tools it lacks.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+ENV     ?= venv
+TORCH   ?= torch==2.13.0
+DEVICE  ?= cpu
+WORKERS ?= 2
+ifndef PYTHON
+PYTHON := $(firstword $(shell command -v python3.11 python3))
+endif
+
+# READY is newer than the requirements once they are installed.
+ifeq ($(ENV),active)
+READY := $(shell python -c "import sys; print(sys.prefix)")/.pagedtree-ready
+else
+READY := .venv/.ready
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+endif
+# The checkout's own package, whatever else the environment holds.
+export PYTHONPATH := $(CURDIR)/python
+
+PYTEST := OMP_NUM_THREADS=1 python -m pytest -n $(WORKERS)
+CXX_FILES = $(shell find csrc $(wildcard examples) -name '*.h' -o -name '*.cpp')
+
+.PHONY: help
+help:  ## list the targets
+	@echo "make TARGET [ENV=active] [PYTHON=python3.12] [TORCH=torch==2.13.0] [WORKERS=2] [DEVICE=cpu]"
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+
+.PHONY: env build
+env: $(READY)  ## install what the other targets need
+
+build: $(READY)  ## compile the native libraries into python/pagedtree, incrementally (MAX_JOBS=n: n compilers at once)
+	python setup.py -q build_ext --inplace
+ifneq ($(ENV),active)
+	@test .venv/.installed -nt pyproject.toml || \
+	  { pip install --no-build-isolation --no-deps -e . && touch .venv/.installed; }
+endif
+
+.venv/.ready: requirements-dev.txt
+	@echo "== .venv: $(PYTHON), $(TORCH) and requirements-dev.txt"
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	pip install $(TORCH)
+	pip install -r requirements-dev.txt
+	@touch $@
+
+%/.pagedtree-ready: requirements-dev.txt
+	@python -c "import sys, torch; print('==', sys.prefix, 'with torch', torch.__version__)"
+	sed -E '/^#/d; s/==.*//' requirements-dev.txt | python -m pip install -r /dev/stdin
+	@touch $@
+
+.PHONY: test test-all
+test: build  ## the core suite
+	$(PYTEST) -m "not slow"
+
+test-all: build  ## every test, the long ones too
+	$(PYTEST)
+
+.PHONY: lint format
+lint: $(READY)  ## ruff, mypy, clang-format
+	ruff check .
+	ruff format --check .
+	mypy
+	clang-format --dry-run -Werror $(CXX_FILES)
+
+format: $(READY)  ## rewrite the sources in the project's format
+	ruff check --fix .
+	ruff format .
+	clang-format -i $(CXX_FILES)
+
+.PHONY: demo
+demo: build  ## tree-speculative decoding on real text
+	python examples/demo.py --device $(DEVICE)
+
+.PHONY: clean
+clean:  ## remove what was built; .venv stays
+	rm -rf build dist python/*.egg-info python/pagedtree/lib python/pagedtree/include python/pagedtree/*.so
