@@ -77,6 +77,11 @@ format: $(READY)  ## rewrite the sources in the project's format
 demo: build  ## tree-speculative decoding on real text
 	python examples/demo.py --device $(DEVICE)
 
+.PHONY: docs
+docs: build  ## rewrite the generated pages and pictures of docs/
+	python docs/make_pictures.py
+	python docs/make_api.py
+
 .PHONY: clean
 clean:  ## remove what was built; .venv stays
 	rm -rf build dist python/*.egg-info python/pagedtree/lib python/pagedtree/include python/pagedtree/*.so

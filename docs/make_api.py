@@ -1,0 +1,192 @@
+"""Writes docs/api.md from the docstrings of the public names."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterable
+from dataclasses import is_dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pagedtree
+
+TARGET = Path(__file__).resolve().parent / "api.md"
+LINE = 100
+
+# Sections of the page: title, module whose __all__ is listed. The package itself comes first and is split by module.
+EXTRA_MODULES = {
+    "Testing": "pagedtree.testing",
+    "transformers": "pagedtree.integrations.transformers",
+}
+# Order and titles of the package's own modules; one that is missing here is listed under its own name.
+TITLES = {
+    "tree": "Trees",
+    "drafting": "Drafting",
+    "attention": "Attention",
+    "kv_cache": "KV cache",
+    "sampling": "Sampling",
+    "verdict": "Verification",
+    "verify": "Verification",
+    "step": "A whole step",
+}
+
+
+def annotation_text(annotation: Any) -> str:
+    if annotation is None:
+        return "None"
+    text = getattr(annotation, "__forward_arg__", annotation)
+    return text if isinstance(text, str) else getattr(text, "__name__", str(text))
+
+
+def parameter_text(parameter: inspect.Parameter) -> str:
+    text = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+    text += parameter.name
+    if parameter.annotation is not parameter.empty:
+        text += f": {annotation_text(parameter.annotation)}"
+    if parameter.default is not parameter.empty:
+        text += f" = {parameter.default!r}" if ":" in text else f"={parameter.default!r}"
+    return text
+
+
+def signature_text(name: str, function: Any, *, method: bool = False) -> str:
+    """`name(...) -> ...`, one argument a line where it is long."""
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())
+    if method and parameters and parameters[0].name in ("self", "cls"):
+        parameters = parameters[1:]
+    parts, keyword_only = [], False
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            keyword_only = True
+        if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
+            parts.append("*")
+            keyword_only = True
+        parts.append(parameter_text(parameter))
+    result = signature.return_annotation
+    arrow = "" if result is signature.empty or inspect.isclass(function) else f" -> {annotation_text(result)}"
+    line = f"{name}({', '.join(parts)}){arrow}"
+    if len(line) > LINE:
+        line = f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){arrow}"
+    return line
+
+
+def docstring_markdown(text: str) -> str:
+    """A docstring as Markdown: sections ("Args:") become lists, indented blocks become code."""
+    out: list[str] = []
+    lines = text.split("\n")
+    i = 0
+    while i < len(lines):
+        line = lines[i]
+        block, end = _indented_block(lines, i + 1)
+        if re.fullmatch(r"[A-Z]\w*( \([^)]*\))?:|[A-Z][\w ]*\([^)]*\):", line) and block:
+            out += [f"**{line.rstrip(':')}**", "", *_items(block), ""]
+            i = end
+        elif line.startswith("    "):
+            block, end = _indented_block(lines, i)
+            out += ["```text", *block, "```", ""]
+            i = end
+        else:
+            out.append(line)
+            i += 1
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(out)).strip()
+
+
+def _indented_block(lines: list[str], begin: int) -> tuple[list[str], int]:
+    """The dedented lines from `begin` that are indented or blank, and where they end."""
+    end = begin
+    while end < len(lines) and (not lines[end].strip() or lines[end].startswith("    ")):
+        end += 1
+    block = lines[begin:end]
+    while block and not block[-1].strip():
+        block.pop()
+    return [line[4:] for line in block], end
+
+
+def _items(block: Iterable[str]) -> list[str]:
+    """`name: text` entries as list items; deeper lines continue the entry above."""
+    out: list[str] = []
+    for line in block:
+        if line.startswith("    "):
+            out.append(f"  {line.strip()}")
+            continue
+        match = re.match(r"([\w*][\w*, .\[\]()`]*): (.*)", line)
+        out.append(f"- `{match[1]}`: {match[2]}" if match else (f"- {line}" if line else ""))
+    return out
+
+
+def entry(name: str, thing: Any, level: str = "###") -> list[str]:
+    out = [f"{level} `{name}`", ""]
+    if inspect.isclass(thing):
+        if not issubclass(thing, Exception):
+            out += ["```python", signature_text(name, thing), "```", ""]
+        out += [docstring_markdown(inspect.getdoc(thing) or ""), ""]
+        for key, member in vars(thing).items():
+            if not key.startswith("_"):
+                out += member_entry(name, key, member, is_dataclass(thing))
+    elif callable(thing):
+        out += [
+            "```python",
+            signature_text(name, thing),
+            "```",
+            "",
+            docstring_markdown(inspect.getdoc(thing) or ""),
+            "",
+        ]
+    return out
+
+
+def member_entry(owner: str, key: str, member: Any, dataclass: bool) -> list[str]:
+    """Methods and documented properties; fields are in the class's own docstring."""
+    function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
+    if isinstance(member, property):
+        doc = inspect.getdoc(member)
+        return [f"**`{owner}.{key}`**: {doc}", ""] if doc else []
+    if not inspect.isfunction(function):
+        return []
+    doc = docstring_markdown(inspect.getdoc(function) or "")
+    return ["```python", signature_text(f"{owner}.{key}", function, method=True), "```", "", doc, ""]
+
+
+def package_sections() -> dict[str, list[tuple[str, Any]]]:
+    """The names of pagedtree.__all__ under the title of the module that defines them."""
+    sections: dict[str, list[tuple[str, Any]]] = {title: [] for title in TITLES.values()}
+    for name in pagedtree.__all__:
+        thing = getattr(pagedtree, name)
+        if isinstance(thing, ModuleType) or not hasattr(thing, "__module__"):
+            continue
+        module = thing.__module__.removeprefix("pagedtree.").split(".")[0]
+        sections.setdefault(TITLES.get(module, module), []).append((name, thing))
+    return {title: names for title, names in sections.items() if names}
+
+
+def api_markdown() -> str:
+    sections = package_sections()
+    out = [
+        "# API reference",
+        "",
+        "Written by `docs/make_api.py` from the docstrings: edit those, then run `make docs`. Names are imported from",
+        "`pagedtree` unless the section says otherwise. [concepts.md](concepts.md) explains the words. In shapes, B is",
+        "sequences, T query tokens, N tree nodes, W mask words, V the vocabulary, S the longest path.",
+        "",
+    ]
+    for title, names in sections.items():
+        out += [f"## {title}", ""]
+        for name, thing in names:
+            out += entry(name, thing)
+    for title, path in EXTRA_MODULES.items():
+        module = importlib.import_module(path)
+        out += [f"## {title}: `{path}`", "", docstring_markdown(inspect.getdoc(module) or ""), ""]
+        for name in getattr(module, "__all__", []):
+            out += entry(name, getattr(module, name))
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(out)).rstrip() + "\n"
+
+
+def main() -> None:
+    TARGET.write_text(api_markdown(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

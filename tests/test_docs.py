@@ -1,0 +1,85 @@
+"""The documents hold: their Python runs, links lead somewhere, generated pages and pictures are up to date."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """Makes the modules of docs/ and examples/ importable."""
+    for folder in ("docs", "examples"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [ROOT / "docs" / "concepts.md"], ids=lambda page: page.name)
+def test_python_blocks_run(page, monkeypatch):
+    """Each page is one program: its blocks run in order and share their names."""
+    monkeypatch.chdir(ROOT)
+    names = {}
+    for block in python_blocks(page):
+        if "transformers" in block:
+            pytest.importorskip("transformers")
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile(block, str(page), "exec"), names)
+
+
+def test_quickstart_is_short():
+    lines = [line for line in python_blocks(ROOT / "README.md")[0].splitlines() if line]
+    assert len([line for line in lines if not line.startswith("import")]) <= 15
+
+
+def test_pictures_are_up_to_date(scripts):
+    make_pictures = importlib.import_module("make_pictures")
+    for name, draw in make_pictures.PICTURES.items():
+        committed = (ROOT / "docs" / "img" / f"{name}.svg").read_text(encoding="utf-8")
+        assert committed == draw(), f"docs/img/{name}.svg is out of date: run `make docs`"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if not link.startswith(("http://", "https://", "#")):
+            assert (page.parent / link.split("#")[0]).exists(), f"{page.name} links to {link}"
+
+
+STEPS = [
+    dict(parents=[-1, 0, 0, 1, 1, 3], tokens=["<root>", "a&b", " c", "\n", "d", "e"], accepted=[1, 3], bonus='"'),
+    dict(parents=[-1], tokens=['"'], accepted=[], bonus="\tend"),
+    dict(parents=[-1, *range(1023)], tokens=["x"] * 1024, accepted=[0, *range(1, 1024)], bonus="y"),
+]
+
+
+def test_run_picture_shows_every_step(scripts):
+    run_picture = importlib.import_module("run_picture")
+    steps = [run_picture.StepRecord(**step) for step in STEPS]
+    svg = run_picture.draw_run(steps, prompt="line\n<root>", title="A & B")
+    elements = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    texts = ["".join(element.itertext()) for element in elements]
+    for expected in ("A & B", "step 3", "<root>", "a&b", "·c", "⏎", "⇥end", "+1024", "1028 tokens"):
+        assert any(expected in text for text in texts), expected
+    assert "step 4" not in texts
+    assert svg in run_picture.html_page(svg)
+
+
+def test_run_picture_leaves_out_what_does_not_fit(scripts):
+    run_picture = importlib.import_module("run_picture")
+    wide = run_picture.StepRecord([-1] + [0] * 30, ["r"] + [f"t{i}" for i in range(30)], [25], "b")
+    svg = run_picture.draw_run([wide], max_rows=10)
+    drawn = [f"t{i}" for i in range(30) if f">t{i}<" in svg]
+    assert drawn == [*(f"t{i}" for i in range(9)), "t24"]  # the accepted node 25 always
+    assert ">+20<" in svg
