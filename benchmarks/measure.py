@@ -1,0 +1,111 @@
+"""How benchmarks measure: candidates interleaved in one run, cold caches, median and spread, facts of the machine."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass
+class Timing:
+    """Seconds a call: the median of the repeats, and the interquartile range."""
+
+    median: float
+    spread: float
+    repeats: int
+
+
+def interleaved(
+    candidates: dict[str, Callable[[int], object]], *, budget: float, min_repeats: int = 5
+) -> dict[str, Timing]:
+    """Times the candidates in turn until `budget` seconds are spent: a slow spell of the machine hits all alike.
+
+    A candidate takes the repeat's number, by which it picks another copy of its data: none finds its own in a cache.
+    """
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for call in candidates.values():
+        call(0)  # warm-up: allocations, compilation
+    start, repeat = time.perf_counter(), 0
+    while repeat < min_repeats or (time.perf_counter() - start < budget and repeat < 200):
+        for name, call in candidates.items():
+            begin = time.perf_counter()
+            call(repeat)
+            times[name].append(time.perf_counter() - begin)
+        repeat += 1
+    return {name: _summary(values) for name, values in times.items()}
+
+
+def _summary(values: list[float]) -> Timing:
+    quartiles = statistics.quantiles(values, n=4)
+    return Timing(statistics.median(values), quartiles[2] - quartiles[0], len(values))
+
+
+def read_bandwidth(megabytes: int = 512, repeats: int = 7) -> float:
+    """Bytes a second that all threads together read from memory (the best of a few sums over a large array)."""
+    data = torch.ones(megabytes * 2**20 // 8, dtype=torch.int64)
+    best = 0.0
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        data.sum()
+        best = max(best, data.numel() * 8 / (time.perf_counter() - begin))
+    return best
+
+
+def matmul_rate(size: int = 1024, repeats: int = 5) -> float:
+    """fp32 flops a second of torch.mm: what this machine's arithmetic gives to a tuned library."""
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    best = 0.0
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        a @ b
+        best = max(best, 2.0 * size**3 / (time.perf_counter() - begin))
+    return best
+
+
+def machine_facts() -> dict[str, Any]:
+    """What a reader needs to compare these figures with others: processor, threads, versions, commit, date."""
+    model = platform.processor()
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    git = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": git.stdout.strip() or None,
+        "processor": model,
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def save(name: str, rows: list[dict[str, Any]], facts: dict[str, Any], path: str | None) -> None:
+    """Writes rows and facts as JSON to `path`, default results/NAME.json beside this file."""
+    target = Path(path) if path else RESULTS / f"{name}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps({"benchmark": name, "machine": facts, "rows": rows}, indent=1) + "\n")
+    print(f"wrote {target}", file=sys.stderr)
+
+
+def as_row(timing: Timing) -> dict[str, Any]:
+    return asdict(timing)
