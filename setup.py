@@ -29,7 +29,6 @@ class CMakeBuild(build_ext):
         configure = [
             "cmake", "-S", str(ROOT), "-B", str(tree), *generator(),
             f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
-            f"-DPAGEDTREE_VERSION={self.distribution.get_version()}",
             f"-DPython_EXECUTABLE={sys.executable}",
         ]  # fmt: skip
         subprocess.run(configure, check=True)

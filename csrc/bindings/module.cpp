@@ -1,17 +1,52 @@
 // pagedtree._C: what the op library cannot say through tensors. The ops do not need it.
 #include <pybind11/pybind11.h>
 
-#include "core/backend.h"
+#include <string>
+#include <string_view>
+
+#include "cpu/isa.h"
 
 namespace py = pybind11;
 
+namespace {
+
+py::list split(std::string_view text, char separator) {
+  py::list parts;
+  while (!text.empty()) {
+    const size_t end = text.find(separator);
+    parts.append(py::str(std::string(text.substr(0, end))));
+    text.remove_prefix(end == std::string_view::npos ? text.size() : end + 1);
+  }
+  return parts;
+}
+
+py::dict build_info() {
+  py::dict isas;  // name -> compiler flags
+  for (const py::handle& isa : split(PAGEDTREE_ISAS, '|')) {
+    const std::string text = py::cast<std::string>(isa);
+    const size_t name_end = text.find(' ');
+    isas[py::str(text.substr(0, name_end))] = name_end == std::string::npos ? "" : text.substr(name_end + 1);
+  }
+  py::dict info;
+  info["version"] = PAGEDTREE_VERSION;
+  info["compiler"] = PAGEDTREE_COMPILER;
+  info["build_type"] = PAGEDTREE_BUILD_TYPE;
+  info["torch_target"] = PAGEDTREE_TORCH_TARGET;
+  info["cpu_isas"] = isas;
+  info["cuda"] = false;
+  info["cuda_architectures"] = py::list();
+  return info;
+}
+
+}  // namespace
+
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Build information of pagedtree";
-  m.def("build_info", [] {
-    py::dict info;
-    info["version"] = PAGEDTREE_VERSION;
-    info["compiler"] = __VERSION__;
-    info["cuda"] = false;
-    return info;
-  });
+  m.def("build_info", &build_info, "What this build was made of: versions, instruction sets with their flags, CUDA.");
+  m.def(
+      "available_isas", [] { return split(pagedtree::cpu::available_isas(), ','); },
+      "The CPU backend's instruction sets that this machine can run, best last.");
+  m.def(
+      "active_isa", [] { return pagedtree::cpu::isa_kernels().name; },
+      "The one in use: the best, or that of PAGEDTREE_CPU_ISA. Raises RuntimeError where that one cannot run here.");
 }

@@ -1,0 +1,5 @@
+import sys
+
+from pagedtree.cli import main
+
+sys.exit(main())

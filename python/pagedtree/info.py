@@ -1,0 +1,103 @@
+"""`python -m pagedtree info`: what this installation is and what it can run here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+import pagedtree
+from pagedtree.testing import backends
+
+__all__ = ["collect", "main", "symbol_versions"]
+
+
+def symbol_versions(library: Path) -> dict[str, str]:
+    """The newest GLIBC, GLIBCXX and CXXABI version that a shared library asks of the system, where it asks for any."""
+    newest: dict[str, tuple[int, ...]] = {}
+    # They stand in the dynamic string table, which holds each name once, between zero bytes.
+    for name, version in re.findall(rb"(?<=\0)(GLIBC|GLIBCXX|CXXABI)_([0-9.]+)(?=\0)", library.read_bytes()):
+        number = tuple(int(part) for part in version.split(b"."))
+        newest[name.decode()] = max(newest.get(name.decode(), (0,)), number)
+    return {name: ".".join(map(str, number)) for name, number in sorted(newest.items())}
+
+
+def _libraries() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for folder in map(Path, pagedtree.__path__):
+        for path in sorted([*folder.glob("lib/*.so"), *folder.glob("_C*.so")]):
+            found[str(path)] = {"bytes": path.stat().st_size, "needs": symbol_versions(path)}
+    return found
+
+
+def _cmake_dir() -> Path:
+    """Where find_package(pagedtree) looks for the backend libraries and their headers (engines without Torch)."""
+    for folder in map(Path, pagedtree.__path__):
+        config = folder / "lib" / "cmake" / "pagedtree"
+        if config.is_dir():
+            return config
+    raise FileNotFoundError("this installation has no CMake package")
+
+
+def _native() -> dict[str, Any]:
+    try:
+        from pagedtree import _C
+    except ImportError as error:  # the ops work without it
+        return {"build": {"error": str(error)}, "cpu": {}}
+    try:
+        active = _C.active_isa()
+    except RuntimeError as error:
+        active = f"error: {error}"
+    return {"build": _C.build_info(), "cpu": {"isas": _C.available_isas(), "isa": active}}
+
+
+def collect() -> dict[str, Any]:
+    """Everything `info` prints, as a dict that json can write."""
+    native = _native()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "version": pagedtree.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
+        "backends": backends(),
+        "cpu": {**native["cpu"], "threads": torch.get_num_threads()},
+        "cuda_device": device,
+        "build": native["build"],
+        "libraries": _libraries(),
+    }
+
+
+def _lines(values: dict[str, Any], indent: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield f"{indent}{key}:"
+            yield from _lines(value, indent + "  ")
+        elif isinstance(value, list):
+            yield f"{indent}{key}: {' '.join(map(str, value)) or 'none'}"
+        else:
+            yield f"{indent}{key}: {'none' if value is None else value}"
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m pagedtree info", description="Tells what this installation is and what it can run here."
+    )
+    parser.add_argument("--json", action="store_true", help="write JSON")
+    parser.add_argument("--cmake-dir", action="store_true", help="write the folder for find_package(pagedtree) only")
+    arguments = parser.parse_args(argv)
+    if arguments.cmake_dir:
+        print(_cmake_dir())
+        return 0
+    found = collect()
+    print(json.dumps(found, indent=2) if arguments.json else "\n".join(_lines(found)))
+    return 0

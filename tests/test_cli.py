@@ -1,0 +1,98 @@
+"""`python -m pagedtree`: the commands, and what `info` tells."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import pagedtree
+from pagedtree import _C, cli, info
+from pagedtree.testing import backends
+
+
+def test_info_json(capsys):
+    assert cli.main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["version"] == found["build"]["version"] == pagedtree.__version__
+    assert found["torch"] == torch.__version__
+    assert found["backends"] == backends()
+    assert found["cpu"]["isas"][0] == "portable"
+    assert set(found["cpu"]["isas"]) <= set(found["build"]["cpu_isas"])
+    assert found["cpu"]["threads"] == torch.get_num_threads()
+    assert found["build"]["torch_target"] == "2.10"
+    names = {Path(path).name.split(".")[0] for path in found["libraries"]}
+    assert names >= {"_C", "libpagedtree_cpu", "libpagedtree_torch"}
+    assert all("GLIBC" in library["needs"] for library in found["libraries"].values())
+
+
+def test_info_as_text_says_the_same(capsys):
+    assert cli.main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"version: {pagedtree.__version__}" in lines
+    assert f"backends: {' '.join(backends())}" in lines
+    assert f"  isas: {' '.join(_C.available_isas())}" in lines
+
+
+def test_the_best_isa_is_chosen_unless_one_is_forced(monkeypatch):
+    monkeypatch.delenv("PAGEDTREE_CPU_ISA", raising=False)
+    assert _C.active_isa() == _C.available_isas()[-1]
+    for isa in _C.available_isas():
+        monkeypatch.setenv("PAGEDTREE_CPU_ISA", isa)
+        assert _C.active_isa() == isa
+    monkeypatch.setenv("PAGEDTREE_CPU_ISA", "sse9")
+    with pytest.raises(RuntimeError, match=r"PAGEDTREE_CPU_ISA must be one of portable.* got sse9"):
+        _C.active_isa()
+    assert "got sse9" in info.collect()["cpu"]["isa"]
+
+
+def test_the_native_modules_share_one_backend_library():
+    loaded = {
+        line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libpagedtree_cpu" in line
+    }
+    assert len(loaded) == 1
+
+
+def test_symbol_versions_takes_the_newest_by_number(tmp_path):
+    library = tmp_path / "lib.so"
+    library.write_bytes(b"\0GLIBC_2.9\0GLIBC_2.14\0GLIBCXX_3.4.9\0GLIBCXX_3.4.21\0xGLIBC_9.9\0GLIBC_PRIVATE\0")
+    assert info.symbol_versions(library) == {"GLIBC": "2.14", "GLIBCXX": "3.4.21"}
+
+
+@pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["--no-such-option"]])
+def test_usage_errors(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    assert exit_.value.code == 2
+    assert "usage: python -m pagedtree" in capsys.readouterr().err
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["--help"])
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    assert all(command in text for command in cli.COMMANDS)
+
+
+def test_a_missing_extra_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "needs_something.py").write_text("import something_absent.inner\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(cli.COMMANDS, "generate", ("needs_something", "transformers", ""))
+    assert cli.main(["generate", "--model", "x"]) == 2
+    assert 'needs something_absent: pip install "pagedtree[transformers]"' in capsys.readouterr().err
+
+
+def test_a_command_gets_its_own_arguments(tmp_path, monkeypatch):
+    (tmp_path / "echo_command.py").write_text("seen = []\ndef main(argv):\n    seen.extend(argv)\n    return 7\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(cli.COMMANDS, "bench", ("echo_command", None, ""))
+    assert cli.main(["bench", "--json", "-h", "x"]) == 7
+    assert sys.modules["echo_command"].seen == ["--json", "-h", "x"]
+
+
+def test_module_runs_as_a_program():
+    run = subprocess.run([sys.executable, "-m", "pagedtree", "--version"], capture_output=True, text=True, check=True)
+    assert run.stdout == f"pagedtree {pagedtree.__version__}\n"
