@@ -18,6 +18,8 @@ struct ExecContext {
 struct Backend {
   const char* name;
   void (*build_trees)(const BuildTreesParams&, const ExecContext&);
+  void (*sample)(const SampleParams&, const ExecContext&);
+  void (*verify_sampled)(const VerifyParams&, const ExecContext&);  // greedy is temperature 0
 };
 
 namespace cpu {

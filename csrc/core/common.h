@@ -3,10 +3,11 @@
 
 #include <cstdint>
 
+// Always inlined: the CPU backend compiles these once per instruction set, and no copy may be shared by the linker.
 #if defined(__CUDACC__)
 #define PT_HOST_DEVICE __host__ __device__ __forceinline__
 #else
-#define PT_HOST_DEVICE inline
+#define PT_HOST_DEVICE inline __attribute__((always_inline))
 #endif
 
 #define PT_EXPORT __attribute__((visibility("default")))

@@ -6,11 +6,13 @@
 #pragma once
 
 #include "core/backend.h"
+#include "core/sampling.h"
 
 namespace pagedtree::cpu {
 
 struct IsaKernels {
   const char* name;
+  Draw (*draw_token)(const LogitRow& row, const Law& law, uint64_t seed, int64_t position);
 };
 
 namespace portable {

@@ -6,9 +6,12 @@
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
+Draw draw_token(const LogitRow& row, const Law& law, uint64_t seed, int64_t position);
+
 const IsaKernels& kernels() {
   static constexpr IsaKernels table = {
       .name = PT_STRING(PAGEDTREE_ISA),
+      .draw_token = draw_token,
   };
   return table;
 }

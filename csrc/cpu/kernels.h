@@ -6,5 +6,7 @@
 namespace pagedtree::cpu {
 
 void build_trees(const BuildTreesParams& params, const ExecContext& ctx);
+void sample(const SampleParams& params, const ExecContext& ctx);
+void verify_sampled(const VerifyParams& params, const ExecContext& ctx);
 
 }  // namespace pagedtree::cpu

@@ -62,6 +62,28 @@ static inline vfloat fma(vfloat a, vfloat b, vfloat c) {
 #endif
 }
 
+// Bit i is lane i of a mask.
+static inline uint32_t lane_bits(vint mask) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(mask));
+#elif defined(__AVX2__)
+  return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(mask)));
+#elif defined(__SSE2__)
+  return static_cast<uint32_t>(_mm_movemask_ps(reinterpret_cast<__m128>(mask)));
+#else
+  uint32_t lanes = 0;
+  for (int i = 0; i < kLanes; ++i) lanes |= (mask[i] < 0 ? 1u : 0u) << i;
+  return lanes;
+#endif
+}
+
+// 0, 1, 2, ...
+static inline vint lane_index() {
+  vint index;
+  for (int i = 0; i < kLanes; ++i) index[i] = i;
+  return index;
+}
+
 // The fastest a * b + c, with one rounding or two.
 static inline vfloat muladd(vfloat a, vfloat b, vfloat c) {
 #if defined(__AVX2__)

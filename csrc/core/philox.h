@@ -1,0 +1,42 @@
+// Counter-based random numbers: Philox4x32-10 (Salmon et al., SC 2011). Key = the request's seed; counter = (position,
+// index, use). Nothing else enters, so a draw never depends on batch, slot, tree or thread.
+#pragma once
+
+#include "core/math.h"
+
+namespace pagedtree {
+
+// What a draw is for. Two uses at one position never share words; the values are part of every seeded result.
+enum class RandomUse : uint32_t {
+  kGumbel = 0,     // word id % 4 of block id / 4: the noise of token id, shared by sample and verify_sampled
+  kCoin = 1,       // word 0 of block r: the acceptance coin of sibling rank r
+  kFinalDraw = 2,  // word 0 of block 0: the bonus
+  kDraft = 3,      // a draft model's own draws
+};
+
+// One block of 4 words, for each lane of M. The counter's words are (position low, position high, index, use).
+template <typename M>
+PT_HOST_DEVICE void philox(uint64_t seed, int64_t position, typename M::Uint index, RandomUse use,
+                           typename M::Uint words[4]) {
+  const uint64_t counter = static_cast<uint64_t>(position);
+  uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
+  auto c0 = M::splat(static_cast<uint32_t>(counter)), c1 = M::splat(static_cast<uint32_t>(counter >> 32));
+  auto c2 = index, c3 = M::splat(static_cast<uint32_t>(use));
+  for (int round = 0; round < 10; ++round) {
+    typename M::Uint high0, low0, high1, low1;
+    M::multiply(c0, 0xD2511F53u, high0, low0);
+    M::multiply(c2, 0xCD9E8D57u, high1, low1);
+    c0 = high1 ^ c1 ^ key0;
+    c1 = low1;
+    c2 = high0 ^ c3 ^ key1;
+    c3 = low0;
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  words[0] = c0;
+  words[1] = c1;
+  words[2] = c2;
+  words[3] = c3;
+}
+
+}  // namespace pagedtree

@@ -1,0 +1,109 @@
+// From a row of logits to the law it is sampled from, written once for every backend. Scans of whole rows are the
+// backends' own; what they must agree on is here: clean logits, weights, and which tokens the filters keep.
+#pragma once
+
+#include "core/params.h"
+#include "core/philox.h"
+
+namespace pagedtree {
+
+constexpr float kInfinity = __builtin_inff();
+constexpr float kMaxFloat = 3.402823466e38f;
+constexpr float kMinNormal = 1.175494351e-38f;
+
+// The sampling parameters of one sequence, in range.
+struct Law {
+  float temperature;  // 0: greedy
+  int32_t top_k;      // 0: off
+  float top_p;        // 1: off
+  float min_p;        // 0: off
+  bool joint;
+};
+
+PT_HOST_DEVICE Law law_of(const SamplingParams& p, int64_t b) {
+  Law law{0.0f, 0, 1.0f, 0.0f, p.joint};
+  if (p.temperature == nullptr) return law;
+  const float temperature = p.temperature[b * p.temperature_stride];
+  const float top_p = p.top_p[b * p.top_p_stride];
+  const float min_p = p.min_p[b * p.min_p_stride];
+  law.temperature = temperature != temperature ? 1.0f : max_of(temperature, 0.0f);
+  law.top_k = max_of(p.top_k[b * p.top_k_stride], 0);
+  law.top_p = top_p != top_p ? 1.0f : clamp_to(top_p, 0.0f, 1.0f);
+  law.min_p = min_p != min_p ? 0.0f : clamp_to(min_p, 0.0f, 1.0f);
+  return law;
+}
+
+// One row of LogitsParams.
+struct LogitRow {
+  const void* logits;            // [V]
+  const bool* allowed;           // [V] or null
+  const int32_t* allowed_words;  // [ceil(V / 32)] or null
+  int64_t vocab;                 // V
+  DType dtype;
+};
+
+PT_HOST_DEVICE LogitRow logit_row(const LogitsParams& p, int64_t row) {
+  const int64_t bytes = p.dtype == DType::kFloat32 ? 4 : 2;
+  return {
+      .logits = static_cast<const char*>(p.data) + row * p.row_stride * bytes,
+      .allowed = p.allowed == nullptr ? nullptr : p.allowed + row * p.allowed_stride,
+      .allowed_words = p.allowed_words == nullptr ? nullptr : p.allowed_words + row * p.allowed_stride,
+      .vocab = p.vocab,
+      .dtype = p.dtype,
+  };
+}
+
+// x = (logit - max) / T, at most 0, is what everything below compares. The inverse stays normal, so that x is never
+// NaN: 0 at the maximum, -inf at -inf, whatever the temperature.
+PT_HOST_DEVICE float inverse_temperature(float temperature) {
+  return clamp_to(1.0f / temperature, kMinNormal, kMaxFloat);
+}
+
+// The mass of a token as an integer, 2^31 at the maximum: sums do not depend on how a row is split.
+template <typename M>
+PT_HOST_DEVICE typename M::Uint weight_of(typename M::Float x) {
+  return M::to_uint(M::fma(exp_exact<M>(x), M::splat(2147483648.0f), M::splat(0.5f)));
+}
+
+// The tokens that the filters keep: by clean logit, so that tokens tie exactly when their logits are equal; of those
+// at the threshold the lower ids.
+struct Filter {
+  float min_logit = -kInfinity;
+  int64_t tie_end = INT64_MAX;
+  float min_x = -kInfinity;
+
+  PT_HOST_DEVICE bool keeps(int64_t token, float logit, float x) const {
+    return x >= min_x && (logit > min_logit || (logit == min_logit && token < tie_end));
+  }
+};
+
+// min_p as a bound on x: p >= min_p * p_max.
+PT_HOST_DEVICE float min_p_bound(float min_p) { return min_p < kMinNormal ? -kInfinity : log_exact<ScalarMath>(min_p); }
+
+// Mass that the smallest prefix must reach for top_p, at least one token's.
+PT_HOST_DEVICE uint64_t top_p_mass(float top_p, uint64_t total) {
+  const double exact = static_cast<double>(top_p) * static_cast<double>(total);
+  const uint64_t floor = static_cast<uint64_t>(exact);
+  const uint64_t needed = floor + (static_cast<double>(floor) < exact);
+  return clamp_to<uint64_t>(needed, 1, total);
+}
+
+// Logits as unsigned integers in the same order; equal floats have equal keys once -0 is +0.
+template <typename M>
+PT_HOST_DEVICE typename M::Uint order_key(typename M::Float logit) {
+  const auto bits = M::template bits<typename M::Uint>(logit);
+  const auto sign = M::template bits<typename M::Uint>(M::template bits<typename M::Int>(logit) >> 31);
+  return bits ^ (sign | 0x80000000u);
+}
+
+PT_HOST_DEVICE float logit_of_key(uint32_t key) {
+  return ScalarMath::bits<float>(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+}
+
+// One drawn token, and whether the row was bad: a NaN, or no finite logit.
+struct Draw {
+  int64_t token;
+  bool bad;
+};
+
+}  // namespace pagedtree

@@ -1,0 +1,90 @@
+// Following the accepted path through a draft tree, written once for every backend. Rows are visited lazily, root
+// first: only those on the path are read.
+#pragma once
+
+#include "core/params.h"
+#include "core/tree.h"
+
+namespace pagedtree {
+
+// Bits of Verdict.status.
+constexpr int32_t kMalformedTree = 1;
+constexpr int32_t kBadRow = 2;
+
+PT_HOST_DEVICE int64_t token_at(const TokenIds& ids, int64_t i) {
+  return ids.is_int64 ? static_cast<const int64_t*>(ids.data)[i] : static_cast<const int32_t*>(ids.data)[i];
+}
+
+// The target id of the draft at `row`, -1 where it is no token of the target's vocabulary.
+PT_HOST_DEVICE int64_t draft_token_at(const VerifyParams& p, int64_t row) {
+  int64_t token = token_at(p.draft_tokens, row);
+  if (p.draft_to_target.data != nullptr) {
+    token = token >= 0 && token < p.draft_vocab ? token_at(p.draft_to_target, token) : -1;
+  }
+  return token >= 0 && token < p.logits.vocab ? token : -1;
+}
+
+// Where a walk stands in tree b. Links lead to larger indices below `num_nodes`, whatever the tensors say; a link that
+// does not ends its list and marks the tree malformed.
+struct TreeWalk {
+  const VerifyParams& p;
+  int64_t b;
+  NodeRange rows;
+  int32_t num_nodes;
+  int32_t node = 0;
+  int32_t depth = 0;
+  int32_t status = 0;
+
+  PT_HOST_DEVICE TreeWalk(const VerifyParams& params, int64_t sequence)
+      : p(params), b(sequence), rows(node_range(params.cu_nodes, sequence, params.logits.num_rows)) {
+    num_nodes = static_cast<int32_t>(min_of<int64_t>(rows.size(), p.max_nodes));
+    if (!p.valid[b] || num_nodes == 0) status = kMalformedTree;
+    for (int64_t j = 0; j <= p.max_depth; ++j) {
+      p.accept_index[b * (p.max_depth + 1) + j] = -1;
+      p.tokens[b * (p.max_depth + 1) + j] = -1;
+    }
+  }
+
+  PT_HOST_DEVICE int64_t row() const { return rows.begin + node; }
+
+  PT_HOST_DEVICE int32_t follow(int32_t link, int32_t from) {
+    if (link < 0) return -1;
+    if (link > from && link < num_nodes) return link;
+    status |= kMalformedTree;
+    return -1;
+  }
+  PT_HOST_DEVICE int32_t first_child() { return follow(p.first_child[row()], node); }
+  PT_HOST_DEVICE int32_t next_sibling(int32_t child) { return follow(p.next_sibling[rows.begin + child], child); }
+
+  // The first child, in index order, that drafted `token`; -1 if none did.
+  PT_HOST_DEVICE int32_t child_with(int64_t token) {
+    int32_t child = first_child();
+    while (child >= 0 && draft_token_at(p, rows.begin + child) != token) child = next_sibling(child);
+    return child;
+  }
+
+  // Writes that `token` follows the current node.
+  PT_HOST_DEVICE void emit(int64_t token) {
+    p.accept_index[b * (p.max_depth + 1) + depth] = node;
+    p.tokens[b * (p.max_depth + 1) + depth] = token;
+  }
+
+  // Moves to `child`; false, staying, where there is none or the path is as long as it may be.
+  PT_HOST_DEVICE bool descend(int32_t child) {
+    if (child < 0) return false;
+    if (depth == p.max_depth) {
+      status |= kMalformedTree;
+      return false;
+    }
+    node = child;
+    ++depth;
+    return true;
+  }
+
+  PT_HOST_DEVICE void finish() const {
+    p.num_accepted[b] = depth;
+    p.status[b] = status;
+  }
+};
+
+}  // namespace pagedtree

@@ -1,0 +1,40 @@
+#include "core/verify.h"
+
+#include "cpu/isa.h"
+#include "cpu/kernels.h"
+#include "cpu/parallel.h"
+
+namespace pagedtree::cpu {
+
+void sample(const SampleParams& p, const ExecContext& ctx) {
+  const IsaKernels& isa = isa_kernels();
+  parallel_for(ctx, p.logits.num_rows, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const uint64_t seed = static_cast<uint64_t>(p.seeds[row]);
+      p.tokens[row] = isa.draw_token(logit_row(p.logits, row), law_of(p.sampling, row), seed, p.positions[row]).token;
+    }
+  });
+}
+
+// The token of each visited row is drawn as `sample` would; the walk goes on while a child has drafted it.
+void verify_sampled(const VerifyParams& p, const ExecContext& ctx) {
+  const IsaKernels& isa = isa_kernels();
+  parallel_for(ctx, p.batch, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) {
+      TreeWalk walk(p, b);
+      const Law law = law_of(p.sampling, b);
+      const uint64_t seed = p.seeds == nullptr ? 0 : static_cast<uint64_t>(p.seeds[b]);
+      const uint64_t position = p.positions == nullptr ? 0 : static_cast<uint64_t>(p.positions[b]);
+      for (bool more = walk.num_nodes > 0; more;) {
+        const LogitRow row = logit_row(p.logits, walk.row());
+        const Draw draw = isa.draw_token(row, law, seed, static_cast<int64_t>(position + walk.depth));
+        if (draw.bad) walk.status |= kBadRow;
+        walk.emit(draw.token);
+        more = walk.descend(walk.child_with(draw.token));
+      }
+      walk.finish();
+    }
+  });
+}
+
+}  // namespace pagedtree::cpu

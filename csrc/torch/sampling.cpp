@@ -1,0 +1,77 @@
+#include "torch/sampling.h"
+
+#include "torch/ops.h"
+
+namespace pagedtree::ops {
+
+LogitsParams logits_params(const Check& check, const Tensor& logits) {
+  const auto dtypes = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16};
+  check.tensor(logits, "logits", dtypes, {kAnySize, kAnySize}, Strides::kLastContiguous);
+  check.that(logits.size(1) >= 1, "logits", "of at least one column", Check::text(logits.sizes()));
+  LogitsParams params{};
+  params.data = logits.const_data_ptr();
+  params.num_rows = logits.size(0);
+  params.vocab = logits.size(1);
+  params.row_stride = logits.stride(0);
+  params.dtype = logits.scalar_type() == ScalarType::Float  ? DType::kFloat32
+                 : logits.scalar_type() == ScalarType::Half ? DType::kFloat16
+                                                            : DType::kBFloat16;
+  return params;
+}
+
+void add_grammar_mask(const Check& check, const std::optional<Tensor>& grammar_mask, LogitsParams& logits) {
+  if (!grammar_mask.has_value()) return;
+  const Tensor& mask = *grammar_mask;
+  check.dtype(mask, "grammar_mask", {ScalarType::Bool, ScalarType::Int});
+  const bool packed = mask.scalar_type() == ScalarType::Int;
+  const int64_t width = packed ? ceil_div<int64_t>(logits.vocab, 32) : logits.vocab;
+  check.tensor(mask, "grammar_mask", {mask.scalar_type()}, {logits.num_rows, width}, Strides::kLastContiguous);
+  if (packed) {
+    logits.allowed_words = const_pointer<int32_t>(mask);
+  } else {
+    logits.allowed = const_pointer<bool>(mask);
+  }
+  logits.allowed_stride = mask.stride(0);
+}
+
+SamplingParams sampling_params(const Check& check, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
+                               const Tensor& min_p, const std::string& filter_order, int64_t batch) {
+  const auto stride = [&](const Tensor& t, const std::string& name, ScalarType dtype) {
+    check.tensor(t, name, {dtype}, {kAnySize});
+    const std::string expected = "of shape [1] or [" + std::to_string(batch) + "]";
+    check.that(t.size(0) == 1 || t.size(0) == batch, name, expected, Check::text(t.sizes()));
+    return t.size(0) == 1 ? 0 : 1;
+  };
+  SamplingParams params{};
+  params.temperature_stride = stride(temperature, "temperature", ScalarType::Float);
+  params.top_k_stride = stride(top_k, "top_k", ScalarType::Int);
+  params.top_p_stride = stride(top_p, "top_p", ScalarType::Float);
+  params.min_p_stride = stride(min_p, "min_p", ScalarType::Float);
+  params.temperature = const_pointer<float>(temperature);
+  params.top_k = const_pointer<int32_t>(top_k);
+  params.top_p = const_pointer<float>(top_p);
+  params.min_p = const_pointer<float>(min_p);
+  params.joint = filter_order == "joint";
+  check.that(params.joint || filter_order == "top_k_first", "filter_order", "\"top_k_first\" or \"joint\"",
+             "\"" + filter_order + "\"");
+  return params;
+}
+
+Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
+              const Tensor& min_p, const std::string& filter_order, const Tensor& seeds, const Tensor& positions) {
+  const Check check("sample", logits);
+  SampleParams params{};
+  params.logits = logits_params(check, logits);
+  const int64_t rows = params.logits.num_rows;
+  params.sampling = sampling_params(check, temperature, top_k, top_p, min_p, filter_order, rows);
+  check.tensor(seeds, "seeds", {ScalarType::Long}, {rows});
+  check.tensor(positions, "positions", {ScalarType::Long}, {rows});
+  Tensor tokens = empty_on(logits, {rows}, ScalarType::Long);
+  params.seeds = const_pointer<int64_t>(seeds);
+  params.positions = const_pointer<int64_t>(positions);
+  params.tokens = mutable_pointer<int64_t>(tokens);
+  backend_for(logits).sample(params, context_for(logits));
+  return tokens;
+}
+
+}  // namespace pagedtree::ops

@@ -1,0 +1,144 @@
+"""From logits to tokens: sampling parameters, and sampling without drafts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from numbers import Integral, Real
+
+import torch
+from torch import Tensor
+
+from pagedtree._ops import call, ops
+
+__all__ = ["SamplingParams", "sample"]
+
+_INT32_MAX = 2**31 - 1
+_DTYPES = {"temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
+_RANGES = {
+    "temperature": ("a number >= 0", lambda x: x >= 0),
+    "top_k": ("an integer >= -1", lambda x: x >= -1),
+    "top_p": ("a number in (0, 1]", lambda x: 0 < x <= 1),
+    "min_p": ("a number in [0, 1]", lambda x: 0 <= x <= 1),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingParams:
+    """How a row of logits becomes the law that a token is drawn from.
+
+    Each of the four is a host scalar for the whole batch or a tensor [B] (or [1]) on the logits' device, float32
+    (top_k: int32), one value a sequence; tensors may change between replays of a captured graph.
+
+    Attributes:
+        temperature: divides the logits; 0 = greedy, the lowest id of equal logits.
+        top_k: keeps the k largest logits and every tie of the k-th; 0, -1 and >= V turn it off.
+        top_p: keeps the fewest tokens, largest first and lower ids first on ties, whose mass is at least top_p;
+            1 turns it off.
+        min_p: keeps tokens with p >= min_p * max(p); 0 turns it off.
+        filter_order: "top_k_first": temperature, then min_p, then top_k, then top_p of what is left, renormalised;
+            "joint": each filter on the unfiltered law, and what all of them keep.
+
+    Host scalars outside temperature >= 0, top_k >= -1, 0 < top_p <= 1, 0 <= min_p <= 1 raise ValueError, other types
+    TypeError. Tensor values are clamped to these ranges (top_p 0 keeps one token) and NaN turns the parameter off
+    (temperature NaN is 1).
+
+    NaN logits read as -inf, +inf as the largest finite; a row with no finite logit is uniform over the vocabulary
+    whatever the filters say (temperature 0: id 0). A top_p boundary nearer than 1e-4 of the mass may fall either way.
+    """
+
+    temperature: float | Tensor = 1.0
+    top_k: int | Tensor = 0
+    top_p: float | Tensor = 1.0
+    min_p: float | Tensor = 0.0
+    filter_order: str = "top_k_first"
+
+    def __post_init__(self) -> None:
+        for name, (expected, inside) in _RANGES.items():
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                continue
+            if isinstance(value, bool) or not isinstance(value, Integral if name == "top_k" else Real):
+                raise TypeError(f"{name}: expected {expected} or a tensor, got {value!r}")
+            if not inside(value):
+                raise ValueError(f"{name}: expected {expected}, got {value}")
+        if self.filter_order not in ("top_k_first", "joint"):
+            raise ValueError(f'filter_order: expected "top_k_first" or "joint", got {self.filter_order!r}')
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, str]:
+        """(temperature, top_k, top_p, min_p, filter_order) as the raw ops take them: tensors of shape [1] or [B].
+
+        Tensors come back as they are; a host scalar becomes one small tensor a device, made once and kept.
+        """
+        return (
+            _on_device(self.temperature, "temperature", device),
+            _on_device(self.top_k, "top_k", device),
+            _on_device(self.top_p, "top_p", device),
+            _on_device(self.min_p, "min_p", device),
+            self.filter_order,
+        )
+
+
+def _on_device(value: float | Tensor, name: str, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.reshape(1) if value.dim() == 0 else value
+    number = min(int(value), _INT32_MAX) if name == "top_k" else float(value)
+    # A tensor made while a CUDA graph is captured, or a program traced, lives no longer than that.
+    if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return torch.full((1,), number, dtype=_DTYPES[name], device=device)
+    return _constant(number, _DTYPES[name], device)
+
+
+@lru_cache(maxsize=1024)
+def _constant(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((1,), number, dtype=dtype, device=device)
+
+
+def sample(logits: Tensor, params: SamplingParams, *, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Draws one token a row: int64 [R].
+
+    Args:
+        logits: [R, V] float16, bfloat16 or float32, read in their own dtype; row stride >= V, V >= 1.
+        params: scalars, or tensors [R].
+        seeds: int64 [R], any value; the same seed and position draw the same token from the same logits.
+        positions: int64 [R], the position whose successor is drawn (`verify_sampled` draws at a node's position).
+
+    The noise of token x depends on (seed, position, x) alone, so the result does not depend on batch, slot, threads or
+    instruction set, and equals what `verify_sampled` emits at that position:
+
+        v[x] = (philox(key=seed, counter=(position, x // 4, gumbel))[x % 4] + 1/2) * 2**-32
+        token = argmax over kept x of (logits[x] - max) / temperature - log(-log1p(-v[x]))     # lowest id on ties
+
+    which is a draw from the filtered softmax (the Gumbel-max trick). Nothing of size [R, V] is made.
+
+    Raises ValueError for wrong shapes, dtypes or devices, TypeError for wrong Python types.
+    """
+    _expect_params(params)
+    return call(ops.sample, logits, *params.on(_device_of(logits, "logits")), seeds=seeds, positions=positions)
+
+
+def _expect_params(params: SamplingParams) -> None:
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"params: expected a SamplingParams, got {type(params).__name__}")
+
+
+def _device_of(tensor: Tensor, name: str) -> torch.device:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    return tensor.device
+
+
+@torch.library.register_fake("pagedtree::sample")
+def _sample_fake(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    filter_order: str,
+    *,
+    seeds: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    return logits.new_empty((logits.shape[0],), dtype=torch.int64)
