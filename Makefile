@@ -11,7 +11,7 @@ TORCH   ?= torch==2.13.0
 DEVICE  ?= cpu
 WORKERS ?= 2
 ifndef PYTHON
-PYTHON := $(firstword $(shell command -v python3.11 python3))
+PYTHON := $(shell for python in python3.11 python3; do $$python -c "" 2> /dev/null && echo $$python && break; done)
 endif
 
 # READY is newer than the requirements once they are installed.
