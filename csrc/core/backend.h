@@ -20,6 +20,10 @@ struct Backend {
   void (*build_trees)(const BuildTreesParams&, const ExecContext&);
   void (*sample)(const SampleParams&, const ExecContext&);
   void (*verify_sampled)(const VerifyParams&, const ExecContext&);  // greedy is temperature 0
+  void (*expand_tree)(const ExpandTreeParams&, const ExecContext&);
+  void (*rerank_tree)(const RerankTreeParams&, const ExecContext&);
+  void (*ngram_propose)(const NgramProposeParams&, const ExecContext&);
+  void (*medusa_propose)(const MedusaProposeParams&, const ExecContext&);
 };
 
 namespace cpu {

@@ -17,6 +17,8 @@ namespace pagedtree {
 enum class DType : int32_t { kFloat32, kFloat16, kBFloat16, kFloat8E4M3 };
 
 constexpr int kMaxTreeNodes = 1024;
+constexpr int kMaxCandidates = 1 << 20;  // of a growing draft tree, before its best nodes are chosen
+constexpr int kMaxNgram = 64;
 constexpr int kMaskWordBits = 32;
 
 template <typename T>

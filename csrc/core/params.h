@@ -82,4 +82,95 @@ struct VerifyParams {
   int32_t max_depth;
 };
 
+enum class GrowthLaw : int32_t { kTopK, kIid, kSwor };
+
+// One level more: B sequences of C candidates, of which F are the frontier; K children each, then a frontier of G.
+struct ExpandTreeParams {
+  const int64_t* tokens;    // [B, C]
+  const int32_t* parents;   // [B, C] candidate, -1 at the root
+  const float* scores;      // [B, C] cumulative log-probability, -inf = absent
+  const int32_t* kv_index;  // [B, C] index in the draft model's tree, -1 = not fed
+  const int32_t* frontier;  // [B, F] candidates
+  const int32_t* mask;      // [B * F, mask_words] what they see in the draft model's tree
+  const void* logits;       // [B * F, vocab], row stride logits_stride
+  int64_t* out_tokens;      // [B, C + F * K] out
+  int32_t* out_parents;     // [B, C + F * K] out
+  float* out_scores;        // [B, C + F * K] out
+  int32_t* out_kv_index;    // [B, C + F * K] out
+  int32_t* out_frontier;    // [B, G] out
+  int32_t* out_mask;        // [B * G, mask_words] out
+  float* frontier_scores;   // [B, G] scratch
+  int64_t batch;
+  int64_t num_candidates;  // C
+  int64_t vocab;
+  int64_t logits_stride;
+  DType logits_dtype;
+  GrowthLaw law;
+  int32_t num_expanded;  // F
+  int32_t num_children;  // K
+  int32_t num_frontier;  // G
+  int32_t num_kv;        // nodes in the draft model's tree, the F of the frontier included
+  int32_t mask_words;
+};
+
+struct RerankTreeParams {
+  const int64_t* tokens;    // [B, C]
+  const int32_t* parents;   // [B, C]
+  const float* scores;      // [B, C]
+  const int32_t* kv_index;  // [B, C]
+  const bool* active;       // [B] or null
+  int64_t* draft_tokens;    // [B * num_nodes] out
+  int32_t* out_parents;     // [B * num_nodes] out
+  int32_t* cu_nodes;        // [B + 1] out
+  int32_t* node_map;        // [B * num_nodes] out
+  float* best_scores;       // [B, num_nodes] scratch
+  int32_t* best;            // [B, num_nodes] scratch
+  int32_t* node_of;         // [B, C] scratch
+  int64_t batch;
+  int64_t num_candidates;  // C
+  int32_t num_nodes;
+  bool by_score;  // else the first candidates
+};
+
+struct NgramProposeParams {
+  const int64_t* history;       // [B, history_width], row stride history_stride
+  const int32_t* history_lens;  // [B]
+  const int64_t* extra;         // [B, extra_width], row stride extra_stride; or null
+  const bool* active;           // [B] or null
+  int64_t* draft_tokens;        // [B * max_nodes] out
+  int32_t* parents;             // [B * max_nodes] out
+  int32_t* cu_nodes;            // [B + 1] out
+  int64_t* trie_tokens;         // [B, max_nodes] scratch
+  int32_t* trie_links;          // [B, 4, max_nodes] scratch
+  int32_t* trie_sizes;          // [B] scratch
+  int64_t batch;
+  int64_t history_width, history_stride;
+  int64_t extra_width, extra_stride;
+  int32_t max_nodes;
+  int32_t max_depth;
+  int32_t min_ngram, max_ngram;
+  int32_t max_branches;
+};
+
+struct MedusaProposeParams {
+  const void* head_logits;     // [B, H, vocab]
+  const int32_t* parents;      // [n] one tree for all
+  const int32_t* depths;       // [n]
+  const int32_t* child_ranks;  // [n]
+  const int64_t* root_tokens;  // [B] or null
+  const bool* active;          // [B] or null
+  int64_t* draft_tokens;       // [B * n] out
+  int32_t* out_parents;        // [B * n] out
+  int32_t* cu_nodes;           // [B + 1] out
+  int64_t* top_tokens;         // [B, H, num_top] scratch
+  float* top_scores;           // [B, H, num_top] scratch
+  int64_t batch;
+  int64_t vocab;
+  int64_t stride_batch, stride_head;
+  DType logits_dtype;
+  int32_t num_heads;  // H
+  int32_t num_nodes;  // n
+  int32_t num_top;
+};
+
 }  // namespace pagedtree

@@ -8,5 +8,9 @@ namespace pagedtree::cpu {
 void build_trees(const BuildTreesParams& params, const ExecContext& ctx);
 void sample(const SampleParams& params, const ExecContext& ctx);
 void verify_sampled(const VerifyParams& params, const ExecContext& ctx);
+void expand_tree(const ExpandTreeParams& params, const ExecContext& ctx);
+void rerank_tree(const RerankTreeParams& params, const ExecContext& ctx);
+void ngram_propose(const NgramProposeParams& params, const ExecContext& ctx);
+void medusa_propose(const MedusaProposeParams& params, const ExecContext& ctx);
 
 }  // namespace pagedtree::cpu

@@ -28,4 +28,20 @@ VerdictTensors verify_sampled(const Tensor& logits, const Tensor& draft_tokens, 
                               const Tensor& seeds, const Tensor& positions, const std::optional<Tensor>& grammar_mask,
                               const std::optional<Tensor>& draft_to_target);
 
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> expand_tree(const Tensor& tokens, const Tensor& parents,
+                                                                       const Tensor& scores, const Tensor& kv_index,
+                                                                       const Tensor& frontier, const Tensor& mask,
+                                                                       const Tensor& logits, int64_t num_kv,
+                                                                       int64_t num_children, int64_t num_frontier);
+std::tuple<Tensor, Tensor, Tensor, Tensor> rerank_tree(const Tensor& tokens, const Tensor& parents,
+                                                       const Tensor& scores, const Tensor& kv_index, int64_t num_nodes,
+                                                       bool by_score, std::optional<Tensor> active);
+std::tuple<Tensor, Tensor, Tensor> ngram_propose(const Tensor& history, const Tensor& history_lens, int64_t max_nodes,
+                                                 int64_t max_depth, int64_t min_ngram, int64_t max_ngram,
+                                                 int64_t max_branches, std::optional<Tensor> extra,
+                                                 std::optional<Tensor> active);
+std::tuple<Tensor, Tensor, Tensor> medusa_propose(const Tensor& head_logits, const Tensor& parents,
+                                                  const Tensor& depths, const Tensor& child_ranks, int64_t num_top,
+                                                  std::optional<Tensor> root_tokens, std::optional<Tensor> active);
+
 }  // namespace pagedtree::ops

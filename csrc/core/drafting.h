@@ -1,0 +1,255 @@
+// Growing and choosing draft trees, one sequence at a time: written once for every backend.
+#pragma once
+
+#include <cmath>
+
+#include "core/params.h"
+
+namespace pagedtree {
+
+// A score that takes part in rankings; -inf and NaN stand for absent.
+PT_HOST_DEVICE bool is_present(float score) { return score > -INFINITY; }
+
+// Keeps the `capacity` best of a stream in order: higher scores first, among equals the one that came first. Returns
+// the new size.
+template <typename Id>
+PT_HOST_DEVICE int32_t insert_ranked(float* scores, Id* ids, int32_t size, int32_t capacity, float score, Id id) {
+  if (size == capacity && (capacity == 0 || !(score > scores[size - 1]))) return size;
+  int32_t at = min_of(size, capacity - 1);
+  for (; at > 0 && score > scores[at - 1]; --at) {
+    scores[at] = scores[at - 1];
+    ids[at] = ids[at - 1];
+  }
+  scores[at] = score;
+  ids[at] = id;
+  return min_of(size + 1, capacity);
+}
+
+// Where the children of frontier node `f` of sequence `b` stand among the candidates.
+PT_HOST_DEVICE int64_t first_child_of(const ExpandTreeParams& p, int64_t b, int64_t f) {
+  const int64_t width = p.num_candidates + int64_t{p.num_expanded} * p.num_children;
+  return b * width + p.num_candidates + f * p.num_children;
+}
+
+// The score of frontier node `f` of sequence `b`, -inf where the frontier names no candidate.
+PT_HOST_DEVICE float frontier_score(const ExpandTreeParams& p, int64_t b, int64_t f) {
+  const int32_t candidate = p.frontier[b * p.num_expanded + f];
+  if (candidate < 0 || candidate >= p.num_candidates) return -INFINITY;
+  const float score = p.scores[b * p.num_candidates + candidate];
+  return is_present(score) ? score : -INFINITY;
+}
+
+// The old candidates, and where the frontier went in the draft model's tree.
+PT_HOST_DEVICE void copy_candidates(const ExpandTreeParams& p, int64_t b) {
+  const int64_t from = b * p.num_candidates;
+  const int64_t to = first_child_of(p, b, 0) - p.num_candidates;
+  for (int64_t c = 0; c < p.num_candidates; ++c) {
+    p.out_tokens[to + c] = p.tokens[from + c];
+    p.out_parents[to + c] = p.parents[from + c];
+    p.out_scores[to + c] = p.scores[from + c];
+    p.out_kv_index[to + c] = p.kv_index[from + c];
+  }
+  for (int32_t f = 0; f < p.num_expanded; ++f) {
+    if (!is_present(frontier_score(p, b, f))) continue;
+    p.out_kv_index[to + p.frontier[b * p.num_expanded + f]] = p.num_kv - p.num_expanded + f;
+  }
+}
+
+// The nodes to feed next. Under "topk" the best new candidates (EAGLE-2); under the sampled laws a fixed shape, first
+// ranks first: a choice that looked at the tokens or their scores would bias the verification.
+PT_HOST_DEVICE void choose_frontier(const ExpandTreeParams& p, int64_t b) {
+  const int64_t children = first_child_of(p, b, 0);
+  const int64_t begin = b * p.num_frontier;
+  int32_t* frontier = p.out_frontier + begin;
+  const int32_t first = static_cast<int32_t>(p.num_candidates);
+  if (p.law == GrowthLaw::kTopK) {
+    const int32_t count = p.num_expanded * p.num_children;
+    int32_t size = 0;
+    for (int32_t c = 0; c < count; ++c) {
+      const float score = p.out_scores[children + c];
+      size = insert_ranked(p.frontier_scores + begin, frontier, size, p.num_frontier, score, first + c);
+    }
+  } else {
+    for (int32_t g = 0; g < p.num_frontier; ++g) {
+      frontier[g] = first + (g % p.num_expanded) * p.num_children + g / p.num_expanded;
+    }
+  }
+}
+
+// A frontier node sees what its parent saw, and itself; an absent one sees nothing.
+PT_HOST_DEVICE void mask_frontier(const ExpandTreeParams& p, int64_t b) {
+  for (int32_t g = 0; g < p.num_frontier; ++g) {
+    const int64_t row = b * p.num_frontier + g;
+    const int64_t child = p.out_frontier[row] - p.num_candidates;
+    const bool present = is_present(p.out_scores[first_child_of(p, b, 0) + child]);
+    const int64_t parent_row = b * p.num_expanded + child / p.num_children;
+    for (int32_t w = 0; w < p.mask_words; ++w) {
+      p.out_mask[row * p.mask_words + w] = present ? p.mask[parent_row * p.mask_words + w] : 0;
+    }
+    const int32_t bit = p.num_kv + g;
+    if (!present || bit >= p.mask_words * kMaskWordBits) continue;
+    int32_t& word = p.out_mask[row * p.mask_words + bit / kMaskWordBits];
+    word = static_cast<int32_t>(static_cast<uint32_t>(word) | (1u << (bit % kMaskWordBits)));
+  }
+}
+
+// Sequence b's next state, once its children's tokens and scores are written.
+PT_HOST_DEVICE void grow_tree(const ExpandTreeParams& p, int64_t b) {
+  copy_candidates(p, b);
+  for (int32_t f = 0; f < p.num_expanded; ++f) {
+    const int64_t children = first_child_of(p, b, f);
+    for (int32_t k = 0; k < p.num_children; ++k) {
+      p.out_parents[children + k] = p.frontier[b * p.num_expanded + f];
+      p.out_kv_index[children + k] = -1;
+    }
+  }
+  choose_frontier(p, b);
+  mask_frontier(p, b);
+}
+
+// How many nodes sequence b's tree gets. Without its root it gets none.
+PT_HOST_DEVICE int32_t count_reranked(const RerankTreeParams& p, int64_t b) {
+  const float* scores = p.scores + b * p.num_candidates;
+  if ((p.active != nullptr && !p.active[b]) || p.num_candidates == 0 || !is_present(scores[0])) return 0;
+  const int64_t end = p.by_score ? p.num_candidates : min_of<int64_t>(p.num_candidates, p.num_nodes);
+  int64_t count = 0;
+  for (int64_t c = 0; c < end; ++c) count += is_present(scores[c]);
+  return static_cast<int32_t>(min_of<int64_t>(count, p.num_nodes));
+}
+
+// Writes the nodes of sequence b in candidate order, so that parents come first. Scores never rise along a path and a
+// parent has the smaller index: whoever is among the best has its ancestors there too.
+PT_HOST_DEVICE void rerank_sequence(const RerankTreeParams& p, int64_t b) {
+  const int64_t from = b * p.num_candidates;
+  const int64_t begin = p.cu_nodes[b];
+  const int32_t count = static_cast<int32_t>(p.cu_nodes[b + 1] - begin);
+  if (count == 0) return;
+  float* best_scores = p.best_scores + b * p.num_nodes;
+  int32_t* best = p.best + b * p.num_nodes;
+  int32_t* node_of = p.node_of + from;
+  int32_t size = 0;
+  for (int32_t c = 0; c < p.num_candidates; ++c) {
+    node_of[c] = -1;
+    const float score = p.scores[from + c];
+    if (p.by_score) {
+      if (is_present(score)) size = insert_ranked(best_scores, best, size, count, score, c);
+    } else if (is_present(score) && size < count) {
+      best[size++] = c;
+    }
+  }
+  for (int32_t i = 0; i < size; ++i) node_of[best[i]] = 0;
+  int32_t node = 0;
+  for (int32_t c = 0; c < p.num_candidates; ++c) {
+    if (node_of[c] < 0) continue;
+    const int32_t parent = p.parents[from + c];
+    p.draft_tokens[begin + node] = p.tokens[from + c];
+    p.out_parents[begin + node] = parent >= 0 && parent < c ? node_of[parent] : -1;
+    p.node_map[begin + node] = p.kv_index[from + c];
+    node_of[c] = node++;
+  }
+}
+
+// The trie of one sequence's continuations. Nodes are numbered as they come, so that parents precede children and
+// better continuations precede worse ones.
+struct DraftTrie {
+  int64_t* tokens;   // [max_nodes]
+  int32_t* parents;  // [max_nodes]
+  int32_t* first_child;
+  int32_t* last_child;
+  int32_t* next_sibling;
+  int32_t max_nodes;
+  int32_t max_branches;
+  int32_t num_nodes;
+  int32_t num_leaves;
+
+  PT_HOST_DEVICE int32_t find_child(int32_t node, int64_t token) const {
+    int32_t child = first_child[node];
+    while (child >= 0 && tokens[child] != token) child = next_sibling[child];
+    return child;
+  }
+
+  // The new child of `parent`, or -1 where a bound forbids it. Only a node that lengthens a leaf opens no branch.
+  PT_HOST_DEVICE int32_t add(int32_t parent, int64_t token) {
+    if (num_nodes >= max_nodes) return -1;
+    const bool opens_branch = parent <= 0 || first_child[parent] >= 0;
+    if (opens_branch && num_leaves >= max_branches) return -1;
+    const int32_t node = num_nodes++;
+    num_leaves += opens_branch;
+    tokens[node] = token;
+    parents[node] = parent;
+    first_child[node] = last_child[node] = next_sibling[node] = -1;
+    if (first_child[parent] < 0) {
+      first_child[parent] = node;
+    } else {
+      next_sibling[last_child[parent]] = node;
+    }
+    last_child[parent] = node;
+    return node;
+  }
+
+  // Adds the path of tokens [begin, end) of `stream` up to the first negative one.
+  PT_HOST_DEVICE void insert(const int64_t* stream, int64_t begin, int64_t end) {
+    int32_t node = 0;
+    for (int64_t i = begin; i < end && stream[i] >= 0 && node >= 0; ++i) {
+      const int32_t child = find_child(node, stream[i]);
+      node = child >= 0 ? child : add(node, stream[i]);
+    }
+  }
+};
+
+// How many tokens before `end` in `stream` equal the last ones of the history, at most max_ngram. A negative token
+// equals nothing.
+PT_HOST_DEVICE int32_t match_length(const int64_t* stream, int64_t end, const int64_t* history, int64_t history_len,
+                                    int32_t max_ngram) {
+  const int64_t limit = min_of<int64_t>(min_of(end, history_len), max_ngram);
+  int32_t n = 0;
+  while (n < limit && stream[end - 1 - n] >= 0 && stream[end - 1 - n] == history[history_len - 1 - n]) ++n;
+  return n;
+}
+
+// Adds what followed the n-gram in the first `size` tokens of `stream`, most recent occurrence first, where exactly n
+// tokens agree (at least n for the longest, n == max_ngram).
+PT_HOST_DEVICE void insert_matches(const NgramProposeParams& p, DraftTrie& trie, const int64_t* stream, int64_t size,
+                                   const int64_t* history, int64_t history_len, int32_t n) {
+  const int64_t last = history[history_len - 1];
+  for (int64_t end = size - 1; end > 0 && trie.num_nodes < trie.max_nodes; --end) {
+    if (stream[end - 1] != last || match_length(stream, end, history, history_len, p.max_ngram) != n) continue;
+    trie.insert(stream, end, min_of(end + p.max_depth, size));
+  }
+}
+
+// Builds sequence b's trie in scratch; returns its number of nodes.
+PT_HOST_DEVICE int32_t propose_ngrams(const NgramProposeParams& p, int64_t b) {
+  const int64_t history_len = clamp_to<int64_t>(p.history_lens[b], 0, p.history_width);
+  if (history_len == 0 || (p.active != nullptr && !p.active[b])) return 0;
+  const int64_t* history = p.history + b * p.history_stride;
+  int32_t* links = p.trie_links + b * 4 * p.max_nodes;
+  DraftTrie trie = {.tokens = p.trie_tokens + b * p.max_nodes,
+                    .parents = links,
+                    .first_child = links + p.max_nodes,
+                    .last_child = links + 2 * p.max_nodes,
+                    .next_sibling = links + 3 * p.max_nodes,
+                    .max_nodes = p.max_nodes,
+                    .max_branches = p.max_branches,
+                    .num_nodes = 1,
+                    .num_leaves = 0};
+  trie.tokens[0] = history[history_len - 1];
+  trie.parents[0] = trie.first_child[0] = trie.last_child[0] = trie.next_sibling[0] = -1;
+  if (trie.tokens[0] < 0 || p.max_depth == 0) return 1;
+  for (int32_t n = p.max_ngram; n >= p.min_ngram; --n) {
+    insert_matches(p, trie, history, history_len, history, history_len, n);
+    if (p.extra == nullptr) continue;
+    insert_matches(p, trie, p.extra + b * p.extra_stride, p.extra_width, history, history_len, n);
+  }
+  return trie.num_nodes;
+}
+
+// The token of node `node` of the Medusa tree for sequence b; -1 where the head has none.
+PT_HOST_DEVICE int64_t medusa_token(const MedusaProposeParams& p, int64_t b, int32_t node) {
+  if (node == 0) return p.root_tokens != nullptr ? p.root_tokens[b] : -1;
+  const int32_t head = p.depths[node] - 1, rank = p.child_ranks[node];
+  if (head < 0 || head >= p.num_heads || rank < 0 || rank >= p.num_top) return -1;
+  return p.top_tokens[(b * p.num_heads + head) * p.num_top + rank];
+}
+
+}  // namespace pagedtree

@@ -1,0 +1,107 @@
+#include "core/drafting.h"
+
+#include "cpu/kernels.h"
+#include "cpu/parallel.h"
+#include "cpu/top_tokens.h"
+
+namespace pagedtree::cpu {
+namespace {
+
+const void* row_at(const void* rows, DType dtype, int64_t offset) {
+  return static_cast<const char*>(rows) + offset * (dtype == DType::kFloat32 ? 4 : 2);
+}
+
+// The children of frontier node f: the best tokens, scored with the path's log-probability.
+void expand_node(const ExpandTreeParams& p, int64_t b, int64_t f) {
+  const int64_t children = first_child_of(p, b, f);
+  int64_t* tokens = p.out_tokens + children;
+  float* scores = p.out_scores + children;
+  const float parent = frontier_score(p, b, f);
+  double log_sum = 0.0;  // relative to the best
+  if (is_present(parent)) {
+    const int64_t row = b * p.num_expanded + f;
+    top_tokens(row_at(p.logits, p.logits_dtype, row * p.logits_stride), p.logits_dtype, p.vocab, p.num_children, tokens,
+               scores, &log_sum);
+  } else {
+    for (int32_t k = 0; k < p.num_children; ++k) {
+      tokens[k] = -1;
+      scores[k] = -INFINITY;
+    }
+  }
+  const double best = scores[0];
+  for (int32_t k = 0; k < p.num_children && is_present(scores[k]); ++k) {
+    scores[k] = parent + min_of(static_cast<float>(scores[k] - best - log_sum), 0.0f);
+    if (!is_present(scores[k])) tokens[k] = -1;
+  }
+}
+
+// Offsets of ragged trees from their sizes, and padding in the rows that no tree takes.
+template <typename CountOf>
+void pack_offsets(int64_t batch, int64_t num_rows, int32_t* cu_nodes, int64_t* draft_tokens, int32_t* parents,
+                  const CountOf& count_of) {
+  cu_nodes[0] = 0;
+  for (int64_t b = 0; b < batch; ++b) cu_nodes[b + 1] = cu_nodes[b] + count_of(b);
+  for (int64_t row = cu_nodes[batch]; row < num_rows; ++row) {
+    draft_tokens[row] = -1;
+    parents[row] = -1;
+  }
+}
+
+}  // namespace
+
+void expand_tree(const ExpandTreeParams& p, const ExecContext& ctx) {
+  parallel_for(ctx, p.batch * p.num_expanded, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) expand_node(p, row / p.num_expanded, row % p.num_expanded);
+  });
+  parallel_for(ctx, p.batch, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) grow_tree(p, b);
+  });
+}
+
+void rerank_tree(const RerankTreeParams& p, const ExecContext& ctx) {
+  const int64_t num_rows = p.batch * p.num_nodes;
+  pack_offsets(p.batch, num_rows, p.cu_nodes, p.draft_tokens, p.out_parents,
+               [&](int64_t b) { return count_reranked(p, b); });
+  for (int64_t row = p.cu_nodes[p.batch]; row < num_rows; ++row) p.node_map[row] = -1;
+  parallel_for(ctx, p.batch, 4, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) rerank_sequence(p, b);
+  });
+}
+
+void ngram_propose(const NgramProposeParams& p, const ExecContext& ctx) {
+  // The tries' sizes are known only when they are built: each is built in scratch and moved to its place.
+  parallel_for(ctx, p.batch, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) p.trie_sizes[b] = propose_ngrams(p, b);
+  });
+  pack_offsets(p.batch, p.batch * p.max_nodes, p.cu_nodes, p.draft_tokens, p.parents,
+               [&](int64_t b) { return p.trie_sizes[b]; });
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t begin = p.cu_nodes[b];
+    for (int32_t node = 0; node < p.trie_sizes[b]; ++node) {
+      p.draft_tokens[begin + node] = p.trie_tokens[b * p.max_nodes + node];
+      p.parents[begin + node] = p.trie_links[b * 4 * p.max_nodes + node];
+    }
+  }
+}
+
+void medusa_propose(const MedusaProposeParams& p, const ExecContext& ctx) {
+  parallel_for(ctx, p.batch * p.num_heads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t b = row / p.num_heads, head = row % p.num_heads;
+      if (p.active != nullptr && !p.active[b]) continue;
+      top_tokens(row_at(p.head_logits, p.logits_dtype, b * p.stride_batch + head * p.stride_head), p.logits_dtype,
+                 p.vocab, p.num_top, p.top_tokens + row * p.num_top, p.top_scores + row * p.num_top, nullptr);
+    }
+  });
+  pack_offsets(p.batch, p.batch * p.num_nodes, p.cu_nodes, p.draft_tokens, p.out_parents,
+               [&](int64_t b) { return p.active == nullptr || p.active[b] ? p.num_nodes : 0; });
+  for (int64_t b = 0; b < p.batch; ++b) {
+    for (int64_t row = p.cu_nodes[b]; row < p.cu_nodes[b + 1]; ++row) {
+      const int32_t node = static_cast<int32_t>(row - p.cu_nodes[b]);
+      p.draft_tokens[row] = medusa_token(p, b, node);
+      p.out_parents[row] = p.parents[node];
+    }
+  }
+}
+
+}  // namespace pagedtree::cpu

@@ -1,0 +1,230 @@
+#include "torch/check.h"
+#include "torch/ops.h"
+
+namespace pagedtree::ops {
+namespace {
+
+DType logits_dtype(const Tensor& logits) {
+  if (logits.scalar_type() == ScalarType::Float) return DType::kFloat32;
+  return logits.scalar_type() == ScalarType::Half ? DType::kFloat16 : DType::kBFloat16;
+}
+
+// The growing tree's tensors [B, C], the same for each op that takes it.
+void check_candidates(const Check& check, const Tensor& tokens, const Tensor& parents, const Tensor& scores,
+                      const Tensor& kv_index) {
+  check.tensor(tokens, "tokens", {ScalarType::Long}, {kAnySize, kAnySize});
+  check.that(tokens.size(1) >= 1 && tokens.size(1) <= kMaxCandidates, "tokens", "of 1 to 2^20 candidates a sequence",
+             tokens.size(1));
+  check.tensor(parents, "parents", {ScalarType::Int}, {tokens.size(0), tokens.size(1)});
+  check.tensor(scores, "scores", {ScalarType::Float}, {tokens.size(0), tokens.size(1)});
+  check.tensor(kv_index, "kv_index", {ScalarType::Int}, {tokens.size(0), tokens.size(1)});
+}
+
+void check_active(const Check& check, const std::optional<Tensor>& active, int64_t batch) {
+  if (active.has_value()) check.tensor(*active, "active", {ScalarType::Bool}, {batch});
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> expand_tree(const Tensor& tokens, const Tensor& parents,
+                                                                       const Tensor& scores, const Tensor& kv_index,
+                                                                       const Tensor& frontier, const Tensor& mask,
+                                                                       const Tensor& logits, int64_t num_kv,
+                                                                       int64_t num_children, int64_t num_frontier) {
+  const Check check("expand_tree", tokens);
+  check_candidates(check, tokens, parents, scores, kv_index);
+  const int64_t batch = tokens.size(0), num_candidates = tokens.size(1);
+  check.tensor(frontier, "frontier", {ScalarType::Int}, {batch, kAnySize});
+  const int64_t num_expanded = frontier.size(1);
+  check.that(num_expanded >= 1, "frontier", "of at least one node", num_expanded);
+  check.tensor(mask, "mask", {ScalarType::Int}, {batch * num_expanded, kAnySize});
+  const int64_t mask_words = mask.size(1);
+  check.tensor(logits, "logits", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16},
+               {batch * num_expanded, kAnySize}, Strides::kLastContiguous);
+  const int64_t vocab = logits.size(1);
+  check.that(num_children >= 1 && num_children <= min_of<int64_t>(vocab, kMaxTreeNodes), "num_children",
+             "in 1.." + std::to_string(min_of<int64_t>(vocab, kMaxTreeNodes)), num_children);
+  const int64_t num_new = num_expanded * num_children;
+  check.that(num_frontier >= 0 && num_frontier <= num_new, "num_frontier", "in 0.." + std::to_string(num_new),
+             num_frontier);
+  check.that(num_candidates + num_new <= kMaxCandidates, "num_children", "such that candidates stay within 2^20",
+             num_children);
+  check.that(num_kv >= num_expanded && num_kv + num_frontier <= mask_words * kMaskWordBits, "num_frontier",
+             "at most " + std::to_string(mask_words * kMaskWordBits - num_kv) + " (max_kv_nodes less those fed)",
+             num_frontier);
+
+  Tensor out_tokens = empty_on(tokens, {batch, num_candidates + num_new}, ScalarType::Long);
+  Tensor out_parents = empty_on(tokens, {batch, num_candidates + num_new}, ScalarType::Int);
+  Tensor out_scores = empty_on(tokens, {batch, num_candidates + num_new}, ScalarType::Float);
+  Tensor out_kv_index = empty_on(tokens, {batch, num_candidates + num_new}, ScalarType::Int);
+  Tensor out_frontier = empty_on(tokens, {batch, num_frontier}, ScalarType::Int);
+  Tensor out_mask = empty_on(tokens, {batch * num_frontier, mask_words}, ScalarType::Int);
+  Tensor frontier_scores = empty_on(tokens, {batch, num_frontier}, ScalarType::Float);
+
+  ExpandTreeParams params{};
+  params.tokens = const_pointer<int64_t>(tokens);
+  params.parents = const_pointer<int32_t>(parents);
+  params.scores = const_pointer<float>(scores);
+  params.kv_index = const_pointer<int32_t>(kv_index);
+  params.frontier = const_pointer<int32_t>(frontier);
+  params.mask = const_pointer<int32_t>(mask);
+  params.logits = logits.const_data_ptr();
+  params.out_tokens = mutable_pointer<int64_t>(out_tokens);
+  params.out_parents = mutable_pointer<int32_t>(out_parents);
+  params.out_scores = mutable_pointer<float>(out_scores);
+  params.out_kv_index = mutable_pointer<int32_t>(out_kv_index);
+  params.out_frontier = mutable_pointer<int32_t>(out_frontier);
+  params.out_mask = mutable_pointer<int32_t>(out_mask);
+  params.frontier_scores = mutable_pointer<float>(frontier_scores);
+  params.batch = batch;
+  params.num_candidates = num_candidates;
+  params.vocab = vocab;
+  params.logits_stride = logits.stride(0);
+  params.logits_dtype = logits_dtype(logits);
+  params.law = GrowthLaw::kTopK;
+  params.num_expanded = static_cast<int32_t>(num_expanded);
+  params.num_children = static_cast<int32_t>(num_children);
+  params.num_frontier = static_cast<int32_t>(num_frontier);
+  params.num_kv = static_cast<int32_t>(num_kv);
+  params.mask_words = static_cast<int32_t>(mask_words);
+  backend_for(tokens).expand_tree(params, context_for(tokens));
+  return {out_tokens, out_parents, out_scores, out_kv_index, out_frontier, out_mask};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> rerank_tree(const Tensor& tokens, const Tensor& parents,
+                                                       const Tensor& scores, const Tensor& kv_index, int64_t num_nodes,
+                                                       bool by_score, std::optional<Tensor> active) {
+  const Check check("rerank_tree", tokens);
+  check_candidates(check, tokens, parents, scores, kv_index);
+  const int64_t batch = tokens.size(0), num_candidates = tokens.size(1);
+  check.that(num_nodes >= 1 && num_nodes <= kMaxTreeNodes, "num_nodes", "in 1..1024", num_nodes);
+  check_active(check, active, batch);
+
+  Tensor draft_tokens = empty_on(tokens, {batch * num_nodes}, ScalarType::Long);
+  Tensor out_parents = empty_on(tokens, {batch * num_nodes}, ScalarType::Int);
+  Tensor cu_nodes = empty_on(tokens, {batch + 1}, ScalarType::Int);
+  Tensor node_map = empty_on(tokens, {batch * num_nodes}, ScalarType::Int);
+  Tensor best_scores = empty_on(tokens, {batch, num_nodes}, ScalarType::Float);
+  Tensor best = empty_on(tokens, {batch, num_nodes}, ScalarType::Int);
+  Tensor node_of = empty_on(tokens, {batch, num_candidates}, ScalarType::Int);
+
+  RerankTreeParams params{};
+  params.tokens = const_pointer<int64_t>(tokens);
+  params.parents = const_pointer<int32_t>(parents);
+  params.scores = const_pointer<float>(scores);
+  params.kv_index = const_pointer<int32_t>(kv_index);
+  params.active = optional_pointer<bool>(active);
+  params.draft_tokens = mutable_pointer<int64_t>(draft_tokens);
+  params.out_parents = mutable_pointer<int32_t>(out_parents);
+  params.cu_nodes = mutable_pointer<int32_t>(cu_nodes);
+  params.node_map = mutable_pointer<int32_t>(node_map);
+  params.best_scores = mutable_pointer<float>(best_scores);
+  params.best = mutable_pointer<int32_t>(best);
+  params.node_of = mutable_pointer<int32_t>(node_of);
+  params.batch = batch;
+  params.num_candidates = num_candidates;
+  params.num_nodes = static_cast<int32_t>(num_nodes);
+  params.by_score = by_score;
+  backend_for(tokens).rerank_tree(params, context_for(tokens));
+  return {draft_tokens, out_parents, cu_nodes, node_map};
+}
+
+std::tuple<Tensor, Tensor, Tensor> ngram_propose(const Tensor& history, const Tensor& history_lens, int64_t max_nodes,
+                                                 int64_t max_depth, int64_t min_ngram, int64_t max_ngram,
+                                                 int64_t max_branches, std::optional<Tensor> extra,
+                                                 std::optional<Tensor> active) {
+  const Check check("ngram_propose", history);
+  check.tensor(history, "history", {ScalarType::Long}, {kAnySize, kAnySize}, Strides::kLastContiguous);
+  const int64_t batch = history.size(0);
+  check.tensor(history_lens, "history_lens", {ScalarType::Int}, {batch});
+  check.that(max_nodes >= 1 && max_nodes <= kMaxTreeNodes, "max_nodes", "in 1..1024", max_nodes);
+  check.that(max_depth >= 0 && max_depth < kMaxTreeNodes, "max_depth", "in 0..1023", max_depth);
+  check.that(min_ngram >= 1, "min_ngram", "at least 1", min_ngram);
+  check.that(max_ngram >= min_ngram && max_ngram <= kMaxNgram, "max_ngram",
+             "in min_ngram.." + std::to_string(kMaxNgram), max_ngram);
+  check.that(max_branches >= 0, "max_branches", "at least 0", max_branches);
+  if (extra.has_value()) {
+    check.tensor(*extra, "extra", {ScalarType::Long}, {batch, kAnySize}, Strides::kLastContiguous);
+  }
+  check_active(check, active, batch);
+
+  Tensor draft_tokens = empty_on(history, {batch * max_nodes}, ScalarType::Long);
+  Tensor parents = empty_on(history, {batch * max_nodes}, ScalarType::Int);
+  Tensor cu_nodes = empty_on(history, {batch + 1}, ScalarType::Int);
+  Tensor trie_tokens = empty_on(history, {batch, max_nodes}, ScalarType::Long);
+  Tensor trie_links = empty_on(history, {batch, 4, max_nodes}, ScalarType::Int);
+  Tensor trie_sizes = empty_on(history, {batch}, ScalarType::Int);
+
+  NgramProposeParams params{};
+  params.history = const_pointer<int64_t>(history);
+  params.history_lens = const_pointer<int32_t>(history_lens);
+  params.extra = optional_pointer<int64_t>(extra);
+  params.active = optional_pointer<bool>(active);
+  params.draft_tokens = mutable_pointer<int64_t>(draft_tokens);
+  params.parents = mutable_pointer<int32_t>(parents);
+  params.cu_nodes = mutable_pointer<int32_t>(cu_nodes);
+  params.trie_tokens = mutable_pointer<int64_t>(trie_tokens);
+  params.trie_links = mutable_pointer<int32_t>(trie_links);
+  params.trie_sizes = mutable_pointer<int32_t>(trie_sizes);
+  params.batch = batch;
+  params.history_width = history.size(1);
+  params.history_stride = history.stride(0);
+  params.extra_width = extra.has_value() ? extra->size(1) : 0;
+  params.extra_stride = extra.has_value() ? extra->stride(0) : 0;
+  params.max_nodes = static_cast<int32_t>(max_nodes);
+  params.max_depth = static_cast<int32_t>(max_depth);
+  params.min_ngram = static_cast<int32_t>(min_ngram);
+  params.max_ngram = static_cast<int32_t>(max_ngram);
+  params.max_branches = static_cast<int32_t>(min_of<int64_t>(max_branches, kMaxTreeNodes));
+  backend_for(history).ngram_propose(params, context_for(history));
+  return {draft_tokens, parents, cu_nodes};
+}
+
+std::tuple<Tensor, Tensor, Tensor> medusa_propose(const Tensor& head_logits, const Tensor& parents,
+                                                  const Tensor& depths, const Tensor& child_ranks, int64_t num_top,
+                                                  std::optional<Tensor> root_tokens, std::optional<Tensor> active) {
+  const Check check("medusa_propose", head_logits);
+  check.tensor(head_logits, "head_logits", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16},
+               {kAnySize, kAnySize, kAnySize}, Strides::kLastContiguous);
+  const int64_t batch = head_logits.size(0), num_heads = head_logits.size(1), vocab = head_logits.size(2);
+  check.tensor(parents, "parents", {ScalarType::Int}, {kAnySize});
+  const int64_t num_nodes = parents.size(0);
+  check.that(num_nodes >= 1 && num_nodes <= kMaxTreeNodes, "parents", "of 1 to 1024 nodes", num_nodes);
+  check.tensor(depths, "depths", {ScalarType::Int}, {num_nodes});
+  check.tensor(child_ranks, "child_ranks", {ScalarType::Int}, {num_nodes});
+  const int64_t most = min_of<int64_t>(vocab, kMaxTreeNodes);
+  check.that(num_top >= 0 && num_top <= most, "num_top", "in 0.." + std::to_string(most), num_top);
+  if (root_tokens.has_value()) check.tensor(*root_tokens, "root_tokens", {ScalarType::Long}, {batch});
+  check_active(check, active, batch);
+
+  Tensor draft_tokens = empty_on(head_logits, {batch * num_nodes}, ScalarType::Long);
+  Tensor out_parents = empty_on(head_logits, {batch * num_nodes}, ScalarType::Int);
+  Tensor cu_nodes = empty_on(head_logits, {batch + 1}, ScalarType::Int);
+  Tensor top_tokens = empty_on(head_logits, {batch, num_heads, num_top}, ScalarType::Long);
+  Tensor top_scores = empty_on(head_logits, {batch, num_heads, num_top}, ScalarType::Float);
+
+  MedusaProposeParams params{};
+  params.head_logits = head_logits.const_data_ptr();
+  params.parents = const_pointer<int32_t>(parents);
+  params.depths = const_pointer<int32_t>(depths);
+  params.child_ranks = const_pointer<int32_t>(child_ranks);
+  params.root_tokens = optional_pointer<int64_t>(root_tokens);
+  params.active = optional_pointer<bool>(active);
+  params.draft_tokens = mutable_pointer<int64_t>(draft_tokens);
+  params.out_parents = mutable_pointer<int32_t>(out_parents);
+  params.cu_nodes = mutable_pointer<int32_t>(cu_nodes);
+  params.top_tokens = mutable_pointer<int64_t>(top_tokens);
+  params.top_scores = mutable_pointer<float>(top_scores);
+  params.batch = batch;
+  params.vocab = vocab;
+  params.stride_batch = head_logits.stride(0);
+  params.stride_head = head_logits.stride(1);
+  params.logits_dtype = logits_dtype(head_logits);
+  params.num_heads = static_cast<int32_t>(num_heads);
+  params.num_nodes = static_cast<int32_t>(num_nodes);
+  params.num_top = static_cast<int32_t>(num_top);
+  backend_for(head_logits).medusa_propose(params, context_for(head_logits));
+  return {draft_tokens, out_parents, cu_nodes};
+}
+
+}  // namespace pagedtree::ops

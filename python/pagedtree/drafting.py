@@ -1,0 +1,515 @@
+"""Drafting on the device: trees grown by a draft model (EAGLE-2), n-gram trees (prompt lookup), Medusa heads.
+
+Nothing here synchronises; shapes depend on Python ints only, so that a whole step can be captured in one CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pagedtree._ops import call, ops
+from pagedtree.tree import DraftTree, TreeBatch, build_trees
+
+__all__ = [
+    "Draft",
+    "DraftState",
+    "expand_tree",
+    "medusa_propose",
+    "ngram_propose",
+    "rejected_predictions",
+    "rerank_tree",
+    "start_draft",
+]
+
+
+class Draft(NamedTuple):
+    """What a drafter proposes for one step of the target model.
+
+    Attributes:
+        draft_tokens: int64 [N], row cu_nodes[b] + i = token of node i of tree b. N is fixed, B times the most nodes a
+            tree may have; the trees are packed and padding (-1) comes last.
+        trees: their shapes.
+        draft_probs: fp32 [M, V] or None; the laws from which the children were drawn (laws "iid" and "swor").
+        draft_rows: int64 [N] or None; row of draft_probs for node n's children (0 <= row < M for every node).
+        node_map: int32 [N] or None; the node's index among the draft model's KV nodes, -1 where it was never fed.
+    """
+
+    draft_tokens: Tensor
+    trees: TreeBatch
+    draft_probs: Tensor | None = None
+    draft_rows: Tensor | None = None
+    node_map: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DraftState:
+    """A batch of growing draft trees. Each step returns a new one; shapes depend on Python ints only.
+
+    Every expansion adds F * K candidates a sequence: K children of each of the F frontier nodes, frontier node by
+    frontier node, so that index order is also depth order and a parent has the smaller index. Some of the new
+    candidates become the next frontier: the nodes that the draft model reads next. They take the next F places in its
+    KV tree, in frontier order, whether present or not.
+
+    Attributes:
+        tokens: int64 [B, C], -1 where absent.
+        parents: int32 [B, C], candidate index; -1 at the root (index 0).
+        scores: fp32 [B, C], cumulative log-probability of the path, 0 at the root, -inf where absent.
+        kv_index: int32 [B, C], index among the draft model's KV nodes (the root's is 0), -1 where not fed (yet).
+        frontier: int32 [B, F], candidates whose logits `expand_tree` takes next.
+        mask: int32 [B * F, W], which KV nodes a frontier node sees: its ancestors and itself; empty where absent.
+        level_sizes: candidates a level, summing to C.
+        num_kv: the draft model's KV nodes, this frontier included.
+        law: "topk", "iid" or "swor"; None before the first expansion.
+        draft_probs: fp32 [B, F, V] a level (laws "iid" and "swor").
+
+    One pass of the draft model over the frontier, with its own cache:
+
+        positions = state.level_positions(start)
+        seq_lens = start + state.level_tree_lens
+        slots = slot_mapping(page_table, seq_lens, state.cu_seqlens_q, page_size, total_q=positions.shape[0])
+        slots = torch.where(state.level_present, slots, -1)
+        hidden = embed(state.level_tokens)
+        # in each layer, after rotating by `positions` and append_kv(k, v, k_cache, v_cache, slots):
+        tree_attention(q, k_cache, v_cache, page_table, seq_lens, state.cu_seqlens_q, state.level_mask,
+                       tree_lens=state.level_tree_lens, max_seqlen_q=state.num_frontier)
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    scores: Tensor
+    kv_index: Tensor
+    frontier: Tensor
+    mask: Tensor
+    level_sizes: tuple[int, ...]
+    num_kv: int
+    law: str | None = None
+    draft_probs: tuple[Tensor, ...] = ()
+
+    @property
+    def batch_size(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def num_candidates(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def num_frontier(self) -> int:
+        return self.frontier.shape[1]
+
+    @property
+    def level(self) -> int:
+        """Depth of the newest candidates, among them the frontier."""
+        return len(self.level_sizes) - 1
+
+    @property
+    def depths(self) -> Tensor:
+        """int32 [B, C]: a candidate's depth; the root's is 0."""
+        levels = [self.parents.new_full((self.batch_size, size), depth) for depth, size in enumerate(self.level_sizes)]
+        return torch.cat(levels, dim=1)
+
+    @property
+    def level_tokens(self) -> Tensor:
+        """int64 [B * F]: the frontier's tokens, 0 where absent."""
+        return self.tokens.gather(1, self.frontier.long()).clamp(min=0).flatten()
+
+    @property
+    def level_present(self) -> Tensor:
+        """bool [B * F]: False where the frontier has no node (fewer candidates than F, or a finished sequence)."""
+        return (self.scores.gather(1, self.frontier.long()) > -torch.inf).flatten()
+
+    def level_positions(self, start: Tensor) -> Tensor:
+        """int64 [B * F]: the frontier's positions, start + depth. start: int32 or int64 [B], the roots' positions."""
+        return (start.long() + self.level)[:, None].expand(-1, self.num_frontier).flatten()
+
+    @property
+    def level_mask(self) -> Tensor:
+        """int32 [B * F, W]: rectangular mask rows over the draft model's KV nodes, for `tree_attention`."""
+        return self.mask
+
+    @property
+    def level_tree_lens(self) -> Tensor:
+        """int32 [B]: KV nodes of each sequence's tree, this level's included (absent ones too: shapes are fixed)."""
+        return self.parents.new_full((self.batch_size,), self.num_kv)
+
+    @property
+    def cu_seqlens_q(self) -> Tensor:
+        """int32 [B + 1]: F queries a sequence."""
+        return torch.arange(self.batch_size + 1, dtype=torch.int32, device=self.tokens.device) * self.num_frontier
+
+
+def start_draft(root_tokens: Tensor, *, max_kv_nodes: int, active: Tensor | None = None) -> DraftState:
+    """The trees of one node each, the root; it is the frontier.
+
+    Args:
+        root_tokens: int64 [B], the last committed tokens.
+        max_kv_nodes: bound on the nodes that the draft model reads (the root and all frontiers), 1..1024; it fixes the
+            mask's width.
+        active: bool [B]; False = the sequence is finished: all its nodes are absent.
+
+    Raises ValueError for wrong shapes, dtypes or bounds.
+    """
+    if root_tokens.dtype != torch.int64 or root_tokens.dim() != 1:
+        raise ValueError(
+            f"start_draft: `root_tokens` must be int64 [B], got {root_tokens.dtype} {list(root_tokens.shape)}"
+        )
+    if not 1 <= max_kv_nodes <= 1024:
+        raise ValueError(f"start_draft: `max_kv_nodes` must be in 1..1024, got {max_kv_nodes}")
+    if active is not None and (active.dtype != torch.bool or active.shape != root_tokens.shape):
+        raise ValueError(f"start_draft: `active` must be bool [B], got {active.dtype} {list(active.shape)}")
+    batch = root_tokens.shape[0]
+    present = torch.ones_like(root_tokens, dtype=torch.bool) if active is None else active
+    mask = torch.zeros((batch, (max_kv_nodes + 31) // 32), dtype=torch.int32, device=root_tokens.device)
+    mask[:, 0] = present
+    return DraftState(
+        tokens=torch.where(present, root_tokens, -1)[:, None],
+        parents=mask.new_full((batch, 1), -1),
+        scores=torch.where(present, 0.0, -torch.inf)[:, None],
+        kv_index=mask.new_full((batch, 1), -1),
+        frontier=mask.new_zeros((batch, 1)),
+        mask=mask,
+        level_sizes=(1,),
+        num_kv=1,
+    )
+
+
+def expand_tree(state: DraftState, logits: Tensor, *, num_children: int, num_frontier: int = 0) -> DraftState:
+    """Grows each tree by one level: `num_children` children of every frontier node, then the next frontier.
+
+    Source: EAGLE-2 (Li et al., EMNLP 2024).
+
+    Args:
+        state: of `start_draft` or an earlier expansion.
+        logits: fp32, fp16 or bf16 [B * F, V], the draft model's at the frontier; row stride >= V.
+        num_children: K, 1..min(V, 1024).
+        num_frontier: size of the next frontier, at most F * K; 0 (default) after the last level.
+
+    Children are the K best tokens, best first, ties by lower id. NaN logits read as -inf, +inf as the largest finite;
+    a token of logit -inf is no child, nor is a child of an absent node: token -1, score -inf.
+
+        for f in frontier:
+            logp = log_softmax(logits[f])
+            for token in topk(logp, num_children):
+                append(token, parent=f, score=score[f] + logp[token])
+        frontier = sorted(new, key=lambda c: (-score[c], c))[:num_frontier]
+
+    Raises ValueError for wrong shapes, dtypes or bounds.
+    """
+    tokens, parents, scores, kv_index, frontier, mask = call(
+        ops.expand_tree,
+        state.tokens,
+        state.parents,
+        state.scores,
+        state.kv_index,
+        state.frontier,
+        state.mask,
+        logits,
+        num_kv=state.num_kv,
+        num_children=num_children,
+        num_frontier=num_frontier,
+    )
+    return DraftState(
+        tokens,
+        parents,
+        scores,
+        kv_index,
+        frontier,
+        mask,
+        level_sizes=(*state.level_sizes, state.num_frontier * num_children),
+        num_kv=state.num_kv + num_frontier,
+        law="topk",
+    )
+
+
+def rerank_tree(state: DraftState, num_nodes: int, *, active: Tensor | None = None) -> Draft:
+    """Chooses each sequence's draft tree among its candidates: the root and the best num_nodes - 1 of all levels.
+
+    Source: EAGLE-2 (Li et al., EMNLP 2024).
+
+    Args:
+        state: the grown trees.
+        num_nodes: most nodes of a tree, root included, 1..1024.
+        active: bool [B]; False = the sequence is finished and gets a tree of no nodes.
+
+    The best are those of the highest cumulative log-probability, ties by depth, then index; since it never rises along
+    a path, no node is chosen without its parent. Nodes keep the candidates' order. A sequence with fewer candidates
+    has fewer nodes.
+
+        best = sorted(present, key=lambda c: (-score[c], c))[:num_nodes]
+        nodes = sorted(best)
+
+    Returns a `Draft` with max_nodes = num_nodes and max_depth = the levels expanded. Raises ValueError for wrong
+    shapes, dtypes or bounds.
+    """
+    draft_tokens, parents, cu_nodes, node_map = call(
+        ops.rerank_tree,
+        state.tokens,
+        state.parents,
+        state.scores,
+        state.kv_index,
+        num_nodes=num_nodes,
+        by_score=True,
+        active=active,
+    )
+    trees = build_trees(parents, cu_nodes, max_nodes=num_nodes, max_depth=state.level)
+    return Draft(draft_tokens, trees, node_map=node_map)
+
+
+def ngram_propose(
+    history: Tensor,
+    history_lens: Tensor,
+    *,
+    max_nodes: int,
+    max_depth: int,
+    min_ngram: int = 1,
+    max_ngram: int = 4,
+    max_branches: int = 8,
+    extra: Tensor | None = None,
+    active: Tensor | None = None,
+) -> Draft:
+    """Drafts what followed earlier occurrences of the last tokens, merged into one tree under the last token.
+
+    Sources: prompt lookup decoding (Saxena 2023), lookahead decoding (Fu et al., ICML 2024), the merging of
+    continuations into a trie from REST (He et al., NAACL 2024).
+
+    Args:
+        history: int64 [B, H], prompt and generated tokens; row stride >= H. Negative tokens match nothing.
+        history_lens: int32 [B], tokens of each row that count; clamped to 0..H.
+        max_nodes: most nodes of a tree, root included, 1..1024.
+        max_depth: longest continuation, 0..1023.
+        min_ngram, max_ngram: shortest and longest n-gram to look for, 1..64.
+        max_branches: most leaves of a tree.
+        extra: int64 [B, E], more text to look in: runs of tokens separated by negative ones, the newest last; see
+            `rejected_predictions`.
+        active: bool [B]; False = the sequence is finished and gets a tree of no nodes.
+
+    An empty history also gives a tree of no nodes; one without a match the root alone. Nodes are in the order of their
+    insertion: siblings of a better match come first.
+
+        tree = Trie(root=history[-1])
+        for n in range(max_ngram, min_ngram - 1, -1):
+            for text in (history, extra):
+                for end in range(len(text) - 1, 0, -1):                     # most recent first
+                    if common_suffix(text[:end], history, at_most=max_ngram) == n:
+                        tree.insert(text[end : end + max_depth])            # up to the first negative token
+
+    `insert` shares the nodes that are there already and adds the others one by one; it stops at max_nodes, and where a
+    new branch would make more than max_branches leaves. The work is linear in H + E for each n.
+
+    Returns a `Draft` of draft_tokens and trees. Raises ValueError for wrong shapes, dtypes or bounds.
+    """
+    draft_tokens, parents, cu_nodes = call(
+        ops.ngram_propose,
+        history,
+        history_lens,
+        max_nodes=max_nodes,
+        max_depth=max_depth,
+        min_ngram=min_ngram,
+        max_ngram=max_ngram,
+        max_branches=max_branches,
+        extra=extra,
+        active=active,
+    )
+    return Draft(draft_tokens, build_trees(parents, cu_nodes, max_nodes=max_nodes, max_depth=max_depth))
+
+
+def rejected_predictions(
+    trees: TreeBatch, draft_tokens: Tensor, predictions: Tensor, accept_index: Tensor, *, context: int = 4
+) -> Tensor:
+    """What the target predicts at the nodes it did not accept, as text for `ngram_propose(extra=)`.
+
+    A rejected branch is often right a few tokens later (lookahead decoding, Fu et al., ICML 2024), and the target has
+    already said what follows it.
+
+    Args:
+        trees: the verified batch.
+        draft_tokens: int32 or int64 [N]; give the roots their tokens, so that runs may begin there.
+        predictions: int64 [N], the target's token after each node (argmax of its logits).
+        accept_index: int32 [B, S], the accepted nodes, -1 past them.
+        context: path tokens a run, at least 1; the longest n-gram that can be found in it.
+
+    Returns int64 [B, max_nodes * (context + 2)]: a run a node, the first nodes last. Keep the text of several steps by
+    concatenating, the newest last: torch.cat([extra, new], 1)[:, -capacity:].
+
+        for node in reversed(nodes):
+            if reachable(node) and node != root and node not in accepted:
+                path = tokens of root..node
+                run = [*path[-context:], predictions[node]]
+            else: run = []
+            extra += [-1] * (context + 1 - len(run)) + run + [-1]
+
+    Raises ValueError for wrong shapes.
+    """
+    num_rows, max_nodes = trees.parents.shape[0], trees.max_nodes
+    for name, tensor in (("draft_tokens", draft_tokens), ("predictions", predictions)):
+        if tensor.shape != (num_rows,):
+            raise ValueError(f"rejected_predictions: `{name}` must be of shape [{num_rows}], got {list(tensor.shape)}")
+    if accept_index.dim() != 2 or accept_index.shape[0] != trees.batch_size:
+        raise ValueError(
+            f"rejected_predictions: `accept_index` must be of shape [{trees.batch_size}, S],"
+            f" got {list(accept_index.shape)}"
+        )
+    if context < 1:
+        raise ValueError(f"rejected_predictions: `context` must be at least 1, got {context}")
+    if num_rows == 0:
+        return predictions.new_full((trees.batch_size, max_nodes * (context + 2)), -1)
+    nodes = torch.arange(max_nodes, device=trees.device).expand(trees.batch_size, -1)
+    begin, end = trees.cu_nodes[:-1, None].long(), trees.cu_nodes[1:, None].long()
+
+    def at(values: Tensor, index: Tensor) -> Tensor:
+        found = values.long()[(begin + index).clamp(0, num_rows - 1)]
+        return torch.where((index >= 0) & (begin + index < end), found, -1)
+
+    accepted = (accept_index[:, :, None] == nodes[:, None, :]).any(dim=1)
+    rejected = torch.where((at(trees.depths, nodes) > 0) & ~accepted, nodes, -1)
+    columns = [at(predictions, rejected)]
+    ancestor = rejected
+    for _ in range(context):
+        columns.insert(0, at(draft_tokens, ancestor))
+        ancestor = at(trees.parents, ancestor)
+    runs = torch.stack([*columns, torch.full_like(rejected, -1)], dim=-1)
+    return runs.flip(1).flatten(1)
+
+
+def medusa_propose(
+    head_logits: Tensor, tree: DraftTree, *, root_tokens: Tensor | None = None, active: Tensor | None = None
+) -> Draft:
+    """Fills a fixed tree with the best tokens of Medusa heads: a node takes its depth's head, its child rank in it.
+
+    Source: Medusa (Cai et al., ICML 2024).
+
+    Args:
+        head_logits: fp32, fp16 or bf16 [B, H, V], last dimension contiguous; head h predicts the node at depth h + 1.
+        tree: the same for every sequence, not deeper than H; no node has V or more siblings before it.
+        root_tokens: int64 [B], entered at the roots (else -1, which verification ignores).
+        active: bool [B]; False = the sequence is finished and gets a tree of no nodes.
+
+    Ties go to the lower id; NaN reads as -inf, and where fewer tokens are above -inf than a rank needs the node is -1.
+
+        token[node] = sorted(range(V), key=lambda x: (-head_logits[b, depth[node] - 1, x], x))[child_rank[node]]
+
+    Returns a `Draft` of draft_tokens [B * tree.num_nodes] and trees. Raises ValueError for wrong shapes, dtypes or a
+    tree that the heads cannot fill.
+    """
+    if head_logits.dim() == 3 and tree.max_depth > head_logits.shape[1]:
+        raise ValueError(
+            f"medusa_propose: `tree` must have depth <= {head_logits.shape[1]} (the heads), got {tree.max_depth}"
+        )
+    parents, depths, child_ranks, num_top = _tree_tensors(tree, head_logits.device)
+    if num_top > head_logits.shape[-1]:
+        raise ValueError(
+            f"medusa_propose: `tree` must have child ranks below {head_logits.shape[-1]} (V), got {num_top - 1}"
+        )
+    draft_tokens, all_parents, cu_nodes = call(
+        ops.medusa_propose,
+        head_logits[:, : tree.max_depth],
+        parents,
+        depths,
+        child_ranks,
+        num_top=num_top,
+        root_tokens=root_tokens,
+        active=active,
+    )
+    return Draft(draft_tokens, build_trees(all_parents, cu_nodes, max_nodes=tree.num_nodes, max_depth=tree.max_depth))
+
+
+@torch.compiler.assume_constant_result
+def _tree_tensors(tree: DraftTree, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int]:
+    """The tree's parents, depths and child ranks on `device`, and how many tokens a head must give."""
+    return _copied_tree(tree, device)
+
+
+@lru_cache(maxsize=64)
+def _copied_tree(tree: DraftTree, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int]:
+    ranks = tree.child_ranks
+    parents, depths, child_ranks = (torch.from_numpy(a).to(device) for a in (tree.parents, tree.depths, ranks))
+    return parents, depths, child_ranks, int(ranks.max()) + 1
+
+
+@torch.library.register_fake("pagedtree::expand_tree")
+def _expand_tree_fake(
+    tokens: Tensor,
+    parents: Tensor,
+    scores: Tensor,
+    kv_index: Tensor,
+    frontier: Tensor,
+    mask: Tensor,
+    logits: Tensor,
+    *,
+    num_kv: int,
+    num_children: int,
+    num_frontier: int,
+) -> tuple[Tensor, ...]:
+    batch = tokens.shape[0]
+    shape = (batch, tokens.shape[1] + frontier.shape[1] * num_children)
+    return (
+        *(old.new_empty(shape) for old in (tokens, parents, scores, kv_index)),
+        frontier.new_empty((batch, num_frontier)),
+        mask.new_empty((batch * num_frontier, mask.shape[1])),
+    )
+
+
+@torch.library.register_fake("pagedtree::rerank_tree")
+def _rerank_tree_fake(
+    tokens: Tensor,
+    parents: Tensor,
+    scores: Tensor,
+    kv_index: Tensor,
+    *,
+    num_nodes: int,
+    by_score: bool,
+    active: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch = tokens.shape[0]
+    rows = batch * num_nodes
+    return (
+        tokens.new_empty((rows,)),
+        parents.new_empty((rows,)),
+        parents.new_empty((batch + 1,)),
+        parents.new_empty((rows,)),
+    )
+
+
+@torch.library.register_fake("pagedtree::ngram_propose")
+def _ngram_propose_fake(
+    history: Tensor,
+    history_lens: Tensor,
+    *,
+    max_nodes: int,
+    max_depth: int,
+    min_ngram: int = 1,
+    max_ngram: int = 4,
+    max_branches: int = 8,
+    extra: Tensor | None = None,
+    active: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch = history.shape[0]
+    return (
+        history.new_empty((batch * max_nodes,)),
+        history_lens.new_empty((batch * max_nodes,)),
+        history_lens.new_empty((batch + 1,)),
+    )
+
+
+@torch.library.register_fake("pagedtree::medusa_propose")
+def _medusa_propose_fake(
+    head_logits: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+    child_ranks: Tensor,
+    *,
+    num_top: int,
+    root_tokens: Tensor | None = None,
+    active: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch = head_logits.shape[0]
+    return (
+        head_logits.new_empty((batch * parents.shape[0],), dtype=torch.int64),
+        parents.new_empty((batch * parents.shape[0],)),
+        parents.new_empty((batch + 1,)),
+    )

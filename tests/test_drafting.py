@@ -1,0 +1,701 @@
+"""Drafting ops against plain loops: growing and reranking trees, n-gram tries, Medusa trees."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pagedtree import (
+    Draft,
+    DraftState,
+    DraftTree,
+    TreeBatch,
+    expand_tree,
+    medusa_propose,
+    ngram_propose,
+    rejected_predictions,
+    rerank_tree,
+    start_draft,
+)
+from pagedtree._ops import ops
+
+MEDUSA_PATHS = [
+    *([rank] for rank in range(10)),
+    *([0, rank] for rank in range(8)), *([1, rank] for rank in range(4)), *([2, rank] for rank in range(3)),
+    *([rank, 0] for rank in range(3, 9)),
+    *([0, 0, rank] for rank in range(6)), *([0, 1, rank] for rank in range(2)), [0, 2, 0], [1, 0, 0], [1, 0, 1],
+    [2, 0, 0], [3, 0, 0],
+    *([0, 0, 0, rank] for rank in range(4)), [0, 0, 1, 0], [0, 1, 0, 0], [1, 0, 0, 0],
+]  # fmt: skip
+
+
+def int32(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def mask_sets(mask: Tensor) -> list[set[int]]:
+    """The set bits of each mask row."""
+    return [
+        {32 * w + bit for w, word in enumerate(row) for bit in range(32) if (word >> bit) & 1} for row in mask.tolist()
+    ]
+
+
+def best_tokens(logits: Tensor, k: int) -> list[int]:
+    """Finite tokens by falling logit, then id."""
+    values = logits.double().tolist()
+    finite = [x for x, value in enumerate(values) if not math.isnan(value) and value > -math.inf]
+    return sorted(finite, key=lambda x: (-values[x], x))[:k]
+
+
+def packed_trees(draft: Draft) -> list[tuple[list[int], list[int]]]:
+    """Tokens and parents of each tree; checks offsets and padding on the way."""
+    cu_nodes = draft.trees.cu_nodes.tolist()
+    rows = draft.draft_tokens.shape[0]
+    assert cu_nodes[0] == 0 and cu_nodes == sorted(cu_nodes) and cu_nodes[-1] <= rows
+    assert draft.trees.parents.shape == (rows,)
+    assert draft.draft_tokens[cu_nodes[-1] :].tolist() == [-1] * (rows - cu_nodes[-1])
+    assert draft.trees.parents[cu_nodes[-1] :].tolist() == [-1] * (rows - cu_nodes[-1])
+    tokens, parents = draft.draft_tokens.tolist(), draft.trees.parents.tolist()
+    return [(tokens[a:b], parents[a:b]) for a, b in pairwise(cu_nodes)]
+
+
+# expand_tree ----------------------------------------------------------------------------------------------------------
+
+
+def check_level(old: DraftState, new: DraftState, logits: Tensor, num_children: int) -> None:
+    """Every tensor of `new` from `old` and the logits, in plain loops."""
+    width = old.num_frontier * num_children
+    assert new.tokens.shape == (old.batch_size, old.num_candidates + width)
+    assert new.tokens[:, : old.num_candidates].equal(old.tokens)
+    assert new.parents[:, : old.num_candidates].equal(old.parents)
+    assert new.scores[:, : old.num_candidates].equal(old.scores)
+    old_masks, new_masks = mask_sets(old.mask), mask_sets(new.mask)
+    for b in range(old.batch_size):
+        kv_index = old.kv_index[b].tolist() + [-1] * width
+        for f, parent in enumerate(old.frontier[b].tolist()):
+            score = float(old.scores[b, parent])
+            row = logits[b * old.num_frontier + f]
+            expected = best_tokens(row, num_children) if score > -math.inf else []
+            clean = row.double().nan_to_num(nan=-math.inf, posinf=torch.finfo(torch.float32).max, neginf=-math.inf)
+            logp = torch.log_softmax(clean, 0)
+            if score > -math.inf:
+                kv_index[parent] = old.num_kv - old.num_frontier + f
+            for k in range(num_children):
+                c = old.num_candidates + f * num_children + k
+                assert new.parents[b, c] == parent
+                if k < len(expected) and score + float(logp[expected[k]]) >= -torch.finfo(torch.float32).max:
+                    assert new.tokens[b, c] == expected[k]
+                    assert float(new.scores[b, c]) == pytest.approx(
+                        score + float(logp[expected[k]]), rel=2e-6, abs=2e-6
+                    )
+                    assert new.scores[b, c] <= old.scores[b, parent]
+                else:
+                    assert new.tokens[b, c] == -1 and new.scores[b, c] == -math.inf
+        assert new.kv_index[b].tolist() == kv_index
+        candidates = range(old.num_candidates, new.num_candidates)
+        scores = new.scores[b].tolist()
+        assert new.frontier[b].tolist() == sorted(candidates, key=lambda c: (-scores[c], c))[: new.num_frontier]
+        for g, c in enumerate(new.frontier[b].tolist()):
+            seen = set()
+            if scores[c] > -math.inf:
+                slot = old.frontier[b].tolist().index(int(new.parents[b, c]))
+                seen = old_masks[b * old.num_frontier + slot] | {old.num_kv + g}
+            assert new_masks[b * new.num_frontier + g] == seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 5, 63, 64, 1000, 1024, 1025, 5000])
+def test_expand(backend: str, dtype: torch.dtype, vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    state = start_draft(torch.tensor([3, 1, 4]), max_kv_nodes=40)
+    for num_children, num_frontier in ((min(4, vocab), min(4, vocab)), (min(10, vocab), min(7, vocab)), (1, 0)):
+        rows = state.batch_size * state.num_frontier
+        # Quarters: many exact ties, no rounding in any dtype.
+        logits = torch.randint(-20, 20, (rows, vocab + 3), generator=generator).div(4).to(dtype)[:, :vocab]
+        new = expand_tree(state, logits, num_children=num_children, num_frontier=num_frontier)
+        check_level(state, new, logits, num_children)
+        state = new
+    assert state.level == 3 and state.depths[0].tolist() == sorted(state.depths[0].tolist())
+
+
+def test_expand_hostile_logits(backend: str) -> None:
+    vocab = 130
+    rows = torch.zeros(9, vocab)
+    rows[0] = math.nan
+    rows[1] = -math.inf
+    rows[2, 7] = math.inf
+    rows[3, 1:] = -math.inf
+    rows[4, ::2] = math.nan
+    rows[5] = 3e38
+    rows[6] = -3e38
+    rows[7, 5] = 80.0
+    rows[8, [0, 129]] = math.inf
+    state = start_draft(torch.arange(9), max_kv_nodes=64)
+    new = expand_tree(state, rows, num_children=5, num_frontier=5)
+    check_level(state, new, rows, 5)
+    assert not new.scores.isnan().any()
+    assert not new.level_present[: 2 * 5].any() and new.level_present[15:20].tolist() == [True, *[False] * 4]
+    poisoned = torch.full((45, vocab), math.nan)
+    poisoned[20:25] = torch.randn(5, vocab)
+    last = expand_tree(new, poisoned, num_children=3, num_frontier=15)
+    check_level(new, last, poisoned, 3)
+    draft = rerank_tree(last, 12)
+    assert draft.trees.valid.all()
+    assert [len(tokens) for tokens, _ in packed_trees(draft)] == [1, 1, 6, 2, 12, 6, 6, 6, 6]
+
+
+def test_log_softmax_accuracy(backend: str) -> None:
+    logits = torch.randn(4, 100_003, generator=torch.Generator().manual_seed(0)) * 3
+    logits[1] -= 1000
+    state = expand_tree(start_draft(torch.arange(4), max_kv_nodes=1), logits, num_children=64)
+    expected = torch.log_softmax(logits.double(), 1).topk(64).values
+    torch.testing.assert_close(state.scores[:, 1:].double(), expected, rtol=1e-6, atol=1e-5)
+
+
+class ToyModel:
+    """Logits of a node are a fixed function of its path's tokens: whoever sees the wrong path sees other logits."""
+
+    def __init__(self, vocab: int) -> None:
+        self.vocab = vocab
+
+    def logits(self, path: list[int]) -> Tensor:
+        seed = hash(tuple(path)) % (1 << 31)
+        return torch.randn(self.vocab, generator=torch.Generator().manual_seed(seed)) * 2
+
+    def grow(self, roots: list[int], levels: list[tuple[int, int]], **start: object) -> tuple[DraftState, list[list]]:
+        """Grows trees as an engine does; its "KV cache" holds tokens, found through the mask rows only."""
+        cache: list[list[int]] = [[] for _ in roots]
+        state = start_draft(torch.tensor(roots), max_kv_nodes=1024, **start)  # type: ignore[arg-type]
+        for num_children, num_frontier in levels:
+            tokens, masks = state.level_tokens.tolist(), mask_sets(state.level_mask)
+            assert state.cu_seqlens_q.tolist() == [i * state.num_frontier for i in range(len(roots) + 1)]
+            positions = state.level_positions(int32([100 * b for b in range(len(roots))])).tolist()
+            logits = torch.full((len(tokens), self.vocab), math.nan)
+            for b in range(len(roots)):
+                rows = range(b * state.num_frontier, (b + 1) * state.num_frontier)
+                cache[b] += [tokens[row] for row in rows]
+                assert state.level_tree_lens[b] == len(cache[b])
+                for row in rows:
+                    if not state.level_present[row]:
+                        continue
+                    path = [cache[b][kv] for kv in sorted(masks[row])]
+                    assert positions[row] == 100 * b + len(path) - 1
+                    assert path[-1] == tokens[row]
+                    logits[row] = self.logits(path)
+            state = expand_tree(state, logits, num_children=num_children, num_frontier=num_frontier)
+        return state, cache
+
+
+def test_growing_loop(backend: str) -> None:
+    """An engine's loop over a toy draft model gives the tree that exhaustive best-first search over paths gives."""
+    model = ToyModel(vocab=50)
+    roots = [7, 9, 11]
+    levels = [(5, 5), (5, 6), (5, 6), (5, 0)]
+    active = torch.tensor([True, False, True])
+    state, cache = model.grow(roots, levels, active=active)
+    draft = rerank_tree(state, 24)
+    assert draft.trees.valid.tolist() == [True, False, True]
+    assert draft.draft_probs is None and draft.draft_rows is None
+    for b, (tokens, parents) in enumerate(packed_trees(draft)):
+        if not active[b]:
+            assert tokens == []
+            continue
+        paths: dict[tuple[int, ...], float] = {(roots[b],): 0.0}
+        frontier = [(roots[b],)]
+        fed = set(frontier)
+        for num_children, num_frontier in levels:
+            new = {}
+            for path in frontier:
+                logp = torch.log_softmax(model.logits(list(path)).double(), 0)
+                for token in best_tokens(logp, num_children):
+                    new[(*path, token)] = paths[path] + float(logp[token])
+            paths |= new
+            frontier = sorted(new, key=lambda path: -new[path])[:num_frontier]
+            fed |= set(frontier)
+        best = sorted(paths, key=lambda path: -paths[path])[:24]
+        mine: list[tuple[int, ...]] = []
+        for token, parent in zip(tokens, parents, strict=True):
+            mine.append((*(mine[parent] if parent >= 0 else ()), token))
+        assert set(mine) == set(best) and len(mine) == 24
+        tree = draft.trees.tree(b)
+        assert tree.depths.tolist() == [len(path) - 1 for path in mine]
+        begin = int(draft.trees.cu_nodes[b])
+        assert draft.node_map is not None
+        for path, kv in zip(mine, draft.node_map[begin : begin + 24].tolist(), strict=True):
+            assert (kv >= 0) == (path in fed)
+            if kv >= 0:
+                assert cache[b][kv] == path[-1]
+
+
+def test_state_without_sequences(backend: str) -> None:
+    state = start_draft(torch.empty(0, dtype=torch.int64), max_kv_nodes=33)
+    state = expand_tree(state, torch.empty(0, 8), num_children=3, num_frontier=2)
+    assert state.level_tokens.shape == (0,) and state.level_mask.shape == (0, 2)
+    draft = rerank_tree(state, 4)
+    assert draft.draft_tokens.shape == (0,) and draft.trees.cu_nodes.tolist() == [0]
+
+
+def test_more_than_a_word_of_kv_nodes(backend: str) -> None:
+    """Frontiers across mask words, bit 31 included."""
+    model = ToyModel(vocab=80)
+    state, _ = model.grow([1, 2], [(40, 30), (4, 33), (4, 36), (2, 0)])
+    assert state.num_kv == 100
+    draft = rerank_tree(state, 300)
+    assert draft.trees.valid.all() and draft.trees.max_depth == 4
+    assert all(len(tokens) == 300 for tokens, _ in packed_trees(draft))
+
+
+def test_expand_is_repeatable(backend: str) -> None:
+    logits = torch.randn(8, 3000, generator=torch.Generator().manual_seed(1))
+    state = start_draft(torch.arange(8), max_kv_nodes=8)
+    threads = torch.get_num_threads()
+    results = []
+    for count in (1, 2, 4):
+        torch.set_num_threads(count)
+        results.append(expand_tree(state, logits, num_children=9, num_frontier=4))
+    torch.set_num_threads(threads)
+    alone = [expand_tree(start_draft(torch.tensor([b]), max_kv_nodes=8), logits[b : b + 1], num_children=9)
+             for b in range(8)]  # fmt: skip
+    for result in results:
+        assert result.scores.equal(results[0].scores) and result.tokens.equal(results[0].tokens)
+        assert result.scores.equal(torch.cat([one.scores for one in alone]))
+
+
+# rerank_tree ----------------------------------------------------------------------------------------------------------
+
+
+def state_of(parents: list[list[int]], scores: list[list[float]]) -> DraftState:
+    batch, count = len(parents), len(parents[0])
+    start = start_draft(torch.zeros(batch, dtype=torch.int64), max_kv_nodes=1)
+    index = torch.arange(count).repeat(batch, 1)
+    return replace(
+        start,
+        tokens=index + 100,
+        parents=torch.tensor(parents, dtype=torch.int32),
+        scores=torch.tensor(scores),
+        kv_index=(index + 1000).int(),
+        level_sizes=(1,) * count,  # as deep as a chain of all candidates
+        law="topk",
+    )
+
+
+@st.composite
+def scored_candidates(draw: st.DrawFn) -> tuple[list[int], list[float]]:
+    """Candidates whose scores never rise along a path; many ties, some absent."""
+    count = draw(st.integers(1, 40))
+    parents, scores = [-1], [0.0]
+    for c in range(1, count):
+        parent = draw(st.integers(0, c - 1))
+        step = draw(st.sampled_from([0.0, 0.0, 0.5, 0.5, 1.0, math.inf]))
+        parents.append(parent)
+        scores.append(scores[parent] - step)
+    return parents, scores
+
+
+@given(scored_candidates(), st.integers(1, 45))
+def test_rerank(backend: str, candidates: tuple[list[int], list[float]], num_nodes: int) -> None:
+    parents, scores = candidates
+    draft = rerank_tree(state_of([parents, parents], [scores, scores]), num_nodes, active=torch.tensor([False, True]))
+    present = [c for c, score in enumerate(scores) if score > -math.inf]
+    chosen = sorted(sorted(present, key=lambda c: (-scores[c], c))[:num_nodes])
+    finished, (tokens, new_parents) = packed_trees(draft)
+    assert finished == ([], [])
+    assert tokens == [c + 100 for c in chosen]
+    assert new_parents == [chosen.index(parents[c]) if c else -1 for c in chosen]  # an orphan raises here
+    assert draft.node_map is not None
+    assert draft.node_map.tolist() == [c + 1000 for c in chosen] + [-1] * (2 * num_nodes - len(chosen))
+    assert draft.trees.valid.tolist() == [False, True]
+
+
+@given(st.integers(0, 2**31))
+def test_rerank_survives_garbage(backend: str, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    state = state_of([[0] * 30] * 4, [[0.0] * 30] * 4)
+    scores = torch.randn(4, 30, generator=generator)
+    scores[torch.rand(4, 30, generator=generator) < 0.3] = math.nan
+    scores[torch.rand(4, 30, generator=generator) < 0.1] = math.inf
+    state = replace(
+        state, parents=torch.randint(-9, 60, (4, 30), generator=generator, dtype=torch.int32), scores=scores
+    )
+    draft = rerank_tree(state, 11)
+    for b, (tokens, _) in enumerate(packed_trees(draft)):
+        assert len(tokens) == (min(11, int((scores[b] > -math.inf).sum())) if scores[b, 0] > -math.inf else 0)
+        if draft.trees.valid[b]:
+            draft.trees.tree(b)
+    frontier = torch.randint(-5, 60, (4, 2), generator=generator, dtype=torch.int32)
+    mask = torch.zeros(8, 1, dtype=torch.int32)
+    grown = expand_tree(
+        replace(state, frontier=frontier, mask=mask, num_kv=2), torch.randn(8, 20), num_children=4, num_frontier=3
+    )
+    assert not grown.scores[:, 30:].isnan().any()
+
+
+# ngram_propose --------------------------------------------------------------------------------------------------------
+
+
+def ngram_reference(
+    history: list[int],
+    max_nodes: int,
+    max_depth: int,
+    min_ngram: int = 1,
+    max_ngram: int = 4,
+    max_branches: int = 8,
+    extra: list[int] | None = None,
+) -> tuple[list[int], list[int]]:
+    """Tokens and parents of the trie."""
+    if not history:
+        return [], []
+    tokens, parents = [history[-1]], [-1]
+    leaves = 0
+
+    def insert(continuation: list[int]) -> None:
+        nonlocal leaves
+        node = 0
+        for token in continuation:
+            if token < 0:
+                return
+            children = [i for i, parent in enumerate(parents) if parent == node]
+            same = [i for i in children if tokens[i] == token]
+            if same:
+                node = same[0]
+                continue
+            branch = node == 0 or bool(children)
+            if len(tokens) == max_nodes or (branch and leaves == max_branches):
+                return
+            leaves += branch
+            tokens.append(token)
+            parents.append(node)
+            node = len(tokens) - 1
+
+    def agreement(text: list[int], end: int) -> int:
+        n = 0
+        while n < max_ngram and n < end and n < len(history) and text[end - 1 - n] == history[-1 - n] >= 0:
+            n += 1
+        return n
+
+    for n in range(max_ngram, min_ngram - 1, -1):
+        for text in (history, extra or []):
+            for end in range(len(text) - 1, 0, -1):
+                if agreement(text, end) == n:
+                    insert(text[end : end + max_depth])
+    return tokens, parents
+
+
+def propose(history: list[int], **kwargs: object) -> tuple[list[int], list[int]]:
+    extra = kwargs.pop("extra", None)
+    draft = ngram_propose(
+        torch.tensor([history], dtype=torch.int64).reshape(1, -1),
+        int32([len(history)]),
+        extra=None if extra is None else torch.tensor([extra], dtype=torch.int64).reshape(1, -1),
+        **kwargs,  # type: ignore[arg-type]
+    )
+    assert draft.trees.valid.all() == (len(history) > 0)
+    return packed_trees(draft)[0]
+
+
+@pytest.mark.parametrize(
+    ("history", "options", "tokens", "parents"),
+    [
+        ([], {}, [], []),
+        ([5], {}, [5], [-1]),
+        ([5, 5], {}, [5, 5], [-1, 0]),
+        ([1, 2, 3], {}, [3], [-1]),
+        ([1, 2, 3, 1], {}, [1, 2, 3, 1], [-1, 0, 1, 2]),
+        # The longer match comes first, though older; what they share is one path.
+        ([1, 2, 7, 8, 2, 7, 9, 1, 2], {"max_depth": 2}, [2, 7, 8, 9], [-1, 0, 1, 1]),
+        ([1, 2, 7, 8, 2, 7, 9, 1, 2], {"max_depth": 2, "min_ngram": 2}, [2, 7, 8], [-1, 0, 1]),
+        # The most recent first.
+        ([1, 2, 1, 3, 1, 4, 1], {"max_depth": 1}, [1, 4, 3, 2], [-1, 0, 0, 0]),
+        ([1, 2, 1, 3, 1, 4, 1], {"max_depth": 1, "max_branches": 2}, [1, 4, 3], [-1, 0, 0]),
+        ([1, 2, 1, 3, 1, 4, 1], {"max_nodes": 2}, [1, 4], [-1, 0]),
+        ([1, 2, 1, 3, 1, 4, 1], {"max_nodes": 1}, [1], [-1]),
+        ([1, 2, 1, 3, 1, 4, 1], {"max_depth": 0}, [1], [-1]),
+        ([1, 2, 1, 3, 1, 4, 1], {"max_branches": 0}, [1], [-1]),
+        # Repetition: each older match lengthens the one path, which is no new branch.
+        ([6] * 9, {"max_branches": 1, "max_depth": 5}, [6] * 6, [-1, 0, 1, 2, 3, 4]),
+        # Negative tokens separate.
+        ([1, 2, -1, 3, 1, 2], {"min_ngram": 1}, [2], [-1]),
+        ([4, 1, 2, 3, -1, 9, 1, 2], {"min_ngram": 2}, [2, 3], [-1, 0]),
+        ([3, -1, -1], {}, [-1], [-1]),
+        ([2, 1], {"extra": [1, 7, -1, 2, 1, 8, 9, -1, 1]}, [1, 8, 9, 7], [-1, 0, 1, 0]),
+        ([2, 1], {"extra": []}, [1], [-1]),
+    ],
+)
+def test_ngram_cases(
+    backend: str, history: list[int], options: dict[str, object], tokens: list[int], parents: list[int]
+) -> None:
+    options = {"max_nodes": 16, "max_depth": 4} | options
+    assert ngram_reference(history, **options) == (tokens, parents)  # type: ignore[arg-type]
+    assert propose(history, **options) == (tokens, parents)
+
+
+@given(st.data())
+def test_ngram(backend: str, data: st.DataObject) -> None:
+    token = st.integers(-1, data.draw(st.sampled_from([0, 1, 3, 9])))
+    histories = data.draw(st.lists(st.lists(token, max_size=60), min_size=1, max_size=3))
+    extras = [data.draw(st.lists(token, max_size=40)) for _ in histories]
+    min_ngram = data.draw(st.integers(1, 4))
+    options = {
+        "max_nodes": data.draw(st.integers(1, 40)),
+        "max_depth": data.draw(st.integers(0, 12)),
+        "min_ngram": min_ngram,
+        "max_ngram": data.draw(st.integers(min_ngram, 6)),
+        "max_branches": data.draw(st.integers(0, 9)),
+    }
+    width = max(map(len, histories))
+    history = torch.full((len(histories), width + 5), 3)[:, :width]  # strided; what is past the length does not count
+    extra = torch.full((len(extras), 43), -1)[:, :40]
+    for b, (tokens, more) in enumerate(zip(histories, extras, strict=True)):
+        history[b, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+        extra[b, : len(more)] = torch.tensor(more, dtype=torch.int64)
+    draft = ngram_propose(history, int32([len(h) for h in histories]), extra=extra, **options)
+    expected = [
+        ngram_reference(tokens, extra=extra[b].tolist(), **options)  # type: ignore[arg-type]
+        for b, tokens in enumerate(histories)
+    ]
+    assert packed_trees(draft) == expected
+    assert draft.trees.valid.tolist() == [len(tokens) > 0 for tokens in histories]
+
+
+def test_ngram_garbage_lengths_and_finished(backend: str) -> None:
+    history = torch.tensor([[1, 2, 1]] * 5)
+    draft = ngram_propose(
+        history,
+        int32([-7, 2**31 - 1, 3, 0, 1]),
+        max_nodes=4,
+        max_depth=3,
+        active=torch.tensor([True, True, False, True, True]),
+    )
+    assert packed_trees(draft) == [([], []), ([1, 2, 1], [-1, 0, 1]), ([], []), ([], []), ([1], [-1])]
+
+
+def test_ngram_without_sequences_or_tokens(backend: str) -> None:
+    draft = ngram_propose(torch.empty(0, 9, dtype=torch.int64), int32([]), max_nodes=4, max_depth=3)
+    assert draft.draft_tokens.shape == (0,) and draft.trees.cu_nodes.tolist() == [0]
+    draft = ngram_propose(torch.empty(2, 0, dtype=torch.int64), int32([0, 4]), max_nodes=4, max_depth=3)
+    assert packed_trees(draft) == [([], []), ([], [])]
+
+
+def test_ngram_long_history(backend: str) -> None:
+    """Periodic text of 100k tokens: nearly every position matches, and is walked."""
+    length = 100_000
+    history = (torch.arange(length) % 3)[None]
+    draft = ngram_propose(history, int32([length]), max_nodes=1000, max_depth=20)
+    ((tokens, parents),) = packed_trees(draft)
+    assert tokens == [(length - 1 + i) % 3 for i in range(21)] and parents == list(range(-1, 20))
+
+
+def rejected_reference(
+    draft: Draft, predictions: list[int], accepted: list[list[int]], context: int
+) -> list[list[int]]:
+    streams = []
+    for b, (tokens, parents) in enumerate(packed_trees(draft)):
+        begin = int(draft.trees.cu_nodes[b])
+        stream: list[int] = []
+        for node in reversed(range(draft.trees.max_nodes)):
+            run: list[int] = []
+            if 0 < node < len(tokens) and node not in accepted[b]:
+                path, up = [], node
+                while up >= 0:
+                    path.insert(0, tokens[up])
+                    up = parents[up]
+                run = [*path[-context:], predictions[begin + node]]
+            stream += [-1] * (context + 1 - len(run)) + run + [-1]
+        streams.append(stream)
+    return streams
+
+
+@pytest.mark.parametrize("context", [1, 3, 9])
+def test_rejected_predictions(backend: str, context: int) -> None:
+    trees = TreeBatch.from_trees(
+        [DraftTree.full([3, 2, 1]), DraftTree.chain(0), DraftTree.chain(4)], max_nodes=20, max_depth=5, capacity=30
+    )
+    tokens = torch.arange(200, 230)
+    tokens[21:] = -1
+    draft = Draft(torch.where(trees.depths >= 0, tokens, -1), trees)
+    predictions = torch.arange(500, 530)
+    accepted = [[0, 2, 7, -1, -1, -1], [0, -1, -1, -1, -1, -1], [0, 1, 2, 3, 4, -1]]
+    extra = rejected_predictions(trees, draft.draft_tokens, predictions, int32(accepted), context=context)
+    assert extra.shape == (3, 20 * (context + 2)) and extra.dtype == torch.int64
+    assert extra.tolist() == rejected_reference(draft, predictions.tolist(), accepted, context)
+    # The target's word at a rejected node is found again once the text reaches the same tokens.
+    node = 4
+    history = torch.tensor([[int(tokens[1]), int(tokens[node])]])
+    found = ngram_propose(history, int32([2]), max_nodes=3, max_depth=2, extra=extra[:1], min_ngram=min(context, 2))
+    assert int(predictions[node]) in packed_trees(found)[0][0]
+
+
+def test_rejected_predictions_without_rows(backend: str) -> None:
+    trees = TreeBatch.from_trees([], max_nodes=4)
+    none = torch.empty(0, dtype=torch.int64)
+    assert rejected_predictions(trees, none, none, torch.empty(0, 1, dtype=torch.int32)).shape == (0, 24)
+
+
+# medusa_propose -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("with_root", [False, True])
+def test_medusa(backend: str, dtype: torch.dtype, with_root: bool) -> None:
+    tree = DraftTree.from_paths(MEDUSA_PATHS)
+    generator = torch.Generator().manual_seed(2)
+    # Heads lie before the batch, as a stack of head outputs does; one head more than the tree is deep.
+    heads = torch.randint(-30, 30, (5, 3, 70), generator=generator).div(4).to(dtype)
+    heads[0, 1, :40] = math.nan
+    heads[1, 2, 3:] = -math.inf
+    logits = heads.transpose(0, 1)
+    roots = torch.tensor([11, 12, 13])
+    active = torch.tensor([True, True, False])
+    for mask in (None, active):
+        draft = medusa_propose(logits, tree, root_tokens=roots if with_root else None, active=mask)
+        for b, (tokens, parents) in enumerate(packed_trees(draft)):
+            if mask is not None and not mask[b]:
+                assert tokens == []
+                continue
+            assert parents == tree.parents.tolist()
+            expected = [int(roots[b]) if with_root else -1]
+            for node in range(1, tree.num_nodes):
+                best = best_tokens(logits[b, tree.depths[node] - 1], 70)
+                rank = int(tree.child_ranks[node])
+                expected.append(best[rank] if rank < len(best) else -1)
+            assert tokens == expected
+        assert draft.trees.max_depth == tree.max_depth and draft.trees.max_nodes == tree.num_nodes
+
+
+def test_medusa_edges(backend: str) -> None:
+    root_only = medusa_propose(torch.randn(2, 3, 8), DraftTree.chain(0), root_tokens=torch.tensor([4, 5]))
+    assert packed_trees(root_only) == [([4], [-1]), ([5], [-1])]
+    whole = medusa_propose(torch.arange(6.0).reshape(1, 1, 6), DraftTree.full([6]))
+    assert packed_trees(whole)[0][0] == [-1, 5, 4, 3, 2, 1, 0]
+    empty = medusa_propose(torch.randn(0, 3, 8), DraftTree.full([2, 2]))
+    assert empty.draft_tokens.shape == (0,) and empty.trees.cu_nodes.tolist() == [0]
+
+
+def test_medusa_bad_tree_values(backend: str) -> None:
+    tokens, _, _ = ops.medusa_propose(
+        torch.randn(1, 2, 8), int32([-1, 0, 0, 0]), int32([0, 9, 1, -4]), int32([-1, 0, 7, 0]), num_top=2
+    )
+    assert tokens.tolist() == [-1, -1, -1, -1]
+
+
+# Refusals, schemas ----------------------------------------------------------------------------------------------------
+
+
+def test_refusals(backend: str) -> None:
+    with pytest.raises(ValueError, match=r"start_draft: `root_tokens` must be int64"):
+        start_draft(int32([1]), max_kv_nodes=4)
+    with pytest.raises(ValueError, match=r"`max_kv_nodes` must be in 1\.\.1024, got 0"):
+        start_draft(torch.tensor([1]), max_kv_nodes=0)
+    with pytest.raises(ValueError, match=r"`active` must be bool \[B\]"):
+        start_draft(torch.tensor([1]), max_kv_nodes=1, active=torch.tensor([True, True]))
+    state = start_draft(torch.tensor([1, 2]), max_kv_nodes=4)
+    logits = torch.randn(2, 8)
+    for match, bad, options in [
+        (r"expand_tree: `logits` must be of shape \[2, \*\], got \[3, 8\]", torch.randn(3, 8), {}),
+        (r"`logits` must be of dtype Float or Half or BFloat16, got Double", logits.double(), {}),
+        (r"`logits` must be contiguous in its last dimension", torch.randn(8, 2).t(), {}),
+        (r"`num_children` must be in 1\.\.8, got 9", logits, {"num_children": 9}),
+        (r"`num_children` must be in 1\.\.8, got 0", logits, {"num_children": 0}),
+        (r"`num_frontier` must be in 0\.\.2, got 3", logits, {"num_frontier": 3}),
+        (r"`num_frontier` must be in 0\.\.2, got -1", logits, {"num_frontier": -1}),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            expand_tree(state, bad, **({"num_children": 2} | options))
+    with pytest.raises(ValueError, match=r"`num_frontier` must be at most 31 \(max_kv_nodes less those fed\), got 32"):
+        expand_tree(state, torch.randn(2, 40), num_children=40, num_frontier=32)
+    leaf = expand_tree(state, logits, num_children=2)
+    with pytest.raises(ValueError, match=r"`frontier` must be of at least one node, got 0"):
+        expand_tree(leaf, torch.randn(0, 8), num_children=2)
+    with pytest.raises(ValueError, match=r"rerank_tree: `num_nodes` must be in 1\.\.1024, got 1025"):
+        rerank_tree(leaf, 1025)
+    with pytest.raises(ValueError, match=r"rerank_tree: `active` must be of shape \[2\]"):
+        rerank_tree(leaf, 3, active=torch.tensor([True]))
+    history, lens = torch.zeros(2, 5, dtype=torch.int64), int32([5, 5])
+    for match, options in [
+        (r"ngram_propose: `max_nodes` must be in 1\.\.1024, got 0", {"max_nodes": 0}),
+        (r"`max_depth` must be in 0\.\.1023, got 1024", {"max_depth": 1024}),
+        (r"`min_ngram` must be at least 1, got 0", {"min_ngram": 0}),
+        (r"`max_ngram` must be in min_ngram\.\.64, got 1", {"min_ngram": 2, "max_ngram": 1}),
+        (r"`max_branches` must be at least 0, got -1", {"max_branches": -1}),
+        (r"`extra` must be of shape \[2, \*\], got \[3, 4\]", {"extra": torch.zeros(3, 4, dtype=torch.int64)}),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            ngram_propose(history, lens, **({"max_nodes": 4, "max_depth": 4} | options))
+    with pytest.raises(ValueError, match=r"`history_lens` must be of dtype Int, got Long"):
+        ngram_propose(history, lens.long(), max_nodes=4, max_depth=4)
+    with pytest.raises(ValueError, match=r"medusa_propose: `tree` must have depth <= 2 \(the heads\), got 3"):
+        medusa_propose(torch.randn(1, 2, 8), DraftTree.chain(3))
+    with pytest.raises(ValueError, match=r"medusa_propose: `tree` must have child ranks below 8 \(V\), got 8"):
+        medusa_propose(torch.randn(1, 2, 8), DraftTree.full([9]))
+    with pytest.raises(ValueError, match=r"medusa_propose: `head_logits` must be of shape \[\*, \*, \*\]"):
+        medusa_propose(torch.randn(1, 8), DraftTree.full([2]))
+    trees = TreeBatch.from_trees([DraftTree.chain(1)])
+    tokens = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"rejected_predictions: `predictions` must be of shape \[2\]"):
+        rejected_predictions(trees, tokens, tokens[:1], int32([[0]]))
+    with pytest.raises(ValueError, match=r"rejected_predictions: `accept_index` must be of shape \[1, S\]"):
+        rejected_predictions(trees, tokens, tokens, int32([[0], [0]]))
+    with pytest.raises(ValueError, match=r"rejected_predictions: `context` must be at least 1"):
+        rejected_predictions(trees, tokens, tokens, int32([[0]]), context=0)
+    with pytest.raises(TypeError):
+        ngram_propose(history, lens, max_nodes="4", max_depth=4)  # type: ignore[arg-type]
+
+
+def test_opcheck(backend: str) -> None:
+    state = start_draft(torch.tensor([1, 2]), max_kv_nodes=40)
+    fields = (state.tokens, state.parents, state.scores, state.kv_index)
+    torch.library.opcheck(
+        ops.expand_tree.default,
+        (*fields, state.frontier, state.mask, torch.randn(2, 30)),
+        {"num_kv": 1, "num_children": 3, "num_frontier": 2},
+    )
+    torch.library.opcheck(ops.rerank_tree.default, fields, {"num_nodes": 3, "by_score": True})
+    torch.library.opcheck(
+        ops.ngram_propose.default,
+        (torch.tensor([[1, 2, 1], [3, 4, 3]]), int32([3, 2])),
+        {
+            "max_nodes": 4,
+            "max_depth": 2,
+            "extra": torch.tensor([[1, 2], [4, 3]]),
+            "active": torch.tensor([True, False]),
+        },
+    )
+    torch.library.opcheck(
+        ops.medusa_propose.default,
+        (torch.randn(2, 3, 8), int32([-1, 0]), int32([0, 1]), int32([-1, 0])),
+        {"num_top": 1, "root_tokens": torch.tensor([1, 2])},
+    )
+
+
+def test_compile(backend: str) -> None:
+    """A whole drafting phase in one graph."""
+    tree = DraftTree.from_paths(MEDUSA_PATHS[:20])
+
+    def grow(roots: Tensor, first: Tensor, second: Tensor, start: Tensor) -> tuple[Tensor, ...]:
+        state = start_draft(roots, max_kv_nodes=8)
+        state = expand_tree(state, first, num_children=4, num_frontier=3)
+        level = (state.level_tokens, state.level_positions(start), state.level_mask, state.level_tree_lens)
+        draft = rerank_tree(expand_tree(state, second, num_children=4), 6)
+        assert draft.node_map is not None
+        return (*level, state.cu_seqlens_q, state.level_present, draft.draft_tokens, draft.trees.mask, draft.node_map)
+
+    def propose_tokens(history: Tensor, lens: Tensor, heads: Tensor) -> tuple[Tensor, ...]:
+        found = ngram_propose(history, lens, max_nodes=8, max_depth=3)
+        filled = medusa_propose(heads, tree, root_tokens=found.draft_tokens[:2])
+        extra = rejected_predictions(found.trees, found.draft_tokens, found.draft_tokens + 7, lens[:, None] * 0)
+        return found.draft_tokens, found.trees.parents, filled.draft_tokens, filled.trees.mask, extra
+
+    arguments = (torch.tensor([1, 2]), torch.randn(2, 20), torch.randn(6, 20), int32([5, 9]))
+    texts = (torch.tensor([[1, 2, 3, 1, 2], [4, 4, 4, 4, 4]]), int32([5, 3]), torch.randn(2, 4, 30))
+    for function, inputs in ((grow, arguments), (propose_tokens, texts)):
+        expected = function(*inputs)
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")(*inputs)
+        for mine, reference in zip(compiled, expected, strict=True):
+            assert mine.equal(reference)
