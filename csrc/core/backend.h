@@ -24,6 +24,11 @@ struct Backend {
   void (*rerank_tree)(const RerankTreeParams&, const ExecContext&);
   void (*ngram_propose)(const NgramProposeParams&, const ExecContext&);
   void (*medusa_propose)(const MedusaProposeParams&, const ExecContext&);
+  void (*slot_mapping)(const SlotMappingParams&, const ExecContext&);
+  void (*append_kv)(const AppendKvParams&, const ExecContext&);
+  void (*compact_kv)(const CompactKvParams&, const ExecContext&);
+  void (*prepare_step)(const PrepareStepParams&, const ExecContext&);
+  void (*commit)(const CommitParams&, const ExecContext&);
 };
 
 namespace cpu {

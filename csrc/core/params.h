@@ -173,4 +173,109 @@ struct MedusaProposeParams {
   int32_t num_top;
 };
 
+// Row b names the pages of sequence b, in the order of its positions.
+struct PageTable {
+  const int32_t* pages;  // [B, max_pages], row stride row_stride
+  int64_t row_stride;
+  int64_t max_pages;
+  int64_t page_size;
+};
+
+struct SlotMappingParams {
+  PageTable table;
+  const int32_t* seq_lens;      // [B]
+  const int32_t* cu_seqlens_q;  // [B + 1]
+  int64_t* slots;               // [T] out
+  int64_t batch;
+  int64_t total_q;  // T
+};
+
+// K or V: where the new rows are and where they go. Strides count elements.
+struct AppendSide {
+  const void* rows;    // [T, num_kv_heads, head_dim], last dimension contiguous
+  void* cache;         // [num_pages, page_size, num_kv_heads, head_dim], last dimension contiguous, written
+  const float* scale;  // [1], or [num_kv_heads] with scale_stride 1; null = 1
+  int64_t token_stride, head_stride;
+  int64_t cache_page_stride, cache_slot_stride, cache_head_stride;
+  int64_t scale_stride;
+};
+
+struct AppendKvParams {
+  AppendSide sides[2];   // K, V
+  const int64_t* slots;  // [T]
+  int64_t num_tokens;    // T
+  int64_t num_kv_heads, head_dim;
+  int64_t num_pages, page_size;
+  DType dtype;
+  DType cache_dtype;  // dtype: rows are copied; else kFloat8E4M3
+};
+
+// One tensor of [num_pages, page_size, ...] as bytes: a row is sizes[0] * sizes[1] * sizes[2] runs of run_bytes.
+struct CacheView {
+  void* data;
+  int64_t page_stride, slot_stride;  // bytes
+  int64_t run_bytes;
+  int64_t sizes[3];
+  int64_t strides[3];  // bytes
+};
+
+constexpr int kMaxCompactTensors = 128;
+
+// Small enough to travel as the argument of one launch.
+struct CompactKvParams {
+  CacheView caches[kMaxCompactTensors];
+  PageTable table;
+  const int32_t* start;         // [B]
+  const int32_t* accept_index;  // [B, path_width], row stride accept_stride
+  const int32_t* num_accepted;  // [B]
+  int32_t* seq_lens;            // [B] out
+  int64_t batch;
+  int64_t accept_stride;
+  int64_t num_pages;
+  int32_t num_caches;
+  int32_t path_width;  // S, at most kMaxTreeNodes
+};
+
+struct PrepareStepParams {
+  PageTable table;
+  const int32_t* cu_nodes;  // [B + 1]
+  const int32_t* depths;    // [num_rows]
+  const int32_t* start;     // [B]
+  int64_t* positions;       // [T] out
+  int32_t* seq_lens;        // [B] out
+  int32_t* cu_seqlens_q;    // [B + 1] out
+  int64_t* slots;           // [T] out
+  int64_t batch;
+  int64_t num_rows;  // rows that may belong to a sequence: min(N, T)
+  int64_t total_q;   // T
+};
+
+struct CommitParams {
+  const int32_t* accept_index;  // [B, S], row stride accept_stride
+  const int32_t* num_accepted;  // [B]
+  const int64_t* tokens;        // [B, S], row stride tokens_stride
+  const int32_t* cu_nodes;      // [B + 1]
+  const int32_t* start;         // [B]
+  const int64_t* eos_ids;       // [num_eos], or [B, num_eos] with row stride eos_stride
+  const int32_t* node_map;      // [num_rows]
+  int64_t* history;             // [B, history_width], row stride history_stride, written
+  int32_t* history_lens;        // [B] written; null without history
+  int32_t* new_start;           // [B] out
+  int64_t* last_token;          // [B] out
+  bool* finished;               // [B] out
+  int32_t* out_num_accepted;    // [B] out
+  int32_t* num_tokens;          // [B] out
+  int64_t* accept_rows;         // [B, S] out
+  int32_t* draft_num_accepted;  // [B] out; null without node_map
+  int32_t* draft_accept_index;  // [B, S] out
+  int64_t* draft_missing;       // [B, S] out
+  int32_t* draft_num_missing;   // [B] out
+  int64_t batch;
+  int64_t num_rows;
+  int64_t accept_stride, tokens_stride, eos_stride;
+  int64_t num_eos;
+  int64_t history_width, history_stride;
+  int32_t path_width;  // S
+};
+
 }  // namespace pagedtree

@@ -12,6 +12,11 @@ const Backend& backend() {
       .rerank_tree = rerank_tree,
       .ngram_propose = ngram_propose,
       .medusa_propose = medusa_propose,
+      .slot_mapping = slot_mapping,
+      .append_kv = append_kv,
+      .compact_kv = compact_kv,
+      .prepare_step = prepare_step,
+      .commit = commit,
   };
   return table;
 }

@@ -13,6 +13,8 @@ namespace pagedtree::cpu {
 struct IsaKernels {
   const char* name;
   Draw (*draw_token)(const LogitRow& row, const Law& law, uint64_t seed, int64_t position);
+  // dst[i] = saturate(src[i] / scale) as e4m3; dtype is that of src: fp32, fp16 or bf16.
+  void (*quantize_e4m3)(const void* src, DType dtype, int64_t count, float scale, uint8_t* dst);
 };
 
 namespace portable {

@@ -7,11 +7,13 @@
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
 Draw draw_token(const LogitRow& row, const Law& law, uint64_t seed, int64_t position);
+void quantize_e4m3(const void* src, DType dtype, int64_t count, float scale, uint8_t* dst);
 
 const IsaKernels& kernels() {
   static constexpr IsaKernels table = {
       .name = PT_STRING(PAGEDTREE_ISA),
       .draw_token = draw_token,
+      .quantize_e4m3 = quantize_e4m3,
   };
   return table;
 }

@@ -12,5 +12,10 @@ void expand_tree(const ExpandTreeParams& params, const ExecContext& ctx);
 void rerank_tree(const RerankTreeParams& params, const ExecContext& ctx);
 void ngram_propose(const NgramProposeParams& params, const ExecContext& ctx);
 void medusa_propose(const MedusaProposeParams& params, const ExecContext& ctx);
+void slot_mapping(const SlotMappingParams& params, const ExecContext& ctx);
+void append_kv(const AppendKvParams& params, const ExecContext& ctx);
+void compact_kv(const CompactKvParams& params, const ExecContext& ctx);
+void prepare_step(const PrepareStepParams& params, const ExecContext& ctx);
+void commit(const CommitParams& params, const ExecContext& ctx);
 
 }  // namespace pagedtree::cpu

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "core/common.h"
+#include "core/params.h"
 
 namespace pagedtree::ops {
 
@@ -50,7 +50,7 @@ class Check {
   void tensor(const Tensor& t, const std::string& name, std::initializer_list<ScalarType> dtypes,
               std::initializer_list<int64_t> shape, Strides strides = Strides::kContiguous) const {
     dtype(t, name, dtypes);
-    if (!(t.device() == device_)) fail(name, "on the device of the other arguments", "another device");
+    device(t, name);
     bool same = t.dim() == static_cast<int64_t>(shape.size());
     size_t i = 0;
     for (int64_t expected : shape) {
@@ -59,7 +59,8 @@ class Check {
     }
     if (!same) fail(name, "of shape " + text(shape), text(t.sizes()));
     if (strides == Strides::kContiguous && !t.is_contiguous()) fail(name, "contiguous", "strides " + text(t.strides()));
-    if (strides == Strides::kLastContiguous && t.dim() > 0 && t.size(t.dim() - 1) > 1 && t.stride(t.dim() - 1) != 1) {
+    const int64_t last = t.dim() - 1;
+    if (strides == Strides::kLastContiguous && t.numel() > 0 && last >= 0 && t.size(last) > 1 && t.stride(last) != 1) {
       fail(name, "contiguous in its last dimension", "strides " + text(t.strides()));
     }
   }
@@ -71,6 +72,10 @@ class Check {
       expected += (expected.empty() ? "" : " or ") + std::string(torch::headeronly::toString(d));
     }
     fail(name, "of dtype " + expected, torch::headeronly::toString(t.scalar_type()));
+  }
+
+  void device(const Tensor& t, const std::string& name) const {
+    if (!(t.device() == device_)) fail(name, "on the device of the other arguments", "another device");
   }
 
   // int32 offsets [B + 1] of a ragged batch; returns B.
@@ -106,6 +111,10 @@ T* mutable_pointer(const Tensor& t) {
 template <typename T>
 const T* optional_pointer(const std::optional<Tensor>& t) {
   return t.has_value() ? const_pointer<T>(*t) : nullptr;
+}
+
+inline PageTable page_table_of(const Tensor& t, int64_t page_size) {
+  return {const_pointer<int32_t>(t), t.stride(0), t.size(1), page_size};
 }
 
 }  // namespace pagedtree::ops

@@ -16,6 +16,11 @@ void implement(Library& m) {
   m.impl("rerank_tree", TORCH_BOX(&rerank_tree));
   m.impl("ngram_propose", TORCH_BOX(&ngram_propose));
   m.impl("medusa_propose", TORCH_BOX(&medusa_propose));
+  m.impl("slot_mapping", TORCH_BOX(&slot_mapping));
+  m.impl("append_kv", TORCH_BOX(&append_kv));
+  m.impl("compact_kv", TORCH_BOX(&compact_kv));
+  m.impl("prepare_step", TORCH_BOX(&prepare_step));
+  m.impl("commit", TORCH_BOX(&commit));
 }
 
 }  // namespace
@@ -57,6 +62,25 @@ STABLE_TORCH_LIBRARY(pagedtree, m) {
   m.def(
       "medusa_propose(Tensor head_logits, Tensor parents, Tensor depths, Tensor child_ranks, *, SymInt num_top,"
       " Tensor? root_tokens=None, Tensor? active=None) -> (Tensor draft_tokens, Tensor parents, Tensor cu_nodes)");
+
+  m.def(
+      "slot_mapping(Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q, SymInt page_size, *, SymInt total_q)"
+      " -> Tensor");
+  m.def(
+      "append_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, *, Tensor? k_scale=None,"
+      " Tensor? v_scale=None) -> ()");
+  m.def(
+      "compact_kv(Tensor(a!)[] caches, Tensor page_table, Tensor start, Tensor accept_index, Tensor num_accepted)"
+      " -> Tensor");
+  m.def(
+      "prepare_step(Tensor cu_nodes, Tensor depths, Tensor page_table, Tensor start, SymInt page_size, *,"
+      " SymInt total_q) -> (Tensor positions, Tensor seq_lens, Tensor cu_seqlens_q, Tensor slots)");
+  m.def(
+      "commit(Tensor accept_index, Tensor num_accepted, Tensor tokens, Tensor cu_nodes, Tensor start, *,"
+      " Tensor(a!)? history=None, Tensor(b!)? history_lens=None, Tensor? eos_ids=None, Tensor? node_map=None)"
+      " -> (Tensor new_start, Tensor last_token, Tensor finished, Tensor new_num_accepted, Tensor num_tokens,"
+      " Tensor accept_rows, Tensor draft_accept_index, Tensor draft_num_accepted, Tensor draft_missing,"
+      " Tensor draft_num_missing)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pagedtree, CompositeExplicitAutograd, m) {

@@ -44,4 +44,20 @@ std::tuple<Tensor, Tensor, Tensor> medusa_propose(const Tensor& head_logits, con
                                                   const Tensor& depths, const Tensor& child_ranks, int64_t num_top,
                                                   std::optional<Tensor> root_tokens, std::optional<Tensor> active);
 
+Tensor slot_mapping(const Tensor& page_table, const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_t page_size,
+                    int64_t total_q);
+void append_kv(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots,
+               const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale);
+Tensor compact_kv(const std::vector<Tensor>& caches, const Tensor& page_table, const Tensor& start,
+                  const Tensor& accept_index, const Tensor& num_accepted);
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> prepare_step(const Tensor& cu_nodes, const Tensor& depths,
+                                                        const Tensor& page_table, const Tensor& start,
+                                                        int64_t page_size, int64_t total_q);
+using CommitResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+CommitResult commit(const Tensor& accept_index, const Tensor& num_accepted, const Tensor& tokens,
+                    const Tensor& cu_nodes, const Tensor& start, const std::optional<Tensor>& history,
+                    const std::optional<Tensor>& history_lens, const std::optional<Tensor>& eos_ids,
+                    const std::optional<Tensor>& node_map);
+
 }  // namespace pagedtree::ops

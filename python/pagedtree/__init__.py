@@ -10,7 +10,9 @@ from pagedtree.drafting import (
     rerank_tree,
     start_draft,
 )
+from pagedtree.kv_cache import append_kv, compact_kv, slot_mapping
 from pagedtree.sampling import SamplingParams, sample
+from pagedtree.step import Commit, commit, prepare_step
 from pagedtree.tree import DraftTree, TreeBatch, build_trees
 from pagedtree.verdict import Verdict
 from pagedtree.verify import verify_greedy, verify_sampled
@@ -18,19 +20,25 @@ from pagedtree.verify import verify_greedy, verify_sampled
 __version__ = "0.1.0"
 
 __all__ = [
+    "Commit",
     "Draft",
     "DraftState",
     "DraftTree",
     "SamplingParams",
     "TreeBatch",
     "Verdict",
+    "append_kv",
     "build_trees",
+    "commit",
+    "compact_kv",
     "expand_tree",
     "medusa_propose",
     "ngram_propose",
+    "prepare_step",
     "rejected_predictions",
     "rerank_tree",
     "sample",
+    "slot_mapping",
     "start_draft",
     "verify_greedy",
     "verify_sampled",

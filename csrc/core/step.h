@@ -1,0 +1,96 @@
+// The bookkeeping around a step's target pass, one sequence at a time: written once for every backend.
+#pragma once
+
+#include "core/kv_cache.h"
+#include "core/tree.h"
+
+namespace pagedtree {
+
+// Position and slot of one query row. A sequence whose start is negative is idle: its rows are padding.
+PT_HOST_DEVICE void prepare_row(const PrepareStepParams& p, int64_t row) {
+  p.positions[row] = 0;
+  p.slots[row] = -1;
+  const int64_t b = row < p.num_rows ? sequence_of_row(p.cu_nodes, p.batch, row) : -1;
+  if (b < 0 || p.start[b] < 0) return;
+  const int64_t start = p.start[b];
+  p.positions[row] = start + max_of(p.depths[row], 0);
+  p.slots[row] = slot_id(locate(p.table, b, start + row - p.cu_nodes[b]), p.table.page_size);
+}
+
+PT_HOST_DEVICE int32_t prepared_length(const PrepareStepParams& p, int64_t b) {
+  if (p.start[b] < 0) return 0;
+  const int64_t length = p.start[b] + node_range(p.cu_nodes, b, p.num_rows).size();
+  return static_cast<int32_t>(min_of<int64_t>(length, INT32_MAX));
+}
+
+PT_HOST_DEVICE bool is_eos(const CommitParams& p, int64_t b, int64_t token) {
+  for (int64_t e = 0; e < p.num_eos; ++e) {
+    if (p.eos_ids[b * p.eos_stride + e] == token) return true;
+  }
+  return false;
+}
+
+// How many of the verdict's tokens sequence b keeps, and whether the last of them ends it. The path stops before what
+// no verdict says (nodes that do not ascend, nodes outside the tree, negative tokens). 0: it has no tree.
+PT_HOST_DEVICE int32_t kept_tokens(const CommitParams& p, int64_t b, int64_t num_nodes, bool& ended) {
+  ended = false;
+  const int32_t* nodes = p.accept_index + b * p.accept_stride;
+  const int64_t* tokens = p.tokens + b * p.tokens_stride;
+  if (p.path_width < 1 || num_nodes < 1 || p.start[b] < 0 || nodes[0] != 0) return 0;
+  const int32_t accepted = clamp_to(p.num_accepted[b], 0, p.path_width - 1);
+  int32_t kept = 0;
+  while (kept <= accepted && tokens[kept] >= 0) {
+    if (kept > 0 && (nodes[kept] <= nodes[kept - 1] || nodes[kept] >= num_nodes)) break;
+    ended = is_eos(p, b, tokens[kept++]);
+    if (ended) break;
+  }
+  return kept;
+}
+
+PT_HOST_DEVICE void append_history(const CommitParams& p, int64_t b, int32_t count) {
+  const int64_t length = clamp_to<int64_t>(p.history_lens[b], 0, p.history_width);
+  const int64_t fitting = min_of<int64_t>(count, p.history_width - length);
+  for (int64_t j = 0; j < fitting; ++j) {
+    p.history[b * p.history_stride + length + j] = p.tokens[b * p.tokens_stride + j];
+  }
+  p.history_lens[b] = static_cast<int32_t>(length + fitting);
+}
+
+// What the draft model's cache has of the path, and which tokens of it are missing there.
+PT_HOST_DEVICE void map_to_draft(const CommitParams& p, int64_t b, int64_t first_row, int32_t kept) {
+  const int32_t* nodes = p.accept_index + b * p.accept_stride;
+  int32_t* draft_nodes = p.draft_accept_index + b * p.path_width;
+  int64_t* missing = p.draft_missing + b * p.path_width;
+  int32_t present = 0;
+  if (kept > 0) draft_nodes[present++] = 0;
+  while (present > 0 && present < kept) {
+    const int32_t draft_node = p.node_map[first_row + nodes[present]];
+    if (draft_node < 0) break;
+    draft_nodes[present++] = draft_node;
+  }
+  for (int32_t j = present; j < p.path_width; ++j) draft_nodes[j] = -1;
+  const int32_t num_missing = kept - present;
+  for (int32_t j = 0; j < p.path_width; ++j) {
+    missing[j] = j < num_missing ? p.tokens[b * p.tokens_stride + present - 1 + j] : -1;
+  }
+  p.draft_num_accepted[b] = max_of(present - 1, 0);
+  p.draft_num_missing[b] = num_missing;
+}
+
+PT_HOST_DEVICE void commit_sequence(const CommitParams& p, int64_t b) {
+  const NodeRange rows = node_range(p.cu_nodes, b, p.num_rows);
+  bool ended;
+  const int32_t kept = kept_tokens(p, b, rows.size(), ended);
+  p.new_start[b] = static_cast<int32_t>(min_of<int64_t>(int64_t{p.start[b]} + kept, INT32_MAX));
+  p.last_token[b] = kept > 0 ? p.tokens[b * p.tokens_stride + kept - 1] : -1;
+  p.finished[b] = kept == 0 || ended;
+  p.out_num_accepted[b] = max_of(kept - 1, 0);
+  p.num_tokens[b] = kept;
+  for (int32_t j = 0; j < p.path_width; ++j) {
+    p.accept_rows[b * p.path_width + j] = j < kept ? rows.begin + p.accept_index[b * p.accept_stride + j] : -1;
+  }
+  if (p.history_lens != nullptr && kept > 0) append_history(p, b, kept);
+  if (p.draft_num_accepted != nullptr) map_to_draft(p, b, rows.begin, kept);
+}
+
+}  // namespace pagedtree

@@ -1,0 +1,113 @@
+#include "core/kv_cache.h"
+
+#include <cstring>
+
+#include "cpu/isa.h"
+#include "cpu/kernels.h"
+#include "cpu/parallel.h"
+
+namespace pagedtree::cpu {
+namespace {
+
+constexpr int64_t kScratchBytes = 32 << 10;
+constexpr int64_t kBytesPerTask = 64 << 10;
+
+int64_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return 4;
+    case DType::kFloat16:
+    case DType::kBFloat16:
+      return 2;
+    case DType::kFloat8E4M3:
+      return 1;
+  }
+  return 0;
+}
+
+void append_row(const AppendKvParams& p, const AppendSide& side, const IsaKernels& isa, int64_t token, int64_t page,
+                int64_t offset) {
+  const int64_t size = size_of(p.dtype), cache_size = size_of(p.cache_dtype);
+  const auto* from = static_cast<const uint8_t*>(side.rows) + token * side.token_stride * size;
+  auto* to = static_cast<uint8_t*>(side.cache) +
+             (page * side.cache_page_stride + offset * side.cache_slot_stride) * cache_size;
+  const bool copied = p.dtype == p.cache_dtype;
+  // Heads that lie side by side, and share their scale, are one run.
+  const bool dense = side.head_stride == p.head_dim && side.cache_head_stride == p.head_dim && side.scale_stride == 0;
+  const int64_t runs = dense ? 1 : p.num_kv_heads;
+  const int64_t run = dense ? p.num_kv_heads * p.head_dim : p.head_dim;
+  for (int64_t h = 0; h < runs; ++h) {
+    const uint8_t* source = from + h * side.head_stride * size;
+    uint8_t* target = to + h * side.cache_head_stride * cache_size;
+    if (copied) {
+      std::memcpy(target, source, run * size);
+    } else {
+      isa.quantize_e4m3(source, p.dtype, run, side.scale == nullptr ? 1.0f : side.scale[h * side.scale_stride], target);
+    }
+  }
+}
+
+// All rows of a window are loaded before any is stored, so moves may overlap whatever their order; the window bounds
+// the scratch.
+void move_rows(const CacheView& cache, const Move* moves, int64_t count, uint8_t* scratch) {
+  auto* const data = static_cast<uint8_t*>(cache.data);
+  const int64_t window = kScratchBytes / count;
+  const int64_t runs = cache.sizes[0] * cache.sizes[1] * cache.sizes[2];
+  for (int64_t run = 0; run < runs; ++run) {
+    const int64_t i0 = run / (cache.sizes[1] * cache.sizes[2]);
+    const int64_t i1 = run / cache.sizes[2] % cache.sizes[1];
+    const int64_t i2 = run % cache.sizes[2];
+    uint8_t* const base = data + i0 * cache.strides[0] + i1 * cache.strides[1] + i2 * cache.strides[2];
+    for (int64_t at = 0; at < cache.run_bytes; at += window) {
+      const int64_t bytes = min_of(window, cache.run_bytes - at);
+      for (int64_t m = 0; m < count; ++m) {
+        std::memcpy(scratch + m * bytes, base + row_offset(cache, moves[m].from) + at, bytes);
+      }
+      for (int64_t m = 0; m < count; ++m) {
+        std::memcpy(base + row_offset(cache, moves[m].to) + at, scratch + m * bytes, bytes);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void slot_mapping(const SlotMappingParams& p, const ExecContext& ctx) {
+  parallel_for(ctx, p.total_q, 1024, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) p.slots[row] = query_slot(p, row);
+  });
+}
+
+void append_kv(const AppendKvParams& p, const ExecContext& ctx) {
+  const IsaKernels& isa = isa_kernels();
+  const int64_t num_slots = p.num_pages * p.page_size;
+  const int64_t row_bytes = max_of<int64_t>(2 * p.num_kv_heads * p.head_dim * size_of(p.dtype), 1);
+  parallel_for(ctx, p.num_tokens, ceil_div(kBytesPerTask, row_bytes), [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      const int64_t slot = p.slots[token];
+      if (slot < 0 || slot >= num_slots) continue;
+      for (const AppendSide& side : p.sides) append_row(p, side, isa, token, slot / p.page_size, slot % p.page_size);
+    }
+  });
+}
+
+void compact_kv(const CompactKvParams& p, const ExecContext& ctx) {
+  for (int64_t b = 0; b < p.batch; ++b) p.seq_lens[b] = compacted_length(p, b);
+  // Sequence by sequence: the moves are the same for all its tensors.
+  parallel_for(ctx, p.batch * p.num_caches, 4, [&](int64_t begin, int64_t end) {
+    Move moves[kMaxTreeNodes];
+    alignas(64) uint8_t scratch[kScratchBytes];
+    int64_t planned = -1, count = 0;
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t b = task / p.num_caches;
+      if (b != planned) {
+        planned = b;
+        count = 0;
+        for (int32_t j = 1; j <= path_length(p, b); ++j) count += path_move(p, b, j, moves[count]);
+      }
+      if (count > 0) move_rows(p.caches[task % p.num_caches], moves, count, scratch);
+    }
+  });
+}
+
+}  // namespace pagedtree::cpu

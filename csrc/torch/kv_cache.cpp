@@ -1,0 +1,230 @@
+#include <algorithm>
+
+#include "torch/ops.h"
+#include "torch/values.h"
+
+namespace pagedtree::ops {
+namespace {
+
+DType core_dtype(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::Half:
+      return DType::kFloat16;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    default:
+      return DType::kFloat8E4M3;
+  }
+}
+
+// ---- slot_mapping
+
+void check_slot_mapping_values(const Check& check, const SlotMappingParams& p, const Tensor& page_table,
+                               const Tensor& seq_lens, const Tensor& cu_seqlens_q) {
+  const auto offsets = host_values<int32_t>(cu_seqlens_q);
+  const auto lengths = host_values<int32_t>(seq_lens);
+  const auto table = host_values<int32_t>(page_table);
+  check_offsets(check, offsets, "cu_seqlens_q", p.total_q);
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t new_tokens = offsets[b + 1] - offsets[b];
+    check.that(lengths[b] >= new_tokens, at("seq_lens", b), "at least its " + std::to_string(new_tokens) + " queries",
+               lengths[b]);
+    check_pages(check, table, p.table.max_pages, p.table.page_size, b, lengths[b] - new_tokens, lengths[b], INT32_MAX);
+  }
+}
+
+// ---- append_kv
+
+AppendSide append_side(const Check& check, const Tensor& rows, const Tensor& cache, const std::optional<Tensor>& scale,
+                       const std::string& name) {
+  const int64_t num_kv_heads = rows.size(1);
+  AppendSide side{};
+  side.rows = rows.const_data_ptr();
+  side.cache = cache.mutable_data_ptr();
+  side.token_stride = rows.stride(0);
+  side.head_stride = rows.stride(1);
+  side.cache_page_stride = cache.stride(0);
+  side.cache_slot_stride = cache.stride(1);
+  side.cache_head_stride = cache.stride(2);
+  if (!scale.has_value()) return side;
+  check.that(rows.scalar_type() != cache.scalar_type(), name, "absent where the rows are copied as they are",
+             "a scale with a cache of dtype " + std::string(torch::headeronly::toString(cache.scalar_type())));
+  if (scale->dim() == 0) {
+    check.tensor(*scale, name, {ScalarType::Float}, {});
+  } else if (scale->dim() == 1 && scale->size(0) == 1) {
+    check.tensor(*scale, name, {ScalarType::Float}, {1});
+  } else {
+    check.tensor(*scale, name, {ScalarType::Float}, {num_kv_heads});
+    side.scale_stride = 1;
+  }
+  side.scale = const_pointer<float>(*scale);
+  return side;
+}
+
+// ---- compact_kv
+
+// The rows' dimensions as few strided loops over contiguous runs, in whatever order the elements lie.
+CacheView cache_view(const Check& check, const Tensor& cache, const std::string& name) {
+  struct Dim {
+    int64_t size, stride;
+  };
+  const auto element = static_cast<int64_t>(cache.element_size());
+  CacheView view{};
+  view.data = cache.mutable_data_ptr();
+  view.page_stride = cache.stride(0) * element;
+  view.slot_stride = cache.stride(1) * element;
+  view.run_bytes = element;
+  std::vector<Dim> dims;
+  for (int64_t d = 2; d < cache.dim(); ++d) {
+    if (cache.size(d) == 0) view.run_bytes = 0;
+    if (cache.size(d) > 1 && cache.stride(d) != 0) dims.push_back({cache.size(d), cache.stride(d) * element});
+  }
+  std::stable_sort(dims.begin(), dims.end(), [](const Dim& a, const Dim& b) { return a.stride < b.stride; });
+  std::vector<Dim> loops;
+  for (const Dim& dim : dims) {
+    if (loops.empty() && dim.stride == view.run_bytes) {
+      view.run_bytes *= dim.size;
+    } else if (!loops.empty() && dim.stride == loops.back().size * loops.back().stride) {
+      loops.back().size *= dim.size;
+    } else {
+      loops.push_back(dim);
+    }
+  }
+  check.that(loops.size() <= 3, name, "of rows with at most three strided dimensions",
+             "strides " + Check::text(cache.strides()));
+  for (size_t i = 0; i < 3; ++i) {
+    const bool used = i < loops.size();
+    view.sizes[2 - i] = used ? loops[i].size : 1;
+    view.strides[2 - i] = used ? loops[i].stride : 0;
+  }
+  return view;
+}
+
+void check_compact_values(const Check& check, const CompactKvParams& p, const Tensor& page_table, const Tensor& start,
+                          const Tensor& accept_index, const Tensor& num_accepted) {
+  const auto table = host_values<int32_t>(page_table);
+  const auto starts = host_values<int32_t>(start);
+  const auto nodes = host_values<int32_t>(accept_index);
+  const auto accepted = host_values<int32_t>(num_accepted);
+  for (int64_t b = 0; b < p.batch; ++b) {
+    check_path(check, nodes, p.path_width, b, accepted[b]);
+    if (accepted[b] == 0 || p.num_pages == 0) continue;
+    check.that(starts[b] >= 0, at("start", b), "a position", starts[b]);
+    const int64_t last = nodes[b * p.path_width + accepted[b]];
+    check_pages(check, table, p.table.max_pages, p.table.page_size, b, starts[b], starts[b] + last + 1, p.num_pages);
+  }
+}
+
+}  // namespace
+
+Tensor slot_mapping(const Tensor& page_table, const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_t page_size,
+                    int64_t total_q) {
+  const Check check("slot_mapping", page_table);
+  const int64_t batch = check.offsets(cu_seqlens_q, "cu_seqlens_q");
+  check.tensor(page_table, "page_table", {ScalarType::Int}, {batch, kAnySize}, Strides::kLastContiguous);
+  check.tensor(seq_lens, "seq_lens", {ScalarType::Int}, {batch});
+  check.that(page_size >= 1 && page_size <= INT32_MAX, "page_size", "in 1..2147483647", page_size);
+  check.that(total_q >= 0, "total_q", "at least 0", total_q);
+
+  SlotMappingParams params{};
+  params.table = page_table_of(page_table, page_size);
+  params.seq_lens = const_pointer<int32_t>(seq_lens);
+  params.cu_seqlens_q = const_pointer<int32_t>(cu_seqlens_q);
+  params.batch = batch;
+  params.total_q = total_q;
+  if (value_checks_enabled()) check_slot_mapping_values(check, params, page_table, seq_lens, cu_seqlens_q);
+  Tensor slots = empty_on(page_table, {total_q}, ScalarType::Long);
+  params.slots = mutable_pointer<int64_t>(slots);
+  backend_for(page_table).slot_mapping(params, context_for(page_table));
+  return slots;
+}
+
+void append_kv(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots,
+               const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
+  constexpr ScalarType kFp8 = ScalarType::Float8_e4m3fn;
+  const Check check("append_kv", k);
+  check.tensor(k, "k", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16, kFp8},
+               {kAnySize, kAnySize, kAnySize}, Strides::kLastContiguous);
+  const int64_t num_tokens = k.size(0), num_kv_heads = k.size(1), head_dim = k.size(2);
+  check.tensor(v, "v", {k.scalar_type()}, {num_tokens, num_kv_heads, head_dim}, Strides::kLastContiguous);
+  if (k_cache.scalar_type() != kFp8) check.dtype(k_cache, "k_cache", {k.scalar_type(), kFp8});
+  check.tensor(k_cache, "k_cache", {k_cache.scalar_type()}, {kAnySize, kAnySize, num_kv_heads, head_dim},
+               Strides::kLastContiguous);
+  check.tensor(v_cache, "v_cache", {k_cache.scalar_type()}, {k_cache.size(0), k_cache.size(1), num_kv_heads, head_dim},
+               Strides::kLastContiguous);
+  check.tensor(slots, "slots", {ScalarType::Long}, {num_tokens});
+
+  AppendKvParams params{};
+  params.sides[0] = append_side(check, k, k_cache, k_scale, "k_scale");
+  params.sides[1] = append_side(check, v, v_cache, v_scale, "v_scale");
+  params.slots = const_pointer<int64_t>(slots);
+  params.num_tokens = num_tokens;
+  params.num_kv_heads = num_kv_heads;
+  params.head_dim = head_dim;
+  params.num_pages = k_cache.size(0);
+  params.page_size = k_cache.size(1);
+  params.dtype = core_dtype(k);
+  params.cache_dtype = core_dtype(k_cache);
+  if (value_checks_enabled()) {
+    const auto values = host_values<int64_t>(slots);
+    const int64_t num_slots = params.num_pages * params.page_size;
+    for (size_t i = 0; i < values.size(); ++i) {
+      check.that(values[i] >= -1 && values[i] < num_slots, at("slots", static_cast<int64_t>(i)),
+                 "in -1.." + std::to_string(num_slots - 1), values[i]);
+    }
+  }
+  backend_for(k).append_kv(params, context_for(k));
+}
+
+Tensor compact_kv(const std::vector<Tensor>& caches, const Tensor& page_table, const Tensor& start,
+                  const Tensor& accept_index, const Tensor& num_accepted) {
+  const Check check("compact_kv", page_table);
+  check.tensor(start, "start", {ScalarType::Int}, {kAnySize});
+  const int64_t batch = start.size(0);
+  check.tensor(page_table, "page_table", {ScalarType::Int}, {batch, kAnySize}, Strides::kLastContiguous);
+  check.tensor(accept_index, "accept_index", {ScalarType::Int}, {batch, kAnySize}, Strides::kLastContiguous);
+  check.that(accept_index.size(1) <= kMaxTreeNodes, "accept_index", "of at most 1024 columns",
+             Check::text(accept_index.sizes()));
+  check.tensor(num_accepted, "num_accepted", {ScalarType::Int}, {batch});
+
+  std::vector<CacheView> views;
+  for (size_t i = 0; i < caches.size(); ++i) {
+    const std::string name = at("caches", static_cast<int64_t>(i));
+    const Tensor& cache = caches[i];
+    check.device(cache, name);
+    check.that(cache.dim() >= 2, name, "of shape [pages, page_size, ...]", Check::text(cache.sizes()));
+    check.that(cache.size(0) == caches[0].size(0) && cache.size(1) == caches[0].size(1), name,
+               "of shape [" + std::to_string(caches[0].size(0)) + ", " + std::to_string(caches[0].size(1)) +
+                   ", ...] like caches[0]",
+               Check::text(cache.sizes()));
+    views.push_back(cache_view(check, cache, name));
+  }
+
+  CompactKvParams params{};
+  const int64_t page_size = caches.empty() ? 1 : caches[0].size(1);
+  params.num_pages = page_size == 0 || caches.empty() ? 0 : caches[0].size(0);
+  params.table = page_table_of(page_table, max_of<int64_t>(page_size, 1));
+  params.start = const_pointer<int32_t>(start);
+  params.accept_index = const_pointer<int32_t>(accept_index);
+  params.num_accepted = const_pointer<int32_t>(num_accepted);
+  params.batch = batch;
+  params.accept_stride = accept_index.stride(0);
+  params.path_width = static_cast<int32_t>(accept_index.size(1));
+  if (value_checks_enabled()) check_compact_values(check, params, page_table, start, accept_index, num_accepted);
+  Tensor seq_lens = empty_on(page_table, {batch}, ScalarType::Int);
+  params.seq_lens = mutable_pointer<int32_t>(seq_lens);
+
+  size_t done = 0;
+  do {
+    const size_t count = std::min<size_t>(views.size() - done, kMaxCompactTensors);
+    std::copy_n(views.begin() + static_cast<std::ptrdiff_t>(done), count, params.caches);
+    params.num_caches = static_cast<int32_t>(count);
+    backend_for(page_table).compact_kv(params, context_for(page_table));
+    done += count;
+  } while (done < views.size());
+  return seq_lens;
+}
+
+}  // namespace pagedtree::ops

@@ -1,0 +1,153 @@
+#include "torch/ops.h"
+#include "torch/values.h"
+
+namespace pagedtree::ops {
+namespace {
+
+void check_step_values(const Check& check, const PrepareStepParams& p, const Tensor& cu_nodes, const Tensor& page_table,
+                       const Tensor& start) {
+  const auto offsets = host_values<int32_t>(cu_nodes);
+  const auto table = host_values<int32_t>(page_table);
+  const auto starts = host_values<int32_t>(start);
+  check_offsets(check, offsets, "cu_nodes", p.num_rows);
+  for (int64_t b = 0; b < p.batch; ++b) {
+    if (starts[b] < 0) continue;
+    const int64_t end = int64_t{starts[b]} + offsets[b + 1] - offsets[b];
+    check_pages(check, table, p.table.max_pages, p.table.page_size, b, starts[b], end, INT32_MAX);
+  }
+}
+
+void check_commit_values(const Check& check, const CommitParams& p, const Tensor& accept_index,
+                         const Tensor& num_accepted, const Tensor& cu_nodes,
+                         const std::optional<Tensor>& history_lens) {
+  const auto nodes = host_values<int32_t>(accept_index);
+  const auto accepted = host_values<int32_t>(num_accepted);
+  const auto offsets = host_values<int32_t>(cu_nodes);
+  check_offsets(check, offsets, "cu_nodes", p.num_rows);
+  for (int64_t b = 0; b < p.batch; ++b) {
+    check_path(check, nodes, p.path_width, b, accepted[b]);
+    if (p.path_width == 0) continue;
+    const int32_t last = nodes[b * p.path_width + accepted[b]], size = offsets[b + 1] - offsets[b];
+    check.that(last < size, "accept_index[" + std::to_string(b) + ", " + std::to_string(accepted[b]) + "]",
+               "a node of a tree of " + std::to_string(size), last);
+  }
+  if (!history_lens.has_value()) return;
+  const auto lengths = host_values<int32_t>(*history_lens);
+  for (int64_t b = 0; b < p.batch; ++b) {
+    check.that(lengths[b] >= 0 && lengths[b] <= p.history_width, at("history_lens", b),
+               "in 0.." + std::to_string(p.history_width), lengths[b]);
+  }
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> prepare_step(const Tensor& cu_nodes, const Tensor& depths,
+                                                        const Tensor& page_table, const Tensor& start,
+                                                        int64_t page_size, int64_t total_q) {
+  const Check check("prepare_step", cu_nodes);
+  const int64_t batch = check.offsets(cu_nodes, "cu_nodes");
+  check.tensor(depths, "depths", {ScalarType::Int}, {kAnySize});
+  check.tensor(page_table, "page_table", {ScalarType::Int}, {batch, kAnySize}, Strides::kLastContiguous);
+  check.tensor(start, "start", {ScalarType::Int}, {batch});
+  check.that(page_size >= 1 && page_size <= INT32_MAX, "page_size", "in 1..2147483647", page_size);
+  check.that(total_q >= 0, "total_q", "at least 0", total_q);
+
+  PrepareStepParams params{};
+  params.table = page_table_of(page_table, page_size);
+  params.cu_nodes = const_pointer<int32_t>(cu_nodes);
+  params.depths = const_pointer<int32_t>(depths);
+  params.start = const_pointer<int32_t>(start);
+  params.batch = batch;
+  params.num_rows = min_of(depths.size(0), total_q);
+  params.total_q = total_q;
+  if (value_checks_enabled()) check_step_values(check, params, cu_nodes, page_table, start);
+  Tensor positions = empty_on(cu_nodes, {total_q}, ScalarType::Long);
+  Tensor seq_lens = empty_on(cu_nodes, {batch}, ScalarType::Int);
+  Tensor cu_seqlens_q = empty_on(cu_nodes, {batch + 1}, ScalarType::Int);
+  Tensor slots = empty_on(cu_nodes, {total_q}, ScalarType::Long);
+  params.positions = mutable_pointer<int64_t>(positions);
+  params.seq_lens = mutable_pointer<int32_t>(seq_lens);
+  params.cu_seqlens_q = mutable_pointer<int32_t>(cu_seqlens_q);
+  params.slots = mutable_pointer<int64_t>(slots);
+  backend_for(cu_nodes).prepare_step(params, context_for(cu_nodes));
+  return {positions, seq_lens, cu_seqlens_q, slots};
+}
+
+CommitResult commit(const Tensor& accept_index, const Tensor& num_accepted, const Tensor& tokens,
+                    const Tensor& cu_nodes, const Tensor& start, const std::optional<Tensor>& history,
+                    const std::optional<Tensor>& history_lens, const std::optional<Tensor>& eos_ids,
+                    const std::optional<Tensor>& node_map) {
+  const Check check("commit", accept_index);
+  check.tensor(accept_index, "accept_index", {ScalarType::Int}, {kAnySize, kAnySize}, Strides::kLastContiguous);
+  const int64_t batch = accept_index.size(0), path_width = accept_index.size(1);
+  check.tensor(num_accepted, "num_accepted", {ScalarType::Int}, {batch});
+  check.tensor(tokens, "tokens", {ScalarType::Long}, {batch, path_width}, Strides::kLastContiguous);
+  check.tensor(cu_nodes, "cu_nodes", {ScalarType::Int}, {batch + 1});
+  check.tensor(start, "start", {ScalarType::Int}, {batch});
+  check.that(history.has_value() == history_lens.has_value(), "history_lens", "given together with `history`",
+             history.has_value() ? "None" : "a tensor");
+
+  CommitParams params{};
+  params.num_rows = INT32_MAX;
+  if (history.has_value()) {
+    check.tensor(*history, "history", {ScalarType::Long}, {batch, kAnySize}, Strides::kLastContiguous);
+    check.tensor(*history_lens, "history_lens", {ScalarType::Int}, {batch});
+    params.history = mutable_pointer<int64_t>(*history);
+    params.history_lens = mutable_pointer<int32_t>(*history_lens);
+    params.history_width = history->size(1);
+    params.history_stride = history->stride(0);
+  }
+  if (eos_ids.has_value() && eos_ids->dim() == 1) {
+    check.tensor(*eos_ids, "eos_ids", {ScalarType::Long}, {kAnySize});
+    params.num_eos = eos_ids->size(0);
+  } else if (eos_ids.has_value()) {
+    check.tensor(*eos_ids, "eos_ids", {ScalarType::Long}, {batch, kAnySize}, Strides::kLastContiguous);
+    params.num_eos = eos_ids->size(1);
+    params.eos_stride = eos_ids->stride(0);
+  }
+  if (node_map.has_value()) {
+    check.tensor(*node_map, "node_map", {ScalarType::Int}, {kAnySize});
+    params.num_rows = node_map->size(0);
+  }
+  params.accept_index = const_pointer<int32_t>(accept_index);
+  params.num_accepted = const_pointer<int32_t>(num_accepted);
+  params.tokens = const_pointer<int64_t>(tokens);
+  params.cu_nodes = const_pointer<int32_t>(cu_nodes);
+  params.start = const_pointer<int32_t>(start);
+  params.eos_ids = optional_pointer<int64_t>(eos_ids);
+  params.node_map = optional_pointer<int32_t>(node_map);
+  params.batch = batch;
+  params.accept_stride = accept_index.stride(0);
+  params.tokens_stride = tokens.stride(0);
+  params.path_width = static_cast<int32_t>(path_width);
+  if (value_checks_enabled()) check_commit_values(check, params, accept_index, num_accepted, cu_nodes, history_lens);
+
+  const int64_t mapped = node_map.has_value() ? batch : 0;
+  Tensor new_start = empty_on(start, {batch}, ScalarType::Int);
+  Tensor last_token = empty_on(start, {batch}, ScalarType::Long);
+  Tensor finished = empty_on(start, {batch}, ScalarType::Bool);
+  Tensor out_num_accepted = empty_on(start, {batch}, ScalarType::Int);
+  Tensor num_tokens = empty_on(start, {batch}, ScalarType::Int);
+  Tensor accept_rows = empty_on(start, {batch, path_width}, ScalarType::Long);
+  Tensor draft_accept_index = empty_on(start, {mapped, path_width}, ScalarType::Int);
+  Tensor draft_num_accepted = empty_on(start, {mapped}, ScalarType::Int);
+  Tensor draft_missing = empty_on(start, {mapped, path_width}, ScalarType::Long);
+  Tensor draft_num_missing = empty_on(start, {mapped}, ScalarType::Int);
+  params.new_start = mutable_pointer<int32_t>(new_start);
+  params.last_token = mutable_pointer<int64_t>(last_token);
+  params.finished = mutable_pointer<bool>(finished);
+  params.out_num_accepted = mutable_pointer<int32_t>(out_num_accepted);
+  params.num_tokens = mutable_pointer<int32_t>(num_tokens);
+  params.accept_rows = mutable_pointer<int64_t>(accept_rows);
+  if (node_map.has_value()) {
+    params.draft_accept_index = mutable_pointer<int32_t>(draft_accept_index);
+    params.draft_num_accepted = mutable_pointer<int32_t>(draft_num_accepted);
+    params.draft_missing = mutable_pointer<int64_t>(draft_missing);
+    params.draft_num_missing = mutable_pointer<int32_t>(draft_num_missing);
+  }
+  backend_for(start).commit(params, context_for(start));
+  return {new_start,   last_token,         finished,           out_num_accepted, num_tokens,
+          accept_rows, draft_accept_index, draft_num_accepted, draft_missing,    draft_num_missing};
+}
+
+}  // namespace pagedtree::ops

@@ -1,0 +1,141 @@
+"""The paged KV cache: where a sequence's positions lie, writing new rows, moving accepted ones together.
+
+A *slot* is page * page_size + offset. PagedAttention is Kwon et al., SOSP 2023; TensorRT-LLM and SGLang too move the
+accepted rows of a draft tree after verification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pagedtree._ops import call, ops
+
+__all__ = ["append_kv", "compact_kv", "slot_mapping"]
+
+
+def slot_mapping(
+    page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, page_size: int, *, total_q: int | None = None
+) -> Tensor:
+    """The slots of each sequence's last q_len positions, where `append_kv` puts its new rows.
+
+    Args:
+        page_table: int32 [B, max_pages], rows may be strided; page_table[b, i] holds positions i * page_size onwards.
+        seq_lens: int32 [B], positions after the new rows are in.
+        cu_seqlens_q: int32 [B + 1], first 0; sequence b has cu_seqlens_q[b + 1] - cu_seqlens_q[b] new rows.
+        page_size: positions a page, >= 1.
+        total_q: T, the rows of the result, at least cu_seqlens_q[-1]. Without it cu_seqlens_q[-1] is read, which
+            synchronises and can be neither captured in a graph nor compiled with fullgraph=True.
+
+    Returns int64 [T]; -1 for padding rows past cu_seqlens_q[-1], for positions below 0 or past the table, and where the
+    table names a negative page. Page ids have no upper bound here: `append_kv` skips what is outside its cache.
+
+        for b in range(B):
+            n = cu_seqlens_q[b + 1] - cu_seqlens_q[b]
+            for i in range(n):
+                p = seq_lens[b] - n + i
+                slots[cu_seqlens_q[b] + i] = page_table[b, p // page_size] * page_size + p % page_size
+
+    Raises ValueError for wrong shapes, dtypes, devices or sizes; with PAGEDTREE_CHECK=1 also for offsets that descend
+    or pass T, fewer positions than rows, and positions without a page.
+    """
+    if total_q is None:
+        total_q = int(cu_seqlens_q[-1]) if cu_seqlens_q.numel() else 0
+    return call(ops.slot_mapping, page_table, seq_lens, cu_seqlens_q, page_size, total_q=total_q)
+
+
+def append_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Writes one row of K and V a token into the cache.
+
+    Args:
+        k, v: [T, Hkv, D] of one dtype (fp32, fp16, bf16, float8_e4m3fn), any T, Hkv and D; token and head strides are
+            free, the last dimension is contiguous. The strides of k and v may differ.
+        k_cache, v_cache: [pages, page_size, Hkv, D], written; strided views whose last dimension is contiguous. Of
+            dtype k.dtype (rows are copied bit by bit) or float8_e4m3fn (rows are converted).
+        slots: int64 [T], slot = page * page_size + offset; -1 skips the token. A slot outside the cache is skipped too
+            (PAGEDTREE_CHECK=1 raises). Of tokens with the same slot any one may stay.
+        k_scale, v_scale: fp32, scalar ([] or [1]) or [Hkv]; what attention multiplies the cache with. Only with rows
+            that are converted, else ValueError; None = 1.
+
+    Conversion stores saturate(k / k_scale) in fp32: the nearest e4m3 value, ties to even, at most 448 in magnitude
+    (infinities too); NaN becomes e4m3's NaN.
+
+        for t in range(T):
+            if 0 <= slots[t] < pages * page_size:
+                k_cache[slots[t] // page_size, slots[t] % page_size] = k[t]
+                v_cache[slots[t] // page_size, slots[t] % page_size] = v[t]
+
+    Raises ValueError for wrong shapes, dtypes, devices or strides, before anything is written.
+    """
+    call(ops.append_kv, k, v, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
+
+
+def compact_kv(
+    caches: Sequence[Tensor], page_table: Tensor, start: Tensor, accept_index: Tensor, num_accepted: Tensor
+) -> Tensor:
+    """Moves the rows of each accepted path together, behind the root's, in all layers at once.
+
+    Args:
+        caches: tensors [pages, page_size, ...], written: all layers, K and V, scales; any dtypes, any strides (a row
+            has at most three strided dimensions besides its contiguous runs), the same pages and page_size. Tensors
+            may be views of one storage, but their elements must not overlap. Up to 128 tensors a launch.
+        page_table: int32 [B, max_pages], rows may be strided.
+        start: int32 [B], position of node 0; negative = idle.
+        accept_index: int32 [B, S], S <= 1024, rows may be strided: node ids of the path, [b, 0] = 0, or -1 = idle.
+        num_accepted: int32 [B]; clamped to 0..S - 1.
+
+    Returns the new seq_lens, int32 [B]: start + num_accepted + 1; of an idle sequence its start, and nothing moves.
+    Pages past ceil(new seq_lens / page_size) hold nothing live. All other slots keep their bits.
+
+        for cache in caches:
+            for b in range(B):
+                rows = [cache[slot(b, start[b] + accept_index[b, j])].clone() for j in range(1, num_accepted[b] + 1)]
+                for j, row in enumerate(rows, start=1):
+                    cache[slot(b, start[b] + j)] = row
+
+    All rows of a sequence are read before one is written, so overlaps are safe in any order. A row with an end outside
+    the table or the pool, or with a negative node id, stays where it is; PAGEDTREE_CHECK=1 raises instead, also for a
+    path that does not ascend. Two sequences must not share the pages of their trees.
+
+    Raises ValueError for wrong shapes, dtypes or devices, before anything is written.
+    """
+    return call(ops.compact_kv, list(caches), page_table, start, accept_index, num_accepted)
+
+
+@torch.library.register_fake("pagedtree::slot_mapping")
+def _slot_mapping_fake(
+    page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, page_size: int, *, total_q: int
+) -> Tensor:
+    return page_table.new_empty((total_q,), dtype=torch.int64)
+
+
+@torch.library.register_fake("pagedtree::append_kv")
+def _append_kv_fake(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    return None
+
+
+@torch.library.register_fake("pagedtree::compact_kv")
+def _compact_kv_fake(
+    caches: Sequence[Tensor], page_table: Tensor, start: Tensor, accept_index: Tensor, num_accepted: Tensor
+) -> Tensor:
+    return torch.empty_like(start)

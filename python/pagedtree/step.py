@@ -1,0 +1,175 @@
+"""The bookkeeping before and after a step's target pass, on the device and without synchronising."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pagedtree._ops import call, ops
+from pagedtree.tree import TreeBatch
+from pagedtree.verdict import Verdict
+
+__all__ = ["Commit", "commit", "prepare_step"]
+
+
+class Commit(NamedTuple):
+    """What a verified step leaves behind; S = trees.max_depth + 1. Node ids and row ids start with the root.
+
+    Attributes:
+        start: int32 [B], position of the new root (the last token kept): old start + num_tokens.
+        last_token: int64 [B], the new root's token; -1 for a tree of no nodes.
+        finished: bool [B], the path ended with an EOS token, or the sequence had no tree.
+        num_accepted: int32 [B], draft tokens kept; for `compact_kv`, with the verdict's accept_index.
+        num_tokens: int32 [B], tokens kept: tokens[b, : num_tokens[b]] of the verdict.
+        accept_rows: int64 [B, S], flat rows (cu_nodes[b] + node) of the root and the nodes kept, then -1: whose hidden
+            states the drafter needs.
+        draft_accept_index: int32 [B, S], with node_map (else None, so are the following): what `compact_kv` takes for
+            the draft model's own cache.
+        draft_num_accepted: int32 [B].
+        draft_missing: int64 [B, S], tokens kept, in order, whose K/V the draft cache still lacks before the new root;
+            then -1. Their positions end at start - 1.
+        draft_num_missing: int32 [B].
+    """
+
+    start: Tensor
+    last_token: Tensor
+    finished: Tensor
+    num_accepted: Tensor
+    num_tokens: Tensor
+    accept_rows: Tensor
+    draft_accept_index: Tensor | None
+    draft_num_accepted: Tensor | None
+    draft_missing: Tensor | None
+    draft_num_missing: Tensor | None
+
+
+def prepare_step(
+    trees: TreeBatch, page_table: Tensor, start: Tensor, page_size: int, *, total_q: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the target pass over a batch of trees needs, every node being one query.
+
+    Args:
+        trees: B trees of N rows (padding rows included).
+        page_table: int32 [B, max_pages], rows may be strided; pages for start[b] + nodes are reserved.
+        start: int32 [B], position of each root = length of the committed prefix; negative = idle: the sequence's
+            rows keep their place in the batch but are padding (position 0, slot -1, seq_lens 0).
+        page_size: positions a page, >= 1.
+        total_q: T, the rows of the query, usually N. Nodes past it are cut off, rows past the trees are padding.
+
+    Returns (positions, seq_lens, cu_seqlens_q, slots):
+        positions: int64 [T], rotary position start + depth; start for an unreachable node, 0 for padding.
+        seq_lens: int32 [B], start + nodes: the lengths once the tree is appended.
+        cu_seqlens_q: int32 [B + 1], the offsets of the rows (cu_nodes, kept inside T).
+        slots: int64 [T], where node i of tree b is appended: the slot of position start[b] + i; -1 for padding and for
+            what `slot_mapping` gives -1.
+
+        for b in range(B):
+            seq_lens[b] = start[b] + num_nodes[b]
+            for i in range(num_nodes[b]):
+                positions[cu_nodes[b] + i] = start[b] + max(depths[cu_nodes[b] + i], 0)
+                slots[cu_nodes[b] + i] = slot(b, start[b] + i)
+
+    Raises ValueError for wrong shapes, dtypes, devices or sizes; with PAGEDTREE_CHECK=1 also for offsets that descend
+    or pass T or N, and for positions without a page.
+    """
+    return call(ops.prepare_step, trees.cu_nodes, trees.depths, page_table, start, page_size, total_q=total_q)
+
+
+def commit(
+    verdict: Verdict,
+    trees: TreeBatch,
+    start: Tensor,
+    *,
+    history: Tensor | None = None,
+    history_lens: Tensor | None = None,
+    eos_ids: Tensor | None = None,
+    node_map: Tensor | None = None,
+) -> Commit:
+    """Takes a verdict over: ends sequences at EOS, records their tokens, and says where the next step begins.
+
+    Args:
+        verdict: what a verify op returned for `trees`.
+        trees: the B trees that were verified.
+        start: int32 [B], position of each root; negative = idle, like a tree of no nodes.
+        history: int64 [B, H], rows may be strided, written: tokens are appended at history_lens[b]. What does not fit
+            into H is dropped.
+        history_lens: int32 [B], written: grows by the tokens appended, at most to H. Goes with history.
+        eos_ids: int64 [E] for all or [B, E], rows may be strided; -1 = none. The path ends with its first such token.
+        node_map: int32 [N], the K/V index in the draft model's tree of each target row, -1 where the draft cache has
+            none (`rerank_tree` returns it). The root is always taken to be there. Nodes behind the first missing one
+            count as missing too.
+
+    Returns a `Commit`. An idle sequence keeps its start; it is finished, its last_token is -1, nothing is appended.
+    A sequence that ended with EOS has a start and a last_token like any other.
+
+        for b in range(B):
+            nodes, tokens = accept_index[b, : num_accepted[b] + 1], tokens[b, : num_accepted[b] + 1]
+            if any(token in eos_ids for token in tokens): cut both behind the first such token
+            start[b] += len(tokens)
+            history[b, history_lens[b] :] = tokens                   # as far as they fit
+            present = [0] + [node_map[row(node)] for node in nodes[1:]] up to the first -1
+            draft_accept_index[b] = present
+            draft_missing[b] = tokens[len(present) - 1 : len(nodes) - 1]
+
+    Values that no verdict has are safe: a path stops before a node that does not ascend or is outside the tree and
+    before a negative token. PAGEDTREE_CHECK=1 raises for such a path, for num_accepted outside 0..S - 1, descending
+    offsets, and history_lens outside 0..H.
+
+    Raises ValueError for wrong shapes, dtypes or devices, before anything is written.
+    """
+    results = call(
+        ops.commit,
+        verdict.accept_index,
+        verdict.num_accepted,
+        verdict.tokens,
+        trees.cu_nodes,
+        start,
+        history=history,
+        history_lens=history_lens,
+        eos_ids=eos_ids,
+        node_map=node_map,
+    )
+    return Commit(*results[:6], *(results[6:] if node_map is not None else [None] * 4))
+
+
+@torch.library.register_fake("pagedtree::prepare_step")
+def _prepare_step_fake(
+    cu_nodes: Tensor, depths: Tensor, page_table: Tensor, start: Tensor, page_size: int, *, total_q: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = cu_nodes.new_empty((total_q,), dtype=torch.int64)
+    return rows, torch.empty_like(start), torch.empty_like(cu_nodes), torch.empty_like(rows)
+
+
+@torch.library.register_fake("pagedtree::commit")
+def _commit_fake(
+    accept_index: Tensor,
+    num_accepted: Tensor,
+    tokens: Tensor,
+    cu_nodes: Tensor,
+    start: Tensor,
+    *,
+    history: Tensor | None = None,
+    history_lens: Tensor | None = None,
+    eos_ids: Tensor | None = None,
+    node_map: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    batch, width = accept_index.shape
+    mapped = 0 if node_map is None else batch
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return start.new_empty(shape, dtype=dtype)
+
+    return (
+        empty(batch),
+        empty(batch, dtype=torch.int64),
+        empty(batch, dtype=torch.bool),
+        empty(batch),
+        empty(batch),
+        empty(batch, width, dtype=torch.int64),
+        empty(mapped, width),
+        empty(mapped),
+        empty(mapped, width, dtype=torch.int64),
+        empty(mapped),
+    )

@@ -1,0 +1,620 @@
+"""slot_mapping, append_kv and compact_kv against plain loops, every byte of the storage compared."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pagedtree import DraftTree, append_kv, compact_kv, slot_mapping
+from pagedtree._ops import ops
+
+PAGE_SIZES = [1, 7, 16, 61]
+FP8 = torch.float8_e4m3fn
+
+
+def int32(values: list, device: torch.device | str = "cpu") -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def slot_of(table: list[list[int]], b: int, position: int, page_size: int) -> int:
+    if position < 0 or position // page_size >= len(table[b]):
+        return -1
+    page = table[b][position // page_size]
+    return page * page_size + position % page_size if page >= 0 else -1
+
+
+def random_table(rng: np.random.Generator, batch: int, max_pages: int, num_pages: int) -> list[list[int]]:
+    """Pages that no two sequences share."""
+    return rng.permutation(num_pages)[: batch * max_pages].reshape(batch, max_pages).tolist()
+
+
+def payload(shape: tuple[int, ...], dtype: torch.dtype, layer: int, device: torch.device) -> Tensor:
+    """Bytes that tell slot, layer, head and dimension apart; NaN patterns of the floats included."""
+    count = int(np.prod(shape)) * torch.empty(0, dtype=dtype).element_size()
+    mixed = (np.arange(count, dtype=np.uint64) + np.uint64(layer << 40)) * np.uint64(0x9E3779B97F4A7C15)
+    return torch.from_numpy((mixed >> np.uint64(53)).astype(np.uint8)).view(dtype).view(shape).to(device)
+
+
+def raw(t: Tensor) -> Tensor:
+    return t.contiguous().view(torch.uint8)
+
+
+# slot_mapping ---------------------------------------------------------------------------------------------------------
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 130), st.integers(0, 70)), max_size=5),
+    page_size=st.sampled_from(PAGE_SIZES),
+    padding=st.integers(0, 5),
+    seed=st.integers(0, 99),
+)
+def test_slot_mapping(backend, device, lengths, page_size, padding, seed) -> None:
+    rng = np.random.default_rng(seed)
+    batch, max_pages = len(lengths), -(-200 // page_size)
+    table = rng.integers(0, 2**31 // page_size, size=(batch, max_pages + 3))  # slots far past 2^31 too
+    for b, (prefix, new) in enumerate(lengths):  # entries past the sequence's pages are never read
+        table[b, -(-(prefix + new) // page_size) :] = -7
+    page_table = torch.from_numpy(table.astype(np.int32)).to(device)[:, :max_pages]
+    cu_seqlens_q = int32(np.concatenate([[0], np.cumsum([n for _, n in lengths])]).tolist(), device)
+    seq_lens = int32([prefix + n for prefix, n in lengths], device)
+    pages = table.tolist()
+    expected = [
+        slot_of(pages, b, p, page_size) for b, (start, n) in enumerate(lengths) for p in range(start, start + n)
+    ]
+    assert all(slot >= 0 for slot in expected)
+    slots = slot_mapping(page_table, seq_lens, cu_seqlens_q, page_size, total_q=len(expected) + padding)
+    assert slots.dtype == torch.int64
+    assert slots.tolist() == expected + [-1] * padding
+    assert slot_mapping(page_table, seq_lens, cu_seqlens_q, page_size).tolist() == expected
+
+
+def test_slot_mapping_64_bit(backend, device) -> None:
+    table = int32([[2**31 - 1]], device)
+    slots = slot_mapping(table, int32([64], device), int32([0, 64], device), 64)
+    assert slots[63].item() == (2**31 - 1) * 64 + 63
+
+
+def test_slot_mapping_bad_values(backend, device) -> None:
+    table = int32([[3, -2], [5, 6]], device)
+
+    def slots(seq_lens: list[int], cu_seqlens_q: list[int], total_q: int) -> list[int]:
+        return slot_mapping(table, int32(seq_lens, device), int32(cu_seqlens_q, device), 2, total_q=total_q).tolist()
+
+    assert slots([4, 4], [0, 4, 6], 7) == [6, 7, -1, -1, 12, 13, -1]  # a negative page
+    assert slots([1, 5], [0, 3, 6], 6) == [-1, -1, 6, 12, 13, -1]  # positions below 0 and past the table
+    assert slots([2, 2], [0, 2, 9], 3) == [6, 7, -1]  # rows past total_q; row 2 is position -5
+    assert slots([4, 4], [2, 3, 4], 4) == [-1, -1, -1, 13]  # rows before the first offset belong to nobody
+    for offsets in ([0, 5, 3], [7, -4, 2], [-(2**31), 2**31 - 1, 0], [3, 2, 1]):
+        for length in (2**31 - 1, -(2**31)):
+            assert all(-1 <= slot <= 13 for slot in slots([length, length], offsets, 6))
+
+
+def test_slot_mapping_refuses(backend, device) -> None:
+    good = {
+        "page_table": int32([[0, 1]], device),
+        "seq_lens": int32([2], device),
+        "cu_seqlens_q": int32([0, 2], device),
+        "page_size": 2,
+        "total_q": 2,
+    }
+    assert slot_mapping(**good).tolist() == [0, 1]
+    for name, value, message in [
+        ("page_table", int32([0, 1], device), r"`page_table` must be of shape \[1, \*\], got \[2\]"),
+        ("page_table", int32([[0, 1], [2, 3]], device), r"`page_table` must be of shape \[1, \*\], got \[2, 2\]"),
+        ("page_table", int32([[0], [1]], device).t().expand(1, 2)[:, ::1].long(), "`page_table` must be of dtype Int"),
+        ("page_table", int32([[0, 9, 1, 9]], device)[:, ::2], "contiguous in its last dimension"),
+        ("seq_lens", int32([2, 2], device), r"`seq_lens` must be of shape \[1\], got \[2\]"),
+        ("seq_lens", torch.tensor([2], device=device), "`seq_lens` must be of dtype Int, got Long"),
+        ("cu_seqlens_q", int32([], device), r"`cu_seqlens_q` must be of shape \[B \+ 1\]"),
+        ("page_size", 0, "`page_size` must be in 1..2147483647, got 0"),
+        ("page_size", 2**31, "`page_size` must be in 1..2147483647"),
+        ("total_q", -1, "`total_q` must be at least 0, got -1"),
+    ]:
+        with pytest.raises(ValueError, match=f"slot_mapping: .*{message}"):
+            slot_mapping(**{**good, name: value})
+    with pytest.raises(TypeError):
+        slot_mapping([[0, 1]], good["seq_lens"], good["cu_seqlens_q"], 2, total_q=2)
+    with pytest.raises(RuntimeError, match="page_size"):
+        ops.slot_mapping(good["page_table"], good["seq_lens"], good["cu_seqlens_q"], -1, total_q=2)
+
+
+def test_slot_mapping_value_checks(value_checks, device) -> None:
+    table = int32([[3, -2], [5, 6]], device)
+    for seq_lens, offsets, total_q, message in [
+        ([2, 2], [1, 2, 3], 3, r"`cu_seqlens_q\[0\]` must be 0, got 1"),
+        ([2, 2], [0, 2, 1], 3, r"`cu_seqlens_q` must be non-descending, got \[0, 2, 1\]"),
+        ([2, 2], [0, 2, 4], 3, "`cu_seqlens_q` must be at most 3 rows, got 4"),
+        ([1, 2], [0, 2, 3], 3, r"`seq_lens\[0\]` must be at least its 2 queries, got 1"),
+        ([2, 5], [0, 2, 3], 3, "wide enough for position 4 of sequence 1, got 2 pages of 2"),
+        ([3, 2], [0, 2, 3], 3, r"`page_table\[0, 1\]` must be a page id"),
+    ]:
+        with pytest.raises(ValueError, match=f"slot_mapping: .*{message}"):
+            slot_mapping(table, int32(seq_lens, device), int32(offsets, device), 2, total_q=total_q)
+    assert slot_mapping(table, int32([2, 4], device), int32([0, 1, 2], device), 2, total_q=3).tolist() == [7, 13, -1]
+
+
+# append_kv ------------------------------------------------------------------------------------------------------------
+
+
+def storage_and_views(layout: str, pages: int, page_size: int, heads: int, dim: int, dtype, device):
+    """Storage full of payload, and K and V cache views [pages, page_size, heads, dim] of it as engines lay them out."""
+    if layout == "nhd":
+        storage = payload((2, pages, page_size, heads, dim), dtype, 0, device)
+        return storage, storage[0], storage[1]
+    if layout == "hnd":
+        storage = payload((2, pages, heads, page_size, dim), dtype, 1, device)
+        return storage, storage[0].transpose(1, 2), storage[1].transpose(1, 2)
+    if layout == "stacked":  # vLLM: K and V of a page lie together
+        storage = payload((pages, 2, page_size, heads, dim), dtype, 2, device)
+        return storage, storage[:, 0], storage[:, 1]
+    if layout == "packed":  # K and V of a head lie together
+        storage = payload((pages, heads, page_size, 2 * dim), dtype, 3, device)
+        k_cache, v_cache = storage.transpose(1, 2).split(dim, dim=-1)
+        return storage, k_cache, v_cache
+    raise AssertionError(layout)
+
+
+def new_rows(kind: str, tokens: int, heads: int, dim: int, dtype, device) -> tuple[Tensor, Tensor]:
+    """K and V rows: dense, views of a fused projection with other strides for K and V, or one head for all."""
+    generator = torch.Generator().manual_seed(tokens)
+    if kind == "fused":
+        fused = (torch.randn((tokens, 2 + 2 * heads, dim), generator=generator) * 30).to(device=device, dtype=dtype)
+        return fused[:, 2 : 2 + heads], fused[:, 2 + heads :]
+    if kind == "heads_first":
+        both = (torch.randn((2, heads, tokens, dim), generator=generator) * 30).to(device=device, dtype=dtype)
+        return both[0].transpose(0, 1), both[1].transpose(0, 1).contiguous()
+    one = (torch.randn((2, tokens, 1, dim), generator=generator) * 30).to(device=device, dtype=dtype)
+    return one[0].expand(tokens, heads, dim), one[1].expand(tokens, heads, dim)
+
+
+def to_fp8(rows: Tensor, scale: Tensor | None) -> Tensor:
+    """Torch's own conversion, after the clamp that it lacks."""
+    divisor = torch.ones(1) if scale is None else scale.cpu().reshape(-1, 1)
+    return (rows.cpu().float() / divisor).clamp(-448, 448).to(FP8).to(rows.device)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("layout", ["nhd", "hnd", "stacked", "packed"])
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        (FP8, FP8),
+        (torch.float32, FP8),
+        (torch.float16, FP8),
+        (torch.bfloat16, FP8),
+    ],
+)
+def test_append_kv(backend, device, dtype, cache_dtype, layout, page_size) -> None:
+    rng = np.random.default_rng(page_size)
+    for rows, heads, dim, scales in [
+        ("fused", 3, 24, "none"),
+        ("heads_first", 2, 64, "scalar"),
+        ("one_head", 4, 5, "heads"),
+        ("fused", 1, 1, "scalar"),
+    ]:
+        pages, tokens = max(3, 40 // page_size), 29
+        storage, k_cache, v_cache = storage_and_views(layout, pages, page_size, heads, dim, cache_dtype, device)
+        k, v = new_rows(rows, tokens, heads, dim, dtype, device)
+        slots = rng.permutation(pages * page_size)[:tokens]
+        slots[rng.integers(0, tokens, size=4)] = -1
+        slots[rng.integers(0, tokens)] = rng.choice([-2, -(2**63), pages * page_size, 2**40, 2**63 - 1])
+        k_scale = v_scale = None
+        if dtype != cache_dtype and scales == "scalar":
+            k_scale, v_scale = torch.tensor(0.37, device=device), torch.tensor([2.5], device=device)
+        elif dtype != cache_dtype and scales == "heads":
+            k_scale, v_scale = torch.rand(heads, device=device) + 0.01, torch.rand(heads, device=device) + 0.01
+
+        expected = storage.clone()
+        expected_k = torch.as_strided(expected, k_cache.shape, k_cache.stride(), k_cache.storage_offset())
+        expected_v = torch.as_strided(expected, v_cache.shape, v_cache.stride(), v_cache.storage_offset())
+        for cache, new, scale in ((expected_k, k, k_scale), (expected_v, v, v_scale)):
+            values = new if dtype == cache_dtype else to_fp8(new, scale)
+            for t, slot in enumerate(slots.tolist()):
+                if 0 <= slot < pages * page_size:
+                    cache[slot // page_size, slot % page_size] = values[t]
+        before = raw(k), raw(v)
+        append_kv(k, v, k_cache, v_cache, torch.from_numpy(slots).to(device), k_scale=k_scale, v_scale=v_scale)
+        assert torch.equal(raw(storage), raw(expected))
+        assert torch.equal(raw(k), before[0]) and torch.equal(raw(v), before[1])
+
+
+@pytest.fixture(params=["portable", "avx2", "avx512", "amx"])
+def isa(request, backend, monkeypatch) -> str:
+    """Each instruction set that this machine has."""
+    monkeypatch.setenv("PAGEDTREE_CPU_ISA", request.param)
+    row = torch.zeros(1, 1, 1)
+    try:
+        ops.append_kv(row, row, row[None].clone(), row[None].clone(), torch.tensor([0]))
+    except RuntimeError:
+        pytest.skip(f"no {request.param} here")
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_append_rounds_to_fp8_as_torch(isa, device, dtype) -> None:
+    if dtype == torch.float32:  # the bits that decide, of every exponent; then the neighbours of every tie
+        high = torch.arange(2**16, dtype=torch.int64) << 16
+        bits = torch.cat([high + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
+        values = (bits - ((bits >> 31) << 32)).to(torch.int32).view(torch.float32)
+    else:
+        values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    rows = values.view(-1, 1, 128).to(device)
+    for scale in (None, torch.tensor(0.3), torch.tensor(3e-5), torch.tensor(700.0), torch.tensor(0.0)):
+        cache = torch.zeros((2, rows.shape[0], 1, 1, 128), dtype=FP8, device=device)
+        slots = torch.arange(rows.shape[0], device=device)
+        on_device = None if scale is None else scale.to(device)
+        append_kv(rows, rows, cache[0], cache[1], slots, k_scale=on_device, v_scale=on_device)
+        codes = cache[0].view(torch.uint8).view(-1, 1, 128).cpu()
+        expected = to_fp8(rows, scale).view(torch.uint8).view(-1, 1, 128).cpu()
+        nan = (expected & 0x7F) == 0x7F
+        assert torch.equal((codes & 0x7F) == 0x7F, nan)
+        assert torch.equal(codes[~nan], expected[~nan])
+        assert torch.equal(raw(cache[0]), raw(cache[1]))
+
+
+def test_append_nothing(backend, device) -> None:
+    cache = torch.ones((2, 3, 2, 4), device=device)
+    rows = torch.zeros((0, 2, 4), device=device)
+    append_kv(rows, rows, cache, cache.clone(), torch.zeros(0, dtype=torch.int64, device=device))
+    assert torch.equal(cache, torch.ones_like(cache))
+    empty_pool = torch.ones((0, 3, 2, 4), device=device)
+    one = torch.zeros((1, 2, 4), device=device)
+    append_kv(one[..., :0], one[..., :0], cache[..., :0], cache[..., :0], torch.tensor([0], device=device))
+    append_kv(one, one, empty_pool, empty_pool.clone(), torch.tensor([0], device=device))
+    no_positions = torch.ones((2, 0, 2, 4), device=device)
+    append_kv(one, one, no_positions, no_positions.clone(), torch.tensor([0], device=device))
+
+
+def append_arguments(device: torch.device) -> dict:
+    return {
+        "k": torch.ones((2, 3, 4), device=device),
+        "v": torch.ones((2, 3, 4), device=device),
+        "k_cache": torch.zeros((5, 2, 3, 4), device=device),
+        "v_cache": torch.zeros((5, 2, 3, 4), device=device),
+        "slots": torch.tensor([1, 2], device=device),
+    }
+
+
+def test_append_kv_refuses(backend, device) -> None:
+    fp8_cache = torch.zeros((5, 2, 3, 4), device=device).to(FP8)
+    scale = torch.tensor(1.0, device=device)
+    for change, message in [
+        ({"k": torch.ones((2, 3, 4), device=device, dtype=torch.float64)}, "`k` must be of dtype Float or Half"),
+        ({"k": torch.ones((2, 12), device=device)}, r"`k` must be of shape \[\*, \*, \*\], got \[2, 12\]"),
+        ({"k": torch.ones((2, 4, 3), device=device).transpose(1, 2)}, "`k` must be contiguous in its last dimension"),
+        ({"v": torch.ones((2, 3, 4), device=device).half()}, "`v` must be of dtype Float, got Half"),
+        ({"v": torch.ones((2, 2, 4), device=device)}, r"`v` must be of shape \[2, 3, 4\], got \[2, 2, 4\]"),
+        ({"k_cache": fp8_cache}, "`v_cache` must be of dtype Float8_e4m3fn, got Float"),
+        ({"k_cache": torch.zeros((5, 2, 3, 4)).half().to(device)}, "`k_cache` must be of dtype Float or Float8_e4m3fn"),
+        ({"k_cache": torch.zeros((5, 2, 3, 5), device=device)}, r"`k_cache` must be of shape \[\*, \*, 3, 4\]"),
+        ({"k_cache": torch.zeros((5, 2, 4, 3), device=device).mT}, "`k_cache` must be contiguous in its last"),
+        ({"v_cache": torch.zeros((5, 1, 3, 4), device=device)}, r"`v_cache` must be of shape \[5, 2, 3, 4\]"),
+        ({"slots": torch.tensor([1, 2, 3], device=device)}, r"`slots` must be of shape \[2\], got \[3\]"),
+        ({"slots": int32([1, 2], device)}, "`slots` must be of dtype Long, got Int"),
+        ({"k_scale": scale}, "`k_scale` must be absent where the rows are copied"),
+        ({"v_scale": scale}, "`v_scale` must be absent where the rows are copied"),
+        (
+            {"k_cache": fp8_cache, "v_cache": fp8_cache.clone(), "k_scale": torch.ones(2, device=device)},
+            r"`k_scale` must be of shape \[3\], got \[2\]",
+        ),
+        (
+            {"k_cache": fp8_cache, "v_cache": fp8_cache.clone(), "v_scale": scale.double()},
+            "`v_scale` must be of dtype Float, got Double",
+        ),
+    ]:
+        arguments = {**append_arguments(device), **change}
+        with pytest.raises(ValueError, match=f"append_kv: {message}"):
+            append_kv(**arguments)
+        assert not arguments["k_cache"].float().any() and not arguments["v_cache"].float().any()
+    with pytest.raises(TypeError):
+        append_kv(**{**append_arguments(device), "k_scale": "1"})
+
+
+def test_append_kv_value_checks(value_checks, device) -> None:
+    for slot in (-2, 10, 2**62):
+        arguments = append_arguments(device)
+        arguments["slots"] = torch.tensor([1, slot], device=device)
+        with pytest.raises(ValueError, match=rf"append_kv: `slots\[1\]` must be in -1..9, got {slot}"):
+            append_kv(**arguments)
+        assert not arguments["k_cache"].any()
+    arguments["slots"] = torch.tensor([-1, 9], device=device)
+    append_kv(**arguments)
+    assert arguments["k_cache"].sum() == arguments["v_cache"][4, 1].sum() == 12
+
+
+# compact_kv -----------------------------------------------------------------------------------------------------------
+
+
+def reference_compact(caches, table, page_size, start, accept_index, num_accepted) -> list[int]:
+    """The docstring's loop, with what it says of values outside."""
+    num_pages = caches[0].shape[0]
+    lengths = []
+    for b, nodes in enumerate(accept_index):
+        if start[b] < 0 or not nodes or nodes[0] < 0:
+            lengths.append(start[b])
+            continue
+        accepted = min(max(num_accepted[b], 0), len(nodes) - 1)
+        lengths.append(min(start[b] + accepted + 1, 2**31 - 1))
+        moves = []
+        for j in range(1, accepted + 1):
+            source = slot_of(table, b, start[b] + nodes[j], page_size)
+            target = slot_of(table, b, start[b] + j, page_size)
+            if nodes[j] >= 0 and 0 <= source < num_pages * page_size and 0 <= target < num_pages * page_size:
+                moves.append((source, target))
+        for cache in caches:
+            rows = [cache[source // page_size, source % page_size].clone() for source, _ in moves]
+            for row, (_, target) in zip(rows, moves, strict=True):
+                cache[target // page_size, target % page_size] = row
+    return lengths
+
+
+def cache_list(pages: int, page_size: int, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+    """Storages, and caches that are views of them: every kind of row."""
+    _, k_hnd, v_hnd = hnd = storage_and_views("hnd", pages, page_size, 3, 8, torch.bfloat16, device)
+    _, k_stacked, v_stacked = stacked = storage_and_views("stacked", pages, page_size, 2, 40, torch.float16, device)
+    _, k_packed, v_packed = packed = storage_and_views("packed", pages, page_size, 2, 64, FP8, device)
+    dense = payload((pages, page_size, 576), torch.float32, 4, device)  # a latent cache
+    scales = payload((pages, page_size), torch.float32, 5, device)
+    codes = payload((pages, page_size + 2, 5), torch.int8, 6, device)
+    deep = payload((3, 4, pages, 2, page_size, 6), torch.int16, 7, device)
+    wide = payload((pages, page_size, 2, 3), torch.float64, 8, device)
+    slow = payload((3, page_size, pages), torch.uint8, 9, device)
+    views = [k_hnd, v_hnd, k_stacked, v_stacked, k_packed, v_packed, dense, scales, codes[:, 1:-1, ::2]]
+    views += [deep.permute(2, 4, 0, 3, 1, 5)[..., :5], wide.transpose(2, 3), slow.permute(2, 1, 0)]
+    return [hnd[0], stacked[0], packed[0], dense, scales, codes, deep, wide, slow], views
+
+
+def clones(storages: list[Tensor], views: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    copies = [storage.clone() for storage in storages]
+    owner = {storage.untyped_storage().data_ptr(): copy for storage, copy in zip(storages, copies, strict=True)}
+    return copies, [
+        torch.as_strided(owner[v.untyped_storage().data_ptr()], v.shape, v.stride(), v.storage_offset()) for v in views
+    ]
+
+
+def check_compact(device, page_size, pages, table, start, accept_index, num_accepted) -> None:
+    storages, caches = cache_list(pages, page_size, device)
+    expected_storages, expected = clones(storages, caches)
+    lengths = reference_compact(expected, table, page_size, start, accept_index, num_accepted)
+    batch, width = len(start), len(accept_index[0]) if accept_index else 3
+    wide_table = torch.full((batch, len(table[0]) + 2 if table else 4), -9, dtype=torch.int32)
+    wide_table[:, : len(table[0]) if table else 0] = int32(table) if table else 0
+    page_table = wide_table.to(device)[:, : len(table[0]) if table else 2]
+    wide_paths = torch.full((batch, width + 3), 2**31 - 1, dtype=torch.int32)
+    wide_paths[:, :width] = int32(accept_index).view(batch, width)
+    paths = wide_paths.to(device)[:, :width]
+    seq_lens = compact_kv(caches, page_table, int32(start, device), paths, int32(num_accepted, device))
+    assert seq_lens.dtype == torch.int32 and seq_lens.tolist() == lengths
+    for storage, wanted in zip(storages, expected_storages, strict=True):
+        assert torch.equal(raw(storage), raw(wanted))
+
+
+def random_path(rng: np.random.Generator, num_nodes: int) -> list[int]:
+    tree = DraftTree([-1] + [int(rng.integers(max(0, i - 4), i)) for i in range(1, num_nodes)])
+    node, path = int(rng.integers(0, num_nodes)), []
+    while node >= 0:
+        path.append(node)
+        node = int(tree.parents[node])
+    return path[::-1]
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 16, 64])
+def test_compact_kv(backend, device, page_size) -> None:
+    rng = np.random.default_rng(page_size)
+    for batch in (1, 3, 5):
+        max_pages = -(-80 // page_size)
+        pages = batch * max_pages + 2
+        table = random_table(rng, batch, max_pages, pages)
+        start = [int(rng.integers(0, 40)) for _ in range(batch)]
+        paths = [random_path(rng, int(rng.integers(1, 40))) for _ in range(batch)]
+        width = max(len(path) for path in paths) + 1
+        accept_index = [path + [-1] * (width - len(path)) for path in paths]
+        num_accepted = [len(path) - 1 for path in paths]
+        if batch == 5:
+            accept_index[1], num_accepted[1] = [-1] * width, 0  # finished
+            num_accepted[2] = 0
+        check_compact(device, page_size, pages, table, start, accept_index, num_accepted)
+
+
+@given(
+    start=st.lists(st.sampled_from([-(2**31), -3, 0, 5, 9, 17, 2**31 - 1]), min_size=2, max_size=2),
+    paths=st.lists(st.lists(st.integers(-2, 9), min_size=5, max_size=5), min_size=2, max_size=2),
+    num_accepted=st.lists(st.sampled_from([-5, 0, 2, 3, 4, 5, 2**31 - 1]), min_size=2, max_size=2),
+    holes=st.lists(st.sampled_from([-1, 6, 99, 2**31 - 1]), max_size=2),
+)
+def test_compact_kv_bad_values(backend, device, start, paths, num_accepted, holes) -> None:
+    table = [[0, 1, 2], [3, 4, 5]]
+    for i, hole in enumerate(holes):
+        table[i][1] = hole
+    check_compact(device, 4, 6, table, start, paths, num_accepted)
+
+
+def test_compact_kv_long_path(backend, device) -> None:
+    """1022 moves at once: the scratch is cut into windows."""
+    nodes = [0, *range(2, 1024)]
+    rng = np.random.default_rng(0)
+    table = random_table(rng, 1, 90, 90)
+    check_compact(device, 16, 90, table, [300], [nodes], [1022])
+    backwards = [0, *range(1023, 0, -1)]
+    check_compact(device, 16, 90, table, [300], [backwards], [1023])
+
+
+def test_compact_kv_many_tensors(backend, device) -> None:
+    caches = [payload((4, 4, 2, 3), torch.int32, i, device) for i in range(300)]
+    expected = [cache.clone() for cache in caches]
+    table, start, nodes = [[2, 1, 3]], [3], [[0, 2, 5, 6]]
+    lengths = reference_compact(expected, table, 4, start, nodes, [3])
+    seq_lens = compact_kv(caches, int32(table, device), int32(start, device), int32(nodes, device), int32([3], device))
+    assert seq_lens.tolist() == lengths == [7]
+    assert all(torch.equal(cache, wanted) for cache, wanted in zip(caches, expected, strict=True))
+    assert not torch.equal(caches[299], payload((4, 4, 2, 3), torch.int32, 299, device))
+
+
+def test_compact_kv_without_work(backend, device) -> None:
+    no_table, nothing = torch.zeros((0, 4), dtype=torch.int32, device=device), int32([], device)
+    cache = payload((2, 2, 3), torch.float32, 0, device)
+    before = cache.clone()
+    assert compact_kv([cache], no_table, nothing, no_table, nothing).shape == (0,)
+    one = (int32([[0, 1]], device), int32([1], device), int32([[0, 2]], device), int32([1], device))
+    assert compact_kv([], *one).tolist() == [3]
+    assert compact_kv([cache], one[0], one[1], int32([[]], device), one[3]).tolist() == [1]
+    assert torch.equal(raw(cache), raw(before))
+    for shape in ((2, 2, 0, 3), (0, 2, 3), (2, 0, 3)):
+        assert compact_kv([torch.zeros(shape, device=device)], *one).tolist() == [3]
+
+
+def test_compact_kv_does_not_depend_on_threads(backend, device) -> None:
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            storages, caches = cache_list(12, 4, device)
+            compact_kv(
+                caches,
+                int32([[4, 1, 6], [2, 11, 0]], device),
+                int32([2, 3], device),
+                int32([[0, 3, 6, 1], [0, 1, 5, 4]], device),
+                int32([3, 3], device),
+            )
+            results.append([raw(storage) for storage in storages])
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def compact_arguments(device: torch.device) -> dict:
+    return {
+        "caches": [payload((4, 2, 3), torch.float32, i, device) for i in range(2)],
+        "page_table": int32([[0, 1], [2, 3]], device),
+        "start": int32([0, 0], device),
+        "accept_index": int32([[0, 2, 3], [0, 1, 2]], device),
+        "num_accepted": int32([2, 2], device),
+    }
+
+
+def test_compact_kv_refuses(backend, device) -> None:
+    cache = torch.zeros((4, 2, 3), device=device)
+    strided = torch.zeros((4, 2, 4, 6, 8, 10), device=device)[:, :, ::2, ::2, ::2, ::2]
+    for change, message in [
+        (
+            {"caches": [cache, torch.zeros((4, 3, 3), device=device)]},
+            r"`caches\[1\]` must be of shape \[4, 2, \.\.\.\]",
+        ),
+        (
+            {"caches": [cache, torch.zeros((5, 2, 3), device=device)]},
+            r"`caches\[1\]` must be of shape \[4, 2, \.\.\.\]",
+        ),
+        ({"caches": [torch.zeros(4, device=device)]}, r"`caches\[0\]` must be of shape \[pages, page_size, \.\.\.\]"),
+        ({"caches": [cache, strided]}, r"`caches\[1\]` must be of rows with at most three strided dimensions"),
+        ({"page_table": int32([[0, 1]], device)}, r"`page_table` must be of shape \[2, \*\], got \[1, 2\]"),
+        ({"page_table": int32([[0, 2], [1, 3]], device).t()}, "`page_table` must be contiguous in its last dimension"),
+        ({"start": torch.tensor([0, 0], device=device)}, "`start` must be of dtype Int, got Long"),
+        ({"accept_index": int32([[0, 1, 2]], device)}, r"`accept_index` must be of shape \[2, \*\], got \[1, 3\]"),
+        (
+            {"accept_index": torch.zeros((2, 1025), dtype=torch.int32, device=device)},
+            "`accept_index` must be of at most 1024 columns",
+        ),
+        ({"num_accepted": int32([2], device)}, r"`num_accepted` must be of shape \[2\], got \[1\]"),
+    ]:
+        arguments = {**compact_arguments(device), **change}
+        before = [raw(t) for t in arguments["caches"]]
+        with pytest.raises(ValueError, match=f"compact_kv: {message}"):
+            compact_kv(**arguments)
+        assert all(torch.equal(raw(t), old) for t, old in zip(arguments["caches"], before, strict=True))
+    with pytest.raises(TypeError):
+        compact_kv(**{**compact_arguments(device), "caches": [1, 2]})
+
+
+def test_compact_kv_value_checks(value_checks, device) -> None:
+    for change, message in [
+        ({"accept_index": int32([[1, 2, 3], [0, 1, 2]], device)}, r"`accept_index\[0, 0\]` must be 0, the root, got 1"),
+        ({"accept_index": int32([[0, 2, 3], [0, 2, 2]], device)}, r"`accept_index\[1, 2\]` must be greater than"),
+        ({"accept_index": int32([[0, 2, -1], [0, 1, 2]], device)}, r"`accept_index\[0, 2\]` must be greater than"),
+        ({"num_accepted": int32([2, 3], device)}, r"`num_accepted\[1\]` must be in 0..2, got 3"),
+        ({"num_accepted": int32([-1, 2], device)}, r"`num_accepted\[0\]` must be in 0..2, got -1"),
+        ({"start": int32([0, -4], device)}, r"`start\[1\]` must be a position, got -4"),
+        ({"start": int32([1, 0], device)}, "wide enough for position 4 of sequence 0, got 2 pages of 2"),
+        ({"page_table": int32([[0, 1], [4, 3]], device)}, r"`page_table\[1, 0\]` must be a page id in 0..3, got 4"),
+        ({"page_table": int32([[0, -1], [2, 3]], device)}, r"`page_table\[0, 1\]` must be a page id in 0..3, got -1"),
+    ]:
+        arguments = {**compact_arguments(device), **change}
+        before = [raw(t) for t in arguments["caches"]]
+        with pytest.raises(ValueError, match=f"compact_kv: .*{message}"):
+            compact_kv(**arguments)
+        assert all(torch.equal(raw(t), old) for t, old in zip(arguments["caches"], before, strict=True))
+    assert compact_kv(**compact_arguments(device)).tolist() == [3, 3]
+
+
+# 64-bit offsets -------------------------------------------------------------------------------------------------------
+
+
+def test_offsets_past_2_31(backend, device) -> None:
+    """Two pages more than 2^31 elements apart. Only what is touched takes memory."""
+    stride = 2**31 + 64
+    storage = torch.empty(stride + 64, dtype=torch.bfloat16, device=device)
+    cache = torch.as_strided(storage, (2, 2, 2, 4), (stride, 8, 4, 1))
+    cache.zero_()
+    v_cache = torch.zeros((2, 2, 2, 4), dtype=torch.bfloat16, device=device)
+    rows = torch.arange(24, dtype=torch.bfloat16, device=device).view(3, 2, 4)
+    append_kv(rows, rows, cache, v_cache, torch.tensor([1, 2, 3], device=device))
+    assert torch.equal(cache, v_cache)
+    assert torch.equal(cache[1, 1], rows[2])
+    table, path = int32([[0, 1]], device), int32([[0, 2, 3]], device)
+    seq_lens = compact_kv([cache, v_cache], table, int32([0], device), path, int32([2], device))
+    assert seq_lens.tolist() == [3]
+    assert torch.equal(cache, v_cache)
+    assert torch.equal(cache[0, 1], rows[1]) and torch.equal(cache[1, 0], rows[2])
+
+
+# torch ----------------------------------------------------------------------------------------------------------------
+
+
+def test_opcheck(backend, device) -> None:
+    table, seq_lens, offsets = int32([[0, 1]], device), int32([3], device), int32([0, 2], device)
+    torch.library.opcheck(ops.slot_mapping.default, (table, seq_lens, offsets, 2), {"total_q": 3})
+    torch.library.opcheck(ops.append_kv.default, tuple(append_arguments(device).values()))
+    arguments = append_arguments(device)
+    fp8_caches = [arguments[name].to(FP8) for name in ("k_cache", "v_cache")]
+    scales = {"k_scale": torch.tensor(2.0, device=device), "v_scale": torch.ones(3, device=device)}
+    torch.library.opcheck(
+        ops.append_kv.default,
+        (arguments["k"], arguments["v"], *fp8_caches, arguments["slots"]),
+        scales,
+        test_utils=("test_faketensor", "test_aot_dispatch_dynamic"),  # torch's schema test lacks fp8
+    )
+    floats = compact_arguments(device)
+    floats["caches"] = [cache.nan_to_num(0.5) for cache in floats["caches"]]
+    torch.library.opcheck(ops.compact_kv.default, tuple(floats.values()))
+
+
+def test_compile(backend, device) -> None:
+    def step(k, v, caches, table, seq_lens, offsets, path, accepted):
+        slots = slot_mapping(table, seq_lens, offsets, 2, total_q=k.shape[0])
+        append_kv(k, v, caches[0], caches[1], slots)
+        new_lens = compact_kv(caches, table, seq_lens - 3, path, accepted)
+        return slots, new_lens, caches[0] * 2
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    results = []
+    for run in (step, compiled):
+        caches = [torch.zeros((4, 2, 2, 4), device=device) for _ in range(3)]
+        k = torch.arange(24.0, device=device).view(3, 2, 4)
+        offsets, path = int32([0, 3], device), int32([[0, 2]], device)
+        slots, lens, doubled = run(
+            k, -k, caches, int32([[2, 0, 1]], device), int32([5], device), offsets, path, int32([1], device)
+        )
+        results.append([slots, lens, doubled, *caches])
+    assert all(torch.equal(eager, other) for eager, other in zip(*results, strict=True))
+    slots, lens, doubled, k_cache, v_cache, _ = results[1]
+    assert slots.tolist() == [0, 1, 2] and lens.tolist() == [4]
+    assert torch.equal(k_cache[0, 1], k_cache[1, 0]) and torch.equal(v_cache, -k_cache)
+    assert torch.equal(doubled, 2 * k_cache)
