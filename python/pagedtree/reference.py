@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 from torch import Tensor
 
@@ -90,3 +92,14 @@ def sample_row(p: np.ndarray, seed: int, position: int) -> tuple[int, float]:
     token = int(np.argmax(scores))
     others = np.delete(scores, token)
     return token, float(scores[token] - others.max()) if others.size else np.inf
+
+
+def walk(parents: Sequence[int], drafts: Sequence[int], next_token: Callable[[int, int], int]) -> tuple[list, list]:
+    """The path and tokens of sampled or greedy verification; next_token(node, depth) is what follows `node`."""
+    path, tokens = [0], [next_token(0, 0)]
+    while True:
+        children = [i for i, parent in enumerate(parents) if parent == path[-1] and drafts[i] == tokens[-1]]
+        if not children:
+            return path, tokens
+        path.append(children[0])
+        tokens.append(next_token(path[-1], len(path) - 1))
