@@ -1,14 +1,12 @@
 // Growing and choosing draft trees, one sequence at a time: written once for every backend.
 #pragma once
 
-#include <cmath>
-
-#include "core/params.h"
+#include "core/sampling.h"
 
 namespace pagedtree {
 
 // A score that takes part in rankings; -inf and NaN stand for absent.
-PT_HOST_DEVICE bool is_present(float score) { return score > -INFINITY; }
+PT_HOST_DEVICE bool is_present(float score) { return score > -kInfinity; }
 
 // Keeps the `capacity` best of a stream in order: higher scores first, among equals the one that came first. Returns
 // the new size.
@@ -25,6 +23,17 @@ PT_HOST_DEVICE int32_t insert_ranked(float* scores, Id* ids, int32_t size, int32
   return min_of(size + 1, capacity);
 }
 
+// One node's children, to be drawn: distinct tokens in the order of their draws (kSwor) or independent ones (kIid).
+struct ChildrenDraw {
+  GrowthLaw law;
+  int32_t count;
+  uint64_t seed;
+  int64_t position;  // of the node
+  int64_t* tokens;   // [count] out, -1 where the law has fewer tokens
+  float* scores;     // [count] out, log-probabilities, -inf where none
+  float* probs;      // [V] out, the law
+};
+
 // Where the children of frontier node `f` of sequence `b` stand among the candidates.
 PT_HOST_DEVICE int64_t first_child_of(const ExpandTreeParams& p, int64_t b, int64_t f) {
   const int64_t width = p.num_candidates + int64_t{p.num_expanded} * p.num_children;
@@ -34,9 +43,9 @@ PT_HOST_DEVICE int64_t first_child_of(const ExpandTreeParams& p, int64_t b, int6
 // The score of frontier node `f` of sequence `b`, -inf where the frontier names no candidate.
 PT_HOST_DEVICE float frontier_score(const ExpandTreeParams& p, int64_t b, int64_t f) {
   const int32_t candidate = p.frontier[b * p.num_expanded + f];
-  if (candidate < 0 || candidate >= p.num_candidates) return -INFINITY;
+  if (candidate < 0 || candidate >= p.num_candidates) return -kInfinity;
   const float score = p.scores[b * p.num_candidates + candidate];
-  return is_present(score) ? score : -INFINITY;
+  return is_present(score) ? score : -kInfinity;
 }
 
 // The old candidates, and where the frontier went in the draft model's tree.
@@ -242,6 +251,12 @@ PT_HOST_DEVICE int32_t propose_ngrams(const NgramProposeParams& p, int64_t b) {
     insert_matches(p, trie, p.extra + b * p.extra_stride, p.extra_width, history, history_len, n);
   }
   return trie.num_nodes;
+}
+
+PT_HOST_DEVICE LogitRow head_row(const MedusaProposeParams& p, int64_t b, int64_t head) {
+  LogitRow row = logit_row(p.head_logits, b);
+  row.logits = static_cast<const char*>(row.logits) + head * p.head_stride * (row.dtype == DType::kFloat32 ? 4 : 2);
+  return row;
 }
 
 // The token of node `node` of the Medusa tree for sequence b; -1 where the head has none.

@@ -86,26 +86,28 @@ enum class GrowthLaw : int32_t { kTopK, kIid, kSwor };
 
 // One level more: B sequences of C candidates, of which F are the frontier; K children each, then a frontier of G.
 struct ExpandTreeParams {
-  const int64_t* tokens;    // [B, C]
-  const int32_t* parents;   // [B, C] candidate, -1 at the root
-  const float* scores;      // [B, C] cumulative log-probability, -inf = absent
-  const int32_t* kv_index;  // [B, C] index in the draft model's tree, -1 = not fed
-  const int32_t* frontier;  // [B, F] candidates
-  const int32_t* mask;      // [B * F, mask_words] what they see in the draft model's tree
-  const void* logits;       // [B * F, vocab], row stride logits_stride
-  int64_t* out_tokens;      // [B, C + F * K] out
-  int32_t* out_parents;     // [B, C + F * K] out
-  float* out_scores;        // [B, C + F * K] out
-  int32_t* out_kv_index;    // [B, C + F * K] out
-  int32_t* out_frontier;    // [B, G] out
-  int32_t* out_mask;        // [B * G, mask_words] out
-  float* frontier_scores;   // [B, G] scratch
+  const int64_t* tokens;     // [B, C]
+  const int32_t* parents;    // [B, C] candidate, -1 at the root
+  const float* scores;       // [B, C] cumulative log-probability, -inf = absent
+  const int32_t* kv_index;   // [B, C] index in the draft model's tree, -1 = not fed
+  const int32_t* frontier;   // [B, F] candidates
+  const int32_t* mask;       // [B * F, mask_words] what they see in the draft model's tree
+  LogitsParams logits;       // B * F rows
+  SamplingParams sampling;   // of B; laws kIid and kSwor, as the two that follow
+  const int64_t* seeds;      // [B]
+  const int64_t* positions;  // [B], the roots'
+  int64_t* out_tokens;       // [B, C + F * K] out
+  int32_t* out_parents;      // [B, C + F * K] out
+  float* out_scores;         // [B, C + F * K] out
+  int32_t* out_kv_index;     // [B, C + F * K] out
+  int32_t* out_frontier;     // [B, G] out
+  int32_t* out_mask;         // [B * G, mask_words] out
+  float* draft_probs;        // [B * F, V] out, laws kIid and kSwor
+  float* frontier_scores;    // [B, G] scratch
   int64_t batch;
   int64_t num_candidates;  // C
-  int64_t vocab;
-  int64_t logits_stride;
-  DType logits_dtype;
   GrowthLaw law;
+  int32_t level;         // depth of the frontier
   int32_t num_expanded;  // F
   int32_t num_children;  // K
   int32_t num_frontier;  // G
@@ -153,7 +155,7 @@ struct NgramProposeParams {
 };
 
 struct MedusaProposeParams {
-  const void* head_logits;     // [B, H, vocab]
+  LogitsParams head_logits;    // B rows of head 0; head h lies h * head_stride elements behind
   const int32_t* parents;      // [n] one tree for all
   const int32_t* depths;       // [n]
   const int32_t* child_ranks;  // [n]
@@ -165,9 +167,7 @@ struct MedusaProposeParams {
   int64_t* top_tokens;         // [B, H, num_top] scratch
   float* top_scores;           // [B, H, num_top] scratch
   int64_t batch;
-  int64_t vocab;
-  int64_t stride_batch, stride_head;
-  DType logits_dtype;
+  int64_t head_stride;
   int32_t num_heads;  // H
   int32_t num_nodes;  // n
   int32_t num_top;

@@ -39,4 +39,12 @@ PT_HOST_DEVICE void philox(uint64_t seed, int64_t position, typename M::Uint ind
   words[3] = c3;
 }
 
+// floor(total * u) for the 64-bit fraction u of two words: an integer below `total`.
+PT_HOST_DEVICE uint64_t fraction_of(uint64_t total, uint32_t high, uint32_t low) {
+  const uint64_t total_high = total >> 32, total_low = total & 0xffffffffu;
+  const uint64_t middle = total_high * low + ((total_low * low) >> 32);
+  const uint64_t carry = total_low * high + (middle & 0xffffffffu);
+  return total_high * high + (middle >> 32) + (carry >> 32);
+}
+
 }  // namespace pagedtree

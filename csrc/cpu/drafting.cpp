@@ -1,34 +1,39 @@
 #include "core/drafting.h"
 
+#include <cmath>
+
+#include "cpu/isa.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
-#include "cpu/top_tokens.h"
 
 namespace pagedtree::cpu {
 namespace {
 
-const void* row_at(const void* rows, DType dtype, int64_t offset) {
-  return static_cast<const char*>(rows) + offset * (dtype == DType::kFloat32 ? 4 : 2);
-}
-
-// The children of frontier node f: the best tokens, scored with the path's log-probability.
-void expand_node(const ExpandTreeParams& p, int64_t b, int64_t f) {
-  const int64_t children = first_child_of(p, b, f);
+// The children of frontier node f, scored with the log-probability of the path.
+void expand_node(const ExpandTreeParams& p, const IsaKernels& isa, int64_t b, int64_t f) {
+  const int64_t row = b * p.num_expanded + f, children = first_child_of(p, b, f);
   int64_t* tokens = p.out_tokens + children;
   float* scores = p.out_scores + children;
+  float* probs = p.law == GrowthLaw::kTopK ? nullptr : p.draft_probs + row * p.logits.vocab;
   const float parent = frontier_score(p, b, f);
-  double log_sum = 0.0;  // relative to the best
-  if (is_present(parent)) {
-    const int64_t row = b * p.num_expanded + f;
-    top_tokens(row_at(p.logits, p.logits_dtype, row * p.logits_stride), p.logits_dtype, p.vocab, p.num_children, tokens,
-               scores, &log_sum);
-  } else {
+  if (!is_present(parent)) {
     for (int32_t k = 0; k < p.num_children; ++k) {
       tokens[k] = -1;
-      scores[k] = -INFINITY;
+      scores[k] = -kInfinity;
     }
+    for (int64_t x = 0; probs != nullptr && x < p.logits.vocab; ++x) probs[x] = 0.0f;
+    return;
   }
-  const double best = scores[0];
+  const LogitRow logits = logit_row(p.logits, row);
+  double best = 0.0, log_sum = 0.0;
+  if (p.law == GrowthLaw::kTopK) {
+    log_sum = std::log(isa.top_tokens(logits, p.num_children, true, tokens, scores));
+    best = scores[0];
+  } else {
+    const int64_t position = static_cast<int64_t>(static_cast<uint64_t>(p.positions[b]) + p.level);
+    isa.draw_children(logits, law_of(p.sampling, b),
+                      {p.law, p.num_children, static_cast<uint64_t>(p.seeds[b]), position, tokens, scores, probs});
+  }
   for (int32_t k = 0; k < p.num_children && is_present(scores[k]); ++k) {
     scores[k] = parent + min_of(static_cast<float>(scores[k] - best - log_sum), 0.0f);
     if (!is_present(scores[k])) tokens[k] = -1;
@@ -50,8 +55,9 @@ void pack_offsets(int64_t batch, int64_t num_rows, int32_t* cu_nodes, int64_t* d
 }  // namespace
 
 void expand_tree(const ExpandTreeParams& p, const ExecContext& ctx) {
+  const IsaKernels& isa = isa_kernels();
   parallel_for(ctx, p.batch * p.num_expanded, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) expand_node(p, row / p.num_expanded, row % p.num_expanded);
+    for (int64_t row = begin; row < end; ++row) expand_node(p, isa, row / p.num_expanded, row % p.num_expanded);
   });
   parallel_for(ctx, p.batch, 8, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) grow_tree(p, b);
@@ -85,12 +91,13 @@ void ngram_propose(const NgramProposeParams& p, const ExecContext& ctx) {
 }
 
 void medusa_propose(const MedusaProposeParams& p, const ExecContext& ctx) {
+  const IsaKernels& isa = isa_kernels();
   parallel_for(ctx, p.batch * p.num_heads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t b = row / p.num_heads, head = row % p.num_heads;
       if (p.active != nullptr && !p.active[b]) continue;
-      top_tokens(row_at(p.head_logits, p.logits_dtype, b * p.stride_batch + head * p.stride_head), p.logits_dtype,
-                 p.vocab, p.num_top, p.top_tokens + row * p.num_top, p.top_scores + row * p.num_top, nullptr);
+      isa.top_tokens(head_row(p, b, head), p.num_top, false, p.top_tokens + row * p.num_top,
+                     p.top_scores + row * p.num_top);
     }
   });
   pack_offsets(p.batch, p.batch * p.num_nodes, p.cu_nodes, p.draft_tokens, p.out_parents,

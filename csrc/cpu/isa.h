@@ -6,7 +6,7 @@
 #pragma once
 
 #include "core/backend.h"
-#include "core/sampling.h"
+#include "core/drafting.h"
 
 namespace pagedtree::cpu {
 
@@ -15,6 +15,10 @@ struct IsaKernels {
   Draw (*draw_token)(const LogitRow& row, const Law& law, uint64_t seed, int64_t position);
   // dst[i] = saturate(src[i] / scale) as e4m3; dtype is that of src: fp32, fp16 or bf16.
   void (*quantize_e4m3)(const void* src, DType dtype, int64_t count, float scale, uint8_t* dst);
+  // The k best tokens, best first and the lower id first among equals, and their logits; -1 and -inf where fewer are
+  // finite. Returns the sum of exp(logit - best logit) if asked to.
+  double (*top_tokens)(const LogitRow& row, int32_t k, bool with_sum, int64_t* tokens, float* logits);
+  void (*draw_children)(const LogitRow& row, const Law& law, const ChildrenDraw& draw);
 };
 
 namespace portable {

@@ -1,13 +1,8 @@
-#include "torch/check.h"
 #include "torch/ops.h"
+#include "torch/sampling.h"
 
 namespace pagedtree::ops {
 namespace {
-
-DType logits_dtype(const Tensor& logits) {
-  if (logits.scalar_type() == ScalarType::Float) return DType::kFloat32;
-  return logits.scalar_type() == ScalarType::Half ? DType::kFloat16 : DType::kBFloat16;
-}
 
 // The growing tree's tensors [B, C], the same for each op that takes it.
 void check_candidates(const Check& check, const Tensor& tokens, const Tensor& parents, const Tensor& scores,
@@ -20,17 +15,26 @@ void check_candidates(const Check& check, const Tensor& tokens, const Tensor& pa
   check.tensor(kv_index, "kv_index", {ScalarType::Int}, {tokens.size(0), tokens.size(1)});
 }
 
+GrowthLaw growth_law(const Check& check, const std::string& law) {
+  if (law == "topk") return GrowthLaw::kTopK;
+  if (law == "iid") return GrowthLaw::kIid;
+  check.that(law == "swor", "law", "\"topk\", \"iid\" or \"swor\"", "\"" + law + "\"");
+  return GrowthLaw::kSwor;
+}
+
 void check_active(const Check& check, const std::optional<Tensor>& active, int64_t batch) {
   if (active.has_value()) check.tensor(*active, "active", {ScalarType::Bool}, {batch});
 }
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> expand_tree(const Tensor& tokens, const Tensor& parents,
-                                                                       const Tensor& scores, const Tensor& kv_index,
-                                                                       const Tensor& frontier, const Tensor& mask,
-                                                                       const Tensor& logits, int64_t num_kv,
-                                                                       int64_t num_children, int64_t num_frontier) {
+ExpandedTensors expand_tree(const Tensor& tokens, const Tensor& parents, const Tensor& scores, const Tensor& kv_index,
+                            const Tensor& frontier, const Tensor& mask, const Tensor& logits, int64_t level,
+                            int64_t num_kv, int64_t num_children, int64_t num_frontier, const std::string& law,
+                            const std::optional<Tensor>& temperature, const std::optional<Tensor>& top_k,
+                            const std::optional<Tensor>& top_p, const std::optional<Tensor>& min_p,
+                            const std::string& filter_order, const std::optional<Tensor>& seeds,
+                            const std::optional<Tensor>& positions) {
   const Check check("expand_tree", tokens);
   check_candidates(check, tokens, parents, scores, kv_index);
   const int64_t batch = tokens.size(0), num_candidates = tokens.size(1);
@@ -39,16 +43,35 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> expand_tree(const Ten
   check.that(num_expanded >= 1, "frontier", "of at least one node", num_expanded);
   check.tensor(mask, "mask", {ScalarType::Int}, {batch * num_expanded, kAnySize});
   const int64_t mask_words = mask.size(1);
-  check.tensor(logits, "logits", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16},
-               {batch * num_expanded, kAnySize}, Strides::kLastContiguous);
-  const int64_t vocab = logits.size(1);
-  check.that(num_children >= 1 && num_children <= min_of<int64_t>(vocab, kMaxTreeNodes), "num_children",
-             "in 1.." + std::to_string(min_of<int64_t>(vocab, kMaxTreeNodes)), num_children);
+
+  ExpandTreeParams params{};
+  params.law = growth_law(check, law);
+  params.logits = logits_params(check, logits);
+  const int64_t vocab = params.logits.vocab;
+  check.tensor(logits, "logits", {logits.scalar_type()}, {batch * num_expanded, kAnySize}, Strides::kLastContiguous);
+  const bool sampled = params.law != GrowthLaw::kTopK;
+  for (const auto& [name, given] : {std::pair{"temperature", &temperature},
+                                    {"top_k", &top_k},
+                                    {"top_p", &top_p},
+                                    {"min_p", &min_p},
+                                    {"seeds", &seeds},
+                                    {"positions", &positions}}) {
+    check.that(given->has_value() == sampled, name, sampled ? "a tensor under this law" : "None under law \"topk\"",
+               sampled ? "None" : "a tensor");
+  }
+  if (sampled) {
+    params.sampling = sampling_params(check, *temperature, *top_k, *top_p, *min_p, filter_order, batch);
+    check.tensor(*seeds, "seeds", {ScalarType::Long}, {batch});
+    check.tensor(*positions, "positions", {ScalarType::Long}, {batch});
+  }
+  const int64_t most = params.law == GrowthLaw::kIid ? kMaxTreeNodes : min_of<int64_t>(vocab, kMaxTreeNodes);
+  check.that(num_children >= 1 && num_children <= most, "num_children", "in 1.." + std::to_string(most), num_children);
   const int64_t num_new = num_expanded * num_children;
   check.that(num_frontier >= 0 && num_frontier <= num_new, "num_frontier", "in 0.." + std::to_string(num_new),
              num_frontier);
   check.that(num_candidates + num_new <= kMaxCandidates, "num_children", "such that candidates stay within 2^20",
              num_children);
+  check.that(level >= 0 && level < kMaxTreeNodes, "level", "in 0..1023", level);
   check.that(num_kv >= num_expanded && num_kv + num_frontier <= mask_words * kMaskWordBits, "num_frontier",
              "at most " + std::to_string(mask_words * kMaskWordBits - num_kv) + " (max_kv_nodes less those fed)",
              num_frontier);
@@ -59,36 +82,35 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> expand_tree(const Ten
   Tensor out_kv_index = empty_on(tokens, {batch, num_candidates + num_new}, ScalarType::Int);
   Tensor out_frontier = empty_on(tokens, {batch, num_frontier}, ScalarType::Int);
   Tensor out_mask = empty_on(tokens, {batch * num_frontier, mask_words}, ScalarType::Int);
+  Tensor draft_probs = empty_on(tokens, {sampled ? batch * num_expanded : 0, vocab}, ScalarType::Float);
   Tensor frontier_scores = empty_on(tokens, {batch, num_frontier}, ScalarType::Float);
 
-  ExpandTreeParams params{};
   params.tokens = const_pointer<int64_t>(tokens);
   params.parents = const_pointer<int32_t>(parents);
   params.scores = const_pointer<float>(scores);
   params.kv_index = const_pointer<int32_t>(kv_index);
   params.frontier = const_pointer<int32_t>(frontier);
   params.mask = const_pointer<int32_t>(mask);
-  params.logits = logits.const_data_ptr();
+  params.seeds = optional_pointer<int64_t>(seeds);
+  params.positions = optional_pointer<int64_t>(positions);
   params.out_tokens = mutable_pointer<int64_t>(out_tokens);
   params.out_parents = mutable_pointer<int32_t>(out_parents);
   params.out_scores = mutable_pointer<float>(out_scores);
   params.out_kv_index = mutable_pointer<int32_t>(out_kv_index);
   params.out_frontier = mutable_pointer<int32_t>(out_frontier);
   params.out_mask = mutable_pointer<int32_t>(out_mask);
+  params.draft_probs = mutable_pointer<float>(draft_probs);
   params.frontier_scores = mutable_pointer<float>(frontier_scores);
   params.batch = batch;
   params.num_candidates = num_candidates;
-  params.vocab = vocab;
-  params.logits_stride = logits.stride(0);
-  params.logits_dtype = logits_dtype(logits);
-  params.law = GrowthLaw::kTopK;
+  params.level = static_cast<int32_t>(level);
   params.num_expanded = static_cast<int32_t>(num_expanded);
   params.num_children = static_cast<int32_t>(num_children);
   params.num_frontier = static_cast<int32_t>(num_frontier);
   params.num_kv = static_cast<int32_t>(num_kv);
   params.mask_words = static_cast<int32_t>(mask_words);
   backend_for(tokens).expand_tree(params, context_for(tokens));
-  return {out_tokens, out_parents, out_scores, out_kv_index, out_frontier, out_mask};
+  return {out_tokens, out_parents, out_scores, out_kv_index, out_frontier, out_mask, draft_probs};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> rerank_tree(const Tensor& tokens, const Tensor& parents,
@@ -204,7 +226,12 @@ std::tuple<Tensor, Tensor, Tensor> medusa_propose(const Tensor& head_logits, con
   Tensor top_scores = empty_on(head_logits, {batch, num_heads, num_top}, ScalarType::Float);
 
   MedusaProposeParams params{};
-  params.head_logits = head_logits.const_data_ptr();
+  params.head_logits.data = head_logits.const_data_ptr();
+  params.head_logits.num_rows = batch;
+  params.head_logits.vocab = vocab;
+  params.head_logits.row_stride = head_logits.stride(0);
+  params.head_logits.dtype = logits_dtype(head_logits);
+  params.head_stride = head_logits.stride(1);
   params.parents = const_pointer<int32_t>(parents);
   params.depths = const_pointer<int32_t>(depths);
   params.child_ranks = const_pointer<int32_t>(child_ranks);
@@ -216,10 +243,6 @@ std::tuple<Tensor, Tensor, Tensor> medusa_propose(const Tensor& head_logits, con
   params.top_tokens = mutable_pointer<int64_t>(top_tokens);
   params.top_scores = mutable_pointer<float>(top_scores);
   params.batch = batch;
-  params.vocab = vocab;
-  params.stride_batch = head_logits.stride(0);
-  params.stride_head = head_logits.stride(1);
-  params.logits_dtype = logits_dtype(head_logits);
   params.num_heads = static_cast<int32_t>(num_heads);
   params.num_nodes = static_cast<int32_t>(num_nodes);
   params.num_top = static_cast<int32_t>(num_top);

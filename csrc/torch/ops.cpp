@@ -50,8 +50,11 @@ STABLE_TORCH_LIBRARY(pagedtree, m) {
 
   m.def(
       "expand_tree(Tensor tokens, Tensor parents, Tensor scores, Tensor kv_index, Tensor frontier, Tensor mask,"
-      " Tensor logits, *, SymInt num_kv, SymInt num_children, SymInt num_frontier)"
-      " -> (Tensor tokens, Tensor parents, Tensor scores, Tensor kv_index, Tensor frontier, Tensor mask)");
+      " Tensor logits, *, SymInt level, SymInt num_kv, SymInt num_children, SymInt num_frontier, str law=\"topk\","
+      " Tensor? temperature=None, Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None,"
+      " str filter_order=\"top_k_first\", Tensor? seeds=None, Tensor? positions=None)"
+      " -> (Tensor tokens, Tensor parents, Tensor scores, Tensor kv_index, Tensor frontier, Tensor mask,"
+      " Tensor draft_probs)");
   m.def(
       "rerank_tree(Tensor tokens, Tensor parents, Tensor scores, Tensor kv_index, *, SymInt num_nodes, bool by_score,"
       " Tensor? active=None) -> (Tensor draft_tokens, Tensor parents, Tensor cu_nodes, Tensor node_map)");

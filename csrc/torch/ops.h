@@ -28,11 +28,15 @@ VerdictTensors verify_sampled(const Tensor& logits, const Tensor& draft_tokens, 
                               const Tensor& seeds, const Tensor& positions, const std::optional<Tensor>& grammar_mask,
                               const std::optional<Tensor>& draft_to_target);
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> expand_tree(const Tensor& tokens, const Tensor& parents,
-                                                                       const Tensor& scores, const Tensor& kv_index,
-                                                                       const Tensor& frontier, const Tensor& mask,
-                                                                       const Tensor& logits, int64_t num_kv,
-                                                                       int64_t num_children, int64_t num_frontier);
+// tokens, parents, scores, kv_index, frontier, mask, draft_probs
+using ExpandedTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+ExpandedTensors expand_tree(const Tensor& tokens, const Tensor& parents, const Tensor& scores, const Tensor& kv_index,
+                            const Tensor& frontier, const Tensor& mask, const Tensor& logits, int64_t level,
+                            int64_t num_kv, int64_t num_children, int64_t num_frontier, const std::string& law,
+                            const std::optional<Tensor>& temperature, const std::optional<Tensor>& top_k,
+                            const std::optional<Tensor>& top_p, const std::optional<Tensor>& min_p,
+                            const std::string& filter_order, const std::optional<Tensor>& seeds,
+                            const std::optional<Tensor>& positions);
 std::tuple<Tensor, Tensor, Tensor, Tensor> rerank_tree(const Tensor& tokens, const Tensor& parents,
                                                        const Tensor& scores, const Tensor& kv_index, int64_t num_nodes,
                                                        bool by_score, std::optional<Tensor> active);

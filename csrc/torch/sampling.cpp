@@ -4,6 +4,11 @@
 
 namespace pagedtree::ops {
 
+DType logits_dtype(const Tensor& logits) {
+  if (logits.scalar_type() == ScalarType::Float) return DType::kFloat32;
+  return logits.scalar_type() == ScalarType::Half ? DType::kFloat16 : DType::kBFloat16;
+}
+
 LogitsParams logits_params(const Check& check, const Tensor& logits) {
   const auto dtypes = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16};
   check.tensor(logits, "logits", dtypes, {kAnySize, kAnySize}, Strides::kLastContiguous);
@@ -13,9 +18,7 @@ LogitsParams logits_params(const Check& check, const Tensor& logits) {
   params.num_rows = logits.size(0);
   params.vocab = logits.size(1);
   params.row_stride = logits.stride(0);
-  params.dtype = logits.scalar_type() == ScalarType::Float  ? DType::kFloat32
-                 : logits.scalar_type() == ScalarType::Half ? DType::kFloat16
-                                                            : DType::kBFloat16;
+  params.dtype = logits_dtype(logits);
   return params;
 }
 

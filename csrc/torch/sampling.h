@@ -6,6 +6,8 @@
 
 namespace pagedtree::ops {
 
+DType logits_dtype(const Tensor& logits);
+
 // Logits [rows, V], V >= 1, with rows at any stride >= V.
 LogitsParams logits_params(const Check& check, const Tensor& logits);
 

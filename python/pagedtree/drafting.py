@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pagedtree._ops import call, ops
+from pagedtree.sampling import SamplingParams
 from pagedtree.tree import DraftTree, TreeBatch, build_trees
 
 __all__ = [
@@ -178,29 +179,58 @@ def start_draft(root_tokens: Tensor, *, max_kv_nodes: int, active: Tensor | None
     )
 
 
-def expand_tree(state: DraftState, logits: Tensor, *, num_children: int, num_frontier: int = 0) -> DraftState:
+def expand_tree(
+    state: DraftState,
+    logits: Tensor,
+    *,
+    num_children: int,
+    num_frontier: int = 0,
+    law: str = "topk",
+    params: SamplingParams | None = None,
+    seeds: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> DraftState:
     """Grows each tree by one level: `num_children` children of every frontier node, then the next frontier.
 
-    Source: EAGLE-2 (Li et al., EMNLP 2024).
+    Sources: EAGLE-2 (Li et al., EMNLP 2024) for "topk"; "swor" draws by Gumbel-top-k (Kool et al., ICML 2019).
 
     Args:
         state: of `start_draft` or an earlier expansion.
         logits: fp32, fp16 or bf16 [B * F, V], the draft model's at the frontier; row stride >= V.
-        num_children: K, 1..min(V, 1024).
+        num_children: K, 1..1024, and at most V unless children are independent ("iid").
         num_frontier: size of the next frontier, at most F * K; 0 (default) after the last level.
+        law: how children come from a row, the same for all levels of a tree; what `verify_rejection` calls its
+            draft_law ("topk" is its "onehot").
+            "topk": the K best tokens, best first, ties by lower id.
+            "swor": K draws without replacement from q, in the order of the draws.
+            "iid": K independent draws from q; a token may come twice.
+        params, seeds, positions: laws "swor" and "iid": q is the law of `params` (scalars or [B]) on the row; seeds
+            int64 [B]; positions int64 [B], the roots' own. The noise depends on the seed and the node's position,
+            positions + depth, and is none that verification uses.
 
-    Children are the K best tokens, best first, ties by lower id. NaN logits read as -inf, +inf as the largest finite;
-    a token of logit -inf is no child, nor is a child of an absent node: token -1, score -inf.
+    NaN logits read as -inf, +inf as the largest finite. Where a node is absent, a logit -inf ("topk") or q has fewer
+    than K tokens ("swor"), the child is absent: token -1, score -inf.
 
         for f in frontier:
-            logp = log_softmax(logits[f])
-            for token in topk(logp, num_children):
+            logp = log_softmax(logits[f])               # "topk"; else log q
+            for token in topk(logp, num_children):      # else num_children draws from q
                 append(token, parent=f, score=score[f] + logp[token])
         frontier = sorted(new, key=lambda c: (-score[c], c))[:num_frontier]
 
-    Raises ValueError for wrong shapes, dtypes or bounds.
+    Under "swor" and "iid" a choice by score would bias verification: there the frontier has a fixed shape, first draws
+    first (the first child of every old frontier node, then the second of each, ...); and the laws q, fp32 [B, F, V],
+    are kept in the state (zeros for an absent node).
+
+    Raises ValueError for wrong shapes, dtypes or bounds, sampling arguments missing or not wanted, a law that is not
+    the state's.
     """
-    tokens, parents, scores, kv_index, frontier, mask = call(
+    if state.law not in (None, law):
+        raise ValueError(f"expand_tree: `law` must be {state.law!r} as in the levels before, got {law!r}")
+    if params is None:
+        sampling: tuple[Tensor | str | None, ...] = (None, None, None, None, "top_k_first")
+    else:
+        sampling = params.on(logits.device)
+    tokens, parents, scores, kv_index, frontier, mask, draft_probs = call(
         ops.expand_tree,
         state.tokens,
         state.parents,
@@ -209,10 +239,16 @@ def expand_tree(state: DraftState, logits: Tensor, *, num_children: int, num_fro
         state.frontier,
         state.mask,
         logits,
+        level=state.level,
         num_kv=state.num_kv,
         num_children=num_children,
         num_frontier=num_frontier,
+        law=law,
+        **dict(zip(("temperature", "top_k", "top_p", "min_p", "filter_order"), sampling, strict=True)),
+        seeds=seeds,
+        positions=positions,
     )
+    laws = () if law == "topk" else (draft_probs.unflatten(0, (state.batch_size, state.num_frontier)),)
     return DraftState(
         tokens,
         parents,
@@ -222,7 +258,8 @@ def expand_tree(state: DraftState, logits: Tensor, *, num_children: int, num_fro
         mask,
         level_sizes=(*state.level_sizes, state.num_frontier * num_children),
         num_kv=state.num_kv + num_frontier,
-        law="topk",
+        law=law,
+        draft_probs=(*state.draft_probs, *laws),
     )
 
 
@@ -236,12 +273,16 @@ def rerank_tree(state: DraftState, num_nodes: int, *, active: Tensor | None = No
         num_nodes: most nodes of a tree, root included, 1..1024.
         active: bool [B]; False = the sequence is finished and gets a tree of no nodes.
 
-    The best are those of the highest cumulative log-probability, ties by depth, then index; since it never rises along
-    a path, no node is chosen without its parent. Nodes keep the candidates' order. A sequence with fewer candidates
-    has fewer nodes.
+    Law "topk": the best are those of the highest cumulative log-probability, ties by depth, then index; since it never
+    rises along a path, no node is chosen without its parent. Nodes keep the candidates' order. A sequence with fewer
+    candidates has fewer nodes.
 
         best = sorted(present, key=lambda c: (-score[c], c))[:num_nodes]
         nodes = sorted(best)
+
+    Laws "swor" and "iid": a choice that looked at scores would bias verification; the tree is the candidates present
+    among the first num_nodes, all of them if num_nodes >= state.num_candidates. draft_probs holds every law drawn from,
+    copied into one tensor [B * nodes expanded, V], and draft_rows where each node's children came from.
 
     Returns a `Draft` with max_nodes = num_nodes and max_depth = the levels expanded. Raises ValueError for wrong
     shapes, dtypes or bounds.
@@ -253,11 +294,18 @@ def rerank_tree(state: DraftState, num_nodes: int, *, active: Tensor | None = No
         state.scores,
         state.kv_index,
         num_nodes=num_nodes,
-        by_score=True,
+        by_score=state.law in (None, "topk"),
         active=active,
     )
     trees = build_trees(parents, cu_nodes, max_nodes=num_nodes, max_depth=state.level)
-    return Draft(draft_tokens, trees, node_map=node_map)
+    if not state.draft_probs:
+        return Draft(draft_tokens, trees, node_map=node_map)
+    draft_probs = torch.cat(state.draft_probs, dim=1)
+    rows = torch.arange(node_map.shape[0], dtype=torch.int32, device=node_map.device)
+    sequence = torch.searchsorted(cu_nodes[1:], rows, right=True)
+    draft_rows = sequence * draft_probs.shape[1] + node_map.clamp(min=0)
+    draft_rows = draft_rows.clamp(max=draft_probs.shape[0] * draft_probs.shape[1] - 1)  # of padding
+    return Draft(draft_tokens, trees, draft_probs.flatten(0, 1), draft_rows, node_map)
 
 
 def ngram_propose(
@@ -441,9 +489,18 @@ def _expand_tree_fake(
     mask: Tensor,
     logits: Tensor,
     *,
+    level: int,
     num_kv: int,
     num_children: int,
     num_frontier: int,
+    law: str = "topk",
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    filter_order: str = "top_k_first",
+    seeds: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     batch = tokens.shape[0]
     shape = (batch, tokens.shape[1] + frontier.shape[1] * num_children)
@@ -451,6 +508,7 @@ def _expand_tree_fake(
         *(old.new_empty(shape) for old in (tokens, parents, scores, kv_index)),
         frontier.new_empty((batch, num_frontier)),
         mask.new_empty((batch * num_frontier, mask.shape[1])),
+        scores.new_empty((0 if law == "topk" else logits.shape[0], logits.shape[1])),
     )
 
 

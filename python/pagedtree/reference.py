@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch import Tensor
 
-GUMBEL = 0  # the noise's word in the Philox counter
+# What a draw is for: the last word of the Philox counter.
+GUMBEL = 0
+DRAFT = 3
 
 
 def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
@@ -23,16 +25,20 @@ def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
     return np.stack(c, axis=-1).astype(np.uint32)
 
 
-def gumbel_noise(seed: int, position: int, vocab: int) -> np.ndarray:
-    """The noise of tokens 0..vocab-1: float64 [vocab]."""
-    blocks = (vocab + 3) // 4
+def random_words(seed: int, position: int, blocks: int, use: int) -> np.ndarray:
+    """The words of blocks 0..blocks-1: uint32 [blocks, 4]."""
     counter = np.empty((blocks, 4), dtype=np.uint32)
     counter[:, 0] = position & 0xFFFFFFFF
     counter[:, 1] = (position >> 32) & 0xFFFFFFFF
     counter[:, 2] = np.arange(blocks)
-    counter[:, 3] = GUMBEL
+    counter[:, 3] = use
     key = np.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], dtype=np.uint32)
-    words = philox4x32(counter, np.broadcast_to(key, (blocks, 2))).reshape(-1)[:vocab]
+    return philox4x32(counter, np.broadcast_to(key, (blocks, 2)))
+
+
+def gumbel_noise(seed: int, position: int, vocab: int, use: int = GUMBEL) -> np.ndarray:
+    """The noise of tokens 0..vocab-1: float64 [vocab]."""
+    words = random_words(seed, position, (vocab + 3) // 4, use).reshape(-1)[:vocab]
     return -np.log(-np.log1p(-(words.astype(np.float64) + 0.5) * 2.0**-32))
 
 

@@ -57,8 +57,9 @@ static inline vfloat fma(vfloat a, vfloat b, vfloat c) {
 #elif defined(__AVX2__)
   return _mm256_fmadd_ps(a, b, c);
 #else
-  for (int i = 0; i < kLanes; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
-  return c;
+  vfloat result{};
+  for (int i = 0; i < kLanes; ++i) result[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return result;
 #endif
 }
 
