@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from pagedtree import _C
 from pagedtree.testing import backends, use_backend
 
 # The same examples in every run; a failure prints the example. `backend` has no state that examples could disturb.
@@ -39,3 +40,12 @@ def device(backend: str) -> torch.device:
 def value_checks(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns on the checks of values in tensors (PAGEDTREE_CHECK=1)."""
     monkeypatch.setenv("PAGEDTREE_CHECK", "1")
+
+
+@pytest.fixture(params=_C.available_isas())
+def isa(request: pytest.FixtureRequest, backend: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs the test once for each instruction set that the CPU backend has on this machine."""
+    if backend != "cpu":
+        pytest.skip("instruction sets are the cpu backend's")
+    monkeypatch.setenv("PAGEDTREE_CPU_ISA", request.param)
+    return request.param

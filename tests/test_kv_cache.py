@@ -225,18 +225,6 @@ def test_append_kv(backend, device, dtype, cache_dtype, layout, page_size) -> No
         assert torch.equal(raw(k), before[0]) and torch.equal(raw(v), before[1])
 
 
-@pytest.fixture(params=["portable", "avx2", "avx512", "amx"])
-def isa(request, backend, monkeypatch) -> str:
-    """Each instruction set that this machine has."""
-    monkeypatch.setenv("PAGEDTREE_CPU_ISA", request.param)
-    row = torch.zeros(1, 1, 1)
-    try:
-        ops.append_kv(row, row, row[None].clone(), row[None].clone(), torch.tensor([0]))
-    except RuntimeError:
-        pytest.skip(f"no {request.param} here")
-    return request.param
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_append_rounds_to_fp8_as_torch(isa, device, dtype) -> None:
     if dtype == torch.float32:  # the bits that decide, of every exponent; then the neighbours of every tie
