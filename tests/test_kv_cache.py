@@ -85,7 +85,8 @@ def test_slot_mapping_bad_values(backend, device) -> None:
         return slot_mapping(table, int32(seq_lens, device), int32(cu_seqlens_q, device), 2, total_q=total_q).tolist()
 
     assert slots([4, 4], [0, 4, 6], 7) == [6, 7, -1, -1, 12, 13, -1]  # a negative page
-    assert slots([1, 5], [0, 3, 6], 6) == [-1, -1, 6, 12, 13, -1]  # positions below 0 and past the table
+    assert slots([1, 4], [0, 3, 5], 5) == [-1, -1, 6, 12, 13]  # positions below 0
+    assert slots([6, 6], [0, 2, 4], 4) == [-1] * 4  # positions past the table, where the next row begins
     assert slots([2, 2], [0, 2, 9], 3) == [6, 7, -1]  # rows past total_q; row 2 is position -5
     assert slots([4, 4], [2, 3, 4], 4) == [-1, -1, -1, 13]  # rows before the first offset belong to nobody
     for offsets in ([0, 5, 3], [7, -4, 2], [-(2**31), 2**31 - 1, 0], [3, 2, 1]):
@@ -371,10 +372,10 @@ def check_compact(device, page_size, pages, table, start, accept_index, num_acce
     storages, caches = cache_list(pages, page_size, device)
     expected_storages, expected = clones(storages, caches)
     lengths = reference_compact(expected, table, page_size, start, accept_index, num_accepted)
-    batch, width = len(start), len(accept_index[0]) if accept_index else 3
-    wide_table = torch.full((batch, len(table[0]) + 2 if table else 4), -9, dtype=torch.int32)
-    wide_table[:, : len(table[0]) if table else 0] = int32(table) if table else 0
-    page_table = wide_table.to(device)[:, : len(table[0]) if table else 2]
+    batch, width = len(start), len(accept_index[0])
+    wide_table = torch.zeros((batch, len(table[0]) + 2), dtype=torch.int32)  # a page that a wrong read would reach
+    wide_table[:, :-2] = int32(table)
+    page_table = wide_table.to(device)[:, :-2]
     wide_paths = torch.full((batch, width + 3), 2**31 - 1, dtype=torch.int32)
     wide_paths[:, :width] = int32(accept_index).view(batch, width)
     paths = wide_paths.to(device)[:, :width]

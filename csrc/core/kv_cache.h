@@ -5,7 +5,7 @@
 
 namespace pagedtree {
 
-// A place in a cache; page -1 = none.
+// A place in a cache; a negative page = none.
 struct Slot {
   int32_t page;
   int32_t offset;
@@ -17,7 +17,7 @@ PT_HOST_DEVICE Slot locate(const PageTable& table, int64_t b, int64_t position) 
   const int64_t index = position / table.page_size;
   if (position < 0 || index >= table.max_pages) return {-1, 0};
   const int32_t page = table.pages[b * table.row_stride + index];
-  return {page < 0 ? -1 : page, static_cast<int32_t>(position - index * table.page_size)};
+  return {page, static_cast<int32_t>(position - index * table.page_size)};
 }
 
 PT_HOST_DEVICE int64_t slot_id(Slot slot, int64_t page_size) {
