@@ -54,12 +54,27 @@ endif
 	sed -E '/^#/d; s/==.*//' requirements-dev.txt | python -m pip install -r /dev/stdin
 	@touch $@
 
-.PHONY: test test-all
+.PHONY: test test-all test-sanitizers check-aarch64
 test: build  ## the core suite
 	$(PYTEST) -m "not slow"
 
-test-all: build  ## every test, the long ones too
+test-all: build test-sanitizers  ## every test, the long ones too
 	$(PYTEST)
+
+test-sanitizers: $(READY)  ## the op tests on a build with AddressSanitizer and UndefinedBehaviorSanitizer
+	OMP_NUM_THREADS=1 tests/run_sanitized.sh -n $(WORKERS)
+
+# Needs g++-aarch64-linux-gnu and qemu-user (Debian's names).
+AARCH64 := build/aarch64
+check-aarch64: $(READY)  ## the CPU backend, cross-compiled for aarch64, runs the C++ example under qemu
+	cmake -S . -B $(AARCH64) -DPAGEDTREE_PYTHON=OFF -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
+	cmake --build $(AARCH64) --parallel $${MAX_JOBS:-$$(nproc)}
+	cmake --install $(AARCH64) --prefix $(AARCH64)/installed
+	cmake -S examples/cpp -B $(AARCH64)/example -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
+	  -Dpagedtree_DIR=$(CURDIR)/$(AARCH64)/installed/lib/cmake/pagedtree
+	cmake --build $(AARCH64)/example
+	$$(command -v qemu-aarch64-static qemu-aarch64 | head -n 1) -L /usr/aarch64-linux-gnu $(AARCH64)/example/tree_step
 
 .PHONY: lint format
 lint: $(READY)  ## ruff, mypy, clang-format
@@ -73,7 +88,7 @@ format: $(READY)  ## rewrite the sources in the project's format
 	ruff format .
 	clang-format -i $(CXX_FILES)
 
-.PHONY: demo
+.PHONY: demo bench docs
 demo: build  ## tree-speculative decoding on real text
 	python examples/demo.py --device $(DEVICE)
 
@@ -81,6 +96,13 @@ demo: build  ## tree-speculative decoding on real text
 docs: build  ## rewrite the generated pages and pictures of docs/
 	python docs/make_pictures.py
 	python docs/make_api.py
+
+bench: build  ## measure the ops on this machine (BENCH="tree_attention --threads 2": one benchmark, its arguments)
+	python -m pagedtree bench $(BENCH)
+
+docs: build  ## write the generated pages and pictures of docs/ anew
+	python docs/make_api.py
+	python docs/make_pictures.py
 
 .PHONY: clean
 clean:  ## remove what was built; .venv stays

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 
@@ -16,6 +17,18 @@ def generator() -> list[str]:
     # Named at each configure: an isolated build's ninja is gone when the next one reuses the tree.
     path = shutil.which("ninja")
     return ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={path}"] if path else []
+
+
+class BuildPython(build_py):
+    """Takes benchmarks/ along, for `python -m pagedtree bench`; a checkout runs its own."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib) / "pagedtree" / "benchmarks"
+            target.mkdir(parents=True, exist_ok=True)
+            for script in (ROOT / "benchmarks").glob("*.py"):
+                shutil.copy(script, target)
 
 
 class CMakeBuild(build_ext):
@@ -37,4 +50,7 @@ class CMakeBuild(build_ext):
         subprocess.run(["cmake", "--install", str(tree), "--prefix", str(package)], check=True)
 
 
-setup(ext_modules=[Extension("pagedtree._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+setup(
+    ext_modules=[Extension("pagedtree._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild, "build_py": BuildPython},
+)

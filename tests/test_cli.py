@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pagedtree
-from pagedtree import _C, cli, info
+from pagedtree import _C, bench, cli, info
 from pagedtree.testing import backends
 
 
@@ -91,6 +91,22 @@ def test_a_command_gets_its_own_arguments(tmp_path, monkeypatch):
     monkeypatch.setitem(cli.COMMANDS, "bench", ("echo_command", None, ""))
     assert cli.main(["bench", "--json", "-h", "x"]) == 7
     assert sys.modules["echo_command"].seen == ["--json", "-h", "x"]
+
+
+def test_bench_runs_a_script_with_its_arguments(tmp_path, monkeypatch, capfd):
+    script = tmp_path / "bench_nothing.py"
+    script.write_text("import sys; print(sys.argv[1:]); sys.exit(3)")
+    monkeypatch.setattr(bench, "scripts", lambda: {"nothing": script})
+    assert cli.main(["bench", "nothing", "--shapes", "x"]) == 3
+    assert "['--shapes', 'x']" in capfd.readouterr().out
+    assert cli.main(["bench"]) == 3
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "something"])
+
+
+def test_bench_finds_the_benchmarks():
+    found = bench.scripts()
+    assert "tree_attention" in found and all(path.exists() for path in found.values())
 
 
 def test_module_runs_as_a_program():

@@ -194,6 +194,7 @@ def test_wheel_from_sdist_installs_into_an_empty_environment(tmp_path):
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "pagedtree/include/pagedtree/core/backend.h" in names
     assert "pagedtree/lib/cmake/pagedtree/pagedtree-config.cmake" in names
+    assert "pagedtree/benchmarks/bench_tree_attention.py" in names
     libraries = {name for name in names if name.endswith(NEVER_SHIPPED)}
     extension = f"pagedtree/_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     assert libraries == {extension, "pagedtree/lib/libpagedtree_cpu.so", "pagedtree/lib/libpagedtree_torch.so"}
@@ -209,7 +210,7 @@ def test_wheel_from_sdist_installs_into_an_empty_environment(tmp_path):
     found = json.loads(run(python, "-c", SMALL_PROGRAM, cwd=tmp_path, PYTHONPATH=""))
     assert Path(found["file"]).is_relative_to(environment)
     assert found["version"] == pagedtree.__version__ and found["backends"] == ["cpu"]
-    run(python, "-m", "pagedtree", "info", cwd=tmp_path, PYTHONPATH="")
+    assert "tree_attention" in run(python, "-m", "pagedtree", "bench", "--help", cwd=tmp_path, PYTHONPATH="")
 
 
 def python_of_version(version: str) -> str | None:

@@ -13,7 +13,7 @@ import pagedtree
 COMMANDS = {
     "info": ("pagedtree.info", None, "versions, backends, instruction sets, libraries"),
     "generate": ("pagedtree.integrations.transformers.cli", "transformers", "complete prompts with a checkpoint"),
-    "bench": ("pagedtree.bench", "bench", "measure the ops on this machine"),
+    "bench": ("pagedtree.bench", None, "measure the ops on this machine"),
 }
 
 

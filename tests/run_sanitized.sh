@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Builds the native part with AddressSanitizer and UndefinedBehaviorSanitizer and runs the op tests on it.
+# Called by `make test-sanitizers`; arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+tree=build/sanitizers
+package=$tree/python/pagedtree
+cmake -S . -B $tree -G Ninja -DPAGEDTREE_SANITIZE=ON -DPython_EXECUTABLE="$(command -v python)"
+cmake --build $tree --parallel "${MAX_JOBS:-$(nproc)}"
+rm -rf $tree/python $tree/report.*
+mkdir -p $package
+cp -r python/pagedtree/. $package
+cmake --install $tree --prefix $package
+
+# Python lacks the sanitizers' runtime, so it comes by preload; libstdc++ with it, or exceptions are not followed.
+# Reports go to files, because pytest would swallow what a dying worker writes. Python itself leaks by design.
+preload=$(for name in asan ubsan stdc++; do c++ -print-file-name=lib$name.so; done | xargs)
+options="halt_on_error=1:log_path=$PWD/$tree/report"
+status=0
+env LD_PRELOAD="$preload" ASAN_OPTIONS="$options:detect_leaks=0" UBSAN_OPTIONS="$options:print_stacktrace=1" \
+  PYTHONPATH=$PWD/$tree/python python -m pytest -m "not slow" \
+  --ignore tests/test_cli.py --ignore tests/test_docs.py --ignore tests/test_layout.py --ignore tests/test_packaging.py \
+  "$@" || status=$?
+cat $tree/report.* 2>/dev/null && status=1
+exit $status
