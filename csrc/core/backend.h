@@ -29,6 +29,10 @@ struct Backend {
   void (*compact_kv)(const CompactKvParams&, const ExecContext&);
   void (*prepare_step)(const PrepareStepParams&, const ExecContext&);
   void (*commit)(const CommitParams&, const ExecContext&);
+  void (*attention_plan)(const AttentionPlanParams&, const ExecContext&);
+  int64_t (*tree_attention_scratch)(const TreeAttentionParams&, const ExecContext&);  // bytes; reads no tensor
+  void (*tree_attention)(const TreeAttentionParams&, const ExecContext&);
+  void (*merge_states)(const MergeStatesParams&, const ExecContext&);
 };
 
 namespace cpu {

@@ -16,6 +16,10 @@ namespace pagedtree {
 
 enum class DType : int32_t { kFloat32, kFloat16, kBFloat16, kFloat8E4M3 };
 
+PT_HOST_DEVICE constexpr int64_t element_size(DType dtype) {
+  return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat8E4M3 ? 1 : 2;
+}
+
 constexpr int kMaxTreeNodes = 1024;
 constexpr int kMaxCandidates = 1 << 20;  // of a growing draft tree, before its best nodes are chosen
 constexpr int kMaxNgram = 64;
@@ -39,6 +43,14 @@ PT_HOST_DEVICE constexpr T max_of(T a, T b) {
 template <typename T>
 PT_HOST_DEVICE constexpr T clamp_to(T value, T low, T high) {
   return min_of(max_of(value, low), high);
+}
+
+PT_HOST_DEVICE int popcount32(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return __popc(bits);
+#else
+  return __builtin_popcount(bits);
+#endif
 }
 
 }  // namespace pagedtree

@@ -278,4 +278,80 @@ struct CommitParams {
   int32_t path_width;  // S
 };
 
+// One cache of a layer, [pages, page_size, Hkv, D]; strides in elements, the last dimension is contiguous.
+struct PagedCache {
+  const void* data;
+  int64_t page_stride;
+  int64_t slot_stride;
+  int64_t head_stride;
+};
+
+// Sizes B sequences, T query tokens (padding included), Hq = Hkv * group_size heads, D head_dim, W mask_words.
+struct TreeAttentionParams {
+  const void* q;                // [T, Hq, D]
+  PagedCache k_cache;           // [pages, page_size, Hkv, D]
+  PagedCache v_cache;           // [pages, page_size, Hkv, D]
+  const int32_t* page_table;    // [B, max_pages]
+  const int32_t* seq_lens;      // [B]
+  const int32_t* cu_seqlens_q;  // [B + 1]
+  const int32_t* tree_mask;     // [T, W] or null: causal
+  const int32_t* tree_lens;     // [B] or null: the query lengths
+  const float* sinks;           // [Hq] or null
+  const float* k_scale;         // [Hkv], [1] with k_scale_stride 0, or null: 1
+  const float* v_scale;         // likewise
+  const int32_t* plan;          // [kPlanSize], see schedule.h
+  void* out;                    // [T, Hq, D]
+  float* lse;                   // [T, Hq] or null
+  void* scratch;                // Backend::tree_attention_scratch() bytes
+  int64_t q_token_stride, q_head_stride;
+  int64_t out_token_stride, out_head_stride;
+  int64_t lse_token_stride, lse_head_stride;
+  int64_t page_table_stride;
+  int64_t mask_stride;
+  int64_t k_scale_stride, v_scale_stride;
+  int64_t batch;
+  int64_t num_tokens;
+  int64_t num_pages;
+  int64_t page_size;
+  int64_t max_pages;
+  int64_t window;  // 0: none
+  int32_t num_kv_heads;
+  int32_t group_size;
+  int32_t head_dim;
+  int32_t mask_words;
+  DType q_dtype;  // of q and out
+  DType kv_dtype;
+  float scale;
+  float softcap;  // 0: none
+};
+
+struct AttentionPlanParams {
+  const int32_t* seq_lens;      // [B]
+  const int32_t* cu_seqlens_q;  // [B + 1]
+  int32_t* plan;                // [kPlanSize] out
+  int64_t batch;
+  int64_t num_tokens;  // bound on T
+  int64_t max_seq_len;
+  int32_t num_kv_heads;
+  int32_t group_size;
+  int32_t head_dim;
+};
+
+struct MergeStatesParams {
+  const void* out_a;   // [T, H, D]
+  const void* out_b;   // [T, H, D]
+  const float* lse_a;  // [T, H]
+  const float* lse_b;  // [T, H]
+  void* out;           // [T, H, D] out, contiguous
+  float* lse;          // [T, H] out, contiguous
+  int64_t a_token_stride, a_head_stride;
+  int64_t b_token_stride, b_head_stride;
+  int64_t lse_a_token_stride, lse_a_head_stride;
+  int64_t lse_b_token_stride, lse_b_head_stride;
+  int64_t num_tokens;
+  int64_t num_heads;
+  int64_t head_dim;
+  DType dtype;
+};
+
 }  // namespace pagedtree

@@ -61,4 +61,84 @@ PT_HOST_DEVICE bool build_tree(const BuildTreesParams& p, int64_t b, int16_t* la
   return valid;
 }
 
+// Bits [low, high) of a 32-bit word; bounds outside 0..32 are cut off.
+PT_HOST_DEVICE uint32_t bit_range(int64_t low, int64_t high) {
+  low = clamp_to<int64_t>(low, 0, kMaskWordBits);
+  high = clamp_to<int64_t>(high, 0, kMaskWordBits);
+  if (low >= high) return 0;
+  return (~0u >> (kMaskWordBits - (high - low))) << low;
+}
+
+// The keys that one query sees: positions [begin, end), and of the tree's keys, at tree_start + bit, those whose bit of
+// `words` is set and in [first_bit, num_bits). Causal queries have no tree bits.
+struct Visibility {
+  int64_t begin;
+  int64_t end;
+  int64_t tree_start;
+  const int32_t* words;  // [num_words]; missing words are 0
+  int32_t num_words;
+  int32_t first_bit;
+  int32_t num_bits;
+
+  // No key outside [lowest(), highest()) is visible.
+  PT_HOST_DEVICE int64_t lowest() const { return begin < end ? begin : tree_start + first_bit; }
+  PT_HOST_DEVICE int64_t highest() const { return num_bits > 0 ? tree_start + num_bits : end; }
+
+  PT_HOST_DEVICE uint32_t word(int64_t w) const {
+    return w >= 0 && w < num_words ? static_cast<uint32_t>(words[w]) : 0u;
+  }
+
+  // Bit i: whether key position + i is visible.
+  PT_HOST_DEVICE uint32_t visible32(int64_t position) const {
+    const uint32_t prefix = bit_range(begin - position, end - position);
+    const int64_t bit = position - tree_start;  // the mask bit of the first key, maybe negative
+    if (bit >= num_bits || bit <= -kMaskWordBits) return prefix;
+    const int64_t w = (bit + kMaskWordBits) / kMaskWordBits - 1;
+    const uint64_t pair = (static_cast<uint64_t>(word(w + 1)) << kMaskWordBits) | word(w);
+    const uint32_t tree = static_cast<uint32_t>(pair >> (bit - w * kMaskWordBits));
+    return prefix | (tree & bit_range(first_bit - bit, num_bits - bit));
+  }
+};
+
+// Query i of n, causal: keys up to its own position, the last n of the sequence being the queries'.
+PT_HOST_DEVICE Visibility causal_visibility(int64_t seq_len, int64_t n, int64_t i, int64_t window) {
+  const int64_t position = seq_len - n + i;
+  Visibility seen{};
+  seen.end = clamp_to<int64_t>(position + 1, 0, seq_len);
+  seen.begin = window > 0 ? max_of<int64_t>(position - window + 1, 0) : 0;
+  seen.tree_start = seq_len;
+  return seen;
+}
+
+// A query whose mask row is `words`, over a tree that holds the last `tree_len` keys. A node's depth is the number of
+// set bits below its own, so a window keeps the highest `window` set bits, and of the prefix what they leave of it.
+PT_HOST_DEVICE Visibility tree_visibility(int64_t seq_len, int64_t tree_len, const int32_t* words, int32_t num_words,
+                                          int64_t window) {
+  Visibility seen{};
+  seen.tree_start = seq_len - tree_len;
+  seen.end = seen.tree_start;
+  seen.words = words;
+  seen.num_words = num_words;
+  seen.num_bits = static_cast<int32_t>(min_of<int64_t>(tree_len, int64_t{num_words} * kMaskWordBits));
+  if (window <= 0) return seen;
+  int64_t count = 0;
+  int32_t w = static_cast<int32_t>(ceil_div<int64_t>(seen.num_bits, kMaskWordBits));
+  while (w-- > 0) {
+    uint32_t bits = seen.word(w) & bit_range(0, seen.num_bits - int64_t{w} * kMaskWordBits);
+    const int64_t kept = window - count;
+    count += popcount32(bits);
+    if (kept > 0 && count >= window) {  // the window ends in this word: drop the lowest bits
+      for (int64_t extra = count - window; extra > 0; --extra) bits &= bits - 1;
+      while ((bits >> (seen.first_bit % kMaskWordBits) & 1u) == 0) ++seen.first_bit;
+      seen.first_bit += w * kMaskWordBits;
+    }
+  }
+  seen.begin = max_of<int64_t>(seen.tree_start + count - window, 0);
+  return seen;
+}
+
+PT_HOST_DEVICE int64_t clamp_tree_len(int64_t tree_len, int64_t seq_len) {
+  return clamp_to<int64_t>(tree_len, -1, seq_len);
+}
+
 }  // namespace pagedtree

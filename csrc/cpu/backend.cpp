@@ -17,6 +17,10 @@ const Backend& backend() {
       .compact_kv = compact_kv,
       .prepare_step = prepare_step,
       .commit = commit,
+      .attention_plan = attention_plan,
+      .tree_attention_scratch = tree_attention_scratch,
+      .tree_attention = tree_attention,
+      .merge_states = merge_states,
   };
   return table;
 }

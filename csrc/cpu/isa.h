@@ -7,6 +7,7 @@
 
 #include "core/backend.h"
 #include "core/drafting.h"
+#include "cpu/attention/work.h"
 
 namespace pagedtree::cpu {
 
@@ -19,6 +20,9 @@ struct IsaKernels {
   // finite. Returns the sum of exp(logit - best logit) if asked to.
   double (*top_tokens)(const LogitRow& row, int32_t k, bool with_sum, int64_t* tokens, float* logits);
   void (*draw_children)(const LogitRow& row, const Law& law, const ChildrenDraw& draw);
+  void (*attend)(const TreeAttentionParams&, const AttentionRange&);
+  void (*merge_pieces)(const TreeAttentionParams&, const AttentionRanges&, int32_t range);
+  void (*merge_states)(const MergeStatesParams&, int64_t begin, int64_t end);  // rows token * H + head
 };
 
 namespace portable {

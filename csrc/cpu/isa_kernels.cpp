@@ -1,4 +1,5 @@
 // Compiled once per instruction set: its table.
+#include "cpu/attention/kernels.h"
 #include "cpu/isa.h"
 
 #define PT_STRING_(x) #x
@@ -18,6 +19,9 @@ const IsaKernels& kernels() {
       .quantize_e4m3 = quantize_e4m3,
       .top_tokens = top_tokens,
       .draw_children = draw_children,
+      .attend = attend,
+      .merge_pieces = merge_pieces,
+      .merge_states = merge_states,
   };
   return table;
 }

@@ -33,7 +33,7 @@ inline bool value_checks_enabled() {
 class Check {
  public:
   // Every tensor of the call must live where `anchor` lives.
-  Check(const char* op, const Tensor& anchor) : op_(op), device_(anchor.device()) {}
+  Check(const char* op, const Tensor& anchor) : op_(op), device_(device_of(anchor)) {}
 
   template <typename Got>
   [[noreturn]] void fail(const std::string& name, const std::string& expected, const Got& got) const {
@@ -49,6 +49,7 @@ class Check {
 
   void tensor(const Tensor& t, const std::string& name, std::initializer_list<ScalarType> dtypes,
               std::initializer_list<int64_t> shape, Strides strides = Strides::kContiguous) const {
+    if (!t.defined()) fail(name, "a Tensor", "None");
     dtype(t, name, dtypes);
     device(t, name);
     bool same = t.dim() == static_cast<int64_t>(shape.size());
@@ -94,9 +95,27 @@ class Check {
   }
 
  private:
+  // None passes for an undefined tensor in the stable ABI; tensor() refuses it by name.
+  static torch::stable::Device device_of(const Tensor& anchor) {
+    return anchor.defined() ? anchor.device() : torch::stable::Device(torch::headeronly::DeviceType::CPU);
+  }
+
   const char* op_;
   torch::stable::Device device_;
 };
+
+inline DType core_dtype(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::Half:
+      return DType::kFloat16;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    default:
+      return DType::kFloat8E4M3;
+  }
+}
 
 template <typename T>
 const T* const_pointer(const Tensor& t) {

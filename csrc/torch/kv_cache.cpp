@@ -6,19 +6,6 @@
 namespace pagedtree::ops {
 namespace {
 
-DType core_dtype(const Tensor& t) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float:
-      return DType::kFloat32;
-    case ScalarType::Half:
-      return DType::kFloat16;
-    case ScalarType::BFloat16:
-      return DType::kBFloat16;
-    default:
-      return DType::kFloat8E4M3;
-  }
-}
-
 // ---- slot_mapping
 
 void check_slot_mapping_values(const Check& check, const SlotMappingParams& p, const Tensor& page_table,

@@ -21,6 +21,10 @@ void implement(Library& m) {
   m.impl("compact_kv", TORCH_BOX(&compact_kv));
   m.impl("prepare_step", TORCH_BOX(&prepare_step));
   m.impl("commit", TORCH_BOX(&commit));
+  m.impl("tree_attention", TORCH_BOX(&tree_attention));
+  m.impl("tree_attention.out", TORCH_BOX(&tree_attention_out));
+  m.impl("attention_plan", TORCH_BOX(&attention_plan));
+  m.impl("merge_states", TORCH_BOX(&merge_states));
 }
 
 }  // namespace
@@ -84,6 +88,18 @@ STABLE_TORCH_LIBRARY(pagedtree, m) {
       " -> (Tensor new_start, Tensor last_token, Tensor finished, Tensor new_num_accepted, Tensor num_tokens,"
       " Tensor accept_rows, Tensor draft_accept_index, Tensor draft_num_accepted, Tensor draft_missing,"
       " Tensor draft_num_missing)");
+#define PT_TREE_ATTENTION_ARGUMENTS                                                                      \
+  "Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q,"   \
+  " Tensor? tree_mask=None, *, Tensor? tree_lens=None, SymInt? max_seqlen_q=None, float? scale=None,"    \
+  " float softcap=0.0, SymInt window=0, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None," \
+  " Tensor? plan=None"
+  m.def("tree_attention(" PT_TREE_ATTENTION_ARGUMENTS ") -> (Tensor out, Tensor lse)");
+  m.def("tree_attention.out(" PT_TREE_ATTENTION_ARGUMENTS ", Tensor(a!) out, Tensor(b!)? lse=None) -> ()");
+#undef PT_TREE_ATTENTION_ARGUMENTS
+  m.def(
+      "attention_plan(Tensor seq_lens, Tensor cu_seqlens_q, *, SymInt num_q_heads, SymInt num_kv_heads,"
+      " SymInt head_dim, SymInt page_size, SymInt max_seqlen_q, Tensor? tree_lens=None) -> Tensor");
+  m.def("merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pagedtree, CompositeExplicitAutograd, m) {

@@ -64,4 +64,23 @@ CommitResult commit(const Tensor& accept_index, const Tensor& num_accepted, cons
                     const std::optional<Tensor>& history_lens, const std::optional<Tensor>& eos_ids,
                     const std::optional<Tensor>& node_map);
 
+std::tuple<Tensor, Tensor> tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                                          const Tensor& page_table, const Tensor& seq_lens, const Tensor& cu_seqlens_q,
+                                          const std::optional<Tensor>& tree_mask,
+                                          const std::optional<Tensor>& tree_lens, std::optional<int64_t> max_seqlen_q,
+                                          std::optional<double> scale, double softcap, int64_t window,
+                                          const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scale,
+                                          const std::optional<Tensor>& v_scale, const std::optional<Tensor>& plan);
+void tree_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& page_table,
+                        const Tensor& seq_lens, const Tensor& cu_seqlens_q, const std::optional<Tensor>& tree_mask,
+                        const std::optional<Tensor>& tree_lens, std::optional<int64_t> max_seqlen_q,
+                        std::optional<double> scale, double softcap, int64_t window, const std::optional<Tensor>& sinks,
+                        const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+                        const std::optional<Tensor>& plan, Tensor out, std::optional<Tensor> lse);
+Tensor attention_plan(const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_t num_q_heads, int64_t num_kv_heads,
+                      int64_t head_dim, int64_t page_size, int64_t max_seqlen_q,
+                      const std::optional<Tensor>& tree_lens);
+std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
+                                        const Tensor& lse_b);
+
 }  // namespace pagedtree::ops

@@ -1,5 +1,6 @@
 """Tree-masked paged attention and tree verification for speculative decoding."""
 
+from pagedtree.attention import attention_plan, merge_states, tree_attention
 from pagedtree.drafting import (
     Draft,
     DraftState,
@@ -28,11 +29,13 @@ __all__ = [
     "TreeBatch",
     "Verdict",
     "append_kv",
+    "attention_plan",
     "build_trees",
     "commit",
     "compact_kv",
     "expand_tree",
     "medusa_propose",
+    "merge_states",
     "ngram_propose",
     "prepare_step",
     "rejected_predictions",
@@ -40,6 +43,7 @@ __all__ = [
     "sample",
     "slot_mapping",
     "start_draft",
+    "tree_attention",
     "verify_greedy",
     "verify_sampled",
 ]

@@ -40,4 +40,5 @@ def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         start = message.find(f"{name}: ")
         if start < 0:
             raise
-        raise ValueError(message[start:].split("\nException raised from")[0]) from None
+        message = message[start:].split("\nException raised from")[0]
+        raise (TypeError if message.endswith("must be a Tensor, got None") else ValueError)(message) from None

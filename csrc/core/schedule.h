@@ -1,0 +1,130 @@
+// How attention work is ordered and cut, the same for every backend.
+//
+// The linear order is (sequence, row tile, KV tile). A row tile is one M tile of one KV head: `m_tile` consecutive rows
+// r = token * group_size + query head of the group. The order is cut into ranges of equal cost; a row tile that a cut
+// crosses is computed in pieces, merged afterwards. So a range leaves at most two partial results, its first piece and
+// its last, and scratch is bounded by the number of ranges, whatever the batch and the lengths.
+//
+// A plan holds nothing but the starts of the ranges. Where a range ends is where the next begins, the first begins at
+// the origin and the last ends at the end: every plan, also a stale one, covers all work exactly once. It can only be
+// badly balanced.
+#pragma once
+
+#include "core/tree.h"
+
+namespace pagedtree {
+
+constexpr int kKvTile = 64;           // keys of a KV tile, anchored at multiples of it
+constexpr int kMaxPlanRanges = 1024;  // of any backend
+constexpr int kPlanEntry = 4;         // int32 words: sequence, row tile, KV tile, unused; entry 0 is {number of ranges}
+constexpr int kPlanSize = kPlanEntry * (kMaxPlanRanges + 1);
+
+constexpr int kPieceCost = 2;      // of starting and storing a piece, in KV tiles
+constexpr int kMinPieceTiles = 4;  // no cut leaves less, unless the row tile is shorter
+
+struct WorkShape {
+  const int32_t* seq_lens;      // [B]
+  const int32_t* cu_seqlens_q;  // [B + 1]
+  int64_t batch;
+  int64_t num_tokens;   // T, padding included
+  int64_t max_seq_len;  // seq_lens are clamped to it
+  int32_t num_kv_heads;
+  int32_t group_size;  // query heads a KV head
+  int32_t m_tile;
+};
+
+// The work of one sequence. A row tile without keys still has one KV tile: somebody must write its output.
+struct SequenceWork {
+  NodeRange tokens;
+  int64_t seq_len;
+  int32_t m_tiles;
+  int32_t row_tiles;
+  int32_t kv_tiles;
+
+  PT_HOST_DEVICE int64_t row_cost() const { return kv_tiles + kPieceCost; }
+  // Bounded, so that no sum over a batch of bad lengths overflows.
+  PT_HOST_DEVICE int64_t cost() const { return min_of<int64_t>(row_tiles * row_cost(), int64_t{1} << 40); }
+};
+
+PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int64_t b) {
+  SequenceWork work;
+  work.tokens = node_range(shape.cu_seqlens_q, b, shape.num_tokens);
+  work.seq_len = clamp_to<int64_t>(shape.seq_lens[b], 0, shape.max_seq_len);
+  work.m_tiles = static_cast<int32_t>(ceil_div<int64_t>(work.tokens.size() * shape.group_size, shape.m_tile));
+  work.row_tiles =
+      static_cast<int32_t>(min_of<int64_t>(int64_t{work.m_tiles} * shape.num_kv_heads, (int64_t{1} << 31) - 2));
+  work.kv_tiles = static_cast<int32_t>(max_of<int64_t>(ceil_div<int64_t>(work.seq_len, kKvTile), 1));
+  return work;
+}
+
+struct WorkPosition {
+  int32_t sequence;
+  int32_t row_tile;
+  int32_t kv_tile;
+
+  PT_HOST_DEVICE bool before(const WorkPosition& other) const {
+    if (sequence != other.sequence) return sequence < other.sequence;
+    if (row_tile != other.row_tile) return row_tile < other.row_tile;
+    return kv_tile < other.kv_tile;
+  }
+  PT_HOST_DEVICE bool same_row(const WorkPosition& other) const {
+    return sequence == other.sequence && row_tile == other.row_tile;
+  }
+};
+
+// Where `cost` into a sequence's work a range may start.
+PT_HOST_DEVICE WorkPosition cut_position(const SequenceWork& work, int32_t sequence, int64_t cost) {
+  const int64_t row = cost / work.row_cost();
+  const int64_t tile = max_of<int64_t>(cost % work.row_cost() - kPieceCost, 0);
+  if (tile < kMinPieceTiles) return {sequence, static_cast<int32_t>(row), 0};
+  if (work.kv_tiles - tile < kMinPieceTiles) return {sequence, static_cast<int32_t>(row + 1), 0};
+  return {sequence, static_cast<int32_t>(row), static_cast<int32_t>(tile)};
+}
+
+// Cuts the work into up to `max_ranges` ranges of at least `min_range_cost` each and writes the plan [kPlanSize].
+PT_HOST_DEVICE void make_plan(const WorkShape& shape, int32_t max_ranges, int64_t min_range_cost, int32_t* plan) {
+  int64_t total = 0;
+  for (int64_t b = 0; b < shape.batch; ++b) total += sequence_work(shape, b).cost();
+  const int32_t num_ranges = static_cast<int32_t>(clamp_to<int64_t>(total / min_range_cost, 1, max_ranges));
+  for (int32_t i = 0; i < kPlanSize; ++i) plan[i] = 0;
+  plan[0] = num_ranges;
+  int32_t range = 0;
+  int64_t before = 0;
+  for (int64_t b = 0; b < shape.batch; ++b) {
+    const SequenceWork work = sequence_work(shape, b);
+    const int64_t after = before + work.cost();
+    for (; range < num_ranges; ++range) {
+      // total * range / num_ranges, without overflow.
+      const int64_t target = total / num_ranges * range + total % num_ranges * range / num_ranges;
+      if (target >= after) break;
+      const WorkPosition start = cut_position(work, static_cast<int32_t>(b), target - before);
+      int32_t* entry = plan + kPlanEntry * (range + 1);
+      entry[0] = start.sequence;
+      entry[1] = start.row_tile;
+      entry[2] = start.kv_tile;
+    }
+    before = after;
+  }
+}
+
+PT_HOST_DEVICE int32_t plan_ranges(const int32_t* plan, int32_t max_ranges) {
+  return clamp_to<int32_t>(plan[0], 1, max_ranges);
+}
+
+// The start of range i < plan_ranges(), whatever the plan says a position inside the work; i == plan_ranges() is the
+// end. Starts of a plan that does not belong to the call may decrease: callers take the running maximum.
+PT_HOST_DEVICE WorkPosition range_start(const WorkShape& shape, const int32_t* plan, int32_t num_ranges, int32_t i) {
+  if (i == 0) return {0, 0, 0};
+  const WorkPosition end = {static_cast<int32_t>(shape.batch), 0, 0};
+  if (i >= num_ranges) return end;
+  const int32_t* entry = plan + kPlanEntry * (i + 1);
+  const WorkPosition start = {max_of(entry[0], 0), max_of(entry[1], 0), max_of(entry[2], 0)};
+  if (start.sequence >= shape.batch) return end;
+  const SequenceWork work = sequence_work(shape, start.sequence);
+  if (start.row_tile >= work.row_tiles) return {start.sequence + 1, 0, 0};
+  if (start.kv_tile < work.kv_tiles) return start;
+  if (start.row_tile + 1 < work.row_tiles) return {start.sequence, start.row_tile + 1, 0};
+  return {start.sequence + 1, 0, 0};
+}
+
+}  // namespace pagedtree

@@ -1,0 +1,123 @@
+// tree_attention on the CPU: the plan's ranges, picked up by threads one by one, then the merge of rows that a cut
+// crossed. The ranges do not depend on the number of threads, so neither do the results.
+#include <atomic>
+#include <cstring>
+#include <limits>
+
+#include "cpu/isa.h"
+#include "cpu/kernels.h"
+#include "cpu/parallel.h"
+
+namespace pagedtree::cpu {
+namespace {
+
+constexpr int64_t align_up(int64_t bytes) { return ceil_div(bytes, kScratchAlignment) * kScratchAlignment; }
+
+int64_t workspace_bytes(const TreeAttentionParams& p) {
+  return align_up(workspace_floats(p.head_dim) * static_cast<int64_t>(sizeof(float)));
+}
+
+WorkShape work_shape(const TreeAttentionParams& p) {
+  WorkShape shape{};
+  shape.seq_lens = p.seq_lens;
+  shape.cu_seqlens_q = p.cu_seqlens_q;
+  shape.batch = p.batch;
+  shape.num_tokens = p.num_tokens;
+  shape.max_seq_len = min_of<int64_t>(p.max_pages * p.page_size, std::numeric_limits<int32_t>::max());
+  shape.num_kv_heads = p.num_kv_heads;
+  shape.group_size = p.group_size;
+  shape.m_tile = kMTile;
+  return shape;
+}
+
+// What the shapes alone allow, so that small calls ask for little scratch.
+int32_t range_bound(const TreeAttentionParams& p) {
+  const WorkShape shape = work_shape(p);
+  const int64_t row_tiles = p.num_kv_heads * (p.batch + ceil_div<int64_t>(p.num_tokens * p.group_size, kMTile));
+  const int64_t row_cost = ceil_div<int64_t>(shape.max_seq_len, kKvTile) + 1 + kPieceCost;
+  const int64_t bound = row_tiles >= kMaxRanges * kMinRangeCost ? kMaxRanges : row_tiles * row_cost / kMinRangeCost;
+  return static_cast<int32_t>(clamp_to<int64_t>(bound, 1, kMaxRanges));
+}
+
+int64_t piece_rows(const TreeAttentionParams& p) { return min_of<int64_t>(kMTile, p.num_tokens * p.group_size); }
+
+void cut_ranges(const TreeAttentionParams& p, AttentionRanges& ranges) {
+  ranges.shape = work_shape(p);
+  ranges.count = plan_ranges(p.plan, range_bound(p));
+  for (int32_t i = 0; i <= ranges.count; ++i) {
+    ranges.starts[i] = range_start(ranges.shape, p.plan, ranges.count, i);
+    if (i > 0 && ranges.starts[i].before(ranges.starts[i - 1])) ranges.starts[i] = ranges.starts[i - 1];
+  }
+  ranges.piece_rows = piece_rows(p);
+  ranges.head_dim = p.head_dim;
+}
+
+// Rows of no sequence: the padding of a captured graph.
+void clear_padding(const TreeAttentionParams& p, int64_t begin, int64_t end) {
+  const int64_t size = element_size(p.q_dtype), heads = int64_t{p.num_kv_heads} * p.group_size;
+  for (int64_t token = begin; token < end; ++token) {
+    for (int64_t head = 0; head < heads; ++head) {
+      const int64_t offset = token * p.out_token_stride + head * p.out_head_stride;
+      std::memset(static_cast<char*>(p.out) + offset * size, 0, static_cast<size_t>(p.head_dim * size));
+      if (p.lse != nullptr) {
+        p.lse[token * p.lse_token_stride + head * p.lse_head_stride] = -std::numeric_limits<float>::infinity();
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void attention_plan(const AttentionPlanParams& p, const ExecContext&) {
+  WorkShape shape{};
+  shape.seq_lens = p.seq_lens;
+  shape.cu_seqlens_q = p.cu_seqlens_q;
+  shape.batch = p.batch;
+  shape.num_tokens = p.num_tokens;
+  shape.max_seq_len = p.max_seq_len;
+  shape.num_kv_heads = p.num_kv_heads;
+  shape.group_size = p.group_size;
+  shape.m_tile = kMTile;
+  make_plan(shape, kMaxRanges, kMinRangeCost, p.plan);
+}
+
+int64_t tree_attention_scratch(const TreeAttentionParams& p, const ExecContext& ctx) {
+  const int64_t pieces = 2 * range_bound(p) * AttentionRanges::piece_floats(piece_rows(p), p.head_dim);
+  return kScratchAlignment + max_of(ctx.num_threads, 1) * workspace_bytes(p) +
+         pieces * static_cast<int64_t>(sizeof(float));
+}
+
+void tree_attention(const TreeAttentionParams& p, const ExecContext& ctx) {
+  const IsaKernels& isa = isa_kernels();
+  const int64_t first = p.batch > 0 ? clamp_to<int64_t>(p.cu_seqlens_q[0], 0, p.num_tokens) : 0;
+  const int64_t last = p.batch > 0 ? clamp_to<int64_t>(p.cu_seqlens_q[p.batch], first, p.num_tokens) : 0;
+  clear_padding(p, 0, first);
+  clear_padding(p, last, p.num_tokens);
+  if (p.batch == 0 || p.num_tokens == 0) return;
+
+  const int64_t workers = max_of(ctx.num_threads, 1);
+  char* scratch = static_cast<char*>(p.scratch);
+  scratch += align_up(reinterpret_cast<intptr_t>(scratch)) - reinterpret_cast<intptr_t>(scratch);
+  AttentionRanges ranges;
+  cut_ranges(p, ranges);
+  ranges.pieces = reinterpret_cast<float*>(scratch + workers * workspace_bytes(p));
+
+  std::atomic<int32_t> next{0};
+  parallel_for(ctx, min_of<int64_t>(workers, ranges.count), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t worker = begin; worker < end; ++worker) {
+      AttentionRange range{&ranges, 0, scratch + worker * workspace_bytes(p)};
+      while ((range.index = next.fetch_add(1, std::memory_order_relaxed)) < ranges.count) isa.attend(p, range);
+    }
+  });
+  parallel_for(ctx, ranges.count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) isa.merge_pieces(p, ranges, static_cast<int32_t>(i));
+  });
+}
+
+void merge_states(const MergeStatesParams& p, const ExecContext& ctx) {
+  const IsaKernels& isa = isa_kernels();
+  parallel_for(ctx, p.num_tokens * p.num_heads, 64,
+               [&](int64_t begin, int64_t end) { isa.merge_states(p, begin, end); });
+}
+
+}  // namespace pagedtree::cpu

@@ -1,0 +1,269 @@
+#include <cmath>
+#include <limits>
+
+#include "core/schedule.h"
+#include "torch/check.h"
+#include "torch/ops.h"
+#include "torch/values.h"
+
+namespace pagedtree::ops {
+namespace {
+
+PagedCache paged_cache(const Tensor& t) { return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2)}; }
+
+void check_cache(const Check& check, const Tensor& q, const Tensor& t, const char* name) {
+  check.that(t.defined(), name, "a Tensor", "None");
+  check.that(t.scalar_type() == q.scalar_type() || t.scalar_type() == ScalarType::Float8_e4m3fn, name,
+             std::string("of q's dtype ") + torch::headeronly::toString(q.scalar_type()) + " or Float8_e4m3fn",
+             torch::headeronly::toString(t.scalar_type()));
+  check.tensor(t, name, {t.scalar_type()}, {kAnySize, kAnySize, kAnySize, q.size(2)}, Strides::kLastContiguous);
+  check.that(t.size(1) >= 1, name, "of a page size of at least 1", Check::text(t.sizes()));
+  check.that(t.size(2) >= 1 && q.size(1) % t.size(2) == 0, name,
+             "of a number of heads that divides q's " + std::to_string(q.size(1)), Check::text(t.sizes()));
+}
+
+// A scale of an fp8 cache: one for all heads or one a head. Returns the stride between heads.
+int64_t check_scale(const Check& check, const std::optional<Tensor>& scale, const Tensor& cache, const char* name) {
+  if (!scale.has_value()) return 0;
+  check.that(cache.scalar_type() == ScalarType::Float8_e4m3fn, name, "None for a cache that is not Float8_e4m3fn",
+             "a tensor");
+  if (scale->dim() == 0) {
+    check.tensor(*scale, name, {ScalarType::Float}, {});
+    return 0;
+  }
+  const int64_t heads = cache.size(2);
+  check.that(scale->dim() == 1 && (scale->size(0) == heads || scale->size(0) == 1), name,
+             "a scalar or of shape [" + std::to_string(heads) + "]", Check::text(scale->sizes()));
+  check.tensor(*scale, name, {ScalarType::Float}, {kAnySize});
+  return scale->size(0) == 1 ? 0 : 1;
+}
+
+struct Arguments {
+  const Tensor &q, &k_cache, &v_cache, &page_table, &seq_lens, &cu_seqlens_q;
+  const std::optional<Tensor>&tree_mask, &tree_lens;
+  std::optional<double> scale;
+  double softcap;
+  int64_t window;
+  const std::optional<Tensor>&sinks, &k_scale, &v_scale, &plan;
+};
+
+TreeAttentionParams checked_params(const Check& check, const Arguments& a, std::optional<int64_t> max_seqlen_q) {
+  check.tensor(a.q, "q", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}, {kAnySize, kAnySize, kAnySize},
+               Strides::kLastContiguous);
+  const int64_t num_tokens = a.q.size(0), num_heads = a.q.size(1), head_dim = a.q.size(2);
+  check.that(head_dim == 64 || head_dim == 96 || head_dim == 128 || head_dim == 192 || head_dim == 256, "q",
+             "of head size 64, 96, 128, 192 or 256", Check::text(a.q.sizes()));
+  check.that(num_heads >= 1, "q", "of at least one head", Check::text(a.q.sizes()));
+  check_cache(check, a.q, a.k_cache, "k_cache");
+  check_cache(check, a.q, a.v_cache, "v_cache");
+  check.tensor(a.v_cache, "v_cache", {a.k_cache.scalar_type()},
+               {a.k_cache.size(0), a.k_cache.size(1), a.k_cache.size(2), head_dim}, Strides::kLastContiguous);
+  const int64_t batch = check.offsets(a.cu_seqlens_q, "cu_seqlens_q");
+  check.tensor(a.page_table, "page_table", {ScalarType::Int}, {batch, kAnySize}, Strides::kLastContiguous);
+  check.tensor(a.seq_lens, "seq_lens", {ScalarType::Int}, {batch});
+  if (a.tree_mask.has_value()) {
+    check.tensor(*a.tree_mask, "tree_mask", {ScalarType::Int}, {num_tokens, kAnySize}, Strides::kLastContiguous);
+  }
+  if (a.tree_lens.has_value()) check.tensor(*a.tree_lens, "tree_lens", {ScalarType::Int}, {batch});
+  if (max_seqlen_q.has_value()) check.that(*max_seqlen_q >= 0, "max_seqlen_q", "at least 0", *max_seqlen_q);
+  const double scale = a.scale.value_or(1.0 / std::sqrt(static_cast<double>(head_dim)));
+  check.that(std::isfinite(scale), "scale", "finite", scale);
+  check.that(std::isfinite(a.softcap) && a.softcap >= 0.0, "softcap", "finite and at least 0 (0: none)", a.softcap);
+  check.that(a.window >= 0, "window", "at least 0 (0: none)", a.window);
+  if (a.sinks.has_value()) check.tensor(*a.sinks, "sinks", {ScalarType::Float}, {num_heads});
+  const int64_t k_scale_stride = check_scale(check, a.k_scale, a.k_cache, "k_scale");
+  const int64_t v_scale_stride = check_scale(check, a.v_scale, a.v_cache, "v_scale");
+  if (a.plan.has_value()) check.tensor(*a.plan, "plan", {ScalarType::Int}, {kPlanSize});
+
+  TreeAttentionParams p{};
+  p.q = a.q.const_data_ptr();
+  p.k_cache = paged_cache(a.k_cache);
+  p.v_cache = paged_cache(a.v_cache);
+  p.page_table = const_pointer<int32_t>(a.page_table);
+  p.seq_lens = const_pointer<int32_t>(a.seq_lens);
+  p.cu_seqlens_q = const_pointer<int32_t>(a.cu_seqlens_q);
+  p.tree_mask = optional_pointer<int32_t>(a.tree_mask);
+  p.tree_lens = optional_pointer<int32_t>(a.tree_lens);
+  p.sinks = optional_pointer<float>(a.sinks);
+  p.k_scale = optional_pointer<float>(a.k_scale);
+  p.v_scale = optional_pointer<float>(a.v_scale);
+  p.q_token_stride = a.q.stride(0);
+  p.q_head_stride = a.q.stride(1);
+  p.page_table_stride = a.page_table.stride(0);
+  p.mask_stride = a.tree_mask.has_value() ? a.tree_mask->stride(0) : 0;
+  p.k_scale_stride = k_scale_stride;
+  p.v_scale_stride = v_scale_stride;
+  p.batch = batch;
+  p.num_tokens = num_tokens;
+  p.num_pages = a.k_cache.size(0);
+  p.page_size = a.k_cache.size(1);
+  p.max_pages = a.page_table.size(1);
+  p.window = a.window;
+  p.num_kv_heads = static_cast<int32_t>(a.k_cache.size(2));
+  p.group_size = static_cast<int32_t>(num_heads / a.k_cache.size(2));
+  p.head_dim = static_cast<int32_t>(head_dim);
+  p.mask_words = a.tree_mask.has_value() ? static_cast<int32_t>(a.tree_mask->size(1)) : 0;
+  p.q_dtype = core_dtype(a.q);
+  p.kv_dtype = core_dtype(a.k_cache);
+  p.scale = static_cast<float>(scale);
+  p.softcap = static_cast<float>(a.softcap);
+  return p;
+}
+
+// PAGEDTREE_CHECK: offsets, lengths, page ids and the mask's width, on the host.
+void check_values(const Check& check, const Arguments& a, const TreeAttentionParams& p) {
+  const auto offsets = host_values<int32_t>(a.cu_seqlens_q), seq_lens = host_values<int32_t>(a.seq_lens);
+  const auto table = host_values<int32_t>(a.page_table);
+  std::vector<int32_t> tree_lens;
+  if (a.tree_lens.has_value()) tree_lens = host_values<int32_t>(*a.tree_lens);
+  check_offsets(check, offsets, "cu_seqlens_q", p.num_tokens);
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int32_t n = offsets[b + 1] - offsets[b];
+    check.that(seq_lens[b] >= n, at("seq_lens", b), "at least its " + std::to_string(n) + " queries", seq_lens[b]);
+    check_pages(check, table, p.max_pages, p.page_size, b, 0, seq_lens[b], p.num_pages);
+    const int32_t tree_len = tree_lens.empty() ? n : tree_lens[b];
+    if (p.tree_mask == nullptr) {
+      check.that(tree_lens.empty() || tree_len == -1, at("tree_lens", b), "-1 without a tree_mask", tree_len);
+      continue;
+    }
+    check.that(tree_len >= -1 && tree_len <= seq_lens[b], at("tree_lens", b),
+               "-1 (causal) or in 0.." + std::to_string(seq_lens[b]), tree_len);
+    check.that(n == 0 || tree_len <= int64_t{p.mask_words} * kMaskWordBits, "tree_mask",
+               "wide enough for the " + std::to_string(tree_len) + " nodes of sequence " + std::to_string(b),
+               std::to_string(p.mask_words) + " words");
+  }
+}
+
+void run(const Check& check, const Arguments& a, TreeAttentionParams& p, Tensor& out, std::optional<Tensor>& lse) {
+  if (value_checks_enabled()) check_values(check, a, p);
+  p.out = out.mutable_data_ptr();
+  p.out_token_stride = out.stride(0);
+  p.out_head_stride = out.stride(1);
+  if (lse.has_value()) {
+    p.lse = mutable_pointer<float>(*lse);
+    p.lse_token_stride = lse->stride(0);
+    p.lse_head_stride = lse->stride(1);
+  }
+  const Backend& backend = backend_for(a.q);
+  const ExecContext ctx = context_for(a.q);
+  std::optional<Tensor> plan = a.plan;
+  if (!plan.has_value()) {
+    plan = empty_on(a.q, {kPlanSize}, ScalarType::Int);
+    AttentionPlanParams plan_params{};
+    plan_params.seq_lens = p.seq_lens;
+    plan_params.cu_seqlens_q = p.cu_seqlens_q;
+    plan_params.plan = mutable_pointer<int32_t>(*plan);
+    plan_params.batch = p.batch;
+    plan_params.num_tokens = p.num_tokens;
+    plan_params.max_seq_len = min_of<int64_t>(p.max_pages * p.page_size, std::numeric_limits<int32_t>::max());
+    plan_params.num_kv_heads = p.num_kv_heads;
+    plan_params.group_size = p.group_size;
+    plan_params.head_dim = p.head_dim;
+    backend.attention_plan(plan_params, ctx);
+  }
+  p.plan = const_pointer<int32_t>(*plan);
+  Tensor scratch = empty_on(a.q, {backend.tree_attention_scratch(p, ctx)}, ScalarType::Byte);
+  p.scratch = scratch.mutable_data_ptr();
+  backend.tree_attention(p, ctx);
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                                          const Tensor& page_table, const Tensor& seq_lens, const Tensor& cu_seqlens_q,
+                                          const std::optional<Tensor>& tree_mask,
+                                          const std::optional<Tensor>& tree_lens, std::optional<int64_t> max_seqlen_q,
+                                          std::optional<double> scale, double softcap, int64_t window,
+                                          const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scale,
+                                          const std::optional<Tensor>& v_scale, const std::optional<Tensor>& plan) {
+  const Check check("tree_attention", q);
+  const Arguments a{q,     k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens,
+                    scale, softcap, window,  sinks,      k_scale,  v_scale,      plan};
+  TreeAttentionParams p = checked_params(check, a, max_seqlen_q);
+  Tensor out = empty_on(q, {q.size(0), q.size(1), q.size(2)}, q.scalar_type());
+  std::optional<Tensor> lse = empty_on(q, {q.size(0), q.size(1)}, ScalarType::Float);
+  run(check, a, p, out, lse);
+  return {out, *lse};
+}
+
+void tree_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& page_table,
+                        const Tensor& seq_lens, const Tensor& cu_seqlens_q, const std::optional<Tensor>& tree_mask,
+                        const std::optional<Tensor>& tree_lens, std::optional<int64_t> max_seqlen_q,
+                        std::optional<double> scale, double softcap, int64_t window, const std::optional<Tensor>& sinks,
+                        const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+                        const std::optional<Tensor>& plan, Tensor out, std::optional<Tensor> lse) {
+  const Check check("tree_attention", q);
+  const Arguments a{q,     k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens,
+                    scale, softcap, window,  sinks,      k_scale,  v_scale,      plan};
+  TreeAttentionParams p = checked_params(check, a, max_seqlen_q);
+  check.tensor(out, "out", {q.scalar_type()}, {q.size(0), q.size(1), q.size(2)}, Strides::kLastContiguous);
+  if (lse.has_value()) check.tensor(*lse, "lse", {ScalarType::Float}, {q.size(0), q.size(1)}, Strides::kAny);
+  run(check, a, p, out, lse);
+}
+
+Tensor attention_plan(const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_t num_q_heads, int64_t num_kv_heads,
+                      int64_t head_dim, int64_t page_size, int64_t max_seqlen_q,
+                      const std::optional<Tensor>& tree_lens) {
+  const Check check("attention_plan", seq_lens);
+  const int64_t batch = check.offsets(cu_seqlens_q, "cu_seqlens_q");
+  check.tensor(seq_lens, "seq_lens", {ScalarType::Int}, {batch});
+  check.that(num_kv_heads >= 1, "num_kv_heads", "at least 1", num_kv_heads);
+  check.that(num_q_heads >= 1 && num_q_heads % num_kv_heads == 0, "num_q_heads",
+             "a multiple of num_kv_heads " + std::to_string(num_kv_heads), num_q_heads);
+  check.that(head_dim == 64 || head_dim == 96 || head_dim == 128 || head_dim == 192 || head_dim == 256, "head_dim",
+             "64, 96, 128, 192 or 256", head_dim);
+  check.that(page_size >= 1, "page_size", "at least 1", page_size);
+  check.that(max_seqlen_q >= 0, "max_seqlen_q", "at least 0", max_seqlen_q);
+  if (tree_lens.has_value()) check.tensor(*tree_lens, "tree_lens", {ScalarType::Int}, {batch});
+
+  Tensor plan = empty_on(seq_lens, {kPlanSize}, ScalarType::Int);
+  AttentionPlanParams params{};
+  params.seq_lens = const_pointer<int32_t>(seq_lens);
+  params.cu_seqlens_q = const_pointer<int32_t>(cu_seqlens_q);
+  params.plan = mutable_pointer<int32_t>(plan);
+  params.batch = batch;
+  params.num_tokens = std::numeric_limits<int32_t>::max();
+  params.max_seq_len = std::numeric_limits<int32_t>::max();
+  params.num_kv_heads = static_cast<int32_t>(num_kv_heads);
+  params.group_size = static_cast<int32_t>(num_q_heads / num_kv_heads);
+  params.head_dim = static_cast<int32_t>(head_dim);
+  backend_for(seq_lens).attention_plan(params, context_for(seq_lens));
+  return plan;
+}
+
+std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
+                                        const Tensor& lse_b) {
+  const Check check("merge_states", out_a);
+  check.tensor(out_a, "out_a", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16},
+               {kAnySize, kAnySize, kAnySize}, Strides::kLastContiguous);
+  const int64_t num_tokens = out_a.size(0), num_heads = out_a.size(1), head_dim = out_a.size(2);
+  check.tensor(out_b, "out_b", {out_a.scalar_type()}, {num_tokens, num_heads, head_dim}, Strides::kLastContiguous);
+  check.tensor(lse_a, "lse_a", {ScalarType::Float}, {num_tokens, num_heads}, Strides::kAny);
+  check.tensor(lse_b, "lse_b", {ScalarType::Float}, {num_tokens, num_heads}, Strides::kAny);
+
+  Tensor out = empty_on(out_a, {num_tokens, num_heads, head_dim}, out_a.scalar_type());
+  Tensor lse = empty_on(out_a, {num_tokens, num_heads}, ScalarType::Float);
+  MergeStatesParams params{};
+  params.out_a = out_a.const_data_ptr();
+  params.out_b = out_b.const_data_ptr();
+  params.lse_a = const_pointer<float>(lse_a);
+  params.lse_b = const_pointer<float>(lse_b);
+  params.out = out.mutable_data_ptr();
+  params.lse = mutable_pointer<float>(lse);
+  params.a_token_stride = out_a.stride(0);
+  params.a_head_stride = out_a.stride(1);
+  params.b_token_stride = out_b.stride(0);
+  params.b_head_stride = out_b.stride(1);
+  params.lse_a_token_stride = lse_a.stride(0);
+  params.lse_a_head_stride = lse_a.stride(1);
+  params.lse_b_token_stride = lse_b.stride(0);
+  params.lse_b_head_stride = lse_b.stride(1);
+  params.num_tokens = num_tokens;
+  params.num_heads = num_heads;
+  params.head_dim = head_dim;
+  params.dtype = core_dtype(out_a);
+  backend_for(out_a).merge_states(params, context_for(out_a));
+  return {out, lse};
+}
+
+}  // namespace pagedtree::ops

@@ -1,0 +1,180 @@
+"""Tree-masked attention over a paged KV cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagedtree._ops import call, ops
+
+__all__ = ["attention_plan", "merge_states", "tree_attention"]
+
+PLAN_SIZE = 4 * (1024 + 1)
+
+
+def tree_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    tree_mask: Tensor | None = None,
+    *,
+    tree_lens: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    plan: Tensor | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of a ragged batch of queries over a paged KV cache, each query seeing the keys its mask row names.
+
+    Trees, chains, prefill chunks and plain decode may be mixed in one batch. The keys of the queries themselves must be
+    in the cache already (`append_kv`).
+
+    Args:
+        q: [T, Hq, D], fp16 or bf16 (fp32 on the CPU); D in 64, 96, 128, 192, 256; the last dimension contiguous.
+            Rows past cu_seqlens_q[-1] are padding.
+        k_cache, v_cache: [pages, page_size, Hkv, D] with any strides but a contiguous last dimension; q's dtype or
+            float8_e4m3fn; Hq a multiple of Hkv, any page_size >= 1. Query head h reads KV head h // (Hq // Hkv).
+        page_table: int32 [B, max_pages]; entries past ceil(seq_lens[b] / page_size) are never read. A page id outside
+            the cache reads as zero K and V.
+        seq_lens: int32 [B], all keys of a sequence, those of its queries included; clamped to max_pages * page_size.
+        cu_seqlens_q: int32 [B + 1], offsets of the sequences' queries, first 0.
+        tree_mask: int32 [T, W], one row a query: bit j % 32 of word j // 32 = the query sees key
+            seq_lens[b] - tree_lens[b] + j (`TreeBatch.mask`). Any pattern is allowed; missing words are 0, bits at or
+            past tree_lens[b] are ignored. None: every sequence is causal.
+        tree_lens: int32 [B], how many of the last keys the mask covers; default the query lengths. More than that =
+            rectangular: the queries are the newest level of a bigger tree. -1 = sequence b is causal and its mask rows
+            are ignored. Clamped to -1..seq_lens[b]. Without a tree_mask it has no effect.
+        max_seqlen_q: a hint for the choice of tiles, default ceil(T / B); it never changes what is computed.
+        scale: factor of q.k, default D ** -0.5.
+        softcap: > 0: scores are softcap * tanh(scale * q.k / softcap).
+        window: > 0: a query sees only keys whose position is less than `window` behind its own. A prefix key's
+            position is its index; a tree node's is seq_lens - tree_lens + depth, where a key's depth is the number of
+            set bits below its own in the query's row, the query's the row's set bits - 1. So siblings share a position.
+        sinks: fp32 [Hq], one more logit in each row's denominator.
+        k_scale, v_scale: fp32 scalar or [Hkv], factors of an fp8 cache.
+        plan: the tensor of `attention_plan` for these lengths, to share between the layers of a step. A plan for other
+            lengths costs speed only.
+        out: [T, Hq, D] of q's dtype, written and returned; the last dimension contiguous.
+        return_lse: also return lse.
+
+    Returns:
+        out [T, Hq, D] of q's dtype, or (out, lse) with lse fp32 [T, Hq]: natural logarithm of the sum of exponentiated
+        scores, the sink included. A row that sees no key gives out 0 and lse = its sink, -inf without; padding rows
+        give out 0 and lse -inf.
+
+    Softmax and accumulation are fp32. What the cache holds in slots that no row of a sequence may see, NaN too, changes
+    nothing. Results are bitwise the same for any number of threads.
+
+        for b, i, h in queries of each sequence and head:
+            s, n = seq_lens[b], cu_seqlens_q[b + 1] - cu_seqlens_q[b]
+            t = n if tree_lens is None else tree_lens[b]
+            causal = tree_mask is None or t < 0
+            sees = lambda j: j <= s - n + i if causal else j < s - t or bit(tree_mask[cu_seqlens_q[b] + i], j - (s - t))
+            scores = {j: scale * q[b, i, h] @ K[b, j] for j in range(s) if sees(j) and in_window(j)}
+            out = sum(exp(scores[j]) * V[b, j] for j in scores) / (sum(exp(scores)) + exp(sink[h]))
+
+    Raises ValueError for wrong shapes, dtypes, devices, strides or a negative window or softcap; with PAGEDTREE_CHECK=1
+    also for offsets, lengths and page ids out of range and a mask narrower than its trees.
+
+    Sources: FlashAttention (Dao et al., 2022, 2023), FlashDecoding's split of the keys, PagedAttention (Kwon et al.,
+    2023), tree attention (SpecInfer, Miao et al., 2023).
+    """
+    arguments = (q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, tree_mask)
+    options = {
+        "tree_lens": tree_lens,
+        "max_seqlen_q": max_seqlen_q,
+        "scale": scale,
+        "softcap": softcap,
+        "window": window,
+        "sinks": sinks,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "plan": plan,
+    }
+    if out is None:
+        out, lse = call(ops.tree_attention, *arguments, **options)
+        return (out, lse) if return_lse else out
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+    call(ops.tree_attention.out, *arguments, **options, out=out, lse=lse)
+    return (out, lse) if lse is not None else out
+
+
+def attention_plan(
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    max_seqlen_q: int,
+    tree_lens: Tensor | None = None,
+) -> Tensor:
+    """How the work of `tree_attention` is cut into ranges of equal cost, for all layers of a step.
+
+    Args:
+        seq_lens: int32 [B]; cu_seqlens_q: int32 [B + 1]; tree_lens: int32 [B] or None. As for `tree_attention`.
+        num_q_heads, num_kv_heads, head_dim, page_size: of the calls that the plan is for.
+        max_seqlen_q: the longest query length, a hint.
+
+    Returns an int32 tensor of a fixed size on the device of seq_lens, to pass as plan=; it does not depend on the
+    window, the mask or the dtype. Nothing is read on the host. Raises ValueError for wrong shapes, dtypes or sizes.
+
+    The linear order of the work is (sequence, KV head, tile of query rows, tile of keys), as in Stream-K (Osama et al.,
+    2023) and FlashMLA's scheduler; range i is [plan[i], plan[i + 1]), at equal sums of tiles plus a constant a piece.
+    """
+    return call(
+        ops.attention_plan,
+        seq_lens,
+        cu_seqlens_q,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        max_seqlen_q=max_seqlen_q,
+        tree_lens=tree_lens,
+    )
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Joins attention over two disjoint sets of keys: the result over their union.
+
+    Args:
+        out_a, out_b: [T, H, D], fp32, fp16 or bf16, the same dtype; any strides but a contiguous last dimension.
+        lse_a, lse_b: fp32 [T, H], natural logarithms as `tree_attention` returns them. A side of lse -inf has no
+            weight and its out is not read. Give sinks to one of the parts only.
+
+        lse = log(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
+
+    Returns (out, lse); where both lse are -inf, out is 0 and lse -inf. Raises ValueError for wrong shapes or dtypes.
+    """
+    return call(ops.merge_states, out_a, lse_a, out_b, lse_b)
+
+
+@torch.library.register_fake("pagedtree::tree_attention")
+def _tree_attention_fake(q: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+@torch.library.register_fake("pagedtree::tree_attention.out")
+def _tree_attention_out_fake(q: Tensor, *args: object, **kwargs: object) -> None:
+    return None
+
+
+@torch.library.register_fake("pagedtree::attention_plan")
+def _attention_plan_fake(seq_lens: Tensor, *args: object, **kwargs: object) -> Tensor:
+    return seq_lens.new_empty((PLAN_SIZE,))
+
+
+@torch.library.register_fake("pagedtree::merge_states")
+def _merge_states_fake(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)

@@ -1,0 +1,174 @@
+"""Random batches for tests of tree_attention, and the tolerance that the contract names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedtree import DraftTree, reference, tree_attention
+
+LAYOUTS = ("nhd", "hnd", "stacked", "packed", "sparse")
+
+
+def random_tree(rng: np.random.Generator, num_nodes: int) -> DraftTree:
+    return DraftTree([-1, *(int(rng.integers(max(0, i - 5), i)) for i in range(1, num_nodes))])
+
+
+def mask_words(mask: np.ndarray, words: int) -> Tensor:
+    """bool [n, m] -> int32 [n, words]."""
+    bits = np.zeros((mask.shape[0], words * 32), dtype=bool)
+    bits[:, : mask.shape[1]] = mask
+    return torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32).copy())
+
+
+def paged_caches(pages: int, page_size: int, heads: int, head_dim: int, layout: str) -> tuple[Tensor, Tensor]:
+    """K and V as [pages, page_size, heads, head_dim] views of `layout`'s memory."""
+    if layout == "nhd":
+        return torch.zeros(2, pages, page_size, heads, head_dim).unbind(0)
+    if layout == "hnd":
+        return torch.zeros(2, pages, heads, page_size, head_dim).transpose(2, 3).unbind(0)
+    if layout == "stacked":  # vLLM: K and V of a page side by side
+        return torch.zeros(pages, 2, page_size, heads, head_dim).unbind(1)
+    if layout == "packed":  # vLLM: K and V of a row side by side
+        return torch.zeros(pages, page_size, heads, 2 * head_dim).split(head_dim, -1)
+    big = torch.zeros(2, pages, page_size + 1, heads + 2, head_dim + 3)  # odd strides
+    return big[:, :, 1:, 1:-1, 2:-1].unbind(0)
+
+
+@dataclass
+class Case:
+    """Arguments of one call; `kinds`: a DraftTree, "causal", or (DraftTree, n) for its last n rows (rectangular)."""
+
+    prefixes: list[int]
+    kinds: list[Any]
+    page_size: int = 16
+    heads: tuple[int, int] = (4, 2)
+    head_dim: int = 64
+    dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None
+    layout: str = "nhd"
+    causal_queries: int = 7
+    words: int | None = None
+    poison: float | None = None
+    padding: int = 0
+    seed: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def build(self, **options: Any) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(self.seed)
+        rng = np.random.default_rng(self.seed)
+        queries, trees, rows = [], [], []
+        for kind in self.kinds:
+            if kind == "causal":
+                n, tree_len, mask = self.causal_queries, -1, rng.random((self.causal_queries, 32)) < 0.5
+            else:
+                tree, n = kind if isinstance(kind, tuple) else (kind, kind.num_nodes)
+                tree_len, mask = tree.num_nodes, tree.mask[tree.num_nodes - n :]
+            queries.append(n)
+            trees.append(tree_len)
+            rows.append(mask)
+        seq_lens = [p + (n if t < 0 else t) for p, n, t in zip(self.prefixes, queries, trees, strict=True)]
+        used = [-(-s // self.page_size) for s in seq_lens]
+        order = torch.randperm(sum(used) + 3, generator=generator).int()
+        page_table = torch.full((len(seq_lens), max(used, default=0) + 2), -7, dtype=torch.int32)
+        for b, count in enumerate(used):
+            page_table[b, :count] = order[sum(used[:b]) : sum(used[:b]) + count]
+
+        heads, kv_heads = self.heads
+        total = sum(queries) + self.padding
+        q = torch.randn(total, heads, self.head_dim, generator=generator).to(self.dtype)
+        stored = self.cache_dtype or self.dtype
+        k_cache, v_cache = (
+            view.to(stored) if self.layout == "nhd" else _cast_view(view, stored)
+            for view in paged_caches(len(order), self.page_size, kv_heads, self.head_dim, self.layout)
+        )
+        for cache in (k_cache, v_cache):
+            values = torch.randn(cache.shape, generator=generator)
+            if self.poison is not None:
+                values[self._free_slots(values.shape[:2], page_table, seq_lens)] = self.poison
+            cache.copy_(values.to(stored))
+        words = self.words or max(1, *(-(-max(t, 32) // 32) for t in (*trees, 1)))
+        mask = torch.zeros(total, words, dtype=torch.int32)
+        if rows:
+            mask[: sum(queries)] = torch.cat([mask_words(m[:, : words * 32], words) for m in rows])
+        cu = torch.tensor([0, *np.cumsum(queries)], dtype=torch.int32)
+        case = {
+            "q": q,
+            "k_cache": k_cache,
+            "v_cache": v_cache,
+            "page_table": page_table,
+            "seq_lens": torch.tensor(seq_lens, dtype=torch.int32),
+            "cu_seqlens_q": cu,
+            "tree_mask": mask,
+            "tree_lens": torch.tensor(trees, dtype=torch.int32),
+            **options,
+        }
+        return {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in case.items()}
+
+    def _free_slots(self, shape: torch.Size, page_table: Tensor, seq_lens: list[int]) -> Tensor:
+        """bool [pages, page_size]: the slots that no sequence holds."""
+        free = torch.ones(shape, dtype=torch.bool)
+        for b, s in enumerate(seq_lens):
+            positions = torch.arange(s)
+            free[page_table[b].long()[positions // self.page_size], positions % self.page_size] = False
+        return free
+
+
+def _cast_view(view: Tensor, dtype: torch.dtype) -> Tensor:
+    """The view in another dtype with the same strides."""
+    size = sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True)) + 1
+    return torch.zeros(size, dtype=dtype).as_strided(view.shape, view.stride(), 0)
+
+
+def rms(x: Tensor) -> float:
+    return float(x.double().pow(2).mean().sqrt()) if x.numel() else 0.0
+
+
+def sdpa_error(case: dict[str, Any], expected: Tensor) -> float:
+    """RMS error of torch SDPA on gathered K and V in the same dtype, each sequence by itself."""
+    out = torch.zeros_like(case["q"])
+    page_size, group = case["k_cache"].shape[1], case["q"].shape[1] // case["k_cache"].shape[2]
+    offsets = case["cu_seqlens_q"].tolist()
+    for b, s in enumerate(case["seq_lens"].tolist()):
+        begin, end = offsets[b], offsets[b + 1]
+        if s == 0 or begin == end:
+            continue
+        words = None if case["tree_mask"] is None else case["tree_mask"][begin:end]
+        tree_len = end - begin if case["tree_lens"] is None else int(case["tree_lens"][b])
+        seen = reference.visible_keys(s, end - begin, tree_len, words, case.get("window", 0))
+        positions = torch.arange(s)
+        slots = case["page_table"][b].long()[positions // page_size], positions % page_size
+        k, v = (case[c][slots].repeat_interleave(group, 1).transpose(0, 1)[None] for c in ("k_cache", "v_cache"))
+        k[:, :, ~seen.any(0)] = v[:, :, ~seen.any(0)] = 0
+        query = case["q"][begin:end].transpose(0, 1)[None]
+        result = torch.nn.functional.scaled_dot_product_attention(query, k, v, attn_mask=seen)[0].transpose(0, 1)
+        out[begin:end] = result.nan_to_num()
+    return rms(out - expected)
+
+
+def check(case: dict[str, Any], *, factor: float = 2.0) -> None:
+    """tree_attention against the reference: RMS error within `factor` times SDPA's, lse close."""
+    out, lse = tree_attention(**case, return_lse=True)
+    plain = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in case.items() if k not in ("plan", "max_seqlen_q")}
+    expected, expected_lse = reference.tree_attention(**plain)
+    assert out.dtype == case["q"].dtype and out.shape == case["q"].shape
+    assert lse.dtype == torch.float32
+    assert not out.isnan().any() and not lse.isnan().any()
+    finite = expected_lse > -torch.inf
+    assert torch.equal(lse.cpu() > -torch.inf, finite)
+    assert not out.cpu()[~finite].any()
+    torch.testing.assert_close(lse.cpu().double()[finite], expected_lse[finite], atol=2e-5, rtol=2e-5)
+    error = rms(out.cpu() - expected)
+    if any(plain.get(name) is not None for name in ("sinks", "k_scale", "v_scale")) or plain.get("softcap"):
+        unit = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[out.dtype]
+        assert error <= unit * max(rms(expected), 1e-6), (error, rms(expected))
+    else:
+        allowed = sdpa_error(plain, expected)
+        assert error <= factor * allowed + 1e-9, (error, allowed)
+    gap = float((out.cpu().double() - expected).abs().max()) if out.numel() else 0.0
+    scale = float(expected.abs().max()) if out.numel() else 1.0
+    assert gap <= {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[out.dtype] * max(scale, 1e-3), gap

@@ -1,0 +1,132 @@
+"""attention_plan, and tree_attention with plans that fit, are stale or are garbage."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from attention_case import Case, check, random_tree
+
+from pagedtree import DraftTree, attention_plan, tree_attention
+
+KV_TILE, M_TILE, PIECE_COST = 64, 128, 2
+
+
+def plan_of(case: dict) -> torch.Tensor:
+    _, heads, head_dim = case["q"].shape
+    _, page_size, kv_heads, _ = case["k_cache"].shape
+    return attention_plan(
+        case["seq_lens"],
+        case["cu_seqlens_q"],
+        num_q_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        max_seqlen_q=8,
+        tree_lens=case["tree_lens"],
+    )
+
+
+def ranges_of(plan: torch.Tensor) -> list[tuple[int, int, int]]:
+    entries = plan.view(-1, 4)
+    return [tuple(entry[:3].tolist()) for entry in entries[1 : 1 + int(entries[0, 0])]]
+
+
+@pytest.fixture
+def case(backend: str) -> dict:
+    """Long, short and empty sequences; many ranges."""
+    kinds = [DraftTree.chain(4), "causal", random_tree(np.random.default_rng(1), 70), "causal"]
+    return Case([9000, 70, 5000, 13000], kinds, heads=(4, 2), causal_queries=3).build()
+
+
+def test_ranges_cover_equal_costs(case: dict) -> None:
+    starts = ranges_of(plan_of(case))
+    assert len(starts) > 8
+    assert starts[0] == (0, 0, 0) and starts == sorted(set(starts))
+    lengths = case["cu_seqlens_q"].diff().tolist()
+    tiles = [max(1, -(-s // KV_TILE)) for s in case["seq_lens"].tolist()]
+    rows = [2 * -(-n * 2 // M_TILE) for n in lengths]
+    costs = [(t + PIECE_COST) * r for t, r in zip(tiles, rows, strict=True)]
+    begins = [sum(costs[:b]) + row * (tiles[b] + PIECE_COST) + kv for b, row, kv in starts]
+    sizes = [end - begin for begin, end in zip(begins, [*begins[1:], sum(costs)], strict=True)]
+    mean = sum(costs) / len(starts)
+    assert all(abs(size - mean) <= 4 + PIECE_COST + 1 for size in sizes), sizes
+    for b, row, kv in starts:
+        assert row < rows[b]
+        assert kv == 0 or 4 <= kv <= tiles[b] - 4
+
+
+def test_plan_gives_the_same(case: dict) -> None:
+    plan = plan_of(case)
+    expected = tree_attention(**case, return_lse=True)
+    for _ in range(2):
+        result = tree_attention(**case, plan=plan, return_lse=True)
+        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
+    check(dict(case, plan=plan))
+    for window in (1, 100, 9000):  # the plan knows no window
+        check(dict(case, plan=plan, window=window))
+
+
+def test_no_plan_gives_wrong_results(case: dict) -> None:
+    """Stale, shuffled, negative, huge, random: only the balance suffers."""
+    plan = plan_of(case)
+    other = Case([64] * 9, ["causal"] * 9, heads=(4, 2)).build()
+    generator = torch.Generator().manual_seed(0)
+    entries = plan.view(-1, 4)
+    count = int(entries[0, 0])
+    shuffled, shifted = plan.clone(), plan.clone()
+    shuffled.view(-1, 4)[1 : 1 + count] = entries[1 : 1 + count][torch.randperm(count, generator=generator)]
+    shifted.view(-1, 4)[1:, 2] += 1  # pieces of every size, row tiles cut anywhere
+    plans = [
+        plan_of(other),
+        shuffled,
+        shifted,
+        torch.zeros_like(plan),
+        torch.full_like(plan, -1),
+        torch.full_like(plan, 2**31 - 1),
+        torch.randint(-(2**31), 2**31 - 1, plan.shape, generator=generator).int(),
+        torch.randint(0, 90, plan.shape, generator=generator).int(),
+    ]
+    dense = plan.clone().view(-1, 4)  # 200 cuts in one sequence
+    dense[0, 0] = 256
+    dense[1:257] = 0
+    dense[1:257, 2] = torch.arange(256) // 2
+    plans.append(dense.view(-1))
+    for bad in plans:
+        check(dict(case, plan=bad))
+
+
+def test_empty_batches(backend: str) -> None:
+    for kinds in ([], ["causal"]):
+        built = Case([0] * len(kinds), kinds, causal_queries=0, padding=2).build()
+        plan = plan_of(built)
+        assert ranges_of(plan) == [(0, 0, 0)]
+        check(dict(built, plan=plan))
+
+
+def test_bad_lengths(backend: str) -> None:
+    """Lengths and offsets that make no sense still give a plan."""
+    lens = torch.tensor([2**31 - 1, -5, 2**31 - 1], dtype=torch.int32)
+    cu = torch.tensor([5, 2**31 - 1, -(2**31), 2**31 - 1], dtype=torch.int32)
+    plan = attention_plan(lens, cu, num_q_heads=128, num_kv_heads=64, head_dim=64, page_size=1, max_seqlen_q=0)
+    assert 1 <= int(plan[0]) <= 1024
+
+
+def test_plan_op(backend: str) -> None:
+    lens, cu = torch.tensor([100, 5000], dtype=torch.int32), torch.tensor([0, 3, 4], dtype=torch.int32)
+    sizes = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "max_seqlen_q": 3}
+    torch.library.opcheck(torch.ops.pagedtree.attention_plan, (lens, cu), sizes)
+    bad = [
+        ("num_q_heads", 7, "multiple of num_kv_heads 2"),
+        ("num_kv_heads", 0, "at least 1"),
+        ("head_dim", 80, "64, 96, 128, 192 or 256"),
+        ("page_size", 0, "at least 1"),
+        ("max_seqlen_q", -1, "at least 0"),
+    ]
+    for name, value, message in bad:
+        with pytest.raises(ValueError, match=f"attention_plan: `{name}` must be .*{message}.*got {value}"):
+            attention_plan(lens, cu, **{**sizes, name: value})
+    with pytest.raises(ValueError, match="`seq_lens` must be of shape"):
+        attention_plan(lens[:1], cu, **sizes)
+    with pytest.raises(ValueError, match="`tree_lens` must be of dtype Int"):
+        attention_plan(lens, cu, **sizes, tree_lens=torch.ones(2))

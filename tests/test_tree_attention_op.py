@@ -1,0 +1,170 @@
+"""tree_attention as an op: opcheck, torch.compile, refusals, bad values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attention_case import Case, check
+
+from pagedtree import DraftTree, reference, tree_attention
+
+TREE = DraftTree.full([2, 2])
+
+
+def small(**options: Any) -> dict[str, Any]:
+    return Case([20, 3], [TREE, "causal"], causal_queries=2).build(**options)
+
+
+def split(case: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    first = ("q", "k_cache", "v_cache", "page_table", "seq_lens", "cu_seqlens_q", "tree_mask")
+    return tuple(case[name] for name in first), {k: v for k, v in case.items() if k not in first}
+
+
+def test_opcheck(backend: str) -> None:
+    plain = dict(small(), tree_mask=None, tree_lens=None)
+    for case in (small(), small(softcap=5.0, window=3, sinks=torch.zeros(4), scale=0.3, max_seqlen_q=7), plain):
+        arguments, options = split(case)
+        torch.library.opcheck(torch.ops.pagedtree.tree_attention.default, arguments, options)
+        for lse in (None, torch.empty(9, 4)):
+            outputs = {"out": torch.empty_like(case["q"]), "lse": lse}
+            torch.library.opcheck(torch.ops.pagedtree.tree_attention.out, arguments, {**options, **outputs})
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(backend: str, dynamic: bool) -> None:
+    case = small()
+
+    def step(q: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first, lse = tree_attention(**dict(case, q=q), return_lse=True)
+        tree_attention(**dict(case, q=2 * q), out=out)
+        return first + out, lse
+
+    expected = step(case["q"], torch.empty_like(case["q"]))
+    result = torch.compile(step, fullgraph=True, dynamic=dynamic)(case["q"], torch.empty_like(case["q"]))
+    for a, b in zip(result, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+REFUSALS = [
+    ("q", lambda t: t.double(), "of dtype Float or Half or BFloat16, got Double"),
+    ("q", lambda t: t[0], r"of shape \[\*, \*, \*\], got \[4, 64\]"),
+    ("q", lambda t: t[..., :32], "of head size 64, 96, 128, 192 or 256"),
+    ("q", lambda t: t.transpose(0, 2).contiguous().transpose(0, 2), "contiguous in its last dimension"),
+    ("q", lambda t: t[:, :3], "of a number of heads that divides q's 3"),
+    ("k_cache", lambda t: t.half(), "of q's dtype Float or Float8_e4m3fn, got Half"),
+    ("k_cache", lambda t: t[0], r"of shape \[\*, \*, \*, 64\]"),
+    ("k_cache", lambda t: t[:, :0], "of a page size of at least 1"),
+    ("v_cache", lambda t: t[1:], r"of shape \[\d+, 16, 2, 64\]"),
+    ("v_cache", lambda t: t.to(torch.float8_e4m3fn), "of dtype Float, got Float8_e4m3fn"),
+    ("page_table", lambda t: t.long(), "of dtype Int, got Long"),
+    ("page_table", lambda t: t[:1], r"of shape \[2, \*\]"),
+    ("seq_lens", lambda t: t[:1], r"of shape \[2\], got \[1\]"),
+    ("seq_lens", lambda t: t.repeat(2)[::2], "contiguous"),
+    ("cu_seqlens_q", lambda t: t[:0], r"of shape \[B \+ 1\]"),
+    ("tree_mask", lambda t: t[1:], r"of shape \[9, \*\], got \[8, 1\]"),
+    ("tree_mask", lambda t: t.bool(), "of dtype Int, got Bool"),
+    ("tree_lens", lambda t: t[:1], r"of shape \[2\]"),
+    ("max_seqlen_q", lambda _: -1, "at least 0, got -1"),
+    ("scale", lambda _: float("nan"), "finite, got nan"),
+    ("softcap", lambda _: -1.0, "finite and at least 0 .0: none., got -1"),
+    ("window", lambda _: -1, "at least 0 .0: none., got -1"),
+    ("sinks", lambda _: torch.zeros(2), r"of shape \[4\], got \[2\]"),
+    ("sinks", lambda _: torch.zeros(4).half(), "of dtype Float, got Half"),
+    ("k_scale", lambda _: torch.ones(()), "None for a cache that is not Float8_e4m3fn"),
+    ("v_scale", lambda _: torch.ones(2), "None for a cache that is not Float8_e4m3fn"),
+    ("plan", lambda _: torch.zeros(5, dtype=torch.int32), "of shape"),
+    ("out", lambda _: torch.zeros(9, 4, 32), r"of shape \[9, 4, 64\]"),
+    ("out", lambda _: torch.zeros(9, 4, 64).half(), "of dtype Float, got Half"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), REFUSALS)
+def test_refusals(backend: str, name: str, change: Any, message: str) -> None:
+    case = small()
+    case[name] = change(case.get(name))
+    # Where several arguments disagree, the message may name the other one.
+    blamed = "k_cache" if "divides" in message else name
+    out = case.setdefault("out", torch.full_like(case["q"], 7.0)) if name != "q" else None
+    with pytest.raises(ValueError, match=f"tree_attention: `{blamed}` must be {message}"):
+        tree_attention(**case)
+    assert out is None or name == "out" or (out == 7).all()
+
+
+def test_fp8_scale_shapes(backend: str) -> None:
+    case = Case([20], [TREE], cache_dtype=torch.float8_e4m3fn, heads=(6, 3)).build()
+    check(dict(case, k_scale=torch.tensor([2.0]), v_scale=torch.tensor(2.0)))
+    with pytest.raises(ValueError, match=r"`k_scale` must be a scalar or of shape \[3\], got \[6\]"):
+        tree_attention(**case, k_scale=torch.ones(6))
+    with pytest.raises(ValueError, match="`v_scale` must be of dtype Float, got Double"):
+        tree_attention(**case, v_scale=torch.ones(()).double())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("q", None), ("k_cache", None), ("seq_lens", None), ("window", "wide"), ("scale", "big"), ("plan", 3)],
+)
+def test_wrong_types(backend: str, name: str, value: Any) -> None:
+    with pytest.raises(TypeError):
+        tree_attention(**dict(small(), **{name: value}))
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+BAD_VALUES = [
+    ({"seq_lens": ints(10**9, -4)}, "page_table"),
+    ({"seq_lens": ints(27, 1)}, "seq_lens"),
+    ({"tree_lens": ints(-9, 10**9)}, "tree_lens"),
+    ({"tree_lens": ints(2**31 - 1, -(2**31))}, "tree_lens"),
+    ({"tree_lens": ints(27, 6)}, "lens"),
+    ({"tree_lens": ints(3, 5)}, None),
+    ({"tree_lens": ints(100, 5), "seq_lens": ints(110, 5), "page_table": torch.ones(2, 9, dtype=torch.int32)}, "mask"),
+    ({"page_table": ints(*([99999, -1] * 5)).view(2, 5)}, "page_table"),
+    ({"page_table": ints(*([2**31 - 1, -(2**31)] * 5)).view(2, 5)}, "page_table"),
+]
+
+
+@pytest.mark.parametrize(("changes", "blamed"), BAD_VALUES)
+def test_bad_values(backend: str, changes: dict, blamed: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unchecked: what the contract says comes out. Checked: a refusal that names the argument."""
+    case = dict(small(), **changes)
+    out, lse = tree_attention(**case, return_lse=True)
+    expected, expected_lse = reference.tree_attention(**case)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
+    monkeypatch.setenv("PAGEDTREE_CHECK", "1")
+    if blamed is None:
+        assert torch.equal(tree_attention(**case), out)
+    else:
+        with pytest.raises(ValueError, match=f"tree_attention: `[a-z_]*{blamed}.*` must be"):
+            tree_attention(**case)
+
+
+@pytest.mark.parametrize("offsets", [(0, 9, 4), (3, 5, 9), (0, 100, 200), (-5, 3, 2**31 - 1), (9, 4, 0)])
+def test_bad_offsets(backend: str, offsets: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never out of bounds; rows of no sequence are padding."""
+    case = dict(small(), cu_seqlens_q=ints(*offsets))
+    tree_attention(**case)
+    monkeypatch.setenv("PAGEDTREE_CHECK", "1")
+    with pytest.raises(ValueError, match=r"tree_attention: `cu_seqlens_q.*` must be"):
+        tree_attention(**case)
+
+
+def test_checked_calls_pass(value_checks: None) -> None:
+    case = Case([20, 3], [TREE, "causal"], causal_queries=2, padding=3).build()
+    check(case)
+    check(dict(case, tree_mask=None, tree_lens=None))
+    check(dict(case, tree_mask=None, tree_lens=ints(-1, -1)))
+    with pytest.raises(ValueError, match=r"`tree_lens\[0\]` must be -1 without a tree_mask, got 7"):
+        tree_attention(**dict(case, tree_mask=None))
+
+
+def test_unknown_isa(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if backend != "cpu":
+        pytest.skip("cpu only")
+    monkeypatch.setenv("PAGEDTREE_CPU_ISA", "mmx")
+    with pytest.raises((ValueError, RuntimeError), match="PAGEDTREE_CPU_ISA must be one of"):
+        tree_attention(**small())
