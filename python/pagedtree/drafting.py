@@ -6,7 +6,6 @@ Nothing here synchronises; shapes depend on Python ints only, so that a whole st
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -448,7 +447,7 @@ def medusa_propose(
         raise ValueError(
             f"medusa_propose: `tree` must have depth <= {head_logits.shape[1]} (the heads), got {tree.max_depth}"
         )
-    parents, depths, child_ranks, num_top = _tree_tensors(tree, head_logits.device)
+    parents, depths, child_ranks, num_top = tree._on_device(head_logits.device)
     if num_top > head_logits.shape[-1]:
         raise ValueError(
             f"medusa_propose: `tree` must have child ranks below {head_logits.shape[-1]} (V), got {num_top - 1}"
@@ -464,19 +463,6 @@ def medusa_propose(
         active=active,
     )
     return Draft(draft_tokens, build_trees(all_parents, cu_nodes, max_nodes=tree.num_nodes, max_depth=tree.max_depth))
-
-
-@torch.compiler.assume_constant_result
-def _tree_tensors(tree: DraftTree, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The tree's parents, depths and child ranks on `device`, and how many tokens a head must give."""
-    return _copied_tree(tree, device)
-
-
-@lru_cache(maxsize=64)
-def _copied_tree(tree: DraftTree, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int]:
-    ranks = tree.child_ranks
-    parents, depths, child_ranks = (torch.from_numpy(a).to(device) for a in (tree.parents, tree.depths, ranks))
-    return parents, depths, child_ranks, int(ranks.max()) + 1
 
 
 @torch.library.register_fake("pagedtree::expand_tree")

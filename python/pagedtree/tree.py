@@ -46,6 +46,7 @@ class DraftTree:
         self.depths, self.first_child, self.next_sibling = (t.numpy() for t in links[:3])
         self._mask_words: np.ndarray = links[3].numpy()
         self.max_depth = int(self.depths.max())
+        self._copies: dict[torch.device, tuple[Tensor, Tensor, Tensor, int]] = {}
 
     @classmethod
     def from_parents(cls, parents: Sequence[int] | np.ndarray) -> DraftTree:
@@ -111,6 +112,15 @@ class DraftTree:
                 ranks[child] = rank
                 child, rank = int(self.next_sibling[child]), rank + 1
         return ranks
+
+    @torch.compiler.assume_constant_result  # a method: torch < 2.13 takes no tree as an argument of such a function
+    def _on_device(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int]:
+        """parents, depths, child ranks as tensors on `device`, copied once, and the number of ranks."""
+        if device not in self._copies:
+            ranks = self.child_ranks
+            parents, depths, child_ranks = (torch.from_numpy(a).to(device) for a in (self.parents, self.depths, ranks))
+            self._copies[device] = (parents, depths, child_ranks, int(ranks.max()) + 1)
+        return self._copies[device]
 
     def __repr__(self) -> str:
         return f"DraftTree(num_nodes={self.num_nodes}, max_depth={self.max_depth})"
