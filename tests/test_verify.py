@@ -492,6 +492,23 @@ def test_refusals(device):
         verify_greedy(good["logits"], good["draft_tokens"][:1], trees)
 
 
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        ([1, 2, 3], r"`cu_nodes\[0\]` must be 0, got 1"),
+        ([0, 2, 1], r"`cu_nodes` must be non-descending"),
+        ([0, 2, 4], r"`cu_nodes` must be at most 3 rows, got 4"),
+    ],
+)
+def test_value_checks(device, value_checks, offsets, message):
+    trees = batch_of([[-1, 0], [-1]], device)
+    logits, drafts = torch.zeros(3, 5, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    assert verify_greedy(logits.log(), drafts, trees).status.tolist() == [BAD_ROW] * 2, "a status, not an error"
+    bad = replace(trees, cu_nodes=torch.tensor(offsets, dtype=torch.int32, device=device))
+    with pytest.raises(ValueError, match=message):
+        verify_greedy(logits, drafts, bad)
+
+
 def raw_arguments(trees: TreeBatch, logits: Tensor, drafts: Tensor) -> tuple:
     return (
         logits, drafts, trees.cu_nodes, trees.first_child, trees.next_sibling, trees.valid,

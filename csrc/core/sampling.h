@@ -96,8 +96,10 @@ PT_HOST_DEVICE typename M::Uint order_key(typename M::Float logit) {
   return bits ^ (sign | 0x80000000u);
 }
 
-PT_HOST_DEVICE float logit_of_key(uint32_t key) {
-  return ScalarMath::bits<float>(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+template <typename M>
+PT_HOST_DEVICE typename M::Float logit_of_key(typename M::Uint key) {
+  const auto negative = (key >> 31) - 1u;  // all ones where the logit is negative
+  return M::template bits<typename M::Float>(key ^ (negative | 0x80000000u));
 }
 
 // One drawn token, and whether the row was bad: a NaN, or no finite logit.

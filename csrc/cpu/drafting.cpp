@@ -1,6 +1,7 @@
 #include "core/drafting.h"
 
 #include <cmath>
+#include <memory>
 
 #include "cpu/isa.h"
 #include "cpu/kernels.h"
@@ -10,7 +11,7 @@ namespace pagedtree::cpu {
 namespace {
 
 // The children of frontier node f, scored with the log-probability of the path.
-void expand_node(const ExpandTreeParams& p, const IsaKernels& isa, int64_t b, int64_t f) {
+void expand_node(const ExpandTreeParams& p, const IsaKernels& isa, int64_t b, int64_t f, FilterScratch& scratch) {
   const int64_t row = b * p.num_expanded + f, children = first_child_of(p, b, f);
   int64_t* tokens = p.out_tokens + children;
   float* scores = p.out_scores + children;
@@ -32,7 +33,8 @@ void expand_node(const ExpandTreeParams& p, const IsaKernels& isa, int64_t b, in
   } else {
     const int64_t position = static_cast<int64_t>(static_cast<uint64_t>(p.positions[b]) + p.level);
     isa.draw_children(logits, law_of(p.sampling, b),
-                      {p.law, p.num_children, static_cast<uint64_t>(p.seeds[b]), position, tokens, scores, probs});
+                      {p.law, p.num_children, static_cast<uint64_t>(p.seeds[b]), position, tokens, scores, probs},
+                      scratch);
   }
   for (int32_t k = 0; k < p.num_children && is_present(scores[k]); ++k) {
     scores[k] = parent + min_of(static_cast<float>(scores[k] - best - log_sum), 0.0f);
@@ -57,7 +59,10 @@ void pack_offsets(int64_t batch, int64_t num_rows, int32_t* cu_nodes, int64_t* d
 void expand_tree(const ExpandTreeParams& p, const ExecContext& ctx) {
   const IsaKernels& isa = isa_kernels();
   parallel_for(ctx, p.batch * p.num_expanded, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) expand_node(p, isa, row / p.num_expanded, row % p.num_expanded);
+    const auto scratch = std::make_unique_for_overwrite<FilterScratch>();
+    for (int64_t row = begin; row < end; ++row) {
+      expand_node(p, isa, row / p.num_expanded, row % p.num_expanded, *scratch);
+    }
   });
   parallel_for(ctx, p.batch, 8, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) grow_tree(p, b);

@@ -11,15 +11,31 @@
 
 namespace pagedtree::cpu {
 
+// Scratch of the filters' search in a row of any length: tables of tokens by one half of their logits' order key.
+constexpr int kBins = 1 << 16;
+constexpr int kBlockBins = 256;
+constexpr int kBlocks = kBins / kBlockBins;
+struct RowTotals {
+  uint64_t count;
+  uint64_t mass;
+};
+struct FilterScratch {
+  uint32_t high_counts[kBins];
+  uint64_t high_masses[kBins];
+  uint32_t low_counts[kBins];
+  RowTotals high_blocks[kBlocks];
+  RowTotals low_blocks[kBlocks];
+};
+
 struct IsaKernels {
   const char* name;
-  Draw (*draw_token)(const LogitRow& row, const Law& law, uint64_t seed, int64_t position);
+  Draw (*draw_token)(const LogitRow& row, const Law& law, uint64_t seed, int64_t position, FilterScratch& scratch);
   // dst[i] = saturate(src[i] / scale) as e4m3; dtype is that of src: fp32, fp16 or bf16.
   void (*quantize_e4m3)(const void* src, DType dtype, int64_t count, float scale, uint8_t* dst);
   // The k best tokens, best first and the lower id first among equals, and their logits; -1 and -inf where fewer are
   // finite. Returns the sum of exp(logit - best logit) if asked to.
   double (*top_tokens)(const LogitRow& row, int32_t k, bool with_sum, int64_t* tokens, float* logits);
-  void (*draw_children)(const LogitRow& row, const Law& law, const ChildrenDraw& draw);
+  void (*draw_children)(const LogitRow& row, const Law& law, const ChildrenDraw& draw, FilterScratch& scratch);
   void (*attend)(const TreeAttentionParams&, const AttentionRange&);
   void (*merge_pieces)(const TreeAttentionParams&, const AttentionRanges&, int32_t range);
   void (*merge_states)(const MergeStatesParams&, int64_t begin, int64_t end);  // rows token * H + head

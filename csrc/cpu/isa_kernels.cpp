@@ -7,10 +7,10 @@
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-Draw draw_token(const LogitRow& row, const Law& law, uint64_t seed, int64_t position);
+Draw draw_token(const LogitRow& row, const Law& law, uint64_t seed, int64_t position, FilterScratch& scratch);
 void quantize_e4m3(const void* src, DType dtype, int64_t count, float scale, uint8_t* dst);
 double top_tokens(const LogitRow& row, int32_t k, bool with_sum, int64_t* tokens, float* logits);
-void draw_children(const LogitRow& row, const Law& law, const ChildrenDraw& draw);
+void draw_children(const LogitRow& row, const Law& law, const ChildrenDraw& draw, FilterScratch& scratch);
 
 const IsaKernels& kernels() {
   static constexpr IsaKernels table = {

@@ -1,5 +1,5 @@
 // Draws a token from a row of logits in a few scans of the row, without sorting it and without a copy of it: the peak,
-// the filters' threshold (a radix search over the logits' order), the race of the kept tokens' noise.
+// the filters' threshold, the race of the kept tokens' noise.
 #include "cpu/isa.h"
 #include "cpu/tile/filter.h"
 
@@ -43,22 +43,22 @@ static inline int64_t race(const LogitRow& row, const Scale& scale, const Filter
 }
 
 template <typename T>
-static inline Draw draw(const LogitRow& row, const Law& law, uint64_t seed, int64_t position) {
+static inline Draw draw(const LogitRow& row, const Law& law, uint64_t seed, int64_t position, FilterScratch& scratch) {
   const Peak peak = find_peak<T>(row);
   if (law.temperature == 0.0f) return {peak.token, peak.has_nan || peak.logit == -kInfinity};
   if (peak.logit == -kInfinity) return {race<UniformLogit>(row, {0.0f, 1.0f}, Filter{}, seed, position), true};
   const Scale scale{peak.logit, inverse_temperature(law.temperature)};
-  return {race<T>(row, scale, find_filter<T>(row, law, scale), seed, position), peak.has_nan};
+  return {race<T>(row, scale, find_filter<T>(row, law, scale, scratch), seed, position), peak.has_nan};
 }
 
-Draw draw_token(const LogitRow& row, const Law& law, uint64_t seed, int64_t position) {
+Draw draw_token(const LogitRow& row, const Law& law, uint64_t seed, int64_t position, FilterScratch& scratch) {
   switch (row.dtype) {
     case DType::kFloat16:
-      return draw<Float16>(row, law, seed, position);
+      return draw<Float16>(row, law, seed, position, scratch);
     case DType::kBFloat16:
-      return draw<BFloat16>(row, law, seed, position);
+      return draw<BFloat16>(row, law, seed, position, scratch);
     default:
-      return draw<float>(row, law, seed, position);
+      return draw<float>(row, law, seed, position, scratch);
   }
 }
 

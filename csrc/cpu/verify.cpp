@@ -1,5 +1,7 @@
 #include "core/verify.h"
 
+#include <memory>
+
 #include "cpu/isa.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
@@ -9,9 +11,11 @@ namespace pagedtree::cpu {
 void sample(const SampleParams& p, const ExecContext& ctx) {
   const IsaKernels& isa = isa_kernels();
   parallel_for(ctx, p.logits.num_rows, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const uint64_t seed = static_cast<uint64_t>(p.seeds[row]);
-      p.tokens[row] = isa.draw_token(logit_row(p.logits, row), law_of(p.sampling, row), seed, p.positions[row]).token;
+    const auto scratch = std::make_unique_for_overwrite<FilterScratch>();
+    for (int64_t r = begin; r < end; ++r) {
+      const LogitRow row = logit_row(p.logits, r);
+      const uint64_t seed = static_cast<uint64_t>(p.seeds[r]);
+      p.tokens[r] = isa.draw_token(row, law_of(p.sampling, r), seed, p.positions[r], *scratch).token;
     }
   });
 }
@@ -20,6 +24,7 @@ void sample(const SampleParams& p, const ExecContext& ctx) {
 void verify_sampled(const VerifyParams& p, const ExecContext& ctx) {
   const IsaKernels& isa = isa_kernels();
   parallel_for(ctx, p.batch, 1, [&](int64_t begin, int64_t end) {
+    const auto scratch = std::make_unique_for_overwrite<FilterScratch>();
     for (int64_t b = begin; b < end; ++b) {
       TreeWalk walk(p, b);
       const Law law = law_of(p.sampling, b);
@@ -27,7 +32,7 @@ void verify_sampled(const VerifyParams& p, const ExecContext& ctx) {
       const uint64_t position = p.positions == nullptr ? 0 : static_cast<uint64_t>(p.positions[b]);
       for (bool more = walk.num_nodes > 0; more;) {
         const LogitRow row = logit_row(p.logits, walk.row());
-        const Draw draw = isa.draw_token(row, law, seed, static_cast<int64_t>(position + walk.depth));
+        const Draw draw = isa.draw_token(row, law, seed, static_cast<int64_t>(position + walk.depth), *scratch);
         if (draw.bad) walk.status |= kBadRow;
         walk.emit(draw.token);
         more = walk.descend(walk.child_with(draw.token));

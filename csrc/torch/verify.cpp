@@ -1,5 +1,6 @@
 #include "torch/ops.h"
 #include "torch/sampling.h"
+#include "torch/values.h"
 
 namespace pagedtree::ops {
 namespace {
@@ -30,6 +31,7 @@ VerifyParams tree_params(const Check& check, const Tensor& logits, const Tensor&
   check.tensor(valid, "valid", {ScalarType::Bool}, {params.batch});
   check.that(max_nodes >= 1 && max_nodes <= kMaxTreeNodes, "max_nodes", "in 1..1024", max_nodes);
   check.that(max_depth >= 0 && max_depth < kMaxTreeNodes, "max_depth", "in 0..1023", max_depth);
+  if (value_checks_enabled()) check_offsets(check, host_values<int32_t>(cu_nodes), "cu_nodes", rows);
   params.cu_nodes = const_pointer<int32_t>(cu_nodes);
   params.first_child = const_pointer<int32_t>(first_child);
   params.next_sibling = const_pointer<int32_t>(next_sibling);

@@ -44,9 +44,9 @@ def gumbel_noise(seed: int, position: int, vocab: int, use: int = GUMBEL) -> np.
 
 
 def clean_logits(row: Tensor, allowed: np.ndarray | None = None) -> np.ndarray:
-    """NaN and what the grammar forbids as -inf, +inf as the largest finite: float64 [V]."""
+    """NaN and what the grammar forbids as -inf, +inf as the dtype's largest finite: float64 [V]."""
     logits = row.float().cpu().numpy().astype(np.float64)
-    logits = np.where(np.isnan(logits), -np.inf, np.minimum(logits, np.finfo(np.float32).max))
+    logits = np.where(np.isnan(logits), -np.inf, np.minimum(logits, torch.finfo(row.dtype).max))
     return logits if allowed is None else np.where(allowed, logits, -np.inf)
 
 

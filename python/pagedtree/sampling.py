@@ -43,7 +43,7 @@ class SamplingParams:
     TypeError. Tensor values are clamped to these ranges (top_p 0 keeps one token) and NaN turns the parameter off
     (temperature NaN is 1).
 
-    NaN logits read as -inf, +inf as the largest finite; a row with no finite logit is uniform over the vocabulary
+    NaN logits read as -inf, +inf as the largest finite of the dtype; a row with no finite logit is uniform over V
     whatever the filters say (temperature 0: id 0). A top_p boundary nearer than 1e-4 of the mass may fall either way.
     """
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/sampling.h"
+#include "cpu/isa.h"
 #include "cpu/tile/logits.h"
 #include "cpu/tile/math.h"
 
@@ -48,27 +49,17 @@ static inline Peak find_peak(const LogitRow& row) {
 struct Scale {
   float peak;
   float inverse_temperature;
-  vfloat operator()(vfloat logit) const { return (logit - peak) * inverse_temperature; }
-};
-
-// The radix search reads a logit's 32-bit order key from the top in three digits.
-constexpr int kLevels = 3;
-constexpr int kShift[kLevels] = {21, 10, 0};
-constexpr int kBins = 2048;
-constexpr int kMinusInfinityBin = 0x007fffff >> kShift[0];  // nothing else but -inf is there or below
-
-struct Totals {
-  uint64_t count;
-  uint64_t mass;
-  void add(const Totals& other) {
-    count += other.count;
-    mass += other.mass;
+  template <typename Float>
+  Float operator()(Float logit) const {
+    return (logit - peak) * inverse_temperature;
   }
 };
 
-struct Histogram {
-  Totals bins[kBins];
-};
+// The threshold is found by radix search: tokens are counted by the high half of their logits' 32-bit order key, then,
+// inside the half where the threshold lies, by the low half. A bfloat16 logit has no low half: one table settles it.
+template <typename T>
+constexpr bool kOneTable = std::is_same_v<T, BFloat16>;
+constexpr uint32_t kMinusInfinityBin = 0x007f;  // nothing else but -inf is there or below
 
 // What one search sees of a row: tokens with x below `min_x` read as -inf; masses are counted where `weighted`.
 struct View {
@@ -78,60 +69,118 @@ struct View {
   bool weighted;
 };
 
-// Totals by digit `level` of the tokens whose higher digits are `prefix`.
-template <typename T>
-static inline void fill(const View& view, int level, uint32_t prefix, Histogram& histogram) {
-  std::memset(&histogram, 0, sizeof(histogram));
-  constexpr uint32_t kAllLanes = static_cast<uint32_t>((uint64_t{1} << kLanes) - 1);
-  const int digit_mask = level == 0 ? kBins - 1 : (1 << (kShift[level - 1] - kShift[level])) - 1;
-  for (int64_t t = 0; t < view.row.vocab; t += kLanes) {
-    vfloat logit = load_logits<T>(view.row, t);
-    vfloat x = view.scale(logit);
-    const vint inside = x >= view.min_x;
-    logit = select(inside, logit, splat(-kInfinity));
-    const vuint key = order_key<VectorMath>(logit);
-    uint32_t lanes = kAllLanes;
-    if (level > 0) lanes = lane_bits((key >> kShift[level - 1]) == prefix);
-    if (lanes == 0) continue;
-    uint32_t digits[kLanes], weights[kLanes] = {};
-    const vuint digit = (key >> kShift[level]) & static_cast<uint32_t>(digit_mask);
-    std::memcpy(digits, &digit, sizeof(digits));
-    if (view.weighted) {
-      x = select(inside, x, splat(-kInfinity));
-      const vuint weight = weight_of<VectorMath>(x);
-      std::memcpy(weights, &weight, sizeof(weights));
-    }
-    for (; lanes != 0; lanes &= lanes - 1) {
-      const int i = __builtin_ctz(lanes);
-      Totals& bin = histogram.bins[digits[i]];
-      bin.count += 1;
-      bin.mass += weights[i];
+// The table of one half. Its bins are exact logits unless a low half follows; then the mass of a bin is its count times
+// one weight, and only a table of inexact bins needs `masses`.
+struct Digits {
+  uint32_t* counts;
+  uint64_t* masses;  // null: bins are exact
+  RowTotals* blocks;
+  bool low;
+  uint32_t prefix;  // of a low half: the high half
+
+  template <typename M>
+  typename M::Uint key_of(typename M::Uint bin) const {
+    if (low) return bin | (prefix << 16);
+    return (bin << 16) | (((bin >> 15) - 1u) & 0xffffu);  // of negative logits the key is the complement
+  }
+};
+
+static inline void add(RowTotals& sum, const RowTotals& other) {
+  sum.count += other.count;
+  sum.mass += other.mass;
+}
+
+static inline RowTotals bin_totals(const View& view, const Digits& digits, uint32_t bin) {
+  const uint64_t count = digits.counts[bin];
+  if (!view.weighted || count == 0) return {count, 0};
+  if (digits.masses != nullptr) return {count, digits.masses[bin]};
+  const float logit = logit_of_key<ScalarMath>(digits.key_of<ScalarMath>(bin));
+  return {count, count * weight_of<ScalarMath>(view.scale(logit))};
+}
+
+static inline RowTotals block_totals(const View& view, const Digits& digits, int block) {
+  typedef uint64_t vmass __attribute__((vector_size(kLanes * 8)));
+  vuint count{};
+  vmass mass{};
+  for (int i = 0; i < kBlockBins; i += kLanes) {
+    const int bin = block * kBlockBins + i;
+    const vuint counts = load_as<vuint>(digits.counts + bin);
+    count += counts;
+    if (!view.weighted || lane_bits(counts != 0u) == 0) continue;
+    if (digits.masses != nullptr) {
+      mass += load_as<vmass>(digits.masses + bin);
+    } else {
+      const vuint bins = bits<vuint>(lane_index()) + static_cast<uint32_t>(bin);
+      const vuint weights =
+          weight_of<VectorMath>(view.scale(logit_of_key<VectorMath>(digits.key_of<VectorMath>(bins))));
+      mass += __builtin_convertvector(counts, vmass) * __builtin_convertvector(weights, vmass);
     }
   }
+  RowTotals totals{0, 0};
+  for (int i = 0; i < kLanes; ++i) add(totals, {count[i], mass[i]});
+  return totals;
+}
+
+template <typename T>
+static inline void tabulate(const View& view, const Digits& digits) {
+  std::memset(digits.counts, 0, kBins * sizeof(*digits.counts));
+  if (digits.masses != nullptr) std::memset(digits.masses, 0, kBins * sizeof(*digits.masses));
+  for (int64_t t = 0; t < view.row.vocab; t += kLanes) {
+    const vfloat logit = load_logits<T>(view.row, t);
+    const vfloat x = view.scale(logit);
+    const vuint key = order_key<VectorMath>(select(x >= view.min_x, logit, splat(-kInfinity)));
+    const vuint bin = digits.low ? key & 0xffffu : key >> 16;
+    uint32_t bins[kLanes];
+    std::memcpy(bins, &bin, sizeof(bins));
+    if (digits.low) {
+      for (uint32_t lanes = lane_bits((key >> 16) == digits.prefix); lanes != 0; lanes &= lanes - 1) {
+        ++digits.counts[bins[__builtin_ctz(lanes)]];
+      }
+      continue;
+    }
+    for (int i = 0; i < kLanes; ++i) ++digits.counts[bins[i]];
+    if (digits.masses == nullptr) continue;
+    const vuint weight = weight_of<VectorMath>(x);
+    for (int i = 0; i < kLanes; ++i) digits.masses[bins[i]] += weight[i];
+  }
+  if (!digits.low) std::memset(digits.counts, 0, (kMinusInfinityBin + 1) * sizeof(*digits.counts));
+  if (digits.masses != nullptr) std::memset(digits.masses, 0, (kMinusInfinityBin + 1) * sizeof(*digits.masses));
+  for (int block = 0; block < kBlocks; ++block) digits.blocks[block] = block_totals(view, digits, block);
 }
 
 // The largest logit such that the tokens at or above it reach `target` in `measure`.
 struct Cut {
-  float logit = -kInfinity;
-  Totals above{};
-  Totals at{};
+  float logit;
+  RowTotals above{};
+  RowTotals at{};
 };
 
-template <typename T>
-static inline Cut find_cut(const View& view, const Histogram& top, uint64_t Totals::* measure, uint64_t target) {
-  Cut cut;
-  Histogram lower;
-  uint32_t prefix = 0;
-  for (int level = 0; level < kLevels; ++level) {
-    if (level > 0) fill<T>(view, level, prefix, lower);
-    const Histogram& histogram = level == 0 ? top : lower;
-    int bin = level == 0 ? kBins - 1 : (1 << (kShift[level - 1] - kShift[level])) - 1;
-    while (bin > 0 && cut.above.*measure + histogram.bins[bin].*measure < target) cut.above.add(histogram.bins[bin--]);
-    if (level == 0 && bin <= kMinusInfinityBin) return cut;
-    prefix = level == 0 ? bin : (prefix << (kShift[level - 1] - kShift[level])) | bin;
-    cut.at = histogram.bins[bin];
+// Finds the bin of the cut, counting from the top what lies above it. The table reaches `target`.
+static inline uint32_t search(const View& view, const Digits& digits, uint64_t RowTotals::* measure, uint64_t target,
+                              Cut& cut) {
+  int block = kBlocks - 1;
+  for (; block > 0 && cut.above.*measure + digits.blocks[block].*measure < target; --block) {
+    add(cut.above, digits.blocks[block]);
   }
-  cut.logit = logit_of_key(prefix);
+  for (uint32_t bin = static_cast<uint32_t>((block + 1) * kBlockBins - 1);; --bin) {
+    cut.at = bin_totals(view, digits, bin);
+    if (bin == 0 || cut.above.*measure + cut.at.*measure >= target) return bin;
+    add(cut.above, cut.at);
+  }
+}
+
+template <typename T>
+static inline Cut find_cut(const View& view, const Digits& high, uint64_t RowTotals::* measure, uint64_t target,
+                           FilterScratch& scratch) {
+  Cut cut{};
+  const uint32_t bin = search(view, high, measure, target, cut);
+  if (kOneTable<T>) {
+    cut.logit = logit_of_key<ScalarMath>(high.key_of<ScalarMath>(bin));
+    return cut;
+  }
+  const Digits low{scratch.low_counts, nullptr, scratch.low_blocks, true, bin};
+  tabulate<T>(view, low);
+  cut.logit = logit_of_key<ScalarMath>(low.key_of<ScalarMath>(search(view, low, measure, target, cut)));
   return cut;
 }
 
@@ -148,7 +197,7 @@ static inline int64_t end_of_ties(const LogitRow& row, float logit, uint64_t cou
 }
 
 template <typename T>
-static inline Filter find_filter(const LogitRow& row, const Law& law, const Scale& scale) {
+static inline Filter find_filter(const LogitRow& row, const Law& law, const Scale& scale, FilterScratch& scratch) {
   Filter filter;
   filter.min_x = min_p_bound(law.min_p);
   const bool by_mass = law.top_p < 1.0f;
@@ -156,21 +205,22 @@ static inline Filter find_filter(const LogitRow& row, const Law& law, const Scal
   if (!by_mass && !by_count) return filter;
 
   const View view{row, scale, law.joint ? -kInfinity : filter.min_x, by_mass};
-  Histogram histogram;
-  fill<T>(view, 0, 0, histogram);
-  Totals left{};
-  for (int bin = kMinusInfinityBin + 1; bin < kBins; ++bin) left.add(histogram.bins[bin]);
+  uint64_t* masses = kOneTable<T> || !by_mass ? nullptr : scratch.high_masses;
+  const Digits high{scratch.high_counts, masses, scratch.high_blocks, false, 0};
+  tabulate<T>(view, high);
+  RowTotals left{0, 0};
+  for (int block = 0; block < kBlocks; ++block) add(left, high.blocks[block]);
   if (by_count && static_cast<uint64_t>(law.top_k) < left.count) {
-    const Cut cut = find_cut<T>(view, histogram, &Totals::count, static_cast<uint64_t>(law.top_k));
+    const Cut cut = find_cut<T>(view, high, &RowTotals::count, static_cast<uint64_t>(law.top_k), scratch);
     filter.min_logit = cut.logit;
     if (!law.joint) {
       left = cut.above;
-      left.add(cut.at);
+      add(left, cut.at);
     }
   }
   if (by_mass) {
     const uint64_t needed = top_p_mass(law.top_p, left.mass);
-    const Cut cut = find_cut<T>(view, histogram, &Totals::mass, needed);
+    const Cut cut = find_cut<T>(view, high, &RowTotals::mass, needed, scratch);
     if (cut.logit >= filter.min_logit) {
       filter.min_logit = cut.logit;
       const uint64_t ties = ceil_div(needed - cut.above.mass, cut.at.mass / cut.at.count);

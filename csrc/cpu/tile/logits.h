@@ -1,5 +1,5 @@
-// A row of logits as vectors of clean floats: NaN is -inf, +inf the largest finite, -0 is +0, and what the grammar
-// forbids or lies past the vocabulary is -inf.
+// A row of logits as vectors of clean floats: NaN is -inf, +inf the largest finite of the type, -0 is +0, and what the
+// grammar forbids or lies past the vocabulary is -inf.
 #pragma once
 
 #include <type_traits>
@@ -16,6 +16,13 @@ struct BFloat16 {
   uint16_t bits;
 };
 struct UniformLogit {};  // a row without finite logit reads as zeros
+
+template <typename T>
+constexpr float kLargest = kMaxFloat;  // what +inf reads as
+template <>
+inline constexpr float kLargest<BFloat16> = 3.38953139e38f;
+template <>
+inline constexpr float kLargest<Float16> = 65504.0f;
 
 typedef uint16_t vhalf __attribute__((vector_size(kLanes * 2)));
 typedef uint8_t vbyte __attribute__((vector_size(kLanes)));
@@ -72,7 +79,7 @@ inline vfloat load_raw<UniformLogit>(const LogitRow& row, int64_t begin) {
 
 template <typename T>
 static inline vfloat clean(vfloat raw, const LogitRow& row, int64_t begin) {
-  const vfloat value = min(max(raw, splat(-kInfinity)), splat(kMaxFloat)) + 0.0f;
+  const vfloat value = min(max(raw, splat(-kInfinity)), splat(kLargest<T>)) + 0.0f;
   if constexpr (!std::is_same_v<T, UniformLogit>) {
     if (row.allowed != nullptr || row.allowed_words != nullptr) {
       return select(load_allowed(row, begin), value, splat(-kInfinity));

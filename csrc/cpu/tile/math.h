@@ -19,9 +19,16 @@ struct VectorMath {
     return PAGEDTREE_ISA::bits<To>(from);
   }
   static inline vfloat to_float(vint x) { return __builtin_convertvector(x, vfloat); }
-  static inline vfloat to_float(vuint x) { return __builtin_convertvector(x, vfloat); }
+  // Rounded once: the halves are exact.
+  static inline vfloat to_float(vuint x) {
+    return to_float(bits<vint>(x >> 16)) * 65536.0f + to_float(bits<vint>(x & 0xffffu));
+  }
   static inline vint to_int(vfloat x) { return __builtin_convertvector(x, vint); }
-  static inline vuint to_uint(vfloat x) { return __builtin_convertvector(x, vuint); }
+  static inline vuint to_uint(vfloat x) {
+    const vint large = x >= 2147483648.0f;
+    const vint low = to_int(x - select(large, splat(2147483648.0f), splat(0.0f)));
+    return bits<vuint>(low) ^ (bits<vuint>(large) & 0x80000000u);
+  }
 
   static inline void multiply(vuint a, uint32_t b, vuint& high, vuint& low) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
