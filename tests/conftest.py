@@ -37,6 +37,13 @@ def device(backend: str) -> torch.device:
 
 
 @pytest.fixture
+def on_device(device: torch.device) -> Iterator[None]:
+    """Makes tensors where a test's backend runs, unless the test says otherwise."""
+    with device:
+        yield
+
+
+@pytest.fixture
 def value_checks(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns on the checks of values in tensors (PAGEDTREE_CHECK=1)."""
     monkeypatch.setenv("PAGEDTREE_CHECK", "1")

@@ -1,4 +1,4 @@
-"""Drafting ops against plain loops: growing and reranking trees, n-gram tries, Medusa trees."""
+"""Growing and reranking draft trees against plain loops; the laws of drawn children."""
 
 from __future__ import annotations
 
@@ -9,40 +9,15 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from draft_checks import best_tokens, int32, packed_trees, seeded
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pagedtree import (
-    _C,
-    Draft,
-    DraftState,
-    DraftTree,
-    SamplingParams,
-    TreeBatch,
-    expand_tree,
-    medusa_propose,
-    ngram_propose,
-    reference,
-    rejected_predictions,
-    rerank_tree,
-    sample,
-    start_draft,
-)
+from pagedtree import _C, DraftState, SamplingParams, expand_tree, reference, rerank_tree, sample, start_draft
 from pagedtree._ops import ops
 
-MEDUSA_PATHS = [
-    *([rank] for rank in range(10)),
-    *([0, rank] for rank in range(8)), *([1, rank] for rank in range(4)), *([2, rank] for rank in range(3)),
-    *([rank, 0] for rank in range(3, 9)),
-    *([0, 0, rank] for rank in range(6)), *([0, 1, rank] for rank in range(2)), [0, 2, 0], [1, 0, 0], [1, 0, 1],
-    [2, 0, 0], [3, 0, 0],
-    *([0, 0, 0, rank] for rank in range(4)), [0, 0, 1, 0], [0, 1, 0, 0], [1, 0, 0, 0],
-]  # fmt: skip
-
-
-def int32(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def mask_sets(mask: Tensor) -> list[set[int]]:
@@ -50,25 +25,6 @@ def mask_sets(mask: Tensor) -> list[set[int]]:
     return [
         {32 * w + bit for w, word in enumerate(row) for bit in range(32) if (word >> bit) & 1} for row in mask.tolist()
     ]
-
-
-def best_tokens(logits: Tensor, k: int) -> list[int]:
-    """Finite tokens by falling logit, then id."""
-    values = logits.double().tolist()
-    finite = [x for x, value in enumerate(values) if not math.isnan(value) and value > -math.inf]
-    return sorted(finite, key=lambda x: (-values[x], x))[:k]
-
-
-def packed_trees(draft: Draft) -> list[tuple[list[int], list[int]]]:
-    """Tokens and parents of each tree; checks offsets and padding on the way."""
-    cu_nodes = draft.trees.cu_nodes.tolist()
-    rows = draft.draft_tokens.shape[0]
-    assert cu_nodes[0] == 0 and cu_nodes == sorted(cu_nodes) and cu_nodes[-1] <= rows
-    assert draft.trees.parents.shape == (rows,)
-    assert draft.draft_tokens[cu_nodes[-1] :].tolist() == [-1] * (rows - cu_nodes[-1])
-    assert draft.trees.parents[cu_nodes[-1] :].tolist() == [-1] * (rows - cu_nodes[-1])
-    tokens, parents = draft.draft_tokens.tolist(), draft.trees.parents.tolist()
-    return [(tokens[a:b], parents[a:b]) for a, b in pairwise(cu_nodes)]
 
 
 # expand_tree ----------------------------------------------------------------------------------------------------------
@@ -118,7 +74,7 @@ def check_level(old: DraftState, new: DraftState, logits: Tensor, num_children: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 5, 63, 64, 1000, 1024, 1025, 5000])
 def test_expand(backend: str, dtype: torch.dtype, vocab: int) -> None:
-    generator = torch.Generator().manual_seed(vocab)
+    generator = seeded(vocab)
     state = start_draft(torch.tensor([3, 1, 4]), max_kv_nodes=40)
     for num_children, num_frontier in ((min(4, vocab), min(4, vocab)), (min(10, vocab), min(7, vocab)), (1, 0)):
         rows = state.batch_size * state.num_frontier
@@ -157,7 +113,7 @@ def test_expand_hostile_logits(backend: str) -> None:
 
 
 def test_log_softmax_accuracy(backend: str) -> None:
-    logits = torch.randn(4, 100_003, generator=torch.Generator().manual_seed(0)) * 3
+    logits = torch.randn(4, 100_003, generator=seeded(0)) * 3
     logits[1] -= 1000
     state = expand_tree(start_draft(torch.arange(4), max_kv_nodes=1), logits, num_children=64)
     expected = torch.log_softmax(logits.double(), 1).topk(64).values
@@ -172,7 +128,7 @@ class ToyModel:
 
     def logits(self, path: list[int]) -> Tensor:
         seed = hash(tuple(path)) % (1 << 31)
-        return torch.randn(self.vocab, generator=torch.Generator().manual_seed(seed)) * 2
+        return torch.randn(self.vocab, generator=seeded(seed)) * 2
 
     def grow(
         self, roots: list[int], levels: list[tuple[int, int]], active: Tensor | None = None, **sampled
@@ -260,7 +216,7 @@ def test_more_than_a_word_of_kv_nodes(backend: str) -> None:
 
 
 def test_expand_is_repeatable(backend: str) -> None:
-    logits = torch.randn(8, 3000, generator=torch.Generator().manual_seed(1))
+    logits = torch.randn(8, 3000, generator=seeded(1))
     state = start_draft(torch.arange(8), max_kv_nodes=8)
     threads = torch.get_num_threads()
     results = []
@@ -315,7 +271,7 @@ def expected_children(q: np.ndarray, count: int, law: str, seed: int, position: 
 @pytest.mark.parametrize("params", LAWS, ids=str)
 def test_draws(backend: str, law: str, params: dict) -> None:
     """Tokens, scores and laws of drawn children, in every dtype and around the vectors' ends."""
-    generator = torch.Generator().manual_seed(5)
+    generator = seeded(5)
     compared = 0
     for vocab in (1, 3, 8, 33, 64, 129, 1500):
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -327,7 +283,7 @@ def test_draws(backend: str, law: str, params: dict) -> None:
             assert state.draft_probs[0].shape == (4, 1, vocab)
             for b in range(4):
                 q = reference.law(reference.clean_logits(logits[b]), **params)
-                probs = state.draft_probs[0][b, 0].numpy()
+                probs = state.draft_probs[0][b, 0].cpu().numpy()
                 np.testing.assert_allclose(probs, q, rtol=1e-5, atol=1e-9)
                 assert ((probs > 0) <= (q > 0)).all()
                 tokens = state.tokens[b, 1:].tolist()
@@ -353,7 +309,7 @@ def test_joint_law_of_two_draws(backend: str, params: dict) -> None:
     q = reference.law(reference.clean_logits(row), **params)
     for law in ("iid", "swor"):
         state = draw(logits, 2, law, seeds, positions, **params)
-        first, second = state.tokens[:, 1].numpy(), state.tokens[:, 2].numpy()
+        first, second = state.tokens[:, 1].cpu().numpy(), state.tokens[:, 2].cpu().numpy()
         pairs = np.zeros((5, 5))
         np.add.at(pairs, (first, second), 1)
         expected = np.outer(q, q)
@@ -361,7 +317,7 @@ def test_joint_law_of_two_draws(backend: str, params: dict) -> None:
             np.fill_diagonal(expected, 0)
             expected /= 1 - q[:, None]
         assert_law(pairs, expected * count)
-        target = sample(logits, SamplingParams(**params), seeds=seeds, positions=positions).numpy()
+        target = sample(logits, SamplingParams(**params), seeds=seeds, positions=positions).cpu().numpy()
         joint = np.zeros((5, 5))
         np.add.at(joint, (target, first), 1)
         assert_law(joint, np.outer(q, q) * count)
@@ -407,7 +363,7 @@ def test_sampled_growing_loop(backend: str, law: str) -> None:
             if not children:
                 continue
             q = reference.law(reference.clean_logits(model.logits(path)), **params)
-            np.testing.assert_allclose(draft.draft_probs[draft.draft_rows[begin + node]].numpy(), q, rtol=1e-5)
+            np.testing.assert_allclose(draft.draft_probs[draft.draft_rows[begin + node]].cpu().numpy(), q, rtol=1e-5)
             place = int(positions[b]) + len(path) - 1
             expected, margin = expected_children(q, len(children), law, int(seeds[b]), place)
             assert margin < 1e-5 or children == expected
@@ -428,7 +384,7 @@ def test_draws_from_poor_rows(backend: str) -> None:
     assert state.scores[2, 3:].tolist() == [-math.inf] * 2
     assert draw(logits, 4, "iid", seeds, positions).tokens[2, 1:].sub(1).remainder(3).eq(0).all()
     many = draw(logits, 1024, "iid", seeds, positions)
-    assert_law(np.bincount(many.tokens[0, 1:].numpy(), minlength=6).astype(float), np.full(6, 1024 / 6))
+    assert_law(np.bincount(many.tokens[0, 1:].cpu().numpy(), minlength=6).astype(float), np.full(6, 1024 / 6))
     finished = start_draft(torch.tensor([1]), max_kv_nodes=4, active=torch.tensor([False]))
     none = expand_tree(
         finished, torch.zeros(1, 6), num_children=2, num_frontier=2, law="swor", params=SamplingParams(),
@@ -438,7 +394,7 @@ def test_draws_from_poor_rows(backend: str) -> None:
 
 
 def test_instruction_sets_agree(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(9)
+    generator = seeded(9)
     seeds, positions = torch.arange(3), torch.arange(3)
     results = []
     for isa in _C.available_isas() if backend == "cpu" else []:
@@ -501,7 +457,7 @@ def test_rerank(backend: str, candidates: tuple[list[int], list[float]], num_nod
 
 @given(st.integers(0, 2**31))
 def test_rerank_survives_garbage(backend: str, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     state = state_of([[0] * 30] * 4, [[0.0] * 30] * 4)
     scores = torch.randn(4, 30, generator=generator)
     scores[torch.rand(4, 30, generator=generator) < 0.3] = math.nan
@@ -520,254 +476,6 @@ def test_rerank_survives_garbage(backend: str, seed: int) -> None:
         replace(state, frontier=frontier, mask=mask, num_kv=2), torch.randn(8, 20), num_children=4, num_frontier=3
     )
     assert not grown.scores[:, 30:].isnan().any()
-
-
-# ngram_propose --------------------------------------------------------------------------------------------------------
-
-
-def ngram_reference(
-    history: list[int],
-    max_nodes: int,
-    max_depth: int,
-    min_ngram: int = 1,
-    max_ngram: int = 4,
-    max_branches: int = 8,
-    extra: list[int] | None = None,
-) -> tuple[list[int], list[int]]:
-    """Tokens and parents of the trie."""
-    if not history:
-        return [], []
-    tokens, parents = [history[-1]], [-1]
-    leaves = 0
-
-    def insert(continuation: list[int]) -> None:
-        nonlocal leaves
-        node = 0
-        for token in continuation:
-            if token < 0:
-                return
-            children = [i for i, parent in enumerate(parents) if parent == node]
-            same = [i for i in children if tokens[i] == token]
-            if same:
-                node = same[0]
-                continue
-            branch = node == 0 or bool(children)
-            if len(tokens) == max_nodes or (branch and leaves == max_branches):
-                return
-            leaves += branch
-            tokens.append(token)
-            parents.append(node)
-            node = len(tokens) - 1
-
-    def agreement(text: list[int], end: int) -> int:
-        n = 0
-        while n < max_ngram and n < end and n < len(history) and text[end - 1 - n] == history[-1 - n] >= 0:
-            n += 1
-        return n
-
-    for n in range(max_ngram, min_ngram - 1, -1):
-        for text in (history, extra or []):
-            for end in range(len(text) - 1, 0, -1):
-                if agreement(text, end) == n:
-                    insert(text[end : end + max_depth])
-    return tokens, parents
-
-
-def propose(history: list[int], **kwargs: object) -> tuple[list[int], list[int]]:
-    extra = kwargs.pop("extra", None)
-    draft = ngram_propose(
-        torch.tensor([history], dtype=torch.int64).reshape(1, -1),
-        int32([len(history)]),
-        extra=None if extra is None else torch.tensor([extra], dtype=torch.int64).reshape(1, -1),
-        **kwargs,  # type: ignore[arg-type]
-    )
-    assert draft.trees.valid.all() == (len(history) > 0)
-    return packed_trees(draft)[0]
-
-
-@pytest.mark.parametrize(
-    ("history", "options", "tokens", "parents"),
-    [
-        ([], {}, [], []),
-        ([5], {}, [5], [-1]),
-        ([5, 5], {}, [5, 5], [-1, 0]),
-        ([1, 2, 3], {}, [3], [-1]),
-        ([1, 2, 3, 1], {}, [1, 2, 3, 1], [-1, 0, 1, 2]),
-        # The longer match comes first, though older; what they share is one path.
-        ([1, 2, 7, 8, 2, 7, 9, 1, 2], {"max_depth": 2}, [2, 7, 8, 9], [-1, 0, 1, 1]),
-        ([1, 2, 7, 8, 2, 7, 9, 1, 2], {"max_depth": 2, "min_ngram": 2}, [2, 7, 8], [-1, 0, 1]),
-        # The most recent first.
-        ([1, 2, 1, 3, 1, 4, 1], {"max_depth": 1}, [1, 4, 3, 2], [-1, 0, 0, 0]),
-        ([1, 2, 1, 3, 1, 4, 1], {"max_depth": 1, "max_branches": 2}, [1, 4, 3], [-1, 0, 0]),
-        ([1, 2, 1, 3, 1, 4, 1], {"max_nodes": 2}, [1, 4], [-1, 0]),
-        ([1, 2, 1, 3, 1, 4, 1], {"max_nodes": 1}, [1], [-1]),
-        ([1, 2, 1, 3, 1, 4, 1], {"max_depth": 0}, [1], [-1]),
-        ([1, 2, 1, 3, 1, 4, 1], {"max_branches": 0}, [1], [-1]),
-        # Repetition: each older match lengthens the one path, which is no new branch.
-        ([6] * 9, {"max_branches": 1, "max_depth": 5}, [6] * 6, [-1, 0, 1, 2, 3, 4]),
-        # Negative tokens separate.
-        ([1, 2, -1, 3, 1, 2], {"min_ngram": 1}, [2], [-1]),
-        ([4, 1, 2, 3, -1, 9, 1, 2], {"min_ngram": 2}, [2, 3], [-1, 0]),
-        ([3, -1, -1], {}, [-1], [-1]),
-        ([2, 1], {"extra": [1, 7, -1, 2, 1, 8, 9, -1, 1]}, [1, 8, 9, 7], [-1, 0, 1, 0]),
-        ([2, 1], {"extra": []}, [1], [-1]),
-    ],
-)
-def test_ngram_cases(
-    backend: str, history: list[int], options: dict[str, object], tokens: list[int], parents: list[int]
-) -> None:
-    options = {"max_nodes": 16, "max_depth": 4} | options
-    assert ngram_reference(history, **options) == (tokens, parents)  # type: ignore[arg-type]
-    assert propose(history, **options) == (tokens, parents)
-
-
-@given(st.data())
-def test_ngram(backend: str, data: st.DataObject) -> None:
-    token = st.integers(-1, data.draw(st.sampled_from([0, 1, 3, 9])))
-    histories = data.draw(st.lists(st.lists(token, max_size=60), min_size=1, max_size=3))
-    extras = [data.draw(st.lists(token, max_size=40)) for _ in histories]
-    min_ngram = data.draw(st.integers(1, 4))
-    options = {
-        "max_nodes": data.draw(st.integers(1, 40)),
-        "max_depth": data.draw(st.integers(0, 12)),
-        "min_ngram": min_ngram,
-        "max_ngram": data.draw(st.integers(min_ngram, 6)),
-        "max_branches": data.draw(st.integers(0, 9)),
-    }
-    width = max(map(len, histories))
-    history = torch.full((len(histories), width + 5), 3)[:, :width]  # strided; what is past the length does not count
-    extra = torch.full((len(extras), 43), -1)[:, :40]
-    for b, (tokens, more) in enumerate(zip(histories, extras, strict=True)):
-        history[b, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
-        extra[b, : len(more)] = torch.tensor(more, dtype=torch.int64)
-    draft = ngram_propose(history, int32([len(h) for h in histories]), extra=extra, **options)
-    expected = [
-        ngram_reference(tokens, extra=extra[b].tolist(), **options)  # type: ignore[arg-type]
-        for b, tokens in enumerate(histories)
-    ]
-    assert packed_trees(draft) == expected
-    assert draft.trees.valid.tolist() == [len(tokens) > 0 for tokens in histories]
-
-
-def test_ngram_garbage_lengths_and_finished(backend: str) -> None:
-    history = torch.tensor([[1, 2, 1]] * 5)
-    draft = ngram_propose(
-        history,
-        int32([-7, 2**31 - 1, 3, 0, 1]),
-        max_nodes=4,
-        max_depth=3,
-        active=torch.tensor([True, True, False, True, True]),
-    )
-    assert packed_trees(draft) == [([], []), ([1, 2, 1], [-1, 0, 1]), ([], []), ([], []), ([1], [-1])]
-
-
-def test_ngram_without_sequences_or_tokens(backend: str) -> None:
-    draft = ngram_propose(torch.empty(0, 9, dtype=torch.int64), int32([]), max_nodes=4, max_depth=3)
-    assert draft.draft_tokens.shape == (0,) and draft.trees.cu_nodes.tolist() == [0]
-    draft = ngram_propose(torch.empty(2, 0, dtype=torch.int64), int32([0, 4]), max_nodes=4, max_depth=3)
-    assert packed_trees(draft) == [([], []), ([], [])]
-
-
-def test_ngram_long_history(backend: str) -> None:
-    """Periodic text of 100k tokens: nearly every position matches, and is walked."""
-    length = 100_000
-    history = (torch.arange(length) % 3)[None]
-    draft = ngram_propose(history, int32([length]), max_nodes=1000, max_depth=20)
-    ((tokens, parents),) = packed_trees(draft)
-    assert tokens == [(length - 1 + i) % 3 for i in range(21)] and parents == list(range(-1, 20))
-
-
-def rejected_reference(
-    draft: Draft, predictions: list[int], accepted: list[list[int]], context: int
-) -> list[list[int]]:
-    streams = []
-    for b, (tokens, parents) in enumerate(packed_trees(draft)):
-        begin = int(draft.trees.cu_nodes[b])
-        stream: list[int] = []
-        for node in reversed(range(draft.trees.max_nodes)):
-            run: list[int] = []
-            if 0 < node < len(tokens) and node not in accepted[b]:
-                path, up = [], node
-                while up >= 0:
-                    path.insert(0, tokens[up])
-                    up = parents[up]
-                run = [*path[-context:], predictions[begin + node]]
-            stream += [-1] * (context + 1 - len(run)) + run + [-1]
-        streams.append(stream)
-    return streams
-
-
-@pytest.mark.parametrize("context", [1, 3, 9])
-def test_rejected_predictions(backend: str, context: int) -> None:
-    trees = TreeBatch.from_trees(
-        [DraftTree.full([3, 2, 1]), DraftTree.chain(0), DraftTree.chain(4)], max_nodes=20, max_depth=5, capacity=30
-    )
-    tokens = torch.arange(200, 230)
-    tokens[21:] = -1
-    draft = Draft(torch.where(trees.depths >= 0, tokens, -1), trees)
-    predictions = torch.arange(500, 530)
-    accepted = [[0, 2, 7, -1, -1, -1], [0, -1, -1, -1, -1, -1], [0, 1, 2, 3, 4, -1]]
-    extra = rejected_predictions(trees, draft.draft_tokens, predictions, int32(accepted), context=context)
-    assert extra.shape == (3, 20 * (context + 2)) and extra.dtype == torch.int64
-    assert extra.tolist() == rejected_reference(draft, predictions.tolist(), accepted, context)
-    # The target's word at a rejected node is found again once the text reaches the same tokens.
-    node = 4
-    history = torch.tensor([[int(tokens[1]), int(tokens[node])]])
-    found = ngram_propose(history, int32([2]), max_nodes=3, max_depth=2, extra=extra[:1], min_ngram=min(context, 2))
-    assert int(predictions[node]) in packed_trees(found)[0][0]
-
-
-def test_rejected_predictions_without_rows(backend: str) -> None:
-    trees = TreeBatch.from_trees([], max_nodes=4)
-    none = torch.empty(0, dtype=torch.int64)
-    assert rejected_predictions(trees, none, none, torch.empty(0, 1, dtype=torch.int32)).shape == (0, 24)
-
-
-# medusa_propose -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("with_root", [False, True])
-def test_medusa(backend: str, dtype: torch.dtype, with_root: bool) -> None:
-    tree = DraftTree.from_paths(MEDUSA_PATHS)
-    generator = torch.Generator().manual_seed(2)
-    # Heads lie before the batch, as a stack of head outputs does; one head more than the tree is deep.
-    heads = torch.randint(-30, 30, (5, 3, 70), generator=generator).div(4).to(dtype)
-    heads[0, 1, :40] = math.nan
-    heads[1, 2, 3:] = -math.inf
-    logits = heads.transpose(0, 1)
-    roots = torch.tensor([11, 12, 13])
-    active = torch.tensor([True, True, False])
-    for mask in (None, active):
-        draft = medusa_propose(logits, tree, root_tokens=roots if with_root else None, active=mask)
-        for b, (tokens, parents) in enumerate(packed_trees(draft)):
-            if mask is not None and not mask[b]:
-                assert tokens == []
-                continue
-            assert parents == tree.parents.tolist()
-            expected = [int(roots[b]) if with_root else -1]
-            for node in range(1, tree.num_nodes):
-                best = best_tokens(logits[b, tree.depths[node] - 1], 70)
-                rank = int(tree.child_ranks[node])
-                expected.append(best[rank] if rank < len(best) else -1)
-            assert tokens == expected
-        assert draft.trees.max_depth == tree.max_depth and draft.trees.max_nodes == tree.num_nodes
-
-
-def test_medusa_edges(backend: str) -> None:
-    root_only = medusa_propose(torch.randn(2, 3, 8), DraftTree.chain(0), root_tokens=torch.tensor([4, 5]))
-    assert packed_trees(root_only) == [([4], [-1]), ([5], [-1])]
-    whole = medusa_propose(torch.arange(6.0).reshape(1, 1, 6), DraftTree.full([6]))
-    assert packed_trees(whole)[0][0] == [-1, 5, 4, 3, 2, 1, 0]
-    empty = medusa_propose(torch.randn(0, 3, 8), DraftTree.full([2, 2]))
-    assert empty.draft_tokens.shape == (0,) and empty.trees.cu_nodes.tolist() == [0]
-
-
-def test_medusa_bad_tree_values(backend: str) -> None:
-    tokens, _, _ = ops.medusa_propose(
-        torch.randn(1, 2, 8), int32([-1, 0, 0, 0]), int32([0, 9, 1, -4]), int32([-1, 0, 7, 0]), num_top=2
-    )
-    assert tokens.tolist() == [-1, -1, -1, -1]
 
 
 # Refusals, schemas ----------------------------------------------------------------------------------------------------
@@ -802,35 +510,30 @@ def test_refusals(backend: str) -> None:
         rerank_tree(leaf, 1025)
     with pytest.raises(ValueError, match=r"rerank_tree: `active` must be of shape \[2\]"):
         rerank_tree(leaf, 3, active=torch.tensor([True]))
-    history, lens = torch.zeros(2, 5, dtype=torch.int64), int32([5, 5])
+    sampled = {
+        "params": SamplingParams(),
+        "seeds": torch.tensor([1, 2]),
+        "positions": torch.tensor([0, 0]),
+    }
     for match, options in [
-        (r"ngram_propose: `max_nodes` must be in 1\.\.1024, got 0", {"max_nodes": 0}),
-        (r"`max_depth` must be in 0\.\.1023, got 1024", {"max_depth": 1024}),
-        (r"`min_ngram` must be at least 1, got 0", {"min_ngram": 0}),
-        (r"`max_ngram` must be in min_ngram\.\.64, got 1", {"min_ngram": 2, "max_ngram": 1}),
-        (r"`max_branches` must be at least 0, got -1", {"max_branches": -1}),
-        (r"`extra` must be of shape \[2, \*\], got \[3, 4\]", {"extra": torch.zeros(3, 4, dtype=torch.int64)}),
+        (r'`law` must be "topk", "iid" or "swor", got "greedy"', {"law": "greedy"}),
+        (r'`temperature` must be None under law "topk", got a tensor', sampled),
+        (r"`temperature` must be a tensor under this law, got None", sampled | {"law": "iid", "params": None}),
+        (r"`seeds` must be a tensor under this law, got None", sampled | {"law": "swor", "seeds": None}),
+        (r"`seeds` must be of dtype Long, got Int", sampled | {"law": "swor", "seeds": int32([1, 2])}),
+        (r"`positions` must be of shape \[2\], got \[1\]", sampled | {"law": "iid", "positions": torch.tensor([0])}),
+        (
+            r"`top_k` must be of shape \[1\] or \[2\], got \[3\]",
+            sampled | {"law": "iid", "params": SamplingParams(top_k=int32([1, 2, 3]))},
+        ),
+        (r"`num_children` must be in 1\.\.8, got 9", sampled | {"law": "swor", "num_children": 9}),
+        (r"`num_children` must be in 1\.\.1024, got 1025", sampled | {"law": "iid", "num_children": 1025}),
     ]:
         with pytest.raises(ValueError, match=match):
-            ngram_propose(history, lens, **({"max_nodes": 4, "max_depth": 4} | options))
-    with pytest.raises(ValueError, match=r"`history_lens` must be of dtype Int, got Long"):
-        ngram_propose(history, lens.long(), max_nodes=4, max_depth=4)
-    with pytest.raises(ValueError, match=r"medusa_propose: `tree` must have depth <= 2 \(the heads\), got 3"):
-        medusa_propose(torch.randn(1, 2, 8), DraftTree.chain(3))
-    with pytest.raises(ValueError, match=r"medusa_propose: `tree` must have child ranks below 8 \(V\), got 8"):
-        medusa_propose(torch.randn(1, 2, 8), DraftTree.full([9]))
-    with pytest.raises(ValueError, match=r"medusa_propose: `head_logits` must be of shape \[\*, \*, \*\]"):
-        medusa_propose(torch.randn(1, 8), DraftTree.full([2]))
-    trees = TreeBatch.from_trees([DraftTree.chain(1)])
-    tokens = torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"rejected_predictions: `predictions` must be of shape \[2\]"):
-        rejected_predictions(trees, tokens, tokens[:1], int32([[0]]))
-    with pytest.raises(ValueError, match=r"rejected_predictions: `accept_index` must be of shape \[1, S\]"):
-        rejected_predictions(trees, tokens, tokens, int32([[0], [0]]))
-    with pytest.raises(ValueError, match=r"rejected_predictions: `context` must be at least 1"):
-        rejected_predictions(trees, tokens, tokens, int32([[0]]), context=0)
-    with pytest.raises(TypeError):
-        ngram_propose(history, lens, max_nodes="4", max_depth=4)  # type: ignore[arg-type]
+            expand_tree(state, logits, **({"num_children": 2} | options))
+    grown = expand_tree(state, logits, num_children=2, num_frontier=1)
+    with pytest.raises(ValueError, match=r"`law` must be 'topk' as in the levels before, got 'iid'"):
+        expand_tree(grown, logits, num_children=2, law="iid")
 
 
 def test_opcheck(backend: str) -> None:
@@ -842,45 +545,35 @@ def test_opcheck(backend: str) -> None:
         {"level": 0, "num_kv": 1, "num_children": 3, "num_frontier": 2},
     )
     torch.library.opcheck(ops.rerank_tree.default, fields, {"num_nodes": 3, "by_score": True})
+    sampled = [torch.tensor([value]) for value in (1.0, 0, 0.9, 0.0)]
+    sampled[1] = sampled[1].int()
     torch.library.opcheck(
-        ops.ngram_propose.default,
-        (torch.tensor([[1, 2, 1], [3, 4, 3]]), int32([3, 2])),
+        ops.expand_tree.default,
+        (*fields, state.frontier, state.mask, torch.randn(2, 30)),
         {
-            "max_nodes": 4,
-            "max_depth": 2,
-            "extra": torch.tensor([[1, 2], [4, 3]]),
-            "active": torch.tensor([True, False]),
+            "level": 0, "num_kv": 1, "num_children": 3, "num_frontier": 2, "law": "swor",
+            **dict(zip(("temperature", "top_k", "top_p", "min_p"), sampled, strict=True)),
+            "seeds": torch.tensor([1, 2]), "positions": torch.tensor([3, 4]),
         },
-    )
-    torch.library.opcheck(
-        ops.medusa_propose.default,
-        (torch.randn(2, 3, 8), int32([-1, 0]), int32([0, 1]), int32([-1, 0])),
-        {"num_top": 1, "root_tokens": torch.tensor([1, 2])},
-    )
+    )  # fmt: skip
 
 
 def test_compile(backend: str) -> None:
     """A whole drafting phase in one graph."""
-    tree = DraftTree.from_paths(MEDUSA_PATHS[:20])
 
     def grow(roots: Tensor, first: Tensor, second: Tensor, start: Tensor) -> tuple[Tensor, ...]:
         state = start_draft(roots, max_kv_nodes=8)
         state = expand_tree(state, first, num_children=4, num_frontier=3)
         level = (state.level_tokens, state.level_positions(start), state.level_mask, state.level_tree_lens)
         draft = rerank_tree(expand_tree(state, second, num_children=4), 6)
-        assert draft.node_map is not None
+        sampled = {"law": "swor", "params": SamplingParams(top_p=0.9), "seeds": roots, "positions": start.long()}
+        drawn = rerank_tree(expand_tree(start_draft(roots, max_kv_nodes=8), first, num_children=3, **sampled), 4)
+        assert draft.node_map is not None and drawn.draft_probs is not None and drawn.draft_rows is not None
+        level = (*level, drawn.draft_tokens, drawn.draft_probs, drawn.draft_rows)
         return (*level, state.cu_seqlens_q, state.level_present, draft.draft_tokens, draft.trees.mask, draft.node_map)
 
-    def propose_tokens(history: Tensor, lens: Tensor, heads: Tensor) -> tuple[Tensor, ...]:
-        found = ngram_propose(history, lens, max_nodes=8, max_depth=3)
-        filled = medusa_propose(heads, tree, root_tokens=found.draft_tokens[:2])
-        extra = rejected_predictions(found.trees, found.draft_tokens, found.draft_tokens + 7, lens[:, None] * 0)
-        return found.draft_tokens, found.trees.parents, filled.draft_tokens, filled.trees.mask, extra
-
     arguments = (torch.tensor([1, 2]), torch.randn(2, 20), torch.randn(6, 20), int32([5, 9]))
-    texts = (torch.tensor([[1, 2, 3, 1, 2], [4, 4, 4, 4, 4]]), int32([5, 3]), torch.randn(2, 4, 30))
-    for function, inputs in ((grow, arguments), (propose_tokens, texts)):
-        expected = function(*inputs)
-        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")(*inputs)
-        for mine, eager in zip(compiled, expected, strict=True):
-            assert mine.equal(eager)
+    expected = grow(*arguments)
+    compiled = torch.compile(grow, fullgraph=True, backend="aot_eager")(*arguments)
+    for mine, eager in zip(compiled, expected, strict=True):
+        assert mine.equal(eager)

@@ -1,5 +1,6 @@
 #include "torch/ops.h"
 #include "torch/sampling.h"
+#include "torch/values.h"
 
 namespace pagedtree::ops {
 namespace {
@@ -169,6 +170,13 @@ std::tuple<Tensor, Tensor, Tensor> ngram_propose(const Tensor& history, const Te
     check.tensor(*extra, "extra", {ScalarType::Long}, {batch, kAnySize}, Strides::kLastContiguous);
   }
   check_active(check, active, batch);
+  if (value_checks_enabled()) {
+    const auto lengths = host_values<int32_t>(history_lens);
+    for (int64_t b = 0; b < batch; ++b) {
+      check.that(lengths[b] >= 0 && lengths[b] <= history.size(1), at("history_lens", b),
+                 "in 0.." + std::to_string(history.size(1)), lengths[b]);
+    }
+  }
 
   Tensor draft_tokens = empty_on(history, {batch * max_nodes}, ScalarType::Long);
   Tensor parents = empty_on(history, {batch * max_nodes}, ScalarType::Int);

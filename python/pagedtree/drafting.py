@@ -247,7 +247,7 @@ def expand_tree(
         seeds=seeds,
         positions=positions,
     )
-    laws = () if law == "topk" else (draft_probs.unflatten(0, (state.batch_size, state.num_frontier)),)
+    laws = () if law == "topk" else (draft_probs.view(state.batch_size, state.num_frontier, logits.shape[1]),)
     return DraftState(
         tokens,
         parents,

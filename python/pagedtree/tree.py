@@ -41,7 +41,10 @@ class DraftTree:
         self.num_nodes = n
         self.parents: np.ndarray = array.astype(np.int32)
         links = ops.build_trees(
-            torch.from_numpy(self.parents), torch.tensor([0, n], dtype=torch.int32), max_nodes=n, max_depth=n - 1
+            torch.from_numpy(self.parents),
+            torch.tensor([0, n], dtype=torch.int32, device="cpu"),
+            max_nodes=n,
+            max_depth=n - 1,
         )
         self.depths, self.first_child, self.next_sibling = (t.numpy() for t in links[:3])
         self._mask_words: np.ndarray = links[3].numpy()

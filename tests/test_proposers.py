@@ -1,0 +1,352 @@
+"""N-gram tries and Medusa trees against plain loops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from draft_checks import best_tokens, int32, packed_trees, seeded
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pagedtree import Draft, DraftTree, TreeBatch, medusa_propose, ngram_propose, rejected_predictions
+from pagedtree._ops import ops
+
+pytestmark = pytest.mark.usefixtures("on_device")
+
+MEDUSA_PATHS = [
+    *([rank] for rank in range(10)),
+    *([0, rank] for rank in range(8)), *([1, rank] for rank in range(4)), *([2, rank] for rank in range(3)),
+    *([rank, 0] for rank in range(3, 9)),
+    *([0, 0, rank] for rank in range(6)), *([0, 1, rank] for rank in range(2)), [0, 2, 0], [1, 0, 0], [1, 0, 1],
+    [2, 0, 0], [3, 0, 0],
+    *([0, 0, 0, rank] for rank in range(4)), [0, 0, 1, 0], [0, 1, 0, 0], [1, 0, 0, 0],
+]  # fmt: skip
+
+
+# ngram_propose --------------------------------------------------------------------------------------------------------
+
+
+def ngram_reference(
+    history: list[int],
+    max_nodes: int,
+    max_depth: int,
+    min_ngram: int = 1,
+    max_ngram: int = 4,
+    max_branches: int = 8,
+    extra: list[int] | None = None,
+) -> tuple[list[int], list[int]]:
+    """Tokens and parents of the trie."""
+    if not history:
+        return [], []
+    tokens, parents = [history[-1]], [-1]
+    leaves = 0
+
+    def insert(continuation: list[int]) -> None:
+        nonlocal leaves
+        node = 0
+        for token in continuation:
+            if token < 0:
+                return
+            children = [i for i, parent in enumerate(parents) if parent == node]
+            same = [i for i in children if tokens[i] == token]
+            if same:
+                node = same[0]
+                continue
+            branch = node == 0 or bool(children)
+            if len(tokens) == max_nodes or (branch and leaves == max_branches):
+                return
+            leaves += branch
+            tokens.append(token)
+            parents.append(node)
+            node = len(tokens) - 1
+
+    def agreement(text: list[int], end: int) -> int:
+        n = 0
+        while n < max_ngram and n < end and n < len(history) and text[end - 1 - n] == history[-1 - n] >= 0:
+            n += 1
+        return n
+
+    for n in range(max_ngram, min_ngram - 1, -1):
+        for text in (history, extra or []):
+            for end in range(len(text) - 1, 0, -1):
+                if agreement(text, end) == n:
+                    insert(text[end : end + max_depth])
+    return tokens, parents
+
+
+def propose(history: list[int], **kwargs: object) -> tuple[list[int], list[int]]:
+    extra = kwargs.pop("extra", None)
+    draft = ngram_propose(
+        torch.tensor([history], dtype=torch.int64).reshape(1, -1),
+        int32([len(history)]),
+        extra=None if extra is None else torch.tensor([extra], dtype=torch.int64).reshape(1, -1),
+        **kwargs,  # type: ignore[arg-type]
+    )
+    assert draft.trees.valid.all() == (len(history) > 0)
+    return packed_trees(draft)[0]
+
+
+@pytest.mark.parametrize(
+    ("history", "options", "tokens", "parents"),
+    [
+        ([], {}, [], []),
+        ([5], {}, [5], [-1]),
+        ([5, 5], {}, [5, 5], [-1, 0]),
+        ([1, 2, 3], {}, [3], [-1]),
+        ([1, 2, 3, 1], {}, [1, 2, 3, 1], [-1, 0, 1, 2]),
+        # The longer match comes first, though older; what they share is one path.
+        ([1, 2, 7, 8, 2, 7, 9, 1, 2], {"max_depth": 2}, [2, 7, 8, 9], [-1, 0, 1, 1]),
+        ([1, 2, 7, 8, 2, 7, 9, 1, 2], {"max_depth": 2, "min_ngram": 2}, [2, 7, 8], [-1, 0, 1]),
+        # The most recent first.
+        ([1, 2, 1, 3, 1, 4, 1], {"max_depth": 1}, [1, 4, 3, 2], [-1, 0, 0, 0]),
+        ([1, 2, 1, 3, 1, 4, 1], {"max_depth": 1, "max_branches": 2}, [1, 4, 3], [-1, 0, 0]),
+        ([1, 2, 1, 3, 1, 4, 1], {"max_nodes": 2}, [1, 4], [-1, 0]),
+        ([1, 2, 1, 3, 1, 4, 1], {"max_nodes": 1}, [1], [-1]),
+        ([1, 2, 1, 3, 1, 4, 1], {"max_depth": 0}, [1], [-1]),
+        ([1, 2, 1, 3, 1, 4, 1], {"max_branches": 0}, [1], [-1]),
+        # Repetition: each older match lengthens the one path, which is no new branch.
+        ([6] * 9, {"max_branches": 1, "max_depth": 5}, [6] * 6, [-1, 0, 1, 2, 3, 4]),
+        # Negative tokens separate.
+        ([1, 2, -1, 3, 1, 2], {"min_ngram": 1}, [2], [-1]),
+        ([4, 1, 2, 3, -1, 9, 1, 2], {"min_ngram": 2}, [2, 3], [-1, 0]),
+        ([3, -1, -1], {}, [-1], [-1]),
+        ([2, 1], {"extra": [1, 7, -1, 2, 1, 8, 9, -1, 1]}, [1, 8, 9, 7], [-1, 0, 1, 0]),
+        ([2, 1], {"extra": []}, [1], [-1]),
+    ],
+)
+def test_ngram_cases(
+    backend: str, history: list[int], options: dict[str, object], tokens: list[int], parents: list[int]
+) -> None:
+    options = {"max_nodes": 16, "max_depth": 4} | options
+    assert ngram_reference(history, **options) == (tokens, parents)  # type: ignore[arg-type]
+    assert propose(history, **options) == (tokens, parents)
+
+
+@given(st.data())
+def test_ngram(backend: str, data: st.DataObject) -> None:
+    token = st.integers(-1, data.draw(st.sampled_from([0, 1, 3, 9])))
+    histories = data.draw(st.lists(st.lists(token, max_size=60), min_size=1, max_size=3))
+    extras = [data.draw(st.lists(token, max_size=40)) for _ in histories]
+    min_ngram = data.draw(st.integers(1, 4))
+    options = {
+        "max_nodes": data.draw(st.integers(1, 40)),
+        "max_depth": data.draw(st.integers(0, 12)),
+        "min_ngram": min_ngram,
+        "max_ngram": data.draw(st.integers(min_ngram, 6)),
+        "max_branches": data.draw(st.integers(0, 9)),
+    }
+    width = max(map(len, histories))
+    history = torch.full((len(histories), width + 5), 3)[:, :width]  # strided; what is past the length does not count
+    extra = torch.full((len(extras), 43), -1)[:, :40]
+    for b, (tokens, more) in enumerate(zip(histories, extras, strict=True)):
+        history[b, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+        extra[b, : len(more)] = torch.tensor(more, dtype=torch.int64)
+    draft = ngram_propose(history, int32([len(h) for h in histories]), extra=extra, **options)
+    expected = [
+        ngram_reference(tokens, extra=extra[b].tolist(), **options)  # type: ignore[arg-type]
+        for b, tokens in enumerate(histories)
+    ]
+    assert packed_trees(draft) == expected
+    assert draft.trees.valid.tolist() == [len(tokens) > 0 for tokens in histories]
+
+
+def test_ngram_garbage_lengths_and_finished(backend: str) -> None:
+    history = torch.tensor([[1, 2, 1]] * 5)
+    draft = ngram_propose(
+        history,
+        int32([-7, 2**31 - 1, 3, 0, 1]),
+        max_nodes=4,
+        max_depth=3,
+        active=torch.tensor([True, True, False, True, True]),
+    )
+    assert packed_trees(draft) == [([], []), ([1, 2, 1], [-1, 0, 1]), ([], []), ([], []), ([1], [-1])]
+
+
+def test_ngram_without_sequences_or_tokens(backend: str) -> None:
+    draft = ngram_propose(torch.empty(0, 9, dtype=torch.int64), int32([]), max_nodes=4, max_depth=3)
+    assert draft.draft_tokens.shape == (0,) and draft.trees.cu_nodes.tolist() == [0]
+    draft = ngram_propose(torch.empty(2, 0, dtype=torch.int64), int32([0, 4]), max_nodes=4, max_depth=3)
+    assert packed_trees(draft) == [([], []), ([], [])]
+
+
+def test_ngram_long_history(backend: str) -> None:
+    """Periodic text of 100k tokens: nearly every position matches, and is walked."""
+    length = 100_000
+    history = (torch.arange(length) % 3)[None]
+    draft = ngram_propose(history, int32([length]), max_nodes=1000, max_depth=20)
+    ((tokens, parents),) = packed_trees(draft)
+    assert tokens == [(length - 1 + i) % 3 for i in range(21)] and parents == list(range(-1, 20))
+
+
+def rejected_reference(
+    draft: Draft, predictions: list[int], accepted: list[list[int]], context: int
+) -> list[list[int]]:
+    streams = []
+    for b, (tokens, parents) in enumerate(packed_trees(draft)):
+        begin = int(draft.trees.cu_nodes[b])
+        stream: list[int] = []
+        for node in reversed(range(draft.trees.max_nodes)):
+            run: list[int] = []
+            if 0 < node < len(tokens) and node not in accepted[b]:
+                path, up = [], node
+                while up >= 0:
+                    path.insert(0, tokens[up])
+                    up = parents[up]
+                run = [*path[-context:], predictions[begin + node]]
+            stream += [-1] * (context + 1 - len(run)) + run + [-1]
+        streams.append(stream)
+    return streams
+
+
+@pytest.mark.parametrize("context", [1, 3, 9])
+def test_rejected_predictions(device: torch.device, context: int) -> None:
+    trees = TreeBatch.from_trees(
+        [DraftTree.full([3, 2, 1]), DraftTree.chain(0), DraftTree.chain(4)],
+        max_nodes=20,
+        max_depth=5,
+        capacity=30,
+        device=device,
+    )
+    tokens = torch.arange(200, 230)
+    tokens[21:] = -1
+    draft = Draft(torch.where(trees.depths >= 0, tokens, -1), trees)
+    predictions = torch.arange(500, 530)
+    accepted = [[0, 2, 7, -1, -1, -1], [0, -1, -1, -1, -1, -1], [0, 1, 2, 3, 4, -1]]
+    extra = rejected_predictions(trees, draft.draft_tokens, predictions, int32(accepted), context=context)
+    assert extra.shape == (3, 20 * (context + 2)) and extra.dtype == torch.int64
+    assert extra.tolist() == rejected_reference(draft, predictions.tolist(), accepted, context)
+    # The target's word at a rejected node is found again once the text reaches the same tokens.
+    node = 4
+    history = torch.tensor([[int(tokens[1]), int(tokens[node])]])
+    found = ngram_propose(history, int32([2]), max_nodes=3, max_depth=2, extra=extra[:1], min_ngram=min(context, 2))
+    assert int(predictions[node]) in packed_trees(found)[0][0]
+
+
+def test_rejected_predictions_without_rows(device: torch.device) -> None:
+    trees = TreeBatch.from_trees([], max_nodes=4, device=device)
+    none = torch.empty(0, dtype=torch.int64)
+    assert rejected_predictions(trees, none, none, torch.empty(0, 1, dtype=torch.int32)).shape == (0, 24)
+
+
+# medusa_propose -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("with_root", [False, True])
+def test_medusa(backend: str, dtype: torch.dtype, with_root: bool) -> None:
+    tree = DraftTree.from_paths(MEDUSA_PATHS)
+    generator = seeded(2)
+    # Heads lie before the batch, as a stack of head outputs does; one head more than the tree is deep.
+    heads = torch.randint(-30, 30, (5, 3, 70), generator=generator).div(4).to(dtype)
+    heads[0, 1, :40] = math.nan
+    heads[1, 2, 3:] = -math.inf
+    logits = heads.transpose(0, 1)
+    roots = torch.tensor([11, 12, 13])
+    active = torch.tensor([True, True, False])
+    for mask in (None, active):
+        draft = medusa_propose(logits, tree, root_tokens=roots if with_root else None, active=mask)
+        for b, (tokens, parents) in enumerate(packed_trees(draft)):
+            if mask is not None and not mask[b]:
+                assert tokens == []
+                continue
+            assert parents == tree.parents.tolist()
+            expected = [int(roots[b]) if with_root else -1]
+            for node in range(1, tree.num_nodes):
+                best = best_tokens(logits[b, tree.depths[node] - 1], 70)
+                rank = int(tree.child_ranks[node])
+                expected.append(best[rank] if rank < len(best) else -1)
+            assert tokens == expected
+        assert draft.trees.max_depth == tree.max_depth and draft.trees.max_nodes == tree.num_nodes
+
+
+def test_medusa_edges(backend: str) -> None:
+    root_only = medusa_propose(torch.randn(2, 3, 8), DraftTree.chain(0), root_tokens=torch.tensor([4, 5]))
+    assert packed_trees(root_only) == [([4], [-1]), ([5], [-1])]
+    whole = medusa_propose(torch.arange(6.0).reshape(1, 1, 6), DraftTree.full([6]))
+    assert packed_trees(whole)[0][0] == [-1, 5, 4, 3, 2, 1, 0]
+    empty = medusa_propose(torch.randn(0, 3, 8), DraftTree.full([2, 2]))
+    assert empty.draft_tokens.shape == (0,) and empty.trees.cu_nodes.tolist() == [0]
+
+
+def test_medusa_bad_tree_values(backend: str) -> None:
+    tokens, _, _ = ops.medusa_propose(
+        torch.randn(1, 2, 8), int32([-1, 0, 0, 0]), int32([0, 9, 1, -4]), int32([-1, 0, 7, 0]), num_top=2
+    )
+    assert tokens.tolist() == [-1, -1, -1, -1]
+
+
+# Refusals, schemas ----------------------------------------------------------------------------------------------------
+
+
+def test_refusals(device: torch.device) -> None:
+    history, lens = torch.zeros(2, 5, dtype=torch.int64), int32([5, 5])
+    for match, options in [
+        (r"ngram_propose: `max_nodes` must be in 1\.\.1024, got 0", {"max_nodes": 0}),
+        (r"`max_depth` must be in 0\.\.1023, got 1024", {"max_depth": 1024}),
+        (r"`min_ngram` must be at least 1, got 0", {"min_ngram": 0}),
+        (r"`max_ngram` must be in min_ngram\.\.64, got 1", {"min_ngram": 2, "max_ngram": 1}),
+        (r"`max_branches` must be at least 0, got -1", {"max_branches": -1}),
+        (r"`extra` must be of shape \[2, \*\], got \[3, 4\]", {"extra": torch.zeros(3, 4, dtype=torch.int64)}),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            ngram_propose(history, lens, **({"max_nodes": 4, "max_depth": 4} | options))
+    with pytest.raises(ValueError, match=r"`history_lens` must be of dtype Int, got Long"):
+        ngram_propose(history, lens.long(), max_nodes=4, max_depth=4)
+    with pytest.raises(ValueError, match=r"medusa_propose: `tree` must have depth <= 2 \(the heads\), got 3"):
+        medusa_propose(torch.randn(1, 2, 8), DraftTree.chain(3))
+    with pytest.raises(ValueError, match=r"medusa_propose: `tree` must have child ranks below 8 \(V\), got 8"):
+        medusa_propose(torch.randn(1, 2, 8), DraftTree.full([9]))
+    with pytest.raises(ValueError, match=r"medusa_propose: `head_logits` must be of shape \[\*, \*, \*\]"):
+        medusa_propose(torch.randn(1, 8), DraftTree.full([2]))
+    trees = TreeBatch.from_trees([DraftTree.chain(1)], device=device)
+    tokens = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"rejected_predictions: `predictions` must be of shape \[2\]"):
+        rejected_predictions(trees, tokens, tokens[:1], int32([[0]]))
+    with pytest.raises(ValueError, match=r"rejected_predictions: `accept_index` must be of shape \[1, S\]"):
+        rejected_predictions(trees, tokens, tokens, int32([[0], [0]]))
+    with pytest.raises(ValueError, match=r"rejected_predictions: `context` must be at least 1"):
+        rejected_predictions(trees, tokens, tokens, int32([[0]]), context=0)
+    with pytest.raises(TypeError):
+        ngram_propose(history, lens, max_nodes="4", max_depth=4)  # type: ignore[arg-type]
+
+
+def test_value_checks(value_checks: None) -> None:
+    with pytest.raises(ValueError, match=r"ngram_propose: `history_lens\[1\]` must be in 0\.\.5, got 6"):
+        ngram_propose(torch.zeros(2, 5, dtype=torch.int64), int32([5, 6]), max_nodes=4, max_depth=4)
+
+
+def test_opcheck(backend: str) -> None:
+    torch.library.opcheck(
+        ops.ngram_propose.default,
+        (torch.tensor([[1, 2, 1], [3, 4, 3]]), int32([3, 2])),
+        {
+            "max_nodes": 4,
+            "max_depth": 2,
+            "extra": torch.tensor([[1, 2], [4, 3]]),
+            "active": torch.tensor([True, False]),
+        },
+    )
+    torch.library.opcheck(
+        ops.medusa_propose.default,
+        (torch.randn(2, 3, 8), int32([-1, 0]), int32([0, 1]), int32([-1, 0])),
+        {"num_top": 1, "root_tokens": torch.tensor([1, 2])},
+    )
+
+
+def test_compile(backend: str) -> None:
+    tree = DraftTree.from_paths(MEDUSA_PATHS[:20])
+
+    def propose_tokens(history: Tensor, lens: Tensor, heads: Tensor) -> tuple[Tensor, ...]:
+        found = ngram_propose(history, lens, max_nodes=8, max_depth=3)
+        filled = medusa_propose(heads, tree, root_tokens=found.draft_tokens[:2])
+        extra = rejected_predictions(found.trees, found.draft_tokens, found.draft_tokens + 7, lens[:, None] * 0)
+        return found.draft_tokens, found.trees.parents, filled.draft_tokens, filled.trees.mask, extra
+
+    texts = (torch.tensor([[1, 2, 3, 1, 2], [4, 4, 4, 4, 4]]), int32([5, 3]), torch.randn(2, 4, 30))
+    expected = propose_tokens(*texts)
+    compiled = torch.compile(propose_tokens, fullgraph=True, backend="aot_eager")(*texts)
+    for mine, eager in zip(compiled, expected, strict=True):
+        assert mine.equal(eager)
