@@ -92,11 +92,6 @@ format: $(READY)  ## rewrite the sources in the project's format
 demo: build  ## tree-speculative decoding on real text
 	python examples/demo.py --device $(DEVICE)
 
-.PHONY: docs
-docs: build  ## rewrite the generated pages and pictures of docs/
-	python docs/make_pictures.py
-	python docs/make_api.py
-
 bench: build  ## measure the ops on this machine (BENCH="tree_attention --threads 2": one benchmark, its arguments)
 	python -m pagedtree bench $(BENCH)
 

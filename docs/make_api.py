@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Iterable
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import ModuleType
@@ -105,15 +104,20 @@ def _indented_block(lines: list[str], begin: int) -> tuple[list[str], int]:
     return [line[4:] for line in block], end
 
 
-def _items(block: Iterable[str]) -> list[str]:
-    """`name: text` entries as list items; deeper lines continue the entry above."""
+def _items(block: list[str]) -> list[str]:
+    """`name: text` entries as list items, their deeper lines included; a block without any stays a paragraph."""
+    entry_start = re.compile(r"([\w*][\w*, .\[\]()`]*): (.*)")
+    if not any(entry_start.match(line) for line in block):
+        return [line.strip() for line in block]
     out: list[str] = []
     for line in block:
-        if line.startswith("    "):
+        match = entry_start.match(line)
+        if match:
+            out.append(f"- `{match[1]}`: {match[2]}")
+        elif line.startswith("    "):
             out.append(f"  {line.strip()}")
-            continue
-        match = re.match(r"([\w*][\w*, .\[\]()`]*): (.*)", line)
-        out.append(f"- `{match[1]}`: {match[2]}" if match else (f"- {line}" if line else ""))
+        else:
+            out.append(f"- {line}" if line else "")
     return out
 
 
