@@ -26,7 +26,9 @@ def python_blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [ROOT / "docs" / "concepts.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [ROOT / "docs" / "concepts.md", ROOT / "docs" / "integration.md"], ids=lambda page: page.name
+)
 def test_python_blocks_run(page, monkeypatch):
     """Each page is one program: its blocks run in order and share their names."""
     monkeypatch.chdir(ROOT)
