@@ -40,7 +40,7 @@ static inline vfloat load_float(const void* p) {
     return bits<vfloat>(__builtin_convertvector(load_as<vhalf>(static_cast<const uint16_t*>(p)), vuint) << 16);
   } else if constexpr (kType == DType::kFloat16) {
 #if defined(__AVX512F__)
-    return _mm512_cvtph_ps(load_as<__m256i>(static_cast<const uint16_t*>(p)));
+    return _mm512_maskz_cvtph_ps(0xffff, load_as<__m256i>(static_cast<const uint16_t*>(p)));
 #elif defined(__AVX2__)
     return _mm256_cvtph_ps(load_as<__m128i>(static_cast<const uint16_t*>(p)));
 #else

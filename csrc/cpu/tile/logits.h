@@ -5,7 +5,7 @@
 #include <type_traits>
 
 #include "core/sampling.h"
-#include "cpu/tile/vec.h"
+#include "cpu/tile/convert.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
@@ -24,30 +24,9 @@ inline constexpr float kLargest<BFloat16> = 3.38953139e38f;
 template <>
 inline constexpr float kLargest<Float16> = 65504.0f;
 
-typedef uint16_t vhalf __attribute__((vector_size(kLanes * 2)));
-typedef uint8_t vbyte __attribute__((vector_size(kLanes)));
-
-static inline vfloat load_values(const float* p) { return load(p); }
-
-static inline vfloat load_values(const BFloat16* p) {
-  return bits<vfloat>(__builtin_convertvector(load_as<vhalf>(p), vuint) << 16);
-}
-
-static inline vfloat load_values(const Float16* p) {
-#if defined(__AVX512F__)
-  return _mm512_maskz_cvtph_ps(0xffff, load_as<__m256i>(p));
-#elif defined(__AVX2__)
-  return _mm256_cvtph_ps(load_as<__m128i>(p));
-#else
-  const vuint half = __builtin_convertvector(load_as<vhalf>(p), vuint);
-  const vuint magnitude = (half & 0x7fffu) << 13, exponent = magnitude & 0x0f800000u;
-  const vfloat normal = bits<vfloat>(magnitude + (112u << 23));
-  const vfloat special = bits<vfloat>(magnitude + (224u << 23));
-  const vfloat subnormal = bits<vfloat>(magnitude + (113u << 23)) - 6.103515625e-5f;
-  const vfloat value = select(exponent == 0x0f800000u, special, select(exponent == 0u, subnormal, normal));
-  return bits<vfloat>(bits<vuint>(value) | ((half & 0x8000u) << 16));
-#endif
-}
+static inline vfloat load_values(const float* p) { return load_float<DType::kFloat32>(p); }
+static inline vfloat load_values(const Float16* p) { return load_float<DType::kFloat16>(p); }
+static inline vfloat load_values(const BFloat16* p) { return load_float<DType::kBFloat16>(p); }
 
 // Lane i = token `begin` + i is allowed; `begin` is a multiple of kLanes.
 static inline vint load_allowed(const LogitRow& row, int64_t begin) {
