@@ -56,3 +56,12 @@ def isa(request: pytest.FixtureRequest, backend: str, monkeypatch: pytest.Monkey
         pytest.skip("instruction sets are the cpu backend's")
     monkeypatch.setenv("PAGEDTREE_CPU_ISA", request.param)
     return request.param
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For models so small that waiting for a second thread takes longer than the work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

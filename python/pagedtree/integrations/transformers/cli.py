@@ -1,0 +1,123 @@
+"""`python -m pagedtree generate`: completes a prompt with a checkpoint, with or without drafts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pagedtree import SamplingParams
+from pagedtree.integrations.transformers.drafters import Drafter, MedusaDrafter, NgramDrafter
+from pagedtree.integrations.transformers.generate import generate
+from pagedtree.integrations.transformers.medusa import MedusaHeads, medusa_tree
+from pagedtree.integrations.transformers.model_drafter import ModelDrafter
+
+__all__ = ["main"]
+
+DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns its exit status."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        text = sys.stdin.read() if args.prompt == "-" else Path(args.prompt).read_text(encoding="utf-8")
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        model = _load(args.model, args)
+        prompt = tokenizer(text)["input_ids"]
+        drafter = _drafter(model, args)
+    except (OSError, ValueError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    params = None
+    if args.temperature > 0.0:
+        params = SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+    printer = _Printer(tokenizer, num_sequences=args.n)
+    _, stats = generate(
+        model,
+        [prompt],
+        drafter=drafter,
+        max_new_tokens=args.max_new_tokens,
+        params=params,
+        seeds=range(args.seed, args.seed + args.n),
+        page_size=args.page_size,
+        num_pages=args.num_pages,
+        n=args.n,
+        callback=printer.add,
+    )
+    printer.finish()
+    print(stats.summary(), file=sys.stderr)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pagedtree generate",
+        description="Completes a prompt; drafts make it faster, the text stays the same. Statistics go to stderr.",
+    )
+    parser.add_argument("--model", required=True, help="checkpoint of the target (a folder or a name on the hub)")
+    parser.add_argument("--prompt", required=True, metavar="FILE", help="text file; - for standard input")
+    drafts = parser.add_mutually_exclusive_group()
+    drafts.add_argument("--draft", metavar="PATH", help="checkpoint of a smaller model of the same vocabulary")
+    drafts.add_argument("--medusa", metavar="PATH", help="folder of Medusa heads (config.json, medusa.safetensors)")
+    drafts.add_argument("--ngram", action="store_true", help="draft from the text itself (prompt lookup)")
+    parser.add_argument("--num-nodes", type=int, default=16, help="nodes of a draft tree (default %(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="default %(default)s")
+    parser.add_argument("--n", type=int, default=1, help="outcomes of the prompt (default %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (default)")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0, help="0 = off (default)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first outcome, the next has one more")
+    parser.add_argument("--page-size", type=int, default=16, help="tokens a page (default %(default)s)")
+    parser.add_argument("--num-pages", type=int, help="pages in the cache (default: enough)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: float32 on cpu, else the checkpoint's")
+    return parser
+
+
+def _load(path: str, args: argparse.Namespace) -> Any:
+    dtype = DTYPES[args.dtype or ("float32" if args.device == "cpu" else "auto")]
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(args.device).eval()
+
+
+def _drafter(model: Any, args: argparse.Namespace) -> Drafter | None:
+    if args.draft:
+        return ModelDrafter(_load(args.draft, args), num_nodes=args.num_nodes)
+    if args.medusa:
+        heads = MedusaHeads.from_pretrained(args.medusa, model)
+        return MedusaDrafter(heads, medusa_tree(heads.num_heads, args.num_nodes))
+    return NgramDrafter(args.num_nodes) if args.ngram else None
+
+
+class _Printer:
+    """Prints one outcome as it comes; of several, each when all are there."""
+
+    def __init__(self, tokenizer: Any, num_sequences: int) -> None:
+        self.tokenizer = tokenizer
+        self.tokens: list[list[int]] = [[] for _ in range(num_sequences)]
+        self.printed = ""
+
+    def add(self, sequence: int, tokens: list[int]) -> None:
+        self.tokens[sequence] += tokens
+        text = self._text(sequence)
+        # The bytes of one character may be spread over several tokens.
+        if len(self.tokens) == 1 and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            print(text[len(self.printed) :], end="", flush=True)
+            self.printed = text
+
+    def finish(self) -> None:
+        if len(self.tokens) == 1:
+            print(self._text(0)[len(self.printed) :])
+            return
+        for sequence in range(len(self.tokens)):
+            print(f"--- outcome {sequence}\n{self._text(sequence)}")
+
+    def _text(self, sequence: int) -> str:
+        text: str = self.tokenizer.decode(self.tokens[sequence], skip_special_tokens=True)
+        return text

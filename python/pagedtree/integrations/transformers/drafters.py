@@ -1,0 +1,223 @@
+"""Drafters: who guesses the next tokens. Output never depends on them, only speed does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pagedtree import Commit, DraftTree, TreeBatch, Verdict, medusa_propose, ngram_propose, rejected_predictions
+from pagedtree.integrations.transformers.scheduler import Sequence
+
+__all__ = ["Drafter", "MedusaDrafter", "NgramDrafter", "NoDrafter", "Proposal", "StepResult"]
+
+Proposal = tuple[Tensor, TreeBatch, Tensor | None]
+
+
+@dataclass
+class StepResult:
+    """One verified pass, as `Drafter.observe` and the `on_step` callback of `generate` see it.
+
+    Attributes:
+        sequences: B sequences, their new tokens already appended. The first `num_read` of them read known tokens
+            (prompt, restoration) in this pass and have a tree of the root alone; the others have what was proposed.
+        start: int32 [B], the roots' positions.
+        draft_tokens: int64 [N], the roots' tokens too; trees, verdict, commit: of all B sequences.
+        logits: [N, V], the target's at every node.
+        hidden: [N, H], what the output layer turned into these logits, if the drafter asked for it (`needs_hidden`).
+    """
+
+    sequences: list[Sequence]
+    num_read: int
+    start: Tensor
+    draft_tokens: Tensor
+    trees: TreeBatch
+    verdict: Verdict
+    commit: Commit
+    logits: Tensor
+    hidden: Tensor | None
+
+
+class Drafter:
+    """Base of drafters. Only `propose` is needed, and any object with it will do; the rest lets a drafter keep state.
+
+    Attributes:
+        max_nodes: the most nodes of a tree, the root included: so many slots are reserved before a drafter is asked.
+            0 = not known before the proposals, which a drafter with state must not leave it at.
+        needs_hidden: whether `observe` wants the target's hidden states.
+    """
+
+    max_nodes: int = 1
+    needs_hidden: bool = False
+
+    def begin(self, page_size: int) -> None:
+        """A call of `generate` starts: nothing is known about any sequence."""
+
+    def end(self) -> None:
+        """The call of `generate` is over, or has failed."""
+
+    def select(self, sequences: list[Sequence]) -> None:
+        """The sequences that the rows of the next `propose` stand for."""
+
+    def propose(self, tokens: Tensor, lengths: Tensor) -> Proposal:
+        """Guesses a continuation for each of B sequences.
+
+        tokens: int64 [B, capacity], prompt and generated tokens. lengths: int32 [B], how many of them are known.
+        Returns draft_tokens [N], a TreeBatch of B trees, each with at least its root, whose token is
+        tokens[b, lengths[b] - 1] (the root's draft token is ignored), and the laws they were drawn from, or None.
+        """
+        raise NotImplementedError
+
+    def observe(self, result: StepResult) -> None:
+        """What became of the proposals, and what else the pass told."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence is finished, or evicted: it may come back and be read again from its start."""
+
+
+class _Stateless(Drafter):
+    """Any object with `propose`."""
+
+    def __init__(self, drafter: Any) -> None:
+        self.max_nodes = int(getattr(drafter, "max_nodes", 0))
+        self.propose = drafter.propose  # type: ignore[method-assign]
+
+
+def as_drafter(drafter: Any) -> Drafter:
+    if drafter is None:
+        return NoDrafter()
+    if isinstance(drafter, Drafter):
+        return drafter
+    if not callable(getattr(drafter, "propose", None)):
+        raise TypeError(f"drafter: expected an object with propose(tokens, lengths), got {type(drafter).__name__}")
+    return _Stateless(drafter)
+
+
+def roots_only(tokens: Tensor, lengths: Tensor) -> Proposal:
+    """Trees of the root alone: plain decoding."""
+    batch = tokens.shape[0]
+    trees = TreeBatch.from_trees([DraftTree.chain(0)] * batch, device=tokens.device)
+    return tokens.new_full((batch,), -1), trees, None
+
+
+class NoDrafter(Drafter):
+    """No drafts: one token a step."""
+
+    def propose(self, tokens: Tensor, lengths: Tensor) -> Proposal:
+        return roots_only(tokens, lengths)
+
+
+class NgramDrafter(Drafter):
+    """Prompt lookup: what followed the last n-gram earlier in the same text (`pagedtree.ngram_propose`).
+
+    num_nodes: nodes of a tree, the root included. max_depth: tokens of the longest guess, by default all of the nodes
+    for a chain, else half of them. max_branches: continuations merged into a tree; 1 gives a chain.
+    min_ngram, max_ngram: lengths of the n-grams that are looked for; what follows a longer one comes first.
+    remember: also look in what the target predicted at rejected nodes of that many earlier steps.
+    """
+
+    def __init__(
+        self,
+        num_nodes: int = 16,
+        *,
+        max_depth: int | None = None,
+        max_branches: int = 4,
+        min_ngram: int = 1,
+        max_ngram: int = 4,
+        remember: int = 0,
+    ) -> None:
+        if num_nodes < 2:
+            raise ValueError(f"num_nodes: expected at least 2 (the root and a draft token), got {num_nodes}")
+        self.max_nodes = num_nodes
+        self.max_depth = max_depth or (num_nodes - 1 if max_branches == 1 else num_nodes // 2)
+        self.max_branches = max_branches
+        self.min_ngram, self.max_ngram = min_ngram, max_ngram
+        self.remember = remember
+        self._rejected: dict[int, Tensor] = {}
+        self._selected: list[Sequence] = []
+
+    def begin(self, page_size: int) -> None:
+        self._rejected.clear()
+
+    def select(self, sequences: list[Sequence]) -> None:
+        self._selected = sequences
+
+    def propose(self, tokens: Tensor, lengths: Tensor) -> Proposal:
+        draft = ngram_propose(
+            tokens,
+            lengths,
+            max_nodes=self.max_nodes,
+            max_depth=self.max_depth,
+            min_ngram=self.min_ngram,
+            max_ngram=self.max_ngram,
+            max_branches=self.max_branches,
+            extra=self._extra(tokens) if self._rejected else None,
+        )
+        return draft.draft_tokens, draft.trees, None
+
+    def observe(self, result: StepResult) -> None:
+        if not self.remember or result.trees.max_nodes < self.max_nodes:
+            return
+        new = rejected_predictions(
+            result.trees, result.draft_tokens, result.logits.argmax(-1), result.verdict.accept_index,
+            context=self.max_ngram,
+        )  # fmt: skip
+        for sequence, text in zip(result.sequences, new, strict=True):
+            known = self._rejected.get(sequence.index, text[:0])
+            self._rejected[sequence.index] = torch.cat([known, text])[-self.remember * text.shape[0] :]
+
+    def forget(self, sequence: Sequence) -> None:
+        self._rejected.pop(sequence.index, None)
+
+    def _extra(self, tokens: Tensor) -> Tensor:
+        """The rejected predictions of the selected sequences, -1 in front of what they have."""
+        texts = [self._rejected.get(sequence.index, tokens[0, :0]) for sequence in self._selected]
+        width = max(text.shape[0] for text in texts)
+        return torch.stack([F.pad(text, (width - text.shape[0], 0), value=-1) for text in texts])
+
+
+class MedusaDrafter(Drafter):
+    """Medusa: heads on the target's last hidden state guess the tokens after the next one, at one fixed tree.
+
+    heads: hidden states [B, H] -> logits [B, num_heads, V] (`medusa.MedusaHeads`); head i guesses the token i + 2
+        after the state's position.
+    tree: its nodes take the token of their child rank in the head of their depth (`medusa.medusa_tree` is a fair one).
+    """
+
+    needs_hidden = True
+
+    def __init__(self, heads: Callable[[Tensor], Tensor], tree: DraftTree) -> None:
+        self.heads, self.tree = heads, tree
+        self.max_nodes = tree.num_nodes
+        self._hidden: dict[int, Tensor] = {}
+        self._selected: list[Sequence] = []
+
+    def begin(self, page_size: int) -> None:
+        self._hidden.clear()
+
+    def select(self, sequences: list[Sequence]) -> None:
+        self._selected = sequences
+
+    def propose(self, tokens: Tensor, lengths: Tensor) -> Proposal:
+        states = [self._hidden.get(sequence.index) for sequence in self._selected]
+        known = next((state for state in states if state is not None), None)
+        if known is None:
+            return roots_only(tokens, lengths)
+        # A sequence that no pass has read yet drafts from an arbitrary state, which costs nothing.
+        logits = self.heads(torch.stack([state if state is not None else known for state in states]))
+        draft = medusa_propose(logits, self.tree)
+        return draft.draft_tokens, draft.trees, None
+
+    def observe(self, result: StepResult) -> None:
+        assert result.hidden is not None
+        last_rows = result.commit.accept_rows.gather(1, result.commit.num_accepted[:, None].long())[:, 0]
+        last = result.hidden[last_rows]
+        for sequence, state in zip(result.sequences, last, strict=True):
+            self._hidden[sequence.index] = state
+
+    def forget(self, sequence: Sequence) -> None:
+        self._hidden.pop(sequence.index, None)

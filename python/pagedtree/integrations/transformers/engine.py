@@ -1,0 +1,348 @@
+"""The loop behind `generate`: draft, one packed pass of the model, verify, compact, commit."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedtree import (
+    SamplingParams,
+    TreeBatch,
+    Verdict,
+    build_trees,
+    commit,
+    compact_kv,
+    prepare_step,
+    slot_mapping,
+    verify_greedy,
+    verify_sampled,
+)
+from pagedtree.integrations.transformers.attention import PagedStep, PrefixPass
+from pagedtree.integrations.transformers.drafters import Drafter, Proposal, StepResult, roots_only
+from pagedtree.integrations.transformers.model import run_packed
+from pagedtree.integrations.transformers.paged_cache import PagedCache
+from pagedtree.integrations.transformers.scheduler import Batch, Scheduler, Sequence
+from pagedtree.integrations.transformers.stats import GenerationStats
+
+__all__ = ["Engine", "Sampling"]
+
+STATUS_NOT_FINITE = 2
+
+
+@dataclass
+class Sampling:
+    """How tokens are chosen: params None = greedy; else sampled, tensors in params and the seeds one a sequence."""
+
+    params: SamplingParams | None
+    seeds: Tensor
+
+    def verify(
+        self, logits: Tensor, draft_tokens: Tensor, trees: TreeBatch, sequences: list[Sequence], start: Tensor
+    ) -> Verdict:
+        if self.params is None:
+            return verify_greedy(logits, draft_tokens, trees)
+        rows = torch.tensor([sequence.index for sequence in sequences]).to(logits.device)
+        values = {field.name: getattr(self.params, field.name) for field in fields(self.params)}
+        chosen: dict[str, Any] = {
+            name: value[rows] for name, value in values.items() if isinstance(value, Tensor) and value.ndim
+        }
+        return verify_sampled(
+            logits,
+            draft_tokens,
+            trees,
+            replace(self.params, **chosen),
+            seeds=self.seeds[rows],
+            positions=start.long(),
+        )
+
+
+@dataclass
+class Pass:
+    """One packed pass: sequences that read known tokens come first, then those that decode a tree, then padding.
+
+    verified: the sequences that gain tokens: those that read up to their last token (the first num_read), and all that
+    decode. start, trees and draft_tokens are theirs; logit_rows (None = all) are the rows of their nodes.
+    """
+
+    step: PagedStep
+    input_ids: Tensor
+    positions: Tensor
+    verified: list[Sequence]
+    num_read: int
+    start: Tensor
+    draft_tokens: Tensor
+    trees: TreeBatch
+    logit_rows: Tensor | None
+
+
+class Engine:
+    """Generates until every sequence of the scheduler is finished."""
+
+    def __init__(
+        self,
+        model: Any,
+        scheduler: Scheduler,
+        drafter: Drafter,
+        sampling: Sampling,
+        eos_ids: list[int],
+        min_shared_tokens: int | None,
+        on_tokens: Callable[[int, list[int]], None] | None,
+        on_step: Callable[[StepResult], None] | None,
+        stats: GenerationStats,
+    ) -> None:
+        self.model, self.scheduler, self.drafter, self.sampling = model, scheduler, drafter, sampling
+        self.cache: PagedCache = scheduler.cache
+        self.device = self.cache.device
+        self.eos_ids = self._to_device(eos_ids, torch.int64) if eos_ids else None
+        self.min_shared_tokens = min_shared_tokens
+        self.on_tokens, self.on_step = on_tokens, on_step
+        self.stats = stats
+        self.max_nodes = max(drafter.max_nodes, 1)
+        self.vocab_size = model.get_input_embeddings().num_embeddings
+        sequences = scheduler.waiting
+        capacity = max((sequence.max_length for sequence in sequences), default=0)
+        history = [[*sequence.tokens, *[0] * (capacity - len(sequence.tokens))] for sequence in sequences]
+        self.history = self._to_device(history, torch.int64).view(len(sequences), capacity)
+        self.started = time.perf_counter()
+
+    def run(self) -> None:
+        try:
+            self.drafter.begin(self.cache.page_size)
+            while not self.scheduler.is_done:
+                self.step()
+        finally:
+            self.drafter.end()
+        self.stats.wall_time = time.perf_counter() - self.started
+        self.stats.num_pages = self.cache.num_pages
+        self.stats.peak_pages, self.stats.pages_taken = self.cache.peak_pages, self.cache.pages_taken
+
+    def step(self) -> None:
+        batch, proposal = self._schedule()
+        packed = self._pack(batch, proposal)
+        logits, hidden = run_packed(
+            self.model, packed.input_ids, packed.positions, packed.step, packed.logit_rows, self.drafter.needs_hidden
+        )
+        for sequence, count in batch.prefill:
+            sequence.cached += count
+            if sequence.was_evicted:
+                self.stats.sequences[sequence.index].restored_tokens += count
+        self.stats.steps += 1
+        self.stats.packed_tokens += packed.input_ids.shape[0]
+        if packed.verified:
+            self._verify(packed, logits, hidden)
+
+    def _schedule(self) -> tuple[Batch, Proposal | None]:
+        """Whose turn it is, and the trees of those that decode."""
+        while True:
+            batch = self.scheduler.schedule(self.max_nodes)
+            for sequence in batch.evicted:
+                self.drafter.forget(sequence)
+                self.stats.sequences[sequence.index].evictions += 1
+            if not batch.decode:
+                return batch, None
+            proposal = self._propose(batch.decode)
+            if proposal[1].max_nodes <= self.max_nodes:
+                return batch, proposal
+            # The drafter did not declare trees of this size: make sure of the pages, and ask again.
+            self.max_nodes = proposal[1].max_nodes
+            self.scheduler.check_capacity(self.max_nodes)
+
+    def _propose(self, sequences: list[Sequence]) -> Proposal:
+        begin = time.perf_counter()
+        lengths = self._to_device([len(sequence.tokens) for sequence in sequences], torch.int32)
+        self.drafter.select(sequences)
+        draft_tokens, trees, draft_probs = self.drafter.propose(self._history_of(sequences), lengths)
+        if trees.batch_size != len(sequences) or draft_tokens.shape != trees.parents.shape:
+            raise ValueError(
+                f"drafter: expected {len(sequences)} trees and a token a node, got {trees.batch_size} trees of"
+                f" {trees.parents.shape[0]} nodes and draft_tokens {list(draft_tokens.shape)}"
+            )
+        self.stats.draft_time += time.perf_counter() - begin
+        return _without_padding(draft_tokens, trees, draft_probs)
+
+    def _pack(self, batch: Batch, proposal: Proposal | None) -> Pass:
+        cache, page_size = self.cache, self.cache.page_size
+        if proposal is None:
+            proposal = roots_only(self.history[:0], self.history.new_empty(0, dtype=torch.int32))
+        draft_tokens, trees, _ = proposal
+        num_nodes = draft_tokens.shape[0]
+
+        read = [sequence for sequence, _ in batch.prefill]
+        counts = [count for _, count in batch.prefill]
+        read_lens = self._to_device([sequence.cached + count for sequence, count in batch.prefill], torch.int32)
+        read_cu = self._to_device(_offsets(counts), torch.int32)
+        num_known = sum(counts)
+        known = [token for s, count in batch.prefill for token in s.tokens[s.cached : s.cached + count]]
+        known_positions = [p for s, count in batch.prefill for p in range(s.cached, s.cached + count)]
+
+        decode_start = self._to_device([sequence.root for sequence in batch.decode], torch.int32)
+        positions, seq_lens, cu_seqlens_q, slots = prepare_step(
+            trees, cache.page_table([s.index for s in batch.decode]), decode_start, page_size, total_q=num_nodes
+        )
+        roots = self._to_device([sequence.tokens[-1] for sequence in batch.decode], torch.int64)
+        nodes = draft_tokens.long().index_copy(0, trees.cu_nodes[:-1].long(), roots)
+
+        table = cache.page_table([sequence.index for sequence in [*read, *batch.decode]])
+        tree_mask = tree_lens = None
+        if trees.max_nodes > 1:  # else every sequence is causal
+            tree_mask, tree_lens = trees.mask, trees.cu_nodes.diff()
+        if read:
+            read_slots = slot_mapping(table[: len(read)], read_lens, read_cu, page_size, total_q=num_known)
+            slots = torch.cat([read_slots, slots])
+            seq_lens = torch.cat([read_lens, seq_lens])
+            cu_seqlens_q = torch.cat([read_cu, cu_seqlens_q[1:] + num_known])
+            positions = torch.cat([self._to_device(known_positions, torch.int64), positions])
+            if tree_mask is not None and tree_lens is not None:
+                tree_mask = torch.cat([tree_mask.new_zeros((num_known, tree_mask.shape[1])), tree_mask])
+                tree_lens = torch.cat([tree_lens.new_full((len(read),), -1), tree_lens])
+        step = PagedStep(
+            cache, table, seq_lens, cu_seqlens_q, slots, tree_mask, tree_lens,
+            max_seqlen_q=max([*counts, trees.max_nodes if batch.decode else 1]),
+        )  # fmt: skip
+        step.prefix = self._shared_prefix(step, read, batch.decode, trees.max_nodes)
+
+        complete = [i for i, (s, count) in enumerate(batch.prefill) if s.cached + count == len(s.tokens)]
+        verified = [*(read[i] for i in complete), *batch.decode]
+        logit_rows = None
+        if read:
+            last_rows = [sum(counts[: i + 1]) - 1 for i in complete]
+            logit_rows = self._to_device([*last_rows, *range(num_known, num_known + num_nodes)], torch.int64)
+        return Pass(
+            step=step,
+            input_ids=torch.cat([self._to_device(known, torch.int64), nodes.clamp(0, self.vocab_size - 1)]),
+            positions=positions,
+            verified=verified,
+            num_read=len(complete),
+            start=self._to_device([sequence.root for sequence in verified], torch.int32),
+            draft_tokens=torch.cat([self._to_device([read[i].tokens[-1] for i in complete], torch.int64), nodes]),
+            trees=_after_roots(len(complete), trees),
+            logit_rows=logit_rows,
+        )
+
+    def _shared_prefix(
+        self, step: PagedStep, read: list[Sequence], decode: list[Sequence], max_nodes: int
+    ) -> PrefixPass | None:
+        """Runs of neighbours that hold the same first pages; None if reading those once would save too little."""
+        if self.min_shared_tokens is None:
+            return None
+        runs: list[list[Sequence]] = []
+        for sequence in decode:
+            pages = self._shared_pages(sequence)
+            if pages and runs and runs[-1][0].group == sequence.group and self._shared_pages(runs[-1][0]) == pages:
+                runs[-1].append(sequence)
+            else:
+                runs.append([sequence])
+        saved = sum(run[0].shared_len * (len(run) - 1) for run in runs)
+        if saved == 0 or saved < self.min_shared_tokens:
+            return None
+        shared = [self._shared_pages(run[0]) if len(run) > 1 else [] for run in runs]
+        rows = [*([[]] if read else []), *shared]
+        first_page = [0] * len(read) + [len(pages) for run, pages in zip(runs, shared, strict=True) for _ in run]
+        bounds = _offsets([*([len(read)] if read else []), *(len(run) for run in runs)])
+        page_size = self.cache.page_size
+        self.stats.shared_prefix_steps += 1
+        return PrefixPass(
+            page_table=self.cache.table_of(rows),
+            seq_lens=self._to_device([len(row) * page_size for row in rows], torch.int32),
+            cu_seqlens_q=step.cu_seqlens_q[self._to_device(bounds, torch.int64)],
+            own_page_table=self.cache.page_table([s.index for s in [*read, *decode]], first_page),
+            own_seq_lens=step.seq_lens - self._to_device([page * page_size for page in first_page], torch.int32),
+            max_seqlen_q=max_nodes * max(len(run) for run in runs),
+        )
+
+    def _shared_pages(self, sequence: Sequence) -> list[int]:
+        return self.cache.pages(sequence.index)[: self.cache.pages_for(sequence.shared_len)]
+
+    def _verify(self, packed: Pass, logits: Tensor, hidden: Tensor | None) -> None:
+        sequences, start = packed.verified, packed.start
+        verdict = self.sampling.verify(logits, packed.draft_tokens, packed.trees, sequences, start)
+        if packed.trees.max_nodes > 1:
+            table = self.cache.page_table([sequence.index for sequence in sequences])
+            compact_kv(self.cache.tensors(), table, start, verdict.accept_index, verdict.num_accepted)
+        history, lengths = self._history_of(sequences), start + 1
+        committed = commit(verdict, packed.trees, start, history=history, history_lens=lengths, eos_ids=self.eos_ids)
+        self._store_history(sequences, history)
+
+        # The step's one synchronisation.
+        extra = torch.stack([committed.num_tokens, committed.finished, verdict.status], dim=1)
+        report = torch.cat([verdict.tokens, extra], dim=1).tolist()
+        for i in sorted(range(len(sequences)), key=lambda i: sequences[i].index):
+            sequence, (*tokens, num_tokens, finished, status) = sequences[i], report[i]
+            self._append(sequence, tokens[:num_tokens], bool(finished), is_tree=i >= packed.num_read)
+            if status & STATUS_NOT_FINITE:
+                warnings.warn(f"sequence {sequence.index}: the model's logits have NaN or no finite one", stacklevel=2)
+        result = StepResult(
+            sequences, packed.num_read, start, packed.draft_tokens, packed.trees, verdict, committed, logits, hidden
+        )
+        self.drafter.observe(result)
+        if self.on_step is not None:
+            self.on_step(result)
+        for sequence in sequences:
+            if self.stats.sequences[sequence.index].finish_reason:
+                self.scheduler.finish(sequence)
+                self.drafter.forget(sequence)
+
+    def _append(self, sequence: Sequence, tokens: list[int], is_eos: bool, is_tree: bool) -> None:
+        """Takes over the committed tokens, up to the length limit."""
+        stats = self.stats.sequences[sequence.index]
+        sequence.cached = sequence.root + len(tokens)
+        self.cache.trim(sequence.index, sequence.cached)
+        room = sequence.max_length - len(sequence.tokens)
+        if is_eos and len(tokens) <= room:
+            stats.finish_reason = "eos"
+        elif len(tokens) >= room:
+            tokens, stats.finish_reason = tokens[:room], "length"
+        if stats.num_tokens == 0:
+            stats.time_to_first_token = time.perf_counter() - self.started
+        stats.num_tokens += len(tokens)
+        if is_tree:
+            stats.decode_steps += 1
+            stats.accepted.append(len(tokens) - 1)
+        sequence.tokens += tokens
+        if self.on_tokens is not None:
+            self.on_tokens(sequence.index, tokens)
+
+    def _history_of(self, sequences: list[Sequence]) -> Tensor:
+        if len(sequences) == self.history.shape[0] and all(s.index == i for i, s in enumerate(sequences)):
+            return self.history
+        return self.history[self._to_device([sequence.index for sequence in sequences], torch.int64)]
+
+    def _store_history(self, sequences: list[Sequence], history: Tensor) -> None:
+        if history is not self.history:
+            self.history[self._to_device([sequence.index for sequence in sequences], torch.int64)] = history
+
+    def _to_device(self, values: list[Any], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
+
+
+def _offsets(counts: list[int]) -> list[int]:
+    offsets = [0]
+    for count in counts:
+        offsets.append(offsets[-1] + count)
+    return offsets
+
+
+def _without_padding(draft_tokens: Tensor, trees: TreeBatch, draft_probs: Tensor | None) -> Proposal:
+    """Drops the rows past the last tree where reading their number costs nothing: the model would run on them."""
+    if trees.device.type != "cpu":
+        return draft_tokens, trees, draft_probs
+    rows = int(trees.cu_nodes[-1])
+    names = ("parents", "depths", "first_child", "next_sibling", "mask")
+    trees = replace(trees, **{name: getattr(trees, name)[:rows] for name in names})
+    return draft_tokens[:rows], trees, draft_probs
+
+
+def _after_roots(num_roots: int, trees: TreeBatch) -> TreeBatch:
+    """`trees` after `num_roots` trees of one node."""
+    if num_roots == 0:
+        return trees
+    parents = torch.cat([trees.parents.new_full((num_roots,), -1), trees.parents])
+    roots = torch.arange(num_roots, dtype=torch.int32, device=trees.device)
+    cu_nodes = torch.cat([roots, trees.cu_nodes + num_roots])
+    return build_trees(parents, cu_nodes, max_nodes=trees.max_nodes, max_depth=trees.max_depth)

@@ -1,0 +1,194 @@
+"""Drafts from a smaller model: trees grown level by level with its own paged cache (EAGLE-2's dynamic trees)."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedtree import (
+    Draft,
+    DraftState,
+    Verdict,
+    commit,
+    compact_kv,
+    expand_tree,
+    rerank_tree,
+    slot_mapping,
+    start_draft,
+)
+from pagedtree.integrations.transformers.attention import PagedStep
+from pagedtree.integrations.transformers.drafters import Drafter, Proposal, StepResult
+from pagedtree.integrations.transformers.model import check_model, paged_attention, run_packed
+from pagedtree.integrations.transformers.paged_cache import PagedCache
+from pagedtree.integrations.transformers.scheduler import Sequence
+
+__all__ = ["ModelDrafter"]
+
+INITIAL_PAGES = 64
+
+
+class ModelDrafter(Drafter):
+    """A draft model of the target's vocabulary proposes the `num_nodes` likeliest nodes of a tree it grows.
+
+    Each step runs the draft model `depth` times: over what it has not read yet, then over the `width` best nodes of
+    each level but the last, which get `width` children each. What it read of the accepted path stays in its cache.
+
+    model: a transformers causal language model, under the same conditions as the target, on the same device.
+    num_nodes: nodes of the tree, the root included. depth: its levels. width: 1 gives a chain.
+    max_batch_tokens: prompts are read in chunks, so that a pass has about this many tokens.
+    """
+
+    def __init__(
+        self, model: Any, *, num_nodes: int = 16, depth: int = 4, width: int = 4, max_batch_tokens: int = 4096
+    ) -> None:
+        check_model(model)
+        for name, value, least in (("num_nodes", num_nodes, 2), ("depth", depth, 1), ("width", width, 1)):
+            if value < least:
+                raise ValueError(f"{name}: expected at least {least}, got {value}")
+        self.model, self.depth, self.width = model, depth, width
+        self.max_nodes = num_nodes
+        self.max_batch_tokens = max_batch_tokens
+        embeddings = model.get_input_embeddings()
+        self.vocab_size, self.device = embeddings.num_embeddings, embeddings.weight.device
+        # The nodes that the draft model reads: the root, then `width` a level.
+        self.max_kv_nodes = 1 + width * (depth - 1)
+        self._context = ExitStack()
+        self._reset(page_size=1)
+
+    def _reset(self, page_size: int) -> None:
+        self.cache = PagedCache(INITIAL_PAGES, page_size, self.device)
+        self._known: dict[int, Sequence] = {}
+        self._cached: dict[int, int] = {}  # tokens from the start that the cache holds for certain
+        self._selected: list[Sequence] = []
+        self._draft: Draft | None = None
+
+    def begin(self, page_size: int) -> None:
+        self._reset(page_size)
+        self._context.enter_context(paged_attention(self.model))
+
+    def end(self) -> None:
+        self._context.close()
+        self._reset(page_size=1)
+
+    def select(self, sequences: list[Sequence]) -> None:
+        self._selected = sequences
+
+    def propose(self, tokens: Tensor, lengths: Tensor) -> Proposal:
+        logits = self._read(self._selected)
+        for sequence in self._selected:
+            self._reserve(sequence, sequence.root + self.max_kv_nodes)
+        table = self.cache.page_table([sequence.index for sequence in self._selected])
+        start = lengths - 1
+        roots = tokens.gather(1, lengths[:, None].long() - 1)[:, 0]
+        state = start_draft(roots, max_kv_nodes=self.max_kv_nodes)
+        for level in range(1, self.depth + 1):
+            num_frontier = self.width if level < self.depth else 0
+            state = expand_tree(state, logits, num_children=min(self.width, self.vocab_size), num_frontier=num_frontier)
+            if num_frontier:
+                logits = self._read_level(state, table, start)
+        self._draft = rerank_tree(state, self.max_nodes)
+        return self._draft.draft_tokens, self._draft.trees, None
+
+    def observe(self, result: StepResult) -> None:
+        """Moves what was read of the accepted paths to its place."""
+        if result.num_read == len(result.sequences):
+            return
+        assert self._draft is not None
+        drafted = result.sequences[result.num_read :]
+        start = result.start[result.num_read :]
+        verdict = Verdict(*(tensor[result.num_read :] for tensor in result.verdict))
+        committed = commit(verdict, self._draft.trees, start, node_map=self._draft.node_map)
+        assert committed.draft_accept_index is not None and committed.draft_num_accepted is not None
+        table = self.cache.page_table([sequence.index for sequence in drafted])
+        compact_kv(self.cache.tensors(), table, start, committed.draft_accept_index, committed.draft_num_accepted)
+        for sequence in drafted:
+            # The last accepted token may not have been read. To read it anyway costs less than to ask the device.
+            self._cached[sequence.index] = len(sequence.tokens) - 2
+            self.cache.trim(sequence.index, len(sequence.tokens) - 1)
+
+    def forget(self, sequence: Sequence) -> None:
+        self.cache.release(sequence.index)
+        self._known.pop(sequence.index, None)
+        self._cached.pop(sequence.index, None)
+
+    def _read(self, sequences: list[Sequence]) -> Tensor:
+        """Reads all tokens that the cache lacks; logits [B, V] at the last ones."""
+        logits: dict[int, Tensor] = {}
+        while len(logits) < len(sequences):
+            budget = self.max_batch_tokens
+            chunks: list[tuple[Sequence, int]] = []
+            for sequence in sequences:
+                if sequence.index in logits or not self._enter(sequence):
+                    continue
+                count = min(len(sequence.tokens) - self._cached[sequence.index], budget)
+                if count > 0:
+                    chunks.append((sequence, count))
+                    budget -= count
+            complete, last = self._read_chunks(chunks)
+            logits.update(zip((sequence.index for sequence in complete), last, strict=True))
+        return torch.stack([logits[sequence.index] for sequence in sequences])
+
+    def _enter(self, sequence: Sequence) -> bool:
+        """Makes the sequence known, with the pages of another outcome of its prompt; False while that one is read."""
+        if sequence.index in self._known:
+            return True
+        siblings = [index for index, other in self._known.items() if other.group == sequence.group]
+        donor = next((index for index in siblings if self._cached[index] >= sequence.shared_len > 0), None)
+        if sequence.shared_len and siblings and donor is None:
+            return False
+        if donor is not None:
+            self.cache.fork(donor, sequence.index, sequence.shared_len)
+        self._known[sequence.index] = sequence
+        self._cached[sequence.index] = sequence.shared_len if donor is not None else 0
+        return True
+
+    def _read_chunks(self, chunks: list[tuple[Sequence, int]]) -> tuple[list[Sequence], Tensor]:
+        """One causal pass over the next tokens of each; those that are read completely, and their last logits."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        offsets, ends = [0], []
+        complete, rows = [], []
+        for sequence, count in chunks:
+            begin = self._cached[sequence.index]
+            self._reserve(sequence, begin + count)
+            tokens += sequence.tokens[begin : begin + count]
+            positions += range(begin, begin + count)
+            offsets.append(len(tokens))
+            ends.append(begin + count)
+            self._cached[sequence.index] = begin + count
+            if begin + count == len(sequence.tokens):
+                complete.append(sequence)
+                rows.append(len(tokens) - 1)
+        table = self.cache.page_table([sequence.index for sequence, _ in chunks])
+        seq_lens, cu_seqlens_q = (torch.tensor(x, dtype=torch.int32).to(self.device) for x in (ends, offsets))
+        slots = slot_mapping(table, seq_lens, cu_seqlens_q, self.cache.page_size, total_q=len(tokens))
+        longest = max(count for _, count in chunks)
+        step = PagedStep(self.cache, table, seq_lens, cu_seqlens_q, slots, None, None, longest)
+        ids = torch.tensor(tokens).clamp(max=self.vocab_size - 1).to(self.device)
+        logits, _ = run_packed(
+            self.model,
+            ids,
+            torch.tensor(positions).to(self.device),
+            step,
+            torch.tensor(rows, dtype=torch.int64).to(self.device),
+        )
+        return complete, logits
+
+    def _read_level(self, state: DraftState, table: Tensor, start: Tensor) -> Tensor:
+        """One pass over the frontiers, logits [B * F, V]."""
+        positions = state.level_positions(start)
+        seq_lens = start + state.level_tree_lens
+        slots = slot_mapping(table, seq_lens, state.cu_seqlens_q, self.cache.page_size, total_q=positions.shape[0])
+        step = PagedStep(
+            self.cache, table, seq_lens, state.cu_seqlens_q, torch.where(state.level_present, slots, -1),
+            state.level_mask, state.level_tree_lens, state.num_frontier,
+        )  # fmt: skip
+        return run_packed(self.model, state.level_tokens, positions, step, None)[0]
+
+    def _reserve(self, sequence: Sequence, num_tokens: int) -> None:
+        if not self.cache.reserve(sequence.index, num_tokens):
+            self.cache.grow(max(self.cache.num_pages, self.cache.pages_for(num_tokens)))
+            self.cache.reserve(sequence.index, num_tokens)

@@ -1,0 +1,119 @@
+"""A pool of key/value pages for all layers of a model, and which sequence holds which pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["PagedCache"]
+
+
+class PagedCache:
+    """`num_pages` pages of `page_size` tokens in every layer; sequences, named by an int, own or share them.
+
+    A page's number is the same in every layer. Sequences share only pages that all of them have finished writing, so
+    that nothing is ever copied: `fork` hands over whole pages, and the tokens behind them are computed again.
+
+    Attributes:
+        pages_in_use, peak_pages: pages held now, and at most so far.
+        pages_taken: how often a page was taken from the pool; sharing takes none.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, device: torch.device) -> None:
+        if page_size < 1 or num_pages < 1:
+            raise ValueError(f"paged cache: expected num_pages and page_size >= 1, got {num_pages} and {page_size}")
+        self.num_pages, self.page_size, self.device = num_pages, page_size, device
+        self.peak_pages = self.pages_taken = 0
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._tables: dict[int, list[int]] = {}
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._holders = [0] * num_pages
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    @property
+    def pages_in_use(self) -> int:
+        return self.num_pages - len(self._free)
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def layer(self, index: int, states: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's K and V caches [num_pages, page_size, Hkv, D]; made at first use for `states` [T, Hkv, D]."""
+        if index not in self._layers:
+            shape = (self.num_pages, self.page_size, *states.shape[1:])
+            self._layers[index] = (states.new_empty(shape), states.new_empty(shape))
+        return self._layers[index]
+
+    def tensors(self) -> list[Tensor]:
+        """K and V of all layers that ran, for `compact_kv`."""
+        return [tensor for pair in self._layers.values() for tensor in pair]
+
+    def pages(self, sequence: int) -> list[int]:
+        return self._tables.get(sequence, [])
+
+    def reserve(self, sequence: int, num_tokens: int) -> bool:
+        """Lets the sequence hold pages for `num_tokens`; False, and nothing happens, if the pool has too few left."""
+        table = self._tables.setdefault(sequence, [])
+        missing = self.pages_for(num_tokens) - len(table)
+        if missing > len(self._free):
+            return False
+        for _ in range(missing):
+            page = self._free.pop()
+            self._holders[page] = 1
+            table.append(page)
+        self.pages_taken += max(missing, 0)
+        self.peak_pages = max(self.peak_pages, self.pages_in_use)
+        return True
+
+    def grow(self, num_pages: int) -> None:
+        """Adds pages to the pool; what it holds moves to larger tensors."""
+        self._free[:0] = range(self.num_pages + num_pages - 1, self.num_pages - 1, -1)
+        self._holders += [0] * num_pages
+        self.num_pages += num_pages
+        for index, pair in self._layers.items():
+            grown = tuple(tensor.new_empty((self.num_pages, *tensor.shape[1:])) for tensor in pair)
+            for new, old in zip(grown, pair, strict=True):
+                new[: old.shape[0]] = old
+            self._layers[index] = (grown[0], grown[1])
+
+    def trim(self, sequence: int, num_tokens: int) -> None:
+        """Gives back the sequence's pages past its first `num_tokens` tokens."""
+        table = self._tables.get(sequence, [])
+        keep = self.pages_for(num_tokens)
+        self._drop(table[keep:])
+        del table[keep:]
+
+    def release(self, sequence: int) -> None:
+        """Gives back all pages of the sequence; shared ones stay with the others."""
+        self._drop(self._tables.pop(sequence, []))
+
+    def fork(self, source: int, sequence: int, num_tokens: int) -> None:
+        """Lets a new sequence share the first `num_tokens` tokens of `source`: whole pages, none of them copied."""
+        if num_tokens % self.page_size or self._tables.get(sequence):
+            raise ValueError(f"fork: expected whole pages and a sequence without pages, got {num_tokens} tokens")
+        shared = self._tables[source][: num_tokens // self.page_size]
+        for page in shared:
+            self._holders[page] += 1
+        self._tables[sequence] = list(shared)
+
+    def page_table(self, sequences: Sequence[int], first_page: Sequence[int] | None = None) -> Tensor:
+        """int32 [B, max_pages] on the cache's device; row b starts at page `first_page[b]` of its sequence."""
+        first = first_page if first_page is not None else [0] * len(sequences)
+        rows = [self._tables.get(sequence, [])[begin:] for sequence, begin in zip(sequences, first, strict=True)]
+        return self.table_of(rows)
+
+    def table_of(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        width = max((len(row) for row in rows), default=0)
+        padded = [[*row, *[0] * (width - len(row))] for row in rows]
+        return torch.tensor(padded, dtype=torch.int32).view(len(rows), width).to(self.device, non_blocking=True)
+
+    def _drop(self, pages: list[int]) -> None:
+        for page in reversed(pages):
+            self._holders[page] -= 1
+            if self._holders[page] == 0:
+                self._free.append(page)

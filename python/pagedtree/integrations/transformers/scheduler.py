@@ -1,0 +1,131 @@
+"""Which sequences take part in the next pass: admission, prefill in chunks, eviction and restoration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pagedtree.integrations.transformers.paged_cache import PagedCache
+
+__all__ = ["Batch", "Scheduler", "Sequence"]
+
+
+@dataclass
+class Sequence:
+    """One outcome of one prompt.
+
+    Attributes:
+        index: its place in the result, and its age: a lower one came earlier.
+        group: the prompt; outcomes of one prompt share the pages of its first `shared_len` tokens.
+        tokens: prompt and generated tokens. cached: how many of them, from the start, the cache holds.
+        max_length: prompt length + max_new_tokens.
+    """
+
+    index: int
+    group: int
+    tokens: list[int]
+    max_length: int
+    shared_len: int = 0
+    cached: int = 0
+    was_evicted: bool = False
+
+    @property
+    def root(self) -> int:
+        """Position of the last known token; a decoding step feeds it as the root of a tree."""
+        return len(self.tokens) - 1
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.cached == self.root
+
+
+@dataclass
+class Batch:
+    """One pass: sequences that read known tokens (with how many they read now), and sequences that decode a tree.
+
+    evicted: those that lost their pages before it.
+    """
+
+    prefill: list[tuple[Sequence, int]] = field(default_factory=list)
+    decode: list[Sequence] = field(default_factory=list)
+    evicted: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    """Admits sequences in order as pages allow, and evicts the youngest when the running ones cannot go on.
+
+    An evicted sequence keeps its tokens; when it is admitted again, one causal pass over them restores its cache. The
+    oldest unfinished sequence is never evicted in favour of another, so that every step makes progress.
+    """
+
+    def __init__(self, sequences: list[Sequence], cache: PagedCache, max_batch_tokens: int) -> None:
+        self.cache = cache
+        self.max_batch_tokens = max_batch_tokens
+        self.waiting = list(sequences)
+        self.running: list[Sequence] = []
+
+    @property
+    def is_done(self) -> bool:
+        return not self.waiting and not self.running
+
+    def check_capacity(self, max_nodes: int) -> None:
+        """Raises ValueError if some sequence could not be finished even with all pages to itself."""
+        for sequence in [*self.running, *self.waiting]:
+            needed = self.cache.pages_for(sequence.max_length - 2 + max_nodes)
+            if needed > self.cache.num_pages:
+                raise ValueError(
+                    f"num_pages: expected at least {needed} pages of {self.cache.page_size} tokens for prompt"
+                    f" {sequence.group}, its max_new_tokens and a tree of {max_nodes} nodes, got {self.cache.num_pages}"
+                )
+
+    def schedule(self, max_nodes: int) -> Batch:
+        """The next pass; every sequence in it holds the pages for a tree of `max_nodes` nodes."""
+        batch = Batch(evicted=self._make_room(max_nodes))
+        self._admit(max_nodes)
+        batch.decode = [sequence for sequence in self.running if sequence.is_decoding]
+        # Decoding comes first, but a pass always reads some of what waits, however many trees there are.
+        budget = max(self.max_batch_tokens - len(batch.decode) * max_nodes, self.cache.page_size)
+        for sequence in self.running:
+            chunk = min(len(sequence.tokens) - sequence.cached, budget)
+            if not sequence.is_decoding and chunk > 0:
+                batch.prefill.append((sequence, chunk))
+                budget -= chunk
+        return batch
+
+    def finish(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.cache.release(sequence.index)
+
+    def _make_room(self, max_nodes: int) -> list[Sequence]:
+        evicted = []
+        for sequence in list(self.running):
+            while sequence in self.running and not self.cache.reserve(sequence.index, sequence.root + max_nodes):
+                evicted.append(self._evict_youngest())
+        return evicted
+
+    def _evict_youngest(self) -> Sequence:
+        victim = self.running.pop()
+        self.cache.release(victim.index)
+        victim.cached = 0
+        victim.was_evicted = True
+        self.waiting.append(victim)
+        self.waiting.sort(key=lambda sequence: sequence.index)
+        return victim
+
+    def _admit(self, max_nodes: int) -> None:
+        for sequence in list(self.waiting):
+            siblings = [other for other in self.running if other.group == sequence.group]
+            donor = next((other for other in siblings if other.cached >= sequence.shared_len > 0), None)
+            if sequence.shared_len and siblings and donor is None:
+                continue  # one of them is reading the shared tokens just now
+            shared = self.cache.pages_for(sequence.shared_len) if donor else 0
+            needed = self.cache.pages_for(sequence.root + max_nodes) - shared
+            # A page of slack for each running sequence, or the newcomer would be evicted as soon as they grow.
+            if needed + len(self.running) > self.cache.free_pages:
+                return
+            if donor is not None:
+                self.cache.fork(donor.index, sequence.index, sequence.shared_len)
+                sequence.cached = sequence.shared_len
+            self.cache.reserve(sequence.index, sequence.root + max_nodes)
+            self.waiting.remove(sequence)
+            self.running.append(sequence)
+            self.running.sort(key=lambda other: other.index)

@@ -1,0 +1,103 @@
+"""What a call of `generate` did, in numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+__all__ = ["GenerationStats", "SequenceStats"]
+
+
+@dataclass
+class SequenceStats:
+    """One outcome of one prompt.
+
+    Attributes:
+        num_tokens: generated tokens. decode_steps: passes that verified a tree for it.
+        accepted: accepted draft tokens in each of those passes.
+        evictions: how often it lost its pages. restored_tokens: tokens that were read again after that.
+        time_to_first_token: seconds from the call of `generate`.
+        finish_reason: "eos" or "length".
+    """
+
+    num_tokens: int = 0
+    decode_steps: int = 0
+    accepted: list[int] = field(default_factory=list)
+    evictions: int = 0
+    restored_tokens: int = 0
+    time_to_first_token: float = 0.0
+    finish_reason: str = ""
+
+
+@dataclass
+class GenerationStats:
+    """One call of `generate`.
+
+    Attributes:
+        steps: passes of the target model. packed_tokens: tokens fed to it, padding included.
+        wall_time, draft_time: seconds in all, and in the drafter (on a GPU only until its work is queued).
+        num_pages, peak_pages, pages_taken: pages in the pool, held at most, and taken from it over the whole call.
+        shared_prefix_steps: passes that read a prefix of several sequences once.
+        sequences: one entry a returned sequence.
+    """
+
+    steps: int = 0
+    packed_tokens: int = 0
+    wall_time: float = 0.0
+    draft_time: float = 0.0
+    num_pages: int = 0
+    peak_pages: int = 0
+    pages_taken: int = 0
+    shared_prefix_steps: int = 0
+    sequences: list[SequenceStats] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens of all sequences."""
+        return sum(sequence.num_tokens for sequence in self.sequences)
+
+    @property
+    def evictions(self) -> int:
+        return sum(sequence.evictions for sequence in self.sequences)
+
+    @property
+    def restored_tokens(self) -> int:
+        return sum(sequence.restored_tokens for sequence in self.sequences)
+
+    @property
+    def accepted_histogram(self) -> Counter[int]:
+        """How many verified trees had 0, 1, 2, ... draft tokens accepted."""
+        return Counter(count for sequence in self.sequences for count in sequence.accepted)
+
+    @property
+    def mean_accepted(self) -> float:
+        """Accepted draft tokens a verified tree."""
+        histogram = self.accepted_histogram
+        return sum(count * times for count, times in histogram.items()) / max(histogram.total(), 1)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that one sequence gains in a pass that verifies its tree: accepted drafts and the bonus; 1 without."""
+        return self.mean_accepted + 1.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.wall_time if self.wall_time else 0.0
+
+    @property
+    def time_to_first_token(self) -> float:
+        """Seconds until a sequence had its first token, on average."""
+        times = [sequence.time_to_first_token for sequence in self.sequences]
+        return sum(times) / max(len(times), 1)
+
+    def summary(self) -> str:
+        """A few lines for people."""
+        lines = [
+            f"{self.num_tokens} tokens in {self.wall_time:.2f} s: {self.tokens_per_second:.1f} tokens/s, first token"
+            f" after {1e3 * self.time_to_first_token:.0f} ms",
+            f"{self.steps} passes, {self.tokens_per_step:.2f} tokens a sequence and step ({self.mean_accepted:.2f} of"
+            " them drafted)",
+            f"pages: at most {self.peak_pages} of {self.num_pages}; {self.evictions} evictions,"
+            f" {self.restored_tokens} tokens restored",
+        ]
+        return "\n".join(lines)

@@ -1,0 +1,89 @@
+"""The pool behind `generate`: which sequence holds which pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("transformers")
+
+from pagedtree.integrations.transformers.paged_cache import PagedCache
+
+CPU = torch.device("cpu")
+ACTIONS = st.tuples(
+    st.sampled_from(["reserve", "trim", "release", "fork", "grow"]), st.integers(0, 3), st.integers(0, 3),
+    st.integers(0, 40),
+)  # fmt: skip
+
+
+@given(page_size=st.sampled_from([1, 3, 16]), actions=st.lists(ACTIONS, max_size=40))
+def test_pages_are_held_as_a_plain_model_says(page_size, actions):
+    cache = PagedCache(6, page_size, CPU)
+    tables: dict[int, list[int]] = {}
+    for action, a, b, tokens in actions:
+        pages = -(-tokens // page_size)
+        before = list(tables.get(a, []))
+        held = {page for table in tables.values() for page in table}
+        assert cache.free_pages == cache.num_pages - len(held)
+        if action == "reserve":
+            fits = pages - len(before) <= cache.free_pages
+            assert cache.reserve(a, tokens) == fits
+            new = cache.pages(a)[len(before) :]
+            assert cache.pages(a)[: len(before)] == before
+            assert len(new) == (max(pages - len(before), 0) if fits else 0) and not held & set(new)
+            tables[a] = list(cache.pages(a))
+        elif action == "trim":
+            cache.trim(a, tokens)
+            tables[a] = before[:pages]
+        elif action == "release":
+            cache.release(a)
+            tables.pop(a, None)
+        elif action == "fork" and a in tables and not tables.get(b) and a != b:
+            cache.fork(a, b, pages * page_size)
+            tables[b] = before[:pages]
+        elif action == "grow" and cache.num_pages < 12:
+            cache.grow(2)
+        for sequence in range(4):
+            assert cache.pages(sequence) == tables.get(sequence, [])
+    assert cache.peak_pages >= cache.pages_in_use
+    for sequence in range(4):
+        cache.release(sequence)
+    assert cache.free_pages == cache.num_pages
+    assert cache.reserve(9, cache.num_pages * page_size)
+    assert sorted(cache.pages(9)) == list(range(cache.num_pages))
+
+
+def test_page_tables():
+    cache = PagedCache(8, 4, CPU)
+    cache.reserve(0, 9)
+    cache.reserve(1, 4)
+    first, second = cache.pages(0), cache.pages(1)
+    assert cache.page_table([1, 0, 5]).tolist() == [[*second, 0, 0], first, [0, 0, 0]]
+    assert cache.page_table([0, 1], [2, 0]).tolist() == [[first[2]], second]
+    empty = cache.page_table([])
+    assert empty.shape == (0, 0) and empty.dtype == torch.int32
+
+
+def test_growing_keeps_what_is_there():
+    cache = PagedCache(2, 4, CPU)
+    states = torch.randn(5, 2, 64, dtype=torch.float64)
+    k_cache, v_cache = cache.layer(1, states)
+    assert k_cache.shape == (2, 4, 2, 64) and k_cache.dtype == torch.float64
+    k_cache.copy_(torch.randn_like(k_cache))
+    v_cache.copy_(torch.randn_like(v_cache))
+    cache.grow(3)
+    grown_k, grown_v = cache.layer(1, states)
+    assert grown_k.shape == (5, 4, 2, 64)
+    assert torch.equal(grown_k[:2], k_cache) and torch.equal(grown_v[:2], v_cache)
+    assert len(cache.tensors()) == 2
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="expected num_pages and page_size >= 1, got 0 and 4"):
+        PagedCache(0, 4, CPU)
+    cache = PagedCache(4, 4, CPU)
+    cache.reserve(0, 8)
+    with pytest.raises(ValueError, match=r"fork: expected whole pages .* got 6 tokens"):
+        cache.fork(0, 1, 6)

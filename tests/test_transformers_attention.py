@@ -1,0 +1,173 @@
+"""The attention implementation "pagedtree" in ordinary forward passes and `model.generate` of transformers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import (
+    AttentionInterface,
+    BertConfig,
+    BertModel,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from pagedtree.integrations.transformers import register
+from pagedtree.integrations.transformers.attention import _pack_mask, attention_forward
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TINY = {
+    "vocab_size": 128,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "initializer_range": 0.2,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+MODELS = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}, "sdpa"),
+    "window": (MistralForCausalLM, MistralConfig, {"sliding_window": 6}, "sdpa"),
+    "softcap": (Gemma2ForCausalLM, Gemma2Config, {"sliding_window": 6, "query_pre_attn_scalar": 64}, "eager"),
+    "sinks": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {"sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 1},
+        "eager",
+    ),
+}
+
+
+def tiny(name, implementation=None):
+    kind, config, options, reference = MODELS[name]
+    torch.manual_seed(0)
+    model = kind._from_config(config(**TINY, **options), attn_implementation=implementation or reference).eval()
+    if name == "sinks":
+        for layer in model.model.layers:
+            torch.nn.init.normal_(layer.self_attn.sinks, std=2.0)
+    return model
+
+
+def inputs(padded=True):
+    torch.manual_seed(1)
+    input_ids = torch.randint(1, 128, (3, 21))
+    mask = torch.ones_like(input_ids)
+    if padded:
+        mask[0, :7] = mask[2, :2] = 0
+    return {"input_ids": input_ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("padded", [False, True])
+def test_logits_and_text_are_those_of_the_reference(name, padded):
+    batch = inputs(padded)
+    ours, reference = tiny(name, "pagedtree"), tiny(name)
+    kept = batch["attention_mask"].bool()
+    with torch.no_grad():
+        torch.testing.assert_close(ours(**batch).logits[kept], reference(**batch).logits[kept], rtol=1e-4, atol=1e-4)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(ours.generate(**batch, **options), reference.generate(**batch, **options))
+
+
+def test_static_cache_beams_and_assistant():
+    ours, reference = tiny("llama", "pagedtree"), tiny("llama")
+    batch = inputs()
+    for options in ({"cache_implementation": "static"}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 4}):
+        if "prompt_lookup_num_tokens" in options:
+            batch = {name: tensor[1:2] for name, tensor in batch.items()}
+        options = {**options, "max_new_tokens": 8, "do_sample": False}
+        assert torch.equal(ours.generate(**batch, **options), reference.generate(**batch, **options))
+
+
+def test_explicit_masks():
+    """Masks of four dimensions, bool and additive, with rows that see nothing but themselves."""
+    ours, reference = tiny("llama", "pagedtree"), tiny("llama")
+    torch.manual_seed(2)
+    input_ids = inputs()["input_ids"]
+    mask = (torch.rand(3, 1, 21, 21) < 0.4) | torch.eye(21, dtype=torch.bool)
+    additive = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        expected = reference(input_ids, attention_mask=mask).logits
+        for given in (mask, additive, torch.where(mask, 0.0, -torch.inf)):
+            torch.testing.assert_close(ours(input_ids, attention_mask=given).logits, expected, rtol=1e-4, atol=1e-4)
+    with (
+        pytest.raises(ValueError, match=r"attention_mask. must be bool, or 0 and very negative, got a bias"),
+        torch.no_grad(),
+    ):
+        ours(input_ids, attention_mask=torch.rand(3, 1, 21, 21))
+
+
+def test_layers_that_are_not_causal():
+    options = {"vocab_size": 128, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    reference = BertModel(BertConfig(**options, intermediate_size=128)).eval()
+    batch = inputs()
+    with torch.no_grad():
+        expected = [reference(**batch)[0], reference(batch["input_ids"])[0]]
+        reference.set_attn_implementation("pagedtree")
+        got = [reference(**batch)[0], reference(batch["input_ids"])[0]]
+    kept = batch["attention_mask"].bool()
+    torch.testing.assert_close(got[0][kept], expected[0][kept], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got[1], expected[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kv_len", [1, 31, 32, 33, 64, 100])
+def test_packed_masks(kv_len):
+    torch.manual_seed(kv_len)
+    mask = torch.rand(2, 1, 5, kv_len + 3) < 0.5
+    packed = _pack_mask(mask, 2, 5, kv_len)
+    assert packed.dtype == torch.int32 and packed.shape == (10, (kv_len + 31) // 32)
+    for row in range(10):
+        for j in range(packed.shape[1] * 32):
+            bit = int(packed[row, j // 32]) >> (j % 32) & 1
+            assert bit == (j < kv_len and bool(mask[row // 5, 0, row % 5, j]))
+
+
+class Layer(torch.nn.Module):
+    layer_idx, is_causal = 0, True
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 80}, "expected a head_dim in 64, 96, 128, 192, 256, got 80"),
+        ({"dropout": 0.1}, "expected no attention dropout, got 0.1"),
+        ({"training": True}, "no backward pass"),
+        ({"output_attentions": True}, "attention weights cannot be returned"),
+        ({"position_bias": torch.zeros(1)}, "position bias"),
+        ({"mask": torch.ones(1, 4)}, r"`attention_mask` must be \[B, 1, T, S\], got \[1, 4\]"),
+    ],
+)
+def test_what_the_op_lacks_is_refused(change, message):
+    states = torch.zeros(1, 2, 4, change.pop("head_dim", 64))
+    layer = Layer().train(change.pop("training", False))
+    with pytest.raises(ValueError, match=message):
+        attention_forward(layer, states, states, states, change.pop("mask", None), **change)
+
+
+def test_register_is_idempotent():
+    register()
+    register()
+    assert AttentionInterface()["pagedtree"] is attention_forward
+
+
+def test_pagedtree_does_not_need_transformers():
+    code = "import sys; sys.modules['transformers'] = None; import pagedtree, pagedtree.integrations, pagedtree.cli"
+    subprocess.run([sys.executable, "-c", code], check=True)
