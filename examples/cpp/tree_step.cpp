@@ -1,16 +1,20 @@
-// Calls pagedtree from an engine without Torch: raw pointers, the engine's own threads.
+// An engine without Torch: links draft trees and runs tree attention over a paged cache, with raw pointers and the
+// engine's own threads. Queries and keys are zero, so that a node weighs what it sees evenly; the value at position i
+// is the i-th unit vector. The output row of a node therefore spells which positions the node saw.
 #include <pagedtree/core/backend.h>
+#include <pagedtree/core/schedule.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace {
 
-constexpr int kNumThreads = 2;
+constexpr int kNumThreads = 2, kHeadDim = 64, kPageSize = 4, kNumPages = 8, kMaxPages = 4;
 
 // Stands for the engine's thread pool: one thread a piece.
 void run_in_parallel(int64_t begin, int64_t end, int64_t grain_size, pagedtree::ExecContext::Body body, void* state) {
@@ -22,22 +26,22 @@ void run_in_parallel(int64_t begin, int64_t end, int64_t grain_size, pagedtree::
   for (std::thread& thread : threads) thread.join();
 }
 
+// A ragged batch of trees and what build_trees says of it; a tree has at most 32 nodes here, so a mask row is one word.
 struct Trees {
   std::vector<int32_t> parents, cu_nodes, depths, first_child, next_sibling, mask;
   std::unique_ptr<bool[]> valid;
+
+  Trees(std::vector<int32_t> parents, std::vector<int32_t> cu_nodes)
+      : parents(std::move(parents)), cu_nodes(std::move(cu_nodes)) {
+    for (auto* links : {&depths, &first_child, &next_sibling, &mask}) links->resize(this->parents.size());
+    valid = std::make_unique<bool[]>(batch());
+  }
+  int64_t batch() const { return static_cast<int64_t>(cu_nodes.size()) - 1; }
+  int64_t num_rows() const { return static_cast<int64_t>(parents.size()); }
+  int32_t size(int64_t b) const { return cu_nodes[b + 1] - cu_nodes[b]; }
 };
 
-Trees link_trees(const pagedtree::Backend& backend, const pagedtree::ExecContext& ctx, std::vector<int32_t> parents,
-                 std::vector<int32_t> cu_nodes, int32_t max_nodes, int32_t max_depth) {
-  const size_t rows = parents.size(), batch = cu_nodes.size() - 1;
-  const int32_t words = pagedtree::ceil_div(max_nodes, pagedtree::kMaskWordBits);
-  Trees trees{std::move(parents),
-              std::move(cu_nodes),
-              std::vector<int32_t>(rows),
-              std::vector<int32_t>(rows),
-              std::vector<int32_t>(rows),
-              std::vector<int32_t>(rows * words),
-              std::make_unique<bool[]>(batch)};
+void link(const pagedtree::Backend& backend, const pagedtree::ExecContext& ctx, Trees& trees) {
   pagedtree::BuildTreesParams params{};
   params.parents = trees.parents.data();
   params.cu_nodes = trees.cu_nodes.data();
@@ -46,13 +50,80 @@ Trees link_trees(const pagedtree::Backend& backend, const pagedtree::ExecContext
   params.next_sibling = trees.next_sibling.data();
   params.mask = trees.mask.data();
   params.valid = trees.valid.get();
-  params.batch = static_cast<int64_t>(batch);
-  params.num_rows = static_cast<int64_t>(rows);
-  params.max_nodes = max_nodes;
-  params.max_depth = max_depth;
-  params.mask_words = words;
+  params.batch = trees.batch();
+  params.num_rows = trees.num_rows();
+  params.max_nodes = pagedtree::kMaskWordBits;
+  params.max_depth = pagedtree::kMaskWordBits - 1;
+  params.mask_words = 1;
   backend.build_trees(params, ctx);
-  return trees;
+}
+
+// One head of keys and values in pages that stand in any order; sequence b's position i is in page_table[b][i / page].
+struct Cache {
+  std::vector<float> keys, values;
+  std::vector<int32_t> page_table, seq_lens;
+
+  Cache(std::vector<int32_t> pages, std::vector<int32_t> lengths)
+      : keys(kNumPages * kPageSize * kHeadDim),
+        values(keys.size()),
+        page_table(std::move(pages)),
+        seq_lens(std::move(lengths)) {
+    for (size_t b = 0; b < seq_lens.size(); ++b) {
+      for (int32_t i = 0; i < seq_lens[b]; ++i) {
+        const int32_t slot = page_table[b * kMaxPages + i / kPageSize] * kPageSize + i % kPageSize;
+        values[slot * kHeadDim + i] = 1.0f;
+      }
+    }
+  }
+};
+
+std::vector<float> attend(const pagedtree::Backend& backend, const pagedtree::ExecContext& ctx, const Trees& trees,
+                          const Cache& cache) {
+  const std::vector<float> queries(trees.num_rows() * kHeadDim);
+  std::vector<float> out(queries.size());
+
+  std::vector<int32_t> plan(pagedtree::kPlanSize);  // written once a step, for all layers
+  pagedtree::AttentionPlanParams schedule{};
+  schedule.seq_lens = cache.seq_lens.data();
+  schedule.cu_seqlens_q = trees.cu_nodes.data();
+  schedule.plan = plan.data();
+  schedule.batch = trees.batch();
+  schedule.num_tokens = trees.num_rows();
+  schedule.max_seq_len = kMaxPages * kPageSize;
+  schedule.num_kv_heads = 1;
+  schedule.group_size = 1;
+  schedule.head_dim = kHeadDim;
+  backend.attention_plan(schedule, ctx);
+
+  pagedtree::TreeAttentionParams params{};
+  params.q = queries.data();
+  params.k_cache = {cache.keys.data(), kPageSize * kHeadDim, kHeadDim, kHeadDim};
+  params.v_cache = {cache.values.data(), kPageSize * kHeadDim, kHeadDim, kHeadDim};
+  params.page_table = cache.page_table.data();
+  params.seq_lens = cache.seq_lens.data();
+  params.cu_seqlens_q = trees.cu_nodes.data();
+  params.tree_mask = trees.mask.data();
+  params.plan = plan.data();
+  params.out = out.data();
+  params.q_token_stride = params.q_head_stride = kHeadDim;
+  params.out_token_stride = params.out_head_stride = kHeadDim;
+  params.page_table_stride = kMaxPages;
+  params.mask_stride = 1;
+  params.batch = trees.batch();
+  params.num_tokens = trees.num_rows();
+  params.num_pages = kNumPages;
+  params.page_size = kPageSize;
+  params.max_pages = kMaxPages;
+  params.num_kv_heads = 1;
+  params.group_size = 1;
+  params.head_dim = kHeadDim;
+  params.mask_words = 1;
+  params.q_dtype = params.kv_dtype = pagedtree::DType::kFloat32;
+  params.scale = 0.125f;
+  std::vector<char> scratch(backend.tree_attention_scratch(params, ctx));
+  params.scratch = scratch.data();
+  backend.tree_attention(params, ctx);
+  return out;
 }
 
 }  // namespace
@@ -63,16 +134,20 @@ int main() {
   ctx.num_threads = kNumThreads;
   ctx.parallel_for = run_in_parallel;
 
-  // Two sequences: a root with two children, the first of which has one more; and a chain.
-  const Trees trees = link_trees(backend, ctx, {-1, 0, 0, 1, -1, 0, 1}, {0, 4, 7}, 4, 3);
+  // Two sequences: a root with two children, the first of which has one more, after a prefix of 5; a chain after 2.
+  Trees trees({-1, 0, 0, 1, -1, 0, 1}, {0, 4, 7});
+  link(backend, ctx, trees);
+  const Cache cache({6, 1, 3, -1, 0, 5, -1, -1}, {5 + 4, 2 + 3});
+  const std::vector<float> out = attend(backend, ctx, trees, cache);
+
   std::printf("backend %s\n", backend.name);
-  for (size_t b = 0; b + 1 < trees.cu_nodes.size(); ++b) {
-    std::printf("tree %zu, valid %d\n", b, trees.valid[b]);
-    const int32_t size = trees.cu_nodes[b + 1] - trees.cu_nodes[b];
-    for (int32_t i = 0; i < size; ++i) {
-      const int32_t row = trees.cu_nodes[b] + i;
-      std::printf("  node %d parent %2d depth %d sees ", i, trees.parents[row], trees.depths[row]);
-      for (int32_t j = 0; j < size; ++j) std::printf("%d", trees.mask[row] >> j & 1);
+  for (int64_t b = 0; b < trees.batch(); ++b) {
+    std::printf("sequence %d: a prefix of %d, a tree of %d nodes, valid %d\n", static_cast<int>(b),
+                cache.seq_lens[b] - trees.size(b), trees.size(b), trees.valid[b]);
+    for (int32_t row = trees.cu_nodes[b]; row < trees.cu_nodes[b + 1]; ++row) {
+      std::printf("  node %d, parent %2d, depth %d saw ", row - trees.cu_nodes[b], trees.parents[row],
+                  trees.depths[row]);
+      for (int32_t i = 0; i < cache.seq_lens[b]; ++i) std::printf("%d", out[row * kHeadDim + i] > 0.0f);
       std::printf("\n");
     }
   }

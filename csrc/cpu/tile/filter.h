@@ -3,7 +3,6 @@
 #pragma once
 
 #include "core/sampling.h"
-#include "cpu/isa.h"
 #include "cpu/tile/logits.h"
 #include "cpu/tile/math.h"
 
