@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pagedtree import _C, DraftState, SamplingParams, expand_tree, reference, rerank_tree, sample, start_draft
+from pagedtree import DraftState, SamplingParams, expand_tree, reference, rerank_tree, sample, start_draft
 from pagedtree._ops import ops
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -393,20 +393,24 @@ def test_draws_from_poor_rows(backend: str) -> None:
     assert not none.draft_probs[0].any() and none.tokens.tolist() == [[-1, -1, -1]] and not none.level_mask.any()
 
 
-def test_instruction_sets_agree(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = seeded(9)
+def test_instruction_sets_agree(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit: tokens, scores and laws."""
     seeds, positions = torch.arange(3), torch.arange(3)
-    results = []
-    for isa in _C.available_isas() if backend == "cpu" else []:
-        monkeypatch.setenv("PAGEDTREE_CPU_ISA", isa)
-        generator.manual_seed(9)
-        logits = torch.randn(3, 5003, generator=generator)
-        grown = expand_tree(start_draft(torch.arange(3), max_kv_nodes=1), logits, num_children=20)
-        drawn = [draw(logits, 20, law, seeds, positions, top_p=0.9) for law in ("iid", "swor")]
-        results.append([(s.tokens, s.scores, *s.draft_probs) for s in (grown, *drawn)])
-    for other in results[1:]:
-        for mine, reference_tensors in zip(other, results[0], strict=True):
-            assert all(a.equal(b) for a, b in zip(mine, reference_tensors, strict=True))
+
+    def results() -> list[Tensor]:
+        tensors: list[Tensor] = []
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            for vocab in (37, 2503):
+                logits = (torch.randn(3, vocab, generator=seeded(vocab)) * 3).to(dtype)
+                grown = expand_tree(start_draft(torch.arange(3), max_kv_nodes=1), logits, num_children=20)
+                drawn = [draw(logits, 20, law, seeds, positions, top_p=0.9) for law in ("iid", "swor")]
+                for state in (grown, *drawn):
+                    tensors += [state.tokens, state.scores, *state.draft_probs]
+        return tensors
+
+    mine = results()
+    monkeypatch.setenv("PAGEDTREE_CPU_ISA", "portable")
+    assert all(a.equal(b) for a, b in zip(mine, results(), strict=True))
 
 
 # rerank_tree ----------------------------------------------------------------------------------------------------------

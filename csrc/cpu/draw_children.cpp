@@ -5,7 +5,7 @@
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-// Tokens as integer masses: the law is mass / total, exactly as written to `probs`.
+// Tokens as integer masses; the law is mass / total. A token of no mass is never drawn, and has probability 0.
 template <typename T>
 struct Masses {
   const LogitRow& row;
