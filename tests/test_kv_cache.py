@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -197,7 +197,8 @@ def test_append_kv(backend, device, dtype, cache_dtype, layout, page_size) -> No
     for rows, heads, dim, scales in [
         ("fused", 3, 24, "none"),
         ("heads_first", 2, 64, "scalar"),
-        ("one_head", 4, 5, "heads"),
+        ("heads_first", 4, 5, "heads"),
+        ("one_head", 2, 3, "heads"),
         ("fused", 1, 1, "scalar"),
     ]:
         pages, tokens = max(3, 40 // page_size), 29
@@ -345,7 +346,8 @@ def reference_compact(caches, table, page_size, start, accept_index, num_accepte
 
 
 def cache_list(pages: int, page_size: int, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-    """Storages, and caches that are views of them: every kind of row."""
+    """Storages, and caches that are views of all but their last page: every kind of row."""
+    pages += 1
     _, k_hnd, v_hnd = hnd = storage_and_views("hnd", pages, page_size, 3, 8, torch.bfloat16, device)
     _, k_stacked, v_stacked = stacked = storage_and_views("stacked", pages, page_size, 2, 40, torch.float16, device)
     _, k_packed, v_packed = packed = storage_and_views("packed", pages, page_size, 2, 64, FP8, device)
@@ -357,7 +359,7 @@ def cache_list(pages: int, page_size: int, device: torch.device) -> tuple[list[T
     slow = payload((3, page_size, pages), torch.uint8, 9, device)
     views = [k_hnd, v_hnd, k_stacked, v_stacked, k_packed, v_packed, dense, scales, codes[:, 1:-1, ::2]]
     views += [deep.permute(2, 4, 0, 3, 1, 5)[..., :5], wide.transpose(2, 3), slow.permute(2, 1, 0)]
-    return [hnd[0], stacked[0], packed[0], dense, scales, codes, deep, wide, slow], views
+    return [hnd[0], stacked[0], packed[0], dense, scales, codes, deep, wide, slow], [view[:-1] for view in views]
 
 
 def clones(storages: list[Tensor], views: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -418,6 +420,7 @@ def test_compact_kv(backend, device, page_size) -> None:
     num_accepted=st.lists(st.sampled_from([-5, 0, 2, 3, 4, 5, 2**31 - 1]), min_size=2, max_size=2),
     holes=st.lists(st.sampled_from([-1, 6, 99, 2**31 - 1]), max_size=2),
 )
+@example(start=[3, 0], paths=[[0, 2, 3, 5, 6], [0, 2, 3, 5, 6]], num_accepted=[4, 4], holes=[6, 6])
 def test_compact_kv_bad_values(backend, device, start, paths, num_accepted, holes) -> None:
     table = [[0, 1, 2], [3, 4, 5]]
     for i, hole in enumerate(holes):

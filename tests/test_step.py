@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -248,7 +248,7 @@ def test_commit(backend, device, parents, capacity, per_row_eos, seed) -> None:
         start=[int(rng.integers(0, 50)) if rng.random() < 0.9 else -1 for _ in paths],
         history=[[90 + i for i in range(capacity)] for _ in paths],
         lens=[int(rng.integers(0, capacity + 1)) for _ in paths],
-        eos=[rng.choice([-1, 0, 1, 99], size=int(rng.integers(0, 3))).tolist()] * batch,
+        eos=rng.choice([-1, 0, 1, 99], size=(batch, int(rng.integers(0, 3)))).tolist(),
         per_row_eos=per_row_eos,
         node_map=[int(rng.integers(-1, 30)) if rng.random() < 0.5 else i for i in range(sum(map(len, parents)))],
     )
@@ -259,11 +259,20 @@ def test_commit(backend, device, parents, capacity, per_row_eos, seed) -> None:
     first=st.lists(st.sampled_from([0, 0, 0, -1, 3]), min_size=2, max_size=2),
     num_accepted=st.lists(st.sampled_from([-7, 0, 2, 3, 4, 2**31 - 1]), min_size=2, max_size=2),
     tokens=st.lists(
-        st.lists(st.sampled_from([-1, 1, 2, 2**62, -(2**63)]), min_size=4, max_size=4), min_size=2, max_size=2
+        st.lists(st.sampled_from([1, 1, 1, 2**62, 2, -1, -(2**63)]), min_size=4, max_size=4), min_size=2, max_size=2
     ),
     start=st.lists(st.sampled_from([-(2**31), -1, 0, 2**31 - 1]), min_size=2, max_size=2),
     lens=st.lists(st.sampled_from([-(2**31), -1, 2, 5, 2**31 - 1]), min_size=2, max_size=2),
     node_map=st.lists(st.sampled_from([-(2**31), -1, 0, 3, 2**31 - 1]), min_size=7, max_size=7),
+)
+@example(  # nodes outside their trees, among good values
+    accept_index=[[0, 1, 4, 6], [0, 2, 3, 6]],
+    first=[0, 0],
+    num_accepted=[3, 3],
+    tokens=[[1, 1, 1, 1]] * 2,
+    start=[0, 0],
+    lens=[0, 0],
+    node_map=[0, 1, 2, 3, 0, 1, 2],
 )
 def test_commit_bad_values(backend, device, accept_index, first, num_accepted, tokens, start, lens, node_map) -> None:
     check_commit(
@@ -279,6 +288,23 @@ def test_commit_bad_values(backend, device, accept_index, first, num_accepted, t
         per_row_eos=False,
         node_map=node_map,
     )
+
+
+def test_eos_shared_and_of_each_sequence(backend, device) -> None:
+    trees = batch_of([[-1, 0, 1]] * 2, device)
+    verdict = Verdict(int32([[0, 1, 2]] * 2, device), int32([2, 2], device), int64([[5, 6, 7]] * 2, device), None)
+    for eos_ids, num_tokens in [
+        ([6], [2, 2]),
+        ([-1, 7], [3, 3]),
+        ([[5, -1], [9, 6]], [1, 2]),
+        ([[], []], [3, 3]),
+        ([], [3, 3]),
+    ]:
+        result = commit(verdict, trees, int32([4, 8], device), eos_ids=int64(eos_ids, device))
+        assert result.num_tokens.tolist() == num_tokens
+        assert result.start.tolist() == [4 + num_tokens[0], 8 + num_tokens[1]]
+        assert result.last_token.tolist() == [4 + count for count in num_tokens]
+        assert result.finished.tolist() == [int64(eos_ids).numel() > 0] * 2
 
 
 def test_commit_bad_offsets(backend, device) -> None:
