@@ -1,0 +1,224 @@
+"""Completes held-out source files with a small Llama, plainly and with draft trees, and compares: same text, how fast.
+
+    python examples/demo.py [--device cuda] [--dtype bfloat16] [--prompts 6] [--max-new-tokens 96] [--json PATH]
+
+All prompts run as one batch over a paged cache. The table has a row for each drafter, greedy and sampled: tokens that
+a sequence gains in a step, accepted draft tokens, tokens a second over all sequences, time to the first token, and
+whether the output is that of plain decoding. In fp32 a difference is an error (exit code 1); in half precision the
+first one is shown with the margin between the two most likely tokens there. One run is drawn as SVG and HTML.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from run_picture import StepRecord, draw_run, html_page
+from stdlib_text import prompts as stdlib_prompts
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pagedtree import SamplingParams
+from pagedtree.integrations.transformers import (
+    Drafter,
+    GenerationStats,
+    MedusaDrafter,
+    MedusaHeads,
+    ModelDrafter,
+    NgramDrafter,
+    StepResult,
+    generate,
+    medusa_tree,
+)
+
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
+PAGE_SIZE = 16
+PICTURED_STEPS = 6
+
+
+@dataclass
+class Run:
+    """One row of the table."""
+
+    sampling: str
+    drafter: str
+    sequences: list[Tensor]
+    stats: GenerationStats
+    identical: bool = True
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "sampling": self.sampling,
+            "drafter": self.drafter,
+            "tokens_per_step": self.stats.tokens_per_step,
+            "accepted_length": self.stats.mean_accepted,
+            "tokens_per_second": self.stats.tokens_per_second,
+            "time_to_first_token_ms": self.stats.time_to_first_token * 1e3,
+            "identical": self.identical,
+        }
+
+
+class Recorder:
+    """Collects the steps of one sequence for the picture."""
+
+    def __init__(self, decode: Callable[[list[int]], str], sequence: int) -> None:
+        self.decode, self.sequence = decode, sequence
+        self.steps: list[StepRecord] = []
+        self.first_root: int | None = None
+
+    def __call__(self, result: StepResult) -> None:
+        for b, sequence in enumerate(result.sequences):
+            if sequence.index != self.sequence or b < result.num_read:
+                continue
+            begin, end = result.trees.cu_nodes[b : b + 2].tolist()
+            accepted = int(result.commit.num_accepted[b])
+            nodes = result.draft_tokens[begin:end].tolist()
+            root = int(result.start[b])
+            self.first_root = root if self.first_root is None else self.first_root
+            texts = [self.decode([sequence.tokens[root]])] + [self.decode([max(token, 0)]) for token in nodes[1:]]
+            path = result.verdict.accept_index[b, 1 : accepted + 1].tolist()
+            bonus = self.decode([int(result.commit.last_token[b])])
+            self.steps.append(StepRecord(result.trees.parents[begin:end].tolist(), texts, path, bonus))
+
+
+def load(args: argparse.Namespace) -> tuple[Any, dict[str, Callable[[], Drafter | None]]]:
+    """The target model, and a maker for each drafter of the table."""
+    dtype = getattr(torch, args.dtype)
+    target, draft = (
+        AutoModelForCausalLM.from_pretrained(args.checkpoints / name, dtype=dtype).to(args.device).eval()
+        for name in ("target", "draft")
+    )
+    heads = MedusaHeads.from_pretrained(args.checkpoints / "medusa", target)
+    return target, {
+        "plain": lambda: None,
+        "n-gram chain": lambda: NgramDrafter(8, max_branches=1),
+        "n-gram tree": lambda: NgramDrafter(16, max_branches=6, max_depth=8),
+        "Medusa tree": lambda: MedusaDrafter(heads, medusa_tree(heads.num_heads, 16)),
+        "draft-model tree": lambda: ModelDrafter(draft, num_nodes=16, depth=5, width=3),
+    }
+
+
+def first_difference(plain: Run, run: Run, model: Any) -> str:
+    """Where the outputs part, and how nearly tied the target's two best tokens are there."""
+    for b, (expected, got) in enumerate(zip(plain.sequences, run.sequences, strict=True)):
+        shared = min(len(expected), len(got))
+        different = (expected[:shared] != got[:shared]).nonzero()
+        if len(different) or len(expected) != len(got):
+            at = int(different[0]) if len(different) else shared
+            with torch.no_grad():
+                top = model(expected[None, :at]).logits[0, -1].float().topk(2).values
+            return f"sequence {b}, token {at}, logit margin {float(top[0] - top[1]):.4f}"
+    return "none"
+
+
+def print_table(runs: list[Run]) -> None:
+    print(
+        f"\n{'sampling':16} {'drafter':18} {'tokens/step':>11} {'accepted':>9} {'tokens/s':>9} {'TTFT ms':>8} ",
+        "identical",
+    )
+    for run in runs:
+        f = run.figures()
+        print(
+            f"{f['sampling']:16} {f['drafter']:18} {f['tokens_per_step']:11.2f} {f['accepted_length']:9.2f}"
+            f" {f['tokens_per_second']:9.1f} {f['time_to_first_token_ms']:8.0f}  {'yes' if run.identical else 'NO'}"
+        )
+
+
+def write_picture(recorder: Recorder, prompt: list[int], path: Path) -> None:
+    steps = recorder.steps
+    # The stretch in which most was accepted says most.
+    begin = max(range(max(len(steps) - PICTURED_STEPS, 0) + 1), key=lambda i: _gain(steps[i : i + PICTURED_STEPS]))
+    before = recorder.decode(prompt) + "".join(
+        "".join(step.tokens[node] for node in step.path[1:]) + step.bonus for step in steps[:begin]
+    )
+    svg = draw_run(
+        steps[begin : begin + PICTURED_STEPS],
+        prompt=before,
+        title="Draft-model trees, greedy",
+        first_step=begin + 1,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".svg").write_text(svg)
+    path.with_suffix(".html").write_text(html_page(svg))
+    print(f"\npicture of one run: {path.with_suffix('.html')}")
+
+
+def _gain(steps: list[StepRecord]) -> int:
+    return sum(len(step.accepted) for step in steps)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--checkpoints", type=Path, default=CHECKPOINTS, help="folder with target, draft and medusa")
+    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--top-p", type=float, default=0.95)
+    parser.add_argument("--json", type=Path, help="write the table here too")
+    parser.add_argument("--picture", type=Path, default=Path("build/demo"), help="path without its ending")
+    args = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+
+    model, drafters = load(args)
+    tokenizer = AutoTokenizer.from_pretrained(args.checkpoints / "target")
+    texts = stdlib_prompts(args.prompts)
+    batch = [torch.tensor(tokenizer(text).input_ids, device=args.device) for text in texts]
+    print(
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {args.dtype}, {args.device};"
+        f" {len(batch)} prompts of {min(map(len, batch))} to {max(map(len, batch))} tokens, page size {PAGE_SIZE}"
+    )
+
+    def decode(tokens: list[int]) -> str:
+        return tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+
+    recorder = Recorder(decode, sequence=0)
+    samplings = {
+        "greedy": None,
+        f"T {args.temperature:g}, top-p {args.top_p:g}": SamplingParams(temperature=args.temperature, top_p=args.top_p),
+    }
+    generate(model, batch, max_new_tokens=4)  # warm-up
+    runs: list[Run] = []
+    for sampling, params in samplings.items():
+        plain: Run | None = None
+        for name, make in drafters.items():
+            print(f"  {sampling}: {name} ...", file=sys.stderr)
+            record = recorder if params is None and name == "draft-model tree" else None
+            sequences, stats = generate(
+                model,
+                batch,
+                drafter=make(),
+                max_new_tokens=args.max_new_tokens,
+                params=params,
+                page_size=PAGE_SIZE,
+                on_step=record,
+            )
+            run = Run(sampling, name, list(sequences), stats)
+            plain = plain or run
+            run.identical = all(torch.equal(a, b) for a, b in zip(plain.sequences, run.sequences, strict=True))
+            if not run.identical:
+                print(f"  {sampling}, {name}: first difference: {first_difference(plain, run, model)}")
+            runs.append(run)
+    print_table(runs)
+    completion = decode(runs[0].sequences[0][len(batch[0]) :].tolist())
+    print(f"\nprompt 0 ends:\n{texts[0][-200:]}\n--- greedy completion:\n{completion}")
+    write_picture(recorder, batch[0].tolist(), args.picture)
+    if args.json:
+        args.json.write_text(json.dumps([run.figures() for run in runs], indent=1) + "\n")
+    wrong = [run for run in runs if not run.identical]
+    if wrong and args.dtype == "float32":
+        print("output differs from plain decoding", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""The programs of examples/ run, and the demo notices when output is wrong."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture
+def demo(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import demo
+
+    return demo
+
+
+def run_demo(demo, monkeypatch, tmp_path, *arguments):
+    table = tmp_path / "table.json"
+    small = ["--prompts", "2", "--max-new-tokens", "10", "--json", str(table), "--picture", str(tmp_path / "run")]
+    monkeypatch.setattr(sys, "argv", ["demo.py", *small, *arguments])
+    return demo.main(), json.loads(table.read_text())
+
+
+def test_demo_is_exact(demo, monkeypatch, tmp_path, capsys):
+    code, rows = run_demo(demo, monkeypatch, tmp_path)
+    assert code == 0
+    assert len(rows) == 10 and all(row["identical"] for row in rows)
+    assert any(row["accepted_length"] > 0.5 for row in rows)
+    assert "draft-model tree" in capsys.readouterr().out
+    assert (tmp_path / "run.svg").read_text().startswith("<svg") and (tmp_path / "run.html").exists()
+
+
+def test_demo_fails_on_wrong_output(demo, monkeypatch, tmp_path, capsys):
+    from pagedtree.integrations.transformers import engine
+
+    # Accepted rows stay where their draft nodes were.
+    monkeypatch.setattr(engine, "compact_kv", lambda *args, **kwargs: None)
+    code, rows = run_demo(demo, monkeypatch, tmp_path)
+    assert code == 1 and not all(row["identical"] for row in rows)
+    assert "first difference" in capsys.readouterr().out
+
+
+def test_score_averages_outcomes(tmp_path):
+    prompt = tmp_path / "prompt.py"
+    prompt.write_text("import os\n\ndef main():\n    for name in os.listdir('.'):\n        print(")
+    command = [sys.executable, str(EXAMPLES / "score.py"), "--prompt", str(prompt), "--n", "3", "--seed", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.slow
+def test_tiny_models_train(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "train_tiny.py"), "all", "--steps", "3", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    for name in ("target/model.safetensors", "draft/model.safetensors", "medusa/medusa.safetensors"):
+        assert (tmp_path / name).stat().st_size > 0
