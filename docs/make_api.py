@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from dataclasses import is_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -83,12 +82,12 @@ def docstring_markdown(text: str) -> str:
         if re.fullmatch(r"[A-Z]\w*( \([^)]*\))?:|[A-Z][\w ]*\([^)]*\):", line) and block:
             out += [f"**{line.rstrip(':')}**", "", *_items(block), ""]
             i = end
-        elif line.startswith("    "):
+        elif line.startswith("    ") and (i == 0 or not lines[i - 1]):
             block, end = _indented_block(lines, i)
             out += ["```text", *block, "```", ""]
             i = end
         else:
-            out.append(line)
+            out.append(line.strip())
             i += 1
     return re.sub(r"\n{3,}", "\n\n", "\n".join(out)).strip()
 
@@ -128,8 +127,8 @@ def entry(name: str, thing: Any, level: str = "###") -> list[str]:
             out += ["```python", signature_text(name, thing), "```", ""]
         out += [docstring_markdown(inspect.getdoc(thing) or ""), ""]
         for key, member in vars(thing).items():
-            if not key.startswith("_"):
-                out += member_entry(name, key, member, is_dataclass(thing))
+            if not key.startswith("_") and not _inherits_meaning(thing, key, member):
+                out += member_entry(name, key, member)
     elif callable(thing):
         out += [
             "```python",
@@ -142,7 +141,12 @@ def entry(name: str, thing: Any, level: str = "###") -> list[str]:
     return out
 
 
-def member_entry(owner: str, key: str, member: Any, dataclass: bool) -> list[str]:
+def _inherits_meaning(owner: type, key: str, member: Any) -> bool:
+    """Whether the member overrides one of a base class without a docstring of its own."""
+    return not getattr(member, "__doc__", None) and any(hasattr(base, key) for base in owner.__bases__)
+
+
+def member_entry(owner: str, key: str, member: Any) -> list[str]:
     """Methods and documented properties; fields are in the class's own docstring."""
     function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
     if isinstance(member, property):
