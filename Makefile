@@ -97,6 +97,7 @@ bench: build  ## measure the ops on this machine (BENCH="tree_attention --thread
 
 docs: build  ## write the generated pages and pictures of docs/ anew
 	python docs/make_api.py
+	python docs/make_performance.py
 	python docs/make_pictures.py
 
 .PHONY: clean

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from pagedtree import _C
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -93,6 +95,7 @@ def machine_facts() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
         "threads": torch.get_num_threads(),
+        "cpu_isa": _C.active_isa(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

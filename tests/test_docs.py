@@ -60,6 +60,13 @@ def test_pictures_are_up_to_date(scripts):
         assert committed == draw(), f"docs/img/{name}.svg is out of date: run `make docs`"
 
 
+def test_performance_page_shows_the_kept_results(scripts):
+    page = ROOT / "docs" / "performance.md"
+    text = page.read_text(encoding="utf-8")
+    filled = importlib.import_module("make_performance").filled(text)
+    assert text == filled, "docs/performance.md is out of date: run `make docs`"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):

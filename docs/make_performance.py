@@ -1,0 +1,103 @@
+"""Writes the tables of performance.md from the JSON files under benchmarks/results/.
+
+python docs/make_performance.py [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent
+RESULTS = DOCS.parent / "benchmarks" / "results"
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def machine_line(machine: dict[str, Any], name: str) -> str:
+    return (
+        f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}, {machine['date']},"
+        f" commit {machine['commit']} (`benchmarks/results/{name}.json`)."
+    )
+
+
+def demo(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            f"{row['sampling']}, {row['drafter']}",
+            f"{row['tokens_per_step']:.2f}",
+            f"{row['accepted_length']:.2f}",
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['time_to_first_token_ms']:.0f}",
+            "yes" if row["identical"] else "no",
+        ]
+        for row in result["rows"]
+    ]
+    header = ["run", "tokens/step", "accepted", "tokens/s", "first token, ms", "identical to plain"]
+    return machine_line(result["machine"], "demo") + "\n\n" + table(header, rows)
+
+
+def attention(result: dict[str, Any]) -> str:
+    machine, rows = result["machine"], result["rows"]
+    peers = list(dict.fromkeys(name for row in rows for name in row["timings"] if name != "pagedtree"))
+    header = ["shape", "ms", "GB/s", "of read bandwidth", "GFLOP/s", "of the floor", *(f"vs {peer}" for peer in peers)]
+    body = [
+        [
+            row["shape"],
+            f"{row['ms']:.2f}",
+            f"{row['gb_per_s']:.1f}",
+            f"{100 * row['bandwidth_fraction']:.0f} %",
+            f"{row['gflop_per_s']:.0f}",
+            f"{100 * row['floor_fraction']:.0f} %",
+            *(f"{row['ratio'][peer]:.2f} x" if peer in row["ratio"] else "absent" for peer in peers),
+        ]
+        for row in rows
+    ]
+    arguments = machine["arguments"]
+    note = (
+        f"{arguments['heads']} query and {arguments['kv_heads']} KV heads of {arguments['head_dim']},"
+        f" {arguments['dtype']}, pages of {arguments['page_size']}. A ratio is the peer's time over ours. Measured in"
+        f" the same run: {machine['read_gb_per_s']:.1f} GB/s read bandwidth,"
+        f" {machine['fp32_matmul_gflop_per_s']:.0f} GFLOP/s fp32 matmul. CPU kernels: {machine['cpu_isa']}."
+    )
+    return machine_line(machine, "tree_attention") + "\n" + note + "\n\n" + table(header, body)
+
+
+def times(result: dict[str, Any]) -> str:
+    rows = [[row["stage"], f"{row['seconds']:.0f} s"] for row in result["rows"]]
+    return machine_line(result["machine"], "build") + "\n\n" + table(["stage", "time"], rows)
+
+
+SECTIONS = {"demo": ("demo", demo), "attention": ("tree_attention", attention), "build": ("build", times)}
+
+
+def filled(text: str) -> str:
+    for marker, (name, render) in SECTIONS.items():
+        path = RESULTS / f"{name}.json"
+        content = render(json.loads(path.read_text())) if path.exists() else "not measured"
+        begin, end = f"<!-- {marker}:begin -->\n", f"\n<!-- {marker}:end -->"
+        head, rest = text.split(begin, 1)
+        text = head + begin + content + end + rest.split(end, 1)[1]
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="fail where the page is not up to date")
+    page = DOCS / "performance.md"
+    text = page.read_text()
+    new = filled(text)
+    if parser.parse_args().check:
+        return int(new != text)
+    page.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
