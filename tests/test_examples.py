@@ -46,15 +46,6 @@ def test_demo_fails_on_wrong_output(demo, monkeypatch, tmp_path, capsys):
     assert "first difference" in capsys.readouterr().out
 
 
-def test_score_averages_outcomes(tmp_path):
-    prompt = tmp_path / "prompt.py"
-    prompt.write_text("import os\n\ndef main():\n    for name in os.listdir('.'):\n        print(")
-    command = [sys.executable, str(EXAMPLES / "score.py"), "--prompt", str(prompt), "--n", "3", "--seed", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
-
-
 @pytest.mark.slow
 def test_tiny_models_train(tmp_path):
     command = [sys.executable, str(EXAMPLES / "train_tiny.py"), "all", "--steps", "3", "--out", str(tmp_path)]
