@@ -12,8 +12,10 @@ from xml.etree import ElementTree
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("docs", "examples", "benchmarks", "csrc")
 CHECKPOINTS = "examples/checkpoints"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ALL_PAGES = [*ROOT.glob("*.md"), *(page for name in FOLDERS for page in sorted((ROOT / name).rglob("*.md")))]
 
 
 @pytest.fixture
@@ -67,7 +69,7 @@ def test_performance_page_shows_the_kept_results(scripts):
     assert text == filled, "docs/performance.md is out of date: run `make docs`"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if not link.startswith(("http://", "https://", "#")):
