@@ -9,124 +9,47 @@ from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
+from generate_case import (
+    LENGTHS,
+    NEW_TOKENS,
+    SAMPLING,
+    VOCAB,
+    Hostile,
+    Oracle,
+    common_prefix,
+    greedy,
+    lists,
+    prompts_of,
+    seeded,
+    tiny,
+)
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
 )
 
-from pagedtree import DraftTree, SamplingParams, TreeBatch, build_trees, sample
+from pagedtree import SamplingParams
 from pagedtree.integrations.transformers import (
     MedusaDrafter,
     MedusaHeads,
     ModelDrafter,
     NgramDrafter,
+    PagedCache,
     engine,
     generate,
     medusa_tree,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-VOCAB = 128
-NEW_TOKENS = 20
-LENGTHS = (5, 17, 1, 33)
-TINY = {
-    "vocab_size": VOCAB,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "initializer_range": 0.2,  # or greedy text repeats one token
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
-SAMPLING = SamplingParams(temperature=0.8, top_p=0.95)
-
-
-def tiny(seed: int, kind=LlamaForCausalLM, config=LlamaConfig, **options):
-    torch.manual_seed(seed)
-    return kind(config(**{**TINY, **options})).eval()
-
-
-def prompts_of(lengths, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(VOCAB, (length,), generator=generator) for length in lengths]
-
-
-def greedy(model, prompt, count=NEW_TOKENS, **options):
-    return model.generate(prompt[None], max_new_tokens=count, do_sample=False, **options)[0].tolist()
-
-
-def seeded(model, prompt, seed, params=SAMPLING, count=NEW_TOKENS):
-    """Plain decoding with `sample`, on the model's own attention."""
-    tokens = prompt.tolist()
-    for _ in range(count):
-        with torch.no_grad():
-            logits = model(torch.tensor([tokens])).logits[0, -1:]
-        position = torch.tensor([len(tokens) - 1])
-        tokens.append(int(sample(logits, params, seeds=torch.tensor([seed]), positions=position)))
-    return tokens
-
-
-def lists(sequences):
-    return [sequence.tolist() for sequence in sequences]
-
-
-class Oracle:
-    """Knows the texts; hides the right token at the last child of every node with probability `hit`."""
-
-    tree = DraftTree.full([2, 2, 1])
-
-    def __init__(self, texts, hit):
-        self.texts, self.hit = texts, hit
-        self.generator = torch.Generator().manual_seed(1)
-
-    def propose(self, tokens, lengths):
-        draft_tokens = []
-        for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True):
-            text = max(self.texts, key=lambda text: _common_prefix(text, row[:length]))
-            guess = torch.randint(VOCAB, (self.tree.num_nodes,), generator=self.generator).tolist()
-            node = 0
-            for token in text[length : length + self.tree.max_depth]:
-                node = max(i for i in range(self.tree.num_nodes) if self.tree.parents[i] == node)
-                if torch.rand((), generator=self.generator) < self.hit:
-                    guess[node] = token
-            draft_tokens += guess
-        trees = TreeBatch.from_trees([self.tree] * lengths.shape[0])
-        return torch.tensor(draft_tokens, dtype=torch.int32), trees, None
-
-
-def _common_prefix(a, b):
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-class Hostile:
-    """Malformed trees of tokens outside the vocabulary, a different shape every time; the roots are in order."""
-
-    max_nodes = 8
-
-    def __init__(self):
-        self.generator = torch.Generator().manual_seed(2)
-
-    def propose(self, tokens, lengths):
-        sizes = torch.randint(1, self.max_nodes + 1, lengths.shape, generator=self.generator)
-        parents = torch.cat([torch.randint(-2, 6, (size,), generator=self.generator) for size in sizes.tolist()])
-        cu_nodes = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-        parents[cu_nodes[:-1]] = -1
-        trees = build_trees(parents.int(), cu_nodes.int(), max_nodes=self.max_nodes, max_depth=3)
-        return torch.randint(-5, 2 * VOCAB, parents.shape, generator=self.generator), trees, None
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +120,61 @@ def test_seeded_text_is_that_of_plain_sampling(model, seeded_texts, drafters, na
     assert lists(sequences) == seeded_texts
     if name == "oracle":
         assert stats.mean_accepted > 1.0
+
+
+@given(data=st.data())
+@settings(max_examples=15)
+def test_any_mix_of_settings(model, drafters, data):
+    lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4), "lengths")
+    name = data.draw(st.sampled_from(NAMES[1:7]), "drafter")
+    page_size = data.draw(st.integers(1, 20), "page_size")
+    count = data.draw(st.integers(1, 14), "max_new_tokens")
+    n = data.draw(st.integers(1, 3), "n")
+    prompts = prompts_of(lengths, seed=data.draw(st.integers(0, 3), "prompts"))
+    params = data.draw(st.sampled_from([None, SAMPLING]), "params")
+    options = {"max_new_tokens": count, "params": params, "n": n}
+    drafter = drafters[name]()
+    num_pages = -(-(max(lengths) + count - 2 + drafter.max_nodes) // page_size) + data.draw(st.integers(0, 9), "pages")
+    sequences, stats = generate(
+        model, prompts, drafter=drafter, page_size=page_size, num_pages=num_pages,
+        max_batch_tokens=data.draw(st.integers(1, 60), "max_batch_tokens"),
+        share_prefix=data.draw(st.booleans(), "share_prefix"), **options,
+    )  # fmt: skip
+    assert stats.peak_pages <= num_pages
+    for b, prompt in enumerate(prompts):
+        plain, _ = generate(model, [prompt], seeds=range(b * n, (b + 1) * n), share_prefix=False, **options)
+        assert lists(sequences[b * n : (b + 1) * n]) == lists(plain)
+
+
+def test_slots_without_live_tokens_are_never_read(model, texts, seeded_texts, monkeypatch, drafters):
+    layer = PagedCache.layer
+
+    def poisoned(cache, index, states):
+        is_new = index not in cache._layers
+        pair = layer(cache, index, states)
+        for tensor in pair if is_new else ():
+            tensor.fill_(float("nan"))
+        return pair
+
+    monkeypatch.setattr(PagedCache, "layer", poisoned)
+    for name in ("none", "ngram tree", "itself", "oracle"):
+        sequences, _ = generate(model, prompts_of(LENGTHS), drafter=drafters[name](), max_new_tokens=NEW_TOKENS, n=2)
+        assert lists(sequences[::2]) == texts
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_differs_only_where_logits_are_nearly_tied(dtype):
+    half = tiny(0).to(dtype)
+    prompts = prompts_of(LENGTHS)
+    plain, _ = generate(half, prompts, max_new_tokens=NEW_TOKENS)
+    drafted, stats = generate(half, prompts, drafter=Oracle(lists(plain), 0.9), max_new_tokens=NEW_TOKENS)
+    assert stats.mean_accepted > 1.0
+    for a, b in zip(lists(plain), lists(drafted), strict=True):
+        same = common_prefix(a, b)
+        if same < len(a):
+            with torch.no_grad():
+                top = half(torch.tensor([a[:same]])).logits[0, -1].float().topk(2).values
+            assert top[0] - top[1] < 0.05 * top.abs().max()
 
 
 def test_batch_composition_and_seeds(model, seeded_texts):
@@ -418,58 +396,3 @@ def test_other_attention_layers(kind, name):
     assert lists(sequences) == [text for text in expected for _ in range(2)]
     # Windowed layers read all pages themselves; those without one still share.
     assert stats.shared_prefix_steps > 0
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
-        ({"n": 0}, "n: expected at least 1, got 0"),
-        ({"page_size": 0}, "page_size: expected at least 1, got 0"),
-        ({"rule": "lucky"}, "rule: expected one of auto, greedy, sampled, got 'lucky'"),
-        ({"rule": "sampled"}, 'rule: expected params for "sampled"'),
-        ({"seeds": [1, 2]}, r"seeds: expected 1 integers, got torch.int64 \[2\]"),
-        ({"seeds": [0.5]}, "seeds: expected 1 integers, got torch.float32"),
-        ({"input_ids": [[]]}, r"input_ids: expected at least one token .* got \[\] as prompt 0"),
-        ({"input_ids": torch.zeros(3, dtype=torch.int64)}, r"input_ids: expected integers \[B, L\]"),
-        ({"input_ids": torch.zeros(1, 3)}, r"input_ids: expected integers \[B, L\], got torch.float32"),
-        ({"attention_mask": torch.ones(1, 3)}, "attention_mask: expected none with a list"),
-        ({"params": SamplingParams(top_p=torch.ones(3))}, r"params: expected top_p of 1 prompts, got \[3\]"),
-    ],
-)
-def test_bad_arguments(model, change, message):
-    arguments = {"input_ids": [[1, 2, 3]], "max_new_tokens": 4, **change}
-    with pytest.raises(ValueError, match=message):
-        generate(model, arguments.pop("input_ids"), **arguments)
-
-
-def test_bad_drafters(model):
-    class Short:
-        def propose(self, tokens, lengths):
-            return torch.tensor([-1]), TreeBatch.from_trees([DraftTree.chain(0)]), None
-
-    with pytest.raises(TypeError, match="drafter: expected an object with propose"):
-        generate(model, [[1]], drafter=3, max_new_tokens=4)
-    with pytest.raises(ValueError, match="drafter: expected 2 trees and a token a node, got 1 trees"):
-        generate(model, [[1], [2]], drafter=Short(), max_new_tokens=4)
-    # The model is as it was, also after a failure.
-    assert model.config._attn_implementation != "pagedtree"
-
-
-def test_bad_models(model):
-    with pytest.raises(ValueError, match=r"evaluation mode.*model.eval\(\)"):
-        generate(tiny(0).train(), [[1]], max_new_tokens=4)
-    with pytest.raises(ValueError, match="expected a head_dim in 64, 96, 128, 192, 256, got 32"):
-        generate(tiny(0, head_dim=32), [[1]], max_new_tokens=4)
-
-
-def test_no_prompts(model):
-    assert generate(model, [], max_new_tokens=4)[0] == []
-    assert generate(model, torch.zeros((0, 3), dtype=torch.int64), max_new_tokens=4)[0].shape == (0, 3)
-
-
-def test_not_finite_logits_are_reported():
-    broken = tiny(0)
-    broken.lm_head.weight.data.fill_(float("nan"))
-    with pytest.warns(UserWarning, match="sequence 0: the model's logits have NaN"):
-        generate(broken, [[1]], max_new_tokens=2)

@@ -26,7 +26,8 @@ class StepResult:
         sequences: B sequences, their new tokens already appended. The first `num_read` of them read known tokens
             (prompt, restoration) in this pass and have a tree of the root alone; the others have what was proposed.
         start: int32 [B], the roots' positions.
-        draft_tokens: int64 [N], the roots' tokens too; trees, verdict, commit: of all B sequences.
+        draft_tokens: int64 [N], the roots' tokens too.
+        trees, verdict, commit: of all B sequences.
         logits: [N, V], the target's at every node.
         hidden: [N, H], what the output layer turned into these logits, if the drafter asked for it (`needs_hidden`).
     """

@@ -158,10 +158,11 @@ class Engine:
         lengths = self._to_device([len(sequence.tokens) for sequence in sequences], torch.int32)
         self.drafter.select(sequences)
         draft_tokens, trees, draft_probs = self.drafter.propose(self._history_of(sequences), lengths)
-        if trees.batch_size != len(sequences) or draft_tokens.shape != trees.parents.shape:
+        rows = trees.parents.shape[0]
+        if trees.batch_size != len(sequences) or rows < len(sequences) or draft_tokens.shape != (rows,):
             raise ValueError(
                 f"drafter: expected {len(sequences)} trees and a token a node, got {trees.batch_size} trees of"
-                f" {trees.parents.shape[0]} nodes and draft_tokens {list(draft_tokens.shape)}"
+                f" {rows} nodes and draft_tokens {list(draft_tokens.shape)}"
             )
         self.stats.draft_time += time.perf_counter() - begin
         return _without_padding(draft_tokens, trees, draft_probs)
@@ -186,7 +187,9 @@ class Engine:
             trees, cache.page_table([s.index for s in batch.decode]), decode_start, page_size, total_q=num_nodes
         )
         roots = self._to_device([sequence.tokens[-1] for sequence in batch.decode], torch.int64)
-        nodes = draft_tokens.long().index_copy(0, trees.cu_nodes[:-1].long(), roots)
+        # A tree without a root has no row of its own; `_verify` reports it.
+        root_rows = trees.cu_nodes[:-1].long().clamp(max=max(num_nodes - 1, 0))
+        nodes = draft_tokens.long().index_copy(0, root_rows, roots)
 
         table = cache.page_table([sequence.index for sequence in [*read, *batch.decode]])
         tree_mask = tree_lens = None
@@ -274,6 +277,8 @@ class Engine:
         report = torch.cat([verdict.tokens, extra], dim=1).tolist()
         for i in sorted(range(len(sequences)), key=lambda i: sequences[i].index):
             sequence, (*tokens, num_tokens, finished, status) = sequences[i], report[i]
+            if num_tokens == 0:
+                raise ValueError(f"drafter: expected trees of at least a root, got none for sequence {sequence.index}")
             self._append(sequence, tokens[:num_tokens], bool(finished), is_tree=i >= packed.num_read)
             if status & STATUS_NOT_FINITE:
                 warnings.warn(f"sequence {sequence.index}: the model's logits have NaN or no finite one", stacklevel=2)

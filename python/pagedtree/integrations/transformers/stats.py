@@ -13,9 +13,11 @@ class SequenceStats:
     """One outcome of one prompt.
 
     Attributes:
-        num_tokens: generated tokens. decode_steps: passes that verified a tree for it.
+        num_tokens: generated tokens.
+        decode_steps: passes that verified a tree for it.
         accepted: accepted draft tokens in each of those passes.
-        evictions: how often it lost its pages. restored_tokens: tokens that were read again after that.
+        evictions: how often it lost its pages.
+        restored_tokens: tokens that were read again after that.
         time_to_first_token: seconds from the call of `generate`.
         finish_reason: "eos" or "length".
     """
@@ -34,7 +36,8 @@ class GenerationStats:
     """One call of `generate`.
 
     Attributes:
-        steps: passes of the target model. packed_tokens: tokens fed to it, padding included.
+        steps: passes of the target model.
+        packed_tokens: tokens fed to it, padding included.
         wall_time, draft_time: seconds in all, and in the drafter (on a GPU only until its work is queued).
         num_pages, peak_pages, pages_taken: pages in the pool, held at most, and taken from it over the whole call.
         shared_prefix_steps: passes that read a prefix of several sequences once.

@@ -1,0 +1,100 @@
+"""Tiny models with random weights, what they generate by themselves, and drafters of any quality."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pagedtree import DraftTree, SamplingParams, TreeBatch, build_trees, sample
+
+VOCAB = 128
+NEW_TOKENS = 20
+LENGTHS = (5, 17, 1, 33)
+TINY = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "initializer_range": 0.2,  # or greedy text repeats one token
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+SAMPLING = SamplingParams(temperature=0.8, top_p=0.95)
+
+
+def tiny(seed: int, kind=LlamaForCausalLM, config=LlamaConfig, **options):
+    torch.manual_seed(seed)
+    return kind(config(**{**TINY, **options})).eval()
+
+
+def prompts_of(lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCAB, (length,), generator=generator) for length in lengths]
+
+
+def greedy(model, prompt, count=NEW_TOKENS, **options):
+    return model.generate(prompt[None], max_new_tokens=count, do_sample=False, **options)[0].tolist()
+
+
+def seeded(model, prompt, seed, params=SAMPLING, count=NEW_TOKENS):
+    """Plain decoding with `sample`, on the model's own attention."""
+    tokens = prompt.tolist()
+    for _ in range(count):
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[0, -1:]
+        position = torch.tensor([len(tokens) - 1])
+        tokens.append(int(sample(logits, params, seeds=torch.tensor([seed]), positions=position)))
+    return tokens
+
+
+def lists(sequences):
+    return [sequence.tolist() for sequence in sequences]
+
+
+class Oracle:
+    """Knows the texts; hides the right token at the last child of every node with probability `hit`."""
+
+    tree = DraftTree.full([2, 2, 1])
+
+    def __init__(self, texts, hit):
+        self.texts, self.hit = texts, hit
+        self.generator = torch.Generator().manual_seed(1)
+
+    def propose(self, tokens, lengths):
+        draft_tokens = []
+        for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True):
+            text = max(self.texts, key=lambda text: common_prefix(text, row[:length]))
+            guess = torch.randint(VOCAB, (self.tree.num_nodes,), generator=self.generator).tolist()
+            node = 0
+            for token in text[length : length + self.tree.max_depth]:
+                node = max(i for i in range(self.tree.num_nodes) if self.tree.parents[i] == node)
+                if torch.rand((), generator=self.generator) < self.hit:
+                    guess[node] = token
+            draft_tokens += guess
+        trees = TreeBatch.from_trees([self.tree] * lengths.shape[0])
+        return torch.tensor(draft_tokens, dtype=torch.int32), trees, None
+
+
+def common_prefix(a, b):
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+class Hostile:
+    """Malformed trees of tokens outside the vocabulary, a different shape every time; the roots are in order."""
+
+    max_nodes = 8
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(2)
+
+    def propose(self, tokens, lengths):
+        sizes = torch.randint(1, self.max_nodes + 1, lengths.shape, generator=self.generator)
+        parents = torch.cat([torch.randint(-2, 6, (size,), generator=self.generator) for size in sizes.tolist()])
+        cu_nodes = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+        parents[cu_nodes[:-1]] = -1
+        trees = build_trees(parents.int(), cu_nodes.int(), max_nodes=self.max_nodes, max_depth=3)
+        return torch.randint(-5, 2 * VOCAB, parents.shape, generator=self.generator), trees, None

@@ -1,0 +1,234 @@
+"""What the drafters of `generate` propose, and the command `python -m pagedtree generate`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from generate_case import VOCAB, lists, prompts_of, tiny
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from pagedtree import DraftTree, SamplingParams, cli
+from pagedtree.integrations.transformers import (
+    MedusaDrafter,
+    MedusaHeads,
+    ModelDrafter,
+    NgramDrafter,
+    generate,
+    medusa_tree,
+)
+from pagedtree.integrations.transformers import model_drafter as model_drafter_module
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LENGTHS = (5, 21, 1, 34)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny(0)
+
+
+def prompts():
+    return prompts_of(LENGTHS, seed=3)
+
+
+CHAIN = {"num_nodes": 5, "depth": 4, "width": 1}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"page_size": 1},
+        {"page_size": 7, "num_pages": 14},
+        {"n": 3, "page_size": 4},
+        {"n": 3, "page_size": 4, "num_pages": 30},
+        {"max_batch_tokens": 6, "page_size": 3},
+    ],
+)
+def test_a_model_that_drafts_for_itself_is_always_right(model, options):
+    """One wrong row in the draft model's cache would show: a chain of its own greedy tokens is accepted whole."""
+    drafter = ModelDrafter(model, **CHAIN, max_batch_tokens=options.get("max_batch_tokens", 4096))
+    _, stats = generate(model, prompts(), drafter=drafter, max_new_tokens=31, **options)
+    for sequence in stats.sequences:
+        # The last pass may be cut by the limit.
+        assert set(sequence.accepted[:-1]) == {4}
+    if "num_pages" in options:
+        assert stats.evictions > 0
+
+
+def test_wider_trees_keep_the_draft_models_cache_right(model):
+    """Accepted nodes are moved together from all over the tree: the following trees are as good as fresh ones."""
+    runs = []
+
+    class Fresh(ModelDrafter):
+        def observe(self, result):
+            for sequence in result.sequences:
+                self.forget(sequence)
+
+    for kind in (ModelDrafter, Fresh):
+        drafter = kind(tiny(0, num_hidden_layers=1), num_nodes=20, depth=4, width=4)
+        run = []
+        generate(
+            model, prompts(), drafter=drafter, max_new_tokens=30, params=SamplingParams(temperature=0.5),
+            on_step=lambda result, run=run: run.append((result.draft_tokens.tolist(), result.trees.parents.tolist())),
+        )  # fmt: skip
+        runs.append(run)
+    assert runs[0] == runs[1]
+
+
+def test_compaction_of_the_draft_models_cache_is_needed(model, monkeypatch):
+    monkeypatch.setattr(model_drafter_module, "compact_kv", lambda *args: None)
+    drafter = ModelDrafter(model, num_nodes=20, depth=4, width=3)
+    _, broken = generate(model, prompts(), drafter=drafter, max_new_tokens=40)
+    monkeypatch.undo()
+    _, stats = generate(model, prompts(), drafter=drafter, max_new_tokens=40)
+    assert broken.mean_accepted < stats.mean_accepted
+
+
+def test_medusa_heads_see_the_last_accepted_state(model):
+    """The state given to the heads is what the output layer read at the token before the root."""
+    given = []
+
+    def heads(states):
+        given.append(states)
+        return model.lm_head(states)[:, None].expand(-1, 2, -1)
+
+    drafter = MedusaDrafter(heads, DraftTree.full([2, 2]))
+    lengths = []
+    propose = drafter.propose
+    drafter.propose = lambda tokens, known: (
+        lengths.append([row[:length] for row, length in zip(tokens.tolist(), known.tolist(), strict=True)]),
+        propose(tokens, known),
+    )[1]
+    generate(model, prompts()[:2], drafter=drafter, max_new_tokens=12)
+    assert len(given) == len(lengths) > 3
+    for states, rows in zip(given, lengths, strict=True):
+        for state, row in zip(states, rows, strict=True):
+            with torch.no_grad():
+                expected = model.model(torch.tensor([row])).last_hidden_state[0, -2]
+            torch.testing.assert_close(state, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_medusa_tree_takes_the_likeliest_paths():
+    tree = medusa_tree(num_heads=2, num_nodes=6)
+    # Costs: [0] 1; [1] 2, [0, 0] 2; then two of the four paths of cost 3.
+    assert tree.num_nodes == 6 and tree.max_depth == 2
+    assert sum(1 for depth in tree.depths if depth == 1) >= 2
+    assert medusa_tree(4, 2).num_nodes == 2
+    assert medusa_tree(3, 64).max_depth == 3
+
+
+def test_medusa_heads_are_saved_and_loaded(model, tmp_path):
+    heads = MedusaHeads(128, 3, model.lm_head)
+    torch.nn.init.normal_(heads.weight)
+    heads.save_pretrained(tmp_path, dtype=torch.float32)
+    loaded = MedusaHeads.from_pretrained(tmp_path, model)
+    states = torch.randn(4, 128)
+    with torch.no_grad():
+        assert torch.equal(loaded(states), heads(states))
+    assert loaded.num_heads == 3 and not loaded.training
+    assert set(loaded.state_dict()) == {"weight", "bias"}
+
+
+def test_ngram_drafter_finds_repetitions(model):
+    torch.manual_seed(9)
+    phrase = torch.randint(VOCAB, (12,))
+    seen = []
+    generate(
+        model, [torch.cat([phrase, phrase[:7]])], drafter=NgramDrafter(6, max_branches=1), max_new_tokens=2,
+        on_step=lambda result: seen.append(result),
+    )  # fmt: skip
+    drafter = NgramDrafter(6, max_branches=1)
+    tokens = torch.cat([phrase, phrase[:7]])[None]
+    draft_tokens, trees, draft_probs = drafter.propose(tokens, torch.tensor([19], dtype=torch.int32))
+    count = int(trees.cu_nodes[1])
+    assert draft_tokens[1:count].tolist() == phrase[7:12].tolist() and draft_probs is None
+    assert trees.max_nodes == 6 and seen[0].num_read == 1
+
+
+def test_remembered_predictions_are_looked_up(model):
+    drafter = NgramDrafter(8, remember=3)
+    widths = []
+    extra = drafter._extra
+    drafter._extra = lambda tokens: (widths.append(extra(tokens)), widths[-1])[1]
+    generate(model, prompts(), drafter=drafter, max_new_tokens=20)
+    run = 8 * (drafter.max_ngram + 2)
+    assert {text.shape[1] for text in widths} == {run, 2 * run, 3 * run}
+    assert any((text >= 0).any() for text in widths)
+    assert not drafter._rejected
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda model: NgramDrafter(1), "num_nodes: expected at least 2"),
+        (lambda model: ModelDrafter(model, num_nodes=1), "num_nodes: expected at least 2, got 1"),
+        (lambda model: ModelDrafter(model, depth=0), "depth: expected at least 1, got 0"),
+        (lambda model: ModelDrafter(model, width=0), "width: expected at least 1, got 0"),
+        (lambda model: ModelDrafter(tiny(0).train()), "evaluation mode"),
+    ],
+)
+def test_bad_arguments(model, build, message):
+    with pytest.raises(ValueError, match=message):
+        build(model)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(model, tmp_path_factory):
+    """A target, a draft and Medusa heads over words w0, w1, ..., and a prompt."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    for name, kind in (("target", model), ("draft", tiny(0, num_hidden_layers=1))):
+        kind.save_pretrained(folder / name)
+        PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder / name)
+    MedusaHeads(128, 3, model.lm_head).save_pretrained(folder / "medusa")
+    (folder / "prompt.txt").write_text("w3 w1 w4 w1 w5 w9 w2 w6")
+    return folder
+
+
+def run_command(folder, capsys, *options):
+    status = cli.main(
+        ["generate", "--model", str(folder / "target"), "--prompt", str(folder / "prompt.txt"), "--device", "cpu",
+         "--max-new-tokens", "12", *options]
+    )  # fmt: skip
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.mark.parametrize("drafts", [[], ["--ngram"], ["--draft", "draft"], ["--medusa", "medusa"]])
+def test_command_prints_the_models_own_text(model, checkpoints, capsys, drafts):
+    drafts = [str(checkpoints / option) if option in ("draft", "medusa") else option for option in drafts]
+    prompt = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    expected = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, 8:].tolist()
+    status, out, err = run_command(checkpoints, capsys, *drafts, "--page-size", "4")
+    assert status == 0
+    assert out.split() == [f"w{token}" for token in expected]
+    assert "12 tokens in" in err and "tokens a sequence and step" in err
+
+
+def test_command_samples_several_outcomes(model, checkpoints, capsys):
+    options = ["--n", "3", "--temperature", "0.9", "--top-p", "0.9", "--seed", "5"]
+    status, out, _ = run_command(checkpoints, capsys, *options, "--ngram")
+    params = SamplingParams(temperature=0.9, top_p=0.9)
+    expected, _ = generate(model, [[3, 1, 4, 1, 5, 9, 2, 6]], max_new_tokens=12, params=params, n=3, seeds=[5, 6, 7])
+    texts = out.split("--- outcome ")[1:]
+    assert status == 0
+    assert [text.split()[1:] for text in texts] == [[f"w{token}" for token in row[8:]] for row in lists(expected)]
+
+
+def test_command_reports_what_it_cannot_read(checkpoints, capsys):
+    status, _, err = run_command(checkpoints, capsys, "--prompt", str(checkpoints / "nothing.txt"))
+    assert status == 2 and "nothing.txt" in err
+    status, _, err = run_command(checkpoints, capsys, "--medusa", str(checkpoints / "nowhere"))
+    assert status == 2 and "nowhere" in err
+    with pytest.raises(SystemExit):
+        run_command(checkpoints, capsys, "--ngram", "--medusa", str(checkpoints / "medusa"))
+    assert json.loads((checkpoints / "medusa" / "config.json").read_text())["num_heads"] == 3
