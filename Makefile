@@ -54,15 +54,26 @@ endif
 	sed -E '/^#/d; s/==.*//' requirements-dev.txt | python -m pip install -r /dev/stdin
 	@touch $@
 
-.PHONY: test test-all test-sanitizers check-aarch64
+.PHONY: test test-all test-sanitizers test-engines check-aarch64
 test: build  ## the core suite
 	$(PYTEST) -m "not slow"
 
-test-all: build test-sanitizers  ## every test, the long ones too
+test-all: build test-sanitizers test-engines  ## every test, the long ones too
 	$(PYTEST)
 
 test-sanitizers: $(READY)  ## the op tests on a build with AddressSanitizer and UndefinedBehaviorSanitizer
 	OMP_NUM_THREADS=1 tests/run_sanitized.sh -n $(WORKERS)
+
+# The oldest transformers that is supported, laid over the environment's other packages.
+ENGINES := build/engines
+test-engines: build $(ENGINES)/.ready  ## the transformers integration under transformers 4.57
+	PATH="$(CURDIR)/$(ENGINES)/bin:$(PATH)" $(PYTEST) tests/test_generate.py tests/test_transformers_attention.py
+
+$(ENGINES)/.ready: $(READY)
+	python -m venv $(ENGINES)
+	python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo $(ENGINES)/lib/python3*/site-packages)/base.pth
+	$(ENGINES)/bin/pip install transformers==4.57.6
+	@touch $@
 
 # Needs g++-aarch64-linux-gnu and qemu-user (Debian's names).
 AARCH64 := build/aarch64
