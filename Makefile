@@ -54,6 +54,9 @@ endif
 	sed -E '/^#/d; s/==.*//' requirements-dev.txt | python -m pip install -r /dev/stdin
 	@touch $@
 
+# The kernels of instruction sets that this machine lacks are tested with those instructions emulated.
+test test-all: export PAGEDTREE_EMULATED_ISA := 1
+
 .PHONY: test test-all test-sanitizers test-engines check-aarch64
 test: build  ## the core suite
 	$(PYTEST) -m "not slow"

@@ -44,6 +44,9 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
             f"-DPython_EXECUTABLE={sys.executable}",
         ]  # fmt: skip
+        # Unset: as the tree was configured before.
+        if os.environ.get("PAGEDTREE_EMULATED_ISA"):
+            configure.append(f"-DPAGEDTREE_EMULATED_ISA={os.environ['PAGEDTREE_EMULATED_ISA']}")
         subprocess.run(configure, check=True)
         jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
         subprocess.run(["cmake", "--build", str(tree), "--parallel", jobs], check=True)

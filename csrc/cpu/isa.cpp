@@ -36,12 +36,16 @@ bool has_amx() {
 #endif
 
 struct Available {
-  const IsaKernels* tables[4] = {};
+  const IsaKernels* tables[6] = {};
   int count = 0;
   std::string names;
 
   Available() {
     add(portable::kernels());
+#if defined(PAGEDTREE_EMULATED_ISA)
+    add(avx512_emulated::kernels());
+    add(amx_emulated::kernels());
+#endif
 #if defined(PAGEDTREE_X86)
     if (has_avx2()) add(avx2::kernels());
     if (has_avx512()) add(avx512::kernels());

@@ -44,6 +44,14 @@ struct IsaKernels {
 namespace portable {
 const IsaKernels& kernels();
 }
+#if defined(PAGEDTREE_EMULATED_ISA)
+namespace avx512_emulated {
+const IsaKernels& kernels();
+}
+namespace amx_emulated {
+const IsaKernels& kernels();
+}
+#endif
 #if defined(PAGEDTREE_X86)
 namespace avx2 {
 const IsaKernels& kernels();
@@ -56,8 +64,9 @@ const IsaKernels& kernels();
 }
 #endif
 
-// The best table this machine can run, or the one PAGEDTREE_CPU_ISA names (portable, avx2, avx512, amx; read at each
-// call). Throws std::runtime_error where the machine or the build lacks the named one.
+// The best table this machine can run, or the one PAGEDTREE_CPU_ISA names (portable, avx2, avx512, amx, in test builds
+// avx512_emulated and amx_emulated; read at each call). Throws std::runtime_error where the machine or the build lacks
+// the named one.
 PT_EXPORT const IsaKernels& isa_kernels();
 
 // Comma-separated names of those this machine can run, best last.

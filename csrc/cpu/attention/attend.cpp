@@ -1,32 +1,19 @@
 // Compiled once per instruction set: tree attention over one range of work.
+#include "cpu/attention/engine_bf16.h"
+#include "cpu/attention/engine_dot.h"
+#include "cpu/attention/engine_fp32.h"
 #include "cpu/attention/kernels.h"
-#include "cpu/attention/pack.h"
 #include "cpu/attention/softmax.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 namespace {
 
-// A worker's memory, laid out for `head_dim`.
-struct Workspace {
-  float *q, *k, *v, *scores, *out, *factors;
-  RowState* states;
-
-  Workspace(void* memory, int64_t head_dim) {
-    q = static_cast<float*>(memory);
-    out = q + kMTile * head_dim;
-    k = out + kMTile * head_dim;
-    v = k + kKvTile * head_dim;
-    scores = v + kKvTile * head_dim;
-    factors = scores + kMTile * kKvTile;
-    states = reinterpret_cast<RowState*>(factors + kMTile);
-  }
-};
-
+template <typename Engine>
 void softmax_tile(const TreeAttentionParams& p, const RowTile& tile, const ScoreLaw& law, const uint64_t* visible,
-                  const Workspace& ws) {
+                  const Workspace& ws, const Engine& engine) {
   for (int32_t r = 0; r < tile.rows; ++r) {
-    float* row = ws.scores + r * kKvTile;
-    const auto keep = [row](int i, vfloat weight) { store(row + i * kLanes, weight); };
+    const float* row = ws.scores + r * kKvTile;
+    const auto keep = [&](int64_t key, vfloat weights) { engine.store_weights(r, key, weights); };
     if (visible == nullptr) {
       ws.factors[r] = softmax_row<false>(row, 0, law, ws.states[r], keep);
     } else {
@@ -37,30 +24,48 @@ void softmax_tile(const TreeAttentionParams& p, const RowTile& tile, const Score
 }
 
 // The rows' results over KV tiles [begin, end), unnormalised, in ws.out and ws.states.
-void attend_tiles(const TreeAttentionParams& p, const RowTile& tile, int64_t begin, int64_t end, const Workspace& ws) {
+template <typename Engine>
+void attend_with(const TreeAttentionParams& p, const RowTile& tile, int64_t begin, int64_t end, const Workspace& ws) {
   TileVisibility seen;
   see(p, tile, seen);
   const ScoreLaw law = score_law(p, tile.kv_head);
-  with_dtype(p.q_dtype, [&]<DType kType>() { pack_q<kType>(p, tile, ws.q); });
+  const Engine engine(p, tile, ws);
   for (int64_t i = 0; i < tile.rows * p.head_dim; i += kLanes) store(ws.out + i, splat(0.0f));
   for (int32_t r = 0; r < tile.rows; ++r) ws.states[r] = {-kInfinity, 0.0f};
 
   begin = max_of(begin, seen.lowest / kKvTile);
   end = min_of(end, ceil_div<int64_t>(seen.highest, kKvTile));
+  KeyRows keys[2];  // of this tile and of the next, which is prefetched
+  if (begin < end) find_key_rows(p, tile, begin * kKvTile, kAllKeys, keys[begin % 2]);
   for (int64_t t = begin; t < end; ++t) {
     const int64_t first_key = t * kKvTile;
+    KeyRows &now = keys[t % 2], &next = keys[(t + 1) % 2];
+    if (t + 1 < end) find_key_rows(p, tile, first_key + kKvTile, kAllKeys, next);
     const bool plain = seen.plain_begin <= first_key && first_key + kKvTile <= seen.plain_end;
     uint64_t visible[kMTile];
-    const uint64_t wanted = plain ? ~uint64_t{0} : visible_keys(seen, first_key, visible);
-    if (wanted == 0) continue;
-    KeyRows rows;
-    find_key_rows(p, tile, first_key, wanted, rows);
-    with_dtype(p.kv_dtype, [&]<DType kType>() { pack_k<kType>(rows.k, p.head_dim, ws.k); });
-    gemm<false>(ws.q, p.head_dim, ws.k, p.head_dim, nullptr, ws.scores, kKvTile, tile.rows, kKvTile);
-    softmax_tile(p, tile, law, plain ? nullptr : visible, ws);
-    with_dtype(p.kv_dtype, [&]<DType kType>() { pack_v<kType>(rows.v, p.head_dim, ws.v); });
-    gemm<true>(ws.scores, kKvTile, ws.v, kKvTile, ws.factors, ws.out, p.head_dim, tile.rows, p.head_dim);
+    if (!plain) {
+      const uint64_t wanted = visible_keys(seen, first_key, visible);
+      if (wanted == 0) continue;
+      find_key_rows(p, tile, first_key, wanted, now);
+    }
+    engine.scores(now, next);
+    softmax_tile(p, tile, law, plain ? nullptr : visible, ws, engine);
+    engine.accumulate(now, next);
   }
+  engine.finish();
+}
+
+// A few rows over long caches are bound by memory: no packing.
+constexpr int32_t kMaxDotRows = 8;
+
+void attend_tiles(const TreeAttentionParams& p, const RowTile& tile, int64_t begin, int64_t end, const Workspace& ws) {
+  if (tile.rows <= kMaxDotRows) {
+    return with_dtype(p.kv_dtype, [&]<DType kType>() { attend_with<DotEngine<kType>>(p, tile, begin, end, ws); });
+  }
+#if defined(PAGEDTREE_BF16_GEMM)
+  if (Bf16Engine::takes(p)) return attend_with<Bf16Engine>(p, tile, begin, end, ws);
+#endif
+  attend_with<Fp32Engine>(p, tile, begin, end, ws);
 }
 
 void keep_piece(const TreeAttentionParams& p, const RowTile& tile, const Workspace& ws, const Piece& piece) {
@@ -77,6 +82,9 @@ void attend(const TreeAttentionParams& p, const AttentionRange& range) {
   const AttentionRanges& ranges = *range.ranges;
   const WorkPosition start = ranges.starts[range.index], stop = ranges.starts[range.index + 1];
   const Workspace ws(range.workspace, p.head_dim);
+#if defined(PAGEDTREE_BF16_GEMM)
+  [[maybe_unused]] const TileSession session;
+#endif
   for (int64_t b = start.sequence; b <= stop.sequence && b < ranges.shape.batch; ++b) {
     const SequenceWork work = sequence_work(ranges.shape, b);
     const int32_t first = b == start.sequence ? start.row_tile : 0;

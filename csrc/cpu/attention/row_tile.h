@@ -40,6 +40,11 @@ static inline RowTile row_tile(const TreeAttentionParams& p, const WorkShape& sh
   return tile;
 }
 
+static inline const char* q_row(const TreeAttentionParams& p, const RowTile& tile, int64_t r) {
+  const int64_t offset = tile.token(p, r) * p.q_token_stride + tile.head(p, r) * p.q_head_stride;
+  return static_cast<const char*>(p.q) + offset * element_size(p.q_dtype);
+}
+
 // What the tokens of a row tile see, one entry a token.
 struct TileVisibility {
   Visibility tokens[kMTile];
@@ -85,11 +90,17 @@ static inline uint64_t visible_keys(const TileVisibility& seen, int64_t first_ke
   return any;
 }
 
-// The K and V rows of one KV tile.
+constexpr uint64_t kAllKeys = ~uint64_t{0};
+
+// The K and V rows of one KV tile; kZeroRow for keys that are not wanted or lie on no page.
 struct KeyRows {
   const char* k[kKvTile];
   const char* v[kKvTile];
 };
+
+static inline void prefetch(const char* row, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
+}
 
 static inline void find_key_rows(const TreeAttentionParams& p, const RowTile& tile, int64_t first_key, uint64_t wanted,
                                  KeyRows& rows) {

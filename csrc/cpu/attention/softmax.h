@@ -1,7 +1,7 @@
 // Online softmax over one tile of scores.
 #pragma once
 
-#include "cpu/attention/row_tile.h"
+#include "cpu/attention/workspace.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
@@ -22,17 +22,11 @@ static inline ScoreLaw score_law(const TreeAttentionParams& p, int32_t kv_head) 
   return {scale * 2.0f * kLog2e / p.softcap, p.softcap * kLog2e};
 }
 
-// Row state: the maximum so far (base 2) and the sum of 2^(score - maximum).
-struct RowState {
-  float maximum;
-  float sum;
-};
-
 // Turns one row of q.k [kKvTile] into 2^(score - maximum), 0 where its bit of `visible` is not set, and updates the
 // state. Returns the factor for what was accumulated under the old maximum.
-template <bool kMasked, typename Store>
+template <bool kMasked, typename StoreWeights>
 static inline float softmax_row(const float* dots, uint64_t visible, const ScoreLaw& law, RowState& state,
-                                const Store& store_weights) {
+                                const StoreWeights& store_weights) {
   constexpr int kVectors = kKvTile / kLanes;
   const vint lane_bit = splat(1) << lane_index();
   vfloat scores[kVectors];
@@ -52,7 +46,7 @@ static inline float softmax_row(const float* dots, uint64_t visible, const Score
   for (int i = 0; i < kVectors; ++i) {
     const vfloat weight = exp2(scores[i] - base);
     sum += weight;
-    store_weights(i, weight);
+    store_weights(i * kLanes, weight);
   }
   const float factor = maximum == state.maximum ? 1.0f : __builtin_exp2f(state.maximum - base);
   state.sum = state.sum * factor + reduce_add(sum);

@@ -13,7 +13,7 @@
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(PAGEDTREE_EMULATE_AVX512)
 constexpr int kLanes = 16;
 #elif defined(__AVX2__)
 constexpr int kLanes = 8;
@@ -69,7 +69,7 @@ static inline uint32_t lane_bits(vint mask) {
   return _mm512_movepi32_mask(reinterpret_cast<__m512i>(mask));
 #elif defined(__AVX2__)
   return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(mask)));
-#elif defined(__SSE2__)
+#elif defined(__SSE2__) && !defined(PAGEDTREE_EMULATE_AVX512)
   return static_cast<uint32_t>(_mm_movemask_ps(reinterpret_cast<__m128>(mask)));
 #else
   uint32_t lanes = 0;

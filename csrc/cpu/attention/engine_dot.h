@@ -1,0 +1,157 @@
+// A few rows (plain decode) against one KV tile: an engine (see engine_fp32.h) that reads K and V where they lie. Each
+// is used so little that packing would cost more than the arithmetic; the next tile is prefetched meanwhile.
+//
+// Rows of Q are taken kGroup at a time, kLanes / kGroup keys at a time: kLanes dot products, whose lanes are summed
+// together. bf16 is split into even and odd elements, two cheap operations for both; Q and the output keep that order.
+#pragma once
+
+#include "cpu/attention/workspace.h"
+#include "cpu/tile/transpose.h"
+
+namespace pagedtree::cpu::PAGEDTREE_ISA {
+
+constexpr int64_t kDotBlock = 2 * kLanes;
+
+// Elements 0 .. 2 * kLanes - 1 in the order in which they are cheapest to convert.
+template <DType kType>
+static inline void load_block(const char* p, vfloat& first, vfloat& second) {
+  if constexpr (kType == DType::kBFloat16) {
+    const vuint pairs = load_as<vuint>(p);
+    first = bits<vfloat>(pairs << 16);
+    second = bits<vfloat>(pairs & 0xffff0000u);
+  } else {
+    first = load_float<kType>(p);
+    second = load_float<kType>(p + kLanes * element_size(kType));
+  }
+}
+
+// Where load_block<kType> puts element i of a block.
+template <DType kType>
+static inline int64_t block_lane(int64_t i) {
+  return kType == DType::kBFloat16 ? i % 2 * kLanes + i / 2 : i;
+}
+
+// Lane i of the result is the sum of all lanes of v[i].
+static inline vfloat sum_lanes(vfloat (&v)[kLanes]) {
+  for (int count = kLanes / 2; count >= 1; count /= 2) {
+    for (int i = 0; i < count; ++i) {
+      vfloat low, high;
+      interleave(v[i], v[i + count], low, high);
+      v[i] = low + high;
+    }
+  }
+  return v[0];
+}
+
+template <DType kType, int kGroup>
+static inline void dot_rows(const float* q, const char* const* keys, const char* const* next, int64_t head_dim,
+                            float* scores) {
+  constexpr int kKeys = kLanes / kGroup;
+  for (int64_t key = 0; key < kKvTile; key += kKeys) {
+    vfloat acc[kLanes];  // row r, key i in r * kKeys + i
+    for (int i = 0; i < kLanes; ++i) acc[i] = splat(0.0f);
+    for (int64_t d = 0; d < head_dim; d += kDotBlock) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kKeys; ++i) {
+        vfloat first, second;
+        load_block<kType>(keys[key + i] + d * element_size(kType), first, second);
+        __builtin_prefetch(next[key + i] + d * element_size(kType), 0, 2);
+#pragma GCC unroll 16
+        for (int r = 0; r < kGroup; ++r) {
+          vfloat& sum = acc[r * kKeys + i];
+          sum = muladd(first, load(q + r * head_dim + d), sum);
+          sum = muladd(second, load(q + r * head_dim + d + kLanes), sum);
+        }
+      }
+    }
+    const vfloat sums = sum_lanes(acc);
+    for (int r = 0; r < kGroup; ++r) {
+      std::memcpy(scores + r * kKvTile + key, reinterpret_cast<const char*>(&sums) + r * kKeys * sizeof(float),
+                  kKeys * sizeof(float));
+    }
+  }
+}
+
+template <DType kType, int kGroup>
+static inline void add_weighted_rows(const float* weights, const char* const* keys, const char* const* next,
+                                     int64_t head_dim, const float* factors, float* out) {
+  for (int64_t d = 0; d < head_dim; d += kDotBlock) {
+    vfloat acc[kGroup][2];
+    for (int r = 0; r < kGroup; ++r) acc[r][0] = acc[r][1] = splat(0.0f);
+    for (int64_t key = 0; key < kKvTile; ++key) {
+      vfloat first, second;
+      load_block<kType>(keys[key] + d * element_size(kType), first, second);
+      __builtin_prefetch(next[key] + d * element_size(kType), 0, 2);
+#pragma GCC unroll 16
+      for (int r = 0; r < kGroup; ++r) {
+        const vfloat weight = splat(weights[r * kKvTile + key]);
+        acc[r][0] = muladd(weight, first, acc[r][0]);
+        acc[r][1] = muladd(weight, second, acc[r][1]);
+      }
+    }
+    for (int r = 0; r < kGroup; ++r) {
+      for (int i = 0; i < 2; ++i) {
+        float* to = out + r * head_dim + d + i * kLanes;
+        store(to, muladd(load(to), splat(factors[r]), acc[r][i]));
+      }
+    }
+  }
+}
+
+// Calls body.template operator()<kGroup>(row) for groups of rows that cover [0, rows).
+template <typename Body>
+static inline void for_row_groups(int64_t rows, const Body& body) {
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4) body.template operator()<4>(r);
+  if (r + 2 <= rows) body.template operator()<2>(r), r += 2;
+  if (r < rows) body.template operator()<1>(r);
+}
+
+template <DType kType>
+class DotEngine {
+ public:
+  DotEngine(const TreeAttentionParams& p, const RowTile& tile, const Workspace& ws) : p_(p), tile_(tile), ws_(ws) {
+    with_dtype(p.q_dtype, [&]<DType kQType>() {
+      for (int64_t r = 0; r < tile.rows; ++r) {
+        const char* row = q_row(p, tile, r);
+        for (int64_t d = 0; d < p.head_dim; d += kLanes) {
+          store(ws.k + d, load_float<kQType>(row + d * element_size(kQType)));
+        }
+        for (int64_t d = 0; d < p.head_dim; ++d) ws.q[r * p.head_dim + block_position(d)] = ws.k[d];
+      }
+    });
+  }
+
+  void scores(const KeyRows& keys, const KeyRows& next) const {
+    for_row_groups(tile_.rows, [&]<int kGroup>(int64_t r) {
+      dot_rows<kType, kGroup>(ws_.q + r * p_.head_dim, keys.k, next.k, p_.head_dim, ws_.scores + r * kKvTile);
+    });
+  }
+
+  void store_weights(int64_t r, int64_t key, vfloat weights) const { store(ws_.scores + r * kKvTile + key, weights); }
+
+  void accumulate(const KeyRows& keys, const KeyRows& next) const {
+    for_row_groups(tile_.rows, [&]<int kGroup>(int64_t r) {
+      add_weighted_rows<kType, kGroup>(ws_.scores + r * kKvTile, keys.v, next.v, p_.head_dim, ws_.factors + r,
+                                       ws_.out + r * p_.head_dim);
+    });
+  }
+
+  // Puts the output into its own order.
+  void finish() const {
+    for (int64_t r = 0; r < tile_.rows; ++r) {
+      float* row = ws_.out + r * p_.head_dim;
+      for (int64_t d = 0; d < p_.head_dim; ++d) ws_.k[d] = row[block_position(d)];
+      std::memcpy(row, ws_.k, static_cast<size_t>(p_.head_dim) * sizeof(float));
+    }
+  }
+
+ private:
+  static int64_t block_position(int64_t d) { return d / kDotBlock * kDotBlock + block_lane<kType>(d % kDotBlock); }
+
+  const TreeAttentionParams& p_;
+  const RowTile& tile_;
+  const Workspace& ws_;
+};
+
+}  // namespace pagedtree::cpu::PAGEDTREE_ISA
