@@ -112,7 +112,8 @@ def main() -> None:
         f"{facts['processor']}, {args.threads} threads, {bandwidth / 1e9:.1f} GB/s, {flop_rate / 1e9:.0f} GFLOP/s fp32"
     )
     rows = [bench_shape(shape, args, bandwidth, flop_rate) for shape in args.shapes]
-    save("tree_attention", rows, facts | {"arguments": vars(args)}, args.json)
+    arguments = {name: value for name, value in vars(args).items() if name != "json"}
+    save("tree_attention", rows, facts | {"arguments": arguments}, args.json)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 def machine_line(machine: dict[str, Any], name: str) -> str:
     return (
         f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}, {machine['date']},"
-        f" commit {machine['commit']} (`benchmarks/results/{name}.json`)."
+        f" commit {machine['commit']}, load average {machine['load']:.1f} at the start"
+        f" (`benchmarks/results/{name}.json`)."
     )
 
 
