@@ -7,6 +7,11 @@ namespace pagedtree::cpu::PAGEDTREE_ISA {
 
 typedef uint16_t vhalf __attribute__((vector_size(kLanes * 2)));
 typedef uint8_t vbyte __attribute__((vector_size(kLanes)));
+#if defined(__aarch64__)
+typedef __fp16 scalar_half;  // GCC's C++ has _Float16 there from version 13 on
+#else
+typedef _Float16 scalar_half;
+#endif
 
 // Without fp32 subnormals on the way, which threads may have set to flush.
 static inline vfloat float_from_half(vuint half) {
@@ -69,8 +74,8 @@ static inline void store_float(void* p, vfloat v) {
 #elif defined(__AVX2__)
     const __m128i half = _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
-    _Float16 half[kLanes];
-    for (int i = 0; i < kLanes; ++i) half[i] = static_cast<_Float16>(v[i]);
+    scalar_half half[kLanes];
+    for (int i = 0; i < kLanes; ++i) half[i] = static_cast<scalar_half>(v[i]);
 #endif
     std::memcpy(p, &half, sizeof(half));
   }
