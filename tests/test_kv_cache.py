@@ -1,47 +1,17 @@
-"""slot_mapping, append_kv and compact_kv against plain loops, every byte of the storage compared."""
+"""slot_mapping and append_kv against plain loops, every byte of the storage compared; all cache ops compiled."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
+from cache_case import FP8, PAGE_SIZES, compact_arguments, int32, raw, slot_of, storage_and_views
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pagedtree import DraftTree, append_kv, compact_kv, slot_mapping
+from pagedtree import append_kv, compact_kv, slot_mapping
 from pagedtree._ops import ops
-
-PAGE_SIZES = [1, 7, 16, 61]
-FP8 = torch.float8_e4m3fn
-
-
-def int32(values: list, device: torch.device | str = "cpu") -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def slot_of(table: list[list[int]], b: int, position: int, page_size: int) -> int:
-    if position < 0 or position // page_size >= len(table[b]):
-        return -1
-    page = table[b][position // page_size]
-    return page * page_size + position % page_size if page >= 0 else -1
-
-
-def random_table(rng: np.random.Generator, batch: int, max_pages: int, num_pages: int) -> list[list[int]]:
-    """Pages that no two sequences share."""
-    return rng.permutation(num_pages)[: batch * max_pages].reshape(batch, max_pages).tolist()
-
-
-def payload(shape: tuple[int, ...], dtype: torch.dtype, layer: int, device: torch.device) -> Tensor:
-    """Bytes that tell slot, layer, head and dimension apart; NaN patterns of the floats included."""
-    count = int(np.prod(shape)) * torch.empty(0, dtype=dtype).element_size()
-    mixed = (np.arange(count, dtype=np.uint64) + np.uint64(layer << 40)) * np.uint64(0x9E3779B97F4A7C15)
-    return torch.from_numpy((mixed >> np.uint64(53)).astype(np.uint8)).view(dtype).view(shape).to(device)
-
-
-def raw(t: Tensor) -> Tensor:
-    return t.contiguous().view(torch.uint8)
-
 
 # slot_mapping ---------------------------------------------------------------------------------------------------------
 
@@ -139,24 +109,6 @@ def test_slot_mapping_value_checks(value_checks, device) -> None:
 
 
 # append_kv ------------------------------------------------------------------------------------------------------------
-
-
-def storage_and_views(layout: str, pages: int, page_size: int, heads: int, dim: int, dtype, device):
-    """Storage full of payload, and K and V cache views [pages, page_size, heads, dim] of it as engines lay them out."""
-    if layout == "nhd":
-        storage = payload((2, pages, page_size, heads, dim), dtype, 0, device)
-        return storage, storage[0], storage[1]
-    if layout == "hnd":
-        storage = payload((2, pages, heads, page_size, dim), dtype, 1, device)
-        return storage, storage[0].transpose(1, 2), storage[1].transpose(1, 2)
-    if layout == "stacked":  # vLLM: K and V of a page lie together
-        storage = payload((pages, 2, page_size, heads, dim), dtype, 2, device)
-        return storage, storage[:, 0], storage[:, 1]
-    if layout == "packed":  # K and V of a head lie together
-        storage = payload((pages, heads, page_size, 2 * dim), dtype, 3, device)
-        k_cache, v_cache = storage.transpose(1, 2).split(dim, dim=-1)
-        return storage, k_cache, v_cache
-    raise AssertionError(layout)
 
 
 def new_rows(kind: str, tokens: int, heads: int, dim: int, dtype, device) -> tuple[Tensor, Tensor]:
@@ -317,233 +269,6 @@ def test_append_kv_value_checks(value_checks, device) -> None:
     arguments["slots"] = torch.tensor([-1, 9], device=device)
     append_kv(**arguments)
     assert arguments["k_cache"].sum() == arguments["v_cache"][4, 1].sum() == 12
-
-
-# compact_kv -----------------------------------------------------------------------------------------------------------
-
-
-def reference_compact(caches, table, page_size, start, accept_index, num_accepted) -> list[int]:
-    """The docstring's loop, with what it says of values outside."""
-    num_pages = caches[0].shape[0]
-    lengths = []
-    for b, nodes in enumerate(accept_index):
-        if start[b] < 0 or not nodes or nodes[0] < 0:
-            lengths.append(start[b])
-            continue
-        accepted = min(max(num_accepted[b], 0), len(nodes) - 1)
-        lengths.append(min(start[b] + accepted + 1, 2**31 - 1))
-        moves = []
-        for j in range(1, accepted + 1):
-            source = slot_of(table, b, start[b] + nodes[j], page_size)
-            target = slot_of(table, b, start[b] + j, page_size)
-            if nodes[j] >= 0 and 0 <= source < num_pages * page_size and 0 <= target < num_pages * page_size:
-                moves.append((source, target))
-        for cache in caches:
-            rows = [cache[source // page_size, source % page_size].clone() for source, _ in moves]
-            for row, (_, target) in zip(rows, moves, strict=True):
-                cache[target // page_size, target % page_size] = row
-    return lengths
-
-
-def cache_list(pages: int, page_size: int, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-    """Storages, and caches that are views of all but their last page: every kind of row."""
-    pages += 1
-    _, k_hnd, v_hnd = hnd = storage_and_views("hnd", pages, page_size, 3, 8, torch.bfloat16, device)
-    _, k_stacked, v_stacked = stacked = storage_and_views("stacked", pages, page_size, 2, 40, torch.float16, device)
-    _, k_packed, v_packed = packed = storage_and_views("packed", pages, page_size, 2, 64, FP8, device)
-    dense = payload((pages, page_size, 576), torch.float32, 4, device)  # a latent cache
-    scales = payload((pages, page_size), torch.float32, 5, device)
-    codes = payload((pages, page_size + 2, 5), torch.int8, 6, device)
-    deep = payload((3, 4, pages, 2, page_size, 6), torch.int16, 7, device)
-    wide = payload((pages, page_size, 2, 3), torch.float64, 8, device)
-    slow = payload((3, page_size, pages), torch.uint8, 9, device)
-    views = [k_hnd, v_hnd, k_stacked, v_stacked, k_packed, v_packed, dense, scales, codes[:, 1:-1, ::2]]
-    views += [deep.permute(2, 4, 0, 3, 1, 5)[..., :5], wide.transpose(2, 3), slow.permute(2, 1, 0)]
-    return [hnd[0], stacked[0], packed[0], dense, scales, codes, deep, wide, slow], [view[:-1] for view in views]
-
-
-def clones(storages: list[Tensor], views: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    copies = [storage.clone() for storage in storages]
-    owner = {storage.untyped_storage().data_ptr(): copy for storage, copy in zip(storages, copies, strict=True)}
-    return copies, [
-        torch.as_strided(owner[v.untyped_storage().data_ptr()], v.shape, v.stride(), v.storage_offset()) for v in views
-    ]
-
-
-def check_compact(device, page_size, pages, table, start, accept_index, num_accepted) -> None:
-    storages, caches = cache_list(pages, page_size, device)
-    expected_storages, expected = clones(storages, caches)
-    lengths = reference_compact(expected, table, page_size, start, accept_index, num_accepted)
-    batch, width = len(start), len(accept_index[0])
-    wide_table = torch.zeros((batch, len(table[0]) + 2), dtype=torch.int32)  # a page that a wrong read would reach
-    wide_table[:, :-2] = int32(table)
-    page_table = wide_table.to(device)[:, :-2]
-    wide_paths = torch.full((batch, width + 3), 2**31 - 1, dtype=torch.int32)
-    wide_paths[:, :width] = int32(accept_index).view(batch, width)
-    paths = wide_paths.to(device)[:, :width]
-    seq_lens = compact_kv(caches, page_table, int32(start, device), paths, int32(num_accepted, device))
-    assert seq_lens.dtype == torch.int32 and seq_lens.tolist() == lengths
-    for storage, wanted in zip(storages, expected_storages, strict=True):
-        assert torch.equal(raw(storage), raw(wanted))
-
-
-def random_path(rng: np.random.Generator, num_nodes: int) -> list[int]:
-    tree = DraftTree([-1] + [int(rng.integers(max(0, i - 4), i)) for i in range(1, num_nodes)])
-    node, path = int(rng.integers(0, num_nodes)), []
-    while node >= 0:
-        path.append(node)
-        node = int(tree.parents[node])
-    return path[::-1]
-
-
-@pytest.mark.parametrize("page_size", [1, 7, 16, 64])
-def test_compact_kv(backend, device, page_size) -> None:
-    rng = np.random.default_rng(page_size)
-    for batch in (1, 3, 5):
-        max_pages = -(-80 // page_size)
-        pages = batch * max_pages + 2
-        table = random_table(rng, batch, max_pages, pages)
-        start = [int(rng.integers(0, 40)) for _ in range(batch)]
-        paths = [random_path(rng, int(rng.integers(1, 40))) for _ in range(batch)]
-        width = max(len(path) for path in paths) + 1
-        accept_index = [path + [-1] * (width - len(path)) for path in paths]
-        num_accepted = [len(path) - 1 for path in paths]
-        if batch == 5:
-            accept_index[1], num_accepted[1] = [-1] * width, 0  # finished
-            num_accepted[2] = 0
-        check_compact(device, page_size, pages, table, start, accept_index, num_accepted)
-
-
-@given(
-    start=st.lists(st.sampled_from([-(2**31), -3, 0, 5, 9, 17, 2**31 - 1]), min_size=2, max_size=2),
-    paths=st.lists(st.lists(st.integers(-2, 9), min_size=5, max_size=5), min_size=2, max_size=2),
-    num_accepted=st.lists(st.sampled_from([-5, 0, 2, 3, 4, 5, 2**31 - 1]), min_size=2, max_size=2),
-    holes=st.lists(st.sampled_from([-1, 6, 99, 2**31 - 1]), max_size=2),
-)
-@example(start=[3, 0], paths=[[0, 2, 3, 5, 6], [0, 2, 3, 5, 6]], num_accepted=[4, 4], holes=[6, 6])
-def test_compact_kv_bad_values(backend, device, start, paths, num_accepted, holes) -> None:
-    table = [[0, 1, 2], [3, 4, 5]]
-    for i, hole in enumerate(holes):
-        table[i][1] = hole
-    check_compact(device, 4, 6, table, start, paths, num_accepted)
-
-
-def test_compact_kv_long_path(backend, device) -> None:
-    """1022 moves at once: the scratch is cut into windows."""
-    nodes = [0, *range(2, 1024)]
-    rng = np.random.default_rng(0)
-    table = random_table(rng, 1, 90, 90)
-    check_compact(device, 16, 90, table, [300], [nodes], [1022])
-    backwards = [0, *range(1023, 0, -1)]
-    check_compact(device, 16, 90, table, [300], [backwards], [1023])
-
-
-def test_compact_kv_many_tensors(backend, device) -> None:
-    caches = [payload((4, 4, 2, 3), torch.int32, i, device) for i in range(300)]
-    expected = [cache.clone() for cache in caches]
-    table, start, nodes = [[2, 1, 3]], [3], [[0, 2, 5, 6]]
-    lengths = reference_compact(expected, table, 4, start, nodes, [3])
-    seq_lens = compact_kv(caches, int32(table, device), int32(start, device), int32(nodes, device), int32([3], device))
-    assert seq_lens.tolist() == lengths == [7]
-    assert all(torch.equal(cache, wanted) for cache, wanted in zip(caches, expected, strict=True))
-    assert not torch.equal(caches[299], payload((4, 4, 2, 3), torch.int32, 299, device))
-
-
-def test_compact_kv_without_work(backend, device) -> None:
-    no_table, nothing = torch.zeros((0, 4), dtype=torch.int32, device=device), int32([], device)
-    cache = payload((2, 2, 3), torch.float32, 0, device)
-    before = cache.clone()
-    assert compact_kv([cache], no_table, nothing, no_table, nothing).shape == (0,)
-    one = (int32([[0, 1]], device), int32([1], device), int32([[0, 2]], device), int32([1], device))
-    assert compact_kv([], *one).tolist() == [3]
-    assert compact_kv([cache], one[0], one[1], int32([[]], device), one[3]).tolist() == [1]
-    assert torch.equal(raw(cache), raw(before))
-    for shape in ((2, 2, 0, 3), (0, 2, 3), (2, 0, 3)):
-        assert compact_kv([torch.zeros(shape, device=device)], *one).tolist() == [3]
-
-
-def test_compact_kv_does_not_depend_on_threads(backend, device) -> None:
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            storages, caches = cache_list(12, 4, device)
-            compact_kv(
-                caches,
-                int32([[4, 1, 6], [2, 11, 0]], device),
-                int32([2, 3], device),
-                int32([[0, 3, 6, 1], [0, 1, 5, 4]], device),
-                int32([3, 3], device),
-            )
-            results.append([raw(storage) for storage in storages])
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-
-
-def compact_arguments(device: torch.device) -> dict:
-    return {
-        "caches": [payload((4, 2, 3), torch.float32, i, device) for i in range(2)],
-        "page_table": int32([[0, 1], [2, 3]], device),
-        "start": int32([0, 0], device),
-        "accept_index": int32([[0, 2, 3], [0, 1, 2]], device),
-        "num_accepted": int32([2, 2], device),
-    }
-
-
-def test_compact_kv_refuses(backend, device) -> None:
-    cache = torch.zeros((4, 2, 3), device=device)
-    strided = torch.zeros((4, 2, 4, 6, 8, 10), device=device)[:, :, ::2, ::2, ::2, ::2]
-    for change, message in [
-        (
-            {"caches": [cache, torch.zeros((4, 3, 3), device=device)]},
-            r"`caches\[1\]` must be of shape \[4, 2, \.\.\.\]",
-        ),
-        (
-            {"caches": [cache, torch.zeros((5, 2, 3), device=device)]},
-            r"`caches\[1\]` must be of shape \[4, 2, \.\.\.\]",
-        ),
-        ({"caches": [torch.zeros(4, device=device)]}, r"`caches\[0\]` must be of shape \[pages, page_size, \.\.\.\]"),
-        ({"caches": [cache, strided]}, r"`caches\[1\]` must be of rows with at most three strided dimensions"),
-        ({"page_table": int32([[0, 1]], device)}, r"`page_table` must be of shape \[2, \*\], got \[1, 2\]"),
-        ({"page_table": int32([[0, 2], [1, 3]], device).t()}, "`page_table` must be contiguous in its last dimension"),
-        ({"start": torch.tensor([0, 0], device=device)}, "`start` must be of dtype Int, got Long"),
-        ({"accept_index": int32([[0, 1, 2]], device)}, r"`accept_index` must be of shape \[2, \*\], got \[1, 3\]"),
-        (
-            {"accept_index": torch.zeros((2, 1025), dtype=torch.int32, device=device)},
-            "`accept_index` must be of at most 1024 columns",
-        ),
-        ({"num_accepted": int32([2], device)}, r"`num_accepted` must be of shape \[2\], got \[1\]"),
-    ]:
-        arguments = {**compact_arguments(device), **change}
-        before = [raw(t) for t in arguments["caches"]]
-        with pytest.raises(ValueError, match=f"compact_kv: {message}"):
-            compact_kv(**arguments)
-        assert all(torch.equal(raw(t), old) for t, old in zip(arguments["caches"], before, strict=True))
-    with pytest.raises(TypeError):
-        compact_kv(**{**compact_arguments(device), "caches": [1, 2]})
-
-
-def test_compact_kv_value_checks(value_checks, device) -> None:
-    for change, message in [
-        ({"accept_index": int32([[1, 2, 3], [0, 1, 2]], device)}, r"`accept_index\[0, 0\]` must be 0, the root, got 1"),
-        ({"accept_index": int32([[0, 2, 3], [0, 2, 2]], device)}, r"`accept_index\[1, 2\]` must be greater than"),
-        ({"accept_index": int32([[0, 2, -1], [0, 1, 2]], device)}, r"`accept_index\[0, 2\]` must be greater than"),
-        ({"num_accepted": int32([2, 3], device)}, r"`num_accepted\[1\]` must be in 0..2, got 3"),
-        ({"num_accepted": int32([-1, 2], device)}, r"`num_accepted\[0\]` must be in 0..2, got -1"),
-        ({"start": int32([0, -4], device)}, r"`start\[1\]` must be a position, got -4"),
-        ({"start": int32([1, 0], device)}, "wide enough for position 4 of sequence 0, got 2 pages of 2"),
-        ({"page_table": int32([[0, 1], [4, 3]], device)}, r"`page_table\[1, 0\]` must be a page id in 0..3, got 4"),
-        ({"page_table": int32([[0, -1], [2, 3]], device)}, r"`page_table\[0, 1\]` must be a page id in 0..3, got -1"),
-    ]:
-        arguments = {**compact_arguments(device), **change}
-        before = [raw(t) for t in arguments["caches"]]
-        with pytest.raises(ValueError, match=f"compact_kv: .*{message}"):
-            compact_kv(**arguments)
-        assert all(torch.equal(raw(t), old) for t, old in zip(arguments["caches"], before, strict=True))
-    assert compact_kv(**compact_arguments(device)).tolist() == [3, 3]
 
 
 # 64-bit offsets -------------------------------------------------------------------------------------------------------

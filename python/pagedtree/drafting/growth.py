@@ -1,49 +1,18 @@
-"""Drafting on the device: trees grown by a draft model (EAGLE-2), n-gram trees (prompt lookup), Medusa heads.
-
-Nothing here synchronises; shapes depend on Python ints only, so that a whole step can be captured in one CUDA graph.
-"""
+"""Trees grown by a draft model, level by level (EAGLE-2, drawn children)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pagedtree._ops import call, ops
+from pagedtree.drafting.draft import Draft
 from pagedtree.sampling import SamplingParams
-from pagedtree.tree import DraftTree, TreeBatch, build_trees
+from pagedtree.tree import build_trees
 
-__all__ = [
-    "Draft",
-    "DraftState",
-    "expand_tree",
-    "medusa_propose",
-    "ngram_propose",
-    "rejected_predictions",
-    "rerank_tree",
-    "start_draft",
-]
-
-
-class Draft(NamedTuple):
-    """What a drafter proposes for one step of the target model.
-
-    Attributes:
-        draft_tokens: int64 [N], row cu_nodes[b] + i = token of node i of tree b. N is fixed, B times the most nodes a
-            tree may have; the trees are packed and padding (-1) comes last.
-        trees: their shapes.
-        draft_probs: fp32 [M, V] or None; the laws from which the children were drawn (laws "iid" and "swor").
-        draft_rows: int64 [N] or None; row of draft_probs for node n's children (0 <= row < M for every node).
-        node_map: int32 [N] or None; the node's index among the draft model's KV nodes, -1 where it was never fed.
-    """
-
-    draft_tokens: Tensor
-    trees: TreeBatch
-    draft_probs: Tensor | None = None
-    draft_rows: Tensor | None = None
-    node_map: Tensor | None = None
+__all__ = ["DraftState", "expand_tree", "rerank_tree", "start_draft"]
 
 
 @dataclass(frozen=True)
@@ -307,164 +276,6 @@ def rerank_tree(state: DraftState, num_nodes: int, *, active: Tensor | None = No
     return Draft(draft_tokens, trees, draft_probs.flatten(0, 1), draft_rows, node_map)
 
 
-def ngram_propose(
-    history: Tensor,
-    history_lens: Tensor,
-    *,
-    max_nodes: int,
-    max_depth: int,
-    min_ngram: int = 1,
-    max_ngram: int = 4,
-    max_branches: int = 8,
-    extra: Tensor | None = None,
-    active: Tensor | None = None,
-) -> Draft:
-    """Drafts what followed earlier occurrences of the last tokens, merged into one tree under the last token.
-
-    Sources: prompt lookup decoding (Saxena 2023), lookahead decoding (Fu et al., ICML 2024), the merging of
-    continuations into a trie from REST (He et al., NAACL 2024).
-
-    Args:
-        history: int64 [B, H], prompt and generated tokens; row stride >= H. Negative tokens match nothing.
-        history_lens: int32 [B], tokens of each row that count; clamped to 0..H.
-        max_nodes: most nodes of a tree, root included, 1..1024.
-        max_depth: longest continuation, 0..1023.
-        min_ngram, max_ngram: shortest and longest n-gram to look for, 1..64.
-        max_branches: most leaves of a tree.
-        extra: int64 [B, E], more text to look in: runs of tokens separated by negative ones, the newest last; see
-            `rejected_predictions`.
-        active: bool [B]; False = the sequence is finished and gets a tree of no nodes.
-
-    An empty history also gives a tree of no nodes; one without a match the root alone. Nodes are in the order of their
-    insertion: siblings of a better match come first.
-
-        tree = Trie(root=history[-1])
-        for n in range(max_ngram, min_ngram - 1, -1):
-            for text in (history, extra):
-                for end in range(len(text) - 1, 0, -1):                     # most recent first
-                    if common_suffix(text[:end], history, at_most=max_ngram) == n:
-                        tree.insert(text[end : end + max_depth])            # up to the first negative token
-
-    `insert` shares the nodes that are there already and adds the others one by one; it stops at max_nodes, and where a
-    new branch would make more than max_branches leaves. The work is linear in H + E for each n.
-
-    Returns a `Draft` of draft_tokens and trees. Raises ValueError for wrong shapes, dtypes or bounds.
-    """
-    draft_tokens, parents, cu_nodes = call(
-        ops.ngram_propose,
-        history,
-        history_lens,
-        max_nodes=max_nodes,
-        max_depth=max_depth,
-        min_ngram=min_ngram,
-        max_ngram=max_ngram,
-        max_branches=max_branches,
-        extra=extra,
-        active=active,
-    )
-    return Draft(draft_tokens, build_trees(parents, cu_nodes, max_nodes=max_nodes, max_depth=max_depth))
-
-
-def rejected_predictions(
-    trees: TreeBatch, draft_tokens: Tensor, predictions: Tensor, accept_index: Tensor, *, context: int = 4
-) -> Tensor:
-    """What the target predicts at the nodes it did not accept, as text for `ngram_propose(extra=)`.
-
-    A rejected branch is often right a few tokens later (lookahead decoding, Fu et al., ICML 2024), and the target has
-    already said what follows it.
-
-    Args:
-        trees: the verified batch.
-        draft_tokens: int32 or int64 [N]; give the roots their tokens, so that runs may begin there.
-        predictions: int64 [N], the target's token after each node (argmax of its logits).
-        accept_index: int32 [B, S], the accepted nodes, -1 past them.
-        context: path tokens a run, at least 1; the longest n-gram that can be found in it.
-
-    Returns int64 [B, max_nodes * (context + 2)]: a run a node, the first nodes last. Keep the text of several steps by
-    concatenating, the newest last: torch.cat([extra, new], 1)[:, -capacity:].
-
-        for node in reversed(nodes):
-            if reachable(node) and node != root and node not in accepted:
-                path = tokens of root..node
-                run = [*path[-context:], predictions[node]]
-            else: run = []
-            extra += [-1] * (context + 1 - len(run)) + run + [-1]
-
-    Raises ValueError for wrong shapes.
-    """
-    num_rows, max_nodes = trees.parents.shape[0], trees.max_nodes
-    for name, tensor in (("draft_tokens", draft_tokens), ("predictions", predictions)):
-        if tensor.shape != (num_rows,):
-            raise ValueError(f"rejected_predictions: `{name}` must be of shape [{num_rows}], got {list(tensor.shape)}")
-    if accept_index.dim() != 2 or accept_index.shape[0] != trees.batch_size:
-        raise ValueError(
-            f"rejected_predictions: `accept_index` must be of shape [{trees.batch_size}, S],"
-            f" got {list(accept_index.shape)}"
-        )
-    if context < 1:
-        raise ValueError(f"rejected_predictions: `context` must be at least 1, got {context}")
-    if num_rows == 0:
-        return predictions.new_full((trees.batch_size, max_nodes * (context + 2)), -1)
-    nodes = torch.arange(max_nodes, device=trees.device).expand(trees.batch_size, -1)
-    begin, end = trees.cu_nodes[:-1, None].long(), trees.cu_nodes[1:, None].long()
-
-    def at(values: Tensor, index: Tensor) -> Tensor:
-        found = values.long()[(begin + index).clamp(0, num_rows - 1)]
-        return torch.where((index >= 0) & (begin + index < end), found, -1)
-
-    accepted = (accept_index[:, :, None] == nodes[:, None, :]).any(dim=1)
-    rejected = torch.where((at(trees.depths, nodes) > 0) & ~accepted, nodes, -1)
-    columns = [at(predictions, rejected)]
-    ancestor = rejected
-    for _ in range(context):
-        columns.insert(0, at(draft_tokens, ancestor))
-        ancestor = at(trees.parents, ancestor)
-    runs = torch.stack([*columns, torch.full_like(rejected, -1)], dim=-1)
-    return runs.flip(1).flatten(1)
-
-
-def medusa_propose(
-    head_logits: Tensor, tree: DraftTree, *, root_tokens: Tensor | None = None, active: Tensor | None = None
-) -> Draft:
-    """Fills a fixed tree with the best tokens of Medusa heads: a node takes its depth's head, its child rank in it.
-
-    Source: Medusa (Cai et al., ICML 2024).
-
-    Args:
-        head_logits: fp32, fp16 or bf16 [B, H, V], last dimension contiguous; head h predicts the node at depth h + 1.
-        tree: the same for every sequence, not deeper than H; no node has V or more siblings before it.
-        root_tokens: int64 [B], entered at the roots (else -1, which verification ignores).
-        active: bool [B]; False = the sequence is finished and gets a tree of no nodes.
-
-    Ties go to the lower id; NaN reads as -inf, and where fewer tokens are above -inf than a rank needs the node is -1.
-
-        token[node] = sorted(range(V), key=lambda x: (-head_logits[b, depth[node] - 1, x], x))[child_rank[node]]
-
-    Returns a `Draft` of draft_tokens [B * tree.num_nodes] and trees. Raises ValueError for wrong shapes, dtypes or a
-    tree that the heads cannot fill.
-    """
-    if head_logits.dim() == 3 and tree.max_depth > head_logits.shape[1]:
-        raise ValueError(
-            f"medusa_propose: `tree` must have depth <= {head_logits.shape[1]} (the heads), got {tree.max_depth}"
-        )
-    parents, depths, child_ranks, num_top = tree._on_device(head_logits.device)
-    if num_top > head_logits.shape[-1]:
-        raise ValueError(
-            f"medusa_propose: `tree` must have child ranks below {head_logits.shape[-1]} (V), got {num_top - 1}"
-        )
-    draft_tokens, all_parents, cu_nodes = call(
-        ops.medusa_propose,
-        head_logits[:, : tree.max_depth],
-        parents,
-        depths,
-        child_ranks,
-        num_top=num_top,
-        root_tokens=root_tokens,
-        active=active,
-    )
-    return Draft(draft_tokens, build_trees(all_parents, cu_nodes, max_nodes=tree.num_nodes, max_depth=tree.max_depth))
-
-
 @torch.library.register_fake("pagedtree::expand_tree")
 def _expand_tree_fake(
     tokens: Tensor,
@@ -516,44 +327,4 @@ def _rerank_tree_fake(
         parents.new_empty((rows,)),
         parents.new_empty((batch + 1,)),
         parents.new_empty((rows,)),
-    )
-
-
-@torch.library.register_fake("pagedtree::ngram_propose")
-def _ngram_propose_fake(
-    history: Tensor,
-    history_lens: Tensor,
-    *,
-    max_nodes: int,
-    max_depth: int,
-    min_ngram: int = 1,
-    max_ngram: int = 4,
-    max_branches: int = 8,
-    extra: Tensor | None = None,
-    active: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    batch = history.shape[0]
-    return (
-        history.new_empty((batch * max_nodes,)),
-        history_lens.new_empty((batch * max_nodes,)),
-        history_lens.new_empty((batch + 1,)),
-    )
-
-
-@torch.library.register_fake("pagedtree::medusa_propose")
-def _medusa_propose_fake(
-    head_logits: Tensor,
-    parents: Tensor,
-    depths: Tensor,
-    child_ranks: Tensor,
-    *,
-    num_top: int,
-    root_tokens: Tensor | None = None,
-    active: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    batch = head_logits.shape[0]
-    return (
-        head_logits.new_empty((batch * parents.shape[0],), dtype=torch.int64),
-        parents.new_empty((batch * parents.shape[0],)),
-        parents.new_empty((batch + 1,)),
     )

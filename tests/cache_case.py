@@ -1,0 +1,65 @@
+"""What the tests of the KV cache ops share."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PAGE_SIZES = [1, 7, 16, 61]
+FP8 = torch.float8_e4m3fn
+
+
+def int32(values: list, device: torch.device | str = "cpu") -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def slot_of(table: list[list[int]], b: int, position: int, page_size: int) -> int:
+    if position < 0 or position // page_size >= len(table[b]):
+        return -1
+    page = table[b][position // page_size]
+    return page * page_size + position % page_size if page >= 0 else -1
+
+
+def random_table(rng: np.random.Generator, batch: int, max_pages: int, num_pages: int) -> list[list[int]]:
+    """Pages that no two sequences share."""
+    return rng.permutation(num_pages)[: batch * max_pages].reshape(batch, max_pages).tolist()
+
+
+def payload(shape: tuple[int, ...], dtype: torch.dtype, layer: int, device: torch.device) -> Tensor:
+    """Bytes that tell slot, layer, head and dimension apart; NaN patterns of the floats included."""
+    count = int(np.prod(shape)) * torch.empty(0, dtype=dtype).element_size()
+    mixed = (np.arange(count, dtype=np.uint64) + np.uint64(layer << 40)) * np.uint64(0x9E3779B97F4A7C15)
+    return torch.from_numpy((mixed >> np.uint64(53)).astype(np.uint8)).view(dtype).view(shape).to(device)
+
+
+def raw(t: Tensor) -> Tensor:
+    return t.contiguous().view(torch.uint8)
+
+
+def storage_and_views(layout: str, pages: int, page_size: int, heads: int, dim: int, dtype, device):
+    """Storage full of payload, and K and V cache views [pages, page_size, heads, dim] of it as engines lay them out."""
+    if layout == "nhd":
+        storage = payload((2, pages, page_size, heads, dim), dtype, 0, device)
+        return storage, storage[0], storage[1]
+    if layout == "hnd":
+        storage = payload((2, pages, heads, page_size, dim), dtype, 1, device)
+        return storage, storage[0].transpose(1, 2), storage[1].transpose(1, 2)
+    if layout == "stacked":  # vLLM: K and V of a page lie together
+        storage = payload((pages, 2, page_size, heads, dim), dtype, 2, device)
+        return storage, storage[:, 0], storage[:, 1]
+    if layout == "packed":  # K and V of a head lie together
+        storage = payload((pages, heads, page_size, 2 * dim), dtype, 3, device)
+        k_cache, v_cache = storage.transpose(1, 2).split(dim, dim=-1)
+        return storage, k_cache, v_cache
+    raise AssertionError(layout)
+
+
+def compact_arguments(device: torch.device) -> dict:
+    return {
+        "caches": [payload((4, 2, 3), torch.float32, i, device) for i in range(2)],
+        "page_table": int32([[0, 1], [2, 3]], device),
+        "start": int32([0, 0], device),
+        "accept_index": int32([[0, 2, 3], [0, 1, 2]], device),
+        "num_accepted": int32([2, 2], device),
+    }

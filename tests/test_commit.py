@@ -1,0 +1,263 @@
+"""commit against plain loops."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from step_case import batch_of, commit_arguments, int32, int64, tree_parents
+from torch import Tensor
+
+from pagedtree import (
+    Commit,
+    Verdict,
+    commit,
+)
+
+
+def reference_commit(accept_index, num_accepted, tokens, offsets, start, history, lens, eos, node_map) -> dict:
+    """The docstring's loop in plain Python; `history` is a list of lists of fixed length."""
+    width = len(accept_index[0]) if accept_index else 0
+
+    def padded(values: list[int]) -> list[int]:
+        return values + [-1] * (width - len(values))
+
+    out: dict[str, list] = {name: [] for name in Commit._fields}
+    history, lens = [row[:] for row in history], lens[:]
+    for b, nodes in enumerate(accept_index):
+        size = offsets[b + 1] - offsets[b]
+        path: list[int] = []
+        emitted: list[int] = []
+        ended = False
+        if size > 0 and start[b] >= 0 and nodes[0] == 0:
+            for j in range(min(max(num_accepted[b], 0), width - 1) + 1):
+                if ended or tokens[b][j] < 0 or (j > 0 and not nodes[j - 1] < nodes[j] < size):
+                    break
+                path.append(nodes[j])
+                emitted.append(tokens[b][j])
+                ended = tokens[b][j] in eos[b]
+        present = path[:1]
+        for node in path[1:]:
+            if node_map[offsets[b] + node] < 0:
+                break
+            present.append(node_map[offsets[b] + node])
+        lacking = emitted[len(present) - 1 : -1] if path else []
+        out["start"].append(min(start[b] + len(emitted), 2**31 - 1))
+        out["last_token"].append(emitted[-1] if emitted else -1)
+        out["finished"].append(ended or not emitted)
+        out["num_accepted"].append(max(len(path) - 1, 0))
+        out["num_tokens"].append(len(emitted))
+        out["accept_rows"].append(padded([offsets[b] + node for node in path]))
+        out["draft_accept_index"].append(padded(present))
+        out["draft_num_accepted"].append(max(len(present) - 1, 0))
+        out["draft_missing"].append(padded(lacking))
+        out["draft_num_missing"].append(len(lacking))
+        if emitted:
+            lens[b] = min(max(lens[b], 0), len(history[b]))
+            for token in emitted[: len(history[b]) - lens[b]]:
+                history[b][lens[b]] = token
+                lens[b] += 1
+    return {**out, "history": history, "lens": lens}
+
+
+def check_commit(
+    device, accept_index, num_accepted, tokens, parents, start, history, lens, eos, per_row_eos, node_map
+) -> None:
+    batch, width = len(parents), len(accept_index[0])
+    trees = batch_of(parents, device, max_depth=max(width - 1, 0))
+    offsets = trees.cu_nodes.tolist()
+    eos_rows = eos if per_row_eos else [eos[0]] * batch
+    expected = reference_commit(accept_index, num_accepted, tokens, offsets, start, history, lens, eos_rows, node_map)
+
+    def strided(values: list, dtype: torch.dtype) -> Tensor:
+        wide = torch.full((len(values), len(values[0]) + 2), 77, dtype=dtype, device=device)
+        wide[:, : len(values[0])] = torch.tensor(values, dtype=dtype, device=device).view(len(values), -1)
+        return wide
+
+    wide_history, wide_eos = strided(history, torch.int64), strided(eos_rows, torch.int64)
+    eos_ids = wide_eos[:, : len(eos_rows[0])] if per_row_eos else int64(eos[0], device)
+    verdict = Verdict(
+        strided(accept_index, torch.int32)[:, :width],
+        int32(num_accepted, device),
+        strided(tokens, torch.int64)[:, :width],
+        int32([0] * batch, device),
+    )
+    history_lens = int32(lens, device)
+    result = commit(
+        verdict,
+        trees,
+        int32(start, device),
+        history=wide_history[:, : len(history[0])],
+        history_lens=history_lens,
+        eos_ids=eos_ids,
+        node_map=int32(node_map, device),
+    )
+    for name in Commit._fields:
+        assert getattr(result, name).tolist() == expected[name], name
+    assert wide_history[:, : len(history[0])].tolist() == expected["history"]
+    assert (wide_history[:, len(history[0]) :] == 77).all()
+    assert history_lens.tolist() == expected["lens"]
+    bare = commit(verdict, trees, int32(start, device), eos_ids=eos_ids)
+    assert bare[6:] == (None,) * 4
+    for mine, same in zip(bare[:6], result[:6], strict=True):
+        assert torch.equal(mine, same)
+    dtypes = {t.dtype for t in (result.start, result.num_accepted, result.num_tokens, result.draft_accept_index)}
+    assert dtypes == {torch.int32} and result.finished.dtype == torch.bool
+    assert {t.dtype for t in (result.last_token, result.accept_rows, result.draft_missing)} == {torch.int64}
+
+
+def path_to(parents: list[int], node: int) -> list[int]:
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
+
+
+@given(
+    parents=st.lists(st.one_of(tree_parents(), st.just([])), min_size=1, max_size=4),
+    capacity=st.sampled_from([0, 3, 40]),
+    per_row_eos=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_commit(backend, device, parents, capacity, per_row_eos, seed) -> None:
+    rng = np.random.default_rng(seed)
+    batch = len(parents)
+    paths = [path_to(p, int(rng.integers(0, len(p)))) if p else [] for p in parents]
+    width = max(len(path) for path in paths) + 1
+    check_commit(
+        device,
+        accept_index=[path + [-1] * (width - len(path)) for path in paths],
+        num_accepted=[max(len(path) - 1, 0) for path in paths],
+        tokens=[rng.integers(0, 6, size=len(path)).tolist() + [-1] * (width - len(path)) for path in paths],
+        parents=parents,
+        start=[int(rng.integers(0, 50)) if rng.random() < 0.9 else -1 for _ in paths],
+        history=[[90 + i for i in range(capacity)] for _ in paths],
+        lens=[int(rng.integers(0, capacity + 1)) for _ in paths],
+        eos=rng.choice([-1, 0, 1, 99], size=(batch, int(rng.integers(0, 3)))).tolist(),
+        per_row_eos=per_row_eos,
+        node_map=[int(rng.integers(-1, 30)) if rng.random() < 0.5 else i for i in range(sum(map(len, parents)))],
+    )
+
+
+@given(
+    accept_index=st.lists(st.lists(st.integers(-2, 6), min_size=4, max_size=4), min_size=2, max_size=2),
+    first=st.lists(st.sampled_from([0, 0, 0, -1, 3]), min_size=2, max_size=2),
+    num_accepted=st.lists(st.sampled_from([-7, 0, 2, 3, 4, 2**31 - 1]), min_size=2, max_size=2),
+    tokens=st.lists(
+        st.lists(st.sampled_from([1, 1, 1, 2**62, 2, -1, -(2**63)]), min_size=4, max_size=4), min_size=2, max_size=2
+    ),
+    start=st.lists(st.sampled_from([-(2**31), -1, 0, 2**31 - 1]), min_size=2, max_size=2),
+    lens=st.lists(st.sampled_from([-(2**31), -1, 2, 5, 2**31 - 1]), min_size=2, max_size=2),
+    node_map=st.lists(st.sampled_from([-(2**31), -1, 0, 3, 2**31 - 1]), min_size=7, max_size=7),
+)
+@example(  # nodes outside their trees, among good values
+    accept_index=[[0, 1, 4, 6], [0, 2, 3, 6]],
+    first=[0, 0],
+    num_accepted=[3, 3],
+    tokens=[[1, 1, 1, 1]] * 2,
+    start=[0, 0],
+    lens=[0, 0],
+    node_map=[0, 1, 2, 3, 0, 1, 2],
+)
+def test_commit_bad_values(backend, device, accept_index, first, num_accepted, tokens, start, lens, node_map) -> None:
+    check_commit(
+        device,
+        accept_index=[[f, *nodes[1:]] for f, nodes in zip(first, accept_index, strict=True)],
+        num_accepted=num_accepted,
+        tokens=tokens,
+        parents=[[-1, 0, 0, 1], [-1, 0, 1]],
+        start=start,
+        history=[[0] * 5, [0] * 5],
+        lens=lens,
+        eos=[[2, -1]] * 2,
+        per_row_eos=False,
+        node_map=node_map,
+    )
+
+
+def test_eos_shared_and_of_each_sequence(backend, device) -> None:
+    trees = batch_of([[-1, 0, 1]] * 2, device)
+    verdict = Verdict(int32([[0, 1, 2]] * 2, device), int32([2, 2], device), int64([[5, 6, 7]] * 2, device), None)
+    for eos_ids, num_tokens in [
+        ([6], [2, 2]),
+        ([-1, 7], [3, 3]),
+        ([[5, -1], [9, 6]], [1, 2]),
+        ([[], []], [3, 3]),
+        ([], [3, 3]),
+    ]:
+        result = commit(verdict, trees, int32([4, 8], device), eos_ids=int64(eos_ids, device))
+        assert result.num_tokens.tolist() == num_tokens
+        assert result.start.tolist() == [4 + num_tokens[0], 8 + num_tokens[1]]
+        assert result.last_token.tolist() == [4 + count for count in num_tokens]
+        assert result.finished.tolist() == [int64(eos_ids).numel() > 0] * 2
+
+
+def test_commit_bad_offsets(backend, device) -> None:
+    trees = batch_of([[-1, 0], [-1]], device)
+    verdict = Verdict(int32([[0, 1], [0, 1]], device), int32([1, 1], device), int64([[1, 2]] * 2, device), None)
+    node_map = int32([0, 1, 0], device)
+    for offsets in ([0, 99, 3], [9, -4, 2], [-(2**31), 2**31 - 1, 0], [3, 2, 1]):
+        trees.cu_nodes.copy_(int32(offsets, device))
+        result = commit(verdict, trees, int32([0, 0], device), node_map=node_map)
+        assert all(-1 <= row < 3 for row in result.accept_rows.flatten().tolist())
+
+
+def test_commit_empty(backend, device) -> None:
+    trees = batch_of([], device)
+    nodes, tokens = torch.zeros((0, 3), dtype=torch.int32), torch.zeros((0, 3), dtype=torch.int64)
+    verdict = Verdict(nodes.to(device), int32([], device), tokens.to(device), int32([], device))
+    result = commit(verdict, trees, int32([], device), node_map=int32([], device))
+    assert [tuple(t.shape) for t in result] == [(0,)] * 5 + [(0, 3)] * 2 + [(0,), (0, 3), (0,)]
+
+
+def test_commit_refuses(backend, device) -> None:
+    verdict = commit_arguments(device)["verdict"]
+    for change, message in [
+        ({"verdict": verdict._replace(tokens=int32([[5, 6]], device))}, "`tokens` must be of dtype Long, got Int"),
+        (
+            {"verdict": verdict._replace(tokens=int64([[5]], device))},
+            r"`tokens` must be of shape \[1, 2\], got",
+        ),
+        ({"verdict": verdict._replace(num_accepted=int32([1, 1], device))}, r"`num_accepted` must be of shape \[1\]"),
+        (
+            {"verdict": verdict._replace(accept_index=int32([0, 2], device))},
+            r"`accept_index` must be of shape \[\*, \*\]",
+        ),
+        ({"trees": batch_of([[-1], [-1]], device)}, r"`cu_nodes` must be of shape \[2\], got \[3\]"),
+        ({"start": int64([4], device)}, "`start` must be of dtype Int, got Long"),
+        ({"history": None}, "`history_lens` must be given together with `history`, got a tensor"),
+        ({"history_lens": None}, "`history_lens` must be given together with `history`, got None"),
+        ({"history": torch.zeros((2, 8), dtype=torch.int64)}, r"`history` must be of shape \[1, \*\], got \[2, 8\]"),
+        ({"history": torch.zeros((1, 8), dtype=torch.int32)}, "`history` must be of dtype Long, got Int"),
+        ({"history_lens": int64([3], device)}, "`history_lens` must be of dtype Int, got Long"),
+        ({"eos_ids": int32([3], device)}, "`eos_ids` must be of dtype Long, got Int"),
+        ({"eos_ids": int64([[3], [4]], device)}, r"`eos_ids` must be of shape \[1, \*\], got \[2, 1\]"),
+        ({"eos_ids": int64([[[3]]], device)}, r"`eos_ids` must be of shape \[1, \*\]"),
+        ({"node_map": int64([0, 1, 2], device)}, "`node_map` must be of dtype Int, got Long"),
+    ]:
+        arguments = {**commit_arguments(device), **change}
+        with pytest.raises(ValueError, match=f"commit: {message}"):
+            commit(**arguments)
+        assert arguments["history"] is None or not arguments["history"].any()
+
+
+def test_commit_value_checks(value_checks, device) -> None:
+    verdict = commit_arguments(device)["verdict"]
+    for change, message in [
+        ({"verdict": verdict._replace(num_accepted=int32([2], device))}, r"`num_accepted\[0\]` must be in 0..1, got 2"),
+        ({"verdict": verdict._replace(accept_index=int32([[0, 3]], device))}, "must be a node of a tree of 3, got 3"),
+        ({"verdict": verdict._replace(accept_index=int32([[1, 2]], device))}, r"`accept_index\[0, 0\]` must be 0"),
+        ({"verdict": verdict._replace(accept_index=int32([[0, 0]], device))}, "must be greater than the node before"),
+        ({"history_lens": int32([9], device)}, r"`history_lens\[0\]` must be in 0..8, got 9"),
+        ({"node_map": int32([0, 1], device)}, "`cu_nodes` must be at most 2 rows, got 3"),
+    ]:
+        arguments = {**commit_arguments(device), **change}
+        with pytest.raises(ValueError, match=f"commit: .*{message}"):
+            commit(**arguments)
+        assert not arguments["history"].any()
+    arguments = commit_arguments(device)
+    assert commit(**arguments).start.tolist() == [6]
+    assert arguments["history"].tolist() == [[0, 0, 0, 5, 6, 0, 0, 0]] and arguments["history_lens"].tolist() == [5]

@@ -1,0 +1,281 @@
+"""Growing draft trees against plain loops: levels, a whole loop over a toy model, refusals, schemas."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from draft_checks import ToyModel, best_tokens, int32, mask_sets, packed_trees, seeded
+from torch import Tensor
+
+from pagedtree import DraftState, SamplingParams, expand_tree, rerank_tree, start_draft
+from pagedtree._ops import ops
+
+pytestmark = pytest.mark.usefixtures("on_device")
+
+
+def check_level(old: DraftState, new: DraftState, logits: Tensor, num_children: int) -> None:
+    """Every tensor of `new` from `old` and the logits, in plain loops."""
+    width = old.num_frontier * num_children
+    assert new.tokens.shape == (old.batch_size, old.num_candidates + width)
+    assert new.tokens[:, : old.num_candidates].equal(old.tokens)
+    assert new.parents[:, : old.num_candidates].equal(old.parents)
+    assert new.scores[:, : old.num_candidates].equal(old.scores)
+    old_masks, new_masks = mask_sets(old.mask), mask_sets(new.mask)
+    for b in range(old.batch_size):
+        kv_index = old.kv_index[b].tolist() + [-1] * width
+        for f, parent in enumerate(old.frontier[b].tolist()):
+            score = float(old.scores[b, parent])
+            row = logits[b * old.num_frontier + f]
+            expected = best_tokens(row, num_children) if score > -math.inf else []
+            clean = row.double().nan_to_num(nan=-math.inf, posinf=torch.finfo(torch.float32).max, neginf=-math.inf)
+            logp = torch.log_softmax(clean, 0)
+            if score > -math.inf:
+                kv_index[parent] = old.num_kv - old.num_frontier + f
+            for k in range(num_children):
+                c = old.num_candidates + f * num_children + k
+                assert new.parents[b, c] == parent
+                if k < len(expected) and score + float(logp[expected[k]]) >= -torch.finfo(torch.float32).max:
+                    assert new.tokens[b, c] == expected[k]
+                    assert float(new.scores[b, c]) == pytest.approx(
+                        score + float(logp[expected[k]]), rel=2e-6, abs=2e-6
+                    )
+                    assert new.scores[b, c] <= old.scores[b, parent]
+                else:
+                    assert new.tokens[b, c] == -1 and new.scores[b, c] == -math.inf
+        assert new.kv_index[b].tolist() == kv_index
+        candidates = range(old.num_candidates, new.num_candidates)
+        scores = new.scores[b].tolist()
+        assert new.frontier[b].tolist() == sorted(candidates, key=lambda c: (-scores[c], c))[: new.num_frontier]
+        for g, c in enumerate(new.frontier[b].tolist()):
+            seen = set()
+            if scores[c] > -math.inf:
+                slot = old.frontier[b].tolist().index(int(new.parents[b, c]))
+                seen = old_masks[b * old.num_frontier + slot] | {old.num_kv + g}
+            assert new_masks[b * new.num_frontier + g] == seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 5, 63, 64, 1000, 1024, 1025, 5000])
+def test_expand(backend: str, dtype: torch.dtype, vocab: int) -> None:
+    generator = seeded(vocab)
+    state = start_draft(torch.tensor([3, 1, 4]), max_kv_nodes=40)
+    for num_children, num_frontier in ((min(4, vocab), min(4, vocab)), (min(10, vocab), min(7, vocab)), (1, 0)):
+        rows = state.batch_size * state.num_frontier
+        # Quarters: many exact ties, no rounding in any dtype.
+        logits = torch.randint(-20, 20, (rows, vocab + 3), generator=generator).div(4).to(dtype)[:, :vocab]
+        new = expand_tree(state, logits, num_children=num_children, num_frontier=num_frontier)
+        check_level(state, new, logits, num_children)
+        state = new
+    assert state.level == 3 and state.depths[0].tolist() == sorted(state.depths[0].tolist())
+
+
+def test_expand_hostile_logits(backend: str) -> None:
+    vocab = 130
+    rows = torch.zeros(9, vocab)
+    rows[0] = math.nan
+    rows[1] = -math.inf
+    rows[2, 7] = math.inf
+    rows[3, 1:] = -math.inf
+    rows[4, ::2] = math.nan
+    rows[5] = 3e38
+    rows[6] = -3e38
+    rows[7, 5] = 80.0
+    rows[8, [0, 129]] = math.inf
+    state = start_draft(torch.arange(9), max_kv_nodes=64)
+    new = expand_tree(state, rows, num_children=5, num_frontier=5)
+    check_level(state, new, rows, 5)
+    assert not new.scores.isnan().any()
+    assert not new.level_present[: 2 * 5].any() and new.level_present[15:20].tolist() == [True, *[False] * 4]
+    poisoned = torch.full((45, vocab), math.nan)
+    poisoned[20:25] = torch.randn(5, vocab)
+    last = expand_tree(new, poisoned, num_children=3, num_frontier=15)
+    check_level(new, last, poisoned, 3)
+    draft = rerank_tree(last, 12)
+    assert draft.trees.valid.all()
+    assert [len(tokens) for tokens, _ in packed_trees(draft)] == [1, 1, 6, 2, 12, 6, 6, 6, 6]
+
+
+def test_log_softmax_accuracy(backend: str) -> None:
+    logits = torch.randn(4, 100_003, generator=seeded(0)) * 3
+    logits[1] -= 1000
+    state = expand_tree(start_draft(torch.arange(4), max_kv_nodes=1), logits, num_children=64)
+    expected = torch.log_softmax(logits.double(), 1).topk(64).values
+    torch.testing.assert_close(state.scores[:, 1:].double(), expected, rtol=1e-6, atol=1e-5)
+
+
+def test_growing_loop(backend: str) -> None:
+    """An engine's loop over a toy draft model gives the tree that exhaustive best-first search over paths gives."""
+    model = ToyModel(vocab=50)
+    roots = [7, 9, 11]
+    levels = [(5, 5), (5, 6), (5, 6), (5, 0)]
+    active = torch.tensor([True, False, True])
+    state, cache = model.grow(roots, levels, active=active)
+    draft = rerank_tree(state, 24)
+    assert draft.trees.valid.tolist() == [True, False, True]
+    assert draft.draft_probs is None and draft.draft_rows is None
+    for b, (tokens, parents) in enumerate(packed_trees(draft)):
+        if not active[b]:
+            assert tokens == []
+            continue
+        paths: dict[tuple[int, ...], float] = {(roots[b],): 0.0}
+        frontier = [(roots[b],)]
+        fed = set(frontier)
+        for num_children, num_frontier in levels:
+            new = {}
+            for path in frontier:
+                logp = torch.log_softmax(model.logits(list(path)).double(), 0)
+                for token in best_tokens(logp, num_children):
+                    new[(*path, token)] = paths[path] + float(logp[token])
+            paths |= new
+            frontier = sorted(new, key=lambda path: -new[path])[:num_frontier]
+            fed |= set(frontier)
+        best = sorted(paths, key=lambda path: -paths[path])[:24]
+        mine: list[tuple[int, ...]] = []
+        for token, parent in zip(tokens, parents, strict=True):
+            mine.append((*(mine[parent] if parent >= 0 else ()), token))
+        assert set(mine) == set(best) and len(mine) == 24
+        tree = draft.trees.tree(b)
+        assert tree.depths.tolist() == [len(path) - 1 for path in mine]
+        begin = int(draft.trees.cu_nodes[b])
+        assert draft.node_map is not None
+        for path, kv in zip(mine, draft.node_map[begin : begin + 24].tolist(), strict=True):
+            assert (kv >= 0) == (path in fed)
+            if kv >= 0:
+                assert cache[b][kv] == path[-1]
+
+
+def test_state_without_sequences(backend: str) -> None:
+    state = start_draft(torch.empty(0, dtype=torch.int64), max_kv_nodes=33)
+    state = expand_tree(state, torch.empty(0, 8), num_children=3, num_frontier=2)
+    assert state.level_tokens.shape == (0,) and state.level_mask.shape == (0, 2)
+    draft = rerank_tree(state, 4)
+    assert draft.draft_tokens.shape == (0,) and draft.trees.cu_nodes.tolist() == [0]
+
+
+def test_more_than_a_word_of_kv_nodes(backend: str) -> None:
+    """Frontiers across mask words, bit 31 included."""
+    model = ToyModel(vocab=80)
+    state, _ = model.grow([1, 2], [(40, 30), (4, 33), (4, 36), (2, 0)])
+    assert state.num_kv == 100
+    draft = rerank_tree(state, 300)
+    assert draft.trees.valid.all() and draft.trees.max_depth == 4
+    assert all(len(tokens) == 300 for tokens, _ in packed_trees(draft))
+
+
+def test_expand_is_repeatable(backend: str) -> None:
+    logits = torch.randn(8, 3000, generator=seeded(1))
+    state = start_draft(torch.arange(8), max_kv_nodes=8)
+    threads = torch.get_num_threads()
+    results = []
+    for count in (1, 2, 4):
+        torch.set_num_threads(count)
+        results.append(expand_tree(state, logits, num_children=9, num_frontier=4))
+    torch.set_num_threads(threads)
+    alone = [expand_tree(start_draft(torch.tensor([b]), max_kv_nodes=8), logits[b : b + 1], num_children=9)
+             for b in range(8)]  # fmt: skip
+    for result in results:
+        assert result.scores.equal(results[0].scores) and result.tokens.equal(results[0].tokens)
+        assert result.scores.equal(torch.cat([one.scores for one in alone]))
+
+
+# Refusals, schemas ----------------------------------------------------------------------------------------------------
+
+
+def test_refusals(backend: str) -> None:
+    with pytest.raises(ValueError, match=r"start_draft: `root_tokens` must be int64"):
+        start_draft(int32([1]), max_kv_nodes=4)
+    with pytest.raises(ValueError, match=r"`max_kv_nodes` must be in 1\.\.1024, got 0"):
+        start_draft(torch.tensor([1]), max_kv_nodes=0)
+    with pytest.raises(ValueError, match=r"`active` must be bool \[B\]"):
+        start_draft(torch.tensor([1]), max_kv_nodes=1, active=torch.tensor([True, True]))
+    state = start_draft(torch.tensor([1, 2]), max_kv_nodes=4)
+    logits = torch.randn(2, 8)
+    for match, bad, options in [
+        (r"expand_tree: `logits` must be of shape \[2, \*\], got \[3, 8\]", torch.randn(3, 8), {}),
+        (r"`logits` must be of dtype Float or Half or BFloat16, got Double", logits.double(), {}),
+        (r"`logits` must be contiguous in its last dimension", torch.randn(8, 2).t(), {}),
+        (r"`num_children` must be in 1\.\.8, got 9", logits, {"num_children": 9}),
+        (r"`num_children` must be in 1\.\.8, got 0", logits, {"num_children": 0}),
+        (r"`num_frontier` must be in 0\.\.2, got 3", logits, {"num_frontier": 3}),
+        (r"`num_frontier` must be in 0\.\.2, got -1", logits, {"num_frontier": -1}),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            expand_tree(state, bad, **({"num_children": 2} | options))
+    with pytest.raises(ValueError, match=r"`num_frontier` must be at most 31 \(max_kv_nodes less those fed\), got 32"):
+        expand_tree(state, torch.randn(2, 40), num_children=40, num_frontier=32)
+    leaf = expand_tree(state, logits, num_children=2)
+    with pytest.raises(ValueError, match=r"`frontier` must be of at least one node, got 0"):
+        expand_tree(leaf, torch.randn(0, 8), num_children=2)
+    with pytest.raises(ValueError, match=r"rerank_tree: `num_nodes` must be in 1\.\.1024, got 1025"):
+        rerank_tree(leaf, 1025)
+    with pytest.raises(ValueError, match=r"rerank_tree: `active` must be of shape \[2\]"):
+        rerank_tree(leaf, 3, active=torch.tensor([True]))
+    sampled = {
+        "params": SamplingParams(),
+        "seeds": torch.tensor([1, 2]),
+        "positions": torch.tensor([0, 0]),
+    }
+    for match, options in [
+        (r'`law` must be "topk", "iid" or "swor", got "greedy"', {"law": "greedy"}),
+        (r'`temperature` must be None under law "topk", got a tensor', sampled),
+        (r"`temperature` must be a tensor under this law, got None", sampled | {"law": "iid", "params": None}),
+        (r"`seeds` must be a tensor under this law, got None", sampled | {"law": "swor", "seeds": None}),
+        (r"`seeds` must be of dtype Long, got Int", sampled | {"law": "swor", "seeds": int32([1, 2])}),
+        (r"`positions` must be of shape \[2\], got \[1\]", sampled | {"law": "iid", "positions": torch.tensor([0])}),
+        (
+            r"`top_k` must be of shape \[1\] or \[2\], got \[3\]",
+            sampled | {"law": "iid", "params": SamplingParams(top_k=int32([1, 2, 3]))},
+        ),
+        (r"`num_children` must be in 1\.\.8, got 9", sampled | {"law": "swor", "num_children": 9}),
+        (r"`num_children` must be in 1\.\.1024, got 1025", sampled | {"law": "iid", "num_children": 1025}),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            expand_tree(state, logits, **({"num_children": 2} | options))
+    grown = expand_tree(state, logits, num_children=2, num_frontier=1)
+    with pytest.raises(ValueError, match=r"`law` must be 'topk' as in the levels before, got 'iid'"):
+        expand_tree(grown, logits, num_children=2, law="iid")
+
+
+def test_opcheck(backend: str) -> None:
+    state = start_draft(torch.tensor([1, 2]), max_kv_nodes=40)
+    fields = (state.tokens, state.parents, state.scores, state.kv_index)
+    torch.library.opcheck(
+        ops.expand_tree.default,
+        (*fields, state.frontier, state.mask, torch.randn(2, 30)),
+        {"level": 0, "num_kv": 1, "num_children": 3, "num_frontier": 2},
+    )
+    torch.library.opcheck(ops.rerank_tree.default, fields, {"num_nodes": 3, "by_score": True})
+    sampled = [torch.tensor([value]) for value in (1.0, 0, 0.9, 0.0)]
+    sampled[1] = sampled[1].int()
+    torch.library.opcheck(
+        ops.expand_tree.default,
+        (*fields, state.frontier, state.mask, torch.randn(2, 30)),
+        {
+            "level": 0, "num_kv": 1, "num_children": 3, "num_frontier": 2, "law": "swor",
+            **dict(zip(("temperature", "top_k", "top_p", "min_p"), sampled, strict=True)),
+            "seeds": torch.tensor([1, 2]), "positions": torch.tensor([3, 4]),
+        },
+    )  # fmt: skip
+
+
+def test_compile(backend: str) -> None:
+    """A whole drafting phase in one graph."""
+
+    def grow(roots: Tensor, first: Tensor, second: Tensor, start: Tensor) -> tuple[Tensor, ...]:
+        state = start_draft(roots, max_kv_nodes=8)
+        state = expand_tree(state, first, num_children=4, num_frontier=3)
+        level = (state.level_tokens, state.level_positions(start), state.level_mask, state.level_tree_lens)
+        draft = rerank_tree(expand_tree(state, second, num_children=4), 6)
+        sampled = {"law": "swor", "params": SamplingParams(top_p=0.9), "seeds": roots, "positions": start.long()}
+        drawn = rerank_tree(expand_tree(start_draft(roots, max_kv_nodes=8), first, num_children=3, **sampled), 4)
+        assert draft.node_map is not None and drawn.draft_probs is not None and drawn.draft_rows is not None
+        level = (*level, drawn.draft_tokens, drawn.draft_probs, drawn.draft_rows)
+        return (*level, state.cu_seqlens_q, state.level_present, draft.draft_tokens, draft.trees.mask, draft.node_map)
+
+    arguments = (torch.tensor([1, 2]), torch.randn(2, 20), torch.randn(6, 20), int32([5, 9]))
+    expected = grow(*arguments)
+    compiled = torch.compile(grow, fullgraph=True, backend="aot_eager")(*arguments)
+    for mine, eager in zip(compiled, expected, strict=True):
+        assert mine.equal(eager)

@@ -1,0 +1,30 @@
+"""What the tests of the verify ops share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagedtree import DraftTree, SamplingParams, TreeBatch, Verdict
+
+MALFORMED, BAD_ROW = 1, 2
+PARAMS = SamplingParams(temperature=0.8, top_k=6, top_p=0.9)
+
+
+def batch_of(parents: list[list[int]], device: torch.device, **bounds) -> TreeBatch:
+    return TreeBatch.from_trees([DraftTree(p) for p in parents], device=device, **bounds)
+
+
+def streams(batch: int, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(-(2**62), 2**62, (2, batch), generator=generator).to(device)
+    return {"seeds": words[0], "positions": words[1]}
+
+
+def check(verdict: Verdict, b: int, path: list[int], tokens: list[int], status: int = 0) -> None:
+    width = verdict.tokens.shape[1]
+    padding = [-1] * (width - len(path))
+    assert verdict.accept_index[b].tolist() == path + padding
+    assert verdict.tokens[b].tolist() == tokens + padding
+    assert verdict.num_accepted[b] == len(path) - 1
+    assert verdict.status[b] == status
