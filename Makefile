@@ -57,12 +57,15 @@ endif
 # The kernels of instruction sets that this machine lacks are tested with those instructions emulated.
 test test-all: export PAGEDTREE_EMULATED_ISA := 1
 
-.PHONY: test test-all test-sanitizers test-engines check-aarch64
+.PHONY: test test-all test-stats test-sanitizers test-engines check-aarch64
 test: build  ## the core suite
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not stats"
 
 test-all: build test-sanitizers test-engines  ## every test, the long ones too
 	$(PYTEST)
+
+test-stats: build  ## sampling against the exact laws, a million draws a law; planted errors are caught
+	$(PYTEST) -m stats
 
 test-sanitizers: $(READY)  ## the op tests on a build with AddressSanitizer and UndefinedBehaviorSanitizer
 	OMP_NUM_THREADS=1 tests/run_sanitized.sh -n $(WORKERS)

@@ -70,12 +70,42 @@ def attention(result: dict[str, Any]) -> str:
     return machine_line(machine, "tree_attention") + "\n" + note + "\n\n" + table(header, body)
 
 
+def verification(result: dict[str, Any]) -> str:
+    machine, rows = result["machine"], result["rows"]
+    peers = list(dict.fromkeys(name for row in rows for name in row["ratio"]))
+    header = ["rule", "rows read", "ms", "spread, ms", "over the floor", *(f"vs {peer}" for peer in peers)]
+    body = [
+        [
+            row["rule"],
+            f"{row['visited_rows']} of {row['rows']}",
+            f"{row['ms']:.2f}",
+            f"{row['timings']['pagedtree']['spread'] * 1e3:.2f}",
+            f"{row['over_floor']:.2f} x",
+            *(f"{row['ratio'][peer]:.1f} x" if peer in row["ratio"] else "absent" for peer in peers),
+        ]
+        for row in rows
+    ]
+    arguments = machine["arguments"]
+    note = (
+        f"{arguments['batch']} trees of {arguments['nodes']} nodes, V {arguments['vocab']}, {arguments['dtype']}."
+        f" The floor is the time to read the logits of all nodes once at {machine['read_gb_per_s']:.1f} GB/s, measured"
+        " in the same run; verification reads the visited rows only. A ratio is the peer's time over ours. CPU kernels:"
+        f" {machine['cpu_isa']}."
+    )
+    return machine_line(machine, "verify") + "\n" + note + "\n\n" + table(header, body)
+
+
 def times(result: dict[str, Any]) -> str:
     rows = [[row["stage"], f"{row['seconds']:.0f} s"] for row in result["rows"]]
     return machine_line(result["machine"], "build") + "\n\n" + table(["stage", "time"], rows)
 
 
-SECTIONS = {"demo": ("demo", demo), "attention": ("tree_attention", attention), "build": ("build", times)}
+SECTIONS = {
+    "demo": ("demo", demo),
+    "attention": ("tree_attention", attention),
+    "verification": ("verify", verification),
+    "build": ("build", times),
+}
 
 
 def filled(text: str) -> str:

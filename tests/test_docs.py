@@ -43,6 +43,14 @@ def test_python_blocks_run(page, monkeypatch):
             exec(compile(block, str(page), "exec"), names)
 
 
+def test_cpp_excerpts_are_lines_of_the_example():
+    program = (ROOT / "examples" / "cpp" / "tree_step.cpp").read_text(encoding="utf-8")
+    statements = {line.split("//")[0].strip() for line in program.splitlines()}
+    text = (ROOT / "docs" / "integration.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```cpp\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert {line.split("//")[0].strip() for line in block.splitlines()} <= statements
+
+
 def test_quickstart_is_short():
     lines = [line for line in python_blocks(ROOT / "README.md")[0].splitlines() if line]
     assert len([line for line in lines if not line.startswith("import")]) <= 15

@@ -22,6 +22,7 @@ from pagedtree.integrations.transformers import (
     generate,
     medusa_tree,
 )
+from pagedtree.integrations.transformers import cli as cli_module
 from pagedtree.integrations.transformers import model_drafter as model_drafter_module
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -222,6 +223,17 @@ def test_command_samples_several_outcomes(model, checkpoints, capsys):
     texts = out.split("--- outcome ")[1:]
     assert status == 0
     assert [text.split()[1:] for text in texts] == [[f"w{token}" for token in row[8:]] for row in lists(expected)]
+
+
+def test_command_runs_where_it_can(checkpoints, capsys, monkeypatch):
+    """A GPU that this build cannot use is not the default."""
+    monkeypatch.setattr(cli_module, "backends", lambda: ["cpu"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    arguments = ["generate", "--model", str(checkpoints / "target"), "--prompt", str(checkpoints / "prompt.txt")]
+    assert cli.main([*arguments, "--max-new-tokens", "1"]) == 0
+    assert "device: cpu" in capsys.readouterr().err
+    assert cli.main([*arguments, "--device", "cuda:1"]) == 2
+    assert "--device cuda:1: needs a GPU and a build with CUDA" in capsys.readouterr().err
 
 
 def test_command_reports_what_it_cannot_read(checkpoints, capsys):

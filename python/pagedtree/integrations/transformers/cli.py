@@ -16,6 +16,7 @@ from pagedtree.integrations.transformers.drafters import Drafter, MedusaDrafter,
 from pagedtree.integrations.transformers.generate import generate
 from pagedtree.integrations.transformers.medusa import MedusaHeads, medusa_tree
 from pagedtree.integrations.transformers.model_drafter import ModelDrafter
+from pagedtree.testing import backends
 
 __all__ = ["main"]
 
@@ -26,6 +27,10 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
+    if args.device.startswith("cuda") and "cuda" not in backends():
+        print(f"{parser.prog}: --device {args.device}: needs a GPU and a build with CUDA", file=sys.stderr)
+        return 2
+    print(f"device: {args.device}", file=sys.stderr)
     try:
         text = sys.stdin.read() if args.prompt == "-" else Path(args.prompt).read_text(encoding="utf-8")
         tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -76,7 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of the first outcome, the next has one more")
     parser.add_argument("--page-size", type=int, default=16, help="tokens a page (default %(default)s)")
     parser.add_argument("--num-pages", type=int, help="pages in the cache (default: enough)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", default="cuda" if "cuda" in backends() else "cpu", help="default: cuda where it can run, else cpu"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="default: float32 on cpu, else the checkpoint's")
     return parser
 

@@ -35,7 +35,8 @@ class ModelDrafter(Drafter):
 
     Each step runs the draft model `depth` times: over what it has not read yet, then over the `width` best nodes of
     each level but the last, which get `width` children each. What it read of the accepted path stays in its cache.
-    Its pages are its own: they follow the sequences that run and do not count in `num_pages` of `generate`.
+    Its pages are its own and do not count in `num_pages` of `generate`, which bounds them all the same: only sequences
+    that run hold any, for their tokens and the nodes read. The pool doubles when it is full.
 
     model: a transformers causal language model, under the same conditions as the target, on the same device.
     num_nodes: nodes of the tree, the root included. depth: its levels. width: 1 gives a chain.
