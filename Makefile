@@ -25,7 +25,7 @@ endif
 export PYTHONPATH := $(CURDIR)/python
 
 PYTEST := OMP_NUM_THREADS=1 python -m pytest -n $(WORKERS)
-CXX_FILES = $(shell find csrc $(wildcard examples) -name '*.h' -o -name '*.cpp')
+CXX_FILES = $(shell find csrc $(wildcard examples) -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: help
 help:  ## list the targets
@@ -55,7 +55,9 @@ endif
 	@touch $@
 
 # The kernels of instruction sets that this machine lacks are tested with those instructions emulated.
+# The CUDA kernels are tested on the CPU, by the backend simt.
 test test-all: export PAGEDTREE_EMULATED_ISA := 1
+test test-all: export PAGEDTREE_SIMT := 1
 
 .PHONY: test test-all test-stats test-sanitizers test-engines check-aarch64
 test: build  ## the core suite

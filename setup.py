@@ -45,11 +45,14 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
         ]  # fmt: skip
         # Unset: as the tree was configured before.
-        if os.environ.get("PAGEDTREE_EMULATED_ISA"):
-            configure.append(f"-DPAGEDTREE_EMULATED_ISA={os.environ['PAGEDTREE_EMULATED_ISA']}")
+        for option in ("PAGEDTREE_EMULATED_ISA", "PAGEDTREE_SIMT"):
+            if os.environ.get(option):
+                configure.append(f"-D{option}={os.environ[option]}")
         subprocess.run(configure, check=True)
         jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
         subprocess.run(["cmake", "--build", str(tree), "--parallel", jobs], check=True)
+        for library in ("libpagedtree_cuda.so", "libpagedtree_simt.so"):  # of a build that had them
+            (package / "lib" / library).unlink(missing_ok=True)
         subprocess.run(["cmake", "--install", str(tree), "--prefix", str(package)], check=True)
 
 

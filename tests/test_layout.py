@@ -14,8 +14,8 @@ ARROWS = {
     "cpu": {"core", "cpu", "cpu/tile"},
     "cpu/tile": {"core", "cpu/tile"},
     "cuda": {"core", "cuda", "cuda/tile"},
-    "cuda/tile": {"core", "cuda/tile"},
-    "simt": {"core", "cuda", "cuda/tile", "simt"},
+    "cuda/tile": {"core", "cuda/tile", "simt"},  # each instruction for the GPU, and what it means for simt
+    "simt": {"core", "simt"},
     "torch": {"core", "cpu", "cuda", "torch"},
     "bindings": {"core", "cpu", "cuda", "bindings"},
 }
@@ -58,6 +58,9 @@ def test_includes_follow_the_arrows(path: Path) -> None:
         ("cpu/a.cpp", '"isa.h"'),
         ("cpu/tile/a.h", '"cpu/kernels.h"'),
         ("cuda/a.cu", '"cpu/parallel.h"'),
+        ("cuda/a.cu", '"simt/machine.h"'),
+        ("cuda/tile/a.cuh", '"cuda/kernels.h"'),
+        ("simt/a.h", '"cuda/kernels.h"'),
         ("torch/a.cpp", "<ATen/ATen.h>"),
         ("torch/a.cpp", "<torch/extension.h>"),
         ("torch/a.cpp", "<pybind11/pybind11.h>"),

@@ -33,8 +33,9 @@ py::dict build_info() {
   info["build_type"] = PAGEDTREE_BUILD_TYPE;
   info["torch_target"] = PAGEDTREE_TORCH_TARGET;
   info["cpu_isas"] = isas;
-  info["cuda"] = false;
-  info["cuda_architectures"] = py::list();
+  const py::list architectures = split(PAGEDTREE_CUDA_ARCH_LIST, ' ');
+  info["cuda"] = !architectures.empty();
+  info["cuda_architectures"] = architectures;
   return info;
 }
 

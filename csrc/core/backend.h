@@ -15,6 +15,7 @@ struct ExecContext {
   void (*parallel_for)(int64_t begin, int64_t end, int64_t grain_size, Body body, void* state) = nullptr;
 };
 
+// A null entry: the backend has no kernel for that op.
 struct Backend {
   const char* name;
   void (*build_trees)(const BuildTreesParams&, const ExecContext&);
@@ -37,6 +38,12 @@ struct Backend {
 
 namespace cpu {
 PT_EXPORT const Backend& backend();
-}  // namespace cpu
+}
+namespace cuda {
+PT_EXPORT const Backend& backend();
+}
+namespace simt {  // the CUDA kernels, executed on the CPU
+PT_EXPORT const Backend& backend();
+}
 
 }  // namespace pagedtree

@@ -1,28 +1,119 @@
 #include "torch/dispatch.h"
 
+#include <dlfcn.h>
+#include <torch/csrc/stable/c/shim.h>
+
 #include <atomic>
 #include <stdexcept>
+#include <string_view>
 #include <vector>
 
 namespace pagedtree::ops {
 namespace {
 
-std::vector<const Backend*> host_backends() { return {&cpu::backend()}; }
+struct Loaded {
+  const Backend* backend = nullptr;
+  std::string error;
+};
+
+// A backend in a library of its own, beside the one that this function is in.
+Loaded load_backend(const std::string& file) {
+  Dl_info here{};
+  dladdr(reinterpret_cast<const void*>(&load_backend), &here);
+  const std::string path = here.dli_fname;
+  const size_t slash = path.rfind('/');
+  void* library = dlopen(((slash == std::string::npos ? "" : path.substr(0, slash + 1)) + file).c_str(), RTLD_NOW);
+  if (library == nullptr) return {nullptr, dlerror()};
+  const auto table = reinterpret_cast<const Backend* (*)()>(dlsym(library, "pagedtree_backend"));
+  if (table == nullptr) return {nullptr, dlerror()};
+  return {table(), ""};
+}
+
+// Torch's CPU builds lack this function of the stable ABI, so it is looked up when it is needed.
+using CurrentCudaStream = AOTITorchError (*)(int32_t device_index, void** stream);
+CurrentCudaStream current_cuda_stream() {
+  static const auto function = [] {
+    const char* name = "aoti_torch_get_current_cuda_stream";
+    void* found = dlsym(RTLD_DEFAULT, name);
+    if (found == nullptr) {
+      if (void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD)) found = dlsym(library, name);
+    }
+    return reinterpret_cast<CurrentCudaStream>(found);
+  }();
+  return function;
+}
+
+const Loaded& cuda_backend() {
+  static const Loaded loaded = current_cuda_stream() == nullptr ? Loaded{nullptr, "this torch has no CUDA"}
+                                                                : load_backend("libpagedtree_cuda.so");
+  return loaded;
+}
+
+const std::vector<const Backend*>& host_backends() {
+  static const auto found = [] {
+    std::vector<const Backend*> backends{&cpu::backend()};
+    if (const Loaded simt = load_backend("libpagedtree_simt.so"); simt.backend != nullptr) {
+      backends.push_back(simt.backend);
+    }
+    return backends;
+  }();
+  return found;
+}
 
 std::atomic<const Backend*>& host_backend() {
   static std::atomic<const Backend*> chosen{&cpu::backend()};
   return chosen;
 }
 
-}  // namespace
+struct Entry {
+  const char* op;
+  bool (*present)(const Backend&);
+};
+#define PT_ENTRY(op) {#op, [](const Backend& backend) { return backend.op != nullptr; }}
+constexpr Entry kEntries[] = {
+    PT_ENTRY(build_trees),    PT_ENTRY(sample),         PT_ENTRY(verify_sampled), PT_ENTRY(expand_tree),
+    PT_ENTRY(rerank_tree),    PT_ENTRY(ngram_propose),  PT_ENTRY(medusa_propose), PT_ENTRY(slot_mapping),
+    PT_ENTRY(append_kv),      PT_ENTRY(compact_kv),     PT_ENTRY(prepare_step),   PT_ENTRY(commit),
+    PT_ENTRY(attention_plan), PT_ENTRY(tree_attention), PT_ENTRY(merge_states),
+};
+#undef PT_ENTRY
 
-const Backend& backend_for(const Tensor& anchor) {
-  if (anchor.is_cpu()) return *host_backend().load();
-  throw std::runtime_error("pagedtree was built without a backend for this device; tensors must be on the CPU");
+bool is_missing(const Backend& backend, std::string_view op) {
+  for (const Entry& entry : kEntries) {
+    if (op == entry.op) return !entry.present(backend);
+  }
+  return true;
 }
 
-ExecContext context_for(const Tensor&) {
-  ExecContext ctx;
+}  // namespace
+
+const Backend& backend_for(const Tensor& anchor, const char* op) {
+  const Backend* backend = host_backend().load();
+  if (anchor.is_cuda()) {
+    backend = cuda_backend().backend;
+    if (backend == nullptr) {
+      throw std::runtime_error("pagedtree has no backend for CUDA tensors: " + cuda_backend().error);
+    }
+  } else if (!anchor.is_cpu()) {
+    throw std::runtime_error("pagedtree has no backend for this device; tensors must be on the CPU or a CUDA device");
+  }
+  if (is_missing(*backend, op)) {
+    throw std::runtime_error("pagedtree's backend " + std::string(backend->name) + " has no kernel for op " + op +
+                             " yet");
+  }
+  return *backend;
+}
+
+CallContext context_for(const Tensor& anchor) {
+  CallContext ctx;
+  if (anchor.is_cuda()) {
+    const int32_t device = anchor.get_device_index();
+    ctx.guard.emplace(device);
+    if (current_cuda_stream()(device, &ctx.stream) != AOTI_TORCH_SUCCESS) {
+      throw std::runtime_error("torch gives no CUDA stream for device " + std::to_string(device));
+    }
+    return ctx;
+  }
   ctx.num_threads = static_cast<int>(torch::stable::get_num_threads());
   ctx.parallel_for = [](int64_t begin, int64_t end, int64_t grain_size, ExecContext::Body body, void* state) {
     torch::stable::parallel_for(begin, end, grain_size, [&](int64_t b, int64_t e) { body(b, e, state); });
@@ -33,14 +124,30 @@ ExecContext context_for(const Tensor&) {
 std::string backends() {
   std::string names;
   for (const Backend* backend : host_backends()) names += (names.empty() ? "" : ",") + std::string(backend->name);
-  return names;
+  return cuda_backend().backend == nullptr ? names : names + ",cuda";
 }
 
 std::string use_backend(std::string name) {
+  std::string names;
   for (const Backend* backend : host_backends()) {
     if (name == backend->name) return host_backend().exchange(backend)->name;
+    names += (names.empty() ? "" : ", ") + std::string(backend->name);
   }
-  throw std::runtime_error("use_backend: `name` must be one of " + backends() + ", got " + name);
+  throw std::runtime_error("use_backend: `name` must be one of " + names + ", got " + name);
+}
+
+std::string missing_kernels(std::string name) {
+  std::vector<const Backend*> all = host_backends();
+  if (cuda_backend().backend != nullptr) all.push_back(cuda_backend().backend);
+  for (const Backend* backend : all) {
+    if (name != backend->name) continue;
+    std::string missing;
+    for (const Entry& entry : kEntries) {
+      if (!entry.present(*backend)) missing += (missing.empty() ? "" : ",") + std::string(entry.op);
+    }
+    return missing;
+  }
+  throw std::runtime_error("missing_kernels: `backend` must be one of " + backends() + ", got " + name);
 }
 
 }  // namespace pagedtree::ops

@@ -1,9 +1,11 @@
 // Which backend a call goes to, and how it shares Torch's threads and streams.
 #pragma once
 
+#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <optional>
 #include <string>
 
 #include "core/backend.h"
@@ -12,9 +14,14 @@ namespace pagedtree::ops {
 
 using torch::stable::Tensor;
 
-// The backend for tensors on `anchor`'s device; throws where this build has none.
-const Backend& backend_for(const Tensor& anchor);
-ExecContext context_for(const Tensor& anchor);
+// How a call on `anchor`'s device runs; while it lives, that device is the current one.
+struct CallContext : ExecContext {
+  std::optional<torch::stable::accelerator::DeviceGuard> guard;
+};
+CallContext context_for(const Tensor& anchor);
+
+// The backend for tensors on `anchor`'s device; throws where this build has none, or none with a kernel for `op`.
+const Backend& backend_for(const Tensor& anchor, const char* op);
 
 inline Tensor empty_on(const Tensor& anchor, std::initializer_list<int64_t> shape,
                        torch::headeronly::ScalarType dtype) {
@@ -25,5 +32,7 @@ inline Tensor empty_on(const Tensor& anchor, std::initializer_list<int64_t> shap
 // Ops without tensor arguments: the backends this build has for CPU tensors, and the choice among them.
 std::string backends();
 std::string use_backend(std::string name);
+// The ops of Backend for which this one has no kernel, comma-separated.
+std::string missing_kernels(std::string backend);
 
 }  // namespace pagedtree::ops

@@ -51,7 +51,7 @@ VerdictTensors run(const Tensor& logits, VerifyParams& params) {
   params.num_accepted = mutable_pointer<int32_t>(num_accepted);
   params.tokens = mutable_pointer<int64_t>(tokens);
   params.status = mutable_pointer<int32_t>(status);
-  backend_for(logits).verify_sampled(params, context_for(logits));
+  backend_for(logits, "verify_sampled").verify_sampled(params, context_for(logits));
   return {accept_index, num_accepted, tokens, status};
 }
 

@@ -15,7 +15,7 @@ __all__ = ["backends", "use_backend"]
 def backends() -> list[str]:
     """The backends that this build can run here: "cpu", "simt" if it was built with it, "cuda" with a GPU."""
     names = ops._backends().split(",")
-    return [*names, "cuda"] if torch.cuda.is_available() and "cuda" in names else names
+    return [name for name in names if name != "cuda" or torch.cuda.is_available()]
 
 
 @contextmanager

@@ -1,0 +1,117 @@
+# The CUDA backend, compiled by nvcc; and the same sources for simt, compiled for the CPU.
+
+set(PAGEDTREE_CUDA_SOURCES
+  csrc/cuda/backend.cu
+  csrc/cuda/kv_cache.cu
+)
+
+# ---- toolkit
+
+find_program(PAGEDTREE_NVCC nvcc HINTS "$ENV{CUDA_HOME}/bin" "$ENV{CUDA_PATH}/bin" /usr/local/cuda/bin)
+if(PAGEDTREE_NVCC)
+  file(REAL_PATH "${PAGEDTREE_NVCC}" nvcc)
+  cmake_path(GET nvcc PARENT_PATH nvcc)
+  cmake_path(GET nvcc PARENT_PATH toolkit)
+endif()
+
+# "8.0+PTX 9.0a" as CMake writes it: 80;90a-real.
+function(pagedtree_cuda_architectures list result)
+  string(REGEX REPLACE "[ ,;]+" ";" list "${list}")
+  set(found)
+  foreach(architecture IN LISTS list)
+    if(NOT architecture MATCHES "^[0-9]+\\.[0-9][af]?(\\+PTX)?$")
+      message(FATAL_ERROR "TORCH_CUDA_ARCH_LIST: expected items such as 8.0, 9.0a or 8.0+PTX, got ${architecture}")
+    endif()
+    string(REPLACE "." "" number "${architecture}")
+    if(number MATCHES "\\+PTX$")
+      string(REPLACE "+PTX" "" number "${number}")
+      list(APPEND found "${number}")
+    else()
+      list(APPEND found "${number}-real")
+    endif()
+  endforeach()
+  set(${result} "${found}" PARENT_SCOPE)
+endfunction()
+
+# What the build is for: TORCH_CUDA_ARCH_LIST, else the GPU that is present, else Ampere and later, and Hopper.
+function(pagedtree_choose_architectures result)
+  set(list "$ENV{TORCH_CUDA_ARCH_LIST}")
+  if(list STREQUAL "")
+    find_program(nvidia_smi nvidia-smi NO_CACHE)
+    if(nvidia_smi)
+      execute_process(COMMAND "${nvidia_smi}" --query-gpu=compute_cap --format=csv,noheader
+        OUTPUT_VARIABLE present OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET RESULT_VARIABLE failed)
+      if(NOT failed AND present MATCHES "^[0-9]+\\.[0-9]")
+        string(REGEX REPLACE "[ \n]+" ";" list "${present}")
+        list(REMOVE_DUPLICATES list)
+        string(REPLACE "9.0" "9.0a" list "${list}")
+      endif()
+    endif()
+  endif()
+  if(list STREQUAL "")
+    set(list "8.0+PTX;9.0a")
+  endif()
+  pagedtree_cuda_architectures("${list}" found)
+  string(REPLACE ";" " " list "${list}")
+  set(PAGEDTREE_CUDA_ARCH_LIST "${list}" PARENT_SCOPE)
+  set(${result} "${found}" PARENT_SCOPE)
+endfunction()
+
+# ---- CUDA
+
+set(PAGEDTREE_CUDA_ARCH_LIST "")
+if(DEFINED ENV{PAGEDTREE_CUDA} AND NOT "$ENV{PAGEDTREE_CUDA}")
+  set(PAGEDTREE_CUDA_STATE "not built: PAGEDTREE_CUDA=$ENV{PAGEDTREE_CUDA}")
+elseif(NOT PAGEDTREE_NVCC)
+  set(PAGEDTREE_CUDA_STATE "not built: no nvcc on the PATH, in CUDA_HOME/bin or in /usr/local/cuda/bin")
+else()
+  pagedtree_choose_architectures(CMAKE_CUDA_ARCHITECTURES)
+  set(CMAKE_CUDA_COMPILER "${PAGEDTREE_NVCC}")
+  enable_language(CUDA)
+  set(PAGEDTREE_CUDA_STATE "${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION} for ${PAGEDTREE_CUDA_ARCH_LIST}")
+  add_library(pagedtree_cuda SHARED ${PAGEDTREE_CUDA_SOURCES})
+  add_library(pagedtree::cuda ALIAS pagedtree_cuda)
+  set_target_properties(pagedtree_cuda PROPERTIES
+    EXPORT_NAME cuda CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_EXTENSIONS OFF
+    CUDA_RUNTIME_LIBRARY Static CUDA_VISIBILITY_PRESET hidden)
+  target_include_directories(pagedtree_cuda PUBLIC
+    $<BUILD_INTERFACE:${CMAKE_CURRENT_SOURCE_DIR}/csrc>
+    $<INSTALL_INTERFACE:include> $<INSTALL_INTERFACE:include/pagedtree>)
+  # As -ffp-contract=off: a product and a sum are one operation only where the code says fma.
+  target_compile_options(pagedtree_cuda PRIVATE
+    -fmad=false --expt-relaxed-constexpr -Xcompiler=-Wall,-Wextra,-Wno-unused-parameter)
+  target_link_options(pagedtree_cuda PRIVATE -Wl,--exclude-libs,ALL)
+  install(TARGETS pagedtree_cuda EXPORT pagedtree LIBRARY DESTINATION lib)
+endif()
+
+# ---- simt
+
+if(PAGEDTREE_SIMT)
+  if(NOT CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+    message(FATAL_ERROR "PAGEDTREE_SIMT needs an x86-64 processor: its fibers are switched in assembly")
+  endif()
+  find_path(PAGEDTREE_CUDA_HEADERS cuda_fp8.h
+    HINTS "${toolkit}/include" "${toolkit}/targets/x86_64-linux/include" "$ENV{CUDA_HOME}/include" /usr/local/cuda/include)
+  if(NOT PAGEDTREE_CUDA_HEADERS)
+    message(FATAL_ERROR "PAGEDTREE_SIMT needs the headers of the CUDA toolkit (cuda_fp16.h, cuda_bf16.h, cuda_fp8.h): "
+      "put nvcc on the PATH or set CUDA_HOME, or build without PAGEDTREE_SIMT")
+  endif()
+  add_library(pagedtree_simt SHARED
+    csrc/simt/fiber.cpp
+    csrc/simt/machine.cpp
+    csrc/simt/ptx_simt.cpp
+  )
+  # A source has one language in a directory, so the kernels come in through files that include them.
+  foreach(source IN LISTS PAGEDTREE_CUDA_SOURCES)
+    string(REPLACE "csrc/cuda/" "simt/" wrapper "${source}.cpp")
+    set(wrapper "${CMAKE_CURRENT_BINARY_DIR}/${wrapper}")
+    string(REPLACE "csrc/" "" included "${source}")
+    file(CONFIGURE OUTPUT "${wrapper}" CONTENT "#include \"${included}\"\n")
+    target_sources(pagedtree_simt PRIVATE "${wrapper}")
+  endforeach()
+  target_include_directories(pagedtree_simt PRIVATE csrc)
+  target_include_directories(pagedtree_simt SYSTEM PRIVATE "${PAGEDTREE_CUDA_HEADERS}")
+  # Attributes and pragmas of nvcc mean nothing to the host compiler.
+  target_compile_options(pagedtree_simt PRIVATE ${PAGEDTREE_WARNINGS} -Wno-unknown-pragmas -Wno-attributes)
+  install(TARGETS pagedtree_simt LIBRARY DESTINATION lib)
+endif()

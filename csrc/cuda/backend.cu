@@ -1,0 +1,47 @@
+#include "cuda/kernels.h"
+
+namespace pagedtree {
+namespace {
+
+constexpr Backend table_named(const char* name) {
+  return {
+      .name = name,
+      .build_trees = nullptr,
+      .sample = nullptr,
+      .verify_sampled = nullptr,
+      .expand_tree = nullptr,
+      .rerank_tree = nullptr,
+      .ngram_propose = nullptr,
+      .medusa_propose = nullptr,
+      .slot_mapping = nullptr,
+      .append_kv = cuda::append_kv,
+      .compact_kv = nullptr,
+      .prepare_step = nullptr,
+      .commit = nullptr,
+      .attention_plan = nullptr,
+      .tree_attention_scratch = nullptr,
+      .tree_attention = nullptr,
+      .merge_states = nullptr,
+  };
+}
+
+}  // namespace
+
+#if defined(__CUDACC__)
+const Backend& cuda::backend() {
+  static constexpr Backend table = table_named("cuda");
+  return table;
+}
+#define PT_THIS_BACKEND cuda::backend
+#else
+const Backend& simt::backend() {
+  static constexpr Backend table = table_named("simt");
+  return table;
+}
+#define PT_THIS_BACKEND simt::backend
+#endif
+
+// For whoever loads the library at run time.
+extern "C" PT_EXPORT const Backend* pagedtree_backend() { return &PT_THIS_BACKEND(); }
+
+}  // namespace pagedtree

@@ -1,0 +1,78 @@
+// Starts kernels: on a CUDA stream, or on the CPU under simt.
+#pragma once
+
+#include <cstddef>
+#include <utility>
+
+#if defined(__CUDACC__)
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+#else
+#include "simt/launch.h"
+#endif
+
+namespace pagedtree::cuda {
+
+// What a launcher may ask of the current device.
+struct DeviceLimits {
+  int num_sms;
+  int max_shared_bytes;  // of a block
+};
+
+#if defined(__CUDACC__)
+
+inline void check_cuda(cudaError_t status, const std::string& what) {
+  if (status != cudaSuccess) throw std::runtime_error("CUDA: " + what + ": " + cudaGetErrorString(status));
+}
+
+inline DeviceLimits device_limits() {
+  int device = 0;
+  DeviceLimits limits{};
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  check_cuda(cudaDeviceGetAttribute(&limits.num_sms, cudaDevAttrMultiProcessorCount, device), "number of SMs");
+  check_cuda(cudaDeviceGetAttribute(&limits.max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+             "shared memory of a block");
+  return limits;
+}
+
+// kernel<<<grid, block, shared_bytes, stream>>>(arguments...); an empty grid is no launch.
+template <typename... Params, typename... Arguments>
+void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
+            Arguments&&... arguments) {
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+  const auto check = [&](cudaError_t status) {
+    if (status == cudaSuccess) return;
+    const char* name = "?";
+    cudaFuncGetName(&name, reinterpret_cast<const void*>(kernel));
+    check_cuda(status, "launch of " + std::string(name));
+  };
+  constexpr size_t kWithoutAsking = 48 << 10;
+  if (shared_bytes > kWithoutAsking) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
+  }
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  check(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...));
+}
+
+#else
+
+inline DeviceLimits device_limits() {
+  return {simt::options().num_sms, static_cast<int>(simt::Machine::kMaxSharedBytes)};
+}
+
+template <typename... Params, typename... Arguments>
+void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* /*stream*/,
+            Arguments&&... arguments) {
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+  simt::launch(kernel, grid, block, shared_bytes, std::forward<Arguments>(arguments)...);
+}
+
+#endif
+
+}  // namespace pagedtree::cuda

@@ -1,0 +1,386 @@
+#include "simt/machine.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <mutex>
+#include <numeric>
+#include <utility>
+
+#include "simt/device.h"
+
+namespace pagedtree::simt {
+namespace {
+
+// ThreadSanitizer knows about 8000 fibers; those of old CTAs end when there are this many.
+constexpr size_t kMaxOldContexts = 4000;
+
+// Runs over 0..total - 1 in the launch's order.
+class BlockOrder {
+ public:
+  BlockOrder(const Order& order, uint64_t total, std::mt19937_64& random) : kind_(order.kind), total_(total) {
+    if (kind_ != Order::kRandom) return;
+    first_ = random() % total;
+    do {
+      step_ = random() % total + 1;
+    } while (std::gcd(step_, total) != 1);
+  }
+  uint64_t operator[](uint64_t i) const {
+    if (kind_ == Order::kReverse) return total_ - 1 - i;
+    if (kind_ == Order::kRandom) return static_cast<uint64_t>((first_ + static_cast<__uint128_t>(i) * step_) % total_);
+    return i;
+  }
+
+ private:
+  Order::Kind kind_;
+  uint64_t total_, first_ = 0, step_ = 1;
+};
+
+std::string text(const uint3& i) {
+  return "(" + std::to_string(i.x) + "," + std::to_string(i.y) + "," + std::to_string(i.z) + ")";
+}
+
+void check_shape(const dim3& grid, const dim3& block, size_t shared_bytes) {
+  const uint64_t threads = uint64_t{block.x} * block.y * block.z;
+  if (threads == 0 || threads > 1024 || block.z > 64) {
+    throw Error("simt: a block of " + text({block.x, block.y, block.z}) + " threads cannot be launched");
+  }
+  if (grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535 || grid.x == 0 || grid.y == 0 || grid.z == 0) {
+    throw Error("simt: a grid of " + text({grid.x, grid.y, grid.z}) + " blocks cannot be launched");
+  }
+  if (shared_bytes > Machine::kMaxSharedBytes) {
+    throw Error("simt: a block has at most " + std::to_string(Machine::kMaxSharedBytes) +
+                " bytes of shared memory, not " + std::to_string(shared_bytes));
+  }
+}
+
+}  // namespace
+
+Order order_from_environment() {
+  const char* variable = std::getenv("PAGEDTREE_SIMT_ORDER");
+  const std::string value = variable == nullptr ? "forward" : variable;
+  if (value == "forward") return {Order::kForward};
+  if (value == "reverse") return {Order::kReverse};
+  const std::string random = "random";
+  if (value == random) return {Order::kRandom};
+  if (value.starts_with(random + ":")) {
+    char* end = nullptr;
+    const uint64_t seed = std::strtoull(value.c_str() + random.size() + 1, &end, 10);
+    if (*end == '\0' && end != value.c_str() + random.size() + 1) return {Order::kRandom, seed};
+  }
+  throw Error("PAGEDTREE_SIMT_ORDER must be forward, reverse, random or random:SEED, got " + value);
+}
+
+Options& options() {
+  static Options instance;
+  return instance;
+}
+
+Statistics& statistics() {
+  static Statistics instance;
+  return instance;
+}
+
+Machine& machine() {
+  static Machine instance;
+  return instance;
+}
+
+bool Site::operator==(const Site& other) const {
+  return at.line() == other.at.line() && at.column() == other.at.column() && !std::strcmp(op, other.op) &&
+         !std::strcmp(at.file_name(), other.at.file_name());
+}
+
+std::string Site::text() const {
+  const char* name = std::strrchr(at.file_name(), '/');
+  return std::string(op) + " at " + (name != nullptr ? name + 1 : at.file_name()) + ":" + std::to_string(at.line()) +
+         ":" + std::to_string(at.column());
+}
+
+// ---- launch
+
+void Machine::launch(dim3 grid, dim3 block, size_t shared_bytes, Kernel kernel, const void* params) {
+  static std::mutex one_at_a_time;
+  const std::lock_guard lock(one_at_a_time);
+  check_shape(grid, block, shared_bytes);
+  const Unwatched unwatched;
+  order_ = options().order.value_or(order_from_environment());
+  random_.seed(order_.seed);
+  statistics() = {};
+  kernel_ = kernel;
+  params_ = params;
+  num_threads_ = size_t{block.x} * block.y * block.z;
+  shared_bytes_ = shared_bytes;
+  blockDim = block;
+  gridDim = grid;
+  warps_.assign((num_threads_ + 31) / 32, {});
+  while (threads_.size() < num_threads_) {
+    threads_.push_back(std::make_unique<Thread>());
+    threads_.back()->id = static_cast<unsigned>(threads_.size() - 1);
+    threads_.back()->stack.restart(thread_main);
+  }
+  for (unsigned i = 0; i < num_threads_; ++i) {
+    threads_[i]->index = {i % block.x, i / block.x % block.y, i / (block.x * block.y)};
+  }
+  release(&begin_);
+  try {
+    const uint64_t total = uint64_t{grid.x} * grid.y * grid.z;
+    const BlockOrder blocks(order_, total, random_);
+    for (uint64_t i = 0; i < total; ++i) {
+      const uint64_t b = blocks[i];
+      run_block({static_cast<unsigned>(b % grid.x), static_cast<unsigned>(b / grid.x % grid.y),
+                 static_cast<unsigned>(b / grid.x / grid.y)});
+    }
+    const Statistics& s = statistics();
+    if (s.ldmatrix_wavefronts > s.ldmatrix) {
+      throw Error("simt: bank conflicts: ldmatrix takes " +
+                  std::to_string(static_cast<double>(s.ldmatrix_wavefronts) / static_cast<double>(s.ldmatrix)) +
+                  " wavefronts for each 8x8 matrix");
+    }
+  } catch (...) {
+    async_unit_.reset();
+    std::free(std::exchange(shared_, nullptr));
+    throw;
+  }
+  async_unit_.reset();
+  std::free(std::exchange(shared_, nullptr));
+  acquire(&end_);
+}
+
+void Machine::renew_threads() {
+#if defined(__SANITIZE_THREAD__)
+  for (size_t i = 0; i < num_threads_; ++i) {
+    old_contexts_.push_back(threads_[i]->stack.take_context());
+    threads_[i]->stack.restart(thread_main);
+  }
+  while (old_contexts_.size() > kMaxOldContexts) {
+    Stack::destroy_context(old_contexts_.front());
+    old_contexts_.erase(old_contexts_.begin());
+  }
+#endif
+}
+
+void Machine::run_block(uint3 index) {
+  blockIdx = index;
+  std::free(std::exchange(shared_, nullptr));
+  // Exactly the bytes of the launch: AddressSanitizer's red zone begins where they end.
+  if (shared_bytes_ > 0) {
+    void* memory = nullptr;
+    if (posix_memalign(&memory, 1024, shared_bytes_) != 0) throw std::bad_alloc();
+    shared_ = static_cast<unsigned char*>(memory);
+    make_undefined(shared_, shared_bytes_);
+  }
+  async_unit_.reset();
+  renew_threads();
+  for (Barrier& b : barriers_) b = {};
+  for (size_t i = 0; i < num_threads_; ++i) {
+    threads_[i]->done = false;
+    wake(static_cast<unsigned>(i));
+  }
+  num_alive_ = num_threads_;
+  warp_ = order_.kind == Order::kReverse ? warps_.size() - 1 : 0;
+  error_.clear();
+  self_ = &host_;
+  switch_to(*next_ready());
+  if (error_.empty() && num_alive_ > 0) error_ = "deadlock: " + who_waits();
+  if (error_.empty()) return;
+  // Threads are left in the middle of the kernel: they begin anew. Their destructors never run.
+  for (size_t i = 0; i < num_threads_; ++i) {
+    Thread& t = *threads_[i];
+    t.waits_in = {};
+    t.stack.restart(thread_main);
+  }
+  for (Warp& w : warps_) w = {};
+  throw Error("simt: block " + text(index) + ": " + error_);
+}
+
+// ---- threads
+
+void Machine::thread_main() {
+  Machine& m = machine();
+  Thread& thread = *m.self_;
+  thread.stack.arrived();
+  for (;;) {  // one CTA after the other
+    acquire(&m.begin_);
+    thread.open_copies.clear();
+    thread.copy_groups.clear();
+    try {
+      m.kernel_(m.params_);
+      const Unwatched unwatched;
+      m.check_exit(thread);
+    } catch (const std::exception& e) {
+      const Unwatched unwatched;
+      if (m.error_.empty()) m.error_ = e.what();
+    }
+    release(&m.end_);
+    {
+      const Unwatched unwatched;
+      thread.done = true;
+      --m.num_alive_;
+    }
+    m.suspend();
+  }
+}
+
+void Machine::check_exit(const Thread& thread) {
+  bool in_flight = !thread.open_copies.empty();
+  for (const auto& group : thread.copy_groups) in_flight = in_flight || !group.empty();
+  if (in_flight) fail("exits with cp.async in flight");
+  for (const Barrier& b : barriers_) {
+    if (b.arrived > 0 && b.expected == num_threads_) fail(b.site, "exits while others wait");
+  }
+  if (async_unit_ != nullptr) {
+    if (const std::string left = async_unit_->unfinished(thread.id); !left.empty()) fail("exits with " + left);
+  }
+}
+
+Thread* Machine::next_ready() {
+  const size_t count = warps_.size(), step = order_.kind == Order::kReverse ? count - 1 : 1;
+  for (;;) {
+    if (order_.kind == Order::kRandom && random_() % 8 == 0) warp_ = random_() % count;
+    for (size_t i = 0; i < count; ++i, warp_ = (warp_ + step) % count) {
+      const uint32_t ready = warps_[warp_].ready;
+      if (ready == 0) continue;
+      int lane = order_.kind == Order::kReverse ? 31 - __builtin_clz(ready) : __builtin_ctz(ready);
+      if (order_.kind == Order::kRandom) {
+        const int shift = static_cast<int>(random_() % 32);
+        lane = (__builtin_ctz(shift != 0 ? ready >> shift | ready << (32 - shift) : ready) + shift) % 32;
+      }
+      return threads_[warp_ * 32 + static_cast<size_t>(lane)].get();
+    }
+    try {
+      if (async_unit_ == nullptr || !async_unit_->deliver(*this)) return nullptr;
+    } catch (const Error& e) {
+      error_ = e.what();
+      return nullptr;
+    }
+  }
+}
+
+void Machine::switch_to(Thread& to) {
+  Thread* from;
+  {
+    const Unwatched unwatched;
+    from = std::exchange(self_, &to);
+    threadIdx = to.index;
+    ++statistics().switches;
+  }
+  Stack::switch_to(from->stack, to.stack);
+}
+
+// The thread that runs cannot go on: runs another one, or the host if there is none or a fault was found.
+void Machine::suspend() {
+  Thread* to;
+  Thread* from;
+  {
+    const Unwatched unwatched;
+    from = self_;
+    warps_[from->id / 32].ready &= ~(1u << from->id % 32);
+    to = error_.empty() ? next_ready() : nullptr;
+    if (to == nullptr) to = &host_;
+  }
+  if (to != from) switch_to(*to);
+}
+
+void Machine::wait(const Site& site) {
+  self_->waits_in = site;
+  suspend();
+  self_->waits_in = {};
+}
+
+void Machine::fail(const std::string& what) { throw Error("thread " + text(self_->index) + " " + what); }
+
+std::string Machine::who_waits() const {
+  std::string all;
+  const Site* last = nullptr;
+  for (size_t i = 0; i < num_threads_; ++i) {
+    const Thread& t = *threads_[i];
+    if (t.done || t.waits_in.op == nullptr || (last != nullptr && *last == t.waits_in)) continue;
+    all += (all.empty() ? "thread " : ", thread ") + std::to_string(i) + ".. in " + t.waits_in.text();
+    last = &t.waits_in;
+  }
+  return all;
+}
+
+// ---- where threads meet
+
+unsigned Machine::barrier(unsigned id, unsigned count, const Site& site, unsigned value) {
+  const Unwatched unwatched;
+  if (id >= kNumBarriers) fail(site, "uses barrier " + std::to_string(id) + " of 16");
+  if (count == 0 || count % 32 != 0 || count > (num_threads() + 31) / 32 * 32) {
+    if (count != num_threads()) fail(site, "waits for " + std::to_string(count) + " threads, no whole warps");
+  }
+  Barrier& b = barriers_[id];
+  if (count == num_threads_ && num_alive_ != num_threads_) fail(site, "waits for threads that have exited");
+  if (b.arrived == 0) {
+    b.site = site;
+    b.expected = count;
+  }
+  if (b.expected != count) fail(site, "expects another number of threads than those in " + b.site.text());
+  if (count == num_threads_ && !(b.site == site)) fail(site, "barrier divergence: others are in " + b.site.text());
+  release(&b);
+  b.sum += value;
+  if (++b.arrived == b.expected) {
+    b.arrived = 0;
+    b.result = std::exchange(b.sum, 0);
+    ++statistics().barriers;
+    for (unsigned waiting : b.waiting) wake(waiting);
+    b.waiting.clear();
+  } else {
+    b.waiting.push_back(self_->id);
+    wait(site);
+  }
+  acquire(&b);
+  return b.result;
+}
+
+Collective& Machine::join(uint32_t mask, const Site& site) {
+  if (!(mask >> lane() & 1)) fail(site, "is not in the mask that it gives");
+  Collective* found = nullptr;
+  for (Collective& c : warps_[self_->id / 32].pending) {
+    if (c.arrived != 0 && c.mask != mask && (c.mask & mask) != 0) {
+      fail(site, "warp divergence: other lanes, with an overlapping mask, are in " + c.site.text());
+    }
+    if (c.arrived != 0 ? c.mask == mask : found == nullptr) found = &c;
+  }
+  if (found == nullptr) fail(site, "more than four groups of a warp meet at once");
+  if (found->arrived == 0) {
+    found->mask = mask;
+    found->site = site;
+  }
+  if (!(found->site == site)) fail(site, "warp divergence: other lanes are in " + found->site.text());
+  return *found;
+}
+
+void Machine::order_warp_memory(bool before) {
+  Warp* warp = &warps_[self_->id / 32];
+  before ? release(warp) : acquire(warp);
+}
+
+unsigned char* Machine::shared_at(uint32_t address, size_t bytes, uint32_t alignment, const Site& site) {
+  if (address % alignment != 0) fail(site, "misaligned shared address " + std::to_string(address));
+  if (address + bytes > shared_bytes_) fail(site, "outside shared memory");
+  return shared_ + address;
+}
+
+// ---- cp.async
+
+void Machine::copy_async(unsigned char* to, const void* from) {
+  AsyncCopy copy{to, {}};
+  if (from != nullptr) std::memcpy(copy.data, from, sizeof(copy.data));  // a bad address is found here
+  make_undefined(to, sizeof(copy.data));
+  self_->open_copies.push_back(copy);
+  const Unwatched unwatched;
+  ++statistics().cp_async;
+}
+
+void Machine::commit_copies() { self_->copy_groups.push_back(std::exchange(self_->open_copies, {})); }
+
+void Machine::wait_for_copies(unsigned newest_left) {
+  auto& groups = self_->copy_groups;
+  while (groups.size() > newest_left) {
+    for (const AsyncCopy& c : groups.front()) std::memcpy(c.to, c.data, sizeof(c.data));
+    groups.erase(groups.begin());
+  }
+}
+
+}  // namespace pagedtree::simt

@@ -1,0 +1,179 @@
+// Runs CUDA kernels on the CPU, for tests. A CUDA thread is a fiber; CTAs run one after the other on the thread that
+// launches, so that a run is the same every time. Launches of several host threads take turns.
+//
+// A run itself finds: barriers and warp collectives that threads reach from different places or not at all, deadlock,
+// copies in flight at exit, bank conflicts of ldmatrix, shared memory used before it was written (it starts as NaN).
+// Built with a sanitizer it also finds accesses out of bounds, undefined behaviour, and races between CUDA threads.
+// It does not see: a missing fence (atomics are sequentially consistent), and a CTA that waits for another one hangs.
+#pragma once
+
+#include <vector_types.h>
+
+#include <cstring>
+#include <memory>
+#include <random>
+#include <source_location>
+#include <string>
+#include <vector>
+
+#include "simt/fiber.h"
+#include "simt/options.h"
+
+namespace pagedtree::simt {
+
+using Location = std::source_location;
+
+// An operation at which threads meet, and the place it was called from.
+struct Site {
+  const char* op = nullptr;
+  Location at{};
+  bool operator==(const Site& other) const;
+  std::string text() const;
+};
+
+// 16 bytes on their way to shared memory.
+struct AsyncCopy {
+  unsigned char* to;
+  alignas(16) unsigned char data[16];
+};
+
+struct Thread {
+  Stack stack;
+  uint3 index{};
+  unsigned id = 0;
+  bool done = true;
+  Site waits_in;
+  std::vector<AsyncCopy> open_copies;               // cp.async, not committed
+  std::vector<std::vector<AsyncCopy>> copy_groups;  // committed, oldest first
+};
+
+// Some lanes of a warp that meet in one operation.
+struct Collective {
+  uint32_t mask = 0, arrived = 0;
+  Site site;
+  void* arguments[32];
+};
+
+struct Warp {
+  uint32_t ready = 0;  // lanes that can go on
+  Collective pending[4];
+};
+
+struct Barrier {
+  unsigned arrived = 0, expected = 0;
+  unsigned sum = 0, result = 0;  // of what threads hand in, as __syncthreads_count
+  Site site;
+  std::vector<unsigned> waiting;
+};
+
+class Machine;
+
+// Hardware that works beside the threads of a CTA and is only seen when somebody waits for it.
+class AsyncUnit {
+ public:
+  virtual ~AsyncUnit() = default;
+  // No thread can go on: finishes one piece of work; false if there is none.
+  virtual bool deliver(Machine& machine) = 0;
+  // What is still under way when thread `id` exits, "" if nothing.
+  virtual std::string unfinished(unsigned id) const = 0;
+};
+
+class Machine {
+ public:
+  static constexpr size_t kMaxSharedBytes = 227 << 10;
+  static constexpr unsigned kNumBarriers = 16;
+
+  using Kernel = void (*)(const void* params);
+  void launch(dim3 grid, dim3 block, size_t shared_bytes, Kernel kernel, const void* params);
+
+  // ---- for the emulated instructions: of the thread that runs
+  Thread& self() { return *self_; }
+  unsigned lane() const { return self_->id % 32; }
+  unsigned num_threads() const { return static_cast<unsigned>(num_threads_); }
+  [[noreturn]] void fail(const std::string& what);
+  [[noreturn]] void fail(const Site& site, const std::string& what) { fail(what + ": " + site.text()); }
+
+  unsigned char* shared_memory() { return shared_; }
+  size_t shared_bytes() const { return shared_bytes_; }
+  // Checks an access of `bytes` at a multiple of `alignment`.
+  unsigned char* shared_at(uint32_t address, size_t bytes, uint32_t alignment, const Site& site);
+
+  // Waits for `count` threads; gives back the sum of what they handed in.
+  unsigned barrier(unsigned id, unsigned count, const Site& site, unsigned value = 0);
+  // Every lane of `mask` hands in its arguments; the last one to come calls `op` on all of them. Orders no memory.
+  template <typename Arguments, typename Op>
+  void collective(uint32_t mask, Arguments* arguments, const Site& site, Op op);
+  void order_warp_memory(bool before);
+
+  // 16 bytes, zeros if `from` is null: read now, delivered by the wait and no sooner.
+  void copy_async(unsigned char* to, const void* from);
+  void commit_copies();
+  void wait_for_copies(unsigned newest_left);
+
+  // Of this CTA; made on first use.
+  template <typename Unit>
+  Unit& async_unit();
+
+  void wake(unsigned id) { warps_[id / 32].ready |= 1u << id % 32; }
+  void wait(const Site& site);
+  uint64_t random() { return random_(); }
+  const Order& order() const { return order_; }
+
+ private:
+  void run_block(uint3 index);
+  void renew_threads();
+  static void thread_main();
+  void check_exit(const Thread& thread);
+  Thread* next_ready();
+  void switch_to(Thread& to);
+  void suspend();
+  std::string who_waits() const;
+  Collective& join(uint32_t mask, const Site& site);
+
+  // The launch
+  Order order_;
+  std::mt19937_64 random_;
+  Kernel kernel_ = nullptr;
+  const void* params_ = nullptr;
+  size_t num_threads_ = 0;
+  size_t shared_bytes_ = 0;
+  Thread host_;
+  uint64_t begin_ = 0, end_ = 0;  // what orders host and CTAs for ThreadSanitizer
+
+  // The CTA that runs
+  std::vector<std::unique_ptr<Thread>> threads_;  // as many as any launch has had
+  std::vector<Warp> warps_;
+  Barrier barriers_[kNumBarriers];
+  unsigned char* shared_ = nullptr;
+  std::unique_ptr<AsyncUnit> async_unit_;
+  Thread* self_ = nullptr;
+  size_t warp_ = 0;  // whose turn it is
+  size_t num_alive_ = 0;
+  std::string error_;
+  std::vector<void*> old_contexts_;
+};
+
+// The one machine of the process.
+Machine& machine();
+
+template <typename Arguments, typename Op>
+void Machine::collective(uint32_t mask, Arguments* arguments, const Site& site, Op op) {
+  Unwatched unwatched;
+  Collective& c = join(mask, site);
+  c.arguments[lane()] = arguments;
+  c.arrived |= 1u << lane();
+  if (c.arrived != mask) return wait(site);
+  Arguments* all[32];
+  for (int i = 0; i < 32; ++i) all[i] = mask >> i & 1 ? static_cast<Arguments*>(c.arguments[i]) : nullptr;
+  c.arrived = 0;
+  op(all);
+  warps_[self_->id / 32].ready |= mask;
+}
+
+template <typename Unit>
+Unit& Machine::async_unit() {
+  if (async_unit_ == nullptr) async_unit_ = std::make_unique<Unit>(num_threads());
+  return static_cast<Unit&>(*async_unit_);
+}
+
+}  // namespace pagedtree::simt

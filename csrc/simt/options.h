@@ -1,0 +1,37 @@
+// How launches run, and what the last one did.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+
+namespace pagedtree::simt {
+
+// A fault of the kernel that the machine found.
+struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// The order in which CTAs, and within one the threads that can go on, get their turn.
+struct Order {
+  enum Kind { kForward, kReverse, kRandom } kind = kForward;
+  uint64_t seed = 1;
+};
+
+// Of PAGEDTREE_SIMT_ORDER (forward, reverse, random or random:SEED), read anew at each launch.
+Order order_from_environment();
+
+struct Options {
+  std::optional<Order> order;  // none: order_from_environment()
+  int num_sms = 4;             // what a launcher is told that sizes its grid by the device
+  bool mma_truncates = false;  // tensor cores round sums towards zero
+};
+Options& options();
+
+// Of the last launch.
+struct Statistics {
+  uint64_t mma, ldmatrix, ldmatrix_wavefronts, cp_async, barriers, switches;
+};
+Statistics& statistics();
+
+}  // namespace pagedtree::simt

@@ -1,0 +1,109 @@
+// The instructions of cuda/tile/ptx.cuh on the machine: what each one means.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "simt/device.h"
+
+namespace pagedtree::ptx {
+
+using simt::Location;
+
+// ---- shared memory
+
+template <typename T>
+T& shared(Location at = Location::current()) {
+  auto& m = simt::machine();
+  if (sizeof(T) > m.shared_bytes()) m.fail({"shared", at}, "the launch asked for less shared memory");
+  return *reinterpret_cast<T*>(m.shared_memory());
+}
+
+inline uint32_t smem_addr(const void* p) {
+  return static_cast<uint32_t>(static_cast<const unsigned char*>(p) - simt::machine().shared_memory());
+}
+
+// ---- cp.async
+
+// Copies 16 bytes; zeros where not valid.
+inline void cp_async_16(uint32_t to, const void* from, bool valid = true, Location at = Location::current()) {
+  auto& m = simt::machine();
+  if (reinterpret_cast<uintptr_t>(from) % 16 != 0) m.fail({"cp.async", at}, "misaligned global address");
+  m.copy_async(m.shared_at(to, 16, 16, {"cp.async", at}), valid ? from : nullptr);
+}
+inline void cp_async_commit() { simt::machine().commit_copies(); }
+template <int kNewestLeft>
+void cp_async_wait() {
+  simt::machine().wait_for_copies(kNewestLeft);
+}
+
+// ---- ldmatrix
+
+namespace detail {
+
+inline float to_float(uint16_t bits, __nv_bfloat16) { return std::bit_cast<float>(uint32_t{bits} << 16); }
+inline float to_float(uint16_t bits, __half) {
+  __half_raw raw;
+  raw.x = bits;
+  return __half2float(__half(raw));
+}
+
+struct MatrixRow {
+  alignas(16) uint16_t elements[8];
+  uint32_t address;
+  uint32_t out[4];
+};
+
+// Lane 8 i + r hands in row r of 8x8 matrix i; lane l gets elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4.
+void exchange_matrices(MatrixRow** lanes, bool transposed);
+
+template <bool kTransposed>
+void ldmatrix_x4(uint32_t (&d)[4], uint32_t address, const simt::Site& site) {
+  auto& m = simt::machine();
+  MatrixRow row{};
+  std::memcpy(row.elements, m.shared_at(address, 16, 16, site), 16);
+  row.address = address;
+  m.collective(~0u, &row, site, [](MatrixRow** lanes) { exchange_matrices(lanes, kTransposed); });
+  std::memcpy(d, row.out, sizeof(d));
+}
+
+}  // namespace detail
+
+inline void ldmatrix_x4(uint32_t (&d)[4], uint32_t address, Location at = Location::current()) {
+  detail::ldmatrix_x4<false>(d, address, {"ldmatrix", at});
+}
+inline void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t address, Location at = Location::current()) {
+  detail::ldmatrix_x4<true>(d, address, {"ldmatrix.trans", at});
+}
+
+// ---- mma
+
+namespace detail {
+
+struct MmaLane {
+  float* d;
+  const uint32_t* a;
+  uint32_t b[2];
+};
+
+// d += a b for a 16 x 16, b 16 x 8, with the fragments unpacked: products are exact, each sum is rounded once.
+void multiply_fragments(MmaLane** lanes, float (*to_float)(uint16_t));
+
+}  // namespace detail
+
+template <typename T>
+void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Location at = Location::current()) {
+  detail::MmaLane lane{d, a, {b0, b1}};
+  simt::machine().collective(~0u, &lane, {"mma", at}, [](detail::MmaLane** lanes) {
+    detail::multiply_fragments(lanes, [](uint16_t bits) { return detail::to_float(bits, T()); });
+  });
+}
+
+// ---- others
+
+inline void barrier_sync(unsigned id, unsigned num_threads, Location at = Location::current()) {
+  simt::machine().barrier(id, num_threads, {"bar.sync", at});
+}
+inline float ex2(float x) { return std::exp2(x); }
+
+}  // namespace pagedtree::ptx
