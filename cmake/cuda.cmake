@@ -90,11 +90,19 @@ if(PAGEDTREE_SIMT)
   if(NOT CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
     message(FATAL_ERROR "PAGEDTREE_SIMT needs an x86-64 processor: its fibers are switched in assembly")
   endif()
-  find_path(PAGEDTREE_CUDA_HEADERS cuda_fp8.h
-    HINTS "${toolkit}/include" "${toolkit}/targets/x86_64-linux/include" "$ENV{CUDA_HOME}/include" /usr/local/cuda/include)
-  if(NOT PAGEDTREE_CUDA_HEADERS)
+  # The toolkit's, else those of the wheels in requirements-dev.txt.
+  if(Python_EXECUTABLE)
+    execute_process(COMMAND "${Python_EXECUTABLE}" -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+      OUTPUT_VARIABLE purelib OUTPUT_STRIP_TRAILING_WHITESPACE)
+    file(GLOB wheels "${purelib}/nvidia/cu*/include")
+  endif()
+  find_path(PAGEDTREE_CUDA_HEADERS nv/target
+    HINTS "${toolkit}/include" "$ENV{CUDA_HOME}/include" /usr/local/cuda/include ${wheels} PATH_SUFFIXES . cccl)
+  find_path(PAGEDTREE_CUDA_FLOAT_HEADERS cuda_fp8.h
+    HINTS "${toolkit}/include" "$ENV{CUDA_HOME}/include" /usr/local/cuda/include ${wheels})
+  if(NOT PAGEDTREE_CUDA_HEADERS OR NOT PAGEDTREE_CUDA_FLOAT_HEADERS)
     message(FATAL_ERROR "PAGEDTREE_SIMT needs the headers of the CUDA toolkit (cuda_fp16.h, cuda_bf16.h, cuda_fp8.h): "
-      "put nvcc on the PATH or set CUDA_HOME, or build without PAGEDTREE_SIMT")
+      "put nvcc on the PATH, set CUDA_HOME, or pip install nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl")
   endif()
   add_library(pagedtree_simt SHARED
     csrc/simt/fiber.cpp
@@ -110,7 +118,7 @@ if(PAGEDTREE_SIMT)
     target_sources(pagedtree_simt PRIVATE "${wrapper}")
   endforeach()
   target_include_directories(pagedtree_simt PRIVATE csrc)
-  target_include_directories(pagedtree_simt SYSTEM PRIVATE "${PAGEDTREE_CUDA_HEADERS}")
+  target_include_directories(pagedtree_simt SYSTEM PRIVATE "${PAGEDTREE_CUDA_FLOAT_HEADERS}" "${PAGEDTREE_CUDA_HEADERS}")
   # Attributes and pragmas of nvcc mean nothing to the host compiler.
   target_compile_options(pagedtree_simt PRIVATE ${PAGEDTREE_WARNINGS} -Wno-unknown-pragmas -Wno-attributes)
   install(TARGETS pagedtree_simt LIBRARY DESTINATION lib)

@@ -98,6 +98,21 @@ def test_only_the_backend_table_is_exported():
     }
 
 
+@pytest.mark.parametrize("name", ["cuda", "simt"])
+def test_a_loaded_backend_exports_its_table_only(name):
+    """Both hold the same kernels: what one exported, the other could be linked to."""
+    library = PACKAGE / "lib" / f"libpagedtree_{name}.so"
+    if not library.exists():
+        pytest.skip(f"built without {name}")
+    listing = run("nm", "-DC", "--defined-only", library)
+    exported = {line.split(maxsplit=2)[2] for line in listing.splitlines()}
+    assert {symbol for symbol in exported if "pagedtree" in symbol} == {
+        f"pagedtree::{name}::backend()",
+        "pagedtree_backend",
+    }
+    assert not any(symbol.startswith(("cuda", "__cuda")) for symbol in exported)
+
+
 def test_symbol_versions_stay_in_reach():
     """What the libraries ask of the system is what Debian 12's GCC 12 asks at most: a wheel made there runs on glibc
     2.34 and libstdc++ of GCC 12 (manylinux_2_34 and, but for libstdc++, Ubuntu 22.04 and RHEL 9)."""
@@ -114,6 +129,9 @@ def test_the_op_library_needs_no_python_and_the_backend_no_torch():
     assert not any("python" in name for name in needed(PACKAGE / "lib" / "libpagedtree_torch.so"))
     system = {"libstdc++", "libm", "libgcc_s", "libc", "ld-linux-x86-64", "ld-linux-aarch64"}
     assert needed(PACKAGE / "lib" / "libpagedtree_cpu.so") <= system
+    for library in (PACKAGE / "lib" / f"libpagedtree_{name}.so" for name in ("cuda", "simt")):
+        if library.exists():
+            assert needed(library) <= system | {"libpthread", "librt", "libdl"}, library.name
 
 
 @pytest.mark.parametrize("header", sorted((CSRC / "core").glob("*.h")), ids=lambda path: path.name)
@@ -184,7 +202,7 @@ def test_wheel_from_sdist_installs_into_an_empty_environment(tmp_path):
         tar.extractall(tmp_path, filter="data")
     (source,) = (path for path in tmp_path.iterdir() if (path / "pyproject.toml").exists())
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    run(*pip, "wheel", "--no-build-isolation", "--no-deps", "-w", tmp_path / "dist", source)
+    run(*pip, "wheel", "--no-build-isolation", "--no-deps", "-w", tmp_path / "dist", source, PAGEDTREE_SIMT="0")
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     tag = sysconfig.get_config_var("py_version_nodot")
     assert wheel.name.endswith(f"-cp{tag}-cp{tag}-linux_{platform.machine()}.whl")
@@ -197,7 +215,10 @@ def test_wheel_from_sdist_installs_into_an_empty_environment(tmp_path):
     assert "pagedtree/benchmarks/bench_tree_attention.py" in names
     libraries = {name for name in names if name.endswith(NEVER_SHIPPED)}
     extension = f"pagedtree/_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-    assert libraries == {extension, "pagedtree/lib/libpagedtree_cpu.so", "pagedtree/lib/libpagedtree_torch.so"}
+    native = {f"pagedtree/lib/libpagedtree_{name}.so" for name in ("cpu", "torch")}
+    cuda = "pagedtree/lib/libpagedtree_cuda.so"
+    assert libraries - {cuda} == {extension, *native}
+    assert (cuda in libraries) == _C.build_info()["cuda"]
     assert wheel.stat().st_size < 20_000_000
 
     environment = tmp_path / "empty"
@@ -234,7 +255,7 @@ def test_python_versions(version, tmp_path):
         pytest.skip(f"no Python {version} here")
     headers = run(interpreter, "-c", "import sysconfig; print(sysconfig.get_path('include'))").strip()
     pybind11 = run(sys.executable, "-m", "pybind11", "--includes").split()[-1]
-    names = ("VERSION", "ISAS", "COMPILER", "BUILD_TYPE", "TORCH_TARGET")
+    names = ("VERSION", "ISAS", "CUDA_ARCH_LIST", "COMPILER", "BUILD_TYPE", "TORCH_TARGET")
     defines = [f'-DPAGEDTREE_{name}="{version}"' for name in names]
     includes = [f"-I{headers}", pybind11, f"-I{CSRC}"]
     library = PACKAGE / "lib"
