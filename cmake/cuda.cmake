@@ -3,6 +3,8 @@
 set(PAGEDTREE_CUDA_SOURCES
   csrc/cuda/backend.cu
   csrc/cuda/kv_cache.cu
+  csrc/cuda/step.cu
+  csrc/cuda/trees.cu
 )
 
 # ---- toolkit

@@ -5,6 +5,11 @@
 
 namespace pagedtree::cuda {
 
+void build_trees(const BuildTreesParams& params, const ExecContext& ctx);
+void slot_mapping(const SlotMappingParams& params, const ExecContext& ctx);
 void append_kv(const AppendKvParams& params, const ExecContext& ctx);
+void compact_kv(const CompactKvParams& params, const ExecContext& ctx);
+void prepare_step(const PrepareStepParams& params, const ExecContext& ctx);
+void commit(const CommitParams& params, const ExecContext& ctx);
 
 }  // namespace pagedtree::cuda

@@ -2,6 +2,7 @@
 #include "core/numeric.h"
 #include "cuda/kernels.h"
 #include "cuda/tile/launch.cuh"
+#include "cuda/tile/ptx.cuh"
 
 namespace pagedtree::cuda {
 namespace {
@@ -106,6 +107,89 @@ void launch_quantize(const AppendKvParams& p, const ExecContext& ctx) {
                               : launch_append<Quantize<kDType, 1>>(p, ctx);
 }
 
+// ---- slot_mapping
+
+__global__ void __launch_bounds__(kMaxThreads) slot_mapping_kernel(const __grid_constant__ SlotMappingParams p) {
+  const int64_t row = int64_t{blockIdx.x} * kMaxThreads + threadIdx.x;
+  if (row < p.total_q) p.slots[row] = query_slot(p, row);
+}
+
+// ---- compact_kv
+
+constexpr int kStagingBytes = 32 << 10;
+
+struct CompactShared {
+  alignas(kVectorBytes) uint8_t staging[kStagingBytes];
+  Move moves[kMaxTreeNodes];  // of path node j + 1; from.page -1: stays where it is
+};
+
+// Where unit `unit` of a row lies, behind the row's first byte.
+__device__ __forceinline__ int64_t unit_offset(const CacheView& cache, int64_t unit, int64_t unit_bytes) {
+  const int64_t units_a_run = cache.run_bytes / unit_bytes;
+  const int64_t run = unit / units_a_run;
+  const int64_t i0 = run / (cache.sizes[1] * cache.sizes[2]), i1 = run / cache.sizes[2] % cache.sizes[1];
+  return i0 * cache.strides[0] + i1 * cache.strides[1] + run % cache.sizes[2] * cache.strides[2] +
+         unit % units_a_run * unit_bytes;
+}
+
+// All rows of a window of units are loaded before any is stored, so moves may overlap whatever their order. Each CTA of
+// a row takes windows of its own.
+template <typename Unit>
+__device__ __forceinline__ void move_rows(const CacheView& cache, CompactShared& shared, int32_t num_moves) {
+  auto* const data = static_cast<uint8_t*>(cache.data);
+  auto* const staging = reinterpret_cast<Unit*>(shared.staging);
+  const int64_t units = cache.sizes[0] * cache.sizes[1] * cache.sizes[2] * (cache.run_bytes / int64_t{sizeof(Unit)});
+  const int32_t window = kStagingBytes / int32_t{sizeof(Unit)} / num_moves;
+  for (int64_t at = int64_t{blockIdx.y} * window; at < units; at += int64_t{gridDim.y} * window) {
+    const int32_t width = static_cast<int32_t>(min_of<int64_t>(window, units - at));
+    for (int32_t i = threadIdx.x; i < num_moves * width; i += blockDim.x) {
+      const Move& move = shared.moves[i / width];
+      if (move.from.page < 0) continue;
+      const int64_t offset = unit_offset(cache, at + i % width, sizeof(Unit));
+      staging[i] = *reinterpret_cast<const Unit*>(data + row_offset(cache, move.from) + offset);
+    }
+    __syncthreads();
+    for (int32_t i = threadIdx.x; i < num_moves * width; i += blockDim.x) {
+      const Move& move = shared.moves[i / width];
+      if (move.from.page < 0) continue;
+      const int64_t offset = unit_offset(cache, at + i % width, sizeof(Unit));
+      *reinterpret_cast<Unit*>(data + row_offset(cache, move.to) + offset) = staging[i];
+    }
+    __syncthreads();
+  }
+}
+
+// CTA (sequence * caches + cache, piece of the row).
+__global__ void __launch_bounds__(kMaxThreads) compact_kernel(const __grid_constant__ CompactKvParams p) {
+  auto& shared = ptx::shared<CompactShared>();
+  const int64_t num_caches = max_of(p.num_caches, 1);
+  const int64_t b = blockIdx.x / num_caches, index = blockIdx.x % num_caches;
+  if (index == 0 && blockIdx.y == 0 && threadIdx.x == 0) p.seq_lens[b] = compacted_length(p, b);
+  if (p.num_caches == 0) return;
+  const int32_t length = path_length(p, b);
+  bool moves = false;
+  for (int32_t j = 1 + static_cast<int32_t>(threadIdx.x); j <= length; j += blockDim.x) {
+    Move& move = shared.moves[j - 1];
+    const bool needed = path_move(p, b, j, move);
+    if (!needed) move.from.page = -1;
+    moves = moves || needed;
+  }
+  if (!__syncthreads_or(moves)) return;
+  const CacheView& cache = p.caches[index];
+  const auto bits = static_cast<uint64_t>(reinterpret_cast<uintptr_t>(cache.data)) |
+                    static_cast<uint64_t>(cache.page_stride | cache.slot_stride | cache.run_bytes | cache.strides[0] |
+                                          cache.strides[1] | cache.strides[2]);
+  if (bits % 16 == 0) {
+    move_rows<uint4>(cache, shared, length);
+  } else if (bits % 4 == 0) {
+    move_rows<uint32_t>(cache, shared, length);
+  } else if (bits % 2 == 0) {
+    move_rows<uint16_t>(cache, shared, length);
+  } else {
+    move_rows<uint8_t>(cache, shared, length);
+  }
+}
+
 }  // namespace
 
 void append_kv(const AppendKvParams& p, const ExecContext& ctx) {
@@ -125,6 +209,22 @@ void append_kv(const AppendKvParams& p, const ExecContext& ctx) {
     case DType::kFloat8E4M3:
       return;  // copied, never converted
   }
+}
+
+void slot_mapping(const SlotMappingParams& p, const ExecContext& ctx) {
+  launch(slot_mapping_kernel, grid_of(p.total_q, kMaxThreads), dim3(kMaxThreads), 0, ctx.stream, p);
+}
+
+void compact_kv(const CompactKvParams& p, const ExecContext& ctx) {
+  constexpr int64_t kBytesACta = 16 << 10;
+  int64_t most = 0;
+  for (int32_t i = 0; i < p.num_caches; ++i) {
+    const CacheView& cache = p.caches[i];
+    most = max_of(most, cache.sizes[0] * cache.sizes[1] * cache.sizes[2] * cache.run_bytes);
+  }
+  const auto pieces = static_cast<unsigned>(clamp_to<int64_t>(ceil_div(most, kBytesACta), 1, 16));
+  const auto rows = static_cast<unsigned>(p.batch * max_of(p.num_caches, 1));
+  launch(compact_kernel, dim3(rows, pieces), dim3(kMaxThreads), sizeof(CompactShared), ctx.stream, p);
 }
 
 }  // namespace pagedtree::cuda

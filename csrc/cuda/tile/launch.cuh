@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <utility>
 
 #if defined(__CUDACC__)
@@ -20,6 +21,9 @@ struct DeviceLimits {
   int num_sms;
   int max_shared_bytes;  // of a block
 };
+
+// So many CTAs that each of `count` items gets a thread.
+inline dim3 grid_of(int64_t count, int threads) { return dim3(static_cast<unsigned>((count + threads - 1) / threads)); }
 
 #if defined(__CUDACC__)
 

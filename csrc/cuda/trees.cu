@@ -1,0 +1,107 @@
+#include "core/tree.h"
+#include "cuda/kernels.h"
+#include "cuda/tile/launch.cuh"
+#include "cuda/tile/ptx.cuh"
+
+namespace pagedtree::cuda {
+namespace {
+
+constexpr int kMaxThreads = 256;
+
+struct TreeShared {
+  int16_t parents[kMaxTreeNodes];  // -1: no such link
+  bool reachable[kMaxTreeNodes];
+};
+
+// Links to the root, -1 where the way there is broken or longer than max_depth.
+__device__ __forceinline__ int32_t depth_of(const TreeShared& tree, int32_t node, int32_t max_depth) {
+  int32_t depth = 0;
+  while (node > 0 && depth <= max_depth) {
+    node = tree.parents[node];
+    ++depth;
+  }
+  return node == 0 && depth <= max_depth ? depth : -1;
+}
+
+// The node's ancestors and itself. On the way up indices fall, so that each word is complete when the next one begins.
+__device__ __forceinline__ void write_mask(const BuildTreesParams& p, const TreeShared& tree, int64_t row,
+                                           int32_t node) {
+  int32_t* words = p.mask + row * p.mask_words;
+  int32_t w = p.mask_words - 1;
+  uint32_t bits = 0;
+  for (; node >= 0; node = tree.parents[node]) {
+    for (; w > node / kMaskWordBits; --w) {
+      words[w] = static_cast<int32_t>(bits);
+      bits = 0;
+    }
+    bits |= 1u << (node % kMaskWordBits);
+  }
+  for (; w >= 0; --w) {
+    words[w] = static_cast<int32_t>(bits);
+    bits = 0;
+  }
+}
+
+// Children and siblings are looked for among the nodes behind.
+__device__ __forceinline__ void write_links(const BuildTreesParams& p, const TreeShared& tree, int64_t row,
+                                            int32_t node, int32_t num_nodes) {
+  int32_t child = -1, sibling = -1;
+  for (int32_t other = node + 1; other < num_nodes && (child < 0 || sibling < 0); ++other) {
+    if (!tree.reachable[other]) continue;
+    if (child < 0 && tree.parents[other] == node) child = other;
+    if (sibling < 0 && node > 0 && tree.parents[other] == tree.parents[node]) sibling = other;
+  }
+  p.first_child[row] = child;
+  p.next_sibling[row] = sibling;
+}
+
+__device__ __forceinline__ void build_one(const BuildTreesParams& p, int64_t b) {
+  auto& tree = ptx::shared<TreeShared>();
+  const NodeRange rows = node_range(p.cu_nodes, b, p.num_rows);
+  const int32_t num_nodes = static_cast<int32_t>(min_of<int64_t>(rows.size(), p.max_nodes));
+  for (int32_t node = threadIdx.x; node < num_nodes; node += blockDim.x) {
+    const int32_t parent = node == 0 ? -1 : p.parents[rows.begin + node];
+    tree.parents[node] = static_cast<int16_t>(parent >= 0 && parent < node ? parent : -1);
+  }
+  __syncthreads();
+  bool valid = rows.size() > 0 && rows.size() <= p.max_nodes && p.parents[rows.begin] == -1;
+  for (int32_t node = threadIdx.x; node < num_nodes; node += blockDim.x) {
+    const int32_t depth = depth_of(tree, node, p.max_depth);
+    p.depths[rows.begin + node] = depth;
+    tree.reachable[node] = depth >= 0;
+    valid = valid && depth >= 0;
+  }
+  valid = __syncthreads_and(valid);
+  for (int64_t row = rows.begin + threadIdx.x; row < rows.end; row += blockDim.x) {
+    const int64_t node = row - rows.begin;
+    if (node < num_nodes && tree.reachable[node]) {
+      write_mask(p, tree, row, static_cast<int32_t>(node));
+      write_links(p, tree, row, static_cast<int32_t>(node), num_nodes);
+    } else {
+      clear_node(p, row);
+    }
+  }
+  if (threadIdx.x == 0) p.valid[b] = valid;
+}
+
+// The first CTAs take a tree each, the others the rows of no tree (padding of a fixed-shape batch).
+__global__ void __launch_bounds__(kMaxThreads) build_trees_kernel(const __grid_constant__ BuildTreesParams p) {
+  if (blockIdx.x < p.batch) return build_one(p, blockIdx.x);
+  const int64_t first = p.batch > 0 ? clamp_to<int64_t>(p.cu_nodes[0], 0, p.num_rows) : 0;
+  const int64_t last = p.batch > 0 ? clamp_to<int64_t>(p.cu_nodes[p.batch], first, p.num_rows) : 0;
+  const int64_t stride = int64_t{gridDim.x - static_cast<unsigned>(p.batch)} * blockDim.x;
+  for (int64_t row = (blockIdx.x - p.batch) * blockDim.x + threadIdx.x; row < p.num_rows; row += stride) {
+    if (row < first || row >= last) clear_node(p, row);
+  }
+}
+
+}  // namespace
+
+void build_trees(const BuildTreesParams& p, const ExecContext& ctx) {
+  constexpr int64_t kPaddingCtas = 4;
+  const int64_t threads = min_of<int64_t>(ceil_div(p.max_nodes, 32) * 32, kMaxThreads);
+  launch(build_trees_kernel, dim3(static_cast<unsigned>(p.batch + kPaddingCtas)), dim3(static_cast<unsigned>(threads)),
+         sizeof(TreeShared), ctx.stream, p);
+}
+
+}  // namespace pagedtree::cuda
