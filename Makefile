@@ -25,7 +25,7 @@ endif
 export PYTHONPATH := $(CURDIR)/python
 
 PYTEST := OMP_NUM_THREADS=1 python -m pytest -n $(WORKERS)
-CXX_FILES = $(shell find csrc $(wildcard examples) -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+CXX_FILES = $(shell find csrc tests $(wildcard examples) -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: help
 help:  ## list the targets
@@ -59,7 +59,7 @@ endif
 test test-all: export PAGEDTREE_EMULATED_ISA := 1
 test test-all: export PAGEDTREE_SIMT := 1
 
-.PHONY: test test-all test-stats test-sanitizers test-engines check-aarch64
+.PHONY: test test-all test-stats test-simt test-sanitizers test-engines check-aarch64
 test: build  ## the core suite
 	$(PYTEST) -m "not slow and not stats"
 
@@ -69,7 +69,13 @@ test-all: build test-sanitizers test-engines  ## every test, the long ones too
 test-stats: build  ## sampling against the exact laws, a million draws a law; planted errors are caught
 	$(PYTEST) -m stats
 
-test-sanitizers: $(READY)  ## the op tests on a build with AddressSanitizer and UndefinedBehaviorSanitizer
+# The planted bugs again, with ThreadSanitizer too: it sees races that no order of execution shows.
+test-simt: export PAGEDTREE_SIMT := 1
+test-simt: build  ## what simt finds in kernels with planted bugs: plain and with each sanitizer
+	cmake --build build/cmake-$$(python -c "import sys; print(sys.implementation.cache_tag)") --parallel $${MAX_JOBS:-$$(nproc)} --target simt_selftest_asan simt_selftest_tsan
+	$(PYTEST) tests/test_simt.py
+
+test-sanitizers: test-simt  ## the op tests on a build with AddressSanitizer and UndefinedBehaviorSanitizer
 	OMP_NUM_THREADS=1 tests/run_sanitized.sh -n $(WORKERS)
 
 # The oldest transformers that is supported, laid over the environment's other packages.

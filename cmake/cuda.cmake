@@ -106,11 +106,16 @@ if(PAGEDTREE_SIMT)
     message(FATAL_ERROR "PAGEDTREE_SIMT needs the headers of the CUDA toolkit (cuda_fp16.h, cuda_bf16.h, cuda_fp8.h): "
       "put nvcc on the PATH, set CUDA_HOME, or pip install nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl")
   endif()
-  add_library(pagedtree_simt SHARED
+  set(PAGEDTREE_SIMT_SOURCES
     csrc/simt/fiber.cpp
     csrc/simt/machine.cpp
     csrc/simt/ptx_simt.cpp
+    csrc/simt/ptx_sm90_simt.cpp
   )
+  # Attributes and pragmas of nvcc mean nothing to the host compiler.
+  set(simt_flags ${PAGEDTREE_WARNINGS} -Wno-unknown-pragmas -Wno-attributes)
+  set(simt_headers "${PAGEDTREE_CUDA_FLOAT_HEADERS}" "${PAGEDTREE_CUDA_HEADERS}")
+  add_library(pagedtree_simt SHARED ${PAGEDTREE_SIMT_SOURCES})
   # A source has one language in a directory, so the kernels come in through files that include them.
   foreach(source IN LISTS PAGEDTREE_CUDA_SOURCES)
     string(REPLACE "csrc/cuda/" "simt/" wrapper "${source}.cpp")
@@ -120,8 +125,20 @@ if(PAGEDTREE_SIMT)
     target_sources(pagedtree_simt PRIVATE "${wrapper}")
   endforeach()
   target_include_directories(pagedtree_simt PRIVATE csrc)
-  target_include_directories(pagedtree_simt SYSTEM PRIVATE "${PAGEDTREE_CUDA_FLOAT_HEADERS}" "${PAGEDTREE_CUDA_HEADERS}")
-  # Attributes and pragmas of nvcc mean nothing to the host compiler.
-  target_compile_options(pagedtree_simt PRIVATE ${PAGEDTREE_WARNINGS} -Wno-unknown-pragmas -Wno-attributes)
+  target_include_directories(pagedtree_simt SYSTEM PRIVATE ${simt_headers})
+  target_compile_options(pagedtree_simt PRIVATE ${simt_flags})
   install(TARGETS pagedtree_simt LIBRARY DESTINATION lib)
+
+  # What simt finds, shown on planted bugs: plain, and (make test-simt) with each sanitizer.
+  function(pagedtree_add_selftest name)
+    add_executable(${name} EXCLUDE_FROM_ALL tests/simt/selftest.cpp ${PAGEDTREE_SIMT_SOURCES})
+    target_include_directories(${name} PRIVATE csrc)
+    target_include_directories(${name} SYSTEM PRIVATE ${simt_headers})
+    target_compile_options(${name} PRIVATE ${simt_flags} ${ARGN})
+    target_link_options(${name} PRIVATE ${ARGN})
+  endfunction()
+  pagedtree_add_selftest(simt_selftest)
+  pagedtree_add_selftest(simt_selftest_asan -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined)
+  pagedtree_add_selftest(simt_selftest_tsan -O1 -g -fsanitize=thread)
+  set_target_properties(simt_selftest PROPERTIES EXCLUDE_FROM_ALL OFF)
 endif()

@@ -51,6 +51,10 @@ Stack::~Stack() {
 }
 
 PT_UNWATCHED void Stack::restart(void (*entry)()) {
+#if defined(__SANITIZE_THREAD__)
+  if (memory_ != nullptr) munmap(memory_, kBytes);  // or it would see the last thread's writes as this one's
+  memory_ = nullptr;
+#endif
   if (memory_ == nullptr) {
     void* memory = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) throw std::bad_alloc();

@@ -130,6 +130,7 @@ void Machine::launch(dim3 grid, dim3 block, size_t shared_bytes, Kernel kernel, 
       run_block({static_cast<unsigned>(b % grid.x), static_cast<unsigned>(b / grid.x % grid.y),
                  static_cast<unsigned>(b / grid.x / grid.y)});
     }
+    acquire(&end_);
     const Statistics& s = statistics();
     if (s.ldmatrix_wavefronts > s.ldmatrix) {
       throw Error("simt: bank conflicts: ldmatrix takes " +
@@ -143,7 +144,6 @@ void Machine::launch(dim3 grid, dim3 block, size_t shared_bytes, Kernel kernel, 
   }
   async_unit_.reset();
   std::free(std::exchange(shared_, nullptr));
-  acquire(&end_);
 }
 
 void Machine::renew_threads() {
@@ -182,6 +182,7 @@ void Machine::run_block(uint3 index) {
   self_ = &host_;
   switch_to(*next_ready());
   if (error_.empty() && num_alive_ > 0) error_ = "deadlock: " + who_waits();
+  if (error_.empty() && async_unit_ != nullptr) error_ = async_unit_->unfinished();
   if (error_.empty()) return;
   // Threads are left in the middle of the kernel: they begin anew. Their destructors never run.
   for (size_t i = 0; i < num_threads_; ++i) {
@@ -226,10 +227,10 @@ void Machine::check_exit(const Thread& thread) {
   for (const auto& group : thread.copy_groups) in_flight = in_flight || !group.empty();
   if (in_flight) fail("exits with cp.async in flight");
   for (const Barrier& b : barriers_) {
-    if (b.arrived > 0 && b.expected == num_threads_) fail(b.site, "exits while others wait");
+    if (b.arrived > 0 && b.expected == num_threads_) fail("exits while others wait in " + b.site.text());
   }
   if (async_unit_ != nullptr) {
-    if (const std::string left = async_unit_->unfinished(thread.id); !left.empty()) fail("exits with " + left);
+    if (const std::string left = async_unit_->unfinished(thread); !left.empty()) fail("exits with " + left);
   }
 }
 
@@ -248,7 +249,7 @@ Thread* Machine::next_ready() {
       return threads_[warp_ * 32 + static_cast<size_t>(lane)].get();
     }
     try {
-      if (async_unit_ == nullptr || !async_unit_->deliver(*this)) return nullptr;
+      if (num_alive_ == 0 || async_unit_ == nullptr || !async_unit_->deliver(*this)) return nullptr;
     } catch (const Error& e) {
       error_ = e.what();
       return nullptr;
@@ -289,6 +290,10 @@ void Machine::wait(const Site& site) {
 
 void Machine::fail(const std::string& what) { throw Error("thread " + text(self_->index) + " " + what); }
 
+size_t Machine::pick(size_t count) {
+  return order_.kind == Order::kRandom ? random_() % count : order_.kind == Order::kReverse ? count - 1 : 0;
+}
+
 std::string Machine::who_waits() const {
   std::string all;
   const Site* last = nullptr;
@@ -305,9 +310,9 @@ std::string Machine::who_waits() const {
 
 unsigned Machine::barrier(unsigned id, unsigned count, const Site& site, unsigned value) {
   const Unwatched unwatched;
-  if (id >= kNumBarriers) fail(site, "uses barrier " + std::to_string(id) + " of 16");
+  if (id >= kNumBarriers) fail(site, "there is no barrier " + std::to_string(id));
   if (count == 0 || count % 32 != 0 || count > (num_threads() + 31) / 32 * 32) {
-    if (count != num_threads()) fail(site, "waits for " + std::to_string(count) + " threads, no whole warps");
+    if (count != num_threads()) fail(site, std::to_string(count) + " threads are no whole warps of the block");
   }
   Barrier& b = barriers_[id];
   if (count == num_threads_ && num_alive_ != num_threads_) fail(site, "waits for threads that have exited");
@@ -315,8 +320,8 @@ unsigned Machine::barrier(unsigned id, unsigned count, const Site& site, unsigne
     b.site = site;
     b.expected = count;
   }
-  if (b.expected != count) fail(site, "expects another number of threads than those in " + b.site.text());
-  if (count == num_threads_ && !(b.site == site)) fail(site, "barrier divergence: others are in " + b.site.text());
+  if (b.expected != count) fail(site, "another number of threads than in " + b.site.text());
+  if (count == num_threads_ && !(b.site == site)) fail(site, "barrier divergence, others are in " + b.site.text());
   release(&b);
   b.sum += value;
   if (++b.arrived == b.expected) {
@@ -338,7 +343,7 @@ Collective& Machine::join(uint32_t mask, const Site& site) {
   Collective* found = nullptr;
   for (Collective& c : warps_[self_->id / 32].pending) {
     if (c.arrived != 0 && c.mask != mask && (c.mask & mask) != 0) {
-      fail(site, "warp divergence: other lanes, with an overlapping mask, are in " + c.site.text());
+      fail(site, "warp divergence, other lanes with an overlapping mask are in " + c.site.text());
     }
     if (c.arrived != 0 ? c.mask == mask : found == nullptr) found = &c;
   }
@@ -347,7 +352,7 @@ Collective& Machine::join(uint32_t mask, const Site& site) {
     found->mask = mask;
     found->site = site;
   }
-  if (!(found->site == site)) fail(site, "warp divergence: other lanes are in " + found->site.text());
+  if (!(found->site == site)) fail(site, "warp divergence, other lanes are in " + found->site.text());
   return *found;
 }
 

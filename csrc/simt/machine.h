@@ -74,8 +74,9 @@ class AsyncUnit {
   virtual ~AsyncUnit() = default;
   // No thread can go on: finishes one piece of work; false if there is none.
   virtual bool deliver(Machine& machine) = 0;
-  // What is still under way when thread `id` exits, "" if nothing.
-  virtual std::string unfinished(unsigned id) const = 0;
+  // What is still under way when a thread exits, and when all have; "" if nothing.
+  virtual std::string unfinished(const Thread& thread) const = 0;
+  virtual std::string unfinished() const = 0;
 };
 
 class Machine {
@@ -91,7 +92,7 @@ class Machine {
   unsigned lane() const { return self_->id % 32; }
   unsigned num_threads() const { return static_cast<unsigned>(num_threads_); }
   [[noreturn]] void fail(const std::string& what);
-  [[noreturn]] void fail(const Site& site, const std::string& what) { fail(what + ": " + site.text()); }
+  [[noreturn]] void fail(const Site& site, const std::string& what) { fail("in " + site.text() + ": " + what); }
 
   unsigned char* shared_memory() { return shared_; }
   size_t shared_bytes() const { return shared_bytes_; }
@@ -116,8 +117,8 @@ class Machine {
 
   void wake(unsigned id) { warps_[id / 32].ready |= 1u << id % 32; }
   void wait(const Site& site);
-  uint64_t random() { return random_(); }
-  const Order& order() const { return order_; }
+  // One of `count` things, as the launch's order has it.
+  size_t pick(size_t count);
 
  private:
   void run_block(uint3 index);

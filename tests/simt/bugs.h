@@ -1,0 +1,39 @@
+// The faults that the self-test plants: a kernel asks at run time which one it shall have.
+#pragma once
+
+#include <cstdint>
+
+namespace probe {
+
+enum class Bug {
+  kNone,
+  // attention.cuh
+  kNoWait,
+  kShortWait,
+  kNoCommit,
+  kNoBarrierBeforeRead,
+  kNoBarrierBeforeRefill,
+  kTableOverrun,
+  kForeignPage,
+  kOtherSwizzle,
+  kNoSwizzle,
+  kTailNotZeroed,
+  kDivergentBarrier,
+  kShuffleLacksLanes,
+  kEarlyExit,
+  kMisalignedCopy,
+  kSharedTooSmall,
+  // reduce.cuh
+  kNoReductionBarrier,
+  kMergeByFirst,
+  kMergeRace,
+  // hopper.cuh
+  kNoEmptyWait,
+  kNoFullWait,
+  kShortExpect,
+  kNoWgmmaWait,
+  kBufferBackEarly,
+  kUnawaitedLoad,
+};
+
+}  // namespace probe

@@ -1,0 +1,52 @@
+// The sum of a vector in whole numbers: shuffles, shared memory, then one CTA joins what all have left.
+#pragma once
+
+#include "bugs.h"
+#include "cuda/tile/arrive.cuh"
+
+namespace probe {
+
+constexpr int kReduceThreads = 256;
+
+struct ReduceParams {
+  const int32_t* values;  // [count]
+  int count;
+  unsigned* arrived;   // [1] 0
+  unsigned* partials;  // [gridDim.x]
+  unsigned* sum;       // [1] 0
+  Bug bug;
+};
+
+struct ReduceShared {
+  unsigned warps[kReduceThreads / 32];
+};
+
+__global__ void __launch_bounds__(kReduceThreads) reduce(const __grid_constant__ ReduceParams p) {
+  auto& s = pagedtree::ptx::shared<ReduceShared>();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  unsigned sum = 0;
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < p.count; i += gridDim.x * blockDim.x) {
+    sum += static_cast<unsigned>(p.values[i]);
+  }
+  for (int delta = 16; delta > 0; delta /= 2) sum += __shfl_down_sync(~0u, sum, delta);
+  if (lane == 0) s.warps[warp] = sum;
+  if (p.bug != Bug::kNoReductionBarrier) __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int w = 1; w < kReduceThreads / 32; ++w) sum += s.warps[w];
+    if (p.bug == Bug::kMergeRace) {
+      *p.sum += sum;
+    } else {
+      p.partials[blockIdx.x] = sum;
+    }
+  }
+  if (p.bug == Bug::kMergeRace) return;
+  const bool joins =
+      p.bug == Bug::kMergeByFirst ? blockIdx.x == 0 : pagedtree::cuda::arrive_is_last(p.arrived, gridDim.x);
+  if (joins && threadIdx.x == 0) {
+    unsigned total = 0;
+    for (unsigned b = 0; b < gridDim.x; ++b) total += p.partials[b];
+    *p.sum = total;
+  }
+}
+
+}  // namespace probe
