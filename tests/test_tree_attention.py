@@ -41,6 +41,18 @@ def test_groups(isa: str, heads: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("heads", "head_dim"), [((18, 9), 128), ((17, 17), 64), ((10, 5), 256)])
+def test_few_rows_of_many_heads(isa: str, heads: tuple[int, int], head_dim: int, layout: str) -> None:
+    """KV heads that share a row tile, their number odd; sequences long enough to be cut between and within tiles."""
+    kinds = ["causal", DraftTree([-1, 0, 0]), BINARY, "causal", "causal"]
+    for dtype in (torch.bfloat16, torch.float32):
+        case = Case([1500, 900, 70, 0, 3000], kinds, heads=heads, head_dim=head_dim, dtype=dtype, layout=layout,
+                    causal_queries=1, poison=float("nan"))  # fmt: skip
+        check(case.build())
+        check(case.build(window=300))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("page_size", [1, 7, 16, 61])
 def test_page_sizes_and_layouts(isa: str, page_size: int, layout: str) -> None:
     dtype = DTYPES[page_size % 3]

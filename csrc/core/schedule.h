@@ -1,9 +1,11 @@
 // How attention work is ordered and cut, the same for every backend.
 //
 // The linear order is (sequence, row tile, KV tile). A row tile is one M tile of one KV head: `m_tile` consecutive rows
-// r = token * group_size + query head of the group. The order is cut into ranges of equal cost; a row tile that a cut
-// crosses is computed in pieces, merged afterwards. So a range leaves at most two partial results, its first piece and
-// its last, and scratch is bounded by the number of ranges, whatever the batch and the lengths.
+// r = token * group_size + query head of the group. Where a head has few rows, a backend may put several KV heads into
+// one row tile: their keys lie side by side, and memory is read in its own order. The order is cut into ranges of equal
+// cost; a row tile that a cut crosses is computed in pieces, merged afterwards. So a range leaves at most two partial
+// results, its first piece and its last, and scratch is bounded by the number of ranges, whatever the batch and the
+// lengths.
 //
 // A plan holds nothing but the starts of the ranges. Where a range ends is where the next begins, the first begins at
 // the origin and the last ends at the end: every plan, also a stale one, covers all work exactly once. It can only be
@@ -31,6 +33,8 @@ struct WorkShape {
   int32_t num_kv_heads;
   int32_t group_size;  // query heads a KV head
   int32_t m_tile;
+  int32_t few_rows = 0;        // up to so many rows of a head,
+  int32_t few_rows_heads = 1;  // up to so many KV heads share a row tile
 };
 
 // The work of one sequence. A row tile without keys still has one KV tile: somebody must write its output.
@@ -38,10 +42,11 @@ struct SequenceWork {
   NodeRange tokens;
   int64_t seq_len;
   int32_t m_tiles;
+  int32_t tile_heads;  // KV heads of a row tile; the last one may have fewer
   int32_t row_tiles;
   int32_t kv_tiles;
 
-  PT_HOST_DEVICE int64_t row_cost() const { return kv_tiles + kPieceCost; }
+  PT_HOST_DEVICE int64_t row_cost() const { return int64_t{tile_heads} * (kv_tiles + kPieceCost); }
   // Bounded, so that no sum over a batch of bad lengths overflows.
   PT_HOST_DEVICE int64_t cost() const { return min_of<int64_t>(row_tiles * row_cost(), int64_t{1} << 40); }
 };
@@ -50,9 +55,11 @@ PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int64_t b) {
   SequenceWork work;
   work.tokens = node_range(shape.cu_seqlens_q, b, shape.num_tokens);
   work.seq_len = clamp_to<int64_t>(shape.seq_lens[b], 0, shape.max_seq_len);
-  work.m_tiles = static_cast<int32_t>(ceil_div<int64_t>(work.tokens.size() * shape.group_size, shape.m_tile));
-  work.row_tiles =
-      static_cast<int32_t>(min_of<int64_t>(int64_t{work.m_tiles} * shape.num_kv_heads, (int64_t{1} << 31) - 2));
+  const int64_t rows = work.tokens.size() * shape.group_size;
+  const int32_t head_tiles = ceil_div(shape.num_kv_heads, rows <= shape.few_rows ? shape.few_rows_heads : 1);
+  work.tile_heads = ceil_div(shape.num_kv_heads, max_of(head_tiles, 1));
+  work.m_tiles = static_cast<int32_t>(ceil_div<int64_t>(rows, shape.m_tile));
+  work.row_tiles = static_cast<int32_t>(min_of<int64_t>(int64_t{work.m_tiles} * head_tiles, (int64_t{1} << 31) - 2));
   work.kv_tiles = static_cast<int32_t>(max_of<int64_t>(ceil_div<int64_t>(work.seq_len, kKvTile), 1));
   return work;
 }
@@ -75,7 +82,7 @@ struct WorkPosition {
 // Where `cost` into a sequence's work a range may start.
 PT_HOST_DEVICE WorkPosition cut_position(const SequenceWork& work, int32_t sequence, int64_t cost) {
   const int64_t row = cost / work.row_cost();
-  const int64_t tile = max_of<int64_t>(cost % work.row_cost() - kPieceCost, 0);
+  const int64_t tile = max_of<int64_t>(cost % work.row_cost() / work.tile_heads - kPieceCost, 0);
   if (tile < kMinPieceTiles) return {sequence, static_cast<int32_t>(row), 0};
   if (work.kv_tiles - tile < kMinPieceTiles) return {sequence, static_cast<int32_t>(row + 1), 0};
   return {sequence, static_cast<int32_t>(row), static_cast<int32_t>(tile)};

@@ -27,19 +27,26 @@ WorkShape work_shape(const TreeAttentionParams& p) {
   shape.num_kv_heads = p.num_kv_heads;
   shape.group_size = p.group_size;
   shape.m_tile = kMTile;
+  shape.few_rows = kFewRows;
+  shape.few_rows_heads = few_rows_heads(p.head_dim);
   return shape;
 }
 
 // What the shapes alone allow, so that small calls ask for little scratch.
 int32_t range_bound(const TreeAttentionParams& p) {
   const WorkShape shape = work_shape(p);
-  const int64_t row_tiles = p.num_kv_heads * (p.batch + ceil_div<int64_t>(p.num_tokens * p.group_size, kMTile));
+  // As many heads as row tiles of several, all of one size, would hold.
+  const int32_t head_tiles = max_of(ceil_div(p.num_kv_heads, shape.few_rows_heads), 1);
+  const int64_t heads = head_tiles * ceil_div(p.num_kv_heads, head_tiles);
+  const int64_t row_tiles = heads * (p.batch + ceil_div<int64_t>(p.num_tokens * p.group_size, kMTile));
   const int64_t row_cost = ceil_div<int64_t>(shape.max_seq_len, kKvTile) + 1 + kPieceCost;
   const int64_t bound = row_tiles >= kMaxRanges * kMinRangeCost ? kMaxRanges : row_tiles * row_cost / kMinRangeCost;
   return static_cast<int32_t>(clamp_to<int64_t>(bound, 1, kMaxRanges));
 }
 
-int64_t piece_rows(const TreeAttentionParams& p) { return min_of<int64_t>(kMTile, p.num_tokens * p.group_size); }
+int64_t piece_rows(const TreeAttentionParams& p) {
+  return min_of<int64_t>(kMTile, p.num_tokens * p.group_size * few_rows_heads(p.head_dim));
+}
 
 void cut_ranges(const TreeAttentionParams& p, AttentionRanges& ranges) {
   ranges.shape = work_shape(p);
@@ -78,6 +85,8 @@ void attention_plan(const AttentionPlanParams& p, const ExecContext&) {
   shape.num_kv_heads = p.num_kv_heads;
   shape.group_size = p.group_size;
   shape.m_tile = kMTile;
+  shape.few_rows = kFewRows;
+  shape.few_rows_heads = few_rows_heads(p.head_dim);
   make_plan(shape, kMaxRanges, kMinRangeCost, p.plan);
 }
 
@@ -102,11 +111,19 @@ void tree_attention(const TreeAttentionParams& p, const ExecContext& ctx) {
   cut_ranges(p, ranges);
   ranges.pieces = reinterpret_cast<float*>(scratch + workers * workspace_bytes(p));
 
-  std::atomic<int32_t> next{0};
-  parallel_for(ctx, min_of<int64_t>(workers, ranges.count), 1, [&](int64_t begin, int64_t end) {
+  // A worker takes the ranges of its own share in order, then those that others have not begun.
+  const int64_t shares = min_of<int64_t>(workers, ranges.count);
+  const auto share_begin = [&](int64_t share) { return static_cast<int32_t>(share * ranges.count / shares); };
+  std::atomic<int32_t> next[kMaxRanges];
+  for (int64_t share = 0; share < shares; ++share) next[share].store(share_begin(share), std::memory_order_relaxed);
+  parallel_for(ctx, shares, 1, [&](int64_t begin, int64_t end) {
     for (int64_t worker = begin; worker < end; ++worker) {
       AttentionRange range{&ranges, 0, scratch + worker * workspace_bytes(p)};
-      while ((range.index = next.fetch_add(1, std::memory_order_relaxed)) < ranges.count) isa.attend(p, range);
+      for (int64_t i = 0; i < shares; ++i) {
+        const int64_t share = (worker + i) % shares;
+        const int32_t share_end = share_begin(share + 1);
+        while ((range.index = next[share].fetch_add(1, std::memory_order_relaxed)) < share_end) isa.attend(p, range);
+      }
     }
   });
   parallel_for(ctx, ranges.count, 1, [&](int64_t begin, int64_t end) {

@@ -1,6 +1,7 @@
 // Compiled once per instruction set: tree attention over one range of work.
 #include "cpu/attention/engine_bf16.h"
 #include "cpu/attention/engine_dot.h"
+#include "cpu/attention/engine_dot_bf16.h"
 #include "cpu/attention/engine_fp32.h"
 #include "cpu/attention/kernels.h"
 #include "cpu/attention/softmax.h"
@@ -23,24 +24,34 @@ void softmax_tile(const TreeAttentionParams& p, const RowTile& tile, const Score
   }
 }
 
-// The rows' results over KV tiles [begin, end), unnormalised, in ws.out and ws.states.
+// The rows' results over KV tiles [begin, end), unnormalised, in ws.out and ws.states, head after head.
 template <typename Engine>
 void attend_with(const TreeAttentionParams& p, const RowTile& tile, int64_t begin, int64_t end, const Workspace& ws) {
   TileVisibility seen;
   see(p, tile, seen);
-  const ScoreLaw law = score_law(p, tile.kv_head);
-  const Engine engine(p, tile, ws);
-  for (int64_t i = 0; i < tile.rows * p.head_dim; i += kLanes) store(ws.out + i, splat(0.0f));
-  for (int32_t r = 0; r < tile.rows; ++r) ws.states[r] = {-kInfinity, 0.0f};
+  const auto each_head = [&](const auto& body) {
+    for (int32_t h = 0; h < tile.heads; ++h) {
+      const RowTile head = tile.only(h);
+      const Workspace head_ws = ws.from_row(int64_t{h} * tile.rows, p.head_dim);
+      body(h, head, head_ws, Engine(p, head, head_ws));
+    }
+  };
+  each_head([&](int32_t, const RowTile& head, const Workspace& head_ws, const Engine& engine) {
+    engine.load_q();
+    for (int64_t i = 0; i < head.rows * p.head_dim; i += kLanes) store(head_ws.out + i, splat(0.0f));
+    for (int32_t r = 0; r < head.rows; ++r) head_ws.states[r] = {-kInfinity, 0.0f};
+  });
 
+  const int64_t seen_end = ceil_div<int64_t>(seen.highest, kKvTile);
   begin = max_of(begin, seen.lowest / kKvTile);
-  end = min_of(end, ceil_div<int64_t>(seen.highest, kKvTile));
-  KeyRows keys[2];  // of this tile and of the next, which is prefetched
-  if (begin < end) find_key_rows(p, tile, begin * kKvTile, kAllKeys, keys[begin % 2]);
+  end = min_of(end, seen_end);
+  KeyRows first[2];  // of the first head: this tile's and the next one's, which is prefetched
+  if (begin < end) find_key_rows(p, tile, begin * kKvTile, kAllKeys, first[begin % 2]);
   for (int64_t t = begin; t < end; ++t) {
     const int64_t first_key = t * kKvTile;
-    KeyRows &now = keys[t % 2], &next = keys[(t + 1) % 2];
-    if (t + 1 < end) find_key_rows(p, tile, first_key + kKvTile, kAllKeys, next);
+    KeyRows &now = first[t % 2], &next = first[(t + 1) % 2];
+    // Also past the end: a thread mostly goes on with the range that begins there.
+    if (t + 1 < seen_end) find_key_rows(p, tile, first_key + kKvTile, kAllKeys, next);
     const bool plain = seen.plain_begin <= first_key && first_key + kKvTile <= seen.plain_end;
     uint64_t visible[kMTile];
     if (!plain) {
@@ -48,18 +59,29 @@ void attend_with(const TreeAttentionParams& p, const RowTile& tile, int64_t begi
       if (wanted == 0) continue;
       find_key_rows(p, tile, first_key, wanted, now);
     }
-    engine.scores(now, next);
-    softmax_tile(p, tile, law, plain ? nullptr : visible, ws, engine);
-    engine.accumulate(now, next);
+    each_head([&](int32_t h, const RowTile& head, const Workspace& head_ws, const Engine& engine) {
+      if (h > 0) step_head(p, now);
+      KeyRows share;
+      prefetch_share(p, h, tile.heads, t + 1 < seen_end ? next : now, share);
+      engine.scores(now, share);
+      softmax_tile(p, head, score_law(p, head.kv_head), plain ? nullptr : visible, head_ws, engine);
+      engine.accumulate(now, share);
+    });
   }
-  engine.finish();
+  each_head([](int32_t, const RowTile&, const Workspace&, const Engine& engine) { engine.finish(); });
 }
 
-// A few rows over long caches are bound by memory: no packing.
-constexpr int32_t kMaxDotRows = 8;
-
 void attend_tiles(const TreeAttentionParams& p, const RowTile& tile, int64_t begin, int64_t end, const Workspace& ws) {
-  if (tile.rows <= kMaxDotRows) {
+#if defined(PAGEDTREE_BF16_GEMM)
+  if (tile.rows <= kFewRows && Bf16Engine::takes(p)) {
+    return with_dtype(p.kv_dtype, [&]<DType kType>() {
+      if constexpr (kType == DType::kBFloat16 || kType == DType::kFloat8E4M3) {
+        attend_with<DotBf16Engine<kType>>(p, tile, begin, end, ws);
+      }
+    });
+  }
+#endif
+  if (tile.rows <= kFewRows) {
     return with_dtype(p.kv_dtype, [&]<DType kType>() { attend_with<DotEngine<kType>>(p, tile, begin, end, ws); });
   }
 #if defined(PAGEDTREE_BF16_GEMM)
@@ -69,8 +91,9 @@ void attend_tiles(const TreeAttentionParams& p, const RowTile& tile, int64_t beg
 }
 
 void keep_piece(const TreeAttentionParams& p, const RowTile& tile, const Workspace& ws, const Piece& piece) {
-  for (int64_t i = 0; i < tile.rows * p.head_dim; i += kLanes) store(piece.out + i, load(ws.out + i));
-  for (int32_t r = 0; r < tile.rows; ++r) {
+  const int32_t rows = tile.heads * tile.rows;
+  for (int64_t i = 0; i < rows * p.head_dim; i += kLanes) store(piece.out + i, load(ws.out + i));
+  for (int32_t r = 0; r < rows; ++r) {
     piece.maximum[r] = ws.states[r].maximum;
     piece.sum[r] = ws.states[r].sum;
   }
@@ -100,8 +123,9 @@ void attend(const TreeAttentionParams& p, const AttentionRange& range) {
       } else if (end < work.kv_tiles) {
         keep_piece(p, tile, ws, ranges.piece(range.index, AttentionRanges::kTail));
       } else {
-        for (int32_t r = 0; r < tile.rows; ++r) {
-          finish_row(p, tile, r, ws.out + r * p.head_dim, ws.states[r].maximum, ws.states[r].sum);
+        for (int32_t r = 0; r < tile.heads * tile.rows; ++r) {
+          finish_row(p, tile.only(r / tile.rows), r % tile.rows, ws.out + r * p.head_dim, ws.states[r].maximum,
+                     ws.states[r].sum);
         }
       }
     }

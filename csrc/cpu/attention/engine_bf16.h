@@ -66,9 +66,12 @@ static inline void pack_v_pairs(const char* const* rows, int64_t head_dim, uint1
 class Bf16Engine {
  public:
   Bf16Engine(const TreeAttentionParams& p, const RowTile& tile, const Workspace& ws)
-      : p_(p), tile_(tile), ws_(ws), weights_(half(ws.scores)) {
-    for (int64_t r = 0; r < tile.rows; ++r) {
-      std::memcpy(half(ws.q) + r * p.head_dim, q_row(p, tile, r), static_cast<size_t>(p.head_dim) * sizeof(uint16_t));
+      : p_(p), tile_(tile), ws_(ws), weights_(half(ws.scores)) {}
+
+  void load_q() const {
+    for (int64_t r = 0; r < tile_.rows; ++r) {
+      std::memcpy(half(ws_.q) + r * p_.head_dim, q_row(p_, tile_, r),
+                  static_cast<size_t>(p_.head_dim) * sizeof(uint16_t));
     }
   }
 

@@ -1,5 +1,6 @@
 // A few rows (plain decode) against one KV tile: an engine (see engine_fp32.h) that reads K and V where they lie. Each
-// is used so little that packing would cost more than the arithmetic; the next tile is prefetched meanwhile.
+// is used so little that packing would cost more than the arithmetic; the next tile is prefetched meanwhile, the keys
+// of all heads together.
 //
 // Rows of Q are taken kGroup at a time, kLanes / kGroup keys at a time: kLanes dot products, whose lanes are summed
 // together. bf16 is split into even and odd elements, two cheap operations for both; Q and the output keep that order.
@@ -31,9 +32,29 @@ static inline int64_t block_lane(int64_t i) {
   return kType == DType::kBFloat16 ? i % 2 * kLanes + i / 2 : i;
 }
 
+// Where load_block<kType> puts element d of a row.
+template <DType kType>
+static inline int64_t block_position(int64_t d) {
+  return d / kDotBlock * kDotBlock + block_lane<kType>(d % kDotBlock);
+}
+
+// Puts a row of the output from load_block<kType>'s order into its own.
+template <DType kType>
+static inline void restore_order(float* row, int64_t head_dim) {
+  if constexpr (kType != DType::kBFloat16) return;
+  for (int64_t d = 0; d < head_dim; d += kDotBlock) {
+    vfloat low, high;
+    interleave(load(row + d), load(row + d + kLanes), low, high);
+    store(row + d, low);
+    store(row + d + kLanes, high);
+  }
+}
+
 // Lane i of the result is the sum of all lanes of v[i].
 static inline vfloat sum_lanes(vfloat (&v)[kLanes]) {
+#pragma GCC unroll 4
   for (int count = kLanes / 2; count >= 1; count /= 2) {
+#pragma GCC unroll 8
     for (int i = 0; i < count; ++i) {
       vfloat low, high;
       interleave(v[i], v[i + count], low, high);
@@ -49,6 +70,7 @@ static inline void dot_rows(const float* q, const char* const* keys, const char*
   constexpr int kKeys = kLanes / kGroup;
   for (int64_t key = 0; key < kKvTile; key += kKeys) {
     vfloat acc[kLanes];  // row r, key i in r * kKeys + i
+#pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) acc[i] = splat(0.0f);
     for (int64_t d = 0; d < head_dim; d += kDotBlock) {
 #pragma GCC unroll 16
@@ -72,16 +94,31 @@ static inline void dot_rows(const float* q, const char* const* keys, const char*
   }
 }
 
+// Prefetches rows one after the other, some bytes a step: memory is read fastest in its own order, which the loops over
+// columns of V do not follow.
+struct RowPrefetch {
+  const char* const* row;
+  int64_t row_bytes;
+  int64_t offset = 0;
+
+  void step(int64_t bytes) {
+    __builtin_prefetch(*row + offset, 0, 2);
+    offset += bytes;
+    if (offset == row_bytes) offset = 0, ++row;
+  }
+};
+
 template <DType kType, int kGroup>
 static inline void add_weighted_rows(const float* weights, const char* const* keys, const char* const* next,
                                      int64_t head_dim, const float* factors, float* out) {
+  RowPrefetch prefetch{next, head_dim * element_size(kType)};
   for (int64_t d = 0; d < head_dim; d += kDotBlock) {
     vfloat acc[kGroup][2];
     for (int r = 0; r < kGroup; ++r) acc[r][0] = acc[r][1] = splat(0.0f);
     for (int64_t key = 0; key < kKvTile; ++key) {
       vfloat first, second;
       load_block<kType>(keys[key] + d * element_size(kType), first, second);
-      __builtin_prefetch(next[key] + d * element_size(kType), 0, 2);
+      prefetch.step(kDotBlock * element_size(kType));
 #pragma GCC unroll 16
       for (int r = 0; r < kGroup; ++r) {
         const vfloat weight = splat(weights[r * kKvTile + key]);
@@ -110,14 +147,16 @@ static inline void for_row_groups(int64_t rows, const Body& body) {
 template <DType kType>
 class DotEngine {
  public:
-  DotEngine(const TreeAttentionParams& p, const RowTile& tile, const Workspace& ws) : p_(p), tile_(tile), ws_(ws) {
-    with_dtype(p.q_dtype, [&]<DType kQType>() {
-      for (int64_t r = 0; r < tile.rows; ++r) {
-        const char* row = q_row(p, tile, r);
-        for (int64_t d = 0; d < p.head_dim; d += kLanes) {
-          store(ws.k + d, load_float<kQType>(row + d * element_size(kQType)));
+  DotEngine(const TreeAttentionParams& p, const RowTile& tile, const Workspace& ws) : p_(p), tile_(tile), ws_(ws) {}
+
+  void load_q() const {
+    with_dtype(p_.q_dtype, [&]<DType kQType>() {
+      for (int64_t r = 0; r < tile_.rows; ++r) {
+        const char* row = q_row(p_, tile_, r);
+        for (int64_t d = 0; d < p_.head_dim; d += kLanes) {
+          store(ws_.k + d, load_float<kQType>(row + d * element_size(kQType)));
         }
-        for (int64_t d = 0; d < p.head_dim; ++d) ws.q[r * p.head_dim + block_position(d)] = ws.k[d];
+        for (int64_t d = 0; d < p_.head_dim; ++d) ws_.q[r * p_.head_dim + block_position<kType>(d)] = ws_.k[d];
       }
     });
   }
@@ -137,18 +176,11 @@ class DotEngine {
     });
   }
 
-  // Puts the output into its own order.
   void finish() const {
-    for (int64_t r = 0; r < tile_.rows; ++r) {
-      float* row = ws_.out + r * p_.head_dim;
-      for (int64_t d = 0; d < p_.head_dim; ++d) ws_.k[d] = row[block_position(d)];
-      std::memcpy(row, ws_.k, static_cast<size_t>(p_.head_dim) * sizeof(float));
-    }
+    for (int64_t r = 0; r < tile_.rows; ++r) restore_order<kType>(ws_.out + r * p_.head_dim, p_.head_dim);
   }
 
  private:
-  static int64_t block_position(int64_t d) { return d / kDotBlock * kDotBlock + block_lane<kType>(d % kDotBlock); }
-
   const TreeAttentionParams& p_;
   const RowTile& tile_;
   const Workspace& ws_;

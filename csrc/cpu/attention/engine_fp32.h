@@ -1,7 +1,8 @@
 // Many rows against one KV tile in fp32: K and V are converted and packed for tile/gemm.h straight from the pages.
 //
-// An engine computes for one row tile: scores() = Q K^T of a KV tile, then, once the softmax has put weights in their
-// place (store_weights), accumulate(): out = factor * out + weights V.
+// An engine computes for one head of a row tile, in its part of the workspace: load_q() once, then for each KV tile
+// scores() = Q K^T and, once the softmax has put weights in their place (store_weights), accumulate(): out = factor *
+// out + weights V; finish() once. It holds nothing else.
 #pragma once
 
 #include "cpu/attention/workspace.h"
@@ -40,12 +41,14 @@ static inline void pack_v(const char* const* rows, int64_t head_dim, float* pack
 
 class Fp32Engine {
  public:
-  Fp32Engine(const TreeAttentionParams& p, const RowTile& tile, const Workspace& ws) : p_(p), tile_(tile), ws_(ws) {
-    with_dtype(p.q_dtype, [&]<DType kType>() {
-      for (int64_t r = 0; r < tile.rows; ++r) {
-        const char* row = q_row(p, tile, r);
-        for (int64_t d = 0; d < p.head_dim; d += kLanes) {
-          store(ws.q + r * p.head_dim + d, load_float<kType>(row + d * element_size(kType)));
+  Fp32Engine(const TreeAttentionParams& p, const RowTile& tile, const Workspace& ws) : p_(p), tile_(tile), ws_(ws) {}
+
+  void load_q() const {
+    with_dtype(p_.q_dtype, [&]<DType kType>() {
+      for (int64_t r = 0; r < tile_.rows; ++r) {
+        const char* row = q_row(p_, tile_, r);
+        for (int64_t d = 0; d < p_.head_dim; d += kLanes) {
+          store(ws_.q + r * p_.head_dim + d, load_float<kType>(row + d * element_size(kType)));
         }
       }
     });

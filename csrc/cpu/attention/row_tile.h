@@ -1,4 +1,5 @@
-// One M tile of one KV head of one sequence: which rows, what they see, where their keys lie, where results go.
+// One row tile of one sequence, one KV head of it at a time: which rows, what they see, where their keys lie, where
+// results go.
 #pragma once
 
 #include "cpu/attention/work.h"
@@ -18,8 +19,9 @@ struct RowTile {
   int64_t sequence;
   int32_t kv_head;
   SequenceWork work;
+  int32_t heads;      // that share the tile, this one being the first
   int64_t first_row;  // within the sequence's rows of this head
-  int32_t rows;
+  int32_t rows;       // of a head
 
   int64_t token(const TreeAttentionParams& p, int64_t r) const {
     return work.tokens.begin + (first_row + r) / p.group_size;
@@ -27,13 +29,21 @@ struct RowTile {
   int64_t head(const TreeAttentionParams& p, int64_t r) const {
     return int64_t{kv_head} * p.group_size + (first_row + r) % p.group_size;
   }
+  // Head h of those that share the tile, alone.
+  RowTile only(int32_t h) const {
+    RowTile tile = *this;
+    tile.kv_head += h;
+    tile.heads = 1;
+    return tile;
+  }
 };
 
 static inline RowTile row_tile(const TreeAttentionParams& p, const WorkShape& shape, int64_t sequence, int32_t index) {
   RowTile tile{};
   tile.sequence = sequence;
   tile.work = sequence_work(shape, sequence);
-  tile.kv_head = index / tile.work.m_tiles;
+  tile.kv_head = index / tile.work.m_tiles * tile.work.tile_heads;
+  tile.heads = min_of(tile.work.tile_heads, shape.num_kv_heads - tile.kv_head);
   tile.first_row = int64_t{index % tile.work.m_tiles} * kMTile;
   const int64_t rows = tile.work.tokens.size() * p.group_size - tile.first_row;
   tile.rows = static_cast<int32_t>(min_of<int64_t>(rows, kMTile));
@@ -98,10 +108,6 @@ struct KeyRows {
   const char* v[kKvTile];
 };
 
-static inline void prefetch(const char* row, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
-}
-
 static inline void find_key_rows(const TreeAttentionParams& p, const RowTile& tile, int64_t first_key, uint64_t wanted,
                                  KeyRows& rows) {
   const int64_t size = element_size(p.kv_dtype);
@@ -122,6 +128,35 @@ static inline void find_key_rows(const TreeAttentionParams& p, const RowTile& ti
     }
     ++page;
     slot = 0;
+  }
+}
+
+// The rows of the tile's next head, in place of those of this one.
+static inline void step_head(const TreeAttentionParams& p, KeyRows& rows) {
+  const int64_t size = element_size(p.kv_dtype);
+  const int64_t k_step = p.k_cache.head_stride * size, v_step = p.v_cache.head_stride * size;
+  for (int64_t key = 0; key < kKvTile; ++key) {
+    if (rows.k[key] == kZeroRow) continue;
+    rows.k[key] += k_step;
+    rows.v[key] += v_step;
+  }
+}
+
+// Of all the rows of a tile whose first head's are `first`, the share to prefetch while head h of the tile before is
+// computed: in the order in which they lie in memory.
+static inline void prefetch_share(const TreeAttentionParams& p, int32_t h, int32_t heads, const KeyRows& first,
+                                  KeyRows& share) {
+  const int64_t size = element_size(p.kv_dtype);
+  const int64_t k_step = p.k_cache.head_stride * size, v_step = p.v_cache.head_stride * size;
+  const bool heads_first = p.k_cache.head_stride < p.k_cache.slot_stride;
+  int64_t key = heads_first ? h * int64_t{kKvTile} / heads : 0;
+  int64_t head = heads_first ? h * int64_t{kKvTile} % heads : h;
+  for (int64_t i = 0; i < kKvTile; ++i) {
+    share.k[i] = first.k[key] + head * k_step;
+    share.v[i] = first.v[key] + head * v_step;
+    if (heads_first && ++head < heads) continue;
+    if (heads_first) head = 0;
+    ++key;
   }
 }
 

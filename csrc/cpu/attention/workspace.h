@@ -28,6 +28,17 @@ struct Workspace {
     factors = scores + kMTile * kKvTile;
     states = reinterpret_cast<RowState*>(factors + kMTile);
   }
+
+  // For the rows from r on.
+  Workspace from_row(int64_t r, int64_t head_dim) const {
+    Workspace rest = *this;
+    rest.q += r * head_dim;
+    rest.out += r * head_dim;
+    rest.scores += r * kKvTile;
+    rest.factors += r;
+    rest.states += r;
+    return rest;
+  }
 };
 
 }  // namespace pagedtree::cpu::PAGEDTREE_ISA
