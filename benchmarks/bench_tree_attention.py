@@ -3,8 +3,9 @@
     python benchmarks/bench_tree_attention.py [--shapes B4_L4096_T32 ...] [--peers NAME ...] [--json PATH]
 
 A row gives the time of a call, GB/s of the keys and values read, GFLOP/s, the fraction of the floor (the larger of
-bytes over measured read bandwidth and flops over the measured fp32 matmul rate) and the ratio to each peer. The floor's
-rates are measured in the same run. A peer's output is compared with ours before it is timed.
+bytes over measured read bandwidth and flops over the measured rate of matmul, in fp32 or in the cache's type, whichever
+is faster) and the ratio to each peer. The floor's rates are measured in the same run. A peer's output is compared with
+ours before it is timed.
 """
 
 from __future__ import annotations
@@ -102,18 +103,19 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--seconds", type=float, default=15.0, help="a shape's budget")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", help="where to write; default benchmarks/results/tree_attention.json")
+    parser.add_argument("--json", help="where to write; default benchmarks/results/tree_attention_ISA.json")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     facts = machine_facts()
-    bandwidth, flop_rate = read_bandwidth(), matmul_rate()
-    facts |= {"read_gb_per_s": bandwidth / 1e9, "fp32_matmul_gflop_per_s": flop_rate / 1e9}
-    print(
-        f"{facts['processor']}, {args.threads} threads, {bandwidth / 1e9:.1f} GB/s, {flop_rate / 1e9:.0f} GFLOP/s fp32"
-    )
+    bandwidth = read_bandwidth()
+    rates = {name: matmul_rate(getattr(torch, name)) for name in dict.fromkeys(["float32", args.dtype])}
+    flop_rate = max(rates.values())
+    facts |= {"read_gb_per_s": bandwidth / 1e9, "matmul_gflop_per_s": {k: v / 1e9 for k, v in rates.items()}}
+    rates_text = ", ".join(f"{rate / 1e9:.0f} GFLOP/s {name}" for name, rate in rates.items())
+    print(f"{facts['processor']}, {args.threads} threads, {bandwidth / 1e9:.1f} GB/s, {rates_text}")
     rows = [bench_shape(shape, args, bandwidth, flop_rate) for shape in args.shapes]
     arguments = {name: value for name, value in vars(args).items() if name != "json"}
-    save("tree_attention", rows, facts | {"arguments": arguments}, args.json)
+    save(f"tree_attention_{facts['cpu_isa']}", rows, facts | {"arguments": arguments}, args.json)
 
 
 if __name__ == "__main__":

@@ -67,9 +67,10 @@ def read_bandwidth(megabytes: int = 512, repeats: int = 7) -> float:
     return best
 
 
-def matmul_rate(size: int = 1024, repeats: int = 5) -> float:
-    """fp32 flops a second of torch.mm: what this machine's arithmetic gives to a tuned library."""
-    a, b = torch.randn(size, size), torch.randn(size, size)
+def matmul_rate(dtype: torch.dtype = torch.float32, size: int = 1024, repeats: int = 5) -> float:
+    """Flops a second of torch.mm: what this machine's arithmetic gives to a tuned library."""
+    a, b = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
+    a @ b
     best = 0.0
     for _ in range(repeats):
         begin = time.perf_counter()

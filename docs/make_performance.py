@@ -28,7 +28,7 @@ def machine_line(machine: dict[str, Any], name: str) -> str:
     )
 
 
-def demo(result: dict[str, Any]) -> str:
+def demo(result: dict[str, Any], name: str) -> str:
     rows = [
         [
             f"{row['sampling']}, {row['drafter']}",
@@ -41,10 +41,10 @@ def demo(result: dict[str, Any]) -> str:
         for row in result["rows"]
     ]
     header = ["run", "tokens/step", "accepted", "tokens/s", "first token, ms", "identical to plain"]
-    return machine_line(result["machine"], "demo") + "\n\n" + table(header, rows)
+    return machine_line(result["machine"], name) + "\n\n" + table(header, rows)
 
 
-def attention(result: dict[str, Any]) -> str:
+def attention(result: dict[str, Any], name: str) -> str:
     machine, rows = result["machine"], result["rows"]
     peers = list(dict.fromkeys(name for row in rows for name in row["timings"] if name != "pagedtree"))
     header = ["shape", "ms", "GB/s", "of read bandwidth", "GFLOP/s", "of the floor", *(f"vs {peer}" for peer in peers)]
@@ -61,16 +61,17 @@ def attention(result: dict[str, Any]) -> str:
         for row in rows
     ]
     arguments = machine["arguments"]
+    rates = ", ".join(f"{rate:.0f} GFLOP/s {dtype}" for dtype, rate in machine["matmul_gflop_per_s"].items())
     note = (
         f"{arguments['heads']} query and {arguments['kv_heads']} KV heads of {arguments['head_dim']},"
         f" {arguments['dtype']}, pages of {arguments['page_size']}. A ratio is the peer's time over ours. Measured in"
         f" the same run: {machine['read_gb_per_s']:.1f} GB/s read bandwidth,"
-        f" {machine['fp32_matmul_gflop_per_s']:.0f} GFLOP/s fp32 matmul. CPU kernels: {machine['cpu_isa']}."
+        f" matmul {rates}. CPU kernels: {machine['cpu_isa']}."
     )
-    return machine_line(machine, "tree_attention") + "\n" + note + "\n\n" + table(header, body)
+    return machine_line(machine, name) + "\n" + note + "\n\n" + table(header, body)
 
 
-def verification(result: dict[str, Any]) -> str:
+def verification(result: dict[str, Any], name: str) -> str:
     machine, rows = result["machine"], result["rows"]
     peers = list(dict.fromkeys(name for row in rows for name in row["ratio"]))
     header = ["rule", "rows read", "ms", "spread, ms", "over the floor", *(f"vs {peer}" for peer in peers)]
@@ -92,14 +93,15 @@ def verification(result: dict[str, Any]) -> str:
         " in the same run; verification reads the visited rows only. A ratio is the peer's time over ours. CPU kernels:"
         f" {machine['cpu_isa']}."
     )
-    return machine_line(machine, "verify") + "\n" + note + "\n\n" + table(header, body)
+    return machine_line(machine, name) + "\n" + note + "\n\n" + table(header, body)
 
 
-def times(result: dict[str, Any]) -> str:
+def times(result: dict[str, Any], name: str) -> str:
     rows = [[row["stage"], f"{row['seconds']:.0f} s"] for row in result["rows"]]
-    return machine_line(result["machine"], "build") + "\n\n" + table(["stage", "time"], rows)
+    return machine_line(result["machine"], name) + "\n\n" + table(["stage", "time"], rows)
 
 
+# Marker: (name of the files, one a machine or only one, and how they are shown).
 SECTIONS = {
     "demo": ("demo", demo),
     "attention": ("tree_attention", attention),
@@ -110,8 +112,8 @@ SECTIONS = {
 
 def filled(text: str) -> str:
     for marker, (name, render) in SECTIONS.items():
-        path = RESULTS / f"{name}.json"
-        content = render(json.loads(path.read_text())) if path.exists() else "not measured"
+        files = sorted(RESULTS.glob(f"{name}*.json"))
+        content = "\n\n".join(render(json.loads(file.read_text()), file.stem) for file in files) or "not measured"
         begin, end = f"<!-- {marker}:begin -->\n", f"\n<!-- {marker}:end -->"
         head, rest = text.split(begin, 1)
         text = head + begin + content + end + rest.split(end, 1)[1]
