@@ -9,10 +9,22 @@
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 namespace {
 
+// Of the rows to prefetch, those that fall to row r of the tile: spread over its arithmetic, none has to wait.
+void prefetch_for_row(const TreeAttentionParams& p, const RowTile& tile, int32_t r, const KeyRows& next) {
+  const int64_t bytes = p.head_dim * element_size(p.kv_dtype);
+  for (int64_t key = r * kKvTile / tile.rows; key < (r + 1) * kKvTile / tile.rows; ++key) {
+    for (int64_t i = 0; i < bytes; i += 64) {
+      __builtin_prefetch(next.k[key] + i, 0, 2);
+      __builtin_prefetch(next.v[key] + i, 0, 2);
+    }
+  }
+}
+
 template <typename Engine>
 void softmax_tile(const TreeAttentionParams& p, const RowTile& tile, const ScoreLaw& law, const uint64_t* visible,
-                  const Workspace& ws, const Engine& engine) {
+                  const Workspace& ws, const Engine& engine, const KeyRows& next) {
   for (int32_t r = 0; r < tile.rows; ++r) {
+    if constexpr (Engine::kPacks) prefetch_for_row(p, tile, r, next);
     const float* row = ws.scores + r * kKvTile;
     const auto keep = [&](int64_t key, vfloat weights) { engine.store_weights(r, key, weights); };
     if (visible == nullptr) {
@@ -64,7 +76,7 @@ void attend_with(const TreeAttentionParams& p, const RowTile& tile, int64_t begi
       KeyRows share;
       prefetch_share(p, h, tile.heads, t + 1 < seen_end ? next : now, share);
       engine.scores(now, share);
-      softmax_tile(p, head, score_law(p, head.kv_head), plain ? nullptr : visible, head_ws, engine);
+      softmax_tile(p, head, score_law(p, head.kv_head), plain ? nullptr : visible, head_ws, engine, share);
       engine.accumulate(now, share);
     });
   }

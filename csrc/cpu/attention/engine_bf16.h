@@ -65,6 +65,8 @@ static inline void pack_v_pairs(const char* const* rows, int64_t head_dim, uint1
 
 class Bf16Engine {
  public:
+  static constexpr bool kPacks = true;
+
   Bf16Engine(const TreeAttentionParams& p, const RowTile& tile, const Workspace& ws)
       : p_(p), tile_(tile), ws_(ws), weights_(half(ws.scores)) {}
 

@@ -147,6 +147,8 @@ static inline void for_row_groups(int64_t rows, const Body& body) {
 template <DType kType>
 class DotEngine {
  public:
+  static constexpr bool kPacks = false;
+
   DotEngine(const TreeAttentionParams& p, const RowTile& tile, const Workspace& ws) : p_(p), tile_(tile), ws_(ws) {}
 
   void load_q() const {

@@ -72,6 +72,8 @@ static inline void add_weighted_pair_rows(const uint16_t* weights, const char* c
 template <DType kType>
 class DotBf16Engine {
  public:
+  static constexpr bool kPacks = false;
+
   DotBf16Engine(const TreeAttentionParams& p, const RowTile& tile, const Workspace& ws)
       : p_(p), tile_(tile), ws_(ws), q_(reinterpret_cast<uint16_t*>(ws.q)) {}
 

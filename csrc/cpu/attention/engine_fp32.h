@@ -2,7 +2,8 @@
 //
 // An engine computes for one head of a row tile, in its part of the workspace: load_q() once, then for each KV tile
 // scores() = Q K^T and, once the softmax has put weights in their place (store_weights), accumulate(): out = factor *
-// out + weights V; finish() once. It holds nothing else.
+// out + weights V; finish() once. It holds nothing else. One that packs K and V (kPacks) leaves prefetching to the
+// caller.
 #pragma once
 
 #include "cpu/attention/workspace.h"
@@ -41,6 +42,8 @@ static inline void pack_v(const char* const* rows, int64_t head_dim, float* pack
 
 class Fp32Engine {
  public:
+  static constexpr bool kPacks = true;
+
   Fp32Engine(const TreeAttentionParams& p, const RowTile& tile, const Workspace& ws) : p_(p), tile_(tile), ws_(ws) {}
 
   void load_q() const {

@@ -94,16 +94,30 @@ static inline vfloat muladd(vfloat a, vfloat b, vfloat c) {
 #endif
 }
 
-static inline float reduce_add(vfloat v) {
-  float sum = 0.0f;
-  for (int i = 0; i < kLanes; ++i) sum += v[i];
-  return sum;
+// The upper half of each 2 * kHalf lanes in the place of the lower.
+template <int kHalf>
+static inline vfloat upper(vfloat v) {
+  vint from;
+  for (int i = 0; i < kLanes; ++i) from[i] = i ^ kHalf;
+  return __builtin_shuffle(v, from);
 }
 
+template <int kHalf = kLanes / 2>
+static inline float reduce_add(vfloat v) {
+  if constexpr (kHalf == 0) {
+    return v[0];
+  } else {
+    return reduce_add<kHalf / 2>(v + upper<kHalf>(v));
+  }
+}
+
+template <int kHalf = kLanes / 2>
 static inline float reduce_max(vfloat v) {
-  float best = v[0];
-  for (int i = 1; i < kLanes; ++i) best = v[i] > best ? v[i] : best;
-  return best;
+  if constexpr (kHalf == 0) {
+    return v[0];
+  } else {
+    return reduce_max<kHalf / 2>(max(v, upper<kHalf>(v)));
+  }
 }
 
 }  // namespace pagedtree::cpu::PAGEDTREE_ISA
