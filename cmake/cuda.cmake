@@ -5,6 +5,7 @@ set(PAGEDTREE_CUDA_SOURCES
   csrc/cuda/kv_cache.cu
   csrc/cuda/step.cu
   csrc/cuda/trees.cu
+  csrc/cuda/verify.cu
 )
 
 # ---- toolkit

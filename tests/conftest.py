@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import pytest
 import torch
@@ -47,6 +47,12 @@ def pytest_pyfunc_call() -> Generator[None, object, object]:
 def device(backend: str) -> torch.device:
     """Where the tensors of a test on `backend` live."""
     return torch.device("cuda" if backend == "cuda" else "cpu")
+
+
+@pytest.fixture
+def draws(backend: str) -> Callable[[int], int]:
+    """How many draws a test of a law makes: fewer on simt, where a draw costs a hundred times as much."""
+    return lambda count: count // 20 if backend == "simt" else count
 
 
 @pytest.fixture

@@ -140,8 +140,8 @@ def test_large_vocabularies(device, vocab, shape):
 
 @pytest.mark.parametrize("vocab", [2, 5, 16, 33])
 @pytest.mark.parametrize("law", [law for law in LAWS if law.get("temperature") != 0.0], ids=str)
-def test_chi_square(device, vocab, law):
-    count = 20_000
+def test_chi_square(device, draws, vocab, law):
+    count = draws(20_000)
     row = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 1.5
     p = reference.law(reference.clean_logits(row), **law)
     seen = np.bincount(draw_many(row, count, device, **law), minlength=vocab)
@@ -152,9 +152,9 @@ def test_chi_square(device, vocab, law):
     assert statistic < chi_square_limit(max(int(bins.sum()) - 1, 1))
 
 
-def test_seeds_and_positions_are_independent_streams(device):
+def test_seeds_and_positions_are_independent_streams(device, draws):
     """Pairs of draws at neighbouring positions and at neighbouring seeds: all 16 pairs equally often."""
-    count = 40_000
+    count = draws(40_000)
     rows = torch.zeros(count + 1, 4, device=device)
     ascending, fixed = torch.arange(count + 1, device=device), torch.full((count + 1,), 5, device=device)
     for seeds, positions in ((ascending, fixed), (fixed, ascending)):
@@ -184,8 +184,10 @@ def test_filter_sets_of_the_contract(device):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_kept_sets(device, seed):
+def test_kept_sets(backend, device, seed):
     """Exact membership against sorting; values on a coarse grid, so that ties sit on most boundaries."""
+    if backend == "simt" and seed > 0:
+        pytest.skip("one of these cases is long enough on simt")
     generator = torch.Generator().manual_seed(seed)
     vocab = int(torch.randint(2, 40, (1,), generator=generator))
     row = torch.randint(-6, 7, (vocab,), generator=generator) / 8.0
@@ -385,6 +387,8 @@ def test_refusals(device):
         ("logits", logits.double(), ValueError, r"`logits` must be of dtype Float or Half or BFloat16, got Double"),
         ("logits", logits[0], ValueError, r"`logits` must be of shape \[\*, \*\], got \[5\]"),
         ("logits", logits[:, :0], ValueError, r"`logits` must be of at least one column, got \[3, 0\]"),
+        ("logits", logits[:1, :1].expand(3, 2**21 + 1), ValueError,
+         r"`logits` must be of at most 2\^21 columns, got \[3, 2097153\]"),
         ("logits", logits[:, ::2], ValueError, r"`logits` must be contiguous in its last dimension"),
         ("logits", None, TypeError, "logits"),
         ("params", None, TypeError, "params"),

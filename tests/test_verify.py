@@ -289,9 +289,9 @@ def test_batch_and_tree_change_nothing(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_law_of_the_first_tokens(device, dtype):
+def test_law_of_the_first_tokens(device, draws, dtype):
     """The joint law of the first two tokens of many seeds, with adversarial drafts: p(a) p(b | a)."""
-    count, vocab = 30_000, 4
+    count, vocab = draws(30_000), 4
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(vocab + 1, vocab, generator=generator).to(dtype)  # the last row is the prompt's
     params = {"temperature": 0.9, "top_p": 0.95}
@@ -334,7 +334,7 @@ def test_instruction_sets_agree(device, monkeypatch, isa):
 
 def raw_arguments(trees: TreeBatch, logits: Tensor, drafts: Tensor) -> tuple:
     return (
-        logits, drafts, trees.cu_nodes, trees.first_child, trees.next_sibling, trees.valid,
+        logits, drafts, trees.cu_nodes, trees.depths, trees.first_child, trees.next_sibling, trees.valid,
         trees.max_nodes, trees.max_depth,
     )  # fmt: skip
 

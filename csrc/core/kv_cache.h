@@ -1,7 +1,7 @@
 // Where positions of a sequence lie in a paged cache, and which rows move: written once for every backend.
 #pragma once
 
-#include "core/params.h"
+#include "core/tree.h"
 
 namespace pagedtree {
 
@@ -22,20 +22,6 @@ PT_HOST_DEVICE Slot locate(const PageTable& table, int64_t b, int64_t position) 
 
 PT_HOST_DEVICE int64_t slot_id(Slot slot, int64_t page_size) {
   return slot.page < 0 ? -1 : slot.page * page_size + slot.offset;
-}
-
-// The sequence that `row` of a ragged batch belongs to, -1 if none; ends whatever the offsets say.
-PT_HOST_DEVICE int64_t sequence_of_row(const int32_t* cu_offsets, int64_t batch, int64_t row) {
-  int64_t low = 0, high = batch;  // the first sequence that ends behind the row
-  while (low < high) {
-    const int64_t middle = (low + high) / 2;
-    if (cu_offsets[middle + 1] <= row) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  return low < batch && cu_offsets[low] <= row ? low : -1;
 }
 
 PT_HOST_DEVICE int64_t query_slot(const SlotMappingParams& p, int64_t row) {

@@ -60,6 +60,14 @@ struct TokenIds {
   bool is_int64;
 };
 
+// A row's token, drawn ahead for sequence `sequence` at `depth`.
+struct DrawnRow {
+  int32_t token;
+  int32_t sequence;  // -1: not drawn
+  int32_t depth;
+  bool bad;
+};
+
 // Trees with drafts, and the rows of logits at their nodes.
 struct VerifyParams {
   LogitsParams logits;          // N rows
@@ -67,6 +75,7 @@ struct VerifyParams {
   TokenIds draft_tokens;        // [N]
   TokenIds draft_to_target;     // [draft_vocab], data null: drafts are target ids already
   const int32_t* cu_nodes;      // [B + 1]
+  const int32_t* depths;        // [N]
   const int32_t* first_child;   // [N]
   const int32_t* next_sibling;  // [N]
   const bool* valid;            // [B]
@@ -76,6 +85,7 @@ struct VerifyParams {
   int32_t* num_accepted;        // [B] out
   int64_t* tokens;              // [B, max_depth + 1] out
   int32_t* status;              // [B] out
+  DrawnRow* drawn_rows;         // [N] scratch
   int64_t batch;
   int64_t draft_vocab;
   int32_t max_nodes;

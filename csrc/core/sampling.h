@@ -9,6 +9,8 @@ namespace pagedtree {
 
 constexpr float kInfinity = __builtin_inff();
 constexpr float kMaxFloat = 3.402823466e38f;
+constexpr float kMaxFloat16 = 65504.0f;
+constexpr float kMaxBFloat16 = 3.38953139e38f;
 constexpr float kMinNormal = 1.175494351e-38f;
 
 // The sampling parameters of one sequence, in range.
@@ -58,6 +60,23 @@ PT_HOST_DEVICE LogitRow logit_row(const LogitsParams& p, int64_t row) {
 PT_HOST_DEVICE float inverse_temperature(float temperature) {
   return clamp_to(1.0f / temperature, kMinNormal, kMaxFloat);
 }
+
+// The largest logit of a row.
+struct Peak {
+  float logit = -kInfinity;
+  int64_t token = 0;  // the lowest id that has it
+  bool has_nan = false;
+};
+
+// x = (logit - peak) / T.
+struct Scale {
+  float peak;
+  float inverse_temperature;
+  template <typename Float>
+  PT_HOST_DEVICE Float operator()(Float logit) const {
+    return (logit - peak) * inverse_temperature;
+  }
+};
 
 // The mass of a token as an integer, 2^31 at the maximum: sums do not depend on how a row is split.
 template <typename M>

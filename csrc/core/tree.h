@@ -17,6 +17,20 @@ PT_HOST_DEVICE NodeRange node_range(const int32_t* cu_offsets, int64_t b, int64_
   return {begin, clamp_to<int64_t>(cu_offsets[b + 1], begin, num_rows)};
 }
 
+// The sequence that `row` of a ragged batch belongs to, -1 if none; ends whatever the offsets say.
+PT_HOST_DEVICE int64_t sequence_of_row(const int32_t* cu_offsets, int64_t batch, int64_t row) {
+  int64_t low = 0, high = batch;  // the first sequence that ends behind the row
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (cu_offsets[middle + 1] <= row) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low < batch && cu_offsets[low] <= row ? low : -1;
+}
+
 PT_HOST_DEVICE void clear_node(const BuildTreesParams& p, int64_t row) {
   p.depths[row] = -1;
   p.first_child[row] = -1;

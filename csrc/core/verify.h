@@ -39,6 +39,10 @@ struct TreeWalk {
       : p(params), b(sequence), rows(node_range(params.cu_nodes, sequence, params.logits.num_rows)) {
     num_nodes = static_cast<int32_t>(min_of<int64_t>(rows.size(), p.max_nodes));
     if (!p.valid[b] || num_nodes == 0) status = kMalformedTree;
+  }
+
+  // Nothing accepted, nothing emitted yet.
+  PT_HOST_DEVICE void begin() const {
     for (int64_t j = 0; j <= p.max_depth; ++j) {
       p.accept_index[b * (p.max_depth + 1) + j] = -1;
       p.tokens[b * (p.max_depth + 1) + j] = -1;

@@ -27,6 +27,7 @@ void verify_sampled(const VerifyParams& p, const ExecContext& ctx) {
     const auto scratch = std::make_unique_for_overwrite<FilterScratch>();
     for (int64_t b = begin; b < end; ++b) {
       TreeWalk walk(p, b);
+      walk.begin();
       const Law law = law_of(p.sampling, b);
       const uint64_t seed = p.seeds == nullptr ? 0 : static_cast<uint64_t>(p.seeds[b]);
       const uint64_t position = p.positions == nullptr ? 0 : static_cast<uint64_t>(p.positions[b]);

@@ -7,8 +7,8 @@ constexpr Backend table_named(const char* name) {
   return {
       .name = name,
       .build_trees = cuda::build_trees,
-      .sample = nullptr,
-      .verify_sampled = nullptr,
+      .sample = cuda::sample,
+      .verify_sampled = cuda::verify_sampled,
       .expand_tree = nullptr,
       .rerank_tree = nullptr,
       .ngram_propose = nullptr,

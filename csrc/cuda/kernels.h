@@ -6,6 +6,8 @@
 namespace pagedtree::cuda {
 
 void build_trees(const BuildTreesParams& params, const ExecContext& ctx);
+void sample(const SampleParams& params, const ExecContext& ctx);
+void verify_sampled(const VerifyParams& params, const ExecContext& ctx);
 void slot_mapping(const SlotMappingParams& params, const ExecContext& ctx);
 void append_kv(const AppendKvParams& params, const ExecContext& ctx);
 void compact_kv(const CompactKvParams& params, const ExecContext& ctx);

@@ -44,11 +44,13 @@ STABLE_TORCH_LIBRARY(pagedtree, m) {
       " Tensor seeds, Tensor positions) -> Tensor");
 
   m.def(
-      "verify_greedy(Tensor logits, Tensor draft_tokens, Tensor cu_nodes, Tensor first_child, Tensor next_sibling,"
+      "verify_greedy(Tensor logits, Tensor draft_tokens, Tensor cu_nodes, Tensor depths, Tensor first_child, Tensor "
+      "next_sibling,"
       " Tensor valid, SymInt max_nodes, SymInt max_depth, *, Tensor? grammar_mask=None, Tensor? draft_to_target=None)"
       " -> (Tensor accept_index, Tensor num_accepted, Tensor tokens, Tensor status)");
   m.def(
-      "verify_sampled(Tensor logits, Tensor draft_tokens, Tensor cu_nodes, Tensor first_child, Tensor next_sibling,"
+      "verify_sampled(Tensor logits, Tensor draft_tokens, Tensor cu_nodes, Tensor depths, Tensor first_child, Tensor "
+      "next_sibling,"
       " Tensor valid, SymInt max_nodes, SymInt max_depth, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p,"
       " str filter_order, *, Tensor seeds, Tensor positions, Tensor? grammar_mask=None, Tensor? draft_to_target=None)"
       " -> (Tensor accept_index, Tensor num_accepted, Tensor tokens, Tensor status)");

@@ -18,15 +18,15 @@ Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top
 
 using VerdictTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // accept_index, num_accepted, tokens, status
 VerdictTensors verify_greedy(const Tensor& logits, const Tensor& draft_tokens, const Tensor& cu_nodes,
-                             const Tensor& first_child, const Tensor& next_sibling, const Tensor& valid,
-                             int64_t max_nodes, int64_t max_depth, const std::optional<Tensor>& grammar_mask,
-                             const std::optional<Tensor>& draft_to_target);
+                             const Tensor& depths, const Tensor& first_child, const Tensor& next_sibling,
+                             const Tensor& valid, int64_t max_nodes, int64_t max_depth,
+                             const std::optional<Tensor>& grammar_mask, const std::optional<Tensor>& draft_to_target);
 VerdictTensors verify_sampled(const Tensor& logits, const Tensor& draft_tokens, const Tensor& cu_nodes,
-                              const Tensor& first_child, const Tensor& next_sibling, const Tensor& valid,
-                              int64_t max_nodes, int64_t max_depth, const Tensor& temperature, const Tensor& top_k,
-                              const Tensor& top_p, const Tensor& min_p, const std::string& filter_order,
-                              const Tensor& seeds, const Tensor& positions, const std::optional<Tensor>& grammar_mask,
-                              const std::optional<Tensor>& draft_to_target);
+                              const Tensor& depths, const Tensor& first_child, const Tensor& next_sibling,
+                              const Tensor& valid, int64_t max_nodes, int64_t max_depth, const Tensor& temperature,
+                              const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
+                              const std::string& filter_order, const Tensor& seeds, const Tensor& positions,
+                              const std::optional<Tensor>& grammar_mask, const std::optional<Tensor>& draft_to_target);
 
 // tokens, parents, scores, kv_index, frontier, mask, draft_probs
 using ExpandedTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;

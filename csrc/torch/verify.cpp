@@ -13,9 +13,9 @@ TokenIds token_ids(const Check& check, const Tensor& ids, const std::string& nam
 
 // What every rule needs but its law: logits, drafts, trees.
 VerifyParams tree_params(const Check& check, const Tensor& logits, const Tensor& draft_tokens, const Tensor& cu_nodes,
-                         const Tensor& first_child, const Tensor& next_sibling, const Tensor& valid, int64_t max_nodes,
-                         int64_t max_depth, const std::optional<Tensor>& grammar_mask,
-                         const std::optional<Tensor>& draft_to_target) {
+                         const Tensor& depths, const Tensor& first_child, const Tensor& next_sibling,
+                         const Tensor& valid, int64_t max_nodes, int64_t max_depth,
+                         const std::optional<Tensor>& grammar_mask, const std::optional<Tensor>& draft_to_target) {
   VerifyParams params{};
   params.logits = logits_params(check, logits);
   add_grammar_mask(check, grammar_mask, params.logits);
@@ -26,6 +26,7 @@ VerifyParams tree_params(const Check& check, const Tensor& logits, const Tensor&
     params.draft_vocab = draft_to_target->size(0);
   }
   params.batch = check.offsets(cu_nodes, "cu_nodes");
+  check.tensor(depths, "depths", {ScalarType::Int}, {rows});
   check.tensor(first_child, "first_child", {ScalarType::Int}, {rows});
   check.tensor(next_sibling, "next_sibling", {ScalarType::Int}, {rows});
   check.tensor(valid, "valid", {ScalarType::Bool}, {params.batch});
@@ -33,6 +34,7 @@ VerifyParams tree_params(const Check& check, const Tensor& logits, const Tensor&
   check.that(max_depth >= 0 && max_depth < kMaxTreeNodes, "max_depth", "in 0..1023", max_depth);
   if (value_checks_enabled()) check_offsets(check, host_values<int32_t>(cu_nodes), "cu_nodes", rows);
   params.cu_nodes = const_pointer<int32_t>(cu_nodes);
+  params.depths = const_pointer<int32_t>(depths);
   params.first_child = const_pointer<int32_t>(first_child);
   params.next_sibling = const_pointer<int32_t>(next_sibling);
   params.valid = const_pointer<bool>(valid);
@@ -51,6 +53,10 @@ VerdictTensors run(const Tensor& logits, VerifyParams& params) {
   params.num_accepted = mutable_pointer<int32_t>(num_accepted);
   params.tokens = mutable_pointer<int64_t>(tokens);
   params.status = mutable_pointer<int32_t>(status);
+  static_assert(sizeof(DrawnRow) % sizeof(int64_t) == 0);
+  constexpr int64_t kWords = sizeof(DrawnRow) / sizeof(int64_t);
+  Tensor drawn_rows = empty_on(logits, {params.logits.num_rows, kWords}, ScalarType::Long);
+  params.drawn_rows = static_cast<DrawnRow*>(drawn_rows.mutable_data_ptr());
   backend_for(logits, "verify_sampled").verify_sampled(params, context_for(logits));
   return {accept_index, num_accepted, tokens, status};
 }
@@ -58,24 +64,24 @@ VerdictTensors run(const Tensor& logits, VerifyParams& params) {
 }  // namespace
 
 VerdictTensors verify_greedy(const Tensor& logits, const Tensor& draft_tokens, const Tensor& cu_nodes,
-                             const Tensor& first_child, const Tensor& next_sibling, const Tensor& valid,
-                             int64_t max_nodes, int64_t max_depth, const std::optional<Tensor>& grammar_mask,
-                             const std::optional<Tensor>& draft_to_target) {
+                             const Tensor& depths, const Tensor& first_child, const Tensor& next_sibling,
+                             const Tensor& valid, int64_t max_nodes, int64_t max_depth,
+                             const std::optional<Tensor>& grammar_mask, const std::optional<Tensor>& draft_to_target) {
   const Check check("verify_greedy", logits);
-  VerifyParams params = tree_params(check, logits, draft_tokens, cu_nodes, first_child, next_sibling, valid, max_nodes,
-                                    max_depth, grammar_mask, draft_to_target);
+  VerifyParams params = tree_params(check, logits, draft_tokens, cu_nodes, depths, first_child, next_sibling, valid,
+                                    max_nodes, max_depth, grammar_mask, draft_to_target);
   return run(logits, params);
 }
 
 VerdictTensors verify_sampled(const Tensor& logits, const Tensor& draft_tokens, const Tensor& cu_nodes,
-                              const Tensor& first_child, const Tensor& next_sibling, const Tensor& valid,
-                              int64_t max_nodes, int64_t max_depth, const Tensor& temperature, const Tensor& top_k,
-                              const Tensor& top_p, const Tensor& min_p, const std::string& filter_order,
-                              const Tensor& seeds, const Tensor& positions, const std::optional<Tensor>& grammar_mask,
-                              const std::optional<Tensor>& draft_to_target) {
+                              const Tensor& depths, const Tensor& first_child, const Tensor& next_sibling,
+                              const Tensor& valid, int64_t max_nodes, int64_t max_depth, const Tensor& temperature,
+                              const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
+                              const std::string& filter_order, const Tensor& seeds, const Tensor& positions,
+                              const std::optional<Tensor>& grammar_mask, const std::optional<Tensor>& draft_to_target) {
   const Check check("verify_sampled", logits);
-  VerifyParams params = tree_params(check, logits, draft_tokens, cu_nodes, first_child, next_sibling, valid, max_nodes,
-                                    max_depth, grammar_mask, draft_to_target);
+  VerifyParams params = tree_params(check, logits, draft_tokens, cu_nodes, depths, first_child, next_sibling, valid,
+                                    max_nodes, max_depth, grammar_mask, draft_to_target);
   params.sampling = sampling_params(check, temperature, top_k, top_p, min_p, filter_order, params.batch);
   check.tensor(seeds, "seeds", {ScalarType::Long}, {params.batch});
   check.tensor(positions, "positions", {ScalarType::Long}, {params.batch});

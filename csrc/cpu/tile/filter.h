@@ -8,12 +8,6 @@
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-struct Peak {
-  float logit = -kInfinity;
-  int64_t token = 0;  // the lowest id that has it
-  bool has_nan = false;
-};
-
 template <typename T>
 static inline Peak find_peak(const LogitRow& row) {
   constexpr int64_t kBlock = 1024;
@@ -43,16 +37,6 @@ static inline Peak find_peak(const LogitRow& row) {
     peak.token += kLanes;
   }
 }
-
-// x = (logit - peak) / T.
-struct Scale {
-  float peak;
-  float inverse_temperature;
-  template <typename Float>
-  Float operator()(Float logit) const {
-    return (logit - peak) * inverse_temperature;
-  }
-};
 
 // The threshold is found by radix search: tokens are counted by the high half of their logits' 32-bit order key, then,
 // inside the half where the threshold lies, by the low half. A bfloat16 logit has no low half: one table settles it.

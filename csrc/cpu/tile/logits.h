@@ -20,9 +20,9 @@ struct UniformLogit {};  // a row without finite logit reads as zeros
 template <typename T>
 constexpr float kLargest = kMaxFloat;  // what +inf reads as
 template <>
-inline constexpr float kLargest<BFloat16> = 3.38953139e38f;
+inline constexpr float kLargest<BFloat16> = kMaxBFloat16;
 template <>
-inline constexpr float kLargest<Float16> = 65504.0f;
+inline constexpr float kLargest<Float16> = kMaxFloat16;
 
 static inline vfloat load_values(const float* p) { return load_float<DType::kFloat32>(p); }
 static inline vfloat load_values(const Float16* p) { return load_float<DType::kFloat16>(p); }

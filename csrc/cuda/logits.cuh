@@ -1,0 +1,215 @@
+// Reading a row of logits in its own dtype, by a whole CTA.
+#pragma once
+
+#include "core/numeric.h"
+#include "core/sampling.h"
+#include "cuda/tile/radix.cuh"
+
+namespace pagedtree::cuda {
+
+constexpr int kRowThreads = 512;
+
+// Threads that read a row; few where the row is short.
+inline unsigned threads_of_row(int64_t vocab) {
+  return static_cast<unsigned>(clamp_to<int64_t>(ceil_div<int64_t>(vocab, 16 * 32) * 32, 32, kRowThreads));
+}
+
+template <DType kDType>
+struct StoredLogit {
+  using Type = uint16_t;
+  using Four = ushort4;
+  static constexpr float kLargest = kDType == DType::kFloat16 ? kMaxFloat16 : kMaxBFloat16;
+  static constexpr int kDigits = kDType == DType::kFloat16 ? 3 : 2;  // of the order key that differ
+  static __device__ float value(Type bits) {
+    return kDType == DType::kFloat16 ? float_from_half(bits) : float_from_bfloat16(bits);
+  }
+};
+template <>
+struct StoredLogit<DType::kFloat32> {
+  using Type = float;
+  using Four = float4;
+  static constexpr float kLargest = kMaxFloat;
+  static constexpr int kDigits = 4;
+  static __device__ float value(Type logit) { return logit; }
+};
+
+template <DType kDType>
+class LogitReader {
+ public:
+  using Stored = StoredLogit<kDType>;
+
+  __device__ explicit LogitReader(const LogitRow& row) : row_(row) {
+    aligned_ = reinterpret_cast<uintptr_t>(row.logits) % sizeof(typename Stored::Four) == 0;
+  }
+
+  // From now on the row reads as zeros: the law of a row without finite logit.
+  __device__ void make_uniform() { uniform_ = true; }
+
+  __device__ int64_t vocab() const { return row_.vocab; }
+
+  // NaN is -inf, +inf the largest finite, -0 is +0; what the grammar forbids or lies past the vocabulary is -inf.
+  __device__ float logit(int64_t token) const {
+    if (token >= row_.vocab) return -kInfinity;
+    return clean(Stored::value(data()[token]), allowed_four(token) & 1u);
+  }
+
+  // f(token, logits) with the logits of four tokens, for each group of four of this thread.
+  template <typename F>
+  __device__ __forceinline__ void each_four(F f) const {
+    each_raw([&](int64_t token, float (&four)[4]) {
+      const uint32_t allowed = allowed_four(token);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) four[i] = clean(four[i], allowed >> i & 1u);
+      f(token, four);
+    });
+  }
+
+  // The same with the logits as they stand in memory, unspecified past the vocabulary. The next groups are on their way
+  // while f looks at one.
+  template <typename F>
+  __device__ __forceinline__ void each_raw(F f) const {
+    constexpr int kAhead = 3;
+    const int64_t stride = 4 * int64_t{blockDim.x}, begin = 4 * int64_t{threadIdx.x};
+    typename Stored::Four ahead[kAhead]{};
+#pragma unroll 1
+    for (int64_t token = begin - kAhead * stride; token < row_.vocab; token += stride) {
+      const auto stored = ahead[0];
+#pragma unroll
+      for (int i = 0; i + 1 < kAhead; ++i) ahead[i] = ahead[i + 1];
+      ahead[kAhead - 1] = load_four(token + kAhead * stride);
+      if (token < begin) continue;
+      float four[4] = {Stored::value(stored.x), Stored::value(stored.y), Stored::value(stored.z),
+                       Stored::value(stored.w)};
+      f(token, four);
+    }
+  }
+
+  // Bit i: token + i, of a group of four, is in the vocabulary and the grammar allows it.
+  __device__ uint32_t allowed_four(int64_t token) const {
+    uint32_t bits = 15u;
+    if (token + 4 > row_.vocab) bits >>= token + 4 - row_.vocab;
+    if (uniform_) return bits;
+    if (row_.allowed_words != nullptr) {
+      bits &= static_cast<uint32_t>(row_.allowed_words[token / 32]) >> (token % 32);
+    } else if (row_.allowed != nullptr) {
+      for (int i = 0; i < 4; ++i) {
+        if ((bits >> i & 1u) && !row_.allowed[token + i]) bits &= ~(1u << i);
+      }
+    }
+    return bits;
+  }
+
+  __device__ float clean(float value, bool allowed) const {
+    if (uniform_) value = 0.0f;
+    return allowed && value > -kInfinity ? min_of(value, Stored::kLargest) + 0.0f : -kInfinity;
+  }
+
+ private:
+  __device__ const typename Stored::Type* data() const {
+    return static_cast<const typename Stored::Type*>(row_.logits);
+  }
+  __device__ __forceinline__ typename Stored::Four load_four(int64_t token) const {
+    const auto* from = data() + token;
+    if (aligned_ && token + 4 <= row_.vocab) return *reinterpret_cast<const typename Stored::Four*>(from);
+    typename Stored::Four four{};
+    if (token < row_.vocab) four.x = from[0];
+    if (token + 1 < row_.vocab) four.y = from[1];
+    if (token + 2 < row_.vocab) four.z = from[2];
+    if (token + 3 < row_.vocab) four.w = from[3];
+    return four;
+  }
+
+  LogitRow row_;
+  bool aligned_;
+  bool uniform_ = false;
+};
+
+// Larger values first, among equals the lower id: the order of these integers.
+__device__ __forceinline__ uint64_t ranked(float value, int64_t id) {
+  const uint64_t key = order_key<ScalarMath>(value + 0.0f);  // -0 ties with +0
+  return key << 32 | static_cast<uint32_t>(~static_cast<uint32_t>(id));
+}
+__device__ __forceinline__ int64_t ranked_id(uint64_t rank) { return ~static_cast<uint32_t>(rank); }
+__device__ __forceinline__ float ranked_value(uint64_t rank) {
+  return logit_of_key<ScalarMath>(static_cast<uint32_t>(rank >> 32));
+}
+
+template <DType kDType>
+__device__ __forceinline__ Peak find_peak(const LogitReader<kDType>& row, BlockShared& shared) {
+  uint64_t best = 0;
+  bool nan = false;
+  row.each_raw([&](int64_t token, const float (&four)[4]) {
+    const uint32_t allowed = row.allowed_four(token);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (token + i >= row.vocab()) continue;
+      nan = nan || four[i] != four[i];
+      best = max_of(best, ranked(row.clean(four[i], allowed >> i & 1u), token + i));
+    }
+  });
+  best = block_max(shared, best);
+  return {.logit = ranked_value(best), .token = ranked_id(best), .has_nan = __syncthreads_or(nan) != 0};
+}
+
+// The logits above -inf whose x is at least min_x, as the keys of a radix search.
+template <DType kDType>
+struct LogitItems {
+  static constexpr int kDigits = StoredLogit<kDType>::kDigits;
+  const LogitReader<kDType>& row;
+  Scale scale;
+  float min_x;
+
+  __device__ int64_t size() const { return row.vocab(); }
+  __device__ uint32_t key_of(float logit) const {
+    return logit > -kInfinity && scale(logit) >= min_x ? order_key<ScalarMath>(logit) : 0;
+  }
+  __device__ uint32_t key(int64_t token) const { return key_of(row.logit(token)); }
+  template <typename F>
+  __device__ __forceinline__ void each(F f) const {
+    row.each_four([&](int64_t, const float (&four)[4]) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t key = key_of(four[i]);
+        if (key != 0) f(key);
+      }
+    });
+  }
+};
+
+template <DType kDType>
+__device__ __forceinline__ Filter find_filter(const LogitReader<kDType>& row, const Law& law, const Scale& scale,
+                                              RadixShared& shared, RadixMasses& scratch) {
+  Filter filter;
+  filter.min_x = min_p_bound(law.min_p);
+  const bool by_mass = law.top_p < 1.0f;
+  const bool by_count = law.top_k > 0 && law.top_k < row.vocab();
+  if (!by_mass && !by_count) return filter;
+
+  const LogitItems<kDType> items{row, scale, law.joint ? -kInfinity : filter.min_x};
+  const auto weight = [&](uint32_t key) { return weight_of<ScalarMath>(scale(logit_of_key<ScalarMath>(key))); };
+  RadixMasses* masses = by_mass ? &scratch : nullptr;
+  tabulate(shared, masses, shared.first, items, weight, 0, 0);
+  Totals left = sum_of_bins(shared, shared.first);
+  // First by count, then by mass.
+#pragma unroll 1
+  for (int pass = 0; pass < 2; ++pass) {
+    const bool mass_pass = pass == 1;
+    if (mass_pass ? !by_mass : !(by_count && static_cast<uint64_t>(law.top_k) < left.count)) continue;
+    const uint64_t needed = mass_pass ? top_p_mass(law.top_p, left.mass) : static_cast<uint64_t>(law.top_k);
+    const Cut cut = find_cut(shared, masses, items, weight, items.kDigits, mass_pass, needed);
+    const float logit = logit_of_key<ScalarMath>(cut.key);
+    if (!mass_pass) {
+      filter.min_logit = logit;
+      if (!law.joint) left = {cut.above.count + cut.at.count, cut.above.mass + cut.at.mass};
+    } else if (logit >= filter.min_logit) {
+      filter.min_logit = logit;
+      const uint64_t ties = ceil_div(needed - cut.above.mass, cut.at.mass / cut.at.count);
+      if (ties == cut.at.count) continue;
+      filter.tie_end =
+          end_of_first(shared.block, row.vocab(), ties, [&](int64_t token) { return row.logit(token) == logit; });
+    }
+  }
+  return filter;
+}
+
+}  // namespace pagedtree::cuda

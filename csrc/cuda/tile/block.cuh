@@ -1,0 +1,118 @@
+// What the threads of a CTA find out together. A CTA is one-dimensional, of whole warps; every thread calls, and every
+// thread gets the result.
+#pragma once
+
+#include "core/common.h"
+#include "cuda/tile/ptx.cuh"
+
+namespace pagedtree::cuda {
+
+constexpr int kMaxWarps = 32;
+
+// Scratch of the functions below; whoever writes it waits until all have read it.
+struct BlockShared {
+  uint64_t warps[kMaxWarps];
+};
+
+// `fold` is associative and commutative.
+template <typename Fold>
+__device__ __forceinline__ uint64_t block_fold(BlockShared& shared, uint64_t value, Fold fold) {
+  for (int bits = 16; bits > 0; bits /= 2) value = fold(value, __shfl_xor_sync(~0u, value, bits));
+  if (blockDim.x == 32) return value;
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared.warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = shared.warps[0];
+  for (unsigned w = 1; w < blockDim.x / 32; ++w) value = fold(value, shared.warps[w]);
+  return value;
+}
+
+__device__ __forceinline__ uint64_t block_sum(BlockShared& shared, uint64_t value) {
+  return block_fold(shared, value, [](uint64_t a, uint64_t b) { return a + b; });
+}
+
+__device__ __forceinline__ uint64_t block_max(BlockShared& shared, uint64_t value) {
+  return block_fold(shared, value, [](uint64_t a, uint64_t b) { return max_of(a, b); });
+}
+
+// The sum over the warps before this one of what each warp hands in; `total` over all.
+__device__ __forceinline__ uint64_t sum_before_warp(BlockShared& shared, uint64_t of_warp, uint64_t& total) {
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared.warps[threadIdx.x / 32] = of_warp;
+  __syncthreads();
+  uint64_t before = 0;
+  total = 0;
+  for (unsigned w = 0; w < blockDim.x / 32; ++w) {
+    if (w == threadIdx.x / 32) before = total;
+    total += shared.warps[w];
+  }
+  return before;
+}
+
+// How many threads before this one have the flag; `total` of all.
+__device__ __forceinline__ int32_t rank_in_block(BlockShared& shared, bool flag, int32_t& total) {
+  const uint32_t lanes = __ballot_sync(~0u, flag);
+  uint64_t sum;
+  const uint64_t before = sum_before_warp(shared, static_cast<uint64_t>(popcount32(lanes)), sum);
+  total = static_cast<int32_t>(sum);
+  return static_cast<int32_t>(before) + popcount32(lanes & ((1u << (threadIdx.x % 32)) - 1));
+}
+
+// A run of `size` items for each warp, whole groups of 32 but for the last.
+struct WarpRun {
+  int64_t begin, end;
+};
+__device__ __forceinline__ WarpRun run_of_warp(int64_t size) {
+  const int64_t warps = blockDim.x / 32;
+  const int64_t length = ceil_div<int64_t>(size, warps * 32) * 32;
+  const int64_t begin = min_of<int64_t>(threadIdx.x / 32 * length, size);
+  return {begin, min_of(begin + length, size)};
+}
+
+// One past the index of the `count`-th of the `size` items that `has` names, in index order; `size` if they are fewer.
+template <typename Has>
+__device__ __forceinline__ int64_t end_of_first(BlockShared& shared, int64_t size, uint64_t count, Has has) {
+  const WarpRun run = run_of_warp(size);
+  const int64_t lane = threadIdx.x % 32;
+  const auto lanes_at = [&](int64_t i) { return __ballot_sync(~0u, i + lane < run.end && has(i + lane)); };
+  uint64_t found = 0, total;
+  for (int64_t i = run.begin; i < run.end; i += 32) found += popcount32(lanes_at(i));
+  const uint64_t before = sum_before_warp(shared, found, total);
+  if (total < count) return size;
+  __syncthreads();
+  if (before < count && count <= before + found) {
+    int64_t left = static_cast<int64_t>(count - before), i = run.begin;
+    uint32_t lanes = lanes_at(i);
+    for (; left > popcount32(lanes); lanes = lanes_at(i)) {
+      left -= popcount32(lanes);
+      i += 32;
+    }
+    for (; left > 1; --left) lanes &= lanes - 1;
+    if (lane == 0) shared.warps[0] = static_cast<uint64_t>(i + __ffs(static_cast<int>(lanes)));
+  }
+  __syncthreads();
+  return static_cast<int64_t>(shared.warps[0]);
+}
+
+// Sorts `values`, the largest first. `capacity` is a power of two; entries from `size` on are overwritten.
+__device__ __forceinline__ void block_sort(uint64_t* values, int32_t size, int32_t capacity) {
+  for (int32_t i = size + static_cast<int32_t>(threadIdx.x); i < capacity; i += blockDim.x) values[i] = 0;
+  for (int32_t run = 2; run <= capacity; run *= 2) {
+    for (int32_t apart = run / 2; apart > 0; apart /= 2) {
+      __syncthreads();
+      for (int32_t i = threadIdx.x; i < capacity; i += blockDim.x) {
+        const int32_t other = i ^ apart;
+        if (other < i) continue;
+        const uint64_t a = values[i], b = values[other];
+        const bool falling = (i & run) == 0;
+        if (falling ? a < b : b < a) {
+          values[i] = b;
+          values[other] = a;
+        }
+      }
+    }
+  }
+  __syncthreads();
+}
+
+}  // namespace pagedtree::cuda

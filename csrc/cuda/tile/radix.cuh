@@ -1,0 +1,163 @@
+// The best items of a large set by a 32-bit key, without sorting it: the threshold is found digit by digit, from counts
+// and masses of the items by digit. Sums of integers: the same whatever the number of threads.
+#pragma once
+
+#include "cuda/tile/block.cuh"
+
+namespace pagedtree::cuda {
+
+constexpr int kDigitBits = 8;
+constexpr int kBins = 1 << kDigitBits;
+constexpr int kKeyDigits = 32 / kDigitBits;
+
+struct Totals {
+  uint64_t count, mass;
+};
+
+// A column a lane, so that lanes of a warp never meet in one bin; few where a single warp has few items.
+using Columns = uint32_t[kBins * 32];
+__device__ __forceinline__ unsigned num_columns() { return blockDim.x == 32 ? 4 : 32; }
+
+struct RadixShared {
+  BlockShared block;
+  Totals first[kBins];  // by the first digit
+  Totals next[kBins];   // by the digit that is looked at
+  Totals above, at;     // what a search found
+  uint32_t bin;
+  Columns counts;
+};
+
+// Masses are summed in two halves, so that a column holds a 32nd of the largest vocabulary.
+struct RadixMasses {
+  Columns low, high;
+};
+static_assert(kMaxVocab / 32 * 0xffff <= 0xffffffff);
+
+// The largest key such that the items at or above it reach some target.
+struct Cut {
+  uint32_t key;
+  Totals above, at;
+};
+
+// Sums up by `digit` the items that begin with the digits of `prefix`. items.each(f) calls f(key) for each of this
+// thread's items; `masses` may be null.
+template <typename Items, typename Weight>
+__device__ __forceinline__ void tabulate(RadixShared& shared, RadixMasses* masses, Totals* totals, const Items& items,
+                                         Weight weight, int digit, uint32_t prefix) {
+  const int shift = 32 - kDigitBits * (digit + 1);
+  const unsigned columns = num_columns(), mine = threadIdx.x % columns;
+  for (unsigned i = threadIdx.x; i < kBins * columns; i += blockDim.x) {
+    shared.counts[i] = 0;
+    if (masses != nullptr) masses->low[i] = masses->high[i] = 0;
+  }
+  __syncthreads();
+  items.each([&](uint32_t key) {
+    if (static_cast<uint32_t>(uint64_t{key} >> (shift + kDigitBits)) != prefix) return;
+    const uint32_t cell = (key >> shift & (kBins - 1)) * columns + mine;
+    atomicAdd(&shared.counts[cell], 1u);
+    if (masses == nullptr) return;
+    const uint32_t mass = weight(key);
+    atomicAdd(&masses->low[cell], mass & 0xffffu);
+    atomicAdd(&masses->high[cell], mass >> 16);
+  });
+  __syncthreads();
+  for (unsigned bin = threadIdx.x; bin < kBins; bin += blockDim.x) {
+    Totals sum{0, 0};
+    for (unsigned i = 0; i < columns; ++i) {
+      const unsigned cell = bin * columns + (bin + i) % columns;  // neighbouring threads in different banks
+      sum.count += shared.counts[cell];
+      if (masses != nullptr) sum.mass += masses->low[cell] + (uint64_t{masses->high[cell]} << 16);
+    }
+    totals[bin] = sum;
+  }
+  __syncthreads();
+}
+
+__device__ __forceinline__ Totals sum_of_bins(RadixShared& shared, const Totals* totals) {
+  Totals mine{0, 0};
+  for (unsigned bin = threadIdx.x; bin < kBins; bin += blockDim.x) {
+    mine.count += totals[bin].count;
+    mine.mass += totals[bin].mass;
+  }
+  return {block_sum(shared.block, mine.count), block_sum(shared.block, mine.mass)};
+}
+
+// The highest bin down to which count or mass, with what lies above all bins, reaches `target`; the lowest if none
+// does.
+__device__ __forceinline__ uint32_t find_bin(RadixShared& shared, const Totals* totals, bool by_mass, uint64_t target,
+                                             Cut& cut) {
+  constexpr int kBinsALane = kBins / 32;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    const int lane = static_cast<int>(threadIdx.x), top = kBins - 1 - kBinsALane * lane;
+    Totals mine{0, 0};
+    for (int i = 0; i < kBinsALane; ++i) {
+      mine.count += totals[top - i].count;
+      mine.mass += totals[top - i].mass;
+    }
+    Totals reached = mine;
+    for (int delta = 1; delta < 32; delta *= 2) {
+      const uint64_t count = __shfl_up_sync(~0u, reached.count, delta), mass = __shfl_up_sync(~0u, reached.mass, delta);
+      if (lane >= delta) reached = {reached.count + count, reached.mass + mass};
+    }
+    reached = {cut.above.count + reached.count, cut.above.mass + reached.mass};
+    const uint32_t lanes = __ballot_sync(~0u, (by_mass ? reached.mass : reached.count) >= target);
+    if (lane == (lanes == 0 ? 31 : __ffs(static_cast<int>(lanes)) - 1)) {
+      Totals above{reached.count - mine.count, reached.mass - mine.mass};
+      int bin = top;
+      while (true) {
+        const Totals at = totals[bin];
+        if (bin == top - kBinsALane + 1 || (by_mass ? above.mass + at.mass : above.count + at.count) >= target) break;
+        above = {above.count + at.count, above.mass + at.mass};
+        --bin;
+      }
+      shared.above = above;
+      shared.at = totals[bin];
+      shared.bin = static_cast<uint32_t>(bin);
+    }
+  }
+  __syncthreads();
+  cut.above = shared.above;
+  cut.at = shared.at;
+  return shared.bin;
+}
+
+// The cut where count or mass reaches `target`; shared.first holds the sums by the first digit. Of the keys only the
+// first `digits` differ; the bits behind follow from the sign of the float that the key stands for.
+template <typename Items, typename Weight>
+__device__ __forceinline__ Cut find_cut(RadixShared& shared, RadixMasses* masses, const Items& items, Weight weight,
+                                        int digits, bool by_mass, uint64_t target) {
+  Cut cut{};
+  cut.key = find_bin(shared, shared.first, by_mass, target, cut);
+  const bool negative = cut.key < kBins / 2;
+  for (int digit = 1; digit < digits; ++digit) {
+    tabulate(shared, masses, shared.next, items, weight, digit, cut.key);
+    cut.key = cut.key << kDigitBits | find_bin(shared, shared.next, by_mass, target, cut);
+  }
+  const int rest = 32 - kDigitBits * digits;
+  if (rest > 0) cut.key = cut.key << rest | (negative ? (1u << rest) - 1 : 0u);
+  return cut;
+}
+
+// The `count` best of a set, by key, then by index.
+struct Selection {
+  uint32_t least;   // key
+  int64_t tie_end;  // of the items at `least` those before it
+  __device__ bool has(uint32_t key, int64_t index) const { return key > least || (key == least && index < tie_end); }
+};
+
+// items.key(i) is the key of item i of items.size(), 0 for one that does not take part; each() leaves those out. All
+// others have keys above 0.
+template <typename Items>
+__device__ __forceinline__ Selection select_best(RadixShared& shared, const Items& items, int digits, uint64_t count) {
+  const auto no_weight = [](uint32_t) { return 0u; };
+  tabulate(shared, nullptr, shared.first, items, no_weight, 0, 0);
+  if (sum_of_bins(shared, shared.first).count <= count) return {0, 0};
+  if (count == 0) return {~0u, 0};
+  const Cut cut = find_cut(shared, nullptr, items, no_weight, digits, false, count);
+  const uint64_t ties = count - cut.above.count;
+  if (ties == cut.at.count) return {cut.key, items.size()};
+  return {cut.key, end_of_first(shared.block, items.size(), ties, [&](int64_t i) { return items.key(i) == cut.key; })};
+}
+
+}  // namespace pagedtree::cuda
