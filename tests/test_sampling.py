@@ -387,7 +387,7 @@ def test_refusals(device):
         ("logits", logits.double(), ValueError, r"`logits` must be of dtype Float or Half or BFloat16, got Double"),
         ("logits", logits[0], ValueError, r"`logits` must be of shape \[\*, \*\], got \[5\]"),
         ("logits", logits[:, :0], ValueError, r"`logits` must be of at least one column, got \[3, 0\]"),
-        ("logits", logits[:1, :1].expand(3, 2**21 + 1), ValueError,
+        ("logits", torch.empty(3, 2**21 + 1, device=device), ValueError,
          r"`logits` must be of at most 2\^21 columns, got \[3, 2097153\]"),
         ("logits", logits[:, ::2], ValueError, r"`logits` must be contiguous in its last dimension"),
         ("logits", None, TypeError, "logits"),
