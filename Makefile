@@ -69,11 +69,12 @@ test-all: build test-sanitizers test-engines  ## every test, the long ones too
 test-stats: build  ## sampling against the exact laws, a million draws a law; planted errors are caught
 	$(PYTEST) -m stats
 
-# The planted bugs again, with ThreadSanitizer too: it sees races that no order of execution shows.
+# ThreadSanitizer sees races that no order of execution shows.
 test-simt: export PAGEDTREE_SIMT := 1
-test-simt: build  ## what simt finds in kernels with planted bugs: plain and with each sanitizer
+test-simt: build  ## CUDA kernels under ThreadSanitizer: the op tests, and planted bugs with each sanitizer
 	cmake --build build/cmake-$$(python -c "import sys; print(sys.implementation.cache_tag)") --parallel $${MAX_JOBS:-$$(nproc)} --target simt_selftest_asan simt_selftest_tsan
 	$(PYTEST) tests/test_simt.py
+	tests/run_races.sh -n $(WORKERS)
 
 test-sanitizers: test-simt  ## the op tests on a build with AddressSanitizer and UndefinedBehaviorSanitizer
 	OMP_NUM_THREADS=1 tests/run_sanitized.sh -n $(WORKERS)

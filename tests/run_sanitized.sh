@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 
 tree=build/sanitizers
 package=$tree/python/pagedtree
-cmake -S . -B $tree -G Ninja -DPAGEDTREE_SANITIZE=ON -DPython_EXECUTABLE="$(command -v python)"
+PAGEDTREE_CUDA=0 cmake -S . -B $tree -G Ninja -DPAGEDTREE_SANITIZE=ON -DPAGEDTREE_SIMT=ON -DPython_EXECUTABLE="$(command -v python)"
 cmake --build $tree --parallel "${MAX_JOBS:-$(nproc)}"
 rm -rf $tree/python $tree/report.*
 mkdir -p $package

@@ -3,7 +3,6 @@
 #include <sys/mman.h>
 
 #include <new>
-#include <utility>
 
 #if !defined(__x86_64__)
 #error "the simt backend switches stacks in x86-64 assembly"
@@ -42,18 +41,21 @@ constexpr size_t kGuardBytes = 4096;
 constexpr int kSavedRegisters = 6;
 }  // namespace
 
-Stack::~Stack() {
+Stack::~Stack() { release_memory(); }
+
+void Stack::release_memory() {
   if (memory_ == nullptr) return;
 #if defined(__SANITIZE_ADDRESS__)
   __asan_unpoison_memory_region(memory_ + kGuardBytes, kBytes - kGuardBytes);
 #endif
   munmap(memory_, kBytes);
+  memory_ = nullptr;
 }
 
 PT_UNWATCHED void Stack::restart(void (*entry)()) {
 #if defined(__SANITIZE_THREAD__)
-  if (memory_ != nullptr) munmap(memory_, kBytes);  // or it would see the last thread's writes as this one's
-  memory_ = nullptr;
+  release_memory();  // mapped anew, it is nobody's; and so is a new context
+  context_ = __tsan_create_fiber(0);
 #endif
   if (memory_ == nullptr) {
     void* memory = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -66,8 +68,6 @@ PT_UNWATCHED void Stack::restart(void (*entry)()) {
 #if defined(__SANITIZE_ADDRESS__)
   __asan_unpoison_memory_region(memory_ + kGuardBytes, kBytes - kGuardBytes);
   fake_stack_ = nullptr;
-#elif defined(__SANITIZE_THREAD__)
-  if (context_ == nullptr) context_ = __tsan_create_fiber(0);
 #endif
   // As if `entry` had been called by nobody: its frame is aligned as the ABI wants, the registers are zero.
   auto** top = reinterpret_cast<void**>(memory_ + kBytes - 64);
@@ -98,14 +98,6 @@ PT_UNWATCHED void Stack::arrived() {
     came_from_->bottom_ = bottom;
     came_from_->bytes_ = bytes;
   }
-#endif
-}
-
-void* Stack::take_context() { return std::exchange(context_, nullptr); }
-
-void Stack::destroy_context([[maybe_unused]] void* context) {
-#if defined(__SANITIZE_THREAD__)
-  if (context != nullptr) __tsan_destroy_fiber(context);
 #endif
 }
 

@@ -22,15 +22,12 @@ class Stack {
   static void switch_to(Stack& from, Stack& to);
   void arrived();
 
-  // ThreadSanitizer's name for what runs here. It tells the threads of different CTAs apart only if each has its own
-  // and it outlives the CTA: restart() makes a new one, the old one is to be taken away first.
-  void* take_context();
-  static void destroy_context(void* context);
-
  private:
+  void release_memory();
+
   void* stack_pointer_ = nullptr;
   unsigned char* memory_ = nullptr;  // null: the operating system's own stack
-  void* context_ = nullptr;
+  void* context_ = nullptr;          // ThreadSanitizer's name for what runs here
   // AddressSanitizer's
   void* fake_stack_ = nullptr;
   const void* bottom_ = nullptr;

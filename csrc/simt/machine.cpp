@@ -6,13 +6,19 @@
 #include <numeric>
 #include <utility>
 
+#include "core/common.h"
 #include "simt/device.h"
 
 namespace pagedtree::simt {
 namespace {
 
-// ThreadSanitizer knows about 8000 fibers; those of old CTAs end when there are this many.
-constexpr size_t kMaxOldContexts = 4000;
+#if defined(__SANITIZE_THREAD__)
+constexpr bool kSeesRaces = true;
+#else
+constexpr bool kSeesRaces = false;
+#endif
+// ThreadSanitizer knows about 8000, and gets slow long before.
+constexpr size_t kMaxWatchedThreads = 2048;
 
 // Runs over 0..total - 1 in the launch's order.
 class BlockOrder {
@@ -113,14 +119,7 @@ void Machine::launch(dim3 grid, dim3 block, size_t shared_bytes, Kernel kernel, 
   blockDim = block;
   gridDim = grid;
   warps_.assign((num_threads_ + 31) / 32, {});
-  while (threads_.size() < num_threads_) {
-    threads_.push_back(std::make_unique<Thread>());
-    threads_.back()->id = static_cast<unsigned>(threads_.size() - 1);
-    threads_.back()->stack.restart(thread_main);
-  }
-  for (unsigned i = 0; i < num_threads_; ++i) {
-    threads_[i]->index = {i % block.x, i / block.x % block.y, i / (block.x * block.y)};
-  }
+  make_threads(block);
   release(&begin_);
   try {
     const uint64_t total = uint64_t{grid.x} * grid.y * grid.z;
@@ -146,17 +145,19 @@ void Machine::launch(dim3 grid, dim3 block, size_t shared_bytes, Kernel kernel, 
   std::free(std::exchange(shared_, nullptr));
 }
 
-void Machine::renew_threads() {
-#if defined(__SANITIZE_THREAD__)
-  for (size_t i = 0; i < num_threads_; ++i) {
-    old_contexts_.push_back(threads_[i]->stack.take_context());
-    threads_[i]->stack.restart(thread_main);
+void Machine::make_threads(dim3 block) {
+  num_sets_ = kSeesRaces ? clamp_to<size_t>(kMaxWatchedThreads / num_threads_, 2, kMaxThreadSets) : 1;
+  for (size_t set = 0; set < num_sets_; ++set) {
+    Threads& threads = thread_sets_[set];
+    while (threads.size() < num_threads_) {
+      threads.push_back(std::make_unique<Thread>());
+      threads.back()->id = static_cast<unsigned>(threads.size() - 1);
+      threads.back()->stack.restart(thread_main);
+    }
+    for (unsigned i = 0; i < num_threads_; ++i) {
+      threads[i]->index = {i % block.x, i / block.x % block.y, i / (block.x * block.y)};
+    }
   }
-  while (old_contexts_.size() > kMaxOldContexts) {
-    Stack::destroy_context(old_contexts_.front());
-    old_contexts_.erase(old_contexts_.begin());
-  }
-#endif
 }
 
 void Machine::run_block(uint3 index) {
@@ -170,10 +171,10 @@ void Machine::run_block(uint3 index) {
     make_undefined(shared_, shared_bytes_);
   }
   async_unit_.reset();
-  renew_threads();
+  set_ = (set_ + 1) % num_sets_;
   for (Barrier& b : barriers_) b = {};
   for (size_t i = 0; i < num_threads_; ++i) {
-    threads_[i]->done = false;
+    thread(i).done = false;
     wake(static_cast<unsigned>(i));
   }
   num_alive_ = num_threads_;
@@ -186,7 +187,7 @@ void Machine::run_block(uint3 index) {
   if (error_.empty()) return;
   // Threads are left in the middle of the kernel: they begin anew. Their destructors never run.
   for (size_t i = 0; i < num_threads_; ++i) {
-    Thread& t = *threads_[i];
+    Thread& t = thread(i);
     t.waits_in = {};
     t.stack.restart(thread_main);
   }
@@ -202,8 +203,11 @@ void Machine::thread_main() {
   thread.stack.arrived();
   for (;;) {  // one CTA after the other
     acquire(&m.begin_);
-    thread.open_copies.clear();
-    thread.copy_groups.clear();
+    {
+      const Unwatched unwatched;
+      thread.open_copies.clear();
+      thread.copy_groups.clear();
+    }
     try {
       m.kernel_(m.params_);
       const Unwatched unwatched;
@@ -246,7 +250,7 @@ Thread* Machine::next_ready() {
         const int shift = static_cast<int>(random_() % 32);
         lane = (__builtin_ctz(shift != 0 ? ready >> shift | ready << (32 - shift) : ready) + shift) % 32;
       }
-      return threads_[warp_ * 32 + static_cast<size_t>(lane)].get();
+      return &thread(warp_ * 32 + static_cast<size_t>(lane));
     }
     try {
       if (num_alive_ == 0 || async_unit_ == nullptr || !async_unit_->deliver(*this)) return nullptr;
@@ -298,7 +302,7 @@ std::string Machine::who_waits() const {
   std::string all;
   const Site* last = nullptr;
   for (size_t i = 0; i < num_threads_; ++i) {
-    const Thread& t = *threads_[i];
+    const Thread& t = thread(i);
     if (t.done || t.waits_in.op == nullptr || (last != nullptr && *last == t.waits_in)) continue;
     all += (all.empty() ? "thread " : ", thread ") + std::to_string(i) + ".. in " + t.waits_in.text();
     last = &t.waits_in;
@@ -369,21 +373,26 @@ unsigned char* Machine::shared_at(uint32_t address, size_t bytes, uint32_t align
 
 // ---- cp.async
 
+// The bytes are read and written by the thread, for all that watch; how they are kept is the machine's business.
 void Machine::copy_async(unsigned char* to, const void* from) {
   AsyncCopy copy{to, {}};
   if (from != nullptr) std::memcpy(copy.data, from, sizeof(copy.data));  // a bad address is found here
   make_undefined(to, sizeof(copy.data));
-  self_->open_copies.push_back(copy);
   const Unwatched unwatched;
+  self_->open_copies.push_back(copy);
   ++statistics().cp_async;
 }
 
-void Machine::commit_copies() { self_->copy_groups.push_back(std::exchange(self_->open_copies, {})); }
+void Machine::commit_copies() {
+  const Unwatched unwatched;
+  self_->copy_groups.push_back(std::exchange(self_->open_copies, {}));
+}
 
 void Machine::wait_for_copies(unsigned newest_left) {
   auto& groups = self_->copy_groups;
   while (groups.size() > newest_left) {
-    for (const AsyncCopy& c : groups.front()) std::memcpy(c.to, c.data, sizeof(c.data));
+    for (const AsyncCopy& copy : groups.front()) std::memcpy(copy.to, copy.data, sizeof(copy.data));
+    const Unwatched unwatched;
     groups.erase(groups.begin());
   }
 }

@@ -122,13 +122,14 @@ class Machine {
 
  private:
   void run_block(uint3 index);
-  void renew_threads();
+  void make_threads(dim3 block);
   static void thread_main();
   void check_exit(const Thread& thread);
   Thread* next_ready();
   void switch_to(Thread& to);
   void suspend();
   std::string who_waits() const;
+  Thread& thread(size_t id) const { return *thread_sets_[set_][id]; }
   Collective& join(uint32_t mask, const Site& site);
 
   // The launch
@@ -142,7 +143,12 @@ class Machine {
   uint64_t begin_ = 0, end_ = 0;  // what orders host and CTAs for ThreadSanitizer
 
   // The CTA that runs
-  std::vector<std::unique_ptr<Thread>> threads_;  // as many as any launch has had
+  // ThreadSanitizer sees races between CTAs only if they run on different threads, so that they take turns on several
+  // sets of them; each set has as many threads as any launch has had.
+  using Threads = std::vector<std::unique_ptr<Thread>>;
+  static constexpr size_t kMaxThreadSets = 8;
+  Threads thread_sets_[kMaxThreadSets];
+  size_t num_sets_ = 1, set_ = 0;
   std::vector<Warp> warps_;
   Barrier barriers_[kNumBarriers];
   unsigned char* shared_ = nullptr;
@@ -151,7 +157,6 @@ class Machine {
   size_t warp_ = 0;  // whose turn it is
   size_t num_alive_ = 0;
   std::string error_;
-  std::vector<void*> old_contexts_;
 };
 
 // The one machine of the process.

@@ -78,7 +78,11 @@ HopperUnit::HopperUnit(unsigned num_threads) : wgmma(num_threads) {
 #endif
 }
 
-HopperUnit::~HopperUnit() { simt::Stack::destroy_context(context_); }
+HopperUnit::~HopperUnit() {
+#if defined(__SANITIZE_THREAD__)
+  __tsan_destroy_fiber(context_);
+#endif
+}
 
 HopperUnit::MBarrier& HopperUnit::barrier_at(uint32_t address, const simt::Site& site) {
   const auto found = barriers.find(address);
@@ -195,6 +199,7 @@ void wgmma_wait(unsigned newest_left) {
   auto& groups = hopper().wgmma[simt::machine().self().id].groups;
   while (groups.size() > newest_left) {
     for (const Wgmma& operation : groups.front()) multiply(operation);
+    const simt::Unwatched unwatched;
     groups.erase(groups.begin());
   }
 }

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Runs the op tests on a backend simt with ThreadSanitizer: every race between CUDA threads, in whatever order they run.
+# Called by `make test-simt` after a build; arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+tree=build/cmake-$(python -c "import sys; print(sys.implementation.cache_tag)")
+package=build/races/python/pagedtree
+cmake --build "$tree" --parallel "${MAX_JOBS:-$(nproc)}" --target pagedtree_simt_tsan
+rm -rf build/races
+mkdir -p $package
+cp -r python/pagedtree/. $package
+cp "$tree/tsan/libpagedtree_simt.so" $package/lib
+
+# Offsets that make trees overlap have several threads write one row: which one wins is nobody's promise.
+overlapping=tests/test_trees.py::test_offsets_out_of_range_stay_inside
+
+# As in run_sanitized.sh; Torch and Python are not instrumented and share nothing with the kernels' threads.
+preload=$(for name in tsan stdc++; do c++ -print-file-name=lib$name.so; done | xargs)
+status=0
+env LD_PRELOAD="$preload" TSAN_OPTIONS="ignore_noninstrumented_modules=1:log_path=$PWD/build/races/report" \
+  OMP_NUM_THREADS=1 PYTHONPATH=$PWD/build/races/python \
+  python -m pytest -m "not slow and not stats" -k simt --ignore tests/test_simt.py --deselect $overlapping "$@" || status=$?
+cat build/races/report.* 2>/dev/null && status=1
+exit $status
