@@ -9,7 +9,7 @@ namespace {
 // ---- sample
 
 template <DType kDType>
-__global__ void __launch_bounds__(kRowThreads) sample_kernel(const __grid_constant__ SampleParams p) {
+__global__ void __launch_bounds__(kRowThreads, 1) sample_kernel(const __grid_constant__ SampleParams p) {
   const int64_t r = blockIdx.x;
   const Draw draw = draw_token<kDType>(logit_row(p.logits, r), law_of(p.sampling, r), static_cast<uint64_t>(p.seeds[r]),
                                        p.positions[r], ptx::shared<SamplingShared>());
@@ -35,7 +35,7 @@ __device__ __forceinline__ Draw draw_at(const VerifyParams& p, int64_t b, int64_
 
 // Every row's token, before anybody knows which rows the walks visit: a CTA a row.
 template <DType kDType>
-__global__ void __launch_bounds__(kRowThreads) draw_rows_kernel(const __grid_constant__ VerifyParams p) {
+__global__ void __launch_bounds__(kRowThreads, 1) draw_rows_kernel(const __grid_constant__ VerifyParams p) {
   const int64_t row = blockIdx.x, b = sequence_of_row(p.cu_nodes, p.batch, row);
   const int32_t depth = p.depths[row];
   if (b < 0 || depth < 0) {  // no walk comes here
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kRowThreads) draw_rows_kernel(const __grid_con
 
 // A CTA a tree. Without `drawn`, only the rows on the path are read, one after the other.
 template <DType kDType>
-__global__ void __launch_bounds__(kRowThreads) walk_kernel(const __grid_constant__ VerifyParams p, bool drawn) {
+__global__ void __launch_bounds__(kRowThreads, 1) walk_kernel(const __grid_constant__ VerifyParams p, bool drawn) {
   auto& shared = ptx::shared<WalkShared>();
   const int64_t b = blockIdx.x;
   TreeWalk walk(p, b);  // the first thread's; the others follow it

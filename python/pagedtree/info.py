@@ -15,6 +15,7 @@ import numpy
 import torch
 
 import pagedtree
+from pagedtree import cubin
 from pagedtree.testing import backends
 
 __all__ = ["collect", "main", "symbol_versions"]
@@ -59,6 +60,21 @@ def _native() -> dict[str, Any]:
     return {"build": _C.build_info(), "cpu": {"isas": _C.available_isas(), "isa": active}}
 
 
+def _cuda_kernels() -> dict[str, Any]:
+    library = cubin.cuda_library()
+    if library is None:
+        return {}
+    try:
+        kernels = cubin.read_kernels(library)
+    except FileNotFoundError as error:
+        return {"unknown": str(error)}
+    found: dict[str, dict[str, str]] = {}
+    for kernel in kernels:
+        text = f"{kernel.registers} registers, {kernel.stack_bytes} bytes of stack"
+        found.setdefault(kernel.architecture, {})[kernel.name] = text
+    return found
+
+
 def collect() -> dict[str, Any]:
     """Everything `info` prints, as a dict that json can write."""
     native = _native()
@@ -74,6 +90,7 @@ def collect() -> dict[str, Any]:
         "cuda_device": device,
         "build": native["build"],
         "libraries": _libraries(),
+        "cuda_kernels": _cuda_kernels(),
     }
 
 

@@ -1,0 +1,94 @@
+"""What the compiled CUDA kernels use, read from the library by NVIDIA's cuobjdump; needs no GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pagedtree
+
+__all__ = ["Kernel", "count_instructions", "cuda_library", "find_cuobjdump", "read_kernels"]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel for one architecture."""
+
+    name: str  # demangled, where c++filt is there
+    architecture: str  # sm_80, ...
+    registers: int  # of a thread
+    stack_bytes: int  # of a thread; what is spilt lies there
+
+
+def cuda_library() -> Path | None:
+    """The library of the CUDA backend, if this build has it."""
+    for folder in map(Path, pagedtree.__path__):
+        path = folder / "lib" / "libpagedtree_cuda.so"
+        if path.exists():
+            return path
+    return None
+
+
+def find_cuobjdump() -> str | None:
+    """On the PATH, in /usr/local/cuda, or of the package nvidia-cuda-cuobjdump."""
+    found = shutil.which("cuobjdump") or shutil.which("cuobjdump", path="/usr/local/cuda/bin")
+    spec = importlib.util.find_spec("nvidia")
+    for folder in (spec.submodule_search_locations or []) if spec and not found else []:
+        for path in sorted(Path(folder).glob("cu*/bin/cuobjdump")):
+            return str(path)
+    return found
+
+
+def _cuobjdump(*arguments: object) -> str:
+    program = find_cuobjdump()
+    if program is None:
+        raise FileNotFoundError("cuobjdump is not here: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
+    return subprocess.run([program, *map(str, arguments)], text=True, capture_output=True, check=True).stdout
+
+
+def _demangle(names: list[str]) -> list[str]:
+    if shutil.which("c++filt") is None:
+        return names
+    done = subprocess.run(["c++filt"], input="\n".join(names), text=True, capture_output=True, check=True)
+    return [
+        re.sub(r"pagedtree::cuda::|pagedtree::|\(anonymous namespace\)::|^void ", "", line)
+        for line in done.stdout.splitlines()
+    ]
+
+
+def read_kernels(library: Path) -> list[Kernel]:
+    """Every kernel for every architecture, in the library's order. Raises FileNotFoundError without cuobjdump."""
+    rows: list[tuple[str, str, list[int]]] = []
+    architecture = name = ""
+    for line in _cuobjdump("-res-usage", library).splitlines():
+        if match := re.match(r"arch = (\w+)", line):
+            architecture = match[1]
+        elif match := re.match(r" *Function ([^\s:]+):", line):
+            name = match[1]
+        elif match := re.match(r" *REG:(\d+) STACK:(\d+) ", line):
+            rows.append((name, architecture, [int(number) for number in match.groups()]))
+    names = _demangle([row[0] for row in rows])
+    return [Kernel(name, row[1], *row[2]) for name, row in zip(names, rows, strict=True)]
+
+
+def _instructions(library: Path, architecture: str) -> Iterator[tuple[str, str]]:
+    name = ""
+    for line in _cuobjdump("-sass", "-arch", architecture, library).splitlines():
+        if match := re.match(r"\s*Function : (\S+)", line):
+            name = match[1]
+        elif match := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+ )?([A-Z][\w.]*)", line):
+            yield name, match[1]
+
+
+def count_instructions(library: Path, architecture: str) -> dict[str, Counter[str]]:
+    """Of each kernel, how often each machine instruction occurs in its code."""
+    counts: dict[str, Counter[str]] = {}
+    for name, opcode in _instructions(library, architecture):
+        counts.setdefault(name, Counter())[opcode] += 1
+    return dict(zip(_demangle(list(counts)), counts.values(), strict=True))

@@ -1,0 +1,105 @@
+"""The CUDA library as nvcc has made it: architectures, registers, spills, instructions, size. Needs no GPU."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from pagedtree import _C, info
+from pagedtree._ops import ops
+from pagedtree.cubin import Kernel, count_instructions, cuda_library, find_cuobjdump, read_kernels
+from pagedtree.testing import backends
+
+LIBRARY = cuda_library()
+pytestmark = [
+    pytest.mark.skipif(LIBRARY is None, reason="built without CUDA"),
+    pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump here"),
+]
+MISSING = ops._missing_kernels("simt").split(",") if "simt" in backends() else []
+MAX_REGISTERS = 255
+MAX_INSTANCES = 80  # of tree attention
+MAX_BYTES = 40_000_000
+ARCHITECTURES = [
+    "sm_" + architecture.replace("+PTX", "").replace(".", "") for architecture in _C.build_info()["cuda_architectures"]
+]
+
+
+@lru_cache
+def kernels() -> list[Kernel]:
+    assert LIBRARY is not None
+    return read_kernels(LIBRARY)
+
+
+@lru_cache
+def instructions(architecture: str) -> dict[str, Counter[str]]:
+    assert LIBRARY is not None
+    return count_instructions(LIBRARY, architecture)
+
+
+def is_attention(name: str) -> bool:
+    return name.startswith("attention_kernel<")
+
+
+def count(opcodes: Counter[str], prefix: str) -> int:
+    return sum(n for opcode, n in opcodes.items() if re.match(rf"{prefix}\b", opcode))
+
+
+def test_each_architecture_has_every_kernel() -> None:
+    names = [{kernel.name for kernel in kernels() if kernel.architecture == sm} for sm in ARCHITECTURES]
+    assert names and names[0] and all(other == names[0] for other in names)
+    assert {kernel.architecture for kernel in kernels()} == set(ARCHITECTURES)
+
+
+def test_no_kernel_spills() -> None:
+    print(
+        *(f"{k.architecture} {k.registers:3d} registers, {k.stack_bytes} B stack  {k.name}" for k in kernels()),
+        sep="\n",
+    )
+    assert [kernel for kernel in kernels() if kernel.stack_bytes > 0 or kernel.registers > MAX_REGISTERS] == []
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_kernel_uses_local_memory(architecture: str) -> None:
+    found = instructions(architecture)
+    assert set(found) == {kernel.name for kernel in kernels() if kernel.architecture == architecture}
+    assert [name for name, opcodes in found.items() if count(opcodes, "LDL|STL")] == []
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_attention_uses_the_tensor_cores(architecture: str) -> None:
+    if "tree_attention" in MISSING:
+        pytest.skip("tree_attention has no kernel yet")
+    found = {name: opcodes for name, opcodes in instructions(architecture).items() if is_attention(name)}
+    assert 0 < len(found) <= MAX_INSTANCES
+    for name, opcodes in found.items():
+        assert count(opcodes, "HMMA") >= 16, name
+        assert count(opcodes, "LDSM") >= 8, name
+        assert count(opcodes, "LDGSTS") >= 4, name
+        print(architecture, sum(opcodes.values()), "instructions,", count(opcodes, "HMMA"), "HMMA", name)
+
+
+def test_the_library_is_of_bounded_size() -> None:
+    assert LIBRARY is not None
+    print(LIBRARY.stat().st_size, "bytes")
+    assert LIBRARY.stat().st_size < MAX_BYTES
+
+
+def test_a_spill_would_be_found() -> None:
+    assert count(Counter({"STL.64": 2, "STG.E": 3}), "LDL|STL") == 2
+    assert count(Counter({"LDSM.16.M88.4": 4}), "LDS") == 0
+
+
+def test_info_lists_the_kernels() -> None:
+    listed = info.collect()["cuda_kernels"]
+    assert set(listed) == set(ARCHITECTURES)
+    for kernel in kernels():
+        assert listed[kernel.architecture][kernel.name].startswith(f"{kernel.registers} registers")
+
+
+def test_without_cuobjdump_info_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("pagedtree.cubin.find_cuobjdump", lambda: None)
+    assert "pip install nvidia-cuda-cuobjdump" in info.collect()["cuda_kernels"]["unknown"]
