@@ -2,7 +2,10 @@
 
 set(PAGEDTREE_CUDA_SOURCES
   csrc/cuda/backend.cu
+  csrc/cuda/drafting.cu
   csrc/cuda/kv_cache.cu
+  csrc/cuda/packing.cu
+  csrc/cuda/proposers.cu
   csrc/cuda/step.cu
   csrc/cuda/trees.cu
   csrc/cuda/verify.cu

@@ -1,4 +1,4 @@
-"""The backends draw the same tokens and follow the same paths, bit for bit."""
+"""The backends draw the same tokens, follow the same paths and grow the same trees, bit for bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ import torch
 from test_sampling import HALF_TYPES, LAWS, random_words
 from torch import Tensor
 
-from pagedtree import DraftTree, SamplingParams, TreeBatch, sample, verify_greedy, verify_sampled
+from pagedtree import (
+    DraftTree,
+    SamplingParams,
+    TreeBatch,
+    expand_tree,
+    sample,
+    start_draft,
+    verify_greedy,
+    verify_sampled,
+)
 from pagedtree.testing import backends, use_backend
 
 pytestmark = pytest.mark.skipif(backends() == ["cpu"], reason="this build has one backend")
@@ -71,3 +80,27 @@ def test_verify(other, batch):
     for expected, got in zip(results[:half], results[half:], strict=True):
         assert all(a.equal(b.cpu()) for a, b in zip(expected, got, strict=True))
     assert any((verdict.num_accepted > 1).any() for verdict in results)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+@pytest.mark.parametrize("law", ["topk", "iid", "swor"])
+def test_expand(other, dtype, law):
+    """Tokens, scores, laws, two levels."""
+    results = []
+    for name, place in (("cpu", "cpu"), (other, "cuda" if other == "cuda" else "cpu")):
+        with use_backend(name):
+            for vocab in (41, 3001):
+                sampled = {
+                    "params": SamplingParams(temperature=0.9, top_p=0.95),
+                    "seeds": random_words(12).to(place),
+                    "positions": random_words(12, 1).to(place),
+                }
+                options = {"num_children": 7, "law": law, **(sampled if law != "topk" else {})}
+                state = start_draft(torch.arange(12, device=place), max_kv_nodes=40)
+                state = expand_tree(state, rows_of(vocab, dtype).to(place), num_frontier=3, **options)
+                state = expand_tree(state, rows_of(vocab, dtype, seed=1).repeat(3, 1).to(place), **options)
+                results.append([state.tokens, state.parents, state.scores, state.frontier, *state.draft_probs])
+    half = len(results) // 2
+    for expected, got in zip(results[:half], results[half:], strict=True):
+        assert all(a.equal(b.cpu()) for a, b in zip(expected, got, strict=True))

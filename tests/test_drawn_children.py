@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -83,9 +84,9 @@ def test_draws(backend: str, law: str, params: dict) -> None:
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.5}, {"top_k": 3}], ids=str)
-def test_joint_law_of_two_draws(backend: str, params: dict) -> None:
+def test_joint_law_of_two_draws(backend: str, draws: Callable[[int], int], params: dict) -> None:
     """Ordered pairs against exact enumeration; the target's own noise at the same place is independent of them."""
-    count = 60_000
+    count = draws(60_000)
     row = torch.tensor([0.3, -1.0, 1.2, 0.0, -0.4])
     logits = row.expand(count, -1).contiguous()
     seeds, positions = torch.arange(count) * 7919 + 3, torch.arange(count) % 11

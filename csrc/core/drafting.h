@@ -48,24 +48,42 @@ PT_HOST_DEVICE float frontier_score(const ExpandTreeParams& p, int64_t b, int64_
   return is_present(score) ? score : -kInfinity;
 }
 
-// The old candidates, and where the frontier went in the draft model's tree.
-PT_HOST_DEVICE void copy_candidates(const ExpandTreeParams& p, int64_t b) {
-  const int64_t from = b * p.num_candidates;
-  const int64_t to = first_child_of(p, b, 0) - p.num_candidates;
-  for (int64_t c = 0; c < p.num_candidates; ++c) {
-    p.out_tokens[to + c] = p.tokens[from + c];
-    p.out_parents[to + c] = p.parents[from + c];
-    p.out_scores[to + c] = p.scores[from + c];
-    p.out_kv_index[to + c] = p.kv_index[from + c];
-  }
-  for (int32_t f = 0; f < p.num_expanded; ++f) {
-    if (!is_present(frontier_score(p, b, f))) continue;
-    p.out_kv_index[to + p.frontier[b * p.num_expanded + f]] = p.num_kv - p.num_expanded + f;
-  }
+// The score of a path and one more token: its log-probability is logit - best - log_sum.
+PT_HOST_DEVICE float child_score(float parent, float logit, double best, double log_sum) {
+  return parent + min_of(static_cast<float>(logit - best - log_sum), 0.0f);
 }
 
-// The nodes to feed next. Under "topk" the best new candidates (EAGLE-2); under the sampled laws a fixed shape, first
-// ranks first: a choice that looked at the tokens or their scores would bias the verification.
+// An old candidate.
+PT_HOST_DEVICE void copy_candidate(const ExpandTreeParams& p, int64_t b, int64_t c) {
+  const int64_t from = b * p.num_candidates + c;
+  const int64_t to = first_child_of(p, b, 0) - p.num_candidates + c;
+  p.out_tokens[to] = p.tokens[from];
+  p.out_parents[to] = p.parents[from];
+  p.out_scores[to] = p.scores[from];
+  p.out_kv_index[to] = p.kv_index[from];
+}
+
+// Where frontier node f went in the draft model's tree.
+PT_HOST_DEVICE void enter_frontier(const ExpandTreeParams& p, int64_t b, int32_t f) {
+  if (!is_present(frontier_score(p, b, f))) return;
+  const int64_t candidates = first_child_of(p, b, 0) - p.num_candidates;
+  p.out_kv_index[candidates + p.frontier[b * p.num_expanded + f]] = p.num_kv - p.num_expanded + f;
+}
+
+// New candidate i, child i % K of frontier node i / K.
+PT_HOST_DEVICE void link_child(const ExpandTreeParams& p, int64_t b, int32_t i) {
+  const int64_t child = first_child_of(p, b, 0) + i;
+  p.out_parents[child] = p.frontier[b * p.num_expanded + i / p.num_children];
+  p.out_kv_index[child] = -1;
+}
+
+// The nodes to feed next under the sampled laws: a fixed shape, first ranks first; a choice that looked at the tokens
+// or their scores would bias the verification.
+PT_HOST_DEVICE int32_t drawn_frontier(const ExpandTreeParams& p, int32_t g) {
+  return static_cast<int32_t>(p.num_candidates) + (g % p.num_expanded) * p.num_children + g / p.num_expanded;
+}
+
+// The nodes to feed next. Under "topk" the best new candidates (EAGLE-2), present ones first.
 PT_HOST_DEVICE void choose_frontier(const ExpandTreeParams& p, int64_t b) {
   const int64_t children = first_child_of(p, b, 0);
   const int64_t begin = b * p.num_frontier;
@@ -79,59 +97,63 @@ PT_HOST_DEVICE void choose_frontier(const ExpandTreeParams& p, int64_t b) {
       size = insert_ranked(p.frontier_scores + begin, frontier, size, p.num_frontier, score, first + c);
     }
   } else {
-    for (int32_t g = 0; g < p.num_frontier; ++g) {
-      frontier[g] = first + (g % p.num_expanded) * p.num_children + g / p.num_expanded;
-    }
+    for (int32_t g = 0; g < p.num_frontier; ++g) frontier[g] = drawn_frontier(p, g);
   }
 }
 
 // A frontier node sees what its parent saw, and itself; an absent one sees nothing.
-PT_HOST_DEVICE void mask_frontier(const ExpandTreeParams& p, int64_t b) {
-  for (int32_t g = 0; g < p.num_frontier; ++g) {
-    const int64_t row = b * p.num_frontier + g;
-    const int64_t child = p.out_frontier[row] - p.num_candidates;
-    const bool present = is_present(p.out_scores[first_child_of(p, b, 0) + child]);
-    const int64_t parent_row = b * p.num_expanded + child / p.num_children;
-    for (int32_t w = 0; w < p.mask_words; ++w) {
-      p.out_mask[row * p.mask_words + w] = present ? p.mask[parent_row * p.mask_words + w] : 0;
-    }
-    const int32_t bit = p.num_kv + g;
-    if (!present || bit >= p.mask_words * kMaskWordBits) continue;
-    int32_t& word = p.out_mask[row * p.mask_words + bit / kMaskWordBits];
-    word = static_cast<int32_t>(static_cast<uint32_t>(word) | (1u << (bit % kMaskWordBits)));
+PT_HOST_DEVICE void mask_frontier(const ExpandTreeParams& p, int64_t b, int32_t g) {
+  const int64_t row = b * p.num_frontier + g;
+  const int64_t child = p.out_frontier[row] - p.num_candidates;
+  const bool present = is_present(p.out_scores[first_child_of(p, b, 0) + child]);
+  const int64_t parent_row = b * p.num_expanded + child / p.num_children;
+  for (int32_t w = 0; w < p.mask_words; ++w) {
+    p.out_mask[row * p.mask_words + w] = present ? p.mask[parent_row * p.mask_words + w] : 0;
   }
+  const int32_t bit = p.num_kv + g;
+  if (!present || bit >= p.mask_words * kMaskWordBits) return;
+  int32_t& word = p.out_mask[row * p.mask_words + bit / kMaskWordBits];
+  word = static_cast<int32_t>(static_cast<uint32_t>(word) | (1u << (bit % kMaskWordBits)));
 }
 
 // Sequence b's next state, once its children's tokens and scores are written.
 PT_HOST_DEVICE void grow_tree(const ExpandTreeParams& p, int64_t b) {
-  copy_candidates(p, b);
-  for (int32_t f = 0; f < p.num_expanded; ++f) {
-    const int64_t children = first_child_of(p, b, f);
-    for (int32_t k = 0; k < p.num_children; ++k) {
-      p.out_parents[children + k] = p.frontier[b * p.num_expanded + f];
-      p.out_kv_index[children + k] = -1;
-    }
-  }
+  for (int64_t c = 0; c < p.num_candidates; ++c) copy_candidate(p, b, c);
+  for (int32_t f = 0; f < p.num_expanded; ++f) enter_frontier(p, b, f);
+  for (int32_t i = 0; i < p.num_expanded * p.num_children; ++i) link_child(p, b, i);
   choose_frontier(p, b);
-  mask_frontier(p, b);
+  for (int32_t g = 0; g < p.num_frontier; ++g) mask_frontier(p, b, g);
 }
 
-// How many nodes sequence b's tree gets. Without its root it gets none.
+// Sequence b's tree comes from the candidates before this one. Without its root it has none.
+PT_HOST_DEVICE int64_t eligible_end(const RerankTreeParams& p, int64_t b) {
+  if ((p.active != nullptr && !p.active[b]) || p.num_candidates == 0) return 0;
+  if (!is_present(p.scores[b * p.num_candidates])) return 0;
+  return p.by_score ? p.num_candidates : min_of<int64_t>(p.num_candidates, p.num_nodes);
+}
+
+// How many nodes sequence b's tree gets.
 PT_HOST_DEVICE int32_t count_reranked(const RerankTreeParams& p, int64_t b) {
-  const float* scores = p.scores + b * p.num_candidates;
-  if ((p.active != nullptr && !p.active[b]) || p.num_candidates == 0 || !is_present(scores[0])) return 0;
-  const int64_t end = p.by_score ? p.num_candidates : min_of<int64_t>(p.num_candidates, p.num_nodes);
+  const int64_t end = eligible_end(p, b);
   int64_t count = 0;
-  for (int64_t c = 0; c < end; ++c) count += is_present(scores[c]);
+  for (int64_t c = 0; c < end; ++c) count += is_present(p.scores[b * p.num_candidates + c]);
   return static_cast<int32_t>(min_of<int64_t>(count, p.num_nodes));
+}
+
+// Node `node` of sequence b is candidate c; node_of holds the nodes of the candidates before.
+PT_HOST_DEVICE void write_reranked(const RerankTreeParams& p, int64_t b, int32_t c, int32_t node) {
+  const int64_t from = b * p.num_candidates, to = p.cu_nodes[b] + node;
+  const int32_t parent = p.parents[from + c];
+  p.draft_tokens[to] = p.tokens[from + c];
+  p.out_parents[to] = parent >= 0 && parent < c ? p.node_of[from + parent] : -1;
+  p.node_map[to] = p.kv_index[from + c];
 }
 
 // Writes the nodes of sequence b in candidate order, so that parents come first. Scores never rise along a path and a
 // parent has the smaller index: whoever is among the best has its ancestors there too.
 PT_HOST_DEVICE void rerank_sequence(const RerankTreeParams& p, int64_t b) {
   const int64_t from = b * p.num_candidates;
-  const int64_t begin = p.cu_nodes[b];
-  const int32_t count = static_cast<int32_t>(p.cu_nodes[b + 1] - begin);
+  const int32_t count = p.cu_nodes[b + 1] - p.cu_nodes[b];
   if (count == 0) return;
   float* best_scores = p.best_scores + b * p.num_nodes;
   int32_t* best = p.best + b * p.num_nodes;
@@ -150,10 +172,7 @@ PT_HOST_DEVICE void rerank_sequence(const RerankTreeParams& p, int64_t b) {
   int32_t node = 0;
   for (int32_t c = 0; c < p.num_candidates; ++c) {
     if (node_of[c] < 0) continue;
-    const int32_t parent = p.parents[from + c];
-    p.draft_tokens[begin + node] = p.tokens[from + c];
-    p.out_parents[begin + node] = parent >= 0 && parent < c ? node_of[parent] : -1;
-    p.node_map[begin + node] = p.kv_index[from + c];
+    write_reranked(p, b, c, node);
     node_of[c] = node++;
   }
 }
@@ -168,8 +187,16 @@ struct DraftTrie {
   int32_t* next_sibling;
   int32_t max_nodes;
   int32_t max_branches;
-  int32_t num_nodes;
-  int32_t num_leaves;
+  int32_t num_nodes = 0;
+  int32_t num_leaves = 0;
+
+  // The root alone.
+  PT_HOST_DEVICE void plant(int64_t token) {
+    num_nodes = 1;
+    num_leaves = 0;
+    tokens[0] = token;
+    parents[0] = first_child[0] = last_child[0] = next_sibling[0] = -1;
+  }
 
   PT_HOST_DEVICE int32_t find_child(int32_t node, int64_t token) const {
     int32_t child = first_child[node];
@@ -239,11 +266,8 @@ PT_HOST_DEVICE int32_t propose_ngrams(const NgramProposeParams& p, int64_t b) {
                     .last_child = links + 2 * p.max_nodes,
                     .next_sibling = links + 3 * p.max_nodes,
                     .max_nodes = p.max_nodes,
-                    .max_branches = p.max_branches,
-                    .num_nodes = 1,
-                    .num_leaves = 0};
-  trie.tokens[0] = history[history_len - 1];
-  trie.parents[0] = trie.first_child[0] = trie.last_child[0] = trie.next_sibling[0] = -1;
+                    .max_branches = p.max_branches};
+  trie.plant(history[history_len - 1]);
   if (trie.tokens[0] < 0 || p.max_depth == 0) return 1;
   for (int32_t n = p.max_ngram; n >= p.min_ngram; --n) {
     insert_matches(p, trie, history, history_len, history, history_len, n);

@@ -37,7 +37,7 @@ void expand_node(const ExpandTreeParams& p, const IsaKernels& isa, int64_t b, in
                       scratch);
   }
   for (int32_t k = 0; k < p.num_children && is_present(scores[k]); ++k) {
-    scores[k] = parent + min_of(static_cast<float>(scores[k] - best - log_sum), 0.0f);
+    scores[k] = child_score(parent, scores[k], best, log_sum);
     if (!is_present(scores[k])) tokens[k] = -1;
   }
 }

@@ -32,7 +32,8 @@ static inline void find_top(const LogitRow& row, int32_t k, int64_t* tokens, flo
   }
 }
 
-// The sum of exp(logit - peak), with the same bits for every vector length: sixteen partial sums a block of tokens.
+// The sum of exp(logit - peak), with the same bits for every vector length and backend: sixteen partial sums a block of
+// tokens, one after the other, then block by block.
 template <typename T>
 static inline double sum_exp(const LogitRow& row, float peak) {
   constexpr int kPartials = 16;
@@ -47,9 +48,11 @@ static inline double sum_exp(const LogitRow& row, float peak) {
         if (t < end) partials[i] += exp_exact<VectorMath>(load_logits<T>(row, t) - peak);
       }
     }
+    double of_block = 0.0;
     for (const vfloat& partial : partials) {
-      for (int i = 0; i < kLanes; ++i) sum += partial[i];
+      for (int i = 0; i < kLanes; ++i) of_block += partial[i];
     }
+    sum += of_block;
   }
   return sum;
 }

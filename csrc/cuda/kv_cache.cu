@@ -57,7 +57,7 @@ struct Quantize {
 
 // One CTA for K or V of one token.
 template <typename Piece>
-__global__ void __launch_bounds__(kMaxThreads) append_kernel(const __grid_constant__ AppendKvParams p) {
+__global__ void __launch_bounds__(kMaxThreads, 1) append_kernel(const __grid_constant__ AppendKvParams p) {
   const AppendSide& side = p.sides[blockIdx.y];
   const int64_t token = blockIdx.x, slot = p.slots[token];
   if (slot < 0 || slot >= p.num_pages * p.page_size) return;
@@ -109,7 +109,7 @@ void launch_quantize(const AppendKvParams& p, const ExecContext& ctx) {
 
 // ---- slot_mapping
 
-__global__ void __launch_bounds__(kMaxThreads) slot_mapping_kernel(const __grid_constant__ SlotMappingParams p) {
+__global__ void __launch_bounds__(kMaxThreads, 1) slot_mapping_kernel(const __grid_constant__ SlotMappingParams p) {
   const int64_t row = int64_t{blockIdx.x} * kMaxThreads + threadIdx.x;
   if (row < p.total_q) p.slots[row] = query_slot(p, row);
 }
@@ -160,7 +160,7 @@ __device__ __forceinline__ void move_rows(const CacheView& cache, CompactShared&
 }
 
 // CTA (sequence * caches + cache, piece of the row).
-__global__ void __launch_bounds__(kMaxThreads) compact_kernel(const __grid_constant__ CompactKvParams p) {
+__global__ void __launch_bounds__(kMaxThreads, 1) compact_kernel(const __grid_constant__ CompactKvParams p) {
   auto& shared = ptx::shared<CompactShared>();
   const int64_t num_caches = max_of(p.num_caches, 1);
   const int64_t b = blockIdx.x / num_caches, index = blockIdx.x % num_caches;

@@ -15,6 +15,19 @@ inline unsigned threads_of_row(int64_t vocab) {
   return static_cast<unsigned>(clamp_to<int64_t>(ceil_div<int64_t>(vocab, 16 * 32) * 32, 32, kRowThreads));
 }
 
+// call(integral constant) with the dtype of logits.
+template <typename Call>
+void with_logit_dtype(DType dtype, Call call) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return call(std::integral_constant<DType, DType::kFloat16>());
+    case DType::kBFloat16:
+      return call(std::integral_constant<DType, DType::kBFloat16>());
+    default:
+      return call(std::integral_constant<DType, DType::kFloat32>());
+  }
+}
+
 template <DType kDType>
 struct StoredLogit {
   using Type = uint16_t;
@@ -167,13 +180,35 @@ struct LogitItems {
   __device__ uint32_t key(int64_t token) const { return key_of(row.logit(token)); }
   template <typename F>
   __device__ __forceinline__ void each(F f) const {
-    row.each_four([&](int64_t, const float (&four)[4]) {
+    row.each_four([&](int64_t token, const float (&four)[4]) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint32_t key = key_of(four[i]);
-        if (key != 0) f(key);
+        if (key != 0) f(key, token + i);
       }
     });
+  }
+};
+
+// The scores of an array, likewise.
+struct ScoreItems {
+  static constexpr int kDigits = kKeyDigits;
+  const float* scores;
+  int64_t count;
+  bool with_absent;  // those of -inf too, behind all others
+
+  __device__ int64_t size() const { return count; }
+  __device__ uint32_t key(int64_t i) const {
+    const float score = scores[i];
+    if (!(score > -kInfinity) && !(with_absent && score == -kInfinity)) return 0;
+    return order_key<ScalarMath>(score + 0.0f);  // -0 ties with +0
+  }
+  template <typename F>
+  __device__ __forceinline__ void each(F f) const {
+    for (int64_t i = threadIdx.x; i < count; i += blockDim.x) {
+      const uint32_t of_item = key(i);
+      if (of_item != 0) f(of_item, i);
+    }
   }
 };
 

@@ -64,17 +64,4 @@ __device__ __forceinline__ Draw draw_token(const LogitRow& logits, const Law& la
   return {race(row, scale, filter, peak.token, seed, position, shared.radix.block), peak.has_nan || uniform};
 }
 
-// call(integral constant) with the dtype of logits.
-template <typename Call>
-void with_logit_dtype(DType dtype, Call call) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return call(std::integral_constant<DType, DType::kFloat16>());
-    case DType::kBFloat16:
-      return call(std::integral_constant<DType, DType::kBFloat16>());
-    default:
-      return call(std::integral_constant<DType, DType::kFloat32>());
-  }
-}
-
 }  // namespace pagedtree::cuda

@@ -8,7 +8,7 @@ namespace {
 constexpr int kThreads = 128;
 
 // One thread a query row, and a sequence.
-__global__ void __launch_bounds__(kThreads) prepare_step_kernel(const __grid_constant__ PrepareStepParams p) {
+__global__ void __launch_bounds__(kThreads, 1) prepare_step_kernel(const __grid_constant__ PrepareStepParams p) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i < p.total_q) prepare_row(p, i);
   if (i < p.batch) p.seq_lens[i] = prepared_length(p, i);
@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(kThreads) prepare_step_kernel(const __grid_con
 }
 
 // One thread a sequence: paths are short, and follow from one node to the next.
-__global__ void __launch_bounds__(32) commit_kernel(const __grid_constant__ CommitParams p) {
+__global__ void __launch_bounds__(32, 1) commit_kernel(const __grid_constant__ CommitParams p) {
   const int64_t b = int64_t{blockIdx.x} * 32 + threadIdx.x;
   if (b < p.batch) commit_sequence(p, b);
 }

@@ -85,7 +85,7 @@ __device__ __forceinline__ void build_one(const BuildTreesParams& p, int64_t b) 
 }
 
 // The first CTAs take a tree each, the others the rows of no tree (padding of a fixed-shape batch).
-__global__ void __launch_bounds__(kMaxThreads) build_trees_kernel(const __grid_constant__ BuildTreesParams p) {
+__global__ void __launch_bounds__(kMaxThreads, 1) build_trees_kernel(const __grid_constant__ BuildTreesParams p) {
   if (blockIdx.x < p.batch) return build_one(p, blockIdx.x);
   const int64_t first = p.batch > 0 ? clamp_to<int64_t>(p.cu_nodes[0], 0, p.num_rows) : 0;
   const int64_t last = p.batch > 0 ? clamp_to<int64_t>(p.cu_nodes[p.batch], first, p.num_rows) : 0;

@@ -44,6 +44,7 @@ ExpandedTensors expand_tree(const Tensor& tokens, const Tensor& parents, const T
   check.that(num_expanded >= 1, "frontier", "of at least one node", num_expanded);
   check.tensor(mask, "mask", {ScalarType::Int}, {batch * num_expanded, kAnySize});
   const int64_t mask_words = mask.size(1);
+  check.that(mask_words <= kMaxTreeNodes / kMaskWordBits, "mask", "of at most 32 words a row", mask_words);
 
   ExpandTreeParams params{};
   params.law = growth_law(check, law);

@@ -49,6 +49,15 @@ __device__ __forceinline__ uint64_t sum_before_warp(BlockShared& shared, uint64_
   return before;
 }
 
+// The sum up to and with this thread's value; `total` of all.
+__device__ __forceinline__ uint64_t block_scan(BlockShared& shared, uint64_t value, uint64_t& total) {
+  for (unsigned delta = 1; delta < 32; delta *= 2) {
+    const uint64_t before = __shfl_up_sync(~0u, value, delta);
+    if (threadIdx.x % 32 >= delta) value += before;
+  }
+  return sum_before_warp(shared, __shfl_sync(~0u, value, 31), total) + value;
+}
+
 // How many threads before this one have the flag; `total` of all.
 __device__ __forceinline__ int32_t rank_in_block(BlockShared& shared, bool flag, int32_t& total) {
   const uint32_t lanes = __ballot_sync(~0u, flag);

@@ -39,8 +39,8 @@ struct Cut {
   Totals above, at;
 };
 
-// Sums up by `digit` the items that begin with the digits of `prefix`. items.each(f) calls f(key) for each of this
-// thread's items; `masses` may be null.
+// Sums up by `digit` the items that begin with the digits of `prefix`. items.each(f) calls f(key, index) for each of
+// this thread's items; `masses` may be null.
 template <typename Items, typename Weight>
 __device__ __forceinline__ void tabulate(RadixShared& shared, RadixMasses* masses, Totals* totals, const Items& items,
                                          Weight weight, int digit, uint32_t prefix) {
@@ -51,7 +51,7 @@ __device__ __forceinline__ void tabulate(RadixShared& shared, RadixMasses* masse
     if (masses != nullptr) masses->low[i] = masses->high[i] = 0;
   }
   __syncthreads();
-  items.each([&](uint32_t key) {
+  items.each([&](uint32_t key, int64_t) {
     if (static_cast<uint32_t>(uint64_t{key} >> (shift + kDigitBits)) != prefix) return;
     const uint32_t cell = (key >> shift & (kBins - 1)) * columns + mine;
     atomicAdd(&shared.counts[cell], 1u);
@@ -158,6 +158,31 @@ __device__ __forceinline__ Selection select_best(RadixShared& shared, const Item
   const uint64_t ties = count - cut.above.count;
   if (ties == cut.at.count) return {cut.key, items.size()};
   return {cut.key, end_of_first(shared.block, items.size(), ties, [&](int64_t i) { return items.key(i) == cut.key; })};
+}
+
+struct BestShared {
+  RadixShared radix;
+  uint64_t best[kMaxTreeNodes];
+  int32_t size;
+};
+
+// Writes the `count` best items to shared.best, best first: key, then the complement of the index. Returns how many.
+template <typename Items>
+__device__ __forceinline__ int32_t list_best(BestShared& shared, const Items& items, int digits, int32_t count) {
+  const Selection selection = select_best(shared.radix, items, digits, static_cast<uint64_t>(count));
+  if (threadIdx.x == 0) shared.size = 0;
+  __syncthreads();
+  items.each([&](uint32_t key, int64_t index) {
+    if (!selection.has(key, index)) return;
+    shared.best[atomicAdd(&shared.size, 1)] =
+        uint64_t{key} << 32 | static_cast<uint32_t>(~static_cast<uint32_t>(index));
+  });
+  __syncthreads();
+  const int32_t size = shared.size;
+  int32_t capacity = 1;
+  while (capacity < size) capacity *= 2;
+  block_sort(shared.best, size, capacity);
+  return size;
 }
 
 }  // namespace pagedtree::cuda
