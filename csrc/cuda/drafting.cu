@@ -9,6 +9,7 @@ namespace pagedtree::cuda {
 namespace {
 
 constexpr int kTreeThreads = 256;
+constexpr int kDrawThreads = 384;  // of a drawn row: it needs more registers
 
 // ---- expand_tree
 
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(kRowThreads, 1) expand_top_kernel(const __grid
 
 // Laws "iid" and "swor".
 template <DType kDType>
-__global__ void __launch_bounds__(kRowThreads, 1) expand_drawn_kernel(const __grid_constant__ ExpandTreeParams p) {
+__global__ void __launch_bounds__(kDrawThreads, 1) expand_drawn_kernel(const __grid_constant__ ExpandTreeParams p) {
   const int64_t row = blockIdx.x, b = row / p.num_expanded, f = row % p.num_expanded;
   const int64_t children = first_child_of(p, b, f);
   const float parent = frontier_score(p, b, f);
@@ -130,12 +131,13 @@ __global__ void __launch_bounds__(kTreeThreads, 1) rerank_kernel(const __grid_co
 }  // namespace
 
 void expand_tree(const ExpandTreeParams& p, const ExecContext& ctx) {
-  const dim3 rows(static_cast<unsigned>(p.batch * p.num_expanded)), threads(threads_of_row(p.logits.vocab));
+  const dim3 rows(static_cast<unsigned>(p.batch * p.num_expanded));
   with_logit_dtype(p.logits.dtype, [&](auto dtype) {
     if (p.law == GrowthLaw::kTopK) {
-      launch(expand_top_kernel<dtype>, rows, threads, sizeof(TopShared), ctx.stream, p);
+      launch(expand_top_kernel<dtype>, rows, dim3(threads_of_row(p.logits.vocab)), sizeof(TopShared), ctx.stream, p);
     } else {
-      launch(expand_drawn_kernel<dtype>, rows, threads, sizeof(ChildrenShared), ctx.stream, p);
+      launch(expand_drawn_kernel<dtype>, rows, dim3(threads_of_row(p.logits.vocab, kDrawThreads)),
+             sizeof(ChildrenShared), ctx.stream, p);
     }
   });
   launch(grow_kernel, dim3(static_cast<unsigned>(p.batch)), dim3(kTreeThreads), sizeof(BestShared), ctx.stream, p);

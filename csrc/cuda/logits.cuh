@@ -11,8 +11,8 @@ namespace pagedtree::cuda {
 constexpr int kRowThreads = 512;
 
 // Threads that read a row; few where the row is short.
-inline unsigned threads_of_row(int64_t vocab) {
-  return static_cast<unsigned>(clamp_to<int64_t>(ceil_div<int64_t>(vocab, 16 * 32) * 32, 32, kRowThreads));
+inline unsigned threads_of_row(int64_t vocab, int most = kRowThreads) {
+  return static_cast<unsigned>(clamp_to<int64_t>(ceil_div<int64_t>(vocab, 16 * 32) * 32, 32, most));
 }
 
 // call(integral constant) with the dtype of logits.
