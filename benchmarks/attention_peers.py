@@ -30,25 +30,31 @@ class Problem:
     page_size: int
     dtype: torch.dtype
     copies: int
+    device: torch.device
     q: Tensor = field(init=False)
     k: list[Tensor] = field(init=False)
     v: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(self.device).manual_seed(0)
         n = self.tree.num_nodes
         pages = -(-self.length // self.page_size)
         shape = (self.batch * pages, self.page_size, self.kv_heads, self.head_dim)
-        self.q = torch.randn(self.batch * n, self.heads, self.head_dim, generator=generator).to(self.dtype)
-        self.k = [torch.randn(shape, generator=generator).to(self.dtype) for _ in range(self.copies)]
-        self.v = [torch.randn(shape, generator=generator).to(self.dtype) for _ in range(self.copies)]
-        self.page_table = torch.randperm(shape[0], generator=generator).view(self.batch, pages).int()
-        self.seq_lens = torch.full((self.batch,), self.length, dtype=torch.int32)
-        self.trees = pagedtree.TreeBatch.from_trees([self.tree] * self.batch)
+
+        def random(*sizes: int) -> Tensor:
+            return torch.randn(sizes, generator=generator, device=self.device).to(self.dtype)
+
+        self.q = random(self.batch * n, self.heads, self.head_dim)
+        self.k = [random(*shape) for _ in range(self.copies)]
+        self.v = [random(*shape) for _ in range(self.copies)]
+        order = torch.randperm(shape[0], generator=generator, device=self.device)
+        self.page_table = order.view(self.batch, pages).int()
+        self.seq_lens = torch.full((self.batch,), self.length, dtype=torch.int32, device=self.device)
+        self.trees = pagedtree.TreeBatch.from_trees([self.tree] * self.batch, device=self.device)
         self.scale = self.head_dim**-0.5
         # [n, L] bool: the prefix and, of the tree, the ancestors.
-        self.visible = torch.ones(n, self.length, dtype=torch.bool)
-        self.visible[:, self.length - n :] = torch.from_numpy(self.tree.mask)
+        self.visible = torch.ones(n, self.length, dtype=torch.bool, device=self.device)
+        self.visible[:, self.length - n :] = torch.from_numpy(self.tree.mask).to(self.device)
 
     @property
     def kv_bytes(self) -> int:
@@ -153,23 +159,24 @@ class FlexAttention:
         # It wants pages as large as its blocks: the pool is viewed with 128-token pages in this peer's own cache.
         page = 128
         pages = -(-p.length // page)
-        manager = PagedAttention(p.batch * pages, page, p.batch, device="cpu")
+        manager = PagedAttention(p.batch * pages, page, p.batch, device=p.device.type)
         for b in range(p.batch):
-            manager.reserve(torch.tensor(b), torch.tensor(p.length))
-        positions = torch.arange(p.length).expand(p.batch, -1)
+            manager.reserve(torch.tensor(b, device=p.device), torch.tensor(p.length, device=p.device))
+        positions = torch.arange(p.length, device=p.device).expand(p.batch, -1)
         gathered = [SdpaOnGatheredKv(p).gather(copy) for copy in range(p.copies)]
         pool = (1, p.kv_heads, p.batch * pages * page, p.head_dim)
         self.caches = []
         for k, v in gathered:
-            caches = torch.zeros(pool, dtype=p.dtype), torch.zeros(pool, dtype=p.dtype)
-            manager.assign(torch.arange(p.batch), positions, k, v, *caches)
+            caches = [torch.zeros(pool, dtype=p.dtype, device=p.device) for _ in range(2)]
+            manager.assign(torch.arange(p.batch, device=p.device), positions, k, v, *caches)
             self.caches.append(caches)
         visible = p.visible
 
         def tree_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return visible[q_idx, kv_idx.clamp(max=visible.shape[1] - 1)]
 
-        logical = create_block_mask(tree_mask, p.batch, None, p.tree.num_nodes, p.length, device="cpu", BLOCK_SIZE=page)
+        sizes = p.batch, None, p.tree.num_nodes, p.length
+        logical = create_block_mask(tree_mask, *sizes, device=p.device.type, BLOCK_SIZE=page)
         self.block_mask = manager.convert_logical_block_mask(logical, kv_len=p.seq_lens.long())
         self.attention = torch.compile(flex_attention, dynamic=False)
 

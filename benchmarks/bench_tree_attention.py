@@ -1,6 +1,7 @@
 """tree_attention beside its peers on one machine, in one run.
 
-    python benchmarks/bench_tree_attention.py [--shapes B4_L4096_T32 ...] [--peers NAME ...] [--json PATH]
+    python benchmarks/bench_tree_attention.py [--device cuda] [--shapes B4_L4096_T32 ...] [--peers NAME ...]
+        [--json PATH]
 
 A row gives the time of a call, GB/s of the keys and values read, GFLOP/s, the fraction of the floor (the larger of
 bytes over measured read bandwidth and flops over the measured rate of matmul, in fp32 or in the cache's type, whichever
@@ -15,12 +16,18 @@ import re
 
 import torch
 from attention_peers import PEERS, Problem
-from measure import as_row, interleaved, machine_facts, matmul_rate, read_bandwidth, save
+from measure import as_row, interleaved, interleaved_on_gpu, machine_facts, matmul_rate, read_bandwidth, save
 
 import pagedtree
 
-DEFAULT_SHAPES = ["B4_L4096_T32", "B8_L2048_T1", "B2_L2048_T128", "B1_L32768_T16"]
-L3_BYTES = 64 << 20
+DEFAULT_SHAPES = {
+    "cpu": ["B4_L4096_T32", "B8_L2048_T1", "B2_L2048_T128", "B1_L32768_T16"],
+    "cuda": [
+        *("B1_L8192_T16", "B16_L8192_T1", "B16_L8192_T8", "B32_L4096_T16", "B8_L8192_T64", "B1_L65536_T16"),
+        *("B8_L4096_T128", "B4_L4096_T512"),
+    ],
+}
+CACHE_BYTES = {"cpu": 64 << 20, "cuda": 128 << 20}  # copies of the data must exceed it
 
 
 def tree_of(nodes: int) -> pagedtree.DraftTree:
@@ -40,9 +47,10 @@ def make_problem(shape: str, args: argparse.Namespace) -> Problem:
     batch, length, nodes = parse_shape(shape)
     dtype = getattr(torch, args.dtype)
     size = 2 * batch * length * args.kv_heads * args.head_dim * torch.empty(0, dtype=dtype).element_size()
-    copies = min(8, -(-L3_BYTES // size) + 1)
+    copies = min(8, -(-CACHE_BYTES[args.device] // size) + 1)
     return Problem(
-        batch, length, tree_of(nodes), args.heads, args.kv_heads, args.head_dim, args.page_size, dtype, copies
+        batch, length, tree_of(nodes), args.heads, args.kv_heads, args.head_dim, args.page_size, dtype, copies,
+        torch.device(args.device),
     )  # fmt: skip
 
 
@@ -71,7 +79,10 @@ def bench_shape(shape: str, args: argparse.Namespace, bandwidth: float, flop_rat
             continue
         check(peer.name, out, expected.setdefault(peer.mask, out.clone()))
         candidates[peer.name] = lambda i, run=instance.run: run(i % problem.copies)
-    timings = interleaved(candidates, budget=args.seconds)
+    if args.device == "cuda":
+        timings = interleaved_on_gpu(candidates, copies=problem.copies, budget=args.seconds)
+    else:
+        timings = interleaved(candidates, budget=args.seconds)
     ours = timings["pagedtree"].median
     floor = max(problem.kv_bytes / bandwidth, problem.flops / flop_rate)
     row = {
@@ -94,7 +105,8 @@ def bench_shape(shape: str, args: argparse.Namespace, bandwidth: float, flop_rat
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=DEFAULT_SHAPES, help="B<batch>_L<length>_T<nodes>")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--shapes", nargs="+", help="B<batch>_L<length>_T<nodes>")
     parser.add_argument("--peers", nargs="+", help="names; default all")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
@@ -105,17 +117,21 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", help="where to write; default benchmarks/results/tree_attention_ISA.json")
     args = parser.parse_args()
+    args.shapes = args.shapes or DEFAULT_SHAPES[args.device]
+    device = torch.device(args.device)
     torch.set_num_threads(args.threads)
     facts = machine_facts()
-    bandwidth = read_bandwidth()
-    rates = {name: matmul_rate(getattr(torch, name)) for name in dict.fromkeys(["float32", args.dtype])}
+    bandwidth = read_bandwidth(device)
+    rates = {name: matmul_rate(getattr(torch, name), device) for name in dict.fromkeys(["float32", args.dtype])}
     flop_rate = max(rates.values())
     facts |= {"read_gb_per_s": bandwidth / 1e9, "matmul_gflop_per_s": {k: v / 1e9 for k, v in rates.items()}}
     rates_text = ", ".join(f"{rate / 1e9:.0f} GFLOP/s {name}" for name, rate in rates.items())
-    print(f"{facts['processor']}, {args.threads} threads, {bandwidth / 1e9:.1f} GB/s, {rates_text}")
+    name = f"{facts['processor']}, {args.threads} threads" if args.device == "cpu" else facts["cuda"]
+    print(f"{name}, {bandwidth / 1e9:.1f} GB/s, {rates_text}")
     rows = [bench_shape(shape, args, bandwidth, flop_rate) for shape in args.shapes]
     arguments = {name: value for name, value in vars(args).items() if name != "json"}
-    save(f"tree_attention_{facts['cpu_isa']}", rows, facts | {"arguments": arguments}, args.json)
+    variant = facts["cpu_isa"] if args.device == "cpu" else "cuda"
+    save(f"tree_attention_{variant}", rows, facts | {"arguments": arguments}, args.json)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from simt.compare_golden import compare
 
 from pagedtree import append_kv
 from pagedtree.testing import backends, use_backend
@@ -102,6 +103,23 @@ def test_every_planted_bug_is_listed() -> None:
     assert say("simt_selftest", "none", "forward") == ""
     listed = subprocess.run([TREE / "simt_selftest", "list"], text=True, capture_output=True, check=True).stdout.split()
     assert listed == ["none", *BUGS]
+
+
+def test_answers_of_instructions_are_compared() -> None:
+    """`benchmarks/gpu_suite.sh` compares simt's answers with a GPU's; here: that a wrong answer would be noticed."""
+    if not (TREE / "simt_golden").exists():
+        pytest.skip("simt_golden was not built")
+    ours = subprocess.run([TREE / "simt_golden"], text=True, capture_output=True, check=True).stdout
+    assert all(entry["ok"] and entry["difference"] == 0 for entry in compare(ours, ours).values())
+    lines = ours.splitlines()
+    names = [line.partition(":")[0] for line in lines]
+    assert len(set(names)) == 6
+    for name in set(names):
+        wrong = list(lines)
+        words = wrong[names.index(name)].split(" ")
+        words[5] = f"{int(words[5], 16) ^ 0x1000:08x}"
+        wrong[names.index(name)] = " ".join(words)
+        assert [n for n, entry in compare("\n".join(wrong), ours).items() if not entry["ok"]] == [name]
 
 
 @pytest.mark.skipif("simt" not in backends(), reason="built without simt")
