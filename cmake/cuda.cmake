@@ -4,9 +4,15 @@ set(PAGEDTREE_CUDA_SOURCES
   csrc/cuda/backend.cu
   csrc/cuda/drafting.cu
   csrc/cuda/kv_cache.cu
+  csrc/cuda/merge_states.cu
   csrc/cuda/packing.cu
   csrc/cuda/proposers.cu
   csrc/cuda/step.cu
+  csrc/cuda/tree_attention.cu
+  csrc/cuda/tree_attention/bfloat16.cu
+  csrc/cuda/tree_attention/bfloat16_float8.cu
+  csrc/cuda/tree_attention/half.cu
+  csrc/cuda/tree_attention/half_float8.cu
   csrc/cuda/trees.cu
   csrc/cuda/verify.cu
 )

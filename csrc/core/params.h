@@ -324,7 +324,8 @@ struct TreeAttentionParams {
   int64_t num_pages;
   int64_t page_size;
   int64_t max_pages;
-  int64_t window;  // 0: none
+  int64_t window;        // 0: none
+  int64_t max_seqlen_q;  // a hint
   int32_t num_kv_heads;
   int32_t group_size;
   int32_t head_dim;
@@ -342,6 +343,7 @@ struct AttentionPlanParams {
   int64_t batch;
   int64_t num_tokens;  // bound on T
   int64_t max_seq_len;
+  int64_t max_seqlen_q;  // a hint
   int32_t num_kv_heads;
   int32_t group_size;
   int32_t head_dim;

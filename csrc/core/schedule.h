@@ -24,6 +24,11 @@ constexpr int kPlanSize = kPlanEntry * (kMaxPlanRanges + 1);
 constexpr int kPieceCost = 2;      // of starting and storing a piece, in KV tiles
 constexpr int kMinPieceTiles = 4;  // no cut leaves less, unless the row tile is shorter
 
+// A row tile without keys still has one KV tile: somebody must write its output.
+PT_HOST_DEVICE int32_t kv_tiles_of(int64_t seq_len) {
+  return static_cast<int32_t>(max_of<int64_t>(ceil_div<int64_t>(seq_len, kKvTile), 1));
+}
+
 struct WorkShape {
   const int32_t* seq_lens;      // [B]
   const int32_t* cu_seqlens_q;  // [B + 1]
@@ -37,7 +42,7 @@ struct WorkShape {
   int32_t few_rows_heads = 1;  // up to so many KV heads share a row tile
 };
 
-// The work of one sequence. A row tile without keys still has one KV tile: somebody must write its output.
+// The work of one sequence.
 struct SequenceWork {
   NodeRange tokens;
   int64_t seq_len;
@@ -60,7 +65,7 @@ PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int64_t b) {
   work.tile_heads = ceil_div(shape.num_kv_heads, max_of(head_tiles, 1));
   work.m_tiles = static_cast<int32_t>(ceil_div<int64_t>(rows, shape.m_tile));
   work.row_tiles = static_cast<int32_t>(min_of<int64_t>(int64_t{work.m_tiles} * head_tiles, (int64_t{1} << 31) - 2));
-  work.kv_tiles = static_cast<int32_t>(max_of<int64_t>(ceil_div<int64_t>(work.seq_len, kKvTile), 1));
+  work.kv_tiles = kv_tiles_of(work.seq_len);
   return work;
 }
 
@@ -88,11 +93,28 @@ PT_HOST_DEVICE WorkPosition cut_position(const SequenceWork& work, int32_t seque
   return {sequence, static_cast<int32_t>(row), static_cast<int32_t>(tile)};
 }
 
+// How many ranges of at least `min_range_cost` the work is cut into.
+PT_HOST_DEVICE int32_t num_ranges_of(int64_t total_cost, int32_t max_ranges, int64_t min_range_cost) {
+  return static_cast<int32_t>(clamp_to<int64_t>(total_cost / min_range_cost, 1, max_ranges));
+}
+
+// The cost before range i: total_cost * i / num_ranges, without overflow.
+PT_HOST_DEVICE int64_t range_target(int64_t total_cost, int32_t num_ranges, int32_t i) {
+  return total_cost / num_ranges * i + total_cost % num_ranges * i / num_ranges;
+}
+
+PT_HOST_DEVICE void set_range_start(int32_t* plan, int32_t i, const WorkPosition& start) {
+  int32_t* entry = plan + kPlanEntry * (i + 1);
+  entry[0] = start.sequence;
+  entry[1] = start.row_tile;
+  entry[2] = start.kv_tile;
+}
+
 // Cuts the work into up to `max_ranges` ranges of at least `min_range_cost` each and writes the plan [kPlanSize].
 PT_HOST_DEVICE void make_plan(const WorkShape& shape, int32_t max_ranges, int64_t min_range_cost, int32_t* plan) {
   int64_t total = 0;
   for (int64_t b = 0; b < shape.batch; ++b) total += sequence_work(shape, b).cost();
-  const int32_t num_ranges = static_cast<int32_t>(clamp_to<int64_t>(total / min_range_cost, 1, max_ranges));
+  const int32_t num_ranges = num_ranges_of(total, max_ranges, min_range_cost);
   for (int32_t i = 0; i < kPlanSize; ++i) plan[i] = 0;
   plan[0] = num_ranges;
   int32_t range = 0;
@@ -101,17 +123,25 @@ PT_HOST_DEVICE void make_plan(const WorkShape& shape, int32_t max_ranges, int64_
     const SequenceWork work = sequence_work(shape, b);
     const int64_t after = before + work.cost();
     for (; range < num_ranges; ++range) {
-      // total * range / num_ranges, without overflow.
-      const int64_t target = total / num_ranges * range + total % num_ranges * range / num_ranges;
+      const int64_t target = range_target(total, num_ranges, range);
       if (target >= after) break;
-      const WorkPosition start = cut_position(work, static_cast<int32_t>(b), target - before);
-      int32_t* entry = plan + kPlanEntry * (range + 1);
-      entry[0] = start.sequence;
-      entry[1] = start.row_tile;
-      entry[2] = start.kv_tile;
+      set_range_start(plan, range, cut_position(work, static_cast<int32_t>(b), target - before));
     }
     before = after;
   }
+}
+
+// How many ranges the shapes alone allow: reads no tensor. Small calls then ask for little scratch.
+PT_HOST_DEVICE int32_t range_bound(const WorkShape& shape, int32_t max_ranges, int64_t min_range_cost) {
+  // As many heads as row tiles of several, all of one size, would hold.
+  const int32_t head_tiles = max_of(ceil_div(shape.num_kv_heads, shape.few_rows_heads), 1);
+  const int64_t heads = head_tiles * ceil_div(shape.num_kv_heads, head_tiles);
+  const int64_t row_tiles =
+      heads * (shape.batch + ceil_div<int64_t>(shape.num_tokens * shape.group_size, shape.m_tile));
+  const int64_t row_cost = ceil_div<int64_t>(shape.max_seq_len, kKvTile) + 1 + kPieceCost;
+  const int64_t enough = max_ranges * min_range_cost;
+  const int64_t bound = row_tiles >= enough ? max_ranges : row_tiles * row_cost / min_range_cost;
+  return static_cast<int32_t>(clamp_to<int64_t>(bound, 1, max_ranges));
 }
 
 PT_HOST_DEVICE int32_t plan_ranges(const int32_t* plan, int32_t max_ranges) {

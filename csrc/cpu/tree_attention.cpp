@@ -32,17 +32,7 @@ WorkShape work_shape(const TreeAttentionParams& p) {
   return shape;
 }
 
-// What the shapes alone allow, so that small calls ask for little scratch.
-int32_t range_bound(const TreeAttentionParams& p) {
-  const WorkShape shape = work_shape(p);
-  // As many heads as row tiles of several, all of one size, would hold.
-  const int32_t head_tiles = max_of(ceil_div(p.num_kv_heads, shape.few_rows_heads), 1);
-  const int64_t heads = head_tiles * ceil_div(p.num_kv_heads, head_tiles);
-  const int64_t row_tiles = heads * (p.batch + ceil_div<int64_t>(p.num_tokens * p.group_size, kMTile));
-  const int64_t row_cost = ceil_div<int64_t>(shape.max_seq_len, kKvTile) + 1 + kPieceCost;
-  const int64_t bound = row_tiles >= kMaxRanges * kMinRangeCost ? kMaxRanges : row_tiles * row_cost / kMinRangeCost;
-  return static_cast<int32_t>(clamp_to<int64_t>(bound, 1, kMaxRanges));
-}
+int32_t num_ranges_bound(const TreeAttentionParams& p) { return range_bound(work_shape(p), kMaxRanges, kMinRangeCost); }
 
 int64_t piece_rows(const TreeAttentionParams& p) {
   return min_of<int64_t>(kMTile, p.num_tokens * p.group_size * few_rows_heads(p.head_dim));
@@ -50,7 +40,7 @@ int64_t piece_rows(const TreeAttentionParams& p) {
 
 void cut_ranges(const TreeAttentionParams& p, AttentionRanges& ranges) {
   ranges.shape = work_shape(p);
-  ranges.count = plan_ranges(p.plan, range_bound(p));
+  ranges.count = plan_ranges(p.plan, num_ranges_bound(p));
   for (int32_t i = 0; i <= ranges.count; ++i) {
     ranges.starts[i] = range_start(ranges.shape, p.plan, ranges.count, i);
     if (i > 0 && ranges.starts[i].before(ranges.starts[i - 1])) ranges.starts[i] = ranges.starts[i - 1];
@@ -91,7 +81,7 @@ void attention_plan(const AttentionPlanParams& p, const ExecContext&) {
 }
 
 int64_t tree_attention_scratch(const TreeAttentionParams& p, const ExecContext& ctx) {
-  const int64_t pieces = 2 * range_bound(p) * AttentionRanges::piece_floats(piece_rows(p), p.head_dim);
+  const int64_t pieces = 2 * num_ranges_bound(p) * AttentionRanges::piece_floats(piece_rows(p), p.head_dim);
   return kScratchAlignment + max_of(ctx.num_threads, 1) * workspace_bytes(p) +
          pieces * static_cast<int64_t>(sizeof(float));
 }

@@ -18,10 +18,10 @@ constexpr Backend table_named(const char* name) {
       .compact_kv = cuda::compact_kv,
       .prepare_step = cuda::prepare_step,
       .commit = cuda::commit,
-      .attention_plan = nullptr,
-      .tree_attention_scratch = nullptr,
-      .tree_attention = nullptr,
-      .merge_states = nullptr,
+      .attention_plan = cuda::attention_plan,
+      .tree_attention_scratch = cuda::tree_attention_scratch,
+      .tree_attention = cuda::tree_attention,
+      .merge_states = cuda::merge_states,
   };
 }
 

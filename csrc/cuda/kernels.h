@@ -18,4 +18,9 @@ void compact_kv(const CompactKvParams& params, const ExecContext& ctx);
 void prepare_step(const PrepareStepParams& params, const ExecContext& ctx);
 void commit(const CommitParams& params, const ExecContext& ctx);
 
+void attention_plan(const AttentionPlanParams& params, const ExecContext& ctx);
+int64_t tree_attention_scratch(const TreeAttentionParams& params, const ExecContext& ctx);
+void tree_attention(const TreeAttentionParams& params, const ExecContext& ctx);
+void merge_states(const MergeStatesParams& params, const ExecContext& ctx);
+
 }  // namespace pagedtree::cuda

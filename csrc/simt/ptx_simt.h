@@ -101,6 +101,8 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
 
 // ---- others
 
+inline uint32_t thread_index() { return threadIdx.x; }
+
 inline void barrier_sync(unsigned id, unsigned num_threads, Location at = Location::current()) {
   simt::machine().barrier(id, num_threads, {"bar.sync", at});
 }

@@ -22,6 +22,20 @@ void check_cache(const Check& check, const Tensor& q, const Tensor& t, const cha
              "of a number of heads that divides q's " + std::to_string(q.size(1)), Check::text(t.sizes()));
 }
 
+// The CUDA kernels copy rows of a cache 16 bytes at a time, and have no fp32 matrix instructions.
+void check_kernel_needs(const Check& check, const Tensor& q, const Tensor& t, const char* name) {
+  if (std::string(backend_for(q, "tree_attention").name) == "cpu") return;
+  check.that(q.scalar_type() != ScalarType::Float, "q", "of dtype Half or BFloat16 (Float is for the CPU backend)",
+             "Float");
+  if (t.numel() == 0) return;
+  bool aligned = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
+  for (int64_t d = 0; d < 3; ++d) {
+    aligned = aligned && (t.size(d) == 1 || t.stride(d) * static_cast<int64_t>(t.element_size()) % 16 == 0);
+  }
+  check.that(aligned, name, "of an address and strides that are multiples of 16 bytes",
+             "strides " + Check::text(t.strides()) + " of " + std::to_string(t.element_size()) + " bytes");
+}
+
 // A scale of an fp8 cache: one for all heads or one a head. Returns the stride between heads.
 int64_t check_scale(const Check& check, const std::optional<Tensor>& scale, const Tensor& cache, const char* name) {
   if (!scale.has_value()) return 0;
@@ -58,6 +72,8 @@ TreeAttentionParams checked_params(const Check& check, const Arguments& a, std::
   check_cache(check, a.q, a.v_cache, "v_cache");
   check.tensor(a.v_cache, "v_cache", {a.k_cache.scalar_type()},
                {a.k_cache.size(0), a.k_cache.size(1), a.k_cache.size(2), head_dim}, Strides::kLastContiguous);
+  check_kernel_needs(check, a.q, a.k_cache, "k_cache");
+  check_kernel_needs(check, a.q, a.v_cache, "v_cache");
   const int64_t batch = check.offsets(a.cu_seqlens_q, "cu_seqlens_q");
   check.tensor(a.page_table, "page_table", {ScalarType::Int}, {batch, kAnySize}, Strides::kLastContiguous);
   check.tensor(a.seq_lens, "seq_lens", {ScalarType::Int}, {batch});
@@ -99,6 +115,7 @@ TreeAttentionParams checked_params(const Check& check, const Arguments& a, std::
   p.page_size = a.k_cache.size(1);
   p.max_pages = a.page_table.size(1);
   p.window = a.window;
+  p.max_seqlen_q = max_seqlen_q.value_or(batch == 0 ? 0 : ceil_div(num_tokens, batch));
   p.num_kv_heads = static_cast<int32_t>(a.k_cache.size(2));
   p.group_size = static_cast<int32_t>(num_heads / a.k_cache.size(2));
   p.head_dim = static_cast<int32_t>(head_dim);
@@ -156,6 +173,7 @@ void run(const Check& check, const Arguments& a, TreeAttentionParams& p, Tensor&
     plan_params.batch = p.batch;
     plan_params.num_tokens = p.num_tokens;
     plan_params.max_seq_len = min_of<int64_t>(p.max_pages * p.page_size, std::numeric_limits<int32_t>::max());
+    plan_params.max_seqlen_q = p.max_seqlen_q;
     plan_params.num_kv_heads = p.num_kv_heads;
     plan_params.group_size = p.group_size;
     plan_params.head_dim = p.head_dim;
@@ -224,6 +242,7 @@ Tensor attention_plan(const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_
   params.batch = batch;
   params.num_tokens = std::numeric_limits<int32_t>::max();
   params.max_seq_len = std::numeric_limits<int32_t>::max();
+  params.max_seqlen_q = max_seqlen_q;
   params.num_kv_heads = static_cast<int32_t>(num_kv_heads);
   params.group_size = static_cast<int32_t>(num_q_heads / num_kv_heads);
   params.head_dim = static_cast<int32_t>(head_dim);

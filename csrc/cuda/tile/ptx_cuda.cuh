@@ -68,6 +68,13 @@ PT_DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, 
 
 // ---- others
 
+// threadIdx.x, read anew: what is computed from it is not kept from before.
+PT_DEVICE uint32_t thread_index() {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // Named barrier; every thread that waits gives the same number of threads, whole warps.
 PT_DEVICE void barrier_sync(unsigned id, unsigned num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");

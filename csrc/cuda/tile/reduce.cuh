@@ -1,0 +1,43 @@
+// Reductions and scans among threads.
+#pragma once
+
+#include "cuda/tile/ptx.cuh"
+
+namespace pagedtree::cuda {
+
+constexpr unsigned kWholeWarp = ~0u;
+
+// Over the four lanes that hold a row of an mma accumulator.
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(kWholeWarp, x, 1));
+  return fmaxf(x, __shfl_xor_sync(kWholeWarp, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(kWholeWarp, x, 1);
+  return x + __shfl_xor_sync(kWholeWarp, x, 2);
+}
+
+// Over the eight lanes that hold the same columns of an mma accumulator.
+__device__ __forceinline__ uint32_t column_or(uint32_t x) {
+  x |= __shfl_xor_sync(kWholeWarp, x, 4);
+  x |= __shfl_xor_sync(kWholeWarp, x, 8);
+  return x | __shfl_xor_sync(kWholeWarp, x, 16);
+}
+
+// Thread i of the CTA gets op over the values of threads 0..i; `values` holds one a thread and keeps the results.
+template <typename T, typename Op>
+__device__ T block_scan(T* values, T value, const Op& op) {
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  values[thread] = value;
+  __syncthreads();
+  for (int step = 1; step < threads; step *= 2) {
+    const bool has_left = thread >= step;
+    if (has_left) value = op(values[thread - step], value);
+    __syncthreads();
+    values[thread] = value;
+    __syncthreads();
+  }
+  return value;
+}
+
+}  // namespace pagedtree::cuda

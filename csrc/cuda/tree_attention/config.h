@@ -1,0 +1,117 @@
+// Which tiles the CUDA kernel works in: one row here, chosen on the host, is one instance of the kernel. Nothing in
+// this file needs CUDA.
+#pragma once
+
+#include "core/schedule.h"
+
+namespace pagedtree::cuda {
+
+// The shape of a CTA's work: m_tile rows r = token * group_size + head against `keys` keys a stage. Warps lie in a grid
+// of row_warps x key_warps. With few rows the warps share the keys of a stage, each with its own softmax state, joined
+// once at the end; with many rows each warp has 16 or 32 rows of its own.
+struct TileShape {
+  int head_dim;
+  int m_tile;
+  int row_warps;
+  int key_warps;
+  int keys;
+
+  constexpr int warps() const { return row_warps * key_warps; }
+  constexpr int threads() const { return warps() * 32; }
+  constexpr int warp_rows() const { return m_tile / row_warps; }
+  constexpr int warp_keys() const { return keys / key_warps; }
+  // What the registers of an SM allow.
+  constexpr int max_ctas() const { return threads() <= 128 ? 2 : 1; }
+
+  // Bytes of shared memory: Q, one stage of K and V with the addresses of their rows, row states, the output in fp32.
+  constexpr int q_bytes() const { return m_tile * head_dim * 2; }
+  constexpr int stage_bytes(int kv_bytes) const { return 2 * keys * (head_dim * kv_bytes + 8); }
+  constexpr int header_bytes() const { return key_warps * m_tile * 8; }
+  constexpr int out_bytes() const { return key_warps * m_tile * head_dim * 4; }
+  constexpr int shared_bytes(int kv_bytes, int stages) const {
+    return header_bytes() + q_bytes() + stages * stage_bytes(kv_bytes);
+  }
+  // The output takes the place of Q and the stages when they are used up.
+  constexpr int min_stages(int kv_bytes) const {
+    const int stages = ceil_div(out_bytes() - q_bytes(), stage_bytes(kv_bytes));
+    return stages < 2 ? 2 : stages;
+  }
+};
+
+constexpr int kMaxStages = 4;
+
+constexpr TileShape kTileShapes[] = {
+    // head_dim, m_tile, row_warps, key_warps, keys
+    {64, 16, 1, 4, 64},
+    {64, 32, 1, 4, 64},
+    {64, 64, 4, 1, 64},
+    {64, 128, 8, 1, 64},
+    {96, 16, 1, 4, 64},
+    {96, 32, 1, 4, 64},
+    {96, 64, 4, 1, 64},
+    {96, 128, 8, 1, 64},
+    {128, 16, 1, 4, 64},
+    {128, 32, 1, 4, 64},
+    {128, 64, 4, 1, 64},
+    {128, 128, 8, 1, 64},
+    // The output of 16 rows fills half of the registers: no more rows a warp, and stages of half a KV tile.
+    {192, 32, 2, 2, 32},
+    {192, 64, 4, 1, 32},
+    {256, 32, 2, 2, 32},
+    {256, 64, 4, 1, 32},
+};
+
+// The smallest tile that holds `rows` rows, else the largest of the head size.
+constexpr TileShape choose_tile(int head_dim, int64_t rows) {
+  TileShape chosen{};
+  for (const TileShape& shape : kTileShapes) {
+    if (shape.head_dim == head_dim && (chosen.m_tile == 0 || chosen.m_tile < rows)) chosen = shape;
+  }
+  return chosen;
+}
+
+constexpr TileShape tile_shape(int head_dim, int m_tile) {
+  for (const TileShape& shape : kTileShapes) {
+    if (shape.head_dim == head_dim && shape.m_tile == m_tile) return shape;
+  }
+  return {};
+}
+
+// How the instance runs on a device.
+struct Residency {
+  int ctas;  // on an SM
+  int stages;
+  int shared_bytes;
+};
+
+// As many CTAs an SM as fit with the stages that they need, then as many stages as fit. An SM has 1 KB more shared
+// memory than a CTA may have, and takes 1 KB for each CTA.
+constexpr Residency residency(const TileShape& shape, int kv_bytes, int max_shared_bytes) {
+  for (int ctas = shape.max_ctas(); ctas >= 1; --ctas) {
+    const int budget = (max_shared_bytes + 1024) / ctas - 1024;
+    for (int stages = kMaxStages; stages >= shape.min_stages(kv_bytes); --stages) {
+      const int bytes = shape.shared_bytes(kv_bytes, stages);
+      if (bytes <= budget) return {ctas, stages, bytes};
+    }
+  }
+  return {};
+}
+
+// Ranges of work on a device: one for each CTA that it can hold.
+constexpr int32_t max_ranges(const TileShape& shape, int num_sms) {
+  return min_of<int32_t>(num_sms * shape.max_ctas(), kMaxPlanRanges);
+}
+
+constexpr int64_t kMinRangeCost = kMinPieceTiles + kPieceCost;
+
+constexpr bool every_tile_fits(int max_shared_bytes) {
+  for (const TileShape& shape : kTileShapes) {
+    for (int kv_bytes = 1; kv_bytes <= 2; ++kv_bytes) {
+      if (residency(shape, kv_bytes, max_shared_bytes).ctas < 1) return false;
+    }
+  }
+  return true;
+}
+static_assert(every_tile_fits(99 << 10), "the least of sm_80 and later");
+
+}  // namespace pagedtree::cuda

@@ -1,0 +1,163 @@
+// What becomes of a piece's result: the warps that shared its keys are joined, then it goes to the output or, where a
+// cut crosses the row tile, to scratch, and pieces are joined there.
+#pragma once
+
+#include "cuda/tile/arrive.cuh"
+#include "cuda/tree_attention/attend.cuh"
+#include "cuda/tree_attention/call.h"
+
+namespace pagedtree::cuda {
+
+// The parts of the warps that share the keys, in shared memory.
+template <typename I>
+struct WarpParts {
+  static constexpr uint32_t kCount = I::kShape.key_warps;
+  Shared<I>& shared;
+
+  // Four columns; the places of chunks change by the row, so that a column of 8 rows covers all banks.
+  static __device__ __forceinline__ uint32_t offset(uint32_t part, uint32_t row, uint32_t column) {
+    constexpr uint32_t kChunks = I::kHeadDim / 4;
+    return ((part * I::kMTile + row) * kChunks + (column / 4 ^ row % 8)) * 4 + column % 4;
+  }
+  __device__ __forceinline__ float2 state(uint32_t part, uint32_t row) const {
+    return shared.states[part * I::kMTile + row];
+  }
+  __device__ __forceinline__ float4 out(uint32_t part, uint32_t row, uint32_t column) const {
+    return *reinterpret_cast<const float4*>(shared.out() + offset(part, row, column));
+  }
+
+  __device__ __forceinline__ void store(const Accumulator<I>& sums) const {
+    const uint32_t thread = ptx::thread_index(), lane = thread % 32, warp = thread / 32,
+                   part = warp / I::kShape.row_warps;
+#pragma unroll
+    for (uint32_t a = 0; a < I::kAtoms; ++a) {
+#pragma unroll
+      for (uint32_t half = 0; half < 2; ++half) {
+        const uint32_t row = warp % I::kShape.row_warps * I::kShape.warp_rows() + a * 16 + half * 8 + lane / 4;
+        const float sum = quad_sum(sums.sum[a][half]);
+        if (lane % 4 == 0) shared.states[part * I::kMTile + row] = make_float2(sums.maximum[a][half], sum);
+#pragma unroll
+        for (uint32_t column = 0; column < I::kHeadDim; column += 16) {
+#pragma unroll
+          for (uint32_t i = 0; i < 2; ++i) {
+            const ColumnPair pair = accumulator_columns<typename I::Kv>(sums.out[a][column / 8],
+                                                                        sums.out[a][column / 8 + 1], lane, half, i);
+            *reinterpret_cast<float2*>(shared.out() + offset(part, row, column + pair.first)) =
+                make_float2(pair.values[0], pair.values[1]);
+          }
+        }
+      }
+    }
+  }
+};
+
+// Two pieces in scratch, of other CTAs.
+struct PieceParts {
+  static constexpr uint32_t kCount = 2;
+  Piece pieces[2];
+  uint32_t head_dim;
+
+  __device__ __forceinline__ float2 state(uint32_t part, uint32_t row) const {
+    return __ldcg(pieces[part].states + row);
+  }
+  __device__ __forceinline__ float4 out(uint32_t part, uint32_t row, uint32_t column) const {
+    return __ldcg(reinterpret_cast<const float4*>(pieces[part].out + row * head_dim + column));
+  }
+};
+
+struct ToPiece {
+  Piece piece;
+  uint32_t head_dim;
+
+  __device__ __forceinline__ void store(uint32_t row, uint32_t column, const float (&values)[8], float maximum,
+                                        float sum) const {
+    float4* to = reinterpret_cast<float4*>(piece.out + row * head_dim + column);
+    to[0] = make_float4(values[0], values[1], values[2], values[3]);
+    to[1] = make_float4(values[4], values[5], values[6], values[7]);
+    if (column == 0) piece.states[row] = make_float2(maximum, sum);
+  }
+};
+
+template <typename T>
+struct ToOutput {
+  const TreeAttentionParams& p;
+  const RowTile& tile;
+  bool aligned;
+
+  __device__ __forceinline__ void store(uint32_t row, uint32_t column, const float (&values)[8], float maximum,
+                                        float sum) const {
+    const int64_t token = tile.token(p, row), head = tile.head(p, row);
+    float factor = 1.0f;
+    if (p.sinks != nullptr && p.sinks[head] > -kInfinity) {
+      const float sink = p.sinks[head] * kLog2E, top = fmaxf(maximum, sink);
+      factor = ptx::ex2(maximum - top);
+      sum = __fmaf_rn(sum, factor, ptx::ex2(sink - top));
+      maximum = top;
+    }
+    const float v_scale = p.v_scale != nullptr ? p.v_scale[tile.kv_head * p.v_scale_stride] : 1.0f;
+    factor = sum == 0.0f ? 0.0f : factor * v_scale / sum;
+    uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pairs[i] = pack_pair<T>(values[2 * i] * factor, values[2 * i + 1] * factor);
+    uint16_t* to = static_cast<uint16_t*>(p.out) + token * p.out_token_stride + head * p.out_head_stride + column;
+    if (aligned) {
+      *reinterpret_cast<uint4*>(to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) to[i] = static_cast<uint16_t>(pairs[i / 2] >> i % 2 * 16);
+    }
+    if (column == 0 && p.lse != nullptr) {
+      const float lse = sum == 0.0f ? -kInfinity : __fmaf_rn(maximum, kLn2, logf(sum));
+      p.lse[token * p.lse_token_stride + head * p.lse_head_stride] = lse;
+    }
+  }
+};
+
+template <typename I, typename Parts, typename Target>
+__device__ __forceinline__ void join(const Parts& parts, uint32_t rows, const Target& target) {
+  constexpr uint32_t kVectors = I::kHeadDim / 8;
+  for (uint32_t i = ptx::thread_index(); i < rows * kVectors; i += I::kThreads) {
+    const uint32_t row = i / kVectors, column = i % kVectors * 8;
+    float2 states[Parts::kCount];
+    float maximum = -kInfinity, sum = 0.0f, values[8] = {};
+#pragma unroll
+    for (uint32_t part = 0; part < Parts::kCount; ++part) {
+      states[part] = parts.state(part, row);
+      maximum = fmaxf(maximum, states[part].x);
+    }
+#pragma unroll
+    for (uint32_t part = 0; part < Parts::kCount; ++part) {
+      const float weight = states[part].x == -kInfinity ? 0.0f : ptx::ex2(states[part].x - maximum);
+      const float4 low = parts.out(part, row, column), high = parts.out(part, row, column + 4);
+      const float of_part[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+      sum = __fmaf_rn(states[part].y, weight, sum);
+#pragma unroll
+      for (int d = 0; d < 8; ++d) values[d] = __fmaf_rn(of_part[d], weight, values[d]);
+    }
+    target.store(row, column, values, maximum, sum);
+  }
+}
+
+// Piece k of a row tile has been stored. Pieces are joined along a fixed binary tree, so always in the same order: of
+// two neighbours the CTA that comes second joins them, right into left, and climbs on; the first leaves. Piece k is the
+// left end of a right neighbour at one level only: its counter is that meeting's.
+template <typename I, typename Target>
+__device__ void join_pieces(const Ranges& ranges, int32_t owner, int32_t k, uint32_t rows, const Target& target) {
+  const int32_t num_pieces = ranges.lasts[owner] - owner + 1;
+  for (int32_t step = 1; step < num_pieces; step *= 2) {
+    const int32_t left = k & ~step, right = left + step;
+    if (right < num_pieces) {
+      if (!arrive_is_last(ranges.arrivals + owner + right, 2)) return;
+      const Piece to = ranges.piece(owner + left, left == 0);
+      const PieceParts parts{{to, ranges.piece(owner + right, false)}, I::kHeadDim};
+      if (step * 2 >= num_pieces) {
+        join<I>(parts, rows, target);
+      } else {
+        join<I>(parts, rows, ToPiece{to, I::kHeadDim});
+      }
+    }
+    k = left;
+  }
+}
+
+}  // namespace pagedtree::cuda
