@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from pagedtree import DraftTree, reference, tree_attention
 
-LAYOUTS = ("nhd", "hnd", "stacked", "packed", "sparse")
+LAYOUTS = ("nhd", "hnd", "stacked", "packed", "padded", "sparse")
 
 
 def random_tree(rng: np.random.Generator, num_nodes: int) -> DraftTree:
@@ -35,8 +36,9 @@ def paged_caches(pages: int, page_size: int, heads: int, head_dim: int, layout: 
         return torch.zeros(pages, 2, page_size, heads, head_dim).unbind(1)
     if layout == "packed":  # vLLM: K and V of a row side by side
         return torch.zeros(pages, page_size, heads, 2 * head_dim).split(head_dim, -1)
-    big = torch.zeros(2, pages, page_size + 1, heads + 2, head_dim + 3)  # odd strides
-    return big[:, :, 1:, 1:-1, 2:-1].unbind(0)
+    front, back = (16, 16) if layout == "padded" else (2, 1)  # "sparse": odd strides
+    big = torch.zeros(2, pages, page_size + 1, heads + 2, front + head_dim + back)
+    return big[:, :, 1:, 1:-1, front:-back].unbind(0)
 
 
 @dataclass
@@ -59,6 +61,11 @@ class Case:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def build(self, **options: Any) -> dict[str, Any]:
+        with torch.device("cpu"):
+            case = {**self._build(), **options}
+        return {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in case.items()}
+
+    def _build(self) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(self.seed)
         rng = np.random.default_rng(self.seed)
         queries, trees, rows = [], [], []
@@ -96,7 +103,7 @@ class Case:
         if rows:
             mask[: sum(queries)] = torch.cat([mask_words(m[:, : words * 32], words) for m in rows])
         cu = torch.tensor([0, *np.cumsum(queries)], dtype=torch.int32)
-        case = {
+        return {
             "q": q,
             "k_cache": k_cache,
             "v_cache": v_cache,
@@ -105,9 +112,7 @@ class Case:
             "cu_seqlens_q": cu,
             "tree_mask": mask,
             "tree_lens": torch.tensor(trees, dtype=torch.int32),
-            **options,
         }
-        return {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in case.items()}
 
     def _free_slots(self, shape: torch.Size, page_table: Tensor, seq_lens: list[int]) -> Tensor:
         """bool [pages, page_size]: the slots that no sequence holds."""
@@ -122,6 +127,36 @@ def _cast_view(view: Tensor, dtype: torch.dtype) -> Tensor:
     """The view in another dtype with the same strides."""
     size = sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True)) + 1
     return torch.zeros(size, dtype=dtype).as_strided(view.shape, view.stride(), 0)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a test of attention runs on: a backend with one of its instruction sets or its thread order."""
+
+    backend: str
+    variant: str
+    device: torch.device
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        halves = (torch.float16, torch.bfloat16)
+        return (torch.float32, *halves) if self.backend == "cpu" else halves
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        return LAYOUTS if self.backend == "cpu" else LAYOUTS[:-1]
+
+    @property
+    def tolerance(self) -> dict[str, float]:
+        """Between two ways to the same result in `dtypes[0]`."""
+        return {"atol": 1e-6, "rtol": 1e-5} if self.backend == "cpu" else {"atol": 1e-3, "rtol": 2e-3}
+
+    def case(self, prefixes: list[int], kinds: list[Any], **options: Any) -> Case:
+        """A Case for this target. Skips the test where the target does not take the dtype or the layout."""
+        dtype = options.setdefault("dtype", self.dtypes[0])
+        if dtype not in self.dtypes or options.get("layout", "nhd") not in self.layouts:
+            pytest.skip(f"{self.backend} does not take {dtype}, layout {options.get('layout')}")
+        return Case(prefixes, kinds, device=self.device, **options)
 
 
 def rms(x: Tensor) -> float:
@@ -154,21 +189,26 @@ def check(case: dict[str, Any], *, factor: float = 2.0) -> None:
     """tree_attention against the reference: RMS error within `factor` times SDPA's, lse close."""
     out, lse = tree_attention(**case, return_lse=True)
     plain = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in case.items() if k not in ("plan", "max_seqlen_q")}
+    with torch.device("cpu"):
+        _check(out.cpu(), lse.cpu(), plain, factor)
+
+
+def _check(out: Tensor, lse: Tensor, plain: dict[str, Any], factor: float) -> None:
     expected, expected_lse = reference.tree_attention(**plain)
-    assert out.dtype == case["q"].dtype and out.shape == case["q"].shape
+    assert out.dtype == plain["q"].dtype and out.shape == plain["q"].shape
     assert lse.dtype == torch.float32
     assert not out.isnan().any() and not lse.isnan().any()
     finite = expected_lse > -torch.inf
-    assert torch.equal(lse.cpu() > -torch.inf, finite)
-    assert not out.cpu()[~finite].any()
-    torch.testing.assert_close(lse.cpu().double()[finite], expected_lse[finite], atol=2e-5, rtol=2e-5)
-    error = rms(out.cpu() - expected)
+    assert torch.equal(lse > -torch.inf, finite)
+    assert not out[~finite].any()
+    torch.testing.assert_close(lse.double()[finite], expected_lse[finite], atol=2e-5, rtol=2e-5)
+    error = rms(out - expected)
     if any(plain.get(name) is not None for name in ("sinks", "k_scale", "v_scale")) or plain.get("softcap"):
         unit = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[out.dtype]
         assert error <= unit * max(rms(expected), 1e-6), (error, rms(expected))
     else:
         allowed = sdpa_error(plain, expected)
         assert error <= factor * allowed + 1e-9, (error, allowed)
-    gap = float((out.cpu().double() - expected).abs().max()) if out.numel() else 0.0
+    gap = float((out.double() - expected).abs().max()) if out.numel() else 0.0
     scale = float(expected.abs().max()) if out.numel() else 1.0
     assert gap <= {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[out.dtype] * max(scale, 1e-3), gap

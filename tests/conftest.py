@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator
 
 import pytest
 import torch
+from attention_case import Target
 from hypothesis import HealthCheck, settings
 
 from pagedtree import _C
@@ -75,6 +76,22 @@ def isa(request: pytest.FixtureRequest, backend: str, monkeypatch: pytest.Monkey
         pytest.skip("instruction sets are the cpu backend's")
     monkeypatch.setenv("PAGEDTREE_CPU_ISA", request.param)
     return request.param
+
+
+TARGETS = [("cpu", isa) for isa in _C.available_isas()]
+TARGETS += [("simt", "random:7"), ("cuda", "")]
+
+
+@pytest.fixture(params=[t for t in TARGETS if t[0] in backends()], ids=lambda t: "-".join(filter(None, t)))
+def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
+    """Runs the test on each backend, with each of the CPU's instruction sets."""
+    backend, variant = request.param
+    monkeypatch.delenv("PAGEDTREE_CHECK", raising=False)
+    if variant:
+        monkeypatch.setenv("PAGEDTREE_CPU_ISA" if backend == "cpu" else "PAGEDTREE_SIMT_ORDER", variant)
+    device = torch.device("cuda" if backend == "cuda" else "cpu")
+    with use_backend(backend), device:
+        yield Target(backend, variant, device)
 
 
 @pytest.fixture(scope="module")

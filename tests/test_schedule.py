@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attention_case import Case, check, random_tree
+from attention_case import Target, check, random_tree
 
 from pagedtree import DraftTree, attention_plan, tree_attention
 
-KV_TILE, M_TILE, PIECE_COST, FEW_ROWS = 64, 128, 2, 8
+KV_TILE, PIECE_COST = 64, 2
+M_TILES = {"cpu": 128, "simt": 16, "cuda": 16}  # for the queries below
+FEW_ROWS = {"cpu": 8, "simt": 0, "cuda": 0}
 
 
 def plan_of(case: dict) -> torch.Tensor:
@@ -33,22 +35,24 @@ def ranges_of(plan: torch.Tensor) -> list[tuple[int, int, int]]:
 
 
 @pytest.fixture
-def case(backend: str) -> dict:
+def case(target: Target) -> dict:
     """Long, short and empty sequences; many ranges."""
     kinds = [DraftTree.chain(4), "causal", random_tree(np.random.default_rng(1), 70), "causal"]
-    return Case([9000, 70, 5000, 13000], kinds, heads=(4, 2), causal_queries=3).build()
+    prefixes = [900, 70, 1100, 2600] if target.backend == "simt" else [9000, 70, 5000, 13000]
+    return target.case(prefixes, kinds, heads=(4, 2), causal_queries=3).build()
 
 
-def test_ranges_cover_equal_costs(case: dict) -> None:
+def test_ranges_cover_equal_costs(target: Target, case: dict) -> None:
+    m_tile, few_rows = M_TILES[target.backend], FEW_ROWS[target.backend]
     starts = ranges_of(plan_of(case))
-    assert len(starts) > 8
+    assert len(starts) >= 8
     assert starts[0] == (0, 0, 0) and starts == sorted(set(starts))
     lengths = case["cu_seqlens_q"].diff().tolist()
     tiles = [max(1, -(-s // KV_TILE)) for s in case["seq_lens"].tolist()]
     # Two KV heads with two query heads each; where they have few rows, they share a row tile.
-    heads = [2 if n * 2 <= FEW_ROWS else 1 for n in lengths]
-    rows = [2 // h * -(-n * 2 // M_TILE) for n, h in zip(lengths, heads, strict=True)]
-    assert set(heads) == {1, 2}
+    heads = [2 if n * 2 <= few_rows else 1 for n in lengths]
+    rows = [2 // h * -(-n * 2 // m_tile) for n, h in zip(lengths, heads, strict=True)]
+    assert set(heads) == ({1, 2} if few_rows else {1})
     row_costs = [(t + PIECE_COST) * h for t, h in zip(tiles, heads, strict=True)]
     costs = [c * r for c, r in zip(row_costs, rows, strict=True)]
     begins = [sum(costs[:b]) + row * row_costs[b] + kv * heads[b] for b, row, kv in starts]
@@ -62,6 +66,7 @@ def test_ranges_cover_equal_costs(case: dict) -> None:
 
 def test_plan_gives_the_same(case: dict) -> None:
     plan = plan_of(case)
+    case["max_seqlen_q"] = 8  # as in the plan
     expected = tree_attention(**case, return_lse=True)
     for _ in range(2):
         result = tree_attention(**case, plan=plan, return_lse=True)
@@ -71,15 +76,16 @@ def test_plan_gives_the_same(case: dict) -> None:
         check(dict(case, plan=plan, window=window))
 
 
-def test_no_plan_gives_wrong_results(case: dict) -> None:
+def test_no_plan_gives_wrong_results(target: Target, case: dict) -> None:
     """Stale, shuffled, negative, huge, random: only the balance suffers."""
     plan = plan_of(case)
-    other = Case([64] * 9, ["causal"] * 9, heads=(4, 2)).build()
+    other = target.case([64] * 9, ["causal"] * 9, heads=(4, 2)).build()
     generator = torch.Generator().manual_seed(0)
     entries = plan.view(-1, 4)
     count = int(entries[0, 0])
     shuffled, shifted = plan.clone(), plan.clone()
-    shuffled.view(-1, 4)[1 : 1 + count] = entries[1 : 1 + count][torch.randperm(count, generator=generator)]
+    order = torch.randperm(count, generator=generator, device="cpu")
+    shuffled.view(-1, 4)[1 : 1 + count] = entries[1 : 1 + count][order]
     shifted.view(-1, 4)[1:, 2] += 1  # pieces of every size, row tiles cut anywhere
     plans = [
         plan_of(other),
@@ -88,8 +94,8 @@ def test_no_plan_gives_wrong_results(case: dict) -> None:
         torch.zeros_like(plan),
         torch.full_like(plan, -1),
         torch.full_like(plan, 2**31 - 1),
-        torch.randint(-(2**31), 2**31 - 1, plan.shape, generator=generator).int(),
-        torch.randint(0, 90, plan.shape, generator=generator).int(),
+        torch.randint(-(2**31), 2**31 - 1, plan.shape, generator=generator, device="cpu").to(plan),
+        torch.randint(0, 90, plan.shape, generator=generator, device="cpu").to(plan),
     ]
     dense = plan.clone().view(-1, 4)  # 200 cuts in one sequence
     dense[0, 0] = 256
@@ -100,15 +106,15 @@ def test_no_plan_gives_wrong_results(case: dict) -> None:
         check(dict(case, plan=bad))
 
 
-def test_empty_batches(backend: str) -> None:
+def test_empty_batches(target: Target) -> None:
     for kinds in ([], ["causal"]):
-        built = Case([0] * len(kinds), kinds, causal_queries=0, padding=2).build()
+        built = target.case([0] * len(kinds), kinds, causal_queries=0, padding=2).build()
         plan = plan_of(built)
         assert ranges_of(plan) == [(0, 0, 0)]
         check(dict(built, plan=plan))
 
 
-def test_bad_lengths(backend: str) -> None:
+def test_bad_lengths(target: Target) -> None:
     """Lengths and offsets that make no sense still give a plan."""
     lens = torch.tensor([2**31 - 1, -5, 2**31 - 1], dtype=torch.int32)
     cu = torch.tensor([5, 2**31 - 1, -(2**31), 2**31 - 1], dtype=torch.int32)
@@ -116,7 +122,7 @@ def test_bad_lengths(backend: str) -> None:
     assert 1 <= int(plan[0]) <= 1024
 
 
-def test_plan_op(backend: str) -> None:
+def test_plan_op(target: Target) -> None:
     lens, cu = torch.tensor([100, 5000], dtype=torch.int32), torch.tensor([0, 3, 4], dtype=torch.int32)
     sizes = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "max_seqlen_q": 3}
     torch.library.opcheck(torch.ops.pagedtree.attention_plan, (lens, cu), sizes)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attention_case import LAYOUTS, Case, check, mask_words, random_tree
+from attention_case import LAYOUTS, Target, check, mask_words, random_tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedtree import DraftTree, reference, tree_attention
-from pagedtree._C import available_isas
 
 RNG = np.random.default_rng(7)
 CHAIN, BINARY, RANDOM = DraftTree.chain(5), DraftTree.full([2, 2, 2]), random_tree(RNG, 40)
@@ -19,34 +18,27 @@ PREFIXES = [0, 130, 61, 300, 1, 0]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@pytest.fixture(params=available_isas())
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, backend: str) -> str:
-    """Runs the test with each instruction set of this machine; only the cpu backend has them."""
-    if backend != "cpu":
-        pytest.skip("cpu only")
-    monkeypatch.setenv("PAGEDTREE_CPU_ISA", request.param)
-    return request.param
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-def test_dtypes_and_head_sizes(isa: str, dtype: torch.dtype, head_dim: int) -> None:
-    check(Case(PREFIXES, MIXED, dtype=dtype, head_dim=head_dim, poison=float("nan")).build())
+def test_dtypes_and_head_sizes(target: Target, dtype: torch.dtype, head_dim: int) -> None:
+    check(target.case(PREFIXES, MIXED, dtype=dtype, head_dim=head_dim, poison=float("nan")).build())
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (4, 1), (8, 8), (6, 2), (8, 1), (71, 1)])
-def test_groups(isa: str, heads: tuple[int, int]) -> None:
-    for dtype in DTYPES:
-        check(Case([100, 5], [BINARY, "causal"], heads=heads, dtype=dtype, causal_queries=1).build())
+def test_groups(target: Target, heads: tuple[int, int]) -> None:
+    for dtype in target.dtypes:
+        check(target.case([100, 5], [BINARY, "causal"], heads=heads, dtype=dtype, causal_queries=1).build())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("heads", "head_dim"), [((18, 9), 128), ((17, 17), 64), ((10, 5), 256)])
-def test_few_rows_of_many_heads(isa: str, heads: tuple[int, int], head_dim: int, layout: str) -> None:
+def test_few_rows_of_many_heads(target: Target, heads: tuple[int, int], head_dim: int, layout: str) -> None:
     """KV heads that share a row tile, their number odd; sequences long enough to be cut between and within tiles."""
+    if target.backend != "cpu":
+        pytest.skip("only the cpu backend has such row tiles")
     kinds = ["causal", DraftTree([-1, 0, 0]), BINARY, "causal", "causal"]
     for dtype in (torch.bfloat16, torch.float32):
-        case = Case([1500, 900, 70, 0, 3000], kinds, heads=heads, head_dim=head_dim, dtype=dtype, layout=layout,
+        case = target.case([1500, 900, 70, 0, 3000], kinds, heads=heads, head_dim=head_dim, dtype=dtype, layout=layout,
                     causal_queries=1, poison=float("nan"))  # fmt: skip
         check(case.build())
         check(case.build(window=300))
@@ -54,54 +46,54 @@ def test_few_rows_of_many_heads(isa: str, heads: tuple[int, int], head_dim: int,
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("page_size", [1, 7, 16, 61])
-def test_page_sizes_and_layouts(isa: str, page_size: int, layout: str) -> None:
-    dtype = DTYPES[page_size % 3]
-    check(Case(PREFIXES, MIXED, page_size=page_size, layout=layout, dtype=dtype, poison=float("inf")).build())
+def test_page_sizes_and_layouts(target: Target, page_size: int, layout: str) -> None:
+    dtype = target.dtypes[page_size % len(target.dtypes)]
+    check(target.case(PREFIXES, MIXED, page_size=page_size, layout=layout, dtype=dtype, poison=float("inf")).build())
 
 
 @pytest.mark.parametrize("page_size", [1, 7])
-def test_every_phase_of_the_length(isa: str, page_size: int) -> None:
+def test_every_phase_of_the_length(target: Target, page_size: int) -> None:
     lengths = list(range(page_size, 132, 5)) if page_size > 1 else list(range(55, 67))
     trees = [DraftTree([-1, 0, 0, 1, 2, 2]) for _ in lengths]
-    check(Case(lengths, trees, page_size=page_size, heads=(2, 1), poison=float("nan")).build())
+    check(target.case(lengths, trees, page_size=page_size, heads=(2, 1), poison=float("nan")).build())
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 5, 64, 100, 1000])
-def test_window_by_depth(isa: str, window: int) -> None:
-    check(Case(PREFIXES, MIXED, poison=float("nan")).build(window=window))
+def test_window_by_depth(target: Target, window: int) -> None:
+    check(target.case(PREFIXES, MIXED, poison=float("nan")).build(window=window))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [{"softcap": 20.0}, {"softcap": 3.0, "window": 70}, {"scale": -0.2}, {"sinks": 1}])
-def test_score_options(isa: str, options: dict, dtype: torch.dtype) -> None:
+def test_score_options(target: Target, options: dict, dtype: torch.dtype) -> None:
     if "sinks" in options:
         options = {"sinks": torch.tensor([0.5, -torch.inf, 7.0, -3.0])}
-    check(Case(PREFIXES, MIXED, dtype=dtype).build(**options))
+    check(target.case(PREFIXES, MIXED, dtype=dtype).build(**options))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("per_head", [False, True])
-def test_fp8_cache(isa: str, per_head: bool, dtype: torch.dtype) -> None:
+def test_fp8_cache(target: Target, per_head: bool, dtype: torch.dtype) -> None:
     k_scale, v_scale = torch.tensor([0.5, 2.0]), torch.tensor([3.0, 0.25])
     if not per_head:
         k_scale, v_scale = torch.tensor(0.5), torch.tensor(3.0)
-    case = Case(PREFIXES, MIXED, dtype=dtype, cache_dtype=torch.float8_e4m3fn, layout="packed", poison=float("nan"))
-    check(case.build(k_scale=k_scale, v_scale=v_scale))
+    stored = {"cache_dtype": torch.float8_e4m3fn, "layout": "packed", "poison": float("nan")}
+    check(target.case(PREFIXES, MIXED, dtype=dtype, **stored).build(k_scale=k_scale, v_scale=v_scale))
 
 
-def test_fp8_codes_are_exact(isa: str) -> None:
+def test_fp8_codes_are_exact(target: Target) -> None:
     """One key: the output is its V row."""
     codes = torch.arange(256, dtype=torch.uint8)
     codes[(codes & 0x7F) == 0x7F] = 0
     cache = codes.view(torch.float8_e4m3fn)[None, None, None]
     table, one = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     cu = torch.tensor([0, 1], dtype=torch.int32)
-    for dtype in DTYPES:
+    for dtype in target.dtypes:
         out = tree_attention(torch.zeros(1, 1, 256, dtype=dtype), cache, cache, table, one, cu)
         assert torch.equal(out.float()[0, 0], cache.float()[0, 0, 0])
 
 
-def test_half_values_are_exact(isa: str) -> None:
+def test_half_values_are_exact(target: Target) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         for start in range(0, 65536, 8192):
             words = torch.arange(start, start + 8192, dtype=torch.int32).to(torch.int16).view(32, 1, 256)
@@ -114,30 +106,33 @@ def test_half_values_are_exact(isa: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_trees_of_1000_nodes(isa: str, dtype: torch.dtype) -> None:
+def test_trees_of_1000_nodes(target: Target, dtype: torch.dtype) -> None:
     tree = random_tree(np.random.default_rng(3), 1000)
-    check(Case([37, 200], [tree, (tree, 50)], heads=(2, 1), dtype=dtype, poison=float("nan")).build())
+    check(target.case([37, 200], [tree, (tree, 50)], heads=(2, 1), dtype=dtype, poison=float("nan")).build())
 
 
-def test_fingerprint(isa: str) -> None:
-    """Q = K = 0 and V = 2^i: the output, times the number of visible keys, is the mask."""
-    tree = random_tree(np.random.default_rng(5), 20)
-    case = Case([0], [tree], heads=(1, 1)).build()
-    case["q"].zero_()
-    case["k_cache"].zero_()
-    slots = case["page_table"][0].long()[torch.arange(20) // 16], torch.arange(20) % 16
-    case["v_cache"][slots] = (2.0 ** torch.arange(20))[:, None, None]
-    out, lse = tree_attention(**case, return_lse=True)
-    mask = torch.from_numpy(tree.mask)
-    torch.testing.assert_close(lse[:, 0], mask.sum(1).float().log())
-    sums = (out[:, 0, 0].double() * mask.sum(1)).round().long()
-    assert torch.equal(sums, (mask * 2 ** torch.arange(20)).sum(1))
+def test_fingerprint(target: Target) -> None:
+    """Q = K = 0 and V of node i is unit vector i: the output, times the number of visible keys, is the mask."""
+    for prefix in (0, 45, 64, 100):
+        tree = random_tree(np.random.default_rng(5), 60)
+        case = target.case([prefix], [tree], heads=(1, 1)).build()
+        for name in ("q", "k_cache", "v_cache"):
+            case[name].zero_()
+        nodes = torch.arange(60)
+        pages, slots = case["page_table"][0].long()[(prefix + nodes) // 16], (prefix + nodes) % 16
+        case["v_cache"][pages, slots, 0, nodes] = 1
+        out, lse = tree_attention(**case, return_lse=True)
+        mask = torch.from_numpy(tree.mask).to(out.device)
+        visible = prefix + mask.sum(1)
+        torch.testing.assert_close(lse[:, 0], visible.float().log())
+        shares = out[:, 0, :60].double() * visible[:, None]
+        torch.testing.assert_close(shares, mask.double(), atol=0, rtol=0.004)
 
 
-def test_branches_equal_causal(isa: str) -> None:
+def test_branches_equal_causal(target: Target) -> None:
     """Each root-to-leaf path gives what causal attention over that path gives."""
     tree = RANDOM
-    case = Case([77], [tree], page_size=1).build()
+    case = target.case([77], [tree], page_size=1).build()
     out = tree_attention(**case)
     for leaf in np.flatnonzero(tree.first_child < 0):
         path = np.flatnonzero(tree.mask[leaf])
@@ -145,46 +140,47 @@ def test_branches_equal_causal(isa: str) -> None:
         causal = dict(case, page_table=keys, q=case["q"][path], tree_mask=None, tree_lens=None)
         causal["seq_lens"] = torch.tensor([77 + len(path)], dtype=torch.int32)
         causal["cu_seqlens_q"] = torch.tensor([0, len(path)], dtype=torch.int32)
-        torch.testing.assert_close(tree_attention(**causal), out[path], atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(tree_attention(**causal), out[path], **target.tolerance)
 
 
-def test_permuted_siblings_permute_outputs(isa: str) -> None:
+def test_permuted_siblings_permute_outputs(target: Target) -> None:
     tree = DraftTree([-1, 0, 0, 1, 1, 2, 2])
     order = [0, 2, 1, 5, 6, 3, 4]  # new index -> old
     other = DraftTree([-1, 0, 0, 1, 1, 2, 2])
-    case = Case([50], [tree], page_size=1).build()
+    case = target.case([50], [tree], page_size=1).build()
     moved = dict(case, q=case["q"][order], page_table=case["page_table"].clone())
     moved["page_table"][0, 50:57] = case["page_table"][0, 50:57][order]
-    moved["tree_mask"] = mask_words(other.mask, case["tree_mask"].shape[1])
-    torch.testing.assert_close(tree_attention(**moved), tree_attention(**case)[order], atol=1e-6, rtol=1e-5)
+    moved["tree_mask"] = mask_words(other.mask, case["tree_mask"].shape[1]).to(target.device)
+    torch.testing.assert_close(tree_attention(**moved), tree_attention(**case)[order], **target.tolerance)
 
 
-def test_any_mask_pattern(isa: str) -> None:
+def test_any_mask_pattern(target: Target) -> None:
     """Bits of no tree, rows of no bits, bits past the tree's length, a mask narrower than the tree."""
     for words, seed in ((1, 0), (2, 1), (4, 2)):
-        case = Case([3, 0, 90, 64], [RANDOM, RANDOM, BINARY, RANDOM], words=words, seed=seed).build()
+        case = target.case([3, 0, 90, 64], [RANDOM, RANDOM, BINARY, RANDOM], words=words, seed=seed).build()
         generator = torch.Generator().manual_seed(seed)
-        case["tree_mask"] = torch.randint(-(2**31), 2**31 - 1, case["tree_mask"].shape, generator=generator).int()
+        words_of = {"size": case["tree_mask"].shape, "generator": generator, "device": "cpu"}
+        case["tree_mask"] = torch.randint(-(2**31), 2**31 - 1, **words_of).to(case["tree_mask"])
         case["tree_mask"][::5] = 0
         for window in (0, 4):
             check(dict(case, window=window))
 
 
-def test_rows_that_see_nothing(isa: str) -> None:
-    case = Case([0, 0], [BINARY, BINARY], heads=(4, 2)).build()
+def test_rows_that_see_nothing(target: Target) -> None:
+    case = target.case([0, 0], [BINARY, BINARY], heads=(4, 2)).build()
     case["tree_mask"].zero_()
     out, lse = tree_attention(**case, return_lse=True)
     assert not out.any() and (lse == -torch.inf).all()
     sinks = torch.tensor([1.0, -torch.inf, 0.0, -5.0])
     out, lse = tree_attention(**case, sinks=sinks, return_lse=True)
     assert not out.any()
-    torch.testing.assert_close(lse, sinks.expand_as(lse))
+    torch.testing.assert_close(lse, sinks.expand_as(lse), atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kinds", [[], ["causal"], [BINARY, "causal", BINARY]])
-def test_empty(isa: str, kinds: list) -> None:
+def test_empty(target: Target, kinds: list) -> None:
     """B = 0, T = 0, sequences without queries or keys, only padding."""
-    case = Case([0] * len(kinds), kinds, causal_queries=0, padding=3)
+    case = target.case([0] * len(kinds), kinds, causal_queries=0, padding=3)
     check(case.build())
     case.padding = 0
     check(case.build())
@@ -193,8 +189,8 @@ def test_empty(isa: str, kinds: list) -> None:
     check(built)
 
 
-def test_padding_rows(isa: str) -> None:
-    case = Case([70, 3], [BINARY, CHAIN], padding=5).build()
+def test_padding_rows(target: Target) -> None:
+    case = target.case([70, 3], [BINARY, CHAIN], padding=5).build()
     out = torch.full_like(case["q"], float("nan"))
     result, lse = tree_attention(**case, out=out, return_lse=True)
     assert result is out
@@ -203,18 +199,18 @@ def test_padding_rows(isa: str) -> None:
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
 
 
-def test_out_is_strided(isa: str) -> None:
-    case = Case([70, 3], [BINARY, CHAIN]).build()
-    wide = torch.full((case["q"].shape[0], 4, 70), 9.0)
+def test_out_is_strided(target: Target) -> None:
+    case = target.case([70, 3], [BINARY, CHAIN]).build()
+    wide = torch.full((case["q"].shape[0], 4, 70), 9.0, dtype=case["q"].dtype)
     tree_attention(**case, out=wide[..., 3:67])
     assert torch.equal(wide[..., 3:67], tree_attention(**case))
     assert (wide[..., :3] == 9).all() and (wide[..., 67:] == 9).all()
 
 
-def test_strided_q_and_mask(isa: str) -> None:
-    case = Case([70, 3], [BINARY, CHAIN]).build()
+def test_strided_q_and_mask(target: Target) -> None:
+    case = target.case([70, 3], [BINARY, CHAIN]).build()
     expected = tree_attention(**case)
-    qkv = torch.randn(case["q"].shape[0], 9, 67)
+    qkv = torch.randn(case["q"].shape[0], 9, 67).to(case["q"])
     qkv[:, 2:6, 1:65] = case["q"]
     mask = torch.full((case["q"].shape[0], 5), -1, dtype=torch.int32)
     mask[:, :2] = case["tree_mask"]
@@ -225,8 +221,8 @@ def test_strided_q_and_mask(isa: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_threads_do_not_matter(isa: str, dtype: torch.dtype) -> None:
-    case = Case([3000, 17, 1500], [BINARY, RANDOM, "causal"], dtype=dtype).build()
+def test_threads_do_not_matter(target: Target, dtype: torch.dtype) -> None:
+    case = target.case([3000, 17, 1500], [BINARY, RANDOM, "causal"], dtype=dtype).build()
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -238,29 +234,45 @@ def test_threads_do_not_matter(isa: str, dtype: torch.dtype) -> None:
     assert all(torch.equal(a, b) for a, b in zip(single, several, strict=True))
 
 
-def test_max_seqlen_q_is_a_hint(backend: str) -> None:
-    case = Case(PREFIXES, MIXED).build()
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_thread_order_does_not_matter(target: Target, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever joins the pieces of a row tile, and whenever: the same bits."""
+    if target.backend != "simt":
+        pytest.skip("simt only")
+    kinds = [BINARY, RANDOM, "causal"]
+    case = target.case([1200, 17, 700], kinds, heads=(2, 1), head_dim=head_dim).build()
+    for hint in (8, 16, 64, 128):
+        expected = tree_attention(**case, max_seqlen_q=hint, return_lse=True)
+        for order in ("forward", "reverse", "random:1", "random:2"):
+            monkeypatch.setenv("PAGEDTREE_SIMT_ORDER", order)
+            result = tree_attention(**case, max_seqlen_q=hint, return_lse=True)
+            assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True)), (hint, order)
+        check(dict(case, max_seqlen_q=hint))
+
+
+def test_max_seqlen_q_is_a_hint(target: Target) -> None:
+    case = target.case(PREFIXES, MIXED).build()
     expected = tree_attention(**case)
     for hint in (0, 1, 7, 10**6):
-        torch.testing.assert_close(tree_attention(**case, max_seqlen_q=hint), expected, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(tree_attention(**case, max_seqlen_q=hint), expected, **target.tolerance)
 
 
-def test_causal_without_mask(backend: str) -> None:
-    case = Case([5, 300], ["causal", "causal"], causal_queries=90).build()
+def test_causal_without_mask(target: Target) -> None:
+    case = target.case([5, 300], ["causal", "causal"], causal_queries=90).build()
     check(dict(case, tree_mask=None, tree_lens=None))
     assert torch.equal(tree_attention(**dict(case, tree_mask=None, tree_lens=None)), tree_attention(**case))
 
 
-def test_prefill_longer_than_the_keys(isa: str) -> None:
+def test_prefill_longer_than_the_keys(target: Target) -> None:
     """More queries than keys: the first see nothing."""
-    case = Case([0], ["causal"], causal_queries=150).build()
+    case = target.case([0], ["causal"], causal_queries=150).build()
     case["seq_lens"] = torch.tensor([100], dtype=torch.int32)
     check(dict(case, tree_mask=None, tree_lens=None))
 
 
 @settings(max_examples=30)
 @given(data=st.data())
-def test_random_batches(backend: str, data: st.DataObject) -> None:
+def test_random_batches(target: Target, data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     batch = data.draw(st.integers(0, 5))
     kinds = []
@@ -268,12 +280,12 @@ def test_random_batches(backend: str, data: st.DataObject) -> None:
         tree = random_tree(rng, data.draw(st.integers(1, 70)))
         rectangular = (tree, data.draw(st.integers(0, tree.num_nodes)))
         kinds.append(data.draw(st.sampled_from(["causal", tree, rectangular])))
-    case = Case(
+    case = target.case(
         [data.draw(st.integers(0, 200)) for _ in kinds],
         kinds,
         page_size=data.draw(st.integers(1, 70)),
         heads=data.draw(st.sampled_from([(1, 1), (4, 2), (5, 1)])),
-        layout=data.draw(st.sampled_from(LAYOUTS)),
+        layout=data.draw(st.sampled_from(target.layouts)),
         causal_queries=data.draw(st.integers(0, 40)),
         poison=float("nan"),
         padding=data.draw(st.integers(0, 2)),

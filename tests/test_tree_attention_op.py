@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from attention_case import Case, check
+from attention_case import Target, check
 
 from pagedtree import DraftTree, reference, tree_attention
 
 TREE = DraftTree.full([2, 2])
 
 
-def small(**options: Any) -> dict[str, Any]:
-    return Case([20, 3], [TREE, "causal"], causal_queries=2).build(**options)
+def small(target: Target, **options: Any) -> dict[str, Any]:
+    return target.case([20, 3], [TREE, "causal"], causal_queries=2).build(**options)
 
 
 def split(case: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -22,9 +22,13 @@ def split(case: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(case[name] for name in first), {k: v for k, v in case.items() if k not in first}
 
 
-def test_opcheck(backend: str) -> None:
-    plain = dict(small(), tree_mask=None, tree_lens=None)
-    for case in (small(), small(softcap=5.0, window=3, sinks=torch.zeros(4), scale=0.3, max_seqlen_q=7), plain):
+def test_opcheck(target: Target) -> None:
+    plain = dict(small(target), tree_mask=None, tree_lens=None)
+    for case in (
+        small(target),
+        small(target, softcap=5.0, window=3, sinks=torch.zeros(4), scale=0.3, max_seqlen_q=7),
+        plain,
+    ):
         arguments, options = split(case)
         torch.library.opcheck(torch.ops.pagedtree.tree_attention.default, arguments, options)
         for lse in (None, torch.empty(9, 4)):
@@ -33,8 +37,8 @@ def test_opcheck(backend: str) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compile(backend: str, dynamic: bool) -> None:
-    case = small()
+def test_compile(target: Target, dynamic: bool) -> None:
+    case = small(target)
 
     def step(q: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
         first, lse = tree_attention(**dict(case, q=q), return_lse=True)
@@ -53,11 +57,11 @@ REFUSALS = [
     ("q", lambda t: t[..., :32], "of head size 64, 96, 128, 192 or 256"),
     ("q", lambda t: t.transpose(0, 2).contiguous().transpose(0, 2), "contiguous in its last dimension"),
     ("q", lambda t: t[:, :3], "of a number of heads that divides q's 3"),
-    ("k_cache", lambda t: t.half(), "of q's dtype Float or Float8_e4m3fn, got Half"),
+    ("k_cache", lambda t: t.bfloat16(), "of q's dtype DTYPE or Float8_e4m3fn, got BFloat16"),
     ("k_cache", lambda t: t[0], r"of shape \[\*, \*, \*, 64\]"),
     ("k_cache", lambda t: t[:, :0], "of a page size of at least 1"),
     ("v_cache", lambda t: t[1:], r"of shape \[\d+, 16, 2, 64\]"),
-    ("v_cache", lambda t: t.to(torch.float8_e4m3fn), "of dtype Float, got Float8_e4m3fn"),
+    ("v_cache", lambda t: t.to(torch.float8_e4m3fn), "of dtype DTYPE, got Float8_e4m3fn"),
     ("page_table", lambda t: t.long(), "of dtype Int, got Long"),
     ("page_table", lambda t: t[:1], r"of shape \[2, \*\]"),
     ("seq_lens", lambda t: t[:1], r"of shape \[2\], got \[1\]"),
@@ -76,14 +80,16 @@ REFUSALS = [
     ("v_scale", lambda _: torch.ones(2), "None for a cache that is not Float8_e4m3fn"),
     ("plan", lambda _: torch.zeros(5, dtype=torch.int32), "of shape"),
     ("out", lambda _: torch.zeros(9, 4, 32), r"of shape \[9, 4, 64\]"),
-    ("out", lambda _: torch.zeros(9, 4, 64).half(), "of dtype Float, got Half"),
+    ("out", lambda _: torch.zeros(9, 4, 64).bfloat16(), "of dtype DTYPE, got BFloat16"),
 ]
 
 
 @pytest.mark.parametrize(("name", "change", "message"), REFUSALS)
-def test_refusals(backend: str, name: str, change: Any, message: str) -> None:
-    case = small()
-    case[name] = change(case.get(name))
+def test_refusals(target: Target, name: str, change: Any, message: str) -> None:
+    case = small(target)
+    value = change(case.get(name))
+    case[name] = value.to(case["q"].dtype) if name == "out" and "dtype" not in message else value
+    message = message.replace("DTYPE", {torch.float32: "Float", torch.float16: "Half"}[target.dtypes[0]])
     # Where several arguments disagree, the message may name the other one.
     blamed = "k_cache" if "divides" in message else name
     out = case.setdefault("out", torch.full_like(case["q"], 7.0)) if name != "q" else None
@@ -92,8 +98,8 @@ def test_refusals(backend: str, name: str, change: Any, message: str) -> None:
     assert out is None or name == "out" or (out == 7).all()
 
 
-def test_fp8_scale_shapes(backend: str) -> None:
-    case = Case([20], [TREE], cache_dtype=torch.float8_e4m3fn, heads=(6, 3)).build()
+def test_fp8_scale_shapes(target: Target) -> None:
+    case = target.case([20], [TREE], cache_dtype=torch.float8_e4m3fn, heads=(6, 3)).build()
     check(dict(case, k_scale=torch.tensor([2.0]), v_scale=torch.tensor(2.0)))
     with pytest.raises(ValueError, match=r"`k_scale` must be a scalar or of shape \[3\], got \[6\]"):
         tree_attention(**case, k_scale=torch.ones(6))
@@ -105,9 +111,9 @@ def test_fp8_scale_shapes(backend: str) -> None:
     ("name", "value"),
     [("q", None), ("k_cache", None), ("seq_lens", None), ("window", "wide"), ("scale", "big"), ("plan", 3)],
 )
-def test_wrong_types(backend: str, name: str, value: Any) -> None:
+def test_wrong_types(target: Target, name: str, value: Any) -> None:
     with pytest.raises(TypeError):
-        tree_attention(**dict(small(), **{name: value}))
+        tree_attention(**dict(small(target), **{name: value}))
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -128,12 +134,13 @@ BAD_VALUES = [
 
 
 @pytest.mark.parametrize(("changes", "blamed"), BAD_VALUES)
-def test_bad_values(backend: str, changes: dict, blamed: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_values(target: Target, changes: dict, blamed: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unchecked: what the contract says comes out. Checked: a refusal that names the argument."""
-    case = dict(small(), **changes)
+    case = dict(small(target), **changes)
     out, lse = tree_attention(**case, return_lse=True)
     expected, expected_lse = reference.tree_attention(**case)
-    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    unit = {torch.float32: 1e-5, torch.float16: 4e-3}[case["q"].dtype]
+    torch.testing.assert_close(out.double(), expected, atol=unit, rtol=unit)
     torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
     monkeypatch.setenv("PAGEDTREE_CHECK", "1")
     if blamed is None:
@@ -144,17 +151,18 @@ def test_bad_values(backend: str, changes: dict, blamed: str | None, monkeypatch
 
 
 @pytest.mark.parametrize("offsets", [(0, 9, 4), (3, 5, 9), (0, 100, 200), (-5, 3, 2**31 - 1), (9, 4, 0)])
-def test_bad_offsets(backend: str, offsets: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_offsets(target: Target, offsets: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Never out of bounds; rows of no sequence are padding."""
-    case = dict(small(), cu_seqlens_q=ints(*offsets))
+    case = dict(small(target), cu_seqlens_q=ints(*offsets))
     tree_attention(**case)
     monkeypatch.setenv("PAGEDTREE_CHECK", "1")
     with pytest.raises(ValueError, match=r"tree_attention: `cu_seqlens_q.*` must be"):
         tree_attention(**case)
 
 
-def test_checked_calls_pass(value_checks: None) -> None:
-    case = Case([20, 3], [TREE, "causal"], causal_queries=2, padding=3).build()
+def test_checked_calls_pass(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDTREE_CHECK", "1")
+    case = target.case([20, 3], [TREE, "causal"], causal_queries=2, padding=3).build()
     check(case)
     check(dict(case, tree_mask=None, tree_lens=None))
     check(dict(case, tree_mask=None, tree_lens=ints(-1, -1)))
@@ -162,9 +170,34 @@ def test_checked_calls_pass(value_checks: None) -> None:
         tree_attention(**dict(case, tree_mask=None))
 
 
-def test_unknown_isa(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if backend != "cpu":
+def test_unknown_isa(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    if target.backend != "cpu":
         pytest.skip("cpu only")
     monkeypatch.setenv("PAGEDTREE_CPU_ISA", "mmx")
     with pytest.raises((ValueError, RuntimeError), match="PAGEDTREE_CPU_ISA must be one of"):
-        tree_attention(**small())
+        tree_attention(**small(target))
+
+
+def test_what_the_kernels_need(target: Target) -> None:
+    """Not the CPU's: 16-bit queries, rows of the cache at multiples of 16 bytes."""
+    if target.backend == "cpu":
+        pytest.skip("the cpu backend takes any")
+    case = small(target)
+    single = {name: case[name].float() for name in ("q", "k_cache", "v_cache")}
+    with pytest.raises(ValueError, match=r"`q` must be of dtype Half or BFloat16 .*, got Float"):
+        tree_attention(**dict(case, **single))
+    for name in ("k_cache", "v_cache"):
+        shape, memory = case[name].shape, torch.zeros(2 * case[name].numel(), dtype=case["q"].dtype)
+        slot = shape[2] * shape[3]
+        page = shape[1] * slot
+        for strides, offset in (
+            ((page, slot, shape[3]), 1),
+            ((page + 4, slot, shape[3]), 0),
+            ((page + 64, slot + 4, shape[3]), 0),
+            ((2 * page, slot + 64, shape[3] + 1), 0),
+        ):
+            view = memory.as_strided(shape, (*strides, 1), offset)
+            with pytest.raises(
+                ValueError, match=f"`{name}` must be of an address and strides that are multiples of 16"
+            ):
+                tree_attention(**dict(case, **{name: view}))

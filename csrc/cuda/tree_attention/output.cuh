@@ -65,21 +65,44 @@ struct PieceParts {
   }
 };
 
+// The states of one row's parts, joined.
+template <uint32_t kParts>
+struct JoinedState {
+  float maximum;
+  float sum;
+  float weights[kParts];
+
+  template <typename Parts>
+  __device__ __forceinline__ JoinedState(const Parts& parts, uint32_t row) : maximum(-kInfinity), sum(0.0f) {
+    float2 states[kParts];
+#pragma unroll
+    for (uint32_t part = 0; part < kParts; ++part) {
+      states[part] = parts.state(part, row);
+      maximum = fmaxf(maximum, states[part].x);
+    }
+#pragma unroll
+    for (uint32_t part = 0; part < kParts; ++part) {
+      weights[part] = states[part].x == -kInfinity ? 0.0f : ptx::ex2(states[part].x - maximum);
+      sum = __fmaf_rn(states[part].y, weights[part], sum);
+    }
+  }
+};
+
 struct ToPiece {
+  static constexpr bool kKeepsStates = true;
   Piece piece;
   uint32_t head_dim;
 
-  __device__ __forceinline__ void store(uint32_t row, uint32_t column, const float (&values)[8], float maximum,
-                                        float sum) const {
+  __device__ __forceinline__ void store(uint32_t row, uint32_t column, const float (&values)[8], float, float) const {
     float4* to = reinterpret_cast<float4*>(piece.out + row * head_dim + column);
     to[0] = make_float4(values[0], values[1], values[2], values[3]);
     to[1] = make_float4(values[4], values[5], values[6], values[7]);
-    if (column == 0) piece.states[row] = make_float2(maximum, sum);
   }
 };
 
 template <typename T>
 struct ToOutput {
+  static constexpr bool kKeepsStates = false;
   const TreeAttentionParams& p;
   const RowTile& tile;
   bool aligned;
@@ -116,25 +139,27 @@ struct ToOutput {
 template <typename I, typename Parts, typename Target>
 __device__ __forceinline__ void join(const Parts& parts, uint32_t rows, const Target& target) {
   constexpr uint32_t kVectors = I::kHeadDim / 8;
+  using State = JoinedState<Parts::kCount>;
   for (uint32_t i = ptx::thread_index(); i < rows * kVectors; i += I::kThreads) {
     const uint32_t row = i / kVectors, column = i % kVectors * 8;
-    float2 states[Parts::kCount];
-    float maximum = -kInfinity, sum = 0.0f, values[8] = {};
+    const State state(parts, row);
+    float values[8] = {};
 #pragma unroll
     for (uint32_t part = 0; part < Parts::kCount; ++part) {
-      states[part] = parts.state(part, row);
-      maximum = fmaxf(maximum, states[part].x);
-    }
-#pragma unroll
-    for (uint32_t part = 0; part < Parts::kCount; ++part) {
-      const float weight = states[part].x == -kInfinity ? 0.0f : ptx::ex2(states[part].x - maximum);
       const float4 low = parts.out(part, row, column), high = parts.out(part, row, column + 4);
       const float of_part[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-      sum = __fmaf_rn(states[part].y, weight, sum);
 #pragma unroll
-      for (int d = 0; d < 8; ++d) values[d] = __fmaf_rn(of_part[d], weight, values[d]);
+      for (int d = 0; d < 8; ++d) values[d] = __fmaf_rn(of_part[d], state.weights[part], values[d]);
     }
-    target.store(row, column, values, maximum, sum);
+    target.store(row, column, values, state.maximum, state.sum);
+  }
+  if constexpr (Target::kKeepsStates) {
+    __syncthreads();  // the target may be one of the parts, whose states all threads have read
+    const uint32_t row = ptx::thread_index();
+    if (row < rows) {
+      const State state(parts, row);
+      target.piece.states[row] = make_float2(state.maximum, state.sum);
+    }
   }
 }
 

@@ -19,7 +19,8 @@ struct Instance {
   static constexpr int kWords = ceil_div(kWarpKeys, kMaskWordBits);
   using QRows = Panels<kHeadDim * 2, kMTile>;
   using KvRows = Panels<kHeadDim* static_cast<int>(sizeof(Kv)), kShape.keys>;
-  static_assert(kShape.m_tile == kMTile && kAtoms * 16 * kShape.row_warps == kMTile && kWarpKeys % 16 == 0);
+  static_assert(kMTile <= kThreads && kShape.m_tile == kMTile && kAtoms * 16 * kShape.row_warps == kMTile &&
+                kWarpKeys % 16 == 0);
 };
 
 // Where the K and V rows of a key are; null: they read as zero.
