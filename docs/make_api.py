@@ -24,6 +24,7 @@ TITLES = {
     "tree": "Trees",
     "drafting": "Drafting",
     "attention": "Attention",
+    "cost": "Attention",
     "kv_cache": "KV cache",
     "sampling": "Sampling",
     "verdict": "Verification",

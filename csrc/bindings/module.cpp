@@ -4,6 +4,7 @@
 #include <string>
 #include <string_view>
 
+#include "bindings/explain.h"
 #include "cpu/isa.h"
 
 namespace py = pybind11;
@@ -47,6 +48,10 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "available_isas", [] { return split(pagedtree::cpu::available_isas(), ','); },
       "The CPU backend's instruction sets that this machine can run, best last.");
+  m.def("explain_attention", &pagedtree::explain_attention, py::arg("query_lens"), py::arg("seq_lens"),
+        py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("kv_bytes"),
+        py::arg("max_seqlen_q"), py::arg("num_sms"), py::arg("max_shared_bytes"),
+        "The CUDA kernel's tile and cuts for a batch; see pagedtree.explain.");
   m.def(
       "active_isa", [] { return pagedtree::cpu::isa_kernels().name; },
       "The one in use: the best, or that of PAGEDTREE_CPU_ISA. Raises RuntimeError where that one cannot run here.");

@@ -3,3 +3,14 @@ from typing import Any
 def build_info() -> dict[str, Any]: ...
 def available_isas() -> list[str]: ...
 def active_isa() -> str: ...
+def explain_attention(
+    query_lens: list[int],
+    seq_lens: list[int],
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    kv_bytes: int,
+    max_seqlen_q: int,
+    num_sms: int,
+    max_shared_bytes: int,
+) -> dict[str, int]: ...

@@ -1,6 +1,7 @@
 """Tree-masked paged attention and tree verification for speculative decoding."""
 
 from pagedtree.attention import attention_plan, merge_states, tree_attention
+from pagedtree.cost import AttentionCost, explain
 from pagedtree.drafting import (
     Draft,
     DraftState,
@@ -21,6 +22,7 @@ from pagedtree.verify import verify_greedy, verify_sampled
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionCost",
     "Commit",
     "Draft",
     "DraftState",
@@ -34,6 +36,7 @@ __all__ = [
     "commit",
     "compact_kv",
     "expand_tree",
+    "explain",
     "medusa_propose",
     "merge_states",
     "ngram_propose",

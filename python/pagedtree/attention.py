@@ -124,7 +124,8 @@ def attention_plan(
     Args:
         seq_lens: int32 [B]; cu_seqlens_q: int32 [B + 1]; tree_lens: int32 [B] or None. As for `tree_attention`.
         num_q_heads, num_kv_heads, head_dim, page_size: of the calls that the plan is for.
-        max_seqlen_q: the longest query length, a hint.
+        max_seqlen_q: the hint that the calls get; on CUDA another one there cuts the rows into other tiles, which
+            the plan then does not balance.
 
     Returns an int32 tensor of a fixed size on the device of seq_lens, to pass as plan=; it does not depend on the
     window, the mask or the dtype. Nothing is read on the host. Raises ValueError for wrong shapes, dtypes or sizes.

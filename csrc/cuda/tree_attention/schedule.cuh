@@ -56,10 +56,14 @@ __global__ void __launch_bounds__(kScheduleThreads)
   RangesShared& shared = ptx::shared<RangesShared>();
   const int32_t i = static_cast<int32_t>(threadIdx.x), num_planned = plan_ranges(plan, ranges.capacity);
   const WorkPosition end = range_start(shape, plan, num_planned, num_planned);
-  const WorkPosition start =
-      block_scan(shared.positions, range_start(shape, plan, num_planned, i),
-                 [](const WorkPosition& left, const WorkPosition& right) { return right.before(left) ? left : right; });
-  const bool used = i < num_planned && start.before(i + 1 < num_planned ? shared.positions[i + 1] : end);
+  const auto later = [](WorkPosition left, WorkPosition right) {
+    if (right.before(left)) right = left;
+    return right;
+  };
+  const WorkPosition start = block_scan(shared.positions, range_start(shape, plan, num_planned, i), later);
+  WorkPosition next = end;
+  if (i + 1 < num_planned) next = shared.positions[i + 1];
+  const bool used = i < num_planned && start.before(next);
   const int32_t index = block_scan(shared.counts, used ? 1 : 0, [](int32_t a, int32_t b) { return a + b; }) - 1;
   const int32_t count = shared.counts[blockDim.x - 1];
   __syncthreads();

@@ -1,0 +1,19 @@
+// What the CUDA attention kernel would do for given lengths; needs no GPU.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace pagedtree {
+
+namespace py = pybind11;
+
+// The tile, how it fits on the device, and the cuts of the plan. The caller has checked the arguments.
+py::dict explain_attention(const std::vector<int32_t>& query_lens, const std::vector<int32_t>& seq_lens,
+                           int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim, int32_t kv_bytes,
+                           int64_t max_seqlen_q, int32_t num_sms, int32_t max_shared_bytes);
+
+}  // namespace pagedtree

@@ -1,0 +1,110 @@
+"""What a call of `tree_attention` on CUDA costs, worked out on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["AttentionCost", "explain"]
+
+HEAD_DIMS = (64, 96, 128, 192, 256)
+
+
+@dataclass(frozen=True)
+class AttentionCost:
+    """Work, traffic and schedule of one call; made by `explain`."""
+
+    m_tile: int
+    """Rows (query tokens x heads of a KV head) of a tile."""
+    row_warps: int
+    """Warps of a CTA side by side along the rows."""
+    key_warps: int
+    """Warps of a CTA that share the keys of a stage."""
+    keys_per_stage: int
+    stages: int
+    """Stages of K and V in the ring in shared memory."""
+    shared_bytes: int
+    """Shared memory of a CTA."""
+    ctas_per_sm: int
+    row_tiles: int
+    kv_tiles: int
+    """Tiles of 64 keys over all row tiles."""
+    ranges: int
+    """Parts that the work is cut into, one for each CTA."""
+    cut_row_tiles: int
+    """Row tiles that a cut crosses, so that their keys are split among CTAs."""
+    pieces: int
+    """Partial results of those row tiles."""
+    bytes: int
+    """That must move: K and V once for each KV head, q, out, page table; and the pieces written and read."""
+    flops: int
+    """Of the rows that there are; every query counts as if it saw all keys of its sequence."""
+    executed_flops: int
+    """Of whole tiles, as the tensor cores execute them."""
+    floor_seconds: float
+    """max(bytes / bandwidth, executed_flops / rate): no run can be faster. Not a prediction."""
+
+
+def explain(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int = 16,
+    kv_bytes: int = 2,
+    max_seqlen_q: int | None = None,
+    num_sms: int = 132,
+    max_shared_bytes: int = 227 * 1024,
+    bandwidth: float = 4.8e12,
+    flops_per_second: float = 989e12,
+) -> AttentionCost:
+    """Tiles, cuts, bytes, flops and floor time of a call of `tree_attention` on CUDA. Needs no GPU.
+
+    Args:
+        query_lens, seq_lens: of each sequence; seq_lens count all keys, the new tokens' included.
+        num_q_heads, num_kv_heads, head_dim, page_size: of the call.
+        kv_bytes: of an element of the cache: 2, or 1 for float8_e4m3fn.
+        max_seqlen_q: the hint of the call; default ceil(T / B).
+        num_sms, max_shared_bytes: of the device: multiprocessors, shared memory that a CTA may ask for, in bytes.
+        bandwidth, flops_per_second: of the device, in bytes and flops a second; the defaults are nominal ones of
+            an H200.
+
+    Raises ValueError for sizes that `tree_attention` refuses.
+    """
+    from pagedtree import _C  # the ops do without it
+
+    if len(query_lens) != len(seq_lens):
+        raise ValueError(f"explain: `seq_lens` must have {len(query_lens)} entries, got {len(seq_lens)}")
+    for name, lengths in (("query_lens", query_lens), ("seq_lens", seq_lens)):
+        if any(not 0 <= n < 2**31 for n in lengths) or sum(query_lens) >= 2**31:
+            raise ValueError(f"explain: `{name}` must be in 0..2^31 - 1, the queries in total too, got {list(lengths)}")
+    if num_kv_heads < 1 or num_q_heads < 1 or num_q_heads % num_kv_heads:
+        raise ValueError(
+            f"explain: `num_q_heads` must be a multiple of num_kv_heads, got {num_q_heads} and {num_kv_heads}"
+        )
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"explain: `head_dim` must be one of {HEAD_DIMS}, got {head_dim}")
+    if kv_bytes not in (1, 2):
+        raise ValueError(f"explain: `kv_bytes` must be 1 or 2, got {kv_bytes}")
+    least_sizes = {"page_size": (page_size, 1), "num_sms": (num_sms, 1)}
+    least_sizes["max_shared_bytes"] = (max_shared_bytes, 99 * 1024)
+    for name, (size, least) in least_sizes.items():
+        if size < least:
+            raise ValueError(f"explain: `{name}` must be at least {least}, got {size}")
+    if max_seqlen_q is None:
+        max_seqlen_q = -(-sum(query_lens) // max(1, len(query_lens)))
+    schedule = _C.explain_attention(
+        list(query_lens), list(seq_lens), num_q_heads, num_kv_heads, head_dim, kv_bytes, max_seqlen_q, num_sms,
+        max_shared_bytes,
+    )  # fmt: skip
+    used = [s for n, s in zip(query_lens, seq_lens, strict=True) if n > 0]
+    traffic = 2 * sum(used) * num_kv_heads * head_dim * kv_bytes
+    traffic += 2 * sum(query_lens) * num_q_heads * head_dim * 2
+    traffic += 4 * sum(-(-s // page_size) for s in used)
+    traffic += 2 * schedule["pieces"] * schedule["m_tile"] * (head_dim + 2) * 4
+    flops = sum(4 * n * s for n, s in zip(query_lens, seq_lens, strict=True)) * num_q_heads * head_dim
+    executed = schedule["kv_tiles"] * 64 * schedule["m_tile"] * 4 * head_dim
+    floor = max(traffic / bandwidth, executed / flops_per_second)
+    return AttentionCost(bytes=traffic, flops=flops, executed_flops=executed, floor_seconds=floor, **schedule)
