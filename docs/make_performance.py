@@ -96,6 +96,28 @@ def verification(result: dict[str, Any], name: str) -> str:
     return machine_line(machine, name) + "\n" + note + "\n\n" + table(header, body)
 
 
+def kernels(result: dict[str, Any], name: str) -> str:
+    machine, rows = result["machine"], result["rows"]
+    architectures = list(rows[0]["registers"])
+    header = ["head dim", "rows of a tile", "cache", "warps (rows x keys)", "keys a stage", "stages", "shared memory"]
+    header += ["CTAs an SM", *(f"registers {architecture}" for architecture in architectures)]
+    body = [
+        [
+            *(str(row[key]) for key in ("head_dim", "m_tile", "cache", "warps", "keys_per_stage", "stages")),
+            f"{row['shared_bytes'] / 1024:.0f} KB",
+            str(row["ctas_per_sm"]),
+            *(str(row["registers"][architecture]) for architecture in architectures),
+        ]
+        for row in rows
+    ]
+    note = (
+        f"nvcc for {', '.join(machine['architectures'])}, {machine['date']}, commit {machine['commit']}"
+        f" (`benchmarks/results/{name}.json`); the whole library has {machine['library_bytes'] / 1e6:.1f} MB. Kernels for"
+        " fp16 are as those for bf16. Stages and CTAs as with 227 KB of shared memory for a CTA (Hopper)."
+    )
+    return note + "\n\n" + table(header, body)
+
+
 def times(result: dict[str, Any], name: str) -> str:
     rows = [[row["stage"], f"{row['seconds']:.0f} s"] for row in result["rows"]]
     return machine_line(result["machine"], name) + "\n\n" + table(["stage", "time"], rows)
@@ -106,6 +128,7 @@ SECTIONS = {
     "demo": ("demo", demo),
     "attention": ("tree_attention", attention),
     "verification": ("verify", verification),
+    "kernels": ("kernels", kernels),
     "build": ("build", times),
 }
 

@@ -1,0 +1,59 @@
+"""What the compiled attention kernels use, kept for docs/performance.md; needs cuobjdump, no GPU.
+
+python benchmarks/record_kernels.py [--json PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+
+from measure import machine_facts, save
+
+from pagedtree import _C, explain
+from pagedtree.cubin import cuda_library, read_kernels
+
+# fp16 and bf16 differ in the type of the instructions only.
+INSTANCE = re.compile(r"attention_kernel<Instance<__nv_bfloat16, (\w+), (\d+), (\d+)> >")
+CACHE_TYPES = {"__nv_bfloat16": ("bf16", 2), "Float8E4M3": ("e4m3", 1)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="where to write; default benchmarks/results/kernels.json")
+    args = parser.parse_args()
+    library = cuda_library()
+    if library is None:
+        print("this build has no CUDA library", file=sys.stderr)
+        return 1
+    instances: dict[tuple[int, int, str], dict[str, int]] = {}
+    for kernel in read_kernels(library):
+        if match := INSTANCE.match(kernel.name):
+            key = int(match[2]), int(match[3]), match[1]
+            instances.setdefault(key, {})[kernel.architecture] = kernel.registers
+    rows = []
+    for (head_dim, m_tile, cache_type), registers in sorted(instances.items()):
+        name, kv_bytes = CACHE_TYPES[cache_type]
+        cost = explain([m_tile], [4096], num_q_heads=1, num_kv_heads=1, head_dim=head_dim, kv_bytes=kv_bytes)
+        assert cost.m_tile == m_tile
+        rows.append(
+            {
+                "head_dim": head_dim,
+                "m_tile": m_tile,
+                "cache": name,
+                "warps": f"{cost.row_warps} x {cost.key_warps}",
+                "keys_per_stage": cost.keys_per_stage,
+                "stages": cost.stages,
+                "shared_bytes": cost.shared_bytes,
+                "ctas_per_sm": cost.ctas_per_sm,
+                "registers": registers,
+            }
+        )
+    build = {"architectures": _C.build_info()["cuda_architectures"], "library_bytes": library.stat().st_size}
+    save("kernels", rows, machine_facts() | build, args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
