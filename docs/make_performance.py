@@ -112,8 +112,8 @@ def kernels(result: dict[str, Any], name: str) -> str:
     ]
     note = (
         f"nvcc for {', '.join(machine['architectures'])}, {machine['date']}, commit {machine['commit']}"
-        f" (`benchmarks/results/{name}.json`); the whole library has {machine['library_bytes'] / 1e6:.1f} MB. Kernels for"
-        " fp16 are as those for bf16. Stages and CTAs as with 227 KB of shared memory for a CTA (Hopper)."
+        f" (`benchmarks/results/{name}.json`); the whole library has {machine['library_bytes'] / 1e6:.1f} MB."
+        " Kernels for fp16 are as those for bf16. Stages and CTAs as with 227 KB of shared memory for a CTA (Hopper)."
     )
     return note + "\n\n" + table(header, body)
 

@@ -261,7 +261,7 @@ def test_python_versions(version, tmp_path):
     library = PACKAGE / "lib"
     run(
         *("c++", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", *defines, *includes),
-        *(CSRC / "bindings" / "module.cpp", "-o", tmp_path / "_C.so"),
+        *(*sorted((CSRC / "bindings").glob("*.cpp")), "-o", tmp_path / "_C.so"),
         *(f"-L{library}", "-lpagedtree_cpu", f"-Wl,-rpath,{library}"),
     )
     program = "import _C; assert _C.available_isas()[0] == 'portable'; print(_C.build_info()['version'])"
