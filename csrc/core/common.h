@@ -23,7 +23,7 @@ PT_HOST_DEVICE constexpr int64_t element_size(DType dtype) {
 constexpr int kMaxTreeNodes = 1024;
 constexpr int kMaxCandidates = 1 << 20;  // of a growing draft tree, before its best nodes are chosen
 constexpr int kMaxNgram = 64;
-constexpr int64_t kMaxVocab = 1 << 21;
+constexpr int64_t kMaxVocab = 1 << 20;
 constexpr int kMaskWordBits = 32;
 
 template <typename T>

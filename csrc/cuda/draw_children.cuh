@@ -11,6 +11,7 @@ struct ChildrenShared {
   RadixMasses masses;
   uint64_t targets[kMaxTreeNodes];
 };
+static_assert(sizeof(ChildrenShared) <= 99 << 10);  // what every GPU from sm_80 on gives
 
 // Tokens as integer masses; the law is mass / total. A token of no mass is never drawn, and has probability 0.
 template <DType kDType>

@@ -150,18 +150,22 @@ __device__ __forceinline__ float ranked_value(uint64_t rank) {
 
 template <DType kDType>
 __device__ __forceinline__ Peak find_peak(const LogitReader<kDType>& row, BlockShared& shared) {
-  uint64_t best = 0;
+  float most = -kInfinity;
+  int64_t first = 0;  // token with that logit, of this thread's
   bool nan = false;
   row.each_raw([&](int64_t token, const float (&four)[4]) {
     const uint32_t allowed = row.allowed_four(token);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (token + i >= row.vocab()) continue;
-      nan = nan || four[i] != four[i];
-      best = max_of(best, ranked(row.clean(four[i], allowed >> i & 1u), token + i));
+      const float logit = row.clean(four[i], allowed >> i & 1u);
+      if (logit > most) {
+        most = logit;
+        first = token + i;
+      }
+      nan = nan || (four[i] != four[i] && token + i < row.vocab());
     }
   });
-  best = block_max(shared, best);
+  const uint64_t best = block_max(shared, ranked(most, first));
   return {.logit = ranked_value(best), .token = ranked_id(best), .has_nan = __syncthreads_or(nan) != 0};
 }
 
@@ -221,7 +225,10 @@ __device__ __forceinline__ Filter find_filter(const LogitReader<kDType>& row, co
   const bool by_count = law.top_k > 0 && law.top_k < row.vocab();
   if (!by_mass && !by_count) return filter;
 
-  const LogitItems<kDType> items{row, scale, law.joint ? -kInfinity : filter.min_x};
+  // Only a count looks at tokens of no mass.
+  constexpr float kWeightless = -23.0f;
+  const float view_min_x = law.joint ? -kInfinity : filter.min_x;
+  const LogitItems<kDType> items{row, scale, by_count ? view_min_x : max_of(view_min_x, kWeightless)};
   const auto weight = [&](uint32_t key) { return weight_of<ScalarMath>(scale(logit_of_key<ScalarMath>(key))); };
   RadixMasses* masses = by_mass ? &scratch : nullptr;
   tabulate(shared, masses, shared.first, items, weight, 0, 0);

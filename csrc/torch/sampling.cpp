@@ -13,7 +13,7 @@ LogitsParams logits_params(const Check& check, const Tensor& logits) {
   const auto dtypes = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16};
   check.tensor(logits, "logits", dtypes, {kAnySize, kAnySize}, Strides::kLastContiguous);
   check.that(logits.size(1) >= 1, "logits", "of at least one column", Check::text(logits.sizes()));
-  check.that(logits.size(1) <= kMaxVocab, "logits", "of at most 2^21 columns", Check::text(logits.sizes()));
+  check.that(logits.size(1) <= kMaxVocab, "logits", "of at most 2^20 columns", Check::text(logits.sizes()));
   LogitsParams params{};
   params.data = logits.const_data_ptr();
   params.num_rows = logits.size(0);

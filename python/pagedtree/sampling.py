@@ -99,7 +99,7 @@ def sample(logits: Tensor, params: SamplingParams, *, seeds: Tensor, positions: 
     """Draws one token a row: int64 [R].
 
     Args:
-        logits: [R, V] float16, bfloat16 or float32, read in their own dtype; row stride >= V, V in 1..2^21.
+        logits: [R, V] float16, bfloat16 or float32, read in their own dtype; row stride >= V, V in 1..2^20.
         params: scalars, or tensors [R].
         seeds: int64 [R], any value; the same seed and position draw the same token from the same logits.
         positions: int64 [R], the position whose successor is drawn (`verify_sampled` draws at a node's position).

@@ -14,9 +14,10 @@ struct Totals {
   uint64_t count, mass;
 };
 
-// A column a lane, so that lanes of a warp never meet in one bin; few where a single warp has few items.
-using Columns = uint32_t[kBins * 32];
-__device__ __forceinline__ unsigned num_columns() { return blockDim.x == 32 ? 4 : 32; }
+// Lanes sum up in columns of their own, so that they seldom meet in one bin; few where a single warp has few items.
+constexpr unsigned kMaxColumns = 16;
+using Columns = uint32_t[kBins * kMaxColumns];
+__device__ __forceinline__ unsigned num_columns() { return blockDim.x == 32 ? 4 : kMaxColumns; }
 
 struct RadixShared {
   BlockShared block;
@@ -27,11 +28,11 @@ struct RadixShared {
   Columns counts;
 };
 
-// Masses are summed in two halves, so that a column holds a 32nd of the largest vocabulary.
+// Masses are summed in two halves, so that a column holds its part of the largest vocabulary.
 struct RadixMasses {
   Columns low, high;
 };
-static_assert(kMaxVocab / 32 * 0xffff <= 0xffffffff);
+static_assert(kMaxVocab / kMaxColumns * 0xffff <= 0xffffffff);
 
 // The largest key such that the items at or above it reach some target.
 struct Cut {
@@ -57,8 +58,8 @@ __device__ __forceinline__ void tabulate(RadixShared& shared, RadixMasses* masse
     atomicAdd(&shared.counts[cell], 1u);
     if (masses == nullptr) return;
     const uint32_t mass = weight(key);
-    atomicAdd(&masses->low[cell], mass & 0xffffu);
-    atomicAdd(&masses->high[cell], mass >> 16);
+    if ((mass & 0xffffu) != 0) atomicAdd(&masses->low[cell], mass & 0xffffu);
+    if (mass >> 16 != 0) atomicAdd(&masses->high[cell], mass >> 16);
   });
   __syncthreads();
   for (unsigned bin = threadIdx.x; bin < kBins; bin += blockDim.x) {
