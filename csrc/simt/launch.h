@@ -9,6 +9,23 @@
 
 namespace pagedtree::simt {
 
+// Takes launches instead of the machine, for tests of the compiled kernels: gets the parameters as they lie for a GPU.
+// Returns 0 where it leaves the launch to the machine.
+using Executor = int (*)(const void* kernel, const unsigned* grid, const unsigned* block, size_t shared_bytes,
+                         const unsigned char* params, size_t param_bytes);
+Executor& executor();
+
+template <typename... Params>
+std::vector<unsigned char> packed(const Params&... params) {
+  std::vector<unsigned char> bytes;
+  const auto append = [&]<typename T>(const T& param) {
+    bytes.resize((bytes.size() + alignof(T) - 1) / alignof(T) * alignof(T) + sizeof(T));
+    std::memcpy(bytes.data() + bytes.size() - sizeof(T), &param, sizeof(T));
+  };
+  (append(params), ...);
+  return bytes;
+}
+
 template <typename... Params, typename... Arguments>
 void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, Arguments&&... arguments) {
   struct Call {
@@ -16,6 +33,14 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_byte
     std::tuple<std::remove_cvref_t<Params>...> arguments;
   };
   const Call call{kernel, {std::forward<Arguments>(arguments)...}};
+  if (executor() != nullptr) {
+    const auto params = std::apply(packed<std::remove_cvref_t<Params>...>, call.arguments);
+    const unsigned grid_sizes[3] = {grid.x, grid.y, grid.z}, block_sizes[3] = {block.x, block.y, block.z};
+    if (executor()(reinterpret_cast<const void*>(kernel), grid_sizes, block_sizes, shared_bytes, params.data(),
+                   params.size()) != 0) {
+      return;
+    }
+  }
   const auto run = [](const void* params) {
     const auto& c = *static_cast<const Call*>(params);
     std::apply(c.kernel, c.arguments);

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "core/common.h"
-#include "simt/device.h"
+#include "simt/launch.h"
 
 namespace pagedtree::simt {
 namespace {
@@ -89,6 +89,16 @@ Statistics& statistics() {
 Machine& machine() {
   static Machine instance;
   return instance;
+}
+
+Executor& executor() {
+  static Executor instance = nullptr;
+  return instance;
+}
+
+// For tests, which load the library a second time.
+extern "C" __attribute__((visibility("default"))) void pagedtree_simt_set_executor(Executor chosen) {
+  executor() = chosen;
 }
 
 bool Site::operator==(const Site& other) const {
