@@ -106,6 +106,28 @@ def test_no_plan_gives_wrong_results(target: Target, case: dict) -> None:
         check(dict(case, plan=bad))
 
 
+def test_many_pieces(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cut before every KV tile of every row tile: up to 20 pieces are joined."""
+    if target.backend != "simt":
+        pytest.skip("simt only: elsewhere the number of ranges is not ours to choose")
+    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "100:227")
+    case = target.case([1200, 70, 300], [DraftTree.chain(4), "causal", "causal"], heads=(4, 2)).build()
+    expected = tree_attention(**case, return_lse=True)
+    tiles = [-(-int(s) // KV_TILE) for s in case["seq_lens"]]
+    starts = [(b, row, kv) for b, count in enumerate(tiles) for row in range(2) for kv in range(count)]
+    for keep in (starts, starts[::2], [s for s in starts if s[2] != 3]):
+        plan = torch.zeros(1025, 4, dtype=torch.int32)
+        plan[0, 0] = len(keep)
+        plan[1 : 1 + len(keep), :3] = torch.tensor(keep)
+        result = tree_attention(**case, plan=plan.view(-1), max_seqlen_q=4, return_lse=True)
+        for order in ("forward", "reverse", "random:3"):
+            monkeypatch.setenv("PAGEDTREE_SIMT_ORDER", order)
+            again = tree_attention(**case, plan=plan.view(-1), max_seqlen_q=4, return_lse=True)
+            assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True))
+        torch.testing.assert_close(result[0], expected[0], **target.tolerance)
+        torch.testing.assert_close(result[1], expected[1], atol=1e-5, rtol=1e-5)
+
+
 def test_empty_batches(target: Target) -> None:
     for kinds in ([], ["causal"]):
         built = target.case([0] * len(kinds), kinds, causal_queries=0, padding=2).build()

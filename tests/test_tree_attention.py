@@ -240,14 +240,37 @@ def test_thread_order_does_not_matter(target: Target, head_dim: int, monkeypatch
     if target.backend != "simt":
         pytest.skip("simt only")
     kinds = [BINARY, RANDOM, "causal"]
-    case = target.case([1200, 17, 700], kinds, heads=(2, 1), head_dim=head_dim).build()
+    case = target.case([700, 17, 300], kinds, heads=(2, 1), head_dim=head_dim).build()
     for hint in (8, 16, 64, 128):
         expected = tree_attention(**case, max_seqlen_q=hint, return_lse=True)
-        for order in ("forward", "reverse", "random:1", "random:2"):
+        for order in ("forward", "reverse", "random:1"):
             monkeypatch.setenv("PAGEDTREE_SIMT_ORDER", order)
             result = tree_attention(**case, max_seqlen_q=hint, return_lse=True)
             assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True)), (hint, order)
         check(dict(case, max_seqlen_q=hint))
+
+
+@pytest.mark.parametrize("device", ["1:99", "3:163", "40:99"])
+def test_device_does_not_matter(target: Target, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More or fewer cuts and stages, other CTAs an SM: the same within rounding, and each repeats its own bits."""
+    if target.backend != "simt":
+        pytest.skip("simt only")
+    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", device)
+    for head_dim, stored in (
+        (64, None),
+        (96, torch.float8_e4m3fn),
+        (128, None),
+        (128, torch.float8_e4m3fn),
+        (256, None),
+    ):
+        kinds, options = [BINARY, RANDOM, "causal"], {"head_dim": head_dim, "cache_dtype": stored}
+        case = target.case([700, 17, 300], kinds, heads=(2, 1), poison=float("nan"), **options).build()
+        case["v_scale"] = None if stored is None else torch.tensor(1.0)
+        for hint in (8, 64):
+            first = tree_attention(**case, max_seqlen_q=hint, return_lse=True)
+            again = tree_attention(**case, max_seqlen_q=hint, return_lse=True)
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+            check(dict(case, max_seqlen_q=hint))
 
 
 def test_max_seqlen_q_is_a_hint(target: Target) -> None:

@@ -1,6 +1,7 @@
 #include "simt/machine.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <mutex>
 #include <numeric>
@@ -74,6 +75,19 @@ Order order_from_environment() {
     if (*end == '\0' && end != value.c_str() + random.size() + 1) return {Order::kRandom, seed};
   }
   throw Error("PAGEDTREE_SIMT_ORDER must be forward, reverse, random or random:SEED, got " + value);
+}
+
+Device device_from_environment() {
+  const char* variable = std::getenv("PAGEDTREE_SIMT_DEVICE");
+  if (variable == nullptr) return {};
+  int num_sms = 0, kilobytes = 0, length = 0;
+  const int max_kilobytes = static_cast<int>(Machine::kMaxSharedBytes >> 10);
+  if (std::sscanf(variable, "%d:%d%n", &num_sms, &kilobytes, &length) != 2 || variable[length] != '\0' || num_sms < 1 ||
+      num_sms > 1024 || kilobytes < 48 || kilobytes > max_kilobytes) {
+    throw Error("PAGEDTREE_SIMT_DEVICE must be SMS:KILOBYTES with 1..1024 SMs and 48.." +
+                std::to_string(max_kilobytes) + " KB, got " + variable);
+  }
+  return {num_sms, kilobytes << 10};
 }
 
 Options& options() {

@@ -21,9 +21,16 @@ struct Order {
 // Of PAGEDTREE_SIMT_ORDER (forward, reverse, random or random:SEED), read anew at each launch.
 Order order_from_environment();
 
+// The device that launchers are told they have: by PAGEDTREE_SIMT_DEVICE=SMS:KILOBYTES, default 4:227, read anew each
+// time.
+struct Device {
+  int num_sms = 4;
+  int max_shared_bytes = 227 << 10;  // of a block
+};
+Device device_from_environment();
+
 struct Options {
   std::optional<Order> order;  // none: order_from_environment()
-  int num_sms = 4;             // what a launcher is told that sizes its grid by the device
   bool mma_truncates = false;  // tensor cores round sums towards zero
 };
 Options& options();

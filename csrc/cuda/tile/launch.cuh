@@ -67,7 +67,8 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_byte
 #else
 
 inline DeviceLimits device_limits() {
-  return {simt::options().num_sms, static_cast<int>(simt::Machine::kMaxSharedBytes)};
+  const simt::Device device = simt::device_from_environment();
+  return {device.num_sms, device.max_shared_bytes};
 }
 
 template <typename... Params, typename... Arguments>

@@ -18,7 +18,9 @@ struct Panels {
   // Unsigned throughout: the compiler then sees which bits come from the lane and which are constants.
   static __device__ __forceinline__ uint32_t offset(uint32_t row, uint32_t chunk) {
     constexpr uint32_t kWideChunks = kWide * 8, kMost = kWideChunks + kHalf * 4;
-    if (chunk < kWideChunks) return chunk / 8 * 128 * kRows + in_panel<8>(row, chunk % 8);
+    if constexpr (kWideChunks != 0) {
+      if (chunk < kWideChunks) return chunk / 8 * 128 * kRows + in_panel<8>(row, chunk % 8);
+    }
     if (chunk < kMost) return kWideChunks * 16 * kRows + in_panel<4>(row, (chunk - kWideChunks) % 4);
     return kMost * 16 * kRows + in_panel<2>(row, (chunk - kMost) % 2);
   }
