@@ -29,6 +29,7 @@ TITLES = {
     "sampling": "Sampling",
     "verdict": "Verification",
     "verify": "Verification",
+    "verify_drafts": "Verification",
     "step": "A whole step",
 }
 

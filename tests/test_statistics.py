@@ -11,9 +11,20 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from rule_case import ToyPair
+from test_verify_drafts import LOSSLESS, RULES, compare_with_target, three_tokens
 from torch import Tensor
 
-from pagedtree import SamplingParams, Verdict, build_trees, reference, sample, verify_sampled
+from pagedtree import (
+    SamplingParams,
+    Verdict,
+    build_trees,
+    reference,
+    sample,
+    verify_rejection,
+    verify_sampled,
+    verify_traversal,
+)
 
 pytestmark = pytest.mark.stats
 
@@ -132,6 +143,28 @@ def test_verify_sampled(device, law):
     counts, verdict = pairs_of(device, law)
     assert excess(counts, pair_law(law)) < LIMIT
     assert (verdict.num_accepted == 2).any() and (verdict.num_accepted == 0).any()
+
+
+# Rules that weigh drafts ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rule", "law", "tree"), LOSSLESS, ids=str)
+def test_rules_that_weigh_drafts(device, rule, law, tree):
+    assert compare_with_target(RULES[rule][1], ToyPair(4, 5), tree, law, COUNT, device) < LIMIT
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_across_steps(device, rule):
+    assert three_tokens(RULES[rule][1], COUNT, device) < LIMIT
+
+
+@pytest.mark.parametrize(("told", "drawn"), [("iid", "swor"), ("swor", "iid")])
+@pytest.mark.parametrize("rule", [verify_rejection, verify_traversal], ids=lambda rule: rule.__name__)
+def test_a_wrong_draft_law_is_seen(device, rule, told, drawn):
+    def mistaken(*arguments, draft_law, **given):
+        return rule(*arguments, draft_law=told, **given)
+
+    assert compare_with_target(mistaken, ToyPair(4, 5), [-1, 0, 0], drawn, COUNT, device) > LIMIT
 
 
 # Errors that the comparisons must see -------------------------------------------------------------------------------

@@ -21,6 +21,10 @@ struct Backend {
   void (*build_trees)(const BuildTreesParams&, const ExecContext&);
   void (*sample)(const SampleParams&, const ExecContext&);
   void (*verify_sampled)(const VerifyParams&, const ExecContext&);  // greedy is temperature 0
+  void (*verify_rejection)(const RatioParams&, const ExecContext&);
+  void (*verify_block)(const RatioParams&, const ExecContext&);
+  void (*verify_typical)(const RatioParams&, const ExecContext&);
+  void (*verify_traversal)(const RatioParams&, const ExecContext&);
   void (*expand_tree)(const ExpandTreeParams&, const ExecContext&);
   void (*rerank_tree)(const RerankTreeParams&, const ExecContext&);
   void (*ngram_propose)(const NgramProposeParams&, const ExecContext&);

@@ -92,6 +92,21 @@ struct VerifyParams {
   int32_t max_depth;
 };
 
+// How a node's children were chosen: drawn independently, drawn without replacement, or not drawn at all.
+enum class DraftLaw : int32_t { kIid, kSwor, kOneHot };
+
+// Verification that weighs the target's law against the law of the drafts.
+struct RatioParams {
+  VerifyParams verify;
+  LogitsParams draft;             // M rows of V: the laws that children were drawn from; data null under kOneHot
+  SamplingParams draft_sampling;  // of B; temperature null: `draft` holds probabilities, else logits
+  TokenIds draft_rows;            // [N] the row of `draft` for a node's children, data null: row n
+  const float* coins;             // [N] or null
+  const float* final_coins;       // [B] or null
+  DraftLaw law;
+  float epsilon, delta;  // verify_typical's
+};
+
 enum class GrowthLaw : int32_t { kTopK, kIid, kSwor };
 
 // One level more: B sequences of C candidates, of which F are the frontier; K children each, then a frontier of G.

@@ -9,8 +9,8 @@ namespace pagedtree {
 // What a draw is for. Two uses at one position never share words; the values are part of every seeded result.
 enum class RandomUse : uint32_t {
   kGumbel = 0,     // word id % 4 of block id / 4: the noise of token id, shared by sample and verify_sampled
-  kCoin = 1,       // word 0 of block r: the acceptance coin of sibling rank r
-  kFinalDraw = 2,  // word 0 of block 0: the bonus
+  kCoin = 1,       // words 0 and 1 of block r: the acceptance coin of sibling rank r
+  kFinalDraw = 2,  // words 0 and 1 of block 0: the bonus
   kDraft = 3,      // a draft model's own draws
 };
 
@@ -37,6 +37,14 @@ PT_HOST_DEVICE void philox(uint64_t seed, int64_t position, typename M::Uint ind
   words[1] = c1;
   words[2] = c2;
   words[3] = c3;
+}
+
+// A number in [0, 1), a multiple of 2^-53.
+PT_HOST_DEVICE double uniform_of(uint64_t seed, int64_t position, uint32_t index, RandomUse use) {
+  uint32_t words[4];
+  philox<ScalarMath>(seed, position, index, use, words);
+  const uint64_t bits = static_cast<uint64_t>(words[0]) << 32 | words[1];
+  return static_cast<double>(bits >> 11) * (1.0 / 9007199254740992.0);
 }
 
 // floor(total * u) for the 64-bit fraction u of two words: an integer below `total`.

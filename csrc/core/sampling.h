@@ -84,6 +84,12 @@ PT_HOST_DEVICE typename M::Uint weight_of(typename M::Float x) {
   return M::to_uint(M::fma(exp_exact<M>(x), M::splat(2147483648.0f), M::splat(0.5f)));
 }
 
+// The mass of a token with all the precision of a float, 1 at the maximum; 0 where it is below e^-87.
+template <typename M>
+PT_HOST_DEVICE typename M::Float mass_of(typename M::Float x) {
+  return M::select(x >= -87.0f, exp_exact<M>(x), M::splat(0.0f));
+}
+
 // The tokens that the filters keep: by clean logit, so that tokens tie exactly when their logits are equal; of those
 // at the threshold the lower ids.
 struct Filter {
@@ -120,6 +126,16 @@ PT_HOST_DEVICE typename M::Float logit_of_key(typename M::Uint key) {
   const auto negative = (key >> 31) - 1u;  // all ones where the logit is negative
   return M::template bits<typename M::Float>(key ^ (negative | 0x80000000u));
 }
+
+// The law of a row: a token that the filter keeps has the mass of its scaled logit.
+struct RowLaw {
+  LogitRow row;
+  Scale scale;
+  Filter filter;
+  int64_t best;  // the lowest of the likeliest tokens
+  bool uniform;  // no finite logit: all of them read as zero
+  bool bad;      // NaN, or no finite logit
+};
 
 // One drawn token, and whether the row was bad: a NaN, or no finite logit.
 struct Draw {

@@ -1,7 +1,7 @@
 // Draws a draft node's children from the filtered law of its row of logits, and writes the law down.
 #include "core/drafting.h"
 #include "cpu/isa.h"
-#include "cpu/tile/filter.h"
+#include "cpu/tile/law.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
@@ -108,31 +108,9 @@ static inline void draw_from(const Masses<T>& masses, const ChildrenDraw& draw) 
   }
 }
 
-template <typename T>
-static inline void draw_children_of(const LogitRow& row, const Law& law, const ChildrenDraw& draw,
-                                    FilterScratch& scratch) {
-  const Peak peak = find_peak<T>(row);
-  const bool greedy = law.temperature == 0.0f;
-  Filter filter;
-  if (peak.logit == -kInfinity) {
-    if (greedy) filter = {.min_logit = 0.0f, .tie_end = 1};
-    return draw_from(Masses<UniformLogit>{row, {0.0f, 1.0f}, filter}, draw);
-  }
-  const Scale scale{peak.logit, greedy ? 1.0f : inverse_temperature(law.temperature)};
-  filter =
-      greedy ? Filter{.min_logit = peak.logit, .tie_end = peak.token + 1} : find_filter<T>(row, law, scale, scratch);
-  draw_from(Masses<T>{row, scale, filter}, draw);
-}
-
 void draw_children(const LogitRow& row, const Law& law, const ChildrenDraw& draw, FilterScratch& scratch) {
-  switch (row.dtype) {
-    case DType::kFloat16:
-      return draw_children_of<Float16>(row, law, draw, scratch);
-    case DType::kBFloat16:
-      return draw_children_of<BFloat16>(row, law, draw, scratch);
-    default:
-      return draw_children_of<float>(row, law, draw, scratch);
-  }
+  const RowLaw found = with_logits(row.dtype, [&]<typename T>() { return find_law<T>(row, law, scratch); });
+  with_logits(found, [&]<typename T>() { draw_from(Masses<T>{row, found.scale, found.filter}, draw); });
 }
 
 }  // namespace pagedtree::cpu::PAGEDTREE_ISA

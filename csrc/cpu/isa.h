@@ -7,6 +7,7 @@
 
 #include "core/backend.h"
 #include "core/drafting.h"
+#include "core/traversal.h"
 #include "cpu/attention/work.h"
 
 namespace pagedtree::cpu {
@@ -27,6 +28,19 @@ struct FilterScratch {
   RowTotals low_blocks[kBlocks];
 };
 
+// Tokens whose masses are summed together, in an order of their own: part of every sampled result.
+constexpr int kLawBlock = 1024;
+struct LawScratch {
+  FilterScratch filter;
+  double block_sums[kMaxVocab / kLawBlock];
+  float target[kLawBlock];
+  float draft[kLawBlock];
+  int32_t tried[kMaxTreeNodes];
+  int16_t parents[kMaxTreeNodes];
+  int16_t depths[kMaxTreeNodes];
+  TraversalFrame* frames;  // [max_depth + 1], verify_traversal's
+};
+
 struct IsaKernels {
   const char* name;
   Draw (*draw_token)(const LogitRow& row, const Law& law, uint64_t seed, int64_t position, FilterScratch& scratch);
@@ -36,6 +50,10 @@ struct IsaKernels {
   // finite. Returns the sum of exp(logit - best logit) if asked to.
   double (*top_tokens)(const LogitRow& row, int32_t k, bool with_sum, int64_t* tokens, float* logits);
   void (*draw_children)(const LogitRow& row, const Law& law, const ChildrenDraw& draw, FilterScratch& scratch);
+  void (*verify_rejection)(const RatioParams&, int64_t b, LawScratch& scratch);
+  void (*verify_block)(const RatioParams&, int64_t b, LawScratch& scratch);
+  void (*verify_typical)(const RatioParams&, int64_t b, LawScratch& scratch);
+  void (*verify_traversal)(const RatioParams&, int64_t b, LawScratch& scratch);
   void (*attend)(const TreeAttentionParams&, const AttentionRange&);
   void (*merge_pieces)(const TreeAttentionParams&, const AttentionRanges&, int32_t range);
   void (*merge_states)(const MergeStatesParams&, int64_t begin, int64_t end);  // rows token * H + head

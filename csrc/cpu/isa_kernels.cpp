@@ -11,6 +11,10 @@ Draw draw_token(const LogitRow& row, const Law& law, uint64_t seed, int64_t posi
 void quantize_e4m3(const void* src, DType dtype, int64_t count, float scale, uint8_t* dst);
 double top_tokens(const LogitRow& row, int32_t k, bool with_sum, int64_t* tokens, float* logits);
 void draw_children(const LogitRow& row, const Law& law, const ChildrenDraw& draw, FilterScratch& scratch);
+void verify_rejection(const RatioParams& p, int64_t b, LawScratch& scratch);
+void verify_block(const RatioParams& p, int64_t b, LawScratch& scratch);
+void verify_typical(const RatioParams& p, int64_t b, LawScratch& scratch);
+void verify_traversal(const RatioParams& p, int64_t b, LawScratch& scratch);
 
 const IsaKernels& kernels() {
   static constexpr IsaKernels table = {
@@ -19,6 +23,10 @@ const IsaKernels& kernels() {
       .quantize_e4m3 = quantize_e4m3,
       .top_tokens = top_tokens,
       .draw_children = draw_children,
+      .verify_rejection = verify_rejection,
+      .verify_block = verify_block,
+      .verify_typical = verify_typical,
+      .verify_traversal = verify_traversal,
       .attend = attend,
       .merge_pieces = merge_pieces,
       .merge_states = merge_states,

@@ -71,9 +71,10 @@ struct Entry {
 };
 #define PT_ENTRY(op) {#op, [](const Backend& backend) { return backend.op != nullptr; }}
 constexpr Entry kEntries[] = {
-    PT_ENTRY(build_trees),    PT_ENTRY(sample),         PT_ENTRY(verify_sampled), PT_ENTRY(expand_tree),
-    PT_ENTRY(rerank_tree),    PT_ENTRY(ngram_propose),  PT_ENTRY(medusa_propose), PT_ENTRY(slot_mapping),
-    PT_ENTRY(append_kv),      PT_ENTRY(compact_kv),     PT_ENTRY(prepare_step),   PT_ENTRY(commit),
+    PT_ENTRY(build_trees),    PT_ENTRY(sample),         PT_ENTRY(verify_sampled),   PT_ENTRY(verify_rejection),
+    PT_ENTRY(verify_block),   PT_ENTRY(verify_typical), PT_ENTRY(verify_traversal), PT_ENTRY(expand_tree),
+    PT_ENTRY(rerank_tree),    PT_ENTRY(ngram_propose),  PT_ENTRY(medusa_propose),   PT_ENTRY(slot_mapping),
+    PT_ENTRY(append_kv),      PT_ENTRY(compact_kv),     PT_ENTRY(prepare_step),     PT_ENTRY(commit),
     PT_ENTRY(attention_plan), PT_ENTRY(tree_attention), PT_ENTRY(merge_states),
 };
 #undef PT_ENTRY

@@ -12,6 +12,10 @@ void implement(Library& m) {
   m.impl("sample", TORCH_BOX(&sample));
   m.impl("verify_greedy", TORCH_BOX(&verify_greedy));
   m.impl("verify_sampled", TORCH_BOX(&verify_sampled));
+  m.impl("verify_rejection", TORCH_BOX(&verify_by_ratio<&Backend::verify_rejection>));
+  m.impl("verify_block", TORCH_BOX(&verify_by_ratio<&Backend::verify_block>));
+  m.impl("verify_traversal", TORCH_BOX(&verify_by_ratio<&Backend::verify_traversal>));
+  m.impl("verify_typical", TORCH_BOX(&verify_typical));
   m.impl("expand_tree", TORCH_BOX(&expand_tree));
   m.impl("rerank_tree", TORCH_BOX(&rerank_tree));
   m.impl("ngram_propose", TORCH_BOX(&ngram_propose));
@@ -53,6 +57,26 @@ STABLE_TORCH_LIBRARY(pagedtree, m) {
       "next_sibling,"
       " Tensor valid, SymInt max_nodes, SymInt max_depth, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p,"
       " str filter_order, *, Tensor seeds, Tensor positions, Tensor? grammar_mask=None, Tensor? draft_to_target=None)"
+      " -> (Tensor accept_index, Tensor num_accepted, Tensor tokens, Tensor status)");
+
+#define PT_RATIO_RULE                                                                                                \
+  "(Tensor logits, Tensor draft_tokens, Tensor cu_nodes, Tensor depths, Tensor first_child, Tensor next_sibling,"    \
+  " Tensor valid, SymInt max_nodes, SymInt max_depth, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p," \
+  " str filter_order, *, str draft_law, Tensor? draft_probs=None, Tensor? draft_rows=None, Tensor seeds,"            \
+  " Tensor positions, Tensor? coins=None, Tensor? final_coins=None, Tensor? grammar_mask=None,"                      \
+  " Tensor? draft_to_target=None, Tensor? draft_temperature=None, Tensor? draft_top_k=None,"                         \
+  " Tensor? draft_top_p=None, Tensor? draft_min_p=None, str draft_filter_order=\"top_k_first\")"                     \
+  " -> (Tensor accept_index, Tensor num_accepted, Tensor tokens, Tensor status)"
+  m.def("verify_rejection" PT_RATIO_RULE);
+  m.def("verify_block" PT_RATIO_RULE);
+  m.def("verify_traversal" PT_RATIO_RULE);
+#undef PT_RATIO_RULE
+  m.def(
+      "verify_typical(Tensor logits, Tensor draft_tokens, Tensor cu_nodes, Tensor depths, Tensor first_child, Tensor "
+      "next_sibling,"
+      " Tensor valid, SymInt max_nodes, SymInt max_depth, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p,"
+      " str filter_order, *, float epsilon=0.09, float delta=0.3, Tensor? grammar_mask=None,"
+      " Tensor? draft_to_target=None)"
       " -> (Tensor accept_index, Tensor num_accepted, Tensor tokens, Tensor status)");
 
   m.def(

@@ -28,6 +28,28 @@ VerdictTensors verify_sampled(const Tensor& logits, const Tensor& draft_tokens, 
                               const std::string& filter_order, const Tensor& seeds, const Tensor& positions,
                               const std::optional<Tensor>& grammar_mask, const std::optional<Tensor>& draft_to_target);
 
+// The rules that weigh the target's law against the drafts': an entry of the backend's table.
+using RatioRule = void (*Backend::*)(const RatioParams&, const ExecContext&);
+template <RatioRule kRule>
+VerdictTensors verify_by_ratio(const Tensor& logits, const Tensor& draft_tokens, const Tensor& cu_nodes,
+                               const Tensor& depths, const Tensor& first_child, const Tensor& next_sibling,
+                               const Tensor& valid, int64_t max_nodes, int64_t max_depth, const Tensor& temperature,
+                               const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
+                               const std::string& filter_order, const std::string& draft_law,
+                               const std::optional<Tensor>& draft_probs, const std::optional<Tensor>& draft_rows,
+                               const Tensor& seeds, const Tensor& positions, const std::optional<Tensor>& coins,
+                               const std::optional<Tensor>& final_coins, const std::optional<Tensor>& grammar_mask,
+                               const std::optional<Tensor>& draft_to_target,
+                               const std::optional<Tensor>& draft_temperature, const std::optional<Tensor>& draft_top_k,
+                               const std::optional<Tensor>& draft_top_p, const std::optional<Tensor>& draft_min_p,
+                               const std::string& draft_filter_order);
+VerdictTensors verify_typical(const Tensor& logits, const Tensor& draft_tokens, const Tensor& cu_nodes,
+                              const Tensor& depths, const Tensor& first_child, const Tensor& next_sibling,
+                              const Tensor& valid, int64_t max_nodes, int64_t max_depth, const Tensor& temperature,
+                              const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
+                              const std::string& filter_order, double epsilon, double delta,
+                              const std::optional<Tensor>& grammar_mask, const std::optional<Tensor>& draft_to_target);
+
 // tokens, parents, scores, kv_index, frontier, mask, draft_probs
 using ExpandedTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 ExpandedTensors expand_tree(const Tensor& tokens, const Tensor& parents, const Tensor& scores, const Tensor& kv_index,

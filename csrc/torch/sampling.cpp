@@ -9,17 +9,17 @@ DType logits_dtype(const Tensor& logits) {
   return logits.scalar_type() == ScalarType::Half ? DType::kFloat16 : DType::kBFloat16;
 }
 
-LogitsParams logits_params(const Check& check, const Tensor& logits) {
+LogitsParams rows_params(const Check& check, const Tensor& rows, const std::string& name) {
   const auto dtypes = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16};
-  check.tensor(logits, "logits", dtypes, {kAnySize, kAnySize}, Strides::kLastContiguous);
-  check.that(logits.size(1) >= 1, "logits", "of at least one column", Check::text(logits.sizes()));
-  check.that(logits.size(1) <= kMaxVocab, "logits", "of at most 2^20 columns", Check::text(logits.sizes()));
+  check.tensor(rows, name, dtypes, {kAnySize, kAnySize}, Strides::kLastContiguous);
+  check.that(rows.size(1) >= 1, name, "of at least one column", Check::text(rows.sizes()));
+  check.that(rows.size(1) <= kMaxVocab, name, "of at most 2^20 columns", Check::text(rows.sizes()));
   LogitsParams params{};
-  params.data = logits.const_data_ptr();
-  params.num_rows = logits.size(0);
-  params.vocab = logits.size(1);
-  params.row_stride = logits.stride(0);
-  params.dtype = logits_dtype(logits);
+  params.data = rows.const_data_ptr();
+  params.num_rows = rows.size(0);
+  params.vocab = rows.size(1);
+  params.row_stride = rows.stride(0);
+  params.dtype = logits_dtype(rows);
   return params;
 }
 
@@ -39,7 +39,8 @@ void add_grammar_mask(const Check& check, const std::optional<Tensor>& grammar_m
 }
 
 SamplingParams sampling_params(const Check& check, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
-                               const Tensor& min_p, const std::string& filter_order, int64_t batch) {
+                               const Tensor& min_p, const std::string& filter_order, int64_t batch,
+                               const std::string& prefix) {
   const auto stride = [&](const Tensor& t, const std::string& name, ScalarType dtype) {
     check.tensor(t, name, {dtype}, {kAnySize});
     const std::string expected = "of shape [1] or [" + std::to_string(batch) + "]";
@@ -47,16 +48,16 @@ SamplingParams sampling_params(const Check& check, const Tensor& temperature, co
     return t.size(0) == 1 ? 0 : 1;
   };
   SamplingParams params{};
-  params.temperature_stride = stride(temperature, "temperature", ScalarType::Float);
-  params.top_k_stride = stride(top_k, "top_k", ScalarType::Int);
-  params.top_p_stride = stride(top_p, "top_p", ScalarType::Float);
-  params.min_p_stride = stride(min_p, "min_p", ScalarType::Float);
+  params.temperature_stride = stride(temperature, prefix + "temperature", ScalarType::Float);
+  params.top_k_stride = stride(top_k, prefix + "top_k", ScalarType::Int);
+  params.top_p_stride = stride(top_p, prefix + "top_p", ScalarType::Float);
+  params.min_p_stride = stride(min_p, prefix + "min_p", ScalarType::Float);
   params.temperature = const_pointer<float>(temperature);
   params.top_k = const_pointer<int32_t>(top_k);
   params.top_p = const_pointer<float>(top_p);
   params.min_p = const_pointer<float>(min_p);
   params.joint = filter_order == "joint";
-  check.that(params.joint || filter_order == "top_k_first", "filter_order", "\"top_k_first\" or \"joint\"",
+  check.that(params.joint || filter_order == "top_k_first", prefix + "filter_order", "\"top_k_first\" or \"joint\"",
              "\"" + filter_order + "\"");
   return params;
 }

@@ -8,14 +8,18 @@ namespace pagedtree::ops {
 
 DType logits_dtype(const Tensor& logits);
 
-// Logits [rows, V], V >= 1, with rows at any stride >= V.
-LogitsParams logits_params(const Check& check, const Tensor& logits);
+// Rows [rows, V] of logits or probabilities, V >= 1, at any stride >= V.
+LogitsParams rows_params(const Check& check, const Tensor& rows, const std::string& name);
+inline LogitsParams logits_params(const Check& check, const Tensor& logits) {
+  return rows_params(check, logits, "logits");
+}
 
 // Adds a grammar mask, bool [rows, V] or packed int32 [rows, ceil(V / 32)].
 void add_grammar_mask(const Check& check, const std::optional<Tensor>& grammar_mask, LogitsParams& logits);
 
-// Each parameter is [1] or [batch].
+// Each parameter is [1] or [batch]; `prefix` is that of their names.
 SamplingParams sampling_params(const Check& check, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
-                               const Tensor& min_p, const std::string& filter_order, int64_t batch);
+                               const Tensor& min_p, const std::string& filter_order, int64_t batch,
+                               const std::string& prefix = "");
 
 }  // namespace pagedtree::ops

@@ -43,7 +43,8 @@ VerifyParams tree_params(const Check& check, const Tensor& logits, const Tensor&
   return params;
 }
 
-VerdictTensors run(const Tensor& logits, VerifyParams& params) {
+// Allocates what comes out.
+VerdictTensors make_verdict(const Tensor& logits, VerifyParams& params) {
   const int64_t width = params.max_depth + 1;
   Tensor accept_index = empty_on(logits, {params.batch, width}, ScalarType::Int);
   Tensor num_accepted = empty_on(logits, {params.batch}, ScalarType::Int);
@@ -53,12 +54,74 @@ VerdictTensors run(const Tensor& logits, VerifyParams& params) {
   params.num_accepted = mutable_pointer<int32_t>(num_accepted);
   params.tokens = mutable_pointer<int64_t>(tokens);
   params.status = mutable_pointer<int32_t>(status);
+  return {accept_index, num_accepted, tokens, status};
+}
+
+VerdictTensors run(const Tensor& logits, VerifyParams& params) {
+  VerdictTensors verdict = make_verdict(logits, params);
   static_assert(sizeof(DrawnRow) % sizeof(int64_t) == 0);
   constexpr int64_t kWords = sizeof(DrawnRow) / sizeof(int64_t);
   Tensor drawn_rows = empty_on(logits, {params.logits.num_rows, kWords}, ScalarType::Long);
   params.drawn_rows = static_cast<DrawnRow*>(drawn_rows.mutable_data_ptr());
   backend_for(logits, "verify_sampled").verify_sampled(params, context_for(logits));
-  return {accept_index, num_accepted, tokens, status};
+  return verdict;
+}
+
+void add_streams(const Check& check, const Tensor& seeds, const Tensor& positions, VerifyParams& params) {
+  check.tensor(seeds, "seeds", {ScalarType::Long}, {params.batch});
+  check.tensor(positions, "positions", {ScalarType::Long}, {params.batch});
+  params.seeds = const_pointer<int64_t>(seeds);
+  params.positions = const_pointer<int64_t>(positions);
+}
+
+template <RatioRule kRule>
+constexpr const char* kRuleName = "verify_rejection";
+template <>
+constexpr const char* kRuleName<&Backend::verify_block> = "verify_block";
+template <>
+constexpr const char* kRuleName<&Backend::verify_traversal> = "verify_traversal";
+
+// Under PAGEDTREE_CHECK: no node has two children.
+void check_chains(const Check& check, const Tensor& next_sibling) {
+  if (!value_checks_enabled()) return;
+  const std::vector<int32_t> links = host_values<int32_t>(next_sibling);
+  for (size_t n = 0; n < links.size(); ++n) {
+    check.that(links[n] < 0, "trees", "chains", "a sibling of row " + std::to_string(n));
+  }
+}
+
+DraftLaw draft_law_of(const Check& check, const std::string& name) {
+  if (name == "iid") return DraftLaw::kIid;
+  if (name == "swor") return DraftLaw::kSwor;
+  check.that(name == "onehot", "draft_law", "\"iid\", \"swor\" or \"onehot\"", "\"" + name + "\"");
+  return DraftLaw::kOneHot;
+}
+
+// The laws that children were drawn from, [M, V] and the rows of N nodes in it.
+void add_draft_laws(const Check& check, const std::optional<Tensor>& draft_probs,
+                    const std::optional<Tensor>& draft_rows, RatioParams& params) {
+  const bool drawn = params.law != DraftLaw::kOneHot;
+  check.that(draft_probs.has_value() == drawn, "draft_probs",
+             drawn ? "a Tensor, the law that the drafts were drawn from" : "None under draft_law \"onehot\"",
+             drawn ? "None" : "a Tensor");
+  const int64_t rows = params.verify.logits.num_rows;
+  if (draft_rows.has_value()) {
+    check.that(drawn, "draft_rows", "None under draft_law \"onehot\"", "a Tensor");
+    params.draft_rows = token_ids(check, *draft_rows, "draft_rows", rows);
+  }
+  if (!drawn) return;
+  params.draft = rows_params(check, *draft_probs, "draft_probs");
+  check.tensor(*draft_probs, "draft_probs", {draft_probs->scalar_type()},
+               {draft_rows.has_value() ? kAnySize : rows, params.verify.logits.vocab}, Strides::kLastContiguous);
+  if (!value_checks_enabled() || !draft_rows.has_value()) return;
+  const auto check_rows = [&](const auto& ids) {
+    for (size_t n = 0; n < ids.size(); ++n) {
+      check.that(ids[n] >= 0 && ids[n] < params.draft.num_rows, at("draft_rows", static_cast<int64_t>(n)),
+                 "in 0.." + std::to_string(params.draft.num_rows - 1), ids[n]);
+    }
+  };
+  params.draft_rows.is_int64 ? check_rows(host_values<int64_t>(*draft_rows))
+                             : check_rows(host_values<int32_t>(*draft_rows));
 }
 
 }  // namespace
@@ -83,11 +146,88 @@ VerdictTensors verify_sampled(const Tensor& logits, const Tensor& draft_tokens, 
   VerifyParams params = tree_params(check, logits, draft_tokens, cu_nodes, depths, first_child, next_sibling, valid,
                                     max_nodes, max_depth, grammar_mask, draft_to_target);
   params.sampling = sampling_params(check, temperature, top_k, top_p, min_p, filter_order, params.batch);
-  check.tensor(seeds, "seeds", {ScalarType::Long}, {params.batch});
-  check.tensor(positions, "positions", {ScalarType::Long}, {params.batch});
-  params.seeds = const_pointer<int64_t>(seeds);
-  params.positions = const_pointer<int64_t>(positions);
+  add_streams(check, seeds, positions, params);
   return run(logits, params);
+}
+
+template <RatioRule kRule>
+VerdictTensors verify_by_ratio(const Tensor& logits, const Tensor& draft_tokens, const Tensor& cu_nodes,
+                               const Tensor& depths, const Tensor& first_child, const Tensor& next_sibling,
+                               const Tensor& valid, int64_t max_nodes, int64_t max_depth, const Tensor& temperature,
+                               const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
+                               const std::string& filter_order, const std::string& draft_law,
+                               const std::optional<Tensor>& draft_probs, const std::optional<Tensor>& draft_rows,
+                               const Tensor& seeds, const Tensor& positions, const std::optional<Tensor>& coins,
+                               const std::optional<Tensor>& final_coins, const std::optional<Tensor>& grammar_mask,
+                               const std::optional<Tensor>& draft_to_target,
+                               const std::optional<Tensor>& draft_temperature, const std::optional<Tensor>& draft_top_k,
+                               const std::optional<Tensor>& draft_top_p, const std::optional<Tensor>& draft_min_p,
+                               const std::string& draft_filter_order) {
+  const Check check(kRuleName<kRule>, logits);
+  RatioParams params{};
+  VerifyParams& verify = params.verify;
+  verify = tree_params(check, logits, draft_tokens, cu_nodes, depths, first_child, next_sibling, valid, max_nodes,
+                       max_depth, grammar_mask, draft_to_target);
+  verify.sampling = sampling_params(check, temperature, top_k, top_p, min_p, filter_order, verify.batch);
+  add_streams(check, seeds, positions, verify);
+  params.law = draft_law_of(check, draft_law);
+  if constexpr (kRule == &Backend::verify_traversal) {
+    check.that(params.law != DraftLaw::kOneHot, "draft_law", "\"iid\" or \"swor\"", "\"onehot\"");
+  }
+  if constexpr (kRule == &Backend::verify_block) check_chains(check, next_sibling);
+  add_draft_laws(check, draft_probs, draft_rows, params);
+  const std::pair<const char*, const std::optional<Tensor>*> draft_sampling[] = {
+      {"draft_temperature", &draft_temperature},
+      {"draft_top_k", &draft_top_k},
+      {"draft_top_p", &draft_top_p},
+      {"draft_min_p", &draft_min_p},
+  };
+  const bool of_logits = draft_temperature.has_value();
+  for (const auto& [name, given] : draft_sampling) {
+    check.that(given->has_value() == of_logits, name, "given with the others of `draft_params`, or None with them",
+               of_logits ? "None" : "a Tensor");
+  }
+  if (of_logits) {
+    check.that(params.law != DraftLaw::kOneHot, "draft_params", "None under draft_law \"onehot\"", "given");
+    params.draft_sampling = sampling_params(check, *draft_temperature, *draft_top_k, *draft_top_p, *draft_min_p,
+                                            draft_filter_order, verify.batch, "draft_");
+  }
+  if (coins.has_value()) {
+    check.tensor(*coins, "coins", {ScalarType::Float}, {verify.logits.num_rows});
+    params.coins = const_pointer<float>(*coins);
+  }
+  if (final_coins.has_value()) {
+    check.tensor(*final_coins, "final_coins", {ScalarType::Float}, {verify.batch});
+    params.final_coins = const_pointer<float>(*final_coins);
+  }
+  VerdictTensors verdict = make_verdict(logits, verify);
+  (backend_for(logits, kRuleName<kRule>).*kRule)(params, context_for(logits));
+  return verdict;
+}
+
+template decltype(verify_by_ratio<&Backend::verify_rejection>) verify_by_ratio<&Backend::verify_rejection>;
+template decltype(verify_by_ratio<&Backend::verify_block>) verify_by_ratio<&Backend::verify_block>;
+template decltype(verify_by_ratio<&Backend::verify_traversal>) verify_by_ratio<&Backend::verify_traversal>;
+
+VerdictTensors verify_typical(const Tensor& logits, const Tensor& draft_tokens, const Tensor& cu_nodes,
+                              const Tensor& depths, const Tensor& first_child, const Tensor& next_sibling,
+                              const Tensor& valid, int64_t max_nodes, int64_t max_depth, const Tensor& temperature,
+                              const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
+                              const std::string& filter_order, double epsilon, double delta,
+                              const std::optional<Tensor>& grammar_mask, const std::optional<Tensor>& draft_to_target) {
+  const Check check("verify_typical", logits);
+  RatioParams params{};
+  params.verify = tree_params(check, logits, draft_tokens, cu_nodes, depths, first_child, next_sibling, valid,
+                              max_nodes, max_depth, grammar_mask, draft_to_target);
+  params.verify.sampling = sampling_params(check, temperature, top_k, top_p, min_p, filter_order, params.verify.batch);
+  check.that(epsilon >= 0.0 && epsilon <= 1.0, "epsilon", "in 0..1", epsilon);
+  check.that(delta >= 0.0 && delta <= 3e38, "delta", "a finite number >= 0", delta);
+  params.law = DraftLaw::kOneHot;
+  params.epsilon = static_cast<float>(epsilon);
+  params.delta = static_cast<float>(delta);
+  VerdictTensors verdict = make_verdict(logits, params.verify);
+  backend_for(logits, "verify_typical").verify_typical(params, context_for(logits));
+  return verdict;
 }
 
 }  // namespace pagedtree::ops

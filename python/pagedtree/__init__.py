@@ -18,6 +18,7 @@ from pagedtree.step import Commit, commit, prepare_step
 from pagedtree.tree import DraftTree, TreeBatch, build_trees
 from pagedtree.verdict import Verdict
 from pagedtree.verify import verify_greedy, verify_sampled
+from pagedtree.verify_drafts import verify_block, verify_rejection, verify_traversal, verify_typical
 
 __version__ = "0.1.0"
 
@@ -47,6 +48,10 @@ __all__ = [
     "slot_mapping",
     "start_draft",
     "tree_attention",
+    "verify_block",
     "verify_greedy",
+    "verify_rejection",
     "verify_sampled",
+    "verify_traversal",
+    "verify_typical",
 ]

@@ -1,0 +1,53 @@
+// The law of a row of logits, and its tokens' masses.
+#pragma once
+
+#include "cpu/tile/filter.h"
+
+namespace pagedtree::cpu::PAGEDTREE_ISA {
+
+template <typename T>
+static inline RowLaw find_law(const LogitRow& row, const Law& law, FilterScratch& scratch) {
+  const Peak peak = find_peak<T>(row);
+  const bool greedy = law.temperature == 0.0f;
+  RowLaw found{row, {0.0f, 1.0f}, Filter{}, peak.token, peak.logit == -kInfinity, peak.has_nan};
+  if (found.uniform) {
+    found.bad = true;
+    if (greedy) found.filter = {.min_logit = 0.0f, .tie_end = 1};
+    return found;
+  }
+  found.scale = {peak.logit, greedy ? 1.0f : inverse_temperature(law.temperature)};
+  found.filter = greedy ? Filter{.min_logit = peak.logit, .tie_end = peak.token + 1}
+                        : find_filter<T>(row, law, found.scale, scratch);
+  return found;
+}
+
+// Calls body.template operator()<T>() with the type that logits are stored in.
+template <typename Body>
+static inline auto with_logits(DType dtype, const Body& body) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return body.template operator()<Float16>();
+    case DType::kBFloat16:
+      return body.template operator()<BFloat16>();
+    default:
+      return body.template operator()<float>();
+  }
+}
+
+// The same for a law, of which a row without finite logits is a type of its own.
+template <typename Body>
+static inline auto with_logits(const RowLaw& law, const Body& body) {
+  if (law.uniform) return body.template operator()<UniformLogit>();
+  return with_logits(law.row.dtype, body);
+}
+
+// Masses of tokens t .. t + kLanes - 1; t is a multiple of kLanes below the vocabulary.
+template <typename T>
+static inline vfloat masses_at(const RowLaw& law, int64_t t) {
+  const vfloat logit = load_logits<T>(law.row, t);
+  const vfloat x = law.scale(logit);
+  const vint kept = kept_lanes(law.filter, logit, x, t) & (logit > splat(-kInfinity));
+  return select(kept, mass_of<VectorMath>(x), splat(0.0f));
+}
+
+}  // namespace pagedtree::cpu::PAGEDTREE_ISA

@@ -1,0 +1,111 @@
+"""Tiny models in exact fractions, on which the rules that weigh target against draft are enumerated."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from pagedtree import reference
+
+Path = tuple[int, ...]
+Law = list[Fraction]
+Rule = Callable[..., tuple[list[int], list]]
+
+
+class ToyPair:
+    """A target and a drafter over `vocab` tokens whose laws depend on the tokens so far; some tokens have no mass."""
+
+    def __init__(self, vocab: int, seed: int) -> None:
+        self.vocab, self.seed = vocab, seed
+
+    def _weights(self, prefix: Path, kind: int, total: int | None) -> Law:
+        generator = np.random.default_rng([self.seed, kind, len(prefix), *(x + 1 for x in prefix)])
+        if total is None:
+            weights = generator.integers(0, 6, self.vocab)
+            weights[generator.integers(self.vocab)] += 1
+            return [Fraction(int(w), int(weights.sum())) for w in weights]
+        cuts = np.sort(generator.integers(0, total + 1, self.vocab - 1))
+        return [Fraction(int(b - a), total) for a, b in itertools.pairwise([0, *cuts, total])]
+
+    def p(self, prefix: Path) -> Law:
+        return self._weights(prefix, 0, None)
+
+    def q(self, prefix: Path) -> Law:
+        """Multiples of 1/16, so that every dtype holds them."""
+        return self._weights(prefix, 1, 16)
+
+    def laws(self, parents: Sequence[int], drafts: Sequence[int]) -> tuple[list[Law], list[Law]]:
+        """p and q at each node of a tree."""
+        prefixes: list[Path] = [()]
+        for node, parent in enumerate(parents[1:], 1):
+            prefixes.append((*prefixes[parent], drafts[node]))
+        return [self.p(x) for x in prefixes], [self.q(x) for x in prefixes]
+
+    def drafts(self, parents: Sequence[int], law: str) -> Iterator[tuple[Fraction, list[int]]]:
+        """Every way to draft a tree, and its probability; under "onehot" all of them, each of probability 1."""
+
+        def grow(node: int, chance: Fraction, tokens: list[int]) -> Iterator[tuple[Fraction, list[int]]]:
+            if node == len(parents):
+                yield chance, tokens
+                return
+            parent = parents[node]
+            path: list[int] = []
+            at = parent
+            while at > 0:
+                path.insert(0, tokens[at])
+                at = parents[at]
+            q = self.q(tuple(path))
+            if law == "swor":
+                tried = [tokens[i] for i in range(1, node) if parents[i] == parent]
+                q = reference.normalised(reference.without(q, *tried))
+            for x in range(self.vocab):
+                if law == "onehot" or q[x] > 0:
+                    yield from grow(node + 1, chance if law == "onehot" else chance * q[x], [*tokens, x])
+            if law == "swor" and not any(q):  # nothing left to draw
+                yield from grow(node + 1, chance, [*tokens, -1])
+
+        yield from grow(1, Fraction(1), [0])
+
+    def joint(self, length: int) -> dict[Path, Fraction]:
+        return self.completed((), Fraction(1), length)
+
+    def completed(self, prefix: Path, chance: Fraction, length: int) -> dict[Path, Fraction]:
+        laws = {prefix: chance}
+        for _ in range(length - len(prefix)):
+            laws = {(*x, t): c * m for x, c in laws.items() for t, m in enumerate(self.p(x)) if m}
+        return laws
+
+    def error(self, rule: Rule, parents: Sequence[int], law: str, drawn: str | None = None) -> Fraction:
+        """Total variation between what a rule emits and the target's law, over one token more than the tree is deep."""
+        depth = max(sum(1 for _ in ancestors(parents, node)) for node in range(len(parents)))
+        target = self.joint(depth + 1)
+        emitted: dict[Path, Fraction] = defaultdict(Fraction)
+        worst = Fraction(0)
+        for chance, tokens in self.drafts(parents, drawn or law):
+            p, q = self.laws(parents, tokens)
+            for weight, _, (path, bonus) in reference.branches(
+                lambda below, tokens=tokens, p=p, q=q: rule(parents, tokens, p, q, law, below)
+            ):
+                prefix = tuple(tokens[node] for node in path[1:])
+                for x, mass in enumerate(bonus):
+                    if mass and weight:
+                        for full, c in self.completed((*prefix, x), chance * weight * mass, depth + 1).items():
+                            emitted[full] += c
+            if (drawn or law) == "onehot":
+                worst = max(worst, variation(emitted, target))
+                emitted.clear()
+        return max(worst, variation(emitted, target)) if emitted else worst
+
+
+def variation(a: dict[Path, Fraction], b: dict[Path, Fraction]) -> Fraction:
+    return sum((abs(a.get(x, Fraction(0)) - b.get(x, Fraction(0))) for x in {*a, *b}), Fraction(0)) / 2
+
+
+def ancestors(parents: Sequence[int], node: int) -> Iterator[int]:
+    while node > 0:
+        node = parents[node]
+        yield node
