@@ -11,7 +11,7 @@ import torch
 from ptx.execute import executed_from_ptx
 
 import pagedtree
-from pagedtree import DraftTree, TreeBatch, tree_attention
+from pagedtree import _C, DraftTree, TreeBatch, tree_attention
 from pagedtree.cubin import cuda_library, find_cuobjdump
 from pagedtree.testing import backends, use_backend
 
@@ -23,6 +23,8 @@ pytestmark = [
     pytest.mark.skipif(SIMT is None or "simt" not in backends(), reason="built without simt"),
     pytest.mark.skipif(CUDA is None or find_cuobjdump() is None, reason="no CUDA library or no cuobjdump"),
 ]
+HAS_PTX = any(architecture.endswith("+PTX") for architecture in _C.build_info()["cuda_architectures"])
+pytestmark.append(pytest.mark.skipif(not HAS_PTX, reason="built without PTX: TORCH_CUDA_ARCH_LIST has no +PTX"))
 FP8 = torch.float8_e4m3fn
 TILES = {64: (16, 32, 64, 128), 96: (16, 32, 64, 128), 128: (16, 32, 64, 128), 192: (32, 64), 256: (32, 64)}
 QUICK = {(torch.bfloat16, False, 128, 16), (torch.float16, True, 64, 32), (torch.float16, False, 96, 64)}
