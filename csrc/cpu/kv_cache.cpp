@@ -79,9 +79,10 @@ void slot_mapping(const SlotMappingParams& p, const ExecContext& ctx) {
 }
 
 void append_kv(const AppendKvParams& p, const ExecContext& ctx) {
+  const int64_t row_bytes = 2 * p.num_kv_heads * p.head_dim * size_of(p.dtype);
+  if (row_bytes == 0) return;  // tensors without elements have no address
   const IsaKernels& isa = isa_kernels();
   const int64_t num_slots = p.num_pages * p.page_size;
-  const int64_t row_bytes = max_of<int64_t>(2 * p.num_kv_heads * p.head_dim * size_of(p.dtype), 1);
   parallel_for(ctx, p.num_tokens, ceil_div(kBytesPerTask, row_bytes), [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
       const int64_t slot = p.slots[token];
