@@ -25,7 +25,7 @@ from pagedtree._ops import ops
 def test_slot_mapping(backend, device, lengths, page_size, padding, seed) -> None:
     rng = np.random.default_rng(seed)
     batch, max_pages = len(lengths), -(-200 // page_size)
-    table = rng.integers(0, 2**31 // page_size, size=(batch, max_pages + 3))  # slots far past 2^31 too
+    table = rng.integers(0, 2**31, size=(batch, max_pages + 3))  # slots far past 2^31 too
     for b, (prefix, new) in enumerate(lengths):  # entries past the sequence's pages are never read
         table[b, -(-(prefix + new) // page_size) :] = -7
     page_table = torch.from_numpy(table.astype(np.int32)).to(device)[:, :max_pages]

@@ -27,7 +27,7 @@ def test_prepare_step(backend, device, parents, page_size, padding, extra, seed)
     trees = batch_of(parents, device, padding)
     batch, rows = len(parents), sum(len(p) for p in parents)
     max_pages = -(-100 // page_size)
-    table = rng.integers(0, 2**31 // page_size, size=(batch, max_pages + 1))
+    table = rng.integers(0, 2**31, size=(batch, max_pages + 1))  # slots far past 2^31 too
     start = [int(rng.integers(0, 80)) if rng.random() < 0.9 else -1 for _ in range(batch)]
     total_q = max(0, rows + padding + extra)
     positions, slots, seq_lens = [0] * total_q, [-1] * total_q, [0] * batch
