@@ -218,7 +218,7 @@ def test_refusals(backend: str) -> None:
         "positions": torch.tensor([0, 0]),
     }
     for match, options in [
-        (r'`law` must be "topk", "iid" or "swor", got "greedy"', {"law": "greedy"}),
+        (r'`law` must be "topk", "iid", "swor" or "coupled", got "greedy"', {"law": "greedy"}),
         (r'`temperature` must be None under law "topk", got a tensor', sampled),
         (r"`temperature` must be a tensor under this law, got None", sampled | {"law": "iid", "params": None}),
         (r"`seeds` must be a tensor under this law, got None", sampled | {"law": "swor", "seeds": None}),

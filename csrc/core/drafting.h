@@ -23,7 +23,8 @@ PT_HOST_DEVICE int32_t insert_ranked(float* scores, Id* ids, int32_t size, int32
   return min_of(size + 1, capacity);
 }
 
-// One node's children, to be drawn: distinct tokens in the order of their draws (kSwor) or independent ones (kIid).
+// One node's children, to be drawn: independent tokens (kIid) or distinct ones in the order of their draws, by noise of
+// their own (kSwor) or by that which the target's sampling at the node uses (kCoupled).
 struct ChildrenDraw {
   GrowthLaw law;
   int32_t count;
@@ -33,6 +34,10 @@ struct ChildrenDraw {
   float* scores;     // [count] out, log-probabilities, -inf where none
   float* probs;      // [V] out, the law
 };
+
+PT_HOST_DEVICE RandomUse noise_of(GrowthLaw law) {
+  return law == GrowthLaw::kCoupled ? RandomUse::kGumbel : RandomUse::kDraft;
+}
 
 // Where the children of frontier node `f` of sequence `b` stand among the candidates.
 PT_HOST_DEVICE int64_t first_child_of(const ExpandTreeParams& p, int64_t b, int64_t f) {

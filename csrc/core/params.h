@@ -107,7 +107,7 @@ struct RatioParams {
   float epsilon, delta;  // verify_typical's
 };
 
-enum class GrowthLaw : int32_t { kTopK, kIid, kSwor };
+enum class GrowthLaw : int32_t { kTopK, kIid, kSwor, kCoupled };
 
 // One level more: B sequences of C candidates, of which F are the frontier; K children each, then a frontier of G.
 struct ExpandTreeParams {
@@ -118,7 +118,7 @@ struct ExpandTreeParams {
   const int32_t* frontier;   // [B, F] candidates
   const int32_t* mask;       // [B * F, mask_words] what they see in the draft model's tree
   LogitsParams logits;       // B * F rows
-  SamplingParams sampling;   // of B; laws kIid and kSwor, as the two that follow
+  SamplingParams sampling;   // of B; null under kTopK, as the two that follow
   const int64_t* seeds;      // [B]
   const int64_t* positions;  // [B], the roots'
   int64_t* out_tokens;       // [B, C + F * K] out
@@ -127,7 +127,7 @@ struct ExpandTreeParams {
   int32_t* out_kv_index;     // [B, C + F * K] out
   int32_t* out_frontier;     // [B, G] out
   int32_t* out_mask;         // [B * G, mask_words] out
-  float* draft_probs;        // [B * F, V] out, laws kIid and kSwor
+  float* draft_probs;        // [B * F, V] out, not under kTopK
   float* frontier_scores;    // [B, G] scratch
   int64_t batch;
   int64_t num_candidates;  // C

@@ -54,7 +54,7 @@ static inline int32_t draw_distinct(const Masses<T>& masses, const ChildrenDraw&
     if (lane_bits(most + kMaxGumbel > least) == 0) continue;
     vuint words[4];
     const vuint block = bits<vuint>(lane_index()) + static_cast<uint32_t>(begin / 4);
-    philox<VectorMath>(draw.seed, draw.position, block, RandomUse::kDraft, words);
+    philox<VectorMath>(draw.seed, draw.position, block, noise_of(draw.law), words);
     interleave_blocks(words);
     for (int j = 0; j < 4; ++j) {
       score[j] += gumbel_of_word<VectorMath>(words[j]);
@@ -100,7 +100,7 @@ static inline int32_t draw_independent(const Masses<T>& masses, uint64_t total, 
 template <typename T>
 static inline void draw_from(const Masses<T>& masses, const ChildrenDraw& draw) {
   const uint64_t total = write_law(masses, draw.probs);
-  int32_t size = draw.law == GrowthLaw::kSwor ? draw_distinct(masses, draw) : draw_independent(masses, total, draw);
+  int32_t size = draw.law == GrowthLaw::kIid ? draw_independent(masses, total, draw) : draw_distinct(masses, draw);
   for (int32_t r = 0; r < size; ++r) draw.scores[r] = log_exact<ScalarMath>(draw.probs[draw.tokens[r]]);
   for (; size < draw.count; ++size) {
     draw.tokens[size] = -1;

@@ -45,7 +45,7 @@ __device__ __forceinline__ void draw_distinct(const Masses<kDType>& masses, cons
                                               BestShared& shared) {
   masses.each_four([&](int64_t token, const uint32_t (&four)[4]) {
     uint32_t words[4];
-    philox<ScalarMath>(draw.seed, draw.position, static_cast<uint32_t>(token / 4), RandomUse::kDraft, words);
+    philox<ScalarMath>(draw.seed, draw.position, static_cast<uint32_t>(token / 4), noise_of(draw.law), words);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (token + i >= masses.row.vocab()) continue;
@@ -118,10 +118,10 @@ __device__ __forceinline__ void draw_children(const LogitRow& logits, const Law&
   uint64_t sum = 0;
   masses.each_four([&](int64_t, const uint32_t (&four)[4]) { sum += uint64_t{four[0]} + four[1] + four[2] + four[3]; });
   const uint64_t total = block_sum(radix.block, sum);
-  if (draw.law == GrowthLaw::kSwor) {
-    draw_distinct(masses, draw, shared.best);
-  } else {
+  if (draw.law == GrowthLaw::kIid) {
     draw_independent(masses, total, draw, shared);
+  } else {
+    draw_distinct(masses, draw, shared.best);
   }
   __syncthreads();
   const float scale = static_cast<float>(1.0 / static_cast<double>(total));

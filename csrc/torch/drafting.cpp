@@ -19,8 +19,9 @@ void check_candidates(const Check& check, const Tensor& tokens, const Tensor& pa
 GrowthLaw growth_law(const Check& check, const std::string& law) {
   if (law == "topk") return GrowthLaw::kTopK;
   if (law == "iid") return GrowthLaw::kIid;
-  check.that(law == "swor", "law", "\"topk\", \"iid\" or \"swor\"", "\"" + law + "\"");
-  return GrowthLaw::kSwor;
+  if (law == "swor") return GrowthLaw::kSwor;
+  check.that(law == "coupled", "law", "\"topk\", \"iid\", \"swor\" or \"coupled\"", "\"" + law + "\"");
+  return GrowthLaw::kCoupled;
 }
 
 void check_active(const Check& check, const std::optional<Tensor>& active, int64_t batch) {

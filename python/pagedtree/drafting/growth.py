@@ -33,7 +33,7 @@ class DraftState:
         mask: int32 [B * F, W], which KV nodes a frontier node sees: its ancestors and itself; empty where absent.
         level_sizes: candidates a level, summing to C.
         num_kv: the draft model's KV nodes, this frontier included.
-        law: "topk", "iid" or "swor"; None before the first expansion.
+        law: "topk", "iid", "swor" or "coupled"; None before the first expansion.
         draft_probs: fp32 [B, F, V] a level (laws "iid" and "swor").
 
     One pass of the draft model over the frontier, with its own cache:
@@ -160,7 +160,8 @@ def expand_tree(
 ) -> DraftState:
     """Grows each tree by one level: `num_children` children of every frontier node, then the next frontier.
 
-    Sources: EAGLE-2 (Li et al., EMNLP 2024) for "topk"; "swor" draws by Gumbel-top-k (Kool et al., ICML 2019).
+    Sources: EAGLE-2 (Li et al., EMNLP 2024) for "topk"; "swor" draws by Gumbel-top-k (Kool et al., ICML 2019); the
+    shared noise of "coupled" is Daliri et al., 2024.
 
     Args:
         state: of `start_draft` or an earlier expansion.
@@ -168,16 +169,18 @@ def expand_tree(
         num_children: K, 1..1024, and at most V unless children are independent ("iid").
         num_frontier: size of the next frontier, at most F * K; 0 (default) after the last level.
         law: how children come from a row, the same for all levels of a tree; what `verify_rejection` calls its
-            draft_law ("topk" is its "onehot").
+            draft_law ("topk" is its "onehot"; "coupled" is for `verify_sampled` alone).
             "topk": the K best tokens, best first, ties by lower id.
             "swor": K draws without replacement from q, in the order of the draws.
             "iid": K independent draws from q; a token may come twice.
-        params, seeds, positions: laws "swor" and "iid": q is the law of `params` (scalars or [B]) on the row; seeds
+            "coupled": as "swor", but by the noise by which `verify_sampled` samples the target at the node, given the
+                same seeds and positions: the more alike the two laws, the likelier it samples what was drafted.
+        params, seeds, positions: all laws but "topk": q is the law of `params` (scalars or [B]) on the row; seeds
             int64 [B]; positions int64 [B], the roots' own. The noise depends on the seed and the node's position,
-            positions + depth, and is none that verification uses.
+            positions + depth; that of "swor" and "iid" is none that verification uses.
 
     NaN logits read as -inf, +inf as the largest finite. Where a node is absent, a logit -inf ("topk") or q has fewer
-    than K tokens ("swor"), the child is absent: token -1, score -inf.
+    than K tokens ("swor", "coupled"), the child is absent: token -1, score -inf.
 
         for f in frontier:
             logp = log_softmax(logits[f])               # "topk"; else log q
@@ -185,9 +188,9 @@ def expand_tree(
                 append(token, parent=f, score=score[f] + logp[token])
         frontier = sorted(new, key=lambda c: (-score[c], c))[:num_frontier]
 
-    Under "swor" and "iid" a choice by score would bias verification: there the frontier has a fixed shape, first draws
-    first (the first child of every old frontier node, then the second of each, ...); and the laws q, fp32 [B, F, V],
-    are kept in the state (zeros for an absent node).
+    Under "swor" and "iid" a choice by score would bias verification: there, and under "coupled", the frontier has a
+    fixed shape, first draws first (the first child of every old frontier node, then the second of each, ...). The laws
+    q of "swor" and "iid", fp32 [B, F, V], are kept in the state (zeros for an absent node).
 
     Raises ValueError for wrong shapes, dtypes or bounds, sampling arguments missing or not wanted, a law that is not
     the state's.
@@ -216,7 +219,8 @@ def expand_tree(
         seeds=seeds,
         positions=positions,
     )
-    laws = () if law == "topk" else (draft_probs.view(state.batch_size, state.num_frontier, logits.shape[1]),)
+    keeps_laws = law in ("iid", "swor")
+    laws = (draft_probs.view(state.batch_size, state.num_frontier, logits.shape[1]),) if keeps_laws else ()
     return DraftState(
         tokens,
         parents,
@@ -248,9 +252,9 @@ def rerank_tree(state: DraftState, num_nodes: int, *, active: Tensor | None = No
         best = sorted(present, key=lambda c: (-score[c], c))[:num_nodes]
         nodes = sorted(best)
 
-    Laws "swor" and "iid": a choice that looked at scores would bias verification; the tree is the candidates present
-    among the first num_nodes, all of them if num_nodes >= state.num_candidates. draft_probs holds every law drawn from,
-    copied into one tensor [B * nodes expanded, V], and draft_rows where each node's children came from.
+    The other laws: a choice that looked at scores would bias verification; the tree is the candidates present among the
+    first num_nodes, all of them if num_nodes >= state.num_candidates. Under "swor" and "iid" draft_probs holds every
+    law drawn from, copied into one tensor [B * nodes expanded, V], and draft_rows where each node's children came from.
 
     Returns a `Draft` with max_nodes = num_nodes and max_depth = the levels expanded. Raises ValueError for wrong
     shapes, dtypes or bounds.

@@ -1,4 +1,4 @@
-"""Drafters: who guesses the next tokens. Output never depends on them, only speed does."""
+"""Drafters: who guesses the next tokens. The law of the output never depends on them, only speed does."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pagedtree import Commit, DraftTree, TreeBatch, Verdict, medusa_propose, ngram_propose, rejected_predictions
+from pagedtree import Commit, Draft, DraftTree, TreeBatch, Verdict, medusa_propose, ngram_propose, rejected_predictions
+from pagedtree.integrations.transformers.rules import Sampling
 from pagedtree.integrations.transformers.scheduler import Sequence
 
 __all__ = ["Drafter", "MedusaDrafter", "NgramDrafter", "NoDrafter", "Proposal", "StepResult"]
 
-Proposal = tuple[Tensor, TreeBatch, Tensor | None]
+Proposal = Draft | tuple[Tensor, TreeBatch, Tensor | None]
 
 
 @dataclass
@@ -26,8 +27,9 @@ class StepResult:
         sequences: B sequences, their new tokens already appended. The first `num_read` of them read known tokens
             (prompt, restoration) in this pass and have a tree of the root alone; the others have what was proposed.
         start: int32 [B], the roots' positions.
-        draft_tokens: int64 [N], the roots' tokens too.
-        trees, verdict, commit: of all B sequences.
+        draft: of all B sequences; draft_tokens int64 [N] with the roots' tokens too, draft_probs and draft_rows where
+            the drafter's draft_law is "iid" or "swor".
+        verdict, commit: of all B sequences.
         logits: [N, V], the target's at every node.
         hidden: [N, H], what the output layer turned into these logits, if the drafter asked for it (`needs_hidden`).
     """
@@ -35,12 +37,19 @@ class StepResult:
     sequences: list[Sequence]
     num_read: int
     start: Tensor
-    draft_tokens: Tensor
-    trees: TreeBatch
+    draft: Draft
     verdict: Verdict
     commit: Commit
     logits: Tensor
     hidden: Tensor | None
+
+    @property
+    def draft_tokens(self) -> Tensor:
+        return self.draft.draft_tokens
+
+    @property
+    def trees(self) -> TreeBatch:
+        return self.draft.trees
 
 
 class Drafter:
@@ -50,13 +59,19 @@ class Drafter:
         max_nodes: the most nodes of a tree, the root included: so many slots are reserved before a drafter is asked.
             0 = not known before the proposals, which a drafter with state must not leave it at.
         needs_hidden: whether `observe` wants the target's hidden states.
+        draft_law: how the children of a node are chosen, see `pagedtree.verify_rejection`: "onehot" (without chance of
+            their own), or "iid" or "swor", whose proposals have draft_probs. "coupled": by the noise with which rule
+            "sampled" samples the target.
+        is_chain: whether no node of any tree has two children.
     """
 
     max_nodes: int = 1
     needs_hidden: bool = False
+    draft_law: str = "onehot"
+    is_chain: bool = False
 
-    def begin(self, page_size: int) -> None:
-        """A call of `generate` starts: nothing is known about any sequence."""
+    def begin(self, page_size: int, sampling: Sampling) -> None:
+        """A call of `generate` starts: nothing is known about any sequence. sampling: how it chooses tokens."""
 
     def end(self) -> None:
         """The call of `generate` is over, or has failed."""
@@ -69,7 +84,8 @@ class Drafter:
 
         tokens: int64 [B, capacity], prompt and generated tokens. lengths: int32 [B], how many of them are known.
         Returns draft_tokens [N], a TreeBatch of B trees, each with at least its root, whose token is
-        tokens[b, lengths[b] - 1] (the root's draft token is ignored), and the laws they were drawn from, or None.
+        tokens[b, lengths[b] - 1] (the root's draft token is ignored), and the laws they were drawn from, [N, V], or
+        None. A `pagedtree.Draft` is a proposal, too; its draft_rows then name the row of draft_probs for each node.
         """
         raise NotImplementedError
 
@@ -85,6 +101,8 @@ class _Stateless(Drafter):
 
     def __init__(self, drafter: Any) -> None:
         self.max_nodes = int(getattr(drafter, "max_nodes", 0))
+        self.draft_law = getattr(drafter, "draft_law", "onehot")
+        self.is_chain = bool(getattr(drafter, "is_chain", False))
         self.propose = drafter.propose  # type: ignore[method-assign]
 
 
@@ -107,6 +125,8 @@ def roots_only(tokens: Tensor, lengths: Tensor) -> Proposal:
 
 class NoDrafter(Drafter):
     """No drafts: one token a step."""
+
+    is_chain = True
 
     def propose(self, tokens: Tensor, lengths: Tensor) -> Proposal:
         return roots_only(tokens, lengths)
@@ -135,13 +155,13 @@ class NgramDrafter(Drafter):
             raise ValueError(f"num_nodes: expected at least 2 (the root and a draft token), got {num_nodes}")
         self.max_nodes = num_nodes
         self.max_depth = max_depth or (num_nodes - 1 if max_branches == 1 else num_nodes // 2)
-        self.max_branches = max_branches
+        self.max_branches, self.is_chain = max_branches, max_branches == 1
         self.min_ngram, self.max_ngram = min_ngram, max_ngram
         self.remember = remember
         self._rejected: dict[int, Tensor] = {}
         self._selected: list[Sequence] = []
 
-    def begin(self, page_size: int) -> None:
+    def begin(self, page_size: int, sampling: Sampling) -> None:
         self._rejected.clear()
 
     def select(self, sequences: list[Sequence]) -> None:
@@ -193,11 +213,11 @@ class MedusaDrafter(Drafter):
 
     def __init__(self, heads: Callable[[Tensor], Tensor], tree: DraftTree) -> None:
         self.heads, self.tree = heads, tree
-        self.max_nodes = tree.num_nodes
+        self.max_nodes, self.is_chain = tree.num_nodes, tree.num_nodes == tree.max_depth + 1
         self._hidden: dict[int, Tensor] = {}
         self._selected: list[Sequence] = []
 
-    def begin(self, page_size: int) -> None:
+    def begin(self, page_size: int, sampling: Sampling) -> None:
         self._hidden.clear()
 
     def select(self, sequences: list[Sequence]) -> None:

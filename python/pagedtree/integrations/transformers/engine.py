@@ -5,61 +5,24 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pagedtree import (
-    SamplingParams,
-    TreeBatch,
-    Verdict,
-    build_trees,
-    commit,
-    compact_kv,
-    prepare_step,
-    slot_mapping,
-    verify_greedy,
-    verify_sampled,
-)
+from pagedtree import Draft, build_trees, commit, compact_kv, prepare_step, slot_mapping
 from pagedtree.integrations.transformers.attention import PagedStep, PrefixPass
-from pagedtree.integrations.transformers.drafters import Drafter, Proposal, StepResult, roots_only
+from pagedtree.integrations.transformers.drafters import Drafter, StepResult, roots_only
 from pagedtree.integrations.transformers.model import run_packed
 from pagedtree.integrations.transformers.paged_cache import PagedCache
+from pagedtree.integrations.transformers.rules import Sampling
 from pagedtree.integrations.transformers.scheduler import Batch, Scheduler, Sequence
 from pagedtree.integrations.transformers.stats import GenerationStats
 
-__all__ = ["Engine", "Sampling"]
+__all__ = ["Engine"]
 
 STATUS_NOT_FINITE = 2
-
-
-@dataclass
-class Sampling:
-    """How tokens are chosen: params None = greedy; else sampled, tensors in params and the seeds one a sequence."""
-
-    params: SamplingParams | None
-    seeds: Tensor
-
-    def verify(
-        self, logits: Tensor, draft_tokens: Tensor, trees: TreeBatch, sequences: list[Sequence], start: Tensor
-    ) -> Verdict:
-        if self.params is None:
-            return verify_greedy(logits, draft_tokens, trees)
-        rows = torch.tensor([sequence.index for sequence in sequences]).to(logits.device)
-        values = {field.name: getattr(self.params, field.name) for field in fields(self.params)}
-        chosen: dict[str, Any] = {
-            name: value[rows] for name, value in values.items() if isinstance(value, Tensor) and value.ndim
-        }
-        return verify_sampled(
-            logits,
-            draft_tokens,
-            trees,
-            replace(self.params, **chosen),
-            seeds=self.seeds[rows],
-            positions=start.long(),
-        )
 
 
 @dataclass
@@ -67,7 +30,7 @@ class Pass:
     """One packed pass: sequences that read known tokens come first, then those that decode a tree, then padding.
 
     verified: the sequences that gain tokens: those that read up to their last token (the first num_read), and all that
-    decode. start, trees and draft_tokens are theirs; logit_rows (None = all) are the rows of their nodes.
+    decode. start and draft are theirs; logit_rows (None = all) are the rows of their nodes.
     """
 
     step: PagedStep
@@ -76,8 +39,7 @@ class Pass:
     verified: list[Sequence]
     num_read: int
     start: Tensor
-    draft_tokens: Tensor
-    trees: TreeBatch
+    draft: Draft
     logit_rows: Tensor | None
 
 
@@ -113,7 +75,7 @@ class Engine:
 
     def run(self) -> None:
         try:
-            self.drafter.begin(self.cache.page_size)
+            self.drafter.begin(self.cache.page_size, self.sampling)
             while not self.scheduler.is_done:
                 self.step()
         finally:
@@ -123,8 +85,8 @@ class Engine:
         self.stats.peak_pages, self.stats.pages_taken = self.cache.peak_pages, self.cache.pages_taken
 
     def step(self) -> None:
-        batch, proposal = self._schedule()
-        packed = self._pack(batch, proposal)
+        batch, draft = self._schedule()
+        packed = self._pack(batch, draft)
         logits, hidden = run_packed(
             self.model, packed.input_ids, packed.positions, packed.step, packed.logit_rows, self.drafter.needs_hidden
         )
@@ -137,7 +99,7 @@ class Engine:
         if packed.verified:
             self._verify(packed, logits, hidden)
 
-    def _schedule(self) -> tuple[Batch, Proposal | None]:
+    def _schedule(self) -> tuple[Batch, Draft]:
         """Whose turn it is, and the trees of those that decode."""
         while True:
             batch = self.scheduler.schedule(self.max_nodes)
@@ -145,34 +107,33 @@ class Engine:
                 self.drafter.forget(sequence)
                 self.stats.sequences[sequence.index].evictions += 1
             if not batch.decode:
-                return batch, None
-            proposal = self._propose(batch.decode)
-            if proposal[1].max_nodes <= self.max_nodes:
-                return batch, proposal
+                return batch, Draft(*roots_only(self.history[:0], self.history.new_empty(0, dtype=torch.int32)))
+            draft = self._propose(batch.decode)
+            if draft.trees.max_nodes <= self.max_nodes:
+                return batch, draft
             # The drafter did not declare trees of this size: make sure of the pages, and ask again.
-            self.max_nodes = proposal[1].max_nodes
+            self.max_nodes = draft.trees.max_nodes
             self.scheduler.check_capacity(self.max_nodes)
 
-    def _propose(self, sequences: list[Sequence]) -> Proposal:
+    def _propose(self, sequences: list[Sequence]) -> Draft:
         begin = time.perf_counter()
         lengths = self._to_device([len(sequence.tokens) for sequence in sequences], torch.int32)
         self.drafter.select(sequences)
-        draft_tokens, trees, draft_probs = self.drafter.propose(self._history_of(sequences), lengths)
-        rows = trees.parents.shape[0]
-        if trees.batch_size != len(sequences) or rows < len(sequences) or draft_tokens.shape != (rows,):
+        draft = Draft(*self.drafter.propose(self._history_of(sequences), lengths))
+        rows, batch_size = draft.trees.parents.shape[0], draft.trees.batch_size
+        if batch_size != len(sequences) or rows < len(sequences) or draft.draft_tokens.shape != (rows,):
             raise ValueError(
-                f"drafter: expected {len(sequences)} trees and a token a node, got {trees.batch_size} trees of"
-                f" {rows} nodes and draft_tokens {list(draft_tokens.shape)}"
+                f"drafter: expected {len(sequences)} trees and a token a node, got {batch_size} trees of"
+                f" {rows} nodes and draft_tokens {list(draft.draft_tokens.shape)}"
             )
+        if draft.draft_probs is not None and draft.draft_rows is None:
+            draft = draft._replace(draft_rows=torch.arange(rows, device=self.device))
         self.stats.draft_time += time.perf_counter() - begin
-        return _without_padding(draft_tokens, trees, draft_probs)
+        return _without_padding(draft)
 
-    def _pack(self, batch: Batch, proposal: Proposal | None) -> Pass:
+    def _pack(self, batch: Batch, draft: Draft) -> Pass:
         cache, page_size = self.cache, self.cache.page_size
-        if proposal is None:
-            proposal = roots_only(self.history[:0], self.history.new_empty(0, dtype=torch.int32))
-        draft_tokens, trees, _ = proposal
-        num_nodes = draft_tokens.shape[0]
+        trees, num_nodes = draft.trees, draft.draft_tokens.shape[0]
 
         read = [sequence for sequence, _ in batch.prefill]
         counts = [count for _, count in batch.prefill]
@@ -189,7 +150,7 @@ class Engine:
         roots = self._to_device([sequence.tokens[-1] for sequence in batch.decode], torch.int64)
         # A tree without a root has no row of its own; `_verify` reports it.
         root_rows = trees.cu_nodes[:-1].long().clamp(max=max(num_nodes - 1, 0))
-        nodes = draft_tokens.long().index_copy(0, root_rows, roots)
+        nodes = draft.draft_tokens.long().index_copy(0, root_rows, roots)
 
         table = cache.page_table([sequence.index for sequence in [*read, *batch.decode]])
         tree_mask = tree_lens = None
@@ -223,8 +184,9 @@ class Engine:
             verified=verified,
             num_read=len(complete),
             start=self._to_device([sequence.root for sequence in verified], torch.int32),
-            draft_tokens=torch.cat([self._to_device([read[i].tokens[-1] for i in complete], torch.int64), nodes]),
-            trees=_after_roots(len(complete), trees),
+            draft=_after_roots(
+                self._to_device([read[i].tokens[-1] for i in complete], torch.int64), draft._replace(draft_tokens=nodes)
+            ),
             logit_rows=logit_rows,
         )
 
@@ -263,13 +225,13 @@ class Engine:
         return self.cache.pages(sequence.index)[: self.cache.pages_for(sequence.shared_len)]
 
     def _verify(self, packed: Pass, logits: Tensor, hidden: Tensor | None) -> None:
-        sequences, start = packed.verified, packed.start
-        verdict = self.sampling.verify(logits, packed.draft_tokens, packed.trees, sequences, start)
-        if packed.trees.max_nodes > 1:
+        sequences, start, trees = packed.verified, packed.start, packed.draft.trees
+        verdict = self.sampling.of(sequences).verify(logits, packed.draft, self.drafter.draft_law, start)
+        if trees.max_nodes > 1:
             table = self.cache.page_table([sequence.index for sequence in sequences])
             compact_kv(self.cache.tensors(), table, start, verdict.accept_index, verdict.num_accepted)
         history, lengths = self._history_of(sequences), start + 1
-        committed = commit(verdict, packed.trees, start, history=history, history_lens=lengths, eos_ids=self.eos_ids)
+        committed = commit(verdict, trees, start, history=history, history_lens=lengths, eos_ids=self.eos_ids)
         self._store_history(sequences, history)
 
         # The step's one synchronisation.
@@ -282,9 +244,7 @@ class Engine:
             self._append(sequence, tokens[:num_tokens], bool(finished), is_tree=i >= packed.num_read)
             if status & STATUS_NOT_FINITE:
                 warnings.warn(f"sequence {sequence.index}: the model's logits have NaN or no finite one", stacklevel=2)
-        result = StepResult(
-            sequences, packed.num_read, start, packed.draft_tokens, packed.trees, verdict, committed, logits, hidden
-        )
+        result = StepResult(sequences, packed.num_read, start, packed.draft, verdict, committed, logits, hidden)
         self.drafter.observe(result)
         if self.on_step is not None:
             self.on_step(result)
@@ -333,21 +293,30 @@ def _offsets(counts: list[int]) -> list[int]:
     return offsets
 
 
-def _without_padding(draft_tokens: Tensor, trees: TreeBatch, draft_probs: Tensor | None) -> Proposal:
+def _without_padding(draft: Draft) -> Draft:
     """Drops the rows past the last tree where reading their number costs nothing: the model would run on them."""
+    trees = draft.trees
     if trees.device.type != "cpu":
-        return draft_tokens, trees, draft_probs
+        return draft
     rows = int(trees.cu_nodes[-1])
     names = ("parents", "depths", "first_child", "next_sibling", "mask")
     trees = replace(trees, **{name: getattr(trees, name)[:rows] for name in names})
-    return draft_tokens[:rows], trees, draft_probs
+    draft_rows = draft.draft_rows[:rows] if draft.draft_rows is not None else None
+    return draft._replace(draft_tokens=draft.draft_tokens[:rows], trees=trees, draft_rows=draft_rows)
 
 
-def _after_roots(num_roots: int, trees: TreeBatch) -> TreeBatch:
-    """`trees` after `num_roots` trees of one node."""
+def _after_roots(roots: Tensor, draft: Draft) -> Draft:
+    """`draft` after a tree of one node for each token of `roots`."""
+    num_roots, trees = roots.shape[0], draft.trees
     if num_roots == 0:
-        return trees
+        return draft
     parents = torch.cat([trees.parents.new_full((num_roots,), -1), trees.parents])
-    roots = torch.arange(num_roots, dtype=torch.int32, device=trees.device)
-    cu_nodes = torch.cat([roots, trees.cu_nodes + num_roots])
-    return build_trees(parents, cu_nodes, max_nodes=trees.max_nodes, max_depth=trees.max_depth)
+    offsets = torch.arange(num_roots, dtype=torch.int32, device=trees.device)
+    cu_nodes = torch.cat([offsets, trees.cu_nodes + num_roots])
+    rows = draft.draft_rows
+    return draft._replace(
+        draft_tokens=torch.cat([roots, draft.draft_tokens]),
+        trees=build_trees(parents, cu_nodes, max_nodes=trees.max_nodes, max_depth=trees.max_depth),
+        # Any row will do for a root that has no children.
+        draft_rows=torch.cat([rows.new_zeros(num_roots), rows]) if rows is not None else None,
+    )

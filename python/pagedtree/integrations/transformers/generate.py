@@ -12,9 +12,10 @@ from torch import Tensor
 from pagedtree import SamplingParams
 from pagedtree.integrations.transformers import scheduler
 from pagedtree.integrations.transformers.drafters import StepResult, as_drafter
-from pagedtree.integrations.transformers.engine import Engine, Sampling
+from pagedtree.integrations.transformers.engine import Engine
 from pagedtree.integrations.transformers.model import check_model, paged_attention
 from pagedtree.integrations.transformers.paged_cache import PagedCache
+from pagedtree.integrations.transformers.rules import Sampling, check_rule
 from pagedtree.integrations.transformers.scheduler import Scheduler
 from pagedtree.integrations.transformers.stats import GenerationStats, SequenceStats
 
@@ -25,8 +26,6 @@ __all__ = ["generate"]
 MIN_SHARED_TOKENS = 1024
 # Trees of a drafter that does not say how big they get.
 ASSUMED_MAX_NODES = 64
-
-RULES = ("auto", "greedy", "sampled")
 
 
 @torch.no_grad()
@@ -49,11 +48,12 @@ def generate(
     callback: Callable[[int, list[int]], None] | None = None,
     on_step: Callable[[StepResult], None] | None = None,
 ) -> tuple[list[Tensor] | Tensor, GenerationStats]:
-    """Generates up to `max_new_tokens` tokens for each prompt; the result does not depend on the drafter.
+    """Generates up to `max_new_tokens` tokens for each prompt; the law of the result does not depend on the drafter.
 
-    Greedy output is the model's own `generate(do_sample=False)`; sampled output is, for each sequence, what
+    Greedy output is the model's own `generate(do_sample=False)`; under rule "sampled" it is, for each sequence, what
     `pagedtree.sample` draws with its seed, token by token. Both hold for any drafter, page size, batch and eviction,
-    up to nearly tied logits (which in fp32 do not happen in practice).
+    up to nearly tied logits (which in fp32 do not happen in practice). Under the other lossless rules the tokens follow
+    the same law; which ones come out depends on the seed, and also on the drafts and on when a sequence was evicted.
 
     Args:
         model: a transformers causal language model in evaluation mode whose layers all use transformers' attention
@@ -69,7 +69,12 @@ def generate(
         attention_mask: [B, L], zero where `input_ids` is padding (at either side); only with a tensor.
         eos_token_id: token or tokens that end a sequence, kept in it; default the model's generation config; an empty
             list for none.
-        rule: "greedy" (`verify_greedy`), "sampled" (`verify_sampled`), or "auto", by `params`.
+        rule: how drafts are verified. All but "typical" are lossless.
+            "auto": "greedy" without params, else "sampled". "greedy", "sampled": `verify_greedy`, `verify_sampled`.
+            "rejection": `verify_rejection`, by the drafter's draft_law.
+            "block": `verify_block`, for drafters of chains.
+            "traversal": `verify_traversal`, for drafters of draft_law "iid" or "swor".
+            "typical": `verify_typical` with its defaults; not lossless: likely drafts are favoured, nothing is random.
         max_batch_tokens: longer prompts are read in chunks, so that a pass feeds the model about this many tokens.
         share_prefix: whether a pass reads the pages that several outcomes share once, for all of them, and joins
             that with their own pages by `merge_states`. None: if at least 1024 tokens need not be read then. Layers
@@ -81,18 +86,15 @@ def generate(
     For a list of prompts a list of int64 tensors [length]; for a tensor, like model.generate, one int64 tensor
     [B * n, L + generated], padded at the right with the model's pad token (or its EOS, or 0).
 
-    Raises ValueError for an empty prompt, a model or arguments that do not fit, or num_pages too small for a sequence
-    with the whole pool to itself.
+    Raises ValueError for an empty prompt, a model or arguments that do not fit, a rule that the drafter or params do
+    not fit, or num_pages too small for a sequence with the whole pool to itself.
     """
     check_model(model)
     prompts = _prompts(input_ids, attention_mask)
     _check_at_least_one(max_new_tokens=max_new_tokens, n=n, page_size=page_size, max_batch_tokens=max_batch_tokens)
-    if rule not in RULES:
-        raise ValueError(f"rule: expected one of {', '.join(RULES)}, got {rule!r}")
-    if (rule == "sampled" and params is None) or (rule == "greedy" and params is not None):
-        raise ValueError(f'rule: expected params for "sampled" and none for "greedy", got {rule!r} with {params}')
     device = model.get_input_embeddings().weight.device
     drafter = as_drafter(drafter)
+    rule = check_rule(rule, params, drafter.draft_law, drafter.is_chain)
     sequences = [
         scheduler.Sequence(
             index=b * n + j,
@@ -113,7 +115,7 @@ def generate(
     queue.check_capacity(drafter.max_nodes or 1)
     stats = GenerationStats(sequences=[SequenceStats() for _ in sequences])
     min_shared_tokens = {None: MIN_SHARED_TOKENS, True: 1, False: None}[share_prefix]
-    sampling = Sampling(_params_of_sequences(params, len(prompts), n), _seeds(seeds, len(sequences), device))
+    sampling = Sampling(rule, _params_of_sequences(params, len(prompts), n), _seeds(seeds, len(sequences), device))
     eos_ids = _eos_ids(model, eos_token_id)
     engine = Engine(model, queue, drafter, sampling, eos_ids, min_shared_tokens, callback, on_step, stats)
     with paged_attention(model):

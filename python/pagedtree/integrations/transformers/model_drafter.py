@@ -1,8 +1,11 @@
-"""Drafts from a smaller model: trees grown level by level with its own paged cache (EAGLE-2's dynamic trees)."""
+"""Drafts from a smaller model: trees grown level by level with its own paged cache, by score or by drawing."""
 
 from __future__ import annotations
 
+import collections.abc
 from contextlib import ExitStack
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -23,40 +26,74 @@ from pagedtree.integrations.transformers.attention import PagedStep
 from pagedtree.integrations.transformers.drafters import Drafter, Proposal, StepResult
 from pagedtree.integrations.transformers.model import check_model, paged_attention, run_packed
 from pagedtree.integrations.transformers.paged_cache import PagedCache
+from pagedtree.integrations.transformers.rules import Sampling
 from pagedtree.integrations.transformers.scheduler import Sequence
 
 __all__ = ["ModelDrafter"]
 
 INITIAL_PAGES = 64
+# What `expand_tree` calls its law, and what that is to the rules of verification.
+DRAFT_LAWS = {"topk": "onehot", "iid": "iid", "swor": "swor", "coupled": "coupled"}
 
 
 class ModelDrafter(Drafter):
-    """A draft model of the target's vocabulary proposes the `num_nodes` likeliest nodes of a tree it grows.
+    """A draft model of the target's vocabulary grows a tree of at most `num_nodes` nodes and `depth` levels.
 
-    Each step runs the draft model `depth` times: over what it has not read yet, then over the `width` best nodes of
-    each level but the last, which get `width` children each. What it read of the accepted path stays in its cache.
-    Its pages are its own and do not count in `num_pages` of `generate`, which bounds them all the same: only sequences
-    that run hold any, for their tokens and the nodes read. The pool doubles when it is full.
+    Each step runs the draft model `depth` times: over what it has not read yet, then over some nodes of each level but
+    the last. What it read of the accepted path stays in its cache. Its pages are its own and do not count in
+    `num_pages` of `generate`, which bounds them all the same: only sequences that run hold any, for their tokens and
+    the nodes read. The pool doubles when it is full.
 
     model: a transformers causal language model, under the same conditions as the target, on the same device.
-    num_nodes: nodes of the tree, the root included. depth: its levels. width: 1 gives a chain.
+    law: how the children of a node are chosen (`pagedtree.expand_tree`).
+        "topk": the likeliest ones; the tree takes shape by their scores (EAGLE-2). Any rule but "traversal".
+        "iid", "swor": drawn from the draft model's law under the sampling parameters of `generate`, independently or
+            without replacement. The rules that weigh probabilities accept most of these.
+        "coupled": as "swor", but by the noise with which rule "sampled" samples the target, for that rule only.
+    num_nodes: nodes of the tree, the root included.
+    depth, width: levels, and children of a node; width 1 gives a chain. Under "topk" the best `width` nodes of a level
+        have children, else the root has `width` and every other node one: as many chains.
+    branching: in place of depth and width, not under "topk": children of each node, level by level, of which
+        `num_nodes` keeps the first ones.
     max_batch_tokens: prompts are read in chunks, so that a pass has about this many tokens.
     """
 
     def __init__(
-        self, model: Any, *, num_nodes: int = 16, depth: int = 4, width: int = 4, max_batch_tokens: int = 4096
+        self,
+        model: Any,
+        *,
+        law: str = "topk",
+        num_nodes: int = 16,
+        depth: int = 4,
+        width: int = 4,
+        branching: collections.abc.Sequence[int] | None = None,
+        max_batch_tokens: int = 4096,
     ) -> None:
         check_model(model)
+        if law not in DRAFT_LAWS:
+            raise ValueError(f"law: expected one of {', '.join(DRAFT_LAWS)}, got {law!r}")
+        if branching is not None and law == "topk":
+            raise ValueError('branching: expected None under law "topk", whose trees take shape by their scores')
         for name, value, least in (("num_nodes", num_nodes, 2), ("depth", depth, 1), ("width", width, 1)):
             if value < least:
                 raise ValueError(f"{name}: expected at least {least}, got {value}")
-        self.model, self.depth, self.width = model, depth, width
-        self.max_nodes = num_nodes
-        self.max_batch_tokens = max_batch_tokens
+        if branching is not None and (not branching or min(branching) < 1):
+            raise ValueError(f"branching: expected levels of at least 1 child each, got {list(branching)}")
         embeddings = model.get_input_embeddings()
         self.vocab_size, self.device = embeddings.num_embeddings, embeddings.weight.device
-        # The nodes that the draft model reads: the root, then `width` a level.
-        self.max_kv_nodes = 1 + width * (depth - 1)
+        self.model, self.law, self.draft_law = model, law, DRAFT_LAWS[law]
+        self.max_nodes = num_nodes
+        self.max_batch_tokens = max_batch_tokens
+        # Children of a node, and how many of the new nodes the draft model reads, level by level.
+        if law == "topk":
+            self.num_children = [min(width, self.vocab_size)] * depth
+            self.num_frontier = [width] * (depth - 1)
+        else:
+            most = self.vocab_size if law != "iid" else max(branching or [width])
+            self.num_children = [min(count, most) for count in branching or [width] + [1] * (depth - 1)]
+            self.num_frontier = list(accumulate(self.num_children, mul))[:-1]
+        self.is_chain = max(self.num_children) == 1
+        self.max_kv_nodes = 1 + sum(self.num_frontier)
         self._context = ExitStack()
         self._reset(page_size=1)
 
@@ -67,8 +104,11 @@ class ModelDrafter(Drafter):
         self._selected: list[Sequence] = []
         self._draft: Draft | None = None
 
-    def begin(self, page_size: int) -> None:
+    def begin(self, page_size: int, sampling: Sampling) -> None:
+        if self.law != "topk" and sampling.params is None:
+            raise ValueError(f'drafter: law "{self.law}" draws by the params of `generate`, got None')
         self._reset(page_size)
+        self._sampling = sampling
         self._context.enter_context(paged_attention(self.model))
 
     def end(self) -> None:
@@ -86,13 +126,23 @@ class ModelDrafter(Drafter):
         start = lengths - 1
         roots = tokens.gather(1, lengths[:, None].long() - 1)[:, 0]
         state = start_draft(roots, max_kv_nodes=self.max_kv_nodes)
-        for level in range(1, self.depth + 1):
-            num_frontier = self.width if level < self.depth else 0
-            state = expand_tree(state, logits, num_children=min(self.width, self.vocab_size), num_frontier=num_frontier)
+        noise = self._noise(self._selected, start)
+        for num_children, num_frontier in zip(self.num_children, [*self.num_frontier, 0], strict=True):
+            state = expand_tree(
+                state, logits, law=self.law, num_children=num_children, num_frontier=num_frontier, **noise
+            )
             if num_frontier:
                 logits = self._read_level(state, table, start)
         self._draft = rerank_tree(state, self.max_nodes)
-        return self._draft.draft_tokens, self._draft.trees, None
+        return self._draft
+
+    def _noise(self, sequences: list[Sequence], start: Tensor) -> dict[str, Any]:
+        """What `expand_tree` draws children by."""
+        if self.law == "topk":
+            return {}
+        sampling = self._sampling.of(sequences)
+        seeds = sampling.seeds if self.law == "coupled" else sampling.draft_seeds(start)
+        return {"params": sampling.params, "seeds": seeds, "positions": start.long()}
 
     def observe(self, result: StepResult) -> None:
         """Moves what was read of the accepted paths to its place."""

@@ -1,0 +1,107 @@
+"""How `generate` chooses tokens: a rule of verification, sampling parameters and seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedtree import (
+    Draft,
+    SamplingParams,
+    Verdict,
+    verify_block,
+    verify_greedy,
+    verify_rejection,
+    verify_sampled,
+    verify_traversal,
+    verify_typical,
+)
+from pagedtree.integrations.transformers import scheduler
+
+__all__ = ["RULES", "Sampling", "check_rule"]
+
+# Rules that judge a draft by the target's and the drafter's probability of it.
+_BY_RATIO: dict[str, Callable[..., Verdict]] = {
+    "rejection": verify_rejection,
+    "block": verify_block,
+    "traversal": verify_traversal,
+}
+RULES = ("auto", "greedy", "sampled", *_BY_RATIO, "typical")
+DRAFT_LAWS = ("onehot", "iid", "swor", "coupled")
+DRAWN = ("iid", "swor")
+
+# Odd, so that every step of a sequence has its own key; the golden ratio's bits keep keys of small seeds apart.
+_STEP_KEY = 0x9E3779B97F4A7C15 - 2**64
+
+
+def check_rule(rule: str, params: SamplingParams | None, draft_law: str, is_chain: bool) -> str:
+    """The rule that "auto" stands for, else `rule`; ValueError for what it cannot be combined with."""
+    if rule not in RULES:
+        raise ValueError(f"rule: expected one of {', '.join(RULES)}, got {rule!r}")
+    if draft_law not in DRAFT_LAWS:
+        raise ValueError(f"drafter: expected a draft_law of {', '.join(DRAFT_LAWS)}, got {draft_law!r}")
+    if rule == "auto":
+        rule = "greedy" if params is None else "sampled"
+    if (rule == "greedy") != (params is None):
+        raise ValueError(
+            f'rule: expected params for every rule but "greedy" and none for "greedy", got {rule!r} with {params}'
+        )
+    if rule == "block" and not is_chain:
+        raise ValueError('rule: "block" verifies chains, got a drafter whose trees branch (is_chain is False)')
+    if rule == "traversal" and draft_law not in DRAWN:
+        raise ValueError(
+            'rule: "traversal" weighs drafts that were drawn (draft_law "iid" or "swor"), got a drafter of draft_law'
+            f' {draft_law!r}; "rejection" accepts as many of those'
+        )
+    if draft_law == "coupled" and rule != "sampled":
+        raise ValueError(f'rule: drafts coupled to the noise of "sampled" are of use to that rule alone, got {rule!r}')
+    return rule
+
+
+@dataclass
+class Sampling:
+    """How tokens are chosen. Tensors in params and the seeds have one entry a sequence; "greedy" has no params."""
+
+    rule: str
+    params: SamplingParams | None
+    seeds: Tensor
+
+    def of(self, sequences: Sequence[scheduler.Sequence]) -> Sampling:
+        """That of some of the sequences."""
+        rows = torch.tensor([sequence.index for sequence in sequences], dtype=torch.int64).to(self.seeds.device)
+        params = self.params
+        if params is not None:
+            values = {field.name: getattr(params, field.name) for field in fields(params)}
+            chosen: dict[str, Any] = {
+                name: value[rows] for name, value in values.items() if isinstance(value, Tensor) and value.ndim
+            }
+            params = replace(params, **chosen)
+        return Sampling(self.rule, params, self.seeds[rows])
+
+    def draft_seeds(self, start: Tensor) -> Tensor:
+        """Seeds that a sequence has in this step alone, the one whose roots stand at `start`.
+
+        What "block" and "traversal" accept depends on drafts further on, too. Were those drawn again by the same noise
+        in the next step, its drafts would not be independent of the text any more.
+        """
+        return self.seeds + _STEP_KEY * (start.long() + 1)
+
+    def verify(self, logits: Tensor, draft: Draft, draft_law: str, start: Tensor) -> Verdict:
+        """Judges the trees of all sequences, whose roots stand at `start`."""
+        if self.params is None:
+            return verify_greedy(logits, draft.draft_tokens, draft.trees)
+        if self.rule == "typical":
+            return verify_typical(logits, draft.draft_tokens, draft.trees, self.params)
+        options: dict[str, Any] = {"seeds": self.seeds, "positions": start.long()}
+        if self.rule == "sampled":
+            return verify_sampled(logits, draft.draft_tokens, draft.trees, self.params, **options)
+        if draft.trees.max_nodes == 1:  # nothing is drafted: one draw from the target's law, the same under every rule
+            return verify_rejection(logits, draft.draft_tokens, draft.trees, self.params, draft_law="onehot", **options)
+        if draft_law in DRAWN:
+            options |= {"draft_probs": draft.draft_probs, "draft_rows": draft.draft_rows}
+        verify = _BY_RATIO[self.rule]
+        return verify(logits, draft.draft_tokens, draft.trees, self.params, draft_law=draft_law, **options)
