@@ -36,7 +36,7 @@ def demo(result: dict[str, Any], name: str) -> str:
             f"{row['accepted_length']:.2f}",
             f"{row['tokens_per_second']:.0f}",
             f"{row['time_to_first_token_ms']:.0f}",
-            "yes" if row["identical"] else "no",
+            {True: "yes", False: "no", None: "same law"}[row["identical"]],
         ]
         for row in result["rows"]
     ]
@@ -96,6 +96,32 @@ def verification(result: dict[str, Any], name: str) -> str:
     return machine_line(machine, name) + "\n" + note + "\n\n" + table(header, body)
 
 
+def rules(result: dict[str, Any], name: str) -> str:
+    def interval(figures: list[float] | None, sign: str = "") -> str:
+        return "" if figures is None else f"{figures[0]:{sign}.3f} ({figures[1]:{sign}.3f} to {figures[2]:{sign}.3f})"
+
+    machine, rows = result["machine"], result["rows"]
+    arguments = machine["arguments"]
+    note = (
+        f"{arguments['prompts']} prompts, {arguments['max_new_tokens']} tokens each, temperature"
+        f" {arguments['temperature']}, top-p {arguments['top_p']}; commit {machine['commit']}"
+        f" (`benchmarks/results/{name}.json`). In parentheses: 95 % intervals, by bootstrap over the prompts. The last"
+        " column compares rules on the same trees."
+    )
+    header = ["drafts", "rule", "trees", "accepted draft tokens", "more than rejection"]
+    body = [
+        [
+            f"{row['shape']}, {row['law']}",
+            row["rule"] + (" (lossy)" if row["rule"] == "typical" else ""),
+            str(row["trees"]),
+            interval(row["accepted"]),
+            interval(row["over_rejection"], "+"),
+        ]
+        for row in rows
+    ]
+    return note + "\n\n" + table(header, body)
+
+
 def kernels(result: dict[str, Any], name: str) -> str:
     machine, rows = result["machine"], result["rows"]
     architectures = list(rows[0]["registers"])
@@ -126,6 +152,7 @@ def times(result: dict[str, Any], name: str) -> str:
 # Marker: (name of the files, one a machine or only one, and how they are shown).
 SECTIONS = {
     "demo": ("demo", demo),
+    "rules": ("rules", rules),
     "attention": ("tree_attention", attention),
     "verification": ("verify", verification),
     "kernels": ("kernels", kernels),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from svg import Drawing, pill_width
 from pagedtree import DraftTree, TreeBatch
 
 IMAGES = Path(__file__).resolve().parent / "img"
+RESULTS = IMAGES.parents[1] / "benchmarks" / "results"
 
 # The one example that all pictures share.
 PAGE_SIZE = 16
@@ -277,7 +279,38 @@ def compaction_picture() -> str:
     return drawing.render(x_of(pages * PAGE_SIZE - 1) + cell + MARGIN, after + cell + 36)
 
 
-PICTURES = {"mask_inside_a_block": mask_picture, "one_step": step_picture, "compaction": compaction_picture}
+RULE_COLORS = {"sampled": "blue", "rejection": "muted", "block": "green", "traversal": "green", "typical": "gold"}
+
+
+def accepted_length_picture() -> str:
+    """Bars of the recorded means with their intervals, one group a way to draft."""
+    rows = json.loads((RESULTS / "rules.json").read_text())["rows"]
+    left, width, bar = 280, 480, 18
+    scale = width / max(row["accepted"][2] for row in rows)
+    drawing = Drawing("Accepted draft tokens a tree, by drafts and rule")
+    y, group = MARGIN + 8.0, None
+    for row in rows:
+        if group != (row["shape"], row["law"]):
+            group = (row["shape"], row["law"])
+            y += 10
+            drawing.text(MARGIN, y + 13, f"{row['shape']}, {row['law']}", "bold fill-ink")
+        mean, low, high = (left + scale * value for value in row["accepted"])
+        color = RULE_COLORS[row["rule"]]
+        drawing.text(left - 10, y + 13, row["rule"] + (" (lossy)" if row["rule"] == "typical" else ""), anchor="end")
+        drawing.rect(left, y + 2, mean - left, bar - 4, f"fill-{color} faint", radius=2)
+        drawing.line(low, y + bar / 2, high, y + bar / 2, f"stroke-{color} thick")
+        drawing.text(high + 8, y + 13, f"{row['accepted'][0]:.2f}", "small fill-muted")
+        y += bar + 2
+    drawing.line(left, MARGIN + 8, left, y + 4, "stroke-line thin")
+    return drawing.render(left + width + 60, y + MARGIN)
+
+
+PICTURES = {
+    "accepted_length": accepted_length_picture,
+    "mask_inside_a_block": mask_picture,
+    "one_step": step_picture,
+    "compaction": compaction_picture,
+}
 
 
 def main() -> None:

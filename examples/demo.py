@@ -2,10 +2,12 @@
 
     python examples/demo.py [--device cuda] [--dtype bfloat16] [--prompts 6] [--max-new-tokens 96] [--json PATH]
 
-All prompts run as one batch over a paged cache. The table has a row for each drafter, greedy and sampled: tokens that
-a sequence gains in a step, accepted draft tokens, tokens a second over all sequences, time to the first token, and
+All prompts run as one batch over a paged cache. The first table has a row for each drafter, greedy and sampled: tokens
+that a sequence gains in a step, accepted draft tokens, tokens a second over all sequences, time to the first token, and
 whether the output is that of plain decoding. In fp32 a difference is an error (exit code 1); in half precision the
-first one is shown with the margin between the two most likely tokens there. One run is drawn as SVG and HTML.
+first one is shown with the margin between the two most likely tokens there. The second table has the rules of
+verification that weigh the draft model's probabilities; their texts follow the same law as those of plain sampling, but
+are not the same texts. One run is drawn as SVG and HTML.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class Run:
     drafter: str
     sequences: list[Tensor]
     stats: GenerationStats
-    identical: bool = True
+    identical: bool | None = True  # None: the rule does not promise it
 
     def figures(self) -> dict[str, Any]:
         return {
@@ -88,21 +90,48 @@ class Recorder:
             self.steps.append(StepRecord(result.trees.parents[begin:end].tolist(), texts, path, bonus))
 
 
-def load(args: argparse.Namespace) -> tuple[Any, dict[str, Callable[[], Drafter | None]]]:
-    """The target model, and a maker for each drafter of the table."""
+def load(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Callable[[], Drafter | None]]]:
+    """The target model, the draft model, and a maker for each drafter of the first table."""
     dtype = getattr(torch, args.dtype)
     target, draft = (
         AutoModelForCausalLM.from_pretrained(args.checkpoints / name, dtype=dtype).to(args.device).eval()
         for name in ("target", "draft")
     )
     heads = MedusaHeads.from_pretrained(args.checkpoints / "medusa", target)
-    return target, {
-        "plain": lambda: None,
-        "n-gram chain": lambda: NgramDrafter(8, max_branches=1),
-        "n-gram tree": lambda: NgramDrafter(16, max_branches=6, max_depth=8),
-        "Medusa tree": lambda: MedusaDrafter(heads, medusa_tree(heads.num_heads, 16)),
-        "draft-model tree": lambda: ModelDrafter(draft, num_nodes=16, depth=5, width=3),
+    return (
+        target,
+        draft,
+        {
+            "plain": lambda: None,
+            "n-gram chain": lambda: NgramDrafter(8, max_branches=1),
+            "n-gram tree": lambda: NgramDrafter(16, max_branches=6, max_depth=8),
+            "Medusa tree": lambda: MedusaDrafter(heads, medusa_tree(heads.num_heads, 16)),
+            "draft-model tree": lambda: ModelDrafter(draft, num_nodes=16, depth=5, width=3),
+        },
+    )
+
+
+# Drafter of the second table, and the rules that judge what it draws.
+RULES = {
+    "top-k tree": ("rejection", "typical"),
+    "drawn chain": ("rejection", "block"),
+    "drawn tree": ("rejection", "traversal"),
+    "coupled tree": ("sampled",),
+}
+
+
+def rule_drafters(draft: Any) -> dict[str, Callable[[], Drafter]]:
+    tree = {"num_nodes": 16, "branching": [3, 2, 1]}
+    return {
+        "top-k tree": lambda: ModelDrafter(draft, num_nodes=16, depth=5, width=3),
+        "drawn chain": lambda: ModelDrafter(draft, law="iid", num_nodes=5, depth=4, width=1),
+        "drawn tree": lambda: ModelDrafter(draft, law="swor", **tree),
+        "coupled tree": lambda: ModelDrafter(draft, law="coupled", **tree),
     }
+
+
+def same_text(plain: Run, run: Run) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(plain.sequences, run.sequences, strict=True))
 
 
 def first_difference(plain: Run, run: Run, model: Any) -> str:
@@ -119,15 +148,16 @@ def first_difference(plain: Run, run: Run, model: Any) -> str:
 
 
 def print_table(runs: list[Run]) -> None:
+    verdicts = {True: "yes", False: "NO", None: "-"}
     print(
-        f"\n{'sampling':16} {'drafter':18} {'tokens/step':>11} {'accepted':>9} {'tokens/s':>9} {'TTFT ms':>8} ",
+        f"\n{'sampling':16} {'drafter':24} {'tokens/step':>11} {'accepted':>9} {'tokens/s':>9} {'TTFT ms':>8} ",
         "identical",
     )
     for run in runs:
         f = run.figures()
         print(
-            f"{f['sampling']:16} {f['drafter']:18} {f['tokens_per_step']:11.2f} {f['accepted_length']:9.2f}"
-            f" {f['tokens_per_second']:9.1f} {f['time_to_first_token_ms']:8.0f}  {'yes' if run.identical else 'NO'}"
+            f"{f['sampling']:16} {f['drafter']:24} {f['tokens_per_step']:11.2f} {f['accepted_length']:9.2f}"
+            f" {f['tokens_per_second']:9.1f} {f['time_to_first_token_ms']:8.0f}  {verdicts[run.identical]}"
         )
 
 
@@ -168,7 +198,7 @@ def main() -> int:
     args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
 
-    model, drafters = load(args)
+    model, draft, drafters = load(args)
     tokenizer = AutoTokenizer.from_pretrained(args.checkpoints / "target")
     texts = stdlib_prompts(args.prompts)
     batch = [torch.tensor(tokenizer(text).input_ids, device=args.device) for text in texts]
@@ -186,34 +216,50 @@ def main() -> int:
         f"T {args.temperature:g}, top-p {args.top_p:g}": SamplingParams(temperature=args.temperature, top_p=args.top_p),
     }
     generate(model, batch, max_new_tokens=4)  # warm-up
+
+    def complete(
+        drafter: Drafter | None, rule: str = "auto", record: Recorder | None = None
+    ) -> tuple[list[Tensor], Any]:
+        print(f"  {sampling}: {name}, {rule} ...", file=sys.stderr)
+        sequences, stats = generate(
+            model,
+            batch,
+            drafter=drafter,
+            max_new_tokens=args.max_new_tokens,
+            params=params,
+            page_size=PAGE_SIZE,
+            rule=rule,
+            on_step=record,
+        )
+        return list(sequences), stats
+
     runs: list[Run] = []
     for sampling, params in samplings.items():
         plain: Run | None = None
         for name, make in drafters.items():
-            print(f"  {sampling}: {name} ...", file=sys.stderr)
             record = recorder if params is None and name == "draft-model tree" else None
-            sequences, stats = generate(
-                model,
-                batch,
-                drafter=make(),
-                max_new_tokens=args.max_new_tokens,
-                params=params,
-                page_size=PAGE_SIZE,
-                on_step=record,
-            )
-            run = Run(sampling, name, list(sequences), stats)
+            run = Run(sampling, name, *complete(make(), record=record))
             plain = plain or run
-            run.identical = all(torch.equal(a, b) for a, b in zip(plain.sequences, run.sequences, strict=True))
+            run.identical = same_text(plain, run)
             if not run.identical:
                 print(f"  {sampling}, {name}: first difference: {first_difference(plain, run, model)}")
             runs.append(run)
+    rule_runs: list[Run] = []
+    makers = rule_drafters(draft)
+    for name, rule in ((name, rule) for name, rules in RULES.items() for rule in rules):
+        run = Run(sampling, f"{name}, {rule}", *complete(makers[name](), rule))
+        run.identical = same_text(plain, run) if rule == "sampled" else None
+        rule_runs.append(run)
     print_table(runs)
+    print_table(rule_runs)
+    print("typical is lossy: it favours likely drafts. The other rules leave the law of the text as it is.")
+    runs += rule_runs
     completion = decode(runs[0].sequences[0][len(batch[0]) :].tolist())
     print(f"\nprompt 0 ends:\n{texts[0][-200:]}\n--- greedy completion:\n{completion}")
     write_picture(recorder, batch[0].tolist(), args.picture)
     if args.json:
         args.json.write_text(json.dumps([run.figures() for run in runs], indent=1) + "\n")
-    wrong = [run for run in runs if not run.identical]
+    wrong = [run for run in runs if run.identical is False]
     if wrong and args.dtype == "float32":
         print("output differs from plain decoding", file=sys.stderr)
         return 1

@@ -38,9 +38,10 @@ def draw(logits: Tensor, num_children: int, law: str, seeds: Tensor, positions: 
 
 def expected_children(q: np.ndarray, count: int, law: str, seed: int, position: int) -> tuple[list[int], float]:
     """The draws from law q, and by how much the nearest of them was decided."""
-    if law == "swor":
+    if law in ("swor", "coupled"):
+        use = reference.GUMBEL if law == "coupled" else reference.DRAFT
         with np.errstate(divide="ignore"):
-            scores = np.log(q) + reference.gumbel_noise(seed, position, q.size, use=reference.DRAFT)
+            scores = np.log(q) + reference.gumbel_noise(seed, position, q.size, use=use)
         order = [x for x in np.argsort(-scores, kind="stable") if q[x] > 0]
         margin = min((scores[a] - scores[b] for a, b in pairwise(order[: count + 1])), default=math.inf)
         return order[:count], float(margin)
@@ -105,6 +106,26 @@ def test_joint_law_of_two_draws(backend: str, draws: Callable[[int], int], param
         joint = np.zeros((5, 5))
         np.add.at(joint, (target, first), 1)
         assert_law(joint, np.outer(q, q) * count)
+
+
+@pytest.mark.parametrize("params", LAWS, ids=str)
+def test_coupled_draws_share_the_targets_noise(backend: str, params: dict) -> None:
+    """They are ranked by it, and where both laws are the same the first one is what the target samples."""
+    count, compared = 40, 0
+    for vocab in (3, 130):
+        logits = torch.randn(count, vocab, generator=seeded(vocab)) * 3
+        seeds, positions = torch.arange(count) * 7919 + 3, torch.arange(count) % 11
+        state = draw(logits, 3, "coupled", seeds, positions, **params)
+        assert state.draft_probs == () and rerank_tree(state, 4).draft_probs is None
+        target = sample(logits, SamplingParams(**params), seeds=seeds, positions=positions)
+        for b in range(count):
+            q = reference.law(reference.clean_logits(logits[b]), **params)
+            expected, margin = expected_children(q, 3, "coupled", int(seeds[b]), int(positions[b]))
+            if margin > 1e-5:
+                assert state.tokens[b, 1:].tolist() == expected + [-1] * (3 - len(expected))
+                assert target[b] == expected[0]
+                compared += 1
+    assert compared > 70
 
 
 def assert_law(observed: np.ndarray, expected: np.ndarray) -> None:

@@ -30,9 +30,12 @@ def run_demo(demo, monkeypatch, tmp_path, *arguments):
 def test_demo_is_exact(demo, monkeypatch, tmp_path, capsys):
     code, rows = run_demo(demo, monkeypatch, tmp_path)
     assert code == 0
-    assert len(rows) == 10 and all(row["identical"] for row in rows)
+    assert len(rows) == 17 and all(row["identical"] for row in rows[:10])
+    assert [row["drafter"] for row in rows[10:] if row["identical"] is not None] == ["coupled tree, sampled"]
+    assert rows[-1]["identical"]
     assert any(row["accepted_length"] > 0.5 for row in rows)
-    assert "draft-model tree" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "draft-model tree" in out and "drawn tree, traversal" in out and "typical is lossy" in out
     assert (tmp_path / "run.svg").read_text().startswith("<svg") and (tmp_path / "run.html").exists()
 
 

@@ -26,8 +26,11 @@ def model():
         ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
         ({"n": 0}, "n: expected at least 1, got 0"),
         ({"page_size": 0}, "page_size: expected at least 1, got 0"),
-        ({"rule": "lucky"}, "rule: expected one of auto, greedy, sampled, got 'lucky'"),
-        ({"rule": "sampled"}, 'rule: expected params for "sampled"'),
+        (
+            {"rule": "lucky"},
+            "rule: expected one of auto, greedy, sampled, rejection, block, traversal, typical, got 'lucky'",
+        ),
+        ({"rule": "sampled"}, 'rule: expected params for every rule but "greedy"'),
         ({"seeds": [1, 2]}, r"seeds: expected 1 integers, got torch.int64 \[2\]"),
         ({"seeds": [0.5]}, "seeds: expected 1 integers, got torch.float32"),
         ({"input_ids": [[]]}, r"input_ids: expected at least one token .* got \[\] as prompt 0"),

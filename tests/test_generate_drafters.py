@@ -225,6 +225,17 @@ def test_command_samples_several_outcomes(model, checkpoints, capsys):
     assert [text.split()[1:] for text in texts] == [[f"w{token}" for token in row[8:]] for row in lists(expected)]
 
 
+@pytest.mark.parametrize(("rule", "law"), [("block", "iid"), ("traversal", "swor"), ("rejection", "topk")])
+def test_command_takes_a_rule(checkpoints, capsys, rule, law):
+    drafts = ["--draft", str(checkpoints / "draft"), "--draft-law", law, "--num-nodes", "5"]
+    status, out, err = run_command(checkpoints, capsys, *drafts, "--rule", rule, "--temperature", "0.9")
+    assert status == 0 and len(out.split()) == 12 and "12 tokens in" in err
+    status, _, err = run_command(checkpoints, capsys, *drafts, "--rule", rule)
+    assert status == 2 and "rule: expected params" in err
+    status, _, err = run_command(checkpoints, capsys, "--ngram", "--rule", "traversal", "--temperature", "0.9")
+    assert status == 2 and "weighs drafts that were drawn" in err
+
+
 def test_command_runs_where_it_can(checkpoints, capsys, monkeypatch):
     """A GPU that this build cannot use is not the default."""
     monkeypatch.setattr(cli_module, "backends", lambda: ["cpu"])

@@ -15,7 +15,8 @@ from pagedtree import SamplingParams
 from pagedtree.integrations.transformers.drafters import Drafter, MedusaDrafter, NgramDrafter
 from pagedtree.integrations.transformers.generate import generate
 from pagedtree.integrations.transformers.medusa import MedusaHeads, medusa_tree
-from pagedtree.integrations.transformers.model_drafter import ModelDrafter
+from pagedtree.integrations.transformers.model_drafter import DRAFT_LAWS, ModelDrafter
+from pagedtree.integrations.transformers.rules import RULES
 from pagedtree.testing import backends
 
 __all__ = ["main"]
@@ -35,27 +36,26 @@ def main(argv: Sequence[str]) -> int:
         text = sys.stdin.read() if args.prompt == "-" else Path(args.prompt).read_text(encoding="utf-8")
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         model = _load(args.model, args)
-        prompt = tokenizer(text)["input_ids"]
-        drafter = _drafter(model, args)
+        params = None
+        if args.temperature > 0.0:
+            params = SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+        printer = _Printer(tokenizer, num_sequences=args.n)
+        _, stats = generate(
+            model,
+            [tokenizer(text)["input_ids"]],
+            drafter=_drafter(model, args),
+            max_new_tokens=args.max_new_tokens,
+            params=params,
+            seeds=range(args.seed, args.seed + args.n),
+            page_size=args.page_size,
+            num_pages=args.num_pages,
+            n=args.n,
+            rule=args.rule,
+            callback=printer.add,
+        )
     except (OSError, ValueError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    params = None
-    if args.temperature > 0.0:
-        params = SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
-    printer = _Printer(tokenizer, num_sequences=args.n)
-    _, stats = generate(
-        model,
-        [prompt],
-        drafter=drafter,
-        max_new_tokens=args.max_new_tokens,
-        params=params,
-        seeds=range(args.seed, args.seed + args.n),
-        page_size=args.page_size,
-        num_pages=args.num_pages,
-        n=args.n,
-        callback=printer.add,
-    )
     printer.finish()
     print(stats.summary(), file=sys.stderr)
     return 0
@@ -72,6 +72,12 @@ def _parser() -> argparse.ArgumentParser:
     drafts.add_argument("--draft", metavar="PATH", help="checkpoint of a smaller model of the same vocabulary")
     drafts.add_argument("--medusa", metavar="PATH", help="folder of Medusa heads (config.json, medusa.safetensors)")
     drafts.add_argument("--ngram", action="store_true", help="draft from the text itself (prompt lookup)")
+    parser.add_argument(
+        "--draft-law", choices=DRAFT_LAWS, default="topk", help="how --draft chooses tokens (default %(default)s)"
+    )
+    parser.add_argument(
+        "--rule", choices=RULES, default="auto", help="how drafts are verified; all but typical are lossless"
+    )
     parser.add_argument("--num-nodes", type=int, default=16, help="nodes of a draft tree (default %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default %(default)s")
     parser.add_argument("--n", type=int, default=1, help="outcomes of the prompt (default %(default)s)")
@@ -95,11 +101,17 @@ def _load(path: str, args: argparse.Namespace) -> Any:
 
 def _drafter(model: Any, args: argparse.Namespace) -> Drafter | None:
     if args.draft:
-        return ModelDrafter(_load(args.draft, args), num_nodes=args.num_nodes)
+        width = 1 if args.rule == "block" else 4
+        depth = args.num_nodes - 1 if args.rule == "block" else 4
+        return ModelDrafter(
+            _load(args.draft, args), law=args.draft_law, num_nodes=args.num_nodes, depth=depth, width=width
+        )
     if args.medusa:
         heads = MedusaHeads.from_pretrained(args.medusa, model)
         return MedusaDrafter(heads, medusa_tree(heads.num_heads, args.num_nodes))
-    return NgramDrafter(args.num_nodes) if args.ngram else None
+    if args.ngram:
+        return NgramDrafter(args.num_nodes, max_branches=1 if args.rule == "block" else 4)
+    return None
 
 
 class _Printer:
