@@ -18,14 +18,17 @@ class Rule:
     """What is measured: `run` verifies copy i of a problem; `peers` are other ways to the same law.
 
     params: keyword arguments of SamplingParams; None = greedy.
+    problem: what is verified, over chains or over balanced trees.
     peers: name -> function(problem, i); `check` compares what it gives with ours, once, before anything is timed.
     """
 
     name: str
     params: dict[str, Any] | None
-    run: Callable[[Problem, int], object]
-    peers: dict[str, Callable[[Problem, int], object]]
-    check: Callable[[Problem], None]
+    run: Callable[..., object]
+    peers: dict[str, Callable[..., object]]
+    check: Callable[..., None]
+    problem: type[Problem]
+    is_chain: bool = False
 
 
 @dataclass
@@ -113,14 +116,18 @@ def torch_law(logits: Tensor, params: dict[str, Any]) -> Tensor:
     return probs
 
 
-def torch_walk(problem: Problem, i: int, targets: Tensor) -> tuple[list[list[int]], list[list[int]]]:
-    """The accepted path and its tokens, a tree at a time, on the host."""
-    n = problem.tree.num_nodes
-    targets_of, drafts_of = targets.view(-1, n).tolist(), problem.drafts[i].view(-1, n).tolist()
-    children: list[list[int]] = [[] for _ in range(n)]
-    for node, parent in enumerate(problem.tree.parents.tolist()):
+def children_of(tree: DraftTree) -> list[list[int]]:
+    children: list[list[int]] = [[] for _ in range(tree.num_nodes)]
+    for node, parent in enumerate(tree.parents.tolist()):
         if parent >= 0:
             children[parent].append(node)
+    return children
+
+
+def torch_walk(problem: Problem, i: int, targets: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+    """The accepted path and its tokens, a tree at a time, on the host."""
+    n, children = problem.tree.num_nodes, children_of(problem.tree)
+    targets_of, drafts_of = targets.view(-1, n).tolist(), problem.drafts[i].view(-1, n).tolist()
     paths, tokens = [], []
     for target, drafts in zip(targets_of, drafts_of, strict=True):
         path = [0]
@@ -184,8 +191,9 @@ LAWS = {
     "top-p 0.9": {"temperature": 0.8, "top_p": 0.9},
     "top-k 50, top-p 0.9": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
 }
+SAMPLED, SAMPLE = {CHAIN: torch_sampled}, {CHAIN: torch_sample}
 RULES = [
-    Rule("verify_greedy", None, greedy, {CHAIN: torch_greedy}, check_greedy),
-    *(Rule(f"verify_sampled, {law}", p, sampled, {CHAIN: torch_sampled}, check_law) for law, p in LAWS.items()),
-    *(Rule(f"sample, {law}", p, sample_rows, {CHAIN: torch_sample}, check_law) for law, p in LAWS.items()),
+    Rule("verify_greedy", None, greedy, {CHAIN: torch_greedy}, check_greedy, Problem),
+    *(Rule(f"verify_sampled, {law}", p, sampled, SAMPLED, check_law, Problem) for law, p in LAWS.items()),
+    *(Rule(f"sample, {law}", p, sample_rows, SAMPLE, check_law, Problem) for law, p in LAWS.items()),
 ]
