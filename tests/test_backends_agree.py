@@ -84,7 +84,7 @@ def test_verify(other, batch):
 
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
-@pytest.mark.parametrize("law", ["topk", "iid", "swor"])
+@pytest.mark.parametrize("law", ["topk", "iid", "swor", "coupled"])
 def test_expand(other, dtype, law):
     """Tokens, scores, laws, two levels."""
     results = []

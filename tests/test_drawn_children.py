@@ -1,4 +1,4 @@
-"""expand_tree under the laws "iid" and "swor": draws, their laws, the shape of the tree."""
+"""expand_tree under the laws "iid", "swor" and "coupled": draws, their laws, the shape of the tree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,19 @@ import torch
 from draft_checks import ToyModel, packed_trees, seeded
 from torch import Tensor
 
-from pagedtree import DraftState, SamplingParams, expand_tree, reference, rerank_tree, sample, start_draft
+from pagedtree import (
+    DraftState,
+    SamplingParams,
+    expand_tree,
+    reference,
+    rerank_tree,
+    sample,
+    start_draft,
+    verify_block,
+    verify_rejection,
+    verify_sampled,
+    verify_traversal,
+)
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -216,3 +228,78 @@ def test_instruction_sets_agree(isa: str, monkeypatch: pytest.MonkeyPatch) -> No
     mine = results()
     monkeypatch.setenv("PAGEDTREE_CPU_ISA", "portable")
     assert all(a.equal(b) for a, b in zip(mine, results(), strict=True))
+
+
+# The target's own noise ----------------------------------------------------------------------------------------------
+
+
+def random_rows(count: int, vocab: int, seed: int) -> Tensor:
+    return torch.randn(count, vocab, generator=seeded(seed)) * 2
+
+
+@pytest.mark.parametrize("params", LAWS, ids=str)
+def test_coupled_children_are_what_the_target_would_draw(backend: str, params: dict) -> None:
+    """Of a draft model that is the target: its token first, then what it would draw if that one were not there."""
+    count, vocab = 50, 67
+    logits, sampling = random_rows(count, vocab, 1), SamplingParams(**params)
+    seeds, positions = torch.arange(count) * 17 - 5, torch.arange(count) * 3
+    state = draw(logits, 3, "coupled", seeds, positions, **params)
+    assert state.draft_probs == () and rerank_tree(state, 4).draft_probs is None
+    q = torch.stack([torch.from_numpy(reference.law(reference.clean_logits(row), **params)) for row in logits]).float()
+    left = q.to(logits.device)
+    for rank in range(3):
+        tokens = state.tokens[:, 1 + rank]
+        present = tokens >= 0
+        assert present.equal((left > 0).any(1))
+        expected = sample(left.log(), SamplingParams(), seeds=seeds, positions=positions)
+        if rank == 0:
+            assert sample(logits, sampling, seeds=seeds, positions=positions).equal(expected)
+        assert tokens[present].equal(expected[present])
+        left = left.scatter(1, tokens.clamp(min=0)[:, None], 0.0)
+
+
+def test_coupled_drafts_are_accepted_more_often(backend: str, draws: Callable[[int], int]) -> None:
+    count, vocab = draws(4000), 30
+    target, seeds = random_rows(count, vocab, 2), torch.arange(count)
+    positions, sampling = torch.full((count,), 9), SamplingParams()
+    accepted = {}
+    for law in ("topk", "iid", "swor", "coupled"):
+        state = start_draft(torch.zeros(count, dtype=torch.int64), max_kv_nodes=1)
+        options = {} if law == "topk" else {"params": sampling, "seeds": seeds, "positions": positions}
+        state = expand_tree(state, target + random_rows(count, vocab, 3) / 2, num_children=2, law=law, **options)
+        draft, rows = rerank_tree(state, 3), target.repeat_interleave(3, 0)
+        verdict = verify_sampled(rows, draft.draft_tokens, draft.trees, sampling, seeds=seeds, positions=positions)
+        assert verdict.tokens[:, 0].equal(sample(target, sampling, seeds=seeds, positions=positions))
+        accepted[law] = float(verdict.num_accepted.float().mean())
+    assert accepted["coupled"] > max(accepted["topk"], accepted["swor"], accepted["iid"]) + 0.1
+
+
+# Drawn here, verified there ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [verify_rejection, verify_traversal, verify_block], ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("law", ["iid", "swor"])
+def test_drawn_drafts_are_independent_of_their_verification(
+    backend: str, draws: Callable[[int], int], law: str, rule: Callable
+) -> None:
+    """One seed serves drawing and verifying: what comes out still follows the target."""
+    count, vocab, children = draws(40_000), 4, 1 if rule is verify_block else 2
+    generator = seeded(6)
+    target, drafter = (torch.randn(vocab + 1, vocab, generator=generator) for _ in range(2))  # the last: of the root
+    seeds, positions, sampling = torch.arange(count) * 3 + 1, torch.arange(count) % 5, SamplingParams()
+    sampled = {"law": law, "params": sampling, "seeds": seeds, "positions": positions}
+    state = start_draft(torch.full((count,), vocab), max_kv_nodes=1 + children)
+    state = expand_tree(state, drafter[state.level_tokens], num_children=children, num_frontier=children, **sampled)
+    state = expand_tree(state, drafter[state.level_tokens], num_children=children, **sampled)
+    draft = rerank_tree(state, state.num_candidates)
+    verdict = rule(
+        target[draft.draft_tokens], draft.draft_tokens, draft.trees, sampling, draft_law=law,
+        draft_probs=draft.draft_probs, draft_rows=draft.draft_rows, seeds=seeds, positions=positions,
+    )  # fmt: skip
+    first, second = verdict.tokens[:, 0], verdict.tokens[:, 1]
+    rest = sample(target[first], sampling, seeds=seeds, positions=positions + 1)
+    pairs = np.zeros((vocab, vocab))
+    np.add.at(pairs, (first.cpu().numpy(), torch.where(second >= 0, second, rest).cpu().numpy()), 1)
+    p = target.softmax(-1).double().cpu().numpy()
+    assert_law(pairs, count * p[vocab][:, None] * p[:vocab])
+    assert 0.2 < float(verdict.num_accepted.float().mean()) < 1.9
