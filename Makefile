@@ -59,15 +59,18 @@ endif
 test test-all: export PAGEDTREE_EMULATED_ISA := 1
 test test-all: export PAGEDTREE_SIMT := 1
 
-.PHONY: test test-all test-stats test-simt test-sanitizers test-engines check-aarch64
+.PHONY: test test-all test-stats test-mutations test-simt test-sanitizers test-engines check-aarch64
 test: build  ## the core suite
 	$(PYTEST) -m "not slow and not stats"
 
-test-all: build test-sanitizers test-engines  ## every test, the long ones too
+test-all: build test-sanitizers test-engines test-mutations  ## every test, the long ones too
 	$(PYTEST)
 
 test-stats: build  ## sampling against the exact laws, a million draws a law; planted errors are caught
 	$(PYTEST) -m stats
+
+test-mutations: build  ## breaks the rules of verification, one line at a time: the tests must notice
+	python tests/break_rules.py
 
 # ThreadSanitizer sees races that no order of execution shows.
 test-simt: export PAGEDTREE_SIMT := 1

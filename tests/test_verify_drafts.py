@@ -272,6 +272,16 @@ def test_bounds_are_strict(device):
         assert first_tokens(verify_rejection, arguments, given) == expected
 
 
+def test_coins_stay_below_one(device):
+    """The coin of this seed is 1 - 3e-9, which a float would round to 1; where p == q every coin accepts."""
+    seeds, zero = torch.tensor([61551765], device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    q = torch.zeros(2, 8, device=device)
+    q[:, [1, 2]] = 0.5
+    arguments, given = uniform_case(device, [-1, 0], [0, 1], [[1, 2], [3]], draft_probs=q, draft_law="iid")
+    verdict = verify_rejection(*arguments, **{**given, "seeds": seeds, "positions": zero})
+    assert verdict.tokens.tolist() == [[1, 3]]
+
+
 @pytest.mark.parametrize("final", [0.0, 0.3, 0.9999999])
 def test_nothing_left_samples_the_row_itself(device, final):
     """p == q, and a draft that q cannot have drawn: the residual is zero everywhere; never the last token."""

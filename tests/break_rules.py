@@ -1,0 +1,197 @@
+"""Breaks verification in every way that somebody has once got it wrong, and shows that the tests notice each.
+
+    python tests/break_rules.py [NAME ...]
+
+Run by `make test-mutations` after a build. A mutant is one line of the sources changed in a copy of csrc; the copy is
+built for the CPU, portable only, and the tests named run on it until one fails. A mutant that survives is an error, and
+so is a line that is not there any more.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = ROOT / "build" / "mutants"
+DRAFTS, HOSTILE = "tests/test_verify_drafts.py", "tests/test_verify_drafts_hostile.py"
+DRAWN, SAMPLED, SAMPLING = "tests/test_drawn_children.py", "tests/test_verify.py", "tests/test_sampling.py"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`line` of csrc/`file` becomes `broken`; one of `tests` must fail."""
+
+    name: str
+    file: str
+    line: str
+    broken: str
+    tests: tuple[str, ...] = (DRAFTS,)
+
+
+MUTANTS = [
+    Mutant(
+        "siblings share one residual", "core/rejection.h",
+        "subtract_draft(p, rows, laws, token, 1.0, left);",
+        "if (rank == 0) subtract_draft(p, rows, laws, token, 1.0, left);",
+    ),
+    Mutant(
+        "the residual is not normalised", "core/rejection.h",
+        "u * q * left.mass < r * left.draft_mass", "u * q * laws.total < r",
+    ),
+    Mutant(
+        "the draft's law is not normalised without the tried", "core/laws.h",
+        "left.draft_mass = sums.draft;", "left.draft_mass = 1.0;",
+    ),
+    Mutant("repeated tokens count twice", "core/rejection.h", "token < 0 || rows.is_tried(token)", "token < 0"),
+    Mutant("a coin on its bound accepts", "core/rejection.h", "u * q * left.mass < r *", "u * q * left.mass <= r *"),
+    Mutant("a shared coin on its bound accepts", "core/rejection.h", "cumulative > bound", "cumulative >= bound"),
+    Mutant("a block's coin on its bound accepts", "core/block.h", "walk.node) < h", "walk.node) <= h"),
+    Mutant("a path's coin on its bound accepts", "core/traversal.h", "frame.node) < frame", "frame.node) <= frame"),
+    Mutant(
+        "rows of the root for all nodes", "core/rejection.h",
+        "rows.open(p, b, walk.row(),", "rows.open(p, b, walk.rows.begin,",
+    ),
+    Mutant(
+        "the bonus from the root's row", "cpu/verify.cpp",
+        "logit_row(p.logits, walk.row())", "logit_row(p.logits, walk.rows.begin)", (SAMPLED,),
+    ),
+    Mutant(
+        "drafts drawn with the target's noise", "core/drafting.h",
+        "law == GrowthLaw::kCoupled ?", "law != GrowthLaw::kTopK ?", (DRAWN,),
+    ),
+    Mutant(
+        "drafts drawn with their own coins", "cpu/draw_children.cpp",
+        "static_cast<uint32_t>(r), RandomUse::kDraft", "static_cast<uint32_t>(r), RandomUse::kCoin", (DRAWN,),
+    ),
+    Mutant(
+        "the best tokens instead of draws", "cpu/draw_children.cpp",
+        "score[j] += gumbel_of_word<VectorMath>(words[j]);", "", (DRAWN,),
+    ),
+    Mutant(
+        "joint acceptance as a capped ratio", "core/block.h",
+        "return whole > 0.0 ? z / whole : 1.0;", "return whole > 0.0 ? min_of(z / weight, 1.0) : 1.0;",
+    ),
+    Mutant(
+        "independent and distinct draws mistaken for each other", "core/laws.h",
+        "if (p.law == DraftLaw::kSwor) rows.mark_tried(token);",
+        "if (p.law == DraftLaw::kIid) rows.mark_tried(token);",
+    ),
+    Mutant(
+        "the other order of filters", "core/sampling.h",
+        "Law law{0.0f, 0, 1.0f, 0.0f, p.joint};", "Law law{0.0f, 0, 1.0f, 0.0f, !p.joint};", (SAMPLING,),
+    ),
+    Mutant(
+        "coins that reach 1", "core/laws.h",
+        "return uniform_of(seed, position, static_cast<uint32_t>(index), RandomUse::kCoin);",
+        "return static_cast<float>(uniform_of(seed, position, static_cast<uint32_t>(index), RandomUse::kCoin));",
+    ),
+    Mutant(
+        "the first sequence's seed for all", "core/laws.h",
+        "static_cast<uint64_t>(p.verify.seeds[b]);", "static_cast<uint64_t>(p.verify.seeds[0]);", (HOSTILE,),
+    ),
+    Mutant(
+        "offsets of 32 bits", "core/sampling.h",
+        "static_cast<const char*>(p.data) + row * p.row_stride * bytes",
+        "static_cast<const char*>(p.data) + static_cast<uint32_t>(row * p.row_stride * bytes)", (SAMPLING,),
+    ),
+    Mutant(
+        "the last block of the vocabulary left out", "cpu/weigh_drafts.cpp",
+        "row.vocab; begin += kLawBlock) {\n      const int count = load_block(laws, begin, with_draft);",
+        "row.vocab - (begin > 0 ? kLawBlock - 1 : 0); begin += kLawBlock) {\n"
+        "      const int count = load_block(laws, begin, with_draft);", (HOSTILE,),
+    ),
+    Mutant(
+        "the last token where nothing is left", "core/laws.h",
+        "    rows.clear_tried();\n    c = 0.0;", "    return p.verify.logits.vocab - 1;\n    c = 0.0;",
+    ),
+    Mutant(
+        "joint rules with the coins of positions", "core/block.h",
+        "coin_of(p, b, walk.row(), position, walk.node)", "coin_of(p, b, walk.row(), position + walk.depth, 0)",
+    ),
+    Mutant(
+        "the law of node n is row n of the draft's", "cpu/weigh_drafts.cpp",
+        "p.draft_rows.data == nullptr ? row : token_at(p.draft_rows, row)", "row", (HOSTILE,),
+    ),
+    Mutant(
+        "a typical bound that lets equals pass", "core/typical.h",
+        "!(rows.target(laws, token) > bound)", "!(rows.target(laws, token) >= bound)", (HOSTILE,),
+    ),
+]  # fmt: skip
+
+
+def build() -> None:
+    """libpagedtree_cpu of the sources in BUILD / csrc, into the copied package."""
+    if not (BUILD / "tree").exists():
+        # As for another processor: without the x86 instruction sets there is one of each file to compile.
+        portable = ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=portable", "-DPAGEDTREE_PYTHON=OFF"]
+        run("cmake", "-S", str(BUILD), "-B", str(BUILD / "tree"), "-G", "Ninja", *portable)
+    run("cmake", "--build", str(BUILD / "tree"), "--target", "pagedtree_cpu", "--parallel", str(os.cpu_count()))
+    shutil.copy(BUILD / "tree" / "libpagedtree_cpu.so", BUILD / "python" / "pagedtree" / "lib")
+
+
+def run(*command: str) -> None:
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}:\n{done.stdout}")
+
+
+def failed_test(tests: tuple[str, ...]) -> str | None:
+    """The first test that fails, None if all pass; other ends of a run are errors."""
+    environment = {**os.environ, "PYTHONPATH": str(BUILD / "python"), "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "--no-header",
+        "-k",
+        "cpu or not simt",
+        "-m",
+        "not slow and not stats",
+    ]
+    done = subprocess.run([*command, *tests], cwd=ROOT, env=environment, text=True, capture_output=True)
+    if done.returncode == 0:
+        return None
+    failures = [line for line in done.stdout.splitlines() if line.startswith("FAILED ")]
+    if done.returncode != 1 or not failures:
+        sys.exit(done.stdout + done.stderr)
+    return failures[0].removeprefix("FAILED ").split(" - ")[0]
+
+
+def main() -> None:
+    shutil.rmtree(BUILD, ignore_errors=True)
+    BUILD.mkdir(parents=True)
+    for name in ("csrc", "cmake", "python"):
+        shutil.copytree(ROOT / name, BUILD / name)
+    shutil.copy(ROOT / "CMakeLists.txt", BUILD)
+    build()
+    chosen = [mutant for mutant in MUTANTS if not sys.argv[1:] or mutant.name in sys.argv[1:]]
+    unbroken = failed_test(tuple(sorted({test for mutant in chosen for test in mutant.tests})))
+    if unbroken is not None:
+        sys.exit(f"fails unbroken: {unbroken}")
+    survivors = []
+    for mutant in chosen:
+        start, source = time.monotonic(), BUILD / "csrc" / mutant.file
+        text = source.read_text()
+        if mutant.line not in text:
+            sys.exit(f"{mutant.name}: {mutant.file} has no line `{mutant.line}` any more")
+        source.write_text(text.replace(mutant.line, mutant.broken))
+        build()
+        killer = failed_test(mutant.tests)
+        source.write_text(text)
+        print(f"{time.monotonic() - start:5.0f} s  {mutant.name}: {killer or 'SURVIVES'}", flush=True)
+        survivors += [mutant.name] * (killer is None)
+    if survivors:
+        sys.exit(f"{len(survivors)} of {len(chosen)} mutants survive: {', '.join(survivors)}")
+    print(f"{len(chosen)} of {len(chosen)} mutants found")
+
+
+if __name__ == "__main__":
+    main()
