@@ -57,7 +57,7 @@ stage install 300 bash -c install_package || exit 1
 stage info 60 python -m pagedtree info --json
 
 stage smoke 60 python benchmarks/smoke.py --device cuda
-stage op_tests 200 python -m pytest -q --maxfail 20 -p no:cacheprovider -m "not slow and not stats" -k cuda tests \
+stage op_tests 200 python -m pytest -q --maxfail 20 -p no:cacheprovider -m "not slow and not stats" -k "cuda or fixed_step" tests \
   --ignore tests/test_simt.py --ignore tests/test_sass.py --junitxml "$out/op_tests.xml"
 
 # racecheck watches shared memory, synccheck the barriers, memcheck every address.

@@ -248,6 +248,8 @@ def test_command_runs_where_it_can(checkpoints, capsys, monkeypatch):
 
 
 def test_command_reports_what_it_cannot_read(checkpoints, capsys):
+    status, _, err = run_command(checkpoints, capsys, "--cuda-graph")
+    assert status == 2 and "cuda_graph: expected a model on a CUDA device, got one on cpu" in err
     status, _, err = run_command(checkpoints, capsys, "--prompt", str(checkpoints / "nothing.txt"))
     assert status == 2 and "nothing.txt" in err
     status, _, err = run_command(checkpoints, capsys, "--medusa", str(checkpoints / "nowhere"))

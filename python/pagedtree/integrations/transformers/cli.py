@@ -51,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
             num_pages=args.num_pages,
             n=args.n,
             rule=args.rule,
+            cuda_graph=args.cuda_graph,
             callback=printer.add,
         )
     except (OSError, ValueError) as error:
@@ -90,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device", default="cuda" if "cuda" in backends() else "cpu", help="default: cuda where it can run, else cpu"
     )
+    parser.add_argument("--cuda-graph", action="store_true", help="replay a CUDA graph of the decode step")
     parser.add_argument("--dtype", choices=DTYPES, help="default: float32 on cpu, else the checkpoint's")
     return parser
 

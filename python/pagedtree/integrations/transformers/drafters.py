@@ -32,6 +32,8 @@ class StepResult:
         verdict, commit: of all B sequences.
         logits: [N, V], the target's at every node.
         hidden: [N, H], what the output layer turned into these logits, if the drafter asked for it (`needs_hidden`).
+
+    Under `cuda_graph` there may be more rows than sequences, and the next step writes the tensors anew.
     """
 
     sequences: list[Sequence]

@@ -14,6 +14,8 @@ from torch import Tensor
 from pagedtree import Draft, build_trees, commit, compact_kv, prepare_step, slot_mapping
 from pagedtree.integrations.transformers.attention import PagedStep, PrefixPass
 from pagedtree.integrations.transformers.drafters import Drafter, StepResult, roots_only
+from pagedtree.integrations.transformers.fixed_drafters import check_fixed
+from pagedtree.integrations.transformers.fixed_step import FixedStep, FixedSteps
 from pagedtree.integrations.transformers.model import run_packed
 from pagedtree.integrations.transformers.paged_cache import PagedCache
 from pagedtree.integrations.transformers.rules import Sampling
@@ -57,6 +59,7 @@ class Engine:
         on_tokens: Callable[[int, list[int]], None] | None,
         on_step: Callable[[StepResult], None] | None,
         stats: GenerationStats,
+        is_fixed: bool = False,
     ) -> None:
         self.model, self.scheduler, self.drafter, self.sampling = model, scheduler, drafter, sampling
         self.cache: PagedCache = scheduler.cache
@@ -70,7 +73,17 @@ class Engine:
         sequences = scheduler.waiting
         capacity = max((sequence.max_length for sequence in sequences), default=0)
         history = [[*sequence.tokens, *[0] * (capacity - len(sequence.tokens))] for sequence in sequences]
-        self.history = self._to_device(history, torch.int64).view(len(sequences), capacity)
+        rows = self._to_device([*history, [0] * capacity], torch.int64).view(len(sequences) + 1, capacity)
+        self.history = rows[:-1]
+        self.fixed_steps: FixedSteps | None = None
+        if is_fixed:
+            check_fixed(drafter)
+            every = list(sequences)
+            self.fixed_steps = FixedSteps(
+                lambda batch_size: FixedStep(
+                    model, self.cache, sampling, drafter, rows, self.eos_ids, every, batch_size
+                )
+            )
         self.started = time.perf_counter()
 
     def run(self) -> None:
@@ -86,6 +99,9 @@ class Engine:
 
     def step(self) -> None:
         batch, draft = self._schedule()
+        if draft is None:
+            self._step_in_place(batch.decode)
+            return
         packed = self._pack(batch, draft)
         logits, hidden = run_packed(
             self.model, packed.input_ids, packed.positions, packed.step, packed.logit_rows, self.drafter.needs_hidden
@@ -99,8 +115,19 @@ class Engine:
         if packed.verified:
             self._verify(packed, logits, hidden)
 
-    def _schedule(self) -> tuple[Batch, Draft]:
-        """Whose turn it is, and the trees of those that decode."""
+    def _step_in_place(self, sequences: list[Sequence]) -> None:
+        """A fixed step: nothing but decoding, and the drafter's part in it."""
+        assert self.fixed_steps is not None
+        step = self.fixed_steps.of(len(sequences))
+        result, report = step(sequences)
+        self.stats.steps += 1
+        self.stats.packed_tokens += result.draft_tokens.shape[0]
+        self._take_over(result, report)
+        step.drafter.advance(sequences)
+        self._finish(result)
+
+    def _schedule(self) -> tuple[Batch, Draft | None]:
+        """Whose turn it is, and the trees of those that decode; None where a fixed step makes them itself."""
         while True:
             batch = self.scheduler.schedule(self.max_nodes)
             for sequence in batch.evicted:
@@ -108,6 +135,8 @@ class Engine:
                 self.stats.sequences[sequence.index].evictions += 1
             if not batch.decode:
                 return batch, Draft(*roots_only(self.history[:0], self.history.new_empty(0, dtype=torch.int32)))
+            if self.fixed_steps is not None and not batch.prefill:
+                return batch, None
             draft = self._propose(batch.decode)
             if draft.trees.max_nodes <= self.max_nodes:
                 return batch, draft
@@ -237,18 +266,26 @@ class Engine:
         # The step's one synchronisation.
         extra = torch.stack([committed.num_tokens, committed.finished, verdict.status], dim=1)
         report = torch.cat([verdict.tokens, extra], dim=1).tolist()
+        result = StepResult(sequences, packed.num_read, start, packed.draft, verdict, committed, logits, hidden)
+        self._take_over(result, report)
+        self.drafter.observe(result)
+        self._finish(result)
+
+    def _take_over(self, result: StepResult, report: list[list[int]]) -> None:
+        """Gives the sequences their tokens. A row of the report: the tokens, their number, finished, the status."""
+        sequences = result.sequences
         for i in sorted(range(len(sequences)), key=lambda i: sequences[i].index):
             sequence, (*tokens, num_tokens, finished, status) = sequences[i], report[i]
             if num_tokens == 0:
                 raise ValueError(f"drafter: expected trees of at least a root, got none for sequence {sequence.index}")
-            self._append(sequence, tokens[:num_tokens], bool(finished), is_tree=i >= packed.num_read)
+            self._append(sequence, tokens[:num_tokens], bool(finished), is_tree=i >= result.num_read)
             if status & STATUS_NOT_FINITE:
                 warnings.warn(f"sequence {sequence.index}: the model's logits have NaN or no finite one", stacklevel=2)
-        result = StepResult(sequences, packed.num_read, start, packed.draft, verdict, committed, logits, hidden)
-        self.drafter.observe(result)
+
+    def _finish(self, result: StepResult) -> None:
         if self.on_step is not None:
             self.on_step(result)
-        for sequence in sequences:
+        for sequence in result.sequences:
             if self.stats.sequences[sequence.index].finish_reason:
                 self.scheduler.finish(sequence)
                 self.drafter.forget(sequence)

@@ -13,6 +13,7 @@ from pagedtree import SamplingParams
 from pagedtree.integrations.transformers import scheduler
 from pagedtree.integrations.transformers.drafters import StepResult, as_drafter
 from pagedtree.integrations.transformers.engine import Engine
+from pagedtree.integrations.transformers.fixed_step import check_device
 from pagedtree.integrations.transformers.model import check_model, paged_attention
 from pagedtree.integrations.transformers.paged_cache import PagedCache
 from pagedtree.integrations.transformers.rules import Sampling, check_rule
@@ -45,6 +46,7 @@ def generate(
     rule: str = "auto",
     max_batch_tokens: int = 4096,
     share_prefix: bool | None = None,
+    cuda_graph: bool = False,
     callback: Callable[[int, list[int]], None] | None = None,
     on_step: Callable[[StepResult], None] | None = None,
 ) -> tuple[list[Tensor] | Tensor, GenerationStats]:
@@ -79,6 +81,9 @@ def generate(
         share_prefix: whether a pass reads the pages that several outcomes share once, for all of them, and joins
             that with their own pages by `merge_states`. None: if at least 1024 tokens need not be read then. Layers
             with a sliding window never do.
+        cuda_graph: replays a CUDA graph of the decode step, drafting to commit, where no sequence has to be read; the
+            output is the same. One graph for 1, 2, 4, 8, ... sequences. Drafters: None, `NgramDrafter` (remember=0),
+            `MedusaDrafter`, `ModelDrafter`, whose pool then has room for all sequences from the beginning.
         callback: called with (sequence, new tokens) after each pass, in the order of the sequences.
         on_step: called with a `StepResult` after each pass, for tracing.
 
@@ -87,7 +92,8 @@ def generate(
     [B * n, L + generated], padded at the right with the model's pad token (or its EOS, or 0).
 
     Raises ValueError for an empty prompt, a model or arguments that do not fit, a rule that the drafter or params do
-    not fit, or num_pages too small for a sequence with the whole pool to itself.
+    not fit, cuda_graph without a GPU or with another drafter, or num_pages too small for a sequence with the whole pool
+    to itself.
     """
     check_model(model)
     prompts = _prompts(input_ids, attention_mask)
@@ -113,11 +119,17 @@ def generate(
     cache = PagedCache(num_pages, page_size, device)
     queue = Scheduler(sequences, cache, max_batch_tokens)
     queue.check_capacity(drafter.max_nodes or 1)
+    if cuda_graph:
+        check_device(device)
+        if share_prefix:
+            raise ValueError(
+                "share_prefix: expected None or False with cuda_graph, whose step reads all pages, got True"
+            )
     stats = GenerationStats(sequences=[SequenceStats() for _ in sequences])
     min_shared_tokens = {None: MIN_SHARED_TOKENS, True: 1, False: None}[share_prefix]
     sampling = Sampling(rule, _params_of_sequences(params, len(prompts), n), _seeds(seeds, len(sequences), device))
     eos_ids = _eos_ids(model, eos_token_id)
-    engine = Engine(model, queue, drafter, sampling, eos_ids, min_shared_tokens, callback, on_step, stats)
+    engine = Engine(model, queue, drafter, sampling, eos_ids, min_shared_tokens, callback, on_step, stats, cuda_graph)
     with paged_attention(model):
         engine.run()
     if isinstance(input_ids, Tensor):

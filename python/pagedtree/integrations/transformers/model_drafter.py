@@ -125,24 +125,31 @@ class ModelDrafter(Drafter):
         table = self.cache.page_table([sequence.index for sequence in self._selected])
         start = lengths - 1
         roots = tokens.gather(1, lengths[:, None].long() - 1)[:, 0]
-        state = start_draft(roots, max_kv_nodes=self.max_kv_nodes)
-        noise = self._noise(self._selected, start)
+        self._draft = self.grow(logits, roots, table, start, self._sampling.of(self._selected))
+        return self._draft
+
+    def grow(
+        self,
+        logits: Tensor,
+        roots: Tensor,
+        table: Tensor,
+        start: Tensor,
+        sampling: Sampling,
+        active: Tensor | None = None,
+    ) -> Draft:
+        """Trees under `roots`, at which the draft model's logits are; on the device alone."""
+        state = start_draft(roots, max_kv_nodes=self.max_kv_nodes, active=active)
+        noise: dict[str, Any] = {}
+        if self.law != "topk":
+            seeds = sampling.seeds if self.law == "coupled" else sampling.draft_seeds(start)
+            noise = {"params": sampling.params, "seeds": seeds, "positions": start.long()}
         for num_children, num_frontier in zip(self.num_children, [*self.num_frontier, 0], strict=True):
             state = expand_tree(
                 state, logits, law=self.law, num_children=num_children, num_frontier=num_frontier, **noise
             )
             if num_frontier:
                 logits = self._read_level(state, table, start)
-        self._draft = rerank_tree(state, self.max_nodes)
-        return self._draft
-
-    def _noise(self, sequences: list[Sequence], start: Tensor) -> dict[str, Any]:
-        """What `expand_tree` draws children by."""
-        if self.law == "topk":
-            return {}
-        sampling = self._sampling.of(sequences)
-        seeds = sampling.seeds if self.law == "coupled" else sampling.draft_seeds(start)
-        return {"params": sampling.params, "seeds": seeds, "positions": start.long()}
+        return rerank_tree(state, self.max_nodes, active=active)
 
     def observe(self, result: StepResult) -> None:
         """Moves what was read of the accepted paths to its place."""
@@ -156,7 +163,11 @@ class ModelDrafter(Drafter):
         assert committed.draft_accept_index is not None and committed.draft_num_accepted is not None
         table = self.cache.page_table([sequence.index for sequence in drafted])
         compact_kv(self.cache.tensors(), table, start, committed.draft_accept_index, committed.draft_num_accepted)
-        for sequence in drafted:
+        self.keep_accepted(drafted)
+
+    def keep_accepted(self, sequences: list[Sequence]) -> None:
+        """The rows of the accepted paths are in place; the pages behind them are free."""
+        for sequence in sequences:
             # The last accepted token may not have been read. To read it anyway costs less than to ask the device.
             self._cached[sequence.index] = len(sequence.tokens) - 2
             self.cache.trim(sequence.index, len(sequence.tokens) - 1)

@@ -72,7 +72,11 @@ class Sampling:
 
     def of(self, sequences: Sequence[scheduler.Sequence]) -> Sampling:
         """That of some of the sequences."""
-        rows = torch.tensor([sequence.index for sequence in sequences], dtype=torch.int64).to(self.seeds.device)
+        return self.at(torch.tensor([sequence.index for sequence in sequences]).long().to(self.seeds.device))
+
+    def at(self, rows: Tensor) -> Sampling:
+        """That of the sequences of these numbers, int64 [B]; a number past the last one is any of them."""
+        rows = rows.clamp(max=max(self.seeds.shape[0] - 1, 0))
         params = self.params
         if params is not None:
             values = {field.name: getattr(params, field.name) for field in fields(params)}

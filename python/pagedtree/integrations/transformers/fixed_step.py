@@ -1,0 +1,154 @@
+"""A decode step in fixed buffers, drafting to commit, which a CUDA graph can hold (`generate(cuda_graph=True)`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Values
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedtree import commit, compact_kv, prepare_step
+from pagedtree.integrations.transformers.attention import PagedStep
+from pagedtree.integrations.transformers.drafters import Drafter, StepResult
+from pagedtree.integrations.transformers.fixed_drafters import Mirror, fixed_drafter
+from pagedtree.integrations.transformers.model import run_packed
+from pagedtree.integrations.transformers.paged_cache import PagedCache
+from pagedtree.integrations.transformers.rules import Sampling
+from pagedtree.integrations.transformers.scheduler import Sequence
+
+__all__ = ["FixedStep", "FixedSteps", "check_device"]
+
+IDLE = -1
+
+
+class FixedStep:
+    """One decode step of up to `batch_size` sequences; the rows past them are idle.
+
+    The host fills the buffers, where they do not hold already what it wants, replays, and reads the report, which is
+    the one synchronisation. What the step changes on the device (history, caches, positions) it finds there the next
+    time. A graph is captured at the first call, while all rows are idle: they draft, write and commit nothing.
+    """
+
+    # Tests run the step itself in place of a graph of it, on any device.
+    captures = True
+
+    def __init__(
+        self,
+        model: Any,
+        cache: PagedCache,
+        sampling: Sampling,
+        drafter: Drafter,
+        history: Tensor,
+        eos_ids: Tensor | None,
+        sequences: Values[Sequence],
+        batch_size: int,
+    ) -> None:
+        self.model, self.cache, self.sampling, self.eos_ids = model, cache, sampling, eos_ids
+        self.history = history  # [sequences + 1, capacity]: the last row is that of idle rows
+        self.needs_hidden, self.draft_law = drafter.needs_hidden, drafter.draft_law
+        self.vocab_size = model.get_input_embeddings().num_embeddings
+        device = cache.device
+        max_tokens = max(sequence.max_length for sequence in sequences) + drafter.max_nodes
+        self.rows = Mirror((batch_size,), torch.int64, device, fill=len(sequences))
+        self.start = Mirror((batch_size,), torch.int32, device, fill=IDLE)
+        self.page_table = Mirror((batch_size, cache.pages_for(max_tokens)), torch.int32, device)
+        self.drafter = fixed_drafter(drafter, model, batch_size, sequences, sampling)
+        self._graph: Any = None
+        self._result: StepResult | None = None
+        self._report: Tensor | None = None
+
+    def __call__(self, sequences: list[Sequence]) -> tuple[StepResult, list[list[int]]]:
+        """The step of these sequences, and what is to be known of each: tokens, their number, finished, status."""
+        self.drafter.load(sequences)
+        if self.captures and self._graph is None:
+            self._graph = self._capture()
+        self.rows.set([sequence.index for sequence in sequences])
+        self.start.set([sequence.root for sequence in sequences])
+        self.page_table.set([self.cache.pages(sequence.index) for sequence in sequences])
+        if self.captures:
+            self._graph.replay()
+        else:
+            self.run()
+        assert self._result is not None and self._report is not None
+        report = self._report.tolist()[: len(sequences)]
+        # The step has moved on by itself.
+        self.start.known(
+            [
+                IDLE if finished else s.root + count
+                for s, (*_, count, finished, _) in zip(sequences, report, strict=True)
+            ]
+        )
+        self._result.sequences = sequences
+        return self._result, report
+
+    def run(self) -> None:
+        """The step, on the device alone."""
+        rows, start = self.rows.tensor, self.start.tensor.clone()
+        active = start >= 0
+        history = self.history.index_select(0, rows)
+        lengths = torch.where(active, start + 1, 0)
+        draft = self.drafter.propose(history, lengths, active, rows)
+        trees = draft.trees
+        num_nodes = trees.parents.shape[0]
+
+        # The root's token; that of an idle row, which may have no tree, goes behind the last node.
+        roots = history.gather(1, (lengths.long() - 1).clamp(min=0)[:, None])[:, 0]
+        root_rows = torch.where(active, trees.cu_nodes[:-1].long(), num_nodes)
+        tokens = torch.cat([draft.draft_tokens.long(), roots[:1]]).index_copy(0, root_rows, roots)[:num_nodes]
+        draft = draft._replace(draft_tokens=tokens)
+        positions, seq_lens, cu_seqlens_q, slots = prepare_step(
+            trees, self.page_table.tensor, start, self.cache.page_size, total_q=num_nodes
+        )
+        is_tree = trees.max_nodes > 1
+        step = PagedStep(
+            self.cache, self.page_table.tensor, seq_lens, cu_seqlens_q, slots, trees.mask if is_tree else None,
+            trees.cu_nodes.diff() if is_tree else None, max_seqlen_q=trees.max_nodes,
+        )  # fmt: skip
+        input_ids = tokens.clamp(0, self.vocab_size - 1)
+        logits, hidden = run_packed(self.model, input_ids, positions, step, None, self.needs_hidden)
+
+        verdict = self.sampling.at(rows).verify(logits, draft, self.draft_law, start)
+        if is_tree:
+            tensors = self.cache.tensors()
+            compact_kv(tensors, self.page_table.tensor, start, verdict.accept_index, verdict.num_accepted)
+        committed = commit(
+            verdict, trees, start, history=history, history_lens=lengths, eos_ids=self.eos_ids, node_map=draft.node_map
+        )
+        self.history.index_copy_(0, rows, history)
+        self.start.tensor.copy_(torch.where(committed.finished, IDLE, committed.start))
+        self._result = StepResult([], 0, start, draft, verdict, committed, logits, hidden)
+        self.drafter.observe(self._result, active)
+        extra = torch.stack([committed.num_tokens, committed.finished, verdict.status], dim=1)
+        self._report = torch.cat([verdict.tokens, extra], dim=1)
+
+    def _capture(self) -> Any:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # libraries allocate what they need at the first call
+            self.run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.run()
+        return graph
+
+
+class FixedSteps:
+    """Fixed steps for as many sequences as there happen to be: one a power of two, made when it is needed."""
+
+    def __init__(self, make: Callable[[int], FixedStep]) -> None:
+        self._make = make
+        self._steps: dict[int, FixedStep] = {}
+
+    def of(self, num_sequences: int) -> FixedStep:
+        batch_size = 1 << (num_sequences - 1).bit_length()
+        if batch_size not in self._steps:
+            self._steps[batch_size] = self._make(batch_size)
+        return self._steps[batch_size]
+
+
+def check_device(device: torch.device) -> None:
+    if FixedStep.captures and device.type != "cuda":
+        raise ValueError(f"cuda_graph: expected a model on a CUDA device, got one on {device}")

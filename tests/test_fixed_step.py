@@ -1,0 +1,195 @@
+"""The decode step in fixed buffers behind `generate(cuda_graph=True)`.
+
+Without a GPU it is run uncaptured and compared with the ordinary engine. On a GPU the replayed graph is compared with
+the step run uncaptured: the ordinary engine's other shapes may round half precision another way.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from generate_case import LENGTHS, NEW_TOKENS, SAMPLING, Oracle, greedy, lists, prompts_of, tiny
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pagedtree import DraftTree, SamplingParams
+from pagedtree.integrations.transformers import MedusaDrafter, MedusaHeads, ModelDrafter, NgramDrafter, generate
+from pagedtree.integrations.transformers.fixed_step import FixedStep
+from pagedtree.testing import backends
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DEVICE = "cuda" if "cuda" in backends() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+
+
+@pytest.fixture(autouse=True)
+def uncaptured(monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setattr(FixedStep, "captures", False)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny(0).to(DEVICE, DTYPE)
+
+
+@pytest.fixture(scope="module")
+def draft_model():
+    return tiny(1, num_hidden_layers=1).to(DEVICE, DTYPE)
+
+
+def medusa(model, draft_model):
+    heads = MedusaHeads(128, 3, model.lm_head)
+    torch.nn.init.normal_(heads.weight, std=0.05, generator=torch.Generator().manual_seed(3))
+    return MedusaDrafter(heads.to(DEVICE, DTYPE), DraftTree.full([3, 2, 1]))
+
+
+DRAFTERS = {
+    "none": lambda model, draft: None,
+    "n-gram chain": lambda model, draft: NgramDrafter(5, max_branches=1),
+    "n-gram tree": lambda model, draft: NgramDrafter(12),
+    "Medusa": medusa,
+    "draft model": lambda model, draft: ModelDrafter(draft, num_nodes=12, depth=3, width=3),
+    "draft chain": lambda model, draft: ModelDrafter(draft, law="iid", num_nodes=4, depth=3, width=1),
+    "drawn tree": lambda model, draft: ModelDrafter(draft, law="swor", num_nodes=9, branching=[3, 2]),
+    "coupled tree": lambda model, draft: ModelDrafter(draft, law="coupled", num_nodes=9, branching=[3, 2]),
+    "itself": lambda model, draft: ModelDrafter(model, num_nodes=12, depth=4, width=2),
+}
+CASES = [
+    *[(name, None, "auto") for name in DRAFTERS if name not in ("draft chain", "drawn tree", "coupled tree")],
+    *[(name, SAMPLING, "auto") for name in DRAFTERS],
+    ("n-gram tree", SAMPLING, "rejection"),
+    ("draft chain", SAMPLING, "block"),
+    ("drawn tree", SAMPLING, "traversal"),
+    ("Medusa", SAMPLING, "typical"),
+]
+
+
+def both(model, drafter, prompts, **options):
+    """What the ordinary engine makes (on a GPU: the uncaptured step), and the fixed step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FixedStep, "captures", False)
+        plain, plain_stats = generate(model, prompts, drafter=drafter(), cuda_graph=DEVICE == "cuda", **options)
+    fixed, stats = generate(model, prompts, drafter=drafter(), cuda_graph=True, **options)
+    return lists(plain), plain_stats, lists(fixed), stats
+
+
+@pytest.mark.parametrize(("name", "params", "rule"), CASES)
+def test_same_text_as_the_ordinary_engine(model, draft_model, name, params, rule):
+    options = {"max_new_tokens": NEW_TOKENS, "params": params, "rule": rule, "page_size": 7}
+    plain, plain_stats, fixed, stats = both(
+        model, lambda: DRAFTERS[name](model, draft_model), prompts_of(LENGTHS)[:3], **options
+    )
+    assert fixed == plain
+    assert [s.accepted for s in stats.sequences] == [s.accepted for s in plain_stats.sequences]
+    if name == "itself" and params is None:
+        assert stats.mean_accepted > 1.0
+    if DEVICE == "cpu" and name == "none":  # rows of idle sequences are the ordinary engine's only difference
+        assert stats.packed_tokens > plain_stats.packed_tokens
+
+
+@pytest.mark.parametrize("name", ["n-gram tree", "Medusa", "draft model", "drawn tree"])
+def test_sequences_come_and_go(model, draft_model, name):
+    """Long prompts in chunks, pages for a few only, EOS, several outcomes: ordinary passes and replays take turns."""
+    prompts = prompts_of((9, 40, 13, 1, 8, 30), seed=2)
+    options = {"max_new_tokens": NEW_TOKENS, "params": SAMPLING, "n": 2, "page_size": 2}
+    drafter = lambda: DRAFTERS[name](model, draft_model)  # noqa: E731
+    plain = lists(generate(model, prompts, **options)[0])
+    few = {"num_pages": 50, "max_batch_tokens": 24}
+    expected, _, fixed, stats = both(model, drafter, prompts, **options, **few)
+    assert fixed == expected and stats.evictions > 0
+    options["eos_token_id"] = expected[3][-8]
+    ended, _, fixed, stats = both(model, drafter, prompts, **options, **few)
+    assert fixed == ended and stats.sequences[3].finish_reason == "eos"
+    if DEVICE == "cpu":
+        assert expected == plain and ended == lists(generate(model, prompts, **options)[0])
+
+
+class NoHost(TorchDispatchMode):
+    """Refuses what a captured graph cannot hold: reading a value, sizes made of values, values from the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "item"), name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there the step is captured, which shows as much")
+@pytest.mark.parametrize(("name", "params", "rule"), CASES)
+def test_the_step_needs_no_value_on_the_host(monkeypatch, model, draft_model, name, params, rule):
+    """Tensors without storage go through it: what reads one raises."""
+    run, shapes = FixedStep.run, []
+
+    def traced(step):
+        run(step)  # with values, for the steps that follow; caches of constants are filled
+        kept = dict(vars(step))
+        with FakeTensorMode(allow_non_fake_inputs=True), NoHost():
+            run(step)
+        shapes.append(tuple(step._report.shape))
+        vars(step).update(kept)
+
+    monkeypatch.setattr(FixedStep, "run", traced)
+    generate(
+        model, prompts_of(LENGTHS)[:3], drafter=DRAFTERS[name](model, draft_model), max_new_tokens=6, params=params,
+        rule=rule, cuda_graph=True,
+    )  # fmt: skip
+    assert shapes
+
+
+def test_a_step_that_reads_a_value_is_seen():
+    with pytest.raises(AssertionError, match="lift_fresh"), NoHost():
+        torch.tensor([1, 2])
+    with pytest.raises(Exception, match="_local_scalar_dense"), FakeTensorMode(allow_non_fake_inputs=True):
+        torch.arange(3).tolist()
+
+
+def test_buffers_are_not_made_anew(model, draft_model, monkeypatch):
+    """Each replay reads and writes where the one before did."""
+    places, run = [], FixedStep.run
+
+    def noted(step):
+        tensors = [step.rows.tensor, step.start.tensor, step.page_table.tensor, step.history, *step.cache.tensors()]
+        tensors += [step.drafter.table.tensor, *step.drafter.drafter.cache.tensors()]
+        places.append((step.rows.tensor.shape[0], tuple(tensor.data_ptr() for tensor in tensors)))
+        run(step)
+
+    if FixedStep.captures:
+        pytest.skip("a captured graph could not do otherwise")
+    monkeypatch.setattr(FixedStep, "run", noted)
+    generate(
+        model, prompts_of((5, 9, 3)), drafter=ModelDrafter(draft_model, num_nodes=6), max_new_tokens=80, page_size=2,
+        cuda_graph=True,
+    )  # fmt: skip
+    assert len(places) > 10
+    assert len(set(places)) == len({size for size, _ in places})
+
+
+def test_what_cannot_be_captured_is_refused(monkeypatch, model, draft_model):
+    options = {"max_new_tokens": 4, "cuda_graph": True}
+    with pytest.raises(
+        ValueError, match=r"cuda_graph: expected a drafter of NoDrafter, NgramDrafter, .* got _Stateless"
+    ):
+        generate(model, [[1, 2]], drafter=Oracle([[1, 2, 3]], 1.0), **options)
+    with pytest.raises(ValueError, match=r"cuda_graph: expected NgramDrafter\(remember=0\), .* got 3"):
+        generate(model, [[1, 2]], drafter=NgramDrafter(4, remember=3), **options)
+    with pytest.raises(ValueError, match="share_prefix: expected None or False with cuda_graph"):
+        generate(model, [[1, 2]], share_prefix=True, **options)
+    monkeypatch.setattr(FixedStep, "captures", True)
+    with pytest.raises(ValueError, match="cuda_graph: expected a model on a CUDA device, got one on cpu"):
+        generate(tiny(0), [[1, 2]], **options)
+
+
+def test_no_prompts(model):
+    assert generate(model, [], max_new_tokens=4, cuda_graph=True)[0] == []
+
+
+def test_parameters_of_each_prompt(model):
+    prompts = prompts_of(LENGTHS)
+    params = SamplingParams(temperature=torch.tensor([0.0, 1.5, 0.7, 0.0], device=DEVICE))
+    plain, _, fixed, _ = both(model, NgramDrafter, prompts, max_new_tokens=8, params=params)
+    assert fixed == plain
+    assert fixed[0] == greedy(model, prompts[0].to(DEVICE), 8) or DEVICE == "cuda"
