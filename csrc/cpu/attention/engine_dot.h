@@ -3,7 +3,9 @@
 // of all heads together.
 //
 // Rows of Q are taken kGroup at a time, kLanes / kGroup keys at a time: kLanes dot products, whose lanes are summed
-// together. bf16 is split into even and odd elements, two cheap operations for both; Q and the output keep that order.
+// together. How a block of kDotBlock elements is loaded and multiplied is the Blocks parameter: FloatBlocks here,
+// PairBlocks in engine_dot_bf16.h. bf16 is split into even and odd elements, two cheap operations for both; Q and the
+// output keep that order.
 #pragma once
 
 #include "cpu/attention/workspace.h"
@@ -64,9 +66,33 @@ static inline vfloat sum_lanes(vfloat (&v)[kLanes]) {
   return v[0];
 }
 
-template <DType kType, int kGroup>
-static inline void dot_rows(const float* q, const char* const* keys, const char* const* next, int64_t head_dim,
-                            float* scores) {
+template <DType kType>
+struct FloatBlocks {
+  static constexpr int64_t kSize = element_size(kType);
+  static constexpr int64_t kKeys = 1;  // of a step along the keys
+  using Query = float;
+  using Weight = float;
+  struct Block {
+    vfloat first, second;
+  };
+
+  static inline Block load_key(const char* p) {
+    Block block;
+    load_block<kType>(p, block.first, block.second);
+    return block;
+  }
+  static inline vfloat dot(vfloat sum, const Block& key, const Query* q) {
+    return muladd(key.second, load(q + kLanes), muladd(key.first, load(q), sum));
+  }
+  static inline Block load_values(const char* const* keys, int64_t offset) { return load_key(keys[0] + offset); }
+  static inline vfloat load_weight(const Weight* p) { return splat(*p); }
+  static inline vfloat add(vfloat sum, vfloat weight, vfloat values) { return muladd(weight, values, sum); }
+};
+
+// `next` are the keys to prefetch.
+template <typename Blocks, int kGroup>
+static inline void dot_rows(const typename Blocks::Query* q, const char* const* keys, const char* const* next,
+                            int64_t head_dim, float* scores) {
   constexpr int kKeys = kLanes / kGroup;
   for (int64_t key = 0; key < kKvTile; key += kKeys) {
     vfloat acc[kLanes];  // row r, key i in r * kKeys + i
@@ -75,14 +101,12 @@ static inline void dot_rows(const float* q, const char* const* keys, const char*
     for (int64_t d = 0; d < head_dim; d += kDotBlock) {
 #pragma GCC unroll 16
       for (int i = 0; i < kKeys; ++i) {
-        vfloat first, second;
-        load_block<kType>(keys[key + i] + d * element_size(kType), first, second);
-        __builtin_prefetch(next[key + i] + d * element_size(kType), 0, 2);
+        const auto block = Blocks::load_key(keys[key + i] + d * Blocks::kSize);
+        __builtin_prefetch(next[key + i] + d * Blocks::kSize, 0, 2);
 #pragma GCC unroll 16
         for (int r = 0; r < kGroup; ++r) {
           vfloat& sum = acc[r * kKeys + i];
-          sum = muladd(first, load(q + r * head_dim + d), sum);
-          sum = muladd(second, load(q + r * head_dim + d + kLanes), sum);
+          sum = Blocks::dot(sum, block, q + r * head_dim + d);
         }
       }
     }
@@ -108,22 +132,22 @@ struct RowPrefetch {
   }
 };
 
-template <DType kType, int kGroup>
-static inline void add_weighted_rows(const float* weights, const char* const* keys, const char* const* next,
-                                     int64_t head_dim, const float* factors, float* out) {
-  RowPrefetch prefetch{next, head_dim * element_size(kType)};
+// The weights of a row lie kWeightStride apart from those of the one before.
+template <typename Blocks, int kGroup, int64_t kWeightStride>
+static inline void add_weighted_rows(const typename Blocks::Weight* weights, const char* const* keys,
+                                     const char* const* next, int64_t head_dim, const float* factors, float* out) {
+  RowPrefetch prefetch{next, head_dim * Blocks::kSize};
   for (int64_t d = 0; d < head_dim; d += kDotBlock) {
     vfloat acc[kGroup][2];
     for (int r = 0; r < kGroup; ++r) acc[r][0] = acc[r][1] = splat(0.0f);
-    for (int64_t key = 0; key < kKvTile; ++key) {
-      vfloat first, second;
-      load_block<kType>(keys[key] + d * element_size(kType), first, second);
-      prefetch.step(kDotBlock * element_size(kType));
+    for (int64_t key = 0; key < kKvTile; key += Blocks::kKeys) {
+      const auto values = Blocks::load_values(keys + key, d * Blocks::kSize);
+      for (int64_t i = 0; i < Blocks::kKeys; ++i) prefetch.step(kDotBlock * Blocks::kSize);
 #pragma GCC unroll 16
       for (int r = 0; r < kGroup; ++r) {
-        const vfloat weight = splat(weights[r * kKvTile + key]);
-        acc[r][0] = muladd(weight, first, acc[r][0]);
-        acc[r][1] = muladd(weight, second, acc[r][1]);
+        const auto weight = Blocks::load_weight(weights + r * kWeightStride + key);
+        acc[r][0] = Blocks::add(acc[r][0], weight, values.first);
+        acc[r][1] = Blocks::add(acc[r][1], weight, values.second);
       }
     }
     for (int r = 0; r < kGroup; ++r) {
@@ -165,7 +189,8 @@ class DotEngine {
 
   void scores(const KeyRows& keys, const KeyRows& next) const {
     for_row_groups(tile_.rows, [&]<int kGroup>(int64_t r) {
-      dot_rows<kType, kGroup>(ws_.q + r * p_.head_dim, keys.k, next.k, p_.head_dim, ws_.scores + r * kKvTile);
+      dot_rows<FloatBlocks<kType>, kGroup>(ws_.q + r * p_.head_dim, keys.k, next.k, p_.head_dim,
+                                           ws_.scores + r * kKvTile);
     });
   }
 
@@ -173,8 +198,8 @@ class DotEngine {
 
   void accumulate(const KeyRows& keys, const KeyRows& next) const {
     for_row_groups(tile_.rows, [&]<int kGroup>(int64_t r) {
-      add_weighted_rows<kType, kGroup>(ws_.scores + r * kKvTile, keys.v, next.v, p_.head_dim, ws_.factors + r,
-                                       ws_.out + r * p_.head_dim);
+      add_weighted_rows<FloatBlocks<kType>, kGroup, kKvTile>(ws_.scores + r * kKvTile, keys.v, next.v, p_.head_dim,
+                                                             ws_.factors + r, ws_.out + r * p_.head_dim);
     });
   }
 

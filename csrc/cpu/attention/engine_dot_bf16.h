@@ -9,65 +9,29 @@
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-template <DType kType, int kGroup>
-static inline void dot_pair_rows(const uint16_t* q, const char* const* keys, const char* const* next, int64_t head_dim,
-                                 float* scores) {
-  constexpr int kKeys = kLanes / kGroup;
-  for (int64_t key = 0; key < kKvTile; key += kKeys) {
-    vfloat acc[kLanes];  // row r, key i in r * kKeys + i
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) acc[i] = splat(0.0f);
-    for (int64_t d = 0; d < head_dim; d += kDotBlock) {
-#pragma GCC unroll 16
-      for (int i = 0; i < kKeys; ++i) {
-        const vuint pairs = load_pairs<kType>(keys[key + i] + d * element_size(kType));
-        __builtin_prefetch(next[key + i] + d * element_size(kType), 0, 2);
-#pragma GCC unroll 16
-        for (int r = 0; r < kGroup; ++r) {
-          vfloat& sum = acc[r * kKeys + i];
-          sum = dot_pairs(sum, pairs, load_as<vuint>(q + r * head_dim + d));
-        }
-      }
-    }
-    const vfloat sums = sum_lanes(acc);
-    for (int r = 0; r < kGroup; ++r) {
-      std::memcpy(scores + r * kKvTile + key, reinterpret_cast<const char*>(&sums) + r * kKeys * sizeof(float),
-                  kKeys * sizeof(float));
-    }
-  }
-}
+template <DType kType>
+struct PairBlocks {
+  static constexpr int64_t kSize = element_size(kType);
+  static constexpr int64_t kKeys = 2;
+  using Query = uint16_t;
+  using Weight = uint16_t;
+  struct Values {
+    vuint first, second;  // even and odd elements of two keys
+  };
 
-// `weights` are bf16, kWeightStride apart.
-template <DType kType, int kGroup, int64_t kWeightStride>
-static inline void add_weighted_pair_rows(const uint16_t* weights, const char* const* keys, const char* const* next,
-                                          int64_t head_dim, const float* factors, float* out) {
-  constexpr int64_t kBlockBytes = kDotBlock * element_size(kType);
-  RowPrefetch prefetch{next, head_dim * element_size(kType)};
-  for (int64_t d = 0; d < head_dim; d += kDotBlock) {
-    vfloat acc[kGroup][2];
-    for (int r = 0; r < kGroup; ++r) acc[r][0] = acc[r][1] = splat(0.0f);
-    for (int64_t key = 0; key < kKvTile; key += 2) {
-      const vuint first = load_pairs<kType>(keys[key] + d * element_size(kType));
-      const vuint second = load_pairs<kType>(keys[key + 1] + d * element_size(kType));
-      prefetch.step(kBlockBytes);
-      prefetch.step(kBlockBytes);
-      const vuint even = (first & 0xffffu) | second << 16, odd = first >> 16 | (second & 0xffff0000u);
-#pragma GCC unroll 16
-      for (int r = 0; r < kGroup; ++r) {
-        uint32_t pair;
-        std::memcpy(&pair, weights + r * kWeightStride + key, sizeof(pair));
-        acc[r][0] = dot_pairs(acc[r][0], splat(pair), even);
-        acc[r][1] = dot_pairs(acc[r][1], splat(pair), odd);
-      }
-    }
-    for (int r = 0; r < kGroup; ++r) {
-      for (int i = 0; i < 2; ++i) {
-        float* to = out + r * head_dim + d + i * kLanes;
-        store(to, muladd(load(to), splat(factors[r]), acc[r][i]));
-      }
-    }
+  static inline vuint load_key(const char* p) { return load_pairs<kType>(p); }
+  static inline vfloat dot(vfloat sum, vuint key, const Query* q) { return dot_pairs(sum, key, load_as<vuint>(q)); }
+  static inline Values load_values(const char* const* keys, int64_t offset) {
+    const vuint first = load_key(keys[0] + offset), second = load_key(keys[1] + offset);
+    return {(first & 0xffffu) | second << 16, first >> 16 | (second & 0xffff0000u)};
   }
-}
+  static inline vuint load_weight(const Weight* p) {
+    uint32_t pair;
+    std::memcpy(&pair, p, sizeof(pair));
+    return splat(pair);
+  }
+  static inline vfloat add(vfloat sum, vuint weight, vuint values) { return dot_pairs(sum, weight, values); }
+};
 
 template <DType kType>
 class DotBf16Engine {
@@ -85,7 +49,7 @@ class DotBf16Engine {
 
   void scores(const KeyRows& keys, const KeyRows& next) const {
     for_row_groups(tile_.rows, [&]<int kGroup>(int64_t r) {
-      dot_pair_rows<kType, kGroup>(q_ + r * p_.head_dim, keys.k, next.k, p_.head_dim, ws_.scores + r * kKvTile);
+      dot_rows<PairBlocks<kType>, kGroup>(q_ + r * p_.head_dim, keys.k, next.k, p_.head_dim, ws_.scores + r * kKvTile);
     });
   }
 
@@ -96,8 +60,8 @@ class DotBf16Engine {
 
   void accumulate(const KeyRows& keys, const KeyRows& next) const {
     for_row_groups(tile_.rows, [&]<int kGroup>(int64_t r) {
-      add_weighted_pair_rows<kType, kGroup, 2 * kKvTile>(weights_of(r), keys.v, next.v, p_.head_dim, ws_.factors + r,
-                                                         ws_.out + r * p_.head_dim);
+      add_weighted_rows<PairBlocks<kType>, kGroup, 2 * kKvTile>(weights_of(r), keys.v, next.v, p_.head_dim,
+                                                                ws_.factors + r, ws_.out + r * p_.head_dim);
     });
   }
 
