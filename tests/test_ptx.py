@@ -4,20 +4,15 @@ modifiers of the inline assembly, which the C++ build of the same sources for si
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from ptx.execute import executed_from_ptx
+from ptx.execute import executed_from_ptx, simt_library
 
-import pagedtree
 from pagedtree import _C, DraftTree, TreeBatch, tree_attention
 from pagedtree.cubin import cuda_library, find_cuobjdump
 from pagedtree.testing import backends, use_backend
 
-SIMT = next(
-    (path for path in (Path(f) / "lib" / "libpagedtree_simt.so" for f in pagedtree.__path__) if path.exists()), None
-)
+SIMT = simt_library()
 CUDA = cuda_library()
 pytestmark = [
     pytest.mark.skipif(SIMT is None or "simt" not in backends(), reason="built without simt"),
@@ -27,9 +22,8 @@ HAS_PTX = any(architecture.endswith("+PTX") for architecture in _C.build_info()[
 pytestmark.append(pytest.mark.skipif(not HAS_PTX, reason="built without PTX: TORCH_CUDA_ARCH_LIST has no +PTX"))
 FP8 = torch.float8_e4m3fn
 TILES = {64: (16, 32, 64, 128), 96: (16, 32, 64, 128), 128: (16, 32, 64, 128), 192: (32, 64), 256: (32, 64)}
-QUICK = {(torch.bfloat16, False, 128, 16), (torch.float16, True, 64, 32), (torch.float16, False, 96, 64)}
 INSTANCES = [
-    pytest.param(dtype, fp8, head_dim, rows, marks=[] if (dtype, fp8, head_dim, rows) in QUICK else pytest.mark.slow)
+    (dtype, fp8, head_dim, rows)
     for dtype in (torch.bfloat16, torch.float16)
     for fp8 in (False, True)
     for head_dim, tiles in TILES.items()

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
-from ptx.interpreter import Block, Memory
+from ptx.interpreter import Block
 from ptx.module import Entry, Module
+from ptx.state import Memory
 
+import pagedtree
 from pagedtree.cubin import find_cuobjdump
 from pagedtree.testing import use_backend
 
@@ -51,6 +53,23 @@ def base_of(library: Path) -> int:
         return min(int(line.partition("-")[0], 16) for line in maps if line.rstrip().endswith(str(library)))
 
 
+def simt_library() -> Path | None:
+    """The library of the backend simt, where this build has it."""
+    paths = (Path(folder) / "lib" / "libpagedtree_simt.so" for folder in pagedtree.__path__)
+    return next((path for path in paths if path.exists()), None)
+
+
+@contextmanager
+def intercepted_launches(simt: Path, execute: Callable[..., int]) -> Iterator[None]:
+    """Within it, simt hands launches to `execute`, which returns 0 for those that it leaves to the machine."""
+    library, callback = ctypes.CDLL(str(simt)), EXECUTOR(execute)
+    library.pagedtree_simt_set_executor(callback)
+    try:
+        yield
+    finally:
+        library.pagedtree_simt_set_executor(EXECUTOR())
+
+
 @contextmanager
 def executed_from_ptx(simt: Path, cuda: Path, wanted: Callable[[str], bool]) -> Iterator[list[str]]:
     """Within it, ops run on simt and kernels whose mangled name is `wanted` from the PTX; yields the names that were.
@@ -76,14 +95,8 @@ def executed_from_ptx(simt: Path, cuda: Path, wanted: Callable[[str], bool]) -> 
             faults.append(error)
         return 1
 
-    with use_backend("simt"):
-        library = ctypes.CDLL(str(simt))
+    with use_backend("simt"), intercepted_launches(simt, execute):
         base = base_of(simt)
-        callback = EXECUTOR(execute)
-        library.pagedtree_simt_set_executor(callback)
-        try:
-            yield executed
-        finally:
-            library.pagedtree_simt_set_executor(EXECUTOR())
-        if faults:
-            raise faults[0]
+        yield executed
+    if faults:
+        raise faults[0]

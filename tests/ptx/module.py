@@ -49,8 +49,10 @@ class Entry:
     labels: dict[str, int] = field(default_factory=dict)
 
     def width(self, register: str) -> int:
-        prefix = re.match(r"%?[a-zA-Z_]+", register)
-        return self.widths[register] if register in self.widths else self.widths[prefix[0] if prefix else ""]
+        if register not in self.widths:
+            prefix = re.match(r"%?[a-zA-Z_]+", register)
+            self.widths[register] = self.widths[prefix[0] if prefix else ""]
+        return self.widths[register]
 
 
 class Module:
