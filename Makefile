@@ -32,7 +32,7 @@ help:  ## list the targets
 	@echo "make TARGET [ENV=active] [PYTHON=python3.12] [TORCH=torch==2.13.0] [WORKERS=2] [DEVICE=cpu]"
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
-.PHONY: env build
+.PHONY: env build build-all
 env: $(READY)  ## install what the other targets need
 
 build: $(READY)  ## compile the native libraries into python/pagedtree, incrementally (MAX_JOBS=n: n compilers at once)
@@ -41,6 +41,12 @@ ifneq ($(ENV),active)
 	@test .venv/.installed -nt pyproject.toml || \
 	  { pip install --no-build-isolation --no-deps -e . && touch .venv/.installed; }
 endif
+
+ALL_ARCHITECTURES := 8.0+PTX 8.6 8.9 9.0a 10.0 12.0
+build-all: $(READY)  ## compile the CUDA library for each architecture since Ampere, into build/all-architectures
+	TORCH_CUDA_ARCH_LIST="$(ALL_ARCHITECTURES)" cmake -S . -B build/all-architectures -DPAGEDTREE_PYTHON=OFF
+	cmake --build build/all-architectures --parallel $${MAX_JOBS:-$$(nproc)} --target pagedtree_cuda
+	@ls -l build/all-architectures/libpagedtree_cuda.so
 
 .venv/.ready: requirements-dev.txt
 	@echo "== .venv: $(PYTHON), $(TORCH) and requirements-dev.txt"
