@@ -106,8 +106,8 @@ def test_half_values_are_exact(target: Target) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_trees_of_1000_nodes(target: Target, dtype: torch.dtype) -> None:
-    tree = random_tree(np.random.default_rng(3), 1000)
+def test_trees_of_1024_nodes(target: Target, dtype: torch.dtype) -> None:
+    tree = random_tree(np.random.default_rng(3), 1024)
     check(target.case([37, 200], [tree, (tree, 50)], heads=(2, 1), dtype=dtype, poison=float("nan")).build())
 
 
@@ -291,6 +291,35 @@ def test_prefill_longer_than_the_keys(target: Target) -> None:
     case = target.case([0], ["causal"], causal_queries=150).build()
     case["seq_lens"] = torch.tensor([100], dtype=torch.int32)
     check(dict(case, tree_mask=None, tree_lens=None))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_million_keys_in_a_window(target: Target, dtype: torch.dtype) -> None:
+    """2^20 keys in front of all others, which no window reaches: nothing changes."""
+    distance, page_size = 2**20, 16
+    case = target.case([330, 215, 260], [BINARY, "causal", (RANDOM, 6)], dtype=dtype, poison=float("nan")).build()
+    near = tree_attention(**case, window=200, return_lse=True)
+    pages = torch.full((3, distance // page_size), -1, dtype=torch.int32)
+    case["page_table"] = torch.cat([pages, case["page_table"]], 1)
+    case["seq_lens"] = case["seq_lens"] + distance
+    far = tree_attention(**case, window=200, return_lse=True)
+    for a, b in zip(far, near, strict=True):
+        torch.testing.assert_close(a, b, **target.tolerance)
+
+
+def test_many_keys_are_counted(target: Target) -> None:
+    """Q = 0: lse is the logarithm of the number of keys, the output how often each of the few pages is named."""
+    length, pages, page_size = 2**20 - 5 if target.backend != "simt" else 2**14 - 5, 8, 16
+    dtype = target.dtypes[-1]
+    cache = torch.zeros(pages, page_size, 1, 64, dtype=dtype)
+    cache[torch.arange(pages), :, :, torch.arange(pages)] = 1
+    named = torch.arange(-(-length // page_size), dtype=torch.int32) ** 2 % 7
+    q, lengths = torch.zeros(1, 2, 64, dtype=dtype), torch.tensor([length], dtype=torch.int32)
+    out, lse = tree_attention(q, cache, cache, named[None], lengths, torch.tensor([0, 1], dtype=torch.int32),
+                              return_lse=True)  # fmt: skip
+    counts = torch.bincount(named.repeat_interleave(page_size)[:length], minlength=64)
+    torch.testing.assert_close(lse, lengths.float().log().expand(1, 2), atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(out[0].double(), (counts / length).double().expand(2, 64), atol=1e-6, rtol=4e-3)
 
 
 @settings(max_examples=30)
