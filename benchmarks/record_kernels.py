@@ -35,18 +35,19 @@ def main() -> int:
     rows = []
     for (head_dim, m_tile, cache_type), registers in sorted(instances.items()):
         name, kv_bytes = CACHE_TYPES[cache_type]
-        cost = explain([m_tile], [4096], num_q_heads=1, num_kv_heads=1, head_dim=head_dim, kv_bytes=kv_bytes)
-        assert cost.m_tile == m_tile
+        sizes = {"num_q_heads": 1, "num_kv_heads": 1, "head_dim": head_dim, "kv_bytes": kv_bytes}
+        (launch,) = explain([m_tile], [4096], **sizes).launches
+        assert launch.m_tile == m_tile
         rows.append(
             {
                 "head_dim": head_dim,
                 "m_tile": m_tile,
                 "cache": name,
-                "warps": f"{cost.row_warps} x {cost.key_warps}",
-                "keys_per_stage": cost.keys_per_stage,
-                "stages": cost.stages,
-                "shared_bytes": cost.shared_bytes,
-                "ctas_per_sm": cost.ctas_per_sm,
+                "warps": f"{launch.row_warps} x {launch.key_warps}",
+                "keys_per_stage": launch.keys_per_stage,
+                "stages": launch.stages,
+                "shared_bytes": launch.shared_bytes,
+                "ctas_per_sm": launch.ctas_per_sm,
                 "registers": registers,
             }
         )

@@ -9,16 +9,45 @@ from pagedtree import explain
 SIZES = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 
 
-def test_one_long_sequence_is_cut() -> None:
-    cost = explain([16], [8192 + 16], **SIZES)
-    assert (cost.m_tile, cost.row_tiles, cost.kv_tiles) == (64, 8, 8 * 129)
-    assert cost.cut_row_tiles == 8 and 8 < cost.pieces <= 2 * cost.ranges
-    assert cost.ranges == min(2 * 132, 8 * (129 + 2) // 6)
-    keys = 2 * 8208 * 8 * 128 * 2
-    assert keys < cost.bytes < 1.5 * keys
+def test_a_sequence_cut_among_ctas() -> None:
+    """One sequence of 16 x 4 rows a KV head and 8192 + 16 keys, counted by hand."""
+    cost = explain([16], [8208], **SIZES, num_sms=2)
+    (launch,) = cost.launches
+    assert launch.sequences == (0,)
+    assert (launch.m_tile, launch.row_warps, launch.key_warps, launch.keys_per_stage) == (64, 4, 1, 64)
+    # Q takes 16 KB, a stage 2 * 64 rows of 256 bytes and an address: 2 of them fit into half of 227 KB.
+    assert (launch.stages, launch.ctas_per_sm) == (2, 2)
+    assert launch.shared_bytes == 64 * 8 + 64 * 128 * 2 + 2 * 2 * 64 * (256 + 8)
+    # 8 row tiles of 129 + 2 are cut into 4: the cuts lie between them.
+    assert (launch.row_tiles, launch.kv_tiles, launch.ranges) == (8, 8 * 129, 4)
+    assert (launch.cut_row_tiles, launch.pieces) == (0, 0)
+    assert cost.bytes == 2 * 8208 * 8 * 128 * 2 + 2 * 16 * 32 * 128 * 2 + 4 * 513
     assert cost.flops == 4 * 16 * 8208 * 32 * 128
-    assert cost.executed_flops == cost.flops * 129 * 64 // 8208
+    assert cost.executed_flops == 4 * 16 * (129 * 64) * 32 * 128
     assert cost.floor_seconds == pytest.approx(cost.bytes / 4.8e12)
+
+    # By 3 SMs into 6: the cuts are at 4/3, 8/3, 4, 16/3 and 20/3 row tiles, so four tiles have two pieces.
+    (launch,) = explain([16], [8208], **SIZES, num_sms=3).launches
+    assert (launch.ranges, launch.cut_row_tiles, launch.pieces) == (6, 4, 8)
+    assert launch.bytes == cost.bytes + 2 * 8 * 64 * (128 + 2) * 4
+
+
+def test_a_long_sequence_fills_the_device() -> None:
+    (launch,) = explain([16], [8208], **SIZES).launches
+    assert launch.ranges == min(2 * 132, 8 * (129 + 2) // 6)
+    assert launch.cut_row_tiles == 8 and 8 < launch.pieces <= 2 * launch.ranges
+
+
+def test_prefill() -> None:
+    """Bound by arithmetic: 512 x 8 rows of the only head fill 64 tiles of 64 at head size 256, with an e4m3 cache."""
+    cost = explain([512], [512], num_q_heads=8, num_kv_heads=1, head_dim=256, page_size=7, kv_bytes=1)
+    (launch,) = cost.launches
+    assert (launch.m_tile, launch.keys_per_stage, launch.row_tiles, launch.kv_tiles) == (64, 32, 64, 64 * 8)
+    assert launch.ranges == 64 * (8 + 2) // 6
+    unsplit = 2 * 512 * 256 + 2 * 512 * 8 * 256 * 2 + 4 * 74
+    assert cost.bytes == unsplit + 2 * launch.pieces * 64 * (256 + 2) * 4
+    assert cost.flops == cost.executed_flops == 4 * 512 * 512 * 8 * 256
+    assert cost.floor_seconds == pytest.approx(max(cost.bytes / 4.8e12, cost.flops / 989e12))
 
 
 @pytest.mark.parametrize(
@@ -28,25 +57,44 @@ def test_one_long_sequence_is_cut() -> None:
 def test_tile_follows_the_rows(queries: int, head_dim: int, m_tile: int) -> None:
     for kv_bytes in (1, 2):
         for shared in (99 << 10, 163 << 10, 227 << 10):
-            cost = explain([queries] * 3, [500] * 3, **{**SIZES, "head_dim": head_dim}, kv_bytes=kv_bytes,
-                           max_shared_bytes=shared)  # fmt: skip
-            assert cost.m_tile == m_tile
-            assert cost.row_warps * cost.key_warps in (4, 8)
-            assert 2 <= cost.stages <= 4
-            assert cost.ctas_per_sm * (cost.shared_bytes + 1024) <= shared + 1024
+            (launch,) = explain([queries] * 3, [500] * 3, **{**SIZES, "head_dim": head_dim}, kv_bytes=kv_bytes,
+                                max_shared_bytes=shared).launches  # fmt: skip
+            assert launch.m_tile == m_tile
+            assert launch.row_warps * launch.key_warps in (4, 8)
+            assert 2 <= launch.stages <= 4
+            assert launch.ctas_per_sm * (launch.shared_bytes + 1024) <= shared + 1024
 
 
 def test_short_sequences_are_not_cut() -> None:
-    cost = explain([1] * 64, [100] * 64, **SIZES)
-    assert (cost.cut_row_tiles, cost.pieces) == (0, 0)
-    assert (cost.row_tiles, cost.kv_tiles) == (64 * 8, 64 * 8 * 2)
+    (launch,) = explain([1] * 64, [100] * 64, **SIZES).launches
+    assert (launch.cut_row_tiles, launch.pieces) == (0, 0)
+    assert (launch.row_tiles, launch.kv_tiles) == (64 * 8, 64 * 8 * 2)
+
+
+def test_mixed_batches_take_two_lists() -> None:
+    """63 decode rows beside a prefill chunk: they do not pay for its tiles of 128 rows."""
+    queries, keys = [1] * 63 + [512], [4096] * 64
+    small, large = explain(queries, keys, **SIZES, max_seqlen_q=512).launches
+    assert (small.m_tile, small.sequences) == (32, tuple(range(63)))
+    assert (large.m_tile, large.sequences) == (128, (63,))
+    assert small.kv_tiles == 63 * 8 * 64 and large.kv_tiles == 16 * 8 * 64
+    assert small.executed_flops == 63 * 8 * 4096 * 32 * 4 * 128
+    # One list, where all are as long as the hint says, or it says that none is long.
+    for lengths, hint, m_tile in (([17] * 64, 17, 128), (queries, 8, 32), (queries, 1, 16)):
+        (single,) = explain(lengths, keys, **SIZES, max_seqlen_q=hint).launches
+        assert (single.sequences, single.m_tile) == (tuple(range(64)), m_tile)
+    cost = explain(queries, keys, **SIZES, max_seqlen_q=512)
+    assert cost.bytes == small.bytes + large.bytes
+    floors = [max(x.bytes / 4.8e12, x.executed_flops / 989e12) for x in (small, large)]
+    assert cost.floor_seconds == pytest.approx(sum(floors))
 
 
 def test_empty() -> None:
     cost = explain([], [], **SIZES)
-    assert (cost.row_tiles, cost.bytes, cost.flops, cost.floor_seconds) == (0, 0, 0, 0)
+    assert (cost.launches, cost.bytes, cost.flops, cost.floor_seconds) == ((), 0, 0, 0)
     cost = explain([0, 2], [7, 0], **SIZES)
-    assert (cost.row_tiles, cost.kv_tiles, cost.flops) == (8, 8, 0)
+    (launch,) = cost.launches
+    assert (launch.sequences, launch.row_tiles, launch.kv_tiles, cost.flops) == ((1,), 8, 8, 0)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ from attention_case import Target, check, random_tree
 from pagedtree import DraftTree, attention_plan, tree_attention
 
 KV_TILE, PIECE_COST = 64, 2
-M_TILES = {"cpu": 128, "simt": 16, "cuda": 16}  # for the queries below
 FEW_ROWS = {"cpu": 8, "simt": 0, "cuda": 0}
+ALL, SMALL, LARGE = range(3)  # the lists of a plan
+SMALL_ROWS = 32
 
 
-def plan_of(case: dict) -> torch.Tensor:
+def plan_of(case: dict, max_seqlen_q: int = 8) -> torch.Tensor:
     _, heads, head_dim = case["q"].shape
     _, page_size, kv_heads, _ = case["k_cache"].shape
     return attention_plan(
@@ -24,14 +25,34 @@ def plan_of(case: dict) -> torch.Tensor:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         page_size=page_size,
-        max_seqlen_q=8,
+        max_seqlen_q=max_seqlen_q,
         tree_lens=case["tree_lens"],
     )
 
 
-def ranges_of(plan: torch.Tensor) -> list[tuple[int, int, int]]:
-    entries = plan.view(-1, 4)
+def ranges_of(plan: torch.Tensor, which: int = ALL) -> list[tuple[int, int, int]]:
+    entries = plan.view(3, -1, 4)[which]
     return [tuple(entry[:3].tolist()) for entry in entries[1 : 1 + int(entries[0, 0])]]
+
+
+def check_balance(starts: list[tuple[int, int, int]], queries: list[int], keys: list[int], m_tile: int, *,
+                  few_rows: int = 0, which: int = ALL) -> None:  # fmt: skip
+    """Two KV heads with two query heads each; where they have at most `few_rows` rows, they share a row tile."""
+    listed = [n if which == ALL or (2 * n <= SMALL_ROWS) == (which == SMALL) else 0 for n in queries]
+    first = next(b for b, n in enumerate(listed) if n > 0)
+    assert starts[0] == (first, 0, 0) and starts == sorted(set(starts))
+    tiles = [max(1, -(-s // KV_TILE)) for s in keys]
+    heads = [2 if n * 2 <= few_rows else 1 for n in queries]
+    rows = [2 // h * -(-n * 2 // m_tile) for n, h in zip(listed, heads, strict=True)]
+    row_costs = [(t + PIECE_COST) * h for t, h in zip(tiles, heads, strict=True)]
+    costs = [c * r for c, r in zip(row_costs, rows, strict=True)]
+    begins = [sum(costs[:b]) + row * row_costs[b] + kv * heads[b] for b, row, kv in starts]
+    sizes = [end - begin for begin, end in zip(begins, [*begins[1:], sum(costs)], strict=True)]
+    mean = sum(costs) / len(starts)
+    assert all(abs(size - mean) <= 2 * (4 + PIECE_COST + 1) for size in sizes), sizes
+    for b, row, kv in starts:
+        assert row < rows[b] or (row, kv) == (rows[b], 0)  # the end, that is the next sequence
+        assert kv == 0 or 4 <= kv <= tiles[b] - 4
 
 
 @pytest.fixture
@@ -42,26 +63,30 @@ def case(target: Target) -> dict:
     return target.case(prefixes, kinds, heads=(4, 2), causal_queries=3).build()
 
 
-def test_ranges_cover_equal_costs(target: Target, case: dict) -> None:
-    m_tile, few_rows = M_TILES[target.backend], FEW_ROWS[target.backend]
-    starts = ranges_of(plan_of(case))
-    assert len(starts) >= 8
-    assert starts[0] == (0, 0, 0) and starts == sorted(set(starts))
-    lengths = case["cu_seqlens_q"].diff().tolist()
-    tiles = [max(1, -(-s // KV_TILE)) for s in case["seq_lens"].tolist()]
-    # Two KV heads with two query heads each; where they have few rows, they share a row tile.
-    heads = [2 if n * 2 <= few_rows else 1 for n in lengths]
-    rows = [2 // h * -(-n * 2 // m_tile) for n, h in zip(lengths, heads, strict=True)]
-    assert set(heads) == ({1, 2} if few_rows else {1})
-    row_costs = [(t + PIECE_COST) * h for t, h in zip(tiles, heads, strict=True)]
-    costs = [c * r for c, r in zip(row_costs, rows, strict=True)]
-    begins = [sum(costs[:b]) + row * row_costs[b] + kv * heads[b] for b, row, kv in starts]
-    sizes = [end - begin for begin, end in zip(begins, [*begins[1:], sum(costs)], strict=True)]
-    mean = sum(costs) / len(starts)
-    assert all(abs(size - mean) <= 2 * (4 + PIECE_COST + 1) for size in sizes), sizes
-    for b, row, kv in starts:
-        assert row < rows[b]
-        assert kv == 0 or 4 <= kv <= tiles[b] - 4
+@pytest.mark.parametrize(
+    ("max_seqlen_q", "which", "m_tile"), [(8, ALL, 16), (71, ALL, 128), (71, SMALL, 32), (71, LARGE, 128)]
+)
+def test_ranges_cover_equal_costs(target: Target, case: dict, max_seqlen_q: int, which: int, m_tile: int) -> None:
+    if target.backend == "cpu" and which != ALL:
+        pytest.skip("the cpu backend has one list")
+    starts = ranges_of(plan_of(case, max_seqlen_q), which)
+    queries, keys = case["cu_seqlens_q"].diff().tolist(), case["seq_lens"].tolist()
+    assert len(starts) >= 4
+    m_tile, few_rows = (128, FEW_ROWS["cpu"]) if target.backend == "cpu" else (m_tile, 0)
+    check_balance(starts, queries, keys, m_tile, few_rows=few_rows, which=which)
+
+
+def test_a_million_keys(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "132:227")
+    queries, keys = [1, 500, 0, 16, 1, 1], [2**20, 2**20 - 1, 7, 2**20 + 63, 2**31 - 1, 0]
+    sizes = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 128, "page_size": 16, "max_seqlen_q": 500}
+    cu = torch.tensor([0, *np.cumsum(queries)], dtype=torch.int32)
+    plan = attention_plan(torch.tensor(keys, dtype=torch.int32), cu, **sizes)
+    few_rows = FEW_ROWS[target.backend]
+    for which, m_tile in [(ALL, 128)] if few_rows else [(ALL, 128), (SMALL, 32), (LARGE, 128)]:
+        starts = ranges_of(plan, which)
+        assert len(starts) >= 128
+        check_balance(starts, queries, keys, m_tile, few_rows=few_rows, which=which)
 
 
 def test_plan_gives_the_same(case: dict) -> None:
@@ -81,11 +106,11 @@ def test_no_plan_gives_wrong_results(target: Target, case: dict) -> None:
     plan = plan_of(case)
     other = target.case([64] * 9, ["causal"] * 9, heads=(4, 2)).build()
     generator = torch.Generator().manual_seed(0)
-    entries = plan.view(-1, 4)
-    count = int(entries[0, 0])
     shuffled, shifted = plan.clone(), plan.clone()
-    order = torch.randperm(count, generator=generator, device="cpu")
-    shuffled.view(-1, 4)[1 : 1 + count] = entries[1 : 1 + count][order]
+    for entries in shuffled.view(3, -1, 4):
+        count = int(entries[0, 0])
+        order = torch.randperm(count, generator=generator, device="cpu")
+        entries[1 : 1 + count] = entries[1 : 1 + count][order]
     shifted.view(-1, 4)[1:, 2] += 1  # pieces of every size, row tiles cut anywhere
     plans = [
         plan_of(other),
@@ -97,10 +122,11 @@ def test_no_plan_gives_wrong_results(target: Target, case: dict) -> None:
         torch.randint(-(2**31), 2**31 - 1, plan.shape, generator=generator, device="cpu").to(plan),
         torch.randint(0, 90, plan.shape, generator=generator, device="cpu").to(plan),
     ]
-    dense = plan.clone().view(-1, 4)  # 200 cuts in one sequence
-    dense[0, 0] = 256
-    dense[1:257] = 0
-    dense[1:257, 2] = torch.arange(256) // 2
+    dense = plan.clone().view(3, -1, 4)  # 200 cuts in one sequence
+    dense[:, 0, 0] = 256
+    dense[:, 1:257] = 0
+    dense[:, 1:257, 2] = torch.arange(256) // 2
+    dense[2, 1:257, 0] = 2
     plans.append(dense.view(-1))
     for bad in plans:
         check(dict(case, plan=bad))
@@ -116,9 +142,9 @@ def test_many_pieces(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = [-(-int(s) // KV_TILE) for s in case["seq_lens"]]
     starts = [(b, row, kv) for b, count in enumerate(tiles) for row in range(2) for kv in range(count)]
     for keep in (starts, starts[::2], [s for s in starts if s[2] != 3]):
-        plan = torch.zeros(1025, 4, dtype=torch.int32)
-        plan[0, 0] = len(keep)
-        plan[1 : 1 + len(keep), :3] = torch.tensor(keep)
+        plan = torch.zeros(3, 1025, 4, dtype=torch.int32)
+        plan[ALL, 0, 0] = len(keep)
+        plan[ALL, 1 : 1 + len(keep), :3] = torch.tensor(keep)
         result = tree_attention(**case, plan=plan.view(-1), max_seqlen_q=4, return_lse=True)
         for order in ("forward", "reverse", "random:3"):
             monkeypatch.setenv("PAGEDTREE_SIMT_ORDER", order)

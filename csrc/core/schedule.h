@@ -7,9 +7,11 @@
 // results, its first piece and its last, and scratch is bounded by the number of ranges, whatever the batch and the
 // lengths.
 //
-// A plan holds nothing but the starts of the ranges. Where a range ends is where the next begins, the first begins at
-// the origin and the last ends at the end: every plan, also a stale one, covers all work exactly once. It can only be
-// badly balanced.
+// A batch is worked on as one list of sequences, or as two: those of few rows in small tiles, the others in large ones.
+//
+// A plan holds nothing but the starts of the ranges of each list. Where a range ends is where the next begins, the
+// first begins at the origin and the last ends at the end: every plan, also a stale one, covers all work exactly once.
+// It can only be badly balanced.
 #pragma once
 
 #include "core/tree.h"
@@ -19,7 +21,13 @@ namespace pagedtree {
 constexpr int kKvTile = 64;           // keys of a KV tile, anchored at multiples of it
 constexpr int kMaxPlanRanges = 1024;  // of any backend
 constexpr int kPlanEntry = 4;         // int32 words: sequence, row tile, KV tile, unused; entry 0 is {number of ranges}
-constexpr int kPlanSize = kPlanEntry * (kMaxPlanRanges + 1);
+constexpr int kListSize = kPlanEntry * (kMaxPlanRanges + 1);
+
+// Which sequences: all, those of at most kSmallRows rows a KV head, the others. A plan has room for each.
+enum class WorkList : int32_t { kAll, kSmall, kLarge };
+constexpr WorkList kWorkLists[] = {WorkList::kAll, WorkList::kSmall, WorkList::kLarge};
+constexpr int64_t kSmallRows = 32;
+constexpr int kPlanSize = 3 * kListSize;
 
 constexpr int kPieceCost = 2;      // of starting and storing a piece, in KV tiles
 constexpr int kMinPieceTiles = 4;  // no cut leaves less, unless the row tile is shorter
@@ -40,9 +48,35 @@ struct WorkShape {
   int32_t m_tile;
   int32_t few_rows = 0;        // up to so many rows of a head,
   int32_t few_rows_heads = 1;  // up to so many KV heads share a row tile
+  WorkList list = WorkList::kAll;
+
+  PT_HOST_DEVICE bool takes(int64_t rows) const {
+    return list == WorkList::kAll || (rows <= kSmallRows) == (list == WorkList::kSmall);
+  }
 };
 
-// The work of one sequence.
+PT_HOST_DEVICE int64_t max_seq_len_of(const AttentionPlanParams& p) { return p.max_seq_len; }
+PT_HOST_DEVICE int64_t max_seq_len_of(const TreeAttentionParams& p) {
+  return min_of<int64_t>(p.max_pages * p.page_size, INT32_MAX);
+}
+
+// The work of a call, or of the calls that a plan is for.
+template <typename Params>
+PT_HOST_DEVICE WorkShape work_shape(const Params& p, int32_t m_tile, WorkList list = WorkList::kAll) {
+  WorkShape shape{};
+  shape.seq_lens = p.seq_lens;
+  shape.cu_seqlens_q = p.cu_seqlens_q;
+  shape.batch = p.batch;
+  shape.num_tokens = p.num_tokens;
+  shape.max_seq_len = max_seq_len_of(p);
+  shape.num_kv_heads = p.num_kv_heads;
+  shape.group_size = p.group_size;
+  shape.m_tile = m_tile;
+  shape.list = list;
+  return shape;
+}
+
+// The work of one sequence; no row tiles where another list takes it.
 struct SequenceWork {
   NodeRange tokens;
   int64_t seq_len;
@@ -63,7 +97,7 @@ PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int64_t b) {
   const int64_t rows = work.tokens.size() * shape.group_size;
   const int32_t head_tiles = ceil_div(shape.num_kv_heads, rows <= shape.few_rows ? shape.few_rows_heads : 1);
   work.tile_heads = ceil_div(shape.num_kv_heads, max_of(head_tiles, 1));
-  work.m_tiles = static_cast<int32_t>(ceil_div<int64_t>(rows, shape.m_tile));
+  work.m_tiles = shape.takes(rows) ? static_cast<int32_t>(ceil_div<int64_t>(rows, shape.m_tile)) : 0;
   work.row_tiles = static_cast<int32_t>(min_of<int64_t>(int64_t{work.m_tiles} * head_tiles, (int64_t{1} << 31) - 2));
   work.kv_tiles = kv_tiles_of(work.seq_len);
   return work;
@@ -103,20 +137,26 @@ PT_HOST_DEVICE int64_t range_target(int64_t total_cost, int32_t num_ranges, int3
   return total_cost / num_ranges * i + total_cost % num_ranges * i / num_ranges;
 }
 
-PT_HOST_DEVICE void set_range_start(int32_t* plan, int32_t i, const WorkPosition& start) {
-  int32_t* entry = plan + kPlanEntry * (i + 1);
+// A list's part of a plan, [kListSize].
+template <typename Int>
+PT_HOST_DEVICE Int* ranges_of_list(Int* plan, WorkList list) {
+  return plan + static_cast<int32_t>(list) * kListSize;
+}
+
+PT_HOST_DEVICE void set_range_start(int32_t* ranges, int32_t i, const WorkPosition& start) {
+  int32_t* entry = ranges + kPlanEntry * (i + 1);
   entry[0] = start.sequence;
   entry[1] = start.row_tile;
   entry[2] = start.kv_tile;
 }
 
-// Cuts the work into up to `max_ranges` ranges of at least `min_range_cost` each and writes the plan [kPlanSize].
-PT_HOST_DEVICE void make_plan(const WorkShape& shape, int32_t max_ranges, int64_t min_range_cost, int32_t* plan) {
+// Cuts the work into up to `max_ranges` ranges of at least `min_range_cost` each and writes them [kListSize].
+PT_HOST_DEVICE void make_ranges(const WorkShape& shape, int32_t max_ranges, int64_t min_range_cost, int32_t* ranges) {
   int64_t total = 0;
   for (int64_t b = 0; b < shape.batch; ++b) total += sequence_work(shape, b).cost();
   const int32_t num_ranges = num_ranges_of(total, max_ranges, min_range_cost);
-  for (int32_t i = 0; i < kPlanSize; ++i) plan[i] = 0;
-  plan[0] = num_ranges;
+  for (int32_t i = 0; i < kListSize; ++i) ranges[i] = 0;
+  ranges[0] = num_ranges;
   int32_t range = 0;
   int64_t before = 0;
   for (int64_t b = 0; b < shape.batch; ++b) {
@@ -125,7 +165,7 @@ PT_HOST_DEVICE void make_plan(const WorkShape& shape, int32_t max_ranges, int64_
     for (; range < num_ranges; ++range) {
       const int64_t target = range_target(total, num_ranges, range);
       if (target >= after) break;
-      set_range_start(plan, range, cut_position(work, static_cast<int32_t>(b), target - before));
+      set_range_start(ranges, range, cut_position(work, static_cast<int32_t>(b), target - before));
     }
     before = after;
   }
@@ -144,17 +184,17 @@ PT_HOST_DEVICE int32_t range_bound(const WorkShape& shape, int32_t max_ranges, i
   return static_cast<int32_t>(clamp_to<int64_t>(bound, 1, max_ranges));
 }
 
-PT_HOST_DEVICE int32_t plan_ranges(const int32_t* plan, int32_t max_ranges) {
-  return clamp_to<int32_t>(plan[0], 1, max_ranges);
+PT_HOST_DEVICE int32_t planned_ranges(const int32_t* ranges, int32_t max_ranges) {
+  return clamp_to<int32_t>(ranges[0], 1, max_ranges);
 }
 
-// The start of range i < plan_ranges(), whatever the plan says a position inside the work; i == plan_ranges() is the
-// end. Starts of a plan that does not belong to the call may decrease: callers take the running maximum.
-PT_HOST_DEVICE WorkPosition range_start(const WorkShape& shape, const int32_t* plan, int32_t num_ranges, int32_t i) {
+// The start of range i < planned_ranges(), whatever the plan says a position inside the work; i == planned_ranges() is
+// the end. Starts of a plan that does not belong to the call may decrease: callers take the running maximum.
+PT_HOST_DEVICE WorkPosition range_start(const WorkShape& shape, const int32_t* ranges, int32_t num_ranges, int32_t i) {
   if (i == 0) return {0, 0, 0};
   const WorkPosition end = {static_cast<int32_t>(shape.batch), 0, 0};
   if (i >= num_ranges) return end;
-  const int32_t* entry = plan + kPlanEntry * (i + 1);
+  const int32_t* entry = ranges + kPlanEntry * (i + 1);
   const WorkPosition start = {max_of(entry[0], 0), max_of(entry[1], 0), max_of(entry[2], 0)};
   if (start.sequence >= shape.batch) return end;
   const SequenceWork work = sequence_work(shape, start.sequence);

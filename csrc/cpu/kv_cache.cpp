@@ -12,22 +12,9 @@ namespace {
 constexpr int64_t kScratchBytes = 32 << 10;
 constexpr int64_t kBytesPerTask = 64 << 10;
 
-int64_t size_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return 4;
-    case DType::kFloat16:
-    case DType::kBFloat16:
-      return 2;
-    case DType::kFloat8E4M3:
-      return 1;
-  }
-  return 0;
-}
-
 void append_row(const AppendKvParams& p, const AppendSide& side, const IsaKernels& isa, int64_t token, int64_t page,
                 int64_t offset) {
-  const int64_t size = size_of(p.dtype), cache_size = size_of(p.cache_dtype);
+  const int64_t size = element_size(p.dtype), cache_size = element_size(p.cache_dtype);
   const auto* from = static_cast<const uint8_t*>(side.rows) + token * side.token_stride * size;
   auto* to = static_cast<uint8_t*>(side.cache) +
              (page * side.cache_page_stride + offset * side.cache_slot_stride) * cache_size;
@@ -79,7 +66,7 @@ void slot_mapping(const SlotMappingParams& p, const ExecContext& ctx) {
 }
 
 void append_kv(const AppendKvParams& p, const ExecContext& ctx) {
-  const int64_t row_bytes = 2 * p.num_kv_heads * p.head_dim * size_of(p.dtype);
+  const int64_t row_bytes = 2 * p.num_kv_heads * p.head_dim * element_size(p.dtype);
   if (row_bytes == 0) return;  // tensors without elements have no address
   const IsaKernels& isa = isa_kernels();
   const int64_t num_slots = p.num_pages * p.page_size;

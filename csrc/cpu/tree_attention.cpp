@@ -1,5 +1,6 @@
 // tree_attention on the CPU: the plan's ranges, picked up by threads one by one, then the merge of rows that a cut
 // crossed. The ranges do not depend on the number of threads, so neither do the results.
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <limits>
@@ -17,32 +18,26 @@ int64_t workspace_bytes(const TreeAttentionParams& p) {
   return align_up(workspace_floats(p.head_dim) * static_cast<int64_t>(sizeof(float)));
 }
 
-WorkShape work_shape(const TreeAttentionParams& p) {
-  WorkShape shape{};
-  shape.seq_lens = p.seq_lens;
-  shape.cu_seqlens_q = p.cu_seqlens_q;
-  shape.batch = p.batch;
-  shape.num_tokens = p.num_tokens;
-  shape.max_seq_len = min_of<int64_t>(p.max_pages * p.page_size, std::numeric_limits<int32_t>::max());
-  shape.num_kv_heads = p.num_kv_heads;
-  shape.group_size = p.group_size;
-  shape.m_tile = kMTile;
+template <typename Params>
+WorkShape work_of(const Params& p) {
+  WorkShape shape = work_shape(p, kMTile);
   shape.few_rows = kFewRows;
   shape.few_rows_heads = few_rows_heads(p.head_dim);
   return shape;
 }
 
-int32_t num_ranges_bound(const TreeAttentionParams& p) { return range_bound(work_shape(p), kMaxRanges, kMinRangeCost); }
+int32_t num_ranges_bound(const TreeAttentionParams& p) { return range_bound(work_of(p), kMaxRanges, kMinRangeCost); }
 
 int64_t piece_rows(const TreeAttentionParams& p) {
   return min_of<int64_t>(kMTile, p.num_tokens * p.group_size * few_rows_heads(p.head_dim));
 }
 
 void cut_ranges(const TreeAttentionParams& p, AttentionRanges& ranges) {
-  ranges.shape = work_shape(p);
-  ranges.count = plan_ranges(p.plan, num_ranges_bound(p));
+  ranges.shape = work_of(p);
+  const int32_t* planned = ranges_of_list(p.plan, ranges.shape.list);
+  ranges.count = planned_ranges(planned, num_ranges_bound(p));
   for (int32_t i = 0; i <= ranges.count; ++i) {
-    ranges.starts[i] = range_start(ranges.shape, p.plan, ranges.count, i);
+    ranges.starts[i] = range_start(ranges.shape, planned, ranges.count, i);
     if (i > 0 && ranges.starts[i].before(ranges.starts[i - 1])) ranges.starts[i] = ranges.starts[i - 1];
   }
   ranges.piece_rows = piece_rows(p);
@@ -65,19 +60,11 @@ void clear_padding(const TreeAttentionParams& p, int64_t begin, int64_t end) {
 
 }  // namespace
 
+// One list takes all: here the rows of a tile that are not there cost nothing.
 void attention_plan(const AttentionPlanParams& p, const ExecContext&) {
-  WorkShape shape{};
-  shape.seq_lens = p.seq_lens;
-  shape.cu_seqlens_q = p.cu_seqlens_q;
-  shape.batch = p.batch;
-  shape.num_tokens = p.num_tokens;
-  shape.max_seq_len = p.max_seq_len;
-  shape.num_kv_heads = p.num_kv_heads;
-  shape.group_size = p.group_size;
-  shape.m_tile = kMTile;
-  shape.few_rows = kFewRows;
-  shape.few_rows_heads = few_rows_heads(p.head_dim);
-  make_plan(shape, kMaxRanges, kMinRangeCost, p.plan);
+  const WorkShape shape = work_of(p);
+  std::fill_n(p.plan, kPlanSize, 0);
+  make_ranges(shape, kMaxRanges, kMinRangeCost, ranges_of_list(p.plan, shape.list));
 }
 
 int64_t tree_attention_scratch(const TreeAttentionParams& p, const ExecContext& ctx) {

@@ -172,7 +172,7 @@ void run(const Check& check, const Arguments& a, TreeAttentionParams& p, Tensor&
     plan_params.plan = mutable_pointer<int32_t>(*plan);
     plan_params.batch = p.batch;
     plan_params.num_tokens = p.num_tokens;
-    plan_params.max_seq_len = min_of<int64_t>(p.max_pages * p.page_size, std::numeric_limits<int32_t>::max());
+    plan_params.max_seq_len = max_seq_len_of(p);
     plan_params.max_seqlen_q = p.max_seqlen_q;
     plan_params.num_kv_heads = p.num_kv_heads;
     plan_params.group_size = p.group_size;

@@ -1,7 +1,7 @@
 """Tree-masked paged attention and tree verification for speculative decoding."""
 
 from pagedtree.attention import attention_plan, merge_states, tree_attention
-from pagedtree.cost import AttentionCost, explain
+from pagedtree.cost import AttentionCost, AttentionLaunch, explain
 from pagedtree.drafting import (
     Draft,
     DraftState,
@@ -24,6 +24,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionCost",
+    "AttentionLaunch",
     "Commit",
     "Draft",
     "DraftState",

@@ -9,7 +9,7 @@ from pagedtree._ops import call, ops
 
 __all__ = ["attention_plan", "merge_states", "tree_attention"]
 
-PLAN_SIZE = 4 * (1024 + 1)
+PLAN_SIZE = 3 * 4 * (1024 + 1)
 
 
 def tree_attention(
@@ -53,7 +53,9 @@ def tree_attention(
         tree_lens: int32 [B], how many of the last keys the mask covers; default the query lengths. More than that =
             rectangular: the queries are the newest level of a bigger tree. -1 = sequence b is causal and its mask rows
             are ignored. Clamped to -1..seq_lens[b]. Without a tree_mask it has no effect.
-        max_seqlen_q: a hint for the choice of tiles, default ceil(T / B); it never changes what is computed.
+        max_seqlen_q: a hint for the choice of tiles, the most queries of a sequence, default ceil(T / B); it never
+            changes what is computed. In a batch of short and long sequences pass the true maximum: those of at most 32
+            rows (queries x Hq / Hkv) then get small tiles of their own on CUDA.
         scale: factor of q.k, default D ** -0.5.
         softcap: > 0: scores are softcap * tanh(scale * q.k / softcap).
         window: > 0: a query sees only keys whose position is less than `window` behind its own. A prefix key's

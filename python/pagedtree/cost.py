@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["AttentionCost", "explain"]
+__all__ = ["AttentionCost", "AttentionLaunch", "explain"]
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 
 
 @dataclass(frozen=True)
-class AttentionCost:
-    """Work, traffic and schedule of one call; made by `explain`."""
+class AttentionLaunch:
+    """One launch of the attention kernel."""
 
+    sequences: tuple[int, ...]
+    """That it takes: indices in the batch."""
     m_tile: int
     """Rows (query tokens x heads of a KV head) of a tile."""
     row_warps: int
@@ -37,12 +39,24 @@ class AttentionCost:
     """Partial results of those row tiles."""
     bytes: int
     """That must move: K and V once for each KV head, q, out, page table; and the pieces written and read."""
+    executed_flops: int
+    """Of whole tiles, as the tensor cores execute them."""
+
+
+@dataclass(frozen=True)
+class AttentionCost:
+    """Work, traffic and schedule of one call; made by `explain`."""
+
+    launches: tuple[AttentionLaunch, ...]
+    """One; or two, of the sequences of at most 32 rows (query tokens x heads of a KV head) in small tiles and of the
+    others in large ones, where max_seqlen_q times the heads is more and the batch has fewer than B * max_seqlen_q
+    queries; or none, without queries."""
+    bytes: int
     flops: int
     """Of the rows that there are; every query counts as if it saw all keys of its sequence."""
     executed_flops: int
-    """Of whole tiles, as the tensor cores execute them."""
     floor_seconds: float
-    """max(bytes / bandwidth, executed_flops / rate): no run can be faster. Not a prediction."""
+    """max(bytes / bandwidth, executed_flops / rate) of each launch: no run can be faster. Not a prediction."""
 
 
 def explain(
@@ -60,7 +74,7 @@ def explain(
     bandwidth: float = 4.8e12,
     flops_per_second: float = 989e12,
 ) -> AttentionCost:
-    """Tiles, cuts, bytes, flops and floor time of a call of `tree_attention` on CUDA. Needs no GPU.
+    """Launches, tiles, cuts, bytes, flops and floor time of a call of `tree_attention` on CUDA. Needs no GPU.
 
     Args:
         query_lens, seq_lens: of each sequence; seq_lens count all keys, the new tokens' included.
@@ -95,16 +109,24 @@ def explain(
             raise ValueError(f"explain: `{name}` must be at least {least}, got {size}")
     if max_seqlen_q is None:
         max_seqlen_q = -(-sum(query_lens) // max(1, len(query_lens)))
-    schedule = _C.explain_attention(
+    schedules = _C.explain_attention(
         list(query_lens), list(seq_lens), num_q_heads, num_kv_heads, head_dim, kv_bytes, max_seqlen_q, num_sms,
         max_shared_bytes,
     )  # fmt: skip
-    used = [s for n, s in zip(query_lens, seq_lens, strict=True) if n > 0]
-    traffic = 2 * sum(used) * num_kv_heads * head_dim * kv_bytes
-    traffic += 2 * sum(query_lens) * num_q_heads * head_dim * 2
-    traffic += 4 * sum(-(-s // page_size) for s in used)
-    traffic += 2 * schedule["pieces"] * schedule["m_tile"] * (head_dim + 2) * 4
-    flops = sum(4 * n * s for n, s in zip(query_lens, seq_lens, strict=True)) * num_q_heads * head_dim
-    executed = schedule["kv_tiles"] * 64 * schedule["m_tile"] * 4 * head_dim
-    floor = max(traffic / bandwidth, executed / flops_per_second)
-    return AttentionCost(bytes=traffic, flops=flops, executed_flops=executed, floor_seconds=floor, **schedule)
+    launches = []
+    for schedule in schedules:
+        keys = [seq_lens[b] for b in schedule["sequences"]]
+        queries = sum(query_lens[b] for b in schedule["sequences"])
+        traffic = 2 * sum(keys) * num_kv_heads * head_dim * kv_bytes
+        traffic += 2 * queries * num_q_heads * head_dim * 2
+        traffic += 4 * sum(-(-s // page_size) for s in keys)
+        traffic += 2 * schedule["pieces"] * schedule["m_tile"] * (head_dim + 2) * 4
+        executed = schedule["kv_tiles"] * 64 * schedule["m_tile"] * 4 * head_dim
+        launches.append(AttentionLaunch(bytes=traffic, executed_flops=executed, **schedule))
+    return AttentionCost(
+        launches=tuple(launches),
+        bytes=sum(launch.bytes for launch in launches),
+        flops=sum(4 * n * s for n, s in zip(query_lens, seq_lens, strict=True)) * num_q_heads * head_dim,
+        executed_flops=sum(launch.executed_flops for launch in launches),
+        floor_seconds=sum(max(x.bytes / bandwidth, x.executed_flops / flops_per_second) for x in launches),
+    )

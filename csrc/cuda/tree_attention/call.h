@@ -54,12 +54,17 @@ struct Ranges {
   }
 };
 
+// One launch: of a list of sequences.
 struct CallShape {
   WorkShape work;
   Ranges ranges;
   int stages;
   bool q_aligned;  // rows are read 16 bytes at a time
   bool out_aligned;
+};
+
+struct CallShapes {
+  CallShape lists[2];
 };
 
 }  // namespace pagedtree::cuda

@@ -77,6 +77,37 @@ constexpr TileShape tile_shape(int head_dim, int m_tile) {
   return {};
 }
 
+// A list of sequences and the tile that it is worked on in: one launch of the kernel.
+struct ListTile {
+  WorkList list;
+  TileShape tile;
+};
+
+// For sequences of up to `max_seqlen_q` queries, as the host believes.
+constexpr ListTile list_tile(WorkList list, int head_dim, int64_t max_seqlen_q, int32_t group_size) {
+  const int64_t rows = min_of<int64_t>(max_seqlen_q, INT32_MAX) * group_size;
+  return {list, choose_tile(head_dim, list == WorkList::kSmall ? min_of(rows, kSmallRows) : rows)};
+}
+
+// The lists that a call works on, in the order of their launches.
+struct ListTiles {
+  ListTile items[2];
+  int count;
+
+  constexpr const ListTile* begin() const { return items; }
+  constexpr const ListTile* end() const { return items + count; }
+};
+
+// Two where the host's integers say that the longest sequences have many rows and that others are shorter. `p` is a
+// TreeAttentionParams or AttentionPlanParams.
+template <typename Params>
+constexpr ListTiles lists_of(const Params& p) {
+  const auto list = [&](WorkList which) { return list_tile(which, p.head_dim, p.max_seqlen_q, p.group_size); };
+  const int64_t longest = min_of(p.max_seqlen_q, p.num_tokens);
+  if (longest * p.group_size <= kSmallRows || p.num_tokens >= p.batch * longest) return {{list(WorkList::kAll)}, 1};
+  return {{list(WorkList::kSmall), list(WorkList::kLarge)}, 2};
+}
+
 // How the instance runs on a device.
 struct Residency {
   int ctas;  // on an SM

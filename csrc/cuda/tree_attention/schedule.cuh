@@ -1,6 +1,8 @@
 // The kernels in front of attention: the plan, and the ranges of a call.
 #pragma once
 
+#include <iterator>
+
 #include "cuda/tile/reduce.cuh"
 #include "cuda/tree_attention/call.h"
 
@@ -13,10 +15,19 @@ struct PlanShared {
   int64_t costs[kScheduleThreads];
 };
 
-// make_plan() by one CTA: each thread sums the costs of a run of sequences, then finds the starts of some ranges.
+// What a plan is made of: for each list its work and the most ranges.
+struct PlanLists {
+  WorkShape work[std::size(kWorkLists)];
+  int32_t max_ranges[std::size(kWorkLists)];
+};
+
+// make_ranges() by one CTA a list: each thread sums the costs of a run of sequences, then finds the starts of some
+// ranges.
 __global__ void __launch_bounds__(kScheduleThreads)
-    plan_kernel(const WorkShape shape, int32_t max_ranges, int64_t min_range_cost, int32_t* plan) {
+    plan_kernel(const __grid_constant__ PlanLists lists, int64_t min_range_cost, int32_t* plan) {
   PlanShared& shared = ptx::shared<PlanShared>();
+  const WorkShape& shape = lists.work[blockIdx.x];
+  int32_t* const ranges = ranges_of_list(plan, shape.list);
   const int32_t thread = static_cast<int32_t>(threadIdx.x), threads = static_cast<int32_t>(blockDim.x);
   const int64_t run = ceil_div<int64_t>(shape.batch, threads);
   int64_t cost = 0;
@@ -24,8 +35,8 @@ __global__ void __launch_bounds__(kScheduleThreads)
     cost += sequence_work(shape, b).cost();
   block_scan(shared.costs, cost, [](int64_t a, int64_t b) { return a + b; });
   const int64_t total = shared.costs[threads - 1];
-  const int32_t num_ranges = num_ranges_of(total, max_ranges, min_range_cost);
-  for (int32_t i = thread; i < kPlanSize; i += threads) plan[i] = i == 0 ? num_ranges : 0;
+  const int32_t num_ranges = num_ranges_of(total, lists.max_ranges[blockIdx.x], min_range_cost);
+  for (int32_t i = thread; i < kListSize; i += threads) ranges[i] = i == 0 ? num_ranges : 0;
   __syncthreads();
   for (int32_t range = thread; range < num_ranges && total > 0; range += threads) {
     const int64_t target = range_target(total, num_ranges, range);
@@ -40,27 +51,31 @@ __global__ void __launch_bounds__(kScheduleThreads)
       before += work.cost();
       work = sequence_work(shape, ++b);
     }
-    set_range_start(plan, range, cut_position(work, static_cast<int32_t>(b), target - before));
+    set_range_start(ranges, range, cut_position(work, static_cast<int32_t>(b), target - before));
   }
 }
 
 // The ranges as the CTAs of the attention kernel find them: the plan's, made monotonic, empty ones dropped, and for
-// each row tile that a cut crosses who computes its pieces. One CTA, with a thread for each range that there may be.
+// each row tile that a cut crosses who computes its pieces. One CTA a list, with a thread for each range that there may
+// be.
 struct RangesShared {
   WorkPosition positions[kScheduleThreads + 1];
   int32_t counts[kScheduleThreads];
 };
 
 __global__ void __launch_bounds__(kScheduleThreads)
-    find_ranges_kernel(const WorkShape shape, const int32_t* plan, const Ranges ranges) {
+    find_ranges_kernel(const __grid_constant__ CallShapes calls, const int32_t* plan) {
   RangesShared& shared = ptx::shared<RangesShared>();
-  const int32_t i = static_cast<int32_t>(threadIdx.x), num_planned = plan_ranges(plan, ranges.capacity);
-  const WorkPosition end = range_start(shape, plan, num_planned, num_planned);
+  const WorkShape& shape = calls.lists[blockIdx.x].work;
+  const Ranges& ranges = calls.lists[blockIdx.x].ranges;
+  const int32_t* const planned = ranges_of_list(plan, shape.list);
+  const int32_t i = static_cast<int32_t>(threadIdx.x), num_planned = planned_ranges(planned, ranges.capacity);
+  const WorkPosition end = range_start(shape, planned, num_planned, num_planned);
   const auto later = [](WorkPosition left, WorkPosition right) {
     if (right.before(left)) right = left;
     return right;
   };
-  const WorkPosition start = block_scan(shared.positions, range_start(shape, plan, num_planned, i), later);
+  const WorkPosition start = block_scan(shared.positions, range_start(shape, planned, num_planned, i), later);
   WorkPosition next = end;
   if (i + 1 < num_planned) next = shared.positions[i + 1];
   const bool used = i < num_planned && start.before(next);

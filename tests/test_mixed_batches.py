@@ -1,0 +1,117 @@
+"""Prefill chunks, draft trees, plain decode and idle slots in one call of tree_attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from attention_case import Case, Target, check, random_tree
+from ptx.execute import intercepted_launches, simt_library
+
+from pagedtree import DraftTree, attention_plan, tree_attention
+
+TREE = random_tree(np.random.default_rng(2), 60)
+IDLE = (DraftTree([-1]), 0)  # a slot of no queries
+
+
+@pytest.fixture
+def mixed(target: Target) -> dict:
+    """Decode rows, trees, a chunk of 300 queries, idle slots that still have keys, padding rows."""
+    decode = DraftTree([-1])
+    kinds = [decode, IDLE, TREE, "causal", decode, DraftTree.full([2, 2]), IDLE, (TREE, 20), decode]
+    prefixes = [300, 40, 100, 90, 0, 515, 0, 64, 129]
+    case = target.case(prefixes, kinds, heads=(4, 2), causal_queries=300, padding=6, poison=float("nan")).build()
+    case["page_table"][1] = -7  # as a finished sequence leaves it
+    return case
+
+
+@contextmanager
+def counted_launches() -> Iterator[list[tuple[int, int]]]:
+    """Collects grid and block size of each kernel that simt launches."""
+    launches: list[tuple[int, int]] = []
+
+    def note(kernel, grid, block, *rest) -> int:
+        launches.append((grid[0], block[0]))
+        return 0
+
+    library = simt_library()
+    assert library is not None
+    with intercepted_launches(library, note):
+        yield launches
+
+
+@pytest.mark.parametrize("max_seqlen_q", [None, 1, 300, 10**6])
+def test_mixed(target: Target, mixed: dict, max_seqlen_q: int | None) -> None:
+    """One list or two: what comes out is the same within rounding."""
+    check(dict(mixed, max_seqlen_q=max_seqlen_q))
+
+
+@pytest.mark.parametrize(("head_dim", "stored"), [(128, None), (256, None), (96, torch.float8_e4m3fn)])
+def test_head_sizes_and_caches(target: Target, head_dim: int, stored: torch.dtype | None) -> None:
+    kinds = ["causal", DraftTree([-1]), TREE, DraftTree([-1])]
+    options = {"head_dim": head_dim, "cache_dtype": stored, "causal_queries": 90}
+    case = target.case([70, 700, 30, 5], kinds, heads=(4, 2), **options).build()
+    case["v_scale"] = None if stored is None else torch.tensor(1.5)
+    check(dict(case, max_seqlen_q=90, window=80))
+    check(dict(case, max_seqlen_q=90))
+
+
+def test_repeats_its_bits(target: Target, mixed: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a plan or without, in any order of threads and CTAs."""
+    if target.backend == "cpu":
+        pytest.skip("the cpu backend has one list")
+    plan = attention_plan(mixed["seq_lens"], mixed["cu_seqlens_q"], num_q_heads=4, num_kv_heads=2, head_dim=64,
+                          page_size=16, max_seqlen_q=300)  # fmt: skip
+    expected = tree_attention(**mixed, max_seqlen_q=300, return_lse=True)
+    for order in ("forward", "reverse", "random:5"):
+        monkeypatch.setenv("PAGEDTREE_SIMT_ORDER", order)
+        result = tree_attention(**mixed, max_seqlen_q=300, plan=plan, return_lse=True)
+        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True)), order
+
+
+def test_short_sequences_do_not_notice_the_long_one(target: Target) -> None:
+    """A captured graph replayed with other lengths."""
+    prefixes, kinds = [100, 30, 200], [DraftTree([-1]), DraftTree.chain(4), DraftTree.full([2])]
+    alone = Case([*prefixes, 0], [*kinds, IDLE], heads=(4, 2), dtype=target.dtypes[0], device=target.device).build()
+    chunk = target.case([*prefixes, 64], [*kinds, "causal"], heads=(4, 2), causal_queries=200).build()
+    rows = int(alone["cu_seqlens_q"][3])
+    for name in ("k_cache", "v_cache", "q"):
+        alone[name] = chunk[name]
+    alone["page_table"] = chunk["page_table"]
+    alone["tree_mask"] = torch.cat([alone["tree_mask"], torch.zeros_like(chunk["tree_mask"][rows:])])
+    few = tree_attention(**alone, max_seqlen_q=200)
+    many = tree_attention(**chunk, max_seqlen_q=200)
+    torch.testing.assert_close(few[:rows], many[:rows], **target.tolerance)
+    assert not few[rows:].any() and many[rows:].any()
+
+
+def test_launches_follow_from_the_host_s_integers(target: Target, mixed: dict) -> None:
+    """The same launches whatever the lengths are: so that a graph may be replayed with others."""
+    if target.backend != "simt":
+        pytest.skip("simt only")
+    with counted_launches() as launches:
+        tree_attention(**mixed, max_seqlen_q=300)
+        first = launches.copy()
+        assert [block for _, block in first[2:]] == [128, 256]  # plan, ranges, small tiles, large tiles
+        assert [grid for grid, _ in first[:2]] == [3, 2]
+        launches.clear()
+        lengths = torch.zeros_like(mixed["cu_seqlens_q"])
+        tree_attention(**dict(mixed, cu_seqlens_q=lengths), max_seqlen_q=300)
+        assert launches == first
+        launches.clear()
+        tree_attention(**mixed, max_seqlen_q=8)
+        assert len(launches) == 3 and launches[1][0] == 1
+
+
+def test_idle_slots_are_not_read(target: Target, mixed: dict) -> None:
+    """Lengths, masks and pages of slots without queries may be stale."""
+    expected = tree_attention(**mixed, max_seqlen_q=300)
+    stale = dict(mixed, seq_lens=mixed["seq_lens"].clone(), tree_lens=mixed["tree_lens"].clone())
+    stale["seq_lens"][[1, 6]] = torch.tensor([2**31 - 1, 77], dtype=torch.int32)
+    stale["tree_lens"][[1, 6]] = torch.tensor([-(2**31), 2**31 - 1], dtype=torch.int32)
+    stale["page_table"] = mixed["page_table"].clone()
+    stale["page_table"][[1, 6]] = 2**31 - 1
+    torch.testing.assert_close(tree_attention(**stale, max_seqlen_q=300), expected, **target.tolerance)
