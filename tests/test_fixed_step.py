@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pagedtree import DraftTree, SamplingParams
 from pagedtree.integrations.transformers import MedusaDrafter, MedusaHeads, ModelDrafter, NgramDrafter, generate
 from pagedtree.integrations.transformers.fixed_step import FixedStep
-from pagedtree.testing import backends
+from pagedtree.testing import backends, use_backend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -166,6 +166,22 @@ def test_buffers_are_not_made_anew(model, draft_model, monkeypatch):
     )  # fmt: skip
     assert len(places) > 10
     assert len(set(places)) == len({size for size, _ in places})
+
+
+@pytest.mark.skipif("simt" not in backends(), reason="a build without simt")
+@pytest.mark.parametrize("params", [None, SAMPLING])
+def test_the_cuda_kernels_under_it(monkeypatch, params):
+    """The step on the kernels that a graph would hold, executed by simt."""
+    monkeypatch.setattr(FixedStep, "captures", False)
+    small = tiny(0, num_hidden_layers=1).to(torch.float16)
+    phrase = [3, 9, 4, 7]
+    with use_backend("simt"):
+        sequences, _ = generate(
+            small, [[*phrase, *phrase], [5, *phrase, 5]], drafter=NgramDrafter(4), max_new_tokens=5, params=params,
+            page_size=4, cuda_graph=True,
+        )  # fmt: skip
+    expected, _ = generate(small, [[*phrase, *phrase], [5, *phrase, 5]], max_new_tokens=5, params=params)
+    assert lists(sequences) == lists(expected)
 
 
 def test_what_cannot_be_captured_is_refused(monkeypatch, model, draft_model):
