@@ -74,19 +74,21 @@ def test_short_sequences_are_not_cut() -> None:
 def test_mixed_batches_take_two_lists() -> None:
     """63 decode rows beside a prefill chunk: they do not pay for its tiles of 128 rows."""
     queries, keys = [1] * 63 + [512], [4096] * 64
-    small, large = explain(queries, keys, **SIZES, max_seqlen_q=512).launches
+    cost = explain(queries, keys, **SIZES, max_seqlen_q=512)
+    small, large = cost.launches
     assert (small.m_tile, small.sequences) == (32, tuple(range(63)))
     assert (large.m_tile, large.sequences) == (128, (63,))
     assert small.kv_tiles == 63 * 8 * 64 and large.kv_tiles == 16 * 8 * 64
     assert small.executed_flops == 63 * 8 * 4096 * 32 * 4 * 128
+    assert cost.bytes == small.bytes + large.bytes
+    floors = [max(x.bytes / 4.8e12, x.executed_flops / 989e12) for x in (small, large)]
+    assert cost.floor_seconds == pytest.approx(sum(floors))
     # One list, where all are as long as the hint says, or it says that none is long.
     for lengths, hint, m_tile in (([17] * 64, 17, 128), (queries, 8, 32), (queries, 1, 16)):
         (single,) = explain(lengths, keys, **SIZES, max_seqlen_q=hint).launches
         assert (single.sequences, single.m_tile) == (tuple(range(64)), m_tile)
-    cost = explain(queries, keys, **SIZES, max_seqlen_q=512)
-    assert cost.bytes == small.bytes + large.bytes
-    floors = [max(x.bytes / 4.8e12, x.executed_flops / 989e12) for x in (small, large)]
-    assert cost.floor_seconds == pytest.approx(sum(floors))
+    small, large = explain([8, 9, 0, 1], [50] * 4, **SIZES, max_seqlen_q=9).launches  # 32 rows, 36 rows
+    assert (small.sequences, large.sequences) == ((0, 3), (1,))
 
 
 def test_empty() -> None:

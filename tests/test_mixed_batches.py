@@ -19,10 +19,10 @@ IDLE = (DraftTree([-1]), 0)  # a slot of no queries
 
 @pytest.fixture
 def mixed(target: Target) -> dict:
-    """Decode rows, trees, a chunk of 300 queries, idle slots that still have keys, padding rows."""
-    decode = DraftTree([-1])
-    kinds = [decode, IDLE, TREE, "causal", decode, DraftTree.full([2, 2]), IDLE, (TREE, 20), decode]
-    prefixes = [300, 40, 100, 90, 0, 515, 0, 64, 129]
+    """Decode rows, trees, 32 and 34 rows a head, a chunk of 300 queries, idle slots that still have keys, padding."""
+    decode, limit = DraftTree([-1]), DraftTree.chain(15)
+    kinds = [decode, IDLE, TREE, "causal", decode, limit, IDLE, (TREE, 20), decode, DraftTree.chain(16)]
+    prefixes = [300, 40, 100, 90, 0, 515, 0, 64, 129, 70]
     case = target.case(prefixes, kinds, heads=(4, 2), causal_queries=300, padding=6, poison=float("nan")).build()
     case["page_table"][1] = -7  # as a finished sequence leaves it
     return case
