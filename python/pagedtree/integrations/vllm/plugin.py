@@ -1,0 +1,24 @@
+"""The entry points: what vLLM calls in each of its processes before it does anything else."""
+
+from __future__ import annotations
+
+__all__ = ["platform", "register"]
+
+
+def register() -> None:
+    """vllm.general_plugins: makes the attention backend known as CUSTOM. May be called any number of times."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CUSTOM, "pagedtree.integrations.vllm.attention.PagedTreeBackend")
+
+
+def platform() -> str | None:
+    """vllm.platform_plugins: where vLLM runs on CPUs, its platform extended by ours; elsewhere none.
+
+    vLLM's CPU platform ignores the choice of an attention backend. On a GPU it is heeded without our help.
+    """
+    from vllm.platforms import cpu_platform_plugin
+
+    if cpu_platform_plugin() != "vllm.platforms.cpu.CpuPlatform":
+        return None
+    return "pagedtree.integrations.vllm.platform.PagedTreeCpuPlatform"

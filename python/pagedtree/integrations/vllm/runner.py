@@ -1,0 +1,212 @@
+"""vLLM's model runner, with trees: depth positions, masks, verification, compaction of the accepted path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.sampling_params import SamplingType
+from vllm.v1.outputs import SamplerOutput
+
+from pagedtree import SamplingParams, TreeBatch, build_trees, compact_kv, sample, verify_greedy, verify_sampled
+from pagedtree.integrations.vllm.attention import PagedTreeBackend, TreeMask
+from pagedtree.integrations.vllm.limits import check_config, check_request, min_p_of
+
+__all__ = ["StepTrees", "TreeRunner"]
+
+
+@dataclass
+class StepTrees:
+    """The trees of one step; requests without drafts have the root alone.
+
+    Attributes:
+        trees: of all R requests.
+        rows: int64 [N], the query of each node in the step's batch.
+        num_drafts: [R], nodes besides the root.
+    """
+
+    trees: TreeBatch
+    rows: Tensor
+    num_drafts: np.ndarray
+
+
+class TreeRunner:
+    """Goes in front of vLLM's model runner (V1), of which it extends these methods:
+
+        _update_states            looks at the parameters of new requests
+        _prepare_inputs           slots are those of a chain; then positions become start + depth, and masks are set
+        _sample                   verification, and the accepted rows of all layers moved together
+        propose_draft_token_ids   keeps the trees of the proposals until their tokens are scheduled
+
+    Works without a drafter too: the same seeded sampling, one token a step.
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        check_config(vllm_config)
+        super().__init__(vllm_config, device)  # type: ignore[call-arg]
+        self._step: StepTrees | None = None
+        self._proposed: dict[str, np.ndarray] = {}
+        self._seeds: dict[str, int] = {}
+        # For requests without a seed. Equal on all ranks, which draw in the same order.
+        self._seed_source = torch.Generator().manual_seed(vllm_config.model_config.seed or 0)
+
+    # Attributes and methods of vLLM's runner.
+    input_batch: Any
+    requests: dict[str, Any]
+    input_ids: Any
+    positions: Tensor
+    seq_lens: Tensor
+    query_start_loc: Any
+    device: torch.device
+    attn_groups: list[list[Any]]
+    drafter: Any
+    compilation_config: Any
+    kv_cache_config: Any
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        for request_id in scheduler_output.finished_req_ids:
+            self._seeds.pop(request_id, None)
+            self._proposed.pop(request_id, None)
+            if hasattr(self, "drafter"):
+                self.drafter.forget(request_id)
+        for request in scheduler_output.scheduled_new_reqs:
+            check_request(request.sampling_params)
+        result = super()._update_states(scheduler_output)  # type: ignore[misc]
+        # Sampling here needs no generators, and vLLM would set those of requests that still read back, which fails on
+        # the CPU.
+        self.input_batch.generators.clear()
+        return result
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        # Proposals may reach past the longest sequence allowed: the scheduler cuts them off.
+        return common_attn_metadata is not None
+
+    def propose_draft_token_ids(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self.drafter.request_ids = list(self.input_batch.req_ids)
+        drafts = super().propose_draft_token_ids(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        self._proposed.update(self.drafter.parents)
+        return drafts
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
+        result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
+        self._step = self._lay_out_trees(scheduler_output, num_scheduled_tokens, result[0])
+        if self._step is not None:
+            self._set_positions(self._step)
+        self._set_masks(self._step, int(num_scheduled_tokens.sum()))
+        return result
+
+    def _lay_out_trees(self, scheduler_output: Any, num_scheduled: np.ndarray, rows: Tensor) -> StepTrees | None:
+        """None where no request has drafts. rows: vLLM's indices of the roots' and the drafts' queries."""
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        request_ids = self.input_batch.req_ids
+        num_drafts = np.array([len(scheduled.get(request_id, ())) for request_id in request_ids], dtype=np.int64)
+        if not num_drafts.any():
+            return None
+        parents = []
+        for request_id, drafts, queries in zip(request_ids, num_drafts, num_scheduled, strict=True):
+            if drafts and queries != drafts + 1:
+                raise RuntimeError(f"draft trees: {drafts} drafts of request {request_id} among {queries} queries")
+            tree = self._proposed.get(request_id) if drafts else None
+            # vLLM may schedule drafts that are nobody's proposal: a chain.
+            if tree is None or len(tree) <= drafts:
+                tree = np.arange(-1, drafts, dtype=np.int32)
+            parents.append(tree[: drafts + 1])
+        cu_nodes = np.concatenate([[0], np.cumsum(num_drafts + 1)]).astype(np.int32)
+        trees = build_trees(
+            torch.from_numpy(np.concatenate(parents).astype(np.int32)).to(self.device),
+            torch.from_numpy(cu_nodes).to(self.device),
+            max_nodes=int(num_drafts.max()) + 1,
+            max_depth=int(num_drafts.max()),
+        )
+        return StepTrees(trees, rows.long(), num_drafts)
+
+    def _set_positions(self, step: StepTrees) -> None:
+        """Rotary positions start + depth; the slots stay those of a chain."""
+        cu_nodes = step.trees.cu_nodes.long()
+        roots = self.positions[step.rows[cu_nodes[:-1]]]
+        counts = torch.from_numpy(step.num_drafts + 1).to(self.device)
+        self.positions[step.rows] = roots.repeat_interleave(counts, output_size=len(step.rows)) + step.trees.depths
+
+    def _set_masks(self, step: StepTrees | None, num_queries: int) -> None:
+        """Hands the masks to the builders of attention metadata, which run next."""
+        tree = None
+        if step is not None:
+            mask = step.trees.mask.new_zeros((num_queries, step.trees.mask.shape[1]))
+            mask[step.rows] = step.trees.mask
+            lens = torch.from_numpy(np.where(step.num_drafts > 0, step.num_drafts + 1, -1).astype(np.int32))
+            tree = TreeMask(mask, lens.to(self.device))
+        for groups in self.attn_groups:
+            for group in groups:
+                for builder in group.metadata_builders:
+                    builder.tree = tree
+
+    def initialize_attn_backend(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().initialize_attn_backend(*args, **kwargs)  # type: ignore[misc]
+        for groups in self.attn_groups:
+            for group in groups:
+                if group.backend is not PagedTreeBackend:
+                    raise ValueError(
+                        f"draft trees: expected attention_backend = CUSTOM, got {group.backend.get_name()}"
+                    )
+        return result
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        if grammar_output is not None:
+            raise RuntimeError("draft trees: structured_outputs is not supported")
+        return super().sample_tokens(grammar_output)  # type: ignore[misc]
+
+    def _sample(self, logits: Tensor, spec_decode_metadata: Any) -> SamplerOutput:
+        """Row by row the roots and their drafts, in vLLM's order; rows of requests that still read count too."""
+        step, self._step = self._step, None
+        params, seeds, is_greedy = self._sampling()
+        num_requests = seeds.shape[0]
+        last = self.seq_lens[:num_requests].long() - 1
+        if step is None:
+            tokens = sample(logits, params, seeds=seeds, positions=last)[:, None]
+            return SamplerOutput(sampled_token_ids=tokens.int(), logprobs_tensors=None)
+        start = last - torch.from_numpy(step.num_drafts).to(self.device)
+        draft_tokens = self.input_ids.gpu[step.rows]
+        if is_greedy:
+            verdict = verify_greedy(logits, draft_tokens, step.trees)
+        else:
+            verdict = verify_sampled(logits, draft_tokens, step.trees, params, seeds=seeds, positions=start)
+        self._compact(start.int(), verdict.accept_index, verdict.num_accepted)
+        return SamplerOutput(sampled_token_ids=verdict.tokens.int(), logprobs_tensors=None)
+
+    def _sampling(self) -> tuple[SamplingParams, Tensor, bool]:
+        """Parameters and seeds of the batch's requests, and whether all are greedy."""
+        rows, seeds, is_greedy = [], [], True
+        for request_id in self.input_batch.req_ids:
+            params = self.requests[request_id].sampling_params
+            greedy = params.sampling_type == SamplingType.GREEDY
+            is_greedy &= greedy
+            temperature = 0.0 if greedy else params.temperature
+            rows.append((temperature, float(max(params.top_k, 0)), params.top_p, min_p_of(params)))
+            seeds.append(self._seed(request_id, params.seed))
+        values = torch.tensor(rows, dtype=torch.float32).T.to(self.device)
+        laws = SamplingParams(
+            temperature=values[0].contiguous(),
+            top_k=values[1].int(),
+            top_p=values[2].contiguous(),
+            min_p=values[3].contiguous(),
+        )
+        return laws, torch.tensor(seeds, dtype=torch.int64).to(self.device), is_greedy
+
+    def _seed(self, request_id: str, given: int | None) -> int:
+        if given is not None:
+            return given
+        if request_id not in self._seeds:
+            self._seeds[request_id] = int(torch.randint(2**63 - 1, (1,), generator=self._seed_source))
+        return self._seeds[request_id]
+
+    def _compact(self, start: Tensor, accept_index: Tensor, num_accepted: Tensor) -> None:
+        """Moves the accepted rows together, in all layers of a group at once."""
+        layers = self.compilation_config.static_forward_context
+        for index, group in enumerate(self.kv_cache_config.kv_cache_groups):
+            caches = {layers[name].kv_cache.data_ptr(): layers[name].kv_cache for name in group.layer_names}
+            table = self.input_batch.block_table[index].get_device_tensor(start.shape[0])
+            rows = [cache.transpose(1, 2) for cache in caches.values()]  # [blocks, block_size, heads, K and V]
+            compact_kv(rows, table, start, accept_index, num_accepted)

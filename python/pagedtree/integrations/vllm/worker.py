@@ -1,0 +1,42 @@
+"""vLLM's workers with `runner.TreeRunner`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
+
+from pagedtree.integrations.vllm.limits import check_config
+from pagedtree.integrations.vllm.runner import TreeRunner
+
+__all__ = ["TreeCPUWorker", "TreeGPUWorker"]
+
+
+class TreeCPUModelRunner(TreeRunner, CPUModelRunner):
+    """On CPUs."""
+
+
+class TreeGPUModelRunner(TreeRunner, GPUModelRunner):
+    """On GPUs."""
+
+
+class TreeCPUWorker(CPUWorker):
+    """worker_cls on CPUs; the platform plugin names it where a drafter of ours is configured."""
+
+    def init_device(self) -> None:
+        check_config(self.vllm_config)
+        super().init_device()
+        # The CPU worker makes its runner in the midst of this method. No model is loaded yet.
+        self.model_runner = TreeCPUModelRunner(self.vllm_config, torch.device("cpu"))
+
+
+class TreeGPUWorker(Worker):
+    """worker_cls on GPUs. Not run on one yet."""
+
+    def _make_model_runner(self) -> Any:
+        check_config(self.vllm_config)
+        return TreeGPUModelRunner(self.vllm_config, self.device)

@@ -1,0 +1,141 @@
+"""The attention backend under vLLM's own scheduling and speculation: outputs are those of vLLM's backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm_case import (
+    DRAFT,
+    LAYOUTS,
+    NGRAM,
+    SamplingParams,
+    engine,
+    generate,
+    metrics_of,
+    runner_of,
+    token_prompts,
+    write_eagle_head,
+)
+
+from pagedtree.integrations.vllm.attention import PagedTreeBackend, kv_views
+
+PROMPTS = token_prompts()
+
+
+@pytest.fixture(scope="module")
+def stock() -> list[list[int]]:
+    """Greedy output of vLLM's own backend."""
+    with engine() as llm:
+        assert runner_of(llm).attn_groups[0][0].backend is not PagedTreeBackend
+        return generate(llm, PROMPTS)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 48, 128])
+def test_block_sizes(stock, block_size):
+    with engine(attention_backend="CUSTOM", block_size=block_size) as llm:
+        runner = runner_of(llm)
+        assert runner.attn_groups[0][0].backend is PagedTreeBackend
+        assert runner.kv_caches[0].shape[2] == block_size
+        assert generate(llm, PROMPTS) == stock
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_are_used_in_place(stock, layout):
+    with engine(attention_backend="CUSTOM", block_size=16, env={"VLLM_KV_CACHE_LAYOUT": layout}) as llm:
+        cache = runner_of(llm).kv_caches[0]
+        k_cache, v_cache = kv_views(cache, "auto")
+        assert k_cache.data_ptr() == cache.data_ptr()
+        assert v_cache.data_ptr() == cache.data_ptr() + k_cache.shape[-1] * k_cache.element_size()
+        assert generate(llm, PROMPTS) == stock
+
+
+def test_chunked_prefill(stock):
+    with engine(attention_backend="CUSTOM", max_num_batched_tokens=16, max_num_seqs=3) as llm:
+        assert generate(llm, PROMPTS) == stock
+
+
+def test_prefix_cache_hits(stock):
+    with engine(attention_backend="CUSTOM", block_size=16, enable_prefix_caching=True) as llm:
+        assert generate(llm, PROMPTS) == stock
+        assert generate(llm, PROMPTS) == stock
+        assert metrics_of(llm)["vllm:prefix_cache_hits"] > 0
+
+
+def test_ngram_chains(stock):
+    with engine(attention_backend="CUSTOM", speculative_config=NGRAM) as llm:
+        assert generate(llm, PROMPTS) == stock
+        assert metrics_of(llm)["vllm:spec_decode_num_accepted_tokens"] > 0
+
+
+def test_draft_model_chains(stock):
+    speculation = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 3}
+    with engine(attention_backend="CUSTOM", speculative_config=speculation) as llm:
+        assert generate(llm, PROMPTS) == stock
+        assert metrics_of(llm)["vllm:spec_decode_num_accepted_tokens"] > 0
+
+
+def test_eagle_chains(stock, tmp_path):
+    speculation = {"method": "eagle", "model": write_eagle_head(tmp_path), "num_speculative_tokens": 3}
+    with engine(attention_backend="CUSTOM", speculative_config=speculation) as llm:
+        assert generate(llm, PROMPTS) == stock
+        assert metrics_of(llm)["vllm:spec_decode_num_drafts"] > 0
+
+
+def test_separate_processes(stock):
+    with engine(attention_backend="CUSTOM", env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}) as llm:
+        assert generate(llm, PROMPTS) == stock
+
+
+@pytest.mark.slow
+def test_compiled_model(stock, tmp_path):
+    with engine(attention_backend="CUSTOM", enforce_eager=False, env={"VLLM_CACHE_ROOT": str(tmp_path)}) as llm:
+        assert generate(llm, PROMPTS) == stock
+
+
+def test_many_requests_at_once():
+    prompts = token_prompts(32)
+    with engine(max_num_seqs=32) as llm:
+        expected = generate(llm, prompts)
+    with engine(attention_backend="CUSTOM", max_num_seqs=32, block_size=16) as llm:
+        assert generate(llm, prompts) == expected
+
+
+def prompt_logprobs(**options) -> torch.Tensor:
+    """The log-probability of each token of the prompts, given those before it."""
+    with engine(**options) as llm:
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+    values = []
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        for token, logprobs in zip(prompt[1:], output.prompt_logprobs[1:], strict=True):
+            values.append(logprobs[token].logprob)
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_half_precision_is_as_exact_as_stock():
+    """In bf16 every layer rounds, whichever the backend, and nearly tied tokens may swap; so errors are compared."""
+    exact = prompt_logprobs()
+    stock_error = (prompt_logprobs(dtype="bfloat16") - exact).square().mean().sqrt()
+    error = (prompt_logprobs(dtype="bfloat16", attention_backend="CUSTOM") - exact).square().mean().sqrt()
+    assert 0 < error < 1.25 * stock_error
+    assert stock_error < 0.1
+
+
+def test_fp8_cache(stock):
+    """Against vLLM's backend without fp8: the first tokens survive the rounding of keys and values."""
+    with engine(attention_backend="CUSTOM", kv_cache_dtype="fp8") as llm:
+        cache = runner_of(llm).kv_caches[0]
+        assert cache.element_size() == 1
+        outputs = generate(llm, PROMPTS)
+    pairs = [p for got, expected in zip(outputs, stock, strict=True) for p in zip(got[:4], expected[:4], strict=True)]
+    assert sum(a == b for a, b in pairs) >= 0.7 * len(pairs)
+
+
+def test_refuses_what_it_cannot_do():
+    with pytest.raises(Exception, match="head_size not supported"):
+        from vllm.platforms import current_platform
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+        from vllm.v1.attention.selector import AttentionSelectorConfig
+
+        config = AttentionSelectorConfig(head_size=32, dtype=torch.float32, kv_cache_dtype=None, block_size=16)
+        current_platform.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, config)

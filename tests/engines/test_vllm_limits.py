@@ -1,0 +1,98 @@
+"""What draft trees do not support is refused by name, at the start or when the request is made."""
+
+from __future__ import annotations
+
+import pytest
+from vllm_case import DRAFT, LLM, SamplingParams, VLLMValidationError, engine, generate, token_prompts, tree_options
+
+from pagedtree.integrations.vllm.limits import check_request, min_p_of
+
+REQUESTS = {
+    "presence_penalty": dict(presence_penalty=0.5),
+    "frequency_penalty": dict(frequency_penalty=0.5),
+    "repetition_penalty": dict(repetition_penalty=1.1),
+    "min_tokens": dict(min_tokens=2),
+    "logprobs": dict(logprobs=1),
+    "prompt_logprobs": dict(prompt_logprobs=1),
+    "min_p": dict(extra_args={"min_p": 1.5}),
+    "bad_words": dict(bad_words=["def"]),
+    "allowed_token_ids": dict(allowed_token_ids=[5, 6]),
+    "logit_bias": dict(logit_bias={5: 1.0}),
+}
+
+
+def test_unsupported_requests_are_refused_and_the_engine_lives():
+    prompts = token_prompts(2)
+    with engine(**tree_options("ngram")) as llm:
+        expected = generate(llm, prompts)
+        for name, options in REQUESTS.items():
+            with pytest.raises(VLLMValidationError, match=name):
+                generate(llm, prompts, SamplingParams(temperature=0.5, **options))
+        with pytest.raises(VLLMValidationError, match="min_p"):  # by vLLM itself, wherever there is speculation
+            generate(llm, prompts, SamplingParams(min_p=0.1))
+        assert generate(llm, prompts) == expected
+    with engine() as llm:  # an engine without trees in the same process takes them
+        generate(llm, prompts, SamplingParams(temperature=0.5, **REQUESTS["presence_penalty"], max_tokens=2))
+
+
+def test_min_p_comes_from_either_place():
+    assert min_p_of(SamplingParams(min_p=0.25)) == 0.25
+    assert min_p_of(SamplingParams(extra_args={"min_p": 0.5})) == 0.5
+    with pytest.raises(ValueError, match="min_p"):
+        check_request(SamplingParams(extra_args={"min_p": "much"}))
+
+
+def start(**options) -> LLM:
+    with engine(**options) as llm:
+        return llm
+
+
+CONFIGURATIONS = {
+    "pipeline_parallel_size": dict(pipeline_parallel_size=2),
+    "enable_lora": dict(enable_lora=True),
+    "attention_backend": dict(attention_backend="CPU_ATTN"),
+    "head_size": dict(hf_overrides={"head_dim": 32}),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_unsupported_configurations_are_refused(name):
+    with pytest.raises(Exception, match=name):
+        start(**{**tree_options("ngram"), **CONFIGURATIONS[name]})
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter", "speculation"),
+    [
+        ("draft_tensor_parallel_size", "ngram", {"draft_tensor_parallel_size": 1}),
+        ("draft_tensor_parallel_size", "model", {"draft_tensor_parallel_size": 2}),
+        ("num_speculative_tokens", "ngram", {"num_speculative_tokens": 1024}),
+    ],
+)
+def test_unsupported_speculation_is_refused(name, drafter, speculation):
+    options = tree_options(drafter)
+    options["speculative_config"].update(speculation)
+    with pytest.raises(Exception, match=name):
+        start(**options)
+
+
+def test_draft_tensor_parallel_size_of_one_is_honoured():
+    options = tree_options("model")
+    options["speculative_config"]["draft_tensor_parallel_size"] = 1
+    with engine(**options) as llm:
+        assert all(generate(llm, token_prompts(1)))
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("max_branchs", {**tree_options("ngram"), "additional_config": {"pagedtree": {"max_branchs": 2}}}),
+        ("expected the entry model", {**tree_options("model"), "additional_config": {}}),
+        ("worker_cls", {**tree_options("ngram"), "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}),
+        ("method", {"worker_cls": "pagedtree.integrations.vllm.worker.TreeCPUWorker",
+                    "speculative_config": {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 2}}),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_refused(message, options):
+    with pytest.raises(Exception, match=message):
+        start(**options)

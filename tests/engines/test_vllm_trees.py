@@ -1,0 +1,194 @@
+"""Draft trees in vLLM: greedy output is stock vLLM's, seeded output does not depend on the trees."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from vllm_case import (
+    LAYOUTS,
+    SamplingParams,
+    accepted,
+    engine,
+    generate,
+    metrics_of,
+    runner_of,
+    token_prompts,
+    tree_options,
+)
+
+from pagedtree.integrations.vllm.drafters import present_nodes
+from pagedtree.integrations.vllm.runner import TreeRunner
+
+PROMPTS = token_prompts()
+NO_TREES = {"worker_cls": "pagedtree.integrations.vllm.worker.TreeCPUWorker"}
+
+
+@pytest.fixture(scope="module")
+def stock() -> list[list[int]]:
+    """Greedy output of vLLM without us."""
+    with engine() as llm:
+        return generate(llm, PROMPTS)
+
+
+@pytest.fixture
+def steps(monkeypatch) -> list[tuple[list[int], list[int]]]:
+    """Of each step with trees: drafts scheduled, and drafts proposed, of the requests that have some."""
+    seen: list[tuple[list[int], list[int]]] = []
+    lay_out = TreeRunner._lay_out_trees
+
+    def spy(runner, scheduler_output, *args):
+        step = lay_out(runner, scheduler_output, *args)
+        if step is not None:
+            ids = [i for i, count in zip(runner.input_batch.req_ids, step.num_drafts, strict=True) if count]
+            seen.append(([int(n) for n in step.num_drafts if n], [len(runner._proposed[i]) - 1 for i in ids]))
+        return step
+
+    monkeypatch.setattr(TreeRunner, "_lay_out_trees", spy)
+    return seen
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+@pytest.mark.parametrize("block_size", [16, 48, 128])
+def test_greedy_output_is_stock(stock, steps, drafter, block_size):
+    with engine(**tree_options(drafter), block_size=block_size) as llm:
+        assert generate(llm, PROMPTS) == stock
+        assert accepted(llm) > len(PROMPTS)
+    if drafter == "ngram":  # a different tree for each request
+        assert any(len(set(scheduled)) > 1 for scheduled, _ in steps)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(stock, layout):
+    with engine(**tree_options("model"), block_size=16, env={"VLLM_KV_CACHE_LAYOUT": layout}) as llm:
+        assert generate(llm, PROMPTS) == stock
+
+
+def test_chunked_prefill_beside_trees_cut_off_by_the_scheduler(stock, steps):
+    with engine(**tree_options("model"), max_num_batched_tokens=40, max_num_seqs=4) as llm:
+        assert generate(llm, PROMPTS) == stock
+    assert any(scheduled != proposed for scheduled, proposed in steps)
+
+
+def test_prefix_cache_hits(stock):
+    with engine(**tree_options("model"), block_size=8, enable_prefix_caching=True) as llm:
+        first = generate(llm, PROMPTS)
+        longer = [prompt + output for prompt, output in zip(PROMPTS, first, strict=True)]
+        hits = metrics_of(llm)["vllm:prefix_cache_hits"]
+        continued = generate(llm, longer)  # reads blocks that trees were compacted in
+        assert metrics_of(llm)["vllm:prefix_cache_hits"] > hits
+    assert first == stock
+    with engine() as llm:
+        assert continued == generate(llm, longer)
+
+
+def test_separate_processes(stock):
+    with engine(**tree_options("ngram"), env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}) as llm:
+        assert generate(llm, PROMPTS) == stock
+
+
+@pytest.mark.slow
+def test_compiled_model(stock, tmp_path):
+    env = {"VLLM_CACHE_ROOT": str(tmp_path)}
+    with engine(**tree_options("model"), enforce_eager=False, env=env) as llm:  # with vLLM's warm-up runs
+        assert generate(llm, PROMPTS) == stock
+        assert accepted(llm) > len(PROMPTS)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_many_requests_at_once(drafter):
+    prompts = token_prompts(32)
+    with engine(max_num_seqs=32) as llm:
+        expected = generate(llm, prompts)
+    with engine(**tree_options(drafter), max_num_seqs=32, block_size=16) as llm:
+        assert generate(llm, prompts) == expected
+
+
+def test_preempted_requests_and_freed_blocks(stock):
+    """A cache too small for all requests: vLLM takes blocks away and reads again; in the end all are free."""
+    with engine(**tree_options("model"), block_size=16, num_gpu_blocks_override=14, enable_prefix_caching=False,
+                max_model_len=160) as llm:  # fmt: skip
+        assert generate(llm, PROMPTS) == stock
+        assert metrics_of(llm)["vllm:num_preemptions"] > 0
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 13  # one is vLLM's null block
+
+
+def test_longest_sequences_and_stop_tokens(stock):
+    longest = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    stops = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=[stock[0][5], stock[3][7]])
+    with engine(max_model_len=96) as llm:
+        expected = [generate(llm, PROMPTS, longest), generate(llm, PROMPTS, stops)]
+    assert any(len(output) < 24 for output in expected[1])
+    with engine(**tree_options("model"), max_model_len=96, block_size=16) as llm:
+        assert [generate(llm, PROMPTS, longest), generate(llm, PROMPTS, stops)] == expected
+
+
+LAWS = [
+    dict(temperature=1.0),
+    dict(temperature=0.7, top_p=0.9),
+    dict(temperature=0.0),
+    dict(temperature=1.3, top_k=20),
+    dict(temperature=0.9, top_k=50, top_p=0.8, extra_args={"min_p": 0.02}),
+    dict(temperature=1.0, extra_args={"min_p": 0.1}),
+]
+
+
+def seeded(count: int = len(PROMPTS)) -> list[SamplingParams]:
+    return [SamplingParams(**law, seed=100 + i, max_tokens=24, ignore_eos=True) for i, law in enumerate(LAWS[:count])]
+
+
+def test_seeded_output_does_not_depend_on_trees(stock):
+    with engine(**NO_TREES) as llm:
+        expected = generate(llm, PROMPTS, seeded())
+        assert generate(llm, PROMPTS) == stock
+        (alone,) = generate(llm, PROMPTS[:1], seeded(1))
+    assert alone == expected[0]
+    assert expected[2] == stock[2]  # temperature 0
+    assert sum(a != b for a, b in zip(expected, stock, strict=True)) >= 4
+    for drafter in ("ngram", "model"):
+        with engine(**tree_options(drafter), max_num_batched_tokens=64) as llm:
+            assert generate(llm, PROMPTS, seeded()) == expected
+            assert accepted(llm) > 0
+
+
+def test_laws_that_leave_one_token_are_greedy(stock):
+    laws = [dict(top_k=1), dict(top_p=1e-6), dict(extra_args={"min_p": 1.0})]
+    with engine(**tree_options("model")) as llm:
+        for law in laws:
+            params = SamplingParams(**law, temperature=1.0, max_tokens=24, ignore_eos=True)
+            assert generate(llm, PROMPTS, params) == stock
+
+
+def test_requests_without_a_seed_differ_and_outcomes_are_many():
+    params = SamplingParams(temperature=1.0, n=4, max_tokens=12, ignore_eos=True)
+    with engine(**tree_options("ngram")) as llm:
+        (output,) = llm.generate([{"prompt_token_ids": PROMPTS[1]}], params, use_tqdm=False)
+    assert len({tuple(outcome.token_ids) for outcome in output.outputs}) == 4
+
+
+@pytest.mark.parametrize("left_out", ["_set_positions", "_set_masks", "_compact"])
+def test_each_part_is_needed(stock, monkeypatch, left_out):
+    """Negative controls: without depth positions, masks or compaction the output is wrong."""
+    monkeypatch.setattr(TreeRunner, left_out, lambda *args: None)
+    with engine(**tree_options("model"), block_size=16) as llm:
+        got = generate(llm, PROMPTS)
+    assert sum(a != b for a, b in zip(got, stock, strict=True)) >= len(PROMPTS) // 2
+
+
+def test_absent_nodes_are_left_out():
+    tokens = np.array([7, 5, -1, 6, 9, 8])
+    parents = np.array([-1, 0, 0, 2, 1, 4], dtype=np.int32)
+    depths = np.array([0, 1, 1, 2, 2, 3], dtype=np.int32)
+    kept, tree = present_nodes(tokens, parents, depths)
+    assert kept == [5, 9, 8]
+    assert tree.tolist() == [-1, 0, 1, 2]
+    assert present_nodes(tokens[:0], parents[:0], depths[:0])[0] == []
+
+
+def test_runner_takes_the_drafts_of_nobody_as_a_chain(stock, monkeypatch):
+    """Drafts that vLLM schedules without a proposal (its placeholders): verified, and wrong ones rejected."""
+    monkeypatch.setattr(TreeRunner, "_proposed", property(lambda self: {}, lambda self, value: None), raising=False)
+    with engine(**tree_options("model", width=1, depth=3, num_nodes=4)) as llm:
+        assert runner_of(llm)._proposed == {}
+        assert generate(llm, PROMPTS) == stock
+        assert accepted(llm) > len(PROMPTS)

@@ -1,0 +1,141 @@
+"""vLLM engines for the tests: small, in this process, one at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.update(
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_NO_USAGE_STATS="1",
+    HF_HUB_OFFLINE="1",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+)
+pytest.importorskip("vllm")
+
+import torch
+from safetensors.torch import save_file
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.exceptions import VLLMValidationError
+from vllm.platforms import current_platform
+
+__all__ = [
+    "DRAFT", "LAYOUTS", "LLM", "NGRAM", "TARGET", "SamplingParams", "VLLMValidationError", "accepted", "engine",
+    "generate", "metrics_of", "runner_of", "token_prompts", "tree_options", "write_eagle_head",
+]  # fmt: skip
+
+CHECKPOINTS = Path(__file__).resolve().parents[2] / "examples" / "checkpoints"
+TARGET, DRAFT = str(CHECKPOINTS / "target"), str(CHECKPOINTS / "draft")
+LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+def token_prompts(count: int = 6) -> list[list[int]]:
+    """Prompts of several lengths, some of which repeat themselves, some of which begin alike."""
+    shared = [(31 * i * i + 7) % 1900 + 50 for i in range(40)]
+    prompts = []
+    for n in range(count):
+        own = [(7 * i * i + 3 * n + 5) % 1900 + 50 for i in range(3 + 9 * n % 61)]
+        prompts.append([0, *own, *own[: len(own) // 2]] if n % 2 else [0, *shared[: 8 * n], *own])
+    return prompts
+
+
+@contextlib.contextmanager
+def engine(**options: Any) -> Iterator[LLM]:
+    """An engine on the demo's target in fp32; `env`: variables for as long as it lives."""
+    env: dict[str, str] = options.pop("env", {})
+    settings: dict[str, Any] = {
+        "model": TARGET,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "max_num_seqs": 4,
+        "disable_log_stats": False,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in env.items():
+            patch.setenv(name, value)
+        llm = LLM(**{**settings, **options})
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
+            cleanup_dist_env_and_memory()
+            # Done once a process; vLLM's second time fails where numba has been imported meanwhile.
+            type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+
+
+def generate(
+    llm: LLM, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+) -> list[list[int]]:
+    """The new tokens of each prompt; greedy, 24 of them, by default."""
+    if params is None:
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def runner_of(llm: LLM) -> Any:
+    """The model runner of an engine in this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+def metrics_of(llm: LLM) -> dict[str, float]:
+    """vLLM's counters, by name."""
+    return {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+
+
+def write_eagle_head(folder: Path) -> str:
+    """A random EAGLE-1 head for the demo's target: it drafts nonsense, which output must not show."""
+    config = json.loads((Path(TARGET) / "config.json").read_text())
+    config.update(architectures=["EagleLlamaForCausalLM"], num_hidden_layers=1)
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((Path(TARGET) / name).read_bytes())
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    kv = config["num_key_value_heads"] * config["head_dim"]
+    shapes = {
+        "fc.weight": (hidden, 2 * hidden),
+        "layers.0.self_attn.q_proj.weight": (hidden, hidden),
+        "layers.0.self_attn.k_proj.weight": (kv, hidden),
+        "layers.0.self_attn.v_proj.weight": (kv, hidden),
+        "layers.0.self_attn.o_proj.weight": (hidden, hidden),
+        "layers.0.mlp.gate_proj.weight": (inner, hidden),
+        "layers.0.mlp.up_proj.weight": (inner, hidden),
+        "layers.0.mlp.down_proj.weight": (hidden, inner),
+    }
+    generator = torch.Generator().manual_seed(3)
+    weights = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
+    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
+    save_file(weights, folder / "model.safetensors")
+    return str(folder)
+
+
+def tree_options(drafter: str = "ngram", num_nodes: int = 16, **options: Any) -> dict[str, Any]:
+    """Options of an engine that drafts trees: "ngram", or "model" with the demo's draft model."""
+    name = {"ngram": "NgramTreeDrafter", "model": "ModelTreeDrafter"}[drafter]
+    given = {"model": DRAFT, **options} if drafter == "model" else options
+    return {
+        "speculative_config": {
+            "method": "custom_class",
+            "model": f"pagedtree.integrations.vllm.drafters.{name}",
+            "num_speculative_tokens": num_nodes - 1,
+        },
+        "additional_config": {"pagedtree": given},
+    }
+
+
+def accepted(llm: LLM) -> float:
+    """Draft tokens accepted in all."""
+    return metrics_of(llm)["vllm:spec_decode_num_accepted_tokens"]
