@@ -1,6 +1,6 @@
 """What the compiled attention kernels use, kept for docs/performance.md; needs cuobjdump, no GPU.
 
-python benchmarks/record_kernels.py [--json PATH]
+python benchmarks/record_kernels.py [--library PATH] [--json PATH]
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from pathlib import Path
 
 from measure import machine_facts, save
 
-from pagedtree import _C, explain
+from pagedtree import explain
 from pagedtree.cubin import cuda_library, read_kernels
 
 # fp16 and bf16 differ in the type of the instructions only.
@@ -22,14 +23,16 @@ CACHE_TYPES = {"__nv_bfloat16": ("bf16", 2), "Float8E4M3": ("e4m3", 1)}
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="where to write; default benchmarks/results/kernels.json")
+    parser.add_argument("--library", type=Path, help="such as that of `make build-all`; default the package's own")
     args = parser.parse_args()
-    library = cuda_library()
+    library = args.library or cuda_library()
     if library is None:
         print("this build has no CUDA library", file=sys.stderr)
         return 1
     instances: dict[tuple[int, int, str], dict[str, int]] = {}
     for kernel in read_kernels(library):
         if match := INSTANCE.match(kernel.name):
+            assert kernel.stack_bytes == 0, kernel
             key = int(match[2]), int(match[3]), match[1]
             instances.setdefault(key, {})[kernel.architecture] = kernel.registers
     rows = []
@@ -51,7 +54,7 @@ def main() -> int:
                 "registers": registers,
             }
         )
-    build = {"architectures": _C.build_info()["cuda_architectures"], "library_bytes": library.stat().st_size}
+    build = {"architectures": list(rows[0]["registers"]), "library_bytes": library.stat().st_size}
     save("kernels", rows, machine_facts() | build, args.json)
     return 0
 
