@@ -52,7 +52,7 @@ MUTANTS = [
     Mutant("a coin on its bound accepts", "core/rejection.h", "u * q * left.mass < r *", "u * q * left.mass <= r *"),
     Mutant("a shared coin on its bound accepts", "core/rejection.h", "cumulative > bound", "cumulative >= bound"),
     Mutant("a block's coin on its bound accepts", "core/block.h", "walk.node) < h", "walk.node) <= h"),
-    Mutant("a path's coin on its bound accepts", "core/traversal.h", "frame.node) < frame", "frame.node) <= frame"),
+    Mutant("a path's coin on its bound accepts", "core/traversal.h", "at.node) < at.weight", "at.node) <= at.weight"),
     Mutant(
         "rows of the root for all nodes", "core/rejection.h",
         "rows.open(p, b, walk.row(),", "rows.open(p, b, walk.rows.begin,",
@@ -102,20 +102,19 @@ MUTANTS = [
     ),
     Mutant(
         "the last block of the vocabulary left out", "cpu/weigh_drafts.cpp",
-        "row.vocab; begin += kLawBlock) {\n      const int count = load_block(laws, begin, with_draft);",
-        "row.vocab - (begin > 0 ? kLawBlock - 1 : 0); begin += kLawBlock) {\n"
-        "      const int count = load_block(laws, begin, with_draft);", (HOSTILE,),
+        "block < LawTable::num_blocks(vocab); ++block) {\n      table",
+        "block < max_of<int64_t>(vocab / kLawBlock, 1); ++block) {\n      table", (HOSTILE,),
     ),
     Mutant(
         "the last token where nothing is left", "core/laws.h",
-        "    rows.clear_tried();\n    c = 0.0;", "    return p.verify.logits.vocab - 1;\n    c = 0.0;",
+        "      rows.clear_tried();\n      left.c = 0.0;", "      return p.verify.logits.vocab - 1;",
     ),
     Mutant(
         "joint rules with the coins of positions", "core/block.h",
         "coin_of(p, b, walk.row(), position, walk.node)", "coin_of(p, b, walk.row(), position + walk.depth, 0)",
     ),
     Mutant(
-        "the law of node n is row n of the draft's", "cpu/weigh_drafts.cpp",
+        "the law of node n is row n of the draft's", "core/laws.h",
         "p.draft_rows.data == nullptr ? row : token_at(p.draft_rows, row)", "row", (HOSTILE,),
     ),
     Mutant(
