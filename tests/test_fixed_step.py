@@ -12,12 +12,24 @@ import torch
 pytest.importorskip("transformers")
 
 from generate_case import LENGTHS, NEW_TOKENS, SAMPLING, Oracle, greedy, lists, prompts_of, tiny
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pagedtree import DraftTree, SamplingParams
-from pagedtree.integrations.transformers import MedusaDrafter, MedusaHeads, ModelDrafter, NgramDrafter, generate
+from pagedtree.integrations.transformers import (
+    MedusaDrafter,
+    MedusaHeads,
+    ModelDrafter,
+    NgramDrafter,
+    PagedCache,
+    generate,
+)
+from pagedtree.integrations.transformers.drafters import as_drafter
 from pagedtree.integrations.transformers.fixed_step import FixedStep
+from pagedtree.integrations.transformers.model import paged_attention
+from pagedtree.integrations.transformers.rules import Sampling, check_rule
+from pagedtree.integrations.transformers.scheduler import Sequence
 from pagedtree.testing import backends, use_backend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,7 +57,7 @@ def draft_model():
 def medusa(model, draft_model):
     heads = MedusaHeads(128, 3, model.lm_head)
     torch.nn.init.normal_(heads.weight, std=0.05, generator=torch.Generator().manual_seed(3))
-    return MedusaDrafter(heads.to(DEVICE, DTYPE), DraftTree.full([3, 2, 1]))
+    return MedusaDrafter(heads.to(model.lm_head.weight), DraftTree.full([3, 2, 1]))
 
 
 DRAFTERS = {
@@ -109,42 +121,66 @@ def test_sequences_come_and_go(model, draft_model, name):
         assert expected == plain and ended == lists(generate(model, prompts, **options)[0])
 
 
-class NoHost(TorchDispatchMode):
-    """Refuses what a captured graph cannot hold: reading a value, sizes made of values, values from the host."""
+class NoConstants(TorchFunctionMode):
+    """Refuses tensors made of values of the host."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "item"), name
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.tensor, torch.as_tensor, torch.from_numpy), f"{func.__name__} of values of the host"
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="there the step is captured, which shows as much")
+class NoHost(TorchDispatchMode):
+    """Refuses what a graph cannot hold: reading a value, sizes made of values, tensors of the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select"), name
+        result = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
+        assert all(x.device.type == "meta" for x in tensors), f"{name} with a tensor of the host"
+        return result
+
+
+@pytest.fixture
+def no_values():
+    """Tensors are made on a device where they have shapes, but no values: what reads one raises."""
+    with torch.device("meta"), torch.no_grad():
+        yield
+
+
 @pytest.mark.parametrize(("name", "params", "rule"), CASES)
-def test_the_step_needs_no_value_on_the_host(monkeypatch, model, draft_model, name, params, rule):
-    """Tensors without storage go through it: what reads one raises."""
-    run, shapes = FixedStep.run, []
+def test_the_step_stays_on_the_device(no_values, name, params, rule):
+    model, draft_model = tiny(0).to(torch.bfloat16), tiny(1, num_hidden_layers=1).to(torch.bfloat16)
+    drafter = as_drafter(DRAFTERS[name](model, draft_model))
+    sampling = Sampling(
+        check_rule(rule, params, drafter.draft_law, drafter.is_chain), params, torch.zeros(3, dtype=torch.int64)
+    )
+    sequences = [Sequence(index, index, [1, 2, 3], max_length=20) for index in range(3)]
+    drafter.begin(4, sampling)
+    history, eos_ids = torch.zeros((4, 20), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    cache = PagedCache(20, 4, torch.device("meta"))
+    step = FixedStep(model, cache, sampling, drafter, history, eos_ids, sequences, 4)
+    with paged_attention(model):
+        step.run()  # as before a capture: caches and constants are made
+        with NoHost(), NoConstants():
+            step.run()
+    drafter.end()
+    assert step._report.shape == (4, step._result.trees.max_depth + 4)
 
-    def traced(step):
-        run(step)  # with values, for the steps that follow; caches of constants are filled
-        kept = dict(vars(step))
-        with FakeTensorMode(allow_non_fake_inputs=True), NoHost():
-            run(step)
-        shapes.append(tuple(step._report.shape))
-        vars(step).update(kept)
 
-    monkeypatch.setattr(FixedStep, "run", traced)
-    generate(
-        model, prompts_of(LENGTHS)[:3], drafter=DRAFTERS[name](model, draft_model), max_new_tokens=6, params=params,
-        rule=rule, cuda_graph=True,
-    )  # fmt: skip
-    assert shapes
-
-
-def test_a_step_that_reads_a_value_is_seen():
-    with pytest.raises(AssertionError, match="lift_fresh"), NoHost():
-        torch.tensor([1, 2])
-    with pytest.raises(Exception, match="_local_scalar_dense"), FakeTensorMode(allow_non_fake_inputs=True):
-        torch.arange(3).tolist()
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda x: x.tolist(), "meta|_local_scalar_dense"),
+        (lambda x: x.nonzero(), "nonzero"),
+        (lambda x: torch.tensor([1, 2]), "tensor of values of the host"),
+        (lambda x: x.copy_(torch.ones(3, device="cpu")), "with a tensor of the host"),
+    ],
+)
+def test_a_step_that_needs_the_host_is_seen(no_values, act, message):
+    x = torch.zeros(3)
+    with pytest.raises(Exception, match=message), NoHost(), NoConstants():
+        act(x)
 
 
 def test_buffers_are_not_made_anew(model, draft_model, monkeypatch):
