@@ -47,6 +47,18 @@ def steps(device: torch.device, dtype: torch.dtype, head_dim: int, fp8: bool) ->
     seeds, roots = torch.arange(3, device=device), start.long()
     verdict = pt.verify_greedy(logits, drafts, trees)
     sampled = pt.verify_sampled(logits, drafts, trees, pt.SamplingParams(top_k=50), seeds=seeds, positions=roots)
+    draft_probs = (logits.cpu().float() / 2).softmax(-1).to(device)  # not the same bits on all devices
+    weighed = {
+        "rejection": (pt.verify_rejection, "swor"),
+        "block": (pt.verify_block, "iid"),
+        "traversal": (pt.verify_traversal, "iid"),
+        "onehot": (pt.verify_rejection, "onehot"),
+    }
+    for name, (rule, law) in weighed.items():
+        probs = {"draft_probs": draft_probs} if law != "onehot" else {}
+        weigh = {"draft_law": law, "seeds": seeds, "positions": roots, **probs}
+        found[name] = list(rule(logits, drafts, trees, pt.SamplingParams(top_p=0.9), **weigh))
+    found["typical"] = list(pt.verify_typical(logits, drafts, trees, pt.SamplingParams()))
     found["verify_greedy"] = [verdict.accept_index, verdict.num_accepted, verdict.tokens, verdict.status]
     found["verify_sampled"] = [sampled.accept_index, sampled.num_accepted, sampled.tokens, sampled.status]
     found["compact_kv"] = [pt.compact_kv(caches, table, start, verdict.accept_index, verdict.num_accepted), *caches]

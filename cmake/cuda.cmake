@@ -15,6 +15,7 @@ set(PAGEDTREE_CUDA_SOURCES
   csrc/cuda/tree_attention/half_float8.cu
   csrc/cuda/trees.cu
   csrc/cuda/verify.cu
+  csrc/cuda/verify_drafts.cu
 )
 
 # ---- toolkit

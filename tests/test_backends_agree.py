@@ -16,8 +16,12 @@ from pagedtree import (
     expand_tree,
     sample,
     start_draft,
+    verify_block,
     verify_greedy,
+    verify_rejection,
     verify_sampled,
+    verify_traversal,
+    verify_typical,
 )
 from pagedtree.testing import backends, use_backend
 
@@ -80,6 +84,55 @@ def test_verify(other, batch):
     for expected, got in zip(results[:half], results[half:], strict=True):
         assert all(a.equal(b.cpu()) for a, b in zip(expected, got, strict=True))
     assert any((verdict.num_accepted > 1).any() for verdict in results)
+
+
+RULES = [
+    *((verify_rejection, law) for law in ("iid", "swor", "onehot")),
+    *((verify_block, law) for law in ("iid", "onehot")),
+    *((verify_traversal, law) for law in ("iid", "swor")),
+    (verify_typical, None),
+]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize(("op", "law"), RULES, ids=lambda x: getattr(x, "__name__", x))
+@pytest.mark.parametrize("vocab", [1, 6, 1025, 40001])
+def test_rules(other, op, law, vocab):
+    """Every dtype of logits with every dtype of drafts, which are probabilities or logits; rows that are not finite."""
+    generator = torch.Generator().manual_seed(vocab)
+    shapes = (
+        [[-1, 0, 1, 2, 3], [-1, 0, 1, 2], [-1, 0, 1]]
+        if op is verify_block
+        else [[-1, 0, 0, 0, 1, 1, 2], [-1, 0, 1, 1, 2]]
+    )
+    parents = torch.cat([torch.tensor(shape) + sum(map(len, shapes[:i])) for i, shape in enumerate(shapes)])
+    results: dict[str, list[Tensor]] = {"cpu": [], other: []}
+    for k, parameters in [*enumerate(LAWS)][:: 1 if vocab < 10_000 else 5]:
+        dtype, draft_dtype = HALF_TYPES[k % 3], HALF_TYPES[(k // 3) % 3]
+        logits = rows_of(vocab, dtype, seed=k)[torch.randperm(12, generator=generator)]
+        near = logits.float().nan_to_num(0, 60, -60) + torch.randn(12, vocab, generator=generator)
+        drafts = torch.multinomial(near.softmax(-1)[parents.clamp(min=0)], 1, generator=generator)[:, 0]
+        drafts[torch.rand(12, generator=generator) < 0.1] = -1
+        given = {"seeds": random_words(len(shapes), k), "positions": random_words(len(shapes), k + 1)}
+        if law != "onehot":
+            given["draft_probs"] = (near.softmax(-1) if k % 2 else near).to(draft_dtype)
+        if k % 5 == 0:
+            given["grammar_mask"] = torch.rand(12, vocab, generator=generator) < 0.7
+        if op is verify_typical:
+            given = {name: x for name, x in given.items() if name == "grammar_mask"}
+        for name, found in results.items():
+            place = "cuda" if name == "cuda" else "cpu"
+            placed = {key: x.to(place) for key, x in given.items()}
+            if law is not None:
+                placed["draft_law"] = law
+                if law != "onehot" and k % 2 == 0:
+                    placed["draft_params"] = SamplingParams(**LAWS[-k])
+            trees = TreeBatch.from_trees([DraftTree(shape) for shape in shapes], device=place)
+            with use_backend(name):
+                found += op(logits.to(place), drafts.to(place), trees, SamplingParams(**parameters), **placed)
+    for k, (expected, got) in enumerate(zip(results["cpu"], results[other], strict=True)):
+        assert got.cpu().equal(expected), (k, expected, got)
+    assert vocab not in (6, 1025) or any((accepted > 0).any() for accepted in results["cpu"][1::4])
 
 
 @pytest.mark.parametrize("other", OTHERS)

@@ -33,53 +33,51 @@ PT_HOST_DEVICE Residual cut_before(const RatioParams& p, Rows& rows, const NodeL
   } else {
     left.c = laws.total / weight;
   }
-  left.mass = rows.sums(laws, left.c).residual;
+  left.mass = kNotSummed;
   return left;
 }
 
+// Goes down the chain twice: to its end, judging, then to the node behind which it is cut.
 template <typename Rows>
 PT_HOST_DEVICE void walk_block(const RatioParams& p, int64_t b, Rows& rows) {
   TreeWalk walk(p.verify, b);
   if (rows.leads()) walk.begin();
+  NodeLaws& laws = rows.laws();
   const bool one_hot = p.law == DraftLaw::kOneHot;
   const int64_t position = position_at(p, b, 0);  // coins past the accepted prefix are spent, so never those of a node
   int32_t child = -1, accepted = 0;
   double weight = 1.0, accepted_weight = 1.0;
-  bool alive = true;  // false: nothing from here on can be accepted
-  for (bool more = walk.num_nodes > 0; more;) {
-    const int64_t token = next_in_chain(p, walk, child);
-    if (alive) {
-      const NodeLaws laws = rows.open(p, b, walk.row(), !one_hot && token >= 0);
-      if (laws.target.bad) walk.status |= kBadRow;
-      double h = weight;
-      if (token >= 0 && walk.depth > 0) {
-        h = acceptance_of(weight * cut_before(p, rows, laws, token, weight).mass / laws.total, weight);
-      }
-      if (walk.depth > 0 && coin_of(p, b, walk.row(), position, walk.node) < h) {
-        accepted = walk.depth;
-        accepted_weight = weight;
-      }
-      const double q = token < 0 ? 0.0 : one_hot ? 1.0 : rows.draft(laws, token);
-      weight = q > 0.0 ? min_of(weight * rows.target(laws, token) / (laws.total * q), 1.0) : 0.0;
-      alive = weight > kLeastWeight;
-    }
-    more = walk.descend(child);
-  }
-
-  const int32_t status = walk.status;
-  walk.node = walk.depth = 0;
+  bool judging = true, alive = true;  // not alive: nothing from here on can be accepted
   for (bool more = walk.num_nodes > 0; more;) {
     int64_t token = next_in_chain(p, walk, child);
-    more = walk.depth < accepted;
-    if (!more) {
-      const NodeLaws laws = rows.open(p, b, walk.row(), !one_hot && token >= 0);
-      const Residual left = cut_before(p, rows, laws, token, accepted_weight);
-      token = draw_rest(p, b, position_at(p, b, walk.depth), rows, laws, left);
+    if (judging ? alive : walk.depth == accepted) {
+      rows.open(p, b, walk.row(), !one_hot && token >= 0, laws);
+      if (laws.target.bad) walk.status |= kBadRow;
+      Residual left = cut_before(p, rows, laws, token, judging ? weight : accepted_weight);
+      if (!judging) {
+        token = draw_rest(p, b, position_at(p, b, walk.depth), rows, laws, left);
+      } else {
+        double h = weight;
+        if (token >= 0 && walk.depth > 0) {
+          h = acceptance_of(weight * rows.sums(laws, left.c).residual / laws.total, weight);
+        }
+        if (walk.depth > 0 && coin_of(p, b, walk.row(), position, walk.node) < h) {
+          accepted = walk.depth;
+          accepted_weight = weight;
+        }
+        const double q = token < 0 ? 0.0 : one_hot ? 1.0 : rows.draft(laws, token);
+        weight = q > 0.0 ? min_of(weight * rows.target(laws, token) / (laws.total * q), 1.0) : 0.0;
+        alive = weight > kLeastWeight;
+      }
     }
-    if (rows.leads()) walk.emit(token);
-    if (more) walk.descend(child);
+    if (!judging) {
+      if (rows.leads()) walk.emit(token);
+      more = walk.depth < accepted && walk.descend(child);
+    } else if (!walk.descend(child)) {
+      judging = false;
+      walk.node = walk.depth = 0;
+    }
   }
-  walk.status |= status;
   if (rows.leads()) walk.finish();
 }
 

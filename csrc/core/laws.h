@@ -1,18 +1,19 @@
 // What the rules that weigh the target's law against the draft's have in common. They are written once, as templates
-// over a backend's `Rows`, which reads the rows and scans them; on CUDA all threads of a CTA run a walk together.
+// over a backend's `Rows`, which reads the rows and scans them. On CUDA all threads of a CTA run a walk together: what
+// the walk computes is the same in each, and one of them writes.
 //
 //   bool leads()                                       whether this thread writes what comes out
-//   NodeLaws open(p, b, row, with_draft)               the laws at a node; no token is tried; sums(laws, 0) is done
-//   double target(laws, token), draft(laws, token)     mass under the target, probability under the draft
-//   double residual(laws, c, token)                    max(target - c * draft, 0)
-//   LawSums sums(laws, c)                              over all tokens; 1024 at a time, in an order that never changes
-//   int64_t draw(laws, c, u)                           the first token whose cumulative residual, as sums(laws, c)
-//   added
-//                                                      it last, exceeds u times the whole
+//   void sync()                                        all have read what comes before, and can read what was written
+//   NodeLaws& laws()                                   room for the laws at one node
+//   void open(p, b, row, with_draft, laws)             finds the laws at a node; no token is tried; sums(laws, 0) is
+//   done double target(laws, token), draft(laws, token)     mass under the target, probability under the draft double
+//   residual(laws, c, token)                    max(target - c * draft, 0) LawSums sums(laws, c) over all tokens, in
+//   the order of LawTable int64_t draw(laws, c, u)                           the first token whose cumulative residual,
+//   as sums(laws, c)
+//                                                      added it last, exceeds u times the whole
 //   double entropy(laws)                               of the target, in nats
 //   void mark_tried(token), clear_tried(), bool is_tried(token)
-//   void sync()                                        what the leader wrote can be read
-//   AcceptedNodes accepted_nodes(), TraversalFrame* frames()      room for verify_typical and verify_traversal
+//   AcceptedNodes accepted_nodes()                     room for verify_typical
 //
 // Tried tokens count as nothing in sums and draws: where children were drawn, those that the draft's law gives a
 // probability (nothing is left of them, see Residual); under kOneHot all of them.
@@ -35,6 +36,88 @@ struct LawSums {
   double residual = 0.0;
   double draft = 0.0;  // probability of what is not tried; not summed where c is 0
 };
+
+// A draft's probabilities times this are taken from the target's masses.
+PT_HOST_DEVICE float draft_factor(const NodeLaws& laws, double c) {
+  return static_cast<float>(min_of(c * laws.draft_unit, static_cast<double>(kMaxFloat)));
+}
+
+template <typename M>
+PT_HOST_DEVICE typename M::Float residual_mass(typename M::Float target, typename M::Float factor,
+                                               typename M::Float draft) {
+  const auto left = M::fma(-factor, draft, target);
+  return M::select(left > 0.0f, left, M::splat(0.0f));
+}
+
+// The row of the law that the children at `row` were drawn from; of no logits where it is outside.
+PT_HOST_DEVICE LogitRow draft_row_of(const RatioParams& p, int64_t row) {
+  const int64_t at = p.draft_rows.data == nullptr ? row : token_at(p.draft_rows, row);
+  return at >= 0 && at < p.draft.num_rows ? logit_row(p.draft, at) : LogitRow{};
+}
+
+// Of a block's masses, token t goes to the partial sum t % kLawSums; these are then added in halves, i and i + half,
+// for half = kLawSums / 2 down to 1. All in floats, which is as exact as the masses are.
+constexpr int kLawBlock = 1024;
+constexpr int kLawSums = 128;
+constexpr int kLawRadix = 32;
+constexpr int kMaxLawBlocks = kMaxVocab / kLawBlock;
+constexpr int kMaxLawGroups = kMaxLawBlocks / kLawRadix;
+
+template <typename T>
+PT_HOST_DEVICE double sum_in_order(const T* masses, int64_t count) {
+  double sum = 0.0;
+  for (int64_t i = 0; i < count; ++i) sum += static_cast<double>(masses[i]);
+  return sum;
+}
+
+// Looks for the first of some masses with which their sum exceeds `bound`, one level of sums after the other.
+struct MassSearch {
+  double bound;
+  double before = 0.0;  // the sum of what lies in front of the mass that was picked last
+
+  // The index of that mass, of the last above zero if there is none: rounding may leave a sum below that of its parts.
+  template <typename T>
+  PT_HOST_DEVICE int pick(const T* masses, int64_t count) {
+    int picked = 0;
+    double sum = before;
+    for (int i = 0; i < count; ++i) {
+      const double mass = static_cast<double>(masses[i]);
+      if (!(mass > 0.0)) continue;
+      picked = i;
+      before = sum;
+      sum += mass;
+      if (sum > bound) break;
+    }
+    return picked;
+  }
+};
+
+// The sums of a row's blocks, and, added in order, of groups of kLawRadix blocks.
+struct LawTable {
+  float blocks[kMaxLawBlocks];
+  double groups[kMaxLawGroups];
+
+  static PT_HOST_DEVICE int64_t num_blocks(int64_t vocab) { return ceil_div<int64_t>(vocab, kLawBlock); }
+  static PT_HOST_DEVICE int64_t num_groups(int64_t vocab) { return ceil_div<int64_t>(num_blocks(vocab), kLawRadix); }
+  static PT_HOST_DEVICE int64_t blocks_of_group(int64_t vocab, int64_t group) {
+    return min_of<int64_t>(num_blocks(vocab) - group * kLawRadix, kLawRadix);
+  }
+
+  PT_HOST_DEVICE void add_group(int64_t vocab, int64_t group) {
+    groups[group] = sum_in_order(blocks + group * kLawRadix, blocks_of_group(vocab, group));
+  }
+  PT_HOST_DEVICE double total(int64_t vocab) const { return sum_in_order(groups, num_groups(vocab)); }
+
+  PT_HOST_DEVICE int64_t pick_block(int64_t vocab, MassSearch& search) const {
+    const int64_t group = search.pick(groups, num_groups(vocab));
+    return group * kLawRadix + search.pick(blocks + group * kLawRadix, blocks_of_group(vocab, group));
+  }
+};
+
+// In nats, of a law of `total` mass whose masses m have the sum `terms` of m log m.
+PT_HOST_DEVICE double entropy_of(double total, double terms) {
+  return static_cast<double>(log_exact<ScalarMath>(static_cast<float>(total))) - terms / total;
+}
 
 // A set of at most kMaxTreeNodes tokens, ascending.
 struct TriedTokens {
@@ -92,9 +175,10 @@ PT_HOST_DEVICE double final_coin_of(const RatioParams& p, int64_t b, int64_t pos
 // changes `draft_mass` only, since a rejected token that the draft could draw is left with nothing.
 struct Residual {
   double c;
-  double mass;
+  double mass;  // kNotSummed, or what rows.sums() gave last
   double draft_mass;
 };
+constexpr double kNotSummed = -1.0;
 
 // The child's token is rejected; `weight` is 1 where the law as a whole is what is taken from.
 template <typename Rows>
@@ -110,14 +194,15 @@ PT_HOST_DEVICE void subtract_draft(const RatioParams& p, Rows& rows, const NodeL
 // Draws from what is left, from the target's own law where nothing is.
 template <typename Rows>
 PT_HOST_DEVICE int64_t draw_rest(const RatioParams& p, int64_t b, int64_t position, Rows& rows, const NodeLaws& laws,
-                                 const Residual& left) {
-  double c = left.c;
-  if (!(left.mass > 0.0)) {
-    rows.clear_tried();
-    c = 0.0;
-    rows.sums(laws, c);
+                                 Residual left) {
+  for (int pass = 0; pass < 2 && !(left.mass > 0.0); ++pass) {
+    if (left.mass != kNotSummed) {
+      rows.clear_tried();
+      left.c = 0.0;
+    }
+    left.mass = rows.sums(laws, left.c).residual;
   }
-  return rows.draw(laws, c, final_coin_of(p, b, position));
+  return rows.draw(laws, left.c, final_coin_of(p, b, position));
 }
 
 }  // namespace pagedtree

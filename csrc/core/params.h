@@ -95,6 +95,8 @@ struct VerifyParams {
 // How a node's children were chosen: drawn independently, drawn without replacement, or not drawn at all.
 enum class DraftLaw : int32_t { kIid, kSwor, kOneHot };
 
+struct TraversalFrame;  // core/traversal.h
+
 // Verification that weighs the target's law against the law of the drafts.
 struct RatioParams {
   VerifyParams verify;
@@ -103,6 +105,7 @@ struct RatioParams {
   TokenIds draft_rows;            // [N] the row of `draft` for a node's children, data null: row n
   const float* coins;             // [N] or null
   const float* final_coins;       // [B] or null
+  TraversalFrame* frames;         // [B, max_depth + 1] scratch, verify_traversal's
   DraftLaw law;
   float epsilon, delta;  // verify_typical's
 };

@@ -31,7 +31,6 @@ PT_HOST_DEVICE int32_t judge_exclusive(const RatioParams& p, TreeWalk& walk, Row
                                        int64_t position, Residual& left) {
   const double bound = coin_of(p, walk.b, walk.row(), position, 0) * laws.total;
   double cumulative = 0.0;
-  bool any = false;
   for (int32_t child = walk.first_child(); child >= 0; child = walk.next_sibling(child)) {
     const int64_t token = draft_token_at(p.verify, walk.rows.begin + child);
     if (token < 0 || rows.is_tried(token)) continue;
@@ -39,9 +38,8 @@ PT_HOST_DEVICE int32_t judge_exclusive(const RatioParams& p, TreeWalk& walk, Row
     cumulative += mass;
     if (mass > 0.0 && cumulative > bound) return child;
     rows.mark_tried(token);
-    any = true;
+    left.mass = kNotSummed;
   }
-  if (any) left.mass = rows.sums(laws, 0.0).residual;
   return -1;
 }
 
@@ -50,8 +48,9 @@ PT_HOST_DEVICE void walk_rejection(const RatioParams& p, int64_t b, Rows& rows) 
   TreeWalk walk(p.verify, b);
   if (rows.leads()) walk.begin();
   const bool exclusive = p.law == DraftLaw::kOneHot;
+  NodeLaws& laws = rows.laws();
   for (bool more = walk.num_nodes > 0; more;) {
-    const NodeLaws laws = rows.open(p, b, walk.row(), !exclusive && walk.first_child() >= 0);
+    rows.open(p, b, walk.row(), !exclusive && walk.first_child() >= 0, laws);
     if (laws.target.bad) walk.status |= kBadRow;
     const int64_t position = position_at(p, b, walk.depth);
     Residual left{0.0, laws.total, 1.0};

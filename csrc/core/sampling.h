@@ -85,9 +85,13 @@ PT_HOST_DEVICE typename M::Uint weight_of(typename M::Float x) {
 }
 
 // The mass of a token with all the precision of a float, 1 at the maximum; 0 where it is below e^-87.
+template <typename Float>
+PT_HOST_DEVICE auto has_mass(Float x) {
+  return x >= -87.0f;
+}
 template <typename M>
 PT_HOST_DEVICE typename M::Float mass_of(typename M::Float x) {
-  return M::select(x >= -87.0f, exp_exact<M>(x), M::splat(0.0f));
+  return M::select(has_mass(x), exp_exact<M>(x), M::splat(0.0f));
 }
 
 // The tokens that the filters keep: by clean logit, so that tokens tie exactly when their logits are equal; of those
@@ -136,6 +140,20 @@ struct RowLaw {
   bool uniform;  // no finite logit: all of them read as zero
   bool bad;      // NaN, or no finite logit
 };
+
+// The law of a row with that peak; find_filter(scale) looks for the threshold, where one can matter.
+template <typename FindFilter>
+PT_HOST_DEVICE RowLaw law_of_row(const LogitRow& row, const Law& law, const Peak& peak, const FindFilter& find_filter) {
+  const bool greedy = law.temperature == 0.0f, uniform = peak.logit == -kInfinity;
+  RowLaw found{row, {0.0f, 1.0f}, Filter{}, peak.token, uniform, uniform || peak.has_nan};
+  if (uniform) {
+    if (greedy) found.filter = {.min_logit = 0.0f, .tie_end = 1};
+    return found;
+  }
+  found.scale = {peak.logit, greedy ? 1.0f : inverse_temperature(law.temperature)};
+  found.filter = greedy ? Filter{.min_logit = peak.logit, .tie_end = peak.token + 1} : find_filter(found.scale);
+  return found;
+}
 
 // One drawn token, and whether the row was bad: a NaN, or no finite logit.
 struct Draw {

@@ -6,14 +6,18 @@
 
 namespace pagedtree {
 
-// A node on the way from the root to where the traversal stands.
-struct TraversalFrame {
-  NodeLaws laws;
+// Where the traversal stands at a node.
+struct TraversalState {
   Residual left;
-  double weight;  // the probability that its path is accepted, all that was judged so far given
+  double weight;  // the probability that the node's path is accepted, all that was judged so far given
   int32_t node;
   int32_t child;  // the last one that was judged, -1: none
-  bool is_open;   // the laws are known
+};
+
+// A node on the way from the root to where the traversal stands, left for one of its children.
+struct TraversalFrame {
+  NodeLaws laws;
+  TraversalState state;
 };
 
 template <typename Rows>
@@ -21,7 +25,14 @@ struct Traversal {
   const RatioParams& p;
   TreeWalk walk;
   Rows& rows;
+  int32_t depth = 0;  // of the node that `at` tells of
+  TraversalState at{};
+  bool is_open = false;  // that node: its laws are known
 
+  // Written by the leader.
+  PT_HOST_DEVICE TraversalFrame& frame(int32_t d) const { return p.frames[walk.b * (p.verify.max_depth + 1) + d]; }
+  PT_HOST_DEVICE const NodeLaws& laws() const { return frame(depth).laws; }
+  PT_HOST_DEVICE int32_t node_at(int32_t d) const { return d == depth ? at.node : frame(d).state.node; }
   PT_HOST_DEVICE int64_t token_of(int32_t node) const { return draft_token_at(p.verify, walk.rows.begin + node); }
 
   // The child behind `child` that drafted a token, -1 if none.
@@ -32,54 +43,75 @@ struct Traversal {
     return child;
   }
 
-  PT_HOST_DEVICE void open(TraversalFrame& frame) {
-    frame.laws = rows.open(p, walk.b, walk.rows.begin + frame.node, next_child(frame.node, -1) >= 0);
-    frame.left = {0.0, frame.laws.total, 1.0};
-    frame.is_open = true;
-    if (frame.laws.target.bad) walk.status |= kBadRow;
+  PT_HOST_DEVICE void open() {
+    rows.open(p, walk.b, walk.rows.begin + at.node, next_child(at.node, -1) >= 0, frame(depth).laws);
+    at.left = {0.0, laws().total, 1.0};
+    is_open = true;
+    if (laws().target.bad) walk.status |= kBadRow;
   }
 
-  // A leaf's row is read only if the leaf is accepted.
-  PT_HOST_DEVICE void enter(TraversalFrame& frame, int32_t node, double weight) {
-    frame.weight = weight;
-    frame.node = node;
-    frame.child = -1;
-    frame.is_open = false;
-    if (next_child(node, -1) >= 0) open(frame);
+  PT_HOST_DEVICE void enter(int32_t node, double weight) {
+    at = {{}, weight, node, -1};
+    is_open = false;
+  }
+
+  PT_HOST_DEVICE void descend(int32_t child, double weight) {
+    rows.sync();
+    if (rows.leads()) frame(depth).state = at;
+    rows.sync();
+    ++depth;
+    enter(child, weight);
   }
 
   // The weight of the path that goes on to `child`.
-  PT_HOST_DEVICE double weight_of_child(const TraversalFrame& frame, int32_t child) const {
+  PT_HOST_DEVICE double weight_of_child(int32_t child) const {
     const int64_t token = token_of(child);
-    const double q = rows.is_tried(token) ? 0.0 : rows.draft(frame.laws, token);
-    if (!(q > 0.0) || !(frame.left.mass > 0.0)) return 0.0;
-    const double r = rows.residual(frame.laws, frame.left.c, token);
-    return min_of(frame.weight * r * frame.left.draft_mass / (frame.left.mass * q), 1.0);
+    const double q = rows.is_tried(token) ? 0.0 : rows.draft(laws(), token);
+    if (!(q > 0.0) || !(at.left.mass > 0.0)) return 0.0;
+    const double r = rows.residual(laws(), at.left.c, token);
+    return min_of(at.weight * r * at.left.draft_mass / (at.left.mass * q), 1.0);
   }
 
-  // Nothing below frame.child was accepted, nor that child.
-  PT_HOST_DEVICE void reject_child(TraversalFrame& frame) {
-    if (!(frame.weight > kLeastWeight) || !(frame.left.mass > 0.0)) return;
+  // Nothing below the child was accepted, nor the child itself.
+  PT_HOST_DEVICE void reject_child() {
+    if (!(at.weight > kLeastWeight) || !(at.left.mass > 0.0)) return;
     rows.clear_tried();
     if (p.law == DraftLaw::kSwor) {
-      for (int32_t c = next_child(frame.node, -1); c >= 0 && c < frame.child; c = next_child(frame.node, c)) {
+      for (int32_t c = next_child(at.node, -1); c >= 0 && c < at.child; c = next_child(at.node, c)) {
         rows.mark_tried(token_of(c));
       }
     }
-    const double before = frame.left.mass;
-    subtract_draft(p, rows, frame.laws, token_of(frame.child), frame.weight, frame.left);
-    const double z = frame.weight * frame.left.mass / before;
-    frame.weight = frame.node == 0 ? 1.0 : acceptance_of(z, frame.weight);
+    const double before = at.left.mass;
+    subtract_draft(p, rows, laws(), token_of(at.child), at.weight, at.left);
+    const double z = at.weight * at.left.mass / before;
+    at.weight = at.node == 0 ? 1.0 : acceptance_of(z, at.weight);
   }
 
-  PT_HOST_DEVICE void accept(TraversalFrame* frames, int32_t depth) {
-    TraversalFrame& last = frames[depth];
-    if (!last.is_open) open(last);
-    const int64_t bonus = draw_rest(p, walk.b, position_at(p, walk.b, depth), rows, last.laws, last.left);
-    for (walk.depth = 0;; ++walk.depth) {
-      walk.node = frames[walk.depth].node;
-      if (rows.leads()) walk.emit(walk.depth == depth ? bonus : token_of(frames[walk.depth + 1].node));
-      if (walk.depth == depth) return;
+  // Goes to the node whose path is accepted, which is then open.
+  PT_HOST_DEVICE void find_end() {
+    const int64_t position = position_at(p, walk.b, 0);
+    enter(0, 1.0);
+    for (bool accepted = false;;) {
+      // A leaf's row is read only if the leaf is accepted.
+      if (!is_open && (accepted || next_child(at.node, -1) >= 0)) open();
+      if (accepted) return;
+      const int32_t child = is_open ? next_child(at.node, at.child) : -1;
+      if (child >= 0) {
+        at.child = child;
+        const double weight = weight_of_child(child);
+        if (depth == p.verify.max_depth) walk.status |= kMalformedTree;
+        if (weight > kLeastWeight && depth < p.verify.max_depth) {
+          descend(child, weight);
+          continue;
+        }
+      } else if (depth == 0 || coin_of(p, walk.b, walk.rows.begin + at.node, position, at.node) < at.weight) {
+        accepted = true;
+        continue;
+      } else {
+        at = frame(--depth).state;
+        is_open = true;
+      }
+      reject_child();
     }
   }
 };
@@ -88,27 +120,13 @@ template <typename Rows>
 PT_HOST_DEVICE void walk_traversal(const RatioParams& p, int64_t b, Rows& rows) {
   Traversal<Rows> t{p, TreeWalk(p.verify, b), rows};
   if (rows.leads()) t.walk.begin();
-  TraversalFrame* frames = rows.frames();
-  const int64_t position = position_at(p, b, 0);
-  int32_t depth = 0;
-  if (t.walk.num_nodes > 0) t.enter(frames[0], 0, 1.0);
-  for (bool more = t.walk.num_nodes > 0; more;) {
-    TraversalFrame& frame = frames[depth];
-    const int32_t child = frame.is_open ? t.next_child(frame.node, frame.child) : -1;
-    if (child >= 0) {
-      frame.child = child;
-      const double weight = t.weight_of_child(frame, child);
-      if (depth == p.verify.max_depth) t.walk.status |= kMalformedTree;
-      if (weight > kLeastWeight && depth < p.verify.max_depth) {
-        t.enter(frames[++depth], child, weight);
-      } else {
-        t.reject_child(frame);
-      }
-    } else if (depth == 0 || coin_of(p, b, t.walk.rows.begin + frame.node, position, frame.node) < frame.weight) {
-      t.accept(frames, depth);
-      more = false;
-    } else {
-      t.reject_child(frames[--depth]);
+  if (t.walk.num_nodes > 0) {
+    t.find_end();
+    const int64_t bonus = draw_rest(p, b, position_at(p, b, t.depth), rows, t.laws(), t.at.left);
+    for (t.walk.depth = 0; rows.leads(); ++t.walk.depth) {
+      t.walk.node = t.node_at(t.walk.depth);
+      t.walk.emit(t.walk.depth == t.depth ? bonus : t.token_of(t.node_at(t.walk.depth + 1)));
+      if (t.walk.depth == t.depth) break;
     }
   }
   if (rows.leads()) t.walk.finish();

@@ -26,6 +26,7 @@ PT_HOST_DEVICE void walk_typical(const RatioParams& p, int64_t b, Rows& rows) {
     if (rows.leads()) walk.finish();
     return;
   }
+  NodeLaws& laws = rows.laws();
   const AcceptedNodes nodes = rows.accepted_nodes();
   if (rows.leads()) {
     for (int32_t node = 0; node < walk.num_nodes; ++node) nodes.parents[node] = nodes.depths[node] = -1;
@@ -33,19 +34,21 @@ PT_HOST_DEVICE void walk_typical(const RatioParams& p, int64_t b, Rows& rows) {
   }
   rows.sync();
   int32_t best = 0;
-  for (int32_t node = 0; node < walk.num_nodes; ++node) {
-    const int32_t depth = nodes.depths[node];
+  for (int32_t node = 0; node <= walk.num_nodes; ++node) {
+    const bool last = node == walk.num_nodes;  // the path is known: its end's row is read
+    walk.node = last ? best : node;
+    const int32_t depth = nodes.depths[walk.node];
     if (depth < 0) continue;
     if (depth > nodes.depths[best]) best = node;
-    walk.node = node;
     int32_t child = walk.first_child();
-    if (child < 0) continue;
-    if (depth == p.verify.max_depth) {
+    if (!last && child < 0) continue;
+    if (!last && depth == p.verify.max_depth) {
       walk.status |= kMalformedTree;
       continue;
     }
-    const NodeLaws laws = rows.open(p, b, walk.row(), false);
+    rows.open(p, b, walk.row(), false, laws);
     if (laws.target.bad) walk.status |= kBadRow;
+    if (last) break;
     const double bound = typical_bound(p, rows, laws);
     for (; child >= 0; child = walk.next_sibling(child)) {
       const int64_t token = draft_token_at(p.verify, walk.rows.begin + child);
@@ -56,8 +59,6 @@ PT_HOST_DEVICE void walk_typical(const RatioParams& p, int64_t b, Rows& rows) {
     rows.sync();
   }
 
-  const NodeLaws laws = rows.open(p, b, walk.rows.begin + best, false);
-  if (laws.target.bad) walk.status |= kBadRow;
   int64_t token = laws.target.best;
   for (walk.node = best; walk.node >= 0; walk.node = nodes.parents[walk.node]) {
     walk.depth = nodes.depths[walk.node];

@@ -7,7 +7,7 @@
 
 #include "core/backend.h"
 #include "core/drafting.h"
-#include "core/traversal.h"
+#include "core/laws.h"
 #include "cpu/attention/work.h"
 
 namespace pagedtree::cpu {
@@ -28,17 +28,16 @@ struct FilterScratch {
   RowTotals low_blocks[kBlocks];
 };
 
-// Tokens whose masses are summed together, in an order of their own: part of every sampled result.
-constexpr int kLawBlock = 1024;
+// Scratch of the rules that weigh drafts.
 struct LawScratch {
   FilterScratch filter;
-  double block_sums[kMaxVocab / kLawBlock];
+  NodeLaws laws;
+  LawTable residuals, drafts;
   float target[kLawBlock];
   float draft[kLawBlock];
   int32_t tried[kMaxTreeNodes];
   int16_t parents[kMaxTreeNodes];
   int16_t depths[kMaxTreeNodes];
-  TraversalFrame* frames;  // [max_depth + 1], verify_traversal's
 };
 
 struct IsaKernels {

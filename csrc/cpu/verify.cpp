@@ -45,11 +45,9 @@ void verify_sampled(const VerifyParams& p, const ExecContext& ctx) {
 
 // A rule for one tree, for each tree of a batch.
 static void for_each_tree(const RatioParams& p, const ExecContext& ctx,
-                          void (*rule)(const RatioParams&, int64_t b, LawScratch&), int64_t num_frames = 0) {
+                          void (*rule)(const RatioParams&, int64_t b, LawScratch&)) {
   parallel_for(ctx, p.verify.batch, 1, [&](int64_t begin, int64_t end) {
     const auto scratch = std::make_unique_for_overwrite<LawScratch>();
-    const auto frames = std::make_unique_for_overwrite<TraversalFrame[]>(static_cast<size_t>(num_frames));
-    scratch->frames = frames.get();
     for (int64_t b = begin; b < end; ++b) rule(p, b, *scratch);
   });
 }
@@ -65,7 +63,7 @@ void verify_typical(const RatioParams& p, const ExecContext& ctx) {
 }
 
 void verify_traversal(const RatioParams& p, const ExecContext& ctx) {
-  for_each_tree(p, ctx, isa_kernels().verify_traversal, p.verify.max_depth + 1);
+  for_each_tree(p, ctx, isa_kernels().verify_traversal);
 }
 
 }  // namespace pagedtree::cpu

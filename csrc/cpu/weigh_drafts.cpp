@@ -9,27 +9,23 @@
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 namespace {
 
-// What is added up at a time, whatever the vector length: token t of a block goes to sum t % kSums.
-constexpr int kSums = 16;
-static_assert(kSums % kLanes == 0 && kLawBlock % kSums == 0);
-typedef double vdouble __attribute__((vector_size(kLanes * 8)));
-
 template <typename T>
 inline vfloat probabilities_at(const LogitRow& row, int64_t t) {
   const vfloat q = load_raw<T>(row, t);
   return select((q > 0.0f) & (q <= splat(kMaxFloat)), q, splat(0.0f));
 }
 
+// The partial sums of a block.
 struct Sums {
-  vdouble parts[kSums / kLanes]{};
+  static constexpr int kParts = kLawSums / kLanes;
+  static_assert(kLawSums % kLanes == 0);
+  vfloat parts[kParts]{};
 
-  double whole() const {
-    double sums[kSums];
-    std::memcpy(sums, parts, sizeof(sums));
-    for (int half = kSums / 2; half > 0; half /= 2) {
-      for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
+  float whole() {
+    for (int half = kParts / 2; half > 0; half /= 2) {
+      for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
     }
-    return sums[0];
+    return reduce_add(parts[0]);
   }
 };
 
@@ -40,111 +36,74 @@ class Rows {
 
   static bool leads() { return true; }
 
-  NodeLaws open(const RatioParams& p, int64_t b, int64_t row, bool with_draft) {
-    NodeLaws laws{};
+  static void sync() {}
+  NodeLaws& laws() { return scratch_.laws; }
+
+  void open(const RatioParams& p, int64_t b, int64_t row, bool with_draft, NodeLaws& laws) {
     clear_tried();
+    laws = {};
     laws.draft_is_probs = p.draft_sampling.temperature == nullptr;
     laws.draft_unit = 1.0;
-    if (with_draft) {
-      const int64_t draft_row = p.draft_rows.data == nullptr ? row : token_at(p.draft_rows, row);
-      if (draft_row >= 0 && draft_row < p.draft.num_rows) laws.draft.row = logit_row(p.draft, draft_row);
-    }
+    if (with_draft) laws.draft.row = draft_row_of(p, row);
     if (laws.draft.row.logits != nullptr && !laws.draft_is_probs) {
       laws.draft = law_at(laws.draft.row, law_of(p.draft_sampling, b));
-      NodeLaws alone{};
-      alone.target = laws.draft;
-      laws.draft_unit = 1.0 / sums(alone, 0.0).residual;
+      laws.draft_unit = 1.0 / sum_masses(laws.draft);
     }
     laws.target = law_at(logit_row(p.verify.logits, row), law_of(p.verify.sampling, b));
-    laws.total = sums(laws, 0.0).residual;
-    return laws;
+    laws.total = sum_masses(laws.target);
   }
 
-  double target(const NodeLaws& laws, int64_t token) const {
-    return with_logits(laws.target, [&]<typename T>() { return lane(masses_at<T>(laws.target, group(token)), token); });
-  }
+  double target(const NodeLaws& laws, int64_t token) const { return static_cast<double>(target_mass(laws, token)); }
 
-  double draft(const NodeLaws& laws, int64_t token) const { return draft_mass(laws, token) * laws.draft_unit; }
+  double draft(const NodeLaws& laws, int64_t token) const {
+    return static_cast<double>(draft_mass(laws, token)) * laws.draft_unit;
+  }
 
   double residual(const NodeLaws& laws, double c, int64_t token) const {
-    const double mass = target(laws, token);
-    if (c == 0.0) return mass;
-    return max_of(mass - c * laws.draft_unit * draft_mass(laws, token), 0.0);
+    const float mass = target_mass(laws, token);
+    if (c == 0.0) return static_cast<double>(mass);
+    return static_cast<double>(residual_mass<ScalarMath>(mass, draft_factor(laws, c), draft_mass(laws, token)));
   }
 
   LawSums sums(const NodeLaws& laws, double c) {
-    LawSums all;
     const bool with_draft = c != 0.0 && laws.draft.row.logits != nullptr;
-    const double factor = with_draft ? c * laws.draft_unit : 0.0;
-    for (int64_t begin = 0; begin < laws.target.row.vocab; begin += kLawBlock) {
+    const vfloat factor = splat(with_draft ? draft_factor(laws, c) : 0.0f);
+    LawSums all;
+    all.residual = sum_blocks(laws.target.row.vocab, scratch_.residuals, [&](int64_t begin, int64_t block) {
       const int count = load_block(laws, begin, with_draft);
-      Sums residual, draft;
-      for (int i = 0; i < count; i += kLanes) {
-        const int part = i / kLanes % (kSums / kLanes);
-        vdouble mass = __builtin_convertvector(load(scratch_.target + i), vdouble);
-        if (with_draft) {
-          const vdouble q = __builtin_convertvector(load(scratch_.draft + i), vdouble);
-          mass -= factor * q;
-          mass = mass > 0.0 ? mass : vdouble{};
-          draft.parts[part] += q;
-        }
-        residual.parts[part] += mass;
-      }
-      const double sum = residual.whole();
-      scratch_.block_sums[begin / kLawBlock] = sum;
-      all.residual += sum;
-      all.draft += draft.whole();
-    }
-    all.draft *= laws.draft_unit;
+      if (!with_draft) return sum_of(count, [&](int i) { return load(scratch_.target + i); });
+      scratch_.drafts.blocks[block] = sum_of(count, [&](int i) { return load(scratch_.draft + i); });
+      return sum_of(count, [&](int i) { return residuals_at(factor, i); });
+    });
     last_sum_ = all.residual;
+    if (with_draft) all.draft = sum_groups(laws.target.row.vocab, scratch_.drafts) * laws.draft_unit;
     return all;
   }
 
   int64_t draw(const NodeLaws& laws, double c, double u) {
-    const double bound = u * last_sum_;
-    int64_t block = 0;
-    double before = 0.0, sum = 0.0;  // of the block, of all up to its end
-    for (int64_t i = 0; i * kLawBlock < laws.target.row.vocab && !(sum > bound && sum > 0.0); ++i) {
-      if (!(scratch_.block_sums[i] > 0.0)) continue;
-      block = i;
-      before = sum;
-      sum += scratch_.block_sums[i];
-    }
+    MassSearch search{u * last_sum_};
+    const int64_t begin = scratch_.residuals.pick_block(laws.target.row.vocab, search) * kLawBlock;
     const bool with_draft = c != 0.0 && laws.draft.row.logits != nullptr;
-    const double factor = with_draft ? c * laws.draft_unit : 0.0;
-    const int count = load_block(laws, block * kLawBlock, with_draft);
-    // Rounding may leave the sum of single tokens below the block's: then the last one of any mass.
-    int64_t token = 0;
-    for (int i = 0; i < count; ++i) {
-      double mass = scratch_.target[i];
-      if (with_draft) mass -= factor * scratch_.draft[i];
-      if (!(mass > 0.0)) continue;
-      token = block * kLawBlock + i;
-      before += mass;
-      if (before > bound) break;
-    }
-    return token;
+    const int count = load_block(laws, begin, with_draft);
+    const vfloat factor = splat(with_draft ? draft_factor(laws, c) : 0.0f);
+    for (int i = 0; with_draft && i < count; i += kLanes) store(scratch_.target + i, residuals_at(factor, i));
+    double runs[kLawBlock / kLawRadix];
+    for (int i = 0; i < count; i += kLawRadix) runs[i / kLawRadix] = sum_in_order(scratch_.target + i, kLawRadix);
+    const int run = search.pick(runs, count / kLawRadix) * kLawRadix;
+    return begin + run + search.pick(scratch_.target + run, kLawRadix);
   }
 
   double entropy(const NodeLaws& laws) {
-    double sum = 0.0;
-    for (int64_t begin = 0; begin < laws.target.row.vocab; begin += kLawBlock) {
-      const int count = load_block(laws, begin, false);
-      Sums parts;
-      for (int i = 0; i < count; i += kLanes) {
+    const double terms = sum_blocks(laws.target.row.vocab, scratch_.residuals, [&](int64_t begin, int64_t) {
+      return sum_of(load_block(laws, begin, false), [&](int i) {
         const vfloat mass = load(scratch_.target + i);
-        const vfloat log = select(mass > 0.0f, log_exact<VectorMath>(mass), splat(0.0f));
-        parts.parts[i / kLanes % (kSums / kLanes)] +=
-            __builtin_convertvector(mass, vdouble) * __builtin_convertvector(log, vdouble);
-      }
-      sum += parts.whole();
-    }
-    return static_cast<double>(log_exact<ScalarMath>(static_cast<float>(laws.total))) - sum / laws.total;
+        return select(mass > 0.0f, mass * log_exact<VectorMath>(mass), splat(0.0f));
+      });
+    });
+    return entropy_of(laws.total, terms);
   }
 
-  static void sync() {}
   AcceptedNodes accepted_nodes() { return {scratch_.parents, scratch_.depths}; }
-  TraversalFrame* frames() { return scratch_.frames; }
 
   void mark_tried(int64_t token) { tried_.insert(token); }
   void clear_tried() { tried_.size = 0; }
@@ -152,14 +111,18 @@ class Rows {
 
  private:
   static int64_t group(int64_t token) { return token - token % kLanes; }
-  static double lane(vfloat values, int64_t token) { return static_cast<double>(values[token % kLanes]); }
+  static float lane(vfloat values, int64_t token) { return values[token % kLanes]; }
 
   RowLaw law_at(const LogitRow& row, const Law& law) {
     return with_logits(row.dtype, [&]<typename T>() { return find_law<T>(row, law, scratch_.filter); });
   }
 
-  static double draft_mass(const NodeLaws& laws, int64_t token) {
-    if (laws.draft.row.logits == nullptr) return 0.0;
+  static float target_mass(const NodeLaws& laws, int64_t token) {
+    return with_logits(laws.target, [&]<typename T>() { return lane(masses_at<T>(laws.target, group(token)), token); });
+  }
+
+  static float draft_mass(const NodeLaws& laws, int64_t token) {
+    if (laws.draft.row.logits == nullptr) return 0.0f;
     if (laws.draft_is_probs) {
       return with_logits(laws.draft.row.dtype,
                          [&]<typename T>() { return lane(probabilities_at<T>(laws.draft.row, group(token)), token); });
@@ -167,28 +130,68 @@ class Rows {
     return with_logits(laws.draft, [&]<typename T>() { return lane(masses_at<T>(laws.draft, group(token)), token); });
   }
 
-  template <typename At>
-  static void fill(float* block, int64_t begin, int64_t end, const At& at) {
-    for (int64_t t = begin; t < end; t += kLanes) store(block + (t - begin), at(t));
+  vfloat residuals_at(vfloat factor, int i) const {
+    return residual_mass<VectorMath>(load(scratch_.target + i), factor, load(scratch_.draft + i));
   }
 
-  // Returns how many tokens are there, filled up with zeros to a multiple of kSums.
-  int load_block(const NodeLaws& laws, int64_t begin, bool with_draft) {
-    const int64_t end = min_of(begin + kLawBlock, laws.target.row.vocab);
-    const int count = static_cast<int>(ceil_div<int64_t>(end - begin, kSums) * kSums);
-    std::memset(scratch_.target + count - kSums, 0, kSums * sizeof(float));
-    std::memset(scratch_.draft + count - kSums, 0, kSums * sizeof(float));
-    with_logits(laws.target, [&]<typename T>() {
-      fill(scratch_.target, begin, end, [&](int64_t t) { return masses_at<T>(laws.target, t); });
+  // The sum of values(i) over the lanes at i, for `count` tokens of a block.
+  template <typename Values>
+  static float sum_of(int count, const Values& values) {
+    Sums sums;
+    for (int begin = 0; begin < count; begin += kLawSums) {
+      for (int i = 0; i < Sums::kParts; ++i) sums.parts[i] += values(begin + i * kLanes);
+    }
+    return sums.whole();
+  }
+
+  static double sum_groups(int64_t vocab, LawTable& table) {
+    for (int64_t group = 0; group < LawTable::num_groups(vocab); ++group) table.add_group(vocab, group);
+    return table.total(vocab);
+  }
+
+  // `sum_block` gives a block's sum for its first token and its number.
+  template <typename SumBlock>
+  static double sum_blocks(int64_t vocab, LawTable& table, const SumBlock& sum_block) {
+    for (int64_t block = 0; block < LawTable::num_blocks(vocab); ++block) {
+      table.blocks[block] = sum_block(block * kLawBlock, block);
+    }
+    return sum_groups(vocab, table);
+  }
+
+  // Of a law alone: nothing is tried, and draws may follow.
+  double sum_masses(const RowLaw& law) {
+    last_sum_ = sum_blocks(law.row.vocab, scratch_.residuals, [&](int64_t begin, int64_t) {
+      return sum_of(load_masses(law, begin, scratch_.target), [&](int i) { return load(scratch_.target + i); });
     });
+    return last_sum_;
+  }
+
+  // Returns how many tokens are there, filled up with zeros to a multiple of kLawSums.
+  template <typename At>
+  static int fill(float* block, int64_t begin, int64_t vocab, const At& at) {
+    const int64_t end = min_of(begin + kLawBlock, vocab);
+    const int count = static_cast<int>(ceil_div<int64_t>(end - begin, kLawSums) * kLawSums);
+    std::memset(block + count - kLawSums, 0, kLawSums * sizeof(float));
+    for (int64_t t = begin; t < end; t += kLanes) store(block + (t - begin), at(t));
+    return count;
+  }
+
+  static int load_masses(const RowLaw& law, int64_t begin, float* block) {
+    return with_logits(law, [&]<typename T>() {
+      return fill(block, begin, law.row.vocab, [&](int64_t t) { return masses_at<T>(law, t); });
+    });
+  }
+
+  // A block of both laws; tried tokens count as nothing.
+  int load_block(const NodeLaws& laws, int64_t begin, bool with_draft) {
+    const int count = load_masses(laws.target, begin, scratch_.target);
     if (with_draft && laws.draft_is_probs) {
       with_logits(laws.draft.row.dtype, [&]<typename T>() {
-        fill(scratch_.draft, begin, end, [&](int64_t t) { return probabilities_at<T>(laws.draft.row, t); });
+        fill(scratch_.draft, begin, laws.draft.row.vocab,
+             [&](int64_t t) { return probabilities_at<T>(laws.draft.row, t); });
       });
     } else if (with_draft) {
-      with_logits(laws.draft, [&]<typename T>() {
-        fill(scratch_.draft, begin, end, [&](int64_t t) { return masses_at<T>(laws.draft, t); });
-      });
+      load_masses(laws.draft, begin, scratch_.draft);
     }
     if (counts_drafts_ && !with_draft) return count;
     for (int32_t i = tried_.lower_bound(begin); i < tried_.size && tried_.ids[i] < begin + kLawBlock; ++i) {

@@ -28,52 +28,134 @@ void with_logit_dtype(DType dtype, Call call) {
   }
 }
 
+__device__ __forceinline__ float half_value(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
+
+// Logits of one dtype as they lie in memory.
 template <DType kDType>
-struct StoredLogit {
-  using Type = uint16_t;
-  using Four = ushort4;
-  static constexpr float kLargest = kDType == DType::kFloat16 ? kMaxFloat16 : kMaxBFloat16;
-  static constexpr int kDigits = kDType == DType::kFloat16 ? 3 : 2;  // of the order key that differ
-  static __device__ float value(Type bits) {
-    return kDType == DType::kFloat16 ? float_from_half(bits) : float_from_bfloat16(bits);
+struct StoredLogits {
+  static constexpr bool kWide = kDType == DType::kFloat32;
+  using One = std::conditional_t<kWide, float, uint16_t>;
+  using Four = std::conditional_t<kWide, float4, ushort4>;
+
+  __device__ explicit StoredLogits(DType) {}
+  __device__ float largest() const {
+    return kWide ? kMaxFloat : kDType == DType::kFloat16 ? kMaxFloat16 : kMaxBFloat16;
+  }
+  // Of the order key, those that differ.
+  __device__ int digits() const { return kWide ? 4 : kDType == DType::kFloat16 ? 3 : 2; }
+  __device__ unsigned bytes_of_four() const { return sizeof(Four); }
+
+  static __device__ float value(One stored) {
+    if constexpr (kWide) {
+      return stored;
+    } else {
+      return kDType == DType::kFloat16 ? half_value(stored) : float_from_bfloat16(stored);
+    }
+  }
+  __device__ float at(const void* row, int64_t token) const { return value(static_cast<const One*>(row)[token]); }
+  __device__ Four four_at(const void* row, int64_t token) const {
+    return *reinterpret_cast<const Four*>(static_cast<const One*>(row) + token);
+  }
+  __device__ Four some_at(const void* row, int64_t token, int64_t count) const {
+    const One* from = static_cast<const One*>(row) + token;
+    Four four{};
+    if (count > 0) four.x = from[0];
+    if (count > 1) four.y = from[1];
+    if (count > 2) four.z = from[2];
+    if (count > 3) four.w = from[3];
+    return four;
+  }
+  __device__ void convert(const Four& stored, float (&four)[4]) const {
+    four[0] = value(stored.x);
+    four[1] = value(stored.y);
+    four[2] = value(stored.z);
+    four[3] = value(stored.w);
   }
 };
+
+// Logits of a dtype that is known at run time only.
+constexpr DType kAnyDType = static_cast<DType>(-1);
 template <>
-struct StoredLogit<DType::kFloat32> {
-  using Type = float;
-  using Four = float4;
-  static constexpr float kLargest = kMaxFloat;
-  static constexpr int kDigits = 4;
-  static __device__ float value(Type logit) { return logit; }
+struct StoredLogits<kAnyDType> {
+  using Four = uint4;  // of narrow ones, two in a word
+  DType dtype;
+
+  __device__ explicit StoredLogits(DType of_row) : dtype(of_row) {}
+  __device__ bool wide() const { return dtype == DType::kFloat32; }
+  __device__ float largest() const {
+    return wide() ? kMaxFloat : dtype == DType::kFloat16 ? kMaxFloat16 : kMaxBFloat16;
+  }
+  __device__ int digits() const { return wide() ? 4 : dtype == DType::kFloat16 ? 3 : 2; }
+  __device__ unsigned bytes_of_four() const { return wide() ? 16 : 8; }
+
+  __device__ uint32_t bits(const void* row, int64_t token) const {
+    return wide() ? static_cast<const uint32_t*>(row)[token] : uint32_t{static_cast<const uint16_t*>(row)[token]};
+  }
+  __device__ float value(uint32_t bits) const {
+    if (wide()) return ScalarMath::bits<float>(bits);
+    const uint16_t narrow = static_cast<uint16_t>(bits);
+    return dtype == DType::kFloat16 ? half_value(narrow) : float_from_bfloat16(narrow);
+  }
+  __device__ float at(const void* row, int64_t token) const { return value(bits(row, token)); }
+  __device__ Four four_at(const void* row, int64_t token) const {
+    if (wide()) return *reinterpret_cast<const uint4*>(static_cast<const uint32_t*>(row) + token);
+    const uint2 pairs = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(row) + token);
+    return {pairs.x, pairs.y, 0, 0};
+  }
+  __device__ Four some_at(const void* row, int64_t token, int64_t count) const {
+    if (wide()) {
+      const uint32_t* from = static_cast<const uint32_t*>(row) + token;
+      return {count > 0 ? from[0] : 0, count > 1 ? from[1] : 0, count > 2 ? from[2] : 0, count > 3 ? from[3] : 0};
+    }
+    const uint16_t* from = static_cast<const uint16_t*>(row) + token;
+    const uint32_t low = count > 1 ? from[1] : 0, high = count > 3 ? from[3] : 0;
+    return {(count > 0 ? from[0] : 0) | low << 16, (count > 2 ? from[2] : 0) | high << 16, 0, 0};
+  }
+  __device__ void convert(const Four& stored, float (&four)[4]) const {
+    if (wide()) {
+      four[0] = ScalarMath::bits<float>(stored.x);
+      four[1] = ScalarMath::bits<float>(stored.y);
+      four[2] = ScalarMath::bits<float>(stored.z);
+      four[3] = ScalarMath::bits<float>(stored.w);
+      return;
+    }
+    const bool half = dtype == DType::kFloat16;
+    const uint32_t words[2] = {stored.x, stored.y};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint16_t narrow = static_cast<uint16_t>(words[i / 2] >> i % 2 * 16);
+      four[i] = half ? half_value(narrow) : float_from_bfloat16(narrow);
+    }
+  }
 };
 
 template <DType kDType>
 class LogitReader {
  public:
-  using Stored = StoredLogit<kDType>;
+  using Stored = StoredLogits<kDType>;
+  using Four = typename Stored::Four;
 
-  __device__ explicit LogitReader(const LogitRow& row) : row_(row) {
-    aligned_ = reinterpret_cast<uintptr_t>(row.logits) % sizeof(typename Stored::Four) == 0;
+  __device__ explicit LogitReader(const LogitRow& row) : row_(row), stored_(row.dtype) {
+    aligned_ = reinterpret_cast<uintptr_t>(row.logits) % stored_.bytes_of_four() == 0;
   }
 
   // From now on the row reads as zeros: the law of a row without finite logit.
   __device__ void make_uniform() { uniform_ = true; }
 
   __device__ int64_t vocab() const { return row_.vocab; }
+  __device__ int digits() const { return stored_.digits(); }
 
   // NaN is -inf, +inf the largest finite, -0 is +0; what the grammar forbids or lies past the vocabulary is -inf.
   __device__ float logit(int64_t token) const {
     if (token >= row_.vocab) return -kInfinity;
-    return clean(Stored::value(data()[token]), allowed_four(token) & 1u);
+    return clean(stored_.at(row_.logits, token), allowed_four(token) & 1u);
   }
 
   // f(token, logits) with the logits of four tokens, for each group of four of this thread.
   template <typename F>
   __device__ __forceinline__ void each_four(F f) const {
     each_raw([&](int64_t token, float (&four)[4]) {
-      const uint32_t allowed = allowed_four(token);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) four[i] = clean(four[i], allowed >> i & 1u);
+      clean_four(token, four);
       f(token, four);
     });
   }
@@ -82,18 +164,18 @@ class LogitReader {
   // while f looks at one.
   template <typename F>
   __device__ __forceinline__ void each_raw(F f) const {
-    constexpr int kAhead = 3;
+    constexpr int kAhead = kDType == kAnyDType ? 4 : 3;  // kernels of any dtype have fewer threads
     const int64_t stride = 4 * int64_t{blockDim.x}, begin = 4 * int64_t{threadIdx.x};
-    typename Stored::Four ahead[kAhead]{};
+    Four ahead[kAhead]{};
 #pragma unroll 1
     for (int64_t token = begin - kAhead * stride; token < row_.vocab; token += stride) {
-      const auto stored = ahead[0];
+      const Four stored = ahead[0];
 #pragma unroll
       for (int i = 0; i + 1 < kAhead; ++i) ahead[i] = ahead[i + 1];
       ahead[kAhead - 1] = load_four(token + kAhead * stride);
       if (token < begin) continue;
-      float four[4] = {Stored::value(stored.x), Stored::value(stored.y), Stored::value(stored.z),
-                       Stored::value(stored.w)};
+      float four[4];
+      stored_.convert(stored, four);
       f(token, four);
     }
   }
@@ -115,25 +197,25 @@ class LogitReader {
 
   __device__ float clean(float value, bool allowed) const {
     if (uniform_) value = 0.0f;
-    return allowed && value > -kInfinity ? min_of(value, Stored::kLargest) + 0.0f : -kInfinity;
+    return allowed && value > -kInfinity ? min_of(value, stored_.largest()) + 0.0f : -kInfinity;
   }
+  __device__ __forceinline__ void clean_four(int64_t token, float (&four)[4]) const {
+    const uint32_t allowed = allowed_four(token);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) four[i] = clean(four[i], allowed >> i & 1u);
+  }
+
+  // As they stand in memory: zeros past the vocabulary.
+  __device__ __forceinline__ Four load_four(int64_t token) const {
+    if (aligned_ && token + 4 <= row_.vocab) return stored_.four_at(row_.logits, token);
+    return stored_.some_at(row_.logits, token, row_.vocab - token);
+  }
+  __device__ void convert(const Four& loaded, float (&four)[4]) const { stored_.convert(loaded, four); }
+  __device__ float raw(int64_t token) const { return stored_.at(row_.logits, token); }
 
  private:
-  __device__ const typename Stored::Type* data() const {
-    return static_cast<const typename Stored::Type*>(row_.logits);
-  }
-  __device__ __forceinline__ typename Stored::Four load_four(int64_t token) const {
-    const auto* from = data() + token;
-    if (aligned_ && token + 4 <= row_.vocab) return *reinterpret_cast<const typename Stored::Four*>(from);
-    typename Stored::Four four{};
-    if (token < row_.vocab) four.x = from[0];
-    if (token + 1 < row_.vocab) four.y = from[1];
-    if (token + 2 < row_.vocab) four.z = from[2];
-    if (token + 3 < row_.vocab) four.w = from[3];
-    return four;
-  }
-
   LogitRow row_;
+  [[no_unique_address]] Stored stored_;
   bool aligned_;
   bool uniform_ = false;
 };
@@ -148,8 +230,8 @@ __device__ __forceinline__ float ranked_value(uint64_t rank) {
   return logit_of_key<ScalarMath>(static_cast<uint32_t>(rank >> 32));
 }
 
-template <DType kDType>
-__device__ __forceinline__ Peak find_peak(const LogitReader<kDType>& row, BlockShared& shared) {
+template <typename Reader>
+__device__ __forceinline__ Peak find_peak(const Reader& row, BlockShared& shared) {
   float most = -kInfinity;
   int64_t first = 0;  // token with that logit, of this thread's
   bool nan = false;
@@ -170,14 +252,14 @@ __device__ __forceinline__ Peak find_peak(const LogitReader<kDType>& row, BlockS
 }
 
 // The logits above -inf whose x is at least min_x, as the keys of a radix search.
-template <DType kDType>
+template <typename Reader>
 struct LogitItems {
-  static constexpr int kDigits = StoredLogit<kDType>::kDigits;
-  const LogitReader<kDType>& row;
+  const Reader& row;
   Scale scale;
   float min_x;
 
   __device__ int64_t size() const { return row.vocab(); }
+  __device__ int digits() const { return row.digits(); }
   __device__ uint32_t key_of(float logit) const {
     return logit > -kInfinity && scale(logit) >= min_x ? order_key<ScalarMath>(logit) : 0;
   }
@@ -216,8 +298,8 @@ struct ScoreItems {
   }
 };
 
-template <DType kDType>
-__device__ __forceinline__ Filter find_filter(const LogitReader<kDType>& row, const Law& law, const Scale& scale,
+template <typename Reader>
+__device__ __forceinline__ Filter find_filter(const Reader& row, const Law& law, const Scale& scale,
                                               RadixShared& shared, RadixMasses& scratch) {
   Filter filter;
   filter.min_x = min_p_bound(law.min_p);
@@ -228,7 +310,7 @@ __device__ __forceinline__ Filter find_filter(const LogitReader<kDType>& row, co
   // Only a count looks at tokens of no mass.
   constexpr float kWeightless = -23.0f;
   const float view_min_x = law.joint ? -kInfinity : filter.min_x;
-  const LogitItems<kDType> items{row, scale, by_count ? view_min_x : max_of(view_min_x, kWeightless)};
+  const LogitItems<Reader> items{row, scale, by_count ? view_min_x : max_of(view_min_x, kWeightless)};
   const auto weight = [&](uint32_t key) { return weight_of<ScalarMath>(scale(logit_of_key<ScalarMath>(key))); };
   RadixMasses* masses = by_mass ? &scratch : nullptr;
   tabulate(shared, masses, shared.first, items, weight, 0, 0);
@@ -239,7 +321,7 @@ __device__ __forceinline__ Filter find_filter(const LogitReader<kDType>& row, co
     const bool mass_pass = pass == 1;
     if (mass_pass ? !by_mass : !(by_count && static_cast<uint64_t>(law.top_k) < left.count)) continue;
     const uint64_t needed = mass_pass ? top_p_mass(law.top_p, left.mass) : static_cast<uint64_t>(law.top_k);
-    const Cut cut = find_cut(shared, masses, items, weight, items.kDigits, mass_pass, needed);
+    const Cut cut = find_cut(shared, masses, items, weight, items.digits(), mass_pass, needed);
     const float logit = logit_of_key<ScalarMath>(cut.key);
     if (!mass_pass) {
       filter.min_logit = logit;

@@ -8,8 +8,8 @@ namespace pagedtree::cuda {
 // Leaves the `count` best tokens in shared.best, best first; returns how many are above -inf.
 template <DType kDType>
 __device__ __forceinline__ int32_t top_tokens(const LogitReader<kDType>& row, int32_t count, BestShared& shared) {
-  const LogitItems<kDType> items{row, {0.0f, 1.0f}, -kInfinity};
-  return list_best(shared, items, items.kDigits, count);
+  const LogitItems<LogitReader<kDType>> items{row, {0.0f, 1.0f}, -kInfinity};
+  return list_best(shared, items, items.digits(), count);
 }
 
 struct SumShared {

@@ -1,3 +1,4 @@
+#include "core/traversal.h"
 #include "torch/ops.h"
 #include "torch/sampling.h"
 #include "torch/values.h"
@@ -200,6 +201,13 @@ VerdictTensors verify_by_ratio(const Tensor& logits, const Tensor& draft_tokens,
     check.tensor(*final_coins, "final_coins", {ScalarType::Float}, {verify.batch});
     params.final_coins = const_pointer<float>(*final_coins);
   }
+  Tensor frames = empty_on(logits, {0}, ScalarType::Long);
+  if constexpr (kRule == &Backend::verify_traversal) {
+    static_assert(sizeof(TraversalFrame) % sizeof(int64_t) == 0);
+    constexpr int64_t kWords = sizeof(TraversalFrame) / sizeof(int64_t);
+    frames = empty_on(logits, {verify.batch, verify.max_depth + 1, kWords}, ScalarType::Long);
+  }
+  params.frames = static_cast<TraversalFrame*>(frames.mutable_data_ptr());
   VerdictTensors verdict = make_verdict(logits, verify);
   (backend_for(logits, kRuleName<kRule>).*kRule)(params, context_for(logits));
   return verdict;

@@ -7,18 +7,8 @@ namespace pagedtree::cpu::PAGEDTREE_ISA {
 
 template <typename T>
 static inline RowLaw find_law(const LogitRow& row, const Law& law, FilterScratch& scratch) {
-  const Peak peak = find_peak<T>(row);
-  const bool greedy = law.temperature == 0.0f;
-  RowLaw found{row, {0.0f, 1.0f}, Filter{}, peak.token, peak.logit == -kInfinity, peak.has_nan};
-  if (found.uniform) {
-    found.bad = true;
-    if (greedy) found.filter = {.min_logit = 0.0f, .tie_end = 1};
-    return found;
-  }
-  found.scale = {peak.logit, greedy ? 1.0f : inverse_temperature(law.temperature)};
-  found.filter = greedy ? Filter{.min_logit = peak.logit, .tie_end = peak.token + 1}
-                        : find_filter<T>(row, law, found.scale, scratch);
-  return found;
+  return law_of_row(row, law, find_peak<T>(row),
+                    [&](const Scale& scale) { return find_filter<T>(row, law, scale, scratch); });
 }
 
 // Calls body.template operator()<T>() with the type that logits are stored in.

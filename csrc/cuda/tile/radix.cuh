@@ -131,6 +131,7 @@ __device__ __forceinline__ Cut find_cut(RadixShared& shared, RadixMasses* masses
   Cut cut{};
   cut.key = find_bin(shared, shared.first, by_mass, target, cut);
   const bool negative = cut.key < kBins / 2;
+#pragma unroll 1
   for (int digit = 1; digit < digits; ++digit) {
     tabulate(shared, masses, shared.next, items, weight, digit, cut.key);
     cut.key = cut.key << kDigitBits | find_bin(shared, shared.next, by_mass, target, cut);

@@ -1,0 +1,34 @@
+// The rules of core/ that weigh the target's law against the draft's: a CTA a tree.
+#include "core/block.h"
+#include "core/rejection.h"
+#include "core/traversal.h"
+#include "core/typical.h"
+#include "cuda/kernels.h"
+#include "cuda/laws.cuh"
+#include "cuda/tile/launch.cuh"
+
+namespace pagedtree::cuda {
+namespace {
+
+using Walk = void (*)(const RatioParams&, int64_t b, Rows&);
+
+template <Walk kWalk>
+__global__ void __launch_bounds__(kLawThreads, 1) walk_kernel(const __grid_constant__ RatioParams p) {
+  Rows rows(p, ptx::shared<LawShared>());
+  kWalk(p, blockIdx.x, rows);
+}
+
+template <Walk kWalk>
+void walk_trees(const RatioParams& p, const ExecContext& ctx) {
+  launch(walk_kernel<kWalk>, dim3(static_cast<unsigned>(p.verify.batch)),
+         dim3(threads_of_row(p.verify.logits.vocab, kLawThreads)), sizeof(LawShared), ctx.stream, p);
+}
+
+}  // namespace
+
+void verify_rejection(const RatioParams& p, const ExecContext& ctx) { walk_trees<walk_rejection<Rows>>(p, ctx); }
+void verify_block(const RatioParams& p, const ExecContext& ctx) { walk_trees<walk_block<Rows>>(p, ctx); }
+void verify_typical(const RatioParams& p, const ExecContext& ctx) { walk_trees<walk_typical<Rows>>(p, ctx); }
+void verify_traversal(const RatioParams& p, const ExecContext& ctx) { walk_trees<walk_traversal<Rows>>(p, ctx); }
+
+}  // namespace pagedtree::cuda
