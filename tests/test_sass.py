@@ -10,16 +10,13 @@ from pathlib import Path
 import pytest
 
 from pagedtree import _C, info
-from pagedtree._ops import ops
 from pagedtree.cubin import Kernel, count_instructions, cuda_library, find_cuobjdump, read_kernels
-from pagedtree.testing import backends
 
 LIBRARY = cuda_library()
 pytestmark = [
     pytest.mark.skipif(LIBRARY is None, reason="built without CUDA"),
     pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump here"),
 ]
-MISSING = ops._missing_kernels("simt").split(",") if "simt" in backends() else []
 MAX_REGISTERS = 255
 MAX_INSTANCES = 80  # of tree attention
 MAX_BYTES = 40_000_000
@@ -71,8 +68,6 @@ def test_no_kernel_uses_local_memory(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_attention_uses_the_tensor_cores(architecture: str) -> None:
-    if "tree_attention" in MISSING:
-        pytest.skip("tree_attention has no kernel yet")
     found = {name: opcodes for name, opcodes in instructions(architecture).items() if is_attention(name)}
     assert 0 < len(found) <= MAX_INSTANCES
     for name, opcodes in found.items():

@@ -15,7 +15,7 @@ struct ExecContext {
   void (*parallel_for)(int64_t begin, int64_t end, int64_t grain_size, Body body, void* state) = nullptr;
 };
 
-// A null entry: the backend has no kernel for that op.
+// Every backend fills every entry, see is_complete().
 struct Backend {
   const char* name;
   void (*build_trees)(const BuildTreesParams&, const ExecContext&);
@@ -39,6 +39,18 @@ struct Backend {
   void (*tree_attention)(const TreeAttentionParams&, const ExecContext&);
   void (*merge_states)(const MergeStatesParams&, const ExecContext&);
 };
+
+// Whether no entry is null; does not compile while one is not listed here.
+constexpr bool is_complete(const Backend& backend) {
+  const auto& [name, build_trees, sample, verify_sampled, verify_rejection, verify_block, verify_typical,
+               verify_traversal, expand_tree, rerank_tree, ngram_propose, medusa_propose, slot_mapping, append_kv,
+               compact_kv, prepare_step, commit, attention_plan, tree_attention_scratch, tree_attention, merge_states] =
+      backend;
+  const auto all = [](auto... entries) { return (... && (entries != nullptr)); };
+  return all(name, build_trees, sample, verify_sampled, verify_rejection, verify_block, verify_typical,
+             verify_traversal, expand_tree, rerank_tree, ngram_propose, medusa_propose, slot_mapping, append_kv,
+             compact_kv, prepare_step, commit, attention_plan, tree_attention_scratch, tree_attention, merge_states);
+}
 
 namespace cpu {
 PT_EXPORT const Backend& backend();

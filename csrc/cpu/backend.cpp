@@ -3,7 +3,7 @@
 namespace pagedtree::cpu {
 
 const Backend& backend() {
-  static const Backend table = {
+  static constexpr Backend table = {
       .name = "cpu",
       .build_trees = build_trees,
       .sample = sample,
@@ -26,6 +26,7 @@ const Backend& backend() {
       .tree_attention = tree_attention,
       .merge_states = merge_states,
   };
+  static_assert(is_complete(table));
   return table;
 }
 

@@ -24,7 +24,7 @@ void check_cache(const Check& check, const Tensor& q, const Tensor& t, const cha
 
 // The CUDA kernels copy rows of a cache 16 bytes at a time, and have no fp32 matrix instructions.
 void check_kernel_needs(const Check& check, const Tensor& q, const Tensor& t, const char* name) {
-  if (std::string(backend_for(q, "tree_attention").name) == "cpu") return;
+  if (std::string(backend_for(q).name) == "cpu") return;
   check.that(q.scalar_type() != ScalarType::Float, "q", "of dtype Half or BFloat16 (Float is for the CPU backend)",
              "Float");
   if (t.numel() == 0) return;
@@ -161,7 +161,7 @@ void run(const Check& check, const Arguments& a, TreeAttentionParams& p, Tensor&
     p.lse_token_stride = lse->stride(0);
     p.lse_head_stride = lse->stride(1);
   }
-  const Backend& backend = backend_for(a.q, "tree_attention");
+  const Backend& backend = backend_for(a.q);
   const CallContext ctx = context_for(a.q);
   std::optional<Tensor> plan = a.plan;
   if (!plan.has_value()) {
@@ -177,7 +177,7 @@ void run(const Check& check, const Arguments& a, TreeAttentionParams& p, Tensor&
     plan_params.num_kv_heads = p.num_kv_heads;
     plan_params.group_size = p.group_size;
     plan_params.head_dim = p.head_dim;
-    backend_for(a.q, "attention_plan").attention_plan(plan_params, ctx);
+    backend_for(a.q).attention_plan(plan_params, ctx);
   }
   p.plan = const_pointer<int32_t>(*plan);
   Tensor scratch = empty_on(a.q, {backend.tree_attention_scratch(p, ctx)}, ScalarType::Byte);
@@ -246,7 +246,7 @@ Tensor attention_plan(const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_
   params.num_kv_heads = static_cast<int32_t>(num_kv_heads);
   params.group_size = static_cast<int32_t>(num_q_heads / num_kv_heads);
   params.head_dim = static_cast<int32_t>(head_dim);
-  backend_for(seq_lens, "attention_plan").attention_plan(params, context_for(seq_lens));
+  backend_for(seq_lens).attention_plan(params, context_for(seq_lens));
   return plan;
 }
 
@@ -281,7 +281,7 @@ std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor& lse_a
   params.num_heads = num_heads;
   params.head_dim = head_dim;
   params.dtype = core_dtype(out_a);
-  backend_for(out_a, "merge_states").merge_states(params, context_for(out_a));
+  backend_for(out_a).merge_states(params, context_for(out_a));
   return {out, lse};
 }
 

@@ -5,7 +5,6 @@
 
 #include <atomic>
 #include <stdexcept>
-#include <string_view>
 #include <vector>
 
 namespace pagedtree::ops {
@@ -65,30 +64,9 @@ std::atomic<const Backend*>& host_backend() {
   return chosen;
 }
 
-struct Entry {
-  const char* op;
-  bool (*present)(const Backend&);
-};
-#define PT_ENTRY(op) {#op, [](const Backend& backend) { return backend.op != nullptr; }}
-constexpr Entry kEntries[] = {
-    PT_ENTRY(build_trees),    PT_ENTRY(sample),         PT_ENTRY(verify_sampled),   PT_ENTRY(verify_rejection),
-    PT_ENTRY(verify_block),   PT_ENTRY(verify_typical), PT_ENTRY(verify_traversal), PT_ENTRY(expand_tree),
-    PT_ENTRY(rerank_tree),    PT_ENTRY(ngram_propose),  PT_ENTRY(medusa_propose),   PT_ENTRY(slot_mapping),
-    PT_ENTRY(append_kv),      PT_ENTRY(compact_kv),     PT_ENTRY(prepare_step),     PT_ENTRY(commit),
-    PT_ENTRY(attention_plan), PT_ENTRY(tree_attention), PT_ENTRY(merge_states),
-};
-#undef PT_ENTRY
-
-bool is_missing(const Backend& backend, std::string_view op) {
-  for (const Entry& entry : kEntries) {
-    if (op == entry.op) return !entry.present(backend);
-  }
-  return true;
-}
-
 }  // namespace
 
-const Backend& backend_for(const Tensor& anchor, const char* op) {
+const Backend& backend_for(const Tensor& anchor) {
   const Backend* backend = host_backend().load();
   if (anchor.is_cuda()) {
     backend = cuda_backend().backend;
@@ -97,10 +75,6 @@ const Backend& backend_for(const Tensor& anchor, const char* op) {
     }
   } else if (!anchor.is_cpu()) {
     throw std::runtime_error("pagedtree has no backend for this device; tensors must be on the CPU or a CUDA device");
-  }
-  if (is_missing(*backend, op)) {
-    throw std::runtime_error("pagedtree's backend " + std::string(backend->name) + " has no kernel for op " + op +
-                             " yet");
   }
   return *backend;
 }
@@ -135,20 +109,6 @@ std::string use_backend(std::string name) {
     names += (names.empty() ? "" : ", ") + std::string(backend->name);
   }
   throw std::runtime_error("use_backend: `name` must be one of " + names + ", got " + name);
-}
-
-std::string missing_kernels(std::string name) {
-  std::vector<const Backend*> all = host_backends();
-  if (cuda_backend().backend != nullptr) all.push_back(cuda_backend().backend);
-  for (const Backend* backend : all) {
-    if (name != backend->name) continue;
-    std::string missing;
-    for (const Entry& entry : kEntries) {
-      if (!entry.present(*backend)) missing += (missing.empty() ? "" : ",") + std::string(entry.op);
-    }
-    return missing;
-  }
-  throw std::runtime_error("missing_kernels: `backend` must be one of " + backends() + ", got " + name);
 }
 
 }  // namespace pagedtree::ops

@@ -20,8 +20,8 @@ struct CallContext : ExecContext {
 };
 CallContext context_for(const Tensor& anchor);
 
-// The backend for tensors on `anchor`'s device; throws where this build has none, or none with a kernel for `op`.
-const Backend& backend_for(const Tensor& anchor, const char* op);
+// The backend for tensors on `anchor`'s device; throws where this build has none.
+const Backend& backend_for(const Tensor& anchor);
 
 inline Tensor empty_on(const Tensor& anchor, std::initializer_list<int64_t> shape,
                        torch::headeronly::ScalarType dtype) {
@@ -32,7 +32,5 @@ inline Tensor empty_on(const Tensor& anchor, std::initializer_list<int64_t> shap
 // Ops without tensor arguments: the backends this build has for CPU tensors, and the choice among them.
 std::string backends();
 std::string use_backend(std::string name);
-// The ops of Backend for which this one has no kernel, comma-separated.
-std::string missing_kernels(std::string backend);
 
 }  // namespace pagedtree::ops

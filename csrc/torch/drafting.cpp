@@ -112,7 +112,7 @@ ExpandedTensors expand_tree(const Tensor& tokens, const Tensor& parents, const T
   params.num_frontier = static_cast<int32_t>(num_frontier);
   params.num_kv = static_cast<int32_t>(num_kv);
   params.mask_words = static_cast<int32_t>(mask_words);
-  backend_for(tokens, "expand_tree").expand_tree(params, context_for(tokens));
+  backend_for(tokens).expand_tree(params, context_for(tokens));
   return {out_tokens, out_parents, out_scores, out_kv_index, out_frontier, out_mask, draft_probs};
 }
 
@@ -150,7 +150,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rerank_tree(const Tensor& tokens, con
   params.num_candidates = num_candidates;
   params.num_nodes = static_cast<int32_t>(num_nodes);
   params.by_score = by_score;
-  backend_for(tokens, "rerank_tree").rerank_tree(params, context_for(tokens));
+  backend_for(tokens).rerank_tree(params, context_for(tokens));
   return {draft_tokens, out_parents, cu_nodes, node_map};
 }
 
@@ -208,7 +208,7 @@ std::tuple<Tensor, Tensor, Tensor> ngram_propose(const Tensor& history, const Te
   params.min_ngram = static_cast<int32_t>(min_ngram);
   params.max_ngram = static_cast<int32_t>(max_ngram);
   params.max_branches = static_cast<int32_t>(min_of<int64_t>(max_branches, kMaxTreeNodes));
-  backend_for(history, "ngram_propose").ngram_propose(params, context_for(history));
+  backend_for(history).ngram_propose(params, context_for(history));
   return {draft_tokens, parents, cu_nodes};
 }
 
@@ -256,7 +256,7 @@ std::tuple<Tensor, Tensor, Tensor> medusa_propose(const Tensor& head_logits, con
   params.num_heads = static_cast<int32_t>(num_heads);
   params.num_nodes = static_cast<int32_t>(num_nodes);
   params.num_top = static_cast<int32_t>(num_top);
-  backend_for(head_logits, "medusa_propose").medusa_propose(params, context_for(head_logits));
+  backend_for(head_logits).medusa_propose(params, context_for(head_logits));
   return {draft_tokens, out_parents, cu_nodes};
 }
 

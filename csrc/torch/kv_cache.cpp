@@ -124,7 +124,7 @@ Tensor slot_mapping(const Tensor& page_table, const Tensor& seq_lens, const Tens
   if (value_checks_enabled()) check_slot_mapping_values(check, params, page_table, seq_lens, cu_seqlens_q);
   Tensor slots = empty_on(page_table, {total_q}, ScalarType::Long);
   params.slots = mutable_pointer<int64_t>(slots);
-  backend_for(page_table, "slot_mapping").slot_mapping(params, context_for(page_table));
+  backend_for(page_table).slot_mapping(params, context_for(page_table));
   return slots;
 }
 
@@ -162,7 +162,7 @@ void append_kv(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Te
                  "in -1.." + std::to_string(num_slots - 1), values[i]);
     }
   }
-  backend_for(k, "append_kv").append_kv(params, context_for(k));
+  backend_for(k).append_kv(params, context_for(k));
 }
 
 Tensor compact_kv(const std::vector<Tensor>& caches, const Tensor& page_table, const Tensor& start,
@@ -208,7 +208,7 @@ Tensor compact_kv(const std::vector<Tensor>& caches, const Tensor& page_table, c
     const size_t count = std::min<size_t>(views.size() - done, kMaxCompactTensors);
     std::copy_n(views.begin() + static_cast<std::ptrdiff_t>(done), count, params.caches);
     params.num_caches = static_cast<int32_t>(count);
-    backend_for(page_table, "compact_kv").compact_kv(params, context_for(page_table));
+    backend_for(page_table).compact_kv(params, context_for(page_table));
     done += count;
   } while (done < views.size());
   return seq_lens;

@@ -37,7 +37,6 @@ void implement(Library& m) {
 STABLE_TORCH_LIBRARY(pagedtree, m) {
   m.def("_backends() -> str");
   m.def("_use_backend(str name) -> str");
-  m.def("_missing_kernels(str backend) -> str");
 
   m.def(
       "build_trees(Tensor parents, Tensor cu_nodes, *, SymInt max_nodes, SymInt max_depth)"
@@ -132,7 +131,6 @@ STABLE_TORCH_LIBRARY(pagedtree, m) {
 STABLE_TORCH_LIBRARY_IMPL(pagedtree, CompositeExplicitAutograd, m) {
   m.impl("_backends", TORCH_BOX(&pagedtree::ops::backends));
   m.impl("_use_backend", TORCH_BOX(&pagedtree::ops::use_backend));
-  m.impl("_missing_kernels", TORCH_BOX(&pagedtree::ops::missing_kernels));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pagedtree, CPU, m) { pagedtree::ops::implement(m); }

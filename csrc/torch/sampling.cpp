@@ -75,7 +75,7 @@ Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top
   params.seeds = const_pointer<int64_t>(seeds);
   params.positions = const_pointer<int64_t>(positions);
   params.tokens = mutable_pointer<int64_t>(tokens);
-  backend_for(logits, "sample").sample(params, context_for(logits));
+  backend_for(logits).sample(params, context_for(logits));
   return tokens;
 }
 

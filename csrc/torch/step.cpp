@@ -69,7 +69,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> prepare_step(const Tensor& cu_nodes, 
   params.seq_lens = mutable_pointer<int32_t>(seq_lens);
   params.cu_seqlens_q = mutable_pointer<int32_t>(cu_seqlens_q);
   params.slots = mutable_pointer<int64_t>(slots);
-  backend_for(cu_nodes, "prepare_step").prepare_step(params, context_for(cu_nodes));
+  backend_for(cu_nodes).prepare_step(params, context_for(cu_nodes));
   return {positions, seq_lens, cu_seqlens_q, slots};
 }
 
@@ -145,7 +145,7 @@ CommitResult commit(const Tensor& accept_index, const Tensor& num_accepted, cons
     params.draft_missing = mutable_pointer<int64_t>(draft_missing);
     params.draft_num_missing = mutable_pointer<int32_t>(draft_num_missing);
   }
-  backend_for(start, "commit").commit(params, context_for(start));
+  backend_for(start).commit(params, context_for(start));
   return {new_start,   last_token,         finished,           out_num_accepted, num_tokens,
           accept_rows, draft_accept_index, draft_num_accepted, draft_missing,    draft_num_missing};
 }

@@ -32,7 +32,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> build_trees(const Tensor& par
   params.max_nodes = static_cast<int32_t>(max_nodes);
   params.max_depth = static_cast<int32_t>(max_depth);
   params.mask_words = static_cast<int32_t>(mask_words);
-  backend_for(parents, "build_trees").build_trees(params, context_for(parents));
+  backend_for(parents).build_trees(params, context_for(parents));
   return {depths, first_child, next_sibling, mask, valid};
 }
 

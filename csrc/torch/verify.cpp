@@ -64,7 +64,7 @@ VerdictTensors run(const Tensor& logits, VerifyParams& params) {
   constexpr int64_t kWords = sizeof(DrawnRow) / sizeof(int64_t);
   Tensor drawn_rows = empty_on(logits, {params.logits.num_rows, kWords}, ScalarType::Long);
   params.drawn_rows = static_cast<DrawnRow*>(drawn_rows.mutable_data_ptr());
-  backend_for(logits, "verify_sampled").verify_sampled(params, context_for(logits));
+  backend_for(logits).verify_sampled(params, context_for(logits));
   return verdict;
 }
 
@@ -209,7 +209,7 @@ VerdictTensors verify_by_ratio(const Tensor& logits, const Tensor& draft_tokens,
   }
   params.frames = static_cast<TraversalFrame*>(frames.mutable_data_ptr());
   VerdictTensors verdict = make_verdict(logits, verify);
-  (backend_for(logits, kRuleName<kRule>).*kRule)(params, context_for(logits));
+  (backend_for(logits).*kRule)(params, context_for(logits));
   return verdict;
 }
 
@@ -234,7 +234,7 @@ VerdictTensors verify_typical(const Tensor& logits, const Tensor& draft_tokens, 
   params.epsilon = static_cast<float>(epsilon);
   params.delta = static_cast<float>(delta);
   VerdictTensors verdict = make_verdict(logits, params.verify);
-  backend_for(logits, "verify_typical").verify_typical(params, context_for(logits));
+  backend_for(logits).verify_typical(params, context_for(logits));
   return verdict;
 }
 
