@@ -1,0 +1,70 @@
+"""Other models and splits: sliding windows, layers of two kinds with softcap, two tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from vllm_case import TARGET, accepted, engine, generate, runner_of, token_prompts, tree_options
+
+PROMPTS = token_prompts()
+WINDOW = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 24}
+
+
+def test_sliding_windows():
+    """The demo's target with a window shorter than the prompts; a tree node's position is its depth's."""
+    with engine() as llm:
+        unlimited = generate(llm, PROMPTS)
+    with engine(hf_overrides=WINDOW) as llm:
+        expected = generate(llm, PROMPTS)
+    assert expected != unlimited
+    for options in ({"attention_backend": "CUSTOM"}, tree_options("model")):
+        with engine(**options, hf_overrides=WINDOW, block_size=16) as llm:
+            assert generate(llm, PROMPTS) == expected
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random Gemma 2: softcap, and a window in every second layer, so that vLLM keeps two groups of caches."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    folder = tmp_path_factory.mktemp("gemma")
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=2048, hidden_size=256, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, query_pre_attn_scalar=64, sliding_window=24, attn_logit_softcapping=5.0,
+        max_position_embeddings=1024, bos_token_id=0, eos_token_id=1, initializer_range=0.3,
+    )  # fmt: skip
+    model = Gemma2ForCausalLM(config)
+    with torch.no_grad():
+        model.model.embed_tokens.weight *= 0.03  # the layers have a say, else each token repeats itself
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(TARGET) / name, folder)
+    return str(folder)
+
+
+def test_two_groups_of_caches_and_softcap(gemma):
+    with engine(model=gemma) as llm:
+        expected = generate(llm, PROMPTS)
+    assert all(len(set(output)) > 2 for output in expected)
+    # Drafted by the target itself: whole paths are accepted.
+    for options in ({"attention_backend": "CUSTOM"}, tree_options("model", model=gemma)):
+        with engine(model=gemma, **options, block_size=16) as llm:
+            assert len(runner_of(llm).kv_cache_config.kv_cache_groups) == 2
+            assert generate(llm, PROMPTS) == expected
+            if "speculative_config" in options:
+                assert accepted(llm) > 12 * len(PROMPTS)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_two_tensor_parallel_ranks(drafter):
+    """Each rank has its heads and its cache; the first one drafts for both."""
+    with engine() as llm:
+        expected = generate(llm, PROMPTS)
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with engine(**tree_options(drafter), tensor_parallel_size=2, env=env) as llm:
+        assert generate(llm, PROMPTS) == expected
+        assert accepted(llm) > len(PROMPTS)
