@@ -10,10 +10,12 @@ pass counts, by the clock and by the process's CPU time, which tells more where 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +34,10 @@ def engines() -> dict[str, dict[str, Any]]:
     return {
         "vLLM": {},
         "vLLM, our attention": ours,
-        "vLLM, n-gram chain": {"speculative_config": lookup},
-        "vLLM, draft-model chain": {"speculative_config": draft},
         "n-gram tree": tree_options("ngram", TREE_NODES, max_branches=6, max_depth=8),
         "draft-model tree": tree_options("model", TREE_NODES, depth=5, width=3),
+        "vLLM, n-gram chain": {"speculative_config": lookup},
+        "vLLM, draft-model chain": {"speculative_config": draft},
     }
 
 
@@ -50,7 +52,8 @@ def timed(call: Callable[[], list[list[int]]], passes: int = 4) -> tuple[list[li
     return result, min(seconds), min(cpu_seconds)
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """One engine in this process: its row, and the tokens."""
     from stdlib_text import prompts as stdlib_prompts
     from transformers import AutoTokenizer
     from vllm_case import TARGET, SamplingParams, engine, generate, metrics_of
@@ -58,27 +61,42 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     prompts = [tokenizer.encode(text) for text in stdlib_prompts(args.prompts)]
     params = SamplingParams(temperature=0, max_tokens=args.max_new_tokens, ignore_eos=True)
+    options = {"max_num_seqs": args.prompts, "max_model_len": 1024, "enable_prefix_caching": False}
+    with engine(**engines()[args.engine], **options) as llm:
+        generate(llm, prompts, SamplingParams(temperature=0, max_tokens=8))  # warm-up
+        before = metrics_of(llm)
+        outputs, seconds, cpu_seconds = timed(lambda: generate(llm, prompts, params))
+        after = metrics_of(llm)
+    counted = [f"vllm:spec_decode_num_{what}" for what in ("accepted_tokens", "drafts", "draft_tokens")]
+    hits, drafts, nodes = (after.get(key, 0) - before.get(key, 0) for key in counted)
+    num_tokens = sum(map(len, outputs))
+    return {
+        "engine": args.engine,
+        "accepted_length": hits / max(drafts, 1),
+        "draft_tokens_per_step": nodes / max(drafts, 1),
+        "tokens_per_second": num_tokens / seconds,
+        "tokens_per_cpu_second": num_tokens / cpu_seconds,
+        "outputs": outputs,
+    }
+
+
+def measure_all(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """Every engine in a process of its own: what one leaves behind would slow the next. Yields the rows so far."""
     rows: dict[str, dict[str, Any]] = {}
     expected: list[list[int]] = []
     for _ in range(args.rounds):
-        for name, options in engines().items():
-            with engine(**options, max_num_seqs=args.prompts, max_model_len=1024, enable_prefix_caching=False) as llm:
-                generate(llm, prompts, SamplingParams(temperature=0, max_tokens=8))  # warm-up
-                before = metrics_of(llm)
-                outputs, seconds, cpu_seconds = timed(lambda llm=llm: generate(llm, prompts, params))
-                after = metrics_of(llm)
+        for name in engines():
+            command = [sys.executable, __file__, "--engine", name, *sys.argv[1:]]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            row = json.loads(done.stdout.splitlines()[-1])
+            outputs = row.pop("outputs")
             expected = expected or outputs
-            num_tokens = sum(map(len, outputs))
-            counted = [f"vllm:spec_decode_num_{what}" for what in ("accepted_tokens", "drafts", "draft_tokens")]
-            hits, drafts, nodes = (after.get(key, 0) - before.get(key, 0) for key in counted)
-            row = rows.setdefault(name, {"engine": name, "tokens_per_second": 0.0, "tokens_per_cpu_second": 0.0})
-            row["tokens_per_second"] = max(row["tokens_per_second"], num_tokens / seconds)
-            row["tokens_per_cpu_second"] = max(row["tokens_per_cpu_second"], num_tokens / cpu_seconds)
-            row["accepted_length"] = hits / max(drafts, 1)
-            row["draft_tokens_per_step"] = nodes / max(drafts, 1)
-            row["identical"] = row.get("identical", True) and outputs == expected
-            print(row, flush=True)
-    return list(rows.values())
+            old = rows.get(name, {"identical": True})
+            for key in ("tokens_per_second", "tokens_per_cpu_second"):
+                row[key] = max(row[key], old.get(key, 0.0))
+            rows[name] = row | {"identical": old["identical"] and outputs == expected}
+            print(rows[name], flush=True)
+            yield list(rows.values())
 
 
 def main() -> int:
@@ -87,15 +105,19 @@ def main() -> int:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", help="where to write; default benchmarks/results/vllm.json")
+    parser.add_argument("--engine", help="measure this one alone, in this process, and print its row")
     args = parser.parse_args()
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    if args.engine:
+        print(json.dumps(measure(args)))
+        return 0
     import vllm
     from measure import machine_facts, save
 
     facts = machine_facts() | {"vllm": vllm.__version__, "dtype": "float32", "prompts": args.prompts,
                                "max_new_tokens": args.max_new_tokens, "rounds": args.rounds}  # fmt: skip
-    rows = measure(args)
-    save("vllm", rows, facts, args.json)
+    for rows in measure_all(args):
+        save("vllm", rows, facts, args.json)
     return 0 if all(row["identical"] for row in rows) else 1
 
 
