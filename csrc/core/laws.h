@@ -2,18 +2,17 @@
 // over a backend's `Rows`, which reads the rows and scans them. On CUDA all threads of a CTA run a walk together: what
 // the walk computes is the same in each, and one of them writes.
 //
-//   bool leads()                                       whether this thread writes what comes out
-//   void sync()                                        all have read what comes before, and can read what was written
-//   NodeLaws& laws()                                   room for the laws at one node
-//   void open(p, b, row, with_draft, laws)             finds the laws at a node; no token is tried; sums(laws, 0) is
-//   done double target(laws, token), draft(laws, token)     mass under the target, probability under the draft double
-//   residual(laws, c, token)                    max(target - c * draft, 0) LawSums sums(laws, c) over all tokens, in
-//   the order of LawTable int64_t draw(laws, c, u)                           the first token whose cumulative residual,
-//   as sums(laws, c)
-//                                                      added it last, exceeds u times the whole
-//   double entropy(laws)                               of the target, in nats
-//   void mark_tried(token), clear_tried(), bool is_tried(token)
-//   AcceptedNodes accepted_nodes()                     room for verify_typical
+// - leads(): whether this thread writes what comes out
+// - sync(): all have read what comes before, and can read what was written
+// - laws(): room for the NodeLaws at one node; accepted_nodes(): for verify_typical
+// - open(p, b, row, with_draft, laws): finds the laws at a node; no token is tried, sums(laws, 0) is done
+// - target(laws, token), draft(laws, token): the mass under the target, the probability under the draft
+// - residual(laws, c, token): max(target - c * draft, 0)
+// - sums(laws, c): LawSums over all tokens, in the order of LawTable
+// - draw(laws, c, u): the first token whose cumulative residual exceeds u times the whole, as sums(laws, c) has just
+//   added it
+// - entropy(laws): of the target, in nats
+// - mark_tried(token), clear_tried(), is_tried(token)
 //
 // Tried tokens count as nothing in sums and draws: where children were drawn, those that the draft's law gives a
 // probability (nothing is left of them, see Residual); under kOneHot all of them.
