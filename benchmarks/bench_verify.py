@@ -52,16 +52,14 @@ def bench(rule: Rule, problem: Problem, args: argparse.Namespace, bandwidth: flo
         "ms": ours * 1e3,
         "over_floor": ours / floor,
         "ratio": {name: t.median / ours for name, t in timings.items() if name != "pagedtree"},
-        "rows": problem.rows,
-        "visited_rows": problem.batch + int(verdict.num_accepted.sum())
-        if isinstance(verdict, pagedtree.Verdict)
-        else problem.rows,
+        "drafts": problem.rows - problem.batch,
+        "accepted": int(verdict.num_accepted.sum()) if isinstance(verdict, pagedtree.Verdict) else None,
         "timings": {name: as_row(t) for name, t in timings.items()},
     }
     print(f"{rule.name:40} {row['ms']:9.3f} ms, {row['over_floor']:6.2f} x the floor, ", end="")
-    print(
-        f"{row['visited_rows']} of {row['rows']} rows  " + "  ".join(f"{n} {r:.1f}x" for n, r in row["ratio"].items())
-    )
+    if row["accepted"] is not None:
+        print(f"{row['accepted']} of {row['drafts']} accepted, ", end="")
+    print("  ".join(f"{name} {ratio:.1f}x" for name, ratio in row["ratio"].items()))
     return row
 
 

@@ -74,15 +74,15 @@ def attention(result: dict[str, Any], name: str) -> str:
 def verification(result: dict[str, Any], name: str) -> str:
     machine, rows = result["machine"], result["rows"]
     peers = list(dict.fromkeys(name for row in rows for name in row["ratio"]))
-    header = ["rule", "rows read", "ms", "spread, ms", "over the floor", *(f"vs {peer}" for peer in peers)]
+    header = ["rule", "drafts accepted", "ms", "spread, ms", "over the floor", *(f"vs {peer}" for peer in peers)]
     body = [
         [
             row["rule"],
-            f"{row['visited_rows']} of {row['rows']}",
+            "" if row["accepted"] is None else f"{row['accepted']} of {row['drafts']}",
             f"{row['ms']:.2f}",
             f"{row['timings']['pagedtree']['spread'] * 1e3:.2f}",
             f"{row['over_floor']:.2f} x",
-            *(f"{row['ratio'][peer]:.1f} x" if peer in row["ratio"] else "absent" for peer in peers),
+            *(f"{row['ratio'][peer]:.1f} x" if peer in row["ratio"] else "" for peer in peers),
         ]
         for row in rows
     ]
