@@ -413,7 +413,7 @@ def three_tokens(op: Callable, count: int, device: torch.device, coins_of_positi
 def test_law_across_steps(device, draws):
     """No step's random numbers depend on what the step before has done with its own."""
     for op in (verify_rejection, verify_block, verify_traversal):
-        assert three_tokens(op, draws(20_000), device) < 6
+        assert three_tokens(op, draws(60_000), device) < 6
 
 
 def test_coins_of_positions_would_bias_joint_rules():
