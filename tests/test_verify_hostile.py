@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from verify_case import BAD_ROW, MALFORMED, PARAMS, batch_of, check, streams
+from verify_case import BAD_ROW, MALFORMED, PARAMS, batch_of, check, check_bounds, streams
 
 from pagedtree import (
     DraftTree,
@@ -84,13 +84,7 @@ def test_hostile_links_stay_inside(device, seed):
         verify_sampled(logits, garbage(rows), trees, PARAMS, **streams(batch, device)),
         verify_greedy(logits, garbage(rows), trees, draft_to_target=garbage(3)),
     ):
-        for b in range(batch):
-            path = [node for node in verdict.accept_index[b].tolist() if node >= 0]
-            assert path == sorted(set(path)) and len(path) <= max_depth + 1
-            assert all(node < max_nodes for node in path)
-            assert verdict.num_accepted[b] == max(len(path) - 1, 0)
-            tokens = verdict.tokens[b].tolist()
-            assert all(0 <= token < vocab for token in tokens[: len(path)]) and set(tokens[len(path) :]) <= {-1}
+        check_bounds(verdict, max_nodes, max_depth, vocab)
 
 
 @pytest.mark.parametrize("link", [0, 1, 3, -1, 100, 2**31 - 1])

@@ -28,3 +28,15 @@ def check(verdict: Verdict, b: int, path: list[int], tokens: list[int], status: 
     assert verdict.tokens[b].tolist() == tokens + padding
     assert verdict.num_accepted[b] == len(path) - 1
     assert verdict.status[b] == status
+
+
+def check_bounds(verdict: Verdict, max_nodes: int, max_depth: int, vocab: int) -> None:
+    """Whatever was verified: paths go down within a tree, and each of their nodes has a token of the vocabulary."""
+    for accepted, count, tokens in zip(
+        verdict.accept_index.tolist(), verdict.num_accepted, verdict.tokens.tolist(), strict=True
+    ):
+        path = [node for node in accepted if node >= 0]
+        assert path == sorted(set(path)) and len(path) <= max_depth + 1
+        assert all(node < max_nodes for node in path)
+        assert count == max(len(path) - 1, 0)
+        assert all(0 <= token < vocab for token in tokens[: len(path)]) and set(tokens[len(path) :]) <= {-1}
