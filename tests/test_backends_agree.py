@@ -46,6 +46,10 @@ def rows_of(vocab: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
 @pytest.mark.parametrize("vocab", [1, 6, 129, 1000, 9001])
 def test_sample(other, dtype, vocab):
+    compare_sampling(other, dtype, vocab)
+
+
+def compare_sampling(other, dtype, vocab):
     device = "cuda" if other == "cuda" else "cpu"
     logits, seeds, positions = rows_of(vocab, dtype), random_words(12), random_words(12, 1)
     for law in LAWS:
@@ -61,6 +65,10 @@ def test_sample(other, dtype, vocab):
 @pytest.mark.parametrize("batch", [1, 2, 30])
 def test_verify(other, batch):
     """Few trees have all their rows drawn at once, many are walked row by row."""
+    compare_verification(other, batch, 40)
+
+
+def compare_verification(other, batch, vocab):
     device = "cuda" if other == "cuda" else "cpu"
     generator = torch.Generator().manual_seed(batch)
     shapes = [DraftTree([-1, *[int(torch.randint(i, (), generator=generator)) for i in range(1, 9)]])] * batch
@@ -69,9 +77,11 @@ def test_verify(other, batch):
         generator.manual_seed(batch)
         trees = TreeBatch.from_trees(shapes, max_depth=8, device=place)
         rows = trees.parents.shape[0]
-        logits = (torch.randn(rows, 40, generator=generator) * 2).to(torch.bfloat16)
-        allowed = torch.rand(rows, 40, generator=generator) < 0.8
-        drafts = torch.where(torch.rand(rows, generator=generator) < 0.7, logits.argmax(1).roll(1), 3)
+        logits = (torch.randn(rows, vocab, generator=generator) * 2).to(torch.bfloat16)
+        allowed = torch.rand(rows, vocab, generator=generator) < 0.8
+        parent_rows = trees.parents.cpu().clamp(min=0) + torch.arange(rows) // 9 * 9
+        best = logits.masked_fill(~allowed, -math.inf).argmax(1)[parent_rows]
+        drafts = torch.where(torch.rand(rows, generator=generator) < 0.9, best, 3)
         seeds, positions = random_words(batch).to(place), random_words(batch, 1).to(place)
         arguments = (logits.to(place), drafts.to(place), trees)
         with use_backend(name):
@@ -99,6 +109,10 @@ RULES = [
 @pytest.mark.parametrize("vocab", [1, 6, 1025, 40001])
 def test_rules(other, op, law, vocab):
     """Every dtype of logits with every dtype of drafts, which are probabilities or logits; rows that are not finite."""
+    compare_rule(other, op, law, vocab)
+
+
+def compare_rule(other, op, law, vocab):
     generator = torch.Generator().manual_seed(vocab)
     shapes = (
         [[-1, 0, 1, 2, 3], [-1, 0, 1, 2], [-1, 0, 1]]
@@ -133,6 +147,30 @@ def test_rules(other, op, law, vocab):
     for k, (expected, got) in enumerate(zip(results["cpu"], results[other], strict=True)):
         assert got.cpu().equal(expected), (k, expected, got)
     assert vocab not in (6, 1025) or any((accepted > 0).any() for accepted in results["cpu"][1::4])
+
+
+@pytest.mark.skipif("simt" not in backends(), reason="built without simt")
+@pytest.mark.parametrize(("ctas", "order"), [(2, "forward"), (8, "random:1"), (8, "reverse")])
+class TestClusters:
+    """Several CTAs that read a row together find what one finds."""
+
+    VOCAB = 33_001  # 8 CTAs at most, the last one with fewer tokens
+
+    @pytest.fixture(autouse=True)
+    def device(self, ctas, order, monkeypatch):
+        monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", f"{12 * ctas}:227:{ctas}")
+        monkeypatch.setenv("PAGEDTREE_SIMT_ORDER", order)
+
+    def test_sample(self):
+        compare_sampling("simt", torch.bfloat16, self.VOCAB)
+
+    @pytest.mark.parametrize("batch", [1, 12])
+    def test_verify(self, batch):
+        compare_verification("simt", batch, self.VOCAB)
+
+    @pytest.mark.parametrize(("op", "law"), RULES, ids=lambda x: getattr(x, "__name__", x))
+    def test_rules(self, op, law):
+        compare_rule("simt", op, law, self.VOCAB)
 
 
 @pytest.mark.parametrize("other", OTHERS)

@@ -77,7 +77,7 @@ def test_ranges_cover_equal_costs(target: Target, case: dict, max_seqlen_q: int,
 
 
 def test_a_million_keys(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "132:227")
+    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "132:227:8")
     queries, keys = [1, 500, 0, 16, 1, 1], [2**20, 2**20 - 1, 7, 2**20 + 63, 2**31 - 1, 0]
     sizes = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 128, "page_size": 16, "max_seqlen_q": 500}
     cu = torch.tensor([0, *np.cumsum(queries)], dtype=torch.int32)
@@ -136,7 +136,7 @@ def test_many_pieces(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cut before every KV tile of every row tile: up to 20 pieces are joined."""
     if target.backend != "simt":
         pytest.skip("simt only: elsewhere the number of ranges is not ours to choose")
-    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "100:227")
+    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "100:227:8")
     case = target.case([1200, 70, 300], [DraftTree.chain(4), "causal", "causal"], heads=(4, 2)).build()
     expected = tree_attention(**case, return_lse=True)
     tiles = [-(-int(s) // KV_TILE) for s in case["seq_lens"]]

@@ -250,7 +250,7 @@ def test_thread_order_does_not_matter(target: Target, head_dim: int, monkeypatch
         check(dict(case, max_seqlen_q=hint))
 
 
-@pytest.mark.parametrize("device", ["1:99", "3:163", "40:99"])
+@pytest.mark.parametrize("device", ["1:99:1", "3:163:8", "40:99:1"])
 def test_device_does_not_matter(target: Target, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More or fewer cuts and stages, other CTAs an SM: the same within rounding, and each repeats its own bits."""
     if target.backend != "simt":

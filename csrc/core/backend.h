@@ -15,42 +15,40 @@ struct ExecContext {
   void (*parallel_for)(int64_t begin, int64_t end, int64_t grain_size, Body body, void* state) = nullptr;
 };
 
-// Every backend fills every entry, see is_complete().
-struct Backend {
-  const char* name;
-  void (*build_trees)(const BuildTreesParams&, const ExecContext&);
-  void (*sample)(const SampleParams&, const ExecContext&);
-  void (*verify_sampled)(const VerifyParams&, const ExecContext&);  // greedy is temperature 0
-  void (*verify_rejection)(const RatioParams&, const ExecContext&);
-  void (*verify_block)(const RatioParams&, const ExecContext&);
-  void (*verify_typical)(const RatioParams&, const ExecContext&);
-  void (*verify_traversal)(const RatioParams&, const ExecContext&);
-  void (*expand_tree)(const ExpandTreeParams&, const ExecContext&);
-  void (*rerank_tree)(const RerankTreeParams&, const ExecContext&);
-  void (*ngram_propose)(const NgramProposeParams&, const ExecContext&);
-  void (*medusa_propose)(const MedusaProposeParams&, const ExecContext&);
-  void (*slot_mapping)(const SlotMappingParams&, const ExecContext&);
-  void (*append_kv)(const AppendKvParams&, const ExecContext&);
-  void (*compact_kv)(const CompactKvParams&, const ExecContext&);
-  void (*prepare_step)(const PrepareStepParams&, const ExecContext&);
-  void (*commit)(const CommitParams&, const ExecContext&);
-  void (*attention_plan)(const AttentionPlanParams&, const ExecContext&);
-  int64_t (*tree_attention_scratch)(const TreeAttentionParams&, const ExecContext&);  // bytes; reads no tensor
-  void (*tree_attention)(const TreeAttentionParams&, const ExecContext&);
-  void (*merge_states)(const MergeStatesParams&, const ExecContext&);
+// A function of a backend. It has no default: a table that leaves one out does not compile.
+template <typename Params, typename Result = void>
+struct BackendOp {
+  using Function = Result (*)(const Params&, const ExecContext&);
+  Function function;
+
+  constexpr BackendOp(Function of_backend) : function(of_backend) {}
+  BackendOp(decltype(nullptr)) = delete;
+  Result operator()(const Params& p, const ExecContext& ctx) const { return function(p, ctx); }
 };
 
-// Whether no entry is null; does not compile while one is not listed here.
-constexpr bool is_complete(const Backend& backend) {
-  const auto& [name, build_trees, sample, verify_sampled, verify_rejection, verify_block, verify_typical,
-               verify_traversal, expand_tree, rerank_tree, ngram_propose, medusa_propose, slot_mapping, append_kv,
-               compact_kv, prepare_step, commit, attention_plan, tree_attention_scratch, tree_attention, merge_states] =
-      backend;
-  const auto all = [](auto... entries) { return (... && (entries != nullptr)); };
-  return all(name, build_trees, sample, verify_sampled, verify_rejection, verify_block, verify_typical,
-             verify_traversal, expand_tree, rerank_tree, ngram_propose, medusa_propose, slot_mapping, append_kv,
-             compact_kv, prepare_step, commit, attention_plan, tree_attention_scratch, tree_attention, merge_states);
-}
+struct Backend {
+  const char* name;
+  BackendOp<BuildTreesParams> build_trees;
+  BackendOp<SampleParams> sample;
+  BackendOp<VerifyParams> verify_sampled;  // greedy is temperature 0
+  BackendOp<RatioParams> verify_rejection;
+  BackendOp<RatioParams> verify_block;
+  BackendOp<RatioParams> verify_typical;
+  BackendOp<RatioParams> verify_traversal;
+  BackendOp<ExpandTreeParams> expand_tree;
+  BackendOp<RerankTreeParams> rerank_tree;
+  BackendOp<NgramProposeParams> ngram_propose;
+  BackendOp<MedusaProposeParams> medusa_propose;
+  BackendOp<SlotMappingParams> slot_mapping;
+  BackendOp<AppendKvParams> append_kv;
+  BackendOp<CompactKvParams> compact_kv;
+  BackendOp<PrepareStepParams> prepare_step;
+  BackendOp<CommitParams> commit;
+  BackendOp<AttentionPlanParams> attention_plan;
+  BackendOp<TreeAttentionParams, int64_t> tree_attention_scratch;  // bytes; reads no tensor
+  BackendOp<TreeAttentionParams> tree_attention;
+  BackendOp<MergeStatesParams> merge_states;
+};
 
 namespace cpu {
 PT_EXPORT const Backend& backend();

@@ -1,8 +1,9 @@
 // What the rules that weigh the target's law against the draft's have in common. They are written once, as templates
-// over a backend's `Rows`, which reads the rows and scans them. On CUDA all threads of a CTA run a walk together: what
-// the walk computes is the same in each, and one of them writes.
+// over a backend's `Rows`, which reads the rows and scans them. On CUDA all threads of a CTA, or of several, run a walk
+// together: what the walk computes is the same in each, and one of them writes.
 //
 // - leads(): whether this thread writes what comes out
+// - leads_cta(): whether it writes what laws() and accepted_nodes() hold, which each CTA has for itself
 // - sync(): all have read what comes before, and can read what was written
 // - laws(): room for the NodeLaws at one node; accepted_nodes(): for verify_typical
 // - open(p, b, row, with_draft, laws): finds the laws at a node; no token is tried, sums(laws, 0) is done

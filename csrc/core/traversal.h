@@ -31,7 +31,7 @@ struct Traversal {
 
   // Written by the leader.
   PT_HOST_DEVICE TraversalFrame& frame(int32_t d) const { return p.frames[walk.b * (p.verify.max_depth + 1) + d]; }
-  PT_HOST_DEVICE const NodeLaws& laws() const { return frame(depth).laws; }
+  PT_HOST_DEVICE const NodeLaws& laws() const { return rows.laws(); }
   PT_HOST_DEVICE int32_t node_at(int32_t d) const { return d == depth ? at.node : frame(d).state.node; }
   PT_HOST_DEVICE int64_t token_of(int32_t node) const { return draft_token_at(p.verify, walk.rows.begin + node); }
 
@@ -44,7 +44,7 @@ struct Traversal {
   }
 
   PT_HOST_DEVICE void open() {
-    rows.open(p, walk.b, walk.rows.begin + at.node, next_child(at.node, -1) >= 0, frame(depth).laws);
+    rows.open(p, walk.b, walk.rows.begin + at.node, next_child(at.node, -1) >= 0, rows.laws());
     at.left = {0.0, laws().total, 1.0};
     is_open = true;
     if (laws().target.bad) walk.status |= kBadRow;
@@ -57,10 +57,22 @@ struct Traversal {
 
   PT_HOST_DEVICE void descend(int32_t child, double weight) {
     rows.sync();
-    if (rows.leads()) frame(depth).state = at;
+    if (rows.leads()) {
+      frame(depth).laws = laws();
+      frame(depth).state = at;
+    }
     rows.sync();
     ++depth;
     enter(child, weight);
+  }
+
+  PT_HOST_DEVICE void ascend() {
+    --depth;
+    rows.sync();
+    if (rows.leads_cta()) rows.laws() = frame(depth).laws;
+    rows.sync();
+    at = frame(depth).state;
+    is_open = true;
   }
 
   // The weight of the path that goes on to `child`.
@@ -108,8 +120,7 @@ struct Traversal {
         accepted = true;
         continue;
       } else {
-        at = frame(--depth).state;
-        is_open = true;
+        ascend();
       }
       reject_child();
     }

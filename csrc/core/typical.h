@@ -28,7 +28,7 @@ PT_HOST_DEVICE void walk_typical(const RatioParams& p, int64_t b, Rows& rows) {
   }
   NodeLaws& laws = rows.laws();
   const AcceptedNodes nodes = rows.accepted_nodes();
-  if (rows.leads()) {
+  if (rows.leads_cta()) {
     for (int32_t node = 0; node < walk.num_nodes; ++node) nodes.parents[node] = nodes.depths[node] = -1;
     nodes.depths[0] = 0;
   }
@@ -52,7 +52,7 @@ PT_HOST_DEVICE void walk_typical(const RatioParams& p, int64_t b, Rows& rows) {
     const double bound = typical_bound(p, rows, laws);
     for (; child >= 0; child = walk.next_sibling(child)) {
       const int64_t token = draft_token_at(p.verify, walk.rows.begin + child);
-      if (token < 0 || !(rows.target(laws, token) > bound) || !rows.leads() || nodes.depths[child] >= 0) continue;
+      if (token < 0 || !(rows.target(laws, token) > bound) || !rows.leads_cta() || nodes.depths[child] >= 0) continue;
       nodes.parents[child] = static_cast<int16_t>(node);
       nodes.depths[child] = static_cast<int16_t>(depth + 1);
     }

@@ -35,7 +35,7 @@ class Rows {
       : scratch_(scratch), tried_{scratch.tried}, counts_drafts_(p.law != DraftLaw::kOneHot) {}
 
   static bool leads() { return true; }
-
+  static bool leads_cta() { return true; }
   static void sync() {}
   NodeLaws& laws() { return scratch_.laws; }
 

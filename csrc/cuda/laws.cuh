@@ -1,5 +1,6 @@
-// The rows of core/laws.h, read by a whole CTA: all threads call, and all get what comes out. The dtypes of target and
-// draft are known at run time only, so that there is one kernel a rule.
+// The rows of core/laws.h, read by a whole CTA or a cluster: all threads call, and all get what comes out. The CTAs of
+// a cluster walk side by side: each reads a part of a row, and all have what came of it in their own memory. The dtypes
+// of target and draft are known at run time only, so that there is one kernel a rule.
 #pragma once
 
 #include "core/laws.h"
@@ -181,8 +182,9 @@ class Rows {
   __device__ Rows(const RatioParams& p, LawShared& shared)
       : shared_(shared), tried_{shared.tried}, counts_drafts_(p.law != DraftLaw::kOneHot) {}
 
-  static __device__ bool leads() { return threadIdx.x == 0; }
-  static __device__ void sync() { __syncthreads(); }
+  static __device__ bool leads() { return leads_cluster(); }
+  static __device__ bool leads_cta() { return threadIdx.x == 0; }
+  static __device__ void sync() { ptx::cluster_sync(); }
   __device__ NodeLaws& laws() { return shared_.laws; }
   __device__ AcceptedNodes accepted_nodes() { return {shared_.parents, shared_.depths}; }
 
@@ -190,15 +192,15 @@ class Rows {
     clear_tried();
     const LogitRow draft_row = with_draft ? draft_row_of(p, row) : LogitRow{};
     const bool has_draft_law = draft_row.logits != nullptr && p.draft_sampling.temperature != nullptr;
-    sync();
-    if (leads()) {
+    __syncthreads();
+    if (leads_cta()) {
       laws.target.row = logit_row(p.verify.logits, row);
       laws.draft = {};
       laws.draft.row = draft_row;
       laws.draft_is_probs = !has_draft_law;
       laws.draft_unit = 1.0;
     }
-    sync();
+    __syncthreads();
     // The draft's law, where it must be found, then the target's.
 #pragma unroll 1
     for (int laws_left = has_draft_law ? 2 : 1; laws_left > 0; --laws_left) {
@@ -206,12 +208,12 @@ class Rows {
       RowLaw& into = of_draft ? laws.draft : laws.target;
       const RowLaw law = find_law(into.row, law_of(of_draft ? p.draft_sampling : p.verify.sampling, b));
       sum_blocks(LawMasses(law), shared_.residuals);
-      if (!leads()) continue;
+      if (!leads_cta()) continue;
       into = law;
       const double total = shared_.residuals.total(law.row.vocab);
       (of_draft ? laws.draft_unit : laws.total) = of_draft ? 1.0 / total : total;
     }
-    sync();
+    __syncthreads();
   }
 
   __device__ double target(const NodeLaws& laws, int64_t token) const {
@@ -246,11 +248,11 @@ class Rows {
 #pragma unroll
       for (int j = 0; j < 4; ++j) shared_.block[i / kLawRadix][i % kLawRadix + j] = sums[0][j];
     }
-    sync();
+    __syncthreads();
     if (threadIdx.x < kLawBlock / kLawRadix) {
       shared_.runs[threadIdx.x] = sum_in_order(shared_.block[threadIdx.x], kLawRadix);
     }
-    sync();
+    __syncthreads();
     const int run = search.pick(shared_.runs, kLawBlock / kLawRadix);
     return begin + run * kLawRadix + search.pick(shared_.block[run], kLawRadix);
   }
@@ -265,18 +267,18 @@ class Rows {
   __device__ __forceinline__ void mark_tried(int64_t token) {
     if (tried_.contains(token) || tried_.size == kMaxTreeNodes) return;
     const int32_t at = tried_.lower_bound(token), threads = static_cast<int32_t>(blockDim.x);
-    sync();
+    __syncthreads();
     // What lies behind it moves one on, the last ones first.
     for (int32_t end = tried_.size; end > at; end -= threads) {
       const int32_t from = end - 1 - static_cast<int32_t>(threadIdx.x);
       const int32_t id = from >= at ? tried_.ids[from] : 0;
-      sync();
+      __syncthreads();
       if (from >= at) tried_.ids[from + 1] = id;
-      sync();
+      __syncthreads();
     }
-    if (leads()) tried_.ids[at] = static_cast<int32_t>(token);
+    if (leads_cta()) tried_.ids[at] = static_cast<int32_t>(token);
     ++tried_.size;
-    sync();
+    __syncthreads();
   }
 
  private:
@@ -287,7 +289,7 @@ class Rows {
     });
   }
 
-  // A warp a block, all the groups of four that its lanes add up.
+  // A warp a block, all the groups of four that its lanes add up. Every CTA gets all sums.
   template <typename Masses, typename... Tables>
   __device__ __forceinline__ void sum_blocks(const Masses& masses, Tables&... into) {
     LawTable* const tables[Masses::kSums] = {&into...};
@@ -295,8 +297,10 @@ class Rows {
     sync();
     // Groups of kLawSums tokens; the next ones of this warp are on their way while one is looked at.
     constexpr int kAhead = Masses::kAhead, kGroups = kLawBlock / kLawSums;
-    const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
-    const int warps = static_cast<int>(blockDim.x / 32), num_blocks = static_cast<int>(LawTable::num_blocks(vocab));
+    const int lane = static_cast<int>(threadIdx.x % 32), warps_of_cta = static_cast<int>(blockDim.x / 32);
+    const int warp = static_cast<int>(ptx::cluster_rank()) * warps_of_cta + static_cast<int>(threadIdx.x / 32);
+    const int warps = static_cast<int>(ptx::cluster_size()) * warps_of_cta,
+              num_blocks = static_cast<int>(LawTable::num_blocks(vocab));
     const int num_groups = warp < num_blocks ? ceil_div(num_blocks - warp, warps) * kGroups : 0;
     const auto token_of = [&](int group) {  // of this warp's groups; its blocks are `warps` apart
       return (warp + (group / kGroups) * warps) * kLawBlock + group % kGroups * kLawSums + 4 * lane;
@@ -318,7 +322,8 @@ class Rows {
 #pragma unroll
       for (int k = 0; k < Masses::kSums; ++k) {
         const float sum = sum_of_block(sums[k]);
-        if (lane == 0) tables[k]->blocks[token_of(group) / kLawBlock] = sum;
+        float& into = tables[k]->blocks[token_of(group) / kLawBlock];
+        if (lane < static_cast<int>(ptx::cluster_size())) *ptx::of_cta(&into, static_cast<uint32_t>(lane)) = sum;
         sums[k][0] = sums[k][1] = sums[k][2] = sums[k][3] = 0.0f;
       }
     }
@@ -327,7 +332,7 @@ class Rows {
 #pragma unroll
       for (LawTable* table : tables) table->add_group(vocab, threadIdx.x);
     }
-    sync();
+    __syncthreads();
   }
 
   LawShared& shared_;

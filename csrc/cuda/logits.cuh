@@ -1,8 +1,9 @@
-// Reading a row of logits in its own dtype, by a whole CTA.
+// Reading a row of logits in its own dtype, by a whole CTA or by the CTAs of a cluster, each a part.
 #pragma once
 
 #include "core/numeric.h"
 #include "core/sampling.h"
+#include "cuda/tile/launch.cuh"
 #include "cuda/tile/radix.cuh"
 
 namespace pagedtree::cuda {
@@ -13,6 +14,26 @@ constexpr int kRowThreads = 512;
 // Threads that read a row; few where the row is short.
 inline unsigned threads_of_row(int64_t vocab, int most = kRowThreads) {
   return static_cast<unsigned>(clamp_to<int64_t>(ceil_div<int64_t>(vocab, 16 * 32) * 32, 32, most));
+}
+
+// CTAs that read a row together: those that would idle, as long as each has enough to do.
+template <typename... Params>
+unsigned ctas_of_row(void (*kernel)(Params...), int64_t num_rows, int64_t vocab) {
+  constexpr int64_t kLeastTokens = 4096;  // of a CTA
+  const int64_t most = min_of<int64_t>(max_cluster(kernel), vocab / kLeastTokens);
+  unsigned ctas = 1;
+  while (2 * ctas <= most && 2 * ctas * num_rows <= device_limits().num_sms) ctas *= 2;
+  return ctas;
+}
+
+// A cluster for each of the `num_rows` rows that are read at the same time: ptx::cluster_index() tells which.
+template <typename... Params, typename... Arguments>
+void launch_rows(void (*kernel)(Params...), int64_t num_rows, int64_t vocab, int most_threads, size_t shared_bytes,
+                 void* stream, Arguments&&... arguments) {
+  const unsigned ctas = ctas_of_row(kernel, num_rows, vocab);
+  launch_clusters(kernel, dim3(static_cast<unsigned>(num_rows) * ctas),
+                  dim3(threads_of_row(ceil_div<int64_t>(vocab, ctas), most_threads)), ctas, shared_bytes, stream,
+                  std::forward<Arguments>(arguments)...);
 }
 
 // call(integral constant) with the dtype of logits.
@@ -165,7 +186,8 @@ class LogitReader {
   template <typename F>
   __device__ __forceinline__ void each_raw(F f) const {
     constexpr int kAhead = kDType == kAnyDType ? 4 : 3;  // kernels of any dtype have fewer threads
-    const int64_t stride = 4 * int64_t{blockDim.x}, begin = 4 * int64_t{threadIdx.x};
+    const int64_t threads = int64_t{ptx::cluster_size()} * blockDim.x, stride = 4 * threads;
+    const int64_t begin = 4 * (int64_t{ptx::cluster_rank()} * blockDim.x + threadIdx.x);
     Four ahead[kAhead]{};
 #pragma unroll 1
     for (int64_t token = begin - kAhead * stride; token < row_.vocab; token += stride) {
@@ -247,8 +269,8 @@ __device__ __forceinline__ Peak find_peak(const Reader& row, BlockShared& shared
       nan = nan || (four[i] != four[i] && token + i < row.vocab());
     }
   });
-  const uint64_t best = block_max(shared, ranked(most, first));
-  return {.logit = ranked_value(best), .token = ranked_id(best), .has_nan = __syncthreads_or(nan) != 0};
+  const uint64_t best = cluster_max(shared, ranked(most, first));
+  return {.logit = ranked_value(best), .token = ranked_id(best), .has_nan = cluster_any(shared, nan)};
 }
 
 // The logits above -inf whose x is at least min_x, as the keys of a radix search.

@@ -1,5 +1,5 @@
-// Draws a token from a row of logits, by a whole CTA: the peak, the filters' threshold, the race of the kept tokens'
-// noise. The row is read from memory once and from L2 afterwards; nothing of its size is written.
+// Draws a token from a row of logits, by a whole CTA or a cluster: the peak, the filters' threshold, the race of the
+// kept tokens' noise. The row is read from memory once and from L2 afterwards; nothing of its size is written.
 #pragma once
 
 #include "cuda/logits.cuh"
@@ -43,7 +43,7 @@ __device__ __forceinline__ int64_t race(const LogitReader<kDType>& row, const Sc
       best = max_of(best, ranked(score, token + i));
     }
   });
-  return ranked_id(block_max(shared, best));
+  return ranked_id(cluster_max(shared, best));
 }
 
 template <DType kDType>

@@ -10,10 +10,11 @@ namespace {
 
 template <DType kDType>
 __global__ void __launch_bounds__(kRowThreads, 1) sample_kernel(const __grid_constant__ SampleParams p) {
-  const int64_t r = blockIdx.x;
+  const int64_t r = ptx::cluster_index();
+  ptx::cluster_sync();
   const Draw draw = draw_token<kDType>(logit_row(p.logits, r), law_of(p.sampling, r), static_cast<uint64_t>(p.seeds[r]),
                                        p.positions[r], ptx::shared<SamplingShared>());
-  if (threadIdx.x == 0) p.tokens[r] = draw.token;
+  if (leads_cluster()) p.tokens[r] = draw.token;
 }
 
 // ---- verify
@@ -33,28 +34,31 @@ __device__ __forceinline__ Draw draw_at(const VerifyParams& p, int64_t b, int64_
                             static_cast<int64_t>(position + static_cast<uint64_t>(int64_t{depth})), shared);
 }
 
-// Every row's token, before anybody knows which rows the walks visit: a CTA a row.
+// Every row's token, before anybody knows which rows the walks visit: a cluster a row.
 template <DType kDType>
 __global__ void __launch_bounds__(kRowThreads, 1) draw_rows_kernel(const __grid_constant__ VerifyParams p) {
-  const int64_t row = blockIdx.x, b = sequence_of_row(p.cu_nodes, p.batch, row);
+  const int64_t row = ptx::cluster_index(), b = sequence_of_row(p.cu_nodes, p.batch, row);
   const int32_t depth = p.depths[row];
+  ptx::cluster_sync();
   if (b < 0 || depth < 0) {  // no walk comes here
-    if (threadIdx.x == 0) p.drawn_rows[row].sequence = -1;
+    if (leads_cluster()) p.drawn_rows[row].sequence = -1;
     return;
   }
   const Draw draw = draw_at<kDType>(p, b, row, depth, ptx::shared<SamplingShared>());
-  if (threadIdx.x == 0) {
+  if (leads_cluster()) {
     p.drawn_rows[row] = {static_cast<int32_t>(draw.token), static_cast<int32_t>(b), depth, draw.bad};
   }
 }
 
-// A CTA a tree. Without `drawn`, only the rows on the path are read, one after the other.
+// A cluster a tree. Without `drawn`, only the rows on the path are read, one after the other.
 template <DType kDType>
 __global__ void __launch_bounds__(kRowThreads, 1) walk_kernel(const __grid_constant__ VerifyParams p, bool drawn) {
   auto& shared = ptx::shared<WalkShared>();
-  const int64_t b = blockIdx.x;
-  TreeWalk walk(p, b);  // the first thread's; the others follow it
-  if (threadIdx.x == 0) walk.begin();
+  const int64_t b = ptx::cluster_index();
+  const bool writes = leads_cluster();
+  TreeWalk walk(p, b);  // the first thread's of each CTA; the others follow it
+  if (writes) walk.begin();
+  ptx::cluster_sync();
   for (bool more = walk.num_nodes > 0; more;) {
     const DrawnRow* known = drawn ? p.drawn_rows + walk.row() : nullptr;
     const bool is_known = drawn && known->sequence == b && known->depth == walk.depth;
@@ -63,7 +67,7 @@ __global__ void __launch_bounds__(kRowThreads, 1) walk_kernel(const __grid_const
     __syncthreads();
     if (threadIdx.x == 0) {
       if (draw.bad) walk.status |= kBadRow;
-      walk.emit(draw.token);
+      if (writes) walk.emit(draw.token);
       shared.more = walk.descend(walk.child_with(draw.token));
       shared.node = walk.node;
     }
@@ -74,35 +78,40 @@ __global__ void __launch_bounds__(kRowThreads, 1) walk_kernel(const __grid_const
       ++walk.depth;
     }
   }
-  if (threadIdx.x == 0) walk.finish();
+  if (writes) walk.finish();
 }
 
 // Whether all rows at once take no longer than the rows of a path one after the other, half of max_depth accepted.
-bool draws_all_rows(const VerifyParams& p) {
-  const int64_t at_once = device_limits().num_sms;
+template <typename Kernel>
+bool draws_all_rows(const VerifyParams& p, Kernel kernel) {
+  const auto rounds = [&](int64_t rows) {  // in which the CTAs that fit read a part of a row
+    const int64_t ctas = ctas_of_row(kernel, rows, p.logits.vocab), sms = device_limits().num_sms;
+    return static_cast<double>(ceil_div(rows * ctas, sms)) / static_cast<double>(ctas);
+  };
   const int64_t path = 1 + p.max_depth / 2;
-  return p.max_depth > 0 && ceil_div(p.logits.num_rows, at_once) <= ceil_div(p.batch, at_once) * path;
+  return p.max_depth > 0 && rounds(p.logits.num_rows) <= rounds(p.batch) * static_cast<double>(path);
 }
 
 }  // namespace
 
 void sample(const SampleParams& p, const ExecContext& ctx) {
   with_logit_dtype(p.logits.dtype, [&](auto dtype) {
-    launch(sample_kernel<dtype>, dim3(static_cast<unsigned>(p.logits.num_rows)), dim3(threads_of_row(p.logits.vocab)),
-           sizeof(SamplingShared), ctx.stream, p);
+    launch_rows(sample_kernel<dtype>, p.logits.num_rows, p.logits.vocab, kRowThreads, sizeof(SamplingShared),
+                ctx.stream, p);
   });
 }
 
 void verify_sampled(const VerifyParams& p, const ExecContext& ctx) {
-  const dim3 row_threads(threads_of_row(p.logits.vocab));
-  const bool all_rows = draws_all_rows(p);
+  const int64_t vocab = p.logits.vocab;
   with_logit_dtype(p.logits.dtype, [&](auto dtype) {
-    if (all_rows) {
-      launch(draw_rows_kernel<dtype>, dim3(static_cast<unsigned>(p.logits.num_rows)), row_threads,
-             sizeof(SamplingShared), ctx.stream, p);
+    const auto walk = walk_kernel<dtype>;
+    if (draws_all_rows(p, walk)) {
+      launch_rows(draw_rows_kernel<dtype>, p.logits.num_rows, vocab, kRowThreads, sizeof(SamplingShared), ctx.stream,
+                  p);
+      launch(walk, dim3(static_cast<unsigned>(p.batch)), dim3(32), sizeof(WalkShared), ctx.stream, p, true);
+    } else {
+      launch_rows(walk, p.batch, vocab, kRowThreads, sizeof(WalkShared), ctx.stream, p, false);
     }
-    launch(walk_kernel<dtype>, dim3(static_cast<unsigned>(p.batch)), all_rows ? dim3(32) : row_threads,
-           sizeof(WalkShared), ctx.stream, p, all_rows);
   });
 }
 

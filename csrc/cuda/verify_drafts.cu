@@ -1,4 +1,4 @@
-// The rules of core/ that weigh the target's law against the draft's: a CTA a tree.
+// The rules of core/ that weigh the target's law against the draft's: a cluster a tree.
 #include "core/block.h"
 #include "core/rejection.h"
 #include "core/traversal.h"
@@ -15,13 +15,13 @@ using Walk = void (*)(const RatioParams&, int64_t b, Rows&);
 template <Walk kWalk>
 __global__ void __launch_bounds__(kLawThreads, 1) walk_kernel(const __grid_constant__ RatioParams p) {
   Rows rows(p, ptx::shared<LawShared>());
-  kWalk(p, blockIdx.x, rows);
+  ptx::cluster_sync();
+  kWalk(p, ptx::cluster_index(), rows);
 }
 
 template <Walk kWalk>
 void walk_trees(const RatioParams& p, const ExecContext& ctx) {
-  launch(walk_kernel<kWalk>, dim3(static_cast<unsigned>(p.verify.batch)),
-         dim3(threads_of_row(p.verify.logits.vocab, kLawThreads)), sizeof(LawShared), ctx.stream, p);
+  launch_rows(walk_kernel<kWalk>, p.verify.batch, p.verify.logits.vocab, kLawThreads, sizeof(LawShared), ctx.stream, p);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// kernel<<<grid, block, shared_bytes>>>(arguments...) on the machine.
+// kernel<<<grid, block, shared_bytes>>>(arguments...) on the machine, in clusters of CTAs.
 #pragma once
 
 #include <tuple>
@@ -9,8 +9,8 @@
 
 namespace pagedtree::simt {
 
-// Takes launches instead of the machine, for tests of the compiled kernels: gets the parameters as they lie for a GPU.
-// Returns 0 where it leaves the launch to the machine.
+// Takes launches without clusters instead of the machine, for tests of the compiled kernels: gets the parameters as
+// they lie for a GPU. Returns 0 where it leaves the launch to the machine.
 using Executor = int (*)(const void* kernel, const unsigned* grid, const unsigned* block, size_t shared_bytes,
                          const unsigned char* params, size_t param_bytes);
 Executor& executor();
@@ -27,13 +27,14 @@ std::vector<unsigned char> packed(const Params&... params) {
 }
 
 template <typename... Params, typename... Arguments>
-void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, Arguments&&... arguments) {
+void launch(void (*kernel)(Params...), dim3 grid, dim3 block, unsigned cluster, size_t shared_bytes,
+            Arguments&&... arguments) {
   struct Call {
     void (*kernel)(Params...);
     std::tuple<std::remove_cvref_t<Params>...> arguments;
   };
   const Call call{kernel, {std::forward<Arguments>(arguments)...}};
-  if (executor() != nullptr) {
+  if (executor() != nullptr && cluster == 1) {
     const auto params = std::apply(packed<std::remove_cvref_t<Params>...>, call.arguments);
     const unsigned grid_sizes[3] = {grid.x, grid.y, grid.z}, block_sizes[3] = {block.x, block.y, block.z};
     if (executor()(reinterpret_cast<const void*>(kernel), grid_sizes, block_sizes, shared_bytes, params.data(),
@@ -45,7 +46,7 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_byte
     const auto& c = *static_cast<const Call*>(params);
     std::apply(c.kernel, c.arguments);
   };
-  machine().launch(grid, block, shared_bytes, run, &call);
+  machine().launch(grid, block, cluster, shared_bytes, run, &call);
 }
 
 }  // namespace pagedtree::simt

@@ -22,9 +22,9 @@ constexpr bool kSeesRaces = false;
 constexpr size_t kMaxWatchedThreads = 2048;
 
 // Runs over 0..total - 1 in the launch's order.
-class BlockOrder {
+class LaunchOrder {
  public:
-  BlockOrder(const Order& order, uint64_t total, std::mt19937_64& random) : kind_(order.kind), total_(total) {
+  LaunchOrder(const Order& order, uint64_t total, std::mt19937_64& random) : kind_(order.kind), total_(total) {
     if (kind_ != Order::kRandom) return;
     first_ = random() % total;
     do {
@@ -46,13 +46,17 @@ std::string text(const uint3& i) {
   return "(" + std::to_string(i.x) + "," + std::to_string(i.y) + "," + std::to_string(i.z) + ")";
 }
 
-void check_shape(const dim3& grid, const dim3& block, size_t shared_bytes) {
+void check_shape(const dim3& grid, const dim3& block, unsigned cluster, size_t shared_bytes) {
   const uint64_t threads = uint64_t{block.x} * block.y * block.z;
   if (threads == 0 || threads > 1024 || block.z > 64) {
     throw Error("simt: a block of " + text({block.x, block.y, block.z}) + " threads cannot be launched");
   }
   if (grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535 || grid.x == 0 || grid.y == 0 || grid.z == 0) {
     throw Error("simt: a grid of " + text({grid.x, grid.y, grid.z}) + " blocks cannot be launched");
+  }
+  if (cluster == 0 || cluster > Machine::kMaxCluster || grid.x % cluster != 0) {
+    throw Error("simt: a grid of " + text({grid.x, grid.y, grid.z}) + " blocks cannot be launched in clusters of " +
+                std::to_string(cluster));
   }
   if (shared_bytes > Machine::kMaxSharedBytes) {
     throw Error("simt: a block has at most " + std::to_string(Machine::kMaxSharedBytes) +
@@ -80,14 +84,17 @@ Order order_from_environment() {
 Device device_from_environment() {
   const char* variable = std::getenv("PAGEDTREE_SIMT_DEVICE");
   if (variable == nullptr) return {};
-  int num_sms = 0, kilobytes = 0, length = 0;
+  int num_sms = 0, kilobytes = 0, cluster = 0, length = 0;
   const int max_kilobytes = static_cast<int>(Machine::kMaxSharedBytes >> 10);
-  if (std::sscanf(variable, "%d:%d%n", &num_sms, &kilobytes, &length) != 2 || variable[length] != '\0' || num_sms < 1 ||
-      num_sms > 1024 || kilobytes < 48 || kilobytes > max_kilobytes) {
-    throw Error("PAGEDTREE_SIMT_DEVICE must be SMS:KILOBYTES with 1..1024 SMs and 48.." +
-                std::to_string(max_kilobytes) + " KB, got " + variable);
+  const int max_cluster = static_cast<int>(Machine::kMaxCluster);
+  if (std::sscanf(variable, "%d:%d:%d%n", &num_sms, &kilobytes, &cluster, &length) != 3 || variable[length] != '\0' ||
+      num_sms < 1 || num_sms > 1024 || kilobytes < 48 || kilobytes > max_kilobytes || cluster < 1 ||
+      cluster > max_cluster) {
+    throw Error("PAGEDTREE_SIMT_DEVICE must be SMS:KILOBYTES:CLUSTER with 1..1024 SMs, 48.." +
+                std::to_string(max_kilobytes) + " KB and clusters of 1.." + std::to_string(max_cluster) +
+                " CTAs, got " + variable);
   }
-  return {num_sms, kilobytes << 10};
+  return {num_sms, kilobytes << 10, cluster};
 }
 
 Options& options() {
@@ -128,10 +135,10 @@ std::string Site::text() const {
 
 // ---- launch
 
-void Machine::launch(dim3 grid, dim3 block, size_t shared_bytes, Kernel kernel, const void* params) {
+void Machine::launch(dim3 grid, dim3 block, unsigned cluster, size_t shared_bytes, Kernel kernel, const void* params) {
   static std::mutex one_at_a_time;
   const std::lock_guard lock(one_at_a_time);
-  check_shape(grid, block, shared_bytes);
+  check_shape(grid, block, cluster, shared_bytes);
   const Unwatched unwatched;
   order_ = options().order.value_or(order_from_environment());
   random_.seed(order_.seed);
@@ -142,16 +149,17 @@ void Machine::launch(dim3 grid, dim3 block, size_t shared_bytes, Kernel kernel, 
   shared_bytes_ = shared_bytes;
   blockDim = block;
   gridDim = grid;
-  warps_.assign((num_threads_ + 31) / 32, {});
+  blocks_.assign(cluster, {});
+  warps_.assign(cluster * ((num_threads_ + 31) / 32), {});
   make_threads(block);
   release(&begin_);
   try {
-    const uint64_t total = uint64_t{grid.x} * grid.y * grid.z;
-    const BlockOrder blocks(order_, total, random_);
+    const uint64_t total = uint64_t{grid.x} * grid.y * grid.z / cluster;
+    const LaunchOrder clusters(order_, total, random_);
     for (uint64_t i = 0; i < total; ++i) {
-      const uint64_t b = blocks[i];
-      run_block({static_cast<unsigned>(b % grid.x), static_cast<unsigned>(b / grid.x % grid.y),
-                 static_cast<unsigned>(b / grid.x / grid.y)});
+      const uint64_t b = clusters[i] * cluster;
+      run_cluster({static_cast<unsigned>(b % grid.x), static_cast<unsigned>(b / grid.x % grid.y),
+                   static_cast<unsigned>(b / grid.x / grid.y)});
     }
     acquire(&end_);
     const Statistics& s = statistics();
@@ -162,61 +170,77 @@ void Machine::launch(dim3 grid, dim3 block, size_t shared_bytes, Kernel kernel, 
     }
   } catch (...) {
     async_unit_.reset();
-    std::free(std::exchange(shared_, nullptr));
+    free_shared_memory();
     throw;
   }
   async_unit_.reset();
-  std::free(std::exchange(shared_, nullptr));
+  free_shared_memory();
+}
+
+void Machine::free_shared_memory() {
+  for (Block& b : blocks_) std::free(std::exchange(b.shared, nullptr));
 }
 
 void Machine::make_threads(dim3 block) {
-  num_sets_ = kSeesRaces ? clamp_to<size_t>(kMaxWatchedThreads / num_threads_, 2, kMaxThreadSets) : 1;
+  const size_t count = warps_.size() * 32;
+  const auto threads_of_block = static_cast<unsigned>(count / blocks_.size());
+  num_sets_ = kSeesRaces ? clamp_to<size_t>(kMaxWatchedThreads / count, 2, kMaxThreadSets) : 1;
   for (size_t set = 0; set < num_sets_; ++set) {
     Threads& threads = thread_sets_[set];
-    while (threads.size() < num_threads_) {
+    while (threads.size() < count) {
       threads.push_back(std::make_unique<Thread>());
-      threads.back()->id = static_cast<unsigned>(threads.size() - 1);
+      threads.back()->slot = static_cast<unsigned>(threads.size() - 1);
       threads.back()->stack.restart(thread_main);
     }
-    for (unsigned i = 0; i < num_threads_; ++i) {
-      threads[i]->index = {i % block.x, i / block.x % block.y, i / (block.x * block.y)};
+    for (unsigned slot = 0; slot < count; ++slot) {
+      Thread& t = *threads[slot];
+      t.rank = slot / threads_of_block;
+      t.id = slot % threads_of_block;
+      t.index = {t.id % block.x, t.id / block.x % block.y, t.id / (block.x * block.y)};
     }
   }
 }
 
-void Machine::run_block(uint3 index) {
-  blockIdx = index;
-  std::free(std::exchange(shared_, nullptr));
-  // Exactly the bytes of the launch: AddressSanitizer's red zone begins where they end.
-  if (shared_bytes_ > 0) {
-    void* memory = nullptr;
-    if (posix_memalign(&memory, 1024, shared_bytes_) != 0) throw std::bad_alloc();
-    shared_ = static_cast<unsigned char*>(memory);
-    make_undefined(shared_, shared_bytes_);
-  }
+void Machine::run_cluster(uint3 first) {
+  free_shared_memory();
   async_unit_.reset();
+  cluster_barrier_ = {};
+  has_met_ = false;
   set_ = (set_ + 1) % num_sets_;
-  for (Barrier& b : barriers_) b = {};
-  for (size_t i = 0; i < num_threads_; ++i) {
-    thread(i).done = false;
-    wake(static_cast<unsigned>(i));
+  const size_t slots_of_block = warps_.size() / blocks_.size() * 32;
+  for (size_t rank = 0; rank < blocks_.size(); ++rank) {
+    Block& b = blocks_[rank];
+    b = {.index = {first.x + static_cast<unsigned>(rank), first.y, first.z}, .num_alive = num_threads_, .barriers = {}};
+    // Exactly the bytes of the launch: AddressSanitizer's red zone begins where they end.
+    if (shared_bytes_ > 0) {
+      void* memory = nullptr;
+      if (posix_memalign(&memory, 1024, shared_bytes_) != 0) throw std::bad_alloc();
+      b.shared = static_cast<unsigned char*>(memory);
+      make_undefined(b.shared, shared_bytes_);
+    }
+    for (size_t i = 0; i < num_threads_; ++i) {
+      const size_t slot = rank * slots_of_block + i;
+      thread(slot).done = false;
+      wake(static_cast<unsigned>(slot));
+    }
   }
-  num_alive_ = num_threads_;
   warp_ = order_.kind == Order::kReverse ? warps_.size() - 1 : 0;
   error_.clear();
   self_ = &host_;
   switch_to(*next_ready());
-  if (error_.empty() && num_alive_ > 0) error_ = "deadlock: " + who_waits();
+  const auto is_alive = [](const Block& b) { return b.num_alive > 0; };
+  if (error_.empty() && std::any_of(blocks_.begin(), blocks_.end(), is_alive)) error_ = "deadlock: " + who_waits();
   if (error_.empty() && async_unit_ != nullptr) error_ = async_unit_->unfinished();
   if (error_.empty()) return;
   // Threads are left in the middle of the kernel: they begin anew. Their destructors never run.
-  for (size_t i = 0; i < num_threads_; ++i) {
-    Thread& t = thread(i);
+  for (size_t slot = 0; slot < warps_.size() * 32; ++slot) {
+    Thread& t = thread(slot);
     t.waits_in = {};
+    t.done = true;
     t.stack.restart(thread_main);
   }
   for (Warp& w : warps_) w = {};
-  throw Error("simt: block " + text(index) + ": " + error_);
+  throw Error("simt: block " + text(first) + ": " + error_);
 }
 
 // ---- threads
@@ -244,7 +268,7 @@ void Machine::thread_main() {
     {
       const Unwatched unwatched;
       thread.done = true;
-      --m.num_alive_;
+      --m.block().num_alive;
     }
     m.suspend();
   }
@@ -254,9 +278,10 @@ void Machine::check_exit(const Thread& thread) {
   bool in_flight = !thread.open_copies.empty();
   for (const auto& group : thread.copy_groups) in_flight = in_flight || !group.empty();
   if (in_flight) fail("exits with cp.async in flight");
-  for (const Barrier& b : barriers_) {
+  for (const Barrier& b : block().barriers) {
     if (b.arrived > 0 && b.expected == num_threads_) fail("exits while others wait in " + b.site.text());
   }
+  if (cluster_barrier_.arrived > 0) fail("exits while others wait in " + cluster_barrier_.site.text());
   if (async_unit_ != nullptr) {
     if (const std::string left = async_unit_->unfinished(thread); !left.empty()) fail("exits with " + left);
   }
@@ -277,7 +302,7 @@ Thread* Machine::next_ready() {
       return &thread(warp_ * 32 + static_cast<size_t>(lane));
     }
     try {
-      if (num_alive_ == 0 || async_unit_ == nullptr || !async_unit_->deliver(*this)) return nullptr;
+      if (async_unit_ == nullptr || blocks_[0].num_alive == 0 || !async_unit_->deliver(*this)) return nullptr;
     } catch (const Error& e) {
       error_ = e.what();
       return nullptr;
@@ -291,6 +316,7 @@ void Machine::switch_to(Thread& to) {
     const Unwatched unwatched;
     from = std::exchange(self_, &to);
     threadIdx = to.index;
+    if (&to != &host_) blockIdx = blocks_[to.rank].index;
     ++statistics().switches;
   }
   Stack::switch_to(from->stack, to.stack);
@@ -303,7 +329,7 @@ void Machine::suspend() {
   {
     const Unwatched unwatched;
     from = self_;
-    warps_[from->id / 32].ready &= ~(1u << from->id % 32);
+    warps_[from->slot / 32].ready &= ~(1u << from->slot % 32);
     to = error_.empty() ? next_ready() : nullptr;
     if (to == nullptr) to = &host_;
   }
@@ -325,10 +351,10 @@ size_t Machine::pick(size_t count) {
 std::string Machine::who_waits() const {
   std::string all;
   const Site* last = nullptr;
-  for (size_t i = 0; i < num_threads_; ++i) {
-    const Thread& t = thread(i);
+  for (size_t slot = 0; slot < warps_.size() * 32; ++slot) {
+    const Thread& t = thread(slot);
     if (t.done || t.waits_in.op == nullptr || (last != nullptr && *last == t.waits_in)) continue;
-    all += (all.empty() ? "thread " : ", thread ") + std::to_string(i) + ".. in " + t.waits_in.text();
+    all += (all.empty() ? "thread " : ", thread ") + std::to_string(t.id) + ".. in " + t.waits_in.text();
     last = &t.waits_in;
   }
   return all;
@@ -338,18 +364,31 @@ std::string Machine::who_waits() const {
 
 unsigned Machine::barrier(unsigned id, unsigned count, const Site& site, unsigned value) {
   const Unwatched unwatched;
-  if (id >= kNumBarriers) fail(site, "there is no barrier " + std::to_string(id));
+  if (id >= Block::kNumBarriers) fail(site, "there is no barrier " + std::to_string(id));
   if (count == 0 || count % 32 != 0 || count > (num_threads() + 31) / 32 * 32) {
     if (count != num_threads()) fail(site, std::to_string(count) + " threads are no whole warps of the block");
   }
-  Barrier& b = barriers_[id];
-  if (count == num_threads_ && num_alive_ != num_threads_) fail(site, "waits for threads that have exited");
+  const bool is_whole = count == num_threads_;
+  if (is_whole && block().num_alive != num_threads_) fail(site, "waits for threads that have exited");
+  return meet(block().barriers[id], count, is_whole, site, value);
+}
+
+void Machine::cluster_barrier(const Site& site) {
+  const Unwatched unwatched;
+  for (const Block& b : blocks_) {
+    if (b.num_alive != num_threads_) fail(site, "waits for threads that have exited");
+  }
+  meet(cluster_barrier_, static_cast<unsigned>(num_threads_ * blocks_.size()), true, site, 0);
+  has_met_ = true;
+}
+
+unsigned Machine::meet(Barrier& b, unsigned count, bool is_whole, const Site& site, unsigned value) {
   if (b.arrived == 0) {
     b.site = site;
     b.expected = count;
   }
   if (b.expected != count) fail(site, "another number of threads than in " + b.site.text());
-  if (count == num_threads_ && !(b.site == site)) fail(site, "barrier divergence, others are in " + b.site.text());
+  if (is_whole && !(b.site == site)) fail(site, "barrier divergence, others are in " + b.site.text());
   release(&b);
   b.sum += value;
   if (++b.arrived == b.expected) {
@@ -359,7 +398,7 @@ unsigned Machine::barrier(unsigned id, unsigned count, const Site& site, unsigne
     for (unsigned waiting : b.waiting) wake(waiting);
     b.waiting.clear();
   } else {
-    b.waiting.push_back(self_->id);
+    b.waiting.push_back(self_->slot);
     wait(site);
   }
   acquire(&b);
@@ -369,7 +408,7 @@ unsigned Machine::barrier(unsigned id, unsigned count, const Site& site, unsigne
 Collective& Machine::join(uint32_t mask, const Site& site) {
   if (!(mask >> lane() & 1)) fail(site, "is not in the mask that it gives");
   Collective* found = nullptr;
-  for (Collective& c : warps_[self_->id / 32].pending) {
+  for (Collective& c : warp().pending) {
     if (c.arrived != 0 && c.mask != mask && (c.mask & mask) != 0) {
       fail(site, "warp divergence, other lanes with an overlapping mask are in " + c.site.text());
     }
@@ -384,15 +423,20 @@ Collective& Machine::join(uint32_t mask, const Site& site) {
   return *found;
 }
 
-void Machine::order_warp_memory(bool before) {
-  Warp* warp = &warps_[self_->id / 32];
-  before ? release(warp) : acquire(warp);
-}
+void Machine::order_warp_memory(bool before) { before ? release(&warp()) : acquire(&warp()); }
 
 unsigned char* Machine::shared_at(uint32_t address, size_t bytes, uint32_t alignment, const Site& site) {
   if (address % alignment != 0) fail(site, "misaligned shared address " + std::to_string(address));
   if (address + bytes > shared_bytes_) fail(site, "outside shared memory");
-  return shared_ + address;
+  return shared_memory() + address;
+}
+
+unsigned char* Machine::shared_memory_of(uint32_t rank, const Site& site) {
+  const Unwatched unwatched;
+  if (rank >= blocks_.size()) fail(site, "there is no CTA " + std::to_string(rank) + " in the cluster");
+  if (!has_met_) fail(site, "before the cluster met: CTA " + std::to_string(rank) + " may not have begun");
+  if (blocks_[rank].num_alive == 0) fail(site, "CTA " + std::to_string(rank) + " has ended");
+  return blocks_[rank].shared;
 }
 
 // ---- cp.async

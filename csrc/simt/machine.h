@@ -1,10 +1,12 @@
-// Runs CUDA kernels on the CPU, for tests. A CUDA thread is a fiber; CTAs run one after the other on the thread that
-// launches, so that a run is the same every time. Launches of several host threads take turns.
+// Runs CUDA kernels on the CPU, for tests. A CUDA thread is a fiber; CTAs, those of a cluster together, run one after
+// the other on the thread that launches, so that a run is the same every time. Launches of several host threads take
+// turns.
 //
 // A run itself finds: barriers and warp collectives that threads reach from different places or not at all, deadlock,
 // copies in flight at exit, bank conflicts of ldmatrix, shared memory used before it was written (it starts as NaN).
 // Built with a sanitizer it also finds accesses out of bounds, undefined behaviour, and races between CUDA threads.
-// It does not see: a missing fence (atomics are sequentially consistent), and a CTA that waits for another one hangs.
+// It does not see: a missing fence (atomics are sequentially consistent), and a CTA that waits for one of another
+// cluster hangs.
 #pragma once
 
 #include <vector_types.h>
@@ -40,7 +42,9 @@ struct AsyncCopy {
 struct Thread {
   Stack stack;
   uint3 index{};
-  unsigned id = 0;
+  unsigned id = 0;    // in its CTA
+  unsigned rank = 0;  // of its CTA in the cluster
+  unsigned slot = 0;  // among all threads that run; those of a warp are neighbours, from a multiple of 32 on
   bool done = true;
   Site waits_in;
   std::vector<AsyncCopy> open_copies;               // cp.async, not committed
@@ -66,6 +70,15 @@ struct Barrier {
   std::vector<unsigned> waiting;
 };
 
+// A CTA that runs.
+struct Block {
+  static constexpr unsigned kNumBarriers = 16;
+  uint3 index{};
+  size_t num_alive = 0;
+  unsigned char* shared = nullptr;
+  Barrier barriers[kNumBarriers];
+};
+
 class Machine;
 
 // Hardware that works beside the threads of a CTA and is only seen when somebody waits for it.
@@ -82,10 +95,11 @@ class AsyncUnit {
 class Machine {
  public:
   static constexpr size_t kMaxSharedBytes = 227 << 10;
-  static constexpr unsigned kNumBarriers = 16;
+  static constexpr unsigned kMaxCluster = 8;
 
   using Kernel = void (*)(const void* params);
-  void launch(dim3 grid, dim3 block, size_t shared_bytes, Kernel kernel, const void* params);
+  // Of `cluster` CTAs, neighbours along x, whose threads run at the same time.
+  void launch(dim3 grid, dim3 block, unsigned cluster, size_t shared_bytes, Kernel kernel, const void* params);
 
   // ---- for the emulated instructions: of the thread that runs
   Thread& self() { return *self_; }
@@ -94,13 +108,17 @@ class Machine {
   [[noreturn]] void fail(const std::string& what);
   [[noreturn]] void fail(const Site& site, const std::string& what) { fail("in " + site.text() + ": " + what); }
 
-  unsigned char* shared_memory() { return shared_; }
+  unsigned char* shared_memory() { return block().shared; }
   size_t shared_bytes() const { return shared_bytes_; }
+  size_t cluster_size() const { return blocks_.size(); }
+  // Of another CTA of the cluster.
+  unsigned char* shared_memory_of(uint32_t rank, const Site& site);
   // Checks an access of `bytes` at a multiple of `alignment`.
   unsigned char* shared_at(uint32_t address, size_t bytes, uint32_t alignment, const Site& site);
 
   // Waits for `count` threads; gives back the sum of what they handed in.
   unsigned barrier(unsigned id, unsigned count, const Site& site, unsigned value = 0);
+  void cluster_barrier(const Site& site);
   // Every lane of `mask` hands in its arguments; the last one to come calls `op` on all of them. Orders no memory.
   template <typename Arguments, typename Op>
   void collective(uint32_t mask, Arguments* arguments, const Site& site, Op op);
@@ -111,25 +129,30 @@ class Machine {
   void commit_copies();
   void wait_for_copies(unsigned newest_left);
 
-  // Of this CTA; made on first use.
+  // Of this CTA, which has no cluster; made on first use.
   template <typename Unit>
   Unit& async_unit();
 
-  void wake(unsigned id) { warps_[id / 32].ready |= 1u << id % 32; }
+  void wake(unsigned slot) { warps_[slot / 32].ready |= 1u << slot % 32; }
   void wait(const Site& site);
   // One of `count` things, as the launch's order has it.
   size_t pick(size_t count);
 
  private:
-  void run_block(uint3 index);
+  void run_cluster(uint3 first);
   void make_threads(dim3 block);
+  void free_shared_memory();
   static void thread_main();
   void check_exit(const Thread& thread);
   Thread* next_ready();
   void switch_to(Thread& to);
   void suspend();
   std::string who_waits() const;
-  Thread& thread(size_t id) const { return *thread_sets_[set_][id]; }
+  Thread& thread(size_t slot) const { return *thread_sets_[set_][slot]; }
+  Block& block() { return blocks_[self_->rank]; }
+  Warp& warp() { return warps_[self_->slot / 32]; }
+  // Meets `count` threads at `b`; all of a CTA or cluster, where `is_whole`, must come to the same place.
+  unsigned meet(Barrier& b, unsigned count, bool is_whole, const Site& site, unsigned value);
   Collective& join(uint32_t mask, const Site& site);
 
   // The launch
@@ -137,25 +160,25 @@ class Machine {
   std::mt19937_64 random_;
   Kernel kernel_ = nullptr;
   const void* params_ = nullptr;
-  size_t num_threads_ = 0;
+  size_t num_threads_ = 0;  // of a CTA
   size_t shared_bytes_ = 0;
   Thread host_;
   uint64_t begin_ = 0, end_ = 0;  // what orders host and CTAs for ThreadSanitizer
 
-  // The CTA that runs
-  // ThreadSanitizer sees races between CTAs only if they run on different threads, so that they take turns on several
-  // sets of them; each set has as many threads as any launch has had.
+  // The cluster that runs
+  // ThreadSanitizer sees races between clusters only if they run on different threads, so that they take turns on
+  // several sets of them; each set has as many threads as any launch has had.
   using Threads = std::vector<std::unique_ptr<Thread>>;
   static constexpr size_t kMaxThreadSets = 8;
   Threads thread_sets_[kMaxThreadSets];
   size_t num_sets_ = 1, set_ = 0;
   std::vector<Warp> warps_;
-  Barrier barriers_[kNumBarriers];
-  unsigned char* shared_ = nullptr;
+  std::vector<Block> blocks_;
+  Barrier cluster_barrier_;
+  bool has_met_ = false;  // all of the cluster's threads, once
   std::unique_ptr<AsyncUnit> async_unit_;
   Thread* self_ = nullptr;
   size_t warp_ = 0;  // whose turn it is
-  size_t num_alive_ = 0;
   std::string error_;
 };
 
@@ -173,11 +196,12 @@ void Machine::collective(uint32_t mask, Arguments* arguments, const Site& site, 
   for (int i = 0; i < 32; ++i) all[i] = mask >> i & 1 ? static_cast<Arguments*>(c.arguments[i]) : nullptr;
   c.arrived = 0;
   op(all);
-  warps_[self_->id / 32].ready |= mask;
+  warp().ready |= mask;
 }
 
 template <typename Unit>
 Unit& Machine::async_unit() {
+  if (blocks_.size() > 1) fail("uses instructions that the machine does not know in clusters");
   if (async_unit_ == nullptr) async_unit_ = std::make_unique<Unit>(num_threads());
   return static_cast<Unit&>(*async_unit_);
 }

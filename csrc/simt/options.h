@@ -21,11 +21,12 @@ struct Order {
 // Of PAGEDTREE_SIMT_ORDER (forward, reverse, random or random:SEED), read anew at each launch.
 Order order_from_environment();
 
-// The device that launchers are told they have: by PAGEDTREE_SIMT_DEVICE=SMS:KILOBYTES, default 4:227, read anew each
-// time.
+// The device that launchers are told they have: by PAGEDTREE_SIMT_DEVICE=SMS:KILOBYTES:CLUSTER, default 4:227:8, read
+// anew each time.
 struct Device {
   int num_sms = 4;
   int max_shared_bytes = 227 << 10;  // of a block
+  int max_cluster = 8;
 };
 Device device_from_environment();
 

@@ -99,6 +99,22 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
   });
 }
 
+// ---- clusters
+
+inline uint32_t cluster_size() { return static_cast<uint32_t>(simt::machine().cluster_size()); }
+inline uint32_t cluster_rank() { return simt::machine().self().rank; }
+inline uint32_t cluster_index() { return blockIdx.x / cluster_size(); }
+inline void cluster_sync(Location at = Location::current()) {
+  simt::machine().cluster_barrier({"barrier.cluster", at});
+}
+template <typename T>
+T* of_cta(T* shared, uint32_t rank, Location at = Location::current()) {
+  auto& m = simt::machine();
+  const uint32_t address = smem_addr(shared);
+  m.shared_at(address, sizeof(T), alignof(T), {"mapa", at});
+  return reinterpret_cast<T*>(m.shared_memory_of(rank, {"mapa", at}) + address);
+}
+
 // ---- others
 
 inline uint32_t thread_index() { return threadIdx.x; }

@@ -147,7 +147,7 @@ void mbar_wait(uint64_t* bar, uint32_t parity, const simt::Site& site) {
   const simt::Unwatched unwatched;
   HopperUnit::MBarrier& barrier = hopper().barrier_at(smem_addr(bar), site);
   while ((barrier.phase & 1) == parity) {
-    barrier.waiting.push_back(simt::machine().self().id);
+    barrier.waiting.push_back(simt::machine().self().slot);
     simt::machine().wait(site);
   }
   simt::acquire(&barrier);

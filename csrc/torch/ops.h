@@ -29,7 +29,7 @@ VerdictTensors verify_sampled(const Tensor& logits, const Tensor& draft_tokens, 
                               const std::optional<Tensor>& grammar_mask, const std::optional<Tensor>& draft_to_target);
 
 // The rules that weigh the target's law against the drafts': an entry of the backend's table.
-using RatioRule = void (*Backend::*)(const RatioParams&, const ExecContext&);
+using RatioRule = BackendOp<RatioParams> Backend::*;
 template <RatioRule kRule>
 VerdictTensors verify_by_ratio(const Tensor& logits, const Tensor& draft_tokens, const Tensor& cu_nodes,
                                const Tensor& depths, const Tensor& first_child, const Tensor& next_sibling,

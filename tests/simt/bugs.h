@@ -27,6 +27,10 @@ enum class Bug {
   kNoReductionBarrier,
   kMergeByFirst,
   kMergeRace,
+  // cluster.cuh
+  kNoClusterStart,
+  kNoClusterBarrier,
+  kNoClusterEnd,
   // hopper.cuh
   kNoEmptyWait,
   kNoFullWait,

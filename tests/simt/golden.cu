@@ -1,7 +1,7 @@
 // Prints what each function of pagedtree::ptx gives for fixed random inputs: compiled by nvcc it says what the GPU
 // does, compiled for simt what simt takes it to do. compare_golden.py tells the two apart.
 //
-// A line is "NAME: hex words", one line for each function and input.
+// A line is "NAME: hex words", one line for each function and input, "NAME: absent" where the GPU lacks it.
 #include <cstdio>
 #include <random>
 #include <vector>
@@ -103,9 +103,34 @@ struct Ex2 {  // of numbers in [-128, 128)
   }
 };
 
+struct OfCta {  // in a cluster: what the next CTA has in shared memory, and who one is
+  static constexpr unsigned kCtas = 4;
+  static __device__ void run(const uint32_t* in, uint32_t* out) {
+    auto& s = ptx::shared<Shared>();
+    for (uint32_t i = 0; i < 4; ++i) s.words[threadIdx.x * 4 + i] = in[i] + ptx::cluster_rank();
+    ptx::cluster_sync();
+    const uint32_t next = (ptx::cluster_rank() + 1) % ptx::cluster_size();
+    for (int i = 0; i < 3; ++i) out[i] = *ptx::of_cta(&s.words[threadIdx.x * 4 + i], next);
+    out[3] = ptx::cluster_index() << 16 | ptx::cluster_size() << 8 | ptx::cluster_rank();
+    ptx::cluster_sync();
+  }
+};
+
+template <typename Function>
+constexpr unsigned kCtasOf = 1;
+template <>
+constexpr unsigned kCtasOf<OfCta> = OfCta::kCtas;
+
 template <typename Function>
 __global__ void __launch_bounds__(kLanes) call_kernel(const __grid_constant__ Call call) {
-  Function::run(call.in + threadIdx.x * kIn, call.out + threadIdx.x * kOut);
+  Function::run(call.in + threadIdx.x * kIn, call.out + (blockIdx.x * kLanes + threadIdx.x) * kOut);
+}
+
+template <typename Function>
+void launch(const Call& call) {
+  constexpr unsigned kCtas = kCtasOf<Function>;
+  pagedtree::cuda::launch_clusters(call_kernel<Function>, dim3(2 * kCtas), dim3(kLanes), kCtas, sizeof(Shared), nullptr,
+                                   call);
 }
 
 // Copies of `in` and `out` where kernels reach them.
@@ -117,24 +142,27 @@ void run_where_it_is(const std::vector<uint32_t>& in, std::vector<uint32_t>& out
   check_cuda(cudaMalloc(&device_in, in.size() * 4), "cudaMalloc");
   check_cuda(cudaMalloc(&device_out, out.size() * 4), "cudaMalloc");
   check_cuda(cudaMemcpy(device_in, in.data(), in.size() * 4, cudaMemcpyHostToDevice), "cudaMemcpy");
-  pagedtree::cuda::launch(call_kernel<Function>, dim3(1), dim3(kLanes), sizeof(Shared), nullptr,
-                          Call{device_in, device_out});
+  launch<Function>({device_in, device_out});
   check_cuda(cudaMemcpy(out.data(), device_out, out.size() * 4, cudaMemcpyDeviceToHost), "cudaMemcpy");
   check_cuda(cudaFree(device_in), "cudaFree");
   check_cuda(cudaFree(device_out), "cudaFree");
 #else
   std::vector<uint4> aligned(in.size() / 4);
   std::memcpy(aligned.data(), in.data(), in.size() * 4);
-  pagedtree::cuda::launch(call_kernel<Function>, dim3(1), dim3(kLanes), sizeof(Shared), nullptr,
-                          Call{reinterpret_cast<const uint32_t*>(aligned.data()), out.data()});
+  launch<Function>({reinterpret_cast<const uint32_t*>(aligned.data()), out.data()});
 #endif
 }
 
 template <typename Function>
 void print(const char* name) {
+  constexpr unsigned kCtas = kCtasOf<Function>;
+  if (static_cast<int>(kCtas) > pagedtree::cuda::max_cluster(call_kernel<Function>)) {
+    std::printf("%s: absent\n", name);
+    return;
+  }
   std::mt19937 random(1);
   for (int repeat = 0; repeat < 8; ++repeat) {
-    std::vector<uint32_t> in(kLanes * kIn), out(kLanes * kOut, 0);
+    std::vector<uint32_t> in(kLanes * kIn), out(2 * kCtas * kLanes * kOut, 0);
     for (uint32_t& word : in) word = random();
     run_where_it_is<Function>(in, out);
     std::printf("%s:", name);
@@ -152,4 +180,5 @@ int main() {
   golden::print<golden::Mma<__half>>("mma_m16n8k16<fp16>");
   golden::print<golden::CpAsync>("cp_async_16");
   golden::print<golden::Ex2>("ex2");
+  golden::print<golden::OfCta>("of_cta");
 }

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "attention.cuh"
+#include "cluster.cuh"
 #include "cuda/tile/launch.cuh"
 #include "hopper.cuh"
 #include "reduce.cuh"
@@ -49,6 +50,9 @@ constexpr Named kBugs[] = {
     {"no_reduction_barrier", Bug::kNoReductionBarrier},
     {"merge_by_first", Bug::kMergeByFirst},
     {"merge_race", Bug::kMergeRace},
+    {"no_cluster_start", Bug::kNoClusterStart},
+    {"no_cluster_barrier", Bug::kNoClusterBarrier},
+    {"no_cluster_end", Bug::kNoClusterEnd},
     {"no_empty_wait", Bug::kNoEmptyWait},
     {"no_full_wait", Bug::kNoFullWait},
     {"short_expect", Bug::kShortExpect},
@@ -150,6 +154,21 @@ void run_reduce(Bug bug) {
   if (*sum != expected || *arrived != 0) throw Error("wrong result of reduce: " + std::to_string(*sum));
 }
 
+void run_cluster(Bug bug) {
+  constexpr unsigned kClusters = 3, kCtas = 4;
+  std::mt19937 random(1);
+  std::vector<int32_t> values(1003);
+  unsigned expected = 0;
+  for (int32_t& x : values) expected += static_cast<unsigned>(x = static_cast<int32_t>(random() % 1000));
+  std::vector<unsigned> sums(kClusters * kCtas, 0);
+  pagedtree::cuda::launch_clusters(sum_in_cluster, dim3(kClusters * kCtas), dim3(kClusterThreads), kCtas,
+                                   sizeof(ClusterShared), nullptr,
+                                   ClusterParams{values.data(), static_cast<int>(values.size()), sums.data(), bug});
+  for (const unsigned sum : sums) {
+    if (sum != expected) throw Error("wrong result of sum_in_cluster: " + std::to_string(sum));
+  }
+}
+
 void run_hopper(Bug bug) {
   constexpr int kTiles = 5, kNumKeys = kTiles * kHopperKeys, kPool = 2 * kNumKeys / kHopperPage;
   std::mt19937 random(1);
@@ -188,7 +207,8 @@ void run(Bug bug) {
     // A tail in the first tile, in the last one, at a tile's end, and a table that ends within a tile.
     for (const int context : {40, 300, 240, 3}) run_attention(bug, context, 16);
   }
-  if (all || (bug >= Bug::kNoReductionBarrier && bug < Bug::kNoEmptyWait)) run_reduce(bug);
+  if (all || (bug >= Bug::kNoReductionBarrier && bug < Bug::kNoClusterStart)) run_reduce(bug);
+  if (all || (bug >= Bug::kNoClusterStart && bug < Bug::kNoEmptyWait)) run_cluster(bug);
   if (all || bug >= Bug::kNoEmptyWait) run_hopper(bug);
 }
 

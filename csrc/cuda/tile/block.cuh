@@ -1,5 +1,5 @@
-// What the threads of a CTA find out together. A CTA is one-dimensional, of whole warps; every thread calls, and every
-// thread gets the result.
+// What the threads of a CTA, or of all CTAs of a cluster, find out together. A CTA is one-dimensional, of whole warps;
+// every thread calls, and every thread gets the result. A cluster must have met once (ptx::cluster_sync) before.
 #pragma once
 
 #include "core/common.h"
@@ -8,10 +8,15 @@
 namespace pagedtree::cuda {
 
 constexpr int kMaxWarps = 32;
+constexpr int kMaxCluster = 8;
+
+// One thread of a cluster.
+__device__ __forceinline__ bool leads_cluster() { return threadIdx.x == 0 && ptx::cluster_rank() == 0; }
 
 // Scratch of the functions below; whoever writes it waits until all have read it.
 struct BlockShared {
   uint64_t warps[kMaxWarps];
+  uint64_t ctas[kMaxCluster];
 };
 
 // `fold` is associative and commutative.
@@ -27,12 +32,40 @@ __device__ __forceinline__ uint64_t block_fold(BlockShared& shared, uint64_t val
   return value;
 }
 
+// Each CTA hands in one value; `use` looks at those of all, in shared.ctas.
+template <typename Use>
+__device__ __forceinline__ void exchange(BlockShared& shared, uint64_t value, Use use) {
+  if (threadIdx.x < ptx::cluster_size()) *ptx::of_cta(&shared.ctas[ptx::cluster_rank()], threadIdx.x) = value;
+  ptx::cluster_sync();
+  use();
+  ptx::cluster_sync();
+}
+
 __device__ __forceinline__ uint64_t block_sum(BlockShared& shared, uint64_t value) {
   return block_fold(shared, value, [](uint64_t a, uint64_t b) { return a + b; });
 }
 
 __device__ __forceinline__ uint64_t block_max(BlockShared& shared, uint64_t value) {
   return block_fold(shared, value, [](uint64_t a, uint64_t b) { return max_of(a, b); });
+}
+
+// Of what is the same in all threads of a CTA.
+template <typename Fold>
+__device__ __forceinline__ uint64_t fold_ctas(BlockShared& shared, uint64_t value, Fold fold) {
+  if (ptx::cluster_size() == 1) return value;
+  exchange(shared, value, [&] {
+    for (uint32_t rank = 0; rank < ptx::cluster_size(); ++rank) value = fold(value, shared.ctas[rank]);
+  });
+  return value;
+}
+
+__device__ __forceinline__ uint64_t cluster_max(BlockShared& shared, uint64_t value) {
+  return fold_ctas(shared, block_max(shared, value), [](uint64_t a, uint64_t b) { return max_of(a, b); });
+}
+
+__device__ __forceinline__ bool cluster_any(BlockShared& shared, bool flag) {
+  const uint64_t of_cta = __syncthreads_or(flag) != 0;
+  return fold_ctas(shared, of_cta, [](uint64_t a, uint64_t b) { return a | b; }) != 0;
 }
 
 // The sum over the warps before this one of what each warp hands in; `total` over all.
@@ -67,14 +100,14 @@ __device__ __forceinline__ int32_t rank_in_block(BlockShared& shared, bool flag,
   return static_cast<int32_t>(before) + popcount32(lanes & ((1u << (threadIdx.x % 32)) - 1));
 }
 
-// A run of `size` items for each warp, whole groups of 32 but for the last.
+// A run of `size` items for each warp of the cluster, whole groups of 32 but for the last.
 struct WarpRun {
   int64_t begin, end;
 };
 __device__ __forceinline__ WarpRun run_of_warp(int64_t size) {
-  const int64_t warps = blockDim.x / 32;
-  const int64_t length = ceil_div<int64_t>(size, warps * 32) * 32;
-  const int64_t begin = min_of<int64_t>(threadIdx.x / 32 * length, size);
+  const int64_t warps = blockDim.x / 32, warp = ptx::cluster_rank() * warps + threadIdx.x / 32;
+  const int64_t length = ceil_div<int64_t>(size, ptx::cluster_size() * warps * 32) * 32;
+  const int64_t begin = min_of<int64_t>(warp * length, size);
   return {begin, min_of(begin + length, size)};
 }
 
@@ -86,7 +119,16 @@ __device__ __forceinline__ int64_t end_of_first(BlockShared& shared, int64_t siz
   const auto lanes_at = [&](int64_t i) { return __ballot_sync(~0u, i + lane < run.end && has(i + lane)); };
   uint64_t found = 0, total;
   for (int64_t i = run.begin; i < run.end; i += 32) found += popcount32(lanes_at(i));
-  const uint64_t before = sum_before_warp(shared, found, total);
+  uint64_t before = sum_before_warp(shared, found, total);
+  if (ptx::cluster_size() > 1) {
+    exchange(shared, total, [&] {
+      total = 0;
+      for (uint32_t rank = 0; rank < ptx::cluster_size(); ++rank) {
+        total += shared.ctas[rank];
+        if (rank < ptx::cluster_rank()) before += shared.ctas[rank];
+      }
+    });
+  }
   if (total < count) return size;
   __syncthreads();
   if (before < count && count <= before + found) {
@@ -97,9 +139,10 @@ __device__ __forceinline__ int64_t end_of_first(BlockShared& shared, int64_t siz
       i += 32;
     }
     for (; left > 1; --left) lanes &= lanes - 1;
-    if (lane == 0) shared.warps[0] = static_cast<uint64_t>(i + __ffs(static_cast<int>(lanes)));
+    const uint64_t end = static_cast<uint64_t>(i + __ffs(static_cast<int>(lanes)));
+    if (lane < ptx::cluster_size()) *ptx::of_cta(&shared.warps[0], static_cast<uint32_t>(lane)) = end;
   }
-  __syncthreads();
+  ptx::cluster_sync();
   return static_cast<int64_t>(shared.warps[0]);
 }
 

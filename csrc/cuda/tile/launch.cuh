@@ -41,27 +41,45 @@ inline DeviceLimits device_limits() {
   return limits;
 }
 
-// kernel<<<grid, block, shared_bytes, stream>>>(arguments...); an empty grid is no launch.
+template <typename... Params>
+void check_kernel(cudaError_t status, void (*kernel)(Params...)) {
+  if (status == cudaSuccess) return;
+  const char* name = "?";
+  cudaFuncGetName(&name, reinterpret_cast<const void*>(kernel));
+  check_cuda(status, "launch of " + std::string(name));
+}
+
+// The most CTAs of a cluster that any GPU with clusters grants; 1 where the code that runs there knows none.
+template <typename... Params>
+int max_cluster(void (*kernel)(Params...)) {
+  cudaFuncAttributes attributes{};
+  check_kernel(cudaFuncGetAttributes(&attributes, kernel), kernel);
+  return attributes.ptxVersion >= 90 ? 8 : 1;
+}
+
+// kernel<<<grid, block, shared_bytes, stream>>>(arguments...) in clusters of so many CTAs, neighbours along x; an empty
+// grid is no launch.
 template <typename... Params, typename... Arguments>
-void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
-            Arguments&&... arguments) {
+void launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, unsigned cluster, size_t shared_bytes,
+                     void* stream, Arguments&&... arguments) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
-  const auto check = [&](cudaError_t status) {
-    if (status == cudaSuccess) return;
-    const char* name = "?";
-    cudaFuncGetName(&name, reinterpret_cast<const void*>(kernel));
-    check_cuda(status, "launch of " + std::string(name));
-  };
   constexpr size_t kWithoutAsking = 48 << 10;
   if (shared_bytes > kWithoutAsking) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
+    check_kernel(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+        kernel);
   }
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  check(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...));
+  cudaLaunchAttribute in_clusters{};
+  in_clusters.id = cudaLaunchAttributeClusterDimension;
+  in_clusters.val.clusterDim = {cluster, 1, 1};
+  config.attrs = &in_clusters;
+  config.numAttrs = cluster > 1 ? 1 : 0;
+  check_kernel(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), kernel);
 }
 
 #else
@@ -71,13 +89,25 @@ inline DeviceLimits device_limits() {
   return {device.num_sms, device.max_shared_bytes};
 }
 
+template <typename... Params>
+int max_cluster(void (* /*kernel*/)(Params...)) {
+  return simt::device_from_environment().max_cluster;
+}
+
 template <typename... Params, typename... Arguments>
-void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* /*stream*/,
-            Arguments&&... arguments) {
+void launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, unsigned cluster, size_t shared_bytes,
+                     void* /*stream*/, Arguments&&... arguments) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
-  simt::launch(kernel, grid, block, shared_bytes, std::forward<Arguments>(arguments)...);
+  simt::launch(kernel, grid, block, cluster, shared_bytes, std::forward<Arguments>(arguments)...);
 }
 
 #endif
+
+// The same without clusters.
+template <typename... Params, typename... Arguments>
+void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
+            Arguments&&... arguments) {
+  launch_clusters(kernel, grid, block, 1, shared_bytes, stream, std::forward<Arguments>(arguments)...);
+}
 
 }  // namespace pagedtree::cuda

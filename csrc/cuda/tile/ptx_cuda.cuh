@@ -66,6 +66,47 @@ PT_DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, 
   }
 }
 
+// ---- clusters: CTAs that run at the same time and reach each other's shared memory, from sm_90 on. In a launch
+// without clusters, and on older GPUs, a CTA is alone.
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+PT_DEVICE uint32_t cluster_index() {
+  uint32_t index;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return index;
+}
+PT_DEVICE uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+PT_DEVICE uint32_t cluster_size() {
+  uint32_t size;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+// All threads of all its CTAs meet; what any of them wrote before is visible to all.
+PT_DEVICE void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
+}
+// The same object in the shared memory of CTA `rank`.
+template <typename T>
+PT_DEVICE T* of_cta(T* shared, uint32_t rank) {
+  uint64_t address;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(shared), "r"(rank));
+  return reinterpret_cast<T*>(address);
+}
+#else
+PT_DEVICE uint32_t cluster_index() { return blockIdx.x; }
+PT_DEVICE uint32_t cluster_rank() { return 0; }
+PT_DEVICE uint32_t cluster_size() { return 1; }
+PT_DEVICE void cluster_sync() { __syncthreads(); }
+template <typename T>
+PT_DEVICE T* of_cta(T* shared, uint32_t) {
+  return shared;
+}
+#endif
+
 // ---- others
 
 // threadIdx.x, read anew: what is computed from it is not kept from before.

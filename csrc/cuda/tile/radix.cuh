@@ -21,9 +21,10 @@ __device__ __forceinline__ unsigned num_columns() { return blockDim.x == 32 ? 4 
 
 struct RadixShared {
   BlockShared block;
-  Totals first[kBins];  // by the first digit
-  Totals next[kBins];   // by the digit that is looked at
-  Totals above, at;     // what a search found
+  Totals first[kBins];   // by the first digit
+  Totals next[kBins];    // by the digit that is looked at
+  Totals of_cta[kBins];  // of one of several CTAs
+  Totals above, at;      // what a search found
   uint32_t bin;
   Columns counts;
 };
@@ -40,8 +41,8 @@ struct Cut {
   Totals above, at;
 };
 
-// Sums up by `digit` the items that begin with the digits of `prefix`. items.each(f) calls f(key, index) for each of
-// this thread's items; `masses` may be null.
+// Sums up by `digit` the items, of all CTAs of the cluster, that begin with the digits of `prefix`. items.each(f) calls
+// f(key, index) for each of this thread's items; `masses` may be null.
 template <typename Items, typename Weight>
 __device__ __forceinline__ void tabulate(RadixShared& shared, RadixMasses* masses, Totals* totals, const Items& items,
                                          Weight weight, int digit, uint32_t prefix) {
@@ -62,6 +63,7 @@ __device__ __forceinline__ void tabulate(RadixShared& shared, RadixMasses* masse
     if (mass >> 16 != 0) atomicAdd(&masses->high[cell], mass >> 16);
   });
   __syncthreads();
+  Totals* const of_this_cta = ptx::cluster_size() == 1 ? totals : shared.of_cta;
   for (unsigned bin = threadIdx.x; bin < kBins; bin += blockDim.x) {
     Totals sum{0, 0};
     for (unsigned i = 0; i < columns; ++i) {
@@ -69,9 +71,20 @@ __device__ __forceinline__ void tabulate(RadixShared& shared, RadixMasses* masse
       sum.count += shared.counts[cell];
       if (masses != nullptr) sum.mass += masses->low[cell] + (uint64_t{masses->high[cell]} << 16);
     }
-    totals[bin] = sum;
+    of_this_cta[bin] = sum;
   }
-  __syncthreads();
+  if (ptx::cluster_size() > 1) {
+    ptx::cluster_sync();
+    for (unsigned bin = threadIdx.x; bin < kBins; bin += blockDim.x) {
+      Totals sum{0, 0};
+      for (uint32_t rank = 0; rank < ptx::cluster_size(); ++rank) {
+        const Totals of_cta = *ptx::of_cta(&shared.of_cta[bin], rank);
+        sum = {sum.count + of_cta.count, sum.mass + of_cta.mass};
+      }
+      totals[bin] = sum;
+    }
+  }
+  ptx::cluster_sync();
 }
 
 __device__ __forceinline__ Totals sum_of_bins(RadixShared& shared, const Totals* totals) {
