@@ -23,6 +23,7 @@ EXTRA_MODULES = {
 TITLES = {
     "tree": "Trees",
     "drafting": "Drafting",
+    "choice": "Drafting",
     "attention": "Attention",
     "cost": "Attention",
     "kv_cache": "KV cache",

@@ -1,6 +1,7 @@
 """Tree-masked paged attention and tree verification for speculative decoding."""
 
 from pagedtree.attention import attention_plan, merge_states, tree_attention
+from pagedtree.choice import choose_tree, expected_tokens
 from pagedtree.cost import AttentionCost, AttentionLaunch, explain
 from pagedtree.drafting import (
     Draft,
@@ -35,9 +36,11 @@ __all__ = [
     "append_kv",
     "attention_plan",
     "build_trees",
+    "choose_tree",
     "commit",
     "compact_kv",
     "expand_tree",
+    "expected_tokens",
     "explain",
     "medusa_propose",
     "merge_states",

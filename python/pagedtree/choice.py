@@ -1,0 +1,145 @@
+"""The draft tree that pays: expected tokens of a step against what the step costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from pagedtree.tree import MAX_NODES, DraftTree
+
+__all__ = ["choose_tree", "expected_tokens"]
+
+
+def choose_tree(
+    acceptance: Sequence[float] | Sequence[Sequence[float]] | np.ndarray,
+    step_cost: Callable[[int], float],
+    *,
+    max_nodes: int = 64,
+    max_depth: int = 16,
+    level_cost: float = 0.0,
+) -> DraftTree:
+    """The tree with the most expected tokens a second; the root alone where no drafts pay.
+
+    Source: Sequoia (Chen et al., NeurIPS 2024), whose dynamic programme finds the best tree of each size; the size is
+    then that of the highest rate on the machine at hand. Here acceptance may also depend on the depth, and a level of
+    the tree may have a cost of its own, that of a pass of the draft model.
+
+    Args:
+        acceptance: how often the child of each rank is accepted where its parent was, [R]: rank 0 is the drafter's
+            first choice. Or [D, R], a row a depth, the root's children first; then no tree is deeper than D. A row
+            sums to at most 1, as at most one child is accepted.
+        step_cost: seconds of a step in which the target verifies a tree of that many nodes, the root included; 1 is
+            plain decoding. Measured costs scatter: a size costs at least as much as the smaller ones.
+        max_nodes: most nodes, the root included, 1..1024.
+        max_depth: most levels below the root.
+        level_cost: seconds that each level costs besides.
+
+    Nodes are in order of depth; the children of a node are the drafter's first choices, best first.
+
+        for tree in trees_of_at_most(max_nodes, max_depth, R):
+            rate = expected_tokens(tree, acceptance) / (step_cost(tree.num_nodes) + level_cost * tree.max_depth)
+        return the tree of the greatest rate, of those the smallest
+
+    Raises ValueError for probabilities outside 0..1 or rows that sum to more than 1, for bounds below 1 or above 1024
+    nodes, and for a cost that is not positive and finite.
+    """
+    levels = _levels(acceptance, max_depth)
+    if not 1 <= max_nodes <= MAX_NODES:
+        raise ValueError(f"max_nodes: expected 1 to {MAX_NODES}, got {max_nodes}")
+    if not 0 <= level_cost < np.inf:
+        raise ValueError(f"level_cost: expected a finite number of at least 0, got {level_cost}")
+    costs = np.array([step_cost(size) for size in range(1, max_nodes + 1)], dtype=np.float64)
+    if not (np.isfinite(costs) & (costs > 0)).all():
+        size = int(np.argmin(np.isfinite(costs) & (costs > 0))) + 1
+        raise ValueError(f"step_cost: expected a positive, finite number, got {costs[size - 1]} for {size} nodes")
+    costs = np.maximum.accumulate(costs)
+    best_rate, parents = 1.0 / costs[0], [-1]
+    # A bound on the depth changes the best tree only where levels cost something.
+    for depth in range(1, len(levels) + 1) if level_cost else [len(levels)]:
+        search = _Search(levels[:depth], max_nodes)
+        rates = search.tokens[1:] / (costs + level_cost * depth)
+        size = int(np.argmax(rates)) + 1
+        if size > 1 and rates[size - 1] > best_rate * (1 + 1e-12):
+            best_rate, parents = rates[size - 1], search.parents(size)
+    return DraftTree(parents)
+
+
+def expected_tokens(tree: DraftTree, acceptance: Sequence[float] | Sequence[Sequence[float]] | np.ndarray) -> float:
+    """Tokens that a step with this tree gives on average: the accepted drafts and the bonus token.
+
+    acceptance: as of `choose_tree`; ranks and depths that it does not name are never accepted.
+
+        reached[0] = 1
+        for node in 1..num_nodes - 1:
+            reached[node] = reached[parent] * acceptance[depth - 1][rank among its siblings]
+        return sum(reached)
+
+    Raises ValueError for probabilities outside 0..1 or rows that sum to more than 1.
+    """
+    levels = _levels(acceptance, max(tree.max_depth, 1))
+    reached = np.ones(tree.num_nodes)
+    ranks = tree.child_ranks
+    for node in range(1, tree.num_nodes):
+        level, rank = tree.depths[node] - 1, ranks[node]
+        known = level < len(levels) and rank < levels.shape[1]
+        reached[node] = reached[tree.parents[node]] * levels[level, rank] if known else 0.0
+    return float(reached.sum())
+
+
+def _levels(acceptance: Sequence[float] | Sequence[Sequence[float]] | np.ndarray, max_depth: int) -> np.ndarray:
+    """[D, R], at most max_depth rows."""
+    if max_depth < 1:
+        raise ValueError(f"max_depth: expected at least 1, got {max_depth}")
+    levels = np.asarray(acceptance, dtype=np.float64)
+    if levels.ndim == 1:
+        levels = np.tile(levels, (max_depth, 1))
+    if levels.ndim != 2 or 0 in levels.shape:
+        raise ValueError(f"acceptance: expected probabilities [R] or [D, R], got shape {list(levels.shape)}")
+    if not ((levels >= 0) & (levels <= 1)).all() or (levels.sum(axis=1) > 1 + 1e-6).any():
+        raise ValueError(f"acceptance: expected probabilities that sum to at most 1 a row, got {levels.tolist()}")
+    return levels[:max_depth]
+
+
+class _Search:
+    """The best tree of each size over the given levels.
+
+    subtree[d][n] is the expected number of accepted nodes in the best subtree of at most n nodes whose root stands at
+    depth d, given that this root is accepted; forest[d][r][n] that of the best n nodes below it, under its children of
+    rank r and up.
+    """
+
+    def __init__(self, levels: np.ndarray, max_nodes: int) -> None:
+        self.levels = levels
+        sizes = np.arange(max_nodes + 1)
+        subtree = np.minimum(sizes, 1).astype(np.float64)  # at the last level: a leaf
+        self.child_sizes: list[list[np.ndarray]] = []  # [d][r][n]: nodes under the child of rank r
+        left = sizes[:, None] - sizes[None, :]
+        for probabilities in levels[::-1]:
+            forest = np.zeros(max_nodes + 1)
+            choices: list[np.ndarray] = []
+            for probability in probabilities[::-1]:
+                # [n, k]: k nodes for this child, the rest for the next ranks; without this child there are no others.
+                values = np.where(left >= 0, probability * subtree[None, :] + forest[left.clip(0)], -np.inf)
+                values[:, 0] = 0.0
+                choices.insert(0, values.argmax(axis=1))
+                forest = values.max(axis=1)
+            self.child_sizes.insert(0, choices)
+            subtree = np.concatenate([[0.0], 1.0 + forest[:-1]])
+        self.tokens = subtree
+
+    def parents(self, size: int) -> list[int]:
+        """Of the best tree of at most `size` nodes, level by level."""
+        parents, level = [-1], [(0, size - 1)]  # of each node: its index, and the nodes below it
+        for choices in self.child_sizes:
+            below = []
+            for node, left in level:
+                for choice in choices:
+                    count = int(choice[left])
+                    if count == 0:
+                        break
+                    below.append((len(parents), count - 1))
+                    parents.append(node)
+                    left -= count
+            level = below
+        return parents
