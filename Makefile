@@ -87,7 +87,7 @@ test-simt: build  ## CUDA kernels under ThreadSanitizer: the op tests, and plant
 	tests/run_races.sh -n $(WORKERS)
 
 test-sanitizers: test-simt  ## the op tests on a build with AddressSanitizer and UndefinedBehaviorSanitizer
-	OMP_NUM_THREADS=1 tests/run_sanitized.sh -n $(WORKERS)
+	tests/run_sanitized.sh -n $(WORKERS)
 
 # Each engine has an environment of its own, laid over the other packages of this one.
 ENGINE  ?= transformers
