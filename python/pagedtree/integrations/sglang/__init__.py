@@ -1,0 +1,18 @@
+"""SGLang's speculation ops and an attention backend for it, on pagedtree.
+
+The functions have the names, arguments and in-place outputs of sgl_kernel and need no part of SGLang. The backend is
+`attention.PagedTreeBackend`; SGLang finds it by its entry point `plugin.register`.
+"""
+
+from pagedtree.integrations.sglang.kv_cache import move_kv_cache
+from pagedtree.integrations.sglang.trees import TreeMaskMode, build_tree_kernel_efficient, tree_mask_words
+from pagedtree.integrations.sglang.verify import tree_speculative_sampling_target_only, verify_tree_greedy
+
+__all__ = [
+    "TreeMaskMode",
+    "build_tree_kernel_efficient",
+    "move_kv_cache",
+    "tree_mask_words",
+    "tree_speculative_sampling_target_only",
+    "verify_tree_greedy",
+]

@@ -1,0 +1,166 @@
+"""The attention backend: SGLang's token pool and batches handed to `tree_attention` as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedtree import append_kv, attention_plan, tree_attention
+from pagedtree.integrations.sglang.trees import TreeMaskMode, tree_mask_words
+
+try:
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+except ImportError:  # the class can be looked at and tested without SGLang
+    AttentionBackend = object
+
+__all__ = ["PagedTreeBackend", "Step"]
+
+
+@dataclass
+class Step:
+    """One forward pass, for all layers; arguments of `tree_attention`."""
+
+    page_table: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+    tree_mask: Tensor | None
+    max_seqlen_q: int | None
+    plan: Tensor | None = None
+
+
+class PagedTreeBackend(AttentionBackend):
+    """Decoding, prefill in chunks and the verification of draft trees of every shape, for any page size.
+
+    K and V are views of the pool. Multi-head and grouped-query decoder attention, with sliding windows in one pool,
+    logit caps and sinks; what it does not support is refused by name.
+    """
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__()
+        if model_runner.use_mla_backend:
+            raise NotImplementedError("pagedtree's backend: latent attention (MLA) is not supported")
+        if hasattr(model_runner.token_to_kv_pool, "translate_loc_from_full_to_swa"):
+            raise NotImplementedError("pagedtree's backend: a pool of its own for sliding windows is not supported")
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.page_size = model_runner.page_size
+        self.max_context_len = model_runner.model_config.context_len
+        self.forward_metadata: Step | None = None
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        mode, bs = forward_batch.forward_mode, forward_batch.batch_size
+        seq_lens, tree_mask = forward_batch.seq_lens, None
+        if mode.is_decode_or_idle():
+            lens_q, max_q = torch.ones_like(seq_lens), 1
+        elif mode.is_target_verify():
+            spec = forward_batch.spec_info
+            max_q = spec.draft_token_num
+            lens_q, prefix_lens = torch.full_like(seq_lens, max_q), seq_lens
+            seq_lens = seq_lens + max_q
+            if spec.custom_mask is not None and spec.custom_mask.numel():
+                qlen_only = spec.custom_mask.numel() == bs * max_q * max_q
+                layout = TreeMaskMode.QLEN_ONLY if qlen_only else TreeMaskMode.FULL_MASK
+                tree_mask = tree_mask_words(spec.custom_mask, prefix_lens, max_q, layout)
+        else:
+            lens_q, max_q = forward_batch.extend_seq_lens, None
+            if forward_batch.extend_seq_lens_cpu is not None:
+                max_q = max(forward_batch.extend_seq_lens_cpu, default=None)
+        self.forward_metadata = Step(
+            page_table=self._page_table(forward_batch, max_q or 0),
+            seq_lens=seq_lens.int(),
+            cu_seqlens_q=torch.nn.functional.pad(lens_q.cumsum(0), (1, 0)).int(),
+            tree_mask=tree_mask,
+            max_seqlen_q=max_q,
+        )
+
+    def _page_table(self, forward_batch: Any, new: int) -> Tensor:
+        # Pages are aligned, so that a page's first slot tells the page.
+        width = self.max_context_len
+        if forward_batch.seq_lens_cpu is not None and forward_batch.seq_lens_cpu.numel():
+            width = min(width, int(forward_batch.seq_lens_cpu.max()) + new)
+        slots = self.req_to_token_pool.req_to_token[:, : width : self.page_size]
+        return slots[forward_batch.req_pool_indices.long()] // self.page_size
+
+    def forward_decode(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
+    ) -> Tensor:
+        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+    def forward_extend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
+    ) -> Tensor:
+        sinks = kwargs.pop("sinks", None)
+        _check_layer(layer, kwargs)
+        step = self.forward_metadata
+        if step is None:
+            raise RuntimeError("pagedtree's backend: expected init_forward_metadata before the first layer")
+        k_cache = self._pages(self.token_to_kv_pool.get_key_buffer(layer.layer_id))
+        v_cache = self._pages(self.token_to_kv_pool.get_value_buffer(layer.layer_id))
+        scales = {}
+        if k_cache.dtype == torch.float8_e4m3fn and layer.k_scale is not None:
+            scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
+        heads, kv_heads, head_dim = layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
+        if save_kv_cache and k is not None:
+            slots = forward_batch.out_cache_loc.long()
+            k, v = (x.view(-1, kv_heads, head_dim)[: slots.shape[0]] for x in (k, v))
+            append_kv(k, v, k_cache, v_cache, slots, **scales)
+        if step.plan is None:  # of the first layer's heads; for others it is only less balanced
+            step.plan = attention_plan(
+                step.seq_lens,
+                step.cu_seqlens_q,
+                num_q_heads=heads,
+                num_kv_heads=kv_heads,
+                head_dim=head_dim,
+                page_size=self.page_size,
+                max_seqlen_q=step.max_seqlen_q or max(1, -(-q.shape[0] // max(1, step.seq_lens.shape[0]))),
+            )
+        out = tree_attention(
+            q.view(-1, heads, head_dim),
+            k_cache,
+            v_cache,
+            step.page_table,
+            step.seq_lens,
+            step.cu_seqlens_q,
+            step.tree_mask,
+            max_seqlen_q=step.max_seqlen_q,
+            scale=layer.scaling,
+            softcap=layer.logit_cap,
+            window=layer.sliding_window_size + 1,  # SGLang's counts the keys behind the query's own
+            sinks=None if sinks is None else sinks.float(),
+            plan=step.plan,
+            **scales,
+        )
+        assert isinstance(out, Tensor)
+        return out.view(-1, heads * head_dim)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        raise NotImplementedError("pagedtree's backend: expected --disable-cuda-graph, got a capture of CUDA graphs")
+
+    def support_triton(self) -> bool:
+        return False
+
+    def _pages(self, buffer: Tensor) -> Tensor:
+        """[slots, heads, head_dim] -> [pages, page_size, heads, head_dim], a view."""
+        if buffer.dim() != 3:
+            raise NotImplementedError(f"pagedtree's backend: expected [slots, heads, dim], got {[*buffer.shape]}")
+        return buffer.unflatten(0, (-1, self.page_size))
+
+
+def _check_layer(layer: Any, options: dict[str, Any]) -> None:
+    """Refuses what `tree_attention` does not compute."""
+    refused = [name for name, value in options.items() if value is not None and value is not False]
+    if refused:
+        raise NotImplementedError(f"pagedtree's backend: {', '.join(sorted(refused))}: only sinks is supported")
+    if layer.is_cross_attention or getattr(layer.attn_type, "value", layer.attn_type) != "decoder":
+        raise NotImplementedError(f"pagedtree's backend: expected decoder self-attention, got {layer.attn_type}")
+    if layer.qk_head_dim != layer.v_head_dim:
+        raise NotImplementedError(
+            f"pagedtree's backend: expected v_head_dim {layer.qk_head_dim}, got {layer.v_head_dim}"
+        )
+    if layer.logit_cap and layer.logit_capping_method != "tanh":
+        raise NotImplementedError(f"pagedtree's backend: expected tanh capping, got {layer.logit_capping_method}")
+    if layer.xai_temperature_len > 0:
+        raise NotImplementedError("pagedtree's backend: xai_temperature_len is not supported")

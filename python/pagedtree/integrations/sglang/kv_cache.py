@@ -1,0 +1,44 @@
+"""Moving rows of SGLang's token pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pagedtree import compact_kv
+
+__all__ = ["move_kv_cache"]
+
+MOVES = 1023  # of one path of `compact_kv`
+
+
+def move_kv_cache(k_buffer: Sequence[Tensor], v_buffer: Sequence[Tensor], tgt_loc: Tensor, src_loc: Tensor) -> None:
+    """Copies the rows of slots src_loc to slots tgt_loc, in all layers at once.
+
+    Args:
+        k_buffer, v_buffer: one tensor [slots, ...] a layer, any dtype and strides, written.
+        tgt_loc, src_loc: int32 or int64 [n], slots. A pair with an end outside the pool is skipped.
+
+    All rows of 1023 pairs are read before one is written, so they may overlap in any way; more pairs are moved group
+    by group, in order.
+
+        for k, v in zip(k_buffer, v_buffer):
+            k[tgt_loc], v[tgt_loc] = k[src_loc], v[src_loc]
+
+    Raises ValueError for wrong shapes or dtypes.
+    """
+    for name, loc in (("tgt_loc", tgt_loc), ("src_loc", src_loc)):
+        if loc.dtype not in (torch.int32, torch.int64) or loc.shape != (tgt_loc.numel(),):
+            raise ValueError(f"{name}: expected int32 or int64 [{tgt_loc.numel()}], got {loc.dtype} {[*loc.shape]}")
+    caches = [buffer.unsqueeze(1) for buffer in (*k_buffer, *v_buffer)]  # pages of one slot
+    if not caches:
+        return
+    start = tgt_loc.new_zeros(1, dtype=torch.int32)
+    for targets, sources in zip(tgt_loc.split(MOVES), src_loc.split(MOVES), strict=True):
+        # A path whose node j moves from behind all targets to position j.
+        count = targets.numel()
+        table = torch.cat([start, targets.int(), sources.int()])[None]
+        path = torch.arange(count, 2 * count + 1, dtype=torch.int32, device=table.device)[None]
+        compact_kv(caches, table, start, path, start + count)

@@ -1,0 +1,197 @@
+"""SGLang's draft trees: what `build_tree_kernel_efficient` writes, and its links and masks read back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedtree import TreeBatch, build_trees
+from pagedtree.integrations.masks import pack_mask, unpack_mask
+
+__all__ = ["TreeMaskMode", "build_tree_kernel_efficient", "tree_mask_words", "trees_from_links"]
+
+
+class TreeMaskMode(IntEnum):
+    """How a tree mask of N nodes a sequence lies in its buffer; the sequences follow each other.
+
+    FULL_MASK: a byte for each (node, position), N rows of seq_len + N; QLEN_ONLY: a byte for each (node, node);
+    QLEN_ONLY_BITPACKING: the bits of a row in 1, 2 or 4 bytes (N up to 8, 16, 32), the lowest first.
+    """
+
+    FULL_MASK = 0
+    QLEN_ONLY = 1
+    QLEN_ONLY_BITPACKING = 2
+
+
+def either_spelling(function: Callable[..., None]) -> Callable[..., None]:
+    """Takes retrieve_* as the name of an argument retrive_*: sgl_kernel has had both."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> None:
+        named = {name.replace("retrieve_", "retrive_"): value for name, value in kwargs.items()}
+        if len(named) < len(kwargs):
+            raise TypeError(f"{function.__name__}: expected retrive_* or retrieve_*, got both of one argument")
+        function(*args, **named)
+
+    return call
+
+
+def expect(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise ValueError(f"{name}: expected shape {[*shape]}, got {[*tensor.shape]}")
+
+
+@either_spelling
+def build_tree_kernel_efficient(
+    parent_list: Tensor,
+    selected_index: Tensor,
+    verified_seq_len: Tensor,
+    tree_mask: Tensor,
+    positions: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    topk: int,
+    depth: int,
+    draft_token_num: int,
+    tree_mask_mode: int,
+) -> None:
+    """Links EAGLE's selected drafts into trees of N = draft_token_num nodes.
+
+    Args:
+        parent_list: integers [bs, topk * (depth - 1) + 1] (any width at depth 1): entry t is the draft that the t-th
+            group of topk drafts continues.
+        selected_index: integers [bs, N - 1], the drafts chosen; draft x is in group x // topk; group 0 follows the
+            root.
+        verified_seq_len: integers [bs], the lengths without the tree.
+        tree_mask: written as `TreeMaskMode` says; bool or bytes (bit-packed: any integers), contiguous. What it holds
+            for the prefix of FULL_MASK is left as it is.
+        positions: [bs * N], written: verified_seq_len + depth of the node.
+        retrive_index, retrive_next_token, retrive_next_sibling: [bs, N], written: the flat row b * N + i, first child
+            and next sibling (-1: none).
+        topk, depth: branching and levels of the draft; a node deeper than `depth` is not linked.
+
+    A node that the root does not reach (its parent was not selected, or is the node's own descendant) is linked to
+    nothing, has the position of a root's child and sees the root and itself. Raises ValueError for wrong shapes.
+    """
+    n, bs = draft_token_num, verified_seq_len.numel()
+    expect("selected_index", selected_index, (bs, n - 1))
+    expect("parent_list", parent_list, (bs, parent_list.shape[-1] if depth == 1 else topk * (depth - 1) + 1))
+    expect("positions", positions, (bs * n,))
+    links = {"retrive_index": retrive_index, "retrive_next_token": retrive_next_token}
+    for name, link in (*links.items(), ("retrive_next_sibling", retrive_next_sibling)):
+        expect(name, link, (bs, n))
+
+    group = selected_index.long() // topk
+    known = torch.nn.functional.pad(parent_list.long(), (0, 1), value=-1)
+    match = selected_index[:, None, :] == known.gather(1, group.clamp(0, known.shape[1] - 1))[:, :, None]
+    match = torch.nn.functional.pad(match, (1, 1))  # node 0, and "none" behind the last
+    match[:, :, n] = True
+    parents = torch.where(group > 0, match.byte().argmax(-1), 0)
+    trees, order = _trees(torch.nn.functional.pad(parents, (1, 0)), min(depth, n - 1))
+
+    rank = order.argsort(1)
+    depths, first, sibling = (x.view(bs, n).long() for x in (trees.depths, trees.first_child, trees.next_sibling))
+    seen = unpack_mask(trees.mask, n).view(bs, n, n)
+    seen = seen.gather(1, rank[:, :, None].expand(bs, n, n)).gather(2, rank[:, None, :].expand(bs, n, n))
+    seen = seen | torch.eye(n, dtype=torch.bool, device=seen.device)
+    seen[:, :, 0] = True
+    _write_mask(tree_mask, seen, verified_seq_len.long(), tree_mask_mode)
+    depths = torch.where(depths < 0, 1, depths).gather(1, rank)
+    positions.copy_((verified_seq_len[:, None] + depths).flatten())
+    retrive_index.copy_(torch.arange(bs * n, device=order.device).view(bs, n))
+    for out, link in ((retrive_next_token, first), (retrive_next_sibling, sibling)):
+        out.copy_(torch.where(link < 0, -1, order.gather(1, link.clamp(min=0))).gather(1, rank))
+
+
+def trees_from_links(next_token: Tensor, next_sibling: Tensor, max_depth: int) -> tuple[TreeBatch, Tensor]:
+    """The trees of SGLang's links [bs, N], siblings in the order of their list, and their order (see `_trees`)."""
+    bs, n = next_token.shape
+    nodes = torch.arange(n, device=next_token.device).expand(bs, n)
+    none = nodes.new_full((bs, n + 1), n)
+    links = (torch.where((link > 0) & (link < n), link.long(), n) for link in (next_token, next_sibling))
+    parent, elder = (none.scatter(1, link, nodes) for link in links)
+    parent[:, n] = elder[:, n] = n
+    before = torch.where(parent < n, parent, elder)[:, :n]
+    eldest = torch.where(parent < n, torch.arange(n + 1, device=nodes.device), elder)
+    for _ in range(n.bit_length()):
+        eldest = eldest.gather(1, eldest)
+    return _trees(before, max_depth, parent.gather(1, eldest)[:, :n])
+
+
+def _trees(before: Tensor, max_depth: int, parents: Tensor | None = None) -> tuple[TreeBatch, Tensor]:
+    """Trees whose nodes may come in any order, sorted so that parents and elder siblings come first.
+
+    before: int64 [bs, N], the node that comes before each on its way from the root, N: none; the root's is ignored.
+    parents: the parents likewise; default `before`. Returns the trees and order [bs, N]: node i of a tree is the
+    caller's order[i]. Nodes that the root does not reach come last.
+    """
+    parents = before if parents is None else parents
+    bs, n = before.shape
+    up = torch.nn.functional.pad(before, (0, 1), value=n)
+    up[:, 0] = 0
+    hops = torch.ones_like(up)
+    hops[:, 0] = 0
+    for _ in range(n.bit_length()):  # each time twice as far; who does not arrive has made more than n
+        hops, up = hops + hops.gather(1, up), up.gather(1, up)
+    order = hops[:, :n].argsort(dim=1, stable=True)
+    rank = torch.nn.functional.pad(order.argsort(1), (0, 1), value=n)
+    sorted_parents = rank.gather(1, parents.gather(1, order)).int()
+    sorted_parents[:, 0] = -1
+    cu_nodes = torch.arange(bs + 1, dtype=torch.int32, device=order.device) * n
+    return build_trees(sorted_parents.flatten(), cu_nodes, max_nodes=n, max_depth=max_depth), order
+
+
+def _cells(seq_lens: Tensor, n: int, mode: int) -> Tensor:
+    """int64 [bs, n, n]: where the bytes of the tree are in a mask of bytes."""
+    rows = n + seq_lens if mode == TreeMaskMode.FULL_MASK else torch.full_like(seq_lens, n)
+    begin = (rows.cumsum(0) - rows) * n + rows - n
+    nodes = torch.arange(n, device=seq_lens.device)
+    return begin[:, None, None] + rows[:, None, None] * nodes[:, None] + nodes
+
+
+def _packed_rows(tree_mask: Tensor, bs: int, n: int) -> Tensor:
+    """The bytes [bs * n, 1, 2 or 4] of a bit-packed mask."""
+    if n > 32:
+        raise ValueError(f"draft_token_num: expected at most 32 in a bit-packed mask, got {n}")
+    width = 4 if n > 16 else 2 if n > 8 else 1
+    raw = tree_mask.view(-1).view(torch.uint8)
+    if raw.numel() < bs * n * width:
+        raise ValueError(f"tree_mask: expected at least {bs * n * width} bytes, got {raw.numel()}")
+    return raw[: bs * n * width].view(bs * n, width)
+
+
+def _flat_bytes(tree_mask: Tensor, bs: int, n: int) -> Tensor:
+    if tree_mask.element_size() != 1 or tree_mask.numel() < bs * n * n:
+        raise ValueError(
+            f"tree_mask: expected at least {bs * n * n} elements of one byte, got {tree_mask.numel()} {tree_mask.dtype}"
+        )
+    return tree_mask.view(-1).view(torch.uint8)
+
+
+def _write_mask(tree_mask: Tensor, seen: Tensor, seq_lens: Tensor, mode: int) -> None:
+    bs, n, _ = seen.shape
+    if mode == TreeMaskMode.QLEN_ONLY_BITPACKING:
+        rows = _packed_rows(tree_mask, bs, n)
+        rows.copy_(pack_mask(seen).view(bs * n, 1).view(torch.uint8)[:, : rows.shape[1]])
+    else:
+        cells = _cells(seq_lens, n, TreeMaskMode(mode)).flatten()
+        _flat_bytes(tree_mask, bs, n).scatter_(0, cells, seen.flatten().byte())
+
+
+def tree_mask_words(tree_mask: Tensor, seq_lens: Tensor, draft_token_num: int, tree_mask_mode: int) -> Tensor:
+    """The mask of `tree_attention`, int32 [bs * N, ceil(N / 32)], of a mask that SGLang built (see `TreeMaskMode`).
+
+    seq_lens: integers [bs], without the trees. Masks of bytes are read only where the trees are.
+    """
+    bs, n = seq_lens.numel(), draft_token_num
+    if tree_mask_mode == TreeMaskMode.QLEN_ONLY_BITPACKING:
+        rows = _packed_rows(tree_mask, bs, n)
+        return torch.nn.functional.pad(rows, (0, 4 - rows.shape[1])).view(torch.int32)
+    cells = _cells(seq_lens.long(), n, TreeMaskMode(tree_mask_mode))
+    return pack_mask(_flat_bytes(tree_mask, bs, n)[cells] != 0).view(bs * n, -(-n // 32))

@@ -1,0 +1,166 @@
+"""SGLang's verification of draft trees."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagedtree import SamplingParams, TreeBatch, Verdict, verify_greedy, verify_rejection
+from pagedtree.integrations.sglang.trees import either_spelling, expect, trees_from_links
+
+__all__ = ["tree_speculative_sampling_target_only", "verify_tree_greedy"]
+
+
+@either_spelling
+def verify_tree_greedy(
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    target_predict: Tensor,
+) -> None:
+    """Follows the drafts that equal the target's predictions (`pagedtree.verify_greedy`).
+
+    Args:
+        predicts: integers [bs * N] or longer, written: predicts[r] follows the node of flat row r, for the rows of
+            the accepted path; the others keep what they hold.
+        accept_index: integers [bs, S], written: flat rows of the root and of at most S - 1 accepted nodes; the rest
+            keeps what it holds.
+        accept_token_num: integers [bs], written: accepted nodes, without the root.
+        candidates: integers [bs, N], the nodes' tokens.
+        retrive_index: integers [bs, N], each node's flat row; retrive_next_token, retrive_next_sibling: integers
+            [bs, N], first child and next sibling within the tree, -1: none. Siblings are tried in this order.
+        target_predict: integers [bs, N], the target's argmax by flat row.
+
+    All integers are int32 or int64. Links that lead nowhere or in circles end the path. Raises ValueError for wrong
+    shapes.
+    """
+    links = retrive_index, retrive_next_token, retrive_next_sibling
+    trees, order, rows = _tree_arguments(predicts, accept_index, accept_token_num, candidates, *links)
+    expect("target_predict", target_predict, (*candidates.shape,))
+    drafts = candidates.gather(1, order)
+    truth = target_predict.flatten()[rows].long()
+    # A vocabulary of the predictions alone: token m is what node m predicts, the first such m.
+    logits = (truth[:, :, None] == truth[:, None, :]).half().flatten(0, 1)
+    hits = drafts[:, :, None] == truth[:, None, :]
+    verdict = verify_greedy(logits, torch.where(hits.any(-1), hits.byte().argmax(-1), -1).flatten(), trees)
+    tokens = truth.gather(1, verdict.tokens.clamp(min=0))
+    _write(predicts, accept_index, accept_token_num, verdict._replace(tokens=tokens), rows)
+
+
+@either_spelling
+def tree_speculative_sampling_target_only(
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    uniform_samples: Tensor,
+    uniform_samples_for_final_sampling: Tensor,
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    threshold_single: float = 1.0,
+    threshold_acc: float = 1.0,
+    deterministic: bool = True,
+) -> None:
+    """Samples along trees whose drafts were chosen without chance (`pagedtree.verify_rejection`, draft_law "onehot").
+
+    Args:
+        uniform_samples: fp32 [bs, N] in [0, 1), a node's entry decides among its children.
+        uniform_samples_for_final_sampling: fp32 [bs] in [0, 1), for the token after the path.
+        target_probs: fp32 [bs, N, V], the target's law at each node; a row counts as divided by its sum.
+        draft_probs: neither read nor written. (sgl_kernel wants zeros and uses them as scratch.)
+        threshold_single: below 1, a child of at least this probability is accepted: not lossless.
+        threshold_acc: below 1, divides the children's cumulative probability: not lossless.
+        deterministic: no effect, results always repeat bit by bit.
+        The others: see `verify_tree_greedy`.
+
+    A child is accepted where its probability is positive and the cumulative probability of the siblings so far exceeds
+    the coin. Siblings that repeat a token count once, which sgl_kernel counts twice. Makes one temporary of
+    target_probs' size: a caller that has logits gives them to `pagedtree.verify_rejection`, which makes none.
+
+    Raises ValueError for wrong shapes or thresholds outside [0, 1].
+    """
+    for name, value in (("threshold_single", threshold_single), ("threshold_acc", threshold_acc)):
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name}: expected a number in [0, 1], got {value}")
+    links = retrive_index, retrive_next_token, retrive_next_sibling
+    trees, order, rows = _tree_arguments(predicts, accept_index, accept_token_num, candidates, *links)
+    bs, n = candidates.shape
+    expect("uniform_samples", uniform_samples, (bs, n))
+    expect("uniform_samples_for_final_sampling", uniform_samples_for_final_sampling, (bs,))
+    expect("target_probs", target_probs, (bs, n, target_probs.shape[-1]))
+
+    drafts = candidates.gather(1, order)
+    flat = order + torch.arange(bs, device=order.device)[:, None] * n
+    logits = target_probs.flatten(0, 1).index_select(0, flat.flatten()).float().log_()
+    coins = uniform_samples.gather(1, order).float() * max(threshold_acc, 1e-9)
+    if threshold_single < 1:
+        coins = _below_sure_children(coins, logits, drafts, trees, threshold_single)
+    streams = torch.zeros(bs, dtype=torch.int64, device=order.device)  # not used: all coins are given
+    verdict = verify_rejection(
+        logits,
+        drafts.flatten(),
+        trees,
+        SamplingParams(),
+        draft_law="onehot",
+        seeds=streams,
+        positions=streams,
+        coins=coins.flatten(),
+        final_coins=uniform_samples_for_final_sampling.float(),
+    )
+    _write(predicts, accept_index, accept_token_num, verdict, rows)
+
+
+def _below_sure_children(coins: Tensor, logits: Tensor, drafts: Tensor, trees: TreeBatch, threshold: float) -> Tensor:
+    """Lowers each node's coin into the interval of its first child of at least this probability, if it is above."""
+    bs, n = drafts.shape
+    parents = trees.parents.view(bs, n).long().clamp(0, n - 1)
+    rows = parents + torch.arange(bs, device=parents.device)[:, None] * n
+    p = logits[rows, drafts.clamp(0, logits.shape[1] - 1)].exp()
+    elder = (parents[:, :, None] == parents[:, None, :]).tril(-1)
+    repeated = (elder & (drafts[:, :, None] == drafts[:, None, :])).any(-1)
+    known = (trees.depths.view(bs, n) > 0) & (drafts >= 0) & (drafts < logits.shape[1]) & ~repeated
+    p = torch.where(known, p, 0)
+    middle = (elder * p[:, None, :]).sum(-1) + p / 2
+    return coins.scatter_reduce(1, parents, torch.where((p > 0) & (p >= threshold), middle, 1), "amin")
+
+
+def _tree_arguments(
+    predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, candidates: Tensor, retrive_index: Tensor,
+    retrive_next_token: Tensor, retrive_next_sibling: Tensor,
+) -> tuple[TreeBatch, Tensor, Tensor]:  # fmt: skip
+    """The trees; order [bs, N], the caller's node of each of their nodes; and the flat row of each of their nodes."""
+    if candidates.dim() != 2:
+        raise ValueError(f"candidates: expected 2 dimensions, got {candidates.dim()}")
+    bs, n = candidates.shape
+    expect("accept_index", accept_index, (bs, accept_index.shape[-1]))
+    expect("accept_token_num", accept_token_num, (bs,))
+    names = ("retrive_index", "retrive_next_token", "retrive_next_sibling")
+    for name, tensor in zip(names, (retrive_index, retrive_next_token, retrive_next_sibling), strict=True):
+        expect(name, tensor, (bs, n))
+    if predicts.dim() != 1 or predicts.numel() < bs * n:
+        raise ValueError(f"predicts: expected at least {bs * n} elements in one dimension, got {[*predicts.shape]}")
+    if accept_index.shape[1] < 1:
+        raise ValueError("accept_index: expected at least one column, got none")
+    trees, order = trees_from_links(retrive_next_token, retrive_next_sibling, min(accept_index.shape[1], n) - 1)
+    return trees, order, retrive_index.gather(1, order).long().clamp(0, max(bs * n - 1, 0))
+
+
+def _write(predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, verdict: Verdict, rows: Tensor) -> None:
+    """Writes the path's entries only; the root's stands in for what is behind the path, so that sizes are fixed."""
+    path = verdict.accept_index.long()
+    width = path.shape[1]
+    on_path = path >= 0
+    flat = rows.gather(1, path.clamp(min=0))
+    kept = accept_index[:, :width]
+    kept.copy_(torch.where(on_path, flat, kept))
+    accept_token_num.copy_(verdict.num_accepted)
+    flat = torch.where(on_path, flat, flat[:, :1])
+    tokens = torch.where(on_path, verdict.tokens, verdict.tokens[:, :1])
+    predicts.scatter_(0, flat.flatten(), tokens.flatten().to(predicts.dtype))

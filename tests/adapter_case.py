@@ -1,0 +1,90 @@
+"""What the tests of the adapters share: dense attention in float32, and random sequences laid out in pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from attention_case import random_tree
+from torch import Tensor
+
+from pagedtree import DraftTree
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, scale: float | None = None, softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out [n, H, D], lse [n, H]) of one sequence: q [n, H, D], k and v [s, Hkv, D], seen bool [n, s]; in float32."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * (q.shape[2] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, q.shape[0], 1)], -1)
+    weights = scores.softmax(-1).nan_to_num()[..., : k.shape[0]]
+    return torch.einsum("hqk,khd->qhd", weights, v), scores.logsumexp(-1).T
+
+
+def causal(n: int, s: int, window: int = 0) -> Tensor:
+    """bool [n, s]: the last n of s positions, each seeing itself, what is before, and at most `window` keys."""
+    query, key = torch.arange(s - n, s)[:, None], torch.arange(s)
+    return (key <= query) & (key > query - window if window else torch.ones(1, dtype=torch.bool))
+
+
+def tree_sees(tree: DraftTree, prefix: int) -> Tensor:
+    """bool [n, prefix + n]: a tree's nodes see the whole prefix and their ancestors."""
+    ones = torch.ones(tree.num_nodes, prefix, dtype=torch.bool)
+    return torch.cat([ones, torch.from_numpy(tree.mask)], 1)
+
+
+def random_trees(sizes: list[int], seed: int = 0) -> list[DraftTree]:
+    rng = np.random.default_rng(seed)
+    return [random_tree(rng, n) for n in sizes]
+
+
+@dataclass
+class Pages:
+    """Sequences of random K and V, whole and in shuffled pages."""
+
+    k: list[Tensor]  # [s, Hkv, D] each
+    v: list[Tensor]
+    k_cache: Tensor  # [pages, page_size, Hkv, D]; NaN where no sequence is
+    v_cache: Tensor
+    pages: list[list[int]]
+
+    @classmethod
+    def random(
+        cls, lens: list[int], page_size: int, heads: int = 2, dim: int = 64, dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> Pages:  # fmt: skip
+        generator = torch.Generator().manual_seed(seed)
+        counts = [-(-s // page_size) for s in lens]
+        order = torch.randperm(sum(counts) + 2, generator=generator).tolist()
+        caches = [torch.full((len(order), page_size, heads, dim), torch.nan, dtype=dtype) for _ in range(2)]
+        rows: list[list[Tensor]] = [[], []]
+        pages = []
+        for s, count in zip(lens, counts, strict=True):
+            pages.append([order.pop() for _ in range(count)])
+            for side in range(2):
+                values = torch.randn(s, heads, dim, generator=generator).to(dtype)
+                rows[side].append(values)
+                positions = torch.arange(s)
+                caches[side][torch.tensor(pages[-1])[positions // page_size], positions % page_size] = values
+        return cls(rows[0], rows[1], *caches, pages)
+
+    def table(self) -> Tensor:
+        """int32 [B, max_pages], padded with a page that must not be read."""
+        table = torch.full((len(self.pages), max(map(len, self.pages), default=0) + 1), -7, dtype=torch.int32)
+        for b, pages in enumerate(self.pages):
+            table[b, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        return table
+
+
+def close(out: Tensor, expected: Tensor) -> None:
+    """Within what the dtype of `out` can tell."""
+    tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[out.dtype]
+    torch.testing.assert_close(out.float(), expected.to(out.device), atol=tolerance, rtol=tolerance)

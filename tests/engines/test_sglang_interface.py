@@ -1,0 +1,123 @@
+"""The SGLang adapter against the sources of SGLang's wheel, which are read and never imported."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import inspect
+from pathlib import Path
+
+import pytest
+
+from pagedtree.integrations import sglang
+from pagedtree.integrations.sglang import attention, plugin
+
+SPEC = importlib.util.find_spec("sglang")
+if SPEC is None or not SPEC.submodule_search_locations:
+    pytest.skip("sglang is not installed: make test-engines ENGINE=sglang", allow_module_level=True)
+SOURCES = Path(SPEC.submodule_search_locations[0])
+
+
+def tree_of(path: str) -> ast.Module:
+    return ast.parse((SOURCES / path).read_text(encoding="utf-8"))
+
+
+def definition(path: str, name: str):
+    found = [node for node in ast.walk(tree_of(path)) if getattr(node, "name", None) == name]
+    assert found, f"{path} defines no {name}"
+    return found[0]
+
+
+def parameters(function: ast.FunctionDef) -> list[tuple[str, object]]:
+    """(name, default) of each; inspect.Parameter.empty where there is none."""
+    names = [argument.arg for argument in function.args.args]
+    defaults = [ast.literal_eval(value) for value in function.args.defaults]
+    return list(zip(names, [inspect.Parameter.empty] * (len(names) - len(defaults)) + defaults, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("kernels/ops/speculative/tree.py", "build_tree_kernel_efficient"),
+        ("kernels/ops/speculative/tree.py", "verify_tree_greedy"),
+        ("kernels/ops/speculative/sampling.py", "tree_speculative_sampling_target_only"),
+        ("srt/mem_cache/memory_pool.py", "move_kv_cache_native"),
+    ],
+)
+def test_ops_take_the_same_arguments(path, name) -> None:
+    ours = inspect.signature(getattr(sglang, name.removesuffix("_native"))).parameters.values()
+    assert [(p.name, p.default) for p in ours] == parameters(definition(path, name))
+
+
+def test_mask_modes() -> None:
+    modes = definition("kernels/ops/speculative/spec_tree.py", "TreeMaskMode")
+    theirs = {node.targets[0].id for node in modes.body if isinstance(node, ast.Assign)}
+    assert theirs == set(sglang.TreeMaskMode.__members__)
+    header = (SOURCES / "kernels/jit/include/sgl_kernel/speculative/eagle.cuh").read_text(encoding="utf-8")
+    assert all(f"{mode.name} = {mode.value}" in header for mode in sglang.TreeMaskMode)
+
+
+def test_methods_override_the_base_class() -> None:
+    base = definition("srt/layers/attention/base_attn_backend.py", "AttentionBackend")
+    theirs = {node.name: node for node in base.body if isinstance(node, ast.FunctionDef)}
+    ours = {k: v for k, v in vars(attention.PagedTreeBackend).items() if inspect.isfunction(v) and k[0] != "_"}
+    assert {"init_forward_metadata", "forward_decode", "forward_extend"} <= set(ours) <= set(theirs)
+    for name, method in ours.items():
+        own = inspect.signature(method).parameters.values()
+        assert [(p.name, p.default) for p in own if p.kind is not p.VAR_KEYWORD] == parameters(theirs[name]), name
+
+
+def names_of_class(path: str, *classes: str) -> set[str]:
+    """Fields, methods, and attributes that methods set on self."""
+    names = set()
+    for node in (inner for name in classes for inner in ast.walk(definition(path, name))):
+        if isinstance(node, ast.AnnAssign | ast.Assign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {t.id if isinstance(t, ast.Name) else getattr(t, "attr", "") for t in targets}
+        elif isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("variable", "path", "classes"),
+    [
+        ("forward_batch", "srt/model_executor/forward_batch_info.py", ["ForwardBatch"]),
+        ("mode", "srt/model_executor/forward_batch_info.py", ["ForwardMode"]),
+        ("layer", "srt/layers/radix_attention.py", ["RadixAttention"]),
+        ("model_runner", "srt/model_executor/model_runner.py", ["ModelRunner"]),
+        ("spec", "srt/speculative/eagle_info.py", ["EagleVerifyInput"]),
+        ("spec", "srt/speculative/ngram_info.py", ["NgramVerifyInput"]),
+        ("token_to_kv_pool", "srt/mem_cache/memory_pool.py", ["KVCache"]),
+        ("req_to_token_pool", "srt/mem_cache/memory_pool.py", ["ReqToTokenPool"]),
+    ],
+)
+def test_attributes_exist(variable, path, classes) -> None:
+    used = set()
+    for node in ast.walk(ast.parse(inspect.getsource(attention))):
+        if isinstance(node, ast.Attribute):
+            owner = node.value
+            if variable in (getattr(owner, "id", None), getattr(owner, "attr", None)):
+                used.add(node.attr)
+    assert used, variable
+    assert used <= names_of_class(path, *classes), variable
+
+
+def test_a_window_counts_the_keys_behind_the_query() -> None:
+    """SGLang's own backends add one to sliding_window_size where a kernel counts the query's key, too."""
+    source = (SOURCES / "srt/layers/attention/intel_amx_backend.py").read_text(encoding="utf-8")
+    assert "layer.sliding_window_size + 1" in source
+
+
+def test_the_plugin_is_found_and_registers() -> None:
+    assert definition("srt/layers/attention/attention_registry.py", "register_attention_backend")
+    choices = (SOURCES / "srt/arg_groups/choices.py").read_text(encoding="utf-8")
+    assert "add_attention_backend_choices = " in choices
+    group = next(
+        node.value.value
+        for node in tree_of("srt/plugins/__init__.py").body
+        if isinstance(node, ast.Assign) and node.targets[0].id == "GENERAL_PLUGINS_GROUP"
+    )
+    entries = importlib.metadata.entry_points(group=group, name="pagedtree")
+    assert {entry.load() for entry in entries} == {plugin.register}

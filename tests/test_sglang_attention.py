@@ -1,0 +1,216 @@
+"""The SGLang backend on objects with the attributes of SGLang's, against dense attention of each request by itself."""
+
+from __future__ import annotations
+
+from enum import Enum
+from types import SimpleNamespace
+
+import pytest
+import torch
+from adapter_case import Pages, causal, close, dense_attention, random_trees, tree_sees
+from torch import Tensor
+
+from pagedtree.integrations.sglang.attention import PagedTreeBackend
+
+HEADS, KV_HEADS, DIM = 4, 2, 64
+
+
+class Mode(Enum):
+    DECODE, IDLE, EXTEND, TARGET_VERIFY = range(4)
+
+    def is_decode_or_idle(self) -> bool:
+        return self in (Mode.DECODE, Mode.IDLE)
+
+    def is_target_verify(self) -> bool:
+        return self is Mode.TARGET_VERIFY
+
+
+class AttentionType(Enum):
+    DECODER, ENCODER_ONLY = "decoder", "encoder_only"
+
+
+def layer_of(**options):
+    values = dict(
+        tp_q_head_num=HEADS, tp_k_head_num=KV_HEADS, qk_head_dim=DIM, v_head_dim=DIM, scaling=0.2, layer_id=3,
+        logit_cap=0.0, logit_capping_method="tanh", sliding_window_size=-1, is_cross_attention=False,
+        attn_type=AttentionType.DECODER, xai_temperature_len=-1, k_scale=None, v_scale=None,
+    )  # fmt: skip
+    return SimpleNamespace(**{**values, **options})
+
+
+class Server:
+    """Requests of which `news[b]` tokens are new, in a pool whose newest rows hold NaN until they are written."""
+
+    def __init__(self, lens: list[int], news: list[int], page_size: int, device: torch.device, dtype: torch.dtype):
+        self.lens, self.news = lens, news
+        self.paged = Pages.random(lens, page_size, KV_HEADS, DIM, dtype)
+        ids = torch.randperm(len(lens) + 3)[: len(lens)]
+        req_to_token = torch.full((len(lens) + 3, max(lens) + 2 * page_size), -1, dtype=torch.int32)
+        slots = []
+        for b, s in enumerate(lens):
+            pages, positions = torch.tensor(self.paged.pages[b]), torch.arange(s)
+            slots.append(pages[positions // page_size] * page_size + positions % page_size)
+            req_to_token[ids[b], :s] = slots[b].int()
+        self.out_cache_loc = torch.cat([x[len(x) - n :] for x, n in zip(slots, news, strict=True)])
+        caches = [cache.flatten(0, 1).clone() for cache in (self.paged.k_cache, self.paged.v_cache)]
+        for cache in caches:
+            cache[self.out_cache_loc] = torch.nan
+        self.buffers = [cache.to(device) for cache in caches]
+        self.k, self.v = (
+            torch.cat([x[len(x) - n :] for x, n in zip(side, news, strict=True)]).flatten(1).to(device)
+            for side in (self.paged.k, self.paged.v)
+        )
+        generator = torch.Generator().manual_seed(1)
+        self.q = torch.randn(sum(news), HEADS * DIM, generator=generator).to(device, dtype)
+        pool = SimpleNamespace(get_key_buffer=lambda i: self.buffers[0], get_value_buffer=lambda i: self.buffers[1])
+        self.runner = SimpleNamespace(
+            use_mla_backend=False,
+            token_to_kv_pool=pool,
+            req_to_token_pool=SimpleNamespace(req_to_token=req_to_token.to(device)),
+            page_size=page_size,
+            model_config=SimpleNamespace(context_len=req_to_token.shape[1]),
+        )
+        self.common = dict(
+            batch_size=len(lens), req_pool_indices=ids.to(device), out_cache_loc=self.out_cache_loc.to(device),
+            spec_info=None, extend_seq_lens=None, extend_seq_lens_cpu=None, seq_lens_cpu=torch.tensor(lens),
+        )  # fmt: skip
+
+    def run(self, mode: Mode, **fields) -> Tensor:
+        layer, options = fields.pop("layer", layer_of()), fields.pop("options", {})
+        device = self.q.device
+        batch = {"forward_mode": mode, "seq_lens": torch.tensor(self.lens).to(device), **self.common, **fields}
+        backend = PagedTreeBackend(self.runner)
+        backend.init_forward_metadata(SimpleNamespace(**batch))
+        call = backend.forward_decode if mode is Mode.DECODE else backend.forward_extend
+        return call(self.q, self.k, self.v, layer, SimpleNamespace(**batch), **options)
+
+    def check(self, out: Tensor, sees: list[Tensor], **options) -> None:
+        assert out.shape == self.q.shape and out.dtype == self.q.dtype
+        queries = self.q.cpu().view(-1, HEADS, DIM).split(self.news)
+        rows = zip(queries, self.paged.k, self.paged.v, sees, strict=True)
+        expected = [dense_attention(q, k, v, seen, **{"scale": 0.2, **options})[0] for q, k, v, seen in rows]
+        close(out, torch.cat(expected).flatten(1))
+        for buffer, side in zip(self.buffers, (self.k, self.v), strict=True):
+            assert torch.equal(buffer[self.common["out_cache_loc"]].flatten(1), side)
+
+
+@pytest.fixture
+def dtype(backend) -> torch.dtype:
+    return torch.float32 if backend == "cpu" else torch.float16
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_decode(backend, device, dtype, page_size) -> None:
+    server = Server([1, 40, 17], [1, 1, 1], page_size, device, dtype)
+    server.check(server.run(Mode.DECODE), [causal(1, s) for s in server.lens])
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("known_on_host", [True, False])
+def test_extend(backend, device, dtype, page_size, known_on_host) -> None:
+    server = Server([9, 40, 17], [9, 5, 1], page_size, device, dtype)
+    fields = {"extend_seq_lens": torch.tensor(server.news, dtype=torch.int32, device=device)}
+    fields |= {"extend_seq_lens_cpu": server.news} if known_on_host else {"seq_lens_cpu": None}
+    out = server.run(Mode.EXTEND, **fields)
+    server.check(out, [causal(n, s) for n, s in zip(server.news, server.lens, strict=True)])
+
+
+def test_windows_caps_and_sinks(backend, device, dtype) -> None:
+    server = Server([9, 40, 17], [9, 5, 1], 4, device, dtype)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    out = server.run(
+        Mode.EXTEND,
+        layer=layer_of(sliding_window_size=6, logit_cap=2.5),
+        options={"sinks": sinks.to(device, dtype)},
+        extend_seq_lens=torch.tensor(server.news, device=device),
+    )
+    sees = [causal(n, s, window=7) for n, s in zip(server.news, server.lens, strict=True)]  # 6 and the query's own
+    server.check(out, sees, softcap=2.5, sinks=sinks)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("layout", ["full", "full, in a larger buffer", "qlen", "none"])
+@pytest.mark.parametrize("n", [1, 7, 33])
+def test_target_verify(backend, device, dtype, page_size, layout, n) -> None:
+    prefixes = [12, 0, 30]
+    server = Server([p + n for p in prefixes], [n] * 3, page_size, device, dtype)
+    sees = [tree_sees(tree, p) for tree, p in zip(random_trees([n] * 3), prefixes, strict=True)]
+    if layout == "none":
+        mask, sees = None, [causal(n, p + n) for p in prefixes]
+    elif layout == "qlen":
+        mask = torch.cat([seen[:, p:].flatten() for seen, p in zip(sees, prefixes, strict=True)])
+    else:
+        mask = torch.cat([seen.flatten() for seen in sees])
+        if "larger" in layout:
+            mask = torch.cat([mask, mask[:50]])
+    spec = SimpleNamespace(draft_token_num=n, custom_mask=None if mask is None else mask.to(device))
+    out = server.run(
+        Mode.TARGET_VERIFY,
+        seq_lens=torch.tensor(prefixes, device=device),
+        seq_lens_cpu=torch.tensor(prefixes),
+        spec_info=spec,
+    )
+    server.check(out, sees)
+
+
+def test_rows_that_were_written_before(backend, device, dtype) -> None:
+    server = Server([9, 5], [2, 2], 4, device, dtype)
+    server.buffers = [x.to(device).flatten(0, 1) for x in (server.paged.k_cache, server.paged.v_cache)]
+    k, v = server.k, server.v
+    server.k = server.v = None
+    out = server.run(Mode.EXTEND, extend_seq_lens=torch.tensor([2, 2], device=device))
+    server.k, server.v = k, v
+    server.check(out, [causal(2, 9), causal(2, 5)])
+    server.k = server.v = torch.full_like(k, torch.nan)
+    again = server.run(
+        Mode.EXTEND, extend_seq_lens=torch.tensor([2, 2], device=device), options={"save_kv_cache": False}
+    )
+    assert torch.equal(out, again)
+
+
+def test_fp8_cache(backend, device) -> None:
+    dtype = torch.float32 if backend == "cpu" else torch.float16
+    server = Server([20, 7], [3, 7], 4, device, dtype)
+    scale = torch.tensor(0.0625, device=device)
+    server.buffers = [(x.nan_to_num() / scale).to(torch.float8_e4m3fn) for x in server.buffers]
+    out = server.run(
+        Mode.EXTEND,
+        layer=layer_of(k_scale=scale, v_scale=scale),
+        extend_seq_lens=torch.tensor(server.news, device=device),
+    )
+    queries = server.q.cpu().view(-1, HEADS, DIM).split(server.news)
+    for b, (q, rows) in enumerate(zip(queries, out.cpu().view(-1, HEADS, DIM).split(server.news), strict=True)):
+        stored = [(x[b] / 0.0625).to(torch.float8_e4m3fn).float() * 0.0625 for x in (server.paged.k, server.paged.v)]
+        close(rows, dense_attention(q, *stored, causal(server.news[b], server.lens[b]), scale=0.2)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"is_cross_attention": True}, "decoder self-attention"),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "decoder self-attention"),
+        ({"v_head_dim": 128}, "expected v_head_dim 64, got 128"),
+        ({"logit_cap": 1.0, "logit_capping_method": "sigmoid"}, "tanh capping, got sigmoid"),
+        ({"xai_temperature_len": 100}, "xai_temperature_len"),
+    ],
+)
+def test_layers_that_are_refused(options, message) -> None:
+    server = Server([4], [1], 4, torch.device("cpu"), torch.float32)
+    with pytest.raises(NotImplementedError, match=message):
+        server.run(Mode.DECODE, layer=layer_of(**options))
+
+
+def test_other_refusals() -> None:
+    server = Server([4], [1], 4, torch.device("cpu"), torch.float32)
+    with pytest.raises(NotImplementedError, match="k_rope, q_rope: only sinks"):
+        server.run(Mode.DECODE, options={"q_rope": server.q, "k_rope": server.k, "return_lse": False})
+    with pytest.raises(NotImplementedError, match="disable-cuda-graph"):
+        PagedTreeBackend(server.runner).init_cuda_graph_state(8, 64)
+    with pytest.raises(RuntimeError, match="init_forward_metadata"):
+        PagedTreeBackend(server.runner).forward_decode(server.q, server.k, server.v, layer_of(), SimpleNamespace())
+    server.runner.token_to_kv_pool.translate_loc_from_full_to_swa = None
+    with pytest.raises(NotImplementedError, match="sliding windows"):
+        PagedTreeBackend(server.runner)
+    server.runner.use_mla_backend = True
+    with pytest.raises(NotImplementedError, match="MLA"):
+        PagedTreeBackend(server.runner)

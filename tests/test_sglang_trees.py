@@ -1,0 +1,251 @@
+"""build_tree_kernel_efficient and move_kv_cache of the SGLang adapter: SGLang's published vectors, and plain loops."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pagedtree.integrations.sglang import TreeMaskMode, build_tree_kernel_efficient, move_kv_cache, tree_mask_words
+
+FULL, QLEN, PACKED = TreeMaskMode
+
+# Of SGLang's test_build_eagle_tree: two sequences, top 4 of 4 levels, the best 7 drafts of each.
+EAGLE = {
+    "parent_list": [
+        [-1, 0, 1, 2, 3, 4, 8, 9, 10, 20, 24, 21, 28],
+        [-1, 0, 1, 2, 3, 4, 5, 6, 7, 24, 28, 20, 21],
+    ],
+    "selected_index": [[0, 1, 4, 8, 20, 24, 36], [0, 4, 5, 6, 7, 24, 36]],
+    "seq_lens": [5, 10],
+    "positions": [5, 6, 6, 7, 7, 8, 8, 9, 10, 11, 12, 12, 12, 12, 13, 14],
+    "next_token": [[1, 3, 4, 5, 6, 7, -1, -1], [1, 2, -1, 6, -1, -1, 7, -1]],
+    "next_sibling": [[-1, 2, -1, -1, -1, -1, -1, -1], [-1, -1, 3, 4, 5, -1, -1, -1]],
+}
+# Of SGLang's test_build_eagle_tree_malformed: top 2 of 3 levels, 4 nodes. Parents may come after their children.
+MALFORMED_SELECTED = [[4, 2, 0], [2, 4, 0]]
+MALFORMED = {
+    "chain": [[0, 0, 2, 0, 0], [0, 4, 0, 0, 0]],
+    "parent not selected": [[0, 99, 2, 0, 0], [0, 99, 0, 0, 0]],
+    "no ancestor selected": [[0, 99, 99, 99, 99], [0, 99, 99, 99, 99]],
+    "own ancestor": [[0, 2, 2, 0, 0], [0, 4, 4, 0, 0]],
+    "as deep as allowed": [[0, 0, 4, 2, 0], [0, 0, 2, 4, 0]],
+}
+
+
+def mask_width(n: int) -> int:
+    return 4 if n > 16 else 2 if n > 8 else 1
+
+
+def build(parent_list, selected, seq_lens, topk, depth, mode, *, dtype=torch.int64, spelling="retrive", spare=0):
+    """Runs the op on outputs that hold other values before: (mask, positions, index, next_token, next_sibling)."""
+    parent_list, selected, seq_lens = (torch.tensor(x, dtype=dtype) for x in (parent_list, selected, seq_lens))
+    bs, n = selected.shape[0], selected.shape[1] + 1
+    cells = {FULL: int(seq_lens.sum()) * n + bs * n * n, QLEN: bs * n * n, PACKED: bs * n * mask_width(n)}[mode]
+    mask = torch.full((cells + spare,), 1 if mode == FULL else 0, dtype=torch.uint8)
+    mask = mask.bool() if mode != PACKED else mask
+    positions = torch.full((bs * n,), 77, dtype=dtype)
+    outs = {f"{spelling}_{x}": torch.full((bs, n), 77, dtype=dtype) for x in ("index", "next_token", "next_sibling")}
+    build_tree_kernel_efficient(
+        parent_list, selected, seq_lens, mask, positions, **outs, topk=topk, depth=depth, draft_token_num=n,
+        tree_mask_mode=int(mode),
+    )  # fmt: skip
+    return mask, positions, *outs.values()
+
+
+def tree_cells(mask: Tensor, seq_lens: list[int], n: int, mode: TreeMaskMode) -> Tensor:
+    """bool [bs, n, n] of a mask in any layout, by a loop."""
+    if mode == QLEN:
+        return mask[: len(seq_lens) * n * n].view(len(seq_lens), n, n)
+    out, begin = torch.zeros(len(seq_lens), n, n, dtype=torch.bool), 0
+    for b, s in enumerate(seq_lens):
+        for i, j in itertools.product(range(n), range(n)):
+            if mode == FULL:
+                out[b, i, j] = mask[begin + i * (s + n) + s + j]
+            else:
+                out[b, i, j] = mask[(b * n + i) * mask_width(n) + j // 8] >> (j % 8) & 1
+        begin += (s + n) * n
+    return out
+
+
+def reference(parent_list, selected, seq_lens, topk, depth):
+    """(parents, reached, next_token, next_sibling, sees) by walking from each node to the root."""
+    bs, n = len(selected), len(selected[0]) + 1
+    parents = np.full((bs, n), -1)
+    for b, i in itertools.product(range(bs), range(1, n)):
+        group = selected[b][i - 1] // topk
+        wanted = parent_list[b][group] if group else None
+        parents[b, i] = 0 if group == 0 else selected[b].index(wanted) + 1 if wanted in selected[b] else -1
+    depths = np.zeros((bs, n), dtype=int)
+    sees = np.zeros((bs, n, n), dtype=bool)
+    for b, i in itertools.product(range(bs), range(n)):
+        node, path = i, [i]
+        while node > 0 and len(path) <= depth + 1:
+            node = parents[b, node]
+            path.append(node)
+        depths[b, i] = len(path) - 1 if node == 0 and len(path) <= depth + 1 else -1
+        sees[b, i, path if depths[b, i] >= 0 else [0, i]] = True
+    first, sibling = np.full((bs, n), -1), np.full((bs, n), -1)
+    for b, i in itertools.product(range(bs), reversed(range(1, n))):
+        if depths[b, i] >= 0:
+            sibling[b, i], first[b, parents[b, i]] = first[b, parents[b, i]], i
+    return depths, first.tolist(), sibling.tolist(), sees
+
+
+@pytest.mark.parametrize("mode", TreeMaskMode)
+@pytest.mark.parametrize("spelling", ["retrive", "retrieve"])
+def test_published_eagle_tree(backend, mode, spelling) -> None:
+    case = [EAGLE[name] for name in ("parent_list", "selected_index", "seq_lens")]
+    mask, positions, index, next_token, next_sibling = build(*case, 4, 4, mode, spelling=spelling)
+    assert positions.tolist() == EAGLE["positions"]
+    assert index.tolist() == [[*range(8)], [*range(8, 16)]]
+    assert next_token.tolist() == EAGLE["next_token"]
+    assert next_sibling.tolist() == EAGLE["next_sibling"]
+    sees = reference(*case, 4, 4)[3]
+    assert np.array_equal(tree_cells(mask, EAGLE["seq_lens"], 8, mode), sees)
+
+
+@pytest.mark.parametrize("mode", TreeMaskMode)
+@pytest.mark.parametrize("name", MALFORMED)
+def test_published_malformed_trees(backend, name, mode) -> None:
+    seq_lens, n = [7, 11], 4
+    mask, positions, index, *links = build(MALFORMED[name], MALFORMED_SELECTED, seq_lens, 2, 3, mode)
+    depths, first, sibling, sees = reference(MALFORMED[name], MALFORMED_SELECTED, seq_lens, 2, 3)
+    assert index.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [link.tolist() for link in links] == [first, sibling]
+    expected = np.where(depths < 0, 1, depths) + np.array(seq_lens)[:, None]
+    assert positions.tolist() == expected.flatten().tolist()
+    assert np.array_equal(tree_cells(mask, seq_lens, n, mode), sees)
+
+
+def random_drafts(rng: np.random.Generator, bs: int, topk: int, depth: int, n: int):
+    """What a draft of `depth` levels of topk x topk drafts would hand over, its best n - 1 drafts chosen at random."""
+    parents, selected = [], []
+    for _ in range(bs):
+        groups, alive, chosen = [-1], [*range(topk)], []
+        everyone = {x: None for x in range(topk)}
+        for level in range(1, depth):
+            groups += alive  # group g of topk drafts continues groups[g]
+            begin = topk + (level - 1) * topk * topk
+            children = {begin + i: alive[i // topk] for i in range(topk * topk)}
+            everyone |= children
+            alive = sorted(rng.choice([*children], topk, replace=False).tolist())
+        while len(chosen) < n - 1:
+            ready = [x for x, parent in everyone.items() if x not in chosen and (parent is None or parent in chosen)]
+            chosen.append(int(rng.choice(ready)))
+        parents.append(groups)
+        selected.append(sorted(chosen))
+    return parents, selected
+
+
+@pytest.mark.parametrize(("bs", "topk", "depth", "n"), [(3, 4, 4, 17), (5, 2, 3, 9), (1, 8, 2, 33), (2, 1, 5, 6)])
+@pytest.mark.parametrize("mode", TreeMaskMode)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_random_trees(bs, topk, depth, n, mode, dtype) -> None:
+    if mode == PACKED and n > 32:
+        pytest.skip("bit-packed masks end at 32 nodes")
+    rng = np.random.default_rng(n)
+    parents, selected = random_drafts(rng, bs, topk, depth, n)
+    seq_lens = rng.integers(0, 20, bs).tolist()
+    mask, positions, _, *links = build(parents, selected, seq_lens, topk, depth, mode, dtype=dtype, spare=5)
+    depths, first, sibling, sees = reference(parents, selected, seq_lens, topk, depth)
+    assert (depths >= 0).all()
+    assert positions.tolist() == (depths + np.array(seq_lens)[:, None]).flatten().tolist()
+    assert [link.tolist() for link in links] == [first, sibling]
+    assert np.array_equal(tree_cells(mask, seq_lens, n, mode), sees)
+    if mode == FULL:  # the prefix is the caller's: still all visible
+        assert int(mask.sum()) == 5 + n * sum(seq_lens) + sees.sum()
+    words = tree_mask_words(mask, torch.tensor(seq_lens), n, mode)
+    bits = words.view(bs, n, -1)[..., torch.arange(n) // 32] >> (torch.arange(n) % 32) & 1
+    assert np.array_equal(bits.bool(), sees)
+
+
+def test_one_node_and_no_sequence(backend) -> None:
+    mask, positions, index, *links = build([[]], [[]], [7], 1, 1, QLEN)
+    assert (mask.tolist(), positions.tolist(), index.tolist()) == ([True], [7], [[0]])
+    assert [link.tolist() for link in links] == [[[-1]], [[-1]]]
+    empty = torch.zeros(0, 3, dtype=torch.int64)
+    outs = [torch.zeros(0, 4, dtype=torch.int64) for _ in range(3)]
+    lens, mask = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool)
+    build_tree_kernel_efficient(torch.zeros(0, 5, dtype=torch.int64), empty, lens, mask, lens, *outs, 2, 3, 4, 0)
+
+
+def test_packed_mask_of_wider_elements() -> None:
+    """SGLang allocates bs * N elements of 8, 16 or 32 bits."""
+    parents, selected = random_drafts(np.random.default_rng(2), 2, 3, 3, 12)
+    outs = [torch.zeros(2, 12, dtype=torch.int64) for _ in range(3)]
+    mask, seq_lens = torch.zeros(24, dtype=torch.uint16), torch.tensor([4, 5])
+    case = torch.tensor(parents), torch.tensor(selected), seq_lens
+    build_tree_kernel_efficient(*case, mask, torch.zeros(24, dtype=torch.int64), *outs, 3, 3, 12, 2)
+    sees = reference(parents, selected, [4, 5], 3, 3)[3]
+    assert mask.tolist() == (sees * (1 << np.arange(12))).sum(-1).flatten().tolist()
+    assert torch.equal(tree_mask_words(mask, seq_lens, 12, 2).flatten(), mask.int())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"selected_index": torch.zeros(2, 2, dtype=torch.int64)}, r"selected_index: expected shape \[2, 3\]"),
+        ({"parent_list": torch.zeros(2, 4, dtype=torch.int64)}, r"parent_list: expected shape \[2, 5\]"),
+        ({"positions": torch.zeros(7, dtype=torch.int64)}, r"positions: expected shape \[8\], got \[7\]"),
+        ({"retrive_next_token": torch.zeros(2, 3, dtype=torch.int64)}, r"retrive_next_token: expected shape \[2, 4\]"),
+        ({"tree_mask": torch.zeros(9, dtype=torch.bool)}, "tree_mask: expected at least 32 elements of one byte"),
+        ({"tree_mask": torch.zeros(99, dtype=torch.int32)}, "tree_mask: expected at least 32 elements of one byte"),
+    ],
+)
+def test_refusals(change, message) -> None:
+    arguments = {
+        "parent_list": torch.zeros(2, 5, dtype=torch.int64),
+        "selected_index": torch.zeros(2, 3, dtype=torch.int64),
+        "verified_seq_len": torch.tensor([7, 11]),
+        "tree_mask": torch.zeros(32, dtype=torch.bool),
+        "positions": torch.zeros(8, dtype=torch.int64),
+        **{f"retrive_{x}": torch.zeros(2, 4, dtype=torch.int64) for x in ("index", "next_token", "next_sibling")},
+        **dict(topk=2, depth=3, draft_token_num=4, tree_mask_mode=1),
+    }
+    with pytest.raises(ValueError, match=message):
+        build_tree_kernel_efficient(**{**arguments, **change})
+    with pytest.raises(TypeError, match="got both"):
+        build_tree_kernel_efficient(**arguments, retrieve_index=arguments["retrive_index"])
+
+
+# move_kv_cache --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 1023, 1500])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_move_kv_cache(backend, count, dtype) -> None:
+    generator = torch.Generator().manual_seed(count)
+    k = [torch.randn(4000, 2, 8, generator=generator) for _ in range(3)]
+    v = [torch.randn(4000, 2, 16, generator=generator).bfloat16() for _ in range(3)]
+    # Targets and sources overlap in any way as far as one group goes.
+    slots = torch.randperm(min(4000, max(8, count + count // 2)), generator=generator)
+    if count > 1023:
+        slots = torch.randperm(4000, generator=generator)
+    tgt, src = slots[:count], slots.flip(0)[:count]
+    expected = [x.index_copy(0, tgt, x[src]) for x in (*k, *v)]
+    move_kv_cache(k, v, tgt.to(dtype), src.to(dtype))
+    assert all(torch.equal(x, y) for x, y in zip((*k, *v), expected, strict=True))
+
+
+def test_move_kv_cache_on_views(backend) -> None:
+    pool = torch.arange(60.0).view(10, 2, 3)
+    before = pool.clone()
+    padding = torch.tensor([3, 0, 0])  # SGLang pads with moves of slot 0 to itself
+    move_kv_cache([pool[:, :1]], [], padding, torch.tensor([5, 0, 0]))
+    before[3, 0] = before[5, 0]
+    assert torch.equal(pool, before)
+    move_kv_cache([pool], [], torch.tensor([3, 10]), torch.tensor([-1, 2]))  # outside: skipped
+    assert torch.equal(pool, before)
+    move_kv_cache([], [], padding, padding)
+
+
+def test_move_kv_cache_refusals() -> None:
+    pool = torch.zeros(4, 1, 2)
+    with pytest.raises(ValueError, match=r"src_loc: expected int32 or int64 \[2\], got torch.int64 \[3\]"):
+        move_kv_cache([pool], [pool], torch.tensor([1, 2]), torch.tensor([1, 2, 3]))
+    with pytest.raises(ValueError, match="tgt_loc: expected int32 or int64"):
+        move_kv_cache([pool], [pool], torch.tensor([1.0]), torch.tensor([1]))

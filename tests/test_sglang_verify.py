@@ -1,0 +1,298 @@
+"""Verification of the SGLang adapter: SGLang's published vectors, plain walks along random links, an enumerated law."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from attention_case import random_tree
+from torch import Tensor
+
+from pagedtree.integrations.sglang import tree_speculative_sampling_target_only, verify_tree_greedy
+
+# Of SGLang's test_eagle_utils and test_speculative_sampling. The second tree's sibling list runs backwards.
+CANDIDATES = [[0, 1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 12]]
+NEXT_TOKEN = [[1, 2, -1, 4, 5, -1], [4, 2, 3, -1, 5, -1]]
+NEXT_SIBLING = [[-1, 3, -1, -1, -1, -1], [-1, -1, -1, -1, 1, -1]]
+LIKELY = {(0, 0): 3, (0, 3): 4, (0, 4): 5, (1, 0): 11, (1, 4): 12}  # the target's token at a node; 18 elsewhere
+PREDICTS = [3, -1, -1, 4, 5, 18, 11, -1, -1, -1, 12, 18]
+ACCEPT_INDEX = [[0, 3, 4, 5], [6, 10, 11, -1]]
+ACCEPT_TOKEN_NUM = [3, 2]
+
+
+def published(device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
+    logits = torch.ones(2, 6, 20)
+    for b, node in np.ndindex(2, 6):
+        logits[b, node, LIKELY.get((b, node), 18)] = 10
+    trees = {"candidates": CANDIDATES, "retrive_next_token": NEXT_TOKEN, "retrive_next_sibling": NEXT_SIBLING}
+    arguments = {name: torch.tensor(value, device=device) for name, value in trees.items()}
+    arguments["retrive_index"] = torch.arange(12, device=device).view(2, 6)
+    return arguments, logits.to(device)
+
+
+def outputs(rows: int, bs: int, width: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    return {
+        "predicts": torch.full((rows,), -1, dtype=dtype, device=device),
+        "accept_index": torch.full((bs, width), -1, dtype=dtype, device=device),
+        "accept_token_num": torch.full((bs,), 77, dtype=dtype, device=device),
+    }
+
+
+def lists(outs: dict[str, Tensor]) -> list:
+    return [out.tolist() for out in outs.values()]
+
+
+def respell(arguments: dict[str, Tensor], spelling: str) -> dict[str, Tensor]:
+    return {name.replace("retrive", spelling): value for name, value in arguments.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("spelling", ["retrive", "retrieve"])
+def test_published_greedy_vector(backend, device, dtype, spelling) -> None:
+    trees, logits = published(device)
+    outs = outputs(12, 2, 4, dtype, device)
+    verify_tree_greedy(**outs, **respell(trees, spelling), target_predict=logits.argmax(-1))
+    assert lists(outs) == [PREDICTS, ACCEPT_INDEX, ACCEPT_TOKEN_NUM]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("spelling", ["retrive", "retrieve"])
+@pytest.mark.parametrize("thresholds", [(1, 1), (0, 0), (0.5, 1), (1, 0)])
+def test_published_sampling_vector(backend, device, dtype, spelling, thresholds) -> None:
+    """With thresholds 0 SGLang's older kernels took drafts of probability 0 here; since 0.5.23 they do not."""
+    trees, logits = published(device)
+    outs = outputs(12, 2, 4, dtype, device)
+    generator = torch.Generator().manual_seed(1)
+    draft_probs = torch.zeros(2, 6, 20, device=device)
+    tree_speculative_sampling_target_only(
+        **outs,
+        **respell(trees, spelling),
+        uniform_samples=torch.rand(2, 6, generator=generator).to(device),
+        uniform_samples_for_final_sampling=torch.rand(2, generator=generator).to(device),
+        target_probs=(logits / 0.01).softmax(-1),
+        draft_probs=draft_probs,
+        threshold_single=thresholds[0],
+        threshold_acc=thresholds[1],
+        deterministic=True,
+    )
+    assert lists(outs) == [PREDICTS, ACCEPT_INDEX, ACCEPT_TOKEN_NUM]
+    assert not draft_probs.any()
+
+
+# Random trees: nodes in any order, sibling lists in any order, flat rows in any order ---------------------------------
+
+
+def random_links(rng: np.random.Generator, bs: int, n: int) -> tuple[list, list]:
+    first, sibling = np.full((bs, n), -1), np.full((bs, n), -1)
+    for b in range(bs):
+        parents = random_tree(rng, n).parents
+        names = np.concatenate([[0], 1 + rng.permutation(n - 1)])
+        for node in 1 + rng.permutation(n - 1):
+            child, parent = names[node], names[parents[node]]
+            sibling[b, child], first[b, parent] = first[b, parent], child
+    return first.tolist(), sibling.tolist()
+
+
+def children(first: list, sibling: list, node: int) -> list[int]:
+    out, child = [], first[node]
+    while child >= 0:
+        out.append(child)
+        child = sibling[child]
+    return out
+
+
+def random_case(rng: np.random.Generator, bs: int, n: int, vocab: int, dtype=torch.int64) -> dict[str, Tensor]:
+    first, sibling = random_links(rng, bs, n)
+    return {
+        "candidates": torch.from_numpy(rng.integers(0, vocab, (bs, n))).to(dtype),
+        "retrive_index": torch.from_numpy(rng.permutation(bs * n).reshape(bs, n)).to(dtype),
+        "retrive_next_token": torch.tensor(first, dtype=dtype).view(bs, n),
+        "retrive_next_sibling": torch.tensor(sibling, dtype=dtype).view(bs, n),
+    }
+
+
+def check_paths(outs: dict[str, Tensor], rows: list, paths: list, tokens: list, width: int) -> None:
+    """Outputs against the expected paths (nodes) and what follows each of their nodes."""
+    predicts = [-1] * outs["predicts"].numel()
+    for b, (path, follows) in enumerate(zip(paths, tokens, strict=True)):
+        flat = [rows[b][node] for node in path]
+        assert outs["accept_index"][b].tolist() == flat + [-1] * (width - len(path))
+        assert outs["accept_token_num"][b] == len(path) - 1
+        for row, token in zip(flat, follows, strict=True):
+            predicts[row] = token
+    assert outs["predicts"].tolist() == predicts
+
+
+SHAPES = [(1, 1, 1), (4, 2, 2), (7, 13, 5), (3, 33, 4), (2, 70, 40), (0, 5, 3)]
+
+
+@pytest.mark.parametrize(("bs", "n", "width"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_greedy_on_random_trees(backend, bs, n, width, dtype) -> None:
+    rng = np.random.default_rng(n)
+    case = random_case(rng, bs, n, 2, dtype)
+    target = torch.from_numpy(rng.integers(0, 2, (bs, n))).to(dtype) * 1_000_003  # ids past any small vocabulary
+    case["candidates"] *= 1_000_003
+    outs = outputs(bs * n + 3, bs, width, dtype, torch.device("cpu"))
+    verify_tree_greedy(**outs, **case, target_predict=target)
+    rows, flat_target, paths, tokens = case["retrive_index"].tolist(), target.flatten().tolist(), [], []
+    for b in range(bs):
+        first, sibling = (case[f"retrive_next_{x}"][b].tolist() for x in ("token", "sibling"))
+        path = [0]
+        while len(path) < width:
+            wanted = flat_target[rows[b][path[-1]]]
+            found = [c for c in children(first, sibling, path[-1]) if case["candidates"][b, c] == wanted]
+            if not found:
+                break
+            path.append(found[0])
+        paths.append(path)
+        tokens.append([flat_target[rows[b][node]] for node in path])
+    assert bs == 0 or n == 1 or max(map(len, paths)) > 1
+    check_paths(outs, rows, paths, tokens, width)
+
+
+@pytest.mark.parametrize(("bs", "n", "width"), SHAPES)
+@pytest.mark.parametrize("thresholds", [(1.0, 1.0), (0.3, 1.0), (1.0, 0.4), (0.35, 0.7)])
+def test_sampling_on_random_trees(backend, bs, n, width, thresholds) -> None:
+    rng = np.random.default_rng(n + 2)
+    single, acc = thresholds
+    vocab = 6
+    case = random_case(rng, bs, n, vocab + 1)  # a draft outside the vocabulary is never accepted
+    probs = rng.dirichlet(np.full(vocab, 0.4), (bs, n))
+    probs[rng.random((bs, n, vocab)) < 0.2] = 0
+    probs += 1e-300
+    probs /= probs.sum(-1, keepdims=True)
+    probs = probs.astype(np.float32)
+    coins, final = rng.random((bs, n)), rng.random(bs)
+    outs = outputs(bs * n, bs, width, torch.int32, torch.device("cpu"))
+    tree_speculative_sampling_target_only(
+        **outs,
+        **case,
+        uniform_samples=torch.from_numpy(coins).float(),
+        uniform_samples_for_final_sampling=torch.from_numpy(final).float(),
+        target_probs=torch.from_numpy(probs),
+        draft_probs=torch.zeros(bs, n, vocab),
+        threshold_single=single,
+        threshold_acc=acc,
+    )
+    paths, tokens = [], []
+    for b in range(bs):
+        first, sibling = (case[f"retrive_next_{x}"][b].tolist() for x in ("token", "sibling"))
+        path, follows = [0], []
+        while True:
+            node, p = path[-1], probs[b, path[-1]].astype(np.float64)
+            p /= p.sum()
+            tried: list[int] = []
+            found = None
+            for child in children(first, sibling, node) if len(path) < width else []:
+                x = int(case["candidates"][b, child])
+                if x >= vocab or x in tried:
+                    continue
+                tried.append(x)
+                if p[x] > 0 and (coins[b, node] < p[tried].sum() / acc or p[x] >= single):
+                    found = child
+                    break
+            if found is None:
+                break
+            path.append(found)
+            follows.append(int(case["candidates"][b, found]))
+        p[tried] = 0
+        left = p if p.sum() > 0 else probs[b, node].astype(np.float64)
+        follows.append(int(np.searchsorted(left.cumsum(), final[b] * left.sum(), side="right")))
+        paths.append(path)
+        tokens.append(follows)
+    assert n < 3 or bs == 0 or max(map(len, paths)) > 1
+    check_paths(outs, case["retrive_index"].tolist(), paths, tokens, width)
+
+
+def test_law_of_the_first_token(backend) -> None:
+    """Over an even grid of coins the first token comes out exactly as often as the target's law says."""
+    p, grid = torch.tensor([0.4, 0.2, 0.2, 0.2]), 20
+    even = (torch.arange(grid) + 0.5) / grid
+    coins, final = (x.flatten() for x in torch.meshgrid(even, even, indexing="ij"))
+    bs = grid * grid
+    trees = {
+        "candidates": torch.tensor([[9, 0, 2]]).repeat(bs, 1),
+        "retrive_index": torch.arange(bs * 3).view(bs, 3),
+        "retrive_next_token": torch.tensor([[1, -1, -1]]).repeat(bs, 1),
+        "retrive_next_sibling": torch.tensor([[-1, 2, -1]]).repeat(bs, 1),
+    }
+    outs = outputs(bs * 3, bs, 2, torch.int32, torch.device("cpu"))
+    tree_speculative_sampling_target_only(
+        **outs,
+        **trees,
+        uniform_samples=coins[:, None].repeat(1, 3),
+        uniform_samples_for_final_sampling=final,
+        target_probs=p.expand(bs, 3, 4),
+        draft_probs=torch.zeros(bs, 3, 4),
+    )
+    counts = outs["predicts"].view(bs, 3)[:, 0].bincount(minlength=4)
+    assert counts.tolist() == [160, 80, 80, 80]
+    assert outs["accept_token_num"].sum() == 0.6 * bs
+
+
+def test_broken_links_end(backend) -> None:
+    """Circles, links to nowhere, two parents: nothing hangs, nothing is read outside, the root is still verified."""
+    rng = np.random.default_rng(5)
+    bs, n = 40, 9
+    case = random_case(rng, bs, n, 2)
+    for name in ("retrive_next_token", "retrive_next_sibling"):
+        case[name] = torch.from_numpy(rng.integers(-(2**40), 2**40, (bs, n)))
+        case[name][: bs // 2] = torch.from_numpy(rng.integers(-1, n, (bs // 2, n)))
+    outs = outputs(bs * n, bs, 5, torch.int32, torch.device("cpu"))
+    verify_tree_greedy(**outs, **case, target_predict=torch.from_numpy(rng.integers(0, 2, (bs, n))))
+    assert (outs["accept_index"][:, 0] == case["retrive_index"][:, 0]).all()
+    assert ((outs["accept_token_num"] >= 0) & (outs["accept_token_num"] < 5)).all()
+
+
+BAD = torch.zeros(2, 5, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"predicts": torch.zeros(11, dtype=torch.int32)}, "predicts: expected at least 12 elements"),
+        ({"accept_index": torch.zeros(3, 4, dtype=torch.int32)}, r"accept_index: expected shape \[2, 4\], got"),
+        ({"accept_index": torch.zeros(2, 0, dtype=torch.int32)}, "accept_index: expected at least one column"),
+        ({"accept_token_num": torch.zeros(3, dtype=torch.int32)}, r"accept_token_num: expected shape \[2\]"),
+        ({"candidates": torch.zeros(12, dtype=torch.int64)}, "candidates: expected 2 dimensions, got 1"),
+        ({"retrive_index": BAD}, r"retrive_index: expected shape \[2, 6\], got \[2, 5\]"),
+        ({"retrive_next_token": BAD}, r"retrive_next_token: expected shape \[2, 6\]"),
+        ({"retrive_next_sibling": BAD}, r"retrive_next_sibling: expected shape \[2, 6\]"),
+        ({"target_predict": BAD}, r"target_predict: expected shape \[2, 6\]"),
+    ],
+)
+def test_greedy_refusals(change, message) -> None:
+    trees, logits = published(torch.device("cpu"))
+    outs = outputs(12, 2, 4, torch.int32, torch.device("cpu"))
+    arguments = {**outs, **trees, "target_predict": logits.argmax(-1), **change}
+    with pytest.raises(ValueError, match=message):
+        verify_tree_greedy(**arguments)
+    assert lists(outs) == [[-1] * 12, [[-1] * 4] * 2, [77, 77]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"uniform_samples": torch.zeros(2, 5)}, r"uniform_samples: expected shape \[2, 6\]"),
+        ({"uniform_samples_for_final_sampling": torch.zeros(3)}, r"final_sampling: expected shape \[2\], got \[3\]"),
+        ({"target_probs": torch.zeros(2, 5, 20)}, r"target_probs: expected shape \[2, 6, 20\]"),
+        ({"threshold_single": 1.5}, r"threshold_single: expected a number in \[0, 1\], got 1.5"),
+        ({"threshold_acc": -0.1}, r"threshold_acc: expected a number in \[0, 1\], got -0.1"),
+    ],
+)
+def test_sampling_refusals(change, message) -> None:
+    trees, logits = published(torch.device("cpu"))
+    outs = outputs(12, 2, 4, torch.int32, torch.device("cpu"))
+    arguments = {
+        **outs,
+        **trees,
+        "uniform_samples": torch.zeros(2, 6),
+        "uniform_samples_for_final_sampling": torch.zeros(2),
+        "target_probs": logits.softmax(-1),
+        "draft_probs": logits,
+        **change,
+    }
+    with pytest.raises(ValueError, match=message):
+        tree_speculative_sampling_target_only(**arguments)
+    assert lists(outs) == [[-1] * 12, [[-1] * 4] * 2, [77, 77]]
