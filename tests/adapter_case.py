@@ -73,7 +73,9 @@ class Pages:
                 values = torch.randn(s, heads, dim, generator=generator).to(dtype)
                 rows[side].append(values)
                 positions = torch.arange(s)
-                caches[side][torch.tensor(pages[-1])[positions // page_size], positions % page_size] = values
+                caches[side][
+                    torch.tensor(pages[-1], dtype=torch.int64)[positions // page_size], positions % page_size
+                ] = values
         return cls(rows[0], rows[1], *caches, pages)
 
     def table(self) -> Tensor:

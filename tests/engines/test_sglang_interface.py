@@ -4,36 +4,15 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
-import importlib.util
 import inspect
-from pathlib import Path
 
 import pytest
+from package_sources import Sources, own_parameters
 
 from pagedtree.integrations import sglang
 from pagedtree.integrations.sglang import attention, plugin
 
-SPEC = importlib.util.find_spec("sglang")
-if SPEC is None or not SPEC.submodule_search_locations:
-    pytest.skip("sglang is not installed: make test-engines ENGINE=sglang", allow_module_level=True)
-SOURCES = Path(SPEC.submodule_search_locations[0])
-
-
-def tree_of(path: str) -> ast.Module:
-    return ast.parse((SOURCES / path).read_text(encoding="utf-8"))
-
-
-def definition(path: str, name: str):
-    found = [node for node in ast.walk(tree_of(path)) if getattr(node, "name", None) == name]
-    assert found, f"{path} defines no {name}"
-    return found[0]
-
-
-def parameters(function: ast.FunctionDef) -> list[tuple[str, object]]:
-    """(name, default) of each; inspect.Parameter.empty where there is none."""
-    names = [argument.arg for argument in function.args.args]
-    defaults = [ast.literal_eval(value) for value in function.args.defaults]
-    return list(zip(names, [inspect.Parameter.empty] * (len(names) - len(defaults)) + defaults, strict=True))
+SOURCES = Sources("sglang")
 
 
 @pytest.mark.parametrize(
@@ -46,32 +25,32 @@ def parameters(function: ast.FunctionDef) -> list[tuple[str, object]]:
     ],
 )
 def test_ops_take_the_same_arguments(path, name) -> None:
-    ours = inspect.signature(getattr(sglang, name.removesuffix("_native"))).parameters.values()
-    assert [(p.name, p.default) for p in ours] == parameters(definition(path, name))
+    ours = own_parameters(getattr(sglang, name.removesuffix("_native")))
+    assert list(ours.items()) == list(SOURCES.parameters(path, name).items())
 
 
 def test_mask_modes() -> None:
-    modes = definition("kernels/ops/speculative/spec_tree.py", "TreeMaskMode")
+    modes = SOURCES.definition("kernels/ops/speculative/spec_tree.py", "TreeMaskMode")
     theirs = {node.targets[0].id for node in modes.body if isinstance(node, ast.Assign)}
     assert theirs == set(sglang.TreeMaskMode.__members__)
-    header = (SOURCES / "kernels/jit/include/sgl_kernel/speculative/eagle.cuh").read_text(encoding="utf-8")
+    header = SOURCES.text("kernels/jit/include/sgl_kernel/speculative/eagle.cuh")
     assert all(f"{mode.name} = {mode.value}" in header for mode in sglang.TreeMaskMode)
 
 
 def test_methods_override_the_base_class() -> None:
-    base = definition("srt/layers/attention/base_attn_backend.py", "AttentionBackend")
-    theirs = {node.name: node for node in base.body if isinstance(node, ast.FunctionDef)}
+    path = "srt/layers/attention/base_attn_backend.py"
+    base = SOURCES.definition(path, "AttentionBackend")
+    theirs = {node.name for node in base.body if isinstance(node, ast.FunctionDef)}
     ours = {k: v for k, v in vars(attention.PagedTreeBackend).items() if inspect.isfunction(v) and k[0] != "_"}
-    assert {"init_forward_metadata", "forward_decode", "forward_extend"} <= set(ours) <= set(theirs)
+    assert {"init_forward_metadata", "forward_decode", "forward_extend"} <= set(ours) <= theirs
     for name, method in ours.items():
-        own = inspect.signature(method).parameters.values()
-        assert [(p.name, p.default) for p in own if p.kind is not p.VAR_KEYWORD] == parameters(theirs[name]), name
+        assert own_parameters(method) == SOURCES.parameters(path, f"AttentionBackend.{name}"), name
 
 
 def names_of_class(path: str, *classes: str) -> set[str]:
     """Fields, methods, and attributes that methods set on self."""
     names = set()
-    for node in (inner for name in classes for inner in ast.walk(definition(path, name))):
+    for node in (inner for name in classes for inner in ast.walk(SOURCES.definition(path, name))):
         if isinstance(node, ast.AnnAssign | ast.Assign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names |= {t.id if isinstance(t, ast.Name) else getattr(t, "attr", "") for t in targets}
@@ -106,17 +85,16 @@ def test_attributes_exist(variable, path, classes) -> None:
 
 def test_a_window_counts_the_keys_behind_the_query() -> None:
     """SGLang's own backends add one to sliding_window_size where a kernel counts the query's key, too."""
-    source = (SOURCES / "srt/layers/attention/intel_amx_backend.py").read_text(encoding="utf-8")
+    source = SOURCES.text("srt/layers/attention/intel_amx_backend.py")
     assert "layer.sliding_window_size + 1" in source
 
 
 def test_the_plugin_is_found_and_registers() -> None:
-    assert definition("srt/layers/attention/attention_registry.py", "register_attention_backend")
-    choices = (SOURCES / "srt/arg_groups/choices.py").read_text(encoding="utf-8")
-    assert "add_attention_backend_choices = " in choices
+    assert SOURCES.definition("srt/layers/attention/attention_registry.py", "register_attention_backend")
+    assert "add_attention_backend_choices = " in SOURCES.text("srt/arg_groups/choices.py")
     group = next(
         node.value.value
-        for node in tree_of("srt/plugins/__init__.py").body
+        for node in ast.parse(SOURCES.text("srt/plugins/__init__.py")).body
         if isinstance(node, ast.Assign) and node.targets[0].id == "GENERAL_PLUGINS_GROUP"
     )
     entries = importlib.metadata.entry_points(group=group, name="pagedtree")

@@ -1,0 +1,119 @@
+"""FlashInfer's custom masks: a bit for each (query, key) of a sequence, keys of the prefix included.
+
+A mask of booleans is flat: sequence after sequence, row after row, queries x keys. A packed one holds the same bits in
+bytes, the lowest bit first (packbits, bitorder "little"), each sequence from byte mask_indptr[b] on.
+
+All functions read the lengths on the host, as FlashInfer's plan() does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pagedtree.integrations.masks import pack_mask, unpack_mask
+
+__all__ = ["export_custom_mask", "export_packed_custom_mask", "import_custom_mask", "import_packed_custom_mask"]
+
+
+def import_custom_mask(
+    custom_mask: Tensor, qo_indptr: Tensor, seq_lens: Tensor, tree_lens: Tensor | None = None
+) -> Tensor:
+    """The mask words of `tree_attention`, int32 [T, W], of a mask of booleans.
+
+    Args:
+        custom_mask: bool [sum of queries x keys].
+        qo_indptr: int [B + 1], offsets of the queries; seq_lens: int [B], keys.
+        tree_lens: int [B], how many of the last keys the words cover; default the queries. Pass it to tree_attention.
+
+    Raises ValueError where the mask's size is wrong, and where a row does not see every key before those: that is no
+    tree mask.
+    """
+    sizes = _sizes(qo_indptr, seq_lens, tree_lens)
+    expected = sum(n * s for n, s, _ in sizes)
+    if custom_mask.shape != (expected,):
+        raise ValueError(f"custom_mask: expected shape [{expected}], got {[*custom_mask.shape]}")
+    parts = custom_mask.split([n * s for n, s, _ in sizes])
+    return _words([part.view(n, s) for part, (n, s, _) in zip(parts, sizes, strict=True)], sizes, custom_mask.device)
+
+
+def import_packed_custom_mask(
+    packed_custom_mask: Tensor,
+    mask_indptr: Tensor | None,
+    qo_indptr: Tensor,
+    seq_lens: Tensor,
+    tree_lens: Tensor | None = None,
+) -> Tensor:
+    """As `import_custom_mask`, of a packed mask, uint8; mask_indptr int [B + 1], default sequences without gaps."""
+    sizes = _sizes(qo_indptr, seq_lens, tree_lens)
+    begins = _byte_offsets(sizes) if mask_indptr is None else mask_indptr.tolist()
+    rows = []
+    for begin, (n, s, _) in zip(begins, sizes, strict=False):
+        segment = packed_custom_mask[begin : begin + -(-n * s // 8)]
+        if 8 * segment.numel() < n * s:
+            raise ValueError(f"packed_custom_mask: expected {n * s} bits from byte {begin} on, got {8 * len(segment)}")
+        bits = segment[:, None] >> torch.arange(8, dtype=torch.uint8, device=segment.device) & 1
+        rows.append(bits.flatten()[: n * s].view(n, s))
+    return _words(rows, sizes, packed_custom_mask.device)
+
+
+def export_custom_mask(
+    tree_mask: Tensor, qo_indptr: Tensor, seq_lens: Tensor, tree_lens: Tensor | None = None
+) -> Tensor:
+    """The mask of booleans for the arguments of `tree_attention`: bool [sum of queries x keys]."""
+    parts = _export(tree_mask, _sizes(qo_indptr, seq_lens, tree_lens))
+    return torch.cat([torch.empty(0, dtype=torch.bool, device=tree_mask.device), *parts])
+
+
+def export_packed_custom_mask(
+    tree_mask: Tensor, qo_indptr: Tensor, seq_lens: Tensor, tree_lens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The packed mask, uint8, and its mask_indptr, int32 [B + 1]."""
+    sizes = _sizes(qo_indptr, seq_lens, tree_lens)
+    weights = torch.arange(8, dtype=torch.uint8, device=tree_mask.device)
+    parts = [torch.empty(0, dtype=torch.uint8, device=tree_mask.device)]
+    for part in _export(tree_mask, sizes):
+        bits = torch.nn.functional.pad(part, (0, -part.numel() % 8)).view(-1, 8)
+        parts.append((bits.byte() << weights).sum(-1, dtype=torch.uint8))
+    return torch.cat(parts), torch.tensor(_byte_offsets(sizes), dtype=torch.int32, device=tree_mask.device)
+
+
+def _sizes(qo_indptr: Tensor, seq_lens: Tensor, tree_lens: Tensor | None) -> list[tuple[int, int, int]]:
+    """(queries, keys, keys that the words cover) of each sequence."""
+    queries = qo_indptr.diff().tolist()
+    trees = queries if tree_lens is None else tree_lens.tolist()
+    sizes = list(zip(queries, seq_lens.tolist(), trees, strict=True))
+    for b, (_, s, t) in enumerate(sizes):
+        if not 0 <= t <= s:
+            raise ValueError(f"tree_lens: expected 0 to {s} keys in sequence {b}, got {t}")
+    return sizes
+
+
+def _byte_offsets(sizes: Sequence[tuple[int, int, int]]) -> list[int]:
+    offsets = [0]
+    for n, s, _ in sizes:
+        offsets.append(offsets[-1] + -(-n * s // 8))
+    return offsets
+
+
+def _words(masks: Sequence[Tensor], sizes: Sequence[tuple[int, int, int]], device: torch.device) -> Tensor:
+    width = max((t for _, _, t in sizes), default=0)
+    rows = []
+    for b, (mask, (_, s, t)) in enumerate(zip(masks, sizes, strict=True)):
+        if not mask[:, : s - t].all():
+            raise ValueError(f"custom_mask: expected every row of sequence {b} to see its first {s - t} keys")
+        rows.append(torch.nn.functional.pad(mask[:, s - t :] != 0, (0, width - t)))
+    empty = torch.empty(0, width, dtype=torch.bool, device=device)
+    return pack_mask(torch.cat([empty, *rows]))
+
+
+def _export(tree_mask: Tensor, sizes: Sequence[tuple[int, int, int]]) -> list[Tensor]:
+    """Each sequence's booleans, flat."""
+    parts, begin = [], 0
+    for n, s, t in sizes:
+        words = torch.nn.functional.pad(tree_mask[begin : begin + n], (0, max(0, -(-t // 32) - tree_mask.shape[1])))
+        parts.append(torch.nn.functional.pad(unpack_mask(words, t), (s - t, 0), value=True).flatten())
+        begin += n
+    return parts

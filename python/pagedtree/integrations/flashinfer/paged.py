@@ -1,0 +1,181 @@
+"""FlashInfer's paged form, and its prefill wrapper over `tree_attention`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedtree import append_kv, attention_plan, tree_attention
+from pagedtree.integrations.flashinfer.masks import import_custom_mask, import_packed_custom_mask
+
+__all__ = ["BatchPrefillWithPagedKVCacheWrapper", "append_paged_kv_cache", "cache_views", "page_table"]
+
+PagedKVCache = Tensor | tuple[Tensor, Tensor]
+
+# Arguments of plan() that only help FlashInfer to schedule, or repeat what pagedtree knows.
+HINTS = {
+    "rope_scale", "rope_theta", "q_data_type", "kv_data_type", "o_data_type", "non_blocking", "seq_lens", "seq_lens_q",
+    "block_tables", "max_token_per_sequence", "max_sequence_kv", "fixed_split_size", "disable_split_kv",
+    "uniform_q_len", "use_fp16_qk_reduction",
+}  # fmt: skip
+
+
+def cache_views(paged_kv_cache: PagedKVCache, kv_layout: str = "NHD") -> tuple[Tensor, Tensor]:
+    """K and V [pages, page_size, heads, dim] as views of FlashInfer's cache; nothing is copied.
+
+    paged_kv_cache: a tensor [pages, 2, page_size, heads, dim] (HND: [pages, 2, heads, page_size, dim]), or K and V
+    without the dimension of 2. Any strides.
+    """
+    if kv_layout not in ("NHD", "HND"):
+        raise ValueError(f'kv_layout: expected "NHD" or "HND", got {kv_layout!r}')
+    one = isinstance(paged_kv_cache, Tensor)
+    shapes = [[*x.shape] for x in ([paged_kv_cache] if isinstance(paged_kv_cache, Tensor) else paged_kv_cache)]
+    if any(len(shape) != (5 if one else 4) for shape in shapes) or (one and shapes[0][1] != 2) or len(shapes) > 2:
+        raise ValueError(f"paged_kv_cache: expected [pages, 2, ...] of 5 or two tensors of 4 dimensions, got {shapes}")
+    k_cache, v_cache = paged_kv_cache.unbind(1) if isinstance(paged_kv_cache, Tensor) else paged_kv_cache
+    return (k_cache, v_cache) if kv_layout == "NHD" else (k_cache.transpose(1, 2), v_cache.transpose(1, 2))
+
+
+def page_table(
+    indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_size: int, *, max_pages: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """(page_table int32 [B, max_pages], seq_lens int32 [B]) of FlashInfer's compressed rows.
+
+    Args:
+        indptr: int [B + 1], where a sequence's pages begin in indices; last_page_len: int [B], keys in its last page.
+        max_pages: width of the table; default the most pages of a sequence, which synchronises.
+    """
+    counts = indptr.diff()
+    if last_page_len.shape != counts.shape:
+        raise ValueError(f"last_page_len: expected shape {[*counts.shape]}, got {[*last_page_len.shape]}")
+    if max_pages is None:
+        max_pages = int(counts.max()) if counts.numel() else 0
+    column = torch.arange(max_pages, device=indptr.device)
+    known = (column < counts[:, None]) & (indptr[:-1, None] + column < indices.numel())
+    at = torch.where(known, indptr[:-1, None] + column, 0)
+    table = torch.where(known, indices[at] if indices.numel() else -1, -1).int()
+    return table, torch.where(counts > 0, (counts - 1) * page_size + last_page_len, 0).int()
+
+
+def append_paged_kv_cache(
+    append_key: Tensor, append_value: Tensor, batch_indices: Tensor, positions: Tensor, paged_kv_cache: PagedKVCache,
+    kv_indices: Tensor, kv_indptr: Tensor, kv_last_page_len: Tensor, kv_layout: str = "NHD",
+) -> None:  # fmt: skip
+    """Writes row i of append_key and append_value [n, heads, dim] at positions[i] of sequence batch_indices[i].
+
+    A page outside the sequence's pages is skipped; kv_last_page_len is not needed. See `append_kv`.
+    """
+    k_cache, v_cache = cache_views(paged_kv_cache, kv_layout)
+    page_size = k_cache.shape[1]
+    begin, end = (kv_indptr.long()[batch_indices.long() + i] for i in (0, 1))
+    at = begin + positions // page_size
+    known = (positions >= 0) & (at < end.clamp(max=kv_indices.numel()))
+    slots = kv_indices.long()[torch.where(known, at, 0)] * page_size + positions % page_size
+    append_kv(append_key, append_value, k_cache, v_cache, torch.where(known, slots, -1))
+
+
+class BatchPrefillWithPagedKVCacheWrapper:
+    """FlashInfer's wrapper of this name: plan() once a step, run() in each layer.
+
+    plan() reads lengths on the host, as FlashInfer's does. Masks must be tree masks (`import_custom_mask`). What is not
+    supported is refused by name.
+    """
+
+    def __init__(self, float_workspace_buffer: Tensor | None = None, kv_layout: str = "NHD", **options: Any) -> None:
+        refused = sorted(name for name, value in options.items() if value and name != "backend")
+        if refused:
+            raise NotImplementedError(f"{refused[0]}: expected none, got one; attention_plan is captured instead")
+        if kv_layout not in ("NHD", "HND"):
+            raise ValueError(f'kv_layout: expected "NHD" or "HND", got {kv_layout!r}')
+        self._kv_layout = kv_layout
+        self._arguments: dict[str, Any] | None = None
+
+    def plan(
+        self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor, paged_kv_last_page_len: Tensor,
+        num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int, head_dim_vo: int | None = None,
+        custom_mask: Tensor | None = None, packed_custom_mask: Tensor | None = None, causal: bool = False,
+        pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False, sm_scale: float | None = None,
+        window_left: int = -1, logits_soft_cap: float | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        """Takes over one step's batch. The arguments are FlashInfer's.
+
+        Without a mask the queries see all keys, or those up to their own position if causal. Windows need causal.
+        """
+        if head_dim_vo not in (None, head_dim_qk):
+            raise NotImplementedError(f"head_dim_vo: expected {head_dim_qk}, got {head_dim_vo}")
+        if pos_encoding_mode != "NONE":
+            raise NotImplementedError(f'pos_encoding_mode: expected "NONE", got {pos_encoding_mode!r}')
+        for name, value in options.items():
+            if name not in HINTS and (isinstance(value, Tensor) or value):
+                raise NotImplementedError(f"{name}: expected none, got {type(value).__name__}")
+        device = paged_kv_indices.device  # the others may be on the host
+        indptr, last_page_len = paged_kv_indptr.to(device), paged_kv_last_page_len.to(device)
+        table, seq_lens = page_table(indptr, paged_kv_indices, last_page_len, page_size)
+        mask = tree_lens = None
+        if packed_custom_mask is not None:
+            mask = import_packed_custom_mask(packed_custom_mask, None, qo_indptr, seq_lens)
+        elif custom_mask is not None:
+            mask = import_custom_mask(custom_mask, qo_indptr, seq_lens)
+        elif not causal:  # no key is the mask's, so that all are visible
+            mask = torch.zeros(int(qo_indptr[-1]), 1, dtype=torch.int32, device=device)
+            tree_lens = torch.zeros_like(seq_lens)
+        offsets, longest = qo_indptr.to(device, torch.int32), int(qo_indptr.diff().max()) if seq_lens.numel() else 0
+        self._window_left = window_left
+        self._arguments = {
+            "page_table": table,
+            "seq_lens": seq_lens,
+            "cu_seqlens_q": offsets,
+            "tree_mask": mask,
+            "tree_lens": tree_lens,
+            "max_seqlen_q": max(longest, 1),
+            "scale": sm_scale,
+            "softcap": logits_soft_cap or 0.0,
+        }
+        self._arguments["plan"] = attention_plan(
+            seq_lens,
+            offsets,
+            num_q_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim_qk,
+            page_size=page_size,
+            max_seqlen_q=max(longest, 1),
+            tree_lens=tree_lens,
+        )
+
+    def run(
+        self, q: Tensor, paged_kv_cache: PagedKVCache, *args: Any, k_scale: float | Tensor | None = None,
+        v_scale: float | Tensor | None = None, out: Tensor | None = None, lse: Tensor | None = None,
+        return_lse: bool = False, lse_base: str = "log2", lse_layout: str = "NH", window_left: int | None = None,
+        sinks: Tensor | None = None, enable_pdl: bool | None = None, **options: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """Attention of q [T, heads, dim]; the cache as `cache_views` takes it. Scales are those of an fp8 cache.
+
+        lse is in base 2 unless lse_base is "ln", [T, heads] unless lse_layout is "HN".
+        """
+        if self._arguments is None:
+            raise RuntimeError("run: expected plan() before it")
+        refused = sorted(name for name, value in options.items() if value is not None) or ["*args"] * bool(args)
+        if refused:
+            raise NotImplementedError(f"{refused[0]}: expected none, got one")
+        for name, value, known in (("lse_base", lse_base, ("log2", "ln")), ("lse_layout", lse_layout, ("NH", "HN"))):
+            if value not in known:
+                raise ValueError(f"{name}: expected one of {known}, got {value!r}")
+        window = self._window_left if window_left is None else window_left
+        if window >= 0 and self._arguments["tree_mask"] is not None:
+            raise NotImplementedError(f"window_left: expected -1 where the batch is not causal, got {window}")
+        scales = {name: _scale(x, q.device) for name, x in (("k_scale", k_scale), ("v_scale", v_scale))}
+        views = cache_views(paged_kv_cache, self._kv_layout)
+        more = {**self._arguments, **scales, "window": window + 1, "sinks": sinks, "out": out}
+        result, natural = tree_attention(q, *views, **more, return_lse=True)
+        if not return_lse:
+            return result
+        natural = natural / math.log(2) if lse_base == "log2" else natural
+        natural = natural if lse_layout == "NH" else natural.T.contiguous()
+        return result, natural if lse is None else lse.copy_(natural)
+
+
+def _scale(value: float | Tensor | None, device: torch.device) -> Tensor | None:
+    return value if value is None or isinstance(value, Tensor) else torch.full((1,), value, device=device)

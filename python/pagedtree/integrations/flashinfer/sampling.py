@@ -1,0 +1,89 @@
+"""FlashInfer's verification of draft chains."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagedtree import SamplingParams, build_trees, verify_rejection
+
+__all__ = ["chain_speculative_sampling"]
+
+
+def chain_speculative_sampling(
+    draft_probs: Tensor,
+    draft_token_ids: Tensor,
+    target_probs: Tensor,
+    maybe_output_accepted_token_num: Tensor | None = None,
+    maybe_output_emitted_draft_token_num: Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    seed: int | None = None,
+    offset: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rejection sampling along chains of n drafts (`pagedtree.verify_rejection`, draft_law "iid").
+
+    Args:
+        draft_probs: float [b, n, V], the laws the drafts were drawn from; draft_token_ids: int [b, n]; target_probs:
+            float [b, n + 1, V]. An id outside 0..V-1 ends the chain.
+        maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num: int [b], to which the counts are added.
+        deterministic: no effect, results always repeat bit by bit.
+        generator: of the coins; default torch's own.
+        seed, offset: ints, together instead of a generator. Tensors are refused: `verify_rejection` takes a seed and a
+            position for each sequence, and its result depends on nothing else.
+
+    Returns (output_token_ids int32 [b, n + 1], accepted, emitted): the drafts up to the first that is rejected, then
+    one token of the target, then -1; accepted counts the drafts that would be accepted each by itself, emitted those
+    that are in the output. The two are the tensors that were passed, if any, else int32 [b].
+
+    Makes one temporary of target_probs' size. Raises ValueError for wrong shapes.
+    """
+    if draft_token_ids.dim() != 2 or draft_probs.dim() != 3:
+        shapes = [*draft_token_ids.shape], [*draft_probs.shape]
+        raise ValueError(f"draft_token_ids, draft_probs: expected 2 and 3 dimensions, got shapes {shapes}")
+    (b, n), vocab = draft_token_ids.shape, draft_probs.shape[2]
+    if draft_probs.shape != (b, n, vocab):
+        raise ValueError(f"draft_probs: expected shape {[b, n, vocab]}, got {[*draft_probs.shape]}")
+    if target_probs.shape != (b, n + 1, vocab):
+        raise ValueError(f"target_probs: expected shape {[b, n + 1, vocab]}, got {[*target_probs.shape]}")
+    device, totals = target_probs.device, []
+    for name, total in (
+        ("maybe_output_accepted_token_num", maybe_output_accepted_token_num),
+        ("maybe_output_emitted_draft_token_num", maybe_output_emitted_draft_token_num),
+    ):
+        totals.append(torch.zeros(b, dtype=torch.int32, device=device) if total is None else total)
+        if totals[-1].shape != (b,):
+            raise ValueError(f"{name}: expected shape {[b]}, got {[*totals[-1].shape]}")
+    for name, value in (("seed", seed), ("offset", offset)):
+        if isinstance(value, Tensor):
+            raise NotImplementedError(f"{name}: expected an int, got a tensor")
+    if seed is not None and offset is not None:
+        generator = torch.Generator(device).manual_seed((seed * 0x9E3779B97F4A7C15 + offset) % 2**63)
+
+    nodes = torch.arange(n + 1, device=device)
+    starts = torch.arange(b + 1, dtype=torch.int32, device=device) * (n + 1)
+    trees = build_trees((nodes - 1).int().repeat(b), starts, max_nodes=n + 1, max_depth=n)
+    coins = torch.rand(b, n + 2, generator=generator, device=device)
+    drafts = torch.nn.functional.pad(draft_token_ids.long(), (1, 0))  # the root's is ignored
+    rows = torch.where(nodes < n, torch.arange(b, device=device)[:, None] * n + nodes, -1)
+    streams = torch.zeros(b, dtype=torch.int64, device=device)  # not used: all coins are given
+    verdict = verify_rejection(
+        target_probs.flatten(0, 1).float().log(),
+        drafts.flatten(),
+        trees,
+        SamplingParams(),
+        draft_law="iid",
+        draft_probs=draft_probs.flatten(0, 1),
+        draft_rows=rows.flatten(),
+        seeds=streams,
+        positions=streams,
+        coins=coins[:, : n + 1].contiguous().flatten(),
+        final_coins=coins[:, n + 1].contiguous(),
+    )
+    ids = draft_token_ids.long()
+    at = ids.clamp(0, vocab - 1)[..., None]
+    q, p = draft_probs.gather(2, at)[..., 0], target_probs[:, :n].gather(2, at)[..., 0]
+    alone = (coins[:, 1 : n + 1] * q < p) & (q > 0) & (ids >= 0) & (ids < vocab)
+    totals[0].add_(alone.sum(1))
+    totals[1].add_(verdict.num_accepted)
+    return verdict.tokens.int(), totals[0], totals[1]

@@ -1,0 +1,50 @@
+"""Reading the sources of an engine that is installed without its dependencies; nothing of it is imported."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+__all__ = ["Sources", "own_parameters"]
+
+
+class Sources:
+    """The files of package `name`. Skips the test module where it is not installed."""
+
+    def __init__(self, name: str) -> None:
+        spec = importlib.util.find_spec(name)
+        if spec is None or not spec.submodule_search_locations:
+            pytest.skip(f"{name} is not installed: make test-engines ENGINE={name}", allow_module_level=True)
+        self.folder = Path(next(iter(spec.submodule_search_locations)))
+
+    def text(self, path: str) -> str:
+        return (self.folder / path).read_text(encoding="utf-8")
+
+    def definition(self, path: str, name: str, *, last: bool = False) -> Any:
+        """The class or function `name` ("Class.method", too); the last one where the first are overloads."""
+        node: Any = ast.parse(self.text(path))
+        for part in name.split("."):
+            found = [child for child in node.body if getattr(child, "name", None) == part]
+            assert found, f"{path} defines no {name}"
+            node = found[-1 if last else 0]
+        return node
+
+    def parameters(self, path: str, name: str, *, last: bool = False) -> dict[str, Any]:
+        """Names and defaults of a function's parameters, without *args and **kwargs."""
+        arguments = self.definition(path, name, last=last).args
+        names = [argument.arg for argument in arguments.args]
+        defaults = [ast.literal_eval(value) for value in arguments.defaults]
+        positional = dict(zip(names, [inspect.Parameter.empty] * (len(names) - len(defaults)) + defaults, strict=True))
+        keywords = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        return positional | {argument.arg: ast.literal_eval(value) for argument, value in keywords if value is not None}
+
+
+def own_parameters(function: Any) -> dict[str, Any]:
+    """The same of a function of ours."""
+    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return {p.name: p.default for p in inspect.signature(function).parameters.values() if p.kind not in variadic}

@@ -1,0 +1,43 @@
+"""The FlashInfer adapter against the sources of FlashInfer's wheel, which are read and never imported."""
+
+from __future__ import annotations
+
+from package_sources import Sources, own_parameters
+
+from pagedtree.integrations import flashinfer
+from pagedtree.integrations.flashinfer.paged import HINTS
+
+SOURCES = Sources("flashinfer")
+WRAPPER = "BatchPrefillWithPagedKVCacheWrapper"
+
+
+def test_functions_take_the_same_arguments() -> None:
+    for path, name in (("sampling.py", "chain_speculative_sampling"), ("page.py", "append_paged_kv_cache")):
+        theirs = SOURCES.parameters(path, name, last=True)
+        assert list(own_parameters(getattr(flashinfer, name)).items()) == list(theirs.items()), name
+
+
+def test_plan_takes_the_same_arguments() -> None:
+    theirs = SOURCES.parameters("prefill.py", f"{WRAPPER}.plan")
+    ours = own_parameters(flashinfer.BatchPrefillWithPagedKVCacheWrapper.plan)
+    assert list(ours.items()) == list(theirs.items())[: len(ours)]
+    assert set(theirs) >= HINTS
+    # What is left is refused unless it has its default, which must then read as nothing.
+    assert not any(default for name, default in theirs.items() if name not in HINTS | set(ours))
+
+
+def test_run_takes_the_same_arguments() -> None:
+    theirs = SOURCES.parameters("prefill.py", f"{WRAPPER}.run", last=True)
+    ours = own_parameters(flashinfer.BatchPrefillWithPagedKVCacheWrapper.run)
+    assert ours.items() <= theirs.items()
+    assert all(default is None for name, default in theirs.items() if name not in ours)
+
+
+def test_constructor_takes_the_same_arguments() -> None:
+    theirs = SOURCES.parameters("prefill.py", f"{WRAPPER}.__init__")
+    assert list(theirs)[:3] == list(own_parameters(flashinfer.BatchPrefillWithPagedKVCacheWrapper.__init__))
+    assert not any(default for name, default in list(theirs.items())[3:] if name != "backend")
+
+
+def test_masks_are_packed_with_the_lowest_bit_first() -> None:
+    assert 'bitorder="little"' in SOURCES.text("prefill.py")

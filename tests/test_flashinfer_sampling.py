@@ -1,0 +1,140 @@
+"""chain_speculative_sampling with FlashInfer's conventions: its example, plain loops, the law of the output."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pagedtree.integrations.flashinfer import chain_speculative_sampling
+
+
+def random_laws(rng: np.random.Generator, *shape: int) -> Tensor:
+    return torch.from_numpy(rng.dirichlet(np.full(shape[-1], 0.7), shape[:-1])).float()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_documented_example(backend, device, seed) -> None:
+    draft = torch.tensor([[[0.1, 0.2, 0.3, 0.4], [0.2, 0.3, 0.4, 0.1]]], device=device)
+    target = torch.tensor([[[0, 0.1, 0.6, 0.3], [1.0, 0, 0, 0], [0.7, 0.1, 0.1, 0.1]]], device=device)
+    ids = torch.tensor([[2, 1]], dtype=torch.int32, device=device)
+    tokens, accepted, emitted = chain_speculative_sampling(draft, ids, target, seed=seed, offset=0)
+    assert tokens.dtype == torch.int32
+    assert (tokens.tolist(), accepted.tolist(), emitted.tolist()) == ([[2, 0, -1]], [1], [1])
+
+
+@pytest.mark.parametrize("batch", [0, 1, 99])
+@pytest.mark.parametrize("vocab", [7, 1100])
+@pytest.mark.parametrize("count", [1, 3, 7])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_certain_targets(backend, batch, vocab, count, dtype) -> None:
+    """A target that is sure of the drafts accepts all; one that excludes the first emits its own token alone."""
+    rng = np.random.default_rng(count)
+    draft = random_laws(rng, batch, count, vocab) + 1e-6
+    ids = torch.from_numpy(rng.integers(0, vocab, (batch, count + 1)))
+    target = torch.nn.functional.one_hot(ids, vocab).float()
+    tokens, accepted, emitted = chain_speculative_sampling(draft, ids[:, :count].to(dtype), target)
+    assert torch.equal(tokens.long(), ids)
+    assert accepted.tolist() == emitted.tolist() == [count] * batch
+    wrong = (ids + 1) % vocab
+    tokens, accepted, emitted = chain_speculative_sampling(draft, wrong[:, :count].to(dtype), target)
+    assert tokens[:, 0].tolist() == ids[:, 0].tolist() and (tokens[:, 1:] == -1).all()
+    assert not accepted.any() and not emitted.any()
+
+
+def test_counts_are_added(backend) -> None:
+    rng = np.random.default_rng(0)
+    draft, target, ids = random_laws(rng, 50, 4, 5), random_laws(rng, 50, 5, 5), torch.randint(5, (50, 4))
+    accepted, emitted = torch.full((50,), 100, dtype=torch.int64), torch.full((50,), 200, dtype=torch.int32)
+    again = chain_speculative_sampling(draft, ids, target, generator=torch.Generator().manual_seed(3))
+    result = chain_speculative_sampling(
+        draft, ids, target, accepted, emitted, generator=torch.Generator().manual_seed(3)
+    )
+    assert result[1] is accepted and result[2] is emitted
+    assert torch.equal(result[0], again[0])
+    assert torch.equal(accepted - 100, again[1]) and torch.equal(emitted - 200, again[2])
+    assert (again[1] >= again[2]).all() and (again[1] > again[2]).any()
+    lengths = (again[0] >= 0).sum(1) - 1
+    assert torch.equal(lengths, again[2])
+    for row, drafts, n in zip(again[0].tolist(), ids.tolist(), again[2].tolist(), strict=True):
+        assert row[:n] == drafts[:n]
+
+
+def test_seeds() -> None:
+    rng = np.random.default_rng(0)
+    draft, target, ids = random_laws(rng, 50, 4, 9), random_laws(rng, 50, 5, 9), torch.randint(9, (50, 4))
+    runs = [
+        chain_speculative_sampling(draft, ids, target, seed=s, offset=o)[0] for s, o in ((1, 0), (1, 0), (1, 5), (2, 0))
+    ]
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2]) and not torch.equal(runs[0], runs[3])
+
+
+@pytest.mark.parametrize("vocab", [5, 41])
+def test_law_of_the_first_two_tokens(backend, draws, vocab) -> None:
+    """Drafts drawn from their own law: what comes out first follows the target's, whatever is accepted."""
+    rng = np.random.default_rng(vocab)
+    count = draws(60_000)
+    draft, target = random_laws(rng, 2, vocab), random_laws(rng, 3, vocab)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.stack([torch.multinomial(law, count, True, generator=generator) for law in draft], 1)
+    tokens, _, emitted = chain_speculative_sampling(
+        draft.expand(count, 2, vocab), ids, target.expand(count, 3, vocab), generator=generator
+    )
+    tokens = tokens.long()
+    for column, rows in ((0, torch.ones(count, dtype=torch.bool)), (1, emitted > 0)):
+        p = target[column].double() / target[column].sum()
+        large = p * int(rows.sum()) >= 5
+        counts = tokens[rows, column].bincount(minlength=vocab).double()
+        bins = torch.cat([counts[large], counts[~large].sum()[None]])
+        law = torch.cat([p[large], p[~large].sum()[None]]) * counts.sum()
+        kept = law > 0
+        chi2 = ((bins - law)[kept] ** 2 / law[kept]).sum()
+        freedom = int(kept.sum()) - 1
+        assert chi2 < freedom + 10 * (2 * freedom) ** 0.5, (column, float(chi2), freedom)
+
+
+def test_an_id_outside_ends_the_chain(backend) -> None:
+    rng = np.random.default_rng(0)
+    draft = random_laws(rng, 2, 3, 5)
+    ids = torch.tensor([[1, -1, 2], [1, 2, 5]])
+    target = torch.nn.functional.one_hot(torch.tensor([[1, 4, 2, 3], [1, 2, 0, 3]]), 5).float()
+    tokens, accepted, emitted = chain_speculative_sampling(draft + 1e-6, ids, target)
+    assert tokens.tolist() == [[1, 4, -1, -1], [1, 2, 0, -1]]
+    assert (accepted.tolist(), emitted.tolist()) == ([2, 2], [1, 2])
+
+
+def test_no_drafts(backend) -> None:
+    target = torch.nn.functional.one_hot(torch.tensor([[3], [1]]), 5).float()
+    tokens, accepted, emitted = chain_speculative_sampling(torch.zeros(2, 0, 5), torch.zeros(2, 0).int(), target)
+    assert (tokens.tolist(), accepted.tolist(), emitted.tolist()) == ([[3], [1]], [0, 0], [0, 0])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"draft_probs": torch.zeros(2, 2, 5)},
+            ValueError,
+            r"draft_probs: expected shape \[2, 3, 5\], got \[2, 2, 5\]",
+        ),
+        ({"target_probs": torch.zeros(2, 3, 5)}, ValueError, r"target_probs: expected shape \[2, 4, 5\]"),
+        ({"draft_token_ids": torch.zeros(6).int()}, ValueError, "draft_token_ids, draft_probs: expected 2 and 3"),
+        ({"maybe_output_accepted_token_num": torch.zeros(3)}, ValueError, r"accepted_token_num: expected shape \[2\]"),
+        (
+            {"maybe_output_emitted_draft_token_num": torch.zeros(3)},
+            ValueError,
+            r"emitted_draft_token_num: expected shape",
+        ),
+        ({"seed": torch.zeros(2).long()}, NotImplementedError, "seed: expected an int, got a tensor"),
+    ],
+)
+def test_refusals(change, error, message) -> None:
+    arguments = {
+        "draft_probs": torch.zeros(2, 3, 5),
+        "draft_token_ids": torch.zeros(2, 3, dtype=torch.int32),
+        "target_probs": torch.zeros(2, 4, 5),
+    }
+    with pytest.raises(error, match=message):
+        chain_speculative_sampling(**{**arguments, **change})
