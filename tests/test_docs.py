@@ -29,7 +29,9 @@ def python_blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "api.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "api.md"], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_python_blocks_run(page, monkeypatch):
     """Each page is one program: its blocks run in order and share their names."""
     monkeypatch.chdir(ROOT)
@@ -75,6 +77,13 @@ def test_performance_page_shows_the_kept_results(scripts):
     text = page.read_text(encoding="utf-8")
     filled = importlib.import_module("make_performance").filled(text)
     assert text == filled, "docs/performance.md is out of date: run `make docs`"
+
+
+def test_tests_that_a_page_names_exist():
+    named = re.findall(r"`(tests/\w+\.py)::(\w+)`", (ROOT / "docs" / "integrations" / "transformers.md").read_text())
+    assert len(named) > 20
+    for file, name in named:
+        assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{name}"
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))

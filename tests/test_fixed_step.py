@@ -27,7 +27,7 @@ from pagedtree.integrations.transformers import (
 )
 from pagedtree.integrations.transformers.drafters import as_drafter
 from pagedtree.integrations.transformers.fixed_step import FixedStep
-from pagedtree.integrations.transformers.model import paged_attention
+from pagedtree.integrations.transformers.model import use_attention
 from pagedtree.integrations.transformers.rules import Sampling, check_rule
 from pagedtree.integrations.transformers.scheduler import Sequence
 from pagedtree.testing import backends, use_backend
@@ -160,7 +160,7 @@ def test_the_step_stays_on_the_device(no_values, name, params, rule):
     history, eos_ids = torch.zeros((4, 20), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     cache = PagedCache(20, 4, torch.device("meta"))
     step = FixedStep(model, cache, sampling, drafter, history, eos_ids, sequences, 4)
-    with paged_attention(model):
+    with use_attention(model):
         step.run()  # as before a capture: caches and constants are made
         with NoHost(), NoConstants():
             step.run()

@@ -27,14 +27,7 @@ from generate_case import (
     prompts_of,
     seeded,
     tiny,
-)
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
+    tiny_of,
 )
 
 from pagedtree import SamplingParams
@@ -372,21 +365,10 @@ def test_each_part_is_needed(model, texts, monkeypatch, broken):
     assert all(tokens != text for tokens, text in zip(lists(sequences)[:2], texts, strict=False))
 
 
-@pytest.mark.parametrize("kind", ["sliding window", "softcap", "sinks"])
+@pytest.mark.parametrize("kind", ["window", "softcap", "sinks"])
 @pytest.mark.parametrize("name", ["none", "ngram tree", "oracle"])
 def test_other_attention_layers(kind, name):
-    """Mistral's window, Gemma 2's softcap and alternating windows, the sinks of gpt-oss."""
-    if kind == "sliding window":
-        other = tiny(0, MistralForCausalLM, MistralConfig, sliding_window=9)
-    elif kind == "softcap":
-        other = tiny(0, Gemma2ForCausalLM, Gemma2Config, sliding_window=9, query_pre_attn_scalar=64)
-    else:
-        other = tiny(
-            0, GptOssForCausalLM, GptOssConfig, sliding_window=9, num_local_experts=2, num_experts_per_tok=1,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4}, attn_implementation="eager",
-        )  # fmt: skip
-        for layer in other.model.layers:
-            torch.nn.init.normal_(layer.self_attn.sinks, std=2.0)
+    other = tiny_of(kind)
     prompts = prompts_of(LENGTHS)
     expected = [greedy(other, prompt) for prompt in prompts]
     drafter = {"none": None, "ngram tree": NgramDrafter(12), "oracle": Oracle(expected, 0.8)}[name]

@@ -10,59 +10,34 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import (
-    AttentionInterface,
-    BertConfig,
-    BertModel,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-)
+from generate_case import MODELS, tiny, tiny_of
+from transformers import AttentionInterface, BertConfig, BertModel
 
-from pagedtree.integrations.transformers import register
+from pagedtree.integrations.transformers import attention, register
 from pagedtree.integrations.transformers.attention import _pack_mask, attention_forward
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TINY = {
-    "vocab_size": 128,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "initializer_range": 0.2,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": 0,
-}
-MODELS = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {}, "sdpa"),
-    "window": (MistralForCausalLM, MistralConfig, {"sliding_window": 6}, "sdpa"),
-    "softcap": (Gemma2ForCausalLM, Gemma2Config, {"sliding_window": 6, "query_pre_attn_scalar": 64}, "eager"),
-    "sinks": (
-        GptOssForCausalLM,
-        GptOssConfig,
-        {"sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 1},
-        "eager",
-    ),
-}
+
+def pair(name="full"):
+    """A model on our attention, and one with the same weights on its own."""
+    ours = tiny_of(name, pad_token_id=0)
+    ours.set_attn_implementation("pagedtree")
+    return ours, tiny_of(name, pad_token_id=0)
 
 
-def tiny(name, implementation=None):
-    kind, config, options, reference = MODELS[name]
-    torch.manual_seed(0)
-    model = kind._from_config(config(**TINY, **options), attn_implementation=implementation or reference).eval()
-    if name == "sinks":
-        for layer in model.model.layers:
-            torch.nn.init.normal_(layer.self_attn.sinks, std=2.0)
-    return model
+@pytest.fixture
+def calls(monkeypatch):
+    """The arguments of every call of the op by the attention implementation."""
+    calls = []
+    op = attention.tree_attention
+
+    def recorded(*args, **kwargs):
+        calls.append((args, kwargs))
+        return op(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "tree_attention", recorded)
+    return calls
 
 
 def inputs(padded=True):
@@ -78,7 +53,7 @@ def inputs(padded=True):
 @pytest.mark.parametrize("padded", [False, True])
 def test_logits_and_text_are_those_of_the_reference(name, padded):
     batch = inputs(padded)
-    ours, reference = tiny(name, "pagedtree"), tiny(name)
+    ours, reference = pair(name)
     kept = batch["attention_mask"].bool()
     with torch.no_grad():
         torch.testing.assert_close(ours(**batch).logits[kept], reference(**batch).logits[kept], rtol=1e-4, atol=1e-4)
@@ -86,19 +61,75 @@ def test_logits_and_text_are_those_of_the_reference(name, padded):
     assert torch.equal(ours.generate(**batch, **options), reference.generate(**batch, **options))
 
 
-def test_static_cache_beams_and_assistant():
-    ours, reference = tiny("llama", "pagedtree"), tiny("llama")
-    batch = inputs()
-    for options in ({"cache_implementation": "static"}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 4}):
-        if "prompt_lookup_num_tokens" in options:
-            batch = {name: tensor[1:2] for name, tensor in batch.items()}
-        options = {**options, "max_new_tokens": 8, "do_sample": False}
-        assert torch.equal(ours.generate(**batch, **options), reference.generate(**batch, **options))
+SAMPLING = {"do_sample": True, "temperature": 0.9, "top_k": 20, "top_p": 0.9}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        SAMPLING,
+        {**SAMPLING, "num_return_sequences": 3},
+        {"num_beams": 3, "do_sample": False},
+        {"cache_implementation": "static", "do_sample": False},
+        {"cache_implementation": "static", **SAMPLING},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_other_ways_to_generate(options, padded):
+    """The draws are torch's own: with its seed the text is the same, too."""
+    texts = []
+    for model in pair():
+        torch.manual_seed(5)
+        texts.append(model.generate(**inputs(padded), max_new_tokens=12, **options))
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("kind", ["assistant_model", "prompt_lookup_num_tokens"])
+def test_assisted_generation(kind, do_sample):
+    batch = {name: tensor[1:2] for name, tensor in inputs().items()}
+    texts = []
+    for model in pair():
+        assistant = tiny(1, num_hidden_layers=1, pad_token_id=0)
+        assistant.set_attn_implementation(model.config._attn_implementation)
+        options = {"assistant_model": assistant} if kind == "assistant_model" else {kind: 4}
+        torch.manual_seed(5)
+        texts.append(model.generate(**batch, **options, max_new_tokens=12, do_sample=do_sample))
+    assert torch.equal(*texts)
+
+
+def test_every_layer_of_every_pass_is_ours(calls):
+    ours, _ = pair()
+    ours.generate(**inputs(), max_new_tokens=12, do_sample=False)
+    assert len(calls) == ours.config.num_hidden_layers * 12
+
+
+@pytest.mark.parametrize("broken", ["padding", "window", "softcap", "sinks", "scale"])
+def test_each_argument_counts(monkeypatch, broken):
+    """Negative controls: with one argument of the op wrong the text is another."""
+    op = attention.tree_attention
+
+    def damaged(*args, **kwargs):
+        if broken in ("padding", "window"):  # both come in the mask
+            args, kwargs = (*args[:6], None), {**kwargs, "tree_lens": None}
+        elif broken == "scale":
+            kwargs["scale"] *= 1.2
+        else:
+            kwargs[broken] = None if broken == "sinks" else 0
+        return op(*args, **kwargs)
+
+    ours, reference = pair("full" if broken in ("padding", "scale") else broken)
+    options = {**inputs(padded=broken == "padding"), "max_new_tokens": 12, "do_sample": False}
+    expected = reference.generate(**options)
+    assert torch.equal(ours.generate(**options), expected)
+    monkeypatch.setattr(attention, "tree_attention", damaged)
+    assert not torch.equal(ours.generate(**options), expected)
 
 
 def test_explicit_masks():
     """Masks of four dimensions, bool and additive, with rows that see nothing but themselves."""
-    ours, reference = tiny("llama", "pagedtree"), tiny("llama")
+    ours, reference = pair()
     torch.manual_seed(2)
     input_ids = inputs()["input_ids"]
     mask = (torch.rand(3, 1, 21, 21) < 0.4) | torch.eye(21, dtype=torch.bool)

@@ -1,5 +1,5 @@
 """transformers models on pagedtree: the attention implementation "pagedtree" (registered by importing this package),
-and `generate` over a paged cache with draft trees.
+also for continuous batching, and `generate` over a paged cache with draft trees, also as `custom_generate`.
 
     from pagedtree.integrations.transformers import NgramDrafter, generate
 
@@ -9,6 +9,8 @@ Needs transformers 4.57 or newer (the extra `pagedtree[transformers]`).
 """
 
 from pagedtree.integrations.transformers.attention import register
+from pagedtree.integrations.transformers.continuous_batching import continuous_batching
+from pagedtree.integrations.transformers.custom_generate import tree_generate
 from pagedtree.integrations.transformers.drafters import (
     Drafter,
     MedusaDrafter,
@@ -33,9 +35,11 @@ __all__ = [
     "PagedCache",
     "SequenceStats",
     "StepResult",
+    "continuous_batching",
     "generate",
     "medusa_tree",
     "register",
+    "tree_generate",
 ]
 
 register()

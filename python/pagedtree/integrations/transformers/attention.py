@@ -1,16 +1,13 @@
 """The attention implementation "pagedtree" of transformers models.
 
-It serves two callers. Inside `generate` of this package a packed batch runs over a paged cache: the pass publishes a
-`PagedStep`, which every layer reads. Elsewhere (`model.generate`, `model(...)`) the dense keys and values are read
-where they lie, each sequence as one page.
+It serves three callers. Inside `generate` of this package a packed batch runs over a paged cache: the pass publishes a
+`PagedStep`, which every layer reads. In transformers' continuous batching a packed batch runs over transformers' own
+paged cache. Elsewhere (`model.generate`, `model(...)`) the dense keys and values are read where they lie, each sequence
+as one page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -18,10 +15,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from pagedtree import append_kv, attention_plan, merge_states, tree_attention
-from pagedtree.integrations.transformers.paged_cache import PagedCache
+from pagedtree import tree_attention
+from pagedtree.integrations.transformers.continuous_cache import attend_continuous
+from pagedtree.integrations.transformers.paged_step import current_step
 
-__all__ = ["NAME", "PagedStep", "PrefixPass", "register"]
+__all__ = ["NAME", "attention_forward", "register"]
 
 NAME = "pagedtree"
 HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -32,113 +30,6 @@ def register() -> None:
     AttentionInterface.register(NAME, attention_forward)
     # Ordinary forward passes get SDPA's masks: None where causal, else bool.
     AttentionMaskInterface.register(NAME, sdpa_mask)
-
-
-@dataclass
-class PrefixPass:
-    """Key sets for reading pages that several sequences share once: the shared prefixes, then each one's own pages.
-
-    Attributes:
-        page_table, seq_lens, cu_seqlens_q: one entry a run of neighbouring sequences of one prefix (length 0 = none);
-            every query of the run sees all of it.
-        own_page_table, own_seq_lens: as in `PagedStep`, without the pages read through the prefix.
-        max_seqlen_q: hint for the prefix part.
-    """
-
-    page_table: Tensor
-    seq_lens: Tensor
-    cu_seqlens_q: Tensor
-    own_page_table: Tensor
-    own_seq_lens: Tensor
-    max_seqlen_q: int
-
-
-@dataclass
-class PagedStep:
-    """One packed pass of a model over a paged cache, as `pagedtree.tree_attention` and `append_kv` take it.
-
-    Attributes:
-        cache: where the pass writes and reads keys and values.
-        page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens, max_seqlen_q: arguments of `tree_attention`.
-        slots: of `append_kv`, one a token.
-        prefix: set where shared pages are to be read once.
-    """
-
-    cache: PagedCache
-    page_table: Tensor
-    seq_lens: Tensor
-    cu_seqlens_q: Tensor
-    slots: Tensor
-    tree_mask: Tensor | None
-    tree_lens: Tensor | None
-    max_seqlen_q: int
-    prefix: PrefixPass | None = None
-    layers_run: int = 0
-    _plans: dict[Any, Tensor] = field(default_factory=dict)
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Passes of "pagedtree" models inside the block belong to this step."""
-        token = _current_step.set(self)
-        try:
-            yield
-        finally:
-            _current_step.reset(token)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, options: dict[str, Any]) -> Tensor:
-        """Attention of layer `layer`: q [T, Hq, D], k and v [T, Hkv, D] of the packed tokens -> [T, Hq, D]."""
-        self.layers_run += 1
-        k_cache, v_cache = self.cache.layer(layer, k)
-        append_kv(k, v, k_cache, v_cache, self.slots)
-        # A window counts positions from the start of the sequence, which the own pages do not hold.
-        if self.prefix is not None and window == 0:
-            return self._attend_in_parts(q, k_cache, v_cache, self.prefix, options)
-        plan = self._plan("all", self.seq_lens, self.cu_seqlens_q, self.tree_lens, self.max_seqlen_q, q, k_cache)
-        out = tree_attention(
-            q, k_cache, v_cache, self.page_table, self.seq_lens, self.cu_seqlens_q, self.tree_mask,
-            tree_lens=self.tree_lens, max_seqlen_q=self.max_seqlen_q, window=window, plan=plan, **options,
-        )  # fmt: skip
-        return cast(Tensor, out)
-
-    def _attend_in_parts(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, prefix: PrefixPass, options: dict[str, Any]
-    ) -> Tensor:
-        mask = self.tree_mask if self.tree_mask is not None else q.new_zeros((q.shape[0], 1), dtype=torch.int32)
-        no_tree = torch.zeros_like(prefix.seq_lens)  # with no tree at its end all of a prefix is visible
-        plan = self._plan("prefix", prefix.seq_lens, prefix.cu_seqlens_q, no_tree, prefix.max_seqlen_q, q, k_cache)
-        shared = tree_attention(
-            q, k_cache, v_cache, prefix.page_table, prefix.seq_lens, prefix.cu_seqlens_q, mask,
-            tree_lens=no_tree, max_seqlen_q=prefix.max_seqlen_q, plan=plan, return_lse=True,
-            **{**options, "sinks": None},
-        )  # fmt: skip
-        plan = self._plan("own", prefix.own_seq_lens, self.cu_seqlens_q, self.tree_lens, self.max_seqlen_q, q, k_cache)
-        own = tree_attention(
-            q, k_cache, v_cache, prefix.own_page_table, prefix.own_seq_lens, self.cu_seqlens_q, self.tree_mask,
-            tree_lens=self.tree_lens, max_seqlen_q=self.max_seqlen_q, plan=plan, return_lse=True, **options,
-        )  # fmt: skip
-        return merge_states(*shared, *own)[0]
-
-    def _plan(
-        self,
-        part: str,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        tree_lens: Tensor | None,
-        max_seqlen_q: int,
-        q: Tensor,
-        k_cache: Tensor,
-    ) -> Tensor:
-        """One plan serves all layers of the same heads."""
-        shape = (q.shape[1], k_cache.shape[2], q.shape[2])
-        if (part, shape) not in self._plans:
-            self._plans[part, shape] = attention_plan(
-                seq_lens, cu_seqlens_q, num_q_heads=shape[0], num_kv_heads=shape[1], head_dim=shape[2],
-                page_size=k_cache.shape[1], max_seqlen_q=max_seqlen_q, tree_lens=tree_lens,
-            )  # fmt: skip
-        return self._plans[part, shape]
-
-
-_current_step: ContextVar[PagedStep | None] = ContextVar("pagedtree_step", default=None)
 
 
 def attention_forward(
@@ -169,11 +60,13 @@ def attention_forward(
         "sinks": s_aux.detach().float() if s_aux is not None else None,
     }
     window = sliding_window if sliding_window is not None else getattr(module, "sliding_window", None)
-    step = _current_step.get()
+    layer: Any = getattr(module, "layer_idx", None)
+    step = current_step.get()
     if step is not None:
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-        layer: Any = module.layer_idx
         return step.attend(layer, q, k, v, window or 0, options).unsqueeze(0), None
+    if kwargs.get("cache") is not None:
+        return attend_continuous(layer, query, key, value, window or 0, options, kwargs), None
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     return _attend_dense(query, key, value, attention_mask, is_causal, window or 0, options), None
@@ -210,6 +103,8 @@ def _attend_dense(
     """Dense keys and values [B, Hkv, S, D] are a pool of B pages of S slots; no copy of them is made."""
     batch, num_heads, num_queries, head_dim = query.shape
     kv_len = key.shape[2]
+    if attention_mask is None and is_causal and num_queries > 1:
+        kv_len = num_queries  # transformers gives no mask for a prompt, be it the first one of a longer, static cache
     index = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
     seq_lens = torch.full_like(index[:-1], kv_len)
     tree_mask = tree_lens = None

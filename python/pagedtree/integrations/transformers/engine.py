@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from pagedtree import Draft, build_trees, commit, compact_kv, prepare_step, slot_mapping
-from pagedtree.integrations.transformers.attention import PagedStep, PrefixPass
 from pagedtree.integrations.transformers.drafters import Drafter, StepResult, roots_only
 from pagedtree.integrations.transformers.fixed_drafters import check_fixed
 from pagedtree.integrations.transformers.fixed_step import FixedStep, FixedSteps
 from pagedtree.integrations.transformers.model import run_packed
 from pagedtree.integrations.transformers.paged_cache import PagedCache
+from pagedtree.integrations.transformers.paged_step import PagedStep, PrefixPass
 from pagedtree.integrations.transformers.rules import Sampling
 from pagedtree.integrations.transformers.scheduler import Batch, Scheduler, Sequence
 from pagedtree.integrations.transformers.stats import GenerationStats

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from pagedtree import Draft, DraftTree, TreeBatch, compact_kv, medusa_propose, ngram_propose, slot_mapping
-from pagedtree.integrations.transformers.attention import PagedStep
 from pagedtree.integrations.transformers.drafters import (
     Drafter,
     MedusaDrafter,
@@ -19,6 +18,7 @@ from pagedtree.integrations.transformers.drafters import (
 )
 from pagedtree.integrations.transformers.model import run_packed
 from pagedtree.integrations.transformers.model_drafter import ModelDrafter
+from pagedtree.integrations.transformers.paged_step import PagedStep
 from pagedtree.integrations.transformers.rules import Sampling
 from pagedtree.integrations.transformers.scheduler import Sequence
 

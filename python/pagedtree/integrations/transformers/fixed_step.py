@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from pagedtree import commit, compact_kv, prepare_step
-from pagedtree.integrations.transformers.attention import PagedStep
 from pagedtree.integrations.transformers.drafters import Drafter, StepResult
 from pagedtree.integrations.transformers.fixed_drafters import Mirror, fixed_drafter
 from pagedtree.integrations.transformers.model import run_packed
 from pagedtree.integrations.transformers.paged_cache import PagedCache
+from pagedtree.integrations.transformers.paged_step import PagedStep
 from pagedtree.integrations.transformers.rules import Sampling
 from pagedtree.integrations.transformers.scheduler import Sequence
 

@@ -14,7 +14,7 @@ from pagedtree.integrations.transformers import scheduler
 from pagedtree.integrations.transformers.drafters import StepResult, as_drafter
 from pagedtree.integrations.transformers.engine import Engine
 from pagedtree.integrations.transformers.fixed_step import check_device
-from pagedtree.integrations.transformers.model import check_model, paged_attention
+from pagedtree.integrations.transformers.model import check_model, use_attention
 from pagedtree.integrations.transformers.paged_cache import PagedCache
 from pagedtree.integrations.transformers.rules import Sampling, check_rule
 from pagedtree.integrations.transformers.scheduler import Scheduler
@@ -43,6 +43,7 @@ def generate(
     n: int = 1,
     attention_mask: Tensor | None = None,
     eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
     rule: str = "auto",
     max_batch_tokens: int = 4096,
     share_prefix: bool | None = None,
@@ -71,6 +72,7 @@ def generate(
         attention_mask: [B, L], zero where `input_ids` is padding (at either side); only with a tensor.
         eos_token_id: token or tokens that end a sequence, kept in it; default the model's generation config; an empty
             list for none.
+        pad_token_id: what fills the rows of a tensor after EOS; default the model's, or its EOS, or 0.
         rule: how drafts are verified. All but "typical" are lossless.
             "auto": "greedy" without params, else "sampled". "greedy", "sampled": `verify_greedy`, `verify_sampled`.
             "rejection": `verify_rejection`, by the drafter's draft_law.
@@ -89,7 +91,7 @@ def generate(
 
     Returns (sequences, stats). Sequence b * n + j is outcome j of prompt b: prompt and generated tokens, EOS included.
     For a list of prompts a list of int64 tensors [length]; for a tensor, like model.generate, one int64 tensor
-    [B * n, L + generated], padded at the right with the model's pad token (or its EOS, or 0).
+    [B * n, L + generated], padded at the right with pad_token_id.
 
     Raises ValueError for an empty prompt, a model or arguments that do not fit, a rule that the drafter or params do
     not fit, cuda_graph without a GPU or with another drafter, or num_pages too small for a sequence with the whole pool
@@ -130,10 +132,13 @@ def generate(
     sampling = Sampling(rule, _params_of_sequences(params, len(prompts), n), _seeds(seeds, len(sequences), device))
     eos_ids = _eos_ids(model, eos_token_id)
     engine = Engine(model, queue, drafter, sampling, eos_ids, min_shared_tokens, callback, on_step, stats, cuda_graph)
-    with paged_attention(model):
+    with use_attention(model):
         engine.run()
     if isinstance(input_ids, Tensor):
-        return _padded(model, input_ids, prompts, sequences, n, eos_ids), stats
+        pad = next(
+            (token for token in (pad_token_id, model.generation_config.pad_token_id, *eos_ids) if token is not None), 0
+        )
+        return _padded(input_ids, prompts, sequences, n, pad), stats
     return [torch.tensor(sequence.tokens, device=device) for sequence in sequences], stats
 
 
@@ -196,15 +201,8 @@ def _eos_ids(model: Any, eos_token_id: int | Sequence[int] | None) -> list[int]:
 
 
 def _padded(
-    model: Any,
-    input_ids: Tensor,
-    prompts: list[list[int]],
-    sequences: list[scheduler.Sequence],
-    n: int,
-    eos_ids: list[int],
+    input_ids: Tensor, prompts: list[list[int]], sequences: list[scheduler.Sequence], n: int, pad: int
 ) -> Tensor:
-    pad = model.generation_config.pad_token_id
-    pad = pad if pad is not None else next(iter(eos_ids), 0)
     new = [sequence.tokens[len(prompts[sequence.group]) :] for sequence in sequences]
     width = max(map(len, new), default=0)
     rows = torch.tensor([[*row, *[pad] * (width - len(row))] for row in new], dtype=torch.int64)

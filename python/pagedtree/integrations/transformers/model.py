@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pagedtree.integrations.transformers.attention import NAME, PagedStep, register
+from pagedtree.integrations.transformers.attention import NAME, register
+from pagedtree.integrations.transformers.paged_step import PagedStep
 
-__all__ = ["check_model", "paged_attention", "run_packed"]
+__all__ = ["check_model", "run_packed", "use_attention"]
 
 
 def check_model(model: Any) -> None:
@@ -27,11 +28,11 @@ def check_model(model: Any) -> None:
 
 
 @contextmanager
-def paged_attention(model: Any) -> Iterator[None]:
-    """Inside the block the model uses the attention implementation "pagedtree"."""
+def use_attention(model: Any, name: str = NAME) -> Iterator[None]:
+    """Inside the block the model uses the attention implementation `name`."""
     register()
     previous = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(name)
     try:
         yield
     finally:
@@ -43,7 +44,7 @@ def run_packed(
 ) -> tuple[Tensor, Tensor | None]:
     """One pass over packed tokens [T]: logits [R, V] at `rows` (int64 [R], None = all), and what the output layer read.
 
-    The second is [R, H] if `needs_hidden`, else None. The model must be under `paged_attention`. Raises ValueError if
+    The second is [R, H] if `needs_hidden`, else None. The model must be under `use_attention`. Raises ValueError if
     its layers did not come to our attention.
     """
     kwargs: dict[str, Any] = {}

@@ -22,10 +22,10 @@ from pagedtree import (
     slot_mapping,
     start_draft,
 )
-from pagedtree.integrations.transformers.attention import PagedStep
 from pagedtree.integrations.transformers.drafters import Drafter, Proposal, StepResult
-from pagedtree.integrations.transformers.model import check_model, paged_attention, run_packed
+from pagedtree.integrations.transformers.model import check_model, run_packed, use_attention
 from pagedtree.integrations.transformers.paged_cache import PagedCache
+from pagedtree.integrations.transformers.paged_step import PagedStep
 from pagedtree.integrations.transformers.rules import Sampling
 from pagedtree.integrations.transformers.scheduler import Sequence
 
@@ -109,7 +109,7 @@ class ModelDrafter(Drafter):
             raise ValueError(f'drafter: law "{self.law}" draws by the params of `generate`, got None')
         self._reset(page_size)
         self._sampling = sampling
-        self._context.enter_context(paged_attention(self.model))
+        self._context.enter_context(use_attention(self.model))
 
     def end(self) -> None:
         self._context.close()

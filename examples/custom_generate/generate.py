@@ -1,0 +1,16 @@
+"""A `generate` that transformers loads: model.generate(..., custom_generate="examples", trust_remote_code=True).
+
+In a checkpoint's own folder, as custom_generate/generate.py, it becomes what `model.generate` does by itself where the
+checkpoint is loaded with trust_remote_code=True.
+"""
+
+from pagedtree.integrations.transformers import NgramDrafter, tree_generate
+
+
+def generate(model, *args, drafter=None, **kwargs):
+    """`model.generate` with draft trees, by default from the text itself."""
+    if kwargs.get("assistant_model") is not None or kwargs.get("streamer") is not None:
+        raise ValueError("generate: expected drafter= for assistant_model= and callback= for streamer=")
+    # The class's: the model's own attribute may be this very function.
+    generate_of_class = type(model).generate
+    return generate_of_class(model, *args, custom_generate=tree_generate, drafter=drafter or NgramDrafter(), **kwargs)

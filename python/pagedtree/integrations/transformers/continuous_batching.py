@@ -1,0 +1,54 @@
+"""transformers' continuous batching (`model.generate_batch`) with our attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from pagedtree.integrations.transformers.attention import NAME, attention_forward
+from pagedtree.integrations.transformers.model import check_model, use_attention
+
+__all__ = ["continuous_batching", "paged_attention_forward"]
+
+# The one name that transformers 5 lets through to continuous batching and that another function can be registered for.
+PAGED_NAME = "paged|eager"
+
+
+@contextmanager
+def continuous_batching(model: Any) -> Iterator[None]:
+    """Inside the block `model.generate_batch` and the model's continuous batching managers use our attention.
+
+    The model's attention implementation is "pagedtree", for which transformers 5 knows only the name "paged|eager":
+    inside the block that name means ours, in every model. Other use of the model belongs outside. Raises ValueError for
+    a model in training mode or with other layers than full and sliding attention.
+    """
+    check_model(model)
+    interface = AttentionInterface()
+    if PAGED_NAME not in interface:  # transformers 4.57 takes any name
+        with use_attention(model, NAME):
+            yield
+        return
+    stock = interface[PAGED_NAME]
+    AttentionInterface.register(PAGED_NAME, paged_attention_forward)
+    try:
+        with use_attention(model, PAGED_NAME):
+            yield
+    finally:
+        AttentionInterface.register(PAGED_NAME, stock)
+
+
+def paged_attention_forward(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """`attention_forward` for "paged|eager", a name under which ordinary passes would miss their padding masks.
+
+    Raises ValueError for an ordinary pass.
+    """
+    if kwargs.get("cache") is None:
+        raise ValueError(
+            f'attention implementation "{PAGED_NAME}": expected a pass of continuous batching, got an ordinary one;'
+            f' use "{NAME}" for those'
+        )
+    return attention_forward(module, query, *args, **kwargs)

@@ -1,0 +1,96 @@
+"""Attention over the paged cache that transformers' continuous batching (`model.generate_batch`) keeps itself."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from pagedtree import append_kv, tree_attention
+
+__all__ = ["attend_continuous"]
+
+
+class LayerCache(NamedTuple):
+    """What transformers' cache says about one layer.
+
+    Attributes:
+        group: the layer's place in read_index and write_index. kind: its place in what is kept for each layer type.
+        pages: K and V [pages, page_size, Hkv, D]; None for a sliding window's ring buffer, which is no pages in order.
+    """
+
+    group: int
+    kind: str
+    pages: tuple[Tensor, Tensor] | None
+
+
+def attend_continuous(
+    layer: int, query: Tensor, key: Tensor, value: Tensor, window: int, options: dict[str, Any], kwargs: dict[str, Any]
+) -> Tensor:
+    """A packed pass of continuous batching: query [1, Hq, T, D], key, value [1, Hkv, T, D] -> [1, T, Hq, D].
+
+    kwargs are those of transformers' pass: its cache, the slots to write (write_index) and those of each request's
+    whole sequence (read_index). Full attention writes and reads the cache in place, by pages. A window's ring buffer
+    may have to be read before it is written, so transformers gathers its keys; they are read as pages of one slot.
+
+    Raises ValueError for caches of another layout than those of transformers 4.57 and 5.23.
+    """
+    cache = kwargs["cache"]
+    if kwargs.get("block_table") is not None:
+        raise ValueError("continuous batching: expected read and write indices, got a block_table")
+    of_layer = _layer_cache(cache, layer)
+    cu_seqlens_k = _of_kind(kwargs["cu_seq_lens_k"], of_layer.kind)
+    longest = _of_kind(kwargs["max_length_k"] if "max_length_k" in kwargs else kwargs["max_seqlen_k"], of_layer.kind)
+    if of_layer.pages is not None:
+        k_cache, v_cache = of_layer.pages
+        slots = kwargs["write_index"][of_layer.group].long()
+        append_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), k_cache, v_cache, slots)
+        # No request has a past: the slots just written are all there is, and there is no read_index.
+        index = kwargs["read_index"][of_layer.group]
+        index = index if index.numel() else slots
+    else:
+        k_cache, v_cache = _gathered(cache, key, value, layer, kwargs)
+        index = torch.arange(k_cache.shape[0], device=query.device)
+    out = tree_attention(
+        query[0].transpose(0, 1), k_cache, v_cache, _page_table(index, cu_seqlens_k, int(longest), k_cache.shape[1]),
+        cu_seqlens_k.diff().int(), kwargs["cu_seq_lens_q"].int(), window=window, **options,
+    )  # fmt: skip
+    return cast(Tensor, out).unsqueeze(0)
+
+
+def _page_table(index: Tensor, cu_seqlens_k: Tensor, longest: int, page_size: int) -> Tensor:
+    """int32 [B, max_pages] of sequences whose slots lie one after the other in `index`, each from a page's start on."""
+    first = cu_seqlens_k[:-1, None] + torch.arange(0, longest, page_size, device=index.device)
+    return (index[first.clamp(max=index.shape[0] - 1)] // page_size).int()
+
+
+def _of_kind(values: Any, kind: str) -> Any:
+    """The entry of a layer type; transformers 4.57 leaves the dict out where a model has only one."""
+    return values[kind] if isinstance(values, dict) else values
+
+
+def _layer_cache(cache: Any, layer: int) -> LayerCache:
+    if hasattr(cache, "layer_to_allocator"):  # transformers 5.23
+        allocator = cache.layer_to_allocator[layer]
+        pages = allocator.get_cache_for_block_table(layer) if allocator.supports_block_table else None
+        return LayerCache(allocator.index, allocator.layer_type, pages)
+    if hasattr(cache, "layer_index_to_group_indices"):  # transformers 4.57
+        group, place = cache.layer_index_to_group_indices[layer]
+        if cache.sliding_windows[layer] != 1:
+            return LayerCache(group, "sliding_attention", None)
+        # The last row is for padding.
+        pools = (cache.key_cache[place], cache.value_cache[place])
+        k_pages, v_pages = (pool[:-1].unflatten(0, (-1, cache.block_size)) for pool in pools)
+        return LayerCache(group, "full_attention", (k_pages, v_pages))
+    raise ValueError(f"continuous batching: expected the cache of transformers 4.57 or 5.23, got {type(cache)}")
+
+
+def _gathered(cache: Any, key: Tensor, value: Tensor, layer: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Keys and values of all requests, past and new ones, one after the other: [S, 1, Hkv, D]."""
+    if hasattr(cache, "layer_to_allocator"):
+        pair = cache.update(key, value, layer, dict(kwargs))  # [1, Hkv, S, D]
+        keys, values = (states[0].transpose(0, 1) for states in pair)
+    else:
+        keys, values = cache.update(key, value, layer, kwargs["read_index"], kwargs["write_index"])
+    return keys.unsqueeze(1), values.unsqueeze(1)

@@ -1,0 +1,142 @@
+"""`generate` of this package as the decoding loop of `model.generate(custom_generate=tree_generate)`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerateDecoderOnlyOutput,
+    MaxLengthCriteria,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from pagedtree import SamplingParams
+from pagedtree.integrations.transformers.drafters import StepResult
+from pagedtree.integrations.transformers.generate import generate
+from pagedtree.integrations.transformers.stats import GenerationStats
+
+__all__ = ["tree_generate"]
+
+# In the order in which transformers applies them.
+WARPERS = {
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+    MinPLogitsWarper: "min_p",
+}
+# What transformers hands to a decoding loop anyway: prepared for its own kind of cache, which is not used here.
+PREPARED = {"attention_mask", "position_ids", "past_key_values", "cache_position", "use_cache", "logits_to_keep"}
+OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
+
+def tree_generate(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    *,
+    drafter: Any = None,
+    seeds: Tensor | Sequence[int] | None = None,
+    rule: str = "auto",
+    page_size: int = 16,
+    num_pages: int | None = None,
+    max_batch_tokens: int = 4096,
+    cuda_graph: bool = False,
+    callback: Callable[[int, list[int]], None] | None = None,
+    on_step: Callable[[StepResult], None] | None = None,
+    on_stats: Callable[[GenerationStats], None] | None = None,
+    **model_kwargs: Any,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """Decodes with draft trees over a paged cache: `model.generate(..., custom_generate=tree_generate, drafter=...)`.
+
+    Prompts, attention mask, lengths, EOS, padding and sampling are `model.generate`'s arguments and generation config;
+    the keyword arguments here are `pagedtree.integrations.transformers.generate`'s, given to `model.generate`, too.
+    Greedy text is that of `model.generate` without custom_generate. Sampled text follows the same law, with other
+    draws: each row has a seed, drawn from torch's generator where `seeds` (one a returned row) is not given, so that
+    `torch.manual_seed` repeats it. on_stats: called with the `GenerationStats` at the end.
+
+    Returns what `model.generate` does: int64 [B, length], or with return_dict_in_generate an output of `sequences`.
+
+    Raises ValueError, naming it, for what drafts cannot be verified under: beams, logits processors other than
+    temperature, top_k, top_p and min_p (penalties, min_new_tokens, bad words, ...), stopping criteria other than
+    length and EOS, scores or states as output, a cache that already holds tokens, and further inputs of the model.
+    transformers hands neither `streamer` nor `assistant_model` to a decoding loop: use callback and drafter.
+    """
+    mode = generation_config.get_generation_mode().value
+    if mode not in ("greedy_search", "sample"):
+        raise ValueError(f"tree_generate: expected greedy search or sampling, got {mode}")
+    wanted = [name for name in OUTPUTS if getattr(generation_config, name, None)]
+    if wanted:
+        raise ValueError(f"tree_generate: expected sequences alone as output, got {', '.join(wanted)}")
+    params = _sampling_params(logits_processor, generation_config.do_sample)
+    max_length, eos_token_id = _limits(stopping_criteria)
+    attention_mask = _attention_mask(input_ids, model_kwargs)
+    if params is not None and seeds is None:
+        seeds = torch.randint(2**63 - 1, (input_ids.shape[0],))
+    result, stats = generate(
+        model, input_ids, drafter=drafter, max_new_tokens=max_length - input_ids.shape[1], params=params, seeds=seeds,
+        page_size=page_size, num_pages=num_pages, attention_mask=attention_mask, eos_token_id=eos_token_id,
+        pad_token_id=generation_config.pad_token_id, rule=rule, max_batch_tokens=max_batch_tokens,
+        cuda_graph=cuda_graph, callback=callback, on_step=on_step,
+    )  # fmt: skip
+    if on_stats is not None:
+        on_stats(stats)
+    sequences: Any = result
+    return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
+
+
+def _sampling_params(processors: Any, do_sample: bool) -> SamplingParams | None:
+    """None = greedy. transformers filters by top_k, then top_p, then min_p."""
+    names = [WARPERS.get(type(processor), type(processor).__name__) for processor in processors]
+    order = list(WARPERS.values())
+    ranks = [order.index(name) if name in order else -1 for name in names]
+    unknown = [name for name, rank in zip(names, ranks, strict=True) if rank < 0]
+    if unknown or (ranks and not do_sample):
+        raise ValueError(f"tree_generate: expected no logits processor but {', '.join(order)}, got {', '.join(names)}")
+    if ranks != sorted(set(ranks)) or any(getattr(p, "min_tokens_to_keep", 1) != 1 for p in processors):
+        raise ValueError(f"tree_generate: expected warpers as transformers makes them, got {', '.join(names)}")
+    if {"top_k", "top_p", "min_p"} <= set(names):
+        raise ValueError("tree_generate: expected at most two of top_k, top_p and min_p (top_k=0 is off), got all")
+    if not do_sample:
+        return None
+    values = {name: getattr(processor, name) for name, processor in zip(names, processors, strict=True)}
+    # min_p keeps what it would keep of the unfiltered law, and so does top_p where there is no top_k.
+    filter_order = "joint" if {"top_p", "min_p"} <= set(names) else "top_k_first"
+    return SamplingParams(**values, filter_order=filter_order)
+
+
+def _limits(criteria: Any) -> tuple[int, list[int]]:
+    """The length and the EOS tokens at which generation ends."""
+    unknown = [type(c).__name__ for c in criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))]
+    if unknown:
+        raise ValueError(f"tree_generate: expected no stopping criterion but length and EOS, got {', '.join(unknown)}")
+    lengths = [criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)]
+    eos = [criterion.eos_token_id for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
+    return min(lengths), [token for tokens in eos for token in tokens.tolist()]
+
+
+def _attention_mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor | None:
+    """The mask of the prompts; refuses inputs of the model that it does not imply."""
+    others = [name for name, value in model_kwargs.items() if name not in PREPARED and value is not None]
+    if others:
+        raise ValueError(
+            f"tree_generate: expected no inputs of the model but tokens and a mask, got {', '.join(others)}"
+        )
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError(f"past_key_values: expected an empty cache, got one of {cache.get_seq_length()} tokens")
+    mask: Tensor | None = model_kwargs.get("attention_mask")
+    positions = model_kwargs.get("position_ids")
+    if positions is not None:
+        kept = torch.ones_like(input_ids) if mask is None else mask.long()
+        if positions.shape != kept.shape or not torch.equal(positions * kept, (kept.cumsum(-1) - 1) * kept):
+            raise ValueError("position_ids: expected those that the attention mask implies, got others")
+    return mask
