@@ -144,8 +144,9 @@ format: $(READY)  ## rewrite the sources in the project's format
 demo: build  ## tree-speculative decoding on real text
 	python examples/demo.py --device $(DEVICE)
 
-bench: build  ## measure the ops on this machine (BENCH="tree_attention --threads 2": one benchmark, its arguments)
-	python -m pagedtree bench $(BENCH)
+# vLLM is a peer where its environment is there.
+bench: build  ## every op beside its peers on this machine (BENCH=--quick; BENCH="--ops tree_attention --axes batch")
+	PATH="$(CURDIR)/build/engines-vllm/bin:$(PATH)" python -m pagedtree bench $(BENCH)
 
 docs: build  ## write the generated pages and pictures of docs/ anew
 	python docs/make_api.py

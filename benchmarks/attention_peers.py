@@ -1,8 +1,6 @@
-"""What users would call instead of tree_attention on a paged cache. Each peer says why it is absent where it is.
+"""Attention of draft trees over a paged cache: `tree_attention`, and what users would call instead.
 
-A peer is a class with `name`, `mask` ("tree" or "causal": which result it gives), `absent()` (None, or the reason), a
-constructor that takes a Problem and does all set-up that an engine does once, and `run(copy)`, which returns the output
-[T, Hq, D] for one of the problem's copies of the cache.
+A peer's `mask` says which result it gives: "tree" or "causal".
 """
 
 from __future__ import annotations
@@ -12,23 +10,28 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from named_trees import nodes_of, tree_named
+from suite import Mismatch, Op, Shape
 from torch import Tensor
 
 import pagedtree
 
+L3_BYTES = {"cpu": 64 << 20, "cuda": 128 << 20}  # what may lie in a cache: copies of the data exceed it
+
 
 @dataclass
 class Problem:
-    """One attention call: B sequences of L keys, each with a tree of `tree` nodes as queries, pages in random order."""
+    """One attention call: sequences of `lengths` keys, each with a tree as queries, pages in random order."""
 
-    batch: int
-    length: int
+    lengths: list[int]
     tree: pagedtree.DraftTree
+    is_prefill: bool
     heads: int
     kv_heads: int
     head_dim: int
     page_size: int
     dtype: torch.dtype
+    cache_dtype: torch.dtype
     copies: int
     device: torch.device
     q: Tensor = field(init=False)
@@ -38,32 +41,59 @@ class Problem:
     def __post_init__(self) -> None:
         generator = torch.Generator(self.device).manual_seed(0)
         n = self.tree.num_nodes
-        pages = -(-self.length // self.page_size)
-        shape = (self.batch * pages, self.page_size, self.kv_heads, self.head_dim)
+        pages = [-(-length // self.page_size) for length in self.lengths]
+        shape = (sum(pages), self.page_size, self.kv_heads, self.head_dim)
 
         def random(*sizes: int) -> Tensor:
-            return torch.randn(sizes, generator=generator, device=self.device).to(self.dtype)
+            return torch.randn(sizes, generator=generator, device=self.device, dtype=self.dtype)
 
         self.q = random(self.batch * n, self.heads, self.head_dim)
-        self.k = [random(*shape) for _ in range(self.copies)]
-        self.v = [random(*shape) for _ in range(self.copies)]
-        order = torch.randperm(shape[0], generator=generator, device=self.device)
-        self.page_table = order.view(self.batch, pages).int()
-        self.seq_lens = torch.full((self.batch,), self.length, dtype=torch.int32, device=self.device)
+        self.k = [random(*shape).to(self.cache_dtype) for _ in range(self.copies)]
+        self.v = [random(*shape).to(self.cache_dtype) for _ in range(self.copies)]
+        order = torch.randperm(shape[0], generator=generator, device=self.device).int()
+        self.page_table = order.new_zeros((self.batch, max(pages)))
+        for b, (row, count) in enumerate(zip(order.split(pages), pages, strict=True)):
+            self.page_table[b, :count] = row
+        self.seq_lens = torch.tensor(self.lengths, dtype=torch.int32, device=self.device)
         self.trees = pagedtree.TreeBatch.from_trees([self.tree] * self.batch, device=self.device)
         self.scale = self.head_dim**-0.5
-        # [n, L] bool: the prefix and, of the tree, the ancestors.
-        self.visible = torch.ones(n, self.length, dtype=torch.bool, device=self.device)
-        self.visible[:, self.length - n :] = torch.from_numpy(self.tree.mask).to(self.device)
+        self.plan_arguments = {
+            "num_q_heads": self.heads, "num_kv_heads": self.kv_heads, "head_dim": self.head_dim,
+            "page_size": self.page_size, "max_seqlen_q": n,
+        }  # fmt: skip
 
     @property
-    def kv_bytes(self) -> int:
-        return 2 * self.batch * self.length * self.kv_heads * self.head_dim * self.k[0].element_size()
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def max_length(self) -> int:
+        return max(self.lengths)
+
+    def visible(self) -> Tensor:
+        """bool [1 or B, n, L]: the prefix and, of the tree, the ancestors."""
+        tree, n = torch.from_numpy(self.tree.mask).to(self.device), self.tree.num_nodes
+        lengths = self.lengths if len(set(self.lengths)) > 1 else self.lengths[:1]
+        mask = torch.zeros(len(lengths), n, self.max_length, dtype=torch.bool, device=self.device)
+        for b, length in enumerate(lengths):
+            mask[b, :, : length - n] = True
+            mask[b, :, length - n : length] = tree
+        return mask
+
+    @property
+    def bytes(self) -> int:
+        """K and V once, q and the output."""
+        kv = 2 * sum(self.lengths) * self.kv_heads * self.head_dim * self.cache_dtype.itemsize
+        return kv + 2 * self.q.numel() * self.dtype.itemsize
 
     @property
     def flops(self) -> int:
         n = self.tree.num_nodes
-        return 4 * self.heads * self.head_dim * self.batch * (n * (self.length - n) + int(self.tree.mask.sum()))
+        pairs = sum(n * (length - n) for length in self.lengths) + self.batch * int(self.tree.mask.sum())
+        return 4 * self.heads * self.head_dim * pairs
+
+
+FLEX_PAGE = 128
 
 
 class PagedTree:
@@ -76,16 +106,11 @@ class PagedTree:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        p = problem
-        self.plan = pagedtree.attention_plan(
-            p.seq_lens,
-            p.trees.cu_nodes,
-            num_q_heads=p.heads,
-            num_kv_heads=p.kv_heads,
-            head_dim=p.head_dim,
-            page_size=p.page_size,
-            max_seqlen_q=p.tree.num_nodes,
-        )
+        self.schedule = self.plan()
+
+    def plan(self) -> Tensor:
+        p = self.problem
+        return pagedtree.attention_plan(p.seq_lens, p.trees.cu_nodes, **p.plan_arguments)
 
     def run(self, copy: int) -> Tensor:
         p = self.problem
@@ -96,10 +121,10 @@ class PagedTree:
             p.page_table,
             p.seq_lens,
             p.trees.cu_nodes,
-            p.trees.mask if self.mask == "tree" else None,
+            p.trees.mask if self.mask == "tree" and not p.is_prefill else None,
             max_seqlen_q=p.tree.num_nodes,
             scale=p.scale,
-            plan=self.plan,
+            plan=self.schedule,
         )
 
 
@@ -108,6 +133,14 @@ class PagedTreeCausal(PagedTree):
 
     name = "pagedtree causal"
     mask = "causal"
+
+
+def gathered(problem: Problem, copy: int) -> tuple[Tensor, Tensor]:
+    """K and V in one dense tensor each, [B, Hkv, L, D]."""
+    index, shape = problem.page_table.long(), (problem.batch, -1, problem.kv_heads, problem.head_dim)
+    caches = (problem.k[copy], problem.v[copy])
+    k, v = (cache[index].view(shape)[:, : problem.max_length].transpose(1, 2) for cache in caches)
+    return k.to(problem.dtype), v.to(problem.dtype)
 
 
 class SdpaOnGatheredKv:
@@ -122,18 +155,16 @@ class SdpaOnGatheredKv:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        self.visible = self.plan()
 
-    def gather(self, copy: int) -> tuple[Tensor, Tensor]:
-        p = self.problem
-        index = p.page_table.long()
-        shape = (p.batch, -1, p.kv_heads, p.head_dim)
-        return tuple(cache[index].view(shape)[:, : p.length].transpose(1, 2) for cache in (p.k[copy], p.v[copy]))
+    def plan(self) -> Tensor:
+        return self.problem.visible()[:, None]
 
     def run(self, copy: int) -> Tensor:
         p = self.problem
-        k, v = self.gather(copy)
+        k, v = gathered(p, copy)
         q = p.q.view(p.batch, -1, p.heads, p.head_dim).transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=p.visible, scale=p.scale, enable_gqa=True)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.visible, scale=p.scale, enable_gqa=True)
         return out.transpose(1, 2).reshape(p.q.shape)
 
 
@@ -142,6 +173,7 @@ class FlexAttention:
 
     name = "FlexAttention"
     mask = "tree"
+    only_headline = True  # it is compiled for each shape
 
     @staticmethod
     def absent() -> str | None:
@@ -153,32 +185,37 @@ class FlexAttention:
 
     def __init__(self, problem: Problem) -> None:
         from torch.nn.attention.experimental._paged_attention import PagedAttention
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+        from torch.nn.attention.flex_attention import flex_attention
 
         p = self.problem = problem
         # It wants pages as large as its blocks: the pool is viewed with 128-token pages in this peer's own cache.
-        page = 128
-        pages = -(-p.length // page)
-        manager = PagedAttention(p.batch * pages, page, p.batch, device=p.device.type)
+        pages = -(-p.max_length // FLEX_PAGE)
+        self.manager = PagedAttention(p.batch * pages, FLEX_PAGE, p.batch, device=p.device.type)
         for b in range(p.batch):
-            manager.reserve(torch.tensor(b, device=p.device), torch.tensor(p.length, device=p.device))
-        positions = torch.arange(p.length, device=p.device).expand(p.batch, -1)
-        gathered = [SdpaOnGatheredKv(p).gather(copy) for copy in range(p.copies)]
-        pool = (1, p.kv_heads, p.batch * pages * page, p.head_dim)
+            self.manager.reserve(torch.tensor(b, device=p.device), torch.tensor(p.max_length, device=p.device))
+        positions = torch.arange(p.max_length, device=p.device).expand(p.batch, -1)
+        pool = (1, p.kv_heads, p.batch * pages * FLEX_PAGE, p.head_dim)
         self.caches = []
-        for k, v in gathered:
+        for copy in range(p.copies):
             caches = [torch.zeros(pool, dtype=p.dtype, device=p.device) for _ in range(2)]
-            manager.assign(torch.arange(p.batch, device=p.device), positions, k, v, *caches)
+            self.manager.assign(torch.arange(p.batch, device=p.device), positions, *gathered(p, copy), *caches)
             self.caches.append(caches)
-        visible = p.visible
+        self.visible = p.visible()
+        self.block_mask = self.plan()
+        self.attention = torch.compile(flex_attention, dynamic=False)
+
+    def plan(self) -> object:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        p, visible = self.problem, self.visible
+        rows = visible.shape[0]
 
         def tree_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            return visible[q_idx, kv_idx.clamp(max=visible.shape[1] - 1)]
+            return visible[b.clamp(max=rows - 1), q_idx, kv_idx.clamp(max=visible.shape[2] - 1)]
 
-        sizes = p.batch, None, p.tree.num_nodes, p.length
-        logical = create_block_mask(tree_mask, *sizes, device=p.device.type, BLOCK_SIZE=page)
-        self.block_mask = manager.convert_logical_block_mask(logical, kv_len=p.seq_lens.long())
-        self.attention = torch.compile(flex_attention, dynamic=False)
+        sizes = p.batch, None, p.tree.num_nodes, p.max_length
+        logical = create_block_mask(tree_mask, *sizes, device=p.device.type, BLOCK_SIZE=FLEX_PAGE)
+        return self.manager.convert_logical_block_mask(logical, kv_len=p.seq_lens.long())
 
     def run(self, copy: int) -> Tensor:
         p = self.problem
@@ -195,6 +232,8 @@ class VllmCpu:
 
     @staticmethod
     def absent() -> str | None:
+        if torch.cuda.is_available():
+            return "measured on machines without a GPU"
         return None if importlib.util.find_spec("vllm") else "vllm is not installed"
 
     def __init__(self, problem: Problem) -> None:
@@ -204,19 +243,24 @@ class VllmCpu:
         p = self.problem = problem
         self.ops = vllm_ops
         page = 128
-        pages = -(-p.length // page)
+        pages = -(-p.max_length // page)
         self.page_table = torch.randperm(p.batch * pages).view(p.batch, pages).int()
-        isa = _get_attn_isa(p.dtype, page, p.head_dim, "auto")
-        position = torch.arange(p.length)
+        self.isa = _get_attn_isa(p.dtype, page, p.head_dim, "auto")
+        position = torch.arange(p.max_length)
         slots = (self.page_table.long()[:, position // page] * page + position % page).reshape(-1)
         self.caches = []
         for copy in range(p.copies):
-            k, v = (t.transpose(1, 2).reshape(-1, p.kv_heads, p.head_dim) for t in SdpaOnGatheredKv(p).gather(copy))
+            k, v = (t.transpose(1, 2).reshape(-1, p.kv_heads, p.head_dim) for t in gathered(p, copy))
             cache = torch.zeros(p.batch * pages, p.kv_heads, page * 2, p.head_dim, dtype=p.dtype)
             k_cache, v_cache = cache.chunk(2, dim=2)
-            vllm_ops.cpu_attn_reshape_and_cache(k, v, k_cache, v_cache, slots, isa)
+            vllm_ops.cpu_attn_reshape_and_cache(k, v, k_cache, v_cache, slots, self.isa)
             self.caches.append((k_cache, v_cache))
-        self.metadata = vllm_ops.cpu_attn_get_scheduler_metadata(
+        self.metadata = self.plan()
+        self.out = torch.empty_like(p.q)
+
+    def plan(self) -> Tensor:
+        p = self.problem
+        return self.ops.cpu_attn_get_scheduler_metadata(
             num_reqs=p.batch,
             num_heads=p.heads,
             num_kv_heads=p.kv_heads,
@@ -226,10 +270,9 @@ class VllmCpu:
             query_start_loc=p.trees.cu_nodes,
             causal=True,
             sliding_window_size=-1,
-            isa=isa,
+            isa=self.isa,
             enable_kv_split=True,
         )
-        self.out = torch.empty_like(p.q)
 
     def run(self, copy: int) -> Tensor:
         p = self.problem
@@ -253,4 +296,92 @@ class VllmCpu:
         return self.out
 
 
-PEERS = [PagedTree, PagedTreeCausal, SdpaOnGatheredKv, FlexAttention, VllmCpu]
+# The op --------------------------------------------------------------------------------------------------------------
+
+
+def problem_of(shape: Shape, device: torch.device) -> Problem:
+    heads, kv_heads = (int(count) for count in shape["heads"].split("/"))
+    dtype = getattr(torch, shape["dtype"])
+    kv_bytes = kv_bytes_of(shape)
+    # One copy that no cache holds half of, or as many as are needed to find none in a cache.
+    copies = 1 if kv_bytes >= 4 * L3_BYTES[device.type] else min(8, -(-L3_BYTES[device.type] // kv_bytes) + 1)
+    return Problem(
+        lengths_of(shape), tree_named(shape["tree"]), shape["tree"].startswith("prefill"), heads, kv_heads,
+        shape["head_dim"], shape["page_size"], dtype, dtype if shape["cache"] == "same" else torch.float8_e4m3fn,
+        copies, device,
+    )  # fmt: skip
+
+
+def lengths_of(shape: Shape) -> list[int]:
+    """`batch` times `length`, or as many of that sum that differ as much as requests do."""
+    batch, length = shape["batch"], shape["length"]
+    if shape["lengths"] == "uniform":
+        return [length] * batch
+    weights = [(0.35, 3.4, 0.13, 0.12)[b % 4] for b in range(batch)]
+    total, nodes = batch * length, nodes_of(shape["tree"])
+    lengths = [max(int(total * weight / sum(weights)), nodes) for weight in weights]
+    return [*lengths[:-1], max(lengths[-1] + total - sum(lengths), nodes)]
+
+
+def kv_bytes_of(shape: Shape) -> int:
+    kv_heads = int(shape["heads"].split("/")[1])
+    size = getattr(torch, shape["dtype"]).itemsize if shape["cache"] == "same" else 1
+    return 2 * sum(lengths_of(shape)) * kv_heads * shape["head_dim"] * size
+
+
+def memory_of(shape: Shape) -> int:
+    """Ours, the caches of two peers, dense K and V twice as long where the lengths differ, and the mask."""
+    kv_bytes = kv_bytes_of(shape)
+    longest = max(lengths_of(shape)) * shape["batch"] / sum(lengths_of(shape))
+    mask = 8 * shape["batch"] * shape["length"] * nodes_of(shape["tree"])
+    return int(kv_bytes * (1 + 3 * longest) * (2 if kv_bytes < 4 * L3_BYTES["cpu"] else 1)) + mask
+
+
+def check(problem: Problem, ours: PagedTree, theirs: PagedTree) -> None:
+    expected = PagedTreeCausal(problem) if theirs.mask == "causal" else ours
+    error = (theirs.run(0).float() - expected.run(0).float()).abs().max().item()
+    if not error <= 0.03:
+        raise Mismatch(f"the output differs by {error}")
+
+
+def unsupported(shape: Shape, device: torch.device) -> str | None:
+    if shape["cache"] != "same" and device.type == "cpu":
+        return "the CPU backend reads caches of the queries' dtype"
+    if shape["dtype"] == "float32" and device.type == "cuda":
+        return "the CUDA backend takes float16 and bfloat16"
+    return None
+
+
+OP = Op(
+    name="tree_attention",
+    base={
+        "batch": 4, "length": 4096, "tree": "binary 32", "heads": "32/8", "head_dim": 128, "page_size": 16,
+        "dtype": "bfloat16", "cache": "same", "lengths": "uniform", "threads": 0,
+    },
+    axes={
+        "batch": [1, 2, 8, 16, 32, 64],
+        "length": [512, 1024, 2048, 8192, 16384, 32768, 65536, 131072],
+        "tree": [
+            *("chain 1", "chain 2", "chain 4", "chain 8", "chain 16", "EAGLE-2 60", "Medusa 64", "Sequoia 128"),
+            *("binary 255", "prefill 512"),
+        ],
+        "heads": ["64/8", "8/1", "32/32"],
+        "head_dim": [64, 256],
+        "page_size": [1, 64, 256],
+        "dtype": ["float16", "float32"],
+        "cache": ["fp8"],
+        "lengths": ["ragged"],
+        "threads": [1],
+    },
+    headline=[
+        {"batch": 8, "length": 2048, "tree": "chain 1"},
+        {"batch": 2, "length": 2048, "tree": "binary 128"},
+        {"batch": 1, "length": 32768, "tree": "binary 16"},
+    ],
+    quick={"batch": 2, "length": 1024},
+    problem=problem_of,
+    peers=[PagedTree, PagedTreeCausal, SdpaOnGatheredKv, FlexAttention, VllmCpu],
+    memory=memory_of,
+    check=check,
+    unsupported=unsupported,
+)  # fmt: skip

@@ -82,8 +82,8 @@ export -f golden
 export out
 if command -v nvcc > /dev/null; then stage golden 60 bash -c golden; fi
 
-stage bench_attention 120 python benchmarks/bench_tree_attention.py --device cuda --seconds 6 \
-  --json "$out/tree_attention_cuda.json"
+stage bench_ops 150 python benchmarks/bench_ops.py --device cuda --seconds 0.5 --axes batch length tree \
+  --ops tree_attention verify_greedy verify_sampled sample --json "$out/ops_cuda.json"
 
 python - "$out" << 'PYTHON'
 import json, pathlib, sys

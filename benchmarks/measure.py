@@ -16,10 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from pagedtree import _C
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler reports each start and stop
+
 RESULTS = Path(__file__).parent / "results"
+MAX_REPEATS = 200
 
 
 @dataclass
@@ -38,17 +42,16 @@ def interleaved(
 
     A candidate takes the repeat's number, by which it picks another copy of its data: none finds its own in a cache.
     """
-    times: dict[str, list[float]] = {name: [] for name in candidates}
+
+    def timed(call: Callable[[int], object], repeat: int) -> float:
+        begin = time.perf_counter()
+        call(repeat)
+        return time.perf_counter() - begin
+
     for call in candidates.values():
         call(0)  # warm-up: allocations, compilation
-    start, repeat = time.perf_counter(), 0
-    while repeat < min_repeats or (time.perf_counter() - start < budget and repeat < 200):
-        for name, call in candidates.items():
-            begin = time.perf_counter()
-            call(repeat)
-            times[name].append(time.perf_counter() - begin)
-        repeat += 1
-    return {name: _summary(values) for name, values in times.items()}
+    samples = {name: lambda repeat, call=call: timed(call, repeat) for name, call in candidates.items()}
+    return _in_turn(samples, budget, min_repeats)
 
 
 def interleaved_on_gpu(
@@ -57,7 +60,16 @@ def interleaved_on_gpu(
     """As `interleaved`, by the GPU's clock. One sample is a CUDA graph of a call on each copy of the data in turn, so
     that neither Python nor a warm cache counts; a candidate that cannot be captured is called eagerly, and pays.
     """
-    samples: dict[str, Callable[[], object]] = {}
+
+    def timed(sample: Callable[[], object]) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        sample()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3 / copies
+
+    samples: dict[str, Callable[[int], float]] = {}
     for name, call in candidates.items():
         for copy in range(copies):  # allocations, compilation
             call(copy)
@@ -67,21 +79,27 @@ def interleaved_on_gpu(
             with torch.cuda.graph(graph):
                 for copy in range(copies):
                     call(copy)
-            samples[name] = graph.replay
+            samples[name] = lambda _, graph=graph: timed(graph.replay)
         except RuntimeError as error:
             print(f"{name} is not captured: {str(error).splitlines()[0][:120]}", file=sys.stderr)
-            samples[name] = lambda call=call: [call(copy) for copy in range(copies)]
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    start, repeat = time.perf_counter(), 0
-    while repeat < min_repeats or (time.perf_counter() - start < budget and repeat < 200):
+            samples[name] = lambda _, call=call: timed(lambda: [call(copy) for copy in range(copies)])
+    return _in_turn(samples, budget, min_repeats)
+
+
+def _in_turn(samples: dict[str, Callable[[int], float]], budget: float, min_repeats: int) -> dict[str, Timing]:
+    """Each candidate has an equal share of the budget, so that a slow one does not take the fast ones' repeats; one of
+    which a single call takes more than its share is called three times.
+    """
+    share = budget / max(len(samples), 1)
+    times: dict[str, list[float]] = {name: [] for name in samples}
+    for repeat in range(MAX_REPEATS):
         for name, sample in samples.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            sample()
-            end.record()
-            end.synchronize()
-            times[name].append(begin.elapsed_time(end) / 1e3 / copies)
-        repeat += 1
+            taken = times[name]
+            least = min_repeats if not taken or taken[0] < share else min(min_repeats, 3)
+            if len(taken) < least or sum(taken) < share:
+                taken.append(sample(repeat))
+        if all(len(taken) <= repeat for taken in times.values()):
+            break
     return {name: _summary(values) for name, values in times.items()}
 
 
@@ -98,6 +116,25 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 1e3
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
+    """The most that torch's allocator has lent at once during a call, the result included."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        result = call()
+    held = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    del result
+    return peak
 
 
 def _summary(values: list[float]) -> Timing:
@@ -124,6 +161,15 @@ def matmul_rate(dtype: torch.dtype = torch.float32, device: torch.device = CPU, 
     return 2.0 * size**3 / min(seconds_of(lambda: a @ b, device) for _ in range(repeats))
 
 
+def memory_bytes(entry: str = "MemAvailable") -> int:
+    """Of the host, as /proc/meminfo has it."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, size = line.split(":")
+        if name == entry:
+            return int(size.split()[0]) * 1024
+    raise KeyError(entry)
+
+
 def machine_facts() -> dict[str, Any]:
     """What a reader needs to compare these figures with others: processor, threads, versions, commit, date."""
     model = platform.processor()
@@ -132,13 +178,15 @@ def machine_facts() -> dict[str, Any]:
             model = line.split(":", 1)[1].strip()
             break
     git = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
+        ["git", "describe", "--always", "--dirty", "--exclude=*"], capture_output=True, text=True,
+        cwd=Path(__file__).parent,
+    )  # fmt: skip
     return {
         "date": datetime.date.today().isoformat(),
         "commit": git.stdout.strip() or None,
         "processor": model,
         "cores": os.cpu_count(),
+        "memory_gb": memory_bytes("MemTotal") / 1e9,
         "load": os.getloadavg()[0],
         "threads": torch.get_num_threads(),
         "cpu_isa": _C.active_isa(),

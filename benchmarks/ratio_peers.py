@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
+from suite import Mismatch
 from torch import Tensor
-from verify_peers import CHAIN, Problem, Rule, children_of, torch_law
+from verify_peers import Problem, Rule, Verification, children_of, op_of, torch_law
 
 import pagedtree
 from pagedtree import Verdict
@@ -23,17 +25,16 @@ class DrawnProblem(Problem):
     draft_probs: list[Tensor] = field(init=False)
     draft_rows: Tensor = field(init=False)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        generator = torch.Generator().manual_seed(1)
-        nodes, parents = self.tree.num_nodes, torch.from_numpy(self.tree.parents).long()
+    def _make(self, generator: torch.Generator) -> None:
+        super()._make(generator)
+        nodes, parents = self.tree.num_nodes, torch.from_numpy(self.tree.parents).to(self.device).long()
         inner = torch.unique(parents[1:])
         self.draft_rows = torch.zeros(self.batch, nodes, dtype=torch.int64)
         self.draft_rows[:, inner] = torch.arange(self.batch * inner.numel()).view(self.batch, -1)
         self.draft_probs = []
         for logits, drafts in zip(self.logits, self.drafts, strict=True):
             mine = logits.view(self.batch, nodes, -1)[:, inner].flatten(0, 1).float()
-            q = ((mine + torch.randn(mine.shape, generator=generator)) / 0.8).softmax(-1)
+            q = mine.add_(torch.randn(mine.shape, generator=generator)).div_(0.8).softmax(-1)
             self.draft_probs.append(q)
             rows = self.draft_rows[:, parents[1:]].flatten()
             drawn = torch.multinomial(q[rows], 1, generator=generator).view(self.batch, -1)
@@ -202,22 +203,33 @@ class VllmRejection:
     torch op stands in for it.
     """
 
-    def __init__(self) -> None:
+    name = "vLLM"
+
+    @staticmethod
+    def absent() -> str | None:
+        if torch.cuda.is_available():
+            return "measured on machines without a GPU"
+        return None if importlib.util.find_spec("vllm") else "vllm is not installed"
+
+    def __init__(self, verification: Verification) -> None:
         from vllm.platforms import current_platform
         from vllm.v1.sample import rejection_sampler
         from vllm.v1.sample.sampler import Sampler
 
+        self.problem, self.rule = verification.problem, verification.rule
+        if self.problem.tree.num_nodes != self.problem.tree.max_depth + 1 or self.rule.law != "iid":
+            raise ValueError("chains whose drafts were drawn only")
         current_platform.register_triton_kernel_overrides()
         rejection_sampler.expand_batch_to_tokens = repeated
         self.sampler = rejection_sampler.RejectionSampler(Sampler())
-        self.problem: DrawnProblem | None = None
+        self.prepare(verification.rule.params or {})
 
-    def prepare(self, problem: DrawnProblem) -> None:
+    def prepare(self, params: dict[str, float]) -> None:
         from vllm.v1.sample.logits_processor import LogitsProcessors
         from vllm.v1.sample.metadata import SamplingMetadata
         from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-        assert problem.params is not None
+        problem = self.problem
         batch, n = problem.batch, problem.tree.num_nodes
         nodes = torch.arange(batch * n).view(batch, n)
         rows = {"target_logits_indices": nodes[:, :-1].flatten(), "bonus_logits_indices": nodes[:, -1]}
@@ -226,27 +238,29 @@ class VllmRejection:
         self.metadata = [replace(dummy, **rows) for dummy in dummies]
         nothing = torch.zeros(0)
         self.sampling = SamplingMetadata(
-            temperature=torch.full((batch,), problem.params["temperature"]), all_greedy=False, all_random=True,
-            top_p=torch.full((batch,), problem.params["top_p"]), top_k=None, generators={}, max_num_logprobs=None,
+            temperature=torch.full((batch,), params["temperature"]), all_greedy=False, all_random=True,
+            top_p=torch.full((batch,), params["top_p"]), top_k=None, generators={}, max_num_logprobs=None,
             no_penalties=True, prompt_token_ids=None, frequency_penalties=nothing, presence_penalties=nothing,
             repetition_penalties=nothing, output_token_ids=[[] for _ in range(batch)], allowed_token_ids_mask=None,
             bad_words_token_ids={}, logitsprocs=LogitsProcessors(),
         )  # fmt: skip
-        self.problem = problem
 
-    def __call__(self, problem: DrawnProblem, i: int) -> Tensor:
-        if self.problem is not problem:
-            self.prepare(problem)
-        output = self.sampler(self.metadata[i], problem.draft_probs[i], problem.logits[i], self.sampling)
+    def run(self, copy: int) -> Tensor:
+        problem = self.problem
+        # Its laws have a row for each draft token.
+        output = self.sampler(self.metadata[copy], problem.draft_probs[copy], problem.logits[copy], self.sampling)
         return output.sampled_token_ids
 
-    def check(self, problem: DrawnProblem) -> None:
+    def check(self) -> None:
         """Of a law of one token there is one outcome, whatever the coins."""
-        params, problem.params = problem.params, {**(problem.params or {}), "temperature": 1e-3}
-        verdict, tokens = by_ratio(pagedtree.verify_rejection, "iid")(problem, 0), self(problem, 0)
-        problem.params, self.problem = params, None
+        params, sure = self.problem.params, {**(self.problem.params or {}), "temperature": 1e-3}
+        self.problem.params = sure
+        self.prepare(sure)
+        verdict, tokens = by_ratio(pagedtree.verify_rejection, "iid")(self.problem, 0), self.run(0)
+        self.problem.params = params
+        self.prepare(params or {})
         if not torch.equal(verdict.tokens[:, : tokens.shape[1]], tokens.long()):
-            raise SystemExit("vLLM's tokens differ from pagedtree's")
+            raise Mismatch("vLLM's tokens differ from pagedtree's")
 
 
 # Checks ---------------------------------------------------------------------------------------------------------------
@@ -260,7 +274,7 @@ def checked(run: Callable[..., Verdict], peer: Callable[..., Outcome]) -> Callab
         for b, (path, tokens) in enumerate(zip(*peer(problem, 0), strict=True)):
             ours = verdict.accept_index[b, : len(path)].tolist(), verdict.tokens[b, : len(path)].tolist()
             if ours != (path, tokens) or int(verdict.num_accepted[b]) != len(path) - 1:
-                raise SystemExit(f"tree {b}: the torch chain gives {path}, {tokens}; pagedtree {ours}")
+                raise Mismatch(f"tree {b}: the torch chain gives {path}, {tokens}; pagedtree {ours}")
 
     return check
 
@@ -268,17 +282,28 @@ def checked(run: Callable[..., Verdict], peer: Callable[..., Outcome]) -> Callab
 TOP_P = {"temperature": 0.8, "top_p": 0.9}
 
 
-def rule(name: str, op: Callable[..., Verdict], law: str, peer: Callable[..., Outcome], chain: bool = False) -> Rule:
+def rule(op: Callable[..., Verdict], law: str, peer: Callable[..., Outcome]) -> Rule:
     run = typical if op is pagedtree.verify_typical else by_ratio(op, law)
-    return Rule(name, TOP_P, run, {CHAIN: peer}, checked(run, peer), DrawnProblem, chain)
+    return Rule(op.__name__, law, TOP_P, run, peer, checked(run, peer))
 
 
 RULES = [
-    rule("verify_rejection, iid", pagedtree.verify_rejection, "iid", torch_in_turn),
-    rule("verify_rejection, onehot", pagedtree.verify_rejection, "onehot", torch_exclusive),
-    rule("verify_traversal, iid", pagedtree.verify_traversal, "iid", torch_traversal),
-    rule("verify_typical", pagedtree.verify_typical, "", torch_typical),
-    rule("verify_rejection, iid, chains", pagedtree.verify_rejection, "iid", torch_in_turn, chain=True),
-    rule("verify_block, iid, chains", pagedtree.verify_block, "iid", torch_block, chain=True),
+    rule(pagedtree.verify_rejection, "iid", torch_in_turn),
+    rule(pagedtree.verify_rejection, "onehot", torch_exclusive),
+    rule(pagedtree.verify_traversal, "iid", torch_traversal),
+    rule(pagedtree.verify_typical, "top-p 0.9", torch_typical),
+    rule(pagedtree.verify_block, "iid", torch_block),
 ]
-VLLM_RULES = ("verify_rejection, iid, chains",)
+OPS = [
+    op_of("verify_rejection", RULES, DrawnProblem, headline=({"tree": "chain 32"},), peers=(VllmRejection,)),
+    op_of("verify_traversal", RULES, DrawnProblem),
+    op_of("verify_typical", RULES, DrawnProblem),
+    op_of(
+        "verify_block",
+        RULES,
+        DrawnProblem,
+        "chain 32",
+        ("chain 5", "chain 64", "chain 256"),
+        unsupported=lambda shape, device: None if shape["tree"].startswith("chain") else "it verifies chains",
+    ),
+]

@@ -1,34 +1,73 @@
-"""One verification step, and the ways to do it: ours, and the chain of torch ops that engines use without a kernel."""
+"""Verification of draft trees and sampling, beside the chain of torch ops that engines use without a kernel.
+
+The chain is temperature, softmax, top-k and top-p with renormalisation over all rows, a draw from each, then the walk.
+The floor of a point is the time to read the logits of all nodes once; verification reads the visited rows only, and so
+may take less.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
+from named_trees import nodes_of, tree_named
+from suite import Mismatch, Op, Ours, Shape, always
 from torch import Tensor
 
 import pagedtree
 from pagedtree import DraftTree, SamplingParams, TreeBatch, Verdict
 
+L3_BYTES = 64 << 20
+
 
 @dataclass(frozen=True)
 class Rule:
-    """What is measured: `run` verifies copy i of a problem; `peers` are other ways to the same law.
+    """What is measured: `run` verifies copy i of a problem, `torch_ops` does so by the chain; `check` compares them.
 
+    law: how tokens are sampled, or drafts drawn; one op may be measured under several.
     params: keyword arguments of SamplingParams; None = greedy.
-    problem: what is verified, over chains or over balanced trees.
-    peers: name -> function(problem, i); `check` compares what it gives with ours, once, before anything is timed.
     """
 
-    name: str
+    op: str
+    law: str
     params: dict[str, Any] | None
     run: Callable[..., object]
-    peers: dict[str, Callable[..., object]]
+    torch_ops: Callable[..., object]
     check: Callable[..., None]
-    problem: type[Problem]
-    is_chain: bool = False
+
+
+class Verification:
+    """A rule and the problem it is applied to, which several rules share."""
+
+    def __init__(self, rule: Rule, problem: Problem) -> None:
+        self.rule, self.problem = rule, problem
+        problem.params = rule.params
+        self.copies, self.device = problem.copies, problem.device
+        self.bytes, self.flops = problem.logit_bytes, 0
+        verdict = self.op(0)
+        accepted = int(verdict.num_accepted.sum()) if isinstance(verdict, Verdict) else None
+        self.notes = {"drafts": problem.rows - problem.batch, "accepted": accepted}
+
+    def op(self, copy: int) -> object:
+        return self.rule.run(self.problem, copy)
+
+
+class TorchChain:
+    name = "torch chain"
+    only_headline = True  # seconds a call
+    absent = staticmethod(always)
+
+    def __init__(self, verification: Verification) -> None:
+        self.rule, self.problem = verification.rule, verification.problem
+
+    def run(self, copy: int) -> object:
+        return self.rule.torch_ops(self.problem, copy)
+
+    def check(self) -> None:
+        self.rule.check(self.problem)
 
 
 @dataclass
@@ -40,16 +79,20 @@ class Problem:
     vocab: int
     dtype: torch.dtype
     copies: int
-    params: dict[str, Any] | None
+    device: torch.device
+    params: dict[str, Any] | None = None
     trees: TreeBatch = field(init=False)
     logits: list[Tensor] = field(init=False)
     drafts: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.trees = TreeBatch.from_trees([self.tree] * self.batch)
+        with torch.device(self.device):
+            self._make(torch.Generator(self.device).manual_seed(0))
+
+    def _make(self, generator: torch.Generator) -> None:
+        self.trees = TreeBatch.from_trees([self.tree] * self.batch, device=self.device)
         rows = self.batch * self.tree.num_nodes
-        parents = torch.from_numpy(self.tree.parents).long().repeat(self.batch)
+        parents = torch.from_numpy(self.tree.parents).to(self.device).long().repeat(self.batch)
         parents += torch.arange(self.batch).repeat_interleave(self.tree.num_nodes) * self.tree.num_nodes
         self.logits, self.drafts = [], []
         for _ in range(self.copies):
@@ -93,7 +136,7 @@ def sampled(problem: Problem, i: int) -> Verdict:
 
 def sample_rows(problem: Problem, i: int) -> Tensor:
     """Every row, as an engine without drafts would at this many sequences."""
-    rows = torch.arange(problem.rows)
+    rows = torch.arange(problem.rows, device=problem.device)
     return pagedtree.sample(problem.logits[i], problem.sampling, seeds=rows, positions=rows)
 
 
@@ -161,7 +204,7 @@ def check_greedy(problem: Problem) -> None:
     verdict = greedy(problem, 0)
     for b, (path, tokens) in enumerate(zip(*torch_greedy(problem, 0), strict=True)):
         if verdict.accept_index[b, : len(path)].tolist() != path or verdict.tokens[b, : len(path)].tolist() != tokens:
-            raise SystemExit(f"greedy: sequence {b} differs from the torch chain's")
+            raise Mismatch(f"greedy: sequence {b} differs from the torch chain's")
 
 
 def check_law(problem: Problem) -> None:
@@ -171,10 +214,11 @@ def check_law(problem: Problem) -> None:
     for row in range(2):
         logits = problem.logits[0][row]
         law = torch_law(logits[None], problem.params)[0].double()
-        at = {"seeds": torch.full((draws,), row), "positions": torch.arange(draws)}
+        positions = torch.arange(draws, device=problem.device)
+        at = {"seeds": torch.full_like(positions, row), "positions": positions}
         tokens = pagedtree.sample(logits.expand(draws, -1), problem.sampling, **at)
         if int((law[tokens] == 0).sum()) > draws * 1e-3:  # the boundary of top-p may fall either way within 1e-4
-            raise SystemExit(f"row {row}: tokens come up that the torch chain drops")
+            raise Mismatch(f"row {row}: tokens come up that the torch chain drops")
         seen = torch.bincount(tokens, minlength=problem.vocab).double()
         common = law * draws >= 5
         expected = torch.cat([law[common], (1 - law[common].sum()).clamp(min=1e-12)[None]]) * draws
@@ -182,18 +226,82 @@ def check_law(problem: Problem) -> None:
         statistic = float(((observed - expected) ** 2 / expected.clamp(min=1)).sum())
         bins = int(common.sum())
         if statistic > bins + 10 * (2 * bins) ** 0.5:
-            raise SystemExit(f"row {row}: draws do not follow the torch chain's law (chi-square {statistic:.0f})")
+            raise Mismatch(f"row {row}: draws do not follow the torch chain's law (chi-square {statistic:.0f})")
 
 
-CHAIN = "torch chain"
+# The ops --------------------------------------------------------------------------------------------------------------
+
+
 LAWS = {
     "temperature 0.8": {"temperature": 0.8},
     "top-p 0.9": {"temperature": 0.8, "top_p": 0.9},
     "top-k 50, top-p 0.9": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
 }
-SAMPLED, SAMPLE = {CHAIN: torch_sampled}, {CHAIN: torch_sample}
 RULES = [
-    Rule("verify_greedy", None, greedy, {CHAIN: torch_greedy}, check_greedy, Problem),
-    *(Rule(f"verify_sampled, {law}", p, sampled, SAMPLED, check_law, Problem) for law, p in LAWS.items()),
-    *(Rule(f"sample, {law}", p, sample_rows, SAMPLE, check_law, Problem) for law, p in LAWS.items()),
+    Rule("verify_greedy", "greedy", None, greedy, torch_greedy, check_greedy),
+    *(Rule("verify_sampled", law, params, sampled, torch_sampled, check_law) for law, params in LAWS.items()),
+    *(Rule("sample", law, params, sample_rows, torch_sample, check_law) for law, params in LAWS.items()),
 ]
+
+
+@lru_cache(maxsize=1)
+def shared_problem(kind: type[Problem], batch: int, tree: str, vocab: int, dtype: str, device: torch.device) -> Problem:
+    element = getattr(torch, dtype)
+    size = batch * nodes_of(tree) * vocab * element.itemsize
+    copies = 1 if size >= 4 * L3_BYTES else -(-L3_BYTES // size) + 1
+    return kind(batch, tree_named(tree), vocab, element, min(copies, 8), device)
+
+
+def problem_maker(op: str, rules: list[Rule], kind: type[Problem]) -> Callable[[Shape, torch.device], Verification]:
+    by_law = {rule.law: rule for rule in rules if rule.op == op}
+
+    def make(shape: Shape, device: torch.device) -> Verification:
+        names = ("batch", "tree", "vocab", "dtype")
+        return Verification(by_law[shape["law"]], shared_problem(kind, *(shape[name] for name in names), device))
+
+    make.inputs = kind  # type: ignore[attr-defined]
+    return make
+
+
+def memory_of(shape: Shape) -> int:
+    """The logits as they are drawn, in fp32, their copies, the drafts' laws, what the chain makes."""
+    return 36 * shape["batch"] * nodes_of(shape["tree"]) * shape["vocab"]
+
+
+def check(problem: Verification, ours: Ours, theirs: Any) -> None:
+    theirs.check()
+
+
+def op_of(
+    name: str,
+    rules: list[Rule],
+    kind: type[Problem] = Problem,
+    tree: str = "binary 32",
+    trees: tuple[str, ...] = ("binary 5", "EAGLE-2 60", "Medusa 64", "Sequoia 128", "binary 256"),
+    headline: tuple[Shape, ...] = (),
+    peers: tuple[Any, ...] = (),
+    unsupported: Callable[[Shape, torch.device], str | None] = lambda shape, device: None,
+) -> Op:
+    laws = [rule.law for rule in rules if rule.op == name]
+    law = "top-p 0.9" if "top-p 0.9" in laws else laws[0]
+    return Op(
+        name=name,
+        base={"batch": 8, "tree": tree, "vocab": 128256, "dtype": "bfloat16", "law": law, "threads": 0},
+        axes={
+            "batch": [1, 64],
+            "tree": trees,
+            "vocab": [32000, 65536, 262144],
+            "dtype": ["float16", "float32"],
+            "threads": [1],
+        },
+        headline=[*({"law": other} for other in laws if other != law), *headline],
+        quick={"batch": 2, "vocab": 32000},
+        problem=problem_maker(name, rules, kind),
+        peers=[Ours, TorchChain, *peers],
+        memory=memory_of,
+        check=check,
+        unsupported=unsupported,
+    )
+
+
+OPS = [op_of(name, RULES) for name in ("verify_greedy", "verify_sampled", "sample")]

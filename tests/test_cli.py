@@ -96,9 +96,10 @@ def test_a_command_gets_its_own_arguments(tmp_path, monkeypatch):
 def test_bench_runs_a_script_with_its_arguments(tmp_path, monkeypatch, capfd):
     script = tmp_path / "bench_nothing.py"
     script.write_text("import sys; print(sys.argv[1:]); sys.exit(3)")
-    monkeypatch.setattr(bench, "scripts", lambda: {"nothing": script})
-    assert cli.main(["bench", "nothing", "--shapes", "x"]) == 3
-    assert "['--shapes', 'x']" in capfd.readouterr().out
+    monkeypatch.setattr(bench, "scripts", lambda: {"nothing": script, "ops": script})
+    for arguments in (["nothing", "--shapes", "x"], ["--shapes", "x"]):
+        assert cli.main(["bench", *arguments]) == 3
+        assert "['--shapes', 'x']" in capfd.readouterr().out
     assert cli.main(["bench"]) == 3
     with pytest.raises(SystemExit):
         cli.main(["bench", "something"])
@@ -106,7 +107,7 @@ def test_bench_runs_a_script_with_its_arguments(tmp_path, monkeypatch, capfd):
 
 def test_bench_finds_the_benchmarks():
     found = bench.scripts()
-    assert "tree_attention" in found and all(path.exists() for path in found.values())
+    assert bench.DEFAULT in found and all(path.exists() for path in found.values())
 
 
 def test_module_runs_as_a_program():

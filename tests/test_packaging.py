@@ -213,7 +213,7 @@ def test_wheel_from_sdist_installs_into_an_empty_environment(tmp_path):
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "pagedtree/include/pagedtree/core/backend.h" in names
     assert "pagedtree/lib/cmake/pagedtree/pagedtree-config.cmake" in names
-    assert "pagedtree/benchmarks/bench_tree_attention.py" in names
+    assert "pagedtree/benchmarks/bench_ops.py" in names
     libraries = {name for name in names if name.endswith(NEVER_SHIPPED)}
     extension = f"pagedtree/_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     native = {f"pagedtree/lib/libpagedtree_{name}.so" for name in ("cpu", "torch")}
@@ -232,7 +232,7 @@ def test_wheel_from_sdist_installs_into_an_empty_environment(tmp_path):
     found = json.loads(run(python, "-c", SMALL_PROGRAM, cwd=tmp_path, PYTHONPATH=""))
     assert Path(found["file"]).is_relative_to(environment)
     assert found["version"] == pagedtree.__version__ and found["backends"] == ["cpu"]
-    assert "tree_attention" in run(python, "-m", "pagedtree", "bench", "--help", cwd=tmp_path, PYTHONPATH="")
+    assert "rules" in run(python, "-m", "pagedtree", "bench", "--help", cwd=tmp_path, PYTHONPATH="")
 
 
 def python_of_version(version: str) -> str | None:

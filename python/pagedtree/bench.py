@@ -1,4 +1,4 @@
-"""`python -m pagedtree bench [NAME [ARGUMENTS]]`: runs the scripts bench_NAME.py of benchmarks/."""
+"""`python -m pagedtree bench [NAME] [ARGUMENTS]`: runs the script bench_NAME.py of benchmarks/."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pagedtree
+
+DEFAULT = "ops"
 
 
 def scripts() -> dict[str, Path]:
@@ -22,19 +24,15 @@ def scripts() -> dict[str, Path]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the first non-zero exit status of the scripts."""
+    """Returns the exit status of the script."""
     found = scripts()
     parser = argparse.ArgumentParser(
         prog="python -m pagedtree bench",
-        usage="%(prog)s [-h] [NAME [ARGUMENTS ...]]",
-        description="Measures the ops on this machine.",
+        usage="%(prog)s [-h] [NAME] [ARGUMENTS ...]",
+        description=f"Measures on this machine; without a NAME all ops ({DEFAULT}).",
         epilog="python -m pagedtree bench NAME --help tells a benchmark's own arguments",
     )
-    parser.add_argument("name", metavar="NAME", nargs="?", choices=[*found], help=f"{', '.join(found)}; default: all")
-    chosen = parser.parse_args(argv[:1]).name
-    for name in [chosen] if chosen else found:
-        print(f"== {name}", flush=True)
-        status = subprocess.run([sys.executable, str(found[name]), *argv[1:]]).returncode
-        if status:
-            return status
-    return 0
+    parser.add_argument("name", metavar="NAME", nargs="?", choices=[*found], help=", ".join(found))
+    has_name = bool(argv) and (not argv[0].startswith("-") or argv[0] in ("-h", "--help"))
+    name = parser.parse_args(argv[:1]).name if has_name else DEFAULT
+    return subprocess.run([sys.executable, str(found[name]), *argv[has_name:]]).returncode

@@ -1,0 +1,199 @@
+"""The cache's ops and the merging of partial attention, beside torch's indexing and arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from named_trees import tree_named
+from suite import Mismatch, Op, Ours, Shape, TorchOps
+from torch import Tensor
+
+import pagedtree
+
+COPIES = 4
+
+
+def random(generator: torch.Generator, dtype: str, *sizes: int) -> Tensor:
+    return torch.randn(sizes, generator=generator, device=generator.device, dtype=getattr(torch, dtype))
+
+
+@dataclass
+class Append:
+    """`tokens` rows of K and V into random pages."""
+
+    shape: Shape
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator(self.device).manual_seed(0)
+        rows, page_size, heads, head_dim = (self.shape[key] for key in ("tokens", "page_size", "kv_heads", "head_dim"))
+        dtype = self.shape["dtype"]
+        self.copies = COPIES
+        self.k, self.v = (random(generator, dtype, COPIES, rows, heads, head_dim) for _ in range(2))
+        pages = -(-2 * rows // page_size)
+        self.caches = random(generator, dtype, 2, pages, page_size, heads, head_dim)
+        self.slots = torch.randperm(pages * page_size, generator=generator, device=self.device)[:rows]
+        self.bytes, self.flops = 4 * self.k[0].numel() * self.k.element_size(), 0
+
+    def op(self, copy: int) -> Tensor:
+        pagedtree.append_kv(self.k[copy], self.v[copy], *self.caches, self.slots)
+        return self.caches
+
+    def torch_ops(self, copy: int) -> Tensor:
+        for cache, rows in zip(self.caches, (self.k[copy], self.v[copy]), strict=True):
+            cache.view(-1, *cache.shape[2:]).index_copy_(0, self.slots, rows)
+        return self.caches
+
+
+@dataclass
+class Compact:
+    """Every second node of a tree's deepest path moves to the front, in the K and V of all layers."""
+
+    shape: Shape
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator(self.device).manual_seed(0)
+        batch, page_size = self.shape["batch"], self.shape["page_size"]
+        tree = tree_named(self.shape["tree"])
+        path = [int(tree.depths.argmax())]
+        while path[0]:
+            path.insert(0, int(tree.parents[path[0]]))
+        self.copies, self.accepted = 1, len(path) - 1
+        pages = -(-(page_size + tree.num_nodes) // page_size)
+        table = torch.randperm(batch * pages, generator=generator, device=self.device).view(batch, pages)
+        self.table = table.int()
+        self.start = torch.full((batch,), page_size // 2, dtype=torch.int32, device=self.device)
+        self.accept_index = torch.tensor([path] * batch, dtype=torch.int32, device=self.device)
+        self.num_accepted = torch.full((batch,), self.accepted, dtype=torch.int32, device=self.device)
+        self.caches = [
+            random(generator, self.shape["dtype"], batch * pages, page_size, *self.row)
+            for _ in range(2 * self.shape["layers"])
+        ]
+        row_bytes = self.row[0] * self.row[1] * self.caches[0].element_size()
+        self.bytes, self.flops = 2 * len(self.caches) * batch * self.accepted * row_bytes, 0
+
+    @property
+    def row(self) -> tuple[int, int]:
+        return self.shape["kv_heads"], self.shape["head_dim"]
+
+    def op(self, copy: int) -> list[Tensor]:
+        pagedtree.compact_kv(self.caches, self.table, self.start, self.accept_index, self.num_accepted)
+        return self.caches
+
+    def torch_ops(self, copy: int) -> list[Tensor]:
+        """As engines without an op for it: the slots once, then a gather and a scatter for each tensor."""
+        step = torch.arange(1, self.accepted + 1, device=self.device)
+        source, target = self.start[:, None] + self.accept_index[:, 1:], self.start[:, None] + step
+        page_size = self.shape["page_size"]
+        source, target = (
+            (self.table.gather(1, (at // page_size).long()) * page_size + at % page_size).flatten().long()
+            for at in (source, target)
+        )
+        for cache in self.caches:
+            rows = cache.view(-1, *self.row)
+            rows.index_copy_(0, target, rows.index_select(0, source))
+        return self.caches
+
+
+@dataclass
+class Merge:
+    """Two parts of attention over `tokens` queries."""
+
+    shape: Shape
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator(self.device).manual_seed(0)
+        sizes = (self.shape["tokens"], self.shape["q_heads"])
+        self.copies = COPIES
+        self.out = random(generator, self.shape["dtype"], COPIES, 2, *sizes, self.shape["head_dim"])
+        self.lse = random(generator, "float32", COPIES, 2, *sizes)
+        self.bytes = 3 * self.out[0, 0].numel() * self.out.element_size() + 3 * self.lse[0, 0].numel() * 4
+        self.flops = 3 * self.out[0, 0].numel()
+
+    def op(self, copy: int) -> tuple[Tensor, Tensor]:
+        (out_a, out_b), (lse_a, lse_b) = self.out[copy], self.lse[copy]
+        return pagedtree.merge_states(out_a, lse_a, out_b, lse_b)
+
+    def torch_ops(self, copy: int) -> tuple[Tensor, Tensor]:
+        (out_a, out_b), (lse_a, lse_b) = self.out[copy], self.lse[copy]
+        lse = torch.logaddexp(lse_a, lse_b)
+        weight_a, weight_b = (torch.exp(part - lse)[..., None] for part in (lse_a, lse_b))
+        return (weight_a * out_a.float() + weight_b * out_b.float()).to(out_a.dtype), lse
+
+
+def check_merge(problem: Merge, ours: Ours, theirs: TorchOps) -> None:
+    for expected, found in zip(ours.run(0), theirs.run(0), strict=True):
+        error = (expected.float() - found.float()).abs().max().item()
+        if not error <= 0.03:
+            raise Mismatch(f"the result differs by {error}")
+
+
+def check_caches(problem: Append | Compact, ours: Ours, theirs: TorchOps) -> None:
+    """Both write the same, starting from the same."""
+
+    def clones() -> list[Tensor]:
+        return [cache.clone() for cache in problem.caches]
+
+    before = clones()
+    ours.run(0)
+    expected = clones()
+    for cache, old in zip(problem.caches, before, strict=True):
+        cache.copy_(old)
+    theirs.run(0)
+    if not all(torch.equal(cache, want) for cache, want in zip(problem.caches, expected, strict=True)):
+        raise Mismatch("the caches differ")
+
+
+def row_bytes(shape: Shape) -> int:
+    return shape["head_dim"] * getattr(torch, shape["dtype"]).itemsize
+
+
+OPS = [
+    Op(
+        name="append_kv",
+        base={"tokens": 512, "kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": "bfloat16"},
+        axes={
+            "tokens": [1, 32, 4096, 32768],
+            "page_size": [1, 64, 256],
+            "head_dim": [64, 256],
+            "dtype": ["float16", "float32"],
+        },
+        quick={"tokens": 256},
+        problem=Append,
+        peers=[Ours, TorchOps],
+        memory=lambda shape: 16 * shape["tokens"] * shape["kv_heads"] * row_bytes(shape),
+        check=check_caches,
+    ),
+    Op(
+        name="compact_kv",
+        base={
+            "batch": 8, "tree": "Medusa 64", "layers": 32, "kv_heads": 8, "head_dim": 128, "page_size": 16,
+            "dtype": "bfloat16",
+        },
+        axes={
+            "batch": [1, 2, 4, 16, 32, 64],
+            "tree": ["chain 8", "EAGLE-2 60", "Sequoia 128", "binary 255"],
+            "page_size": [1, 64, 256],
+        },
+        quick={"batch": 2, "layers": 8},
+        problem=Compact,
+        peers=[Ours, TorchOps],
+        memory=lambda shape: (
+            6 * shape["layers"] * shape["batch"] * (2 * shape["page_size"] + 256) * shape["kv_heads"] * row_bytes(shape)
+        ),
+        check=check_caches,
+    ),
+    Op(
+        name="merge_states",
+        base={"tokens": 256, "q_heads": 32, "head_dim": 128, "dtype": "bfloat16"},
+        axes={"tokens": [1, 32, 2048, 8192], "q_heads": [8, 64], "head_dim": [64, 256], "dtype": ["float16"]},
+        quick={"tokens": 64},
+        problem=Merge,
+        peers=[Ours, TorchOps],
+        memory=lambda shape: 16 * shape["tokens"] * shape["q_heads"] * row_bytes(shape),
+        check=check_merge,
+    ),
+]  # fmt: skip

@@ -1,0 +1,193 @@
+"""The ops that make trees, beside torch ops that make the same ones, and transformers' prompt lookup."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+from named_trees import nodes_of, tree_named
+from suite import Mismatch, Op, Ours, Shape, TorchOps
+from torch import Tensor
+
+import pagedtree
+
+PADDED = 1 << 20  # bytes that nothing here is below
+
+
+@dataclass
+class Build:
+    """Links and masks of a batch of equal trees."""
+
+    shape: Shape
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.tree = tree_named(self.shape["tree"])
+        n, batch = self.tree.num_nodes, self.shape["batch"]
+        self.parents = torch.from_numpy(self.tree.parents).repeat(batch).to(self.device)
+        self.cu_nodes = torch.arange(batch + 1, dtype=torch.int32, device=self.device) * n
+        self.copies = 1
+        # Parents are read; depths, two links and the mask's words are written.
+        self.bytes, self.flops = batch * n * 4 * (4 + -(-n // 32)), 0
+
+    def op(self, copy: int) -> tuple[Tensor, Tensor]:
+        built = pagedtree.build_trees(
+            self.parents, self.cu_nodes, max_nodes=self.tree.num_nodes, max_depth=self.tree.max_depth
+        )
+        return built.depths, built.mask
+
+    def torch_ops(self, copy: int) -> tuple[Tensor, Tensor]:
+        """Ancestors by pointer jumping, packed into words; all trees have the same number of nodes."""
+        n, batch = self.tree.num_nodes, self.shape["batch"]
+        parents = self.parents.view(batch, n).long()
+        seen = torch.eye(n + 1, dtype=torch.bool, device=self.device).expand(batch, -1, -1).clone()
+        jump = torch.cat([parents.where(parents >= 0, n), parents.new_full((batch, 1), n)], dim=1)
+        reach = 1
+        while reach <= self.tree.max_depth:
+            seen |= seen.gather(1, jump[:, :, None].expand_as(seen))
+            jump = jump.gather(1, jump)
+            reach *= 2
+        ancestors = seen[:, :n, :n]
+        words = torch.nn.functional.pad(ancestors, (0, -n % 32)).view(batch, n, -1, 32)
+        packed = (words.long() << torch.arange(32, device=self.device)).sum(-1).to(torch.int32)
+        return (ancestors.sum(-1) - 1).int().flatten(), packed.flatten(0, 1)
+
+
+@dataclass
+class Expand:
+    """A level of EAGLE-2's expansion: `width` children of each of `width` nodes, the best `width` of them next."""
+
+    shape: Shape
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator(self.device).manual_seed(0)
+        batch, width, vocab = (self.shape[key] for key in ("batch", "width", "vocab"))
+        self.copies = 4
+        logits = 3 * torch.randn(self.copies, batch * width, vocab, generator=generator, device=self.device)
+        self.logits = logits.to(getattr(torch, self.shape["dtype"]))
+        state = pagedtree.start_draft(torch.arange(batch, device=self.device), max_kv_nodes=1 + 2 * width)
+        first = torch.randn(batch, vocab, generator=generator, device=self.device)
+        self.state = pagedtree.expand_tree(state, first, num_children=width, num_frontier=width)
+        self.bytes, self.flops = self.logits[0].numel() * self.logits.element_size(), 0
+
+    def op(self, copy: int) -> tuple[Tensor, Tensor]:
+        width = self.shape["width"]
+        grown = pagedtree.expand_tree(self.state, self.logits[copy], num_children=width, num_frontier=width)
+        return grown.tokens[:, -width * width :], grown.frontier
+
+    def torch_ops(self, copy: int) -> tuple[Tensor, Tensor]:
+        batch, width = self.shape["batch"], self.shape["width"]
+        best = self.logits[copy].float().log_softmax(-1).topk(width)
+        so_far = self.state.scores.gather(1, self.state.frontier.long())
+        scores = (so_far[:, :, None] + best.values.view(batch, width, width)).flatten(1)
+        frontier = scores.topk(width).indices + self.state.num_candidates
+        return best.indices.view(batch, -1), frontier
+
+
+@dataclass
+class Lookup:
+    """Texts whose last tokens occur once before."""
+
+    shape: Shape
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        batch, length, draft = (self.shape[key] for key in ("batch", "length", "draft_tokens"))
+        generator = torch.Generator().manual_seed(0)
+        text = torch.stack([torch.randperm(1 << 20, generator=generator)[:length] for _ in range(batch)])
+        self.ngram = 3
+        text[:, -self.ngram :] = text[:, length // 2 : length // 2 + self.ngram]
+        self.text = text.to(self.device)
+        self.lengths = torch.full((batch,), length, dtype=torch.int32, device=self.device)
+        self.copies = 1
+        self.bytes, self.flops = 8 * self.text.numel(), 0
+        self.max_nodes = draft + 1
+
+    def op(self, copy: int) -> Tensor:
+        drafts = pagedtree.ngram_propose(
+            self.text, self.lengths, max_nodes=self.max_nodes, max_depth=self.max_nodes - 1, max_branches=1,
+            max_ngram=self.ngram,
+        )  # fmt: skip
+        return drafts.draft_tokens.view(self.shape["batch"], -1)[:, 1:]
+
+    def torch_ops(self, copy: int) -> Tensor:
+        """All windows beside the last one; what follows the most recent that equals it."""
+        windows = self.text.unfold(1, self.ngram, 1)[:, :-1]
+        found = (windows == self.text[:, None, -self.ngram :]).all(-1)
+        place = torch.arange(1, found.shape[1] + 1, device=self.device)
+        begin = (found * place).argmax(1) + self.ngram
+        return self.text.gather(1, begin[:, None] + torch.arange(self.max_nodes - 1, device=self.device))
+
+
+class PromptLookup:
+    """transformers' prompt lookup decoding: one sequence at a time."""
+
+    name = "transformers"
+
+    @staticmethod
+    def absent() -> str | None:
+        return None if importlib.util.find_spec("transformers") else "transformers is not installed"
+
+    def __init__(self, problem: Lookup) -> None:
+        from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+        self.problem = problem
+        self.generator = PromptLookupCandidateGenerator(
+            num_output_tokens=problem.max_nodes - 1, max_matching_ngram_size=problem.ngram, max_length=1 << 30
+        )
+
+    def run(self, copy: int) -> Tensor:
+        text = self.problem.text
+        found = [self.generator.get_candidates(text[b : b + 1])[0][0, text.shape[1] :] for b in range(len(text))]
+        return torch.stack(found)
+
+
+def check(problem: Build | Expand | Lookup, ours: Ours, theirs: TorchOps | PromptLookup) -> None:
+    """The same tokens, links and masks."""
+    expected, found = (result if isinstance(result, tuple) else (result,) for result in (ours.run(0), theirs.run(0)))
+    for name, a, b in zip(("first", "second"), expected, found, strict=False):
+        if a.shape != b.shape or not torch.equal(a.long(), b.long()):
+            raise Mismatch(f"the {name} result differs")
+
+
+OPS = [
+    Op(
+        name="build_trees",
+        base={"batch": 8, "tree": "Medusa 64"},
+        axes={
+            "batch": [1, 2, 4, 16, 32, 64],
+            "tree": ["chain 1", "chain 8", "EAGLE-2 60", "Sequoia 128", "binary 255", "binary 1024"],
+        },
+        quick={"batch": 2},
+        problem=Build,
+        peers=[Ours, TorchOps],
+        memory=lambda shape: PADDED + 64 * shape["batch"] * nodes_of(shape["tree"]) ** 2,
+        check=check,
+    ),
+    Op(
+        name="expand_tree",
+        base={"batch": 8, "width": 10, "vocab": 128256, "dtype": "float32"},
+        axes={"batch": [1, 2, 4, 16], "width": [1, 4], "vocab": [32000, 65536, 262144], "dtype": ["bfloat16"]},
+        quick={"batch": 2, "vocab": 32000},
+        problem=Expand,
+        peers=[Ours, TorchOps],
+        memory=lambda shape: PADDED + 36 * shape["batch"] * shape["width"] * shape["vocab"],
+        check=check,
+    ),
+    Op(
+        name="ngram_propose",
+        base={"batch": 8, "length": 4096, "draft_tokens": 8},
+        axes={
+            "batch": [1, 2, 4, 16, 32, 64],
+            "length": [512, 2048, 8192, 32768, 131072],
+            "draft_tokens": [4, 16, 63],
+        },
+        quick={"batch": 2, "length": 1024},
+        problem=Lookup,
+        peers=[Ours, TorchOps, PromptLookup],
+        memory=lambda shape: PADDED + 100 * shape["batch"] * shape["length"],
+        check=check,
+    ),
+]

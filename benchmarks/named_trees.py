@@ -1,0 +1,46 @@
+"""Trees by name and number of nodes, as the sweeps have them: "chain 8", "Medusa 64", "prefill 512"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from pagedtree import DraftTree, choose_tree
+
+
+def binary(num_nodes: int) -> DraftTree:
+    """Balanced; full where num_nodes is a power of two less one."""
+    return DraftTree([-1] + [(i - 1) // 2 for i in range(1, num_nodes)])
+
+
+def likeliest(num_nodes: int, acceptance: np.ndarray) -> DraftTree:
+    """The best tree of that many nodes, if they all cost the same."""
+    return choose_tree(acceptance, lambda size: 1.0, max_nodes=num_nodes, max_depth=num_nodes)
+
+
+# Acceptance by rank as in the papers' plots: the first choice most of the time, the next ones ever less often.
+RANKS = 0.6 * 0.35 ** np.arange(10)
+SHAPES: dict[str, Callable[[int], DraftTree]] = {
+    "chain": lambda num_nodes: DraftTree.chain(num_nodes - 1),
+    "binary": binary,
+    # EAGLE-2 (Li et al., EMNLP 2024) grows up to six levels of at most ten children and keeps the best nodes.
+    "EAGLE-2": lambda num_nodes: likeliest(num_nodes, np.tile(RANKS, (6, 1))),
+    # Medusa (Cai et al., ICML 2024): a head a level, each less sure than the one before.
+    "Medusa": lambda num_nodes: likeliest(num_nodes, RANKS * np.array([1.0, 0.8, 0.65, 0.5])[:, None]),
+    # Sequoia (Chen et al., NeurIPS 2024): no bound on the depth.
+    "Sequoia": lambda num_nodes: likeliest(num_nodes, RANKS),
+    # A chunk of a prompt: causal, without drafts.
+    "prefill": lambda num_nodes: DraftTree.chain(num_nodes - 1),
+}
+
+
+def tree_named(text: str) -> DraftTree:
+    kind, _, size = text.rpartition(" ")
+    if kind not in SHAPES or not size.isdigit() or int(size) < 1:
+        raise SystemExit(f"tree: expected one of {', '.join(SHAPES)} and a number of nodes, got {text!r}")
+    return SHAPES[kind](int(size))
+
+
+def nodes_of(text: str) -> int:
+    return tree_named(text).num_nodes

@@ -1,0 +1,260 @@
+"""What a benchmark of an op is: points of a sweep, and the ways to do each, compared before they are timed.
+
+A *peer* is whatever a user could call instead of the op, the op itself being the first in the list. It has
+
+    name
+    absent()        None, or why this machine cannot run it
+    peer(problem)   does what an engine does once; gives an object with
+
+        run(copy)   the call that is timed, on one of the problem's copies of the data
+        plan()      optional: what an engine does once a step for all layers; timed apart, and included in the ratio
+
+and, optionally, `only_headline = True`: too slow, or compiled for each shape, so that sweeps leave it out unless it is
+named. A *problem* has `bytes` and `flops` (what no way to do it can avoid), `copies` and `device`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from measure import Timing, as_row, interleaved, interleaved_on_gpu, memory_bytes, peak_bytes
+
+Shape = dict[str, Any]
+LEFT_OUT = "only in the headline points, and where it is named"
+
+
+def always() -> str | None:
+    """`absent` of a peer that runs wherever pagedtree does."""
+    return None
+
+
+class Mismatch(Exception):
+    """A peer's result is not that of the op."""
+
+
+class Ours:
+    """The op itself, for problems that have it as `op(copy)`."""
+
+    name = "pagedtree"
+    absent = staticmethod(always)
+
+    def __init__(self, problem: Any) -> None:
+        self.run: Callable[[int], Any] = problem.op
+
+
+class TorchOps:
+    """What a few lines of eager torch do, for problems that have them as `torch_ops(copy)`."""
+
+    name = "torch ops"
+    absent = staticmethod(always)
+
+    def __init__(self, problem: Any) -> None:
+        self.run: Callable[[int], Any] = problem.torch_ops
+
+
+@dataclass(frozen=True)
+class Op:
+    """How one op is measured.
+
+    base: the shape that the sweeps start from; an axis varies one of its keys over further values. threads: 0 for the
+    run's own.
+    headline: more points, of which each says what differs from the base. The base and these are measured beside all
+        peers. quick: a smaller point for a first look.
+    problem: makes the inputs of a shape; equal shapes of neighbouring points may get the same ones.
+    memory: bytes that a point takes, its peers included.
+    check: raises Mismatch where a peer's result is not the op's; takes the problem, the op's and the peer's object.
+    unsupported: why the op itself has no such shape on this device, or None.
+    """
+
+    name: str
+    base: Shape
+    axes: dict[str, Sequence[Any]]
+    quick: Shape
+    problem: Callable[[Shape, torch.device], Any]
+    peers: Sequence[Any]
+    memory: Callable[[Shape], int]
+    check: Callable[[Any, Any, Any], None]
+    headline: Sequence[Shape] = ()
+    unsupported: Callable[[Shape, torch.device], str | None] = lambda shape, device: None
+
+    @property
+    def inputs(self) -> Any:
+        """Ops for which this is equal take the same inputs for equal shapes."""
+        return getattr(self.problem, "inputs", self.problem)
+
+
+@dataclass(frozen=True)
+class Point:
+    op: Op
+    shape: Shape = field(compare=False)
+    is_headline: bool
+
+    @property
+    def name(self) -> str:
+        """What differs from the base."""
+        changed = [f"{key} {value}" for key, value in self.shape.items() if self.op.base[key] != value]
+        return ", ".join(changed) or "base"
+
+
+def points(op: Op, axes: Iterable[str] | None = None, given: dict[str, list[Any]] | None = None) -> list[Point]:
+    """The base, the headline points and the sweeps; of some axes only; or all combinations of the given values."""
+    if given is not None:
+        shapes = [op.base]
+        for key, values in given.items():
+            if key in op.base:
+                shapes = [{**shape, key: value} for shape in shapes for value in values]
+        return [Point(op, shape, True) for shape in shapes]
+    found = [Point(op, op.base, True), *(Point(op, {**op.base, **change}, True) for change in op.headline)]
+    for axis, values in op.axes.items():
+        if axes is None or axis in axes:
+            found += [Point(op, {**op.base, axis: value}, False) for value in values]
+    return found
+
+
+@dataclass
+class Settings:
+    """Of a run. bandwidth, flop_rate: of the device, bytes and flops a second, measured in this run."""
+
+    device: torch.device
+    seconds: float
+    bandwidth: float
+    flop_rate: float
+    peers: list[str] | None = None
+    min_repeats: int = 5
+
+    def wants(self, peer: Any, point: Point) -> str | None:
+        """Why the peer is not asked at this point, or None."""
+        if self.peers is not None:
+            wanted = any(name.lower() in peer.name.lower() for name in self.peers)
+            return None if wanted else "not asked for"
+        return LEFT_OUT if getattr(peer, "only_headline", False) and not point.is_headline else None
+
+
+def measured(point: Point, settings: Settings) -> dict[str, Any]:
+    """The row of a point; of one that does not fit, the reason."""
+    op, device = point.op, settings.device
+    row: dict[str, Any] = {"op": op.name, "point": point.name, "shape": point.shape, "headline": point.is_headline}
+    reason = op.unsupported(point.shape, device) or lacking_memory(op.memory(point.shape), device)
+    if reason is not None:
+        return row | {"skipped": reason}
+    default_threads = torch.get_num_threads()
+    torch.set_num_threads(point.shape.get("threads") or default_threads)
+    try:
+        problem = op.problem(point.shape, device)
+        ready, absent, wrong = prepared(point, problem, settings)
+        timings, plans = timed(problem, ready, settings)
+        peaks = {}
+        if point.is_headline:
+            peaks = {name: peak_bytes(lambda peer=peer: peer.run(0), device) for name, peer in ready.items()}
+    finally:
+        torch.set_num_threads(default_threads)
+    row |= figures(problem, timings, plans, settings)
+    return row | {"peak_bytes": peaks, "absent": absent, "wrong": wrong}
+
+
+def lacking_memory(needed: int, device: torch.device) -> str | None:
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory_bytes()
+    if needed <= 0.85 * free:
+        return None
+    return f"takes {needed / 1e9:.1f} GB with all peers, {free / 1e9:.1f} GB are free"
+
+
+def prepared(point: Point, problem: Any, settings: Settings) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
+    """Peers that can run, whose results are the op's; why the others are absent; and those whose results differ."""
+    first, *others = point.op.peers
+    ours = first(problem)
+    ready, absent, wrong = {first.name: ours}, {}, {}
+    for peer in others:
+        reason = settings.wants(peer, point) or peer.absent()
+        if reason is None:
+            try:
+                theirs = peer(problem)
+                point.op.check(problem, ours, theirs)
+                ready[peer.name] = theirs
+            except Mismatch as mismatch:
+                wrong[peer.name] = str(mismatch)
+            except Exception as error:  # one that cannot do this shape is named, not hidden
+                reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        if reason is not None and reason != "not asked for":
+            absent[peer.name] = reason
+    return ready, absent, wrong
+
+
+def timed(problem: Any, ready: dict[str, Any], settings: Settings) -> tuple[dict[str, Timing], dict[str, Timing]]:
+    """Times of the calls, and of the plans of those that have one."""
+    runs = {name: lambda i, run=peer.run: run(i % problem.copies) for name, peer in ready.items()}
+    plans = {name: lambda i, plan=peer.plan: plan() for name, peer in ready.items() if hasattr(peer, "plan")}
+    options = {"budget": settings.seconds, "min_repeats": settings.min_repeats}
+    if settings.device.type == "cuda":
+        timings = interleaved_on_gpu(runs, copies=problem.copies, **options)
+        # A plan is work of the host, too: by the clock, until the device is done.
+        plans = {name: lambda i, plan=plan: (plan(i), torch.cuda.synchronize()) for name, plan in plans.items()}
+    else:
+        timings = interleaved(runs, **options)
+    return timings, interleaved(plans, budget=settings.seconds / 4, min_repeats=3) if plans else {}
+
+
+def figures(problem: Any, timings: dict[str, Timing], plans: dict[str, Timing], settings: Settings) -> dict[str, Any]:
+    """What a row says: our time, the floor below which no run can be, and the peers' times over ours."""
+    (name, ours), *others = timings.items()
+    memory, arithmetic = problem.bytes / settings.bandwidth, problem.flops / settings.flop_rate
+
+    def planned(peer: str) -> float:
+        return timings[peer].median + (plans[peer].median if peer in plans else 0.0)
+
+    return {
+        "bytes": problem.bytes,
+        "flops": problem.flops,
+        "ms": ours.median * 1e3,
+        "spread_ms": ours.spread * 1e3,
+        "plan_ms": plans[name].median * 1e3 if name in plans else 0.0,
+        "gb_per_s": problem.bytes / ours.median / 1e9,
+        "gflop_per_s": problem.flops / ours.median / 1e9,
+        "floor_ms": max(memory, arithmetic) * 1e3,
+        "bound": "arithmetic" if arithmetic > memory else "memory",
+        "ratio": {peer: timing.median / ours.median for peer, timing in others},
+        "ratio_with_plan": {peer: planned(peer) / planned(name) for peer, _ in others},
+        "notes": getattr(problem, "notes", {}),
+        "timings": {peer: as_row(timing) for peer, timing in timings.items()},
+        "plans": {peer: as_row(timing) for peer, timing in plans.items()},
+    }
+
+
+def run_all(chosen: Sequence[Point], settings: Settings) -> Iterator[dict[str, Any]]:
+    """A row a point, with a bar of what is done and how long the rest will take."""
+    bar = Progress(len(chosen))
+    for point in chosen:
+        bar.show(f"{point.op.name}: {point.name}")
+        row = measured(point, settings)
+        bar.clear()
+        bar.done += 1
+        yield row
+
+
+class Progress:
+    """A bar on a terminal; on anything else a line a point. The time left is that of the points so far, on average."""
+
+    WIDTH = 24
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done, self.began = total, 0, time.perf_counter()
+
+    def text(self, label: str, now: float) -> str:
+        filled = self.WIDTH * self.done // max(self.total, 1)
+        left = (now - self.began) / self.done * (self.total - self.done) if self.done else None
+        remaining = "?" if left is None else f"{int(left) // 60}:{int(left) % 60:02d}"
+        return f"[{'#' * filled:{self.WIDTH}}] {self.done}/{self.total}, {remaining} left  {label}"
+
+    def show(self, label: str) -> None:
+        text = self.text(label, time.perf_counter())
+        print(f"\r{text[:118]:118}" if sys.stderr.isatty() else text, end="" if sys.stderr.isatty() else "\n",
+              file=sys.stderr, flush=True)  # fmt: skip
+
+    def clear(self) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{'':118}\r", end="", file=sys.stderr, flush=True)
