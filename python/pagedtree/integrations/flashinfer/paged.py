@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pagedtree import append_kv, attention_plan, tree_attention
 from pagedtree.integrations.flashinfer.masks import import_custom_mask, import_packed_custom_mask
+from pagedtree.integrations.masks import all_visible
 
 __all__ = ["BatchPrefillWithPagedKVCacheWrapper", "append_paged_kv_cache", "cache_views", "page_table"]
 
@@ -114,22 +115,20 @@ class BatchPrefillWithPagedKVCacheWrapper:
         device = paged_kv_indices.device  # the others may be on the host
         indptr, last_page_len = paged_kv_indptr.to(device), paged_kv_last_page_len.to(device)
         table, seq_lens = page_table(indptr, paged_kv_indices, last_page_len, page_size)
-        mask = tree_lens = None
+        visible: dict[str, Tensor] = {}
         if packed_custom_mask is not None:
-            mask = import_packed_custom_mask(packed_custom_mask, None, qo_indptr, seq_lens)
+            visible = {"tree_mask": import_packed_custom_mask(packed_custom_mask, None, qo_indptr, seq_lens)}
         elif custom_mask is not None:
-            mask = import_custom_mask(custom_mask, qo_indptr, seq_lens)
-        elif not causal:  # no key is the mask's, so that all are visible
-            mask = torch.zeros(int(qo_indptr[-1]), 1, dtype=torch.int32, device=device)
-            tree_lens = torch.zeros_like(seq_lens)
+            visible = {"tree_mask": import_custom_mask(custom_mask, qo_indptr, seq_lens)}
+        elif not causal:
+            visible = all_visible(int(qo_indptr[-1]), seq_lens)
         offsets, longest = qo_indptr.to(device, torch.int32), int(qo_indptr.diff().max()) if seq_lens.numel() else 0
         self._window_left = window_left
         self._arguments = {
             "page_table": table,
             "seq_lens": seq_lens,
             "cu_seqlens_q": offsets,
-            "tree_mask": mask,
-            "tree_lens": tree_lens,
+            **visible,
             "max_seqlen_q": max(longest, 1),
             "scale": sm_scale,
             "softcap": logits_soft_cap or 0.0,
@@ -142,7 +141,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
             head_dim=head_dim_qk,
             page_size=page_size,
             max_seqlen_q=max(longest, 1),
-            tree_lens=tree_lens,
+            tree_lens=visible.get("tree_lens"),
         )
 
     def run(
@@ -164,7 +163,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
             if value not in known:
                 raise ValueError(f"{name}: expected one of {known}, got {value!r}")
         window = self._window_left if window_left is None else window_left
-        if window >= 0 and self._arguments["tree_mask"] is not None:
+        if window >= 0 and "tree_mask" in self._arguments:
             raise NotImplementedError(f"window_left: expected -1 where the batch is not causal, got {window}")
         scales = {name: _scale(x, q.device) for name, x in (("k_scale", k_scale), ("v_scale", v_scale))}
         views = cache_views(paged_kv_cache, self._kv_layout)

@@ -1,0 +1,216 @@
+"""FlashAttention's functions on pagedtree, against dense attention of each sequence by itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from adapter_case import Pages, causal, close, dense_attention
+from torch import Tensor
+
+from pagedtree.integrations.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+HEADS, KV_HEADS, DIM = 4, 2, 64
+
+
+@pytest.fixture
+def dtype(backend) -> torch.dtype:
+    if backend == "cuda":
+        pytest.skip("these tensors are the CPU's")
+    return torch.float32 if backend == "cpu" else torch.float16
+
+
+def queries(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, HEADS, DIM, generator=torch.Generator().manual_seed(5)).to(dtype)
+
+
+def offsets(lens: list[int]) -> Tensor:
+    return torch.tensor([0, *lens]).cumsum(0).int()
+
+
+def mask_of(n: int, s: int, is_causal: bool, left: int = -1) -> Tensor:
+    """Bottom right aligned, by FlashAttention's definition."""
+    query, key = torch.arange(n)[:, None] + s - n, torch.arange(s)
+    seen = key <= query if is_causal else torch.ones(n, s, dtype=torch.bool)
+    return seen & (key >= query - left) if left >= 0 else seen
+
+
+def expected(q: list[Tensor], k: list[Tensor], v: list[Tensor], masks: list[Tensor], **options) -> tuple[list, list]:
+    rows = zip(q, k, v, masks, strict=True)
+    outs, lses = zip(*(dense_attention(*row, **options) for row in rows), strict=True)
+    return list(outs), list(lses)
+
+
+# flash_attn_with_kvcache ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 256])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("n", [1, 5])
+def test_paged_cache(backend, dtype, page_size, is_causal, n) -> None:
+    lens = [37, 0, 8, 3]
+    paged, q = Pages.random(lens, page_size, KV_HEADS, DIM, dtype), queries(4, n, dtype=dtype)
+    out, lse = flash_attn_with_kvcache(
+        q, paged.k_cache, paged.v_cache, cache_seqlens=torch.tensor(lens, dtype=torch.int32),
+        block_table=paged.table(), causal=is_causal, return_softmax_lse=True,
+    )  # fmt: skip
+    outs, lses = expected(list(q), paged.k, paged.v, [mask_of(n, s, is_causal) for s in lens])
+    close(out, torch.stack(outs))
+    assert lse.shape == (4, HEADS, n) and lse.dtype == torch.float32
+    torch.testing.assert_close(lse, torch.stack(lses).transpose(1, 2), atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (4, 4), (2, 5), (5, 0)])
+def test_keys_are_appended(backend, dtype, page_size, n, m) -> None:
+    lens = [30, m, 7 + m]
+    paged, q = Pages.random(lens, page_size, KV_HEADS, DIM, dtype), queries(3, n, dtype=dtype)
+    caches = [paged.k_cache.clone(), paged.v_cache.clone()]
+    table = paged.table()
+    for b, s in enumerate(lens):  # the new rows are not there yet
+        for position in range(s - m, s):
+            for cache in caches:
+                cache[table[b, position // page_size], position % page_size] = torch.nan
+    new = [torch.stack([rows[len(rows) - m :] for rows in side]) for side in (paged.k, paged.v)]
+    before = torch.tensor(lens, dtype=torch.int32) - m
+    out = flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=before, block_table=table, causal=True)
+    close(out, torch.stack(expected(list(q), paged.k, paged.v, [mask_of(n, s, True) for s in lens])[0]))
+    for cache, whole in zip(caches, (paged.k_cache, paged.v_cache), strict=True):
+        torch.testing.assert_close(cache, whole, equal_nan=True, rtol=0, atol=0)
+
+
+def test_cache_without_pages(backend, dtype) -> None:
+    q, index = queries(3, 2, dtype=dtype), torch.tensor([4, 0, 2], dtype=torch.int32)
+    big = torch.randn(2, 5, 9, KV_HEADS + 1, DIM, generator=torch.Generator().manual_seed(1)).to(dtype)
+    k_cache, v_cache = big[:, :, :, 1:].unbind(0)  # a strided view
+    chosen = [[cache[i] for i in index.tolist()] for cache in (k_cache, v_cache)]
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_batch_idx=index)
+    close(out, torch.stack(expected(list(q), *chosen, [mask_of(2, 9, False)] * 3)[0]))
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=6, causal=True)
+    rows = [[cache[b, :6] for b in range(3)] for cache in (k_cache, v_cache)]
+    close(out, torch.stack(expected(list(q), *rows, [mask_of(2, 6, True)] * 3)[0]))
+    # Appended past the end of the cache: skipped, the other sequences untouched.
+    before, new = big.clone(), torch.ones(3, 2, KV_HEADS, DIM, dtype=dtype)
+    flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=8, causal=True)
+    before[:, :3, 8, 1:] = 1
+    assert torch.equal(big, before)
+
+
+@pytest.mark.parametrize("window_size", [(0, -1), (6, 0), (3, 5)])
+def test_windows_caps_and_scale(backend, dtype, window_size) -> None:
+    lens = [37, 8]
+    paged, q = Pages.random(lens, 16, KV_HEADS, DIM, dtype), queries(2, 5, dtype=dtype)
+    options = dict(cache_seqlens=torch.tensor(lens, dtype=torch.int32), block_table=paged.table(), softmax_scale=0.2)
+    options |= dict(softcap=2.5, window_size=window_size, num_splits=3)
+    out = flash_attn_with_kvcache(q, paged.k_cache, paged.v_cache, causal=True, **options)
+    masks = [mask_of(5, s, True, window_size[0]) for s in lens]
+    close(out, torch.stack(expected(list(q), paged.k, paged.v, masks, scale=0.2, softcap=2.5)[0]))
+    assert torch.equal(masks[0], causal(5, 37, window=window_size[0] + 1))
+    if window_size[1] == 0:
+        assert torch.equal(out, flash_attn_with_kvcache(q, paged.k_cache, paged.v_cache, **options))
+
+
+def test_no_sequence_and_no_query(backend, dtype) -> None:
+    cache = torch.zeros(3, 4, KV_HEADS, DIM, dtype=dtype)
+    for batch, n in ((0, 3), (2, 0)):
+        lens, table = torch.zeros(batch, dtype=torch.int32), torch.zeros(batch, 1, dtype=torch.int32)
+        out = flash_attn_with_kvcache(
+            queries(batch, n, dtype=dtype), cache, cache, cache_seqlens=lens, block_table=table
+        )
+        assert out.shape == (batch, n, HEADS, DIM)
+
+
+# flash_attn_varlen_func -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 16])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_ragged_batches(backend, dtype, page_size, is_causal) -> None:
+    lens_q, lens_k = [5, 0, 9, 1], [5, 12, 40, 0]
+    paged, q = Pages.random(lens_k, page_size or 16, KV_HEADS, DIM, dtype), queries(15, dtype=dtype)
+    rows = (torch.cat(paged.k), torch.cat(paged.v)) if page_size is None else (paged.k_cache, paged.v_cache)
+    out = flash_attn_varlen_func(
+        q, *rows, offsets(lens_q), offsets(lens_k), 9, 40, causal=is_causal,
+        block_table=None if page_size is None else paged.table(),
+    )  # fmt: skip
+    masks = [mask_of(n, s, is_causal) for n, s in zip(lens_q, lens_k, strict=True)]
+    close(out, torch.cat(expected(list(q.split(lens_q)), paged.k, paged.v, masks)[0]))
+
+
+def test_ragged_window_and_cap(backend, dtype) -> None:
+    lens_q, lens_k = [5, 9], [7, 40]
+    paged, q = Pages.random(lens_k, 16, KV_HEADS, DIM, dtype), queries(14, dtype=dtype)
+    form = torch.cat(paged.k), torch.cat(paged.v), offsets(lens_q), offsets(lens_k), 9, 40
+    out = flash_attn_varlen_func(q, *form, 0.0, 0.3, True, (4, 0), 3.0, deterministic=True)
+    masks = [mask_of(n, s, True, 4) for n, s in zip(lens_q, lens_k, strict=True)]
+    close(out, torch.cat(expected(list(q.split(lens_q)), paged.k, paged.v, masks, scale=0.3, softcap=3.0)[0]))
+
+
+def test_more_queries_than_keys(backend, dtype) -> None:
+    """FlashAttention's documented 5 x 2 example: three rows see nothing."""
+    paged, q = Pages.random([2], 16, KV_HEADS, DIM, dtype), queries(5, dtype=dtype)
+    out = flash_attn_varlen_func(q, paged.k[0], paged.v[0], offsets([5]), offsets([2]), 5, 2, causal=True)
+    assert not out[:3].any()
+    close(out[3:], dense_attention(q[3:], paged.k[0], paged.v[0], torch.tensor([[True, False], [True, True]]))[0])
+
+
+# refusals -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "error", "message"),
+    [
+        ({"rotary_cos": torch.zeros(4, 8)}, NotImplementedError, "rotary_cos: not supported.*got a tensor"),
+        ({"rotary_sin": torch.zeros(4, 8)}, NotImplementedError, "rotary_sin: not supported"),
+        ({"cache_leftpad": torch.zeros(2).int()}, NotImplementedError, "cache_leftpad: not supported"),
+        ({"alibi_slopes": torch.zeros(4)}, NotImplementedError, "alibi_slopes: not supported"),
+        ({"window_size": (3, 2)}, NotImplementedError, r"window_size: expected .*got \(3, 2\)"),
+        ({"window_size": (3, -1)}, NotImplementedError, r"window_size: expected .*got \(3, -1\)"),
+        ({"q": torch.zeros(2, HEADS, DIM)}, ValueError, "q: expected"),
+        ({"k": torch.zeros(2, 1, KV_HEADS, DIM)}, ValueError, "v: expected a tensor, as k"),
+        ({"v": torch.zeros(2, 1, KV_HEADS, DIM)}, ValueError, "v: expected None, as k"),
+        (
+            {"k": torch.zeros(3, 1, KV_HEADS, DIM), "v": torch.zeros(3, 1, KV_HEADS, DIM)},
+            ValueError,
+            r"k: expected \[2,",
+        ),
+        ({"cache_batch_idx": torch.zeros(2).int()}, ValueError, "cache_batch_idx: expected None"),
+        ({"softcap": -1.0}, ValueError, "softcap"),
+    ],
+)
+def test_kvcache_refusals(option, error, message) -> None:
+    arguments = {
+        "q": torch.zeros(2, 1, HEADS, DIM),
+        "k_cache": torch.zeros(3, 4, KV_HEADS, DIM),
+        "v_cache": torch.zeros(3, 4, KV_HEADS, DIM),
+        "cache_seqlens": 2,
+        "block_table": torch.zeros(2, 1, dtype=torch.int32),
+    }
+    with pytest.raises(error, match=message):
+        flash_attn_with_kvcache(**{**arguments, **option})
+
+
+def test_appending_needs_lengths() -> None:
+    cache, new = torch.zeros(2, 4, KV_HEADS, DIM), torch.zeros(2, 1, KV_HEADS, DIM)
+    with pytest.raises(ValueError, match="cache_seqlens: expected lengths"):
+        flash_attn_with_kvcache(torch.zeros(2, 1, HEADS, DIM), cache, cache, new, new)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"dropout_p": 0.1}, "dropout_p: not supported.*got 0.1"),
+        ({"alibi_slopes": torch.zeros(4)}, "alibi_slopes: not supported"),
+        ({"return_attn_probs": True}, "return_attn_probs: not supported.*got True"),
+        ({"window_size": (2, 2)}, "window_size: expected"),
+        ({"k": torch.zeros(3, KV_HEADS, DIM, requires_grad=True)}, "k: expected a tensor without requires_grad"),
+    ],
+)
+def test_varlen_refusals(option, message) -> None:
+    arguments = {
+        "q": torch.zeros(3, HEADS, DIM),
+        "k": torch.zeros(3, KV_HEADS, DIM),
+        "v": torch.zeros(3, KV_HEADS, DIM),
+        **dict(cu_seqlens_q=offsets([3]), cu_seqlens_k=offsets([3]), max_seqlen_q=3, max_seqlen_k=3),
+    }
+    with pytest.raises(NotImplementedError, match=message):
+        flash_attn_varlen_func(**{**arguments, **option})
