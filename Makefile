@@ -154,6 +154,7 @@ bench: build  ## every op beside its peers on this machine (BENCH=--quick; BENCH
 
 docs: build  ## write the generated pages and pictures of docs/ anew
 	python docs/make_api.py
+	python docs/make_plots.py
 	python docs/make_performance.py
 	python docs/make_pictures.py
 

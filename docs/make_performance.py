@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,56 +45,99 @@ def demo(result: dict[str, Any], name: str) -> str:
     return machine_line(result["machine"], name) + "\n\n" + table(header, rows)
 
 
-def attention(result: dict[str, Any], name: str) -> str:
-    machine, rows = result["machine"], result["rows"]
-    peers = list(dict.fromkeys(name for row in rows for name in row["timings"] if name != "pagedtree"))
-    header = ["shape", "ms", "GB/s", "of read bandwidth", "GFLOP/s", "of the floor", *(f"vs {peer}" for peer in peers)]
-    body = [
-        [
-            row["shape"],
-            f"{row['ms']:.2f}",
-            f"{row['gb_per_s']:.1f}",
-            f"{100 * row['bandwidth_fraction']:.0f} %",
-            f"{row['gflop_per_s']:.0f}",
-            f"{100 * row['floor_fraction']:.0f} %",
-            *(f"{row['ratio'][peer]:.2f} x" if peer in row["ratio"] else "absent" for peer in peers),
+def family(*prefixes: str, heading: str = "") -> Callable[[dict[str, Any], str], str]:
+    """Shows the ops of bench_ops.py whose names begin with one of these: plots, headline points, sweeps."""
+
+    def render(result: dict[str, Any], name: str) -> str:
+        rows = [row for row in result["rows"] if row["op"].startswith(prefixes)]
+        measured = [row for row in rows if "timings" in row]
+        if not measured:
+            return ""
+        machine = result["machine"]
+        rates = ", ".join(f"{rate:.0f} GFLOP/s {key}" for key, rate in machine.get("matmul_gflop_per_s", {}).items())
+        note = f"Measured in the same run: {machine['read_gb_per_s']:.1f} GB/s read bandwidth"
+        note += f", matmul {rates}." if rates else "."
+        parts = [machine_line(machine, name) + f" CPU kernels: {machine['cpu_isa']}. " + note]
+        parts += [
+            f"![{alt}](img/{name}_{plot}.svg)"
+            for plot, alt in PLOTS.items()
+            if heading in plot and (DOCS / "img" / f"{name}_{plot}.svg").exists()
         ]
-        for row in rows
-    ]
-    arguments = machine["arguments"]
-    rates = ", ".join(f"{rate:.0f} GFLOP/s {dtype}" for dtype, rate in machine["matmul_gflop_per_s"].items())
-    note = (
-        f"{arguments['heads']} query and {arguments['kv_heads']} KV heads of {arguments['head_dim']},"
-        f" {arguments['dtype']}, pages of {arguments['page_size']}. A ratio is the peer's time over ours. Measured in"
-        f" the same run: {machine['read_gb_per_s']:.1f} GB/s read bandwidth,"
-        f" matmul {rates}. CPU kernels: {machine['cpu_isa']}."
-    )
-    return machine_line(machine, name) + "\n" + note + "\n\n" + table(header, body)
+        parts.append("Base and headline points, beside all peers:")
+        parts.append(points_table([row for row in measured if row["headline"]]))
+        sweeps = [row for row in measured if not row["headline"]]
+        if sweeps:
+            parts += ["Sweeps, one key of the base at a time:", points_table(sweeps)]
+        return "\n\n".join([*parts, *remarks(rows)])
+
+    return render
 
 
-def verification(result: dict[str, Any], name: str) -> str:
-    machine, rows = result["machine"], result["rows"]
-    peers = list(dict.fromkeys(name for row in rows for name in row["ratio"]))
-    header = ["rule", "drafts accepted", "ms", "spread, ms", "over the floor", *(f"vs {peer}" for peer in peers)]
-    body = [
-        [
-            row["rule"],
-            "" if row["accepted"] is None else f"{row['accepted']} of {row['drafts']}",
-            f"{row['ms']:.2f}",
-            f"{row['timings']['pagedtree']['spread'] * 1e3:.2f}",
-            f"{row['over_floor']:.2f} x",
-            *(f"{row['ratio'][peer]:.1f} x" if peer in row["ratio"] else "" for peer in peers),
-        ]
+# Plot -> what it shows.
+PLOTS = {
+    "attention": "Time of a call against context, tree and batch",
+    "attention_roofline": "Achieved arithmetic rate against intensity",
+    "verification": "Time of a call against vocabulary and number of nodes",
+}
+
+
+def points_table(rows: list[dict[str, Any]]) -> str:
+    peers = list(dict.fromkeys(peer for row in rows for peer in row["ratio"]))
+    counted = any(row["notes"].get("accepted") is not None for row in rows)
+    computed = any(row["flops"] for row in rows)
+    header = ["op", "point", "ms", "spread, ms", *(["GB/s", "GFLOP/s"] if computed else []), "floor, ms"]
+    header += [*(["drafts accepted"] if counted else []), *(f"vs {peer}" for peer in peers)]
+    body = []
+    for row in rows:
+        accepted = row["notes"].get("accepted")
+        line = [f"`{row['op']}`", row["point"], f"{row['ms']:.3g}", f"{row['spread_ms']:.2g}"]
+        line += [f"{row[key]:.3g}" for key in ("gb_per_s", "gflop_per_s")] if computed else []
+        line += [f"{row['floor_ms']:.3g}"]
+        line += ["" if accepted is None else f"{accepted} of {row['notes']['drafts']}"] if counted else []
+        body.append([*line, *(ratio_text(row, peer) for peer in peers)])
+    return table(header, body)
+
+
+def ratio_text(row: dict[str, Any], peer: str) -> str:
+    """A peer's time over ours; after a stroke with what each plans once a step, where that is not the same."""
+    if peer not in row["ratio"]:
+        return ""
+    alone = f"{row['ratio'][peer]:.2f}"
+    planned = f"{row['ratio_with_plan'].get(peer, row['ratio'][peer]):.2f}"
+    return f"{alone} x" if alone == planned else f"{alone} / {planned} x"
+
+
+def remarks(rows: list[dict[str, Any]]) -> list[str]:
+    """Where a peer is faster, what memory the calls took, which points and peers were left out."""
+    found = []
+    behind = [
+        f"`{row['op']}`, {row['point']}: {ratio:.2f} x {peer}"
         for row in rows
+        for peer, ratio in row.get("ratio", {}).items()
+        if ratio < 1 and not peer.startswith("pagedtree")
     ]
-    arguments = machine["arguments"]
-    note = (
-        f"{arguments['batch']} trees of {arguments['nodes']} nodes, V {arguments['vocab']}, {arguments['dtype']}."
-        f" The floor is the time to read the logits of all nodes once at {machine['read_gb_per_s']:.1f} GB/s, measured"
-        " in the same run; verification reads the visited rows only. A ratio is the peer's time over ours. CPU kernels:"
-        f" {machine['cpu_isa']}."
-    )
-    return machine_line(machine, name) + "\n" + note + "\n\n" + table(header, body)
+    if behind:
+        found.append("A peer is faster at: " + "; ".join(behind) + ".")
+    memory = [row for row in rows if row.get("peak_bytes")]
+    if memory:
+        peers = list(dict.fromkeys(peer for row in memory for peer in row["peak_bytes"]))
+        body = [
+            [
+                f"`{row['op']}`",
+                row["point"],
+                *(f"{row['peak_bytes'][p] / 1e6:.3g}" if p in row["peak_bytes"] else "" for p in peers),
+            ]
+            for row in memory
+        ]
+        found += ["Memory that a call took from torch's allocator at most, its result included, in MB:",
+                  table(["op", "point", *peers], body)]  # fmt: skip
+    skipped = [f"`{row['op']}`, {row['point']} ({row['skipped']})" for row in rows if "skipped" in row]
+    if skipped:
+        found.append("Not measured: " + "; ".join(skipped) + ".")
+    absent = {peer: reason for row in rows if row.get("headline") for peer, reason in row.get("absent", {}).items()}
+    if absent:
+        found.append("Absent: " + "; ".join(f"{peer} ({reason})" for peer, reason in absent.items()) + ".")
+    return found
 
 
 def rules(result: dict[str, Any], name: str) -> str:
@@ -153,8 +197,9 @@ def times(result: dict[str, Any], name: str) -> str:
 SECTIONS = {
     "demo": ("demo", demo),
     "rules": ("rules", rules),
-    "attention": ("tree_attention", attention),
-    "verification": ("verify", verification),
+    "attention": ("ops", family("tree_attention", heading="attention")),
+    "verification": ("ops", family("verify_", "sample", heading="verification")),
+    "other": ("ops", family("append_kv", "compact_kv", "merge_states", "build", "expand", "ngram", heading="other")),
     "kernels": ("kernels", kernels),
     "build": ("build", times),
 }
@@ -163,7 +208,8 @@ SECTIONS = {
 def filled(text: str) -> str:
     for marker, (name, render) in SECTIONS.items():
         files = sorted(RESULTS.glob(f"{name}*.json"))
-        content = "\n\n".join(render(json.loads(file.read_text()), file.stem) for file in files) or "not measured"
+        parts = [render(json.loads(file.read_text()), file.stem) for file in files]
+        content = "\n\n".join(part for part in parts if part) or "not measured"
         begin, end = f"<!-- {marker}:begin -->\n", f"\n<!-- {marker}:end -->"
         head, rest = text.split(begin, 1)
         text = head + begin + content + end + rest.split(end, 1)[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -84,6 +85,72 @@ def test_tests_that_a_page_names_exist():
     assert len(named) > 20
     for file, name in named:
         assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{name}"
+
+
+def measured_row(op: str, shape: dict, base: dict, seconds: float, **others) -> dict:
+    """As bench_ops.py writes it; one peer takes twice, one half the time."""
+    timings = {"pagedtree": seconds, "slow": 2 * seconds, "fast": seconds / 2}
+    row = {
+        "op": op, "point": ", ".join(f"{k} {v}" for k, v in shape.items() if base[k] != v) or "base", "shape": shape,
+        "headline": shape == base, "bytes": 10**6, "flops": 10**9, "ms": seconds * 1e3, "spread_ms": 0.1,
+        "gb_per_s": 1e-3 / seconds, "gflop_per_s": 1 / seconds, "floor_ms": 0.5, "bound": "memory", "notes": {},
+        "ratio": {"slow": 2.0, "fast": 0.5}, "ratio_with_plan": {"slow": 2.5, "fast": 0.5},
+        "timings": {name: {"median": time, "spread": 0.0, "repeats": 5} for name, time in timings.items()},
+        "peak_bytes": {"pagedtree": 2 * 10**6}, "absent": {"another": "not installed"},
+    }  # fmt: skip
+    return row | others
+
+
+@pytest.fixture
+def sweep_result() -> dict:
+    base = {"length": 512, "batch": 1, "tree": "binary 32", "dtype": "bfloat16", "threads": 0}
+    changes = [("length", 1024), ("length", 2048), ("batch", 4), ("tree", "chain 1"), ("tree", "Medusa 64")]
+    shapes = [base, *(base | {key: value} for key, value in changes)]
+    rows = [measured_row("tree_attention", shape, base, 0.01 * (i + 1)) for i, shape in enumerate(shapes)]
+    base = {"batch": 8, "tree": "binary 32", "vocab": 1000}
+    shapes = [base, base | {"vocab": 4000}, base | {"tree": "chain 5"}]
+    rows += [measured_row("verify_greedy", shape, base, 0.01, flops=0) for shape in shapes]
+    rows += [{"op": "tree_attention", "point": "length 8", "shape": {}, "headline": False, "skipped": "too long"}]
+    machine = {
+        "processor": "x", "threads": 2, "torch": "2", "date": "2026-01-01", "commit": "abc", "load": 0.1,
+        "cpu_isa": "avx2", "read_gb_per_s": 20.0, "matmul_gflop_per_s": {"float32": 100.0},
+    }  # fmt: skip
+    return {"machine": machine, "rows": rows}
+
+
+def test_performance_tables_tell_what_was_measured_and_what_not(scripts, sweep_result):
+    family = importlib.import_module("make_performance").family
+    text = family("tree_attention", heading="attention")(sweep_result, "ops_x")
+    assert "| `tree_attention` | base | 10 | 0.1 | 0.1 | 100 | 0.5 | 2.00 / 2.50 x | 0.50 x |" in text
+    assert "| `tree_attention` | length 1024 | 20 |" in text and "verify_greedy" not in text
+    assert "A peer is faster at: `tree_attention`, base: 0.50 x fast;" in text
+    assert "Not measured: `tree_attention`, length 8 (too long)." in text
+    assert "Absent: another (not installed)." in text and "| `tree_attention` | base | 2 |" in text
+    assert family("append_kv")(sweep_result, "ops_x") == ""
+
+
+def test_plots_are_the_same_each_time(scripts, sweep_result, tmp_path):
+    pytest.importorskip("matplotlib")
+    make_plots = importlib.import_module("make_plots")
+    (tmp_path / "ops_x.json").write_text(json.dumps(sweep_result))
+    written = make_plots.write(tmp_path, tmp_path)
+    assert [path.name for path in written] == [f"ops_x_{name}.svg" for name in make_plots.PLOTS]
+    first = [path.read_bytes() for path in written]
+    assert [path.read_bytes() for path in make_plots.write(tmp_path, tmp_path)] == first
+    assert b"context, tokens" in first[0] and b"verify_greedy" in first[2]
+    headline = {**sweep_result, "rows": sweep_result["rows"][:1]}
+    (tmp_path / "ops_x.json").write_text(json.dumps(headline))
+    assert make_plots.write(tmp_path, tmp_path) == []
+
+
+def test_plots_are_of_the_kept_results(scripts, tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
+    if f"matplotlib=={matplotlib.__version__}\n" not in (ROOT / "requirements-dev.txt").read_text():
+        pytest.skip("another matplotlib draws other bytes")
+    make_plots = importlib.import_module("make_plots")
+    kept = {path.name: path.read_bytes() for path in make_plots.IMAGES.glob("ops_*.svg")}
+    written = {path.name: path.read_bytes() for path in make_plots.write(images=tmp_path)}
+    assert kept == written, "docs/img is out of date: run `make docs`"
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
