@@ -20,7 +20,14 @@ from transformers import (
 from transformers.generation import MaxTimeCriteria, TopPLogitsWarper
 
 from pagedtree import reference
-from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, custom_generate, tree_generate
+from pagedtree.integrations.transformers import (
+    ModelDrafter,
+    NgramDrafter,
+    custom_generate,
+    engine,
+    paged_step,
+    tree_generate,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -72,6 +79,31 @@ def test_greedy_text_is_the_models_own(model, batch, drafters, name):
     assert stats.num_tokens == 3 * COUNT
     if name in ("itself", "oracle"):
         assert stats.mean_accepted > 1.0 and stats.steps < COUNT / 1.5
+
+
+def test_every_layer_of_every_pass_is_ours(model, batch, monkeypatch):
+    calls, seen = [], []
+    op = paged_step.tree_attention
+    monkeypatch.setattr(paged_step, "tree_attention", lambda *args, **kwargs: calls.append(args) or op(*args, **kwargs))
+    options = {**batch, "max_new_tokens": COUNT, "do_sample": False, "on_stats": seen.append}
+    model.generate(**options, custom_generate=tree_generate, drafter=NgramDrafter(8))
+    assert len(calls) == model.config.num_hidden_layers * seen[0].steps > 0
+
+
+@pytest.mark.parametrize("broken", ["compaction", "mask"])
+def test_each_part_is_needed(model, batch, drafters, monkeypatch, broken):
+    """Negative controls: decoding without one of its parts gives other text."""
+    options = {**batch, "max_new_tokens": COUNT, "do_sample": False}
+    expected = model.generate(**options)
+    if broken == "compaction":
+        monkeypatch.setattr(engine, "compact_kv", lambda *args: None)
+    else:
+        op = paged_step.tree_attention
+        monkeypatch.setattr(
+            paged_step, "tree_attention", lambda *args, **kwargs: op(*args[:6], None, **{**kwargs, "tree_lens": None})
+        )
+    text = model.generate(**options, custom_generate=tree_generate, drafter=drafters["oracle"]())
+    assert (text != expected).any(1).all()
 
 
 @pytest.mark.parametrize("name", ["window", "softcap", "sinks"])
