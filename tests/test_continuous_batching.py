@@ -175,6 +175,18 @@ def test_the_name_is_lent(calls):
     assert not calls
 
 
+def test_blocks_that_overlap(calls):
+    models, before = [tiny_of("full"), tiny_of("window")], AttentionInterface().get(STOCK)
+    blocks = [continuous_batching(model) for model in models]
+    for block in blocks:
+        block.__enter__()
+    blocks[0].__exit__(None, None, None)
+    batched(models[1], prompts_of((5,)))
+    assert len(calls) == 2 * COUNT
+    blocks[1].__exit__(None, None, None)
+    assert AttentionInterface().get(STOCK) is before
+
+
 @pytest.mark.skipif(not IS_5, reason="transformers 4.57 takes any name")
 def test_the_name_taken_by_hand(calls):
     before = AttentionInterface()["paged|eager"]

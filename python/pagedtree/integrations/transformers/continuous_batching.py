@@ -16,6 +16,8 @@ __all__ = ["continuous_batching", "paged_attention_forward"]
 
 # The one name that transformers 5 lets through to continuous batching and that another function can be registered for.
 PAGED_NAME = "paged|eager"
+# What the name meant when each open block was entered. Blocks may be left in any order: the last one gives it back.
+_meant_before: list[Any] = []
 
 
 @contextmanager
@@ -32,13 +34,13 @@ def continuous_batching(model: Any) -> Iterator[None]:
         with use_attention(model, NAME):
             yield
         return
-    stock = interface[PAGED_NAME]
+    _meant_before.append(interface[PAGED_NAME])
     AttentionInterface.register(PAGED_NAME, paged_attention_forward)
     try:
         with use_attention(model, PAGED_NAME):
             yield
     finally:
-        AttentionInterface.register(PAGED_NAME, stock)
+        AttentionInterface.register(PAGED_NAME, _meant_before.pop())
 
 
 def paged_attention_forward(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
