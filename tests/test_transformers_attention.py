@@ -61,6 +61,18 @@ def test_logits_and_text_are_those_of_the_reference(name, padded):
     assert torch.equal(ours.generate(**batch, **options), reference.generate(**batch, **options))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_half_precision_is_as_exact_as_the_models_own(name, dtype):
+    ours, reference = pair(name)
+    batch = inputs()
+    kept = batch["attention_mask"].bool()
+    with torch.no_grad():
+        exact = reference(**batch).logits[kept]
+        errors = [(model.to(dtype)(**batch).logits[kept] - exact).square().mean().sqrt() for model in (ours, reference)]
+    assert 0 < errors[0] < 2 * errors[1]
+
+
 SAMPLING = {"do_sample": True, "temperature": 0.9, "top_k": 20, "top_p": 0.9}
 
 
@@ -199,6 +211,13 @@ def test_register_is_idempotent():
     assert AttentionInterface()["pagedtree"] is attention_forward
 
 
-def test_pagedtree_does_not_need_transformers():
-    code = "import sys; sys.modules['transformers'] = None; import pagedtree, pagedtree.integrations, pagedtree.cli"
+def test_packages_that_are_not_needed():
+    code = """
+import sys
+sys.modules["transformers"] = None
+import pagedtree, pagedtree.integrations, pagedtree.cli
+del sys.modules["transformers"]
+sys.modules.update(dict.fromkeys(["vllm", "sglang", "sgl_kernel", "flashinfer", "flash_attn", "accelerate", "kernels"]))
+import pagedtree.integrations.transformers
+"""
     subprocess.run([sys.executable, "-c", code], check=True)
