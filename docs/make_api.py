@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from enum import Enum
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,9 @@ LINE = 100
 EXTRA_MODULES = {
     "Testing": "pagedtree.testing",
     "transformers": "pagedtree.integrations.transformers",
+    "SGLang": "pagedtree.integrations.sglang",
+    "FlashInfer": "pagedtree.integrations.flashinfer",
+    "FlashAttention": "pagedtree.integrations.flash_attn",
 }
 # Order and titles of the package's own modules; one that is missing here is listed under its own name.
 TITLES = {
@@ -126,7 +130,7 @@ def _items(block: list[str]) -> list[str]:
 def entry(name: str, thing: Any, level: str = "###") -> list[str]:
     out = [f"{level} `{name}`", ""]
     if inspect.isclass(thing):
-        if not issubclass(thing, Exception):
+        if not issubclass(thing, (Exception, Enum)):  # an enumeration's signature differs between versions of Python
             out += ["```python", signature_text(name, thing), "```", ""]
         out += [docstring_markdown(inspect.getdoc(thing) or ""), ""]
         for key, member in vars(thing).items():

@@ -55,6 +55,15 @@ def test_published_greedy_vector(backend, device, dtype, spelling) -> None:
     assert lists(outs) == [PREDICTS, ACCEPT_INDEX, ACCEPT_TOKEN_NUM]
 
 
+def test_compiled() -> None:
+    trees, logits = published(torch.device("cpu"))
+    outs = outputs(12, 2, 4, torch.int32, torch.device("cpu"))
+    torch.compile(verify_tree_greedy, fullgraph=True, backend="aot_eager")(
+        **outs, **trees, target_predict=logits.argmax(-1)
+    )
+    assert lists(outs) == [PREDICTS, ACCEPT_INDEX, ACCEPT_TOKEN_NUM]
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("spelling", ["retrive", "retrieve"])
 @pytest.mark.parametrize("thresholds", [(1, 1), (0, 0), (0.5, 1), (1, 0)])

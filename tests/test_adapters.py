@@ -1,0 +1,104 @@
+"""What holds for every adapter: it imports without the packages it stands for, and does not wait for the device."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+from pagedtree import SamplingParams, integrations
+from pagedtree.integrations import flash_attn, flashinfer, sglang
+
+FOLDER = Path(integrations.__file__).parent
+ADAPTERS = ["sglang", "sglang.attention", "sglang.plugin", "flashinfer", "flash_attn"]
+BLOCK = """
+import importlib, sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("sglang", "sgl_kernel", "flashinfer", "flash_attn", "vllm", "transformers"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Blocked())
+for name in sys.argv[1:]:
+    importlib.import_module("pagedtree.integrations." + name)
+"""
+
+
+def test_adapters_import_alone() -> None:
+    subprocess.run([sys.executable, "-c", BLOCK, *ADAPTERS], check=True)
+
+
+@pytest.mark.parametrize("name", ["flash_attn.py", "masks.py", "sglang/*.py", "flashinfer/*.py"])
+def test_adapters_are_small(name) -> None:
+    files = sorted(FOLDER.glob(name))
+    assert files
+    assert all(len(path.read_text(encoding="utf-8").splitlines()) < 200 for path in files)
+
+
+# Fake tensors have no values: whoever reads one on the host, or needs one for a size, fails.
+
+
+def integers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def call_build_tree() -> None:
+    for mode, mask in ((0, torch.zeros(999).bool()), (1, torch.zeros(99).bool()), (2, integers(99))):
+        links = [integers(2, 4) for _ in range(3)]
+        lens = integers(2)
+        form = integers(2, 5), integers(2, 3), lens, mask, integers(8)
+        sglang.build_tree_kernel_efficient(*form, *links, 2, 3, 4, mode)
+        sglang.tree_mask_words(mask, lens, 4, mode)
+
+
+def call_verify() -> None:
+    outs = integers(12), integers(2, 3), integers(2)
+    trees = [integers(2, 6) for _ in range(4)]
+    sglang.verify_tree_greedy(*outs, *trees, integers(2, 6))
+    laws = torch.zeros(2, 6, 9)
+    sglang.tree_speculative_sampling_target_only(*outs, *trees, torch.zeros(2, 6), torch.zeros(2), laws, laws, 0.5, 0.5)
+
+
+def call_move() -> None:
+    sglang.move_kv_cache([torch.zeros(9, 2, 8)], [torch.zeros(9, 2, 8)], integers(1500), integers(1500))
+
+
+def call_chain() -> None:
+    laws = torch.zeros(2, 4, 9)
+    flashinfer.chain_speculative_sampling(laws[:, :3], integers(2, 3, dtype=torch.int32), laws)
+
+
+def call_paged() -> None:
+    cache, indices, indptr = torch.zeros(4, 2, 4, 2, 64), integers(3, dtype=torch.int32), integers(3, dtype=torch.int32)
+    flashinfer.page_table(indptr, indices, integers(2, dtype=torch.int32), 4, max_pages=2)
+    new = torch.zeros(5, 2, 64)
+    flashinfer.append_paged_kv_cache(new, new, integers(5), integers(5), cache, indices, indptr, integers(2))
+
+
+def call_flash_attn() -> None:
+    q, k, cache = torch.zeros(2, 3, 4, 64), torch.zeros(2, 3, 2, 64), torch.zeros(5, 4, 2, 64)
+    table, lens = integers(2, 2, dtype=torch.int32), integers(2, dtype=torch.int32)
+    for causal in (True, False):
+        flash_attn.flash_attn_with_kvcache(
+            q, cache, cache, k, k, cache_seqlens=lens, block_table=table, causal=causal, return_softmax_lse=True
+        )
+        offsets = integers(3, dtype=torch.int32)
+        flash_attn.flash_attn_varlen_func(q[0], k[0], k[0], offsets, offsets, 3, 3, causal=causal)
+
+
+CALLS = [call_build_tree, call_verify, call_move, call_chain, call_paged, call_flash_attn]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_nothing_is_read_on_the_host(call) -> None:
+    SamplingParams().on(torch.device("cpu"))  # constants that are kept, and must not be fakes
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        call()
+
+
+def test_a_read_on_the_host_is_noticed() -> None:
+    with FakeTensorMode(), pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
+        flashinfer.page_table(integers(3), integers(3), integers(2), 4)
