@@ -145,6 +145,15 @@ def test_rows_that_see_nothing_and_any_pattern(backend, dtype) -> None:
     assert not out[2].any() and (lse[2] == -torch.inf).all()
 
 
+def test_more_queries_than_keys(backend, dtype) -> None:
+    batch = Batch([3, 9], [6, 4], 4, dtype)
+    seen = torch.rand(6, 3, generator=torch.Generator().manual_seed(0)) < 0.6
+    sees = [seen, causal(4, 9)]
+    out = batch.plan(custom_mask=torch.cat([seen.flatten() for seen in sees])).run(batch.q, batch.kv_cache)
+    close(out, batch.expected(sees)[0])
+    close(batch.plan(causal=True).run(batch.q, batch.kv_cache), batch.expected([causal(6, 3), causal(4, 9)])[0])
+
+
 def test_windows_caps_sinks_and_buffers(backend, dtype) -> None:
     batch = Batch([37, 8], [5, 8], 4, dtype)
     wrapper = batch.plan(causal=True, window_left=6, logits_soft_cap=2.5, sm_scale=0.2)

@@ -26,7 +26,8 @@ def import_custom_mask(
     Args:
         custom_mask: bool [sum of queries x keys].
         qo_indptr: int [B + 1], offsets of the queries; seq_lens: int [B], keys.
-        tree_lens: int [B], how many of the last keys the words cover; default the queries. Pass it to tree_attention.
+        tree_lens: int [B], how many of the last keys the words cover; default the queries, at most the keys. Pass it
+            to tree_attention.
 
     Raises ValueError where the mask's size is wrong, and where a row does not see every key before those: that is no
     tree mask.
@@ -82,9 +83,9 @@ def export_packed_custom_mask(
 
 def _sizes(qo_indptr: Tensor, seq_lens: Tensor, tree_lens: Tensor | None) -> list[tuple[int, int, int]]:
     """(queries, keys, keys that the words cover) of each sequence."""
-    queries = qo_indptr.diff().tolist()
-    trees = queries if tree_lens is None else tree_lens.tolist()
-    sizes = list(zip(queries, seq_lens.tolist(), trees, strict=True))
+    queries, keys = qo_indptr.diff().tolist(), seq_lens.tolist()
+    trees = map(min, queries, keys) if tree_lens is None else tree_lens.tolist()
+    sizes = list(zip(queries, keys, trees, strict=True))
     for b, (_, s, t) in enumerate(sizes):
         if not 0 <= t <= s:
             raise ValueError(f"tree_lens: expected 0 to {s} keys in sequence {b}, got {t}")
