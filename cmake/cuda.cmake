@@ -7,6 +7,7 @@ set(PAGEDTREE_CUDA_SOURCES
   csrc/cuda/merge_states.cu
   csrc/cuda/packing.cu
   csrc/cuda/proposers.cu
+  csrc/cuda/shards.cu
   csrc/cuda/step.cu
   csrc/cuda/tree_attention.cu
   csrc/cuda/tree_attention/bfloat16.cu

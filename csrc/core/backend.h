@@ -6,6 +6,11 @@
 
 namespace pagedtree {
 
+struct ShardStepParams;  // core/shards.h
+struct ShardFollowParams;
+struct ShardWeighParams;  // core/shard_laws.h
+struct ShardWalkParams;
+
 // How a call runs. CUDA uses `stream`; the CPU backend splits its work with `parallel_for`, so that it shares the
 // caller's thread pool. A null `parallel_for` runs on the calling thread.
 struct ExecContext {
@@ -35,6 +40,10 @@ struct Backend {
   BackendOp<RatioParams> verify_block;
   BackendOp<RatioParams> verify_typical;
   BackendOp<RatioParams> verify_traversal;
+  BackendOp<ShardStepParams> step_shards;  // vocabularies in parts: core/shards.h
+  BackendOp<ShardFollowParams> follow_shards;
+  BackendOp<ShardWeighParams> weigh_shards;
+  BackendOp<ShardWalkParams> walk_shards;
   BackendOp<ExpandTreeParams> expand_tree;
   BackendOp<RerankTreeParams> rerank_tree;
   BackendOp<NgramProposeParams> ngram_propose;

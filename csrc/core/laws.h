@@ -63,6 +63,12 @@ constexpr int kLawRadix = 32;
 constexpr int kMaxLawBlocks = kMaxVocab / kLawBlock;
 constexpr int kMaxLawGroups = kMaxLawBlocks / kLawRadix;
 
+// The masses of a block's tokens.
+struct LawBlock {
+  float target[kLawBlock];
+  float draft[kLawBlock];
+};
+
 template <typename T>
 PT_HOST_DEVICE double sum_in_order(const T* masses, int64_t count) {
   double sum = 0.0;
@@ -180,11 +186,16 @@ struct Residual {
 };
 constexpr double kNotSummed = -1.0;
 
-// The child's token is rejected; `weight` is 1 where the law as a whole is what is taken from.
+// `weight` is 1 where the law as a whole is what is taken from.
+PT_HOST_DEVICE void take_draft(Residual& left, double weight) {
+  if (left.draft_mass > 0.0) left.c += left.mass / (weight * left.draft_mass);
+}
+
+// The child's token is rejected.
 template <typename Rows>
 PT_HOST_DEVICE void subtract_draft(const RatioParams& p, Rows& rows, const NodeLaws& laws, int64_t token, double weight,
                                    Residual& left) {
-  if (left.draft_mass > 0.0) left.c += left.mass / (weight * left.draft_mass);
+  take_draft(left, weight);
   if (p.law == DraftLaw::kSwor) rows.mark_tried(token);
   const LawSums sums = rows.sums(laws, left.c);
   left.mass = sums.residual;

@@ -8,6 +8,7 @@
 #include "core/backend.h"
 #include "core/drafting.h"
 #include "core/laws.h"
+#include "core/shard_laws.h"
 #include "cpu/attention/work.h"
 
 namespace pagedtree::cpu {
@@ -33,8 +34,7 @@ struct LawScratch {
   FilterScratch filter;
   NodeLaws laws;
   LawTable residuals, drafts;
-  float target[kLawBlock];
-  float draft[kLawBlock];
+  LawBlock block;
   int32_t tried[kMaxTreeNodes];
   int16_t parents[kMaxTreeNodes];
   int16_t depths[kMaxTreeNodes];
@@ -53,6 +53,8 @@ struct IsaKernels {
   void (*verify_block)(const RatioParams&, int64_t b, LawScratch& scratch);
   void (*verify_typical)(const RatioParams&, int64_t b, LawScratch& scratch);
   void (*verify_traversal)(const RatioParams&, int64_t b, LawScratch& scratch);
+  void (*step_shard)(const ShardStepParams&, int64_t row);
+  void (*weigh_shard)(const ShardWeighParams&, int64_t item, LawScratch& scratch);  // a row, or a tree
   void (*attend)(const TreeAttentionParams&, const AttentionRange&);
   void (*merge_pieces)(const TreeAttentionParams&, const AttentionRanges&, int32_t range);
   void (*merge_states)(const MergeStatesParams&, int64_t begin, int64_t end);  // rows token * H + head

@@ -15,6 +15,8 @@ void verify_rejection(const RatioParams& p, int64_t b, LawScratch& scratch);
 void verify_block(const RatioParams& p, int64_t b, LawScratch& scratch);
 void verify_typical(const RatioParams& p, int64_t b, LawScratch& scratch);
 void verify_traversal(const RatioParams& p, int64_t b, LawScratch& scratch);
+void step_shard(const ShardStepParams& p, int64_t row);
+void weigh_shard(const ShardWeighParams& p, int64_t item, LawScratch& scratch);
 
 const IsaKernels& kernels() {
   static constexpr IsaKernels table = {
@@ -27,6 +29,8 @@ const IsaKernels& kernels() {
       .verify_block = verify_block,
       .verify_typical = verify_typical,
       .verify_traversal = verify_traversal,
+      .step_shard = step_shard,
+      .weigh_shard = weigh_shard,
       .attend = attend,
       .merge_pieces = merge_pieces,
       .merge_states = merge_states,

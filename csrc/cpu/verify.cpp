@@ -66,4 +66,33 @@ void verify_traversal(const RatioParams& p, const ExecContext& ctx) {
   for_each_tree(p, ctx, isa_kernels().verify_traversal);
 }
 
+// ---- vocabularies in parts
+
+void step_shards(const ShardStepParams& p, const ExecContext& ctx) {
+  const IsaKernels& isa = isa_kernels();
+  parallel_for(ctx, p.shard.logits.num_rows, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) isa.step_shard(p, row);
+  });
+}
+
+void follow_shards(const ShardFollowParams& p, const ExecContext& ctx) {
+  parallel_for(ctx, p.verify.batch, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) follow_tree(p, b);
+  });
+}
+
+void weigh_shards(const ShardWeighParams& p, const ExecContext& ctx) {
+  const IsaKernels& isa = isa_kernels();
+  parallel_for(ctx, num_items(p), 1, [&](int64_t begin, int64_t end) {
+    const auto scratch = std::make_unique_for_overwrite<LawScratch>();
+    for (int64_t item = begin; item < end; ++item) isa.weigh_shard(p, item, *scratch);
+  });
+}
+
+void walk_shards(const ShardWalkParams& p, const ExecContext& ctx) {
+  parallel_for(ctx, p.ratio.verify.batch, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) walk_tree(p, b);
+  });
+}
+
 }  // namespace pagedtree::cpu

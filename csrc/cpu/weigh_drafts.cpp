@@ -9,12 +9,6 @@
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 namespace {
 
-template <typename T>
-inline vfloat probabilities_at(const LogitRow& row, int64_t t) {
-  const vfloat q = load_raw<T>(row, t);
-  return select((q > 0.0f) & (q <= splat(kMaxFloat)), q, splat(0.0f));
-}
-
 // The partial sums of a block.
 struct Sums {
   static constexpr int kParts = kLawSums / kLanes;
@@ -71,9 +65,9 @@ class Rows {
     LawSums all;
     all.residual = sum_blocks(laws.target.row.vocab, scratch_.residuals, [&](int64_t begin, int64_t block) {
       const int count = load_block(laws, begin, with_draft);
-      if (!with_draft) return sum_of(count, [&](int i) { return load(scratch_.target + i); });
-      scratch_.drafts.blocks[block] = sum_of(count, [&](int i) { return load(scratch_.draft + i); });
-      return sum_of(count, [&](int i) { return residuals_at(factor, i); });
+      if (!with_draft) return sum_of(count, [&](int i) { return load(scratch_.block.target + i); });
+      scratch_.drafts.blocks[block] = sum_of(count, [&](int i) { return load(scratch_.block.draft + i); });
+      return sum_of(count, [&](int i) { return residuals_at(scratch_.block, factor, i); });
     });
     last_sum_ = all.residual;
     if (with_draft) all.draft = sum_groups(laws.target.row.vocab, scratch_.drafts) * laws.draft_unit;
@@ -86,17 +80,18 @@ class Rows {
     const bool with_draft = c != 0.0 && laws.draft.row.logits != nullptr;
     const int count = load_block(laws, begin, with_draft);
     const vfloat factor = splat(with_draft ? draft_factor(laws, c) : 0.0f);
-    for (int i = 0; with_draft && i < count; i += kLanes) store(scratch_.target + i, residuals_at(factor, i));
+    for (int i = 0; with_draft && i < count; i += kLanes)
+      store(scratch_.block.target + i, residuals_at(scratch_.block, factor, i));
     double runs[kLawBlock / kLawRadix];
-    for (int i = 0; i < count; i += kLawRadix) runs[i / kLawRadix] = sum_in_order(scratch_.target + i, kLawRadix);
+    for (int i = 0; i < count; i += kLawRadix) runs[i / kLawRadix] = sum_in_order(scratch_.block.target + i, kLawRadix);
     const int run = search.pick(runs, count / kLawRadix) * kLawRadix;
-    return begin + run + search.pick(scratch_.target + run, kLawRadix);
+    return begin + run + search.pick(scratch_.block.target + run, kLawRadix);
   }
 
   double entropy(const NodeLaws& laws) {
     const double terms = sum_blocks(laws.target.row.vocab, scratch_.residuals, [&](int64_t begin, int64_t) {
       return sum_of(load_block(laws, begin, false), [&](int i) {
-        const vfloat mass = load(scratch_.target + i);
+        const vfloat mass = load(scratch_.block.target + i);
         return select(mass > 0.0f, mass * log_exact<VectorMath>(mass), splat(0.0f));
       });
     });
@@ -110,28 +105,8 @@ class Rows {
   bool is_tried(int64_t token) const { return tried_.contains(token); }
 
  private:
-  static int64_t group(int64_t token) { return token - token % kLanes; }
-  static float lane(vfloat values, int64_t token) { return values[token % kLanes]; }
-
   RowLaw law_at(const LogitRow& row, const Law& law) {
     return with_logits(row.dtype, [&]<typename T>() { return find_law<T>(row, law, scratch_.filter); });
-  }
-
-  static float target_mass(const NodeLaws& laws, int64_t token) {
-    return with_logits(laws.target, [&]<typename T>() { return lane(masses_at<T>(laws.target, group(token)), token); });
-  }
-
-  static float draft_mass(const NodeLaws& laws, int64_t token) {
-    if (laws.draft.row.logits == nullptr) return 0.0f;
-    if (laws.draft_is_probs) {
-      return with_logits(laws.draft.row.dtype,
-                         [&]<typename T>() { return lane(probabilities_at<T>(laws.draft.row, group(token)), token); });
-    }
-    return with_logits(laws.draft, [&]<typename T>() { return lane(masses_at<T>(laws.draft, group(token)), token); });
-  }
-
-  vfloat residuals_at(vfloat factor, int i) const {
-    return residual_mass<VectorMath>(load(scratch_.target + i), factor, load(scratch_.draft + i));
   }
 
   // The sum of values(i) over the lanes at i, for `count` tokens of a block.
@@ -161,45 +136,14 @@ class Rows {
   // Of a law alone: nothing is tried, and draws may follow.
   double sum_masses(const RowLaw& law) {
     last_sum_ = sum_blocks(law.row.vocab, scratch_.residuals, [&](int64_t begin, int64_t) {
-      return sum_of(load_masses(law, begin, scratch_.target), [&](int i) { return load(scratch_.target + i); });
+      return sum_of(load_masses(law, begin, scratch_.block.target),
+                    [&](int i) { return load(scratch_.block.target + i); });
     });
     return last_sum_;
   }
 
-  // Returns how many tokens are there, filled up with zeros to a multiple of kLawSums.
-  template <typename At>
-  static int fill(float* block, int64_t begin, int64_t vocab, const At& at) {
-    const int64_t end = min_of(begin + kLawBlock, vocab);
-    const int count = static_cast<int>(ceil_div<int64_t>(end - begin, kLawSums) * kLawSums);
-    std::memset(block + count - kLawSums, 0, kLawSums * sizeof(float));
-    for (int64_t t = begin; t < end; t += kLanes) store(block + (t - begin), at(t));
-    return count;
-  }
-
-  static int load_masses(const RowLaw& law, int64_t begin, float* block) {
-    return with_logits(law, [&]<typename T>() {
-      return fill(block, begin, law.row.vocab, [&](int64_t t) { return masses_at<T>(law, t); });
-    });
-  }
-
-  // A block of both laws; tried tokens count as nothing.
   int load_block(const NodeLaws& laws, int64_t begin, bool with_draft) {
-    const int count = load_masses(laws.target, begin, scratch_.target);
-    if (with_draft && laws.draft_is_probs) {
-      with_logits(laws.draft.row.dtype, [&]<typename T>() {
-        fill(scratch_.draft, begin, laws.draft.row.vocab,
-             [&](int64_t t) { return probabilities_at<T>(laws.draft.row, t); });
-      });
-    } else if (with_draft) {
-      load_masses(laws.draft, begin, scratch_.draft);
-    }
-    if (counts_drafts_ && !with_draft) return count;
-    for (int32_t i = tried_.lower_bound(begin); i < tried_.size && tried_.ids[i] < begin + kLawBlock; ++i) {
-      const int64_t at = tried_.ids[i] - begin;
-      if (counts_drafts_ && !(scratch_.draft[at] > 0.0f)) continue;
-      scratch_.target[at] = scratch_.draft[at] = 0.0f;
-    }
-    return count;
+    return PAGEDTREE_ISA::load_block(laws, begin, with_draft, tried_, counts_drafts_, scratch_.block);
   }
 
   LawScratch& scratch_;

@@ -16,6 +16,10 @@ void implement(Library& m) {
   m.impl("verify_block", TORCH_BOX(&verify_by_ratio<&Backend::verify_block>));
   m.impl("verify_traversal", TORCH_BOX(&verify_by_ratio<&Backend::verify_traversal>));
   m.impl("verify_typical", TORCH_BOX(&verify_typical));
+  m.impl("step_shards", TORCH_BOX(&step_shards));
+  m.impl("follow_shards", TORCH_BOX(&follow_shards));
+  m.impl("weigh_shards", TORCH_BOX(&weigh_shards));
+  m.impl("walk_shards", TORCH_BOX(&walk_shards));
   m.impl("expand_tree", TORCH_BOX(&expand_tree));
   m.impl("rerank_tree", TORCH_BOX(&rerank_tree));
   m.impl("ngram_propose", TORCH_BOX(&ngram_propose));
@@ -78,6 +82,31 @@ STABLE_TORCH_LIBRARY(pagedtree, m) {
       " Tensor? draft_to_target=None)"
       " -> (Tensor accept_index, Tensor num_accepted, Tensor tokens, Tensor status)");
 
+#define PT_TREES                                                                                                \
+  "Tensor draft_tokens, Tensor cu_nodes, Tensor depths, Tensor first_child, Tensor next_sibling, Tensor valid," \
+  " SymInt max_nodes, SymInt max_depth"
+#define PT_SAMPLING "Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, str filter_order"
+  m.def("_shard_words() -> str");
+  m.def("step_shards(Tensor logits, Tensor(a!) rows, Tensor? received, Tensor(b!) words, " PT_SAMPLING
+        ", *, SymInt round, SymInt digit, SymInt last, SymInt rank, SymInt num_ranks, SymInt first_token, SymInt vocab,"
+        " Tensor? cu_nodes=None, Tensor? depths=None, Tensor? seeds=None, Tensor? positions=None,"
+        " Tensor? grammar_mask=None) -> ()");
+  m.def("follow_shards(Tensor rows, Tensor received, " PT_TREES
+        ", *, SymInt last, SymInt vocab, Tensor? draft_to_target=None)"
+        " -> (Tensor accept_index, Tensor num_accepted, Tensor tokens, Tensor status)");
+  m.def(
+      "weigh_shards(Tensor logits, Tensor(a!) rows, Tensor(b!) left, Tensor? ends, Tensor? received,"
+      " Tensor(c!) words, " PT_TREES ", " PT_SAMPLING
+      ", *, SymInt round, SymInt index, SymInt rank, SymInt num_ranks, SymInt first_token, SymInt vocab, str draft_law,"
+      " Tensor? draft_probs=None, Tensor? draft_rows=None, Tensor? grammar_mask=None, Tensor? draft_to_target=None)"
+      " -> ()");
+  m.def("walk_shards(Tensor(a!) rows, Tensor(b!) left, Tensor masses, Tensor received, " PT_TREES
+        ", *, SymInt index, SymInt vocab, str draft_law, Tensor seeds, Tensor positions, Tensor? coins=None,"
+        " Tensor? final_coins=None, Tensor? draft_to_target=None)"
+        " -> (Tensor accept_index, Tensor num_accepted, Tensor tokens, Tensor status, Tensor ends)");
+#undef PT_TREES
+#undef PT_SAMPLING
+
   m.def(
       "expand_tree(Tensor tokens, Tensor parents, Tensor scores, Tensor kv_index, Tensor frontier, Tensor mask,"
       " Tensor logits, *, SymInt level, SymInt num_kv, SymInt num_children, SymInt num_frontier, str law=\"topk\","
@@ -131,6 +160,7 @@ STABLE_TORCH_LIBRARY(pagedtree, m) {
 STABLE_TORCH_LIBRARY_IMPL(pagedtree, CompositeExplicitAutograd, m) {
   m.impl("_backends", TORCH_BOX(&pagedtree::ops::backends));
   m.impl("_use_backend", TORCH_BOX(&pagedtree::ops::use_backend));
+  m.impl("_shard_words", TORCH_BOX(&pagedtree::ops::shard_words));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pagedtree, CPU, m) { pagedtree::ops::implement(m); }

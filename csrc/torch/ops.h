@@ -50,6 +50,34 @@ VerdictTensors verify_typical(const Tensor& logits, const Tensor& draft_tokens, 
                               const std::string& filter_order, double epsilon, double delta,
                               const std::optional<Tensor>& grammar_mask, const std::optional<Tensor>& draft_to_target);
 
+// Vocabularies in parts, see shards.cpp. shard_words: how many words a ShardRow, a Residual and a ShardEnd are.
+std::string shard_words();
+void step_shards(const Tensor& logits, Tensor rows, const std::optional<Tensor>& received, Tensor words,
+                 const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
+                 const std::string& filter_order, int64_t round, int64_t digit, int64_t last, int64_t rank,
+                 int64_t num_ranks, int64_t first_token, int64_t vocab, const std::optional<Tensor>& cu_nodes,
+                 const std::optional<Tensor>& depths, const std::optional<Tensor>& seeds,
+                 const std::optional<Tensor>& positions, const std::optional<Tensor>& grammar_mask);
+VerdictTensors follow_shards(const Tensor& rows, const Tensor& received, const Tensor& draft_tokens,
+                             const Tensor& cu_nodes, const Tensor& depths, const Tensor& first_child,
+                             const Tensor& next_sibling, const Tensor& valid, int64_t max_nodes, int64_t max_depth,
+                             int64_t last, int64_t vocab, const std::optional<Tensor>& draft_to_target);
+void weigh_shards(const Tensor& logits, Tensor rows, Tensor left, const std::optional<Tensor>& ends,
+                  const std::optional<Tensor>& received, Tensor words, const Tensor& draft_tokens,
+                  const Tensor& cu_nodes, const Tensor& depths, const Tensor& first_child, const Tensor& next_sibling,
+                  const Tensor& valid, int64_t max_nodes, int64_t max_depth, const Tensor& temperature,
+                  const Tensor& top_k, const Tensor& top_p, const Tensor& min_p, const std::string& filter_order,
+                  int64_t round, int64_t index, int64_t rank, int64_t num_ranks, int64_t first_token, int64_t vocab,
+                  const std::string& draft_law, const std::optional<Tensor>& draft_probs,
+                  const std::optional<Tensor>& draft_rows, const std::optional<Tensor>& grammar_mask,
+                  const std::optional<Tensor>& draft_to_target);
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> walk_shards(
+    Tensor rows, Tensor left, const Tensor& masses, const Tensor& received, const Tensor& draft_tokens,
+    const Tensor& cu_nodes, const Tensor& depths, const Tensor& first_child, const Tensor& next_sibling,
+    const Tensor& valid, int64_t max_nodes, int64_t max_depth, int64_t index, int64_t vocab,
+    const std::string& draft_law, const Tensor& seeds, const Tensor& positions, const std::optional<Tensor>& coins,
+    const std::optional<Tensor>& final_coins, const std::optional<Tensor>& draft_to_target);
+
 // tokens, parents, scores, kv_index, frontier, mask, draft_probs
 using ExpandedTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 ExpandedTensors expand_tree(const Tensor& tokens, const Tensor& parents, const Tensor& scores, const Tensor& kv_index,

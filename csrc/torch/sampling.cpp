@@ -9,10 +9,10 @@ DType logits_dtype(const Tensor& logits) {
   return logits.scalar_type() == ScalarType::Half ? DType::kFloat16 : DType::kBFloat16;
 }
 
-LogitsParams rows_params(const Check& check, const Tensor& rows, const std::string& name) {
+LogitsParams rows_params(const Check& check, const Tensor& rows, const std::string& name, int64_t min_vocab) {
   const auto dtypes = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16};
   check.tensor(rows, name, dtypes, {kAnySize, kAnySize}, Strides::kLastContiguous);
-  check.that(rows.size(1) >= 1, name, "of at least one column", Check::text(rows.sizes()));
+  check.that(rows.size(1) >= min_vocab, name, "of at least one column", Check::text(rows.sizes()));
   check.that(rows.size(1) <= kMaxVocab, name, "of at most 2^20 columns", Check::text(rows.sizes()));
   LogitsParams params{};
   params.data = rows.const_data_ptr();

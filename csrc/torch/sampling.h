@@ -8,14 +8,20 @@ namespace pagedtree::ops {
 
 DType logits_dtype(const Tensor& logits);
 
-// Rows [rows, V] of logits or probabilities, V >= 1, at any stride >= V.
-LogitsParams rows_params(const Check& check, const Tensor& rows, const std::string& name);
+// Rows [rows, V] of logits or probabilities, at any stride >= V.
+LogitsParams rows_params(const Check& check, const Tensor& rows, const std::string& name, int64_t min_vocab = 1);
 inline LogitsParams logits_params(const Check& check, const Tensor& logits) {
   return rows_params(check, logits, "logits");
 }
 
 // Adds a grammar mask, bool [rows, V] or packed int32 [rows, ceil(V / 32)].
 void add_grammar_mask(const Check& check, const std::optional<Tensor>& grammar_mask, LogitsParams& logits);
+
+inline LogitsParams logits_params(const Check& check, const Tensor& logits, const std::optional<Tensor>& grammar_mask) {
+  LogitsParams params = logits_params(check, logits);
+  add_grammar_mask(check, grammar_mask, params);
+  return params;
+}
 
 // Each parameter is [1] or [batch]; `prefix` is that of their names.
 SamplingParams sampling_params(const Check& check, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,

@@ -1,3 +1,5 @@
+#include "torch/verify.h"
+
 #include "core/traversal.h"
 #include "torch/ops.h"
 #include "torch/sampling.h"
@@ -12,15 +14,15 @@ TokenIds token_ids(const Check& check, const Tensor& ids, const std::string& nam
   return {ids.const_data_ptr(), ids.scalar_type() == ScalarType::Long};
 }
 
-// What every rule needs but its law: logits, drafts, trees.
-VerifyParams tree_params(const Check& check, const Tensor& logits, const Tensor& draft_tokens, const Tensor& cu_nodes,
-                         const Tensor& depths, const Tensor& first_child, const Tensor& next_sibling,
-                         const Tensor& valid, int64_t max_nodes, int64_t max_depth,
-                         const std::optional<Tensor>& grammar_mask, const std::optional<Tensor>& draft_to_target) {
+}  // namespace
+
+VerifyParams tree_params(const Check& check, const LogitsParams& logits, const Tensor& draft_tokens,
+                         const Tensor& cu_nodes, const Tensor& depths, const Tensor& first_child,
+                         const Tensor& next_sibling, const Tensor& valid, int64_t max_nodes, int64_t max_depth,
+                         const std::optional<Tensor>& draft_to_target) {
   VerifyParams params{};
-  params.logits = logits_params(check, logits);
-  add_grammar_mask(check, grammar_mask, params.logits);
-  const int64_t rows = params.logits.num_rows;
+  params.logits = logits;
+  const int64_t rows = logits.num_rows;
   params.draft_tokens = token_ids(check, draft_tokens, "draft_tokens", rows);
   if (draft_to_target.has_value()) {
     params.draft_to_target = token_ids(check, *draft_to_target, "draft_to_target", kAnySize);
@@ -44,19 +46,72 @@ VerifyParams tree_params(const Check& check, const Tensor& logits, const Tensor&
   return params;
 }
 
-// Allocates what comes out.
-VerdictTensors make_verdict(const Tensor& logits, VerifyParams& params) {
+VerdictTensors make_verdict(const Tensor& anchor, VerifyParams& params) {
   const int64_t width = params.max_depth + 1;
-  Tensor accept_index = empty_on(logits, {params.batch, width}, ScalarType::Int);
-  Tensor num_accepted = empty_on(logits, {params.batch}, ScalarType::Int);
-  Tensor tokens = empty_on(logits, {params.batch, width}, ScalarType::Long);
-  Tensor status = empty_on(logits, {params.batch}, ScalarType::Int);
+  Tensor accept_index = empty_on(anchor, {params.batch, width}, ScalarType::Int);
+  Tensor num_accepted = empty_on(anchor, {params.batch}, ScalarType::Int);
+  Tensor tokens = empty_on(anchor, {params.batch, width}, ScalarType::Long);
+  Tensor status = empty_on(anchor, {params.batch}, ScalarType::Int);
   params.accept_index = mutable_pointer<int32_t>(accept_index);
   params.num_accepted = mutable_pointer<int32_t>(num_accepted);
   params.tokens = mutable_pointer<int64_t>(tokens);
   params.status = mutable_pointer<int32_t>(status);
   return {accept_index, num_accepted, tokens, status};
 }
+
+void add_streams(const Check& check, const Tensor& seeds, const Tensor& positions, VerifyParams& params) {
+  check.tensor(seeds, "seeds", {ScalarType::Long}, {params.batch});
+  check.tensor(positions, "positions", {ScalarType::Long}, {params.batch});
+  params.seeds = const_pointer<int64_t>(seeds);
+  params.positions = const_pointer<int64_t>(positions);
+}
+
+void add_coins(const Check& check, const std::optional<Tensor>& coins, const std::optional<Tensor>& final_coins,
+               RatioParams& params) {
+  if (coins.has_value()) {
+    check.tensor(*coins, "coins", {ScalarType::Float}, {params.verify.logits.num_rows});
+    params.coins = const_pointer<float>(*coins);
+  }
+  if (final_coins.has_value()) {
+    check.tensor(*final_coins, "final_coins", {ScalarType::Float}, {params.verify.batch});
+    params.final_coins = const_pointer<float>(*final_coins);
+  }
+}
+
+DraftLaw draft_law_of(const Check& check, const std::string& name) {
+  if (name == "iid") return DraftLaw::kIid;
+  if (name == "swor") return DraftLaw::kSwor;
+  check.that(name == "onehot", "draft_law", "\"iid\", \"swor\" or \"onehot\"", "\"" + name + "\"");
+  return DraftLaw::kOneHot;
+}
+
+void add_draft_laws(const Check& check, const std::optional<Tensor>& draft_probs,
+                    const std::optional<Tensor>& draft_rows, int64_t vocab, RatioParams& params) {
+  const bool drawn = params.law != DraftLaw::kOneHot;
+  check.that(draft_probs.has_value() == drawn, "draft_probs",
+             drawn ? "a Tensor, the law that the drafts were drawn from" : "None under draft_law \"onehot\"",
+             drawn ? "None" : "a Tensor");
+  const int64_t rows = params.verify.logits.num_rows;
+  if (draft_rows.has_value()) {
+    check.that(drawn, "draft_rows", "None under draft_law \"onehot\"", "a Tensor");
+    params.draft_rows = token_ids(check, *draft_rows, "draft_rows", rows);
+  }
+  if (!drawn) return;
+  params.draft = rows_params(check, *draft_probs, "draft_probs", min_of<int64_t>(vocab, 1));
+  check.tensor(*draft_probs, "draft_probs", {draft_probs->scalar_type()},
+               {draft_rows.has_value() ? kAnySize : rows, vocab}, Strides::kLastContiguous);
+  if (!value_checks_enabled() || !draft_rows.has_value()) return;
+  const auto check_rows = [&](const auto& ids) {
+    for (size_t n = 0; n < ids.size(); ++n) {
+      check.that(ids[n] >= 0 && ids[n] < params.draft.num_rows, at("draft_rows", static_cast<int64_t>(n)),
+                 "in 0.." + std::to_string(params.draft.num_rows - 1), ids[n]);
+    }
+  };
+  params.draft_rows.is_int64 ? check_rows(host_values<int64_t>(*draft_rows))
+                             : check_rows(host_values<int32_t>(*draft_rows));
+}
+
+namespace {
 
 VerdictTensors run(const Tensor& logits, VerifyParams& params) {
   VerdictTensors verdict = make_verdict(logits, params);
@@ -66,13 +121,6 @@ VerdictTensors run(const Tensor& logits, VerifyParams& params) {
   params.drawn_rows = static_cast<DrawnRow*>(drawn_rows.mutable_data_ptr());
   backend_for(logits).verify_sampled(params, context_for(logits));
   return verdict;
-}
-
-void add_streams(const Check& check, const Tensor& seeds, const Tensor& positions, VerifyParams& params) {
-  check.tensor(seeds, "seeds", {ScalarType::Long}, {params.batch});
-  check.tensor(positions, "positions", {ScalarType::Long}, {params.batch});
-  params.seeds = const_pointer<int64_t>(seeds);
-  params.positions = const_pointer<int64_t>(positions);
 }
 
 template <RatioRule kRule>
@@ -91,40 +139,6 @@ void check_chains(const Check& check, const Tensor& next_sibling) {
   }
 }
 
-DraftLaw draft_law_of(const Check& check, const std::string& name) {
-  if (name == "iid") return DraftLaw::kIid;
-  if (name == "swor") return DraftLaw::kSwor;
-  check.that(name == "onehot", "draft_law", "\"iid\", \"swor\" or \"onehot\"", "\"" + name + "\"");
-  return DraftLaw::kOneHot;
-}
-
-// The laws that children were drawn from, [M, V] and the rows of N nodes in it.
-void add_draft_laws(const Check& check, const std::optional<Tensor>& draft_probs,
-                    const std::optional<Tensor>& draft_rows, RatioParams& params) {
-  const bool drawn = params.law != DraftLaw::kOneHot;
-  check.that(draft_probs.has_value() == drawn, "draft_probs",
-             drawn ? "a Tensor, the law that the drafts were drawn from" : "None under draft_law \"onehot\"",
-             drawn ? "None" : "a Tensor");
-  const int64_t rows = params.verify.logits.num_rows;
-  if (draft_rows.has_value()) {
-    check.that(drawn, "draft_rows", "None under draft_law \"onehot\"", "a Tensor");
-    params.draft_rows = token_ids(check, *draft_rows, "draft_rows", rows);
-  }
-  if (!drawn) return;
-  params.draft = rows_params(check, *draft_probs, "draft_probs");
-  check.tensor(*draft_probs, "draft_probs", {draft_probs->scalar_type()},
-               {draft_rows.has_value() ? kAnySize : rows, params.verify.logits.vocab}, Strides::kLastContiguous);
-  if (!value_checks_enabled() || !draft_rows.has_value()) return;
-  const auto check_rows = [&](const auto& ids) {
-    for (size_t n = 0; n < ids.size(); ++n) {
-      check.that(ids[n] >= 0 && ids[n] < params.draft.num_rows, at("draft_rows", static_cast<int64_t>(n)),
-                 "in 0.." + std::to_string(params.draft.num_rows - 1), ids[n]);
-    }
-  };
-  params.draft_rows.is_int64 ? check_rows(host_values<int64_t>(*draft_rows))
-                             : check_rows(host_values<int32_t>(*draft_rows));
-}
-
 }  // namespace
 
 VerdictTensors verify_greedy(const Tensor& logits, const Tensor& draft_tokens, const Tensor& cu_nodes,
@@ -132,8 +146,8 @@ VerdictTensors verify_greedy(const Tensor& logits, const Tensor& draft_tokens, c
                              const Tensor& valid, int64_t max_nodes, int64_t max_depth,
                              const std::optional<Tensor>& grammar_mask, const std::optional<Tensor>& draft_to_target) {
   const Check check("verify_greedy", logits);
-  VerifyParams params = tree_params(check, logits, draft_tokens, cu_nodes, depths, first_child, next_sibling, valid,
-                                    max_nodes, max_depth, grammar_mask, draft_to_target);
+  VerifyParams params = tree_params(check, logits_params(check, logits, grammar_mask), draft_tokens, cu_nodes, depths,
+                                    first_child, next_sibling, valid, max_nodes, max_depth, draft_to_target);
   return run(logits, params);
 }
 
@@ -144,8 +158,8 @@ VerdictTensors verify_sampled(const Tensor& logits, const Tensor& draft_tokens, 
                               const std::string& filter_order, const Tensor& seeds, const Tensor& positions,
                               const std::optional<Tensor>& grammar_mask, const std::optional<Tensor>& draft_to_target) {
   const Check check("verify_sampled", logits);
-  VerifyParams params = tree_params(check, logits, draft_tokens, cu_nodes, depths, first_child, next_sibling, valid,
-                                    max_nodes, max_depth, grammar_mask, draft_to_target);
+  VerifyParams params = tree_params(check, logits_params(check, logits, grammar_mask), draft_tokens, cu_nodes, depths,
+                                    first_child, next_sibling, valid, max_nodes, max_depth, draft_to_target);
   params.sampling = sampling_params(check, temperature, top_k, top_p, min_p, filter_order, params.batch);
   add_streams(check, seeds, positions, params);
   return run(logits, params);
@@ -167,8 +181,8 @@ VerdictTensors verify_by_ratio(const Tensor& logits, const Tensor& draft_tokens,
   const Check check(kRuleName<kRule>, logits);
   RatioParams params{};
   VerifyParams& verify = params.verify;
-  verify = tree_params(check, logits, draft_tokens, cu_nodes, depths, first_child, next_sibling, valid, max_nodes,
-                       max_depth, grammar_mask, draft_to_target);
+  verify = tree_params(check, logits_params(check, logits, grammar_mask), draft_tokens, cu_nodes, depths, first_child,
+                       next_sibling, valid, max_nodes, max_depth, draft_to_target);
   verify.sampling = sampling_params(check, temperature, top_k, top_p, min_p, filter_order, verify.batch);
   add_streams(check, seeds, positions, verify);
   params.law = draft_law_of(check, draft_law);
@@ -176,7 +190,7 @@ VerdictTensors verify_by_ratio(const Tensor& logits, const Tensor& draft_tokens,
     check.that(params.law != DraftLaw::kOneHot, "draft_law", "\"iid\" or \"swor\"", "\"onehot\"");
   }
   if constexpr (kRule == &Backend::verify_block) check_chains(check, next_sibling);
-  add_draft_laws(check, draft_probs, draft_rows, params);
+  add_draft_laws(check, draft_probs, draft_rows, verify.logits.vocab, params);
   const std::pair<const char*, const std::optional<Tensor>*> draft_sampling[] = {
       {"draft_temperature", &draft_temperature},
       {"draft_top_k", &draft_top_k},
@@ -193,14 +207,7 @@ VerdictTensors verify_by_ratio(const Tensor& logits, const Tensor& draft_tokens,
     params.draft_sampling = sampling_params(check, *draft_temperature, *draft_top_k, *draft_top_p, *draft_min_p,
                                             draft_filter_order, verify.batch, "draft_");
   }
-  if (coins.has_value()) {
-    check.tensor(*coins, "coins", {ScalarType::Float}, {verify.logits.num_rows});
-    params.coins = const_pointer<float>(*coins);
-  }
-  if (final_coins.has_value()) {
-    check.tensor(*final_coins, "final_coins", {ScalarType::Float}, {verify.batch});
-    params.final_coins = const_pointer<float>(*final_coins);
-  }
+  add_coins(check, coins, final_coins, params);
   Tensor frames = empty_on(logits, {0}, ScalarType::Long);
   if constexpr (kRule == &Backend::verify_traversal) {
     static_assert(sizeof(TraversalFrame) % sizeof(int64_t) == 0);
@@ -225,8 +232,8 @@ VerdictTensors verify_typical(const Tensor& logits, const Tensor& draft_tokens, 
                               const std::optional<Tensor>& grammar_mask, const std::optional<Tensor>& draft_to_target) {
   const Check check("verify_typical", logits);
   RatioParams params{};
-  params.verify = tree_params(check, logits, draft_tokens, cu_nodes, depths, first_child, next_sibling, valid,
-                              max_nodes, max_depth, grammar_mask, draft_to_target);
+  params.verify = tree_params(check, logits_params(check, logits, grammar_mask), draft_tokens, cu_nodes, depths,
+                              first_child, next_sibling, valid, max_nodes, max_depth, draft_to_target);
   params.verify.sampling = sampling_params(check, temperature, top_k, top_p, min_p, filter_order, params.verify.batch);
   check.that(epsilon >= 0.0 && epsilon <= 1.0, "epsilon", "in 0..1", epsilon);
   check.that(delta >= 0.0 && delta <= 3e38, "delta", "a finite number >= 0", delta);

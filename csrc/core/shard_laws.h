@@ -1,0 +1,227 @@
+// Rejection sampling along draft trees whose vocabulary the ranks of a group hold in parts. What is left of a node's
+// law after its first children were rejected depends on no coin, so it is found for all nodes at once, a round a
+// rejection; then every rank walks the trees alone. Sums are those of integers, see units_of().
+#pragma once
+
+#include "core/rejection.h"
+#include "core/shards.h"
+
+namespace pagedtree {
+
+// What a rank tells, and how the ranks' words become one.
+enum class WeighRound : int32_t {
+  kMasses,    // 2 words a row, the sum: the target's masses; target and draft at the token drafted at the row
+  kResidual,  // 2 words a row, the sum: what the first `index` children's rejections leave of target and draft
+  kSums,      // 2 words a tree, each rank's: what is left at the path's end, and its target's masses
+  kDraw,      // 1 word a tree, the sum: the token that is drawn there
+};
+constexpr int kWeighWords = 2;
+
+// Where a walk draws its bonus.
+struct ShardEnd {
+  int64_t row;  // -1: it does not
+  double c;
+  double coin;
+  int64_t num_tried;  // of the children that drafted a token, these are tried
+};
+static_assert(sizeof(ShardEnd) % sizeof(int64_t) == 0);
+
+struct ShardWeighParams {
+  ShardRows shard;
+  RatioParams ratio;        // verify.logits: number of rows and vocabulary of all ranks, no data; draft: own columns
+  Residual* left;           // [N] what is left at the parent once the row's token is rejected, written
+  const ShardEnd* ends;     // [B], for kSums and kDraw
+  const int64_t* received;  // for kResidual [N, 2], for kDraw [ranks, B, 2], else null
+  int64_t* words;           // [N, 2], for kSums [B, 2], for kDraw [B]; zeros, written
+  WeighRound round;
+  int32_t index;
+  int32_t rank, num_ranks;
+};
+
+struct ShardWalkParams {
+  RatioParams ratio;        // as above
+  ShardRow* rows;           // [N] written
+  Residual* left;           // [N] written
+  const int64_t* masses;    // [N, 2] of kMasses
+  const int64_t* received;  // [N, 2] of the last round
+  int32_t* tried;           // [N] scratch
+  ShardEnd* ends;           // [B] out
+  int32_t index;            // of the last round, 0 for kMasses
+};
+
+PT_HOST_DEVICE bool is_of_trees(WeighRound round) { return round == WeighRound::kSums || round == WeighRound::kDraw; }
+PT_HOST_DEVICE int64_t num_items(const ShardWeighParams& p) {
+  return is_of_trees(p.round) ? p.ratio.verify.batch : p.shard.logits.num_rows;
+}
+
+// The row of an item, and its sequence; -1 for those where nothing is to be done.
+struct ShardItem {
+  int64_t row, sequence;
+};
+PT_HOST_DEVICE ShardItem item_of(const ShardWeighParams& p, int64_t item) {
+  if (!is_of_trees(p.round)) return {item, sequence_of(p.shard, item)};
+  return {p.ends[item].row, p.ends[item].row < 0 ? -1 : item};
+}
+
+// The row of the `index`-th child, from 1, that drafted a token at the node where `walk` stands; -1 if they are fewer.
+PT_HOST_DEVICE int64_t drafted_child(TreeWalk& walk, int64_t index) {
+  for (int32_t child = walk.first_child(); child >= 0; child = walk.next_sibling(child)) {
+    const int64_t row = walk.rows.begin + child;
+    if (draft_token_at(walk.p, row) >= 0 && --index == 0) return row;
+  }
+  return -1;
+}
+
+// The walk of sequence b that stands at `row`; false where no walk comes there.
+PT_HOST_DEVICE bool stand_at(TreeWalk& walk, int64_t row) {
+  if (row - walk.rows.begin >= walk.num_nodes) return false;
+  walk.node = static_cast<int32_t>(row - walk.rows.begin);
+  return true;
+}
+
+// Learns from the words of kMasses (index 0), or of kResidual after the `index`-th rejection, if it was asked for.
+PT_HOST_DEVICE void learn_sums(DraftLaw law, const int64_t* words, int32_t index, ShardRow& row) {
+  if (index == 0) {
+    row.total = mass_of_units(words[0]);
+    row.left = {0.0, row.total, 1.0};
+  } else if (row.asked) {
+    row.left.mass = mass_of_units(words[0]);
+    if (law == DraftLaw::kSwor) row.left.draft_mass = mass_of_units(words[1]);
+  }
+}
+
+// The rows of core/laws.h for a walk that knows everything. The sums after a node's last rejection are not known, nor
+// needed: they count as one.
+class KnownRows {
+ public:
+  PT_HOST_DEVICE KnownRows(const ShardWalkParams& p, int64_t b) : p_(p), b_(b), walk_(p.ratio.verify, b) {
+    tried_.ids = p.tried + walk_.rows.begin;
+    p_.ends[b] = {-1, 0.0, 0.0, 0};
+  }
+
+  static PT_HOST_DEVICE bool leads() { return true; }
+  static PT_HOST_DEVICE void sync() {}
+  PT_HOST_DEVICE NodeLaws& laws() { return laws_; }
+
+  PT_HOST_DEVICE void open(const RatioParams&, int64_t, int64_t row, bool, NodeLaws& laws) {
+    const ShardRow& known = p_.rows[row];
+    clear_tried();
+    num_rejected_ = 0;
+    stand_at(walk_, row);
+    laws = {};
+    laws.target.bad = is_uniform(known) || known.peak.has_nan;
+    laws.total = known.total;
+    laws.draft_unit = 1.0;
+  }
+  PT_HOST_DEVICE double target(const NodeLaws&, int64_t token) { return static_cast<double>(mass_at(token, 32)); }
+  PT_HOST_DEVICE double draft(const NodeLaws&, int64_t token) { return static_cast<double>(mass_at(token, 0)); }
+  PT_HOST_DEVICE double residual(const NodeLaws& laws, double c, int64_t token) {
+    const float mass = mass_at(token, 32);
+    if (c == 0.0) return static_cast<double>(mass);
+    return static_cast<double>(residual_mass<ScalarMath>(mass, draft_factor(laws, c), mass_at(token, 0)));
+  }
+  PT_HOST_DEVICE LawSums sums(const NodeLaws& laws, double c) {
+    if (c == 0.0) return {tried_.size == 0 ? laws.total : 1.0};
+    const int64_t rejected = drafted_child(walk_, ++num_rejected_);
+    if (drafted_child(walk_, num_rejected_ + 1) < 0) return {1.0, 1.0};
+    return {p_.left[rejected].mass, p_.left[rejected].draft_mass};
+  }
+  PT_HOST_DEVICE int64_t draw(const NodeLaws&, double c, double u) {
+    const bool any = tried_.size > 0;
+    p_.ends[b_] = {walk_.row(), c, u, !any ? 0 : p_.ratio.law == DraftLaw::kOneHot ? kMaxTreeNodes : num_rejected_};
+    return -1;
+  }
+
+  PT_HOST_DEVICE void mark_tried(int64_t token) { tried_.insert(token); }
+  PT_HOST_DEVICE void clear_tried() { tried_.size = 0; }
+  PT_HOST_DEVICE bool is_tried(int64_t token) const { return tried_.contains(token); }
+
+ private:
+  // Of a child's token, under the target's law or the draft's.
+  PT_HOST_DEVICE float mass_at(int64_t token, int shift) {
+    const int32_t child = walk_.child_with(token);
+    if (child < 0) return 0.0f;
+    const uint64_t word = static_cast<uint64_t>(p_.masses[(walk_.rows.begin + child) * kWeighWords + 1]);
+    return ScalarMath::bits<float>(static_cast<uint32_t>(word >> shift));
+  }
+
+  const ShardWalkParams& p_;
+  int64_t b_;
+  TreeWalk walk_;
+  NodeLaws laws_;
+  TriedTokens tried_{};
+  int64_t num_rejected_ = 0;
+};
+
+PT_HOST_DEVICE void walk_tree(const ShardWalkParams& p, int64_t b) {
+  TreeWalk walk(p.ratio.verify, b);
+  for (int32_t node = 0; node < walk.num_nodes; ++node) {
+    walk.node = node;
+    ShardRow& row = p.rows[walk.row()];
+    learn_sums(p.ratio.law, p.received + walk.row() * kWeighWords, p.index, row);
+    if (row.asked) p.left[drafted_child(walk, p.index)] = row.left;
+  }
+  KnownRows rows(p, b);
+  walk_rejection(p.ratio, b, rows);
+}
+
+// What this rank does of the draw at a path's end.
+struct ShardDraw {
+  bool owns;
+  uint64_t bound;  // the first of its tokens whose cumulative units exceed it
+  double c;
+  int64_t num_tried;
+};
+
+PT_HOST_DEVICE ShardDraw draw_of_shard(const ShardWeighParams& p, int64_t b) {
+  const ShardEnd& end = p.ends[b];
+  const auto units = [&](int32_t rank, int which) {
+    return static_cast<uint64_t>(p.received[(rank * p.ratio.verify.batch + b) * kWeighWords + which]);
+  };
+  uint64_t total = 0;
+  int which = 0;  // where nothing is left, the target's own law
+  for (; which < kWeighWords && total == 0; ++which) {
+    for (int32_t rank = 0; rank < p.num_ranks; ++rank) total += units(rank, which);
+  }
+  if (total == 0) return {};
+  const bool own_law = --which == 1;
+  const double coin = end.coin > 0.0 ? min_of(end.coin, 1.0) : 0.0;
+  const uint64_t drawn = min_of(static_cast<uint64_t>(coin * static_cast<double>(total)), total - 1);
+  uint64_t before = 0;
+  for (int32_t rank = 0; rank < p.rank; ++rank) before += units(rank, which);
+  const bool owns = drawn >= before && drawn - before < units(p.rank, which);
+  return {owns, drawn - before, own_law ? 0.0 : end.c, own_law ? 0 : end.num_tried};
+}
+
+// Marks the columns of this rank among the tokens of the first `count` children that drafted one.
+PT_HOST_DEVICE void mark_tried(const ShardRows& shard, TreeWalk& walk, int64_t count, TriedTokens& tried) {
+  for (int32_t child = walk.first_child(); child >= 0 && count > 0; child = walk.next_sibling(child)) {
+    const int64_t token = draft_token_at(walk.p, walk.rows.begin + child);
+    if (token < 0) continue;
+    --count;
+    const int64_t column = token - shard.first_token;
+    if (column >= 0 && column < shard.logits.vocab) tried.insert(column);
+  }
+}
+
+// A pair of masses as one word; only the rank that holds the token tells it.
+PT_HOST_DEVICE int64_t word_of_masses(float target, float draft) {
+  return static_cast<int64_t>(uint64_t{ScalarMath::bits<uint32_t>(target)} << 32 | ScalarMath::bits<uint32_t>(draft));
+}
+
+// What a rank has to sum up at a row: nothing, or what is left at c.
+struct ShardQuestion {
+  bool asked;
+  double c;
+  int64_t num_tried;
+};
+
+// Rejects the `index`-th child at row n, where another one would be judged behind it.
+PT_HOST_DEVICE ShardQuestion reject_child(const ShardWeighParams& p, TreeWalk& walk, ShardRow& row) {
+  row.asked = row.left.mass > 0.0 && drafted_child(walk, p.index + 1) >= 0;
+  if (!row.asked) return {};
+  take_draft(row.left, 1.0);
+  return {true, row.left.c, p.ratio.law == DraftLaw::kSwor ? p.index : 0};
+}
+
+}  // namespace pagedtree

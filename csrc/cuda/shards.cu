@@ -1,0 +1,323 @@
+// What this rank's columns of a row hold, see core/shards.h and core/shard_laws.h: a CTA a row, or a tree.
+#include "core/shard_laws.h"
+#include "cuda/kernels.h"
+#include "cuda/laws.cuh"
+#include "cuda/sampling.cuh"
+#include "cuda/tile/launch.cuh"
+
+namespace pagedtree::cuda {
+namespace {
+
+// ---- laws and draws of rows
+
+// The kept token with the best score as a word; noise is drawn only for tokens that may still beat the peak's own
+// score.
+template <typename Reader>
+__device__ __forceinline__ int64_t race_word(const Reader& row, const RowLaw& law, int64_t peak, int64_t first_token,
+                                             uint64_t seed, int64_t position, BlockShared& shared) {
+  const auto noise_words = [&](int64_t id, uint32_t* words) {
+    philox<ScalarMath>(seed, position, static_cast<uint32_t>(id / 4), RandomUse::kGumbel, words);
+  };
+  uint32_t words[8];
+  noise_words(peak, words);
+  const uint32_t even = peak & 1 ? words[1] : words[0], odd = peak & 1 ? words[3] : words[2];
+  float bound = gumbel_of_word<ScalarMath>(peak & 2 ? odd : even);
+  uint64_t best = 0;
+  row.each_four([&](int64_t token, const float (&four)[4]) {
+    float x[4];
+    float most = -kInfinity;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      x[i] = law.scale(four[i]);
+      if (!law.filter.keeps(token + i, four[i], x[i])) x[i] = -kInfinity;
+      most = max_of(most, x[i]);
+    }
+    if (!(most + kMaxGumbel >= bound)) return;
+    const int64_t id = first_token + token;
+    noise_words(id, words);
+    if (id % 4 != 0) {  // they begin inside a block of noise
+      noise_words(id + 4, words + 4);
+#pragma unroll
+      for (int shift = 1; shift <= 2; ++shift) {
+#pragma unroll
+        for (int i = 0; i + shift < 8; ++i) {
+          if (id & shift) words[i] = words[i + shift];
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (!(x[i] + gumbel_bound<ScalarMath>(words[i]) >= bound)) continue;
+      const float score = x[i] + gumbel_of_word<ScalarMath>(words[i]);
+      bound = max_of(bound, score);
+      best = max_of(best, ranked(score, id + i));
+    }
+  });
+  best = block_max(shared, best);
+  return best == 0 ? INT64_MIN : ranked_word(ranked_value(best), ranked_id(best));
+}
+
+template <DType kDType>
+__device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_t b, const Law& law,
+                                     const LogitReader<kDType>& logits, const ShardRow& row, int64_t* words,
+                                     SamplingShared& shared) {
+  const bool leads = threadIdx.x == 0;
+  switch (p.round) {
+    case ShardRound::kNone:
+      break;
+    case ShardRound::kPeak: {
+      const Peak peak = find_peak(logits, shared.radix.block);
+      if (!leads) break;
+      words[0] = ranked_word(peak.logit, p.shard.first_token + peak.token);
+      words[1] = peak.has_nan;
+      break;
+    }
+    case ShardRound::kCount:
+    case ShardRound::kMass: {
+      if (!row.searching) break;
+      const ShardView view = view_of(row, law, p.round);
+      const LogitItems<LogitReader<kDType>> items{logits, view.scale, view.min_x};
+      const uint32_t least = order_key<ScalarMath>(view.min_logit);
+      const auto weight = [&](uint32_t key) {
+        return key < least ? 0u : weight_of<ScalarMath>(view.scale(logit_of_key<ScalarMath>(key)));
+      };
+      // Tabulated by bytes, of which a digit is one half: the bins of the first are sums, the second is some of the
+      // bins.
+      static_assert(kDigitBits == 2 * kShardDigitBits);
+      const bool first = p.digit % 2 == 0;
+      tabulate(shared.radix, view.by_mass ? &shared.masses : nullptr, shared.radix.next, items, weight, p.digit / 2,
+               first ? row.key : row.key >> kShardDigitBits);
+      const unsigned bin = threadIdx.x;
+      if (bin >= kShardBins) break;
+      uint64_t sum = 0;
+      for (unsigned i = 0; i < (first ? kShardBins : 1); ++i) {
+        const Totals& totals =
+            shared.radix.next[first ? bin * kShardBins + i : row.key % kShardBins * kShardBins + bin];
+        sum += view.by_mass ? totals.mass : totals.count;
+      }
+      words[bin] = static_cast<int64_t>(sum);
+      break;
+    }
+    case ShardRound::kTies: {
+      if (row.ties == 0) break;
+      uint64_t ties = 0;
+      logits.each_four([&](int64_t, const float (&four)[4]) {
+        for (int i = 0; i < 4; ++i) ties += four[i] == row.filter.min_logit;
+      });
+      ties = block_sum(shared.radix.block, ties);
+      if (leads) words[0] = static_cast<int64_t>(ties);
+      break;
+    }
+    case ShardRound::kRace: {
+      if (law.temperature == 0.0f) {
+        if (leads) words[0] = ranked_word(0.0f, row.peak.token);
+        break;
+      }
+      LogitReader<kDType> kept = logits;
+      const RowLaw of_shard = law_of_shard(p.shard, n, row, law);
+      if (of_shard.uniform) kept.make_uniform();
+      const int32_t depth = p.depths == nullptr ? 0 : p.depths[n];
+      const uint64_t position = static_cast<uint64_t>(p.positions[b]) + static_cast<uint64_t>(int64_t{depth});
+      const int64_t word =
+          race_word(kept, of_shard, row.peak.token, p.shard.first_token, static_cast<uint64_t>(p.seeds[b]),
+                    static_cast<int64_t>(position), shared.radix.block);
+      if (leads) words[0] = word;
+      break;
+    }
+  }
+}
+
+template <DType kDType>
+__global__ void __launch_bounds__(kRowThreads, 1) step_kernel(const __grid_constant__ ShardStepParams p) {
+  auto& shared = ptx::shared<SamplingShared>();
+  const int64_t n = blockIdx.x, b = sequence_of(p.shard, n);
+  ptx::cluster_sync();  // of one CTA: a rank has a part of the row to begin with
+  if (b < 0 || (p.depths != nullptr && p.depths[n] < 0)) return;  // no walk comes here
+  const Law law = law_of(p.shard.sampling, b);
+  const LogitReader<kDType> logits(logit_row(p.shard.logits, n));
+  ShardRow row = p.shard.rows[n];
+  const int64_t kept_ties = learn(p, n, law, row);
+  if (kept_ties >= 0) {
+    const float logit = row.filter.min_logit;
+    row.filter.tie_end = kept_ties == 0
+                             ? 0
+                             : end_of_first(shared.radix.block, logits.vocab(), static_cast<uint64_t>(kept_ties),
+                                            [&](int64_t token) { return logits.logit(token) == logit; });
+  }
+  begin_round(p, law, row);
+  tell(p, n, b, law, logits, row, p.words + n * words_of(p.round), shared);
+  __syncthreads();  // all have read the row
+  if (threadIdx.x == 0) p.shard.rows[n] = row;
+}
+
+// ---- what rejections leave
+
+struct WeighShared {
+  BlockShared block;
+  int32_t tried[kMaxTreeNodes];
+  int32_t num_tried;
+  int64_t token;
+};
+
+class ShardLaws {
+ public:
+  __device__ ShardLaws(const ShardWeighParams& p, int64_t n, int64_t b, WeighShared& shared) : p_(p), shared_(shared) {
+    laws_.target = law_of_shard(p.shard, n, p.shard.rows[n], law_of(p.shard.sampling, b));
+    laws_.draft_is_probs = true;
+    laws_.draft_unit = 1.0;
+    if (p.ratio.law != DraftLaw::kOneHot) laws_.draft.row = draft_row_of(p.ratio, n);
+  }
+
+  // The drafts of the node's children, of those in this rank's columns.
+  __device__ void tell_drafts(TreeWalk& walk) const {
+    const LawMasses target(laws_.target);
+    const DraftMasses draft(laws_);
+    for (int32_t child = walk.first_child(); child >= 0; child = walk.next_sibling(child)) {
+      const int64_t row = walk.rows.begin + child, column = draft_token_at(walk.p, row) - p_.shard.first_token;
+      if (column < 0 || column >= p_.shard.logits.vocab) continue;
+      p_.words[row * kWeighWords + 1] = word_of_masses(target.at(column), draft.at(column));
+    }
+  }
+
+  // What is left at c where the first children's tokens are tried, and the draft's masses.
+  __device__ void sum(TreeWalk& walk, double c, int64_t num_tried, int64_t* words) {
+    const ResidualMasses masses = left_at(walk, c, num_tried);
+    uint64_t left = 0, drafts = 0;
+    for (int64_t token = 4 * int64_t{threadIdx.x}; token < masses.vocab(); token += 4 * int64_t{blockDim.x}) {
+      float sums[2][4];
+      masses.values(token, masses.load(token), sums);
+      left += units_of_four(sums[0]);
+      drafts += units_of_four(sums[1]);
+    }
+    left = block_sum(shared_.block, left);
+    drafts = block_sum(shared_.block, drafts);
+    if (threadIdx.x > 0) return;
+    words[0] = static_cast<int64_t>(left);
+    words[1] = static_cast<int64_t>(drafts);
+  }
+
+  // The first token whose cumulative units, of what is left, exceed `bound`; below the sum it is one.
+  __device__ int64_t draw(TreeWalk& walk, double c, int64_t num_tried, uint64_t bound) {
+    const ResidualMasses masses = left_at(walk, c, num_tried);
+    uint64_t before = 0;
+    if (threadIdx.x == 0) shared_.token = 0;
+    for (int64_t begin = 0; begin < masses.vocab() && before <= bound; begin += 4 * int64_t{blockDim.x}) {
+      const int64_t token = begin + 4 * int64_t{threadIdx.x};
+      float sums[2][4]{};
+      if (token < masses.vocab()) masses.values(token, masses.load(token), sums);
+      const uint64_t own = units_of_four(sums[0]);
+      uint64_t total;
+      const uint64_t reached = before + block_scan(shared_.block, own, total);
+      if (reached - own <= bound && bound < reached) {
+        uint64_t sum = reached - own;
+        int i = 0;
+        while (i < 3 && (sum += units_of(sums[0][i])) <= bound) ++i;
+        shared_.token = token + i;
+      }
+      before += total;
+    }
+    __syncthreads();
+    return shared_.token;
+  }
+
+ private:
+  static __device__ uint64_t units_of_four(const float (&four)[4]) {
+    uint64_t sum = 0;
+#pragma unroll
+    for (float mass : four) sum += units_of(at_most_one<ScalarMath>(mass));
+    return sum;
+  }
+
+  __device__ ResidualMasses left_at(TreeWalk& walk, double c, int64_t num_tried) {
+    TriedTokens tried{shared_.tried};
+    if (threadIdx.x == 0) {
+      mark_tried(p_.shard, walk, num_tried, tried);
+      shared_.num_tried = tried.size;
+    }
+    __syncthreads();
+    tried.size = shared_.num_tried;
+    return ResidualMasses(laws_, c, tried, p_.ratio.law != DraftLaw::kOneHot);
+  }
+
+  const ShardWeighParams& p_;
+  WeighShared& shared_;
+  NodeLaws laws_{};
+};
+
+__global__ void __launch_bounds__(kLawThreads, 1) weigh_kernel(const __grid_constant__ ShardWeighParams p) {
+  auto& shared = ptx::shared<WeighShared>();
+  const bool leads = threadIdx.x == 0;
+  const int64_t item = blockIdx.x;
+  const auto [n, b] = item_of(p, item);
+  if (b < 0) return;
+  TreeWalk walk(p.ratio.verify, b);
+  if (!stand_at(walk, n)) return;
+  int64_t* words = p.words + item * (p.round == WeighRound::kDraw ? 1 : kWeighWords);
+  ShardLaws shard(p, n, b, shared);
+  ShardQuestion question{true, 0.0, 0};
+  ShardRow row = p.shard.rows[n];
+  if (p.round == WeighRound::kResidual) {
+    learn_sums(p.ratio.law, p.received + n * kWeighWords, p.index - 1, row);
+    if (leads && row.asked) p.left[drafted_child(walk, p.index - 1)] = row.left;
+    question = reject_child(p, walk, row);
+  } else if (p.round == WeighRound::kSums) {
+    question = {true, p.ends[b].c, p.ends[b].num_tried};
+  }
+  if (p.round == WeighRound::kDraw) {
+    const ShardDraw draw = draw_of_shard(p, b);
+    if (!draw.owns) return;
+    const int64_t token = shard.draw(walk, draw.c, draw.num_tried, draw.bound);
+    if (leads) words[0] = p.shard.first_token + token;
+    return;
+  }
+  int64_t sums[kWeighWords]{};  // the leader's
+  if (question.asked) shard.sum(walk, question.c, question.num_tried, sums);
+  __syncthreads();  // all have read the row
+  if (!leads) return;
+  words[0] = sums[0];
+  if (p.round == WeighRound::kMasses) {
+    row.own_units = sums[0];
+    shard.tell_drafts(walk);
+  } else {
+    words[1] = p.round == WeighRound::kSums ? row.own_units : sums[1];
+  }
+  if (p.round != WeighRound::kSums) p.shard.rows[n] = row;
+}
+
+// ---- walks: a thread a tree
+
+constexpr int kWalkThreads = 64;
+
+__global__ void __launch_bounds__(kWalkThreads, 1) follow_kernel(const __grid_constant__ ShardFollowParams p) {
+  const int64_t b = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (b < p.verify.batch) follow_tree(p, b);
+}
+
+__global__ void __launch_bounds__(kWalkThreads, 1) walk_kernel(const __grid_constant__ ShardWalkParams p) {
+  const int64_t b = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (b < p.ratio.verify.batch) walk_tree(p, b);
+}
+
+}  // namespace
+
+void step_shards(const ShardStepParams& p, const ExecContext& ctx) {
+  with_logit_dtype(p.shard.logits.dtype, [&](auto dtype) {
+    launch(step_kernel<dtype>, dim3(static_cast<unsigned>(p.shard.logits.num_rows)),
+           dim3(threads_of_row(p.shard.logits.vocab)), sizeof(SamplingShared), ctx.stream, p);
+  });
+}
+
+void follow_shards(const ShardFollowParams& p, const ExecContext& ctx) {
+  launch(follow_kernel, grid_of(p.verify.batch, kWalkThreads), dim3(kWalkThreads), 0, ctx.stream, p);
+}
+
+void weigh_shards(const ShardWeighParams& p, const ExecContext& ctx) {
+  launch(weigh_kernel, dim3(static_cast<unsigned>(num_items(p))),
+         dim3(threads_of_row(p.shard.logits.vocab, kLawThreads)), sizeof(WeighShared), ctx.stream, p);
+}
+
+void walk_shards(const ShardWalkParams& p, const ExecContext& ctx) {
+  launch(walk_kernel, grid_of(p.ratio.verify.batch, kWalkThreads), dim3(kWalkThreads), 0, ctx.stream, p);
+}
+
+}  // namespace pagedtree::cuda

@@ -1,0 +1,192 @@
+// Verification of vocabularies in parts: a round a call; Python exchanges the words between them.
+#include "core/shard_laws.h"
+#include "torch/ops.h"
+#include "torch/sampling.h"
+#include "torch/values.h"
+#include "torch/verify.h"
+
+namespace pagedtree::ops {
+namespace {
+
+constexpr int64_t kRowWords = sizeof(ShardRow) / sizeof(int64_t);
+constexpr int64_t kLeftWords = sizeof(Residual) / sizeof(int64_t);
+constexpr int64_t kEndWords = sizeof(ShardEnd) / sizeof(int64_t);
+
+template <typename T>
+T* words_as(const Check& check, const Tensor& words, const std::string& name, int64_t count) {
+  check.tensor(words, name, {ScalarType::Long}, {count, static_cast<int64_t>(sizeof(T) / sizeof(int64_t))});
+  return static_cast<T*>(words.mutable_data_ptr());
+}
+
+// Words as they are exchanged: `each` an item.
+int64_t* words_of_items(const Check& check, const Tensor& words, const std::string& name, int64_t items, int64_t each) {
+  check.tensor(words, name, {ScalarType::Long}, {items, each});
+  return mutable_pointer<int64_t>(words);
+}
+
+ShardRows shard_rows(const Check& check, const Tensor& logits, const Tensor& rows, int64_t first_token, int64_t vocab,
+                     const std::optional<Tensor>& grammar_mask) {
+  ShardRows shard{};
+  shard.logits = rows_params(check, logits, "logits", 0);
+  add_grammar_mask(check, grammar_mask, shard.logits);
+  shard.rows = words_as<ShardRow>(check, rows, "rows", shard.logits.num_rows);
+  check.that(vocab >= 1 && vocab <= kMaxVocab, "vocab", "in 1..2^20", vocab);
+  check.that(first_token >= 0 && first_token <= vocab - shard.logits.vocab, "first_token",
+             "in 0.." + std::to_string(vocab - shard.logits.vocab), first_token);
+  shard.first_token = first_token;
+  shard.vocab = vocab;
+  return shard;
+}
+
+// Rows whose logits are elsewhere.
+LogitsParams whole_vocabulary(int64_t rows, int64_t vocab) {
+  LogitsParams logits{};
+  logits.num_rows = rows;
+  logits.vocab = vocab;
+  return logits;
+}
+
+}  // namespace
+
+std::string shard_words() {
+  return std::to_string(kRowWords) + "," + std::to_string(kLeftWords) + "," + std::to_string(kEndWords);
+}
+
+void step_shards(const Tensor& logits, Tensor rows, const std::optional<Tensor>& received, Tensor words,
+                 const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
+                 const std::string& filter_order, int64_t round, int64_t digit, int64_t last, int64_t rank,
+                 int64_t num_ranks, int64_t first_token, int64_t vocab, const std::optional<Tensor>& cu_nodes,
+                 const std::optional<Tensor>& depths, const std::optional<Tensor>& seeds,
+                 const std::optional<Tensor>& positions, const std::optional<Tensor>& grammar_mask) {
+  const Check check("step_shards", logits);
+  ShardStepParams params{};
+  ShardRows& shard = params.shard;
+  shard = shard_rows(check, logits, rows, first_token, vocab, grammar_mask);
+  const int64_t num_rows = shard.logits.num_rows;
+  shard.batch = num_rows;
+  if (cu_nodes.has_value()) {
+    shard.batch = check.offsets(*cu_nodes, "cu_nodes");
+    shard.cu_nodes = const_pointer<int32_t>(*cu_nodes);
+    check.that(depths.has_value(), "depths", "given with cu_nodes", "None");
+    check.tensor(*depths, "depths", {ScalarType::Int}, {num_rows});
+    params.depths = const_pointer<int32_t>(*depths);
+  }
+  shard.sampling = sampling_params(check, temperature, top_k, top_p, min_p, filter_order, shard.batch);
+  constexpr int64_t kLast = static_cast<int64_t>(ShardRound::kRace);
+  check.that(round >= 0 && round <= kLast, "round", "in 0..5", round);
+  check.that(last >= 0 && last <= kLast, "last", "in 0..5", last);
+  check.that(digit >= 0 && digit < digits_of(shard.logits.dtype), "digit", "a digit of the logits' keys", digit);
+  check.that(num_ranks >= 1 && rank >= 0 && rank < num_ranks, "rank", "in 0..num_ranks - 1", rank);
+  params.round = static_cast<ShardRound>(round);
+  params.digit = static_cast<int32_t>(digit);
+  params.rank = static_cast<int32_t>(rank);
+  params.words = words_of_items(check, words, "words", num_rows, words_of(params.round));
+  params.last = static_cast<ShardRound>(last);
+  check.that(received.has_value() == (last > 0), "received", "the words of the round `last`", received.has_value());
+  if (received.has_value()) {
+    const int64_t parts = params.last == ShardRound::kTies ? num_ranks : 1;
+    params.received = words_of_items(check, *received, "received", parts * num_rows, words_of(params.last));
+  }
+  if (params.round == ShardRound::kRace) {
+    check.that(seeds.has_value() && positions.has_value(), "seeds", "given with positions", "None");
+    check.tensor(*seeds, "seeds", {ScalarType::Long}, {shard.batch});
+    check.tensor(*positions, "positions", {ScalarType::Long}, {shard.batch});
+    params.seeds = const_pointer<int64_t>(*seeds);
+    params.positions = const_pointer<int64_t>(*positions);
+  }
+  backend_for(logits).step_shards(params, context_for(logits));
+}
+
+VerdictTensors follow_shards(const Tensor& rows, const Tensor& received, const Tensor& draft_tokens,
+                             const Tensor& cu_nodes, const Tensor& depths, const Tensor& first_child,
+                             const Tensor& next_sibling, const Tensor& valid, int64_t max_nodes, int64_t max_depth,
+                             int64_t last, int64_t vocab, const std::optional<Tensor>& draft_to_target) {
+  const Check check("follow_shards", rows);
+  check.tensor(rows, "rows", {ScalarType::Long}, {kAnySize, kRowWords});
+  ShardFollowParams params{};
+  params.rows = static_cast<const ShardRow*>(rows.const_data_ptr());
+  params.verify = tree_params(check, whole_vocabulary(rows.size(0), vocab), draft_tokens, cu_nodes, depths, first_child,
+                              next_sibling, valid, max_nodes, max_depth, draft_to_target);
+  params.last = static_cast<ShardRound>(last);
+  check.that(params.last == ShardRound::kPeak || params.last == ShardRound::kRace, "last", "1 or 5", last);
+  params.received = words_of_items(check, received, "received", rows.size(0), words_of(params.last));
+  VerdictTensors verdict = make_verdict(rows, params.verify);
+  backend_for(rows).follow_shards(params, context_for(rows));
+  return verdict;
+}
+
+void weigh_shards(const Tensor& logits, Tensor rows, Tensor left, const std::optional<Tensor>& ends,
+                  const std::optional<Tensor>& received, Tensor words, const Tensor& draft_tokens,
+                  const Tensor& cu_nodes, const Tensor& depths, const Tensor& first_child, const Tensor& next_sibling,
+                  const Tensor& valid, int64_t max_nodes, int64_t max_depth, const Tensor& temperature,
+                  const Tensor& top_k, const Tensor& top_p, const Tensor& min_p, const std::string& filter_order,
+                  int64_t round, int64_t index, int64_t rank, int64_t num_ranks, int64_t first_token, int64_t vocab,
+                  const std::string& draft_law, const std::optional<Tensor>& draft_probs,
+                  const std::optional<Tensor>& draft_rows, const std::optional<Tensor>& grammar_mask,
+                  const std::optional<Tensor>& draft_to_target) {
+  const Check check("weigh_shards", logits);
+  ShardWeighParams params{};
+  ShardRows& shard = params.shard;
+  shard = shard_rows(check, logits, rows, first_token, vocab, grammar_mask);
+  const int64_t num_rows = shard.logits.num_rows;
+  RatioParams& ratio = params.ratio;
+  ratio.verify = tree_params(check, whole_vocabulary(num_rows, vocab), draft_tokens, cu_nodes, depths, first_child,
+                             next_sibling, valid, max_nodes, max_depth, draft_to_target);
+  ratio.law = draft_law_of(check, draft_law);
+  add_draft_laws(check, draft_probs, draft_rows, shard.logits.vocab, ratio);
+  shard.batch = ratio.verify.batch;
+  shard.cu_nodes = ratio.verify.cu_nodes;
+  shard.sampling = sampling_params(check, temperature, top_k, top_p, min_p, filter_order, shard.batch);
+  params.left = words_as<Residual>(check, left, "left", num_rows);
+  check.that(round >= 0 && round <= static_cast<int64_t>(WeighRound::kDraw), "round", "in 0..3", round);
+  params.round = static_cast<WeighRound>(round);
+  check.that(index >= 0 && index < kMaxTreeNodes, "index", "in 0..1023", index);
+  check.that(num_ranks >= 1 && rank >= 0 && rank < num_ranks, "rank", "in 0..num_ranks - 1", rank);
+  params.index = static_cast<int32_t>(index);
+  params.rank = static_cast<int32_t>(rank);
+  params.num_ranks = static_cast<int32_t>(num_ranks);
+  params.words =
+      words_of_items(check, words, "words", num_items(params), params.round == WeighRound::kDraw ? 1 : kWeighWords);
+  const bool learns = params.round == WeighRound::kResidual || params.round == WeighRound::kDraw;
+  check.that(received.has_value() == learns, "received", "the words of the last round", received.has_value());
+  if (learns) {
+    const int64_t items = params.round == WeighRound::kDraw ? num_ranks * shard.batch : num_rows;
+    params.received = words_of_items(check, *received, "received", items, kWeighWords);
+  }
+  check.that(ends.has_value() == is_of_trees(params.round), "ends", "given in rounds of trees", ends.has_value());
+  if (ends.has_value()) params.ends = words_as<ShardEnd>(check, *ends, "ends", shard.batch);
+  backend_for(logits).weigh_shards(params, context_for(logits));
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> walk_shards(
+    Tensor rows, Tensor left, const Tensor& masses, const Tensor& received, const Tensor& draft_tokens,
+    const Tensor& cu_nodes, const Tensor& depths, const Tensor& first_child, const Tensor& next_sibling,
+    const Tensor& valid, int64_t max_nodes, int64_t max_depth, int64_t index, int64_t vocab,
+    const std::string& draft_law, const Tensor& seeds, const Tensor& positions, const std::optional<Tensor>& coins,
+    const std::optional<Tensor>& final_coins, const std::optional<Tensor>& draft_to_target) {
+  const Check check("walk_shards", rows);
+  check.tensor(rows, "rows", {ScalarType::Long}, {kAnySize, kRowWords});
+  const int64_t num_rows = rows.size(0);
+  ShardWalkParams params{};
+  RatioParams& ratio = params.ratio;
+  ratio.verify = tree_params(check, whole_vocabulary(num_rows, vocab), draft_tokens, cu_nodes, depths, first_child,
+                             next_sibling, valid, max_nodes, max_depth, draft_to_target);
+  ratio.law = draft_law_of(check, draft_law);
+  add_streams(check, seeds, positions, ratio.verify);
+  add_coins(check, coins, final_coins, ratio);
+  params.rows = words_as<ShardRow>(check, rows, "rows", num_rows);
+  params.left = words_as<Residual>(check, left, "left", num_rows);
+  params.masses = words_of_items(check, masses, "masses", num_rows, kWeighWords);
+  params.received = words_of_items(check, received, "received", num_rows, kWeighWords);
+  check.that(index >= 0 && index < kMaxTreeNodes, "index", "in 0..1023", index);
+  params.index = static_cast<int32_t>(index);
+  Tensor tried = empty_on(rows, {num_rows}, ScalarType::Int);
+  Tensor ends = empty_on(rows, {ratio.verify.batch, kEndWords}, ScalarType::Long);
+  params.tried = mutable_pointer<int32_t>(tried);
+  params.ends = static_cast<ShardEnd*>(ends.mutable_data_ptr());
+  auto [accept_index, num_accepted, tokens, status] = make_verdict(rows, ratio.verify);
+  backend_for(rows).walk_shards(params, context_for(rows));
+  return {accept_index, num_accepted, tokens, status, ends};
+}
+
+}  // namespace pagedtree::ops

@@ -1,0 +1,30 @@
+// Checks that the verify ops share, whether a vocabulary is whole or in parts.
+#pragma once
+
+#include "core/params.h"
+#include "torch/check.h"
+#include "torch/ops.h"
+
+namespace pagedtree::ops {
+
+// What every rule needs but its law: logits, drafts, trees. Of the logits the number of rows and the vocabulary count.
+VerifyParams tree_params(const Check& check, const LogitsParams& logits, const Tensor& draft_tokens,
+                         const Tensor& cu_nodes, const Tensor& depths, const Tensor& first_child,
+                         const Tensor& next_sibling, const Tensor& valid, int64_t max_nodes, int64_t max_depth,
+                         const std::optional<Tensor>& draft_to_target);
+
+// Allocates what comes out, on the device of `anchor`.
+VerdictTensors make_verdict(const Tensor& anchor, VerifyParams& params);
+
+void add_streams(const Check& check, const Tensor& seeds, const Tensor& positions, VerifyParams& params);
+
+void add_coins(const Check& check, const std::optional<Tensor>& coins, const std::optional<Tensor>& final_coins,
+               RatioParams& params);
+
+DraftLaw draft_law_of(const Check& check, const std::string& name);
+
+// The laws that children were drawn from, [M, vocab] and the rows of N nodes in it.
+void add_draft_laws(const Check& check, const std::optional<Tensor>& draft_probs,
+                    const std::optional<Tensor>& draft_rows, int64_t vocab, RatioParams& params);
+
+}  // namespace pagedtree::ops

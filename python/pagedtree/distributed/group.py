@@ -1,0 +1,130 @@
+"""What ranks say to each other: integers, counted; and that they mean the same call."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Group", "GroupError", "Traffic"]
+
+
+class GroupError(RuntimeError):
+    """The other ranks did not answer: one has died, left, or is in another call."""
+
+
+@dataclass
+class Traffic:
+    """What this rank has exchanged, in 64-bit words that it handed in.
+
+    Attributes:
+        exchanges: collectives.
+        reduced: words of which the ranks formed the maximum or the sum.
+        gathered: words that every rank got from every other.
+    """
+
+    exchanges: int = 0
+    reduced: int = 0
+    gathered: int = 0
+
+    @property
+    def words(self) -> int:
+        return self.reduced + self.gathered
+
+    def bytes_sent(self, num_ranks: int) -> int:
+        """Bytes that each of so many ranks sends if the words go around a ring, twice where they are reduced."""
+        return 8 * (2 * self.reduced * (num_ranks - 1) // num_ranks + self.gathered * (num_ranks - 1))
+
+
+class Group:
+    """A torch.distributed group as the verify ops use it."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ValueError("group: expected torch.distributed to be initialised (dist.init_process_group)")
+        if dist.get_rank(group) < 0:
+            raise ValueError("group: expected a group that this rank belongs to")
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.traffic = Traffic()
+
+    def maximum(self, words: Tensor, what: str) -> Tensor:
+        """The largest of each word, in place."""
+        return self._reduce(words, dist.ReduceOp.MAX, what)
+
+    def total(self, words: Tensor, what: str) -> Tensor:
+        """The sum of each word, in place."""
+        return self._reduce(words, dist.ReduceOp.SUM, what)
+
+    def every(self, words: Tensor, what: str) -> Tensor:
+        """[P, ...]: the words of each rank."""
+        words = words.contiguous()
+        gathered = words.new_empty((self.size, *words.shape))
+        if words.numel():
+            with self._answered(what):
+                dist.all_gather(list(gathered.unbind()), words, group=self.group)
+            self.traffic.exchanges += 1
+            self.traffic.gathered += words.numel()
+        return gathered
+
+    def agree(self, call: str, arguments: dict[str, Any]) -> None:
+        """Raises ValueError on every rank if one of them has other arguments, or another call.
+
+        Values on the CPU are compared; on a GPU nothing is, unless PAGEDTREE_CHECK=1, as it would synchronise.
+        """
+        tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+        on_gpu = any(tensor.device.type != "cpu" for tensor in tensors)
+        if on_gpu and os.environ.get("PAGEDTREE_CHECK", "") in ("", "0"):
+            return
+        assert len(arguments) < _MAX_ARGUMENTS
+        names = [call, *arguments]
+        digests = [_digest(value) for value in (call, *arguments.values())]
+        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        own = torch.tensor(digests + [0] * (_MAX_ARGUMENTS - len(digests)), device=device)
+        for rank, other in enumerate(self.every(own, f"{call}: comparing arguments").tolist()):
+            different = [name for name, a, b in zip(names, other, digests, strict=False) if a != b]
+            if not different:
+                continue
+            what = f"`{different[0]}`" if different[0] != call else "the call"
+            raise ValueError(
+                f"{call}: {what} must be the same on all ranks of the group, got something else on rank {rank} than on"
+                f" rank {self.rank}"
+            )
+
+    def _reduce(self, words: Tensor, op: Any, what: str) -> Tensor:
+        if words.numel():
+            with self._answered(what):
+                dist.all_reduce(words, op, group=self.group)
+            self.traffic.exchanges += 1
+            self.traffic.reduced += words.numel()
+        return words
+
+    @contextmanager
+    def _answered(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise GroupError(
+                f"{what}: rank {self.rank} of {self.size} got no answer from the others; one of them has died, left,"
+                f" or is in another call ({str(error).splitlines()[0]})"
+            ) from error
+
+
+_MAX_ARGUMENTS = 24
+
+
+def _digest(value: Any) -> int:
+    """63 bits that tell values apart; of tensors dtype, shape and content, of others what they print."""
+    if isinstance(value, Tensor):
+        content = value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+        text = f"{value.dtype}{tuple(value.shape)}".encode() + content
+    else:
+        text = repr(value).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,67 @@
+"""Which rank holds which columns of the logits."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pagedtree.distributed.group import Group, Traffic
+
+__all__ = ["VocabShards"]
+
+
+class VocabShards:
+    """A vocabulary in parts: rank r of a group holds the columns behind those of rank r - 1, evenly split or not.
+
+    All ranks of the group make it together, once; it exchanges the numbers of columns and nothing else.
+
+    Args:
+        num_tokens: columns that this rank holds; any number, also 0. The logits of a padded output layer are narrowed
+            before they come here: `logits[:, :num_tokens]`.
+        group: of torch.distributed; default all ranks.
+        device: where the group's collectives run, "cpu" for gloo, the rank's GPU for NCCL.
+
+    Attributes:
+        rank, num_ranks: of the group.
+        num_tokens, first_token: this rank's columns are the ids first_token .. first_token + num_tokens - 1.
+        vocab: of all ranks, 1..2^20.
+        traffic: a `Traffic` that counts what this rank exchanges; it may be set anew.
+
+    Raises ValueError without torch.distributed, or for a vocabulary out of range; GroupError if a rank does not answer.
+    """
+
+    def __init__(
+        self, num_tokens: int, *, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+    ) -> None:
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens: expected >= 0, got {num_tokens}")
+        self._group = Group(group)
+        own = torch.tensor([num_tokens], device=device)
+        sizes = [int(size) for size in self._group.every(own, "VocabShards").flatten().tolist()]
+        self.rank, self.num_ranks = self._group.rank, self._group.size
+        self.sizes = tuple(sizes)
+        self.num_tokens = num_tokens
+        self.first_token = list(accumulate(sizes, initial=0))[self.rank]
+        self.vocab = sum(sizes)
+        if not 1 <= self.vocab <= 2**20:
+            raise ValueError(f"num_tokens: expected 1..2^20 on all ranks together, got {self.vocab}")
+        self.traffic = Traffic()
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._group.traffic
+
+    @traffic.setter
+    def traffic(self, traffic: Traffic) -> None:
+        self._group.traffic = traffic
+
+    def own(self, columns: Tensor) -> Tensor:
+        """This rank's columns of a tensor [..., vocab]; a view."""
+        return columns.narrow(-1, self.first_token, self.num_tokens)
+
+    def gather_bytes(self, num_rows: int, dtype: torch.dtype) -> int:
+        """Bytes that a rank would send to have all columns of `num_rows` rows on every rank, around a ring."""
+        return num_rows * self.vocab * dtype.itemsize * (self.num_ranks - 1) // self.num_ranks

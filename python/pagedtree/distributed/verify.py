@@ -1,0 +1,429 @@
+"""The verify ops on vocabularies in parts. What the ranks exchange is in `csrc/core/shards.h` and `shard_laws.h`."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedtree._ops import call, ops
+from pagedtree.distributed.shards import VocabShards
+from pagedtree.sampling import SamplingParams
+from pagedtree.tree import TreeBatch
+from pagedtree.verdict import Verdict
+from pagedtree.verify import _empty_verdict
+
+__all__ = ["sample", "verify_greedy", "verify_rejection", "verify_sampled"]
+
+ROW_WORDS, LEFT_WORDS, END_WORDS = (int(words) for words in ops._shard_words().split(","))
+BINS = 16
+DIGITS = {torch.float32: 8, torch.float16: 5, torch.bfloat16: 4}
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class Round(IntEnum):
+    """What the ranks tell of each row; see ShardRound in csrc/core/shards.h."""
+
+    LEARN = 0  # nothing: the words of the last round are taken in
+    PEAK = 1
+    COUNT = 2
+    MASS = 3
+    TIES = 4
+    RACE = 5
+
+    @property
+    def words(self) -> int:
+        return {Round.PEAK: 2, Round.COUNT: BINS, Round.MASS: BINS}.get(self, 1)
+
+
+class Weigh(IntEnum):
+    """What the ranks tell of the drafts; see WeighRound in csrc/core/shard_laws.h."""
+
+    MASSES = 0
+    RESIDUAL = 1
+    SUMS = 2
+    DRAW = 3
+
+
+def sample(
+    logits: Tensor,
+    params: SamplingParams,
+    *,
+    seeds: Tensor,
+    positions: Tensor,
+    shards: VocabShards,
+    grammar_mask: Tensor | None = None,
+) -> Tensor:
+    """`pagedtree.sample` where each rank has its columns of the logits: the same tokens, int64 [R], on every rank.
+
+    Args:
+        logits: [R, shards.num_tokens], this rank's columns; see `pagedtree.sample`.
+        params, seeds, positions: the same on all ranks.
+        shards: who holds what.
+        grammar_mask: bool [R, num_tokens] or packed int32 [R, ceil(num_tokens / 32)], of this rank's columns.
+
+    Raises ValueError for wrong shapes, dtypes or devices, and where the ranks' arguments differ; GroupError where a
+    rank does not answer.
+    """
+    _agree("sample", shards, logits, params, seeds=seeds, positions=positions, masked=grammar_mask is not None)
+    rows = _Rows(shards, logits, params, grammar_mask)
+    words = rows.find_winners(seeds=seeds, positions=positions)
+    return ~words[:, 0] & 0xFFFFFFFF
+
+
+def verify_greedy(
+    logits: Tensor,
+    draft_tokens: Tensor,
+    trees: TreeBatch,
+    *,
+    shards: VocabShards,
+    grammar_mask: Tensor | None = None,
+    draft_to_target: Tensor | None = None,
+) -> Verdict:
+    """`pagedtree.verify_greedy` where each rank has its columns of the logits: the same `Verdict` on every rank.
+
+    Args:
+        logits: [N, shards.num_tokens], this rank's columns.
+        draft_tokens, trees, draft_to_target: the same on all ranks; ids are those of the whole vocabulary.
+        shards: who holds what.
+        grammar_mask: bool [N, num_tokens] or packed int32 [N, ceil(num_tokens / 32)], of this rank's columns.
+
+    The ranks exchange 16 bytes a row.
+
+        for each row: words = max over ranks of (largest logit, then lowest id), and whether there is a NaN
+        walk the trees as pagedtree.verify_greedy does, on each rank alone
+
+    Raises ValueError for wrong shapes, dtypes or devices, and where the ranks' arguments differ (compared where tensors
+    are on the CPU, or with PAGEDTREE_CHECK=1); GroupError where a rank does not answer.
+    """
+    _agree("verify_greedy", shards, logits, None, trees, draft_tokens, draft_to_target, masked=grammar_mask is not None)
+    rows = _Rows(shards, logits, GREEDY, grammar_mask, trees)
+    return rows.follow(rows.find_winners(), draft_tokens, draft_to_target)
+
+
+def verify_sampled(
+    logits: Tensor,
+    draft_tokens: Tensor,
+    trees: TreeBatch,
+    params: SamplingParams,
+    *,
+    seeds: Tensor,
+    positions: Tensor,
+    shards: VocabShards,
+    grammar_mask: Tensor | None = None,
+    draft_to_target: Tensor | None = None,
+) -> Verdict:
+    """`pagedtree.verify_sampled` where each rank has its columns of the logits: the same `Verdict` on every rank.
+
+    Bit for bit that of `pagedtree.verify_sampled` on the whole logits: noise is the token's own, masses in filters are
+    integers, and whatever else decides is a maximum.
+
+    Args:
+        logits, draft_tokens, trees, shards, grammar_mask, draft_to_target: see `verify_greedy`.
+        params, seeds, positions: the same on all ranks.
+
+    All rows of all trees are read at once, so that the number of exchanges is fixed. They are, a row:
+
+        16 bytes for the largest logit
+        128 bytes for each digit of the threshold, if there is a top_k, and as many if there is a top_p
+            (bfloat16 has 4 digits, float16 5, float32 8); 8 bytes for the tokens that tie at it
+        8 bytes for the winner of the race
+
+    top_k and top_p given as host scalars that filter nothing cost nothing; as tensors they count as given.
+
+    Raises what `verify_greedy` raises.
+    """
+    masked = grammar_mask is not None
+    _agree(
+        "verify_sampled", shards, logits, params, trees, draft_tokens, draft_to_target,
+        seeds=seeds, positions=positions, masked=masked,
+    )  # fmt: skip
+    rows = _Rows(shards, logits, params, grammar_mask, trees)
+    return rows.follow(rows.find_winners(seeds=seeds, positions=positions), draft_tokens, draft_to_target)
+
+
+def verify_rejection(
+    logits: Tensor,
+    draft_tokens: Tensor,
+    trees: TreeBatch,
+    params: SamplingParams,
+    *,
+    draft_law: str,
+    draft_probs: Tensor | None = None,
+    draft_rows: Tensor | None = None,
+    seeds: Tensor,
+    positions: Tensor,
+    shards: VocabShards,
+    coins: Tensor | None = None,
+    final_coins: Tensor | None = None,
+    grammar_mask: Tensor | None = None,
+    draft_to_target: Tensor | None = None,
+    max_children: int | None = None,
+) -> Verdict:
+    """`pagedtree.verify_rejection` where each rank has its columns of the logits: the same `Verdict` on every rank.
+
+    The rule and its coins are those of `pagedtree.verify_rejection`. Sums over the vocabulary are integers here (units
+    of 2^-42 of the likeliest token's mass), so that the result does not depend on the number of ranks or on the split;
+    the whole op adds floats, so a coin that falls within about 1e-6 of a boundary may decide otherwise there.
+
+    Args:
+        logits, draft_tokens, trees, shards, grammar_mask, draft_to_target: see `verify_greedy`.
+        params, draft_law, draft_rows, seeds, positions, coins, final_coins: see `pagedtree.verify_rejection`; the same
+            on all ranks.
+        draft_probs: [M, shards.vocab], the same on all ranks, or [M, shards.num_tokens], this rank's columns.
+        max_children: the most children of any node. None: read from the trees, which synchronises on a GPU.
+
+    What the rejection of a node's first children leaves of its law depends on no coin, so the ranks find that for all
+    nodes at once, and then walk alone. They exchange what `verify_sampled` does but for the race, and 16 bytes a row
+    for the target's mass and the drafts' own probabilities; 16 bytes a row for each child behind the first, not under
+    "onehot"; 24 bytes a tree for the bonus.
+
+    Raises what `verify_greedy` raises, and ValueError for draft_probs under "onehot" and their absence elsewhere.
+    """
+    _agree(
+        "verify_rejection", shards, logits, params, trees, draft_tokens, draft_to_target,
+        draft_law=draft_law, seeds=seeds, positions=positions, coins=coins, final_coins=final_coins,
+        draft_rows=draft_rows, draft_probs=None if draft_probs is None else (draft_probs.shape[0], draft_probs.dtype),
+        max_children=max_children, masked=grammar_mask is not None,
+    )  # fmt: skip
+    if draft_probs is not None and draft_probs.ndim == 2 and draft_probs.shape[1] == shards.vocab:
+        draft_probs = shards.own(draft_probs)
+    rows = _Rows(shards, logits, params, grammar_mask, trees)
+    rows.find_laws()
+    drafts = {"draft_law": draft_law, "draft_to_target": draft_to_target}
+    weighed = _Weighed(rows, draft_tokens, drafts, {"draft_probs": draft_probs, "draft_rows": draft_rows})
+    return weighed.verify(max_children, seeds=seeds, positions=positions, coins=coins, final_coins=final_coins)
+
+
+def _agree(
+    name: str,
+    shards: VocabShards,
+    logits: Tensor,
+    params: SamplingParams | None,
+    trees: TreeBatch | None = None,
+    draft_tokens: Tensor | None = None,
+    draft_to_target: Tensor | None = None,
+    **others: Any,
+) -> None:
+    """Refuses wrong types, and arguments that are not the same on all ranks."""
+    if not isinstance(shards, VocabShards):
+        raise TypeError(f"shards: expected a VocabShards, got {type(shards).__name__}")
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"logits: expected a tensor, got {type(logits).__name__}")
+    if params is not None and not isinstance(params, SamplingParams):
+        raise TypeError(f"params: expected a SamplingParams, got {type(params).__name__}")
+    if trees is not None and not isinstance(trees, TreeBatch):
+        raise TypeError(f"trees: expected a TreeBatch, got {type(trees).__name__}")
+    fits = logits.ndim == 2 and logits.shape[1] == shards.num_tokens
+    arguments: dict[str, Any] = {"logits": (logits.dtype, logits.shape[:1], fits)}
+    if params is not None:
+        names = ("temperature", "top_k", "top_p", "min_p", "filter_order")
+        arguments |= {name: getattr(params, name) for name in names}
+    if trees is not None:
+        arguments |= {"draft_tokens": draft_tokens, "draft_to_target": draft_to_target}
+        arguments["trees"] = (trees.max_nodes, trees.max_depth)
+        arguments |= {name: getattr(trees, name) for name in ("cu_nodes", "first_child", "next_sibling")}
+    try:
+        shards._group.agree(name, arguments | others)
+    except ValueError:
+        if fits:
+            raise
+    if not fits:
+        raise ValueError(
+            f"{name}: `logits` must be of shape [*, {shards.num_tokens}] on rank {shards.rank}, got"
+            f" {list(logits.shape)}"
+        )
+
+
+class _Rows:
+    """What this rank knows of the laws of N rows, round after round."""
+
+    def __init__(
+        self,
+        shards: VocabShards,
+        logits: Tensor,
+        params: SamplingParams,
+        grammar_mask: Tensor | None,
+        trees: TreeBatch | None = None,
+    ) -> None:
+        self.shards, self.logits, self.params, self.trees, self.mask = shards, logits, params, trees, grammar_mask
+        self.num_rows = logits.shape[0]
+        self.is_greedy = not isinstance(params.temperature, Tensor) and params.temperature == 0
+        self.rows = logits.new_zeros((self.num_rows, ROW_WORDS), dtype=torch.int64)
+        self.last = Round.LEARN
+        self.received: Tensor | None = None
+        self.sampling = params.on(logits.device)
+        self.part = {
+            "rank": shards.rank,
+            "num_ranks": shards.num_ranks,
+            "first_token": shards.first_token,
+            "vocab": shards.vocab,
+        }
+
+    def find_laws(self) -> None:
+        """Finds the peaks, and the filters' thresholds where a filter may be on."""
+        params, vocab = self.params, self.shards.vocab
+        self._exchange(Round.PEAK)
+        if self.is_greedy:
+            return
+        digits = range(DIGITS[self.logits.dtype])
+        if isinstance(params.top_k, Tensor) or 0 < params.top_k < vocab:
+            for digit in digits:
+                self._exchange(Round.COUNT, digit)
+        if isinstance(params.top_p, Tensor) or params.top_p < 1.0:
+            for digit in digits:
+                self._exchange(Round.MASS, digit)
+            self._exchange(Round.TIES)
+
+    def find_winners(self, seeds: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """Words of which the first names each row's token."""
+        self.find_laws()
+        if not self.is_greedy:
+            self._exchange(Round.RACE, seeds=seeds, positions=positions)
+        assert self.received is not None
+        return self.received
+
+    def learn(self) -> None:
+        """Takes in what was received last."""
+        self._exchange(Round.LEARN)
+
+    def follow(self, words: Tensor, draft_tokens: Tensor, draft_to_target: Tensor | None) -> Verdict:
+        return Verdict(
+            *call(
+                ops.follow_shards,
+                self.rows,
+                words,
+                *self.tree_arguments(draft_tokens),
+                last=self.last,
+                vocab=self.shards.vocab,
+                draft_to_target=draft_to_target,
+            )
+        )
+
+    def tree_arguments(self, draft_tokens: Tensor) -> tuple[Any, ...]:
+        trees = self.trees
+        assert trees is not None
+        return (
+            draft_tokens, trees.cu_nodes, trees.depths, trees.first_child, trees.next_sibling, trees.valid,
+            trees.max_nodes, trees.max_depth,
+        )  # fmt: skip
+
+    def _exchange(self, round_: Round, digit: int = 0, **streams: Tensor | None) -> None:
+        words = self.logits.new_zeros((self.num_rows, round_.words), dtype=torch.int64)
+        trees = {} if self.trees is None else {"cu_nodes": self.trees.cu_nodes, "depths": self.trees.depths}
+        call(
+            ops.step_shards, self.logits, self.rows, self.received, words, *self.sampling,
+            round=round_, digit=digit, last=self.last, **self.part, **trees, **streams, grammar_mask=self.mask,
+        )  # fmt: skip
+        group, what = self.shards._group, f"the rows' {round_.name.lower()}"
+        if round_ == Round.LEARN:
+            self.last, self.received = Round.LEARN, None
+            return
+        if round_ == Round.TIES:
+            words = group.every(words, what).flatten(0, 1)
+        elif round_ in (Round.PEAK, Round.RACE):
+            words = group.maximum(words, what)
+        else:
+            words = group.total(words, what)
+        self.last, self.received = round_, words
+
+
+class _Weighed:
+    """Drafts weighed against the laws of their rows."""
+
+    def __init__(self, rows: _Rows, draft_tokens: Tensor, drafts: dict[str, Any], laws: dict[str, Any]) -> None:
+        rows.learn()
+        self.rows, self.drafts, self.laws = rows, drafts, laws
+        self.trees = rows.tree_arguments(draft_tokens)
+        self.left = rows.logits.new_zeros((rows.num_rows, LEFT_WORDS), dtype=torch.int64)
+
+    def verify(self, max_children: int | None, **streams: Tensor | None) -> Verdict:
+        trees, group = self.rows.trees, self.rows.shards._group
+        assert trees is not None
+        received = masses = group.total(self._weigh(Weigh.MASSES), "the drafts' masses")
+        index = 0
+        if self.drafts["draft_law"] != "onehot":
+            most = _max_children(trees) if max_children is None else max_children
+            for index in range(1, most):
+                received = group.total(self._weigh(Weigh.RESIDUAL, received, index=index), "what rejections leave")
+        *verdict, ends = call(
+            ops.walk_shards, self.rows.rows, self.left, masses, received, *self.trees,
+            index=index, vocab=self.rows.shards.vocab, **self.drafts, **streams,
+        )  # fmt: skip
+        sums = group.every(self._weigh(Weigh.SUMS, ends=ends), "what is left at the ends").flatten(0, 1)
+        drawn = group.total(self._weigh(Weigh.DRAW, sums, ends=ends), "the bonus")
+        accept_index, num_accepted, tokens, status = verdict
+        at = num_accepted.long()[:, None]
+        draws = ends[:, :1] >= 0
+        tokens = tokens.scatter(1, at, torch.where(draws, drawn, tokens.gather(1, at)))
+        return Verdict(accept_index, num_accepted, tokens, status)
+
+    def _weigh(
+        self, round_: Weigh, received: Tensor | None = None, *, ends: Tensor | None = None, index: int = 0
+    ) -> Tensor:
+        rows = self.rows
+        items = rows.num_rows if ends is None else ends.shape[0]
+        words = rows.logits.new_zeros((items, 1 if round_ == Weigh.DRAW else 2), dtype=torch.int64)
+        call(
+            ops.weigh_shards, rows.logits, rows.rows, self.left, ends, received, words, *self.trees, *rows.sampling,
+            round=round_, index=index, **rows.part, **self.drafts, **self.laws, grammar_mask=rows.mask,
+        )  # fmt: skip
+        return words
+
+
+def _max_children(trees: TreeBatch) -> int:
+    """The most children of any node; reads the trees."""
+    node = (trees.depths > 0).nonzero()[:, 0]
+    if node.numel() == 0:
+        return 0
+    tree = torch.searchsorted(trees.cu_nodes, node.int(), right=True) - 1
+    parent = trees.cu_nodes.long()[tree] + trees.parents[node]
+    return int(torch.bincount(parent.clamp(min=0)).max())
+
+
+@torch.library.register_fake("pagedtree::step_shards")
+def _step_shards_fake(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+@torch.library.register_fake("pagedtree::weigh_shards")
+def _weigh_shards_fake(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+@torch.library.register_fake("pagedtree::follow_shards")
+def _follow_shards_fake(
+    rows: Tensor,
+    received: Tensor,
+    draft_tokens: Tensor,
+    cu_nodes: Tensor,
+    depths: Tensor,
+    first_child: Tensor,
+    next_sibling: Tensor,
+    valid: Tensor,
+    max_nodes: int,
+    max_depth: int,
+    **others: Any,
+) -> tuple[Tensor, ...]:
+    return _empty_verdict(rows, cu_nodes, max_depth)
+
+
+@torch.library.register_fake("pagedtree::walk_shards")
+def _walk_shards_fake(
+    rows: Tensor,
+    left: Tensor,
+    masses: Tensor,
+    received: Tensor,
+    draft_tokens: Tensor,
+    cu_nodes: Tensor,
+    depths: Tensor,
+    first_child: Tensor,
+    next_sibling: Tensor,
+    valid: Tensor,
+    max_nodes: int,
+    max_depth: int,
+    **others: Any,
+) -> tuple[Tensor, ...]:
+    return (*_empty_verdict(rows, cu_nodes, max_depth), rows.new_empty((cu_nodes.shape[0] - 1, END_WORDS)))

@@ -1,0 +1,85 @@
+"""Processes of a gloo group that tests share: each runs the functions it is sent, for a group of the first ranks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+MOST_RANKS = 4
+TIMEOUT = 60.0  # seconds, of a collective
+
+
+def serve(rank: int, num_ranks: int, folder: str, timeout: float, pipe: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    span = timedelta(seconds=timeout)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks, timeout=span)
+    groups = {size: dist.new_group(list(range(size)), timeout=span) for size in range(1, num_ranks + 1)}
+    pipe.send(("ready", None))
+    while (task := pipe.recv()) is not None:
+        function, size, arguments = task
+        try:
+            pipe.send(("done", function(groups[size], *arguments)))
+        except Exception as error:
+            pipe.send(("failed", (error, traceback.format_exc())))
+    os._exit(0)  # without waiting for the others
+
+
+class Ranks:
+    """`num_ranks` processes; `run` calls a function of a test module on the first of them."""
+
+    def __init__(self, folder: Path, num_ranks: int = MOST_RANKS, timeout: float = TIMEOUT) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for rank in range(num_ranks):
+            here, there = context.Pipe()
+            process = context.Process(target=serve, args=(rank, num_ranks, str(folder), timeout, there), daemon=True)
+            process.start()
+            self.pipes.append(here)
+            self.processes.append(process)
+        for rank in range(num_ranks):
+            assert self._answer(rank)[0] == "ready"
+
+    def run(self, function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
+        """function(group, *arguments) on each rank of the group of `size`; raises what a rank raised."""
+        answers = self.outcomes(function, size, *arguments)
+        for error in answers:
+            if isinstance(error, Exception):
+                raise error
+        return answers
+
+    def outcomes(self, function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
+        """The same; of a rank that raised, the exception; of one that died, None."""
+        for pipe in self.pipes[:size]:
+            pipe.send((function, size, arguments))
+        outcomes = []
+        for rank in range(size):
+            kind, value = self._answer(rank)
+            if kind == "failed":
+                if hasattr(value[0], "add_note"):
+                    value[0].add_note(value[1])
+                value = value[0]
+            outcomes.append(value)
+        return outcomes
+
+    def close(self) -> None:
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            if process.is_alive():
+                pipe.send(None)
+        for process in self.processes:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+
+    def _answer(self, rank: int) -> tuple[str, Any]:
+        try:
+            return self.pipes[rank].recv()
+        except EOFError:
+            return "dead", None

@@ -1,0 +1,91 @@
+"""Rows of logits, trees and drafts that every rank makes alike, whole and in parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pagedtree import DraftTree, SamplingParams, TreeBatch
+from pagedtree.distributed import VocabShards
+
+# Columns of each rank, as fractions; what is left belongs to the last one.
+SPLITS = {
+    1: [[]],
+    2: [[0.5], [0.013], [0.0], [1.0]],
+    3: [[0.3, 0.4], [0.0, 0.61]],
+    4: [[0.25, 0.25, 0.25], [0.1, 0.0, 0.7], [0.34, 0.34, 0.32]],
+}
+
+
+@dataclass
+class Case:
+    """A batch, the same on every rank."""
+
+    logits: Tensor
+    drafts: Tensor
+    trees: TreeBatch
+    seeds: Tensor
+    positions: Tensor
+    masks: dict[str, Tensor | None]
+
+    @property
+    def streams(self) -> dict[str, Tensor]:
+        return {"seeds": self.seeds, "positions": self.positions}
+
+
+def columns(fractions: list[float], vocab: int, rank: int) -> int:
+    sizes = [int(fraction * vocab) for fraction in fractions]
+    return [*sizes, vocab - sum(sizes)][rank]
+
+
+def shards_of(group: dist.ProcessGroup, fractions: list[float], vocab: int) -> VocabShards:
+    return VocabShards(columns(fractions, vocab, dist.get_rank(group)), group=group)
+
+
+def make_case(vocab: int, dtype: torch.dtype, seed: int, parents: list[list[int]] | None = None) -> Case:
+    """Rows with equal logits, NaN and infinities among them; drafts that are often the likeliest tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    parents = parents or [[-1, 0, 0, 1, 1, 2, 3], [-1], [-1, 0, 1, 2], [-1, 0, 0, 0, 2, 2]]
+    trees = TreeBatch.from_trees([DraftTree(p) for p in parents])
+    rows = trees.parents.shape[0]
+    logits = (torch.randn(rows, vocab, generator=generator) * 3).round(decimals=1)
+    logits[1, ::3] = float("nan")
+    logits[2, vocab // 2] = float("inf")
+    logits[3, 1::2] = -float("inf")
+    logits[4] = float("-inf")
+    logits[5] = 0.5
+    logits[6, vocab // 3 :] = 7.0
+    logits = logits.to(dtype)
+    best = logits.float().nan_to_num(-1e9).topk(min(3, vocab), dim=1).indices
+    firsts = trees.cu_nodes[:-1].tolist()
+    parent_rows = torch.cat([torch.tensor(p).clamp(min=0) + b for p, b in zip(parents, firsts, strict=True)])
+    choice = torch.randint(0, best.shape[1], (rows,), generator=generator)
+    drafts = best[parent_rows, choice]
+    drafts[torch.rand(rows, generator=generator) < 0.15] = -1
+    words = torch.randint(-(2**62), 2**62, (2, len(parents)), generator=generator)
+    allowed = torch.rand(rows, vocab, generator=generator) < 0.7
+    allowed[0] = False
+    return Case(logits, drafts, trees, words[0], words[1], {"none": None, "bool": allowed})
+
+
+def pack(allowed: Tensor) -> Tensor:
+    """bool [N, V] as packed words [N, ceil(V / 32)]."""
+    rows, vocab = allowed.shape
+    padded = torch.zeros(rows, -(-vocab // 32) * 32, dtype=torch.int64)
+    padded[:, :vocab] = allowed
+    words = (padded.view(rows, -1, 32) << torch.arange(32)).sum(dim=2)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def per_request(batch: int) -> SamplingParams:
+    """Every parameter another one for each request, among them greedy ones and filters that are off."""
+    pick = torch.arange(batch)
+    return SamplingParams(
+        temperature=torch.tensor([0.7, 0.0, 1.3, 1.0])[pick % 4],
+        top_k=torch.tensor([0, 5, 20, 1], dtype=torch.int32)[(pick + 1) % 4],
+        top_p=torch.tensor([0.9, 1.0, 0.4, 0.99])[(pick + 2) % 4],
+        min_p=torch.tensor([0.0, 0.05, 0.0, 0.2])[(pick + 3) % 4],
+    )

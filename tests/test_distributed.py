@@ -1,0 +1,393 @@
+"""Verification of vocabularies in parts: the same on every rank, and bit for bit what the whole op gives."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+import torch
+from ranks import Ranks
+from shard_case import SPLITS, Case, make_case, pack, per_request, shards_of
+
+import pagedtree
+from pagedtree import SamplingParams, TreeBatch, distributed
+from pagedtree.distributed import GroupError, Traffic, VocabShards
+from pagedtree.testing import backends, use_backend
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+
+HOST_BACKENDS = [name for name in backends() if name != "cuda"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+PARAMS = {
+    "plain": SamplingParams(temperature=0.8),
+    "top_k": SamplingParams(temperature=1.1, top_k=7),
+    "top_p": SamplingParams(top_p=0.8),
+    "both": SamplingParams(temperature=0.9, top_k=12, top_p=0.7, min_p=0.01),
+    "joint": SamplingParams(temperature=0.9, top_k=12, top_p=0.7, min_p=0.01, filter_order="joint"),
+    "each": None,  # per request
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    processes = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield processes
+    processes.close()
+
+
+def params_of(name: str, batch: int) -> SamplingParams:
+    return PARAMS[name] or per_request(batch)
+
+
+def is_worth_it(size: int, backend: str, dtype: torch.dtype) -> bool:
+    """Everything with three ranks, little with others."""
+    if backend == "simt":
+        return size == 3 and dtype == torch.bfloat16
+    return size == 3 or dtype == torch.float32
+
+
+def vocab_of(backend: str) -> int:
+    return 1003 if backend == "cpu" else 203
+
+
+def part_of_mask(shards: VocabShards, allowed: torch.Tensor | None, packed: bool) -> torch.Tensor | None:
+    if allowed is None:
+        return None
+    part = shards.own(allowed)
+    return pack(part) if packed else part
+
+
+def same(a: tuple, b: tuple) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# ---- greedy and sampled
+
+
+def compare_sampled(group: object, backend: str, size: int, dtype: torch.dtype, name: str) -> list[str]:
+    """What differs from the whole ops, over splits and grammar masks."""
+    wrong = []
+    with use_backend(backend):
+        vocab = vocab_of(backend)
+        case = make_case(vocab, dtype, seed=size)
+        params = params_of(name, case.trees.batch_size)
+        row_params = params_of(name, case.logits.shape[0])
+        rows = {"seeds": torch.arange(case.logits.shape[0]), "positions": torch.arange(case.logits.shape[0]) * 3}
+        for mask, packed in (("none", False), ("bool", False), ("bool", True)):
+            allowed = case.masks[mask]
+            whole_mask = pack(allowed) if packed else allowed
+            whole = pagedtree.verify_sampled(
+                case.logits, case.drafts, case.trees, params, **case.streams, grammar_mask=whole_mask
+            )
+            greedy = pagedtree.verify_greedy(case.logits, case.drafts, case.trees, grammar_mask=whole_mask)
+            for fractions in SPLITS[size]:
+                shards = shards_of(group, fractions, vocab)
+                part = {"shards": shards, "grammar_mask": part_of_mask(shards, allowed, packed)}
+                logits = shards.own(case.logits)
+                got = distributed.verify_sampled(logits, case.drafts, case.trees, params, **case.streams, **part)
+                if not same(got, whole):
+                    wrong.append(f"verify_sampled {fractions} mask {mask} packed {packed}: {got} {whole}")
+                got = distributed.verify_greedy(logits, case.drafts, case.trees, **part)
+                if not same(got, greedy):
+                    wrong.append(f"verify_greedy {fractions} mask {mask} packed {packed}: {got} {greedy}")
+                if mask == "none":
+                    got = distributed.sample(logits, row_params, **rows, shards=shards)
+                    if not torch.equal(got, pagedtree.sample(case.logits, row_params, **rows)):
+                        wrong.append(f"sample {fractions}: {got}")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("size", "backend", "dtype", "name"),
+    [
+        (*case, name)
+        for case in product(SPLITS, HOST_BACKENDS, DTYPES)
+        for name in PARAMS
+        if is_worth_it(*case) or (case[1] == "cpu" and name == "each") or (case[0] > 1 and name == "both")
+    ],
+)
+def test_sampled_and_greedy_are_those_of_the_whole(ranks, size, backend, dtype, name):
+    for wrong in ranks.run(compare_sampled, size, backend, size, dtype, name):
+        assert wrong == []
+
+
+def compare_small(group: object, backend: str, vocab: int) -> list[str]:
+    wrong = []
+    with use_backend(backend):
+        case = make_case(vocab, torch.float32, seed=vocab)
+        to_target = torch.arange(vocab).flip(0)
+        for fractions in ([0.4, 0.2], [0.0, 1.0]):
+            shards = shards_of(group, fractions, vocab)
+            logits = shards.own(case.logits)
+            mapped = {"draft_to_target": to_target, **case.streams}
+            got = distributed.verify_sampled(logits, case.drafts, case.trees, PARAMS["both"], shards=shards, **mapped)
+            whole = pagedtree.verify_sampled(case.logits, case.drafts, case.trees, PARAMS["both"], **mapped)
+            if not same(got, whole):
+                wrong.append(f"{fractions}: {got} {whole}")
+    return wrong
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 5, 64])
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
+def test_tiny_vocabularies_and_mapped_drafts(ranks, backend, vocab):
+    for wrong in ranks.run(compare_small, 3, backend, vocab):
+        assert wrong == []
+
+
+def verify_nothing(group: object) -> tuple:
+    shards = VocabShards(8, group=group)
+    none = torch.zeros(0, dtype=torch.int64)
+    trees = TreeBatch.from_trees([])
+    streams = {"seeds": none, "positions": none, "shards": shards}
+    sampled = distributed.verify_sampled(torch.zeros(0, 8), none, trees, PARAMS["both"], **streams)
+    weighed = distributed.verify_rejection(
+        torch.zeros(0, 8), none, trees, PARAMS["both"], draft_law="onehot", **streams
+    )
+    return sampled.tokens.shape, weighed.tokens.shape
+
+
+def test_no_sequences(ranks):
+    assert ranks.run(verify_nothing, 2) == [((0, 1), (0, 1))] * 2
+
+
+# ---- rejection
+
+
+def draft_laws(case: Case, law: str, dtype: torch.dtype) -> dict:
+    """The laws that drafts may come from; rows of a law without mass and of one that has only some tokens."""
+    if law == "onehot":
+        return {"draft_law": law}
+    vocab = case.logits.shape[1]
+    generator = torch.Generator().manual_seed(7)
+    near = case.logits.float().nan_to_num(-5.0, posinf=9.0, neginf=-9.0)
+    probs = (near + torch.randn(near.shape, generator=generator)).softmax(dim=1)
+    probs[0] = 0.0
+    probs[2, : vocab // 2] = 0.0
+    return {"draft_law": law, "draft_probs": probs.to(dtype), "draft_rows": torch.arange(probs.shape[0]).flip(0)}
+
+
+def compare_rejection(group: object, backend: str, size: int, dtype: torch.dtype, law: str) -> tuple[list, int, int]:
+    """What all splits give, how many trees were verified, and how many differ from the whole op."""
+    seen, different, total = [], 0, 0
+    with use_backend(backend):
+        vocab = vocab_of(backend)
+        for seed in range(6 if backend == "cpu" else 2):
+            case = make_case(vocab, dtype, seed)
+            drafts = draft_laws(case, law, torch.float32 if seed % 2 else torch.bfloat16)
+            params = params_of(["plain", "both", "each"][seed % 3], case.trees.batch_size)
+            whole = pagedtree.verify_rejection(
+                case.logits, case.drafts, case.trees, params, **drafts, **case.streams,
+            )  # fmt: skip
+            for i, fractions in enumerate(SPLITS[size]):
+                shards = shards_of(group, fractions, vocab)
+                mine = dict(drafts)
+                if i % 2 and "draft_probs" in mine:
+                    mine["draft_probs"] = shards.own(mine["draft_probs"])
+                got = distributed.verify_rejection(
+                    shards.own(case.logits), case.drafts, case.trees, params, **mine, **case.streams, shards=shards
+                )
+                seen.append([tensor.tolist() for tensor in got])
+                total += case.trees.batch_size
+                different += sum(
+                    not all(torch.equal(a[b], c[b]) for a, c in zip(got, whole, strict=True))
+                    for b in range(case.trees.batch_size)
+                )
+    return seen, total, different
+
+
+@pytest.mark.parametrize("law", ["iid", "swor", "onehot"])
+@pytest.mark.parametrize(
+    ("size", "backend", "dtype"), [case for case in product(SPLITS, HOST_BACKENDS, DTYPES) if is_worth_it(*case)]
+)
+def test_rejection_is_the_same_on_every_rank(ranks, size, backend, dtype, law):
+    first, *others = ranks.run(compare_rejection, size, backend, size, dtype, law)
+    assert all(other == first for other in others)
+    seen, total, different = first
+    splits = len(SPLITS[size])
+    for i in range(0, len(seen), splits):
+        assert all(verdict == seen[i] for verdict in seen[i : i + splits])  # nor does the split matter
+    # The whole op adds floats: a coin within 1e-6 of a boundary may fall otherwise, which here none does.
+    assert different == 0 and total > 0
+
+
+def draw_many(group: object, law: str, draws: int) -> list[int]:
+    """How often each pair of tokens comes out of a node with two drafts that were drawn."""
+    vocab = 6
+    generator = torch.Generator().manual_seed(3)
+    p = torch.tensor([0.4, 0.05, 0.2, 0.05, 0.25, 0.05])
+    q = torch.tensor([0.1, 0.4, 0.1, 0.3, 0.05, 0.05])
+    shards = shards_of(group, [0.34, 0.34], vocab)
+    trees = TreeBatch.from_trees([pagedtree.DraftTree([-1, 0, 0])] * draws)
+    drawn = torch.multinomial(q.expand(draws, vocab), 2, replacement=law == "iid", generator=generator)
+    drafts = torch.cat([torch.zeros(draws, 1, dtype=torch.int64), drawn], dim=1).flatten()
+    logits = shards.own(p.log().expand(3 * draws, vocab))
+    laws = {} if law == "onehot" else {"draft_probs": q.expand(3 * draws, vocab)}
+    verdict = distributed.verify_rejection(
+        logits, drafts, trees, SamplingParams(), draft_law=law, **laws, shards=shards,
+        seeds=torch.arange(draws), positions=torch.zeros(draws, dtype=torch.int64),
+    )  # fmt: skip
+    return torch.bincount(verdict.tokens[:, 0], minlength=vocab).tolist()
+
+
+@pytest.mark.parametrize("law", ["iid", "swor", "onehot"])
+def test_rejection_follows_the_targets_law(ranks, law):
+    draws = 40000
+    counts, *others = ranks.run(draw_many, 3, law, draws)
+    assert all(other == counts for other in others)
+    expected = torch.tensor([0.4, 0.05, 0.2, 0.05, 0.25, 0.05]) * draws
+    chi_square = float(((torch.tensor(counts) - expected) ** 2 / expected).sum())
+    assert chi_square < 5 + 10 * 10**0.5  # df + 10 sqrt(2 df)
+
+
+# ---- what is exchanged
+
+
+def count_traffic(group: object, vocab: int, copies: int) -> dict[str, tuple[int, int, int]]:
+    parents = [[-1, 0, 0, 1, 1, 2, 3]] * copies
+    case = make_case(vocab, torch.bfloat16, 0, parents)
+    shards = shards_of(group, [0.25, 0.25, 0.25], vocab)
+    logits = shards.own(case.logits)
+    found = {}
+    calls = {
+        "greedy": lambda: distributed.verify_greedy(logits, case.drafts, case.trees, shards=shards),
+        "sampled": lambda: distributed.verify_sampled(
+            logits, case.drafts, case.trees, PARAMS["plain"], **case.streams, shards=shards
+        ),
+        "filtered": lambda: distributed.verify_sampled(
+            logits, case.drafts, case.trees, PARAMS["both"], **case.streams, shards=shards
+        ),
+        "onehot": lambda: distributed.verify_rejection(
+            logits, case.drafts, case.trees, PARAMS["plain"], draft_law="onehot", **case.streams, shards=shards
+        ),
+    }
+    for name, function in calls.items():
+        shards.traffic = Traffic()
+        function()
+        traffic = shards.traffic
+        found[name] = (traffic.exchanges, traffic.words, traffic.bytes_sent(4))
+    found["gathered"] = (1, 0, shards.gather_bytes(case.logits.shape[0], torch.bfloat16))
+    return found
+
+
+def test_words_do_not_grow_with_the_vocabulary(ranks):
+    small, large = (ranks.run(count_traffic, 4, vocab, 1)[0] for vocab in (1000, 4000))
+    twice = ranks.run(count_traffic, 4, 1000, 2)[0]
+    agreed = 24  # words that compare arguments
+    for name in ("greedy", "sampled", "filtered", "onehot"):
+        assert small[name] == large[name]
+        assert twice[name][0] == small[name][0]
+        assert twice[name][1] - agreed == 2 * (small[name][1] - agreed)
+    rows = 7
+    assert small["greedy"][1:] == (agreed + 2 * rows, 8 * (2 * 2 * rows * 3 // 4 + agreed * 3))
+    assert small["sampled"][1] == agreed + 3 * rows
+    assert small["filtered"][1] == agreed + (3 + 2 * 4 * 16 + 1) * rows
+    assert small["onehot"][1] == agreed + 4 * rows + 3
+    assert large["gathered"][2] == 7 * 4000 * 2 * 3 // 4
+
+
+# ---- attention heads in parts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_attention_on_a_ranks_heads_is_the_slice_of_the_whole(on_device, backend, num_ranks):
+    generator = torch.Generator().manual_seed(0)
+    tree = pagedtree.DraftTree([-1, 0, 0, 1, 2])
+    trees = TreeBatch.from_trees([tree, tree])
+    heads, kv_heads, dim, page_size, pages = 8, 4, 64, 16, 6
+    q = torch.randn(10, heads, dim, generator=generator).to(torch.bfloat16)
+    cache = torch.randn(2, pages, page_size, kv_heads, dim, generator=generator).to(torch.bfloat16)
+    table = torch.tensor([[0, 2, 4], [1, 3, 5]], dtype=torch.int32)
+    seq_lens = torch.tensor([37, 21], dtype=torch.int32)
+    rest = (table, seq_lens, trees.cu_nodes, trees.mask)
+    out, lse = pagedtree.tree_attention(q, cache[0], cache[1], *rest, return_lse=True)
+    for rank in range(num_ranks):
+        own, own_kv = (slice(rank * n // num_ranks, (rank + 1) * n // num_ranks) for n in (heads, kv_heads))
+        part = [tensor[:, :, own_kv] for tensor in cache]
+        got, got_lse = pagedtree.tree_attention(q[:, own], *part, *rest, return_lse=True)
+        assert torch.equal(got, out[:, own]) and torch.equal(got_lse, lse[:, own])
+
+
+# ---- ranks that disagree or die
+
+
+def disagree(group: object, what: str) -> None:
+    rank = torch.distributed.get_rank(group)
+    vocab = 1003
+    case = make_case(vocab, torch.float32, 0)
+    shards = shards_of(group, [0.3, 0.4], vocab)
+    logits, params, streams = shards.own(case.logits), PARAMS["both"], case.streams
+    if rank == 1:
+        if what == "top_p":
+            params = SamplingParams(temperature=0.9, top_k=12, top_p=0.71, min_p=0.01)
+        elif what == "seeds":
+            streams = streams | {"seeds": case.seeds + 1}
+        elif what == "draft_tokens":
+            case.drafts[2] += 1
+        elif what == "rows":
+            logits = logits[:-1]
+        elif what == "dtype":
+            logits = logits.bfloat16()
+        elif what == "columns":
+            logits = logits[:, :-1]
+        elif what == "call":
+            distributed.verify_greedy(logits, case.drafts, case.trees, shards=shards)
+            return
+    distributed.verify_sampled(logits, case.drafts, case.trees, params, **streams, shards=shards)
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("top_p", "`top_p`"),
+        ("seeds", "`seeds`"),
+        ("draft_tokens", "`draft_tokens`"),
+        ("rows", "`logits`"),
+        ("dtype", "`logits`"),
+        ("columns", "`logits`"),
+        ("call", "the call"),
+    ],
+)
+def test_ranks_that_disagree_are_told_apart(ranks, what, named):
+    for error in ranks.outcomes(disagree, 3, what):
+        assert isinstance(error, ValueError) and named in str(error), error
+
+
+def die(group: object, at_once: bool) -> float:
+    """Rank 1 is gone, or falls silent; the others say how long they waited."""
+    rank = torch.distributed.get_rank(group)
+    vocab = 1003
+    case = make_case(vocab, torch.float32, 0)
+    shards = shards_of(group, [0.3, 0.4], vocab)
+    if rank == 1:
+        if at_once:
+            os._exit(1)
+        time.sleep(8)
+        return 0.0
+    begin = time.perf_counter()
+    with pytest.raises(GroupError, match=r"verify_sampled.* rank [02] of 3 got no answer"):
+        distributed.verify_sampled(
+            shards.own(case.logits), case.drafts, case.trees, PARAMS["both"], **case.streams, shards=shards
+        )
+    return time.perf_counter() - begin
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["dead", "silent"])
+def test_a_lost_rank_is_an_error_on_the_others(tmp_path, at_once):
+    timeout = 4.0
+    processes = Ranks(tmp_path, num_ranks=3, timeout=timeout)
+    try:
+        first, lost, last = processes.outcomes(die, 3, at_once)
+    finally:
+        processes.close()
+    for waited in (first, last):
+        assert isinstance(waited, float), waited
+        assert waited < timeout + 3
+    assert lost == (None if at_once else 0.0)
+
+
+def test_arguments(tmp_path):
+    with pytest.raises(ValueError, match="initialised"):
+        VocabShards(4)
