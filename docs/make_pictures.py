@@ -282,6 +282,61 @@ def compaction_picture() -> str:
 RULE_COLORS = {"sampled": "blue", "rejection": "muted", "block": "green", "traversal": "green", "typical": "gold"}
 
 
+def shards_picture() -> str:
+    """Ranks side by side: what each holds, and under them what they send."""
+    drawing = Drawing("Tensor parallel verification: who holds what, and what is sent")
+    ranks, width, gap, top = 4, 232, 14, 84
+    right = MARGIN + ranks * (width + gap) - gap
+    drawing.text(MARGIN, 36, "Four ranks verify a tree", "head fill-ink")
+    drawing.text(
+        MARGIN,
+        56,
+        "Logits stay where the output layer has made them. N nodes in all trees; a word is 64 bits.",
+        "fill-muted",
+    )
+    for rank in range(ranks):
+        x = MARGIN + rank * (width + gap)
+        drawing.rect(x, top, width, 196, "fill-panel stroke-line thin", radius=8)
+        drawing.text(x + 12, top + 20, f"rank {rank}", "bold fill-ink")
+        held = ["target: its heads, its columns", "KV cache: its heads, all pages", "trees, drafts, seeds: all"]
+        for line, text in enumerate(held):
+            drawing.text(x + 12, top + 40 + 16 * line, text, "small fill-muted")
+        drawing.text(x + 12, top + 100, "logits [N, V]", "mono small fill-ink")
+        cell = (width - 24) / ranks
+        for part in range(ranks):
+            own = part == rank
+            style = "fill-green-fill stroke-green thin" if own else "none stroke-line thin dash"
+            drawing.rect(x + 12 + part * cell, top + 108, cell, 26, style)
+            if own:
+                drawing.text(x + 12 + (part + 0.5) * cell, top + 125, "V / 4", "small fill-green", anchor="middle")
+        if rank == 0:
+            drawing.rect(x + 12, top + 148, width - 24, 34, "fill-gold-fill stroke-gold thin", radius=6)
+            drawing.text(x + width / 2, top + 169, "draft model, TP 1", "small fill-gold", anchor="middle")
+        else:
+            drawing.text(x + 12, top + 169, "no draft model: moves its KV rows", "small fill-muted")
+    lanes = [
+        ("gold", "proposal", "3 words a node, from rank 0, once a step"),
+        ("green", "peak", "2 words a node: largest logit and its token, NaN"),
+        ("green", "thresholds", "16 words a node and digit, only with top_k or top_p; 1 for ties"),
+        ("green", "race", "1 word a node: best score and its token (sampled)"),
+        ("blue", "drafts", "2 words a node: mass, p and q of its token; 2 a further sibling (rejection)"),
+        ("blue", "bonus", "3 words a tree (rejection)"),
+    ]
+    y = top + 228
+    for color, name, text in lanes:
+        drawing.line(MARGIN + 96, y, right, y, f"stroke-{color} thick", arrow=color)
+        drawing.text(MARGIN, y + 4, name, f"bold fill-{color}")
+        drawing.text(MARGIN + 104, y - 6, text, "small fill-ink")
+        y += 30
+    drawing.text(
+        MARGIN,
+        y + 4,
+        "All ranks then know what decides, and each walks the trees alone: the same verdict, and no broadcast of it.",
+        "fill-muted",
+    )
+    return drawing.render(right + MARGIN, y + 24)
+
+
 def accepted_length_picture() -> str:
     """Bars of the recorded means with their intervals, one group a way to draft."""
     rows = json.loads((RESULTS / "rules.json").read_text())["rows"]
@@ -306,6 +361,7 @@ def accepted_length_picture() -> str:
 
 
 PICTURES = {
+    "tensor_parallel": shards_picture,
     "accepted_length": accepted_length_picture,
     "mask_inside_a_block": mask_picture,
     "one_step": step_picture,

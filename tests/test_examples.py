@@ -49,6 +49,20 @@ def test_demo_fails_on_wrong_output(demo, monkeypatch, tmp_path, capsys):
     assert "first difference" in capsys.readouterr().out
 
 
+def test_four_ranks_write_the_text_of_one(tmp_path):
+    table = tmp_path / "table.json"
+    command = [sys.executable, str(EXAMPLES / "tensor_parallel.py"), "--prompts", "2", "--max-new-tokens", "8"]
+    done = subprocess.run([*command, "--json", str(table)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(table.read_text())
+    assert [(row["rule"], row["draft_ranks"]) for row in rows] == [
+        (rule, size) for size in (1, 2) for rule in ("greedy", "sampled", "rejection")
+    ]
+    assert all(row["identical"] and row["proposal_ms_per_token"] > 0 for row in rows)
+    assert all(row["bytes_sent"] < row["bytes_to_gather"] for row in rows)
+    assert any(row["accepted"] > 0.5 for row in rows)
+
+
 @pytest.mark.slow
 def test_tiny_models_train(tmp_path):
     command = [sys.executable, str(EXAMPLES / "train_tiny.py"), "all", "--steps", "3", "--out", str(tmp_path)]

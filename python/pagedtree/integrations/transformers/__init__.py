@@ -23,6 +23,7 @@ from pagedtree.integrations.transformers.medusa import MedusaHeads, medusa_tree
 from pagedtree.integrations.transformers.model_drafter import ModelDrafter
 from pagedtree.integrations.transformers.paged_cache import PagedCache
 from pagedtree.integrations.transformers.stats import GenerationStats, SequenceStats
+from pagedtree.integrations.transformers.tensor_parallel import tensor_parallel
 
 __all__ = [
     "Drafter",
@@ -39,6 +40,7 @@ __all__ = [
     "generate",
     "medusa_tree",
     "register",
+    "tensor_parallel",
     "tree_generate",
 ]
 

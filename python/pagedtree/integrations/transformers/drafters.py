@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -81,6 +81,9 @@ class Drafter:
     def select(self, sequences: list[Sequence]) -> None:
         """The sequences that the rows of the next `propose` stand for."""
 
+    def start(self, tokens: Tensor, lengths: Tensor) -> None:
+        """What `propose` will be called with, while the target still has something to do."""
+
     def propose(self, tokens: Tensor, lengths: Tensor) -> Proposal:
         """Guesses a continuation for each of B sequences.
 
@@ -111,8 +114,8 @@ class _Stateless(Drafter):
 def as_drafter(drafter: Any) -> Drafter:
     if drafter is None:
         return NoDrafter()
-    if isinstance(drafter, Drafter):
-        return drafter
+    if isinstance(drafter, Drafter) or callable(getattr(drafter, "observe", None)):
+        return cast(Drafter, drafter)
     if not callable(getattr(drafter, "propose", None)):
         raise TypeError(f"drafter: expected an object with propose(tokens, lengths), got {type(drafter).__name__}")
     return _Stateless(drafter)

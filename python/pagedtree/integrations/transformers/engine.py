@@ -84,6 +84,7 @@ class Engine:
                     model, self.cache, sampling, drafter, rows, self.eos_ids, every, batch_size
                 )
             )
+        self.to_compact: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self.started = time.perf_counter()
 
     def run(self) -> None:
@@ -99,6 +100,7 @@ class Engine:
 
     def step(self) -> None:
         batch, draft = self._schedule()
+        self._compact()
         if draft is None:
             self._step_in_place(batch.decode)
             return
@@ -145,10 +147,13 @@ class Engine:
             self.scheduler.check_capacity(self.max_nodes)
 
     def _propose(self, sequences: list[Sequence]) -> Draft:
-        begin = time.perf_counter()
         lengths = self._to_device([len(sequence.tokens) for sequence in sequences], torch.int32)
         self.drafter.select(sequences)
-        draft = Draft(*self.drafter.propose(self._history_of(sequences), lengths))
+        known = self._history_of(sequences), lengths
+        self.drafter.start(*known)
+        self._compact()
+        begin = time.perf_counter()
+        draft = Draft(*self.drafter.propose(*known))
         rows, batch_size = draft.trees.parents.shape[0], draft.trees.batch_size
         if batch_size != len(sequences) or rows < len(sequences) or draft.draft_tokens.shape != (rows,):
             raise ValueError(
@@ -258,7 +263,7 @@ class Engine:
         verdict = self.sampling.of(sequences).verify(logits, packed.draft, self.drafter.draft_law, start)
         if trees.max_nodes > 1:
             table = self.cache.page_table([sequence.index for sequence in sequences])
-            compact_kv(self.cache.tensors(), table, start, verdict.accept_index, verdict.num_accepted)
+            self.to_compact = (table, start, verdict.accept_index, verdict.num_accepted)
         history, lengths = self._history_of(sequences), start + 1
         committed = commit(verdict, trees, start, history=history, history_lens=lengths, eos_ids=self.eos_ids)
         self._store_history(sequences, history)
@@ -270,6 +275,12 @@ class Engine:
         self._take_over(result, report)
         self.drafter.observe(result)
         self._finish(result)
+
+    def _compact(self) -> None:
+        """Moves the rows of the accepted paths to their places: any time before the next pass writes."""
+        if self.to_compact is not None:
+            compact_kv(self.cache.tensors(), *self.to_compact)
+            self.to_compact = None
 
     def _take_over(self, result: StepResult, report: list[list[int]]) -> None:
         """Gives the sequences their tokens. A row of the report: the tokens, their number, finished, the status."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from pagedtree.integrations.transformers.paged_cache import PagedCache
 from pagedtree.integrations.transformers.rules import Sampling, check_rule
 from pagedtree.integrations.transformers.scheduler import Scheduler
 from pagedtree.integrations.transformers.stats import GenerationStats, SequenceStats
+
+if TYPE_CHECKING:
+    from pagedtree.distributed import VocabShards
 
 __all__ = ["generate"]
 
@@ -48,6 +51,7 @@ def generate(
     max_batch_tokens: int = 4096,
     share_prefix: bool | None = None,
     cuda_graph: bool = False,
+    shards: VocabShards | None = None,
     callback: Callable[[int, list[int]], None] | None = None,
     on_step: Callable[[StepResult], None] | None = None,
 ) -> tuple[list[Tensor] | Tensor, GenerationStats]:
@@ -86,6 +90,9 @@ def generate(
         cuda_graph: replays a CUDA graph of the decode step, drafting to commit, where no sequence has to be read; the
             output is the same. One graph for 1, 2, 4, 8, ... sequences. Drafters: None, `NgramDrafter` (remember=0),
             `MedusaDrafter`, `ModelDrafter`, whose pool then has room for all sequences from the beginning.
+        shards: the model's output layer gives this rank's columns of the logits (`tensor_parallel`); all ranks call
+            `generate` together, with the same arguments and seeds, and get the same. Rules "greedy", "sampled" and
+            "rejection"; the drafter may be a `pagedtree.distributed.DraftGroup`.
         callback: called with (sequence, new tokens) after each pass, in the order of the sequences.
         on_step: called with a `StepResult` after each pass, for tracing.
 
@@ -102,7 +109,7 @@ def generate(
     _check_at_least_one(max_new_tokens=max_new_tokens, n=n, page_size=page_size, max_batch_tokens=max_batch_tokens)
     device = model.get_input_embeddings().weight.device
     drafter = as_drafter(drafter)
-    rule = check_rule(rule, params, drafter.draft_law, drafter.is_chain)
+    rule = check_rule(rule, params, drafter.draft_law, drafter.is_chain, shards is not None)
     sequences = [
         scheduler.Sequence(
             index=b * n + j,
@@ -123,13 +130,16 @@ def generate(
     queue.check_capacity(drafter.max_nodes or 1)
     if cuda_graph:
         check_device(device)
+        if shards is not None:
+            raise ValueError("shards: expected None with cuda_graph, got a VocabShards")
         if share_prefix:
             raise ValueError(
                 "share_prefix: expected None or False with cuda_graph, whose step reads all pages, got True"
             )
     stats = GenerationStats(sequences=[SequenceStats() for _ in sequences])
     min_shared_tokens = {None: MIN_SHARED_TOKENS, True: 1, False: None}[share_prefix]
-    sampling = Sampling(rule, _params_of_sequences(params, len(prompts), n), _seeds(seeds, len(sequences), device))
+    each = _params_of_sequences(params, len(prompts), n)
+    sampling = Sampling(rule, each, _seeds(seeds, len(sequences), device), shards)
     eos_ids = _eos_ids(model, eos_token_id)
     engine = Engine(model, queue, drafter, sampling, eos_ids, min_shared_tokens, callback, on_step, stats, cuda_graph)
     with use_attention(model):

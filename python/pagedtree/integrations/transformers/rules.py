@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from pagedtree import (
 )
 from pagedtree.integrations.transformers import scheduler
 
+if TYPE_CHECKING:
+    from pagedtree.distributed import VocabShards
+
 __all__ = ["RULES", "Sampling", "check_rule"]
 
 # Rules that judge a draft by the target's and the drafter's probability of it.
@@ -38,7 +41,13 @@ DRAWN = ("iid", "swor")
 _STEP_KEY = 0x9E3779B97F4A7C15 - 2**64
 
 
-def check_rule(rule: str, params: SamplingParams | None, draft_law: str, is_chain: bool) -> str:
+# Rules that ranks can follow with a part of the vocabulary each.
+_SHARDED = ("greedy", "sampled", "rejection")
+
+
+def check_rule(
+    rule: str, params: SamplingParams | None, draft_law: str, is_chain: bool, is_sharded: bool = False
+) -> str:
     """The rule that "auto" stands for, else `rule`; ValueError for what it cannot be combined with."""
     if rule not in RULES:
         raise ValueError(f"rule: expected one of {', '.join(RULES)}, got {rule!r}")
@@ -50,6 +59,8 @@ def check_rule(rule: str, params: SamplingParams | None, draft_law: str, is_chai
         raise ValueError(
             f'rule: expected params for every rule but "greedy" and none for "greedy", got {rule!r} with {params}'
         )
+    if is_sharded and rule not in _SHARDED:
+        raise ValueError(f"rule: expected one of {', '.join(_SHARDED)} with shards, got {rule!r}")
     if rule == "block" and not is_chain:
         raise ValueError('rule: "block" verifies chains, got a drafter whose trees branch (is_chain is False)')
     if rule == "traversal" and draft_law not in DRAWN:
@@ -64,11 +75,15 @@ def check_rule(rule: str, params: SamplingParams | None, draft_law: str, is_chai
 
 @dataclass
 class Sampling:
-    """How tokens are chosen. Tensors in params and the seeds have one entry a sequence; "greedy" has no params."""
+    """How tokens are chosen. Tensors in params and the seeds have one entry a sequence; "greedy" has no params.
+
+    shards: of logits whose vocabulary the ranks of a group hold in parts.
+    """
 
     rule: str
     params: SamplingParams | None
     seeds: Tensor
+    shards: VocabShards | None = None
 
     def of(self, sequences: Sequence[scheduler.Sequence]) -> Sampling:
         """That of some of the sequences."""
@@ -84,7 +99,7 @@ class Sampling:
                 name: value[rows] for name, value in values.items() if isinstance(value, Tensor) and value.ndim
             }
             params = replace(params, **chosen)
-        return Sampling(self.rule, params, self.seeds[rows])
+        return Sampling(self.rule, params, self.seeds[rows], self.shards)
 
     def draft_seeds(self, start: Tensor) -> Tensor:
         """Seeds that a sequence has in this step alone, the one whose roots stand at `start`.
@@ -96,6 +111,8 @@ class Sampling:
 
     def verify(self, logits: Tensor, draft: Draft, draft_law: str, start: Tensor) -> Verdict:
         """Judges the trees of all sequences, whose roots stand at `start`."""
+        if self.shards is not None:
+            return self._verify_shards(logits, draft, draft_law, start, self.shards)
         if self.params is None:
             return verify_greedy(logits, draft.draft_tokens, draft.trees)
         if self.rule == "typical":
@@ -109,3 +126,19 @@ class Sampling:
             options |= {"draft_probs": draft.draft_probs, "draft_rows": draft.draft_rows}
         verify = _BY_RATIO[self.rule]
         return verify(logits, draft.draft_tokens, draft.trees, self.params, draft_law=draft_law, **options)
+
+    def _verify_shards(
+        self, logits: Tensor, draft: Draft, draft_law: str, start: Tensor, shards: VocabShards
+    ) -> Verdict:
+        from pagedtree import distributed
+
+        drafted = (logits, draft.draft_tokens, draft.trees)
+        if self.params is None:
+            return distributed.verify_greedy(*drafted, shards=shards)
+        options: dict[str, Any] = {"seeds": self.seeds, "positions": start.long(), "shards": shards}
+        if self.rule == "sampled":
+            return distributed.verify_sampled(*drafted, self.params, **options)
+        if draft.trees.max_nodes == 1 or draft_law not in DRAWN:
+            return distributed.verify_rejection(*drafted, self.params, draft_law="onehot", **options)
+        options |= {"draft_probs": draft.draft_probs, "draft_rows": draft.draft_rows}
+        return distributed.verify_rejection(*drafted, self.params, draft_law=draft_law, **options)

@@ -1,0 +1,239 @@
+"""A draft model on fewer ranks than its target, whose proposals all ranks get."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pagedtree.distributed.group import Group, GroupError
+from pagedtree.distributed.shards import VocabShards
+from pagedtree.drafting import Draft
+from pagedtree.tree import TreeBatch, build_trees
+
+__all__ = ["DraftGroup", "DraftStats"]
+
+HEADER = ("failed", "rows", "batch_size", "max_nodes", "max_depth", "num_laws", "law_dtype", "microseconds")
+LAW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class DraftStats:
+    """What drafting took.
+
+    Attributes:
+        proposals: calls of `propose`.
+        tokens: draft tokens proposed, of all sequences.
+        draft_time: seconds in which the draft ranks drafted.
+        wait_time: seconds that this rank waited for proposals, after its own work was done.
+    """
+
+    proposals: int = 0
+    tokens: int = 0
+    draft_time: float = 0.0
+    wait_time: float = 0.0
+
+    @property
+    def ms_per_token(self) -> float:
+        """Milliseconds of drafting a proposed token."""
+        return 1e3 * self.draft_time / max(self.tokens, 1)
+
+
+class DraftGroup:
+    """Runs a drafter on the first `size` ranks of the target's group and hands its proposals to all of them.
+
+    It is a drafter itself: `propose(tokens, lengths)`, and what else `pagedtree.integrations.transformers.Drafter` has.
+    All ranks of the group make it and call it together. Drafting runs in a thread of its own between `start` and
+    `propose`; what the target has to do then (to move the accepted rows of its cache, say) it does at the same time. On
+    the ranks that do not draft, that is all they do.
+
+    Args:
+        make: called on the draft ranks with their torch.distributed group, over which the drafter's model is sharded,
+            or None where one rank drafts alone; returns the drafter.
+        size: ranks that draft, a divisor of the target's. For more than one a group is made (`dist.new_group`), in
+            which all ranks of the world take part.
+        shards: of the target's vocabulary. Where the drafts were drawn ("iid", "swor"), each rank is sent its columns
+            of the laws.
+        device: where tensors and the group's collectives are, "cpu" for gloo.
+
+    Attributes:
+        drafter: on the draft ranks, what `make` returned; else None.
+        max_nodes, needs_hidden, draft_law, is_chain: the drafter's, on all ranks.
+        stats: a `DraftStats`.
+
+    A proposal is 8 words, 3 a node and one a sequence, sent from the first rank to each other one. If drafting fails,
+    the first rank raises what the drafter raised, the others GroupError with its text.
+
+    Source: vLLM's draft_tensor_parallel_size, whose measurements this makes repeatable.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[dist.ProcessGroup | None], Any],
+        size: int,
+        *,
+        shards: VocabShards,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        target = shards._group
+        if size < 1 or target.size % size:
+            raise ValueError(f"size: expected a divisor of the target's {target.size} ranks, got {size}")
+        target.agree("DraftGroup", {"size": size})
+        self.shards, self.size, self.device = shards, size, torch.device(device)
+        self._members = _members(target)
+        self._group = target
+        draft_ranks = None if size == 1 else dist.new_group(self._members[:size])
+        self.rank, self._first = target.rank, self._members[0]
+        self.drafter = make(draft_ranks) if self.rank < size else None
+        self.stats = DraftStats()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="draft") if self.drafter is not None else None
+        self._drafting: Future[tuple[Draft, float]] | None = None
+        facts: list[Any] = [None]
+        if self.rank == 0:
+            names = ("max_nodes", "needs_hidden", "draft_law", "is_chain")
+            defaults = (0, False, "onehot", False)
+            facts = [tuple(getattr(self.drafter, n, value) for n, value in zip(names, defaults, strict=True))]
+        with self._group._answered("DraftGroup"):
+            dist.broadcast_object_list(facts, src=self._first, group=self._group.group)
+        self.max_nodes, self.needs_hidden, self.draft_law, self.is_chain = facts[0]
+
+    def start(self, tokens: Tensor, lengths: Tensor) -> None:
+        """Begins to draft for what the next `propose` is called with."""
+        if self._thread is not None and self._drafting is None:
+            self._drafting = self._thread.submit(self._draft, tokens, lengths)
+
+    def propose(self, tokens: Tensor, lengths: Tensor) -> Draft:
+        """The drafter's proposal; draft_probs are this rank's columns. Its node_map stays with the drafter."""
+        self.start(tokens, lengths)
+        begin = time.perf_counter()
+        draft, seconds, failure = None, 0.0, None
+        if self._drafting is not None:
+            drafting, self._drafting = self._drafting, None
+            try:
+                draft, seconds = drafting.result()
+            except Exception as error:
+                failure = error
+        shared = self._share(draft, seconds, failure)
+        self.stats.wait_time += time.perf_counter() - begin
+        return shared
+
+    def begin(self, *args: Any, **kwargs: Any) -> None:
+        self._forward("begin", *args, **kwargs)
+
+    def end(self) -> None:
+        if self._drafting is not None:
+            self._drafting.cancel()
+            self._drafting = None
+        self._forward("end")
+
+    def select(self, sequences: list[Any]) -> None:
+        self._forward("select", sequences)
+
+    def observe(self, result: Any) -> None:
+        self._forward("observe", result)
+
+    def forget(self, sequence: Any) -> None:
+        self._forward("forget", sequence)
+
+    def _forward(self, name: str, *args: Any, **kwargs: Any) -> None:
+        method = getattr(self.drafter, name, None)
+        if method is not None:
+            method(*args, **kwargs)
+
+    @torch.no_grad()
+    def _draft(self, tokens: Tensor, lengths: Tensor) -> tuple[Draft, float]:
+        begin = time.perf_counter()
+        assert self.drafter is not None
+        draft = Draft(*self.drafter.propose(tokens, lengths))
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return draft, time.perf_counter() - begin
+
+    def _share(self, draft: Draft | None, seconds: float, failure: Exception | None) -> Draft:
+        """Sends the first rank's draft to all."""
+        header = torch.zeros(len(HEADER), dtype=torch.int64, device=self.device)
+        if self.rank == 0:
+            header = self._header(draft, seconds, failure)
+        self._send(header, "a proposal")
+        facts = dict(zip(HEADER, header.tolist(), strict=True))
+        if facts["failed"]:
+            text: list[Any] = [f"{type(failure).__name__}: {failure}"]
+            dist.broadcast_object_list(text, src=self._first, group=self._group.group)
+            if failure is not None:
+                raise failure
+            raise GroupError(f"DraftGroup: drafting failed on the first rank ({text[0]})")
+        if failure is not None:
+            raise failure
+        self.stats.proposals += 1
+        self.stats.tokens += facts["rows"] - facts["batch_size"]
+        self.stats.draft_time += facts["microseconds"] * 1e-6
+        return self._exchange(draft, facts)
+
+    def _header(self, draft: Draft | None, seconds: float, failure: Exception | None) -> Tensor:
+        values = [1] + [0] * (len(HEADER) - 1)
+        if failure is None:
+            assert draft is not None
+            probs = draft.draft_probs
+            values = [
+                0,
+                draft.draft_tokens.shape[0],
+                draft.trees.batch_size,
+                draft.trees.max_nodes,
+                draft.trees.max_depth,
+                -1 if probs is None else probs.shape[0],
+                0 if probs is None else LAW_DTYPES.index(probs.dtype),
+                round(seconds * 1e6),
+            ]
+        return torch.tensor(values, device=self.device)
+
+    def _exchange(self, draft: Draft | None, facts: dict[str, int]) -> Draft:
+        rows, batch_size, num_laws = facts["rows"], facts["batch_size"], facts["num_laws"]
+        packed = torch.zeros(3 * rows + batch_size + 1, dtype=torch.int64, device=self.device)
+        if self.rank == 0:
+            assert draft is not None
+            law_rows = draft.draft_rows if draft.draft_rows is not None else torch.arange(rows, device=self.device)
+            parts = (draft.draft_tokens, draft.trees.parents, law_rows, draft.trees.cu_nodes)
+            packed = torch.cat([part.long() for part in parts])
+        self._send(packed, "a proposal's nodes")
+        tokens, parents, law_rows, cu_nodes = packed.split([rows, rows, rows, batch_size + 1])
+        trees: TreeBatch = build_trees(
+            parents.int(), cu_nodes.int(), max_nodes=facts["max_nodes"], max_depth=facts["max_depth"]
+        )
+        if num_laws < 0:
+            return Draft(tokens, trees, None)
+        probs = draft.draft_probs if draft is not None and self.rank == 0 else None
+        return Draft(tokens, trees, self._laws(probs, num_laws, LAW_DTYPES[facts["law_dtype"]]), law_rows)
+
+    def _laws(self, probs: Tensor | None, num_laws: int, dtype: torch.dtype) -> Tensor:
+        """Each rank's columns of the laws, from the first rank."""
+        group, sizes = self._group, self.shards.sizes
+        own = torch.empty((num_laws, self.shards.num_tokens), dtype=dtype, device=self.device)
+        with group._answered("DraftGroup: the drafts' laws"):
+            if probs is None:
+                if own.numel():
+                    dist.recv(own, src=self._first, group=group.group)
+                return own
+            for rank, part in enumerate(probs.split(list(sizes), dim=1)):
+                if rank == 0:
+                    own.copy_(part)
+                elif part.numel():
+                    dist.send(part.contiguous(), dst=self._members[rank], group=group.group)
+        return own
+
+    def _send(self, words: Tensor, what: str) -> None:
+        if words.numel():
+            with self._group._answered(f"DraftGroup: {what}"):
+                dist.broadcast(words, src=self._first, group=self._group.group)
+
+
+def _members(group: Group) -> list[int]:
+    """Global ranks, in the group's order."""
+    if group.group is None:
+        return list(range(group.size))
+    return dist.get_process_group_ranks(group.group)

@@ -1,0 +1,81 @@
+"""A transformers model over the ranks of a group, whose output layer gives each rank its columns of the logits."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pagedtree.distributed import VocabShards
+
+__all__ = ["tensor_parallel"]
+
+
+@torch.no_grad()
+def tensor_parallel(model: Any, *, group: dist.ProcessGroup | None = None, gather_logits: bool = False) -> VocabShards:
+    """Leaves each rank of the group its part of a model that all of them have loaded; changes the model.
+
+    The parts are those of the model's own tensor-parallel plan (transformers 5.23 or later), but for the output layer:
+    its columns stay with their ranks, and are not gathered in each pass. Embeddings and output layer that share their
+    weights are parted. Where the group has more ranks than the model has key and value heads, these are repeated.
+
+    Args:
+        model: a causal language model, the same on every rank.
+        group: of torch.distributed; default all ranks. Its size divides the query heads, and is a multiple of the key
+            and value heads or divides them.
+        gather_logits: every rank gets all columns, as the plan says: for draft models.
+
+    Returns the `VocabShards` of the output layer; with gather_logits not to be used.
+
+    Raises ValueError for a model without a plan, or heads that do not divide.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    size = dist.get_world_size(group)
+    if not model.tp_plan:
+        raise ValueError(f"model: expected one with a tensor-parallel plan (tp_plan), got {type(model).__name__}")
+    _repeat_kv_heads(model, size)
+    output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if output.weight is embeddings.weight:
+        output.weight = nn.Parameter(output.weight.clone(), requires_grad=False)
+        model.config.tie_word_embeddings = False
+    name = next(name for name, module in model.named_modules() if module is output)
+    plan = dict(model.tp_plan) | ({} if gather_logits else {name: "colwise"})
+    device = embeddings.weight.device
+    if size > 1:
+        ranks = group if group is not None else dist.group.WORLD
+        assert ranks is not None
+        mesh = DeviceMesh.from_group(ranks, device.type, mesh_dim_names=("tp",))
+        apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(plan))
+    columns = output.weight.to_local() if hasattr(output.weight, "to_local") else output.weight
+    return VocabShards(columns.shape[0], group=group, device=device)
+
+
+def _repeat_kv_heads(model: Any, size: int) -> None:
+    config = model.config.get_text_config()
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % size or (kv_heads % size and size % kv_heads):
+        raise ValueError(
+            f"group: expected a size that divides {heads} query heads, and divides or is a multiple of {kv_heads} key"
+            f" and value heads, got {size}"
+        )
+    times = max(size // kv_heads, 1)
+    if times == 1:
+        return
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    model.config = copy.deepcopy(model.config)
+    model.config.get_text_config().num_key_value_heads = kv_heads * times
+    for module in model.modules():
+        if not (hasattr(module, "k_proj") and hasattr(module, "v_proj")):
+            continue
+        module.num_key_value_groups = heads // (kv_heads * times)
+        for projection in (module.k_proj, module.v_proj):
+            for name, parameter in list(projection.named_parameters(recurse=False)):
+                by_head = parameter.view(kv_heads, head_dim, *parameter.shape[1:])
+                repeated = by_head.repeat_interleave(times, dim=0).flatten(0, 1)
+                setattr(projection, name, nn.Parameter(repeated, requires_grad=False))
+            projection.out_features = kv_heads * times * head_dim
