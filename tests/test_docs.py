@@ -160,6 +160,14 @@ def test_links_lead_to_files(page):
             assert (page.parent / link.split("#")[0]).exists(), f"{page.name} links to {link}"
 
 
+def test_tests_that_pages_name_exist():
+    tests = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
+    functions = set(re.findall(r"^def (test_\w+)", "\n".join(tests.values()), re.MULTILINE))
+    for page in sorted((ROOT / "docs").glob("integrations/*.md")):
+        for name, suffix in re.findall(r"\b(test_\w+)(\.py)?\b", page.read_text(encoding="utf-8")):
+            assert name + ".py" in tests if suffix else name in functions, f"{page.name} names {name}"
+
+
 STEPS = [
     dict(parents=[-1, 0, 0, 1, 1, 3], tokens=["<root>", "a&b", " c", "\n", "d", "e"], accepted=[1, 3], bonus='"'),
     dict(parents=[-1], tokens=['"'], accepted=[], bonus="\tend"),

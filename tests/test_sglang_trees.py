@@ -141,7 +141,7 @@ def random_drafts(rng: np.random.Generator, bs: int, topk: int, depth: int, n: i
     return parents, selected
 
 
-@pytest.mark.parametrize(("bs", "topk", "depth", "n"), [(3, 4, 4, 17), (5, 2, 3, 9), (1, 8, 2, 33), (2, 1, 5, 6)])
+@pytest.mark.parametrize(("bs", "topk", "depth", "n"), [(3, 4, 4, 17), (40, 3, 3, 9), (1, 8, 2, 33), (2, 1, 5, 6)])
 @pytest.mark.parametrize("mode", TreeMaskMode)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_random_trees(bs, topk, depth, n, mode, dtype) -> None:
@@ -161,6 +161,21 @@ def test_random_trees(bs, topk, depth, n, mode, dtype) -> None:
     words = tree_mask_words(mask, torch.tensor(seq_lens), n, mode)
     bits = words.view(bs, n, -1)[..., torch.arange(n) // 32] >> (torch.arange(n) % 32) & 1
     assert np.array_equal(bits.bool(), sees)
+
+
+def test_random_nonsense(backend) -> None:
+    """Any numbers as drafts and parents: what the root reaches is a tree, the rest is left out."""
+    rng = np.random.default_rng(3)
+    bs, topk, depth, n = 300, 2, 4, 7
+    selected = rng.integers(0, topk * (topk * (depth - 1) + 1), (bs, n - 1)).tolist()
+    parents = rng.integers(-2, topk * (topk * (depth - 1) + 1), (bs, topk * (depth - 1) + 1)).tolist()
+    seq_lens = rng.integers(0, 9, bs).tolist()
+    depths, first, sibling, sees = reference(parents, selected, seq_lens, topk, depth)
+    assert (depths < 0).any() and (depths > 2).any()
+    mask, positions, _, *links = build(parents, selected, seq_lens, topk, depth, QLEN)
+    assert [link.tolist() for link in links] == [first, sibling]
+    assert positions.tolist() == (np.where(depths < 0, 1, depths) + np.array(seq_lens)[:, None]).flatten().tolist()
+    assert np.array_equal(tree_cells(mask, seq_lens, n, QLEN), sees)
 
 
 def test_one_node_and_no_sequence(backend) -> None:

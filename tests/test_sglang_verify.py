@@ -132,7 +132,7 @@ def check_paths(outs: dict[str, Tensor], rows: list, paths: list, tokens: list, 
     assert outs["predicts"].tolist() == predicts
 
 
-SHAPES = [(1, 1, 1), (4, 2, 2), (7, 13, 5), (3, 33, 4), (2, 70, 40), (0, 5, 3)]
+SHAPES = [(1, 1, 1), (4, 2, 2), (7, 13, 5), (3, 33, 4), (2, 70, 40), (600, 9, 4), (0, 5, 3)]
 
 
 @pytest.mark.parametrize(("bs", "n", "width"), SHAPES)

@@ -123,9 +123,10 @@ def _below_sure_children(coins: Tensor, logits: Tensor, drafts: Tensor, trees: T
     parents = trees.parents.view(bs, n).long().clamp(0, n - 1)
     rows = parents + torch.arange(bs, device=parents.device)[:, None] * n
     p = logits[rows, drafts.clamp(0, logits.shape[1] - 1)].exp()
-    elder = (parents[:, :, None] == parents[:, None, :]).tril(-1)
+    child = trees.depths.view(bs, n) > 0
+    elder = (parents[:, :, None] == parents[:, None, :]).tril(-1) & child[:, None, :]
     repeated = (elder & (drafts[:, :, None] == drafts[:, None, :])).any(-1)
-    known = (trees.depths.view(bs, n) > 0) & (drafts >= 0) & (drafts < logits.shape[1]) & ~repeated
+    known = child & (drafts >= 0) & (drafts < logits.shape[1]) & ~repeated
     p = torch.where(known, p, 0)
     middle = (elder * p[:, None, :]).sum(-1) + p / 2
     return coins.scatter_reduce(1, parents, torch.where((p > 0) & (p >= threshold), middle, 1), "amin")
