@@ -389,10 +389,12 @@ unsigned Machine::meet(Barrier& b, unsigned count, bool is_whole, const Site& si
   }
   if (b.expected != count) fail(site, "another number of threads than in " + b.site.text());
   if (is_whole && !(b.site == site)) fail(site, "barrier divergence, others are in " + b.site.text());
-  release(&b);
+  char* const order = &b.orders[b.phase % 2];
+  release(order);
   b.sum += value;
   if (++b.arrived == b.expected) {
     b.arrived = 0;
+    ++b.phase;
     b.result = std::exchange(b.sum, 0);
     ++statistics().barriers;
     for (unsigned waiting : b.waiting) wake(waiting);
@@ -401,7 +403,7 @@ unsigned Machine::meet(Barrier& b, unsigned count, bool is_whole, const Site& si
     b.waiting.push_back(self_->slot);
     wait(site);
   }
-  acquire(&b);
+  acquire(order);
   return b.result;
 }
 

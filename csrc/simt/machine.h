@@ -65,6 +65,9 @@ struct Warp {
 
 struct Barrier {
   unsigned arrived = 0, expected = 0;
+  // What orders memory. Two in turn: who wakes late must not be ordered behind what others did since.
+  char orders[2]{};
+  unsigned phase = 0;
   unsigned sum = 0, result = 0;  // of what threads hand in, as __syncthreads_count
   Site site;
   std::vector<unsigned> waiting;
