@@ -1,6 +1,6 @@
 """The demo's target over four processes, its draft model on one of them and on two: the text of a single process.
 
-    python examples/tensor_parallel.py [--ranks 4] [--draft-ranks 1 2] [--prompts 3] [--max-new-tokens 32] [--json PATH]
+    python examples/tensor_parallel.py [--ranks 4] [--draft-ranks 1 2] [--prompts 2] [--max-new-tokens 16] [--json PATH]
 
 Each process holds its part of the target (transformers' tensor-parallel plan) and its columns of the logits, which no
 process ever gathers: `pagedtree.distributed` verifies them where they are. The table has a row for each size of the
@@ -147,8 +147,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--draft-ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--prompts", type=int, default=3)
-    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument("--max-new-tokens", type=int, default=16)
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 

@@ -14,7 +14,9 @@ from shard_case import SPLITS, Case, make_case, pack, per_request, shards_of
 
 import pagedtree
 from pagedtree import SamplingParams, TreeBatch, distributed
+from pagedtree._ops import ops
 from pagedtree.distributed import GroupError, Traffic, VocabShards
+from pagedtree.distributed.verify import END_WORDS, LEFT_WORDS, ROW_WORDS
 from pagedtree.testing import backends, use_backend
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
@@ -308,6 +310,56 @@ def test_attention_on_a_ranks_heads_is_the_slice_of_the_whole(on_device, backend
         part = [tensor[:, :, own_kv] for tensor in cache]
         got, got_lse = pagedtree.tree_attention(q[:, own], *part, *rest, return_lse=True)
         assert torch.equal(got, out[:, own]) and torch.equal(got_lse, lse[:, own])
+
+
+# ---- raw ops
+
+
+def raw_arguments() -> tuple[Case, tuple, dict]:
+    case = make_case(33, torch.float32, 0)
+    trees = case.trees
+    tree = (case.drafts, trees.cu_nodes, trees.depths, trees.first_child, trees.next_sibling, trees.valid, 7, 3)
+    part = {"rank": 0, "num_ranks": 1, "first_token": 0, "vocab": 33}
+    return case, tree, part
+
+
+def test_opcheck(backend):
+    if backend == "cuda":
+        pytest.skip("arguments are made on the CPU")
+    case, tree, part = raw_arguments()
+    count, batch = case.logits.shape[0], case.trees.batch_size
+    rows, left = (torch.zeros(count, words, dtype=torch.int64) for words in (ROW_WORDS, LEFT_WORDS))
+    words, pairs = torch.zeros(count, 2, dtype=torch.int64), torch.zeros(count, 2, dtype=torch.int64)
+    sampling = PARAMS["both"].on(case.logits.device)
+    at = {"cu_nodes": case.trees.cu_nodes, "depths": case.trees.depths}
+    step = (case.logits, rows, None, words, *sampling)
+    torch.library.opcheck(ops.step_shards.default, step, {"round": 1, "digit": 0, "last": 0, **part, **at})
+    torch.library.opcheck(ops.follow_shards.default, (rows, words, *tree), {"last": 1, "vocab": 33})
+    weigh = (case.logits, rows, left, None, None, pairs, *tree, *sampling)
+    torch.library.opcheck(ops.weigh_shards.default, weigh, {"round": 0, "index": 0, **part, "draft_law": "onehot"})
+    walk = (rows, left, pairs, pairs.clone(), *tree)
+    kept = {"index": 0, "vocab": 33, "draft_law": "onehot", **case.streams}
+    torch.library.opcheck(ops.walk_shards.default, walk, kept)
+    assert ops.walk_shards(*walk, **kept)[-1].shape == (batch, END_WORDS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"first_token": 1}, r"`first_token` must be in 0..0, got 1"),
+        ({"vocab": 0}, r"`vocab` must be in 1..2\^20, got 0"),
+        ({"digit": 8}, "`digit` must be a digit of the logits' keys, got 8"),
+        ({"rank": 1}, "`rank` must be in 0..num_ranks - 1, got 1"),
+        ({"last": 2}, "`received` must be the words of the round `last`"),
+    ],
+)
+def test_raw_ops_refuse(change, message):
+    case, _, part = raw_arguments()
+    count = case.logits.shape[0]
+    rows, words = (torch.zeros(count, n, dtype=torch.int64) for n in (ROW_WORDS, 2))
+    given = {"round": 1, "digit": 0, "last": 0, **part} | change
+    with pytest.raises(RuntimeError, match=message):
+        ops.step_shards(case.logits, rows, None, words, *per_request(count).on(case.logits.device), **given)
 
 
 # ---- ranks that disagree or die

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 
 from pagedtree.distributed import VocabShards
@@ -30,10 +31,16 @@ def tensor_parallel(model: Any, *, group: dist.ProcessGroup | None = None, gathe
 
     Returns the `VocabShards` of the output layer; with gather_logits not to be used.
 
-    Raises ValueError for a model without a plan, or heads that do not divide.
+    Raises ValueError for a model without a plan, or heads that do not divide; ImportError for an older transformers.
     """
     from torch.distributed.device_mesh import DeviceMesh
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    try:
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+    except ImportError as error:
+        raise ImportError(
+            f"tensor_parallel: expected transformers 5.23 or later, got {transformers.__version__}"
+        ) from error
 
     size = dist.get_world_size(group)
     if not model.tp_plan:
