@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from pagedtree import Commit, Draft, DraftTree, TreeBatch, Verdict, medusa_propose, ngram_propose, rejected_predictions
 from pagedtree.integrations.transformers.rules import Sampling
 from pagedtree.integrations.transformers.scheduler import Sequence
+from pagedtree.integrations.transformers.tree_tuner import TreeTuner
 
 __all__ = ["Drafter", "MedusaDrafter", "NgramDrafter", "NoDrafter", "Proposal", "StepResult"]
 
@@ -60,6 +62,7 @@ class Drafter:
     Attributes:
         max_nodes: the most nodes of a tree, the root included: so many slots are reserved before a drafter is asked.
             0 = not known before the proposals, which a drafter with state must not leave it at.
+        max_depth: the most levels below the root, which `use_tree` is not asked to pass; 0 = max_nodes - 1.
         needs_hidden: whether `observe` wants the target's hidden states.
         draft_law: how the children of a node are chosen, see `pagedtree.verify_rejection`: "onehot" (without chance of
             their own), or "iid" or "swor", whose proposals have draft_probs. "coupled": by the noise with which rule
@@ -68,9 +71,11 @@ class Drafter:
     """
 
     max_nodes: int = 1
+    max_depth: int = 0
     needs_hidden: bool = False
     draft_law: str = "onehot"
     is_chain: bool = False
+    tuner: tuple[weakref.ref[Any], TreeTuner] | None = None  # of `generate(tree="auto")`, and for which model
 
     def begin(self, page_size: int, sampling: Sampling) -> None:
         """A call of `generate` starts: nothing is known about any sequence. sampling: how it chooses tokens."""
@@ -96,6 +101,13 @@ class Drafter:
 
     def observe(self, result: StepResult) -> None:
         """What became of the proposals, and what else the pass told."""
+
+    def use_tree(self, tree: DraftTree) -> None:
+        """Proposals shall not go beyond this tree from now on, where that makes them cheaper; max_nodes stays."""
+
+    def unread(self, sequences: list[Sequence]) -> int:
+        """Known tokens that a model of this drafter has to read before the next proposal, besides the newest ones."""
+        return 0
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence is finished, or evicted: it may come back and be read again from its start."""
@@ -161,6 +173,7 @@ class NgramDrafter(Drafter):
         self.max_nodes = num_nodes
         self.max_depth = max_depth or (num_nodes - 1 if max_branches == 1 else num_nodes // 2)
         self.max_branches, self.is_chain = max_branches, max_branches == 1
+        self._limits = (num_nodes, self.max_depth, max_branches)
         self.min_ngram, self.max_ngram = min_ngram, max_ngram
         self.remember = remember
         self._rejected: dict[int, Tensor] = {}
@@ -168,25 +181,33 @@ class NgramDrafter(Drafter):
 
     def begin(self, page_size: int, sampling: Sampling) -> None:
         self._rejected.clear()
+        self._limits = (self.max_nodes, self.max_depth, self.max_branches)
 
     def select(self, sequences: list[Sequence]) -> None:
         self._selected = sequences
 
+    def use_tree(self, tree: DraftTree) -> None:
+        leaves = int((tree.first_child < 0).sum())
+        limits = (max(tree.num_nodes, 2), max(tree.max_depth, 1), leaves)
+        whole = (self.max_nodes, self.max_depth, self.max_branches)
+        self._limits = tuple(map(min, limits, whole))  # type: ignore[assignment]
+
     def propose(self, tokens: Tensor, lengths: Tensor) -> Proposal:
+        max_nodes, max_depth, max_branches = self._limits
         draft = ngram_propose(
             tokens,
             lengths,
-            max_nodes=self.max_nodes,
-            max_depth=self.max_depth,
+            max_nodes=max_nodes,
+            max_depth=max_depth,
             min_ngram=self.min_ngram,
             max_ngram=self.max_ngram,
-            max_branches=self.max_branches,
+            max_branches=max_branches,
             extra=self._extra(tokens) if self._rejected else None,
         )
         return draft.draft_tokens, draft.trees, None
 
     def observe(self, result: StepResult) -> None:
-        if not self.remember or result.trees.max_nodes < self.max_nodes:
+        if not self.remember or result.trees.max_nodes == 1:
             return
         new = rejected_predictions(
             result.trees, result.draft_tokens, result.logits.argmax(-1), result.verdict.accept_index,
@@ -217,16 +238,21 @@ class MedusaDrafter(Drafter):
     needs_hidden = True
 
     def __init__(self, heads: Callable[[Tensor], Tensor], tree: DraftTree) -> None:
-        self.heads, self.tree = heads, tree
-        self.max_nodes, self.is_chain = tree.num_nodes, tree.num_nodes == tree.max_depth + 1
+        self.heads, self.tree, self._tree = heads, tree, tree
+        self.max_nodes, self.max_depth = tree.num_nodes, tree.max_depth
+        self.is_chain = tree.num_nodes == tree.max_depth + 1
         self._hidden: dict[int, Tensor] = {}
         self._selected: list[Sequence] = []
 
     def begin(self, page_size: int, sampling: Sampling) -> None:
         self._hidden.clear()
+        self._tree = self.tree
 
     def select(self, sequences: list[Sequence]) -> None:
         self._selected = sequences
+
+    def use_tree(self, tree: DraftTree) -> None:
+        self._tree = tree
 
     def propose(self, tokens: Tensor, lengths: Tensor) -> Proposal:
         states = [self._hidden.get(sequence.index) for sequence in self._selected]
@@ -235,7 +261,7 @@ class MedusaDrafter(Drafter):
             return roots_only(tokens, lengths)
         # A sequence that no pass has read yet drafts from an arbitrary state, which costs nothing.
         logits = self.heads(torch.stack([state if state is not None else known for state in states]))
-        draft = medusa_propose(logits, self.tree)
+        draft = medusa_propose(logits, self._tree)
         return draft.draft_tokens, draft.trees, None
 
     def observe(self, result: StepResult) -> None:

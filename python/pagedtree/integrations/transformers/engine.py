@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedtree import Draft, build_trees, commit, compact_kv, prepare_step, slot_mapping
+from pagedtree import Draft, Verdict, build_trees, commit, compact_kv, prepare_step, slot_mapping
 from pagedtree.integrations.transformers.drafters import Drafter, StepResult, roots_only
 from pagedtree.integrations.transformers.fixed_drafters import check_fixed
 from pagedtree.integrations.transformers.fixed_step import FixedStep, FixedSteps
@@ -21,10 +21,13 @@ from pagedtree.integrations.transformers.paged_step import PagedStep, PrefixPass
 from pagedtree.integrations.transformers.rules import Sampling
 from pagedtree.integrations.transformers.scheduler import Batch, Scheduler, Sequence
 from pagedtree.integrations.transformers.stats import GenerationStats
+from pagedtree.integrations.transformers.tree_tuner import TreeTuner
 
 __all__ = ["Engine"]
 
 STATUS_NOT_FINITE = 2
+# A draft model is taken to read a token in at most this share of the target's time.
+DRAFT_SHARE = 0.5
 
 
 @dataclass
@@ -60,6 +63,7 @@ class Engine:
         on_step: Callable[[StepResult], None] | None,
         stats: GenerationStats,
         is_fixed: bool = False,
+        tuner: TreeTuner | None = None,
     ) -> None:
         self.model, self.scheduler, self.drafter, self.sampling = model, scheduler, drafter, sampling
         self.cache: PagedCache = scheduler.cache
@@ -68,6 +72,7 @@ class Engine:
         self.min_shared_tokens = min_shared_tokens
         self.on_tokens, self.on_step = on_tokens, on_step
         self.stats = stats
+        self.tuner = tuner
         self.max_nodes = max(drafter.max_nodes, 1)
         self.vocab_size = model.get_input_embeddings().num_embeddings
         sequences = scheduler.waiting
@@ -99,6 +104,7 @@ class Engine:
         self.stats.peak_pages, self.stats.pages_taken = self.cache.peak_pages, self.cache.pages_taken
 
     def step(self) -> None:
+        begin = time.perf_counter()
         batch, draft = self._schedule()
         self._compact()
         if draft is None:
@@ -115,7 +121,13 @@ class Engine:
         self.stats.steps += 1
         self.stats.packed_tokens += packed.input_ids.shape[0]
         if packed.verified:
-            self._verify(packed, logits, hidden)
+            verdict = self._verify(packed, logits, hidden)
+        if self.tuner is not None:
+            seconds = time.perf_counter() - begin
+            if batch.prefill:
+                self.tuner.observe_reading(packed.input_ids.shape[0], seconds)
+            else:
+                self.tuner.observe(len(batch.decode), seconds, draft.trees, verdict.accept_index)
 
     def _step_in_place(self, sequences: list[Sequence]) -> None:
         """A fixed step: nothing but decoding, and the drafter's part in it."""
@@ -139,12 +151,28 @@ class Engine:
                 return batch, Draft(*roots_only(self.history[:0], self.history.new_empty(0, dtype=torch.int32)))
             if self.fixed_steps is not None and not batch.prefill:
                 return batch, None
+            if self.tuner is not None and not self._take_tree(self.tuner, batch):
+                return batch, Draft(*roots_only(self.history[: len(batch.decode)], self.history.new_empty(0)))
             draft = self._propose(batch.decode)
             if draft.trees.max_nodes <= self.max_nodes:
                 return batch, draft
             # The drafter did not declare trees of this size: make sure of the pages, and ask again.
             self.max_nodes = draft.trees.max_nodes
             self.scheduler.check_capacity(self.max_nodes)
+
+    def _take_tree(self, tuner: TreeTuner, batch: Batch) -> bool:
+        """Whether to draft, and with which tree: not while prompts wait for their first token."""
+        if batch.prefill:
+            return False
+        room = sum(sequence.max_length - len(sequence.tokens) for sequence in batch.decode) // len(batch.decode)
+        tree = tuner.next_tree(
+            len(batch.decode), remaining=room, unread=DRAFT_SHARE * self.drafter.unread(batch.decode)
+        )
+        if tree is None:
+            return False
+        self.drafter.use_tree(tree)
+        self.stats.drafted_steps += 1
+        return True
 
     def _propose(self, sequences: list[Sequence]) -> Draft:
         lengths = self._to_device([len(sequence.tokens) for sequence in sequences], torch.int32)
@@ -258,7 +286,7 @@ class Engine:
     def _shared_pages(self, sequence: Sequence) -> list[int]:
         return self.cache.pages(sequence.index)[: self.cache.pages_for(sequence.shared_len)]
 
-    def _verify(self, packed: Pass, logits: Tensor, hidden: Tensor | None) -> None:
+    def _verify(self, packed: Pass, logits: Tensor, hidden: Tensor | None) -> Verdict:
         sequences, start, trees = packed.verified, packed.start, packed.draft.trees
         verdict = self.sampling.of(sequences).verify(logits, packed.draft, self.drafter.draft_law, start)
         if trees.max_nodes > 1:
@@ -275,6 +303,7 @@ class Engine:
         self._take_over(result, report)
         self.drafter.observe(result)
         self._finish(result)
+        return verdict
 
     def _compact(self) -> None:
         """Moves the rows of the accepted paths to their places: any time before the next pass writes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from pagedtree import SamplingParams
 from pagedtree.integrations.transformers import scheduler
-from pagedtree.integrations.transformers.drafters import StepResult, as_drafter
+from pagedtree.integrations.transformers.drafters import Drafter, NoDrafter, StepResult, as_drafter
 from pagedtree.integrations.transformers.engine import Engine
 from pagedtree.integrations.transformers.fixed_step import check_device
 from pagedtree.integrations.transformers.model import check_model, use_attention
@@ -19,6 +20,7 @@ from pagedtree.integrations.transformers.paged_cache import PagedCache
 from pagedtree.integrations.transformers.rules import Sampling, check_rule
 from pagedtree.integrations.transformers.scheduler import Scheduler
 from pagedtree.integrations.transformers.stats import GenerationStats, SequenceStats
+from pagedtree.integrations.transformers.tree_tuner import TreeTuner
 
 if TYPE_CHECKING:
     from pagedtree.distributed import VocabShards
@@ -48,6 +50,7 @@ def generate(
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
     rule: str = "auto",
+    tree: str | None = None,
     max_batch_tokens: int = 4096,
     share_prefix: bool | None = None,
     cuda_graph: bool = False,
@@ -83,6 +86,9 @@ def generate(
             "block": `verify_block`, for drafters of chains.
             "traversal": `verify_traversal`, for drafters of draft_law "iid" or "swor".
             "typical": `verify_typical` with its defaults; not lossless: likely drafts are favoured, nothing is random.
+        tree: None: the drafter's own trees, in each step. "auto": the tree that `choose_tree` finds for what steps cost
+            and what was accepted so far, at most the drafter's own; none where drafts do not pay. What they may lose
+            against plain decoding is bounded by 2 % of the time. What was learnt stays with the drafter.
         max_batch_tokens: longer prompts are read in chunks, so that a pass feeds the model about this many tokens.
         share_prefix: whether a pass reads the pages that several outcomes share once, for all of them, and joins
             that with their own pages by `merge_states`. None: if at least 1024 tokens need not be read then. Layers
@@ -136,12 +142,15 @@ def generate(
             raise ValueError(
                 "share_prefix: expected None or False with cuda_graph, whose step reads all pages, got True"
             )
+    tuner = _tuner(model, drafter, tree, cuda_graph, shards is not None)
     stats = GenerationStats(sequences=[SequenceStats() for _ in sequences])
     min_shared_tokens = {None: MIN_SHARED_TOKENS, True: 1, False: None}[share_prefix]
     each = _params_of_sequences(params, len(prompts), n)
     sampling = Sampling(rule, each, _seeds(seeds, len(sequences), device), shards)
     eos_ids = _eos_ids(model, eos_token_id)
-    engine = Engine(model, queue, drafter, sampling, eos_ids, min_shared_tokens, callback, on_step, stats, cuda_graph)
+    engine = Engine(
+        model, queue, drafter, sampling, eos_ids, min_shared_tokens, callback, on_step, stats, cuda_graph, tuner
+    )  # fmt: skip
     with use_attention(model):
         engine.run()
     if isinstance(input_ids, Tensor):
@@ -150,6 +159,22 @@ def generate(
         )
         return _padded(input_ids, prompts, sequences, n, pad), stats
     return [torch.tensor(sequence.tokens, device=device) for sequence in sequences], stats
+
+
+def _tuner(model: Any, drafter: Drafter, tree: str | None, cuda_graph: bool, is_sharded: bool) -> TreeTuner | None:
+    """What the drafter learnt with this model before goes on."""
+    if tree not in (None, "auto"):
+        raise ValueError(f'tree: expected None or "auto", got {tree!r}')
+    if tree is None or isinstance(drafter, NoDrafter):
+        return None
+    if cuda_graph:
+        raise ValueError('tree: expected None with cuda_graph, whose step drafts the same tree each time, got "auto"')
+    if is_sharded:
+        raise ValueError('tree: expected None with shards, as each rank would choose by its own clock, got "auto"')
+    if drafter.tuner is None or drafter.tuner[0]() is not model:
+        max_nodes = drafter.max_nodes or ASSUMED_MAX_NODES
+        drafter.tuner = weakref.ref(model), TreeTuner(max_nodes, drafter.max_depth or max_nodes - 1)
+    return drafter.tuner[1]
 
 
 def _check_at_least_one(**sizes: int) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from pagedtree import (
     Draft,
     DraftState,
+    DraftTree,
     Verdict,
     commit,
     compact_kv,
@@ -94,6 +95,7 @@ class ModelDrafter(Drafter):
             self.num_frontier = list(accumulate(self.num_children, mul))[:-1]
         self.is_chain = max(self.num_children) == 1
         self.max_kv_nodes = 1 + sum(self.num_frontier)
+        self.max_depth = len(self.num_children)
         self._context = ExitStack()
         self._reset(page_size=1)
 
@@ -103,6 +105,7 @@ class ModelDrafter(Drafter):
         self._cached: dict[int, int] = {}  # tokens from the start that the cache holds for certain
         self._selected: list[Sequence] = []
         self._draft: Draft | None = None
+        self._limits = (self.max_nodes, self.max_depth)
 
     def begin(self, page_size: int, sampling: Sampling) -> None:
         if self.law != "topk" and sampling.params is None:
@@ -143,19 +146,20 @@ class ModelDrafter(Drafter):
         if self.law != "topk":
             seeds = sampling.seeds if self.law == "coupled" else sampling.draft_seeds(start)
             noise = {"params": sampling.params, "seeds": seeds, "positions": start.long()}
-        for num_children, num_frontier in zip(self.num_children, [*self.num_frontier, 0], strict=True):
+        num_nodes, depth = self._limits
+        frontiers = [*self.num_frontier[: depth - 1], 0]
+        for num_children, num_frontier in zip(self.num_children[:depth], frontiers, strict=True):
             state = expand_tree(
                 state, logits, law=self.law, num_children=num_children, num_frontier=num_frontier, **noise
             )
             if num_frontier:
                 logits = self._read_level(state, table, start)
-        return rerank_tree(state, self.max_nodes, active=active)
+        return rerank_tree(state, num_nodes, active=active)
 
     def observe(self, result: StepResult) -> None:
         """Moves what was read of the accepted paths to its place."""
-        if result.num_read == len(result.sequences):
+        if result.num_read == len(result.sequences) or self._draft is None:
             return
-        assert self._draft is not None
         drafted = result.sequences[result.num_read :]
         start = result.start[result.num_read :]
         verdict = Verdict(*(tensor[result.num_read :] for tensor in result.verdict))
@@ -164,6 +168,13 @@ class ModelDrafter(Drafter):
         table = self.cache.page_table([sequence.index for sequence in drafted])
         compact_kv(self.cache.tensors(), table, start, committed.draft_accept_index, committed.draft_num_accepted)
         self.keep_accepted(drafted)
+        self._draft = None
+
+    def use_tree(self, tree: DraftTree) -> None:
+        self._limits = (min(max(tree.num_nodes, 2), self.max_nodes), min(max(tree.max_depth, 1), self.max_depth))
+
+    def unread(self, sequences: list[Sequence]) -> int:
+        return sum(len(sequence.tokens) - self._cached.get(sequence.index, 0) - 2 for sequence in sequences)
 
     def keep_accepted(self, sequences: list[Sequence]) -> None:
         """The rows of the accepted paths are in place; the pages behind them are free."""

@@ -40,6 +40,7 @@ class GenerationStats:
         packed_tokens: tokens fed to it, padding included.
         wall_time, draft_time: seconds in all, and in the drafter (on a GPU only until its work is queued).
         num_pages, peak_pages, pages_taken: pages in the pool, held at most, and taken from it over the whole call.
+        drafted_steps: passes with drafts, of tree="auto".
         shared_prefix_steps: passes that read a prefix of several sequences once.
         sequences: one entry a returned sequence.
     """
@@ -51,6 +52,7 @@ class GenerationStats:
     num_pages: int = 0
     peak_pages: int = 0
     pages_taken: int = 0
+    drafted_steps: int = 0
     shared_prefix_steps: int = 0
     sequences: list[SequenceStats] = field(default_factory=list)
 
