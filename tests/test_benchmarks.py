@@ -126,8 +126,8 @@ def test_copies_of_the_data_take_turns(suite, op, settings):
         problems.append(Doubling(shape, device))
         return problems[-1]
 
-    suite.measured(suite.Point(replace(op, problem=make), op.base, True), settings)
-    assert problems[0].seen[-4:] in ([0, 1, 0, 1], [1, 0, 1, 0])
+    suite.measured(suite.Point(replace(op, problem=make), op.base, False), settings)
+    assert problems[0].seen[-3:] in ([0, 1, 0], [1, 0, 1])  # how many there are depends on their times
 
 
 def test_peers_that_cannot_run_are_named(suite, op, settings):
