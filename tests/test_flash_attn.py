@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from adapter_case import Pages, causal, close, dense_attention
@@ -27,10 +29,11 @@ def offsets(lens: list[int]) -> Tensor:
     return torch.tensor([0, *lens]).cumsum(0).int()
 
 
-def mask_of(n: int, s: int, is_causal: bool, left: int = -1) -> Tensor:
+def mask_of(n: int, s: int, is_causal: bool, left: int = -1, right: int = -1) -> Tensor:
     """Bottom right aligned, by FlashAttention's definition."""
     query, key = torch.arange(n)[:, None] + s - n, torch.arange(s)
     seen = key <= query if is_causal else torch.ones(n, s, dtype=torch.bool)
+    seen = seen & (key <= query + right) if right >= 0 else seen
     return seen & (key >= query - left) if left >= 0 else seen
 
 
@@ -109,14 +112,33 @@ def test_windows_caps_and_scale(backend, dtype, window_size) -> None:
         assert torch.equal(out, flash_attn_with_kvcache(q, paged.k_cache, paged.v_cache, **options))
 
 
+WINDOWS = [(3, 2), (0, 4), (5, -1), (-1, 3), (90, 90)]
+
+
+@pytest.mark.parametrize("window_size", WINDOWS)
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (5, 2), (12, 0)])
+def test_windows_that_look_ahead(backend, dtype, window_size, page_size, n, m) -> None:
+    lens = [37, 2, 8, 67]  # fewer keys than queries, too
+    paged, q = Pages.random(lens, page_size, KV_HEADS, DIM, dtype), queries(4, n, dtype=dtype)
+    new = [torch.stack([rows[len(rows) - m :] for rows in side]) for side in (paged.k, paged.v)]
+    out, lse = flash_attn_with_kvcache(
+        q, paged.k_cache, paged.v_cache, *new, cache_seqlens=torch.tensor(lens, dtype=torch.int32) - m,
+        block_table=paged.table(), window_size=window_size, return_softmax_lse=True,
+    )  # fmt: skip
+    outs, lses = expected(list(q), paged.k, paged.v, [mask_of(n, s, False, *window_size) for s in lens])
+    close(out, torch.stack(outs))
+    torch.testing.assert_close(lse, torch.stack(lses).transpose(1, 2), atol=2e-3, rtol=2e-3)
+
+
 def test_no_sequence_and_no_query(backend, dtype) -> None:
     cache = torch.zeros(3, 4, KV_HEADS, DIM, dtype=dtype)
-    for batch, n in ((0, 3), (2, 0)):
+    for batch, n, window_size in itertools.product((0, 2), (0, 3), ((-1, -1), (2, 3))):
         lens, table = torch.zeros(batch, dtype=torch.int32), torch.zeros(batch, 1, dtype=torch.int32)
         out = flash_attn_with_kvcache(
-            queries(batch, n, dtype=dtype), cache, cache, cache_seqlens=lens, block_table=table
+            queries(batch, n, dtype=dtype), cache, cache, cache_seqlens=lens, block_table=table, window_size=window_size
         )
-        assert out.shape == (batch, n, HEADS, DIM)
+        assert out.shape == (batch, n, HEADS, DIM) and not out.any()
 
 
 # flash_attn_varlen_func -----------------------------------------------------------------------------------------------
@@ -145,6 +167,20 @@ def test_ragged_window_and_cap(backend, dtype) -> None:
     close(out, torch.cat(expected(list(q.split(lens_q)), paged.k, paged.v, masks, scale=0.3, softcap=3.0)[0]))
 
 
+@pytest.mark.parametrize("window_size", WINDOWS)
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_ragged_windows_that_look_ahead(backend, dtype, window_size, page_size) -> None:
+    lens_q, lens_k = [5, 0, 9, 1], [3, 12, 40, 0]
+    paged, q = Pages.random(lens_k, page_size or 16, KV_HEADS, DIM, dtype), queries(15, dtype=dtype)
+    rows = (torch.cat(paged.k), torch.cat(paged.v)) if page_size is None else (paged.k_cache, paged.v_cache)
+    out = flash_attn_varlen_func(
+        q, *rows, offsets(lens_q), offsets(lens_k), 9, 40, window_size=window_size,
+        block_table=None if page_size is None else paged.table(),
+    )  # fmt: skip
+    masks = [mask_of(n, s, False, *window_size) for n, s in zip(lens_q, lens_k, strict=True)]
+    close(out, torch.cat(expected(list(q.split(lens_q)), paged.k, paged.v, masks)[0]))
+
+
 def test_more_queries_than_keys(backend, dtype) -> None:
     """FlashAttention's documented 5 x 2 example: three rows see nothing."""
     paged, q = Pages.random([2], 16, KV_HEADS, DIM, dtype), queries(5, dtype=dtype)
@@ -163,8 +199,6 @@ def test_more_queries_than_keys(backend, dtype) -> None:
         ({"rotary_sin": torch.zeros(4, 8)}, NotImplementedError, "rotary_sin: not supported"),
         ({"cache_leftpad": torch.zeros(2).int()}, NotImplementedError, "cache_leftpad: not supported"),
         ({"alibi_slopes": torch.zeros(4)}, NotImplementedError, "alibi_slopes: not supported"),
-        ({"window_size": (3, 2)}, NotImplementedError, r"window_size: expected .*got \(3, 2\)"),
-        ({"window_size": (3, -1)}, NotImplementedError, r"window_size: expected .*got \(3, -1\)"),
         ({"q": torch.zeros(2, HEADS, DIM)}, ValueError, "q: expected"),
         ({"k": torch.zeros(2, 1, KV_HEADS, DIM)}, ValueError, "v: expected a tensor, as k"),
         ({"v": torch.zeros(2, 1, KV_HEADS, DIM)}, ValueError, "v: expected None, as k"),
@@ -201,7 +235,6 @@ def test_appending_needs_lengths() -> None:
         ({"dropout_p": 0.1}, "dropout_p: not supported.*got 0.1"),
         ({"alibi_slopes": torch.zeros(4)}, "alibi_slopes: not supported"),
         ({"return_attn_probs": True}, "return_attn_probs: not supported.*got True"),
-        ({"window_size": (2, 2)}, "window_size: expected"),
         ({"k": torch.zeros(3, KV_HEADS, DIM, requires_grad=True)}, "k: expected a tensor without requires_grad"),
     ],
 )

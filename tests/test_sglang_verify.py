@@ -88,6 +88,54 @@ def test_published_sampling_vector(backend, device, dtype, spelling, thresholds)
     assert not draft_probs.any()
 
 
+# Of SGLang's test_target_only_sampling_cdf_boundaries: siblings, the law, the coin, threshold_single, what comes out.
+BOUNDARIES = {
+    "no mass, threshold 0": ([2], [0.0, 1.0, 0.0], 0.0, 0.0, 1, 0),
+    "no mass": ([2], [0.0, 1.0, 0.0], 0.0, 1.0, 1, 0),
+    "interior": ([1, 2, 3], [0.0, 0.25, 0.0, 0.75], 0.25, 1.0, 3, 1),
+    "lower end": ([1], [0.0, 0.25, 0.75], 0.0, 1.0, 1, 1),
+    "upper end": ([1], [0.0, 1.0], 1 - 2**-24, 1.0, 1, 1),
+}
+
+
+def first_token(siblings: list[int], laws: Tensor, coins: Tensor, threshold_single: float) -> tuple[Tensor, Tensor]:
+    """The first token and whether it was drafted, for each of bs laws and coins; the root has these children."""
+    (bs, vocab), n = laws.shape, len(siblings) + 1
+    outs = outputs(bs * n, bs, 2, torch.int32, laws.device)
+    tree_speculative_sampling_target_only(
+        **outs,
+        candidates=torch.tensor([0, *siblings]).repeat(bs, 1),
+        retrive_index=torch.arange(bs * n).view(bs, n),
+        retrive_next_token=torch.tensor([1] + [-1] * (n - 1)).repeat(bs, 1),
+        retrive_next_sibling=torch.tensor([-1, *range(2, n), -1]).repeat(bs, 1),
+        uniform_samples=coins[:, None].repeat(1, n),
+        uniform_samples_for_final_sampling=torch.zeros(bs),
+        target_probs=laws[:, None].repeat(1, n, 1),
+        draft_probs=torch.zeros(bs, n, vocab),
+        threshold_single=threshold_single,
+    )
+    return outs["predicts"].view(bs, n)[:, 0], outs["accept_token_num"]
+
+
+@pytest.mark.parametrize("name", BOUNDARIES)
+def test_published_boundaries(backend, name) -> None:
+    siblings, law, coin, threshold, token, accepted = BOUNDARIES[name]
+    result = first_token(siblings, torch.tensor([law]), torch.tensor([coin]), threshold)
+    assert (result[0].item(), result[1].item()) == (token, accepted)
+
+
+def test_coins_on_boundaries(backend) -> None:
+    """A coin on the boundary of two tokens' intervals belongs to the second, for every law of sixteenths."""
+    laws = [(0, a, b, 16 - a - b) for a in range(17) for b in range(17 - a)]
+    p = torch.tensor(laws, dtype=torch.float32) / 16
+    for width in (1, 2):
+        coins = p[:, 1 : width + 1].sum(1)
+        inside = coins < 1
+        tokens, accepted = first_token([1, 2, 3], p[inside], coins[inside], 1.0)
+        assert accepted.all()
+        assert tokens.tolist() == [2 if width == 1 and law[2] else 3 for law in np.array(laws)[inside.numpy()]]
+
+
 # Random trees: nodes in any order, sibling lists in any order, flat rows in any order ---------------------------------
 
 

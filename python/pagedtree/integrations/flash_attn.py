@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import append_kv, slot_mapping, tree_attention
-from pagedtree.integrations.masks import all_visible
+from pagedtree.integrations.masks import all_visible, pack_intervals
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -51,11 +51,14 @@ def flash_attn_with_kvcache(
         block_table: int32 [B, max_pages].
         softmax_scale: default D ** -0.5. softcap: > 0 caps scores with tanh.
         causal: query i sees keys up to cache_seqlens + m - n + i; else all.
-        window_size: (left, right); left >= 0 needs causal or right 0, right must be 0 or -1 then.
+        window_size: (left, right), how many keys before and behind its own a query sees; negative: all. If causal,
+            right is 0.
         num_splits, rotary_interleaved: no effect.
         return_softmax_lse: also return lse, fp32 [B, H, n].
 
-    Returns out [B, n, H, D]. Refused unless None: rotary_cos, rotary_sin, cache_leftpad, alibi_slopes.
+    Returns out [B, n, H, D]. Refused unless None: rotary_cos, rotary_sin, cache_leftpad, alibi_slopes. Raises
+    NotImplementedError for these, ValueError for wrong shapes or dtypes. Windows that are not causal make a mask of a
+    bit a query and position of the cache.
     """
     _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes)
     if q.dim() != 4:
@@ -75,7 +78,6 @@ def flash_attn_with_kvcache(
     seq_lens = cache_seqlens.int()
     if (k is None) != (v is None):
         raise ValueError(f"v: expected {'None, as k' if k is None else 'a tensor, as k'}")
-    visible = _visibility(batch * n, seq_lens, causal, window_size)
     if k is not None and v is not None:
         for name, new in (("k", k), ("v", v)):
             if new.dim() != 4 or new.shape[0] != batch:
@@ -85,17 +87,18 @@ def flash_attn_with_kvcache(
             block_table, seq_lens, _offsets(batch, k.shape[1], device), page_size, total_q=batch * k.shape[1]
         )
         append_kv(k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots)
+    offsets, capacity = _offsets(batch, n, device), block_table.shape[1] * page_size
     out, lse = tree_attention(
         q.flatten(0, 1),
         k_cache,
         v_cache,
         block_table,
         seq_lens,
-        _offsets(batch, n, device),
+        offsets,
         max_seqlen_q=max(n, 1),
         scale=softmax_scale,
         softcap=softcap,
-        **visible,
+        **_visibility(batch * n, offsets, seq_lens, capacity, causal, window_size),
         return_lse=True,
     )
     out = out.view(batch, n, heads, dim)
@@ -130,7 +133,8 @@ def flash_attn_varlen_func(
         softmax_scale, causal, window_size, softcap: as for `flash_attn_with_kvcache`.
         deterministic: no effect, results always repeat bit by bit.
 
-    Returns out [T, H, D]. Refused: dropout_p other than 0, alibi_slopes, return_attn_probs, and gradients.
+    Returns out [T, H, D]. Refused with NotImplementedError: dropout_p other than 0, alibi_slopes, return_attn_probs,
+    and gradients. Raises ValueError for wrong shapes or dtypes.
     """
     _refuse(dropout_p=dropout_p or None, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs or None)
     if torch.is_grad_enabled():
@@ -151,7 +155,7 @@ def flash_attn_varlen_func(
         max_seqlen_q=max(max_seqlen_q, 1),
         scale=softmax_scale,
         softcap=softcap,
-        **_visibility(q.shape[0], seq_lens, causal, window_size),
+        **_visibility(q.shape[0], cu_seqlens_q, seq_lens, block_table.shape[1] * k.shape[1], causal, window_size),
     )
     assert isinstance(out, Tensor)
     return out
@@ -168,11 +172,17 @@ def _refuse(**arguments: Any) -> None:
             raise NotImplementedError(f"{name}: not supported; expected its default, got {got}")
 
 
-def _visibility(num_queries: int, seq_lens: Tensor, causal: bool, window_size: tuple[int, int]) -> dict[str, Any]:
+def _visibility(
+    num_queries: int, cu_seqlens_q: Tensor, seq_lens: Tensor, max_keys: int, causal: bool, window_size: tuple[int, int]
+) -> dict[str, Any]:
     """The arguments of `tree_attention` for FlashAttention's causal and window_size."""
     left, right = window_size
     if causal or right == 0:  # to FlashAttention, too, these are the same
         return {"window": max(left, -1) + 1}
-    if left >= 0 or right > 0:
-        raise NotImplementedError(f"window_size: expected (-1, -1) or (left, 0) where not causal, got {(left, right)}")
-    return all_visible(num_queries, seq_lens)
+    if left < 0 and right < 0:
+        return all_visible(num_queries, seq_lens)
+    left, right = (num_queries + max_keys if side < 0 else side for side in window_size)
+    query = torch.arange(num_queries, dtype=cu_seqlens_q.dtype, device=seq_lens.device)
+    sequence = torch.searchsorted(cu_seqlens_q[1:], query, right=True)
+    own_key = query + torch.nn.functional.pad(seq_lens - cu_seqlens_q[1:], (0, 1))[sequence]  # the last query's is last
+    return {"tree_mask": pack_intervals(own_key - left, own_key + right + 1, max_keys), "tree_lens": seq_lens}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["all_visible", "pack_mask", "unpack_mask"]
+__all__ = ["all_visible", "pack_intervals", "pack_mask", "unpack_mask"]
 
 
 def pack_mask(mask: Tensor) -> Tensor:
@@ -14,6 +14,13 @@ def pack_mask(mask: Tensor) -> Tensor:
     words = -(-n // 32)
     bits = torch.nn.functional.pad(mask.bool(), (0, 32 * words - n)).view(*mask.shape[:-1], words, 32)
     return (bits.int() << torch.arange(32, dtype=torch.int32, device=mask.device)).sum(-1, dtype=torch.int32)
+
+
+def pack_intervals(begin: Tensor, end: Tensor, n: int) -> Tensor:
+    """int [...], int [...] -> int32 [..., ceil(n / 32)]: the words of a mask that is True from begin to end - 1."""
+    first = torch.arange(0, n, 32, device=begin.device)
+    below_begin, below_end = ((1 << (x[..., None] - first).clamp(0, 32)) - 1 for x in (begin, end))
+    return (below_end & ~below_begin).int()
 
 
 def unpack_mask(words: Tensor, n: int) -> Tensor:

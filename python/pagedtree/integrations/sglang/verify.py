@@ -73,7 +73,7 @@ def tree_speculative_sampling_target_only(
     Args:
         uniform_samples: fp32 [bs, N] in [0, 1), a node's entry decides among its children.
         uniform_samples_for_final_sampling: fp32 [bs] in [0, 1), for the token after the path.
-        target_probs: fp32 [bs, N, V], the target's law at each node; a row counts as divided by its sum.
+        target_probs: fp32 [bs, N, V], the target's law at each node; rows sum to 1.
         draft_probs: neither read nor written. (sgl_kernel wants zeros and uses them as scratch.)
         threshold_single: below 1, a child of at least this probability is accepted: not lossless.
         threshold_acc: below 1, divides the children's cumulative probability: not lossless.
@@ -98,13 +98,12 @@ def tree_speculative_sampling_target_only(
 
     drafts = candidates.gather(1, order)
     flat = order + torch.arange(bs, device=order.device)[:, None] * n
-    logits = target_probs.flatten(0, 1).index_select(0, flat.flatten()).float().log_()
-    coins = uniform_samples.gather(1, order).float() * max(threshold_acc, 1e-9)
-    if threshold_single < 1:
-        coins = _below_sure_children(coins, logits, drafts, trees, threshold_single)
+    laws = target_probs.flatten(0, 1).index_select(0, flat.flatten()).float()
+    coins = uniform_samples.gather(1, order)
+    coins = _deciding_coins(coins, laws, drafts, trees, threshold_single, max(threshold_acc, 1e-9))
     streams = torch.zeros(bs, dtype=torch.int64, device=order.device)  # not used: all coins are given
     verdict = verify_rejection(
-        logits,
+        laws.log_(),
         drafts.flatten(),
         trees,
         SamplingParams(),
@@ -117,19 +116,29 @@ def tree_speculative_sampling_target_only(
     _write(predicts, accept_index, accept_token_num, verdict, rows)
 
 
-def _below_sure_children(coins: Tensor, logits: Tensor, drafts: Tensor, trees: TreeBatch, threshold: float) -> Tensor:
-    """Lowers each node's coin into the interval of its first child of at least this probability, if it is above."""
+def _deciding_coins(
+    coins: Tensor, laws: Tensor, drafts: Tensor, trees: TreeBatch, single: float, acc: float
+) -> Tensor:
+    """Coins amid the interval of the child that the caller's coin and the thresholds choose, or behind all children's.
+
+    The choice is made by sums of the very probabilities: `verify_rejection` sees exponentials of logarithms, whose
+    rounding would decide where a coin lies on the boundary of two intervals.
+    """
     bs, n = drafts.shape
+    vocab = laws.shape[1]
     parents = trees.parents.view(bs, n).long().clamp(0, n - 1)
     rows = parents + torch.arange(bs, device=parents.device)[:, None] * n
-    p = logits[rows, drafts.clamp(0, logits.shape[1] - 1)].exp()
+    p = laws[rows, drafts.clamp(0, vocab - 1)].double().nan_to_num(0)
     child = trees.depths.view(bs, n) > 0
     elder = (parents[:, :, None] == parents[:, None, :]).tril(-1) & child[:, None, :]
     repeated = (elder & (drafts[:, :, None] == drafts[:, None, :])).any(-1)
-    known = child & (drafts >= 0) & (drafts < logits.shape[1]) & ~repeated
-    p = torch.where(known, p, 0)
-    middle = (elder * p[:, None, :]).sum(-1) + p / 2
-    return coins.scatter_reduce(1, parents, torch.where((p > 0) & (p >= threshold), middle, 1), "amin")
+    p = torch.where(child & (drafts >= 0) & (drafts < vocab) & ~repeated, p, 0)
+    before = (elder * p[:, None, :]).sum(-1)
+    accepted = (p > 0) & ((coins.double().gather(1, parents) < (before + p) / acc) | (p >= single))
+    totals = laws.nansum(1).view(bs, n).double().clamp(min=1e-30)
+    amid = torch.where(accepted, (before + p / 2) / totals.gather(1, parents), 1)
+    behind = (torch.zeros_like(p).scatter_add(1, parents, p) / totals + 1) / 2
+    return behind.scatter_reduce(1, parents, amid, "amin").float().clamp(max=1 - 2**-24)
 
 
 def _tree_arguments(
