@@ -34,6 +34,12 @@ MALFORMED = {
     "own ancestor": [[0, 2, 2, 0, 0], [0, 4, 4, 0, 0]],
     "as deep as allowed": [[0, 0, 4, 2, 0], [0, 0, 2, 4, 0]],
 }
+# What becomes of the last but one of them: levels, first children, next siblings.
+OWN_ANCESTOR = [
+    [[0, 3, 3, 1], [0, 3, 3, 1]],
+    [[3, -1, 1, -1], [3, -1, 1, -1]],
+    [[-1, 2, -1, -1], [-1, 2, -1, -1]],
+]
 
 
 def mask_width(n: int) -> int:
@@ -71,28 +77,27 @@ def tree_cells(mask: Tensor, seq_lens: list[int], n: int, mode: TreeMaskMode) ->
     return out
 
 
-def reference(parent_list, selected, seq_lens, topk, depth):
-    """(parents, reached, next_token, next_sibling, sees) by walking from each node to the root."""
+def reference(parent_list, selected, topk, depth):
+    """(levels, next_token, next_sibling, sees) by SGLang's own definition: a node walks up as far as it gets."""
     bs, n = len(selected), len(selected[0]) + 1
     parents = np.full((bs, n), -1)
     for b, i in itertools.product(range(bs), range(1, n)):
         group = selected[b][i - 1] // topk
         wanted = parent_list[b][group] if group else None
         parents[b, i] = 0 if group == 0 else selected[b].index(wanted) + 1 if wanted in selected[b] else -1
-    depths = np.zeros((bs, n), dtype=int)
+    levels = np.zeros((bs, n), dtype=int)
     sees = np.zeros((bs, n, n), dtype=bool)
-    for b, i in itertools.product(range(bs), range(n)):
-        node, path = i, [i]
-        while node > 0 and len(path) <= depth + 1:
-            node = parents[b, node]
-            path.append(node)
-        depths[b, i] = len(path) - 1 if node == 0 and len(path) <= depth + 1 else -1
-        sees[b, i, path if depths[b, i] >= 0 else [0, i]] = True
     first, sibling = np.full((bs, n), -1), np.full((bs, n), -1)
-    for b, i in itertools.product(range(bs), reversed(range(1, n))):
-        if depths[b, i] >= 0:
+    for b, i in itertools.product(range(bs), reversed(range(n))):
+        node = i
+        while node > 0 and levels[b, i] < depth:
+            sees[b, i, node] = True
+            levels[b, i] += 1
+            node = parents[b, node]
+        sees[b, i, 0] = True
+        if parents[b, i] >= 0:
             sibling[b, i], first[b, parents[b, i]] = first[b, parents[b, i]], i
-    return depths, first.tolist(), sibling.tolist(), sees
+    return levels, first.tolist(), sibling.tolist(), sees
 
 
 @pytest.mark.parametrize("mode", TreeMaskMode)
@@ -104,7 +109,7 @@ def test_published_eagle_tree(backend, mode, spelling) -> None:
     assert index.tolist() == [[*range(8)], [*range(8, 16)]]
     assert next_token.tolist() == EAGLE["next_token"]
     assert next_sibling.tolist() == EAGLE["next_sibling"]
-    sees = reference(*case, 4, 4)[3]
+    sees = reference(*case[:2], 4, 4)[3]
     assert np.array_equal(tree_cells(mask, EAGLE["seq_lens"], 8, mode), sees)
 
 
@@ -113,12 +118,13 @@ def test_published_eagle_tree(backend, mode, spelling) -> None:
 def test_published_malformed_trees(backend, name, mode) -> None:
     seq_lens, n = [7, 11], 4
     mask, positions, index, *links = build(MALFORMED[name], MALFORMED_SELECTED, seq_lens, 2, 3, mode)
-    depths, first, sibling, sees = reference(MALFORMED[name], MALFORMED_SELECTED, seq_lens, 2, 3)
+    levels, first, sibling, sees = reference(MALFORMED[name], MALFORMED_SELECTED, 2, 3)
     assert index.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert [link.tolist() for link in links] == [first, sibling]
-    expected = np.where(depths < 0, 1, depths) + np.array(seq_lens)[:, None]
-    assert positions.tolist() == expected.flatten().tolist()
+    assert positions.tolist() == (levels + np.array(seq_lens)[:, None]).flatten().tolist()
     assert np.array_equal(tree_cells(mask, seq_lens, n, mode), sees)
+    if name == "own ancestor":
+        assert [levels.tolist(), first, sibling] == OWN_ANCESTOR
 
 
 def random_drafts(rng: np.random.Generator, bs: int, topk: int, depth: int, n: int):
@@ -151,9 +157,8 @@ def test_random_trees(bs, topk, depth, n, mode, dtype) -> None:
     parents, selected = random_drafts(rng, bs, topk, depth, n)
     seq_lens = rng.integers(0, 20, bs).tolist()
     mask, positions, _, *links = build(parents, selected, seq_lens, topk, depth, mode, dtype=dtype, spare=5)
-    depths, first, sibling, sees = reference(parents, selected, seq_lens, topk, depth)
-    assert (depths >= 0).all()
-    assert positions.tolist() == (depths + np.array(seq_lens)[:, None]).flatten().tolist()
+    levels, first, sibling, sees = reference(parents, selected, topk, depth)
+    assert positions.tolist() == (levels + np.array(seq_lens)[:, None]).flatten().tolist()
     assert [link.tolist() for link in links] == [first, sibling]
     assert np.array_equal(tree_cells(mask, seq_lens, n, mode), sees)
     if mode == FULL:  # the prefix is the caller's: still all visible
@@ -164,17 +169,17 @@ def test_random_trees(bs, topk, depth, n, mode, dtype) -> None:
 
 
 def test_random_nonsense(backend) -> None:
-    """Any numbers as drafts and parents: what the root reaches is a tree, the rest is left out."""
+    """Any numbers as drafts and parents: circles, nodes without a parent, repeated drafts."""
     rng = np.random.default_rng(3)
     bs, topk, depth, n = 300, 2, 4, 7
     selected = rng.integers(0, topk * (topk * (depth - 1) + 1), (bs, n - 1)).tolist()
     parents = rng.integers(-2, topk * (topk * (depth - 1) + 1), (bs, topk * (depth - 1) + 1)).tolist()
     seq_lens = rng.integers(0, 9, bs).tolist()
-    depths, first, sibling, sees = reference(parents, selected, seq_lens, topk, depth)
-    assert (depths < 0).any() and (depths > 2).any()
+    levels, first, sibling, sees = reference(parents, selected, topk, depth)
+    assert (levels == depth).any() and (np.array(first)[:, 0] < 0).any()
     mask, positions, _, *links = build(parents, selected, seq_lens, topk, depth, QLEN)
     assert [link.tolist() for link in links] == [first, sibling]
-    assert positions.tolist() == (np.where(depths < 0, 1, depths) + np.array(seq_lens)[:, None]).flatten().tolist()
+    assert positions.tolist() == (levels + np.array(seq_lens)[:, None]).flatten().tolist()
     assert np.array_equal(tree_cells(mask, seq_lens, n, QLEN), sees)
 
 
@@ -195,7 +200,7 @@ def test_packed_mask_of_wider_elements() -> None:
     mask, seq_lens = torch.zeros(24, dtype=torch.uint16), torch.tensor([4, 5])
     case = torch.tensor(parents), torch.tensor(selected), seq_lens
     build_tree_kernel_efficient(*case, mask, torch.zeros(24, dtype=torch.int64), *outs, 3, 3, 12, 2)
-    sees = reference(parents, selected, [4, 5], 3, 3)[3]
+    sees = reference(parents, selected, 3, 3)[3]
     assert mask.tolist() == (sees * (1 << np.arange(12))).sum(-1).flatten().tolist()
     assert torch.equal(tree_mask_words(mask, seq_lens, 12, 2).flatten(), mask.int())
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import TreeBatch, build_trees
-from pagedtree.integrations.masks import pack_mask, unpack_mask
+from pagedtree.integrations.masks import pack_mask
 
 __all__ = ["TreeMaskMode", "build_tree_kernel_efficient", "tree_mask_words", "trees_from_links"]
 
@@ -74,10 +74,11 @@ def build_tree_kernel_efficient(
         positions: [bs * N], written: verified_seq_len + depth of the node.
         retrive_index, retrive_next_token, retrive_next_sibling: [bs, N], written: the flat row b * N + i, first child
             and next sibling (-1: none).
-        topk, depth: branching and levels of the draft; a node deeper than `depth` is not linked.
+        topk, depth: branching and levels of the draft.
 
-    A node that the root does not reach (its parent was not selected, or is the node's own descendant) is linked to
-    nothing, has the position of a root's child and sees the root and itself. Raises ValueError for wrong shapes.
+    Malformed trees come out as SGLang's builders for CPUs and Triton make them: a node whose parent was not selected is
+    nobody's child; a node sees the root and the at most `depth` nodes from itself on upwards, as many as its position
+    is behind verified_seq_len. Raises ValueError for wrong shapes.
     """
     n, bs = draft_token_num, verified_seq_len.numel()
     expect("selected_index", selected_index, (bs, n - 1))
@@ -87,64 +88,64 @@ def build_tree_kernel_efficient(
     for name, link in (*links.items(), ("retrive_next_sibling", retrive_next_sibling)):
         expect(name, link, (bs, n))
 
+    parents = _selected_parents(parent_list, selected_index, topk)
+    nodes = torch.arange(n, device=parents.device)
+    children = parents[:, None, :] == nodes[:, None]
+    younger = (parents[:, :, None] == parents[:, None, :]) & (parents < n)[:, :, None] & (nodes > nodes[:, None])
+    for link, candidates in ((retrive_next_token, children), (retrive_next_sibling, younger)):
+        link.copy_(torch.where(candidates.any(-1), candidates.byte().argmax(-1), -1))
+    retrive_index.copy_(torch.arange(bs * n, device=parents.device).view(bs, n))
+
+    up = torch.nn.functional.pad(parents, (0, 1), value=n)
+    at, levels = nodes.expand(bs, n), torch.zeros_like(parents)
+    seen = torch.zeros(bs, n, n + 1, dtype=torch.bool, device=parents.device)
+    for _ in range(min(depth, n)):
+        seen.scatter_(2, at[:, :, None], True)
+        levels = levels + ((at > 0) & (at < n))
+        at = up.gather(1, at)
+    seen[:, :, 0] = True
+    _write_mask(tree_mask, seen[:, :, :n], verified_seq_len.long(), tree_mask_mode)
+    levels = torch.where((at > 0) & (at < n), depth, levels)  # in a circle
+    positions.copy_((verified_seq_len[:, None] + levels).flatten())
+
+
+def _selected_parents(parent_list: Tensor, selected_index: Tensor, topk: int) -> Tensor:
+    """int64 [bs, N]: the node that each node's draft continues; N: none, of the root and where it was not selected."""
     group = selected_index.long() // topk
     known = torch.nn.functional.pad(parent_list.long(), (0, 1), value=-1)
     match = selected_index[:, None, :] == known.gather(1, group.clamp(0, known.shape[1] - 1))[:, :, None]
     match = torch.nn.functional.pad(match, (1, 1))  # node 0, and "none" behind the last
-    match[:, :, n] = True
+    match[:, :, -1] = True
     parents = torch.where(group > 0, match.byte().argmax(-1), 0)
-    trees, order = _trees(torch.nn.functional.pad(parents, (1, 0)), min(depth, n - 1))
-
-    rank = order.argsort(1)
-    depths, first, sibling = (x.view(bs, n).long() for x in (trees.depths, trees.first_child, trees.next_sibling))
-    seen = unpack_mask(trees.mask, n).view(bs, n, n)
-    seen = seen.gather(1, rank[:, :, None].expand(bs, n, n)).gather(2, rank[:, None, :].expand(bs, n, n))
-    seen = seen | torch.eye(n, dtype=torch.bool, device=seen.device)
-    seen[:, :, 0] = True
-    _write_mask(tree_mask, seen, verified_seq_len.long(), tree_mask_mode)
-    depths = torch.where(depths < 0, 1, depths).gather(1, rank)
-    positions.copy_((verified_seq_len[:, None] + depths).flatten())
-    retrive_index.copy_(torch.arange(bs * n, device=order.device).view(bs, n))
-    for out, link in ((retrive_next_token, first), (retrive_next_sibling, sibling)):
-        out.copy_(torch.where(link < 0, -1, order.gather(1, link.clamp(min=0))).gather(1, rank))
+    return torch.nn.functional.pad(parents, (1, 0), value=selected_index.shape[1] + 1)
 
 
 def trees_from_links(next_token: Tensor, next_sibling: Tensor, max_depth: int) -> tuple[TreeBatch, Tensor]:
-    """The trees of SGLang's links [bs, N], siblings in the order of their list, and their order (see `_trees`)."""
+    """The trees of SGLang's links [bs, N], sorted so that parents and elder siblings come first, and order [bs, N].
+
+    Node i of a tree is the caller's order[i]. Siblings keep the order of their list. Nodes that the root does not reach
+    come last.
+    """
     bs, n = next_token.shape
     nodes = torch.arange(n, device=next_token.device).expand(bs, n)
     none = nodes.new_full((bs, n + 1), n)
     links = (torch.where((link > 0) & (link < n), link.long(), n) for link in (next_token, next_sibling))
     parent, elder = (none.scatter(1, link, nodes) for link in links)
     parent[:, n] = elder[:, n] = n
-    before = torch.where(parent < n, parent, elder)[:, :n]
-    eldest = torch.where(parent < n, torch.arange(n + 1, device=nodes.device), elder)
-    for _ in range(n.bit_length()):
-        eldest = eldest.gather(1, eldest)
-    return _trees(before, max_depth, parent.gather(1, eldest)[:, :n])
-
-
-def _trees(before: Tensor, max_depth: int, parents: Tensor | None = None) -> tuple[TreeBatch, Tensor]:
-    """Trees whose nodes may come in any order, sorted so that parents and elder siblings come first.
-
-    before: int64 [bs, N], the node that comes before each on its way from the root, N: none; the root's is ignored.
-    parents: the parents likewise; default `before`. Returns the trees and order [bs, N]: node i of a tree is the
-    caller's order[i]. Nodes that the root does not reach come last.
-    """
-    parents = before if parents is None else parents
-    bs, n = before.shape
-    up = torch.nn.functional.pad(before, (0, 1), value=n)
+    up = torch.where(parent < n, parent, elder)  # what comes before a node on its way from the root
     up[:, 0] = 0
+    eldest = torch.where(parent < n, torch.arange(n + 1, device=nodes.device), elder)
     hops = torch.ones_like(up)
     hops[:, 0] = 0
     for _ in range(n.bit_length()):  # each time twice as far; who does not arrive has made more than n
         hops, up = hops + hops.gather(1, up), up.gather(1, up)
+        eldest = eldest.gather(1, eldest)
     order = hops[:, :n].argsort(dim=1, stable=True)
     rank = torch.nn.functional.pad(order.argsort(1), (0, 1), value=n)
-    sorted_parents = rank.gather(1, parents.gather(1, order)).int()
-    sorted_parents[:, 0] = -1
+    parents = rank.gather(1, parent.gather(1, eldest).gather(1, order)).int()
+    parents[:, 0] = -1
     cu_nodes = torch.arange(bs + 1, dtype=torch.int32, device=order.device) * n
-    return build_trees(sorted_parents.flatten(), cu_nodes, max_nodes=n, max_depth=max_depth), order
+    return build_trees(parents.flatten(), cu_nodes, max_nodes=n, max_depth=max_depth), order
 
 
 def _cells(seq_lens: Tensor, n: int, mode: int) -> Tensor:

@@ -116,9 +116,7 @@ def tree_speculative_sampling_target_only(
     _write(predicts, accept_index, accept_token_num, verdict, rows)
 
 
-def _deciding_coins(
-    coins: Tensor, laws: Tensor, drafts: Tensor, trees: TreeBatch, single: float, acc: float
-) -> Tensor:
+def _deciding_coins(coins: Tensor, laws: Tensor, drafts: Tensor, trees: TreeBatch, single: float, acc: float) -> Tensor:
     """Coins amid the interval of the child that the caller's coin and the thresholds choose, or behind all children's.
 
     The choice is made by sums of the very probabilities: `verify_rejection` sees exponentials of logarithms, whose
