@@ -87,6 +87,9 @@ def docstring_markdown(text: str) -> str:
     while i < len(lines):
         line = lines[i]
         block, end = _indented_block(lines, i + 1)
+        if "" in block:  # what follows a blank line is code of its own
+            block = block[: block.index("")]
+            end = i + 1 + len(block)
         if re.fullmatch(r"[A-Z]\w*( \([^)]*\))?:|[A-Z][\w ]*\([^)]*\):", line) and block:
             out += [f"**{line.rstrip(':')}**", "", *_items(block), ""]
             i = end

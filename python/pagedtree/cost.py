@@ -12,51 +12,60 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 
 @dataclass(frozen=True)
 class AttentionLaunch:
-    """One launch of the attention kernel."""
+    """One launch of the attention kernel.
+
+    Attributes:
+        sequences: that it takes, indices in the batch.
+        m_tile: rows (query tokens x heads of a KV head) of a tile.
+        row_warps, key_warps: warps of a CTA side by side along the rows, and that share the keys of a stage.
+        keys_per_stage, stages: of K and V in the ring in shared memory.
+        shared_bytes: shared memory of a CTA.
+        ctas_per_sm: CTAs that a multiprocessor takes at once.
+        row_tiles, kv_tiles: tiles of rows; tiles of 64 keys over all of them.
+        ranges: parts that the work is cut into, one for each CTA.
+        cut_row_tiles: row tiles that a cut crosses, so that their keys are split among CTAs.
+        pieces: partial results of those row tiles.
+        bytes: that must move: K and V once for each KV head, q, out, page table; and the pieces written and read.
+        executed_flops: of whole tiles, as the tensor cores execute them.
+    """
 
     sequences: tuple[int, ...]
-    """That it takes: indices in the batch."""
     m_tile: int
-    """Rows (query tokens x heads of a KV head) of a tile."""
     row_warps: int
-    """Warps of a CTA side by side along the rows."""
     key_warps: int
-    """Warps of a CTA that share the keys of a stage."""
     keys_per_stage: int
     stages: int
-    """Stages of K and V in the ring in shared memory."""
     shared_bytes: int
-    """Shared memory of a CTA."""
     ctas_per_sm: int
     row_tiles: int
     kv_tiles: int
-    """Tiles of 64 keys over all row tiles."""
     ranges: int
-    """Parts that the work is cut into, one for each CTA."""
     cut_row_tiles: int
-    """Row tiles that a cut crosses, so that their keys are split among CTAs."""
     pieces: int
-    """Partial results of those row tiles."""
     bytes: int
-    """That must move: K and V once for each KV head, q, out, page table; and the pieces written and read."""
     executed_flops: int
-    """Of whole tiles, as the tensor cores execute them."""
 
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """Work, traffic and schedule of one call; made by `explain`."""
+    """Work, traffic and schedule of one call; made by `explain`.
+
+    Attributes:
+        launches: one; or two, of the sequences of at most 32 rows (query tokens x heads of a KV head) in small tiles
+            and of the others in large ones, where max_seqlen_q times the heads is more and the batch has fewer than
+            B * max_seqlen_q queries; or none, without queries.
+        bytes: of all launches.
+        flops: of the rows that there are; every query counts as if it saw all keys of its sequence.
+        executed_flops: of all launches.
+        floor_seconds: max(bytes / bandwidth, executed_flops / rate) of each launch, added: no run can be faster. Not a
+            prediction.
+    """
 
     launches: tuple[AttentionLaunch, ...]
-    """One; or two, of the sequences of at most 32 rows (query tokens x heads of a KV head) in small tiles and of the
-    others in large ones, where max_seqlen_q times the heads is more and the batch has fewer than B * max_seqlen_q
-    queries; or none, without queries."""
     bytes: int
     flops: int
-    """Of the rows that there are; every query counts as if it saw all keys of its sequence."""
     executed_flops: int
     floor_seconds: float
-    """max(bytes / bandwidth, executed_flops / rate) of each launch: no run can be faster. Not a prediction."""
 
 
 def explain(

@@ -124,21 +124,26 @@ class DraftGroup:
         return shared
 
     def begin(self, *args: Any, **kwargs: Any) -> None:
+        """Tells the draft ranks' drafter, as do `select`, `observe` and `forget`."""
         self._forward("begin", *args, **kwargs)
 
     def end(self) -> None:
+        """Drops a draft that nobody asked for, and tells the drafter."""
         if self._drafting is not None:
             self._drafting.cancel()
             self._drafting = None
         self._forward("end")
 
     def select(self, sequences: list[Any]) -> None:
+        """See `begin`."""
         self._forward("select", sequences)
 
     def observe(self, result: Any) -> None:
+        """See `begin`."""
         self._forward("observe", result)
 
     def forget(self, sequence: Any) -> None:
+        """See `begin`."""
         self._forward("forget", sequence)
 
     def _forward(self, name: str, *args: Any, **kwargs: Any) -> None:

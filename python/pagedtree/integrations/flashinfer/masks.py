@@ -63,7 +63,11 @@ def import_packed_custom_mask(
 def export_custom_mask(
     tree_mask: Tensor, qo_indptr: Tensor, seq_lens: Tensor, tree_lens: Tensor | None = None
 ) -> Tensor:
-    """The mask of booleans for the arguments of `tree_attention`: bool [sum of queries x keys]."""
+    """The mask of booleans for the arguments of `tree_attention`: bool [sum of queries x keys].
+
+    tree_mask int32 [T, W]; qo_indptr int [B + 1]; seq_lens int [B], keys; tree_lens int [B], default the queries.
+    Raises ValueError for tree_lens outside 0..seq_lens.
+    """
     parts = _export(tree_mask, _sizes(qo_indptr, seq_lens, tree_lens))
     return torch.cat([torch.empty(0, dtype=torch.bool, device=tree_mask.device), *parts])
 
@@ -71,7 +75,7 @@ def export_custom_mask(
 def export_packed_custom_mask(
     tree_mask: Tensor, qo_indptr: Tensor, seq_lens: Tensor, tree_lens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The packed mask, uint8, and its mask_indptr, int32 [B + 1]."""
+    """As `export_custom_mask`: the packed mask, uint8, and its mask_indptr, int32 [B + 1], offsets in bytes."""
     sizes = _sizes(qo_indptr, seq_lens, tree_lens)
     weights = torch.arange(8, dtype=torch.uint8, device=tree_mask.device)
     parts = [torch.empty(0, dtype=torch.uint8, device=tree_mask.device)]

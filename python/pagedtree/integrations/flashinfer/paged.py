@@ -28,7 +28,7 @@ def cache_views(paged_kv_cache: PagedKVCache, kv_layout: str = "NHD") -> tuple[T
     """K and V [pages, page_size, heads, dim] as views of FlashInfer's cache; nothing is copied.
 
     paged_kv_cache: a tensor [pages, 2, page_size, heads, dim] (HND: [pages, 2, heads, page_size, dim]), or K and V
-    without the dimension of 2. Any strides.
+    without the dimension of 2. Any strides. Raises ValueError for other shapes or layouts.
     """
     if kv_layout not in ("NHD", "HND"):
         raise ValueError(f'kv_layout: expected "NHD" or "HND", got {kv_layout!r}')
@@ -48,6 +48,8 @@ def page_table(
     Args:
         indptr: int [B + 1], where a sequence's pages begin in indices; last_page_len: int [B], keys in its last page.
         max_pages: width of the table; default the most pages of a sequence, which synchronises.
+
+    Raises ValueError where last_page_len has another shape than the sequences.
     """
     counts = indptr.diff()
     if last_page_len.shape != counts.shape:
@@ -67,7 +69,13 @@ def append_paged_kv_cache(
 ) -> None:  # fmt: skip
     """Writes row i of append_key and append_value [n, heads, dim] at positions[i] of sequence batch_indices[i].
 
-    A page outside the sequence's pages is skipped; kv_last_page_len is not needed. See `append_kv`.
+    Args:
+        append_key, append_value: of the cache's dtype or, for an fp8 cache, to be converted; see `append_kv`.
+        batch_indices, positions: int [n]. A position outside the sequence's pages is skipped.
+        paged_kv_cache: written, see `cache_views`.
+        kv_indices, kv_indptr: the sequences' pages, see `page_table`; kv_last_page_len is not needed.
+
+    Raises ValueError for wrong shapes or dtypes.
     """
     k_cache, v_cache = cache_views(paged_kv_cache, kv_layout)
     page_size = k_cache.shape[1]
@@ -104,6 +112,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         """Takes over one step's batch. The arguments are FlashInfer's.
 
         Without a mask the queries see all keys, or those up to their own position if causal. Windows need causal.
+        Raises NotImplementedError for what is not supported, ValueError for wrong shapes and masks that are no tree's.
         """
         if head_dim_vo not in (None, head_dim_qk):
             raise NotImplementedError(f"head_dim_vo: expected {head_dim_qk}, got {head_dim_vo}")
@@ -152,7 +161,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Attention of q [T, heads, dim]; the cache as `cache_views` takes it. Scales are those of an fp8 cache.
 
-        lse is in base 2 unless lse_base is "ln", [T, heads] unless lse_layout is "HN".
+        lse is fp32, in base 2 unless lse_base is "ln", [T, heads] unless lse_layout is "HN". Raises RuntimeError before
+        plan(), NotImplementedError for what is not supported, ValueError for wrong shapes or dtypes.
         """
         if self._arguments is None:
             raise RuntimeError("run: expected plan() before it")

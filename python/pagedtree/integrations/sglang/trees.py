@@ -188,7 +188,8 @@ def _write_mask(tree_mask: Tensor, seen: Tensor, seq_lens: Tensor, mode: int) ->
 def tree_mask_words(tree_mask: Tensor, seq_lens: Tensor, draft_token_num: int, tree_mask_mode: int) -> Tensor:
     """The mask of `tree_attention`, int32 [bs * N, ceil(N / 32)], of a mask that SGLang built (see `TreeMaskMode`).
 
-    seq_lens: integers [bs], without the trees. Masks of bytes are read only where the trees are.
+    seq_lens: integers [bs], without the trees. Masks of bytes are read only where the trees are. Raises ValueError for
+    a mask that is too small, or packed for more than 32 nodes.
     """
     bs, n = seq_lens.numel(), draft_token_num
     if tree_mask_mode == TreeMaskMode.QLEN_ONLY_BITPACKING:

@@ -152,10 +152,12 @@ class NoDrafter(Drafter):
 class NgramDrafter(Drafter):
     """Prompt lookup: what followed the last n-gram earlier in the same text (`pagedtree.ngram_propose`).
 
-    num_nodes: nodes of a tree, the root included. max_depth: tokens of the longest guess, by default all of the nodes
-    for a chain, else half of them. max_branches: continuations merged into a tree; 1 gives a chain.
-    min_ngram, max_ngram: lengths of the n-grams that are looked for; what follows a longer one comes first.
-    remember: also look in what the target predicted at rejected nodes of that many earlier steps.
+    Args:
+        num_nodes: nodes of a tree, the root included.
+        max_depth: tokens of the longest guess, by default all of the nodes for a chain, else half of them.
+        max_branches: continuations merged into a tree; 1 gives a chain.
+        min_ngram, max_ngram: lengths of the n-grams that are looked for; what follows a longer one comes first.
+        remember: also look in what the target predicted at rejected nodes of that many earlier steps.
     """
 
     def __init__(
@@ -230,9 +232,11 @@ class NgramDrafter(Drafter):
 class MedusaDrafter(Drafter):
     """Medusa: heads on the target's last hidden state guess the tokens after the next one, at one fixed tree.
 
-    heads: hidden states [B, H] -> logits [B, num_heads, V] (`medusa.MedusaHeads`); head i guesses the token i + 2
-        after the state's position.
-    tree: its nodes take the token of their child rank in the head of their depth (`medusa.medusa_tree` is a fair one).
+    Args:
+        heads: hidden states [B, H] -> logits [B, num_heads, V] (`medusa.MedusaHeads`); head i guesses the token i + 2
+            after the state's position.
+        tree: its nodes take the token of their child rank in the head of their depth; `medusa.medusa_tree` is a fair
+            one.
     """
 
     needs_hidden = True

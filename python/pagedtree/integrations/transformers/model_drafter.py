@@ -45,18 +45,19 @@ class ModelDrafter(Drafter):
     `num_pages` of `generate`, which bounds them all the same: only sequences that run hold any, for their tokens and
     the nodes read. The pool doubles when it is full.
 
-    model: a transformers causal language model, under the same conditions as the target, on the same device.
-    law: how the children of a node are chosen (`pagedtree.expand_tree`).
-        "topk": the likeliest ones; the tree takes shape by their scores (EAGLE-2). Any rule but "traversal".
-        "iid", "swor": drawn from the draft model's law under the sampling parameters of `generate`, independently or
-            without replacement. The rules that weigh probabilities accept most of these.
-        "coupled": as "swor", but by the noise with which rule "sampled" samples the target, for that rule only.
-    num_nodes: nodes of the tree, the root included.
-    depth, width: levels, and children of a node; width 1 gives a chain. Under "topk" the best `width` nodes of a level
-        have children, else the root has `width` and every other node one: as many chains.
-    branching: in place of depth and width, not under "topk": children of each node, level by level, of which
-        `num_nodes` keeps the first ones.
-    max_batch_tokens: prompts are read in chunks, so that a pass has about this many tokens.
+    Args:
+        model: a transformers causal language model, under the same conditions as the target, on the same device.
+        law: how the children of a node are chosen (`pagedtree.expand_tree`).
+            "topk": the likeliest ones; the tree takes shape by their scores (EAGLE-2). Any rule but "traversal".
+            "iid", "swor": drawn from the draft model's law under the sampling parameters of `generate`, independently
+                or without replacement. The rules that weigh probabilities accept most of these.
+            "coupled": as "swor", but by the noise with which rule "sampled" samples the target, for that rule only.
+        num_nodes: nodes of the tree, the root included.
+        depth, width: levels, and children of a node; width 1 gives a chain. Under "topk" the best `width` nodes of a
+            level have children, else the root has `width` and every other node one: as many chains.
+        branching: in place of depth and width, not under "topk": children of each node, level by level, of which
+            `num_nodes` keeps the first ones.
+        max_batch_tokens: prompts are read in chunks, so that a pass has about this many tokens.
     """
 
     def __init__(

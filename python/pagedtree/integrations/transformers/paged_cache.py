@@ -40,6 +40,7 @@ class PagedCache:
         return self.num_pages - len(self._free)
 
     def pages_for(self, num_tokens: int) -> int:
+        """How many pages `num_tokens` tokens need."""
         return -(-num_tokens // self.page_size)
 
     def layer(self, index: int, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,6 +55,7 @@ class PagedCache:
         return [tensor for pair in self._layers.values() for tensor in pair]
 
     def pages(self, sequence: int) -> list[int]:
+        """The sequence's pages in order; none for a sequence that holds none."""
         return self._tables.get(sequence, [])
 
     def reserve(self, sequence: int, num_tokens: int) -> bool:
@@ -108,6 +110,7 @@ class PagedCache:
         return self.table_of(rows)
 
     def table_of(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """int32 [B, longest row] on the cache's device: these page ids, padded with 0."""
         width = max((len(row) for row in rows), default=0)
         padded = [[*row, *[0] * (width - len(row))] for row in rows]
         return torch.tensor(padded, dtype=torch.int32).view(len(rows), width).to(self.device, non_blocking=True)
