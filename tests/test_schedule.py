@@ -89,6 +89,13 @@ def test_a_million_keys(target: Target, monkeypatch: pytest.MonkeyPatch) -> None
         check_balance(starts, queries, keys, m_tile, few_rows=few_rows, which=which)
 
 
+def test_plan_value_checks(value_checks, device) -> None:
+    sizes = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 64, "page_size": 16, "max_seqlen_q": 4}
+    lens = torch.tensor([9, 9], dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=r"attention_plan: `cu_seqlens_q` must be non-descending, got \[0, 3, 1\]"):
+        attention_plan(lens, torch.tensor([0, 3, 1], dtype=torch.int32, device=device), **sizes)
+
+
 def test_plan_gives_the_same(case: dict) -> None:
     plan = plan_of(case)
     case["max_seqlen_q"] = 8  # as in the plan

@@ -170,6 +170,16 @@ def test_checked_calls_pass(target: Target, monkeypatch: pytest.MonkeyPatch) -> 
         tree_attention(**dict(case, tree_mask=None))
 
 
+def test_checked_queries_need_not_be_keys(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask over fewer keys than queries, as when a shared prefix is read: every length is right."""
+    monkeypatch.setenv("PAGEDTREE_CHECK", "1")
+    case = dict(small(target), tree_lens=ints(0, 0), seq_lens=ints(5, 0))
+    check(case)
+    for changes in ({"seq_lens": ints(5, -1)}, {"tree_lens": ints(0, -1)}, {"tree_lens": None}):
+        with pytest.raises(ValueError, match=r"tree_attention: `seq_lens\[[01]\]` must be at least"):
+            tree_attention(**{**case, **changes})
+
+
 def test_unknown_isa(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     if target.backend != "cpu":
         pytest.skip("cpu only")

@@ -136,9 +136,11 @@ void check_values(const Check& check, const Arguments& a, const TreeAttentionPar
   check_offsets(check, offsets, "cu_seqlens_q", p.num_tokens);
   for (int64_t b = 0; b < p.batch; ++b) {
     const int32_t n = offsets[b + 1] - offsets[b];
-    check.that(seq_lens[b] >= n, at("seq_lens", b), "at least its " + std::to_string(n) + " queries", seq_lens[b]);
-    check_pages(check, table, p.max_pages, p.page_size, b, 0, seq_lens[b], p.num_pages);
     const int32_t tree_len = tree_lens.empty() ? n : tree_lens[b];
+    // With a mask over fewer keys than queries, the queries need not be among the keys.
+    const int32_t least = p.tree_mask == nullptr || tree_lens.empty() || tree_len == -1 ? n : 0;
+    check.that(seq_lens[b] >= least, at("seq_lens", b), "at least " + std::to_string(least), seq_lens[b]);
+    check_pages(check, table, p.max_pages, p.page_size, b, 0, seq_lens[b], p.num_pages);
     if (p.tree_mask == nullptr) {
       check.that(tree_lens.empty() || tree_len == -1, at("tree_lens", b), "-1 without a tree_mask", tree_len);
       continue;
@@ -233,6 +235,7 @@ Tensor attention_plan(const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_
   check.that(page_size >= 1, "page_size", "at least 1", page_size);
   check.that(max_seqlen_q >= 0, "max_seqlen_q", "at least 0", max_seqlen_q);
   if (tree_lens.has_value()) check.tensor(*tree_lens, "tree_lens", {ScalarType::Int}, {batch});
+  if (value_checks_enabled()) check_offsets(check, host_values<int32_t>(cu_seqlens_q), "cu_seqlens_q", INT32_MAX);
 
   Tensor plan = empty_on(seq_lens, {kPlanSize}, ScalarType::Int);
   AttentionPlanParams params{};

@@ -49,7 +49,6 @@ class Check {
 
   void tensor(const Tensor& t, const std::string& name, std::initializer_list<ScalarType> dtypes,
               std::initializer_list<int64_t> shape, Strides strides = Strides::kContiguous) const {
-    if (!t.defined()) fail(name, "a Tensor", "None");
     dtype(t, name, dtypes);
     device(t, name);
     bool same = t.dim() == static_cast<int64_t>(shape.size());
@@ -67,6 +66,7 @@ class Check {
   }
 
   void dtype(const Tensor& t, const std::string& name, std::initializer_list<ScalarType> dtypes) const {
+    if (!t.defined()) fail(name, "a Tensor", "None");
     std::string expected;
     for (ScalarType d : dtypes) {
       if (d == t.scalar_type()) return;

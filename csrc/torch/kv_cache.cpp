@@ -136,7 +136,7 @@ void append_kv(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Te
                {kAnySize, kAnySize, kAnySize}, Strides::kLastContiguous);
   const int64_t num_tokens = k.size(0), num_kv_heads = k.size(1), head_dim = k.size(2);
   check.tensor(v, "v", {k.scalar_type()}, {num_tokens, num_kv_heads, head_dim}, Strides::kLastContiguous);
-  if (k_cache.scalar_type() != kFp8) check.dtype(k_cache, "k_cache", {k.scalar_type(), kFp8});
+  if (!k_cache.defined() || k_cache.scalar_type() != kFp8) check.dtype(k_cache, "k_cache", {k.scalar_type(), kFp8});
   check.tensor(k_cache, "k_cache", {k_cache.scalar_type()}, {kAnySize, kAnySize, num_kv_heads, head_dim},
                Strides::kLastContiguous);
   check.tensor(v_cache, "v_cache", {k_cache.scalar_type()}, {k_cache.size(0), k_cache.size(1), num_kv_heads, head_dim},

@@ -1,5 +1,6 @@
 #include "torch/check.h"
 #include "torch/ops.h"
+#include "torch/values.h"
 
 namespace pagedtree::ops {
 
@@ -12,6 +13,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> build_trees(const Tensor& par
   check.that(max_depth >= 0 && max_depth < kMaxTreeNodes, "max_depth", "in 0..1023", max_depth);
 
   const int64_t num_rows = parents.size(0);
+  if (value_checks_enabled()) check_offsets(check, host_values<int32_t>(cu_nodes), "cu_nodes", num_rows);
   const int64_t mask_words = ceil_div<int64_t>(max_nodes, kMaskWordBits);
   Tensor depths = empty_on(parents, {num_rows}, ScalarType::Int);
   Tensor first_child = empty_on(parents, {num_rows}, ScalarType::Int);

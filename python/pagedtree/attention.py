@@ -130,7 +130,8 @@ def attention_plan(
             the plan then does not balance.
 
     Returns an int32 tensor of a fixed size on the device of seq_lens, to pass as plan=; it does not depend on the
-    window, the mask or the dtype. Nothing is read on the host. Raises ValueError for wrong shapes, dtypes or sizes.
+    window, the mask or the dtype. Nothing is read on the host. Raises ValueError for wrong shapes, dtypes or sizes;
+    with PAGEDTREE_CHECK=1 also for offsets that descend.
 
     The linear order of the work is (sequence, KV head, tile of query rows, tile of keys), as in Stream-K (Osama et al.,
     2023) and FlashMLA's scheduler; range i is [plan[i], plan[i + 1]), at equal sums of tiles plus a constant a piece.
