@@ -271,6 +271,15 @@ def test_medusa_edges(backend: str) -> None:
     assert empty.draft_tokens.shape == (0,) and empty.trees.cu_nodes.tolist() == [0]
 
 
+def test_medusa_ranks_with_gaps(backend: str) -> None:
+    """A node takes the rank that its path names, however many siblings it has."""
+    tree = DraftTree.from_paths([[0], [4], [4, 2]])
+    draft = medusa_propose(torch.arange(18.0).reshape(1, 2, 9), tree)
+    assert packed_trees(draft)[0] == ([-1, 8, 4, 6], [-1, 0, 0, 2])
+    with pytest.raises(ValueError, match=r"`tree` must have child ranks below 4 \(V\), got 4"):
+        medusa_propose(torch.randn(1, 2, 4), tree)
+
+
 def test_medusa_bad_tree_values(backend: str) -> None:
     tokens, _, _ = ops.medusa_propose(
         torch.randn(1, 2, 8), int32([-1, 0, 0, 0]), int32([0, 9, 1, -4]), int32([-1, 0, 7, 0]), num_top=2

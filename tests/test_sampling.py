@@ -245,6 +245,14 @@ def test_extreme_temperatures(device, temperature):
     assert kept(torch.tensor([-largest, largest, 0.0]), device, temperature=1.0) == [1]
 
 
+def test_top_k_of_either_integer_type(device):
+    rows, stream = torch.randn(6, 40, device=device), torch.arange(6, device=device)
+    wide = torch.tensor([1, 3, 0, -1, -(2**40), 2**40], device=device)
+    narrow = torch.tensor([1, 3, 0, -1, -1, 2**31 - 1], dtype=torch.int32, device=device)
+    drawn = [sample(rows, SamplingParams(top_k=k), seeds=stream, positions=stream) for k in (wide, narrow)]
+    assert torch.equal(*drawn) and wide.tolist()[-1] == 2**40
+
+
 def test_tensor_parameters_are_clamped(device):
     rows = torch.tensor([0.0, 1.0, 2.0, 3.0]).expand(3000, -1).to(device)
     streams = {"seeds": torch.zeros(3000, dtype=torch.int64), "positions": torch.arange(3000)}

@@ -393,7 +393,7 @@ def test_refusals(device, op):
     probs = good["draft_probs"]
     wrong = [
         ("draft_law", "topk", ValueError, "`draft_law` must be"),
-        ("draft_law", 3, TypeError, "draft_law: expected a string, got int"),
+        ("draft_law", 3, TypeError, "draft_law: expected a str, got int"),
         ("draft_probs", None, ValueError, "`draft_probs` must be a Tensor, the law .*, got None"),
         ("draft_probs", probs.double(), ValueError, "`draft_probs` must be of dtype Float or Half or BFloat16"),
         ("draft_probs", probs[:, :39], ValueError, rf"`draft_probs` must be of shape \[{rows}, 40\]"),

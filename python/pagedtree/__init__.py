@@ -1,5 +1,6 @@
 """Tree-masked paged attention and tree verification for speculative decoding."""
 
+from pagedtree import testing as testing
 from pagedtree.attention import attention_plan, merge_states, tree_attention
 from pagedtree.choice import choose_tree, expected_tokens
 from pagedtree.cost import AttentionCost, AttentionLaunch, explain

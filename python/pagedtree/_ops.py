@@ -26,6 +26,12 @@ def _load() -> Any:
 ops = _load()
 
 
+def expect_type(name: str, value: object, expected: type) -> None:
+    """Raises TypeError: for arguments that Python reads before an op does."""
+    if not isinstance(value, expected):
+        raise TypeError(f"{name}: expected a {expected.__name__}, got {type(value).__name__}")
+
+
 def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a raw op; its refusal (RuntimeError) becomes the ValueError or TypeError that Python callers expect."""
     if torch.compiler.is_compiling():
@@ -37,6 +43,8 @@ def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         name = str(op).removeprefix("pagedtree.").split(".")[0]
         if "Expected a value of type" in message or "Could not cast" in message:
             raise TypeError(message) from None
+        if "There were no tensor arguments" in message:
+            raise TypeError(f"{name}: expected tensors, got none") from None
         start = message.find(f"{name}: ")
         if start < 0:
             raise

@@ -72,7 +72,7 @@ def expected_tokens(tree: DraftTree, acceptance: Sequence[float] | Sequence[Sequ
 
         reached[0] = 1
         for node in 1..num_nodes - 1:
-            reached[node] = reached[parent] * acceptance[depth - 1][rank among its siblings]
+            reached[node] = reached[parent] * acceptance[depth - 1][child_rank]
         return sum(reached)
 
     Raises ValueError for probabilities outside 0..1 or rows that sum to more than 1.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagedtree._ops import call, ops
+from pagedtree._ops import call, expect_type, ops
 
 __all__ = ["append_kv", "compact_kv", "slot_mapping"]
 
@@ -42,7 +42,8 @@ def slot_mapping(
     or pass T, fewer positions than rows, and positions without a page.
     """
     if total_q is None:
-        total_q = int(cu_seqlens_q[-1]) if cu_seqlens_q.numel() else 0
+        expect_type("cu_seqlens_q", cu_seqlens_q, Tensor)
+        total_q = int(cu_seqlens_q.flatten()[-1]) if cu_seqlens_q.numel() else 0  # the op refuses other shapes
     return call(ops.slot_mapping, page_table, seq_lens, cu_seqlens_q, page_size, total_q=total_q)
 
 

@@ -8,8 +8,9 @@ from numbers import Integral, Real
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from pagedtree._ops import call, ops
+from pagedtree._ops import call, expect_type, ops
 
 __all__ = ["SamplingParams", "sample"]
 
@@ -28,7 +29,8 @@ class SamplingParams:
     """How a row of logits becomes the law that a token is drawn from.
 
     Each of the four is a host scalar for the whole batch or a tensor [B] (or [1]) on the logits' device, float32
-    (top_k: int32), one value a sequence; tensors may change between replays of a captured graph.
+    (top_k: int32, or int64, which is converted), one value a sequence; tensors may change between replays of a captured
+    graph.
 
     Attributes:
         temperature: divides the logits; 0 = greedy, the lowest id of equal logits.
@@ -68,7 +70,8 @@ class SamplingParams:
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, str]:
         """(temperature, top_k, top_p, min_p, filter_order) as the raw ops take them: tensors of shape [1] or [B].
 
-        Tensors come back as they are; a host scalar becomes one small tensor a device, made once and kept.
+        Tensors come back as they are, but for an int64 top_k; a host scalar becomes one small tensor a device, made
+        once and kept.
         """
         return (
             _on_device(self.temperature, "temperature", device),
@@ -81,10 +84,13 @@ class SamplingParams:
 
 def _on_device(value: float | Tensor, name: str, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
+        if name == "top_k" and value.dtype == torch.int64:
+            value = value.clamp(-1, _INT32_MAX).int()
         return value.reshape(1) if value.dim() == 0 else value
     number = min(int(value), _INT32_MAX) if name == "top_k" else float(value)
-    # A tensor made while a CUDA graph is captured, or a program traced, lives no longer than that.
-    if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    # A tensor made while a CUDA graph is captured, or a program traced (with fake tensors), lives no longer than that.
+    is_traced = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    if is_traced or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return torch.full((1,), number, dtype=_DTYPES[name], device=device)
     return _constant(number, _DTYPES[name], device)
 
@@ -114,19 +120,9 @@ def sample(logits: Tensor, params: SamplingParams, *, seeds: Tensor, positions: 
 
     Raises ValueError for wrong shapes, dtypes or devices, TypeError for wrong Python types.
     """
-    _expect_params(params)
-    return call(ops.sample, logits, *params.on(_device_of(logits, "logits")), seeds=seeds, positions=positions)
-
-
-def _expect_params(params: SamplingParams) -> None:
-    if not isinstance(params, SamplingParams):
-        raise TypeError(f"params: expected a SamplingParams, got {type(params).__name__}")
-
-
-def _device_of(tensor: Tensor, name: str) -> torch.device:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-    return tensor.device
+    expect_type("logits", logits, Tensor)
+    expect_type("params", params, SamplingParams)
+    return call(ops.sample, logits, *params.on(logits.device), seeds=seeds, positions=positions)
 
 
 @torch.library.register_fake("pagedtree::sample")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pagedtree._ops import call, ops
+from pagedtree._ops import call, expect_type, ops
 from pagedtree.tree import TreeBatch
 from pagedtree.verdict import Verdict
 
@@ -74,6 +74,7 @@ def prepare_step(
     Raises ValueError for wrong shapes, dtypes, devices or sizes; with PAGEDTREE_CHECK=1 also for offsets that descend
     or pass T or N, and for positions without a page.
     """
+    expect_type("trees", trees, TreeBatch)
     return call(ops.prepare_step, trees.cu_nodes, trees.depths, page_table, start, page_size, total_q=total_q)
 
 
@@ -119,6 +120,8 @@ def commit(
 
     Raises ValueError for wrong shapes, dtypes or devices, before anything is written.
     """
+    expect_type("verdict", verdict, Verdict)
+    expect_type("trees", trees, TreeBatch)
     results = call(
         ops.commit,
         verdict.accept_index,

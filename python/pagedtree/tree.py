@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from operator import index
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from pagedtree._ops import call, ops
+from pagedtree._ops import call, expect_type, ops
 
 __all__ = ["DraftTree", "TreeBatch", "build_trees"]
 
@@ -27,10 +29,10 @@ class DraftTree:
 
     def __init__(self, parents: Sequence[int] | np.ndarray) -> None:
         array = np.array(parents)
+        if array.size and array.dtype.kind not in "iu":
+            raise TypeError(f"parents: expected integers, got {array.dtype}")
         if array.ndim != 1 or not 1 <= array.size <= MAX_NODES:
             raise ValueError(f"parents: expected 1 to {MAX_NODES} nodes in one dimension, got shape {array.shape}")
-        if array.dtype.kind not in "iu":
-            raise TypeError(f"parents: expected integers, got {array.dtype}")
         if array[0] != -1:
             raise ValueError(f"parents: expected parents[0] == -1 (the root), got {array[0]}")
         wrong = np.flatnonzero((array[1:] < 0) | (array[1:] >= np.arange(1, array.size)))
@@ -49,6 +51,7 @@ class DraftTree:
         self.depths, self.first_child, self.next_sibling = (t.numpy() for t in links[:3])
         self._mask_words: np.ndarray = links[3].numpy()
         self.max_depth = int(self.depths.max())
+        self._path_ranks: np.ndarray | None = None
         self._copies: dict[torch.device, tuple[Tensor, Tensor, Tensor, int]] = {}
 
     @classmethod
@@ -61,29 +64,31 @@ class DraftTree:
         """The tree of Medusa's and EAGLE's child-rank paths: path [1, 0] is the first child of the root's second child.
 
         The root is added; nodes are ordered by (depth, path). Every proper prefix of a path must be listed, no path
-        twice, ranks >= 0, else ValueError.
+        twice, ranks >= 0, else ValueError. Ranks may leave gaps: `child_ranks` holds those of the paths.
         """
-        listed = sorted((tuple(int(rank) for rank in path) for path in paths), key=lambda path: (len(path), path))
-        index: dict[tuple[int, ...], int] = {(): 0}
+        listed = sorted((tuple(index(rank) for rank in path) for path in paths), key=lambda path: (len(path), path))
+        node_of: dict[tuple[int, ...], int] = {(): 0}
         parents = [-1]
         for path in listed:
             if not path:
                 raise ValueError("paths: expected paths of at least one rank (the root is added), got an empty path")
-            if path in index:
+            if path in node_of:
                 raise ValueError(f"paths: expected each path once, got {list(path)} twice")
-            if min(path) < 0:
-                raise ValueError(f"paths: expected ranks >= 0, got {list(path)}")
-            if path[:-1] not in index:
+            if min(path) < 0 or max(path) >= 2**31:
+                raise ValueError(f"paths: expected ranks >= 0 and below 2^31, got {list(path)}")
+            if path[:-1] not in node_of:
                 raise ValueError(f"paths: expected every prefix to be listed, got {list(path)} without its parent")
-            parents.append(index[path[:-1]])
-            index[path] = len(index)
-        return cls(parents)
+            parents.append(node_of[path[:-1]])
+            node_of[path] = len(node_of)
+        tree = cls(parents)
+        tree._path_ranks = np.array([-1, *(path[-1] for path in listed)], dtype=np.int32)
+        return tree
 
     @classmethod
     def chain(cls, num_draft_tokens: int) -> DraftTree:
         """A chain: the root and `num_draft_tokens` nodes, each the child of the one before."""
-        if num_draft_tokens < 0:
-            raise ValueError(f"num_draft_tokens: expected >= 0, got {num_draft_tokens}")
+        if not 0 <= num_draft_tokens < MAX_NODES:
+            raise ValueError(f"num_draft_tokens: expected 0 to {MAX_NODES - 1}, got {num_draft_tokens}")
         return cls(np.arange(-1, num_draft_tokens))
 
     @classmethod
@@ -107,7 +112,9 @@ class DraftTree:
 
     @property
     def child_ranks(self) -> np.ndarray:
-        """int32 [n]: how many siblings come before the node; -1 at the root."""
+        """int32 [n]: the last rank of the node's path, else how many siblings come before it; -1 at the root."""
+        if self._path_ranks is not None:
+            return self._path_ranks
         ranks = np.full(self.num_nodes, -1, dtype=np.int32)
         for node in range(self.num_nodes):
             child, rank = int(self.first_child[node]), 0
@@ -119,11 +126,15 @@ class DraftTree:
     @torch.compiler.assume_constant_result  # a method: torch < 2.13 takes no tree as an argument of such a function
     def _on_device(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int]:
         """parents, depths, child ranks as tensors on `device`, copied once, and the number of ranks."""
-        if device not in self._copies:
+        copies = self._copies.get(device)
+        is_faked = is_in_torch_dispatch_mode()  # then what is made now is of no use to others, nor theirs to it
+        if copies is None or is_faked:
             ranks = self.child_ranks
             parents, depths, child_ranks = (torch.from_numpy(a).to(device) for a in (self.parents, self.depths, ranks))
-            self._copies[device] = (parents, depths, child_ranks, int(ranks.max()) + 1)
-        return self._copies[device]
+            copies = parents, depths, child_ranks, int(ranks.max()) + 1
+            if not is_faked:
+                self._copies[device] = copies
+        return copies
 
     def __repr__(self) -> str:
         return f"DraftTree(num_nodes={self.num_nodes}, max_depth={self.max_depth})"
@@ -177,6 +188,8 @@ class TreeBatch:
         capacity: rows N, at least the sum of the trees' nodes (default); rows past the last tree are padding.
         Raises ValueError where a tree exceeds a bound.
         """
+        for i, tree in enumerate(trees):
+            expect_type(f"trees[{i}]", tree, DraftTree)
         sizes = [tree.num_nodes for tree in trees]
         nodes = max(sizes, default=1) if max_nodes is None else max_nodes
         depth = max((tree.max_depth for tree in trees), default=0) if max_depth is None else max_depth
@@ -208,6 +221,7 @@ class TreeBatch:
 
         `other` must have the same B, max_nodes and max_depth, and no more rows; the rows past its own become padding.
         """
+        expect_type("other", other, TreeBatch)
         for name in ("batch_size", "max_nodes", "max_depth"):
             if getattr(other, name) != getattr(self, name):
                 raise ValueError(f"other: expected {name} = {getattr(self, name)}, got {getattr(other, name)}")
@@ -249,7 +263,8 @@ def build_trees(parents: Tensor, cu_nodes: Tensor, *, max_nodes: int, max_depth:
             elif 0 <= p < i and i < max_nodes and 0 <= depth[p] < max_depth: depth, mask = depth[p] + 1, mask[p] | {i}
             else: depth, mask, valid = -1, {}, False
 
-    Raises ValueError for wrong shapes, dtypes or bounds.
+    Raises ValueError for wrong shapes, dtypes or bounds; with PAGEDTREE_CHECK=1 also for offsets that descend or
+    pass N.
     """
     depths, first_child, next_sibling, mask, valid = call(
         ops.build_trees, parents, cu_nodes, max_nodes=max_nodes, max_depth=max_depth

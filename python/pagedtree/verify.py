@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedtree._ops import call, ops
+from pagedtree._ops import call, expect_type, ops
 from pagedtree.sampling import SamplingParams
 from pagedtree.tree import TreeBatch
 from pagedtree.verdict import Verdict
@@ -89,8 +89,7 @@ def verify_sampled(
 
     Raises ValueError for wrong shapes, dtypes or devices, TypeError for wrong Python types.
     """
-    if not isinstance(params, SamplingParams):
-        raise TypeError(f"params: expected a SamplingParams, got {type(params).__name__}")
+    expect_type("params", params, SamplingParams)
     return Verdict(
         *call(
             ops.verify_sampled,
@@ -106,10 +105,8 @@ def verify_sampled(
 
 def _tree_arguments(logits: Tensor, draft_tokens: Tensor, trees: TreeBatch) -> tuple[Any, ...]:
     """The leading arguments that the raw verify ops share."""
-    if not isinstance(logits, Tensor):
-        raise TypeError(f"logits: expected a tensor, got {type(logits).__name__}")
-    if not isinstance(trees, TreeBatch):
-        raise TypeError(f"trees: expected a TreeBatch, got {type(trees).__name__}")
+    expect_type("logits", logits, Tensor)
+    expect_type("trees", trees, TreeBatch)
     return (
         logits,
         draft_tokens,

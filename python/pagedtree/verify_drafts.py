@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedtree._ops import call, ops
+from pagedtree._ops import call, expect_type, ops
 from pagedtree.sampling import SamplingParams
 from pagedtree.tree import TreeBatch
 from pagedtree.verdict import Verdict
@@ -215,8 +215,7 @@ def verify_typical(
     Raises ValueError for wrong shapes, dtypes or devices, epsilon or delta out of range; TypeError for wrong Python
     types.
     """
-    if not isinstance(params, SamplingParams):
-        raise TypeError(f"params: expected a SamplingParams, got {type(params).__name__}")
+    expect_type("params", params, SamplingParams)
     arguments = _tree_arguments(logits, draft_tokens, trees)
     optional = {"grammar_mask": grammar_mask, "draft_to_target": draft_to_target}
     for name, value in (("epsilon", epsilon), ("delta", delta)):
@@ -231,11 +230,10 @@ def _by_ratio(op: Any, *, logits: Tensor, draft_tokens: Tensor, trees: TreeBatch
               draft_params: SamplingParams | None, draft_law: str, **rest: Tensor | None) -> Verdict:  # fmt: skip
     """Calls a raw op of verify_rejection's signature."""
     arguments = _tree_arguments(logits, draft_tokens, trees)
-    for name, given in (("params", params), ("draft_params", draft_params or params)):
-        if not isinstance(given, SamplingParams):
-            raise TypeError(f"{name}: expected a SamplingParams, got {type(given).__name__}")
-    if not isinstance(draft_law, str):
-        raise TypeError(f"draft_law: expected a string, got {type(draft_law).__name__}")
+    expect_type("params", params, SamplingParams)
+    if draft_params is not None:
+        expect_type("draft_params", draft_params, SamplingParams)
+    expect_type("draft_law", draft_law, str)
     draft: dict[str, Any] = {}
     if draft_params is not None:
         names = ("temperature", "top_k", "top_p", "min_p", "filter_order")

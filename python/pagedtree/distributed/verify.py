@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedtree._ops import call, ops
+from pagedtree._ops import call, expect_type, ops
 from pagedtree.distributed.shards import VocabShards
 from pagedtree.sampling import SamplingParams
 from pagedtree.tree import TreeBatch
@@ -208,14 +208,12 @@ def _agree(
     **others: Any,
 ) -> None:
     """Refuses wrong types, and arguments that are not the same on all ranks."""
-    if not isinstance(shards, VocabShards):
-        raise TypeError(f"shards: expected a VocabShards, got {type(shards).__name__}")
-    if not isinstance(logits, Tensor):
-        raise TypeError(f"logits: expected a tensor, got {type(logits).__name__}")
-    if params is not None and not isinstance(params, SamplingParams):
-        raise TypeError(f"params: expected a SamplingParams, got {type(params).__name__}")
-    if trees is not None and not isinstance(trees, TreeBatch):
-        raise TypeError(f"trees: expected a TreeBatch, got {type(trees).__name__}")
+    expect_type("shards", shards, VocabShards)
+    expect_type("logits", logits, Tensor)
+    if params is not None:
+        expect_type("params", params, SamplingParams)
+    if trees is not None:
+        expect_type("trees", trees, TreeBatch)
     fits = logits.ndim == 2 and logits.shape[1] == shards.num_tokens
     arguments: dict[str, Any] = {"logits": (logits.dtype, logits.shape[:1], fits)}
     if params is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagedtree._ops import call, ops
+from pagedtree._ops import call, expect_type, ops
 from pagedtree.drafting.draft import Draft
 from pagedtree.sampling import SamplingParams
 from pagedtree.tree import build_trees
@@ -123,6 +123,7 @@ def start_draft(root_tokens: Tensor, *, max_kv_nodes: int, active: Tensor | None
 
     Raises ValueError for wrong shapes, dtypes or bounds.
     """
+    expect_type("root_tokens", root_tokens, Tensor)
     if root_tokens.dtype != torch.int64 or root_tokens.dim() != 1:
         raise ValueError(
             f"start_draft: `root_tokens` must be int64 [B], got {root_tokens.dtype} {list(root_tokens.shape)}"
@@ -195,11 +196,14 @@ def expand_tree(
     Raises ValueError for wrong shapes, dtypes or bounds, sampling arguments missing or not wanted, a law that is not
     the state's.
     """
+    expect_type("state", state, DraftState)
+    expect_type("logits", logits, Tensor)
     if state.law not in (None, law):
         raise ValueError(f"expand_tree: `law` must be {state.law!r} as in the levels before, got {law!r}")
     if params is None:
         sampling: tuple[Tensor | str | None, ...] = (None, None, None, None, "top_k_first")
     else:
+        expect_type("params", params, SamplingParams)
         sampling = params.on(logits.device)
     tokens, parents, scores, kv_index, frontier, mask, draft_probs = call(
         ops.expand_tree,
@@ -259,6 +263,7 @@ def rerank_tree(state: DraftState, num_nodes: int, *, active: Tensor | None = No
     Returns a `Draft` with max_nodes = num_nodes and max_depth = the levels expanded. Raises ValueError for wrong
     shapes, dtypes or bounds.
     """
+    expect_type("state", state, DraftState)
     draft_tokens, parents, cu_nodes, node_map = call(
         ops.rerank_tree,
         state.tokens,

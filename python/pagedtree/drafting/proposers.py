@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagedtree._ops import call, ops
+from pagedtree._ops import call, expect_type, ops
 from pagedtree.drafting.draft import Draft
-from pagedtree.tree import DraftTree, TreeBatch, build_trees
+from pagedtree.tree import MAX_NODES, DraftTree, TreeBatch, build_trees
 
 __all__ = ["medusa_propose", "ngram_propose", "rejected_predictions"]
 
@@ -97,6 +97,7 @@ def rejected_predictions(
 
     Raises ValueError for wrong shapes.
     """
+    expect_type("trees", trees, TreeBatch)
     num_rows, max_nodes = trees.parents.shape[0], trees.max_nodes
     for name, tensor in (("draft_tokens", draft_tokens), ("predictions", predictions)):
         if tensor.shape != (num_rows,):
@@ -137,7 +138,7 @@ def medusa_propose(
 
     Args:
         head_logits: fp32, fp16 or bf16 [B, H, V], last dimension contiguous; head h predicts the node at depth h + 1.
-        tree: the same for every sequence, not deeper than H; no node has V or more siblings before it.
+        tree: the same for every sequence, not deeper than H; child ranks below V, at most 1023.
         root_tokens: int64 [B], entered at the roots (else -1, which verification ignores).
         active: bool [B]; False = the sequence is finished and gets a tree of no nodes.
 
@@ -148,15 +149,16 @@ def medusa_propose(
     Returns a `Draft` of draft_tokens [B * tree.num_nodes] and trees. Raises ValueError for wrong shapes, dtypes or a
     tree that the heads cannot fill.
     """
+    expect_type("head_logits", head_logits, Tensor)
+    expect_type("tree", tree, DraftTree)
     if head_logits.dim() == 3 and tree.max_depth > head_logits.shape[1]:
         raise ValueError(
             f"medusa_propose: `tree` must have depth <= {head_logits.shape[1]} (the heads), got {tree.max_depth}"
         )
     parents, depths, child_ranks, num_top = tree._on_device(head_logits.device)
-    if num_top > head_logits.shape[-1]:
-        raise ValueError(
-            f"medusa_propose: `tree` must have child ranks below {head_logits.shape[-1]} (V), got {num_top - 1}"
-        )
+    limit = min(head_logits.shape[-1], MAX_NODES)
+    if num_top > limit:
+        raise ValueError(f"medusa_propose: `tree` must have child ranks below {limit} (V), got {num_top - 1}")
     draft_tokens, all_parents, cu_nodes = call(
         ops.medusa_propose,
         head_logits[:, : tree.max_depth],
