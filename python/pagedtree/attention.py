@@ -159,6 +159,8 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
         lse = log(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
 
+    Sources: FlashDecoding (Dao et al., 2023), FlashInfer (Ye et al., 2025).
+
     Returns (out, lse); where both lse are -inf, out is 0 and lse -inf. Raises ValueError for wrong shapes or dtypes.
     """
     return call(ops.merge_states, out_a, lse_a, out_b, lse_b)

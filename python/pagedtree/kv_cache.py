@@ -38,6 +38,8 @@ def slot_mapping(
                 p = seq_lens[b] - n + i
                 slots[cu_seqlens_q[b] + i] = page_table[b, p // page_size] * page_size + p % page_size
 
+    Source: PagedAttention (Kwon et al., SOSP 2023); vLLM's name.
+
     Raises ValueError for wrong shapes, dtypes, devices or sizes; with PAGEDTREE_CHECK=1 also for offsets that descend
     or pass T, fewer positions than rows, and positions without a page.
     """
@@ -77,6 +79,8 @@ def append_kv(
                 k_cache[slots[t] // page_size, slots[t] % page_size] = k[t]
                 v_cache[slots[t] // page_size, slots[t] % page_size] = v[t]
 
+    Source: PagedAttention (Kwon et al., SOSP 2023); the slots are vLLM's.
+
     Raises ValueError for wrong shapes, dtypes, devices or strides, before anything is written.
     """
     call(ops.append_kv, k, v, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
@@ -108,6 +112,8 @@ def compact_kv(
     All rows of a sequence are read before one is written, so overlaps are safe in any order. A row with an end outside
     the table or the pool, or with a negative node id, stays where it is; PAGEDTREE_CHECK=1 raises instead, also for a
     path that does not ascend. Two sequences must not share the pages of their trees.
+
+    Sources: TensorRT-LLM and SGLang, which too move the accepted rows after verification.
 
     Raises ValueError for wrong shapes, dtypes or devices, before anything is written.
     """

@@ -116,7 +116,9 @@ def sample(logits: Tensor, params: SamplingParams, *, seeds: Tensor, positions: 
         v[x] = (philox(key=seed, counter=(position, x // 4, gumbel))[x % 4] + 1/2) * 2**-32
         token = argmax over kept x of (logits[x] - max) / temperature - log(-log1p(-v[x]))     # lowest id on ties
 
-    which is a draw from the filtered softmax (the Gumbel-max trick). Nothing of size [R, V] is made.
+    which is a draw from the filtered softmax. Nothing of size [R, V] is made.
+
+    Sources: the Gumbel-max trick (Gumbel, 1954), Philox (Salmon et al., SC 2011).
 
     Raises ValueError for wrong shapes, dtypes or devices, TypeError for wrong Python types.
     """

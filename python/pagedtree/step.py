@@ -71,6 +71,8 @@ def prepare_step(
                 positions[cu_nodes[b] + i] = start[b] + max(depths[cu_nodes[b] + i], 0)
                 slots[cu_nodes[b] + i] = slot(b, start[b] + i)
 
+    Sources: positions by depth from SpecInfer (Miao et al., 2023), slots from PagedAttention (Kwon et al., SOSP 2023).
+
     Raises ValueError for wrong shapes, dtypes, devices or sizes; with PAGEDTREE_CHECK=1 also for offsets that descend
     or pass T or N, and for positions without a page.
     """
@@ -117,6 +119,8 @@ def commit(
     Values that no verdict has are safe: a path stops before a node that does not ascend or is outside the tree and
     before a negative token. PAGEDTREE_CHECK=1 raises for such a path, for num_accepted outside 0..S - 1, descending
     offsets, and history_lens outside 0..H.
+
+    Source: the accepted nodes' rows are what the drafters of EAGLE (Li et al., ICML 2024) and Medusa go on from.
 
     Raises ValueError for wrong shapes, dtypes or devices, before anything is written.
     """

@@ -263,6 +263,8 @@ def build_trees(parents: Tensor, cu_nodes: Tensor, *, max_nodes: int, max_depth:
             elif 0 <= p < i and i < max_nodes and 0 <= depth[p] < max_depth: depth, mask = depth[p] + 1, mask[p] | {i}
             else: depth, mask, valid = -1, {}, False
 
+    Sources: the masks of SpecInfer (Miao et al., 2023); links by first child and next sibling as in SGLang.
+
     Raises ValueError for wrong shapes, dtypes or bounds; with PAGEDTREE_CHECK=1 also for offsets that descend or
     pass N.
     """

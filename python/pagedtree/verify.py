@@ -44,6 +44,8 @@ def verify_greedy(
             emit(node, token := argmax(logits[node]))
             node = first child of node with draft_tokens[child] == token, else stop
 
+    Sources: blockwise parallel decoding (Stern et al., NeurIPS 2018), for trees SpecInfer (Miao et al., 2023).
+
     Raises ValueError for wrong shapes, dtypes or devices, TypeError for wrong Python types.
     """
     return Verdict(
@@ -86,6 +88,9 @@ def verify_sampled(
             token = sample(logits[node], params, seed, position + depth)
             emit(node, token)
             node, depth = first child of node with draft_tokens[child] == token, depth + 1; else stop
+
+    Sources: sampling the target alone, as SpecInfer's naive sampling does (Miao et al., 2023); Philox (Salmon et al.,
+    SC 2011).
 
     Raises ValueError for wrong shapes, dtypes or devices, TypeError for wrong Python types.
     """
