@@ -98,6 +98,18 @@ def test_nothing_is_read_on_the_host(call) -> None:
         call()
 
 
+def test_values_that_the_adapters_make_pass_the_checks(value_checks) -> None:
+    pool = torch.arange(5.0).view(5, 1, 1).repeat(1, 1, 4)
+    sglang.move_kv_cache([pool], [], torch.tensor([0, 4]), torch.tensor([3, 2]))
+    assert pool[:, 0, 0].tolist() == [3, 1, 2, 3, 2]
+    for n in (0, 1, 3):
+        laws = torch.full((2, n + 1, 5), 0.2)
+        tokens = flashinfer.chain_speculative_sampling(laws[:, :n], integers(2, n), laws)[0]
+        assert tokens[:, :n].eq(0).all() and tokens[:, n].ge(0).all()  # equal laws: all drafts are accepted
+    call_build_tree()
+    call_verify()
+
+
 def test_a_read_on_the_host_is_noticed() -> None:
     with FakeTensorMode(), pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
         flashinfer.page_table(integers(3), integers(3), integers(2), 4)

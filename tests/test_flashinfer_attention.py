@@ -223,6 +223,17 @@ def test_masks_of_the_newest_level(backend, dtype) -> None:
     assert torch.equal(export_custom_mask(words, batch.qo_indptr, int32([14]), tree_lens), seen.flatten())
 
 
+def test_masks_of_no_tree(backend, dtype) -> None:
+    """Words that cover none of the keys: every query sees every key."""
+    batch = Batch([14, 6], [3, 2], 4, dtype)
+    sees, none = [torch.ones(n, s, dtype=torch.bool) for n, s in ((3, 14), (2, 6))], int32([0, 0])
+    words = import_custom_mask(torch.cat([seen.flatten() for seen in sees]), batch.qo_indptr, int32(batch.lens), none)
+    assert words.shape == (5, 0)
+    table, lens = page_table(batch.indptr, batch.indices, batch.last_page_len, 4)
+    out = tree_attention(batch.q, *cache_views(batch.kv_cache), table, lens, batch.qo_indptr, words, tree_lens=none)
+    close(out, batch.expected(sees)[0])
+
+
 def test_masks_of_a_tree_batch() -> None:
     trees = random_trees([40, 3])
     batch = TreeBatch.from_trees(trees)

@@ -166,6 +166,15 @@ def test_any_mask_pattern(target: Target) -> None:
             check(dict(case, window=window))
 
 
+def test_a_mask_without_words(target: Target) -> None:
+    """Missing words are 0: nobody sees a node. A mask of no words has no memory, and still is one."""
+    case = target.case([20, 3, 9], [BINARY, CHAIN, "causal"]).build()
+    for tree_lens in (case["tree_lens"], torch.zeros_like(case["seq_lens"])):
+        blank = dict(case, tree_lens=tree_lens, tree_mask=torch.zeros_like(case["tree_mask"]))
+        out = tree_attention(**dict(blank, tree_mask=case["tree_mask"].new_zeros(case["q"].shape[0], 0)))
+        assert torch.equal(out, tree_attention(**blank))
+
+
 def test_rows_that_see_nothing(target: Target) -> None:
     case = target.case([0, 0], [BINARY, BINARY], heads=(4, 2)).build()
     case["tree_mask"].zero_()

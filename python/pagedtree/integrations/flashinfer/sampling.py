@@ -65,7 +65,7 @@ def chain_speculative_sampling(
     trees = build_trees((nodes - 1).int().repeat(b), starts, max_nodes=n + 1, max_depth=n)
     coins = torch.rand(b, n + 2, generator=generator, device=device)
     drafts = torch.nn.functional.pad(draft_token_ids.long(), (1, 0))  # the root's is ignored
-    rows = torch.where(nodes < n, torch.arange(b, device=device)[:, None] * n + nodes, -1)
+    rows = torch.arange(b, device=device)[:, None] * n + nodes.clamp(max=max(n - 1, 0))  # the last has no children
     streams = torch.zeros(b, dtype=torch.int64, device=device)  # not used: all coins are given
     verdict = verify_rejection(
         target_probs.flatten(0, 1).float().log(),
@@ -73,7 +73,7 @@ def chain_speculative_sampling(
         trees,
         SamplingParams(),
         draft_law="iid",
-        draft_probs=draft_probs.flatten(0, 1),
+        draft_probs=draft_probs.flatten(0, 1) if n else draft_probs.new_zeros(1, vocab),
         draft_rows=rows.flatten(),
         seeds=streams,
         positions=streams,

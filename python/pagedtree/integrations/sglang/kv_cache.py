@@ -41,4 +41,5 @@ def move_kv_cache(k_buffer: Sequence[Tensor], v_buffer: Sequence[Tensor], tgt_lo
         count = targets.numel()
         table = torch.cat([start, targets.int(), sources.int()])[None]
         path = torch.arange(count, 2 * count + 1, dtype=torch.int32, device=table.device)[None]
+        path[:, 0] = 0
         compact_kv(caches, table, start, path, start + count)

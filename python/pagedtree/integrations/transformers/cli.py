@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pagedtree generate",
-        description="Completes a prompt; drafts make it faster, the text stays the same. Statistics go to stderr.",
+        description="Completes a prompt, in fewer passes with drafts. The text goes to stdout, statistics to stderr.",
     )
     parser.add_argument("--model", required=True, help="checkpoint of the target (a folder or a name on the hub)")
     parser.add_argument("--prompt", required=True, metavar="FILE", help="text file; - for standard input")
