@@ -213,6 +213,8 @@ def test_draft_vocabulary(device, dtype):
     ):
         verdict = verify_greedy(logits, torch.tensor(drafts, dtype=dtype, device=device), trees, draft_to_target=table)
         check(verdict, 0, path, [40] * len(path))
+    drafts = torch.full((6,), 40, dtype=dtype, device=device)
+    check(verify_greedy(logits, drafts, trees, draft_to_target=table[:0]), 0, [0], [40])  # no draft vocabulary at all
 
 
 def test_status_of_bad_rows(device):

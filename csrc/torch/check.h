@@ -127,12 +127,16 @@ T* mutable_pointer(const Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());
 }
 
-// Null where the tensor was not given. One without elements has no memory; it gets an address that nobody reads.
+// Where null means "not given": a tensor without elements has no memory, and gets an address that nobody reads.
+template <typename T>
+const T* given_pointer(const Tensor& t) {
+  static constexpr T kNoElements[1]{};
+  return t.numel() == 0 ? kNoElements : const_pointer<T>(t);
+}
+
 template <typename T>
 const T* optional_pointer(const std::optional<Tensor>& t) {
-  static constexpr T kNoElements[1]{};
-  if (!t.has_value()) return nullptr;
-  return t->numel() == 0 ? kNoElements : const_pointer<T>(*t);
+  return t.has_value() ? given_pointer<T>(*t) : nullptr;
 }
 
 inline PageTable page_table_of(const Tensor& t, int64_t page_size) {

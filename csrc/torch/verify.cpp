@@ -11,7 +11,7 @@ namespace {
 // int32 or int64 ids in one dimension.
 TokenIds token_ids(const Check& check, const Tensor& ids, const std::string& name, int64_t size) {
   check.tensor(ids, name, {ScalarType::Int, ScalarType::Long}, {size});
-  return {ids.const_data_ptr(), ids.scalar_type() == ScalarType::Long};
+  return {given_pointer<int64_t>(ids), ids.scalar_type() == ScalarType::Long};
 }
 
 }  // namespace
