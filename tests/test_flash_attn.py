@@ -96,6 +96,10 @@ def test_cache_without_pages(backend, dtype) -> None:
     flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=8, causal=True)
     before[:, :3, 8, 1:] = 1
     assert torch.equal(big, before)
+    # The window counts from the last key that is there.
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=8, window_size=(2, 3))
+    rows = [[cache[b] for b in range(3)] for cache in (k_cache, v_cache)]
+    close(out, torch.stack(expected(list(q), *rows, [mask_of(2, 9, False, 2, 3)] * 3)[0]))
 
 
 @pytest.mark.parametrize("window_size", [(0, -1), (6, 0), (3, 5)])

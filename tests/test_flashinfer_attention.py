@@ -149,7 +149,7 @@ def test_more_queries_than_keys(backend, dtype) -> None:
     batch = Batch([3, 9], [6, 4], 4, dtype)
     seen = torch.rand(6, 3, generator=torch.Generator().manual_seed(0)) < 0.6
     sees = [seen, causal(4, 9)]
-    out = batch.plan(custom_mask=torch.cat([seen.flatten() for seen in sees])).run(batch.q, batch.kv_cache)
+    out = batch.plan(custom_mask=torch.cat([seen.flatten() for seen in sees])[None]).run(batch.q, batch.kv_cache)
     close(out, batch.expected(sees)[0])
     close(batch.plan(causal=True).run(batch.q, batch.kv_cache), batch.expected([causal(6, 3), causal(4, 9)])[0])
 

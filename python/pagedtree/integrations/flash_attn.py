@@ -184,5 +184,6 @@ def _visibility(
     left, right = (num_queries + max_keys if side < 0 else side for side in window_size)
     query = torch.arange(num_queries, dtype=cu_seqlens_q.dtype, device=seq_lens.device)
     sequence = torch.searchsorted(cu_seqlens_q[1:], query, right=True)
-    own_key = query + torch.nn.functional.pad(seq_lens - cu_seqlens_q[1:], (0, 1))[sequence]  # the last query's is last
-    return {"tree_mask": pack_intervals(own_key - left, own_key + right + 1, max_keys), "tree_lens": seq_lens}
+    lens = seq_lens.clamp(max=max_keys)
+    own_key = query + torch.nn.functional.pad(lens - cu_seqlens_q[1:], (0, 1))[sequence]  # the last query's is last
+    return {"tree_mask": pack_intervals(own_key - left, own_key + right + 1, max_keys), "tree_lens": lens}

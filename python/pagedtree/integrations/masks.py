@@ -12,8 +12,9 @@ def pack_mask(mask: Tensor) -> Tensor:
     """bool [..., n] -> int32 [..., ceil(n / 32)]: bit j % 32 of word j // 32 is mask[..., j]."""
     n = mask.shape[-1]
     words = -(-n // 32)
-    bits = torch.nn.functional.pad(mask.bool(), (0, 32 * words - n)).view(*mask.shape[:-1], words, 32)
-    return (bits.int() << torch.arange(32, dtype=torch.int32, device=mask.device)).sum(-1, dtype=torch.int32)
+    bits = torch.nn.functional.pad(mask.bool(), (0, 32 * words - n)).view(*mask.shape[:-1], words, 4, 8)
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=mask.device)
+    return (bits * weights).sum(-1, dtype=torch.uint8).view(torch.int32).squeeze(-1)
 
 
 def pack_intervals(begin: Tensor, end: Tensor, n: int) -> Tensor:

@@ -128,7 +128,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         if packed_custom_mask is not None:
             visible = {"tree_mask": import_packed_custom_mask(packed_custom_mask, None, qo_indptr, seq_lens)}
         elif custom_mask is not None:
-            visible = {"tree_mask": import_custom_mask(custom_mask, qo_indptr, seq_lens)}
+            visible = {"tree_mask": import_custom_mask(custom_mask.flatten(), qo_indptr, seq_lens)}
         elif not causal:
             visible = all_visible(int(qo_indptr[-1]), seq_lens)
         offsets, longest = qo_indptr.to(device, torch.int32), int(qo_indptr.diff().max()) if seq_lens.numel() else 0

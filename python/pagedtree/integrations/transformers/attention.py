@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from pagedtree import tree_attention
+from pagedtree.integrations.masks import all_visible, pack_mask
 from pagedtree.integrations.transformers.continuous_cache import attend_continuous
 from pagedtree.integrations.transformers.paged_step import current_step
 
@@ -111,7 +112,8 @@ def _attend_dense(
     if attention_mask is not None:
         tree_mask, tree_lens, window = _pack_mask(attention_mask, batch, num_queries, kv_len), seq_lens, 0
     elif not is_causal:
-        tree_mask, tree_lens = seq_lens.new_zeros((batch * num_queries, 1)), torch.zeros_like(seq_lens)
+        everything = all_visible(batch * num_queries, seq_lens)
+        tree_mask, tree_lens = everything["tree_mask"], everything["tree_lens"]
     out = tree_attention(
         query.transpose(1, 2).reshape(batch * num_queries, num_heads, head_dim),
         key.transpose(1, 2),
@@ -142,8 +144,4 @@ def _pack_mask(mask: Tensor, batch: int, num_queries: int, kv_len: int) -> Tenso
                 f'attention implementation "{NAME}": `attention_mask` must be bool, or 0 and very negative, got a bias'
             )
         visible = ~hidden
-    num_bytes = (kv_len + 31) // 32 * 4
-    bits = torch.zeros((batch * num_queries, num_bytes, 8), dtype=torch.uint8, device=mask.device)
-    bits.view(batch, num_queries, -1)[:, :, :kv_len] = visible
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=mask.device)
-    return (bits * weights).sum(-1, dtype=torch.uint8).view(torch.int32)
+    return pack_mask(visible).flatten(0, 1)
