@@ -81,12 +81,12 @@ def call_paged() -> None:
 def call_flash_attn() -> None:
     q, k, cache = torch.zeros(2, 3, 4, 64), torch.zeros(2, 3, 2, 64), torch.zeros(5, 4, 2, 64)
     table, lens = integers(2, 2, dtype=torch.int32), integers(2, dtype=torch.int32)
-    for causal in (True, False):
+    for options in ({"causal": True}, {"causal": False}, {"window_size": (2, 3)}):
         flash_attn.flash_attn_with_kvcache(
-            q, cache, cache, k, k, cache_seqlens=lens, block_table=table, causal=causal, return_softmax_lse=True
+            q, cache, cache, k, k, cache_seqlens=lens, block_table=table, return_softmax_lse=True, **options
         )
         offsets = integers(3, dtype=torch.int32)
-        flash_attn.flash_attn_varlen_func(q[0], k[0], k[0], offsets, offsets, 3, 3, causal=causal)
+        flash_attn.flash_attn_varlen_func(q[0], k[0], k[0], offsets, offsets, 3, 3, **options)
 
 
 CALLS = [call_build_tree, call_verify, call_move, call_chain, call_paged, call_flash_attn]
