@@ -24,6 +24,7 @@ struct ScalarMath {
     return __builtin_fmaf(a, b, c);
 #endif
   }
+  static PT_HOST_DEVICE float max(float a, float b) { return a > b ? a : b; }
   template <typename T>
   static PT_HOST_DEVICE T select(bool condition, T yes, T no) {
     return condition ? yes : no;
@@ -55,7 +56,7 @@ constexpr float kLn2Low = -2.12194440e-4f;
 // e^x for x in [-87, 88], relative error below 2e-7; smaller x (-inf included) reads as -87.
 template <typename M>
 PT_HOST_DEVICE typename M::Float exp_exact(typename M::Float x) {
-  x = M::select(x > -87.0f, x, M::splat(-87.0f));
+  x = M::max(x, M::splat(-87.0f));
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves no fraction bits
   const auto n = (x * kLog2E + kRound) - kRound;
   auto r = M::fma(n, M::splat(-kLn2High), x);

@@ -141,10 +141,13 @@ struct ShardView {
   bool by_mass;
 };
 
+// Below it a token's weight is 0.
+constexpr float kWeightless = -23.0f;
+
 PT_HOST_DEVICE ShardView view_of(const ShardRow& row, const Law& law, ShardRound round) {
   const bool by_mass = round == ShardRound::kMass;
   return {.scale = {row.peak.logit, inverse_temperature(law.temperature)},
-          .min_x = law.joint ? -kInfinity : row.filter.min_x,
+          .min_x = max_of(law.joint ? -kInfinity : row.filter.min_x, by_mass ? kWeightless : -kInfinity),
           .min_logit = by_mass && !law.joint ? row.filter.min_logit : -kInfinity,
           .by_mass = by_mass};
 }

@@ -54,7 +54,7 @@ static inline int32_t draw_distinct(const Masses<T>& masses, const ChildrenDraw&
     if (lane_bits(most + kMaxGumbel > least) == 0) continue;
     vuint words[4];
     const vuint block = bits<vuint>(lane_index()) + static_cast<uint32_t>(begin / 4);
-    philox<VectorMath>(draw.seed, draw.position, block, noise_of(draw.law), words);
+    philox_lanes(draw.seed, draw.position, block, noise_of(draw.law), words);
     interleave_blocks(words);
     for (int j = 0; j < 4; ++j) {
       score[j] += gumbel_of_word<VectorMath>(words[j]);

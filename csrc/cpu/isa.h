@@ -13,7 +13,10 @@
 
 namespace pagedtree::cpu {
 
-// Scratch of the filters' search in a row of any length: tables of tokens by one half of their logits' order key.
+// Scratch of the filters' search in a row of any length. peaks: the largest logit of each lane in each block, so that
+// later scans skip the blocks that have nothing for them. Tables of tokens by one half of their logits' order key.
+constexpr int kPeakBlock = kLawBlock;
+constexpr int kMaxPeaks = kMaxVocab / kPeakBlock * 16;
 constexpr int kBins = 1 << 16;
 constexpr int kBlockBins = 256;
 constexpr int kBlocks = kBins / kBlockBins;
@@ -22,6 +25,7 @@ struct RowTotals {
   uint64_t mass;
 };
 struct FilterScratch {
+  float peaks[kMaxPeaks];
   uint32_t high_counts[kBins];
   uint64_t high_masses[kBins];
   uint32_t low_counts[kBins];

@@ -7,12 +7,13 @@ namespace pagedtree::cpu::PAGEDTREE_ISA {
 
 template <typename T>
 static inline Draw draw(const LogitRow& row, const Law& law, uint64_t seed, int64_t position, FilterScratch& scratch) {
-  const Peak peak = find_peak<T>(row);
+  const Peak peak = find_peak<T>(row, scratch.peaks);
   if (law.temperature == 0.0f) return {peak.token, peak.has_nan || peak.logit == -kInfinity};
-  if (peak.logit == -kInfinity) return {race<UniformLogit>(row, {0.0f, 1.0f}, Filter{}, seed, position).token, true};
+  if (peak.logit == -kInfinity)
+    return {race<UniformLogit>(row, {0.0f, 1.0f}, Filter{}, nullptr, seed, position).token, true};
   const Scale scale{peak.logit, inverse_temperature(law.temperature)};
   const Filter filter = find_filter<T>(row, law, scale, scratch);
-  return {race<T>(row, scale, filter, seed, position).token, peak.has_nan};
+  return {race<T>(row, scale, filter, scratch.peaks, seed, position).token, peak.has_nan};
 }
 
 Draw draw_token(const LogitRow& row, const Law& law, uint64_t seed, int64_t position, FilterScratch& scratch) {

@@ -16,8 +16,10 @@ inline void tabulate(const LogitRow& row, const ShardView& view, uint32_t found,
     const vuint digits = order_key<VectorMath>(logit) >> shift;
     vint seen = (logit > splat(-kInfinity)) & (logit >= splat(view.min_logit)) & (x >= splat(view.min_x));
     if (digit > 0) seen &= (digits >> kShardDigitBits) == splat(found);
+    uint32_t lanes = lane_bits(seen);
+    if (lanes == 0) continue;
     const vuint weight = view.by_mass ? weight_of<VectorMath>(x) : splat(1u);
-    for (uint32_t lanes = lane_bits(seen); lanes != 0; lanes &= lanes - 1) {
+    for (; lanes != 0; lanes &= lanes - 1) {
       const int i = __builtin_ctz(lanes);
       bins[digits[i] % kShardBins] += weight[i];
     }
@@ -38,7 +40,7 @@ inline int64_t race_word(const ShardStepParams& p, const RowLaw& law, int64_t b,
   const uint64_t seed = static_cast<uint64_t>(p.seeds[b]);
   const uint64_t position = static_cast<uint64_t>(p.positions[b]) + static_cast<uint64_t>(int64_t{depth});
   const Winner best = with_logits(law, [&]<typename T>() {
-    return race<T>(law.row, law.scale, law.filter, seed, static_cast<int64_t>(position), first);
+    return race<T>(law.row, law.scale, law.filter, nullptr, seed, static_cast<int64_t>(position), first);
   });
   return ranked_word(best.score, first + best.token);
 }
@@ -115,7 +117,7 @@ class ShardLaws {
 
   // What is left of the target's masses, in place of them.
   int load(int64_t begin) {
-    const int count = load_block(laws_, begin, with_draft_, tried_, p_.ratio.law != DraftLaw::kOneHot, block_);
+    const int count = load_block(laws_, begin, true, with_draft_, tried_, p_.ratio.law != DraftLaw::kOneHot, block_);
     for (int i = 0; with_draft_ && i < count; i += kLanes) {
       store(block_.target + i, residuals_at(block_, splat(factor_), i));
     }
@@ -160,7 +162,7 @@ void step_shard(const ShardStepParams& p, int64_t n) {
       case ShardRound::kNone:
         break;
       case ShardRound::kPeak: {
-        const Peak peak = find_peak<T>(logits);
+        const Peak peak = find_peak<T>(logits, nullptr);
         words[0] = ranked_word(peak.logit, p.shard.first_token + peak.token);
         words[1] = peak.has_nan;
         break;

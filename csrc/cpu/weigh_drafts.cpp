@@ -25,8 +25,7 @@ struct Sums {
 
 class Rows {
  public:
-  Rows(const RatioParams& p, LawScratch& scratch)
-      : scratch_(scratch), tried_{scratch.tried}, counts_drafts_(p.law != DraftLaw::kOneHot) {}
+  Rows(const RatioParams& p, LawScratch& scratch) : scratch_(scratch), tried_{scratch.tried}, law_(p.law) {}
 
   static bool leads() { return true; }
   static bool leads_cta() { return true; }
@@ -62,15 +61,22 @@ class Rows {
   LawSums sums(const NodeLaws& laws, double c) {
     const bool with_draft = c != 0.0 && laws.draft.row.logits != nullptr;
     const vfloat factor = splat(with_draft ? draft_factor(laws, c) : 0.0f);
+    const bool sums_draft = with_draft && law_ == DraftLaw::kSwor;  // elsewhere a draft's mass stays what it is
+    const float* peaks = peaks_of(laws.target);
     LawSums all;
     all.residual = sum_blocks(laws.target.row.vocab, scratch_.residuals, [&](int64_t begin, int64_t block) {
-      const int count = load_block(laws, begin, with_draft);
+      const bool with_target = may_have_mass(peaks, begin, laws.target);
+      if (!with_target && !sums_draft) return 0.0f;
+      const int count = load_block(laws, begin, with_target, with_draft);
+      if (sums_draft) {
+        scratch_.drafts.blocks[block] = sum_of(count, [&](int i) { return load(scratch_.block.draft + i); });
+      }
+      if (!with_target) return 0.0f;
       if (!with_draft) return sum_of(count, [&](int i) { return load(scratch_.block.target + i); });
-      scratch_.drafts.blocks[block] = sum_of(count, [&](int i) { return load(scratch_.block.draft + i); });
       return sum_of(count, [&](int i) { return residuals_at(scratch_.block, factor, i); });
     });
     last_sum_ = all.residual;
-    if (with_draft) all.draft = sum_groups(laws.target.row.vocab, scratch_.drafts) * laws.draft_unit;
+    if (sums_draft) all.draft = sum_groups(laws.target.row.vocab, scratch_.drafts) * laws.draft_unit;
     return all;
   }
 
@@ -78,7 +84,7 @@ class Rows {
     MassSearch search{u * last_sum_};
     const int64_t begin = scratch_.residuals.pick_block(laws.target.row.vocab, search) * kLawBlock;
     const bool with_draft = c != 0.0 && laws.draft.row.logits != nullptr;
-    const int count = load_block(laws, begin, with_draft);
+    const int count = load_block(laws, begin, true, with_draft);
     const vfloat factor = splat(with_draft ? draft_factor(laws, c) : 0.0f);
     for (int i = 0; with_draft && i < count; i += kLanes)
       store(scratch_.block.target + i, residuals_at(scratch_.block, factor, i));
@@ -89,8 +95,10 @@ class Rows {
   }
 
   double entropy(const NodeLaws& laws) {
+    const float* peaks = peaks_of(laws.target);
     const double terms = sum_blocks(laws.target.row.vocab, scratch_.residuals, [&](int64_t begin, int64_t) {
-      return sum_of(load_block(laws, begin, false), [&](int i) {
+      if (!may_have_mass(peaks, begin, laws.target)) return 0.0f;
+      return sum_of(load_block(laws, begin, true, false), [&](int i) {
         const vfloat mass = load(scratch_.block.target + i);
         return select(mass > 0.0f, mass * log_exact<VectorMath>(mass), splat(0.0f));
       });
@@ -106,7 +114,25 @@ class Rows {
 
  private:
   RowLaw law_at(const LogitRow& row, const Law& law) {
+    peaks_row_ = row;
     return with_logits(row.dtype, [&]<typename T>() { return find_law<T>(row, law, scratch_.filter); });
+  }
+
+  // Of the law's row, looked for again if another's came in between. Null where all its tokens have the same mass.
+  const float* peaks_of(const RowLaw& law) {
+    if (law.uniform) return nullptr;
+    const LogitRow& row = law.row;
+    if (row.logits != peaks_row_.logits || row.allowed != peaks_row_.allowed ||
+        row.allowed_words != peaks_row_.allowed_words) {
+      with_logits(row.dtype, [&]<typename T>() { find_peak<T>(row, scratch_.filter.peaks); });
+      peaks_row_ = row;
+    }
+    return scratch_.filter.peaks;
+  }
+
+  // Whether the law may have any in the block.
+  static bool may_have_mass(const float* peaks, int64_t begin, const RowLaw& law) {
+    return peaks == nullptr || PAGEDTREE_ISA::may_have_mass(peaks, begin, law.filter, law.scale);
   }
 
   // The sum of values(i) over the lanes at i, for `count` tokens of a block.
@@ -135,20 +161,24 @@ class Rows {
 
   // Of a law alone: nothing is tried, and draws may follow.
   double sum_masses(const RowLaw& law) {
+    const float* peaks = peaks_of(law);
     last_sum_ = sum_blocks(law.row.vocab, scratch_.residuals, [&](int64_t begin, int64_t) {
+      if (!may_have_mass(peaks, begin, law)) return 0.0f;
       return sum_of(load_masses(law, begin, scratch_.block.target),
                     [&](int i) { return load(scratch_.block.target + i); });
     });
     return last_sum_;
   }
 
-  int load_block(const NodeLaws& laws, int64_t begin, bool with_draft) {
-    return PAGEDTREE_ISA::load_block(laws, begin, with_draft, tried_, counts_drafts_, scratch_.block);
+  int load_block(const NodeLaws& laws, int64_t begin, bool with_target, bool with_draft) {
+    const bool only_drafted = law_ != DraftLaw::kOneHot;
+    return PAGEDTREE_ISA::load_block(laws, begin, with_target, with_draft, tried_, only_drafted, scratch_.block);
   }
 
   LawScratch& scratch_;
   TriedTokens tried_;
-  bool counts_drafts_;
+  DraftLaw law_;
+  LogitRow peaks_row_{};  // whose peaks are in the scratch
   double last_sum_ = 0.0;
 };
 

@@ -8,7 +8,7 @@ namespace pagedtree::cpu::PAGEDTREE_ISA {
 
 template <typename T>
 static inline RowLaw find_law(const LogitRow& row, const Law& law, FilterScratch& scratch) {
-  return law_of_row(row, law, find_peak<T>(row),
+  return law_of_row(row, law, find_peak<T>(row, scratch.peaks),
                     [&](const Scale& scale) { return find_filter<T>(row, law, scale, scratch); });
 }
 
@@ -82,10 +82,13 @@ static inline int load_masses(const RowLaw& law, int64_t begin, float* block) {
   });
 }
 
-// A block of both laws; tried tokens count as nothing, where `only_drafted` those that the draft gives a mass.
-static inline int load_block(const NodeLaws& laws, int64_t begin, bool with_draft, const TriedTokens& tried,
-                             bool only_drafted, LawBlock& block) {
-  const int count = load_masses(laws.target, begin, block.target);
+// A block of both laws, the target's as zeros unless `with_target`; tried tokens count as nothing, where `only_drafted`
+// those that the draft gives a mass.
+static inline int load_block(const NodeLaws& laws, int64_t begin, bool with_target, bool with_draft,
+                             const TriedTokens& tried, bool only_drafted, LawBlock& block) {
+  const int64_t vocab = laws.target.row.vocab;
+  const int count = with_target ? load_masses(laws.target, begin, block.target)
+                                : fill_block(block.target, begin, vocab, [](int64_t) { return vfloat{}; });
   if (with_draft && laws.draft_is_probs) {
     with_logits(laws.draft.row.dtype, [&]<typename T>() {
       fill_block(block.draft, begin, laws.draft.row.vocab,

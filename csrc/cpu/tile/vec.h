@@ -47,8 +47,27 @@ static inline To bits(From v) {
 }
 
 static inline vfloat select(vint mask, vfloat yes, vfloat no) { return mask ? yes : no; }
-static inline vfloat max(vfloat a, vfloat b) { return a > b ? a : b; }  // b where a is NaN
-static inline vfloat min(vfloat a, vfloat b) { return a < b ? a : b; }
+
+// a > b ? a : b and a < b ? a : b, so b where one is NaN: what the instructions give, which GCC does not find.
+static inline vfloat max(vfloat a, vfloat b) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_max_ps(0xffff, a, b);
+#elif defined(__AVX2__)
+  return _mm256_max_ps(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+static inline vfloat min(vfloat a, vfloat b) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_min_ps(0xffff, a, b);
+#elif defined(__AVX2__)
+  return _mm256_min_ps(a, b);
+#else
+  return a < b ? a : b;
+#endif
+}
+static inline vuint min(vuint a, vuint b) { return a < b ? a : b; }
 
 // One rounding, on every machine: where results must not depend on the instruction set.
 static inline vfloat fma(vfloat a, vfloat b, vfloat c) {
