@@ -148,9 +148,14 @@ format: $(READY)  ## rewrite the sources in the project's format
 demo: build  ## tree-speculative decoding on real text
 	python examples/demo.py --device $(DEVICE)
 
-# vLLM is a peer where its environment is there.
+# vLLM is a peer where its environment is there. Without BENCH whole generations follow, and what the docs show.
 bench: build  ## every op beside its peers on this machine (BENCH=--quick; BENCH="--ops tree_attention --axes batch")
 	PATH="$(CURDIR)/build/engines-vllm/bin:$(PATH)" python -m pagedtree bench $(BENCH)
+ifeq ($(strip $(BENCH)),)
+	python -m pagedtree bench end_to_end
+	python docs/make_plots.py
+	python docs/make_performance.py
+endif
 
 docs: build  ## write the generated pages and pictures of docs/ anew
 	python docs/make_api.py

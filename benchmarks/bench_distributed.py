@@ -1,6 +1,7 @@
 """Verification of vocabularies in parts: what the ranks exchange, and how long it takes, beside gathering the logits.
+Then drafting on fewer ranks than the target: examples/tensor_parallel.py, milliseconds a proposed token.
 
-    python benchmarks/bench_distributed.py [--ranks 1 2 4] [--vocab 32000 128256] [--nodes 64 256] [--json PATH]
+    python -m pagedtree bench distributed [--ranks 1 2 4] [--vocab 32000 128256] [--nodes 64 256] [--json PATH]
 
 The ranks are processes of this machine that talk by gloo, so times tell how the two ways compare and nothing of a
 network of GPUs; bytes are what each rank sends around a ring, and for 8 ranks they are computed from the same words.
@@ -10,9 +11,13 @@ network of GPUs; bytes are what each rank sends around a ring, and for 8 ranks t
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +32,7 @@ from pagedtree.distributed import Traffic, VocabShards
 PLAIN, FILTERED = SamplingParams(temperature=0.8), SamplingParams(temperature=0.8, top_k=50, top_p=0.9)
 NODES_OF_A_TREE, CHILDREN = 32, 4
 COMPUTED_RANKS = 8
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "tensor_parallel.py"
 
 
 def calls(whole: torch.Tensor, shards: VocabShards) -> dict[str, tuple[Callable[[], Any], Callable[..., Any]]]:
@@ -100,14 +106,25 @@ def bench_rank(rank: int, num_ranks: int, args: argparse.Namespace, folder: str)
     dist.destroy_process_group()
 
 
+def drafting(num_ranks: int) -> list[dict[str, Any]]:
+    """The example's rows: each rule with the draft on 1 rank, on 2, and on all."""
+    with tempfile.TemporaryDirectory() as folder:
+        table = Path(folder) / "table.json"
+        sizes = [str(size) for size in (1, 2, 4) if num_ranks % size == 0]
+        options = ["--ranks", str(num_ranks), "--draft-ranks", *sizes, "--prompts", "3", "--max-new-tokens", "20"]
+        subprocess.run([sys.executable, str(EXAMPLE), *options, "--json", str(table)], check=True)
+        return json.loads(table.read_text())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--vocab", type=int, nargs="+", default=[32000, 128256])
     parser.add_argument("--nodes", type=int, nargs="+", default=[64, 256], help=f"multiples of {NODES_OF_A_TREE}")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json")
+    parser.add_argument("--json", help="where to write; default benchmarks/results/distributed.json")
     args = parser.parse_args()
+    facts = machine_facts() | {"arguments": {key: value for key, value in vars(args).items() if key != "json"}}
     rows = []
     for num_ranks in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
@@ -121,8 +138,8 @@ def main() -> None:
             f"{row['rule']:<22} {row['vocab']:6d} {row['nodes']:5d} {row['ranks']:5d} {kib[0]:9.1f} {kib[1]:9.0f}"
             f" {row['ms']:5.1f} {row['gathered_ms']:11.1f} | {kib[2]:12.1f} {kib[3]:9.0f}"
         )
-    if args.json:
-        save("distributed", rows, machine_facts(), args.json)
+    facts["drafting"] = drafting(max(args.ranks))
+    save("distributed", rows, facts, args.json)
 
 
 if __name__ == "__main__":

