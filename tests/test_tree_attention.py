@@ -24,6 +24,14 @@ def test_dtypes_and_head_sizes(target: Target, dtype: torch.dtype, head_dim: int
     check(target.case(PREFIXES, MIXED, dtype=dtype, head_dim=head_dim, poison=float("nan")).build())
 
 
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_sharp_softmax(target: Target, head_dim: int) -> None:
+    """Large scores: the rounding of q.k is what counts, and a long sum of products would show."""
+    for dtype in target.dtypes:
+        case = target.case([1500, 60, 700], ["causal", BINARY, RANDOM], head_dim=head_dim, dtype=dtype).build()
+        check(dict(case, q=3 * case["q"]), factor=1.5)
+
+
 @pytest.mark.parametrize("heads", [(1, 1), (4, 1), (8, 8), (6, 2), (8, 1), (71, 1)])
 def test_groups(target: Target, heads: tuple[int, int]) -> None:
     for dtype in target.dtypes:

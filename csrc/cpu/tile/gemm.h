@@ -1,6 +1,6 @@
 // C[rows, columns] = A[rows, depth] x B[depth, columns], or factor[row] * C + A x B, in fp32, for tiles that live in
-// the caches near the core. A tile's product is summed by itself before it meets C: less rounding than one long sum. B
-// comes packed in panels of kPanel columns: [columns / kPanel, depth, kPanel].
+// the caches near the core. Each kGemmDepth of the depth are summed by themselves before they meet C: less rounding
+// than one long sum. B comes packed in panels of kPanel columns: [columns / kPanel, depth, kPanel].
 #pragma once
 
 #include "cpu/tile/vec.h"
@@ -8,6 +8,7 @@
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
 constexpr int kPanel = 2 * kLanes;
+constexpr int64_t kGemmDepth = 64;
 #if defined(__AVX512F__)
 constexpr int kGemmRows = 12;  // 24 accumulators of 32 registers
 #elif defined(__AVX2__)
@@ -19,21 +20,28 @@ constexpr int kGemmRows = 4;
 template <int kRows, bool kAccumulate>
 static inline void gemm_block(const float* a, int64_t lda, const float* panel, int64_t depth, const float* factors,
                               float* c, int64_t ldc) {
-  vfloat acc[kRows][2];
-  for (int r = 0; r < kRows; ++r) acc[r][0] = acc[r][1] = splat(0.0f);
-  for (int64_t k = 0; k < depth; ++k) {
-    const vfloat b0 = load(panel + k * kPanel), b1 = load(panel + k * kPanel + kLanes);
+  for (int64_t begin = 0; begin < depth; begin += kGemmDepth) {
+    vfloat acc[kRows][2];
+    for (int r = 0; r < kRows; ++r) acc[r][0] = acc[r][1] = splat(0.0f);
+    for (int64_t k = begin; k < min_of(begin + kGemmDepth, depth); ++k) {
+      const vfloat b0 = load(panel + k * kPanel), b1 = load(panel + k * kPanel + kLanes);
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-      const vfloat value = splat(a[r * lda + k]);
-      acc[r][0] = muladd(value, b0, acc[r][0]);
-      acc[r][1] = muladd(value, b1, acc[r][1]);
+      for (int r = 0; r < kRows; ++r) {
+        const vfloat value = splat(a[r * lda + k]);
+        acc[r][0] = muladd(value, b0, acc[r][0]);
+        acc[r][1] = muladd(value, b1, acc[r][1]);
+      }
     }
-  }
-  for (int r = 0; r < kRows; ++r) {
-    for (int i = 0; i < 2; ++i) {
-      float* to = c + r * ldc + i * kLanes;
-      store(to, kAccumulate ? muladd(load(to), splat(factors[r]), acc[r][i]) : acc[r][i]);
+    for (int r = 0; r < kRows; ++r) {
+      for (int i = 0; i < 2; ++i) {
+        float* to = c + r * ldc + i * kLanes;
+        if (begin > 0) {
+          acc[r][i] += load(to);
+        } else if (kAccumulate) {
+          acc[r][i] = muladd(load(to), splat(factors[r]), acc[r][i]);
+        }
+        store(to, acc[r][i]);
+      }
     }
   }
 }
