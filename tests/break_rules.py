@@ -75,7 +75,7 @@ MUTANTS = [
     ),
     Mutant(
         "joint acceptance as a capped ratio", "core/block.h",
-        "return whole > 0.0 ? z / whole : 1.0;", "return whole > 0.0 ? min_of(z / weight, 1.0) : 1.0;",
+        "return whole > kRounding ? z / whole : 1.0;", "return whole > 0.0 ? min_of(z / weight, 1.0) : 1.0;",
     ),
     Mutant(
         "independent and distinct draws mistaken for each other", "core/laws.h",
@@ -108,6 +108,10 @@ MUTANTS = [
     Mutant(
         "the last token where nothing is left", "core/laws.h",
         "      rows.clear_tried();\n      left.c = 0.0;", "      return p.verify.logits.vocab - 1;",
+    ),
+    Mutant(
+        "what rounding leaves taken for a residual", "core/laws.h",
+        "constexpr double kRounding = 1e-6;", "constexpr double kRounding = 0.0;",
     ),
     Mutant(
         "joint rules with the coins of positions", "core/block.h",

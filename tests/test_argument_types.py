@@ -35,11 +35,13 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("k_cache", lambda: pt.append_kv(ROWS, ROWS, None, ROWS[None], SLOTS)),
     ("v_cache", lambda: pt.append_kv(ROWS, ROWS, ROWS[None], None, SLOTS)),
     ("k_scale", lambda: pt.append_kv(ROWS, ROWS, ROWS[None], ROWS[None], SLOTS, k_scale=2.0)),
+    ("caches", lambda: pt.compact_kv(ROWS[None], TABLE, ZERO, TABLE, ZERO)),  # its pages would pass for caches
     ("page_table", lambda: pt.compact_kv([ROWS], None, ZERO, TABLE, ZERO)),
     ("trees", lambda: pt.prepare_step(None, TABLE, ZERO, 16, total_q=1)),
     ("verdict", lambda: pt.commit(None, TREES, ZERO)),
     ("trees", lambda: pt.commit(VERDICT, None, ZERO)),
     ("merge_states", lambda: pt.merge_states(None, None, None, None)),
+    ("q", lambda: pt.tree_attention(None, *[ROWS[None]] * 2, TABLE, ZERO, OFFSETS, out=ROWS, return_lse=True)),
     ("lse_a", lambda: pt.merge_states(ROWS, None, ROWS, None)),
     ("seq_lens", lambda: pt.attention_plan(
         None, OFFSETS, num_q_heads=1, num_kv_heads=1, head_dim=64, page_size=1, max_seqlen_q=1)),
@@ -49,6 +51,8 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
         pt.start_draft(SLOTS, max_kv_nodes=4), ROWS[0], num_children=2, law="iid", params=0.5)),
     ("state", lambda: pt.rerank_tree(None, 3)),
     ("history", lambda: pt.ngram_propose(None, ZERO, max_nodes=4, max_depth=2)),
+    ("active", lambda: pt.start_draft(SLOTS, max_kv_nodes=4, active=[True])),
+    ("predictions", lambda: pt.rejected_predictions(TREES, SLOTS, [0], TABLE)),
     ("trees", lambda: pt.rejected_predictions(None, SLOTS, SLOTS, TABLE)),
     ("head_logits", lambda: pt.medusa_propose(None, pt.DraftTree.chain(1))),
     ("tree", lambda: pt.medusa_propose(ROWS, [-1, 0])),

@@ -383,7 +383,9 @@ def test_host_scalars_out_of_range(field, value):
         SamplingParams(**{field: value})
 
 
-@pytest.mark.parametrize(("field", "value"), [("temperature", "1"), ("top_k", 1.5), ("top_p", None), ("top_k", True)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("temperature", "1"), ("top_k", 1.5), ("top_p", None), ("top_k", True), ("filter_order", 3)]
+)
 def test_host_scalars_of_wrong_type(field, value):
     with pytest.raises(TypeError, match=field):
         SamplingParams(**{field: value})

@@ -149,3 +149,9 @@ def test_unknown_order_is_refused(order: str, monkeypatch: pytest.MonkeyPatch) -
     with use_backend("simt"), pytest.raises(RuntimeError, match="PAGEDTREE_SIMT_ORDER must be forward, reverse"):
         append_kv(rows, rows, cache[0], cache[1], torch.arange(5))
     assert not cache.any()
+
+
+@pytest.mark.parametrize("name", [name for name in ("none", "simt", "cuda") if name not in backends()])
+def test_absent_backend_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"got {name}"), use_backend(name):
+        pass

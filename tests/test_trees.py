@@ -326,14 +326,23 @@ def test_copy_keeps_shapes_and_addresses(backend, device, before, after, spare) 
         assert torch.equal(getattr(batch, name), expected), name
 
 
+def test_copy_takes_smaller_bounds(backend, device) -> None:
+    bounds = {"max_nodes": 70, "max_depth": 9, "capacity": 100}
+    batch = TreeBatch.from_trees([DraftTree.full([8, 7])], device=device, **bounds)
+    batch.copy_(TreeBatch.from_trees([DraftTree.full([5])], device=device))
+    direct = TreeBatch.from_trees([DraftTree.full([5])], device=device, **bounds)
+    for name, expected in tensors_of(direct).items():
+        assert torch.equal(getattr(batch, name), expected), name
+
+
 def test_copy_refuses_other_shapes() -> None:
     one, two = DraftTree.chain(1), DraftTree.chain(2)
     batch = TreeBatch.from_trees([one])
     unchanged = {name: t.clone() for name, t in tensors_of(batch).items()}
     for other, message in [
         (TreeBatch.from_trees([one, one]), "batch_size = 1"),
-        (TreeBatch.from_trees([two]), "max_nodes = 2"),
-        (TreeBatch.from_trees([one], max_depth=2), "max_depth = 1"),
+        (TreeBatch.from_trees([two]), "max_nodes <= 2"),
+        (TreeBatch.from_trees([one], max_depth=2), "max_depth <= 1"),
         (TreeBatch.from_trees([one], capacity=9), "at most 2 rows"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -297,6 +297,30 @@ def test_nothing_left_samples_the_row_itself(device, final):
     assert first_tokens(verify_traversal, arguments, given) == expected
 
 
+@pytest.mark.parametrize("vocab", [4, 33, 2500])
+@pytest.mark.parametrize("law", ["iid", "swor"])
+def test_what_rounding_leaves_is_nothing(device, law, vocab):
+    """p == q but for their last bits, and a last draft that q cannot have drawn: the bonus comes from p itself."""
+    count, generator = 40, torch.Generator().manual_seed(vocab)
+    logits = torch.randn(4 * count, vocab, generator=generator) * 2
+    logits[:, 1] = -math.inf
+    q = logits.softmax(dim=1)
+    drafts = torch.multinomial(q, 1, generator=generator)[:, 0].roll(1)
+    drafts[3::4] = 1
+    cumulative = q[2::4].double().cumsum(dim=1)
+    bonus = q[2::4].argmax(dim=1)
+    finals = (cumulative - q[2::4].double() / 2).gather(1, bonus[:, None])[:, 0].float()
+    zeros = torch.zeros(count, dtype=torch.int64, device=device)
+    for op in (verify_rejection, verify_block, verify_traversal):
+        verdict = op(
+            logits.to(device), drafts.to(device), batch_of([[-1, 0, 1, 2]] * count, device), SamplingParams(),
+            draft_law=law, draft_probs=q.to(device), seeds=zeros, positions=zeros,
+            coins=torch.full((4 * count,), 0.9, device=device), final_coins=finals.to(device),
+        )  # fmt: skip
+        assert (verdict.num_accepted == 2).all(), op
+        assert torch.equal(verdict.tokens[:, 2].cpu(), bonus), op
+
+
 @pytest.mark.parametrize("bad", [0.0, -0.5, math.nan, math.inf, -math.inf])
 def test_drafts_of_no_probability_are_rejected(device, bad):
     q = torch.full((2, 8), 0.125, device=device)

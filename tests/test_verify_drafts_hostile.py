@@ -370,6 +370,7 @@ def test_typical_status_and_refusals(device):
     verdict = verify_typical(logits, drafts, trees, SamplingParams())
     check(verdict, 0, [0, 1], [1, 1])
     check(verdict, 1, [0, 1], [1, 0], status=BAD_ROW)
+    assert verify_typical(logits, drafts, trees, SamplingParams(), epsilon=np.float32(0.1)).status.tolist() == [0, 2]
     for name, value, error in (
         ("epsilon", -0.1, ValueError), ("epsilon", 1.5, ValueError), ("epsilon", math.nan, ValueError),
         ("delta", -1.0, ValueError), ("delta", math.inf, ValueError), ("delta", "0.3", TypeError),

@@ -9,10 +9,10 @@ namespace pagedtree {
 // A weight below it is none: its inverse stays finite.
 constexpr double kLeastWeight = 1e-200;
 
-// h = z / (z + 1 - weight), 0 / 0 counting as its limit.
+// h = z / (z + 1 - weight), 0 / 0 counting as its limit, whatever rounding makes of it.
 PT_HOST_DEVICE double acceptance_of(double z, double weight) {
   const double whole = z + (1.0 - weight);
-  return whole > 0.0 ? z / whole : 1.0;
+  return whole > kRounding ? z / whole : 1.0;
 }
 
 // Draft tokens of a chain's node: the first child's, -1 where the chain ends.

@@ -186,6 +186,14 @@ struct Residual {
 };
 constexpr double kNotSummed = -1.0;
 
+// Sums of differences of floats: less than this part of the target's law is what rounding leaves of nothing.
+constexpr double kRounding = 1e-6;
+
+// `mass` is the sum of the residual at `left.c`, of a law of `total` mass.
+PT_HOST_DEVICE double mass_left(const Residual& left, double mass, double total) {
+  return left.c == 0.0 || mass > kRounding * total ? mass : 0.0;
+}
+
 // `weight` is 1 where the law as a whole is what is taken from.
 PT_HOST_DEVICE void take_draft(Residual& left, double weight) {
   if (left.draft_mass > 0.0) left.c += left.mass / (weight * left.draft_mass);
@@ -198,7 +206,7 @@ PT_HOST_DEVICE void subtract_draft(const RatioParams& p, Rows& rows, const NodeL
   take_draft(left, weight);
   if (p.law == DraftLaw::kSwor) rows.mark_tried(token);
   const LawSums sums = rows.sums(laws, left.c);
-  left.mass = sums.residual;
+  left.mass = mass_left(left, sums.residual, laws.total);
   if (p.law == DraftLaw::kSwor) left.draft_mass = sums.draft;
 }
 
@@ -211,7 +219,7 @@ PT_HOST_DEVICE int64_t draw_rest(const RatioParams& p, int64_t b, int64_t positi
       rows.clear_tried();
       left.c = 0.0;
     }
-    left.mass = rows.sums(laws, left.c).residual;
+    left.mass = mass_left(left, rows.sums(laws, left.c).residual, laws.total);
   }
   return rows.draw(laws, left.c, final_coin_of(p, b, position));
 }

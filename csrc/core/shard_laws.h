@@ -85,13 +85,13 @@ PT_HOST_DEVICE void learn_sums(DraftLaw law, const int64_t* words, int32_t index
     row.total = mass_of_units(words[0]);
     row.left = {0.0, row.total, 1.0};
   } else if (row.asked) {
-    row.left.mass = mass_of_units(words[0]);
+    row.left.mass = mass_left(row.left, mass_of_units(words[0]), row.total);
     if (law == DraftLaw::kSwor) row.left.draft_mass = mass_of_units(words[1]);
   }
 }
 
 // The rows of core/laws.h for a walk that knows everything. The sums after a node's last rejection are not known, nor
-// needed: they count as one.
+// needed: all counts as left.
 class KnownRows {
  public:
   PT_HOST_DEVICE KnownRows(const ShardWalkParams& p, int64_t b) : p_(p), b_(b), walk_(p.ratio.verify, b) {
@@ -121,9 +121,9 @@ class KnownRows {
     return static_cast<double>(residual_mass<ScalarMath>(mass, draft_factor(laws, c), mass_at(token, 0)));
   }
   PT_HOST_DEVICE LawSums sums(const NodeLaws& laws, double c) {
-    if (c == 0.0) return {tried_.size == 0 ? laws.total : 1.0};
+    if (c == 0.0) return {laws.total};
     const int64_t rejected = drafted_child(walk_, ++num_rejected_);
-    if (drafted_child(walk_, num_rejected_ + 1) < 0) return {1.0, 1.0};
+    if (drafted_child(walk_, num_rejected_ + 1) < 0) return {laws.total, 1.0};
     return {p_.left[rejected].mass, p_.left[rejected].draft_mass};
   }
   PT_HOST_DEVICE int64_t draw(const NodeLaws&, double c, double u) {
@@ -178,13 +178,17 @@ PT_HOST_DEVICE ShardDraw draw_of_shard(const ShardWeighParams& p, int64_t b) {
   const auto units = [&](int32_t rank, int which) {
     return static_cast<uint64_t>(p.received[(rank * p.ratio.verify.batch + b) * kWeighWords + which]);
   };
-  uint64_t total = 0;
-  int which = 0;  // where nothing is left, the target's own law
-  for (; which < kWeighWords && total == 0; ++which) {
-    for (int32_t rank = 0; rank < p.num_ranks; ++rank) total += units(rank, which);
+  uint64_t totals[kWeighWords]{};
+  for (int32_t rank = 0; rank < p.num_ranks; ++rank) {
+    for (int which = 0; which < kWeighWords; ++which) totals[which] += units(rank, which);
   }
+  // Where nothing is left, the target's own law.
+  const double left =
+      mass_left(Residual{end.c, 0.0, 0.0}, static_cast<double>(totals[0]), static_cast<double>(totals[1]));
+  const bool own_law = !(left > 0.0);
+  const int which = own_law ? 1 : 0;
+  const uint64_t total = totals[which];
   if (total == 0) return {};
-  const bool own_law = --which == 1;
   const double coin = end.coin > 0.0 ? min_of(end.coin, 1.0) : 0.0;
   const uint64_t drawn = min_of(static_cast<uint64_t>(coin * static_cast<double>(total)), total - 1);
   uint64_t before = 0;

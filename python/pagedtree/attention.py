@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagedtree._ops import call, ops
+from pagedtree._ops import call, expect_type, ops
 
 __all__ = ["attention_plan", "merge_states", "tree_attention"]
 
@@ -90,6 +90,7 @@ def tree_attention(
     Sources: FlashAttention (Dao et al., 2022, 2023), FlashDecoding's split of the keys, PagedAttention (Kwon et al.,
     2023), tree attention (SpecInfer, Miao et al., 2023).
     """
+    expect_type("q", q, Tensor)
     arguments = (q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, tree_mask)
     options = {
         "tree_lens": tree_lens,

@@ -117,6 +117,7 @@ def compact_kv(
 
     Raises ValueError for wrong shapes, dtypes or devices, before anything is written.
     """
+    expect_type("caches", caches, Sequence)  # the pages of one tensor are no caches
     return call(ops.compact_kv, list(caches), page_table, start, accept_index, num_accepted)
 
 

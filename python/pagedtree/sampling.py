@@ -64,6 +64,7 @@ class SamplingParams:
                 raise TypeError(f"{name}: expected {expected} or a tensor, got {value!r}")
             if not inside(value):
                 raise ValueError(f"{name}: expected {expected}, got {value}")
+        expect_type("filter_order", self.filter_order, str)
         if self.filter_order not in ("top_k_first", "joint"):
             raise ValueError(f'filter_order: expected "top_k_first" or "joint", got {self.filter_order!r}')
 

@@ -24,7 +24,7 @@ def use_backend(name: str) -> Iterator[None]:
 
     Raises ValueError for a backend that this build lacks.
     """
-    if name == "cuda":  # chosen by the tensors' device
+    if name == "cuda" and name in backends():  # chosen by the tensors' device
         yield
         return
     try:

@@ -219,21 +219,28 @@ class TreeBatch:
     def copy_(self, other: TreeBatch) -> TreeBatch:
         """Writes `other` into this batch's tensors, which keep their addresses and shapes (for replayed graphs).
 
-        `other` must have the same B, max_nodes and max_depth, and no more rows; the rows past its own become padding.
+        `other` must have the same B, max_nodes and max_depth at most this batch's, and no more rows; the rows past its
+        own become padding.
         """
         expect_type("other", other, TreeBatch)
-        for name in ("batch_size", "max_nodes", "max_depth"):
-            if getattr(other, name) != getattr(self, name):
-                raise ValueError(f"other: expected {name} = {getattr(self, name)}, got {getattr(other, name)}")
+        if other.batch_size != self.batch_size:
+            raise ValueError(f"other: expected batch_size = {self.batch_size}, got {other.batch_size}")
+        for name in ("max_nodes", "max_depth"):
+            if getattr(other, name) > getattr(self, name):
+                raise ValueError(f"other: expected {name} <= {getattr(self, name)}, got {getattr(other, name)}")
         rows = other.parents.shape[0]
         if rows > self.parents.shape[0]:
             raise ValueError(f"other: expected at most {self.parents.shape[0]} rows, got {rows}")
         self.cu_nodes.copy_(other.cu_nodes)
         self.valid.copy_(other.valid)
-        for name in ("parents", "depths", "first_child", "next_sibling", "mask"):
+        for name in ("parents", "depths", "first_child", "next_sibling"):
             mine: Tensor = getattr(self, name)
             mine[:rows].copy_(getattr(other, name))
-            mine[rows:].fill_(0 if name == "mask" else -1)
+            mine[rows:].fill_(-1)
+        words = other.mask.shape[1]
+        self.mask[:rows, :words].copy_(other.mask)
+        self.mask[:rows, words:].zero_()
+        self.mask[rows:].zero_()
         return self
 
     def tree(self, b: int) -> DraftTree:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -77,7 +78,8 @@ def verify_rejection(
             else: emit(node, first x with cdf(x) > u_final, in id order, of p), stop   # of p_n if nothing is left of p
 
     Sums run over 1024 tokens at a time in double precision, in an order that depends on nothing, so that results do
-    not change with batch, slot, threads or instruction set. Nothing of size [N, V] is made.
+    not change with batch, slot, threads or instruction set; a residual of less than 1e-6 of p_n is what rounding leaves
+    of nothing, and counts as nothing. Nothing of size [N, V] is made.
 
     Sources: Leviathan et al., ICML 2023 (chains); SpecInfer, ASPLOS 2024 ("iid"); Sequoia, NeurIPS 2024 ("swor").
 
@@ -219,10 +221,17 @@ def verify_typical(
     arguments = _tree_arguments(logits, draft_tokens, trees)
     optional = {"grammar_mask": grammar_mask, "draft_to_target": draft_to_target}
     for name, value in (("epsilon", epsilon), ("delta", delta)):
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"{name}: expected a number, got {value!r}")
     return Verdict(
-        *call(ops.verify_typical, *arguments, *params.on(logits.device), epsilon=epsilon, delta=delta, **optional)
+        *call(
+            ops.verify_typical,
+            *arguments,
+            *params.on(logits.device),
+            epsilon=float(epsilon),
+            delta=float(delta),
+            **optional,
+        )
     )
 
 

@@ -124,6 +124,8 @@ def start_draft(root_tokens: Tensor, *, max_kv_nodes: int, active: Tensor | None
     Raises ValueError for wrong shapes, dtypes or bounds.
     """
     expect_type("root_tokens", root_tokens, Tensor)
+    if active is not None:
+        expect_type("active", active, Tensor)
     if root_tokens.dtype != torch.int64 or root_tokens.dim() != 1:
         raise ValueError(
             f"start_draft: `root_tokens` must be int64 [B], got {root_tokens.dtype} {list(root_tokens.shape)}"

@@ -98,6 +98,8 @@ def rejected_predictions(
     Raises ValueError for wrong shapes.
     """
     expect_type("trees", trees, TreeBatch)
+    for name, tensor in (("draft_tokens", draft_tokens), ("predictions", predictions), ("accept_index", accept_index)):
+        expect_type(name, tensor, Tensor)
     num_rows, max_nodes = trees.parents.shape[0], trees.max_nodes
     for name, tensor in (("draft_tokens", draft_tokens), ("predictions", predictions)):
         if tensor.shape != (num_rows,):
