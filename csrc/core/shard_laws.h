@@ -187,7 +187,7 @@ PT_HOST_DEVICE ShardDraw draw_of_shard(const ShardWeighParams& p, int64_t b) {
       mass_left(Residual{end.c, 0.0, 0.0}, static_cast<double>(totals[0]), static_cast<double>(totals[1]));
   const bool own_law = !(left > 0.0);
   const int which = own_law ? 1 : 0;
-  const uint64_t total = totals[which];
+  const uint64_t total = own_law ? totals[1] : totals[0];  // an index would need memory
   if (total == 0) return {};
   const double coin = end.coin > 0.0 ? min_of(end.coin, 1.0) : 0.0;
   const uint64_t drawn = min_of(static_cast<uint64_t>(coin * static_cast<double>(total)), total - 1);
