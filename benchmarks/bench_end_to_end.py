@@ -1,12 +1,12 @@
 """Whole generations on the demo's models: transformers' own beside ours, with and without drafts, by batch size.
 
-python -m pagedtree bench end_to_end [--batch 1 2 4 8 16 32 64] [--max-new-tokens 96] [--rounds 5] [--device cuda]
+python -m pagedtree bench end_to_end [--batch 1 2 4 8 16 32 64] [--max-new-tokens 96] [--rounds 7] [--device cuda]
     [--json PATH]
 
-Candidates take turns, a round each; tokens a second are the median over the rounds, prompts included. Trees are fixed,
-or chosen by `generate(tree="auto")`, whose drafter keeps what it learnt from round to round ("auto") or starts anew in
-each ("auto from scratch"). transformers' assisted generation and prompt lookup take one sequence. All greedy, in fp32,
-without an end of text; a text that differs from plain decoding is told.
+Candidates take turns, each round in another order; tokens a second are the median over the rounds, prompts included.
+Trees are fixed, or chosen by `generate(tree="auto")`, whose drafter keeps what it learnt from round to round ("auto")
+or starts anew in each ("auto from scratch"). transformers' assisted generation and prompt lookup take one sequence. All
+greedy, in fp32, without an end of text; a text that differs from plain decoding is told.
 """
 
 from __future__ import annotations
@@ -69,15 +69,17 @@ def measured(batch_size: int, run: dict[str, Candidate], rounds: int) -> list[di
     rates, first_tokens = defaultdict(list), defaultdict(list)
     texts: dict[str, Tokens] = {}
     stats: dict[str, GenerationStats | None] = {}
-    for _ in range(rounds):
-        for name, candidate in run.items():
+    names = list(run)
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
             begin = time.perf_counter()
-            texts[name], stats[name] = candidate()
+            texts[name], stats[name] = run[name]()
             rates[name].append(sum(map(len, texts[name])) / (time.perf_counter() - begin))
             if (figures := stats[name]) is not None:
                 first_tokens[name].append(figures.time_to_first_token * 1e3)
     rows = []
-    for name, seen in rates.items():
+    for name in names:
+        seen = rates[name]
         row = {
             "batch": batch_size,
             "name": name,
@@ -108,7 +110,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", help="where to write; default benchmarks/results/end_to_end_DEVICE.json")

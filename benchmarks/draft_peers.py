@@ -65,7 +65,12 @@ class Expand:
         generator = torch.Generator(self.device).manual_seed(0)
         batch, width, vocab = (self.shape[key] for key in ("batch", "width", "vocab"))
         self.copies = 4
-        logits = 3 * torch.randn(self.copies, batch * width, vocab, generator=generator, device=self.device)
+        logits = torch.randn(self.copies, batch * width, vocab, generator=generator, device=self.device)
+        # The best ones differ in any dtype: which of several equal ones torch takes is not said.
+        rows = (self.copies, batch * width, 40)
+        hot = torch.randint(0, vocab, rows, generator=generator, device=self.device)
+        values = 14 - torch.arange(40, device=self.device) * 0.25
+        logits.scatter_(2, hot, values.expand(rows))
         self.logits = logits.to(getattr(torch, self.shape["dtype"]))
         state = pagedtree.start_draft(torch.arange(batch, device=self.device), max_kv_nodes=1 + 2 * width)
         first = torch.randn(batch, vocab, generator=generator, device=self.device)

@@ -143,7 +143,7 @@ class Engine:
     def _schedule(self) -> tuple[Batch, Draft | None]:
         """Whose turn it is, and the trees of those that decode; None where a fixed step makes them itself."""
         while True:
-            batch = self.scheduler.schedule(self.max_nodes)
+            batch = self.scheduler.schedule(self.max_nodes, None if self.tuner is None else 1)
             for sequence in batch.evicted:
                 self.drafter.forget(sequence)
                 self.stats.sequences[sequence.index].evictions += 1

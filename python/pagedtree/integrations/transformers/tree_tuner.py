@@ -15,7 +15,7 @@ from pagedtree import DraftTree, TreeBatch, choose_tree, expected_tokens
 __all__ = ["TreeTuner"]
 
 # Share of the time, the next tokens' included, that may be lost to drafts that do not pay.
-LOSS_SHARE, HORIZON = 0.02, 128
+LOSS_SHARE, HORIZON = 0.015, 128
 # A tree must promise to be so much faster than plain decoding.
 MIN_GAIN = 0.02
 # Steps of plain decoding before the first drafts, and how many steps its measure is good for.
@@ -77,9 +77,9 @@ class TreeTuner:
     """Chooses the tree of each step by `choose_tree`, and sees to it that drafts do not cost more than they bring.
 
     It starts with plain decoding, whose time a token is what drafts have to beat, and tries a small tree. What drafted
-    steps lose against plain ones is counted, also where an estimate was wrong: no drafts while the loss exceeds 2 % of
-    the time. Of the very first step with drafts, which pays for what is set up once, no more than a plain step counts.
-    What was learnt stays with the drafter for further calls.
+    steps lose against plain ones is counted, also where an estimate was wrong: no drafts while the loss exceeds 1.5 %
+    of the time. Of the very first step with drafts, which pays for what is set up once, no more than a plain step
+    counts. What was learnt stays with the drafter for further calls.
 
     max_nodes, max_depth: the most nodes of a tree, the root included, and its most levels.
     """
@@ -149,6 +149,8 @@ class TreeTuner:
             costs.drafted.append((nodes, depth, seconds))
             if costs.model is not None:
                 seconds = min(seconds, HICCUP * costs.seconds(nodes, depth))
+            elif len(costs.drafted) > 2:
+                seconds = min(seconds, HICCUP * statistics.median(taken for _, _, taken in costs.drafted))
         self._count(trees, accept_index)
         if costs.plain:
             gained = float((accept_index >= 0).sum()) / max(batch_size, 1)
