@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -233,3 +235,33 @@ def test_auto_without_a_drafter_is_plain_decoding(model):
     assert lists(generate(model, prompts, max_new_tokens=8, tree="auto")[0]) == lists(
         generate(model, prompts, max_new_tokens=8)[0]
     )
+
+
+def test_rehearsals_count_what_would_have_been_accepted():
+    tuner = TreeTuner(16, 4)
+    before = tuner.acceptance[:3].copy()
+    tree = DraftTree.from_paths([[0], [1], [0, 0], [0, 0, 0]])
+    trees = TreeBatch.from_trees([tree, tree, ROOT])
+    drafts = [-1] * 9
+    for parent, rank, token in ((0, 0, 7), (0, 1, 8)):
+        node = int(tree.first_child[parent])
+        for _ in range(rank):
+            node = int(tree.next_sibling[node])
+        drafts[node] = drafts[tree.num_nodes + node] = token
+    # The second guess of one text, nothing of the other, and no guess: the first guess is never right.
+    assert tuner.may_rehearse
+    for _ in range(30):
+        tuner.observe_rehearsal(drafts, trees, [[8, 9], [3, 7], [5]], time.perf_counter())
+    assert tuner.acceptance[0, 0] < 0.05 < before[0, 0]
+    assert tuner.acceptance[0, 1] == pytest.approx(1 / 3, abs=0.1)
+    assert not tuner.may_rehearse, "a rehearsal has its share of the time"
+
+
+def test_ngram_drafter_rehearses_as_it_proposes():
+    tokens = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2]])
+    drafter = NgramDrafter(8, max_branches=1)
+    lengths = torch.tensor([8], dtype=torch.int32)
+    (drafts, trees, _), (expected, _, _) = drafter.rehearse(tokens, lengths), drafter.propose(tokens, lengths)
+    assert torch.equal(drafts, expected) and drafts[1 : trees.parents.shape[0]].tolist()[:2] == [4, 5]
+    drafter.use_tree(DraftTree.chain(1))
+    assert torch.equal(drafter.rehearse(tokens, lengths)[0], expected), "use_tree does not narrow it"

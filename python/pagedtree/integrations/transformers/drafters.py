@@ -99,6 +99,12 @@ class Drafter:
         """
         raise NotImplementedError
 
+    def rehearse(self, tokens: Tensor, lengths: Tensor) -> Proposal | None:
+        """As `propose`, in the middle of texts that are known further, so that `generate(tree="auto")` can compare the
+        guesses with how they went on. None: that would cost too much, or leave traces.
+        """
+        return None
+
     def observe(self, result: StepResult) -> None:
         """What became of the proposals, and what else the pass told."""
 
@@ -195,7 +201,13 @@ class NgramDrafter(Drafter):
         self._limits = tuple(map(min, limits, whole))  # type: ignore[assignment]
 
     def propose(self, tokens: Tensor, lengths: Tensor) -> Proposal:
-        max_nodes, max_depth, max_branches = self._limits
+        return self._look_up(tokens, lengths, self._limits, self._extra(tokens) if self._rejected else None)
+
+    def rehearse(self, tokens: Tensor, lengths: Tensor) -> Proposal:
+        return self._look_up(tokens, lengths, (self.max_nodes, self.max_depth, self.max_branches), None)
+
+    def _look_up(self, tokens: Tensor, lengths: Tensor, limits: tuple[int, int, int], extra: Tensor | None) -> Proposal:
+        max_nodes, max_depth, max_branches = limits
         draft = ngram_propose(
             tokens,
             lengths,
@@ -204,7 +216,7 @@ class NgramDrafter(Drafter):
             min_ngram=self.min_ngram,
             max_ngram=self.max_ngram,
             max_branches=max_branches,
-            extra=self._extra(tokens) if self._rejected else None,
+            extra=extra,
         )
         return draft.draft_tokens, draft.trees, None
 

@@ -28,6 +28,8 @@ __all__ = ["Engine"]
 STATUS_NOT_FINITE = 2
 # A draft model is taken to read a token in at most this share of the target's time.
 DRAFT_SHARE = 0.5
+# Texts that a drafter is asked about in one rehearsal; at least every sequence once.
+REHEARSED = 8
 
 
 @dataclass
@@ -152,6 +154,8 @@ class Engine:
             if self.fixed_steps is not None and not batch.prefill:
                 return batch, None
             if self.tuner is not None and not self._take_tree(self.tuner, batch):
+                if not batch.prefill and self.tuner.may_rehearse:
+                    self._rehearse(self.tuner, batch.decode)
                 return batch, Draft(*roots_only(self.history[: len(batch.decode)], self.history.new_empty(0)))
             draft = self._propose(batch.decode)
             if draft.trees.max_nodes <= self.max_nodes:
@@ -173,6 +177,25 @@ class Engine:
         self.drafter.use_tree(tree)
         self.stats.drafted_steps += 1
         return True
+
+    def _rehearse(self, tuner: TreeTuner, sequences: list[Sequence]) -> None:
+        """What the drafter would have guessed some tokens ago, if it tells."""
+        begin = time.perf_counter()
+        back = tuner.max_depth
+        rows = [
+            (i, len(sequence.tokens) - back * turn)
+            for turn in range(1, max(REHEARSED // len(sequences), 1) + 1)
+            for i, sequence in enumerate(sequences)
+            if len(sequence.tokens) > back * turn
+        ]
+        known = self._history_of(sequences)[self._to_device([i for i, _ in rows], torch.int64)]
+        proposal = self.drafter.rehearse(known, self._to_device([length for _, length in rows], torch.int32))
+        if proposal is None:
+            tuner.cannot_rehearse()
+            return
+        draft = Draft(*proposal)
+        texts = [sequences[i].tokens[length : length + back] for i, length in rows]
+        tuner.observe_rehearsal(draft.draft_tokens.tolist(), draft.trees, texts, begin)
 
     def _propose(self, sequences: list[Sequence]) -> Draft:
         lengths = self._to_device([len(sequence.tokens) for sequence in sequences], torch.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -27,6 +28,8 @@ PROBES, PROBE_NODES = 4, 4
 HICCUP = 2.0
 # Evidence fades, so that a change of the text shows; before there is any, each first choice is right half the time.
 DISCOUNT = 0.995
+# Share of the time that goes into rehearsals, and the tokens of a step that they must promise before a real try.
+REHEARSAL_SHARE, PROMISE = 0.004, 1.2
 PRIOR = 0.5 * 0.4 ** np.arange(MAX_RANKS)
 PRIOR_WEIGHT = 2.0
 
@@ -79,7 +82,8 @@ class TreeTuner:
     It starts with plain decoding, whose time a token is what drafts have to beat, and tries a small tree. What drafted
     steps lose against plain ones is counted, also where an estimate was wrong: no drafts while the loss exceeds 1.5 %
     of the time. Of the very first step with drafts, which pays for what is set up once, no more than a plain step
-    counts. What was learnt stays with the drafter for further calls.
+    counts. What was learnt stays with the drafter for further calls. A drafter that guesses for next to nothing
+    rehearses while there is plain decoding: its guesses in the known text are compared with how that went on.
 
     max_nodes, max_depth: the most nodes of a tree, the root included, and its most levels.
     """
@@ -94,6 +98,8 @@ class TreeTuner:
         self.elapsed = self.lost = 0.0  # seconds of all steps; what those with drafts took longer than plain ones
         self.choosing = 0.0  # seconds of the step that went into the choice
         self.seconds_of_token = 0.0  # to read a known token
+        self.rehearsal = 0.0  # seconds of the last one; infinite: the drafter has none
+        self.since_rehearsal = 0.0
 
     @property
     def acceptance(self) -> np.ndarray:
@@ -118,9 +124,12 @@ class TreeTuner:
             begin = time.perf_counter()
             self._choose(costs, batch_size)
             costs.next_choice = costs.steps + min(max(costs.steps // 4, 4), 64)
-            self.choosing = time.perf_counter() - begin
+            self.choosing += time.perf_counter() - begin
         catching_up = unread * self.seconds_of_token
         if costs.probes > 0:
+            assert costs.probe is not None
+            if 0.0 < self.rehearsal < math.inf and expected_tokens(costs.probe, self.acceptance) < PROMISE:
+                return None
             return costs.probe if costs.probe_loss + catching_up <= allowance else None
         # What the drafter has to read first is an investment, into the tokens that are still to come.
         return costs.tree if catching_up <= costs.gain * remaining else None
@@ -130,6 +139,7 @@ class TreeTuner:
         costs = self.costs.setdefault(_bucket(batch_size), Costs())
         costs.steps += 1
         self.elapsed += seconds
+        self.since_rehearsal += seconds
         # The first choice sets things up.
         self.lost += min(self.choosing, costs.plain_seconds)
         seconds, self.choosing = seconds - self.choosing, 0.0
@@ -151,7 +161,7 @@ class TreeTuner:
                 seconds = min(seconds, HICCUP * costs.seconds(nodes, depth))
             elif len(costs.drafted) > 2:
                 seconds = min(seconds, HICCUP * statistics.median(taken for _, _, taken in costs.drafted))
-        self._count(trees, accept_index)
+        self._count(trees, accept_index.tolist())
         if costs.plain:
             gained = float((accept_index >= 0).sum()) / max(batch_size, 1)
             # What drafts won is no reason to lose much of it later.
@@ -160,6 +170,32 @@ class TreeTuner:
     def observe_reading(self, num_tokens: int, seconds: float) -> None:
         """A pass of the target over prompts took so long."""
         self.seconds_of_token = seconds / max(num_tokens, 1)
+
+    @property
+    def may_rehearse(self) -> bool:
+        """Whether rehearsals have not taken more than their share."""
+        return self.since_rehearsal * REHEARSAL_SHARE >= self.rehearsal
+
+    def cannot_rehearse(self) -> None:
+        self.rehearsal = math.inf
+
+    def observe_rehearsal(self, drafts: list[int], trees: TreeBatch, texts: list[list[int]], begin: float) -> None:
+        """Trees of those draft tokens were guessed where the texts followed; it began at that time."""
+        first_child, next_sibling = trees.first_child.tolist(), trees.next_sibling.tolist()
+        paths = []
+        for offset, text in zip(trees.cu_nodes.tolist(), texts, strict=False):
+            path = [0]
+            for token in text:
+                child = first_child[offset + path[-1]]
+                while child >= 0 and drafts[offset + child] != token:
+                    child = next_sibling[offset + child]
+                if child < 0:
+                    break
+                path.append(child)
+            paths.append(path)
+        self._count(trees, paths)
+        self.rehearsal, self.since_rehearsal = time.perf_counter() - begin, 0.0
+        self.choosing += self.rehearsal
 
     def _choose(self, costs: Costs, batch_size: int) -> None:
         acceptance, plain = self.acceptance, costs.plain_seconds
@@ -185,12 +221,12 @@ class TreeTuner:
         else:
             costs.probes = max(costs.probes, 1)  # to see later whether that is still so
 
-    def _count(self, trees: TreeBatch, accept_index: Tensor) -> None:
+    def _count(self, trees: TreeBatch, paths: list[list[int]]) -> None:
         """Enters which children of the accepted nodes were accepted."""
         self.hits = DISCOUNT * self.hits + (1 - DISCOUNT) * PRIOR_WEIGHT * PRIOR
         self.trials = DISCOUNT * self.trials + (1 - DISCOUNT) * PRIOR_WEIGHT
         first_child, next_sibling = trees.first_child.tolist(), trees.next_sibling.tolist()
-        for offset, path in zip(trees.cu_nodes.tolist(), accept_index.tolist(), strict=False):
+        for offset, path in zip(trees.cu_nodes.tolist(), paths, strict=False):
             if first_child[offset] < 0:  # the drafter had no idea
                 self.trials[0] += 1
                 continue
