@@ -227,13 +227,17 @@ def end_to_end(result: dict[str, Any], name: str) -> str:
     return "\n\n".join(parts)
 
 
+def kib(size: int) -> str:
+    return f"{size / 1024:.3g}" if size < 1000 << 10 else f"{size / 1024:.0f}"
+
+
 def distributed(result: dict[str, Any], name: str) -> str:
     machine = result["machine"]
     body = [
         [
             row["rule"],
             *(str(row[key]) for key in ("vocab", "nodes", "ranks", "exchanges")),
-            *(f"{row[key] / 1024:.3g}" for key in ("bytes_sent", "bytes_to_gather")),
+            *(kib(row[key]) for key in ("bytes_sent", "bytes_to_gather")),
             *(f"{row[key]:.3g}" for key in ("ms", "gathered_ms")),
         ]
         for row in result["rows"]
@@ -247,7 +251,7 @@ def distributed(result: dict[str, Any], name: str) -> str:
             "yes" if row["identical"] else "no",
             f"{row['accepted']:.2f}",
             f"{row['proposal_ms_per_token']:.2f}",
-            *(f"{row[key] / 1024:.3g}" for key in ("bytes_sent", "bytes_to_gather")),
+            *(kib(row[key]) for key in ("bytes_sent", "bytes_to_gather")),
         ]
         for row in machine["drafting"]
     ]

@@ -40,6 +40,7 @@ class Costs:
 
     plain: seconds of steps without drafts, plain_seconds their median. drafted: nodes of a tree, depth, seconds; model:
     fitted to them, seconds of a drafted step: a constant, a node's, a level's.
+    chosen_from: the evidence at the last choice.
     probes: steps with drafts to try before the next choice counts, with the tree `probe`, and the seconds that one may
     lose. tree: the choice, None = plain decoding; gain: the
     seconds that it saves a token.
@@ -51,6 +52,7 @@ class Costs:
     since_plain: int = 0
     steps: int = 0
     next_choice: int = 0
+    chosen_from: int = -1
     probes: int = PROBES
     probe: DraftTree | None = None
     probe_loss: float = 0.0
@@ -93,6 +95,7 @@ class TreeTuner:
         self.costs: dict[int, Costs] = {}
         self.hits = PRIOR_WEIGHT * np.tile(PRIOR, (MAX_DEPTH, 1))
         self.trials = np.full((MAX_DEPTH, MAX_RANKS), PRIOR_WEIGHT)
+        self.evidence = 0  # how many times something was counted
         self.is_catching_up = False
         self.is_warm = False  # after the first step with drafts
         self.elapsed = self.lost = 0.0  # seconds of all steps; what those with drafts took longer than plain ones
@@ -120,9 +123,10 @@ class TreeTuner:
         allowance = LOSS_SHARE * (self.elapsed + min(remaining, HORIZON) * costs.plain_seconds) - self.lost
         if allowance <= 0.0:
             return None
-        if costs.steps >= costs.next_choice:
+        if costs.steps >= costs.next_choice and costs.chosen_from != self.evidence:
             begin = time.perf_counter()
             self._choose(costs, batch_size)
+            costs.chosen_from = self.evidence
             costs.next_choice = costs.steps + min(max(costs.steps // 4, 4), 64)
             self.choosing += time.perf_counter() - begin
         catching_up = unread * self.seconds_of_token
@@ -223,6 +227,7 @@ class TreeTuner:
 
     def _count(self, trees: TreeBatch, paths: list[list[int]]) -> None:
         """Enters which children of the accepted nodes were accepted."""
+        self.evidence += 1
         self.hits = DISCOUNT * self.hits + (1 - DISCOUNT) * PRIOR_WEIGHT * PRIOR
         self.trials = DISCOUNT * self.trials + (1 - DISCOUNT) * PRIOR_WEIGHT
         first_child, next_sibling = trees.first_child.tolist(), trees.next_sibling.tolist()
