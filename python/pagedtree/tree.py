@@ -9,7 +9,7 @@ from operator import index
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from pagedtree._ops import call, expect_type, ops
 
@@ -127,7 +127,8 @@ class DraftTree:
     def _on_device(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int]:
         """parents, depths, child ranks as tensors on `device`, copied once, and the number of ranks."""
         copies = self._copies.get(device)
-        is_faked = is_in_torch_dispatch_mode()  # then what is made now is of no use to others, nor theirs to it
+        # Under fake or traced tensors what is made now is of no use to others, nor theirs to it.
+        is_faked = any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
         if copies is None or is_faked:
             ranks = self.child_ranks
             parents, depths, child_ranks = (torch.from_numpy(a).to(device) for a in (self.parents, self.depths, ranks))
