@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import traceback
@@ -70,8 +71,8 @@ class Ranks:
         return outcomes
 
     def close(self) -> None:
-        for pipe, process in zip(self.pipes, self.processes, strict=True):
-            if process.is_alive():
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):  # it has ended already
                 pipe.send(None)
         for process in self.processes:
             process.join(timeout=10)
