@@ -62,7 +62,11 @@ def series(rows: list[Row], position: Callable[[Row], float]) -> Iterator[tuple[
             yield name, [x for x, _ in points], [y for _, y in points]
 
 
-def log_axes(axes: Axes, ticks: list[float], label: str) -> None:
+def log_axes(axes: Axes, positions: list[float], label: str) -> None:
+    ticks: list[float] = []
+    for position in positions:  # labels of neighbours would overlap
+        if not ticks or position > 1.2 * ticks[-1]:
+            ticks.append(position)
     axes.set(xscale="log", yscale="log", xlabel=label)
     axes.set_xticks(ticks, [f"{tick:g}" if tick < 1024 else f"{tick / 1024:.3g}k" for tick in ticks])
     axes.xaxis.set_minor_locator(NullLocator())

@@ -148,17 +148,20 @@ def test_no_sequence_and_no_query(backend, dtype) -> None:
 # flash_attn_varlen_func -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("is_causal", "window_size"), [(False, (-1, -1)), (True, (-1, -1)), *((False, w) for w in WINDOWS)]
+)
 @pytest.mark.parametrize("page_size", [None, 1, 16])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_ragged_batches(backend, dtype, page_size, is_causal) -> None:
-    lens_q, lens_k = [5, 0, 9, 1], [5, 12, 40, 0]
+@pytest.mark.parametrize("lens_k", [[5, 12, 40, 0], [3, 12, 40, 0]])  # fewer keys than queries, too
+def test_ragged_batches(backend, dtype, is_causal, window_size, page_size, lens_k) -> None:
+    lens_q = [5, 0, 9, 1]
     paged, q = Pages.random(lens_k, page_size or 16, KV_HEADS, DIM, dtype), queries(15, dtype=dtype)
     rows = (torch.cat(paged.k), torch.cat(paged.v)) if page_size is None else (paged.k_cache, paged.v_cache)
     out = flash_attn_varlen_func(
-        q, *rows, offsets(lens_q), offsets(lens_k), 9, 40, causal=is_causal,
+        q, *rows, offsets(lens_q), offsets(lens_k), 9, 40, causal=is_causal, window_size=window_size,
         block_table=None if page_size is None else paged.table(),
     )  # fmt: skip
-    masks = [mask_of(n, s, is_causal) for n, s in zip(lens_q, lens_k, strict=True)]
+    masks = [mask_of(n, s, is_causal, *window_size) for n, s in zip(lens_q, lens_k, strict=True)]
     close(out, torch.cat(expected(list(q.split(lens_q)), paged.k, paged.v, masks)[0]))
 
 
@@ -169,20 +172,6 @@ def test_ragged_window_and_cap(backend, dtype) -> None:
     out = flash_attn_varlen_func(q, *form, 0.0, 0.3, True, (4, 0), 3.0, deterministic=True)
     masks = [mask_of(n, s, True, 4) for n, s in zip(lens_q, lens_k, strict=True)]
     close(out, torch.cat(expected(list(q.split(lens_q)), paged.k, paged.v, masks, scale=0.3, softcap=3.0)[0]))
-
-
-@pytest.mark.parametrize("window_size", WINDOWS)
-@pytest.mark.parametrize("page_size", [None, 16])
-def test_ragged_windows_that_look_ahead(backend, dtype, window_size, page_size) -> None:
-    lens_q, lens_k = [5, 0, 9, 1], [3, 12, 40, 0]
-    paged, q = Pages.random(lens_k, page_size or 16, KV_HEADS, DIM, dtype), queries(15, dtype=dtype)
-    rows = (torch.cat(paged.k), torch.cat(paged.v)) if page_size is None else (paged.k_cache, paged.v_cache)
-    out = flash_attn_varlen_func(
-        q, *rows, offsets(lens_q), offsets(lens_k), 9, 40, window_size=window_size,
-        block_table=None if page_size is None else paged.table(),
-    )  # fmt: skip
-    masks = [mask_of(n, s, False, *window_size) for n, s in zip(lens_q, lens_k, strict=True)]
-    close(out, torch.cat(expected(list(q.split(lens_q)), paged.k, paged.v, masks)[0]))
 
 
 def test_more_queries_than_keys(backend, dtype) -> None:

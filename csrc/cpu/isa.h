@@ -13,10 +13,12 @@
 
 namespace pagedtree::cpu {
 
-// Scratch of the filters' search in a row of any length. peaks: the largest logit of each lane in each block, so that
-// later scans skip the blocks that have nothing for them. Tables of tokens by one half of their logits' order key.
+// A row's peaks: the largest logit of each lane in each block, for later scans to skip the blocks of no use to them.
 constexpr int kPeakBlock = kLawBlock;
-constexpr int kMaxPeaks = kMaxVocab / kPeakBlock * 16;
+constexpr int kMostLanes = 16;
+constexpr int kMaxPeaks = kMaxVocab / kPeakBlock * kMostLanes;
+
+// Scratch of the filters' search in a row of any length: tables of tokens by one half of their logits' order key.
 constexpr int kBins = 1 << 16;
 constexpr int kBlockBins = 256;
 constexpr int kBlocks = kBins / kBlockBins;

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import pagedtree
 
@@ -24,6 +25,11 @@ def _load() -> Any:
 
 
 ops = _load()
+
+
+def makes_fakes() -> bool:
+    """Whether tensors that are made now are fake or part of a trace, and so of no use to later calls."""
+    return any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
 
 
 def expect_type(name: str, value: object, expected: type) -> None:

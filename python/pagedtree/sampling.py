@@ -8,9 +8,8 @@ from numbers import Integral, Real
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from pagedtree._ops import call, expect_type, ops
+from pagedtree._ops import call, expect_type, makes_fakes, ops
 
 __all__ = ["SamplingParams", "sample"]
 
@@ -90,7 +89,7 @@ def _on_device(value: float | Tensor, name: str, device: torch.device) -> Tensor
         return value.reshape(1) if value.dim() == 0 else value
     number = min(int(value), _INT32_MAX) if name == "top_k" else float(value)
     # A tensor made while a CUDA graph is captured, or a program traced (with fake tensors), lives no longer than that.
-    is_traced = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    is_traced = torch.compiler.is_compiling() or makes_fakes()
     if is_traced or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return torch.full((1,), number, dtype=_DTYPES[name], device=device)
     return _constant(number, _DTYPES[name], device)

@@ -9,9 +9,8 @@ from operator import index
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from pagedtree._ops import call, expect_type, ops
+from pagedtree._ops import call, expect_type, makes_fakes, ops
 
 __all__ = ["DraftTree", "TreeBatch", "build_trees"]
 
@@ -127,8 +126,7 @@ class DraftTree:
     def _on_device(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int]:
         """parents, depths, child ranks as tensors on `device`, copied once, and the number of ranks."""
         copies = self._copies.get(device)
-        # Under fake or traced tensors what is made now is of no use to others, nor theirs to it.
-        is_faked = any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
+        is_faked = makes_fakes()  # nor can it use what was made before
         if copies is None or is_faked:
             ranks = self.child_ranks
             parents, depths, child_ranks = (torch.from_numpy(a).to(device) for a in (self.parents, self.depths, ranks))

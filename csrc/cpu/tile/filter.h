@@ -8,6 +8,8 @@
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
+static_assert(kLanes <= kMostLanes && kPeakBlock % kLanes == 0);
+
 // Writes each block's peaks, a lane each, unless `peaks` is null.
 template <typename T>
 static inline Peak find_peak(const LogitRow& row, float* peaks) {

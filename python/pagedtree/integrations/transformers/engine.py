@@ -145,6 +145,7 @@ class Engine:
     def _schedule(self) -> tuple[Batch, Draft | None]:
         """Whose turn it is, and the trees of those that decode; None where a fixed step makes them itself."""
         while True:
+            # A tuner drafts nothing beside prompts.
             batch = self.scheduler.schedule(self.max_nodes, None if self.tuner is None else 1)
             for sequence in batch.evicted:
                 self.drafter.forget(sequence)
@@ -188,6 +189,8 @@ class Engine:
             for i, sequence in enumerate(sequences)
             if len(sequence.tokens) > back * turn
         ]
+        if not rows:
+            return
         known = self._history_of(sequences)[self._to_device([i for i, _ in rows], torch.int64)]
         proposal = self.drafter.rehearse(known, self._to_device([length for _, length in rows], torch.int32))
         if proposal is None:

@@ -39,11 +39,9 @@ class Costs:
     """What is known of one batch size.
 
     plain: seconds of steps without drafts, plain_seconds their median. drafted: nodes of a tree, depth, seconds; model:
-    fitted to them, seconds of a drafted step: a constant, a node's, a level's.
-    chosen_from: the evidence at the last choice.
-    probes: steps with drafts to try before the next choice counts, with the tree `probe`, and the seconds that one may
-    lose. tree: the choice, None = plain decoding; gain: the
-    seconds that it saves a token.
+    fitted to them, seconds of a drafted step: a constant, a node's, a level's. chosen_from: the evidence at the last
+    choice. probes: steps with drafts to try before the next choice counts, with the tree `probe`; probe_loss: seconds
+    that one may lose. tree: the choice, None = plain decoding; gain: the seconds that it saves a token.
     """
 
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=9))
@@ -99,7 +97,7 @@ class TreeTuner:
         self.is_catching_up = False
         self.is_warm = False  # after the first step with drafts
         self.elapsed = self.lost = 0.0  # seconds of all steps; what those with drafts took longer than plain ones
-        self.choosing = 0.0  # seconds of the step that went into the choice
+        self.choosing = 0.0  # seconds of the step that went into choice and rehearsal
         self.seconds_of_token = 0.0  # to read a known token
         self.rehearsal = 0.0  # seconds of the last one; infinite: the drafter has none
         self.since_rehearsal = 0.0
