@@ -1,17 +1,21 @@
 """Whole generations on the demo's models: transformers' own beside ours, with and without drafts, by batch size.
 
-python -m pagedtree bench end_to_end [--batch 1 2 4 8 16 32 64] [--max-new-tokens 96] [--rounds 7] [--device cuda]
-    [--json PATH]
+python -m pagedtree bench end_to_end [--batch 1 2 4 8 16 32 64] [--max-new-tokens 96] [--rounds 7] [--pairs 15]
+    [--device cuda] [--json PATH]
 
 Candidates take turns, each round in another order; tokens a second are the median over the rounds, prompts included.
 Trees are fixed, or chosen by `generate(tree="auto")`, whose drafter keeps what it learnt from round to round ("auto")
 or starts anew in each ("auto from scratch"). transformers' assisted generation and prompt lookup take one sequence. All
 greedy, in fp32, without an end of text; a text that differs from plain decoding is told.
+
+That trees which are chosen cost next to nothing takes a better look: `--pairs` generations, each directly before or
+after one of plain decoding, in turn; and as many pairs of plain decoding and itself, to see what the machine adds.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import statistics
 import sys
 import time
@@ -22,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import machine_facts, save
+from measure import machine_facts, median_interval, save
 from suite import Progress
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
@@ -65,7 +69,7 @@ def candidates(target: Any, draft: Any, tokenizer: Any, batch: Tokens, count: in
     return found
 
 
-def measured(batch_size: int, run: dict[str, Candidate], rounds: int) -> list[dict[str, Any]]:
+def in_rounds(batch_size: int, run: dict[str, Candidate], rounds: int) -> list[dict[str, Any]]:
     rates, first_tokens = defaultdict(list), defaultdict(list)
     texts: dict[str, Tokens] = {}
     stats: dict[str, GenerationStats | None] = {}
@@ -79,31 +83,60 @@ def measured(batch_size: int, run: dict[str, Candidate], rounds: int) -> list[di
                 first_tokens[name].append(figures.time_to_first_token * 1e3)
     rows = []
     for name in names:
-        seen = rates[name]
         row = {
             "batch": batch_size,
             "name": name,
-            "tokens_per_second": statistics.median(seen),
-            "rounds": seen,
-            "over_plain": over_plain(rates, name),
+            "tokens_per_second": statistics.median(rates[name]),
+            "rounds": rates[name],
+            "over_plain": statistics.median(a / b for a, b in zip(rates[name], rates[PLAIN], strict=True)),
             "identical": texts[name] == texts[PLAIN],
         }
         if (figures := stats[name]) is not None:
             row |= {
                 "tokens_per_step": figures.tokens_per_step,
                 "first_token_ms": statistics.median(first_tokens[name]),
-                "first_token_over_plain": over_plain(first_tokens, name),
                 "steps": figures.steps,
-                "drafted_steps": figures.drafted_steps if ", auto" in name else None,
             }
         rows.append(row)
     return rows
 
 
-def over_plain(figures: dict[str, list[float]], name: str) -> list[float]:
-    """Quartiles of the ratios to plain decoding, each of one round."""
-    ratios = [a / b for a, b in zip(figures[name], figures[PLAIN], strict=True)]
-    return statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+def in_pairs(batch_size: int, run: dict[str, Candidate], pairs: int) -> list[dict[str, Any]]:
+    """Of plain decoding, and where trees are chosen: speed and time to the first token over plain decoding's."""
+    names = [name for name in run if name == PLAIN or ", auto" in name]
+    speed, first_token, drafted = defaultdict(list), defaultdict(list), defaultdict(list)
+
+    def timed(name: str) -> tuple[float, GenerationStats]:
+        begin = time.perf_counter()
+        _, stats = run[name]()
+        assert stats is not None
+        return time.perf_counter() - begin, stats
+
+    for turn in range(pairs):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            plain, other = (timed(PLAIN), timed(name)) if turn % 2 else (timed(name), timed(PLAIN))[::-1]
+            speed[name].append(plain[0] / other[0])
+            first_token[name].append(other[1].time_to_first_token / plain[1].time_to_first_token)
+            drafted[name].append(other[1].drafted_steps / other[1].steps)
+    return [
+        {
+            "batch": batch_size,
+            "name": name,
+            "pairs": speed[name],
+            "over_plain": median_interval(speed[name]),
+            "first_token_over_plain": median_interval(first_token[name]),
+            "drafted_steps": statistics.median(drafted[name]),
+        }
+        for name in names
+    ]
+
+
+def _keep_memory() -> None:
+    """Freed memory stays with the process: else it is by chance which caches get pages that are still to be zeroed."""
+    mallopt, trim_threshold, mmap_threshold = getattr(ctypes.CDLL(None), "mallopt", None), -1, -3  # of glibc
+    if mallopt is not None:
+        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(mmap_threshold, 2**30)
 
 
 def main() -> int:
@@ -111,11 +144,13 @@ def main() -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", help="where to write; default benchmarks/results/end_to_end_DEVICE.json")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    _keep_memory()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     folder = EXAMPLES / "checkpoints"
@@ -132,18 +167,24 @@ def main() -> int:
     texts = [tokenizer(text).input_ids for text in stdlib_prompts(max(args.batch))]
     for warm_up in candidates(target, draft, tokenizer, texts[:1], 8).values():
         warm_up()
-    bar, rows = Progress(len(args.batch)), []
+    bar, rows, paired = Progress(len(args.batch)), [], []
     for batch_size in args.batch:
         bar.show(f"batch {batch_size}")
         run = candidates(target, draft, tokenizer, texts[:batch_size], args.max_new_tokens)
-        found = measured(batch_size, run, args.rounds)
+        rows += (found := in_rounds(batch_size, run, args.rounds))
+        paired += (pairs := in_pairs(batch_size, run, args.pairs))
         bar.clear()
         bar.done += 1
         for row in found:
-            rate = f"{row['tokens_per_second']:9.1f} tokens/s  {row['over_plain'][1]:.2f} x plain"
+            rate = f"{row['tokens_per_second']:9.1f} tokens/s  {row['over_plain']:.2f} x plain"
             print(f"{row['batch']:4} {row['name']:45} {rate}{'' if row['identical'] else '  OTHER TEXT'}", flush=True)
-        rows += found
-    save(f"end_to_end_{args.device}", rows, facts, args.json)
+        for row in pairs:
+            low, middle, high = row["over_plain"]
+            print(
+                f"{row['batch']:4} {row['name']:45} in pairs: {middle:.3f} ({low:.3f} to {high:.3f}) x plain",
+                flush=True,
+            )
+    save(f"end_to_end_{args.device}", rows, facts | {"paired": paired}, args.json)
     return 1 if any(not row["identical"] for row in rows if row["name"].startswith("pagedtree")) else 0
 
 

@@ -189,24 +189,18 @@ def kernels(result: dict[str, Any], name: str) -> str:
 
 
 def end_to_end(result: dict[str, Any], name: str) -> str:
-    rows, arguments = result["rows"], result["machine"]["arguments"]
+    rows, paired, arguments = result["rows"], result["machine"]["paired"], result["machine"]["arguments"]
     batches = sorted({row["batch"] for row in rows})
-    found = {(row["name"], row["batch"]): row for row in rows}
 
-    def by_batch(show: Callable[[dict[str, Any]], str], wanted: Callable[[dict[str, Any]], bool]) -> str:
-        labels = dict.fromkeys(row["name"] for row in rows if wanted(row))
-        cells = [
-            [label, *(show(found[label, batch]) if (label, batch) in found else "" for batch in batches)]
-            for label in labels
-        ]
+    def by_batch(rows: list[dict[str, Any]], show: Callable[[dict[str, Any]], str]) -> str:
+        found = {(row["name"], row["batch"]): show(row) for row in rows}
+        labels = dict.fromkeys(name for name, _ in found)
+        cells = [[label, *(found.get((label, batch), "") for batch in batches)] for label in labels]
         return table(["sequences", *map(str, batches)], cells)
 
-    def quartiles(figures: list[float]) -> str:
+    def interval(figures: list[float]) -> str:
         low, middle, high = figures
         return f"{middle:.3f} ({low:.3f} to {high:.3f})"
-
-    def is_auto(row: dict[str, Any]) -> bool:
-        return ", auto" in row["name"]
 
     note = f" {arguments['max_new_tokens']} tokens a sequence, {arguments['rounds']} rounds, greedy, fp32."
     parts = [machine_line(result["machine"], name) + note]
@@ -214,13 +208,14 @@ def end_to_end(result: dict[str, Any], name: str) -> str:
         parts.append(f"![Tokens a second against the number of sequences](img/{name}.svg)")
     parts += [
         "Tokens a second of all sequences, and over plain decoding in the same round:",
-        by_batch(lambda row: f"{row['tokens_per_second']:.0f} ({row['over_plain'][1]:.2f} x)", lambda row: True),
-        'Tokens a second of `tree="auto"` over plain decoding, median of the rounds and quartiles:',
-        by_batch(lambda row: quartiles(row["over_plain"]), is_auto),
-        "Its time to the first token over plain decoding:",
-        by_batch(lambda row: quartiles(row["first_token_over_plain"]), is_auto),
-        "Its steps with drafts, in the last round, of all:",
-        by_batch(lambda row: f"{row['drafted_steps']} of {row['steps']}", is_auto),
+        by_batch(rows, lambda row: f"{row['tokens_per_second']:.0f} ({row['over_plain']:.2f} x)"),
+        f"Speed over plain decoding in {arguments['pairs']} pairs of neighbours, median and its 95 % interval; first"
+        " plain decoding over itself:",
+        by_batch(paired, lambda row: interval(row["over_plain"])),
+        "Time to the first token over plain decoding's, in the same pairs:",
+        by_batch(paired, lambda row: interval(row["first_token_over_plain"])),
+        "Share of their steps that had drafts:",
+        by_batch(paired, lambda row: f"{row['drafted_steps']:.0%}"),
     ]
     different = [f"{row['name']}, {row['batch']}" for row in rows if not row["identical"]]
     parts.append(f"Other texts than plain decoding's: {'; '.join(different) or 'none'}.")

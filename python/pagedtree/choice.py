@@ -54,6 +54,7 @@ def choose_tree(
         size = int(np.argmin(np.isfinite(costs) & (costs > 0))) + 1
         raise ValueError(f"step_cost: expected a positive, finite number, got {costs[size - 1]} for {size} nodes")
     costs = np.maximum.accumulate(costs)
+    levels = levels[: max(max_nodes - 1, 1)]
     search = _Search(max_nodes)
     best_rate, best = 1.0 / costs[0], (1, levels[:0])
     # A bound on the depth changes the best tree only where levels cost something.

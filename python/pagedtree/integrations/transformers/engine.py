@@ -108,6 +108,7 @@ class Engine:
     def step(self) -> None:
         begin = time.perf_counter()
         batch, draft = self._schedule()
+        remaining = _remaining(batch.decode)
         self._compact()
         if draft is None:
             self._step_in_place(batch.decode)
@@ -129,7 +130,7 @@ class Engine:
             if batch.prefill:
                 self.tuner.observe_reading(packed.input_ids.shape[0], seconds)
             else:
-                self.tuner.observe(len(batch.decode), seconds, draft.trees, verdict.accept_index)
+                self.tuner.observe(remaining, seconds, draft.trees, verdict.accept_index)
 
     def _step_in_place(self, sequences: list[Sequence]) -> None:
         """A fixed step: nothing but decoding, and the drafter's part in it."""
@@ -145,8 +146,8 @@ class Engine:
     def _schedule(self) -> tuple[Batch, Draft | None]:
         """Whose turn it is, and the trees of those that decode; None where a fixed step makes them itself."""
         while True:
-            # A tuner drafts nothing beside prompts.
-            batch = self.scheduler.schedule(self.max_nodes, None if self.tuner is None else 1)
+            # A tuner drafts only at times: nothing beside prompts, and where there is room.
+            batch = self.scheduler.schedule(self.max_nodes if self.tuner is None else 1)
             for sequence in batch.evicted:
                 self.drafter.forget(sequence)
                 self.stats.sequences[sequence.index].evictions += 1
@@ -169,11 +170,13 @@ class Engine:
         """Whether to draft, and with which tree: not while prompts wait for their first token."""
         if batch.prefill:
             return False
-        room = sum(sequence.max_length - len(sequence.tokens) for sequence in batch.decode) // len(batch.decode)
         tree = tuner.next_tree(
-            len(batch.decode), remaining=room, unread=DRAFT_SHARE * self.drafter.unread(batch.decode)
+            _remaining(batch.decode),
+            unread=DRAFT_SHARE * self.drafter.unread(batch.decode),
+            others_wait=bool(self.scheduler.waiting),
         )
-        if tree is None:
+        if tree is None or not self.scheduler.reserve(batch.decode, self.max_nodes):
+            tuner.is_drafting = False
             return False
         self.drafter.use_tree(tree)
         self.stats.drafted_steps += 1
@@ -198,7 +201,8 @@ class Engine:
             return
         draft = Draft(*proposal)
         texts = [sequences[i].tokens[length : length + back] for i, length in rows]
-        tuner.observe_rehearsal(draft.draft_tokens.tolist(), draft.trees, texts, begin)
+        remaining = _remaining([sequences[i] for i, _ in rows])
+        tuner.observe_rehearsal(remaining, draft.draft_tokens.tolist(), draft.trees, texts, begin)
 
     def _propose(self, sequences: list[Sequence]) -> Draft:
         lengths = self._to_device([len(sequence.tokens) for sequence in sequences], torch.int32)
@@ -389,6 +393,11 @@ class Engine:
         return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
 
 
+def _remaining(sequences: list[Sequence]) -> list[int]:
+    """Tokens that each still has to come, if its text does not end before."""
+    return [sequence.max_length - len(sequence.tokens) for sequence in sequences]
+
+
 def _offsets(counts: list[int]) -> list[int]:
     offsets = [0]
     for count in counts:
@@ -402,6 +411,10 @@ def _without_padding(draft: Draft) -> Draft:
     if trees.device.type != "cpu":
         return draft
     rows = int(trees.cu_nodes[-1])
+    if (
+        rows == trees.batch_size and int(trees.first_child[:rows].max()) < 0
+    ):  # nobody has a draft: a plain pass is faster
+        return Draft(*roots_only(draft.draft_tokens[:rows], trees.cu_nodes))
     names = ("parents", "depths", "first_child", "next_sibling", "mask")
     trees = replace(trees, **{name: getattr(trees, name)[:rows] for name in names})
     draft_rows = draft.draft_rows[:rows] if draft.draft_rows is not None else None

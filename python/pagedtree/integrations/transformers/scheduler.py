@@ -77,23 +77,23 @@ class Scheduler:
                     f" {sequence.group}, its max_new_tokens and a tree of {max_nodes} nodes, got {self.cache.num_pages}"
                 )
 
-    def schedule(self, max_nodes: int, nodes_beside_prompts: int | None = None) -> Batch:
-        """The next pass; every sequence in it holds the pages for a tree of `max_nodes` nodes.
-
-        nodes_beside_prompts: nodes of a tree in a pass that also reads known tokens; None: max_nodes.
-        """
+    def schedule(self, max_nodes: int) -> Batch:
+        """The next pass; every sequence in it holds the pages for a tree of `max_nodes` nodes."""
         batch = Batch(evicted=self._make_room(max_nodes))
         self._admit(max_nodes)
         batch.decode = [sequence for sequence in self.running if sequence.is_decoding]
         # Decoding comes first, but a pass always reads some of what waits, however many trees there are.
-        num_nodes = len(batch.decode) * (max_nodes if nodes_beside_prompts is None else nodes_beside_prompts)
-        budget = max(self.max_batch_tokens - num_nodes, self.cache.page_size)
+        budget = max(self.max_batch_tokens - len(batch.decode) * max_nodes, self.cache.page_size)
         for sequence in self.running:
             chunk = min(len(sequence.tokens) - sequence.cached, budget)
             if not sequence.is_decoding and chunk > 0:
                 batch.prefill.append((sequence, chunk))
                 budget -= chunk
         return batch
+
+    def reserve(self, sequences: list[Sequence], max_nodes: int) -> bool:
+        """Whether these got the pages for trees of `max_nodes` nodes; nobody is evicted for them."""
+        return all(self.cache.reserve(sequence.index, sequence.root + max_nodes) for sequence in sequences)
 
     def finish(self, sequence: Sequence) -> None:
         self.running.remove(sequence)

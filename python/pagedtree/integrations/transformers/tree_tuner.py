@@ -17,19 +17,28 @@ __all__ = ["TreeTuner"]
 
 # Share of the time, the next tokens' included, that may be lost to drafts that do not pay.
 LOSS_SHARE, HORIZON = 0.015, 128
+# Plain steps' time that drafts may lose besides, of what they won before or was not lost in earlier calls.
+MOST_SAVED = 8.0
+# Tokens whose gain, as rehearsals promise it, may be lost besides.
+CREDIT = 4.0
 # A tree must promise to be so much faster than plain decoding.
 MIN_GAIN = 0.02
 # Steps of plain decoding before the first drafts, and how many steps its measure is good for.
-PLAIN_STEPS, PLAIN_AGE = 3, 64
+PLAIN_STEPS, LEAST_PLAIN_AGE, PLAIN_AGE = 3, 8, 64
 MAX_DEPTH, MAX_RANKS = 8, 4
 # Steps with drafts before an estimate is trusted, and their trees.
-PROBES, PROBE_NODES = 4, 4
+PROBES, PROBE = 4, [-1, 0, 0, 1]
 # A step that takes so many times as long as others of its kind: the machine did something else.
 HICCUP = 2.0
-# Evidence fades, so that a change of the text shows; before there is any, each first choice is right half the time.
-DISCOUNT = 0.995
-# Share of the time that goes into rehearsals, and the tokens of a step that they must promise before a real try.
-REHEARSAL_SHARE, PROMISE = 0.004, 1.2
+# A row of a decoding step takes as long as so many tokens of a prompt: it has logits, and they are verified.
+ROW_TOKENS = 3.0
+# Shares of the evidence that stay when a step or a rehearsal adds to it, so that a change of the text shows; and the
+# guesses that all earlier calls count as. Before there is any, each first choice is right half the time.
+KEPT_IN_STEP, KEPT_IN_REHEARSAL, CARRIED = 0.95, 0.5, 8.0
+# Share of the time that goes into rehearsals, and the tokens of a step that they must promise before the first try.
+REHEARSAL_SHARE, PROMISE = 0.004, 1.3
+# Share of the time that goes into the search for the best tree.
+CHOICE_SHARE = 0.005
 PRIOR = 0.5 * 0.4 ** np.arange(MAX_RANKS)
 PRIOR_WEIGHT = 2.0
 
@@ -38,25 +47,40 @@ PRIOR_WEIGHT = 2.0
 class Costs:
     """What is known of one batch size.
 
-    plain: seconds of steps without drafts, plain_seconds their median. drafted: nodes of a tree, depth, seconds; model:
-    fitted to them, seconds of a drafted step: a constant, a node's, a level's. chosen_from: the evidence at the last
-    choice. probes: steps with drafts to try before the next choice counts, with the tree `probe`; probe_loss: seconds
-    that one may lose. tree: the choice, None = plain decoding; gain: the seconds that it saves a token.
+    plain: seconds of steps without drafts; plain_seconds: what drafts have to beat. drafted: nodes of a tree, depth,
+    seconds; most_nodes: of them all; model: fitted to them, seconds of a drafted step: a constant, a node's, a level's.
+    probes: steps with drafts to try before a choice counts, with the tree `probe`; probe_loss: seconds that one may
+    lose. tree: the best tree, of drafts even where plain decoding is better; gain: the seconds that it saves a token,
+    by the evidence at judged_at.
     """
 
-    plain: deque[float] = field(default_factory=lambda: deque(maxlen=9))
+    plain: deque[float] = field(default_factory=lambda: deque(maxlen=25))
     plain_seconds: float = 0.0
     drafted: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=48))
     since_plain: int = 0
     steps: int = 0
-    next_choice: int = 0
-    chosen_from: int = -1
+    next_choice: float = 0.0
+    judged_at: int = -1
+    next_probe: int = 0
+    most_nodes: int = 1
     probes: int = PROBES
     probe: DraftTree | None = None
     probe_loss: float = 0.0
     model: tuple[float, float, float] | None = None
     tree: DraftTree | None = None
     gain: float = 0.0
+
+    @property
+    def plain_age(self) -> float:
+        """Steps that plain_seconds is good for: a plain step now and then may cost 1 % of the time."""
+        return min(max(100 * self.gain / self.plain_seconds, LEAST_PLAIN_AGE), PLAIN_AGE)
+
+    def measure(self, seconds: float) -> None:
+        """Of a plain step. Drafts have to beat the median less its standard error, or noise would make gains."""
+        self.plain.append(seconds)
+        taken, count = sorted(self.plain), len(self.plain)
+        spread = taken[-1 - count // 4] - taken[count // 4]
+        self.plain_seconds = taken[count // 2] - 0.93 * spread / math.sqrt(count)
 
     def fit(self) -> None:
         nodes, depths, seconds = np.array(self.drafted).T
@@ -65,9 +89,9 @@ class Costs:
         scale = seconds.mean()
         # Where few shapes were tried, a node and a level are taken to cost little rather than nothing.
         ridge, guess = 0.1, np.array([1.0, 0.01, 0.05])
-        left = features.T @ features / len(seconds) + ridge * np.eye(3)
-        right = features.T @ (seconds / scale) / len(seconds) + ridge * guess
-        constant, node, level = np.linalg.solve(left, right) * scale
+        left = (features.T @ features / len(seconds) + ridge * np.eye(3)).tolist()
+        right = (features.T @ (seconds / scale) / len(seconds) + ridge * guess).tolist()
+        constant, node, level = (x * scale for x in _solved(left, right))
         self.model = max(float(constant), 1e-9), max(float(node), 0.0), max(float(level), 0.0)
 
     def seconds(self, num_nodes: float, depth: float) -> float:
@@ -80,10 +104,16 @@ class TreeTuner:
     """Chooses the tree of each step by `choose_tree`, and sees to it that drafts do not cost more than they bring.
 
     It starts with plain decoding, whose time a token is what drafts have to beat, and tries a small tree. What drafted
-    steps lose against plain ones is counted, also where an estimate was wrong: no drafts while the loss exceeds 1.5 %
+    steps lose against plain ones is counted, also where an estimate was wrong: no drafts while that is more than 1.5 %
     of the time. Of the very first step with drafts, which pays for what is set up once, no more than a plain step
-    counts. What was learnt stays with the drafter for further calls. A drafter that guesses for next to nothing
-    rehearses while there is plain decoding: its guesses in the known text are compared with how that went on.
+    counts. What was learnt stays with the drafter for further calls, with what it has won, up to a few steps.
+
+    A drafter that guesses for next to nothing rehearses while there is plain decoding: its guesses in the known text
+    are compared with how that went on. It drafts only if that promises a gain, and may lose a little more then.
+
+    A batch is done with its last sequence: that others are ahead of that one saves only the part of a step that their
+    rows take. Progress is measured so, and acceptance is that of the sequences for which the end waits; unless others
+    wait for a place in the batch, when every token counts.
 
     max_nodes, max_depth: the most nodes of a tree, the root included, and its most levels.
     """
@@ -95,12 +125,24 @@ class TreeTuner:
         self.trials = np.full((MAX_DEPTH, MAX_RANKS), PRIOR_WEIGHT)
         self.evidence = 0  # how many times something was counted
         self.is_catching_up = False
+        self.is_drafting = False
         self.is_warm = False  # after the first step with drafts
-        self.elapsed = self.lost = 0.0  # seconds of all steps; what those with drafts took longer than plain ones
+        self.clock = 0.0  # seconds of all steps
+        self.elapsed = self.lost = 0.0  # of this call's; what those with drafts took longer than plain ones
         self.choosing = 0.0  # seconds of the step that went into choice and rehearsal
         self.seconds_of_token = 0.0  # to read a known token
-        self.rehearsal = 0.0  # seconds of the last one; infinite: the drafter has none
-        self.since_rehearsal = 0.0
+        self.can_rehearse = True  # until the drafter says that it cannot
+        self.rehearsal, self.since_rehearsal = 0.0, math.inf  # seconds of the last one, and since then
+        self.is_informed = False  # of this call's text by a rehearsal, where there are any
+        self.by_rows = 0.0  # share of a step that goes by the number of sequences, and of the progress by all tokens
+
+    def begin(self) -> None:
+        """A call of `generate` starts: what earlier ones won, or left of their share, may be lost, too."""
+        self.lost = min(self.lost - LOSS_SHARE * self.elapsed, 0.0)
+        self.elapsed = 0.0
+        self._keep(min(CARRIED / self.trials[0, 0], 1.0))
+        self.is_informed = not self.can_rehearse
+        self.since_rehearsal = math.inf
 
     @property
     def acceptance(self) -> np.ndarray:
@@ -108,46 +150,62 @@ class TreeTuner:
         rates = self.hits / self.trials
         return rates / np.maximum(rates.sum(axis=1, keepdims=True), 1.0)
 
-    def next_tree(self, batch_size: int, *, remaining: int, unread: float = 0.0) -> DraftTree | None:
-        """The tree for the next step of that many sequences; None: plain decoding.
+    def next_tree(self, remaining: list[int], *, unread: float = 0.0, others_wait: bool = False) -> DraftTree | None:
+        """The tree for the next step; None: plain decoding.
 
-        remaining: tokens that a sequence still has to come. unread: known ones that the drafter has to read before it
-        can draft, in tokens of the target.
+        remaining: tokens that each sequence of the batch still has to come. unread: known ones that the drafter has to
+        read before it can draft, in tokens of the target. others_wait: whether sequences wait for a place in the batch.
         """
+        batch_size, longest = len(remaining), max(remaining)
         costs = self.costs.setdefault(_bucket(batch_size), Costs())
         self.is_catching_up = unread > 0
-        if len(costs.plain) < PLAIN_STEPS or costs.since_plain >= PLAIN_AGE:
+        if costs.plain:
+            rows = batch_size * ROW_TOKENS * self.seconds_of_token / costs.plain_seconds
+            self.by_rows = 1.0 if others_wait else min(rows, 1.0)
+        self.is_drafting = False
+        # What was won or left is no reason to lose much of it.
+        self.lost = max(self.lost, -MOST_SAVED * costs.plain_seconds)
+        if not self.is_informed or len(costs.plain) < PLAIN_STEPS or costs.since_plain >= costs.plain_age:
             return None
-        allowance = LOSS_SHARE * (self.elapsed + min(remaining, HORIZON) * costs.plain_seconds) - self.lost
+        if costs.judged_at != self.evidence:
+            begin = time.perf_counter()
+            self._judge(costs, batch_size)
+            self.choosing += time.perf_counter() - begin
+        allowance = LOSS_SHARE * (self.elapsed + min(longest, HORIZON) * costs.plain_seconds) - self.lost
+        if self.can_rehearse:
+            allowance += CREDIT * max(costs.gain, 0.0)
         if allowance <= 0.0:
             return None
-        if costs.steps >= costs.next_choice and costs.chosen_from != self.evidence:
-            begin = time.perf_counter()
-            self._choose(costs, batch_size)
-            costs.chosen_from = self.evidence
-            costs.next_choice = costs.steps + min(max(costs.steps // 4, 4), 64)
-            self.choosing += time.perf_counter() - begin
         catching_up = unread * self.seconds_of_token
+        assert costs.probe is not None
+        tree = None
+        if not self.can_rehearse and costs.steps >= costs.next_probe:  # to see whether drafts still do not pay
+            costs.probes = max(costs.probes, 1)
         if costs.probes > 0:
-            assert costs.probe is not None
-            if 0.0 < self.rehearsal < math.inf and expected_tokens(costs.probe, self.acceptance) < PROMISE:
-                return None
-            return costs.probe if costs.probe_loss + catching_up <= allowance else None
+            has_promise = not self.can_rehearse or self._tokens(costs.probe) >= PROMISE
+            if has_promise and costs.probe_loss + catching_up <= allowance:
+                tree = costs.probe
         # What the drafter has to read first is an investment, into the tokens that are still to come.
-        return costs.tree if catching_up <= costs.gain * remaining else None
+        elif costs.gain >= MIN_GAIN * costs.plain_seconds and catching_up <= costs.gain * longest:
+            assert costs.tree is not None
+            loss = costs.seconds(costs.tree.num_nodes, costs.tree.max_depth) - costs.plain_seconds
+            tree = costs.tree if loss <= allowance else None
+        self.is_drafting = tree is not None
+        return tree
 
-    def observe(self, batch_size: int, seconds: float, trees: TreeBatch, accept_index: Tensor) -> None:
-        """A step of that many sequences took so long; trees and accept_index [B, S] of its verdict."""
+    def observe(self, remaining: list[int], seconds: float, trees: TreeBatch, accept_index: Tensor) -> None:
+        """A step took so long; remaining: before it. trees and accept_index [B, S] of its verdict."""
+        batch_size = len(remaining)
         costs = self.costs.setdefault(_bucket(batch_size), Costs())
         costs.steps += 1
+        self.clock += seconds
         self.elapsed += seconds
         self.since_rehearsal += seconds
         # The first choice sets things up.
         self.lost += min(self.choosing, costs.plain_seconds)
         seconds, self.choosing = seconds - self.choosing, 0.0
-        if trees.max_nodes == 1:
-            costs.plain.append(seconds)
-            costs.plain_seconds = statistics.median(costs.plain)
+        if not self.is_drafting:
+            costs.measure(seconds)
             costs.since_plain = 0
             return
         costs.since_plain += 1
@@ -159,15 +217,18 @@ class TreeTuner:
         if not self.is_catching_up:
             nodes, depth = trees.parents.shape[0] / max(batch_size, 1), float(trees.depths.max())
             costs.drafted.append((nodes, depth, seconds))
+            costs.most_nodes = max(costs.most_nodes, round(nodes))
             if costs.model is not None:
                 seconds = min(seconds, HICCUP * costs.seconds(nodes, depth))
             elif len(costs.drafted) > 2:
                 seconds = min(seconds, HICCUP * statistics.median(taken for _, _, taken in costs.drafted))
-        self._count(trees, accept_index.tolist())
+        self._keep(KEPT_IN_STEP)
+        self._count(trees, accept_index.tolist(), remaining)
         if costs.plain:
-            gained = float((accept_index >= 0).sum()) / max(batch_size, 1)
-            # What drafts won is no reason to lose much of it later.
-            self.lost = max(self.lost + seconds - gained * costs.plain_seconds, -2 * costs.plain_seconds)
+            gained = (accept_index >= 0).sum(dim=1).tolist()
+            ahead = max(remaining) - max(left - count for left, count in zip(remaining, gained, strict=True))
+            progress = self.by_rows * sum(gained) / batch_size + (1 - self.by_rows) * ahead
+            self.lost += seconds - progress * costs.plain_seconds
 
     def observe_reading(self, num_tokens: int, seconds: float) -> None:
         """A pass of the target over prompts took so long."""
@@ -176,13 +237,18 @@ class TreeTuner:
     @property
     def may_rehearse(self) -> bool:
         """Whether rehearsals have not taken more than their share."""
-        return self.since_rehearsal * REHEARSAL_SHARE >= self.rehearsal
+        return self.can_rehearse and self.since_rehearsal * REHEARSAL_SHARE >= self.rehearsal
 
     def cannot_rehearse(self) -> None:
-        self.rehearsal = math.inf
+        self.can_rehearse, self.is_informed = False, True
 
-    def observe_rehearsal(self, drafts: list[int], trees: TreeBatch, texts: list[list[int]], begin: float) -> None:
-        """Trees of those draft tokens were guessed where the texts followed; it began at that time."""
+    def observe_rehearsal(
+        self, remaining: list[int], drafts: list[int], trees: TreeBatch, texts: list[list[int]], begin: float
+    ) -> None:
+        """Trees of those draft tokens were guessed where the texts followed; it began at that time.
+
+        remaining: tokens that the sequence of each text still has to come.
+        """
         first_child, next_sibling = trees.first_child.tolist(), trees.next_sibling.tolist()
         paths = []
         for offset, text in zip(trees.cu_nodes.tolist(), texts, strict=False):
@@ -195,43 +261,66 @@ class TreeTuner:
                     break
                 path.append(child)
             paths.append(path)
-        self._count(trees, paths)
-        self.rehearsal, self.since_rehearsal = time.perf_counter() - begin, 0.0
+        self._keep(KEPT_IN_REHEARSAL)
+        self._count(trees, paths, remaining)
+        self.rehearsal, self.since_rehearsal, self.is_informed = time.perf_counter() - begin, 0.0, True
         self.choosing += self.rehearsal
 
-    def _choose(self, costs: Costs, batch_size: int) -> None:
-        acceptance, plain = self.acceptance, costs.plain_seconds
-        node_seconds = batch_size * self.seconds_of_token  # of a node in all trees, if reading is bound by arithmetic
-        probe_nodes = min(PROBE_NODES if (PROBE_NODES - 1) * node_seconds <= plain else 2, self.max_nodes)
-        costs.probe = choose_tree(acceptance, lambda n: 1.0, max_nodes=probe_nodes, max_depth=self.max_depth)
-        costs.tree, costs.gain = None, 0.0
-        if not costs.drafted:
-            costs.probe_loss = max(node_seconds * (probe_nodes - 1), 0.5 * plain)
-            return
+    def _judge(self, costs: Costs, batch_size: int) -> None:
+        """What drafts would gain by all that is known now, and now and then, which are the best."""
+        costs.judged_at = self.evidence
+        if costs.probe is None:
+            # Of all trees in the batch, a node takes so long at most.
+            node_seconds = batch_size * ROW_TOKENS * self.seconds_of_token
+            nodes = min(len(PROBE) if (len(PROBE) - 1) * node_seconds <= costs.plain_seconds else 2, self.max_nodes)
+            costs.probe = DraftTree(PROBE[: nodes if self.max_depth > 1 else min(nodes, 3)])
+            costs.probe_loss = max(node_seconds * (nodes - 1), 0.5 * costs.plain_seconds)
+        if costs.drafted and costs.probes == 0 and self.clock >= costs.next_choice:
+            begin = time.perf_counter()
+            self._choose(costs)
+            costs.next_choice = self.clock + (time.perf_counter() - begin) / CHOICE_SHARE
+        if costs.tree is not None:
+            seconds = costs.seconds(costs.tree.num_nodes, costs.tree.max_depth)
+            costs.gain = costs.plain_seconds - seconds / self._tokens(costs.tree)
+            costs.next_probe = costs.steps + min(max(costs.steps // 4, 4), 64)
+
+    def _choose(self, costs: Costs) -> None:
+        assert costs.probe is not None
         costs.fit()
-        costs.probe_loss = max(costs.seconds(costs.probe.num_nodes, costs.probe.max_depth) - plain, 0.0)
+        costs.probe_loss = max(costs.seconds(costs.probe.num_nodes, costs.probe.max_depth) - costs.plain_seconds, 0.0)
         tree = choose_tree(
-            acceptance,
-            lambda n: costs.seconds(n, 0) if n > 1 else plain * (1 - MIN_GAIN),
-            max_nodes=self.max_nodes,
+            self.acceptance,
+            lambda n: costs.seconds(n, 0) if n > 1 else costs.plain_seconds,
+            # The time of trees much larger than those tried is a guess.
+            max_nodes=min(self.max_nodes, 2 * max(len(PROBE), costs.most_nodes)),
             max_depth=self.max_depth,
             level_cost=costs.seconds(1, 1) - costs.seconds(1, 0),
         )
-        if tree.num_nodes > 1:
-            seconds = costs.seconds(tree.num_nodes, tree.max_depth)
-            costs.tree, costs.gain = tree, plain - seconds / expected_tokens(tree, acceptance)
-        else:
-            costs.probes = max(costs.probes, 1)  # to see later whether that is still so
+        costs.tree = tree if tree.num_nodes > 1 else costs.probe
 
-    def _count(self, trees: TreeBatch, paths: list[list[int]]) -> None:
-        """Enters which children of the accepted nodes were accepted."""
+    def _tokens(self, tree: DraftTree) -> float:
+        """Tokens of a step, by a careful estimate of how many first guesses are right: one standard error lower."""
+        acceptance = self.acceptance
+        first = min(float(acceptance[0].sum()), 1.0)
+        careful = max(first - math.sqrt(first * (1 - first) / self.trials[0, 0]), 0.0)
+        return 1 + (expected_tokens(tree, acceptance) - 1) * careful / first if first > 0 else 1.0
+
+    def _keep(self, share: float) -> None:
+        """That share of the evidence."""
+        self.hits = share * self.hits + (1 - share) * PRIOR_WEIGHT * PRIOR
+        self.trials = share * self.trials + (1 - share) * PRIOR_WEIGHT
+
+    def _count(self, trees: TreeBatch, paths: list[list[int]], remaining: list[int]) -> None:
+        """Enters which children of the accepted nodes were accepted, weighed by what a token of that sequence saves."""
         self.evidence += 1
-        self.hits = DISCOUNT * self.hits + (1 - DISCOUNT) * PRIOR_WEIGHT * PRIOR
-        self.trials = DISCOUNT * self.trials + (1 - DISCOUNT) * PRIOR_WEIGHT
+        longest = max(remaining)
+        of_any, of_last = self.by_rows / len(remaining), (1 - self.by_rows) / remaining.count(longest)
+        of_others = of_any / (of_any + of_last)
         first_child, next_sibling = trees.first_child.tolist(), trees.next_sibling.tolist()
-        for offset, path in zip(trees.cu_nodes.tolist(), paths, strict=False):
+        for offset, path, left in zip(trees.cu_nodes.tolist(), paths, remaining, strict=False):
+            weight = 1.0 if left == longest else of_others
             if first_child[offset] < 0:  # the drafter had no idea
-                self.trials[0] += 1
+                self.trials[0] += weight
                 continue
             accepted = set(path)
             for depth, node in enumerate(path[:MAX_DEPTH]):
@@ -239,9 +328,20 @@ class TreeTuner:
                     break
                 child, rank = first_child[offset + node], 0
                 while child >= 0 and rank < MAX_RANKS:
-                    self.trials[depth, rank] += 1
-                    self.hits[depth, rank] += child in accepted
+                    self.trials[depth, rank] += weight
+                    self.hits[depth, rank] += weight * (child in accepted)
                     child, rank = next_sibling[offset + child], rank + 1
+
+
+def _solved(left: list[list[float]], right: list[float]) -> list[float]:
+    """x of left @ x = right, [3, 3] and regular; the first call of a linear algebra library takes milliseconds."""
+
+    def det(a: list[float], b: list[float], c: list[float]) -> float:
+        cross = b[1] * c[2] - b[2] * c[1], b[2] * c[0] - b[0] * c[2], b[0] * c[1] - b[1] * c[0]
+        return sum(x * y for x, y in zip(a, cross, strict=True))
+
+    columns = [list(column) for column in zip(*left, strict=True)]
+    return [det(*(right if i == j else columns[j] for j in range(3))) / det(*columns) for i in range(3)]
 
 
 def _bucket(batch_size: int) -> int:
