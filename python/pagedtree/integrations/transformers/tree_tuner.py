@@ -35,8 +35,9 @@ ROW_TOKENS = 3.0
 # Shares of the evidence that stay when a step or a rehearsal adds to it, so that a change of the text shows; and the
 # guesses that all earlier calls count as. Before there is any, each first choice is right half the time.
 KEPT_IN_STEP, KEPT_IN_REHEARSAL, CARRIED = 0.95, 0.5, 8.0
-# Share of the time that goes into rehearsals, and the tokens of a step that they must promise before the first try.
-REHEARSAL_SHARE, PROMISE = 0.004, 1.3
+# Share of the time that goes into rehearsals, and the tokens of a step that they must promise before the first tries,
+# besides one for each plain step that a try may lose.
+REHEARSAL_SHARE, PROMISE = 0.004, 0.8
 # Share of the time that goes into the search for the best tree.
 CHOICE_SHARE = 0.005
 PRIOR = 0.5 * 0.4 ** np.arange(MAX_RANKS)
@@ -182,7 +183,8 @@ class TreeTuner:
         if not self.can_rehearse and costs.steps >= costs.next_probe:  # to see whether drafts still do not pay
             costs.probes = max(costs.probes, 1)
         if costs.probes > 0:
-            has_promise = not self.can_rehearse or self._tokens(costs.probe) >= PROMISE
+            promise = PROMISE + costs.probe_loss / costs.plain_seconds
+            has_promise = not self.can_rehearse or self._tokens(costs.probe) >= promise
             if has_promise and costs.probe_loss + catching_up <= allowance:
                 tree = costs.probe
         # What the drafter has to read first is an investment, into the tokens that are still to come.
