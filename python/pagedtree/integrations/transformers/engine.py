@@ -411,9 +411,8 @@ def _without_padding(draft: Draft) -> Draft:
     if trees.device.type != "cpu":
         return draft
     rows = int(trees.cu_nodes[-1])
-    if (
-        rows == trees.batch_size and int(trees.first_child[:rows].max()) < 0
-    ):  # nobody has a draft: a plain pass is faster
+    # Where nobody has a draft, a plain pass is faster.
+    if rows == trees.batch_size and int(trees.first_child[:rows].max()) < 0:
         return Draft(*roots_only(draft.draft_tokens[:rows], trees.cu_nodes))
     names = ("parents", "depths", "first_child", "next_sibling", "mask")
     trees = replace(trees, **{name: getattr(trees, name)[:rows] for name in names})

@@ -52,7 +52,7 @@ class Costs:
     seconds; most_nodes: of them all; model: fitted to them, seconds of a drafted step: a constant, a node's, a level's.
     probes: steps with drafts to try before a choice counts, with the tree `probe`; probe_loss: seconds that one may
     lose. tree: the best tree, of drafts even where plain decoding is better; gain: the seconds that it saves a token,
-    by the evidence at judged_at.
+    by the evidence at judged_at. next_choice: of the clock, next_probe: of steps, when to choose and to try again.
     """
 
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=25))
@@ -203,7 +203,7 @@ class TreeTuner:
         self.clock += seconds
         self.elapsed += seconds
         self.since_rehearsal += seconds
-        # The first choice sets things up.
+        # The machine may have done something else meanwhile.
         self.lost += min(self.choosing, costs.plain_seconds)
         seconds, self.choosing = seconds - self.choosing, 0.0
         if not self.is_drafting:
