@@ -268,3 +268,41 @@ def test_ngram_drafter_rehearses_as_it_proposes():
     assert torch.equal(drafts, expected) and drafts[1 : trees.parents.shape[0]].tolist()[:2] == [4, 5]
     drafter.use_tree(DraftTree.chain(1))
     assert torch.equal(drafter.rehearse(tokens, lengths)[0], expected), "use_tree does not narrow it"
+
+
+class Uneven(Machine):
+    """Every sequence but the last one takes all drafts; the last one takes none."""
+
+    def paths(self, tree: DraftTree, remaining: list[int]) -> torch.Tensor:
+        first = [0]
+        while (child := int(tree.first_child[first[-1]])) >= 0:
+            first.append(child)
+        rows = [first + [-1] * (tree.max_depth + 1 - len(first))] * (len(remaining) - 1)
+        return torch.tensor([*rows, [0] + [-1] * tree.max_depth], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("others_wait", [False, True])
+def test_progress_is_that_of_the_last_sequence_unless_others_wait(others_wait):
+    machine, tuner = Uneven([1.0], node=0.02, batch=4), TreeTuner(16, 5)
+    remaining = [4000, 4000, 4000, 8000]  # the last one stays behind
+    tuner.begin()
+    tuner.cannot_rehearse()
+    seconds, drafted = 0.0, 0
+    for _ in range(192):
+        tree = tuner.next_tree(remaining, others_wait=others_wait) or ROOT
+        paths = machine.paths(tree, remaining)
+        seconds += (took := machine.seconds(tree))
+        tuner.observe(remaining, took, TreeBatch.from_trees([tree] * 4), paths)
+        remaining = [left - n for left, n in zip(remaining, (paths >= 0).sum(dim=1).tolist(), strict=True)]
+        drafted += tree.num_nodes > 1
+    if others_wait:
+        assert drafted > 120
+    else:
+        assert drafted < 20 and seconds < 192 * (1 + LOSS_SHARE) + 2 * machine.plain
+
+
+def test_nobody_is_evicted_for_drafts(model, scheduled):
+    prompts, options = prompts_of((5, 21, 9, 14), seed=3), dict(max_new_tokens=24, page_size=4, num_pages=42)
+    _, plain = generate(model, prompts, **options)
+    _, drafted = generate(model, prompts, drafter=NgramDrafter(12), tree="auto", **options)
+    assert drafted.evictions == plain.evictions == 0 < drafted.drafted_steps
