@@ -8,8 +8,8 @@ Trees are fixed, or chosen by `generate(tree="auto")`, whose drafter keeps what 
 or starts anew in each ("auto from scratch"). transformers' assisted generation and prompt lookup take one sequence. All
 greedy, in fp32, without an end of text; a text that differs from plain decoding is told.
 
-That trees which are chosen cost next to nothing takes a better look: `--pairs` generations, each directly before or
-after one of plain decoding, in turn; and as many pairs of plain decoding and itself, to see what the machine adds.
+That trees which are chosen cost next to nothing takes a better look: `--pairs` generations, each beside one of plain
+decoding, the two taking turns step by step; and as many of plain decoding beside itself, to see what the machine adds.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lockstep import OnStep, in_lockstep
 from measure import machine_facts, median_interval, save
 from suite import Progress
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
@@ -39,7 +40,7 @@ from stdlib_text import prompts as stdlib_prompts  # noqa: E402
 
 PLAIN = "pagedtree, plain"
 Tokens = list[list[int]]
-Candidate = Callable[[], tuple[Tokens, GenerationStats | None]]
+Candidate = Callable[..., tuple[Tokens, GenerationStats | None]]
 
 
 def candidates(target: Any, draft: Any, tokenizer: Any, batch: Tokens, count: int) -> dict[str, Candidate]:
@@ -49,8 +50,10 @@ def candidates(target: Any, draft: Any, tokenizer: Any, batch: Tokens, count: in
         out = target.generate(**padded, do_sample=False, max_new_tokens=count, **options)
         return out[:, padded["input_ids"].shape[1] :].tolist(), None
 
-    def ours(drafter: Any = None, tree: str | None = None) -> tuple[Tokens, GenerationStats]:
-        out, stats = generate(target, batch, drafter=drafter, tree=tree, max_new_tokens=count)
+    def ours(
+        drafter: Any = None, tree: str | None = None, on_step: OnStep | None = None
+    ) -> tuple[Tokens, GenerationStats]:
+        out, stats = generate(target, batch, drafter=drafter, tree=tree, max_new_tokens=count, on_step=on_step)
         return [row[len(prompt) :].tolist() for row, prompt in zip(out, batch, strict=True)], stats
 
     drafters = {
@@ -65,7 +68,7 @@ def candidates(target: Any, draft: Any, tokenizer: Any, batch: Tokens, count: in
     for name, make in drafters.items():
         found[f"pagedtree, {name}"] = partial(ours, make())
         found[f"pagedtree, {name}, auto"] = partial(ours, make(), "auto")
-        found[f"pagedtree, {name}, auto from scratch"] = lambda make=make: ours(make(), "auto")  # type: ignore[misc]
+        found[f"pagedtree, {name}, auto from scratch"] = lambda make=make, **options: ours(make(), "auto", **options)  # type: ignore[misc]
     return found
 
 
@@ -101,23 +104,22 @@ def in_rounds(batch_size: int, run: dict[str, Candidate], rounds: int) -> list[d
     return rows
 
 
-def in_pairs(batch_size: int, run: dict[str, Candidate], pairs: int) -> list[dict[str, Any]]:
+def in_pairs(target: Any, batch_size: int, run: dict[str, Candidate], pairs: int) -> list[dict[str, Any]]:
     """Of plain decoding, and where trees are chosen: speed and time to the first token over plain decoding's."""
     names = [name for name in run if name == PLAIN or ", auto" in name]
     speed, first_token, drafted = defaultdict(list), defaultdict(list), defaultdict(list)
 
-    def timed(name: str) -> tuple[float, GenerationStats]:
-        begin = time.perf_counter()
-        _, stats = run[name]()
-        assert stats is not None
-        return time.perf_counter() - begin, stats
-
     for turn in range(pairs):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            plain, other = (timed(PLAIN), timed(name)) if turn % 2 else (timed(name), timed(PLAIN))[::-1]
-            speed[name].append(plain[0] / other[0])
-            first_token[name].append(other[1].time_to_first_token / plain[1].time_to_first_token)
-            drafted[name].append(other[1].drafted_steps / other[1].steps)
+            both = [lambda on_step, name=name: run[name](on_step=on_step) for name in (PLAIN, name)]  # type: ignore[misc]
+            players = in_lockstep(target, *both) if turn % 2 else in_lockstep(target, *both[::-1])[::-1]
+            plain, other = players
+            stats = other.result[1]
+            speed[name].append(plain.seconds / other.seconds)
+            first_token[name].append(
+                statistics.mean(other.first_tokens.values()) / statistics.mean(plain.first_tokens.values())
+            )
+            drafted[name].append(stats.drafted_steps / stats.steps)
     return [
         {
             "batch": batch_size,
@@ -172,7 +174,7 @@ def main() -> int:
         bar.show(f"batch {batch_size}")
         run = candidates(target, draft, tokenizer, texts[:batch_size], args.max_new_tokens)
         rows += (found := in_rounds(batch_size, run, args.rounds))
-        paired += (pairs := in_pairs(batch_size, run, args.pairs))
+        paired += (pairs := in_pairs(target, batch_size, run, args.pairs))
         bar.clear()
         bar.done += 1
         for row in found:

@@ -209,7 +209,7 @@ def end_to_end(result: dict[str, Any], name: str) -> str:
     parts += [
         "Tokens a second of all sequences, and over plain decoding in the same round:",
         by_batch(rows, lambda row: f"{row['tokens_per_second']:.0f} ({row['over_plain']:.2f} x)"),
-        f"Speed over plain decoding in {arguments['pairs']} pairs of neighbours, median and its 95 % interval; first"
+        f"Speed over plain decoding in {arguments['pairs']} pairs, median and its 95 % interval; first"
         " plain decoding over itself:",
         by_batch(paired, lambda row: interval(row["over_plain"])),
         "Time to the first token over plain decoding's, in the same pairs:",

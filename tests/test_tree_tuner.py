@@ -306,3 +306,20 @@ def test_nobody_is_evicted_for_drafts(model, scheduled):
     _, plain = generate(model, prompts, **options)
     _, drafted = generate(model, prompts, drafter=NgramDrafter(12), tree="auto", **options)
     assert drafted.evictions == plain.evictions == 0 < drafted.drafted_steps
+
+
+def test_plain_steps_judge_only_what_is_new(monkeypatch):
+    """The promise of drafts takes as long to work out as 2 % of a small model's step."""
+    tuner, judged = TreeTuner(16, 4), []
+    tokens = TreeTuner._tokens
+    monkeypatch.setattr(TreeTuner, "_tokens", lambda self, tree: judged.append(tree) or tokens(self, tree))
+    trees = TreeBatch.from_trees([DraftTree.chain(1)])
+    path = torch.tensor([[0]], dtype=torch.int32)
+    tuner.begin()
+    for rehearsals in range(1, 4):
+        tuner.observe_rehearsal([500], [-1, 5], trees, [[6]], time.perf_counter())
+        for _ in range(20):
+            assert tuner.next_tree([500]) is None
+            tuner.observe([500], 1.0, TreeBatch.from_trees([ROOT]), path)
+        assert len(judged) == rehearsals
+    assert 0 < tuner.lost < 0.1, "what the tuner itself took"

@@ -78,14 +78,14 @@ def expected_tokens(tree: DraftTree, acceptance: Sequence[float] | Sequence[Sequ
 
     Raises ValueError for probabilities outside 0..1 or rows that sum to more than 1.
     """
-    levels = _levels(acceptance, max(tree.max_depth, 1))
-    reached = np.ones(tree.num_nodes)
-    ranks = tree.child_ranks
-    for node in range(1, tree.num_nodes):
-        level, rank = tree.depths[node] - 1, ranks[node]
-        known = level < len(levels) and rank < levels.shape[1]
-        reached[node] = reached[tree.parents[node]] * levels[level, rank] if known else 0.0
-    return float(reached.sum())
+    levels = _levels(acceptance, max(tree.max_depth, 1)).tolist()
+    reached = [1.0]
+    nodes = zip(tree.parents.tolist(), tree.depths.tolist(), tree.child_ranks.tolist(), strict=True)
+    next(nodes)
+    for parent, depth, rank in nodes:
+        known = depth <= len(levels) and rank < len(levels[0])
+        reached.append(reached[parent] * levels[depth - 1][rank] if known else 0.0)
+    return float(sum(reached))
 
 
 def _levels(acceptance: Sequence[float] | Sequence[Sequence[float]] | np.ndarray, max_depth: int) -> np.ndarray:

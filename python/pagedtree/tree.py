@@ -114,13 +114,13 @@ class DraftTree:
         """int32 [n]: the last rank of the node's path, else how many siblings come before it; -1 at the root."""
         if self._path_ranks is not None:
             return self._path_ranks
-        ranks = np.full(self.num_nodes, -1, dtype=np.int32)
-        for node in range(self.num_nodes):
-            child, rank = int(self.first_child[node]), 0
+        ranks, next_sibling = [-1] * self.num_nodes, self.next_sibling.tolist()
+        for child in self.first_child.tolist():
+            rank = 0
             while child >= 0:
                 ranks[child] = rank
-                child, rank = int(self.next_sibling[child]), rank + 1
-        return ranks
+                child, rank = next_sibling[child], rank + 1
+        return np.array(ranks, dtype=np.int32)
 
     @torch.compiler.assume_constant_result  # a method: torch < 2.13 takes no tree as an argument of such a function
     def _on_device(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int]:

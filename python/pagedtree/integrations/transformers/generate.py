@@ -88,8 +88,8 @@ def generate(
             "typical": `verify_typical` with its defaults; not lossless: likely drafts are favoured, nothing is random.
         tree: None: the drafter's own trees, in each step. "auto": the tree that `choose_tree` finds for what steps cost
             and what was accepted so far, at most the drafter's own; none where drafts do not pay, nor while
-            they have lost 1.5 % of the time against plain decoding; a little more if they won before, or a rehearsal
-            promises that they will. What was learnt stays with the drafter.
+            they have lost 1 % of the time against plain decoding; a little more if they won before, or promise to.
+            What was learnt stays with the drafter.
         max_batch_tokens: longer prompts are read in chunks, so that a pass feeds the model about this many tokens.
         share_prefix: whether a pass reads the pages that several outcomes share once, for all of them, and joins
             that with their own pages by `merge_states`. None: if at least 1024 tokens need not be read then. Layers

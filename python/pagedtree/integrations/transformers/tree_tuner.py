@@ -15,19 +15,20 @@ from pagedtree import DraftTree, TreeBatch, choose_tree, expected_tokens
 
 __all__ = ["TreeTuner"]
 
-# Share of the time, the next tokens' included, that may be lost to drafts that do not pay.
-LOSS_SHARE, HORIZON = 0.015, 128
-# Plain steps' time that drafts may lose besides, of what they won before or was not lost in earlier calls.
+# Share of the time, the next tokens' included, that may be lost to drafts that do not pay; as much again where the last
+# call of `generate` left it.
+LOSS_SHARE, HORIZON = 0.01, 128
+# Plain steps' time that drafts may lose besides, of what they won in the same call.
 MOST_SAVED = 8.0
-# Tokens whose gain, as rehearsals promise it, may be lost besides.
-CREDIT = 4.0
+# Tokens whose promised gain may be lost besides.
+CREDIT = 3.0
 # A tree must promise to be so much faster than plain decoding.
 MIN_GAIN = 0.02
 # Steps of plain decoding before the first drafts, and how many steps its measure is good for.
 PLAIN_STEPS, LEAST_PLAIN_AGE, PLAIN_AGE = 3, 8, 64
 MAX_DEPTH, MAX_RANKS = 8, 4
 # Steps with drafts before an estimate is trusted, and their trees.
-PROBES, PROBE = 4, [-1, 0, 0, 1]
+PROBES, PROBE = 2, [-1, 0, 0, 1]
 # A step that takes so many times as long as others of its kind: the machine did something else.
 HICCUP = 2.0
 # A row of a decoding step takes as long as so many tokens of a prompt: it has logits, and they are verified.
@@ -51,8 +52,9 @@ class Costs:
     plain: seconds of steps without drafts; plain_seconds: what drafts have to beat. drafted: nodes of a tree, depth,
     seconds; most_nodes: of them all; model: fitted to them, seconds of a drafted step: a constant, a node's, a level's.
     probes: steps with drafts to try before a choice counts, with the tree `probe`; probe_loss: seconds that one may
-    lose. tree: the best tree, of drafts even where plain decoding is better; gain: the seconds that it saves a token,
-    by the evidence at judged_at. next_choice: of the clock, next_probe: of steps, when to choose and to try again.
+    lose; probe_tokens: that rehearsals promise of it before the first choice. tree: the best tree, of drafts even where
+    plain decoding is better; gain: the seconds that it saves a token, until there is one the probe, by the evidence at
+    judged_at. next_choice: of the clock, next_probe: of steps, when to choose and to try again.
     """
 
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=25))
@@ -67,6 +69,7 @@ class Costs:
     probes: int = PROBES
     probe: DraftTree | None = None
     probe_loss: float = 0.0
+    probe_tokens: float = 1.0
     model: tuple[float, float, float] | None = None
     tree: DraftTree | None = None
     gain: float = 0.0
@@ -81,7 +84,7 @@ class Costs:
         self.plain.append(seconds)
         taken, count = sorted(self.plain), len(self.plain)
         spread = taken[-1 - count // 4] - taken[count // 4]
-        self.plain_seconds = taken[count // 2] - 0.93 * spread / math.sqrt(count)
+        self.plain_seconds = max(taken[count // 2] - 0.93 * spread / math.sqrt(count), taken[0])
 
     def fit(self) -> None:
         nodes, depths, seconds = np.array(self.drafted).T
@@ -105,12 +108,14 @@ class TreeTuner:
     """Chooses the tree of each step by `choose_tree`, and sees to it that drafts do not cost more than they bring.
 
     It starts with plain decoding, whose time a token is what drafts have to beat, and tries a small tree. What drafted
-    steps lose against plain ones is counted, also where an estimate was wrong: no drafts while that is more than 1.5 %
-    of the time. Of the very first step with drafts, which pays for what is set up once, no more than a plain step
-    counts. What was learnt stays with the drafter for further calls, with what it has won, up to a few steps.
+    steps lose against plain ones is counted, also where an estimate was wrong: no drafts while that is more than 1 % of
+    the time. Of the very first step with drafts, which pays for what is set up once, no more than a plain step counts.
+    What was learnt stays with the drafter for further calls; the next one may lose as much again, if this one did not.
 
     A drafter that guesses for next to nothing rehearses while there is plain decoding: its guesses in the known text
-    are compared with how that went on. It drafts only if that promises a gain, and may lose a little more then.
+    are compared with how that went on. It drafts only if that promises a gain.
+
+    While all that is known promises a gain, a few tokens' worth of it may be lost, too: luck turns.
 
     A batch is done with its last sequence: that others are ahead of that one saves only the part of a step that their
     rows take. Progress is measured so, and acceptance is that of the sequences for which the end waits; unless others
@@ -130,6 +135,7 @@ class TreeTuner:
         self.is_warm = False  # after the first step with drafts
         self.clock = 0.0  # seconds of all steps
         self.elapsed = self.lost = 0.0  # of this call's; what those with drafts took longer than plain ones
+        self.saved = 0.0  # of the last call's share
         self.choosing = 0.0  # seconds of the step that went into choice and rehearsal
         self.seconds_of_token = 0.0  # to read a known token
         self.can_rehearse = True  # until the drafter says that it cannot
@@ -138,9 +144,9 @@ class TreeTuner:
         self.by_rows = 0.0  # share of a step that goes by the number of sequences, and of the progress by all tokens
 
     def begin(self) -> None:
-        """A call of `generate` starts: what earlier ones won, or left of their share, may be lost, too."""
-        self.lost = min(self.lost - LOSS_SHARE * self.elapsed, 0.0)
-        self.elapsed = 0.0
+        """A call of `generate` starts: what the last one won, or left of its share, may be lost, too."""
+        self.saved = max(LOSS_SHARE * self.elapsed - self.lost, 0.0)
+        self.elapsed = self.lost = 0.0
         self._keep(min(CARRIED / self.trials[0, 0], 1.0))
         self.is_informed = not self.can_rehearse
         self.since_rehearsal = math.inf
@@ -157,24 +163,34 @@ class TreeTuner:
         remaining: tokens that each sequence of the batch still has to come. unread: known ones that the drafter has to
         read before it can draft, in tokens of the target. others_wait: whether sequences wait for a place in the batch.
         """
+        begin = time.perf_counter()
+        tree = self._next_tree(remaining, unread, others_wait)
+        self.is_drafting = tree is not None
+        self.choosing += time.perf_counter() - begin
+        return tree
+
+    def _costs_of(self, batch_size: int) -> Costs:
+        bucket = _bucket(batch_size)
+        if bucket not in self.costs:
+            self.costs[bucket] = Costs()
+        return self.costs[bucket]
+
+    def _next_tree(self, remaining: list[int], unread: float, others_wait: bool) -> DraftTree | None:
         batch_size, longest = len(remaining), max(remaining)
-        costs = self.costs.setdefault(_bucket(batch_size), Costs())
+        costs = self._costs_of(batch_size)
         self.is_catching_up = unread > 0
         if costs.plain:
             rows = batch_size * ROW_TOKENS * self.seconds_of_token / costs.plain_seconds
             self.by_rows = 1.0 if others_wait else min(rows, 1.0)
-        self.is_drafting = False
-        # What was won or left is no reason to lose much of it.
+        # What was won is no reason to lose much of it.
         self.lost = max(self.lost, -MOST_SAVED * costs.plain_seconds)
         if not self.is_informed or len(costs.plain) < PLAIN_STEPS or costs.since_plain >= costs.plain_age:
             return None
         if costs.judged_at != self.evidence:
-            begin = time.perf_counter()
             self._judge(costs, batch_size)
-            self.choosing += time.perf_counter() - begin
-        allowance = LOSS_SHARE * (self.elapsed + min(longest, HORIZON) * costs.plain_seconds) - self.lost
-        if self.can_rehearse:
-            allowance += CREDIT * max(costs.gain, 0.0)
+        share = LOSS_SHARE * min(longest, HORIZON) * costs.plain_seconds
+        allowance = LOSS_SHARE * self.elapsed + share + min(self.saved, share) - self.lost
+        allowance += CREDIT * max(costs.gain, 0.0)
         if allowance <= 0.0:
             return None
         catching_up = unread * self.seconds_of_token
@@ -184,7 +200,7 @@ class TreeTuner:
             costs.probes = max(costs.probes, 1)
         if costs.probes > 0:
             promise = PROMISE + costs.probe_loss / costs.plain_seconds
-            has_promise = not self.can_rehearse or self._tokens(costs.probe) >= promise
+            has_promise = not self.can_rehearse or costs.probe_tokens >= promise
             if has_promise and costs.probe_loss + catching_up <= allowance:
                 tree = costs.probe
         # What the drafter has to read first is an investment, into the tokens that are still to come.
@@ -192,13 +208,18 @@ class TreeTuner:
             assert costs.tree is not None
             loss = costs.seconds(costs.tree.num_nodes, costs.tree.max_depth) - costs.plain_seconds
             tree = costs.tree if loss <= allowance else None
-        self.is_drafting = tree is not None
         return tree
 
     def observe(self, remaining: list[int], seconds: float, trees: TreeBatch, accept_index: Tensor) -> None:
         """A step took so long; remaining: before it. trees and accept_index [B, S] of its verdict."""
+        begin = time.perf_counter()
+        self._observe(remaining, seconds, trees, accept_index)
+        spent = time.perf_counter() - begin  # after the step
+        self.clock, self.elapsed, self.lost = self.clock + spent, self.elapsed + spent, self.lost + spent
+
+    def _observe(self, remaining: list[int], seconds: float, trees: TreeBatch, accept_index: Tensor) -> None:
         batch_size = len(remaining)
-        costs = self.costs.setdefault(_bucket(batch_size), Costs())
+        costs = self._costs_of(batch_size)
         costs.steps += 1
         self.clock += seconds
         self.elapsed += seconds
@@ -277,6 +298,9 @@ class TreeTuner:
             nodes = min(len(PROBE) if (len(PROBE) - 1) * node_seconds <= costs.plain_seconds else 2, self.max_nodes)
             costs.probe = DraftTree(PROBE[: nodes if self.max_depth > 1 else min(nodes, 3)])
             costs.probe_loss = max(node_seconds * (nodes - 1), 0.5 * costs.plain_seconds)
+        if costs.tree is None and self.can_rehearse:
+            costs.probe_tokens = self._tokens(costs.probe)
+            costs.gain = costs.plain_seconds - (costs.plain_seconds + costs.probe_loss) / costs.probe_tokens
         if costs.drafted and costs.probes == 0 and self.clock >= costs.next_choice:
             begin = time.perf_counter()
             self._choose(costs)

@@ -1,0 +1,108 @@
+"""Two generations that take turns step by step, so that whatever else the machine does hits both alike."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from pagedtree.integrations.transformers.drafters import StepResult
+from pagedtree.integrations.transformers.engine import Engine
+from pagedtree.integrations.transformers.model import use_attention
+
+# A step that takes so many times as long as the others of the two with as many tokens: the machine did something else.
+HICCUP = 1.5
+
+__all__ = ["Player", "in_lockstep"]
+
+OnStep = Callable[[StepResult], None]
+
+
+class Player:
+    """One of the two, in a thread of its own.
+
+    Attributes:
+        steps: of each turn, the tokens that its step packed and the seconds that it took.
+        seconds: of all turns, none of them longer than HICCUP times the median of its like.
+        first_tokens: of each sequence, the seconds until it had a token.
+        result: what its function returned.
+    """
+
+    def __init__(self, generation: Callable[[OnStep], Any]) -> None:
+        self.generation = generation
+        self.steps: list[tuple[int, float]] = []
+        self.seconds = self.taken = self.since = 0.0
+        self.first_tokens: dict[int, float] = {}
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.is_done = False
+        self.turn = threading.Semaphore(0)
+        self.other: Player
+
+    def play(self, num_threads: int) -> None:
+        _here.player = self
+        torch.set_num_threads(num_threads)
+        self.turn.acquire()
+        self.since = time.perf_counter()
+        try:
+            self.result = self.generation(self.saw_step)
+        except BaseException as error:  # for the caller's thread
+            self.error = error
+        if self.steps:  # what comes after the last step
+            rows, seconds = self.steps[-1]
+            self.steps[-1] = rows, seconds + time.perf_counter() - self.since
+        self.is_done = True
+        self.other.turn.release()
+
+    def pass_on(self, rows: int) -> None:
+        seconds = time.perf_counter() - self.since
+        self.steps.append((rows, seconds))
+        self.taken += seconds
+        if not self.other.is_done:
+            self.other.turn.release()
+            self.turn.acquire()
+        self.since = time.perf_counter()
+
+    def saw_step(self, step: StepResult) -> None:
+        now = self.taken + time.perf_counter() - self.since
+        for sequence in step.sequences:
+            self.first_tokens.setdefault(sequence.index, now)
+
+
+_here = threading.local()
+
+
+def in_lockstep(model: Any, first: Callable[[OnStep], Any], second: Callable[[OnStep], Any]) -> tuple[Player, Player]:
+    """Runs both, each a call of our `generate` with that model and the `on_step` that it gets; the first one begins."""
+    players = Player(first), Player(second)
+    players[0].other, players[1].other = players[1], players[0]
+    step = Engine.step
+
+    def step_and_pass_on(engine: Engine) -> None:
+        before = engine.stats.packed_tokens
+        step(engine)
+        _here.player.pass_on(engine.stats.packed_tokens - before)
+
+    threads = [threading.Thread(target=player.play, args=(torch.get_num_threads(),)) for player in players]
+    # Outside of both, as the model is the same: the first to end would take our attention from the other.
+    with patch.object(Engine, "step", step_and_pass_on), use_attention(model):
+        for thread in threads:
+            thread.start()
+        players[0].turn.release()
+        for thread in threads:
+            thread.join()
+    for player in players:
+        if player.error is not None:
+            raise player.error
+    by_rows = defaultdict(list)
+    for rows, seconds in players[0].steps + players[1].steps:
+        by_rows[rows].append(seconds)
+    for player in players:
+        player.seconds = sum(min(seconds, HICCUP * statistics.median(by_rows[rows])) for rows, seconds in player.steps)
+    return players
