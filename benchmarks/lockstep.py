@@ -30,14 +30,15 @@ class Player:
     Attributes:
         steps: of each turn, the tokens that its step packed and the seconds that it took.
         seconds: of all turns, none of them longer than HICCUP times the median of its like.
-        first_tokens: of each sequence, the seconds until it had a token.
+        first_tokens: of each sequence, the seconds until the end of the step that gave it its first token.
         result: what its function returned.
     """
 
     def __init__(self, generation: Callable[[OnStep], Any]) -> None:
         self.generation = generation
         self.steps: list[tuple[int, float]] = []
-        self.seconds = self.taken = self.since = 0.0
+        self.seconds = self.since = 0.0
+        self.first_steps: dict[int, int] = {}
         self.first_tokens: dict[int, float] = {}
         self.result: Any = None
         self.error: BaseException | None = None
@@ -61,18 +62,15 @@ class Player:
         self.other.turn.release()
 
     def pass_on(self, rows: int) -> None:
-        seconds = time.perf_counter() - self.since
-        self.steps.append((rows, seconds))
-        self.taken += seconds
+        self.steps.append((rows, time.perf_counter() - self.since))
         if not self.other.is_done:
             self.other.turn.release()
             self.turn.acquire()
         self.since = time.perf_counter()
 
     def saw_step(self, step: StepResult) -> None:
-        now = self.taken + time.perf_counter() - self.since
         for sequence in step.sequences:
-            self.first_tokens.setdefault(sequence.index, now)
+            self.first_steps.setdefault(sequence.index, len(self.steps))
 
 
 _here = threading.local()
@@ -104,5 +102,7 @@ def in_lockstep(model: Any, first: Callable[[OnStep], Any], second: Callable[[On
     for rows, seconds in players[0].steps + players[1].steps:
         by_rows[rows].append(seconds)
     for player in players:
-        player.seconds = sum(min(seconds, HICCUP * statistics.median(by_rows[rows])) for rows, seconds in player.steps)
+        likely = [min(seconds, HICCUP * statistics.median(by_rows[rows])) for rows, seconds in player.steps]
+        player.seconds = sum(likely)
+        player.first_tokens = {sequence: sum(likely[: step + 1]) for sequence, step in player.first_steps.items()}
     return players
