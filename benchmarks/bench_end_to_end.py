@@ -112,8 +112,7 @@ def in_pairs(target: Any, batch_size: int, run: dict[str, Candidate], pairs: int
     for turn in range(pairs):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             both = [lambda on_step, name=name: run[name](on_step=on_step) for name in (PLAIN, name)]  # type: ignore[misc]
-            players = in_lockstep(target, *both) if turn % 2 else in_lockstep(target, *both[::-1])[::-1]
-            plain, other = players
+            plain, other = in_lockstep(target, *both) if turn % 2 else in_lockstep(target, *both[::-1])[::-1]
             stats = other.result[1]
             speed[name].append(plain.seconds / other.seconds)
             first_token[name].append(

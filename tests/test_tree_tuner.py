@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -55,6 +56,7 @@ class Machine:
 ROOT = DraftTree.chain(0)
 
 
+@patch.object(time, "perf_counter", lambda: 0.0)  # what the tuner itself takes on this machine is no part of that one
 def run(machine: Machine, tuner: TreeTuner, tokens: int) -> tuple[float, list[int]]:
     """Seconds until each sequence has so many tokens; nodes of the trees of the steps."""
     seconds, sizes = 0.0, []
@@ -98,7 +100,7 @@ def test_drafts_that_do_not_pay_cost_next_to_nothing(machine, noise):
 def test_drafts_that_pay_are_used(batch, node):
     machine = Machine([0.7, 0.15, 0.05], batch=batch, node=node)
     seconds, sizes = run(machine, TreeTuner(16, 5), 600)
-    assert seconds < 0.6 * 600 * machine.plain
+    assert seconds < 0.55 * 600 * machine.plain
     assert max(sizes) > 6 and sizes.count(1) < 0.2 * len(sizes)
 
 
@@ -117,7 +119,7 @@ def test_a_change_of_the_text_shows():
     assert seconds < 600 * machine.plain * 1.06
     machine.acceptance = [0.8, 0.1]
     seconds, _ = run(machine, tuner, 800)
-    assert seconds < 0.8 * 800 * machine.plain
+    assert seconds < 0.7 * 800 * machine.plain
 
 
 def test_batch_sizes_are_judged_apart():
