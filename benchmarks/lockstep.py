@@ -1,4 +1,8 @@
-"""Two generations that take turns step by step, so that whatever else the machine does hits both alike."""
+"""Two generations that take turns step by step, so that whatever else the machine does hits both alike.
+
+On a CPU each has one thread, whose own clock leaves out what a hypervisor or another process took; several threads
+would be two teams in one process, which wait for each other.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +38,10 @@ class Player:
         result: what its function returned.
     """
 
-    def __init__(self, generation: Callable[[OnStep], Any]) -> None:
+    def __init__(self, generation: Callable[[OnStep], Any], device: str) -> None:
         self.generation = generation
+        self.is_on_cpu = device == "cpu"
+        self.clock = time.thread_time if self.is_on_cpu else time.perf_counter
         self.steps: list[tuple[int, float]] = []
         self.seconds = self.since = 0.0
         self.first_steps: dict[int, int] = {}
@@ -46,27 +52,28 @@ class Player:
         self.turn = threading.Semaphore(0)
         self.other: Player
 
-    def play(self, num_threads: int) -> None:
+    def play(self) -> None:
         _here.player = self
-        torch.set_num_threads(num_threads)
+        if self.is_on_cpu:
+            torch.set_num_threads(1)
         self.turn.acquire()
-        self.since = time.perf_counter()
+        self.since = self.clock()
         try:
             self.result = self.generation(self.saw_step)
         except BaseException as error:  # for the caller's thread
             self.error = error
         if self.steps:  # what comes after the last step
             rows, seconds = self.steps[-1]
-            self.steps[-1] = rows, seconds + time.perf_counter() - self.since
+            self.steps[-1] = rows, seconds + self.clock() - self.since
         self.is_done = True
         self.other.turn.release()
 
     def pass_on(self, rows: int) -> None:
-        self.steps.append((rows, time.perf_counter() - self.since))
+        self.steps.append((rows, self.clock() - self.since))
         if not self.other.is_done:
             self.other.turn.release()
             self.turn.acquire()
-        self.since = time.perf_counter()
+        self.since = self.clock()
 
     def saw_step(self, step: StepResult) -> None:
         for sequence in step.sequences:
@@ -78,7 +85,7 @@ _here = threading.local()
 
 def in_lockstep(model: Any, first: Callable[[OnStep], Any], second: Callable[[OnStep], Any]) -> tuple[Player, Player]:
     """Runs both, each a call of our `generate` with that model and the `on_step` that it gets; the first one begins."""
-    players = Player(first), Player(second)
+    players = Player(first, model.device.type), Player(second, model.device.type)
     players[0].other, players[1].other = players[1], players[0]
     step = Engine.step
 
@@ -87,7 +94,8 @@ def in_lockstep(model: Any, first: Callable[[OnStep], Any], second: Callable[[On
         step(engine)
         _here.player.pass_on(engine.stats.packed_tokens - before)
 
-    threads = [threading.Thread(target=player.play, args=(torch.get_num_threads(),)) for player in players]
+    num_threads = torch.get_num_threads()
+    threads = [threading.Thread(target=player.play) for player in players]
     # Outside of both, as the model is the same: the first to end would take our attention from the other.
     with patch.object(Engine, "step", step_and_pass_on), use_attention(model):
         for thread in threads:
@@ -95,6 +103,7 @@ def in_lockstep(model: Any, first: Callable[[OnStep], Any], second: Callable[[On
         players[0].turn.release()
         for thread in threads:
             thread.join()
+    torch.set_num_threads(num_threads)  # some libraries have one number for the process
     for player in players:
         if player.error is not None:
             raise player.error
