@@ -1,16 +1,13 @@
 """Whole generations on the demo's models: transformers' own beside ours, with and without drafts, by batch size.
 
-python -m pagedtree bench end_to_end [--batch 1 2 4 8 16 32 64] [--max-new-tokens 96] [--rounds 7] [--pairs 15]
-    [--device cuda] [--json PATH]
+python -m pagedtree bench end_to_end [--batch 1 2 4 8 16 32 64] [--max-new-tokens 96] [--rounds 7] [--device cuda]
+    [--json PATH]
 
 Candidates take turns, each round in another order; tokens a second are the median over the rounds, prompts included.
 Trees are fixed, or chosen by `generate(tree="auto")`, whose drafter keeps what it learnt from round to round ("auto")
-or starts anew in each ("auto from scratch"). transformers' assisted generation and prompt lookup take one sequence. All
-greedy, in fp32, without an end of text; a text that differs from plain decoding is told.
-
-That trees which are chosen cost next to nothing takes a better look: `--pairs` generations, each beside one of plain
-decoding, the two taking turns step by step, on a CPU with one thread each; and as many of plain decoding beside itself,
-to see what the machine adds.
+or starts anew in each ("auto from scratch"); bench_chosen_trees.py takes a closer look at those. transformers' assisted
+generation and prompt lookup take one sequence. All greedy, in fp32, without an end of text; a text that differs from
+plain decoding is told.
 """
 
 from __future__ import annotations
@@ -27,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lockstep import OnStep, Player, in_lockstep
-from measure import machine_facts, median_interval, save
+from lockstep import OnStep
+from measure import machine_facts, save
 from suite import Progress
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
@@ -40,7 +37,6 @@ sys.path.insert(0, str(EXAMPLES))
 from stdlib_text import prompts as stdlib_prompts  # noqa: E402
 
 PLAIN = "pagedtree, plain"
-FIRST_TOKENS = 4
 Tokens = list[list[int]]
 Candidate = Callable[..., tuple[Tokens, GenerationStats | None]]
 
@@ -106,46 +102,7 @@ def in_rounds(batch_size: int, run: dict[str, Candidate], rounds: int) -> list[d
     return rows
 
 
-def in_pairs(
-    target: Any, batch_size: int, run: dict[str, Candidate], run_first: dict[str, Candidate], pairs: int
-) -> list[dict[str, Any]]:
-    """Of plain decoding, and where trees are chosen: speed and time to the first token over plain decoding's.
-
-    run_first: candidates for a single token; FIRST_TOKENS pairs of them, as one step scatters more than a hundred do.
-    """
-    names = [name for name in run if name == PLAIN or ", auto" in name]
-    speed, first_token, drafted = defaultdict(list), defaultdict(list), defaultdict(list)
-
-    def pair(run: dict[str, Candidate], name: str, turn: int) -> tuple[Player, Player]:
-        both = [lambda on_step, name=name: run[name](on_step=on_step) for name in (PLAIN, name)]  # type: ignore[misc]
-        return in_lockstep(target, *both) if turn % 2 else in_lockstep(target, *both[::-1])[::-1]  # type: ignore[return-value]
-
-    for turn in range(pairs):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            plain, other = pair(run, name, turn)
-            stats = other.result[1]
-            speed[name].append(plain.seconds / other.seconds)
-            drafted[name].append(stats.drafted_steps / stats.steps)
-            firsts = [pair(run_first, name, turn + again) for again in range(FIRST_TOKENS)]
-            first_token[name].append(
-                statistics.geometric_mean(
-                    sum(other.first_tokens.values()) / sum(plain.first_tokens.values()) for plain, other in firsts
-                )
-            )
-    return [
-        {
-            "batch": batch_size,
-            "name": name,
-            "pairs": speed[name],
-            "over_plain": median_interval(speed[name]),
-            "first_token_over_plain": median_interval(first_token[name]),
-            "drafted_steps": statistics.median(drafted[name]),
-        }
-        for name in names
-    ]
-
-
-def _keep_memory() -> None:
+def keep_memory() -> None:
     """Freed memory stays with the process: else it is by chance which caches get pages that are still to be zeroed."""
     mallopt, trim_threshold, mmap_threshold = getattr(ctypes.CDLL(None), "mallopt", None), -1, -3  # of glibc
     if mallopt is not None:
@@ -153,23 +110,13 @@ def _keep_memory() -> None:
         mallopt(mmap_threshold, 2**30)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", help="where to write; default benchmarks/results/end_to_end_DEVICE.json")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    _keep_memory()
+def demo_models(device: str) -> tuple[Any, Any, Any]:
+    """Target, draft model, tokenizer; neither ends a text."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     folder = EXAMPLES / "checkpoints"
     target, draft = (
-        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32).eval().to(args.device)
+        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32).eval().to(device)
         for name in ("target", "draft")
     )
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
@@ -177,32 +124,41 @@ def main() -> int:
     for model in (target, draft):
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return target, draft, tokenizer
+
+
+def arguments(description: str, name: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--json", help=f"where to write; default benchmarks/results/{name}_DEVICE.json")
+    return parser
+
+
+def main() -> int:
+    parser = arguments(__doc__, "end_to_end")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    keep_memory()
+    target, draft, tokenizer = demo_models(args.device)
     facts = machine_facts() | {"arguments": {key: value for key, value in vars(args).items() if key != "json"}}
     texts = [tokenizer(text).input_ids for text in stdlib_prompts(max(args.batch))]
     for warm_up in candidates(target, draft, tokenizer, texts[:1], 8).values():
         warm_up()
-    bar, rows, paired = Progress(len(args.batch)), [], []
+    bar, rows = Progress(len(args.batch)), []
     for batch_size in args.batch:
         bar.show(f"batch {batch_size}")
-        run, run_first = (
-            candidates(target, draft, tokenizer, texts[:batch_size], count) for count in (args.max_new_tokens, 1)
-        )
+        run = candidates(target, draft, tokenizer, texts[:batch_size], args.max_new_tokens)
         rows += (found := in_rounds(batch_size, run, args.rounds))
-        paired += (pairs := in_pairs(target, batch_size, run, run_first, args.pairs))
         bar.clear()
         bar.done += 1
         for row in found:
             rate = f"{row['tokens_per_second']:9.1f} tokens/s  {row['over_plain']:.2f} x plain"
             print(f"{row['batch']:4} {row['name']:45} {rate}{'' if row['identical'] else '  OTHER TEXT'}", flush=True)
-        for row in pairs:
-            speed, first_token = (
-                f"{middle:.3f} ({low:.3f} to {high:.3f})"
-                for low, middle, high in (row["over_plain"], row["first_token_over_plain"])
-            )
-            print(
-                f"{row['batch']:4} {row['name']:45} in pairs: {speed} x plain, first token {first_token} x", flush=True
-            )
-    save(f"end_to_end_{args.device}", rows, facts | {"paired": paired}, args.json)
+    save(f"end_to_end_{args.device}", rows, facts, args.json)
     return 1 if any(not row["identical"] for row in rows if row["name"].startswith("pagedtree")) else 0
 
 

@@ -1,0 +1,97 @@
+"""What `generate(tree="auto")` gains and costs beside plain decoding, on the demo's models by batch size.
+
+python -m pagedtree bench chosen_trees [--batch 1 2 4 8 16 32 64] [--max-new-tokens 96] [--pairs 16] [--device cuda]
+    [--json PATH]
+
+Trees that do not pay shall cost next to nothing, which rounds of whole generations are too coarse to show. Each
+generation therefore runs beside one of plain decoding, the two taking turns step by step (lockstep.py), and as many of
+plain decoding beside itself tell what the machine adds. The drafter keeps what it learnt from pair to pair ("auto") or
+starts anew in each ("auto from scratch").
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections import defaultdict
+from typing import Any
+
+from bench_end_to_end import PLAIN, Candidate, arguments, candidates, demo_models, keep_memory
+from lockstep import Player, in_lockstep
+from measure import machine_facts, median_interval, save
+from stdlib_text import prompts as stdlib_prompts
+from suite import Progress
+
+FIRST_TOKENS = 2
+
+
+def in_pairs(
+    target: Any, batch_size: int, run: dict[str, Candidate], run_first: dict[str, Candidate], pairs: int
+) -> list[dict[str, Any]]:
+    """Of plain decoding, and where trees are chosen: speed and time to the first token over plain decoding's.
+
+    run_first: candidates for a single token; FIRST_TOKENS pairs of them, as one step scatters more than a hundred do.
+    """
+    names = [name for name in run if name == PLAIN or ", auto" in name]
+    speed, first_token, drafted = defaultdict(list), defaultdict(list), defaultdict(list)
+
+    def pair(run: dict[str, Candidate], name: str, turn: int) -> tuple[Player, Player]:
+        both = [lambda on_step, name=name: run[name](on_step=on_step) for name in (PLAIN, name)]  # type: ignore[misc]
+        return in_lockstep(target, *both) if turn % 2 else in_lockstep(target, *both[::-1])[::-1]  # type: ignore[return-value]
+
+    for turn in range(pairs):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            plain, other = pair(run, name, turn)
+            stats = other.result[1]
+            speed[name].append(plain.seconds / other.seconds)
+            drafted[name].append(stats.drafted_steps / stats.steps)
+            firsts = [pair(run_first, name, turn + again) for again in range(FIRST_TOKENS)]
+            first_token[name].append(
+                statistics.geometric_mean(
+                    sum(other.first_tokens.values()) / sum(plain.first_tokens.values()) for plain, other in firsts
+                )
+            )
+    return [
+        {
+            "batch": batch_size,
+            "name": name,
+            "pairs": speed[name],
+            "over_plain": median_interval(speed[name]),
+            "first_token_over_plain": median_interval(first_token[name]),
+            "drafted_steps": statistics.median(drafted[name]),
+        }
+        for name in names
+    ]
+
+
+def main() -> int:
+    parser = arguments(__doc__, "chosen_trees")
+    parser.add_argument("--pairs", type=int, default=16)
+    args = parser.parse_args()
+    keep_memory()
+    target, draft, tokenizer = demo_models(args.device)
+    facts = machine_facts() | {"arguments": {key: value for key, value in vars(args).items() if key != "json"}}
+    texts = [tokenizer(text).input_ids for text in stdlib_prompts(max(args.batch))]
+    for warm_up in candidates(target, draft, tokenizer, texts[:1], 8).values():
+        warm_up()
+    bar, rows = Progress(len(args.batch)), []
+    for batch_size in args.batch:
+        bar.show(f"batch {batch_size}")
+        run, run_first = (
+            candidates(target, draft, tokenizer, texts[:batch_size], count) for count in (args.max_new_tokens, 1)
+        )
+        rows += (found := in_pairs(target, batch_size, run, run_first, args.pairs))
+        bar.clear()
+        bar.done += 1
+        for row in found:
+            speed, first_token = (
+                f"{middle:.3f} ({low:.3f} to {high:.3f})"
+                for low, middle, high in (row["over_plain"], row["first_token_over_plain"])
+            )
+            print(f"{row['batch']:4} {row['name']:45} {speed} x plain, first token {first_token} x", flush=True)
+    save(f"chosen_trees_{args.device}", rows, facts, args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
