@@ -153,6 +153,7 @@ bench: build  ## every op beside its peers on this machine (BENCH=--quick; BENCH
 	PATH="$(CURDIR)/build/engines-vllm/bin:$(PATH)" python -m pagedtree bench $(BENCH)
 ifeq ($(strip $(BENCH)),)
 	python -m pagedtree bench end_to_end
+	python -m pagedtree bench chosen_trees
 	python docs/make_plots.py
 	python docs/make_performance.py
 endif

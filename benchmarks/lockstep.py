@@ -1,11 +1,12 @@
 """Two generations that take turns step by step, so that whatever else the machine does hits both alike.
 
-On a CPU each has one thread, whose own clock leaves out what a hypervisor or another process took; several threads
-would be two teams in one process, which wait for each other.
+On a CPU each has one thread, both on the same core, and a thread's own clock leaves out what a hypervisor or another
+process took; several threads would be two teams in one process, which wait for each other.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import threading
 import time
@@ -56,6 +57,8 @@ class Player:
         _here.player = self
         if self.is_on_cpu:
             torch.set_num_threads(1)
+            if hasattr(os, "sched_setaffinity"):  # of this thread; two cores of one machine differ by 10 % and more
+                os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         self.turn.acquire()
         self.since = self.clock()
         try:

@@ -188,20 +188,16 @@ def kernels(result: dict[str, Any], name: str) -> str:
     return note + "\n\n" + table(header, body)
 
 
-def end_to_end(result: dict[str, Any], name: str) -> str:
-    rows, paired, arguments = result["rows"], result["machine"]["paired"], result["machine"]["arguments"]
+def by_batch(rows: list[dict[str, Any]], show: Callable[[dict[str, Any]], str]) -> str:
     batches = sorted({row["batch"] for row in rows})
+    found = {(row["name"], row["batch"]): show(row) for row in rows}
+    labels = dict.fromkeys(name for name, _ in found)
+    cells = [[label, *(found.get((label, batch), "") for batch in batches)] for label in labels]
+    return table(["sequences", *map(str, batches)], cells)
 
-    def by_batch(rows: list[dict[str, Any]], show: Callable[[dict[str, Any]], str]) -> str:
-        found = {(row["name"], row["batch"]): show(row) for row in rows}
-        labels = dict.fromkeys(name for name, _ in found)
-        cells = [[label, *(found.get((label, batch), "") for batch in batches)] for label in labels]
-        return table(["sequences", *map(str, batches)], cells)
 
-    def interval(figures: list[float]) -> str:
-        low, middle, high = figures
-        return f"{middle:.3f} ({low:.3f} to {high:.3f})"
-
+def end_to_end(result: dict[str, Any], name: str) -> str:
+    rows, arguments = result["rows"], result["machine"]["arguments"]
     note = f" {arguments['max_new_tokens']} tokens a sequence, {arguments['rounds']} rounds, greedy, fp32."
     parts = [machine_line(result["machine"], name) + note]
     if (DOCS / "img" / f"{name}.svg").exists():
@@ -209,16 +205,29 @@ def end_to_end(result: dict[str, Any], name: str) -> str:
     parts += [
         "Tokens a second of all sequences, and over plain decoding in the same round:",
         by_batch(rows, lambda row: f"{row['tokens_per_second']:.0f} ({row['over_plain']:.2f} x)"),
-        f"Speed over plain decoding in {arguments['pairs']} pairs, median and its 95 % interval; first"
-        " plain decoding over itself:",
-        by_batch(paired, lambda row: interval(row["over_plain"])),
-        "Time to the first token over plain decoding's, in the same pairs:",
-        by_batch(paired, lambda row: interval(row["first_token_over_plain"])),
-        "Share of their steps that had drafts:",
-        by_batch(paired, lambda row: f"{row['drafted_steps']:.0%}"),
     ]
     different = [f"{row['name']}, {row['batch']}" for row in rows if not row["identical"]]
     parts.append(f"Other texts than plain decoding's: {'; '.join(different) or 'none'}.")
+    return "\n\n".join(parts)
+
+
+def chosen_trees(result: dict[str, Any], name: str) -> str:
+    rows, arguments = result["rows"], result["machine"]["arguments"]
+
+    def interval(figures: list[float]) -> str:
+        low, middle, high = figures
+        return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+
+    parts = [
+        machine_line(result["machine"], name) + f" {arguments['max_new_tokens']} tokens a sequence, greedy, fp32.",
+        f"Speed over plain decoding in {arguments['pairs']} pairs, median and its 95 % interval; first"
+        " plain decoding over itself:",
+        by_batch(rows, lambda row: interval(row["over_plain"])),
+        "Time to the first token over plain decoding's:",
+        by_batch(rows, lambda row: interval(row["first_token_over_plain"])),
+        "Share of their steps that had drafts:",
+        by_batch(rows, lambda row: f"{row['drafted_steps']:.0%}"),
+    ]
     return "\n\n".join(parts)
 
 
@@ -269,6 +278,7 @@ SECTIONS = {
     "verification": ("ops", family("verify_", "sample", heading="verification")),
     "other": ("ops", family("append_kv", "compact_kv", "merge_states", "build", "expand", "ngram", heading="other")),
     "end-to-end": ("end_to_end", end_to_end),
+    "chosen-trees": ("chosen_trees", chosen_trees),
     "distributed": ("distributed", distributed),
     "kernels": ("kernels", kernels),
     "build": ("build", times),

@@ -154,23 +154,27 @@ def test_end_to_end_table_and_plot(scripts, tmp_path):
         for batch, of_batch in rates.items()
         for name, rate in zip(names, of_batch, strict=True)
     ]  # fmt: skip
-    ratios = {"over_plain": [0.9, 1.25, 2.0], "first_token_over_plain": [0.98, 1.01, 1.02], "drafted_steps": 0.3}
-    paired = [{"batch": batch, "name": name, **ratios} for batch in rates for name in names[1::2]]
     machine = {"processor": "x", "threads": 2, "torch": "2", "date": "2026-01-01", "commit": "abc", "load": 0.1}
-    machine |= {"arguments": {"max_new_tokens": 9, "rounds": 3, "pairs": 4}, "paired": paired}
-    result = {"machine": machine, "rows": rows}
-    text = importlib.import_module("make_performance").end_to_end(result, "nowhere")
+    result = {"machine": machine | {"arguments": {"max_new_tokens": 9, "rounds": 3}}, "rows": rows}
+    make_performance = importlib.import_module("make_performance")
+    text = make_performance.end_to_end(result, "nowhere")
     assert "| pagedtree, n-gram tree | 150 (1.50 x) | 600 (0.75 x) |" in text
-    for name in names[1::2]:
-        assert f"| {name} | 1.250 (0.900 to 2.000) | 1.250 (0.900 to 2.000) |" in text
-        assert f"| {name} | 1.010 (0.980 to 1.020) | 1.010 (0.980 to 1.020) |" in text
-        assert f"| {name} | 30% | 30% |" in text
     assert "plain decoding's: transformers, 1; transformers, 8." in text
     pytest.importorskip("matplotlib")
     make_plots = importlib.import_module("make_plots")
     (tmp_path / "end_to_end_cpu.json").write_text(json.dumps(result))
     (written,) = make_plots.write(tmp_path, tmp_path)
     assert b"n-gram tree stops paying" in written.read_bytes()
+
+    ratios = {"over_plain": [0.9, 1.25, 2.0], "first_token_over_plain": [0.98, 1.01, 1.02], "drafted_steps": 0.3}
+    rows = [{"batch": batch, "name": name, **ratios} for batch in rates for name in names[1::2]]
+    result = {"machine": machine | {"arguments": {"max_new_tokens": 9, "pairs": 4}}, "rows": rows}
+    text = make_performance.chosen_trees(result, "nowhere")
+    assert "in 4 pairs" in text
+    for name in names[1::2]:
+        assert f"| {name} | 1.250 (0.900 to 2.000) | 1.250 (0.900 to 2.000) |" in text
+        assert f"| {name} | 1.010 (0.980 to 1.020) | 1.010 (0.980 to 1.020) |" in text
+        assert f"| {name} | 30% | 30% |" in text
 
 
 def test_plots_are_of_the_kept_results(scripts, tmp_path):
