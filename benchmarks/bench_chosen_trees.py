@@ -30,7 +30,7 @@ def in_pairs(
 ) -> list[dict[str, Any]]:
     """Of plain decoding, and where trees are chosen: speed and time to the first token over plain decoding's.
 
-    run_first: candidates for a single token; FIRST_TOKENS pairs of them, as one step scatters more than a hundred do.
+    run_first: candidates for two tokens; FIRST_TOKENS pairs of them, as one step scatters more than a hundred do.
     """
     names = [name for name in run if name == PLAIN or ", auto" in name]
     speed, first_token, drafted = defaultdict(list), defaultdict(list), defaultdict(list)
@@ -78,7 +78,7 @@ def main() -> int:
     for batch_size in args.batch:
         bar.show(f"batch {batch_size}")
         run, run_first = (
-            candidates(target, draft, tokenizer, texts[:batch_size], count) for count in (args.max_new_tokens, 1)
+            candidates(target, draft, tokenizer, texts[:batch_size], count) for count in (args.max_new_tokens, 2)
         )
         rows += (found := in_pairs(target, batch_size, run, run_first, args.pairs))
         bar.clear()

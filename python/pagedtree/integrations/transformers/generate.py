@@ -175,9 +175,7 @@ def _tuner(model: Any, drafter: Drafter, tree: str | None, cuda_graph: bool, is_
     if drafter.tuner is None or drafter.tuner[0]() is not model:
         max_nodes = drafter.max_nodes or ASSUMED_MAX_NODES
         drafter.tuner = weakref.ref(model), TreeTuner(max_nodes, drafter.max_depth or max_nodes - 1)
-    tuner = drafter.tuner[1]
-    tuner.begin()
-    return tuner
+    return drafter.tuner[1]
 
 
 def _check_at_least_one(**sizes: int) -> None:

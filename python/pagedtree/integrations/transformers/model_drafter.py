@@ -97,7 +97,7 @@ class ModelDrafter(Drafter):
         self.is_chain = max(self.num_children) == 1
         self.max_kv_nodes = 1 + sum(self.num_frontier)
         self.max_depth = len(self.num_children)
-        self._context = ExitStack()
+        self._context, self._attends = ExitStack(), False
         self._reset(page_size=1)
 
     def _reset(self, page_size: int) -> None:
@@ -113,10 +113,10 @@ class ModelDrafter(Drafter):
             raise ValueError(f'drafter: law "{self.law}" draws by the params of `generate`, got None')
         self._reset(page_size)
         self._sampling = sampling
-        self._context.enter_context(use_attention(self.model))
 
     def end(self) -> None:
         self._context.close()
+        self._attends = False
         self._reset(page_size=1)
 
     def select(self, sequences: list[Sequence]) -> None:
@@ -191,6 +191,9 @@ class ModelDrafter(Drafter):
 
     def _read(self, sequences: list[Sequence]) -> Tensor:
         """Reads all tokens that the cache lacks; logits [B, V] at the last ones."""
+        if not self._attends:  # not in `begin`: a short prompt's first token would come 1 % later
+            self._context.enter_context(use_attention(self.model))
+            self._attends = True
         logits: dict[int, Tensor] = {}
         while len(logits) < len(sequences):
             budget = self.max_batch_tokens

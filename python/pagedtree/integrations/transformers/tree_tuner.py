@@ -43,6 +43,9 @@ REHEARSAL_SHARE, PROMISE = 0.004, 0.8
 CHOICE_SHARE = 0.005
 PRIOR = 0.5 * 0.4 ** np.arange(MAX_RANKS)
 PRIOR_WEIGHT = 2.0
+# [depth, rank], and replaced rather than changed when a call begins.
+PRIOR_HITS = PRIOR_WEIGHT * np.tile(PRIOR, (MAX_DEPTH, 1))
+PRIOR_TRIALS = np.full((MAX_DEPTH, MAX_RANKS), PRIOR_WEIGHT)
 
 
 @dataclass
@@ -127,8 +130,7 @@ class TreeTuner:
     def __init__(self, max_nodes: int, max_depth: int) -> None:
         self.max_nodes, self.max_depth = max_nodes, max(min(max_depth, MAX_DEPTH), 1)
         self.costs: dict[int, Costs] = {}
-        self.hits = PRIOR_WEIGHT * np.tile(PRIOR, (MAX_DEPTH, 1))
-        self.trials = np.full((MAX_DEPTH, MAX_RANKS), PRIOR_WEIGHT)
+        self.hits, self.trials = PRIOR_HITS, PRIOR_TRIALS
         self.evidence = 0  # how many times something was counted
         self.is_catching_up = False
         self.is_drafting = False
@@ -144,7 +146,7 @@ class TreeTuner:
         self.by_rows = 0.0  # share of a step that goes by the number of sequences, and of the progress by all tokens
 
     def begin(self) -> None:
-        """A call of `generate` starts: what the last one won, or left of its share, may be lost, too."""
+        """A call of `generate` starts to decode: what the last one won, or left of its share, may be lost, too."""
         self.saved = max(LOSS_SHARE * self.elapsed - self.lost, 0.0)
         self.elapsed = self.lost = 0.0
         self._keep(min(CARRIED / self.trials[0, 0], 1.0))
