@@ -22,7 +22,7 @@ from measure import machine_facts, median_interval, save
 from stdlib_text import prompts as stdlib_prompts
 from suite import Progress
 
-FIRST_TOKENS = 2
+FIRST_TOKENS = 4
 
 
 def in_pairs(
