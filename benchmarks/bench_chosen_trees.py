@@ -71,6 +71,7 @@ def main() -> int:
     keep_memory()
     target, draft, tokenizer = demo_models(args.device)
     facts = machine_facts() | {"arguments": {key: value for key, value in vars(args).items() if key != "json"}}
+    facts |= {"threads": 1} if args.device == "cpu" else {}  # of each of a pair
     texts = [tokenizer(text).input_ids for text in stdlib_prompts(max(args.batch))]
     for warm_up in candidates(target, draft, tokenizer, texts[:1], 8).values():
         warm_up()

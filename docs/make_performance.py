@@ -22,8 +22,9 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def machine_line(machine: dict[str, Any], name: str) -> str:
+    threads = f"{machine['threads']} thread{'s' * (machine['threads'] != 1)}"
     return (
-        f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}, {machine['date']},"
+        f"{machine['processor']}, {threads}, torch {machine['torch']}, {machine['date']},"
         f" commit {machine['commit']}, load average {machine['load']:.1f} at the start"
         f" (`benchmarks/results/{name}.json`)."
     )
