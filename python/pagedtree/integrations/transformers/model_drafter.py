@@ -119,6 +119,12 @@ class ModelDrafter(Drafter):
         self._attends = False
         self._reset(page_size=1)
 
+    def attend(self) -> None:
+        """The draft model uses our attention. Not from `begin`: a short prompt's first token would come 1 % later."""
+        if not self._attends:
+            self._context.enter_context(use_attention(self.model))
+            self._attends = True
+
     def select(self, sequences: list[Sequence]) -> None:
         self._selected = sequences
 
@@ -191,9 +197,7 @@ class ModelDrafter(Drafter):
 
     def _read(self, sequences: list[Sequence]) -> Tensor:
         """Reads all tokens that the cache lacks; logits [B, V] at the last ones."""
-        if not self._attends:  # not in `begin`: a short prompt's first token would come 1 % later
-            self._context.enter_context(use_attention(self.model))
-            self._attends = True
+        self.attend()
         logits: dict[int, Tensor] = {}
         while len(logits) < len(sequences):
             budget = self.max_batch_tokens
