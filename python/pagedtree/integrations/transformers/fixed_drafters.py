@@ -139,7 +139,7 @@ class FixedModel(FixedDrafter):
         self, drafter: ModelDrafter, model: Any, batch_size: int, sequences: Values[Sequence], sampling: Sampling
     ) -> None:
         super().__init__(drafter, model, batch_size, sequences, sampling)
-        drafter.attend()
+        drafter._attend()
         cache, nodes = drafter.cache, drafter.max_kv_nodes
         pages = [cache.pages_for(sequence.max_length + nodes) for sequence in sequences]
         if cache.num_pages < sum(pages):

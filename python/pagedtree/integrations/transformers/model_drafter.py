@@ -119,7 +119,7 @@ class ModelDrafter(Drafter):
         self._attends = False
         self._reset(page_size=1)
 
-    def attend(self) -> None:
+    def _attend(self) -> None:
         """The draft model uses our attention. Not from `begin`: a short prompt's first token would come 1 % later."""
         if not self._attends:
             self._context.enter_context(use_attention(self.model))
@@ -197,7 +197,7 @@ class ModelDrafter(Drafter):
 
     def _read(self, sequences: list[Sequence]) -> Tensor:
         """Reads all tokens that the cache lacks; logits [B, V] at the last ones."""
-        self.attend()
+        self._attend()
         logits: dict[int, Tensor] = {}
         while len(logits) < len(sequences):
             budget = self.max_batch_tokens
