@@ -16,12 +16,12 @@ import sys
 from collections import defaultdict
 from typing import Any
 
-from bench_end_to_end import PLAIN, Candidate, arguments, candidates, demo_models, keep_memory
+from bench_end_to_end import PLAIN, Candidate, arguments, prepare
 from lockstep import Player, in_lockstep
-from measure import machine_facts, median_interval, save
-from stdlib_text import prompts as stdlib_prompts
+from measure import median_interval, save
 from suite import Progress
 
+# Pairs up to the first tokens for each one of whole texts, as one step scatters more than a hundred do.
 FIRST_TOKENS = 4
 
 
@@ -30,7 +30,7 @@ def in_pairs(
 ) -> list[dict[str, Any]]:
     """Of plain decoding, and where trees are chosen: speed and time to the first token over plain decoding's.
 
-    run_first: candidates for two tokens; FIRST_TOKENS pairs of them, as one step scatters more than a hundred do.
+    run_first: candidates for two tokens.
     """
     names = [name for name in run if name == PLAIN or ", auto" in name]
     speed, first_token, drafted = defaultdict(list), defaultdict(list), defaultdict(list)
@@ -68,19 +68,12 @@ def main() -> int:
     parser = arguments(__doc__, "chosen_trees")
     parser.add_argument("--pairs", type=int, default=16)
     args = parser.parse_args()
-    keep_memory()
-    target, draft, tokenizer = demo_models(args.device)
-    facts = machine_facts() | {"arguments": {key: value for key, value in vars(args).items() if key != "json"}}
+    target, candidates_of, facts = prepare(args)
     facts |= {"threads": 1} if args.device == "cpu" else {}  # of each of a pair
-    texts = [tokenizer(text).input_ids for text in stdlib_prompts(max(args.batch))]
-    for warm_up in candidates(target, draft, tokenizer, texts[:1], 8).values():
-        warm_up()
     bar, rows = Progress(len(args.batch)), []
     for batch_size in args.batch:
         bar.show(f"batch {batch_size}")
-        run, run_first = (
-            candidates(target, draft, tokenizer, texts[:batch_size], count) for count in (args.max_new_tokens, 2)
-        )
+        run, run_first = candidates_of(batch_size, args.max_new_tokens), candidates_of(batch_size, 2)
         rows += (found := in_pairs(target, batch_size, run, run_first, args.pairs))
         bar.clear()
         bar.done += 1

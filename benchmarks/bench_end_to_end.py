@@ -110,13 +110,14 @@ def keep_memory() -> None:
         mallopt(mmap_threshold, 2**30)
 
 
-def demo_models(device: str) -> tuple[Any, Any, Any]:
-    """Target, draft model, tokenizer; neither ends a text."""
+def prepare(args: argparse.Namespace) -> tuple[Any, Callable[[int, int], dict[str, Candidate]], dict[str, Any]]:
+    """The target; the candidates for a batch size and so many tokens, warmed up; what else to save. No text ends."""
+    keep_memory()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     folder = EXAMPLES / "checkpoints"
     target, draft = (
-        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32).eval().to(device)
+        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32).eval().to(args.device)
         for name in ("target", "draft")
     )
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
@@ -124,7 +125,15 @@ def demo_models(device: str) -> tuple[Any, Any, Any]:
     for model in (target, draft):
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = tokenizer.pad_token_id
-    return target, draft, tokenizer
+    texts = [tokenizer(text).input_ids for text in stdlib_prompts(max(args.batch))]
+
+    def candidates_of(batch_size: int, count: int) -> dict[str, Candidate]:
+        return candidates(target, draft, tokenizer, texts[:batch_size], count)
+
+    for warm_up in candidates_of(1, 8).values():
+        warm_up()
+    facts = machine_facts() | {"arguments": {key: value for key, value in vars(args).items() if key != "json"}}
+    return target, candidates_of, facts
 
 
 def arguments(description: str, name: str) -> argparse.ArgumentParser:
@@ -142,17 +151,11 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    keep_memory()
-    target, draft, tokenizer = demo_models(args.device)
-    facts = machine_facts() | {"arguments": {key: value for key, value in vars(args).items() if key != "json"}}
-    texts = [tokenizer(text).input_ids for text in stdlib_prompts(max(args.batch))]
-    for warm_up in candidates(target, draft, tokenizer, texts[:1], 8).values():
-        warm_up()
+    _, candidates_of, facts = prepare(args)
     bar, rows = Progress(len(args.batch)), []
     for batch_size in args.batch:
         bar.show(f"batch {batch_size}")
-        run = candidates(target, draft, tokenizer, texts[:batch_size], args.max_new_tokens)
-        rows += (found := in_rounds(batch_size, run, args.rounds))
+        rows += (found := in_rounds(batch_size, candidates_of(batch_size, args.max_new_tokens), args.rounds))
         bar.clear()
         bar.done += 1
         for row in found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -296,11 +297,14 @@ def test_generations_in_lockstep(suite):
     from pagedtree.integrations.transformers import NgramDrafter, generate
 
     in_lockstep = importlib.import_module("lockstep").in_lockstep
-    model, turns = tiny(0), []
+    model, turns, cores = tiny(0), [], set()
     prompts = prompts_of((5, 21), seed=3)
-    before = model.config._attn_implementation
+    before, num_threads = model.config._attn_implementation, torch.get_num_threads()
 
     def generation(name, on_step, **options):
+        assert torch.get_num_threads() == 1
+        cores.update(os.sched_getaffinity(0))
+
         def saw(step):
             turns.append(name)
             on_step(step)
@@ -318,6 +322,7 @@ def test_generations_in_lockstep(suite):
         assert len(player.steps) == player.result[1].steps
         assert 0 < player.seconds <= sum(seconds for _, seconds in player.steps)
         assert sorted(player.first_tokens) == [0, 1] and 0 < max(player.first_tokens.values()) <= player.steps[0][1]
+    assert len(cores) == 1 and torch.get_num_threads() == num_threads
     assert model.config._attn_implementation == before
     with pytest.raises(ValueError, match="max_new_tokens"):
         in_lockstep(model, *[lambda on_step, n=n: generate(model, prompts, max_new_tokens=n) for n in (4, -1)])

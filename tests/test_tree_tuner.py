@@ -21,6 +21,7 @@ from pagedtree.integrations.transformers import (
     NgramDrafter,
     generate,
     medusa_tree,
+    model_drafter,
 )
 from pagedtree.integrations.transformers.tree_tuner import LOSS_SHARE, TreeTuner
 
@@ -215,6 +216,31 @@ def test_what_was_learnt_stays_with_drafter_and_model(model):
     assert drafter.tuner[1] is not tuner
 
 
+def test_nothing_is_done_before_the_first_token(model, scheduled, monkeypatch):
+    """What drafts set up would delay it."""
+    events = []
+
+    def note(owner, name, event):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: events.append(event) or function(*args))
+
+    note(TreeTuner, "begin", "tuner")
+    note(model_drafter, "use_attention", "draft model")
+    drafter = ModelDrafter(tiny(1), num_nodes=12, depth=3, width=3)
+    for _ in range(2):
+        generate(
+            model,
+            prompts_of((5, 21), seed=3),
+            drafter=drafter,
+            max_new_tokens=12,
+            tree="auto",
+            on_step=lambda step: events.append("step"),
+        )
+        assert events[0] == "step" and sorted(set(events)) == ["draft model", "step", "tuner"]
+        assert events.count("tuner") == events.count("draft model") == 1
+        events.clear()
+
+
 def test_without_auto_the_drafter_uses_its_whole_tree(model, scheduled):
     drafter, prompts = NgramDrafter(8, max_branches=1), [[1, 2, 3, 4, 5, 6] * 4]
     generate(model, prompts, drafter=drafter, max_new_tokens=12, tree="auto")
@@ -270,6 +296,36 @@ def test_ngram_drafter_rehearses_as_it_proposes():
     assert torch.equal(drafts, expected) and drafts[1 : trees.parents.shape[0]].tolist()[:2] == [4, 5]
     drafter.use_tree(DraftTree.chain(1))
     assert torch.equal(drafter.rehearse(tokens, lengths)[0], expected), "use_tree does not narrow it"
+
+
+@patch.object(time, "perf_counter", lambda: 0.0)
+def rehearsed(machine: Machine, tuner: TreeTuner, tokens: int) -> tuple[float, int]:
+    """As `run`, of one sequence whose drafter rehearses; how many of its steps had drafts."""
+    seconds, drafted, remaining = 0.0, 0, tokens
+    chain = DraftTree.chain(4)
+    tuner.begin()
+    while remaining > 0:
+        tree = tuner.next_tree([remaining]) or ROOT
+        if tree is ROOT and tuner.may_rehearse and remaining % 16 == 0:
+            text = [7] * sum(node > 0 for node in machine.path(chain)) + [8]
+            tuner.observe_rehearsal([remaining], [-1] + [7] * 4, TreeBatch.from_trees([chain]), [text], 0.0)
+        path = torch.tensor([machine.path(tree)], dtype=torch.int32)
+        took = machine.seconds(tree)
+        tuner.observe([remaining], took, TreeBatch.from_trees([tree]), path)
+        seconds, drafted = seconds + took, drafted + (tree is not ROOT)
+        remaining -= int((path >= 0).sum())
+    return seconds, drafted
+
+
+def test_costs_of_a_slow_spell_are_not_kept_for_ever():
+    """Rehearsals promise much, but the first drafts took so long that they do not pay."""
+    tuner, machine = TreeTuner(16, 5), Machine([0.7, 0.1], level=1.5)
+    slow = [rehearsed(machine, tuner, 96) for _ in range(8)]
+    assert 1 < sum(drafted for _, drafted in slow) < 8
+    assert sum(seconds for seconds, _ in slow) < 8 * 96 * (1 + LOSS_SHARE) + 2 * machine.plain
+    machine.level = 0.05
+    fast = [rehearsed(machine, tuner, 96) for _ in range(12)]
+    assert sum(seconds for seconds, _ in fast[-4:]) < 0.6 * 4 * 96
 
 
 class Uneven(Machine):

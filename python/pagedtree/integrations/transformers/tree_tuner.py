@@ -29,6 +29,8 @@ PLAIN_STEPS, LEAST_PLAIN_AGE, PLAIN_AGE = 3, 8, 64
 MAX_DEPTH, MAX_RANKS = 8, 4
 # Steps with drafts before an estimate is trusted, and their trees.
 PROBES, PROBE = 2, [-1, 0, 0, 1]
+# Share of the time that goes into trying again what did not pay: the machine may have been slow then.
+RETRY_SHARE = 0.005
 # A step that takes so many times as long as others of its kind: the machine did something else.
 HICCUP = 2.0
 # A row of a decoding step takes as long as so many tokens of a prompt: it has logits, and they are verified.
@@ -54,6 +56,7 @@ class Costs:
 
     plain: seconds of steps without drafts; plain_seconds: what drafts have to beat. drafted: nodes of a tree, depth,
     seconds; most_nodes: of them all; model: fitted to them, seconds of a drafted step: a constant, a node's, a level's.
+    steps: of all kinds; last_drafted: of them, the last one with drafts.
     probes: steps with drafts to try before a choice counts, with the tree `probe`; probe_loss: seconds that one may
     lose; probe_tokens: that rehearsals promise of it before the first choice. tree: the best tree, of drafts even where
     plain decoding is better; gain: the seconds that it saves a token, until there is one the probe, by the evidence at
@@ -65,6 +68,7 @@ class Costs:
     drafted: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=48))
     since_plain: int = 0
     steps: int = 0
+    last_drafted: int = 0
     next_choice: float = 0.0
     judged_at: int = -1
     next_probe: int = 0
@@ -101,6 +105,18 @@ class Costs:
         constant, node, level = (x * scale for x in _solved(left, right))
         self.model = max(float(constant), 1e-9), max(float(node), 0.0), max(float(level), 0.0)
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether it is so long that there were drafts that another try would cost next to nothing."""
+        loss = max(self.probe_loss / self.plain_seconds, 0.5)
+        return loss <= RETRY_SHARE * (self.steps - self.last_drafted)
+
+    def forget_drafted(self) -> None:
+        """Drafts are to be tried as for the first time."""
+        self.drafted.clear()
+        self.model = self.tree = self.probe = None
+        self.probes, self.next_choice = 1, 0.0
+
     def seconds(self, num_nodes: float, depth: float) -> float:
         assert self.model is not None
         constant, node, level = self.model
@@ -116,7 +132,8 @@ class TreeTuner:
     What was learnt stays with the drafter for further calls; the next one may lose as much again, if this one did not.
 
     A drafter that guesses for next to nothing rehearses while there is plain decoding: its guesses in the known text
-    are compared with how that went on. It drafts only if that promises a gain.
+    are compared with how that went on. It drafts only if that promises a gain. Where drafts took too long to pay, they
+    are timed anew after so many steps that it costs 0.5 % of them.
 
     While all that is known promises a gain, a few tokens' worth of it may be lost, too: luck turns.
 
@@ -234,6 +251,7 @@ class TreeTuner:
             costs.since_plain = 0
             return
         costs.since_plain += 1
+        costs.last_drafted = costs.steps
         if not self.is_warm:
             self.is_warm = True
             self.lost += min(max(seconds - costs.plain_seconds, 0.0), costs.plain_seconds)
@@ -294,6 +312,9 @@ class TreeTuner:
     def _judge(self, costs: Costs, batch_size: int) -> None:
         """What drafts would gain by all that is known now, and now and then, which are the best."""
         costs.judged_at = self.evidence
+        # Where there are no rehearsals, drafts are tried now and then anyway.
+        if self.can_rehearse and costs.tree is not None and costs.is_stale:
+            costs.forget_drafted()
         if costs.probe is None:
             # Of all trees in the batch, a node takes so long at most.
             node_seconds = batch_size * ROW_TOKENS * self.seconds_of_token
