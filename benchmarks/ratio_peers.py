@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
-from suite import Mismatch
+from suite import Mismatch, package
 from torch import Tensor
-from verify_peers import Problem, Rule, Verification, children_of, op_of, torch_law
+from verify_peers import Problem, Rule, Verification, children_of, flashinfer_law, op_of, torch_law
 
 import pagedtree
 from pagedtree import Verdict
@@ -187,13 +187,19 @@ def torch_typical(problem: DrawnProblem, i: int) -> Outcome:
     return paths, tokens
 
 
-# vLLM -----------------------------------------------------------------------------------------------------------------
+# vLLM and FlashInfer: chains ------------------------------------------------------------------------------------------
 
 
 def repeated(x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     x = x.repeat_interleave(counts, output_size=num_tokens)
     return x.masked_fill(x == replace_from, replace_to)
+
+
+def refuse_unless_drawn_chain(verification: Verification) -> None:
+    tree = verification.problem.tree
+    if tree.num_nodes != tree.max_depth + 1 or verification.rule.law != "iid":
+        raise ValueError("chains whose drafts were drawn only")
 
 
 class VllmRejection:
@@ -205,11 +211,7 @@ class VllmRejection:
 
     name = "vLLM"
 
-    @staticmethod
-    def absent() -> str | None:
-        if torch.cuda.is_available():
-            return "measured on machines without a GPU"
-        return None if importlib.util.find_spec("vllm") else "vllm is not installed"
+    absent = staticmethod(package("vllm", "cpu"))
 
     def __init__(self, verification: Verification) -> None:
         from vllm.platforms import current_platform
@@ -217,8 +219,7 @@ class VllmRejection:
         from vllm.v1.sample.sampler import Sampler
 
         self.problem, self.rule = verification.problem, verification.rule
-        if self.problem.tree.num_nodes != self.problem.tree.max_depth + 1 or self.rule.law != "iid":
-            raise ValueError("chains whose drafts were drawn only")
+        refuse_unless_drawn_chain(verification)
         current_platform.register_triton_kernel_overrides()
         rejection_sampler.expand_batch_to_tokens = repeated
         self.sampler = rejection_sampler.RejectionSampler(Sampler())
@@ -252,15 +253,35 @@ class VllmRejection:
         return output.sampled_token_ids
 
     def check(self) -> None:
-        """Of a law of one token there is one outcome, whatever the coins."""
-        params, sure = self.problem.params, {**(self.problem.params or {}), "temperature": 1e-3}
-        self.problem.params = sure
-        self.prepare(sure)
-        verdict, tokens = by_ratio(pagedtree.verify_rejection, "iid")(self.problem, 0), self.run(0)
-        self.problem.params = params
-        self.prepare(params or {})
-        if not torch.equal(verdict.tokens[:, : tokens.shape[1]], tokens.long()):
-            raise Mismatch("vLLM's tokens differ from pagedtree's")
+        try:
+            check_sure_tokens(self.problem, self.tokens, "vLLM's")
+        finally:
+            self.prepare(self.rule.params or {})
+
+    def tokens(self) -> Tensor:
+        self.prepare(self.problem.params or {})
+        return self.run(0)
+
+
+class FlashInferChain:
+    """FlashInfer's verification of chains, from probabilities, which its softmax and filters make first."""
+
+    name = "FlashInfer"
+    absent = staticmethod(package("flashinfer", "cuda"))
+
+    def __init__(self, verification: Verification) -> None:
+        self.problem = verification.problem
+        refuse_unless_drawn_chain(verification)
+        self.verify = importlib.import_module("flashinfer").sampling.chain_speculative_sampling
+
+    def run(self, copy: int) -> Tensor:
+        problem, n = self.problem, self.problem.tree.num_nodes
+        target = flashinfer_law(problem.logits[copy], problem.params or {}).view(problem.batch, n, -1)
+        draft = problem.draft_probs[copy].view(problem.batch, n - 1, -1)
+        return self.verify(draft, problem.drafts[copy].view(problem.batch, n)[:, 1:].int(), target)[0]
+
+    def check(self) -> None:
+        check_sure_tokens(self.problem, lambda: self.run(0), "FlashInfer's")
 
 
 # Checks ---------------------------------------------------------------------------------------------------------------
@@ -279,6 +300,18 @@ def checked(run: Callable[..., Verdict], peer: Callable[..., Outcome]) -> Callab
     return check
 
 
+def check_sure_tokens(problem: DrawnProblem, tokens: Callable[[], Tensor], whose: str) -> None:
+    """Of a law of one token there is one outcome, whatever the coins."""
+    params = problem.params
+    problem.params = {**(params or {}), "temperature": 1e-3}
+    try:
+        verdict, theirs = by_ratio(pagedtree.verify_rejection, "iid")(problem, 0), tokens()
+    finally:
+        problem.params = params
+    if not torch.equal(verdict.tokens[:, : theirs.shape[1]], theirs.long()):
+        raise Mismatch(f"{whose} tokens differ from pagedtree's")
+
+
 TOP_P = {"temperature": 0.8, "top_p": 0.9}
 
 
@@ -295,7 +328,13 @@ RULES = [
     rule(pagedtree.verify_block, "iid", torch_block),
 ]
 OPS = [
-    op_of("verify_rejection", RULES, DrawnProblem, headline=({"tree": "chain 32"},), peers=(VllmRejection,)),
+    op_of(
+        "verify_rejection",
+        RULES,
+        DrawnProblem,
+        headline=({"tree": "chain 32"},),
+        peers=(VllmRejection, FlashInferChain),
+    ),
     op_of("verify_traversal", RULES, DrawnProblem),
     op_of("verify_typical", RULES, DrawnProblem),
     op_of(

@@ -15,6 +15,7 @@ named. A *problem* has `bytes` and `flops` (what no way to do it can avoid), `co
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +32,17 @@ LEFT_OUT = "only in the headline points, and where it is named"
 def always() -> str | None:
     """`absent` of a peer that runs wherever pagedtree does."""
     return None
+
+
+def package(name: str, device: str) -> Callable[[], str | None]:
+    """`absent` of a peer that a package has, if installed, for machines with a GPU ("cuda") or without one ("cpu")."""
+
+    def absent() -> str | None:
+        if torch.cuda.is_available() != (device == "cuda"):
+            return f"measured on machines {'with' if device == 'cuda' else 'without'} a GPU"
+        return None if importlib.util.find_spec(name) else f"{name} is not installed"
+
+    return absent
 
 
 class Mismatch(Exception):

@@ -7,6 +7,7 @@ may take less.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 from named_trees import nodes_of, tree_named
-from suite import Mismatch, Op, Ours, Shape, always
+from suite import Mismatch, Op, Ours, Shape, always, package
 from torch import Tensor
 
 import pagedtree
@@ -53,6 +54,41 @@ class Verification:
 
     def op(self, copy: int) -> object:
         return self.rule.run(self.problem, copy)
+
+
+def flashinfer_law(logits: Tensor, params: dict[str, Any]) -> Tensor:
+    """As `torch_law`, by FlashInfer's kernels."""
+    sampling = importlib.import_module("flashinfer").sampling
+    probs = sampling.softmax(logits, temperature=params.get("temperature", 1.0))
+    if params.get("top_k", 0):
+        probs = sampling.top_k_renorm_probs(probs, params["top_k"])
+    return sampling.top_p_renorm_probs(probs, params["top_p"]) if params.get("top_p", 1.0) < 1 else probs
+
+
+class FlashInferSampling:
+    """FlashInfer's sampling of every row, from probabilities, which its softmax makes first."""
+
+    name = "FlashInfer"
+    absent = staticmethod(package("flashinfer", "cuda"))
+
+    def __init__(self, verification: Verification) -> None:
+        self.problem, self.params = verification.problem, verification.rule.params or {}
+        self.sampling = importlib.import_module("flashinfer").sampling
+
+    def draw(self, logits: Tensor) -> Tensor:
+        top_k, top_p = self.params.get("top_k", 0), self.params.get("top_p", 1.0)
+        probs = self.sampling.softmax(logits.contiguous(), temperature=self.params["temperature"])
+        if top_k:
+            return self.sampling.top_k_top_p_sampling_from_probs(probs, top_k, top_p)
+        if top_p < 1:
+            return self.sampling.top_p_sampling_from_probs(probs, top_p)
+        return self.sampling.sampling_from_probs(probs)
+
+    def run(self, copy: int) -> Tensor:
+        return self.draw(self.problem.logits[copy])
+
+    def check(self) -> None:
+        check_law(self.problem, lambda logits, row: self.draw(logits), "FlashInfer's")
 
 
 class TorchChain:
@@ -207,18 +243,28 @@ def check_greedy(problem: Problem) -> None:
             raise Mismatch(f"greedy: sequence {b} differs from the torch chain's")
 
 
-def check_law(problem: Problem) -> None:
-    """Draws of one row are what the torch chain's law allows, as often as it says."""
+def own_draws(problem: Problem) -> Callable[[Tensor, int], Tensor]:
+    def draw(logits: Tensor, row: int) -> Tensor:
+        positions = torch.arange(logits.shape[0], device=problem.device)
+        return pagedtree.sample(logits, problem.sampling, seeds=torch.full_like(positions, row), positions=positions)
+
+    return draw
+
+
+def check_law(problem: Problem, draw: Callable[[Tensor, int], Tensor] | None = None, whose: str = "our") -> None:
+    """Draws of one row are what the torch chain's law allows, as often as it says.
+
+    draw(logits, row): a token for each row of logits; default ours.
+    """
     assert problem.params is not None
+    draw = draw or own_draws(problem)
     draws = 4000
     for row in range(2):
         logits = problem.logits[0][row]
         law = torch_law(logits[None], problem.params)[0].double()
-        positions = torch.arange(draws, device=problem.device)
-        at = {"seeds": torch.full_like(positions, row), "positions": positions}
-        tokens = pagedtree.sample(logits.expand(draws, -1), problem.sampling, **at)
+        tokens = draw(logits.expand(draws, -1), row).long()
         if int((law[tokens] == 0).sum()) > draws * 1e-3:  # the boundary of top-p may fall either way within 1e-4
-            raise Mismatch(f"row {row}: tokens come up that the torch chain drops")
+            raise Mismatch(f"row {row}: {whose} draws have tokens that the torch chain drops")
         seen = torch.bincount(tokens, minlength=problem.vocab).double()
         common = law * draws >= 5
         expected = torch.cat([law[common], (1 - law[common].sum()).clamp(min=1e-12)[None]]) * draws
@@ -226,7 +272,7 @@ def check_law(problem: Problem) -> None:
         statistic = float(((observed - expected) ** 2 / expected.clamp(min=1)).sum())
         bins = int(common.sum())
         if statistic > bins + 10 * (2 * bins) ** 0.5:
-            raise Mismatch(f"row {row}: draws do not follow the torch chain's law (chi-square {statistic:.0f})")
+            raise Mismatch(f"row {row}: {whose} draws do not follow the torch chain's law (chi-square {statistic:.0f})")
 
 
 # The ops --------------------------------------------------------------------------------------------------------------
@@ -294,7 +340,7 @@ def op_of(
             "dtype": ["float16", "float32"],
             "threads": [1],
         },
-        headline=[*({"law": other} for other in laws if other != law), *headline],
+        headline=[*({"law": other} for other in laws if other != law), {"batch": 1, "tree": trees[0]}, *headline],
         quick={"batch": 2, "vocab": 32000},
         problem=problem_maker(name, rules, kind),
         peers=[Ours, TorchChain, *peers],
@@ -304,4 +350,8 @@ def op_of(
     )
 
 
-OPS = [op_of(name, RULES) for name in ("verify_greedy", "verify_sampled", "sample")]
+OPS = [
+    op_of("verify_greedy", RULES),
+    op_of("verify_sampled", RULES),
+    op_of("sample", RULES, peers=(FlashInferSampling,)),
+]

@@ -1,0 +1,30 @@
+"""What the benchmarks pass to vLLM's Triton kernel, against its source, which is read and never imported."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from package_sources import Sources
+
+SOURCES = Sources("vllm")
+PATH = "v1/attention/ops/triton_unified_attention.py"
+
+
+@pytest.mark.parametrize("tree", ["binary 16", "chain 1"])
+def test_it_takes_these_arguments(monkeypatch, tree) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    given: dict = {}
+    stand_in = SimpleNamespace(unified_attention=lambda **arguments: given.update(arguments))
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.ops.triton_unified_attention", stand_in)
+    attention_peers = importlib.import_module("attention_peers")
+    shape = attention_peers.OP.base | {"batch": 1, "length": 64, "tree": tree}
+    problem = attention_peers.problem_of(shape, torch.device("cpu"))
+    importlib.import_module("gpu_attention_peers").TritonUnified(problem).run(0)
+    theirs = SOURCES.definition(PATH, "unified_attention").args
+    names = [argument.arg for argument in theirs.args]
+    assert set(names[: len(names) - len(theirs.defaults)]) <= set(given) <= set(names)
