@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,3 +29,10 @@ def test_it_takes_these_arguments(monkeypatch, tree) -> None:
     theirs = SOURCES.definition(PATH, "unified_attention").args
     names = [argument.arg for argument in theirs.args]
     assert set(names[: len(names) - len(theirs.defaults)]) <= set(given) <= set(names)
+
+
+def test_it_computes_the_same() -> None:
+    script = Path(__file__).with_name("interpret_unified_attention.py")
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.count("equal:") == 4
