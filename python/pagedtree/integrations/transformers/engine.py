@@ -411,7 +411,8 @@ def _offsets(counts: list[int]) -> list[int]:
 def _without_padding(draft: Draft) -> Draft:
     """Drops the rows past the last tree where reading their number costs nothing: the model would run on them."""
     trees = draft.trees
-    if trees.device.type != "cpu":
+    is_plain = trees.max_nodes == 1 and draft.draft_tokens.shape[0] == trees.batch_size
+    if trees.device.type != "cpu" or is_plain:
         return draft
     rows = int(trees.cu_nodes[-1])
     # Where nobody has a draft, a plain pass is faster.

@@ -87,6 +87,8 @@ class Sampling:
 
     def of(self, sequences: Sequence[scheduler.Sequence]) -> Sampling:
         """That of some of the sequences."""
+        if self.params is None:  # nothing of a sequence's own
+            return self
         return self.at(torch.tensor([sequence.index for sequence in sequences]).long().to(self.seeds.device))
 
     def at(self, rows: Tensor) -> Sampling:
