@@ -177,6 +177,18 @@ def memory_bytes(entry: str = "MemAvailable") -> int:
     raise KeyError(entry)
 
 
+def commit() -> str | None:
+    """Of this checkout, "-dirty" if more was changed than what benchmarks write themselves."""
+
+    def git(*arguments: str) -> str:
+        run = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=RESULTS.parent, check=False)
+        return run.stdout.strip()
+
+    written = ":(top,exclude)benchmarks/results", ":(top,exclude)docs"
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", *written)
+    return git("describe", "--always", "--exclude=*") + ("-dirty" if changed else "") or None
+
+
 def machine_facts() -> dict[str, Any]:
     """What a reader needs to compare these figures with others: processor, threads, versions, commit, date."""
     model = platform.processor()
@@ -184,13 +196,9 @@ def machine_facts() -> dict[str, Any]:
         if line.startswith("model name"):
             model = line.split(":", 1)[1].strip()
             break
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"], capture_output=True, text=True,
-        cwd=Path(__file__).parent,
-    )  # fmt: skip
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": git.stdout.strip() or None,
+        "commit": commit(),
         "processor": model,
         "cores": os.cpu_count(),
         "memory_gb": memory_bytes("MemTotal") / 1e9,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -326,3 +327,21 @@ def test_generations_in_lockstep(suite):
     assert model.config._attn_implementation == before
     with pytest.raises(ValueError, match="max_new_tokens"):
         in_lockstep(model, *[lambda on_step, n=n: generate(model, prompts, max_new_tokens=n) for n in (4, -1)])
+
+
+def test_what_benchmarks_write_does_not_make_a_checkout_dirty(suite, monkeypatch, tmp_path):
+    measure = importlib.import_module("measure")
+    results, code = tmp_path / "benchmarks" / "results", tmp_path / "code.py"
+    results.mkdir(parents=True)
+    for path in (results / "ops.json", code):
+        path.write_text("1\n")
+    git = ["git", "-c", "user.name=nobody", "-c", "user.email=nobody@example.org"]
+    for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *arguments], cwd=tmp_path, check=True)
+    monkeypatch.setattr(measure, "RESULTS", results)
+    clean = measure.commit()
+    assert clean and not clean.endswith("-dirty")
+    (results / "ops.json").write_text("2\n")
+    assert measure.commit() == clean
+    code.write_text("2\n")
+    assert measure.commit() == f"{clean}-dirty"
