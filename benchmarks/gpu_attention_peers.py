@@ -27,14 +27,14 @@ class FlashInferTree:
 
     name = "FlashInfer (custom mask)"
     mask = "tree"
-    wrapper = "BatchPrefillWithPagedKVCacheWrapper"
+    wrapper_name = "BatchPrefillWithPagedKVCacheWrapper"
     absent = staticmethod(package("flashinfer", "cuda"))
 
     def __init__(self, problem: Problem) -> None:
         p = self.problem = problem
         flashinfer = importlib.import_module("flashinfer")
         workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=p.device)
-        self.planned = getattr(flashinfer, self.wrapper)(workspace, "NHD")
+        self.wrapper = getattr(flashinfer, self.wrapper_name)(workspace, "NHD")
         lengths = torch.tensor(p.lengths, dtype=torch.int32)
         pages = -(-lengths // p.page_size)
         self.indptr = torch.zeros(p.batch + 1, dtype=torch.int32)
@@ -47,7 +47,7 @@ class FlashInferTree:
 
     def plan(self) -> None:
         p = self.problem
-        self.planned.plan(
+        self.wrapper.plan(
             *self.query_form(), self.indptr, self.indices, self.last_page_len, p.heads, p.kv_heads, p.head_dim,
             p.page_size, sm_scale=p.scale, q_data_type=p.dtype, kv_data_type=p.cache_dtype, **self.visibility(),
         )  # fmt: skip
@@ -63,7 +63,7 @@ class FlashInferTree:
 
     def run(self, copy: int) -> Tensor:
         p = self.problem
-        return self.planned.run(p.q, (p.k[copy], p.v[copy]))
+        return self.wrapper.run(p.q, (p.k[copy], p.v[copy]))
 
 
 class FlashInferCausal(FlashInferTree):
@@ -76,7 +76,7 @@ class FlashInferCausal(FlashInferTree):
 
 class FlashInferDecode(FlashInferCausal):
     name = "FlashInfer decode"
-    wrapper = "BatchDecodeWithPagedKVCacheWrapper"
+    wrapper_name = "BatchDecodeWithPagedKVCacheWrapper"
 
     def __init__(self, problem: Problem) -> None:
         if problem.tree.num_nodes != 1:

@@ -210,7 +210,6 @@ class VllmRejection:
     """
 
     name = "vLLM"
-
     absent = staticmethod(package("vllm", "cpu"))
 
     def __init__(self, verification: Verification) -> None:
