@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "mutants"
 DRAFTS, HOSTILE = "tests/test_verify_drafts.py", "tests/test_verify_drafts_hostile.py"
 DRAWN, SAMPLED, SAMPLING = "tests/test_drawn_children.py", "tests/test_verify.py", "tests/test_sampling.py"
+STEPS = "tests/test_lossless_steps.py"
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,12 @@ MUTANTS = [
         "law == GrowthLaw::kCoupled ?", "law != GrowthLaw::kTopK ?", (DRAWN,),
     ),
     Mutant(
+        "cousins draw by the same random numbers", "core/drafting.h",
+        "RandomUse::kGumbel : draft_use(f)", "RandomUse::kGumbel : draft_use(0)", (STEPS,),
+    ),
+    Mutant(
         "drafts drawn with their own coins", "cpu/draw_children.cpp",
-        "static_cast<uint32_t>(r), RandomUse::kDraft", "static_cast<uint32_t>(r), RandomUse::kCoin", (DRAWN,),
+        "static_cast<uint32_t>(r), draw.use", "static_cast<uint32_t>(r), RandomUse::kCoin", (DRAWN,),
     ),
     Mutant(
         "the best tokens instead of draws", "cpu/draw_children.cpp",

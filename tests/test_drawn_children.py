@@ -48,16 +48,18 @@ def draw(logits: Tensor, num_children: int, law: str, seeds: Tensor, positions: 
     )
 
 
-def expected_children(q: np.ndarray, count: int, law: str, seed: int, position: int) -> tuple[list[int], float]:
-    """The draws from law q, and by how much the nearest of them was decided."""
+def expected_children(
+    q: np.ndarray, count: int, law: str, seed: int, position: int, place: int = 0
+) -> tuple[list[int], float]:
+    """The draws from law q at frontier node `place`, and by how much the nearest of them was decided."""
+    use = reference.GUMBEL if law == "coupled" else reference.draft_use(place)
     if law in ("swor", "coupled"):
-        use = reference.GUMBEL if law == "coupled" else reference.DRAFT
         with np.errstate(divide="ignore"):
             scores = np.log(q) + reference.gumbel_noise(seed, position, q.size, use=use)
         order = [x for x in np.argsort(-scores, kind="stable") if q[x] > 0]
         margin = min((scores[a] - scores[b] for a, b in pairwise(order[: count + 1])), default=math.inf)
         return order[:count], float(margin)
-    words = reference.random_words(seed, position, count, reference.DRAFT).astype(np.float64)
+    words = reference.random_words(seed, position, count, use).astype(np.float64)
     u = words[:, 0] * 2.0**-32 + words[:, 1] * 2.0**-64
     cdf = np.cumsum(q)
     tokens = np.searchsorted(cdf, u, side="right")
@@ -151,7 +153,9 @@ def assert_law(observed: np.ndarray, expected: np.ndarray) -> None:
 
 @pytest.mark.parametrize("law", ["iid", "swor"])
 def test_sampled_growing_loop(backend: str, law: str) -> None:
-    """Every node's law is that of its path, noise is that of its position, the tree has a shape fixed in advance."""
+    """Every node's law is that of its path, noise is that of its position and its place in the frontier, the tree has a
+    shape fixed in advance.
+    """
     model = ToyModel(vocab=12)
     roots = [4, 6, 8]
     params = {"top_k": 9, "temperature": 1.3}
@@ -166,6 +170,7 @@ def test_sampled_growing_loop(backend: str, law: str) -> None:
     assert ((draft.draft_rows >= 0) & (draft.draft_rows < 18)).all()
     # First draws first: the shape of the tree.
     shape = [-1, 0, 0, 0, 1, 1, 2, 2, 4, 4, 6, 6, 5, 5]
+    places = {0: 0, 1: 0, 2: 1, 4: 0, 6: 1, 5: 2}  # in their frontiers, of the nodes that have children
     for b, (tokens, parents) in enumerate(packed_trees(draft)):
         if b == 1:
             assert tokens == []
@@ -181,12 +186,29 @@ def test_sampled_growing_loop(backend: str, law: str) -> None:
                 continue
             q = reference.law(reference.clean_logits(model.logits(path)), **params)
             np.testing.assert_allclose(draft.draft_probs[draft.draft_rows[begin + node]].cpu().numpy(), q, rtol=1e-5)
-            place = int(positions[b]) + len(path) - 1
-            expected, margin = expected_children(q, len(children), law, int(seeds[b]), place)
+            position = int(positions[b]) + len(path) - 1
+            expected, margin = expected_children(q, len(children), law, int(seeds[b]), position, places[node])
             assert margin < 1e-5 or children == expected
     # Fewer nodes: the first ones, whatever was drawn.
     fewer = rerank_tree(state, 9)
     assert [parents for _, parents in packed_trees(fewer)] == [shape[:9]] * 3
+
+
+@pytest.mark.parametrize("law", ["iid", "swor", "coupled"])
+def test_draws_of_cousins(backend: str, law: str) -> None:
+    """Nodes of one level draw independently, but for the noise of the target, which they share."""
+    count, vocab = 200, 9
+    seeds, positions = torch.arange(count), torch.full((count,), 5)
+    sampled = {"law": law, "params": SamplingParams(), "seeds": seeds, "positions": positions}
+    row = torch.randn(vocab, generator=seeded(8))
+    state = start_draft(torch.zeros(count, dtype=torch.int64), max_kv_nodes=4)
+    state = expand_tree(state, row.expand(count, -1), num_children=3, num_frontier=3, **sampled)
+    state = expand_tree(state, row.repeat(3 * count, 1), num_children=1, **sampled)
+    children = state.tokens[:, -3:]
+    for other in (1, 2):
+        equal = float((children[:, 0] == children[:, other]).float().mean())
+        expected = 1.0 if law == "coupled" else float(row.softmax(0).square().sum())
+        assert abs(equal - expected) < 4 * math.sqrt(expected * (1 - expected) / count) + 1e-6
 
 
 def test_draws_from_poor_rows(backend: str) -> None:

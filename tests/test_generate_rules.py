@@ -47,12 +47,16 @@ def toy_draft():
 
 @pytest.fixture(scope="module")
 def toy_law(toy):
+    return law_of_texts(toy)
+
+
+def law_of_texts(model):
     """The probability of each of the VOCAB ** COUNT continuations."""
     law = np.ones(1)
     for length in range(COUNT):
         prefixes = torch.tensor([[*PROMPT, *tail] for tail in itertools.product(range(VOCAB), repeat=length)])
         with torch.no_grad():
-            rows = toy(prefixes).logits[:, -1]
+            rows = model(prefixes).logits[:, -1]
         law = np.stack([p * reference.law(row, **TOY_PARAMS) for p, row in zip(law, rows.numpy(), strict=True)]).ravel()
     return law
 
@@ -73,6 +77,9 @@ DRAFTERS = {
     "iid tree": lambda toy, draft: ModelDrafter(draft, law="iid", num_nodes=7, branching=[3, 2]),
     "swor tree": lambda toy, draft: ModelDrafter(draft, law="swor", num_nodes=9, branching=[3, 2]),
     "coupled tree": lambda toy, draft: ModelDrafter(draft, law="coupled", num_nodes=7, depth=3, width=2),
+    "iid chains": lambda toy, draft: ModelDrafter(draft, law="iid", num_nodes=13, depth=3, width=4),
+    "swor chains": lambda toy, draft: ModelDrafter(draft, law="swor", num_nodes=13, depth=3, width=4),
+    "swor deep tree": lambda toy, draft: ModelDrafter(draft, law="swor", num_nodes=22, branching=[3, 2, 2]),
 }
 CASES = [
     *[("sampled", name) for name in ("iid tree", "coupled tree")],  # test_generate has the others
@@ -84,6 +91,11 @@ CASES = [
 
 def toy_excess(toy, toy_draft, toy_law, rule, drafter, outcomes, evictions=0, **pages) -> float:
     """How far a sample of texts is off their law: chi-square less its mean, in standard deviations."""
+    return excess(texts_seen(toy, toy_draft, rule, drafter, outcomes, evictions, **pages), toy_law)
+
+
+def texts_seen(toy, toy_draft, rule, drafter, outcomes, evictions=0, **pages) -> np.ndarray:
+    """How often each of the VOCAB ** COUNT texts came up."""
     seen, evicted = np.zeros(VOCAB**COUNT), 0
     drafter = DRAFTERS[drafter](toy, toy_draft) if isinstance(drafter, str) else drafter
     for first in range(0, outcomes, 500):
@@ -95,7 +107,7 @@ def toy_excess(toy, toy_draft, toy_law, rule, drafter, outcomes, evictions=0, **
         seen += np.bincount((texts * VOCAB ** torch.arange(COUNT - 1, -1, -1)).sum(1), minlength=seen.size)
         evicted += stats.evictions
     assert evicted >= evictions
-    return excess(seen, toy_law)
+    return seen
 
 
 @pytest.mark.parametrize(("rule", "drafter"), CASES)
@@ -107,6 +119,47 @@ def test_texts_follow_the_models_law(toy, toy_draft, toy_law, rule, drafter):
 @pytest.mark.parametrize(("rule", "drafter"), CASES)
 def test_texts_follow_the_models_law_closely(toy, toy_draft, toy_law, rule, drafter):
     assert toy_excess(toy, toy_draft, toy_law, rule, drafter, 50_000) < LIMIT
+
+
+# Models that ignore the text: few texts show what the draws of cousins have in common --------------------------------
+
+
+def heedless(*probabilities: float):
+    """A model that gives these probabilities to the next token, whatever the text."""
+    model = tiny(0, **TOY)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.fill_(1.0)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.lm_head.weight.copy_(torch.tensor(probabilities).log()[:, None] / TOY["hidden_size"])
+    return model
+
+
+HEEDLESS = [
+    (rule, drafter)
+    for rule in ("traversal", "rejection")
+    for drafter in ("iid chains", "swor chains", "iid tree", "swor deep tree")
+]
+
+
+def heedless_excess(rule: str, drafter: str, outcomes: int) -> float:
+    """The worse of all tokens together and the first two that come from a tree."""
+    target, draft = heedless(0.5, 0.3, 0.15, 0.05), heedless(0.15, 0.25, 0.4, 0.2)
+    law, seen = law_of_texts(target), texts_seen(target, draft, rule, drafter, outcomes)
+    pairs = [counts.reshape((VOCAB,) * COUNT).sum(axis=(0, *range(3, COUNT))).ravel() for counts in (seen, law)]
+    return max(excess(seen, law), excess(*pairs))
+
+
+@pytest.mark.parametrize(("rule", "drafter"), HEEDLESS[:2])
+def test_drafts_of_cousins_are_independent(rule, drafter):
+    assert heedless_excess(rule, drafter, 10_000) < LIMIT
+
+
+@pytest.mark.stats
+@pytest.mark.parametrize(("rule", "drafter"), HEEDLESS)
+def test_drafts_of_cousins_are_independent_closely(rule, drafter):
+    assert heedless_excess(rule, drafter, 100_000) < LIMIT
 
 
 @pytest.mark.stats

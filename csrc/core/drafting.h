@@ -30,13 +30,16 @@ struct ChildrenDraw {
   int32_t count;
   uint64_t seed;
   int64_t position;  // of the node
+  RandomUse use;
   int64_t* tokens;   // [count] out, -1 where the law has fewer tokens
   float* scores;     // [count] out, log-probabilities, -inf where none
   float* probs;      // [V] out, the law
 };
 
-PT_HOST_DEVICE RandomUse noise_of(GrowthLaw law) {
-  return law == GrowthLaw::kCoupled ? RandomUse::kGumbel : RandomUse::kDraft;
+// The use of the noise at frontier node `f`. The target's noise, which "coupled" shares, is the same for all nodes at a
+// position.
+PT_HOST_DEVICE RandomUse use_of_children(GrowthLaw law, int64_t f) {
+  return law == GrowthLaw::kCoupled ? RandomUse::kGumbel : draft_use(f);
 }
 
 // Where the children of frontier node `f` of sequence `b` stand among the candidates.

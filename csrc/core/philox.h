@@ -11,8 +11,14 @@ enum class RandomUse : uint32_t {
   kGumbel = 0,     // word id % 4 of block id / 4: the noise of token id, shared by sample and verify_sampled
   kCoin = 1,       // words 0 and 1 of block r: the acceptance coin of sibling rank r
   kFinalDraw = 2,  // words 0 and 1 of block 0: the bonus
-  kDraft = 3,      // a draft model's own draws
+  kDraft = 3,      // a draft model's own draws; those of several nodes at one position differ, see draft_use
 };
+
+// The use of the draws at one node of those that the draft model reads at one position. Traversal verification needs
+// them to be independent: a cousin with the same draws would tell what its own were.
+PT_HOST_DEVICE RandomUse draft_use(int64_t node) {
+  return static_cast<RandomUse>(static_cast<uint32_t>(RandomUse::kDraft) | static_cast<uint32_t>(node) << 8);
+}
 
 // One block of 4 words, for each lane of M. The counter's words are (position low, position high, index, use).
 template <typename M>

@@ -33,7 +33,8 @@ void expand_node(const ExpandTreeParams& p, const IsaKernels& isa, int64_t b, in
   } else {
     const int64_t position = static_cast<int64_t>(static_cast<uint64_t>(p.positions[b]) + p.level);
     isa.draw_children(logits, law_of(p.sampling, b),
-                      {p.law, p.num_children, static_cast<uint64_t>(p.seeds[b]), position, tokens, scores, probs},
+                      {p.law, p.num_children, static_cast<uint64_t>(p.seeds[b]), position, use_of_children(p.law, f),
+                       tokens, scores, probs},
                       scratch);
   }
   for (int32_t k = 0; k < p.num_children && is_present(scores[k]); ++k) {

@@ -54,7 +54,7 @@ static inline int32_t draw_distinct(const Masses<T>& masses, const ChildrenDraw&
     if (lane_bits(most + kMaxGumbel > least) == 0) continue;
     vuint words[4];
     const vuint block = bits<vuint>(lane_index()) + static_cast<uint32_t>(begin / 4);
-    philox_lanes(draw.seed, draw.position, block, noise_of(draw.law), words);
+    philox_lanes(draw.seed, draw.position, block, draw.use, words);
     interleave_blocks(words);
     for (int j = 0; j < 4; ++j) {
       score[j] += gumbel_of_word<VectorMath>(words[j]);
@@ -75,7 +75,7 @@ static inline int32_t draw_independent(const Masses<T>& masses, uint64_t total, 
   int32_t order[kMaxTreeNodes];
   for (int32_t r = 0; r < draw.count; ++r) {
     uint32_t words[4];
-    philox<ScalarMath>(draw.seed, draw.position, static_cast<uint32_t>(r), RandomUse::kDraft, words);
+    philox<ScalarMath>(draw.seed, draw.position, static_cast<uint32_t>(r), draw.use, words);
     const uint64_t target = fraction_of(total, words[0], words[1]);
     int32_t at = r;
     for (; at > 0 && targets[at - 1] > target; --at) {

@@ -58,6 +58,7 @@ __global__ void __launch_bounds__(kDrawThreads, 1) expand_drawn_kernel(const __g
                           .count = p.num_children,
                           .seed = static_cast<uint64_t>(p.seeds[b]),
                           .position = static_cast<int64_t>(static_cast<uint64_t>(p.positions[b]) + p.level),
+                          .use = use_of_children(p.law, f),
                           .tokens = p.out_tokens + children,
                           .scores = p.out_scores + children,
                           .probs = p.draft_probs + row * p.logits.vocab};

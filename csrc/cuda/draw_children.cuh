@@ -45,7 +45,7 @@ __device__ __forceinline__ void draw_distinct(const Masses<kDType>& masses, cons
                                               BestShared& shared) {
   masses.each_four([&](int64_t token, const uint32_t (&four)[4]) {
     uint32_t words[4];
-    philox<ScalarMath>(draw.seed, draw.position, static_cast<uint32_t>(token / 4), noise_of(draw.law), words);
+    philox<ScalarMath>(draw.seed, draw.position, static_cast<uint32_t>(token / 4), draw.use, words);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (token + i >= masses.row.vocab()) continue;
@@ -68,7 +68,7 @@ __device__ __forceinline__ void draw_independent(const Masses<kDType>& masses, u
                                                  ChildrenShared& shared) {
   for (int32_t r = threadIdx.x; r < draw.count; r += blockDim.x) {
     uint32_t words[4];
-    philox<ScalarMath>(draw.seed, draw.position, static_cast<uint32_t>(r), RandomUse::kDraft, words);
+    philox<ScalarMath>(draw.seed, draw.position, static_cast<uint32_t>(r), draw.use, words);
     shared.targets[r] = fraction_of(total, words[0], words[1]);
   }
   const WarpRun run = run_of_warp(masses.row.vocab());

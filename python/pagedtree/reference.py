@@ -39,6 +39,11 @@ def random_words(seed: int, position: int, blocks: int, use: int) -> np.ndarray:
     return philox4x32(counter, np.broadcast_to(key, (blocks, 2)))
 
 
+def draft_use(place: int) -> int:
+    """The use of the draws of a draft model at the frontier node of that index."""
+    return DRAFT | place << 8
+
+
 def gumbel_noise(seed: int, position: int, vocab: int, use: int = GUMBEL) -> np.ndarray:
     """The noise of tokens 0..vocab-1: float64 [vocab]."""
     words = random_words(seed, position, (vocab + 3) // 4, use).reshape(-1)[:vocab]

@@ -155,9 +155,11 @@ def verify_traversal(
 ) -> Verdict:
     """Traversal verification of trees: leaves first, judged by the joint probability of their paths.
 
-    Lossless where the drafts were drawn as `draft_law`, "iid" or "swor", says. On average it accepts at least as many
-    drafts as `verify_rejection`; on a chain it is `verify_block`. The rows of all nodes with children are read, unless
-    the path to them cannot be accepted. Every step must draw its drafts anew, as for `verify_block`.
+    Lossless where the drafts were drawn as `draft_law`, "iid" or "swor", says, independently from node to node: where
+    all nodes of a level draw with the same random numbers, cousins are alike too often, and the output is biased. On
+    average it accepts at least as many drafts as `verify_rejection`; on a chain it is `verify_block`. The rows of all
+    nodes with children are read, unless the path to them cannot be accepted. Every step must draw its drafts anew, as
+    for `verify_block`.
 
     Args:
         coins: float32 [N] in [0, 1), entry n the u of node n. Default: Philox of seeds[b], positions[b] and the node.

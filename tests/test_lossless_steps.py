@@ -1,0 +1,164 @@
+"""Whole steps as callers make them: `expand_tree` drafts, a lossless rule verifies, the next step starts from there.
+
+The first three tokens are compared with the target's exact distribution. The trees have several nodes a level and
+several levels: rules that judge leaves first see drafts of cousins, which therefore must not share their draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+from test_verify_drafts import excess
+from torch import Tensor
+
+from pagedtree import (
+    Draft,
+    DraftState,
+    SamplingParams,
+    Verdict,
+    expand_tree,
+    rerank_tree,
+    start_draft,
+    verify_block,
+    verify_rejection,
+    verify_sampled,
+    verify_traversal,
+)
+from pagedtree.testing import use_backend
+
+VOCAB, LENGTH = 3, 3
+LIMIT = 6.0
+
+# Next-token distributions after each token and, last, after the prompt. In the first pair they do not depend on
+# the text, and the drafter prefers what the target does not.
+FLAT = torch.tensor([[0.5, 0.3, 0.2]]).expand(VOCAB + 1, -1), torch.tensor([[0.2, 0.3, 0.5]]).expand(VOCAB + 1, -1)
+_generator = torch.Generator().manual_seed(4)
+MARKOV = tuple(torch.randn(VOCAB + 1, VOCAB, generator=_generator).mul(1.2).softmax(-1) for _ in range(2))
+MODELS = {"flat": FLAT, "markov": MARKOV}
+
+CASES = [
+    *[("rejection", law, tree) for law in ("iid", "swor", "topk") for tree in ([3, 1], [2, 2, 2])],
+    *[("traversal", law, tree) for law in ("iid", "swor") for tree in ([3, 1], [3, 1, 1], [2, 2, 2])],
+    *[("block", law, [1, 1, 1]) for law in ("iid", "topk")],
+    *[("sampled", law, [2, 2, 2]) for law in ("iid", "swor", "topk", "coupled")],
+]
+
+
+def grown(
+    draft_table: Tensor,
+    roots: Tensor,
+    positions: Tensor,
+    seeds: Tensor,
+    law: str,
+    branching: list[int],
+    expand: Callable[..., DraftState],
+) -> Draft:
+    """Trees in which every node of a level has `branching[level]` children."""
+    state = start_draft(roots, max_kv_nodes=1 + sum(prod(branching[:i]) for i in range(1, len(branching))))
+    sampling = {"params": SamplingParams(), "seeds": seeds, "positions": positions} if law != "topk" else {}
+    for level, children in enumerate(branching):
+        width = state.num_frontier * children if level < len(branching) - 1 else 0
+        logits = draft_table[state.level_tokens].log()
+        state = expand(state, logits, num_children=children, num_frontier=width, law=law, **sampling)
+    return rerank_tree(state, state.num_candidates)
+
+
+def verified(rule: str, law: str, target: Tensor, draft: Draft, seeds: Tensor, positions: Tensor) -> Verdict:
+    logits = target[draft.draft_tokens.clamp(min=0)].log()
+    arguments = (logits, draft.draft_tokens, draft.trees, SamplingParams())
+    if rule == "sampled":
+        return verify_sampled(*arguments, seeds=seeds, positions=positions)
+    drawn = {"draft_probs": draft.draft_probs, "draft_rows": draft.draft_rows} if law != "topk" else {}
+    verify = {"rejection": verify_rejection, "block": verify_block, "traversal": verify_traversal}[rule]
+    return verify(*arguments, draft_law="onehot" if law == "topk" else law, seeds=seeds, positions=positions, **drawn)
+
+
+def first_tokens(
+    rule: str,
+    law: str,
+    branching: list[int],
+    model: str,
+    count: int,
+    device: torch.device,
+    expand: Callable[..., DraftState] = expand_tree,
+) -> tuple[Tensor, float]:
+    """[count, LENGTH] tokens of as many sequences, and how many drafts a step accepted on average."""
+    target, draft_table = (table.to(device) for table in MODELS[model])
+    seeds = torch.arange(count, device=device) * 7 + 1
+    tokens = torch.full((count, 2 * LENGTH + len(branching)), -1, device=device)
+    lengths = torch.zeros(count, dtype=torch.int64, device=device)
+    roots = torch.full((count,), VOCAB, device=device)
+    accepted = []
+    while bool((lengths < LENGTH).any()):
+        # As `verify_block` and `verify_traversal` ask for: every step draws its drafts with seeds of its own. The
+        # noise of "coupled" is that of verification.
+        draft_seeds = seeds if law == "coupled" else seeds + 0x5851F42D4C957F2D * (lengths + 1)
+        draft = grown(draft_table, roots, lengths, draft_seeds, law, branching, expand)
+        verdict = verified(rule, law, target, draft, seeds, lengths)
+        assert not verdict.status.any()
+        steps = torch.arange(verdict.tokens.shape[1], device=device)
+        emitted = steps <= verdict.num_accepted[:, None]
+        accepted.append(float(verdict.num_accepted.float().mean()))
+        places = (lengths[:, None] + steps).clamp(max=tokens.shape[1] - 1)
+        rows = torch.arange(count, device=device)[:, None].expand_as(places)
+        tokens[rows[emitted], places[emitted]] = verdict.tokens[emitted]
+        # Those that have all their tokens take the same step again, which changes none of the first LENGTH.
+        lengths = torch.where(lengths < LENGTH, lengths + verdict.num_accepted + 1, lengths)
+        roots = tokens.gather(1, lengths[:, None] - 1)[:, 0]
+    return tokens[:, :LENGTH].cpu(), float(np.mean(accepted))
+
+
+def off_the_target(tokens: Tensor, model: str) -> float:
+    """Chi-square of the first three tokens less its mean, in standard deviations."""
+    p = MODELS[model][0].double()
+    expected = p[VOCAB][:, None, None] * p[:VOCAB, :, None] * p[None, :VOCAB]
+    places = tokens @ VOCAB ** torch.arange(LENGTH - 1, -1, -1)
+    return excess(np.bincount(places.numpy(), minlength=VOCAB**LENGTH), expected.flatten().numpy())
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("rule", "law", "branching"), CASES, ids=str)
+def test_first_three_tokens(backend: str, device, rule, law, branching, model) -> None:
+    if backend == "simt":  # too slow for the statistic, but it decides as the CPU backend does
+        tokens, _ = first_tokens(rule, law, branching, model, 30, device)
+        with use_backend("cpu"):
+            assert tokens.equal(first_tokens(rule, law, branching, model, 30, device)[0])
+        return
+    tokens, accepted = first_tokens(rule, law, branching, model, 20_000, device)
+    assert off_the_target(tokens, model) < LIMIT
+    assert accepted > 0.2
+
+
+@pytest.mark.stats
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("rule", "law", "branching"), CASES, ids=str)
+def test_first_three_tokens_closely(backend: str, device, rule, law, branching, model) -> None:
+    if backend == "simt":
+        pytest.skip("emulated: it gives the bits of cuda and cpu, but not a million draws in a reasonable time")
+    tokens, _ = first_tokens(rule, law, branching, model, 1_000_000, device)
+    assert off_the_target(tokens, model) < LIMIT
+
+
+def expand_cousins_alike(state: DraftState, logits: Tensor, **options) -> DraftState:
+    """As if all nodes of a level drew by the same random numbers, where they draw from the same distribution."""
+    expanded = expand_tree(state, logits, **options)
+    children = expanded.tokens[:, state.num_candidates :].view(state.batch_size, state.num_frontier, -1)
+    tokens = [state.tokens, children[:, :1].expand_as(children).flatten(1)]
+    return replace(expanded, tokens=torch.cat(tokens, dim=1))
+
+
+@pytest.mark.parametrize("law", ["iid", "swor"])
+def test_cousins_that_share_their_draws_are_seen(law: str) -> None:
+    """The rule that judges leaves first is then off its distribution; the one that follows one node a level is not."""
+    for rule, expand, is_off in [
+        ("traversal", expand_tree, False),
+        ("traversal", expand_cousins_alike, True),
+        ("rejection", expand_cousins_alike, False),
+    ]:
+        tokens, _ = first_tokens(rule, law, [3, 1], "flat", 100_000, torch.device("cpu"), expand)
+        assert (off_the_target(tokens, "flat") > LIMIT) == is_off
