@@ -31,9 +31,9 @@ struct ChildrenDraw {
   uint64_t seed;
   int64_t position;  // of the node
   RandomUse use;
-  int64_t* tokens;   // [count] out, -1 where the law has fewer tokens
-  float* scores;     // [count] out, log-probabilities, -inf where none
-  float* probs;      // [V] out, the law
+  int64_t* tokens;  // [count] out, -1 where the law has fewer tokens
+  float* scores;    // [count] out, log-probabilities, -inf where none
+  float* probs;     // [V] out, the law
 };
 
 // The use of the noise at frontier node `f`. The target's noise, which "coupled" shares, is the same for all nodes at a
