@@ -171,7 +171,8 @@ class FlexAttention:
 
     name = "FlexAttention"
     mask = "tree"
-    only_headline = True  # it is compiled for each shape
+    only_headline = True
+    compiles = True
 
     @staticmethod
     def absent() -> str | None:
@@ -307,10 +308,12 @@ def problem_of(shape: Shape, device: torch.device) -> Problem:
 
 
 def lengths_of(shape: Shape) -> list[int]:
-    """`batch` times `length`, or as many of that sum that differ as much as requests do."""
+    """`batch` times `length`; or "ragged": as many of that sum that differ as much as requests do; or those listed."""
     batch, length = shape["batch"], shape["length"]
     if shape["lengths"] == "uniform":
         return [length] * batch
+    if shape["lengths"] != "ragged":
+        return [int(text) for text in shape["lengths"].split()]
     weights = [(0.35, 3.4, 0.13, 0.12)[b % 4] for b in range(batch)]
     total, nodes = batch * length, nodes_of(shape["tree"])
     lengths = [max(int(total * weight / sum(weights)), nodes) for weight in weights]
@@ -326,8 +329,9 @@ def kv_bytes_of(shape: Shape) -> int:
 def memory_of(shape: Shape) -> int:
     """Ours, the caches of two peers, dense K and V twice as long where the lengths differ, and the mask."""
     kv_bytes = kv_bytes_of(shape)
-    longest = max(lengths_of(shape)) * shape["batch"] / sum(lengths_of(shape))
-    mask = 8 * shape["batch"] * shape["length"] * nodes_of(shape["tree"])
+    lengths = lengths_of(shape)
+    longest = max(lengths) * len(lengths) / sum(lengths)
+    mask = 8 * sum(lengths) * nodes_of(shape["tree"])
     return int(kv_bytes * (1 + 3 * longest) * (2 if kv_bytes < 4 * L3_BYTES["cpu"] else 1)) + mask
 
 

@@ -8,6 +8,9 @@ the base at a time. What a peer gives is compared with the op's result before it
 point that does not fit, are named with the reason. A row has the time of a call (median and interquartile range, cold
 caches, candidates in turn), GB/s, GFLOP/s, the floor (the larger of bytes over measured read bandwidth and flops over
 the measured rate of matmul) and the ratio to each peer, without and with what is planned once a step.
+
+On a GPU each op has a process of its own, and the JSON is written after each row: what crashes, hangs or spoils the
+process loses its row alone.
 """
 
 from __future__ import annotations
@@ -15,17 +18,24 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import attention_peers
 import cache_peers
 import draft_peers
+import headline
+import measure
 import ratio_peers
 import torch
 import verify_peers
-from measure import machine_facts, matmul_rate, read_bandwidth, save
+from measure import machine_facts, matmul_rate, read_bandwidth
+from row_file import Results, run_apart
 from suite import Op, Point, Settings, points, run_all
+
+from pagedtree import _C
+from pagedtree.testing import use_backend
 
 OPS: list[Op] = [attention_peers.OP, *cache_peers.OPS, *draft_peers.OPS, *verify_peers.OPS, *ratio_peers.OPS]
 
@@ -33,7 +43,10 @@ OPS: list[Op] = [attention_peers.OP, *cache_peers.OPS, *draft_peers.OPS, *verify
 def chosen_points(args: argparse.Namespace) -> list[Point]:
     """The points asked for; those that share their inputs stand together, as inputs may take longer than the timing."""
     ops = [op for op in OPS if op.name in args.ops]
+    if args.headline:
+        return headline.points(ops, small=args.quick)
     known = {key for op in ops for key in op.base}
+    axes = known - {"threads"} if args.axes is None and args.device == "cuda" else args.axes
     for text in args.shapes or []:
         if "=" not in text or text.split("=")[0] not in known:
             raise SystemExit(f"--shapes: expected KEY=VALUE,... with a key of {', '.join(sorted(known))}, got {text!r}")
@@ -45,7 +58,7 @@ def chosen_points(args: argparse.Namespace) -> list[Point]:
         if args.quick:
             found.append(Point(op, {**op.base, **op.quick}, True))
         else:
-            found += points(op, args.axes, given_values(op, args.shapes) if args.shapes else None)
+            found += points(op, axes, given_values(op, args.shapes) if args.shapes else None)
     inputs = [(point.op.inputs, tuple((k, v) for k, v in point.shape.items() if k != "law")) for point in found]
     first = {key: i for i, key in reversed([*enumerate(inputs)])}
     return [found[i] for i in sorted(range(len(found)), key=lambda i: first[inputs[i]])]
@@ -61,12 +74,20 @@ def given_values(op: Op, texts: list[str]) -> dict[str, list[Any]]:
     return values
 
 
+VERDICTS = {True: "met", False: "MISSED", None: "not judged"}
+
+
 def line(row: dict[str, Any]) -> str:
     head = f"{row['op']:16} {row['point']:34}"
     if "skipped" in row:
         return f"{head} skipped: {row['skipped']}"
+    if "failed" in row:
+        return f"{head} failed: {row['failed']}"
     notes = [f"{row['ms']:10.3f} ms +- {row['spread_ms']:.3f}, floor {row['floor_ms']:9.3f}"]
     notes += [f"{name} {ratio:.2f}x" for name, ratio in row["ratio"].items()]
+    for target in row.get("targets", ()):
+        measured = "" if target["measured"] is None else f"{target['measured']:.3g} "
+        notes.append(f"\n{'':18}{measured}{target['target']}: {VERDICTS[target['met']]}")
     return "  ".join([head, *notes])
 
 
@@ -74,16 +95,28 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [op.name for op in OPS]
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--backend", choices=["cpu", "simt", "cuda"], help="simt: the GPU's kernels, on the device cpu")
     parser.add_argument("--ops", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--without", nargs="+", choices=names, default=[], metavar="NAME", help="all ops but these")
     parser.add_argument("--axes", nargs="*", metavar="KEY", help="sweep these keys only; none: no sweeps")
     parser.add_argument("--shapes", nargs="+", metavar="KEY=VALUE,...", help="all combinations, in place of the sweeps")
     parser.add_argument("--peers", nargs="*", metavar="NAME", help="those whose names contain one of these; none: none")
+    parser.add_argument("--headline", action="store_true", help="the rows of headline.py, with their targets")
     parser.add_argument("--quick", action="store_true", help="one small point for each op, in less than three minutes")
     parser.add_argument("--list", action="store_true", help="tell the points and peers, measure nothing")
     parser.add_argument("--seconds", type=float, help="a point's budget (default 4; quick: 0.5)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", help="default benchmarks/results/ops_ISA.json for all points, else build/bench.json")
+    parser.add_argument("--processes", action="store_true", help="each op in a process of its own; always on a GPU")
+    parser.add_argument(
+        "--row-limit", type=float, default=120.0, help="seconds of a row in such a process (%(default)s)"
+    )
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--first", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    args.processes |= args.device == "cuda"
+    args.backend = args.backend or args.device
+    args.ops = [name for name in args.ops if name not in args.without]
     chosen = chosen_points(args)
     if args.list:
         for point in chosen:
@@ -95,33 +128,78 @@ def main() -> int:
             )
         return 0
 
-    device = torch.device(args.device)
+    if args.into:
+        return measure_into(args.into, chosen, args)
     torch.set_num_threads(args.threads)
+    is_full = not (
+        args.quick or args.headline or args.shapes or args.axes is not None or args.peers is not None
+        or args.ops != names or args.backend != args.device
+    )  # fmt: skip
+    variant = _C.active_isa() if args.device == "cpu" else "cuda"
+    target = args.json or (measure.RESULTS / f"ops_{variant}.json" if is_full else Path("build") / "bench.json")
+    results = Results.start(Path(target), f"ops_{variant}", facts_of(args))
+    if args.processes:
+        run_apart(chosen, results, Path(__file__), sys.argv[1:])
+    else:
+        measure_all(chosen, results, args)
+    results.finish(load_after=os.getloadavg()[0])
+    return report(results.rows)
+
+
+def facts_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Of the machine, the arguments, and the two rates that give a point's floor."""
+    device, dtypes = torch.device(args.device), [torch.bfloat16, torch.float32]
     facts = machine_facts() | {"arguments": {key: value for key, value in vars(args).items() if key != "json"}}
-    dtypes = [torch.bfloat16, torch.float32]
-    rates = {str(dtype).removeprefix("torch."): matmul_rate(dtype, device) for dtype in dtypes}
-    seconds = args.seconds or (0.5 if args.quick else 4.0)
+    rates = {str(dtype).removeprefix("torch."): matmul_rate(dtype, device) / 1e9 for dtype in dtypes}
+    facts |= {"read_gb_per_s": read_bandwidth(device) / 1e9, "matmul_gflop_per_s": rates}
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # for the processes that measure
+    return facts
+
+
+def measure_into(path: Path, chosen: Sequence[Point], args: argparse.Namespace) -> int:
+    """What a process of one op does: the points that the file lacks; `--first` alone for a point that failed before."""
+    results = Results.read(path)
+    torch.set_num_threads(args.threads)
+    pending = results.lacking(chosen)
+    measure_all(pending[:1] if args.first else pending, results, args)
+    return 0
+
+
+def measure_all(chosen: Sequence[Point], results: Results, args: argparse.Namespace) -> None:
+    machine = results.machine
     settings = Settings(
-        device, seconds, read_bandwidth(device), max(rates.values()), args.peers, min_repeats=3 if args.quick else 5
+        torch.device(args.device),
+        args.seconds or (0.5 if args.quick else 4.0),
+        machine["read_gb_per_s"] * 1e9,
+        max(machine["matmul_gflop_per_s"].values()) * 1e9,
+        args.peers,
+        min_repeats=3 if args.quick else 5,
+        without_compiled=args.headline or args.device == "cuda",
     )
-    facts |= {
-        "read_gb_per_s": settings.bandwidth / 1e9,
-        "matmul_gflop_per_s": {name: rate / 1e9 for name, rate in rates.items()},
-    }
-    rows = []
-    for row in run_all(chosen, settings):
-        print(line(row), flush=True)
-        rows.append(row)
-    facts["load_after"] = os.getloadavg()[0]
+    row_limit = args.row_limit if args.into else None
+    with use_backend(args.backend):
+        for point, row in zip(chosen, run_all(chosen, settings, row_limit), strict=True):
+            if args.headline:
+                row["targets"] = headline.judged(row, results.rows, machine, args.device, counts=not args.quick)
+            results.add(point, row)
+            print(line(row), flush=True)
+
+
+def report(rows: list[dict[str, Any]]) -> int:
+    """Says what is absent, wrong, failed; the exit status."""
     for name, reason in {name: reason for row in rows for name, reason in row.get("absent", {}).items()}.items():
         print(f"absent: {name}: {reason}")
     wrong = [(row["op"], row["point"], name, text) for row in rows for name, text in row.get("wrong", {}).items()]
     for op, point, name, text in wrong:
         print(f"NOT EQUAL: {op}, {point}, {name}: {text}")
-    is_full = not (args.quick or args.shapes or args.axes is not None or args.peers is not None or args.ops != names)
-    variant = facts["cpu_isa"] if args.device == "cpu" else "cuda"
-    save(f"ops_{variant}", rows, facts, args.json or (None if is_full else str(Path("build") / "bench.json")))
-    return 1 if wrong else 0
+    failed = [row for row in rows if "failed" in row]
+    for row in failed:
+        print(f"FAILED: {row['op']}, {row['point']}: {row['failed']}")
+    verdicts = [target["met"] for row in rows for target in row.get("targets", ())]
+    if verdicts:
+        print(", ".join(f"{verdicts.count(met)} {text}" for met, text in VERDICTS.items()))
+    return 1 if wrong or failed else 0
 
 
 if __name__ == "__main__":

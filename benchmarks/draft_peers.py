@@ -130,6 +130,7 @@ class PromptLookup:
     """transformers' prompt lookup decoding: one sequence at a time."""
 
     name = "transformers"
+    synchronises = True
 
     @staticmethod
     def absent() -> str | None:

@@ -1,96 +1,221 @@
 #!/usr/bin/env bash
-# Tests and measures everything on one GPU machine, in under nine minutes, without a network.
+# Tests and measures everything on a machine with a GPU, without a network, git or a package index.
 #
-#   benchmarks/gpu_suite.sh [OUT] [WHEEL]
+#   benchmarks/gpu_suite.sh [OUT [PART]]
 #
-# OUT (default build/gpu_suite) gets logs and JSON. WHEEL, or a wheel in dist/ that fits the Python at hand, is installed
-# beside nothing else; where there is none, or nvcc is at hand and the sources are newer, the checkout is built for the GPU
-# that is present. Needs torch with CUDA, numpy, pytest and hypothesis; to build also cmake, ninja, pybind11 and nvcc.
-# A stage that fails or runs out of its time does not stop the others; the exit status tells.
+# PART, each under ten minutes, the most valuable first; all (the default) is one after the other:
+#   headline    one step of a small batch against the CPU backend; the rows of headline.py with their targets
+#   tests       the op tests on the GPU, captured steps and their replay, each instruction against simt
+#   sanitizers  compute-sanitizer over one step: addresses, races in shared memory, barriers
+#   attention   the sweeps of tree_attention
+#   others      the sweeps of the other ops
+#
+# OUT (default build/gpu_suite) gets at most eight files: stages_PART.json, JSON of the benchmarks, logs_PART.tar.gz,
+# and running.log of the stage that runs. Whenever this script is killed they are there, whole; a benchmark's JSON has
+# the rows so far. A stage that fails or runs out of time does not stop the others; the exit status is 1 then.
+#
+# What is tested: the wheel WHEEL; or one in dist/ that fits the Python at hand, if no source is newer; or else this
+# checkout, built for the GPU that is present (with nvcc, cmake, ninja, pybind11). Needs torch with CUDA, numpy, pytest
+# and hypothesis; with pytest-xdist tests run on several workers.
+#
+# Environment: PYTHON (default python3); COMMIT, named in the results where there is no git; FLASHINFER_INCLUDE, the
+# folder of FlashInfer's headers, with which its kernel is compiled as a peer. DEVICE=cpu BACKEND=simt rehearses all of
+# it on a CPU in tiny sizes, with the checkout as it is built. STAGE_SECONDS shortens each stage's limit.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-out=$(mkdir -p "${1:-build/gpu_suite}" && cd "${1:-build/gpu_suite}" && pwd)
-wheel=${2:-}
-work=$PWD/build/gpu_suite_work
-status=0
-: > "$out/stages.txt"
+PARTS=(headline tests sanitizers attention others)
+part=${2:-all}
+if [[ ! " all ${PARTS[*]} " == *" $part "* ]]; then
+  echo "PART: expected all or one of ${PARTS[*]}, got $part" >&2
+  exit 2
+fi
+mkdir -p "${1:-build/gpu_suite}" && out=$(cd "${1:-build/gpu_suite}" && pwd) || exit 2
+device=${DEVICE:-cuda} backend=${BACKEND:-${DEVICE:-cuda}} python=${PYTHON:-python3}
+work=$(mktemp -d) logs=$(mktemp -d)
+golden_of_simt=$(find build/cmake-*/simt_golden -print -quit 2> /dev/null)
+export out device backend python work golden_of_simt
 
-stage() {  # name, seconds, command...: its output goes to OUT/name.log
-  local name=$1 limit=$2 start=$SECONDS code=0
+# Stages ---------------------------------------------------------------------------------------------------------------
+
+PART_SECONDS=590
+status=0 entries=() child=
+
+record() {  # name, the rest of its JSON; then all files of OUT are up to date
+  entries+=("\"$1\": {\"part\": \"$each\", $2}")
+  (
+    IFS=$'\n' joined=$(printf ',\n  %s' "${entries[@]}")
+    printf '{"part": "%s", "device": "%s", "backend": "%s", "total_seconds": %d, "stages": {\n%s\n}}\n' \
+      "$part" "$device" "$backend" "$SECONDS" "${joined:2}"
+  ) > "$work/stages.json"
+  mv "$work/stages.json" "$out/stages_$part.json"
+  tar -C "$logs" -czf "$work/logs.tar.gz" . && mv "$work/logs.tar.gz" "$out/logs_$part.tar.gz"
+}
+
+stage() {  # name, seconds, command...; its output goes into logs_PART.tar.gz as name.log
+  local name=$1 limit=$2 began=$SECONDS code=0
+  local left=$((part_end - SECONDS)) bound=${STAGE_SECONDS:-$limit}
   shift 2
-  timeout --kill-after=5 "$limit" "$@" > "$out/$name.log" 2>&1 || code=$?
-  printf '%s\t%d\t%d\n' "$name" "$code" $((SECONDS - start)) | tee -a "$out/stages.txt"
-  if [ $code != 0 ]; then
+  if ((left <= 0)); then
     status=1
-    tail -n 15 "$out/$name.log"
+    record "$name" "\"exit\": 124, \"seconds\": 0, \"limit\": $limit"
+    return 1
+  fi
+  ((bound = bound < limit ? bound : limit, bound = bound < left ? bound : left))
+  # In the background, so that a signal to this script is heeded at once.
+  timeout --kill-after=5 $bound "$@" > "$out/running.log" 2>&1 &
+  child=$!
+  wait $child || code=$?
+  child=
+  mv "$out/running.log" "$logs/$name.log"
+  record "$name" "\"exit\": $code, \"seconds\": $((SECONDS - began)), \"limit\": $limit"
+  printf '%-12s exit %d, %d s\n' "$name" $code $((SECONDS - began))
+  if ((code)); then
+    status=1
+    tail -n 15 "$logs/$name.log"
   fi
   return $code
 }
 
+skip() {  # name, why
+  record "$1" "\"skipped\": \"$2\""
+  echo "$1 skipped: $2"
+}
+
+finish() {
+  [ -n "$child" ] && kill "$child" 2> /dev/null
+  rm -rf "$work" "$logs"
+}
+trap finish EXIT
+trap 'status=1; exit 1' INT TERM
+
+# What is tested -------------------------------------------------------------------------------------------------------
+
 machine() {
-  nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm --format=csv
-  python -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda, torch.cuda.get_device_name())'
-  git log -1 --format='commit %h %cs' 2> /dev/null || true
-  command -v nvcc compute-sanitizer || true
+  nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm --format=csv || exit
+  "$python" -c 'import platform, torch
+print("python", platform.python_version(), "torch", torch.__version__, "CUDA", torch.version.cuda)
+print(torch.cuda.get_device_properties(0) if torch.cuda.is_available() else "torch sees no GPU")'
+  command -v nvcc compute-sanitizer
+  true
+}
+
+# A wheel's path; nothing where the checkout is newer than all wheels that fit.
+choose_wheel() {
+  if [ -n "${WHEEL:-}" ]; then
+    echo "$WHEEL"
+    return
+  fi
+  local tag newest
+  tag=$("$python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
+  newest=$(ls -t dist/pagedtree-*-"$tag"-*.whl 2> /dev/null | head -n 1)
+  [ -n "$newest" ] || return 0
+  if [ -z "$(find csrc cmake CMakeLists.txt setup.py pyproject.toml -type f -newer "$newest" -print -quit)" ] &&
+    [ -z "$(find python -name '*.py' -newer "$newest" -print -quit)" ]; then
+    echo "$newest"
+  fi
 }
 
 install_package() {
-  rm -rf "$work/site"
-  if [ -z "$wheel" ]; then
-    tag=cp$(python -c 'import sys; print("%d%d" % sys.version_info[:2])')
-    wheel=$(ls -t dist/pagedtree-*-"$tag"-*.whl 2> /dev/null | head -n 1)
-  fi
+  local wheel
+  wheel=$(choose_wheel)
   if [ -n "$wheel" ]; then
-    python -m pip install --no-index --no-deps --no-compile --target "$work/site" "$wheel"
+    echo "wheel $wheel"
+    "$python" -m pip install --no-index --no-deps --no-compile --target "$work/site" "$wheel"
+  elif [ "$device" = cuda ]; then
+    echo "checkout $PWD, built"
+    PAGEDTREE_SIMT=1 MAX_JOBS=$(nproc) "$python" setup.py -q build_ext --inplace
   else
-    PAGEDTREE_SIMT=1 MAX_JOBS=$(nproc) python setup.py -q build_ext --inplace
+    echo "checkout $PWD, as it is"
   fi
 }
+export -f machine choose_wheel install_package
 
-# Bound, so that a hang in one kernel costs that stage only.
-stage machine 60 machine || exit 1
-export -f install_package
-export work wheel
-stage install 300 bash -c install_package || exit 1
-[ -d "$work/site" ] && export PYTHONPATH=$work/site || export PYTHONPATH=$PWD/python
-stage info 60 python -m pagedtree info --json
+prepare() {  # once in a run
+  [ -z "${prepared:-}" ] || return 0
+  stage machine 20 bash -c machine && stage install 180 bash -c install_package || return 1
+  local package=$PWD/python
+  [ -d "$work/site" ] && package=$work/site
+  export PYTHONPATH=$package${PYTHONPATH:+:$PYTHONPATH}
+  prepared=1
+}
 
-stage smoke 60 python benchmarks/smoke.py --device cuda
-stage op_tests 200 python -m pytest -q --maxfail 20 -p no:cacheprovider -m "not slow and not stats" -k "cuda or fixed_step" tests \
-  --ignore tests/test_simt.py --ignore tests/test_sass.py --junitxml "$out/op_tests.xml"
+# Parts ----------------------------------------------------------------------------------------------------------------
 
-# racecheck watches shared memory, synccheck the barriers, memcheck every address.
-for tool in memcheck racecheck synccheck; do
-  if command -v compute-sanitizer > /dev/null; then
-    stage "$tool" 60 compute-sanitizer --tool $tool --error-exitcode 9 python benchmarks/smoke.py --device cuda
+if [ "$device" = cuda ]; then
+  smoke=(--device cuda)
+  bench=(--device cuda --seconds 0.5)
+  headline_rows=(--headline) attention_rows=(--ops tree_attention) other_rows=(--without tree_attention)
+  tests=(tests --ignore tests/test_simt.py --ignore tests/test_sass.py --ignore tests/test_captured_step.py
+    --ignore tests/test_fixed_step.py)
+  captures=(tests/test_captured_step.py tests/test_fixed_step.py)
+else
+  smoke=(--device "$device" --backend "$backend")
+  bench=(--device "$device" --backend "$backend" --seconds 0.01 --peers causal SDPA)
+  headline_rows=(--headline --quick --processes --ops tree_attention sample)
+  attention_rows=(--ops tree_attention --shapes batch=1 length=64 "tree=chain 4" heads=4/1,8/8)
+  other_rows=(--ops append_kv --quick)
+  tests=(tests/test_commit.py)
+  captures=(tests/test_captured_step.py)
+fi
+
+headline() {
+  # stage check 110 "$python" -m pagedtree check --device "$device" --json "$out/check.json"
+  stage smoke 60 "$python" benchmarks/smoke.py "${smoke[@]}"
+  stage headline 210 "$python" benchmarks/bench_ops.py "${bench[@]}" "${headline_rows[@]}" --json "$out/headline.json"
+  grep -v '^\[' "$logs/headline.log"
+}
+
+tests() {
+  local workers=()
+  "$python" -c 'import xdist' 2> /dev/null && workers=(-n $(($(nproc) < 8 ? $(nproc) : 8)))
+  local options=(-q -p no:cacheprovider --maxfail 40 -m "not slow and not stats")
+  stage op_tests 250 "$python" -m pytest "${options[@]}" "${workers[@]}" -k "$backend" "${tests[@]}" \
+    --junitxml "$logs/op_tests.xml"
+  stage captures 80 "$python" -m pytest "${options[@]}" -k "$backend or fixed_step" "${captures[@]}"
+  if [ -z "$golden_of_simt" ] || ! command -v nvcc > /dev/null; then
+    skip golden "it needs nvcc and simt_golden, which a build makes"
   else
-    echo "compute-sanitizer is not here" | tee "$out/$tool.log"
+    stage golden 50 bash -c golden
   fi
-done
+}
 
 golden() {  # what each ptx:: function gives on the GPU, against what simt takes it to give
-  local simt
-  simt=$(ls build/cmake-*/simt_golden 2> /dev/null | head -n 1)
-  [ -n "$simt" ] || { echo "simt_golden was not built"; return 1; }
-  nvcc -std=c++20 -O3 -arch=native --expt-relaxed-constexpr -Icsrc tests/simt/golden.cu -o "$work/golden"
-  "$work/golden" > "$out/golden_gpu.txt" && "$simt" > "$out/golden_simt.txt"
-  python tests/simt/compare_golden.py "$out/golden_gpu.txt" "$out/golden_simt.txt" | tee "$out/golden.json"
+  nvcc -std=c++20 -O3 -arch=native --expt-relaxed-constexpr -Icsrc tests/simt/golden.cu -o "$work/golden" || exit
+  "$work/golden" > "$work/golden_gpu.txt" && "$golden_of_simt" > "$work/golden_simt.txt" || exit
+  "$python" tests/simt/compare_golden.py "$work/golden_gpu.txt" "$work/golden_simt.txt"
 }
-mkdir -p "$work"
 export -f golden
-export out
-if command -v nvcc > /dev/null; then stage golden 60 bash -c golden; fi
 
-stage bench_ops 150 python benchmarks/bench_ops.py --device cuda --seconds 0.5 --axes batch length tree \
-  --ops tree_attention verify_greedy verify_sampled sample --json "$out/ops_cuda.json"
+sanitizers() {
+  if ! command -v compute-sanitizer > /dev/null; then
+    skip sanitizers "compute-sanitizer is not here"
+    return
+  fi
+  # Each tensor is an allocation of its own, so that memcheck sees a step past its end.
+  export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+  local tool limits=(150 150 85)
+  for tool in memcheck racecheck synccheck; do
+    stage $tool "${limits[0]}" compute-sanitizer --tool $tool --kernel-name kns=pagedtree --target-processes all \
+      --error-exitcode 9 "$python" benchmarks/smoke.py "${smoke[@]}"
+    limits=("${limits[@]:1}")
+  done
+  unset PYTORCH_NO_CUDA_MEMORY_CACHING
+}
 
-python - "$out" << 'PYTHON'
-import json, pathlib, sys
-out = pathlib.Path(sys.argv[1])
-rows = [line.split("\t") for line in (out / "stages.txt").read_text().splitlines()]
-stages = {name: {"exit": int(code), "seconds": int(seconds)} for name, code, seconds in rows}
-(out / "suite.json").write_text(json.dumps({"stages": stages, "total_seconds": sum(s["seconds"] for s in stages.values())}, indent=1))
-PYTHON
-cat "$out/stages.txt"
+attention() {
+  stage attention 380 "$python" benchmarks/bench_ops.py "${bench[@]}" "${attention_rows[@]}" \
+    --json "$out/attention.json"
+}
+
+others() {
+  stage others 380 "$python" benchmarks/bench_ops.py "${bench[@]}" "${other_rows[@]}" --json "$out/others.json"
+}
+
+[ "$part" = all ] && chosen=("${PARTS[@]}") || chosen=("$part")
+for each in "${chosen[@]}"; do
+  part_end=$((SECONDS + PART_SECONDS))
+  prepare || break
+  $each
+done
 exit $status

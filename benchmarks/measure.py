@@ -6,11 +6,12 @@ import datetime
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -54,15 +55,30 @@ def interleaved(
     return _in_turn(samples, budget, min_repeats)
 
 
+# Of the GPU's clock, about half a millisecond: the host queues a graph and two events in less.
+HEAD_START = 1_000_000
+
+
 def interleaved_on_gpu(
-    candidates: dict[str, Callable[[int], object]], *, copies: int, budget: float, min_repeats: int = 5
+    candidates: dict[str, Callable[[int], object]],
+    *,
+    copies: int,
+    budget: float,
+    min_repeats: int = 5,
+    eager: Collection[str] = (),
 ) -> dict[str, Timing]:
     """As `interleaved`, by the GPU's clock. One sample is a CUDA graph of a call on each copy of the data in turn, so
-    that neither Python nor a warm cache counts; a candidate that cannot be captured is called eagerly, and pays.
+    that neither Python nor a warm cache counts.
+
+    eager: candidates that wait for the device, so that no graph can hold them; they are called, and pay for it. A
+    capture that fails raises RuntimeError: it spoils all later ones of the process (torch 2.11), which must end.
     """
 
     def timed(sample: Callable[[], object]) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # The GPU is kept busy until the host has queued the events and the replay between them: otherwise the GPU
+        # reaches the first event at once and waits for the launch, some microseconds that are not the call's.
+        torch.cuda._sleep(HEAD_START)
         begin.record()
         sample()
         end.record()
@@ -74,16 +90,33 @@ def interleaved_on_gpu(
         for copy in range(copies):  # allocations, compilation
             call(copy)
         torch.cuda.synchronize()
+        if name in eager:
+            samples[name] = lambda _, call=call: timed(lambda: [call(copy) for copy in range(copies)])
+            continue
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
                 for copy in range(copies):
                     call(copy)
-            samples[name] = lambda _, graph=graph: timed(graph.replay)
         except RuntimeError as error:
-            print(f"{name} is not captured: {str(error).splitlines()[0][:120]}", file=sys.stderr)
-            samples[name] = lambda _, call=call: timed(lambda: [call(copy) for copy in range(copies)])
+            raise RuntimeError(f"{name} was not captured: {str(error).splitlines()[0][:200]}") from error
+        samples[name] = lambda _, graph=graph: timed(graph.replay)
     return _in_turn(samples, budget, min_repeats)
+
+
+def waits_for_device(call: Callable[[], object]) -> bool:
+    """Whether torch sees a call on a GPU wait for it, as `.tolist()` does. What other libraries do it does not see."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return False
 
 
 def _in_turn(samples: dict[str, Callable[[int], float]], budget: float, min_repeats: int) -> dict[str, Timing]:
@@ -178,11 +211,17 @@ def memory_bytes(entry: str = "MemAvailable") -> int:
 
 
 def commit() -> str | None:
-    """Of this checkout, "-dirty" if more was changed than what benchmarks write themselves."""
+    """Of this checkout, "-dirty" if more was changed than what benchmarks write themselves.
+
+    Where there is no git, or no checkout of it, the environment's COMMIT, or None.
+    """
 
     def git(*arguments: str) -> str:
         run = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=RESULTS.parent, check=False)
         return run.stdout.strip()
+
+    if shutil.which("git") is None or not git("rev-parse", "--git-dir"):
+        return os.environ.get("COMMIT")
 
     written = ":(top,exclude)benchmarks/results", ":(top,exclude)docs"
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", *written)
@@ -214,9 +253,16 @@ def machine_facts() -> dict[str, Any]:
 def save(name: str, rows: list[dict[str, Any]], facts: dict[str, Any], path: str | None) -> None:
     """Writes rows and facts as JSON to `path`, default results/NAME.json beside this file."""
     target = Path(path) if path else RESULTS / f"{name}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps({"benchmark": name, "machine": facts, "rows": rows}, indent=1) + "\n")
+    write_json(target, {"benchmark": name, "machine": facts, "rows": rows})
     print(f"wrote {target}", file=sys.stderr)
+
+
+def write_json(target: Path, content: object) -> None:
+    """The whole file or, when this process is killed, the one that was there."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f".{target.name}")
+    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    unfinished.replace(target)
 
 
 def as_row(timing: Timing) -> dict[str, Any]:

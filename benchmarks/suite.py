@@ -9,12 +9,18 @@ A *peer* is whatever a user could call instead of the op, the op itself being th
         run(copy)   the call that is timed, on one of the problem's copies of the data
         plan()      optional: what an engine does once a step for all layers; timed apart, and included in the ratio
 
-and, optionally, `only_headline = True`: too slow, or compiled for each shape, so that sweeps leave it out unless it is
-named. A *problem* has `bytes` and `flops` (what no way to do it can avoid), `copies` and `device`.
+and, optionally,
+
+    only_headline = True    too slow for sweeps, which leave it out unless it is named
+    compiles = True         compiled for each shape: on a GPU, and in the headline table, measured only if it is named
+    synchronises = True     waits for the device: no CUDA graph can hold it, and on a GPU it is timed with its launches
+
+A *problem* has `bytes` and `flops` (what no way to do it can avoid), `copies` and `device`.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import sys
 import time
@@ -23,10 +29,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from measure import Timing, as_row, interleaved, interleaved_on_gpu, memory_bytes, peak_bytes
+from measure import Timing, as_row, interleaved, interleaved_on_gpu, memory_bytes, peak_bytes, waits_for_device
 
 Shape = dict[str, Any]
 LEFT_OUT = "only in the headline points, and where it is named"
+COMPILES = "compiled for each shape: only where it is named"
 
 
 def always() -> str | None:
@@ -105,10 +112,13 @@ class Point:
     op: Op
     shape: Shape = field(compare=False)
     is_headline: bool
+    title: str = ""
 
     @property
     def name(self) -> str:
-        """What differs from the base."""
+        """The title, or what differs from the base."""
+        if self.title:
+            return self.title
         changed = [f"{key} {value}" for key, value in self.shape.items() if self.op.base[key] != value]
         return ", ".join(changed) or "base"
 
@@ -130,7 +140,10 @@ def points(op: Op, axes: Iterable[str] | None = None, given: dict[str, list[Any]
 
 @dataclass
 class Settings:
-    """Of a run. bandwidth, flop_rate: of the device, bytes and flops a second, measured in this run."""
+    """Of a run. bandwidth, flop_rate: of the device, bytes and flops a second, measured in this run.
+
+    peers: names, or parts of them, of those wanted; None: all. without_compiled: but for those that compile.
+    """
 
     device: torch.device
     seconds: float
@@ -138,12 +151,15 @@ class Settings:
     flop_rate: float
     peers: list[str] | None = None
     min_repeats: int = 5
+    without_compiled: bool = False
 
     def wants(self, peer: Any, point: Point) -> str | None:
         """Why the peer is not asked at this point, or None."""
         if self.peers is not None:
             wanted = any(name.lower() in peer.name.lower() for name in self.peers)
             return None if wanted else "not asked for"
+        if self.without_compiled and getattr(peer, "compiles", False):
+            return COMPILES
         return LEFT_OUT if getattr(peer, "only_headline", False) and not point.is_headline else None
 
 
@@ -159,17 +175,22 @@ def measured(point: Point, settings: Settings) -> dict[str, Any]:
     try:
         problem = op.problem(point.shape, device)
         ready, absent, wrong = prepared(point, problem, settings)
-        timings, plans = timed(problem, ready, settings)
+        eager = {}
+        if device.type == "cuda":
+            eager = {name: reason for name, peer in ready.items() if (reason := why_eager(peer))}
+        timings, plans = timed(problem, ready, settings, eager)
         peaks = {}
         if point.is_headline:
             peaks = {name: peak_bytes(lambda peer=peer: peer.run(0), device) for name, peer in ready.items()}
     finally:
         torch.set_num_threads(default_threads)
     row |= figures(problem, timings, plans, settings)
-    return row | {"peak_bytes": peaks, "absent": absent, "wrong": wrong}
+    return row | {"peak_bytes": peaks, "eager": eager, "absent": absent, "wrong": wrong}
 
 
 def lacking_memory(needed: int, device: torch.device) -> str | None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what earlier points held is free, too
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory_bytes()
     if needed <= 0.85 * free:
         return None
@@ -197,13 +218,23 @@ def prepared(point: Point, problem: Any, settings: Settings) -> tuple[dict[str, 
     return ready, absent, wrong
 
 
-def timed(problem: Any, ready: dict[str, Any], settings: Settings) -> tuple[dict[str, Timing], dict[str, Timing]]:
+def why_eager(peer: Any) -> str | None:
+    """Why a peer is called on a GPU instead of replayed from a graph, or None."""
+    if getattr(peer, "synchronises", False):
+        return "it waits for the device"
+    peer.run(0)  # what it does once may wait
+    return "torch saw it wait for the device" if waits_for_device(lambda: peer.run(0)) else None
+
+
+def timed(
+    problem: Any, ready: dict[str, Any], settings: Settings, eager: dict[str, str]
+) -> tuple[dict[str, Timing], dict[str, Timing]]:
     """Times of the calls, and of the plans of those that have one."""
     runs = {name: lambda i, run=peer.run: run(i % problem.copies) for name, peer in ready.items()}
     plans = {name: lambda i, plan=peer.plan: plan() for name, peer in ready.items() if hasattr(peer, "plan")}
     options = {"budget": settings.seconds, "min_repeats": settings.min_repeats}
     if settings.device.type == "cuda":
-        timings = interleaved_on_gpu(runs, copies=problem.copies, **options)
+        timings = interleaved_on_gpu(runs, copies=problem.copies, eager=eager, **options)
         # A plan is work of the host, too: by the clock, until the device is done.
         plans = {name: lambda i, plan=plan: (plan(i), torch.cuda.synchronize()) for name, plan in plans.items()}
     else:
@@ -237,12 +268,19 @@ def figures(problem: Any, timings: dict[str, Timing], plans: dict[str, Timing], 
     }
 
 
-def run_all(chosen: Sequence[Point], settings: Settings) -> Iterator[dict[str, Any]]:
-    """A row a point, with a bar of what is done and how long the rest will take."""
+def run_all(chosen: Sequence[Point], settings: Settings, row_limit: float | None = None) -> Iterator[dict[str, Any]]:
+    """One row for each point, with a bar of what is done and how long the rest will take.
+
+    A point that takes longer than `row_limit` seconds ends the process, as a kernel that hangs cannot be stopped.
+    """
     bar = Progress(len(chosen))
     for point in chosen:
         bar.show(f"{point.op.name}: {point.name}")
+        if row_limit is not None:
+            faulthandler.dump_traceback_later(row_limit, exit=True)
         row = measured(point, settings)
+        if row_limit is not None:
+            faulthandler.cancel_dump_traceback_later()
         bar.clear()
         bar.done += 1
         yield row

@@ -94,6 +94,7 @@ class FlashInferSampling:
 class TorchChain:
     name = "torch chain"
     only_headline = True  # seconds a call
+    synchronises = True  # its walk is on the host
     absent = staticmethod(always)
 
     def __init__(self, verification: Verification) -> None:

@@ -1,0 +1,76 @@
+"""The JSON file of a benchmark's rows, whole after each row, and the processes that fill it, one for each op."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from measure import write_json
+from suite import Point
+
+
+@dataclass
+class Results:
+    """Rows that lie in the file as soon as they are added: whoever is killed leaves what was measured."""
+
+    path: Path
+    benchmark: str
+    machine: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+    @classmethod
+    def start(cls, path: Path, benchmark: str, machine: dict[str, Any]) -> Results:
+        results = cls(path, benchmark, machine, [])
+        results.write()
+        return results
+
+    @classmethod
+    def read(cls, path: Path) -> Results:
+        return cls(path, **json.loads(path.read_text()))
+
+    def write(self) -> None:
+        write_json(self.path, {"benchmark": self.benchmark, "machine": self.machine, "rows": self.rows})
+
+    def add(self, point: Point, row: dict[str, Any]) -> None:
+        self.rows.append({"op": point.op.name, "point": point.name} | row)
+        self.write()
+
+    def finish(self, **facts: Any) -> None:
+        self.machine |= facts
+        self.write()
+        print(f"wrote {self.path}", file=sys.stderr)
+
+    def lacking(self, chosen: Sequence[Point]) -> list[Point]:
+        done = {(row["op"], row["point"]) for row in self.rows}
+        return [point for point in chosen if (point.op.name, point.name) not in done]
+
+
+def run_apart(chosen: Sequence[Point], results: Results, script: Path, arguments: list[str]) -> None:
+    """Each op's points by a process of its own, which `script` becomes by `--into FILE`.
+
+    What one op leaves in torch's allocator, its graphs or the device's state cannot reach the next. A process that dies
+    loses the row it was at: that row is tried once more without peers, of which one may be to blame, and if that fails
+    too it says so; another process takes the op's further rows.
+    """
+    command = [sys.executable, str(script), *arguments, "--into", str(results.path)]
+    for op in dict.fromkeys(point.op.name for point in chosen):
+        mine = [point for point in chosen if point.op.name == op]
+        while results.lacking(mine):
+            status = subprocess.run([*command, "--ops", op], check=False).returncode
+            results.rows = Results.read(results.path).rows
+            if status == 0 or not (left := results.lacking(mine)):
+                break
+            alone = subprocess.run([*command, "--ops", op, "--peers", "--first"], check=False).returncode
+            results.rows = Results.read(results.path).rows
+            reason = f"its process ended with status {status}"
+            if alone == 0 and results.lacking(mine) != left:
+                results.rows[-1]["failed_beside_peers"] = reason
+                results.write()
+            else:
+                results.add(left[0], {"shape": left[0].shape, "headline": left[0].is_headline, "failed": reason})
+                print(f"{op} {left[0].name}: {reason}", flush=True)
