@@ -16,7 +16,7 @@ from test_continuous_batching import IS_5, batched, known_memory  # noqa: F401
 from transformers.masking_utils import (
     and_masks,
     causal_mask_function,
-    chunked_causal_mask_function,
+    or_masks,
     sliding_window_causal_mask_function,
 )
 
@@ -111,18 +111,26 @@ def test_masks_that_a_packed_pass_knows(window):
             ValueError, match=r"attention_mask of transformers to the attention as it is, got (none|another)"
         ):
             masks.window_of(other)
-    chunks = (
-        chunked_causal_mask_function(window, torch.zeros(1, dtype=torch.int64)) if IS_5 else lambda b, h, q, k: q == k
-    )
-    everything, blocks = lambda b, h, q, k: q >= 0 * k, and_masks(causal_mask_function, lambda b, h, q, k: q[9] > k)
-    for function, size in ((chunks, window), (everything, None), (blocks, None), (causal_mask_and_first, window)):
-        if window > 1:  # chunks of one key are windows of one key
-            with pytest.raises(ValueError, match="got one that asks for another mask"):
-                masks.of_layers(function, size)
 
 
-def causal_mask_and_first(batch, head, q, kv):
-    return (kv <= q) & ((kv > q - 2) | (kv == 0))
+@pytest.mark.parametrize("window", [2, 9, 4096])
+def test_masks_that_a_packed_pass_does_not_know(window):
+    """Chunks, everything, blocks that are looked up by token, and a window beside the first key."""
+    block_ids = torch.arange(3)
+    chunks = sliding_window_causal_mask_function(window)
+    chunks = and_masks(chunks, lambda b, h, q, kv: kv // window == q // window)
+    blocks = and_masks(causal_mask_function, lambda b, h, q, kv: block_ids[q] == block_ids[kv])
+    with_first = or_masks(sliding_window_causal_mask_function(window), lambda b, h, q, kv: kv == 0)
+    masks = PackedMask(5, torch.device("cpu"))
+    for function, size in (
+        (chunks, window),
+        (lambda b, h, q, kv: q >= 0, None),
+        (blocks, None),
+        (with_first, window),
+        (sliding_window_causal_mask_function(window), window + 1),
+    ):
+        with pytest.raises(ValueError, match="got one that asks for another mask"):
+            masks.of_layers(function, size)
 
 
 def test_a_layer_that_sees_another_mask_is_refused():
