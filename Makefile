@@ -101,7 +101,7 @@ ENGINE_flashinfer   := --no-deps flashinfer-python==0.7.2.post1
 ENGINE_flash_attn   := --no-deps --no-build-isolation flash-attn==2.8.3.post2
 $(ENGINES)/.ready: export FLASH_ATTENTION_SKIP_CUDA_BUILD := TRUE
 $(ENGINES)/.ready: export FLASH_ATTENTION_FORCE_BUILD := TRUE
-TESTS_transformers  := $(addprefix tests/test_,generate.py transformers_attention.py continuous_batching.py custom_generate.py)
+TESTS_transformers  := $(addprefix tests/test_,generate.py transformers_attention.py continuous_batching.py custom_generate.py architectures.py rotary.py)
 TESTS_vllm          := tests/engines/test_vllm_*.py --dist loadfile
 TESTS_sglang        := tests/engines/test_sglang_*.py tests/test_sglang_*.py
 TESTS_flashinfer    := tests/engines/test_flashinfer_*.py tests/test_flashinfer_*.py
@@ -162,6 +162,7 @@ docs: build  ## write the generated pages and pictures of docs/ anew
 	python docs/make_api.py
 	python docs/make_plots.py
 	python docs/make_performance.py
+	python docs/make_architectures.py
 	python docs/make_pictures.py
 
 .PHONY: clean
