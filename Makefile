@@ -65,11 +65,11 @@ build-all: $(READY)  ## compile the CUDA library for each architecture since Amp
 test test-all: export PAGEDTREE_EMULATED_ISA := 1
 test test-all: export PAGEDTREE_SIMT := 1
 
-.PHONY: test test-all test-stats test-mutations test-simt test-sanitizers test-engines check-aarch64
+.PHONY: test test-all test-stats test-mutations test-simt test-host-cuda test-sanitizers test-engines check-aarch64
 test: build  ## the core suite
 	$(PYTEST) -m "not slow and not stats"
 
-test-all: build test-sanitizers test-engines test-mutations  ## every test, the long ones too
+test-all: build test-sanitizers test-host-cuda test-engines test-mutations  ## every test, the long ones too
 	$(PYTEST)
 	for engine in vllm sglang flashinfer flash_attn; do $(MAKE) test-engines ENGINE=$$engine || exit 1; done
 
@@ -85,6 +85,10 @@ test-simt: build  ## CUDA kernels under ThreadSanitizer: the op tests, and plant
 	cmake --build build/cmake-$$(python -c "import sys; print(sys.implementation.cache_tag)") --parallel $${MAX_JOBS:-$$(nproc)} --target simt_selftest_asan simt_selftest_tsan
 	$(PYTEST) tests/test_simt.py
 	tests/run_races.sh -n $(WORKERS)
+
+test-host-cuda: export PAGEDTREE_SIMT := 1
+test-host-cuda: build  ## the tests of the backend cuda without a GPU: on CUDA tensors in memory of the host, by simt
+	tests/run_host_cuda.sh -n $(WORKERS)
 
 test-sanitizers: test-simt  ## the op tests on a build with AddressSanitizer and UndefinedBehaviorSanitizer
 	tests/run_sanitized.sh -n $(WORKERS)
