@@ -25,7 +25,7 @@ from pagedtree.testing import backends
 ROOT = Path(__file__).resolve().parents[1]
 SUITE = Path("benchmarks") / "gpu_suite.sh"
 STAGES = {
-    "headline": ["machine", "install", "smoke", "headline"],
+    "headline": ["machine", "install", "smoke", "flashinfer", "headline"],
     "tests": ["op_tests", "captures", "golden"],
     "sanitizers": ["memcheck", "racecheck", "synccheck"],
     "attention": ["attention"],
@@ -55,7 +55,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
         executable(folder / "tools" / name, text)
     (folder / "tmp").mkdir(exist_ok=True)
     found = {**os.environ, "PATH": f"{folder / 'tools'}:{os.environ['PATH']}", "TMPDIR": str(folder / "tmp"), **more}
-    for name in ("WHEEL", "STAGE_SECONDS", "COMMIT"):
+    for name in ("WHEEL", "STAGE_SECONDS", "COMMIT", "FLASHINFER_INCLUDE"):
         found.pop(name, None) if name not in more else None
     return found
 
@@ -107,11 +107,12 @@ def test_each_stage_succeeds(rehearsal: Outcome) -> None:
     stages = rehearsal.stages
     assert list(stages) == ALL_STAGES
     has_golden = any((ROOT / "build").glob("cmake-*/simt_golden"))
+    skipped = {"flashinfer"} if has_golden else {"flashinfer", "golden"}
     for part, names in STAGES.items():
         for name in names:
             stage = stages[name]
             assert stage["part"] == part
-            assert "skipped" in stage if name == "golden" and not has_golden else stage["exit"] == 0, name
+            assert "skipped" in stage if name in skipped else stage["exit"] == 0, name
     assert "a GPU that is not there" in rehearsal.log("machine")
     assert "verify_typical" not in rehearsal.log("smoke") and "ok     typical" in rehearsal.log("smoke")
     for name in ("op_tests", "captures"):
@@ -187,9 +188,15 @@ def test_a_stage_that_hangs_loses_only_itself(copy: Path) -> None:
     done = pretend(copy, HANG="smoke.py", STAGE_SECONDS="1")
     assert done.status == 1
     stages = {name: stage.get("exit") for name, stage in done.stages.items()}
-    assert stages == {**dict.fromkeys(ALL_STAGES, 0), "smoke": 124, "golden": None}
+    assert stages == {**dict.fromkeys(ALL_STAGES, 0), "smoke": 124, "golden": None, "flashinfer": None}
     assert "hanging" in done.log("smoke")
     assert len(done.files) <= MOST_FILES and "headline.json" in done.files
+
+
+def test_headers_of_flashinfer_are_compiled_before_the_benchmark(copy: Path) -> None:
+    done = pretend(copy, "headline", FLASHINFER_INCLUDE="/headers")
+    assert done.status == 0 and list(done.stages)[-2:] == ["flashinfer", "headline"]
+    assert "benchmarks/flashinfer_kernel.py" in done.log("flashinfer")
 
 
 @pytest.mark.parametrize("fail, failed", [("bench_ops", {"headline"}), ("pytest", {"op_tests", "captures"})])
