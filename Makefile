@@ -25,7 +25,7 @@ endif
 export PYTHONPATH := $(CURDIR)/python
 
 PYTEST := OMP_NUM_THREADS=1 python -m pytest -n $(WORKERS)
-CXX_FILES = $(shell find csrc tests $(wildcard examples) -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+CXX_FILES = $(shell find csrc tests benchmarks $(wildcard examples) -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: help
 help:  ## list the targets

@@ -213,7 +213,7 @@ def test_wheel_from_sdist_installs_into_an_empty_environment(tmp_path):
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "pagedtree/include/pagedtree/core/backend.h" in names
     assert "pagedtree/lib/cmake/pagedtree/pagedtree-config.cmake" in names
-    assert "pagedtree/benchmarks/bench_ops.py" in names
+    assert "pagedtree/benchmarks/bench_ops.py" in names and "pagedtree/benchmarks/flashinfer_kernel.cu" in names
     libraries = {name for name in names if name.endswith(NEVER_SHIPPED)}
     extension = f"pagedtree/_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     native = {f"pagedtree/lib/libpagedtree_{name}.so" for name in ("cpu", "torch")}
