@@ -131,16 +131,16 @@ class Measurement:
 
 
 @contextmanager
-def instruction_set(name: str) -> Iterator[None]:
-    """The CPU backend with one of its instruction sets."""
-    previous = os.environ.get("PAGEDTREE_CPU_ISA")
-    os.environ["PAGEDTREE_CPU_ISA"] = name
+def environment(name: str, value: str) -> Iterator[None]:
+    """An environment variable set for the while; the backends read theirs at each call."""
+    previous = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
-        del os.environ["PAGEDTREE_CPU_ISA"]
+        del os.environ[name]
         if previous is not None:
-            os.environ["PAGEDTREE_CPU_ISA"] = previous
+            os.environ[name] = previous
 
 
 # Tolerances -----------------------------------------------------------------------------------------------------------

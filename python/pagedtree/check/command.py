@@ -85,9 +85,10 @@ def _place(parser: argparse.ArgumentParser, device_name: str | None, backend: st
     if not has_gpu:
         why = "this torch finds no GPU" if not torch.cuda.is_available() else "this build has no CUDA backend"
         parser.error(f"--device {device_name}: {why}")
-    if (device.index or 0) >= torch.cuda.device_count():
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
         parser.error(f"--device {device_name}: there are {torch.cuda.device_count()} GPUs")
-    return Place(device, "cuda")
+    return Place(torch.device("cuda", index), "cuda")
 
 
 def _rows(cases: Sequence[Case | Measurement], place: Place, arguments: argparse.Namespace) -> Iterator[Row]:
@@ -99,17 +100,12 @@ def _rows(cases: Sequence[Case | Measurement], place: Place, arguments: argparse
 
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
-    done, last = 0, None
+    done, last = 0, ""
     for row in run(cases, place, started):
-        done, last = done + 1, row
-        if done < len(cases):
-            yield row
-            continue
-        yield row  # the last one
-        return
-    if last is None:
-        return
-    yield from _in_fresh_process(cases[done:], last.name, arguments, arguments.start + done)
+        done, last = done + 1, row.name
+        yield row
+    if done < len(cases):
+        yield from _in_fresh_process(cases[done:], last, arguments, arguments.start + done)
 
 
 def _in_fresh_process(

@@ -307,23 +307,29 @@ def _plans() -> Iterator[Case]:
 
 
 def _plan(name: str, batch: Batch) -> Case:
-    """How many ranges there are depends on the device; that they cut the work in order does not."""
+    """How many ranges there are depends on the device; that they cut all of the work, in order, does not."""
 
     def run(place: Place) -> Results:
-        plan = plan_of(batch.build(place)).cpu().view(3, -1, 4)
-        ascending = []
-        for entries in plan.tolist():
-            starts = [tuple(entry[:3]) for entry in entries[1 : 1 + entries[0][0]]]
-            inside = all(0 <= start[0] <= len(batch.kinds) and min(start) >= 0 for start in starts)
-            ascending.append(inside and starts == sorted(set(starts)) and len(starts) <= 1024)
-        return {"size": torch.tensor(plan.numel()), "cuts in order": torch.tensor(ascending),
-                "has ranges": (plan[:, 0, 0] > 0).any()}  # fmt: skip
+        given = batch.build(place)
+        plan = plan_of(given).cpu().view(3, -1, 4)
+        lists = [[tuple(entry[:3]) for entry in entries[1 : 1 + entries[0][0]]] for entries in plan.tolist()]
+        queries = given["cu_seqlens_q"].diff().tolist()
+        first = next((b for b, n in enumerate(queries) if n), 0)
+        truths = {
+            "has room for three lists": plan.numel() == 3 * 4 * 1025,
+            "cuts in order": all(starts == sorted(set(starts)) and len(starts) <= 1024 for starts in lists),
+            "cuts the batch": all(min(x) >= 0 and x[0] <= len(queries) for starts in lists for x in starts),
+            "begins with the first query": (first, 0, 0) in [starts[0] for starts in lists if starts],
+        }
+        return {text: torch.tensor(truth) for text, truth in truths.items()}
 
     def by_loops() -> Results:
-        return {"size": torch.tensor(3 * 4 * 1025), "cuts in order": torch.tensor([True] * 3),
-                "has ranges": torch.tensor(True)}  # fmt: skip
+        names = ("has room for three lists", "cuts in order", "cuts the batch", "begins with the first query")
+        return {text: torch.tensor(True) for text in names}
 
-    return Case(f"attention_plan/{name}", ("attention_plan",), run, by_loops, always_loops=True)
+    return Case(
+        f"attention_plan/{name}", ("attention_plan",), run, by_loops, always_loops=True, against="what a plan is"
+    )  # fmt: skip
 
 
 # merge_states ---------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from pagedtree.check.case import Case, Place, Results, within
 from pagedtree.check.cases.inputs import DTYPES, int32, int64, random_tree, seeded, words64
 from pagedtree.check.cases.verification import LAWS, hostile_rows
 
+JOINT = {"temperature": 1.5, "top_k": 9, "top_p": 0.6, "filter_order": "joint"}
 SCORES = within(1e-5, 1e-5)  # cumulative log-probabilities, fp32
 
 
@@ -57,6 +58,8 @@ def _expansions() -> Iterator[Case]:
             count = 12 if vocab < 10_000 else 2
             logits = torch.randn(count, vocab + 1, generator=seeded(vocab))[:, :vocab] * 3
             yield _expansion(f"{law}/{dtype}/V {vocab}", logits.to(DTYPES[dtype]), 6, 3, law=law, params=LAWS[params])
+        ordinary = torch.randn(12, 130, generator=seeded(4)) * 3
+        yield _expansion(f"{law}/joint filters", ordinary.bfloat16(), 5, 5, law=law, params=JOINT)
         for dtype in ("fp32", "bf16"):
             rows = hostile_rows(130, DTYPES[dtype])
             yield _expansion(f"{law}/hostile rows/{dtype}", rows, 5, 5, law=law, params=LAWS["top-p"])
@@ -239,6 +242,8 @@ def _ngrams() -> Iterator[Case]:
         extra = torch.randint(-1, tokens, (4, 50), generator=generator).tolist()
         yield _ngram(f"{tokens} words/{length} tokens", histories, max_nodes=24, max_depth=5)
         yield _ngram(f"{tokens} words/{length} tokens/extra", histories, extra, max_nodes=60, max_depth=9, max_ngram=2)
+    active = [True, False, True, False]
+    yield _ngram("inactive sequences", histories, active=active, max_nodes=24, max_depth=5)
     ragged = [[], [5], [5, 5], [1, 2, 3], [1, 2, 7, 8, 2, 7, 9, 1, 2], [3, -1, -1], [6] * 9]
     yield _ngram("ragged", ragged, max_nodes=16, max_depth=4)
     yield _ngram("one node", ragged, max_nodes=1, max_depth=4)
@@ -248,21 +253,23 @@ def _ngrams() -> Iterator[Case]:
     yield _ngram("no sequence", [], max_nodes=9, max_depth=3)
 
 
-def _ngram(name: str, histories: list[list[int]], extra: list[list[int]] | None = None, **options: Any) -> Case:
+def _ngram(
+    name: str, histories: list[list[int]], extra: list[list[int]] | None = None, active: list[bool] | None = None,
+    **options: Any,
+) -> Case:  # fmt: skip
     batch = len(histories)
     width = max(map(len, histories), default=4) + 3
     padded = int64([[*row, *[7] * (width - len(row))] for row in histories]).view(batch, width)
 
     def run(place: Place) -> Results:
         lengths, text = int32([len(row) for row in histories]), None if extra is None else int64(extra)
-        given = place.put((padded, lengths, text))
-        return draft_results(ngram_propose(given[0], given[1], extra=given[2], **options))
+        given = place.put((padded, lengths, text, None if active is None else torch.tensor(active)))
+        return draft_results(ngram_propose(given[0], given[1], extra=given[2], active=given[3], **options))
 
     def by_loops() -> Results:
-        trees = [
-            loops.ngram_tree(row, extra=[] if extra is None else extra[b], **options)
-            for b, row in enumerate(histories)
-        ]  # fmt: skip
+        texts = [row if active is None or active[b] else [] for b, row in enumerate(histories)]
+        others = [[]] * batch if extra is None else extra
+        trees = [loops.ngram_tree(row, extra=text, **options) for row, text in zip(texts, others, strict=True)]
         return drafts_by_loops(list(trees), batch * options["max_nodes"])
 
     return Case(f"ngram_propose/{name}", ("ngram_propose", "build_trees"), run, by_loops)

@@ -172,14 +172,14 @@ def _attention(queries: str, *, fp8: bool = False) -> Callable[[Place, Scale], W
     return make
 
 
-def _caches(place: Place, scale: Scale, rows: int) -> list[Tensor]:
+def _caches(place: Place, scale: Scale, rows: int, layers: int) -> list[Tensor]:
     shape = (-(-rows // PAGE_SIZE), PAGE_SIZE, KV_HEADS, DIM)
-    return [torch.zeros(shape, dtype=scale.dtype, device=place.device) for _ in range(2 * scale.layers)]
+    return [torch.zeros(shape, dtype=scale.dtype, device=place.device) for _ in range(2 * layers)]
 
 
 def _append(place: Place, scale: Scale) -> Work:
     rows = scale.batch * scale.keys // 4
-    k_cache, v_cache = _caches(place, scale, rows)[:2]
+    k_cache, v_cache = _caches(place, scale, rows, 1)
     new = torch.randn(rows, KV_HEADS, DIM, device=place.device).to(scale.dtype)
     slots = torch.randperm(rows).to(place.device)
     return Work(lambda: append_kv(new, new, k_cache, v_cache, slots), 4.0 * new.numel() * new.element_size())
@@ -188,7 +188,7 @@ def _append(place: Place, scale: Scale) -> Work:
 def _compact(place: Place, scale: Scale) -> Work:
     """Each sequence accepts 8 of 64 nodes, in all layers."""
     batch, nodes, device = scale.batch, 64, place.device
-    caches = _caches(place, scale, batch * nodes)
+    caches = _caches(place, scale, batch * nodes, scale.layers)
     table = torch.arange(batch * nodes // PAGE_SIZE, dtype=torch.int32, device=device).view(batch, -1)
     start = torch.zeros(batch, dtype=torch.int32, device=device)
     path = (torch.arange(9, dtype=torch.int32, device=device) * 7).repeat(batch, 1)

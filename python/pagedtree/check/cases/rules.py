@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from pagedtree.check.cases.verification import (
     tensors_of,
     verdict_by_loops,
     verdict_results,
+    with_draft_vocabulary,
 )
 
 RULES: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
@@ -46,46 +48,54 @@ def cases() -> Iterator[Case]:
         chains = op == "verify_block"
         for draft_law in draft_laws:
             # Block and traversal also read rows off the path: which ones, only they know.
-            for name, problem in _problems(chains, forbidden_row=4 if op == "verify_rejection" else -1):
+            for name, problem in _problems(chains, forbidden_row=4 if op == "verify_rejection" else -1).items():
                 yield _rule(op, f"{draft_law}/{name}", problem, LAWS["plain"], draft_law)
             problem = _trees(chains, 40, dtype="fp32")
             for law in ("cool", "all filters"):
                 yield _rule(op, f"{draft_law}/{law}", problem, LAWS[law], draft_law)
             yield _rule(op, f"{draft_law}/parameters a sequence", problem, tensors_of(problem.batch), draft_law)
+            yield _rule(op, f"{draft_law}/its own coins", problem, LAWS["plain"], draft_law, own_coins=True)
+            if draft_law != "onehot":
+                for order in ("top_k_first", "joint"):
+                    draft_params = {"temperature": 1.5, "top_k": 5, "top_p": 0.6, "min_p": 0.02, "filter_order": order}
+                    name = f"{draft_law}/draft logits/{order}"
+                    yield _rule(op, name, _trees(chains, 33), LAWS["cool"], draft_law, draft_params=draft_params)
             for dtype, vocab in (("fp32", 1), ("fp16", 6), ("bf16", 1025), ("fp16", 40_001)):
                 hostile = _trees(chains, vocab, dtype=dtype, hostile=True)
-                yield _rule(
-                    op, f"{draft_law}/hostile rows/V {vocab}", hostile, LAWS["all filters"], draft_law, loops=False
-                )
-            if draft_law != "onehot":
-                yield _rule(op, f"{draft_law}/draft logits", _trees(chains, 33), LAWS["cool"], draft_law, loops=False,
-                            draft_params=LAWS["top-p"])  # fmt: skip
-    for name, problem in _problems(False, forbidden_row=-1):
+                name = f"{draft_law}/hostile rows/V {vocab}"
+                yield _rule(op, name, hostile, LAWS["all filters"], draft_law, own_coins=True, loops=False)
+    for name, problem in _problems(False, forbidden_row=-1).items():
         for law in ("plain", "greedy", "all filters"):
             yield _typical(f"{name}/{law}", problem, LAWS[law])
+    for epsilon, delta in ((0.5, 0.1), (0.01, 5.0), (0.0, 0.3), (1.0, 0.0)):
+        yield _typical(f"epsilon {epsilon}, delta {delta}", _trees(False, 40), LAWS["cool"], epsilon, delta)
     yield _typical("hostile rows", forest("", 12, hostile=True), LAWS["plain"], loops=False)
 
 
+@lru_cache
 def _trees(chains: bool, vocab: int, **options: Any) -> Problem:
     if chains:
         return problem_of("", CHAINS * 3, vocab, seed=3, **options)
     return forest("", 12, vocab, nodes=7, **options)
 
 
-def _problems(chains: bool, forbidden_row: int) -> Iterator[tuple[str, Problem]]:
-    for dtype in ("fp32", "fp16", "bf16"):
-        yield f"{dtype}/V 40", _trees(chains, 40, dtype=dtype)
-    yield "one token", _trees(chains, 1)
+@lru_cache
+def _problems(chains: bool, forbidden_row: int) -> dict[str, Problem]:
     masked = {"masked": True, "forbidden_row": forbidden_row}
-    yield "grammar mask", _trees(chains, 33, **masked)
-    yield "packed grammar mask", _trees(chains, 33, packed=True, **masked)
-    yield "no sequence", problem_of("", [])
-    yield "padding rows, a tree of no nodes", problem_of("", [[-1], [], [-1, 0, 1]], padding=3)
+    found = {f"{dtype}/V 40": _trees(chains, 40, dtype=dtype) for dtype in ("fp32", "fp16", "bf16")} | {
+        "one token": _trees(chains, 1),
+        "grammar mask": _trees(chains, 33, **masked),
+        "packed grammar mask": _trees(chains, 33, packed=True, **masked),
+        "draft vocabulary": with_draft_vocabulary(_trees(chains, 33)),
+        "no sequence": problem_of("", []),
+        "padding rows, a tree of no nodes": problem_of("", [[-1], [], [-1, 0, 1]], padding=3),
+        "chain of 1000": problem_of("", [list(range(-1, 999))], 3),
+    }
     if not chains:
         bad = [[-1, 0, 5, 1], [-1, 0, -1], [3, 0, 1], [-1, 0, 1, 2, 3]]
-        yield "malformed", problem_of("", bad, max_nodes=4, max_depth=2)
-        yield "200 children", problem_of("", [[-1] + [0] * 200], 17)
-    yield "chain of 1000", problem_of("", [list(range(-1, 999))], 3)
+        found["malformed"] = problem_of("", bad, max_nodes=4, max_depth=2)
+        found["200 children"] = problem_of("", [[-1] + [0] * 200], 17)
+    return found
 
 
 def _draft_probs(problem: Problem, seed: int) -> Tensor:
@@ -98,10 +108,10 @@ def _draft_probs(problem: Problem, seed: int) -> Tensor:
 
 
 def _rule(
-    op: str, name: str, problem: Problem, law: Law, draft_law: str, *, loops: bool = True,
+    op: str, name: str, problem: Problem, law: Law, draft_law: str, *, own_coins: bool = False, loops: bool = True,
     draft_params: Law | None = None,
 ) -> Case:  # fmt: skip
-    """With loops the coins are given, so that every decision is known; without them they are the op's own."""
+    """own_coins: those that the op draws from seeds and positions; else the coins are given."""
     function, rule, _ = RULES[op]
     rows = problem.logits.shape[0]
     near = _draft_probs(problem, 5)
@@ -117,22 +127,60 @@ def _rule(
 
     def run(place: Place) -> Results:
         arguments, options = problem.place(place)
-        given = place.put({**streams, **drafts, **(coins if loops else {})})
+        given = place.put({**streams, **drafts, **({} if own_coins else coins)})
         if draft_params is not None:
             given["draft_params"] = SamplingParams(**draft_params)
         params = SamplingParams(**place.put(law))
         return verdict_results(function(*arguments, params, draft_law=draft_law, **given, **options))
 
     def decide(b: int, tree: Tree) -> tuple[Sequence[int], list[int]]:
+        own = OwnCoins(op, draft_law, tree, int(streams["seeds"][b]), int(streams["positions"][b]))
         p = [reference.law(row, **law_of(law, b)).tolist() for row in tree.rows]
-        q = [_probabilities(probs[tree.begin + i]) for i in range(len(p))]
-        path, bonus = rule(
-            tree.parents, tree.drafts, p, q, draft_law, lambda entry, bound: coins["coins"][tree.begin + entry] < bound
-        )
-        final = first_above(bonus, float(coins["final_coins"][b]))
-        return path, [*(tree.drafts[node] for node in path[1:]), final]
+        q = [_draft_law(probs[tree.begin + i], draft_params) for i in range(len(p))]
+
+        def below(entry: int, bound: float) -> bool:
+            return (own.coin(entry) if own_coins else float(coins["coins"][tree.begin + entry])) < bound
+
+        path, bonus = rule(tree.parents, tree.drafts, p, q, draft_law, below)
+        final = own.final(path[-1]) if own_coins else float(coins["final_coins"][b])
+        return path, [*(tree.drafts[node] for node in path[1:]), first_above(bonus, final)]
 
     return Case(f"{op}/{name}", (op,), run, (lambda: verdict_by_loops(problem, decide)) if loops else None)
+
+
+class OwnCoins:
+    """The coins of one tree: Philox of the seed, a position and an index."""
+
+    COIN, FINAL = 1, 2  # uses
+
+    def __init__(self, op: str, draft_law: str, tree: Tree, seed: int, position: int) -> None:
+        self.by_node = op != "verify_rejection"
+        self.draft_law, self.tree, self.seed, self.position = draft_law, tree, seed, position
+
+    def coin(self, entry: int) -> float:
+        tree = self.tree
+        if self.by_node:
+            return self._uniform(0, entry, self.COIN)
+        if self.draft_law == "onehot":
+            return self._uniform(tree.depths[entry], 0, self.COIN)
+        rank = sum(parent == tree.parents[entry] for parent in tree.parents[:entry])
+        return self._uniform(tree.depths[entry] - 1, rank, self.COIN)
+
+    def final(self, node: int) -> float:
+        return self._uniform(self.tree.depths[node], 0, self.FINAL)
+
+    def _uniform(self, depth: int, index: int, use: int) -> float:
+        high, low = (
+            int(word) for word in reference.random_words(self.seed, self.position + depth, index + 1, use)[index, :2]
+        )
+        return ((high << 32 | low) >> 11) * 2.0**-53
+
+
+def _draft_law(row: Tensor, params: Law | None) -> list[float]:
+    if params is None:
+        return _probabilities(row)
+    law: list[float] = reference.law(reference.clean_logits(row), **params).tolist()
+    return law
 
 
 def _probabilities(row: Tensor) -> list[float]:
@@ -146,9 +194,9 @@ def first_above(weights: Sequence[float], coin: float) -> int:
     return int(np.searchsorted(cdf, coin * cdf[-1], side="right"))
 
 
-def _typical(name: str, problem: Problem, law: Law, *, loops: bool = True) -> Case:
-    epsilon, delta = 0.05, 0.2
-
+def _typical(
+    name: str, problem: Problem, law: Law, epsilon: float = 0.05, delta: float = 0.2, *, loops: bool = True
+) -> Case:
     def run(place: Place) -> Results:
         arguments, options = problem.place(place)
         params = SamplingParams(**place.put(law))

@@ -14,10 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedtree import SamplingParams, TreeBatch, distributed, sample, verify_greedy, verify_rejection, verify_sampled
+from pagedtree import SamplingParams, distributed, sample, verify_greedy, verify_rejection, verify_sampled
 from pagedtree.check.case import CPU, Case, Place, Results
-from pagedtree.check.cases.inputs import words64
-from pagedtree.check.cases.verification import LAWS, Law, Problem, forest, hostile_rows, problem_of, tensors_of
+from pagedtree.check.cases.inputs import seeded, words64
+from pagedtree.check.cases.verification import (
+    LAWS,
+    Law,
+    Problem,
+    forest,
+    hostile_rows,
+    problem_of,
+    tensors_of,
+    with_draft_vocabulary,
+)
 from pagedtree.distributed import VocabShards
 
 SPLITS = {
@@ -115,16 +124,27 @@ def cases() -> Iterator[Case]:
             for draft_law in ("iid", "swor", "onehot"):
                 yield _rejection(f"{split}/{draft_law}/{law}", forest("", 5, vocab, dtype), LAWS[law], draft_law, sizes)
         yield _sample(split, vocab, {"fp16": torch.float16, "fp32": torch.float32}.get(dtype, torch.bfloat16), sizes)
+    for draft_law in ("iid", "onehot"):
+        smaller = with_draft_vocabulary(forest("", 6, 131))
+        yield _rejection(f"draft vocabulary/{draft_law}", smaller, LAWS["plain"], draft_law, [60, 71])
+        yield _rejection(f"given coins/{draft_law}", forest("", 6, 131), LAWS["cool"], draft_law, [60, 71], coins=True)
+        yield _rejection(
+            f"grammar mask/{draft_law}", forest("", 6, 131, masked=True), LAWS["plain"], draft_law, [60, 71]
+        )
+    yield _greedy("draft vocabulary", smaller, [60, 71])
+    yield _sampled("draft vocabulary", smaller, LAWS["cool"], [60, 71])
     masked = forest("", 4, 131, masked=True)
     yield _greedy("grammar mask", masked, [60, 71])
     yield _sampled("grammar mask", masked, tensors_of(4), [60, 71])
-    yield _rejection("grammar mask", masked, tensors_of(4), "iid", [60, 71])
+    yield _rejection("parameters a sequence", masked, tensors_of(4), "iid", [60, 71])
     yield _greedy("no sequence", problem_of("", []), [20, 20])
 
 
-def _placed(problem: Problem, place: Place) -> tuple[tuple[Tensor, Tensor, TreeBatch], Tensor | None]:
-    arguments, options = problem.place(place)
-    return arguments, options.get("grammar_mask")
+def _own(options: dict[str, Any], shards: VocabShards) -> dict[str, Any]:
+    """The optional arguments of a part: this rank's columns of the mask."""
+    if "grammar_mask" not in options:
+        return options
+    return {**options, "grammar_mask": shards.own(options["grammar_mask"]).contiguous()}
 
 
 def _streams(place: Place, batch: int) -> dict[str, Any]:
@@ -148,14 +168,13 @@ def _case(name: str, ops: tuple[str, ...], sizes: list[int], whole: Callable[[Pl
 
 def _greedy(name: str, problem: Problem, sizes: list[int]) -> Case:
     def whole(place: Place) -> Results:
-        arguments, mask = _placed(problem, place)
-        return verify_greedy(*arguments, grammar_mask=mask)._asdict()
+        arguments, options = problem.place(place)
+        return verify_greedy(*arguments, **options)._asdict()
 
     def part(place: Place, shards: VocabShards) -> Results:
-        (logits, drafts, trees), mask = _placed(problem, place)
-        own_mask = None if mask is None else shards.own(mask).contiguous()
+        (logits, drafts, trees), options = problem.place(place)
         return distributed.verify_greedy(
-            shards.own(logits), drafts, trees, shards=shards, grammar_mask=own_mask
+            shards.own(logits), drafts, trees, shards=shards, **_own(options, shards)
         )._asdict()
 
     return _case(f"shards/greedy/{name}", ("step_shards", "follow_shards"), sizes, whole, part)
@@ -163,41 +182,45 @@ def _greedy(name: str, problem: Problem, sizes: list[int]) -> Case:
 
 def _sampled(name: str, problem: Problem, law: Law, sizes: list[int]) -> Case:
     def whole(place: Place) -> Results:
-        arguments, mask = _placed(problem, place)
+        arguments, options = problem.place(place)
         params, streams = SamplingParams(**place.put(law)), _streams(place, problem.batch)
-        return verify_sampled(*arguments, params, **streams, grammar_mask=mask)._asdict()
+        return verify_sampled(*arguments, params, **{**streams, **options})._asdict()
 
     def part(place: Place, shards: VocabShards) -> Results:
-        (logits, drafts, trees), mask = _placed(problem, place)
+        (logits, drafts, trees), options = problem.place(place)
         params, streams = SamplingParams(**place.put(law)), _streams(place, problem.batch)
-        own_mask = None if mask is None else shards.own(mask).contiguous()
         return distributed.verify_sampled(
-            shards.own(logits), drafts, trees, params, shards=shards, grammar_mask=own_mask, **streams
+            shards.own(logits), drafts, trees, params, shards=shards, **_own(options, shards), **streams
         )._asdict()  # fmt: skip
 
     return _case(f"shards/sampled/{name}", ("step_shards", "follow_shards"), sizes, whole, part)
 
 
-def _rejection(name: str, problem: Problem, law: Law, draft_law: str, sizes: list[int]) -> Case:
-    near = (
-        problem.logits.float() + torch.randn(problem.logits.shape, generator=torch.Generator().manual_seed(5))
-    ).softmax(-1)
+def _rejection(
+    name: str, problem: Problem, law: Law, draft_law: str, sizes: list[int], *, coins: bool = False
+) -> Case:  # fmt: skip
+    """coins: given ones, else the op's own."""
+    rows = problem.logits.shape[0]
+    near = (problem.logits.float() + torch.randn(problem.logits.shape, generator=seeded(5))).softmax(-1)
+    order = torch.randperm(rows, generator=seeded(6))
+    drafts = {} if draft_law == "onehot" else {"draft_probs": near[order.argsort()], "draft_rows": order}
+    if coins:
+        drafts["coins"] = torch.rand(rows, generator=seeded(7))
+        drafts["final_coins"] = torch.rand(problem.batch, generator=seeded(8))
 
     def given(place: Place) -> dict[str, Any]:
-        drafts = {} if draft_law == "onehot" else {"draft_probs": place.put(near)}
-        return {"draft_law": draft_law, **drafts, **_streams(place, problem.batch)}
+        return {"draft_law": draft_law, **place.put(drafts), **_streams(place, problem.batch)}
 
     def whole(place: Place) -> Results:
-        arguments, mask = _placed(problem, place)
+        arguments, options = problem.place(place)
         params = SamplingParams(**place.put(law))
-        return verify_rejection(*arguments, params, **given(place), grammar_mask=mask)._asdict()
+        return verify_rejection(*arguments, params, **{**given(place), **options})._asdict()
 
     def part(place: Place, shards: VocabShards) -> Results:
-        (logits, drafts, trees), mask = _placed(problem, place)
+        (logits, drafts, trees), options = problem.place(place)
         params = SamplingParams(**place.put(law))
-        own_mask = None if mask is None else shards.own(mask).contiguous()
         return distributed.verify_rejection(
-            shards.own(logits), drafts, trees, params, shards=shards, grammar_mask=own_mask, **given(place)
+            shards.own(logits), drafts, trees, params, shards=shards, **{**_own(options, shards), **given(place)}
         )._asdict()  # fmt: skip
 
     ops = ("step_shards", "weigh_shards", "walk_shards")

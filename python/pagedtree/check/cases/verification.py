@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -260,12 +260,16 @@ def problems() -> Iterator[Problem]:
     yield problem_of("no sequence", [])
     yield problem_of("1000 nodes", [random_tree(7, 1000, 30).parents.tolist()], 17)
     yield problem_of("chain of 1000", [list(range(-1, 999))], 3)
-    to_target = torch.randperm(40, generator=seeded(8))[:25]
-    plain = forest("draft vocabulary", 5)
+    yield with_draft_vocabulary(forest("draft vocabulary", 5))
+
+
+def with_draft_vocabulary(problem: Problem) -> Problem:
+    """The same drafts, by ids of a smaller vocabulary; those that it lacks by an id outside it."""
+    vocab = problem.logits.shape[1]
+    to_target = torch.randperm(vocab, generator=seeded(8))[: vocab * 2 // 3]
     ids = {int(x): i for i, x in enumerate(to_target)}
-    drafts = int64([ids.get(int(x), 30 if x >= 0 else -1) for x in plain.drafts])
-    yield Problem("draft vocabulary", plain.parents, plain.logits, drafts, plain.max_nodes, plain.max_depth,
-                  draft_to_target=to_target)  # fmt: skip
+    drafts = int64([ids.get(int(x), vocab if x >= 0 else -1) for x in problem.drafts])
+    return replace(problem, drafts=drafts, draft_to_target=to_target)
 
 
 def _greedy(problem: Problem) -> Case:
