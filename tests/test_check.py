@@ -23,7 +23,7 @@ from pagedtree import cli, explain
 from pagedtree._ops import ops
 from pagedtree.check import command, runner
 from pagedtree.check.case import CPU, Case, Measurement, Place, equal, relative, within
-from pagedtree.check.cases import all_cases, attention, instructions
+from pagedtree.check.cases import all_cases, attention, instructions, is_chosen
 from pagedtree.check.runner import FAILED, NOT_APPLICABLE, NOT_RUN, OK, Row, run_row
 from pagedtree.testing import backends
 
@@ -102,29 +102,17 @@ def test_everything_passes_on_the_cpu(capsys, tmp_path):
     assert "not applicable: 3 only on cuda" in text
 
 
-# A part of each op's rows; all of them are the slow test.
-PART = (
-    "/page 7",
-    "/tile 16/bf16/",
-    "instructions/",
-    "/ragged",
-    "/one tree",
-    "/V 129",
-    "/two ranks/",
-    "/iid/cool",
-    "/mixed",
-)
-
-
 @needs_simt
-@pytest.mark.parametrize("parts", [PART, pytest.param(("",), marks=pytest.mark.slow)], ids=["part", "all"])
-def test_simt_passes(parts):
-    rows = [run_row(case, SIMT) for case in every_case(SIMT) if any(part in case.name for part in parts)]
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["quick", "all"])
+def test_simt_passes(quick):
+    chosen = [case for case in every_case(SIMT) if is_chosen(case.name, [], quick)]
+    rows = [run_row(case, SIMT) for case in chosen]
     assert [row for row in rows if row.status not in (OK, NOT_APPLICABLE)] == []
     assert {row.against for row in rows if row.status == OK} <= {
         "the CPU backend", "what a plan is", "the PTX manual's definition", "the whole vocabulary on the CPU backend",
     }  # fmt: skip
-    assert sum(row.status == OK for row in rows) > 50
+    judged = {op for case in chosen if isinstance(case, Case) for op in case.ops}
+    assert sorted(judged) == public_ops() and len(chosen) < (80 if quick else 1000)
 
 
 def test_every_op_has_cases_with_loops():
@@ -341,7 +329,7 @@ def raises(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def test_an_exception_is_the_failure_of_its_row(capsys, tmp_path, monkeypatch):
     plant(monkeypatch, "prepare_step", raises, CPU)
     path = tmp_path / "found.json"
-    status, text = run_check(capsys, "--device", "cpu", "--only", "p", "--only", "1000 nodes", "--json", str(path))
+    status, text = run_check(capsys, "--device", "cpu", "--only", "/1000 nodes", "--json", str(path))
     assert status == 1
     found = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
     assert found["compact_kv/1000 nodes"]["status"] == OK  # what comes before runs, and what comes after

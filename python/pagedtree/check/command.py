@@ -16,7 +16,7 @@ import torch
 
 from pagedtree.check import report
 from pagedtree.check.case import Case, Measurement, Place
-from pagedtree.check.cases import all_cases
+from pagedtree.check.cases import all_cases, is_chosen
 from pagedtree.check.runner import FAILED, NOT_RUN, Row, run
 from pagedtree.testing import backends
 
@@ -28,9 +28,9 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     place = _place(parser, arguments.device, arguments.backend)
-    cases = [case for case in all_cases(place) if all(part in case.name for part in arguments.only)]
+    cases = [case for case in all_cases(place) if is_chosen(case.name, arguments.only, arguments.quick)]
     if not cases:
-        parser.error(f"--only: no row has {' and '.join(map(repr, arguments.only))} in its name; --list names them all")
+        parser.error(f"--only: no row has {' or '.join(map(repr, arguments.only))} in its name; --list names them all")
     if arguments.list:
         print(*(case.name for case in cases), sep="\n")
         return 0
@@ -61,6 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda where there is one")
     parser.add_argument("--backend", choices=["cpu", "simt"], help="for the device cpu; default cpu")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="rows with this in their name")
+    parser.add_argument(
+        "--quick", action="store_true", help="a few rows of each op, for slow tools (compute-sanitizer)"
+    )
     parser.add_argument("--list", action="store_true", help="name the rows, and run none")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine and rows to FILE, for a report")
     parser.add_argument("--verbose", action="store_true", help="name each row on stderr before it runs")
@@ -116,7 +119,7 @@ def _in_fresh_process(
         written = Path(folder) / "rows.json"
         options = [x for name in ("device", "backend") if (y := getattr(arguments, name)) for x in (f"--{name}", y)]
         options += [x for text in arguments.only for x in ("--only", text)]
-        options += ["--verbose"] if arguments.verbose else []
+        options += [f"--{name}" for name in ("quick", "verbose") if getattr(arguments, name)]
         command = [sys.executable, "-m", "pagedtree", "check", *options, "--start", str(start), "--json", str(written)]
         ended = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
         if written.exists():
