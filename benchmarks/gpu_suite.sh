@@ -69,18 +69,8 @@ for tool in memcheck racecheck synccheck; do
   fi
 done
 
-golden() {  # what each ptx:: function gives on the GPU, against what simt takes it to give
-  local simt
-  simt=$(ls build/cmake-*/simt_golden 2> /dev/null | head -n 1)
-  [ -n "$simt" ] || { echo "simt_golden was not built"; return 1; }
-  nvcc -std=c++20 -O3 -arch=native --expt-relaxed-constexpr -Icsrc tests/simt/golden.cu -o "$work/golden"
-  "$work/golden" > "$out/golden_gpu.txt" && "$simt" > "$out/golden_simt.txt"
-  python tests/simt/compare_golden.py "$out/golden_gpu.txt" "$out/golden_simt.txt" | tee "$out/golden.json"
-}
-mkdir -p "$work"
-export -f golden
-export out
-if command -v nvcc > /dev/null; then stage golden 60 bash -c golden; fi
+# Every op against the CPU backend on hostile shapes, each ptx:: function, capture and replay, ten calls measured.
+stage check 150 python -m pagedtree check --device cuda --json "$out/check.json"
 
 stage bench_ops 150 python benchmarks/bench_ops.py --device cuda --seconds 0.5 --axes batch length tree \
   --ops tree_attention verify_greedy verify_sampled sample --json "$out/ops_cuda.json"
