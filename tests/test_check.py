@@ -385,6 +385,7 @@ def test_value_checks_of_the_environment_do_not_count(capsys, monkeypatch):
         (["--device", "meta"], "--device: expected cuda"),
         (["--backend", "metal"], "invalid choice"),
         (["--only", "no such row"], "no row has 'no such row' in its name"),
+        (["--json", "no/such/folder/x.json"], "--json: there is no folder"),
         (["--no-such-option"], "unrecognized arguments"),
     ],
 )

@@ -28,6 +28,8 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     place = _place(parser, arguments.device, arguments.backend)
+    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
+        parser.error(f"--json: there is no folder {arguments.json.absolute().parent}")
     cases = [case for case in all_cases(place) if is_chosen(case.name, arguments.only, arguments.quick)]
     if not cases:
         parser.error(f"--only: no row has {' or '.join(map(repr, arguments.only))} in its name; --list names them all")

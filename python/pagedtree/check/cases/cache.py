@@ -143,7 +143,7 @@ def _compactions() -> Iterator[Case]:
     yield _compaction("no sequence", [], [], [], [], 16)
     yield _compaction("idle", [[0, 1], [2, 3], [4, 5]], [-1, 2, 4], [[0, 2, 3], [-1], [0, 1]], [2, 1, 0], 4)
     bad = [[0, 2, -5, 7, 2**31 - 1], [0, 3, 4], [0, 3, 4]]
-    yield _compaction("bad ids", [[0, 99], [-3, 1], [2, 3]], [1, 2, 2**31 - 2], bad, [99, 2, 2], 4)
+    yield _compaction("bad ids", [[0, 99], [-3, 1], [2, 3]], [1, 2, 2**31 - 2], bad, [99, 2, 2], 4, pages=4)
 
 
 def _path(parents: list[int]) -> list[int]:
@@ -156,10 +156,13 @@ def _path(parents: list[int]) -> list[int]:
 
 def _compaction(
     name: str, table: list[list[int]], start: list[int], paths: list[list[int]], num_accepted: list[int],
-    page_size: int,
+    page_size: int, pages: int | None = None,
 ) -> Case:  # fmt: skip
-    """Layers of every kind of row: K and V of four layouts, a latent cache, scales, odd strides."""
-    pages = max((page for row in table for page in row if page < 90 or len(table) < 3), default=0) + 1
+    """Layers of every kind of row: K and V of four layouts, a latent cache, scales, odd strides.
+
+    pages: in the pool, default as many as the table names.
+    """
+    pages = pages or max((page for row in table for page in row), default=0) + 1
     width = max(map(len, paths), default=1)
     accept_index = [path + [-1] * (width - len(path)) for path in paths]
     dtypes = (torch.bfloat16, torch.float16, FP8, torch.float32)

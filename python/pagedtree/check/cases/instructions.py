@@ -188,9 +188,9 @@ def floats_within(limit: float, unit: float) -> Difference:
     return difference
 
 
-# An mma may cut its products and sums in any order: 2^-20 of the sum of 16 products up to 4 and of what is added.
-# ex2.approx: 2 units in the last place.
-SUMS, POWERS = floats_within(2.0**-20, 66.0), floats_within(2.0**-22, 2.0**-126)
+# An mma may add its products in any order and cut the sums: 2^-22 of 16 products of up to 4 and of what they are added
+# to. ex2.approx: 2 units in the last place.
+SUMS, POWERS = floats_within(2.0**-22, 66.0), floats_within(2.0**-22, 2.0**-126)
 
 # Name -> inputs, what is given for them, tolerance.
 GOLDEN: dict[str, tuple[Callable[[int], Words], Callable[[Words], Words], Difference]] = {
