@@ -4,9 +4,9 @@
 #   benchmarks/gpu_suite.sh [OUT [PART]]
 #
 # PART, each under ten minutes, the most valuable first; all (the default) is one after the other:
-#   headline    one step of a small batch against the CPU backend; the rows of headline.py with their targets
-#   tests       the op tests on the GPU, captured steps and their replay, each instruction against simt
-#   sanitizers  compute-sanitizer over one step: addresses, races in shared memory, barriers
+#   headline    python -m pagedtree check; the rows of headline.py with their targets
+#   tests       the op tests on the GPU, captured steps and their replay
+#   sanitizers  compute-sanitizer over some rows of check: addresses, races in shared memory, barriers
 #   attention   the sweeps of tree_attention
 #   others      the sweeps of the other ops
 #
@@ -34,8 +34,7 @@ fi
 mkdir -p "${1:-build/gpu_suite}" && out=$(cd "${1:-build/gpu_suite}" && pwd) || exit 2
 device=${DEVICE:-cuda} backend=${BACKEND:-${DEVICE:-cuda}} python=${PYTHON:-python3}
 work=$(mktemp -d) logs=$(mktemp -d)
-golden_of_simt=$(find build/cmake-*/simt_golden -print -quit 2> /dev/null)
-export out device backend python work golden_of_simt
+export out device backend python work
 
 # Stages ---------------------------------------------------------------------------------------------------------------
 
@@ -150,14 +149,14 @@ prepare() {  # once in a run
 # Parts ----------------------------------------------------------------------------------------------------------------
 
 if [ "$device" = cuda ]; then
-  smoke=(--device cuda)
+  check=(--device cuda)
   bench=(--device cuda --seconds 0.5)
   headline_rows=(--headline) attention_rows=(--ops tree_attention) other_rows=(--without tree_attention)
   tests=(tests --ignore tests/test_simt.py --ignore tests/test_sass.py --ignore tests/test_captured_step.py
     --ignore tests/test_fixed_step.py)
   captures=(tests/test_captured_step.py tests/test_fixed_step.py)
 else
-  smoke=(--device "$device" --backend "$backend")
+  check=(--device "$device" --backend "$backend" --quick)
   bench=(--device "$device" --backend "$backend" --seconds 0.01 --peers causal SDPA)
   headline_rows=(--headline --quick --processes --ops tree_attention sample)
   attention_rows=(--ops tree_attention --shapes batch=1 length=64 "tree=chain 4" heads=4/1,8/8)
@@ -167,9 +166,7 @@ else
 fi
 
 headline() {
-  # In place of smoke, once there is such a command:
-  # stage check 110 "$python" -m pagedtree check --device "$device" --json "$out/check.json"
-  stage smoke 60 "$python" benchmarks/smoke.py "${smoke[@]}"
+  stage check 120 "$python" -m pagedtree check "${check[@]}" --json "$out/check.json"
   # Compiled here, so that no row of the benchmark waits for it.
   if [ -n "${FLASHINFER_INCLUDE:-}" ]; then
     stage flashinfer 50 "$python" benchmarks/flashinfer_kernel.py
@@ -187,19 +184,7 @@ tests() {
   stage op_tests 250 "$python" -m pytest "${options[@]}" "${workers[@]}" -k "$backend" "${tests[@]}" \
     --junitxml "$logs/op_tests.xml"
   stage captures 75 "$python" -m pytest "${options[@]}" -k "$backend or fixed_step" "${captures[@]}"
-  if [ -z "$golden_of_simt" ] || ! command -v nvcc > /dev/null; then
-    skip golden "it needs nvcc and simt_golden, which a build makes"
-  else
-    stage golden 50 bash -c golden
-  fi
 }
-
-golden() {  # what each ptx:: function gives on the GPU, against what simt takes it to give
-  nvcc -std=c++20 -O3 -arch=native --expt-relaxed-constexpr -Icsrc tests/simt/golden.cu -o "$work/golden" || exit
-  "$work/golden" > "$work/golden_gpu.txt" && "$golden_of_simt" > "$work/golden_simt.txt" || exit
-  "$python" tests/simt/compare_golden.py "$work/golden_gpu.txt" "$work/golden_simt.txt"
-}
-export -f golden
 
 sanitizers() {
   if ! command -v compute-sanitizer > /dev/null; then
@@ -211,7 +196,7 @@ sanitizers() {
   local tool limits=(150 150 80)
   for tool in memcheck racecheck synccheck; do
     stage $tool "${limits[0]}" compute-sanitizer --tool $tool --kernel-name kns=pagedtree --target-processes all \
-      --error-exitcode 9 "$python" benchmarks/smoke.py "${smoke[@]}"
+      --error-exitcode 9 "$python" -m pagedtree check "${check[@]}" --quick
     limits=("${limits[@]:1}")
   done
   unset PYTORCH_NO_CUDA_MEMORY_CACHING
