@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from draft_checks import seeded
 from torch import Tensor
 
 from pagedtree.integrations.sglang import TreeMaskMode, build_tree_kernel_efficient, move_kv_cache, tree_mask_words
+from pagedtree.testing import backends
 
 FULL, QLEN, PACKED = TreeMaskMode
 
@@ -41,6 +43,13 @@ OWN_ANCESTOR = [
     [[3, -1, 1, -1], [3, -1, 1, -1]],
     [[-1, 2, -1, -1], [-1, 2, -1, -1]],
 ]
+
+
+@pytest.fixture(params=[name for name in backends() if name != "simt"])
+def on_torch_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For what Torch computes alone: makes tensors on each device, and calls no backend."""
+    with torch.device(request.param):
+        yield
 
 
 def mask_width(n: int) -> int:
@@ -103,7 +112,7 @@ def reference(parent_list, selected, topk, depth):
 
 @pytest.mark.parametrize("mode", TreeMaskMode)
 @pytest.mark.parametrize("spelling", ["retrive", "retrieve"])
-def test_published_eagle_tree(on_device, mode, spelling) -> None:
+def test_published_eagle_tree(on_torch_device, mode, spelling) -> None:
     case = [EAGLE[name] for name in ("parent_list", "selected_index", "seq_lens")]
     mask, positions, index, next_token, next_sibling = build(*case, 4, 4, mode, spelling=spelling)
     assert positions.tolist() == EAGLE["positions"]
@@ -116,7 +125,7 @@ def test_published_eagle_tree(on_device, mode, spelling) -> None:
 
 @pytest.mark.parametrize("mode", TreeMaskMode)
 @pytest.mark.parametrize("name", MALFORMED)
-def test_published_malformed_trees(on_device, name, mode) -> None:
+def test_published_malformed_trees(on_torch_device, name, mode) -> None:
     seq_lens, n = [7, 11], 4
     mask, positions, index, *links = build(MALFORMED[name], MALFORMED_SELECTED, seq_lens, 2, 3, mode)
     levels, first, sibling, sees = reference(MALFORMED[name], MALFORMED_SELECTED, 2, 3)
@@ -169,7 +178,7 @@ def test_random_trees(bs, topk, depth, n, mode, dtype) -> None:
     assert np.array_equal(bits.bool(), sees)
 
 
-def test_random_nonsense(on_device) -> None:
+def test_random_nonsense(on_torch_device) -> None:
     """Any numbers as drafts and parents: circles, nodes without a parent, repeated drafts."""
     rng = np.random.default_rng(3)
     bs, topk, depth, n = 300, 2, 4, 7
@@ -184,7 +193,7 @@ def test_random_nonsense(on_device) -> None:
     assert np.array_equal(tree_cells(mask, seq_lens, n, QLEN).cpu(), sees)
 
 
-def test_one_node_and_no_sequence(on_device) -> None:
+def test_one_node_and_no_sequence(on_torch_device) -> None:
     mask, positions, index, *links = build([[]], [[]], [7], 1, 1, QLEN)
     assert (mask.tolist(), positions.tolist(), index.tolist()) == ([True], [7], [[0]])
     assert [link.tolist() for link in links] == [[[-1]], [[-1]]]

@@ -128,11 +128,9 @@ class HostCall {
   }
 
   void refuse_two_devices() const {
-    static const std::set<std::string> copies{"aten::copy_", "aten::_to_copy", "aten::_copy_from"};
-    static const std::set<std::string> takes_host_indices{"aten::index", "aten::index_put_", "aten::_index_put_impl_",
-                                                          "aten::index_put", "aten::_unsafe_index"};
+    static const std::set<std::string> takes_host_indices{"aten::index", "aten::_index_put_impl_"};
     const std::string& name = op_.schema().name();
-    if (pairs_.empty() || copies.count(name) > 0) return;
+    if (pairs_.empty() || name == "aten::copy_") return;
     if (takes_host_indices.count(name) > 0 && first_is_ours_) return;
     for (const at::Tensor& t : others_) {
       TORCH_CHECK(t.dim() == 0, name, ": expected all tensors to be on the same device, got cuda:0 and ", t.device());
