@@ -92,15 +92,17 @@ def run(root: Path, folder: Path, *arguments: str, **more: str) -> Outcome:
 # The whole of it ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    if "simt" not in backends():
-        pytest.skip("built without simt")
+@pytest.mark.skipif("simt" not in backends(), reason="built without simt")
+def test_a_rehearsal_from_the_first_stage_to_the_last(tmp_path: Path) -> None:
+    """One test, so that it runs once, however many processes the tests are spread over."""
     options = {"PYTHON": sys.executable, "DEVICE": "cpu", "BACKEND": "simt", "OMP_NUM_THREADS": "1"}
-    return run(ROOT, tmp_path_factory.mktemp("suite"), **options)
+    done = run(ROOT, tmp_path, **options)
+    each_stage_succeeds(done)
+    results_are_few_files_with_rows(done)
+    a_part_takes_less_than_ten_minutes(done)
 
 
-def test_each_stage_succeeds(rehearsal: Outcome) -> None:
+def each_stage_succeeds(rehearsal: Outcome) -> None:
     assert rehearsal.status == 0, rehearsal.said
     stages = rehearsal.stages
     assert list(stages) == ALL_STAGES
@@ -118,7 +120,7 @@ def test_each_stage_succeeds(rehearsal: Outcome) -> None:
         assert "-m pagedtree check" in rehearsal.log(name) and "--quick" in rehearsal.log(name)
 
 
-def test_results_are_few_files_with_rows(rehearsal: Outcome) -> None:
+def results_are_few_files_with_rows(rehearsal: Outcome) -> None:
     assert rehearsal.files == [
         "attention.json", "check.json", "headline.json", "logs_all.tar.gz", "others.json", "stages_all.json",
     ]  # fmt: skip
@@ -135,7 +137,7 @@ def test_results_are_few_files_with_rows(rehearsal: Outcome) -> None:
     }  # fmt: skip
 
 
-def test_a_part_takes_less_than_ten_minutes(rehearsal: Outcome) -> None:
+def a_part_takes_less_than_ten_minutes(rehearsal: Outcome) -> None:
     limits = {name: int(str(stage.get("limit", 60))) for name, stage in rehearsal.stages.items()}
     first = limits["machine"] + limits["install"]
     for part, names in STAGES.items():
