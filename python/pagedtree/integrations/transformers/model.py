@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,6 +46,13 @@ def _has(model: nn.Module, property_of: Callable[[Any], bool]) -> bool:
     return any(property_of(inner) for inner in model.modules() if isinstance(inner, PreTrainedModel))
 
 
+def _makes_masks(model: nn.Module) -> bool:
+    """Whether the model makes its masks without transformers, as some of 4.57 do; those take one of four dimensions."""
+    if _has(model, lambda inner: hasattr(sys.modules.get(type(inner).__module__), "create_causal_mask")):
+        return False
+    return _has(model, lambda inner: inner._supports_sdpa)
+
+
 def _takes_positions(model: nn.Module) -> bool:
     """Whether position_ids are an argument of the model, or of one in it, to which it may hand its other arguments."""
     parameters = inspect.signature(model.forward).parameters
@@ -81,7 +89,7 @@ def run_packed(
         logits = model(
             input_ids=input_ids[None],
             position_ids=positions[None],
-            attention_mask=step.mask.tokens,
+            attention_mask=step.mask.of_all_layers if _makes_masks(model) else step.mask.tokens,
             use_cache=False,
             **kwargs,
         ).logits[0]

@@ -37,6 +37,11 @@ class PackedMask:
         return self._masks[window]
 
     @property
+    def of_all_layers(self) -> Tensor:
+        """For a model that hands one mask of four dimensions to all of its layers."""
+        return self.of_layers(causal_mask_function, None)
+
+    @property
     def has_windows(self) -> bool:
         """Whether some layer asked for a window."""
         return any(window > 0 for window in self._masks)
