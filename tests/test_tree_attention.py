@@ -51,11 +51,10 @@ def test_few_rows_of_many_heads(target: Target, heads: tuple[int, int], head_dim
     if target.backend != "cpu":
         pytest.skip("only the cpu backend has such row tiles")
     kinds = ["causal", DraftTree([-1, 0, 0]), BINARY, "causal", "causal"]
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype, window in ((torch.bfloat16, 0), (torch.float32, 300)):
         case = target.case([1500, 900, 70, 0, 3000], kinds, heads=heads, head_dim=head_dim, dtype=dtype, layout=layout,
                     causal_queries=1, poison=float("nan"))  # fmt: skip
-        check(case.build())
-        check(case.build(window=300))
+        check(case.build(window=window))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

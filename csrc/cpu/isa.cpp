@@ -42,8 +42,10 @@ struct Available {
 
   Available() {
     add(portable::kernels());
-#if defined(PAGEDTREE_EMULATED_ISA)
+#if defined(PAGEDTREE_HAS_AVX512_EMULATED)
     add(avx512_emulated::kernels());
+#endif
+#if defined(PAGEDTREE_HAS_AMX_EMULATED)
     add(amx_emulated::kernels());
 #endif
 #if defined(PAGEDTREE_X86)

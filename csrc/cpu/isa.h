@@ -69,10 +69,12 @@ struct IsaKernels {
 namespace portable {
 const IsaKernels& kernels();
 }
-#if defined(PAGEDTREE_EMULATED_ISA)
+#if defined(PAGEDTREE_HAS_AVX512_EMULATED)
 namespace avx512_emulated {
 const IsaKernels& kernels();
 }
+#endif
+#if defined(PAGEDTREE_HAS_AMX_EMULATED)
 namespace amx_emulated {
 const IsaKernels& kernels();
 }
