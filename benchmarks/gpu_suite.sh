@@ -166,7 +166,7 @@ else
 fi
 
 headline() {
-  stage check 120 "$python" -m pagedtree check "${check[@]}" --json "$out/check.json"
+  stage check 115 "$python" -m pagedtree check "${check[@]}" --json "$out/check.json"
   # Compiled here, so that no row of the benchmark waits for it.
   if [ -n "${FLASHINFER_INCLUDE:-}" ]; then
     stage flashinfer 50 "$python" benchmarks/flashinfer_kernel.py

@@ -184,7 +184,7 @@ def pretend(copy: Path, *arguments: str, **more: str) -> Outcome:
 
 
 def test_a_stage_that_hangs_loses_only_itself(copy: Path) -> None:
-    done = pretend(copy, HANG="pagedtree check", STAGE_SECONDS="1")
+    done = pretend(copy, HANG="check", STAGE_SECONDS="1")
     assert done.status == 1
     stages = {name: stage.get("exit") for name, stage in done.stages.items()}
     assert stages == {**dict.fromkeys(ALL_STAGES, 0), "check": 124, "flashinfer": None}
@@ -233,7 +233,7 @@ def test_results_so_far_survive_a_kill(hanging: tuple[subprocess.Popen[str], Out
     suite, found = hanging
     suite.kill()
     suite.wait()
-    assert found.files == ["logs_all.tar.gz", "running.log", "stages_all.json"]
+    assert found.files == ["check.json", "logs_all.tar.gz", "running.log", "stages_all.json"]
     assert list(found.stages) == ["machine", "install", "check", "flashinfer"]
     assert "pagedtree check" in found.log("check") and "hanging" in (found.out / "running.log").read_text()
 

@@ -131,7 +131,7 @@ def grow(
                     probs[b, f] = torch.from_numpy(q)
                 with np.errstate(divide="ignore"):
                     logp = np.log(q)
-                children = drawn(q, num_children, law, int(seeds[b]), int(positions[b]) + old.level)
+                children = drawn(q, num_children, law, int(seeds[b]), int(positions[b]) + old.level, f)
             for k, token in enumerate(children):
                 if score + float(logp[token]) >= -torch.finfo(torch.float32).max:
                     tokens[b, first + k] = token
@@ -154,14 +154,14 @@ def grow(
     )  # fmt: skip
 
 
-def drawn(q: np.ndarray, count: int, law: str, seed: int, position: int) -> list[int]:
-    """Children drawn from law q."""
+def drawn(q: np.ndarray, count: int, law: str, seed: int, position: int, place: int) -> list[int]:
+    """Children drawn from law q at the frontier node of index `place`."""
+    use = reference.GUMBEL if law == "coupled" else reference.draft_use(place)
     if law in ("swor", "coupled"):
-        use = reference.GUMBEL if law == "coupled" else reference.DRAFT
         with np.errstate(divide="ignore"):
             scores = np.log(q) + reference.gumbel_noise(seed, position, q.size, use=use)
         return [int(x) for x in np.argsort(-scores, kind="stable") if q[x] > 0][:count]
-    words = reference.random_words(seed, position, count, reference.DRAFT).astype(np.float64)
+    words = reference.random_words(seed, position, count, use).astype(np.float64)
     u = words[:, 0] * 2.0**-32 + words[:, 1] * 2.0**-64
     tokens = np.searchsorted(np.cumsum(q), u, side="right")
     return [min(int(x), int(np.flatnonzero(q)[-1])) for x in tokens]
