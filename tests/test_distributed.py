@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import product
 
 import pytest
+import test_lossless_steps
 import torch
 from draft_checks import seeded
 from ranks import Ranks
@@ -216,33 +217,22 @@ def test_rejection_is_the_same_on_every_rank(ranks, size, backend, dtype, law):
     assert different == 0 and total > 0
 
 
-def draw_many(group: object, law: str, draws: int) -> list[int]:
-    """How often each pair of tokens comes out of a node with two drafts that were drawn."""
-    vocab = 6
-    generator = torch.Generator().manual_seed(3)
-    p = torch.tensor([0.4, 0.05, 0.2, 0.05, 0.25, 0.05])
-    q = torch.tensor([0.1, 0.4, 0.1, 0.3, 0.05, 0.05])
-    shards = shards_of(group, [0.34, 0.34], vocab)
-    trees = TreeBatch.from_trees([pagedtree.DraftTree([-1, 0, 0])] * draws)
-    drawn = torch.multinomial(q.expand(draws, vocab), 2, replacement=law == "iid", generator=generator)
-    drafts = torch.cat([torch.zeros(draws, 1, dtype=torch.int64), drawn], dim=1).flatten()
-    logits = shards.own(p.log().expand(3 * draws, vocab))
-    laws = {} if law == "onehot" else {"draft_probs": q.expand(3 * draws, vocab)}
-    verdict = distributed.verify_rejection(
-        logits, drafts, trees, SamplingParams(), draft_law=law, **laws, shards=shards,
-        seeds=torch.arange(draws), positions=torch.zeros(draws, dtype=torch.int64),
+def three_tokens(group: object, rule: str, law: str) -> tuple[float, list[list[int]]]:
+    """Steps of `expand_tree` and the rule: how far the first three tokens are off the target, and some of them."""
+    shards = shards_of(group, [0.34, 0.34], test_lossless_steps.VOCAB)
+    tokens, _ = test_lossless_steps.first_tokens(
+        rule, law, [3, 1], "flat", 20_000, torch.device("cpu"), shards=shards
     )  # fmt: skip
-    return torch.bincount(verdict.tokens[:, 0], minlength=vocab).tolist()
+    return test_lossless_steps.off_the_target(tokens, "flat"), tokens[:100].tolist()
 
 
-@pytest.mark.parametrize("law", ["iid", "swor", "onehot"])
-def test_rejection_follows_the_targets_law(ranks, law):
-    draws = 40000
-    counts, *others = ranks.run(draw_many, 3, law, draws)
-    assert all(other == counts for other in others)
-    expected = torch.tensor([0.4, 0.05, 0.2, 0.05, 0.25, 0.05]) * draws
-    chi_square = float(((torch.tensor(counts) - expected) ** 2 / expected).sum())
-    assert chi_square < 5 + 10 * 10**0.5  # df + 10 sqrt(2 df)
+@pytest.mark.parametrize(
+    ("rule", "law"), [("rejection", "iid"), ("rejection", "swor"), ("rejection", "topk"), ("sampled", "coupled")]
+)
+def test_tokens_follow_the_target(ranks, rule, law):
+    first, *others = ranks.run(three_tokens, 3, rule, law)
+    assert all(other == first for other in others)
+    assert first[0] < test_lossless_steps.LIMIT
 
 
 # ---- what is exchanged

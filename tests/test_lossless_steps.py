@@ -21,6 +21,7 @@ from pagedtree import (
     DraftState,
     SamplingParams,
     Verdict,
+    distributed,
     expand_tree,
     rerank_tree,
     start_draft,
@@ -29,6 +30,7 @@ from pagedtree import (
     verify_sampled,
     verify_traversal,
 )
+from pagedtree.distributed import VocabShards
 from pagedtree.testing import use_backend
 
 VOCAB, LENGTH = 3, 3
@@ -41,6 +43,13 @@ _generator = torch.Generator().manual_seed(4)
 MARKOV = tuple(torch.randn(VOCAB + 1, VOCAB, generator=_generator).mul(1.2).softmax(-1) for _ in range(2))
 MODELS = {"flat": FLAT, "markov": MARKOV}
 
+RULES = {
+    "sampled": verify_sampled,
+    "rejection": verify_rejection,
+    "block": verify_block,
+    "traversal": verify_traversal,
+}
+SHARDED_RULES = {"sampled": distributed.verify_sampled, "rejection": distributed.verify_rejection}
 CASES = [
     *[("rejection", law, tree) for law in ("iid", "swor", "topk") for tree in ([3, 1], [2, 2, 2])],
     *[("traversal", law, tree) for law in ("iid", "swor") for tree in ([3, 1], [3, 1, 1], [2, 2, 2])],
@@ -68,14 +77,19 @@ def grown(
     return rerank_tree(state, state.num_candidates)
 
 
-def verified(rule: str, law: str, target: Tensor, draft: Draft, seeds: Tensor, positions: Tensor) -> Verdict:
+def verified(
+    rule: str, law: str, target: Tensor, draft: Draft, seeds: Tensor, positions: Tensor, shards: VocabShards | None
+) -> Verdict:
     logits = target[draft.draft_tokens.clamp(min=0)].log()
-    arguments = (logits, draft.draft_tokens, draft.trees, SamplingParams())
-    if rule == "sampled":
-        return verify_sampled(*arguments, seeds=seeds, positions=positions)
-    drawn = {"draft_probs": draft.draft_probs, "draft_rows": draft.draft_rows} if law != "topk" else {}
-    verify = {"rejection": verify_rejection, "block": verify_block, "traversal": verify_traversal}[rule]
-    return verify(*arguments, draft_law="onehot" if law == "topk" else law, seeds=seeds, positions=positions, **drawn)
+    options = {"seeds": seeds, "positions": positions}
+    rules = RULES
+    if shards is not None:
+        logits, options["shards"], rules = shards.own(logits), shards, SHARDED_RULES
+    if rule != "sampled":
+        options["draft_law"] = "onehot" if law == "topk" else law
+        if law != "topk":
+            options |= {"draft_probs": draft.draft_probs, "draft_rows": draft.draft_rows}
+    return rules[rule](logits, draft.draft_tokens, draft.trees, SamplingParams(), **options)
 
 
 def first_tokens(
@@ -86,6 +100,7 @@ def first_tokens(
     count: int,
     device: torch.device,
     expand: Callable[..., DraftState] = expand_tree,
+    shards: VocabShards | None = None,
 ) -> tuple[Tensor, float]:
     """[count, LENGTH] tokens of as many sequences, and how many drafts a step accepted on average."""
     target, draft_table = (table.to(device) for table in MODELS[model])
@@ -99,7 +114,7 @@ def first_tokens(
         # noise of "coupled" is that of verification.
         draft_seeds = seeds if law == "coupled" else seeds + 0x5851F42D4C957F2D * (lengths + 1)
         draft = grown(draft_table, roots, lengths, draft_seeds, law, branching, expand)
-        verdict = verified(rule, law, target, draft, seeds, lengths)
+        verdict = verified(rule, law, target, draft, seeds, lengths, shards)
         assert not verdict.status.any()
         steps = torch.arange(verdict.tokens.shape[1], device=device)
         emitted = steps <= verdict.num_accepted[:, None]
