@@ -20,8 +20,8 @@ MAX_NODES = 1024
 class DraftTree:
     """The shape of one draft tree. Node 0 is the root; a node's parent has a smaller index.
 
-    Trees are made outside of compiled code: `torch.compile` cannot trace the constructors. A compiled function may use a
-    tree that exists already, and make `TreeBatch`es on the device with `build_trees`.
+    Make trees outside of compiled code. Inside, `torch.compile` breaks the graph there, and refuses under
+    fullgraph=True. A compiled function may use a tree made before, and make a `TreeBatch` with `build_trees`.
 
     Attributes (int32 numpy arrays of length `num_nodes`, local indices, -1 = none):
         parents, depths, first_child, next_sibling; siblings are in index order.

@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _params(parser: argparse.ArgumentParser, args: argparse.Namespace) -> SamplingParams | None:
     """How to sample, None = greedy; ends the program where an option would have no effect."""
-    if args.temperature > 0.0:
+    if args.temperature != 0.0:
         top_p = 1.0 if args.top_p is None else args.top_p
         return SamplingParams(temperature=args.temperature, top_k=args.top_k or 0, top_p=top_p)
     for name in ("top_p", "top_k", "seed"):

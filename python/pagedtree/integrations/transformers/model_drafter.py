@@ -181,6 +181,7 @@ class ModelDrafter(Drafter):
             logits = logits[:, :vocab_size]  # without tokens that the target lacks
             if self.law != "iid":  # the others draft no token twice
                 num_children = min(num_children, vocab_size)
+            num_frontier = min(num_frontier, state.num_frontier * num_children)
             state = expand_tree(
                 state, logits, law=self.law, num_children=num_children, num_frontier=num_frontier, **noise
             )
