@@ -53,7 +53,6 @@ def model():
         ({"input_ids": [[1, 2.0]]}, r"input_ids: expected at least one token .* got \[1, 2.0\] as prompt 0"),
         ({"input_ids": torch.ones(1, 3, dtype=torch.bool)}, r"input_ids: expected integers .* got torch.bool"),
         ({"input_ids": [1, 2, 3]}, r"input_ids: expected a list of prompts, got a list of ids; .* pass \[input_ids\]"),
-        ({"input_ids": {"input_ids": [1, 2], "attention_mask": [1, 1]}}, r"got a list of ids; .* pass \[input_ids\]"),
         ({"input_ids": "text"}, "input_ids: expected token ids, got text"),
         ({"input_ids": ["text"]}, "input_ids: expected token ids, got text"),
         ({"input_ids": {"ids": [[1]]}}, r"input_ids: expected input_ids and attention_mask in the dict, got \['ids'\]"),
@@ -87,10 +86,14 @@ def test_what_tokenizers_return(model):
     expected = [greedy(model, torch.tensor(prompt), 4) for prompt in prompts]
     padded, mask = [[5, 6, 7], [0, 8, 9]], [[1, 1, 1], [0, 1, 1]]
     for kind in (dict, BatchEncoding):
-        sequences, _ = generate(model, kind({"input_ids": prompts}), max_new_tokens=4)
+        texts = {"input_ids": prompts, "token_type_ids": [[0] * 3, [0] * 2]}
+        sequences, _ = generate(model, kind(texts), max_new_tokens=4)
         assert lists(sequences) == expected
         sequences, _ = generate(model, kind({"input_ids": padded, "attention_mask": mask}), max_new_tokens=4)
         assert lists(sequences) == expected
+        sequences, _ = generate(model, kind({"input_ids": padded[1], "attention_mask": mask[1]}), max_new_tokens=4)
+        assert lists(sequences) == expected[1:]  # of a single text
+        assert lists(generate(model, kind({"input_ids": prompts[0]}), max_new_tokens=4)[0]) == expected[:1]
         for array in (torch.tensor, np.array):
             batch = {"input_ids": array(padded), "attention_mask": array(mask), "token_type_ids": array(mask) * 0}
             sequences, _ = generate(model, kind(batch), max_new_tokens=4)

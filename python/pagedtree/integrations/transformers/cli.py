@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True, help="checkpoint of the target (a folder or a name on the hub)")
     parser.add_argument("--prompt", required=True, metavar="FILE", help="text file; - for standard input")
     drafts = parser.add_mutually_exclusive_group()
-    drafts.add_argument("--draft", metavar="PATH", help="checkpoint of a smaller model of the same vocabulary")
+    drafts.add_argument("--draft", metavar="PATH", help="checkpoint of a smaller model of the same tokenizer")
     drafts.add_argument("--medusa", metavar="PATH", help="folder of Medusa heads (config.json, medusa.safetensors)")
     drafts.add_argument("--ngram", action="store_true", help="draft from the text itself (prompt lookup)")
     parser.add_argument(

@@ -35,9 +35,12 @@ def prompts_and_mask(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
         if others or "input_ids" not in input_ids:
             raise ValueError(f"input_ids: expected input_ids and attention_mask in the dict, got {list(input_ids)}")
         kinds = input_ids.get("token_type_ids")
-        if kinds is not None and np.asarray(kinds).any():
+        rows = kinds.tolist() if hasattr(kinds, "tolist") else kinds or []
+        if any(any(row) if isinstance(row, list | tuple) else row for row in rows):
             raise ValueError("input_ids: expected token_type_ids of 0, got others")
         input_ids, attention_mask = input_ids["input_ids"], input_ids.get("attention_mask")
+        if isinstance(input_ids, list) and input_ids and isinstance(input_ids[0], Integral):  # of a single text
+            input_ids, attention_mask = [input_ids], None if attention_mask is None else [attention_mask]
         if attention_mask is not None and not hasattr(input_ids, "shape"):
             return _without_masked(input_ids, attention_mask), None
     if isinstance(input_ids, np.ndarray):
