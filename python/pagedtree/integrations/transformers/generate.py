@@ -139,7 +139,8 @@ def generate(
     vocab_size = model.get_input_embeddings().num_embeddings if shards is None else shards.vocab
     prompts = arguments.token_lists(input_ids, attention_mask, vocab_size, pad=None if pad in eos_ids else pad)
     device = model.get_input_embeddings().weight.device
-    in_use = [model, model.config, *(part for part in (drafter, getattr(drafter, "model", None)) if part is not None)]
+    draft_model = getattr(drafter, "model", None)
+    shared = model, model.config, drafter, draft_model, getattr(draft_model, "config", None)
     drafter = as_drafter(drafter)
     rule = check_rule(rule, params, drafter.draft_law, drafter.is_chain, shards is not None)
     sequences = [
@@ -172,7 +173,7 @@ def generate(
         shards,
         vocab_size=num_logits(model) if shards is None else shards.vocab,
     )
-    with in_turn(*in_use):
+    with in_turn(*(thing for thing in shared if thing is not None)):
         if hasattr(drafter, "prepare"):  # any object with `observe` is a drafter
             drafter.prepare(sequences)
         tuner = _tuner(model, drafter, tree, cuda_graph, shards is not None)
