@@ -34,7 +34,7 @@ def prompts_and_mask(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
         others = [name for name in input_ids if name not in ENCODED]
         if others or "input_ids" not in input_ids:
             raise ValueError(f"input_ids: expected input_ids and attention_mask in the dict, got {list(input_ids)}")
-        kinds = input_ids.get("token_type_ids")
+        kinds: Any = input_ids.get("token_type_ids")
         rows = kinds.tolist() if hasattr(kinds, "tolist") else kinds or []
         if any(any(row) if isinstance(row, list | tuple) else row for row in rows):
             raise ValueError("input_ids: expected token_type_ids of 0, got others")
