@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -116,11 +118,75 @@ def test_a_failure_to_draft_is_known_to_all(ranks):
         assert isinstance(other, GroupError) and "ValueError: lengths: expected >= 0" in str(other)
 
 
+def with_laws_of(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[Draft], Any]:
+    return lambda draft: draft._replace(draft_probs=torch.ones(shape, dtype=dtype))
+
+
+# A change to the first rank's proposal: 6 nodes, two trees.
+MALFORMED: dict[str, tuple[Callable[[Draft], Any], str]] = {
+    "nothing": (lambda draft: None, "draft_probs or None, got NoneType"),
+    "no trees": (lambda draft: (draft.draft_tokens, 3), r"a Tensor and a TreeBatch, got (Tensor, int)"),
+    "too few tokens": (lambda draft: draft._replace(draft_tokens=draft.draft_tokens[:4]), "draft_tokens [4]"),
+    "fractions": (lambda draft: draft._replace(draft_tokens=draft.draft_tokens / 2), "got torch.float32"),
+    "another batch": (
+        lambda draft: (torch.zeros(1, dtype=torch.int64), TreeBatch.from_trees([DraftTree.chain(0)])),
+        "expected 2 trees",
+    ),
+    "offsets": (lambda draft: (draft[0], replace(draft.trees, cu_nodes=torch.tensor([0, -2, 6]).int())), "[0, -2, 6]"),
+    "another vocabulary": (with_laws_of((6, VOCAB + 1), torch.float32), "got torch.float32 [6, 11]"),
+    "doubles": (with_laws_of((6, VOCAB), torch.float64), "got torch.float64 [6, 10]"),
+    "too few laws": (with_laws_of((5, VOCAB), torch.float32), "draft_probs of 6 nodes, or draft_rows, got [5, 10]"),
+    "rows": (lambda draft: draft._replace(draft_rows=torch.zeros(2)), "draft_rows as integers [6], got torch.float32"),
+}
+
+
+class Malformed(ToyDrafter):
+    def __init__(self, change: str, is_wrong: bool) -> None:
+        super().__init__(False)
+        self.change, self.is_wrong = change, is_wrong
+
+    def propose(self, tokens: torch.Tensor, lengths: torch.Tensor) -> Any:
+        trees = TreeBatch.from_trees([DraftTree.chain(2)] * 2)
+        draft = Draft(torch.arange(6), trees)
+        return MALFORMED[self.change][0](draft) if self.is_wrong else draft
+
+
+def malformed(group: dist.ProcessGroup, size: int, wrong_rank: int) -> list[Exception]:
+    """What each of the malformed proposals of a rank raises, and that the group goes on after it."""
+    rank = dist.get_rank(group)
+    shards = VocabShards([4, 6, 0][rank], group=group)
+    errors: list[Any] = []
+    known = torch.zeros(2, 2, dtype=torch.int64), torch.tensor([1, 1], dtype=torch.int32)
+    for change in MALFORMED:
+        drafts = DraftGroup(lambda _, c=change: Malformed(c, rank == wrong_rank), size, shards=shards)
+        try:
+            drafts.propose(*known)
+            errors.append(None)
+        except Exception as error:
+            errors.append(error)
+        if drafts.drafter is not None:
+            drafts.drafter.is_wrong = False
+        assert drafts.propose(*known).draft_tokens.tolist() == list(range(6))
+    return errors
+
+
+@pytest.mark.parametrize(("size", "wrong_rank"), [(1, 0), (3, 0), (3, 1), (3, 2)])
+def test_a_malformed_proposal_is_not_sent_and_all_ranks_know_why(ranks, size, wrong_rank):
+    for rank, errors in enumerate(ranks.run(malformed, 3, size, wrong_rank)):
+        for error, (_, message) in zip(errors, MALFORMED.values(), strict=True):
+            kind = (ValueError, TypeError) if rank == wrong_rank else GroupError
+            assert isinstance(error, kind) and "drafter: expected" in str(error) and message in str(error)
+
+
 class Choosy(ToyDrafter):
     def prepare(self, sequences: list[str]) -> None:
         self.seen.append(sequences)
         if "too long" in sequences:
             raise ValueError("drafter: expected short texts")
+
+    def begin(self, page_size: int, sampling: str) -> None:
+        if sampling == "greedy":
+            raise ValueError("drafter: expected params")
 
 
 def prepared(group: dist.ProcessGroup, sequences: list[str]) -> list | None:
@@ -137,6 +203,27 @@ def test_the_drafter_is_prepared_once_and_its_refusal_is_known_to_all(ranks):
     first, other = ranks.outcomes(prepared, 2, ["too long"])
     assert isinstance(first, ValueError) and "expected short texts" in str(first)
     assert isinstance(other, GroupError) and "drafter: expected short texts" in str(other)
+
+
+def begun(group: dist.ProcessGroup) -> None:
+    """A refusal is over with the call of `generate` that it was for."""
+    drafts = DraftGroup(lambda _: Choosy(False), 1, shards=VocabShards(5, group=group))
+    known = torch.zeros(1, 2, dtype=torch.int64), torch.tensor([1], dtype=torch.int32)
+    drafts.begin(16, "sampled")
+    drafts.propose(*known)
+    drafts.begin(16, "greedy")
+    try:
+        drafts.propose(*known)
+    finally:
+        drafts.begin(16, "sampled")
+        drafts.propose(*known)
+
+
+def test_what_a_drafter_refuses_when_generate_begins_is_known_to_all(ranks):
+    first, *others = ranks.outcomes(begun, 3)
+    assert isinstance(first, ValueError) and "drafter: expected params" in str(first)
+    for other in others:
+        assert isinstance(other, GroupError) and "drafter: expected params" in str(other)
 
 
 def wrong_size(group: dist.ProcessGroup, sizes: list[int]) -> None:

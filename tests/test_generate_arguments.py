@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import tiny
+from generate_case import VOCAB, greedy, lists, tiny
+from transformers import BatchEncoding
 
 from pagedtree import DraftTree, SamplingParams, TreeBatch, build_trees
-from pagedtree.integrations.transformers import generate
+from pagedtree.integrations.transformers import ModelDrafter, generate
+from pagedtree.integrations.transformers.turns import in_turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,12 +44,133 @@ def model():
         ({"input_ids": torch.zeros(1, 3)}, r"input_ids: expected integers \[B, L\], got torch.float32"),
         ({"attention_mask": torch.ones(1, 3)}, "attention_mask: expected none with a list"),
         ({"params": SamplingParams(top_p=torch.ones(3))}, r"params: expected top_p of 1 prompts, got \[3\]"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens: expected an integer, got 2.5"),
+        (
+            {"input_ids": [[1], [2, VOCAB]]},
+            f"input_ids: expected ids of the model's {VOCAB} tokens, got 128 in prompt 1",
+        ),
+        ({"input_ids": torch.tensor([[-1, 2]])}, "input_ids: expected ids of .* got -1 in prompt 0"),
+        ({"input_ids": [[1, 2.0]]}, r"input_ids: expected at least one token .* got \[1, 2.0\] as prompt 0"),
+        ({"input_ids": torch.ones(1, 3, dtype=torch.bool)}, r"input_ids: expected integers .* got torch.bool"),
+        ({"input_ids": [1, 2, 3]}, r"input_ids: expected a list of prompts, got a list of ids; .* pass \[input_ids\]"),
+        ({"input_ids": "text"}, "input_ids: expected token ids, got text"),
+        ({"input_ids": ["text"]}, "input_ids: expected token ids, got text"),
+        ({"input_ids": {"ids": [[1]]}}, r"input_ids: expected input_ids and attention_mask in the dict, got \['ids'\]"),
+        ({"input_ids": {"input_ids": [[1]], "pixel_values": 3}}, "expected input_ids and attention_mask in the dict"),
+        ({"input_ids": {"input_ids": [[1, 2]], "token_type_ids": [[0, 1]]}}, "expected token_type_ids of 0"),
+        ({"input_ids": {"input_ids": [[1, 2]], "attention_mask": [[1]]}}, "attention_mask: expected an entry for each"),
+        (
+            {"input_ids": {"input_ids": [[1]]}, "attention_mask": torch.ones(1, 1)},
+            "attention_mask: expected none beside a BatchEncoding",
+        ),
+        ({"eos_token_id": [1, 2.5]}, "eos_token_id: expected an integer, got 2.5"),
+        ({"eos_token_id": torch.tensor([0.5])}, "eos_token_id: expected an integer, got 0.5"),
+        ({"pad_token_id": 0.5}, "pad_token_id: expected an integer, got 0.5"),
+        ({"stop_strings": "x"}, "tokenizer: expected the model's tokenizer with stop_strings, got NoneType"),
+        ({"stop_strings": ["x", ""]}, r"stop_strings: expected texts that are not empty, got \['x', ''\]"),
     ],
 )
 def test_bad_arguments(model, change, message):
     arguments = {"input_ids": [[1, 2, 3]], "max_new_tokens": 4, **change}
     with pytest.raises(ValueError, match=message):
         generate(model, arguments.pop("input_ids"), **arguments)
+
+
+def test_params_of_another_type(model):
+    with pytest.raises(TypeError, match="params: expected SamplingParams or None, got dict"):
+        generate(model, [[1]], max_new_tokens=4, params={})
+
+
+def test_what_tokenizers_return(model):
+    prompts = [[5, 6, 7], [8, 9]]
+    expected = [greedy(model, torch.tensor(prompt), 4) for prompt in prompts]
+    padded, mask = [[5, 6, 7], [0, 8, 9]], [[1, 1, 1], [0, 1, 1]]
+    for kind in (dict, BatchEncoding):
+        texts = {"input_ids": prompts, "token_type_ids": [[0] * 3, [0] * 2]}
+        sequences, _ = generate(model, kind(texts), max_new_tokens=4)
+        assert lists(sequences) == expected
+        sequences, _ = generate(model, kind({"input_ids": padded, "attention_mask": mask}), max_new_tokens=4)
+        assert lists(sequences) == expected
+        sequences, _ = generate(model, kind({"input_ids": padded[1], "attention_mask": mask[1]}), max_new_tokens=4)
+        assert lists(sequences) == expected[1:]  # of a single text
+        assert lists(generate(model, kind({"input_ids": prompts[0]}), max_new_tokens=4)[0]) == expected[:1]
+        for array in (torch.tensor, np.array):
+            batch = {"input_ids": array(padded), "attention_mask": array(mask), "token_type_ids": array(mask) * 0}
+            sequences, _ = generate(model, kind(batch), max_new_tokens=4)
+            assert sequences.tolist() == [expected[0], [0, *expected[1]]]
+    assert lists(generate(model, [np.array(prompt) for prompt in prompts], max_new_tokens=4)[0]) == expected
+
+
+@pytest.mark.parametrize(("pad", "eos"), [(3, None), (3, [3]), (3, [4, 5]), (None, None)])
+def test_padding_without_a_mask_is_transformers(model, pad, eos):
+    """A pad token in a tensor is padding, unless it ends sequences, too."""
+    prompts = torch.tensor([[3, 3, 5, 6, 7], [8, 9, 3, 10, 11]])
+    expected = model.generate(prompts, max_new_tokens=6, do_sample=False, pad_token_id=pad, eos_token_id=eos)
+    sequences, _ = generate(model, prompts, max_new_tokens=6, pad_token_id=pad, eos_token_id=eos or [])
+    assert sequences.tolist() == expected.tolist()
+
+
+def test_two_threads_with_one_model_take_turns():
+    """Without turns the call that ends first gives the model its own attention back in the middle of the other."""
+    model, draft = tiny(0), tiny(1, num_hidden_layers=1)
+    prompt = torch.tensor([5, 6, 7])
+    expected = greedy(model, prompt, 12)
+    drafter = ModelDrafter(draft, num_nodes=6, depth=2, width=2)
+    first_runs, second_runs = threading.Event(), threading.Event()
+    active, outcomes = [], {}
+
+    def watch(name):
+        def callback(sequence, tokens):
+            active.append(name)
+            first_runs.set()
+            second_runs.wait(timeout=0.1)  # lets the other go on, if it may
+
+        return callback
+
+    def call(name, drafter):
+        if name == "second":
+            assert first_runs.wait(timeout=30)
+        try:
+            sequences, _ = generate(model, [prompt], drafter=drafter, max_new_tokens=12, callback=watch(name))
+            outcomes[name] = sequences[0].tolist()
+        except Exception as error:
+            outcomes[name] = error
+        second_runs.set()
+
+    threads = [threading.Thread(target=call, args=each) for each in (("first", drafter), ("second", None))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert outcomes == {"first": expected, "second": expected}
+    assert active == sorted(active)  # all of the first, then all of the second
+    assert model.config._attn_implementation == draft.config._attn_implementation == "sdpa"
+
+
+def test_turns_end_and_nest():
+    model, drafter = object(), object()
+    taken = []
+
+    def take(*things):
+        with in_turn(*things):
+            taken.append(things)
+
+    with in_turn(model, drafter):
+        with in_turn(drafter):  # a call of its own from a callback
+            pass
+        thread = threading.Thread(target=take, args=(drafter,))
+        thread.start()
+        thread.join(timeout=0.2)
+        assert thread.is_alive() and not taken
+        take(object())
+    thread.join(timeout=30)
+    assert len(taken) == 2
+    with pytest.raises(ZeroDivisionError), in_turn(model):
+        _ = 1 / 0
+    thread = threading.Thread(target=take, args=(model, drafter))
+    thread.start()
+    thread.join(timeout=30)
+    assert len(taken) == 3
 
 
 def test_bad_drafters(model):
@@ -63,6 +190,40 @@ def test_bad_drafters(model):
         generate(model, [[1]], drafter=3, max_new_tokens=4)
     with pytest.raises(ValueError, match="drafter: expected 2 trees and a token a node, got 1 trees"):
         generate(model, [[1], [2]], drafter=Short(), max_new_tokens=4)
+
+    class Chains:
+        """Its proposal, changed."""
+
+        def __init__(self, change):
+            self.change = change
+
+        def propose(self, tokens, lengths):
+            trees = TreeBatch.from_trees([DraftTree.chain(2)] * lengths.shape[0])
+            return self.change(torch.zeros(trees.parents.shape[0], dtype=torch.int64), trees)
+
+    def offsets(values):
+        return lambda tokens, trees: (tokens, replace(trees, cu_nodes=torch.tensor(values, dtype=torch.int32)), None)
+
+    for change, error, message in (
+        (lambda tokens, trees: None, TypeError, "draft_tokens, a TreeBatch and draft_probs or None, got NoneType"),
+        (lambda tokens, trees: (trees, tokens), TypeError, r"as a Tensor and a TreeBatch, got \(TreeBatch, Tensor\)"),
+        (lambda tokens, trees: (tokens / 2, trees), ValueError, "integers as draft_tokens, got torch.float32"),
+        (lambda tokens, trees: (tokens, trees, 3), TypeError, "draft_probs as a Tensor or None, got int"),
+        (lambda tokens, trees: (tokens, trees, tokens), ValueError, r"draft_probs \[M, V\], got torch.int64 \[6\]"),
+        (lambda tokens, trees: (tokens, trees, torch.ones(5, VOCAB)), ValueError, "draft_probs of 6 nodes"),
+        (
+            lambda tokens, trees: (tokens, trees, torch.ones(5, VOCAB), tokens[:2]),
+            ValueError,
+            r"draft_rows as integers \[6\], got torch.int64 \[2\]",
+        ),
+        (lambda tokens, trees: (tokens.to("meta"), trees), ValueError, "draft_tokens on cpu, got meta"),
+        (offsets([0, -3, 6]), ValueError, r"cu_nodes that ascend from 0 to at most 6, got \[0, -3, 6\]"),
+        (offsets([-1, 3, 6]), ValueError, "cu_nodes that ascend"),
+        (offsets([0, 3, 7]), ValueError, "cu_nodes that ascend"),
+        (offsets([0, 3, -6]), ValueError, "cu_nodes that ascend"),
+    ):
+        with pytest.raises(error, match=f"drafter: expected .*{message}"):
+            generate(model, [[1], [2]], drafter=Chains(change), max_new_tokens=4)
     # The model is as it was, also after a failure.
     assert model.config._attn_implementation != "pagedtree"
 

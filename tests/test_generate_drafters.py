@@ -247,6 +247,34 @@ def test_command_runs_where_it_can(checkpoints, capsys, monkeypatch):
     assert "--device cuda:1: needs a GPU and a build with CUDA" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--top-p=0.9", "--top-k=3", "--seed=1", "--seed=0"])
+def test_command_refuses_sampling_options_without_temperature(checkpoints, capsys, option):
+    for temperature in ([], ["--temperature", "0"]):
+        with pytest.raises(SystemExit) as exit_:
+            run_command(checkpoints, capsys, option, *temperature)
+        assert exit_.value.code == 2
+        assert f"{option.split('=')[0]}: needs --temperature above 0" in capsys.readouterr().err
+    status, _, err = run_command(checkpoints, capsys, "--temperature=-1")
+    assert status == 2 and "temperature" in err
+
+
+def test_command_shows_progress(checkpoints, capsys):
+    """One text comes as it is made; of several, a line for each tenth of their tokens tells how far they are."""
+    status, _, err = run_command(checkpoints, capsys)
+    assert status == 0 and f"loading {checkpoints / 'target'}\n" in err and "of at most" not in err
+    status, _, err = run_command(checkpoints, capsys, "--n", "3")
+    counts = [int(line.split()[0]) for line in err.splitlines() if line.endswith(" of at most 36 tokens")]
+    assert status == 0 and len(counts) == 10 and counts[-1] == 36 and counts == sorted(counts)
+
+
+def test_command_stops_at_a_text(checkpoints, capsys):
+    _, whole, _ = run_command(checkpoints, capsys)
+    words = whole.split()
+    stop = f"{words[4]} {words[5]}"
+    status, out, _ = run_command(checkpoints, capsys, "--stop", "nowhere", "--stop", stop)
+    assert status == 0 and out.split() == words[: next(i for i in range(12) if stop in " ".join(words[:i]))]
+
+
 def test_command_reports_what_it_cannot_read(checkpoints, capsys):
     status, _, err = run_command(checkpoints, capsys, "--cuda-graph")
     assert status == 2 and "cuda_graph: expected a model on a CUDA device, got one on cpu" in err

@@ -126,7 +126,7 @@ def test_texts_follow_the_models_law_closely(toy, toy_draft, toy_law, rule, draf
 
 def heedless(*probabilities: float):
     """A model that gives these probabilities to the next token, whatever the text."""
-    model = tiny(0, **TOY)
+    model = tiny(0, **{**TOY, "vocab_size": len(probabilities)})
     with torch.no_grad():
         model.get_input_embeddings().weight.fill_(1.0)
         for layer in model.model.layers:
@@ -171,6 +171,61 @@ def test_evictions_leave_the_law_alone(toy, toy_draft, toy_law, rule, drafter, n
     """Few pages: sequences lose theirs in the middle, and go on with a token that was not drafted."""
     pages = {"page_size": 1, "num_pages": num_pages, "evictions": 100}
     assert toy_excess(toy, toy_draft, toy_law, rule, drafter, 10_000, **pages) < LIMIT
+
+
+# Draft models whose vocabulary is padded further than the target's, or less ------------------------------------------
+
+PADDED = {3: (0.5, 0.3, 0.2), 4 + 2: (0.1, 0.2, 0.1, 0.1, 0.3, 0.2)}
+PADDED_DRAFTERS = {
+    "topk": {"num_nodes": 6, "depth": 2, "width": 5},
+    "coupled": {"num_nodes": 7, "depth": 3, "width": 2},
+    "iid": {"num_nodes": 7, "branching": [3, 2]},
+    "swor": {"num_nodes": 25, "branching": [5, 4]},  # more children than tokens: each is drawn
+}
+
+
+def padded_drafter(vocab_size: int, law: str) -> ModelDrafter:
+    return ModelDrafter(heedless(*PADDED[vocab_size]), law=law, **PADDED_DRAFTERS[law])
+
+
+@pytest.mark.parametrize("vocab_size", PADDED)
+@pytest.mark.parametrize(
+    ("rule", "law"),
+    [("rejection", "iid"), ("rejection", "swor"), ("traversal", "iid"), ("traversal", "swor"), ("sampled", "coupled")],
+)
+def test_draft_models_of_padded_vocabularies(toy, toy_law, rule, law, vocab_size):
+    assert toy_excess(toy, None, toy_law, rule, padded_drafter(vocab_size, law), 1500) < LIMIT
+
+
+@pytest.mark.parametrize("law", PADDED_DRAFTERS)
+@pytest.mark.parametrize("vocab_size", PADDED)
+def test_tokens_that_the_target_lacks_are_not_drafted(toy, law, vocab_size):
+    steps = []
+    rule = "sampled" if law in ("topk", "coupled") else "rejection"
+    generate(
+        toy, [PROMPT], drafter=padded_drafter(vocab_size, law), max_new_tokens=20, rule=rule, on_step=steps.append,
+        params=SamplingParams(),
+    )  # fmt: skip
+    drafts = torch.cat([step.draft_tokens for step in steps])
+    assert set(drafts.tolist()) - {-1} <= set(range(VOCAB))
+    assert len(drafts) > 2 * len(steps)
+    for step in steps[1:]:
+        probs = step.draft.draft_probs
+        assert (probs is not None) == (law in ("iid", "swor"))
+        if probs is not None:
+            assert probs.shape[1] == VOCAB
+            torch.testing.assert_close(probs.sum(1), torch.ones(len(probs)))
+            if vocab_size < VOCAB:
+                assert not probs[:, vocab_size:].any()
+
+
+def test_other_vocabularies_are_refused_before_the_first_pass(toy, monkeypatch):
+    passes = []
+    monkeypatch.setattr(type(toy), "forward", lambda *args, **kwargs: passes.append(args))
+    drafter = ModelDrafter(tiny(0, **{**TOY, "vocab_size": VOCAB + 1025}))
+    with pytest.raises(ValueError, match=r"drafter: expected .* vocabulary, 4 tokens up to 1024 of padding, got 1029"):
+        generate(toy, [PROMPT], drafter=drafter, max_new_tokens=2)
+    assert not passes
 
 
 class PermutedLaws(ModelDrafter):

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pagedtree import DraftTree, TreeBatch, build_trees
+from pagedtree import DraftTree, TreeBatch, build_trees, medusa_propose
 from pagedtree._ops import ops
 
 
@@ -382,6 +382,23 @@ def test_opcheck(backend, device) -> None:
             (int32(parents, device), int32(offsets, device)),
             {"max_nodes": 40, "max_depth": 3},
         )
+
+
+def test_trees_are_made_outside_of_compiled_code() -> None:
+    tree = DraftTree.full([2, 1])
+
+    def drafts(logits: Tensor) -> Tensor:
+        return medusa_propose(logits, tree).draft_tokens
+
+    def inner_tree(logits: Tensor) -> Tensor:
+        return medusa_propose(logits, DraftTree.full([2, 1])).draft_tokens
+
+    logits = torch.randn(1, 2, 8)
+    compiled = torch.compile(drafts, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(logits), drafts(logits))
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(inner_tree, fullgraph=True, backend="aot_eager")(logits)
+    assert torch.equal(torch.compile(inner_tree, backend="aot_eager")(logits), drafts(logits))
 
 
 def test_compile(backend, device) -> None:

@@ -20,6 +20,9 @@ MAX_NODES = 1024
 class DraftTree:
     """The shape of one draft tree. Node 0 is the root; a node's parent has a smaller index.
 
+    Make trees outside of compiled code. Inside, `torch.compile` breaks the graph there, and refuses under
+    fullgraph=True. A compiled function may use a tree made before, and make a `TreeBatch` with `build_trees`.
+
     Attributes (int32 numpy arrays of length `num_nodes`, local indices, -1 = none):
         parents, depths, first_child, next_sibling; siblings are in index order.
         num_nodes, max_depth: ints.

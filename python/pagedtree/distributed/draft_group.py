@@ -15,11 +15,13 @@ from torch import Tensor
 from pagedtree.distributed.group import Group, GroupError
 from pagedtree.distributed.shards import VocabShards
 from pagedtree.drafting import Draft
+from pagedtree.proposal import as_draft, check_values
 from pagedtree.tree import TreeBatch, build_trees
 
 __all__ = ["DraftGroup", "DraftStats"]
 
-HEADER = ("failed", "rows", "batch_size", "max_nodes", "max_depth", "num_laws", "law_dtype", "microseconds")
+# failed: 1 + the last rank where drafting failed, 0 = none.
+HEADER = ("failed", "rows", "batch_size", "max_nodes", "max_depth", "has_laws", "num_laws", "law_dtype", "microseconds")
 LAW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -67,8 +69,9 @@ class DraftGroup:
         max_nodes, needs_hidden, draft_law, is_chain: the drafter's, on all ranks.
         stats: a `DraftStats`.
 
-    A proposal is 8 words, 3 a node and one a sequence, sent from the first rank to each other one. If drafting fails,
-    the first rank raises what the drafter raised, the others GroupError with its text.
+    A proposal is 9 words, 3 a node and one a sequence, sent from the first rank to each other one. It is checked before
+    it is sent. If drafting fails on any draft rank, or its proposal is malformed, that rank raises what went wrong
+    there, and all others GroupError with its text.
 
     Source: vLLM's draft_tensor_parallel_size, whose measurements this makes repeatable.
     """
@@ -95,6 +98,7 @@ class DraftGroup:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="draft") if self.drafter is not None else None
         self._drafting: Future[tuple[Draft, float]] | None = None
         self._unprepared: list[Any] | None = None
+        self._refusal: Exception | None = None
         facts: list[Any] = [None]
         if self.rank == 0:
             names = ("max_nodes", "needs_hidden", "draft_law", "is_chain")
@@ -129,8 +133,15 @@ class DraftGroup:
         self._unprepared = sequences
 
     def begin(self, *args: Any, **kwargs: Any) -> None:
-        """Tells the draft ranks' drafter, as do `select`, `observe` and `forget`."""
-        self._forward("begin", *args, **kwargs)
+        """Tells the draft ranks' drafter, as do `select`, `observe` and `forget`.
+
+        What the drafter refuses is raised by the first proposal, so that all ranks hear of it.
+        """
+        self._refusal = None
+        try:
+            self._forward("begin", *args, **kwargs)
+        except Exception as error:
+            self._refusal = error
 
     def end(self) -> None:
         """Drops a draft that nobody asked for, and tells the drafter."""
@@ -160,37 +171,53 @@ class DraftGroup:
     def _draft(self, tokens: Tensor, lengths: Tensor) -> tuple[Draft, float]:
         begin = time.perf_counter()
         assert self.drafter is not None
+        if self._refusal is not None:
+            raise self._refusal
         if self._unprepared is not None:
             sequences, self._unprepared = self._unprepared, None
             self._forward("prepare", sequences)
-        draft = Draft(*self.drafter.propose(tokens, lengths))
+        draft = self._checked(self.drafter.propose(tokens, lengths), lengths.shape[0])
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         return draft, time.perf_counter() - begin
 
+    def _checked(self, proposal: Any, batch_size: int) -> Draft:
+        """The proposal as one that can be sent, or an error."""
+        draft = as_draft(proposal, batch_size, self.device)
+        check_values(draft)
+        probs = draft.draft_probs
+        if probs is not None and (probs.shape[1] != self.shards.vocab or probs.dtype not in LAW_DTYPES):
+            raise ValueError(
+                f"drafter: expected draft_probs [M, {self.shards.vocab}] in {', '.join(map(str, LAW_DTYPES))}, got"
+                f" {probs.dtype} {list(probs.shape)}"
+            )
+        return draft
+
     def _share(self, draft: Draft | None, seconds: float, failure: Exception | None) -> Draft:
         """Sends the first rank's draft to all."""
-        header = torch.zeros(len(HEADER), dtype=torch.int64, device=self.device)
-        if self.rank == 0:
-            header = self._header(draft, seconds, failure)
-        self._send(header, "a proposal")
+        header = self._header(draft, seconds, failure)
+        with self._group._answered("DraftGroup: a proposal"):
+            dist.all_reduce(header, dist.ReduceOp.MAX, group=self._group.group)
         facts = dict(zip(HEADER, header.tolist(), strict=True))
         if facts["failed"]:
+            rank = facts["failed"] - 1
             text: list[Any] = [f"{type(failure).__name__}: {failure}"]
-            dist.broadcast_object_list(text, src=self._first, group=self._group.group)
+            with self._group._answered("DraftGroup: why drafting failed"):
+                dist.broadcast_object_list(text, src=self._members[rank], group=self._group.group)
             if failure is not None:
                 raise failure
-            raise GroupError(f"DraftGroup: drafting failed on the first rank ({text[0]})")
-        if failure is not None:
-            raise failure
+            raise GroupError(f"DraftGroup: drafting failed on rank {rank} ({text[0]})")
         self.stats.proposals += 1
         self.stats.tokens += facts["rows"] - facts["batch_size"]
         self.stats.draft_time += facts["microseconds"] * 1e-6
         return self._exchange(draft, facts)
 
     def _header(self, draft: Draft | None, seconds: float, failure: Exception | None) -> Tensor:
-        values = [1] + [0] * (len(HEADER) - 1)
-        if failure is None:
+        """The first rank's facts, and of every rank whether it failed; zeros are what others know better."""
+        values = [0] * len(HEADER)
+        if failure is not None:
+            values[0] = 1 + self.rank
+        elif self.rank == 0:
             assert draft is not None
             probs = draft.draft_probs
             values = [
@@ -199,7 +226,8 @@ class DraftGroup:
                 draft.trees.batch_size,
                 draft.trees.max_nodes,
                 draft.trees.max_depth,
-                -1 if probs is None else probs.shape[0],
+                int(probs is not None),
+                0 if probs is None else probs.shape[0],
                 0 if probs is None else LAW_DTYPES.index(probs.dtype),
                 round(seconds * 1e6),
             ]
@@ -218,7 +246,7 @@ class DraftGroup:
         trees: TreeBatch = build_trees(
             parents.int(), cu_nodes.int(), max_nodes=facts["max_nodes"], max_depth=facts["max_depth"]
         )
-        if num_laws < 0:
+        if not facts["has_laws"]:
             return Draft(tokens, trees, None)
         probs = draft.draft_probs if draft is not None and self.rank == 0 else None
         return Draft(tokens, trees, self._laws(probs, num_laws, LAW_DTYPES[facts["law_dtype"]]), law_rows)

@@ -33,23 +33,24 @@ def main(argv: Sequence[str]) -> int:
         return 2
     print(f"device: {args.device}", file=sys.stderr)
     try:
+        params = _params(parser, args)
         text = sys.stdin.read() if args.prompt == "-" else Path(args.prompt).read_text(encoding="utf-8")
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         model = _load(args.model, args)
-        params = None
-        if args.temperature > 0.0:
-            params = SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
-        printer = _Printer(tokenizer, num_sequences=args.n)
+        drafter = _drafter(model, args)
+        printer = _Printer(tokenizer, num_sequences=args.n, max_tokens=args.n * args.max_new_tokens)
         _, stats = generate(
             model,
             [tokenizer(text)["input_ids"]],
-            drafter=_drafter(model, args),
+            drafter=drafter,
             max_new_tokens=args.max_new_tokens,
             params=params,
-            seeds=range(args.seed, args.seed + args.n),
+            seeds=range(args.seed or 0, (args.seed or 0) + args.n),
             page_size=args.page_size,
             num_pages=args.num_pages,
             n=args.n,
+            stop_strings=args.stop,
+            tokenizer=tokenizer,
             rule=args.rule,
             cuda_graph=args.cuda_graph,
             callback=printer.add,
@@ -65,12 +66,13 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pagedtree generate",
-        description="Completes a prompt, in fewer passes with drafts. The text goes to stdout, statistics to stderr.",
+        description="Completes a prompt, in fewer passes with drafts. The text goes to stdout, progress and statistics"
+        " to stderr.",
     )
     parser.add_argument("--model", required=True, help="checkpoint of the target (a folder or a name on the hub)")
     parser.add_argument("--prompt", required=True, metavar="FILE", help="text file; - for standard input")
     drafts = parser.add_mutually_exclusive_group()
-    drafts.add_argument("--draft", metavar="PATH", help="checkpoint of a smaller model of the same vocabulary")
+    drafts.add_argument("--draft", metavar="PATH", help="checkpoint of a smaller model of the same tokenizer")
     drafts.add_argument("--medusa", metavar="PATH", help="folder of Medusa heads (config.json, medusa.safetensors)")
     drafts.add_argument("--ngram", action="store_true", help="draft from the text itself (prompt lookup)")
     parser.add_argument(
@@ -82,10 +84,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-nodes", type=int, default=16, help="nodes of a draft tree (default %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default %(default)s")
     parser.add_argument("--n", type=int, default=1, help="outcomes of the prompt (default %(default)s)")
+    parser.add_argument(
+        "--stop", action="append", metavar="TEXT", help="ends the text where it occurs; may be repeated"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (default)")
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--top-k", type=int, default=0, help="0 = off (default)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first outcome, the next has one more")
+    sampling = parser.add_argument_group("sampling", "of use with --temperature above 0 only")
+    sampling.add_argument("--top-p", type=float, help="default 1 = off")
+    sampling.add_argument("--top-k", type=int, help="default 0 = off")
+    sampling.add_argument("--seed", type=int, help="of the first outcome (default 0), the next has one more")
     parser.add_argument("--page-size", type=int, default=16, help="tokens a page (default %(default)s)")
     parser.add_argument("--num-pages", type=int, help="pages in the cache (default: enough)")
     parser.add_argument(
@@ -96,7 +102,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _params(parser: argparse.ArgumentParser, args: argparse.Namespace) -> SamplingParams | None:
+    """How to sample, None = greedy; ends the program where an option would have no effect."""
+    if args.temperature != 0.0:
+        top_p = 1.0 if args.top_p is None else args.top_p
+        return SamplingParams(temperature=args.temperature, top_k=args.top_k or 0, top_p=top_p)
+    for name in ("top_p", "top_k", "seed"):
+        if getattr(args, name) is not None:
+            parser.error(f"--{name.replace('_', '-')}: needs --temperature above 0; without it decoding is greedy")
+    return None
+
+
 def _load(path: str, args: argparse.Namespace) -> Any:
+    print(f"loading {path}", file=sys.stderr)
     dtype = DTYPES[args.dtype or ("float32" if args.device == "cpu" else "auto")]
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(args.device).eval()
 
@@ -117,20 +135,31 @@ def _drafter(model: Any, args: argparse.Namespace) -> Drafter | None:
 
 
 class _Printer:
-    """Prints one outcome as it comes; of several, each when all are there."""
+    """Prints one outcome as it comes; of several, each when all are there, and meanwhile how far they are."""
 
-    def __init__(self, tokenizer: Any, num_sequences: int) -> None:
+    def __init__(self, tokenizer: Any, num_sequences: int, max_tokens: int) -> None:
         self.tokenizer = tokenizer
         self.tokens: list[list[int]] = [[] for _ in range(num_sequences)]
         self.printed = ""
+        self.max_tokens, self.tenths = max_tokens, 0
 
     def add(self, sequence: int, tokens: list[int]) -> None:
         self.tokens[sequence] += tokens
+        if len(self.tokens) > 1:
+            self._show_progress()
+            return
         text = self._text(sequence)
         # The bytes of one character may be spread over several tokens.
-        if len(self.tokens) == 1 and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             print(text[len(self.printed) :], end="", flush=True)
             self.printed = text
+
+    def _show_progress(self) -> None:
+        """A line for each tenth of the tokens that there may be."""
+        count = sum(map(len, self.tokens))
+        if 10 * count // self.max_tokens > self.tenths:
+            self.tenths = 10 * count // self.max_tokens
+            print(f"{count} of at most {self.max_tokens} tokens", file=sys.stderr)
 
     def finish(self) -> None:
         if len(self.tokens) == 1:

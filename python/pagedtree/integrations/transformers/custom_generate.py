@@ -50,7 +50,7 @@ def tree_generate(
     num_pages: int | None = None,
     max_batch_tokens: int = 4096,
     cuda_graph: bool = False,
-    callback: Callable[[int, list[int]], None] | None = None,
+    callback: Callable[[int, list[int]], object] | None = None,
     on_step: Callable[[StepResult], None] | None = None,
     on_stats: Callable[[GenerationStats], None] | None = None,
     **model_kwargs: Any,

@@ -21,7 +21,9 @@ from pagedtree.integrations.transformers.paged_step import PagedStep, PrefixPass
 from pagedtree.integrations.transformers.rules import Sampling
 from pagedtree.integrations.transformers.scheduler import Batch, Scheduler, Sequence
 from pagedtree.integrations.transformers.stats import GenerationStats
+from pagedtree.integrations.transformers.stop_strings import StopStrings
 from pagedtree.integrations.transformers.tree_tuner import TreeTuner
+from pagedtree.proposal import as_draft, check_values
 
 __all__ = ["Engine"]
 
@@ -61,18 +63,19 @@ class Engine:
         sampling: Sampling,
         eos_ids: list[int],
         min_shared_tokens: int | None,
-        on_tokens: Callable[[int, list[int]], None] | None,
+        on_tokens: Callable[[int, list[int]], object] | None,
         on_step: Callable[[StepResult], None] | None,
         stats: GenerationStats,
         is_fixed: bool = False,
         tuner: TreeTuner | None = None,
+        stop_strings: StopStrings | None = None,
     ) -> None:
         self.model, self.scheduler, self.drafter, self.sampling = model, scheduler, drafter, sampling
         self.cache: PagedCache = scheduler.cache
         self.device = self.cache.device
         self.eos_ids = self._to_device(eos_ids, torch.int64) if eos_ids else None
         self.min_shared_tokens = min_shared_tokens
-        self.on_tokens, self.on_step = on_tokens, on_step
+        self.on_tokens, self.on_step, self.stop_strings = on_tokens, on_step, stop_strings
         self.stats = stats
         self.tuner, self.has_begun_to_tune = tuner, False
         self.max_nodes = max(drafter.max_nodes, 1)
@@ -214,13 +217,10 @@ class Engine:
         self.drafter.start(*known)
         self._compact()
         begin = time.perf_counter()
-        draft = Draft(*self.drafter.propose(*known))
-        rows, batch_size = draft.trees.parents.shape[0], draft.trees.batch_size
-        if batch_size != len(sequences) or rows < len(sequences) or draft.draft_tokens.shape != (rows,):
-            raise ValueError(
-                f"drafter: expected {len(sequences)} trees and a token a node, got {batch_size} trees of"
-                f" {rows} nodes and draft_tokens {list(draft.draft_tokens.shape)}"
-            )
+        draft = as_draft(self.drafter.propose(*known), len(sequences), self.device)
+        rows = draft.draft_tokens.shape[0]
+        if self.device.type == "cpu":  # elsewhere it would be a synchronisation
+            check_values(draft)
         if draft.draft_probs is not None and draft.draft_rows is None:
             draft = draft._replace(draft_rows=torch.arange(rows, device=self.device))
         self.stats.draft_time += time.perf_counter() - begin
@@ -244,7 +244,7 @@ class Engine:
         )
         roots = self._to_device([sequence.tokens[-1] for sequence in batch.decode], torch.int64)
         # A tree without a root has no row of its own; `_verify` reports it.
-        root_rows = trees.cu_nodes[:-1].long().clamp(max=max(num_nodes - 1, 0))
+        root_rows = trees.cu_nodes[:-1].long().clamp(min=0, max=max(num_nodes - 1, 0))
         nodes = draft.draft_tokens.long().index_copy(0, root_rows, roots)
 
         table = cache.page_table([sequence.index for sequence in [*read, *batch.decode]])
@@ -364,7 +364,7 @@ class Engine:
                 self.drafter.forget(sequence)
 
     def _append(self, sequence: Sequence, tokens: list[int], is_eos: bool, is_tree: bool) -> None:
-        """Takes over the committed tokens, up to the length limit."""
+        """Takes over the committed tokens, up to the length limit or the end of a stop string."""
         stats = self.stats.sequences[sequence.index]
         sequence.cached = sequence.root + len(tokens)
         self.cache.trim(sequence.index, sequence.cached)
@@ -373,6 +373,11 @@ class Engine:
             stats.finish_reason = "eos"
         elif len(tokens) >= room:
             tokens, stats.finish_reason = tokens[:room], "length"
+        if self.stop_strings is not None:
+            known = sequence.tokens[len(sequence.tokens) - stats.num_tokens :]
+            end = self.stop_strings.end(known, tokens)
+            if end is not None:
+                tokens, stats.finish_reason = tokens[:end], "stop_string"
         if stats.num_tokens == 0:
             stats.time_to_first_token = time.perf_counter() - self.started
         stats.num_tokens += len(tokens)
@@ -380,8 +385,8 @@ class Engine:
             stats.decode_steps += 1
             stats.accepted.append(len(tokens) - 1)
         sequence.tokens += tokens
-        if self.on_tokens is not None:
-            self.on_tokens(sequence.index, tokens)
+        if self.on_tokens is not None and self.on_tokens(sequence.index, tokens) is True:
+            stats.finish_reason = stats.finish_reason or "callback"
 
     def _history_of(self, sequences: list[Sequence]) -> Tensor:
         if len(sequences) == self.history.shape[0] and all(s.index == i for i, s in enumerate(sequences)):

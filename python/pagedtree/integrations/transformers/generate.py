@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from pagedtree import SamplingParams
+from pagedtree.integrations.transformers import generate_arguments as arguments
 from pagedtree.integrations.transformers import scheduler
 from pagedtree.integrations.transformers.drafters import Drafter, NoDrafter, StepResult, as_drafter
 from pagedtree.integrations.transformers.engine import Engine
 from pagedtree.integrations.transformers.fixed_step import check_device
-from pagedtree.integrations.transformers.model import check_model, use_attention
+from pagedtree.integrations.transformers.model import check_model, num_logits, use_attention
 from pagedtree.integrations.transformers.paged_cache import PagedCache
 from pagedtree.integrations.transformers.rotary import check_constant, check_rotation, same_rotation
 from pagedtree.integrations.transformers.rules import Sampling, check_rule
 from pagedtree.integrations.transformers.scheduler import Scheduler
 from pagedtree.integrations.transformers.stats import GenerationStats, SequenceStats
+from pagedtree.integrations.transformers.stop_strings import StopStrings
 from pagedtree.integrations.transformers.tree_tuner import TreeTuner
+from pagedtree.integrations.transformers.turns import in_turn
 
 if TYPE_CHECKING:
     from pagedtree.distributed import VocabShards
@@ -38,7 +40,7 @@ ASSUMED_MAX_NODES = 64
 @torch.no_grad()
 def generate(
     model: Any,
-    input_ids: Tensor | Sequence[Tensor] | Sequence[Sequence[int]],
+    input_ids: Tensor | Sequence[Tensor] | Sequence[Sequence[int]] | Mapping[str, Any],
     *,
     drafter: Any = None,
     max_new_tokens: int,
@@ -50,13 +52,15 @@ def generate(
     attention_mask: Tensor | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
+    stop_strings: str | Sequence[str] | None = None,
+    tokenizer: Any = None,
     rule: str = "auto",
     tree: str | None = None,
     max_batch_tokens: int = 4096,
     share_prefix: bool | None = None,
     cuda_graph: bool = False,
     shards: VocabShards | None = None,
-    callback: Callable[[int, list[int]], None] | None = None,
+    callback: Callable[[int, list[int]], object] | None = None,
     on_step: Callable[[StepResult], None] | None = None,
 ) -> tuple[list[Tensor] | Tensor, GenerationStats]:
     """Generates up to `max_new_tokens` tokens for each prompt; the law of the result does not depend on the drafter.
@@ -69,7 +73,8 @@ def generate(
     Args:
         model: a transformers causal language model in evaluation mode whose layers all use transformers' attention
             interface (Llama, Mistral, Qwen, Gemma, gpt-oss, ...), with a head_dim that `tree_attention` has.
-        input_ids: int64 [B, L], or a list of prompts of different lengths (1-D tensors or lists of ints).
+        input_ids: int64 [B, L], or a list of prompts of different lengths (1-D tensors or lists of ints), or what a
+            tokenizer returned of these: a BatchEncoding or dict of input_ids and attention_mask.
         drafter: None (plain decoding), or an object with propose(tokens, lengths), see `drafters.Drafter`.
         max_new_tokens: at least 1; EOS ends a sequence earlier.
         params: None = greedy; else how to sample. Tensor fields have one entry a prompt, or one a sequence.
@@ -77,10 +82,15 @@ def generate(
         page_size: tokens a page. num_pages: pages in the pool; default: enough for all sequences at once. With fewer,
             sequences wait, and the youngest are evicted and read again later.
         n: outcomes a prompt; they share the pages of the prompt, of which nothing is copied.
-        attention_mask: [B, L], zero where `input_ids` is padding (at either side); only with a tensor.
+        attention_mask: [B, L], zero where `input_ids` is padding (at either side); only with a tensor. None: as in
+            transformers, each pad_token_id in the tensor is padding, unless that token also ends sequences. In lists
+            of prompts all tokens count.
         eos_token_id: token or tokens that end a sequence, kept in it; default the model's generation config; an empty
             list for none.
         pad_token_id: what fills the rows of a tensor after EOS; default the model's, or its EOS, or 0.
+        stop_strings: text or texts that end a sequence when they occur in what it generated, special tokens included.
+            The token that completes one is kept whole; accepted tokens behind it are cut off. Needs the tokenizer.
+        tokenizer: the model's, for stop_strings.
         rule: how drafts are verified. All but "typical" are lossless.
             "auto": "greedy" without params, else "sampled". "greedy", "sampled": `verify_greedy`, `verify_sampled`.
             "rejection": `verify_rejection`, by the drafter's draft_law.
@@ -101,22 +111,36 @@ def generate(
         shards: the model's output layer gives this rank's columns of the logits (`tensor_parallel`); all ranks call
             `generate` together, with the same arguments and seeds, and get the same. Rules "greedy", "sampled" and
             "rejection"; the drafter may be a `pagedtree.distributed.DraftGroup`.
-        callback: called with (sequence, new tokens) after each pass, in the order of the sequences.
+        callback: called with (sequence, new tokens) after each pass, in the order of the sequences. If it returns True,
+            the sequence ends there; with shards it must do so on all ranks.
         on_step: called with a `StepResult` after each pass, for tracing.
 
     Returns (sequences, stats). Sequence b * n + j is outcome j of prompt b: prompt and generated tokens, EOS included.
     For a list of prompts a list of int64 tensors [length]; for a tensor, like model.generate, one int64 tensor
-    [B * n, L + generated], padded at the right with pad_token_id.
+    [B * n, L + generated], padded at the right with pad_token_id. stats.sequences tells why each one ended.
 
-    Raises ValueError for an empty prompt, a model or arguments that do not fit, sequences that would change the
-    frequencies of a model's rotary embedding for their neighbours ("longrope", "dynamic"; see `rotary`), a rule that
-    the drafter or params do not fit, cuda_graph without a GPU or with another drafter, or num_pages too small for a
-    sequence with the whole pool to itself.
+    Calls from several threads that share a model or a drafter run one after another. For the time of a call the model
+    has our attention, so do not run it yourself meanwhile in another thread.
+
+    Raises ValueError for an empty prompt or ids outside the vocabulary, a model or arguments that do not fit, sequences
+    that would change the frequencies of a model's rotary embedding for their neighbours ("longrope", "dynamic"; see
+    `rotary`), a rule that the drafter or params do not fit, cuda_graph without a GPU or with another drafter, or
+    num_pages too small for a sequence with the whole pool to itself; TypeError for params or a drafter of another type.
     """
     check_model(model)
-    prompts = _prompts(input_ids, attention_mask)
-    _check_at_least_one(max_new_tokens=max_new_tokens, n=n, page_size=page_size, max_batch_tokens=max_batch_tokens)
+    if params is not None and not isinstance(params, SamplingParams):
+        raise TypeError(f"params: expected SamplingParams or None, got {type(params).__name__}")
+    arguments.at_least_one(
+        max_new_tokens=max_new_tokens, n=n, page_size=page_size, max_batch_tokens=max_batch_tokens
+    )  # fmt: skip
+    eos_ids, pad = arguments.eos_tokens(model, eos_token_id), arguments.pad_token(model, pad_token_id)
+    stops = None if stop_strings is None else StopStrings(stop_strings, tokenizer)
+    input_ids, attention_mask = arguments.prompts_and_mask(input_ids, attention_mask)
+    vocab_size = model.get_input_embeddings().num_embeddings if shards is None else shards.vocab
+    prompts = arguments.token_lists(input_ids, attention_mask, vocab_size, pad=None if pad in eos_ids else pad)
     device = model.get_input_embeddings().weight.device
+    draft_model = getattr(drafter, "model", None)
+    shared = model, model.config, drafter, draft_model, getattr(draft_model, "config", None)
     drafter = as_drafter(drafter)
     rule = check_rule(rule, params, drafter.draft_law, drafter.is_chain, shards is not None)
     sequences = [
@@ -138,35 +162,44 @@ def generate(
     queue = Scheduler(sequences, cache, max_batch_tokens)
     queue.check_capacity(drafter.max_nodes or 1)
     is_long = check_rotation("model", model, sequences)
-    if hasattr(drafter, "prepare"):  # any object with `observe` is a drafter
-        drafter.prepare(sequences)
     if cuda_graph:
-        check_device(device)
-        for name, each in (("model", model), ("drafter", getattr(drafter, "model", None))):
-            check_constant(f"cuda_graph: {name}", each)
-        if shards is not None:
-            raise ValueError("shards: expected None with cuda_graph, got a VocabShards")
-        if share_prefix:
-            raise ValueError(
-                "share_prefix: expected None or False with cuda_graph, whose step reads all pages, got True"
-            )
-    tuner = _tuner(model, drafter, tree, cuda_graph, shards is not None)
+        _check_graph(model, drafter, device, share_prefix, shards)
     stats = GenerationStats(sequences=[SequenceStats() for _ in sequences])
     min_shared_tokens = {None: MIN_SHARED_TOKENS, True: 1, False: None}[share_prefix]
-    each = _params_of_sequences(params, len(prompts), n)
-    sampling = Sampling(rule, each, _seeds(seeds, len(sequences), device), shards)
-    eos_ids = _eos_ids(model, eos_token_id)
-    engine = Engine(
-        model, queue, drafter, sampling, eos_ids, min_shared_tokens, callback, on_step, stats, cuda_graph, tuner
-    )  # fmt: skip
-    with use_attention(model), same_rotation(model, is_long):
-        engine.run()
+    sampling = Sampling(
+        rule,
+        arguments.sequence_params(params, len(prompts), n),
+        arguments.seeds_of(seeds, len(sequences), device),
+        shards,
+        vocab_size=num_logits(model) if shards is None else shards.vocab,
+    )
+    with in_turn(*(thing for thing in shared if thing is not None)):
+        if hasattr(drafter, "prepare"):  # any object with `observe` is a drafter
+            drafter.prepare(sequences)
+        tuner = _tuner(model, drafter, tree, cuda_graph, shards is not None)
+        engine = Engine(
+            model, queue, drafter, sampling, eos_ids, min_shared_tokens, callback, on_step, stats, cuda_graph, tuner,
+            stops,
+        )  # fmt: skip
+        with use_attention(model), same_rotation(model, is_long):
+            engine.run()
     if isinstance(input_ids, Tensor):
-        pad = next(
-            (token for token in (pad_token_id, model.generation_config.pad_token_id, *eos_ids) if token is not None), 0
-        )
-        return _padded(input_ids, prompts, sequences, n, pad), stats
+        filler = pad if pad is not None else next(iter(eos_ids), 0)
+        return _padded(input_ids, prompts, sequences, n, filler), stats
     return [torch.tensor(sequence.tokens, device=device) for sequence in sequences], stats
+
+
+def _check_graph(
+    model: Any, drafter: Drafter, device: torch.device, share_prefix: bool | None, shards: VocabShards | None
+) -> None:
+    """Raises ValueError for what a captured step cannot do."""
+    check_device(device)
+    for name, each in (("model", model), ("drafter", getattr(drafter, "model", None))):
+        check_constant(f"cuda_graph: {name}", each)
+    if shards is not None:
+        raise ValueError("shards: expected None with cuda_graph, got a VocabShards")
+    if share_prefix:
+        raise ValueError("share_prefix: expected None or False with cuda_graph, whose step reads all pages, got True")
 
 
 def _tuner(model: Any, drafter: Drafter, tree: str | None, cuda_graph: bool, is_sharded: bool) -> TreeTuner | None:
@@ -183,64 +216,6 @@ def _tuner(model: Any, drafter: Drafter, tree: str | None, cuda_graph: bool, is_
         max_nodes = drafter.max_nodes or ASSUMED_MAX_NODES
         drafter.tuner = weakref.ref(model), TreeTuner(max_nodes, drafter.max_depth or max_nodes - 1)
     return drafter.tuner[1]
-
-
-def _check_at_least_one(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name}: expected at least 1, got {size}")
-
-
-def _prompts(input_ids: Any, attention_mask: Tensor | None) -> list[list[int]]:
-    if isinstance(input_ids, Tensor):
-        if input_ids.ndim != 2 or input_ids.is_floating_point():
-            raise ValueError(
-                f"input_ids: expected integers [B, L], got {input_ids.dtype} {list(input_ids.shape)}; a list for"
-                " prompts of different lengths"
-            )
-        keep = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-        if keep.shape != input_ids.shape:
-            raise ValueError(f"attention_mask: expected {list(input_ids.shape)}, got {list(keep.shape)}")
-        pairs = zip(input_ids.tolist(), keep.tolist(), strict=True)
-        prompts = [[token for token, kept in zip(*pair, strict=True) if kept] for pair in pairs]
-    else:
-        if attention_mask is not None:
-            raise ValueError("attention_mask: expected none with a list of prompts")
-        prompts = [prompt.tolist() if isinstance(prompt, Tensor) else list(prompt) for prompt in input_ids]
-    for b, prompt in enumerate(prompts):
-        if not prompt or not all(isinstance(token, int) for token in prompt):
-            raise ValueError(f"input_ids: expected at least one token in one dimension, got {prompt} as prompt {b}")
-    return prompts
-
-
-def _params_of_sequences(params: SamplingParams | None, num_prompts: int, n: int) -> SamplingParams | None:
-    """Tensor fields get one entry a sequence."""
-    if params is None:
-        return None
-    expanded: dict[str, Any] = {}
-    for field in fields(params):
-        value = getattr(params, field.name)
-        if not isinstance(value, Tensor) or value.ndim == 0:
-            continue
-        if value.ndim != 1 or value.shape[0] not in (1, num_prompts, num_prompts * n):
-            raise ValueError(f"params: expected {field.name} of {num_prompts} prompts, got {list(value.shape)}")
-        expanded[field.name] = value.repeat_interleave(num_prompts * n // value.shape[0]) if value.shape[0] else value
-    return replace(params, **expanded)
-
-
-def _seeds(seeds: Tensor | Sequence[int] | None, num_sequences: int, device: torch.device) -> Tensor:
-    given = torch.arange(num_sequences) if seeds is None else torch.as_tensor(seeds)
-    if given.shape != (num_sequences,) or given.is_floating_point():
-        raise ValueError(f"seeds: expected {num_sequences} integers, got {given.dtype} {list(given.shape)}")
-    return given.to(device, torch.int64)
-
-
-def _eos_ids(model: Any, eos_token_id: int | Sequence[int] | None) -> list[int]:
-    if eos_token_id is None:
-        eos_token_id = model.generation_config.eos_token_id
-    if eos_token_id is None:
-        return []
-    return [eos_token_id] if isinstance(eos_token_id, int) else [int(token) for token in eos_token_id]
 
 
 def _padded(

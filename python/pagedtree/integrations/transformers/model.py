@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from pagedtree.integrations.transformers.attention import NAME, register
 from pagedtree.integrations.transformers.paged_step import PagedStep
 
-__all__ = ["check_model", "run_packed", "use_attention"]
+__all__ = ["check_model", "num_logits", "run_packed", "use_attention"]
 
 
 def check_model(model: Any) -> None:
@@ -60,6 +60,12 @@ def _takes_positions(model: nn.Module) -> bool:
     return "position_ids" in parameters or (
         hands_on and _has(model, lambda inner: "position_ids" in inspect.signature(inner.forward).parameters)
     )
+
+
+def num_logits(model: Any) -> int:
+    """Columns of the model's logits, padding of the vocabulary included."""
+    layer = model.get_output_embeddings() or model.get_input_embeddings()
+    return int(layer.weight.shape[0])
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from pagedtree import (
     Draft,
@@ -24,7 +25,7 @@ from pagedtree import (
     start_draft,
 )
 from pagedtree.integrations.transformers.drafters import Drafter, Proposal, StepResult
-from pagedtree.integrations.transformers.model import check_model, run_packed, use_attention
+from pagedtree.integrations.transformers.model import check_model, num_logits, run_packed, use_attention
 from pagedtree.integrations.transformers.paged_cache import PagedCache
 from pagedtree.integrations.transformers.paged_step import PagedStep
 from pagedtree.integrations.transformers.rotary import check_rotation, same_rotation
@@ -34,17 +35,24 @@ from pagedtree.integrations.transformers.scheduler import Sequence
 __all__ = ["ModelDrafter"]
 
 INITIAL_PAGES = 64
+# Models of one tokenizer pad their vocabularies to multiples of at most some hundred.
+MAX_PADDING = 1024
 # What `expand_tree` calls its law, and what that is to the rules of verification.
 DRAFT_LAWS = {"topk": "onehot", "iid": "iid", "swor": "swor", "coupled": "coupled"}
 
 
 class ModelDrafter(Drafter):
-    """A draft model of the target's vocabulary grows a tree of at most `num_nodes` nodes and `depth` levels.
+    """A draft model of the target's tokenizer grows a tree of at most `num_nodes` nodes and `depth` levels.
 
     Each step runs the draft model `depth` times: over what it has not read yet, then over some nodes of each level but
     the last. What it read of the accepted path stays in its cache. Its pages are its own and do not count in
     `num_pages` of `generate`, which bounds them all the same: only sequences that run hold any, for their tokens and
     the nodes read. The pool doubles when it is full.
+
+    Token ids mean the same to both models, but one may pad its vocabulary further than the other (Qwen2.5 has 151936 or
+    152064 rows): what the target lacks is never drafted, and has probability 0. Sizes that differ by more than 1024 are
+    refused when `generate` begins. Another tokenizer of about the same size cannot be told from padding: its drafts are
+    rejected, and the text stays right.
 
     Args:
         model: a transformers causal language model, under the same conditions as the target, on the same device.
@@ -116,6 +124,12 @@ class ModelDrafter(Drafter):
     def begin(self, page_size: int, sampling: Sampling) -> None:
         if self.law != "topk" and sampling.params is None:
             raise ValueError(f'drafter: law "{self.law}" draws by the params of `generate`, got None')
+        own, of_target = num_logits(self.model), sampling.vocab_size
+        if of_target is not None and abs(own - of_target) > MAX_PADDING:
+            raise ValueError(
+                f"drafter: expected a draft model of the target's vocabulary, {of_target} tokens up to {MAX_PADDING} of"
+                f" padding, got {own}"
+            )
         self._reset(page_size)
         self._sampling = sampling
 
@@ -160,15 +174,24 @@ class ModelDrafter(Drafter):
         if self.law != "topk":
             seeds = sampling.seeds if self.law == "coupled" else sampling.draft_seeds(start)
             noise = {"params": sampling.params, "seeds": seeds, "positions": start.long()}
+        vocab_size = sampling.vocab_size or logits.shape[-1]
         num_nodes, depth = self._limits
         frontiers = [*self.num_frontier[: depth - 1], 0]
         for num_children, num_frontier in zip(self.num_children[:depth], frontiers, strict=True):
+            logits = logits[:, :vocab_size]  # without tokens that the target lacks
+            if self.law != "iid":  # the others draft no token twice
+                num_children = min(num_children, vocab_size)
+            num_frontier = min(num_frontier, state.num_frontier * num_children)
             state = expand_tree(
                 state, logits, law=self.law, num_children=num_children, num_frontier=num_frontier, **noise
             )
             if num_frontier:
                 logits = self._read_level(state, table, start)
-        return rerank_tree(state, num_nodes, active=active)
+        draft = rerank_tree(state, num_nodes, active=active)
+        if draft.draft_probs is not None:  # 0 for tokens that the draft model lacks
+            missing = vocab_size - draft.draft_probs.shape[-1]
+            draft = draft._replace(draft_probs=F.pad(draft.draft_probs, (0, missing)) if missing else draft.draft_probs)
+        return draft
 
     def observe(self, result: StepResult) -> None:
         """Moves what was read of the accepted paths to its place."""

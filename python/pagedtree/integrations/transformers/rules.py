@@ -78,12 +78,14 @@ class Sampling:
     """How tokens are chosen. Tensors in params and the seeds have one entry a sequence; "greedy" has no params.
 
     shards: of logits whose vocabulary the ranks of a group hold in parts.
+    vocab_size: columns of the target's logits, of all ranks together; None = not known.
     """
 
     rule: str
     params: SamplingParams | None
     seeds: Tensor
     shards: VocabShards | None = None
+    vocab_size: int | None = None
 
     def of(self, sequences: Sequence[scheduler.Sequence]) -> Sampling:
         """That of some of the sequences."""
@@ -101,7 +103,7 @@ class Sampling:
                 name: value[rows] for name, value in values.items() if isinstance(value, Tensor) and value.ndim
             }
             params = replace(params, **chosen)
-        return Sampling(self.rule, params, self.seeds[rows], self.shards)
+        return replace(self, params=params, seeds=self.seeds[rows])
 
     def draft_seeds(self, start: Tensor) -> Tensor:
         """Seeds that a sequence has in this step alone, the one whose roots stand at `start`.

@@ -19,7 +19,7 @@ class SequenceStats:
         evictions: how often it lost its pages.
         restored_tokens: tokens that were read again after that.
         time_to_first_token: seconds from the call of `generate`.
-        finish_reason: "eos" or "length".
+        finish_reason: "eos", "length", "stop_string" or "callback".
     """
 
     num_tokens: int = 0

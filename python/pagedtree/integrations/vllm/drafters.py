@@ -114,7 +114,7 @@ class NgramTreeDrafter(TreeDrafter):
 
 
 class ModelTreeDrafter(TreeDrafter):
-    """A smaller model of the target's vocabulary grows a tree of its likeliest continuations.
+    """A smaller model of the target's tokenizer grows a tree of its likeliest continuations.
 
     Options: model (path or name of a transformers checkpoint; needed); depth and width as in
     `pagedtree.integrations.transformers.ModelDrafter`. The draft model is run by transformers in the target's dtype,
@@ -143,13 +143,12 @@ class ModelTreeDrafter(TreeDrafter):
         self.device = torch.device(current_platform.device_type)
         model: Any = AutoModelForCausalLM.from_pretrained(self.options["model"], dtype=config.dtype)
         model = model.to(self.device).eval()
-        vocabulary, expected = model.get_input_embeddings().num_embeddings, config.get_vocab_size()
-        if vocabulary != expected:
-            raise ValueError(f"draft model: expected the target's vocabulary of {expected} tokens, got {vocabulary}")
         self.drafter = ModelDrafter(
             model, num_nodes=self.max_nodes, depth=self.options["depth"], width=self.options["width"]
         )
-        self.drafter.begin(page_size=16, sampling=Sampling("greedy", None, torch.zeros(1, dtype=torch.int64)))
+        seeds = torch.zeros(1, dtype=torch.int64)
+        sampling = Sampling("greedy", None, seeds, vocab_size=config.get_vocab_size())
+        self.drafter.begin(page_size=16, sampling=sampling)
 
     def forget(self, request_id: str) -> None:
         super().forget(request_id)

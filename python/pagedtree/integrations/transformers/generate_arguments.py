@@ -1,0 +1,147 @@
+"""What `generate` was called with, checked, in the form in which the engine takes it."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedtree import SamplingParams
+
+__all__ = ["at_least_one", "eos_tokens", "pad_token", "prompts_and_mask", "seeds_of", "sequence_params", "token_lists"]
+
+# What a tokenizer returns beside input_ids that does not change what the model reads.
+ENCODED = {"input_ids", "attention_mask", "token_type_ids"}
+
+
+def at_least_one(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if _integer(name, size) < 1:
+            raise ValueError(f"{name}: expected at least 1, got {size}")
+
+
+def prompts_and_mask(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
+    """Prompts and mask out of what a tokenizer returned; other prompts as they are."""
+    if isinstance(input_ids, Mapping):
+        if attention_mask is not None:
+            raise ValueError("attention_mask: expected none beside a BatchEncoding or dict, which may hold it")
+        others = [name for name in input_ids if name not in ENCODED]
+        if others or "input_ids" not in input_ids:
+            raise ValueError(f"input_ids: expected input_ids and attention_mask in the dict, got {list(input_ids)}")
+        kinds: Any = input_ids.get("token_type_ids")
+        rows = kinds.tolist() if hasattr(kinds, "tolist") else kinds or []
+        if any(any(row) if isinstance(row, list | tuple) else row for row in rows):
+            raise ValueError("input_ids: expected token_type_ids of 0, got others")
+        input_ids, attention_mask = input_ids["input_ids"], input_ids.get("attention_mask")
+        if isinstance(input_ids, list) and input_ids and isinstance(input_ids[0], Integral):  # of a single text
+            input_ids, attention_mask = [input_ids], None if attention_mask is None else [attention_mask]
+        if attention_mask is not None and not hasattr(input_ids, "shape"):
+            return _without_masked(input_ids, attention_mask), None
+    if isinstance(input_ids, np.ndarray):
+        input_ids = torch.from_numpy(input_ids)
+    return input_ids, None if attention_mask is None else torch.as_tensor(attention_mask)
+
+
+def _without_masked(prompts: Any, mask: Any) -> list[list[int]]:
+    """The tokens of lists that a list of 0 and 1 keeps."""
+    prompts = _lists(prompts)
+    if not isinstance(mask, list | tuple) or [len(row) for row in mask] != [len(prompt) for prompt in prompts]:
+        raise ValueError("attention_mask: expected an entry for each token of input_ids, got others")
+    return [
+        [token for token, kept in zip(*pair, strict=True) if kept] for pair in zip(prompts, mask, strict=True)
+    ]  # fmt: skip
+
+
+def token_lists(input_ids: Any, attention_mask: Tensor | None, vocab_size: int, pad: int | None) -> list[list[int]]:
+    """The tokens of each prompt. pad: what fills the rows of a tensor without a mask, None = nothing."""
+    if isinstance(input_ids, Tensor):
+        if input_ids.ndim != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+            raise ValueError(
+                f"input_ids: expected integers [B, L], got {input_ids.dtype} {list(input_ids.shape)}; a list for"
+                " prompts of different lengths"
+            )
+        if attention_mask is not None:
+            keep = attention_mask.bool()
+        else:
+            keep = torch.ones_like(input_ids, dtype=torch.bool) if pad is None else input_ids != pad
+        if keep.shape != input_ids.shape:
+            raise ValueError(f"attention_mask: expected {list(input_ids.shape)}, got {list(keep.shape)}")
+        pairs = zip(input_ids.tolist(), keep.tolist(), strict=True)
+        prompts = [[token for token, kept in zip(*pair, strict=True) if kept] for pair in pairs]
+    else:
+        if attention_mask is not None:
+            raise ValueError("attention_mask: expected none with a list of prompts")
+        prompts = _lists(input_ids)
+    for b, prompt in enumerate(prompts):
+        _check_tokens(prompt, b, vocab_size)
+    return prompts
+
+
+def _lists(input_ids: Any) -> list[list[Any]]:
+    prompts = [] if isinstance(input_ids, str) else list(input_ids)
+    if isinstance(input_ids, str) or any(isinstance(prompt, str) for prompt in prompts):
+        raise ValueError("input_ids: expected token ids, got text; the tokenizer makes ids of it")
+    if any(isinstance(prompt, Integral) for prompt in prompts):
+        raise ValueError("input_ids: expected a list of prompts, got a list of ids; for one prompt pass [input_ids]")
+    lists = [prompt.tolist() if hasattr(prompt, "tolist") else list(prompt) for prompt in prompts]
+    return [prompt if isinstance(prompt, list) else [prompt] for prompt in lists]  # a tensor of no dimension
+
+
+def _check_tokens(prompt: list[Any], b: int, vocab_size: int) -> None:
+    if not prompt or not all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
+        raise ValueError(
+            f"input_ids: expected at least one token in one dimension, got {reprlib.repr(prompt)} as prompt {b}"
+        )
+    wrong = min(prompt) if min(prompt) < 0 else max(prompt)
+    if not 0 <= wrong < vocab_size:
+        raise ValueError(f"input_ids: expected ids of the model's {vocab_size} tokens, got {wrong} in prompt {b}")
+
+
+def eos_tokens(model: Any, eos_token_id: Any) -> list[int]:
+    """The tokens that end a sequence: those given, else those of the model's generation config."""
+    given = model.generation_config.eos_token_id if eos_token_id is None else eos_token_id
+    if given is None:
+        return []
+    values = given.tolist() if hasattr(given, "tolist") else given
+    return [_integer("eos_token_id", token) for token in (values if isinstance(values, list | tuple) else [values])]
+
+
+def pad_token(model: Any, pad_token_id: Any) -> int | None:
+    """The token that fills rows: the one given, else that of the model's generation config."""
+    given = model.generation_config.pad_token_id if pad_token_id is None else pad_token_id
+    return None if given is None else _integer("pad_token_id", given)
+
+
+def _integer(name: str, value: Any) -> int:
+    value = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise ValueError(f"{name}: expected an integer, got {value!r}")
+    return int(value)
+
+
+def sequence_params(params: SamplingParams | None, num_prompts: int, n: int) -> SamplingParams | None:
+    """Tensor fields get one entry a sequence."""
+    if params is None:
+        return None
+    expanded: dict[str, Any] = {}
+    for field in fields(params):
+        value = getattr(params, field.name)
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            continue
+        if value.ndim != 1 or value.shape[0] not in (1, num_prompts, num_prompts * n):
+            raise ValueError(f"params: expected {field.name} of {num_prompts} prompts, got {list(value.shape)}")
+        expanded[field.name] = value.repeat_interleave(num_prompts * n // value.shape[0]) if value.shape[0] else value
+    return replace(params, **expanded)
+
+
+def seeds_of(seeds: Tensor | Sequence[int] | None, num_sequences: int, device: torch.device) -> Tensor:
+    given = torch.arange(num_sequences) if seeds is None else torch.as_tensor(seeds)
+    if given.shape != (num_sequences,) or given.is_floating_point():
+        raise ValueError(f"seeds: expected {num_sequences} integers, got {given.dtype} {list(given.shape)}")
+    return given.to(device, torch.int64)

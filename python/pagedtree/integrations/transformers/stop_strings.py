@@ -1,0 +1,43 @@
+"""Texts that end a sequence when they occur in what was generated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["StopStrings"]
+
+# Tokens read before those that may hold the end of a stop string: some decode to nothing, or join the next ones.
+CONTEXT = 8
+
+
+class StopStrings:
+    """Finds the token that completes the first stop string.
+
+    Args:
+        strings: one or several, none of them empty.
+        tokenizer: of the model; anything with transformers' `decode`.
+    """
+
+    def __init__(self, strings: str | Sequence[str], tokenizer: Any) -> None:
+        self.strings = [strings] if isinstance(strings, str) else list(strings)
+        if not all(isinstance(string, str) and string for string in self.strings):
+            raise ValueError(f"stop_strings: expected texts that are not empty, got {strings!r}")
+        if not callable(getattr(tokenizer, "decode", None)):
+            raise ValueError(
+                f"tokenizer: expected the model's tokenizer with stop_strings, got {type(tokenizer).__name__}"
+            )
+        self.tokenizer = tokenizer
+        # Each token of a stop string has at least one of its bytes.
+        self.window = max((len(string.encode()) for string in self.strings), default=0) + CONTEXT
+
+    def end(self, known: list[int], new: list[int]) -> int | None:
+        """How many of the new generated tokens remain; None if no stop string ends in them. known: those before."""
+        tail = known[-self.window :]
+        if not self._occur([*tail, *new]):
+            return None
+        return next((end for end in range(1, len(new)) if self._occur([*tail, *new[:end]])), len(new))
+
+    def _occur(self, tokens: list[int]) -> bool:
+        text = self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return any(string in text for string in self.strings)

@@ -1,0 +1,32 @@
+"""Threads that use the same model or drafter take turns."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["in_turn"]
+
+_changed = threading.Condition()
+_owners: dict[int, int] = {}  # thread by id of the object that it uses
+
+
+@contextmanager
+def in_turn(*things: object) -> Iterator[None]:
+    """Inside the block no other thread has any of these things in such a block.
+
+    They are taken all at once, so that threads with several things in common cannot wait for each other.
+    """
+    wanted, thread = {id(thing) for thing in things}, threading.get_ident()
+    with _changed:
+        _changed.wait_for(lambda: all(_owners.get(thing, thread) == thread for thing in wanted))
+        taken = [thing for thing in wanted if thing not in _owners]  # not those of a block around this one
+        _owners.update(dict.fromkeys(taken, thread))
+    try:
+        yield
+    finally:
+        with _changed:
+            for thing in taken:
+                del _owners[thing]
+            _changed.notify_all()

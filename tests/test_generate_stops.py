@@ -1,0 +1,173 @@
+"""What ends a sequence of `generate` before its length: stop strings, and the caller."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from generate_case import LENGTHS, NEW_TOKENS, VOCAB, Oracle, greedy, lists, prompts_of, tiny
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from pagedtree.integrations.transformers import NgramDrafter, generate
+from pagedtree.integrations.transformers.fixed_step import FixedStep
+from pagedtree.integrations.transformers.stop_strings import StopStrings
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = prompts_of(LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny(0)
+
+
+@pytest.fixture(scope="module")
+def texts(model):
+    return [greedy(model, prompt) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Tokens of one or two letters."""
+    letters = [chr(97 + i) for i in range(16)]
+    pairs = [(letters[i // 16], letters[i % 16]) for i in range(16, VOCAB)]
+    vocabulary = {token: i for i, token in enumerate([*letters, *map("".join, pairs)])}
+    words = Tokenizer(models.BPE(vocabulary, pairs))
+    words.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=words)
+
+
+def drafter_of(name, texts):
+    return {"none": None, "n-gram": NgramDrafter(8), "oracle": Oracle(texts, 1.0)}[name]
+
+
+@pytest.mark.parametrize("drafts", ["none", "n-gram", "oracle"])
+def test_text_ends_with_the_token_that_completes_a_stop_string(model, texts, tokenizer, drafts):
+    """As in transformers, also where it is in the middle of an accepted path, or of a token."""
+    cut = compared = 0
+    for b, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
+        letters = tokenizer.decode(text[len(prompt) :])
+        for begin, length in ((2, 2), (5, 3), (11, 4), (14, 1)):
+            stop = letters[begin : begin + length]
+            ends = (
+                end for end in range(len(prompt), len(text)) if stop in tokenizer.decode(text[len(prompt) : end + 1])
+            )
+            expected = text[: next(ends) + 1]
+            known = tokenizer.decode(prompt)
+            if (known + letters).find(stop) >= len(known):  # transformers also stops where it begins in the prompt
+                compared += 1
+                assert greedy(model, prompt, stop_strings=[stop, "zz"], tokenizer=tokenizer) == expected
+            steps = []
+            sequences, stats = generate(
+                model, PROMPTS[b : b + 1], drafter=drafter_of(drafts, texts), max_new_tokens=NEW_TOKENS,
+                stop_strings=[stop, "zz"], tokenizer=tokenizer, on_step=steps.append,
+            )  # fmt: skip
+            assert lists(sequences) == [expected]
+            assert stats.sequences[0].finish_reason == "stop_string"
+            assert stats.num_tokens == len(expected) - len(prompt)
+            cut += sum(stats.sequences[0].accepted) < sum(int(step.verdict.num_accepted[0]) for step in steps)
+    assert (cut > 4) == (drafts == "oracle") and compared > 8
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_some_of_a_batch_stop(model, texts, tokenizer, monkeypatch, cuda_graph):
+    monkeypatch.setattr(FixedStep, "captures", False)
+    stop = tokenizer.decode(texts[1][LENGTHS[1] + 6 : LENGTHS[1] + 8])
+    sequences, stats = generate(
+        model, PROMPTS, drafter=NgramDrafter(8), max_new_tokens=NEW_TOKENS, stop_strings=stop, tokenizer=tokenizer,
+        cuda_graph=cuda_graph,
+    )  # fmt: skip
+    for prompt, text, sequence, of in zip(PROMPTS, texts, lists(sequences), stats.sequences, strict=True):
+        new = text[len(prompt) :]
+        ends = [end for end in range(1, NEW_TOKENS + 1) if stop in tokenizer.decode(new[:end])]
+        assert sequence == text[: len(prompt) + min(ends, default=NEW_TOKENS)]
+        assert of.finish_reason == ("stop_string" if ends else "length")
+    assert {of.finish_reason for of in stats.sequences} == {"stop_string", "length"}
+
+
+def test_prompts_do_not_count(model, texts, tokenizer):
+    prompt = PROMPTS[1]
+    stop = tokenizer.decode(prompt[-1:]) + tokenizer.decode(texts[1][len(prompt) : len(prompt) + 1])
+    if stop in tokenizer.decode(texts[1][len(prompt) :]):
+        pytest.skip("the text has it by chance")
+    sequences, _ = generate(model, [prompt], max_new_tokens=NEW_TOKENS, stop_strings=stop, tokenizer=tokenizer)
+    assert lists(sequences) == [texts[1]]
+
+
+def test_whatever_ends_first_is_the_reason(model, texts, tokenizer):
+    new = texts[0][LENGTHS[0] :]
+    first = next(i for i in range(2, NEW_TOKENS) if new.index(new[i]) == i)  # a token that has not come before
+    later = next(i for i in range(first + 1, NEW_TOKENS) if new.index(new[i]) == i)
+    for eos, stop, end, reason in (
+        (first, later, first, "eos"), (later, first, first, "stop_string"), (later, None, later, "eos"),
+    ):  # fmt: skip
+        sequences, stats = generate(
+            model, PROMPTS[:1], drafter=Oracle(texts, 1.0), max_new_tokens=NEW_TOKENS, eos_token_id=new[eos],
+            stop_strings=None if stop is None else tokenizer.decode([new[stop]]), tokenizer=tokenizer,
+        )  # fmt: skip
+        assert lists(sequences) == [texts[0][: LENGTHS[0] + end + 1]]
+        assert stats.sequences[0].finish_reason == reason
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes, some of them parts of a character."""
+
+    def decode(self, tokens, **options):
+        return bytes(tokens).decode(errors="replace")
+
+
+def test_stop_strings_in_a_long_text():
+    """Only the end of the text is decoded, and the first of several ends counts."""
+    stops = StopStrings(["né", "tomorrow"], Bytes())
+    text = list(("a n\u00e8 " * 300 + "né, tomorrow").encode())
+    end = next(i for i in range(len(text)) if "né" in bytes(text[:i]).decode(errors="replace"))
+    for step in (1, 2, 3, 7, 50):
+        found = None
+        for begin in range(0, len(text), step):
+            found = stops.end(text[:begin], text[begin : begin + step])
+            if found is not None:
+                assert begin + found == end
+                break
+        assert found is not None
+    assert stops.end(text[: end - 1], []) is None
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_a_callback_ends_sequences(model, texts, monkeypatch, cuda_graph):
+    """True ends its sequence; what was generated stays, and the others go on."""
+    monkeypatch.setattr(FixedStep, "captures", False)
+    seen = [[] for _ in PROMPTS]
+
+    def callback(sequence, tokens):
+        seen[sequence] += tokens
+        return len(seen[sequence]) >= 5 if sequence in (1, 3) else 1  # nothing but True does it
+
+    sequences, stats = generate(
+        model, PROMPTS, drafter=NgramDrafter(8), max_new_tokens=NEW_TOKENS, callback=callback, cuda_graph=cuda_graph
+    )
+    for b, (sequence, of) in enumerate(zip(lists(sequences), stats.sequences, strict=True)):
+        assert sequence == PROMPTS[b].tolist() + seen[b] == texts[b][: len(sequence)]
+        assert of.finish_reason == ("callback" if b in (1, 3) else "length")
+        assert of.num_tokens == len(seen[b])
+        assert (5 <= len(seen[b]) < 5 + 8) == (b in (1, 3))
+    assert stats.wall_time > 0.0
+
+
+def test_a_callback_ends_all(model, texts):
+    """Also those that wait for pages: each is asked after its first tokens."""
+    sequences, stats = generate(
+        model, PROMPTS, max_new_tokens=NEW_TOKENS, page_size=4, num_pages=15, callback=lambda *_: True
+    )
+    assert lists(sequences) == [text[: length + 1] for text, length in zip(texts, LENGTHS, strict=True)]
+    assert [of.finish_reason for of in stats.sequences] == ["callback"] * len(PROMPTS)
+
+
+def test_an_eos_token_stays_the_reason(model, texts):
+    eos = texts[0][LENGTHS[0]]
+    _, stats = generate(model, PROMPTS[:1], max_new_tokens=4, eos_token_id=eos, callback=lambda *_: True)
+    assert stats.sequences[0].finish_reason == "eos"
+    assert torch.is_grad_enabled()
