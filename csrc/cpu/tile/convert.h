@@ -32,8 +32,8 @@ static inline vuint bfloat16_from_float(vfloat v) {
   return bits<vuint>(v == v ? bits<vint>(rounded) : splat(0x7fc0));
 }
 
-// Bits of the fp16 nearest to v in the low half of each lane. Not by the compiler's own fp16: for processors without the
-// instructions it calls a function of libgcc that systems older than GCC 12 do not have.
+// Bits of the fp16 nearest to v in the low half of each lane. Not by the compiler's fp16: where the processor lacks the
+// instructions, that calls a function of libgcc which systems older than GCC 12 do not have.
 static inline vuint half_from_float(vfloat v) {
   const vuint magnitude = bits<vuint>(v) & 0x7fffffffu;
   // The carry of the rounding runs into the exponent, from 65504 to infinity too.
