@@ -48,6 +48,24 @@ build-all: $(READY)  ## compile the CUDA library for each architecture since Amp
 	cmake --build build/all-architectures --parallel $${MAX_JOBS:-$$(nproc)} --target pagedtree_cuda
 	@ls -l build/all-architectures/libpagedtree_cuda.so
 
+# One for each Python that is found. They take torch's headers from this environment: any release since 2.10 will do.
+PYTHONS ?= $$(for version in 3.10 3.11 3.12 3.13 3.14; do \
+  for python in python$$version ~/.pyenv/versions/$$version.*/bin/python3; do \
+    $$python -c "" 2> /dev/null && echo $$python && break; done; done)
+.PHONY: wheels
+wheels: export PAGEDTREE_SIMT := 0
+wheels: export PAGEDTREE_EMULATED_ISA := 0
+wheels: $(READY)  ## a wheel for each Python that is found (PYTHONS="python3.12 ..."), into dist/, and what they hold is checked
+	rm -rf build/lib.* build/bdist.* dist/*.whl
+	set -e; for python in $(PYTHONS); do \
+	  environment=build/wheels/$$($$python -c "import sys; print(sys.implementation.cache_tag)"); \
+	  $$python -m venv $$environment; \
+	  $$environment/bin/python -m pip install -q $$(grep -E '^(cmake|ninja|pybind11|setuptools|wheel)==' requirements-dev.txt); \
+	  python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo $$environment/lib/python3*/site-packages)/torch.pth; \
+	  $$environment/bin/python -m pip wheel --no-build-isolation --no-deps -w dist .; \
+	done
+	python tests/check_wheel.py dist/*.whl
+
 .venv/.ready: requirements-dev.txt
 	@echo "== .venv: $(PYTHON), $(TORCH) and requirements-dev.txt"
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv

@@ -1,5 +1,7 @@
 """Drives CMake; everything else is in pyproject.toml."""
 
+import importlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -13,9 +15,31 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 
 
+def find_tool(name: str, folder: str) -> str | None:
+    """The program of the Python package of that name (its constant `folder` says where), else the one on the PATH.
+
+    The environment's own comes first: its bin folder is on the PATH only where the environment is activated.
+    """
+    if importlib.util.find_spec(name) is not None:
+        path = Path(getattr(importlib.import_module(name), folder, "")) / name
+        if path.is_file():
+            return str(path)
+    return shutil.which(name)
+
+
+def find_cmake() -> str:
+    cmake = find_tool("cmake", "CMAKE_BIN_DIR")
+    if cmake is None:
+        raise SystemExit(
+            f"pagedtree is built by CMake, which is neither a package of {sys.executable} nor on the PATH: "
+            f"{sys.executable} -m pip install cmake ninja"
+        )
+    return cmake
+
+
 def generator() -> list[str]:
     # Named at each configure: an isolated build's ninja is gone when the next one reuses the tree.
-    path = shutil.which("ninja")
+    path = find_tool("ninja", "BIN_DIR")
     return ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={path}"] if path else []
 
 
@@ -40,8 +64,9 @@ class CMakeBuild(build_ext):
             package, tree = ROOT / "python" / "pagedtree", ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
         else:
             package, tree = Path(self.build_lib).resolve() / "pagedtree", Path(self.build_temp).resolve()
+        cmake = find_cmake()
         configure = [
-            "cmake", "-S", str(ROOT), "-B", str(tree), *generator(),
+            cmake, "-S", str(ROOT), "-B", str(tree), *generator(),
             f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
             f"-DPython_EXECUTABLE={sys.executable}",
         ]  # fmt: skip
@@ -51,10 +76,10 @@ class CMakeBuild(build_ext):
                 configure.append(f"-D{option}={os.environ[option]}")
         subprocess.run(configure, check=True)
         jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
-        subprocess.run(["cmake", "--build", str(tree), "--parallel", jobs], check=True)
+        subprocess.run([cmake, "--build", str(tree), "--parallel", jobs], check=True)
         for library in ("libpagedtree_cuda.so", "libpagedtree_simt.so"):  # of a build that had them
             (package / "lib" / library).unlink(missing_ok=True)
-        subprocess.run(["cmake", "--install", str(tree), "--prefix", str(package)], check=True)
+        subprocess.run([cmake, "--install", str(tree), "--prefix", str(package)], check=True)
 
 
 setup(

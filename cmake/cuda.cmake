@@ -80,6 +80,11 @@ if(DEFINED ENV{PAGEDTREE_CUDA} AND NOT "$ENV{PAGEDTREE_CUDA}")
 elseif(NOT PAGEDTREE_NVCC)
   set(PAGEDTREE_CUDA_STATE "not built: no nvcc on the PATH, in CUDA_HOME/bin or in /usr/local/cuda/bin")
 else()
+  if(CMAKE_VERSION VERSION_LESS 3.25.2)
+    message(FATAL_ERROR "The CUDA kernels need CMake 3.25.2 or later, the first that knows C++20 of nvcc 12 and 13; this is "
+      "${CMAKE_VERSION} (${CMAKE_COMMAND}). Install a newer one, such as by pip install cmake, or set PAGEDTREE_CUDA=0 to "
+      "build without CUDA.")
+  endif()
   pagedtree_choose_architectures(CMAKE_CUDA_ARCHITECTURES)
   set(CMAKE_CUDA_COMPILER "${PAGEDTREE_NVCC}")
   enable_language(CUDA)

@@ -1,6 +1,7 @@
 """`python -m pagedtree`: the commands, and what `info` tells."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,8 +58,10 @@ def test_the_native_modules_share_one_backend_library():
 
 def test_symbol_versions_takes_the_newest_by_number(tmp_path):
     library = tmp_path / "lib.so"
-    library.write_bytes(b"\0GLIBC_2.9\0GLIBC_2.14\0GLIBCXX_3.4.9\0GLIBCXX_3.4.21\0xGLIBC_9.9\0GLIBC_PRIVATE\0")
-    assert info.symbol_versions(library) == {"GLIBC": "2.14", "GLIBCXX": "3.4.21"}
+    library.write_bytes(
+        b"\0GLIBC_2.9\0GLIBC_2.14\0GLIBCXX_3.4.9\0GLIBCXX_3.4.21\0xGLIBC_9.9\0GLIBC_PRIVATE\0GCC_3.0\0GCC_12.0.0\0"
+    )
+    assert info.symbol_versions(library) == {"GCC": "12.0.0", "GLIBC": "2.14", "GLIBCXX": "3.4.21"}
 
 
 @pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["--no-such-option"]])
@@ -108,6 +111,31 @@ def test_bench_runs_a_script_with_its_arguments(tmp_path, monkeypatch, capfd):
 def test_bench_finds_the_benchmarks():
     found = bench.scripts()
     assert bench.DEFAULT in found and all(path.exists() for path in found.values())
+
+
+def test_benchmarks_that_need_the_checkout_say_so_where_there_is_none(tmp_path, monkeypatch, capfd):
+    folder = tmp_path / "pagedtree" / "benchmarks"  # as a wheel has them
+    folder.mkdir(parents=True)
+    for path in bench.scripts().values():
+        (folder / path.name).write_text("raise SystemExit(3)")
+    installed = {name: folder / path.name for name, path in bench.scripts().items()}
+    monkeypatch.setattr(bench, "scripts", lambda: installed)
+    for name in installed:
+        status = cli.main(["bench", name, "--json", "x"])
+        told = capfd.readouterr().err
+        if name in bench.OF_CHECKOUT:
+            assert status == 2
+            assert f"python -m pagedtree bench {name} needs the demo's models" in told and "checkpoints" in told
+            assert f"Get a checkout of pagedtree's repository and run in it: python benchmarks/bench_{name}.py" in told
+        else:
+            assert status == 3 and not told
+
+
+def test_the_benchmarks_that_need_the_checkout_are_listed():
+    for name, path in bench.scripts().items():
+        reads = re.search(r"examples|bench_end_to_end", path.read_text().partition('"""\n\n')[2]) is not None
+        assert reads == (name in bench.OF_CHECKOUT), name
+        assert not reads or bench.missing(path) is None  # of this checkout
 
 
 def test_module_runs_as_a_program():

@@ -28,6 +28,20 @@ def test_against_reference(device: torch.device, dtype: torch.dtype, head_dim: i
     assert not out[3:5].any() and (lse[3:5] == -torch.inf).all()
 
 
+def test_fp16_results_are_rounded_to_nearest_even(isa: str) -> None:
+    """Means of neighbouring fp16 numbers are ties; those of any two come to every exponent, subnormals included."""
+    every = torch.arange(-0x8000, 0x8000, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    a = torch.cat([every, every])
+    b = torch.cat([every.roll(1), every[torch.randperm(len(every), generator=torch.Generator().manual_seed(0))]])
+    a, b = (x.view(-1, 8, 64) for x in (a, b))
+    lse = torch.zeros(a.shape[:2])
+    out, _ = merge_states(a, lse, b, lse)
+    expected = (a.float() * 0.5 + b.float() * 0.5).half()
+    assert torch.equal(out.isnan(), expected.isnan())
+    number = ~expected.isnan()
+    assert torch.equal(out[number].view(torch.int16), expected[number].view(torch.int16))
+
+
 def test_parts_of_one_attention(target: Target) -> None:
     """Prefix and tree apart, merged, equal attention over both; the sink goes to one part."""
     tree = DraftTree.full([3, 2])

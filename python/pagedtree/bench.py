@@ -11,6 +11,8 @@ from pathlib import Path
 import pagedtree
 
 DEFAULT = "ops"
+# These run models and text of examples/ (vllm: of tests/ too), which are not in the wheel.
+OF_CHECKOUT = ("chosen_trees", "distributed", "end_to_end", "generate", "rules", "vllm")
 
 
 def scripts() -> dict[str, Path]:
@@ -23,16 +25,32 @@ def scripts() -> dict[str, Path]:
     return {}
 
 
+def missing(script: Path) -> Path | None:
+    """The folder that the script needs and that is not there: an installed package has no examples/checkpoints."""
+    checkpoints = script.resolve().parents[1] / "examples" / "checkpoints"
+    needed = script.stem.removeprefix("bench_") in OF_CHECKOUT
+    return checkpoints if needed and not any(checkpoints.glob("*/*.safetensors")) else None
+
+
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit status of the script."""
+    """Returns the exit status of the script, 2 where it needs what this installation has not."""
     found = scripts()
     parser = argparse.ArgumentParser(
         prog="python -m pagedtree bench",
         usage="%(prog)s [-h] [NAME] [ARGUMENTS ...]",
         description=f"Measures on this machine; without a NAME all ops ({DEFAULT}).",
-        epilog="python -m pagedtree bench NAME --help tells a benchmark's own arguments",
+        epilog="python -m pagedtree bench NAME --help tells a benchmark's own arguments. "
+        f"In a checkout of the repository only: {', '.join(OF_CHECKOUT)}.",
     )
     parser.add_argument("name", metavar="NAME", nargs="?", choices=[*found], help=", ".join(found))
     has_name = bool(argv) and (not argv[0].startswith("-") or argv[0] in ("-h", "--help"))
     name = parser.parse_args(argv[:1]).name if has_name else DEFAULT
+    if (folder := missing(found[name])) is not None:
+        print(
+            f"{parser.prog} {name} needs the demo's models, and {folder} is not there: neither the wheel nor "
+            f"the source archive holds them. Get a checkout of pagedtree's repository and run in it: "
+            f"python benchmarks/{found[name].name}",
+            file=sys.stderr,
+        )
+        return 2
     return subprocess.run([sys.executable, str(found[name]), *argv[has_name:]]).returncode

@@ -22,10 +22,10 @@ __all__ = ["collect", "main", "symbol_versions"]
 
 
 def symbol_versions(library: Path) -> dict[str, str]:
-    """The newest GLIBC, GLIBCXX and CXXABI version that a shared library asks of the system, where it asks for any."""
+    """The newest GLIBC, GLIBCXX, CXXABI and GCC version that a shared library asks of the system, if any."""
     newest: dict[str, tuple[int, ...]] = {}
     # They stand in the dynamic string table, which holds each name once, between zero bytes.
-    for name, version in re.findall(rb"(?<=\0)(GLIBC|GLIBCXX|CXXABI)_([0-9.]+)(?=\0)", library.read_bytes()):
+    for name, version in re.findall(rb"(?<=\0)(GLIBC|GLIBCXX|CXXABI|GCC)_([0-9.]+)(?=\0)", library.read_bytes()):
         number = tuple(int(part) for part in version.split(b"."))
         newest[name.decode()] = max(newest.get(name.decode(), (0,)), number)
     return {name: ".".join(map(str, number)) for name, number in sorted(newest.items())}

@@ -7,11 +7,6 @@ namespace pagedtree::cpu::PAGEDTREE_ISA {
 
 typedef uint16_t vhalf __attribute__((vector_size(kLanes * 2)));
 typedef uint8_t vbyte __attribute__((vector_size(kLanes)));
-#if defined(__aarch64__)
-typedef __fp16 scalar_half;  // GCC's C++ has _Float16 there from version 13 on
-#else
-typedef _Float16 scalar_half;
-#endif
 
 // Without fp32 subnormals on the way, which threads may have set to flush.
 static inline vfloat float_from_half(vuint half) {
@@ -35,6 +30,20 @@ static inline vuint bfloat16_from_float(vfloat v) {
   const vuint word = bits<vuint>(v);
   const vuint rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
   return bits<vuint>(v == v ? bits<vint>(rounded) : splat(0x7fc0));
+}
+
+// Bits of the fp16 nearest to v in the low half of each lane. Not by the compiler's fp16: where the processor lacks the
+// instructions, that calls a function of libgcc which systems older than GCC 12 do not have.
+static inline vuint half_from_float(vfloat v) {
+  const vuint magnitude = bits<vuint>(v) & 0x7fffffffu;
+  // The carry of the rounding runs into the exponent, from 65504 to infinity too.
+  const vuint normal = ((magnitude + 0xfffu + ((magnitude >> 13) & 1u)) >> 13) - (112u << 10);
+  // Subnormals count steps of 2^-24, the spacing of fp32 at 0.5: the addition rounds.
+  const vuint subnormal = bits<vuint>(bits<vfloat>(magnitude) + 0.5f) - 0x3f000000u;
+  const vuint finite = magnitude < 0x38800000u ? subnormal : normal;  // 2^-14
+  const vuint nan = 0x7e00u | (magnitude >> 13 & 0x3ffu);
+  const vuint code = magnitude < 0x47800000u ? finite : magnitude > 0x7f800000u ? nan : splat(0x7c00u);  // 65536
+  return code | (bits<vuint>(v) >> 16 & 0x8000u);
 }
 
 template <DType kType>
@@ -74,8 +83,7 @@ static inline void store_float(void* p, vfloat v) {
 #elif defined(__AVX2__)
     const __m128i half = _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
-    scalar_half half[kLanes];
-    for (int i = 0; i < kLanes; ++i) half[i] = static_cast<scalar_half>(v[i]);
+    const vhalf half = __builtin_convertvector(half_from_float(v), vhalf);
 #endif
     std::memcpy(p, &half, sizeof(half));
   }
