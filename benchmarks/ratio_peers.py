@@ -3,45 +3,85 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from suite import Mismatch, package
 from torch import Tensor
-from verify_peers import Problem, Rule, Verification, children_of, flashinfer_law, op_of, torch_law
+from verify_peers import (
+    ACCEPTED,
+    Outcome,
+    Problem,
+    Rule,
+    Verification,
+    best_tokens,
+    children_of,
+    flashinfer_law,
+    op_of,
+    torch_law,
+    values_at,
+)
 
 import pagedtree
 from pagedtree import Verdict
 from pagedtree.reference import acceptance
 
-Outcome = tuple[list[list[int]], list[list[int]]]  # of each tree: the path, its tokens
+TOP_P = {"temperature": 0.8, "top_p": 0.9}
 
 
 @dataclass
 class DrawnProblem(Problem):
-    """Drafts drawn, independently, from laws near the target's: row draft_rows[n] of draft_probs[i] at node n."""
+    """Drafts of two kinds, of which a rule accepts one at ACCEPTED of the nodes.
+
+    drawn: independently, from row draft_rows[n] of draft_probs[i] at node n: the target's law p, mixed with a law of
+    other tokens. Of c children each is accepted with a probability a, whatever happened before, where
+    1 - (1 - a)^c = ACCEPTED. leading: the target's likeliest tokens, that many of which hold ACCEPTED of p.
+    """
 
     draft_probs: list[Tensor] = field(init=False)
     draft_rows: Tensor = field(init=False)
 
     def _make(self, generator: torch.Generator) -> None:
+        self.leading: list[Tensor] = []
+        self.num_children = torch.tensor([len(c) for c in children_of(self.tree)]).repeat(self.batch)
         super()._make(generator)
         nodes, parents = self.tree.num_nodes, torch.from_numpy(self.tree.parents).to(self.device).long()
         inner = torch.unique(parents[1:])
         self.draft_rows = torch.zeros(self.batch, nodes, dtype=torch.int64)
         self.draft_rows[:, inner] = torch.arange(self.batch * inner.numel()).view(self.batch, -1)
-        self.draft_probs = []
-        for logits, drafts in zip(self.logits, self.drafts, strict=True):
-            mine = logits.view(self.batch, nodes, -1)[:, inner].flatten(0, 1).float()
-            q = mine.add_(torch.randn(mine.shape, generator=generator)).div_(0.8).softmax(-1)
+        rejected = (1 - ACCEPTED) ** (1 / self.num_children.view(self.batch, nodes)[:, inner].reshape(-1, 1))
+        self.draft_probs, self.drawn = [], []
+        for logits, unlikely in zip(self.logits, self.unlikely, strict=True):
+            p = torch_law(logits.view(self.batch, nodes, -1)[:, inner].flatten(0, 1), TOP_P)
+            q = rejected * p.roll(self.vocab // 2, dims=1) + (1 - rejected) * p
             self.draft_probs.append(q)
             rows = self.draft_rows[:, parents[1:]].flatten()
-            drawn = torch.multinomial(q[rows], 1, generator=generator).view(self.batch, -1)
-            drafts.view(self.batch, nodes)[:, 1:] = drawn
+            self.drawn.append(unlikely.clone())
+            tokens = torch.multinomial(q[rows], 1, generator=generator).view(self.batch, -1)
+            self.drawn[-1].view(self.batch, nodes)[:, 1:] = tokens
         self.draft_rows = self.draft_rows.flatten()
         self.coins = torch.rand(self.rows, generator=generator)
         self.final_coins = torch.rand(self.batch, generator=generator)
+
+    def _finish(self, logits: Tensor, hot: Tensor) -> None:
+        """Gives the leading tokens, one for each child, ACCEPTED of what top-p keeps."""
+        ranks = torch.from_numpy(self.tree.child_ranks).to(self.device).long().repeat(self.batch).clamp(0, 39)
+        self.leading.append(hot[self.parents.clamp(min=0), ranks])
+        is_leading = torch.zeros_like(logits, dtype=torch.bool)
+        is_leading.scatter_(1, hot, torch.arange(40) < self.num_children[:, None])
+        scaled, mass = logits / TOP_P["temperature"], ACCEPTED * TOP_P["top_p"]
+        now, rest = (scaled.masked_fill(mask, -torch.inf).logsumexp(1) for mask in (~is_leading, is_leading))
+        raised = (math.log(mass / (1 - mass)) + rest - now) * TOP_P["temperature"]
+        logits += torch.where(is_leading, raised[:, None], 0.0)
+
+    def draft_for(self, rule: Rule) -> None:
+        if rule.predicted is not None:
+            super().draft_for(rule)
+        else:
+            self.drafts = self.leading if rule.law == "onehot" else self.drawn
 
 
 # pagedtree ------------------------------------------------------------------------------------------------------------
@@ -80,25 +120,35 @@ def excess(p: Tensor, q: Tensor) -> tuple[Tensor, float]:
     return rest / (total or 1.0), total
 
 
-def torch_walks(problem: DrawnProblem, i: int, judge: Callable[..., tuple[int | None, Tensor]]) -> Outcome:
+def laws_at(problem: DrawnProblem, i: int, visited_only: bool) -> Callable[[list[int]], Tensor]:
+    params = problem.params
+    assert params is not None
+    return values_at(problem, i, lambda logits: torch_law(logits, params), visited_only)
+
+
+def torch_walks(
+    problem: DrawnProblem, i: int, judge: Callable[..., tuple[int | None, Tensor]], visited_only: bool
+) -> Outcome:
     """judge(p, node, children, drafts, row of the root) gives the accepted child, or None and what is left of p."""
-    assert problem.params is not None
-    target = torch_law(problem.logits[i], problem.params)
-    n, children = problem.tree.num_nodes, children_of(problem.tree)
-    paths, tokens = [], []
-    for b in range(problem.batch):
-        drafts, path = problem.drafts[i][b * n : (b + 1) * n].tolist(), [0]
-        while True:
-            child, rest = judge(target[b * n + path[-1]], path[-1], children[path[-1]], drafts, b * n)
-            if child is None:
-                break
-            path.append(child)
-        paths.append(path)
-        tokens.append([*(drafts[node] for node in path[1:]), first_above(rest, problem.final_coins[b])])
-    return paths, tokens
+    n, children, target = problem.tree.num_nodes, children_of(problem.tree), laws_at(problem, i, visited_only)
+    drafts = problem.drafts[i].view(-1, n).tolist()
+    paths: list[list[int]] = [[0] for _ in range(problem.batch)]
+    last = [0] * problem.batch
+    walking = list(range(problem.batch))
+    while walking:
+        laws = target([b * n + paths[b][-1] for b in walking])
+        going, walking = walking, []
+        for b, p in zip(going, laws, strict=True):
+            child, rest = judge(p, paths[b][-1], children[paths[b][-1]], drafts[b], b * n)
+            if child is not None:
+                paths[b].append(child)
+                walking.append(b)
+            else:
+                last[b] = first_above(rest, problem.final_coins[b])
+    return paths, [[*(drafts[b][node] for node in path[1:]), last[b]] for b, path in enumerate(paths)]
 
 
-def torch_in_turn(problem: DrawnProblem, i: int) -> Outcome:
+def torch_in_turn(problem: DrawnProblem, i: int, visited_only: bool = False) -> Outcome:
     def judge(p: Tensor, node: int, children: list[int], drafts: list[int], root: int) -> tuple[int | None, Tensor]:
         for child in children:
             q, x = problem.draft_probs[i][problem.draft_rows[root + node]], drafts[child]
@@ -107,10 +157,10 @@ def torch_in_turn(problem: DrawnProblem, i: int) -> Outcome:
             p, _ = excess(p, q)
         return None, p
 
-    return torch_walks(problem, i, judge)
+    return torch_walks(problem, i, judge, visited_only)
 
 
-def torch_exclusive(problem: DrawnProblem, i: int) -> Outcome:
+def torch_exclusive(problem: DrawnProblem, i: int, visited_only: bool = False) -> Outcome:
     def judge(p: Tensor, node: int, children: list[int], drafts: list[int], root: int) -> tuple[int | None, Tensor]:
         tried = torch.zeros_like(p, dtype=torch.bool)
         for child in children:
@@ -119,7 +169,7 @@ def torch_exclusive(problem: DrawnProblem, i: int) -> Outcome:
                 return child, p
         return None, p.masked_fill(tried, 0)
 
-    return torch_walks(problem, i, judge)
+    return torch_walks(problem, i, judge, visited_only)
 
 
 def torch_block(problem: DrawnProblem, i: int) -> Outcome:
@@ -144,16 +194,15 @@ def torch_block(problem: DrawnProblem, i: int) -> Outcome:
     return paths, tokens
 
 
-def torch_traversal(problem: DrawnProblem, i: int) -> Outcome:
-    assert problem.params is not None
-    target = torch_law(problem.logits[i], problem.params)
-    n, children = problem.tree.num_nodes, children_of(problem.tree)
+def torch_traversal(problem: DrawnProblem, i: int, visited_only: bool = False) -> Outcome:
+    target, n, children = laws_at(problem, i, visited_only), problem.tree.num_nodes, children_of(problem.tree)
     paths, tokens = [], []
     for b in range(problem.batch):
         drafts = problem.drafts[i][b * n : (b + 1) * n].tolist()
 
         def verify(node: int, weight: float, b: int = b, drafts: list[int] = drafts) -> tuple[list[int], Tensor] | None:
-            p, row = target[b * n + node], b * n + node
+            row = b * n + node
+            p = target([row])[0]
             for child in children[node]:
                 q, x = problem.draft_probs[i][problem.draft_rows[row]], drafts[child]
                 found = verify(child, min(1.0, weight * float(p[x]) / float(q[x])))
@@ -170,21 +219,25 @@ def torch_traversal(problem: DrawnProblem, i: int) -> Outcome:
     return paths, tokens
 
 
-def torch_typical(problem: DrawnProblem, i: int) -> Outcome:
-    assert problem.params is not None
-    target, n = torch_law(problem.logits[i], problem.params), problem.tree.num_nodes
-    bounds = (0.3 * (target * target.clamp(min=1e-30).log()).sum(1).exp()).clamp(max=0.09).tolist()
-    parents, best, paths, tokens = problem.tree.parents.tolist(), target.argmax(1), [], []
-    for b in range(problem.batch):
-        drafts, accepted = problem.drafts[i][b * n : (b + 1) * n].tolist(), {0: [0]}
-        for node in range(1, n):
-            row = b * n + parents[node]
-            if parents[node] in accepted and target[row, drafts[node]] > bounds[row]:
-                accepted[node] = [*accepted[parents[node]], node]
-        path = max(accepted.values(), key=len)
-        paths.append(path)
-        tokens.append([*(drafts[node] for node in path[1:]), int(best[b * n + path[-1]])])
-    return paths, tokens
+def torch_typical(problem: DrawnProblem, i: int, visited_only: bool = False) -> Outcome:
+    """Level by level, from the accepted nodes that have children."""
+    target, n, children = laws_at(problem, i, visited_only), problem.tree.num_nodes, children_of(problem.tree)
+    drafts = problem.drafts[i].tolist()
+    accepted: list[dict[int, list[int]]] = [{0: [0]} for _ in range(problem.batch)]
+    level = [(b, 0) for b in range(problem.batch)]
+    while level := [(b, node) for b, node in level if children[node]]:
+        laws = target([b * n + node for b, node in level])
+        bounds = (0.3 * (laws * laws.clamp(min=1e-30).log()).sum(1).exp()).clamp(max=0.09)
+        reached = []
+        for (b, node), law, bound in zip(level, laws, bounds, strict=True):
+            for child in children[node]:
+                if law[drafts[b * n + child]] > bound:
+                    accepted[b][child] = [*accepted[b][node], child]
+                    reached.append((b, child))
+        level = reached
+    paths = [max((of[node] for node in sorted(of)), key=len) for of in accepted]
+    best = target([b * n + path[-1] for b, path in enumerate(paths)]).argmax(1).tolist()
+    return paths, [[*(drafts[b * n + node] for node in path[1:]), best[b]] for b, path in enumerate(paths)]
 
 
 # vLLM and FlashInfer: chains ------------------------------------------------------------------------------------------
@@ -311,20 +364,17 @@ def check_sure_tokens(problem: DrawnProblem, tokens: Callable[[], Tensor], whose
         raise Mismatch(f"{whose} tokens differ from pagedtree's")
 
 
-TOP_P = {"temperature": 0.8, "top_p": 0.9}
-
-
-def rule(op: Callable[..., Verdict], law: str, peer: Callable[..., Outcome]) -> Rule:
+def rule(op: Callable[..., Verdict], law: str, peer: Callable[..., Outcome], **others: Any) -> Rule:
     run = typical if op is pagedtree.verify_typical else by_ratio(op, law)
-    return Rule(op.__name__, law, TOP_P, run, peer, checked(run, peer))
+    return Rule(op.__name__, law, TOP_P, run, peer, checked(run, peer), **others)
 
 
 RULES = [
     rule(pagedtree.verify_rejection, "iid", torch_in_turn),
     rule(pagedtree.verify_rejection, "onehot", torch_exclusive),
     rule(pagedtree.verify_traversal, "iid", torch_traversal),
-    rule(pagedtree.verify_typical, "top-p 0.9", torch_typical),
-    rule(pagedtree.verify_block, "iid", torch_block),
+    rule(pagedtree.verify_typical, "top-p 0.9", torch_typical, predicted=best_tokens),
+    rule(pagedtree.verify_block, "iid", torch_block, visits=False),
 ]
 OPS = [
     op_of(

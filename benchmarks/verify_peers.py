@@ -1,6 +1,9 @@
 """Verification of draft trees and sampling, beside the chain of torch ops that engines use without a kernel.
 
 The chain is temperature, softmax, top-k and top-p with renormalisation over all rows, a draw from each, then the walk.
+A second one does so for the visited rows alone, a level of all trees at a time. At each level of a path a draft has the
+target's token with probability ACCEPTED, about what a good draft model reaches.
+
 The floor of a point is the time to read the logits of all nodes once; verification reads the visited rows only, and so
 may take less.
 """
@@ -8,6 +11,7 @@ may take less.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -22,6 +26,7 @@ import pagedtree
 from pagedtree import DraftTree, SamplingParams, TreeBatch, Verdict
 
 L3_BYTES = 64 << 20
+ACCEPTED = 0.7
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,8 @@ class Rule:
 
     law: how tokens are sampled, or drafts drawn; one op may be measured under several.
     params: keyword arguments of SamplingParams; None = greedy.
+    predicted: the target's token at each node of copy i, which drafts are to agree with; None: they need not.
+    visits: whether there are rows that need not be read; `torch_ops` then takes visited_only=True.
     """
 
     op: str
@@ -38,6 +45,8 @@ class Rule:
     run: Callable[..., object]
     torch_ops: Callable[..., object]
     check: Callable[..., None]
+    predicted: Callable[[Problem, int], Tensor] | None = None
+    visits: bool = True
 
 
 class Verification:
@@ -46,14 +55,28 @@ class Verification:
     def __init__(self, rule: Rule, problem: Problem) -> None:
         self.rule, self.problem = rule, problem
         problem.params = rule.params
+        problem.draft_for(rule)
         self.copies, self.device = problem.copies, problem.device
         self.bytes, self.flops = problem.logit_bytes, 0
         verdict = self.op(0)
-        accepted = int(verdict.num_accepted.sum()) if isinstance(verdict, Verdict) else None
-        self.notes = {"drafts": problem.rows - problem.batch, "accepted": accepted}
+        self.notes: dict[str, Any] = {"drafts": problem.rows - problem.batch, "accepted": None}
+        if isinstance(verdict, Verdict):
+            self.notes |= acceptance_of(verdict, problem.tree)
 
     def op(self, copy: int) -> object:
         return self.rule.run(self.problem, copy)
+
+
+def acceptance_of(verdict: Verdict, tree: DraftTree) -> dict[str, Any]:
+    """Drafts accepted in all and a sequence, and a level: of the nodes visited that have children, those followed."""
+    accepted = int(verdict.num_accepted.sum())
+    visited = verdict.accept_index[verdict.accept_index >= 0].cpu()
+    judged = int((torch.from_numpy(tree.first_child)[visited.long()] >= 0).sum())
+    return {
+        "accepted": accepted,
+        "accepted_length": round(accepted / verdict.num_accepted.numel(), 2),
+        "accepted_a_level": round(accepted / judged, 2) if judged else None,
+    }
 
 
 def flashinfer_law(logits: Tensor, params: dict[str, Any]) -> Tensor:
@@ -107,9 +130,38 @@ class TorchChain:
         self.rule.check(self.problem)
 
 
+class TorchVisited(TorchChain):
+    """The chain, but only over the rows that the walk visits, which it can know one level at a time only."""
+
+    name = "torch, visited rows"
+
+    def __init__(self, verification: Verification) -> None:
+        super().__init__(verification)
+        if not self.rule.visits:
+            raise ValueError(f"{self.rule.op} reads every row")
+
+    def run(self, copy: int) -> object:
+        return self.rule.torch_ops(self.problem, copy, visited_only=True)
+
+    def check(self) -> None:
+        """The same outcome as the chain's, which is random only where it samples: there of a law of one token."""
+        params = self.problem.params
+        if self.rule.op == "verify_sampled":
+            self.problem.params = {**(params or {}), "temperature": 1e-3}
+        try:
+            if self.run(0) != self.rule.torch_ops(self.problem, 0):
+                raise Mismatch(f"{self.name}: another outcome than the torch chain's")
+        finally:
+            self.problem.params = params
+
+
 @dataclass
 class Problem:
-    """`copies` sets of logits [B * nodes, V] for B trees of the same shape; half of the drafts follow the target."""
+    """`copies` sets of logits [B * nodes, V] for B trees of the same shape.
+
+    drafts[i], of copy i, are made by `draft_for`: ACCEPTED of the nodes that have children have one with the token that
+    the rule's target takes there, mostly one of the first. All other drafts are unlikely.
+    """
 
     batch: int
     tree: DraftTree
@@ -131,18 +183,30 @@ class Problem:
         rows = self.batch * self.tree.num_nodes
         parents = torch.from_numpy(self.tree.parents).to(self.device).long().repeat(self.batch)
         parents += torch.arange(self.batch).repeat_interleave(self.tree.num_nodes) * self.tree.num_nodes
-        self.logits, self.drafts = [], []
+        self.parents = parents
+        self.agrees = agreeing_children([self.tree] * self.batch).to(self.device)
+        self.logits, self.drafts, self.unlikely = [], [], []
         for _ in range(self.copies):
             # Peaked as a language model's: a few tokens hold most of the mass.
             logits = torch.randn(rows, self.vocab, generator=generator)
             hot = torch.randint(0, self.vocab, (rows, 40), generator=generator)
             logits.scatter_(1, hot, 14 - torch.arange(40) * 0.25 + torch.zeros(rows, 40))
-            best = logits.argmax(1)
-            follow = torch.rand(rows, generator=generator) < 0.5
-            self.drafts.append(torch.where(follow, best[parents.clamp(min=0)], hot[:, 7]))
+            self._finish(logits, hot)
+            self.unlikely.append(hot[:, 7])  # hot at the node, not at its parent
             self.logits.append(logits.to(self.dtype))
+        self.drafts = list(self.unlikely)
         self.seeds = torch.arange(self.batch)
         self.positions = torch.zeros(self.batch, dtype=torch.int64)
+
+    def _finish(self, logits: Tensor, hot: Tensor) -> None:
+        """May change the logits [N, V] of a copy; hot: int64 [N, 40], each row's likeliest tokens in order."""
+
+    def draft_for(self, rule: Rule) -> None:
+        if rule.predicted is not None:
+            self.drafts = [
+                torch.where(self.agrees, rule.predicted(self, i)[self.parents.clamp(min=0)], unlikely)
+                for i, unlikely in enumerate(self.unlikely)
+            ]
 
     @property
     def rows(self) -> int:
@@ -155,6 +219,19 @@ class Problem:
     @property
     def sampling(self) -> SamplingParams:
         return SamplingParams(**(self.params or {"temperature": 0.0}))
+
+
+def agreeing_children(trees: list[DraftTree]) -> Tensor:
+    """bool [N]: at most one child of a node, with probability ACCEPTED; of two children the former twice as often."""
+    generator, agrees = torch.Generator("cpu").manual_seed(1), []
+    for tree in trees:
+        mine = [False] * tree.num_nodes
+        for children in filter(None, children_of(tree)):
+            coin, rank = torch.rand(2, generator=generator, device="cpu").tolist()
+            if coin < ACCEPTED:
+                mine[children[min(int(-math.log2(1 - rank)), len(children) - 1)]] = True
+        agrees += mine
+    return torch.tensor(agrees, device="cpu")
 
 
 # pagedtree ------------------------------------------------------------------------------------------------------------
@@ -175,6 +252,20 @@ def sample_rows(problem: Problem, i: int) -> Tensor:
     """Every row, as an engine without drafts would at this many sequences."""
     rows = torch.arange(problem.rows, device=problem.device)
     return pagedtree.sample(problem.logits[i], problem.sampling, seeds=rows, positions=rows)
+
+
+def best_tokens(problem: Problem, i: int) -> Tensor:
+    return problem.logits[i].argmax(1)
+
+
+def seeded_tokens(problem: Problem, i: int) -> Tensor:
+    """What `verify_sampled` takes at each node."""
+    nodes = problem.tree.num_nodes
+    depths = torch.from_numpy(problem.tree.depths).to(problem.device).long().repeat(problem.batch)
+    return pagedtree.sample(
+        problem.logits[i], problem.sampling,
+        seeds=problem.seeds.repeat_interleave(nodes), positions=problem.positions.repeat_interleave(nodes) + depths,
+    )  # fmt: skip
 
 
 # The chain of torch ops -----------------------------------------------------------------------------------------------
@@ -204,34 +295,55 @@ def children_of(tree: DraftTree) -> list[list[int]]:
     return children
 
 
-def torch_walk(problem: Problem, i: int, targets: Tensor) -> tuple[list[list[int]], list[list[int]]]:
-    """The accepted path and its tokens, a tree at a time, on the host."""
+Outcome = tuple[list[list[int]], list[list[int]]]  # of each tree: the path, its tokens
+
+
+def values_at(
+    problem: Problem, i: int, value: Callable[[Tensor], Tensor], visited_only: bool
+) -> Callable[[list[int]], Tensor]:
+    """`value` of some rows of the logits: computed for all rows before the first call, or for those asked for."""
+    if not visited_only:
+        values = value(problem.logits[i])
+        return lambda rows: values[rows]
+    return lambda rows: value(problem.logits[i][rows])
+
+
+def torch_walk(problem: Problem, i: int, predict: Callable[[Tensor], Tensor], visited_only: bool) -> Outcome:
+    """The accepted path and its tokens, on the host; a level of all trees at a time."""
     n, children = problem.tree.num_nodes, children_of(problem.tree)
-    targets_of, drafts_of = targets.view(-1, n).tolist(), problem.drafts[i].view(-1, n).tolist()
-    paths, tokens = [], []
-    for target, drafts in zip(targets_of, drafts_of, strict=True):
-        path = [0]
-        while True:
-            found = next((child for child in children[path[-1]] if drafts[child] == target[path[-1]]), None)
-            if found is None:
-                break
-            path.append(found)
-        paths.append(path)
-        tokens.append([target[node] for node in path])
+    drafts, targets = problem.drafts[i].view(-1, n).tolist(), values_at(problem, i, predict, visited_only)
+    paths: list[list[int]] = [[0] for _ in range(problem.batch)]
+    tokens: list[list[int]] = [[] for _ in range(problem.batch)]
+    walking = list(range(problem.batch))
+    while walking:
+        found = targets([b * n + paths[b][-1] for b in walking]).tolist()
+        going, walking = walking, []
+        for b, token in zip(going, found, strict=True):
+            tokens[b].append(token)
+            child = next((child for child in children[paths[b][-1]] if drafts[b][child] == token), None)
+            if child is not None:
+                paths[b].append(child)
+                walking.append(b)
     return paths, tokens
 
 
-def torch_greedy(problem: Problem, i: int) -> tuple[list[list[int]], list[list[int]]]:
-    return torch_walk(problem, i, problem.logits[i].argmax(1))
+def torch_greedy(problem: Problem, i: int, visited_only: bool = False) -> Outcome:
+    return torch_walk(problem, i, lambda logits: logits.argmax(1), visited_only)
 
 
-def torch_sampled(problem: Problem, i: int) -> tuple[list[list[int]], list[list[int]]]:
-    return torch_walk(problem, i, torch_sample(problem, i))
+def torch_sampled(problem: Problem, i: int, visited_only: bool = False) -> Outcome:
+    params = problem.params
+    assert params is not None
+    return torch_walk(problem, i, lambda logits: drawn(logits, params), visited_only)
+
+
+def drawn(logits: Tensor, params: dict[str, Any]) -> Tensor:
+    return torch.multinomial(torch_law(logits, params), 1)[:, 0]
 
 
 def torch_sample(problem: Problem, i: int) -> Tensor:
     assert problem.params is not None
-    return torch.multinomial(torch_law(problem.logits[i], problem.params), 1)[:, 0]
+    return drawn(problem.logits[i], problem.params)
 
 
 # Checks ---------------------------------------------------------------------------------------------------------------
@@ -285,9 +397,12 @@ LAWS = {
     "top-k 50, top-p 0.9": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
 }
 RULES = [
-    Rule("verify_greedy", "greedy", None, greedy, torch_greedy, check_greedy),
-    *(Rule("verify_sampled", law, params, sampled, torch_sampled, check_law) for law, params in LAWS.items()),
-    *(Rule("sample", law, params, sample_rows, torch_sample, check_law) for law, params in LAWS.items()),
+    Rule("verify_greedy", "greedy", None, greedy, torch_greedy, check_greedy, best_tokens),
+    *(
+        Rule("verify_sampled", law, params, sampled, torch_sampled, check_law, seeded_tokens)
+        for law, params in LAWS.items()
+    ),
+    *(Rule("sample", law, params, sample_rows, torch_sample, check_law, visits=False) for law, params in LAWS.items()),
 ]
 
 
@@ -344,7 +459,7 @@ def op_of(
         headline=[*({"law": other} for other in laws if other != law), {"batch": 1, "tree": trees[0]}, *headline],
         quick={"batch": 2, "vocab": 32000},
         problem=problem_maker(name, rules, kind),
-        peers=[Ours, TorchChain, *peers],
+        peers=[Ours, TorchChain, TorchVisited, *peers],
         memory=memory_of,
         check=check,
         unsupported=unsupported,

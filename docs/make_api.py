@@ -191,6 +191,7 @@ def api_markdown() -> str:
         "sequences, T query tokens, N tree nodes, W mask words, V the vocabulary, S the longest path.",
         "",
     ]
+    introduction, out = out, []
     for title, names in sections.items():
         out += [f"## {title}", ""]
         for name, thing in names:
@@ -200,7 +201,23 @@ def api_markdown() -> str:
         out += [f"## {title}: `{path}`", "", docstring_markdown(inspect.getdoc(module) or ""), ""]
         for name in getattr(module, "__all__", []):
             out += entry(name, getattr(module, name))
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(out)).rstrip() + "\n"
+    lines = [*introduction, *contents("\n".join(out)), "", *out]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
+
+
+def contents(page: str) -> list[str]:
+    """A list of the page's sections with links to them and to the names they have."""
+    out: list[str] = []
+    seen: dict[str, int] = {}
+    for marks, title in re.findall(r"^(##|###) (.*)$", re.sub(r"^```.*?^```", "", page, flags=re.M | re.S), re.M):
+        anchor = re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")  # as GitHub makes it
+        count = seen[anchor] = seen.get(anchor, -1) + 1
+        link = f"[{title}](#{anchor}{f'-{count}' if count else ''})"
+        if marks == "##":
+            out.append(f"- {link}:")
+        else:
+            out[-1] += ("," if out[-1].endswith(")") else "") + f" {link}"
+    return [section.removesuffix(":") for section in out]
 
 
 def main() -> None:

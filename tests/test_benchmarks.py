@@ -246,6 +246,62 @@ def test_trees_by_name(suite, name):
     assert tree.max_depth <= bounds.get(name, tree.num_nodes)
 
 
+RULES = [("verify_peers", "Problem"), ("ratio_peers", "DrawnProblem")]
+
+
+@pytest.mark.parametrize(("module", "kind"), RULES)
+@pytest.mark.parametrize("tree", ["binary 16", "chain 8"])
+def test_drafts_are_accepted_at_a_realistic_rate(suite, module, kind, tree):
+    """Of the levels of a path about seven of ten are accepted, under each rule; both chains of torch ops agree."""
+    peers, common = importlib.import_module(module), importlib.import_module("verify_peers")
+    shape = importlib.import_module("named_trees").tree_named(tree)
+    problem = getattr(peers, kind)(32, shape, 300, torch.float32, 1, torch.device("cpu"))
+    for rule in peers.RULES:
+        if rule.op == "sample" or (rule.op == "verify_block" and tree.startswith("binary")):
+            continue
+        verification = common.Verification(rule, problem)
+        notes = verification.notes
+        assert 0.55 < notes["accepted_a_level"] < 0.85, (rule.op, rule.law)
+        assert notes["accepted_length"] == pytest.approx(notes["accepted"] / 32, abs=0.01) and notes["drafts"] > 200
+        rule.check(problem)
+        if rule.visits:
+            common.TorchVisited(verification).check()
+
+
+def test_visited_rows_are_the_only_ones_of_the_lazy_chain(suite, monkeypatch):
+    peers = importlib.import_module("verify_peers")
+    problem = peers.Problem(4, importlib.import_module("named_trees").tree_named("binary 32"), 300, torch.float32, 1,
+                            torch.device("cpu"))  # fmt: skip
+    rule = next(rule for rule in peers.RULES if rule.op == "verify_sampled")
+    verification = peers.Verification(rule, problem)
+    law, rows = peers.torch_law, []
+
+    def counting(logits, params):
+        rows.append(logits.shape[0])
+        return law(logits, params)
+
+    monkeypatch.setattr(peers, "torch_law", counting)
+    paths, _ = peers.TorchVisited(verification).run(0)
+    assert sum(rows) == sum(map(len, paths)) and len(rows) == max(map(len, paths))
+    rows.clear()
+    peers.TorchChain(verification).run(0)
+    assert rows == [4 * 32]
+    reads_all = next(rule for rule in peers.RULES if rule.op == "sample")
+    with pytest.raises(ValueError, match="every row"):
+        peers.TorchVisited(peers.Verification(reads_all, problem))
+
+
+def test_the_lazy_chain_is_compared(suite, monkeypatch):
+    peers = importlib.import_module("verify_peers")
+    problem = peers.Problem(4, importlib.import_module("named_trees").tree_named("binary 32"), 300, torch.float32, 1,
+                            torch.device("cpu"))  # fmt: skip
+    chain = peers.TorchVisited(peers.Verification(peers.RULES[0], problem))
+    chain.check()
+    monkeypatch.setattr(chain, "run", lambda copy: ([[0]] * 4, [[1]] * 4))
+    with pytest.raises(suite.Mismatch, match="visited rows"):
+        chain.check()
+
+
 def result_of(times: dict[str, tuple[float, float]], peer: float = 1.0, **machine) -> dict:
     """A result with one point for each key: (median, spread)."""
     rows = [

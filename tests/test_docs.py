@@ -38,12 +38,47 @@ def test_python_blocks_run(page, monkeypatch):
     monkeypatch.chdir(ROOT)
     names = {}
     for block in python_blocks(page):
-        if "transformers" in block:
-            pytest.importorskip("transformers")
+        for package in ("transformers", "vllm"):
+            if package in block:
+                pytest.importorskip(package)
         if CHECKPOINTS in block and not (ROOT / CHECKPOINTS).exists():
             pytest.skip("the checkpoints are in the repository only")
         with contextlib.redirect_stdout(io.StringIO()):
             exec(compile(block, str(page), "exec"), names)
+
+
+# What a reader might write instead, by section.
+MISTAKES = {
+    "positions of a chunk": ("positions = ((seq_lens - counts)[sequence] + column)", "positions = column"),
+    "depth positions": ("positions[rows] = root.long()", "rows + root.long()"),
+    "tree_lens of causal sequences": ("tree_lens = torch.where(num_nodes > 1, num_nodes, -1)", "tree_lens = num_nodes"),
+    "idle is not malformed": ("trees.active & (verdict.status", "(verdict.status"),
+    "tree_lens of the shared part": ("tree_lens=torch.zeros(1, dtype=torch.int32),", ""),
+    "the old start": ("(draft_caches, draft_table, start,", "(draft_caches, draft_table, 1 + start,"),
+    "draft_missing": ("missing, num_missing = committed.draft_missing, committed.draft_num_missing", ""),
+    "logits at the root": ("hidden[cu_seqlens_q[1:].long() - 1])", "hidden[cu_seqlens_q[:-1].long()])"),
+    "the last accepted node": ("hidden = all_hidden[last_rows.clamp(min=0)]", "hidden = all_hidden[:1]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_integration_page_notices_mistakes(mistake):
+    """The comparisons with plain decoding can fail: each rule that the page states is needed for them to hold."""
+    right, wrong = MISTAKES[mistake]
+    program = "\n".join(python_blocks(ROOT / "docs" / "integration.md"))
+    assert right in program
+    with pytest.raises(AssertionError):
+        exec(compile(program.replace(right, wrong), "integration.md", "exec"), {})
+
+
+def heading_anchors(page: Path) -> set[str]:
+    """As GitHub makes them: of headings outside code, numbered where they repeat."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    anchors: list[str] = []
+    for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        kept = "".join(letter for letter in title.lower() if letter.isalnum() or letter in " -_")
+        anchors.append(kept.replace(" ", "-"))
+    return {f"{name}-{anchors[:i].count(name)}" if name in anchors[:i] else name for i, name in enumerate(anchors)}
 
 
 def test_cpp_excerpts_are_lines_of_the_example():
@@ -64,6 +99,15 @@ def test_api_reference_is_up_to_date(scripts):
     make_api = importlib.import_module("make_api")
     committed = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     assert committed == make_api.api_markdown(), "docs/api.md is out of date: run `make docs`"
+
+
+def test_api_reference_begins_with_its_contents():
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    contents = text[: text.index("\n## ")]
+    assert len(re.findall(r"^- \[", contents, re.MULTILINE)) == len(re.findall(r"^## ", text, re.MULTILINE))
+    for name in ("TreeBatch", "tree_attention", "verify_sampled", "ModelDrafter", "Traffic"):
+        assert f"[`{name}`](#{name.lower()})" in contents
+    assert "Traffic.words" in text
 
 
 def test_pictures_are_up_to_date(scripts):
@@ -200,8 +244,12 @@ def test_plots_are_of_the_kept_results(scripts, tmp_path):
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
-        if not link.startswith(("http://", "https://", "#")):
-            assert (page.parent / link.split("#")[0]).exists(), f"{page.name} links to {link}"
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name} links to {link}"
+        assert not anchor or anchor in heading_anchors(target), f"{page.name} links to {link}"
 
 
 def test_tests_that_pages_name_exist():

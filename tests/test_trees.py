@@ -412,3 +412,15 @@ def test_compile(backend, device) -> None:
         batch, counts = compiled(int32([p for t in trees for p in t], device), cu_nodes)
         check_batch(batch, trees)
         assert torch.equal(counts, batch.depths + 1)
+
+
+def test_active_tells_idle_sequences_from_malformed_trees(device):
+    trees = build_trees(
+        torch.tensor([-1, 0, 5, -1, 0, -1], dtype=torch.int32, device=device),  # the last row is padding
+        torch.tensor([0, 3, 3, 5], dtype=torch.int32, device=device),
+        max_nodes=4,
+        max_depth=3,
+    )
+    assert trees.valid.tolist() == [False, False, True]
+    assert trees.active.tolist() == [True, False, True] and trees.active.device == trees.cu_nodes.device
+    assert TreeBatch.from_trees([]).active.shape == (0,)

@@ -174,6 +174,12 @@ class TreeBatch:
     def device(self) -> torch.device:
         return self.cu_nodes.device
 
+    @property
+    def active(self) -> Tensor:
+        """bool [B]: False for a tree of no nodes, an idle sequence's. `valid` and the status of a verdict do not tell
+        such a tree from a malformed one."""
+        return self.cu_nodes.diff() > 0
+
     @classmethod
     def from_trees(
         cls,

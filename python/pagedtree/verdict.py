@@ -19,7 +19,8 @@ class Verdict(NamedTuple):
             num_accepted[b] the bonus (the token that the target model adds), then -1.
         status: int32 [B], 0 or a sum of 1 (malformed tree) and 2 (a row that the walk read had NaN or no finite logit).
 
-    A tree of no nodes has only -1 in accept_index and tokens, and num_accepted 0.
+    A tree of no nodes (an idle sequence) has only -1 in accept_index and tokens, num_accepted 0 and status 1;
+    `TreeBatch.active` tells it from a malformed one.
     """
 
     accept_index: Tensor

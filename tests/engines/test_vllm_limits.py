@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-import pytest
-from vllm_case import DRAFT, LLM, SamplingParams, VLLMValidationError, engine, generate, token_prompts, tree_options
+import logging
 
+import numpy as np
+import pytest
+from vllm_case import (
+    DRAFT,
+    LLM,
+    BeamSearchParams,
+    SamplingParams,
+    VLLMValidationError,
+    engine,
+    generate,
+    token_prompts,
+    tree_options,
+)
+
+from pagedtree.integrations.vllm.drafters import NgramTreeDrafter
 from pagedtree.integrations.vllm.limits import check_request, min_p_of
 
 REQUESTS = {
@@ -28,6 +42,9 @@ def test_unsupported_requests_are_refused_and_the_engine_lives():
         for name, options in REQUESTS.items():
             with pytest.raises(VLLMValidationError, match=name):
                 generate(llm, prompts, SamplingParams(temperature=0.5, **options))
+        with pytest.raises(VLLMValidationError, match="beam search"):
+            beams = BeamSearchParams(beam_width=2, max_tokens=4)
+            llm.beam_search([{"prompt_token_ids": prompt} for prompt in prompts], beams)
         with pytest.raises(VLLMValidationError, match="min_p"):  # by vLLM itself, wherever there is speculation
             generate(llm, prompts, SamplingParams(min_p=0.1))
         assert generate(llm, prompts) == expected
@@ -96,3 +113,48 @@ def test_draft_tensor_parallel_size_of_one_is_honoured():
 def test_wrong_options_are_refused(message, options):
     with pytest.raises(Exception, match=message):
         start(**options)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pagedtree.integrations.vllm.drafters.NgramTreeDraftr",
+        "pagedtree.integrations.vllm.drafters.NgramDrafter",  # imported there, takes other arguments
+        "pagedtree.integration.vllm.drafters.NgramTreeDrafter",
+    ],
+)
+def test_a_mistyped_drafter_is_refused(name):
+    options = tree_options("ngram")
+    options["speculative_config"]["model"] = name
+    with pytest.raises(Exception, match=rf"speculative_config\.model.*{name.replace('.', '[.]')}"):
+        start(**options)
+
+
+def test_the_log_names_worker_backend_and_drafter(caplog):
+    log = logging.getLogger("vllm.pagedtree")  # vLLM's own handler is on "vllm", which does not hand records on
+    log.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.INFO, logger=log.name):
+            start(**tree_options("ngram"))
+    finally:
+        log.removeHandler(caplog.handler)
+    for name in ("worker.TreeCPUWorker", "attention.PagedTreeBackend", "drafters.NgramTreeDrafter"):
+        assert name in caplog.text
+
+
+WRONG_PROPOSALS = {
+    "expected a proposal for each of 1 requests, got 0": [],
+    "at most 15 draft tokens, got 16": [([1] * 16, np.arange(-1, 16))],
+    "expected 3 parents": [([1, 2], np.array([-1, 0]))],
+    "got \\[-1, 2, 1\\]": [([1, 2], np.array([-1, 2, 1]))],
+    "got \\[0, 0\\]": [([1], np.array([0, 0]))],
+}
+
+
+@pytest.mark.parametrize("message", WRONG_PROPOSALS)
+def test_a_drafter_that_returns_something_else_is_named(message, monkeypatch):
+    monkeypatch.setattr(NgramTreeDrafter, "draft", lambda self, request_ids, tokens: WRONG_PROPOSALS[message])
+    drafter = NgramTreeDrafter.__new__(NgramTreeDrafter)
+    drafter.max_nodes = 16
+    with pytest.raises(ValueError, match=f"NgramTreeDrafter.draft: .*{message}"):
+        drafter._check(drafter.draft([], []), 1)

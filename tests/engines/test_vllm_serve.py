@@ -57,7 +57,7 @@ def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     ]  # fmt: skip
     folder = tmp_path_factory.mktemp("serve")
     log = folder / "log"
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     environment["PYTHONPATH"] = os.pathsep.join([str(metadata_of_vllm(folder)), environment.get("PYTHONPATH", "")])
     with log.open("w") as output:
         server = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
@@ -71,6 +71,8 @@ def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
                 break
             except OSError:
                 time.sleep(1)
+        for used in ("worker.TreeCPUWorker", "attention backend CUSTOM", "attention.PagedTreeBackend", name):
+            assert used in log.read_text()
         yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=120)
     finally:
         if server.poll() is None:
@@ -120,3 +122,14 @@ def test_unsupported_requests_are_refused_and_the_server_lives(client, stock, na
     with pytest.raises(openai.BadRequestError, match=name):
         complete(client, PROMPTS[0], stream=False, **options)
     assert complete(client, PROMPTS[0], stream=False) == stock[0]
+
+
+def test_a_refused_stream_is_an_error_event(client):
+    """vLLM answers 200 before it looks at the parameters of a streamed request; the refusal is in the stream."""
+    answer = client.completions.with_raw_response.create(
+        model="target", prompt=PROMPTS[0], max_tokens=4, stream=True, presence_penalty=0.5
+    )
+    assert answer.status_code == 200
+    with pytest.raises(openai.APIError, match="presence_penalty") as refusal:
+        list(answer.parse())
+    assert not isinstance(refusal.value, openai.BadRequestError)

@@ -36,7 +36,7 @@ class Traffic:
 
     @property
     def words(self) -> int:
-        """Words handed in: reduced and gathered."""
+        """Words in all, reduced and gathered."""
         return self.reduced + self.gathered
 
     def bytes_sent(self, num_ranks: int) -> int:

@@ -68,7 +68,18 @@ class TreeDrafter:
         self.parents.pop(request_id, None)
 
     def draft(self, request_ids: list[str], tokens: list[np.ndarray]) -> list[Proposal]:
-        """Proposes for these requests: draft tokens, and the parents of the root and each of them."""
+        """What a drafter implements: a tree for each of these requests, whose last token is known.
+
+        Args:
+            request_ids: R of vLLM's names.
+            tokens: R arrays, integer [length of the text so far], prompt included; the last token is the root.
+
+        Returns R pairs (draft_tokens, parents): a list of n <= num_speculative_tokens token ids, and int32 [n + 1], the
+        parents of the root (-1) and of each draft token: 0 is the root, i the i-th draft token, and
+        0 <= parents[i] < i. Without an idea: ([], np.array([-1])).
+
+        Called on the first tensor-parallel rank only.
+        """
         raise NotImplementedError
 
     def propose(
@@ -86,12 +97,29 @@ class TreeDrafter:
         if get_tp_group().rank_in_group == 0 and rows:
             known = [token_ids_cpu[row, : num_tokens_no_spec[row]] for row in rows]
             proposals = self.draft([self.request_ids[row] for row in rows], known)
+            self._check(proposals, len(rows))
         proposals = get_tp_group().broadcast_object(proposals, src=0)
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         for row, (tokens, parents) in zip(rows, proposals or [], strict=True):
             drafts[row] = tokens
             self.parents[self.request_ids[row]] = parents
         return drafts
+
+    def _check(self, proposals: list[Proposal], count: int) -> None:
+        """Raises ValueError where what `draft` returned is not what its docstring says."""
+        name = f"{type(self).__name__}.draft"
+        if len(proposals) != count:
+            raise ValueError(f"{name}: expected a proposal for each of {count} requests, got {len(proposals)}")
+        for tokens, parents in proposals:
+            if len(tokens) >= self.max_nodes:
+                raise ValueError(f"{name}: expected at most {self.max_nodes - 1} draft tokens, got {len(tokens)}")
+            nodes = np.arange(len(tokens) + 1)
+            if np.shape(parents) != nodes.shape:
+                raise ValueError(f"{name}: expected {len(nodes)} parents, the root's included, got {np.shape(parents)}")
+            if parents[0] != -1 or np.any((parents[1:] < 0) | (parents[1:] >= nodes[1:])):
+                raise ValueError(
+                    f"{name}: expected parents[0] = -1 and 0 <= parents[i] < i, got {np.asarray(parents).tolist()}"
+                )
 
 
 class NgramTreeDrafter(TreeDrafter):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 __all__ = ["check_config", "check_request", "min_p_of", "uses_trees"]
 
-PACKAGE = "pagedtree.integrations.vllm."
+PACKAGE = "pagedtree."
 MAX_NODES = 1024
 
 
@@ -56,6 +57,24 @@ def check_config(vllm_config: Any) -> None:
             f"draft trees: expected speculative_config.num_speculative_tokens in 1..{MAX_NODES - 1}, got"
             f" {speculation.num_speculative_tokens}"
         )
+    if speculation is not None:
+        check_drafter(speculation.model)
+
+
+def check_drafter(name: str) -> None:
+    """Raises ValueError where `name` is no drafter of trees. vLLM would make an instance of whatever has the name."""
+    from pagedtree.integrations.vllm.drafters import TreeDrafter  # imports vLLM and transformers
+
+    module_name, _, class_name = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name, None) if module_name else None
+    except ImportError as error:
+        raise ValueError(f"draft trees: speculative_config.model = {name} cannot be imported: {error}") from error
+    if not isinstance(found, type) or not issubclass(found, TreeDrafter):
+        raise ValueError(
+            "draft trees: expected speculative_config.model to name a class derived from TreeDrafter, such as"
+            f" {TreeDrafter.__module__}.NgramTreeDrafter or ModelTreeDrafter, got {name}"
+        )
 
 
 def check_request(params: Any) -> None:
@@ -69,7 +88,7 @@ def check_request(params: Any) -> None:
         ("frequency_penalty", params.frequency_penalty, 0.0),
         ("repetition_penalty", params.repetition_penalty, 1.0),
         ("min_tokens", params.min_tokens, 0),
-        ("logprobs", params.logprobs, None),
+        ("logprobs (beam search asks for them, too)", params.logprobs, None),
         ("prompt_logprobs", params.prompt_logprobs, None),
         ("logprob_token_ids", params.logprob_token_ids or None, None),
         ("structured_outputs", params.structured_outputs, None),

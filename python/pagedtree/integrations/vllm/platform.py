@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from pagedtree.integrations.vllm.limits import check_config, check_request, uses_trees
 
 __all__ = ["PagedTreeCpuPlatform"]
+
+logger = init_logger("vllm.pagedtree")  # below the logger that vLLM sets up
 
 
 class PagedTreeCpuPlatform(CpuPlatform):
@@ -27,6 +30,7 @@ class PagedTreeCpuPlatform(CpuPlatform):
         reasons = backend.validate_configuration(device_capability=None, **attn_selector_config._asdict())
         if reasons:
             raise ValueError(f"attention_backend CUSTOM ({backend.__name__}): {', '.join(reasons)}")
+        logger.info_once("pagedtree: attention backend CUSTOM (%s)", selected_backend.get_path())
         return selected_backend.get_path()
 
     @classmethod

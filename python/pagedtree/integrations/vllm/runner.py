@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.logger import init_logger
 from vllm.sampling_params import SamplingType
 from vllm.v1.outputs import SamplerOutput
 
@@ -16,6 +17,8 @@ from pagedtree.integrations.vllm.attention import PagedTreeBackend, TreeMask
 from pagedtree.integrations.vllm.limits import check_config, check_request, min_p_of
 
 __all__ = ["StepTrees", "TreeRunner"]
+
+logger = init_logger("vllm.pagedtree")  # below the logger that vLLM sets up
 
 
 @dataclass
@@ -65,6 +68,7 @@ class TreeRunner:
     drafter: Any
     compilation_config: Any
     kv_cache_config: Any
+    vllm_config: Any
 
     def _update_states(self, scheduler_output: Any) -> Any:
         for request_id in scheduler_output.finished_req_ids:
@@ -151,6 +155,13 @@ class TreeRunner:
                     raise ValueError(
                         f"draft trees: expected attention_backend = CUSTOM, got {group.backend.get_name()}"
                     )
+        speculation = self.vllm_config.speculative_config
+        logger.info(
+            "pagedtree: worker %s, attention backend CUSTOM (%s), drafter %s",
+            self.vllm_config.parallel_config.worker_cls,
+            f"{PagedTreeBackend.__module__}.{PagedTreeBackend.__name__}",
+            speculation.model if speculation is not None else None,
+        )
         return result
 
     def sample_tokens(self, grammar_output: Any) -> Any:
