@@ -38,7 +38,7 @@ PT_HOST_DEVICE Law law_of(const SamplingParams& p, int64_t b) {
 // One row of LogitsParams.
 struct LogitRow {
   const void* logits;            // [V]
-  const bool* allowed;           // [V] or null
+  const uint8_t* allowed;        // [V] or null
   const int32_t* allowed_words;  // [ceil(V / 32)] or null
   int64_t vocab;                 // V
   DType dtype;

@@ -118,6 +118,13 @@ PT_HOST_DEVICE int64_t sequence_of(const ShardRows& s, int64_t n) {
   return s.cu_nodes == nullptr ? n : sequence_of_row(s.cu_nodes, s.batch, n);
 }
 
+// The depth at which a walk of sequence b comes to row n, -1 where none does. Every walk begins at the root, whatever
+// its depth is said to be.
+PT_HOST_DEVICE int32_t depth_of(const ShardStepParams& p, int64_t n, int64_t b) {
+  const bool is_root = p.depths == nullptr || n == p.shard.cu_nodes[b];
+  return is_root ? 0 : p.depths[n];
+}
+
 PT_HOST_DEVICE bool is_uniform(const ShardRow& row) { return row.peak.logit == -kInfinity; }
 
 // Whether the law has a threshold that must be searched for.
@@ -255,7 +262,12 @@ PT_HOST_DEVICE void follow_tree(const ShardFollowParams& p, int64_t b) {
     if (most == -kInfinity || (at_peak ? words[1] != 0 : peak.has_nan)) walk.status |= kBadRow;
     const int64_t token = token_of_word(words[0]);
     walk.emit(token);
-    more = walk.descend(walk.child_with(token));
+    int32_t child = walk.child_with(token);
+    if (child >= 0 && p.verify.depths[walk.rows.begin + child] < 0) {  // a row that was left out, see depth_of
+      walk.status |= kMalformedTree;
+      child = -1;
+    }
+    more = walk.descend(child);
   }
   walk.finish();
 }

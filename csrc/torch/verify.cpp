@@ -40,7 +40,7 @@ VerifyParams tree_params(const Check& check, const LogitsParams& logits, const T
   params.depths = const_pointer<int32_t>(depths);
   params.first_child = const_pointer<int32_t>(first_child);
   params.next_sibling = const_pointer<int32_t>(next_sibling);
-  params.valid = const_pointer<bool>(valid);
+  params.valid = const_pointer<uint8_t>(valid);
   params.max_nodes = static_cast<int32_t>(max_nodes);
   params.max_depth = static_cast<int32_t>(max_depth);
   return params;

@@ -27,7 +27,8 @@ def slot_mapping(
         cu_seqlens_q: int32 [B + 1], first 0; sequence b has cu_seqlens_q[b + 1] - cu_seqlens_q[b] new rows.
         page_size: positions a page, >= 1.
         total_q: T, the rows of the result, at least cu_seqlens_q[-1]. Without it cu_seqlens_q[-1] is read, which
-            synchronises and can be neither captured in a graph nor compiled with fullgraph=True.
+            synchronises and can be neither captured in a graph nor compiled with fullgraph=True; it may then not pass
+            the positions that page_table has room for.
 
     Returns int64 [T]; -1 for padding rows past cu_seqlens_q[-1], for positions below 0 or past the table, and where the
     table names a negative page. Page ids have no upper bound here: `append_kv` skips what is outside its cache.
@@ -45,7 +46,14 @@ def slot_mapping(
     """
     if total_q is None:
         expect_type("cu_seqlens_q", cu_seqlens_q, Tensor)
+        expect_type("page_table", page_table, Tensor)
         total_q = int(cu_seqlens_q.flatten()[-1]) if cu_seqlens_q.numel() else 0  # the op refuses other shapes
+        room = page_table.numel() * max(page_size, 0)
+        if total_q > room:
+            raise ValueError(
+                f"slot_mapping: `cu_seqlens_q` must end with at most {room} rows, for which `page_table` has positions,"
+                f" got {total_q}"
+            )
     return call(ops.slot_mapping, page_table, seq_lens, cu_seqlens_q, page_size, total_q=total_q)
 
 

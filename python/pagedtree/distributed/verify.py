@@ -173,7 +173,7 @@ def verify_rejection(
         params, draft_law, draft_rows, seeds, positions, coins, final_coins: see `pagedtree.verify_rejection`; the same
             on all ranks.
         draft_probs: [M, shards.vocab], the same on all ranks, or [M, shards.num_tokens], this rank's columns.
-        max_children: the most children of any node. None: read from the trees, which synchronises on a GPU.
+        max_children: the most children of any node, 0..1023. None: read from the trees, which synchronises on a GPU.
 
     What the rejection of a node's first children leaves of its law depends on no coin, so the ranks find that for all
     nodes at once, and then walk alone. They exchange what `verify_sampled` does but for the race, and 16 bytes a row
@@ -378,7 +378,7 @@ def _max_children(trees: TreeBatch) -> int:
         return 0
     tree = torch.searchsorted(trees.cu_nodes, node.int(), right=True) - 1
     parent = trees.cu_nodes.long()[tree] + trees.parents[node]
-    return int(torch.bincount(parent.clamp(min=0)).max())
+    return int(torch.bincount(parent.clamp(min=0, max=trees.depths.shape[0] - 1)).max())
 
 
 @torch.library.register_fake("pagedtree::step_shards")

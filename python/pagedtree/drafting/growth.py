@@ -141,7 +141,7 @@ def start_draft(root_tokens: Tensor, *, max_kv_nodes: int, active: Tensor | None
     return DraftState(
         tokens=torch.where(present, root_tokens, -1)[:, None],
         parents=mask.new_full((batch, 1), -1),
-        scores=torch.where(present, 0.0, -torch.inf)[:, None],
+        scores=torch.full_like(root_tokens, -torch.inf, dtype=torch.float32).masked_fill(present, 0.0)[:, None],
         kv_index=mask.new_full((batch, 1), -1),
         frontier=mask.new_zeros((batch, 1)),
         mask=mask,

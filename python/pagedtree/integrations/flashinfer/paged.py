@@ -49,16 +49,18 @@ def page_table(
         indptr: int [B + 1], where a sequence's pages begin in indices; last_page_len: int [B], keys in its last page.
         max_pages: width of the table; default the most pages of a sequence, which synchronises.
 
-    Raises ValueError where last_page_len has another shape than the sequences.
+    Offsets outside `indices` name no page (-1). Raises ValueError where last_page_len has another shape than the
+    sequences.
     """
     counts = indptr.diff()
     if last_page_len.shape != counts.shape:
         raise ValueError(f"last_page_len: expected shape {[*counts.shape]}, got {[*last_page_len.shape]}")
     if max_pages is None:
-        max_pages = int(counts.max()) if counts.numel() else 0
+        max_pages = min(max(int(counts.max()), 0), indices.numel()) if counts.numel() else 0
     column = torch.arange(max_pages, device=indptr.device)
-    known = (column < counts[:, None]) & (indptr[:-1, None] + column < indices.numel())
-    at = torch.where(known, indptr[:-1, None] + column, 0)
+    at = indptr[:-1, None].long() + column
+    known = (column < counts[:, None]) & (at >= 0) & (at < indices.numel())
+    at = torch.where(known, at, 0)
     table = torch.where(known, indices[at] if indices.numel() else -1, -1).int()
     return table, torch.where(counts > 0, (counts - 1) * page_size + last_page_len, 0).int()
 
@@ -71,7 +73,8 @@ def append_paged_kv_cache(
 
     Args:
         append_key, append_value: of the cache's dtype or, for an fp8 cache, to be converted; see `append_kv`.
-        batch_indices, positions: int [n]. A position outside the sequence's pages is skipped.
+        batch_indices, positions: int [n]. A row of no sequence, or at a position outside the sequence's pages, is
+            skipped.
         paged_kv_cache: written, see `cache_views`.
         kv_indices, kv_indptr: the sequences' pages, see `page_table`; kv_last_page_len is not needed.
 
@@ -79,9 +82,13 @@ def append_paged_kv_cache(
     """
     k_cache, v_cache = cache_views(paged_kv_cache, kv_layout)
     page_size = k_cache.shape[1]
-    begin, end = (kv_indptr.long()[batch_indices.long() + i] for i in (0, 1))
-    at = begin + positions // page_size
-    known = (positions >= 0) & (at < end.clamp(max=kv_indices.numel()))
+    offsets, rows = kv_indptr.long(), batch_indices.long()
+    known = (rows >= 0) & (rows < offsets.numel() - 1) & (positions >= 0)
+    if offsets.numel() < 2 or kv_indices.numel() == 0:
+        return
+    rows = torch.where(known, rows, 0)
+    at = offsets[rows] + positions // page_size
+    known &= (at >= 0) & (at < offsets[rows + 1].clamp(max=kv_indices.numel()))
     slots = kv_indices.long()[torch.where(known, at, 0)] * page_size + positions % page_size
     append_kv(append_key, append_value, k_cache, v_cache, torch.where(known, slots, -1))
 

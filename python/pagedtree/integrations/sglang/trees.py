@@ -16,6 +16,9 @@ from pagedtree.integrations.masks import pack_mask
 __all__ = ["TreeMaskMode", "build_tree_kernel_efficient", "tree_mask_words", "trees_from_links"]
 
 
+MAX_SEQ_LEN = 2**31 - 1
+
+
 class TreeMaskMode(IntEnum):
     """How a tree mask of N nodes a sequence lies in its buffer; the sequences follow each other.
 
@@ -78,8 +81,12 @@ def build_tree_kernel_efficient(
 
     Malformed trees come out as SGLang's builders for CPUs and Triton make them: a node whose parent was not selected is
     nobody's child; a node sees the root and the at most `depth` nodes from itself on upwards, as many as its position
-    is behind verified_seq_len. Raises ValueError for wrong shapes.
+    is behind verified_seq_len. A tree whose place, by the lengths before it, is not in tree_mask has none written there.
+    Raises ValueError for wrong shapes and for topk, depth or draft_token_num below 1.
     """
+    for name, value in (("topk", topk), ("depth", depth), ("draft_token_num", draft_token_num)):
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
     n, bs = draft_token_num, verified_seq_len.numel()
     expect("selected_index", selected_index, (bs, n - 1))
     expect("parent_list", parent_list, (bs, parent_list.shape[-1] if depth == 1 else topk * (depth - 1) + 1))
@@ -149,7 +156,8 @@ def trees_from_links(next_token: Tensor, next_sibling: Tensor, max_depth: int) -
 
 
 def _cells(seq_lens: Tensor, n: int, mode: int) -> Tensor:
-    """int64 [bs, n, n]: where the bytes of the tree are in a mask of bytes."""
+    """int64 [bs, n, n]: where the bytes of the tree are in a mask of bytes, which may be too small for them."""
+    seq_lens = seq_lens.clamp(0, MAX_SEQ_LEN)
     rows = n + seq_lens if mode == TreeMaskMode.FULL_MASK else torch.full_like(seq_lens, n)
     begin = (rows.cumsum(0) - rows) * n + rows - n
     nodes = torch.arange(n, device=seq_lens.device)
@@ -181,19 +189,26 @@ def _write_mask(tree_mask: Tensor, seen: Tensor, seq_lens: Tensor, mode: int) ->
         rows = _packed_rows(tree_mask, bs, n)
         rows.copy_(pack_mask(seen).view(bs * n, 1).view(torch.uint8)[:, : rows.shape[1]])
     else:
-        cells = _cells(seq_lens, n, TreeMaskMode(mode)).flatten()
-        _flat_bytes(tree_mask, bs, n).scatter_(0, cells, seen.flatten().byte())
+        cells, values = _cells(seq_lens, n, TreeMaskMode(mode)).flatten(), seen.flatten().byte()
+        mask = _flat_bytes(tree_mask, bs, n)
+        if cells.numel() == 0:
+            return
+        known = cells < mask.numel()
+        # What has no place is not written: it repeats what the first cell gets anyway.
+        first = torch.where(known[0], cells[0], 0), torch.where(known[0], values[0], mask[0])
+        mask.scatter_(0, torch.where(known, cells, first[0]), torch.where(known, values, first[1]))
 
 
 def tree_mask_words(tree_mask: Tensor, seq_lens: Tensor, draft_token_num: int, tree_mask_mode: int) -> Tensor:
     """The mask of `tree_attention`, int32 [bs * N, ceil(N / 32)], of a mask that SGLang built (see `TreeMaskMode`).
 
-    seq_lens: integers [bs], without the trees. Masks of bytes are read only where the trees are. Raises ValueError for
-    a mask that is too small, or packed for more than 32 nodes.
+    seq_lens: integers [bs], without the trees. Masks of bytes are read only where the trees are; what lies outside reads
+    as 0. Raises ValueError for a mask that is too small for the trees alone, or packed for more than 32 nodes.
     """
     bs, n = seq_lens.numel(), draft_token_num
     if tree_mask_mode == TreeMaskMode.QLEN_ONLY_BITPACKING:
         rows = _packed_rows(tree_mask, bs, n)
         return torch.nn.functional.pad(rows, (0, 4 - rows.shape[1])).view(torch.int32)
-    cells = _cells(seq_lens.long(), n, TreeMaskMode(tree_mask_mode))
-    return pack_mask(_flat_bytes(tree_mask, bs, n)[cells] != 0).view(bs * n, -(-n // 32))
+    cells, mask = _cells(seq_lens.long(), n, TreeMaskMode(tree_mask_mode)), _flat_bytes(tree_mask, bs, n)
+    known = cells < mask.numel()
+    return pack_mask((mask[torch.where(known, cells, 0)] != 0) & known).view(bs * n, -(-n // 32))
