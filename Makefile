@@ -25,7 +25,7 @@ endif
 export PYTHONPATH := $(CURDIR)/python
 
 PYTEST := OMP_NUM_THREADS=1 python -m pytest -n $(WORKERS)
-CXX_FILES = $(shell find csrc tests $(wildcard examples) -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+CXX_FILES = $(shell find csrc tests benchmarks $(wildcard examples) -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: help
 help:  ## list the targets
@@ -65,11 +65,11 @@ build-all: $(READY)  ## compile the CUDA library for each architecture since Amp
 test test-all: export PAGEDTREE_EMULATED_ISA := 1
 test test-all: export PAGEDTREE_SIMT := 1
 
-.PHONY: test test-all test-stats test-mutations test-simt test-sanitizers test-engines check-aarch64
+.PHONY: test test-all test-stats test-mutations test-simt test-host-cuda test-sanitizers test-engines check-aarch64
 test: build  ## the core suite
 	$(PYTEST) -m "not slow and not stats"
 
-test-all: build test-sanitizers test-engines test-mutations  ## every test, the long ones too
+test-all: build test-sanitizers test-host-cuda test-engines test-mutations  ## every test, the long ones too
 	$(PYTEST)
 	for engine in vllm sglang flashinfer flash_attn; do $(MAKE) test-engines ENGINE=$$engine || exit 1; done
 
@@ -86,6 +86,10 @@ test-simt: build  ## CUDA kernels under ThreadSanitizer: the op tests, and plant
 	$(PYTEST) tests/test_simt.py
 	tests/run_races.sh -n $(WORKERS)
 
+test-host-cuda: export PAGEDTREE_SIMT := 1
+test-host-cuda: build  ## the tests of the backend cuda without a GPU: on CUDA tensors in memory of the host, by simt
+	tests/run_host_cuda.sh -n $(WORKERS)
+
 test-sanitizers: test-simt  ## the op tests on a build with AddressSanitizer and UndefinedBehaviorSanitizer
 	tests/run_sanitized.sh -n $(WORKERS)
 
@@ -101,7 +105,7 @@ ENGINE_flashinfer   := --no-deps flashinfer-python==0.7.2.post1
 ENGINE_flash_attn   := --no-deps --no-build-isolation flash-attn==2.8.3.post2
 $(ENGINES)/.ready: export FLASH_ATTENTION_SKIP_CUDA_BUILD := TRUE
 $(ENGINES)/.ready: export FLASH_ATTENTION_FORCE_BUILD := TRUE
-TESTS_transformers  := $(addprefix tests/test_,generate.py transformers_attention.py continuous_batching.py custom_generate.py)
+TESTS_transformers  := $(addprefix tests/test_,generate.py transformers_attention.py continuous_batching.py custom_generate.py architectures.py rotary.py)
 TESTS_vllm          := tests/engines/test_vllm_*.py --dist loadfile
 TESTS_sglang        := tests/engines/test_sglang_*.py tests/test_sglang_*.py
 TESTS_flashinfer    := tests/engines/test_flashinfer_*.py tests/test_flashinfer_*.py
@@ -162,6 +166,7 @@ docs: build  ## write the generated pages and pictures of docs/ anew
 	python docs/make_api.py
 	python docs/make_plots.py
 	python docs/make_performance.py
+	python docs/make_architectures.py
 	python docs/make_pictures.py
 
 .PHONY: clean

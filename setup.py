@@ -27,8 +27,9 @@ class BuildPython(build_py):
         if not self.editable_mode:
             target = Path(self.build_lib) / "pagedtree" / "benchmarks"
             target.mkdir(parents=True, exist_ok=True)
-            for script in (ROOT / "benchmarks").glob("*.py"):
-                shutil.copy(script, target)
+            for pattern in ("*.py", "*.cu"):
+                for source in (ROOT / "benchmarks").glob(pattern):
+                    shutil.copy(source, target)
 
 
 class CMakeBuild(build_ext):

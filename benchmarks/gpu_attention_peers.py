@@ -1,7 +1,7 @@
 """What users of a GPU call for attention over a paged cache: FlashInfer, FlashAttention, vLLM's Triton kernel.
 
 Written for flashinfer-python 0.7, flash-attn 2.8 and vLLM 0.32. Each is a peer of `tree_attention` (attention_peers.py)
-where its package is installed. None is a dependency.
+where its package is installed; FlashInfer's kernel also where its headers are. None is a dependency.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import flashinfer_kernel
 import torch
+import torch.nn.functional as F
 from suite import package
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 if TYPE_CHECKING:
     from attention_peers import Problem
@@ -32,9 +35,7 @@ class FlashInferTree:
 
     def __init__(self, problem: Problem) -> None:
         p = self.problem = problem
-        flashinfer = importlib.import_module("flashinfer")
-        workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=p.device)
-        self.wrapper = getattr(flashinfer, self.wrapper_name)(workspace, "NHD")
+        self.wrapper = self.make_wrapper(torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=p.device))
         lengths = torch.tensor(p.lengths, dtype=torch.int32)
         pages = -(-lengths // p.page_size)
         self.indptr = torch.zeros(p.batch + 1, dtype=torch.int32)
@@ -44,6 +45,9 @@ class FlashInferTree:
         self.indices = torch.cat([row[:count] for row, count in rows])
         self.last_page_len = (lengths - (pages - 1) * p.page_size).to(p.device)
         self.plan()
+
+    def make_wrapper(self, workspace: Tensor) -> Any:
+        return getattr(importlib.import_module("flashinfer"), self.wrapper_name)(workspace, "NHD")
 
     def plan(self) -> None:
         p = self.problem
@@ -88,6 +92,46 @@ class FlashInferDecode(FlashInferCausal):
 
     def visibility(self) -> dict[str, Any]:
         return {}
+
+
+class FlashInferKernelTree(FlashInferTree):
+    """The kernel that FlashInferTree ends in, where only FlashInfer's headers are at hand."""
+
+    name = "FlashInfer's kernel (custom mask)"
+    absent = staticmethod(flashinfer_kernel.absent)
+
+    def make_wrapper(self, workspace: Tensor) -> Any:
+        return flashinfer_kernel.Wrapper(workspace, flashinfer_kernel.library())
+
+
+class FlashInferKernelCausal(FlashInferKernelTree):
+    name = "FlashInfer's kernel (causal)"
+    mask = "causal"
+    visibility = FlashInferCausal.visibility
+
+
+class TorchFlashAttention:
+    """The flash-attn kernel of torch, over dense K and V. Its causal mask ignores a prefix, so that there is none."""
+
+    name = "torch's flash-attn (causal)"
+    mask = "causal"
+    absent = staticmethod(package("torch", "cuda"))
+
+    def __init__(self, problem: Problem) -> None:
+        p = self.problem = problem
+        p.expect_same_dtype()
+        if set(p.lengths) != {p.tree.num_nodes}:
+            raise ValueError("prompts without a prefix only")
+        self.caches = [p.gathered(copy) for copy in range(p.copies)]
+
+    def run(self, copy: int) -> Tensor:
+        p = self.problem
+        q = p.q.view(p.batch, -1, p.heads, p.head_dim).transpose(1, 2)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out = F.scaled_dot_product_attention(
+                q, *self.caches[copy], is_causal=True, scale=p.scale, enable_gqa=p.heads > p.kv_heads
+            )
+        return out.transpose(1, 2).reshape(p.q.shape)
 
 
 class FlashAttention:
@@ -163,4 +207,7 @@ class TritonUnified:
         return self.out
 
 
-PEERS = [FlashInferTree, FlashInferCausal, FlashInferDecode, FlashAttention, TritonUnified]
+PEERS = [
+    FlashInferTree, FlashInferCausal, FlashInferDecode, FlashInferKernelTree, FlashInferKernelCausal, FlashAttention,
+    TorchFlashAttention, TritonUnified,
+]  # fmt: skip

@@ -4,9 +4,9 @@
 #   benchmarks/gpu_suite.sh [OUT [PART]]
 #
 # PART, each under ten minutes, the most valuable first; all (the default) is one after the other:
-#   headline    one step of a small batch against the CPU backend; the rows of headline.py with their targets
-#   tests       the op tests on the GPU, captured steps and their replay, each instruction against simt
-#   sanitizers  compute-sanitizer over one step: addresses, races in shared memory, barriers
+#   headline    python -m pagedtree check; the rows of headline.py with their targets
+#   tests       the op tests on the GPU, captured steps and their replay
+#   sanitizers  compute-sanitizer over some rows of check: addresses, races in shared memory, barriers
 #   attention   the sweeps of tree_attention
 #   others      the sweeps of the other ops
 #
@@ -19,8 +19,9 @@
 # and hypothesis; with pytest-xdist tests run on several workers.
 #
 # Environment: PYTHON (default python3); COMMIT, named in the results where there is no git; FLASHINFER_INCLUDE, the
-# folder of FlashInfer's headers, with which its kernel is compiled as a peer. DEVICE=cpu BACKEND=simt rehearses all of
-# it on a CPU in tiny sizes, with the checkout as it is built. STAGE_SECONDS shortens each stage's limit.
+# folder of FlashInfer's headers, with which its kernel is compiled as a peer (flashinfer_kernel.py). DEVICE=cpu
+# BACKEND=simt rehearses all of it on a CPU in tiny sizes, with the checkout as it is built. STAGE_SECONDS shortens each
+# stage's limit.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -33,8 +34,7 @@ fi
 mkdir -p "${1:-build/gpu_suite}" && out=$(cd "${1:-build/gpu_suite}" && pwd) || exit 2
 device=${DEVICE:-cuda} backend=${BACKEND:-${DEVICE:-cuda}} python=${PYTHON:-python3}
 work=$(mktemp -d) logs=$(mktemp -d)
-golden_of_simt=$(find build/cmake-*/simt_golden -print -quit 2> /dev/null)
-export out device backend python work golden_of_simt
+export out device backend python work
 
 # Stages ---------------------------------------------------------------------------------------------------------------
 
@@ -127,30 +127,36 @@ install_package() {
     PAGEDTREE_SIMT=1 MAX_JOBS=$(nproc) "$python" setup.py -q build_ext --inplace
   else
     echo "checkout $PWD, as it is"
-  fi
+  fi || return
+  PYTHONPATH=$(package_path) "$python" -m pagedtree info
 }
-export -f machine choose_wheel install_package
+
+package_path() {
+  local folder=$PWD/python
+  [ -d "$work/site" ] && folder=$work/site
+  echo "$folder${PYTHONPATH:+:$PYTHONPATH}"
+}
+export -f machine choose_wheel install_package package_path
 
 prepare() {  # once in a run
   [ -z "${prepared:-}" ] || return 0
-  stage machine 20 bash -c machine && stage install 180 bash -c install_package || return 1
-  local package=$PWD/python
-  [ -d "$work/site" ] && package=$work/site
-  export PYTHONPATH=$package${PYTHONPATH:+:$PYTHONPATH}
+  stage machine 45 bash -c machine && stage install 160 bash -c install_package || return 1
+  PYTHONPATH=$(package_path)
+  export PYTHONPATH
   prepared=1
 }
 
 # Parts ----------------------------------------------------------------------------------------------------------------
 
 if [ "$device" = cuda ]; then
-  smoke=(--device cuda)
+  check=(--device cuda)
   bench=(--device cuda --seconds 0.5)
   headline_rows=(--headline) attention_rows=(--ops tree_attention) other_rows=(--without tree_attention)
   tests=(tests --ignore tests/test_simt.py --ignore tests/test_sass.py --ignore tests/test_captured_step.py
     --ignore tests/test_fixed_step.py)
   captures=(tests/test_captured_step.py tests/test_fixed_step.py)
 else
-  smoke=(--device "$device" --backend "$backend")
+  check=(--device "$device" --backend "$backend" --quick)
   bench=(--device "$device" --backend "$backend" --seconds 0.01 --peers causal SDPA)
   headline_rows=(--headline --quick --processes --ops tree_attention sample)
   attention_rows=(--ops tree_attention --shapes batch=1 length=64 "tree=chain 4" heads=4/1,8/8)
@@ -160,32 +166,25 @@ else
 fi
 
 headline() {
-  # stage check 110 "$python" -m pagedtree check --device "$device" --json "$out/check.json"
-  stage smoke 60 "$python" benchmarks/smoke.py "${smoke[@]}"
-  stage headline 210 "$python" benchmarks/bench_ops.py "${bench[@]}" "${headline_rows[@]}" --json "$out/headline.json"
+  stage check 120 "$python" -m pagedtree check "${check[@]}" --json "$out/check.json"
+  # Compiled here, so that no row of the benchmark waits for it.
+  if [ -n "${FLASHINFER_INCLUDE:-}" ]; then
+    stage flashinfer 50 "$python" benchmarks/flashinfer_kernel.py
+  else
+    skip flashinfer "FLASHINFER_INCLUDE is not set"
+  fi
+  stage headline 215 "$python" benchmarks/bench_ops.py "${bench[@]}" "${headline_rows[@]}" --json "$out/headline.json"
   grep -v '^\[' "$logs/headline.log"
 }
 
 tests() {
-  local workers=()
-  "$python" -c 'import xdist' 2> /dev/null && workers=(-n $(($(nproc) < 8 ? $(nproc) : 8)))
+  local workers=() count=$(($(nproc) / 2))
+  ((count > 1)) && "$python" -c 'import xdist' 2> /dev/null && workers=(-n $((count < 8 ? count : 8)))
   local options=(-q -p no:cacheprovider --maxfail 40 -m "not slow and not stats")
   stage op_tests 250 "$python" -m pytest "${options[@]}" "${workers[@]}" -k "$backend" "${tests[@]}" \
     --junitxml "$logs/op_tests.xml"
-  stage captures 80 "$python" -m pytest "${options[@]}" -k "$backend or fixed_step" "${captures[@]}"
-  if [ -z "$golden_of_simt" ] || ! command -v nvcc > /dev/null; then
-    skip golden "it needs nvcc and simt_golden, which a build makes"
-  else
-    stage golden 50 bash -c golden
-  fi
+  stage captures 75 "$python" -m pytest "${options[@]}" -k "$backend or fixed_step" "${captures[@]}"
 }
-
-golden() {  # what each ptx:: function gives on the GPU, against what simt takes it to give
-  nvcc -std=c++20 -O3 -arch=native --expt-relaxed-constexpr -Icsrc tests/simt/golden.cu -o "$work/golden" || exit
-  "$work/golden" > "$work/golden_gpu.txt" && "$golden_of_simt" > "$work/golden_simt.txt" || exit
-  "$python" tests/simt/compare_golden.py "$work/golden_gpu.txt" "$work/golden_simt.txt"
-}
-export -f golden
 
 sanitizers() {
   if ! command -v compute-sanitizer > /dev/null; then
@@ -194,10 +193,10 @@ sanitizers() {
   fi
   # Each tensor is an allocation of its own, so that memcheck sees a step past its end.
   export PYTORCH_NO_CUDA_MEMORY_CACHING=1
-  local tool limits=(150 150 85)
+  local tool limits=(150 150 80)
   for tool in memcheck racecheck synccheck; do
     stage $tool "${limits[0]}" compute-sanitizer --tool $tool --kernel-name kns=pagedtree --target-processes all \
-      --error-exitcode 9 "$python" benchmarks/smoke.py "${smoke[@]}"
+      --error-exitcode 9 "$python" -m pagedtree check "${check[@]}" --quick
     limits=("${limits[@]:1}")
   done
   unset PYTORCH_NO_CUDA_MEMORY_CACHING

@@ -3,6 +3,7 @@
 set(PAGEDTREE_CUDA_SOURCES
   csrc/cuda/backend.cu
   csrc/cuda/drafting.cu
+  csrc/cuda/instructions.cu
   csrc/cuda/kv_cache.cu
   csrc/cuda/merge_states.cu
   csrc/cuda/packing.cu
@@ -162,9 +163,5 @@ if(PAGEDTREE_SIMT)
   pagedtree_add_selftest(simt_selftest)
   pagedtree_add_selftest(simt_selftest_asan -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined)
   pagedtree_add_selftest(simt_selftest_tsan ${tsan_flags})
-  # What each instruction gives, to be compared with a GPU's answers.
-  file(CONFIGURE OUTPUT "${CMAKE_CURRENT_BINARY_DIR}/simt/golden.cu.cpp" CONTENT "#include \"${CMAKE_CURRENT_SOURCE_DIR}/tests/simt/golden.cu\"\n")
-  add_executable(simt_golden "${CMAKE_CURRENT_BINARY_DIR}/simt/golden.cu.cpp" ${PAGEDTREE_SIMT_SOURCES})
-  pagedtree_compile_for_simt(simt_golden)
   set_target_properties(simt_selftest PROPERTIES EXCLUDE_FROM_ALL OFF)
 endif()

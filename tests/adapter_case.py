@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from attention_case import random_tree
+from device_case import placed
 from torch import Tensor
 
 from pagedtree import DraftTree
@@ -38,7 +39,7 @@ def causal(n: int, s: int, window: int = 0) -> Tensor:
 def tree_sees(tree: DraftTree, prefix: int) -> Tensor:
     """bool [n, prefix + n]: a tree's nodes see the whole prefix and their ancestors."""
     ones = torch.ones(tree.num_nodes, prefix, dtype=torch.bool)
-    return torch.cat([ones, torch.from_numpy(tree.mask)], 1)
+    return torch.cat([ones, placed(torch.from_numpy(tree.mask))], 1)
 
 
 def random_trees(sizes: list[int], seed: int = 0) -> list[DraftTree]:
@@ -48,7 +49,7 @@ def random_trees(sizes: list[int], seed: int = 0) -> list[DraftTree]:
 
 @dataclass
 class Pages:
-    """Sequences of random K and V, whole and in shuffled pages."""
+    """Sequences of random K and V, whole and in shuffled pages, on the default device."""
 
     k: list[Tensor]  # [s, Hkv, D] each
     v: list[Tensor]
@@ -61,6 +62,12 @@ class Pages:
         cls, lens: list[int], page_size: int, heads: int = 2, dim: int = 64, dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> Pages:  # fmt: skip
+        with torch.device("cpu"):
+            k, v, k_cache, v_cache, pages = cls._random(lens, page_size, heads, dim, dtype, seed)
+        return cls([placed(x) for x in k], [placed(x) for x in v], placed(k_cache), placed(v_cache), pages)
+
+    @staticmethod
+    def _random(lens: list[int], page_size: int, heads: int, dim: int, dtype: torch.dtype, seed: int) -> tuple:
         generator = torch.Generator().manual_seed(seed)
         counts = [-(-s // page_size) for s in lens]
         order = torch.randperm(sum(counts) + 2, generator=generator).tolist()
@@ -76,7 +83,7 @@ class Pages:
                 caches[side][
                     torch.tensor(pages[-1], dtype=torch.int64)[positions // page_size], positions % page_size
                 ] = values
-        return cls(rows[0], rows[1], *caches, pages)
+        return *rows, *caches, pages
 
     def table(self) -> Tensor:
         """int32 [B, max_pages], padded with a page that must not be read."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from device_case import to_device
 from torch import Tensor
 
 from pagedtree import DraftTree, reference, tree_attention
@@ -63,7 +64,8 @@ class Case:
     def build(self, **options: Any) -> dict[str, Any]:
         with torch.device("cpu"):
             case = {**self._build(), **options}
-        return {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in case.items()}
+        tensors = {name: value for name, value in case.items() if isinstance(value, Tensor)}
+        return {**case, **dict(zip(tensors, to_device(tensors.values(), self.device), strict=True))}
 
     def _build(self) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(self.seed)
@@ -185,10 +187,14 @@ def sdpa_error(case: dict[str, Any], expected: Tensor) -> float:
     return rms(out - expected)
 
 
+def on_host(case: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in case.items()}
+
+
 def check(case: dict[str, Any], *, factor: float = 2.0) -> None:
     """tree_attention against the reference: RMS error within `factor` times SDPA's, lse close."""
     out, lse = tree_attention(**case, return_lse=True)
-    plain = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in case.items() if k not in ("plan", "max_seqlen_q")}
+    plain = on_host({k: v for k, v in case.items() if k not in ("plan", "max_seqlen_q")})
     with torch.device("cpu"):
         _check(out.cpu(), lse.cpu(), plain, factor)
 

@@ -45,11 +45,13 @@ def shards_of(group: dist.ProcessGroup, fractions: list[float], vocab: int) -> V
     return VocabShards(columns(fractions, vocab, dist.get_rank(group)), group=group)
 
 
-def make_case(vocab: int, dtype: torch.dtype, seed: int, parents: list[list[int]] | None = None) -> Case:
+def make_case(
+    vocab: int, dtype: torch.dtype, seed: int, parents: list[list[int]] | None = None, device: str = "cpu"
+) -> Case:
     """Rows with equal logits, NaN and infinities among them; drafts that are often the likeliest tokens."""
     generator = torch.Generator().manual_seed(seed)
     parents = parents or [[-1, 0, 0, 1, 1, 2, 3], [-1], [-1, 0, 1, 2], [-1, 0, 0, 0, 2, 2]]
-    trees = TreeBatch.from_trees([DraftTree(p) for p in parents])
+    trees = TreeBatch.from_trees([DraftTree(p) for p in parents], device=device)
     rows = trees.parents.shape[0]
     logits = (torch.randn(rows, vocab, generator=generator) * 3).round(decimals=1)
     logits[1, ::3] = float("nan")
@@ -68,7 +70,8 @@ def make_case(vocab: int, dtype: torch.dtype, seed: int, parents: list[list[int]
     words = torch.randint(-(2**62), 2**62, (2, len(parents)), generator=generator)
     allowed = torch.rand(rows, vocab, generator=generator) < 0.7
     allowed[0] = False
-    return Case(logits, drafts, trees, words[0], words[1], {"none": None, "bool": allowed})
+    logits, drafts, seeds, positions, allowed = (t.to(device) for t in (logits, drafts, *words, allowed))
+    return Case(logits, drafts, trees, seeds, positions, {"none": None, "bool": allowed})
 
 
 def pack(allowed: Tensor) -> Tensor:

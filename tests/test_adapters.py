@@ -98,7 +98,7 @@ def test_nothing_is_read_on_the_host(call) -> None:
         call()
 
 
-def test_values_that_the_adapters_make_pass_the_checks(value_checks) -> None:
+def test_values_that_the_adapters_make_pass_the_checks(value_checks, on_device) -> None:
     pool = torch.arange(5.0).view(5, 1, 1).repeat(1, 1, 4)
     sglang.move_kv_cache([pool], [], torch.tensor([0, 4]), torch.tensor([3, 2]))
     assert pool[:, 0, 0].tolist() == [3, 1, 2, 3, 2]

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from device_case import placed
 from test_sampling import HALF_TYPES, LAWS, random_words
 from torch import Tensor
 
@@ -56,7 +57,7 @@ def compare_sampling(other, dtype, vocab):
         expected = sample(logits, SamplingParams(**law), seeds=seeds, positions=positions)
         with use_backend(other):
             got = sample(
-                logits.to(device), SamplingParams(**law), seeds=seeds.to(device), positions=positions.to(device)
+                placed(logits, device), SamplingParams(**law), seeds=seeds.to(device), positions=positions.to(device)
             )
         assert got.cpu().equal(expected), law
 
@@ -136,14 +137,14 @@ def compare_rule(other, op, law, vocab):
             given = {name: x for name, x in given.items() if name == "grammar_mask"}
         for name, found in results.items():
             place = "cuda" if name == "cuda" else "cpu"
-            placed = {key: x.to(place) for key, x in given.items()}
+            options = {key: x.to(place) for key, x in given.items()}
             if law is not None:
-                placed["draft_law"] = law
+                options["draft_law"] = law
                 if law != "onehot" and k % 2 == 0:
-                    placed["draft_params"] = SamplingParams(**LAWS[-k])
+                    options["draft_params"] = SamplingParams(**LAWS[-k])
             trees = TreeBatch.from_trees([DraftTree(shape) for shape in shapes], device=place)
             with use_backend(name):
-                found += op(logits.to(place), drafts.to(place), trees, SamplingParams(**parameters), **placed)
+                found += op(placed(logits, place), drafts.to(place), trees, SamplingParams(**parameters), **options)
     for k, (expected, got) in enumerate(zip(results["cpu"], results[other], strict=True)):
         assert got.cpu().equal(expected), (k, expected, got)
     assert vocab not in (6, 1025) or any((accepted > 0).any() for accepted in results["cpu"][1::4])
@@ -189,7 +190,7 @@ def test_expand(other, dtype, law):
                 }
                 options = {"num_children": 7, "law": law, **(sampled if law != "topk" else {})}
                 state = start_draft(torch.arange(12, device=place), max_kv_nodes=40)
-                state = expand_tree(state, rows_of(vocab, dtype).to(place), num_frontier=3, **options)
+                state = expand_tree(state, placed(rows_of(vocab, dtype), place), num_frontier=3, **options)
                 state = expand_tree(state, rows_of(vocab, dtype, seed=1).repeat(3, 1).to(place), **options)
                 results.append([state.tokens, state.parents, state.scores, state.frontier, *state.draft_probs])
     half = len(results) // 2

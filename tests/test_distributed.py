@@ -9,6 +9,7 @@ from itertools import product
 
 import pytest
 import torch
+from draft_checks import seeded
 from ranks import Ranks
 from shard_case import SPLITS, Case, make_case, pack, per_request, shards_of
 
@@ -294,10 +295,10 @@ def test_words_do_not_grow_with_the_vocabulary(ranks):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_attention_on_a_ranks_heads_is_the_slice_of_the_whole(on_device, backend, num_ranks):
-    generator = torch.Generator().manual_seed(0)
+def test_attention_on_a_ranks_heads_is_the_slice_of_the_whole(on_device, device, num_ranks):
+    generator = seeded(0)
     tree = pagedtree.DraftTree([-1, 0, 0, 1, 2])
-    trees = TreeBatch.from_trees([tree, tree])
+    trees = TreeBatch.from_trees([tree, tree], device=device)
     heads, kv_heads, dim, page_size, pages = 8, 4, 64, 16, 6
     q = torch.randn(10, heads, dim, generator=generator).to(torch.bfloat16)
     cache = torch.randn(2, pages, page_size, kv_heads, dim, generator=generator).to(torch.bfloat16)
@@ -315,21 +316,19 @@ def test_attention_on_a_ranks_heads_is_the_slice_of_the_whole(on_device, backend
 # ---- raw ops
 
 
-def raw_arguments() -> tuple[Case, tuple, dict]:
-    case = make_case(33, torch.float32, 0)
+def raw_arguments(device: str = "cpu") -> tuple[Case, tuple, dict]:
+    case = make_case(33, torch.float32, 0, device=device)
     trees = case.trees
     tree = (case.drafts, trees.cu_nodes, trees.depths, trees.first_child, trees.next_sibling, trees.valid, 7, 3)
     part = {"rank": 0, "num_ranks": 1, "first_token": 0, "vocab": 33}
     return case, tree, part
 
 
-def test_opcheck(backend):
-    if backend == "cuda":
-        pytest.skip("arguments are made on the CPU")
-    case, tree, part = raw_arguments()
+def test_opcheck(device):
+    case, tree, part = raw_arguments(device.type)
     count, batch = case.logits.shape[0], case.trees.batch_size
-    rows, left = (torch.zeros(count, words, dtype=torch.int64) for words in (ROW_WORDS, LEFT_WORDS))
-    words, pairs = torch.zeros(count, 2, dtype=torch.int64), torch.zeros(count, 2, dtype=torch.int64)
+    widths = (ROW_WORDS, LEFT_WORDS, 2, 2)
+    rows, left, words, pairs = (torch.zeros(count, n, dtype=torch.int64, device=device) for n in widths)
     sampling = PARAMS["both"].on(case.logits.device)
     at = {"cu_nodes": case.trees.cu_nodes, "depths": case.trees.depths}
     step = (case.logits, rows, None, words, *sampling)

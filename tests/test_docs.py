@@ -80,6 +80,12 @@ def test_performance_page_shows_the_kept_results(scripts):
     assert text == filled, "docs/performance.md is out of date: run `make docs`"
 
 
+def test_list_of_architectures_shows_the_kept_outcomes(scripts):
+    text = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
+    filled = importlib.import_module("make_architectures").filled(text)
+    assert text == filled, "docs/transformers.md is out of date: run `make docs`"
+
+
 def test_tests_that_a_page_names_exist():
     named = re.findall(r"`(tests/\w+\.py)::(\w+)`", (ROOT / "docs" / "integrations" / "transformers.md").read_text())
     assert len(named) > 20

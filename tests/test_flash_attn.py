@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from adapter_case import Pages, causal, close, dense_attention
+from device_case import placed
 from torch import Tensor
 
 from pagedtree.integrations.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
@@ -15,14 +16,13 @@ HEADS, KV_HEADS, DIM = 4, 2, 64
 
 
 @pytest.fixture
-def dtype(backend) -> torch.dtype:
-    if backend == "cuda":
-        pytest.skip("these tensors are the CPU's")
+def dtype(backend, on_device) -> torch.dtype:
     return torch.float32 if backend == "cpu" else torch.float16
 
 
 def queries(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*shape, HEADS, DIM, generator=torch.Generator().manual_seed(5)).to(dtype)
+    generator = torch.Generator().manual_seed(5)
+    return placed(torch.randn(*shape, HEADS, DIM, generator=generator, device="cpu").to(dtype))
 
 
 def offsets(lens: list[int]) -> Tensor:
@@ -83,7 +83,8 @@ def test_keys_are_appended(backend, dtype, page_size, n, m) -> None:
 
 def test_cache_without_pages(backend, dtype) -> None:
     q, index = queries(3, 2, dtype=dtype), torch.tensor([4, 0, 2], dtype=torch.int32)
-    big = torch.randn(2, 5, 9, KV_HEADS + 1, DIM, generator=torch.Generator().manual_seed(1)).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    big = placed(torch.randn(2, 5, 9, KV_HEADS + 1, DIM, generator=generator, device="cpu").to(dtype))
     k_cache, v_cache = big[:, :, :, 1:].unbind(0)  # a strided view
     chosen = [[cache[i] for i in index.tolist()] for cache in (k_cache, v_cache)]
     out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_batch_idx=index)

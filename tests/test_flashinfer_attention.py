@@ -9,6 +9,7 @@ import pytest
 import torch
 from adapter_case import Pages, causal, close, dense_attention, random_trees, tree_sees
 from attention_case import mask_words
+from device_case import placed
 from torch import Tensor
 
 from pagedtree import TreeBatch, tree_attention
@@ -48,7 +49,8 @@ class Batch:
         self.indices = int32([page for pages in self.paged.pages for page in pages])
         self.last_page_len = int32([(s - 1) % page_size + 1 if s else 0 for s in lens])
         self.qo_indptr = offsets(queries)
-        self.q = torch.randn(sum(queries), HEADS, DIM, generator=torch.Generator().manual_seed(2)).to(dtype)
+        generator = torch.Generator().manual_seed(2)
+        self.q = placed(torch.randn(sum(queries), HEADS, DIM, generator=generator, device="cpu").to(dtype))
 
     def plan(self, **options) -> BatchPrefillWithPagedKVCacheWrapper:
         wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(8), self.layout)
@@ -63,9 +65,7 @@ class Batch:
 
 
 @pytest.fixture
-def dtype(backend) -> torch.dtype:
-    if backend == "cuda":
-        pytest.skip("these tensors are the CPU's")
+def dtype(backend, on_device) -> torch.dtype:
     return torch.float32 if backend == "cpu" else torch.float16
 
 
@@ -117,8 +117,8 @@ def tree_batch(dtype, sizes=(7, 1, 33, 0), prefixes=(12, 0, 30, 5), page_size=8)
 
 def packed(sees: list[Tensor]) -> Tensor:
     """As numpy packs each sequence's bits."""
-    parts = [np.packbits(seen.flatten().numpy(), bitorder="little") for seen in sees]
-    return torch.from_numpy(np.concatenate(parts))
+    parts = [np.packbits(seen.flatten().cpu().numpy(), bitorder="little") for seen in sees]
+    return placed(torch.from_numpy(np.concatenate(parts)))
 
 
 @pytest.mark.parametrize("mask", ["custom_mask", "packed_custom_mask"])
@@ -135,7 +135,8 @@ def test_tree_masks(backend, dtype, mask) -> None:
 def test_rows_that_see_nothing_and_any_pattern(backend, dtype) -> None:
     batch = Batch([6, 9], [6, 4], 4, dtype)
     generator = torch.Generator().manual_seed(0)
-    sees = [torch.rand(n, s, generator=generator) < 0.5 for n, s in zip(batch.queries, batch.lens, strict=True)]
+    rows = zip(batch.queries, batch.lens, strict=True)
+    sees = [placed(torch.rand(n, s, generator=generator, device="cpu") < 0.5) for n, s in rows]
     sees[0][2] = False
     sees[1][:, :5] = True
     out, lse = batch.plan(custom_mask=torch.cat([seen.flatten() for seen in sees])).run(
@@ -147,7 +148,7 @@ def test_rows_that_see_nothing_and_any_pattern(backend, dtype) -> None:
 
 def test_more_queries_than_keys(backend, dtype) -> None:
     batch = Batch([3, 9], [6, 4], 4, dtype)
-    seen = torch.rand(6, 3, generator=torch.Generator().manual_seed(0)) < 0.6
+    seen = placed(torch.rand(6, 3, generator=torch.Generator().manual_seed(0), device="cpu") < 0.6)
     sees = [seen, causal(4, 9)]
     out = batch.plan(custom_mask=torch.cat([seen.flatten() for seen in sees])[None]).run(batch.q, batch.kv_cache)
     close(out, batch.expected(sees)[0])

@@ -5,17 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from device_case import placed
+from draft_checks import seeded
 from torch import Tensor
 
 from pagedtree.integrations.flashinfer import chain_speculative_sampling
 
 
 def random_laws(rng: np.random.Generator, *shape: int) -> Tensor:
-    return torch.from_numpy(rng.dirichlet(np.full(shape[-1], 0.7), shape[:-1])).float()
+    return placed(torch.from_numpy(rng.dirichlet(np.full(shape[-1], 0.7), shape[:-1])).float())
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_documented_example(backend, device, seed) -> None:
+def test_documented_example(device, seed) -> None:
     draft = torch.tensor([[[0.1, 0.2, 0.3, 0.4], [0.2, 0.3, 0.4, 0.1]]], device=device)
     target = torch.tensor([[[0, 0.1, 0.6, 0.3], [1.0, 0, 0, 0], [0.7, 0.1, 0.1, 0.1]]], device=device)
     ids = torch.tensor([[2, 1]], dtype=torch.int32, device=device)
@@ -28,11 +30,11 @@ def test_documented_example(backend, device, seed) -> None:
 @pytest.mark.parametrize("vocab", [7, 1100])
 @pytest.mark.parametrize("count", [1, 3, 7])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_certain_targets(backend, batch, vocab, count, dtype) -> None:
+def test_certain_targets(on_device, batch, vocab, count, dtype) -> None:
     """A target that is sure of the drafts accepts all; one that excludes the first emits its own token alone."""
     rng = np.random.default_rng(count)
     draft = random_laws(rng, batch, count, vocab) + 1e-6
-    ids = torch.from_numpy(rng.integers(0, vocab, (batch, count + 1)))
+    ids = placed(torch.from_numpy(rng.integers(0, vocab, (batch, count + 1))))
     target = torch.nn.functional.one_hot(ids, vocab).float()
     tokens, accepted, emitted = chain_speculative_sampling(draft, ids[:, :count].to(dtype), target)
     assert torch.equal(tokens.long(), ids)
@@ -43,14 +45,12 @@ def test_certain_targets(backend, batch, vocab, count, dtype) -> None:
     assert not accepted.any() and not emitted.any()
 
 
-def test_counts_are_added(backend) -> None:
+def test_counts_are_added(on_device) -> None:
     rng = np.random.default_rng(0)
     draft, target, ids = random_laws(rng, 50, 4, 5), random_laws(rng, 50, 5, 5), torch.randint(5, (50, 4))
     accepted, emitted = torch.full((50,), 100, dtype=torch.int64), torch.full((50,), 200, dtype=torch.int32)
-    again = chain_speculative_sampling(draft, ids, target, generator=torch.Generator().manual_seed(3))
-    result = chain_speculative_sampling(
-        draft, ids, target, accepted, emitted, generator=torch.Generator().manual_seed(3)
-    )
+    again = chain_speculative_sampling(draft, ids, target, generator=seeded(3))
+    result = chain_speculative_sampling(draft, ids, target, accepted, emitted, generator=seeded(3))
     assert result[1] is accepted and result[2] is emitted
     assert torch.equal(result[0], again[0])
     assert torch.equal(accepted - 100, again[1]) and torch.equal(emitted - 200, again[2])
@@ -72,12 +72,12 @@ def test_seeds() -> None:
 
 
 @pytest.mark.parametrize("vocab", [5, 41])
-def test_law_of_the_first_two_tokens(backend, draws, vocab) -> None:
+def test_law_of_the_first_two_tokens(on_device, draws, vocab) -> None:
     """Drafts drawn from their own law: what comes out first follows the target's, whatever is accepted."""
     rng = np.random.default_rng(vocab)
     count = draws(60_000)
     draft, target = random_laws(rng, 2, vocab), random_laws(rng, 3, vocab)
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     ids = torch.stack([torch.multinomial(law, count, True, generator=generator) for law in draft], 1)
     tokens, _, emitted = chain_speculative_sampling(
         draft.expand(count, 2, vocab), ids, target.expand(count, 3, vocab), generator=generator
@@ -95,7 +95,7 @@ def test_law_of_the_first_two_tokens(backend, draws, vocab) -> None:
         assert chi2 < freedom + 10 * (2 * freedom) ** 0.5, (column, float(chi2), freedom)
 
 
-def test_an_id_outside_ends_the_chain(backend) -> None:
+def test_an_id_outside_ends_the_chain(on_device) -> None:
     rng = np.random.default_rng(0)
     draft = random_laws(rng, 2, 3, 5)
     ids = torch.tensor([[1, -1, 2], [1, 2, 5]])
@@ -105,7 +105,7 @@ def test_an_id_outside_ends_the_chain(backend) -> None:
     assert (accepted.tolist(), emitted.tolist()) == ([2, 2], [1, 2])
 
 
-def test_no_drafts(backend) -> None:
+def test_no_drafts(on_device) -> None:
     target = torch.nn.functional.one_hot(torch.tensor([[3], [1]]), 5).float()
     tokens, accepted, emitted = chain_speculative_sampling(torch.zeros(2, 0, 5), torch.zeros(2, 0).int(), target)
     assert (tokens.tolist(), accepted.tolist(), emitted.tolist()) == ([[3], [1]], [0, 0], [0, 0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import sys
 from pathlib import Path
@@ -71,6 +72,72 @@ def unified_attention(*, q, k, v, out, cu_seqlens_q, seqused_k, softmax_scale, c
         out[rows] = torch.einsum("hnl,lhd->nhd", scores.softmax(-1), values).to(out.dtype)
 
 
+def at(pointer, ctype, count) -> Tensor:
+    """The numbers that a call of a C library points at."""
+    return torch.frombuffer((ctype * count).from_address(pointer.value), dtype=CTYPES[ctype])
+
+
+CTYPES = {
+    ctypes.c_int32: torch.int32,
+    ctypes.c_uint8: torch.uint8,
+    ctypes.c_bool: torch.bool,
+    ctypes.c_int16: torch.bfloat16,
+}
+
+
+class KernelLibrary:
+    """The C functions of flashinfer_kernel.cu, in torch on the CPU."""
+
+    fails = False
+
+    def flashinfer_plan_bytes(self) -> int:
+        return 8
+
+    def flashinfer_last_error(self) -> bytes:
+        return b"no such thing"
+
+    def flashinfer_pack_mask(self, shape, mask, packed, mask_indptr, packed_indptr) -> int:
+        batch = shape._obj.batch
+        bits, places = (at(p, ctypes.c_int32, batch + 1).tolist() for p in (mask_indptr, packed_indptr))
+        pairs, target = at(mask, ctypes.c_bool, bits[-1]), at(packed, ctypes.c_uint8, places[-1])
+        for b in range(batch):
+            mine = pairs[bits[b] : bits[b + 1]]
+            mine = torch.nn.functional.pad(mine, (0, -mine.numel() % 8)).view(-1, 8)
+            target[places[b] : places[b + 1]] = (mine << torch.arange(8)).sum(1).to(torch.uint8)
+        return 0
+
+    def flashinfer_plan(self, shape, query_indptr, page_indptr, plan) -> int:
+        plan.raw = int(at(page_indptr, ctypes.c_int32, shape._obj.batch + 1)[-1]).to_bytes(8, "little")
+        return int(self.fails)
+
+    def flashinfer_run(
+        self, shape, plan, q, k, v, out, queries, pages, indices, last, packed, packed_indptr, *rest
+    ) -> int:
+        s, (scale, _) = shape._obj, rest
+        queries, pages = (at(p, ctypes.c_int32, s.batch + 1).tolist() for p in (queries, pages))
+        assert pages[-1] == int.from_bytes(plan.raw, "little") and queries[-1] == s.num_queries
+        indices, last = at(indices, ctypes.c_int32, pages[-1]).long(), at(last, ctypes.c_int32, s.batch).tolist()
+        rows = s.num_queries, s.num_heads, 128
+        q, out = (at(p, ctypes.c_int16, s.num_queries * s.num_heads * 128).view(rows) for p in (q, out))
+        page = s.page_size, s.num_kv_heads, 128
+        most = (int(indices.max()) + 1) * s.page_size * s.num_kv_heads * 128
+        k, v = (at(p, ctypes.c_int16, most).view(-1, *page) for p in (k, v))
+        for b in range(s.batch):
+            mine, keys = slice(queries[b], queries[b + 1]), (pages[b + 1] - pages[b] - 1) * s.page_size + last[b]
+            n = queries[b + 1] - queries[b]
+            if packed.value:
+                begin = int(at(packed_indptr, ctypes.c_int32, s.batch + 1)[b])
+                words = at(packed, ctypes.c_uint8, begin + -(-n * keys // 8))[begin:]
+                seen = (words[:, None] >> torch.arange(8) & 1).flatten()[: n * keys].view(n, keys).bool()
+            else:
+                seen = torch.ones(n, keys, dtype=torch.bool).tril(keys - n)
+            dense = (cache[indices[pages[b] : pages[b + 1]]].flatten(0, 1)[:keys].transpose(0, 1) for cache in (k, v))
+            attend = torch.nn.functional.scaled_dot_product_attention
+            found = attend(q[mine].transpose(0, 1), *dense, attn_mask=seen, scale=scale.value, enable_gqa=True)
+            out[mine] = found.transpose(0, 1)
+        return 0
+
+
 @pytest.fixture
 def benchmarks(monkeypatch):
     """Imports a file of the benchmarks, with the packages in place."""
@@ -82,16 +149,20 @@ def benchmarks(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", flash_attn)
     monkeypatch.setitem(sys.modules, UNIFIED, SimpleNamespace(unified_attention=unified_attention))
     monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(importlib.import_module("flashinfer_kernel"), "library", KernelLibrary)
     return importlib.import_module
 
 
 def attention_problem(benchmarks, **change):
     attention_peers = benchmarks("attention_peers")
-    shape = attention_peers.OP.base | {"batch": 3, "length": 300, "heads": "4/2", "head_dim": 64, "tree": "binary 16"}
+    shape = attention_peers.OP.base | {"batch": 3, "length": 300, "heads": "4/2", "head_dim": 128, "tree": "binary 16"}
     return attention_peers, attention_peers.problem_of(shape | change, torch.device("cpu"))
 
 
-PEERS = ["FlashInferTree", "FlashInferCausal", "FlashInferDecode", "FlashAttention", "TritonUnified"]
+PEERS = [
+    "FlashInferTree", "FlashInferCausal", "FlashInferDecode", "FlashInferKernelTree", "FlashInferKernelCausal",
+    "FlashAttention", "TritonUnified",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -121,6 +192,29 @@ def test_peers_without_fp8_caches_say_so(benchmarks, name):
     _, problem = attention_problem(benchmarks, cache="fp8")
     with pytest.raises(ValueError, match="dtype"):
         getattr(benchmarks("gpu_attention_peers"), name)(problem)
+
+
+@pytest.mark.parametrize("change", [{"cache": "fp8"}, {"head_dim": 64}, {"dtype": "float16"}], ids=str)
+def test_the_compiled_kernel_says_what_it_is_compiled_for(benchmarks, change):
+    _, problem = attention_problem(benchmarks, **change)
+    with pytest.raises(ValueError, match="head size 128 and bfloat16"):
+        benchmarks("gpu_attention_peers").FlashInferKernelTree(problem)
+
+
+def test_errors_of_the_compiled_kernel_are_told(benchmarks, monkeypatch):
+    _, problem = attention_problem(benchmarks)
+    monkeypatch.setattr(KernelLibrary, "fails", True)
+    with pytest.raises(RuntimeError, match="flashinfer_plan: no such thing"):
+        benchmarks("gpu_attention_peers").FlashInferKernelTree(problem)
+
+
+def test_torchs_flash_attention_takes_prompts_without_a_prefix(benchmarks, monkeypatch):
+    peers = benchmarks("gpu_attention_peers")
+    attention_peers, problem = attention_problem(benchmarks, tree="prefill 64", length=64)
+    attention_peers.check(problem, attention_peers.PagedTree(problem), peers.TorchFlashAttention(problem))
+    _, problem = attention_problem(benchmarks, tree="prefill 64", length=65)
+    with pytest.raises(ValueError, match="without a prefix"):
+        peers.TorchFlashAttention(problem)
 
 
 def test_flashinfer_reads_fp8_caches(benchmarks):

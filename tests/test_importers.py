@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from adapter_case import close, dense_attention, random_trees, tree_sees
+from device_case import placed
+from draft_checks import seeded
 from torch import Tensor
 
 from pagedtree import DraftTree, TreeBatch, compact_kv, tree_attention
@@ -49,7 +51,7 @@ def packed_by_numpy(trees: list[DraftTree], max_tokens: int) -> Tensor:
     bits = np.zeros((len(trees), max_tokens, 32 * words), dtype=bool)
     for b, tree in enumerate(trees):
         bits[b, : tree.num_nodes, : tree.num_nodes] = tree.mask
-    return torch.from_numpy(np.packbits(bits, axis=2, bitorder="little").view(np.int32))
+    return placed(torch.from_numpy(np.packbits(bits, axis=2, bitorder="little").view(np.int32)))
 
 
 @pytest.mark.parametrize("choices", [CHOICES, LEAVES])
@@ -83,11 +85,11 @@ def test_packed_masks_there_and_back(trt, max_tokens) -> None:
         trt.packed_mask_of(trees, 39)
 
 
-def test_packed_masks_in_attention(trt, backend) -> None:
+def test_packed_masks_in_attention(trt, backend, on_device) -> None:
     dtype = torch.float32 if backend == "cpu" else torch.float16
     host, prefixes = random_trees([9, 3]), [20, 0]
     rows, offsets = trt.flat_mask(packed_by_numpy(host, 16), torch.tensor([9, 3], dtype=torch.int32))
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     k, v = torch.randn(2, 2, 32, 2, 64, generator=generator).to(dtype)  # a page a sequence
     q = torch.randn(12, 4, 64, generator=generator).to(dtype)
     lens, table = torch.tensor([29, 3], dtype=torch.int32), torch.tensor([[0], [1]], dtype=torch.int32)
@@ -100,9 +102,9 @@ def test_packed_masks_in_attention(trt, backend) -> None:
 # lightllm -------------------------------------------------------------------------------------------------------------
 
 
-def test_token_pool(lightllm, backend) -> None:
+def test_token_pool(lightllm, backend, on_device) -> None:
     dtype = torch.float32 if backend == "cpu" else torch.float16
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     buffer = torch.randn(120, 5, 64, generator=generator).to(dtype)  # 2 heads of K, 2 of V, one that is not used
     index = torch.randperm(120, generator=generator)[:90].view(3, 30).int()
     k_cache, v_cache = lightllm.cache_views(buffer[:, :4], 2)
@@ -110,7 +112,7 @@ def test_token_pool(lightllm, backend) -> None:
     assert k_cache.data_ptr() == buffer.data_ptr() and v_cache.data_ptr() == buffer[:, 2:].data_ptr()
 
     trees, prefixes = random_trees([7, 1]), [15, 4]
-    batch = TreeBatch.from_trees(trees)
+    batch = TreeBatch.from_trees(trees, device=index.device)
     requests, lens = torch.tensor([2, 0], dtype=torch.int32), [22, 5]
     table = lightllm.page_table(index, requests, 25)
     assert table.shape == (2, 25) and table.dtype == torch.int32

@@ -99,7 +99,7 @@ def test_only_the_backend_table_is_exported():
 
 
 @pytest.mark.parametrize("name", ["cuda", "simt"])
-def test_a_loaded_backend_exports_its_table_only(name):
+def test_a_loaded_backend_exports_its_tables_only(name):
     """Both hold the same kernels: what one exported, the other could be linked to."""
     library = PACKAGE / "lib" / f"libpagedtree_{name}.so"
     if not library.exists():
@@ -109,6 +109,7 @@ def test_a_loaded_backend_exports_its_table_only(name):
     assert {symbol for symbol in exported if "pagedtree" in symbol} == {
         f"pagedtree::{name}::backend()",
         "pagedtree_backend",
+        "pagedtree_instructions",
         *(["pagedtree_simt_set_executor"] if name == "simt" else []),
     }
     assert not any(symbol.startswith(("cuda", "__cuda")) for symbol in exported)
@@ -213,7 +214,7 @@ def test_wheel_from_sdist_installs_into_an_empty_environment(tmp_path):
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "pagedtree/include/pagedtree/core/backend.h" in names
     assert "pagedtree/lib/cmake/pagedtree/pagedtree-config.cmake" in names
-    assert "pagedtree/benchmarks/bench_ops.py" in names
+    assert "pagedtree/benchmarks/bench_ops.py" in names and "pagedtree/benchmarks/flashinfer_kernel.cu" in names
     libraries = {name for name in names if name.endswith(NEVER_SHIPPED)}
     extension = f"pagedtree/_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     native = {f"pagedtree/lib/libpagedtree_{name}.so" for name in ("cpu", "torch")}
@@ -233,6 +234,7 @@ def test_wheel_from_sdist_installs_into_an_empty_environment(tmp_path):
     assert Path(found["file"]).is_relative_to(environment)
     assert found["version"] == pagedtree.__version__ and found["backends"] == ["cpu"]
     assert "rules" in run(python, "-m", "pagedtree", "bench", "--help", cwd=tmp_path, PYTHONPATH="")
+    assert "rows in" in run(python, "-m", "pagedtree", "check", "--only", "page 7", cwd=tmp_path, PYTHONPATH="")
 
 
 def python_of_version(version: str) -> str | None:

@@ -254,7 +254,7 @@ def test_top_k_of_either_integer_type(device):
 
 
 def test_tensor_parameters_are_clamped(device):
-    rows = torch.tensor([0.0, 1.0, 2.0, 3.0]).expand(3000, -1).to(device)
+    rows = torch.tensor([0.0, 1.0, 2.0, 3.0], device=device).expand(3000, -1)
     streams = {"seeds": torch.zeros(3000, dtype=torch.int64), "positions": torch.arange(3000)}
     streams = {name: stream.to(device) for name, stream in streams.items()}
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
+from draft_checks import seeded
 from torch import Tensor
 
 from pagedtree.integrations.sglang import TreeMaskMode, build_tree_kernel_efficient, move_kv_cache, tree_mask_words
+from pagedtree.testing import backends
 
 FULL, QLEN, PACKED = TreeMaskMode
 
@@ -40,6 +43,13 @@ OWN_ANCESTOR = [
     [[3, -1, 1, -1], [3, -1, 1, -1]],
     [[-1, 2, -1, -1], [-1, 2, -1, -1]],
 ]
+
+
+@pytest.fixture(params=[name for name in backends() if name != "simt"])
+def on_torch_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For what Torch computes alone: makes tensors on each device, and calls no backend."""
+    with torch.device(request.param):
+        yield
 
 
 def mask_width(n: int) -> int:
@@ -102,7 +112,7 @@ def reference(parent_list, selected, topk, depth):
 
 @pytest.mark.parametrize("mode", TreeMaskMode)
 @pytest.mark.parametrize("spelling", ["retrive", "retrieve"])
-def test_published_eagle_tree(backend, mode, spelling) -> None:
+def test_published_eagle_tree(on_torch_device, mode, spelling) -> None:
     case = [EAGLE[name] for name in ("parent_list", "selected_index", "seq_lens")]
     mask, positions, index, next_token, next_sibling = build(*case, 4, 4, mode, spelling=spelling)
     assert positions.tolist() == EAGLE["positions"]
@@ -110,19 +120,19 @@ def test_published_eagle_tree(backend, mode, spelling) -> None:
     assert next_token.tolist() == EAGLE["next_token"]
     assert next_sibling.tolist() == EAGLE["next_sibling"]
     sees = reference(*case[:2], 4, 4)[3]
-    assert np.array_equal(tree_cells(mask, EAGLE["seq_lens"], 8, mode), sees)
+    assert np.array_equal(tree_cells(mask, EAGLE["seq_lens"], 8, mode).cpu(), sees)
 
 
 @pytest.mark.parametrize("mode", TreeMaskMode)
 @pytest.mark.parametrize("name", MALFORMED)
-def test_published_malformed_trees(backend, name, mode) -> None:
+def test_published_malformed_trees(on_torch_device, name, mode) -> None:
     seq_lens, n = [7, 11], 4
     mask, positions, index, *links = build(MALFORMED[name], MALFORMED_SELECTED, seq_lens, 2, 3, mode)
     levels, first, sibling, sees = reference(MALFORMED[name], MALFORMED_SELECTED, 2, 3)
     assert index.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert [link.tolist() for link in links] == [first, sibling]
     assert positions.tolist() == (levels + np.array(seq_lens)[:, None]).flatten().tolist()
-    assert np.array_equal(tree_cells(mask, seq_lens, n, mode), sees)
+    assert np.array_equal(tree_cells(mask, seq_lens, n, mode).cpu(), sees)
     if name == "own ancestor":
         assert [levels.tolist(), first, sibling] == OWN_ANCESTOR
 
@@ -160,7 +170,7 @@ def test_random_trees(bs, topk, depth, n, mode, dtype) -> None:
     levels, first, sibling, sees = reference(parents, selected, topk, depth)
     assert positions.tolist() == (levels + np.array(seq_lens)[:, None]).flatten().tolist()
     assert [link.tolist() for link in links] == [first, sibling]
-    assert np.array_equal(tree_cells(mask, seq_lens, n, mode), sees)
+    assert np.array_equal(tree_cells(mask, seq_lens, n, mode).cpu(), sees)
     if mode == FULL:  # the prefix is the caller's: still all visible
         assert int(mask.sum()) == 5 + n * sum(seq_lens) + sees.sum()
     words = tree_mask_words(mask, torch.tensor(seq_lens), n, mode)
@@ -168,7 +178,7 @@ def test_random_trees(bs, topk, depth, n, mode, dtype) -> None:
     assert np.array_equal(bits.bool(), sees)
 
 
-def test_random_nonsense(backend) -> None:
+def test_random_nonsense(on_torch_device) -> None:
     """Any numbers as drafts and parents: circles, nodes without a parent, repeated drafts."""
     rng = np.random.default_rng(3)
     bs, topk, depth, n = 300, 2, 4, 7
@@ -180,10 +190,10 @@ def test_random_nonsense(backend) -> None:
     mask, positions, _, *links = build(parents, selected, seq_lens, topk, depth, QLEN)
     assert [link.tolist() for link in links] == [first, sibling]
     assert positions.tolist() == (levels + np.array(seq_lens)[:, None]).flatten().tolist()
-    assert np.array_equal(tree_cells(mask, seq_lens, n, QLEN), sees)
+    assert np.array_equal(tree_cells(mask, seq_lens, n, QLEN).cpu(), sees)
 
 
-def test_one_node_and_no_sequence(backend) -> None:
+def test_one_node_and_no_sequence(on_torch_device) -> None:
     mask, positions, index, *links = build([[]], [[]], [7], 1, 1, QLEN)
     assert (mask.tolist(), positions.tolist(), index.tolist()) == ([True], [7], [[0]])
     assert [link.tolist() for link in links] == [[[-1]], [[-1]]]
@@ -237,8 +247,8 @@ def test_refusals(change, message) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 7, 1023, 1500])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_move_kv_cache(backend, count, dtype) -> None:
-    generator = torch.Generator().manual_seed(count)
+def test_move_kv_cache(on_device, count, dtype) -> None:
+    generator = seeded(count)
     k = [torch.randn(4000, 2, 8, generator=generator) for _ in range(3)]
     v = [torch.randn(4000, 2, 16, generator=generator).bfloat16() for _ in range(3)]
     # Targets and sources overlap in any way as far as one group goes.
@@ -251,7 +261,7 @@ def test_move_kv_cache(backend, count, dtype) -> None:
     assert all(torch.equal(x, y) for x, y in zip((*k, *v), expected, strict=True))
 
 
-def test_move_kv_cache_on_views(backend) -> None:
+def test_move_kv_cache_on_views(on_device) -> None:
     pool = torch.arange(60.0).view(10, 2, 3)
     before = pool.clone()
     padding = torch.tensor([3, 0, 0])  # SGLang pads with moves of slot 0 to itself

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from attention_case import random_tree
+from device_case import placed
 from torch import Tensor
 
 from pagedtree.integrations.sglang import tree_speculative_sampling_target_only, verify_tree_greedy
@@ -30,7 +31,10 @@ def published(device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
     return arguments, logits.to(device)
 
 
-def outputs(rows: int, bs: int, width: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def outputs(
+    rows: int, bs: int, width: int, dtype: torch.dtype, device: torch.device | None = None
+) -> dict[str, Tensor]:
+    """On `device`, or the default one."""
     return {
         "predicts": torch.full((rows,), -1, dtype=dtype, device=device),
         "accept_index": torch.full((bs, width), -1, dtype=dtype, device=device),
@@ -48,7 +52,7 @@ def respell(arguments: dict[str, Tensor], spelling: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("spelling", ["retrive", "retrieve"])
-def test_published_greedy_vector(backend, device, dtype, spelling) -> None:
+def test_published_greedy_vector(device, dtype, spelling) -> None:
     trees, logits = published(device)
     outs = outputs(12, 2, 4, dtype, device)
     verify_tree_greedy(**outs, **respell(trees, spelling), target_predict=logits.argmax(-1))
@@ -67,7 +71,7 @@ def test_compiled() -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("spelling", ["retrive", "retrieve"])
 @pytest.mark.parametrize("thresholds", [(1, 1), (0, 0), (0.5, 1), (1, 0)])
-def test_published_sampling_vector(backend, device, dtype, spelling, thresholds) -> None:
+def test_published_sampling_vector(device, dtype, spelling, thresholds) -> None:
     """With thresholds 0 SGLang's older kernels took drafts of probability 0 here; since 0.5.23 they do not."""
     trees, logits = published(device)
     outs = outputs(12, 2, 4, dtype, device)
@@ -118,13 +122,13 @@ def first_token(siblings: list[int], laws: Tensor, coins: Tensor, threshold_sing
 
 
 @pytest.mark.parametrize("name", BOUNDARIES)
-def test_published_boundaries(backend, name) -> None:
+def test_published_boundaries(on_device, name) -> None:
     siblings, law, coin, threshold, token, accepted = BOUNDARIES[name]
     result = first_token(siblings, torch.tensor([law]), torch.tensor([coin]), threshold)
     assert (result[0].item(), result[1].item()) == (token, accepted)
 
 
-def test_coins_on_boundaries(backend) -> None:
+def test_coins_on_boundaries(on_device) -> None:
     """A coin on the boundary of two tokens' intervals belongs to the second, for every law of sixteenths."""
     laws = [(0, a, b, 16 - a - b) for a in range(17) for b in range(17 - a)]
     p = torch.tensor(laws, dtype=torch.float32) / 16
@@ -133,7 +137,7 @@ def test_coins_on_boundaries(backend) -> None:
         inside = coins < 1
         tokens, accepted = first_token([1, 2, 3], p[inside], coins[inside], 1.0)
         assert accepted.all()
-        assert tokens.tolist() == [2 if width == 1 and law[2] else 3 for law in np.array(laws)[inside.numpy()]]
+        assert tokens.tolist() == [2 if width == 1 and law[2] else 3 for law in np.array(laws)[inside.cpu().numpy()]]
 
 
 # Random trees: nodes in any order, sibling lists in any order, flat rows in any order ---------------------------------
@@ -161,8 +165,8 @@ def children(first: list, sibling: list, node: int) -> list[int]:
 def random_case(rng: np.random.Generator, bs: int, n: int, vocab: int, dtype=torch.int64) -> dict[str, Tensor]:
     first, sibling = random_links(rng, bs, n)
     return {
-        "candidates": torch.from_numpy(rng.integers(0, vocab, (bs, n))).to(dtype),
-        "retrive_index": torch.from_numpy(rng.permutation(bs * n).reshape(bs, n)).to(dtype),
+        "candidates": placed(torch.from_numpy(rng.integers(0, vocab, (bs, n)))).to(dtype),
+        "retrive_index": placed(torch.from_numpy(rng.permutation(bs * n).reshape(bs, n))).to(dtype),
         "retrive_next_token": torch.tensor(first, dtype=dtype).view(bs, n),
         "retrive_next_sibling": torch.tensor(sibling, dtype=dtype).view(bs, n),
     }
@@ -185,12 +189,13 @@ SHAPES = [(1, 1, 1), (4, 2, 2), (7, 13, 5), (3, 33, 4), (2, 70, 40), (600, 9, 4)
 
 @pytest.mark.parametrize(("bs", "n", "width"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_greedy_on_random_trees(backend, bs, n, width, dtype) -> None:
+def test_greedy_on_random_trees(on_device, bs, n, width, dtype) -> None:
     rng = np.random.default_rng(n)
     case = random_case(rng, bs, n, 2, dtype)
-    target = torch.from_numpy(rng.integers(0, 2, (bs, n))).to(dtype) * 1_000_003  # ids past any small vocabulary
-    case["candidates"] *= 1_000_003
-    outs = outputs(bs * n + 3, bs, width, dtype, torch.device("cpu"))
+    target = placed(torch.from_numpy(rng.integers(0, 2, (bs, n)))).to(dtype)
+    for ids in (target, case["candidates"]):
+        ids *= 1_000_003  # past any small vocabulary
+    outs = outputs(bs * n + 3, bs, width, dtype)
     verify_tree_greedy(**outs, **case, target_predict=target)
     rows, flat_target, paths, tokens = case["retrive_index"].tolist(), target.flatten().tolist(), [], []
     for b in range(bs):
@@ -210,7 +215,7 @@ def test_greedy_on_random_trees(backend, bs, n, width, dtype) -> None:
 
 @pytest.mark.parametrize(("bs", "n", "width"), SHAPES)
 @pytest.mark.parametrize("thresholds", [(1.0, 1.0), (0.3, 1.0), (1.0, 0.4), (0.35, 0.7)])
-def test_sampling_on_random_trees(backend, bs, n, width, thresholds) -> None:
+def test_sampling_on_random_trees(on_device, bs, n, width, thresholds) -> None:
     rng = np.random.default_rng(n + 2)
     single, acc = thresholds
     vocab = 6
@@ -221,13 +226,13 @@ def test_sampling_on_random_trees(backend, bs, n, width, thresholds) -> None:
     probs /= probs.sum(-1, keepdims=True)
     probs = probs.astype(np.float32)
     coins, final = rng.random((bs, n)), rng.random(bs)
-    outs = outputs(bs * n, bs, width, torch.int32, torch.device("cpu"))
+    outs = outputs(bs * n, bs, width, torch.int32)
     tree_speculative_sampling_target_only(
         **outs,
         **case,
-        uniform_samples=torch.from_numpy(coins).float(),
-        uniform_samples_for_final_sampling=torch.from_numpy(final).float(),
-        target_probs=torch.from_numpy(probs),
+        uniform_samples=placed(torch.from_numpy(coins)).float(),
+        uniform_samples_for_final_sampling=placed(torch.from_numpy(final)).float(),
+        target_probs=placed(torch.from_numpy(probs)),
         draft_probs=torch.zeros(bs, n, vocab),
         threshold_single=single,
         threshold_acc=acc,
@@ -262,7 +267,7 @@ def test_sampling_on_random_trees(backend, bs, n, width, thresholds) -> None:
     check_paths(outs, case["retrive_index"].tolist(), paths, tokens, width)
 
 
-def test_law_of_the_first_token(backend) -> None:
+def test_law_of_the_first_token(on_device) -> None:
     """Over an even grid of coins the first token comes out exactly as often as the target's law says."""
     p, grid = torch.tensor([0.4, 0.2, 0.2, 0.2]), 20
     even = (torch.arange(grid) + 0.5) / grid
@@ -274,7 +279,7 @@ def test_law_of_the_first_token(backend) -> None:
         "retrive_next_token": torch.tensor([[1, -1, -1]]).repeat(bs, 1),
         "retrive_next_sibling": torch.tensor([[-1, 2, -1]]).repeat(bs, 1),
     }
-    outs = outputs(bs * 3, bs, 2, torch.int32, torch.device("cpu"))
+    outs = outputs(bs * 3, bs, 2, torch.int32)
     tree_speculative_sampling_target_only(
         **outs,
         **trees,
@@ -288,16 +293,16 @@ def test_law_of_the_first_token(backend) -> None:
     assert outs["accept_token_num"].sum() == 0.6 * bs
 
 
-def test_broken_links_end(backend) -> None:
+def test_broken_links_end(on_device) -> None:
     """Circles, links to nowhere, two parents: nothing hangs, nothing is read outside, the root is still verified."""
     rng = np.random.default_rng(5)
     bs, n = 40, 9
     case = random_case(rng, bs, n, 2)
     for name in ("retrive_next_token", "retrive_next_sibling"):
-        case[name] = torch.from_numpy(rng.integers(-(2**40), 2**40, (bs, n)))
-        case[name][: bs // 2] = torch.from_numpy(rng.integers(-1, n, (bs // 2, n)))
-    outs = outputs(bs * n, bs, 5, torch.int32, torch.device("cpu"))
-    verify_tree_greedy(**outs, **case, target_predict=torch.from_numpy(rng.integers(0, 2, (bs, n))))
+        case[name] = placed(torch.from_numpy(rng.integers(-(2**40), 2**40, (bs, n))))
+        case[name][: bs // 2] = placed(torch.from_numpy(rng.integers(-1, n, (bs // 2, n))))
+    outs = outputs(bs * n, bs, 5, torch.int32)
+    verify_tree_greedy(**outs, **case, target_predict=placed(torch.from_numpy(rng.integers(0, 2, (bs, n)))))
     assert (outs["accept_index"][:, 0] == case["retrive_index"][:, 0]).all()
     assert ((outs["accept_token_num"] >= 0) & (outs["accept_token_num"] < 5)).all()
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from simt.compare_golden import compare
 
 from pagedtree import append_kv
 from pagedtree.testing import backends, use_backend
@@ -107,26 +106,6 @@ def test_every_planted_bug_is_listed() -> None:
     assert say("simt_selftest", "none", "forward") == ""
     listed = subprocess.run([TREE / "simt_selftest", "list"], text=True, capture_output=True, check=True).stdout.split()
     assert listed == ["none", *BUGS]
-
-
-def test_answers_of_instructions_are_compared() -> None:
-    """`benchmarks/gpu_suite.sh` compares simt's answers with a GPU's; here: that a wrong answer would be noticed."""
-    if not (TREE / "simt_golden").exists():
-        pytest.skip("simt_golden was not built")
-    ours = subprocess.run([TREE / "simt_golden"], text=True, capture_output=True, check=True).stdout
-    assert all(entry["ok"] and entry["difference"] == 0 for entry in compare(ours, ours).values())
-    lines = ours.splitlines()
-    names = [line.partition(":")[0] for line in lines]
-    assert len(set(names)) == 7
-    for name in set(names):
-        wrong = list(lines)
-        words = wrong[names.index(name)].split(" ")
-        words[5] = f"{int(words[5], 16) ^ 0x1000:08x}"
-        wrong[names.index(name)] = " ".join(words)
-        assert [n for n, entry in compare("\n".join(wrong), ours).items() if not entry["ok"]] == [name]
-    without = [line for line in lines if not line.startswith("of_cta")]
-    assert not compare("\n".join(without), ours)["of_cta"]["ok"]
-    assert "of_cta" not in compare("\n".join([*without, "of_cta: absent"]), ours)
 
 
 @pytest.mark.skipif("simt" not in backends(), reason="built without simt")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from device_case import placed
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -279,7 +280,7 @@ def test_arguments_are_not_written(backend, device) -> None:
     ],
 )
 def test_build_trees_refuses(backend, device, parents, cu_nodes, max_nodes, max_depth, message) -> None:
-    parents, cu_nodes = parents.to(device), cu_nodes.to(device)
+    parents, cu_nodes = placed(parents, device), placed(cu_nodes, device)
     with pytest.raises(ValueError, match=f"build_trees: {message}"):
         build_trees(parents, cu_nodes, max_nodes=max_nodes, max_depth=max_depth)
     with pytest.raises(RuntimeError, match=message):

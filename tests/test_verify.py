@@ -105,7 +105,8 @@ def test_output_does_not_depend_on_the_drafter(device, drafter):
     def plain() -> list[int]:
         tokens, last = [], 0
         for position in range(length):
-            last = int(sample(table[last : last + 1], params, seeds=seed, positions=torch.tensor([position])))
+            at = torch.tensor([position], device=device)
+            last = int(sample(table[last : last + 1], params, seeds=seed, positions=at))
             tokens.append(last)
         return tokens
 

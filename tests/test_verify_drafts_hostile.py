@@ -265,7 +265,8 @@ def test_empty_batches_and_trees(device, op):
     none = torch.empty(0, dtype=torch.int64, device=device)
     given = {"draft_law": "iid", "seeds": none, "positions": none}
     empty = TreeBatch.from_trees([], device=device)
-    verdict = op(torch.empty(0, 5, device=device), none, empty, PARAMS, draft_probs=torch.empty(0, 5), **given)
+    rows = torch.empty(0, 5, device=device)
+    verdict = op(rows, none, empty, PARAMS, draft_probs=rows, **given)
     assert [tuple(t.shape) for t in verdict] == [(0, 1), (0,), (0, 1), (0,)]
     parents = torch.tensor([-1, 0], dtype=torch.int32, device=device)
     offsets = torch.tensor([0, 0, 2, 2], dtype=torch.int32, device=device)

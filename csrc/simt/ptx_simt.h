@@ -4,6 +4,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <limits>
+
 #include "simt/device.h"
 
 namespace pagedtree::ptx {
@@ -122,6 +124,9 @@ inline uint32_t thread_index() { return threadIdx.x; }
 inline void barrier_sync(unsigned id, unsigned num_threads, Location at = Location::current()) {
   simt::machine().barrier(id, num_threads, {"bar.sync", at});
 }
-inline float ex2(float x) { return std::exp2(x); }
+inline float ex2(float x) {  // .ftz: a subnormal result is 0
+  const float y = std::exp2(x);
+  return y < std::numeric_limits<float>::min() ? 0.0f : y;
+}
 
 }  // namespace pagedtree::ptx

@@ -59,6 +59,7 @@ const std::vector<const Backend*>& host_backends() {
   return found;
 }
 
+// What serves ops on CPU tensors; null where a test refuses them.
 std::atomic<const Backend*>& host_backend() {
   static std::atomic<const Backend*> chosen{&cpu::backend()};
   return chosen;
@@ -75,6 +76,8 @@ const Backend& backend_for(const Tensor& anchor) {
     }
   } else if (!anchor.is_cpu()) {
     throw std::runtime_error("pagedtree has no backend for this device; tensors must be on the CPU or a CUDA device");
+  } else if (backend == nullptr) {
+    throw std::runtime_error("this test is of the backend cuda, but the op's tensors are on the CPU");
   }
   return *backend;
 }
@@ -103,12 +106,17 @@ std::string backends() {
 }
 
 std::string use_backend(std::string name) {
-  std::string names;
+  const Backend* chosen = nullptr;
+  std::string names = "cuda";
   for (const Backend* backend : host_backends()) {
-    if (name == backend->name) return host_backend().exchange(backend)->name;
-    names += (names.empty() ? "" : ", ") + std::string(backend->name);
+    if (name == backend->name) chosen = backend;
+    names += ", " + std::string(backend->name);
   }
-  throw std::runtime_error("use_backend: `name` must be one of " + names + ", got " + name);
+  if (chosen == nullptr && name != "cuda") {
+    throw std::runtime_error("use_backend: `name` must be one of " + names + ", got " + name);
+  }
+  const Backend* previous = host_backend().exchange(chosen);
+  return previous == nullptr ? "cuda" : previous->name;
 }
 
 }  // namespace pagedtree::ops

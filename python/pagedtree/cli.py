@@ -13,6 +13,7 @@ import pagedtree
 COMMANDS = {
     "info": ("pagedtree.info", None, "versions, backends, instruction sets, libraries"),
     "generate": ("pagedtree.integrations.transformers.cli", "transformers", "complete prompts with a checkpoint"),
+    "check": ("pagedtree.check", None, "compare every op on this device with the CPU backend"),
     "bench": ("pagedtree.bench", None, "measure the ops on this machine"),
 }
 

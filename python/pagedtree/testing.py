@@ -24,13 +24,12 @@ def use_backend(name: str) -> Iterator[None]:
 
     Raises ValueError for a backend that this build lacks.
     """
-    if name == "cuda" and name in backends():  # chosen by the tensors' device
+    if name not in backends():
+        raise ValueError(f"use_backend: `name` must be one of {', '.join(backends())}, got {name}")
+    if name == "cuda":  # chosen by the tensors' device
         yield
         return
-    try:
-        previous = ops._use_backend(name)
-    except RuntimeError as error:
-        raise ValueError(str(error)) from None
+    previous = ops._use_backend(name)
     try:
         yield
     finally:

@@ -49,7 +49,7 @@ class Arithmetic(State):
         self._apply(name, operands, np.bitwise_not)
 
     def do_ex2(self, name, operands):
-        self._apply(name, operands, np.exp2)
+        self._apply(name, operands, lambda x: np.where(np.exp2(x) < np.float32(2.0**-126), 0, np.exp2(x)))  # .ftz
 
     def do_lg2(self, name, operands):
         self._apply(name, operands, np.log2)

@@ -94,6 +94,7 @@ class DraftGroup:
         self.stats = DraftStats()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="draft") if self.drafter is not None else None
         self._drafting: Future[tuple[Draft, float]] | None = None
+        self._unprepared: list[Any] | None = None
         facts: list[Any] = [None]
         if self.rank == 0:
             names = ("max_nodes", "needs_hidden", "draft_law", "is_chain")
@@ -122,6 +123,10 @@ class DraftGroup:
         shared = self._share(draft, seconds, failure)
         self.stats.wait_time += time.perf_counter() - begin
         return shared
+
+    def prepare(self, sequences: list[Any]) -> None:
+        """Tells the draft ranks' drafter with the first proposal, so that all ranks hear of what it refuses."""
+        self._unprepared = sequences
 
     def begin(self, *args: Any, **kwargs: Any) -> None:
         """Tells the draft ranks' drafter, as do `select`, `observe` and `forget`."""
@@ -155,6 +160,9 @@ class DraftGroup:
     def _draft(self, tokens: Tensor, lengths: Tensor) -> tuple[Draft, float]:
         begin = time.perf_counter()
         assert self.drafter is not None
+        if self._unprepared is not None:
+            sequences, self._unprepared = self._unprepared, None
+            self._forward("prepare", sequences)
         draft = Draft(*self.drafter.propose(tokens, lengths))
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()

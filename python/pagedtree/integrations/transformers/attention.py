@@ -19,6 +19,7 @@ from pagedtree import tree_attention
 from pagedtree.integrations.masks import all_visible, pack_mask
 from pagedtree.integrations.transformers.continuous_cache import attend_continuous
 from pagedtree.integrations.transformers.paged_step import current_step
+from pagedtree.integrations.transformers.rotary import check_constant
 
 __all__ = ["NAME", "attention_forward", "register"]
 
@@ -29,8 +30,19 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 def register() -> None:
     """Makes `attn_implementation="pagedtree"` known to transformers; importing this package does it. Idempotent."""
     AttentionInterface.register(NAME, attention_forward)
-    # Ordinary forward passes get SDPA's masks: None where causal, else bool.
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, _mask)
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """What transformers calls for each mask of a pass: ordinary passes get SDPA's, None where causal, else bool."""
+    step = current_step.get()
+    if step is None:
+        return sdpa_mask(*args, **kwargs)
+    return step.mask.of_layers(kwargs["mask_function"], kwargs.get("local_size"))
+
+
+# For a keyword that a model leaves out, which is not the same as None.
+_LEFT_OUT: Any = object()
 
 
 def attention_forward(
@@ -41,7 +53,7 @@ def attention_forward(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | None = _LEFT_OUT,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
@@ -49,10 +61,11 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """What transformers calls in each attention layer: query [B, Hq, T, D], key, value [B, Hkv, S, D] -> [B, T, Hq, D].
 
-    softcap (Gemma 2), s_aux (the sinks of gpt-oss) and sliding_window come from the model. attention_mask: None
-    (causal, or everything visible where the layer is not causal), bool [B, 1, T, >= S], or the same as zeros and very
-    negative numbers. Raises ValueError for what the op lacks: other head sizes, dropout, training, attention weights
-    as output, a position bias.
+    softcap (Gemma 2), s_aux (the sinks of gpt-oss) and sliding_window come from the model; a sliding_window of None is
+    no window, one that is left out is the module's, or the cache's. attention_mask: None (causal, or everything visible
+    where the layer is not causal), bool [B, 1, T, >= S], or the same as zeros and very negative numbers; in a packed
+    pass the one that the pass gave out, which tells the window. Raises ValueError for what the op lacks: other head
+    sizes, dropout, training, attention weights as output, a position bias, and in packed passes any other mask.
     """
     _refuse_unsupported(module, query, value, dropout, kwargs)
     options = {
@@ -60,17 +73,20 @@ def attention_forward(
         "softcap": softcap or 0.0,
         "sinks": s_aux.detach().float() if s_aux is not None else None,
     }
-    window = sliding_window if sliding_window is not None else getattr(module, "sliding_window", None)
     layer: Any = getattr(module, "layer_idx", None)
     step = current_step.get()
     if step is not None:
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-        return step.attend(layer, q, k, v, window or 0, options).unsqueeze(0), None
+        return step.attend(layer, q, k, v, step.mask.window_of(attention_mask), options).unsqueeze(0), None
+    is_told = sliding_window is not _LEFT_OUT
     if kwargs.get("cache") is not None:
-        return attend_continuous(layer, query, key, value, window or 0, options, kwargs), None
+        check_constant("continuous batching", module)
+        window = (sliding_window or 0) if is_told else None
+        return attend_continuous(layer, query, key, value, window, options, kwargs), None
+    window = (sliding_window if is_told else getattr(module, "sliding_window", None)) or 0
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
-    return _attend_dense(query, key, value, attention_mask, is_causal, window or 0, options), None
+    return _attend_dense(query, key, value, attention_mask, is_causal, window, options), None
 
 
 def _refuse_unsupported(
@@ -79,9 +95,10 @@ def _refuse_unsupported(
     def refuse(what: str) -> None:
         raise ValueError(f'attention implementation "{NAME}": {what}; choose another attn_implementation')
 
-    if query.shape[-1] not in HEAD_DIMS or value.shape[-1] != query.shape[-1]:
+    q_dim, v_dim = query.shape[-1], value.shape[-1]
+    if q_dim not in HEAD_DIMS or v_dim != q_dim:
         dims = ", ".join(map(str, HEAD_DIMS))
-        refuse(f"expected a head_dim in {dims}, got {query.shape[-1]} (values {value.shape[-1]})")
+        refuse(f"expected a head_dim in {dims}, got {q_dim} for q and {v_dim} for v")
     if dropout > 0.0:
         refuse(f"expected no attention dropout, got {dropout}")
     if module.training and torch.is_grad_enabled():

@@ -11,6 +11,7 @@ from transformers import AttentionInterface
 
 from pagedtree.integrations.transformers.attention import NAME, attention_forward
 from pagedtree.integrations.transformers.model import check_model, use_attention
+from pagedtree.integrations.transformers.rotary import check_constant
 
 __all__ = ["continuous_batching", "paged_attention_forward"]
 
@@ -26,9 +27,11 @@ def continuous_batching(model: Any) -> Iterator[None]:
 
     The model's attention implementation is "pagedtree", for which transformers 5 knows only the name "paged|eager":
     inside the block that name means ours, in every model. Other use of the model belongs outside. Raises ValueError for
-    a model in training mode or with other layers than full and sliding attention.
+    a model in training mode, with other layers than full and sliding attention, or with rotary frequencies that depend
+    on the longest sequence of a pass ("longrope", "dynamic"): transformers would rotate its neighbours by them, too.
     """
     check_model(model)
+    check_constant("continuous batching", model)
     interface = AttentionInterface()
     if PAGED_NAME not in interface:  # transformers 4.57 takes any name
         with use_attention(model, NAME):

@@ -17,22 +17,31 @@ class LayerCache(NamedTuple):
 
     Attributes:
         group: the layer's place in read_index and write_index. kind: its place in what is kept for each layer type.
-        pages: K and V [pages, page_size, Hkv, D]; None for a sliding window's ring buffer, which is no pages in order.
+        window: of the layer, 0 = none. pages: K and V [pages, page_size, Hkv, D]; None for a sliding window's ring
+            buffer, which is no pages in order.
     """
 
     group: int
     kind: str
+    window: int
     pages: tuple[Tensor, Tensor] | None
 
 
 def attend_continuous(
-    layer: int, query: Tensor, key: Tensor, value: Tensor, window: int, options: dict[str, Any], kwargs: dict[str, Any]
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    options: dict[str, Any],
+    kwargs: dict[str, Any],
 ) -> Tensor:
     """A packed pass of continuous batching: query [1, Hq, T, D], key, value [1, Hkv, T, D] -> [1, T, Hq, D].
 
-    kwargs are those of transformers' pass: its cache, the slots to write (write_index) and those of each request's
-    whole sequence (read_index). Full attention writes and reads the cache in place, by pages. A window's ring buffer
-    may have to be read before it is written, so transformers gathers its keys; they are read as pages of one slot.
+    window: 0 = none, None = the cache's. kwargs are those of transformers' pass: its cache, the slots to write
+    (write_index) and those of each request's whole sequence (read_index). Full attention writes and reads the cache in
+    place, by pages. A window's ring buffer may have to be read before it is written, so transformers gathers its keys;
+    they are read as pages of one slot.
 
     Raises ValueError for caches of another layout than those of transformers 4.57 and 5.23.
     """
@@ -54,7 +63,8 @@ def attend_continuous(
         index = torch.arange(k_cache.shape[0], device=query.device)
     out = tree_attention(
         query[0].transpose(0, 1), k_cache, v_cache, _page_table(index, cu_seqlens_k, int(longest), k_cache.shape[1]),
-        cu_seqlens_k.diff().int(), kwargs["cu_seq_lens_q"].int(), window=window, **options,
+        cu_seqlens_k.diff().int(), kwargs["cu_seq_lens_q"].int(),
+        window=of_layer.window if window is None else window, **options,
     )  # fmt: skip
     return cast(Tensor, out).unsqueeze(0)
 
@@ -74,15 +84,16 @@ def _layer_cache(cache: Any, layer: int) -> LayerCache:
     if hasattr(cache, "layer_to_allocator"):  # transformers 5.23
         allocator = cache.layer_to_allocator[layer]
         pages = allocator.get_cache_for_block_table(layer) if allocator.supports_block_table else None
-        return LayerCache(allocator.index, allocator.layer_type, pages)
+        return LayerCache(allocator.index, allocator.layer_type, getattr(allocator, "sliding_window", 0), pages)
     if hasattr(cache, "layer_index_to_group_indices"):  # transformers 4.57
         group, place = cache.layer_index_to_group_indices[layer]
-        if cache.sliding_windows[layer] != 1:
-            return LayerCache(group, "sliding_attention", None)
+        window = cache.sliding_windows[layer]
+        if window != 1:
+            return LayerCache(group, "sliding_attention", window, None)
         # The last row is for padding.
         pools = (cache.key_cache[place], cache.value_cache[place])
         k_pages, v_pages = (pool[:-1].unflatten(0, (-1, cache.block_size)) for pool in pools)
-        return LayerCache(group, "full_attention", (k_pages, v_pages))
+        return LayerCache(group, "full_attention", 0, (k_pages, v_pages))
     raise ValueError(f"continuous batching: expected the cache of transformers 4.57 or 5.23, got {type(cache)}")
 
 

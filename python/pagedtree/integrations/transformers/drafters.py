@@ -78,6 +78,9 @@ class Drafter:
     is_chain: bool = False
     tuner: tuple[weakref.ref[Any], TreeTuner] | None = None  # of `generate(tree="auto")`, and for which model
 
+    def prepare(self, sequences: list[Sequence]) -> None:
+        """What a call of `generate` is to run, before `begin`; raises ValueError for what this drafter cannot serve."""
+
     def begin(self, page_size: int, sampling: Sampling) -> None:
         """A call of `generate` starts: nothing is known about any sequence. sampling: how it chooses tokens."""
 

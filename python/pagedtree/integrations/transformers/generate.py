@@ -17,6 +17,7 @@ from pagedtree.integrations.transformers.engine import Engine
 from pagedtree.integrations.transformers.fixed_step import check_device
 from pagedtree.integrations.transformers.model import check_model, use_attention
 from pagedtree.integrations.transformers.paged_cache import PagedCache
+from pagedtree.integrations.transformers.rotary import check_constant, check_rotation, same_rotation
 from pagedtree.integrations.transformers.rules import Sampling, check_rule
 from pagedtree.integrations.transformers.scheduler import Scheduler
 from pagedtree.integrations.transformers.stats import GenerationStats, SequenceStats
@@ -107,9 +108,10 @@ def generate(
     For a list of prompts a list of int64 tensors [length]; for a tensor, like model.generate, one int64 tensor
     [B * n, L + generated], padded at the right with pad_token_id.
 
-    Raises ValueError for an empty prompt, a model or arguments that do not fit, a rule that the drafter or params do
-    not fit, cuda_graph without a GPU or with another drafter, or num_pages too small for a sequence with the whole pool
-    to itself.
+    Raises ValueError for an empty prompt, a model or arguments that do not fit, sequences that would change the
+    frequencies of a model's rotary embedding for their neighbours ("longrope", "dynamic"; see `rotary`), a rule that
+    the drafter or params do not fit, cuda_graph without a GPU or with another drafter, or num_pages too small for a
+    sequence with the whole pool to itself.
     """
     check_model(model)
     prompts = _prompts(input_ids, attention_mask)
@@ -135,8 +137,13 @@ def generate(
     cache = PagedCache(num_pages, page_size, device)
     queue = Scheduler(sequences, cache, max_batch_tokens)
     queue.check_capacity(drafter.max_nodes or 1)
+    is_long = check_rotation("model", model, sequences)
+    if hasattr(drafter, "prepare"):  # any object with `observe` is a drafter
+        drafter.prepare(sequences)
     if cuda_graph:
         check_device(device)
+        for name, each in (("model", model), ("drafter", getattr(drafter, "model", None))):
+            check_constant(f"cuda_graph: {name}", each)
         if shards is not None:
             raise ValueError("shards: expected None with cuda_graph, got a VocabShards")
         if share_prefix:
@@ -152,7 +159,7 @@ def generate(
     engine = Engine(
         model, queue, drafter, sampling, eos_ids, min_shared_tokens, callback, on_step, stats, cuda_graph, tuner
     )  # fmt: skip
-    with use_attention(model):
+    with use_attention(model), same_rotation(model, is_long):
         engine.run()
     if isinstance(input_ids, Tensor):
         pad = next(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from pagedtree.integrations.transformers.attention import NAME, register
 from pagedtree.integrations.transformers.paged_step import PagedStep
@@ -17,7 +17,10 @@ __all__ = ["check_model", "run_packed", "use_attention"]
 
 
 def check_model(model: Any) -> None:
-    """Refuses models whose state is not all in attention keys and values; ValueError says why."""
+    """Refuses models that cannot run on packed tokens with attention keys and values as their state.
+
+    ValueError says why. What only shows in a layer is refused there: other masks, head sizes, layers that run twice.
+    """
     if model.training:
         raise ValueError("model: expected evaluation mode, got training mode; call model.eval()")
     config = model.config.get_text_config()
@@ -25,6 +28,30 @@ def check_model(model: Any) -> None:
     if kinds or model.config.is_encoder_decoder:
         what = ", ".join(sorted(kinds)) or "an encoder and a decoder"
         raise ValueError(f"model: expected a decoder of full or sliding attention layers, got {what}")
+    name = type(model).__name__
+    if not _has(model, lambda inner: inner._can_set_attn_implementation()):
+        raise ValueError(f"model: expected layers that use transformers' attention interface, {name} has its own")
+    if not _takes_positions(model):
+        raise ValueError(f"model: expected a forward that takes position_ids, that of {name} does not")
+    # transformers 4.57 hands the keys of one layer to another in its cache, which is not used here.
+    if getattr(config, "num_kv_shared_layers", 0) and any(
+        getattr(module, "kv_shared_layer_index", None) is not None for module in model.modules()
+    ):
+        raise ValueError("model: expected layers that share keys without transformers' cache, as in transformers 5.23")
+
+
+def _has(model: nn.Module, property_of: Callable[[Any], bool]) -> bool:
+    """Whether it holds for the model, or for one in it: a language model beside a vision tower, say."""
+    return any(property_of(inner) for inner in model.modules() if isinstance(inner, PreTrainedModel))
+
+
+def _takes_positions(model: nn.Module) -> bool:
+    """Whether position_ids are an argument of the model, or of one in it, to which it may hand its other arguments."""
+    parameters = inspect.signature(model.forward).parameters
+    hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return "position_ids" in parameters or (
+        hands_on and _has(model, lambda inner: "position_ids" in inspect.signature(inner.forward).parameters)
+    )
 
 
 @contextmanager
@@ -54,16 +81,22 @@ def run_packed(
         logits = model(
             input_ids=input_ids[None],
             position_ids=positions[None],
-            # A mask of four dimensions is handed to the layers as it is: none is built, and ours do not read it.
-            attention_mask=torch.ones((1, 1, 1, 1), dtype=torch.bool, device=input_ids.device),
+            attention_mask=step.mask.tokens,
             use_cache=False,
             **kwargs,
         ).logits[0]
-    num_layers = model.config.get_text_config().num_hidden_layers
-    if step.layers_run != num_layers:
+    config = model.config.get_text_config()
+    num_layers = config.num_hidden_layers
+    if len(step.layers_run) != num_layers:
         raise ValueError(
-            f"model: expected {num_layers} layers to use transformers' attention interface, {step.layers_run} of"
+            f"model: expected {num_layers} layers to use transformers' attention interface, {len(step.layers_run)} of"
             f" {type(model).__name__} did"
+        )
+    window = getattr(config, "sliding_window", None)
+    if window and getattr(config, "layer_types", None) is None and not step.mask.has_windows:
+        raise ValueError(
+            f"model: expected masks of the config's sliding_window {window}, which transformers' cache keeps, but"
+            f" {type(model).__name__} asks for masks without a window"
         )
     hidden = captured[0].reshape(-1, captured[0].shape[-1]) if captured else None
     if rows is not None and not kwargs:

@@ -27,6 +27,7 @@ from pagedtree.integrations.transformers.drafters import Drafter, Proposal, Step
 from pagedtree.integrations.transformers.model import check_model, run_packed, use_attention
 from pagedtree.integrations.transformers.paged_cache import PagedCache
 from pagedtree.integrations.transformers.paged_step import PagedStep
+from pagedtree.integrations.transformers.rotary import check_rotation, same_rotation
 from pagedtree.integrations.transformers.rules import Sampling
 from pagedtree.integrations.transformers.scheduler import Sequence
 
@@ -98,6 +99,7 @@ class ModelDrafter(Drafter):
         self.max_kv_nodes = 1 + sum(self.num_frontier)
         self.max_depth = len(self.num_children)
         self._context, self._attends = ExitStack(), False
+        self._is_long: bool | None = None  # what `prepare` found; None without it, as in vLLM
         self._reset(page_size=1)
 
     def _reset(self, page_size: int) -> None:
@@ -108,6 +110,9 @@ class ModelDrafter(Drafter):
         self._draft: Draft | None = None
         self._limits = (self.max_nodes, self.max_depth)
 
+    def prepare(self, sequences: list[Sequence]) -> None:
+        self._is_long = check_rotation("drafter: its model", self.model, sequences)
+
     def begin(self, page_size: int, sampling: Sampling) -> None:
         if self.law != "topk" and sampling.params is None:
             raise ValueError(f'drafter: law "{self.law}" draws by the params of `generate`, got None')
@@ -116,13 +121,15 @@ class ModelDrafter(Drafter):
 
     def end(self) -> None:
         self._context.close()
-        self._attends = False
+        self._attends, self._is_long = False, None
         self._reset(page_size=1)
 
     def _attend(self) -> None:
         """The draft model uses our attention. Not from `begin`: a short prompt's first token would come 1 % later."""
         if not self._attends:
             self._context.enter_context(use_attention(self.model))
+            if self._is_long is not None:
+                self._context.enter_context(same_rotation(self.model, self._is_long))
             self._attends = True
 
     def select(self, sequences: list[Sequence]) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import append_kv, attention_plan, merge_states, tree_attention
+from pagedtree.integrations.transformers.packed_mask import PackedMask
 from pagedtree.integrations.transformers.paged_cache import PagedCache
 
 __all__ = ["PagedStep", "PrefixPass", "current_step"]
@@ -45,6 +46,8 @@ class PagedStep:
         page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens, max_seqlen_q: arguments of `tree_attention`.
         slots: of `append_kv`, one a token.
         prefix: set where shared pages are to be read once.
+        mask: what the layers get in place of masks.
+        layers_run: the layers that came here so far, by their layer_idx.
     """
 
     cache: PagedCache
@@ -56,8 +59,12 @@ class PagedStep:
     tree_lens: Tensor | None
     max_seqlen_q: int
     prefix: PrefixPass | None = None
-    layers_run: int = 0
+    mask: PackedMask = field(init=False)
+    layers_run: set[int] = field(default_factory=set)
     _plans: dict[Any, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.mask = PackedMask(self.slots.shape[0], self.slots.device)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -69,8 +76,13 @@ class PagedStep:
             current_step.reset(token)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, options: dict[str, Any]) -> Tensor:
-        """Attention of layer `layer`: q [T, Hq, D], k and v [T, Hkv, D] of the packed tokens -> [T, Hq, D]."""
-        self.layers_run += 1
+        """Attention of layer `layer`: q [T, Hq, D], k and v [T, Hkv, D] of the packed tokens -> [T, Hq, D].
+
+        Raises ValueError for a layer that comes twice: what it wrote the first time would be lost.
+        """
+        if layer in self.layers_run:
+            raise ValueError(f"model: expected each layer to run once in a pass, got layer_idx {layer} again")
+        self.layers_run.add(layer)
         k_cache, v_cache = self.cache.layer(layer, k)
         append_kv(k, v, k_cache, v_cache, self.slots)
         # A window counts positions from the start of the sequence, which the own pages do not hold.

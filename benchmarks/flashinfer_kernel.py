@@ -1,0 +1,204 @@
+"""FlashInfer's paged prefill kernel without its package: compiled from its headers, called through ctypes.
+
+    FLASHINFER_INCLUDE=FOLDER python benchmarks/flashinfer_kernel.py              # compile it
+    FLASHINFER_INCLUDE=FOLDER python benchmarks/flashinfer_kernel.py --copy NEW   # copy the headers it needs, 13 MB
+
+FOLDER is `flashinfer/data/include` of flashinfer-python 0.7, which `pip download --no-deps` fetches; `cccl`, which lies
+beside it there, is taken before the toolkit's. Where the package is installed, no FOLDER need be named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("flashinfer_kernel.cu")
+HEAD_DIM, DTYPE = 128, torch.bfloat16  # of the source
+INT_WORKSPACE = 8 << 20  # bytes, as in FlashInfer
+# As FlashInfer compiles it.
+FLAGS = [
+    "-std=c++17", "-O3", "-DNDEBUG", "-use_fast_math", "--expt-relaxed-constexpr", "-DFLASHINFER_ENABLE_F16",
+    "-DFLASHINFER_ENABLE_BF16", "-DFLASHINFER_ENABLE_FP8_E4M3", "-DFLASHINFER_ENABLE_FP8_E5M2",
+]  # fmt: skip
+CCCL = ("cub", "libcudacxx/include", "thrust")
+
+
+def include_folder() -> Path | None:
+    """Where FlashInfer's headers are: FLASHINFER_INCLUDE, or the installed package's."""
+    named = os.environ.get("FLASHINFER_INCLUDE")
+    found = None if named else importlib.util.find_spec("flashinfer")
+    for place in (found.submodule_search_locations or []) if found else []:
+        named = str(Path(place) / "data" / "include")
+    folder = Path(named) if named else None
+    return folder if folder and (folder / "flashinfer" / "attention" / "prefill.cuh").exists() else None
+
+
+def includes() -> list[str]:
+    folder = include_folder()
+    if folder is None:
+        raise FileNotFoundError("FLASHINFER_INCLUDE names no folder with flashinfer/attention/prefill.cuh")
+    return [f"-I{path}" for path in (*(folder.parent / "cccl" / part for part in CCCL), folder) if path.is_dir()]
+
+
+def architecture() -> str:
+    """The GPU's, as nvcc writes it; Hopper's where there is none."""
+    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    return f"{major}{minor}{'a' if major >= 9 else ''}"
+
+
+def compiled(folder: Path, arch: str) -> Path:
+    """The shared library in `folder`, made if it is not there or older than its source. Raises RuntimeError."""
+    target = folder / f"flashinfer_kernel_sm{arch}.so"
+    if target.exists() and target.stat().st_mtime > SOURCE.stat().st_mtime:
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_suffix(f".{os.getpid()}")
+    options = ["-gencode", f"arch=compute_{arch},code=sm_{arch}", "--split-compile=0", "--shared", "-Xcompiler=-fPIC"]
+    command = ["nvcc", *FLAGS, *options, *includes(), "-o", str(unfinished), str(SOURCE)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        errors = [line for line in run.stderr.splitlines() if "error" in line] or [f"nvcc: status {run.returncode}"]
+        raise RuntimeError(f"{SOURCE.name} does not compile: {errors[0]}")
+    unfinished.replace(target)
+    return target
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    found = ctypes.CDLL(str(compiled(Path("build"), architecture())))
+    found.flashinfer_last_error.restype = ctypes.c_char_p
+    found.flashinfer_plan_bytes.restype = ctypes.c_int64
+    return found
+
+
+@functools.cache
+def absent() -> str | None:
+    """Why it cannot run here, or None."""
+    if not torch.cuda.is_available():
+        return "measured on machines with a GPU"
+    if shutil.which("nvcc") is None:
+        return "nvcc is not on the PATH"
+    try:
+        library()
+    except (OSError, RuntimeError) as error:
+        return str(error)
+    return None
+
+
+class Shape(ctypes.Structure):
+    """FlashInferShape of the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("batch", "num_queries", "num_heads", "num_kv_heads", "page_size")),
+        *((name, ctypes.c_void_p) for name in ("float_workspace", "int_workspace", "host_workspace")),
+        *((name, ctypes.c_uint64) for name in ("float_bytes", "int_bytes")),
+        ("stream", ctypes.c_void_p),
+    )
+
+
+def address(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr() if tensor is not None else None)
+
+
+class Wrapper:
+    """What BatchPrefillWithPagedKVCacheWrapper does in these benchmarks: `plan` once a step, `run` in each layer."""
+
+    def __init__(self, workspace: Tensor, lib: Any) -> None:
+        self.lib, self.workspace, self.device = lib, workspace, workspace.device
+        is_cuda = self.device.type == "cuda"
+        self.ints = torch.empty(INT_WORKSPACE, dtype=torch.uint8, device=self.device)
+        self.host = torch.empty(INT_WORKSPACE, dtype=torch.uint8, pin_memory=is_cuda)
+        self.overlaps = is_cuda and torch.cuda.get_device_capability() >= (9, 0)
+        self.split = ctypes.create_string_buffer(lib.flashinfer_plan_bytes())
+
+    def plan(
+        self, query_indptr: Tensor, page_indptr: Tensor, page_indices: Tensor, last_page_len: Tensor, num_heads: int,
+        num_kv_heads: int, head_dim: int, page_size: int, *, sm_scale: float, q_data_type: torch.dtype,
+        kv_data_type: torch.dtype, custom_mask: Tensor | None = None, causal: bool = False,
+    ) -> None:  # fmt: skip
+        """As FlashInfer's: offsets int32 [B + 1] on the device; custom_mask bool, each sequence's [queries, keys]."""
+        if (head_dim, q_data_type, kv_data_type) != (HEAD_DIM, DTYPE, DTYPE):
+            raise ValueError(f"compiled for head size {HEAD_DIM} and bfloat16")
+        if (custom_mask is None) != causal:
+            raise ValueError("expected either custom_mask or causal")
+        self.where = query_indptr, page_indptr, page_indices, last_page_len
+        queries, pages = query_indptr.cpu(), page_indptr.cpu()
+        self.shape = Shape(
+            queries.numel() - 1, int(queries[-1]), num_heads, num_kv_heads, page_size, self.workspace.data_ptr(),
+            self.ints.data_ptr(), self.host.data_ptr(), self.workspace.numel(), self.ints.numel(), self.stream(),
+        )  # fmt: skip
+        self.scale, self.packed, self.packed_indptr = sm_scale, None, None
+        if custom_mask is not None:
+            keys = (pages.diff() - 1) * page_size + last_page_len.cpu()
+            self.pack(custom_mask, (queries.diff() * keys).int())
+        self.call("flashinfer_plan", queries, pages, self.split)
+
+    def pack(self, mask: Tensor, pairs: Tensor) -> None:
+        """A bit for each of a sequence's `pairs`, each sequence from a new byte on."""
+
+        def offsets(sizes: Tensor) -> Tensor:
+            return torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).int()
+
+        packed = offsets((pairs + 7) // 8)
+        self.packed = torch.empty(int(packed[-1]), dtype=torch.uint8, device=self.device)
+        self.packed_indptr = packed.to(self.device)
+        self.call("flashinfer_pack_mask", mask, self.packed, offsets(pairs).to(self.device), self.packed_indptr)
+
+    def run(self, q: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:
+        """q [T, Hq, 128]; caches [pages, page_size, Hkv, 128], contiguous; out as q."""
+        out = torch.empty_like(q)
+        self.shape.stream = self.stream()
+        self.call(
+            "flashinfer_run", self.split, q, *caches, out, *self.where, self.packed, self.packed_indptr,
+            ctypes.c_float(self.scale), int(self.overlaps),
+        )  # fmt: skip
+        return out
+
+    def stream(self) -> int:
+        return torch.cuda.current_stream().cuda_stream if self.device.type == "cuda" else 0
+
+    def call(self, name: str, *arguments: Any) -> None:
+        passed = [address(a) if a is None or isinstance(a, Tensor) else a for a in arguments]
+        if getattr(self.lib, name)(ctypes.byref(self.shape), *passed):
+            raise RuntimeError(f"{name}: {self.lib.flashinfer_last_error().decode()}")
+
+
+def copy_headers(target: Path) -> None:
+    """Into target/include and target/cccl, those that the source includes."""
+    folder = include_folder()
+    command = ["nvcc", *FLAGS, *includes(), "-M", str(SOURCE)]
+    assert folder is not None
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    data = folder.parent.resolve()
+    needed = {Path(text).resolve() for text in listed.replace("\\\n", " ").split()[2:]}
+    for header in sorted(path for path in needed if path.is_relative_to(data)):
+        place = target / header.relative_to(data)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(header, place)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--copy", type=Path, metavar="NEW")
+    args = parser.parse_args()
+    if args.copy:
+        copy_headers(args.copy)
+        print(f"FLASHINFER_INCLUDE={args.copy / 'include'}")
+    else:
+        print(compiled(Path("build"), architecture()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+// Runs each function of pagedtree::ptx by itself on words from outside: what a GPU gives, and what simt takes it to
+// give, are compared with the instruction's definition by `python -m pagedtree check` (python/pagedtree/check).
+#include <cstring>
+#include <exception>
+#include <iterator>
+#include <string>
+#include <type_traits>
+
+#include "core/common.h"
+#include "cuda/tile/launch.cuh"
+#include "cuda/tile/ptx.cuh"
+
+namespace pagedtree::cuda {
+namespace {
+
+constexpr int kThreads = 64, kIn = 12, kOut = 4;  // threads of a CTA; words of a thread
+constexpr int kCtas = 8, kMostOfCluster = 4;
+
+struct Call {
+  const uint32_t* in;  // [kThreads, kIn], every CTA reads the same
+  uint32_t* out;       // [kCtas, kThreads, kOut]
+};
+
+struct Shared {
+  alignas(128) uint32_t words[kThreads * 4];  // a warp's are four 8x8 matrices of 16-bit elements
+};
+
+__device__ inline uint32_t* own_words(Shared& s) { return s.words + threadIdx.x * 4; }
+
+__device__ inline float as_float(uint32_t word) {
+  float value;
+  memcpy(&value, &word, sizeof(value));
+  return value;
+}
+__device__ inline uint32_t as_word(float value) {
+  uint32_t word;
+  memcpy(&word, &value, sizeof(word));
+  return word;
+}
+
+template <bool kTransposed>
+struct LdMatrix {
+  static __device__ void run(const uint32_t* in, uint32_t* out) {
+    auto& s = ptx::shared<Shared>();
+    for (int i = 0; i < 4; ++i) own_words(s)[i] = in[i];
+    __syncthreads();
+    uint32_t d[4];
+    if constexpr (kTransposed) {
+      ptx::ldmatrix_x4_trans(d, ptx::smem_addr(own_words(s)));
+    } else {
+      ptx::ldmatrix_x4(d, ptx::smem_addr(own_words(s)));
+    }
+    for (int i = 0; i < 4; ++i) out[i] = d[i];
+  }
+};
+
+template <typename T>
+struct Mma {  // words: four of a, two of b, two unused, four of d
+  static __device__ void run(const uint32_t* in, uint32_t* out) {
+    uint32_t a[4];
+    float d[4];
+    for (int i = 0; i < 4; ++i) a[i] = in[i];
+    for (int i = 0; i < 4; ++i) d[i] = as_float(in[8 + i]);
+    ptx::mma_m16n8k16<T>(d, a, in[4], in[5]);
+    for (int i = 0; i < 4; ++i) out[i] = as_word(d[i]);
+  }
+};
+
+struct CpAsync {  // even threads copy, odd ones get zeros
+  static __device__ void run(const uint32_t* in, uint32_t* out) {
+    auto& s = ptx::shared<Shared>();
+    for (int i = 0; i < 4; ++i) own_words(s)[i] = ~0u;
+    ptx::cp_async_16(ptx::smem_addr(own_words(s)), in, threadIdx.x % 2 == 0);
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+    for (int i = 0; i < 4; ++i) out[i] = own_words(s)[i];
+  }
+};
+
+struct CpAsyncGroups {  // the older of two groups is there while the newer may be on its way
+  static __device__ void run(const uint32_t* in, uint32_t* out) {
+    auto& s = ptx::shared<Shared>();
+    ptx::cp_async_16(ptx::smem_addr(own_words(s)), in);
+    ptx::cp_async_commit();
+    ptx::cp_async_commit();  // an empty group counts as one
+    ptx::cp_async_wait<1>();
+    for (int i = 0; i < 2; ++i) out[i] = own_words(s)[i];
+    ptx::cp_async_16(ptx::smem_addr(own_words(s)), in + 4);
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+    for (int i = 2; i < 4; ++i) out[i] = own_words(s)[i];
+  }
+};
+
+struct Ex2 {
+  static __device__ void run(const uint32_t* in, uint32_t* out) {
+    for (int i = 0; i < 4; ++i) out[i] = as_word(ptx::ex2(as_float(in[i])));
+  }
+};
+
+struct Barrier {  // each warp reads what the other wrote
+  static __device__ void run(const uint32_t* in, uint32_t* out) {
+    auto& s = ptx::shared<Shared>();
+    for (int i = 0; i < 4; ++i) own_words(s)[i] = in[i];
+    ptx::barrier_sync(1, kThreads);
+    for (int i = 0; i < 4; ++i) out[i] = s.words[(threadIdx.x ^ 32) * 4 + i];
+  }
+};
+
+struct Address {  // who one is, and where one's words lie: an address in shared memory counts bytes
+  static __device__ void run(const uint32_t* /*in*/, uint32_t* out) {
+    auto& s = ptx::shared<Shared>();
+    out[0] = ptx::thread_index();
+    out[1] = ptx::smem_addr(own_words(s)) - ptx::smem_addr(&s);
+    out[2] = ptx::smem_addr(&s) % alignof(Shared);
+    out[3] = blockIdx.x;
+  }
+};
+
+struct Cluster {  // what the next CTA of the cluster has in shared memory, and who one is
+  static __device__ void run(const uint32_t* in, uint32_t* out) {
+    auto& s = ptx::shared<Shared>();
+    for (int i = 0; i < 4; ++i) own_words(s)[i] = in[i] + ptx::cluster_rank();
+    ptx::cluster_sync();
+    const uint32_t next = (ptx::cluster_rank() + 1) % ptx::cluster_size();
+    for (int i = 0; i < 3; ++i) out[i] = *ptx::of_cta(own_words(s) + i, next);
+    out[3] = ptx::cluster_index() << 16 | ptx::cluster_size() << 8 | ptx::cluster_rank();
+    ptx::cluster_sync();
+  }
+};
+
+template <typename Function>
+__global__ void __launch_bounds__(kThreads) instruction_kernel(const __grid_constant__ Call call) {
+  uint32_t out[kOut];
+  Function::run(call.in + threadIdx.x * kIn, out);
+  for (int i = 0; i < kOut; ++i) call.out[(blockIdx.x * kThreads + threadIdx.x) * kOut + i] = out[i];
+}
+
+// Null, or what went wrong: no exception may leave a function that C calls. `cluster` is the size of clusters, 1 where
+// the device has none.
+template <typename Function>
+const char* run(const uint32_t* in, uint32_t* out, void* stream, int32_t* cluster) {
+  static thread_local std::string error;
+  try {
+    const int most = std::is_same_v<Function, Cluster> ? max_cluster(instruction_kernel<Function>) : 1;
+    *cluster = most < kMostOfCluster ? 1 : kMostOfCluster;
+    launch_clusters(instruction_kernel<Function>, dim3(kCtas), dim3(kThreads), static_cast<unsigned>(*cluster),
+                    sizeof(Shared), stream, Call{in, out});
+    return nullptr;
+  } catch (const std::exception& failure) {
+    error = failure.what();
+    return error.c_str();
+  }
+}
+
+struct Instruction {
+  const char* name;
+  const char* (*run)(const uint32_t* in, uint32_t* out, void* stream, int32_t* cluster);
+};
+
+struct Instructions {
+  int32_t ctas, threads, in_words, out_words, count;
+  const Instruction* items;
+};
+
+constexpr Instruction kInstructions[] = {
+    {"ldmatrix_x4", run<LdMatrix<false>>},
+    {"ldmatrix_x4_trans", run<LdMatrix<true>>},
+    {"mma_m16n8k16/bf16", run<Mma<__nv_bfloat16>>},
+    {"mma_m16n8k16/fp16", run<Mma<__half>>},
+    {"cp_async_16", run<CpAsync>},
+    {"cp_async_wait", run<CpAsyncGroups>},
+    {"ex2", run<Ex2>},
+    {"barrier_sync", run<Barrier>},
+    {"smem_addr", run<Address>},
+    {"of_cta", run<Cluster>},
+};
+
+constexpr Instructions kTable{kCtas,        kThreads, kIn, kOut, static_cast<int32_t>(std::size(kInstructions)),
+                              kInstructions};
+
+}  // namespace
+
+extern "C" PT_EXPORT const void* pagedtree_instructions() { return &kTable; }
+
+}  // namespace pagedtree::cuda

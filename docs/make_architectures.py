@@ -1,0 +1,63 @@
+"""Writes the list of architectures in transformers.md from architectures.json, which the tests compare with each run.
+
+python docs/make_architectures.py
+
+python tests/architecture_case.py writes architectures.json anew (some minutes).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+KEPT = DOCS / "architectures.json"
+MARKS = "<!-- architectures:begin -->\n", "\n<!-- architectures:end -->"
+# What a refusal says, and what that is to a reader.
+REASONS = {
+    r"use transformers' attention interface": "The attention is the model's own code, not transformers' interface",
+    r"decoder of full or sliding attention layers, got (.*)": "Layers of other kinds (recurrent, chunked, sparse) or an"
+    " encoder",
+    r"forward that takes position_ids": "No positions can be given: it counts them itself, or has none",
+    r"expected a head_dim in .*": "Queries and values differ in size, or are larger than 256 (here as released)",
+    r"each layer to run once in a pass": "A layer attends more than once in a pass",
+    r"hand the attention_mask": "A layer adds a bias of its own to the mask",
+    r"asks for another mask": "The mask is neither causal nor a sliding window",
+    r"masks of the config's sliding_window": "Its masks have no window, but its cache in transformers has",
+}
+
+
+def listing(kept: dict) -> str:
+    """Markdown: which model types are served, which are refused and why, which were not built."""
+    outcomes = kept["outcomes"]
+    served = [name for name, outcome in outcomes.items() if outcome == "same"]
+    rows = [("The same text", served)]
+    refused = {name: outcome for name, outcome in outcomes.items() if outcome.startswith("refused: ")}
+    for pattern, text in REASONS.items():
+        names = [name for name in refused if re.search(pattern, refused[name])]
+        rows += [(f"Refused. {text}", names)] if names else []
+    rest = outcomes.keys() - refused.keys() - set(served)
+    rows.append(("Not tried: transformers cannot build a tiny one from a config alone", list(rest)))
+    if sorted(name for _, names in rows for name in names) != sorted(outcomes):
+        raise ValueError("architectures.json: expected each refusal to have one of the REASONS")
+    lines = ["| | Model types |", "|---|---|"]
+    lines += [f"| {text} ({len(names)}) | {', '.join(sorted(names))} |" for text, names in rows]
+    return "\n".join(lines)
+
+
+def filled(text: str) -> str:
+    """The page with its list from architectures.json."""
+    head, rest = text.split(MARKS[0], 1)
+    return head + MARKS[0] + listing(json.loads(KEPT.read_text(encoding="utf-8"))) + MARKS[1] + rest.split(MARKS[1])[1]
+
+
+def main() -> int:
+    page = DOCS / "transformers.md"
+    page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,8 @@
+"""`python -m pagedtree check`: whether the ops are right on this machine, and how fast; the first thing to run there.
+
+`case` says what a row is, `cases` has them all, `runner` runs them, `report` writes what came of it.
+"""
+
+from pagedtree.check.command import main
+
+__all__ = ["main"]

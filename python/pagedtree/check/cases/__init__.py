@@ -1,0 +1,43 @@
+"""The cases, one module a family of ops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pagedtree.check.case import Case, Measurement, Place
+from pagedtree.check.cases import (
+    attention,
+    cache,
+    capture,
+    drafting,
+    instructions,
+    rates,
+    rules,
+    shards,
+    step,
+    trees,
+    verification,
+)
+
+__all__ = ["all_cases", "is_chosen"]
+
+# In the names of a few rows of each op, which take a hundredth of the time of all.
+QUICK = (
+    "instructions/", "/page 7", "/ragged", "/tile 16/bf16/D 128", "/tile 128/bf16 on fp8/D 128",
+    "/into a given tensor/bf16", "attention_plan/mixed", "merge_states/bf16/D 64", "/V 129", "/fp16/V 6", "/iid/cool",
+    "/onehot/cool", "typical/bf16/V 40", "/two ranks/plain", "/two ranks/iid/plain", "topk/fp16", "40 candidates, 17",
+    "commit/EOS", "medusa_propose/paths/fp16",
+)  # fmt: skip
+
+
+def all_cases(place: Place) -> Iterator[Case | Measurement]:
+    """Every row, also those that do not apply at `place`; captures come last, as a failed one may disturb others."""
+    for family in (instructions, trees, cache, step, attention, verification, rules, shards, drafting):
+        yield from family.cases()
+    yield from rates.measurements()
+    yield from capture.cases(place)
+
+
+def is_chosen(name: str, only: Sequence[str], quick: bool) -> bool:
+    """Whether a row of this name is among the rows that are asked for."""
+    return (not only or any(text in name for text in only)) and (not quick or any(text in name for text in QUICK))

@@ -1,0 +1,366 @@
+"""tree_attention, attention_plan, merge_states.
+
+Another backend than the CPU's is compared with the CPU backend in fp32, the CPU backend with float64 loops: on the
+same values in both cases, so that what differs is the rounding within the op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedtree import DraftTree, attention_plan, merge_states, reference, tree_attention
+from pagedtree.check.case import CPU, Case, Difference, Place, Results, relative, within
+from pagedtree.check.cases.inputs import (
+    DTYPES,
+    LAYOUTS,
+    PAGE_SIZES,
+    as_words,
+    int32,
+    offsets,
+    paged_views,
+    random_tree,
+    seeded,
+    views_of,
+)
+
+# Head size -> heights of the tiles that the CUDA kernel works in (csrc/cuda/tree_attention/config.h).
+TILES = {
+    64: (16, 32, 64, 128),
+    96: (16, 32, 64, 128),
+    128: (16, 32, 64, 128),
+    192: (32, 64),
+    256: (32, 64),
+}
+# How far an output row may be off, of its own length; its logarithm of sums by a number.
+ROW_LIMITS = {"fp32": 5e-6, "fp16": 1e-3, "bf16": 8e-3}
+LSE = within(5e-5, 1e-5)
+HALF = ("simt", "cuda")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Arguments of a call.
+
+    Attributes:
+        kinds: of each sequence its queries: a DraftTree, a number (causal), or (DraftTree, n), its last n rows.
+        prefixes: keys before the tree or the queries.
+        poison: what slots hold that no sequence has.
+        options: the call's, tensors among them on the CPU.
+    """
+
+    kinds: Sequence[Any]
+    prefixes: Sequence[int]
+    dtype: str = "bf16"
+    cache: str = ""  # its dtype, default dtype
+    head_dim: int = 64
+    heads: tuple[int, int] = (4, 2)
+    page_size: int = 16
+    layout: str = "nhd"
+    padding: int = 0
+    poison: float | None = None
+    words: int | None = None  # of a mask row
+
+    def build(self, place: Place, *, wide: bool = False) -> dict[str, Any]:
+        """The arguments at a place; wide: in fp32, with the same values."""
+        rng = np.random.default_rng(len(self.kinds))
+        queries, tree_lens, rows = [], [], []
+        for kind in self.kinds:
+            if isinstance(kind, int):
+                n, tree_len, mask = kind, -1, rng.random((kind, 32)) < 0.5  # not to be looked at
+            else:
+                tree, n = kind if isinstance(kind, tuple) else (kind, kind.num_nodes)
+                tree_len, mask = tree.num_nodes, tree.mask[tree.num_nodes - n :]
+            queries.append(n)
+            tree_lens.append(tree_len)
+            rows.append(mask)
+        seq_lens = [p + (n if t < 0 else t) for p, n, t in zip(self.prefixes, queries, tree_lens, strict=True)]
+        total = sum(queries) + self.padding
+        words = self.words or max([1, *(-(-t // 32) for t in tree_lens)])
+        mask_words = torch.zeros(total, words, dtype=torch.int32)
+        if sum(queries):
+            mask_words[: sum(queries)] = torch.cat([as_words(mask, words) for mask in rows])
+        q = torch.randn(total, self.heads[0], self.head_dim, generator=seeded(1)).to(DTYPES[self.dtype])
+        page_table, storage = self._cache(seq_lens)
+        k_cache, v_cache = views_of(place.put(storage), self.layout)
+        if wide and not self.cache:
+            k_cache, v_cache = k_cache.float(), v_cache.float()
+        return {
+            "q": place.put(q.float() if wide else q),
+            "k_cache": k_cache,
+            "v_cache": v_cache,
+            "page_table": place.put(page_table),
+            "seq_lens": place.put(int32(seq_lens)),
+            "cu_seqlens_q": place.put(offsets(queries)),
+            "tree_mask": place.put(mask_words),
+            "tree_lens": place.put(int32(tree_lens)),
+        }
+
+    def _cache(self, seq_lens: list[int]) -> tuple[Tensor, Tensor]:
+        """The page table, with entries behind each sequence that nobody may read, and the storage of the cache."""
+        used = [-(-s // self.page_size) for s in seq_lens]
+        order = torch.randperm(sum(used) + 3, generator=seeded(2)).int()
+        page_table = torch.full((len(seq_lens), max(used, default=0) + 2), -7, dtype=torch.int32)
+        for b, count in enumerate(used):
+            page_table[b, :count] = order[sum(used[:b]) : sum(used[:b]) + count]
+        storage, k_cache, v_cache = paged_views(
+            len(order), self.page_size, self.heads[1], self.head_dim, DTYPES[self.cache or self.dtype], self.layout
+        )
+        if self.poison is not None:
+            free = torch.ones(len(order), self.page_size, dtype=torch.bool)
+            for b, s in enumerate(seq_lens):
+                positions = torch.arange(s)
+                free[page_table[b].long()[positions // self.page_size], positions % self.page_size] = False
+            for cache in (k_cache, v_cache):
+                if cache.dtype.itemsize == 1:
+                    cache.view(torch.uint8)[free] = 0x7F  # e4m3's NaN
+                else:
+                    cache[free] = self.poison
+        return page_table, storage
+
+
+def cases() -> Iterator[Case]:
+    for head_dim, tiles in TILES.items():
+        for tile, dtype, cache in product(tiles, ("fp16", "bf16"), ("", "fp8")):
+            yield tile_case(head_dim, tile, dtype, cache)
+        for cache in ("", "fp8"):
+            batch = Batch([random_tree(1, 20), 5], [70, 3], "fp32", cache, head_dim)
+            yield _attention(f"{_types('fp32', cache)}/D {head_dim}", batch, backends=("cpu",))
+    yield from _shapes()
+    yield from _values()
+    yield from _options()
+    yield from _plans()
+    yield from _merges()
+
+
+def _types(dtype: str, cache: str) -> str:
+    return f"{dtype} on {cache}" if cache else dtype
+
+
+def tile_case(head_dim: int, tile: int, dtype: str, cache: str) -> Case:
+    """As many rows (4 query heads a KV head) as the tile has."""
+    n = tile // 4
+    batch = Batch([random_tree(n, n), n], [70, 3], dtype, cache, head_dim, heads=(8, 2))
+    return _attention(f"tile {tile}/{_types(dtype, cache)}/D {head_dim}", batch, max_seqlen_q=n)
+
+
+# A tree, plain decode, a chunk of a prompt, the newest level of a tree, nothing.
+MIXED = [random_tree(3, 21), 1, 9, (random_tree(4, 40), 6), 0]
+MIXED_PREFIXES = [130, 45, 0, 17, 12]
+
+
+def _shapes() -> Iterator[Case]:
+    mixed = Batch(MIXED, MIXED_PREFIXES, padding=3)
+    for page_size, dtype, head_dim in product(PAGE_SIZES, ("bf16", "fp16"), (64, 128)):
+        name = f"page {page_size}/{dtype}/D {head_dim}"
+        yield _attention(name, replace(mixed, page_size=page_size, dtype=dtype, head_dim=head_dim))
+    for layout, cache in product(LAYOUTS[1:], ("", "fp8")):
+        name = f"strided {layout}/{_types('bf16', cache)}"
+        yield _attention(name, replace(mixed, layout=layout, cache=cache, page_size=7))
+        yield _attention(f"{name}/D 256", replace(mixed, layout=layout, cache=cache, page_size=7, head_dim=256))
+    for heads in ((3, 3), (16, 1), (5, 1), (12, 4)):
+        yield _attention(f"heads {heads[0]} of {heads[1]}", replace(mixed, heads=heads))
+    yield _attention("short and long sequences", replace(mixed, heads=(8, 1), kinds=[*MIXED[:4], 70]), max_seqlen_q=70)
+    yield _attention("a wrong hint", mixed, max_seqlen_q=1)
+    yield _attention("empty prefixes", Batch([random_tree(5, 33), 5, DraftTree.chain(0)], [0, 0, 0]))
+    yield _attention("no sequence", Batch([], []))
+    yield _attention("no sequence, padding rows", Batch([], [], padding=4))
+    yield _attention("no query", Batch([0, 0], [20, 0]))
+    yield _attention("padding rows", Batch([3], [5], padding=130))
+    yield _attention("300 sequences", Batch([1] * 300, [i % 40 for i in range(300)], heads=(2, 1)))
+    for dtype in ("bf16", "fp16"):
+        yield _attention(f"long prefix/{dtype}", Batch([random_tree(6, 12), 1], [3000, 1500], dtype))
+    yield _attention("1000 nodes", Batch([random_tree(7, 1000, 60)], [40], heads=(1, 1)))
+    yield _attention("newest of 1000 nodes", Batch([(random_tree(7, 1000, 60), 20)], [40], heads=(2, 2)))
+
+
+def _values() -> Iterator[Case]:
+    """Bad values in tensors, and memory that nobody may look at."""
+    mixed = Batch(MIXED, MIXED_PREFIXES, padding=3)
+    for dtype, cache, poison in product(("bf16", "fp16"), ("", "fp8"), (float("nan"), float("inf"))):
+        if cache and poison == float("inf"):
+            continue  # e4m3 has none
+        name = f"{poison} where nobody may look/{_types(dtype, cache)}"
+        yield _attention(name, replace(mixed, dtype=dtype, cache=cache, poison=poison, page_size=7))
+
+    def pages(given: dict[str, Any]) -> None:
+        given["page_table"][0, 1], given["page_table"][0, 3], given["page_table"][2, 0] = 10_000, -1, -(2**31)
+
+    def lengths(given: dict[str, Any]) -> None:
+        given["seq_lens"][0], given["seq_lens"][2] = 2**31 - 1, -5
+
+    def trees(given: dict[str, Any]) -> None:
+        given["tree_lens"][0], given["tree_lens"][3] = 2**31 - 1, -(2**31)
+
+    def masks(given: dict[str, Any]) -> None:
+        mask = given["tree_mask"]
+        mask.copy_(torch.randint(-(2**31), 2**31, mask.shape, generator=seeded(9)).int())
+
+    def blind(given: dict[str, Any]) -> None:
+        given["tree_mask"].zero_()
+        given["tree_lens"][0] = given["seq_lens"][0]
+
+    yield _attention("bad page ids", mixed, change=pages)
+    yield _attention("bad lengths", replace(mixed, page_size=61), change=lengths)
+    yield _attention("bad tree lengths", mixed, change=trees)
+    yield _attention("any mask", mixed, change=masks)
+    yield _attention("any mask/window 7", mixed, change=masks, window=7)
+    yield _attention("rows that see nothing", mixed, change=blind)
+    yield _attention("rows that see nothing/sinks", mixed, change=blind, sinks=torch.linspace(-1, 3, 4))
+    yield _attention("a narrow mask", replace(mixed, words=1, kinds=[random_tree(3, 50), *MIXED[1:]]))
+    yield _attention("a wide mask", replace(mixed, words=5))
+
+
+def _options() -> Iterator[Case]:
+    mixed = Batch(MIXED, MIXED_PREFIXES, padding=3)
+    for dtype in ("bf16", "fp16"):
+        for window in (1, 5, 64):
+            yield _attention(f"window {window}/{dtype}", replace(mixed, dtype=dtype), window=window)
+        yield _attention(f"softcap/{dtype}", replace(mixed, dtype=dtype), softcap=3.0)
+        yield _attention(f"sinks/{dtype}", replace(mixed, dtype=dtype), sinks=torch.tensor([0.0, 5.0, -torch.inf, 1.0]))
+        yield _attention(
+            f"all options/{dtype}", replace(mixed, dtype=dtype, head_dim=128), window=40, softcap=20.0, scale=0.2,
+            sinks=torch.linspace(-2, 4, 4),
+        )  # fmt: skip
+        for kind, scale in (("scalar", torch.tensor(0.4)), ("head", torch.tensor([0.3, 1.7]))):
+            batch = replace(mixed, dtype=dtype, cache="fp8", head_dim=128)
+            yield _attention(f"fp8 scale a {kind}/{dtype}", batch, k_scale=scale, v_scale=scale * 3)
+    yield _attention("causal", mixed, change=lambda given: given.update(tree_mask=None))
+    yield _attention("no tree lengths", Batch([random_tree(1, 9), random_tree(2, 30)], [8, 70]),
+                     change=lambda given: given.update(tree_lens=None))  # fmt: skip
+    for dtype in ("bf16", "fp16"):
+        yield _attention(f"into a given tensor/{dtype}", replace(mixed, dtype=dtype), into=True)
+
+
+def _attention(
+    name: str, batch: Batch, *, change: Any = None, into: bool = False, plan: Any = None,
+    backends: tuple[str, ...] | None = None, **options: Any,
+) -> Case:  # fmt: skip
+    """change(arguments) edits them in place; plan(arguments) makes one; into: the result goes into a strided `out`."""
+
+    def arguments(place: Place, wide: bool) -> dict[str, Any]:
+        given = {**batch.build(CPU, wide=wide), **options}
+        if change is not None:
+            change(given)
+        return place.put(given)
+
+    def call(place: Place, wide: bool = False) -> Results:
+        given = arguments(place, wide)
+        q = given["q"]
+        if plan is not None:
+            given["plan"] = plan(given)
+        if into:
+            space = torch.full((q.shape[0], q.shape[1] + 1, q.shape[2] + 8), 7.0, dtype=q.dtype, device=q.device)
+            out, lse = tree_attention(**given, out=space[:, 1:, :-8], return_lse=True)
+            return {"out": out, "lse": lse, "around": torch.cat([space[:, 0].flatten(), space[..., -8:].flatten()])}
+        out, lse = tree_attention(**given, return_lse=True)
+        return {"out": out, "lse": lse}
+
+    def by_loops() -> Results:
+        given = arguments(CPU, False)
+        given.pop("max_seqlen_q", None)
+        out, lse = reference.tree_attention(**given)
+        around = torch.full((out.shape[0] * (out.shape[2] + 16 + 8 * out.shape[1]),), 7.0) if into else None
+        return {"out": out, "lse": lse, **({} if around is None else {"around": around})}
+
+    compare: dict[str, Difference] = {"out": relative(ROW_LIMITS[batch.dtype]), "lse": LSE, "around": within(0)}
+    ops = ("tree_attention.out",) if into else ("tree_attention",)
+    return Case(
+        f"tree_attention/{name}", (*ops, "attention_plan") if plan else ops, call, by_loops,
+        lambda: call(CPU, wide=True), compare=compare, backends=backends,
+    )  # fmt: skip
+
+
+# Plans ----------------------------------------------------------------------------------------------------------------
+
+
+def plan_of(given: dict[str, Any], max_seqlen_q: int = 21) -> Tensor:
+    (_, heads, head_dim), (_, page_size, kv_heads, _) = given["q"].shape, given["k_cache"].shape
+    return attention_plan(
+        given["seq_lens"], given["cu_seqlens_q"], num_q_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
+        page_size=page_size, max_seqlen_q=max_seqlen_q, tree_lens=given["tree_lens"],
+    )  # fmt: skip
+
+
+def _plans() -> Iterator[Case]:
+    batch = Batch([*MIXED, 1], [130, 2000, 0, 17, 12, 900], padding=3)
+
+    def stale(given: dict[str, Any]) -> Tensor:
+        return plan_of({**given, "seq_lens": given["seq_lens"].flip(0)}, 1)
+
+    def garbage(given: dict[str, Any]) -> Tensor:
+        plan = plan_of(given)
+        words = torch.randint(-(2**31), 2**31, plan.shape, generator=seeded(3)).int()
+        return plan.copy_(words.to(plan.device))
+
+    yield _attention("its own plan", batch, plan=plan_of)
+    yield _attention("a stale plan", batch, plan=stale)
+    yield _attention("garbage for a plan", batch, plan=garbage)
+    for name, given in {"mixed": batch, "no sequence": Batch([], []), "no query": Batch([0, 0], [20, 0])}.items():
+        yield _plan(name, given)
+
+
+def _plan(name: str, batch: Batch) -> Case:
+    """How many ranges there are depends on the device; that they cut all of the work, in order, does not."""
+
+    def run(place: Place) -> Results:
+        given = batch.build(place)
+        plan = plan_of(given).cpu().view(3, -1, 4)
+        lists = [[tuple(entry[:3]) for entry in entries[1 : 1 + entries[0][0]]] for entries in plan.tolist()]
+        queries = given["cu_seqlens_q"].diff().tolist()
+        first = next((b for b, n in enumerate(queries) if n), 0)
+        truths = {
+            "has room for three lists": plan.numel() == 3 * 4 * 1025,
+            "cuts in order": all(starts == sorted(set(starts)) and len(starts) <= 1024 for starts in lists),
+            "cuts the batch": all(min(x) >= 0 and x[0] <= len(queries) for starts in lists for x in starts),
+            "begins with the first query": (first, 0, 0) in [starts[0] for starts in lists if starts],
+        }
+        return {text: torch.tensor(truth) for text, truth in truths.items()}
+
+    def by_loops() -> Results:
+        names = ("has room for three lists", "cuts in order", "cuts the batch", "begins with the first query")
+        return {text: torch.tensor(True) for text in names}
+
+    return Case(
+        f"attention_plan/{name}", ("attention_plan",), run, by_loops, always_loops=True, against="what a plan is"
+    )  # fmt: skip
+
+
+# merge_states ---------------------------------------------------------------------------------------------------------
+
+
+def _merges() -> Iterator[Case]:
+    for dtype, head_dim in product(("fp32", "fp16", "bf16"), (1, 5, 64, 130, 512)):
+        yield _merge(f"{dtype}/D {head_dim}", dtype, 30, head_dim)
+    yield _merge("no token", "bf16", 0, 64)
+
+
+def _merge(name: str, dtype: str, tokens: int, head_dim: int) -> Case:
+    """Strided sides; some without weight, which hold NaN and infinities."""
+
+    def sides(place: Place) -> tuple[Tensor, ...]:
+        wide = torch.randn(2, tokens, 7, head_dim + 3, generator=seeded(head_dim)).to(DTYPES[dtype])
+        lse = 10 * torch.randn(2, 5, tokens, generator=seeded(1))
+        lse[0, :, :5], lse[1, :, 3:8] = -torch.inf, -torch.inf
+        wide[0, :5], wide[1, 3:8] = torch.nan, torch.inf
+        wide, lse = place.put((wide, lse))
+        out_a, out_b = wide[0, :, 1:6, 2 : 2 + head_dim], wide[1, :, 1:6, 1 : 1 + head_dim]
+        return out_a, lse[0].T, out_b, lse[1].T
+
+    def run(place: Place) -> Results:
+        return dict(zip(("out", "lse"), merge_states(*sides(place)), strict=True))
+
+    def by_loops() -> Results:
+        out_a, lse_a, out_b, lse_b = sides(CPU)
+        clean = [out.nan_to_num(0, 0, 0) for out in (out_a, out_b)]
+        return dict(zip(("out", "lse"), reference.merge_states(clean[0], lse_a, clean[1], lse_b), strict=True))
+
+    unit = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 8e-3}[dtype]
+    compare = {"out": within(unit, unit), "lse": within(2e-6, 2e-6)}
+    return Case(f"merge_states/{name}", ("merge_states",), run, by_loops, compare=compare)

@@ -1,0 +1,195 @@
+"""slot_mapping, append_kv, compact_kv."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedtree import append_kv, compact_kv, slot_mapping
+from pagedtree.check import loops
+from pagedtree.check.case import Case, Place, Results
+from pagedtree.check.cases.inputs import (
+    DTYPES,
+    LAYOUTS,
+    PAGE_SIZES,
+    int32,
+    int64,
+    offsets,
+    paged_views,
+    random_tree,
+    seeded,
+    views_of,
+)
+
+FP8 = torch.float8_e4m3fn
+
+
+def cases() -> Iterator[Case]:
+    yield from _mappings()
+    yield from _appends()
+    yield from _compactions()
+
+
+def random_table(seed: int, batch: int, max_pages: int, num_pages: int) -> list[list[int]]:
+    """Pages that no two sequences share."""
+    order = np.random.default_rng(seed).permutation(num_pages)
+    table: list[list[int]] = order[: batch * max_pages].reshape(batch, max_pages).tolist()
+    return table
+
+
+# slot_mapping ---------------------------------------------------------------------------------------------------------
+
+
+def _mappings() -> Iterator[Case]:
+    for page_size in PAGE_SIZES:
+        lengths, new = [5, 130, 0, 61, 7], [5, 64, 0, 0, 1]
+        table = random_table(page_size, 5, -(-140 // page_size), 5 * -(-140 // page_size))
+        yield _mapping(f"page {page_size}", table, lengths, offsets(new).tolist(), page_size, sum(new) + 3)
+    yield _mapping("no sequence", [], [], [0], 16, 0)
+    yield _mapping("no sequence, padding rows", [], [], [0], 16, 4)
+    yield _mapping("past 2^31", [[2**31 - 1]], [64], [0, 64], 64, 64)
+    pages = [[3, -2], [5, 6]]
+    yield _mapping("a negative page", pages, [4, 4], [0, 4, 6], 2, 7)
+    yield _mapping("positions below 0", pages, [1, 4], [0, 3, 5], 2, 5)
+    yield _mapping("positions past the table", pages, [6, 6], [0, 2, 4], 2, 4)
+    yield _mapping("rows past total_q", pages, [2, 4], [0, 2, 6], 2, 3)
+
+
+def _mapping(
+    name: str, table: list[list[int]], seq_lens: list[int], cu_seqlens_q: list[int], page_size: int, total_q: int
+) -> Case:
+    width = len(table[0]) if table else 3
+    wide = torch.full((len(table), width + 2), -7, dtype=torch.int32)  # rows are strided
+    wide[:, :width] = int32(table).view(len(table), width)
+
+    def run(place: Place) -> Results:
+        page_table = place.put(wide)[:, :width]
+        lengths, new = place.put(int32(seq_lens)), place.put(int32(cu_seqlens_q))
+        return {"slots": slot_mapping(page_table, lengths, new, page_size, total_q=total_q)}
+
+    def by_loops() -> Results:
+        return {"slots": int64(loops.slot_mapping(table, seq_lens, cu_seqlens_q, page_size, total_q))}
+
+    return Case(f"slot_mapping/{name}", ("slot_mapping",), run, by_loops)
+
+
+# append_kv ------------------------------------------------------------------------------------------------------------
+
+
+def _appends() -> Iterator[Case]:
+    for page_size, layout in product(PAGE_SIZES, LAYOUTS):
+        yield _append(f"page {page_size}/{layout}/bf16", "bf16", "bf16", layout, page_size)
+    for dtype in ("fp32", "fp16", "fp8"):
+        yield _append(f"page 16/nhd/{dtype}", dtype, dtype, "nhd", 16)
+        yield _append(f"page 7/packed/D 5/{dtype}", dtype, dtype, "packed", 7, head_dim=5)
+    for dtype, scale in product(("fp32", "fp16", "bf16"), ("no", "scalar", "head")):
+        yield _append(f"page 16/hnd/{dtype} to fp8/{scale} scale", dtype, "fp8", "hnd", 16, scale=scale)
+    yield _append("no token", "bf16", "bf16", "nhd", 16, tokens=0)
+    yield _append("a token of 576", "bf16", "bf16", "nhd", 16, heads=1, head_dim=576)
+
+
+def _append(
+    name: str, dtype: str, cache_dtype: str, layout: str, page_size: int, *, tokens: int = 23, heads: int = 3,
+    head_dim: int = 64, scale: str = "no",
+) -> Case:  # fmt: skip
+    """Slots in any order, some skipped, some outside; every element of the storage is compared."""
+    pages = -(-64 // page_size)
+    storage, _, _ = paged_views(pages, page_size, heads, head_dim, DTYPES[cache_dtype], layout)
+    wide = torch.randn(2, tokens, heads + 1, head_dim, generator=seeded(1)) * 3
+    if dtype != "fp8" and tokens:
+        wide[0, 0, :, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e4])
+        wide[1, 1, :, :2] = torch.tensor([0.0, -0.0])
+    rows = wide.to(DTYPES[dtype])[:, :, 1:]  # strided
+    order = torch.randperm(pages * page_size, generator=seeded(2))[:tokens]
+    slots = order.clone()
+    slots[3::7] = -1
+    slots[5::11] = pages * page_size
+    slots[7::13] = -(2**62)
+    factors = {"no": None, "scalar": torch.tensor(0.37), "head": torch.linspace(0.02, 1.5, heads)}[scale]
+
+    def run(place: Place) -> Results:
+        target, new, at, factor = place.put((storage, rows, slots, factors))
+        scales = {} if factor is None else {"k_scale": factor, "v_scale": factor * 2}
+        append_kv(new[0], new[1], *views_of(target, layout), at, **scales)
+        return {"storage": target}
+
+    def by_loops() -> Results:
+        target = storage.clone()
+        for i, cache in enumerate(views_of(target, layout)):
+            loops.append_rows(rows[i], cache, slots.tolist(), None if factors is None else factors * (1 + i))
+        return {"storage": target}
+
+    return Case(f"append_kv/{name}", ("append_kv",), run, by_loops)
+
+
+# compact_kv -----------------------------------------------------------------------------------------------------------
+
+
+def _compactions() -> Iterator[Case]:
+    for page_size in PAGE_SIZES:
+        trees = [random_tree(b, n) for b, n in enumerate((39, 64, 1, 17))]
+        paths = [_path(tree.parents.tolist()) for tree in trees]
+        table = random_table(page_size, 4, -(-110 // page_size), 4 * -(-110 // page_size))
+        num_accepted = [len(path) - 1 for path in paths]
+        yield _compaction(f"page {page_size}", table, [3, 40, 7, 0], paths, num_accepted, page_size)
+    table = random_table(0, 2, 65, 130)
+    chain = random_tree(5, 1000, 2).parents.tolist()
+    paths = [_path(chain), [0, 999]]
+    yield _compaction("1000 nodes", table, [11, 5], paths, [len(paths[0]) - 1, 1], 16)
+    yield _compaction("no sequence", [], [], [], [], 16)
+    yield _compaction("idle", [[0, 1], [2, 3], [4, 5]], [-1, 2, 4], [[0, 2, 3], [-1], [0, 1]], [2, 1, 0], 4)
+    bad = [[0, 2, -5, 7, 2**31 - 1], [0, 3, 4], [0, 3, 4]]
+    yield _compaction("bad ids", [[0, 99], [-3, 1], [2, 3]], [1, 2, 2**31 - 2], bad, [99, 2, 2], 4, pages=4)
+
+
+def _path(parents: list[int]) -> list[int]:
+    node, path = len(parents) - 1, []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
+
+
+def _compaction(
+    name: str, table: list[list[int]], start: list[int], paths: list[list[int]], num_accepted: list[int],
+    page_size: int, pages: int | None = None,
+) -> Case:  # fmt: skip
+    """Layers of every kind of row: K and V of four layouts, a latent cache, scales, odd strides.
+
+    pages: in the pool, default as many as the table names.
+    """
+    pages = pages or max((page for row in table for page in row), default=0) + 1
+    width = max(map(len, paths), default=1)
+    accept_index = [path + [-1] * (width - len(path)) for path in paths]
+    dtypes = (torch.bfloat16, torch.float16, FP8, torch.float32)
+    storages = [
+        paged_views(pages, page_size, 2, 40, dtype, layout, seed=i)[0]
+        for i, (layout, dtype) in enumerate(zip(LAYOUTS, dtypes, strict=True))
+    ]
+    storages.append(torch.randn(pages, page_size, 576, generator=seeded(5)).bfloat16())
+    storages.append(torch.randn(pages, page_size, generator=seeded(6)))
+    storages.append(torch.randint(-99, 99, (pages, page_size + 2, 5), generator=seeded(7)).to(torch.int8))
+
+    def caches_of(given: list[Tensor]) -> list[Tensor]:
+        views = [view for storage, layout in zip(given, LAYOUTS, strict=False) for view in views_of(storage, layout)]
+        return [*views, given[4], given[5], given[6][:, 1:-1, ::2]]
+
+    def results(seq_lens: Tensor, given: list[Tensor]) -> Results:
+        return {"seq_lens": seq_lens, **{f"storage {i}": storage for i, storage in enumerate(given)}}
+
+    def run(place: Place) -> Results:
+        given = place.put(storages)
+        page_table = int32(table).view(len(table), len(table[0]) if table else 2)
+        paths_ = int32(accept_index).view(len(table), width)
+        arguments = place.put((page_table, int32(start), paths_, int32(num_accepted)))
+        return results(compact_kv(caches_of(given), *arguments), given)
+
+    def by_loops() -> Results:
+        given = [storage.clone() for storage in storages]
+        return results(int32(loops.compact(caches_of(given), table, start, accept_index, num_accepted)), given)
+
+    return Case(f"compact_kv/{name}", ("compact_kv",), run, by_loops)

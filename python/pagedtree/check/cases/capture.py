@@ -1,0 +1,180 @@
+"""Whole decode steps, drafting to commit, captured in a CUDA graph and replayed with other lengths, trees, parameters.
+
+A replay must give what the same steps give one op at a time on the same device, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedtree import (
+    DraftTree,
+    SamplingParams,
+    TreeBatch,
+    Verdict,
+    append_kv,
+    attention_plan,
+    commit,
+    compact_kv,
+    ngram_propose,
+    prepare_step,
+    tree_attention,
+    verify_greedy,
+    verify_rejection,
+    verify_sampled,
+)
+from pagedtree.check.case import Case, Place, Results
+from pagedtree.check.cases.inputs import seeded
+
+BATCH, VOCAB, HEADS, KV_HEADS, DIM = 3, 17, 4, 2, 64
+PAGE_SIZE, MAX_PAGES, CAPACITY = 4, 40, 120
+MAX_NODES, MAX_DEPTH = 9, 4
+STEPS = 12
+
+
+class Engine:
+    """A toy model and all that a step reads and writes, in buffers that stay where they are.
+
+    rule: "sampled", "rejection" or "greedy". n-gram trees from the sequences' own text, or with `host_trees` trees and
+    drafts that the host copies in before each step.
+    """
+
+    def __init__(self, device: torch.device, seed: int, rule: str = "sampled", host_trees: bool = False) -> None:
+        generator = seeded(0)
+
+        def weights(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(torch.bfloat16).to(device)
+
+        self.rule, self.host_trees = rule, host_trees
+        self.queries, self.keys = weights(VOCAB, HEADS, DIM), weights(VOCAB, KV_HEADS, DIM)
+        self.values, self.head = weights(VOCAB, KV_HEADS, DIM), weights(HEADS * DIM, VOCAB) / 4
+        self.caches = [
+            torch.zeros(BATCH * MAX_PAGES, PAGE_SIZE, KV_HEADS, DIM, dtype=torch.bfloat16, device=device)
+            for _ in range(2)
+        ]
+        order = torch.randperm(BATCH * MAX_PAGES, generator=generator).int()
+        self.page_table = order.view(BATCH, MAX_PAGES).to(device)
+        prompt = torch.randint(VOCAB, (BATCH, 6), generator=seeded(seed))
+        self.history = torch.full((BATCH, CAPACITY), -1, dtype=torch.int64, device=device)
+        self.history[:, :6] = prompt.to(device)
+        self.history_lens = torch.tensor([1, 4, 6], dtype=torch.int32, device=device)
+        self.start = self.history_lens - 1  # the tokens before it are taken for read
+        self.seeds = torch.arange(BATCH, device=device) + seed
+        self.temperature = torch.full((BATCH,), 0.4, device=device)
+        self.accepted = torch.zeros((), dtype=torch.int64, device=device)
+        self.trees = self._trees(seed).to(device)
+        self.drafts = torch.zeros(BATCH * MAX_NODES, dtype=torch.int64, device=device)
+
+    @staticmethod
+    def _trees(seed: int) -> TreeBatch:
+        kinds = [DraftTree.full([8]), DraftTree.full([3, 1]), DraftTree.full([2, 2]), DraftTree.chain(4)]
+        shapes = [kinds[(seed + b) % len(kinds)] for b in range(BATCH)]
+        return TreeBatch.from_trees(shapes, max_nodes=MAX_NODES, max_depth=MAX_DEPTH, capacity=BATCH * MAX_NODES)
+
+    def load(self, other: Engine) -> None:
+        for name, tensor in vars(other).items():
+            mine = vars(self)[name]
+            if isinstance(tensor, TreeBatch):
+                mine.copy_(tensor)
+            elif isinstance(tensor, list):
+                for to, source in zip(mine, tensor, strict=True):
+                    to.copy_(source)
+            elif isinstance(tensor, Tensor):
+                mine.copy_(tensor)
+
+    def prepare(self, i: int) -> None:
+        """What the host changes before step i."""
+        self.temperature.fill_(0.0 if i % 5 == 4 else 0.4)
+        if self.host_trees:
+            self.trees.copy_(self._trees(i).to(self.trees.device))
+            self.drafts.copy_(torch.randint(VOCAB, self.drafts.shape, generator=seeded(i)))
+
+    def step(self) -> None:
+        if self.host_trees:
+            trees = self.trees
+            last = self.history.gather(1, (self.history_lens.long() - 1)[:, None])[:, 0]
+            tokens = self.drafts.index_copy(0, trees.cu_nodes[:-1].long(), last)
+        else:
+            draft = ngram_propose(self.history, self.history_lens, max_nodes=MAX_NODES, max_depth=MAX_DEPTH)
+            trees, tokens = draft.trees, draft.draft_tokens
+        total = tokens.shape[0]
+        _, seq_lens, cu_seqlens_q, slots = prepare_step(trees, self.page_table, self.start, PAGE_SIZE, total_q=total)
+        plan = attention_plan(
+            seq_lens, cu_seqlens_q, num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, page_size=PAGE_SIZE,
+            max_seqlen_q=MAX_NODES,
+        )  # fmt: skip
+        ids = tokens.clamp(min=0)
+        k_cache, v_cache = self.caches
+        append_kv(self.keys[ids], self.values[ids], k_cache, v_cache, slots)
+        out = tree_attention(
+            self.queries[ids], k_cache, v_cache, self.page_table, seq_lens, cu_seqlens_q, trees.mask,
+            max_seqlen_q=MAX_NODES, plan=plan,
+        )  # fmt: skip
+        assert isinstance(out, Tensor)
+        verdict = self.verify(out.flatten(1) @ self.head, tokens, trees)
+        compact_kv(self.caches, self.page_table, self.start, verdict.accept_index, verdict.num_accepted)
+        committed = commit(verdict, trees, self.start, history=self.history, history_lens=self.history_lens)
+        self.start.copy_(committed.start)
+        self.accepted += committed.num_accepted.sum()
+
+    def verify(self, logits: Tensor, tokens: Tensor, trees: TreeBatch) -> Verdict:
+        if self.rule == "greedy":
+            return verify_greedy(logits, tokens, trees)
+        params = SamplingParams(temperature=self.temperature, top_p=0.9)
+        streams: dict[str, Any] = {"seeds": self.seeds, "positions": self.start.long()}
+        if self.rule == "rejection":
+            return verify_rejection(logits, tokens, trees, params, draft_law="onehot", **streams)
+        return verify_sampled(logits, tokens, trees, params, **streams)
+
+    def results(self) -> Results:
+        names = ("history", "history_lens", "start", "accepted")
+        return {name: getattr(self, name).clone() for name in names} | {
+            f"cache {i}": cache.clone() for i, cache in enumerate(self.caches)
+        }
+
+
+def captured(engine: Engine, device: torch.device) -> Callable[[], None]:
+    """Replays `engine.step`; the engine's state may be another one afterwards. Without a GPU the step itself."""
+    if device.type != "cuda":
+        return engine.step
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # libraries allocate what they need at the first call
+        engine.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        engine.step()
+    return graph.replay
+
+
+def steps(device: torch.device, rule: str, host_trees: bool, *, capture: bool) -> Results:
+    """Two sequences of steps, from different prompts, by one captured graph or op by op."""
+    engine = Engine(device, 1, rule, host_trees)
+    replay = captured(engine, device) if capture else engine.step
+    results: Results = {}
+    for seed in (1, 2):
+        engine.load(Engine(device, seed, rule, host_trees))
+        for i in range(STEPS):
+            engine.prepare(i)
+            replay()
+        results |= {f"{name}, prompt {seed}": tensor for name, tensor in engine.results().items()}
+    return results
+
+
+def cases(place: Place) -> Iterator[Case]:
+    for rule, host_trees in (("sampled", False), ("rejection", False), ("greedy", True)):
+        name = f"capture/{rule}/{'trees from the host' if host_trees else 'n-gram trees'}"
+        yield _case(name, place, rule, host_trees)
+
+
+def _case(name: str, place: Place, rule: str, host_trees: bool) -> Case:
+    return Case(
+        name, (), lambda at: steps(at.device, rule, host_trees, capture=True),
+        lambda: steps(place.device, rule, host_trees, capture=False), always_loops=True, backends=("cuda",),
+        against="the same steps without a graph",
+    )  # fmt: skip

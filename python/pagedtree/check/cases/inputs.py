@@ -1,0 +1,83 @@
+"""Inputs that several families of cases share. All are made on the CPU, the same ones each time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedtree import DraftTree
+
+DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+}
+PAGE_SIZES = (1, 7, 16, 61)
+LAYOUTS = ("nhd", "hnd", "stacked", "packed")
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def int32(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def int64(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def offsets(sizes: Sequence[int]) -> Tensor:
+    """int32 [B + 1]."""
+    return int32(np.concatenate([[0], np.cumsum(sizes)]).tolist())
+
+
+def random_tree(seed: int, num_nodes: int, reach: int = 5) -> DraftTree:
+    """A tree whose nodes have one of the `reach` nodes before them as parent."""
+    rng = np.random.default_rng(seed)
+    return DraftTree([-1, *(int(rng.integers(max(0, i - reach), i)) for i in range(1, num_nodes))])
+
+
+def words64(count: int, seed: int = 0) -> Tensor:
+    """Any 64-bit numbers: seeds and positions."""
+    return torch.randint(-(2**63), 2**63 - 1, (count,), generator=seeded(seed))
+
+
+def as_words(bits: np.ndarray | Tensor, words: int | None = None) -> Tensor:
+    """bool [n, m] as packed int32 [n, words]; default as many words as the bits need."""
+    given = np.asarray(bits, dtype=bool)
+    width = -(-given.shape[1] // 32) if words is None else words
+    wide = np.zeros((given.shape[0], width * 32), dtype=bool)
+    wide[:, : given.shape[1]] = given[:, : width * 32]
+    return torch.from_numpy(np.packbits(wide, axis=1, bitorder="little").view(np.int32).copy())
+
+
+def paged_views(
+    pages: int, page_size: int, heads: int, head_dim: int, dtype: torch.dtype, layout: str, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A storage full of numbers, and K and V in it as engines lay them out: [pages, page_size, heads, head_dim]."""
+    shapes = {
+        "nhd": (2, pages, page_size, heads, head_dim),
+        "hnd": (2, pages, heads, page_size, head_dim),
+        "stacked": (pages, 2, page_size, heads, head_dim),  # K and V of a page side by side
+        "packed": (pages, page_size, heads, 2 * head_dim),  # K and V of a row side by side
+    }
+    storage = torch.randn(shapes[layout], generator=seeded(seed)).to(dtype)
+    return storage, *views_of(storage, layout)
+
+
+def views_of(storage: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """K and V in the storage of `paged_views`."""
+    if layout == "hnd":
+        k, v = storage.transpose(2, 3).unbind(0)
+    elif layout == "packed":
+        k, v = storage.split(storage.shape[-1] // 2, -1)
+    else:
+        k, v = storage.unbind(1 if layout == "stacked" else 0)
+    return k, v

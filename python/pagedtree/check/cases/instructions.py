@@ -1,0 +1,263 @@
+"""Each function of pagedtree::ptx (csrc/cuda/tile/ptx.cuh) against what the PTX manual says that the instruction does.
+
+The kernels are in csrc/cuda/instructions.cu, in the CUDA library and in simt's, so that the GPU and its emulation are
+judged by the same expected values.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import pagedtree
+from pagedtree.check.case import Case, Difference, NotApplicable, Place, equal
+
+Words = np.ndarray
+BACKENDS = ("simt", "cuda")
+CLUSTER = 4  # CTAs of a cluster, where the device has clusters
+
+
+class _Instruction(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        (
+            "run",
+            ctypes.CFUNCTYPE(
+                ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32)
+            ),
+        ),
+    )
+
+
+class _Instructions(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("ctas", "threads", "in_words", "out_words", "count")),
+        ("items", ctypes.POINTER(_Instruction)),
+    )
+
+
+@lru_cache
+def _table(backend: str) -> _Instructions:
+    for folder in map(Path, pagedtree.__path__):
+        path = folder / "lib" / f"libpagedtree_{backend}.so"
+        if path.exists():
+            function = ctypes.CDLL(str(path)).pagedtree_instructions
+            function.restype = ctypes.POINTER(_Instructions)
+            table: _Instructions = function().contents
+            return table
+    raise FileNotFoundError(f"libpagedtree_{backend}.so is not part of this installation")
+
+
+def run_instruction(name: str, words: Words, place: Place) -> tuple[Words, int]:
+    """uint32 [ctas, threads, 4] that the instruction gives for words [threads, 12], and the CTAs of a cluster."""
+    table = _table(place.backend)
+    (item,) = (item for item in table.items[: table.count] if item.name == name.encode())
+    assert words.shape == (table.threads, table.in_words) and words.dtype == np.uint32
+    given = place.put(torch.from_numpy(words.view(np.int32).copy()))
+    out = torch.zeros((table.ctas, table.threads, table.out_words), dtype=torch.int32, device=place.device)
+    cluster = ctypes.c_int32()
+    stream = torch.cuda.current_stream(place.device).cuda_stream if place.device.type == "cuda" else None
+    with torch.cuda.device(place.device if place.device.type == "cuda" else -1):
+        error = item.run(given.data_ptr(), out.data_ptr(), stream, ctypes.byref(cluster))
+    if error is not None:
+        raise RuntimeError(error.decode())
+    return out.cpu().numpy().view(np.uint32), cluster.value
+
+
+def instruction_names(backend: str) -> list[str]:
+    table = _table(backend)
+    return [item.name.decode() for item in table.items[: table.count]]
+
+
+# Inputs: [64 threads, 12 words] ---------------------------------------------------------------------------------------
+
+
+def any_words(seed: int) -> Words:
+    return np.random.default_rng(seed).integers(0, 2**32, (64, 12), dtype=np.uint32)
+
+
+def numbers(dtype: torch.dtype) -> Callable[[int], Words]:
+    """Two numbers in [-2, 2) a word for an mma's operands, then one fp32 a word for its sums."""
+
+    def words(seed: int) -> Words:
+        rng = np.random.default_rng(seed)
+        operands = torch.from_numpy(rng.uniform(-2, 2, (64, 16))).to(dtype).view(torch.int16).numpy()
+        sums = rng.uniform(-2, 2, (64, 4)).astype(np.float32)
+        return np.concatenate([operands.view(np.uint32), sums.view(np.uint32)], axis=1)
+
+    return words
+
+
+def exponents(seed: int) -> Words:
+    """Numbers over the whole range of results, subnormal ones too, and those that have names."""
+    values = np.random.default_rng(seed).uniform(-152, 129, (64, 12)).astype(np.float32)
+    values[:8, 0] = [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, 0.5]
+    values[8:16, 1] = [-125.0, -127.0, -149.0, -150.0, 127.0, 128.0, 1e30, -1e30]
+    values[16:20, 2] = np.array([1, 2**23 - 1, 2**31 + 1, 2**31], dtype=np.uint32).view(np.float32)  # subnormal
+    return values.view(np.uint32)
+
+
+# What they give: [64, 12] -> [64, 4] ----------------------------------------------------------------------------------
+
+
+def _by_warp(function: Callable[[Words], Words]) -> Callable[[Words], Words]:
+    return lambda words: np.concatenate([function(words[:32]), function(words[32:])])
+
+
+def _ldmatrix(words: Words) -> Words:
+    """Thread 8 i + r holds row r of 8x8 matrix i; thread l gets elements 2 (l % 4) and the next of row l // 4."""
+    matrices = words[:, :4].reshape(4, 8, 4)
+    return np.array([[matrices[i, lane // 4, lane % 4] for i in range(4)] for lane in range(32)])
+
+
+def _ldmatrix_trans(words: Words) -> Words:
+    """The same of the transposed matrices."""
+    matrices = np.ascontiguousarray(words[:, :4]).view(np.uint16).reshape(4, 8, 8)
+    turned = np.ascontiguousarray(matrices.transpose(0, 2, 1)).view(np.uint32)
+    return np.array([[turned[i, lane // 4, lane % 4] for i in range(4)] for lane in range(32)])
+
+
+def fragments(words: Words, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A [16, 16], B [16, 8] and the sums [16, 8] that the 32 threads of a warp hold, in float64."""
+    bits = torch.from_numpy(np.ascontiguousarray(words[:, :6]).view(np.int16).copy())
+    values = bits.view(dtype).double().numpy()  # [32, 12]
+    a, b, sums = np.zeros((16, 16)), np.zeros((16, 8)), np.zeros((16, 8))
+    for lane in range(32):
+        group, pair = lane // 4, lane % 4 * 2
+        for e in range(2):
+            for i in range(4):  # rows g and g + 8, then the same of columns 8 and on
+                a[group + i % 2 * 8, pair + e + i // 2 * 8] = values[lane, 2 * i + e]
+            for i in range(2):
+                b[pair + e + i * 8, group] = values[lane, 8 + 2 * i + e]
+                sums[group + i * 8, pair + e] = words[lane, 8:].view(np.float32)[2 * i + e]
+    return a, b, sums
+
+
+def _mma(dtype: torch.dtype) -> Callable[[Words], Words]:
+    def multiply(words: Words) -> Words:
+        a, b, sums = fragments(words, dtype)
+        result = (a @ b + sums).astype(np.float32)
+        lanes = [
+            [result[lane // 4 + i // 2 * 8, lane % 4 * 2 + i % 2] for i in range(4)] for lane in range(32)
+        ]  # fmt: skip
+        return np.array(lanes, dtype=np.float32).view(np.uint32)
+
+    return multiply
+
+
+def _ex2(words: Words) -> Words:
+    """2^x; subnormal numbers and results are 0 (.ftz)."""
+    x = words[:, :4].view(np.float32).astype(np.float64)
+    x = np.where(np.abs(x) < 2.0**-126, 0.0, x)
+    with np.errstate(over="ignore", under="ignore"):
+        y = np.exp2(x).astype(np.float32)
+    return np.where(y < np.float32(2.0**-126), np.float32(0), y).view(np.uint32)
+
+
+def _cp_async(words: Words) -> Words:
+    return np.where(np.arange(64)[:, None] % 2 == 0, words[:, :4], 0)
+
+
+def _cp_async_wait(words: Words) -> Words:
+    return np.concatenate([words[:, :2], words[:, 6:8]], axis=1)
+
+
+def _barrier(words: Words) -> Words:
+    return words[np.arange(64) ^ 32, :4]
+
+
+def floats_within(limit: float, unit: float) -> Difference:
+    """fp32 words that are off by at most limit * max(|value|, unit); NaN equals NaN."""
+
+    def difference(found: Tensor, expected: Tensor) -> str:
+        x, y = (tensor.to(torch.int32).view(torch.float32).double() for tensor in (found, expected))
+        good = (x == y) | (x.isnan() & y.isnan()) | ((x - y).abs() <= limit * y.abs().clamp(min=unit))
+        if good.all():
+            return ""
+        at = (~good).nonzero()[0].tolist()
+        return (
+            f"{int((~good).sum())} of {good.numel()} numbers are off, first at {at}: {x[tuple(at)]} not {y[tuple(at)]}"
+        )
+
+    return difference
+
+
+# An mma may add its products in any order and cut the sums: 2^-22 of 16 products of up to 4 and of what they are added
+# to. ex2.approx: 2 units in the last place.
+SUMS, POWERS = floats_within(2.0**-22, 66.0), floats_within(2.0**-22, 2.0**-126)
+
+# Name -> inputs, what is given for them, tolerance.
+GOLDEN: dict[str, tuple[Callable[[int], Words], Callable[[Words], Words], Difference]] = {
+    "ldmatrix_x4": (any_words, _by_warp(_ldmatrix), equal),
+    "ldmatrix_x4_trans": (any_words, _by_warp(_ldmatrix_trans), equal),
+    "mma_m16n8k16/bf16": (numbers(torch.bfloat16), _by_warp(_mma(torch.bfloat16)), SUMS),
+    "mma_m16n8k16/fp16": (numbers(torch.float16), _by_warp(_mma(torch.float16)), SUMS),
+    "cp_async_16": (any_words, _cp_async, equal),
+    "cp_async_wait": (any_words, _cp_async_wait, equal),
+    "ex2": (exponents, _ex2, POWERS),
+    "barrier_sync": (any_words, _barrier, equal),
+}
+
+
+def cases() -> Iterator[Case]:
+    for name, (inputs, meaning, compare) in GOLDEN.items():
+        yield _golden(name, inputs, meaning, compare)
+    yield _case("smem_addr", lambda place: _tensor(run_instruction("smem_addr", any_words(0), place)[0]), _addresses)
+    yield _case("of_cta", _in_clusters, lambda: _neighbours(any_words(0)))
+
+
+def _golden(
+    name: str, inputs: Callable[[int], Words], meaning: Callable[[Words], Words], compare: Difference
+) -> Case:  # fmt: skip
+    given = np.concatenate([inputs(seed) for seed in range(4)])
+    parts = np.split(given, 4)
+
+    def run(place: Place) -> Tensor:
+        return torch.cat([_tensor(run_instruction(name, words, place)[0]) for words in parts])
+
+    def by_definition() -> Words:
+        return np.concatenate([np.tile(meaning(words), (8, 1, 1)) for words in parts])  # every CTA gives the same
+
+    return _case(name, run, by_definition, compare)
+
+
+def _case(
+    name: str, run: Callable[[Place], Tensor], by_definition: Callable[[], Words], compare: Difference = equal
+) -> Case:
+    return Case(
+        f"instructions/{name}", (), lambda place: {"words": run(place)}, lambda: {"words": _tensor(by_definition())},
+        always_loops=True, compare={"words": compare}, backends=BACKENDS, against="the PTX manual's definition",
+    )  # fmt: skip
+
+
+def _tensor(words: Words) -> Tensor:
+    return torch.from_numpy(words.astype(np.uint32).view(np.int32).copy())
+
+
+def _addresses() -> Words:
+    """Thread, byte offset of its words, alignment, CTA."""
+    return np.array([[[thread, 16 * thread, 0, cta] for thread in range(64)] for cta in range(8)])
+
+
+def _neighbours(words: Words) -> Words:
+    """The next CTA's words plus its rank in the cluster; then cluster, its size, the CTA's own rank."""
+    rows = []
+    for cta in range(8):
+        rank = cta % CLUSTER
+        others = words[:, :3] + np.uint32((rank + 1) % CLUSTER)
+        who = np.full((64, 1), cta // CLUSTER << 16 | CLUSTER << 8 | rank, dtype=np.uint32)
+        rows.append(np.concatenate([others, who], axis=1))
+    return np.array(rows)
+
+
+def _in_clusters(place: Place) -> Tensor:
+    found, cluster = run_instruction("of_cta", any_words(0), place)
+    if cluster == 1:
+        raise NotApplicable("this GPU has no clusters")
+    return _tensor(found)

@@ -1,0 +1,213 @@
+"""verify_rejection, verify_block, verify_traversal, verify_typical."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedtree import (
+    SamplingParams,
+    reference,
+    verify_block,
+    verify_rejection,
+    verify_traversal,
+    verify_typical,
+)
+from pagedtree.check.case import Case, Place, Results
+from pagedtree.check.cases.inputs import seeded, words64
+from pagedtree.check.cases.verification import (
+    LAWS,
+    Law,
+    Problem,
+    Tree,
+    forest,
+    law_of,
+    problem_of,
+    tensors_of,
+    verdict_by_loops,
+    verdict_results,
+    with_draft_vocabulary,
+)
+
+RULES: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
+    "verify_rejection": (verify_rejection, reference.rejection, ("iid", "swor", "onehot")),
+    "verify_block": (verify_block, reference.block, ("iid", "onehot")),
+    "verify_traversal": (verify_traversal, reference.traversal, ("iid", "swor")),
+}
+CHAINS = [[-1, 0, 1, 2, 3], [-1, 0, 1, 2], [-1, 0, 1], [-1], [-1, 0]]
+
+
+def cases() -> Iterator[Case]:
+    for op, (_, _, draft_laws) in RULES.items():
+        chains = op == "verify_block"
+        for draft_law in draft_laws:
+            # Block and traversal also read rows off the path: which ones, only they know.
+            for name, problem in _problems(chains, forbidden_row=4 if op == "verify_rejection" else -1).items():
+                yield _rule(op, f"{draft_law}/{name}", problem, LAWS["plain"], draft_law)
+            problem = _trees(chains, 40, dtype="fp32")
+            for law in ("cool", "all filters"):
+                yield _rule(op, f"{draft_law}/{law}", problem, LAWS[law], draft_law)
+            yield _rule(op, f"{draft_law}/parameters a sequence", problem, tensors_of(problem.batch), draft_law)
+            yield _rule(op, f"{draft_law}/its own coins", problem, LAWS["plain"], draft_law, own_coins=True)
+            if draft_law != "onehot":
+                for order in ("top_k_first", "joint"):
+                    draft_params = {"temperature": 1.5, "top_k": 5, "top_p": 0.6, "min_p": 0.02, "filter_order": order}
+                    name = f"{draft_law}/draft logits/{order}"
+                    yield _rule(op, name, _trees(chains, 33), LAWS["cool"], draft_law, draft_params=draft_params)
+            for dtype, vocab in (("fp32", 1), ("fp16", 6), ("bf16", 1025), ("fp16", 40_001)):
+                hostile = _trees(chains, vocab, dtype=dtype, hostile=True)
+                name = f"{draft_law}/hostile rows/V {vocab}"
+                yield _rule(op, name, hostile, LAWS["all filters"], draft_law, own_coins=True, loops=False)
+    for name, problem in _problems(False, forbidden_row=-1).items():
+        for law in ("plain", "greedy", "all filters"):
+            yield _typical(f"{name}/{law}", problem, LAWS[law])
+    for epsilon, delta in ((0.5, 0.1), (0.01, 5.0), (0.0, 0.3), (1.0, 0.0)):
+        yield _typical(f"epsilon {epsilon}, delta {delta}", _trees(False, 40), LAWS["cool"], epsilon, delta)
+    yield _typical("hostile rows", forest("", 12, hostile=True), LAWS["plain"], loops=False)
+
+
+@lru_cache
+def _trees(chains: bool, vocab: int, **options: Any) -> Problem:
+    if chains:
+        return problem_of("", CHAINS * 3, vocab, seed=3, **options)
+    return forest("", 12, vocab, nodes=7, **options)
+
+
+@lru_cache
+def _problems(chains: bool, forbidden_row: int) -> dict[str, Problem]:
+    masked = {"masked": True, "forbidden_row": forbidden_row}
+    found = {f"{dtype}/V 40": _trees(chains, 40, dtype=dtype) for dtype in ("fp32", "fp16", "bf16")} | {
+        "one token": _trees(chains, 1),
+        "grammar mask": _trees(chains, 33, **masked),
+        "packed grammar mask": _trees(chains, 33, packed=True, **masked),
+        "draft vocabulary": with_draft_vocabulary(_trees(chains, 33)),
+        "no sequence": problem_of("", []),
+        "padding rows, a tree of no nodes": problem_of("", [[-1], [], [-1, 0, 1]], padding=3),
+        "chain of 1000": problem_of("", [list(range(-1, 999))], 3),
+    }
+    if not chains:
+        bad = [[-1, 0, 5, 1], [-1, 0, -1], [3, 0, 1], [-1, 0, 1, 2, 3]]
+        found["malformed"] = problem_of("", bad, max_nodes=4, max_depth=2)
+        found["200 children"] = problem_of("", [[-1] + [0] * 200], 17)
+    return found
+
+
+def _draft_probs(problem: Problem, seed: int) -> Tensor:
+    """[N, V]: near the target's law, with entries that do not count as probabilities."""
+    logits = problem.logits.float().nan_to_num(0, 60, -60)
+    near = (logits + torch.randn(logits.shape, generator=seeded(seed))).softmax(-1)
+    if problem.logits.shape[1] > 5 and problem.logits.dtype != torch.float32:
+        near[::4, 1], near[1::4, 2], near[2::4, 3] = 0.0, math.nan, -0.5
+    return near
+
+
+def _rule(
+    op: str, name: str, problem: Problem, law: Law, draft_law: str, *, own_coins: bool = False, loops: bool = True,
+    draft_params: Law | None = None,
+) -> Case:  # fmt: skip
+    """own_coins: those that the op draws from seeds and positions; else the coins are given."""
+    function, rule, _ = RULES[op]
+    rows = problem.logits.shape[0]
+    near = _draft_probs(problem, 5)
+    probs = near if draft_params is None else near.nan_to_num(0.1).clamp(min=1e-6).log()
+    probs = probs.to(problem.logits.dtype)
+    order = torch.randperm(rows, generator=seeded(6))  # row draft_rows[n] of draft_probs belongs to node n
+    streams = {"seeds": words64(problem.batch), "positions": words64(problem.batch, 1) >> 2}
+    coins = {
+        "coins": torch.rand(rows, generator=seeded(7)),
+        "final_coins": torch.rand(problem.batch, generator=seeded(8)),
+    }
+    drafts = {} if draft_law == "onehot" else {"draft_probs": probs[order.argsort()], "draft_rows": order}
+
+    def run(place: Place) -> Results:
+        arguments, options = problem.place(place)
+        given = place.put({**streams, **drafts, **({} if own_coins else coins)})
+        if draft_params is not None:
+            given["draft_params"] = SamplingParams(**draft_params)
+        params = SamplingParams(**place.put(law))
+        return verdict_results(function(*arguments, params, draft_law=draft_law, **given, **options))
+
+    def decide(b: int, tree: Tree) -> tuple[Sequence[int], list[int]]:
+        own = OwnCoins(op, draft_law, tree, int(streams["seeds"][b]), int(streams["positions"][b]))
+        p = [reference.law(row, **law_of(law, b)).tolist() for row in tree.rows]
+        q = [_draft_law(probs[tree.begin + i], draft_params) for i in range(len(p))]
+
+        def below(entry: int, bound: float) -> bool:
+            return (own.coin(entry) if own_coins else float(coins["coins"][tree.begin + entry])) < bound
+
+        path, bonus = rule(tree.parents, tree.drafts, p, q, draft_law, below)
+        final = own.final(path[-1]) if own_coins else float(coins["final_coins"][b])
+        return path, [*(tree.drafts[node] for node in path[1:]), first_above(bonus, final)]
+
+    return Case(f"{op}/{name}", (op,), run, (lambda: verdict_by_loops(problem, decide)) if loops else None)
+
+
+class OwnCoins:
+    """The coins of one tree: Philox of the seed, a position and an index."""
+
+    COIN, FINAL = 1, 2  # uses
+
+    def __init__(self, op: str, draft_law: str, tree: Tree, seed: int, position: int) -> None:
+        self.by_node = op != "verify_rejection"
+        self.draft_law, self.tree, self.seed, self.position = draft_law, tree, seed, position
+
+    def coin(self, entry: int) -> float:
+        tree = self.tree
+        if self.by_node:
+            return self._uniform(0, entry, self.COIN)
+        if self.draft_law == "onehot":
+            return self._uniform(tree.depths[entry], 0, self.COIN)
+        rank = sum(parent == tree.parents[entry] for parent in tree.parents[:entry])
+        return self._uniform(tree.depths[entry] - 1, rank, self.COIN)
+
+    def final(self, node: int) -> float:
+        return self._uniform(self.tree.depths[node], 0, self.FINAL)
+
+    def _uniform(self, depth: int, index: int, use: int) -> float:
+        high, low = (
+            int(word) for word in reference.random_words(self.seed, self.position + depth, index + 1, use)[index, :2]
+        )
+        return ((high << 32 | low) >> 11) * 2.0**-53
+
+
+def _draft_law(row: Tensor, params: Law | None) -> list[float]:
+    if params is None:
+        return _probabilities(row)
+    law: list[float] = reference.law(reference.clean_logits(row), **params).tolist()
+    return law
+
+
+def _probabilities(row: Tensor) -> list[float]:
+    values: list[float] = row.double().tolist()
+    return [value if 0 < value < math.inf else 0.0 for value in values]
+
+
+def first_above(weights: Sequence[float], coin: float) -> int:
+    """The first token with cdf > coin."""
+    cdf = np.cumsum(np.array(weights, dtype=np.float64))
+    return int(np.searchsorted(cdf, coin * cdf[-1], side="right"))
+
+
+def _typical(
+    name: str, problem: Problem, law: Law, epsilon: float = 0.05, delta: float = 0.2, *, loops: bool = True
+) -> Case:
+    def run(place: Place) -> Results:
+        arguments, options = problem.place(place)
+        params = SamplingParams(**place.put(law))
+        return verdict_results(verify_typical(*arguments, params, epsilon=epsilon, delta=delta, **options))
+
+    def decide(b: int, tree: Tree) -> tuple[list[int], list[int]]:
+        p = np.array([reference.law(row, **law) for row in tree.rows])
+        path = reference.typical(tree.parents, tree.drafts, p, epsilon, delta)
+        return path, [*(tree.drafts[node] for node in path[1:]), int(p[path[-1]].argmax())]
+
+    return Case(
+        f"verify_typical/{name}", ("verify_typical",), run,
+        (lambda: verdict_by_loops(problem, decide)) if loops else None,
+    )  # fmt: skip

@@ -1,0 +1,240 @@
+"""step_shards, follow_shards, weigh_shards, walk_shards: vocabularies in parts, the ranks being threads.
+
+The verify ops of pagedtree.distributed drive the four ops; what all ranks return must be what the whole vocabulary
+gives.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedtree import SamplingParams, distributed, sample, verify_greedy, verify_rejection, verify_sampled
+from pagedtree.check.case import CPU, Case, Place, Results
+from pagedtree.check.cases.inputs import seeded, words64
+from pagedtree.check.cases.verification import (
+    LAWS,
+    Law,
+    Problem,
+    forest,
+    hostile_rows,
+    problem_of,
+    tensors_of,
+    with_draft_vocabulary,
+)
+from pagedtree.distributed import VocabShards
+
+SPLITS = {
+    "one rank": [1.0],
+    "two ranks": [0.4, 0.6],
+    "an empty rank": [0.3, 0.0, 0.7],
+    "four ranks": [0.1, 0.2, 0.3, 0.4],
+}
+
+
+class _Meeting:
+    """Where the threads of all ranks exchange tensors."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.brought: list[Tensor | None] = [None] * size
+
+    def every(self, rank: int, words: Tensor) -> Tensor:
+        """[P, ...]: what each rank brings."""
+        self.brought[rank] = words
+        self.barrier.wait()
+        gathered = torch.stack([tensor for tensor in self.brought if tensor is not None])
+        self.barrier.wait()
+        return gathered
+
+
+class _ThreadGroup:
+    """What pagedtree.distributed.group.Group is, between threads."""
+
+    def __init__(self, meeting: _Meeting, rank: int) -> None:
+        self.meeting, self.rank, self.size = meeting, rank, meeting.size
+
+    def maximum(self, words: Tensor, what: str) -> Tensor:
+        return self.meeting.every(self.rank, words).amax(0) if words.numel() else words
+
+    def total(self, words: Tensor, what: str) -> Tensor:
+        return self.meeting.every(self.rank, words).sum(0)
+
+    def every(self, words: Tensor, what: str) -> Tensor:
+        return self.meeting.every(self.rank, words)
+
+    def agree(self, call: str, arguments: dict[str, Any]) -> None:
+        """All ranks are given the same."""
+
+
+def _shards(meeting: _Meeting, rank: int, sizes: list[int]) -> VocabShards:
+    shards = VocabShards.__new__(VocabShards)  # its own constructor wants torch.distributed
+    shards._group = _ThreadGroup(meeting, rank)  # type: ignore[assignment]
+    shards.rank, shards.num_ranks, shards.sizes = rank, len(sizes), tuple(sizes)
+    shards.num_tokens, shards.first_token = sizes[rank], list(accumulate(sizes, initial=0))[rank]
+    shards.vocab = sum(sizes)
+    return shards
+
+
+def on_ranks(sizes: list[int], device: torch.device, call: Callable[[VocabShards], Results]) -> Results:
+    """call(shards) on each rank, a thread each; the results of all, which must be the same."""
+    meeting = _Meeting(len(sizes))
+    found: list[Results | BaseException] = [{}] * len(sizes)
+
+    def work(rank: int) -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            found[rank] = call(_shards(meeting, rank, sizes))
+        except BaseException as error:
+            found[rank] = error
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(sizes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [result for result in found if isinstance(result, BaseException)]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return {f"{name} on rank {rank}": x for rank, given in enumerate(found) for name, x in given.items()}  # type: ignore[union-attr]
+
+
+def sizes_of(split: list[float], vocab: int) -> list[int]:
+    sizes = [int(part * vocab) for part in split[:-1]]
+    return [*sizes, vocab - sum(sizes)]
+
+
+def cases() -> Iterator[Case]:
+    for (split, parts), (dtype, vocab) in zip(
+        SPLITS.items(), (("fp16", 300), ("fp32", 131), ("bf16", 5000), ("bf16", 37)), strict=True
+    ):
+        sizes = sizes_of(parts, vocab)
+        problem = forest("", 5, vocab, dtype, hostile=True)
+        yield _greedy(split, problem, sizes)
+        for law in ("plain", "all filters", "all filters, joint"):
+            yield _sampled(f"{split}/{law}", problem, LAWS[law], sizes)
+            for draft_law in ("iid", "swor", "onehot"):
+                yield _rejection(f"{split}/{draft_law}/{law}", forest("", 5, vocab, dtype), LAWS[law], draft_law, sizes)
+        yield _sample(split, vocab, {"fp16": torch.float16, "fp32": torch.float32}.get(dtype, torch.bfloat16), sizes)
+    for draft_law in ("iid", "onehot"):
+        smaller = with_draft_vocabulary(forest("", 6, 131))
+        yield _rejection(f"draft vocabulary/{draft_law}", smaller, LAWS["plain"], draft_law, [60, 71])
+        yield _rejection(f"given coins/{draft_law}", forest("", 6, 131), LAWS["cool"], draft_law, [60, 71], coins=True)
+        yield _rejection(
+            f"grammar mask/{draft_law}", forest("", 6, 131, masked=True), LAWS["plain"], draft_law, [60, 71]
+        )
+    yield _greedy("draft vocabulary", smaller, [60, 71])
+    yield _sampled("draft vocabulary", smaller, LAWS["cool"], [60, 71])
+    masked = forest("", 4, 131, masked=True)
+    yield _greedy("grammar mask", masked, [60, 71])
+    yield _sampled("grammar mask", masked, tensors_of(4), [60, 71])
+    yield _rejection("parameters a sequence", masked, tensors_of(4), "iid", [60, 71])
+    yield _greedy("no sequence", problem_of("", []), [20, 20])
+
+
+def _own(options: dict[str, Any], shards: VocabShards) -> dict[str, Any]:
+    """The optional arguments of a part: this rank's columns of the mask."""
+    if "grammar_mask" not in options:
+        return options
+    return {**options, "grammar_mask": shards.own(options["grammar_mask"]).contiguous()}
+
+
+def _streams(place: Place, batch: int) -> dict[str, Any]:
+    streams: dict[str, Any] = place.put({"seeds": words64(batch), "positions": words64(batch, 1) >> 2})
+    return streams
+
+
+def _case(name: str, ops: tuple[str, ...], sizes: list[int], whole: Callable[[Place], Results],
+          part: Callable[[Place, VocabShards], Results]) -> Case:  # fmt: skip
+    """The parts' results against the whole's, which the CPU backend finds."""
+
+    def expected() -> Results:
+        return {f"{key} on rank {rank}": x for rank in range(len(sizes)) for key, x in whole(CPU).items()}
+
+    def run(place: Place) -> Results:
+        return on_ranks(sizes, place.device, lambda shards: part(place, shards))
+
+    against = "the whole vocabulary on the CPU backend"
+    return Case(name, ops, run, expected, always_loops=True, against=against)
+
+
+def _greedy(name: str, problem: Problem, sizes: list[int]) -> Case:
+    def whole(place: Place) -> Results:
+        arguments, options = problem.place(place)
+        return verify_greedy(*arguments, **options)._asdict()
+
+    def part(place: Place, shards: VocabShards) -> Results:
+        (logits, drafts, trees), options = problem.place(place)
+        return distributed.verify_greedy(
+            shards.own(logits), drafts, trees, shards=shards, **_own(options, shards)
+        )._asdict()
+
+    return _case(f"shards/greedy/{name}", ("step_shards", "follow_shards"), sizes, whole, part)
+
+
+def _sampled(name: str, problem: Problem, law: Law, sizes: list[int]) -> Case:
+    def whole(place: Place) -> Results:
+        arguments, options = problem.place(place)
+        params, streams = SamplingParams(**place.put(law)), _streams(place, problem.batch)
+        return verify_sampled(*arguments, params, **{**streams, **options})._asdict()
+
+    def part(place: Place, shards: VocabShards) -> Results:
+        (logits, drafts, trees), options = problem.place(place)
+        params, streams = SamplingParams(**place.put(law)), _streams(place, problem.batch)
+        return distributed.verify_sampled(
+            shards.own(logits), drafts, trees, params, shards=shards, **_own(options, shards), **streams
+        )._asdict()  # fmt: skip
+
+    return _case(f"shards/sampled/{name}", ("step_shards", "follow_shards"), sizes, whole, part)
+
+
+def _rejection(
+    name: str, problem: Problem, law: Law, draft_law: str, sizes: list[int], *, coins: bool = False
+) -> Case:  # fmt: skip
+    """coins: given ones, else the op's own."""
+    rows = problem.logits.shape[0]
+    near = (problem.logits.float() + torch.randn(problem.logits.shape, generator=seeded(5))).softmax(-1)
+    order = torch.randperm(rows, generator=seeded(6))
+    drafts = {} if draft_law == "onehot" else {"draft_probs": near[order.argsort()], "draft_rows": order}
+    if coins:
+        drafts["coins"] = torch.rand(rows, generator=seeded(7))
+        drafts["final_coins"] = torch.rand(problem.batch, generator=seeded(8))
+
+    def given(place: Place) -> dict[str, Any]:
+        return {"draft_law": draft_law, **place.put(drafts), **_streams(place, problem.batch)}
+
+    def whole(place: Place) -> Results:
+        arguments, options = problem.place(place)
+        params = SamplingParams(**place.put(law))
+        return verify_rejection(*arguments, params, **{**given(place), **options})._asdict()
+
+    def part(place: Place, shards: VocabShards) -> Results:
+        (logits, drafts, trees), options = problem.place(place)
+        params = SamplingParams(**place.put(law))
+        return distributed.verify_rejection(
+            shards.own(logits), drafts, trees, params, shards=shards, **{**_own(options, shards), **given(place)}
+        )._asdict()  # fmt: skip
+
+    ops = ("step_shards", "weigh_shards", "walk_shards")
+    return _case(f"shards/rejection/{name}", ops, sizes, whole, part)
+
+
+def _sample(name: str, vocab: int, dtype: torch.dtype, sizes: list[int]) -> Case:
+    rows, law = hostile_rows(vocab, dtype), LAWS["all filters"]
+
+    def whole(place: Place) -> Results:
+        return {"tokens": sample(place.put(rows), SamplingParams(**law), **_streams(place, 12))}
+
+    def part(place: Place, shards: VocabShards) -> Results:
+        logits = shards.own(place.put(rows))
+        return {"tokens": distributed.sample(logits, SamplingParams(**law), shards=shards, **_streams(place, 12))}
+
+    return _case(f"shards/sample/{name}", ("step_shards",), sizes, whole, part)

@@ -1,0 +1,63 @@
+"""build_trees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from pagedtree import build_trees
+from pagedtree.check import loops
+from pagedtree.check.case import Case, Place, Results
+from pagedtree.check.cases.inputs import int32, offsets, random_tree
+
+CHAIN = [-1, 0, 1, 2]
+# Name -> parents of each tree, padding rows, max_nodes, max_depth.
+BATCHES: dict[str, tuple[list[list[int]], int, int, int]] = {
+    "no sequence": ([], 0, 4, 3),
+    "no sequence, padding rows": ([], 3, 4, 3),
+    "one node": ([[-1]], 0, 1, 0),
+    "ragged": ([[-1, 0, 0, 1, 1, 2, 2], CHAIN, [-1], [-1, 0, 0, 0]], 0, 7, 3),
+    "padding rows": ([CHAIN, [-1]], 5, 8, 3),
+    "a tree of no nodes": ([[-1, 0], [], [-1]], 1, 4, 3),
+    "malformed parents": ([[-1, 0, 5, 1, 3], [-1, 1, 0], [-1, -7, 0], [3, 0, 1], [-1, 2**31 - 1]], 2, 8, 7),
+    "a second root": ([[-1, 0, -1, 2, 1]], 0, 8, 7),
+    "more than max_nodes": ([[-1, 0, 1, 0, 3], CHAIN], 0, 3, 7),
+    "deeper than max_depth": ([CHAIN, [-1, 0, 1, 1, 2]], 0, 8, 1),
+    "words of 32, 33 and 64": ([random_tree(n, n).parents.tolist() for n in (32, 33, 64)], 0, 64, 63),
+    "1000 nodes": ([random_tree(1, 1000).parents.tolist(), random_tree(2, 700, 700).parents.tolist()], 3, 1000, 999),
+    "a chain of 1024": ([list(range(-1, 1023))], 0, 1024, 1023),
+    "1023 children": ([[-1] + [0] * 1023], 0, 1024, 1),
+}
+
+
+def cases() -> Iterator[Case]:
+    for name, batch in BATCHES.items():
+        yield _case(name, *batch)
+
+
+def _case(name: str, trees: list[list[int]], padding: int, max_nodes: int, max_depth: int) -> Case:
+    parents = [parent for tree in trees for parent in tree] + [-1] * padding
+    cu_nodes = offsets([len(tree) for tree in trees])
+
+    def run(place: Place) -> Results:
+        built = build_trees(
+            place.put(int32(parents)), place.put(cu_nodes), max_nodes=max_nodes, max_depth=max_depth
+        )  # fmt: skip
+        names = ("depths", "first_child", "next_sibling", "mask", "valid")
+        return {field: getattr(built, field) for field in names}
+
+    def by_loops() -> Results:
+        linked = [loops.link(tree, max_nodes, max_depth) for tree in trees]
+        rows = [row for tree in linked for row in tree.rows] + [loops.PADDING] * padding
+        columns = zip(*rows, strict=True) if rows else [()] * 4
+        depths, first_child, next_sibling, masks = map(list, columns)
+        return {
+            "depths": int32(depths),
+            "first_child": int32(first_child),
+            "next_sibling": int32(next_sibling),
+            "mask": loops.words_of(masks, -(-max_nodes // 32)),
+            "valid": torch.tensor([tree.valid for tree in linked], dtype=torch.bool),
+        }
+
+    return Case(f"build_trees/{name}", ("build_trees",), run, by_loops)

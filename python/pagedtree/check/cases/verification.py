@@ -1,0 +1,305 @@
+"""sample, verify_greedy, verify_sampled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedtree import SamplingParams, TreeBatch, Verdict, build_trees, reference, sample, verify_greedy, verify_sampled
+from pagedtree.check import loops
+from pagedtree.check.case import Case, Place, Results
+from pagedtree.check.cases.inputs import DTYPES, as_words, int32, int64, offsets, random_tree, seeded, words64
+
+Law = dict[str, Any]
+LAWS: dict[str, Law] = {
+    "plain": {},
+    "greedy": {"temperature": 0.0},
+    "cool": {"temperature": 0.6},
+    "hot, top-k": {"temperature": 2.5, "top_k": 7},
+    "top-k 1": {"top_k": 1},
+    "top-p": {"top_p": 0.9},
+    "narrow top-p": {"top_p": 0.35, "temperature": 1.4},
+    "tiny top-p": {"top_p": 1e-6},
+    "min-p": {"min_p": 0.07},
+    "min-p 1": {"min_p": 1.0},
+    "all filters": {"top_k": 30, "top_p": 0.8, "min_p": 0.02, "temperature": 1.2},
+    "all filters, joint": {"top_k": 30, "top_p": 0.8, "min_p": 0.02, "temperature": 1.2, "filter_order": "joint"},
+}
+MALFORMED, BAD_ROW = 1, 2
+
+
+def cases() -> Iterator[Case]:
+    for dtype, vocab in [("fp32", 1), ("fp16", 6), ("bf16", 129), ("fp32", 1000), ("fp16", 4001), ("bf16", 33_001)]:
+        yield _sample(f"{dtype}/V {vocab}", hostile_rows(vocab, DTYPES[dtype]), LAWS if vocab < 4000 else FEW_LAWS)
+    yield _sample("no row", torch.zeros(0, 50), FEW_LAWS)
+    yield _sample("parameters a row", hostile_rows(200, torch.bfloat16), {"tensors": tensors_of(12)})
+    yield from map(_greedy, problems())
+    for problem in problems():
+        for law in ("plain", "all filters"):
+            yield _sampled(f"{problem.name}/{law}", problem, LAWS[law])
+    yield _sampled("parameters a sequence", forest("", 4), tensors_of(4))
+
+
+FEW_LAWS = {name: LAWS[name] for name in ("plain", "all filters", "all filters, joint")}
+
+
+def hostile_rows(vocab: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Ordinary rows, ties, and rows that are not finite; the row stride leaves every second row unaligned."""
+    logits = torch.randn(12, vocab + 3, generator=seeded(seed)) * 4
+    logits[1] = 0.25
+    logits[2] = logits[2].round()
+    logits[3, ::2] = math.nan
+    logits[4] = -math.inf
+    logits[5, vocab // 2] = math.inf
+    logits[6] *= 1e-6
+    logits[7, : vocab // 2] = -math.inf
+    return logits.to(dtype)[:, :vocab]
+
+
+def tensors_of(batch: int) -> Law:
+    """Every parameter another one for each sequence; NaN and what is out of range among them."""
+    pick = torch.arange(batch)
+    return {
+        "temperature": torch.tensor([0.7, 0.0, math.nan, 1.0])[pick % 4],
+        "top_k": int32([0, 5, -1, 1])[(pick + 1) % 4],
+        "top_p": torch.tensor([0.9, 1.0, 0.4, math.nan])[(pick + 2) % 4],
+        "min_p": torch.tensor([0.0, 0.05, math.nan, 0.2])[(pick + 3) % 4],
+    }
+
+
+def law_of(law: Law, b: int) -> Law:
+    """The parameters of sequence b, as numbers; NaN is off."""
+    off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    numbers = {name: value[b].item() if isinstance(value, Tensor) else value for name, value in law.items()}
+    return {name: off[name] if value != value else value for name, value in numbers.items()}
+
+
+def token_of(row: np.ndarray, law: Law, seed: int, position: int) -> int:
+    p = reference.law(row, **law)
+    if law.get("temperature") == 0:
+        return int(p.argmax())
+    return reference.sample_row(p, seed, position)[0]
+
+
+def _sample(name: str, logits: Tensor, laws: dict[str, Law]) -> Case:
+    rows = logits.shape[0]
+    seeds, positions = words64(rows), words64(rows, 1)
+
+    def run(place: Place) -> Results:
+        given, streams = place.put(logits), place.put({"seeds": seeds, "positions": positions})
+        return {key: sample(given, SamplingParams(**place.put(law)), **streams) for key, law in laws.items()}
+
+    def by_loops() -> Results:
+        clean = [reference.clean_logits(row) for row in logits]
+        return {
+            key: int64([token_of(row, law_of(law, i), int(seeds[i]), int(positions[i])) for i, row in enumerate(clean)])
+            for key, law in laws.items()
+        }
+
+    return Case(f"sample/{name}", ("sample",), run, by_loops)
+
+
+# Trees to verify ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A batch of trees with logits and drafts, all on the CPU.
+
+    Attributes:
+        parents: of each tree, malformed ones among them.
+        logits: [N, V], N counting padding rows.
+        drafts: int64 [N].
+        allowed: bool [N, V] or None; packed: hand it in as words.
+        draft_to_target: int64 [V_draft] or None.
+    """
+
+    name: str
+    parents: list[list[int]]
+    logits: Tensor
+    drafts: Tensor
+    max_nodes: int
+    max_depth: int
+    allowed: Tensor | None = None
+    packed: bool = False
+    draft_to_target: Tensor | None = None
+
+    @property
+    def batch(self) -> int:
+        return len(self.parents)
+
+    def place(self, place: Place) -> tuple[tuple[Tensor, Tensor, TreeBatch], dict[str, Any]]:
+        """(logits, draft_tokens, trees) and the optional tensors, at a place."""
+        rows = self.logits.shape[0]
+        flat = [parent for tree in self.parents for parent in tree]
+        parents = int32(flat + [-1] * (rows - len(flat)))
+        cu_nodes = offsets([len(tree) for tree in self.parents])
+        trees = build_trees(
+            place.put(parents), place.put(cu_nodes), max_nodes=self.max_nodes, max_depth=self.max_depth
+        )  # fmt: skip
+        mask = self.allowed if self.allowed is None or not self.packed else as_words(self.allowed.numpy())
+        options = {"grammar_mask": mask, "draft_to_target": self.draft_to_target}
+        given: dict[str, Any] = place.put({key: x for key, x in options.items() if x is not None})
+        return (place.put(self.logits), place.put(self.drafts), trees), given
+
+    def tree(self, b: int) -> Tree:
+        """One tree of it as plain loops want it: unreachable nodes hang nowhere, drafts are ids of the target."""
+        begin = sum(map(len, self.parents[:b]))
+        linked = loops.link(self.parents[b], self.max_nodes, self.max_depth)
+        vocab = self.logits.shape[1]
+        parents, drafts, rows = [], [], []
+        for i, row in enumerate(linked.rows):
+            draft = int(self.drafts[begin + i])
+            if self.draft_to_target is not None:
+                inside = 0 <= draft < self.draft_to_target.shape[0]
+                draft = int(self.draft_to_target[draft]) if inside else -1
+            parents.append(self.parents[b][i] if row.depth > 0 else -2)
+            drafts.append(draft if 0 <= draft < vocab and row.depth > 0 else -1)
+            allowed = None if self.allowed is None else self.allowed[begin + i].numpy()
+            rows.append(reference.clean_logits(self.logits[begin + i], allowed))
+        bad = [
+            bool(self.logits[begin + i].isnan().any()) or rows[i].max() == -np.inf for i in range(len(linked.rows))
+        ]  # fmt: skip
+        return Tree(parents, drafts, rows, bad, linked.valid, [row.depth for row in linked.rows], begin)
+
+
+@dataclass(frozen=True)
+class Tree:
+    parents: list[int]
+    drafts: list[int]
+    rows: list[np.ndarray]  # clean logits
+    bad: list[bool]  # rows with NaN, or without a finite logit
+    valid: bool
+    depths: list[int]
+    begin: int
+
+
+def verdict_results(verdict: Verdict) -> Results:
+    return verdict._asdict()
+
+
+def verdict_by_loops(problem: Problem, decide: Callable[[int, Tree], tuple[Sequence[int], Sequence[int]]]) -> Results:
+    """decide(b, tree) gives the path and the tokens after each of its nodes."""
+    width = problem.max_depth + 1
+    columns: tuple[list, list, list, list] = ([], [], [], [])
+    for b in range(problem.batch):
+        tree = problem.tree(b)
+        path, tokens = decide(b, tree) if tree.rows else ([], [])
+        status = (not tree.valid) * MALFORMED + any(tree.bad[node] for node in path) * BAD_ROW
+        padded = [[*values, *[-1] * (width - len(values))] for values in (path, tokens)]
+        for column, value in zip(columns, (padded[0], max(len(path) - 1, 0), padded[1], status), strict=True):
+            column.append(value)
+    return {
+        "accept_index": int32(columns[0]).view(problem.batch, width),
+        "num_accepted": int32(columns[1]),
+        "tokens": int64(columns[2]).view(problem.batch, width),
+        "status": int32(columns[3]),
+    }
+
+
+def forest(name: str, batch: int, vocab: int = 40, dtype: str = "bf16", nodes: int = 9, **options: Any) -> Problem:
+    """Random trees whose drafts are mostly the likeliest tokens of their parents' rows."""
+    parents = [random_tree(b, nodes).parents.tolist() for b in range(batch)]
+    return problem_of(name, parents, vocab, dtype, **options)
+
+
+def problem_of(
+    name: str, parents: list[list[int]], vocab: int = 40, dtype: str = "bf16", padding: int = 0, masked: bool = False,
+    forbidden_row: int = 4, seed: int = 0, max_nodes: int | None = None, max_depth: int | None = None,
+    hostile: bool = False, **options: Any,
+) -> Problem:  # fmt: skip
+    generator = seeded(seed)
+    sizes = [len(tree) for tree in parents]
+    rows = sum(sizes) + padding
+    logits = torch.randn(rows, vocab + 3, generator=generator)[:, :vocab] * 2
+    if hostile:
+        logits[1::5, ::2] = math.nan
+        logits[3::7] = -math.inf
+        logits[2::6, vocab // 2] = math.inf
+        logits[4::9] = 1.5
+    logits = logits.to(DTYPES[dtype])
+    allowed = torch.rand(rows, vocab, generator=generator) < 0.8 if masked else None
+    if allowed is not None and 0 <= forbidden_row < rows:
+        allowed[forbidden_row] = False
+    clean = logits.float().nan_to_num(-math.inf, 1e30)
+    clean = clean if allowed is None else clean.masked_fill(~allowed, -math.inf)
+    best = clean.topk(min(3, vocab), dim=1).indices
+    above = [
+        begin + min(max(parent, 0), size - 1)
+        for begin, tree, size in zip(offsets(sizes).tolist(), parents, sizes, strict=False)
+        for parent in tree
+    ]
+    pick = (torch.rand(rows, generator=generator) ** 3 * best.shape[1]).long()
+    drafts = best[torch.tensor(above + [0] * padding, dtype=torch.int64), pick] if rows else int64([])
+    lost = torch.rand(rows, generator=generator)
+    drafts = torch.where(lost < 0.05, -1, torch.where(lost < 0.1, vocab + 5, drafts))
+    depth = max((row.depth for tree in parents for row in loops.link(tree, 1024, 1023).rows), default=0)
+    return Problem(
+        name, parents, logits, drafts, max(sizes, default=1) if max_nodes is None else max_nodes,
+        depth if max_depth is None else max_depth, allowed, **options,
+    )  # fmt: skip
+
+
+def problems() -> Iterator[Problem]:
+    yield forest("one tree", 1)
+    yield forest("fp16", 2, dtype="fp16")
+    yield forest("30 trees/fp32", 30, dtype="fp32")
+    yield forest("long rows", 3, 4001, nodes=4)
+    yield forest("one token", 2, 1)
+    yield forest("hostile rows", 12, hostile=True)
+    yield forest("grammar mask", 6, masked=True)
+    yield forest("packed grammar mask", 6, masked=True, packed=True)
+    yield problem_of("ragged", [[-1], [-1, 0, 1, 2, 3], [], [-1, 0, 0, 0]], padding=3)
+    yield problem_of("malformed", [[-1, 0, 5, 1], [-1, 0, -1], [3, 0, 1], [-1, 0, 1, 2, 3]], max_nodes=4, max_depth=2)
+    yield problem_of("no sequence", [])
+    yield problem_of("1000 nodes", [random_tree(7, 1000, 30).parents.tolist()], 17)
+    yield problem_of("chain of 1000", [list(range(-1, 999))], 3)
+    yield with_draft_vocabulary(forest("draft vocabulary", 5))
+
+
+def with_draft_vocabulary(problem: Problem) -> Problem:
+    """The same drafts, by ids of a smaller vocabulary; those that it lacks by an id outside it."""
+    vocab = problem.logits.shape[1]
+    to_target = torch.randperm(vocab, generator=seeded(8))[: vocab * 2 // 3]
+    ids = {int(x): i for i, x in enumerate(to_target)}
+    drafts = int64([ids.get(int(x), vocab if x >= 0 else -1) for x in problem.drafts])
+    return replace(problem, drafts=drafts, draft_to_target=to_target)
+
+
+def _greedy(problem: Problem) -> Case:
+    def run(place: Place) -> Results:
+        arguments, options = problem.place(place)
+        return verdict_results(verify_greedy(*arguments, **options))
+
+    def decide(b: int, tree: Tree) -> tuple[list[int], list[int]]:
+        return reference.walk(
+            tree.parents, tree.drafts, lambda node, _: token_of(tree.rows[node], LAWS["greedy"], 0, 0)
+        )  # fmt: skip
+
+    return Case(
+        f"verify_greedy/{problem.name}", ("verify_greedy",), run, lambda: verdict_by_loops(problem, decide)
+    )  # fmt: skip
+
+
+def _sampled(name: str, problem: Problem, law: Law) -> Case:
+    seeds, positions = words64(problem.batch), words64(problem.batch, 1) >> 2
+
+    def run(place: Place) -> Results:
+        arguments, options = problem.place(place)
+        options |= place.put({"seeds": seeds, "positions": positions})
+        params = SamplingParams(**place.put(law))
+        return verdict_results(verify_sampled(*arguments, params, **options))
+
+    def decide(b: int, tree: Tree) -> tuple[list[int], list[int]]:
+        numbers, seed, position = law_of(law, b), int(seeds[b]), int(positions[b])
+        return reference.walk(
+            tree.parents, tree.drafts, lambda node, depth: token_of(tree.rows[node], numbers, seed, position + depth)
+        )
+
+    return Case(f"verify_sampled/{name}", ("verify_sampled",), run, lambda: verdict_by_loops(problem, decide))

@@ -1,0 +1,72 @@
+"""The attention mask of a packed pass: what keys each layer sees, as transformers' own mask functions tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function
+
+__all__ = ["PackedMask"]
+
+UNLIMITED = 1 << 30
+
+
+class PackedMask:
+    """What a packed pass hands to a model in place of masks: a tensor for each window, which no layer reads.
+
+    The model gets `tokens`, bool [1, T], and has transformers make the masks of its layers from that: `of_layers` does.
+    So the window is what the model asks for, whatever its layers say beside it; `window_of` finds it again.
+    """
+
+    def __init__(self, num_tokens: int, device: torch.device) -> None:
+        self.tokens = torch.ones((1, num_tokens), dtype=torch.bool, device=device)
+        self._masks: dict[int, Tensor] = {}
+
+    def of_layers(self, mask_function: Callable[..., Any], local_size: int | None) -> Tensor:
+        """A layer's mask, bool [1, 1, 1, 1]; ValueError for others than causal ones and sliding windows."""
+        if mask_function is not causal_mask_function and not _is_window(mask_function, local_size or UNLIMITED):
+            raise ValueError(
+                "model: expected causal layers, some with a sliding window, got one that asks for another mask"
+            )
+        window = local_size or 0
+        if window not in self._masks:
+            self._masks[window] = self.tokens.new_ones((1, 1, 1, 1))
+        return self._masks[window]
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layer asked for a window."""
+        return any(window > 0 for window in self._masks)
+
+    def window_of(self, mask: Tensor | None) -> int:
+        """The window (0 = none) of a mask that a layer got; ValueError for any but ours."""
+        for window, own in self._masks.items():
+            if mask is not None and mask.data_ptr() == own.data_ptr() and mask.dtype == own.dtype:
+                return window
+        raise ValueError(
+            "model: expected layers that hand the attention_mask of transformers to the attention as it is, got"
+            f" {'none' if mask is None else 'another one'}: a bias of the layer's own, or a mask that it makes itself"
+        )
+
+
+def _is_window(mask_function: Callable[..., Any], window: int) -> bool:
+    """Whether the function shows each query itself and the `window` - 1 keys before it."""
+    if _holds_tensor(mask_function):
+        return False  # not to be asked about tokens that are not there: on a GPU that could not be caught
+    around = sorted({0, 1, window - 1, window, window + 1, 2 * window - 1, 2 * window, 3 * window})
+    kv = torch.tensor(around)
+    q = kv[:, None]
+    zero = torch.zeros((), dtype=torch.int64)
+    visible = mask_function(zero, zero, q, kv)
+    return torch.equal(visible.expand(len(around), -1), (kv <= q) & (q - kv < window))
+
+
+def _holds_tensor(value: Any) -> bool:
+    """Whether a mask function, or one that it is made of, looks tokens up: their padding, block or sequence."""
+    if isinstance(value, (tuple, list)):
+        return any(map(_holds_tensor, value))
+    closure = getattr(value, "__closure__", None) or ()
+    return isinstance(value, Tensor) or any(_holds_tensor(cell.cell_contents) for cell in closure)

@@ -1,0 +1,65 @@
+"""What tests of a device rely on: tensors keep their strides on the way there, and ops on the CPU are noticed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_case import LAYOUTS, Case, paged_caches
+from device_case import only_on, to_device
+
+from pagedtree import DraftTree, TreeBatch, merge_states
+from pagedtree._ops import ops
+from pagedtree.testing import backends, use_backend
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_are_kept(layout: str) -> None:
+    caches = paged_caches(5, 4, 2, 64, layout)
+    moved = to_device(caches, torch.device("meta"))
+    for cache, there in zip(caches, moved, strict=True):
+        assert there.is_meta and there.dtype == cache.dtype and there.shape == cache.shape
+        assert there.stride() == cache.stride() and there.storage_offset() == cache.storage_offset()
+    assert moved[0].untyped_storage()._cdata == moved[1].untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn])
+def test_cases_keep_strides(layout: str, stored: torch.dtype | None) -> None:
+    here, there = (
+        Case([5], [DraftTree([-1, 0])], layout=layout, cache_dtype=stored, device=torch.device(name)).build()
+        for name in ("cpu", "meta")
+    )
+    assert {name: t.device.type for name, t in there.items()} == dict.fromkeys(here, "meta")
+    assert {name: t.stride() for name, t in there.items()} == {name: t.stride() for name, t in here.items()}
+
+
+def test_broadcast_rows_and_empty_tensors_are_moved() -> None:
+    tensors = [torch.ones(3).expand(4, 3), torch.zeros(2, 0, 5), torch.zeros(()), torch.zeros(4, dtype=torch.bool)[::2]]
+    moved = to_device(tensors, torch.device("meta"))
+    assert [t.stride() for t in moved] == [t.stride() for t in tensors]
+    assert [t.shape for t in moved] == [t.shape for t in tensors]
+
+
+def test_tests_of_cuda_do_not_run_on_the_cpu() -> None:
+    out, lse = torch.zeros(3, 2, 64), torch.zeros(3, 2)
+    with only_on("cuda"):
+        with pytest.raises(RuntimeError, match="of the backend cuda, but the op's tensors are on the CPU"):
+            merge_states(out, lse, out, lse)
+        with only_on("cuda"), pytest.raises(RuntimeError, match="on the CPU"):
+            TreeBatch.from_trees([DraftTree([-1, 0])])
+        with use_backend("cpu"):
+            assert merge_states(out, lse, out, lse)[0].shape == out.shape
+        with pytest.raises(RuntimeError, match="on the CPU"):
+            ops.merge_states(out, lse, out, lse)
+        assert DraftTree([-1, 0, 0]).depths.tolist() == [0, 1, 1]
+    assert merge_states(out, lse, out, lse)[0].shape == out.shape
+    assert TreeBatch.from_trees([DraftTree([-1, 0])]).valid.all()
+
+
+@pytest.mark.skipif("simt" not in backends(), reason="built without simt")
+def test_tests_of_simt_run_on_simt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDTREE_SIMT_ORDER", "unknown")  # which simt alone reads
+    with only_on("simt"), pytest.raises(RuntimeError, match="PAGEDTREE_SIMT_ORDER"):
+        DraftTree([-1, 0])
+    with only_on("cpu"):
+        DraftTree([-1, 0])
