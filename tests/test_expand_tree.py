@@ -203,7 +203,7 @@ def test_refusals(backend: str) -> None:
     ]:
         with pytest.raises(ValueError, match=match):
             expand_tree(state, bad, **({"num_children": 2} | options))
-    with pytest.raises(ValueError, match=r"`num_frontier` must be at most 31 \(max_kv_nodes less those fed\), got 32"):
+    with pytest.raises(ValueError, match=r"`num_frontier` must be at most 3 \(max_kv_nodes less those fed\), got 32"):
         expand_tree(state, torch.randn(2, 40), num_children=40, num_frontier=32)
     leaf = expand_tree(state, logits, num_children=2)
     with pytest.raises(ValueError, match=r"`frontier` must be of at least one node, got 0"):
