@@ -220,7 +220,7 @@ def test_refusals(backend: str) -> None:
     for match, options in [
         (r'`law` must be "topk", "iid", "swor" or "coupled", got "greedy"', {"law": "greedy"}),
         (r'`temperature` must be None under law "topk", got a tensor', sampled),
-        (r"`temperature` must be a tensor under this law, got None", sampled | {"law": "iid", "params": None}),
+        (r"`params` must be SamplingParams under law 'iid', got None", sampled | {"law": "iid", "params": None}),
         (r"`seeds` must be a tensor under this law, got None", sampled | {"law": "swor", "seeds": None}),
         (r"`seeds` must be of dtype Long, got Int", sampled | {"law": "swor", "seeds": int32([1, 2])}),
         (r"`positions` must be of shape \[2\], got \[1\]", sampled | {"law": "iid", "positions": torch.tensor([0])}),

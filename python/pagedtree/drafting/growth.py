@@ -209,7 +209,7 @@ def expand_tree(
     expect_type("logits", logits, Tensor)
     if state.law not in (None, law):
         raise ValueError(f"expand_tree: `law` must be {state.law!r} as in the levels before, got {law!r}")
-    if law != "topk" and params is None:
+    if law in ("iid", "swor", "coupled") and params is None:
         raise ValueError(f"expand_tree: `params` must be SamplingParams under law {law!r}, got None")
     left = state.max_kv_nodes - state.num_kv
     are_ints = isinstance(num_frontier, int) and isinstance(num_children, int)  # else the op refuses them
