@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import DraftTree, TreeBatch, append_kv, compact_kv, prepare_step, tree_attention
+from pagedtree.integrations.indices import rows_of
 
 
 def cache_views(kv_buffer: Tensor, num_k_heads: int) -> tuple[Tensor, Tensor]:
@@ -21,8 +22,8 @@ def cache_views(kv_buffer: Tensor, num_k_heads: int) -> tuple[Tensor, Tensor]:
 
 
 def page_table(req_to_token_indexs: Tensor, b_req_idx: Tensor, max_len: int) -> Tensor:
-    """int32 [B, max_len]: the slots of the batch's requests."""
-    return req_to_token_indexs[b_req_idx.long(), :max_len].int()
+    """int32 [B, max_len]: the slots of the batch's requests; -1 for what is no request."""
+    return rows_of(req_to_token_indexs[:, :max_len], b_req_idx).int()
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pagedtree import DraftTree, TreeBatch, build_trees
 from pagedtree.integrations.masks import unpack_mask
+from pagedtree.tree import MAX_NODES
 
 
 def tree_from_choices(choices: Iterable[Sequence[int]]) -> DraftTree:
@@ -31,6 +32,8 @@ def trees_from_paths(paths: Tensor) -> TreeBatch:
     batch = paths.shape[0]
     sizes = paths.flatten(1).amax(1) + 1
     nodes = int(sizes.max()) if batch else 1
+    if nodes > MAX_NODES:
+        raise ValueError(f"paths: expected nodes below {MAX_NODES}, got {nodes - 1}")
     ends = torch.where((paths[..., 1:] >= 0) & (paths[..., :-1] >= 0), paths[..., 1:], nodes).flatten(1).long()
     parents = paths.new_full((batch, nodes + 1), -1).scatter_(1, ends, paths[..., :-1].flatten(1))
     return _trees(parents[:, :nodes], sizes)
@@ -46,8 +49,9 @@ def trees_from_packed_mask(packed_mask: Tensor, generation_lengths: Tensor) -> T
 
 def flat_mask(packed_mask: Tensor, generation_lengths: Tensor) -> tuple[Tensor, Tensor]:
     """(tree_mask int32 [T, W], cu_seqlens_q int32 [B + 1]) of packed masks [B, max_tokens, W]: the padding dropped."""
-    used = torch.arange(packed_mask.shape[1], device=packed_mask.device) < generation_lengths[:, None]
-    return packed_mask[used], torch.nn.functional.pad(generation_lengths.cumsum(0), (1, 0)).int()
+    lengths = generation_lengths.clamp(0, packed_mask.shape[1])
+    used = torch.arange(packed_mask.shape[1], device=packed_mask.device) < lengths[:, None]
+    return packed_mask[used], torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
 
 
 def packed_mask_of(trees: TreeBatch, max_tokens: int) -> tuple[Tensor, Tensor]:
@@ -65,6 +69,7 @@ def packed_mask_of(trees: TreeBatch, max_tokens: int) -> tuple[Tensor, Tensor]:
 
 def _trees(parents: Tensor, sizes: Tensor) -> TreeBatch:
     """parents [B, nodes], of which sizes [B] are used."""
+    sizes = sizes.clamp(0, parents.shape[1])
     used = torch.arange(parents.shape[1], device=parents.device) < sizes[:, None]
     cu_nodes = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).int()
     nodes = max(parents.shape[1], 1)

@@ -203,7 +203,7 @@ def test_refusals(backend: str) -> None:
     ]:
         with pytest.raises(ValueError, match=match):
             expand_tree(state, bad, **({"num_children": 2} | options))
-    with pytest.raises(ValueError, match=r"`num_frontier` must be at most 31 \(max_kv_nodes less those fed\), got 32"):
+    with pytest.raises(ValueError, match=r"`num_frontier` must be at most 3 \(max_kv_nodes less those fed\), got 32"):
         expand_tree(state, torch.randn(2, 40), num_children=40, num_frontier=32)
     leaf = expand_tree(state, logits, num_children=2)
     with pytest.raises(ValueError, match=r"`frontier` must be of at least one node, got 0"):
@@ -220,7 +220,7 @@ def test_refusals(backend: str) -> None:
     for match, options in [
         (r'`law` must be "topk", "iid", "swor" or "coupled", got "greedy"', {"law": "greedy"}),
         (r'`temperature` must be None under law "topk", got a tensor', sampled),
-        (r"`temperature` must be a tensor under this law, got None", sampled | {"law": "iid", "params": None}),
+        (r"`params` must be SamplingParams under law 'iid', got None", sampled | {"law": "iid", "params": None}),
         (r"`seeds` must be a tensor under this law, got None", sampled | {"law": "swor", "seeds": None}),
         (r"`seeds` must be of dtype Long, got Int", sampled | {"law": "swor", "seeds": int32([1, 2])}),
         (r"`positions` must be of shape \[2\], got \[1\]", sampled | {"law": "iid", "positions": torch.tensor([0])}),

@@ -24,7 +24,7 @@ struct BuildTreesParams {
 // Rows of logits, read in their own dtype, and what a grammar allows in them.
 struct LogitsParams {
   const void* data;              // [rows, V]
-  const bool* allowed;           // [rows, V] or null
+  const uint8_t* allowed;        // [rows, V] or null
   const int32_t* allowed_words;  // [rows, ceil(V / 32)] or null: bit x % 32 of word x / 32 = token x is allowed
   int64_t num_rows;
   int64_t vocab;           // V
@@ -78,7 +78,7 @@ struct VerifyParams {
   const int32_t* depths;        // [N]
   const int32_t* first_child;   // [N]
   const int32_t* next_sibling;  // [N]
-  const bool* valid;            // [B]
+  const uint8_t* valid;         // [B]
   const int64_t* seeds;         // [B], null where sampling is greedy
   const int64_t* positions;     // [B], null where sampling is greedy
   int32_t* accept_index;        // [B, max_depth + 1] out
@@ -148,7 +148,7 @@ struct RerankTreeParams {
   const int32_t* parents;   // [B, C]
   const float* scores;      // [B, C]
   const int32_t* kv_index;  // [B, C]
-  const bool* active;       // [B] or null
+  const uint8_t* active;    // [B] or null
   int64_t* draft_tokens;    // [B * num_nodes] out
   int32_t* out_parents;     // [B * num_nodes] out
   int32_t* cu_nodes;        // [B + 1] out
@@ -166,7 +166,7 @@ struct NgramProposeParams {
   const int64_t* history;       // [B, history_width], row stride history_stride
   const int32_t* history_lens;  // [B]
   const int64_t* extra;         // [B, extra_width], row stride extra_stride; or null
-  const bool* active;           // [B] or null
+  const uint8_t* active;        // [B] or null
   int64_t* draft_tokens;        // [B * max_nodes] out
   int32_t* parents;             // [B * max_nodes] out
   int32_t* cu_nodes;            // [B + 1] out
@@ -188,7 +188,7 @@ struct MedusaProposeParams {
   const int32_t* depths;       // [n]
   const int32_t* child_ranks;  // [n]
   const int64_t* root_tokens;  // [B] or null
-  const bool* active;          // [B] or null
+  const uint8_t* active;       // [B] or null
   int64_t* draft_tokens;       // [B * n] out
   int32_t* out_parents;        // [B * n] out
   int32_t* cu_nodes;           // [B + 1] out

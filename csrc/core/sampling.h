@@ -38,7 +38,7 @@ PT_HOST_DEVICE Law law_of(const SamplingParams& p, int64_t b) {
 // One row of LogitsParams.
 struct LogitRow {
   const void* logits;            // [V]
-  const bool* allowed;           // [V] or null
+  const uint8_t* allowed;        // [V] or null
   const int32_t* allowed_words;  // [ceil(V / 32)] or null
   int64_t vocab;                 // V
   DType dtype;
@@ -64,8 +64,8 @@ PT_HOST_DEVICE float inverse_temperature(float temperature) {
 // The largest logit of a row.
 struct Peak {
   float logit = -kInfinity;
-  int64_t token = 0;  // the lowest id that has it
-  bool has_nan = false;
+  int64_t token = 0;    // the lowest id that has it
+  uint8_t has_nan = 0;  // not bool: it is also read from rows that a caller passes (core/shards.h)
 };
 
 // x = (logit - peak) / T.

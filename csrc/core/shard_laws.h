@@ -74,7 +74,7 @@ PT_HOST_DEVICE int64_t drafted_child(TreeWalk& walk, int64_t index) {
 
 // The walk of sequence b that stands at `row`; false where no walk comes there.
 PT_HOST_DEVICE bool stand_at(TreeWalk& walk, int64_t row) {
-  if (row - walk.rows.begin >= walk.num_nodes) return false;
+  if (row < walk.rows.begin || row - walk.rows.begin >= walk.num_nodes) return false;
   walk.node = static_cast<int32_t>(row - walk.rows.begin);
   return true;
 }
@@ -88,6 +88,13 @@ PT_HOST_DEVICE void learn_sums(DraftLaw law, const int64_t* words, int32_t index
     row.left.mass = mass_left(row.left, mass_of_units(words[0]), row.total);
     if (law == DraftLaw::kSwor) row.left.draft_mass = mass_of_units(words[1]);
   }
+}
+
+// Keeps what is left at a node once its `index`-th child that drafted a token is rejected, for the walk to find. Rows
+// that did not come from these rounds may ask where there is no such child.
+PT_HOST_DEVICE void keep_left(Residual* left, TreeWalk& walk, int64_t index, const ShardRow& row) {
+  const int64_t child = row.asked ? drafted_child(walk, index) : -1;
+  if (child >= 0) left[child] = row.left;
 }
 
 // The rows of core/laws.h for a walk that knows everything. The sums after a node's last rejection are not known, nor
@@ -123,7 +130,7 @@ class KnownRows {
   PT_HOST_DEVICE LawSums sums(const NodeLaws& laws, double c) {
     if (c == 0.0) return {laws.total};
     const int64_t rejected = drafted_child(walk_, ++num_rejected_);
-    if (drafted_child(walk_, num_rejected_ + 1) < 0) return {laws.total, 1.0};
+    if (rejected < 0 || drafted_child(walk_, num_rejected_ + 1) < 0) return {laws.total, 1.0};
     return {p_.left[rejected].mass, p_.left[rejected].draft_mass};
   }
   PT_HOST_DEVICE int64_t draw(const NodeLaws&, double c, double u) {
@@ -159,7 +166,7 @@ PT_HOST_DEVICE void walk_tree(const ShardWalkParams& p, int64_t b) {
     walk.node = node;
     ShardRow& row = p.rows[walk.row()];
     learn_sums(p.ratio.law, p.received + walk.row() * kWeighWords, p.index, row);
-    if (row.asked) p.left[drafted_child(walk, p.index)] = row.left;
+    keep_left(p.left, walk, p.index, row);
   }
   KnownRows rows(p, b);
   walk_rejection(p.ratio, b, rows);

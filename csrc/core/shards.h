@@ -84,8 +84,8 @@ struct ShardRow {
   Residual left;       // after the rejections so far
   uint32_t key;        // the threshold's digits that are found
   int32_t num_digits;  // how many of them
-  bool searching;      // for a threshold
-  bool asked;          // for what a rejection leaves
+  uint8_t searching;   // for a threshold; not bool, a caller's rows may hold any byte
+  uint8_t asked;       // for what a rejection leaves
 };
 static_assert(sizeof(ShardRow) % sizeof(int64_t) == 0);
 
@@ -118,6 +118,13 @@ PT_HOST_DEVICE int64_t sequence_of(const ShardRows& s, int64_t n) {
   return s.cu_nodes == nullptr ? n : sequence_of_row(s.cu_nodes, s.batch, n);
 }
 
+// The depth at which a walk of sequence b comes to row n, -1 where none does. Every walk begins at the root, whatever
+// its depth is said to be.
+PT_HOST_DEVICE int32_t depth_of(const ShardStepParams& p, int64_t n, int64_t b) {
+  const bool is_root = p.depths == nullptr || n == p.shard.cu_nodes[b];
+  return is_root ? 0 : p.depths[n];
+}
+
 PT_HOST_DEVICE bool is_uniform(const ShardRow& row) { return row.peak.logit == -kInfinity; }
 
 // Whether the law has a threshold that must be searched for.
@@ -127,7 +134,8 @@ PT_HOST_DEVICE bool is_filtered(const ShardRow& row, const Law& law) {
 
 // The law of a row's part: tokens are columns of this rank.
 PT_HOST_DEVICE RowLaw law_of_shard(const ShardRows& s, int64_t n, const ShardRow& row, const Law& law) {
-  const Peak peak{row.peak.logit, row.peak.token - s.first_token, row.peak.has_nan};
+  const int64_t token = clamp_to<int64_t>(row.peak.token, 0, s.vocab - 1);  // rows may come from anywhere
+  const Peak peak{row.peak.logit, token - s.first_token, row.peak.has_nan};
   RowLaw found = law_of_row(logit_row(s.logits, n), law, peak, [&](const Scale&) { return row.filter; });
   if (found.uniform && law.temperature == 0.0f) found.filter.tie_end = 1 - s.first_token;
   return found;
@@ -172,6 +180,7 @@ PT_HOST_DEVICE void end_search(const ShardStepParams& p, const Law& law, uint64_
   } else if (logit >= row.filter.min_logit) {
     row.filter.min_logit = logit;
     const uint64_t weight = weight_of<ScalarMath>(view_of(row, law, p.last).scale(logit));
+    if (weight == 0) return;  // below the search's bounds: not found by it
     row.ties = ceil_div(row.target - row.above, weight);
     if (row.ties == at / weight) row.ties = 0;
   }
@@ -255,7 +264,12 @@ PT_HOST_DEVICE void follow_tree(const ShardFollowParams& p, int64_t b) {
     if (most == -kInfinity || (at_peak ? words[1] != 0 : peak.has_nan)) walk.status |= kBadRow;
     const int64_t token = token_of_word(words[0]);
     walk.emit(token);
-    more = walk.descend(walk.child_with(token));
+    int32_t child = walk.child_with(token);
+    if (child >= 0 && p.verify.depths[walk.rows.begin + child] < 0) {  // a row that was left out, see depth_of
+      walk.status |= kMalformedTree;
+      child = -1;
+    }
+    more = walk.descend(child);
   }
   walk.finish();
 }

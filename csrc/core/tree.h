@@ -114,8 +114,12 @@ struct Visibility {
   }
 };
 
+// Lengths are below 2^31: a wider window keeps everything, and differences with this one do not overflow.
+constexpr int64_t kMaxWindow = int64_t{1} << 31;
+
 // Query i of n, causal: keys up to its own position, the last n of the sequence being the queries'.
 PT_HOST_DEVICE Visibility causal_visibility(int64_t seq_len, int64_t n, int64_t i, int64_t window) {
+  window = min_of(window, kMaxWindow);
   const int64_t position = seq_len - n + i;
   Visibility seen{};
   seen.end = clamp_to<int64_t>(position + 1, 0, seq_len);
@@ -135,6 +139,7 @@ PT_HOST_DEVICE Visibility tree_visibility(int64_t seq_len, int64_t tree_len, con
   seen.num_words = num_words;
   seen.num_bits = static_cast<int32_t>(min_of<int64_t>(tree_len, int64_t{num_words} * kMaskWordBits));
   if (window <= 0) return seen;
+  window = min_of(window, kMaxWindow);
   int64_t count = 0;
   int32_t w = static_cast<int32_t>(ceil_div<int64_t>(seen.num_bits, kMaskWordBits));
   while (w-- > 0) {

@@ -13,7 +13,7 @@ static inline Draw draw(const LogitRow& row, const Law& law, uint64_t seed, int6
     return {race<UniformLogit>(row, {0.0f, 1.0f}, Filter{}, nullptr, seed, position).token, true};
   const Scale scale{peak.logit, inverse_temperature(law.temperature)};
   const Filter filter = find_filter<T>(row, law, scale, scratch);
-  return {race<T>(row, scale, filter, scratch.peaks, seed, position).token, peak.has_nan};
+  return {race<T>(row, scale, filter, scratch.peaks, seed, position).token, peak.has_nan != 0};
 }
 
 Draw draw_token(const LogitRow& row, const Law& law, uint64_t seed, int64_t position, FilterScratch& scratch) {

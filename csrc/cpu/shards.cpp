@@ -145,8 +145,8 @@ inline void tell_drafts(const ShardWeighParams& p, TreeWalk& walk, const NodeLaw
 
 void step_shard(const ShardStepParams& p, int64_t n) {
   const int64_t b = sequence_of(p.shard, n);
-  const int32_t depth = p.depths == nullptr ? 0 : p.depths[n];
-  if (b < 0 || depth < 0) return;  // no walk comes here
+  const int32_t depth = b < 0 ? -1 : depth_of(p, n, b);
+  if (depth < 0) return;  // no walk comes here
   const LogitRow logits = logit_row(p.shard.logits, n);
   const Law law = law_of(p.shard.sampling, b);
   ShardRow& row = p.shard.rows[n];
@@ -200,7 +200,7 @@ void weigh_shard(const ShardWeighParams& p, int64_t item, LawScratch& scratch) {
     }
     case WeighRound::kResidual: {
       learn_sums(p.ratio.law, p.received + n * kWeighWords, p.index - 1, row);
-      if (row.asked) p.left[drafted_child(walk, p.index - 1)] = row.left;
+      keep_left(p.left, walk, p.index - 1, row);
       const ShardQuestion question = reject_child(p, walk, row);
       if (question.asked) shard.sum(walk, question.c, question.num_tried, words);
       break;

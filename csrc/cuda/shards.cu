@@ -116,7 +116,7 @@ __device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_
       LogitReader<kDType> kept = logits;
       const RowLaw of_shard = law_of_shard(p.shard, n, row, law);
       if (of_shard.uniform) kept.make_uniform();
-      const int32_t depth = p.depths == nullptr ? 0 : p.depths[n];
+      const int32_t depth = depth_of(p, n, b);
       const uint64_t position = static_cast<uint64_t>(p.positions[b]) + static_cast<uint64_t>(int64_t{depth});
       const int64_t word =
           race_word(kept, of_shard, row.peak.token, p.shard.first_token, static_cast<uint64_t>(p.seeds[b]),
@@ -131,8 +131,8 @@ template <DType kDType>
 __global__ void __launch_bounds__(kRowThreads, 1) step_kernel(const __grid_constant__ ShardStepParams p) {
   auto& shared = ptx::shared<SamplingShared>();
   const int64_t n = blockIdx.x, b = sequence_of(p.shard, n);
-  ptx::cluster_sync();  // of one CTA: a rank has a part of the row to begin with
-  if (b < 0 || (p.depths != nullptr && p.depths[n] < 0)) return;  // no walk comes here
+  ptx::cluster_sync();                         // of one CTA: a rank has a part of the row to begin with
+  if (b < 0 || depth_of(p, n, b) < 0) return;  // no walk comes here
   const Law law = law_of(p.shard.sampling, b);
   const LogitReader<kDType> logits(logit_row(p.shard.logits, n));
   ShardRow row = p.shard.rows[n];
@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(kLawThreads, 1) weigh_kernel(const __grid_cons
   ShardRow row = p.shard.rows[n];
   if (p.round == WeighRound::kResidual) {
     learn_sums(p.ratio.law, p.received + n * kWeighWords, p.index - 1, row);
-    if (leads && row.asked) p.left[drafted_child(walk, p.index - 1)] = row.left;
+    if (leads) keep_left(p.left, walk, p.index - 1, row);
     question = reject_child(p, walk, row);
   } else if (p.round == WeighRound::kSums) {
     question = {true, p.ends[b].c, p.ends[b].num_tried};

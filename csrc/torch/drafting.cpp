@@ -138,7 +138,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rerank_tree(const Tensor& tokens, con
   params.parents = const_pointer<int32_t>(parents);
   params.scores = const_pointer<float>(scores);
   params.kv_index = const_pointer<int32_t>(kv_index);
-  params.active = optional_pointer<bool>(active);
+  params.active = optional_pointer<uint8_t>(active);
   params.draft_tokens = mutable_pointer<int64_t>(draft_tokens);
   params.out_parents = mutable_pointer<int32_t>(out_parents);
   params.cu_nodes = mutable_pointer<int32_t>(cu_nodes);
@@ -191,7 +191,7 @@ std::tuple<Tensor, Tensor, Tensor> ngram_propose(const Tensor& history, const Te
   params.history = const_pointer<int64_t>(history);
   params.history_lens = const_pointer<int32_t>(history_lens);
   params.extra = optional_pointer<int64_t>(extra);
-  params.active = optional_pointer<bool>(active);
+  params.active = optional_pointer<uint8_t>(active);
   params.draft_tokens = mutable_pointer<int64_t>(draft_tokens);
   params.parents = mutable_pointer<int32_t>(parents);
   params.cu_nodes = mutable_pointer<int32_t>(cu_nodes);
@@ -246,7 +246,7 @@ std::tuple<Tensor, Tensor, Tensor> medusa_propose(const Tensor& head_logits, con
   params.depths = const_pointer<int32_t>(depths);
   params.child_ranks = const_pointer<int32_t>(child_ranks);
   params.root_tokens = optional_pointer<int64_t>(root_tokens);
-  params.active = optional_pointer<bool>(active);
+  params.active = optional_pointer<uint8_t>(active);
   params.draft_tokens = mutable_pointer<int64_t>(draft_tokens);
   params.out_parents = mutable_pointer<int32_t>(out_parents);
   params.cu_nodes = mutable_pointer<int32_t>(cu_nodes);

@@ -33,7 +33,7 @@ void add_grammar_mask(const Check& check, const std::optional<Tensor>& grammar_m
   if (packed) {
     logits.allowed_words = const_pointer<int32_t>(mask);
   } else {
-    logits.allowed = const_pointer<bool>(mask);
+    logits.allowed = const_pointer<uint8_t>(mask);
   }
   logits.allowed_stride = mask.stride(0);
 }

@@ -106,7 +106,7 @@ VerdictTensors follow_shards(const Tensor& rows, const Tensor& received, const T
   ShardFollowParams params{};
   params.rows = static_cast<const ShardRow*>(rows.const_data_ptr());
   params.verify = tree_params(check, whole_vocabulary(rows.size(0), vocab), draft_tokens, cu_nodes, depths, first_child,
-                              next_sibling, valid, max_nodes, max_depth, draft_to_target);
+                              next_sibling, valid, max_nodes, max_depth, draft_to_target, "rows");
   params.last = static_cast<ShardRound>(last);
   check.that(params.last == ShardRound::kPeak || params.last == ShardRound::kRace, "last", "1 or 5", last);
   params.received = words_of_items(check, received, "received", rows.size(0), words_of(params.last));
@@ -170,7 +170,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> walk_shards(
   ShardWalkParams params{};
   RatioParams& ratio = params.ratio;
   ratio.verify = tree_params(check, whole_vocabulary(num_rows, vocab), draft_tokens, cu_nodes, depths, first_child,
-                             next_sibling, valid, max_nodes, max_depth, draft_to_target);
+                             next_sibling, valid, max_nodes, max_depth, draft_to_target, "rows");
   ratio.law = draft_law_of(check, draft_law);
   add_streams(check, seeds, positions, ratio.verify);
   add_coins(check, coins, final_coins, ratio);

@@ -19,10 +19,15 @@ TokenIds token_ids(const Check& check, const Tensor& ids, const std::string& nam
 VerifyParams tree_params(const Check& check, const LogitsParams& logits, const Tensor& draft_tokens,
                          const Tensor& cu_nodes, const Tensor& depths, const Tensor& first_child,
                          const Tensor& next_sibling, const Tensor& valid, int64_t max_nodes, int64_t max_depth,
-                         const std::optional<Tensor>& draft_to_target) {
+                         const std::optional<Tensor>& draft_to_target, const char* rows_name) {
   VerifyParams params{};
   params.logits = logits;
   const int64_t rows = logits.num_rows;
+  const auto size_of = [](const Tensor& t) { return t.defined() && t.dim() == 1 ? t.size(0) : -1; };
+  const int64_t nodes = size_of(depths);
+  // Where drafts and trees agree, the rows of logits are too few or too many.
+  check.that(rows == nodes || nodes < 0 || size_of(draft_tokens) != nodes, rows_name,
+             "of " + std::to_string(nodes) + " rows, one for each node of the trees", std::to_string(rows) + " rows");
   params.draft_tokens = token_ids(check, draft_tokens, "draft_tokens", rows);
   if (draft_to_target.has_value()) {
     params.draft_to_target = token_ids(check, *draft_to_target, "draft_to_target", kAnySize);
@@ -40,7 +45,7 @@ VerifyParams tree_params(const Check& check, const LogitsParams& logits, const T
   params.depths = const_pointer<int32_t>(depths);
   params.first_child = const_pointer<int32_t>(first_child);
   params.next_sibling = const_pointer<int32_t>(next_sibling);
-  params.valid = const_pointer<bool>(valid);
+  params.valid = const_pointer<uint8_t>(valid);
   params.max_nodes = static_cast<int32_t>(max_nodes);
   params.max_depth = static_cast<int32_t>(max_depth);
   return params;

@@ -7,11 +7,12 @@
 
 namespace pagedtree::ops {
 
-// What every rule needs but its law: logits, drafts, trees. Of the logits the number of rows and the vocabulary count.
+// What every rule needs but its law: logits, drafts, trees. Of the logits the number of rows and the vocabulary count;
+// `rows_name` is the argument that they come from.
 VerifyParams tree_params(const Check& check, const LogitsParams& logits, const Tensor& draft_tokens,
                          const Tensor& cu_nodes, const Tensor& depths, const Tensor& first_child,
                          const Tensor& next_sibling, const Tensor& valid, int64_t max_nodes, int64_t max_depth,
-                         const std::optional<Tensor>& draft_to_target);
+                         const std::optional<Tensor>& draft_to_target, const char* rows_name = "logits");
 
 // Allocates what comes out, on the device of `anchor`.
 VerdictTensors make_verdict(const Tensor& anchor, VerifyParams& params);

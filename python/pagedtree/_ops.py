@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import pagedtree
+from pagedtree._gradients import register_gradients
 
 
 def _load() -> Any:
@@ -27,6 +30,54 @@ def _load() -> Any:
 ops = _load()
 
 
+def _overload(name: str) -> Any:
+    """Of "op" or "op.overload"."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(ops, packet), overload or "default")
+
+
+def _public_ops() -> list[str]:
+    names = (name.split("::") for name in torch._C._dispatch_get_all_op_names())
+    return sorted(name for namespace, name in names if namespace == "pagedtree" and not name.startswith("_"))
+
+
+_library = torch.library.Library("pagedtree", "IMPL")
+for _name in _public_ops():
+    register_gradients(_library, _overload(_name))
+
+
+def expect_one_device(op: str, /, **tensors: Any) -> None:
+    """Raises RuntimeError, as the ops do, where tensors, or lists of them, are not all on the first one's device."""
+    first: tuple[str, torch.device] | None = None
+    for name, value in tensors.items():
+        for tensor in value if isinstance(value, (list, tuple)) else [value]:
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            first = first or (name, tensor.device)
+            if tensor.device != first[1]:
+                expected = f"the device of `{first[0]}`, {first[1]}"
+                raise RuntimeError(f"{op}: `{name}` must be on {expected}, got {tensor.device}")
+
+
+def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers what gives the shapes of an op's outputs, behind the check of devices that the op makes itself.
+
+    One tensor without values (on "meta") sends the whole call there, whatever the others are.
+    """
+    arguments = [argument.name for argument in _overload(name)._schema.arguments]
+
+    def register(fake: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(fake)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            expect_one_device(name.partition(".")[0], **dict(zip(arguments, args, strict=False)), **kwargs)
+            return fake(*args, **kwargs)
+
+        torch.library.register_fake(f"pagedtree::{name}")(checked)
+        return fake
+
+    return register
+
+
 def makes_fakes() -> bool:
     """Whether tensors that are made now are fake or part of a trace, and so of no use to later calls."""
     return any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
@@ -38,6 +89,13 @@ def expect_type(name: str, value: object, expected: type) -> None:
         raise TypeError(f"{name}: expected a {expected.__name__}, got {type(value).__name__}")
 
 
+# What PyTorch says where an argument is not of the schema's type, among much else.
+_TYPE_MISMATCH = re.compile(
+    r"Expected a value of type '(.+?)' for argument '(.+?)' but instead found type '(.+?)'\..*?Value: (.*?)$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
 def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a raw op; its refusal (RuntimeError) becomes the ValueError or TypeError that Python callers expect."""
     if torch.compiler.is_compiling():
@@ -47,7 +105,11 @@ def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     except RuntimeError as error:
         message = str(error)
         name = str(op).removeprefix("pagedtree.").split(".")[0]
-        if "Expected a value of type" in message or "Could not cast" in message:
+        if mismatch := _TYPE_MISMATCH.search(message):
+            expected, argument, found, value = mismatch.groups()
+            value = value if len(value) <= 80 else f"{value[:77]}..."
+            raise TypeError(f"{name}: `{argument}` must be of type {expected}, got {found}: {value}") from None
+        if "Could not cast" in message:
             raise TypeError(message) from None
         if "There were no tensor arguments" in message:
             raise TypeError(f"{name}: expected tensors, got none") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagedtree._ops import call, expect_type, ops
+from pagedtree._ops import call, expect_type, ops, register_fake
 
 __all__ = ["attention_plan", "merge_states", "tree_attention"]
 
@@ -167,21 +167,21 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     return call(ops.merge_states, out_a, lse_a, out_b, lse_b)
 
 
-@torch.library.register_fake("pagedtree::tree_attention")
+@register_fake("tree_attention")
 def _tree_attention_fake(q: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-@torch.library.register_fake("pagedtree::tree_attention.out")
+@register_fake("tree_attention.out")
 def _tree_attention_out_fake(q: Tensor, *args: object, **kwargs: object) -> None:
     return None
 
 
-@torch.library.register_fake("pagedtree::attention_plan")
+@register_fake("attention_plan")
 def _attention_plan_fake(seq_lens: Tensor, *args: object, **kwargs: object) -> Tensor:
     return seq_lens.new_empty((PLAN_SIZE,))
 
 
-@torch.library.register_fake("pagedtree::merge_states")
+@register_fake("merge_states")
 def _merge_states_fake(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)

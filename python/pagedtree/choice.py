@@ -42,9 +42,11 @@ def choose_tree(
         return the tree of the greatest rate, of those the smallest
 
     Raises ValueError for probabilities outside 0..1 or rows that sum to more than 1, for bounds below 1 or above 1024
-    nodes, and for a cost that is not positive and finite.
+    nodes, and for a cost that is not positive and finite; TypeError for what is no number or no function.
     """
     levels = _levels(acceptance, max_depth)
+    if not callable(step_cost):
+        raise TypeError(f"step_cost: expected a function of the number of nodes, got {type(step_cost).__name__}")
     if not 1 <= max_nodes <= MAX_NODES:
         raise ValueError(f"max_nodes: expected 1 to {MAX_NODES}, got {max_nodes}")
     if not 0 <= level_cost < np.inf:
@@ -92,7 +94,13 @@ def _levels(acceptance: Sequence[float] | Sequence[Sequence[float]] | np.ndarray
     """[D, R], at most max_depth rows."""
     if max_depth < 1:
         raise ValueError(f"max_depth: expected at least 1, got {max_depth}")
-    levels = np.asarray(acceptance, dtype=np.float64)
+    try:
+        if isinstance(acceptance, (str, bytes)):
+            raise TypeError
+        levels = np.asarray(acceptance, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        expected = f"acceptance: expected probabilities [R] or [D, R], got {acceptance!r:.80}"
+        raise type(error)(expected) from None
     if levels.ndim == 1:
         levels = np.tile(levels, (max_depth, 1))
     if levels.ndim != 2 or 0 in levels.shape:

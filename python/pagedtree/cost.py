@@ -94,7 +94,7 @@ def explain(
         bandwidth, flops_per_second: of the device, in bytes and flops a second; the defaults are nominal ones of
             an H200.
 
-    Raises ValueError for sizes that `tree_attention` refuses.
+    Raises ValueError for sizes that `tree_attention` refuses, and for devices of more than 65536 multiprocessors.
     """
     from pagedtree import _C  # the ops do without it
 
@@ -111,11 +111,14 @@ def explain(
         raise ValueError(f"explain: `head_dim` must be one of {HEAD_DIMS}, got {head_dim}")
     if kv_bytes not in (1, 2):
         raise ValueError(f"explain: `kv_bytes` must be 1 or 2, got {kv_bytes}")
-    least_sizes = {"page_size": (page_size, 1), "num_sms": (num_sms, 1)}
-    least_sizes["max_shared_bytes"] = (max_shared_bytes, 99 * 1024)
-    for name, (size, least) in least_sizes.items():
-        if size < least:
-            raise ValueError(f"explain: `{name}` must be at least {least}, got {size}")
+    bounds = {
+        "page_size": (page_size, 1, 2**31 - 1),
+        "num_sms": (num_sms, 1, 2**16),
+        "max_shared_bytes": (max_shared_bytes, 99 * 1024, 2**31 - 1),
+    }
+    for name, (size, least, most) in bounds.items():
+        if not least <= size <= most:
+            raise ValueError(f"explain: `{name}` must be in {least}..{most}, got {size}")
     if max_seqlen_q is None:
         max_seqlen_q = -(-sum(query_lens) // max(1, len(query_lens)))
     schedules = _C.explain_attention(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagedtree._ops import call, expect_type, ops
+from pagedtree._ops import call, expect_type, ops, register_fake
 
 __all__ = ["append_kv", "compact_kv", "slot_mapping"]
 
@@ -27,7 +27,8 @@ def slot_mapping(
         cu_seqlens_q: int32 [B + 1], first 0; sequence b has cu_seqlens_q[b + 1] - cu_seqlens_q[b] new rows.
         page_size: positions a page, >= 1.
         total_q: T, the rows of the result, at least cu_seqlens_q[-1]. Without it cu_seqlens_q[-1] is read, which
-            synchronises and can be neither captured in a graph nor compiled with fullgraph=True.
+            synchronises and can be neither captured in a graph nor compiled with fullgraph=True; it may then not pass
+            the positions that page_table has room for.
 
     Returns int64 [T]; -1 for padding rows past cu_seqlens_q[-1], for positions below 0 or past the table, and where the
     table names a negative page. Page ids have no upper bound here: `append_kv` skips what is outside its cache.
@@ -45,7 +46,13 @@ def slot_mapping(
     """
     if total_q is None:
         expect_type("cu_seqlens_q", cu_seqlens_q, Tensor)
+        expect_type("page_table", page_table, Tensor)
         total_q = int(cu_seqlens_q.flatten()[-1]) if cu_seqlens_q.numel() else 0  # the op refuses other shapes
+        # Bounded by what the table has room for: the op refuses a page size of another type.
+        room = page_table.numel() * max(page_size, 0) if isinstance(page_size, int) else total_q
+        if total_q > room:
+            expected = f"end with at most {room}, the positions of `page_table`"
+            raise ValueError(f"slot_mapping: `cu_seqlens_q` must {expected}, got {total_q}")
     return call(ops.slot_mapping, page_table, seq_lens, cu_seqlens_q, page_size, total_q=total_q)
 
 
@@ -121,14 +128,14 @@ def compact_kv(
     return call(ops.compact_kv, list(caches), page_table, start, accept_index, num_accepted)
 
 
-@torch.library.register_fake("pagedtree::slot_mapping")
+@register_fake("slot_mapping")
 def _slot_mapping_fake(
     page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, page_size: int, *, total_q: int
 ) -> Tensor:
     return page_table.new_empty((total_q,), dtype=torch.int64)
 
 
-@torch.library.register_fake("pagedtree::append_kv")
+@register_fake("append_kv")
 def _append_kv_fake(
     k: Tensor,
     v: Tensor,
@@ -142,7 +149,7 @@ def _append_kv_fake(
     return None
 
 
-@torch.library.register_fake("pagedtree::compact_kv")
+@register_fake("compact_kv")
 def _compact_kv_fake(
     caches: Sequence[Tensor], page_table: Tensor, start: Tensor, accept_index: Tensor, num_accepted: Tensor
 ) -> Tensor:

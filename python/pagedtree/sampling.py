@@ -9,7 +9,7 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
-from pagedtree._ops import call, expect_type, makes_fakes, ops
+from pagedtree._ops import call, expect_type, makes_fakes, ops, register_fake
 
 __all__ = ["SamplingParams", "sample"]
 
@@ -127,7 +127,7 @@ def sample(logits: Tensor, params: SamplingParams, *, seeds: Tensor, positions: 
     return call(ops.sample, logits, *params.on(logits.device), seeds=seeds, positions=positions)
 
 
-@torch.library.register_fake("pagedtree::sample")
+@register_fake("sample")
 def _sample_fake(
     logits: Tensor,
     temperature: Tensor,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pagedtree._ops import call, expect_type, ops
+from pagedtree._ops import call, expect_type, ops, register_fake
 from pagedtree.tree import TreeBatch
 from pagedtree.verdict import Verdict
 
@@ -141,7 +141,7 @@ def commit(
     return Commit(*results[:6], *(results[6:] if node_map is not None else [None] * 4))
 
 
-@torch.library.register_fake("pagedtree::prepare_step")
+@register_fake("prepare_step")
 def _prepare_step_fake(
     cu_nodes: Tensor, depths: Tensor, page_table: Tensor, start: Tensor, page_size: int, *, total_q: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -149,7 +149,7 @@ def _prepare_step_fake(
     return rows, torch.empty_like(start), torch.empty_like(cu_nodes), torch.empty_like(rows)
 
 
-@torch.library.register_fake("pagedtree::commit")
+@register_fake("commit")
 def _commit_fake(
     accept_index: Tensor,
     num_accepted: Tensor,

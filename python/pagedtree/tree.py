@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedtree._ops import call, expect_type, makes_fakes, ops
+from pagedtree._ops import call, expect_type, makes_fakes, ops, register_fake
 
 __all__ = ["DraftTree", "TreeBatch", "build_trees"]
 
@@ -289,7 +289,7 @@ def build_trees(parents: Tensor, cu_nodes: Tensor, *, max_nodes: int, max_depth:
     return TreeBatch(cu_nodes, parents, depths, first_child, next_sibling, mask, valid, max_nodes, max_depth)
 
 
-@torch.library.register_fake("pagedtree::build_trees")
+@register_fake("build_trees")
 def _build_trees_fake(
     parents: Tensor, cu_nodes: Tensor, *, max_nodes: int, max_depth: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedtree._ops import call, expect_type, ops
+from pagedtree._ops import call, expect_type, ops, register_fake
 from pagedtree.sampling import SamplingParams
 from pagedtree.tree import TreeBatch
 from pagedtree.verdict import Verdict
@@ -135,7 +135,7 @@ def _empty_verdict(logits: Tensor, cu_nodes: Tensor, max_depth: int) -> tuple[Te
     )
 
 
-@torch.library.register_fake("pagedtree::verify_greedy")
+@register_fake("verify_greedy")
 def _verify_greedy_fake(
     logits: Tensor,
     draft_tokens: Tensor,
@@ -153,7 +153,7 @@ def _verify_greedy_fake(
     return _empty_verdict(logits, cu_nodes, max_depth)
 
 
-@torch.library.register_fake("pagedtree::verify_sampled")
+@register_fake("verify_sampled")
 def _verify_sampled_fake(
     logits: Tensor,
     draft_tokens: Tensor,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from numbers import Real
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from pagedtree._ops import call, expect_type, ops
+from pagedtree._ops import call, expect_type, ops, register_fake
 from pagedtree.sampling import SamplingParams
 from pagedtree.tree import TreeBatch
 from pagedtree.verdict import Verdict
@@ -257,4 +256,4 @@ def _fake(logits: Tensor, draft_tokens: Tensor, cu_nodes: Tensor, *args: Any, **
 
 
 for _name in __all__:
-    torch.library.register_fake(f"pagedtree::{_name}")(_fake)
+    register_fake(_name)(_fake)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedtree._ops import call, expect_type, ops
+from pagedtree._ops import call, expect_type, ops, register_fake
 from pagedtree.distributed.shards import VocabShards
 from pagedtree.sampling import SamplingParams
-from pagedtree.tree import TreeBatch
+from pagedtree.tree import MAX_NODES, TreeBatch
 from pagedtree.verdict import Verdict
 from pagedtree.verify import _empty_verdict
 
@@ -173,7 +173,7 @@ def verify_rejection(
         params, draft_law, draft_rows, seeds, positions, coins, final_coins: see `pagedtree.verify_rejection`; the same
             on all ranks.
         draft_probs: [M, shards.vocab], the same on all ranks, or [M, shards.num_tokens], this rank's columns.
-        max_children: the most children of any node. None: read from the trees, which synchronises on a GPU.
+        max_children: the most children of any node, 0..1023. None: read from the trees, which synchronises on a GPU.
 
     What the rejection of a node's first children leaves of its law depends on no coin, so the ranks find that for all
     nodes at once, and then walk alone. They exchange what `verify_sampled` does but for the race, and 16 bytes a row
@@ -188,6 +188,10 @@ def verify_rejection(
         draft_rows=draft_rows, draft_probs=None if draft_probs is None else (draft_probs.shape[0], draft_probs.dtype),
         max_children=max_children, masked=grammar_mask is not None,
     )  # fmt: skip
+    if max_children is not None:
+        expect_type("max_children", max_children, int)
+        if not 0 <= max_children < MAX_NODES:
+            raise ValueError(f"verify_rejection: `max_children` must be in 0..{MAX_NODES - 1}, got {max_children}")
     if draft_probs is not None and draft_probs.ndim == 2 and draft_probs.shape[1] == shards.vocab:
         draft_probs = shards.own(draft_probs)
     rows = _Rows(shards, logits, params, grammar_mask, trees)
@@ -378,20 +382,21 @@ def _max_children(trees: TreeBatch) -> int:
         return 0
     tree = torch.searchsorted(trees.cu_nodes, node.int(), right=True) - 1
     parent = trees.cu_nodes.long()[tree] + trees.parents[node]
-    return int(torch.bincount(parent.clamp(min=0)).max())
+    most = int(torch.bincount(parent.clamp(min=0, max=trees.depths.shape[0] - 1)).max())
+    return min(most, trees.max_nodes - 1)  # malformed trees may name more
 
 
-@torch.library.register_fake("pagedtree::step_shards")
+@register_fake("step_shards")
 def _step_shards_fake(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-@torch.library.register_fake("pagedtree::weigh_shards")
+@register_fake("weigh_shards")
 def _weigh_shards_fake(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-@torch.library.register_fake("pagedtree::follow_shards")
+@register_fake("follow_shards")
 def _follow_shards_fake(
     rows: Tensor,
     received: Tensor,
@@ -408,7 +413,7 @@ def _follow_shards_fake(
     return _empty_verdict(rows, cu_nodes, max_depth)
 
 
-@torch.library.register_fake("pagedtree::walk_shards")
+@register_fake("walk_shards")
 def _walk_shards_fake(
     rows: Tensor,
     left: Tensor,

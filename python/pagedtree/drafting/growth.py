@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagedtree._ops import call, expect_type, ops
+from pagedtree._ops import call, expect_type, ops, register_fake
 from pagedtree.drafting.draft import Draft
 from pagedtree.sampling import SamplingParams
 from pagedtree.tree import build_trees
@@ -32,7 +32,7 @@ class DraftState:
         frontier: int32 [B, F], candidates whose logits `expand_tree` takes next.
         mask: int32 [B * F, W], which KV nodes a frontier node sees: its ancestors and itself; empty where absent.
         level_sizes: candidates a level, summing to C.
-        num_kv: the draft model's KV nodes, this frontier included.
+        num_kv: the draft model's KV nodes, this frontier included; max_kv_nodes: their bound, of `start_draft`.
         law: "topk", "iid", "swor" or "coupled"; None before the first expansion.
         draft_probs: fp32 [B, F, V] a level (laws "iid" and "swor").
 
@@ -56,6 +56,7 @@ class DraftState:
     mask: Tensor
     level_sizes: tuple[int, ...]
     num_kv: int
+    max_kv_nodes: int
     law: str | None = None
     draft_probs: tuple[Tensor, ...] = ()
 
@@ -130,10 +131,14 @@ def start_draft(root_tokens: Tensor, *, max_kv_nodes: int, active: Tensor | None
         raise ValueError(
             f"start_draft: `root_tokens` must be int64 [B], got {root_tokens.dtype} {list(root_tokens.shape)}"
         )
+    if isinstance(max_kv_nodes, bool) or not isinstance(max_kv_nodes, int):
+        raise TypeError(f"max_kv_nodes: expected an int, got {type(max_kv_nodes).__name__}")
     if not 1 <= max_kv_nodes <= 1024:
         raise ValueError(f"start_draft: `max_kv_nodes` must be in 1..1024, got {max_kv_nodes}")
     if active is not None and (active.dtype != torch.bool or active.shape != root_tokens.shape):
         raise ValueError(f"start_draft: `active` must be bool [B], got {active.dtype} {list(active.shape)}")
+    if active is not None and active.device != root_tokens.device:
+        raise ValueError(f"start_draft: `active` must be on {root_tokens.device}, got {active.device}")
     batch = root_tokens.shape[0]
     present = torch.ones_like(root_tokens, dtype=torch.bool) if active is None else active
     mask = torch.zeros((batch, (max_kv_nodes + 31) // 32), dtype=torch.int32, device=root_tokens.device)
@@ -141,12 +146,13 @@ def start_draft(root_tokens: Tensor, *, max_kv_nodes: int, active: Tensor | None
     return DraftState(
         tokens=torch.where(present, root_tokens, -1)[:, None],
         parents=mask.new_full((batch, 1), -1),
-        scores=torch.where(present, 0.0, -torch.inf)[:, None],
+        scores=torch.full_like(root_tokens, -torch.inf, dtype=torch.float32).masked_fill(present, 0.0)[:, None],
         kv_index=mask.new_full((batch, 1), -1),
         frontier=mask.new_zeros((batch, 1)),
         mask=mask,
         level_sizes=(1,),
         num_kv=1,
+        max_kv_nodes=max_kv_nodes,
     )
 
 
@@ -203,6 +209,13 @@ def expand_tree(
     expect_type("logits", logits, Tensor)
     if state.law not in (None, law):
         raise ValueError(f"expand_tree: `law` must be {state.law!r} as in the levels before, got {law!r}")
+    if law in ("iid", "swor", "coupled") and params is None:
+        raise ValueError(f"expand_tree: `params` must be SamplingParams under law {law!r}, got None")
+    left = state.max_kv_nodes - state.num_kv
+    are_ints = isinstance(num_frontier, int) and isinstance(num_children, int)  # else the op refuses them
+    if are_ints and left < num_frontier <= state.num_frontier * num_children:
+        expected = f"at most {left} (max_kv_nodes less those fed)"
+        raise ValueError(f"expand_tree: `num_frontier` must be {expected}, got {num_frontier}")
     if params is None:
         sampling: tuple[Tensor | str | None, ...] = (None, None, None, None, "top_k_first")
     else:
@@ -237,6 +250,7 @@ def expand_tree(
         mask,
         level_sizes=(*state.level_sizes, state.num_frontier * num_children),
         num_kv=state.num_kv + num_frontier,
+        max_kv_nodes=state.max_kv_nodes,
         law=law,
         draft_probs=(*state.draft_probs, *laws),
     )
@@ -288,7 +302,7 @@ def rerank_tree(state: DraftState, num_nodes: int, *, active: Tensor | None = No
     return Draft(draft_tokens, trees, draft_probs.flatten(0, 1), draft_rows, node_map)
 
 
-@torch.library.register_fake("pagedtree::expand_tree")
+@register_fake("expand_tree")
 def _expand_tree_fake(
     tokens: Tensor,
     parents: Tensor,
@@ -321,7 +335,7 @@ def _expand_tree_fake(
     )
 
 
-@torch.library.register_fake("pagedtree::rerank_tree")
+@register_fake("rerank_tree")
 def _rerank_tree_fake(
     tokens: Tensor,
     parents: Tensor,

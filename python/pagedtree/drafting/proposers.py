@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagedtree._ops import call, expect_type, ops
+from pagedtree._ops import call, expect_type, ops, register_fake
 from pagedtree.drafting.draft import Draft
 from pagedtree.tree import MAX_NODES, DraftTree, TreeBatch, build_trees
 
@@ -111,6 +111,9 @@ def rejected_predictions(
         )
     if context < 1:
         raise ValueError(f"rejected_predictions: `context` must be at least 1, got {context}")
+    for name, tensor in (("draft_tokens", draft_tokens), ("predictions", predictions), ("accept_index", accept_index)):
+        if tensor.device != trees.device:
+            raise ValueError(f"rejected_predictions: `{name}` must be on {trees.device}, got {tensor.device}")
     if num_rows == 0:
         return predictions.new_full((trees.batch_size, max_nodes * (context + 2)), -1)
     nodes = torch.arange(max_nodes, device=trees.device).expand(trees.batch_size, -1)
@@ -153,7 +156,9 @@ def medusa_propose(
     """
     expect_type("head_logits", head_logits, Tensor)
     expect_type("tree", tree, DraftTree)
-    if head_logits.dim() == 3 and tree.max_depth > head_logits.shape[1]:
+    if head_logits.dim() != 3:
+        raise ValueError(f"medusa_propose: `head_logits` must be of shape [*, *, *], got {list(head_logits.shape)}")
+    if tree.max_depth > head_logits.shape[1]:
         raise ValueError(
             f"medusa_propose: `tree` must have depth <= {head_logits.shape[1]} (the heads), got {tree.max_depth}"
         )
@@ -174,7 +179,7 @@ def medusa_propose(
     return Draft(draft_tokens, build_trees(all_parents, cu_nodes, max_nodes=tree.num_nodes, max_depth=tree.max_depth))
 
 
-@torch.library.register_fake("pagedtree::ngram_propose")
+@register_fake("ngram_propose")
 def _ngram_propose_fake(
     history: Tensor,
     history_lens: Tensor,
@@ -195,7 +200,7 @@ def _ngram_propose_fake(
     )
 
 
-@torch.library.register_fake("pagedtree::medusa_propose")
+@register_fake("medusa_propose")
 def _medusa_propose_fake(
     head_logits: Tensor,
     parents: Tensor,

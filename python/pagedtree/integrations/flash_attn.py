@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import append_kv, slot_mapping, tree_attention
+from pagedtree.integrations.indices import INT32_MAX, as_int32
 from pagedtree.integrations.masks import all_visible, pack_intervals
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
@@ -66,7 +67,7 @@ def flash_attn_with_kvcache(
     (batch, n, heads, dim), page_size, device = q.shape, k_cache.shape[1], q.device
     if block_table is None:  # a page is a sequence
         rows = torch.arange(batch, dtype=torch.int32, device=device) if cache_batch_idx is None else cache_batch_idx
-        block_table = rows.int()[:, None]
+        block_table = as_int32(rows)[:, None]
     elif cache_batch_idx is not None:
         raise ValueError("cache_batch_idx: expected None with a block_table, got a tensor")
     if cache_seqlens is None:
@@ -74,8 +75,8 @@ def flash_attn_with_kvcache(
         if k is not None:
             raise ValueError("cache_seqlens: expected lengths where k is given, got None")
     if isinstance(cache_seqlens, int):
-        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
-    seq_lens = cache_seqlens.int()
+        cache_seqlens = torch.full((batch,), min(max(cache_seqlens, -1), INT32_MAX), dtype=torch.int32, device=device)
+    seq_lens = as_int32(cache_seqlens)
     if (k is None) != (v is None):
         raise ValueError(f"v: expected {'None, as k' if k is None else 'a tensor, as k'}")
     if k is not None and v is not None:
@@ -143,6 +144,7 @@ def flash_attn_varlen_func(
                 raise NotImplementedError(f"{name}: expected a tensor without requires_grad (there is no backward)")
     seq_lens = cu_seqlens_k.diff().int()
     if block_table is None:  # pages of one row, each where it is
+        max_seqlen_k = max(min(max_seqlen_k, k.shape[0]), 0)
         k, v = k.unsqueeze(1), v.unsqueeze(1)
         block_table = (cu_seqlens_k[:-1, None] + torch.arange(max_seqlen_k, device=q.device)).int()
     out = tree_attention(

@@ -6,12 +6,8 @@ from pagedtree.integrations.flashinfer.masks import (
     import_custom_mask,
     import_packed_custom_mask,
 )
-from pagedtree.integrations.flashinfer.paged import (
-    BatchPrefillWithPagedKVCacheWrapper,
-    append_paged_kv_cache,
-    cache_views,
-    page_table,
-)
+from pagedtree.integrations.flashinfer.paged import BatchPrefillWithPagedKVCacheWrapper
+from pagedtree.integrations.flashinfer.pages import append_paged_kv_cache, cache_views, page_table
 from pagedtree.integrations.flashinfer.sampling import chain_speculative_sampling
 
 __all__ = [

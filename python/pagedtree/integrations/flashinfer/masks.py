@@ -51,6 +51,8 @@ def import_packed_custom_mask(
     sizes = _sizes(qo_indptr, seq_lens, tree_lens)
     begins = _byte_offsets(sizes) if mask_indptr is None else mask_indptr.tolist()
     rows = []
+    if len(begins) < len(sizes) or min(begins, default=0) < 0:
+        raise ValueError(f"mask_indptr: expected {len(sizes)} offsets of at least 0, got {begins}")
     for begin, (n, s, _) in zip(begins, sizes, strict=False):
         segment = packed_custom_mask[begin : begin + -(-n * s // 8)]
         if 8 * segment.numel() < n * s:
@@ -66,7 +68,7 @@ def export_custom_mask(
     """The mask of booleans for the arguments of `tree_attention`: bool [sum of queries x keys].
 
     tree_mask int32 [T, W]; qo_indptr int [B + 1]; seq_lens int [B], keys; tree_lens int [B], default the queries.
-    Raises ValueError for tree_lens outside 0..seq_lens.
+    Raises ValueError for tree_lens outside 0..seq_lens, and for fewer rows than queries.
     """
     parts = _export(tree_mask, _sizes(qo_indptr, seq_lens, tree_lens))
     return torch.cat([torch.empty(0, dtype=torch.bool, device=tree_mask.device), *parts])
@@ -88,6 +90,13 @@ def export_packed_custom_mask(
 def _sizes(qo_indptr: Tensor, seq_lens: Tensor, tree_lens: Tensor | None) -> list[tuple[int, int, int]]:
     """(queries, keys, keys that the words cover) of each sequence."""
     queries, keys = qo_indptr.diff().tolist(), seq_lens.tolist()
+    for name, values in (("seq_lens", seq_lens), ("tree_lens", tree_lens)):
+        if values is not None and values.shape != (len(queries),):
+            raise ValueError(f"{name}: expected shape [{len(queries)}], got {[*values.shape]}")
+    if min(queries, default=0) < 0 or (qo_indptr.numel() and qo_indptr[0] != 0):
+        raise ValueError(f"qo_indptr: expected offsets from 0 that do not descend, got {qo_indptr.tolist()}")
+    if min(keys, default=0) < 0:
+        raise ValueError(f"seq_lens: expected at least 0 keys, got {keys}")
     trees = map(min, queries, keys) if tree_lens is None else tree_lens.tolist()
     sizes = list(zip(queries, keys, trees, strict=True))
     for b, (_, s, t) in enumerate(sizes):
@@ -116,6 +125,9 @@ def _words(masks: Sequence[Tensor], sizes: Sequence[tuple[int, int, int]], devic
 
 def _export(tree_mask: Tensor, sizes: Sequence[tuple[int, int, int]]) -> list[Tensor]:
     """Each sequence's booleans, flat."""
+    rows = sum(n for n, _, _ in sizes)
+    if rows > tree_mask.shape[0]:
+        raise ValueError(f"tree_mask: expected a row for each of {rows} queries, got {tree_mask.shape[0]}")
     parts, begin = [], 0
     for n, s, t in sizes:
         words = torch.nn.functional.pad(tree_mask[begin : begin + n], (0, max(0, -(-t // 32) - tree_mask.shape[1])))

@@ -1,4 +1,4 @@
-"""FlashInfer's paged form, and its prefill wrapper over `tree_attention`."""
+"""FlashInfer's prefill wrapper over `tree_attention`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedtree import append_kv, attention_plan, tree_attention
+from pagedtree import attention_plan, tree_attention
 from pagedtree.integrations.flashinfer.masks import import_custom_mask, import_packed_custom_mask
+from pagedtree.integrations.flashinfer.pages import PagedKVCache, cache_views, page_table
 from pagedtree.integrations.masks import all_visible
 
-__all__ = ["BatchPrefillWithPagedKVCacheWrapper", "append_paged_kv_cache", "cache_views", "page_table"]
-
-PagedKVCache = Tensor | tuple[Tensor, Tensor]
+__all__ = ["BatchPrefillWithPagedKVCacheWrapper"]
 
 # Arguments of plan() that only help FlashInfer to schedule, or repeat what pagedtree knows.
 HINTS = {
@@ -22,68 +21,6 @@ HINTS = {
     "block_tables", "max_token_per_sequence", "max_sequence_kv", "fixed_split_size", "disable_split_kv",
     "uniform_q_len", "use_fp16_qk_reduction",
 }  # fmt: skip
-
-
-def cache_views(paged_kv_cache: PagedKVCache, kv_layout: str = "NHD") -> tuple[Tensor, Tensor]:
-    """K and V [pages, page_size, heads, dim] as views of FlashInfer's cache; nothing is copied.
-
-    paged_kv_cache: a tensor [pages, 2, page_size, heads, dim] (HND: [pages, 2, heads, page_size, dim]), or K and V
-    without the dimension of 2. Any strides. Raises ValueError for other shapes or layouts.
-    """
-    if kv_layout not in ("NHD", "HND"):
-        raise ValueError(f'kv_layout: expected "NHD" or "HND", got {kv_layout!r}')
-    one = isinstance(paged_kv_cache, Tensor)
-    shapes = [[*x.shape] for x in ([paged_kv_cache] if isinstance(paged_kv_cache, Tensor) else paged_kv_cache)]
-    if any(len(shape) != (5 if one else 4) for shape in shapes) or (one and shapes[0][1] != 2) or len(shapes) > 2:
-        raise ValueError(f"paged_kv_cache: expected [pages, 2, ...] of 5 or two tensors of 4 dimensions, got {shapes}")
-    k_cache, v_cache = paged_kv_cache.unbind(1) if isinstance(paged_kv_cache, Tensor) else paged_kv_cache
-    return (k_cache, v_cache) if kv_layout == "NHD" else (k_cache.transpose(1, 2), v_cache.transpose(1, 2))
-
-
-def page_table(
-    indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_size: int, *, max_pages: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """(page_table int32 [B, max_pages], seq_lens int32 [B]) of FlashInfer's compressed rows.
-
-    Args:
-        indptr: int [B + 1], where a sequence's pages begin in indices; last_page_len: int [B], keys in its last page.
-        max_pages: width of the table; default the most pages of a sequence, which synchronises.
-
-    Raises ValueError where last_page_len has another shape than the sequences.
-    """
-    counts = indptr.diff()
-    if last_page_len.shape != counts.shape:
-        raise ValueError(f"last_page_len: expected shape {[*counts.shape]}, got {[*last_page_len.shape]}")
-    if max_pages is None:
-        max_pages = int(counts.max()) if counts.numel() else 0
-    column = torch.arange(max_pages, device=indptr.device)
-    known = (column < counts[:, None]) & (indptr[:-1, None] + column < indices.numel())
-    at = torch.where(known, indptr[:-1, None] + column, 0)
-    table = torch.where(known, indices[at] if indices.numel() else -1, -1).int()
-    return table, torch.where(counts > 0, (counts - 1) * page_size + last_page_len, 0).int()
-
-
-def append_paged_kv_cache(
-    append_key: Tensor, append_value: Tensor, batch_indices: Tensor, positions: Tensor, paged_kv_cache: PagedKVCache,
-    kv_indices: Tensor, kv_indptr: Tensor, kv_last_page_len: Tensor, kv_layout: str = "NHD",
-) -> None:  # fmt: skip
-    """Writes row i of append_key and append_value [n, heads, dim] at positions[i] of sequence batch_indices[i].
-
-    Args:
-        append_key, append_value: of the cache's dtype or, for an fp8 cache, to be converted; see `append_kv`.
-        batch_indices, positions: int [n]. A position outside the sequence's pages is skipped.
-        paged_kv_cache: written, see `cache_views`.
-        kv_indices, kv_indptr: the sequences' pages, see `page_table`; kv_last_page_len is not needed.
-
-    Raises ValueError for wrong shapes or dtypes.
-    """
-    k_cache, v_cache = cache_views(paged_kv_cache, kv_layout)
-    page_size = k_cache.shape[1]
-    begin, end = (kv_indptr.long()[batch_indices.long() + i] for i in (0, 1))
-    at = begin + positions // page_size
-    known = (positions >= 0) & (at < end.clamp(max=kv_indices.numel()))
-    slots = kv_indices.long()[torch.where(known, at, 0)] * page_size + positions % page_size
-    append_kv(append_key, append_value, k_cache, v_cache, torch.where(known, slots, -1))
 
 
 class BatchPrefillWithPagedKVCacheWrapper:

@@ -5,7 +5,8 @@ The functions have the names, arguments and in-place outputs of sgl_kernel and n
 """
 
 from pagedtree.integrations.sglang.kv_cache import move_kv_cache
-from pagedtree.integrations.sglang.trees import TreeMaskMode, build_tree_kernel_efficient, tree_mask_words
+from pagedtree.integrations.sglang.masks import TreeMaskMode, tree_mask_words
+from pagedtree.integrations.sglang.trees import build_tree_kernel_efficient
 from pagedtree.integrations.sglang.verify import tree_speculative_sampling_target_only, verify_tree_greedy
 
 __all__ = [

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pagedtree import append_kv, attention_plan, tree_attention
-from pagedtree.integrations.sglang.trees import TreeMaskMode, tree_mask_words
+from pagedtree.integrations.indices import rows_of
+from pagedtree.integrations.sglang.masks import TreeMaskMode, tree_mask_words
 
 try:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -82,7 +83,7 @@ class PagedTreeBackend(AttentionBackend):
         if forward_batch.seq_lens_cpu is not None and forward_batch.seq_lens_cpu.numel():
             width = min(width, int(forward_batch.seq_lens_cpu.max()) + new)
         slots = self.req_to_token_pool.req_to_token[:, : width : self.page_size]
-        return slots[forward_batch.req_pool_indices.long()] // self.page_size
+        return rows_of(slots, forward_batch.req_pool_indices) // self.page_size
 
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import compact_kv
+from pagedtree.integrations.indices import as_int32
 
 __all__ = ["move_kv_cache"]
 
@@ -39,7 +40,7 @@ def move_kv_cache(k_buffer: Sequence[Tensor], v_buffer: Sequence[Tensor], tgt_lo
     for targets, sources in zip(tgt_loc.split(MOVES), src_loc.split(MOVES), strict=True):
         # A path whose node j moves from behind all targets to position j.
         count = targets.numel()
-        table = torch.cat([start, targets.int(), sources.int()])[None]
+        table = torch.cat([start, as_int32(targets), as_int32(sources)])[None]
         path = torch.arange(count, 2 * count + 1, dtype=torch.int32, device=table.device)[None]
         path[:, 0] = 0
         compact_kv(caches, table, start, path, start + count)

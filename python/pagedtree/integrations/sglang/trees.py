@@ -1,9 +1,8 @@
-"""SGLang's draft trees: what `build_tree_kernel_efficient` writes, and its links and masks read back."""
+"""SGLang's draft trees: what `build_tree_kernel_efficient` writes, and its links read back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import IntEnum
 from functools import wraps
 from typing import Any
 
@@ -11,21 +10,9 @@ import torch
 from torch import Tensor
 
 from pagedtree import TreeBatch, build_trees
-from pagedtree.integrations.masks import pack_mask
+from pagedtree.integrations.sglang.masks import write_mask
 
-__all__ = ["TreeMaskMode", "build_tree_kernel_efficient", "tree_mask_words", "trees_from_links"]
-
-
-class TreeMaskMode(IntEnum):
-    """How a tree mask of N nodes a sequence lies in its buffer; the sequences follow each other.
-
-    FULL_MASK: a byte for each (node, position), N rows of seq_len + N; QLEN_ONLY: a byte for each (node, node);
-    QLEN_ONLY_BITPACKING: the bits of a row in 1, 2 or 4 bytes (N up to 8, 16, 32), the lowest first.
-    """
-
-    FULL_MASK = 0
-    QLEN_ONLY = 1
-    QLEN_ONLY_BITPACKING = 2
+__all__ = ["build_tree_kernel_efficient", "trees_from_links"]
 
 
 def either_spelling(function: Callable[..., None]) -> Callable[..., None]:
@@ -78,8 +65,12 @@ def build_tree_kernel_efficient(
 
     Malformed trees come out as SGLang's builders for CPUs and Triton make them: a node whose parent was not selected is
     nobody's child; a node sees the root and the at most `depth` nodes from itself on upwards, as many as its position
-    is behind verified_seq_len. Raises ValueError for wrong shapes.
+    is behind verified_seq_len. Where a tree's place, which follows from the lengths before it, is not in tree_mask,
+    nothing is written. Raises ValueError for wrong shapes and for topk, depth or draft_token_num below 1.
     """
+    for name, value in (("topk", topk), ("depth", depth), ("draft_token_num", draft_token_num)):
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
     n, bs = draft_token_num, verified_seq_len.numel()
     expect("selected_index", selected_index, (bs, n - 1))
     expect("parent_list", parent_list, (bs, parent_list.shape[-1] if depth == 1 else topk * (depth - 1) + 1))
@@ -104,7 +95,7 @@ def build_tree_kernel_efficient(
         levels = levels + ((at > 0) & (at < n))
         at = up.gather(1, at)
     seen[:, :, 0] = True
-    _write_mask(tree_mask, seen[:, :, :n], verified_seq_len.long(), tree_mask_mode)
+    write_mask(tree_mask, seen[:, :, :n], verified_seq_len.long(), tree_mask_mode)
     levels = torch.where((at > 0) & (at < n), depth, levels)  # in a circle
     positions.copy_((verified_seq_len[:, None] + levels).flatten())
 
@@ -146,54 +137,3 @@ def trees_from_links(next_token: Tensor, next_sibling: Tensor, max_depth: int) -
     parents[:, 0] = -1
     cu_nodes = torch.arange(bs + 1, dtype=torch.int32, device=order.device) * n
     return build_trees(parents.flatten(), cu_nodes, max_nodes=n, max_depth=max_depth), order
-
-
-def _cells(seq_lens: Tensor, n: int, mode: int) -> Tensor:
-    """int64 [bs, n, n]: where the bytes of the tree are in a mask of bytes."""
-    rows = n + seq_lens if mode == TreeMaskMode.FULL_MASK else torch.full_like(seq_lens, n)
-    begin = (rows.cumsum(0) - rows) * n + rows - n
-    nodes = torch.arange(n, device=seq_lens.device)
-    return begin[:, None, None] + rows[:, None, None] * nodes[:, None] + nodes
-
-
-def _packed_rows(tree_mask: Tensor, bs: int, n: int) -> Tensor:
-    """The bytes [bs * n, 1, 2 or 4] of a bit-packed mask."""
-    if n > 32:
-        raise ValueError(f"draft_token_num: expected at most 32 in a bit-packed mask, got {n}")
-    width = 4 if n > 16 else 2 if n > 8 else 1
-    raw = tree_mask.view(-1).view(torch.uint8)
-    if raw.numel() < bs * n * width:
-        raise ValueError(f"tree_mask: expected at least {bs * n * width} bytes, got {raw.numel()}")
-    return raw[: bs * n * width].view(bs * n, width)
-
-
-def _flat_bytes(tree_mask: Tensor, bs: int, n: int) -> Tensor:
-    if tree_mask.element_size() != 1 or tree_mask.numel() < bs * n * n:
-        raise ValueError(
-            f"tree_mask: expected at least {bs * n * n} elements of one byte, got {tree_mask.numel()} {tree_mask.dtype}"
-        )
-    return tree_mask.view(-1).view(torch.uint8)
-
-
-def _write_mask(tree_mask: Tensor, seen: Tensor, seq_lens: Tensor, mode: int) -> None:
-    bs, n, _ = seen.shape
-    if mode == TreeMaskMode.QLEN_ONLY_BITPACKING:
-        rows = _packed_rows(tree_mask, bs, n)
-        rows.copy_(pack_mask(seen).view(bs * n, 1).view(torch.uint8)[:, : rows.shape[1]])
-    else:
-        cells = _cells(seq_lens, n, TreeMaskMode(mode)).flatten()
-        _flat_bytes(tree_mask, bs, n).scatter_(0, cells, seen.flatten().byte())
-
-
-def tree_mask_words(tree_mask: Tensor, seq_lens: Tensor, draft_token_num: int, tree_mask_mode: int) -> Tensor:
-    """The mask of `tree_attention`, int32 [bs * N, ceil(N / 32)], of a mask that SGLang built (see `TreeMaskMode`).
-
-    seq_lens: integers [bs], without the trees. Masks of bytes are read only where the trees are. Raises ValueError for
-    a mask that is too small, or packed for more than 32 nodes.
-    """
-    bs, n = seq_lens.numel(), draft_token_num
-    if tree_mask_mode == TreeMaskMode.QLEN_ONLY_BITPACKING:
-        rows = _packed_rows(tree_mask, bs, n)
-        return torch.nn.functional.pad(rows, (0, 4 - rows.shape[1])).view(torch.int32)
-    cells = _cells(seq_lens.long(), n, TreeMaskMode(tree_mask_mode))
-    return pack_mask(_flat_bytes(tree_mask, bs, n)[cells] != 0).view(bs * n, -(-n // 32))

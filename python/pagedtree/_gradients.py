@@ -1,0 +1,110 @@
+"""What autograd finds at the ops: they have no backward, which is said where one is asked for.
+
+The forward pass works under grad mode as elsewhere. Outputs of floats that come from tensors that require grad stand in
+the graph behind a node that refuses; so do tensors that an op has written, whose version counters go up as PyTorch's
+own in-place ops have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKeySet
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["register_gradients"]
+
+# Nothing that they give can require grad, and without a kernel for autograd a call takes a few microseconds less.
+OPS_OF_INTEGERS = {
+    "attention_plan", "build_trees", "commit", "follow_shards", "medusa_propose", "ngram_propose", "prepare_step",
+    "rerank_tree", "sample", "slot_mapping", "step_shards", "verify_block", "verify_greedy", "verify_rejection",
+    "verify_sampled", "verify_traversal", "verify_typical", "walk_shards", "weigh_shards",
+}  # fmt: skip
+
+
+# An op too, so that compiled forward passes, whose backward is traced ahead, are not refused before anyone asks for it.
+_library = torch.library.Library("pagedtree", "FRAGMENT")
+_library.define("_refuse_backward(str op, Tensor gradient, SymInt[] shape, ScalarType dtype) -> Tensor")
+
+
+@torch.library.impl(_library, "_refuse_backward", "CompositeExplicitAutograd")
+def _refuse_backward(op: str, gradient: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    raise RuntimeError(f"{op}: expected no backward pass: pagedtree's ops are for inference only")
+
+
+@torch.library.register_fake("pagedtree::_refuse_backward")
+def _refuse_backward_fake(op: str, gradient: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return gradient.new_empty(shape, dtype=dtype)
+
+
+class _InferenceOnly(torch.autograd.Function):
+    """An op in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, run: Callable[[], Any], *inputs: Tensor) -> Any:
+        ctx.name, ctx.inputs = name, [(t.shape, t.dtype) for t in inputs]
+        return run()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        gradient = next(g for g in gradients if g is not None)
+        refuse = torch.ops.pagedtree._refuse_backward
+        return None, None, *(refuse(ctx.name, gradient, shape, dtype) for shape, dtype in ctx.inputs)
+
+
+class _Written(_InferenceOnly):
+    """A tensor that an op has written."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, written: Any, *inputs: Tensor) -> Any:
+        ctx.mark_dirty(written)
+        return _InferenceOnly.forward(ctx, name, lambda: written, *inputs)
+
+
+def register_gradients(library: torch.library.Library, op: Any) -> None:
+    """Registers an op overload for autograd and for in-place views."""
+    schema, name = op._schema, op._schema.name.partition("::")[2]
+    below, redispatch = torch._C._after_ADInplaceOrView_keyset, op._handle.redispatch_boxed
+    is_grad_enabled, any_requires_grad = torch._C.is_grad_enabled, torch._C._any_requires_grad
+    places = [(i, argument.name) for i, argument in enumerate(schema.arguments) if argument.is_write]
+
+    def written_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        values = [args[i] if i < len(args) else kwargs.get(key) for i, key in places]
+        if values and isinstance(values[0], (list, tuple)):  # of caches
+            return list(values[0])
+        return [t for t in values if t is not None]
+
+    def run(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        result = redispatch(keyset & below, *args, **kwargs)
+        if places:
+            # Tensors made under inference mode have no version.
+            torch.autograd.graph.increment_version([t for t in written_by(args, kwargs) if not t.is_inference()])
+        return result
+
+    def run_in_graph(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if not (is_grad_enabled() and any_requires_grad(*args, **kwargs)):
+            return run(keyset, *args, **kwargs)
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
+        written = [t for t in written_by(args, kwargs) if t.is_floating_point()]
+        if any(t.is_leaf and t.requires_grad for t in written):
+            raise RuntimeError(f"{name}: expected to write no leaf tensor that requires grad, as in-place ops do")
+
+        def run_below() -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return run(keyset, *args, **kwargs)
+
+        if not places:
+            return _InferenceOnly.apply(name, run_below, *inputs)
+        result = run_below()
+        for tensor in written:
+            _Written.apply(name, tensor, *inputs)
+        return result
+
+    overload = name + (f".{schema.overload_name}" if schema.overload_name else "")
+    if name not in OPS_OF_INTEGERS:
+        library.impl(overload, run_in_graph, "Autograd", with_keyset=True)
+    if places:
+        library.impl(overload, run, "ADInplaceOrView", with_keyset=True)

@@ -1,0 +1,23 @@
+"""Indices that adapters are passed: any value is allowed, and what names nothing stays without effect."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["as_int32", "rows_of"]
+
+INT32_MAX = 2**31 - 1
+
+
+def as_int32(values: Tensor) -> Tensor:
+    """int32; larger values become the largest, and negative ones stay negative, instead of wrapping around."""
+    return values if values.dtype == torch.int32 else values.clamp(-1, INT32_MAX).int()
+
+
+def rows_of(table: Tensor, rows: Tensor) -> Tensor:
+    """table[rows], [n, width]; -1 where a row is none of the table's."""
+    if table.shape[0] == 0:
+        return table.new_full((rows.shape[0], *table.shape[1:]), -1)
+    known = (rows >= 0) & (rows < table.shape[0])
+    return torch.where(known[:, None], table[torch.where(known, rows, 0).long()], -1)

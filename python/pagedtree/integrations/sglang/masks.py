@@ -1,0 +1,85 @@
+"""SGLang's tree masks in their buffers, and as the words that `tree_attention` takes."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from pagedtree.integrations.indices import INT32_MAX
+from pagedtree.integrations.masks import pack_mask
+
+__all__ = ["TreeMaskMode", "tree_mask_words", "write_mask"]
+
+
+class TreeMaskMode(IntEnum):
+    """How a tree mask of N nodes a sequence lies in its buffer; the sequences follow each other.
+
+    FULL_MASK: a byte for each (node, position), N rows of seq_len + N; QLEN_ONLY: a byte for each (node, node);
+    QLEN_ONLY_BITPACKING: the bits of a row in 1, 2 or 4 bytes (N up to 8, 16, 32), the lowest first.
+    """
+
+    FULL_MASK = 0
+    QLEN_ONLY = 1
+    QLEN_ONLY_BITPACKING = 2
+
+
+def _cells(seq_lens: Tensor, n: int, mode: int) -> Tensor:
+    """int64 [bs, n, n]: where the bytes of the tree are in a mask of bytes, which may be too small for them."""
+    seq_lens = seq_lens.clamp(0, INT32_MAX)
+    rows = n + seq_lens if mode == TreeMaskMode.FULL_MASK else torch.full_like(seq_lens, n)
+    begin = (rows.cumsum(0) - rows) * n + rows - n
+    nodes = torch.arange(n, device=seq_lens.device)
+    return begin[:, None, None] + rows[:, None, None] * nodes[:, None] + nodes
+
+
+def _packed_rows(tree_mask: Tensor, bs: int, n: int) -> Tensor:
+    """The bytes [bs * n, 1, 2 or 4] of a bit-packed mask."""
+    if n > 32:
+        raise ValueError(f"draft_token_num: expected at most 32 in a bit-packed mask, got {n}")
+    width = 4 if n > 16 else 2 if n > 8 else 1
+    raw = tree_mask.view(-1).view(torch.uint8)
+    if raw.numel() < bs * n * width:
+        raise ValueError(f"tree_mask: expected at least {bs * n * width} bytes, got {raw.numel()}")
+    return raw[: bs * n * width].view(bs * n, width)
+
+
+def _flat_bytes(tree_mask: Tensor, bs: int, n: int) -> Tensor:
+    if tree_mask.element_size() != 1 or tree_mask.numel() < bs * n * n:
+        raise ValueError(
+            f"tree_mask: expected at least {bs * n * n} elements of one byte, got {tree_mask.numel()} {tree_mask.dtype}"
+        )
+    return tree_mask.view(-1).view(torch.uint8)
+
+
+def write_mask(tree_mask: Tensor, seen: Tensor, seq_lens: Tensor, mode: int) -> None:
+    """Writes seen, bool [bs, N, N], to a mask's buffer; what has no place in it is left out."""
+    bs, n, _ = seen.shape
+    if mode == TreeMaskMode.QLEN_ONLY_BITPACKING:
+        rows = _packed_rows(tree_mask, bs, n)
+        rows.copy_(pack_mask(seen).view(bs * n, 1).view(torch.uint8)[:, : rows.shape[1]])
+    else:
+        cells, values = _cells(seq_lens, n, TreeMaskMode(mode)).flatten(), seen.flatten().byte()
+        mask = _flat_bytes(tree_mask, bs, n)
+        if cells.numel() == 0:
+            return
+        known = cells < mask.numel()
+        # What has no place is not written: it repeats what the first cell gets anyway.
+        first = torch.where(known[0], cells[0], 0), torch.where(known[0], values[0], mask[0])
+        mask.scatter_(0, torch.where(known, cells, first[0]), torch.where(known, values, first[1]))
+
+
+def tree_mask_words(tree_mask: Tensor, seq_lens: Tensor, draft_token_num: int, tree_mask_mode: int) -> Tensor:
+    """The mask of `tree_attention`, int32 [bs * N, ceil(N / 32)], of a mask that SGLang built (see `TreeMaskMode`).
+
+    seq_lens: integers [bs], without the trees. Masks of bytes are read only where the trees are; what lies outside
+    reads as 0. Raises ValueError for a mask that is too small for the trees alone, or packed for more than 32 nodes.
+    """
+    bs, n = seq_lens.numel(), draft_token_num
+    if tree_mask_mode == TreeMaskMode.QLEN_ONLY_BITPACKING:
+        rows = _packed_rows(tree_mask, bs, n)
+        return torch.nn.functional.pad(rows, (0, 4 - rows.shape[1])).view(torch.int32)
+    cells, mask = _cells(seq_lens.long(), n, TreeMaskMode(tree_mask_mode)), _flat_bytes(tree_mask, bs, n)
+    known = cells < mask.numel()
+    return pack_mask((mask[torch.where(known, cells, 0)] != 0) & known).view(bs * n, -(-n // 32))

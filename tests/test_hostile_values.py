@@ -1,0 +1,339 @@
+"""Values that no careful caller passes: they are refused by name or stay without effect, and never write elsewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from shard_case import make_case
+from step_case import int32
+from torch import Tensor
+
+import pagedtree as pt
+from pagedtree import distributed
+from pagedtree._ops import ops
+from pagedtree.integrations import flash_attn, flashinfer, sglang
+
+FAR = 2**31 - 1
+WORDS = [int(count) for count in ops._shard_words().split(",")]
+
+
+@pytest.fixture
+def shards() -> Iterator[distributed.VocabShards]:
+    """The whole vocabulary of 40 on one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield distributed.VocabShards(40, group=dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+# ---- devices
+
+KEYS, ROWS, SLOTS = torch.zeros(2, 8, 1, 64), torch.zeros(2, 1, 64), torch.zeros(2, dtype=torch.int64)
+TABLE, LENS, OFFSETS = int32([[0], [1]], "cpu"), int32([3, 3], "cpu"), int32([0, 1, 2], "cpu")
+TREES = pt.TreeBatch.from_trees([pt.DraftTree.chain(1)])
+STREAM = torch.zeros(1, dtype=torch.int64)
+
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "slot_mapping": (pt.slot_mapping, {
+        "page_table": TABLE, "seq_lens": LENS, "cu_seqlens_q": OFFSETS, "page_size": 8, "total_q": 2}),
+    "append_kv": (pt.append_kv, {"k": ROWS, "v": ROWS, "k_cache": KEYS, "v_cache": KEYS.clone(), "slots": SLOTS}),
+    "compact_kv": (pt.compact_kv, {
+        "caches": [KEYS, KEYS.clone()], "page_table": TABLE, "start": LENS, "accept_index": TABLE,
+        "num_accepted": LENS}),
+    "tree_attention": (pt.tree_attention, {
+        "q": ROWS, "k_cache": KEYS, "v_cache": KEYS, "page_table": TABLE, "seq_lens": LENS, "cu_seqlens_q": OFFSETS}),
+    "merge_states": (pt.merge_states, {"out_a": ROWS, "lse_a": ROWS[..., 0], "out_b": ROWS, "lse_b": ROWS[..., 0]}),
+    "build_trees": (lambda parents, cu_nodes: pt.build_trees(parents, cu_nodes, max_nodes=1, max_depth=0), {
+        "parents": int32([-1, -1], "cpu"), "cu_nodes": OFFSETS}),
+    "sample": (
+        lambda logits, seeds, positions: pt.sample(logits, pt.SamplingParams(), seeds=seeds, positions=positions),
+        {"logits": torch.zeros(2, 8), "seeds": SLOTS, "positions": SLOTS}),
+    "verify_sampled": (
+        lambda logits, draft_tokens, seeds: pt.verify_sampled(
+            logits, draft_tokens, TREES, pt.SamplingParams(), seeds=seeds, positions=STREAM),
+        {"logits": torch.zeros(2, 8), "draft_tokens": SLOTS, "seeds": STREAM}),
+    "start_draft": (lambda root_tokens, active: pt.start_draft(root_tokens, max_kv_nodes=4, active=active), {
+        "root_tokens": SLOTS, "active": SLOTS == 0}),
+    "ngram_propose": (lambda history, history_lens: pt.ngram_propose(history, history_lens, max_nodes=4, max_depth=2), {
+        "history": SLOTS[:, None], "history_lens": LENS}),
+    "medusa_propose": (
+        lambda head_logits, active: pt.medusa_propose(head_logits, pt.DraftTree.chain(1), active=active),
+        {"head_logits": torch.zeros(2, 1, 8), "active": SLOTS == 0}),
+    "rejected_predictions": (
+        lambda draft_tokens, predictions, accept_index: pt.rejected_predictions(
+            TREES, draft_tokens, predictions, accept_index),
+        {"draft_tokens": SLOTS, "predictions": SLOTS, "accept_index": int32([[0, 1]], "cpu")}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_mixed_devices_are_named(name: str) -> None:
+    """Without values in one tensor the call would go to the fake implementation, which answers with no values."""
+    call, arguments = CALLS[name]
+    call(**arguments)
+    for key, value in arguments.items():
+        if isinstance(value, (Tensor, list)):
+            moved = [value[0], value[1].to("meta")] if isinstance(value, list) else value.to("meta")
+            with pytest.raises(ValueError, match=rf"{name}: `\w+` must be on .*(meta|cpu)"):
+                call(**{**arguments, key: moved})
+
+
+def test_the_odd_tensor_is_named() -> None:
+    with pytest.raises(ValueError, match="append_kv: `slots` must be on the device of `k`, cpu, got meta"):
+        pt.append_kv(ROWS, ROWS, KEYS, KEYS.clone(), SLOTS.to("meta"))
+
+
+# ---- the adapters' indices
+
+
+def test_appended_rows_of_no_sequence(backend: str, device: torch.device) -> None:
+    cache = torch.zeros(4, 2, 2, 1, 64, device=device)
+    rows = torch.ones(7, 1, 64, device=device)
+    sequences = torch.tensor([-1, -2, 2, 2**40, 1, 0, 0], device=device)
+    positions = torch.tensor([0, 0, 0, 0, 1, 2**40, -1], device=device)
+    pages = int32([0, 1, 2], device)
+    flashinfer.append_paged_kv_cache(
+        rows, rows, sequences, positions, cache, pages, int32([0, 1, 3], device), int32([1, 1], device)
+    )
+    written = cache[:, 0].flatten(1).any(1)
+    assert written.tolist() == [False, True, False, False] and cache[1, :, 1].all() and not cache[1, :, 0].any()
+    for offsets in (int32([-5, -1, 99], device), int32([99, 3, 1], device)):
+        flashinfer.append_paged_kv_cache(rows, rows, sequences, positions, cache.clone(), pages, offsets, offsets[1:])
+    with pytest.raises(ValueError, match="batch_indices: expected shape"):
+        flashinfer.append_paged_kv_cache(rows, rows, sequences[:2], positions, cache, pages, pages, pages[1:])
+
+
+def test_page_tables_stay_small() -> None:
+    table, _ = flashinfer.page_table(int32([0, 2**30], "cpu"), int32([7, 3], "cpu"), int32([1], "cpu"), 16)
+    assert table.tolist() == [[7, 3]]
+    table, _ = flashinfer.page_table(int32([-3, 2], "cpu"), torch.tensor([2**32, 3]), int32([1], "cpu"), 16)
+    assert table.tolist() == [[-1, -1]] and table.dtype == torch.int32
+    with pytest.raises(ValueError, match=r"slot_mapping: `cu_seqlens_q` must end with at most 16, .*got 268435456"):
+        pt.slot_mapping(TABLE, LENS, int32([0, 1, 2**28], "cpu"), 8)
+
+
+def test_flashinfer_masks() -> None:
+    bits, one = torch.zeros(8, dtype=torch.uint8), int32([4], "cpu")
+    for match, call in {
+        "mask_indptr: expected 1 offsets of at least 0": lambda: flashinfer.import_packed_custom_mask(
+            bits, int32([-4, 0], "cpu"), int32([0, 2], "cpu"), one),
+        "qo_indptr: expected offsets": lambda: flashinfer.import_custom_mask(bits.bool(), int32([2, 0], "cpu"), one),
+        "seq_lens: expected shape": lambda: flashinfer.import_custom_mask(bits.bool(), int32([0, 2], "cpu"), TABLE),
+        "seq_lens: expected at least 0": lambda: flashinfer.import_custom_mask(bits.bool(), int32([0, 2], "cpu"), -one),
+        "tree_mask: expected a row": lambda: flashinfer.export_custom_mask(TABLE, int32([0, 3], "cpu"), one),
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match=match):
+            call()
+
+
+def test_locations_beyond_int32(backend: str, device: torch.device) -> None:
+    """They do not wrap around to other slots."""
+    buffer = torch.arange(8.0, device=device)[:, None].clone()
+    far = torch.tensor([2**32 + 1, 3], device=device)
+    sglang.move_kv_cache([buffer], [], far, torch.tensor([5, 2**32 + 5], device=device))
+    assert buffer[:, 0].tolist() == list(range(8))
+    q = torch.ones(1, 1, 1, 64, device=device, dtype=torch.float16)
+    cache = torch.ones(2, 8, 1, 64, device=device, dtype=torch.float16)
+    out = flash_attn.flash_attn_with_kvcache(
+        q, cache, cache, cache_seqlens=2**40, cache_batch_idx=torch.tensor([2**32], device=device)
+    )
+    assert not out.any()  # of no page
+    _, lse = flash_attn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=2**40, return_softmax_lse=True)
+    assert lse.isfinite().all()
+
+
+@pytest.mark.parametrize("mode", [sglang.TreeMaskMode.FULL_MASK, sglang.TreeMaskMode.QLEN_ONLY])
+@pytest.mark.parametrize("lens", [[-7, 5], [2**40, 5], [0, FAR]])
+def test_sglang_trees_outside_of_their_mask(mode: sglang.TreeMaskMode, lens: list[int]) -> None:
+    n, bs, guard = 3, 2, 16
+    buffer = torch.full((guard + bs * n * (n + 8) + guard,), 7, dtype=torch.uint8)
+    mask, (positions, *links) = buffer[guard:-guard], [torch.zeros(bs * n, dtype=torch.int64) for _ in range(4)]
+    links = [link.view(bs, n) for link in links]
+    hostile = torch.tensor([[-(2**40), 2**40], [1, -1]])
+    seq_lens = torch.tensor(lens)
+    sglang.build_tree_kernel_efficient(
+        hostile.repeat(1, 2)[:, :3], hostile, seq_lens, mask, positions, *links, topk=2, depth=2, draft_token_num=n,
+        tree_mask_mode=mode,
+    )  # fmt: skip
+    assert (buffer[:guard] == 7).all() and (buffer[-guard:] == 7).all()
+    words = sglang.tree_mask_words(mask, seq_lens, n, mode)
+    assert words.shape == (bs * n, 1)
+    with pytest.raises(ValueError, match="topk: expected at least 1, got 0"):
+        sglang.build_tree_kernel_efficient(
+            hostile, hostile, seq_lens, mask, positions, *links, topk=0, depth=1, draft_token_num=n, tree_mask_mode=mode
+        )
+
+
+# ---- vocabularies in parts
+
+
+def hostile_words(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Random words, and among them those at the ends of their types."""
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(-(2**63), 2**63 - 1, shape, generator=generator)
+    extremes = torch.tensor([0, -1, 1, 2**63 - 1, -(2**63), 0x0101010101010101, 0x7FF0000000000000, 0x7FFFFFFF7FFFFFFF])
+    choice = torch.randint(0, 16, shape, generator=generator)
+    return torch.where(choice < 8, extremes[choice.clamp(max=7)], words)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("draft_law", ["iid", "swor", "onehot"])
+def test_shard_ops_take_any_words(backend: str, device: torch.device, draft_law: str, seed: int) -> None:
+    """Rows that did not come from the rounds before: nothing outside of the tensors is read or written."""
+    case = make_case(40, torch.float32, seed, device=str(device))
+    trees, n, b = case.trees, case.trees.parents.shape[0], case.trees.batch_size
+    count = iter(range(1000))
+
+    def words(*shape: int) -> Tensor:
+        return hostile_words(shape, 97 * seed + next(count)).to(device)
+
+    def guarded(width: int) -> tuple[Tensor, Tensor]:
+        buffer = torch.full((n + 2, width), 0x77, dtype=torch.int64, device=device)
+        buffer[1:-1] = words(n, width)
+        return buffer, buffer[1:-1]
+
+    tree_arguments = (
+        case.drafts, trees.cu_nodes, trees.depths, trees.first_child, trees.next_sibling, trees.valid, trees.max_nodes,
+        trees.max_depth,
+    )  # fmt: skip
+    law = {"draft_law": draft_law, "draft_probs": None if draft_law == "onehot" else torch.rand(n, 40, device=device)}
+    sampling = pt.SamplingParams(temperature=0.7, top_k=5, top_p=0.8).on(device)
+    part = {"rank": 0, "num_ranks": 1, "first_token": 0, "vocab": 40}
+    (rows_buffer, rows), (left_buffer, left) = guarded(WORDS[0]), guarded(WORDS[1])
+    for index in (0, 1, 1023):
+        *_, ends = ops.walk_shards(
+            rows, left, words(n, 2), words(n, 2), *tree_arguments, index=index, vocab=40, draft_law=draft_law,
+            **case.streams,
+        )  # fmt: skip
+        rows.copy_(words(n, WORDS[0]))
+        for round_, items in enumerate((n, n, b, b)):
+            ops.weigh_shards(
+                case.logits, rows, left, words(*ends.shape) if round_ > 1 else None,
+                words(items, 2) if round_ in (1, 3) else None,
+                torch.zeros(items, 1 if round_ == 3 else 2, dtype=torch.int64, device=device),
+                *tree_arguments, *sampling, round=round_, index=index, **part, **law,
+            )  # fmt: skip
+            rows.copy_(words(n, WORDS[0]))
+    for round_, last in ((0, 1), (1, 0), (2, 1), (2, 2), (3, 3), (4, 3), (5, 4), (5, 1)):
+        widths = [1, 2, 16, 16, 1, 1]
+        ops.step_shards(
+            case.logits, rows, words(n, widths[last]) if last else None,
+            torch.zeros(n, widths[round_], dtype=torch.int64, device=device), *sampling, round=round_, digit=seed % 8,
+            last=last, **part, cu_nodes=trees.cu_nodes, depths=trees.depths, **case.streams,
+        )  # fmt: skip
+        rows.copy_(words(n, WORDS[0]))
+    for buffer in (rows_buffer, left_buffer):
+        assert (buffer[0] == 0x77).all() and (buffer[-1] == 0x77).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_roots_of_any_depth(backend: str, shards: distributed.VocabShards, temperature: float) -> None:
+    """A walk begins at the root, whatever depth it is said to have; what is left out elsewhere is never emitted."""
+    case = make_case(40, torch.float32, 3)
+    params = pt.SamplingParams(temperature=temperature)
+    for depth in (-1, -FAR, 5):
+        depths = case.trees.depths.clone()
+        depths[case.trees.cu_nodes[:-1].long()] = depth
+        trees = pt.TreeBatch(**{**vars(case.trees), "depths": depths})
+        got = distributed.verify_sampled(case.logits, case.drafts, trees, params, **case.streams, shards=shards)
+        expected = pt.verify_sampled(case.logits, case.drafts, case.trees, params, **case.streams)
+        for a, b in zip(got, expected, strict=True):
+            assert torch.equal(a, b)
+    trees = pt.TreeBatch(**{**vars(case.trees), "depths": torch.full_like(case.trees.depths, -1)})
+    got = distributed.verify_sampled(case.logits, case.drafts, trees, params, **case.streams, shards=shards)
+    assert (got.tokens < 40).all()
+
+
+@pytest.mark.parametrize("max_children", [-1, 1024, 2**40])
+def test_children_out_of_range(shards: distributed.VocabShards, max_children: int) -> None:
+    case = make_case(40, torch.float32, 3)
+    with pytest.raises(ValueError, match=rf"`max_children` must be in 0\.\.1023, got {max_children}"):
+        distributed.verify_rejection(
+            case.logits, case.drafts, case.trees, pt.SamplingParams(), draft_law="onehot", **case.streams,
+            shards=shards, max_children=max_children,
+        )  # fmt: skip
+
+
+# ---- numbers at the ends of their types
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_widest_window(backend: str, device: torch.device, masked: bool) -> None:
+    q = torch.randn(2, 1, 64, device=device, dtype=torch.float16)
+    cache = torch.randn(2, 8, 1, 64, device=device, dtype=torch.float16)
+    arguments = (q, cache, cache, *(t.to(device) for t in (TABLE, LENS, OFFSETS)))
+    mask = int32([[1], [1]], device) if masked else None
+    expected = pt.tree_attention(*arguments, mask)
+    for window in (2**63 - 1, 2**31, 2**31 + 1):
+        assert torch.equal(pt.tree_attention(*arguments, mask, window=window), expected)
+
+
+def test_explain_refuses_devices_of_no_size() -> None:
+    for sms in (2**31 - 2, 2**16 + 1, 0):
+        with pytest.raises(ValueError, match=rf"`num_sms` must be in 1\.\.65536, got {sms}"):
+            pt.explain([16], [8208], num_q_heads=32, num_kv_heads=8, head_dim=128, num_sms=sms)
+    assert pt.explain([16], [8208], num_q_heads=32, num_kv_heads=8, head_dim=128, num_sms=2**16).launches
+
+
+@pytest.mark.parametrize("byte", [2, 201, 255])
+def test_bytes_that_are_no_bools(backend: str, device: torch.device, byte: int) -> None:
+    """Every byte but 0 is True, as for PyTorch."""
+    case = make_case(40, torch.float32, 1, device=str(device))
+    true = torch.full((case.trees.batch_size,), byte, dtype=torch.uint8, device=device).view(torch.bool)
+    trees = pt.TreeBatch(**{**vars(case.trees), "valid": true})
+    allowed = torch.full(case.logits.shape, byte, dtype=torch.uint8, device=device).view(torch.bool)
+    got = pt.verify_greedy(case.logits, case.drafts, trees, grammar_mask=allowed)
+    for a, b in zip(got, pt.verify_greedy(case.logits, case.drafts, case.trees), strict=True):
+        assert torch.equal(a, b)
+    heads = torch.randn(case.trees.batch_size, 1, 8, device=device)
+    draft = pt.medusa_propose(heads, pt.DraftTree.chain(1), active=true)
+    assert torch.equal(draft.draft_tokens, pt.medusa_propose(heads, pt.DraftTree.chain(1)).draft_tokens)
+
+
+def test_start_draft_has_its_own_dtype() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        state = pt.start_draft(torch.tensor([1, 2]), max_kv_nodes=4, active=torch.tensor([True, False]))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert state.scores.dtype == torch.float32 and state.scores.tolist() == [[0.0], [-torch.inf]]
+
+
+# ---- what errors say
+
+
+def expand(**options: Any) -> Any:
+    state = pt.start_draft(torch.tensor([1]), max_kv_nodes=10)
+    return pt.expand_tree(state, torch.zeros(1, 40), **({"num_children": 20} | options))
+
+
+MESSAGES: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+    (ValueError, r"medusa_propose: `head_logits` must be of shape \[\*, \*, \*\], got \[8\]",
+     lambda: pt.medusa_propose(torch.zeros(8), pt.DraftTree.chain(1))),
+    (ValueError, r"`head_logits` must be of shape .*, got \[2, 8\]",
+     lambda: pt.medusa_propose(torch.zeros(2, 8), pt.DraftTree.chain(1))),
+    (ValueError, "expand_tree: `params` must be SamplingParams under law 'iid', got None", lambda: expand(law="iid")),
+    (ValueError, r"`num_frontier` must be at most 9 \(max_kv_nodes less those fed\), got 10",
+     lambda: expand(num_frontier=10)),
+    (TypeError, "max_kv_nodes: expected an int, got str", lambda: pt.start_draft(SLOTS, max_kv_nodes="4")),
+    (TypeError, r"^tree_attention: `window` must be of type int, got tuple: \(4, 0\)$",
+     lambda: pt.tree_attention(ROWS, KEYS, KEYS, TABLE, LENS, OFFSETS, window=(4, 0))),
+    (TypeError, r"^tree_attention: `tree_lens` must be of type Optional\[Tensor\], got list: \[7, 4\]$",
+     lambda: pt.tree_attention(ROWS, KEYS, KEYS, TABLE, LENS, OFFSETS, tree_lens=[7, 4])),
+    (ValueError, "verify_greedy: `logits` must be of 2 rows, one for each node of the trees, got 1 rows",
+     lambda: pt.verify_greedy(torch.zeros(1, 8), SLOTS, TREES)),
+    (ValueError, r"verify_greedy: `draft_tokens` must be of shape \[2\], got \[1\]",
+     lambda: pt.verify_greedy(torch.zeros(2, 8), SLOTS[:1], TREES)),
+    (TypeError, "acceptance: expected probabilities .*, got 'abc'", lambda: pt.choose_tree("abc", lambda size: 1.0)),
+    (TypeError, "step_cost: expected a function", lambda: pt.choose_tree([0.5], 1.0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "message", "call"), MESSAGES)
+def test_messages(kind: type[Exception], message: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(kind, match=re.compile(message)):
+        call()
