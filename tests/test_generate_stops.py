@@ -123,8 +123,8 @@ class Bytes:
 def test_stop_strings_in_a_long_text():
     """Only the end of the text is decoded, and the first of several ends counts."""
     stops = StopStrings(["né", "tomorrow"], Bytes())
-    text = list(("a n\u00e8 " * 300 + "né, tomorrow").encode())
-    end = next(i for i in range(len(text)) if "né" in bytes(text[:i]).decode(errors="replace"))
+    text = list(("a n\u00e8 " * 300 + "tomorrow, né").encode())
+    end = bytes(text).index(b"tomorrow") + len("tomorrow")
     for step in (1, 2, 3, 7, 50):
         found = None
         for begin in range(0, len(text), step):
