@@ -299,7 +299,8 @@ def test_wheel_from_sdist_installs_into_an_empty_environment(tmp_path):
     (site,) = environment.glob("lib/python*/site-packages")
     # torch and numpy are borrowed; a path in a .pth file does not bring that folder's own editable installs along.
     (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    run(*pip, "--python", python, "install", "--no-index", wheel)
+    # Without the checkout's path, whose egg-info would count as installed.
+    run(*pip, "--python", python, "install", "--no-index", wheel, PYTHONPATH="")
     found = json.loads(run(python, "-c", SMALL_PROGRAM, cwd=tmp_path, PYTHONPATH=""))
     assert Path(found["file"]).is_relative_to(environment)
     assert found["version"] == pagedtree.__version__ and found["backends"] == ["cpu"]
