@@ -6,17 +6,20 @@ process took; several threads would be two teams in one process, which wait for 
 
 from __future__ import annotations
 
+import importlib
 import os
 import statistics
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from pagedtree.integrations.transformers import generate
 from pagedtree.integrations.transformers.drafters import StepResult
 from pagedtree.integrations.transformers.engine import Engine
 from pagedtree.integrations.transformers.model import use_attention
@@ -99,8 +102,13 @@ def in_lockstep(model: Any, first: Callable[[OnStep], Any], second: Callable[[On
 
     num_threads = torch.get_num_threads()
     threads = [threading.Thread(target=player.play) for player in players]
-    # Outside of both, as the model is the same: the first to end would take our attention from the other.
-    with patch.object(Engine, "step", step_and_pass_on), use_attention(model):
+    # Outside of both, as the model is the same: the first to end would take our attention from the other. Calls that
+    # share a model would run one after the other; these take turns here.
+    with (
+        patch.object(Engine, "step", step_and_pass_on),
+        patch.object(importlib.import_module(generate.__module__), "in_turn", lambda *things: nullcontext()),
+        use_attention(model),
+    ):
         for thread in threads:
             thread.start()
         players[0].turn.release()
