@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("on_device")
 
 def state_of(parents: list[list[int]], scores: list[list[float]]) -> DraftState:
     batch, count = len(parents), len(parents[0])
-    start = start_draft(torch.zeros(batch, dtype=torch.int64), max_kv_nodes=1)
+    start = start_draft(torch.zeros(batch, dtype=torch.int64), max_kv_nodes=32)
     index = torch.arange(count).repeat(batch, 1)
     return replace(
         start,
