@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pagedtree import Draft, DraftTree, TreeBatch, medusa_propose, ngram_propose, rejected_predictions
 from pagedtree._ops import ops
+from pagedtree.check.loops import ngram_tree
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -27,54 +28,6 @@ MEDUSA_PATHS = [
 
 
 # ngram_propose --------------------------------------------------------------------------------------------------------
-
-
-def ngram_reference(
-    history: list[int],
-    max_nodes: int,
-    max_depth: int,
-    min_ngram: int = 1,
-    max_ngram: int = 4,
-    max_branches: int = 8,
-    extra: list[int] | None = None,
-) -> tuple[list[int], list[int]]:
-    """Tokens and parents of the trie."""
-    if not history:
-        return [], []
-    tokens, parents = [history[-1]], [-1]
-    leaves = 0
-
-    def insert(continuation: list[int]) -> None:
-        nonlocal leaves
-        node = 0
-        for token in continuation:
-            if token < 0:
-                return
-            children = [i for i, parent in enumerate(parents) if parent == node]
-            same = [i for i in children if tokens[i] == token]
-            if same:
-                node = same[0]
-                continue
-            branch = node == 0 or bool(children)
-            if len(tokens) == max_nodes or (branch and leaves == max_branches):
-                return
-            leaves += branch
-            tokens.append(token)
-            parents.append(node)
-            node = len(tokens) - 1
-
-    def agreement(text: list[int], end: int) -> int:
-        n = 0
-        while n < max_ngram and n < end and n < len(history) and text[end - 1 - n] == history[-1 - n] >= 0:
-            n += 1
-        return n
-
-    for n in range(max_ngram, min_ngram - 1, -1):
-        for text in (history, extra or []):
-            for end in range(len(text) - 1, 0, -1):
-                if agreement(text, end) == n:
-                    insert(text[end : end + max_depth])
-    return tokens, parents
 
 
 def propose(history: list[int], **kwargs: object) -> tuple[list[int], list[int]]:
@@ -121,7 +74,7 @@ def test_ngram_cases(
     backend: str, history: list[int], options: dict[str, object], tokens: list[int], parents: list[int]
 ) -> None:
     options = {"max_nodes": 16, "max_depth": 4} | options
-    assert ngram_reference(history, **options) == (tokens, parents)  # type: ignore[arg-type]
+    assert ngram_tree(history, **options) == (tokens, parents)  # type: ignore[arg-type]
     assert propose(history, **options) == (tokens, parents)
 
 
@@ -146,7 +99,7 @@ def test_ngram(backend: str, data: st.DataObject) -> None:
         extra[b, : len(more)] = torch.tensor(more, dtype=torch.int64)
     draft = ngram_propose(history, int32([len(h) for h in histories]), extra=extra, **options)
     expected = [
-        ngram_reference(tokens, extra=extra[b].tolist(), **options)  # type: ignore[arg-type]
+        ngram_tree(tokens, extra=extra[b].tolist(), **options)  # type: ignore[arg-type]
         for b, tokens in enumerate(histories)
     ]
     assert packed_trees(draft) == expected
