@@ -83,7 +83,7 @@ wheels: $(READY)  ## a wheel for each Python that is found (PYTHONS="python3.12 
 test test-all: export PAGEDTREE_EMULATED_ISA := 1
 test test-all: export PAGEDTREE_SIMT := 1
 
-.PHONY: test test-all test-stats test-mutations test-simt test-host-cuda test-sanitizers test-engines check-aarch64
+.PHONY: test test-all test-stats test-mutations test-simt test-host-cuda test-sanitizers test-engines check-aarch64 fuzz
 test: build  ## the core suite
 	$(PYTEST) -m "not slow and not stats"
 
@@ -107,6 +107,13 @@ test-simt: build  ## CUDA kernels under ThreadSanitizer: the op tests, and plant
 test-host-cuda: export PAGEDTREE_SIMT := 1
 test-host-cuda: build  ## the tests of the backend cuda without a GPU: on CUDA tensors in memory of the host, by simt
 	tests/run_host_cuda.sh -n $(WORKERS)
+
+fuzz: export PAGEDTREE_SIMT := 1
+fuzz: build  ## hostile calls of the public functions, a minute on each backend (SECONDS=600, CASES=50000, SEED=1)
+	for backend in cpu simt; do \
+	  OMP_NUM_THREADS=1 python tests/fuzz.py --backend $$backend --seconds $(or $(SECONDS),60) \
+	    $(if $(CASES),--cases $(CASES)) $(if $(SEED),--seed $(SEED)) || exit 1; \
+	done
 
 test-sanitizers: test-simt  ## the op tests on a build with AddressSanitizer and UndefinedBehaviorSanitizer
 	tests/run_sanitized.sh -n $(WORKERS)

@@ -23,7 +23,7 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("parents", lambda: pt.DraftTree.from_parents([-1, 0.0])),
     ("integer", lambda: pt.DraftTree.from_paths([[0.5]])),
     ("integer", lambda: pt.DraftTree.from_paths([["a"]])),
-    ("parents", lambda: pt.DraftTree.chain(1.5)),
+    ("num_draft_tokens", lambda: pt.DraftTree.chain(1.5)),
     (r"trees\[1\]", lambda: pt.TreeBatch.from_trees([pt.DraftTree([-1]), [-1, 0]])),
     ("other", lambda: TREES.copy_(None)),
     ("parents", lambda: pt.build_trees([-1], OFFSETS, max_nodes=1, max_depth=0)),

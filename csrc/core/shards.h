@@ -262,7 +262,10 @@ PT_HOST_DEVICE void follow_tree(const ShardFollowParams& p, int64_t b) {
     const bool at_peak = p.last == ShardRound::kPeak;
     const float most = at_peak ? value_of_word(words[0]) : peak.logit;
     if (most == -kInfinity || (at_peak ? words[1] != 0 : peak.has_nan)) walk.status |= kBadRow;
-    const int64_t token = token_of_word(words[0]);
+    const int64_t told = token_of_word(words[0]);
+    // No rank tells of a row that belongs to no sequence, as where the offsets descend.
+    const int64_t token = min_of<int64_t>(told, p.verify.logits.vocab - 1);
+    if (token != told) walk.status |= kMalformedTree;
     walk.emit(token);
     int32_t child = walk.child_with(token);
     if (child >= 0 && p.verify.depths[walk.rows.begin + child] < 0) {  // a row that was left out, see depth_of

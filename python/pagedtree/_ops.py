@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import pagedtree
+from pagedtree._arguments import expect_one_device
 from pagedtree._gradients import register_gradients
 
 
@@ -46,19 +47,6 @@ for _name in _public_ops():
     register_gradients(_library, _overload(_name))
 
 
-def expect_one_device(op: str, /, **tensors: Any) -> None:
-    """Raises RuntimeError, as the ops do, where tensors, or lists of them, are not all on the first one's device."""
-    first: tuple[str, torch.device] | None = None
-    for name, value in tensors.items():
-        for tensor in value if isinstance(value, (list, tuple)) else [value]:
-            if not isinstance(tensor, torch.Tensor):
-                continue
-            first = first or (name, tensor.device)
-            if tensor.device != first[1]:
-                expected = f"the device of `{first[0]}`, {first[1]}"
-                raise RuntimeError(f"{op}: `{name}` must be on {expected}, got {tensor.device}")
-
-
 def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers what gives the shapes of an op's outputs, behind the check of devices that the op makes itself.
 
@@ -81,12 +69,6 @@ def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 def makes_fakes() -> bool:
     """Whether tensors that are made now are fake or part of a trace, and so of no use to later calls."""
     return any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
-
-
-def expect_type(name: str, value: object, expected: type) -> None:
-    """Raises TypeError: for arguments that Python reads before an op does."""
-    if not isinstance(value, expected):
-        raise TypeError(f"{name}: expected a {expected.__name__}, got {type(value).__name__}")
 
 
 # What PyTorch says where an argument is not of the schema's type, among much else.
@@ -113,6 +95,10 @@ def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             raise TypeError(message) from None
         if "There were no tensor arguments" in message:
             raise TypeError(f"{name}: expected tensors, got none") from None
+        if '"aten::empty"' in message:  # by the stable interface, which drops what Torch says
+            raise torch.OutOfMemoryError(
+                f"{name}: not enough memory for its results, whose sizes are arguments"
+            ) from None
         start = message.find(f"{name}: ")
         if start < 0:
             raise

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagedtree._ops import call, expect_type, ops, register_fake
+from pagedtree._arguments import expect_type
+from pagedtree._ops import call, ops, register_fake
 
 __all__ = ["attention_plan", "merge_states", "tree_attention"]
 

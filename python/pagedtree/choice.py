@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from pagedtree._arguments import checked
 from pagedtree.tree import MAX_NODES, DraftTree
 
 __all__ = ["choose_tree", "expected_tokens"]
 
 
+@checked(own=("acceptance", "step_cost"))
 def choose_tree(
     acceptance: Sequence[float] | Sequence[Sequence[float]] | np.ndarray,
     step_cost: Callable[[int], float],
@@ -68,6 +70,7 @@ def choose_tree(
     return DraftTree(search.parents(*best))
 
 
+@checked(own=("acceptance",))
 def expected_tokens(tree: DraftTree, acceptance: Sequence[float] | Sequence[Sequence[float]] | np.ndarray) -> float:
     """Tokens that a step with this tree gives on average: the accepted drafts and the bonus token.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pagedtree._arguments import checked
+
 __all__ = ["AttentionCost", "AttentionLaunch", "explain"]
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -68,6 +70,7 @@ class AttentionCost:
     floor_seconds: float
 
 
+@checked()
 def explain(
     query_lens: Sequence[int],
     seq_lens: Sequence[int],

@@ -9,7 +9,8 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
-from pagedtree._ops import call, expect_type, makes_fakes, ops, register_fake
+from pagedtree._arguments import expect_type
+from pagedtree._ops import call, makes_fakes, ops, register_fake
 
 __all__ = ["SamplingParams", "sample"]
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pagedtree._ops import call, expect_type, ops, register_fake
+from pagedtree._arguments import expect_type
+from pagedtree._ops import call, ops, register_fake
 from pagedtree.tree import TreeBatch
 from pagedtree.verdict import Verdict
 

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedtree._ops import call, expect_type, makes_fakes, ops, register_fake
+from pagedtree._arguments import checked, expect_type
+from pagedtree._ops import call, makes_fakes, ops, register_fake
 
 __all__ = ["DraftTree", "TreeBatch", "build_trees"]
 
@@ -62,13 +63,17 @@ class DraftTree:
         return cls(parents)
 
     @classmethod
+    @checked()
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> DraftTree:
         """The tree of Medusa's and EAGLE's child-rank paths: path [1, 0] is the first child of the root's second child.
 
         The root is added; nodes are ordered by (depth, path). Every proper prefix of a path must be listed, no path
         twice, ranks >= 0, else ValueError. Ranks may leave gaps: `child_ranks` holds those of the paths.
         """
-        listed = sorted((tuple(index(rank) for rank in path) for path in paths), key=lambda path: (len(path), path))
+        try:
+            listed = sorted((tuple(map(index, path)) for path in paths), key=lambda path: (len(path), path))
+        except TypeError as error:
+            raise TypeError(f"paths: expected sequences of integers, {error}") from None
         node_of: dict[tuple[int, ...], int] = {(): 0}
         parents = [-1]
         for path in listed:
@@ -87,6 +92,7 @@ class DraftTree:
         return tree
 
     @classmethod
+    @checked()
     def chain(cls, num_draft_tokens: int) -> DraftTree:
         """A chain: the root and `num_draft_tokens` nodes, each the child of the one before."""
         if not 0 <= num_draft_tokens < MAX_NODES:
@@ -94,6 +100,7 @@ class DraftTree:
         return cls(np.arange(-1, num_draft_tokens))
 
     @classmethod
+    @checked()
     def full(cls, branching: Sequence[int]) -> DraftTree:
         """The tree in which every node of level d has branching[d] children, level by level."""
         if any(width < 0 for width in branching):
@@ -166,6 +173,21 @@ class TreeBatch:
     max_nodes: int
     max_depth: int
 
+    def __post_init__(self) -> None:
+        if self.cu_nodes.dim() != 1 or self.cu_nodes.shape[0] < 1:
+            raise ValueError(f"cu_nodes: expected shape [B + 1], got {list(self.cu_nodes.shape)}")
+        rows = self.parents.shape[:1]
+        shapes = {"valid": (self.batch_size,), "mask": (*rows, *self.mask.shape[1:2])}
+        for name in _TENSOR_FIELDS:
+            tensor: Tensor = getattr(self, name)
+            expected, dtype = shapes.get(name, rows), torch.bool if name == "valid" else torch.int32
+            if name != "cu_nodes" and (tensor.shape != expected or tensor.dim() != (2 if name == "mask" else 1)):
+                raise ValueError(f"{name}: expected shape {list(expected)}, got {list(tensor.shape)}")
+            if tensor.dtype != dtype:
+                raise ValueError(f"{name}: expected {dtype}, got {tensor.dtype}")
+            if tensor.device != self.device:
+                raise ValueError(f"{name}: expected a tensor on {self.device}, got one on {tensor.device}")
+
     @property
     def batch_size(self) -> int:
         return self.cu_nodes.shape[0] - 1
@@ -181,6 +203,7 @@ class TreeBatch:
         return self.cu_nodes.diff() > 0
 
     @classmethod
+    @checked()
     def from_trees(
         cls,
         trees: Sequence[DraftTree],
@@ -196,8 +219,6 @@ class TreeBatch:
         capacity: rows N, at least the sum of the trees' nodes (default); rows past the last tree are padding.
         Raises ValueError where a tree exceeds a bound.
         """
-        for i, tree in enumerate(trees):
-            expect_type(f"trees[{i}]", tree, DraftTree)
         sizes = [tree.num_nodes for tree in trees]
         nodes = max(sizes, default=1) if max_nodes is None else max_nodes
         depth = max((tree.max_depth for tree in trees), default=0) if max_depth is None else max_depth
@@ -207,8 +228,8 @@ class TreeBatch:
                 raise ValueError(f"trees: expected at most max_nodes = {nodes} nodes, got {tree.num_nodes} in tree {i}")
             if tree.max_depth > depth:
                 raise ValueError(f"trees: expected depth <= max_depth = {depth}, got {tree.max_depth} in tree {i}")
-        if sum(sizes) > rows:
-            raise ValueError(f"capacity: expected at least {sum(sizes)} rows for these trees, got {rows}")
+        if not sum(sizes) <= rows < 2**31:
+            raise ValueError(f"capacity: expected at least {sum(sizes)} rows for these trees, below 2^31, got {rows}")
         parents = np.full(rows, -1, dtype=np.int32)
         if trees:
             parents[: sum(sizes)] = np.concatenate([tree.parents for tree in trees])
@@ -251,8 +272,11 @@ class TreeBatch:
         self.mask[rows:].zero_()
         return self
 
+    @checked()
     def tree(self, b: int) -> DraftTree:
         """Tree b on the host (synchronises). Raises ValueError if it is malformed."""
+        if not 0 <= b < self.batch_size:
+            raise ValueError(f"b: expected 0 to {self.batch_size - 1}, got {b}")
         begin, end = self.cu_nodes[b : b + 2].tolist()
         return DraftTree(self.parents[begin:end].cpu().numpy())
 

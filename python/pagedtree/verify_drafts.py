@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pagedtree._ops import call, expect_type, ops, register_fake
+from pagedtree._arguments import expect_type
+from pagedtree._ops import call, ops, register_fake
 from pagedtree.sampling import SamplingParams
 from pagedtree.tree import TreeBatch
 from pagedtree.verdict import Verdict

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedtree._ops import call, expect_type, ops, register_fake
+from pagedtree._arguments import expect_type
+from pagedtree._ops import call, ops, register_fake
 from pagedtree.distributed.shards import VocabShards
 from pagedtree.sampling import SamplingParams
 from pagedtree.tree import MAX_NODES, TreeBatch
@@ -214,9 +215,9 @@ def _agree(
     """Refuses wrong types, and arguments that are not the same on all ranks."""
     expect_type("shards", shards, VocabShards)
     expect_type("logits", logits, Tensor)
-    if params is not None:
+    if name != "verify_greedy":
         expect_type("params", params, SamplingParams)
-    if trees is not None:
+    if name != "sample":
         expect_type("trees", trees, TreeBatch)
     fits = logits.ndim == 2 and logits.shape[1] == shards.num_tokens
     arguments: dict[str, Any] = {"logits": (logits.dtype, logits.shape[:1], fits)}

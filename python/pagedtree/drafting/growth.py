@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagedtree._ops import call, expect_type, ops, register_fake
+from pagedtree._arguments import expect_type
+from pagedtree._ops import call, ops, register_fake
 from pagedtree.drafting.draft import Draft
 from pagedtree.sampling import SamplingParams
 from pagedtree.tree import build_trees

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagedtree._ops import call, expect_type, ops, register_fake
+from pagedtree._arguments import checked, expect_type
+from pagedtree._ops import call, ops, register_fake
 from pagedtree.drafting.draft import Draft
 from pagedtree.tree import MAX_NODES, DraftTree, TreeBatch, build_trees
 
@@ -70,6 +71,7 @@ def ngram_propose(
     return Draft(draft_tokens, build_trees(parents, cu_nodes, max_nodes=max_nodes, max_depth=max_depth))
 
 
+@checked(integers=("draft_tokens", "predictions", "accept_index"))
 def rejected_predictions(
     trees: TreeBatch, draft_tokens: Tensor, predictions: Tensor, accept_index: Tensor, *, context: int = 4
 ) -> Tensor:
@@ -83,7 +85,7 @@ def rejected_predictions(
         draft_tokens: int32 or int64 [N]; give the roots their tokens, so that runs may begin there.
         predictions: int64 [N], the target's token after each node (argmax of its logits).
         accept_index: int32 [B, S], the accepted nodes, -1 past them.
-        context: path tokens a run, at least 1; the longest n-gram that can be found in it.
+        context: path tokens a run, 1 to 1023; the longest n-gram that can be found in it.
 
     Returns int64 [B, max_nodes * (context + 2)]: a run a node, the first nodes last. Keep the text of several steps by
     concatenating, the newest last: torch.cat([extra, new], 1)[:, -capacity:].
@@ -97,9 +99,6 @@ def rejected_predictions(
 
     Raises ValueError for wrong shapes.
     """
-    expect_type("trees", trees, TreeBatch)
-    for name, tensor in (("draft_tokens", draft_tokens), ("predictions", predictions), ("accept_index", accept_index)):
-        expect_type(name, tensor, Tensor)
     num_rows, max_nodes = trees.parents.shape[0], trees.max_nodes
     for name, tensor in (("draft_tokens", draft_tokens), ("predictions", predictions)):
         if tensor.shape != (num_rows,):
@@ -109,8 +108,8 @@ def rejected_predictions(
             f"rejected_predictions: `accept_index` must be of shape [{trees.batch_size}, S],"
             f" got {list(accept_index.shape)}"
         )
-    if context < 1:
-        raise ValueError(f"rejected_predictions: `context` must be at least 1, got {context}")
+    if not 1 <= context < MAX_NODES:
+        raise ValueError(f"rejected_predictions: `context` must be in 1..{MAX_NODES - 1}, got {context}")
     for name, tensor in (("draft_tokens", draft_tokens), ("predictions", predictions), ("accept_index", accept_index)):
         if tensor.device != trees.device:
             raise ValueError(f"rejected_predictions: `{name}` must be on {trees.device}, got {tensor.device}")

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from pagedtree import append_kv, slot_mapping, tree_attention
+from pagedtree._arguments import checked
 from pagedtree.integrations.indices import INT32_MAX, as_int32
 from pagedtree.integrations.masks import all_visible, pack_intervals
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
 
+@checked(integers=("cache_seqlens", "cache_batch_idx", "block_table"))
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -62,8 +64,9 @@ def flash_attn_with_kvcache(
     bit a query and position of the cache.
     """
     _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes)
-    if q.dim() != 4:
-        raise ValueError(f"q: expected [batch, queries, heads, dim], got shape {[*q.shape]}")
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if tensor.dim() != 4:
+            raise ValueError(f"{name}: expected [batch or pages, tokens, heads, dim], got shape {[*tensor.shape]}")
     (batch, n, heads, dim), page_size, device = q.shape, k_cache.shape[1], q.device
     if block_table is None:  # a page is a sequence
         rows = torch.arange(batch, dtype=torch.int32, device=device) if cache_batch_idx is None else cache_batch_idx
@@ -106,6 +109,7 @@ def flash_attn_with_kvcache(
     return (out, lse.view(batch, n, heads).transpose(1, 2).contiguous()) if return_softmax_lse else out
 
 
+@checked(integers=("cu_seqlens_q", "cu_seqlens_k", "block_table"))
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -142,6 +146,12 @@ def flash_attn_varlen_func(
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if tensor.requires_grad:
                 raise NotImplementedError(f"{name}: expected a tensor without requires_grad (there is no backward)")
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dim() != (3 if block_table is None else 4):
+            form = "[keys, heads, dim]" if block_table is None else "[pages, page_size, heads, dim]"
+            raise ValueError(f"{name}: expected {form}, got shape {[*tensor.shape]}")
+    if cu_seqlens_k.dim() != 1:
+        raise ValueError(f"cu_seqlens_k: expected shape [B + 1], got {[*cu_seqlens_k.shape]}")
     seq_lens = cu_seqlens_k.diff().int()
     if block_table is None:  # pages of one row, each where it is
         max_seqlen_k = max(min(max_seqlen_k, k.shape[0]), 0)

@@ -13,11 +13,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pagedtree._arguments import checked
 from pagedtree.integrations.masks import pack_mask, unpack_mask
 
 __all__ = ["export_custom_mask", "export_packed_custom_mask", "import_custom_mask", "import_packed_custom_mask"]
 
+_LENGTHS = ("qo_indptr", "seq_lens", "tree_lens")
 
+
+@checked(integers=(*_LENGTHS,), one_device=False)
 def import_custom_mask(
     custom_mask: Tensor, qo_indptr: Tensor, seq_lens: Tensor, tree_lens: Tensor | None = None
 ) -> Tensor:
@@ -40,6 +44,14 @@ def import_custom_mask(
     return _words([part.view(n, s) for part, (n, s, _) in zip(parts, sizes, strict=True)], sizes, custom_mask.device)
 
 
+@checked(
+    integers=(
+        "mask_indptr",
+        "packed_custom_mask",
+        *_LENGTHS,
+    ),
+    one_device=False,
+)
 def import_packed_custom_mask(
     packed_custom_mask: Tensor,
     mask_indptr: Tensor | None,
@@ -62,6 +74,13 @@ def import_packed_custom_mask(
     return _words(rows, sizes, packed_custom_mask.device)
 
 
+@checked(
+    integers=(
+        "tree_mask",
+        *_LENGTHS,
+    ),
+    one_device=False,
+)
 def export_custom_mask(
     tree_mask: Tensor, qo_indptr: Tensor, seq_lens: Tensor, tree_lens: Tensor | None = None
 ) -> Tensor:
@@ -74,6 +93,13 @@ def export_custom_mask(
     return torch.cat([torch.empty(0, dtype=torch.bool, device=tree_mask.device), *parts])
 
 
+@checked(
+    integers=(
+        "tree_mask",
+        *_LENGTHS,
+    ),
+    one_device=False,
+)
 def export_packed_custom_mask(
     tree_mask: Tensor, qo_indptr: Tensor, seq_lens: Tensor, tree_lens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import attention_plan, tree_attention
+from pagedtree._arguments import checked
 from pagedtree.integrations.flashinfer.masks import import_custom_mask, import_packed_custom_mask
 from pagedtree.integrations.flashinfer.pages import PagedKVCache, cache_views, page_table
 from pagedtree.integrations.masks import all_visible
@@ -39,6 +40,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         self._kv_layout = kv_layout
         self._arguments: dict[str, Any] | None = None
 
+    @checked(integers=("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"), one_device=False)
     def plan(
         self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor, paged_kv_last_page_len: Tensor,
         num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int, head_dim_vo: int | None = None,
@@ -59,6 +61,11 @@ class BatchPrefillWithPagedKVCacheWrapper:
             if name not in HINTS and (isinstance(value, Tensor) or value):
                 raise NotImplementedError(f"{name}: expected none, got {type(value).__name__}")
         device = paged_kv_indices.device  # the others may be on the host
+        if qo_indptr.shape != paged_kv_indptr.shape:
+            raise ValueError(f"qo_indptr: expected shape {[*paged_kv_indptr.shape]}, got {[*qo_indptr.shape]}")
+        if paged_kv_last_page_len.shape != (max(qo_indptr.numel() - 1, 0),):
+            expected, got = [max(qo_indptr.numel() - 1, 0)], [*paged_kv_last_page_len.shape]
+            raise ValueError(f"paged_kv_last_page_len: expected shape {expected}, got {got}")
         indptr, last_page_len = paged_kv_indptr.to(device), paged_kv_last_page_len.to(device)
         table, seq_lens = page_table(indptr, paged_kv_indices, last_page_len, page_size)
         visible: dict[str, Tensor] = {}
@@ -90,6 +97,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
             tree_lens=visible.get("tree_lens"),
         )
 
+    @checked()
     def run(
         self, q: Tensor, paged_kv_cache: PagedKVCache, *args: Any, k_scale: float | Tensor | None = None,
         v_scale: float | Tensor | None = None, out: Tensor | None = None, lse: Tensor | None = None,

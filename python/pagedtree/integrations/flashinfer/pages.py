@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import append_kv
+from pagedtree._arguments import checked
 from pagedtree.integrations.indices import as_int32
 
 __all__ = ["PagedKVCache", "append_paged_kv_cache", "cache_views", "page_table"]
@@ -13,6 +14,7 @@ __all__ = ["PagedKVCache", "append_paged_kv_cache", "cache_views", "page_table"]
 PagedKVCache = Tensor | tuple[Tensor, Tensor]
 
 
+@checked()
 def cache_views(paged_kv_cache: PagedKVCache, kv_layout: str = "NHD") -> tuple[Tensor, Tensor]:
     """K and V [pages, page_size, heads, dim] as views of FlashInfer's cache; nothing is copied.
 
@@ -32,6 +34,7 @@ def cache_views(paged_kv_cache: PagedKVCache, kv_layout: str = "NHD") -> tuple[T
     return (k_cache, v_cache) if kv_layout == "NHD" else (k_cache.transpose(1, 2), v_cache.transpose(1, 2))
 
 
+@checked(integers=("indptr", "indices", "last_page_len"))
 def page_table(
     indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_size: int, *, max_pages: int | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -44,6 +47,10 @@ def page_table(
     Offsets outside `indices` name no page (-1). Raises ValueError where last_page_len has another shape than the
     sequences.
     """
+    if not 1 <= page_size < 2**31:
+        raise ValueError(f"page_size: expected 1 to 2^31 - 1, got {page_size}")
+    if max_pages is not None and not 0 <= max_pages < 2**31:
+        raise ValueError(f"max_pages: expected 0 to 2^31 - 1, got {max_pages}")
     counts = indptr.diff()
     if last_page_len.shape != counts.shape:
         raise ValueError(f"last_page_len: expected shape {[*counts.shape]}, got {[*last_page_len.shape]}")
@@ -60,6 +67,7 @@ def page_table(
     return as_int32(table), torch.where(counts > 0, (counts - 1) * page_size + last_page_len, 0).int()
 
 
+@checked(integers=("batch_indices", "positions", "kv_indices", "kv_indptr"))
 def append_paged_kv_cache(
     append_key: Tensor, append_value: Tensor, batch_indices: Tensor, positions: Tensor, paged_kv_cache: PagedKVCache,
     kv_indices: Tensor, kv_indptr: Tensor, kv_last_page_len: Tensor, kv_layout: str = "NHD",
@@ -80,6 +88,9 @@ def append_paged_kv_cache(
     for name, values in (("batch_indices", batch_indices), ("positions", positions)):
         if values.shape != shape:
             raise ValueError(f"{name}: expected shape {[*shape]}, got {[*values.shape]}")
+    for name, values in (("kv_indptr", kv_indptr), ("kv_indices", kv_indices)):
+        if values.dim() != 1:
+            raise ValueError(f"{name}: expected one dimension, got shape {[*values.shape]}")
     offsets, rows = kv_indptr.long(), batch_indices.long()
     known = (rows >= 0) & (rows < offsets.numel() - 1) & (positions >= 0)
     if offsets.numel() < 2 or kv_indices.numel() == 0:

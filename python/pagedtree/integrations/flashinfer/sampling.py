@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from pagedtree import SamplingParams, build_trees, verify_rejection
+from pagedtree._arguments import checked
 
 __all__ = ["chain_speculative_sampling"]
 
 
+@checked(integers=("draft_token_ids",), own=("seed", "offset"))
 def chain_speculative_sampling(
     draft_probs: Tensor,
     draft_token_ids: Tensor,
@@ -46,6 +48,9 @@ def chain_speculative_sampling(
         raise ValueError(f"draft_probs: expected shape {[b, n, vocab]}, got {[*draft_probs.shape]}")
     if target_probs.shape != (b, n + 1, vocab):
         raise ValueError(f"target_probs: expected shape {[b, n + 1, vocab]}, got {[*target_probs.shape]}")
+    for name, probs in (("draft_probs", draft_probs), ("target_probs", target_probs)):
+        if probs.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+            raise ValueError(f"{name}: expected fp32, fp16, bf16 or fp64, got {probs.dtype}")
     device, totals = target_probs.device, []
     for name, total in (
         ("maybe_output_accepted_token_num", maybe_output_accepted_token_num),
@@ -57,6 +62,8 @@ def chain_speculative_sampling(
     for name, value in (("seed", seed), ("offset", offset)):
         if isinstance(value, Tensor):
             raise NotImplementedError(f"{name}: expected an int, got a tensor")
+        if value is not None and not isinstance(value, int):
+            raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     if seed is not None and offset is not None:
         generator = torch.Generator(device).manual_seed((seed * 0x9E3779B97F4A7C15 + offset) % 2**63)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import compact_kv
+from pagedtree._arguments import checked
 from pagedtree.integrations.indices import as_int32
 
 __all__ = ["move_kv_cache"]
@@ -15,6 +16,7 @@ __all__ = ["move_kv_cache"]
 MOVES = 1023  # of one path of `compact_kv`
 
 
+@checked()
 def move_kv_cache(k_buffer: Sequence[Tensor], v_buffer: Sequence[Tensor], tgt_loc: Tensor, src_loc: Tensor) -> None:
     """Copies the rows of slots src_loc to slots tgt_loc, in all layers at once.
 

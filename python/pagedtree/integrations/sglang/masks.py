@@ -53,6 +53,13 @@ def _flat_bytes(tree_mask: Tensor, bs: int, n: int) -> Tensor:
     return tree_mask.view(-1).view(torch.uint8)
 
 
+def _mode(tree_mask_mode: int) -> TreeMaskMode:
+    modes = [mode.value for mode in TreeMaskMode]
+    if tree_mask_mode not in modes:
+        raise ValueError(f"tree_mask_mode: expected one of {modes}, got {tree_mask_mode}")
+    return TreeMaskMode(tree_mask_mode)
+
+
 def write_mask(tree_mask: Tensor, seen: Tensor, seq_lens: Tensor, mode: int) -> None:
     """Writes seen, bool [bs, N, N], to a mask's buffer; what has no place in it is left out."""
     bs, n, _ = seen.shape
@@ -60,7 +67,7 @@ def write_mask(tree_mask: Tensor, seen: Tensor, seq_lens: Tensor, mode: int) -> 
         rows = _packed_rows(tree_mask, bs, n)
         rows.copy_(pack_mask(seen).view(bs * n, 1).view(torch.uint8)[:, : rows.shape[1]])
     else:
-        cells, values = _cells(seq_lens, n, TreeMaskMode(mode)).flatten(), seen.flatten().byte()
+        cells, values = _cells(seq_lens, n, _mode(mode)).flatten(), seen.flatten().byte()
         mask = _flat_bytes(tree_mask, bs, n)
         if cells.numel() == 0:
             return
@@ -80,6 +87,6 @@ def tree_mask_words(tree_mask: Tensor, seq_lens: Tensor, draft_token_num: int, t
     if tree_mask_mode == TreeMaskMode.QLEN_ONLY_BITPACKING:
         rows = _packed_rows(tree_mask, bs, n)
         return torch.nn.functional.pad(rows, (0, 4 - rows.shape[1])).view(torch.int32)
-    cells, mask = _cells(seq_lens.long(), n, TreeMaskMode(tree_mask_mode)), _flat_bytes(tree_mask, bs, n)
+    cells, mask = _cells(seq_lens.long(), n, _mode(tree_mask_mode)), _flat_bytes(tree_mask, bs, n)
     known = cells < mask.numel()
     return pack_mask((mask[torch.where(known, cells, 0)] != 0) & known).view(bs * n, -(-n // 32))

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from pagedtree import TreeBatch, build_trees
+from pagedtree._arguments import checked
 from pagedtree.integrations.sglang.masks import write_mask
 
 __all__ = ["build_tree_kernel_efficient", "trees_from_links"]
+
+LINKS = ("retrive_index", "retrive_next_token", "retrive_next_sibling")
 
 
 def either_spelling(function: Callable[..., None]) -> Callable[..., None]:
@@ -34,6 +37,10 @@ def expect(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 
 @either_spelling
+@checked(
+    integers=("parent_list", "selected_index", "verified_seq_len", "positions", *LINKS),
+    written=("tree_mask", "positions", *LINKS),
+)
 def build_tree_kernel_efficient(
     parent_list: Tensor,
     selected_index: Tensor,

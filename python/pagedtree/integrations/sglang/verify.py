@@ -6,12 +6,18 @@ import torch
 from torch import Tensor
 
 from pagedtree import SamplingParams, TreeBatch, Verdict, verify_greedy, verify_rejection
-from pagedtree.integrations.sglang.trees import either_spelling, expect, trees_from_links
+from pagedtree._arguments import checked
+from pagedtree.integrations.sglang.trees import LINKS, either_spelling, expect, trees_from_links
 
 __all__ = ["tree_speculative_sampling_target_only", "verify_tree_greedy"]
 
 
+OUTPUTS = ("predicts", "accept_index", "accept_token_num")
+INTEGERS = (*OUTPUTS, "candidates", *LINKS, "target_predict")
+
+
 @either_spelling
+@checked(integers=INTEGERS, written=OUTPUTS)
 def verify_tree_greedy(
     predicts: Tensor,
     accept_index: Tensor,
@@ -52,6 +58,7 @@ def verify_tree_greedy(
 
 
 @either_spelling
+@checked(integers=INTEGERS, written=OUTPUTS)
 def tree_speculative_sampling_target_only(
     predicts: Tensor,
     accept_index: Tensor,
@@ -149,8 +156,7 @@ def _tree_arguments(
     bs, n = candidates.shape
     expect("accept_index", accept_index, (bs, accept_index.shape[-1]))
     expect("accept_token_num", accept_token_num, (bs,))
-    names = ("retrive_index", "retrive_next_token", "retrive_next_sibling")
-    for name, tensor in zip(names, (retrive_index, retrive_next_token, retrive_next_sibling), strict=True):
+    for name, tensor in zip(LINKS, (retrive_index, retrive_next_token, retrive_next_sibling), strict=True):
         expect(name, tensor, (bs, n))
     if predicts.dim() != 1 or predicts.numel() < bs * n:
         raise ValueError(f"predicts: expected at least {bs * n} elements in one dimension, got {[*predicts.shape]}")

@@ -130,6 +130,8 @@ def generate(
     check_model(model)
     if params is not None and not isinstance(params, SamplingParams):
         raise TypeError(f"params: expected SamplingParams or None, got {type(params).__name__}")
+    if share_prefix not in (None, True, False):
+        raise ValueError(f"share_prefix: expected True, False or None, got {share_prefix!r}")
     arguments.at_least_one(
         max_new_tokens=max_new_tokens, n=n, page_size=page_size, max_batch_tokens=max_batch_tokens
     )  # fmt: skip

@@ -84,11 +84,16 @@ def token_lists(input_ids: Any, attention_mask: Tensor | None, vocab_size: int, 
 
 
 def _lists(input_ids: Any) -> list[list[Any]]:
+    if not isinstance(input_ids, str) and not hasattr(input_ids, "__iter__"):
+        raise TypeError(f"input_ids: expected prompts, got {type(input_ids).__name__}")
     prompts = [] if isinstance(input_ids, str) else list(input_ids)
     if isinstance(input_ids, str) or any(isinstance(prompt, str) for prompt in prompts):
         raise ValueError("input_ids: expected token ids, got text; the tokenizer makes ids of it")
     if any(isinstance(prompt, Integral) for prompt in prompts):
         raise ValueError("input_ids: expected a list of prompts, got a list of ids; for one prompt pass [input_ids]")
+    for b, prompt in enumerate(prompts):
+        if not hasattr(prompt, "__iter__"):
+            raise TypeError(f"input_ids: expected token ids, got {type(prompt).__name__} as prompt {b}")
     lists = [prompt.tolist() if hasattr(prompt, "tolist") else list(prompt) for prompt in prompts]
     return [prompt if isinstance(prompt, list) else [prompt] for prompt in lists]  # a tensor of no dimension
 
@@ -141,7 +146,10 @@ def sequence_params(params: SamplingParams | None, num_prompts: int, n: int) -> 
 
 
 def seeds_of(seeds: Tensor | Sequence[int] | None, num_sequences: int, device: torch.device) -> Tensor:
-    given = torch.arange(num_sequences) if seeds is None else torch.as_tensor(seeds)
+    try:
+        given = torch.arange(num_sequences) if seeds is None else torch.as_tensor(seeds)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"seeds: expected {num_sequences} integers, {error}") from None
     if given.shape != (num_sequences,) or given.is_floating_point():
         raise ValueError(f"seeds: expected {num_sequences} integers, got {given.dtype} {list(given.shape)}")
     return given.to(device, torch.int64)

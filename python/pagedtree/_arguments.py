@@ -1,0 +1,147 @@
+"""Checks of arguments that Python reads before an op does: their types, and where tensors are."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["checked", "expect_one_device", "expect_type"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_NUMBERS: dict[Any, tuple[tuple[type, ...], str]] = {
+    int: ((Integral, torch.SymInt), "an integer"),
+    float: ((Real, torch.SymInt, torch.SymFloat), "a number"),
+    bool: ((Integral,), "True or False"),
+    type(None): ((type(None),), "None"),
+}
+
+
+def expect_type(name: str, value: object, expected: type) -> None:
+    """Raises TypeError: for arguments that Python reads before an op does."""
+    if not isinstance(value, expected):
+        raise TypeError(f"{name}: expected a {expected.__name__}, got {type(value).__name__}")
+
+
+def expect_one_device(op: str, /, **tensors: Any) -> None:
+    """Raises RuntimeError, as the ops do, where tensors, or lists of them, are not all on the first one's device."""
+    first: tuple[str, torch.device] | None = None
+    for name, value in tensors.items():
+        for tensor in value if isinstance(value, (list, tuple)) else [value]:
+            if not isinstance(tensor, Tensor):
+                continue
+            first = first or (name, tensor.device)
+            if tensor.device != first[1]:
+                expected = f"the device of `{first[0]}`, {first[1]}"
+                raise RuntimeError(f"{op}: `{name}` must be on {expected}, got {tensor.device}")
+
+
+def checked(
+    *, integers: Iterable[str] = (), written: Iterable[str] = (), own: Iterable[str] = (), one_device: bool = True
+) -> Callable[[Function], Function]:
+    """Lets a function refuse arguments that are not of their annotated types, for functions that are no single op.
+
+    integers: names of tensors that must hold integers. written: names of those that are written to, whose elements
+    must not share memory. own: names of arguments whose types the function checks itself. one_device: also refuses
+    tensors on different devices.
+    Tensors without values (on "meta") are refused: such a function reads values. The refusals are TypeError and
+    ValueError that name the argument. Under torch.compile nothing is checked.
+    """
+
+    def decorate(function: Function) -> Function:
+        names = list(inspect.signature(function).parameters)
+        hints: dict[str, Any] = {}
+        integral, outputs = frozenset(integers), frozenset(written)
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return function(*args, **kwargs)
+            if not hints:  # not before the first call, when every name of the annotations exists
+                hints.update({name: hint for name, hint in get_type_hints(function).items() if name not in own})
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            for name, value in given.items():
+                if name in hints:
+                    _expect(name, value, hints[name])
+            if one_device:
+                try:
+                    expect_one_device(function.__name__, **given)
+                except RuntimeError as error:
+                    raise ValueError(str(error)) from None
+            for name, value in given.items():
+                if name in hints:
+                    for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                        if isinstance(tensor, Tensor):
+                            _expect_tensor(name, tensor, name in integral, name in outputs)
+            return function(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def _expect_tensor(name: str, tensor: Tensor, is_integer: bool, is_written: bool) -> None:
+    if tensor.is_meta:
+        raise ValueError(f"{name}: expected a tensor with values, got one on meta")
+    if is_integer and (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(f"{name}: expected integers, got {tensor.dtype}")
+    if is_written and any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(f"{name}: expected memory of its own for each element, got strides {list(tensor.stride())}")
+
+
+def _expect(name: str, value: object, hint: Any) -> None:
+    """Raises TypeError unless `value` is of the type that `hint` stands for, ValueError for an integer too large."""
+    if _fits(value, hint):
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError(f"{name}: expected an integer of 64 bits, got {value}")
+        return
+    if get_origin(hint) is Sequence and _fits(value, Sequence):
+        element = get_args(hint)[0]
+        for i, part in enumerate(value):  # type: ignore[arg-type, var-annotated]
+            _expect(f"{name}[{i}]", part, element)
+    raise TypeError(f"{name}: expected {_words(hint)}, got {_shown(value)}")
+
+
+def _fits(value: object, hint: Any) -> bool:
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, choice) for choice in get_args(hint))
+    if hint is Any:
+        return True
+    if hint in _NUMBERS:
+        return isinstance(value, _NUMBERS[hint][0])
+    if Sequence in (hint, origin):
+        if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, np.ndarray)):
+            return False
+        return all(_fits(part, element) for element in get_args(hint) for part in value)
+    if origin is tuple:
+        kinds = get_args(hint)
+        if not isinstance(value, (tuple, list)) or len(value) != len(kinds):
+            return False
+        return all(_fits(part, kind) for part, kind in zip(value, kinds, strict=True))
+    return isinstance(value, origin or hint)
+
+
+def _words(hint: Any) -> str:
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(map(_words, parts))
+    if hint in _NUMBERS:
+        return _NUMBERS[hint][1]
+    if origin is tuple:
+        return f"({', '.join(map(_words, parts))})"
+    if Sequence in (hint, origin):
+        return "a sequence"
+    return f"a {(origin or hint).__name__}"
+
+
+def _shown(value: object) -> str:
+    plain = value is None or isinstance(value, (bool, int, float, str))
+    return f"{value!r:.40}" if plain else type(value).__name__

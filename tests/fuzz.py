@@ -1,0 +1,417 @@
+"""Calls the public functions with hostile arguments: each must return, or refuse by an error that names an argument.
+
+    python tests/fuzz.py [--seconds 60] [--cases N] [--seed N] [--backend simt] [--only NAME ...]
+
+Run by `make fuzz`. Hypothesis takes a valid call of `fuzz_calls.py` and changes one to three of its arguments: values,
+shapes, strides, dtypes, devices, types. A finding is
+
+- another exception than ValueError, TypeError or NotImplementedError, or one whose message names no argument;
+- a write outside of the arguments' memory, or to an argument that the function only reads;
+- a token, node or slot in the result that does not exist;
+- a call that takes too long or too much memory, or that kills the process.
+
+A finding is shrunk to the smallest change that shows it and printed; the search goes on with the other functions, and
+the exit status is 1. The calls run in a
+process of their own, which says before each call what it is about to do, so that a crash is reported too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import faulthandler
+import os
+import re
+import resource
+import runpy
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import fuzz_calls
+import torch
+from fuzz_calls import VOCAB, Call
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import pagedtree as pt
+from pagedtree.distributed.group import GroupError
+from pagedtree.testing import use_backend
+
+REFUSALS = (ValueError, TypeError, NotImplementedError, GroupError)
+GUARD = 256  # bytes before and after the memory of an argument
+SECONDS_A_CALL = 30
+MEMORY = 4 << 30  # bytes, beyond what the process has at its start
+ROUND = 500  # calls between two looks at the clock
+
+INTEGERS = (0, 1, -1, 2, -2, 3, 7, 63, 2**15, 2**31 - 1, 2**31, -(2**31), 2**32, 2**62, 2**63 - 1, -(2**63))
+FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-45, 1e30, -1e30, float("inf"), float("-inf"), float("nan"))
+OTHERS = (None, True, -1, 2**70, 0.5, float("nan"), "", "swor", b"x", [], [1, 2], [[0.5]], (1, 0), {}, object())
+DTYPES = (
+    torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int32, torch.int64,
+    torch.int16, torch.uint8, torch.bool, torch.complex64,
+)  # fmt: skip
+Path_ = tuple[Any, ...]
+
+
+# ---- where the values of a call are
+
+
+def parts_of(value: Any) -> Iterator[tuple[Any, Any]]:
+    """(key, part) of a value that is made of parts."""
+    if hasattr(value, "_asdict"):
+        yield from value._asdict().items()
+    elif isinstance(value, (list, tuple)):
+        yield from enumerate(value)
+    elif isinstance(value, dict):
+        yield from value.items()
+    elif dataclasses.is_dataclass(value):
+        yield from ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+
+
+def places(value: Any, path: Path_ = ()) -> Iterator[Path_]:
+    """Every value of a call, whole and in parts."""
+    if path:
+        yield path
+    for key, part in parts_of(value):
+        yield from places(part, (*path, key))
+
+
+def open_places(call: Call) -> Iterator[Path_]:
+    """The places where a caller may pass what he likes; a number in a TreeBatch comes from what made the batch."""
+    for path in places(call.arguments):
+        inner = at(call.arguments, path[:-1])
+        is_own = dataclasses.is_dataclass(inner) and not isinstance(at(call.arguments, path), Tensor)
+        is_params = isinstance(inner, pt.SamplingParams)
+        is_meta = isinstance(at(call.arguments, path), Tensor) and at(call.arguments, path).is_meta
+        if path[0] not in call.fixed and not is_meta and path != (call.receiver,) and (is_params or not is_own):
+            yield path
+
+
+def at(value: Any, path: Path_) -> Any:
+    for key in path:
+        value = dict(parts_of(value))[key]
+    return value
+
+
+def changed(value: Any, path: Path_, new: Any) -> Any:
+    """`value` with `new` at `path`."""
+    if not path:
+        return new
+    key, *rest = path
+    part = changed(dict(parts_of(value))[key], tuple(rest), new)
+    if hasattr(value, "_replace"):
+        return value._replace(**{key: part})
+    if dataclasses.is_dataclass(value):
+        return dataclasses.replace(value, **{key: part})
+    if isinstance(value, dict):
+        return {**value, key: part}
+    return type(value)(part if i == key else other for i, other in enumerate(value))
+
+
+# ---- hostile values
+
+
+def hostile_tensor(draw: Callable[..., Any], t: Tensor, keeps_type: bool) -> tuple[str, Any]:
+    kinds = ["values", "values", "values", "fill", "shape", "stride", "dtype", "device", "raw bool", "grad"]
+    kinds += [] if keeps_type else ["type"]
+    kind = draw(st.sampled_from(kinds))
+    if kind in ("values", "fill"):
+        new = t.clone()
+        pool = FLOATS if t.dtype.is_floating_point or t.dtype.is_complex else (*INTEGERS, *range(12))
+        flat = new.view(-1) if new.is_contiguous() else new.reshape(-1)
+        count = 1 if kind == "fill" else draw(st.integers(1, 4))
+        said = []
+        for _ in range(count if flat.numel() else 0):
+            value = draw(st.sampled_from(pool))
+            place = draw(st.integers(0, flat.numel() - 1))
+            wrapped = torch.tensor(value).to(torch.float32 if t.dtype.is_floating_point else t.dtype).to(t.dtype)
+            if kind == "fill":
+                flat.fill_(wrapped)
+            else:
+                flat[place] = wrapped
+            said.append(f"[{place}] = {value}" if kind == "values" else f"all {value}")
+        return ", ".join(said), flat.view(t.shape)
+    if kind == "shape":
+        return hostile_shape(draw, t)
+    if kind == "stride":
+        how = draw(st.sampled_from(["spread", "expanded", "offset", "transposed"]))
+        if how == "spread":
+            return how, torch.stack([t, t], -1)[..., 0]
+        if how == "expanded" and t.dim() and t.shape[0]:
+            return how, t[:1].expand(t.shape)
+        if how == "offset":
+            memory = torch.empty(t.numel() + 1, dtype=t.dtype)
+            return how, memory[1:].copy_(t.reshape(-1)).view(t.shape)
+        return "transposed", t.transpose(0, -1).contiguous().transpose(0, -1) if t.dim() else t
+    if kind == "dtype":
+        dtype = draw(st.sampled_from(DTYPES))
+        return str(dtype), t.to(torch.float32).to(dtype) if t.dtype == torch.float8_e4m3fn else t.to(dtype)
+    if kind == "device":
+        return "meta", t.to("meta")
+    if kind == "raw bool" and t.dtype == torch.bool and t.numel():
+        byte = draw(st.sampled_from([2, 128, 255]))
+        return f"bytes {byte}", torch.full(t.shape, byte, dtype=torch.uint8).view(torch.bool)
+    if kind == "grad" and t.dtype.is_floating_point:
+        return "requires grad", t.clone().requires_grad_()
+    return ("no change", t) if keeps_type else hostile_type(draw, t)
+
+
+def hostile_shape(draw: Callable[..., Any], t: Tensor) -> tuple[str, Tensor]:
+    how = draw(st.sampled_from(["empty", "shorter", "longer", "one", "flat", "more", "fewer", "turned"]))
+    dim = draw(st.integers(0, t.dim() - 1)) if t.dim() else 0
+    said = f"{how} at {dim}"
+    if how == "flat" or not t.dim():
+        return "flat", t.reshape(-1)
+    if how == "more":
+        return said, t.unsqueeze(dim)
+    if how == "turned":
+        return said, t.movedim(dim, 0)
+    if how == "longer" or not t.shape[dim]:
+        raw = t.view(torch.uint8) if t.element_size() == 1 else t
+        return said, torch.cat([raw, raw], dim).view(t.dtype)
+    if how == "fewer":
+        return said, t.select(dim, 0).clone()
+    size = {"empty": 0, "one": 1}.get(how, t.shape[dim] - 1)
+    return said, t.narrow(dim, 0, size).clone()
+
+
+def hostile_type(draw: Callable[..., Any], value: Any) -> tuple[str, Any]:
+    if isinstance(value, Tensor) and draw(st.booleans()):
+        return "as a list", value.float().tolist()
+    new = draw(st.sampled_from(OTHERS))
+    return repr(new), new
+
+
+def hostile(draw: Callable[..., Any], value: Any, keeps_type: bool) -> tuple[str, Any]:
+    """(what was done, the new value)."""
+    if isinstance(value, Tensor):
+        return hostile_tensor(draw, value, keeps_type)
+    if isinstance(value, bool) or value is None:
+        return hostile_type(draw, value)
+    if isinstance(value, int) and draw(st.integers(0, 3)):
+        new = draw(st.one_of(st.sampled_from(INTEGERS), st.integers(-5, 70)))
+        return repr(new), new
+    if isinstance(value, float) and draw(st.integers(0, 3)):
+        new = draw(st.one_of(st.sampled_from(FLOATS), st.floats()))
+        return repr(new), new
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_replace") and draw(st.booleans()):
+        how = draw(st.sampled_from(["shorter", "twice", "empty"]))
+        parts = {"shorter": value[:-1], "twice": (*value, *value), "empty": value[:0]}[how]
+        return how, type(value)(parts)
+    return hostile_type(draw, value)
+
+
+# ---- what a call may not do
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    for _, part in parts_of(value):
+        yield from tensors_of(part)
+
+
+class Guarded:
+    """Copies of tensors between guard bytes; `check` raises AssertionError where a call wrote what it must not."""
+
+    def __init__(self, call: Call) -> None:
+        self.memory: dict[int, Tensor] = {}
+        self.arguments = {name: self._copy(value) for name, value in call.arguments.items()}
+        written = {t.untyped_storage().data_ptr() for name in call.written for t in tensors_of(self.arguments[name])}
+        self.written = {key for key, t in self.memory.items() if t.untyped_storage().data_ptr() in written}
+        self.before = {key: t.clone() for key, t in self.memory.items()}
+
+    def _copy(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._guarded(value)
+        for key, part in list(parts_of(value)):
+            new = self._copy(part)
+            if new is not part:
+                value = changed(value, (key,), new)
+        return value
+
+    def _guarded(self, t: Tensor) -> Tensor:
+        if t.device.type != "cpu":
+            return t
+        storage = t.untyped_storage()
+        if storage._cdata not in self.memory:
+            memory = torch.full((storage.nbytes() + 2 * GUARD,), 0xA5, dtype=torch.uint8)
+            if storage.nbytes():
+                memory[GUARD : GUARD + storage.nbytes()] = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self.memory[storage._cdata] = memory
+        offset = GUARD // t.element_size() + t.storage_offset()
+        memory = self.memory[storage._cdata].untyped_storage()
+        copy = torch.empty(0, dtype=t.dtype).set_(memory, offset, t.shape, t.stride())
+        return copy.requires_grad_() if t.requires_grad else copy
+
+    def check(self) -> None:
+        for key, memory in self.memory.items():
+            before = self.before[key]
+            inside = slice(GUARD, memory.numel() - GUARD) if key in self.written else slice(0, 0)
+            before[inside] = memory[inside]
+            assert torch.equal(memory, before), "wrote outside of what it may write"
+
+
+def check_result(result: Any) -> None:
+    """Tokens and nodes exist; nothing is read from a result that has no values."""
+    if any(t.device.type == "meta" for t in tensors_of(result)):
+        return
+    if isinstance(result, pt.Verdict):
+        assert ((result.tokens >= -1) & (result.tokens < 2 * VOCAB)).all(), "a token outside of the vocabulary"
+        assert (result.num_accepted >= -1).all() and (result.accept_index >= -1).all(), "a node below -1"
+        assert (result.num_accepted < max(result.tokens.shape[1], 1)).all(), "more accepted than a path holds"
+    if isinstance(result, pt.Draft):
+        trees = result.trees
+        assert (trees.cu_nodes.diff() >= 0).all() and trees.cu_nodes[-1] <= trees.parents.shape[0], "offsets of trees"
+        assert (trees.parents < trees.max_nodes).all(), "a parent outside of its tree"
+
+
+def run(call: Call) -> None:
+    """Raises AssertionError for a finding."""
+    guarded = Guarded(call)
+    known = {str(key) for path in places(call.arguments) for key in path}
+    try:
+        check_result(call.function(**guarded.arguments))
+    except (MemoryError, torch.OutOfMemoryError):  # a size that was asked for
+        pass
+    except REFUSALS as error:
+        words = set(re.findall(r"\w+", str(error)))
+        named = words & known or "meta" in words or any(f"{name}:" in str(error) for name in dir(pt))
+        assert named, f"names no argument: {type(error).__name__}: {error}"
+    except Exception as error:
+        # Torch's own refusals to write to such tensors.
+        if any(words in str(error) for words in ("requires grad", "more than one element of the written-to tensor")):
+            return
+        raise AssertionError(f"{type(error).__name__}: {error}") from error
+    guarded.check()
+
+
+# ---- the fuzzer
+
+
+class Finding(Exception):
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(text)
+        self.name = name
+
+
+def search(cases: int, seed_: int, only: Sequence[str], say: Callable[[str], None]) -> int:
+    """Makes so many calls and returns their number; raises the shrunk Finding if there is one."""
+    made = 0
+
+    @seed(seed_)
+    @settings(
+        max_examples=cases,
+        deadline=None,
+        database=None,
+        derandomize=False,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink],
+    )
+    @given(st.data())
+    def hostile_call(data: st.DataObject) -> None:
+        nonlocal made
+        name = data.draw(st.sampled_from(only))
+        call = fuzz_calls.make(name)
+        changes = []
+        for _ in range(data.draw(st.integers(1, 3))):
+            places_left = list(open_places(call))
+            if not places_left:  # all are without values
+                break
+            path = data.draw(st.sampled_from(places_left))
+            is_field = dataclasses.is_dataclass(at(call.arguments, path[:-1]))
+            said, new = hostile(data.draw, at(call.arguments, path), keeps_type=is_field)
+            where = ".".join(map(str, path))
+            try:
+                call.arguments = changed(call.arguments, path, new)
+            except REFUSALS:  # a SamplingParams that refuses the value by itself
+                continue
+            changes.append(f"{where}: {said}")
+        text = f"{name}({'; '.join(changes)})"
+        say(text)
+        made += 1
+        faulthandler.dump_traceback_later(SECONDS_A_CALL, exit=True)
+        try:
+            run(call)
+        except AssertionError as error:
+            raise Finding(name, f"{text}\n    {error}") from error.__cause__
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    hostile_call()
+    return made
+
+
+def limit_memory() -> None:
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
+
+
+def work(arguments: argparse.Namespace) -> int:
+    """In the process that makes the calls; what it is about to do stands in the file `arguments.last`."""
+    only = list(arguments.only or fuzz_calls.names())
+    for name in only:  # what a first call loads is not a call's own memory, and what is valid is taken
+        run(fuzz_calls.make(name))
+    if not arguments.no_memory_limit:
+        limit_memory()
+    begin, made, found = time.monotonic(), 0, 0
+    with open(arguments.last, "w") as last:
+
+        def say(text: str) -> None:
+            last.seek(0)
+            last.truncate()
+            last.write(text)
+            last.flush()
+
+        while only and made < arguments.cases and time.monotonic() - begin < arguments.seconds:
+            count = min(ROUND, arguments.cases - made)
+            try:
+                made += search(count, arguments.seed + made, only, say)
+            except Finding as finding:
+                print(f"seed {arguments.seed + made}: {finding}", flush=True)
+                found += 1
+                made += count
+                only.remove(finding.name)
+        say("")
+    seconds = time.monotonic() - begin
+    print(f"{made} calls in {seconds:.0f} s, seed {arguments.seed}, backend {arguments.backend}: {found} findings")
+    return int(found > 0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seconds", type=float, default=60, help="how long (60)")
+    parser.add_argument("--cases", type=int, default=10**9, help="at most so many calls")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 10**9, help="default: another one each time")
+    parser.add_argument("--backend", default="cpu", choices=["cpu", "simt"])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="of these calls (default all)")
+    parser.add_argument("--calls", metavar="FILE", help="Python file with further calls, see fuzz_calls.valid_call")
+    parser.add_argument("--no-memory-limit", action="store_true", help="for AddressSanitizer, which takes terabytes")
+    parser.add_argument("--last", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.calls:
+        runpy.run_path(arguments.calls)
+    if unknown := set(arguments.only or []) - set(fuzz_calls.names()):
+        parser.error(f"--only: expected some of {', '.join(fuzz_calls.names())}, got {', '.join(sorted(unknown))}")
+    if arguments.last:
+        torch.set_num_threads(1)
+        with use_backend(arguments.backend):
+            return work(arguments)
+    with tempfile.NamedTemporaryFile("r") as last:
+        command = [sys.executable, __file__, *sys.argv[1:], "--seed", str(arguments.seed), "--last", last.name]
+        status = subprocess.run(command, check=False).returncode
+        text = last.read()
+    if status not in (0, 1) and text:
+        print(f"the process ended with status {status} in {text}")
+    return min(abs(status), 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
