@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pagedtree
 
-__all__ = ["Kernel", "count_instructions", "cuda_library", "find_cuobjdump", "read_kernels"]
+__all__ = ["Kernel", "count_instructions", "cuda_library", "extract_cubins", "find_cuobjdump", "read_kernels"]
+
+MISSING = "cuobjdump is not here: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,21 @@ def find_cuobjdump() -> str | None:
 def _cuobjdump(*arguments: object) -> str:
     program = find_cuobjdump()
     if program is None:
-        raise FileNotFoundError("cuobjdump is not here: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
+        raise FileNotFoundError(MISSING)
     return subprocess.run([program, *map(str, arguments)], text=True, capture_output=True, check=True).stdout
+
+
+def extract_cubins(library: Path, architecture: str, folder: Path) -> list[Path]:
+    """Writes the library's machine code for `architecture` ("sm_90" takes sm_90a too) into `folder`, a file each.
+
+    Raises FileNotFoundError without cuobjdump.
+    """
+    program = find_cuobjdump()
+    if program is None:
+        raise FileNotFoundError(MISSING)
+    subprocess.run([program, "-xelf", "all", str(library.resolve())], cwd=folder, check=True, capture_output=True)
+    pattern = re.compile(rf"\.{architecture}a?\.cubin$")
+    return sorted(path for path in folder.glob("*.cubin") if pattern.search(path.name))
 
 
 def _demangle(names: list[str]) -> list[str]:

@@ -183,6 +183,8 @@ def verify_rejection(
 
     Raises what `verify_greedy` raises, and ValueError for draft_probs under "onehot" and their absence elsewhere.
     """
+    if draft_probs is not None:
+        expect_type("draft_probs", draft_probs, Tensor)
     _agree(
         "verify_rejection", shards, logits, params, trees, draft_tokens, draft_to_target,
         draft_law=draft_law, seeds=seeds, positions=positions, coins=coins, final_coins=final_coins,

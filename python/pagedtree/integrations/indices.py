@@ -12,7 +12,7 @@ INT32_MAX = 2**31 - 1
 
 def as_int32(values: Tensor) -> Tensor:
     """int32; larger values become the largest, and negative ones stay negative, instead of wrapping around."""
-    return values if values.dtype == torch.int32 else values.clamp(-1, INT32_MAX).int()
+    return values.clamp(-1, INT32_MAX).int() if values.dtype == torch.int64 else values.int()
 
 
 def rows_of(table: Tensor, rows: Tensor) -> Tensor:

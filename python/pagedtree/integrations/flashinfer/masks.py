@@ -115,6 +115,9 @@ def export_packed_custom_mask(
 
 def _sizes(qo_indptr: Tensor, seq_lens: Tensor, tree_lens: Tensor | None) -> list[tuple[int, int, int]]:
     """(queries, keys, keys that the words cover) of each sequence."""
+    for name, values in (("qo_indptr", qo_indptr), ("seq_lens", seq_lens)):
+        if values.dim() != 1:
+            raise ValueError(f"{name}: expected one dimension, got shape {[*values.shape]}")
     queries, keys = qo_indptr.diff().tolist(), seq_lens.tolist()
     for name, values in (("seq_lens", seq_lens), ("tree_lens", tree_lens)):
         if values is not None and values.shape != (len(queries),):

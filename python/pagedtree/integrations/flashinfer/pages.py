@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pagedtree import append_kv
 from pagedtree._arguments import checked
-from pagedtree.integrations.indices import as_int32
+from pagedtree.integrations.indices import INT32_MAX, as_int32
 
 __all__ = ["PagedKVCache", "append_paged_kv_cache", "cache_views", "page_table"]
 
@@ -64,7 +64,8 @@ def page_table(
     known = (column < counts[:, None]) & (at >= 0) & (at < indices.numel())
     at = torch.where(known, at, 0)
     table = torch.where(known, indices[at] if indices.numel() else -1, -1)
-    return as_int32(table), torch.where(counts > 0, (counts - 1) * page_size + last_page_len, 0).int()
+    keys = torch.where(counts > 0, (counts.long() - 1) * page_size + last_page_len, 0)
+    return as_int32(table), keys.clamp(0, INT32_MAX).int()
 
 
 @checked(integers=("batch_indices", "positions", "kv_indices", "kv_indptr"))

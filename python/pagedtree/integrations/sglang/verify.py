@@ -96,6 +96,14 @@ def tree_speculative_sampling_target_only(
     for name, value in (("threshold_single", threshold_single), ("threshold_acc", threshold_acc)):
         if not 0 <= value <= 1:
             raise ValueError(f"{name}: expected a number in [0, 1], got {value}")
+    floats = {
+        "uniform_samples": uniform_samples,
+        "uniform_samples_for_final_sampling": uniform_samples_for_final_sampling,
+        "target_probs": target_probs,
+    }
+    for name, tensor in floats.items():
+        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+            raise ValueError(f"{name}: expected fp32, got {tensor.dtype}")
     links = retrive_index, retrive_next_token, retrive_next_sibling
     trees, order, rows = _tree_arguments(predicts, accept_index, accept_token_num, candidates, *links)
     bs, n = candidates.shape
