@@ -271,6 +271,38 @@ def times(result: dict[str, Any], name: str) -> str:
     return machine_line(result["machine"], name) + "\n\n" + table(["stage", "time"], rows)
 
 
+def predicted(result: dict[str, Any], name: str) -> str:
+    rows = []
+    for row in result["rows"]:
+        dtypes, head_dim, tile = row["instance"].split("-")
+        share = "" if row["memory_share"] is None else f"{row['memory_share']:.0%}"
+        rows.append(
+            [
+                dtypes,
+                head_dim,
+                tile,
+                f"{row['warps']} x {row['ctas']}",
+                str(row["cycles"]),
+                f"{row['tflop_per_s']:.0f}",
+                share,
+                f"{row['binds']} {row['busy'][row['binds']]:.0%}",
+            ]
+        )
+    header = [
+        "dtypes",
+        "head dim",
+        "rows of a tile",
+        "warps x CTAs",
+        "cycles a stage",
+        "TFLOP/s",
+        "bandwidth",
+        "busiest",
+    ]
+    machine = result["rows"][0]["machine"]
+    head = f"Predicted for {machine}, commit {result['commit']} (`benchmarks/results/{name}.json`):"
+    return head + "\n\n" + table(header, rows)
+
+
 # Marker: (name of the files, one a machine or only one, and how they are shown).
 SECTIONS = {
     "demo": ("demo", demo),
@@ -282,6 +314,7 @@ SECTIONS = {
     "chosen-trees": ("chosen_trees", chosen_trees),
     "distributed": ("distributed", distributed),
     "kernels": ("kernels", kernels),
+    "predicted": ("predicted", predicted),
     "build": ("build", times),
 }
 
