@@ -154,18 +154,16 @@ def test_params_of_each_prompt_are_those_of_all_its_outcomes(model):
 
 def test_the_generation_config_says_what_is_not_given():
     model = tiny(0)
-    text = greedy(model, torch.tensor([5, 6, 7]), 6)
-    eos = next(token for token in text[4:] if token not in text[3:4])
-    expected = text[: text.index(eos, 3) + 1]
-    model.generation_config.eos_token_id = eos
-    assert lists(generate(model, [[5, 6, 7]], max_new_tokens=6)[0]) == [expected]
-    assert lists(generate(model, [[5, 6, 7]], max_new_tokens=6, eos_token_id=[])[0]) == [text]
+    prompt, padded = torch.tensor([20, 30, 40, 50]), torch.tensor([[3, 3, 20, 30, 40, 50]])
+    text = greedy(model, prompt, 6)
+    with_threes = greedy(model, padded[0], 6)
+    assert with_threes[6:9] != text[4:7]
     model.generation_config.pad_token_id = 3
-    padded = torch.tensor([[3, 3, 5, 6, 7]])
-    assert generate(model, padded, max_new_tokens=6)[0].tolist() == [[3, 3, *expected]]
-    with_threes = greedy(model, padded[0], 6, pad_token_id=9, eos_token_id=None)
-    again, _ = generate(model, padded, max_new_tokens=6, pad_token_id=9, eos_token_id=[])
-    assert again.tolist() == [with_threes] and with_threes[5:] != text[3:]
+    assert generate(model, padded, max_new_tokens=6)[0].tolist() == [[3, 3, *text]]
+    assert generate(model, padded, max_new_tokens=6, pad_token_id=9)[0].tolist() == [with_threes]
+    model.generation_config.eos_token_id = text[6]
+    assert lists(generate(model, [prompt], max_new_tokens=6)[0]) == [text[:7]]
+    assert lists(generate(model, [prompt], max_new_tokens=6, eos_token_id=[])[0]) == [text]
 
 
 def test_two_threads_with_one_model_take_turns():
