@@ -88,6 +88,12 @@ def test_a_missing_extra_is_named(tmp_path, monkeypatch, capsys):
     assert 'needs something_absent: pip install "pagedtree[transformers]"' in capsys.readouterr().err
 
 
+def test_a_command_of_another_installation_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(cli.COMMANDS, "bench", ("pagedtree.absent", "transformers", ""))
+    assert cli.main(["bench"]) == 2
+    assert capsys.readouterr().err == "python -m pagedtree bench: not part of this installation\n"
+
+
 def test_a_command_gets_its_own_arguments(tmp_path, monkeypatch):
     (tmp_path / "echo_command.py").write_text("seen = []\ndef main(argv):\n    seen.extend(argv)\n    return 7\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -113,13 +119,18 @@ def test_bench_finds_the_benchmarks():
     assert bench.DEFAULT in found and all(path.exists() for path in found.values())
 
 
-def test_benchmarks_that_need_the_checkout_say_so_where_there_is_none(tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("with_folder", [False, True])
+def test_benchmarks_that_need_the_checkout_say_so_where_there_is_none(with_folder, tmp_path, monkeypatch, capfd):
     folder = tmp_path / "pagedtree" / "benchmarks"  # as a wheel has them
     folder.mkdir(parents=True)
     for path in bench.scripts().values():
         (folder / path.name).write_text("raise SystemExit(3)")
     installed = {name: folder / path.name for name, path in bench.scripts().items()}
     monkeypatch.setattr(bench, "scripts", lambda: installed)
+    if with_folder:  # without the models themselves
+        target = folder.parent / "examples" / "checkpoints" / "target"
+        target.mkdir(parents=True)
+        (target / "config.json").write_text("{}")
     for name in installed:
         status = cli.main(["bench", name, "--json", "x"])
         told = capfd.readouterr().err

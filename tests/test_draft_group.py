@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -224,6 +225,48 @@ def test_what_a_drafter_refuses_when_generate_begins_is_known_to_all(ranks):
     assert isinstance(first, ValueError) and "drafter: expected params" in str(first)
     for other in others:
         assert isinstance(other, GroupError) and "drafter: expected params" in str(other)
+
+
+UNMADE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "raises": (
+        lambda: Path("/nowhere/weights").read_bytes(),
+        FileNotFoundError,
+        "No such file or directory: '/nowhere/weights'",
+    ),
+    "no drafter": (lambda: None, TypeError, "make: expected it to return a drafter, got NoneType"),
+}
+
+
+def unmade(group: dist.ProcessGroup, size: int, bad_ranks: list[int], how: str) -> Exception | None:
+    """What a rank raises where `make` fails on some, and that the group goes on after it."""
+    rank = dist.get_rank(group)
+    shards = VocabShards(5, group=group)
+
+    def make(_: dist.ProcessGroup | None) -> Any:
+        return UNMADE[how][0]() if rank in bad_ranks else ToyDrafter(False)
+
+    outcome = None
+    try:
+        DraftGroup(make, size, shards=shards)
+    except Exception as error:
+        outcome = error
+    drafts = DraftGroup(lambda _: ToyDrafter(False), size, shards=shards)
+    known = torch.zeros(1, 2, dtype=torch.int64), torch.tensor([1], dtype=torch.int32)
+    assert drafts.propose(*known).draft_tokens.tolist() == [0, 1, 2]
+    return outcome
+
+
+@pytest.mark.parametrize("how", UNMADE)
+@pytest.mark.parametrize(("size", "bad_ranks"), [(1, [0]), (3, [0]), (3, [2]), (3, [1, 2]), (3, [0, 1, 2])])
+def test_a_drafter_that_is_not_made_is_known_to_all(ranks, size, bad_ranks, how):
+    _, kind, message = UNMADE[how]
+    for rank, error in enumerate(ranks.outcomes(unmade, 3, size, bad_ranks, how)):
+        if rank in bad_ranks:
+            assert isinstance(error, kind) and message in str(error)
+        else:
+            assert isinstance(error, GroupError)
+            assert f"DraftGroup: make failed on rank {bad_ranks[0]} ({kind.__name__}: " in str(error)
+            assert message in str(error)
 
 
 def wrong_size(group: dist.ProcessGroup, sizes: list[int]) -> None:

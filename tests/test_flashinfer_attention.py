@@ -11,6 +11,8 @@ from adapter_case import Pages, causal, close, dense_attention, random_trees, tr
 from attention_case import mask_words
 from device_case import placed
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pagedtree import TreeBatch, tree_attention
 from pagedtree.integrations.flashinfer import (
@@ -273,6 +275,46 @@ def test_masks_that_are_refused() -> None:
 def test_plan_refuses(options, message) -> None:
     with pytest.raises(NotImplementedError, match=message):
         Batch([3], [1], 4, torch.float32).plan(**options)
+
+
+class LargestStorage(TorchDispatchMode):
+    """Bytes of the largest storage that an op returned."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        storages = [x.untyped_storage() for x in tree_leaves(result) if isinstance(x, Tensor)]
+        self.bytes = max([self.bytes, *(storage.nbytes() for storage in storages)])
+        return result
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_offsets_of_queries_that_are_not_there(causal) -> None:
+    """They are refused by name before anything of their size is allocated."""
+    batch = Batch([3, 5], [1, 2], 4, torch.float32)
+    largest = LargestStorage()
+
+    def outcome(begins: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        batch.qo_indptr = torch.tensor(begins, dtype=dtype)
+        with largest:
+            return batch.plan(causal=causal).run(batch.q, batch.kv_cache)
+
+    assert outcome([0, 1, 3]).shape == batch.q.shape
+    for begins, message in {
+        (0, 1, 2**26): "expected at most 3 queries, the rows of q, got 67108864",
+        (0, 2**26, 2**26): "expected at most 3 queries, the rows of q, got 67108864",
+        (0, 1, 4): "expected at most 3 queries, the rows of q, got 4",
+        (0, 1, 2**40): r"expected offsets that int32 can hold, got \[0, 1, 1099511627776\]",
+        (1, 1, 3): r"expected offsets from 0 that do not descend, got \[1, 1, 3\]",
+        (0, 4, 3): r"expected offsets from 0 that do not descend, got \[0, 4, 3\]",
+        (0, 0, -1): r"expected offsets from 0 that do not descend, got \[0, 0, -1\]",
+        (0, 3): r"expected shape \[3\], got \[2\]",
+        (): r"expected shape \[3\], got \[0\]",
+    }.items():
+        with pytest.raises(ValueError, match=f"^qo_indptr: {message}$"):
+            outcome([*begins], torch.int64)
+    assert largest.bytes < 2**16
 
 
 def test_other_refusals() -> None:

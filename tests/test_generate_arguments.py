@@ -32,6 +32,8 @@ def model():
         ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
         ({"n": 0}, "n: expected at least 1, got 0"),
         ({"page_size": 0}, "page_size: expected at least 1, got 0"),
+        ({"max_batch_tokens": 0}, "max_batch_tokens: expected at least 1, got 0"),
+        ({"max_new_tokens": True}, "max_new_tokens: expected an integer, got True"),
         (
             {"rule": "lucky"},
             "rule: expected one of auto, greedy, sampled, rejection, block, traversal, typical, got 'lucky'",
@@ -43,7 +45,12 @@ def model():
         ({"input_ids": torch.zeros(3, dtype=torch.int64)}, r"input_ids: expected integers \[B, L\]"),
         ({"input_ids": torch.zeros(1, 3)}, r"input_ids: expected integers \[B, L\], got torch.float32"),
         ({"attention_mask": torch.ones(1, 3)}, "attention_mask: expected none with a list"),
+        (
+            {"input_ids": torch.ones(1, 3, dtype=torch.int64), "attention_mask": torch.ones(1, 2)},
+            r"attention_mask: expected \[1, 3\], got \[1, 2\]",
+        ),
         ({"params": SamplingParams(top_p=torch.ones(3))}, r"params: expected top_p of 1 prompts, got \[3\]"),
+        ({"params": SamplingParams(top_p=torch.ones(1, 3))}, r"params: expected top_p of 1 prompts, got \[1, 3\]"),
         ({"max_new_tokens": 2.5}, "max_new_tokens: expected an integer, got 2.5"),
         (
             {"input_ids": [[1], [2, VOCAB]]},
@@ -51,13 +58,17 @@ def model():
         ),
         ({"input_ids": torch.tensor([[-1, 2]])}, "input_ids: expected ids of .* got -1 in prompt 0"),
         ({"input_ids": [[1, 2.0]]}, r"input_ids: expected at least one token .* got \[1, 2.0\] as prompt 0"),
+        ({"input_ids": [[1, True]]}, r"input_ids: expected at least one token .* got \[1, True\] as prompt 0"),
         ({"input_ids": torch.ones(1, 3, dtype=torch.bool)}, r"input_ids: expected integers .* got torch.bool"),
         ({"input_ids": [1, 2, 3]}, r"input_ids: expected a list of prompts, got a list of ids; .* pass \[input_ids\]"),
         ({"input_ids": "text"}, "input_ids: expected token ids, got text"),
         ({"input_ids": ["text"]}, "input_ids: expected token ids, got text"),
         ({"input_ids": {"ids": [[1]]}}, r"input_ids: expected input_ids and attention_mask in the dict, got \['ids'\]"),
+        ({"input_ids": {"attention_mask": [[1]]}}, r"in the dict, got \['attention_mask'\]"),
         ({"input_ids": {"input_ids": [[1]], "pixel_values": 3}}, "expected input_ids and attention_mask in the dict"),
         ({"input_ids": {"input_ids": [[1, 2]], "token_type_ids": [[0, 1]]}}, "expected token_type_ids of 0"),
+        ({"input_ids": {"input_ids": [1, 2], "token_type_ids": [0, 1]}}, "expected token_type_ids of 0"),
+        ({"input_ids": {"input_ids": [[1, 2]], "attention_mask": 1}}, "attention_mask: expected an entry for each"),
         ({"input_ids": {"input_ids": [[1, 2]], "attention_mask": [[1]]}}, "attention_mask: expected an entry for each"),
         (
             {"input_ids": {"input_ids": [[1]]}, "attention_mask": torch.ones(1, 1)},
@@ -108,6 +119,51 @@ def test_padding_without_a_mask_is_transformers(model, pad, eos):
     expected = model.generate(prompts, max_new_tokens=6, do_sample=False, pad_token_id=pad, eos_token_id=eos)
     sequences, _ = generate(model, prompts, max_new_tokens=6, pad_token_id=pad, eos_token_id=eos or [])
     assert sequences.tolist() == expected.tolist()
+
+
+def test_tensors_of_no_dimension(model):
+    """They are what they hold."""
+    prompt = torch.tensor([5, 6, 7])
+    expected = greedy(model, prompt, 4)
+    sequences, _ = generate(
+        model, [prompt], max_new_tokens=torch.tensor(4), eos_token_id=torch.tensor(1), pad_token_id=torch.tensor(2)
+    )
+    assert lists(sequences) == [expected]
+    token = greedy(model, prompt[:1], 4)
+    assert lists(generate(model, [prompt[0]], max_new_tokens=4)[0]) == [token]
+    drawn = [
+        lists(generate(model, [prompt], max_new_tokens=4, params=SamplingParams(temperature=t), seeds=[3])[0])
+        for t in (1.5, torch.tensor(1.5))
+    ]
+    assert drawn[0] == drawn[1] != [expected]
+
+
+def test_params_of_each_prompt_are_those_of_all_its_outcomes(model):
+    prompts, temperatures = [[5, 6, 7], [8, 9]], [0.01, 3.0]
+    params = SamplingParams(temperature=torch.tensor(temperatures))
+    sequences, _ = generate(model, prompts, max_new_tokens=8, params=params, n=2, seeds=[1, 2, 3, 4])
+    alone = []
+    for b, temperature in enumerate(temperatures):
+        own = SamplingParams(temperature=temperature)
+        alone += lists(
+            generate(model, prompts[b : b + 1], max_new_tokens=8, params=own, n=2, seeds=[2 * b + 1, 2 * b + 2])[0]
+        )
+    assert lists(sequences) == alone
+    assert alone[0] == alone[1] == greedy(model, torch.tensor(prompts[0]), 8) and alone[2] != alone[3]
+
+
+def test_the_generation_config_says_what_is_not_given():
+    model = tiny(0)
+    prompt, padded = torch.tensor([20, 30, 40, 50]), torch.tensor([[3, 3, 20, 30, 40, 50]])
+    text = greedy(model, prompt, 6)
+    with_threes = greedy(model, padded[0], 6)
+    assert with_threes[6:9] != text[4:7]
+    model.generation_config.pad_token_id = 3
+    assert generate(model, padded, max_new_tokens=6)[0].tolist() == [[3, 3, *text]]
+    assert generate(model, padded, max_new_tokens=6, pad_token_id=9)[0].tolist() == [with_threes]
+    model.generation_config.eos_token_id = text[6]
+    assert lists(generate(model, [prompt], max_new_tokens=6)[0]) == [text[:7]]
+    assert lists(generate(model, [prompt], max_new_tokens=6, eos_token_id=[])[0]) == [text]
 
 
 def test_two_threads_with_one_model_take_turns():

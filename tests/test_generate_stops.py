@@ -116,15 +116,20 @@ def test_whatever_ends_first_is_the_reason(model, texts, tokenizer):
 class Bytes:
     """A tokenizer whose tokens are bytes, some of them parts of a character."""
 
+    most = 0  # tokens decoded at once
+
     def decode(self, tokens, **options):
+        self.most = max(self.most, len(tokens))
         return bytes(tokens).decode(errors="replace")
 
 
 def test_stop_strings_in_a_long_text():
     """Only the end of the text is decoded, and the first of several ends counts."""
-    stops = StopStrings(["né", "tomorrow"], Bytes())
-    text = list(("a n\u00e8 " * 300 + "tomorrow, né").encode())
-    end = bytes(text).index(b"tomorrow") + len("tomorrow")
+    first = "tomorrow, " + 20 * "\u00e9"  # 50 bytes in 30 letters
+    tokenizer = Bytes()
+    stops = StopStrings(["né", first], tokenizer)
+    text = list(("a n\u00e8 " * 300 + first + ", né").encode())
+    end = bytes(text).index(first.encode()) + len(first.encode())
     for step in (1, 2, 3, 7, 50):
         found = None
         for begin in range(0, len(text), step):
@@ -134,6 +139,7 @@ def test_stop_strings_in_a_long_text():
                 break
         assert found is not None
     assert stops.end(text[: end - 1], []) is None
+    assert tokenizer.most <= 2 * 50 + 8
 
 
 @pytest.mark.parametrize("cuda_graph", [False, True])

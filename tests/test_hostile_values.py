@@ -324,6 +324,8 @@ MESSAGES: list[tuple[type[Exception], str, Callable[[], Any]]] = [
      lambda: pt.tree_attention(ROWS, KEYS, KEYS, TABLE, LENS, OFFSETS, window=(4, 0))),
     (TypeError, r"^tree_attention: `tree_lens` must be of type Optional\[Tensor\], got list: \[7, 4\]$",
      lambda: pt.tree_attention(ROWS, KEYS, KEYS, TABLE, LENS, OFFSETS, tree_lens=[7, 4])),
+    (TypeError, r"got list: \[0, 1, 2, .{67}\.\.\.$",  # a long value is cut to 80 letters
+     lambda: pt.tree_attention(ROWS, KEYS, KEYS, TABLE, LENS, OFFSETS, tree_lens=list(range(100)))),
     (ValueError, "verify_greedy: `logits` must be of 2 rows, one for each node of the trees, got 1 rows",
      lambda: pt.verify_greedy(torch.zeros(1, 8), SLOTS, TREES)),
     (ValueError, r"verify_greedy: `draft_tokens` must be of shape \[2\], got \[1\]",

@@ -223,6 +223,17 @@ def test_without_the_packages_cmake_and_ninja_are_those_on_the_path(setup_py, tm
     assert setup_py["generator"]() == ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={path}"]
 
 
+def test_a_folder_of_that_name_is_no_package(setup_py, tmp_path, monkeypatch):
+    """Such as cmake/ of the checkout, which Python takes for a package where it is the current folder."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [str(ROOT)])
+    monkeypatch.delitem(sys.modules, "cmake", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    path = make_program(tmp_path, "cmake")
+    assert setup_py["find_cmake"]() == str(path)
+    sys.modules.pop("cmake", None)
+
+
 def test_a_cmake_that_does_not_know_nvccs_cxx20_is_refused(tmp_path):
     if shutil.which("cmake") is None:
         pytest.skip("no CMake")

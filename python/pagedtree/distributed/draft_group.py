@@ -23,6 +23,8 @@ __all__ = ["DraftGroup", "DraftStats"]
 # failed: 1 + the last rank where drafting failed, 0 = none.
 HEADER = ("failed", "rows", "batch_size", "max_nodes", "max_depth", "has_laws", "num_laws", "law_dtype", "microseconds")
 LAW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Of a drafter, with what holds where it does not say.
+FACTS = {"max_nodes": 0, "needs_hidden": False, "draft_law": "onehot", "is_chain": False}
 
 
 @dataclass
@@ -71,7 +73,8 @@ class DraftGroup:
 
     A proposal is 9 words, 3 a node and one a sequence, sent from the first rank to each other one. It is checked before
     it is sent. If drafting fails on any draft rank, or its proposal is malformed, that rank raises what went wrong
-    there, and all others GroupError with its text.
+    there, and all others GroupError with its text. The same where `make` raises or returns no drafter: then there is no
+    DraftGroup on any rank. (Draft ranks that wait for each other within `make` do so until their group's timeout.)
 
     Source: vLLM's draft_tensor_parallel_size, whose measurements this makes repeatable.
     """
@@ -93,20 +96,36 @@ class DraftGroup:
         self._group = target
         draft_ranks = None if size == 1 else dist.new_group(self._members[:size])
         self.rank, self._first = target.rank, self._members[0]
-        self.drafter = make(draft_ranks) if self.rank < size else None
+        self.drafter: Any = None
+        self.max_nodes, self.needs_hidden, self.draft_law, self.is_chain = self._make(make, draft_ranks)
         self.stats = DraftStats()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="draft") if self.drafter is not None else None
         self._drafting: Future[tuple[Draft, float]] | None = None
         self._unprepared: list[Any] | None = None
         self._refusal: Exception | None = None
-        facts: list[Any] = [None]
-        if self.rank == 0:
-            names = ("max_nodes", "needs_hidden", "draft_law", "is_chain")
-            defaults = (0, False, "onehot", False)
-            facts = [tuple(getattr(self.drafter, n, value) for n, value in zip(names, defaults, strict=True))]
-        with self._group._answered("DraftGroup"):
-            dist.broadcast_object_list(facts, src=self._first, group=self._group.group)
-        self.max_nodes, self.needs_hidden, self.draft_law, self.is_chain = facts[0]
+
+    def _make(self, make: Callable[[dist.ProcessGroup | None], Any], draft_ranks: dist.ProcessGroup | None) -> Any:
+        """Makes the drafter on the draft ranks; returns the first one's facts, or raises on all ranks."""
+        facts: tuple[Any, ...] = ()
+        failure: Exception | None = None
+        if self.rank < self.size:
+            try:
+                self.drafter = make(draft_ranks)
+                if not callable(getattr(self.drafter, "propose", None)):
+                    raise TypeError(f"make: expected it to return a drafter, got {type(self.drafter).__name__}")
+                facts = tuple(getattr(self.drafter, name, default) for name, default in FACTS.items())
+            except Exception as error:
+                failure = error
+        told = None if failure is None else f"{type(failure).__name__}: {failure}"
+        answers: list[Any] = [None] * self._group.size
+        with self._group._answered("DraftGroup: making the drafter"):
+            dist.all_gather_object(answers, (told, facts), group=self._group.group)
+        if failure is not None:
+            raise failure
+        for rank, (reason, _) in enumerate(answers):
+            if reason is not None:
+                raise GroupError(f"DraftGroup: make failed on rank {rank} ({reason})")
+        return answers[0][1]
 
     def start(self, tokens: Tensor, lengths: Tensor) -> None:
         """Begins to draft for what the next `propose` is called with."""

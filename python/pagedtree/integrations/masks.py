@@ -31,6 +31,9 @@ def unpack_mask(words: Tensor, n: int) -> Tensor:
 
 
 def all_visible(num_queries: int, seq_lens: Tensor) -> dict[str, Tensor]:
-    """tree_mask and tree_lens with which every query sees every key of its sequence: none of them is the mask's."""
-    mask = torch.zeros(num_queries, 1, dtype=torch.int32, device=seq_lens.device)
+    """tree_mask and tree_lens with which every query sees every key of its sequence: none of them is the mask's.
+
+    The rows of the mask are one and the same word in memory.
+    """
+    mask = torch.zeros(1, 1, dtype=torch.int32, device=seq_lens.device).expand(num_queries, 1)
     return {"tree_mask": mask, "tree_lens": torch.zeros_like(seq_lens)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
         """Takes over one step's batch. The arguments are FlashInfer's.
 
         Without a mask the queries see all keys, or those up to their own position if causal. Windows need causal.
-        Raises NotImplementedError for what is not supported, ValueError for wrong shapes and masks that are no tree's.
+        Raises NotImplementedError for what is not supported, ValueError for wrong shapes, for offsets in qo_indptr that
+        descend, and for masks that are no tree's.
         """
         if head_dim_vo not in (None, head_dim_qk):
             raise NotImplementedError(f"head_dim_vo: expected {head_dim_qk}, got {head_dim_vo}")
@@ -68,14 +70,15 @@ class BatchPrefillWithPagedKVCacheWrapper:
             raise ValueError(f"paged_kv_last_page_len: expected shape {expected}, got {got}")
         indptr, last_page_len = paged_kv_indptr.to(device), paged_kv_last_page_len.to(device)
         table, seq_lens = page_table(indptr, paged_kv_indices, last_page_len, page_size)
+        self._num_queries, longest = _queries(qo_indptr, seq_lens.numel())
         visible: dict[str, Tensor] = {}
         if packed_custom_mask is not None:
             visible = {"tree_mask": import_packed_custom_mask(packed_custom_mask, None, qo_indptr, seq_lens)}
         elif custom_mask is not None:
             visible = {"tree_mask": import_custom_mask(custom_mask.flatten(), qo_indptr, seq_lens)}
         elif not causal:
-            visible = all_visible(int(qo_indptr[-1]), seq_lens)
-        offsets, longest = qo_indptr.to(device, torch.int32), int(qo_indptr.diff().max()) if seq_lens.numel() else 0
+            visible = all_visible(self._num_queries, seq_lens)
+        offsets = qo_indptr.to(device, torch.int32)
         self._window_left = window_left
         self._arguments = {
             "page_table": table,
@@ -106,6 +109,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Attention of q [T, heads, dim]; the cache as `cache_views` takes it. Scales are those of an fp8 cache.
 
+        T is qo_indptr's last offset, or more if causal; rows behind it get zeros.
+
         lse is fp32, in base 2 unless lse_base is "ln", [T, heads] unless lse_layout is "HN". Raises RuntimeError before
         plan(), NotImplementedError for what is not supported, ValueError for wrong shapes or dtypes.
         """
@@ -117,6 +122,9 @@ class BatchPrefillWithPagedKVCacheWrapper:
         for name, value, known in (("lse_base", lse_base, ("log2", "ln")), ("lse_layout", lse_layout, ("NH", "HN"))):
             if value not in known:
                 raise ValueError(f"{name}: expected one of {known}, got {value!r}")
+        num_queries, rows = self._num_queries, q.shape[0]
+        if num_queries > rows:
+            raise ValueError(f"qo_indptr: expected at most {rows} queries, the rows of q, got {num_queries}")
         window = self._window_left if window_left is None else window_left
         if window >= 0 and "tree_mask" in self._arguments:
             raise NotImplementedError(f"window_left: expected -1 where the batch is not causal, got {window}")
@@ -129,6 +137,19 @@ class BatchPrefillWithPagedKVCacheWrapper:
         natural = natural / math.log(2) if lse_base == "log2" else natural
         natural = natural if lse_layout == "NH" else natural.T.contiguous()
         return result, natural if lse is None else lse.copy_(natural)
+
+
+def _queries(qo_indptr: Tensor, num_sequences: int) -> tuple[int, int]:
+    """How many queries there are in all, and the most of a sequence."""
+    if qo_indptr.shape != (num_sequences + 1,):
+        raise ValueError(f"qo_indptr: expected shape [{num_sequences + 1}], got {[*qo_indptr.shape]}")
+    begins = qo_indptr.tolist()
+    counts = [end - begin for begin, end in pairwise(begins)]
+    if begins[0] != 0 or min(counts, default=0) < 0:
+        raise ValueError(f"qo_indptr: expected offsets from 0 that do not descend, got {begins}")
+    if begins[-1] > torch.iinfo(torch.int32).max:
+        raise ValueError(f"qo_indptr: expected offsets that int32 can hold, got {begins}")
+    return begins[-1], max(counts, default=0)
 
 
 def _scale(value: float | Tensor | None, device: torch.device) -> Tensor | None:

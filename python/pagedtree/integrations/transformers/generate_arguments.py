@@ -84,9 +84,9 @@ def token_lists(input_ids: Any, attention_mask: Tensor | None, vocab_size: int, 
 
 
 def _lists(input_ids: Any) -> list[list[Any]]:
-    if not isinstance(input_ids, str) and not hasattr(input_ids, "__iter__"):
+    if not hasattr(input_ids, "__iter__"):
         raise TypeError(f"input_ids: expected prompts, got {type(input_ids).__name__}")
-    prompts = [] if isinstance(input_ids, str) else list(input_ids)
+    prompts = list(input_ids)
     if isinstance(input_ids, str) or any(isinstance(prompt, str) for prompt in prompts):
         raise ValueError("input_ids: expected token ids, got text; the tokenizer makes ids of it")
     if any(isinstance(prompt, Integral) for prompt in prompts):
