@@ -131,7 +131,7 @@ ENGINE_flash_attn   := --no-deps --no-build-isolation flash-attn==2.8.3.post2
 $(ENGINES)/.ready: export FLASH_ATTENTION_SKIP_CUDA_BUILD := TRUE
 $(ENGINES)/.ready: export FLASH_ATTENTION_FORCE_BUILD := TRUE
 TESTS_transformers  := $(addprefix tests/test_,generate.py transformers_attention.py continuous_batching.py custom_generate.py architectures.py rotary.py)
-TESTS_vllm          := tests/engines/test_vllm_*.py --dist loadfile
+TESTS_vllm          := tests/engines/test_vllm_*.py --dist loadfile --time-limit 900
 TESTS_sglang        := tests/engines/test_sglang_*.py tests/test_sglang_*.py
 TESTS_flashinfer    := tests/engines/test_flashinfer_*.py tests/test_flashinfer_*.py
 TESTS_flash_attn    := tests/engines/test_flash_attn_*.py tests/test_flash_attn.py

@@ -141,7 +141,7 @@ if(PAGEDTREE_SIMT)
     list(APPEND PAGEDTREE_SIMT_KERNELS "${CMAKE_CURRENT_BINARY_DIR}/${wrapper}")
   endforeach()
   # Most of the time goes into the machine: kernels are compiled for a short build.
-  set_source_files_properties(${PAGEDTREE_SIMT_KERNELS} PROPERTIES COMPILE_OPTIONS -O1)
+  set_source_files_properties(${PAGEDTREE_SIMT_KERNELS} PROPERTIES COMPILE_OPTIONS "-O1;-finline-small-functions")
   function(pagedtree_compile_for_simt target)
     target_include_directories(${target} PRIVATE csrc)
     target_include_directories(${target} SYSTEM PRIVATE ${simt_headers})

@@ -37,6 +37,7 @@ CHECKPOINTS = Path(__file__).parent / "checkpoints"
 PARAMS = SamplingParams(temperature=0.8, top_p=0.9)
 RULES: dict[str, SamplingParams | None] = {"greedy": None, "sampled": PARAMS, "rejection": PARAMS}
 TIMEOUT = timedelta(seconds=300)
+PRELOADED = ["transformers.models.llama.modeling_llama", "pagedtree.distributed", "pagedtree.integrations.transformers"]
 
 
 @dataclass
@@ -158,8 +159,10 @@ def main() -> int:
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / "target")
     prompts = [tokenizer(text)["input_ids"] for text in stdlib_prompts(args.prompts)]
     with tempfile.TemporaryDirectory() as folder:
+        # Forked from a process that has imported these once.
+        mp.get_context("forkserver").set_forkserver_preload(PRELOADED)
         start: Callable[..., Any] = mp.start_processes
-        start(run_rank, args=(args, prompts, folder), nprocs=args.ranks, start_method="spawn")
+        start(run_rank, args=(args, prompts, folder), nprocs=args.ranks, start_method="forkserver")
         rows = compare(args, prompts, folder)
     print_rows(rows)
     if args.json:

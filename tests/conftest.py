@@ -10,6 +10,7 @@ import torch
 from attention_case import Target
 from device_case import only_on
 from hypothesis import HealthCheck, settings
+from time_limit import pytest_addoption, pytest_configure, pytest_runtest_protocol, pytest_unconfigure  # noqa: F401
 
 from pagedtree import _C
 from pagedtree.testing import backends

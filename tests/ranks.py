@@ -37,7 +37,9 @@ class Ranks:
     """`num_ranks` processes; `run` calls a function of a test module on the first of them."""
 
     def __init__(self, folder: Path, num_ranks: int = MOST_RANKS, timeout: float = TIMEOUT) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Forked from a process that has imported the slow modules once, and has nothing else.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "pagedtree.distributed", "hypothesis", "pytest"])
         self.pipes, self.processes = [], []
         for rank in range(num_ranks):
             here, there = context.Pipe()

@@ -19,7 +19,7 @@ preload=$(for name in asan ubsan stdc++; do c++ -print-file-name=lib$name.so; do
 options="halt_on_error=1:log_path=$PWD/$tree/report"
 status=0
 env LD_PRELOAD="$preload" ASAN_OPTIONS="$options:detect_leaks=0" UBSAN_OPTIONS="$options:print_stacktrace=1" \
-  OMP_NUM_THREADS=1 PYTHONPATH=$PWD/$tree/python python -m pytest -m "not slow and not stats" \
+  OMP_NUM_THREADS=1 PYTHONPATH=$PWD/$tree/python python -m pytest -m "not slow and not stats" --time-limit 3000 \
   --ignore tests/test_cli.py --ignore tests/test_docs.py --ignore tests/test_layout.py --ignore tests/test_packaging.py \
   "$@" || status=$?
 # A forked worker that unwinds a stack unknown to AddressSanitizer makes it warn, which is no finding.

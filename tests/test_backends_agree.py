@@ -165,8 +165,11 @@ class TestClusters:
     def test_sample(self):
         compare_sampling("simt", torch.bfloat16, self.VOCAB)
 
-    @pytest.mark.parametrize("batch", [1, 12])
-    def test_verify(self, batch):
+    @pytest.mark.parametrize("batch", [1, 3])
+    def test_verify(self, batch, ctas, monkeypatch):
+        """One tree has all rows drawn at once; three, on a device with a cluster for each, are walked row by row."""
+        if batch > 1:
+            monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", f"{batch * ctas}:227:{ctas}")
         compare_verification("simt", batch, self.VOCAB)
 
     @pytest.mark.parametrize(("op", "law"), RULES, ids=lambda x: getattr(x, "__name__", x))

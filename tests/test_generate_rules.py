@@ -298,7 +298,15 @@ def test_temperature_0_is_greedy(model, draft_model, rule, drafter):
     assert stats.mean_accepted > 1.0 or drafter == "n-gram"
 
 
-@pytest.mark.parametrize(("rule", "drafter"), [*FITTING, ("typical", "top-k tree")])
+@pytest.mark.parametrize(
+    ("rule", "drafter"),
+    [  # in the core suite each rule once
+        ("sampled", "coupled tree"), ("rejection", "swor tree"), ("block", "iid chain"), ("traversal", "iid tree"),
+        ("typical", "top-k tree"), pytest.param("rejection", "n-gram", marks=pytest.mark.slow),
+        pytest.param("block", "top-k chain", marks=pytest.mark.slow),
+        pytest.param("traversal", "swor tree", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_rules_in_any_batch(model, draft_model, rule, drafter):
     """The same seeds give the same text, in any batch; with few pages too, where evictions may change it."""
     prompts = prompts_of(LENGTHS)

@@ -84,7 +84,7 @@ class Outcome:
 def run(root: Path, folder: Path, *arguments: str, **more: str) -> Outcome:
     out = folder / "out"
     done = subprocess.run(
-        [root / SUITE, out, *arguments], env=environment(folder, **more), capture_output=True, text=True, timeout=400
+        [root / SUITE, out, *arguments], env=environment(folder, **more), capture_output=True, text=True, timeout=280
     )
     return Outcome(done.returncode, done.stdout + done.stderr, out)
 

@@ -22,12 +22,13 @@ HAS_PTX = any(architecture.endswith("+PTX") for architecture in _C.build_info()[
 pytestmark.append(pytest.mark.skipif(not HAS_PTX, reason="built without PTX: TORCH_CUDA_ARCH_LIST has no +PTX"))
 FP8 = torch.float8_e4m3fn
 TILES = {64: (16, 32, 64, 128), 96: (16, 32, 64, 128), 128: (16, 32, 64, 128), 192: (32, 64), 256: (32, 64)}
+TYPES = [(dtype, fp8) for dtype in (torch.bfloat16, torch.float16) for fp8 in (False, True)]
+# In the core suite each tile with one pair of types, the pairs in turn over rows and head sizes.
 INSTANCES = [
-    (dtype, fp8, head_dim, rows)
-    for dtype in (torch.bfloat16, torch.float16)
-    for fp8 in (False, True)
-    for head_dim, tiles in TILES.items()
-    for rows in tiles
+    pytest.param(*types, head_dim, rows, marks=[] if (i + j) % len(TYPES) == k else pytest.mark.slow)
+    for k, types in enumerate(TYPES)
+    for i, (head_dim, tiles) in enumerate(TILES.items())
+    for j, rows in enumerate(tiles)
 ]
 
 

@@ -216,6 +216,7 @@ def test_packages_that_are_not_needed():
 import sys
 sys.modules["transformers"] = None
 import pagedtree, pagedtree.integrations, pagedtree.cli
+assert "torch._dynamo" not in sys.modules  # the compiler: its import takes longer than all of these
 del sys.modules["transformers"]
 sys.modules.update(dict.fromkeys(["vllm", "sglang", "sgl_kernel", "flashinfer", "flash_attn", "accelerate", "kernels"]))
 import pagedtree.integrations.transformers

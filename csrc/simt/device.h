@@ -20,6 +20,9 @@
 #define __launch_bounds__(...)
 #undef __shared__
 #define __shared__ static_assert(false, "use ptx::shared<T>()");
+// Calls take the host less time than the compiler takes to write every function out where it is called.
+#undef __forceinline__
+#define __forceinline__ inline
 
 inline constinit uint3 threadIdx{}, blockIdx{};  // of the thread that runs
 inline constinit dim3 blockDim{}, gridDim{};

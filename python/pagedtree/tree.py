@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import index
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,12 @@ from pagedtree._ops import call, makes_fakes, ops, register_fake
 __all__ = ["DraftTree", "TreeBatch", "build_trees"]
 
 MAX_NODES = 1024
+
+
+def _assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch.compiler.assume_constant_result does, without the compiler, whose import takes as long as torch's."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 class DraftTree:
@@ -132,7 +139,8 @@ class DraftTree:
                 child, rank = next_sibling[child], rank + 1
         return np.array(ranks, dtype=np.int32)
 
-    @torch.compiler.assume_constant_result  # a method: torch < 2.13 takes no tree as an argument of such a function
+    # A method: torch < 2.13 takes no tree as an argument of a function that is marked so.
+    @_assume_constant_result
     def _on_device(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int]:
         """parents, depths, child ranks as tensors on `device`, copied once, and the number of ranks."""
         copies = self._copies.get(device)
