@@ -48,7 +48,7 @@ def checked(
 ) -> Callable[[Function], Function]:
     """Lets a function refuse arguments that are not of their annotated types, for functions that are no single op.
 
-    integers: names of tensors that must hold integers. written: names of those that are written to, whose elements
+    integers: names of tensors that must be int32 or int64. written: names of those that are written to, whose elements
     must not share memory. own: names of arguments whose types the function checks itself. one_device: also refuses
     tensors on different devices.
     Tensors without values (on "meta") are refused: such a function reads values. The refusals are TypeError and
@@ -90,8 +90,8 @@ def checked(
 def _expect_tensor(name: str, tensor: Tensor, is_integer: bool, is_written: bool) -> None:
     if tensor.is_meta:
         raise ValueError(f"{name}: expected a tensor with values, got one on meta")
-    if is_integer and (tensor.is_floating_point() or tensor.is_complex()):
-        raise ValueError(f"{name}: expected integers, got {tensor.dtype}")
+    if is_integer and tensor.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name}: expected int32 or int64, got {tensor.dtype}")
     if is_written and any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ValueError(f"{name}: expected memory of its own for each element, got strides {list(tensor.stride())}")
 

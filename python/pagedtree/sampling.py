@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral, Real
@@ -88,12 +89,17 @@ def _on_device(value: float | Tensor, name: str, device: torch.device) -> Tensor
         if name == "top_k" and value.dtype == torch.int64:
             value = value.clamp(-1, _INT32_MAX).int()
         return value.reshape(1) if value.dim() == 0 else value
-    number = min(int(value), _INT32_MAX) if name == "top_k" else float(value)
+    number = min(int(value), _INT32_MAX) if name == "top_k" else _float32(value)
     # A tensor made while a CUDA graph is captured, or a program traced (with fake tensors), lives no longer than that.
     is_traced = torch.compiler.is_compiling() or makes_fakes()
     if is_traced or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return torch.full((1,), number, dtype=_DTYPES[name], device=device)
     return _constant(number, _DTYPES[name], device)
+
+
+def _float32(value: float) -> float:
+    """A number that fp32 can hold; larger ones are infinite."""
+    return float(value) if value <= torch.finfo(torch.float32).max else math.inf
 
 
 @lru_cache(maxsize=1024)

@@ -124,7 +124,15 @@ _MAX_ARGUMENTS = 24
 def _digest(value: Any) -> int:
     """63 bits that tell values apart; of tensors dtype, shape and content, of others what they print."""
     if isinstance(value, Tensor):
-        content = value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+        content = (
+            value.detach()
+            .cpu()
+            .clone(memory_format=torch.contiguous_format)
+            .reshape(-1)
+            .view(torch.uint8)
+            .numpy()
+            .tobytes()
+        )
         text = f"{value.dtype}{tuple(value.shape)}".encode() + content
     else:
         text = repr(value).encode()

@@ -67,6 +67,7 @@ def flash_attn_with_kvcache(
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if tensor.dim() != 4:
             raise ValueError(f"{name}: expected [batch or pages, tokens, heads, dim], got shape {[*tensor.shape]}")
+    _expect_table(block_table)
     (batch, n, heads, dim), page_size, device = q.shape, k_cache.shape[1], q.device
     if block_table is None:  # a page is a sequence
         rows = torch.arange(batch, dtype=torch.int32, device=device) if cache_batch_idx is None else cache_batch_idx
@@ -152,6 +153,7 @@ def flash_attn_varlen_func(
             raise ValueError(f"{name}: expected {form}, got shape {[*tensor.shape]}")
     if cu_seqlens_k.dim() != 1:
         raise ValueError(f"cu_seqlens_k: expected shape [B + 1], got {[*cu_seqlens_k.shape]}")
+    _expect_table(block_table)
     seq_lens = cu_seqlens_k.diff().int()
     if block_table is None:  # pages of one row, each where it is
         max_seqlen_k = max(min(max_seqlen_k, k.shape[0]), 0)
@@ -171,6 +173,11 @@ def flash_attn_varlen_func(
     )
     assert isinstance(out, Tensor)
     return out
+
+
+def _expect_table(block_table: Tensor | None) -> None:
+    if block_table is not None and block_table.dim() != 2:
+        raise ValueError(f"block_table: expected [B, max_pages], got shape {[*block_table.shape]}")
 
 
 def _offsets(batch: int, each: int, device: torch.device) -> Tensor:

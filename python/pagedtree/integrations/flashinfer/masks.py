@@ -18,10 +18,10 @@ from pagedtree.integrations.masks import pack_mask, unpack_mask
 
 __all__ = ["export_custom_mask", "export_packed_custom_mask", "import_custom_mask", "import_packed_custom_mask"]
 
-_LENGTHS = ("qo_indptr", "seq_lens", "tree_lens")
+_LENGTHS = {"qo_indptr", "seq_lens", "tree_lens"}
 
 
-@checked(integers=(*_LENGTHS,), one_device=False)
+@checked(integers=_LENGTHS, one_device=False)
 def import_custom_mask(
     custom_mask: Tensor, qo_indptr: Tensor, seq_lens: Tensor, tree_lens: Tensor | None = None
 ) -> Tensor:
@@ -44,14 +44,7 @@ def import_custom_mask(
     return _words([part.view(n, s) for part, (n, s, _) in zip(parts, sizes, strict=True)], sizes, custom_mask.device)
 
 
-@checked(
-    integers=(
-        "mask_indptr",
-        "packed_custom_mask",
-        *_LENGTHS,
-    ),
-    one_device=False,
-)
+@checked(integers=_LENGTHS | {"mask_indptr"}, one_device=False)
 def import_packed_custom_mask(
     packed_custom_mask: Tensor,
     mask_indptr: Tensor | None,
@@ -60,6 +53,9 @@ def import_packed_custom_mask(
     tree_lens: Tensor | None = None,
 ) -> Tensor:
     """As `import_custom_mask`, of a packed mask, uint8; mask_indptr int [B + 1], default sequences without gaps."""
+    if packed_custom_mask.dtype != torch.uint8 or packed_custom_mask.dim() != 1:
+        got = f"{packed_custom_mask.dtype} {[*packed_custom_mask.shape]}"
+        raise ValueError(f"packed_custom_mask: expected uint8 in one dimension, got {got}")
     sizes = _sizes(qo_indptr, seq_lens, tree_lens)
     begins = _byte_offsets(sizes) if mask_indptr is None else mask_indptr.tolist()
     rows = []
@@ -74,13 +70,7 @@ def import_packed_custom_mask(
     return _words(rows, sizes, packed_custom_mask.device)
 
 
-@checked(
-    integers=(
-        "tree_mask",
-        *_LENGTHS,
-    ),
-    one_device=False,
-)
+@checked(integers=_LENGTHS | {"tree_mask"}, one_device=False)
 def export_custom_mask(
     tree_mask: Tensor, qo_indptr: Tensor, seq_lens: Tensor, tree_lens: Tensor | None = None
 ) -> Tensor:
@@ -93,13 +83,7 @@ def export_custom_mask(
     return torch.cat([torch.empty(0, dtype=torch.bool, device=tree_mask.device), *parts])
 
 
-@checked(
-    integers=(
-        "tree_mask",
-        *_LENGTHS,
-    ),
-    one_device=False,
-)
+@checked(integers=_LENGTHS | {"tree_mask"}, one_device=False)
 def export_packed_custom_mask(
     tree_mask: Tensor, qo_indptr: Tensor, seq_lens: Tensor, tree_lens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -115,9 +99,9 @@ def export_packed_custom_mask(
 
 def _sizes(qo_indptr: Tensor, seq_lens: Tensor, tree_lens: Tensor | None) -> list[tuple[int, int, int]]:
     """(queries, keys, keys that the words cover) of each sequence."""
-    for name, values in (("qo_indptr", qo_indptr), ("seq_lens", seq_lens)):
-        if values.dim() != 1:
-            raise ValueError(f"{name}: expected one dimension, got shape {[*values.shape]}")
+    for name, lengths in (("qo_indptr", qo_indptr), ("seq_lens", seq_lens)):
+        if lengths.dim() != 1:
+            raise ValueError(f"{name}: expected one dimension, got shape {[*lengths.shape]}")
     queries, keys = qo_indptr.diff().tolist(), seq_lens.tolist()
     for name, values in (("seq_lens", seq_lens), ("tree_lens", tree_lens)):
         if values is not None and values.shape != (len(queries),):
@@ -154,6 +138,8 @@ def _words(masks: Sequence[Tensor], sizes: Sequence[tuple[int, int, int]], devic
 
 def _export(tree_mask: Tensor, sizes: Sequence[tuple[int, int, int]]) -> list[Tensor]:
     """Each sequence's booleans, flat."""
+    if tree_mask.dim() != 2:
+        raise ValueError(f"tree_mask: expected two dimensions, got shape {[*tree_mask.shape]}")
     rows = sum(n for n, _, _ in sizes)
     if rows > tree_mask.shape[0]:
         raise ValueError(f"tree_mask: expected a row for each of {rows} queries, got {tree_mask.shape[0]}")

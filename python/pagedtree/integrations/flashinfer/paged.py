@@ -63,6 +63,9 @@ class BatchPrefillWithPagedKVCacheWrapper:
             if name not in HINTS and (isinstance(value, Tensor) or value):
                 raise NotImplementedError(f"{name}: expected none, got {type(value).__name__}")
         device = paged_kv_indices.device  # the others may be on the host
+        for name, values in (("paged_kv_indptr", paged_kv_indptr), ("paged_kv_indices", paged_kv_indices)):
+            if values.dim() != 1:
+                raise ValueError(f"{name}: expected one dimension, got shape {[*values.shape]}")
         if qo_indptr.shape != paged_kv_indptr.shape:
             raise ValueError(f"qo_indptr: expected shape {[*paged_kv_indptr.shape]}, got {[*qo_indptr.shape]}")
         if paged_kv_last_page_len.shape != (max(qo_indptr.numel() - 1, 0),):

@@ -51,12 +51,12 @@ def page_table(
         raise ValueError(f"page_size: expected 1 to 2^31 - 1, got {page_size}")
     if max_pages is not None and not 0 <= max_pages < 2**31:
         raise ValueError(f"max_pages: expected 0 to 2^31 - 1, got {max_pages}")
-    counts = indptr.diff()
-    if last_page_len.shape != counts.shape:
-        raise ValueError(f"last_page_len: expected shape {[*counts.shape]}, got {[*last_page_len.shape]}")
     if indptr.dim() != 1 or indices.dim() != 1:
         shapes = [*indptr.shape], [*indices.shape]
         raise ValueError(f"indptr, indices: expected one dimension each, got shapes {shapes}")
+    counts = indptr.diff()
+    if last_page_len.shape != counts.shape:
+        raise ValueError(f"last_page_len: expected shape {[*counts.shape]}, got {[*last_page_len.shape]}")
     if max_pages is None:
         max_pages = min(max(int(counts.max()), 0), indices.numel()) if counts.numel() else 0
     column = torch.arange(max_pages, device=indptr.device)

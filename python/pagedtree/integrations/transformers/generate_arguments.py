@@ -127,7 +127,7 @@ def _integer(name: str, value: Any) -> int:
     value = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise ValueError(f"{name}: expected an integer, got {value!r}")
-    if not -(2**63) <= value < 2**63:
+    if not -(2**63) <= int(value) < 2**63:
         raise ValueError(f"{name}: expected an integer of 64 bits, got {value}")
     return int(value)
 
