@@ -113,10 +113,28 @@ def test_a_loaded_backend_exports_its_tables_only(name):
     assert {symbol for symbol in exported if "pagedtree" in symbol} == {
         f"pagedtree::{name}::backend()",
         "pagedtree_backend",
+        "pagedtree_backend_error",
         "pagedtree_instructions",
         *(["pagedtree_simt_set_executor"] if name == "simt" else []),
     }
     assert not any(symbol.startswith(("cuda", "__cuda")) for symbol in exported)
+
+
+@pytest.mark.parametrize(("version", "said"), [(12080, "driver is for CUDA 12.8"), (13000, ""), (99000, "")])
+def test_a_driver_that_is_too_old_is_named(tmp_path, version, said):
+    library = PACKAGE / "lib" / "libpagedtree_cuda.so"
+    if not library.exists() or shutil.which("cc") is None:
+        pytest.skip("built without CUDA, or no C compiler")
+    source = tmp_path / "driver.c"
+    source.write_text(f"int cuDriverGetVersion(int* version) {{ *version = {version}; return 0; }}\n")
+    run("cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", source)
+    script = (
+        f"import ctypes; error = ctypes.CDLL({str(library)!r}).pagedtree_backend_error; "
+        "error.restype = ctypes.c_char_p; print(error().decode())"
+    )
+    told = run(sys.executable, "-c", script, LD_LIBRARY_PATH=str(tmp_path)).strip()
+    assert bool(told) == bool(said) and said in told
+    assert not said or "is built with CUDA" in told
 
 
 def test_symbol_versions_stay_in_reach():
@@ -245,6 +263,36 @@ def test_a_cmake_that_does_not_know_nvccs_cxx20_is_refused(tmp_path):
     told = " ".join(done.stderr.split())
     assert done.returncode != 0
     assert "need CMake 3.25.2 or later" in told and "this is 3.25.1" in told and "PAGEDTREE_CUDA=0" in told
+
+
+ARCHITECTURE_LISTS = {
+    "8.0+PTX 9.0a": ("80|90a-real", "8.0+PTX 9.0a", ""),
+    "7.0;7.5 8.6,9.0a": ("86-real|90a-real", "8.6 9.0a", "left out of the build: 7.0;7.5"),
+    "7.5": ("", "", "has 7.5 only"),
+    "10.0 12.0+PTX": ("100-real|120", "10.0 12.0+PTX", ""),
+}
+
+
+@pytest.mark.parametrize("given", ARCHITECTURE_LISTS)
+def test_architectures_below_8_0_are_left_out_by_name(tmp_path, given):
+    if shutil.which("cmake") is None:
+        pytest.skip("no CMake")
+    built, kept, said = ARCHITECTURE_LISTS[given]
+    script = tmp_path / "configure.cmake"
+    script.write_text(
+        f"set(PAGEDTREE_NVCC NOTFOUND)\nset(ENV{{PAGEDTREE_CUDA}} 0)\ninclude({ROOT}/cmake/cuda.cmake)\n"
+        'pagedtree_choose_architectures(found)\nstring(REPLACE ";" "|" found "${found}")\n'
+        'message(STATUS "built <${found}> of <${PAGEDTREE_CUDA_ARCH_LIST}>")\n'
+    )
+    environment = {**os.environ, "TORCH_CUDA_ARCH_LIST": given}
+    done = subprocess.run(["cmake", "-P", script], env=environment, capture_output=True, text=True)
+    told = " ".join(done.stderr.split())
+    if built:
+        assert done.returncode == 0 and f"built <{built}> of <{kept}>" in done.stdout
+        assert said in told and ("Warning" in told) == bool(said)
+    else:
+        assert done.returncode != 0
+        assert "need compute capability 8.0 or later" in told and said in told and "PAGEDTREE_CUDA=0" in told
 
 
 # --- source archive and wheel

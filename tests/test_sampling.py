@@ -304,6 +304,25 @@ def test_strided_rows(device, dtype):
     assert torch.equal(sample(logits, params, **streams), sample(logits.contiguous(), params, **streams))
 
 
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+def test_rows_at_any_address(device, dtype):
+    """Whole words of 16 bytes, and what is left at both ends: nothing outside a row counts, ties go to the first id."""
+    generator = torch.Generator().manual_seed(3)
+    streams = {"seeds": random_words(3).to(device), "positions": torch.arange(3, device=device)}
+    for vocab in (1, 7, 8, 9, 17, 40, 1031):
+        rows = (torch.randn(3, vocab, generator=generator) * 2).round().to(dtype)  # many ties
+        rows[1] = 0
+        for offset in range(9):
+            around = torch.full((3 * (vocab + 3) + 20,), torch.nan, dtype=dtype, device=device)
+            strided = around[offset : offset + 3 * (vocab + 3)].view(3, vocab + 3)[:, :vocab]
+            strided.copy_(rows)
+            greedy = sample(strided, SamplingParams(temperature=0.0), **streams)
+            assert greedy.tolist() == [int(np.argmax(row.float().numpy())) for row in rows]
+            for law in ({}, {"top_p": 0.6}, {"top_k": 3, "temperature": 1.5}):
+                expected = sample(rows.to(device), SamplingParams(**law), **streams)
+                assert sample(strided, SamplingParams(**law), **streams).tolist() == expected.tolist()
+
+
 def test_rows_past_two_gigabytes():
     """Rows whose offsets pass 2^31 elements; memory that nobody touches costs nothing."""
     stride = 2**30 + 3

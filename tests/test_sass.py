@@ -77,6 +77,20 @@ def test_attention_uses_the_tensor_cores(architecture: str) -> None:
         print(architecture, sum(opcodes.values()), "instructions,", count(opcodes, "HMMA"), "HMMA", name)
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_are_read_by_sixteen_bytes(architecture: str) -> None:
+    """Four loads of each pass over a row; the peak of narrow dtypes is found two numbers at a time."""
+    reads_rows = re.compile(r"(sample|draw_rows|step)_kernel<|^walk_kernel<.*(DType|Rows)")
+    found = {name: opcodes for name, opcodes in instructions(architecture).items() if reads_rows.search(name)}
+    assert len(found) >= 12
+    for name, opcodes in found.items():
+        assert count(opcodes, r"LDG\.E\.128(\.CONSTANT)?") >= 8, name
+    narrow = [name for name in found if re.search(r"\(DType\)[12]>", name)]
+    assert narrow or not any("(DType)" in name for name in found)
+    for name in narrow:
+        assert count(found[name], r"V?HMNMX2?\.(BF16_V2\.)?NAN") >= 8, name
+
+
 def test_the_library_is_of_bounded_size() -> None:
     assert LIBRARY is not None
     print(LIBRARY.stat().st_size, "bytes")

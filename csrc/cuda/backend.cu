@@ -1,7 +1,35 @@
 #include "cuda/kernels.h"
 
+#if defined(__CUDACC__)
+#include <cuda_runtime.h>
+#include <dlfcn.h>
+
+#include <string>
+#endif
+
 namespace pagedtree {
 namespace {
+
+#if defined(__CUDACC__)
+// Why no kernel can run: the CUDA runtime is linked statically, and a driver serves the runtimes of its own major
+// version and of earlier ones. Empty where nothing is known to be wrong; without a driver there is no GPU to ask for.
+std::string driver_error() {
+  void* library = dlopen("libcuda.so.1", RTLD_LAZY);
+  if (library == nullptr) return "";
+  const auto get_version = reinterpret_cast<int (*)(int*)>(dlsym(library, "cuDriverGetVersion"));
+  constexpr int runtime = CUDART_VERSION;
+  int driver = 0;
+  if (get_version == nullptr || get_version(&driver) != 0 || driver / 1000 >= runtime / 1000) return "";
+  const auto text = [](int version) {
+    return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+  };
+  return "the NVIDIA driver is for CUDA " + text(driver) + ", but pagedtree is built with CUDA " + text(runtime) +
+         ": update the driver to one for CUDA " + std::to_string(runtime / 1000) +
+         ", or build pagedtree with nvcc of CUDA " + std::to_string(driver / 1000);
+}
+#else
+const char* driver_error() { return ""; }
+#endif
 
 constexpr Backend table_named(const char* name) {
   return {
@@ -51,5 +79,11 @@ const Backend& simt::backend() {
 
 // For whoever loads the library at run time.
 extern "C" PT_EXPORT const Backend* pagedtree_backend() { return &PT_THIS_BACKEND(); }
+
+// Why it cannot work on this machine; empty where nothing is known to be wrong.
+extern "C" PT_EXPORT const char* pagedtree_backend_error() {
+  static const auto error = driver_error();
+  return &error[0];
+}
 
 }  // namespace pagedtree

@@ -98,6 +98,24 @@ struct Ex2 {
   }
 };
 
+template <typename T>
+struct MaxNan {
+  static __device__ void run(const uint32_t* in, uint32_t* out) {
+    for (int i = 0; i < 4; ++i) out[i] = ptx::max_nan<T>(in[i], in[4 + i]);
+  }
+};
+
+struct Increment {  // what a counter was, and is now; twice
+  static __device__ void run(const uint32_t* in, uint32_t* out) {
+    auto& s = ptx::shared<Shared>();
+    for (int i = 0; i < 2; ++i) {
+      own_words(s)[i] = in[i];
+      out[2 * i] = ptx::increment(own_words(s) + i, in[4 + i]);
+      out[2 * i + 1] = own_words(s)[i];
+    }
+  }
+};
+
 struct Barrier {  // each warp reads what the other wrote
   static __device__ void run(const uint32_t* in, uint32_t* out) {
     auto& s = ptx::shared<Shared>();
@@ -171,6 +189,10 @@ constexpr Instruction kInstructions[] = {
     {"cp_async_16", run<CpAsync>},
     {"cp_async_wait", run<CpAsyncGroups>},
     {"ex2", run<Ex2>},
+    {"max_nan/fp32", run<MaxNan<float>>},
+    {"max_nan/bf16", run<MaxNan<__nv_bfloat16>>},
+    {"max_nan/fp16", run<MaxNan<__half>>},
+    {"increment", run<Increment>},
     {"barrier_sync", run<Barrier>},
     {"smem_addr", run<Address>},
     {"of_cta", run<Cluster>},

@@ -5,7 +5,7 @@
 
 #include "core/laws.h"
 #include "core/typical.h"
-#include "cuda/logits.cuh"
+#include "cuda/filters.cuh"
 
 namespace pagedtree::cuda {
 
@@ -29,9 +29,9 @@ using AnyReader = LogitReader<kAnyDType>;
 
 // The masses of a row's law.
 struct LawMasses {
-  static constexpr int kAhead = 4;  // groups of four that are loaded before one is looked at
+  static constexpr int kBatch = 4;  // groups of four that are loaded before one is looked at
   static constexpr int kSums = 1;   // sums at a time
-  using Loaded = AnyReader::Four;
+  using Loaded = Four;
 
   AnyReader row;
   Scale scale;
@@ -52,8 +52,7 @@ struct LawMasses {
   __device__ __forceinline__ void values(int64_t token, const Loaded& loaded, float (&four)[4]) const {
     uint32_t kept = 0;
     if (token < row.vocab()) {
-      row.convert(loaded, four);
-      row.clean_four(token, four);
+      row.clean_four(token, loaded, four);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float x = scale(four[i]);
@@ -105,7 +104,7 @@ struct DraftMasses {
     if (!present) return 0.0f;
     return is_probs ? clean(law.row.raw(token)) : law.at(token);
   }
-  __device__ __forceinline__ void values(int64_t token, const AnyReader::Four& loaded, float (&four)[4]) const {
+  __device__ __forceinline__ void values(int64_t token, const Four& loaded, float (&four)[4]) const {
     if (!is_probs) return law.values(token, loaded, four);
     law.row.convert(loaded, four);
 #pragma unroll
@@ -115,10 +114,10 @@ struct DraftMasses {
 
 // What is left of the target's masses, and the drafts' masses; tried tokens count as nothing.
 struct ResidualMasses {
-  static constexpr int kAhead = 2;
+  static constexpr int kBatch = 2;
   static constexpr int kSums = 2;
   struct Loaded {
-    AnyReader::Four target, draft;
+    Four target, draft;
   };
 
   LawMasses target;
@@ -137,7 +136,7 @@ struct ResidualMasses {
 
   __device__ int64_t vocab() const { return target.vocab(); }
   __device__ Loaded load(int64_t token) const {
-    return {target.load(token), with_draft ? draft.law.load(token) : AnyReader::Four{}};
+    return {target.load(token), with_draft ? draft.law.load(token) : Four{}};
   }
   // sums: residuals, drafts.
   __device__ __forceinline__ void values(int64_t token, const Loaded& loaded, float (&sums)[2][4]) const {
@@ -283,8 +282,10 @@ class Rows {
 
  private:
   __device__ __forceinline__ RowLaw find_law(const LogitRow& row, const Law& law) {
-    const AnyReader reader(row);
-    return law_of_row(row, law, find_peak(reader, shared_.radix.block), [&](const Scale& scale) {
+    AnyReader reader(row);
+    const Peak peak = find_peak(reader, shared_.radix.block);
+    reader.learn(peak);
+    return law_of_row(row, law, peak, [&](const Scale& scale) {
       return find_filter(reader, law, scale, shared_.radix, shared_.masses);
     });
   }
@@ -295,37 +296,41 @@ class Rows {
     LawTable* const tables[Masses::kSums] = {&into...};
     const int64_t vocab = masses.vocab();
     sync();
-    // Groups of kLawSums tokens; the next ones of this warp are on their way while one is looked at.
-    constexpr int kAhead = Masses::kAhead, kGroups = kLawBlock / kLawSums;
+    // Groups of kLawSums tokens; some are loaded before one is looked at.
+    constexpr int kBatch = Masses::kBatch, kGroups = kLawBlock / kLawSums;
+    static_assert(kGroups % kBatch == 0);
     const int lane = static_cast<int>(threadIdx.x % 32), warps_of_cta = static_cast<int>(blockDim.x / 32);
     const int warp = static_cast<int>(ptx::cluster_rank()) * warps_of_cta + static_cast<int>(threadIdx.x / 32);
     const int warps = static_cast<int>(ptx::cluster_size()) * warps_of_cta,
               num_blocks = static_cast<int>(LawTable::num_blocks(vocab));
-    const int num_groups = warp < num_blocks ? ceil_div(num_blocks - warp, warps) * kGroups : 0;
-    const auto token_of = [&](int group) {  // of this warp's groups; its blocks are `warps` apart
-      return (warp + (group / kGroups) * warps) * kLawBlock + group % kGroups * kLawSums + 4 * lane;
-    };
-    typename Masses::Loaded ahead[kAhead]{};
     float sums[Masses::kSums][4]{};
+    int block = warp, group = 0;
 #pragma unroll 1
-    for (int group = -kAhead; group < num_groups; ++group) {
-      const typename Masses::Loaded loaded = ahead[0];
+    while (block < num_blocks) {
+      int token = block * kLawBlock + group * kLawSums + 4 * lane;
+      typename Masses::Loaded loaded[kBatch];
 #pragma unroll
-      for (int i = 0; i + 1 < kAhead; ++i) ahead[i] = ahead[i + 1];
-      ahead[kAhead - 1] = masses.load(token_of(group + kAhead));
-      if (group < 0) continue;
-      float values[Masses::kSums][4];
-      masses.values(token_of(group), loaded, values);
+      for (int i = 0; i < kBatch; ++i) loaded[i] = masses.load(token + i * kLawSums);
+#pragma unroll 1
+      for (int i = 0; i < kBatch; ++i, token += kLawSums) {
+        float values[Masses::kSums][4];
+        masses.values(token, loaded[0], values);
 #pragma unroll
-      for (int j = 0; j < 4 * Masses::kSums; ++j) sums[j / 4][j % 4] += values[j / 4][j % 4];
-      if (group % kGroups != kGroups - 1) continue;
+        for (int j = 0; j + 1 < kBatch; ++j) loaded[j] = loaded[j + 1];
+#pragma unroll
+        for (int j = 0; j < 4 * Masses::kSums; ++j) sums[j / 4][j % 4] += values[j / 4][j % 4];
+      }
+      group += kBatch;
+      if (group < kGroups) continue;
 #pragma unroll
       for (int k = 0; k < Masses::kSums; ++k) {
         const float sum = sum_of_block(sums[k]);
-        float& into = tables[k]->blocks[token_of(group) / kLawBlock];
+        float& into = tables[k]->blocks[block];
         if (lane < static_cast<int>(ptx::cluster_size())) *ptx::of_cta(&into, static_cast<uint32_t>(lane)) = sum;
         sums[k][0] = sums[k][1] = sums[k][2] = sums[k][3] = 0.0f;
       }
+      block += warps;
+      group = 0;
     }
     sync();
     if (threadIdx.x < LawTable::num_groups(vocab)) {

@@ -1,10 +1,9 @@
 // Reading a row of logits in its own dtype, by a whole CTA or by the CTAs of a cluster, each a part.
 #pragma once
 
-#include "core/numeric.h"
-#include "core/sampling.h"
+#include "cuda/stored_logits.cuh"
+#include "cuda/tile/block.cuh"
 #include "cuda/tile/launch.cuh"
-#include "cuda/tile/radix.cuh"
 
 namespace pagedtree::cuda {
 
@@ -49,314 +48,291 @@ void with_logit_dtype(DType dtype, Call call) {
   }
 }
 
-__device__ __forceinline__ float half_value(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
-
-// Logits of one dtype as they lie in memory.
-template <DType kDType>
-struct StoredLogits {
-  static constexpr bool kWide = kDType == DType::kFloat32;
-  using One = std::conditional_t<kWide, float, uint16_t>;
-  using Four = std::conditional_t<kWide, float4, ushort4>;
-
-  __device__ explicit StoredLogits(DType) {}
-  __device__ float largest() const {
-    return kWide ? kMaxFloat : kDType == DType::kFloat16 ? kMaxFloat16 : kMaxBFloat16;
-  }
-  // Of the order key, those that differ.
-  __device__ int digits() const { return kWide ? 4 : kDType == DType::kFloat16 ? 3 : 2; }
-  __device__ unsigned bytes_of_four() const { return sizeof(Four); }
-
-  static __device__ float value(One stored) {
-    if constexpr (kWide) {
-      return stored;
-    } else {
-      return kDType == DType::kFloat16 ? half_value(stored) : float_from_bfloat16(stored);
-    }
-  }
-  __device__ float at(const void* row, int64_t token) const { return value(static_cast<const One*>(row)[token]); }
-  __device__ Four four_at(const void* row, int64_t token) const {
-    return *reinterpret_cast<const Four*>(static_cast<const One*>(row) + token);
-  }
-  __device__ Four some_at(const void* row, int64_t token, int64_t count) const {
-    const One* from = static_cast<const One*>(row) + token;
-    Four four{};
-    if (count > 0) four.x = from[0];
-    if (count > 1) four.y = from[1];
-    if (count > 2) four.z = from[2];
-    if (count > 3) four.w = from[3];
-    return four;
-  }
-  __device__ void convert(const Four& stored, float (&four)[4]) const {
-    four[0] = value(stored.x);
-    four[1] = value(stored.y);
-    four[2] = value(stored.z);
-    four[3] = value(stored.w);
-  }
-};
-
-// Logits of a dtype that is known at run time only.
-constexpr DType kAnyDType = static_cast<DType>(-1);
-template <>
-struct StoredLogits<kAnyDType> {
-  using Four = uint4;  // of narrow ones, two in a word
-  DType dtype;
-
-  __device__ explicit StoredLogits(DType of_row) : dtype(of_row) {}
-  __device__ bool wide() const { return dtype == DType::kFloat32; }
-  __device__ float largest() const {
-    return wide() ? kMaxFloat : dtype == DType::kFloat16 ? kMaxFloat16 : kMaxBFloat16;
-  }
-  __device__ int digits() const { return wide() ? 4 : dtype == DType::kFloat16 ? 3 : 2; }
-  __device__ unsigned bytes_of_four() const { return wide() ? 16 : 8; }
-
-  __device__ uint32_t bits(const void* row, int64_t token) const {
-    return wide() ? static_cast<const uint32_t*>(row)[token] : uint32_t{static_cast<const uint16_t*>(row)[token]};
-  }
-  __device__ float value(uint32_t bits) const {
-    if (wide()) return ScalarMath::bits<float>(bits);
-    const uint16_t narrow = static_cast<uint16_t>(bits);
-    return dtype == DType::kFloat16 ? half_value(narrow) : float_from_bfloat16(narrow);
-  }
-  __device__ float at(const void* row, int64_t token) const { return value(bits(row, token)); }
-  __device__ Four four_at(const void* row, int64_t token) const {
-    if (wide()) return *reinterpret_cast<const uint4*>(static_cast<const uint32_t*>(row) + token);
-    const uint2 pairs = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(row) + token);
-    return {pairs.x, pairs.y, 0, 0};
-  }
-  __device__ Four some_at(const void* row, int64_t token, int64_t count) const {
-    if (wide()) {
-      const uint32_t* from = static_cast<const uint32_t*>(row) + token;
-      return {count > 0 ? from[0] : 0, count > 1 ? from[1] : 0, count > 2 ? from[2] : 0, count > 3 ? from[3] : 0};
-    }
-    const uint16_t* from = static_cast<const uint16_t*>(row) + token;
-    const uint32_t low = count > 1 ? from[1] : 0, high = count > 3 ? from[3] : 0;
-    return {(count > 0 ? from[0] : 0) | low << 16, (count > 2 ? from[2] : 0) | high << 16, 0, 0};
-  }
-  __device__ void convert(const Four& stored, float (&four)[4]) const {
-    if (wide()) {
-      four[0] = ScalarMath::bits<float>(stored.x);
-      four[1] = ScalarMath::bits<float>(stored.y);
-      four[2] = ScalarMath::bits<float>(stored.z);
-      four[3] = ScalarMath::bits<float>(stored.w);
-      return;
-    }
-    const bool half = dtype == DType::kFloat16;
-    const uint32_t words[2] = {stored.x, stored.y};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint16_t narrow = static_cast<uint16_t>(words[i / 2] >> i % 2 * 16);
-      four[i] = half ? half_value(narrow) : float_from_bfloat16(narrow);
-    }
-  }
-};
-
+// A row in words of 16 bytes, which begin at multiples of 16 bytes from the row's own begin. Loads are aligned: where
+// the row is not, a word is put together from two loads. Words whose loads would leave the row are read one logit after
+// the other.
 template <DType kDType>
 class LogitReader {
  public:
-  using Stored = StoredLogits<kDType>;
-  using Four = typename Stored::Four;
-
-  __device__ explicit LogitReader(const LogitRow& row) : row_(row), stored_(row.dtype) {
-    aligned_ = reinterpret_cast<uintptr_t>(row.logits) % stored_.bytes_of_four() == 0;
+  __device__ explicit LogitReader(const LogitRow& row)
+      : stored_(row.dtype), vocab_(static_cast<int>(row.vocab)), is_packed_(row.allowed_words != nullptr) {
+    const uintptr_t address = reinterpret_cast<uintptr_t>(row.logits);
+    skew_ = static_cast<uint32_t>(address % kWordBytes);
+    loads_ = reinterpret_cast<const uint4*>(address - skew_);
+    grammar_ = is_packed_ ? static_cast<const void*>(row.allowed_words) : row.allowed;
   }
 
   // From now on the row reads as zeros: the law of a row without finite logit.
-  __device__ void make_uniform() { uniform_ = true; }
-
-  __device__ int64_t vocab() const { return row_.vocab; }
-  __device__ int digits() const { return stored_.digits(); }
-
-  // NaN is -inf, +inf the largest finite, -0 is +0; what the grammar forbids or lies past the vocabulary is -inf.
-  __device__ float logit(int64_t token) const {
-    if (token >= row_.vocab) return -kInfinity;
-    return clean(stored_.at(row_.logits, token), allowed_four(token) & 1u);
+  __device__ void make_uniform() {
+    uniform_ = true;
+    clean_ = false;
   }
+  // Tells what find_peak has found: a row without NaN and +inf is read as it stands.
+  __device__ void learn(const Peak& peak) { clean_ = !peak.has_nan && peak.logit < stored_.largest(); }
 
-  // f(token, logits) with the logits of four tokens, for each group of four of this thread.
+  __device__ int64_t vocab() const { return vocab_; }
+  __device__ int digits() const { return stored_.digits(); }
+  __device__ float largest() const { return stored_.largest(); }
+  __device__ int of_word() const { return kWordBytes / bytes_of_one(stored_); }
+  __device__ int num_words() const { return ceil_div(vocab_, of_word()); }
+
+  // NaN is -inf, +inf the largest finite; what the grammar forbids or lies past the vocabulary is -inf.
+  __device__ float logit(int64_t token) const {
+    if (token >= vocab_) return -kInfinity;
+    const int word = static_cast<int>(token) / of_word();
+    const bool allowed = allowed_of_word(word) >> static_cast<int>(token) % of_word() & 1u;
+    return stored_.value(clean_bits(stored_, uniform_ ? 0u : stored_.bits(logits(), token), allowed));
+  }
+  __device__ float raw(int64_t token) const { return stored_.value(stored_.bits(logits(), token)); }
+
+  // f(token, four) with the logits of four tokens, clean ones, for each group of four of this thread.
+  template <typename F>
+  __device__ __forceinline__ void each_group(F f) const {
+    const int threads = static_cast<int>(ptx::cluster_size() * blockDim.x);
+    const int first = static_cast<int>(ptx::cluster_rank() * blockDim.x + threadIdx.x);
+    each_word(first, threads, num_words(), [&](int word, Four four) {
+      const int64_t token = int64_t{word} * of_word();
+#pragma unroll 1
+      for (int i = 0; i < of_word(); i += 4) {
+        f(token + i, four);
+        four.x = four.z;
+        four.y = four.w;
+      }
+    });
+  }
+  // The same with the logits as floats.
   template <typename F>
   __device__ __forceinline__ void each_four(F f) const {
-    each_raw([&](int64_t token, float (&four)[4]) {
-      clean_four(token, four);
+    each_group([&](int64_t token, const Four& group) {
+      float four[4];
+      convert(group, four);
       f(token, four);
     });
   }
+  __device__ float largest_of(const Four& four) const { return stored_.largest_of_four(four); }
+  __device__ void convert(const Four& group, float (&four)[4]) const { convert_four(stored_, group, four); }
 
-  // The same with the logits as they stand in memory, unspecified past the vocabulary. The next groups are on their way
-  // while f looks at one.
-  template <typename F>
-  __device__ __forceinline__ void each_raw(F f) const {
-    constexpr int kAhead = kDType == kAnyDType ? 4 : 3;  // kernels of any dtype have fewer threads
-    const int64_t threads = int64_t{ptx::cluster_size()} * blockDim.x, stride = 4 * threads;
-    const int64_t begin = 4 * (int64_t{ptx::cluster_rank()} * blockDim.x + threadIdx.x);
-    Four ahead[kAhead]{};
-#pragma unroll 1
-    for (int64_t token = begin - kAhead * stride; token < row_.vocab; token += stride) {
-      const Four stored = ahead[0];
+  // Four logits from a multiple of four on, as they stand in memory; zeros past the vocabulary.
+  __device__ __forceinline__ Four load_four(int64_t token) const {
+    const uint32_t bytes = stored_.wide() ? 16 : 8;
+    if (skew_ % bytes == 0 && token + 4 <= vocab_) {
+      const void* from = static_cast<const char*>(logits()) + token * bytes_of_one(stored_);
+      if (stored_.wide()) return __ldg(static_cast<const uint4*>(from));
+      const uint2 pairs = __ldg(static_cast<const uint2*>(from));
+      return {pairs.x, pairs.y, 0, 0};
+    }
+    uint32_t bits[4];
 #pragma unroll
-      for (int i = 0; i + 1 < kAhead; ++i) ahead[i] = ahead[i + 1];
-      ahead[kAhead - 1] = load_four(token + kAhead * stride);
-      if (token < begin) continue;
-      float four[4];
-      stored_.convert(stored, four);
-      f(token, four);
+    for (int i = 0; i < 4; ++i) bits[i] = token + i < vocab_ ? stored_.bits(logits(), token + i) : 0;
+    if (stored_.wide()) return {bits[0], bits[1], bits[2], bits[3]};
+    return {bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, 0, 0};
+  }
+  // The same as floats, clean ones.
+  __device__ __forceinline__ void clean_four(int64_t token, const Four& loaded, float (&four)[4]) const {
+    convert(loaded, four);
+    const uint32_t allowed =
+        allowed_of_word(static_cast<int>(token) / of_word()) >> static_cast<int>(token) % of_word();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float value = uniform_ ? 0.0f : four[i];
+      four[i] = (allowed >> i & 1u) && value > -kInfinity ? min_of(value, stored_.largest()) : -kInfinity;
     }
   }
 
-  // Bit i: token + i, of a group of four, is in the vocabulary and the grammar allows it.
-  __device__ uint32_t allowed_four(int64_t token) const {
-    uint32_t bits = 15u;
-    if (token + 4 > row_.vocab) bits >>= token + 4 - row_.vocab;
-    if (uniform_) return bits;
-    if (row_.allowed_words != nullptr) {
-      bits &= static_cast<uint32_t>(row_.allowed_words[token / 32]) >> (token % 32);
-    } else if (row_.allowed != nullptr) {
-      for (int i = 0; i < 4; ++i) {
-        if ((bits >> i & 1u) && !row_.allowed[token + i]) bits &= ~(1u << i);
+  // f(index, word) for words first, first + stride, ... below `end`, clean ones. Some are loaded before f looks at one.
+  template <typename F>
+  __device__ __forceinline__ void each_word(int first, int stride, int end, F f) const {
+    constexpr int kBatch = 4;
+#pragma unroll 1
+    for (int word = first; word < end;) {
+      uint4 loaded[kBatch];
+      load(word, stride, loaded);
+#pragma unroll 1
+      for (int i = 0; i < kBatch && word < end; ++i, word += stride) {
+        if (!is_whole(word)) loaded[0] = word_of_ends(word);
+        f(word, clean(word, loaded[0]));
+#pragma unroll
+        for (int j = 0; j + 1 < kBatch; ++j) loaded[j] = loaded[j + 1];
       }
+    }
+  }
+
+  // ---- the pass that finds the peak
+
+  // The largest of what the thread has looked at, and where it may be.
+  struct Best {
+    float logit = -kInfinity;
+    int word = -1;  // the first one of a batch
+    bool nan = false;
+  };
+
+  // Of all words of this thread.
+  __device__ __forceinline__ Best best_of_words(int first, int stride) const {
+    Best best;
+    const bool has_grammar = grammar_ != nullptr;
+#pragma unroll 1
+    for (int word = whole_begin() + first; word < whole_end(); word += kPeakBatch * stride) {
+      uint4 loaded[kPeakBatch];
+      load(word, stride, loaded);
+      const float most = largest_of_words(loaded);
+      if (most <= best.logit) continue;  // not if there is a NaN
+      if (has_grammar || !(most < stored_.largest())) {
+        look_again(best, word, stride, most);
+      } else {
+        best.logit = most;
+        best.word = word;
+      }
+    }
+    const int at_end = first < whole_begin() ? first : whole_end() + first - whole_begin();
+    if (at_end < num_words()) look_again(best, at_end, stride, largest_of_word(word_of_ends(at_end)));
+    return best;
+  }
+
+  // The first token of best.logit in the batch that has it.
+  __device__ __forceinline__ int64_t token_of(const Best& best, int stride) const {
+    const int last = is_whole(best.word) ? whole_end() - 1 : best.word;
+#pragma unroll 1
+    for (int i = 0; i < kPeakBatch; ++i) {
+      const int word = min_of(best.word + i * stride, last);
+      const uint32_t equal = equal_to(clean_word_at(word, allowed_of_word(word)), best.logit);
+      if (equal != 0) return int64_t{word} * of_word() + __ffs(static_cast<int>(equal)) - 1;
+    }
+    return 0;
+  }
+
+  // Bit i: number i of a clean word is that logit.
+  __device__ __forceinline__ uint32_t equal_to(const uint4& word, float logit) const {
+    const uint32_t words[4] = {word.x, word.y, word.z, word.w};
+    uint32_t equal = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (i < of_word() && stored_.value(number_of(stored_, words, i)) == logit) equal |= 1u << i;
+    }
+    return equal;
+  }
+  __device__ float largest_of_word(const uint4& word) const {
+    const uint32_t words[4] = {word.x, word.y, word.z, word.w};
+    return stored_.largest_of(words);
+  }
+
+ private:
+  static constexpr int kPeakBatch = 4;
+
+  // Words that loads of the row alone make up.
+  __device__ int whole_begin() const { return skew_ == 0 ? 0 : 1; }
+  __device__ int whole_end() const {
+    if (skew_ == 0) return vocab_ / of_word();
+    return max_of((vocab_ + static_cast<int>(skew_) / bytes_of_one(stored_)) / of_word() - 1, 1);
+  }
+  __device__ bool is_whole(int word) const { return word >= whole_begin() && word < whole_end(); }
+
+  // Words from `word` on, `stride` apart; what is no whole word of the row is another one instead.
+  template <int kCount>
+  __device__ __forceinline__ void load(int word, int stride, uint4 (&loaded)[kCount]) const {
+    if (whole_end() == whole_begin()) return;
+    const int last = whole_end() - 1;
+    if (skew_ == 0) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) loaded[i] = __ldg(loads_ + min_of(word + i * stride, last));
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const uint4* from = loads_ + clamp_to(word + i * stride, 1, last);
+      loaded[i] = bytes_from(__ldg(from), __ldg(from + 1), skew_);
+    }
+  }
+
+  __device__ const void* logits() const { return reinterpret_cast<const char*>(loads_) + skew_; }
+
+  // A word at the ends of the row; zeros past the vocabulary.
+  __device__ __forceinline__ uint4 word_of_ends(int word) const {
+    uint32_t words[4]{};
+    const int token = word * of_word();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (i >= of_word() || token + i >= vocab_) continue;
+      const uint32_t bits = stored_.bits(logits(), token + i);
+      if (stored_.wide()) {
+        words[i % 4] = bits;
+      } else {
+        words[i / 2] |= bits << i % 2 * 16;
+      }
+    }
+    return {words[0], words[1], words[2], words[3]};
+  }
+
+  // Bit i: number i of the word is in the vocabulary, and the grammar allows it.
+  __device__ __forceinline__ uint32_t allowed_of_word(int word) const {
+    const int token = word * of_word();
+    uint32_t bits = (1u << of_word()) - 1;
+    if (token + of_word() > vocab_) {
+      const int past = token + of_word() - vocab_;
+      bits = past < of_word() ? bits >> past : 0;
+    }
+    if (uniform_ || grammar_ == nullptr) return bits;
+    if (is_packed_) return bits & static_cast<const uint32_t*>(grammar_)[token / 32] >> token % 32;
+    for (int i = 0; i < of_word(); ++i) {
+      if ((bits >> i & 1u) && !static_cast<const uint8_t*>(grammar_)[token + i]) bits &= ~(1u << i);
     }
     return bits;
   }
 
-  __device__ float clean(float value, bool allowed) const {
-    if (uniform_) value = 0.0f;
-    return allowed && value > -kInfinity ? min_of(value, stored_.largest()) + 0.0f : -kInfinity;
-  }
-  __device__ __forceinline__ void clean_four(int64_t token, float (&four)[4]) const {
-    const uint32_t allowed = allowed_four(token);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) four[i] = clean(four[i], allowed >> i & 1u);
+  __device__ __forceinline__ uint4 clean(int word, const uint4& loaded) const {
+    const uint32_t allowed = allowed_of_word(word);
+    if (clean_ && allowed == (1u << of_word()) - 1) return loaded;
+    return clean_word(stored_, uniform_ ? uint4{} : loaded, allowed);
   }
 
-  // As they stand in memory: zeros past the vocabulary.
-  __device__ __forceinline__ Four load_four(int64_t token) const {
-    if (aligned_ && token + 4 <= row_.vocab) return stored_.four_at(row_.logits, token);
-    return stored_.some_at(row_.logits, token, row_.vocab - token);
-  }
-  __device__ void convert(const Four& loaded, float (&four)[4]) const { stored_.convert(loaded, four); }
-  __device__ float raw(int64_t token) const { return stored_.at(row_.logits, token); }
-
- private:
-  LogitRow row_;
-  [[no_unique_address]] Stored stored_;
-  bool aligned_;
-  bool uniform_ = false;
-};
-
-// Larger values first, among equals the lower id: the order of these integers.
-__device__ __forceinline__ uint64_t ranked(float value, int64_t id) {
-  const uint64_t key = order_key<ScalarMath>(value + 0.0f);  // -0 ties with +0
-  return key << 32 | static_cast<uint32_t>(~static_cast<uint32_t>(id));
-}
-__device__ __forceinline__ int64_t ranked_id(uint64_t rank) { return ~static_cast<uint32_t>(rank); }
-__device__ __forceinline__ float ranked_value(uint64_t rank) {
-  return logit_of_key<ScalarMath>(static_cast<uint32_t>(rank >> 32));
-}
-
-template <typename Reader>
-__device__ __forceinline__ Peak find_peak(const Reader& row, BlockShared& shared) {
-  float most = -kInfinity;
-  int64_t first = 0;  // token with that logit, of this thread's
-  bool nan = false;
-  row.each_raw([&](int64_t token, const float (&four)[4]) {
-    const uint32_t allowed = row.allowed_four(token);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float logit = row.clean(four[i], allowed >> i & 1u);
-      if (logit > most) {
-        most = logit;
-        first = token + i;
-      }
-      nan = nan || (four[i] != four[i] && token + i < row.vocab());
+  // Any word by itself.
+  __device__ __forceinline__ uint4 clean_word_at(int word, uint32_t allowed) const {
+    uint4 loaded[1];
+    if (is_whole(word)) {
+      load(word, 0, loaded);
+    } else {
+      loaded[0] = word_of_ends(word);
     }
-  });
-  const uint64_t best = cluster_max(shared, ranked(most, first));
-  return {.logit = ranked_value(best), .token = ranked_id(best), .has_nan = cluster_any(shared, nan)};
-}
-
-// The logits above -inf whose x is at least min_x, as the keys of a radix search.
-template <typename Reader>
-struct LogitItems {
-  const Reader& row;
-  Scale scale;
-  float min_x;
-
-  __device__ int64_t size() const { return row.vocab(); }
-  __device__ int digits() const { return row.digits(); }
-  __device__ uint32_t key_of(float logit) const {
-    return logit > -kInfinity && scale(logit) >= min_x ? order_key<ScalarMath>(logit) : 0;
+    return clean_word(stored_, loaded[0], allowed);
   }
-  __device__ uint32_t key(int64_t token) const { return key_of(row.logit(token)); }
-  template <typename F>
-  __device__ __forceinline__ void each(F f) const {
-    row.each_four([&](int64_t token, const float (&four)[4]) {
+
+  template <int kCount>
+  __device__ __forceinline__ float largest_of_words(const uint4 (&loaded)[kCount]) const {
+    uint32_t registers[4 * kCount];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t key = key_of(four[i]);
-        if (key != 0) f(key, token + i);
-      }
-    });
-  }
-};
-
-// The scores of an array, likewise.
-struct ScoreItems {
-  static constexpr int kDigits = kKeyDigits;
-  const float* scores;
-  int64_t count;
-  bool with_absent;  // those of -inf too, behind all others
-
-  __device__ int64_t size() const { return count; }
-  __device__ uint32_t key(int64_t i) const {
-    const float score = scores[i];
-    if (!(score > -kInfinity) && !(with_absent && score == -kInfinity)) return 0;
-    return order_key<ScalarMath>(score + 0.0f);  // -0 ties with +0
-  }
-  template <typename F>
-  __device__ __forceinline__ void each(F f) const {
-    for (int64_t i = threadIdx.x; i < count; i += blockDim.x) {
-      const uint32_t of_item = key(i);
-      if (of_item != 0) f(of_item, i);
+    for (int i = 0; i < kCount; ++i) {
+      registers[4 * i] = loaded[i].x;
+      registers[4 * i + 1] = loaded[i].y;
+      registers[4 * i + 2] = loaded[i].z;
+      registers[4 * i + 3] = loaded[i].w;
     }
+    return stored_.largest_of(registers);
   }
-};
 
-template <typename Reader>
-__device__ __forceinline__ Filter find_filter(const Reader& row, const Law& law, const Scale& scale,
-                                              RadixShared& shared, RadixMasses& scratch) {
-  Filter filter;
-  filter.min_x = min_p_bound(law.min_p);
-  const bool by_mass = law.top_p < 1.0f;
-  const bool by_count = law.top_k > 0 && law.top_k < row.vocab();
-  if (!by_mass && !by_count) return filter;
-
-  // Only a count looks at tokens of no mass.
-  constexpr float kWeightless = -23.0f;
-  const float view_min_x = law.joint ? -kInfinity : filter.min_x;
-  const LogitItems<Reader> items{row, scale, by_count ? view_min_x : max_of(view_min_x, kWeightless)};
-  const auto weight = [&](uint32_t key) { return weight_of<ScalarMath>(scale(logit_of_key<ScalarMath>(key))); };
-  RadixMasses* masses = by_mass ? &scratch : nullptr;
-  tabulate(shared, masses, shared.first, items, weight, 0, 0);
-  Totals left = sum_of_bins(shared, shared.first);
-  // First by count, then by mass.
+  // A batch that has a NaN, +inf or forbidden tokens, or a word at the ends.
+  __device__ __forceinline__ void look_again(Best& best, int first, int stride, float most) const {
+    best.nan = best.nan || most != most;
+    const int end = is_whole(first) ? min_of(first + kPeakBatch * stride, whole_end()) : first + 1;
+    float clean_most = -kInfinity;
 #pragma unroll 1
-  for (int pass = 0; pass < 2; ++pass) {
-    const bool mass_pass = pass == 1;
-    if (mass_pass ? !by_mass : !(by_count && static_cast<uint64_t>(law.top_k) < left.count)) continue;
-    const uint64_t needed = mass_pass ? top_p_mass(law.top_p, left.mass) : static_cast<uint64_t>(law.top_k);
-    const Cut cut = find_cut(shared, masses, items, weight, items.digits(), mass_pass, needed);
-    const float logit = logit_of_key<ScalarMath>(cut.key);
-    if (!mass_pass) {
-      filter.min_logit = logit;
-      if (!law.joint) left = {cut.above.count + cut.at.count, cut.above.mass + cut.at.mass};
-    } else if (logit >= filter.min_logit) {
-      filter.min_logit = logit;
-      const uint64_t ties = ceil_div(needed - cut.above.mass, cut.at.mass / cut.at.count);
-      if (ties == cut.at.count) continue;
-      filter.tie_end =
-          end_of_first(shared.block, row.vocab(), ties, [&](int64_t token) { return row.logit(token) == logit; });
+    for (int word = first; word < end; word += stride) {
+      const uint32_t allowed = allowed_of_word(word);
+      if (allowed != 0) clean_most = max_of(clean_most, largest_of_word(clean_word_at(word, allowed)));
     }
+    // The word before the first whole one comes last, and wins a tie.
+    if (clean_most < best.logit || (clean_most == best.logit && first >= best.word)) return;
+    best.logit = clean_most;
+    best.word = first;
   }
-  return filter;
-}
+
+  // What is kept of the row takes few registers.
+  [[no_unique_address]] StoredLogits<kDType> stored_;
+  const uint4* loads_;   // the aligned words that hold the row
+  const void* grammar_;  // bits, if it is packed, or bytes; null without
+  uint32_t skew_;        // bytes of the first of the words before the row
+  int vocab_;
+  bool is_packed_;
+  bool uniform_ = false;
+  bool clean_ = false;  // no NaN, no +inf
+};
 
 }  // namespace pagedtree::cuda

@@ -10,51 +10,35 @@ namespace {
 
 // ---- laws and draws of rows
 
-// The kept token with the best score as a word; noise is drawn only for tokens that may still beat the peak's own
-// score.
+// The kept token with the best score as a word.
 template <typename Reader>
 __device__ __forceinline__ int64_t race_word(const Reader& row, const RowLaw& law, int64_t peak, int64_t first_token,
                                              uint64_t seed, int64_t position, BlockShared& shared) {
   const auto noise_words = [&](int64_t id, uint32_t* words) {
     philox<ScalarMath>(seed, position, static_cast<uint32_t>(id / 4), RandomUse::kGumbel, words);
   };
-  uint32_t words[8];
-  noise_words(peak, words);
-  const uint32_t even = peak & 1 ? words[1] : words[0], odd = peak & 1 ? words[3] : words[2];
-  float bound = gumbel_of_word<ScalarMath>(peak & 2 ? odd : even);
-  uint64_t best = 0;
-  row.each_four([&](int64_t token, const float (&four)[4]) {
-    float x[4];
-    float most = -kInfinity;
+  uint32_t of_peak[4];
+  noise_words(peak, of_peak);
+  const uint64_t of_thread =
+      race_of_thread(row, law.scale, law.filter, noise_of(peak, of_peak), [&](int64_t token, uint32_t (&four)[4]) {
+        const int64_t id = first_token + token;
+        uint32_t words[8];
+        noise_words(id, words);
+        if (id % 4 != 0) {  // they begin inside a block of noise
+          noise_words(id + 4, words + 4);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      x[i] = law.scale(four[i]);
-      if (!law.filter.keeps(token + i, four[i], x[i])) x[i] = -kInfinity;
-      most = max_of(most, x[i]);
-    }
-    if (!(most + kMaxGumbel >= bound)) return;
-    const int64_t id = first_token + token;
-    noise_words(id, words);
-    if (id % 4 != 0) {  // they begin inside a block of noise
-      noise_words(id + 4, words + 4);
+          for (int shift = 1; shift <= 2; ++shift) {
 #pragma unroll
-      for (int shift = 1; shift <= 2; ++shift) {
-#pragma unroll
-        for (int i = 0; i + shift < 8; ++i) {
-          if (id & shift) words[i] = words[i + shift];
+            for (int i = 0; i + shift < 8; ++i) {
+              if (id & shift) words[i] = words[i + shift];
+            }
+          }
         }
-      }
-    }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (!(x[i] + gumbel_bound<ScalarMath>(words[i]) >= bound)) continue;
-      const float score = x[i] + gumbel_of_word<ScalarMath>(words[i]);
-      bound = max_of(bound, score);
-      best = max_of(best, ranked(score, id + i));
-    }
-  });
-  best = block_max(shared, best);
-  return best == 0 ? INT64_MIN : ranked_word(ranked_value(best), ranked_id(best));
+        for (int i = 0; i < 4; ++i) four[i] = words[i];
+      });
+  const uint64_t best = block_max(shared, of_thread);
+  return best == 0 ? INT64_MIN : ranked_word(ranked_value(best), first_token + ranked_id(best));
 }
 
 template <DType kDType>
@@ -134,15 +118,14 @@ __global__ void __launch_bounds__(kRowThreads, 1) step_kernel(const __grid_const
   ptx::cluster_sync();                         // of one CTA: a rank has a part of the row to begin with
   if (b < 0 || depth_of(p, n, b) < 0) return;  // no walk comes here
   const Law law = law_of(p.shard.sampling, b);
-  const LogitReader<kDType> logits(logit_row(p.shard.logits, n));
+  LogitReader<kDType> logits(logit_row(p.shard.logits, n));
   ShardRow row = p.shard.rows[n];
   const int64_t kept_ties = learn(p, n, law, row);
+  if (p.round > ShardRound::kPeak) logits.learn(row.peak);
   if (kept_ties >= 0) {
     const float logit = row.filter.min_logit;
-    row.filter.tie_end = kept_ties == 0
-                             ? 0
-                             : end_of_first(shared.radix.block, logits.vocab(), static_cast<uint64_t>(kept_ties),
-                                            [&](int64_t token) { return logits.logit(token) == logit; });
+    row.filter.tie_end =
+        kept_ties == 0 ? 0 : end_of_ties(logits, logit, static_cast<uint64_t>(kept_ties), shared.radix.block);
   }
   begin_round(p, law, row);
   tell(p, n, b, law, logits, row, p.words + n * words_of(p.round), shared);

@@ -1,7 +1,7 @@
 // The best tokens of a row of logits, and the normaliser of its softmax, by a whole CTA.
 #pragma once
 
-#include "cuda/logits.cuh"
+#include "cuda/filters.cuh"
 
 namespace pagedtree::cuda {
 

@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kRowThreads, 1) sample_kernel(const __grid_con
   ptx::cluster_sync();
   const Draw draw = draw_token<kDType>(logit_row(p.logits, r), law_of(p.sampling, r), static_cast<uint64_t>(p.seeds[r]),
                                        p.positions[r], ptx::shared<SamplingShared>());
-  if (leads_cluster()) p.tokens[r] = draw.token;
+  if (leads_cluster()) p.tokens[ptx::cluster_index()] = draw.token;
 }
 
 // ---- verify
@@ -45,9 +45,9 @@ __global__ void __launch_bounds__(kRowThreads, 1) draw_rows_kernel(const __grid_
     return;
   }
   const Draw draw = draw_at<kDType>(p, b, row, depth, ptx::shared<SamplingShared>());
-  if (leads_cluster()) {
-    p.drawn_rows[row] = {static_cast<int32_t>(draw.token), static_cast<int32_t>(b), depth, draw.bad};
-  }
+  if (!leads_cluster()) return;
+  const int64_t at = ptx::cluster_index();  // row and depth anew: no registers hold them meanwhile
+  p.drawn_rows[at] = {static_cast<int32_t>(draw.token), static_cast<int32_t>(b), p.depths[at], draw.bad};
 }
 
 // A cluster a tree. Without `drawn`, only the rows on the path are read, one after the other.

@@ -101,6 +101,27 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
   });
 }
 
+// ---- maxima
+
+// The larger of each number of two registers: one of float, two of half or bfloat16. NaN wins; +0 is above -0.
+template <typename T>
+uint32_t max_nan(uint32_t a, uint32_t b) {
+  constexpr uint32_t kBits = 8 * sizeof(T), kNumber = kBits == 32 ? ~0u : 0xffffu;
+  constexpr uint32_t kInfinity = kBits == 32 ? 0x7f800000u : std::is_same_v<T, __half> ? 0x7c00u : 0x7f80u;
+  constexpr uint32_t kSign = 1u << (kBits - 1);
+  uint32_t d = 0;
+  for (uint32_t shift = 0; shift < 32; shift += kBits) {
+    const uint32_t x = a >> shift & kNumber, y = b >> shift & kNumber;
+    const auto rank = [&](uint32_t number) {  // in the numbers' order
+      return number & kSign ? int64_t{-1} - (number & ~kSign) : int64_t{number};
+    };
+    const auto is_nan = [&](uint32_t number) { return (number & ~kSign) > kInfinity; };
+    const uint32_t nan = kNumber & ~kSign;
+    d |= (is_nan(x) || is_nan(y) ? nan : rank(x) < rank(y) ? y : x) << shift;
+  }
+  return d;
+}
+
 // ---- clusters
 
 inline uint32_t cluster_size() { return static_cast<uint32_t>(simt::machine().cluster_size()); }
@@ -118,6 +139,9 @@ T* of_cta(T* shared, uint32_t rank, Location at = Location::current()) {
 }
 
 // ---- others
+
+// As atomicInc, and it hands over between the CTAs of the GPU.
+inline unsigned increment(unsigned* counter, unsigned top) { return atomicInc(counter, top); }
 
 inline uint32_t thread_index() { return threadIdx.x; }
 

@@ -24,7 +24,9 @@ Loaded load_backend(const std::string& file) {
   void* library = dlopen(((slash == std::string::npos ? "" : path.substr(0, slash + 1)) + file).c_str(), RTLD_NOW);
   if (library == nullptr) return {nullptr, dlerror()};
   const auto table = reinterpret_cast<const Backend* (*)()>(dlsym(library, "pagedtree_backend"));
-  if (table == nullptr) return {nullptr, dlerror()};
+  const auto error = reinterpret_cast<const char* (*)()>(dlsym(library, "pagedtree_backend_error"));
+  if (table == nullptr || error == nullptr) return {nullptr, dlerror()};
+  if (*error() != '\0') return {nullptr, error()};
   return {table(), ""};
 }
 

@@ -82,6 +82,20 @@ __device__ __forceinline__ uint64_t sum_before_warp(BlockShared& shared, uint64_
   return before;
 }
 
+// The same over the warps of all CTAs of the cluster.
+__device__ __forceinline__ uint64_t sum_before_warp_of_cluster(BlockShared& shared, uint64_t of_warp, uint64_t& total) {
+  uint64_t before = sum_before_warp(shared, of_warp, total);
+  if (ptx::cluster_size() == 1) return before;
+  exchange(shared, total, [&] {
+    total = 0;
+    for (uint32_t rank = 0; rank < ptx::cluster_size(); ++rank) {
+      total += shared.ctas[rank];
+      if (rank < ptx::cluster_rank()) before += shared.ctas[rank];
+    }
+  });
+  return before;
+}
+
 // The sum up to and with this thread's value; `total` of all.
 __device__ __forceinline__ uint64_t block_scan(BlockShared& shared, uint64_t value, uint64_t& total) {
   for (unsigned delta = 1; delta < 32; delta *= 2) {
@@ -119,16 +133,7 @@ __device__ __forceinline__ int64_t end_of_first(BlockShared& shared, int64_t siz
   const auto lanes_at = [&](int64_t i) { return __ballot_sync(~0u, i + lane < run.end && has(i + lane)); };
   uint64_t found = 0, total;
   for (int64_t i = run.begin; i < run.end; i += 32) found += popcount32(lanes_at(i));
-  uint64_t before = sum_before_warp(shared, found, total);
-  if (ptx::cluster_size() > 1) {
-    exchange(shared, total, [&] {
-      total = 0;
-      for (uint32_t rank = 0; rank < ptx::cluster_size(); ++rank) {
-        total += shared.ctas[rank];
-        if (rank < ptx::cluster_rank()) before += shared.ctas[rank];
-      }
-    });
-  }
+  const uint64_t before = sum_before_warp_of_cluster(shared, found, total);
   if (total < count) return size;
   __syncthreads();
   if (before < count && count <= before + found) {

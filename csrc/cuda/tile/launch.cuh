@@ -8,6 +8,8 @@
 #if defined(__CUDACC__)
 #include <cuda_runtime.h>
 
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #else
@@ -31,14 +33,38 @@ inline void check_cuda(cudaError_t status, const std::string& what) {
   if (status != cudaSuccess) throw std::runtime_error("CUDA: " + what + ": " + cudaGetErrorString(status));
 }
 
-inline DeviceLimits device_limits() {
+inline int current_device() {
   int device = 0;
-  DeviceLimits limits{};
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-  check_cuda(cudaDeviceGetAttribute(&limits.num_sms, cudaDevAttrMultiProcessorCount, device), "number of SMs");
-  check_cuda(cudaDeviceGetAttribute(&limits.max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-             "shared memory of a block");
-  return limits;
+  return device;
+}
+
+// What does not change while the process runs, asked once for each key.
+template <typename Key, typename Value>
+class Known {
+ public:
+  template <typename Ask>
+  Value at(const Key& key, Ask ask) {
+    const std::lock_guard lock(mutex_);
+    const auto found = known_.find(key);
+    return found != known_.end() ? found->second : known_.emplace(key, ask()).first->second;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<Key, Value> known_;
+};
+
+inline DeviceLimits device_limits() {
+  static Known<int, DeviceLimits> known;
+  const int device = current_device();
+  return known.at(device, [&] {
+    DeviceLimits limits{};
+    check_cuda(cudaDeviceGetAttribute(&limits.num_sms, cudaDevAttrMultiProcessorCount, device), "number of SMs");
+    check_cuda(cudaDeviceGetAttribute(&limits.max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+               "shared memory of a block");
+    return limits;
+  });
 }
 
 template <typename... Params>
@@ -52,9 +78,12 @@ void check_kernel(cudaError_t status, void (*kernel)(Params...)) {
 // The most CTAs of a cluster that any GPU with clusters grants; 1 where the code that runs there knows none.
 template <typename... Params>
 int max_cluster(void (*kernel)(Params...)) {
-  cudaFuncAttributes attributes{};
-  check_kernel(cudaFuncGetAttributes(&attributes, kernel), kernel);
-  return attributes.ptxVersion >= 90 ? 8 : 1;
+  static Known<std::pair<int, const void*>, int> known;
+  return known.at({current_device(), reinterpret_cast<const void*>(kernel)}, [&] {
+    cudaFuncAttributes attributes{};
+    check_kernel(cudaFuncGetAttributes(&attributes, kernel), kernel);
+    return attributes.ptxVersion >= 90 ? 8 : 1;
+  });
 }
 
 // kernel<<<grid, block, shared_bytes, stream>>>(arguments...) in clusters of so many CTAs, neighbours along x; an empty
@@ -67,6 +96,10 @@ void launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, unsigned 
   if (shared_bytes > kWithoutAsking) {
     check_kernel(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+        kernel);
+    // As little L1 as there can be: with the driver's own choice fewer CTAs may fit on an SM.
+    check_kernel(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
         kernel);
   }
   cudaLaunchConfig_t config{};

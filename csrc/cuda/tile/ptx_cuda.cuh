@@ -66,13 +66,32 @@ PT_DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, 
   }
 }
 
+// ---- maxima
+
+// The larger of each number of two registers: one of float, two of half or bfloat16. NaN wins; +0 is above -0.
+template <typename T>
+PT_DEVICE uint32_t max_nan(uint32_t a, uint32_t b) {
+  uint32_t d;
+  if constexpr (std::is_same_v<T, float>) {
+    asm("{.reg .f32 x, y;\n\tmov.b32 x, %1;\n\tmov.b32 y, %2;\n\tmax.NaN.f32 x, x, y;\n\tmov.b32 %0, x;}"
+        : "=r"(d)
+        : "r"(a), "r"(b));
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  } else {
+    static_assert(std::is_same_v<T, __half>);
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  }
+  return d;
+}
+
 // ---- clusters: CTAs that run at the same time and reach each other's shared memory, from sm_90 on. In a launch
 // without clusters, and on older GPUs, a CTA is alone.
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 PT_DEVICE uint32_t cluster_index() {
   uint32_t index;
-  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(index));
   return index;
 }
 PT_DEVICE uint32_t cluster_rank() {
@@ -82,11 +101,12 @@ PT_DEVICE uint32_t cluster_rank() {
 }
 PT_DEVICE uint32_t cluster_size() {
   uint32_t size;
-  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
   return size;
 }
 // All threads of all its CTAs meet; what any of them wrote before is visible to all.
 PT_DEVICE void cluster_sync() {
+  if (cluster_size() == 1) return __syncthreads();  // the other one waits for memory as well
   asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
 }
 // The same object in the shared memory of CTA `rank`.
@@ -108,6 +128,14 @@ PT_DEVICE T* of_cta(T* shared, uint32_t) {
 #endif
 
 // ---- others
+
+// As atomicInc, and it hands over between the CTAs of the GPU: what the calling thread has written or seen before is
+// there for whoever increments later.
+PT_DEVICE unsigned increment(unsigned* counter, unsigned top) {
+  unsigned old;
+  asm volatile("atom.acq_rel.gpu.inc.u32 %0, [%1], %2;" : "=r"(old) : "l"(counter), "r"(top) : "memory");
+  return old;
+}
 
 // threadIdx.x, read anew: what is computed from it is not kept from before.
 PT_DEVICE uint32_t thread_index() {

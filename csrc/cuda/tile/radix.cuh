@@ -41,8 +41,9 @@ struct Cut {
   Totals above, at;
 };
 
-// Sums up by `digit` the items, of all CTAs of the cluster, that begin with the digits of `prefix`. items.each(f) calls
-// f(key, index) for each of this thread's items; `masses` may be null.
+// Sums up by `digit` the items, of all CTAs of the cluster, that begin with the digits of `prefix`. items.each(least,
+// f) calls f(key, index) for each of this thread's items; those with keys below `least` may be left out. `masses` may
+// be null.
 template <typename Items, typename Weight>
 __device__ __forceinline__ void tabulate(RadixShared& shared, RadixMasses* masses, Totals* totals, const Items& items,
                                          Weight weight, int digit, uint32_t prefix) {
@@ -53,7 +54,7 @@ __device__ __forceinline__ void tabulate(RadixShared& shared, RadixMasses* masse
     if (masses != nullptr) masses->low[i] = masses->high[i] = 0;
   }
   __syncthreads();
-  items.each([&](uint32_t key, int64_t) {
+  items.each(static_cast<uint32_t>(uint64_t{prefix} << (shift + kDigitBits)), [&](uint32_t key, int64_t) {
     if (static_cast<uint32_t>(uint64_t{key} >> (shift + kDigitBits)) != prefix) return;
     const uint32_t cell = (key >> shift & (kBins - 1)) * columns + mine;
     atomicAdd(&shared.counts[cell], 1u);
@@ -105,11 +106,14 @@ __device__ __forceinline__ uint32_t find_bin(RadixShared& shared, const Totals* 
   if (threadIdx.x < 32) {
     const int lane = static_cast<int>(threadIdx.x), top = kBins - 1 - kBinsALane * lane;
     Totals mine{0, 0};
+    // Unrolled, these loops need more registers than all passes over a row.
+#pragma unroll 2
     for (int i = 0; i < kBinsALane; ++i) {
       mine.count += totals[top - i].count;
       mine.mass += totals[top - i].mass;
     }
     Totals reached = mine;
+#pragma unroll 1
     for (int delta = 1; delta < 32; delta *= 2) {
       const uint64_t count = __shfl_up_sync(~0u, reached.count, delta), mass = __shfl_up_sync(~0u, reached.mass, delta);
       if (lane >= delta) reached = {reached.count + count, reached.mass + mass};
@@ -161,8 +165,8 @@ struct Selection {
   __device__ bool has(uint32_t key, int64_t index) const { return key > least || (key == least && index < tie_end); }
 };
 
-// items.key(i) is the key of item i of items.size(), 0 for one that does not take part; each() leaves those out. All
-// others have keys above 0.
+// Of items.size() items; each() leaves out those that do not take part, and all others have keys above 0.
+// items.end_of_ties(shared, key, n) is one past the index of the n-th of the items with that key.
 template <typename Items>
 __device__ __forceinline__ Selection select_best(RadixShared& shared, const Items& items, int digits, uint64_t count) {
   const auto no_weight = [](uint32_t) { return 0u; };
@@ -172,7 +176,7 @@ __device__ __forceinline__ Selection select_best(RadixShared& shared, const Item
   const Cut cut = find_cut(shared, nullptr, items, no_weight, digits, false, count);
   const uint64_t ties = count - cut.above.count;
   if (ties == cut.at.count) return {cut.key, items.size()};
-  return {cut.key, end_of_first(shared.block, items.size(), ties, [&](int64_t i) { return items.key(i) == cut.key; })};
+  return {cut.key, items.end_of_ties(shared.block, cut.key, ties)};
 }
 
 struct BestShared {
@@ -187,7 +191,7 @@ __device__ __forceinline__ int32_t list_best(BestShared& shared, const Items& it
   const Selection selection = select_best(shared.radix, items, digits, static_cast<uint64_t>(count));
   if (threadIdx.x == 0) shared.size = 0;
   __syncthreads();
-  items.each([&](uint32_t key, int64_t index) {
+  items.each(selection.least, [&](uint32_t key, int64_t index) {
     if (!selection.has(key, index)) return;
     shared.best[atomicAdd(&shared.size, 1)] =
         uint64_t{key} << 32 | static_cast<uint32_t>(~static_cast<uint32_t>(index));

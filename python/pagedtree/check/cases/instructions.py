@@ -103,6 +103,19 @@ def exponents(seed: int) -> Words:
     return values.view(np.uint32)
 
 
+def pairs(dtype: torch.dtype) -> Callable[[int], Words]:
+    """Numbers to compare, word i with word i + 4; among them zeros of both signs, infinities, NaN, and equal ones."""
+
+    def words(seed: int) -> Words:
+        rng = np.random.default_rng(seed)
+        named = torch.tensor([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0, 1.5, torch.finfo(dtype).max, 1e-7, -1e-7])
+        bits = named.to(dtype).view(torch.int32 if dtype == torch.float32 else torch.int16).numpy()
+        few = rng.choice(bits, (64, 48 // bits.itemsize)).view(np.uint32)
+        return np.where(rng.random((64, 12)) < 0.5, few, any_words(seed))
+
+    return words
+
+
 # What they give: [64, 12] -> [64, 4] ----------------------------------------------------------------------------------
 
 
@@ -160,6 +173,26 @@ def _ex2(words: Words) -> Words:
     return np.where(y < np.float32(2.0**-126), np.float32(0), y).view(np.uint32)
 
 
+def _max_nan(dtype: torch.dtype) -> Callable[[Words], Words]:
+    def larger(words: Words) -> Words:
+        kind = torch.int32 if dtype == torch.float32 else torch.int16
+        a, b = (torch.from_numpy(words[:, i : i + 4].copy().view(np.int32)).view(kind) for i in (0, 4))
+        x, y = a.view(dtype).float(), b.view(dtype).float()
+        nan = torch.tensor(0x7FFFFFFF if dtype == torch.float32 else 0x7FFF, dtype=kind)
+        first = (x > y) | ((x == y) & ~torch.signbit(x))  # +0 is above -0
+        return (
+            torch.where(x.isnan() | y.isnan(), nan, torch.where(first, a, b)).view(torch.int32).numpy().view(np.uint32)
+        )
+
+    return larger
+
+
+def _increment(words: Words) -> Words:
+    """The counter as it was, and one more, or 0 where it was at the top or above."""
+    old, top = words[:, :2], words[:, 4:6]
+    return np.stack([old, np.where(old >= top, 0, old + np.uint32(1))], axis=2).reshape(64, 4)
+
+
 def _cp_async(words: Words) -> Words:
     return np.where(np.arange(64)[:, None] % 2 == 0, words[:, :4], 0)
 
@@ -201,6 +234,10 @@ GOLDEN: dict[str, tuple[Callable[[int], Words], Callable[[Words], Words], Differ
     "cp_async_16": (any_words, _cp_async, equal),
     "cp_async_wait": (any_words, _cp_async_wait, equal),
     "ex2": (exponents, _ex2, POWERS),
+    "max_nan/fp32": (pairs(torch.float32), _max_nan(torch.float32), equal),
+    "max_nan/bf16": (pairs(torch.bfloat16), _max_nan(torch.bfloat16), equal),
+    "max_nan/fp16": (pairs(torch.float16), _max_nan(torch.float16), equal),
+    "increment": (any_words, _increment, equal),
     "barrier_sync": (any_words, _barrier, equal),
 }
 

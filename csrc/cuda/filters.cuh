@@ -1,0 +1,176 @@
+// What a row of logits is cut down to: its peak, and the threshold of the filters.
+#pragma once
+
+#include "cuda/logits.cuh"
+#include "cuda/tile/radix.cuh"
+
+namespace pagedtree::cuda {
+
+// Larger values first, among equals the lower id: the order of these integers.
+__device__ __forceinline__ uint64_t ranked(float value, int64_t id) {
+  const uint64_t key = order_key<ScalarMath>(value + 0.0f);  // -0 ties with +0
+  return key << 32 | static_cast<uint32_t>(~static_cast<uint32_t>(id));
+}
+__device__ __forceinline__ int64_t ranked_id(uint64_t rank) { return ~static_cast<uint32_t>(rank); }
+__device__ __forceinline__ float ranked_value(uint64_t rank) {
+  return logit_of_key<ScalarMath>(static_cast<uint32_t>(rank >> 32));
+}
+
+// Each thread looks for its largest logit; only the best of each warp look for the token that has it.
+template <typename Reader>
+__device__ __forceinline__ Peak find_peak(const Reader& row, BlockShared& shared) {
+  const int threads = static_cast<int>(ptx::cluster_size() * blockDim.x);
+  const auto best = row.best_of_words(static_cast<int>(ptx::cluster_rank() * blockDim.x + threadIdx.x), threads);
+  const uint32_t key = order_key<ScalarMath>(best.logit + 0.0f);
+  uint64_t rank = 0;
+  if (key == __reduce_max_sync(~0u, key)) rank = ranked(best.logit, best.word < 0 ? 0 : row.token_of(best, threads));
+  // A bit that is the same in the ranks of all tokens tells of NaN.
+  constexpr uint64_t kNan = 0x80000000u;
+  static_assert(kMaxVocab <= kNan);
+  const auto fold = [](uint64_t a, uint64_t b) { return max_of(a & ~kNan, b & ~kNan) | ((a | b) & kNan); };
+  rank = best.nan ? rank | kNan : rank & ~kNan;
+  rank = fold_ctas(shared, block_fold(shared, rank, fold), fold);
+  return {.logit = ranked_value(rank), .token = ranked_id(rank | kNan), .has_nan = (rank & kNan) != 0};
+}
+
+// One past the token of the `count`-th of the logits that are equal to `logit`, in the order of tokens.
+template <typename Reader>
+__device__ __forceinline__ int64_t end_of_ties(const Reader& row, float logit, uint64_t count, BlockShared& shared) {
+  const WarpRun run = run_of_warp(row.num_words());
+  const int lane = static_cast<int>(threadIdx.x % 32), begin = static_cast<int>(run.begin);
+  // Lanes that are past the end take part: warps look at a word a lane together.
+  const int end = begin + ceil_div(static_cast<int>(run.end) - begin, 32) * 32;
+  const auto each = [&](auto f) { row.each_word(begin + lane, 32, end, f); };
+  uint32_t found = 0;  // of this thread
+  each([&](int, const uint4& word) {
+    if (row.largest_of_word(word) >= logit) found += static_cast<uint32_t>(popcount32(row.equal_to(word, logit)));
+  });
+  const uint32_t of_warp = __reduce_add_sync(~0u, found);
+  uint64_t total;
+  const uint64_t before = sum_before_warp_of_cluster(shared, of_warp, total);
+  if (total < count) return row.vocab();
+  __syncthreads();
+  if (before < count && count <= before + of_warp) {
+    uint32_t left = static_cast<uint32_t>(count - before);
+    each([&](int word_index, const uint4& word) {
+      const uint32_t equal = row.equal_to(word, logit), own = static_cast<uint32_t>(popcount32(equal));
+      const uint32_t of_words = __reduce_add_sync(~0u, own);
+      if (left > of_words) {
+        left -= of_words;
+        return;
+      }
+      uint32_t reached = own;  // up to this lane
+      for (int delta = 1; delta < 32; delta *= 2) {
+        const uint32_t lower = __shfl_up_sync(~0u, reached, delta);
+        if (lane >= delta) reached += lower;
+      }
+      if (reached - own < left && left <= reached) {
+        uint32_t from = equal;
+        for (uint32_t skipped = reached - own + 1; skipped < left; ++skipped) from &= from - 1;
+        const int64_t end_of_token = int64_t{word_index} * row.of_word() + __ffs(static_cast<int>(from));
+        for (uint32_t rank = 0; rank < ptx::cluster_size(); ++rank) {
+          *ptx::of_cta(&shared.warps[0], rank) = static_cast<uint64_t>(end_of_token);
+        }
+      }
+      left = ~0u;  // none of the words behind
+    });
+  }
+  ptx::cluster_sync();
+  return static_cast<int64_t>(shared.warps[0]);
+}
+
+// The logits above -inf whose x is at least min_x, as the keys of a radix search.
+template <typename Reader>
+struct LogitItems {
+  const Reader& row;
+  Scale scale;
+  float min_x;
+
+  __device__ int64_t size() const { return row.vocab(); }
+  __device__ int digits() const { return row.digits(); }
+  __device__ uint32_t key_of(float logit) const {
+    return logit > -kInfinity && scale(logit) >= min_x ? order_key<ScalarMath>(logit + 0.0f) : 0;  // -0 is +0
+  }
+  template <typename F>
+  __device__ __forceinline__ void each(uint32_t least, F f) const {
+    row.each_group([&](int64_t token, const Four& group) {
+      const uint32_t most = key_of(row.largest_of(group));
+      if (most == 0 || most < least) return;
+      float four[4];
+      row.convert(group, four);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t key = key_of(four[i]);
+        if (key != 0) f(key, token + i);
+      }
+    });
+  }
+  __device__ __forceinline__ int64_t end_of_ties(BlockShared& shared, uint32_t key, uint64_t count) const {
+    return cuda::end_of_ties(row, logit_of_key<ScalarMath>(key), count, shared);
+  }
+};
+
+// The scores of an array, likewise.
+struct ScoreItems {
+  static constexpr int kDigits = kKeyDigits;
+  const float* scores;
+  int64_t count;
+  bool with_absent;  // those of -inf too, behind all others
+
+  __device__ int64_t size() const { return count; }
+  __device__ uint32_t key(int64_t i) const {
+    const float score = scores[i];
+    if (!(score > -kInfinity) && !(with_absent && score == -kInfinity)) return 0;
+    return order_key<ScalarMath>(score + 0.0f);  // -0 ties with +0
+  }
+  template <typename F>
+  __device__ __forceinline__ void each(uint32_t /*least*/, F f) const {
+    for (int64_t i = threadIdx.x; i < count; i += blockDim.x) {
+      const uint32_t of_item = key(i);
+      if (of_item != 0) f(of_item, i);
+    }
+  }
+  __device__ __forceinline__ int64_t end_of_ties(BlockShared& shared, uint32_t key_of_ties, uint64_t ties) const {
+    return end_of_first(shared, count, ties, [&](int64_t i) { return key(i) == key_of_ties; });
+  }
+};
+
+template <typename Reader>
+__device__ __forceinline__ Filter find_filter(const Reader& row, const Law& law, const Scale& scale,
+                                              RadixShared& shared, RadixMasses& scratch) {
+  Filter filter;
+  filter.min_x = min_p_bound(law.min_p);
+  const bool by_mass = law.top_p < 1.0f;
+  const bool by_count = law.top_k > 0 && law.top_k < row.vocab();
+  if (!by_mass && !by_count) return filter;
+
+  // Only a count looks at tokens of no mass.
+  constexpr float kWeightless = -23.0f;
+  const float view_min_x = law.joint ? -kInfinity : filter.min_x;
+  const LogitItems<Reader> items{row, scale, by_count ? view_min_x : max_of(view_min_x, kWeightless)};
+  const auto weight = [&](uint32_t key) { return weight_of<ScalarMath>(scale(logit_of_key<ScalarMath>(key))); };
+  RadixMasses* masses = by_mass ? &scratch : nullptr;
+  tabulate(shared, masses, shared.first, items, weight, 0, 0);
+  Totals left = sum_of_bins(shared, shared.first);
+  // First by count, then by mass.
+#pragma unroll 1
+  for (int pass = 0; pass < 2; ++pass) {
+    const bool mass_pass = pass == 1;
+    if (mass_pass ? !by_mass : !(by_count && static_cast<uint64_t>(law.top_k) < left.count)) continue;
+    const uint64_t needed = mass_pass ? top_p_mass(law.top_p, left.mass) : static_cast<uint64_t>(law.top_k);
+    const Cut cut = find_cut(shared, masses, items, weight, items.digits(), mass_pass, needed);
+    const float logit = logit_of_key<ScalarMath>(cut.key);
+    if (!mass_pass) {
+      filter.min_logit = logit;
+      if (!law.joint) left = {cut.above.count + cut.at.count, cut.above.mass + cut.at.mass};
+    } else if (logit >= filter.min_logit) {
+      filter.min_logit = logit;
+      const uint64_t ties = ceil_div(needed - cut.above.mass, cut.at.mass / cut.at.count);
+      if (ties == cut.at.count) continue;
+      filter.tie_end = end_of_ties(row, logit, ties, shared.block);
+    }
+  }
+  return filter;
+}
+
+}  // namespace pagedtree::cuda
