@@ -69,6 +69,7 @@ FINDINGS: list[tuple[str, tuple[Any, ...], Any, str | None]] = [
     ("rejected_predictions", ("trees", "parents"), META, "parents: expected"),
     ("copy_of_a_batch", ("other", "cu_nodes"), int32([0]).squeeze(0), "cu_nodes: expected shape"),
     ("copy_of_a_batch", ("other", "depths"), int32([0]), "depths: expected shape"),
+    ("copy_of_a_batch", ("other", "mask"), int32([[0, 0]] * 8), "mask: expected shape [8, 1]"),
     ("one_tree_of_a_batch", ("trees", "cu_nodes"), torch.zeros(3), "cu_nodes: expected torch.int32"),
     ("sharded_sample", ("params",), None, "params: expected a SamplingParams"),
     ("sharded_verify_greedy", ("trees",), None, "trees: expected a TreeBatch"),

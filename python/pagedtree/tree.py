@@ -185,7 +185,7 @@ class TreeBatch:
         if self.cu_nodes.dim() != 1 or self.cu_nodes.shape[0] < 1:
             raise ValueError(f"cu_nodes: expected shape [B + 1], got {list(self.cu_nodes.shape)}")
         rows = self.parents.shape[:1]
-        shapes = {"valid": (self.batch_size,), "mask": (*rows, *self.mask.shape[1:2])}
+        shapes = {"valid": (self.batch_size,), "mask": (*rows, -(-self.max_nodes // 32))}
         for name in _TENSOR_FIELDS:
             tensor: Tensor = getattr(self, name)
             expected, dtype = shapes.get(name, rows), torch.bool if name == "valid" else torch.int32
