@@ -23,7 +23,7 @@ elsewhere=(architectures bench_rows benchmarks choose_tree cli continuous_batchi
 preload=$(for name in asan ubsan stdc++; do c++ -print-file-name=lib$name.so; done | xargs)
 options="halt_on_error=1:log_path=$PWD/$tree/report"
 status=0
-env LD_PRELOAD="$preload" ASAN_OPTIONS="$options:detect_leaks=0" UBSAN_OPTIONS="$options:print_stacktrace=1" \
+env LD_PRELOAD="$preload" ASAN_OPTIONS="$options:detect_leaks=0:allocator_may_return_null=1" UBSAN_OPTIONS="$options:print_stacktrace=1" \
   OMP_NUM_THREADS=1 PYTHONPATH=$PWD/$tree/python python -m pytest -m "not slow and not stats" --time-limit 3000 \
   $(printf -- '--ignore tests/test_%s.py ' "${elsewhere[@]}") "$@" || status=$?
 # A forked worker that unwinds a stack unknown to AddressSanitizer makes it warn, which is no finding.

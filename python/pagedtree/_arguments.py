@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["checked", "expect_one_device", "expect_type"]
+__all__ = ["checked", "expect_dims", "expect_one_device", "expect_type"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _NUMBERS: dict[Any, tuple[tuple[type, ...], str]] = {
@@ -28,6 +28,13 @@ def expect_type(name: str, value: object, expected: type) -> None:
     """Raises TypeError: for arguments that Python reads before an op does."""
     if not isinstance(value, expected):
         raise TypeError(f"{name}: expected a {expected.__name__}, got {type(value).__name__}")
+
+
+def expect_dims(form: str, **tensors: Tensor | None) -> None:
+    """Raises ValueError where a tensor has not as many dimensions as `form`, "[B, max_pages]", names."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dim() != form.count(",") + 1:
+            raise ValueError(f"{name}: expected {form}, got shape {[*tensor.shape]}")
 
 
 def expect_one_device(op: str, /, **tensors: Any) -> None:

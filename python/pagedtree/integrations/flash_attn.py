@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import append_kv, slot_mapping, tree_attention
-from pagedtree._arguments import checked
+from pagedtree._arguments import checked, expect_dims
 from pagedtree.integrations.indices import INT32_MAX, as_int32
 from pagedtree.integrations.masks import all_visible, pack_intervals
 
@@ -64,10 +64,9 @@ def flash_attn_with_kvcache(
     bit a query and position of the cache.
     """
     _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes)
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if tensor.dim() != 4:
-            raise ValueError(f"{name}: expected [batch or pages, tokens, heads, dim], got shape {[*tensor.shape]}")
-    _expect_table(block_table)
+    expect_dims("[batch, queries, heads, dim]", q=q)
+    expect_dims("[batch or pages, tokens, heads, dim]", k_cache=k_cache, v_cache=v_cache)
+    expect_dims("[batch, max_pages]", block_table=block_table)
     (batch, n, heads, dim), page_size, device = q.shape, k_cache.shape[1], q.device
     if block_table is None:  # a page is a sequence
         rows = torch.arange(batch, dtype=torch.int32, device=device) if cache_batch_idx is None else cache_batch_idx
@@ -147,13 +146,9 @@ def flash_attn_varlen_func(
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if tensor.requires_grad:
                 raise NotImplementedError(f"{name}: expected a tensor without requires_grad (there is no backward)")
-    for name, tensor in (("k", k), ("v", v)):
-        if tensor.dim() != (3 if block_table is None else 4):
-            form = "[keys, heads, dim]" if block_table is None else "[pages, page_size, heads, dim]"
-            raise ValueError(f"{name}: expected {form}, got shape {[*tensor.shape]}")
-    if cu_seqlens_k.dim() != 1:
-        raise ValueError(f"cu_seqlens_k: expected shape [B + 1], got {[*cu_seqlens_k.shape]}")
-    _expect_table(block_table)
+    expect_dims("[keys, heads, dim]" if block_table is None else "[pages, page_size, heads, dim]", k=k, v=v)
+    expect_dims("[B + 1]", cu_seqlens_k=cu_seqlens_k)
+    expect_dims("[B, max_pages]", block_table=block_table)
     seq_lens = cu_seqlens_k.diff().int()
     if block_table is None:  # pages of one row, each where it is
         max_seqlen_k = max(min(max_seqlen_k, k.shape[0]), 0)
@@ -173,11 +168,6 @@ def flash_attn_varlen_func(
     )
     assert isinstance(out, Tensor)
     return out
-
-
-def _expect_table(block_table: Tensor | None) -> None:
-    if block_table is not None and block_table.dim() != 2:
-        raise ValueError(f"block_table: expected [B, max_pages], got shape {[*block_table.shape]}")
 
 
 def _offsets(batch: int, each: int, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagedtree._arguments import checked
+from pagedtree._arguments import checked, expect_dims
 from pagedtree.integrations.masks import pack_mask, unpack_mask
 
 __all__ = ["export_custom_mask", "export_packed_custom_mask", "import_custom_mask", "import_packed_custom_mask"]
@@ -99,9 +99,8 @@ def export_packed_custom_mask(
 
 def _sizes(qo_indptr: Tensor, seq_lens: Tensor, tree_lens: Tensor | None) -> list[tuple[int, int, int]]:
     """(queries, keys, keys that the words cover) of each sequence."""
-    for name, lengths in (("qo_indptr", qo_indptr), ("seq_lens", seq_lens)):
-        if lengths.dim() != 1:
-            raise ValueError(f"{name}: expected one dimension, got shape {[*lengths.shape]}")
+    expect_dims("[B + 1]", qo_indptr=qo_indptr)
+    expect_dims("[B]", seq_lens=seq_lens)
     queries, keys = qo_indptr.diff().tolist(), seq_lens.tolist()
     for name, values in (("seq_lens", seq_lens), ("tree_lens", tree_lens)):
         if values is not None and values.shape != (len(queries),):
@@ -138,8 +137,7 @@ def _words(masks: Sequence[Tensor], sizes: Sequence[tuple[int, int, int]], devic
 
 def _export(tree_mask: Tensor, sizes: Sequence[tuple[int, int, int]]) -> list[Tensor]:
     """Each sequence's booleans, flat."""
-    if tree_mask.dim() != 2:
-        raise ValueError(f"tree_mask: expected two dimensions, got shape {[*tree_mask.shape]}")
+    expect_dims("[T, W]", tree_mask=tree_mask)
     rows = sum(n for n, _, _ in sizes)
     if rows > tree_mask.shape[0]:
         raise ValueError(f"tree_mask: expected a row for each of {rows} queries, got {tree_mask.shape[0]}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import attention_plan, tree_attention
-from pagedtree._arguments import checked
+from pagedtree._arguments import checked, expect_dims
 from pagedtree.integrations.flashinfer.masks import import_custom_mask, import_packed_custom_mask
 from pagedtree.integrations.flashinfer.pages import PagedKVCache, cache_views, page_table
 from pagedtree.integrations.masks import all_visible
@@ -63,9 +63,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
             if name not in HINTS and (isinstance(value, Tensor) or value):
                 raise NotImplementedError(f"{name}: expected none, got {type(value).__name__}")
         device = paged_kv_indices.device  # the others may be on the host
-        for name, values in (("paged_kv_indptr", paged_kv_indptr), ("paged_kv_indices", paged_kv_indices)):
-            if values.dim() != 1:
-                raise ValueError(f"{name}: expected one dimension, got shape {[*values.shape]}")
+        expect_dims("[B + 1]", paged_kv_indptr=paged_kv_indptr)
+        expect_dims("[pages]", paged_kv_indices=paged_kv_indices)
         if qo_indptr.shape != paged_kv_indptr.shape:
             raise ValueError(f"qo_indptr: expected shape {[*paged_kv_indptr.shape]}, got {[*qo_indptr.shape]}")
         if paged_kv_last_page_len.shape != (max(qo_indptr.numel() - 1, 0),):

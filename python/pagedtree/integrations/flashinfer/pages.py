@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import append_kv
-from pagedtree._arguments import checked
+from pagedtree._arguments import checked, expect_dims
 from pagedtree.integrations.indices import INT32_MAX, as_int32
 
 __all__ = ["PagedKVCache", "append_paged_kv_cache", "cache_views", "page_table"]
@@ -51,9 +51,8 @@ def page_table(
         raise ValueError(f"page_size: expected 1 to 2^31 - 1, got {page_size}")
     if max_pages is not None and not 0 <= max_pages < 2**31:
         raise ValueError(f"max_pages: expected 0 to 2^31 - 1, got {max_pages}")
-    if indptr.dim() != 1 or indices.dim() != 1:
-        shapes = [*indptr.shape], [*indices.shape]
-        raise ValueError(f"indptr, indices: expected one dimension each, got shapes {shapes}")
+    expect_dims("[B + 1]", indptr=indptr)
+    expect_dims("[pages]", indices=indices)
     counts = indptr.diff()
     if last_page_len.shape != counts.shape:
         raise ValueError(f"last_page_len: expected shape {[*counts.shape]}, got {[*last_page_len.shape]}")
@@ -89,9 +88,8 @@ def append_paged_kv_cache(
     for name, values in (("batch_indices", batch_indices), ("positions", positions)):
         if values.shape != shape:
             raise ValueError(f"{name}: expected shape {[*shape]}, got {[*values.shape]}")
-    for name, values in (("kv_indptr", kv_indptr), ("kv_indices", kv_indices)):
-        if values.dim() != 1:
-            raise ValueError(f"{name}: expected one dimension, got shape {[*values.shape]}")
+    expect_dims("[B + 1]", kv_indptr=kv_indptr)
+    expect_dims("[pages]", kv_indices=kv_indices)
     offsets, rows = kv_indptr.long(), batch_indices.long()
     known = (rows >= 0) & (rows < offsets.numel() - 1) & (positions >= 0)
     if offsets.numel() < 2 or kv_indices.numel() == 0:
