@@ -103,6 +103,12 @@ def test_findings(name: str, path: tuple[Any, ...], value: Any, message: str | N
         call.function(**changed(call.arguments, path, value))
 
 
+def test_nothing_beside_a_tensor_without_values() -> None:
+    """The call goes to what makes the shapes of results, which meets None in place of a tensor."""
+    with pytest.raises(TypeError, match="build_trees: `parents` must be a Tensor, got None"):
+        pt.build_trees(None, META, max_nodes=1, max_depth=0)  # type: ignore[arg-type]
+
+
 def test_results_too_large_for_the_memory() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="slot_mapping: not enough memory"):
         pt.slot_mapping(int32([[0]]), int32([0]), int32([0, 0]), 4, total_q=2**46)

@@ -52,12 +52,17 @@ def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 
     One tensor without values (on "meta") sends the whole call there, whatever the others are.
     """
-    arguments = [argument.name for argument in _overload(name)._schema.arguments]
+    op, arguments = name.partition(".")[0], _overload(name)._schema.arguments
+    required = [argument.name for argument in arguments if str(argument.type) == "Tensor"]
 
     def register(fake: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(fake)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            expect_one_device(name.partition(".")[0], **dict(zip(arguments, args, strict=False)), **kwargs)
+            given = {**{argument.name: value for argument, value in zip(arguments, args, strict=False)}, **kwargs}
+            for required_name in required:
+                if given.get(required_name) is None:
+                    raise RuntimeError(f"{op}: `{required_name}` must be a Tensor, got None")
+            expect_one_device(op, **given)
             return fake(*args, **kwargs)
 
         torch.library.register_fake(f"pagedtree::{name}")(checked)
