@@ -100,7 +100,6 @@ def export_packed_custom_mask(
 def _sizes(qo_indptr: Tensor, seq_lens: Tensor, tree_lens: Tensor | None) -> list[tuple[int, int, int]]:
     """(queries, keys, keys that the words cover) of each sequence."""
     expect_dims("[B + 1]", qo_indptr=qo_indptr)
-    expect_dims("[B]", seq_lens=seq_lens)
     queries, keys = qo_indptr.diff().tolist(), seq_lens.tolist()
     for name, values in (("seq_lens", seq_lens), ("tree_lens", tree_lens)):
         if values is not None and values.shape != (len(queries),):
