@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -356,6 +357,7 @@ def limit_memory() -> None:
 
 def work(arguments: argparse.Namespace) -> int:
     """In the process that makes the calls; what it is about to do stands in the file `arguments.last`."""
+    warnings.simplefilter("ignore")  # of values that a hostile dtype does not hold
     only = list(arguments.only or fuzz_calls.names())
     for name in only:  # what a first call loads is not a call's own memory, and what is valid is taken
         run(fuzz_calls.make(name))
