@@ -269,7 +269,7 @@ def test_refusals(device: torch.device) -> None:
         rejected_predictions(trees, tokens, tokens[:1], int32([[0]]))
     with pytest.raises(ValueError, match=r"rejected_predictions: `accept_index` must be of shape \[1, S\]"):
         rejected_predictions(trees, tokens, tokens, int32([[0], [0]]))
-    with pytest.raises(ValueError, match=r"rejected_predictions: `context` must be at least 1"):
+    with pytest.raises(ValueError, match=r"rejected_predictions: `context` must be in 1..1023"):
         rejected_predictions(trees, tokens, tokens, int32([[0]]), context=0)
     with pytest.raises(TypeError):
         ngram_propose(history, lens, max_nodes="4", max_depth=4)  # type: ignore[arg-type]

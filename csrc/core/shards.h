@@ -214,7 +214,9 @@ PT_HOST_DEVICE int64_t learn(const ShardStepParams& p, int64_t n, const Law& law
     case ShardRound::kCount:
     case ShardRound::kMass: {
       if (!row.searching) break;
-      if (row.num_digits++ == 0) {
+      const bool is_first = row.num_digits == 0;
+      row.num_digits = min_of(row.num_digits, INT32_MAX - 1) + 1;  // rows may come from anywhere
+      if (is_first) {
         const uint64_t all = sum_of_bins(words);
         row.target = p.last == ShardRound::kMass ? top_p_mass(law.top_p, all) : static_cast<uint64_t>(law.top_k);
         row.searching = p.last == ShardRound::kMass || row.target < all;

@@ -270,7 +270,7 @@ class LogitReader {
       const int past = token + of_word() - vocab_;
       bits = past < of_word() ? bits >> past : 0;
     }
-    if (uniform_ || grammar_ == nullptr) return bits;
+    if (uniform_ || grammar_ == nullptr || bits == 0) return bits;  // nothing of the grammar is past the vocabulary
     if (is_packed_) return bits & static_cast<const uint32_t*>(grammar_)[token / 32] >> token % 32;
     for (int i = 0; i < of_word(); ++i) {
       if ((bits >> i & 1u) && !static_cast<const uint8_t*>(grammar_)[token + i]) bits &= ~(1u << i);

@@ -181,7 +181,8 @@ class TreeBatch:
     max_nodes: int
     max_depth: int
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
+        """Raises ValueError where the tensors do not belong together; what calls an op leaves that to the op."""
         if self.cu_nodes.dim() != 1 or self.cu_nodes.shape[0] < 1:
             raise ValueError(f"cu_nodes: expected shape [B + 1], got {list(self.cu_nodes.shape)}")
         rows = self.parents.shape[:1]
@@ -260,6 +261,8 @@ class TreeBatch:
         own become padding.
         """
         expect_type("other", other, TreeBatch)
+        self._check()
+        other._check()
         if other.batch_size != self.batch_size:
             raise ValueError(f"other: expected batch_size = {self.batch_size}, got {other.batch_size}")
         for name in ("max_nodes", "max_depth"):
@@ -283,6 +286,7 @@ class TreeBatch:
     @checked()
     def tree(self, b: int) -> DraftTree:
         """Tree b on the host (synchronises). Raises ValueError if it is malformed."""
+        self._check()
         if not 0 <= b < self.batch_size:
             raise ValueError(f"b: expected 0 to {self.batch_size - 1}, got {b}")
         begin, end = self.cu_nodes[b : b + 2].tolist()

@@ -99,6 +99,7 @@ def rejected_predictions(
 
     Raises ValueError for wrong shapes.
     """
+    trees._check()
     num_rows, max_nodes = trees.parents.shape[0], trees.max_nodes
     for name, tensor in (("draft_tokens", draft_tokens), ("predictions", predictions)):
         if tensor.shape != (num_rows,):
