@@ -32,6 +32,7 @@ FINDINGS: list[tuple[str, tuple[Any, ...], Any, str | None]] = [
     ("full_tree", ("branching",), None, "branching: expected a sequence"),
     ("tree_of_a_chain", ("num_draft_tokens",), None, "num_draft_tokens: expected an integer"),
     ("tree_of_paths", ("paths",), [None], "paths: expected sequences of integers"),
+    ("choose_tree", ("max_depth",), 2**62, None),
     ("choose_tree", ("max_depth",), None, "max_depth: expected an integer"),
     ("one_tree_of_a_batch", ("b",), 2, "b: expected 0 to 1"),
     ("one_tree_of_a_batch", ("b",), None, "b: expected an integer"),

@@ -46,7 +46,7 @@ def choose_tree(
     Raises ValueError for probabilities outside 0..1 or rows that sum to more than 1, for bounds below 1 or above 1024
     nodes, and for a cost that is not positive and finite; TypeError for what is no number or no function.
     """
-    levels = _levels(acceptance, max_depth)
+    levels = _levels(acceptance, min(max_depth, MAX_NODES))
     if not callable(step_cost):
         raise TypeError(f"step_cost: expected a function of the number of nodes, got {type(step_cost).__name__}")
     if not 1 <= max_nodes <= MAX_NODES:
