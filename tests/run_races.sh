@@ -19,7 +19,7 @@ overlapping=(--deselect tests/test_trees.py::test_offsets_out_of_range_stay_insi
 # As in run_sanitized.sh; Torch and Python are not instrumented and share nothing with the kernels' threads.
 preload=$(for name in tsan stdc++; do c++ -print-file-name=lib$name.so; done | xargs)
 status=0
-env LD_PRELOAD="$preload" TSAN_OPTIONS="ignore_noninstrumented_modules=1:log_path=$PWD/build/races/report" \
+env LD_PRELOAD="$preload" TSAN_OPTIONS="ignore_noninstrumented_modules=1:memory_limit_mb=4000:log_path=$PWD/build/races/report" \
   OMP_NUM_THREADS=1 PYTHONPATH=$PWD/build/races/python \
   python -m pytest -m "not slow and not stats" --time-limit 6000 -k simt --ignore tests/test_simt.py "${overlapping[@]}" "$@" || status=$?
 cat build/races/report.* 2>/dev/null && status=1
