@@ -151,11 +151,11 @@ def compare_rule(other, op, law, vocab):
 
 
 @pytest.mark.skipif("simt" not in backends(), reason="built without simt")
-@pytest.mark.parametrize(("ctas", "order"), [(2, "forward"), (8, "random:1"), (8, "reverse")])
+@pytest.mark.parametrize(("ctas", "order"), [(2, "forward"), (8, "random:1"), (16, "reverse")])
 class TestClusters:
     """Several CTAs that read a row together find what one finds."""
 
-    VOCAB = 33_001  # 8 CTAs at most, the last one with fewer tokens
+    VOCAB = 66_001  # 16 CTAs at most, the last one with fewer tokens
 
     @pytest.fixture(autouse=True)
     def device(self, ctas, order, monkeypatch):

@@ -106,6 +106,21 @@ def test_fp8_codes_are_exact(target: Target) -> None:
         assert torch.equal(out.float()[0, 0], cache.float()[0, 0, 0])
 
 
+def test_fp8_rows_of_any_magnitude(target: Target) -> None:
+    """Neighbouring rows of one tile with queries far apart in size, which one factor for all would flush to zero."""
+    case = target.case([200, 3], [BINARY, CHAIN], dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn)
+    case = case.build(k_scale=torch.tensor(1.0), v_scale=torch.tensor(1.0))
+    powers = torch.tensor([0.0, 60.0, -60.0, 1.0, 110.0, -126.0, 8.0])
+    case["q"] *= torch.exp2(powers[torch.arange(case["q"].shape[0]) % 7])[:, None, None].to(case["q"])
+    check(case)
+    plain = tree_attention(**case)
+    case["q"][5, 1, 7] = torch.inf
+    found = tree_attention(**case)
+    other = torch.ones(found.shape[:2], dtype=torch.bool)
+    other[5, 1] = False
+    assert torch.equal(found[other], plain[other]) and not found[5, 1].isfinite().all()
+
+
 def test_half_values_are_exact(target: Target) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         for start in range(0, 65536, 8192):

@@ -12,7 +12,7 @@ namespace {
 
 py::dict explain_launch(const WorkShape& work, const TileShape& tile, int kv_bytes, int num_sms, int max_shared_bytes) {
   std::vector<int32_t> ranges(kListSize);
-  make_ranges(work, max_ranges(tile, num_sms), kMinRangeCost, ranges.data());
+  make_ranges(work, range_limits(tile, num_sms), ranges.data());
   const int32_t num_ranges = ranges[0];
   py::list sequences;
   int64_t row_tiles = 0, kv_tiles = 0, cut_row_tiles = 0, pieces = 0;

@@ -127,9 +127,16 @@ PT_HOST_DEVICE WorkPosition cut_position(const SequenceWork& work, int32_t seque
   return {sequence, static_cast<int32_t>(row), static_cast<int32_t>(tile)};
 }
 
-// How many ranges of at least `min_range_cost` the work is cut into.
-PT_HOST_DEVICE int32_t num_ranges_of(int64_t total_cost, int32_t max_ranges, int64_t min_range_cost) {
-  return static_cast<int32_t>(clamp_to<int64_t>(total_cost / min_range_cost, 1, max_ranges));
+// Into how many ranges a backend cuts work.
+struct RangeLimits {
+  int32_t most;
+  int32_t multiple;  // of so many, if there are more
+  int64_t min_cost;  // of a range
+};
+
+PT_HOST_DEVICE int32_t num_ranges_of(int64_t total_cost, const RangeLimits& limits) {
+  const int32_t count = static_cast<int32_t>(clamp_to<int64_t>(total_cost / limits.min_cost, 1, limits.most));
+  return count < limits.multiple ? count : count - count % limits.multiple;
 }
 
 // The cost before range i: total_cost * i / num_ranges, without overflow.
@@ -150,11 +157,11 @@ PT_HOST_DEVICE void set_range_start(int32_t* ranges, int32_t i, const WorkPositi
   entry[2] = start.kv_tile;
 }
 
-// Cuts the work into up to `max_ranges` ranges of at least `min_range_cost` each and writes them [kListSize].
-PT_HOST_DEVICE void make_ranges(const WorkShape& shape, int32_t max_ranges, int64_t min_range_cost, int32_t* ranges) {
+// Cuts the work into ranges and writes them [kListSize].
+PT_HOST_DEVICE void make_ranges(const WorkShape& shape, const RangeLimits& limits, int32_t* ranges) {
   int64_t total = 0;
   for (int64_t b = 0; b < shape.batch; ++b) total += sequence_work(shape, b).cost();
-  const int32_t num_ranges = num_ranges_of(total, max_ranges, min_range_cost);
+  const int32_t num_ranges = num_ranges_of(total, limits);
   for (int32_t i = 0; i < kListSize; ++i) ranges[i] = 0;
   ranges[0] = num_ranges;
   int32_t range = 0;
@@ -172,30 +179,35 @@ PT_HOST_DEVICE void make_ranges(const WorkShape& shape, int32_t max_ranges, int6
 }
 
 // How many ranges the shapes alone allow: reads no tensor. Small calls then ask for little scratch.
-PT_HOST_DEVICE int32_t range_bound(const WorkShape& shape, int32_t max_ranges, int64_t min_range_cost) {
+PT_HOST_DEVICE int32_t range_bound(const WorkShape& shape, const RangeLimits& limits) {
   // As many heads as row tiles of several, all of one size, would hold.
   const int32_t head_tiles = max_of(ceil_div(shape.num_kv_heads, shape.few_rows_heads), 1);
   const int64_t heads = head_tiles * ceil_div(shape.num_kv_heads, head_tiles);
   const int64_t row_tiles =
       heads * (shape.batch + ceil_div<int64_t>(shape.num_tokens * shape.group_size, shape.m_tile));
   const int64_t row_cost = ceil_div<int64_t>(shape.max_seq_len, kKvTile) + 1 + kPieceCost;
-  const int64_t enough = max_ranges * min_range_cost;
-  const int64_t bound = row_tiles >= enough ? max_ranges : row_tiles * row_cost / min_range_cost;
-  return static_cast<int32_t>(clamp_to<int64_t>(bound, 1, max_ranges));
+  const int64_t enough = limits.most * limits.min_cost;
+  const int64_t bound = row_tiles >= enough ? limits.most : row_tiles * row_cost / limits.min_cost;
+  return static_cast<int32_t>(clamp_to<int64_t>(bound, 1, limits.most));
 }
 
 PT_HOST_DEVICE int32_t planned_ranges(const int32_t* ranges, int32_t max_ranges) {
   return clamp_to<int32_t>(ranges[0], 1, max_ranges);
 }
 
+// What a plan says of the start of range i > 0.
+PT_HOST_DEVICE WorkPosition planned_start(const int32_t* ranges, int32_t i) {
+  const int32_t* entry = ranges + kPlanEntry * (i + 1);
+  return {max_of(entry[0], 0), max_of(entry[1], 0), max_of(entry[2], 0)};
+}
+
 // The start of range i < planned_ranges(), whatever the plan says a position inside the work; i == planned_ranges() is
-// the end. Starts of a plan that does not belong to the call may decrease: callers take the running maximum.
+// the end. It never decreases where planned_start() does not; for another plan callers take the running maximum.
 PT_HOST_DEVICE WorkPosition range_start(const WorkShape& shape, const int32_t* ranges, int32_t num_ranges, int32_t i) {
   if (i == 0) return {0, 0, 0};
   const WorkPosition end = {static_cast<int32_t>(shape.batch), 0, 0};
   if (i >= num_ranges) return end;
-  const int32_t* entry = ranges + kPlanEntry * (i + 1);
-  const WorkPosition start = {max_of(entry[0], 0), max_of(entry[1], 0), max_of(entry[2], 0)};
+  const WorkPosition start = planned_start(ranges, i);
   if (start.sequence >= shape.batch) return end;
   const SequenceWork work = sequence_work(shape, start.sequence);
   if (start.row_tile >= work.row_tiles) return {start.sequence + 1, 0, 0};

@@ -26,7 +26,7 @@ WorkShape work_of(const Params& p) {
   return shape;
 }
 
-int32_t num_ranges_bound(const TreeAttentionParams& p) { return range_bound(work_of(p), kMaxRanges, kMinRangeCost); }
+int32_t num_ranges_bound(const TreeAttentionParams& p) { return range_bound(work_of(p), kRangeLimits); }
 
 int64_t piece_rows(const TreeAttentionParams& p) {
   return min_of<int64_t>(kMTile, p.num_tokens * p.group_size * few_rows_heads(p.head_dim));
@@ -64,7 +64,7 @@ void clear_padding(const TreeAttentionParams& p, int64_t begin, int64_t end) {
 void attention_plan(const AttentionPlanParams& p, const ExecContext&) {
   const WorkShape shape = work_of(p);
   std::fill_n(p.plan, kPlanSize, 0);
-  make_ranges(shape, kMaxRanges, kMinRangeCost, ranges_of_list(p.plan, shape.list));
+  make_ranges(shape, kRangeLimits, ranges_of_list(p.plan, shape.list));
 }
 
 int64_t tree_attention_scratch(const TreeAttentionParams& p, const ExecContext& ctx) {

@@ -38,9 +38,7 @@ template <typename Reader>
 __device__ __forceinline__ int64_t end_of_ties(const Reader& row, float logit, uint64_t count, BlockShared& shared) {
   const WarpRun run = run_of_warp(row.num_words());
   const int lane = static_cast<int>(threadIdx.x % 32), begin = static_cast<int>(run.begin);
-  // Lanes that are past the end take part: warps look at a word a lane together.
-  const int end = begin + ceil_div(static_cast<int>(run.end) - begin, 32) * 32;
-  const auto each = [&](auto f) { row.each_word(begin + lane, 32, end, f); };
+  const auto each = [&](auto f) { row.each_word(begin, 32, static_cast<int>(run.end), f); };
   uint32_t found = 0;  // of this thread
   each([&](int, const uint4& word) {
     if (row.largest_of_word(word) >= logit) found += static_cast<uint32_t>(popcount32(row.equal_to(word, logit)));
@@ -93,17 +91,21 @@ struct LogitItems {
   }
   template <typename F>
   __device__ __forceinline__ void each(uint32_t least, F f) const {
-    row.each_group([&](int64_t token, const Four& group) {
-      const uint32_t most = key_of(row.largest_of(group));
-      if (most == 0 || most < least) return;
-      float four[4];
-      row.convert(group, four);
+    const auto has_any = [&](float largest) {
+      const uint32_t most = key_of(largest);
+      return most != 0 && most >= least;
+    };
+    row.each_group_where([&](float largest) { return __any_sync(~0u, has_any(largest)) != 0; },
+                         [&](int64_t token, const Four& group) {
+                           if (!has_any(row.largest_of(group))) return;
+                           float four[4];
+                           row.convert(group, four);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t key = key_of(four[i]);
-        if (key != 0) f(key, token + i);
-      }
-    });
+                           for (int i = 0; i < 4; ++i) {
+                             const uint32_t key = key_of(four[i]);
+                             if (key != 0) f(key, token + i);
+                           }
+                         });
   }
   __device__ __forceinline__ int64_t end_of_ties(BlockShared& shared, uint32_t key, uint64_t count) const {
     return cuda::end_of_ties(row, logit_of_key<ScalarMath>(key), count, shared);

@@ -8,7 +8,7 @@
 
 #include "core/common.h"
 #include "cuda/tile/launch.cuh"
-#include "cuda/tile/ptx.cuh"
+#include "cuda/tile/mma.cuh"
 
 namespace pagedtree::cuda {
 namespace {
@@ -105,6 +105,25 @@ struct MaxNan {
   }
 };
 
+struct Float8 {  // the two codes in the low half of each word
+  static __device__ void run(const uint32_t* in, uint32_t* out) {
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (kConvertsFloat8) {
+        out[i] = ptx::half2_from_e4m3(in[i]);
+      } else {  // as the kernels do it there
+        const auto pair = bits_as<__half2>(decode_neighbours(in[i]).x);
+        out[i] = bits_as<uint32_t>(__hmul2(pair, __float2half2_rn(kDecodedScale<Float8E4M3>)));
+      }
+    }
+  }
+};
+
+struct MoveFloat8 {
+  static __device__ void run(const uint32_t* in, uint32_t* out) {
+    for (int i = 0; i < 4; ++i) out[i] = move_e4m3(in[i]);
+  }
+};
+
 struct Increment {  // what a counter was, and is now; twice
   static __device__ void run(const uint32_t* in, uint32_t* out) {
     auto& s = ptx::shared<Shared>();
@@ -149,6 +168,8 @@ struct Cluster {  // what the next CTA of the cluster has in shared memory, and 
 
 template <typename Function>
 __global__ void __launch_bounds__(kThreads) instruction_kernel(const __grid_constant__ Call call) {
+  ptx::let_next_kernel_start();
+  ptx::wait_for_kernels_before();  // without such launches both do nothing
   uint32_t out[kOut];
   Function::run(call.in + threadIdx.x * kIn, out);
   for (int i = 0; i < kOut; ++i) call.out[(blockIdx.x * kThreads + threadIdx.x) * kOut + i] = out[i];
@@ -192,6 +213,8 @@ constexpr Instruction kInstructions[] = {
     {"max_nan/fp32", run<MaxNan<float>>},
     {"max_nan/bf16", run<MaxNan<__nv_bfloat16>>},
     {"max_nan/fp16", run<MaxNan<__half>>},
+    {"half2_from_e4m3", run<Float8>},
+    {"move_e4m3", run<MoveFloat8>},
     {"increment", run<Increment>},
     {"barrier_sync", run<Barrier>},
     {"smem_addr", run<Address>},

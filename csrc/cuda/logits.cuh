@@ -15,6 +15,12 @@ inline unsigned threads_of_row(int64_t vocab, int most = kRowThreads) {
   return static_cast<unsigned>(clamp_to<int64_t>(ceil_div<int64_t>(vocab, 16 * 32) * 32, 32, most));
 }
 
+// The most of them. Where an SM has more than one row two CTAs share it, and one of them computes while the other one
+// waits for memory. Their kernels take half of an SM's registers at most, and of its shared memory.
+inline int most_threads_of_row(int64_t num_rows) {
+  return num_rows > device_limits().num_sms ? kRowThreads / 2 : kRowThreads;
+}
+
 // CTAs that read a row together: those that would idle, as long as each has enough to do.
 template <typename... Params>
 unsigned ctas_of_row(void (*kernel)(Params...), int64_t num_rows, int64_t vocab) {
@@ -54,6 +60,8 @@ void with_logit_dtype(DType dtype, Call call) {
 template <DType kDType>
 class LogitReader {
  public:
+  static constexpr int kBatch = 4;  // words that are loaded before one is looked at
+
   __device__ explicit LogitReader(const LogitRow& row)
       : stored_(row.dtype), vocab_(static_cast<int>(row.vocab)), is_packed_(row.allowed_words != nullptr) {
     const uintptr_t address = reinterpret_cast<uintptr_t>(row.logits);
@@ -85,20 +93,29 @@ class LogitReader {
   }
   __device__ float raw(int64_t token) const { return stored_.value(stored_.bits(logits(), token)); }
 
-  // f(token, four) with the logits of four tokens, clean ones, for each group of four of this thread.
-  template <typename F>
-  __device__ __forceinline__ void each_group(F f) const {
-    const int threads = static_cast<int>(ptx::cluster_size() * blockDim.x);
-    const int first = static_cast<int>(ptx::cluster_rank() * blockDim.x + threadIdx.x);
-    each_word(first, threads, num_words(), [&](int word, Four four) {
-      const int64_t token = int64_t{word} * of_word();
+  // f(token, four) with the logits of four tokens, clean ones, for each group of four of this thread, and for some that
+  // have none. Batches are left out where has_any(their largest logit), which all lanes ask together, is false.
+  template <typename HasAny, typename F>
+  __device__ __forceinline__ void each_group_where(HasAny has_any, F f) const {
+    each_batch(own_begin(), own_stride(), num_words(), [&](int word, uint4(&words)[kBatch]) {
+      if (!has_any(largest_of_words(words))) return;
 #pragma unroll 1
-      for (int i = 0; i < of_word(); i += 4) {
-        f(token + i, four);
-        four.x = four.z;
-        four.y = four.w;
+      for (int i = 0; i < kBatch && word < num_words(); ++i, word += own_stride()) {
+        Four four = words[0];
+#pragma unroll 1
+        for (int j = 0; j < of_word(); j += 4) {
+          f(int64_t{word} * of_word() + j, four);
+          four.x = four.z;
+          four.y = four.w;
+        }
+#pragma unroll
+        for (int j = 0; j + 1 < kBatch; ++j) words[j] = words[j + 1];
       }
     });
+  }
+  template <typename F>
+  __device__ __forceinline__ void each_group(F f) const {
+    each_group_where([](float) { return true; }, f);
   }
   // The same with the logits as floats.
   template <typename F>
@@ -110,6 +127,15 @@ class LogitReader {
     });
   }
   __device__ float largest_of(const Four& four) const { return stored_.largest_of_four(four); }
+  // The first of a word.
+  __device__ float first_of(const uint4& word) const {
+    return stored_.value(stored_.wide() ? word.x : word.x & 0xffffu);
+  }
+  __device__ uint4 without_first(const uint4& word) const {
+    if (stored_.wide()) return {word.y, word.z, word.w, 0};
+    return {__funnelshift_r(word.x, word.y, 16), __funnelshift_r(word.y, word.z, 16),
+            __funnelshift_r(word.z, word.w, 16), word.w >> 16};
+  }
   __device__ void convert(const Four& group, float (&four)[4]) const { convert_four(stored_, group, four); }
 
   // Four logits from a multiple of four on, as they stand in memory; zeros past the vocabulary.
@@ -139,22 +165,58 @@ class LogitReader {
     }
   }
 
-  // f(index, word) for words first, first + stride, ... below `end`, clean ones. Some are loaded before f looks at one.
+  // f(index, words) for a batch of clean words `stride` apart, the first of them `index`. A word a lane: the lanes of a
+  // warp begin at `begin`, all of them call f together until the first one is at `end`, and words past the row are
+  // -inf.
   template <typename F>
-  __device__ __forceinline__ void each_word(int first, int stride, int end, F f) const {
-    constexpr int kBatch = 4;
+  __device__ __forceinline__ void each_batch(int begin, int stride, int end, F f) const {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const bool as_it_stands = clean_ && grammar_ == nullptr;
 #pragma unroll 1
-    for (int word = first; word < end;) {
-      uint4 loaded[kBatch];
-      load(word, stride, loaded);
+    for (int first = begin; first < end; first += kBatch * stride) {
+      uint4 words[kBatch];
+      load(first + lane, stride, words);
+      if (!as_it_stands || first < whole_begin() || first + (kBatch - 1) * stride + 32 > whole_end()) {
 #pragma unroll 1
-      for (int i = 0; i < kBatch && word < end; ++i, word += stride) {
-        if (!is_whole(word)) loaded[0] = word_of_ends(word);
-        f(word, clean(word, loaded[0]));
+        for (int i = 0; i < kBatch; ++i) {
+          const uint4 word = made_clean(first + lane + i * stride, words[0]);
 #pragma unroll
-        for (int j = 0; j + 1 < kBatch; ++j) loaded[j] = loaded[j + 1];
+          for (int j = 0; j + 1 < kBatch; ++j) words[j] = words[j + 1];
+          words[kBatch - 1] = word;
+        }
       }
+      f(first + lane, words);
     }
+  }
+  // All words of the row that are this warp's.
+  template <typename F>
+  __device__ __forceinline__ void each_own_batch(F f) const {
+    each_batch(own_begin(), own_stride(), num_words(), f);
+  }
+  // The shuffle tells the compiler that all lanes have the same.
+  __device__ int own_begin() const {
+    return __shfl_sync(~0u, static_cast<int>(ptx::cluster_rank() * blockDim.x + threadIdx.x) / 32, 0) * 32;
+  }
+  __device__ int own_stride() const { return static_cast<int>(ptx::cluster_size() * blockDim.x); }
+
+  // f(index, word), one after the other.
+  template <typename F>
+  __device__ __forceinline__ void each_word(int begin, int stride, int end, F f) const {
+    each_batch(begin, stride, end, [&](int first, uint4(&words)[kBatch]) {
+#pragma unroll 1
+      for (int i = 0; i < kBatch && first - static_cast<int>(threadIdx.x % 32) < end; ++i, first += stride) {
+        f(first, words[0]);
+#pragma unroll
+        for (int j = 0; j + 1 < kBatch; ++j) words[j] = words[j + 1];
+      }
+    });
+  }
+
+  // Any word by itself, a clean one.
+  __device__ __forceinline__ uint4 clean_word_at(int word) const {
+    uint4 loaded[1];
+    load(word, 0, loaded);
+    return made_clean(word, loaded[0]);
   }
 
   // ---- the pass that finds the peak
@@ -194,7 +256,7 @@ class LogitReader {
 #pragma unroll 1
     for (int i = 0; i < kPeakBatch; ++i) {
       const int word = min_of(best.word + i * stride, last);
-      const uint32_t equal = equal_to(clean_word_at(word, allowed_of_word(word)), best.logit);
+      const uint32_t equal = equal_to(clean_word_at(word), best.logit);
       if (equal != 0) return int64_t{word} * of_word() + __ffs(static_cast<int>(equal)) - 1;
     }
     return 0;
@@ -278,21 +340,11 @@ class LogitReader {
     return bits;
   }
 
-  __device__ __forceinline__ uint4 clean(int word, const uint4& loaded) const {
+  __device__ __forceinline__ uint4 made_clean(int word, const uint4& loaded) const {
+    const uint4 as_stored = is_whole(word) ? loaded : word_of_ends(word);
     const uint32_t allowed = allowed_of_word(word);
-    if (clean_ && allowed == (1u << of_word()) - 1) return loaded;
-    return clean_word(stored_, uniform_ ? uint4{} : loaded, allowed);
-  }
-
-  // Any word by itself.
-  __device__ __forceinline__ uint4 clean_word_at(int word, uint32_t allowed) const {
-    uint4 loaded[1];
-    if (is_whole(word)) {
-      load(word, 0, loaded);
-    } else {
-      loaded[0] = word_of_ends(word);
-    }
-    return clean_word(stored_, loaded[0], allowed);
+    if (clean_ && allowed == (1u << of_word()) - 1) return as_stored;
+    return clean_word(stored_, uniform_ ? uint4{} : as_stored, allowed);
   }
 
   template <int kCount>
@@ -315,8 +367,7 @@ class LogitReader {
     float clean_most = -kInfinity;
 #pragma unroll 1
     for (int word = first; word < end; word += stride) {
-      const uint32_t allowed = allowed_of_word(word);
-      if (allowed != 0) clean_most = max_of(clean_most, largest_of_word(clean_word_at(word, allowed)));
+      clean_most = max_of(clean_most, largest_of_word(clean_word_at(word)));
     }
     // The word before the first whole one comes last, and wins a tie.
     if (clean_most < best.logit || (clean_most == best.logit && first >= best.word)) return;

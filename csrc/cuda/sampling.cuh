@@ -12,28 +12,52 @@ struct SamplingShared {
 };
 
 // The best x + noise of this thread's kept tokens, as ranked() has it; 0 where none can beat `bound`, the peak's own
-// score. noise_words(token, words) gives the words of the noise of four tokens. Those of a group that cannot win are
-// not drawn, and logarithms are for the tokens that still may when their words are known.
+// score. noise_words(token, count, words) gives the words of the noise of `count` tokens, those of a word of logits.
+// Noise is drawn for the words of logits of a warp together, unless none of them can win, and logarithms are for the
+// tokens that still may then.
 template <typename Reader, typename NoiseWords>
 __device__ __forceinline__ uint64_t race_of_thread(const Reader& row, const Scale& scale, const Filter& filter,
                                                    float bound, NoiseWords noise_words) {
+  const float kept_x = max_of(filter.min_x, scale(filter.min_logit));
   uint64_t best = 0;
-  row.each_group([&](int64_t token, const Four& group) {
-    const float most_logit = row.largest_of(group), most = scale(most_logit);
-    if (!(most + kMaxGumbel >= bound) || most < filter.min_x || most_logit < filter.min_logit) return;
-    uint32_t words[4];
-    noise_words(token, words);
-    const uint32_t least = min_of(min_of(words[0], words[1]), min_of(words[2], words[3]));  // of the largest noise
-    if (!(most + gumbel_bound<ScalarMath>(least) >= bound)) return;
-    float four[4];
-    row.convert(group, four);
+  row.each_own_batch([&](int word, const uint4(&batch)[Reader::kBatch]) {
+    float most[Reader::kBatch], most_of_batch = -kInfinity;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float x = scale(four[i]);
-      if (!filter.keeps(token + i, four[i], x) || !(x + gumbel_bound<ScalarMath>(words[i]) >= bound)) continue;
-      const float score = x + gumbel_of_word<ScalarMath>(words[i]);
-      bound = max_of(bound, score);
-      best = max_of(best, ranked(score, token + i));
+    for (int i = 0; i < Reader::kBatch; ++i) {
+      most[i] = scale(row.largest_of_word(batch[i]));
+      most_of_batch = max_of(most_of_batch, most[i]);
+    }
+    const auto may_win = [&](float x, float noise) { return x >= kept_x && x + noise >= bound; };
+    if (!__any_sync(~0u, may_win(most_of_batch, kMaxGumbel))) return;
+#pragma unroll 1
+    for (int of_batch = 0; of_batch < Reader::kBatch; ++of_batch, word += row.own_stride()) {
+      const float x_of_word = most[0];
+#pragma unroll
+      for (int i = 0; i + 1 < Reader::kBatch; ++i) most[i] = most[i + 1];
+      if (!__any_sync(~0u, may_win(x_of_word, kMaxGumbel))) continue;
+      const int token = word * row.of_word();
+      uint32_t noise[kMostOfWord]{}, least = ~0u;  // the least word is the largest noise
+      noise_words(token, row.of_word(), noise);
+#pragma unroll
+      for (int i = 0; i < kMostOfWord; ++i) {
+        if (i < row.of_word()) least = min_of(least, noise[i]);
+      }
+      if (!__any_sync(~0u, may_win(x_of_word, gumbel_bound<ScalarMath>(least)))) continue;
+      uint4 logits = row.clean_word_at(word);  // anew: most words do not come here, and registers are scarce
+#pragma unroll 1
+      for (int i = 0; i < row.of_word(); ++i) {
+        const float logit = row.first_of(logits), x = scale(logit);
+        if (may_win(x, gumbel_bound<ScalarMath>(noise[0])) && filter.keeps(token + i, logit, x)) {
+          const float score = x + gumbel_of_word<ScalarMath>(noise[0]);
+          bound = max_of(bound, score);
+          best = max_of(best, ranked(score, token + i));
+        }
+        logits = row.without_first(logits);
+#pragma unroll
+        for (int j = 0; j + 1 < kMostOfWord; ++j) noise[j] = noise[j + 1];
+      }
+      // What the tokens of other lanes cannot beat.
+      bound = logit_of_key<ScalarMath>(__reduce_max_sync(~0u, order_key<ScalarMath>(bound)));
     }
   });
   return best;
@@ -49,12 +73,18 @@ __device__ __forceinline__ float noise_of(int64_t id, const uint32_t* words) {
 template <DType kDType>
 __device__ __forceinline__ int64_t race(const LogitReader<kDType>& row, const Scale& scale, const Filter& filter,
                                         int64_t peak, uint64_t seed, int64_t position, BlockShared& shared) {
-  const auto noise_words = [&](int64_t token, uint32_t (&words)[4]) {
-    philox<ScalarMath>(seed, position, static_cast<uint32_t>(token / 4), RandomUse::kGumbel, words);
+  const auto block_of = [&](int64_t token, uint32_t* words) {
+    philox<ScalarMath>(seed, position, static_cast<uint32_t>(token) / 4, RandomUse::kGumbel, words);
   };
-  uint32_t words[4];
-  noise_words(peak, words);
-  return ranked_id(cluster_max(shared, race_of_thread(row, scale, filter, noise_of(peak, words), noise_words)));
+  uint32_t of_peak[4];
+  block_of(peak, of_peak);
+  const auto noise_words = [&](int token, int count, uint32_t (&words)[kMostOfWord]) {
+#pragma unroll
+    for (int i = 0; i < kMostOfWord; i += 4) {
+      if (i < count) block_of(token + i, words + i);
+    }
+  };
+  return ranked_id(cluster_max(shared, race_of_thread(row, scale, filter, noise_of(peak, of_peak), noise_words)));
 }
 
 template <DType kDType>

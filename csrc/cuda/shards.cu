@@ -14,29 +14,30 @@ namespace {
 template <typename Reader>
 __device__ __forceinline__ int64_t race_word(const Reader& row, const RowLaw& law, int64_t peak, int64_t first_token,
                                              uint64_t seed, int64_t position, BlockShared& shared) {
-  const auto noise_words = [&](int64_t id, uint32_t* words) {
+  const auto block_of = [&](int64_t id, uint32_t* words) {
     philox<ScalarMath>(seed, position, static_cast<uint32_t>(id / 4), RandomUse::kGumbel, words);
   };
   uint32_t of_peak[4];
-  noise_words(peak, of_peak);
-  const uint64_t of_thread =
-      race_of_thread(row, law.scale, law.filter, noise_of(peak, of_peak), [&](int64_t token, uint32_t (&four)[4]) {
-        const int64_t id = first_token + token;
-        uint32_t words[8];
-        noise_words(id, words);
-        if (id % 4 != 0) {  // they begin inside a block of noise
-          noise_words(id + 4, words + 4);
+  block_of(peak, of_peak);
+  const auto noise_words = [&](int token, int count, uint32_t (&words)[kMostOfWord]) {
+    const int64_t id = first_token + token;
+    const int skew = static_cast<int>(id % 4);  // of the first token in its block of noise
+    uint32_t blocks[kMostOfWord + 4];
 #pragma unroll
-          for (int shift = 1; shift <= 2; ++shift) {
+    for (int i = 0; i < kMostOfWord + 4; i += 4) {
+      if (i < count || (i == count && skew != 0)) block_of(id + i, blocks + i);
+    }
 #pragma unroll
-            for (int i = 0; i + shift < 8; ++i) {
-              if (id & shift) words[i] = words[i + shift];
-            }
-          }
-        }
+    for (int shift = 1; shift <= 2; ++shift) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) four[i] = words[i];
-      });
+      for (int i = 0; i + shift < kMostOfWord + 4; ++i) {
+        if (skew & shift) blocks[i] = blocks[i + shift];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kMostOfWord; ++i) words[i] = blocks[i];
+  };
+  const uint64_t of_thread = race_of_thread(row, law.scale, law.filter, noise_of(peak, of_peak), noise_words);
   const uint64_t best = block_max(shared, of_thread);
   return best == 0 ? INT64_MIN : ranked_word(ranked_value(best), first_token + ranked_id(best));
 }
@@ -112,7 +113,7 @@ __device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_
 }
 
 template <DType kDType>
-__global__ void __launch_bounds__(kRowThreads, 1) step_kernel(const __grid_constant__ ShardStepParams p) {
+__global__ void __launch_bounds__(kLawThreads, 1) step_kernel(const __grid_constant__ ShardStepParams p) {
   auto& shared = ptx::shared<SamplingShared>();
   const int64_t n = blockIdx.x, b = sequence_of(p.shard, n);
   ptx::cluster_sync();                         // of one CTA: a rank has a part of the row to begin with
@@ -286,7 +287,7 @@ __global__ void __launch_bounds__(kWalkThreads, 1) walk_kernel(const __grid_cons
 void step_shards(const ShardStepParams& p, const ExecContext& ctx) {
   with_logit_dtype(p.shard.logits.dtype, [&](auto dtype) {
     launch(step_kernel<dtype>, dim3(static_cast<unsigned>(p.shard.logits.num_rows)),
-           dim3(threads_of_row(p.shard.logits.vocab)), sizeof(SamplingShared), ctx.stream, p);
+           dim3(threads_of_row(p.shard.logits.vocab, kLawThreads)), sizeof(SamplingShared), ctx.stream, p);
   });
 }
 

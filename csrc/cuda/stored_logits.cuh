@@ -8,6 +8,7 @@
 namespace pagedtree::cuda {
 
 constexpr int kWordBytes = 16;
+constexpr int kMostOfWord = 8;  // logits
 
 // Four logits of a word; narrow ones, two in a register, leave z and w alone.
 using Four = uint4;

@@ -96,8 +96,8 @@ bool draws_all_rows(const VerifyParams& p, Kernel kernel) {
 
 void sample(const SampleParams& p, const ExecContext& ctx) {
   with_logit_dtype(p.logits.dtype, [&](auto dtype) {
-    launch_rows(sample_kernel<dtype>, p.logits.num_rows, p.logits.vocab, kRowThreads, sizeof(SamplingShared),
-                ctx.stream, p);
+    launch_rows(sample_kernel<dtype>, p.logits.num_rows, p.logits.vocab, most_threads_of_row(p.logits.num_rows),
+                sizeof(SamplingShared), ctx.stream, p);
   });
 }
 
@@ -106,8 +106,8 @@ void verify_sampled(const VerifyParams& p, const ExecContext& ctx) {
   with_logit_dtype(p.logits.dtype, [&](auto dtype) {
     const auto walk = walk_kernel<dtype>;
     if (draws_all_rows(p, walk)) {
-      launch_rows(draw_rows_kernel<dtype>, p.logits.num_rows, vocab, kRowThreads, sizeof(SamplingShared), ctx.stream,
-                  p);
+      launch_rows(draw_rows_kernel<dtype>, p.logits.num_rows, vocab, most_threads_of_row(p.logits.num_rows),
+                  sizeof(SamplingShared), ctx.stream, p);
       launch(walk, dim3(static_cast<unsigned>(p.batch)), dim3(32), sizeof(WalkShared), ctx.stream, p, true);
     } else {
       launch_rows(walk, p.batch, vocab, kRowThreads, sizeof(WalkShared), ctx.stream, p, false);

@@ -98,7 +98,7 @@ class AsyncUnit {
 class Machine {
  public:
   static constexpr size_t kMaxSharedBytes = 227 << 10;
-  static constexpr unsigned kMaxCluster = 8;
+  static constexpr unsigned kMaxCluster = 16;
 
   using Kernel = void (*)(const void* params);
   // Of `cluster` CTAs, neighbours along x, whose threads run at the same time.

@@ -101,6 +101,20 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
   });
 }
 
+// ---- e4m3
+
+// Two e4m3 codes, in the low 16 bits, as two halves.
+inline uint32_t half2_from_e4m3(uint32_t codes) {
+  const auto half = [](uint32_t code) {
+    const uint32_t sign = (code & 0x80u) << 8, magnitude = code & 0x7fu;
+    if (magnitude == 0x7fu) return 0x7fffu;  // NaN
+    const uint32_t bits = __builtin_bit_cast(uint32_t, static_cast<float>(magnitude & 7u) * 0x1p-9f);
+    if (magnitude >= 8) return sign | ((magnitude << 7) + ((15u - 7u) << 10));
+    return magnitude == 0 ? sign : sign | ((bits - ((127u - 15u) << 23)) >> 13);  // half has them as normal numbers
+  };
+  return half(codes & 0xffu) | half(codes >> 8 & 0xffu) << 16;
+}
+
 // ---- maxima
 
 // The larger of each number of two registers: one of float, two of half or bfloat16. NaN wins; +0 is above -0.
@@ -121,6 +135,11 @@ uint32_t max_nan(uint32_t a, uint32_t b) {
   }
   return d;
 }
+
+// ---- launches: here each ends before the next begins
+
+inline void let_next_kernel_start() {}
+inline void wait_for_kernels_before() {}
 
 // ---- clusters
 

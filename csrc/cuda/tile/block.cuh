@@ -8,7 +8,7 @@
 namespace pagedtree::cuda {
 
 constexpr int kMaxWarps = 32;
-constexpr int kMaxCluster = 8;
+constexpr int kMaxCluster = 16;
 
 // One thread of a cluster.
 __device__ __forceinline__ bool leads_cluster() { return threadIdx.x == 0 && ptx::cluster_rank() == 0; }

@@ -75,22 +75,54 @@ void check_kernel(cudaError_t status, void (*kernel)(Params...)) {
   check_cuda(status, "launch of " + std::string(name));
 }
 
-// The most CTAs of a cluster that any GPU with clusters grants; 1 where the code that runs there knows none.
 template <typename... Params>
-int max_cluster(void (*kernel)(Params...)) {
-  static Known<std::pair<int, const void*>, int> known;
+cudaFuncAttributes attributes_of(void (*kernel)(Params...)) {
+  static Known<std::pair<int, const void*>, cudaFuncAttributes> known;
   return known.at({current_device(), reinterpret_cast<const void*>(kernel)}, [&] {
     cudaFuncAttributes attributes{};
     check_kernel(cudaFuncGetAttributes(&attributes, kernel), kernel);
-    return attributes.ptxVersion >= 90 ? 8 : 1;
+    return attributes;
   });
 }
 
-// kernel<<<grid, block, shared_bytes, stream>>>(arguments...) in clusters of so many CTAs, neighbours along x; an empty
-// grid is no launch.
+// Of the code that runs on this device, such as 90: older than the device where the build has nothing newer.
+template <typename... Params>
+int code_version(void (*kernel)(Params...)) {
+  return attributes_of(kernel).ptxVersion;
+}
+
+// The most CTAs of a cluster: 16 where the GPU grants them even to CTAs that take a whole SM each, else the 8 that any
+// GPU with clusters grants; 1 where the code that runs there knows none.
+template <typename... Params>
+int max_cluster(void (*kernel)(Params...)) {
+  if (code_version(kernel) < 90) return 1;
+  static Known<std::pair<int, const void*>, int> known;
+  return known.at({current_device(), reinterpret_cast<const void*>(kernel)}, [&] {
+    const cudaFuncAttributes attributes = attributes_of(kernel);
+    cudaLaunchAttribute in_clusters{};
+    in_clusters.id = cudaLaunchAttributeClusterDimension;
+    in_clusters.val.clusterDim = {16, 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(16);
+    config.blockDim = dim3(static_cast<unsigned>(attributes.maxThreadsPerBlock));
+    const int shared_bytes = device_limits().max_shared_bytes - static_cast<int>(attributes.sharedSizeBytes);
+    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+    config.attrs = &in_clusters;
+    config.numAttrs = 1;
+    int clusters = 0;
+    const bool granted =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess &&
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes) == cudaSuccess &&
+        cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess && clusters > 0;
+    if (!granted) cudaGetLastError();  // a refusal is no failure
+    return granted ? 16 : 8;
+  });
+}
+
+// kernel<<<grid, block, shared_bytes, stream>>>(arguments...) with an attribute, if any; an empty grid is no launch.
 template <typename... Params, typename... Arguments>
-void launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, unsigned cluster, size_t shared_bytes,
-                     void* stream, Arguments&&... arguments) {
+void launch_with(const cudaLaunchAttribute* attribute, void (*kernel)(Params...), dim3 grid, dim3 block,
+                 size_t shared_bytes, void* stream, Arguments&&... arguments) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
   constexpr size_t kWithoutAsking = 48 << 10;
   if (shared_bytes > kWithoutAsking) {
@@ -107,12 +139,34 @@ void launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, unsigned 
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute attributes[1];
+  if (attribute != nullptr) attributes[0] = *attribute;
+  config.attrs = attributes;
+  config.numAttrs = attribute != nullptr ? 1 : 0;
+  check_kernel(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), kernel);
+}
+
+// In clusters of so many CTAs, neighbours along x.
+template <typename... Params, typename... Arguments>
+void launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, unsigned cluster, size_t shared_bytes,
+                     void* stream, Arguments&&... arguments) {
   cudaLaunchAttribute in_clusters{};
   in_clusters.id = cudaLaunchAttributeClusterDimension;
   in_clusters.val.clusterDim = {cluster, 1, 1};
-  config.attrs = &in_clusters;
-  config.numAttrs = cluster > 1 ? 1 : 0;
-  check_kernel(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), kernel);
+  launch_with(cluster > 1 ? &in_clusters : nullptr, kernel, grid, block, shared_bytes, stream,
+              std::forward<Arguments>(arguments)...);
+}
+
+// Where the GPU can, it starts while the kernel before it ends (programmatic dependent launch): its first action must
+// be ptx::wait_for_kernels_before().
+template <typename... Params, typename... Arguments>
+void launch_behind(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
+                   Arguments&&... arguments) {
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  launch_with(code_version(kernel) >= 90 ? &early : nullptr, kernel, grid, block, shared_bytes, stream,
+              std::forward<Arguments>(arguments)...);
 }
 
 #else
@@ -132,6 +186,12 @@ void launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, unsigned 
                      void* /*stream*/, Arguments&&... arguments) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
   simt::launch(kernel, grid, block, cluster, shared_bytes, std::forward<Arguments>(arguments)...);
+}
+
+template <typename... Params, typename... Arguments>
+void launch_behind(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
+                   Arguments&&... arguments) {
+  launch_clusters(kernel, grid, block, 1, shared_bytes, stream, std::forward<Arguments>(arguments)...);
 }
 
 #endif

@@ -37,25 +37,40 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
   }
 }
 
-// Two e4m3 codes in the high bytes of the two halves of `codes`, as T. Shifted to T's exponent and mantissa a code is
-// its value times a power of two, subnormals too; NaN codes become +-480.
-template <typename T>
-__device__ __forceinline__ uint32_t from_e4m3(uint32_t codes) {
-  constexpr int kShift = kIsBFloat16<T> ? 4 : 1;
-  const uint32_t bits = (codes & 0x80008000u) | ((codes & 0x7f007f00u) >> kShift);
-  if constexpr (kIsBFloat16<T>) {
-    const __nv_bfloat162 scale = bits_as<__nv_bfloat162>(0x7b807b80u);  // 2^120
-    return bits_as<uint32_t>(__hmul2(bits_as<__nv_bfloat162>(bits), scale));
+// ---- e4m3
+
+// What operands are multiplied as: e4m3 is exact in half, which GPUs convert it to, and not every GPU to bfloat16.
+template <typename T, typename Kv>
+using Multiplied = std::conditional_t<kIsFloat8<Kv>, __half, T>;
+
+// Older GPUs do not convert e4m3. There codes are moved to the places of a half's bits, which gives 1 / 256 of their
+// value: the factor goes into scores and outputs, as a multiplication of each element would cost more.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+constexpr bool kConvertsFloat8 = false;
+#else
+constexpr bool kConvertsFloat8 = true;
+#endif
+template <typename Kv>
+constexpr float kDecodedScale = kIsFloat8<Kv> && !kConvertsFloat8 ? 256.0f : 1.0f;
+
+// The codes in the high bytes of the two halves of `codes`, as 1 / 256 of their values; NaN codes become +-480 / 256.
+__device__ __forceinline__ uint32_t move_e4m3(uint32_t codes) {
+  return (codes & 0x80008000u) | ((codes & 0x7f007f00u) >> 1);
+}
+
+// Bytes 0 and 1 of `codes`, and 2 and 3, as pairs of halves.
+__device__ __forceinline__ uint2 decode_neighbours(uint32_t codes) {
+  if constexpr (kConvertsFloat8) {
+    return make_uint2(ptx::half2_from_e4m3(codes), ptx::half2_from_e4m3(codes >> 16));
   } else {
-    const __half2 scale = bits_as<__half2>(0x5c005c00u);  // 2^8
-    return bits_as<uint32_t>(__hmul2(bits_as<__half2>(bits), scale));
+    return make_uint2(move_e4m3(__byte_perm(codes, 0, 0x1404)), move_e4m3(__byte_perm(codes, 0, 0x3424)));
   }
 }
 
-// Bytes i and j of `codes` as a pair of T.
-template <typename T, int i, int j>
-__device__ __forceinline__ uint32_t convert_bytes(uint32_t codes) {
-  return from_e4m3<T>(__byte_perm(codes, 0, 0x0404 | i << 4 | j << 12));
+// Bytes 0 and 2, and 1 and 3.
+__device__ __forceinline__ uint2 decode_alternates(uint32_t codes) {
+  if constexpr (kConvertsFloat8) return decode_neighbours(__byte_perm(codes, 0, 0x3120));
+  return make_uint2(move_e4m3(codes << 8), move_e4m3(codes));
 }
 
 // ---- Q: 16 rows, 16 columns
@@ -83,7 +98,7 @@ struct KeyFragments {
   uint32_t b[2][2][2];  // [step of 16 columns][step of 8 keys][register]
 };
 
-template <typename T, typename Kv, typename Rows>
+template <typename Kv, typename Rows>
 __device__ __forceinline__ KeyFragments load_k(uint32_t base, uint32_t lane, uint32_t key, uint32_t column) {
   const uint32_t row = key + lane % 8 + lane / 16 * 8, chunk = lane / 8 % 2;
   KeyFragments k;
@@ -92,8 +107,9 @@ __device__ __forceinline__ KeyFragments load_k(uint32_t base, uint32_t lane, uin
     ptx::ldmatrix_x4(r, base + Rows::offset(row, column / 16 + chunk));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      k.b[i % 2][i / 2][0] = convert_bytes<T, 0, 1>(r[i]);
-      k.b[i % 2][i / 2][1] = convert_bytes<T, 2, 3>(r[i]);
+      const uint2 pairs = decode_neighbours(r[i]);
+      k.b[i % 2][i / 2][0] = pairs.x;
+      k.b[i % 2][i / 2][1] = pairs.y;
     }
   } else {
 #pragma unroll
@@ -112,7 +128,7 @@ struct ValueFragments {
   uint32_t b[4][2];  // [step of 8 columns][register]
 };
 
-template <typename T, typename Kv, typename Rows>
+template <typename Kv, typename Rows>
 __device__ __forceinline__ ValueFragments load_v(uint32_t base, uint32_t lane, uint32_t key, uint32_t column) {
   const uint32_t row = key + lane % 16, chunk = lane / 16;
   ValueFragments v;
@@ -121,8 +137,9 @@ __device__ __forceinline__ ValueFragments load_v(uint32_t base, uint32_t lane, u
     ptx::ldmatrix_x4_trans(r, base + Rows::offset(row, column / 16 + chunk));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      v.b[i / 2 * 2][i % 2] = convert_bytes<T, 0, 2>(r[i]);
-      v.b[i / 2 * 2 + 1][i % 2] = convert_bytes<T, 1, 3>(r[i]);
+      const uint2 columns = decode_alternates(r[i]);
+      v.b[i / 2 * 2][i % 2] = columns.x;
+      v.b[i / 2 * 2 + 1][i % 2] = columns.y;
     }
   } else {
 #pragma unroll

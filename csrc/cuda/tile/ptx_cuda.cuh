@@ -66,6 +66,15 @@ PT_DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, 
   }
 }
 
+// ---- e4m3
+
+// Two e4m3 codes, in the low 16 bits, as two halves; from sm_89 on.
+PT_DEVICE uint32_t half2_from_e4m3(uint32_t codes) {
+  uint32_t d;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(static_cast<unsigned short>(codes)));
+  return d;
+}
+
 // ---- maxima
 
 // The larger of each number of two registers: one of float, two of half or bfloat16. NaN wins; +0 is above -0.
@@ -126,6 +135,21 @@ PT_DEVICE T* of_cta(T* shared, uint32_t) {
   return shared;
 }
 #endif
+
+// ---- launches that overlap, from sm_90 on: see launch_behind()
+
+// Once all CTAs have called it, the kernel behind this one may start.
+PT_DEVICE void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// What the kernels before this one have written is there.
+PT_DEVICE void wait_for_kernels_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 // ---- others
 

@@ -25,24 +25,37 @@ struct Panels {
     return kMost * 16 * kRows + in_panel<2>(row, (chunk - kMost) % 2);
   }
 
-  // Calls f(row, chunk, offset) for the part of `thread` among kThreads: neighbours have neighbouring chunks.
-  template <int kThreads, typename F>
-  static __device__ __forceinline__ void for_each_chunk(uint32_t thread, const F& f) {
-#pragma unroll
-    for (int panel = 0; panel < kWide; ++panel) each_in_panel<kThreads, 8>(thread, panel * 8, f);
-    if constexpr (kHalf != 0) each_in_panel<kThreads, 4>(thread, kWide * 8, f);
-    if constexpr (kQuarter != 0) each_in_panel<kThreads, 2>(thread, kWide * 8 + kHalf * 4, f);
+  // Calls copy(row's value, chunk, offset) for the part of `thread` among kThreads, with what load(row) gave for the
+  // row; neighbours have neighbouring chunks. Rows are loaded before the first copy, so that only one waits for them.
+  template <int kThreads, typename Load, typename Copy>
+  static __device__ __forceinline__ void for_each_chunk(uint32_t thread, const Load& load, const Copy& copy) {
+    if constexpr (kWide != 0) each_in_panels<kThreads, 8, kWide>(thread, 0, load, copy);
+    if constexpr (kHalf != 0) each_in_panels<kThreads, 4, 1>(thread, kWide * 8, load, copy);
+    if constexpr (kQuarter != 0) each_in_panels<kThreads, 2, 1>(thread, kWide * 8 + kHalf * 4, load, copy);
   }
 
  private:
-  template <int kThreads, int kWidth, typename F>
-  static __device__ __forceinline__ void each_in_panel(uint32_t thread, uint32_t first_chunk, const F& f) {
-    constexpr int kStep = kThreads / kWidth;  // rows at once
+  template <int kThreads, int kWidth, int kPanels, typename Load, typename Copy>
+  static __device__ __forceinline__ void each_in_panels(uint32_t thread, uint32_t first_chunk, const Load& load,
+                                                        const Copy& copy) {
+    constexpr int kStep = kThreads / kWidth, kSteps = (kRows + kStep - 1) / kStep;  // rows at once
     const uint32_t first_row = thread / kWidth, chunk = thread % kWidth;
+    const auto is_inside = [&](uint32_t row) { return kRows % kStep == 0 || row < kRows; };
+    decltype(load(first_row)) rows[kSteps];
 #pragma unroll
-    for (uint32_t row = 0; row < kRows; row += kStep) {
-      if (kRows % kStep != 0 && first_row + row >= kRows) return;
-      f(first_row + row, first_chunk + chunk, first_chunk * 16 * kRows + in_panel<kWidth>(first_row + row, chunk));
+    for (uint32_t i = 0; i < kSteps; ++i) {
+      const uint32_t row = first_row + i * kStep;
+      if (is_inside(row)) rows[i] = load(row);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kSteps; ++i) {
+      const uint32_t row = first_row + i * kStep;
+      if (!is_inside(row)) return;
+#pragma unroll
+      for (uint32_t panel = 0; panel < kPanels; ++panel) {
+        const uint32_t first = first_chunk + panel * kWidth;
+        copy(rows[i], first + chunk, first * 16 * kRows + in_panel<kWidth>(row, chunk));
+      }
     }
   }
 

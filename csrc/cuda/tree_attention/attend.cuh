@@ -1,39 +1,9 @@
 // One stage of keys against a warp's rows: scores, online softmax, output.
 #pragma once
 
-#include "core/math.h"
 #include "cuda/tree_attention/stage.cuh"
 
 namespace pagedtree::cuda {
-
-constexpr float kInfinity = __builtin_inff();
-
-// Scores in base 2 from q.k: scale * q.k, or with a softcap cap * tanh(q.k * scale / cap).
-struct ScoreLaw {
-  float scale;       // positive, what is left to multiply scores with after apply()
-  float tanh_scale;  // of the exponent in tanh(x) = 1 - 2 / (2^(x * 2 log2 e) + 1)
-  float cap;         // 0: none
-  bool negate_q;     // the sign of the scale
-
-  __device__ __forceinline__ ScoreLaw(const TreeAttentionParams& p, int32_t kv_head) {
-    float factor = p.k_scale != nullptr ? p.scale * p.k_scale[kv_head * p.k_scale_stride] : p.scale;
-    negate_q = factor < 0.0f;
-    factor = fabsf(factor);
-    cap = p.softcap * kLog2E;
-    scale = cap == 0.0f ? fmaxf(factor * kLog2E, 0x1p-126f) : 1.0f;  // not 0, which would turn -inf into NaN
-    tanh_scale = cap == 0.0f ? 0.0f : factor * 2.0f * kLog2E / p.softcap;
-  }
-
-  template <int kTiles>
-  __device__ __forceinline__ void apply(float (&dots)[kTiles][4]) const {
-    if (cap == 0.0f) return;
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) dots[n][i] = cap - __fdividef(2.0f * cap, ptx::ex2(dots[n][i] * tanh_scale) + 1.0f);
-    }
-  }
-};
 
 // A warp's rows as mma accumulators: unnormalised output, maximum (base 2) and this lane's part of the sum of
 // 2^(score - maximum), of rows quad and quad + 8 of each block of 16.
@@ -59,6 +29,10 @@ struct Accumulator {
     }
   }
 };
+
+// Of rows quad and quad + 8 of each block.
+template <typename I>
+using RowFactors = float[I::kAtoms][2];
 
 template <typename I>
 using Scores = float[I::kAtoms][I::kWarpKeys / 8][4];
@@ -87,19 +61,36 @@ __device__ __forceinline__ void score_keys(Scores<I>& scores, uint32_t q, uint32
     }
 #pragma unroll
     for (uint32_t n = 0; n < I::kWarpKeys; n += 16) {
-      const KeyFragments keys = load_k<typename I::T, typename I::Kv, typename I::KvRows>(k, lane, key + n, column);
+      const KeyFragments keys = load_k<typename I::Kv, typename I::KvRows>(k, lane, key + n, column);
 #pragma unroll
       for (int step = 0; step < 2; ++step) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
 #pragma unroll
           for (int a = 0; a < I::kAtoms; ++a) {
-            ptx::mma_m16n8k16<typename I::T>(scores[a][n / 8 + i], rows[a][step], keys.b[step][i][0],
+            ptx::mma_m16n8k16<typename I::M>(scores[a][n / 8 + i], rows[a][step], keys.b[step][i][0],
                                              keys.b[step][i][1]);
           }
         }
       }
     }
+  }
+}
+
+// q.k becomes cap * tanh(q.k * scale / cap), and the factors are used up.
+template <typename I>
+__device__ __forceinline__ void cap_scores(float cap, Scores<I>& dots, RowFactors<I>& factors) {
+#pragma unroll
+  for (int a = 0; a < I::kAtoms; ++a) {
+#pragma unroll
+    for (int n = 0; n < I::kWarpKeys / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        dots[a][n][i] = cap - __fdividef(2.0f * cap, ptx::ex2(dots[a][n][i] * factors[a][i / 2]) + 1.0f);
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) factors[a][half] = 1.0f;
   }
 }
 
@@ -123,12 +114,29 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kTiles][4], const Vi
   }
 }
 
-// Scores become weights 2^(score - maximum) under the new maximum; what was accumulated under the old one is rescaled.
+// The scales are used up.
 template <typename I>
-__device__ __forceinline__ void softmax(Scores<I>& scores, const ScoreLaw& law, Accumulator<I>& sums) {
+__device__ __forceinline__ void round_scores(Scores<I>& scores, RowFactors<I>& scales) {
+#pragma unroll
+  for (int a = 0; a < I::kAtoms; ++a) {
+#pragma unroll
+    for (int n = 0; n < I::kWarpKeys / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[a][n][i] *= scales[a][i / 2];
+    }
+    scales[a][0] = scales[a][1] = 1.0f;
+  }
+}
+
+// Scores become weights 2^(score - maximum) under the new maximum; what was accumulated under the old one is rescaled.
+// A maximum may be one that is lower by a constant: weights that are multiplied as half then do not vanish where they
+// are small beside the largest.
+template <typename I>
+__device__ __forceinline__ void softmax(Scores<I>& scores, RowFactors<I>& scales, Accumulator<I>& sums) {
   constexpr int kTiles = I::kWarpKeys / 8;
-  float factors[I::kAtoms][2];
-  bool changed = false;
+  constexpr float kHeadroom = kIsFloat8<typename I::Kv> ? 15.0f : 0.0f;
+  RowFactors<I> factors;
+  bool changed = false, huge = false;
 #pragma unroll
   for (int a = 0; a < I::kAtoms; ++a) {
 #pragma unroll
@@ -136,23 +144,32 @@ __device__ __forceinline__ void softmax(Scores<I>& scores, const ScoreLaw& law, 
       float top = -kInfinity;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) top = fmaxf(top, fmaxf(scores[a][n][half * 2], scores[a][n][half * 2 + 1]));
-      const float old = sums.maximum[a][half];
+      const float old = sums.maximum[a][half], scale = scales[a][half];
       top = quad_max(top);
-      top = top == -kInfinity ? old : fmaxf(old, top * law.scale);
+      top = top == -kInfinity ? old : fmaxf(old, kHeadroom == 0.0f ? top * scale : __fmaf_rn(top, scale, -kHeadroom));
+      sums.maximum[a][half] = top;
       // A row that has seen nothing yet: any finite number keeps -inf - maximum from being NaN.
-      const float base = top == -kInfinity ? 0.0f : top;
-      factors[a][half] = ptx::ex2(old - base);
+      factors[a][half] = ptx::ex2(old - (top == -kInfinity ? 0.0f : top));
       changed = changed || top != old;
+      huge = huge || (fabsf(top) > 0x1p24f && top != -kInfinity);
+    }
+  }
+  // There the maximum is rounded by more than 2^x may grow by: the scores are rounded likewise.
+  if (__any_sync(kWholeWarp, huge)) round_scores<I>(scores, scales);
+#pragma unroll
+  for (int a = 0; a < I::kAtoms; ++a) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float base = sums.maximum[a][half] == -kInfinity ? 0.0f : sums.maximum[a][half];
       float sum = 0.0f;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
         for (int i = half * 2; i < half * 2 + 2; ++i) {
-          scores[a][n][i] = ptx::ex2(__fmaf_rn(scores[a][n][i], law.scale, -base));
+          scores[a][n][i] = ptx::ex2(__fmaf_rn(scores[a][n][i], scales[a][half], -base));
           sum += scores[a][n][i];
         }
       }
-      sums.maximum[a][half] = top;
       sums.sum[a][half] = __fmaf_rn(sums.sum[a][half], factors[a][half], sum);
     }
   }
@@ -179,7 +196,7 @@ __device__ __forceinline__ uint32_t kept_values(const uint32_t (&seen)[kWords], 
 template <bool kMasked, typename I>
 __device__ __forceinline__ void add_values(const Scores<I>& weights, uint32_t v, uint32_t lane, uint32_t key,
                                            const uint32_t (&seen)[I::kWords], Accumulator<I>& sums) {
-  using T = typename I::T;
+  using M = typename I::M;
 #pragma unroll
   for (uint32_t n = 0; n < I::kWarpKeys; n += 16) {
     uint32_t rows[I::kAtoms][4];
@@ -188,7 +205,7 @@ __device__ __forceinline__ void add_values(const Scores<I>& weights, uint32_t v,
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* pair = weights[a][n / 8 + i / 2] + i % 2 * 2;
-        rows[a][i] = pack_pair<T>(pair[0], pair[1]);
+        rows[a][i] = pack_pair<M>(pair[0], pair[1]);
       }
     }
     uint32_t kept[2];
@@ -197,7 +214,7 @@ __device__ __forceinline__ void add_values(const Scores<I>& weights, uint32_t v,
     }
 #pragma unroll
     for (uint32_t column = 0; column < I::kHeadDim; column += 32) {
-      ValueFragments values = load_v<T, typename I::Kv, typename I::KvRows>(v, lane, key + n, column);
+      ValueFragments values = load_v<typename I::Kv, typename I::KvRows>(v, lane, key + n, column);
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
         if constexpr (kMasked) {
@@ -205,47 +222,60 @@ __device__ __forceinline__ void add_values(const Scores<I>& weights, uint32_t v,
         }
 #pragma unroll
         for (int a = 0; a < I::kAtoms; ++a) {
-          ptx::mma_m16n8k16<T>(sums.out[a][column / 8 + step], rows[a], values.b[step][0], values.b[step][1]);
+          ptx::mma_m16n8k16<M>(sums.out[a][column / 8 + step], rows[a], values.b[step][0], values.b[step][1]);
         }
       }
     }
   }
 }
 
-// The warp's share of a stage whose first key is `first_key`. `views` is what the lane's own row of each block sees.
-template <bool kMasked, typename I>
-__device__ __forceinline__ void attend_stage(const TreeAttentionParams& p, const RowTile& tile, Shared<I>& shared,
-                                             Stage<I>& stage, uint32_t thread, int32_t first_key,
-                                             const RowView (&views)[I::kAtoms], const ScoreLaw& law,
-                                             Accumulator<I>& sums) {
+// The warp's share of a stage whose first key is `first_key`. `start_copies` is called once, between the scores and the
+// softmax: before them copies would stand in the way of what is read from shared memory.
+template <bool kMasked, typename I, typename StartCopies>
+__device__ __forceinline__ void attend_stage(const TreeAttentionParams& p, Shared<I>& shared, Stage<I>& stage,
+                                             uint32_t thread, int32_t first_key, float factor, Accumulator<I>& sums,
+                                             const StartCopies& start_copies) {
   const uint32_t warp = thread / 32, lane = thread % 32;
   const uint32_t row = warp % I::kShape.row_warps * I::kShape.warp_rows(),
                  key = warp / I::kShape.row_warps * I::kWarpKeys;
-  VisibleKeys<I::kWords> keys[I::kAtoms];
+  // Found twice: the words would take registers while the scores are computed.
+  const auto visible_to = [&](int a) {
+    const Visibility mine = shared.views[row + a * 16 + own_row(lane)].expand(p, shared.tile);
+    return visible_keys<I::kWords>(mine, lane, first_key + static_cast<int32_t>(key));
+  };
   uint32_t seen[I::kWords] = {};
   if constexpr (kMasked) {
     uint32_t any = 0;
 #pragma unroll
     for (int a = 0; a < I::kAtoms; ++a) {
-      keys[a] = visible_keys<I::kWords>(views[a].expand(p, tile), lane, first_key + static_cast<int32_t>(key));
+      const VisibleKeys<I::kWords> keys = visible_to(a);
 #pragma unroll
-      for (int w = 0; w < I::kWords; ++w) seen[w] |= keys[a].rows[0][w] | keys[a].rows[1][w];
+      for (int w = 0; w < I::kWords; ++w) seen[w] |= keys.rows[0][w] | keys.rows[1][w];
     }
 #pragma unroll
     for (int w = 0; w < I::kWords; ++w) {
       seen[w] = column_or(seen[w]);
       any |= seen[w];
     }
-    if (any == 0) return;
+    if (any == 0) return start_copies();
   }
   Scores<I> scores;
   score_keys<I>(scores, ptx::smem_addr(shared.q), ptx::smem_addr(stage.k), lane, row, key);
+  start_copies();
+  RowFactors<I> factors;
 #pragma unroll
   for (int a = 0; a < I::kAtoms; ++a) {
-    law.apply(scores[a]);
-    if constexpr (kMasked) mask_scores(scores[a], keys[a], lane);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      factors[a][half] = I::kScalesRows ? shared.factors[row + a * 16 + half * 8 + lane / 4] : factor;
+    }
   }
-  softmax<I>(scores, law, sums);
+  if (p.softcap != 0.0f) cap_scores<I>(p.softcap * kLog2E, scores, factors);
+  if constexpr (kMasked) {
+#pragma unroll
+    for (int a = 0; a < I::kAtoms; ++a) mask_scores(scores[a], visible_to(a), lane);
+  }
+  softmax<I>(scores, factors, sums);
   add_values<kMasked, I>(scores, ptx::smem_addr(stage.v), lane, key, seen, sums);
 }
 

@@ -1,9 +1,7 @@
-// What the host tells the attention kernel beside the op's parameters, and where a call's scratch lies.
+// What the host tells the attention kernels beside the op's parameters, and what lies in a call's scratch.
 #pragma once
 
 #include <vector_types.h>
-
-#include <type_traits>
 
 #include "cuda/tree_attention/config.h"
 
@@ -15,49 +13,26 @@ struct Piece {
   float* out;
 };
 
-// Arrays in scratch, one entry a range. A row tile that is cut has its first piece in the range `owner` that began it,
-// piece k in range owner + k.
-struct Ranges {
-  int32_t* count;        // [1]
-  WorkPosition* starts;  // [capacity + 1]
-  int32_t* owners;       // [capacity] of the row tile that the range begins in, if it begins inside one
-  int32_t* lasts;        // [capacity] the range that ends the row tile of which this one is the owner
-  unsigned* arrivals;    // [capacity] 0; see join_pieces()
-  float* pieces;         // [2, capacity, piece_rows * (head_dim + 2)]: of a row tile's first piece, of others
+// The pieces in scratch: of a row tile that is cut, one for each range that it lies in. A range has up to two: of the
+// row tile that it begins inside of, and of one that it leaves unfinished.
+struct Pieces {
+  float* memory;  // [2, capacity, rows * (head_dim + 2)]: first pieces of row tiles, others
   int32_t capacity;
-  int32_t piece_rows;
+  int32_t rows;
   int32_t head_dim;
 
-  static constexpr int64_t kAlignment = 256;
-  PT_HOST_DEVICE int64_t piece_floats() const { return int64_t{piece_rows} * (head_dim + 2); }
-
-  // Places the arrays in `memory` (or nowhere) and returns their bytes.
-  int64_t place(void* memory) {
-    int64_t bytes = 0;
-    const auto array = [&](auto*& pointer, int64_t size) {
-      pointer =
-          reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(reinterpret_cast<intptr_t>(memory) + bytes);
-      bytes += ceil_div<int64_t>(size * static_cast<int64_t>(sizeof(*pointer)), kAlignment) * kAlignment;
-    };
-    array(count, 1);
-    array(starts, capacity + 1);
-    array(owners, capacity);
-    array(lasts, capacity);
-    array(arrivals, capacity);
-    array(pieces, 2 * capacity * piece_floats());
-    return bytes;
-  }
-
-  PT_HOST_DEVICE Piece piece(int32_t range, bool first) const {
-    float* memory = pieces + ((first ? 0 : capacity) + range) * piece_floats();
-    return {reinterpret_cast<float2*>(memory), memory + 2 * piece_rows};
+  PT_HOST_DEVICE int64_t floats() const { return int64_t{rows} * (head_dim + 2); }
+  PT_HOST_DEVICE int64_t bytes() const { return 2 * capacity * floats() * int64_t{sizeof(float)}; }
+  PT_HOST_DEVICE Piece of(int32_t range, bool is_first) const {
+    float* piece = memory + ((is_first ? 0 : capacity) + range) * floats();
+    return {reinterpret_cast<float2*>(piece), piece + 2 * rows};
   }
 };
 
 // One launch: of a list of sequences.
 struct CallShape {
   WorkShape work;
-  Ranges ranges;
+  Pieces pieces;
   int stages;
   bool q_aligned;  // rows are read 16 bytes at a time
   bool out_aligned;

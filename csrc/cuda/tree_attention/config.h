@@ -23,10 +23,13 @@ struct TileShape {
   // What the registers of an SM allow.
   constexpr int max_ctas() const { return threads() <= 128 ? 2 : 1; }
 
-  // Bytes of shared memory: Q, one stage of K and V with the addresses of their rows, row states, the output in fp32.
+  // Bytes of shared memory: Q, one stage of K and V with the addresses of their rows, what rows see or their states,
+  // the output in fp32.
   constexpr int q_bytes() const { return m_tile * head_dim * 2; }
   constexpr int stage_bytes(int kv_bytes) const { return 2 * keys * (head_dim * kv_bytes + 8); }
-  constexpr int header_bytes() const { return key_warps * m_tile * 8; }
+  constexpr int header_bytes() const {
+    return 128 * ceil_div(32 + max_of(key_warps * m_tile * 8, warps() * 16 + 96 + m_tile * 28), 128);
+  }
   constexpr int out_bytes() const { return key_warps * m_tile * head_dim * 4; }
   constexpr int shared_bytes(int kv_bytes, int stages) const {
     return header_bytes() + q_bytes() + stages * stage_bytes(kv_bytes);
@@ -44,16 +47,16 @@ constexpr TileShape kTileShapes[] = {
     // head_dim, m_tile, row_warps, key_warps, keys
     {64, 16, 1, 4, 64},
     {64, 32, 1, 4, 64},
-    {64, 64, 4, 1, 64},
-    {64, 128, 8, 1, 64},
+    {64, 64, 2, 2, 64},
+    {64, 128, 4, 1, 64},
     {96, 16, 1, 4, 64},
     {96, 32, 1, 4, 64},
-    {96, 64, 4, 1, 64},
-    {96, 128, 8, 1, 64},
+    {96, 64, 2, 2, 64},
+    {96, 128, 4, 1, 32},
     {128, 16, 1, 4, 64},
     {128, 32, 1, 4, 64},
-    {128, 64, 4, 1, 64},
-    {128, 128, 8, 1, 64},
+    {128, 64, 2, 2, 64},
+    {128, 128, 4, 1, 32},
     // The output of 16 rows fills half of the registers: no more rows a warp, and stages of half a KV tile.
     {192, 32, 2, 2, 32},
     {192, 64, 4, 1, 32},
@@ -128,12 +131,10 @@ constexpr Residency residency(const TileShape& shape, int kv_bytes, int max_shar
   return {};
 }
 
-// Ranges of work on a device: one for each CTA that it can hold.
-constexpr int32_t max_ranges(const TileShape& shape, int num_sms) {
-  return min_of<int32_t>(num_sms * shape.max_ctas(), kMaxPlanRanges);
+// Ranges of work on a device: at most one for each CTA that it can hold, and as many on each SM.
+constexpr RangeLimits range_limits(const TileShape& shape, int num_sms) {
+  return {min_of<int32_t>(num_sms * shape.max_ctas(), kMaxPlanRanges), num_sms, kMinPieceTiles + kPieceCost};
 }
-
-constexpr int64_t kMinRangeCost = kMinPieceTiles + kPieceCost;
 
 constexpr bool every_tile_fits(int max_shared_bytes) {
   for (const TileShape& shape : kTileShapes) {

@@ -1,17 +1,20 @@
 // What becomes of a piece's result: the warps that shared its keys are joined, then it goes to the output or, where a
-// cut crosses the row tile, to scratch, and pieces are joined there.
+// cut crosses the row tile, to scratch.
 #pragma once
 
-#include "cuda/tile/arrive.cuh"
 #include "cuda/tree_attention/attend.cuh"
 #include "cuda/tree_attention/call.h"
 
 namespace pagedtree::cuda {
 
+// What a part whose maximum is `maximum` counts under the maximum of all.
+__device__ __forceinline__ float weight_of(float maximum, float of_all) {
+  return maximum == -kInfinity ? 0.0f : ptx::ex2(maximum - of_all);
+}
+
 // The parts of the warps that share the keys, in shared memory.
 template <typename I>
 struct WarpParts {
-  static constexpr uint32_t kCount = I::kShape.key_warps;
   Shared<I>& shared;
 
   // Four columns; the places of chunks change by the row, so that a column of 8 rows covers all banks.
@@ -27,6 +30,7 @@ struct WarpParts {
   }
 
   __device__ __forceinline__ void store(const Accumulator<I>& sums) const {
+    constexpr float kScale = kDecodedScale<typename I::Kv>;
     const uint32_t thread = ptx::thread_index(), lane = thread % 32, warp = thread / 32,
                    part = warp / I::kShape.row_warps;
 #pragma unroll
@@ -43,7 +47,7 @@ struct WarpParts {
             const ColumnPair pair = accumulator_columns<typename I::Kv>(sums.out[a][column / 8],
                                                                         sums.out[a][column / 8 + 1], lane, half, i);
             *reinterpret_cast<float2*>(shared.out() + offset(part, row, column + pair.first)) =
-                make_float2(pair.values[0], pair.values[1]);
+                make_float2(pair.values[0] * kScale, pair.values[1] * kScale);
           }
         }
       }
@@ -51,29 +55,15 @@ struct WarpParts {
   }
 };
 
-// Two pieces in scratch, of other CTAs.
-struct PieceParts {
-  static constexpr uint32_t kCount = 2;
-  Piece pieces[2];
-  uint32_t head_dim;
-
-  __device__ __forceinline__ float2 state(uint32_t part, uint32_t row) const {
-    return __ldcg(pieces[part].states + row);
-  }
-  __device__ __forceinline__ float4 out(uint32_t part, uint32_t row, uint32_t column) const {
-    return __ldcg(reinterpret_cast<const float4*>(pieces[part].out + row * head_dim + column));
-  }
-};
-
 // The states of one row's parts, joined.
-template <uint32_t kParts>
+template <typename I>
 struct JoinedState {
+  static constexpr uint32_t kParts = I::kShape.key_warps;
   float maximum;
   float sum;
   float weights[kParts];
 
-  template <typename Parts>
-  __device__ __forceinline__ JoinedState(const Parts& parts, uint32_t row) : maximum(-kInfinity), sum(0.0f) {
+  __device__ __forceinline__ JoinedState(const WarpParts<I>& parts, uint32_t row) : maximum(-kInfinity), sum(0.0f) {
     float2 states[kParts];
 #pragma unroll
     for (uint32_t part = 0; part < kParts; ++part) {
@@ -82,7 +72,7 @@ struct JoinedState {
     }
 #pragma unroll
     for (uint32_t part = 0; part < kParts; ++part) {
-      weights[part] = states[part].x == -kInfinity ? 0.0f : ptx::ex2(states[part].x - maximum);
+      weights[part] = weight_of(states[part].x, maximum);
       sum = __fmaf_rn(states[part].y, weights[part], sum);
     }
   }
@@ -136,16 +126,16 @@ struct ToOutput {
   }
 };
 
-template <typename I, typename Parts, typename Target>
-__device__ __forceinline__ void join(const Parts& parts, uint32_t rows, const Target& target) {
+template <typename I, typename Target>
+__device__ __forceinline__ void join(const WarpParts<I>& parts, uint32_t rows, const Target& target) {
   constexpr uint32_t kVectors = I::kHeadDim / 8;
-  using State = JoinedState<Parts::kCount>;
+  using State = JoinedState<I>;
   for (uint32_t i = ptx::thread_index(); i < rows * kVectors; i += I::kThreads) {
     const uint32_t row = i / kVectors, column = i % kVectors * 8;
     const State state(parts, row);
     float values[8] = {};
 #pragma unroll
-    for (uint32_t part = 0; part < Parts::kCount; ++part) {
+    for (uint32_t part = 0; part < I::kShape.key_warps; ++part) {
       const float4 low = parts.out(part, row, column), high = parts.out(part, row, column + 4);
       const float of_part[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
@@ -154,34 +144,11 @@ __device__ __forceinline__ void join(const Parts& parts, uint32_t rows, const Ta
     target.store(row, column, values, state.maximum, state.sum);
   }
   if constexpr (Target::kKeepsStates) {
-    __syncthreads();  // the target may be one of the parts, whose states all threads have read
     const uint32_t row = ptx::thread_index();
     if (row < rows) {
       const State state(parts, row);
       target.piece.states[row] = make_float2(state.maximum, state.sum);
     }
-  }
-}
-
-// Piece k of a row tile has been stored. Pieces are joined along a fixed binary tree, so always in the same order: of
-// two neighbours the CTA that comes second joins them, right into left, and climbs on; the first leaves. Piece k is the
-// left end of a right neighbour at one level only: its counter is that meeting's.
-template <typename I, typename Target>
-__device__ void join_pieces(const Ranges& ranges, int32_t owner, int32_t k, uint32_t rows, const Target& target) {
-  const int32_t num_pieces = ranges.lasts[owner] - owner + 1;
-  for (int32_t step = 1; step < num_pieces; step *= 2) {
-    const int32_t left = k & ~step, right = left + step;
-    if (right < num_pieces) {
-      if (!arrive_is_last(ranges.arrivals + owner + right, 2)) return;
-      const Piece to = ranges.piece(owner + left, left == 0);
-      const PieceParts parts{{to, ranges.piece(owner + right, false)}, I::kHeadDim};
-      if (step * 2 >= num_pieces) {
-        join<I>(parts, rows, target);
-      } else {
-        join<I>(parts, rows, ToPiece{to, I::kHeadDim});
-      }
-    }
-    k = left;
   }
 }
 

@@ -103,6 +103,12 @@ def exponents(seed: int) -> Words:
     return values.view(np.uint32)
 
 
+def float8_words(seed: int) -> Words:
+    """Four e4m3 codes a word, all but NaN."""
+    codes = any_words(seed).view(np.uint8)
+    return np.where(codes % 128 == 127, codes - np.uint8(1), codes).view(np.uint32)
+
+
 def pairs(dtype: torch.dtype) -> Callable[[int], Words]:
     """Numbers to compare, word i with word i + 4; among them zeros of both signs, infinities, NaN, and equal ones."""
 
@@ -187,6 +193,20 @@ def _max_nan(dtype: torch.dtype) -> Callable[[Words], Words]:
     return larger
 
 
+def _halves(codes: Words, scale: float) -> Words:
+    """[64, 8] e4m3 codes times `scale`, two halves a word."""
+    values = torch.from_numpy(codes.astype(np.uint8)).view(torch.float8_e4m3fn).float() * scale
+    return values.half().view(torch.int16).numpy().view(np.uint32)
+
+
+def _half2_from_e4m3(words: Words) -> Words:
+    return _halves(words[:, :4].copy().view(np.uint8).reshape(64, 4, 4)[:, :, :2].reshape(64, 8), 1.0)
+
+
+def _move_e4m3(words: Words) -> Words:
+    return _halves(words[:, :4].copy().view(np.uint8).reshape(64, 4, 4)[:, :, 1::2].reshape(64, 8), 1 / 256)
+
+
 def _increment(words: Words) -> Words:
     """The counter as it was, and one more, or 0 where it was at the top or above."""
     old, top = words[:, :2], words[:, 4:6]
@@ -237,6 +257,8 @@ GOLDEN: dict[str, tuple[Callable[[int], Words], Callable[[Words], Words], Differ
     "max_nan/fp32": (pairs(torch.float32), _max_nan(torch.float32), equal),
     "max_nan/bf16": (pairs(torch.bfloat16), _max_nan(torch.bfloat16), equal),
     "max_nan/fp16": (pairs(torch.float16), _max_nan(torch.float16), equal),
+    "half2_from_e4m3": (float8_words, _half2_from_e4m3, equal),
+    "move_e4m3": (float8_words, _move_e4m3, equal),
     "increment": (any_words, _increment, equal),
     "barrier_sync": (any_words, _barrier, equal),
 }
