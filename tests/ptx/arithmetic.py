@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from ptx.formats import UNSIGNED, Array, dtype_of, from_bfloat16, halves_of, to_bfloat16
+from ptx.formats import UNSIGNED, Array, dtype_of, from_bfloat16, from_e4m3, halves_of, to_bfloat16
 from ptx.module import Fault
 from ptx.state import SHARED, State
 
@@ -200,6 +200,10 @@ class Arithmetic(State):
 
     def do_cvt(self, name, operands):
         to, source = name[-2], name[-1]
+        if source == "e4m3x2":
+            codes = np.broadcast_to(np.asarray(self.get(operands[1], np.uint16)), self.n)
+            high, low = (from_e4m3(c).astype(np.float16).view(np.uint16) for c in (codes >> 8, codes & 255))
+            return self.put(operands[0], high.astype(np.uint32) << np.uint32(16) | low)
         if to in ("bf16x2", "f16x2"):
             values = (np.broadcast_to(self.get(o, np.float32), self.n) for o in operands[1:])
             high, low = (to_bfloat16(v) if to[0] == "b" else v.astype(np.float16).view(np.uint16) for v in values)

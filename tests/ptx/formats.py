@@ -27,6 +27,13 @@ def from_bfloat16(bits: Array) -> Array:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
+def from_e4m3(codes: Array) -> Array:
+    exponent, mantissa = codes.astype(np.int32) >> 3 & 15, codes.astype(np.int32) & 7
+    magnitude = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), np.ldexp(1 + mantissa / 8, exponent - 7))
+    magnitude = np.where(codes & 127 == 127, np.nan, magnitude)
+    return np.where(codes & 128, -magnitude, magnitude)
+
+
 def to_bfloat16(values: Array) -> Array:
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32).astype(np.uint64)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16

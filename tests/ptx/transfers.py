@@ -47,6 +47,7 @@ class Transfers(State):
         pass
 
     do_fence = do_membar
+    do_griddepcontrol = do_membar  # here a kernel ends before the next begins
 
     def do_atom(self, name, operands):
         operation, dtype = next(p for p in name if p in ("inc", "add", "max", "min", "exch", "cas")), dtype_of(name[-1])
