@@ -15,7 +15,7 @@ def test_a_sequence_cut_among_ctas() -> None:
     (launch,) = cost.launches
     assert launch.sequences == (0,)
     assert (launch.m_tile, launch.row_warps, launch.key_warps, launch.keys_per_stage) == (64, 2, 2, 64)
-    # What rows see takes 2 KB, Q 16, a stage 2 * 64 rows of 256 bytes and an address: 2 of them fit into half of 227 KB.
+    # What rows see takes 2 KB, Q 16, a stage 2 * 64 rows of 256 bytes and an address: 2 fit into half of 227 KB.
     assert (launch.stages, launch.ctas_per_sm) == (2, 2)
     assert launch.shared_bytes == 2048 + 64 * 128 * 2 + 2 * 2 * 64 * (256 + 8)
     # 8 row tiles of 129 + 2 are cut into 4: the cuts lie between them.
