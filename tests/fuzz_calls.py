@@ -1,5 +1,7 @@
 """Valid calls of every public function that takes values from its user: what `fuzz.py` changes to hostile ones.
 
+Those of the adapters are in `fuzz_adapter_calls.py`.
+
 A call is made anew each time, so that nothing a call did to its arguments reaches the next one.
 """
 
@@ -12,14 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from generate_case import tiny
 from step_case import commit_arguments, int32, int64
 from torch import Tensor
 
 import pagedtree as pt
 from pagedtree import distributed
-from pagedtree.integrations import flash_attn, flashinfer, sglang
-from pagedtree.integrations.transformers import generate
 
 VOCAB = 40
 
@@ -62,7 +61,7 @@ def make(name: str) -> Call:
 # ---- what several calls share
 
 
-def _trees() -> pt.TreeBatch:
+def draft_trees() -> pt.TreeBatch:
     return pt.TreeBatch.from_trees([pt.DraftTree([-1, 0, 0, 1, 1]), pt.DraftTree([-1, 0, 1])])
 
 
@@ -79,7 +78,7 @@ def _verification(**more: Any) -> dict[str, Any]:
     return {
         "logits": torch.randn(8, VOCAB),
         "draft_tokens": torch.randint(VOCAB - 10, (8,)),
-        "trees": _trees(),
+        "trees": draft_trees(),
         "grammar_mask": torch.rand(8, VOCAB) < 0.8,
         "draft_to_target": torch.arange(VOCAB - 10).flip(0),
         **more,
@@ -103,7 +102,7 @@ def one_rank() -> distributed.VocabShards:
     return distributed.VocabShards(VOCAB, group=dist.group.WORLD)
 
 
-def _paged() -> dict[str, Tensor]:
+def paged_cache() -> dict[str, Tensor]:
     """Two sequences of 9 and 6 positions in pages of 4, five and three of them new."""
     return {
         "page_table": int32([[1, 3, 0], [4, 2, -1]]),
@@ -119,8 +118,8 @@ def _attention(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         "q": torch.randn(8, 4, 64).to(dtype),
         "k_cache": caches[0],
         "v_cache": caches[1],
-        **_paged(),
-        "tree_mask": _trees().mask,
+        **paged_cache(),
+        "tree_mask": draft_trees().mask,
         "tree_lens": int32([5, 3]),
         "max_seqlen_q": 5,
         "scale": 0.1,
@@ -161,7 +160,7 @@ def tree_attention_fp8() -> Call:
 
 @valid_call
 def attention_plan() -> Call:
-    paged = _paged()
+    paged = paged_cache()
     sizes = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 4, "max_seqlen_q": 5}
     lens = {"seq_lens": paged["seq_lens"], "cu_seqlens_q": paged["cu_seqlens_q"], "tree_lens": int32([5, 3])}
     return Call(pt.attention_plan, {**lens, **sizes})
@@ -219,12 +218,12 @@ def batch_of_trees() -> Call:
 
 @valid_call
 def one_tree_of_a_batch() -> Call:
-    return Call(lambda trees, b: trees.tree(b), {"trees": _trees(), "b": 1}, receiver="trees")
+    return Call(lambda trees, b: trees.tree(b), {"trees": draft_trees(), "b": 1}, receiver="trees")
 
 
 @valid_call
 def copy_of_a_batch() -> Call:
-    batches = {"trees": _trees(), "other": _trees()}
+    batches = {"trees": draft_trees(), "other": draft_trees()}
     return Call(lambda trees, other: trees.copy_(other), batches, written=("trees",), receiver="trees")
 
 
@@ -236,7 +235,7 @@ def build_trees() -> Call:
 
 @valid_call
 def slot_mapping() -> Call:
-    return Call(pt.slot_mapping, {**_paged(), "page_size": 4, "total_q": 8})
+    return Call(pt.slot_mapping, {**paged_cache(), "page_size": 4, "total_q": 8})
 
 
 @valid_call
@@ -258,13 +257,13 @@ def append_kv_fp8() -> Call:
 def compact_kv() -> Call:
     caches = list(torch.randn(3, 6, 4, 16))
     path = {"accept_index": int32([[0, 2, 4], [0, 2, -1]]), "num_accepted": int32([2, 1])}
-    arguments = {"caches": caches, "page_table": _paged()["page_table"], "start": int32([4, 3]), **path}
+    arguments = {"caches": caches, "page_table": paged_cache()["page_table"], "start": int32([4, 3]), **path}
     return Call(pt.compact_kv, arguments, written=("caches",))
 
 
 @valid_call
 def prepare_step() -> Call:
-    arguments = {"trees": _trees(), "page_table": _paged()["page_table"], "start": int32([4, 3])}
+    arguments = {"trees": draft_trees(), "page_table": paged_cache()["page_table"], "start": int32([4, 3])}
     return Call(pt.prepare_step, {**arguments, "page_size": 4, "total_q": 8})
 
 
@@ -355,7 +354,7 @@ def medusa_propose() -> Call:
 @valid_call
 def rejected_predictions() -> Call:
     drafts, predictions = torch.randint(VOCAB, (2, 8))
-    arguments = {"trees": _trees(), "draft_tokens": drafts, "predictions": predictions}
+    arguments = {"trees": draft_trees(), "draft_tokens": drafts, "predictions": predictions}
     return Call(pt.rejected_predictions, arguments | {"accept_index": int32([[0, 1, 3], [0, -1, -1]]), "context": 2})
 
 
@@ -381,164 +380,3 @@ def sharded_verify_sampled() -> Call:
 def sharded_verify_rejection() -> Call:
     given = _drafted() | {"max_children": 2}
     return Call(lambda **given: distributed.verify_rejection(**given, shards=one_rank()), given)
-
-
-# ---- pagedtree.integrations
-
-
-def _flashinfer_pages() -> dict[str, Tensor]:
-    return {"indptr": int32([0, 3, 5]), "indices": int32([1, 3, 0, 4, 2]), "last_page_len": int32([1, 2])}
-
-
-def _custom_mask() -> Tensor:
-    """Every node sees its prefix, and some of the nodes."""
-    rows = [(torch.arange(prefix + n) < prefix) | (torch.rand(n, prefix + n) < 0.7) for prefix, n in ((4, 5), (3, 3))]
-    return torch.cat([mask.flatten() for mask in rows])
-
-
-@valid_call
-def flashinfer_page_table() -> Call:
-    return Call(flashinfer.page_table, {**_flashinfer_pages(), "page_size": 4, "max_pages": 3}, fixed=("max_pages",))
-
-
-@valid_call
-def flashinfer_append() -> Call:
-    pages = _flashinfer_pages()
-    arguments = {
-        "append_key": torch.randn(3, 2, 16),
-        "append_value": torch.randn(3, 2, 16),
-        "batch_indices": int32([0, 0, 1]),
-        "positions": int32([7, 8, 5]),
-        "paged_kv_cache": torch.zeros(6, 2, 4, 2, 16),
-        "kv_indices": pages["indices"],
-        "kv_indptr": pages["indptr"],
-        "kv_last_page_len": pages["last_page_len"],
-        "kv_layout": "NHD",
-    }
-    return Call(flashinfer.append_paged_kv_cache, arguments, written=("paged_kv_cache",))
-
-
-@valid_call
-def flashinfer_wrapper() -> Call:
-    def plan_and_run(q: Tensor, paged_kv_cache: Tensor, **plan: Any) -> Any:
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper()
-        wrapper.plan(**plan)
-        return wrapper.run(q, paged_kv_cache, return_lse=True)
-
-    pages = {f"paged_kv_{name}": value for name, value in _flashinfer_pages().items()}
-    sizes = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 64, "page_size": 4}
-    options = {
-        "custom_mask": _custom_mask(),
-        "causal": False,
-        "window_left": -1,
-        "logits_soft_cap": 3.0,
-        "sm_scale": 0.1,
-    }
-    tensors = {"q": torch.randn(8, 4, 64), "paged_kv_cache": torch.randn(6, 2, 4, 2, 64)}
-    return Call(plan_and_run, {**tensors, "qo_indptr": int32([0, 5, 8]), **pages, **sizes, **options})
-
-
-@valid_call
-def flashinfer_import_mask() -> Call:
-    mask = {"custom_mask": _custom_mask(), "qo_indptr": int32([0, 5, 8]), "seq_lens": int32([9, 6])}
-    return Call(flashinfer.import_custom_mask, {**mask, "tree_lens": int32([5, 3])})
-
-
-@valid_call
-def flashinfer_export_mask() -> Call:
-    arguments = {"tree_mask": _trees().mask, "qo_indptr": int32([0, 5, 8]), "seq_lens": int32([9, 6])}
-    return Call(flashinfer.export_packed_custom_mask, {**arguments, "tree_lens": int32([5, 3])}, fixed=("seq_lens",))
-
-
-@valid_call
-def flashinfer_chain_sampling() -> Call:
-    probs = torch.rand(2, 7, 11)
-    probs /= probs.sum(2, True)
-    drafts = {"draft_probs": probs[:, :3], "draft_token_ids": torch.randint(11, (2, 3)), "target_probs": probs[:, 3:]}
-    return Call(flashinfer.chain_speculative_sampling, {**drafts, "seed": 3, "offset": 4})
-
-
-def _sglang_trees() -> dict[str, Tensor]:
-    return {
-        "candidates": torch.tensor([[0, 1, 2, 3], [7, 8, 9, 10]]),
-        "retrive_index": torch.arange(8).view(2, 4),
-        "retrive_next_token": torch.tensor([[1, 3, -1, -1], [1, 2, 3, -1]]),
-        "retrive_next_sibling": torch.tensor([[-1, 2, -1, -1], [-1, -1, -1, -1]]),
-    }
-
-
-def _sglang_outputs() -> dict[str, Tensor]:
-    predicts, accept_index = torch.zeros(8, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
-    return {"predicts": predicts, "accept_index": accept_index, "accept_token_num": torch.zeros(2, dtype=torch.int32)}
-
-
-@valid_call
-def sglang_verify_greedy() -> Call:
-    outputs, target = _sglang_outputs(), torch.tensor([[1, 3, 5, 5], [8, 9, 10, 3]])
-    arguments = {**outputs, **_sglang_trees(), "target_predict": target}
-    return Call(sglang.verify_tree_greedy, arguments, written=tuple(outputs))
-
-
-@valid_call
-def sglang_sampling() -> Call:
-    outputs = _sglang_outputs()
-    coins = {"uniform_samples": torch.rand(2, 4), "uniform_samples_for_final_sampling": torch.rand(2)}
-    probs = {"target_probs": torch.rand(2, 4, 20).softmax(2), "draft_probs": torch.zeros(2, 4, 20)}
-    arguments = {**outputs, **_sglang_trees(), **coins, **probs, "threshold_single": 0.9, "threshold_acc": 0.8}
-    return Call(sglang.tree_speculative_sampling_target_only, arguments, written=(*outputs, "draft_probs"))
-
-
-@valid_call
-def sglang_build_tree() -> Call:
-    outputs = {
-        "tree_mask": torch.zeros(2 * 4 * 4 + 12 * 4, dtype=torch.bool),
-        "positions": torch.zeros(8, dtype=torch.int64),
-        **{f"retrive_{name}": torch.zeros(2, 4).long() for name in ("index", "next_token", "next_sibling")},
-    }
-    given = {
-        "parent_list": torch.tensor([[-1, 0, 1, 2, 3], [-1, 0, 1, 3, 2]]),
-        "selected_index": torch.tensor([[0, 1, 2], [0, 2, 4]]),
-        "verified_seq_len": torch.tensor([5, 7]),
-    }
-    sizes = {"topk": 2, "depth": 3, "draft_token_num": 4, "tree_mask_mode": 0}
-    return Call(sglang.build_tree_kernel_efficient, {**given, **outputs, **sizes}, written=tuple(outputs))
-
-
-@valid_call
-def sglang_move_kv() -> Call:
-    buffers = {"k_buffer": list(torch.randn(2, 9, 2, 8)), "v_buffer": list(torch.randn(2, 9, 2, 8))}
-    places = {"tgt_loc": int64([1, 2, 3]), "src_loc": int64([3, 4, 8])}
-    return Call(sglang.move_kv_cache, {**buffers, **places}, written=tuple(buffers))
-
-
-@valid_call
-def flash_attn_with_kvcache() -> Call:
-    caches, rows = torch.randn(2, 6, 4, 2, 64), torch.randn(2, 2, 3, 2, 64)
-    arguments = {
-        "q": torch.randn(2, 3, 4, 64), "k_cache": caches[0], "v_cache": caches[1], "k": rows[0], "v": rows[1],
-        "cache_seqlens": int32([6, 3]), "block_table": int32([[1, 3, 0], [4, 2, 5]]), "softmax_scale": 0.1,
-        "causal": True, "window_size": (5, 0), "softcap": 3.0, "return_softmax_lse": True,
-    }  # fmt: skip
-    return Call(flash_attn.flash_attn_with_kvcache, arguments, written=("k_cache", "v_cache"))
-
-
-@valid_call
-def flash_attn_varlen() -> Call:
-    lens = {"cu_seqlens_q": int32([0, 5, 8]), "cu_seqlens_k": int32([0, 9, 15]), "max_seqlen_q": 5, "max_seqlen_k": 9}
-    caches = {"k": torch.randn(6, 4, 2, 64), "v": torch.randn(6, 4, 2, 64), "block_table": _paged()["page_table"]}
-    options = {"causal": True, "window_size": (5, 0), "softcap": 3.0, "softmax_scale": 0.1}
-    return Call(flash_attn.flash_attn_varlen_func, {"q": torch.randn(8, 4, 64), **caches, **lens, **options})
-
-
-@cache
-def _model() -> Any:
-    return tiny(0)
-
-
-@valid_call
-def transformers_generate() -> Call:
-    sizes = {"max_new_tokens": 3, "page_size": 4, "num_pages": 40, "n": 2, "max_batch_tokens": 64}
-    choices = {"params": pt.SamplingParams(0.8, top_p=0.9), "seeds": [1, 2, 3, 4], "rule": "sampled"}
-    arguments = {"input_ids": [[3, 4, 5], [6]], "eos_token_id": [7], "share_prefix": True, **sizes, **choices}
-    # More tokens or pages would be what was asked for, and take as long or as much as that.
-    return Call(lambda **given: generate(_model(), **given), arguments, fixed=("max_new_tokens", "num_pages", "n"))

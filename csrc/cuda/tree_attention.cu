@@ -82,7 +82,7 @@ void tree_attention(const TreeAttentionParams& p, const ExecContext& ctx) {
     const auto grid = static_cast<unsigned>(call.pieces.capacity);
     launcher_of(p, lists.items[i].tile)(p, call, grid, residents[i].shared_bytes, ctx.stream);
   }
-  // A range that begins where another row tile ended leaves nothing to join: so there is one cut less than ranges.
+  // A cut lies between two ranges: there is one cut less than there are ranges, and none if all is one range.
   const dim3 grid(static_cast<unsigned>(most_ranges - 1),
                   static_cast<unsigned>(ceil_div(most_rows * (p.head_dim / 8), kJoinThreads)),
                   static_cast<unsigned>(lists.count));

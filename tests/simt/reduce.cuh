@@ -2,7 +2,7 @@
 #pragma once
 
 #include "bugs.h"
-#include "cuda/tile/arrive.cuh"
+#include "cuda/tile/ptx.cuh"
 
 namespace probe {
 
@@ -20,6 +20,15 @@ struct ReduceParams {
 struct ReduceShared {
   unsigned warps[kReduceThreads / 32];
 };
+
+// To be called by all threads of the CTA. True for the last of `count` CTAs to arrive at `counter`; what all of them
+// wrote before is then visible to its threads. The counter starts at 0 and is 0 again after the last one.
+__device__ __forceinline__ bool arrive_is_last(unsigned* counter, unsigned count) {
+  // The barrier puts what all threads wrote before the first one's release, and its acquire before what they read.
+  __syncthreads();
+  const bool first_thread = threadIdx.x == 0 && threadIdx.y == 0 && threadIdx.z == 0;
+  return __syncthreads_or(first_thread && pagedtree::ptx::increment(counter, count - 1) == count - 1) != 0;
+}
 
 __global__ void __launch_bounds__(kReduceThreads) reduce(const __grid_constant__ ReduceParams p) {
   auto& s = pagedtree::ptx::shared<ReduceShared>();
@@ -40,8 +49,7 @@ __global__ void __launch_bounds__(kReduceThreads) reduce(const __grid_constant__
     }
   }
   if (p.bug == Bug::kMergeRace) return;
-  const bool joins =
-      p.bug == Bug::kMergeByFirst ? blockIdx.x == 0 : pagedtree::cuda::arrive_is_last(p.arrived, gridDim.x);
+  const bool joins = p.bug == Bug::kMergeByFirst ? blockIdx.x == 0 : arrive_is_last(p.arrived, gridDim.x);
   if (joins && threadIdx.x == 0) {
     unsigned total = 0;
     for (unsigned b = 0; b < gridDim.x; ++b) total += p.partials[b];

@@ -77,7 +77,7 @@ __device__ __forceinline__ void score_keys(Scores<I>& scores, uint32_t q, uint32
   }
 }
 
-// q.k becomes cap * tanh(q.k * scale / cap), and the factors are used up.
+// q.k becomes cap * tanh(q.k * scale / cap); the factors are 1 afterwards.
 template <typename I>
 __device__ __forceinline__ void cap_scores(float cap, Scores<I>& dots, RowFactors<I>& factors) {
 #pragma unroll
@@ -114,7 +114,7 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kTiles][4], const Vi
   }
 }
 
-// The scales are used up.
+// Multiplies scores by their scales, which are 1 afterwards.
 template <typename I>
 __device__ __forceinline__ void round_scores(Scores<I>& scores, RowFactors<I>& scales) {
 #pragma unroll
@@ -129,8 +129,8 @@ __device__ __forceinline__ void round_scores(Scores<I>& scores, RowFactors<I>& s
 }
 
 // Scores become weights 2^(score - maximum) under the new maximum; what was accumulated under the old one is rescaled.
-// A maximum may be one that is lower by a constant: weights that are multiplied as half then do not vanish where they
-// are small beside the largest.
+// For e4m3 `maximum` is lower than the true one by a constant: weights, which are multiplied as half there, are larger
+// by 2^15 and do not vanish where they are small beside the largest.
 template <typename I>
 __device__ __forceinline__ void softmax(Scores<I>& scores, RowFactors<I>& scales, Accumulator<I>& sums) {
   constexpr int kTiles = I::kWarpKeys / 8;
@@ -154,7 +154,7 @@ __device__ __forceinline__ void softmax(Scores<I>& scores, RowFactors<I>& scales
       huge = huge || (fabsf(top) > 0x1p24f && top != -kInfinity);
     }
   }
-  // There the maximum is rounded by more than 2^x may grow by: the scores are rounded likewise.
+  // Such a maximum is rounded by so much that 2^(score - maximum) may overflow, unless the scores are rounded as well.
   if (__any_sync(kWholeWarp, huge)) round_scores<I>(scores, scales);
 #pragma unroll
   for (int a = 0; a < I::kAtoms; ++a) {

@@ -23,12 +23,14 @@ struct TileShape {
   // What the registers of an SM allow.
   constexpr int max_ctas() const { return threads() <= 128 ? 2 : 1; }
 
-  // Bytes of shared memory: Q, one stage of K and V with the addresses of their rows, what rows see or their states,
-  // the output in fp32.
+  // Bytes of shared memory: Q, one stage of K and V with the addresses of their rows, the header, the output in fp32.
   constexpr int q_bytes() const { return m_tile * head_dim * 2; }
   constexpr int stage_bytes(int kv_bytes) const { return 2 * keys * (head_dim * kv_bytes + 8); }
+  // What Shared holds in front of Q, which begins at a multiple of 128: the range, then either the states of all rows,
+  // or bounds for each warp, the row tile and what each row sees. attention_kernel checks that it is enough.
   constexpr int header_bytes() const {
-    return 128 * ceil_div(32 + max_of(key_warps * m_tile * 8, warps() * 16 + 96 + m_tile * 28), 128);
+    const int of_states = key_warps * m_tile * 8, of_views = warps() * 16 + 96 + m_tile * 28;
+    return 128 * ceil_div(32 + max_of(of_states, of_views), 128);
   }
   constexpr int out_bytes() const { return key_warps * m_tile * head_dim * 4; }
   constexpr int shared_bytes(int kv_bytes, int stages) const {

@@ -100,8 +100,8 @@ __device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const
   ptx::cp_async_wait<0>();
 }
 
-// The row tile of `work` from its KV tile to `end`: the whole of it, or a piece. Both are in shared memory and read
-// again for the output, rather than kept in registers beside the accumulators.
+// The row tile at shared.at, from its KV tile on to the end of the row tile or of the range. The tile is looked up
+// again for its output, rather than kept in registers beside the accumulators.
 template <typename I>
 __device__ __forceinline__ void attend_piece(const TreeAttentionParams& p, const CallShape& call, Shared<I>& shared) {
   const WorkPosition& at = shared.at;
@@ -140,7 +140,7 @@ __device__ __forceinline__ void clear_piece(const Piece& piece, int rows) {
 template <typename I>
 __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
     attention_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ CallShape call) {
-  static_assert(sizeof(Shared<I>) <= I::kShape.header_bytes() + I::kShape.q_bytes(), "what residency() counts");
+  static_assert(sizeof(Shared<I>) <= I::kShape.header_bytes() + I::kShape.q_bytes(), "header_bytes() is too small");
   ptx::let_next_kernel_start();
   Shared<I>& shared = ptx::shared<Shared<I>>();
   const WorkShape& shape = call.work;

@@ -1,0 +1,174 @@
+"""Valid calls of the functions of `pagedtree.integrations`; importing this file makes them known to the fuzzer."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from fuzz_calls import Call, draft_trees, paged_cache, valid_call
+from generate_case import tiny
+from step_case import int32, int64
+from torch import Tensor
+
+import pagedtree as pt
+from pagedtree.integrations import flash_attn, flashinfer, sglang
+from pagedtree.integrations.transformers import generate
+
+
+def _flashinfer_pages() -> dict[str, Tensor]:
+    return {"indptr": int32([0, 3, 5]), "indices": int32([1, 3, 0, 4, 2]), "last_page_len": int32([1, 2])}
+
+
+def _custom_mask() -> Tensor:
+    """Every node sees its prefix, and some of the nodes."""
+    rows = [(torch.arange(prefix + n) < prefix) | (torch.rand(n, prefix + n) < 0.7) for prefix, n in ((4, 5), (3, 3))]
+    return torch.cat([mask.flatten() for mask in rows])
+
+
+@valid_call
+def flashinfer_page_table() -> Call:
+    return Call(flashinfer.page_table, {**_flashinfer_pages(), "page_size": 4, "max_pages": 3}, fixed=("max_pages",))
+
+
+@valid_call
+def flashinfer_append() -> Call:
+    pages = _flashinfer_pages()
+    arguments = {
+        "append_key": torch.randn(3, 2, 16),
+        "append_value": torch.randn(3, 2, 16),
+        "batch_indices": int32([0, 0, 1]),
+        "positions": int32([7, 8, 5]),
+        "paged_kv_cache": torch.zeros(6, 2, 4, 2, 16),
+        "kv_indices": pages["indices"],
+        "kv_indptr": pages["indptr"],
+        "kv_last_page_len": pages["last_page_len"],
+        "kv_layout": "NHD",
+    }
+    return Call(flashinfer.append_paged_kv_cache, arguments, written=("paged_kv_cache",))
+
+
+@valid_call
+def flashinfer_wrapper() -> Call:
+    def plan_and_run(q: Tensor, paged_kv_cache: Tensor, **plan: Any) -> Any:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper()
+        wrapper.plan(**plan)
+        return wrapper.run(q, paged_kv_cache, return_lse=True)
+
+    pages = {f"paged_kv_{name}": value for name, value in _flashinfer_pages().items()}
+    sizes = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 64, "page_size": 4}
+    options = {
+        "custom_mask": _custom_mask(),
+        "causal": False,
+        "window_left": -1,
+        "logits_soft_cap": 3.0,
+        "sm_scale": 0.1,
+    }
+    tensors = {"q": torch.randn(8, 4, 64), "paged_kv_cache": torch.randn(6, 2, 4, 2, 64)}
+    return Call(plan_and_run, {**tensors, "qo_indptr": int32([0, 5, 8]), **pages, **sizes, **options})
+
+
+@valid_call
+def flashinfer_import_mask() -> Call:
+    mask = {"custom_mask": _custom_mask(), "qo_indptr": int32([0, 5, 8]), "seq_lens": int32([9, 6])}
+    return Call(flashinfer.import_custom_mask, {**mask, "tree_lens": int32([5, 3])})
+
+
+@valid_call
+def flashinfer_export_mask() -> Call:
+    arguments = {"tree_mask": draft_trees().mask, "qo_indptr": int32([0, 5, 8]), "seq_lens": int32([9, 6])}
+    return Call(flashinfer.export_packed_custom_mask, {**arguments, "tree_lens": int32([5, 3])}, fixed=("seq_lens",))
+
+
+@valid_call
+def flashinfer_chain_sampling() -> Call:
+    probs = torch.rand(2, 7, 11)
+    probs /= probs.sum(2, True)
+    drafts = {"draft_probs": probs[:, :3], "draft_token_ids": torch.randint(11, (2, 3)), "target_probs": probs[:, 3:]}
+    return Call(flashinfer.chain_speculative_sampling, {**drafts, "seed": 3, "offset": 4})
+
+
+def _sglang_trees() -> dict[str, Tensor]:
+    return {
+        "candidates": torch.tensor([[0, 1, 2, 3], [7, 8, 9, 10]]),
+        "retrive_index": torch.arange(8).view(2, 4),
+        "retrive_next_token": torch.tensor([[1, 3, -1, -1], [1, 2, 3, -1]]),
+        "retrive_next_sibling": torch.tensor([[-1, 2, -1, -1], [-1, -1, -1, -1]]),
+    }
+
+
+def _sglang_outputs() -> dict[str, Tensor]:
+    predicts, accept_index = torch.zeros(8, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
+    return {"predicts": predicts, "accept_index": accept_index, "accept_token_num": torch.zeros(2, dtype=torch.int32)}
+
+
+@valid_call
+def sglang_verify_greedy() -> Call:
+    outputs, target = _sglang_outputs(), torch.tensor([[1, 3, 5, 5], [8, 9, 10, 3]])
+    arguments = {**outputs, **_sglang_trees(), "target_predict": target}
+    return Call(sglang.verify_tree_greedy, arguments, written=tuple(outputs))
+
+
+@valid_call
+def sglang_sampling() -> Call:
+    outputs = _sglang_outputs()
+    coins = {"uniform_samples": torch.rand(2, 4), "uniform_samples_for_final_sampling": torch.rand(2)}
+    probs = {"target_probs": torch.rand(2, 4, 20).softmax(2), "draft_probs": torch.zeros(2, 4, 20)}
+    arguments = {**outputs, **_sglang_trees(), **coins, **probs, "threshold_single": 0.9, "threshold_acc": 0.8}
+    return Call(sglang.tree_speculative_sampling_target_only, arguments, written=(*outputs, "draft_probs"))
+
+
+@valid_call
+def sglang_build_tree() -> Call:
+    outputs = {
+        "tree_mask": torch.zeros(2 * 4 * 4 + 12 * 4, dtype=torch.bool),
+        "positions": torch.zeros(8, dtype=torch.int64),
+        **{f"retrive_{name}": torch.zeros(2, 4).long() for name in ("index", "next_token", "next_sibling")},
+    }
+    given = {
+        "parent_list": torch.tensor([[-1, 0, 1, 2, 3], [-1, 0, 1, 3, 2]]),
+        "selected_index": torch.tensor([[0, 1, 2], [0, 2, 4]]),
+        "verified_seq_len": torch.tensor([5, 7]),
+    }
+    sizes = {"topk": 2, "depth": 3, "draft_token_num": 4, "tree_mask_mode": 0}
+    return Call(sglang.build_tree_kernel_efficient, {**given, **outputs, **sizes}, written=tuple(outputs))
+
+
+@valid_call
+def sglang_move_kv() -> Call:
+    buffers = {"k_buffer": list(torch.randn(2, 9, 2, 8)), "v_buffer": list(torch.randn(2, 9, 2, 8))}
+    places = {"tgt_loc": int64([1, 2, 3]), "src_loc": int64([3, 4, 8])}
+    return Call(sglang.move_kv_cache, {**buffers, **places}, written=tuple(buffers))
+
+
+@valid_call
+def flash_attn_with_kvcache() -> Call:
+    caches, rows = torch.randn(2, 6, 4, 2, 64), torch.randn(2, 2, 3, 2, 64)
+    arguments = {
+        "q": torch.randn(2, 3, 4, 64), "k_cache": caches[0], "v_cache": caches[1], "k": rows[0], "v": rows[1],
+        "cache_seqlens": int32([6, 3]), "block_table": int32([[1, 3, 0], [4, 2, 5]]), "softmax_scale": 0.1,
+        "causal": True, "window_size": (5, 0), "softcap": 3.0, "return_softmax_lse": True,
+    }  # fmt: skip
+    return Call(flash_attn.flash_attn_with_kvcache, arguments, written=("k_cache", "v_cache"))
+
+
+@valid_call
+def flash_attn_varlen() -> Call:
+    lens = {"cu_seqlens_q": int32([0, 5, 8]), "cu_seqlens_k": int32([0, 9, 15]), "max_seqlen_q": 5, "max_seqlen_k": 9}
+    caches = {"k": torch.randn(6, 4, 2, 64), "v": torch.randn(6, 4, 2, 64), "block_table": paged_cache()["page_table"]}
+    options = {"causal": True, "window_size": (5, 0), "softcap": 3.0, "softmax_scale": 0.1}
+    return Call(flash_attn.flash_attn_varlen_func, {"q": torch.randn(8, 4, 64), **caches, **lens, **options})
+
+
+@cache
+def _model() -> Any:
+    return tiny(0)
+
+
+@valid_call
+def transformers_generate() -> Call:
+    sizes = {"max_new_tokens": 3, "page_size": 4, "num_pages": 40, "n": 2, "max_batch_tokens": 64}
+    choices = {"params": pt.SamplingParams(0.8, top_p=0.9), "seeds": [1, 2, 3, 4], "rule": "sampled"}
+    arguments = {"input_ids": [[3, 4, 5], [6]], "eos_token_id": [7], "share_prefix": True, **sizes, **choices}
+    # More tokens or pages would be what was asked for, and take as long or as much as that.
+    return Call(lambda **given: generate(_model(), **given), arguments, fixed=("max_new_tokens", "num_pages", "n"))
