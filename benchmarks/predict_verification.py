@@ -30,7 +30,7 @@ VOCAB, TREES, NODES, VISITED = 128256, 32, 64, 9
 
 @dataclass(frozen=True)
 class Pass:
-    """Which loop, how deep the loops inside are nested, the instructions that an iteration takes, and avoids."""
+    """Which loop, how deep loops inside are entered, the instructions that an iteration takes, and avoids."""
 
     loop: str
     levels: int
@@ -40,9 +40,9 @@ class Pass:
 
 PASSES = {
     "peak": Pass("peak", 0),
-    "sums, nothing counted": Pass("sums", 0, avoids="atomic"),
-    "sums, all counted": Pass("sums", 2, does="atomic"),
-    "ties, none": Pass("ties", 1),
+    "values, nothing counted": Pass("values", 0, avoids="atomic"),
+    "values, all counted": Pass("values", 1, does="atomic"),
+    "ties, none": Pass("ties", 0, avoids="count"),
     "race, no noise": Pass("race", 0, avoids="philox"),
     "race, all noise": Pass("race", 1, does="philox", avoids="logarithm"),
 }
@@ -51,8 +51,8 @@ CALLS = {
     "greedy": (["peak"], ["peak"]),
     "temperature": (["peak", "race, no noise"], ["peak", "race, all noise"]),
     "top-p": (
-        ["peak", "sums, nothing counted", "sums, nothing counted", "ties, none", "race, no noise"],
-        ["peak", "sums, all counted", "sums, all counted", "ties, none", "race, all noise"],
+        ["peak", "values, nothing counted", "ties, none", "race, no noise"],
+        ["peak", "values, all counted", "ties, none", "race, all noise"],
     ),
 }
 
@@ -76,7 +76,7 @@ def row_loops(flow: Flow) -> dict[str, Loop]:
         if own.count("word") < 4:
             continue
         kinds = {does(x) for block in loop.body for x in flow.blocks[block]}
-        named = {"philox": "race", "atomic": "sums", "count": "ties"}
+        named = {"philox": "race", "atomic": "values", "count": "ties"}
         found.setdefault(next((name for kind, name in named.items() if kind in kinds), "peak"), loop)
     return found
 
@@ -88,12 +88,15 @@ def path_of(flow: Flow, loop: Loop, of_pass: Pass) -> tuple[list[Instruction], i
     rows are not aligned a word is put together from two, which costs more instructions than the loads are worth here.
     """
     worth = {"word": 12, of_pass.does: 400, of_pass.avoids: -3000} | {"": -1}
-    inside = [other for other in flow.loops() if other.body < loop.body and of_pass.levels]
-    kinds = {other.head: {does(x) for block in other.body for x in flow.blocks[block]} for other in inside}
-    heads = {head for head, found in kinds.items() if of_pass.does in found}
+    inside = [other for other in flow.loops() if other.body < loop.body]
+    heads = dict[int, int]()
+    for other in inside:
+        kinds = {does(x) for block in other.body for x in flow.blocks[block]}
+        depth = sum(other.body < outer.body for outer in inside)
+        heads[other.head] = -9000 if depth >= of_pass.levels else 100 if of_pass.does in kinds else 0
 
     def weight(instruction: Instruction) -> int:
-        return worth.get(does(instruction), -1) + 100 * (instruction.address in heads)
+        return worth.get(does(instruction), -1) + heads.get(instruction.address, 0)
 
     words = sum(does(x) == "word" for x in flow.path(loop, weight))
     path = flow.unrolled(loop, (words, WORD // 4)[: of_pass.levels], weight)

@@ -31,7 +31,8 @@ OTHERS = [name for name in backends() if name != "cpu"]
 
 
 def rows_of(vocab: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Ordinary rows, ties, and rows that are not finite; the row stride leaves every second row unaligned."""
+    """Ordinary rows, ties, rows that are not finite, and magnitudes around 2^-9 and 2^7, where bfloat16 logits are no
+    longer counted by value; the row stride leaves every second row unaligned."""
     logits = torch.randn(12, vocab + 3, generator=torch.Generator().manual_seed(seed)) * 4
     logits[1] = 0.25
     logits[2] = logits[2].round()
@@ -40,6 +41,9 @@ def rows_of(vocab: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     logits[5, vocab // 2] = math.inf
     logits[6] *= 1e-6
     logits[7, : vocab // 2] = -math.inf
+    logits[8] *= 1e-3
+    logits[9] += 126
+    logits[10] -= 126
     return logits.to(dtype)[:, :vocab]
 
 

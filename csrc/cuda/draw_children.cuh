@@ -8,7 +8,7 @@ namespace pagedtree::cuda {
 
 struct ChildrenShared {
   BestShared best;
-  RadixMasses masses;
+  FilterScratch filter;
   uint64_t targets[kMaxTreeNodes];
 };
 static_assert(sizeof(ChildrenShared) <= 99 << 10);  // what every GPU from sm_80 on gives
@@ -114,7 +114,7 @@ __device__ __forceinline__ void draw_children(const LogitRow& logits, const Law&
   } else {
     masses.scale = {peak.logit, greedy ? 1.0f : inverse_temperature(law.temperature)};
     masses.filter = greedy ? Filter{.min_logit = peak.logit, .tie_end = peak.token + 1}
-                           : find_filter(masses.row, law, masses.scale, radix, shared.masses);
+                           : find_filter(masses.row, law, masses.scale, radix, shared.filter);
   }
   uint64_t sum = 0;
   masses.each_four([&](int64_t, const uint32_t (&four)[4]) { sum += uint64_t{four[0]} + four[1] + four[2] + four[3]; });

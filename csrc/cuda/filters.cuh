@@ -3,6 +3,7 @@
 
 #include "cuda/logits.cuh"
 #include "cuda/tile/radix.cuh"
+#include "cuda/value_counts.cuh"
 
 namespace pagedtree::cuda {
 
@@ -38,7 +39,10 @@ template <typename Reader>
 __device__ __forceinline__ int64_t end_of_ties(const Reader& row, float logit, uint64_t count, BlockShared& shared) {
   const WarpRun run = run_of_warp(row.num_words());
   const int lane = static_cast<int>(threadIdx.x % 32), begin = static_cast<int>(run.begin);
-  const auto each = [&](auto f) { row.each_word(begin, 32, static_cast<int>(run.end), f); };
+  const auto each = [&](auto f) {
+    const auto has_any = [&](float largest) { return __any_sync(~0u, largest >= logit) != 0; };
+    row.each_word(begin, 32, static_cast<int>(run.end), has_any, f);
+  };
   uint32_t found = 0;  // of this thread
   each([&](int, const uint4& word) {
     if (row.largest_of_word(word) >= logit) found += static_cast<uint32_t>(popcount32(row.equal_to(word, logit)));
@@ -89,6 +93,12 @@ struct LogitItems {
   __device__ uint32_t key_of(float logit) const {
     return logit > -kInfinity && scale(logit) >= min_x ? order_key<ScalarMath>(logit + 0.0f) : 0;  // -0 is +0
   }
+  // Words without an item may be left out.
+  template <typename F>
+  __device__ __forceinline__ void each_word(F f) const {
+    row.each_own_word([&](float largest) { return __any_sync(~0u, key_of(largest) != 0) != 0; },
+                      [&](int, const uint4& word) { f(word); });
+  }
   template <typename F>
   __device__ __forceinline__ void each(uint32_t least, F f) const {
     const auto has_any = [&](float largest) {
@@ -110,6 +120,12 @@ struct LogitItems {
   __device__ __forceinline__ int64_t end_of_ties(BlockShared& shared, uint32_t key, uint64_t count) const {
     return cuda::end_of_ties(row, logit_of_key<ScalarMath>(key), count, shared);
   }
+};
+
+// What the search for a threshold needs besides.
+struct FilterScratch {
+  RadixMasses masses;
+  ValueCounts values;
 };
 
 // The scores of an array, likewise.
@@ -139,7 +155,7 @@ struct ScoreItems {
 
 template <typename Reader>
 __device__ __forceinline__ Filter find_filter(const Reader& row, const Law& law, const Scale& scale,
-                                              RadixShared& shared, RadixMasses& scratch) {
+                                              RadixShared& shared, FilterScratch& scratch) {
   Filter filter;
   filter.min_x = min_p_bound(law.min_p);
   const bool by_mass = law.top_p < 1.0f;
@@ -151,8 +167,19 @@ __device__ __forceinline__ Filter find_filter(const Reader& row, const Law& law,
   const float view_min_x = law.joint ? -kInfinity : filter.min_x;
   const LogitItems<Reader> items{row, scale, by_count ? view_min_x : max_of(view_min_x, kWeightless)};
   const auto weight = [&](uint32_t key) { return weight_of<ScalarMath>(scale(logit_of_key<ScalarMath>(key))); };
-  RadixMasses* masses = by_mass ? &scratch : nullptr;
-  tabulate(shared, masses, shared.first, items, weight, 0, 0);
+  RadixMasses* const masses = by_mass ? &scratch.masses : nullptr;
+  if (row.is_bfloat16()) {
+    tabulate_values(shared, masses, scratch.values, items, weight);
+  } else {
+    tabulate(shared, masses, shared.first, items, weight, 0, 0);
+  }
+  const auto tabulate_next = [&](int digit, uint32_t prefix) {
+    if (row.is_bfloat16() && ValueCounts::has(prefix)) {
+      tabulate_next_of_values(shared, scratch.values, items, weight, prefix);
+    } else {
+      tabulate(shared, masses, shared.next, items, weight, digit, prefix);
+    }
+  };
   Totals left = sum_of_bins(shared, shared.first);
   // First by count, then by mass.
 #pragma unroll 1
@@ -160,7 +187,7 @@ __device__ __forceinline__ Filter find_filter(const Reader& row, const Law& law,
     const bool mass_pass = pass == 1;
     if (mass_pass ? !by_mass : !(by_count && static_cast<uint64_t>(law.top_k) < left.count)) continue;
     const uint64_t needed = mass_pass ? top_p_mass(law.top_p, left.mass) : static_cast<uint64_t>(law.top_k);
-    const Cut cut = find_cut(shared, masses, items, weight, items.digits(), mass_pass, needed);
+    const Cut cut = find_cut(shared, items.digits(), mass_pass, needed, tabulate_next);
     const float logit = logit_of_key<ScalarMath>(cut.key);
     if (!mass_pass) {
       filter.min_logit = logit;

@@ -14,7 +14,7 @@ constexpr int kLawThreads = 384;
 
 struct LawShared {
   RadixShared radix;
-  RadixMasses masses;
+  FilterScratch filter;
   NodeLaws laws;
   LawTable residuals, drafts;
   float block[kLawBlock / kLawRadix][kLawRadix + 1];  // residuals to draw from; one more a row against bank conflicts
@@ -286,7 +286,7 @@ class Rows {
     const Peak peak = find_peak(reader, shared_.radix.block);
     reader.learn(peak);
     return law_of_row(row, law, peak, [&](const Scale& scale) {
-      return find_filter(reader, law, scale, shared_.radix, shared_.masses);
+      return find_filter(reader, law, scale, shared_.radix, shared_.filter);
     });
   }
 

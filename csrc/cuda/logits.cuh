@@ -80,6 +80,7 @@ class LogitReader {
 
   __device__ int64_t vocab() const { return vocab_; }
   __device__ int digits() const { return stored_.digits(); }
+  __device__ bool is_bfloat16() const { return stored_.bfloat16(); }
   __device__ float largest() const { return stored_.largest(); }
   __device__ int of_word() const { return kWordBytes / bytes_of_one(stored_); }
   __device__ int num_words() const { return ceil_div(vocab_, of_word()); }
@@ -94,22 +95,16 @@ class LogitReader {
   __device__ float raw(int64_t token) const { return stored_.value(stored_.bits(logits(), token)); }
 
   // f(token, four) with the logits of four tokens, clean ones, for each group of four of this thread, and for some that
-  // have none. Batches are left out where has_any(their largest logit), which all lanes ask together, is false.
+  // have none. Batches are left out as each_word() does it.
   template <typename HasAny, typename F>
   __device__ __forceinline__ void each_group_where(HasAny has_any, F f) const {
-    each_batch(own_begin(), own_stride(), num_words(), [&](int word, uint4(&words)[kBatch]) {
-      if (!has_any(largest_of_words(words))) return;
+    each_own_word(has_any, [&](int word, const uint4& numbers) {
+      Four four = numbers;
 #pragma unroll 1
-      for (int i = 0; i < kBatch && word < num_words(); ++i, word += own_stride()) {
-        Four four = words[0];
-#pragma unroll 1
-        for (int j = 0; j < of_word(); j += 4) {
-          f(int64_t{word} * of_word() + j, four);
-          four.x = four.z;
-          four.y = four.w;
-        }
-#pragma unroll
-        for (int j = 0; j + 1 < kBatch; ++j) words[j] = words[j + 1];
+      for (int j = 0; j < of_word(); j += 4) {
+        f(int64_t{word} * of_word() + j, four);
+        four.x = four.z;
+        four.y = four.w;
       }
     });
   }
@@ -199,10 +194,12 @@ class LogitReader {
   }
   __device__ int own_stride() const { return static_cast<int>(ptx::cluster_size() * blockDim.x); }
 
-  // f(index, word), one after the other.
-  template <typename F>
-  __device__ __forceinline__ void each_word(int begin, int stride, int end, F f) const {
+  // f(index, word) for the words of each_batch, one after the other. Batches are left out where has_any(their largest
+  // logit), which all lanes ask together, is false.
+  template <typename HasAny, typename F>
+  __device__ __forceinline__ void each_word(int begin, int stride, int end, HasAny has_any, F f) const {
     each_batch(begin, stride, end, [&](int first, uint4(&words)[kBatch]) {
+      if (!has_any(largest_of_words(words))) return;
 #pragma unroll 1
       for (int i = 0; i < kBatch && first - static_cast<int>(threadIdx.x % 32) < end; ++i, first += stride) {
         f(first, words[0]);
@@ -210,6 +207,10 @@ class LogitReader {
         for (int j = 0; j + 1 < kBatch; ++j) words[j] = words[j + 1];
       }
     });
+  }
+  template <typename HasAny, typename F>
+  __device__ __forceinline__ void each_own_word(HasAny has_any, F f) const {
+    each_word(own_begin(), own_stride(), num_words(), has_any, f);
   }
 
   // Any word by itself, a clean one.

@@ -8,7 +8,7 @@ namespace pagedtree::cuda {
 
 struct SamplingShared {
   RadixShared radix;
-  RadixMasses masses;
+  FilterScratch filter;
 };
 
 // The best x + noise of this thread's kept tokens, as ranked() has it; 0 where none can beat `bound`, the peak's own
@@ -101,7 +101,7 @@ __device__ __forceinline__ Draw draw_token(const LogitRow& logits, const Law& la
     row.make_uniform();
   } else {
     scale = {peak.logit, inverse_temperature(law.temperature)};
-    filter = find_filter(row, law, scale, shared.radix, shared.masses);
+    filter = find_filter(row, law, scale, shared.radix, shared.filter);
   }
   return {race(row, scale, filter, peak.token, seed, position, shared.radix.block), peak.has_nan || uniform};
 }

@@ -21,8 +21,18 @@ struct BlockShared {
 
 // `fold` is associative and commutative.
 template <typename Fold>
-__device__ __forceinline__ uint64_t block_fold(BlockShared& shared, uint64_t value, Fold fold) {
+__device__ __forceinline__ uint64_t warp_fold(uint64_t value, Fold fold) {
   for (int bits = 16; bits > 0; bits /= 2) value = fold(value, __shfl_xor_sync(~0u, value, bits));
+  return value;
+}
+
+__device__ __forceinline__ uint64_t warp_sum(uint64_t value) {
+  return warp_fold(value, [](uint64_t a, uint64_t b) { return a + b; });
+}
+
+template <typename Fold>
+__device__ __forceinline__ uint64_t block_fold(BlockShared& shared, uint64_t value, Fold fold) {
+  value = warp_fold(value, fold);
   if (blockDim.x == 32) return value;
   __syncthreads();
   if (threadIdx.x % 32 == 0) shared.warps[threadIdx.x / 32] = value;

@@ -41,39 +41,39 @@ struct Cut {
   Totals above, at;
 };
 
-// Sums up by `digit` the items, of all CTAs of the cluster, that begin with the digits of `prefix`. items.each(least,
-// f) calls f(key, index) for each of this thread's items; those with keys below `least` may be left out. `masses` may
-// be null.
-template <typename Items, typename Weight>
-__device__ __forceinline__ void tabulate(RadixShared& shared, RadixMasses* masses, Totals* totals, const Items& items,
-                                         Weight weight, int digit, uint32_t prefix) {
-  const int shift = 32 - kDigitBits * (digit + 1);
-  const unsigned columns = num_columns(), mine = threadIdx.x % columns;
-  for (unsigned i = threadIdx.x; i < kBins * columns; i += blockDim.x) {
+__device__ __forceinline__ void clear_columns(RadixShared& shared, RadixMasses* masses) {
+  for (unsigned i = threadIdx.x; i < kBins * num_columns(); i += blockDim.x) {
     shared.counts[i] = 0;
     if (masses != nullptr) masses->low[i] = masses->high[i] = 0;
   }
-  __syncthreads();
-  items.each(static_cast<uint32_t>(uint64_t{prefix} << (shift + kDigitBits)), [&](uint32_t key, int64_t) {
-    if (static_cast<uint32_t>(uint64_t{key} >> (shift + kDigitBits)) != prefix) return;
-    const uint32_t cell = (key >> shift & (kBins - 1)) * columns + mine;
-    atomicAdd(&shared.counts[cell], 1u);
-    if (masses == nullptr) return;
-    const uint32_t mass = weight(key);
-    if ((mass & 0xffffu) != 0) atomicAdd(&masses->low[cell], mass & 0xffffu);
-    if (mass >> 16 != 0) atomicAdd(&masses->high[cell], mass >> 16);
-  });
-  __syncthreads();
-  Totals* const of_this_cta = ptx::cluster_size() == 1 ? totals : shared.of_cta;
-  for (unsigned bin = threadIdx.x; bin < kBins; bin += blockDim.x) {
-    Totals sum{0, 0};
-    for (unsigned i = 0; i < columns; ++i) {
-      const unsigned cell = bin * columns + (bin + i) % columns;  // neighbouring threads in different banks
-      sum.count += shared.counts[cell];
-      if (masses != nullptr) sum.mass += masses->low[cell] + (uint64_t{masses->high[cell]} << 16);
-    }
-    of_this_cta[bin] = sum;
+}
+
+__device__ __forceinline__ void add_to_column(RadixShared& shared, RadixMasses* masses, uint32_t bin, uint32_t key,
+                                              const auto& weight) {
+  const uint32_t cell = bin * num_columns() + threadIdx.x % num_columns();
+  atomicAdd(&shared.counts[cell], 1u);
+  if (masses == nullptr) return;
+  const uint32_t mass = weight(key);
+  if ((mass & 0xffffu) != 0) atomicAdd(&masses->low[cell], mass & 0xffffu);
+  if (mass >> 16 != 0) atomicAdd(&masses->high[cell], mass >> 16);
+}
+
+__device__ __forceinline__ Totals sum_of_columns(const RadixShared& shared, const RadixMasses* masses, unsigned bin) {
+  Totals sum{0, 0};
+  for (unsigned i = 0; i < num_columns(); ++i) {
+    const unsigned cell = bin * num_columns() + (bin + i) % num_columns();  // neighbouring threads in different banks
+    sum.count += shared.counts[cell];
+    if (masses != nullptr) sum.mass += masses->low[cell] + (uint64_t{masses->high[cell]} << 16);
   }
+  return sum;
+}
+
+// Where a CTA writes its own sums, from which sum_ctas() makes those of the cluster.
+__device__ __forceinline__ Totals* totals_of_cta(RadixShared& shared, Totals* totals) {
+  return ptx::cluster_size() == 1 ? totals : shared.of_cta;
+}
+
+__device__ __forceinline__ void sum_ctas(RadixShared& shared, Totals* totals) {
   if (ptx::cluster_size() > 1) {
     ptx::cluster_sync();
     for (unsigned bin = threadIdx.x; bin < kBins; bin += blockDim.x) {
@@ -86,6 +86,27 @@ __device__ __forceinline__ void tabulate(RadixShared& shared, RadixMasses* masse
     }
   }
   ptx::cluster_sync();
+}
+
+// Sums up by `digit` the items, of all CTAs of the cluster, that begin with the digits of `prefix`. items.each(least,
+// f) calls f(key, index) for each of this thread's items; those with keys below `least` may be left out. `masses` may
+// be null.
+template <typename Items, typename Weight>
+__device__ __forceinline__ void tabulate(RadixShared& shared, RadixMasses* masses, Totals* totals, const Items& items,
+                                         Weight weight, int digit, uint32_t prefix) {
+  const int shift = 32 - kDigitBits * (digit + 1);
+  clear_columns(shared, masses);
+  __syncthreads();
+  items.each(static_cast<uint32_t>(uint64_t{prefix} << (shift + kDigitBits)), [&](uint32_t key, int64_t) {
+    if (static_cast<uint32_t>(uint64_t{key} >> (shift + kDigitBits)) != prefix) return;
+    add_to_column(shared, masses, key >> shift & (kBins - 1), key, weight);
+  });
+  __syncthreads();
+  Totals* const of_this_cta = totals_of_cta(shared, totals);
+  for (unsigned bin = threadIdx.x; bin < kBins; bin += blockDim.x) {
+    of_this_cta[bin] = sum_of_columns(shared, masses, bin);
+  }
+  sum_ctas(shared, totals);
 }
 
 __device__ __forceinline__ Totals sum_of_bins(RadixShared& shared, const Totals* totals) {
@@ -140,17 +161,18 @@ __device__ __forceinline__ uint32_t find_bin(RadixShared& shared, const Totals* 
   return shared.bin;
 }
 
-// The cut where count or mass reaches `target`; shared.first holds the sums by the first digit. Of the keys only the
-// first `digits` differ; the bits behind follow from the sign of the float that the key stands for.
-template <typename Items, typename Weight>
-__device__ __forceinline__ Cut find_cut(RadixShared& shared, RadixMasses* masses, const Items& items, Weight weight,
-                                        int digits, bool by_mass, uint64_t target) {
+// The cut where count or mass reaches `target`; shared.first holds the sums by the first digit, and
+// tabulate_next(digit, prefix) writes those by another one to shared.next. Of the keys only the first `digits` differ;
+// the bits behind follow from the sign of the float that the key stands for.
+template <typename TabulateNext>
+__device__ __forceinline__ Cut find_cut(RadixShared& shared, int digits, bool by_mass, uint64_t target,
+                                        TabulateNext tabulate_next) {
   Cut cut{};
   cut.key = find_bin(shared, shared.first, by_mass, target, cut);
   const bool negative = cut.key < kBins / 2;
 #pragma unroll 1
   for (int digit = 1; digit < digits; ++digit) {
-    tabulate(shared, masses, shared.next, items, weight, digit, cut.key);
+    tabulate_next(digit, cut.key);
     cut.key = cut.key << kDigitBits | find_bin(shared, shared.next, by_mass, target, cut);
   }
   const int rest = 32 - kDigitBits * digits;
@@ -173,7 +195,9 @@ __device__ __forceinline__ Selection select_best(RadixShared& shared, const Item
   tabulate(shared, nullptr, shared.first, items, no_weight, 0, 0);
   if (sum_of_bins(shared, shared.first).count <= count) return {0, 0};
   if (count == 0) return {~0u, 0};
-  const Cut cut = find_cut(shared, nullptr, items, no_weight, digits, false, count);
+  const Cut cut = find_cut(shared, digits, false, count, [&](int digit, uint32_t prefix) {
+    tabulate(shared, nullptr, shared.next, items, no_weight, digit, prefix);
+  });
   const uint64_t ties = count - cut.above.count;
   if (ties == cut.at.count) return {cut.key, items.size()};
   return {cut.key, items.end_of_ties(shared.block, cut.key, ties)};
