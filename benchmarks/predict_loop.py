@@ -12,7 +12,11 @@ from sass_listing import Function, Instruction, bytes_of, tensor_flops
 from sm_model import Machine
 from sm_simulator import Prediction, predict
 
-SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}  # of a CTA at most; a multiprocessor has 1 KB more
+# Of a CTA at most; a multiprocessor has 1 KB more.
+SHARED_BYTES = {
+    architecture: kilobytes * 1024
+    for architecture, kilobytes in {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}.items()
+}
 REGISTERS = 65536  # of a multiprocessor
 
 

@@ -314,6 +314,16 @@ def predicted(result: dict[str, Any], name: str) -> str:
     return predicted_for(result, name) + "\n\n" + table([*header, *masks.values()], rows)
 
 
+def predicted_others(result: dict[str, Any], name: str) -> str:
+    """Only the speed, a column for each machine."""
+    machines = [*dict.fromkeys(row["machine"] for row in result["rows"])]
+    found = {(row["instance"], row["machine"]): f"{speed(row)}, {busiest(row)}" for row in result["rows"]}
+    instances = [*dict.fromkeys(row["instance"] for row in result["rows"])]
+    rows = [[*one.split("-"), *(found.get((one, machine), "") for machine in machines)] for one in instances]
+    note = f"Predicted TFLOP/s (bandwidth), busiest unit; commit {result['commit']} (`benchmarks/results/{name}.json`):"
+    return note + "\n\n" + table(["dtypes", "head dim", "rows of a tile", *machines], rows)
+
+
 def published(result: dict[str, Any], name: str) -> str:
     rows = [
         [
@@ -373,6 +383,7 @@ SECTIONS = {
     "distributed": ("distributed", distributed),
     "kernels": ("kernels", kernels),
     "predicted": ("predicted", predicted),
+    "predicted-others": ("others_predicted", predicted_others),
     "published": ("published_predicted", published),
     "predicted-verification": ("verification_predicted", predicted_verification),
     "build": ("build", times),

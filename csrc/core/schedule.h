@@ -29,8 +29,7 @@ constexpr WorkList kWorkLists[] = {WorkList::kAll, WorkList::kSmall, WorkList::k
 constexpr int64_t kSmallRows = 32;
 constexpr int kPlanSize = 3 * kListSize;
 
-constexpr int kPieceCost = 2;      // of starting and storing a piece, in KV tiles
-constexpr int kMinPieceTiles = 4;  // no cut leaves less, unless the row tile is shorter
+constexpr int kPieceCost = 2;  // of starting and storing a piece, in KV tiles
 
 // A row tile without keys still has one KV tile: somebody must write its output.
 PT_HOST_DEVICE int32_t kv_tiles_of(int64_t seq_len) {
@@ -118,12 +117,12 @@ struct WorkPosition {
   }
 };
 
-// Where `cost` into a sequence's work a range may start.
-PT_HOST_DEVICE WorkPosition cut_position(const SequenceWork& work, int32_t sequence, int64_t cost) {
+// Where `cost` into a sequence's work a range may start. No cut leaves a piece of less than `min_piece` KV tiles.
+PT_HOST_DEVICE WorkPosition cut_position(const SequenceWork& work, int32_t sequence, int64_t cost, int32_t min_piece) {
   const int64_t row = cost / work.row_cost();
   const int64_t tile = max_of<int64_t>(cost % work.row_cost() / work.tile_heads - kPieceCost, 0);
-  if (tile < kMinPieceTiles) return {sequence, static_cast<int32_t>(row), 0};
-  if (work.kv_tiles - tile < kMinPieceTiles) return {sequence, static_cast<int32_t>(row + 1), 0};
+  if (tile < min_piece) return {sequence, static_cast<int32_t>(row), 0};
+  if (work.kv_tiles - tile < min_piece) return {sequence, static_cast<int32_t>(row + 1), 0};
   return {sequence, static_cast<int32_t>(row), static_cast<int32_t>(tile)};
 }
 
@@ -132,6 +131,7 @@ struct RangeLimits {
   int32_t most;
   int32_t multiple;  // of so many, if there are more
   int64_t min_cost;  // of a range
+  int32_t min_piece;
 };
 
 PT_HOST_DEVICE int32_t num_ranges_of(int64_t total_cost, const RangeLimits& limits) {
@@ -172,7 +172,7 @@ PT_HOST_DEVICE void make_ranges(const WorkShape& shape, const RangeLimits& limit
     for (; range < num_ranges; ++range) {
       const int64_t target = range_target(total, num_ranges, range);
       if (target >= after) break;
-      set_range_start(ranges, range, cut_position(work, static_cast<int32_t>(b), target - before));
+      set_range_start(ranges, range, cut_position(work, static_cast<int32_t>(b), target - before, limits.min_piece));
     }
     before = after;
   }

@@ -9,7 +9,8 @@ constexpr int kMTile = 128;            // rows of an M tile
 constexpr int kFewRows = 8;            // up to so many rows of a head are bound by memory: see engine_dot.h
 constexpr int kMaxRanges = 256;        // more than threads: they are picked up one by one
 constexpr int64_t kMinRangeCost = 32;  // in KV tiles
-constexpr RangeLimits kRangeLimits = {kMaxRanges, 1, kMinRangeCost};
+constexpr int32_t kMinPieceTiles = 4;
+constexpr RangeLimits kRangeLimits = {kMaxRanges, 1, kMinRangeCost, kMinPieceTiles};
 constexpr int64_t kRowPadding = 32;  // row blocks of the widest matrix kernel may be computed in full
 constexpr int64_t kScratchAlignment = 64;
 

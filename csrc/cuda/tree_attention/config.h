@@ -133,9 +133,11 @@ constexpr Residency residency(const TileShape& shape, int kv_bytes, int max_shar
   return {};
 }
 
-// Ranges of work on a device: at most one for each CTA that it can hold, and as many on each SM.
+// Ranges of work on a device: at most one for each CTA that it can hold, and as many on each SM. They may be short: a
+// CTA alone on an SM waits for its keys, which takes longer than to join more pieces.
 constexpr RangeLimits range_limits(const TileShape& shape, int num_sms) {
-  return {min_of<int32_t>(num_sms * shape.max_ctas(), kMaxPlanRanges), num_sms, kMinPieceTiles + kPieceCost};
+  constexpr int kMinRangeCost = 3, kMinPieceTiles = 2;
+  return {min_of<int32_t>(num_sms * shape.max_ctas(), kMaxPlanRanges), num_sms, kMinRangeCost, kMinPieceTiles};
 }
 
 constexpr bool every_tile_fits(int max_shared_bytes) {

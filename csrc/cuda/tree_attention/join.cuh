@@ -7,7 +7,7 @@
 namespace pagedtree::cuda {
 
 constexpr int kJoinThreads = 128;
-constexpr int kPiecesAtOnce = 4;  // whose loads are under way together
+constexpr int kPiecesAtOnce = 8;  // whose loads are under way together
 
 // Eight columns of a row, joined piece by piece in the order of the keys.
 struct JoinedColumns {

@@ -51,7 +51,8 @@ __global__ void __launch_bounds__(kScheduleThreads)
       before += work.cost();
       work = sequence_work(shape, ++b);
     }
-    set_range_start(ranges, range, cut_position(work, static_cast<int32_t>(b), target - before));
+    set_range_start(ranges, range,
+                    cut_position(work, static_cast<int32_t>(b), target - before, lists.limits[blockIdx.x].min_piece));
   }
 }
 
