@@ -334,7 +334,7 @@ def test_prefill_longer_than_the_keys(target: Target) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_million_keys_in_a_window(target: Target, dtype: torch.dtype) -> None:
-    """2^20 keys in front of all others, which no window reaches: nothing changes."""
+    """2^20 keys in front of all others, which no window reaches: nothing changes but the cuts, and so the rounding."""
     distance, page_size = 2**20, 16
     case = target.case([330, 215, 260], [BINARY, "causal", (RANDOM, 6)], dtype=dtype, poison=float("nan")).build()
     near = tree_attention(**case, window=200, return_lse=True)
@@ -342,8 +342,9 @@ def test_a_million_keys_in_a_window(target: Target, dtype: torch.dtype) -> None:
     case["page_table"] = torch.cat([pages, case["page_table"]], 1)
     case["seq_lens"] = case["seq_lens"] + distance
     far = tree_attention(**case, window=200, return_lse=True)
+    tolerance = target.tolerance if dtype != torch.bfloat16 else {**target.tolerance, "rtol": 2**-7}
     for a, b in zip(far, near, strict=True):
-        torch.testing.assert_close(a, b, **target.tolerance)
+        torch.testing.assert_close(a, b, **tolerance)
 
 
 def test_many_keys_are_counted(target: Target) -> None:

@@ -84,7 +84,7 @@ void tree_attention(const TreeAttentionParams& p, const ExecContext& ctx) {
   }
   // A cut lies between two ranges: there is one cut less than there are ranges, and none if all is one range.
   const dim3 grid(static_cast<unsigned>(most_ranges - 1),
-                  static_cast<unsigned>(ceil_div(most_rows * (p.head_dim / 8), kJoinThreads)),
+                  static_cast<unsigned>(ceil_div(most_rows * (p.head_dim / JoinedColumns::kColumns), kJoinThreads)),
                   static_cast<unsigned>(lists.count));
   launch_behind(p.q_dtype == DType::kFloat16 ? join_kernel<__half> : join_kernel<__nv_bfloat16>, grid,
                 dim3(kJoinThreads), 0, ctx.stream, p, calls);

@@ -9,43 +9,45 @@ namespace pagedtree::cuda {
 constexpr int kJoinThreads = 128;
 constexpr int kPiecesAtOnce = 8;  // whose loads are under way together
 
-// Eight columns of a row, joined piece by piece in the order of the keys.
+// Four columns of a row, joined some pieces at a time in the order of the keys.
 struct JoinedColumns {
+  static constexpr int kColumns = 4;
   float maximum = -kInfinity, sum = 0.0f;
-  float values[8] = {};
+  float values[kColumns] = {};
 
   // Pieces [begin, min(begin + kPiecesAtOnce, end)) of the row tile that range `owner` begins.
   __device__ __forceinline__ void add(const Pieces& pieces, int32_t owner, int32_t begin, int32_t end, uint32_t row,
                                       uint32_t column) {
     float2 states[kPiecesAtOnce];
-    float4 low[kPiecesAtOnce], high[kPiecesAtOnce];
+    float4 outs[kPiecesAtOnce];
     float top = maximum;
 #pragma unroll
-    for (int i = 0; i < kPiecesAtOnce; ++i) {
-      states[i] = make_float2(-kInfinity, 0.0f);
-      low[i] = high[i] = make_float4(0, 0, 0, 0);
-      if (begin + i >= end) continue;
-      const Piece piece = pieces.of(owner + begin + i, begin + i == 0);
-      const auto* from = reinterpret_cast<const float4*>(piece.out + row * pieces.head_dim + column);
+    for (int i = 0; i < kPiecesAtOnce; ++i) {  // behind the last piece that one again: branches would part the loads
+      const int32_t number = min_of(begin + i, end - 1);
+      const Piece piece = pieces.of(owner + number, number == 0);
       states[i] = __ldcg(piece.states + row);
-      low[i] = __ldcg(from);
-      high[i] = __ldcg(from + 1);
+      outs[i] = __ldcg(reinterpret_cast<const float4*>(piece.out + row * pieces.head_dim + column));
+      top = fmaxf(top, states[i].x);
     }
-#pragma unroll
-    for (int i = 0; i < kPiecesAtOnce; ++i) top = fmaxf(top, states[i].x);
     const float kept = weight_of(maximum, top);
     maximum = top;
     sum *= kept;
 #pragma unroll
     for (float& value : values) value *= kept;
+    float weights[kPiecesAtOnce];
+    bool all_count = true;
 #pragma unroll
     for (int i = 0; i < kPiecesAtOnce; ++i) {
-      const float weight = weight_of(states[i].x, top);
-      const float of_piece[8] = {low[i].x, low[i].y, low[i].z, low[i].w, high[i].x, high[i].y, high[i].z, high[i].w};
-      if (weight == 0.0f) continue;  // such a piece may hold anything
-      sum = __fmaf_rn(states[i].y, weight, sum);
+      weights[i] = weight_of(states[i].x, top);
+      all_count = all_count && weights[i] != 0.0f && begin + i < end;
+    }
 #pragma unroll
-      for (int d = 0; d < 8; ++d) values[d] = __fmaf_rn(of_piece[d], weight, values[d]);
+    for (int i = 0; i < kPiecesAtOnce; ++i) {
+      if (!all_count && (weights[i] == 0.0f || begin + i >= end)) continue;  // such a piece may hold anything
+      sum = __fmaf_rn(states[i].y, weights[i], sum);
+      const float of_piece[kColumns] = {outs[i].x, outs[i].y, outs[i].z, outs[i].w};
+#pragma unroll
+      for (int d = 0; d < kColumns; ++d) values[d] = __fmaf_rn(of_piece[d], weights[i], values[d]);
     }
   }
 };
@@ -72,9 +74,9 @@ __global__ void __launch_bounds__(kJoinThreads)
   const SequenceWork work = sequence_work(call.work, cut.sequence);
   const RowTile tile = row_tile(p, work, cut.sequence, cut.row_tile, call.pieces.rows);
   const ToOutput<T> output{p, tile, call.out_aligned};
-  const uint32_t vectors = static_cast<uint32_t>(call.pieces.head_dim) / 8;
+  const uint32_t vectors = static_cast<uint32_t>(call.pieces.head_dim) / JoinedColumns::kColumns;
   for (uint32_t i = blockIdx.y * kJoinThreads + threadIdx.x; i < tile.rows * vectors; i += gridDim.y * kJoinThreads) {
-    const uint32_t row = i / vectors, column = i % vectors * 8;
+    const uint32_t row = i / vectors, column = i % vectors * JoinedColumns::kColumns;
     JoinedColumns joined;
     for (int32_t k = 0; k < num_pieces; k += kPiecesAtOnce) {
       joined.add(call.pieces, owner, k, num_pieces, row, column);

@@ -97,7 +97,8 @@ struct ToOutput {
   const RowTile& tile;
   bool aligned;
 
-  __device__ __forceinline__ void store(uint32_t row, uint32_t column, const float (&values)[8], float maximum,
+  template <int kColumns>
+  __device__ __forceinline__ void store(uint32_t row, uint32_t column, const float (&values)[kColumns], float maximum,
                                         float sum) const {
     const int64_t token = tile.token(p, row), head = tile.head(p, row);
     float factor = 1.0f;
@@ -109,15 +110,19 @@ struct ToOutput {
     }
     const float v_scale = p.v_scale != nullptr ? p.v_scale[tile.kv_head * p.v_scale_stride] : 1.0f;
     factor = sum == 0.0f ? 0.0f : factor * v_scale / sum;
-    uint32_t pairs[4];
+    uint32_t pairs[kColumns / 2];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) pairs[i] = pack_pair<T>(values[2 * i] * factor, values[2 * i + 1] * factor);
+    for (int i = 0; i < kColumns / 2; ++i) pairs[i] = pack_pair<T>(values[2 * i] * factor, values[2 * i + 1] * factor);
     uint16_t* to = static_cast<uint16_t*>(p.out) + token * p.out_token_stride + head * p.out_head_stride + column;
     if (aligned) {
-      *reinterpret_cast<uint4*>(to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+      if constexpr (kColumns == 8) {
+        *reinterpret_cast<uint4*>(to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+      } else {
+        *reinterpret_cast<uint2*>(to) = make_uint2(pairs[0], pairs[1]);
+      }
     } else {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) to[i] = static_cast<uint16_t>(pairs[i / 2] >> i % 2 * 16);
+      for (int i = 0; i < kColumns; ++i) to[i] = static_cast<uint16_t>(pairs[i / 2] >> i % 2 * 16);
     }
     if (column == 0 && p.lse != nullptr) {
       const float lse = sum == 0.0f ? -kInfinity : __fmaf_rn(maximum, kLn2, logf(sum));
