@@ -2,7 +2,7 @@
 // token a seed draws depends on them, so a change of one operation here changes every sampled output.
 //
 // Each function is written once for scalars and vectors: M names the type and its few operations (ScalarMath here,
-// VectorMath in cpu/tile/math.h).
+// VectorMath in cpu/isa/tile/math.h).
 #pragma once
 
 #include <cstring>

@@ -3,7 +3,7 @@
 // words of all ranks together, which are integers, so that nothing depends on the split.
 #pragma once
 
-#include "core/laws.h"
+#include "core/verify/rules.h"
 
 namespace pagedtree {
 

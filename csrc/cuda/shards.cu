@@ -1,9 +1,9 @@
 // What this rank's columns of a row hold, see core/shards.h and core/shard_laws.h: a CTA a row, or a tree.
 #include "core/shard_laws.h"
 #include "cuda/kernels.h"
-#include "cuda/laws.cuh"
 #include "cuda/sampling.cuh"
 #include "cuda/tile/launch.cuh"
+#include "cuda/verify/rules.cuh"
 
 namespace pagedtree::cuda {
 namespace {

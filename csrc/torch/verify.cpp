@@ -1,6 +1,6 @@
 #include "torch/verify.h"
 
-#include "core/traversal.h"
+#include "core/verify/traversal.h"
 #include "torch/ops.h"
 #include "torch/sampling.h"
 #include "torch/values.h"
