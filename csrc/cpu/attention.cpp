@@ -5,8 +5,8 @@
 #include <cstring>
 #include <limits>
 
+#include "cpu/backend.h"
 #include "cpu/isa.h"
-#include "cpu/kernels.h"
 #include "cpu/parallel.h"
 
 namespace pagedtree::cpu {
@@ -61,19 +61,19 @@ void clear_padding(const TreeAttentionParams& p, int64_t begin, int64_t end) {
 }  // namespace
 
 // One list takes all: here the rows of a tile that are not there cost nothing.
-void attention_plan(const AttentionPlanParams& p, const ExecContext&) {
+void CpuBackend::attention_plan(const AttentionPlanParams& p, const ExecContext&) const {
   const WorkShape shape = work_of(p);
   std::fill_n(p.plan, kPlanSize, 0);
   make_ranges(shape, kRangeLimits, ranges_of_list(p.plan, shape.list));
 }
 
-int64_t tree_attention_scratch(const TreeAttentionParams& p, const ExecContext& ctx) {
+int64_t CpuBackend::tree_attention_scratch(const TreeAttentionParams& p, const ExecContext& ctx) const {
   const int64_t pieces = 2 * num_ranges_bound(p) * AttentionRanges::piece_floats(piece_rows(p), p.head_dim);
   return kScratchAlignment + max_of(ctx.num_threads, 1) * workspace_bytes(p) +
          pieces * static_cast<int64_t>(sizeof(float));
 }
 
-void tree_attention(const TreeAttentionParams& p, const ExecContext& ctx) {
+void CpuBackend::tree_attention(const TreeAttentionParams& p, const ExecContext& ctx) const {
   const IsaKernels& isa = isa_kernels();
   const int64_t first = p.batch > 0 ? clamp_to<int64_t>(p.cu_seqlens_q[0], 0, p.num_tokens) : 0;
   const int64_t last = p.batch > 0 ? clamp_to<int64_t>(p.cu_seqlens_q[p.batch], first, p.num_tokens) : 0;
@@ -108,7 +108,7 @@ void tree_attention(const TreeAttentionParams& p, const ExecContext& ctx) {
   });
 }
 
-void merge_states(const MergeStatesParams& p, const ExecContext& ctx) {
+void CpuBackend::merge_states(const MergeStatesParams& p, const ExecContext& ctx) const {
   const IsaKernels& isa = isa_kernels();
   parallel_for(ctx, p.num_tokens * p.num_heads, 64,
                [&](int64_t begin, int64_t end) { isa.merge_states(p, begin, end); });

@@ -2,13 +2,13 @@
 
 #include <memory>
 
+#include "cpu/backend.h"
 #include "cpu/isa.h"
-#include "cpu/kernels.h"
 #include "cpu/parallel.h"
 
 namespace pagedtree::cpu {
 
-void sample(const SampleParams& p, const ExecContext& ctx) {
+void CpuBackend::sample(const SampleParams& p, const ExecContext& ctx) const {
   const IsaKernels& isa = isa_kernels();
   parallel_for(ctx, p.logits.num_rows, 1, [&](int64_t begin, int64_t end) {
     const auto scratch = std::make_unique_for_overwrite<FilterScratch>();

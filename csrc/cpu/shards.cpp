@@ -1,26 +1,26 @@
 // Vocabularies in parts, see core/shards.h and core/shard_laws.h.
 #include <memory>
 
+#include "cpu/backend.h"
 #include "cpu/isa.h"
-#include "cpu/kernels.h"
 #include "cpu/parallel.h"
 
 namespace pagedtree::cpu {
 
-void step_shards(const ShardStepParams& p, const ExecContext& ctx) {
+void CpuBackend::step_shards(const ShardStepParams& p, const ExecContext& ctx) const {
   const IsaKernels& isa = isa_kernels();
   parallel_for(ctx, p.shard.logits.num_rows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) isa.step_shard(p, row);
   });
 }
 
-void follow_shards(const ShardFollowParams& p, const ExecContext& ctx) {
+void CpuBackend::follow_shards(const ShardFollowParams& p, const ExecContext& ctx) const {
   parallel_for(ctx, p.verify.batch, 1, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) follow_tree(p, b);
   });
 }
 
-void weigh_shards(const ShardWeighParams& p, const ExecContext& ctx) {
+void CpuBackend::weigh_shards(const ShardWeighParams& p, const ExecContext& ctx) const {
   const IsaKernels& isa = isa_kernels();
   parallel_for(ctx, num_items(p), 1, [&](int64_t begin, int64_t end) {
     const auto scratch = std::make_unique_for_overwrite<LawScratch>();
@@ -28,7 +28,7 @@ void weigh_shards(const ShardWeighParams& p, const ExecContext& ctx) {
   });
 }
 
-void walk_shards(const ShardWalkParams& p, const ExecContext& ctx) {
+void CpuBackend::walk_shards(const ShardWalkParams& p, const ExecContext& ctx) const {
   parallel_for(ctx, p.ratio.verify.batch, 1, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) walk_tree(p, b);
   });

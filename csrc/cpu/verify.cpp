@@ -1,14 +1,14 @@
 #include <memory>
 
 #include "core/verify/tree_walk.h"
+#include "cpu/backend.h"
 #include "cpu/isa.h"
-#include "cpu/kernels.h"
 #include "cpu/parallel.h"
 
 namespace pagedtree::cpu {
 
 // The token of each visited row is drawn as `sample` would; the walk goes on while a child has drafted it.
-void verify_sampled(const VerifyParams& p, const ExecContext& ctx) {
+void CpuBackend::verify_sampled(const VerifyParams& p, const ExecContext& ctx) const {
   const IsaKernels& isa = isa_kernels();
   parallel_for(ctx, p.batch, 1, [&](int64_t begin, int64_t end) {
     const auto scratch = std::make_unique_for_overwrite<FilterScratch>();
@@ -39,17 +39,19 @@ static void for_each_tree(const RatioParams& p, const ExecContext& ctx,
   });
 }
 
-void verify_rejection(const RatioParams& p, const ExecContext& ctx) {
+void CpuBackend::verify_rejection(const RatioParams& p, const ExecContext& ctx) const {
   for_each_tree(p, ctx, isa_kernels().verify_rejection);
 }
 
-void verify_block(const RatioParams& p, const ExecContext& ctx) { for_each_tree(p, ctx, isa_kernels().verify_block); }
+void CpuBackend::verify_block(const RatioParams& p, const ExecContext& ctx) const {
+  for_each_tree(p, ctx, isa_kernels().verify_block);
+}
 
-void verify_typical(const RatioParams& p, const ExecContext& ctx) {
+void CpuBackend::verify_typical(const RatioParams& p, const ExecContext& ctx) const {
   for_each_tree(p, ctx, isa_kernels().verify_typical);
 }
 
-void verify_traversal(const RatioParams& p, const ExecContext& ctx) {
+void CpuBackend::verify_traversal(const RatioParams& p, const ExecContext& ctx) const {
   for_each_tree(p, ctx, isa_kernels().verify_traversal);
 }
 

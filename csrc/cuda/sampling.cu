@@ -1,4 +1,4 @@
-#include "cuda/kernels.h"
+#include "cuda/backend.h"
 #include "cuda/sampling.cuh"
 #include "cuda/tile/launch.cuh"
 
@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(kRowThreads, 1) sample_kernel(const __grid_con
 
 }  // namespace
 
-void sample(const SampleParams& p, const ExecContext& ctx) {
+void CudaBackend::sample(const SampleParams& p, const ExecContext& ctx) const {
   with_logit_dtype(p.logits.dtype, [&](auto dtype) {
     launch_rows(sample_kernel<dtype>, p.logits.num_rows, p.logits.vocab, most_threads_of_row(p.logits.num_rows),
                 sizeof(SamplingShared), ctx.stream, p);

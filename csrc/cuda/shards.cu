@@ -1,6 +1,6 @@
 // What this rank's columns of a row hold, see core/shards.h and core/shard_laws.h: a CTA a row, or a tree.
 #include "core/shard_laws.h"
-#include "cuda/kernels.h"
+#include "cuda/backend.h"
 #include "cuda/sampling.cuh"
 #include "cuda/tile/launch.cuh"
 #include "cuda/verify/rules.cuh"
@@ -284,23 +284,23 @@ __global__ void __launch_bounds__(kWalkThreads, 1) walk_kernel(const __grid_cons
 
 }  // namespace
 
-void step_shards(const ShardStepParams& p, const ExecContext& ctx) {
+void CudaBackend::step_shards(const ShardStepParams& p, const ExecContext& ctx) const {
   with_logit_dtype(p.shard.logits.dtype, [&](auto dtype) {
     launch(step_kernel<dtype>, dim3(static_cast<unsigned>(p.shard.logits.num_rows)),
            dim3(threads_of_row(p.shard.logits.vocab, kLawThreads)), sizeof(SamplingShared), ctx.stream, p);
   });
 }
 
-void follow_shards(const ShardFollowParams& p, const ExecContext& ctx) {
+void CudaBackend::follow_shards(const ShardFollowParams& p, const ExecContext& ctx) const {
   launch(follow_kernel, grid_of(p.verify.batch, kWalkThreads), dim3(kWalkThreads), 0, ctx.stream, p);
 }
 
-void weigh_shards(const ShardWeighParams& p, const ExecContext& ctx) {
+void CudaBackend::weigh_shards(const ShardWeighParams& p, const ExecContext& ctx) const {
   launch(weigh_kernel, dim3(static_cast<unsigned>(num_items(p))),
          dim3(threads_of_row(p.shard.logits.vocab, kLawThreads)), sizeof(WeighShared), ctx.stream, p);
 }
 
-void walk_shards(const ShardWalkParams& p, const ExecContext& ctx) {
+void CudaBackend::walk_shards(const ShardWalkParams& p, const ExecContext& ctx) const {
   launch(walk_kernel, grid_of(p.ratio.verify.batch, kWalkThreads), dim3(kWalkThreads), 0, ctx.stream, p);
 }
 

@@ -2,7 +2,7 @@
 #include "cuda/attention/instances.h"
 #include "cuda/attention/join.cuh"
 #include "cuda/attention/schedule.cuh"
-#include "cuda/kernels.h"
+#include "cuda/backend.h"
 #include "cuda/tile/launch.cuh"
 
 namespace pagedtree::cuda {
@@ -32,7 +32,7 @@ unsigned schedule_threads(int64_t count) {
 
 }  // namespace
 
-void attention_plan(const AttentionPlanParams& p, const ExecContext& ctx) {
+void CudaBackend::attention_plan(const AttentionPlanParams& p, const ExecContext& ctx) const {
   const int num_sms = device_limits().num_sms;
   PlanLists lists{};
   int64_t most = p.batch;
@@ -47,7 +47,7 @@ void attention_plan(const AttentionPlanParams& p, const ExecContext& ctx) {
          p.plan);
 }
 
-int64_t tree_attention_scratch(const TreeAttentionParams& p, const ExecContext&) {
+int64_t CudaBackend::tree_attention_scratch(const TreeAttentionParams& p, const ExecContext&) const {
   const DeviceLimits limits = device_limits();
   int64_t bytes = kAlignment;
   for (const auto& [list, tile] : lists_of(p))
@@ -55,7 +55,7 @@ int64_t tree_attention_scratch(const TreeAttentionParams& p, const ExecContext&)
   return bytes;
 }
 
-void tree_attention(const TreeAttentionParams& p, const ExecContext& ctx) {
+void CudaBackend::tree_attention(const TreeAttentionParams& p, const ExecContext& ctx) const {
   if (p.num_tokens == 0) return;
   const DeviceLimits limits = device_limits();
   const ListTiles lists = lists_of(p);

@@ -1,4 +1,4 @@
-#include "cuda/kernels.h"
+#include "cuda/backend.h"
 #include "cuda/tile/launch.cuh"
 #include "cuda/tile/mma.cuh"
 
@@ -73,7 +73,7 @@ void launch_merge(const MergeStatesParams& p, const ExecContext& ctx) {
 
 }  // namespace
 
-void merge_states(const MergeStatesParams& p, const ExecContext& ctx) {
+void CudaBackend::merge_states(const MergeStatesParams& p, const ExecContext& ctx) const {
   switch (p.dtype) {
     case DType::kFloat32:
       return launch_merge<float>(p, ctx);

@@ -1,8 +1,8 @@
 #include "core/drafting.h"
+#include "cuda/backend.h"
 #include "cuda/drafting/draw_children.cuh"
 #include "cuda/drafting/packing.cuh"
 #include "cuda/drafting/top_tokens.cuh"
-#include "cuda/kernels.h"
 #include "cuda/tile/launch.cuh"
 
 namespace pagedtree::cuda {
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kTreeThreads, 1) rerank_kernel(const __grid_co
 
 }  // namespace
 
-void expand_tree(const ExpandTreeParams& p, const ExecContext& ctx) {
+void CudaBackend::expand_tree(const ExpandTreeParams& p, const ExecContext& ctx) const {
   const dim3 rows(static_cast<unsigned>(p.batch * p.num_expanded));
   with_logit_dtype(p.logits.dtype, [&](auto dtype) {
     if (p.law == GrowthLaw::kTopK) {
@@ -144,7 +144,7 @@ void expand_tree(const ExpandTreeParams& p, const ExecContext& ctx) {
   launch(grow_kernel, dim3(static_cast<unsigned>(p.batch)), dim3(kTreeThreads), sizeof(BestShared), ctx.stream, p);
 }
 
-void rerank_tree(const RerankTreeParams& p, const ExecContext& ctx) {
+void CudaBackend::rerank_tree(const RerankTreeParams& p, const ExecContext& ctx) const {
   const dim3 sequences(static_cast<unsigned>(p.batch)), threads(kTreeThreads);
   launch(count_kernel, sequences, threads, sizeof(BlockShared), ctx.stream, p);
   pack_trees({p.cu_nodes, p.draft_tokens, p.out_parents, p.node_map, p.batch, p.batch * p.num_nodes}, ctx);

@@ -1,7 +1,7 @@
 #include "core/drafting.h"
+#include "cuda/backend.h"
 #include "cuda/drafting/packing.cuh"
 #include "cuda/drafting/top_tokens.cuh"
-#include "cuda/kernels.h"
 #include "cuda/tile/launch.cuh"
 
 namespace pagedtree::cuda {
@@ -113,14 +113,14 @@ __global__ void __launch_bounds__(kTreeThreads, 1) fill_tree_kernel(const __grid
 
 }  // namespace
 
-void ngram_propose(const NgramProposeParams& p, const ExecContext& ctx) {
+void CudaBackend::ngram_propose(const NgramProposeParams& p, const ExecContext& ctx) const {
   const dim3 sequences(static_cast<unsigned>(p.batch)), threads(kTreeThreads);
   launch(ngram_kernel, sequences, threads, sizeof(TrieShared), ctx.stream, p);
   pack_trees({p.cu_nodes, p.draft_tokens, p.parents, nullptr, p.batch, p.batch * p.max_nodes}, ctx);
   launch(place_tries_kernel, sequences, threads, 0, ctx.stream, p);
 }
 
-void medusa_propose(const MedusaProposeParams& p, const ExecContext& ctx) {
+void CudaBackend::medusa_propose(const MedusaProposeParams& p, const ExecContext& ctx) const {
   const dim3 rows(static_cast<unsigned>(p.batch * max_of(p.num_heads, 1))), sequences(static_cast<unsigned>(p.batch));
   with_logit_dtype(p.head_logits.dtype, [&](auto dtype) {
     launch(medusa_top_kernel<dtype>, rows, dim3(threads_of_row(p.head_logits.vocab)), sizeof(BestShared), ctx.stream,

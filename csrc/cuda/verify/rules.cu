@@ -3,7 +3,7 @@
 #include "core/verify/rejection.h"
 #include "core/verify/traversal.h"
 #include "core/verify/typical.h"
-#include "cuda/kernels.h"
+#include "cuda/backend.h"
 #include "cuda/tile/launch.cuh"
 #include "cuda/verify/rules.cuh"
 
@@ -26,9 +26,17 @@ void walk_trees(const RatioParams& p, const ExecContext& ctx) {
 
 }  // namespace
 
-void verify_rejection(const RatioParams& p, const ExecContext& ctx) { walk_trees<walk_rejection<Rows>>(p, ctx); }
-void verify_block(const RatioParams& p, const ExecContext& ctx) { walk_trees<walk_block<Rows>>(p, ctx); }
-void verify_typical(const RatioParams& p, const ExecContext& ctx) { walk_trees<walk_typical<Rows>>(p, ctx); }
-void verify_traversal(const RatioParams& p, const ExecContext& ctx) { walk_trees<walk_traversal<Rows>>(p, ctx); }
+void CudaBackend::verify_rejection(const RatioParams& p, const ExecContext& ctx) const {
+  walk_trees<walk_rejection<Rows>>(p, ctx);
+}
+void CudaBackend::verify_block(const RatioParams& p, const ExecContext& ctx) const {
+  walk_trees<walk_block<Rows>>(p, ctx);
+}
+void CudaBackend::verify_typical(const RatioParams& p, const ExecContext& ctx) const {
+  walk_trees<walk_typical<Rows>>(p, ctx);
+}
+void CudaBackend::verify_traversal(const RatioParams& p, const ExecContext& ctx) const {
+  walk_trees<walk_traversal<Rows>>(p, ctx);
+}
 
 }  // namespace pagedtree::cuda

@@ -1,5 +1,5 @@
 #include "core/verify/tree_walk.h"
-#include "cuda/kernels.h"
+#include "cuda/backend.h"
 #include "cuda/sampling.cuh"
 #include "cuda/tile/launch.cuh"
 
@@ -81,7 +81,7 @@ bool draws_all_rows(const VerifyParams& p, Kernel kernel) {
 
 }  // namespace
 
-void verify_sampled(const VerifyParams& p, const ExecContext& ctx) {
+void CudaBackend::verify_sampled(const VerifyParams& p, const ExecContext& ctx) const {
   const int64_t vocab = p.logits.vocab;
   with_logit_dtype(p.logits.dtype, [&](auto dtype) {
     const auto walk = walk_kernel<dtype>;
