@@ -53,6 +53,7 @@ struct ScalarMath {
   }
 };
 
+constexpr float kInfinity = __builtin_inff();
 constexpr float kLog2E = 1.44269504f;
 constexpr float kLn2 = 0.693147181f;
 // ln 2 in two parts; the first has few enough bits that an exponent times it is exact.

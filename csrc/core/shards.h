@@ -149,9 +149,6 @@ struct ShardView {
   bool by_mass;
 };
 
-// Below it a token's weight is 0.
-constexpr float kWeightless = -23.0f;
-
 PT_HOST_DEVICE ShardView view_of(const ShardRow& row, const Law& law, ShardRound round) {
   const bool by_mass = round == ShardRound::kMass;
   return {.scale = {row.peak.logit, inverse_temperature(law.temperature)},

@@ -10,7 +10,6 @@ constexpr int kFewRows = 8;            // up to so many rows of a head are bound
 constexpr int kMaxRanges = 256;        // more than threads: they are picked up one by one
 constexpr int64_t kMinRangeCost = 32;  // in KV tiles
 constexpr RangeLimits kRangeLimits = {kMaxRanges, 1, kMinRangeCost};
-constexpr int64_t kRowPadding = 32;  // row blocks of the widest matrix kernel may be computed in full
 constexpr int64_t kScratchAlignment = 64;
 
 // KV heads that share a row tile where each has few rows: together they read runs of 1024 elements.

@@ -41,11 +41,7 @@ __device__ __forceinline__ RowTile row_tile(const TreeAttentionParams& p, const 
   tile.query = static_cast<int32_t>(first_row / p.group_size);
   tile.first_head = static_cast<uint32_t>(first_row % p.group_size);
   tile.rows = static_cast<uint32_t>(min_of<int64_t>(work.tokens.size() * p.group_size - first_row, m_tile));
-  tile.tree_len = -1;
-  if (p.tree_mask != nullptr) {
-    const int32_t tree_len = p.tree_lens != nullptr ? p.tree_lens[sequence] : tile.num_queries;
-    tile.tree_len = static_cast<int32_t>(clamp_tree_len(tree_len, work.seq_len));
-  }
+  tile.tree_len = static_cast<int32_t>(tree_length(p, sequence, tile.num_queries, work.seq_len));
   return tile;
 }
 

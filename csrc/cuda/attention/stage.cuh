@@ -62,8 +62,6 @@ struct KeyReader {
   }
 };
 
-constexpr float kInfinity = __builtin_inff();
-
 // Scores in base 2 come from q.k: scale * q.k, or with a softcap cap * tanh(q.k * scale / cap).
 __device__ __forceinline__ float score_scale(const TreeAttentionParams& p, int32_t kv_head) {
   return p.k_scale != nullptr ? p.scale * p.k_scale[kv_head * p.k_scale_stride] : p.scale;

@@ -2,15 +2,12 @@
 // results go.
 #pragma once
 
+#include "core/math.h"
 #include "cpu/attention_work.h"
 #include "cpu/isa/tile/convert.h"
 #include "cpu/isa/tile/exp2.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
-
-constexpr float kInfinity = __builtin_inff();
-constexpr float kLog2e = 1.44269504088896340736f;
-constexpr float kLn2 = 0.693147180559945309417f;
 
 // Read instead of K or V rows that nobody sees or that no page holds.
 alignas(64) static constexpr char kZeroRow[256 * 4] = {};
@@ -68,10 +65,7 @@ static inline void see(const TreeAttentionParams& p, const RowTile& tile, TileVi
   const int64_t n = work.tokens.size();
   const int64_t first = tile.first_row / p.group_size;
   seen.count = static_cast<int32_t>((tile.first_row + tile.rows - 1) / p.group_size - first + 1);
-  int64_t tree_len = -1;
-  if (p.tree_mask != nullptr) {
-    tree_len = clamp_to<int64_t>(p.tree_lens != nullptr ? p.tree_lens[tile.sequence] : n, -1, work.seq_len);
-  }
+  const int64_t tree_len = tree_length(p, tile.sequence, n, work.seq_len);
   seen.lowest = seen.plain_end = work.seq_len;
   seen.highest = seen.plain_begin = 0;
   for (int32_t i = 0; i < seen.count; ++i) {
@@ -166,7 +160,7 @@ static inline void finish_row(const TreeAttentionParams& p, const RowTile& tile,
   const int64_t token = tile.token(p, r), head = tile.head(p, r);
   float factor = 1.0f;
   if (p.sinks != nullptr && p.sinks[head] > -kInfinity) {
-    const float sink = p.sinks[head] * kLog2e, top = sink > maximum ? sink : maximum;
+    const float sink = p.sinks[head] * kLog2E, top = sink > maximum ? sink : maximum;
     factor = __builtin_exp2f(maximum - top);
     sum = sum * factor + __builtin_exp2f(sink - top);
     maximum = top;

@@ -18,8 +18,8 @@ struct ScoreLaw {
 
 static inline ScoreLaw score_law(const TreeAttentionParams& p, int32_t kv_head) {
   const float scale = p.k_scale != nullptr ? p.scale * p.k_scale[kv_head * p.k_scale_stride] : p.scale;
-  if (p.softcap == 0.0f) return {scale * kLog2e, 0.0f};
-  return {scale * 2.0f * kLog2e / p.softcap, p.softcap * kLog2e};
+  if (p.softcap == 0.0f) return {scale * kLog2E, 0.0f};
+  return {scale * 2.0f * kLog2E / p.softcap, p.softcap * kLog2E};
 }
 
 // Turns one row of q.k [kKvTile] into 2^(score - maximum), 0 where its bit of `visible` is not set, and updates the
