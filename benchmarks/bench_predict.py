@@ -2,7 +2,7 @@
 
     python -m pagedtree bench predict [--machine h200 a100] [--instances bf16-128-16 ...] [--stalls 8] [--json FILE]
     python -m pagedtree bench predict --ops verification                       # the passes over a row of logits
-    python -m pagedtree bench predict --source csrc/cuda/tree_attention/bfloat16*.cu --machine a100 --stalls 8
+    python -m pagedtree bench predict --source csrc/cuda/attention/bfloat16*.cu --machine a100 --stalls 8
     FLASHINFER_INCLUDE=FOLDER python -m pagedtree bench predict --flashinfer   # its kernel (see flashinfer_kernel.py)
     python -m pagedtree bench predict --published xformers-0.0.*.whl           # beside published speeds
 

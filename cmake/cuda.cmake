@@ -1,23 +1,24 @@
 # The CUDA backend, compiled by nvcc; and the same sources for simt, compiled for the CPU.
 
 set(PAGEDTREE_CUDA_SOURCES
+  csrc/cuda/attention/attention.cu
+  csrc/cuda/attention/bfloat16.cu
+  csrc/cuda/attention/bfloat16_float8.cu
+  csrc/cuda/attention/half.cu
+  csrc/cuda/attention/half_float8.cu
+  csrc/cuda/attention/merge_states.cu
   csrc/cuda/backend.cu
-  csrc/cuda/drafting.cu
+  csrc/cuda/drafting/growth.cu
+  csrc/cuda/drafting/packing.cu
+  csrc/cuda/drafting/proposers.cu
   csrc/cuda/instructions.cu
   csrc/cuda/kv_cache.cu
-  csrc/cuda/merge_states.cu
-  csrc/cuda/packing.cu
-  csrc/cuda/proposers.cu
+  csrc/cuda/sampling.cu
   csrc/cuda/shards.cu
   csrc/cuda/step.cu
-  csrc/cuda/tree_attention.cu
-  csrc/cuda/tree_attention/bfloat16.cu
-  csrc/cuda/tree_attention/bfloat16_float8.cu
-  csrc/cuda/tree_attention/half.cu
-  csrc/cuda/tree_attention/half_float8.cu
   csrc/cuda/trees.cu
-  csrc/cuda/verify.cu
-  csrc/cuda/verify_drafts.cu
+  csrc/cuda/verify/rules.cu
+  csrc/cuda/verify/sampled.cu
 )
 
 # ---- toolkit

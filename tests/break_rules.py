@@ -37,25 +37,34 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
-        "siblings share one residual", "core/rejection.h",
+        "siblings share one residual", "core/verify/rejection.h",
         "subtract_draft(p, rows, laws, token, 1.0, left);",
         "if (rank == 0) subtract_draft(p, rows, laws, token, 1.0, left);",
     ),
     Mutant(
-        "the residual is not normalised", "core/rejection.h",
+        "the residual is not normalised", "core/verify/rejection.h",
         "u * q * left.mass < r * left.draft_mass", "u * q * laws.total < r",
     ),
     Mutant(
-        "the draft's law is not normalised without the tried", "core/laws.h",
+        "the draft's law is not normalised without the tried", "core/verify/rules.h",
         "left.draft_mass = sums.draft;", "left.draft_mass = 1.0;",
     ),
-    Mutant("repeated tokens count twice", "core/rejection.h", "token < 0 || rows.is_tried(token)", "token < 0"),
-    Mutant("a coin on its bound accepts", "core/rejection.h", "u * q * left.mass < r *", "u * q * left.mass <= r *"),
-    Mutant("a shared coin on its bound accepts", "core/rejection.h", "cumulative > bound", "cumulative >= bound"),
-    Mutant("a block's coin on its bound accepts", "core/block.h", "walk.node) < h", "walk.node) <= h"),
-    Mutant("a path's coin on its bound accepts", "core/traversal.h", "at.node) < at.weight", "at.node) <= at.weight"),
+    Mutant("repeated tokens count twice", "core/verify/rejection.h", "token < 0 || rows.is_tried(token)", "token < 0"),
     Mutant(
-        "rows of the root for all nodes", "core/rejection.h",
+        "a coin on its bound accepts", "core/verify/rejection.h",
+        "u * q * left.mass < r *", "u * q * left.mass <= r *",
+    ),
+    Mutant(
+        "a shared coin on its bound accepts", "core/verify/rejection.h",
+        "cumulative > bound", "cumulative >= bound",
+    ),
+    Mutant("a block's coin on its bound accepts", "core/verify/block.h", "walk.node) < h", "walk.node) <= h"),
+    Mutant(
+        "a path's coin on its bound accepts", "core/verify/traversal.h",
+        "at.node) < at.weight", "at.node) <= at.weight",
+    ),
+    Mutant(
+        "rows of the root for all nodes", "core/verify/rejection.h",
         "rows.open(p, b, walk.row(),", "rows.open(p, b, walk.rows.begin,",
     ),
     Mutant(
@@ -71,19 +80,19 @@ MUTANTS = [
         "RandomUse::kGumbel : draft_use(f)", "RandomUse::kGumbel : draft_use(0)", (STEPS,),
     ),
     Mutant(
-        "drafts drawn with their own coins", "cpu/draw_children.cpp",
+        "drafts drawn with their own coins", "cpu/isa/logits/draw_children.cpp",
         "static_cast<uint32_t>(r), draw.use", "static_cast<uint32_t>(r), RandomUse::kCoin", (DRAWN,),
     ),
     Mutant(
-        "the best tokens instead of draws", "cpu/draw_children.cpp",
+        "the best tokens instead of draws", "cpu/isa/logits/draw_children.cpp",
         "score[j] += gumbel_of_word<VectorMath>(words[j]);", "", (DRAWN,),
     ),
     Mutant(
-        "joint acceptance as a capped ratio", "core/block.h",
+        "joint acceptance as a capped ratio", "core/verify/block.h",
         "return whole > kRounding ? z / whole : 1.0;", "return whole > 0.0 ? min_of(z / weight, 1.0) : 1.0;",
     ),
     Mutant(
-        "independent and distinct draws mistaken for each other", "core/laws.h",
+        "independent and distinct draws mistaken for each other", "core/verify/rules.h",
         "if (p.law == DraftLaw::kSwor) rows.mark_tried(token);",
         "if (p.law == DraftLaw::kIid) rows.mark_tried(token);",
     ),
@@ -92,12 +101,12 @@ MUTANTS = [
         "Law law{0.0f, 0, 1.0f, 0.0f, p.joint};", "Law law{0.0f, 0, 1.0f, 0.0f, !p.joint};", (SAMPLING,),
     ),
     Mutant(
-        "coins that reach 1", "core/laws.h",
+        "coins that reach 1", "core/verify/rules.h",
         "return uniform_of(seed, position, static_cast<uint32_t>(index), RandomUse::kCoin);",
         "return static_cast<float>(uniform_of(seed, position, static_cast<uint32_t>(index), RandomUse::kCoin));",
     ),
     Mutant(
-        "the first sequence's seed for all", "core/laws.h",
+        "the first sequence's seed for all", "core/verify/rules.h",
         "static_cast<uint64_t>(p.verify.seeds[b]);", "static_cast<uint64_t>(p.verify.seeds[0]);", (HOSTILE,),
     ),
     Mutant(
@@ -106,28 +115,28 @@ MUTANTS = [
         "static_cast<const char*>(p.data) + static_cast<uint32_t>(row * p.row_stride * bytes)", (SAMPLING,),
     ),
     Mutant(
-        "the last block of the vocabulary left out", "cpu/weigh_drafts.cpp",
+        "the last block of the vocabulary left out", "cpu/isa/logits/verify_rules.cpp",
         "block < LawTable::num_blocks(vocab); ++block) {\n      table",
         "block < max_of<int64_t>(vocab / kLawBlock, 1); ++block) {\n      table", (HOSTILE,),
     ),
     Mutant(
-        "the last token where nothing is left", "core/laws.h",
+        "the last token where nothing is left", "core/verify/rules.h",
         "      rows.clear_tried();\n      left.c = 0.0;", "      return p.verify.logits.vocab - 1;",
     ),
     Mutant(
-        "what rounding leaves taken for a residual", "core/laws.h",
+        "what rounding leaves taken for a residual", "core/verify/rules.h",
         "constexpr double kRounding = 1e-6;", "constexpr double kRounding = 0.0;",
     ),
     Mutant(
-        "joint rules with the coins of positions", "core/block.h",
+        "joint rules with the coins of positions", "core/verify/block.h",
         "coin_of(p, b, walk.row(), position, walk.node)", "coin_of(p, b, walk.row(), position + walk.depth, 0)",
     ),
     Mutant(
-        "the law of node n is row n of the draft's", "core/laws.h",
+        "the law of node n is row n of the draft's", "core/verify/rules.h",
         "p.draft_rows.data == nullptr ? row : token_at(p.draft_rows, row)", "row", (HOSTILE,),
     ),
     Mutant(
-        "a typical bound that lets equals pass", "core/typical.h",
+        "a typical bound that lets equals pass", "core/verify/typical.h",
         "!(rows.target(laws, token) > bound)", "!(rows.target(laws, token) >= bound)", (HOSTILE,),
     ),
 ]  # fmt: skip

@@ -137,7 +137,7 @@ def test_every_instruction_has_golden_vectors():
 
 
 def test_every_tile_is_taken():
-    config = (ROOT / "csrc" / "cuda" / "tree_attention" / "config.h").read_text()
+    config = (ROOT / "csrc" / "cuda" / "attention" / "config.h").read_text()
     table = config[config.index("kTileShapes[]") : config.index("};", config.index("kTileShapes[]"))]
     tiles: dict[int, list[int]] = {}
     for head_dim, m_tile in re.findall(r"^ +\{(\d+), (\d+),", table, re.MULTILINE):

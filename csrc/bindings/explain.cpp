@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include "cuda/tree_attention/config.h"
+#include "cuda/attention/config.h"
 
 namespace pagedtree {
 

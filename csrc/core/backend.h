@@ -1,5 +1,5 @@
-// The one contract between callers and backends. Every backend fills the same table; nothing here knows Torch or CUDA,
-// so an engine without Torch links a backend library and calls it with raw pointers.
+// The one contract between callers and backends. Every backend is a Backend; nothing here knows Torch or CUDA, so an
+// engine without Torch links a backend library and calls it with raw pointers.
 #pragma once
 
 #include "core/params.h"
@@ -20,43 +20,49 @@ struct ExecContext {
   void (*parallel_for)(int64_t begin, int64_t end, int64_t grain_size, Body body, void* state) = nullptr;
 };
 
-// A function of a backend. It has no default: a table that leaves one out does not compile.
-template <typename Params, typename Result = void>
-struct BackendOp {
-  using Function = Result (*)(const Params&, const ExecContext&);
-  Function function;
-
-  constexpr BackendOp(Function of_backend) : function(of_backend) {}
-  BackendOp(decltype(nullptr)) = delete;
-  Result operator()(const Params& p, const ExecContext& ctx) const { return function(p, ctx); }
+// What tree_attention takes of a backend, beside fp16 and bf16 over caches of the same type or of e4m3, which all take.
+struct AttentionSupport {
+  bool float32;         // queries and caches of fp32
+  int cache_alignment;  // addresses and strides of the caches are multiples of so many bytes
 };
 
-struct Backend {
-  const char* name;
-  BackendOp<BuildTreesParams> build_trees;
-  BackendOp<SampleParams> sample;
-  BackendOp<VerifyParams> verify_sampled;  // greedy is temperature 0
-  BackendOp<RatioParams> verify_rejection;
-  BackendOp<RatioParams> verify_block;
-  BackendOp<RatioParams> verify_typical;
-  BackendOp<RatioParams> verify_traversal;
-  BackendOp<ShardStepParams> step_shards;  // vocabularies in parts: core/shards.h
-  BackendOp<ShardFollowParams> follow_shards;
-  BackendOp<ShardWeighParams> weigh_shards;
-  BackendOp<ShardWalkParams> walk_shards;
-  BackendOp<ExpandTreeParams> expand_tree;
-  BackendOp<RerankTreeParams> rerank_tree;
-  BackendOp<NgramProposeParams> ngram_propose;
-  BackendOp<MedusaProposeParams> medusa_propose;
-  BackendOp<SlotMappingParams> slot_mapping;
-  BackendOp<AppendKvParams> append_kv;
-  BackendOp<CompactKvParams> compact_kv;
-  BackendOp<PrepareStepParams> prepare_step;
-  BackendOp<CommitParams> commit;
-  BackendOp<AttentionPlanParams> attention_plan;
-  BackendOp<TreeAttentionParams, int64_t> tree_attention_scratch;  // bytes; reads no tensor
-  BackendOp<TreeAttentionParams> tree_attention;
-  BackendOp<MergeStatesParams> merge_states;
+// What every backend does, each in a class of its own; one that leaves out a function does not compile.
+class Backend {
+ public:
+  const char* const name;
+  const AttentionSupport attention;
+
+  virtual void build_trees(const BuildTreesParams&, const ExecContext&) const = 0;
+  virtual void sample(const SampleParams&, const ExecContext&) const = 0;
+  virtual void verify_sampled(const VerifyParams&, const ExecContext&) const = 0;  // greedy is temperature 0
+  virtual void verify_rejection(const RatioParams&, const ExecContext&) const = 0;
+  virtual void verify_block(const RatioParams&, const ExecContext&) const = 0;
+  virtual void verify_typical(const RatioParams&, const ExecContext&) const = 0;
+  virtual void verify_traversal(const RatioParams&, const ExecContext&) const = 0;
+  virtual void step_shards(const ShardStepParams&,
+                           const ExecContext&) const = 0;  // vocabularies in parts: core/shards.h
+  virtual void follow_shards(const ShardFollowParams&, const ExecContext&) const = 0;
+  virtual void weigh_shards(const ShardWeighParams&, const ExecContext&) const = 0;
+  virtual void walk_shards(const ShardWalkParams&, const ExecContext&) const = 0;
+  virtual void expand_tree(const ExpandTreeParams&, const ExecContext&) const = 0;
+  virtual void rerank_tree(const RerankTreeParams&, const ExecContext&) const = 0;
+  virtual void ngram_propose(const NgramProposeParams&, const ExecContext&) const = 0;
+  virtual void medusa_propose(const MedusaProposeParams&, const ExecContext&) const = 0;
+  virtual void slot_mapping(const SlotMappingParams&, const ExecContext&) const = 0;
+  virtual void append_kv(const AppendKvParams&, const ExecContext&) const = 0;
+  virtual void compact_kv(const CompactKvParams&, const ExecContext&) const = 0;
+  virtual void prepare_step(const PrepareStepParams&, const ExecContext&) const = 0;
+  virtual void commit(const CommitParams&, const ExecContext&) const = 0;
+  virtual void attention_plan(const AttentionPlanParams&, const ExecContext&) const = 0;
+  virtual int64_t tree_attention_scratch(const TreeAttentionParams&,
+                                         const ExecContext&) const = 0;  // bytes; reads no tensor
+  virtual void tree_attention(const TreeAttentionParams&, const ExecContext&) const = 0;
+  virtual void merge_states(const MergeStatesParams&, const ExecContext&) const = 0;
+
+ protected:
+  constexpr Backend(const char* of_backend, AttentionSupport of_attention)
+      : name(of_backend), attention(of_attention) {}
+  ~Backend() = default;
 };
 
 namespace cpu {

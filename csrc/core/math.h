@@ -2,7 +2,7 @@
 // token a seed draws depends on them, so a change of one operation here changes every sampled output.
 //
 // Each function is written once for scalars and vectors: M names the type and its few operations (ScalarMath here,
-// VectorMath in cpu/tile/math.h).
+// VectorMath in cpu/isa/tile/math.h).
 #pragma once
 
 #include <cstring>
@@ -53,6 +53,7 @@ struct ScalarMath {
   }
 };
 
+constexpr float kInfinity = __builtin_inff();
 constexpr float kLog2E = 1.44269504f;
 constexpr float kLn2 = 0.693147181f;
 // ln 2 in two parts; the first has few enough bits that an exponent times it is exact.

@@ -95,7 +95,7 @@ struct VerifyParams {
 // How a node's children were chosen: drawn independently, drawn without replacement, or not drawn at all.
 enum class DraftLaw : int32_t { kIid, kSwor, kOneHot };
 
-struct TraversalFrame;  // core/traversal.h
+struct TraversalFrame;  // core/verify/traversal.h
 
 // Verification that weighs the target's law against the law of the drafts.
 struct RatioParams {

@@ -7,7 +7,6 @@
 
 namespace pagedtree {
 
-constexpr float kInfinity = __builtin_inff();
 constexpr float kMaxFloat = 3.402823466e38f;
 constexpr float kMaxFloat16 = 65504.0f;
 constexpr float kMaxBFloat16 = 3.38953139e38f;
@@ -77,6 +76,9 @@ struct Scale {
     return (logit - peak) * inverse_temperature;
   }
 };
+
+// Below this x, a token's weight_of is 0.
+constexpr float kWeightless = -23.0f;
 
 // The mass of a token as an integer, 2^31 at the maximum: sums do not depend on how a row is split.
 template <typename M>

@@ -3,8 +3,8 @@
 // rejection; then every rank walks the trees alone. Sums are those of integers, see units_of().
 #pragma once
 
-#include "core/rejection.h"
 #include "core/shards.h"
+#include "core/verify/rejection.h"
 
 namespace pagedtree {
 
@@ -97,8 +97,8 @@ PT_HOST_DEVICE void keep_left(Residual* left, TreeWalk& walk, int64_t index, con
   if (child >= 0) left[child] = row.left;
 }
 
-// The rows of core/laws.h for a walk that knows everything. The sums after a node's last rejection are not known, nor
-// needed: all counts as left.
+// The rows of core/verify/rules.h for a walk that knows everything. The sums after a node's last rejection are not
+// known, nor needed: all counts as left.
 class KnownRows {
  public:
   PT_HOST_DEVICE KnownRows(const ShardWalkParams& p, int64_t b) : p_(p), b_(b), walk_(p.ratio.verify, b) {

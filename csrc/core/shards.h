@@ -3,7 +3,7 @@
 // words of all ranks together, which are integers, so that nothing depends on the split.
 #pragma once
 
-#include "core/laws.h"
+#include "core/verify/rules.h"
 
 namespace pagedtree {
 
@@ -148,9 +148,6 @@ struct ShardView {
   float min_logit;
   bool by_mass;
 };
-
-// Below it a token's weight is 0.
-constexpr float kWeightless = -23.0f;
 
 PT_HOST_DEVICE ShardView view_of(const ShardRow& row, const Law& law, ShardRound round) {
   const bool by_mass = round == ShardRound::kMass;

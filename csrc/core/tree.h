@@ -156,8 +156,10 @@ PT_HOST_DEVICE Visibility tree_visibility(int64_t seq_len, int64_t tree_len, con
   return seen;
 }
 
-PT_HOST_DEVICE int64_t clamp_tree_len(int64_t tree_len, int64_t seq_len) {
-  return clamp_to<int64_t>(tree_len, -1, seq_len);
+// How many keys the tree of a sequence holds, the last ones; -1 where its queries are causal.
+PT_HOST_DEVICE int64_t tree_length(const TreeAttentionParams& p, int64_t b, int64_t num_queries, int64_t seq_len) {
+  if (p.tree_mask == nullptr) return -1;
+  return clamp_to<int64_t>(p.tree_lens != nullptr ? p.tree_lens[b] : num_queries, -1, seq_len);
 }
 
 }  // namespace pagedtree

@@ -3,8 +3,8 @@
 #include <cmath>
 #include <memory>
 
+#include "cpu/backend.h"
 #include "cpu/isa.h"
-#include "cpu/kernels.h"
 #include "cpu/parallel.h"
 
 namespace pagedtree::cpu {
@@ -57,7 +57,7 @@ void pack_offsets(int64_t batch, int64_t num_rows, int32_t* cu_nodes, int64_t* d
 
 }  // namespace
 
-void expand_tree(const ExpandTreeParams& p, const ExecContext& ctx) {
+void CpuBackend::expand_tree(const ExpandTreeParams& p, const ExecContext& ctx) const {
   const IsaKernels& isa = isa_kernels();
   parallel_for(ctx, p.batch * p.num_expanded, 1, [&](int64_t begin, int64_t end) {
     const auto scratch = std::make_unique_for_overwrite<FilterScratch>();
@@ -70,7 +70,7 @@ void expand_tree(const ExpandTreeParams& p, const ExecContext& ctx) {
   });
 }
 
-void rerank_tree(const RerankTreeParams& p, const ExecContext& ctx) {
+void CpuBackend::rerank_tree(const RerankTreeParams& p, const ExecContext& ctx) const {
   const int64_t num_rows = p.batch * p.num_nodes;
   pack_offsets(p.batch, num_rows, p.cu_nodes, p.draft_tokens, p.out_parents,
                [&](int64_t b) { return count_reranked(p, b); });
@@ -80,7 +80,7 @@ void rerank_tree(const RerankTreeParams& p, const ExecContext& ctx) {
   });
 }
 
-void ngram_propose(const NgramProposeParams& p, const ExecContext& ctx) {
+void CpuBackend::ngram_propose(const NgramProposeParams& p, const ExecContext& ctx) const {
   // The tries' sizes are known only when they are built: each is built in scratch and moved to its place.
   parallel_for(ctx, p.batch, 1, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) p.trie_sizes[b] = propose_ngrams(p, b);
@@ -96,7 +96,7 @@ void ngram_propose(const NgramProposeParams& p, const ExecContext& ctx) {
   }
 }
 
-void medusa_propose(const MedusaProposeParams& p, const ExecContext& ctx) {
+void CpuBackend::medusa_propose(const MedusaProposeParams& p, const ExecContext& ctx) const {
   const IsaKernels& isa = isa_kernels();
   parallel_for(ctx, p.batch * p.num_heads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {

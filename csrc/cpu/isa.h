@@ -1,50 +1,18 @@
-// One table of vectorised kernels an instruction set; the choice among them is made at run time.
+// One table of vectorised kernels for each instruction set; the choice among them is made at run time.
 //
-// The sources listed under PAGEDTREE_ISA_SOURCES in CMakeLists.txt are compiled once per instruction set, each time in
-// a namespace of that name. Whatever they include must have internal linkage or live in that namespace: a function
-// shared through the linker could be the AVX-512 copy on a machine without it. So: `static inline`, no std containers.
+// The sources of cpu/isa/, listed under PAGEDTREE_ISA_SOURCES in CMakeLists.txt, are compiled once per instruction set,
+// each time in a namespace of that name. Whatever they include must have internal linkage or live in that namespace: a
+// function shared through the linker could be the AVX-512 copy on a machine without it. So: `static inline`, no std
+// containers.
 #pragma once
 
 #include "core/backend.h"
 #include "core/drafting.h"
-#include "core/laws.h"
 #include "core/shard_laws.h"
-#include "cpu/attention/work.h"
+#include "cpu/attention_work.h"
+#include "cpu/logits_scratch.h"
 
 namespace pagedtree::cpu {
-
-// A row's peaks: the largest logit of each lane in each block, for later scans to skip the blocks of no use to them.
-constexpr int kPeakBlock = kLawBlock;
-constexpr int kMostLanes = 16;
-constexpr int kMaxPeaks = kMaxVocab / kPeakBlock * kMostLanes;
-
-// Scratch of the filters' search in a row of any length: tables of tokens by one half of their logits' order key.
-constexpr int kBins = 1 << 16;
-constexpr int kBlockBins = 256;
-constexpr int kBlocks = kBins / kBlockBins;
-struct RowTotals {
-  uint64_t count;
-  uint64_t mass;
-};
-struct FilterScratch {
-  float peaks[kMaxPeaks];
-  uint32_t high_counts[kBins];
-  uint64_t high_masses[kBins];
-  uint32_t low_counts[kBins];
-  RowTotals high_blocks[kBlocks];
-  RowTotals low_blocks[kBlocks];
-};
-
-// Scratch of the rules that weigh drafts.
-struct LawScratch {
-  FilterScratch filter;
-  NodeLaws laws;
-  LawTable residuals, drafts;
-  LawBlock block;
-  int32_t tried[kMaxTreeNodes];
-  int16_t parents[kMaxTreeNodes];
-  int16_t depths[kMaxTreeNodes];
-};
 
 struct IsaKernels {
   const char* name;

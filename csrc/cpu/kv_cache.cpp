@@ -2,8 +2,8 @@
 
 #include <cstring>
 
+#include "cpu/backend.h"
 #include "cpu/isa.h"
-#include "cpu/kernels.h"
 #include "cpu/parallel.h"
 
 namespace pagedtree::cpu {
@@ -59,13 +59,13 @@ void move_rows(const CacheView& cache, const Move* moves, int64_t count, uint8_t
 
 }  // namespace
 
-void slot_mapping(const SlotMappingParams& p, const ExecContext& ctx) {
+void CpuBackend::slot_mapping(const SlotMappingParams& p, const ExecContext& ctx) const {
   parallel_for(ctx, p.total_q, 1024, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) p.slots[row] = query_slot(p, row);
   });
 }
 
-void append_kv(const AppendKvParams& p, const ExecContext& ctx) {
+void CpuBackend::append_kv(const AppendKvParams& p, const ExecContext& ctx) const {
   const int64_t row_bytes = 2 * p.num_kv_heads * p.head_dim * element_size(p.dtype);
   if (row_bytes == 0) return;  // tensors without elements have no address
   const IsaKernels& isa = isa_kernels();
@@ -79,7 +79,7 @@ void append_kv(const AppendKvParams& p, const ExecContext& ctx) {
   });
 }
 
-void compact_kv(const CompactKvParams& p, const ExecContext& ctx) {
+void CpuBackend::compact_kv(const CompactKvParams& p, const ExecContext& ctx) const {
   for (int64_t b = 0; b < p.batch; ++b) p.seq_lens[b] = compacted_length(p, b);
   // Sequence by sequence: the moves are the same for all its tensors.
   parallel_for(ctx, p.batch * p.num_caches, 4, [&](int64_t begin, int64_t end) {

@@ -1,30 +1,23 @@
-// Draws a token from a row of logits in a few scans of the row, without sorting it and without a copy of it: the peak,
-// the filters' threshold, the race of the kept tokens' noise.
+#include "core/sampling.h"
+
+#include <memory>
+
+#include "cpu/backend.h"
 #include "cpu/isa.h"
-#include "cpu/tile/race.h"
+#include "cpu/parallel.h"
 
-namespace pagedtree::cpu::PAGEDTREE_ISA {
+namespace pagedtree::cpu {
 
-template <typename T>
-static inline Draw draw(const LogitRow& row, const Law& law, uint64_t seed, int64_t position, FilterScratch& scratch) {
-  const Peak peak = find_peak<T>(row, scratch.peaks);
-  if (law.temperature == 0.0f) return {peak.token, peak.has_nan || peak.logit == -kInfinity};
-  if (peak.logit == -kInfinity)
-    return {race<UniformLogit>(row, {0.0f, 1.0f}, Filter{}, nullptr, seed, position).token, true};
-  const Scale scale{peak.logit, inverse_temperature(law.temperature)};
-  const Filter filter = find_filter<T>(row, law, scale, scratch);
-  return {race<T>(row, scale, filter, scratch.peaks, seed, position).token, peak.has_nan != 0};
+void CpuBackend::sample(const SampleParams& p, const ExecContext& ctx) const {
+  const IsaKernels& isa = isa_kernels();
+  parallel_for(ctx, p.logits.num_rows, 1, [&](int64_t begin, int64_t end) {
+    const auto scratch = std::make_unique_for_overwrite<FilterScratch>();
+    for (int64_t r = begin; r < end; ++r) {
+      const LogitRow row = logit_row(p.logits, r);
+      const uint64_t seed = static_cast<uint64_t>(p.seeds[r]);
+      p.tokens[r] = isa.draw_token(row, law_of(p.sampling, r), seed, p.positions[r], *scratch).token;
+    }
+  });
 }
 
-Draw draw_token(const LogitRow& row, const Law& law, uint64_t seed, int64_t position, FilterScratch& scratch) {
-  switch (row.dtype) {
-    case DType::kFloat16:
-      return draw<Float16>(row, law, seed, position, scratch);
-    case DType::kBFloat16:
-      return draw<BFloat16>(row, law, seed, position, scratch);
-    default:
-      return draw<float>(row, law, seed, position, scratch);
-  }
-}
-
-}  // namespace pagedtree::cpu::PAGEDTREE_ISA
+}  // namespace pagedtree::cpu

@@ -1,10 +1,10 @@
 #include "core/tree.h"
-#include "cpu/kernels.h"
+#include "cpu/backend.h"
 #include "cpu/parallel.h"
 
 namespace pagedtree::cpu {
 
-void build_trees(const BuildTreesParams& p, const ExecContext& ctx) {
+void CpuBackend::build_trees(const BuildTreesParams& p, const ExecContext& ctx) const {
   // Rows of no tree (padding of a fixed-shape batch) read as unreachable.
   const int64_t first = p.batch > 0 ? clamp_to<int64_t>(p.cu_nodes[0], 0, p.num_rows) : 0;
   const int64_t last = p.batch > 0 ? clamp_to<int64_t>(p.cu_nodes[p.batch], first, p.num_rows) : 0;

@@ -1,27 +1,14 @@
-#include "core/verify.h"
-
 #include <memory>
 
+#include "core/verify/tree_walk.h"
+#include "cpu/backend.h"
 #include "cpu/isa.h"
-#include "cpu/kernels.h"
 #include "cpu/parallel.h"
 
 namespace pagedtree::cpu {
 
-void sample(const SampleParams& p, const ExecContext& ctx) {
-  const IsaKernels& isa = isa_kernels();
-  parallel_for(ctx, p.logits.num_rows, 1, [&](int64_t begin, int64_t end) {
-    const auto scratch = std::make_unique_for_overwrite<FilterScratch>();
-    for (int64_t r = begin; r < end; ++r) {
-      const LogitRow row = logit_row(p.logits, r);
-      const uint64_t seed = static_cast<uint64_t>(p.seeds[r]);
-      p.tokens[r] = isa.draw_token(row, law_of(p.sampling, r), seed, p.positions[r], *scratch).token;
-    }
-  });
-}
-
 // The token of each visited row is drawn as `sample` would; the walk goes on while a child has drafted it.
-void verify_sampled(const VerifyParams& p, const ExecContext& ctx) {
+void CpuBackend::verify_sampled(const VerifyParams& p, const ExecContext& ctx) const {
   const IsaKernels& isa = isa_kernels();
   parallel_for(ctx, p.batch, 1, [&](int64_t begin, int64_t end) {
     const auto scratch = std::make_unique_for_overwrite<FilterScratch>();
@@ -52,47 +39,20 @@ static void for_each_tree(const RatioParams& p, const ExecContext& ctx,
   });
 }
 
-void verify_rejection(const RatioParams& p, const ExecContext& ctx) {
+void CpuBackend::verify_rejection(const RatioParams& p, const ExecContext& ctx) const {
   for_each_tree(p, ctx, isa_kernels().verify_rejection);
 }
 
-void verify_block(const RatioParams& p, const ExecContext& ctx) { for_each_tree(p, ctx, isa_kernels().verify_block); }
+void CpuBackend::verify_block(const RatioParams& p, const ExecContext& ctx) const {
+  for_each_tree(p, ctx, isa_kernels().verify_block);
+}
 
-void verify_typical(const RatioParams& p, const ExecContext& ctx) {
+void CpuBackend::verify_typical(const RatioParams& p, const ExecContext& ctx) const {
   for_each_tree(p, ctx, isa_kernels().verify_typical);
 }
 
-void verify_traversal(const RatioParams& p, const ExecContext& ctx) {
+void CpuBackend::verify_traversal(const RatioParams& p, const ExecContext& ctx) const {
   for_each_tree(p, ctx, isa_kernels().verify_traversal);
-}
-
-// ---- vocabularies in parts
-
-void step_shards(const ShardStepParams& p, const ExecContext& ctx) {
-  const IsaKernels& isa = isa_kernels();
-  parallel_for(ctx, p.shard.logits.num_rows, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) isa.step_shard(p, row);
-  });
-}
-
-void follow_shards(const ShardFollowParams& p, const ExecContext& ctx) {
-  parallel_for(ctx, p.verify.batch, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; ++b) follow_tree(p, b);
-  });
-}
-
-void weigh_shards(const ShardWeighParams& p, const ExecContext& ctx) {
-  const IsaKernels& isa = isa_kernels();
-  parallel_for(ctx, num_items(p), 1, [&](int64_t begin, int64_t end) {
-    const auto scratch = std::make_unique_for_overwrite<LawScratch>();
-    for (int64_t item = begin; item < end; ++item) isa.weigh_shard(p, item, *scratch);
-  });
-}
-
-void walk_shards(const ShardWalkParams& p, const ExecContext& ctx) {
-  parallel_for(ctx, p.ratio.verify.batch, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; ++b) walk_tree(p, b);
-  });
 }
 
 }  // namespace pagedtree::cpu

@@ -163,7 +163,6 @@ __device__ __forceinline__ Filter find_filter(const Reader& row, const Law& law,
   if (!by_mass && !by_count) return filter;
 
   // Only a count looks at tokens of no mass.
-  constexpr float kWeightless = -23.0f;
   const float view_min_x = law.joint ? -kInfinity : filter.min_x;
   const LogitItems<Reader> items{row, scale, by_count ? view_min_x : max_of(view_min_x, kWeightless)};
   const auto weight = [&](uint32_t key) { return weight_of<ScalarMath>(scale(logit_of_key<ScalarMath>(key))); };

@@ -1,6 +1,6 @@
 #include "core/kv_cache.h"
 #include "core/numeric.h"
-#include "cuda/kernels.h"
+#include "cuda/backend.h"
 #include "cuda/tile/launch.cuh"
 #include "cuda/tile/ptx.cuh"
 
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) compact_kernel(const __grid_co
 
 }  // namespace
 
-void append_kv(const AppendKvParams& p, const ExecContext& ctx) {
+void CudaBackend::append_kv(const AppendKvParams& p, const ExecContext& ctx) const {
   if (p.dtype == p.cache_dtype) {
     const int64_t size = element_size(p.dtype);
     return size == 4   ? launch_copy<uint32_t>(p, ctx)
@@ -211,11 +211,11 @@ void append_kv(const AppendKvParams& p, const ExecContext& ctx) {
   }
 }
 
-void slot_mapping(const SlotMappingParams& p, const ExecContext& ctx) {
+void CudaBackend::slot_mapping(const SlotMappingParams& p, const ExecContext& ctx) const {
   launch(slot_mapping_kernel, grid_of(p.total_q, kMaxThreads), dim3(kMaxThreads), 0, ctx.stream, p);
 }
 
-void compact_kv(const CompactKvParams& p, const ExecContext& ctx) {
+void CudaBackend::compact_kv(const CompactKvParams& p, const ExecContext& ctx) const {
   constexpr int64_t kBytesACta = 16 << 10;
   int64_t most = 0;
   for (int32_t i = 0; i < p.num_caches; ++i) {

@@ -69,22 +69,53 @@ __device__ __forceinline__ float noise_of(int64_t id, const uint32_t* words) {
   return gumbel_of_word<ScalarMath>(id & 2 ? odd : even);
 }
 
-// The kept token with the largest x + noise, the lowest id on ties.
-template <DType kDType>
-__device__ __forceinline__ int64_t race(const LogitReader<kDType>& row, const Scale& scale, const Filter& filter,
-                                        int64_t peak, uint64_t seed, int64_t position, BlockShared& shared) {
-  const auto block_of = [&](int64_t token, uint32_t* words) {
-    philox<ScalarMath>(seed, position, static_cast<uint32_t>(token) / 4, RandomUse::kGumbel, words);
-  };
-  uint32_t of_peak[4];
-  block_of(peak, of_peak);
-  const auto noise_words = [&](int token, int count, uint32_t (&words)[kMostOfWord]) {
+// The words of the noise of a row's tokens. A row that is a part of a vocabulary begins with token `first_token` of it,
+// anywhere in a block of noise.
+template <bool kWhole>
+struct RaceNoise {
+  uint64_t seed;
+  int64_t position;
+  int64_t first_token;
+
+  __device__ __forceinline__ void block_of(int64_t id, uint32_t* words) const {
+    philox<ScalarMath>(seed, position, static_cast<uint32_t>(id) / 4, RandomUse::kGumbel, words);
+  }
+
+  __device__ __forceinline__ void operator()(int token, int count, uint32_t (&words)[kMostOfWord]) const {
+    if constexpr (kWhole) {
 #pragma unroll
-    for (int i = 0; i < kMostOfWord; i += 4) {
-      if (i < count) block_of(token + i, words + i);
+      for (int i = 0; i < kMostOfWord; i += 4) {
+        if (i < count) block_of(token + i, words + i);
+      }
+    } else {
+      const int64_t id = first_token + token;
+      const int skew = static_cast<int>(id % 4);  // of the first token in its block of noise
+      uint32_t blocks[kMostOfWord + 4];
+#pragma unroll
+      for (int i = 0; i < kMostOfWord + 4; i += 4) {
+        if (i < count || (i == count && skew != 0)) block_of(id + i, blocks + i);
+      }
+#pragma unroll
+      for (int shift = 1; shift <= 2; ++shift) {
+#pragma unroll
+        for (int i = 0; i + shift < kMostOfWord + 4; ++i) {
+          if (skew & shift) blocks[i] = blocks[i + shift];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kMostOfWord; ++i) words[i] = blocks[i];
     }
-  };
-  return ranked_id(cluster_max(shared, race_of_thread(row, scale, filter, noise_of(peak, of_peak), noise_words)));
+  }
+};
+
+// What this thread finds of the kept token with the largest x + noise, the lowest id on ties; `peak` is the id of the
+// row's best token, of the whole vocabulary's where the row is a part.
+template <typename Reader, bool kWhole>
+__device__ __forceinline__ uint64_t race(const Reader& row, const Scale& scale, const Filter& filter, int64_t peak,
+                                         const RaceNoise<kWhole>& noise) {
+  uint32_t of_peak[4];
+  noise.block_of(peak, of_peak);
+  return race_of_thread(row, scale, filter, noise_of(peak, of_peak), noise);
 }
 
 template <DType kDType>
@@ -103,7 +134,8 @@ __device__ __forceinline__ Draw draw_token(const LogitRow& logits, const Law& la
     scale = {peak.logit, inverse_temperature(law.temperature)};
     filter = find_filter(row, law, scale, shared.radix, shared.filter);
   }
-  return {race(row, scale, filter, peak.token, seed, position, shared.radix.block), peak.has_nan || uniform};
+  const uint64_t best = race(row, scale, filter, peak.token, RaceNoise<true>{seed, position, 0});
+  return {ranked_id(cluster_max(shared.radix.block, best)), peak.has_nan || uniform};
 }
 
 }  // namespace pagedtree::cuda

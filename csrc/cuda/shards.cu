@@ -1,46 +1,14 @@
 // What this rank's columns of a row hold, see core/shards.h and core/shard_laws.h: a CTA a row, or a tree.
 #include "core/shard_laws.h"
-#include "cuda/kernels.h"
-#include "cuda/laws.cuh"
+#include "cuda/backend.h"
 #include "cuda/sampling.cuh"
 #include "cuda/tile/launch.cuh"
+#include "cuda/verify/rules.cuh"
 
 namespace pagedtree::cuda {
 namespace {
 
 // ---- laws and draws of rows
-
-// The kept token with the best score as a word.
-template <typename Reader>
-__device__ __forceinline__ int64_t race_word(const Reader& row, const RowLaw& law, int64_t peak, int64_t first_token,
-                                             uint64_t seed, int64_t position, BlockShared& shared) {
-  const auto block_of = [&](int64_t id, uint32_t* words) {
-    philox<ScalarMath>(seed, position, static_cast<uint32_t>(id / 4), RandomUse::kGumbel, words);
-  };
-  uint32_t of_peak[4];
-  block_of(peak, of_peak);
-  const auto noise_words = [&](int token, int count, uint32_t (&words)[kMostOfWord]) {
-    const int64_t id = first_token + token;
-    const int skew = static_cast<int>(id % 4);  // of the first token in its block of noise
-    uint32_t blocks[kMostOfWord + 4];
-#pragma unroll
-    for (int i = 0; i < kMostOfWord + 4; i += 4) {
-      if (i < count || (i == count && skew != 0)) block_of(id + i, blocks + i);
-    }
-#pragma unroll
-    for (int shift = 1; shift <= 2; ++shift) {
-#pragma unroll
-      for (int i = 0; i + shift < kMostOfWord + 4; ++i) {
-        if (skew & shift) blocks[i] = blocks[i + shift];
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kMostOfWord; ++i) words[i] = blocks[i];
-  };
-  const uint64_t of_thread = race_of_thread(row, law.scale, law.filter, noise_of(peak, of_peak), noise_words);
-  const uint64_t best = block_max(shared, of_thread);
-  return best == 0 ? INT64_MIN : ranked_word(ranked_value(best), first_token + ranked_id(best));
-}
 
 template <DType kDType>
 __device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_t b, const Law& law,
@@ -103,9 +71,12 @@ __device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_
       if (of_shard.uniform) kept.make_uniform();
       const int32_t depth = depth_of(p, n, b);
       const uint64_t position = static_cast<uint64_t>(p.positions[b]) + static_cast<uint64_t>(int64_t{depth});
+      const RaceNoise<false> noise{static_cast<uint64_t>(p.seeds[b]), static_cast<int64_t>(position),
+                                   p.shard.first_token};
+      const uint64_t of_thread = race(kept, of_shard.scale, of_shard.filter, row.peak.token, noise);
+      const uint64_t best = block_max(shared.radix.block, of_thread);
       const int64_t word =
-          race_word(kept, of_shard, row.peak.token, p.shard.first_token, static_cast<uint64_t>(p.seeds[b]),
-                    static_cast<int64_t>(position), shared.radix.block);
+          best == 0 ? INT64_MIN : ranked_word(ranked_value(best), p.shard.first_token + ranked_id(best));
       if (leads) words[0] = word;
       break;
     }
@@ -284,23 +255,23 @@ __global__ void __launch_bounds__(kWalkThreads, 1) walk_kernel(const __grid_cons
 
 }  // namespace
 
-void step_shards(const ShardStepParams& p, const ExecContext& ctx) {
+void CudaBackend::step_shards(const ShardStepParams& p, const ExecContext& ctx) const {
   with_logit_dtype(p.shard.logits.dtype, [&](auto dtype) {
     launch(step_kernel<dtype>, dim3(static_cast<unsigned>(p.shard.logits.num_rows)),
            dim3(threads_of_row(p.shard.logits.vocab, kLawThreads)), sizeof(SamplingShared), ctx.stream, p);
   });
 }
 
-void follow_shards(const ShardFollowParams& p, const ExecContext& ctx) {
+void CudaBackend::follow_shards(const ShardFollowParams& p, const ExecContext& ctx) const {
   launch(follow_kernel, grid_of(p.verify.batch, kWalkThreads), dim3(kWalkThreads), 0, ctx.stream, p);
 }
 
-void weigh_shards(const ShardWeighParams& p, const ExecContext& ctx) {
+void CudaBackend::weigh_shards(const ShardWeighParams& p, const ExecContext& ctx) const {
   launch(weigh_kernel, dim3(static_cast<unsigned>(num_items(p))),
          dim3(threads_of_row(p.shard.logits.vocab, kLawThreads)), sizeof(WeighShared), ctx.stream, p);
 }
 
-void walk_shards(const ShardWalkParams& p, const ExecContext& ctx) {
+void CudaBackend::walk_shards(const ShardWalkParams& p, const ExecContext& ctx) const {
   launch(walk_kernel, grid_of(p.ratio.verify.batch, kWalkThreads), dim3(kWalkThreads), 0, ctx.stream, p);
 }
 

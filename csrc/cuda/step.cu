@@ -1,5 +1,5 @@
 #include "core/step.h"
-#include "cuda/kernels.h"
+#include "cuda/backend.h"
 #include "cuda/tile/launch.cuh"
 
 namespace pagedtree::cuda {
@@ -23,11 +23,11 @@ __global__ void __launch_bounds__(32, 1) commit_kernel(const __grid_constant__ C
 
 }  // namespace
 
-void prepare_step(const PrepareStepParams& p, const ExecContext& ctx) {
+void CudaBackend::prepare_step(const PrepareStepParams& p, const ExecContext& ctx) const {
   launch(prepare_step_kernel, grid_of(max_of(p.total_q, p.batch + 1), kThreads), dim3(kThreads), 0, ctx.stream, p);
 }
 
-void commit(const CommitParams& p, const ExecContext& ctx) {
+void CudaBackend::commit(const CommitParams& p, const ExecContext& ctx) const {
   launch(commit_kernel, grid_of(p.batch, 32), dim3(32), 0, ctx.stream, p);
 }
 

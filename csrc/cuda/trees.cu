@@ -1,5 +1,5 @@
 #include "core/tree.h"
-#include "cuda/kernels.h"
+#include "cuda/backend.h"
 #include "cuda/tile/launch.cuh"
 #include "cuda/tile/ptx.cuh"
 
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) build_trees_kernel(const __gri
 
 }  // namespace
 
-void build_trees(const BuildTreesParams& p, const ExecContext& ctx) {
+void CudaBackend::build_trees(const BuildTreesParams& p, const ExecContext& ctx) const {
   constexpr int64_t kPaddingCtas = 4;
   const int64_t threads = min_of<int64_t>(ceil_div(p.max_nodes, 32) * 32, kMaxThreads);
   launch(build_trees_kernel, dim3(static_cast<unsigned>(p.batch + kPaddingCtas)), dim3(static_cast<unsigned>(threads)),

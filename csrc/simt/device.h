@@ -105,8 +105,6 @@ inline void __syncwarp(uint32_t mask = ~0u, PT_SIMT_AT) {
   m.collective(mask, &none, {"__syncwarp", at}, [](char**) {});
   m.order_warp_memory(false);
 }
-inline void __threadfence() {}  // the atomics below are sequentially consistent
-inline void __threadfence_block() {}
 
 // ---- shuffles, votes, reductions
 
@@ -142,24 +140,6 @@ inline uint32_t __ballot_sync(uint32_t mask, int predicate, PT_SIMT_AT) {
 inline int __any_sync(uint32_t mask, int predicate, PT_SIMT_AT) {
   return pagedtree::simt::reduce(mask, static_cast<int>(predicate != 0), {"__any_sync", at}, std::bit_or<int>());
 }
-inline int __all_sync(uint32_t mask, int predicate, PT_SIMT_AT) {
-  return pagedtree::simt::reduce(mask, static_cast<int>(predicate != 0), {"__all_sync", at}, std::bit_and<int>());
-}
-template <typename T>
-uint32_t __match_any_sync(uint32_t mask, T value, PT_SIMT_AT) {
-  struct Arguments {
-    T value;
-    uint32_t equal;
-  } mine{value, 0};
-  pagedtree::simt::machine().collective(mask, &mine, {"__match_any_sync", at}, [](Arguments** all) {
-    for (int i = 0; i < 32; ++i) {
-      for (int j = 0; j < 32 && all[i] != nullptr; ++j) {
-        if (all[j] != nullptr && all[j]->value == all[i]->value) all[i]->equal |= 1u << j;
-      }
-    }
-  });
-  return mine.equal;
-}
 template <typename T>
 T __reduce_add_sync(uint32_t mask, T value, PT_SIMT_AT) {
   return pagedtree::simt::reduce(mask, value, {"__reduce_add_sync", at}, std::plus<T>());
@@ -172,12 +152,6 @@ template <typename T>
 T __reduce_min_sync(uint32_t mask, T value, PT_SIMT_AT) {
   return pagedtree::simt::reduce(mask, value, {"__reduce_min_sync", at}, [](T a, T b) { return b < a ? b : a; });
 }
-inline uint32_t __reduce_or_sync(uint32_t mask, uint32_t value, PT_SIMT_AT) {
-  return pagedtree::simt::reduce(mask, value, {"__reduce_or_sync", at}, std::bit_or<uint32_t>());
-}
-inline uint32_t __reduce_and_sync(uint32_t mask, uint32_t value, PT_SIMT_AT) {
-  return pagedtree::simt::reduce(mask, value, {"__reduce_and_sync", at}, std::bit_and<uint32_t>());
-}
 
 #undef PT_SIMT_AT
 
@@ -187,31 +161,7 @@ template <typename T>
 T atomicAdd(T* address, std::type_identity_t<T> value) {
   return std::atomic_ref<T>(*address).fetch_add(value);
 }
-template <typename T>
-T atomicExch(T* address, std::type_identity_t<T> value) {
-  return std::atomic_ref<T>(*address).exchange(value);
-}
-template <typename T>
-T atomicOr(T* address, std::type_identity_t<T> value) {
-  return std::atomic_ref<T>(*address).fetch_or(value);
-}
-template <typename T>
-T atomicAnd(T* address, std::type_identity_t<T> value) {
-  return std::atomic_ref<T>(*address).fetch_and(value);
-}
-template <typename T>
-T atomicMax(T* address, std::type_identity_t<T> value) {
-  return pagedtree::simt::atomic_update(address, [=](T old) { return old < value ? value : old; });
-}
-template <typename T>
-T atomicMin(T* address, std::type_identity_t<T> value) {
-  return pagedtree::simt::atomic_update(address, [=](T old) { return value < old ? value : old; });
-}
-template <typename T>
-T atomicCAS(T* address, std::type_identity_t<T> expected, std::type_identity_t<T> value) {
-  std::atomic_ref<T>(*address).compare_exchange_strong(expected, value);
-  return expected;
-}
+
 inline unsigned atomicInc(unsigned* address, unsigned top) {
   return pagedtree::simt::atomic_update(address, [=](unsigned old) { return old >= top ? 0 : old + 1; });
 }
@@ -226,27 +176,7 @@ template <typename T>
 T __ldcg(const T* address) {
   return *address;
 }
-template <typename T>
-T __ldcs(const T* address) {
-  return *address;
-}
-template <typename T>
-void __stcs(T* address, std::type_identity_t<T> value) {
-  *address = value;
-}
-inline int __popc(unsigned x) { return std::popcount(x); }
-inline int __popcll(unsigned long long x) { return std::popcount(x); }
 inline int __ffs(unsigned x) { return x == 0 ? 0 : std::countr_zero(x) + 1; }
-inline int __ffsll(unsigned long long x) { return x == 0 ? 0 : std::countr_zero(x) + 1; }
-inline int __clz(unsigned x) { return std::countl_zero(x); }
-inline int __clzll(unsigned long long x) { return std::countl_zero(x); }
-inline unsigned __umulhi(unsigned a, unsigned b) {
-  return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32);
-}
-inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
-  const unsigned long long both = static_cast<unsigned long long>(high) << 32 | low;
-  return static_cast<unsigned>(both << (shift % 32) >> 32);
-}
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
   const unsigned long long both = static_cast<unsigned long long>(high) << 32 | low;
   return static_cast<unsigned>(both >> (shift % 32));
@@ -262,19 +192,5 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   }
   return result;
 }
-inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
-inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
-inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
-inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fdividef(float a, float b) { return a / b; }
-inline float __expf(float x) { return std::exp(x); }
-inline float __logf(float x) { return std::log(x); }
-inline float __log2f(float x) { return std::log2(x); }
-inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
-inline int __float2int_rn(float x) { return static_cast<int>(std::nearbyint(x)); }
-inline long long __float2ll_rn(float x) { return static_cast<long long>(std::nearbyint(x)); }
-inline void __trap() { pagedtree::simt::machine().fail("__trap"); }

@@ -2,12 +2,14 @@
 #include <limits>
 
 #include "core/schedule.h"
-#include "torch/check.h"
 #include "torch/ops.h"
 #include "torch/values.h"
 
 namespace pagedtree::ops {
 namespace {
+
+constexpr const char* kHeadDims = "64, 96, 128, 192 or 256";
+bool is_head_dim(int64_t size) { return size == 64 || size == 96 || size == 128 || size == 192 || size == 256; }
 
 PagedCache paged_cache(const Tensor& t) { return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2)}; }
 
@@ -22,17 +24,14 @@ void check_cache(const Check& check, const Tensor& q, const Tensor& t, const cha
              "of a number of heads that divides q's " + std::to_string(q.size(1)), Check::text(t.sizes()));
 }
 
-// The CUDA kernels copy rows of a cache 16 bytes at a time, and have no fp32 matrix instructions.
-void check_kernel_needs(const Check& check, const Tensor& q, const Tensor& t, const char* name) {
-  if (std::string(backend_for(q).name) == "cpu") return;
-  check.that(q.scalar_type() != ScalarType::Float, "q", "of dtype Half or BFloat16 (Float is for the CPU backend)",
-             "Float");
-  if (t.numel() == 0) return;
-  bool aligned = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
+// Addresses and strides of the cache are multiples of so many bytes.
+void check_alignment(const Check& check, int64_t bytes, const Tensor& t, const char* name) {
+  if (bytes == 1 || t.numel() == 0) return;
+  bool aligned = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % static_cast<uintptr_t>(bytes) == 0;
   for (int64_t d = 0; d < 3; ++d) {
-    aligned = aligned && (t.size(d) == 1 || t.stride(d) * static_cast<int64_t>(t.element_size()) % 16 == 0);
+    aligned = aligned && (t.size(d) == 1 || t.stride(d) * static_cast<int64_t>(t.element_size()) % bytes == 0);
   }
-  check.that(aligned, name, "of an address and strides that are multiples of 16 bytes",
+  check.that(aligned, name, "of an address and strides that are multiples of " + std::to_string(bytes) + " bytes",
              "strides " + Check::text(t.strides()) + " of " + std::to_string(t.element_size()) + " bytes");
 }
 
@@ -61,19 +60,25 @@ struct Arguments {
   const std::optional<Tensor>&sinks, &k_scale, &v_scale, &plan;
 };
 
-TreeAttentionParams checked_params(const Check& check, const Arguments& a, std::optional<int64_t> max_seqlen_q) {
-  check.tensor(a.q, "q", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}, {kAnySize, kAnySize, kAnySize},
+void check_queries(const Check& check, const Tensor& q) {
+  check.tensor(q, "q", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}, {kAnySize, kAnySize, kAnySize},
                Strides::kLastContiguous);
+}
+
+// Of queries that have been checked.
+TreeAttentionParams checked_params(const Check& check, const Backend& backend, const Arguments& a,
+                                   std::optional<int64_t> max_seqlen_q) {
   const int64_t num_tokens = a.q.size(0), num_heads = a.q.size(1), head_dim = a.q.size(2);
-  check.that(head_dim == 64 || head_dim == 96 || head_dim == 128 || head_dim == 192 || head_dim == 256, "q",
-             "of head size 64, 96, 128, 192 or 256", Check::text(a.q.sizes()));
+  check.that(is_head_dim(head_dim), "q", std::string("of head size ") + kHeadDims, Check::text(a.q.sizes()));
   check.that(num_heads >= 1, "q", "of at least one head", Check::text(a.q.sizes()));
   check_cache(check, a.q, a.k_cache, "k_cache");
   check_cache(check, a.q, a.v_cache, "v_cache");
   check.tensor(a.v_cache, "v_cache", {a.k_cache.scalar_type()},
                {a.k_cache.size(0), a.k_cache.size(1), a.k_cache.size(2), head_dim}, Strides::kLastContiguous);
-  check_kernel_needs(check, a.q, a.k_cache, "k_cache");
-  check_kernel_needs(check, a.q, a.v_cache, "v_cache");
+  check.that(backend.attention.float32 || a.q.scalar_type() != ScalarType::Float, "q",
+             "of dtype Half or BFloat16 (Float is for the CPU backend)", "Float");
+  check_alignment(check, backend.attention.cache_alignment, a.k_cache, "k_cache");
+  check_alignment(check, backend.attention.cache_alignment, a.v_cache, "v_cache");
   const int64_t batch = check.offsets(a.cu_seqlens_q, "cu_seqlens_q");
   check.tensor(a.page_table, "page_table", {ScalarType::Int}, {batch, kAnySize}, Strides::kLastContiguous);
   check.tensor(a.seq_lens, "seq_lens", {ScalarType::Int}, {batch});
@@ -153,57 +158,20 @@ void check_values(const Check& check, const Arguments& a, const TreeAttentionPar
   }
 }
 
-void run(const Check& check, const Arguments& a, TreeAttentionParams& p, Tensor& out, std::optional<Tensor>& lse) {
-  if (value_checks_enabled()) check_values(check, a, p);
-  p.out = out.mutable_data_ptr();
-  p.out_token_stride = out.stride(0);
-  p.out_head_stride = out.stride(1);
-  if (lse.has_value()) {
-    p.lse = mutable_pointer<float>(*lse);
-    p.lse_token_stride = lse->stride(0);
-    p.lse_head_stride = lse->stride(1);
-  }
-  const Backend& backend = backend_for(a.q);
-  const CallContext ctx = context_for(a.q);
-  std::optional<Tensor> plan = a.plan;
-  if (!plan.has_value()) {
-    plan = empty_on(a.q, {kPlanSize}, ScalarType::Int);
-    AttentionPlanParams plan_params{};
-    plan_params.seq_lens = p.seq_lens;
-    plan_params.cu_seqlens_q = p.cu_seqlens_q;
-    plan_params.plan = mutable_pointer<int32_t>(*plan);
-    plan_params.batch = p.batch;
-    plan_params.num_tokens = p.num_tokens;
-    plan_params.max_seq_len = max_seq_len_of(p);
-    plan_params.max_seqlen_q = p.max_seqlen_q;
-    plan_params.num_kv_heads = p.num_kv_heads;
-    plan_params.group_size = p.group_size;
-    plan_params.head_dim = p.head_dim;
-    backend_for(a.q).attention_plan(plan_params, ctx);
-  }
-  p.plan = const_pointer<int32_t>(*plan);
-  Tensor scratch = empty_on(a.q, {backend.tree_attention_scratch(p, ctx)}, ScalarType::Byte);
-  p.scratch = scratch.mutable_data_ptr();
-  backend.tree_attention(p, ctx);
-}
-
-}  // namespace
-
-std::tuple<Tensor, Tensor> tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-                                          const Tensor& page_table, const Tensor& seq_lens, const Tensor& cu_seqlens_q,
-                                          const std::optional<Tensor>& tree_mask,
-                                          const std::optional<Tensor>& tree_lens, std::optional<int64_t> max_seqlen_q,
-                                          std::optional<double> scale, double softcap, int64_t window,
-                                          const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scale,
-                                          const std::optional<Tensor>& v_scale, const std::optional<Tensor>& plan) {
-  const Check check("tree_attention", q);
-  const Arguments a{q,     k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens,
-                    scale, softcap, window,  sinks,      k_scale,  v_scale,      plan};
-  TreeAttentionParams p = checked_params(check, a, max_seqlen_q);
-  Tensor out = empty_on(q, {q.size(0), q.size(1), q.size(2)}, q.scalar_type());
-  std::optional<Tensor> lse = empty_on(q, {q.size(0), q.size(1)}, ScalarType::Float);
-  run(check, a, p, out, lse);
-  return {out, *lse};
+// The params of a plan for this call.
+AttentionPlanParams plan_params(const TreeAttentionParams& p, const Tensor& plan) {
+  AttentionPlanParams params{};
+  params.seq_lens = p.seq_lens;
+  params.cu_seqlens_q = p.cu_seqlens_q;
+  params.plan = mutable_pointer<int32_t>(plan);
+  params.batch = p.batch;
+  params.num_tokens = p.num_tokens;
+  params.max_seq_len = max_seq_len_of(p);
+  params.max_seqlen_q = p.max_seqlen_q;
+  params.num_kv_heads = p.num_kv_heads;
+  params.group_size = p.group_size;
+  params.head_dim = p.head_dim;
+  return params;
 }
 
 void tree_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& page_table,
@@ -213,12 +181,44 @@ void tree_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_
                         const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
                         const std::optional<Tensor>& plan, Tensor out, std::optional<Tensor> lse) {
   const Check check("tree_attention", q);
+  check_queries(check, q);
+  const Backend& backend = backend_for(q);
   const Arguments a{q,     k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens,
                     scale, softcap, window,  sinks,      k_scale,  v_scale,      plan};
-  TreeAttentionParams p = checked_params(check, a, max_seqlen_q);
+  TreeAttentionParams p = checked_params(check, backend, a, max_seqlen_q);
   check.tensor(out, "out", {q.scalar_type()}, {q.size(0), q.size(1), q.size(2)}, Strides::kLastContiguous);
   if (lse.has_value()) check.tensor(*lse, "lse", {ScalarType::Float}, {q.size(0), q.size(1)}, Strides::kAny);
-  run(check, a, p, out, lse);
+  if (value_checks_enabled()) check_values(check, a, p);
+  p.out = out.mutable_data_ptr();
+  p.out_token_stride = out.stride(0);
+  p.out_head_stride = out.stride(1);
+  if (lse.has_value()) {
+    p.lse = mutable_pointer<float>(*lse);
+    p.lse_token_stride = lse->stride(0);
+    p.lse_head_stride = lse->stride(1);
+  }
+  const CallContext ctx = context_for(q);
+  const Tensor used_plan = plan.has_value() ? *plan : empty_on(q, {kPlanSize}, ScalarType::Int);
+  if (!plan.has_value()) backend.attention_plan(plan_params(p, used_plan), ctx);
+  p.plan = const_pointer<int32_t>(used_plan);
+  Tensor scratch = empty_on(q, {backend.tree_attention_scratch(p, ctx)}, ScalarType::Byte);
+  p.scratch = scratch.mutable_data_ptr();
+  backend.tree_attention(p, ctx);
+}
+
+std::tuple<Tensor, Tensor> tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                                          const Tensor& page_table, const Tensor& seq_lens, const Tensor& cu_seqlens_q,
+                                          const std::optional<Tensor>& tree_mask,
+                                          const std::optional<Tensor>& tree_lens, std::optional<int64_t> max_seqlen_q,
+                                          std::optional<double> scale, double softcap, int64_t window,
+                                          const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scale,
+                                          const std::optional<Tensor>& v_scale, const std::optional<Tensor>& plan) {
+  check_queries(Check("tree_attention", q), q);
+  Tensor out = empty_on(q, {q.size(0), q.size(1), q.size(2)}, q.scalar_type());
+  Tensor lse = empty_on(q, {q.size(0), q.size(1)}, ScalarType::Float);
+  tree_attention_out(q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens, max_seqlen_q, scale,
+                     softcap, window, sinks, k_scale, v_scale, plan, out, lse);
+  return {out, lse};
 }
 
 Tensor attention_plan(const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_t num_q_heads, int64_t num_kv_heads,
@@ -230,8 +230,7 @@ Tensor attention_plan(const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_
   check.that(num_kv_heads >= 1, "num_kv_heads", "at least 1", num_kv_heads);
   check.that(num_q_heads >= 1 && num_q_heads % num_kv_heads == 0, "num_q_heads",
              "a multiple of num_kv_heads " + std::to_string(num_kv_heads), num_q_heads);
-  check.that(head_dim == 64 || head_dim == 96 || head_dim == 128 || head_dim == 192 || head_dim == 256, "head_dim",
-             "64, 96, 128, 192 or 256", head_dim);
+  check.that(is_head_dim(head_dim), "head_dim", kHeadDims, head_dim);
   check.that(page_size >= 1, "page_size", "at least 1", page_size);
   check.that(max_seqlen_q >= 0, "max_seqlen_q", "at least 0", max_seqlen_q);
   if (tree_lens.has_value()) check.tensor(*tree_lens, "tree_lens", {ScalarType::Int}, {batch});
@@ -287,5 +286,28 @@ std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor& lse_a
   backend_for(out_a).merge_states(params, context_for(out_a));
   return {out, lse};
 }
+
+#define PT_ATTENTION_ARGUMENTS                                                                           \
+  "Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q,"   \
+  " Tensor? tree_mask=None, *, Tensor? tree_lens=None, SymInt? max_seqlen_q=None, float? scale=None,"    \
+  " float softcap=0.0, SymInt window=0, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None," \
+  " Tensor? plan=None"
+
+constexpr Op kOps[] = {
+    {"tree_attention", "(" PT_ATTENTION_ARGUMENTS ") -> (Tensor out, Tensor lse)", TORCH_BOX(&tree_attention)},
+    {"tree_attention.out", "(" PT_ATTENTION_ARGUMENTS ", Tensor(a!) out, Tensor(b!)? lse=None) -> ()",
+     TORCH_BOX(&tree_attention_out)},
+    {"attention_plan",
+     "(Tensor seq_lens, Tensor cu_seqlens_q, *, SymInt num_q_heads, SymInt num_kv_heads,"
+     " SymInt head_dim, SymInt page_size, SymInt max_seqlen_q, Tensor? tree_lens=None) -> Tensor",
+     TORCH_BOX(&attention_plan)},
+    {"merge_states", "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)",
+     TORCH_BOX(&merge_states)},
+};
+#undef PT_ATTENTION_ARGUMENTS
+
+}  // namespace
+
+PT_OPS(kOps)
 
 }  // namespace pagedtree::ops

@@ -7,6 +7,8 @@
 #include <stdexcept>
 #include <vector>
 
+#include "torch/ops.h"
+
 namespace pagedtree::ops {
 namespace {
 
@@ -101,12 +103,16 @@ CallContext context_for(const Tensor& anchor) {
   return ctx;
 }
 
+namespace {
+
+// The backends that this build has.
 std::string backends() {
   std::string names;
   for (const Backend* backend : host_backends()) names += (names.empty() ? "" : ",") + std::string(backend->name);
   return cuda_backend().backend == nullptr ? names : names + ",cuda";
 }
 
+// Chooses the one for CPU tensors; "cuda" refuses them, for tests of what runs on a GPU.
 std::string use_backend(std::string name) {
   const Backend* chosen = nullptr;
   std::string names = "cuda";
@@ -120,5 +126,14 @@ std::string use_backend(std::string name) {
   const Backend* previous = host_backend().exchange(chosen);
   return previous == nullptr ? "cuda" : previous->name;
 }
+
+constexpr Op kOps[] = {
+    {"_backends", "() -> str", TORCH_BOX(&backends)},
+    {"_use_backend", "(str name) -> str", TORCH_BOX(&use_backend)},
+};
+
+}  // namespace
+
+PT_OPS_WITHOUT_TENSORS(kOps)
 
 }  // namespace pagedtree::ops

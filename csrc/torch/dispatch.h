@@ -29,9 +29,4 @@ inline Tensor empty_on(const Tensor& anchor, std::initializer_list<int64_t> shap
   return torch::stable::empty(sizes, dtype, std::nullopt, anchor.device());
 }
 
-// Ops without tensor arguments: the backends this build has, and the choice of the one for CPU tensors. "cuda" refuses
-// CPU tensors, for tests of what runs on a GPU.
-std::string backends();
-std::string use_backend(std::string name);
-
 }  // namespace pagedtree::ops

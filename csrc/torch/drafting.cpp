@@ -28,7 +28,8 @@ void check_active(const Check& check, const std::optional<Tensor>& active, int64
   if (active.has_value()) check.tensor(*active, "active", {ScalarType::Bool}, {batch});
 }
 
-}  // namespace
+// tokens, parents, scores, kv_index, frontier, mask, draft_probs
+using ExpandedTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 ExpandedTensors expand_tree(const Tensor& tokens, const Tensor& parents, const Tensor& scores, const Tensor& kv_index,
                             const Tensor& frontier, const Tensor& mask, const Tensor& logits, int64_t level,
@@ -259,5 +260,33 @@ std::tuple<Tensor, Tensor, Tensor> medusa_propose(const Tensor& head_logits, con
   backend_for(head_logits).medusa_propose(params, context_for(head_logits));
   return {draft_tokens, out_parents, cu_nodes};
 }
+
+constexpr Op kOps[] = {
+    {"expand_tree",
+     "(Tensor tokens, Tensor parents, Tensor scores, Tensor kv_index, Tensor frontier, Tensor mask,"
+     " Tensor logits, *, SymInt level, SymInt num_kv, SymInt num_children, SymInt num_frontier, str law=\"topk\","
+     " Tensor? temperature=None, Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None,"
+     " str filter_order=\"top_k_first\", Tensor? seeds=None, Tensor? positions=None)"
+     " -> (Tensor tokens, Tensor parents, Tensor scores, Tensor kv_index, Tensor frontier, Tensor mask,"
+     " Tensor draft_probs)",
+     TORCH_BOX(&expand_tree)},
+    {"rerank_tree",
+     "(Tensor tokens, Tensor parents, Tensor scores, Tensor kv_index, *, SymInt num_nodes, bool by_score,"
+     " Tensor? active=None) -> (Tensor draft_tokens, Tensor parents, Tensor cu_nodes, Tensor node_map)",
+     TORCH_BOX(&rerank_tree)},
+    {"ngram_propose",
+     "(Tensor history, Tensor history_lens, *, SymInt max_nodes, SymInt max_depth, SymInt min_ngram=1,"
+     " SymInt max_ngram=4, SymInt max_branches=8, Tensor? extra=None, Tensor? active=None)"
+     " -> (Tensor draft_tokens, Tensor parents, Tensor cu_nodes)",
+     TORCH_BOX(&ngram_propose)},
+    {"medusa_propose",
+     "(Tensor head_logits, Tensor parents, Tensor depths, Tensor child_ranks, *, SymInt num_top,"
+     " Tensor? root_tokens=None, Tensor? active=None) -> (Tensor draft_tokens, Tensor parents, Tensor cu_nodes)",
+     TORCH_BOX(&medusa_propose)},
+};
+
+}  // namespace
+
+PT_OPS(kOps)
 
 }  // namespace pagedtree::ops

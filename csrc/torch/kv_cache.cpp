@@ -104,8 +104,6 @@ void check_compact_values(const Check& check, const CompactKvParams& p, const Te
   }
 }
 
-}  // namespace
-
 Tensor slot_mapping(const Tensor& page_table, const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_t page_size,
                     int64_t total_q) {
   const Check check("slot_mapping", page_table);
@@ -203,15 +201,36 @@ Tensor compact_kv(const std::vector<Tensor>& caches, const Tensor& page_table, c
   Tensor seq_lens = empty_on(page_table, {batch}, ScalarType::Int);
   params.seq_lens = mutable_pointer<int32_t>(seq_lens);
 
+  const Backend& backend = backend_for(page_table);
+  const CallContext ctx = context_for(page_table);
   size_t done = 0;
   do {
     const size_t count = std::min<size_t>(views.size() - done, kMaxCompactTensors);
     std::copy_n(views.begin() + static_cast<std::ptrdiff_t>(done), count, params.caches);
     params.num_caches = static_cast<int32_t>(count);
-    backend_for(page_table).compact_kv(params, context_for(page_table));
+    backend.compact_kv(params, ctx);
     done += count;
   } while (done < views.size());
   return seq_lens;
 }
+
+constexpr Op kOps[] = {
+    {"slot_mapping",
+     "(Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q, SymInt page_size, *, SymInt total_q)"
+     " -> Tensor",
+     TORCH_BOX(&slot_mapping)},
+    {"append_kv",
+     "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, *, Tensor? k_scale=None,"
+     " Tensor? v_scale=None) -> ()",
+     TORCH_BOX(&append_kv)},
+    {"compact_kv",
+     "(Tensor(a!)[] caches, Tensor page_table, Tensor start, Tensor accept_index, Tensor num_accepted)"
+     " -> Tensor",
+     TORCH_BOX(&compact_kv)},
+};
+
+}  // namespace
+
+PT_OPS(kOps)
 
 }  // namespace pagedtree::ops

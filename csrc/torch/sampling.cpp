@@ -62,6 +62,8 @@ SamplingParams sampling_params(const Check& check, const Tensor& temperature, co
   return params;
 }
 
+namespace {
+
 Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
               const Tensor& min_p, const std::string& filter_order, const Tensor& seeds, const Tensor& positions) {
   const Check check("sample", logits);
@@ -78,5 +80,16 @@ Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top
   backend_for(logits).sample(params, context_for(logits));
   return tokens;
 }
+
+constexpr Op kOps[] = {
+    {"sample",
+     "(Tensor logits, " PT_SAMPLING ", *,"
+     " Tensor seeds, Tensor positions) -> Tensor",
+     TORCH_BOX(&sample)},
+};
+
+}  // namespace
+
+PT_OPS(kOps)
 
 }  // namespace pagedtree::ops

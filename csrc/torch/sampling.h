@@ -4,6 +4,9 @@
 #include "core/params.h"
 #include "torch/check.h"
 
+// What the schemas of ops that sample have in common.
+#define PT_SAMPLING "Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, str filter_order"
+
 namespace pagedtree::ops {
 
 DType logits_dtype(const Tensor& logits);

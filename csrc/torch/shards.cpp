@@ -1,6 +1,5 @@
 // Verification of vocabularies in parts: a round a call; Python exchanges the words between them.
 #include "core/shard_laws.h"
-#include "torch/ops.h"
 #include "torch/sampling.h"
 #include "torch/values.h"
 #include "torch/verify.h"
@@ -46,8 +45,7 @@ LogitsParams whole_vocabulary(int64_t rows, int64_t vocab) {
   return logits;
 }
 
-}  // namespace
-
+// How many words a ShardRow, a Residual and a ShardEnd are.
 std::string shard_words() {
   return std::to_string(kRowWords) + "," + std::to_string(kLeftWords) + "," + std::to_string(kEndWords);
 }
@@ -188,5 +186,38 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> walk_shards(
   backend_for(rows).walk_shards(params, context_for(rows));
   return {accept_index, num_accepted, tokens, status, ends};
 }
+
+constexpr Op kWordOps[] = {{"_shard_words", "() -> str", TORCH_BOX(&shard_words)}};
+
+constexpr Op kOps[] = {
+    {"step_shards",
+     "(Tensor logits, Tensor(a!) rows, Tensor? received, Tensor(b!) words, " PT_SAMPLING
+     ", *, SymInt round, SymInt digit, SymInt last, SymInt rank, SymInt num_ranks, SymInt first_token, SymInt vocab,"
+     " Tensor? cu_nodes=None, Tensor? depths=None, Tensor? seeds=None, Tensor? positions=None,"
+     " Tensor? grammar_mask=None) -> ()",
+     TORCH_BOX(&step_shards)},
+    {"follow_shards",
+     "(Tensor rows, Tensor received, " PT_TREES ", *, SymInt last, SymInt vocab, Tensor? draft_to_target=None)"
+     " -> (" PT_VERDICT ")",
+     TORCH_BOX(&follow_shards)},
+    {"weigh_shards",
+     "(Tensor logits, Tensor(a!) rows, Tensor(b!) left, Tensor? ends, Tensor? received,"
+     " Tensor(c!) words, " PT_TREES ", " PT_SAMPLING
+     ", *, SymInt round, SymInt index, SymInt rank, SymInt num_ranks, SymInt first_token, SymInt vocab, str draft_law,"
+     " Tensor? draft_probs=None, Tensor? draft_rows=None, Tensor? grammar_mask=None, Tensor? draft_to_target=None)"
+     " -> ()",
+     TORCH_BOX(&weigh_shards)},
+    {"walk_shards",
+     "(Tensor(a!) rows, Tensor(b!) left, Tensor masses, Tensor received, " PT_TREES
+     ", *, SymInt index, SymInt vocab, str draft_law, Tensor seeds, Tensor positions, Tensor? coins=None,"
+     " Tensor? final_coins=None, Tensor? draft_to_target=None)"
+     " -> (" PT_VERDICT ", Tensor ends)",
+     TORCH_BOX(&walk_shards)},
+};
+
+}  // namespace
+
+PT_OPS_WITHOUT_TENSORS(kWordOps)
+PT_OPS(kOps)
 
 }  // namespace pagedtree::ops

@@ -39,8 +39,6 @@ void check_commit_values(const Check& check, const CommitParams& p, const Tensor
   }
 }
 
-}  // namespace
-
 std::tuple<Tensor, Tensor, Tensor, Tensor> prepare_step(const Tensor& cu_nodes, const Tensor& depths,
                                                         const Tensor& page_table, const Tensor& start,
                                                         int64_t page_size, int64_t total_q) {
@@ -72,6 +70,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> prepare_step(const Tensor& cu_nodes, 
   backend_for(cu_nodes).prepare_step(params, context_for(cu_nodes));
   return {positions, seq_lens, cu_seqlens_q, slots};
 }
+
+using CommitResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 CommitResult commit(const Tensor& accept_index, const Tensor& num_accepted, const Tensor& tokens,
                     const Tensor& cu_nodes, const Tensor& start, const std::optional<Tensor>& history,
@@ -149,5 +149,23 @@ CommitResult commit(const Tensor& accept_index, const Tensor& num_accepted, cons
   return {new_start,   last_token,         finished,           out_num_accepted, num_tokens,
           accept_rows, draft_accept_index, draft_num_accepted, draft_missing,    draft_num_missing};
 }
+
+constexpr Op kOps[] = {
+    {"prepare_step",
+     "(Tensor cu_nodes, Tensor depths, Tensor page_table, Tensor start, SymInt page_size, *,"
+     " SymInt total_q) -> (Tensor positions, Tensor seq_lens, Tensor cu_seqlens_q, Tensor slots)",
+     TORCH_BOX(&prepare_step)},
+    {"commit",
+     "(Tensor accept_index, Tensor num_accepted, Tensor tokens, Tensor cu_nodes, Tensor start, *,"
+     " Tensor(a!)? history=None, Tensor(b!)? history_lens=None, Tensor? eos_ids=None, Tensor? node_map=None)"
+     " -> (Tensor new_start, Tensor last_token, Tensor finished, Tensor new_num_accepted, Tensor num_tokens,"
+     " Tensor accept_rows, Tensor draft_accept_index, Tensor draft_num_accepted, Tensor draft_missing,"
+     " Tensor draft_num_missing)",
+     TORCH_BOX(&commit)},
+};
+
+}  // namespace
+
+PT_OPS(kOps)
 
 }  // namespace pagedtree::ops

@@ -1,8 +1,8 @@
-#include "torch/check.h"
 #include "torch/ops.h"
 #include "torch/values.h"
 
 namespace pagedtree::ops {
+namespace {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> build_trees(const Tensor& parents, const Tensor& cu_nodes,
                                                                int64_t max_nodes, int64_t max_depth) {
@@ -37,5 +37,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> build_trees(const Tensor& par
   backend_for(parents).build_trees(params, context_for(parents));
   return {depths, first_child, next_sibling, mask, valid};
 }
+
+constexpr Op kOps[] = {
+    {"build_trees",
+     "(Tensor parents, Tensor cu_nodes, *, SymInt max_nodes, SymInt max_depth)"
+     " -> (Tensor depths, Tensor first_child, Tensor next_sibling, Tensor mask, Tensor valid)",
+     TORCH_BOX(&build_trees)},
+};
+
+}  // namespace
+
+PT_OPS(kOps)
 
 }  // namespace pagedtree::ops

@@ -1,7 +1,6 @@
 #include "torch/verify.h"
 
-#include "core/traversal.h"
-#include "torch/ops.h"
+#include "core/verify/traversal.h"
 #include "torch/sampling.h"
 #include "torch/values.h"
 
@@ -128,12 +127,9 @@ VerdictTensors run(const Tensor& logits, VerifyParams& params) {
   return verdict;
 }
 
-template <RatioRule kRule>
-constexpr const char* kRuleName = "verify_rejection";
-template <>
-constexpr const char* kRuleName<&Backend::verify_block> = "verify_block";
-template <>
-constexpr const char* kRuleName<&Backend::verify_traversal> = "verify_traversal";
+// The rules that weigh the target's law against the drafts'.
+enum class RatioRule { kRejection, kBlock, kTraversal };
+constexpr const char* kRuleNames[] = {"verify_rejection", "verify_block", "verify_traversal"};
 
 // Under PAGEDTREE_CHECK: no node has two children.
 void check_chains(const Check& check, const Tensor& next_sibling) {
@@ -143,8 +139,6 @@ void check_chains(const Check& check, const Tensor& next_sibling) {
     check.that(links[n] < 0, "trees", "chains", "a sibling of row " + std::to_string(n));
   }
 }
-
-}  // namespace
 
 VerdictTensors verify_greedy(const Tensor& logits, const Tensor& draft_tokens, const Tensor& cu_nodes,
                              const Tensor& depths, const Tensor& first_child, const Tensor& next_sibling,
@@ -183,7 +177,7 @@ VerdictTensors verify_by_ratio(const Tensor& logits, const Tensor& draft_tokens,
                                const std::optional<Tensor>& draft_temperature, const std::optional<Tensor>& draft_top_k,
                                const std::optional<Tensor>& draft_top_p, const std::optional<Tensor>& draft_min_p,
                                const std::string& draft_filter_order) {
-  const Check check(kRuleName<kRule>, logits);
+  const Check check(kRuleNames[static_cast<int>(kRule)], logits);
   RatioParams params{};
   VerifyParams& verify = params.verify;
   verify = tree_params(check, logits_params(check, logits, grammar_mask), draft_tokens, cu_nodes, depths, first_child,
@@ -191,10 +185,10 @@ VerdictTensors verify_by_ratio(const Tensor& logits, const Tensor& draft_tokens,
   verify.sampling = sampling_params(check, temperature, top_k, top_p, min_p, filter_order, verify.batch);
   add_streams(check, seeds, positions, verify);
   params.law = draft_law_of(check, draft_law);
-  if constexpr (kRule == &Backend::verify_traversal) {
+  if constexpr (kRule == RatioRule::kTraversal) {
     check.that(params.law != DraftLaw::kOneHot, "draft_law", "\"iid\" or \"swor\"", "\"onehot\"");
   }
-  if constexpr (kRule == &Backend::verify_block) check_chains(check, next_sibling);
+  if constexpr (kRule == RatioRule::kBlock) check_chains(check, next_sibling);
   add_draft_laws(check, draft_probs, draft_rows, verify.logits.vocab, params);
   const std::pair<const char*, const std::optional<Tensor>*> draft_sampling[] = {
       {"draft_temperature", &draft_temperature},
@@ -214,20 +208,20 @@ VerdictTensors verify_by_ratio(const Tensor& logits, const Tensor& draft_tokens,
   }
   add_coins(check, coins, final_coins, params);
   Tensor frames = empty_on(logits, {0}, ScalarType::Long);
-  if constexpr (kRule == &Backend::verify_traversal) {
+  if constexpr (kRule == RatioRule::kTraversal) {
     static_assert(sizeof(TraversalFrame) % sizeof(int64_t) == 0);
     constexpr int64_t kWords = sizeof(TraversalFrame) / sizeof(int64_t);
     frames = empty_on(logits, {verify.batch, verify.max_depth + 1, kWords}, ScalarType::Long);
   }
   params.frames = static_cast<TraversalFrame*>(frames.mutable_data_ptr());
   VerdictTensors verdict = make_verdict(logits, verify);
-  (backend_for(logits).*kRule)(params, context_for(logits));
+  const Backend& backend = backend_for(logits);
+  const CallContext ctx = context_for(logits);
+  if constexpr (kRule == RatioRule::kRejection) backend.verify_rejection(params, ctx);
+  if constexpr (kRule == RatioRule::kBlock) backend.verify_block(params, ctx);
+  if constexpr (kRule == RatioRule::kTraversal) backend.verify_traversal(params, ctx);
   return verdict;
 }
-
-template decltype(verify_by_ratio<&Backend::verify_rejection>) verify_by_ratio<&Backend::verify_rejection>;
-template decltype(verify_by_ratio<&Backend::verify_block>) verify_by_ratio<&Backend::verify_block>;
-template decltype(verify_by_ratio<&Backend::verify_traversal>) verify_by_ratio<&Backend::verify_traversal>;
 
 VerdictTensors verify_typical(const Tensor& logits, const Tensor& draft_tokens, const Tensor& cu_nodes,
                               const Tensor& depths, const Tensor& first_child, const Tensor& next_sibling,
@@ -249,5 +243,37 @@ VerdictTensors verify_typical(const Tensor& logits, const Tensor& draft_tokens, 
   backend_for(logits).verify_typical(params, context_for(logits));
   return verdict;
 }
+
+#define PT_RATIO_RULE                                                                           \
+  "(Tensor logits, " PT_TREES ", " PT_SAMPLING                                                  \
+  ", *, str draft_law, Tensor? draft_probs=None, Tensor? draft_rows=None, Tensor seeds,"        \
+  " Tensor positions, Tensor? coins=None, Tensor? final_coins=None, Tensor? grammar_mask=None," \
+  " Tensor? draft_to_target=None, Tensor? draft_temperature=None, Tensor? draft_top_k=None,"    \
+  " Tensor? draft_top_p=None, Tensor? draft_min_p=None, str draft_filter_order=\"top_k_first\") -> (" PT_VERDICT ")"
+
+constexpr Op kOps[] = {
+    {"verify_greedy",
+     "(Tensor logits, " PT_TREES ", *, Tensor? grammar_mask=None, Tensor? draft_to_target=None)"
+     " -> (" PT_VERDICT ")",
+     TORCH_BOX(&verify_greedy)},
+    {"verify_sampled",
+     "(Tensor logits, " PT_TREES ", " PT_SAMPLING
+     ", *, Tensor seeds, Tensor positions, Tensor? grammar_mask=None, Tensor? draft_to_target=None)"
+     " -> (" PT_VERDICT ")",
+     TORCH_BOX(&verify_sampled)},
+    {"verify_rejection", PT_RATIO_RULE, TORCH_BOX(&verify_by_ratio<RatioRule::kRejection>)},
+    {"verify_block", PT_RATIO_RULE, TORCH_BOX(&verify_by_ratio<RatioRule::kBlock>)},
+    {"verify_traversal", PT_RATIO_RULE, TORCH_BOX(&verify_by_ratio<RatioRule::kTraversal>)},
+    {"verify_typical",
+     "(Tensor logits, " PT_TREES ", " PT_SAMPLING ", *, float epsilon=0.09, float delta=0.3, Tensor? grammar_mask=None,"
+     " Tensor? draft_to_target=None)"
+     " -> (" PT_VERDICT ")",
+     TORCH_BOX(&verify_typical)},
+};
+#undef PT_RATIO_RULE
+
+}  // namespace
+
+PT_OPS(kOps)
 
 }  // namespace pagedtree::ops

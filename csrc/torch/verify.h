@@ -2,10 +2,17 @@
 #pragma once
 
 #include "core/params.h"
-#include "torch/check.h"
 #include "torch/ops.h"
 
+// What the schemas of the verify ops have in common.
+#define PT_TREES                                                                                                \
+  "Tensor draft_tokens, Tensor cu_nodes, Tensor depths, Tensor first_child, Tensor next_sibling, Tensor valid," \
+  " SymInt max_nodes, SymInt max_depth"
+#define PT_VERDICT "Tensor accept_index, Tensor num_accepted, Tensor tokens, Tensor status"
+
 namespace pagedtree::ops {
+
+using VerdictTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // as PT_VERDICT
 
 // What every rule needs but its law: logits, drafts, trees. Of the logits the number of rows and the vocabulary count;
 // `rows_name` is the argument that they come from.

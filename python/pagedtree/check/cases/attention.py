@@ -30,7 +30,7 @@ from pagedtree.check.cases.inputs import (
     views_of,
 )
 
-# Head size -> heights of the tiles that the CUDA kernel works in (csrc/cuda/tree_attention/config.h).
+# Head size -> heights of the tiles that the CUDA kernel works in (csrc/cuda/attention/config.h).
 TILES = {
     64: (16, 32, 64, 128),
     96: (16, 32, 64, 128),

@@ -1,0 +1,146 @@
+// Traversal verification of a tree (Weng et al., 2025, arXiv 2505.12398): leaves first, a node after all its
+// descendants, judged by the joint probability of its path. On a chain it is block verification.
+#pragma once
+
+#include "core/verify/block.h"
+
+namespace pagedtree {
+
+// Where the traversal stands at a node.
+struct TraversalState {
+  Residual left;
+  double weight;  // the probability that the node's path is accepted, all that was judged so far given
+  int32_t node;
+  int32_t child;  // the last one that was judged, -1: none
+};
+
+// A node on the way from the root to where the traversal stands, left for one of its children.
+struct TraversalFrame {
+  NodeLaws laws;
+  TraversalState state;
+};
+
+template <typename Rows>
+struct Traversal {
+  const RatioParams& p;
+  TreeWalk walk;
+  Rows& rows;
+  int32_t depth = 0;  // of the node that `at` tells of
+  TraversalState at{};
+  bool is_open = false;  // that node: its laws are known
+
+  // Written by the leader.
+  PT_HOST_DEVICE TraversalFrame& frame(int32_t d) const { return p.frames[walk.b * (p.verify.max_depth + 1) + d]; }
+  PT_HOST_DEVICE const NodeLaws& laws() const { return rows.laws(); }
+  PT_HOST_DEVICE int32_t node_at(int32_t d) const { return d == depth ? at.node : frame(d).state.node; }
+  PT_HOST_DEVICE int64_t token_of(int32_t node) const { return draft_token_at(p.verify, walk.rows.begin + node); }
+
+  // The child behind `child` that drafted a token, -1 if none.
+  PT_HOST_DEVICE int32_t next_child(int32_t node, int32_t child) {
+    walk.node = node;
+    child = child < 0 ? walk.first_child() : walk.next_sibling(child);
+    while (child >= 0 && token_of(child) < 0) child = walk.next_sibling(child);
+    return child;
+  }
+
+  PT_HOST_DEVICE void open() {
+    rows.open(p, walk.b, walk.rows.begin + at.node, next_child(at.node, -1) >= 0, rows.laws());
+    at.left = {0.0, laws().total, 1.0};
+    is_open = true;
+    if (laws().target.bad) walk.status |= kBadRow;
+  }
+
+  PT_HOST_DEVICE void enter(int32_t node, double weight) {
+    at = {{}, weight, node, -1};
+    is_open = false;
+  }
+
+  PT_HOST_DEVICE void descend(int32_t child, double weight) {
+    rows.sync();
+    if (rows.leads()) {
+      frame(depth).laws = laws();
+      frame(depth).state = at;
+    }
+    rows.sync();
+    ++depth;
+    enter(child, weight);
+  }
+
+  PT_HOST_DEVICE void ascend() {
+    --depth;
+    rows.sync();
+    if (rows.leads_cta()) rows.laws() = frame(depth).laws;
+    rows.sync();
+    at = frame(depth).state;
+    is_open = true;
+  }
+
+  // The weight of the path that goes on to `child`.
+  PT_HOST_DEVICE double weight_of_child(int32_t child) const {
+    const int64_t token = token_of(child);
+    const double q = rows.is_tried(token) ? 0.0 : rows.draft(laws(), token);
+    if (!(q > 0.0) || !(at.left.mass > 0.0)) return 0.0;
+    const double r = rows.residual(laws(), at.left.c, token);
+    return min_of(at.weight * r * at.left.draft_mass / (at.left.mass * q), 1.0);
+  }
+
+  // Nothing below the child was accepted, nor the child itself.
+  PT_HOST_DEVICE void reject_child() {
+    if (!(at.weight > kLeastWeight) || !(at.left.mass > 0.0)) return;
+    rows.clear_tried();
+    if (p.law == DraftLaw::kSwor) {
+      for (int32_t c = next_child(at.node, -1); c >= 0 && c < at.child; c = next_child(at.node, c)) {
+        rows.mark_tried(token_of(c));
+      }
+    }
+    const double before = at.left.mass;
+    subtract_draft(p, rows, laws(), token_of(at.child), at.weight, at.left);
+    const double z = at.weight * at.left.mass / before;
+    at.weight = at.node == 0 ? 1.0 : acceptance_of(z, at.weight);
+  }
+
+  // Goes to the node whose path is accepted, which is then open.
+  PT_HOST_DEVICE void find_end() {
+    const int64_t position = position_at(p, walk.b, 0);
+    enter(0, 1.0);
+    for (bool accepted = false;;) {
+      // A leaf's row is read only if the leaf is accepted.
+      if (!is_open && (accepted || next_child(at.node, -1) >= 0)) open();
+      if (accepted) return;
+      const int32_t child = is_open ? next_child(at.node, at.child) : -1;
+      if (child >= 0) {
+        at.child = child;
+        const double weight = weight_of_child(child);
+        if (depth == p.verify.max_depth) walk.status |= kMalformedTree;
+        if (weight > kLeastWeight && depth < p.verify.max_depth) {
+          descend(child, weight);
+          continue;
+        }
+      } else if (depth == 0 || coin_of(p, walk.b, walk.rows.begin + at.node, position, at.node) < at.weight) {
+        accepted = true;
+        continue;
+      } else {
+        ascend();
+      }
+      reject_child();
+    }
+  }
+};
+
+template <typename Rows>
+PT_HOST_DEVICE void walk_traversal(const RatioParams& p, int64_t b, Rows& rows) {
+  Traversal<Rows> t{p, TreeWalk(p.verify, b), rows};
+  if (rows.leads()) t.walk.begin();
+  if (t.walk.num_nodes > 0) {
+    t.find_end();
+    const int64_t bonus = draw_rest(p, b, position_at(p, b, t.depth), rows, t.laws(), t.at.left);
+    for (t.walk.depth = 0; rows.leads(); ++t.walk.depth) {
+      t.walk.node = t.node_at(t.walk.depth);
+      t.walk.emit(t.walk.depth == t.depth ? bonus : t.token_of(t.node_at(t.walk.depth + 1)));
+      if (t.walk.depth == t.depth) break;
+    }
+  }
+  if (rows.leads()) t.walk.finish();
+}
+
+}  // namespace pagedtree

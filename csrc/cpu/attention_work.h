@@ -1,0 +1,60 @@
+// How attention.cpp hands work to the kernels of one instruction set.
+#pragma once
+
+#include "core/schedule.h"
+
+namespace pagedtree::cpu {
+
+constexpr int kMTile = 128;            // rows of an M tile
+constexpr int kFewRows = 8;            // up to so many rows of a head are bound by memory: see engine_dot.h
+constexpr int kMaxRanges = 256;        // more than threads: they are picked up one by one
+constexpr int64_t kMinRangeCost = 32;  // in KV tiles
+constexpr int32_t kMinPieceTiles = 4;
+constexpr RangeLimits kRangeLimits = {kMaxRanges, 1, kMinRangeCost, kMinPieceTiles};
+constexpr int64_t kScratchAlignment = 64;
+
+// KV heads that share a row tile where each has few rows: together they read runs of 1024 elements.
+PT_HOST_DEVICE constexpr int32_t few_rows_heads(int64_t head_dim) {
+  return static_cast<int32_t>(clamp_to<int64_t>(1024 / head_dim, 1, kMTile / kFewRows));
+}
+
+// The partial results of one piece: unnormalised output [rows, D], then maximum [rows] (base 2) and sum [rows].
+struct Piece {
+  float* out;
+  float* maximum;
+  float* sum;
+};
+
+// The ranges of a call and where they leave their pieces: two slots a range, of a range's first piece if it begins
+// inside a row tile (kHead), of its last piece if it ends inside one that it began (kTail).
+struct AttentionRanges {
+  enum Slot { kHead, kTail };
+
+  WorkShape shape;
+  WorkPosition starts[kMaxRanges + 1];
+  int32_t count;
+  float* pieces;
+  int64_t piece_rows;  // capacity of a slot
+  int64_t head_dim;
+
+  PT_HOST_DEVICE static constexpr int64_t piece_floats(int64_t rows, int64_t head_dim) { return rows * (head_dim + 2); }
+
+  PT_HOST_DEVICE Piece piece(int32_t range, Slot slot) const {
+    float* base = pieces + (2 * range + slot) * piece_floats(piece_rows, head_dim);
+    return {base, base + piece_rows * head_dim, base + piece_rows * (head_dim + 1)};
+  }
+};
+
+// One range for one worker.
+struct AttentionRange {
+  const AttentionRanges* ranges;
+  int32_t index;
+  void* workspace;  // workspace_bytes(head_dim), aligned to kScratchAlignment
+};
+
+// A worker's operands: Q, K, V, S, O of a tile in fp32 (narrower kernels need less), row states.
+PT_HOST_DEVICE constexpr int64_t workspace_floats(int64_t head_dim) {
+  return 2 * kMTile * head_dim + 2 * kKvTile * head_dim + kMTile * kKvTile + 4 * kMTile;
+}
+
+}  // namespace pagedtree::cpu

@@ -1,0 +1,147 @@
+// Compiled once per instruction set: tree attention over one range of work.
+#include "cpu/isa/attention/engine_bf16.h"
+#include "cpu/isa/attention/engine_dot.h"
+#include "cpu/isa/attention/engine_dot_bf16.h"
+#include "cpu/isa/attention/engine_fp32.h"
+#include "cpu/isa/attention/kernels.h"
+#include "cpu/isa/attention/softmax.h"
+
+namespace pagedtree::cpu::PAGEDTREE_ISA {
+namespace {
+
+// Of the rows to prefetch, those that fall to row r of the tile: spread over its arithmetic, none has to wait.
+void prefetch_for_row(const TreeAttentionParams& p, const RowTile& tile, int32_t r, const KeyRows& next) {
+  const int64_t bytes = p.head_dim * element_size(p.kv_dtype);
+  for (int64_t key = r * kKvTile / tile.rows; key < (r + 1) * kKvTile / tile.rows; ++key) {
+    for (int64_t i = 0; i < bytes; i += 64) {
+      __builtin_prefetch(next.k[key] + i, 0, 2);
+      __builtin_prefetch(next.v[key] + i, 0, 2);
+    }
+  }
+}
+
+template <typename Engine>
+void softmax_tile(const TreeAttentionParams& p, const RowTile& tile, const ScoreLaw& law, const uint64_t* visible,
+                  const Workspace& ws, const Engine& engine, const KeyRows& next) {
+  for (int32_t r = 0; r < tile.rows; ++r) {
+    if constexpr (Engine::kPacks) prefetch_for_row(p, tile, r, next);
+    const float* row = ws.scores + r * kKvTile;
+    const auto keep = [&](int64_t key, vfloat weights) { engine.store_weights(r, key, weights); };
+    if (visible == nullptr) {
+      ws.factors[r] = softmax_row<false>(row, 0, law, ws.states[r], keep);
+    } else {
+      const int64_t token = (tile.first_row + r) / p.group_size - tile.first_row / p.group_size;
+      ws.factors[r] = softmax_row<true>(row, visible[token], law, ws.states[r], keep);
+    }
+  }
+}
+
+// The rows' results over KV tiles [begin, end), unnormalised, in ws.out and ws.states, head after head.
+template <typename Engine>
+void attend_with(const TreeAttentionParams& p, const RowTile& tile, int64_t begin, int64_t end, const Workspace& ws) {
+  TileVisibility seen;
+  see(p, tile, seen);
+  const auto each_head = [&](const auto& body) {
+    for (int32_t h = 0; h < tile.heads; ++h) {
+      const RowTile head = tile.only(h);
+      const Workspace head_ws = ws.from_row(int64_t{h} * tile.rows, p.head_dim);
+      body(h, head, head_ws, Engine(p, head, head_ws));
+    }
+  };
+  each_head([&](int32_t, const RowTile& head, const Workspace& head_ws, const Engine& engine) {
+    engine.load_q();
+    for (int64_t i = 0; i < head.rows * p.head_dim; i += kLanes) store(head_ws.out + i, splat(0.0f));
+    for (int32_t r = 0; r < head.rows; ++r) head_ws.states[r] = {-kInfinity, 0.0f};
+  });
+
+  const int64_t seen_end = ceil_div<int64_t>(seen.highest, kKvTile);
+  begin = max_of(begin, seen.lowest / kKvTile);
+  end = min_of(end, seen_end);
+  KeyRows first[2];  // of the first head: this tile's and the next one's, which is prefetched
+  if (begin < end) find_key_rows(p, tile, begin * kKvTile, kAllKeys, first[begin % 2]);
+  for (int64_t t = begin; t < end; ++t) {
+    const int64_t first_key = t * kKvTile;
+    KeyRows &now = first[t % 2], &next = first[(t + 1) % 2];
+    // Also past the end: a thread mostly goes on with the range that begins there.
+    if (t + 1 < seen_end) find_key_rows(p, tile, first_key + kKvTile, kAllKeys, next);
+    const bool plain = seen.plain_begin <= first_key && first_key + kKvTile <= seen.plain_end;
+    uint64_t visible[kMTile];
+    if (!plain) {
+      const uint64_t wanted = visible_keys(seen, first_key, visible);
+      if (wanted == 0) continue;
+      find_key_rows(p, tile, first_key, wanted, now);
+    }
+    each_head([&](int32_t h, const RowTile& head, const Workspace& head_ws, const Engine& engine) {
+      if (h > 0) step_head(p, now);
+      KeyRows share;
+      prefetch_share(p, h, tile.heads, t + 1 < seen_end ? next : now, share);
+      engine.scores(now, share);
+      softmax_tile(p, head, score_law(p, head.kv_head), plain ? nullptr : visible, head_ws, engine, share);
+      engine.accumulate(now, share);
+    });
+  }
+  each_head([](int32_t, const RowTile&, const Workspace&, const Engine& engine) { engine.finish(); });
+}
+
+void attend_tiles(const TreeAttentionParams& p, const RowTile& tile, int64_t begin, int64_t end, const Workspace& ws) {
+#if defined(PAGEDTREE_BF16_GEMM)
+  if (tile.rows <= kFewRows && Bf16Engine::takes(p)) {
+    return with_dtype(p.kv_dtype, [&]<DType kType>() {
+      if constexpr (kType == DType::kBFloat16 || kType == DType::kFloat8E4M3) {
+        attend_with<DotBf16Engine<kType>>(p, tile, begin, end, ws);
+      }
+    });
+  }
+#endif
+  if (tile.rows <= kFewRows) {
+    return with_dtype(p.kv_dtype, [&]<DType kType>() { attend_with<DotEngine<kType>>(p, tile, begin, end, ws); });
+  }
+#if defined(PAGEDTREE_BF16_GEMM)
+  if (Bf16Engine::takes(p)) return attend_with<Bf16Engine>(p, tile, begin, end, ws);
+#endif
+  attend_with<Fp32Engine>(p, tile, begin, end, ws);
+}
+
+void keep_piece(const TreeAttentionParams& p, const RowTile& tile, const Workspace& ws, const Piece& piece) {
+  const int32_t rows = tile.heads * tile.rows;
+  for (int64_t i = 0; i < rows * p.head_dim; i += kLanes) store(piece.out + i, load(ws.out + i));
+  for (int32_t r = 0; r < rows; ++r) {
+    piece.maximum[r] = ws.states[r].maximum;
+    piece.sum[r] = ws.states[r].sum;
+  }
+}
+
+}  // namespace
+
+void attend(const TreeAttentionParams& p, const AttentionRange& range) {
+  const AttentionRanges& ranges = *range.ranges;
+  const WorkPosition start = ranges.starts[range.index], stop = ranges.starts[range.index + 1];
+  const Workspace ws(range.workspace, p.head_dim);
+#if defined(PAGEDTREE_BF16_GEMM)
+  [[maybe_unused]] const TileSession session;
+#endif
+  for (int64_t b = start.sequence; b <= stop.sequence && b < ranges.shape.batch; ++b) {
+    const SequenceWork work = sequence_work(ranges.shape, b);
+    const int32_t first = b == start.sequence ? start.row_tile : 0;
+    const int32_t last = b == stop.sequence ? stop.row_tile : work.row_tiles - 1;
+    for (int32_t index = first; index <= last && index < work.row_tiles; ++index) {
+      const int64_t begin = b == start.sequence && index == start.row_tile ? start.kv_tile : 0;
+      const int64_t end = b == stop.sequence && index == stop.row_tile ? stop.kv_tile : work.kv_tiles;
+      if (begin >= end) continue;
+      const RowTile tile = row_tile(p, ranges.shape, b, index);
+      attend_tiles(p, tile, begin, end, ws);
+      if (begin > 0) {
+        keep_piece(p, tile, ws, ranges.piece(range.index, AttentionRanges::kHead));
+      } else if (end < work.kv_tiles) {
+        keep_piece(p, tile, ws, ranges.piece(range.index, AttentionRanges::kTail));
+      } else {
+        for (int32_t r = 0; r < tile.heads * tile.rows; ++r) {
+          finish_row(p, tile.only(r / tile.rows), r % tile.rows, ws.out + r * p.head_dim, ws.states[r].maximum,
+                     ws.states[r].sum);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace pagedtree::cpu::PAGEDTREE_ISA

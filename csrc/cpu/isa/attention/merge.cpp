@@ -1,0 +1,92 @@
+// Compiled once per instruction set: joins partial results over disjoint sets of keys.
+#include "cpu/isa/attention/kernels.h"
+#include "cpu/isa/attention/row_tile.h"
+
+namespace pagedtree::cpu::PAGEDTREE_ISA {
+namespace {
+
+float weight_of(float maximum, float top) { return maximum == -kInfinity ? 0.0f : __builtin_exp2f(maximum - top); }
+
+void add_scaled(float* sum, const float* row, int64_t count, float factor) {
+  for (int64_t d = 0; d < count; d += kLanes) store(sum + d, muladd(load(row + d), splat(factor), load(sum + d)));
+}
+
+// A side of weight 0 is not read: it may hold anything.
+template <DType kType>
+void merge_row(const char* a, float factor_a, const char* b, float factor_b, char* out, int64_t count) {
+  constexpr int64_t kSize = element_size(kType);
+  for (int64_t d = 0; d < count; d += kLanes) {
+    // The last elements of a head size that is no multiple of the vector go through buffers.
+    const int64_t width = min_of<int64_t>(kLanes, count - d);
+    char buffer[3][kLanes * kSize] = {};
+    const char *from_a = a + d * kSize, *from_b = b + d * kSize;
+    char* to = out + d * kSize;
+    if (width < kLanes) {
+      from_a = static_cast<const char*>(std::memcpy(buffer[0], from_a, static_cast<size_t>(width * kSize)));
+      from_b = static_cast<const char*>(std::memcpy(buffer[1], from_b, static_cast<size_t>(width * kSize)));
+      to = buffer[2];
+    }
+    vfloat sum = splat(0.0f);
+    if (factor_a != 0.0f) sum += load_float<kType>(from_a) * factor_a;
+    if (factor_b != 0.0f) sum += load_float<kType>(from_b) * factor_b;
+    store_float<kType>(to, sum);
+    if (width < kLanes) std::memcpy(out + d * kSize, buffer[2], static_cast<size_t>(width * kSize));
+  }
+}
+
+}  // namespace
+
+void merge_pieces(const TreeAttentionParams& p, const AttentionRanges& ranges, int32_t range) {
+  const WorkPosition stop = ranges.starts[range + 1];
+  const WorkPosition row_start = {stop.sequence, stop.row_tile, 0};
+  if (stop.kv_tile == 0 || row_start.before(ranges.starts[range])) return;  // nothing cut, or begun by another range
+
+  // The pieces in the order of their keys: this range's tail, then heads up to the range that ends the row tile.
+  Piece pieces[kMaxRanges];
+  int32_t count = 0;
+  pieces[count++] = ranges.piece(range, AttentionRanges::kTail);
+  for (int32_t next = range + 1; next < ranges.count && ranges.starts[next].same_row(stop); ++next) {
+    if (!ranges.starts[next].before(ranges.starts[next + 1])) continue;  // an empty range
+    pieces[count++] = ranges.piece(next, AttentionRanges::kHead);
+  }
+
+  const RowTile tile = row_tile(p, ranges.shape, stop.sequence, stop.row_tile);
+  alignas(kScratchAlignment) float out[256];
+  for (int32_t r = 0; r < tile.heads * tile.rows; ++r) {
+    float top = -kInfinity, sum = 0.0f;
+    for (int32_t i = 0; i < count; ++i) top = __builtin_fmaxf(top, pieces[i].maximum[r]);
+    for (int64_t d = 0; d < p.head_dim; d += kLanes) store(out + d, splat(0.0f));
+    for (int32_t i = 0; i < count; ++i) {
+      const float weight = weight_of(pieces[i].maximum[r], top);
+      if (weight == 0.0f) continue;
+      sum += weight * pieces[i].sum[r];
+      add_scaled(out, pieces[i].out + r * p.head_dim, p.head_dim, weight);
+    }
+    finish_row(p, tile.only(r / tile.rows), r % tile.rows, out, top, sum);
+  }
+}
+
+void merge_states(const MergeStatesParams& p, int64_t begin, int64_t end) {
+  const int64_t size = element_size(p.dtype);
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t token = i / p.num_heads, head = i % p.num_heads;
+    const float lse_a = p.lse_a[token * p.lse_a_token_stride + head * p.lse_a_head_stride];
+    const float lse_b = p.lse_b[token * p.lse_b_token_stride + head * p.lse_b_head_stride];
+    const float top = __builtin_fmaxf(lse_a, lse_b);
+    const float weight_a = lse_a == -kInfinity ? 0.0f : __builtin_expf(lse_a - top);
+    const float weight_b = lse_b == -kInfinity ? 0.0f : __builtin_expf(lse_b - top);
+    const float sum = weight_a + weight_b;
+    p.lse[i] = sum == 0.0f ? -kInfinity : top + __builtin_logf(sum);
+    const float factor_a = sum == 0.0f ? 0.0f : weight_a / sum, factor_b = sum == 0.0f ? 0.0f : weight_b / sum;
+    const char* a = static_cast<const char*>(p.out_a) + (token * p.a_token_stride + head * p.a_head_stride) * size;
+    const char* b = static_cast<const char*>(p.out_b) + (token * p.b_token_stride + head * p.b_head_stride) * size;
+    char* out = static_cast<char*>(p.out) + i * p.head_dim * size;
+    with_dtype(p.dtype, [&]<DType kType>() {
+      if constexpr (kType != DType::kFloat8E4M3) {
+        merge_row<kType>(a, factor_a, b, factor_b, out, p.head_dim);
+      }
+    });
+  }
+}
+
+}  // namespace pagedtree::cpu::PAGEDTREE_ISA

@@ -1,0 +1,185 @@
+// One row tile of one sequence, one KV head of it at a time: which rows, what they see, where their keys lie, where
+// results go.
+#pragma once
+
+#include "core/math.h"
+#include "cpu/attention_work.h"
+#include "cpu/isa/tile/convert.h"
+#include "cpu/isa/tile/exp2.h"
+
+namespace pagedtree::cpu::PAGEDTREE_ISA {
+
+// Read instead of K or V rows that nobody sees or that no page holds.
+alignas(64) static constexpr char kZeroRow[256 * 4] = {};
+
+struct RowTile {
+  int64_t sequence;
+  int32_t kv_head;
+  SequenceWork work;
+  int32_t heads;      // that share the tile, this one being the first
+  int64_t first_row;  // within the sequence's rows of this head
+  int32_t rows;       // of a head
+
+  int64_t token(const TreeAttentionParams& p, int64_t r) const {
+    return work.tokens.begin + (first_row + r) / p.group_size;
+  }
+  int64_t head(const TreeAttentionParams& p, int64_t r) const {
+    return int64_t{kv_head} * p.group_size + (first_row + r) % p.group_size;
+  }
+  // Head h of those that share the tile, alone.
+  RowTile only(int32_t h) const {
+    RowTile tile = *this;
+    tile.kv_head += h;
+    tile.heads = 1;
+    return tile;
+  }
+};
+
+static inline RowTile row_tile(const TreeAttentionParams& p, const WorkShape& shape, int64_t sequence, int32_t index) {
+  RowTile tile{};
+  tile.sequence = sequence;
+  tile.work = sequence_work(shape, sequence);
+  tile.kv_head = index / tile.work.m_tiles * tile.work.tile_heads;
+  tile.heads = min_of(tile.work.tile_heads, shape.num_kv_heads - tile.kv_head);
+  tile.first_row = int64_t{index % tile.work.m_tiles} * kMTile;
+  const int64_t rows = tile.work.tokens.size() * p.group_size - tile.first_row;
+  tile.rows = static_cast<int32_t>(min_of<int64_t>(rows, kMTile));
+  return tile;
+}
+
+static inline const char* q_row(const TreeAttentionParams& p, const RowTile& tile, int64_t r) {
+  const int64_t offset = tile.token(p, r) * p.q_token_stride + tile.head(p, r) * p.q_head_stride;
+  return static_cast<const char*>(p.q) + offset * element_size(p.q_dtype);
+}
+
+// What the tokens of a row tile see, one entry a token.
+struct TileVisibility {
+  Visibility tokens[kMTile];
+  int32_t count;
+  int64_t lowest, highest;         // nobody sees a key outside
+  int64_t plain_begin, plain_end;  // everybody sees every key inside
+};
+
+static inline void see(const TreeAttentionParams& p, const RowTile& tile, TileVisibility& seen) {
+  const SequenceWork& work = tile.work;
+  const int64_t n = work.tokens.size();
+  const int64_t first = tile.first_row / p.group_size;
+  seen.count = static_cast<int32_t>((tile.first_row + tile.rows - 1) / p.group_size - first + 1);
+  const int64_t tree_len = tree_length(p, tile.sequence, n, work.seq_len);
+  seen.lowest = seen.plain_end = work.seq_len;
+  seen.highest = seen.plain_begin = 0;
+  for (int32_t i = 0; i < seen.count; ++i) {
+    Visibility& v = seen.tokens[i];
+    if (tree_len < 0) {
+      v = causal_visibility(work.seq_len, n, first + i, p.window);
+    } else {
+      const int32_t* words = p.tree_mask + (work.tokens.begin + first + i) * p.mask_stride;
+      v = tree_visibility(work.seq_len, tree_len, words, p.mask_words, p.window);
+    }
+    seen.lowest = min_of(seen.lowest, v.lowest());
+    seen.highest = max_of(seen.highest, v.highest());
+    seen.plain_begin = max_of(seen.plain_begin, v.begin);
+    seen.plain_end = min_of(seen.plain_end, v.end);
+  }
+}
+
+// The visible keys of one KV tile: bit k of token i's word. Returns the keys that somebody sees.
+static inline uint64_t visible_keys(const TileVisibility& seen, int64_t first_key, uint64_t* bits) {
+  uint64_t any = 0;
+  for (int32_t i = 0; i < seen.count; ++i) {
+    const Visibility& v = seen.tokens[i];
+    bits[i] = v.visible32(first_key) | static_cast<uint64_t>(v.visible32(first_key + kMaskWordBits)) << kMaskWordBits;
+    any |= bits[i];
+  }
+  return any;
+}
+
+constexpr uint64_t kAllKeys = ~uint64_t{0};
+
+// The K and V rows of one KV tile; kZeroRow for keys that are not wanted or lie on no page.
+struct KeyRows {
+  const char* k[kKvTile];
+  const char* v[kKvTile];
+};
+
+static inline void find_key_rows(const TreeAttentionParams& p, const RowTile& tile, int64_t first_key, uint64_t wanted,
+                                 KeyRows& rows) {
+  const int64_t size = element_size(p.kv_dtype);
+  const int32_t* pages = p.page_table + tile.sequence * p.page_table_stride;
+  const int64_t count = min_of<int64_t>(kKvTile, tile.work.seq_len - first_key);
+  int64_t page = first_key / p.page_size, slot = first_key % p.page_size;
+  for (int64_t key = 0; key < kKvTile;) {
+    const int64_t id = key < count ? pages[page] : -1;
+    const bool known = id >= 0 && id < p.num_pages;
+    const int64_t end = key < count ? min_of<int64_t>(key + p.page_size - slot, count) : kKvTile;
+    const PagedCache &kc = p.k_cache, &vc = p.v_cache;
+    for (; key < end; ++key, ++slot) {
+      const bool read = known && (wanted >> key & 1u) != 0;
+      const int64_t k_offset = id * kc.page_stride + slot * kc.slot_stride + tile.kv_head * kc.head_stride;
+      const int64_t v_offset = id * vc.page_stride + slot * vc.slot_stride + tile.kv_head * vc.head_stride;
+      rows.k[key] = read ? static_cast<const char*>(kc.data) + k_offset * size : kZeroRow;
+      rows.v[key] = read ? static_cast<const char*>(vc.data) + v_offset * size : kZeroRow;
+    }
+    ++page;
+    slot = 0;
+  }
+}
+
+// The rows of the tile's next head, in place of those of this one.
+static inline void step_head(const TreeAttentionParams& p, KeyRows& rows) {
+  const int64_t size = element_size(p.kv_dtype);
+  const int64_t k_step = p.k_cache.head_stride * size, v_step = p.v_cache.head_stride * size;
+  for (int64_t key = 0; key < kKvTile; ++key) {
+    if (rows.k[key] == kZeroRow) continue;
+    rows.k[key] += k_step;
+    rows.v[key] += v_step;
+  }
+}
+
+// Of all the rows of a tile whose first head's are `first`, the share to prefetch while head h of the tile before is
+// computed: in the order in which they lie in memory.
+static inline void prefetch_share(const TreeAttentionParams& p, int32_t h, int32_t heads, const KeyRows& first,
+                                  KeyRows& share) {
+  const int64_t size = element_size(p.kv_dtype);
+  const int64_t k_step = p.k_cache.head_stride * size, v_step = p.v_cache.head_stride * size;
+  const bool heads_first = p.k_cache.head_stride < p.k_cache.slot_stride;
+  int64_t key = heads_first ? h * int64_t{kKvTile} / heads : 0;
+  int64_t head = heads_first ? h * int64_t{kKvTile} % heads : h;
+  for (int64_t i = 0; i < kKvTile; ++i) {
+    share.k[i] = first.k[key] + head * k_step;
+    share.v[i] = first.v[key] + head * v_step;
+    if (heads_first && ++head < heads) continue;
+    if (heads_first) head = 0;
+    ++key;
+  }
+}
+
+// Writes the output of row r: `out` is sum 2^(score - maximum) V, scores in base 2.
+static inline void finish_row(const TreeAttentionParams& p, const RowTile& tile, int64_t r, const float* out,
+                              float maximum, float sum) {
+  const int64_t token = tile.token(p, r), head = tile.head(p, r);
+  float factor = 1.0f;
+  if (p.sinks != nullptr && p.sinks[head] > -kInfinity) {
+    const float sink = p.sinks[head] * kLog2E, top = sink > maximum ? sink : maximum;
+    factor = __builtin_exp2f(maximum - top);
+    sum = sum * factor + __builtin_exp2f(sink - top);
+    maximum = top;
+  }
+  const float v_scale = p.v_scale != nullptr ? p.v_scale[tile.kv_head * p.v_scale_stride] : 1.0f;
+  const vfloat scale = splat(sum == 0.0f ? 0.0f : factor * v_scale / sum);
+  const int64_t offset = token * p.out_token_stride + head * p.out_head_stride;
+  with_dtype(p.q_dtype, [&]<DType kType>() {
+    if constexpr (kType != DType::kFloat8E4M3) {
+      char* row = static_cast<char*>(p.out) + offset * element_size(kType);
+      for (int64_t d = 0; d < p.head_dim; d += kLanes) {
+        store_float<kType>(row + d * element_size(kType), load(out + d) * scale);
+      }
+    }
+  });
+  if (p.lse != nullptr) {
+    const float lse = sum == 0.0f ? -kInfinity : maximum * kLn2 + __builtin_logf(sum);
+    p.lse[token * p.lse_token_stride + head * p.lse_head_stride] = lse;
+  }
+}
+
+}  // namespace pagedtree::cpu::PAGEDTREE_ISA

@@ -1,0 +1,116 @@
+// Draws a draft node's children from the filtered law of its row of logits, and writes the law down.
+#include "core/drafting.h"
+#include "cpu/isa.h"
+#include "cpu/isa/logits/masses.h"
+
+namespace pagedtree::cpu::PAGEDTREE_ISA {
+
+// Tokens as integer masses; the law is mass / total. A token of no mass is never drawn, and has probability 0.
+template <typename T>
+struct Masses {
+  const LogitRow& row;
+  Scale scale;
+  Filter filter;
+
+  vuint at(int64_t t) const {
+    const vfloat logit = load_logits<T>(row, t);
+    const vfloat x = scale(logit);
+    return weight_of<VectorMath>(x) & bits<vuint>(kept_lanes(filter, logit, x, t));
+  }
+};
+
+template <typename T>
+static inline uint64_t write_law(const Masses<T>& masses, float* probs) {
+  const int64_t vocab = masses.row.vocab;
+  typedef uint64_t vlong __attribute__((vector_size(kLanes * 8)));
+  vlong sums{};
+  for (int64_t t = 0; t < vocab; t += kLanes) sums += __builtin_convertvector(masses.at(t), vlong);
+  uint64_t total = 0;
+  for (int i = 0; i < kLanes; ++i) total += sums[i];
+  const float scale = static_cast<float>(1.0 / static_cast<double>(total));
+  for (int64_t t = 0; t < vocab; t += kLanes) {
+    const vfloat p = VectorMath::to_float(masses.at(t)) * scale;
+    std::memcpy(probs + t, &p, static_cast<size_t>(min_of<int64_t>(kLanes, vocab - t)) * sizeof(float));
+  }
+  return total;
+}
+
+// Without replacement: the best tokens by log-mass + Gumbel noise, best first (Kool et al., ICML 2019).
+template <typename T>
+static inline int32_t draw_distinct(const Masses<T>& masses, const ChildrenDraw& draw) {
+  constexpr int kGroup = 4 * kLanes;  // one Philox block a lane
+  const int32_t count = draw.count;
+  int32_t size = 0;
+  for (int64_t begin = 0; begin < masses.row.vocab; begin += kGroup) {
+    vfloat score[4];
+    vfloat most = splat(-kInfinity);
+    for (int j = 0; j < 4; ++j) {
+      const int64_t t = begin + j * kLanes;
+      const vuint mass = t < masses.row.vocab ? masses.at(t) : vuint{};
+      score[j] = select(mass != 0u, log_exact<VectorMath>(VectorMath::to_float(mass)), splat(-kInfinity));
+      most = max(most, score[j]);
+    }
+    const float least = size == count ? draw.scores[count - 1] : -kInfinity;
+    if (lane_bits(most + kMaxGumbel > least) == 0) continue;
+    vuint words[4];
+    const vuint block = bits<vuint>(lane_index()) + static_cast<uint32_t>(begin / 4);
+    philox_lanes(draw.seed, draw.position, block, draw.use, words);
+    interleave_blocks(words);
+    for (int j = 0; j < 4; ++j) {
+      score[j] += gumbel_of_word<VectorMath>(words[j]);
+      for (uint32_t lanes = lane_bits(score[j] > least); lanes != 0; lanes &= lanes - 1) {
+        const int i = __builtin_ctz(lanes);
+        const int64_t token = begin + j * kLanes + i;
+        size = insert_ranked(draw.scores, draw.tokens, size, count, static_cast<float>(score[j][i]), token);
+      }
+    }
+  }
+  return size;
+}
+
+// Independent draws: child r is the first token whose cumulative mass exceeds a 64-bit fraction of the total.
+template <typename T>
+static inline int32_t draw_independent(const Masses<T>& masses, uint64_t total, const ChildrenDraw& draw) {
+  uint64_t targets[kMaxTreeNodes];
+  int32_t order[kMaxTreeNodes];
+  for (int32_t r = 0; r < draw.count; ++r) {
+    uint32_t words[4];
+    philox<ScalarMath>(draw.seed, draw.position, static_cast<uint32_t>(r), draw.use, words);
+    const uint64_t target = fraction_of(total, words[0], words[1]);
+    int32_t at = r;
+    for (; at > 0 && targets[at - 1] > target; --at) {
+      targets[at] = targets[at - 1];
+      order[at] = order[at - 1];
+    }
+    targets[at] = target;
+    order[at] = r;
+  }
+  int32_t next = 0;
+  uint64_t sum = 0;
+  for (int64_t t = 0; t < masses.row.vocab && next < draw.count; t += kLanes) {
+    const vuint mass = masses.at(t);
+    for (int i = 0; i < kLanes; ++i) {
+      sum += mass[i];
+      for (; next < draw.count && targets[next] < sum; ++next) draw.tokens[order[next]] = t + i;
+    }
+  }
+  return draw.count;
+}
+
+template <typename T>
+static inline void draw_from(const Masses<T>& masses, const ChildrenDraw& draw) {
+  const uint64_t total = write_law(masses, draw.probs);
+  int32_t size = draw.law == GrowthLaw::kIid ? draw_independent(masses, total, draw) : draw_distinct(masses, draw);
+  for (int32_t r = 0; r < size; ++r) draw.scores[r] = log_exact<ScalarMath>(draw.probs[draw.tokens[r]]);
+  for (; size < draw.count; ++size) {
+    draw.tokens[size] = -1;
+    draw.scores[size] = -kInfinity;
+  }
+}
+
+void draw_children(const LogitRow& row, const Law& law, const ChildrenDraw& draw, FilterScratch& scratch) {
+  const RowLaw found = with_logits(row.dtype, [&]<typename T>() { return find_law<T>(row, law, scratch); });
+  with_logits(found, [&]<typename T>() { draw_from(Masses<T>{row, found.scale, found.filter}, draw); });
+}
+
+}  // namespace pagedtree::cpu::PAGEDTREE_ISA

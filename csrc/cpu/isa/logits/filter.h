@@ -1,0 +1,318 @@
+// The filters' threshold on a row of logits, found in a few scans, without sorting it and without a copy of it: the
+// peak, then a radix search over the logits' order.
+#pragma once
+
+#include "core/sampling.h"
+#include "cpu/isa/logits/row.h"
+#include "cpu/isa/tile/math.h"
+
+namespace pagedtree::cpu::PAGEDTREE_ISA {
+
+static_assert(kLanes <= kMostLanes && kPeakBlock % kLanes == 0);
+
+// Writes each block's peaks, a lane each, unless `peaks` is null.
+template <typename T>
+static inline Peak find_peak(const LogitRow& row, float* peaks) {
+  Peak peak;
+  vint nan{};
+  for (int64_t block = 0; block < row.vocab; block += kPeakBlock) {
+    const int64_t end = min_of(block + kPeakBlock, row.vocab);
+    vfloat best = splat(-kInfinity);
+    for (int64_t t = block; t < end; t += kLanes) {
+      const vfloat raw = load_raw<T>(row, t);
+      nan |= raw != raw;
+      best = max(clean<T>(raw, row, t), best);
+    }
+    if (peaks != nullptr) store(peaks + block / kPeakBlock * kLanes, best);
+    if (reduce_max(best) > peak.logit) {
+      peak.logit = reduce_max(best);
+      peak.token = block;
+    }
+  }
+  peak.has_nan = lane_bits(nan) != 0;
+  if (peak.logit == -kInfinity) return peak;
+  while (true) {
+    const uint32_t lanes = lane_bits(load_logits<T>(row, peak.token) == splat(peak.logit));
+    if (lanes != 0) {
+      peak.token += __builtin_ctz(lanes);
+      return peak;
+    }
+    peak.token += kLanes;
+  }
+}
+
+// Peaks of the block that token t, its first, begins.
+static inline vfloat peaks_at(const float* peaks, int64_t t) { return load(peaks + t / kPeakBlock * kLanes); }
+
+// Whether the block may hold a token with a logit of at least `least`.
+static inline bool reaches(const float* peaks, int64_t t, float least) {
+  return lane_bits(peaks_at(peaks, t) >= splat(least)) != 0;
+}
+
+// Whether it may hold one that the filter keeps, with any mass.
+static inline bool may_have_mass(const float* peaks, int64_t t, const Filter& filter, const Scale& scale) {
+  const vfloat x = scale(peaks_at(peaks, t));
+  return reaches(peaks, t, filter.min_logit) && lane_bits((x >= splat(filter.min_x)) & has_mass(x)) != 0;
+}
+
+// The threshold is found by radix search: tokens are counted by the high half of their logits' 32-bit order key, then,
+// inside the half where the threshold lies, by the low half. A bfloat16 logit has no low half: one table settles it.
+// Counted are only those above a logit that the threshold cannot be below, as a rule few.
+template <typename T>
+constexpr bool kOneTable = std::is_same_v<T, BFloat16>;
+constexpr uint32_t kMinusInfinityBin = 0x007f;  // nothing else but -inf is there or below
+
+// What one search sees of a row: tokens with x below `min_x` read as -inf; those with logits below `least` are in no
+// table. Masses are counted where `weighted`.
+struct View {
+  const LogitRow& row;
+  const float* peaks;
+  Scale scale;
+  float min_x;
+  float least;
+  bool weighted;
+};
+
+// The table of one half. Its bins are exact logits unless a low half follows; then the mass of a bin is its count times
+// one weight, and only a table of inexact bins needs `masses`.
+struct Digits {
+  uint32_t* counts;
+  uint64_t* masses;  // null: bins are exact
+  RowTotals* blocks;
+  int first_block;  // those below are not there
+  bool low;
+  uint32_t prefix;  // of a low half: the high half
+
+  template <typename M>
+  typename M::Uint key_of(typename M::Uint bin) const {
+    if (low) return bin | (prefix << 16);
+    return (bin << 16) | (((bin >> 15) - 1u) & 0xffffu);  // of negative logits the key is the complement
+  }
+};
+
+static inline void add(RowTotals& sum, const RowTotals& other) {
+  sum.count += other.count;
+  sum.mass += other.mass;
+}
+
+static inline RowTotals bin_totals(const View& view, const Digits& digits, uint32_t bin) {
+  const uint64_t count = digits.counts[bin];
+  if (!view.weighted || count == 0) return {count, 0};
+  if (digits.masses != nullptr) return {count, digits.masses[bin]};
+  const float logit = logit_of_key<ScalarMath>(digits.key_of<ScalarMath>(bin));
+  return {count, count * weight_of<ScalarMath>(view.scale(logit))};
+}
+
+static inline RowTotals block_totals(const View& view, const Digits& digits, int block) {
+  typedef uint64_t vmass __attribute__((vector_size(kLanes * 8)));
+  vuint count{};
+  vmass mass{};
+  for (int i = 0; i < kBlockBins; i += kLanes) {
+    const int bin = block * kBlockBins + i;
+    const vuint counts = load_as<vuint>(digits.counts + bin);
+    count += counts;
+    if (!view.weighted || lane_bits(counts != 0u) == 0) continue;
+    if (digits.masses != nullptr) {
+      mass += load_as<vmass>(digits.masses + bin);
+    } else {
+      const vuint bins = bits<vuint>(lane_index()) + static_cast<uint32_t>(bin);
+      const vuint weights =
+          weight_of<VectorMath>(view.scale(logit_of_key<VectorMath>(digits.key_of<VectorMath>(bins))));
+      mass += __builtin_convertvector(counts, vmass) * __builtin_convertvector(weights, vmass);
+    }
+  }
+  RowTotals totals{0, 0};
+  for (int i = 0; i < kLanes; ++i) add(totals, {count[i], mass[i]});
+  return totals;
+}
+
+static inline void clear(const Digits& digits) {
+  const int first = digits.first_block * kBlockBins;
+  std::memset(digits.counts + first, 0, (kBins - first) * sizeof(*digits.counts));
+  if (digits.masses != nullptr) std::memset(digits.masses + first, 0, (kBins - first) * sizeof(*digits.masses));
+}
+
+// Enters those of the tokens t .. t + kLanes - 1 that `lanes` names.
+static inline void enter(const Digits& digits, vuint key, vfloat x, uint32_t lanes) {
+  const vuint bin = digits.low ? key & 0xffffu : key >> 16;
+  const vuint weight = digits.masses != nullptr ? weight_of<VectorMath>(x) : vuint{};
+  for (; lanes != 0; lanes &= lanes - 1) {
+    const int i = __builtin_ctz(lanes);
+    ++digits.counts[bin[i]];
+    if (digits.masses != nullptr) digits.masses[bin[i]] += weight[i];
+  }
+}
+
+// All tokens' mass, in parts that lanes do not overflow: in a block of light tokens there is but one.
+struct MassSum {
+  static constexpr float kLight = -6.0f;  // x
+  vuint low{}, high{};
+  uint64_t mass = 0;
+
+  void add(vuint weight, bool light) {
+    if (light) {
+      low += weight;
+    } else {
+      low += weight & 0xffffu;
+      high += weight >> 16;
+    }
+  }
+  void end_block() {
+    static_assert(kPeakBlock <= 1 << 16);
+    for (int i = 0; i < kLanes; ++i) mass += low[i] + (uint64_t{high[i]} << 16);
+    low = high = vuint{};
+  }
+};
+
+// Fills the table; returns the mass of all tokens, whatever their logits, if `with_sum`.
+template <typename T>
+static inline uint64_t tabulate(const View& view, const Digits& digits, bool with_sum) {
+  clear(digits);
+  const float least = digits.low ? logit_of_key<ScalarMath>(digits.prefix << 16) : view.least;
+  MassSum sum;
+  for (int64_t block = 0; block < view.row.vocab; block += kPeakBlock) {
+    if (!with_sum && !reaches(view.peaks, block, least)) continue;
+    const int64_t end = min_of(block + kPeakBlock, view.row.vocab);
+    const bool light = lane_bits(view.scale(peaks_at(view.peaks, block)) >= MassSum::kLight) == 0;
+    for (int64_t t = block; t < end; t += kLanes) {
+      const vfloat logit = load_logits<T>(view.row, t);
+      const vfloat x = view.scale(logit);
+      const vint seen = x >= splat(view.min_x);
+      if (with_sum) sum.add(weight_of<VectorMath>(x) & bits<vuint>(seen), light);
+      const vuint key = order_key<VectorMath>(logit);
+      const vint in = digits.low ? (key >> 16) == splat(digits.prefix) : logit >= splat(least);
+      const uint32_t lanes = lane_bits(in & seen);
+      if (lanes != 0) enter(digits, key, x, lanes);
+    }
+    if (with_sum) sum.end_block();
+  }
+  if (!digits.low && digits.first_block == 0) {
+    std::memset(digits.counts, 0, (kMinusInfinityBin + 1) * sizeof(*digits.counts));
+    if (digits.masses != nullptr) std::memset(digits.masses, 0, (kMinusInfinityBin + 1) * sizeof(*digits.masses));
+  }
+  for (int block = digits.first_block; block < kBlocks; ++block) {
+    digits.blocks[block] = block_totals(view, digits, block);
+  }
+  return sum.mass;
+}
+
+// The largest logit such that the tokens at or above it reach `target` in `measure`.
+struct Cut {
+  float logit;
+  RowTotals above{};
+  RowTotals at{};
+};
+
+// Finds the bin of the cut, counting from the top what lies above it. The table reaches `target`.
+static inline uint32_t search(const View& view, const Digits& digits, uint64_t RowTotals::* measure, uint64_t target,
+                              Cut& cut) {
+  int block = kBlocks - 1;
+  for (; block > digits.first_block && cut.above.*measure + digits.blocks[block].*measure < target; --block) {
+    add(cut.above, digits.blocks[block]);
+  }
+  for (uint32_t bin = static_cast<uint32_t>((block + 1) * kBlockBins - 1);; --bin) {
+    cut.at = bin_totals(view, digits, bin);
+    if (static_cast<int>(bin) == digits.first_block * kBlockBins || cut.above.*measure + cut.at.*measure >= target)
+      return bin;
+    add(cut.above, cut.at);
+  }
+}
+
+template <typename T>
+static inline Cut find_cut(const View& view, const Digits& high, uint64_t RowTotals::* measure, uint64_t target,
+                           FilterScratch& scratch) {
+  Cut cut{};
+  const uint32_t bin = search(view, high, measure, target, cut);
+  if (kOneTable<T>) {
+    cut.logit = logit_of_key<ScalarMath>(high.key_of<ScalarMath>(bin));
+    return cut;
+  }
+  const Digits low{scratch.low_counts, nullptr, scratch.low_blocks, 0, true, bin};
+  tabulate<T>(view, low, false);
+  cut.logit = logit_of_key<ScalarMath>(low.key_of<ScalarMath>(search(view, low, measure, target, cut)));
+  return cut;
+}
+
+// One past the id of the `count`-th token, in id order, whose logit is `logit`.
+template <typename T>
+static inline int64_t end_of_ties(const LogitRow& row, float logit, uint64_t count) {
+  for (int64_t t = 0; t < row.vocab; t += kLanes) {
+    uint32_t lanes = lane_bits(load_logits<T>(row, t) == splat(logit));
+    for (; lanes != 0; lanes &= lanes - 1) {
+      if (--count == 0) return t + __builtin_ctz(lanes) + 1;
+    }
+  }
+  return row.vocab;
+}
+
+// A logit that at least `count` tokens reach: as many of the peaks do. -inf where there are fewer.
+static inline float reached_by(const float* peaks, int64_t vocab, int64_t count) {
+  const int64_t size = ceil_div<int64_t>(vocab, kPeakBlock) * kLanes;
+  if (count > size) return -kInfinity;
+  uint32_t key = 0;  // the largest that `count` peaks reach, bit by bit
+  for (uint32_t bit = 1u << 31; bit != 0; bit >>= 1) {
+    int64_t reached = 0;
+    for (int64_t i = 0; i < size; i += kLanes) {
+      reached += popcount32(lane_bits(order_key<VectorMath>(load(peaks + i)) >= splat(key | bit)));
+    }
+    if (reached >= count) key |= bit;
+  }
+  return logit_of_key<ScalarMath>(key);
+}
+
+// A logit below which all tokens together have less than 1 - top_p of the peak's mass, weights rounded up by a half.
+static inline float below_top_p(float top_p, int64_t vocab, const Scale& scale) {
+  const float share = 0.99f * (1.0f - top_p) / static_cast<float>(vocab) - 0x1p-32f;
+  if (share < kMinNormal) return -kInfinity;
+  return static_cast<float>(static_cast<double>(scale.peak) +
+                            static_cast<double>(log_exact<ScalarMath>(share)) / scale.inverse_temperature);
+}
+
+template <typename T>
+static inline Filter find_filter(const LogitRow& row, const Law& law, const Scale& scale, FilterScratch& scratch) {
+  Filter filter;
+  filter.min_x = min_p_bound(law.min_p);
+  const bool by_mass = law.top_p < 1.0f;
+  const bool by_count = law.top_k > 0 && law.top_k < row.vocab;
+  if (!by_mass && !by_count) return filter;
+
+  const bool with_sum = by_mass && (law.joint || !by_count);
+  float least = by_count ? reached_by(scratch.peaks, row.vocab, law.top_k) : kInfinity;
+  if (with_sum) least = min_of(least, below_top_p(law.top_p, row.vocab, scale));
+  const View view{row, scratch.peaks, scale, law.joint ? -kInfinity : filter.min_x, least, by_mass};
+  uint64_t* masses = kOneTable<T> || !by_mass ? nullptr : scratch.high_masses;
+  const int first_block = static_cast<int>(order_key<ScalarMath>(least + 0.0f) >> 16) / kBlockBins;
+  const Digits high{scratch.high_counts, masses, scratch.high_blocks, first_block, false, 0};
+  const uint64_t mass = tabulate<T>(view, high, with_sum);
+  RowTotals left{0, 0};
+  for (int block = first_block; block < kBlocks; ++block) add(left, high.blocks[block]);
+  if (with_sum) left.mass = mass;
+  // A table of no more than top_k tokens ends with the cut, or has all there are.
+  if (by_count && static_cast<uint64_t>(law.top_k) <= left.count) {
+    const Cut cut = find_cut<T>(view, high, &RowTotals::count, static_cast<uint64_t>(law.top_k), scratch);
+    filter.min_logit = cut.logit;
+    if (!law.joint) {
+      left = cut.above;
+      add(left, cut.at);
+    }
+  }
+  if (by_mass) {
+    const uint64_t needed = top_p_mass(law.top_p, left.mass);
+    const Cut cut = find_cut<T>(view, high, &RowTotals::mass, needed, scratch);
+    if (cut.logit >= filter.min_logit) {
+      filter.min_logit = cut.logit;
+      const uint64_t ties = ceil_div(needed - cut.above.mass, cut.at.mass / cut.at.count);
+      if (ties < cut.at.count) filter.tie_end = end_of_ties<T>(row, cut.logit, ties);
+    }
+  }
+  return filter;
+}
+
+// Which of the tokens begin .. begin + kLanes - 1 the filter keeps; x is their scaled logit.
+static inline vint kept_lanes(const Filter& filter, vfloat logit, vfloat x, int64_t begin) {
+  const int64_t ties = clamp_to<int64_t>(filter.tie_end, begin, begin + kLanes) - begin;
+  const vint tied = (logit == filter.min_logit) & (lane_index() < static_cast<int32_t>(ties));
+  return (x >= filter.min_x) & ((logit > filter.min_logit) | tied);
+}
+
+}  // namespace pagedtree::cpu::PAGEDTREE_ISA

@@ -1,0 +1,85 @@
+// The race of a row's tokens: x and Gumbel noise, of which the largest wins.
+#pragma once
+
+#include "cpu/isa/logits/filter.h"
+
+namespace pagedtree::cpu::PAGEDTREE_ISA {
+
+struct Winner {
+  float score = -kInfinity;
+  int64_t token = 0;
+};
+
+constexpr int kRaceGroup = 4 * kLanes;  // one Philox block a lane
+
+// From the words of the blocks id / 4, id / 4 + 1, ..., those of the tokens id, id + 1, ..., each in its lane.
+static inline void shift_words(uint64_t seed, int64_t position, int64_t id, vuint words[4]) {
+  interleave_blocks(words);
+  uint32_t run[kRaceGroup + 4];
+  std::memcpy(run, words, sizeof(vuint) * 4);
+  philox<ScalarMath>(seed, position, static_cast<uint32_t>(id / 4) + kLanes, RandomUse::kGumbel, run + kRaceGroup);
+  std::memcpy(words, run + id % 4, sizeof(vuint) * 4);
+}
+
+// No noise of a word above it exceeds `least`: G <= -log v.
+static inline uint32_t largest_word(float least) {
+  const float v = least > 0.0f ? exp_exact<ScalarMath>(-least) * 1.001f : 1.0f;
+  return static_cast<uint32_t>(min_of(v * 4294967296.0f + 1.0f, 4294967040.0f)) | 0xffu;
+}
+
+// The kept token with the largest x + noise, the lowest on ties. Token 0's noise is that of id `first_id`. The peaks of
+// the row's blocks may be null.
+template <typename T>
+static inline Winner race(const LogitRow& row, const Scale& scale, const Filter& filter, const float* peaks,
+                          uint64_t seed, int64_t position, int64_t first_id = 0) {
+  const bool filtered = filter.min_logit > -kInfinity || filter.min_x > -kInfinity;
+  Winner best;
+  vfloat x[4];
+  const auto load_x = [&](int64_t begin) {
+    vfloat most = splat(-kInfinity);
+    for (int j = 0; j < 4; ++j) {
+      x[j] = splat(-kInfinity);
+      const int64_t t = begin + j * kLanes;
+      if (t >= row.vocab) continue;
+      const vfloat logit = load_logits<T>(row, t);
+      x[j] = scale(logit);
+      x[j] = select(kept_lanes(filter, logit, x[j], t), x[j], splat(-kInfinity));
+      most = max(most, x[j]);
+    }
+    return reduce_max(most);
+  };
+  for (int64_t block = 0; block < row.vocab; block += kPeakBlock) {
+    if (peaks != nullptr && !reaches(peaks, block, filter.min_logit)) continue;
+    float most = peaks == nullptr ? 0.0f : reduce_max(scale(peaks_at(peaks, block)));  // no x is above
+    uint32_t word = largest_word(best.score - most);
+    const int64_t end = min_of(block + kPeakBlock, row.vocab);
+    for (int64_t begin = block; begin < end; begin += kRaceGroup) {
+      // Few are kept, or few have the noise to win: what is rarer is looked at first.
+      if (filtered) {
+        most = load_x(begin);
+        if (!(most + kMaxGumbel > best.score)) continue;
+        word = largest_word(best.score - most);
+      }
+      const int64_t id = first_id + begin;
+      const vuint index = bits<vuint>(lane_index()) + static_cast<uint32_t>(id / 4);
+      vuint words[4];
+      philox_lanes(seed, position, index, RandomUse::kGumbel, words);
+      if (id % 4 != 0) shift_words(seed, position, id, words);
+      const vuint least = min(min(words[0], words[1]), min(words[2], words[3]));
+      if (lane_bits(least <= splat(word)) == 0) continue;
+      if (!filtered) load_x(begin);
+      if (id % 4 == 0) interleave_blocks(words);
+      for (int j = 0; j < 4; ++j) {
+        if (lane_bits(x[j] + gumbel_bound<VectorMath>(words[j]) > best.score) == 0) continue;
+        const vfloat score = x[j] + gumbel_of_word<VectorMath>(words[j]);
+        for (int i = 0; i < kLanes; ++i) {
+          if (score[i] > best.score) best = {score[i], begin + j * kLanes + i};
+        }
+      }
+      if (!filtered) word = largest_word(best.score - most);
+    }
+  }
+  return best;
+}
+
+}  // namespace pagedtree::cpu::PAGEDTREE_ISA

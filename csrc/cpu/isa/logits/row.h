@@ -1,0 +1,75 @@
+// A row of logits as vectors of clean floats: NaN is -inf, +inf the largest finite of the type, -0 is +0, and what the
+// grammar forbids or lies past the vocabulary is -inf.
+#pragma once
+
+#include <type_traits>
+
+#include "core/sampling.h"
+#include "cpu/isa/tile/convert.h"
+
+namespace pagedtree::cpu::PAGEDTREE_ISA {
+
+struct Float16 {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+struct UniformLogit {};  // a row without finite logit reads as zeros
+
+template <typename T>
+constexpr float kLargest = kMaxFloat;  // what +inf reads as
+template <>
+inline constexpr float kLargest<BFloat16> = kMaxBFloat16;
+template <>
+inline constexpr float kLargest<Float16> = kMaxFloat16;
+
+static inline vfloat load_values(const float* p) { return load_float<DType::kFloat32>(p); }
+static inline vfloat load_values(const Float16* p) { return load_float<DType::kFloat16>(p); }
+static inline vfloat load_values(const BFloat16* p) { return load_float<DType::kBFloat16>(p); }
+
+// Lane i = token `begin` + i is allowed; `begin` is a multiple of kLanes.
+static inline vint load_allowed(const LogitRow& row, int64_t begin) {
+  if (row.allowed_words != nullptr) {
+    const uint32_t word = static_cast<uint32_t>(row.allowed_words[begin / 32]) >> (begin % 32);
+    return ((splat(word) >> bits<vuint>(lane_index())) & 1u) != 0u;
+  }
+  vbyte flags{};
+  std::memcpy(&flags, row.allowed + begin, min_of<int64_t>(kLanes, row.vocab - begin));
+  return __builtin_convertvector(flags, vint) != 0;
+}
+
+// Tokens begin .. begin + kLanes - 1, as they stand in memory.
+template <typename T>
+static inline vfloat load_raw(const LogitRow& row, int64_t begin) {
+  const T* logits = static_cast<const T*>(row.logits) + begin;
+  const int64_t left = row.vocab - begin;
+  if (left >= kLanes) return load_values(logits);
+  T tail[kLanes] = {};
+  std::memcpy(tail, logits, static_cast<size_t>(left) * sizeof(T));
+  return select(lane_index() < static_cast<int32_t>(left), load_values(tail), splat(-kInfinity));
+}
+
+template <>
+inline vfloat load_raw<UniformLogit>(const LogitRow& row, int64_t begin) {
+  const int32_t left = static_cast<int32_t>(min_of<int64_t>(kLanes, row.vocab - begin));
+  return select(lane_index() < left, splat(0.0f), splat(-kInfinity));
+}
+
+template <typename T>
+static inline vfloat clean(vfloat raw, const LogitRow& row, int64_t begin) {
+  const vfloat value = min(max(raw, splat(-kInfinity)), splat(kLargest<T>)) + 0.0f;
+  if constexpr (!std::is_same_v<T, UniformLogit>) {
+    if (row.allowed != nullptr || row.allowed_words != nullptr) {
+      return select(load_allowed(row, begin), value, splat(-kInfinity));
+    }
+  }
+  return value;
+}
+
+template <typename T>
+static inline vfloat load_logits(const LogitRow& row, int64_t begin) {
+  return clean<T>(load_raw<T>(row, begin), row, begin);
+}
+
+}  // namespace pagedtree::cpu::PAGEDTREE_ISA

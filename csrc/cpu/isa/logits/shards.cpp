@@ -1,0 +1,220 @@
+// What this rank's columns of a row hold, see core/shards.h and core/shard_laws.h.
+#include "cpu/isa.h"
+#include "cpu/isa/logits/masses.h"
+#include "cpu/isa/logits/race.h"
+
+namespace pagedtree::cpu::PAGEDTREE_ISA {
+namespace {
+
+// Adds the tokens of the view whose keys begin with the digits that are found to the bins of the next digit.
+template <typename T>
+inline void tabulate(const LogitRow& row, const ShardView& view, uint32_t found, int digit, int64_t* bins) {
+  const int shift = 32 - kShardDigitBits * (digit + 1);
+  for (int64_t t = 0; t < row.vocab; t += kLanes) {
+    const vfloat logit = load_logits<T>(row, t);
+    const vfloat x = view.scale(logit);
+    const vuint digits = order_key<VectorMath>(logit) >> shift;
+    vint seen = (logit > splat(-kInfinity)) & (logit >= splat(view.min_logit)) & (x >= splat(view.min_x));
+    if (digit > 0) seen &= (digits >> kShardDigitBits) == splat(found);
+    uint32_t lanes = lane_bits(seen);
+    if (lanes == 0) continue;
+    const vuint weight = view.by_mass ? weight_of<VectorMath>(x) : splat(1u);
+    for (; lanes != 0; lanes &= lanes - 1) {
+      const int i = __builtin_ctz(lanes);
+      bins[digits[i] % kShardBins] += weight[i];
+    }
+  }
+}
+
+template <typename T>
+inline int64_t count_ties(const LogitRow& row, float logit) {
+  int64_t count = 0;
+  for (int64_t t = 0; t < row.vocab; t += kLanes) {
+    count += popcount32(lane_bits(load_logits<T>(row, t) == splat(logit)));
+  }
+  return count;
+}
+
+inline int64_t race_word(const ShardStepParams& p, const RowLaw& law, int64_t b, int32_t depth) {
+  const int64_t first = p.shard.first_token;
+  const uint64_t seed = static_cast<uint64_t>(p.seeds[b]);
+  const uint64_t position = static_cast<uint64_t>(p.positions[b]) + static_cast<uint64_t>(int64_t{depth});
+  const Winner best = with_logits(law, [&]<typename T>() {
+    return race<T>(law.row, law.scale, law.filter, nullptr, seed, static_cast<int64_t>(position), first);
+  });
+  return ranked_word(best.score, first + best.token);
+}
+
+// Sums of masses as integers.
+struct Units {
+  vuint high{}, low{};
+
+  void add(vfloat mass) {
+    vuint more_high, more_low;
+    units_of<VectorMath>(mass, more_high, more_low);
+    high += more_high;
+    low += more_low;
+  }
+  // Of a block at most: lanes of more would overflow.
+  uint64_t whole() const {
+    uint64_t sum = 0;
+    for (int i = 0; i < kLanes; ++i) sum += (uint64_t{high[i]} << kHalfUnits) + low[i];
+    return sum;
+  }
+};
+
+class ShardLaws {
+ public:
+  ShardLaws(const ShardWeighParams& p, int64_t n, int64_t b, LawScratch& scratch)
+      : p_(p), block_(scratch.block), tried_{scratch.tried} {
+    laws_.target = law_of_shard(p.shard, n, p.shard.rows[n], law_of(p.shard.sampling, b));
+    laws_.draft_is_probs = true;
+    laws_.draft_unit = 1.0;
+    if (p.ratio.law != DraftLaw::kOneHot) laws_.draft.row = draft_row_of(p.ratio, n);
+  }
+
+  const NodeLaws& laws() const { return laws_; }
+
+  // What is left at c where the first children's tokens are tried, and the draft's masses.
+  void sum(TreeWalk& walk, double c, int64_t num_tried, int64_t* words) {
+    look_at(walk, c, num_tried);
+    uint64_t left = 0, drafts = 0;
+    for (int64_t begin = 0; begin < laws_.target.row.vocab; begin += kLawBlock) {
+      Units of_left, of_drafts;
+      const int count = load(begin);
+      for (int i = 0; i < count; i += kLanes) {
+        of_left.add(PAGEDTREE_ISA::load(block_.target + i));
+        if (with_draft_) of_drafts.add(at_most_one<VectorMath>(PAGEDTREE_ISA::load(block_.draft + i)));
+      }
+      left += of_left.whole();
+      drafts += of_drafts.whole();
+    }
+    words[0] = static_cast<int64_t>(left);
+    words[1] = static_cast<int64_t>(drafts);
+  }
+
+  // The first token whose cumulative units, of what is left, exceed `bound`.
+  int64_t draw(TreeWalk& walk, double c, int64_t num_tried, uint64_t bound) {
+    look_at(walk, c, num_tried);
+    for (int64_t begin = 0; begin < laws_.target.row.vocab; begin += kLawBlock) {
+      const int count = load(begin);
+      for (int i = 0; i < count; ++i) {
+        const uint64_t units = units_of(block_.target[i]);
+        if (bound < units) return begin + i;
+        bound -= units;
+      }
+    }
+    return laws_.target.row.vocab - 1;  // not reached: the bound is below the sum
+  }
+
+ private:
+  void look_at(TreeWalk& walk, double c, int64_t num_tried) {
+    tried_.size = 0;
+    mark_tried(p_.shard, walk, num_tried, tried_);
+    with_draft_ = c != 0.0 && laws_.draft.row.logits != nullptr;
+    factor_ = with_draft_ ? draft_factor(laws_, c) : 0.0f;
+  }
+
+  // What is left of the target's masses, in place of them.
+  int load(int64_t begin) {
+    const int count = load_block(laws_, begin, true, with_draft_, tried_, p_.ratio.law != DraftLaw::kOneHot, block_);
+    for (int i = 0; with_draft_ && i < count; i += kLanes) {
+      store(block_.target + i, residuals_at(block_, splat(factor_), i));
+    }
+    return count;
+  }
+
+  const ShardWeighParams& p_;
+  NodeLaws laws_{};
+  LawBlock& block_;
+  TriedTokens tried_;
+  bool with_draft_ = false;
+  float factor_ = 0.0f;
+};
+
+// The drafts of the node's children, of those in this rank's columns.
+inline void tell_drafts(const ShardWeighParams& p, TreeWalk& walk, const NodeLaws& laws) {
+  for (int32_t child = walk.first_child(); child >= 0; child = walk.next_sibling(child)) {
+    const int64_t row = walk.rows.begin + child, column = draft_token_at(walk.p, row) - p.shard.first_token;
+    if (column < 0 || column >= p.shard.logits.vocab) continue;
+    p.words[row * kWeighWords + 1] = word_of_masses(target_mass(laws, column), draft_mass(laws, column));
+  }
+}
+
+}  // namespace
+
+void step_shard(const ShardStepParams& p, int64_t n) {
+  const int64_t b = sequence_of(p.shard, n);
+  const int32_t depth = b < 0 ? -1 : depth_of(p, n, b);
+  if (depth < 0) return;  // no walk comes here
+  const LogitRow logits = logit_row(p.shard.logits, n);
+  const Law law = law_of(p.shard.sampling, b);
+  ShardRow& row = p.shard.rows[n];
+  int64_t* words = p.words + n * words_of(p.round);
+
+  const int64_t kept_ties = learn(p, n, law, row);
+  with_logits(logits.dtype, [&]<typename T>() {
+    if (kept_ties == 0) row.filter.tie_end = 0;
+    if (kept_ties > 0)
+      row.filter.tie_end = end_of_ties<T>(logits, row.filter.min_logit, static_cast<uint64_t>(kept_ties));
+    begin_round(p, law, row);
+    switch (p.round) {
+      case ShardRound::kNone:
+        break;
+      case ShardRound::kPeak: {
+        const Peak peak = find_peak<T>(logits, nullptr);
+        words[0] = ranked_word(peak.logit, p.shard.first_token + peak.token);
+        words[1] = peak.has_nan;
+        break;
+      }
+      case ShardRound::kCount:
+      case ShardRound::kMass:
+        if (row.searching) tabulate<T>(logits, view_of(row, law, p.round), row.key, p.digit, words);
+        break;
+      case ShardRound::kTies:
+        if (row.ties != 0) words[0] = count_ties<T>(logits, row.filter.min_logit);
+        break;
+      case ShardRound::kRace:
+        words[0] = law.temperature == 0.0f ? ranked_word(0.0f, row.peak.token)
+                                           : race_word(p, law_of_shard(p.shard, n, row, law), b, depth);
+        break;
+    }
+  });
+}
+
+void weigh_shard(const ShardWeighParams& p, int64_t item, LawScratch& scratch) {
+  const auto [n, b] = item_of(p, item);
+  if (b < 0) return;
+  TreeWalk walk(p.ratio.verify, b);
+  if (!stand_at(walk, n)) return;
+  ShardRow& row = p.shard.rows[n];
+  int64_t* words = p.words + item * (p.round == WeighRound::kDraw ? 1 : kWeighWords);
+  ShardLaws shard(p, n, b, scratch);
+  switch (p.round) {
+    case WeighRound::kMasses: {
+      int64_t sums[kWeighWords];
+      shard.sum(walk, 0.0, 0, sums);
+      words[0] = row.own_units = sums[0];
+      tell_drafts(p, walk, shard.laws());
+      break;
+    }
+    case WeighRound::kResidual: {
+      learn_sums(p.ratio.law, p.received + n * kWeighWords, p.index - 1, row);
+      keep_left(p.left, walk, p.index - 1, row);
+      const ShardQuestion question = reject_child(p, walk, row);
+      if (question.asked) shard.sum(walk, question.c, question.num_tried, words);
+      break;
+    }
+    case WeighRound::kSums:
+      shard.sum(walk, p.ends[b].c, p.ends[b].num_tried, words);
+      words[1] = row.own_units;
+      break;
+    case WeighRound::kDraw: {
+      const ShardDraw draw = draw_of_shard(p, b);
+      if (draw.owns) words[0] = p.shard.first_token + shard.draw(walk, draw.c, draw.num_tried, draw.bound);
+      break;
+    }
+  }
+}
+
+}  // namespace pagedtree::cpu::PAGEDTREE_ISA

@@ -1,0 +1,41 @@
+// Compiled once per instruction set: its table.
+#include "cpu/isa.h"
+#include "cpu/isa/attention/kernels.h"
+
+#define PT_STRING_(x) #x
+#define PT_STRING(x) PT_STRING_(x)
+
+namespace pagedtree::cpu::PAGEDTREE_ISA {
+
+Draw draw_token(const LogitRow& row, const Law& law, uint64_t seed, int64_t position, FilterScratch& scratch);
+void quantize_e4m3(const void* src, DType dtype, int64_t count, float scale, uint8_t* dst);
+double top_tokens(const LogitRow& row, int32_t k, bool with_sum, int64_t* tokens, float* logits);
+void draw_children(const LogitRow& row, const Law& law, const ChildrenDraw& draw, FilterScratch& scratch);
+void verify_rejection(const RatioParams& p, int64_t b, LawScratch& scratch);
+void verify_block(const RatioParams& p, int64_t b, LawScratch& scratch);
+void verify_typical(const RatioParams& p, int64_t b, LawScratch& scratch);
+void verify_traversal(const RatioParams& p, int64_t b, LawScratch& scratch);
+void step_shard(const ShardStepParams& p, int64_t row);
+void weigh_shard(const ShardWeighParams& p, int64_t item, LawScratch& scratch);
+
+const IsaKernels& kernels() {
+  static constexpr IsaKernels table = {
+      .name = PT_STRING(PAGEDTREE_ISA),
+      .draw_token = draw_token,
+      .quantize_e4m3 = quantize_e4m3,
+      .top_tokens = top_tokens,
+      .draw_children = draw_children,
+      .verify_rejection = verify_rejection,
+      .verify_block = verify_block,
+      .verify_typical = verify_typical,
+      .verify_traversal = verify_traversal,
+      .step_shard = step_shard,
+      .weigh_shard = weigh_shard,
+      .attend = attend,
+      .merge_pieces = merge_pieces,
+      .merge_states = merge_states,
+  };
+  return table;
+}
+
+}  // namespace pagedtree::cpu::PAGEDTREE_ISA

@@ -1,0 +1,91 @@
+// The functions of core/math.h and core/philox.h on vectors: bit for bit what they give on scalars.
+#pragma once
+
+#include "core/philox.h"
+#include "cpu/isa/tile/vec.h"
+
+namespace pagedtree::cpu::PAGEDTREE_ISA {
+
+struct VectorMath {
+  using Float = vfloat;
+  using Int = vint;
+  using Uint = vuint;
+  static inline vfloat splat(float x) { return PAGEDTREE_ISA::splat(x); }
+  static inline vuint splat(uint32_t x) { return PAGEDTREE_ISA::splat(x); }
+  static inline vfloat fma(vfloat a, vfloat b, vfloat c) { return PAGEDTREE_ISA::fma(a, b, c); }
+  static inline vfloat max(vfloat a, vfloat b) { return PAGEDTREE_ISA::max(a, b); }
+  static inline vfloat select(vint mask, vfloat yes, vfloat no) { return PAGEDTREE_ISA::select(mask, yes, no); }
+  template <typename To, typename From>
+  static inline To bits(From from) {
+    return PAGEDTREE_ISA::bits<To>(from);
+  }
+  static inline vfloat to_float(vint x) { return __builtin_convertvector(x, vfloat); }
+  // Rounded once: the halves are exact.
+  static inline vfloat to_float(vuint x) {
+#if defined(__AVX512F__)
+    return _mm512_maskz_cvtepu32_ps(0xffff, reinterpret_cast<__m512i>(x));
+#else
+    return to_float(bits<vint>(x >> 16)) * 65536.0f + to_float(bits<vint>(x & 0xffffu));
+#endif
+  }
+  static inline vint to_int(vfloat x) { return __builtin_convertvector(x, vint); }
+  static inline vuint to_uint(vfloat x) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<vuint>(_mm512_maskz_cvttps_epu32(0xffff, x));
+#else
+    const vint large = x >= 2147483648.0f;
+    const vint low = to_int(x - select(large, splat(2147483648.0f), splat(0.0f)));
+    return bits<vuint>(low) ^ (bits<vuint>(large) & 0x80000000u);
+#endif
+  }
+};
+
+typedef uint64_t vulong __attribute__((vector_size(kLanes * 4)));
+
+// Philox on half the lanes: words in the low halves of 64 bits, where multiplication finds them; above them is garbage.
+struct PhiloxMath {
+  using Uint = vulong;
+  static inline vulong splat(uint32_t x) { return uint64_t{x} - vulong{}; }
+  static inline void multiply(vulong a, uint32_t b, vulong& high, vulong& low) {
+#if defined(__AVX512F__)
+    low = reinterpret_cast<vulong>(
+        _mm512_maskz_mul_epu32(0xff, reinterpret_cast<__m512i>(a), _mm512_set1_epi64(static_cast<int64_t>(b))));
+#elif defined(__AVX2__)
+    low = reinterpret_cast<vulong>(
+        _mm256_mul_epu32(reinterpret_cast<__m256i>(a), _mm256_set1_epi64x(static_cast<int64_t>(b))));
+#else
+    low = (a & 0xffffffffu) * b;
+#endif
+    high = low >> 32;
+  }
+};
+
+// A block of 4 words for each lane of `index`.
+static inline void philox_lanes(uint64_t seed, int64_t position, vuint index, RandomUse use, vuint words[4]) {
+  vulong even[4], odd[4];
+  philox<PhiloxMath>(seed, position, bits<vulong>(index), use, even);
+  philox<PhiloxMath>(seed, position, bits<vulong>(index) >> 32, use, odd);
+  for (int w = 0; w < 4; ++w) words[w] = bits<vuint>((even[w] & 0xffffffffu) | odd[w] << 32);
+}
+
+// a0 b0 a1 b1 ..., in two vectors.
+static inline void zip(vuint a, vuint b, vuint& first, vuint& second) {
+  vuint low, high;
+  for (int i = 0; i < kLanes; ++i) {
+    low[i] = static_cast<uint32_t>(i / 2 + (i % 2) * kLanes);
+    high[i] = low[i] + kLanes / 2;
+  }
+  first = __builtin_shuffle(a, b, low);
+  second = __builtin_shuffle(a, b, high);
+}
+
+// Blocks of four words side by side, word w of block i in words[w][i], into one run: block 0's four, block 1's, ...
+static inline void interleave_blocks(vuint words[4]) {
+  vuint even[2], odd[2];
+  zip(words[0], words[2], even[0], even[1]);
+  zip(words[1], words[3], odd[0], odd[1]);
+  zip(even[0], odd[0], words[0], words[1]);
+  zip(even[1], odd[1], words[2], words[3]);
+}
+
+}  // namespace pagedtree::cpu::PAGEDTREE_ISA

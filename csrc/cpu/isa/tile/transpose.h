@@ -1,0 +1,33 @@
+#pragma once
+
+#include "cpu/isa/tile/vec.h"
+
+namespace pagedtree::cpu::PAGEDTREE_ISA {
+
+// a0 b0 a1 b1 ... of the lower halves, then of the upper halves.
+static inline void interleave(vfloat a, vfloat b, vfloat& low, vfloat& high) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256 even = _mm256_unpacklo_ps(a, b), odd = _mm256_unpackhi_ps(a, b);
+  low = _mm256_permute2f128_ps(even, odd, 0x20);
+  high = _mm256_permute2f128_ps(even, odd, 0x31);
+#else
+  vint first, second;
+  for (int i = 0; i < kLanes; ++i) {
+    first[i] = i / 2 + (i % 2) * kLanes;
+    second[i] = first[i] + kLanes / 2;
+  }
+  low = __builtin_shuffle(a, b, first);
+  high = __builtin_shuffle(a, b, second);
+#endif
+}
+
+// rows[i][j] <-> rows[j][i], by log2(kLanes) perfect shuffles.
+static inline void transpose(vfloat (&rows)[kLanes]) {
+  for (int step = 1; step < kLanes; step *= 2) {
+    vfloat next[kLanes];
+    for (int i = 0; i < kLanes / 2; ++i) interleave(rows[i], rows[i + kLanes / 2], next[2 * i], next[2 * i + 1]);
+    for (int i = 0; i < kLanes; ++i) rows[i] = next[i];
+  }
+}
+
+}  // namespace pagedtree::cpu::PAGEDTREE_ISA

@@ -1,0 +1,41 @@
+// Memory that the hosts allocate for the kernels of cpu/isa/logits.
+#pragma once
+
+#include "core/verify/rules.h"
+
+namespace pagedtree::cpu {
+
+// A row's peaks: the largest logit of each lane in each block, for later scans to skip the blocks of no use to them.
+constexpr int kPeakBlock = kLawBlock;
+constexpr int kMostLanes = 16;
+constexpr int kMaxPeaks = kMaxVocab / kPeakBlock * kMostLanes;
+
+// Scratch of the filters' search in a row of any length: tables of tokens by one half of their logits' order key.
+constexpr int kBins = 1 << 16;
+constexpr int kBlockBins = 256;
+constexpr int kBlocks = kBins / kBlockBins;
+struct RowTotals {
+  uint64_t count;
+  uint64_t mass;
+};
+struct FilterScratch {
+  float peaks[kMaxPeaks];
+  uint32_t high_counts[kBins];
+  uint64_t high_masses[kBins];
+  uint32_t low_counts[kBins];
+  RowTotals high_blocks[kBlocks];
+  RowTotals low_blocks[kBlocks];
+};
+
+// Scratch of the rules that weigh drafts.
+struct LawScratch {
+  FilterScratch filter;
+  NodeLaws laws;
+  LawTable residuals, drafts;
+  LawBlock block;
+  int32_t tried[kMaxTreeNodes];
+  int16_t parents[kMaxTreeNodes];
+  int16_t depths[kMaxTreeNodes];
+};
+
+}  // namespace pagedtree::cpu

@@ -1,0 +1,282 @@
+// One stage of keys against a warp's rows: scores, online softmax, output.
+#pragma once
+
+#include "cuda/attention/stage.cuh"
+
+namespace pagedtree::cuda {
+
+// A warp's rows as mma accumulators: unnormalised output, maximum (base 2) and this lane's part of the sum of
+// 2^(score - maximum), of rows quad and quad + 8 of each block of 16.
+template <typename I>
+struct Accumulator {
+  float out[I::kAtoms][I::kHeadDim / 8][4];
+  float maximum[I::kAtoms][2];
+  float sum[I::kAtoms][2];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int a = 0; a < I::kAtoms; ++a) {
+#pragma unroll
+      for (int d = 0; d < I::kHeadDim / 8; ++d) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[a][d][i] = 0.0f;
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        maximum[a][half] = -kInfinity;
+        sum[a][half] = 0.0f;
+      }
+    }
+  }
+};
+
+// Of rows quad and quad + 8 of each block.
+template <typename I>
+using RowFactors = float[I::kAtoms][2];
+
+template <typename I>
+using Scores = float[I::kAtoms][I::kWarpKeys / 8][4];
+
+// q.k of the warp's rows, which begin at `row` of the tile, with its keys, which begin at `key` of the stage.
+template <typename I>
+__device__ __forceinline__ void score_keys(Scores<I>& scores, uint32_t q, uint32_t k, uint32_t lane, uint32_t row,
+                                           uint32_t key) {
+#pragma unroll
+  for (int a = 0; a < I::kAtoms; ++a) {
+#pragma unroll
+    for (int n = 0; n < I::kWarpKeys / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[a][n][i] = 0.0f;
+    }
+  }
+#pragma unroll
+  for (uint32_t column = 0; column < I::kHeadDim; column += 32) {
+    uint32_t rows[I::kAtoms][2][4];
+#pragma unroll
+    for (uint32_t a = 0; a < I::kAtoms; ++a) {
+#pragma unroll
+      for (uint32_t step = 0; step < 2; ++step) {
+        load_q<typename I::QRows>(rows[a][step], q, lane, row + a * 16, column + step * 16);
+      }
+    }
+#pragma unroll
+    for (uint32_t n = 0; n < I::kWarpKeys; n += 16) {
+      const KeyFragments keys = load_k<typename I::Kv, typename I::KvRows>(k, lane, key + n, column);
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+          for (int a = 0; a < I::kAtoms; ++a) {
+            ptx::mma_m16n8k16<typename I::M>(scores[a][n / 8 + i], rows[a][step], keys.b[step][i][0],
+                                             keys.b[step][i][1]);
+          }
+        }
+      }
+    }
+  }
+}
+
+// q.k becomes cap * tanh(q.k * scale / cap); the factors are 1 afterwards.
+template <typename I>
+__device__ __forceinline__ void cap_scores(float cap, Scores<I>& dots, RowFactors<I>& factors) {
+#pragma unroll
+  for (int a = 0; a < I::kAtoms; ++a) {
+#pragma unroll
+    for (int n = 0; n < I::kWarpKeys / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        dots[a][n][i] = cap - __fdividef(2.0f * cap, ptx::ex2(dots[a][n][i] * factors[a][i / 2]) + 1.0f);
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) factors[a][half] = 1.0f;
+  }
+}
+
+// Keys that a row does not see get no weight, whatever their score is.
+template <int kTiles, int kWords>
+__device__ __forceinline__ void mask_scores(float (&scores)[kTiles][4], const VisibleKeys<kWords>& keys,
+                                            uint32_t lane) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      const uint32_t bits = keys.rows[half][w] >> (lane % 4 * 2);
+#pragma unroll
+      for (int n = w * 4; n < kTiles && n < w * 4 + 4; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if ((bits >> (n % 4 * 8 + i) & 1u) == 0) scores[n][half * 2 + i] = -kInfinity;
+        }
+      }
+    }
+  }
+}
+
+// Multiplies scores by their scales, which are 1 afterwards.
+template <typename I>
+__device__ __forceinline__ void round_scores(Scores<I>& scores, RowFactors<I>& scales) {
+#pragma unroll
+  for (int a = 0; a < I::kAtoms; ++a) {
+#pragma unroll
+    for (int n = 0; n < I::kWarpKeys / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[a][n][i] *= scales[a][i / 2];
+    }
+    scales[a][0] = scales[a][1] = 1.0f;
+  }
+}
+
+// Scores become weights 2^(score - maximum) under the new maximum; what was accumulated under the old one is rescaled.
+// For e4m3 `maximum` is lower than the true one by a constant: weights, which are multiplied as half there, are larger
+// by 2^15 and do not vanish where they are small beside the largest.
+template <typename I>
+__device__ __forceinline__ void softmax(Scores<I>& scores, RowFactors<I>& scales, Accumulator<I>& sums) {
+  constexpr int kTiles = I::kWarpKeys / 8;
+  constexpr float kHeadroom = kIsFloat8<typename I::Kv> ? 15.0f : 0.0f;
+  RowFactors<I> factors;
+  bool changed = false, huge = false;
+#pragma unroll
+  for (int a = 0; a < I::kAtoms; ++a) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float top = -kInfinity;
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) top = fmaxf(top, fmaxf(scores[a][n][half * 2], scores[a][n][half * 2 + 1]));
+      const float old = sums.maximum[a][half], scale = scales[a][half];
+      top = quad_max(top);
+      top = top == -kInfinity ? old : fmaxf(old, kHeadroom == 0.0f ? top * scale : __fmaf_rn(top, scale, -kHeadroom));
+      sums.maximum[a][half] = top;
+      // A row that has seen nothing yet: any finite number keeps -inf - maximum from being NaN.
+      factors[a][half] = ptx::ex2(old - (top == -kInfinity ? 0.0f : top));
+      changed = changed || top != old;
+      huge = huge || (fabsf(top) > 0x1p24f && top != -kInfinity);
+    }
+  }
+  // Such a maximum is rounded by so much that 2^(score - maximum) may overflow, unless the scores are rounded as well.
+  if (__any_sync(kWholeWarp, huge)) round_scores<I>(scores, scales);
+#pragma unroll
+  for (int a = 0; a < I::kAtoms; ++a) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float base = sums.maximum[a][half] == -kInfinity ? 0.0f : sums.maximum[a][half];
+      float sum = 0.0f;
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+        for (int i = half * 2; i < half * 2 + 2; ++i) {
+          scores[a][n][i] = ptx::ex2(__fmaf_rn(scores[a][n][i], scales[a][half], -base));
+          sum += scores[a][n][i];
+        }
+      }
+      sums.sum[a][half] = __fmaf_rn(sums.sum[a][half], factors[a][half], sum);
+    }
+  }
+  if (!__any_sync(kWholeWarp, changed)) return;
+#pragma unroll
+  for (int a = 0; a < I::kAtoms; ++a) {
+#pragma unroll
+    for (int d = 0; d < I::kHeadDim / 8; ++d) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums.out[a][d][i] *= factors[a][i / 2];
+    }
+  }
+}
+
+// The V rows of keys that none of the warp's rows sees may hold anything: a mask for each register of a fragment.
+template <int kWords>
+__device__ __forceinline__ uint32_t kept_values(const uint32_t (&seen)[kWords], uint32_t lane, uint32_t key,
+                                                uint32_t i) {
+  const uint32_t bits = seen[key / kMaskWordBits] >> (key % kMaskWordBits + i * 8 + lane % 4 * 2);
+  return (bits & 1u ? 0x0000ffffu : 0u) | (bits & 2u ? 0xffff0000u : 0u);
+}
+
+// out += weights * V; with kMasked, only of the keys in `seen`.
+template <bool kMasked, typename I>
+__device__ __forceinline__ void add_values(const Scores<I>& weights, uint32_t v, uint32_t lane, uint32_t key,
+                                           const uint32_t (&seen)[I::kWords], Accumulator<I>& sums) {
+  using M = typename I::M;
+#pragma unroll
+  for (uint32_t n = 0; n < I::kWarpKeys; n += 16) {
+    uint32_t rows[I::kAtoms][4];
+#pragma unroll
+    for (int a = 0; a < I::kAtoms; ++a) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* pair = weights[a][n / 8 + i / 2] + i % 2 * 2;
+        rows[a][i] = pack_pair<M>(pair[0], pair[1]);
+      }
+    }
+    uint32_t kept[2];
+    if constexpr (kMasked) {
+      for (uint32_t i = 0; i < 2; ++i) kept[i] = kept_values(seen, lane, n, i);
+    }
+#pragma unroll
+    for (uint32_t column = 0; column < I::kHeadDim; column += 32) {
+      ValueFragments values = load_v<typename I::Kv, typename I::KvRows>(v, lane, key + n, column);
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        if constexpr (kMasked) {
+          for (int i = 0; i < 2; ++i) values.b[step][i] &= kept[i];
+        }
+#pragma unroll
+        for (int a = 0; a < I::kAtoms; ++a) {
+          ptx::mma_m16n8k16<M>(sums.out[a][column / 8 + step], rows[a], values.b[step][0], values.b[step][1]);
+        }
+      }
+    }
+  }
+}
+
+// The warp's share of a stage whose first key is `first_key`. `start_copies` is called once, between the scores and the
+// softmax: before them copies would stand in the way of what is read from shared memory.
+template <bool kMasked, typename I, typename StartCopies>
+__device__ __forceinline__ void attend_stage(const TreeAttentionParams& p, Shared<I>& shared, Stage<I>& stage,
+                                             uint32_t thread, int32_t first_key, float factor, Accumulator<I>& sums,
+                                             const StartCopies& start_copies) {
+  const uint32_t warp = thread / 32, lane = thread % 32;
+  const uint32_t row = warp % I::kShape.row_warps * I::kShape.warp_rows(),
+                 key = warp / I::kShape.row_warps * I::kWarpKeys;
+  // Found twice: the words would take registers while the scores are computed.
+  const auto visible_to = [&](int a) {
+    const Visibility mine = shared.views[row + a * 16 + own_row(lane)].expand(p, shared.tile);
+    return visible_keys<I::kWords>(mine, lane, first_key + static_cast<int32_t>(key));
+  };
+  uint32_t seen[I::kWords] = {};
+  if constexpr (kMasked) {
+    uint32_t any = 0;
+#pragma unroll
+    for (int a = 0; a < I::kAtoms; ++a) {
+      const VisibleKeys<I::kWords> keys = visible_to(a);
+#pragma unroll
+      for (int w = 0; w < I::kWords; ++w) seen[w] |= keys.rows[0][w] | keys.rows[1][w];
+    }
+#pragma unroll
+    for (int w = 0; w < I::kWords; ++w) {
+      seen[w] = column_or(seen[w]);
+      any |= seen[w];
+    }
+    if (any == 0) return start_copies();
+  }
+  Scores<I> scores;
+  score_keys<I>(scores, ptx::smem_addr(shared.q), ptx::smem_addr(stage.k), lane, row, key);
+  start_copies();
+  RowFactors<I> factors;
+#pragma unroll
+  for (int a = 0; a < I::kAtoms; ++a) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      factors[a][half] = I::kScalesRows ? shared.factors[row + a * 16 + half * 8 + lane / 4] : factor;
+    }
+  }
+  if (p.softcap != 0.0f) cap_scores<I>(p.softcap * kLog2E, scores, factors);
+  if constexpr (kMasked) {
+#pragma unroll
+    for (int a = 0; a < I::kAtoms; ++a) mask_scores(scores[a], visible_to(a), lane);
+  }
+  softmax<I>(scores, factors, sums);
+  add_values<kMasked, I>(scores, ptx::smem_addr(stage.v), lane, key, seen, sums);
+}
+
+}  // namespace pagedtree::cuda

@@ -1,0 +1,93 @@
+// tree_attention on CUDA: a launch for each list of sequences, and one that joins the pieces of what was cut.
+#include "cuda/attention/instances.h"
+#include "cuda/attention/join.cuh"
+#include "cuda/attention/schedule.cuh"
+#include "cuda/backend.h"
+#include "cuda/tile/launch.cuh"
+
+namespace pagedtree::cuda {
+namespace {
+
+constexpr int64_t kAlignment = 16;  // of pieces, which are a multiple of it
+
+Pieces pieces_of(const WorkShape& work, const TileShape& tile, const DeviceLimits& limits) {
+  return {nullptr, range_bound(work, range_limits(tile, limits.num_sms)), tile.m_tile, tile.head_dim};
+}
+
+bool is_aligned(const void* rows, int64_t token_stride, int64_t head_stride) {
+  return reinterpret_cast<uintptr_t>(rows) % 16 == 0 && token_stride % 8 == 0 && head_stride % 8 == 0;
+}
+
+AttentionLauncher launcher_of(const TreeAttentionParams& p, const TileShape& tile) {
+  const bool float8 = p.kv_dtype == DType::kFloat8E4M3;
+  const auto find = p.q_dtype == DType::kFloat16 ? (float8 ? half_float8_attention : half_attention)
+                                                 : (float8 ? bfloat16_float8_attention : bfloat16_attention);
+  return find(tile);
+}
+
+// Whole warps for `count` threads' work, at most kScheduleThreads.
+unsigned schedule_threads(int64_t count) {
+  return static_cast<unsigned>(clamp_to<int64_t>(ceil_div<int64_t>(count, 32) * 32, 32, kScheduleThreads));
+}
+
+}  // namespace
+
+void CudaBackend::attention_plan(const AttentionPlanParams& p, const ExecContext& ctx) const {
+  const int num_sms = device_limits().num_sms;
+  PlanLists lists{};
+  int64_t most = p.batch;
+  for (const WorkList list : kWorkLists) {
+    const ListTile item = list_tile(list, p.head_dim, p.max_seqlen_q, p.group_size);
+    const auto i = static_cast<size_t>(list);
+    lists.work[i] = work_shape(p, item.tile.m_tile, list);
+    lists.limits[i] = range_limits(item.tile, num_sms);
+    most = max_of<int64_t>(most, lists.limits[i].most);
+  }
+  launch(plan_kernel, dim3(std::size(kWorkLists)), dim3(schedule_threads(most)), sizeof(PlanShared), ctx.stream, lists,
+         p.plan);
+}
+
+int64_t CudaBackend::tree_attention_scratch(const TreeAttentionParams& p, const ExecContext&) const {
+  const DeviceLimits limits = device_limits();
+  int64_t bytes = kAlignment;
+  for (const auto& [list, tile] : lists_of(p))
+    bytes += pieces_of(work_shape(p, tile.m_tile, list), tile, limits).bytes();
+  return bytes;
+}
+
+void CudaBackend::tree_attention(const TreeAttentionParams& p, const ExecContext& ctx) const {
+  if (p.num_tokens == 0) return;
+  const DeviceLimits limits = device_limits();
+  const ListTiles lists = lists_of(p);
+  auto scratch = ceil_div<intptr_t>(reinterpret_cast<intptr_t>(p.scratch), kAlignment) * kAlignment;
+  CallShapes calls{};
+  Residency residents[std::size(calls.lists)];
+  int32_t most_ranges = 0, most_rows = 0;
+  for (int i = 0; i < lists.count; ++i) {
+    const auto& [list, tile] = lists.items[i];
+    CallShape& call = calls.lists[i];
+    residents[i] = residency(tile, static_cast<int>(element_size(p.kv_dtype)), limits.max_shared_bytes);
+    call.work = work_shape(p, tile.m_tile, list);
+    call.pieces = pieces_of(call.work, tile, limits);
+    call.pieces.memory = reinterpret_cast<float*>(scratch);
+    scratch += call.pieces.bytes();
+    call.stages = residents[i].stages;
+    call.q_aligned = is_aligned(p.q, p.q_token_stride, p.q_head_stride);
+    call.out_aligned = is_aligned(p.out, p.out_token_stride, p.out_head_stride);
+    most_ranges = max_of(most_ranges, call.pieces.capacity);
+    most_rows = max_of(most_rows, tile.m_tile);
+  }
+  for (int i = 0; i < lists.count; ++i) {
+    const CallShape& call = calls.lists[i];
+    const auto grid = static_cast<unsigned>(call.pieces.capacity);
+    launcher_of(p, lists.items[i].tile)(p, call, grid, residents[i].shared_bytes, ctx.stream);
+  }
+  // A cut lies between two ranges: there is one cut less than there are ranges, and none if all is one range.
+  const dim3 grid(static_cast<unsigned>(most_ranges - 1),
+                  static_cast<unsigned>(ceil_div(most_rows * (p.head_dim / JoinedColumns::kColumns), kJoinThreads)),
+                  static_cast<unsigned>(lists.count));
+  launch_behind(p.q_dtype == DType::kFloat16 ? join_kernel<__half> : join_kernel<__nv_bfloat16>, grid,
+                dim3(kJoinThreads), 0, ctx.stream, p, calls);
+}
+
+}  // namespace pagedtree::cuda

@@ -1,0 +1,45 @@
+// What the host tells the attention kernels beside the op's parameters, and what lies in a call's scratch.
+#pragma once
+
+#include <vector_types.h>
+
+#include "cuda/attention/config.h"
+
+namespace pagedtree::cuda {
+
+// The rows' partial results: row states (maximum, in base 2, and sum) and unnormalised output [piece_rows, head_dim].
+struct Piece {
+  float2* states;
+  float* out;
+};
+
+// The pieces in scratch: of a row tile that is cut, one for each range that it lies in. A range has up to two: of the
+// row tile that it begins inside of, and of one that it leaves unfinished.
+struct Pieces {
+  float* memory;  // [2, capacity, rows * (head_dim + 2)]: first pieces of row tiles, others
+  int32_t capacity;
+  int32_t rows;
+  int32_t head_dim;
+
+  PT_HOST_DEVICE int64_t floats() const { return int64_t{rows} * (head_dim + 2); }
+  PT_HOST_DEVICE int64_t bytes() const { return 2 * capacity * floats() * int64_t{sizeof(float)}; }
+  PT_HOST_DEVICE Piece of(int32_t range, bool is_first) const {
+    float* piece = memory + ((is_first ? 0 : capacity) + range) * floats();
+    return {reinterpret_cast<float2*>(piece), piece + 2 * rows};
+  }
+};
+
+// One launch: of a list of sequences.
+struct CallShape {
+  WorkShape work;
+  Pieces pieces;
+  int stages;
+  bool q_aligned;  // rows are read 16 bytes at a time
+  bool out_aligned;
+};
+
+struct CallShapes {
+  CallShape lists[2];
+};
+
+}  // namespace pagedtree::cuda

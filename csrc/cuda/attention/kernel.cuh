@@ -1,0 +1,180 @@
+// The attention kernel: a grid of CTAs that take the ranges of the plan, each range row tile by row tile.
+#pragma once
+
+#include "cuda/attention/output.cuh"
+#include "cuda/attention/ranges.cuh"
+#include "cuda/tile/launch.cuh"
+
+namespace pagedtree::cuda {
+
+// Rows of no sequence, the padding of a captured graph: out 0, lse -inf.
+template <typename I>
+__device__ __forceinline__ void clear_tokens(const TreeAttentionParams& p, int64_t begin, int64_t end) {
+  const int64_t heads = int64_t{p.num_kv_heads} * p.group_size;
+  const int64_t first = begin * heads + blockIdx.x;
+  for (int64_t row = first; row < end * heads; row += gridDim.x) {
+    const int64_t token = row / heads, head = row % heads;
+    uint16_t* out = static_cast<uint16_t*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
+    for (int d = static_cast<int>(threadIdx.x); d < I::kHeadDim; d += I::kThreads) out[d] = 0;
+    if (threadIdx.x == 0 && p.lse != nullptr) {
+      p.lse[token * p.lse_token_stride + head * p.lse_head_stride] = -kInfinity;
+    }
+  }
+}
+
+// What each row of the tile sees, into shared memory; returns what all see in common. A barrier must follow before
+// shared memory is written again.
+template <typename I>
+__device__ __forceinline__ KeyBounds find_views(const TreeAttentionParams& p, const RowTile& tile, uint32_t thread,
+                                                Shared<I>& shared) {
+  KeyBounds bounds = KeyBounds::none();
+  if (thread < I::kMTile) {
+    const Visibility seen = row_visibility(p, tile, thread);
+    shared.views[thread] = RowView::of(seen);
+    if (thread < tile.rows) bounds = KeyBounds::of(seen);
+  }
+  bounds = bounds.over_warp();
+  if (thread % 32 == 0) shared.bounds[thread / 32] = bounds;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < ceil_div(I::kMTile, 32); ++w) bounds = bounds.join(shared.bounds[w]);
+  return bounds;
+}
+
+// The rows against KV tiles [begin, end). Stages come through a ring; while one is worked on, the copies of later ones
+// are under way, and the page ids of the one after them are read. One barrier a stage: what it lets pass is that the
+// stage has arrived and that the one before it is used up.
+template <typename I>
+__device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const CallShape& call, const RowTile& tile,
+                                             int32_t begin, int32_t end, Shared<I>& shared, Accumulator<I>& sums) {
+  constexpr int kKeys = I::kShape.keys, kStagesInTile = kKvTile / kKeys;
+  const uint32_t thread = ptx::thread_index(), warp = thread / 32;
+  const int32_t key_of_thread = static_cast<int32_t>(thread), ring = call.stages;
+  sums.clear();
+  __syncthreads();  // the row tile before this one is done with shared memory
+  const float scale = score_scale(p, tile.kv_head), factor = score_factor<typename I::Kv>(p, scale);
+  if (thread == 0) {
+    shared.reader = KeyReader::of(p, tile);
+    shared.tile = tile;
+  }
+  load_q_tile<I>(p, tile, thread, call.q_aligned, scale < 0.0f, factor, shared.q, shared.factors);
+  const KeyBounds bounds = find_views<I>(p, tile, thread, shared);
+
+  const int32_t first = max_of(begin * kStagesInTile, bounds.lowest / kKeys);
+  const int32_t last = min_of(end * kStagesInTile, ceil_div(bounds.highest, kKeys));  // and one more
+  for (int32_t i = key_of_thread; i < min_of(ring, last - first) * kKeys; i += I::kThreads) {
+    const int32_t key = first * kKeys + i;
+    const KeyReader& reader = shared.reader;
+    shared.stage(i / kKeys).rows[i % kKeys] = reader.row<typename I::Kv>(p, key, reader.page(key));
+  }
+  __syncthreads();
+  for (int s = 0; s < ring - 1; ++s) {
+    if (first + s < last) copy_stage<I>(shared.stage(s), thread);
+    ptx::cp_async_commit();
+  }
+
+  const bool has_rows = warp % I::kShape.row_warps * I::kShape.warp_rows() < tile.rows;
+  int now = 0;  // the place in the ring of stage i
+  for (int32_t i = first; i < last; ++i) {
+    wait_for_stage(ring);
+    __syncthreads();
+    const int32_t first_key = i * kKeys, later_key = first_key + ring * kKeys + key_of_thread;
+    const bool reads_page = thread < kKeys && i + ring < last;
+    const int32_t page = reads_page ? shared.reader.page(later_key) : -1;
+    const auto start_copies = [&] {
+      if (i + ring - 1 < last) copy_stage<I>(shared.stage(now == 0 ? ring - 1 : now - 1), thread);
+      ptx::cp_async_commit();
+    };
+
+    Stage<I>& stage = shared.stage(now);
+    if (!has_rows) {
+      start_copies();
+    } else if (bounds.plain_begin <= first_key && first_key + kKeys <= bounds.plain_end) {
+      attend_stage<false, I>(p, shared, stage, thread, first_key, factor, sums, start_copies);
+    } else {
+      attend_stage<true, I>(p, shared, stage, thread, first_key, factor, sums, start_copies);
+    }
+    if (reads_page) stage.rows[thread] = shared.reader.template row<typename I::Kv>(p, later_key, page);
+    now = now + 1 == ring ? 0 : now + 1;
+  }
+  ptx::cp_async_wait<0>();
+}
+
+// The row tile at shared.at, from its KV tile on to the end of the row tile or of the range. The tile is looked up
+// again for its output, rather than kept in registers beside the accumulators.
+template <typename I>
+__device__ __forceinline__ void attend_piece(const TreeAttentionParams& p, const CallShape& call, Shared<I>& shared) {
+  const WorkPosition& at = shared.at;
+  const WarpParts<I> parts{shared};
+  const auto find_work = [&] { return sequence_work(call.work, at.sequence); };
+  const auto find_end = [&](const SequenceWork& work) {
+    return at.same_row(shared.stop) ? shared.stop.kv_tile : work.kv_tiles;
+  };
+  {
+    const SequenceWork work = find_work();
+    const RowTile tile = row_tile(p, work, at.sequence, at.row_tile, I::kMTile);
+    Accumulator<I> sums;
+    attend_tiles<I>(p, call, tile, at.kv_tile, find_end(work), shared, sums);
+    __syncthreads();
+    parts.store(sums);
+  }
+  __syncthreads();
+  const SequenceWork work = find_work();
+  const RowTile tile = row_tile(p, work, at.sequence, at.row_tile, I::kMTile);
+  if (at.kv_tile == 0 && find_end(work) == work.kv_tiles) {
+    join<I>(parts, tile.rows, ToOutput<typename I::T>{p, tile, call.out_aligned});
+  } else {
+    const auto range = static_cast<int32_t>(blockIdx.x);
+    join<I>(parts, tile.rows, ToPiece{call.pieces.of(range, at.kv_tile == 0), I::kHeadDim});
+  }
+}
+
+// Of an empty range inside of a row tile: nothing was seen.
+__device__ __forceinline__ void clear_piece(const Piece& piece, int rows) {
+  for (int row = static_cast<int>(threadIdx.x); row < rows; row += static_cast<int>(blockDim.x)) {
+    piece.states[row] = make_float2(-kInfinity, 0.0f);
+  }
+}
+
+// CTA i works on range i.
+template <typename I>
+__global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
+    attention_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ CallShape call) {
+  static_assert(sizeof(Shared<I>) <= I::kShape.header_bytes() + I::kShape.q_bytes(), "header_bytes() is too small");
+  ptx::let_next_kernel_start();
+  Shared<I>& shared = ptx::shared<Shared<I>>();
+  const WorkShape& shape = call.work;
+  const CallRanges ranges(shape, p.plan, call.pieces.capacity);
+  const auto range = static_cast<int32_t>(blockIdx.x);
+  if (threadIdx.x == 0) {
+    shared.at = ranges.start(range);
+    shared.stop = ranges.start(range + 1);
+  }
+  __syncthreads();
+  if (shared.at.kv_tile > 0 && !shared.at.before(shared.stop)) clear_piece(call.pieces.of(range, false), I::kMTile);
+  while (shared.at.before(shared.stop)) {
+    // A sequence without row tiles may lie between two others.
+    if (shared.at.row_tile < sequence_work(shape, shared.at.sequence).row_tiles) attend_piece<I>(p, call, shared);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      const WorkPosition at = shared.at;
+      const bool is_last = at.row_tile + 1 >= sequence_work(shape, at.sequence).row_tiles;
+      shared.at = is_last ? WorkPosition{at.sequence + 1, 0, 0} : WorkPosition{at.sequence, at.row_tile + 1, 0};
+    }
+    __syncthreads();
+  }
+
+  const int64_t first_token = shape.batch > 0 ? clamp_to<int64_t>(p.cu_seqlens_q[0], 0, p.num_tokens) : 0;
+  const int64_t last_token =
+      shape.batch > 0 ? clamp_to<int64_t>(p.cu_seqlens_q[shape.batch], first_token, p.num_tokens) : 0;
+  clear_tokens<I>(p, 0, first_token);
+  clear_tokens<I>(p, last_token, p.num_tokens);
+}
+
+template <typename I>
+void launch_attention(const TreeAttentionParams& p, const CallShape& call, unsigned grid, int shared_bytes,
+                      void* stream) {
+  launch(attention_kernel<I>, dim3(grid), dim3(I::kThreads), static_cast<size_t>(shared_bytes), stream, p, call);
+}
+
+}  // namespace pagedtree::cuda

@@ -1,0 +1,160 @@
+// What becomes of a piece's result: the warps that shared its keys are joined, then it goes to the output or, where a
+// cut crosses the row tile, to scratch.
+#pragma once
+
+#include "cuda/attention/attend.cuh"
+#include "cuda/attention/call.h"
+
+namespace pagedtree::cuda {
+
+// What a part whose maximum is `maximum` counts under the maximum of all.
+__device__ __forceinline__ float weight_of(float maximum, float of_all) {
+  return maximum == -kInfinity ? 0.0f : ptx::ex2(maximum - of_all);
+}
+
+// The parts of the warps that share the keys, in shared memory.
+template <typename I>
+struct WarpParts {
+  Shared<I>& shared;
+
+  // Four columns; the places of chunks change by the row, so that a column of 8 rows covers all banks.
+  static __device__ __forceinline__ uint32_t offset(uint32_t part, uint32_t row, uint32_t column) {
+    constexpr uint32_t kChunks = I::kHeadDim / 4;
+    return ((part * I::kMTile + row) * kChunks + (column / 4 ^ row % 8)) * 4 + column % 4;
+  }
+  __device__ __forceinline__ float2 state(uint32_t part, uint32_t row) const {
+    return shared.states[part * I::kMTile + row];
+  }
+  __device__ __forceinline__ float4 out(uint32_t part, uint32_t row, uint32_t column) const {
+    return *reinterpret_cast<const float4*>(shared.out() + offset(part, row, column));
+  }
+
+  __device__ __forceinline__ void store(const Accumulator<I>& sums) const {
+    constexpr float kScale = kDecodedScale<typename I::Kv>;
+    const uint32_t thread = ptx::thread_index(), lane = thread % 32, warp = thread / 32,
+                   part = warp / I::kShape.row_warps;
+#pragma unroll
+    for (uint32_t a = 0; a < I::kAtoms; ++a) {
+#pragma unroll
+      for (uint32_t half = 0; half < 2; ++half) {
+        const uint32_t row = warp % I::kShape.row_warps * I::kShape.warp_rows() + a * 16 + half * 8 + lane / 4;
+        const float sum = quad_sum(sums.sum[a][half]);
+        if (lane % 4 == 0) shared.states[part * I::kMTile + row] = make_float2(sums.maximum[a][half], sum);
+#pragma unroll
+        for (uint32_t column = 0; column < I::kHeadDim; column += 16) {
+#pragma unroll
+          for (uint32_t i = 0; i < 2; ++i) {
+            const ColumnPair pair = accumulator_columns<typename I::Kv>(sums.out[a][column / 8],
+                                                                        sums.out[a][column / 8 + 1], lane, half, i);
+            *reinterpret_cast<float2*>(shared.out() + offset(part, row, column + pair.first)) =
+                make_float2(pair.values[0] * kScale, pair.values[1] * kScale);
+          }
+        }
+      }
+    }
+  }
+};
+
+// The states of one row's parts, joined.
+template <typename I>
+struct JoinedState {
+  static constexpr uint32_t kParts = I::kShape.key_warps;
+  float maximum;
+  float sum;
+  float weights[kParts];
+
+  __device__ __forceinline__ JoinedState(const WarpParts<I>& parts, uint32_t row) : maximum(-kInfinity), sum(0.0f) {
+    float2 states[kParts];
+#pragma unroll
+    for (uint32_t part = 0; part < kParts; ++part) {
+      states[part] = parts.state(part, row);
+      maximum = fmaxf(maximum, states[part].x);
+    }
+#pragma unroll
+    for (uint32_t part = 0; part < kParts; ++part) {
+      weights[part] = weight_of(states[part].x, maximum);
+      sum = __fmaf_rn(states[part].y, weights[part], sum);
+    }
+  }
+};
+
+struct ToPiece {
+  static constexpr bool kKeepsStates = true;
+  Piece piece;
+  uint32_t head_dim;
+
+  __device__ __forceinline__ void store(uint32_t row, uint32_t column, const float (&values)[8], float, float) const {
+    float4* to = reinterpret_cast<float4*>(piece.out + row * head_dim + column);
+    to[0] = make_float4(values[0], values[1], values[2], values[3]);
+    to[1] = make_float4(values[4], values[5], values[6], values[7]);
+  }
+};
+
+template <typename T>
+struct ToOutput {
+  static constexpr bool kKeepsStates = false;
+  const TreeAttentionParams& p;
+  const RowTile& tile;
+  bool aligned;
+
+  template <int kColumns>
+  __device__ __forceinline__ void store(uint32_t row, uint32_t column, const float (&values)[kColumns], float maximum,
+                                        float sum) const {
+    const int64_t token = tile.token(p, row), head = tile.head(p, row);
+    float factor = 1.0f;
+    if (p.sinks != nullptr && p.sinks[head] > -kInfinity) {
+      const float sink = p.sinks[head] * kLog2E, top = fmaxf(maximum, sink);
+      factor = ptx::ex2(maximum - top);
+      sum = __fmaf_rn(sum, factor, ptx::ex2(sink - top));
+      maximum = top;
+    }
+    const float v_scale = p.v_scale != nullptr ? p.v_scale[tile.kv_head * p.v_scale_stride] : 1.0f;
+    factor = sum == 0.0f ? 0.0f : factor * v_scale / sum;
+    uint32_t pairs[kColumns / 2];
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) pairs[i] = pack_pair<T>(values[2 * i] * factor, values[2 * i + 1] * factor);
+    uint16_t* to = static_cast<uint16_t*>(p.out) + token * p.out_token_stride + head * p.out_head_stride + column;
+    if (aligned) {
+      if constexpr (kColumns == 8) {
+        *reinterpret_cast<uint4*>(to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+      } else {
+        *reinterpret_cast<uint2*>(to) = make_uint2(pairs[0], pairs[1]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) to[i] = static_cast<uint16_t>(pairs[i / 2] >> i % 2 * 16);
+    }
+    if (column == 0 && p.lse != nullptr) {
+      const float lse = sum == 0.0f ? -kInfinity : __fmaf_rn(maximum, kLn2, logf(sum));
+      p.lse[token * p.lse_token_stride + head * p.lse_head_stride] = lse;
+    }
+  }
+};
+
+template <typename I, typename Target>
+__device__ __forceinline__ void join(const WarpParts<I>& parts, uint32_t rows, const Target& target) {
+  constexpr uint32_t kVectors = I::kHeadDim / 8;
+  using State = JoinedState<I>;
+  for (uint32_t i = ptx::thread_index(); i < rows * kVectors; i += I::kThreads) {
+    const uint32_t row = i / kVectors, column = i % kVectors * 8;
+    const State state(parts, row);
+    float values[8] = {};
+#pragma unroll
+    for (uint32_t part = 0; part < I::kShape.key_warps; ++part) {
+      const float4 low = parts.out(part, row, column), high = parts.out(part, row, column + 4);
+      const float of_part[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int d = 0; d < 8; ++d) values[d] = __fmaf_rn(of_part[d], state.weights[part], values[d]);
+    }
+    target.store(row, column, values, state.maximum, state.sum);
+  }
+  if constexpr (Target::kKeepsStates) {
+    const uint32_t row = ptx::thread_index();
+    if (row < rows) {
+      const State state(parts, row);
+      target.piece.states[row] = make_float2(state.maximum, state.sum);
+    }
+  }
+}
+
+}  // namespace pagedtree::cuda

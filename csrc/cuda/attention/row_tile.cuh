@@ -1,0 +1,127 @@
+// One M tile of one KV head of one sequence: which rows, and what they see.
+#pragma once
+
+#include "cuda/attention/config.h"
+#include "cuda/tile/reduce.cuh"
+
+namespace pagedtree::cuda {
+
+struct RowTile {
+  int32_t sequence;
+  int32_t kv_head;
+  uint32_t rows;
+  uint32_t first_head;  // of the group, of row 0
+  int32_t query;        // of the sequence, of row 0
+  int32_t first_token;  // of the sequence
+  int32_t num_queries;
+  int32_t seq_len;
+  int32_t tree_len;  // -1: causal
+
+  __device__ __forceinline__ int32_t kv_tiles() const { return kv_tiles_of(seq_len); }
+  __device__ __forceinline__ int32_t query_of(const TreeAttentionParams& p, uint32_t row) const {
+    return query + static_cast<int32_t>((first_head + row) / static_cast<uint32_t>(p.group_size));
+  }
+  __device__ __forceinline__ int64_t token(const TreeAttentionParams& p, uint32_t row) const {
+    return int64_t{first_token} + query_of(p, row);
+  }
+  __device__ __forceinline__ int64_t head(const TreeAttentionParams& p, uint32_t row) const {
+    return int64_t{kv_head} * p.group_size + (first_head + row) % static_cast<uint32_t>(p.group_size);
+  }
+};
+
+__device__ __forceinline__ RowTile row_tile(const TreeAttentionParams& p, const SequenceWork& work, int32_t sequence,
+                                            int32_t index, int32_t m_tile) {
+  RowTile tile{};
+  tile.sequence = sequence;
+  tile.kv_head = index / work.m_tiles;
+  tile.first_token = static_cast<int32_t>(work.tokens.begin);
+  tile.num_queries = static_cast<int32_t>(work.tokens.size());
+  tile.seq_len = static_cast<int32_t>(work.seq_len);
+  const int64_t first_row = int64_t{index % work.m_tiles} * m_tile;
+  tile.query = static_cast<int32_t>(first_row / p.group_size);
+  tile.first_head = static_cast<uint32_t>(first_row % p.group_size);
+  tile.rows = static_cast<uint32_t>(min_of<int64_t>(work.tokens.size() * p.group_size - first_row, m_tile));
+  tile.tree_len = static_cast<int32_t>(tree_length(p, sequence, tile.num_queries, work.seq_len));
+  return tile;
+}
+
+// What `row` sees; rows that the tile has not see nothing.
+__device__ __forceinline__ Visibility row_visibility(const TreeAttentionParams& p, const RowTile& tile, uint32_t row) {
+  if (row >= tile.rows) return Visibility{};
+  if (tile.tree_len < 0) {
+    return causal_visibility(tile.seq_len, tile.num_queries, tile.query_of(p, row), p.window);
+  }
+  const int32_t* words = p.tree_mask + tile.token(p, row) * p.mask_stride;
+  return tree_visibility(tile.seq_len, tile.tree_len, words, p.mask_words, p.window);
+}
+
+// What differs between the rows of a tile in what they see: all that a thread keeps of a Visibility.
+struct RowView {
+  int32_t begin, end;
+  int32_t first_bit;
+  const int32_t* words;  // null: no tree
+
+  __device__ __forceinline__ static RowView of(const Visibility& v) {
+    return {static_cast<int32_t>(v.begin), static_cast<int32_t>(v.end), v.first_bit, v.words};
+  }
+  __device__ __forceinline__ Visibility expand(const TreeAttentionParams& p, const RowTile& tile) const {
+    if (words == nullptr) return {begin, end, tile.seq_len, nullptr, 0, 0, 0};
+    const int64_t tree_len = tile.tree_len, num_bits = int64_t{p.mask_words} * kMaskWordBits;
+    return {begin,
+            end,
+            tile.seq_len - tree_len,
+            words,
+            p.mask_words,
+            first_bit,
+            static_cast<int32_t>(min_of(tree_len, num_bits))};
+  }
+};
+
+// Nobody sees a key outside [lowest, highest); everybody sees every key in [plain_begin, plain_end).
+struct KeyBounds {
+  int32_t lowest, highest;
+  int32_t plain_begin, plain_end;
+
+  __device__ __forceinline__ static KeyBounds none() {
+    constexpr int32_t kLast = 0x7fffffff;
+    return {kLast, 0, 0, kLast};
+  }
+  __device__ __forceinline__ static KeyBounds of(const Visibility& v) {
+    return {static_cast<int32_t>(v.lowest()), static_cast<int32_t>(v.highest()), static_cast<int32_t>(v.begin),
+            static_cast<int32_t>(v.end)};
+  }
+  __device__ __forceinline__ KeyBounds join(const KeyBounds& other) const {
+    return {min_of(lowest, other.lowest), max_of(highest, other.highest), max_of(plain_begin, other.plain_begin),
+            min_of(plain_end, other.plain_end)};
+  }
+  __device__ __forceinline__ KeyBounds over_warp() const {
+    return {__reduce_min_sync(kWholeWarp, lowest), __reduce_max_sync(kWholeWarp, highest),
+            __reduce_max_sync(kWholeWarp, plain_begin), __reduce_min_sync(kWholeWarp, plain_end)};
+  }
+};
+
+// The keys of a stage that the rows of a warp's 16-row block see, for the block's rows quad and quad + 8, and for the
+// block as a whole: bit i of word w is key 32 w + i of the warp's.
+template <int kWords>
+struct VisibleKeys {
+  uint32_t rows[2][kWords];
+};
+
+// `mine` is what the lane's own row of the block sees, see own_row(): so that each word is computed by one lane.
+__device__ __forceinline__ uint32_t own_row(uint32_t lane) { return lane / 4 + lane / 2 % 2 * 8; }
+
+template <int kWords>
+__device__ __forceinline__ VisibleKeys<kWords> visible_keys(const Visibility& mine, uint32_t lane, int32_t first_key) {
+  const uint32_t word = mine.visible32(first_key + (kWords == 2 ? static_cast<int32_t>(lane % 2) * kMaskWordBits : 0));
+  VisibleKeys<kWords> keys;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      keys.rows[half][w] = __shfl_sync(kWholeWarp, word, static_cast<int>(lane & ~3u) | half * 2 | w);
+    }
+  }
+  return keys;
+}
+
+}  // namespace pagedtree::cuda

@@ -1,0 +1,59 @@
+// The kernel that makes a plan.
+#pragma once
+
+#include <iterator>
+
+#include "cuda/attention/call.h"
+#include "cuda/tile/reduce.cuh"
+
+namespace pagedtree::cuda {
+
+constexpr int kScheduleThreads = 1024;
+static_assert(kScheduleThreads >= kMaxPlanRanges);
+
+struct PlanShared {
+  int64_t costs[kScheduleThreads];
+};
+
+// What a plan is made of, for each list.
+struct PlanLists {
+  WorkShape work[std::size(kWorkLists)];
+  RangeLimits limits[std::size(kWorkLists)];
+};
+
+// make_ranges() by one CTA a list: each thread sums the costs of a run of sequences, then finds the starts of some
+// ranges.
+__global__ void __launch_bounds__(kScheduleThreads)
+    plan_kernel(const __grid_constant__ PlanLists lists, int32_t* plan) {
+  PlanShared& shared = ptx::shared<PlanShared>();
+  const WorkShape& shape = lists.work[blockIdx.x];
+  int32_t* const ranges = ranges_of_list(plan, shape.list);
+  const int32_t thread = static_cast<int32_t>(threadIdx.x), threads = static_cast<int32_t>(blockDim.x);
+  const int64_t run = ceil_div<int64_t>(shape.batch, threads);
+  int64_t cost = 0;
+  for (int64_t b = thread * run; b < min_of((thread + 1) * run, shape.batch); ++b)
+    cost += sequence_work(shape, b).cost();
+  block_scan(shared.costs, cost, [](int64_t a, int64_t b) { return a + b; });
+  const int64_t total = shared.costs[threads - 1];
+  const int32_t num_ranges = num_ranges_of(total, lists.limits[blockIdx.x]);
+  for (int32_t i = thread; i < kListSize; i += threads) ranges[i] = i == 0 ? num_ranges : 0;
+  __syncthreads();
+  for (int32_t range = thread; range < num_ranges && total > 0; range += threads) {
+    const int64_t target = range_target(total, num_ranges, range);
+    int32_t low = 0, high = threads - 1;  // the first run whose end is past the target
+    while (low < high) {
+      const int32_t middle = (low + high) / 2;
+      shared.costs[middle] > target ? high = middle : low = middle + 1;
+    }
+    int64_t b = low * run, before = low == 0 ? 0 : shared.costs[low - 1];
+    SequenceWork work = sequence_work(shape, b);
+    while (before + work.cost() <= target) {
+      before += work.cost();
+      work = sequence_work(shape, ++b);
+    }
+    set_range_start(ranges, range,
+                    cut_position(work, static_cast<int32_t>(b), target - before, lists.limits[blockIdx.x].min_piece));
+  }
+}
+
+}  // namespace pagedtree::cuda

@@ -1,0 +1,198 @@
+// From global to shared memory: Q of a row tile, and the ring of stages through which its keys and values come.
+#pragma once
+
+#include "core/math.h"
+#include "cuda/attention/row_tile.cuh"
+#include "cuda/tile/mma.cuh"
+
+namespace pagedtree::cuda {
+
+// The types of one instance of the kernel and what follows from them and its row of kTileShapes.
+template <typename T_, typename Kv_, int kHeadDim_, int kMTile_>
+struct Instance {
+  using T = T_;
+  using Kv = Kv_;
+  using M = Multiplied<T, Kv>;
+  // Rows of Q that are multiplied as another type are scaled to its range, each by a power of two of its own.
+  static constexpr bool kScalesRows = !std::is_same_v<T, M>;
+  static constexpr int kHeadDim = kHeadDim_, kMTile = kMTile_;
+  static constexpr TileShape kShape = tile_shape(kHeadDim, kMTile);
+  static constexpr int kThreads = kShape.threads();
+  static constexpr int kWarpKeys = kShape.warp_keys();
+  static constexpr int kAtoms = kShape.warp_rows() / 16;  // blocks of 16 rows a warp
+  static constexpr int kWords = ceil_div(kWarpKeys, kMaskWordBits);
+  using QRows = Panels<kHeadDim * 2, kMTile>;
+  using KvRows = Panels<kHeadDim* static_cast<int>(sizeof(Kv)), kShape.keys>;
+  static_assert(kMTile <= kThreads && kShape.m_tile == kMTile && kAtoms * 16 * kShape.row_warps == kMTile &&
+                kWarpKeys % 16 == 0);
+};
+
+// Where the K and V rows of a key are; null: they read as zero. Read at once.
+struct alignas(16) KeyRow {
+  const char* k;
+  const char* v;
+};
+
+// The keys of a row tile. Between reading a page id and writing the addresses that it gives lies the work on a stage,
+// which hides the wait for it.
+struct KeyReader {
+  const int32_t* pages;
+  const char *k, *v;  // of the head
+  int32_t seq_len;
+  uint32_t page_size;
+
+  __device__ __forceinline__ static KeyReader of(const TreeAttentionParams& p, const RowTile& tile) {
+    const int64_t size = element_size(p.kv_dtype);
+    return {p.page_table + tile.sequence * p.page_table_stride,
+            static_cast<const char*>(p.k_cache.data) + tile.kv_head * p.k_cache.head_stride * size,
+            static_cast<const char*>(p.v_cache.data) + tile.kv_head * p.v_cache.head_stride * size, tile.seq_len,
+            static_cast<uint32_t>(min_of<int64_t>(p.page_size, 0x7fffffff))};
+  }
+
+  __device__ __forceinline__ int32_t page(int32_t key) const {
+    return key < seq_len ? pages[static_cast<uint32_t>(key) / page_size] : -1;
+  }
+
+  template <typename Kv>
+  __device__ __forceinline__ KeyRow row(const TreeAttentionParams& p, int32_t key, int32_t page) const {
+    if (page < 0 || page >= p.num_pages) return {nullptr, nullptr};
+    const int64_t slot = static_cast<uint32_t>(key) % page_size;
+    return {k + (page * p.k_cache.page_stride + slot * p.k_cache.slot_stride) * static_cast<int64_t>(sizeof(Kv)),
+            v + (page * p.v_cache.page_stride + slot * p.v_cache.slot_stride) * static_cast<int64_t>(sizeof(Kv))};
+  }
+};
+
+// Scores in base 2 come from q.k: scale * q.k, or with a softcap cap * tanh(q.k * scale / cap).
+__device__ __forceinline__ float score_scale(const TreeAttentionParams& p, int32_t kv_head) {
+  return p.k_scale != nullptr ? p.scale * p.k_scale[kv_head * p.k_scale_stride] : p.scale;
+}
+
+// What q.k, with the sign of the scale, is multiplied with: for the score, or with a softcap for the exponent in
+// tanh(x) = 1 - 2 / (2^(x * 2 log2 e) + 1). Not 0 where it multiplies maxima, which may be -inf.
+template <typename Kv>
+__device__ __forceinline__ float score_factor(const TreeAttentionParams& p, float scale) {
+  const float factor = fabsf(scale) * kDecodedScale<Kv> * kLog2E;
+  return p.softcap == 0.0f ? fmaxf(factor, 0x1p-126f) : factor * 2.0f / p.softcap;
+}
+
+template <typename I>
+struct alignas(16) Stage {
+  unsigned char k[I::KvRows::kBytes];
+  unsigned char v[I::KvRows::kBytes];
+  KeyRow rows[I::kShape.keys];  // of the stage that comes here next
+};
+
+// The launch adds the stages behind it.
+template <typename I>
+struct alignas(128) Shared {
+  WorkPosition at, stop;  // of the range: what it works on, and its end
+  union {
+    float2 states[I::kShape.key_warps * I::kMTile];  // maximum and sum of each row, of each warp that shares it
+    struct {
+      KeyBounds bounds[I::kShape.warps()];
+      KeyReader reader;  // what follows is here, not in registers beside the accumulators
+      RowTile tile;
+      RowView views[I::kMTile];
+      float factors[I::kScalesRows ? I::kMTile : 1];
+    };
+  };
+  alignas(128) unsigned char q[I::QRows::kBytes];
+
+  __device__ __forceinline__ Stage<I>& stage(int i) { return reinterpret_cast<Stage<I>*>(this + 1)[i]; }
+  __device__ __forceinline__ float* out() { return reinterpret_cast<float*>(q); }
+};
+
+// The bits of the largest magnitude of a row of bfloat16 that kLanes lanes hold; NaN is the largest of all.
+template <uint32_t kLanes>
+__device__ __forceinline__ uint32_t largest_magnitude(const uint4& values) {
+  const auto larger = [](uint32_t a, uint32_t b) {
+    return max_of(a & 0x7fff0000u, b & 0x7fff0000u) | max_of(a & 0x7fffu, b & 0x7fffu);
+  };
+  const uint32_t both = larger(larger(values.x, values.y), larger(values.z, values.w));
+  uint32_t largest = max_of(both >> 16, both & 0xffffu);
+#pragma unroll
+  for (uint32_t lanes = 1; lanes < kLanes; lanes *= 2) {
+    largest = max_of(largest, __shfl_xor_sync(kWholeWarp, largest, static_cast<int>(lanes)));
+  }
+  return largest;
+}
+
+// Puts the largest magnitude of a row of bfloat16 between 2^14 and 2^15. Then each of its numbers is exact as a half
+// that is not smaller than 2^-32 of the largest. A row with infinities stays as it is.
+struct RowScale {
+  uint32_t exponent;  // of fp32, biased
+
+  __device__ __forceinline__ explicit RowScale(uint32_t largest) {
+    constexpr uint32_t kOne = 127, kTarget = kOne + 14;
+    const uint32_t of_largest = largest >> 7;
+    exponent = of_largest == 255 ? kOne : min_of(kOne + kTarget - of_largest, 2 * kOne - 1);
+  }
+  __device__ __forceinline__ float inverse() const { return bits_as<float>((254 - exponent) << 23); }
+  __device__ __forceinline__ uint32_t pair(uint32_t values) const {
+    const float scale = bits_as<float>(exponent << 23);
+    return pack_pair<__half>(bits_as<float>(values << 16) * scale, bits_as<float>(values & 0xffff0000u) * scale);
+  }
+  __device__ __forceinline__ uint4 halves(const uint4& values) const {
+    return make_uint4(pair(values.x), pair(values.y), pair(values.z), pair(values.w));
+  }
+};
+
+// Q, negated where `negate`: scores are then scaled by a positive number. Where rows are scaled, `factors` are what
+// scores of each row are multiplied with, else by `factor`.
+template <typename I>
+__device__ __forceinline__ void load_q_tile(const TreeAttentionParams& p, const RowTile& tile, uint32_t thread,
+                                            bool aligned, bool negate, float factor, unsigned char* q, float* factors) {
+  constexpr int kChunks = I::QRows::kChunks;
+  constexpr uint32_t kLanes = I::kHeadDim > 128 ? 32 : I::kHeadDim > 64 ? 16 : 8;  // that share a row
+  static_assert(kChunks <= kLanes && I::kMTile * kLanes % I::kThreads == 0);
+  const uint32_t flip = negate ? 0x80008000u : 0u;
+  for (uint32_t i = thread; i < I::kMTile * kLanes; i += I::kThreads) {
+    const uint32_t row = i / kLanes, chunk = i % kLanes;
+    uint4 values = make_uint4(0, 0, 0, 0);
+    if (row < tile.rows && chunk < kChunks) {
+      const int64_t offset = tile.token(p, row) * p.q_token_stride + tile.head(p, row) * p.q_head_stride + chunk * 8;
+      const uint16_t* from = static_cast<const uint16_t*>(p.q) + offset;
+      if (aligned) {
+        values = *reinterpret_cast<const uint4*>(from);
+      } else {
+        const auto pair = [&](int at) { return uint32_t{from[at]} | uint32_t{from[at + 1]} << 16; };
+        values = make_uint4(pair(0), pair(2), pair(4), pair(6));
+      }
+    }
+    values = make_uint4(values.x ^ flip, values.y ^ flip, values.z ^ flip, values.w ^ flip);
+    if constexpr (I::kScalesRows) {
+      const RowScale scale(largest_magnitude<kLanes>(values));
+      values = scale.halves(values);
+      if (chunk == 0) factors[row] = fmaxf(factor * scale.inverse(), 0x1p-126f);
+    }
+    if (chunk < kChunks) store_q<typename I::QRows, typename I::Kv>(q, row, chunk, values);
+  }
+}
+
+// Starts the copies of a stage whose row addresses are known.
+template <typename I>
+__device__ __forceinline__ void copy_stage(Stage<I>& stage, uint32_t thread) {
+  using Rows = typename I::KvRows;
+  const uint32_t k = ptx::smem_addr(stage.k), v = ptx::smem_addr(stage.v);
+  Rows::template for_each_chunk<I::kThreads>(
+      thread, [&](uint32_t key) { return bits_as<KeyRow>(*reinterpret_cast<const uint4*>(&stage.rows[key])); },
+      [&](const KeyRow& row, uint32_t chunk, uint32_t offset) {
+        const bool known = row.k != nullptr;
+        ptx::cp_async_16(k + offset, row.k + chunk * 16, known);
+        ptx::cp_async_16(v + offset, row.v + chunk * 16, known);
+      });
+}
+
+// All but the newest `stages` - 2 groups of copies have arrived.
+__device__ __forceinline__ void wait_for_stage(int stages) {
+  switch (stages) {
+    case 2:
+      return ptx::cp_async_wait<0>();
+    case 3:
+      return ptx::cp_async_wait<1>();
+    default:
+      return ptx::cp_async_wait<2>();
+  }
+}
+
+}  // namespace pagedtree::cuda

@@ -1,7 +1,0 @@
-#include "cuda/tree_attention/instances.cuh"
-
-namespace pagedtree::cuda {
-
-AttentionLauncher half_float8_attention(const TileShape& shape) { return find_launcher<__half, Float8E4M3>(shape); }
-
-}  // namespace pagedtree::cuda

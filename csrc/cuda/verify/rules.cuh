@@ -1,0 +1,348 @@
+// The rows of core/verify/rules.h, read by a whole CTA or a cluster: all threads call, and all get what comes out. The
+// CTAs of a cluster walk side by side: each reads a part of a row, and all have what came of it in their own memory.
+// The dtypes of target and draft are known at run time only, so that there is one kernel a rule.
+#pragma once
+
+#include "core/verify/rules.h"
+#include "core/verify/typical.h"
+#include "cuda/filters.cuh"
+
+namespace pagedtree::cuda {
+
+// Fewer than read a row elsewhere: a walk's state and two laws need more registers than a thread of 512 may have.
+constexpr int kLawThreads = 384;
+
+struct LawShared {
+  RadixShared radix;
+  FilterScratch filter;
+  NodeLaws laws;
+  LawTable residuals, drafts;
+  float block[kLawBlock / kLawRadix][kLawRadix + 1];  // residuals to draw from; one more a row against bank conflicts
+  double runs[kLawBlock / kLawRadix];                 // the rows' sums
+  int32_t tried[kMaxTreeNodes];
+  int16_t parents[kMaxTreeNodes];
+  int16_t depths[kMaxTreeNodes];
+};
+static_assert(sizeof(LawShared) <= 99 << 10);  // what every GPU from sm_80 on gives
+
+using AnyReader = LogitReader<kAnyDType>;
+
+// The masses of a row's law.
+struct LawMasses {
+  static constexpr int kBatch = 4;  // groups of four that are loaded before one is looked at
+  static constexpr int kSums = 1;   // sums at a time
+  using Loaded = Four;
+
+  AnyReader row;
+  Scale scale;
+  Filter filter;
+
+  __device__ explicit LawMasses(const RowLaw& law) : row(law.row), scale(law.scale), filter(law.filter) {
+    if (law.uniform) row.make_uniform();
+  }
+
+  __device__ float at(int64_t token) const {
+    const float logit = row.logit(token), x = scale(logit);
+    return filter.keeps(token, logit, x) ? mass_of<ScalarMath>(x) : 0.0f;
+  }
+
+  __device__ int64_t vocab() const { return row.vocab(); }
+  __device__ Loaded load(int64_t token) const { return row.load_four(token); }
+  // Zeros past the vocabulary.
+  __device__ __forceinline__ void values(int64_t token, const Loaded& loaded, float (&four)[4]) const {
+    uint32_t kept = 0;
+    if (token < row.vocab()) {
+      row.clean_four(token, loaded, four);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float x = scale(four[i]);
+        if (filter.keeps(token + i, four[i], x) && has_mass(x)) kept |= 1u << i;
+        four[i] = x;
+      }
+    }
+    if (kept == 0) {
+      four[0] = four[1] = four[2] = four[3] = 0.0f;
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) four[i] = kept >> i & 1u ? exp_exact<ScalarMath>(four[i]) : 0.0f;
+  }
+  __device__ __forceinline__ void values(int64_t token, const Loaded& loaded, float (&sums)[1][4]) const {
+    values(token, loaded, sums[0]);
+  }
+};
+
+// m log m of each mass.
+struct EntropyTerms : LawMasses {
+  using LawMasses::LawMasses;
+  __device__ __forceinline__ void values(int64_t token, const Loaded& loaded, float (&sums)[1][4]) const {
+    LawMasses::values(token, loaded, sums[0]);
+#pragma unroll
+    for (float& mass : sums[0]) mass = mass > 0.0f ? mass * log_exact<ScalarMath>(mass) : 0.0f;
+  }
+};
+
+// The laws that children are drawn from: probabilities as they stand, or logits.
+struct DraftMasses {
+  LawMasses law;
+  bool present, is_probs;
+
+  __device__ explicit DraftMasses(const NodeLaws& laws)
+      : law(plain(laws.draft, laws.target.row.vocab)),
+        present(laws.draft.row.logits != nullptr),
+        is_probs(laws.draft_is_probs) {}
+
+  // What the compiler knows of a draft's row needs no registers.
+  static __device__ RowLaw plain(RowLaw law, int64_t vocab) {
+    law.row.vocab = vocab;
+    law.row.allowed = nullptr;
+    law.row.allowed_words = nullptr;
+    return law;
+  }
+  static __device__ float clean(float q) { return q > 0.0f && q <= kMaxFloat ? q : 0.0f; }
+  __device__ float at(int64_t token) const {
+    if (!present) return 0.0f;
+    return is_probs ? clean(law.row.raw(token)) : law.at(token);
+  }
+  __device__ __forceinline__ void values(int64_t token, const Four& loaded, float (&four)[4]) const {
+    if (!is_probs) return law.values(token, loaded, four);
+    law.row.convert(loaded, four);
+#pragma unroll
+    for (float& q : four) q = clean(q);
+  }
+};
+
+// What is left of the target's masses, and the drafts' masses; tried tokens count as nothing.
+struct ResidualMasses {
+  static constexpr int kBatch = 2;
+  static constexpr int kSums = 2;
+  struct Loaded {
+    Four target, draft;
+  };
+
+  LawMasses target;
+  DraftMasses draft;
+  float factor;
+  bool with_draft, counts_drafts;
+  TriedTokens tried;
+
+  __device__ ResidualMasses(const NodeLaws& laws, double c, const TriedTokens& tried_tokens, bool only_drafted)
+      : target(laws.target), draft(laws), tried(tried_tokens) {
+    with_draft = c != 0.0 && draft.present;
+    counts_drafts = only_drafted;
+    factor = with_draft ? draft_factor(laws, c) : 0.0f;
+    if (counts_drafts && !with_draft) tried.size = 0;
+  }
+
+  __device__ int64_t vocab() const { return target.vocab(); }
+  __device__ Loaded load(int64_t token) const {
+    return {target.load(token), with_draft ? draft.law.load(token) : Four{}};
+  }
+  // sums: residuals, drafts.
+  __device__ __forceinline__ void values(int64_t token, const Loaded& loaded, float (&sums)[2][4]) const {
+    auto& [residuals, drafts] = sums;
+    target.values(token, loaded.target, residuals);
+#pragma unroll
+    for (float& q : drafts) q = 0.0f;
+    if (with_draft) {
+      draft.values(token, loaded.draft, drafts);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) residuals[i] = residual_mass<ScalarMath>(residuals[i], factor, drafts[i]);
+    }
+    if (tried.size == 0) return;
+    uint32_t gone = 0;
+    for (int32_t at = tried.lower_bound(token); at < tried.size && tried.ids[at] < token + 4; ++at) {
+      gone |= 1u << (tried.ids[at] - token);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (!(gone >> i & 1u) || (counts_drafts && !(drafts[i] > 0.0f))) continue;
+      residuals[i] = drafts[i] = 0.0f;
+    }
+  }
+};
+
+// A block's sum from the warp's partial ones, in the order of LawTable: sum i is entry i % 4 of lane i / 4. Each step
+// hands the half that another lane goes on with to that lane.
+__device__ __forceinline__ float sum_of_block(const float (&sums)[4]) {
+  const bool high = threadIdx.x & 16, odd = threadIdx.x & 8;
+  float first = high ? sums[2] : sums[0], second = high ? sums[3] : sums[1];
+  first += __shfl_xor_sync(~0u, high ? sums[0] : sums[2], 16);
+  second += __shfl_xor_sync(~0u, high ? sums[1] : sums[3], 16);
+  float sum = odd ? second : first;
+  sum += __shfl_xor_sync(~0u, odd ? first : second, 8);
+  for (int lanes = 4; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+  sum += __shfl_xor_sync(~0u, sum, 16);
+  return sum + __shfl_xor_sync(~0u, sum, 8);
+}
+
+class Rows {
+ public:
+  __device__ Rows(const RatioParams& p, LawShared& shared)
+      : shared_(shared), tried_{shared.tried}, counts_drafts_(p.law != DraftLaw::kOneHot) {}
+
+  static __device__ bool leads() { return leads_cluster(); }
+  static __device__ bool leads_cta() { return threadIdx.x == 0; }
+  static __device__ void sync() { ptx::cluster_sync(); }
+  __device__ NodeLaws& laws() { return shared_.laws; }
+  __device__ AcceptedNodes accepted_nodes() { return {shared_.parents, shared_.depths}; }
+
+  __device__ __forceinline__ void open(const RatioParams& p, int64_t b, int64_t row, bool with_draft, NodeLaws& laws) {
+    clear_tried();
+    const LogitRow draft_row = with_draft ? draft_row_of(p, row) : LogitRow{};
+    const bool has_draft_law = draft_row.logits != nullptr && p.draft_sampling.temperature != nullptr;
+    __syncthreads();
+    if (leads_cta()) {
+      laws.target.row = logit_row(p.verify.logits, row);
+      laws.draft = {};
+      laws.draft.row = draft_row;
+      laws.draft_is_probs = !has_draft_law;
+      laws.draft_unit = 1.0;
+    }
+    __syncthreads();
+    // The draft's law, where it must be found, then the target's.
+#pragma unroll 1
+    for (int laws_left = has_draft_law ? 2 : 1; laws_left > 0; --laws_left) {
+      const bool of_draft = laws_left == 2;
+      RowLaw& into = of_draft ? laws.draft : laws.target;
+      const RowLaw law = find_law(into.row, law_of(of_draft ? p.draft_sampling : p.verify.sampling, b));
+      sum_blocks(LawMasses(law), shared_.residuals);
+      if (!leads_cta()) continue;
+      into = law;
+      const double total = shared_.residuals.total(law.row.vocab);
+      (of_draft ? laws.draft_unit : laws.total) = of_draft ? 1.0 / total : total;
+    }
+    __syncthreads();
+  }
+
+  __device__ double target(const NodeLaws& laws, int64_t token) const {
+    return static_cast<double>(LawMasses(laws.target).at(token));
+  }
+  __device__ double draft(const NodeLaws& laws, int64_t token) const {
+    return static_cast<double>(DraftMasses(laws).at(token)) * laws.draft_unit;
+  }
+  __device__ double residual(const NodeLaws& laws, double c, int64_t token) const {
+    const float mass = LawMasses(laws.target).at(token);
+    if (c == 0.0) return static_cast<double>(mass);
+    return static_cast<double>(residual_mass<ScalarMath>(mass, draft_factor(laws, c), DraftMasses(laws).at(token)));
+  }
+
+  __device__ __forceinline__ LawSums sums(const NodeLaws& laws, double c) {
+    const ResidualMasses masses(laws, c, tried_, counts_drafts_);
+    sum_blocks(masses, shared_.residuals, shared_.drafts);
+    const int64_t vocab = laws.target.row.vocab;
+    LawSums all{shared_.residuals.total(vocab)};
+    if (masses.with_draft) all.draft = shared_.drafts.total(vocab) * laws.draft_unit;
+    return all;
+  }
+
+  __device__ __forceinline__ int64_t draw(const NodeLaws& laws, double c, double u) {
+    const int64_t vocab = laws.target.row.vocab;
+    MassSearch search{u * shared_.residuals.total(vocab)};
+    const int64_t begin = shared_.residuals.pick_block(vocab, search) * kLawBlock;
+    const ResidualMasses masses(laws, c, tried_, counts_drafts_);
+    for (int i = 4 * static_cast<int>(threadIdx.x); i < kLawBlock; i += 4 * static_cast<int>(blockDim.x)) {
+      float sums[2][4];
+      masses.values(begin + i, masses.load(begin + i), sums);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) shared_.block[i / kLawRadix][i % kLawRadix + j] = sums[0][j];
+    }
+    __syncthreads();
+    if (threadIdx.x < kLawBlock / kLawRadix) {
+      shared_.runs[threadIdx.x] = sum_in_order(shared_.block[threadIdx.x], kLawRadix);
+    }
+    __syncthreads();
+    const int run = search.pick(shared_.runs, kLawBlock / kLawRadix);
+    return begin + run * kLawRadix + search.pick(shared_.block[run], kLawRadix);
+  }
+
+  __device__ __forceinline__ double entropy(const NodeLaws& laws) {
+    sum_blocks(EntropyTerms(laws.target), shared_.residuals);
+    return entropy_of(laws.total, shared_.residuals.total(laws.target.row.vocab));
+  }
+
+  __device__ void clear_tried() { tried_.size = 0; }
+  __device__ bool is_tried(int64_t token) const { return tried_.contains(token); }
+  __device__ __forceinline__ void mark_tried(int64_t token) {
+    if (tried_.contains(token) || tried_.size == kMaxTreeNodes) return;
+    const int32_t at = tried_.lower_bound(token), threads = static_cast<int32_t>(blockDim.x);
+    __syncthreads();
+    // What lies behind it moves one on, the last ones first.
+    for (int32_t end = tried_.size; end > at; end -= threads) {
+      const int32_t from = end - 1 - static_cast<int32_t>(threadIdx.x);
+      const int32_t id = from >= at ? tried_.ids[from] : 0;
+      __syncthreads();
+      if (from >= at) tried_.ids[from + 1] = id;
+      __syncthreads();
+    }
+    if (leads_cta()) tried_.ids[at] = static_cast<int32_t>(token);
+    ++tried_.size;
+    __syncthreads();
+  }
+
+ private:
+  __device__ __forceinline__ RowLaw find_law(const LogitRow& row, const Law& law) {
+    AnyReader reader(row);
+    const Peak peak = find_peak(reader, shared_.radix.block);
+    reader.learn(peak);
+    return law_of_row(row, law, peak, [&](const Scale& scale) {
+      return find_filter(reader, law, scale, shared_.radix, shared_.filter);
+    });
+  }
+
+  // A warp a block, all the groups of four that its lanes add up. Every CTA gets all sums.
+  template <typename Masses, typename... Tables>
+  __device__ __forceinline__ void sum_blocks(const Masses& masses, Tables&... into) {
+    LawTable* const tables[Masses::kSums] = {&into...};
+    const int64_t vocab = masses.vocab();
+    sync();
+    // Groups of kLawSums tokens; some are loaded before one is looked at.
+    constexpr int kBatch = Masses::kBatch, kGroups = kLawBlock / kLawSums;
+    static_assert(kGroups % kBatch == 0);
+    const int lane = static_cast<int>(threadIdx.x % 32), warps_of_cta = static_cast<int>(blockDim.x / 32);
+    const int warp = static_cast<int>(ptx::cluster_rank()) * warps_of_cta + static_cast<int>(threadIdx.x / 32);
+    const int warps = static_cast<int>(ptx::cluster_size()) * warps_of_cta,
+              num_blocks = static_cast<int>(LawTable::num_blocks(vocab));
+    float sums[Masses::kSums][4]{};
+    int block = warp, group = 0;
+#pragma unroll 1
+    while (block < num_blocks) {
+      int token = block * kLawBlock + group * kLawSums + 4 * lane;
+      typename Masses::Loaded loaded[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) loaded[i] = masses.load(token + i * kLawSums);
+#pragma unroll 1
+      for (int i = 0; i < kBatch; ++i, token += kLawSums) {
+        float values[Masses::kSums][4];
+        masses.values(token, loaded[0], values);
+#pragma unroll
+        for (int j = 0; j + 1 < kBatch; ++j) loaded[j] = loaded[j + 1];
+#pragma unroll
+        for (int j = 0; j < 4 * Masses::kSums; ++j) sums[j / 4][j % 4] += values[j / 4][j % 4];
+      }
+      group += kBatch;
+      if (group < kGroups) continue;
+#pragma unroll
+      for (int k = 0; k < Masses::kSums; ++k) {
+        const float sum = sum_of_block(sums[k]);
+        float& into = tables[k]->blocks[block];
+        if (lane < static_cast<int>(ptx::cluster_size())) *ptx::of_cta(&into, static_cast<uint32_t>(lane)) = sum;
+        sums[k][0] = sums[k][1] = sums[k][2] = sums[k][3] = 0.0f;
+      }
+      block += warps;
+      group = 0;
+    }
+    sync();
+    if (threadIdx.x < LawTable::num_groups(vocab)) {
+#pragma unroll
+      for (LawTable* table : tables) table->add_group(vocab, threadIdx.x);
+    }
+    __syncthreads();
+  }
+
+  LawShared& shared_;
+  TriedTokens tried_;
+  bool counts_drafts_;
+};
+
+}  // namespace pagedtree::cuda

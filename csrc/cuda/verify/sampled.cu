@@ -1,0 +1,98 @@
+#include "core/verify/tree_walk.h"
+#include "cuda/backend.h"
+#include "cuda/sampling.cuh"
+#include "cuda/tile/launch.cuh"
+
+namespace pagedtree::cuda {
+namespace {
+
+struct WalkShared {
+  SamplingShared sampling;
+  int32_t node;
+  bool more;
+};
+
+template <DType kDType>
+__device__ __forceinline__ Draw draw_at(const VerifyParams& p, int64_t b, int64_t row, int32_t depth,
+                                        SamplingShared& shared) {
+  const uint64_t seed = p.seeds == nullptr ? 0 : static_cast<uint64_t>(p.seeds[b]);
+  const uint64_t position = p.positions == nullptr ? 0 : static_cast<uint64_t>(p.positions[b]);
+  return draw_token<kDType>(logit_row(p.logits, row), law_of(p.sampling, b), seed,
+                            static_cast<int64_t>(position + static_cast<uint64_t>(int64_t{depth})), shared);
+}
+
+// Every row's token, before anybody knows which rows the walks visit: a cluster a row.
+template <DType kDType>
+__global__ void __launch_bounds__(kRowThreads, 1) draw_rows_kernel(const __grid_constant__ VerifyParams p) {
+  const int64_t row = ptx::cluster_index(), b = sequence_of_row(p.cu_nodes, p.batch, row);
+  const int32_t depth = p.depths[row];
+  ptx::cluster_sync();
+  if (b < 0 || depth < 0) {  // no walk comes here
+    if (leads_cluster()) p.drawn_rows[row].sequence = -1;
+    return;
+  }
+  const Draw draw = draw_at<kDType>(p, b, row, depth, ptx::shared<SamplingShared>());
+  if (!leads_cluster()) return;
+  const int64_t at = ptx::cluster_index();  // row and depth anew: no registers hold them meanwhile
+  p.drawn_rows[at] = {static_cast<int32_t>(draw.token), static_cast<int32_t>(b), p.depths[at], draw.bad};
+}
+
+// A cluster a tree. Without `drawn`, only the rows on the path are read, one after the other.
+template <DType kDType>
+__global__ void __launch_bounds__(kRowThreads, 1) walk_kernel(const __grid_constant__ VerifyParams p, bool drawn) {
+  auto& shared = ptx::shared<WalkShared>();
+  const int64_t b = ptx::cluster_index();
+  const bool writes = leads_cluster();
+  TreeWalk walk(p, b);  // the first thread's of each CTA; the others follow it
+  if (writes) walk.begin();
+  ptx::cluster_sync();
+  for (bool more = walk.num_nodes > 0; more;) {
+    const DrawnRow* known = drawn ? p.drawn_rows + walk.row() : nullptr;
+    const bool is_known = drawn && known->sequence == b && known->depth == walk.depth;
+    const Draw draw =
+        is_known ? Draw{known->token, known->bad} : draw_at<kDType>(p, b, walk.row(), walk.depth, shared.sampling);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      if (draw.bad) walk.status |= kBadRow;
+      if (writes) walk.emit(draw.token);
+      shared.more = walk.descend(walk.child_with(draw.token));
+      shared.node = walk.node;
+    }
+    __syncthreads();
+    more = shared.more;
+    if (threadIdx.x > 0 && more) {
+      walk.node = shared.node;
+      ++walk.depth;
+    }
+  }
+  if (writes) walk.finish();
+}
+
+// Whether all rows at once take no longer than the rows of a path one after the other, half of max_depth accepted.
+template <typename Kernel>
+bool draws_all_rows(const VerifyParams& p, Kernel kernel) {
+  const auto rounds = [&](int64_t rows) {  // in which the CTAs that fit read a part of a row
+    const int64_t ctas = ctas_of_row(kernel, rows, p.logits.vocab), sms = device_limits().num_sms;
+    return static_cast<double>(ceil_div(rows * ctas, sms)) / static_cast<double>(ctas);
+  };
+  const int64_t path = 1 + p.max_depth / 2;
+  return p.max_depth > 0 && rounds(p.logits.num_rows) <= rounds(p.batch) * static_cast<double>(path);
+}
+
+}  // namespace
+
+void CudaBackend::verify_sampled(const VerifyParams& p, const ExecContext& ctx) const {
+  const int64_t vocab = p.logits.vocab;
+  with_logit_dtype(p.logits.dtype, [&](auto dtype) {
+    const auto walk = walk_kernel<dtype>;
+    if (draws_all_rows(p, walk)) {
+      launch_rows(draw_rows_kernel<dtype>, p.logits.num_rows, vocab, most_threads_of_row(p.logits.num_rows),
+                  sizeof(SamplingShared), ctx.stream, p);
+      launch(walk, dim3(static_cast<unsigned>(p.batch)), dim3(32), sizeof(WalkShared), ctx.stream, p, true);
+    } else {
+      launch_rows(walk, p.batch, vocab, kRowThreads, sizeof(WalkShared), ctx.stream, p, false);
+    }
+  });
+}
+
+}  // namespace pagedtree::cuda
