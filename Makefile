@@ -55,6 +55,7 @@ PYTHONS ?= $$(for version in 3.10 3.11 3.12 3.13 3.14; do \
 .PHONY: wheels
 wheels: export PAGEDTREE_SIMT := 0
 wheels: export PAGEDTREE_EMULATED_ISA := 0
+wheels: export TORCH_CUDA_ARCH_LIST ?= 8.0 8.9 9.0a 10.0 12.0+PTX
 wheels: $(READY)  ## a wheel for each Python that is found (PYTHONS="python3.12 ..."), into dist/, and what they hold is checked
 	rm -rf build/lib.* build/bdist.* dist/*.whl
 	set -e; for python in $(PYTHONS); do \
