@@ -17,6 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pagedtree import DraftTree, SamplingParams
+from pagedtree.generation.drafters import as_drafter
+from pagedtree.generation.fixed_step import FixedStep
+from pagedtree.generation.rules import Sampling, check_rule
+from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.integrations.transformers import (
     MedusaDrafter,
     MedusaHeads,
@@ -25,11 +29,7 @@ from pagedtree.integrations.transformers import (
     PagedCache,
     generate,
 )
-from pagedtree.integrations.transformers.drafters import as_drafter
-from pagedtree.integrations.transformers.fixed_step import FixedStep
-from pagedtree.integrations.transformers.model import use_attention
-from pagedtree.integrations.transformers.rules import Sampling, check_rule
-from pagedtree.integrations.transformers.scheduler import Sequence
+from pagedtree.integrations.transformers.model import TransformersModel
 from pagedtree.testing import backends, use_backend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -155,12 +155,13 @@ def test_the_step_stays_on_the_device(no_values, name, params, rule):
     sampling = Sampling(
         check_rule(rule, params, drafter.draft_law, drafter.is_chain), params, torch.zeros(3, dtype=torch.int64)
     )
-    sequences = [Sequence(index, index, [1, 2, 3], max_length=20) for index in range(3)]
+    sequences = [GeneratedSequence(index, index, [1, 2, 3], max_length=20) for index in range(3)]
     drafter.begin(4, sampling)
     history, eos_ids = torch.zeros((4, 20), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     cache = PagedCache(20, 4, torch.device("meta"))
-    step = FixedStep(model, cache, sampling, drafter, history, eos_ids, sequences, 4)
-    with use_attention(model):
+    packed = TransformersModel(model)
+    step = FixedStep(packed, cache, sampling, drafter, history, eos_ids, sequences, 4)
+    with packed.use():
         step.run()  # as before a capture: caches and constants are made
         with NoHost(), NoConstants():
             step.run()

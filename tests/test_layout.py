@@ -1,11 +1,14 @@
-"""The shape of the source tree: who may include whom, and where Torch and CUDA may be known."""
+"""The shape of the source tree: who may include or import whom, and where Torch, CUDA and the engines may be known."""
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-CSRC = Path(__file__).resolve().parent.parent / "csrc"
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
 SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".cpp", ".cuh", ".cu"))
 
 # Folder -> folders that it may include; the longest matching folder counts.
@@ -16,7 +19,7 @@ ARROWS = {
     "cuda": {"core", "cuda", "cuda/tile"},
     "cuda/tile": {"core", "cuda/tile", "simt"},  # each instruction for the GPU, and what it means for simt
     "simt": {"core", "simt"},
-    "torch": {"core", "cpu", "cuda", "torch"},
+    "torch": {"core", "torch"},
     "bindings": {"core", "cpu", "cuda", "bindings"},
 }
 
@@ -61,6 +64,8 @@ def test_includes_follow_the_arrows(path: Path) -> None:
         ("cuda/a.cu", '"simt/machine.h"'),
         ("cuda/tile/a.cuh", '"cuda/kernels.h"'),
         ("simt/a.h", '"cuda/kernels.h"'),
+        ("torch/a.cpp", '"cpu/kernels.h"'),
+        ("torch/a.cpp", '"cuda/kernels.h"'),
         ("torch/a.cpp", "<ATen/ATen.h>"),
         ("torch/a.cpp", "<torch/extension.h>"),
         ("torch/a.cpp", "<pybind11/pybind11.h>"),
@@ -68,3 +73,67 @@ def test_includes_follow_the_arrows(path: Path) -> None:
 )
 def test_a_wrong_include_is_found(path: str, include: str) -> None:
     assert violations(path, f"#include {include}\n") == [include.strip('"<>')]
+
+
+PYTHON = ROOT / "python" / "pagedtree"
+MODULES = sorted(path for path in PYTHON.rglob("*.py"))
+ENGINES = ("transformers", "vllm", "sglang", "flashinfer", "flash_attn")
+
+# Folder -> what its modules may not import; the longest matching folder counts.
+FORBIDDEN = {
+    "": ("pagedtree.generation", "pagedtree.integrations", *ENGINES),
+    "generation": ("pagedtree.integrations", *ENGINES),
+    "integrations": (),
+    **{
+        f"integrations/{name}": tuple(f"pagedtree.integrations.{other}" for other in ENGINES if other != name)
+        for name in ENGINES
+    },
+    "integrations/vllm": tuple(f"pagedtree.integrations.{other}" for other in ("sglang", "flashinfer", "flash_attn")),
+}
+
+
+def imports(text: str) -> Iterator[str]:
+    """The modules, and the names from them, that a source imports, also within its functions."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute here"
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+def forbidden_imports(path: str, text: str) -> list[str]:
+    """What the file at `path` (relative to the package) imports and may not."""
+    folder = max((name for name in FORBIDDEN if not name or path.startswith(name + "/")), key=len)
+    return [
+        name for name in imports(text) for other in FORBIDDEN[folder] if name == other or name.startswith(other + ".")
+    ]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PYTHON).as_posix())
+def test_imports_follow_the_arrows(path: Path) -> None:
+    assert forbidden_imports(path.relative_to(PYTHON).as_posix(), path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "module"),
+    [
+        ("generation/engine.py", "from transformers import X", "transformers.X"),
+        ("generation/engine.py", "def f():\n    import transformers.generation", "transformers.generation"),
+        (
+            "generation/drafters/model.py",
+            "from pagedtree.integrations.transformers.model import X",
+            "pagedtree.integrations.transformers.model.X",
+        ),
+        ("generation/rules.py", "from pagedtree import integrations", "pagedtree.integrations"),
+        ("distributed/shards.py", "from pagedtree.generation.rules import X", "pagedtree.generation.rules.X"),
+        ("verify.py", "import pagedtree.integrations", "pagedtree.integrations"),
+        (
+            "integrations/transformers/model.py",
+            "import pagedtree.integrations.vllm",
+            "pagedtree.integrations.vllm",
+        ),
+    ],
+)
+def test_a_wrong_import_is_found(path: str, line: str, module: str) -> None:
+    assert forbidden_imports(path, line + "\n") == [module]

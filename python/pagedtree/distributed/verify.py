@@ -13,8 +13,7 @@ from pagedtree._ops import call, ops, register_fake
 from pagedtree.distributed.shards import VocabShards
 from pagedtree.sampling import SamplingParams
 from pagedtree.tree import MAX_NODES, TreeBatch
-from pagedtree.verdict import Verdict
-from pagedtree.verify import _empty_verdict
+from pagedtree.verify import Verdict, empty_verdict
 
 __all__ = ["sample", "verify_greedy", "verify_rejection", "verify_sampled"]
 
@@ -413,7 +412,7 @@ def _follow_shards_fake(
     max_depth: int,
     **others: Any,
 ) -> tuple[Tensor, ...]:
-    return _empty_verdict(rows, cu_nodes, max_depth)
+    return empty_verdict(rows, cu_nodes, max_depth)
 
 
 @register_fake("walk_shards")
@@ -432,4 +431,4 @@ def _walk_shards_fake(
     max_depth: int,
     **others: Any,
 ) -> tuple[Tensor, ...]:
-    return (*_empty_verdict(rows, cu_nodes, max_depth), rows.new_empty((cu_nodes.shape[0] - 1, END_WORDS)))
+    return (*empty_verdict(rows, cu_nodes, max_depth), rows.new_empty((cu_nodes.shape[0] - 1, END_WORDS)))

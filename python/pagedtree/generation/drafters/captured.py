@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Values
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pagedtree import Draft, DraftTree, TreeBatch, compact_kv, medusa_propose, ngram_propose, slot_mapping
-from pagedtree.integrations.transformers.drafters import (
-    Drafter,
-    MedusaDrafter,
-    NgramDrafter,
-    NoDrafter,
-    StepResult,
-)
-from pagedtree.integrations.transformers.model import run_packed
-from pagedtree.integrations.transformers.model_drafter import ModelDrafter
-from pagedtree.integrations.transformers.paged_step import PagedStep
-from pagedtree.integrations.transformers.rules import Sampling
-from pagedtree.integrations.transformers.scheduler import Sequence
+from pagedtree.generation.drafters.base import Drafter, NoDrafter, StepResult
+from pagedtree.generation.drafters.medusa import MedusaDrafter
+from pagedtree.generation.drafters.model import ModelDrafter
+from pagedtree.generation.drafters.ngram import NgramDrafter
+from pagedtree.generation.packed_model import PackedModel
+from pagedtree.generation.paged_step import PagedStep
+from pagedtree.generation.rules import Sampling
+from pagedtree.generation.scheduler import GeneratedSequence
 
 __all__ = ["FixedDrafter", "Mirror", "check_fixed", "fixed_drafter"]
 
@@ -58,11 +54,16 @@ class FixedDrafter:
     """
 
     def __init__(
-        self, drafter: Any, model: Any, batch_size: int, sequences: Values[Sequence], sampling: Sampling
+        self,
+        drafter: Any,
+        model: PackedModel,
+        batch_size: int,
+        sequences: Sequence[GeneratedSequence],
+        sampling: Sampling,
     ) -> None:
         self.drafter, self.batch_size, self.sampling = drafter, batch_size, sampling
 
-    def load(self, sequences: list[Sequence]) -> None:
+    def load(self, sequences: list[GeneratedSequence]) -> None:
         """What the first rows stand for."""
 
     def propose(self, tokens: Tensor, lengths: Tensor, active: Tensor, rows: Tensor) -> Draft:
@@ -72,13 +73,18 @@ class FixedDrafter:
     def observe(self, result: StepResult, active: Tensor) -> None:
         """What became of the drafts."""
 
-    def advance(self, sequences: list[Sequence]) -> None:
+    def advance(self, sequences: list[GeneratedSequence]) -> None:
         """The sequences have got the step's tokens."""
 
 
 class FixedRoots(FixedDrafter):
     def __init__(
-        self, drafter: NoDrafter, model: Any, batch_size: int, sequences: Values[Sequence], sampling: Sampling
+        self,
+        drafter: NoDrafter,
+        model: PackedModel,
+        batch_size: int,
+        sequences: Sequence[GeneratedSequence],
+        sampling: Sampling,
     ) -> None:
         super().__init__(drafter, model, batch_size, sequences, sampling)
         self.trees = TreeBatch.from_trees([DraftTree.chain(0)] * batch_size, device=sampling.seeds.device)
@@ -102,14 +108,18 @@ class FixedMedusa(FixedDrafter):
     drafter: MedusaDrafter
 
     def __init__(
-        self, drafter: MedusaDrafter, model: Any, batch_size: int, sequences: Values[Sequence], sampling: Sampling
+        self,
+        drafter: MedusaDrafter,
+        model: PackedModel,
+        batch_size: int,
+        sequences: Sequence[GeneratedSequence],
+        sampling: Sampling,
     ) -> None:
         super().__init__(drafter, model, batch_size, sequences, sampling)
-        output = model.get_output_embeddings().weight
-        self.hidden = output.new_zeros((batch_size, output.shape[1]))
+        self.hidden = model.new_hidden(batch_size)
         self._rows = list(self.hidden)
 
-    def load(self, sequences: list[Sequence]) -> None:
+    def load(self, sequences: list[GeneratedSequence]) -> None:
         known = self.drafter._hidden
         # A sequence that no pass has read yet drafts from an arbitrary state.
         states = [known.get(sequence.index, row) for sequence, row in zip(sequences, self._rows, strict=False)]
@@ -136,7 +146,12 @@ class FixedModel(FixedDrafter):
     drafter: ModelDrafter
 
     def __init__(
-        self, drafter: ModelDrafter, model: Any, batch_size: int, sequences: Values[Sequence], sampling: Sampling
+        self,
+        drafter: ModelDrafter,
+        model: PackedModel,
+        batch_size: int,
+        sequences: Sequence[GeneratedSequence],
+        sampling: Sampling,
     ) -> None:
         super().__init__(drafter, model, batch_size, sequences, sampling)
         drafter._attend()
@@ -146,7 +161,7 @@ class FixedModel(FixedDrafter):
             cache.grow(sum(pages) - cache.num_pages)
         self.table = Mirror((batch_size, max(pages)), torch.int32, cache.device)
 
-    def load(self, sequences: list[Sequence]) -> None:
+    def load(self, sequences: list[GeneratedSequence]) -> None:
         d = self.drafter
         behind = [s for s in sequences if s.index not in d._known or d._cached[s.index] < len(s.tokens) - 2]
         if behind:
@@ -163,7 +178,7 @@ class FixedModel(FixedDrafter):
         slots = slot_mapping(table, lengths, offsets, d.cache.page_size, total_q=2 * self.batch_size)
         step = PagedStep(d.cache, table, lengths, offsets, slots, None, None, max_seqlen_q=2)
         known = ids.flatten().clamp(max=d.vocab_size - 1)
-        logits, _ = run_packed(d.model, known, positions.clamp(min=0).flatten(), step, None)
+        logits, _ = d.packed.run(known, positions.clamp(min=0).flatten(), step)
         return d.grow(logits[1::2], ids[:, 1], table, start, self.sampling.at(rows), active)
 
     def observe(self, result: StepResult, active: Tensor) -> None:
@@ -174,11 +189,10 @@ class FixedModel(FixedDrafter):
             committed.draft_num_accepted,
         )  # fmt: skip
 
-    def advance(self, sequences: list[Sequence]) -> None:
+    def advance(self, sequences: list[GeneratedSequence]) -> None:
         self.drafter.keep_accepted(sequences)
 
 
-# By exact type: what a subclass does otherwise would be lost.
 KINDS: dict[type[Drafter], type[FixedDrafter]] = {
     NoDrafter: FixedRoots,
     NgramDrafter: FixedNgram,
@@ -189,7 +203,7 @@ KINDS: dict[type[Drafter], type[FixedDrafter]] = {
 
 def check_fixed(drafter: Drafter) -> None:
     """Raises ValueError for a drafter whose work cannot be captured in a graph."""
-    if type(drafter) not in KINDS:
+    if not vars(type(drafter)).get("is_capturable"):
         kinds = ", ".join(kind.__name__ for kind in KINDS)
         raise ValueError(f"cuda_graph: expected a drafter of {kinds}, got {type(drafter).__name__}")
     if isinstance(drafter, NgramDrafter) and drafter.remember:
@@ -199,7 +213,8 @@ def check_fixed(drafter: Drafter) -> None:
 
 
 def fixed_drafter(
-    drafter: Drafter, model: Any, batch_size: int, sequences: Values[Sequence], sampling: Sampling
+    drafter: Drafter, model: PackedModel, batch_size: int, sequences: Sequence[GeneratedSequence], sampling: Sampling
 ) -> FixedDrafter:
     """The part of `drafter` in a step of `batch_size` rows of `sequences`, which `model` is to continue."""
-    return KINDS[type(drafter)](drafter, model, batch_size, sequences, sampling)
+    kind = next(part for base, part in KINDS.items() if isinstance(drafter, base))
+    return kind(drafter, model, batch_size, sequences, sampling)

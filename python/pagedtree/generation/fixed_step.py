@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Values
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pagedtree import commit, compact_kv, prepare_step
-from pagedtree.integrations.transformers.drafters import Drafter, StepResult
-from pagedtree.integrations.transformers.fixed_drafters import Mirror, fixed_drafter
-from pagedtree.integrations.transformers.model import run_packed
-from pagedtree.integrations.transformers.paged_cache import PagedCache
-from pagedtree.integrations.transformers.paged_step import PagedStep
-from pagedtree.integrations.transformers.rules import Sampling
-from pagedtree.integrations.transformers.scheduler import Sequence
+from pagedtree.generation.drafters.base import Drafter, StepResult
+from pagedtree.generation.drafters.captured import Mirror, fixed_drafter
+from pagedtree.generation.packed_model import PackedModel
+from pagedtree.generation.paged_cache import PagedCache
+from pagedtree.generation.paged_step import PagedStep
+from pagedtree.generation.rules import Sampling
+from pagedtree.generation.scheduler import GeneratedSequence
 
 __all__ = ["FixedStep", "FixedSteps", "check_device"]
 
@@ -36,19 +35,19 @@ class FixedStep:
 
     def __init__(
         self,
-        model: Any,
+        model: PackedModel,
         cache: PagedCache,
         sampling: Sampling,
         drafter: Drafter,
         history: Tensor,
         eos_ids: Tensor | None,
-        sequences: Values[Sequence],
+        sequences: Sequence[GeneratedSequence],
         batch_size: int,
     ) -> None:
         self.model, self.cache, self.sampling, self.eos_ids = model, cache, sampling, eos_ids
         self.history = history  # [sequences + 1, capacity]: the last row is that of idle rows
         self.needs_hidden, self.draft_law = drafter.needs_hidden, drafter.draft_law
-        self.vocab_size = model.get_input_embeddings().num_embeddings
+        self.vocab_size = model.vocab_size
         device = cache.device
         max_tokens = max(sequence.max_length for sequence in sequences) + drafter.max_nodes
         self.rows = Mirror((batch_size,), torch.int64, device, fill=len(sequences))
@@ -59,7 +58,7 @@ class FixedStep:
         self._result: StepResult | None = None
         self._report: Tensor | None = None
 
-    def __call__(self, sequences: list[Sequence]) -> tuple[StepResult, list[list[int]]]:
+    def __call__(self, sequences: list[GeneratedSequence]) -> tuple[StepResult, list[list[int]]]:
         """The step of these sequences, and what is to be known of each: tokens, their number, finished, status."""
         self.drafter.load(sequences)
         if self.captures and self._graph is None:
@@ -107,7 +106,7 @@ class FixedStep:
             trees.cu_nodes.diff() if is_tree else None, max_seqlen_q=trees.max_nodes,
         )  # fmt: skip
         input_ids = tokens.clamp(0, self.vocab_size - 1)
-        logits, hidden = run_packed(self.model, input_ids, positions, step, None, self.needs_hidden)
+        logits, hidden = self.model.run(input_ids, positions, step, needs_hidden=self.needs_hidden)
 
         verdict = self.sampling.at(rows).verify(logits, draft, self.draft_law, start)
         if is_tree:

@@ -1,4 +1,4 @@
-"""Medusa-1 heads and the tree they fill (Cai et al., ICML 2024)."""
+"""Medusa-1 heads, the tree they fill, and the drafter that has both (Cai et al., ICML 2024)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pagedtree import DraftTree
+from pagedtree import DraftTree, medusa_propose
+from pagedtree.generation.drafters.base import Drafter, Proposal, StepResult, roots_only
+from pagedtree.generation.rules import Sampling
+from pagedtree.generation.scheduler import GeneratedSequence
 
-__all__ = ["MedusaHeads", "medusa_tree"]
+__all__ = ["MedusaDrafter", "MedusaHeads", "medusa_tree"]
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "medusa.safetensors"
@@ -47,6 +49,8 @@ class MedusaHeads(nn.Module):
 
     def save_pretrained(self, path: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Writes config.json and medusa.safetensors into the folder `path`."""
+        from safetensors.torch import save_file  # of an extra of the package
+
         path = Path(path)
         path.mkdir(parents=True, exist_ok=True)
         num_heads, hidden_size, _ = self.weight.shape
@@ -58,6 +62,8 @@ class MedusaHeads(nn.Module):
     @classmethod
     def from_pretrained(cls, path: str | Path, model: Any) -> MedusaHeads:
         """Heads for `model` (its output layer, device and dtype) from the folder `path`."""
+        from safetensors.torch import load_file
+
         path = Path(path)
         config = json.loads((path / CONFIG_NAME).read_text())
         lm_head = model.get_output_embeddings()
@@ -80,3 +86,54 @@ def medusa_tree(num_heads: int, num_nodes: int) -> DraftTree:
         if len(path) < num_heads:
             heapq.heappush(queue, (cost + 1, [*path, 0]))
     return DraftTree.from_paths(paths)
+
+
+class MedusaDrafter(Drafter):
+    """Medusa: heads on the target's last hidden state guess the tokens after the next one, at one fixed tree.
+
+    Args:
+        heads: hidden states [B, H] -> logits [B, num_heads, V] (`MedusaHeads`); head i guesses the token i + 2
+            after the state's position.
+        tree: its nodes take the token of their child rank in the head of their depth; `medusa_tree` is a fair
+            one.
+    """
+
+    needs_hidden = True
+    is_capturable = True
+
+    def __init__(self, heads: Callable[[Tensor], Tensor], tree: DraftTree) -> None:
+        self.heads, self.tree, self._tree = heads, tree, tree
+        self.max_nodes, self.max_depth = tree.num_nodes, tree.max_depth
+        self.is_chain = tree.num_nodes == tree.max_depth + 1
+        self._hidden: dict[int, Tensor] = {}
+        self._selected: list[GeneratedSequence] = []
+
+    def begin(self, page_size: int, sampling: Sampling) -> None:
+        self._hidden.clear()
+        self._tree = self.tree
+
+    def select(self, sequences: list[GeneratedSequence]) -> None:
+        self._selected = sequences
+
+    def use_tree(self, tree: DraftTree) -> None:
+        self._tree = tree
+
+    def propose(self, tokens: Tensor, lengths: Tensor) -> Proposal:
+        states = [self._hidden.get(sequence.index) for sequence in self._selected]
+        known = next((state for state in states if state is not None), None)
+        if known is None:
+            return roots_only(tokens, lengths)
+        # A sequence that no pass has read yet drafts from an arbitrary state, which costs nothing.
+        logits = self.heads(torch.stack([state if state is not None else known for state in states]))
+        draft = medusa_propose(logits, self._tree)
+        return draft.draft_tokens, draft.trees, None
+
+    def observe(self, result: StepResult) -> None:
+        assert result.hidden is not None
+        last_rows = result.commit.accept_rows.gather(1, result.commit.num_accepted[:, None].long())[:, 0]
+        last = result.hidden[last_rows]
+        for sequence, state in zip(result.sequences, last, strict=True):
+            self._hidden[sequence.index] = state
+
+    def forget(self, sequence: GeneratedSequence) -> None:
+        self._hidden.pop(sequence.index, None)
