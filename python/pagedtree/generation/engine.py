@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pagedtree import Draft, Verdict, build_trees, commit, compact_kv, prepare_step, slot_mapping
+from pagedtree import Draft, TreeBatch, Verdict, commit, compact_kv, prepare_step, slot_mapping
 from pagedtree.generation.drafters.base import Drafter, StepResult, roots_only
 from pagedtree.generation.drafters.captured import check_fixed
 from pagedtree.generation.fixed_step import FixedStep, FixedSteps
@@ -419,28 +419,24 @@ def _without_padding(draft: Draft) -> Draft:
     is_plain = trees.max_nodes == 1 and draft.draft_tokens.shape[0] == trees.batch_size
     if trees.device.type != "cpu" or is_plain:
         return draft
-    rows = int(trees.cu_nodes[-1])
+    trees = trees.narrow(0, trees.batch_size)
+    rows = trees.parents.shape[0]
     # Where nobody has a draft, a plain pass is faster.
-    if rows == trees.batch_size and int(trees.first_child[:rows].max()) < 0:
+    if rows == trees.batch_size and int(trees.first_child.max()) < 0:
         return Draft(*roots_only(draft.draft_tokens[:rows], trees.cu_nodes))
-    names = ("parents", "depths", "first_child", "next_sibling", "mask")
-    trees = replace(trees, **{name: getattr(trees, name)[:rows] for name in names})
     draft_rows = draft.draft_rows[:rows] if draft.draft_rows is not None else None
     return draft._replace(draft_tokens=draft.draft_tokens[:rows], trees=trees, draft_rows=draft_rows)
 
 
 def _after_roots(roots: Tensor, draft: Draft) -> Draft:
     """`draft` after a tree of one node for each token of `roots`."""
-    num_roots, trees = roots.shape[0], draft.trees
+    num_roots, rows = roots.shape[0], draft.draft_rows
     if num_roots == 0:
         return draft
-    parents = torch.cat([trees.parents.new_full((num_roots,), -1), trees.parents])
-    offsets = torch.arange(num_roots, dtype=torch.int32, device=trees.device)
-    cu_nodes = torch.cat([offsets, trees.cu_nodes + num_roots])
-    rows = draft.draft_rows
+    _, trees, *_ = roots_only(roots, roots)
     return draft._replace(
         draft_tokens=torch.cat([roots, draft.draft_tokens]),
-        trees=build_trees(parents, cu_nodes, max_nodes=trees.max_nodes, max_depth=trees.max_depth),
+        trees=TreeBatch.concatenate([trees, draft.trees]),
         # Any row will do for a root that has no children.
         draft_rows=torch.cat([rows.new_zeros(num_roots), rows]) if rows is not None else None,
     )
