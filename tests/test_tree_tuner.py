@@ -291,7 +291,7 @@ def test_ngram_drafter_rehearses_as_it_proposes():
     tokens = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2]])
     drafter = NgramDrafter(8, max_branches=1)
     lengths = torch.tensor([8], dtype=torch.int32)
-    (drafts, trees, _), (expected, _, _) = drafter.rehearse(tokens, lengths), drafter.propose(tokens, lengths)
+    (drafts, trees, *_), (expected, *_) = drafter.rehearse(tokens, lengths), drafter.propose(tokens, lengths)
     assert torch.equal(drafts, expected) and drafts[1 : trees.parents.shape[0]].tolist()[:2] == [4, 5]
     drafter.use_tree(DraftTree.chain(1))
     assert torch.equal(drafter.rehearse(tokens, lengths)[0], expected), "use_tree does not narrow it"

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from pagedtree import Draft, TreeBatch, Verdict, commit, compact_kv, prepare_step, slot_mapping
 from pagedtree.generation.drafters.base import Drafter, StepResult, roots_only
-from pagedtree.generation.drafters.captured import check_fixed
-from pagedtree.generation.fixed_step import FixedStep, FixedSteps
+from pagedtree.generation.fixed_step import FixedStep, FixedSteps, check_drafter
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.paged_step import PagedStep, PrefixPass
@@ -87,7 +86,7 @@ class Engine:
         self.history = rows[:-1]
         self.fixed_steps: FixedSteps | None = None
         if is_fixed:
-            check_fixed(drafter)
+            check_drafter(drafter)
             every = list(sequences)
             self.fixed_steps = FixedSteps(
                 lambda batch_size: FixedStep(
@@ -143,7 +142,7 @@ class Engine:
         self.stats.steps += 1
         self.stats.packed_tokens += result.draft_tokens.shape[0]
         self._take_over(result, report)
-        step.drafter.advance(sequences)
+        self.drafter.advance(sequences)
         self._finish(result)
 
     def _schedule(self) -> tuple[Batch, Draft | None]:
@@ -155,13 +154,13 @@ class Engine:
                 self.drafter.forget(sequence)
                 self.stats.sequences[sequence.index].evictions += 1
             if not batch.decode:
-                return batch, Draft(*roots_only(self.history[:0], self.history.new_empty(0, dtype=torch.int32)))
+                return batch, roots_only(0, self.device)
             if self.fixed_steps is not None and not batch.prefill:
                 return batch, None
             if self.tuner is not None and not self._take_tree(self.tuner, batch):
                 if not batch.prefill and self.tuner.may_rehearse:
                     self._rehearse(self.tuner, batch.decode)
-                return batch, Draft(*roots_only(self.history[: len(batch.decode)], self.history.new_empty(0)))
+                return batch, roots_only(len(batch.decode), self.device)
             draft = self._propose(batch.decode)
             if draft.trees.max_nodes <= self.max_nodes:
                 return batch, draft
@@ -423,7 +422,7 @@ def _without_padding(draft: Draft) -> Draft:
     rows = trees.parents.shape[0]
     # Where nobody has a draft, a plain pass is faster.
     if rows == trees.batch_size and int(trees.first_child.max()) < 0:
-        return Draft(*roots_only(draft.draft_tokens[:rows], trees.cu_nodes))
+        return roots_only(rows, trees.device)
     draft_rows = draft.draft_rows[:rows] if draft.draft_rows is not None else None
     return draft._replace(draft_tokens=draft.draft_tokens[:rows], trees=trees, draft_rows=draft_rows)
 
@@ -433,7 +432,7 @@ def _after_roots(roots: Tensor, draft: Draft) -> Draft:
     num_roots, rows = roots.shape[0], draft.draft_rows
     if num_roots == 0:
         return draft
-    _, trees, *_ = roots_only(roots, roots)
+    trees = roots_only(num_roots, roots.device).trees
     return draft._replace(
         draft_tokens=torch.cat([roots, draft.draft_tokens]),
         trees=TreeBatch.concatenate([trees, draft.trees]),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import Commit, Draft, DraftTree, TreeBatch, Verdict
+from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.generation.tree_tuner import TreeTuner
@@ -67,8 +68,8 @@ class Drafter:
             their own), or "iid" or "swor", whose proposals have draft_probs. "coupled": by the noise with which rule
             "sampled" samples the target.
         is_chain: whether no node of any tree has two children.
-        is_capturable: whether a CUDA graph can hold its work. Each class says that of itself; it is not inherited, as
-            what a subclass adds may need the host.
+        is_capturable: whether a captured step (`generate(cuda_graph=True)`) can have its work in it. Each class says
+            that of itself; it is not inherited, as what a subclass adds may need the host.
     """
 
     max_nodes: int = 1
@@ -88,19 +89,27 @@ class Drafter:
     def end(self) -> None:
         """The call of `generate` is over, or has failed."""
 
-    def select(self, sequences: list[GeneratedSequence]) -> None:
-        """The sequences that the rows of the next `propose` stand for."""
+    def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
+        """The sequences that the rows of the next `propose` stand for. batch_size: in front of a captured step, its
+        rows; those past the sequences are idle.
+        """
 
     def start(self, tokens: Tensor, lengths: Tensor) -> None:
         """What `propose` will be called with, while the target still has something to do."""
 
-    def propose(self, tokens: Tensor, lengths: Tensor) -> Proposal:
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
+    ) -> Proposal:
         """Guesses a continuation for each of B sequences.
 
         tokens: int64 [B, capacity], prompt and generated tokens. lengths: int32 [B], how many of them are known.
         Returns draft_tokens [N], a TreeBatch of B trees, each with at least its root, whose token is
         tokens[b, lengths[b] - 1] (the root's draft token is ignored), and the laws they were drawn from, [N, V], or
         None. A `pagedtree.Draft` is a proposal, too; its draft_rows then name the row of draft_probs for each node.
+
+        active, rows: given in a captured step alone, where everything stays on the device. active: bool [B], False for
+        an idle row, whose tree may have no nodes. rows: int64 [B], the sequences' index, and the number of all
+        sequences for an idle row.
         """
         raise NotImplementedError
 
@@ -110,8 +119,10 @@ class Drafter:
         """
         return None
 
-    def observe(self, result: StepResult) -> None:
-        """What became of the proposals, and what else the pass told."""
+    def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
+        """What became of the proposals, and what else the pass told. rows: as in `propose`; result.sequences is then
+        empty, and `advance` follows on the host.
+        """
 
     def use_tree(self, tree: DraftTree) -> None:
         """Proposals shall not go beyond this tree from now on, where that makes them cheaper; max_nodes stays."""
@@ -119,6 +130,14 @@ class Drafter:
     def unread(self, sequences: list[GeneratedSequence]) -> int:
         """Known tokens that a model of this drafter has to read before the next proposal, besides the newest ones."""
         return 0
+
+    def capture(self, model: PackedModel, sequences: list[GeneratedSequence], batch_size: int) -> None:
+        """Makes what captured steps of at most `batch_size` of these sequences need, all that a call of `generate` has.
+        From then on it keeps its place. model: the target.
+        """
+
+    def advance(self, sequences: list[GeneratedSequence]) -> None:
+        """The sequences have got the tokens of a captured step."""
 
     def forget(self, sequence: GeneratedSequence) -> None:
         """The sequence is finished, or evicted: it may come back and be read again from its start."""
@@ -144,15 +163,14 @@ def as_drafter(drafter: Any) -> Drafter:
     return _Stateless(drafter)
 
 
-def roots_only(tokens: Tensor, lengths: Tensor) -> Proposal:
+def roots_only(batch_size: int, device: torch.device) -> Draft:
     """Trees of the root alone: plain decoding."""
-    batch = tokens.shape[0]
-    return tokens.new_full((batch,), -1), _roots(batch, tokens.device), None
+    return Draft(torch.full((batch_size,), -1, dtype=torch.int64, device=device), _roots(batch_size, device))
 
 
 @lru_cache(maxsize=256)  # to make them took 5 % of a step of a small model
-def _roots(batch: int, device: torch.device) -> TreeBatch:
-    return TreeBatch.from_trees([DraftTree.chain(0)] * batch, device=device)
+def _roots(batch_size: int, device: torch.device) -> TreeBatch:
+    return TreeBatch.from_trees([DraftTree.chain(0)] * batch_size, device=device)
 
 
 class NoDrafter(Drafter):
@@ -161,5 +179,7 @@ class NoDrafter(Drafter):
     is_chain = True
     is_capturable = True
 
-    def propose(self, tokens: Tensor, lengths: Tensor) -> Proposal:
-        return roots_only(tokens, lengths)
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
+    ) -> Draft:
+        return roots_only(tokens.shape[0], tokens.device)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pagedtree import DraftTree, medusa_propose
-from pagedtree.generation.drafters.base import Drafter, Proposal, StepResult, roots_only
+from pagedtree import Draft, DraftTree, medusa_propose
+from pagedtree.generation.drafters.base import Drafter, StepResult, roots_only
+from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 
@@ -105,35 +106,58 @@ class MedusaDrafter(Drafter):
         self.heads, self.tree, self._tree = heads, tree, tree
         self.max_nodes, self.max_depth = tree.num_nodes, tree.max_depth
         self.is_chain = tree.num_nodes == tree.max_depth + 1
-        self._hidden: dict[int, Tensor] = {}
+        self._hidden: Tensor | None = None  # of each sequence, by its index; the last row is that of idle rows
+        self._known: set[int] = set()  # sequences that have a state
         self._selected: list[GeneratedSequence] = []
 
     def begin(self, page_size: int, sampling: Sampling) -> None:
-        self._hidden.clear()
+        self._hidden, self._known = None, set()
         self._tree = self.tree
 
-    def select(self, sequences: list[GeneratedSequence]) -> None:
+    def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
         self._selected = sequences
 
     def use_tree(self, tree: DraftTree) -> None:
         self._tree = tree
 
-    def propose(self, tokens: Tensor, lengths: Tensor) -> Proposal:
-        states = [self._hidden.get(sequence.index) for sequence in self._selected]
-        known = next((state for state in states if state is not None), None)
-        if known is None:
-            return roots_only(tokens, lengths)
-        # A sequence that no pass has read yet drafts from an arbitrary state, which costs nothing.
-        logits = self.heads(torch.stack([state if state is not None else known for state in states]))
-        draft = medusa_propose(logits, self._tree)
-        return draft.draft_tokens, draft.trees, None
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
+    ) -> Draft:
+        if rows is None:
+            known = next((sequence.index for sequence in self._selected if sequence.index in self._known), None)
+            if known is None:
+                return roots_only(tokens.shape[0], tokens.device)
+            # A sequence that no pass has read yet drafts from an arbitrary state, which costs nothing.
+            indices = [sequence.index if sequence.index in self._known else known for sequence in self._selected]
+            rows = torch.tensor(indices).to(tokens.device)
+        assert self._hidden is not None
+        return medusa_propose(self.heads(self._hidden.index_select(0, rows)), self._tree, active=active)
 
-    def observe(self, result: StepResult) -> None:
+    def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
         assert result.hidden is not None
         last_rows = result.commit.accept_rows.gather(1, result.commit.num_accepted[:, None].long())[:, 0]
-        last = result.hidden[last_rows]
-        for sequence, state in zip(result.sequences, last, strict=True):
-            self._hidden[sequence.index] = state
+        last = result.hidden.index_select(0, last_rows.clamp(min=0))
+        if rows is None:
+            indices = [sequence.index for sequence in result.sequences]
+            self._make_room(max(indices) + 1, result.hidden)
+            self._known.update(indices)
+            rows = torch.tensor(indices).to(last.device)
+        assert self._hidden is not None
+        self._hidden.index_copy_(0, rows, last.to(self._hidden.dtype))
+
+    def capture(self, model: PackedModel, sequences: list[GeneratedSequence], batch_size: int) -> None:
+        self._make_room(len(sequences) + 1, model.new_hidden(0))
+
+    def advance(self, sequences: list[GeneratedSequence]) -> None:
+        self._known.update(sequence.index for sequence in sequences)
 
     def forget(self, sequence: GeneratedSequence) -> None:
-        self._hidden.pop(sequence.index, None)
+        self._known.discard(sequence.index)
+
+    def _make_room(self, num_rows: int, like: Tensor) -> None:
+        """At least so many rows of states in the form of `like` [*, H]."""
+        if self._hidden is None:
+            self._hidden = like.new_zeros((num_rows, like.shape[1]))
+        elif self._hidden.shape[0] < num_rows:
+            more = self._hidden.new_zeros((num_rows - self._hidden.shape[0], self._hidden.shape[1]))
+            self._hidden = torch.cat([self._hidden, more])

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pagedtree import (
+    Commit,
     Draft,
     DraftState,
     DraftTree,
@@ -24,7 +25,8 @@ from pagedtree import (
     slot_mapping,
     start_draft,
 )
-from pagedtree.generation.drafters.base import Drafter, Proposal, StepResult
+from pagedtree.generation.drafters.base import Drafter, StepResult
+from pagedtree.generation.mirror import Mirror
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.paged_step import PagedStep
@@ -118,6 +120,7 @@ class ModelDrafter(Drafter):
         self._cached: dict[int, int] = {}  # tokens from the start that the cache holds for certain
         self._selected: list[GeneratedSequence] = []
         self._draft: Draft | None = None
+        self._tables: dict[int, Mirror] = {}  # of captured steps, by their batch sizes
         self._limits = (self.max_nodes, self.max_depth)
 
     def pack(self, model: Any) -> PackedModel:
@@ -150,20 +153,38 @@ class ModelDrafter(Drafter):
             self._context.enter_context(self.packed.use(self._is_long))
             self._attends = True
 
-    def select(self, sequences: list[GeneratedSequence]) -> None:
-        self._selected = sequences
+    def capture(self, model: PackedModel, sequences: list[GeneratedSequence], batch_size: int) -> None:
+        """The pool holds all sequences from here on: it cannot grow under a graph."""
+        self._attend()
+        pages = [self.cache.pages_for(sequence.max_length + self.max_kv_nodes) for sequence in sequences]
+        if self.cache.num_pages < sum(pages):
+            self.cache.grow(sum(pages) - self.cache.num_pages)
+        self._tables[batch_size] = Mirror((batch_size, max(pages)), torch.int32, self.cache.device)
 
-    def propose(self, tokens: Tensor, lengths: Tensor) -> Proposal:
-        logits = self._read(self._selected)
-        for sequence in self._selected:
-            self._reserve(sequence, sequence.root + self.max_kv_nodes)
-        table = self.cache.page_table([sequence.index for sequence in self._selected])
+    def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
+        self._selected = sequences
+        if batch_size is None:
+            return
+        unread = [s for s in sequences if s.index not in self._known or self._cached[s.index] < len(s.tokens) - 2]
+        if unread:
+            self._read(unread)
+        self._tables[batch_size].set(self._reserve_trees(sequences))
+
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
+    ) -> Draft:
         start = lengths - 1
-        roots = tokens.gather(1, lengths[:, None].long() - 1)[:, 0]
-        self._draft = self.grow(logits, roots, table, start, self._sampling.of(self._selected))
+        roots = tokens.gather(1, start.long().clamp(min=0)[:, None])[:, 0]
+        if rows is not None:
+            table = self._tables[rows.shape[0]].tensor
+            logits = self._read_last_two(tokens, lengths, table)
+            return self._grow(logits, roots, table, start, self._sampling.at(rows), active)
+        logits = self._read(self._selected)
+        table = self.cache.table_of(self._reserve_trees(self._selected))
+        self._draft = self._grow(logits, roots, table, start, self._sampling.of(self._selected))
         return self._draft
 
-    def grow(
+    def _grow(
         self,
         logits: Tensor,
         roots: Tensor,
@@ -197,18 +218,19 @@ class ModelDrafter(Drafter):
             draft = draft._replace(draft_probs=F.pad(draft.draft_probs, (0, missing)) if missing else draft.draft_probs)
         return draft
 
-    def observe(self, result: StepResult) -> None:
+    def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
         """Moves what was read of the accepted paths to its place."""
+        if rows is not None:
+            self._compact(self._tables[rows.shape[0]].tensor, result.start, result.commit)
+            return
         if result.num_read == len(result.sequences) or self._draft is None:
             return
         drafted = result.sequences[result.num_read :]
         start = result.start[result.num_read :]
         verdict = Verdict(*(tensor[result.num_read :] for tensor in result.verdict))
         committed = commit(verdict, self._draft.trees, start, node_map=self._draft.node_map)
-        assert committed.draft_accept_index is not None and committed.draft_num_accepted is not None
-        table = self.cache.page_table([sequence.index for sequence in drafted])
-        compact_kv(self.cache.tensors(), table, start, committed.draft_accept_index, committed.draft_num_accepted)
-        self.keep_accepted(drafted)
+        self._compact(self.cache.page_table([sequence.index for sequence in drafted]), start, committed)
+        self.advance(drafted)
         self._draft = None
 
     def use_tree(self, tree: DraftTree) -> None:
@@ -217,7 +239,11 @@ class ModelDrafter(Drafter):
     def unread(self, sequences: list[GeneratedSequence]) -> int:
         return sum(len(sequence.tokens) - self._cached.get(sequence.index, 0) - 2 for sequence in sequences)
 
-    def keep_accepted(self, sequences: list[GeneratedSequence]) -> None:
+    def _compact(self, table: Tensor, start: Tensor, committed: Commit) -> None:
+        assert committed.draft_accept_index is not None and committed.draft_num_accepted is not None
+        compact_kv(self.cache.tensors(), table, start, committed.draft_accept_index, committed.draft_num_accepted)
+
+    def advance(self, sequences: list[GeneratedSequence]) -> None:
         """The rows of the accepted paths are in place; the pages behind them are free."""
         for sequence in sequences:
             # The last accepted token may not have been read. To read it anyway costs less than to ask the device.
@@ -292,6 +318,19 @@ class ModelDrafter(Drafter):
         )
         return complete, logits
 
+    def _read_last_two(self, tokens: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
+        """Reads the root of each row and the token before it, which may be in the cache or not, on the device alone;
+        logits [B, V] at the roots.
+        """
+        num_rows = lengths.shape[0]
+        positions = (lengths - 1).long()[:, None] + torch.arange(-1, 1, device=lengths.device)
+        ids = tokens.gather(1, positions.clamp(min=0)).flatten().clamp(max=self.vocab_size - 1)
+        offsets = torch.arange(num_rows + 1, dtype=torch.int32, device=lengths.device) * 2
+        slots = slot_mapping(table, lengths, offsets, self.cache.page_size, total_q=2 * num_rows)
+        step = PagedStep(self.cache, table, lengths, offsets, slots, None, None, max_seqlen_q=2)
+        logits, _ = self.packed.run(ids, positions.clamp(min=0).flatten(), step)
+        return logits[1::2]
+
     def _read_level(self, state: DraftState, table: Tensor, start: Tensor) -> Tensor:
         """One pass over the frontiers, logits [B * F, V]."""
         positions = state.level_positions(start)
@@ -302,6 +341,12 @@ class ModelDrafter(Drafter):
             state.level_mask, state.level_tree_lens, state.num_frontier,
         )  # fmt: skip
         return self.packed.run(state.level_tokens, positions, step)[0]
+
+    def _reserve_trees(self, sequences: list[GeneratedSequence]) -> list[list[int]]:
+        """The pages of each, with room for a tree."""
+        for sequence in sequences:
+            self._reserve(sequence, sequence.root + self.max_kv_nodes)
+        return [self.cache.pages(sequence.index) for sequence in sequences]
 
     def _reserve(self, sequence: GeneratedSequence, num_tokens: int) -> None:
         if not self.cache.reserve(sequence.index, num_tokens):

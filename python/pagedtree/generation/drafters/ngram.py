@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pagedtree import DraftTree, ngram_propose, rejected_predictions
-from pagedtree.generation.drafters.base import Drafter, Proposal, StepResult
+from pagedtree import Draft, DraftTree, ngram_propose, rejected_predictions
+from pagedtree.generation.drafters.base import Drafter, StepResult
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 
@@ -52,7 +52,7 @@ class NgramDrafter(Drafter):
         self._rejected.clear()
         self._limits = (self.max_nodes, self.max_depth, self.max_branches)
 
-    def select(self, sequences: list[GeneratedSequence]) -> None:
+    def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
         self._selected = sequences
 
     def use_tree(self, tree: DraftTree) -> None:
@@ -61,15 +61,24 @@ class NgramDrafter(Drafter):
         whole = (self.max_nodes, self.max_depth, self.max_branches)
         self._limits = tuple(map(min, limits, whole))  # type: ignore[assignment]
 
-    def propose(self, tokens: Tensor, lengths: Tensor) -> Proposal:
-        return self._look_up(tokens, lengths, self._limits, self._extra(tokens) if self._rejected else None)
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
+    ) -> Draft:
+        return self._look_up(tokens, lengths, self._limits, self._extra(tokens) if self._rejected else None, active)
 
-    def rehearse(self, tokens: Tensor, lengths: Tensor) -> Proposal:
-        return self._look_up(tokens, lengths, (self.max_nodes, self.max_depth, self.max_branches), None)
+    def rehearse(self, tokens: Tensor, lengths: Tensor) -> Draft:
+        return self._look_up(tokens, lengths, (self.max_nodes, self.max_depth, self.max_branches))
 
-    def _look_up(self, tokens: Tensor, lengths: Tensor, limits: tuple[int, int, int], extra: Tensor | None) -> Proposal:
+    def _look_up(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        limits: tuple[int, int, int],
+        extra: Tensor | None = None,
+        active: Tensor | None = None,
+    ) -> Draft:
         max_nodes, max_depth, max_branches = limits
-        draft = ngram_propose(
+        return ngram_propose(
             tokens,
             lengths,
             max_nodes=max_nodes,
@@ -78,10 +87,10 @@ class NgramDrafter(Drafter):
             max_ngram=self.max_ngram,
             max_branches=max_branches,
             extra=extra,
+            active=active,
         )
-        return draft.draft_tokens, draft.trees, None
 
-    def observe(self, result: StepResult) -> None:
+    def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
         if not self.remember or result.trees.max_nodes == 1:
             return
         new = rejected_predictions(

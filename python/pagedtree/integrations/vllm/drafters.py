@@ -210,12 +210,10 @@ def proposals_of(drafter: Drafter, known: Sequence[np.ndarray], device: torch.de
     history = np.zeros((len(known), max(lengths)), dtype=np.int64)
     for row, tokens in zip(history, known, strict=True):
         row[: len(tokens)] = tokens
-    proposal = drafter.propose(
-        torch.from_numpy(history).to(device), torch.tensor(lengths, dtype=torch.int32).to(device)
-    )
-    draft_tokens, trees = (proposal.draft_tokens, proposal.trees) if isinstance(proposal, Draft) else proposal[:2]
-    offsets = trees.cu_nodes.tolist()
-    tokens, parents, depths = (t.cpu().numpy() for t in (draft_tokens, trees.parents, trees.depths))
+    counts = torch.tensor(lengths, dtype=torch.int32)
+    draft = Draft(*drafter.propose(torch.from_numpy(history).to(device), counts.to(device)))
+    offsets = draft.trees.cu_nodes.tolist()
+    tokens, parents, depths = (t.cpu().numpy() for t in (draft.draft_tokens, draft.trees.parents, draft.trees.depths))
     return [
         present_nodes(tokens[begin:end], parents[begin:end], depths[begin:end])
         for begin, end in itertools.pairwise(offsets)
