@@ -83,6 +83,10 @@ ENGINES = ("transformers", "vllm", "sglang", "flashinfer", "flash_attn")
 FORBIDDEN = {
     "": ("pagedtree.generation", "pagedtree.integrations", *ENGINES),
     "generation": ("pagedtree.integrations", *ENGINES),
+    "generation/drafters": (
+        *("pagedtree.integrations", *ENGINES),
+        *("pagedtree.generation.engine", "pagedtree.generation.fixed_step"),
+    ),
     "integrations": (),
     **{
         f"integrations/{name}": tuple(f"pagedtree.integrations.{other}" for other in ENGINES if other != name)
@@ -124,6 +128,11 @@ def test_imports_follow_the_arrows(path: Path) -> None:
             "generation/drafters/model.py",
             "from pagedtree.integrations.transformers.model import X",
             "pagedtree.integrations.transformers.model.X",
+        ),
+        (
+            "generation/drafters/ngram.py",
+            "from pagedtree.generation.engine import X",
+            "pagedtree.generation.engine.X",
         ),
         ("generation/rules.py", "from pagedtree import integrations", "pagedtree.integrations"),
         ("distributed/shards.py", "from pagedtree.generation.rules import X", "pagedtree.generation.rules.X"),
