@@ -23,8 +23,8 @@ from measure import machine_facts, save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagedtree import SamplingParams
+from pagedtree.generation.rules import Sampling
 from pagedtree.integrations.transformers import ModelDrafter, StepResult, generate
-from pagedtree.integrations.transformers.rules import Sampling
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))

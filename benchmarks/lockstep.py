@@ -19,9 +19,9 @@ from unittest.mock import patch
 
 import torch
 
+from pagedtree.generation.drafters import StepResult
+from pagedtree.generation.engine import Engine
 from pagedtree.integrations.transformers import generate
-from pagedtree.integrations.transformers.drafters import StepResult
-from pagedtree.integrations.transformers.engine import Engine
 from pagedtree.integrations.transformers.model import use_attention
 
 # A step that takes so many times as long as the others of the two with as many tokens: the machine did something else.

@@ -33,9 +33,7 @@ TITLES = {
     "cost": "Attention",
     "kv_cache": "KV cache",
     "sampling": "Sampling",
-    "verdict": "Verification",
     "verify": "Verification",
-    "verify_drafts": "Verification",
     "step": "A whole step",
 }
 

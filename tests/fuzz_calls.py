@@ -228,6 +228,18 @@ def copy_of_a_batch() -> Call:
 
 
 @valid_call
+def joined_batches() -> Call:
+    batches = {"first": draft_trees(), "second": draft_trees()}
+    return Call(lambda first, second: pt.TreeBatch.concatenate([first, second]), batches)
+
+
+@valid_call
+def part_of_a_batch() -> Call:
+    parts = {"trees": draft_trees(), "start": 1, "length": 1}
+    return Call(lambda trees, start, length: trees.narrow(start, length), parts, receiver="trees")
+
+
+@valid_call
 def build_trees() -> Call:
     parents = int32([-1, 0, 0, 1, -1, 0, -1])
     return Call(pt.build_trees, {"parents": parents, "cu_nodes": int32([0, 4, 6]), "max_nodes": 5, "max_depth": 3})

@@ -20,12 +20,11 @@ from transformers import (
 from transformers.generation import MaxTimeCriteria, TopPLogitsWarper
 
 from pagedtree import reference
+from pagedtree.generation import engine, paged_step
 from pagedtree.integrations.transformers import (
     ModelDrafter,
     NgramDrafter,
     custom_generate,
-    engine,
-    paged_step,
     tree_generate,
 )
 

@@ -18,7 +18,7 @@ import pagedtree
 from pagedtree import SamplingParams, TreeBatch, distributed
 from pagedtree._ops import ops
 from pagedtree.distributed import GroupError, Traffic, VocabShards
-from pagedtree.distributed.verify import END_WORDS, LEFT_WORDS, ROW_WORDS
+from pagedtree.distributed.protocol import END_WORDS, LEFT_WORDS, ROW_WORDS, Round, Weigh, num_digits
 from pagedtree.testing import backends, use_backend
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
@@ -358,6 +358,60 @@ def test_raw_ops_refuse(change, message):
     given = {"round": 1, "digit": 0, "last": 0, **part} | change
     with pytest.raises(RuntimeError, match=message):
         ops.step_shards(case.logits, rows, None, words, *per_request(count).on(case.logits.device), **given)
+
+
+def accepts(op, *arguments, **options) -> bool:
+    """Whether a raw op takes these; False where the number of words or the digit is not the op's."""
+    try:
+        op(*arguments, **options)
+    except RuntimeError as error:
+        assert "`words` must be" in str(error) or "`digit` must be" in str(error), error
+        return False
+    return True
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_protocols_numbers_are_those_of_the_ops(dtype):
+    case, tree, part = raw_arguments()
+    logits, count, batch = case.logits.to(dtype), case.logits.shape[0], case.trees.batch_size
+    sampling, at = PARAMS["both"].on(logits.device), {"cu_nodes": case.trees.cu_nodes, "depths": case.trees.depths}
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int64)
+
+    for round_ in Round:
+        taken = [
+            words
+            for words in range(1, 40)
+            if accepts(
+                ops.step_shards, logits, zeros(count, ROW_WORDS), None, zeros(count, words), *sampling, round=round_,
+                digit=0, last=0, **part, **at, **case.streams,
+            )
+        ]  # fmt: skip
+        assert taken == [round_.words], round_
+    digits = [
+        digit
+        for digit in range(40)
+        if accepts(
+            ops.step_shards, logits, zeros(count, ROW_WORDS), None, zeros(count, Round.COUNT.words), *sampling,
+            round=Round.COUNT, digit=digit, last=0, **part, **at,
+        )
+    ]  # fmt: skip
+    assert digits == list(range(num_digits(dtype)))
+    for round_ in Weigh:
+        of_trees = round_ in (Weigh.SUMS, Weigh.DRAW)
+        ends = zeros(batch, END_WORDS) - 1 if of_trees else None
+        received = {Weigh.RESIDUAL: zeros(count, 2), Weigh.DRAW: zeros(1, batch, 2).flatten(0, 1)}.get(round_)
+        taken = [
+            words
+            for words in range(1, 8)
+            if accepts(
+                ops.weigh_shards, logits, zeros(count, ROW_WORDS), zeros(count, LEFT_WORDS), ends, received,
+                zeros(batch if of_trees else count, words), *tree, *sampling, round=round_, index=0, **part,
+                draft_law="onehot",
+            )
+        ]  # fmt: skip
+        assert taken == [round_.words], round_
 
 
 # ---- ranks that disagree or die

@@ -40,7 +40,7 @@ def test_demo_is_exact(demo, monkeypatch, tmp_path, capsys):
 
 
 def test_demo_fails_on_wrong_output(demo, monkeypatch, tmp_path, capsys):
-    from pagedtree.integrations.transformers import engine
+    from pagedtree.generation import engine
 
     # Accepted rows stay where their draft nodes were.
     monkeypatch.setattr(engine, "compact_kv", lambda *args, **kwargs: None)

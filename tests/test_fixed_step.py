@@ -16,8 +16,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pagedtree import DraftTree, SamplingParams
+from pagedtree import Draft, DraftTree, SamplingParams, build_trees
+from pagedtree.generation.drafters import as_drafter
+from pagedtree.generation.fixed_step import FixedStep
+from pagedtree.generation.rules import Sampling, check_rule
+from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.integrations.transformers import (
+    Drafter,
     MedusaDrafter,
     MedusaHeads,
     ModelDrafter,
@@ -25,11 +30,7 @@ from pagedtree.integrations.transformers import (
     PagedCache,
     generate,
 )
-from pagedtree.integrations.transformers.drafters import as_drafter
-from pagedtree.integrations.transformers.fixed_step import FixedStep
-from pagedtree.integrations.transformers.model import use_attention
-from pagedtree.integrations.transformers.rules import Sampling, check_rule
-from pagedtree.integrations.transformers.scheduler import Sequence
+from pagedtree.integrations.transformers.model import TransformersModel
 from pagedtree.testing import backends, use_backend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -155,12 +156,13 @@ def test_the_step_stays_on_the_device(no_values, name, params, rule):
     sampling = Sampling(
         check_rule(rule, params, drafter.draft_law, drafter.is_chain), params, torch.zeros(3, dtype=torch.int64)
     )
-    sequences = [Sequence(index, index, [1, 2, 3], max_length=20) for index in range(3)]
+    sequences = [GeneratedSequence(index, index, [1, 2, 3], max_length=20) for index in range(3)]
     drafter.begin(4, sampling)
     history, eos_ids = torch.zeros((4, 20), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     cache = PagedCache(20, 4, torch.device("meta"))
-    step = FixedStep(model, cache, sampling, drafter, history, eos_ids, sequences, 4)
-    with use_attention(model):
+    packed = TransformersModel(model)
+    step = FixedStep(packed, cache, sampling, drafter, history, eos_ids, sequences, 4)
+    with packed.use():
         step.run()  # as before a capture: caches and constants are made
         with NoHost(), NoConstants():
             step.run()
@@ -189,7 +191,7 @@ def test_buffers_are_not_made_anew(model, draft_model, monkeypatch):
 
     def noted(step):
         tensors = [step.rows.tensor, step.start.tensor, step.page_table.tensor, step.history, *step.cache.tensors()]
-        tensors += [step.drafter.table.tensor, *step.drafter.drafter.cache.tensors()]
+        tensors += [step.drafter._tables[step.batch_size].tensor, *step.drafter.cache.tensors()]
         places.append((step.rows.tensor.shape[0], tuple(tensor.data_ptr() for tensor in tensors)))
         run(step)
 
@@ -233,6 +235,35 @@ def test_what_cannot_be_captured_is_refused(monkeypatch, model, draft_model):
     monkeypatch.setattr(FixedStep, "captures", True)
     with pytest.raises(ValueError, match="cuda_graph: expected a model on a CUDA device, got one on cpu"):
         generate(tiny(0), [[1, 2]], **options)
+
+
+class Repeats(Drafter):
+    """Drafts the last token again and again."""
+
+    max_nodes, is_chain, is_capturable = 4, True, True
+
+    def propose(self, tokens, lengths, active=None, rows=None):
+        last = tokens.gather(1, lengths.long().clamp(min=1)[:, None] - 1)
+        batch = lengths.shape[0]
+        parents = torch.arange(-1, 3, dtype=torch.int32, device=tokens.device).repeat(batch)
+        offsets = torch.arange(batch + 1, dtype=torch.int32, device=tokens.device) * 4
+        return Draft(last.repeat(1, 4).flatten(), build_trees(parents, offsets, max_nodes=4, max_depth=3))
+
+
+def test_a_drafter_of_ones_own(model):
+    prompts = [[5, 5, 5, 5], [1, 2, 3]]
+    plain, _, fixed, stats = both(model, Repeats, prompts, max_new_tokens=NEW_TOKENS)
+    assert fixed == plain and stats.steps <= NEW_TOKENS
+
+    class Changed(Repeats):  # does not say that it can be captured
+        pass
+
+    class ChangedLookup(NgramDrafter):
+        pass
+
+    for drafter in (Changed(), ChangedLookup(4)):
+        with pytest.raises(ValueError, match=f"cuda_graph: expected .* got {type(drafter).__name__}"):
+            generate(model, prompts, drafter=drafter, max_new_tokens=4, cuda_graph=True)
 
 
 def test_no_prompts(model):

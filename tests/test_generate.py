@@ -31,13 +31,13 @@ from generate_case import (
 )
 
 from pagedtree import SamplingParams
+from pagedtree.generation import engine
 from pagedtree.integrations.transformers import (
     MedusaDrafter,
     MedusaHeads,
     ModelDrafter,
     NgramDrafter,
     PagedCache,
-    engine,
     generate,
     medusa_tree,
 )

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from pagedtree import DraftTree, SamplingParams, cli
+from pagedtree.generation import drafters
 from pagedtree.integrations.transformers import (
     MedusaDrafter,
     MedusaHeads,
@@ -23,7 +24,6 @@ from pagedtree.integrations.transformers import (
     medusa_tree,
 )
 from pagedtree.integrations.transformers import cli as cli_module
-from pagedtree.integrations.transformers import model_drafter as model_drafter_module
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -85,7 +85,7 @@ def test_wider_trees_keep_the_draft_models_cache_right(model):
 
 
 def test_compaction_of_the_draft_models_cache_is_needed(model, monkeypatch):
-    monkeypatch.setattr(model_drafter_module, "compact_kv", lambda *args: None)
+    monkeypatch.setattr(drafters.model, "compact_kv", lambda *args: None)
     drafter = ModelDrafter(model, num_nodes=20, depth=4, width=3)
     _, broken = generate(model, prompts(), drafter=drafter, max_new_tokens=40)
     monkeypatch.undo()
@@ -148,7 +148,7 @@ def test_ngram_drafter_finds_repetitions(model):
     )  # fmt: skip
     drafter = NgramDrafter(6, max_branches=1)
     tokens = torch.cat([phrase, phrase[:7]])[None]
-    draft_tokens, trees, draft_probs = drafter.propose(tokens, torch.tensor([19], dtype=torch.int32))
+    draft_tokens, trees, draft_probs, *_ = drafter.propose(tokens, torch.tensor([19], dtype=torch.int32))
     count = int(trees.cu_nodes[1])
     assert draft_tokens[1:count].tolist() == phrase[7:12].tolist() and draft_probs is None
     assert trees.max_nodes == 6 and seen[0].num_read == 1

@@ -14,8 +14,8 @@ from generate_case import LENGTHS, NEW_TOKENS, SAMPLING, greedy, lists, prompts_
 from test_statistics import LIMIT, excess
 
 from pagedtree import DraftTree, SamplingParams, TreeBatch, reference
+from pagedtree.generation.rules import Sampling
 from pagedtree.integrations.transformers import MedusaDrafter, MedusaHeads, ModelDrafter, NgramDrafter, generate
-from pagedtree.integrations.transformers.rules import Sampling
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,9 +11,9 @@ from generate_case import LENGTHS, NEW_TOKENS, VOCAB, Oracle, greedy, lists, pro
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from pagedtree.generation.fixed_step import FixedStep
+from pagedtree.generation.stop_strings import StopStrings
 from pagedtree.integrations.transformers import NgramDrafter, generate
-from pagedtree.integrations.transformers.fixed_step import FixedStep
-from pagedtree.integrations.transformers.stop_strings import StopStrings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

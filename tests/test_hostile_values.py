@@ -16,10 +16,11 @@ from torch import Tensor
 import pagedtree as pt
 from pagedtree import distributed
 from pagedtree._ops import ops
+from pagedtree.distributed.protocol import END_WORDS, LEFT_WORDS, ROW_WORDS
 from pagedtree.integrations import flash_attn, flashinfer, sglang
 
 FAR = 2**31 - 1
-WORDS = [int(count) for count in ops._shard_words().split(",")]
+WORDS = [ROW_WORDS, LEFT_WORDS, END_WORDS]
 
 
 @pytest.fixture

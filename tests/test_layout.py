@@ -1,6 +1,8 @@
-"""The shape of the source tree: who may include whom, and where Torch and CUDA may be known."""
+"""The shape of the source tree: who may include or import whom, and where Torch, CUDA and the engines may be known."""
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -75,3 +77,76 @@ def test_includes_follow_the_arrows(path: Path) -> None:
 )
 def test_a_wrong_include_is_found(path: str, include: str) -> None:
     assert violations(path, f"#include {include}\n") == [include.strip('"<>')]
+
+
+PYTHON = ROOT / "python" / "pagedtree"
+MODULES = sorted(path for path in PYTHON.rglob("*.py"))
+ENGINES = ("transformers", "vllm", "sglang", "flashinfer", "flash_attn")
+
+# Folder -> what its modules may not import; the longest matching folder counts.
+FORBIDDEN = {
+    "": ("pagedtree.generation", "pagedtree.integrations", *ENGINES),
+    "generation": ("pagedtree.integrations", *ENGINES),
+    "generation/drafters": (
+        *("pagedtree.integrations", *ENGINES),
+        *("pagedtree.generation.engine", "pagedtree.generation.fixed_step"),
+    ),
+    "integrations": (),
+    **{
+        f"integrations/{name}": tuple(f"pagedtree.integrations.{other}" for other in ENGINES if other != name)
+        for name in ENGINES
+    },
+    "integrations/vllm": tuple(f"pagedtree.integrations.{other}" for other in ("sglang", "flashinfer", "flash_attn")),
+}
+
+
+def imports(text: str) -> Iterator[str]:
+    """The modules, and the names from them, that a source imports, also within its functions."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute here"
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+def forbidden_imports(path: str, text: str) -> list[str]:
+    """What the file at `path` (relative to the package) imports and may not."""
+    folder = max((name for name in FORBIDDEN if not name or path.startswith(name + "/")), key=len)
+    return [
+        name for name in imports(text) for other in FORBIDDEN[folder] if name == other or name.startswith(other + ".")
+    ]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PYTHON).as_posix())
+def test_imports_follow_the_arrows(path: Path) -> None:
+    assert forbidden_imports(path.relative_to(PYTHON).as_posix(), path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "module"),
+    [
+        ("generation/engine.py", "from transformers import X", "transformers.X"),
+        ("generation/engine.py", "def f():\n    import transformers.generation", "transformers.generation"),
+        (
+            "generation/drafters/model.py",
+            "from pagedtree.integrations.transformers.model import X",
+            "pagedtree.integrations.transformers.model.X",
+        ),
+        (
+            "generation/drafters/ngram.py",
+            "from pagedtree.generation.engine import X",
+            "pagedtree.generation.engine.X",
+        ),
+        ("generation/rules.py", "from pagedtree import integrations", "pagedtree.integrations"),
+        ("distributed/shards.py", "from pagedtree.generation.rules import X", "pagedtree.generation.rules.X"),
+        ("verify.py", "import pagedtree.integrations", "pagedtree.integrations"),
+        (
+            "integrations/transformers/model.py",
+            "import pagedtree.integrations.vllm",
+            "pagedtree.integrations.vllm",
+        ),
+    ],
+)
+def test_a_wrong_import_is_found(path: str, line: str, module: str) -> None:
+    assert forbidden_imports(path, line + "\n") == [module]

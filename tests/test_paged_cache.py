@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
-from pagedtree.integrations.transformers.paged_cache import PagedCache
+from pagedtree.generation.paged_cache import PagedCache
 
 CPU = torch.device("cpu")
 ACTIONS = st.tuples(

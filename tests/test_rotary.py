@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import ExitStack
 
 import pytest
@@ -14,8 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 from transformers import __version__ as version
 
 from pagedtree import DraftTree, TreeBatch
+from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, continuous_batching, generate
-from pagedtree.integrations.transformers.fixed_step import FixedStep
+from pagedtree.integrations.transformers import model as transformers_model
 from pagedtree.integrations.transformers.rotary import _with_positions, rotary_limit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -83,8 +83,7 @@ def test_each_frequency_is_needed(monkeypatch, name, lengths):
     """Negative control: as transformers rotates a pass, drafted nodes or a prompt's chunks change the text."""
     model, prompts = MODELS[name](), prompts_of(lengths)
     expected = [greedy(model, prompt, COUNT) for prompt in prompts]
-    module = sys.modules["pagedtree.integrations.transformers.generate"]  # its name is also the function's
-    monkeypatch.setattr(module, "same_rotation", lambda *_: ExitStack())
+    monkeypatch.setattr(transformers_model, "same_rotation", lambda *_: ExitStack())
     sequences, _ = generate(model, prompts, drafter=Ahead(), max_new_tokens=COUNT, max_batch_tokens=32)
     assert lists(sequences) != expected
 

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 from generate_case import SAMPLING, lists, prompts_of, tiny
 
 from pagedtree import DraftTree, TreeBatch
+from pagedtree.generation.tree_tuner import LOSS_SHARE, TreeTuner
 from pagedtree.integrations.transformers import (
     MedusaDrafter,
     MedusaHeads,
@@ -21,9 +22,7 @@ from pagedtree.integrations.transformers import (
     NgramDrafter,
     generate,
     medusa_tree,
-    model_drafter,
 )
-from pagedtree.integrations.transformers.tree_tuner import LOSS_SHARE, TreeTuner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -225,8 +224,8 @@ def test_nothing_is_done_before_the_first_token(model, scheduled, monkeypatch):
         monkeypatch.setattr(owner, name, lambda *args: events.append(event) or function(*args))
 
     note(TreeTuner, "begin", "tuner")
-    note(model_drafter, "use_attention", "draft model")
     drafter = ModelDrafter(tiny(1), num_nodes=12, depth=3, width=3)
+    note(drafter.packed, "use", "draft model")
     for _ in range(2):
         generate(
             model,
@@ -292,7 +291,7 @@ def test_ngram_drafter_rehearses_as_it_proposes():
     tokens = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2]])
     drafter = NgramDrafter(8, max_branches=1)
     lengths = torch.tensor([8], dtype=torch.int32)
-    (drafts, trees, _), (expected, _, _) = drafter.rehearse(tokens, lengths), drafter.propose(tokens, lengths)
+    (drafts, trees, *_), (expected, *_) = drafter.rehearse(tokens, lengths), drafter.propose(tokens, lengths)
     assert torch.equal(drafts, expected) and drafts[1 : trees.parents.shape[0]].tolist()[:2] == [4, 5]
     drafter.use_tree(DraftTree.chain(1))
     assert torch.equal(drafter.rehearse(tokens, lengths)[0], expected), "use_tree does not narrow it"

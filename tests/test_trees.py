@@ -352,6 +352,81 @@ def test_copy_refuses_other_shapes() -> None:
         assert torch.equal(t, unchanged[name])
 
 
+def assert_same_batches(batch: TreeBatch, expected: TreeBatch) -> None:
+    assert (batch.max_nodes, batch.max_depth) == (expected.max_nodes, expected.max_depth)
+    for name, tensor in tensors_of(expected).items():
+        assert torch.equal(getattr(batch, name), tensor), name
+
+
+@given(
+    parts=st.lists(st.lists(tree_parents(40), max_size=3), min_size=1, max_size=4),
+    spare=st.integers(0, 3),
+)
+@example(parts=[[[-1]], [[-1] + [0] * 69]], spare=0)  # masks of one word, and of three
+@example(parts=[[], []], spare=2)
+def test_concatenate_as_if_made_at_once(backend, device, parts, spare) -> None:
+    trees = [[DraftTree(parents) for parents in part] for part in parts]
+    sizes = [sum(tree.num_nodes for tree in part) for part in trees]
+    batches = [
+        TreeBatch.from_trees(part, capacity=size + (spare if i == len(parts) - 1 else 0), device=device)
+        for i, (part, size) in enumerate(zip(trees, sizes, strict=True))
+    ]
+    expected = TreeBatch.from_trees(
+        [tree for part in trees for tree in part],
+        max_nodes=max(batch.max_nodes for batch in batches),
+        capacity=sum(sizes) + spare,
+        device=device,
+    )
+    assert_same_batches(TreeBatch.concatenate(batches), expected)
+
+
+def test_concatenate_keeps_malformed_trees() -> None:
+    malformed = build_trees(int32([-1, 5, 0, -1], "cpu"), int32([0, 4], "cpu"), max_nodes=4, max_depth=3)
+    joined = TreeBatch.concatenate([malformed, TreeBatch.from_trees([DraftTree.chain(5)])])
+    assert joined.valid.tolist() == [False, True] and joined.depths.tolist() == [0, -1, 1, -1, 0, 1, 2, 3, 4, 5]
+
+
+def test_concatenate_refuses() -> None:
+    batch = TreeBatch.from_trees([DraftTree.chain(1)])
+    padded = TreeBatch.from_trees([DraftTree.chain(1)], capacity=3)
+    assert_same_batches(TreeBatch.concatenate([padded]), padded)
+    for batches, message in [
+        ([], "batches: expected at least one"),
+        ([padded, batch], "got 3 rows in batch 0, whose trees end at 2"),
+        ([batch, batch.to("meta")], "batches: expected all on cpu, got batch 1 on meta"),
+        ([batch, TreeBatch(**{**vars(batch), "mask": batch.mask[0, 0]})], "mask: expected shape"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            TreeBatch.concatenate(batches)
+
+
+@given(trees=st.lists(tree_parents(20), min_size=1, max_size=4), spare=st.integers(0, 3), data=st.data())
+def test_narrow_leaves_the_named_trees(backend, device, trees, spare, data) -> None:
+    start = data.draw(st.integers(0, len(trees)))
+    length = data.draw(st.integers(0, len(trees) - start))
+    bounds = {"max_nodes": 20, "max_depth": 19, "device": device}
+    hosts = [DraftTree(parents) for parents in trees]
+    batch = TreeBatch.from_trees(hosts, capacity=sum(tree.num_nodes for tree in hosts) + spare, **bounds)
+    part = batch.narrow(start, length)
+    assert_same_batches(part, TreeBatch.from_trees(hosts[start : start + length], **bounds))
+    assert part.parents.data_ptr() == batch.parents.data_ptr() or start > 0 or part.parents.numel() == 0
+    if spare == 0:
+        assert_same_batches(TreeBatch.concatenate([batch.narrow(0, 1), batch.narrow(1, len(trees) - 1)]), batch)
+
+
+def test_narrow_refuses() -> None:
+    batch = TreeBatch.from_trees([DraftTree.chain(1)] * 2)
+    for start, length in [(-1, 1), (0, 3), (3, 0), (1, -1), (2**62, 2**62)]:
+        with pytest.raises(ValueError, match=f"narrow: expected start and length within 2 trees, got {start} and"):
+            batch.narrow(start, length)
+    for offsets in ([0, 2, 5], [0, 3, 2], [-1, 2, 4]):
+        wrong = TreeBatch(**{**vars(batch), "cu_nodes": int32(offsets, "cpu")})
+        with pytest.raises(ValueError, match="cu_nodes: expected offsets that ascend from 0 to at most 4"):
+            wrong.narrow(*((1, 1) if offsets[1] == 3 else (0, 2)))
+    with pytest.raises(ValueError, match="mask: expected shape"):
+        TreeBatch(**{**vars(batch), "mask": batch.mask[:1]}).narrow(0, 1)
+
+
 def test_from_trees_refuses() -> None:
     tree = DraftTree.full([3])
     with pytest.raises(ValueError, match="max_nodes = 3"):

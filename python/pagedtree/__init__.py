@@ -18,9 +18,15 @@ from pagedtree.kv_cache import append_kv, compact_kv, slot_mapping
 from pagedtree.sampling import SamplingParams, sample
 from pagedtree.step import Commit, commit, prepare_step
 from pagedtree.tree import DraftTree, TreeBatch, build_trees
-from pagedtree.verdict import Verdict
-from pagedtree.verify import verify_greedy, verify_sampled
-from pagedtree.verify_drafts import verify_block, verify_rejection, verify_traversal, verify_typical
+from pagedtree.verify import (
+    Verdict,
+    verify_block,
+    verify_greedy,
+    verify_rejection,
+    verify_sampled,
+    verify_traversal,
+    verify_typical,
+)
 
 __version__ = "0.1.0"
 

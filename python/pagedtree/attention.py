@@ -135,8 +135,10 @@ def attention_plan(
     window, the mask or the dtype. Nothing is read on the host. Raises ValueError for wrong shapes, dtypes or sizes;
     with PAGEDTREE_CHECK=1 also for offsets that descend.
 
-    The linear order of the work is (sequence, KV head, tile of query rows, tile of keys), as in Stream-K (Osama et al.,
-    2023) and FlashMLA's scheduler; range i is [plan[i], plan[i + 1]), at equal sums of tiles plus a constant a piece.
+    The linear order of the work is (sequence, tile of query rows, tile of keys), as in Stream-K (Osama et al., 2023)
+    and FlashMLA's scheduler. A tile of query rows belongs to one KV head, or to several where each has few rows. The
+    order is cut into ranges of equal cost: that of the tiles plus a constant for each piece of a tile of query rows.
+    The plan holds where each range starts; it ends where the next one starts.
     """
     return call(
         ops.attention_plan,

@@ -10,7 +10,7 @@ from torch import Tensor
 from pagedtree._arguments import expect_type
 from pagedtree._ops import call, ops, register_fake
 from pagedtree.tree import TreeBatch
-from pagedtree.verdict import Verdict
+from pagedtree.verify import Verdict
 
 __all__ = ["Commit", "commit", "prepare_step"]
 

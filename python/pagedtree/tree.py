@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from pagedtree._arguments import checked, expect_type
 from pagedtree._ops import call, makes_fakes, ops, register_fake
@@ -249,6 +250,70 @@ class TreeBatch:
             max_nodes=nodes,
             max_depth=depth,
         )
+
+    @classmethod
+    @checked()
+    def concatenate(cls, batches: Sequence[TreeBatch]) -> TreeBatch:
+        """The trees of all `batches`, at least one, in their order: a batch of B_1 + B_2 + ... trees in new tensors.
+
+        Trees are not linked again; max_nodes and max_depth are the largest of the batches'. Rows of padding can only
+        stay behind the last tree: every batch but the last must be without (`narrow` drops them), which is looked at
+        where tensors are on the CPU; elsewhere such rows become unreachable nodes of the tree in front of them.
+        Raises ValueError for no batch, padding where it cannot stay, batches on different devices, or tensors that do
+        not belong together.
+        """
+        if not batches:
+            raise ValueError("batches: expected at least one, got none")
+        device, offset, offsets = batches[0].device, 0, []
+        for i, batch in enumerate(batches):
+            batch._check()
+            if batch.device != device:
+                raise ValueError(f"batches: expected all on {device}, got batch {i} on {batch.device}")
+            rows, is_last = batch.parents.shape[0], i == len(batches) - 1
+            if not is_last and device.type == "cpu" and int(batch.cu_nodes[-1]) != rows:
+                raise ValueError(
+                    f"batches: expected no padding but in the last one, got {rows} rows in batch {i}, whose trees end"
+                    f" at {int(batch.cu_nodes[-1])}"
+                )
+            offsets.append((batch.cu_nodes if is_last else batch.cu_nodes[:-1]) + offset)
+            offset += rows
+        joined = {
+            name: torch.cat([getattr(batch, name) for batch in batches])
+            for name in _TENSOR_FIELDS
+            if name not in ("cu_nodes", "mask")
+        }
+        words = max(batch.mask.shape[1] for batch in batches)
+        masks = [batch.mask for batch in batches]
+        masks = [F.pad(mask, (0, words - mask.shape[1])) if mask.shape[1] < words else mask for mask in masks]
+        return cls(
+            cu_nodes=torch.cat(offsets),
+            mask=torch.cat(masks),
+            max_nodes=max(batch.max_nodes for batch in batches),
+            max_depth=max(batch.max_depth for batch in batches),
+            **joined,
+        )
+
+    @checked()
+    def narrow(self, start: int, length: int) -> TreeBatch:
+        """Trees `start` to `start + length - 1` alone, B = length, without rows of padding. Synchronises.
+
+        The tensors are views of this batch's, but for cu_nodes where the first tree's rows do not begin at 0; max_nodes
+        and max_depth stay. Raises ValueError for trees that the batch does not have, offsets that descend or pass N,
+        and tensors that do not belong together.
+        """
+        self._check()
+        if start < 0 or length < 0 or start + length > self.batch_size:
+            raise ValueError(
+                f"narrow: expected start and length within {self.batch_size} trees, got {start} and {length}"
+            )
+        offsets, rows = self.cu_nodes[start : start + length + 1], self.parents.shape[0]
+        ends = offsets[:: max(length, 1)].tolist()  # the first and the last one, read at once
+        begin, end = ends[0], ends[-1]
+        if not 0 <= begin <= end <= rows:
+            raise ValueError(f"cu_nodes: expected offsets that ascend from 0 to at most {rows}, got {begin} and {end}")
+        part = {name: getattr(self, name)[begin:end] for name in _TENSOR_FIELDS if name not in ("cu_nodes", "valid")}
+        cu_nodes = offsets - begin if begin else offsets
+        return replace(self, cu_nodes=cu_nodes, valid=self.valid[start : start + length], **part)
 
     def to(self, device: torch.device | str) -> TreeBatch:
         """The same batch on `device`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,9 +12,36 @@ from pagedtree._arguments import expect_type
 from pagedtree._ops import call, ops, register_fake
 from pagedtree.sampling import SamplingParams
 from pagedtree.tree import TreeBatch
-from pagedtree.verdict import Verdict
 
-__all__ = ["verify_greedy", "verify_sampled"]
+__all__ = [
+    "Verdict",
+    "verify_block",
+    "verify_greedy",
+    "verify_rejection",
+    "verify_sampled",
+    "verify_traversal",
+    "verify_typical",
+]
+
+
+class Verdict(NamedTuple):
+    """The accepted path of each of B trees; S = trees.max_depth + 1.
+
+    Attributes:
+        accept_index: int32 [B, S], node ids of the path: the root's 0 first, then the accepted drafts, then -1.
+        num_accepted: int32 [B], draft tokens accepted; root and bonus are not counted.
+        tokens: int64 [B, S], tokens[b, j] follows node accept_index[b, j]: the accepted drafts, then at
+            num_accepted[b] the bonus (the token that the target model adds), then -1.
+        status: int32 [B], 0 or a sum of 1 (malformed tree) and 2 (a row that the walk read had NaN or no finite logit).
+
+    A tree of no nodes (an idle sequence) has only -1 in accept_index and tokens, num_accepted 0 and status 1;
+    `TreeBatch.active` tells it from a malformed one.
+    """
+
+    accept_index: Tensor
+    num_accepted: Tensor
+    tokens: Tensor
+    status: Tensor
 
 
 def verify_greedy(
@@ -109,6 +137,227 @@ def verify_sampled(
     )
 
 
+def verify_rejection(
+    logits: Tensor,
+    draft_tokens: Tensor,
+    trees: TreeBatch,
+    params: SamplingParams,
+    *,
+    draft_law: str,
+    draft_probs: Tensor | None = None,
+    draft_rows: Tensor | None = None,
+    seeds: Tensor,
+    positions: Tensor,
+    coins: Tensor | None = None,
+    final_coins: Tensor | None = None,
+    grammar_mask: Tensor | None = None,
+    draft_to_target: Tensor | None = None,
+    draft_params: SamplingParams | None = None,
+) -> Verdict:
+    """Rejection sampling along a tree: the drafts' own probabilities raise the number that is accepted.
+
+    Lossless where the drafts came about as `draft_law` says: the tokens then follow the target's law exactly. With
+    another `draft_law`, or if drafts were dropped or reordered after they had been drawn, they do not; "onehot" is
+    lossless however the drafts were chosen, as long as the choice does not look at this op's random numbers.
+
+    Args:
+        logits: [N, V] float16, bfloat16 or float32, row stride >= V; row n is the target's prediction at node n, whose
+            law p_n is that of `params`. Only rows on the accepted path are read.
+        draft_tokens: int32 or int64 [N], the token of each node; the roots' are ignored. An id outside 0..V-1 (-1) is
+            no draft: it uses no coin and changes nothing.
+        trees: B trees; a malformed tree's reachable part is verified and its status bit 1 set.
+        params: scalars, or tensors [B].
+        draft_law: how the children of a node were chosen, in index order.
+            "iid": drawn independently from q_n; tokens may repeat.
+            "swor": drawn from q_n without replacement (a repeated token is rejected).
+            "onehot": without chance of their own (top-k, EAGLE-2, n-gram); a repeated token counts once.
+        draft_probs: [M, V] float16, bfloat16 or float32, row stride >= V, over the target's ids; the laws q_n for "iid"
+            and "swor", None for "onehot". Entries that are not positive and finite read as 0.
+        draft_rows: int32 or int64 [N]; row draft_rows[n] of draft_probs is q_n. Default n, M = N. A row outside 0..M-1
+            is a law without mass: its children are rejected.
+        seeds, positions: int64 [B]; positions are the roots' own.
+        coins: float32 [N] in [0, 1), the u of each child ("iid", "swor") or of each node whose children are judged
+            ("onehot"). Default: Philox of seeds[b], positions[b] + depth of that node, and the child's rank.
+        final_coins: float32 [B] in [0, 1), the u of the bonus. Default: Philox, at the last node's position.
+        grammar_mask, draft_to_target: see `verify_greedy`.
+        draft_params: draft_probs then holds the draft model's logits, and q_n is their law under these parameters.
+
+    Returns a `Verdict`; status bit 2 where a visited row of logits had NaN or no finite logit.
+
+        node = 0
+        while True:
+            p, q = law(logits[node], params), draft_probs[draft_rows[node]]
+            for x, u in drafts and coins of node's children:            # "iid", "swor"
+                if q[x] > 0 and u * q[x] < p[x]: accept x
+                p = normalise(max(p - q, 0))
+                if draft_law == "swor": q[x] = 0; q = normalise(q)
+            for x in drafts of node's children, the coin u being node's: # "onehot"
+                if p[x] > 0 and u < sum(p of distinct drafts so far): accept x
+            # and p of the children is 0 if none is accepted
+            if x was accepted: emit(node, x); node = child with x
+            else: emit(node, first x with cdf(x) > u_final, in id order, of p), stop   # of p_n if nothing is left of p
+
+    Sums over the vocabulary add the masses of 1024 tokens at a time in fp32, and the sums of these in double precision,
+    in an order that depends on nothing, so that results do not change with batch, slot, threads or instruction set. A
+    residual of less than 1e-6 of p_n is what rounding leaves of nothing, and counts as nothing. Nothing of size [N, V]
+    is made.
+
+    Sources: Leviathan et al., ICML 2023 (chains); SpecInfer, ASPLOS 2024 ("iid"); Sequoia, NeurIPS 2024 ("swor").
+
+    Raises ValueError for wrong shapes, dtypes or devices, for draft_probs or draft_params under "onehot" and for their
+    absence elsewhere; TypeError for wrong Python types.
+    """
+    return _by_ratio(ops.verify_rejection, **locals())
+
+
+def verify_block(
+    logits: Tensor,
+    draft_tokens: Tensor,
+    trees: TreeBatch,
+    params: SamplingParams,
+    *,
+    draft_law: str,
+    draft_probs: Tensor | None = None,
+    draft_rows: Tensor | None = None,
+    seeds: Tensor,
+    positions: Tensor,
+    coins: Tensor | None = None,
+    final_coins: Tensor | None = None,
+    grammar_mask: Tensor | None = None,
+    draft_to_target: Tensor | None = None,
+    draft_params: SamplingParams | None = None,
+) -> Verdict:
+    """Block verification of chains: judges prefixes by their joint probability. Lossless for the named `draft_law`.
+
+    Accepts at least as many drafts on average as `verify_rejection`, exactly as many under "onehot". All rows of a
+    chain whose prefix may still be accepted are read. What is accepted depends on the drafts behind it, too, so every
+    step must draw its drafts with random numbers that no earlier step used (`expand_tree`: other seeds each step).
+
+    Args:
+        trees: B chains. A node with two children sets status bit 1, and only first children are followed; a chain ends
+            before its first id outside 0..V-1 (-1).
+        draft_law: "iid" and "swor" mean the same on a chain; under "onehot" q is the point mass at the draft.
+        coins: float32 [N] in [0, 1); entry i is the u of draft token i. Default: Philox of seeds[b], positions[b] and
+            the node. (The node's own position would meet its coin again in the next step.)
+        final_coins: float32 [B] in [0, 1). Default: Philox, at the last accepted node's position.
+        The others: see `verify_rejection`.
+
+    Returns a `Verdict`. With drafts x_1..x_k, and laws p_i, q_i at node i:
+
+        w_0 = 1;  w_i = min(1, w_(i-1) * p_(i-1)[x_i] / q_(i-1)[x_i])              # 0 where q is not positive
+        z_i = sum(max(w_i * p_i - q_i, 0))
+        h_i = z_i / (z_i + 1 - w_i) for i < k, h_k = w_k                            # 0 / 0 is 1
+        n = the largest i with coins[i] < h_i, else 0
+        emit x_1..x_n, then from max(w_n * p_n - q_n, 0), or from p_n if n == k or nothing is left
+
+    Source: Sun et al., "Block Verification Accelerates Speculative Decoding", ICLR 2025.
+
+    Raises what `verify_rejection` raises; with PAGEDTREE_CHECK=1 also ValueError for trees that are no chains.
+    """
+    return _by_ratio(ops.verify_block, **locals())
+
+
+def verify_traversal(
+    logits: Tensor,
+    draft_tokens: Tensor,
+    trees: TreeBatch,
+    params: SamplingParams,
+    *,
+    draft_law: str,
+    draft_probs: Tensor | None = None,
+    draft_rows: Tensor | None = None,
+    seeds: Tensor,
+    positions: Tensor,
+    coins: Tensor | None = None,
+    final_coins: Tensor | None = None,
+    grammar_mask: Tensor | None = None,
+    draft_to_target: Tensor | None = None,
+    draft_params: SamplingParams | None = None,
+) -> Verdict:
+    """Traversal verification of trees: leaves first, judged by the joint probability of their paths.
+
+    Lossless where the drafts were drawn as `draft_law`, "iid" or "swor", says, independently from node to node: where
+    all nodes of a level draw with the same random numbers, cousins are alike too often, and the output is biased. On
+    average it accepts at least as many drafts as `verify_rejection`; on a chain it is `verify_block`. The rows of all
+    nodes with children are read, unless the path to them cannot be accepted. Every step must draw its drafts anew, as
+    for `verify_block`.
+
+    Args:
+        coins: float32 [N] in [0, 1), entry n the u of node n. Default: Philox of seeds[b], positions[b] and the node.
+        final_coins: float32 [B] in [0, 1). Default: Philox, at the last accepted node's position.
+        The others: see `verify_rejection`; draft_law "onehot" is refused, `verify_rejection` accepts as many there.
+
+    Returns a `Verdict`. From verify(root, 1), the root being accepted whatever its coin:
+
+        def verify(node, w):
+            p, q = law(logits[node], params), draft_probs[draft_rows[node]]
+            for x in drafts of node's children:
+                if verify(child with x, min(1, w * p[x] / q[x])): return True           # 0 where q is not positive
+                z = sum(max(w * p - q, 0))
+                p = normalise(max(w * p - q, 0))
+                w = z / (z + 1 - w)                                                     # 0 / 0 is 1
+                if draft_law == "swor": q[x] = 0; q = normalise(q)
+            if coins[node] < w: emit the path, then from p (from p_n if nothing is left); return True
+
+    Source: Weng et al., "Traversal Verification for Speculative Tree Decoding", arXiv 2505.12398.
+
+    Raises what `verify_rejection` raises, and ValueError for draft_law "onehot".
+    """
+    return _by_ratio(ops.verify_traversal, **locals())
+
+
+def verify_typical(
+    logits: Tensor,
+    draft_tokens: Tensor,
+    trees: TreeBatch,
+    params: SamplingParams,
+    *,
+    epsilon: float = 0.09,
+    delta: float = 0.3,
+    grammar_mask: Tensor | None = None,
+    draft_to_target: Tensor | None = None,
+) -> Verdict:
+    """Typical acceptance: takes the longest path of drafts that the target finds likely enough. Not lossless.
+
+    The tokens do not follow the target's law: drafts are favoured, the bonus is an argmax, nothing is random.
+
+    Args:
+        logits, draft_tokens, trees, grammar_mask, draft_to_target: see `verify_greedy`.
+        params: scalars, or tensors [B].
+        epsilon: in 0..1, the probability that always suffices.
+        delta: >= 0; where the law is broad, delta * exp(-entropy) suffices.
+
+    Returns a `Verdict`; of equally long paths the one whose last node comes first, status bit 2 where a visited row had
+    NaN or no finite logit. With the entropy H in nats of p_n, the law of row n:
+
+        accepted = {root} and each node of draft x under an accepted parent n with
+                   p_n[x] > min(epsilon, delta * exp(-H(p_n)))
+        leaf = the deepest accepted node, the first of several
+        emit the path to leaf, then argmax p_leaf
+
+    Source: Cai et al., "Medusa", ICML 2024.
+
+    Raises ValueError for wrong shapes, dtypes or devices, epsilon or delta out of range; TypeError for wrong Python
+    types.
+    """
+    expect_type("params", params, SamplingParams)
+    arguments = _tree_arguments(logits, draft_tokens, trees)
+    optional = {"grammar_mask": grammar_mask, "draft_to_target": draft_to_target}
+    for name, value in (("epsilon", epsilon), ("delta", delta)):
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"{name}: expected a number, got {value!r}")
+    return Verdict(
+        *call(
+            ops.verify_typical,
+            *arguments,
+            *params.on(logits.device),
+            epsilon=float(epsilon),
+            delta=float(delta),
+            **optional,
+        )
+    )
+
+
 def _tree_arguments(logits: Tensor, draft_tokens: Tensor, trees: TreeBatch) -> tuple[Any, ...]:
     """The leading arguments that the raw verify ops share."""
     expect_type("logits", logits, Tensor)
@@ -126,7 +375,23 @@ def _tree_arguments(logits: Tensor, draft_tokens: Tensor, trees: TreeBatch) -> t
     )
 
 
-def _empty_verdict(logits: Tensor, cu_nodes: Tensor, max_depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _by_ratio(op: Any, *, logits: Tensor, draft_tokens: Tensor, trees: TreeBatch, params: SamplingParams,
+              draft_params: SamplingParams | None, draft_law: str, **rest: Tensor | None) -> Verdict:  # fmt: skip
+    """Calls a raw op of verify_rejection's signature."""
+    arguments = _tree_arguments(logits, draft_tokens, trees)
+    expect_type("params", params, SamplingParams)
+    if draft_params is not None:
+        expect_type("draft_params", draft_params, SamplingParams)
+    expect_type("draft_law", draft_law, str)
+    draft: dict[str, Any] = {}
+    if draft_params is not None:
+        names = ("temperature", "top_k", "top_p", "min_p", "filter_order")
+        draft = {f"draft_{name}": value for name, value in zip(names, draft_params.on(logits.device), strict=True)}
+    return Verdict(*call(op, *arguments, *params.on(logits.device), draft_law=draft_law, **rest, **draft))
+
+
+def empty_verdict(logits: Tensor, cu_nodes: Tensor, max_depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a verify op returns, without values: for fake implementations."""
     batch = cu_nodes.shape[0] - 1
     return (
         logits.new_empty((batch, max_depth + 1), dtype=torch.int32),
@@ -136,8 +401,7 @@ def _empty_verdict(logits: Tensor, cu_nodes: Tensor, max_depth: int) -> tuple[Te
     )
 
 
-@register_fake("verify_greedy")
-def _verify_greedy_fake(
+def _fake(
     logits: Tensor,
     draft_tokens: Tensor,
     cu_nodes: Tensor,
@@ -147,33 +411,11 @@ def _verify_greedy_fake(
     valid: Tensor,
     max_nodes: int,
     max_depth: int,
-    *,
-    grammar_mask: Tensor | None = None,
-    draft_to_target: Tensor | None = None,
+    *others: Any,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty_verdict(logits, cu_nodes, max_depth)
+    return empty_verdict(logits, cu_nodes, max_depth)
 
 
-@register_fake("verify_sampled")
-def _verify_sampled_fake(
-    logits: Tensor,
-    draft_tokens: Tensor,
-    cu_nodes: Tensor,
-    depths: Tensor,
-    first_child: Tensor,
-    next_sibling: Tensor,
-    valid: Tensor,
-    max_nodes: int,
-    max_depth: int,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    filter_order: str,
-    *,
-    seeds: Tensor,
-    positions: Tensor,
-    grammar_mask: Tensor | None = None,
-    draft_to_target: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty_verdict(logits, cu_nodes, max_depth)
+for _name in (name for name in __all__ if name.startswith("verify_")):
+    register_fake(_name)(_fake)

@@ -1,8 +1,7 @@
-"""The verify ops on vocabularies in parts. What the ranks exchange is in `csrc/core/shards.h` and `shard_laws.h`."""
+"""The verify ops on vocabularies in parts; `protocol` has what the ranks exchange."""
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -10,42 +9,15 @@ from torch import Tensor
 
 from pagedtree._arguments import expect_type
 from pagedtree._ops import call, ops, register_fake
+from pagedtree.distributed.protocol import END_WORDS, LEFT_WORDS, ROW_WORDS, Round, Weigh, num_digits
 from pagedtree.distributed.shards import VocabShards
 from pagedtree.sampling import SamplingParams
 from pagedtree.tree import MAX_NODES, TreeBatch
-from pagedtree.verdict import Verdict
-from pagedtree.verify import _empty_verdict
+from pagedtree.verify import Verdict, empty_verdict
 
 __all__ = ["sample", "verify_greedy", "verify_rejection", "verify_sampled"]
 
-ROW_WORDS, LEFT_WORDS, END_WORDS = (int(words) for words in ops._shard_words().split(","))
-BINS = 16
-DIGITS = {torch.float32: 8, torch.float16: 5, torch.bfloat16: 4}
 GREEDY = SamplingParams(temperature=0.0)
-
-
-class Round(IntEnum):
-    """What the ranks tell of each row; see ShardRound in csrc/core/shards.h."""
-
-    LEARN = 0  # nothing: the words of the last round are taken in
-    PEAK = 1
-    COUNT = 2
-    MASS = 3
-    TIES = 4
-    RACE = 5
-
-    @property
-    def words(self) -> int:
-        return {Round.PEAK: 2, Round.COUNT: BINS, Round.MASS: BINS}.get(self, 1)
-
-
-class Weigh(IntEnum):
-    """What the ranks tell of the drafts; see WeighRound in csrc/core/shard_laws.h."""
-
-    MASSES = 0
-    RESIDUAL = 1
-    SUMS = 2
-    DRAW = 3
 
 
 def sample(
@@ -273,7 +245,7 @@ class _Rows:
         self._exchange(Round.PEAK)
         if self.is_greedy:
             return
-        digits = range(DIGITS[self.logits.dtype])
+        digits = range(num_digits(self.logits.dtype))
         if isinstance(params.top_k, Tensor) or 0 < params.top_k < vocab:
             for digit in digits:
                 self._exchange(Round.COUNT, digit)
@@ -370,7 +342,7 @@ class _Weighed:
     ) -> Tensor:
         rows = self.rows
         items = rows.num_rows if ends is None else ends.shape[0]
-        words = rows.logits.new_zeros((items, 1 if round_ == Weigh.DRAW else 2), dtype=torch.int64)
+        words = rows.logits.new_zeros((items, round_.words), dtype=torch.int64)
         call(
             ops.weigh_shards, rows.logits, rows.rows, self.left, ends, received, words, *self.trees, *rows.sampling,
             round=round_, index=index, **rows.part, **self.drafts, **self.laws, grammar_mask=rows.mask,
@@ -413,7 +385,7 @@ def _follow_shards_fake(
     max_depth: int,
     **others: Any,
 ) -> tuple[Tensor, ...]:
-    return _empty_verdict(rows, cu_nodes, max_depth)
+    return empty_verdict(rows, cu_nodes, max_depth)
 
 
 @register_fake("walk_shards")
@@ -432,4 +404,4 @@ def _walk_shards_fake(
     max_depth: int,
     **others: Any,
 ) -> tuple[Tensor, ...]:
-    return (*_empty_verdict(rows, cu_nodes, max_depth), rows.new_empty((cu_nodes.shape[0] - 1, END_WORDS)))
+    return (*empty_verdict(rows, cu_nodes, max_depth), rows.new_empty((cu_nodes.shape[0] - 1, END_WORDS)))

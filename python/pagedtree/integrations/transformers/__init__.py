@@ -8,21 +8,22 @@ also for continuous batching, and `generate` over a paged cache with draft trees
 Needs transformers 4.57 or newer (the extra `pagedtree[transformers]`).
 """
 
-from pagedtree.integrations.transformers.attention import register
-from pagedtree.integrations.transformers.continuous_batching import continuous_batching
-from pagedtree.integrations.transformers.custom_generate import tree_generate
-from pagedtree.integrations.transformers.drafters import (
+from pagedtree.generation.drafters import (
     Drafter,
     MedusaDrafter,
+    MedusaHeads,
     NgramDrafter,
     NoDrafter,
     StepResult,
+    medusa_tree,
 )
+from pagedtree.generation.paged_cache import PagedCache
+from pagedtree.generation.stats import GenerationStats, SequenceStats
+from pagedtree.integrations.transformers.attention import register
+from pagedtree.integrations.transformers.continuous_batching import continuous_batching
+from pagedtree.integrations.transformers.custom_generate import tree_generate
+from pagedtree.integrations.transformers.draft_model import ModelDrafter
 from pagedtree.integrations.transformers.generate import generate
-from pagedtree.integrations.transformers.medusa import MedusaHeads, medusa_tree
-from pagedtree.integrations.transformers.model_drafter import ModelDrafter
-from pagedtree.integrations.transformers.paged_cache import PagedCache
-from pagedtree.integrations.transformers.stats import GenerationStats, SequenceStats
 from pagedtree.integrations.transformers.tensor_parallel import tensor_parallel
 
 __all__ = [

@@ -1,7 +1,7 @@
 """The attention implementation "pagedtree" of transformers models.
 
 It serves three callers. Inside `generate` of this package a packed batch runs over a paged cache: the pass publishes a
-`PagedStep`, which every layer reads. In transformers' continuous batching a packed batch runs over transformers' own
+`PackedPass`, which every layer reads. In transformers' continuous batching a packed batch runs over transformers' own
 paged cache. Elsewhere (`model.generate`, `model(...)`) the dense keys and values are read where they lie, each sequence
 as one page.
 """
@@ -18,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 from pagedtree import tree_attention
 from pagedtree.integrations.masks import all_visible, pack_mask
 from pagedtree.integrations.transformers.continuous_cache import attend_continuous
-from pagedtree.integrations.transformers.paged_step import current_step
+from pagedtree.integrations.transformers.packed_pass import current_pass
 from pagedtree.integrations.transformers.rotary import check_constant
 
 __all__ = ["NAME", "attention_forward", "register"]
@@ -35,10 +35,10 @@ def register() -> None:
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """What transformers calls for each mask of a pass: ordinary passes get SDPA's, None where causal, else bool."""
-    step = current_step.get()
-    if step is None:
+    packed = current_pass.get()
+    if packed is None:
         return sdpa_mask(*args, **kwargs)
-    return step.mask.of_layers(kwargs["mask_function"], kwargs.get("local_size"))
+    return packed.mask.of_layers(kwargs["mask_function"], kwargs.get("local_size"))
 
 
 # For a keyword that a model leaves out, which is not the same as None.
@@ -74,10 +74,11 @@ def attention_forward(
         "sinks": s_aux.detach().float() if s_aux is not None else None,
     }
     layer: Any = getattr(module, "layer_idx", None)
-    step = current_step.get()
-    if step is not None:
+    packed = current_pass.get()
+    if packed is not None:
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-        return step.attend(layer, q, k, v, step.mask.window_of(attention_mask), options).unsqueeze(0), None
+        out = packed.step.attend(layer, q, k, v, packed.mask.window_of(attention_mask), options)
+        return out.unsqueeze(0), None
     is_told = sliding_window is not _LEFT_OUT
     if kwargs.get("cache") is not None:
         check_constant("continuous batching", module)

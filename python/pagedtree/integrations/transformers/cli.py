@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagedtree import SamplingParams
-from pagedtree.integrations.transformers.drafters import Drafter, MedusaDrafter, NgramDrafter
+from pagedtree.generation.drafters import Drafter, MedusaDrafter, MedusaHeads, NgramDrafter, medusa_tree
+from pagedtree.generation.drafters.model import DRAFT_LAWS
+from pagedtree.generation.rules import RULES
+from pagedtree.integrations.transformers.draft_model import ModelDrafter
 from pagedtree.integrations.transformers.generate import generate
-from pagedtree.integrations.transformers.medusa import MedusaHeads, medusa_tree
-from pagedtree.integrations.transformers.model_drafter import DRAFT_LAWS, ModelDrafter
-from pagedtree.integrations.transformers.rules import RULES
 from pagedtree.testing import backends
 
 __all__ = ["main"]

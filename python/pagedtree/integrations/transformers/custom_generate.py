@@ -18,9 +18,9 @@ from transformers.generation import (
 )
 
 from pagedtree import SamplingParams
-from pagedtree.integrations.transformers.drafters import StepResult
+from pagedtree.generation.drafters import StepResult
+from pagedtree.generation.stats import GenerationStats
 from pagedtree.integrations.transformers.generate import generate
-from pagedtree.integrations.transformers.stats import GenerationStats
 
 __all__ = ["tree_generate"]
 

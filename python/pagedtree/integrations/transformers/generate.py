@@ -10,19 +10,18 @@ import torch
 from torch import Tensor
 
 from pagedtree import SamplingParams
+from pagedtree.generation.drafters import Drafter, NoDrafter, StepResult, as_drafter
+from pagedtree.generation.engine import Engine
+from pagedtree.generation.fixed_step import check_device
+from pagedtree.generation.paged_cache import PagedCache
+from pagedtree.generation.rules import Sampling, check_rule
+from pagedtree.generation.scheduler import GeneratedSequence, Scheduler
+from pagedtree.generation.stats import GenerationStats, SequenceStats
+from pagedtree.generation.stop_strings import StopStrings
+from pagedtree.generation.tree_tuner import TreeTuner
 from pagedtree.integrations.transformers import generate_arguments as arguments
-from pagedtree.integrations.transformers import scheduler
-from pagedtree.integrations.transformers.drafters import Drafter, NoDrafter, StepResult, as_drafter
-from pagedtree.integrations.transformers.engine import Engine
-from pagedtree.integrations.transformers.fixed_step import check_device
-from pagedtree.integrations.transformers.model import check_model, num_logits, use_attention
-from pagedtree.integrations.transformers.paged_cache import PagedCache
-from pagedtree.integrations.transformers.rotary import check_constant, check_rotation, same_rotation
-from pagedtree.integrations.transformers.rules import Sampling, check_rule
-from pagedtree.integrations.transformers.scheduler import Scheduler
-from pagedtree.integrations.transformers.stats import GenerationStats, SequenceStats
-from pagedtree.integrations.transformers.stop_strings import StopStrings
-from pagedtree.integrations.transformers.tree_tuner import TreeTuner
+from pagedtree.integrations.transformers.model import TransformersModel
+from pagedtree.integrations.transformers.rotary import check_constant
 from pagedtree.integrations.transformers.turns import in_turn
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ def generate(
     `rotary`), a rule that the drafter or params do not fit, cuda_graph without a GPU or with another drafter, or
     num_pages too small for a sequence with the whole pool to itself; TypeError for params or a drafter of another type.
     """
-    check_model(model)
+    packed = TransformersModel(model)
     if params is not None and not isinstance(params, SamplingParams):
         raise TypeError(f"params: expected SamplingParams or None, got {type(params).__name__}")
     if share_prefix not in (None, True, False):
@@ -138,15 +137,15 @@ def generate(
     eos_ids, pad = arguments.eos_tokens(model, eos_token_id), arguments.pad_token(model, pad_token_id)
     stops = None if stop_strings is None else StopStrings(stop_strings, tokenizer)
     input_ids, attention_mask = arguments.prompts_and_mask(input_ids, attention_mask)
-    vocab_size = model.get_input_embeddings().num_embeddings if shards is None else shards.vocab
+    vocab_size = packed.vocab_size if shards is None else shards.vocab
     prompts = arguments.token_lists(input_ids, attention_mask, vocab_size, pad=None if pad in eos_ids else pad)
-    device = model.get_input_embeddings().weight.device
+    device = packed.device
     draft_model = getattr(drafter, "model", None)
     shared = model, model.config, drafter, draft_model, getattr(draft_model, "config", None)
     drafter = as_drafter(drafter)
     rule = check_rule(rule, params, drafter.draft_law, drafter.is_chain, shards is not None)
     sequences = [
-        scheduler.Sequence(
+        GeneratedSequence(
             index=b * n + j,
             group=b,
             tokens=list(prompt),
@@ -163,7 +162,7 @@ def generate(
     cache = PagedCache(num_pages, page_size, device)
     queue = Scheduler(sequences, cache, max_batch_tokens)
     queue.check_capacity(drafter.max_nodes or 1)
-    is_long = check_rotation("model", model, sequences)
+    is_long = packed.check_sequences("model", sequences)
     if cuda_graph:
         _check_graph(model, drafter, device, share_prefix, shards)
     stats = GenerationStats(sequences=[SequenceStats() for _ in sequences])
@@ -173,17 +172,17 @@ def generate(
         arguments.sequence_params(params, len(prompts), n),
         arguments.seeds_of(seeds, len(sequences), device),
         shards,
-        vocab_size=num_logits(model) if shards is None else shards.vocab,
+        vocab_size=packed.num_logits if shards is None else shards.vocab,
     )
     with in_turn(*(thing for thing in shared if thing is not None)):
         if hasattr(drafter, "prepare"):  # any object with `observe` is a drafter
             drafter.prepare(sequences)
         tuner = _tuner(model, drafter, tree, cuda_graph, shards is not None)
         engine = Engine(
-            model, queue, drafter, sampling, eos_ids, min_shared_tokens, callback, on_step, stats, cuda_graph, tuner,
+            packed, queue, drafter, sampling, eos_ids, min_shared_tokens, callback, on_step, stats, cuda_graph, tuner,
             stops,
         )  # fmt: skip
-        with use_attention(model), same_rotation(model, is_long):
+        with packed.use(is_long):
             engine.run()
     if isinstance(input_ids, Tensor):
         filler = pad if pad is not None else next(iter(eos_ids), 0)
@@ -221,7 +220,7 @@ def _tuner(model: Any, drafter: Drafter, tree: str | None, cuda_graph: bool, is_
 
 
 def _padded(
-    input_ids: Tensor, prompts: list[list[int]], sequences: list[scheduler.Sequence], n: int, pad: int
+    input_ids: Tensor, prompts: list[list[int]], sequences: list[GeneratedSequence], n: int, pad: int
 ) -> Tensor:
     new = [sequence.tokens[len(prompts[sequence.group]) :] for sequence in sequences]
     width = max(map(len, new), default=0)

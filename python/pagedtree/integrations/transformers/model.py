@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pagedtree.generation.packed_model import PackedModel
+from pagedtree.generation.paged_step import PagedStep
+from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.integrations.transformers.attention import NAME, register
-from pagedtree.integrations.transformers.paged_step import PagedStep
+from pagedtree.integrations.transformers.packed_pass import PackedPass
+from pagedtree.integrations.transformers.rotary import check_rotation, same_rotation
 
-__all__ = ["check_model", "num_logits", "run_packed", "use_attention"]
+__all__ = ["TransformersModel", "check_model", "use_attention"]
 
 
 def check_model(model: Any) -> None:
@@ -62,12 +67,6 @@ def _takes_positions(model: nn.Module) -> bool:
     )
 
 
-def num_logits(model: Any) -> int:
-    """Columns of the model's logits, padding of the vocabulary included."""
-    layer = model.get_output_embeddings() or model.get_input_embeddings()
-    return int(layer.weight.shape[0])
-
-
 @contextmanager
 def use_attention(model: Any, name: str = NAME) -> Iterator[None]:
     """Inside the block the model uses the attention implementation `name`."""
@@ -80,42 +79,83 @@ def use_attention(model: Any, name: str = NAME) -> Iterator[None]:
         model.set_attn_implementation(previous)
 
 
-def run_packed(
-    model: Any, input_ids: Tensor, positions: Tensor, step: PagedStep, rows: Tensor | None, needs_hidden: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """One pass over packed tokens [T]: logits [R, V] at `rows` (int64 [R], None = all), and what the output layer read.
+class TransformersModel(PackedModel):
+    """A model of transformers as the engine and the drafters take it. Raises what `check_model` raises."""
 
-    The second is [R, H] if `needs_hidden`, else None. The model must be under `use_attention`. Raises ValueError if
-    its layers did not come to our attention.
-    """
-    kwargs: dict[str, Any] = {}
-    if rows is not None and "logits_to_keep" in inspect.signature(model.forward).parameters:
-        kwargs["logits_to_keep"] = rows
-    with step.active(), _captured_input(model.get_output_embeddings(), needs_hidden) as captured:
-        logits = model(
-            input_ids=input_ids[None],
-            position_ids=positions[None],
-            attention_mask=step.mask.of_all_layers if _makes_masks(model) else step.mask.tokens,
-            use_cache=False,
-            **kwargs,
-        ).logits[0]
-    config = model.config.get_text_config()
-    num_layers = config.num_hidden_layers
-    if len(step.layers_run) != num_layers:
-        raise ValueError(
-            f"model: expected {num_layers} layers to use transformers' attention interface, {len(step.layers_run)} of"
-            f" {type(model).__name__} did"
-        )
-    window = getattr(config, "sliding_window", None)
-    if window and getattr(config, "layer_types", None) is None and not step.mask.has_windows:
-        raise ValueError(
-            f"model: expected masks of the config's sliding_window {window}, which transformers' cache keeps, but"
-            f" {type(model).__name__} asks for masks without a window"
-        )
-    hidden = captured[0].reshape(-1, captured[0].shape[-1]) if captured else None
-    if rows is not None and not kwargs:
-        logits, hidden = logits[rows], hidden[rows] if hidden is not None else None
-    return logits, hidden
+    def __init__(self, model: Any) -> None:
+        check_model(model)
+        self.model = model
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.get_input_embeddings().weight.device
+        return device
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.get_input_embeddings().num_embeddings)
+
+    @property
+    def num_logits(self) -> int:
+        layer = self.model.get_output_embeddings() or self.model.get_input_embeddings()
+        return int(layer.weight.shape[0])
+
+    def check_sequences(self, name: str, sequences: Iterable[GeneratedSequence]) -> bool:
+        return check_rotation(name, self.model, sequences)
+
+    @contextmanager
+    def use(self, is_long: bool | None = None) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(use_attention(self.model))
+            if is_long is not None:
+                stack.enter_context(same_rotation(self.model, is_long))
+            yield
+
+    def run(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        step: PagedStep,
+        rows: Tensor | None = None,
+        needs_hidden: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        model, packed = self.model, PackedPass(step)
+        kwargs: dict[str, Any] = {}
+        if rows is not None and "logits_to_keep" in inspect.signature(model.forward).parameters:
+            kwargs["logits_to_keep"] = rows
+        with packed.active(), _captured_input(model.get_output_embeddings(), needs_hidden) as captured:
+            logits = model(
+                input_ids=input_ids[None],
+                position_ids=positions[None],
+                attention_mask=packed.mask.of_all_layers if _makes_masks(model) else packed.mask.tokens,
+                use_cache=False,
+                **kwargs,
+            ).logits[0]
+        self._check_layers(packed)
+        hidden = captured[0].reshape(-1, captured[0].shape[-1]) if captured else None
+        if rows is not None and not kwargs:
+            logits, hidden = logits[rows], hidden[rows] if hidden is not None else None
+        return logits, hidden
+
+    def new_hidden(self, num_rows: int) -> Tensor:
+        weight: Tensor = self.model.get_output_embeddings().weight
+        return weight.new_zeros((num_rows, weight.shape[1]))
+
+    def _check_layers(self, packed: PackedPass) -> None:
+        """Raises ValueError if the layers did not come to our attention in the pass that was run."""
+        config, name = self.model.config.get_text_config(), type(self.model).__name__
+        num_layers, layers_run = config.num_hidden_layers, len(packed.step.layers_run)
+        if layers_run != num_layers:
+            raise ValueError(
+                f"model: expected {num_layers} layers to use transformers' attention interface, {layers_run} of {name}"
+                " did"
+            )
+        window = getattr(config, "sliding_window", None)
+        if window and getattr(config, "layer_types", None) is None and not packed.mask.has_windows:
+            raise ValueError(
+                f"model: expected masks of the config's sliding_window {window}, which transformers' cache keeps, but"
+                f" {name} asks for masks without a window"
+            )
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pagedtree.integrations.transformers.scheduler import Sequence
+from pagedtree.generation.scheduler import GeneratedSequence
 
 __all__ = ["RotaryLimit", "check_constant", "check_rotation", "rotary_limit", "same_rotation"]
 
@@ -58,7 +58,7 @@ def rotary_limit(config: Any) -> RotaryLimit | None:
     return limits[0] if limits else None
 
 
-def check_rotation(name: str, model: Any, sequences: Iterable[Sequence]) -> bool:
+def check_rotation(name: str, model: Any, sequences: Iterable[GeneratedSequence]) -> bool:
     """Whether these sequences are rotated by the frequencies of long ones, from their prompts on.
 
     Raises ValueError, with the model's `name`, if transformers would change the frequencies on the way.

@@ -21,9 +21,10 @@ from vllm.distributed import get_tp_group
 from vllm.platforms import current_platform
 
 from pagedtree import Draft
-from pagedtree.integrations.transformers import Drafter, ModelDrafter, NgramDrafter
-from pagedtree.integrations.transformers.rules import Sampling
-from pagedtree.integrations.transformers.scheduler import Sequence as DraftedSequence
+from pagedtree.generation.drafters import Drafter, NgramDrafter
+from pagedtree.generation.rules import Sampling
+from pagedtree.generation.scheduler import GeneratedSequence
+from pagedtree.integrations.transformers import ModelDrafter
 
 __all__ = ["ModelTreeDrafter", "NgramTreeDrafter", "TreeDrafter"]
 
@@ -161,7 +162,7 @@ class ModelTreeDrafter(TreeDrafter):
         size = vllm_config.speculative_config.draft_tensor_parallel_size
         if size not in (None, 1):
             raise ValueError(f"draft_tensor_parallel_size: expected 1 (the draft model is not split), got {size}")
-        self.sequences: dict[str, DraftedSequence] = {}
+        self.sequences: dict[str, GeneratedSequence] = {}
         self._next_index = 0
 
     def load_model(self, target_model: Any) -> None:
@@ -190,13 +191,13 @@ class ModelTreeDrafter(TreeDrafter):
         self.drafter.select([self._sequence(*pair) for pair in zip(request_ids, tokens, strict=True)])
         return proposals_of(self.drafter, tokens, self.device)
 
-    def _sequence(self, request_id: str, tokens: np.ndarray) -> DraftedSequence:
+    def _sequence(self, request_id: str, tokens: np.ndarray) -> GeneratedSequence:
         known, new = self.sequences.get(request_id), tokens.tolist()
         if known is not None and (len(new) <= len(known.tokens) or new[: len(known.tokens)] != known.tokens):
             self.forget(request_id)  # the text was replaced (a session, or the id is used again)
             known = None
         if known is None:
-            known = DraftedSequence(self._next_index, group=self._next_index, tokens=[], max_length=0)
+            known = GeneratedSequence(self._next_index, group=self._next_index, tokens=[], max_length=0)
             self._next_index += 1
             self.sequences[request_id] = known
         known.tokens = new
@@ -204,17 +205,15 @@ class ModelTreeDrafter(TreeDrafter):
 
 
 def proposals_of(drafter: Drafter, known: Sequence[np.ndarray], device: torch.device) -> list[Proposal]:
-    """The proposals of a drafter of the transformers integration, on the host."""
+    """A drafter's proposals, on the host."""
     lengths = [len(tokens) for tokens in known]
     history = np.zeros((len(known), max(lengths)), dtype=np.int64)
     for row, tokens in zip(history, known, strict=True):
         row[: len(tokens)] = tokens
-    proposal = drafter.propose(
-        torch.from_numpy(history).to(device), torch.tensor(lengths, dtype=torch.int32).to(device)
-    )
-    draft_tokens, trees = (proposal.draft_tokens, proposal.trees) if isinstance(proposal, Draft) else proposal[:2]
-    offsets = trees.cu_nodes.tolist()
-    tokens, parents, depths = (t.cpu().numpy() for t in (draft_tokens, trees.parents, trees.depths))
+    counts = torch.tensor(lengths, dtype=torch.int32)
+    draft = Draft(*drafter.propose(torch.from_numpy(history).to(device), counts.to(device)))
+    offsets = draft.trees.cu_nodes.tolist()
+    tokens, parents, depths = (t.cpu().numpy() for t in (draft.draft_tokens, draft.trees.parents, draft.trees.depths))
     return [
         present_nodes(tokens[begin:end], parents[begin:end], depths[begin:end])
         for begin, end in itertools.pairwise(offsets)

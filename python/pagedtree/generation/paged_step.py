@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -12,10 +9,9 @@ import torch
 from torch import Tensor
 
 from pagedtree import append_kv, attention_plan, merge_states, tree_attention
-from pagedtree.integrations.transformers.packed_mask import PackedMask
-from pagedtree.integrations.transformers.paged_cache import PagedCache
+from pagedtree.generation.paged_cache import PagedCache
 
-__all__ = ["PagedStep", "PrefixPass", "current_step"]
+__all__ = ["PagedStep", "PrefixPass"]
 
 
 @dataclass
@@ -46,7 +42,6 @@ class PagedStep:
         page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens, max_seqlen_q: arguments of `tree_attention`.
         slots: of `append_kv`, one a token.
         prefix: set where shared pages are to be read once.
-        mask: what the layers get in place of masks.
         layers_run: the layers that came here so far, by their layer_idx.
     """
 
@@ -59,21 +54,8 @@ class PagedStep:
     tree_lens: Tensor | None
     max_seqlen_q: int
     prefix: PrefixPass | None = None
-    mask: PackedMask = field(init=False)
     layers_run: set[int] = field(default_factory=set)
     _plans: dict[Any, Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.mask = PackedMask(self.slots.shape[0], self.slots.device)
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Passes of "pagedtree" models inside the block belong to this step."""
-        token = current_step.set(self)
-        try:
-            yield
-        finally:
-            current_step.reset(token)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, options: dict[str, Any]) -> Tensor:
         """Attention of layer `layer`: q [T, Hq, D], k and v [T, Hkv, D] of the packed tokens -> [T, Hq, D].
@@ -131,6 +113,3 @@ class PagedStep:
                 page_size=k_cache.shape[1], max_seqlen_q=max_seqlen_q, tree_lens=tree_lens,
             )  # fmt: skip
         return self._plans[part, shape]
-
-
-current_step: ContextVar[PagedStep | None] = ContextVar("pagedtree_step", default=None)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import collections.abc
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import accumulate
 from operator import mul
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from pagedtree import (
+    Commit,
     Draft,
     DraftState,
     DraftTree,
@@ -24,13 +25,13 @@ from pagedtree import (
     slot_mapping,
     start_draft,
 )
-from pagedtree.integrations.transformers.drafters import Drafter, Proposal, StepResult
-from pagedtree.integrations.transformers.model import check_model, num_logits, run_packed, use_attention
-from pagedtree.integrations.transformers.paged_cache import PagedCache
-from pagedtree.integrations.transformers.paged_step import PagedStep
-from pagedtree.integrations.transformers.rotary import check_rotation, same_rotation
-from pagedtree.integrations.transformers.rules import Sampling
-from pagedtree.integrations.transformers.scheduler import Sequence
+from pagedtree.generation.drafters.base import Drafter, StepResult
+from pagedtree.generation.mirror import Mirror
+from pagedtree.generation.packed_model import PackedModel
+from pagedtree.generation.paged_cache import PagedCache
+from pagedtree.generation.paged_step import PagedStep
+from pagedtree.generation.rules import Sampling
+from pagedtree.generation.scheduler import GeneratedSequence
 
 __all__ = ["ModelDrafter"]
 
@@ -55,7 +56,8 @@ class ModelDrafter(Drafter):
     rejected, and the text stays right.
 
     Args:
-        model: a transformers causal language model, under the same conditions as the target, on the same device.
+        model: a causal language model (a `PackedModel`; in `pagedtree.integrations.transformers` one of transformers),
+            under the same conditions as the target, on the same device.
         law: how the children of a node are chosen (`pagedtree.expand_tree`).
             "topk": the likeliest ones; the tree takes shape by their scores (EAGLE-2). Any rule but "traversal".
             "iid", "swor": drawn from the draft model's law under the sampling parameters of `generate`, independently
@@ -69,6 +71,8 @@ class ModelDrafter(Drafter):
         max_batch_tokens: prompts are read in chunks, so that a pass has about this many tokens.
     """
 
+    is_capturable = True
+
     def __init__(
         self,
         model: Any,
@@ -77,10 +81,10 @@ class ModelDrafter(Drafter):
         num_nodes: int = 16,
         depth: int = 4,
         width: int = 4,
-        branching: collections.abc.Sequence[int] | None = None,
+        branching: Sequence[int] | None = None,
         max_batch_tokens: int = 4096,
     ) -> None:
-        check_model(model)
+        packed = self.pack(model)
         if law not in DRAFT_LAWS:
             raise ValueError(f"law: expected one of {', '.join(DRAFT_LAWS)}, got {law!r}")
         if branching is not None and law == "topk":
@@ -90,9 +94,9 @@ class ModelDrafter(Drafter):
                 raise ValueError(f"{name}: expected at least {least}, got {value}")
         if branching is not None and (not branching or min(branching) < 1):
             raise ValueError(f"branching: expected levels of at least 1 child each, got {list(branching)}")
-        embeddings = model.get_input_embeddings()
-        self.vocab_size, self.device = embeddings.num_embeddings, embeddings.weight.device
-        self.model, self.law, self.draft_law = model, law, DRAFT_LAWS[law]
+        self.model, self.packed = model, packed
+        self.vocab_size, self.device = packed.vocab_size, packed.device
+        self.law, self.draft_law = law, DRAFT_LAWS[law]
         self.max_nodes = num_nodes
         self.max_batch_tokens = max_batch_tokens
         # Children of a node, and how many of the new nodes the draft model reads, level by level.
@@ -112,19 +116,24 @@ class ModelDrafter(Drafter):
 
     def _reset(self, page_size: int) -> None:
         self.cache = PagedCache(INITIAL_PAGES, page_size, self.device)
-        self._known: dict[int, Sequence] = {}
+        self._known: dict[int, GeneratedSequence] = {}
         self._cached: dict[int, int] = {}  # tokens from the start that the cache holds for certain
-        self._selected: list[Sequence] = []
+        self._selected: list[GeneratedSequence] = []
         self._draft: Draft | None = None
+        self._tables: dict[int, Mirror] = {}  # of captured steps, by their batch sizes
         self._limits = (self.max_nodes, self.max_depth)
 
-    def prepare(self, sequences: list[Sequence]) -> None:
-        self._is_long = check_rotation("drafter: its model", self.model, sequences)
+    def pack(self, model: Any) -> PackedModel:
+        """`model` as the drafter runs it; adapters take models of their library and override this."""
+        return cast(PackedModel, model)
+
+    def prepare(self, sequences: list[GeneratedSequence]) -> None:
+        self._is_long = self.packed.check_sequences("drafter: its model", sequences)
 
     def begin(self, page_size: int, sampling: Sampling) -> None:
         if self.law != "topk" and sampling.params is None:
             raise ValueError(f'drafter: law "{self.law}" draws by the params of `generate`, got None')
-        own, of_target = num_logits(self.model), sampling.vocab_size
+        own, of_target = self.packed.num_logits, sampling.vocab_size
         if of_target is not None and abs(own - of_target) > MAX_PADDING:
             raise ValueError(
                 f"drafter: expected a draft model of the target's vocabulary, {of_target} tokens up to {MAX_PADDING} of"
@@ -141,25 +150,41 @@ class ModelDrafter(Drafter):
     def _attend(self) -> None:
         """The draft model uses our attention. Not from `begin`: a short prompt's first token would come 1 % later."""
         if not self._attends:
-            self._context.enter_context(use_attention(self.model))
-            if self._is_long is not None:
-                self._context.enter_context(same_rotation(self.model, self._is_long))
+            self._context.enter_context(self.packed.use(self._is_long))
             self._attends = True
 
-    def select(self, sequences: list[Sequence]) -> None:
-        self._selected = sequences
+    def capture(self, model: PackedModel, sequences: list[GeneratedSequence], batch_size: int) -> None:
+        """The pool holds all sequences from here on: it cannot grow under a graph."""
+        self._attend()
+        pages = [self.cache.pages_for(sequence.max_length + self.max_kv_nodes) for sequence in sequences]
+        if self.cache.num_pages < sum(pages):
+            self.cache.grow(sum(pages) - self.cache.num_pages)
+        self._tables[batch_size] = Mirror((batch_size, max(pages)), torch.int32, self.cache.device)
 
-    def propose(self, tokens: Tensor, lengths: Tensor) -> Proposal:
-        logits = self._read(self._selected)
-        for sequence in self._selected:
-            self._reserve(sequence, sequence.root + self.max_kv_nodes)
-        table = self.cache.page_table([sequence.index for sequence in self._selected])
+    def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
+        self._selected = sequences
+        if batch_size is None:
+            return
+        unread = [s for s in sequences if s.index not in self._known or self._cached[s.index] < len(s.tokens) - 2]
+        if unread:
+            self._read(unread)
+        self._tables[batch_size].set(self._reserve_trees(sequences))
+
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
+    ) -> Draft:
         start = lengths - 1
-        roots = tokens.gather(1, lengths[:, None].long() - 1)[:, 0]
-        self._draft = self.grow(logits, roots, table, start, self._sampling.of(self._selected))
+        roots = tokens.gather(1, start.long().clamp(min=0)[:, None])[:, 0]
+        if rows is not None:
+            table = self._tables[rows.shape[0]].tensor
+            logits = self._read_last_two(tokens, lengths, table)
+            return self._grow(logits, roots, table, start, self._sampling.at(rows), active)
+        logits = self._read(self._selected)
+        table = self.cache.table_of(self._reserve_trees(self._selected))
+        self._draft = self._grow(logits, roots, table, start, self._sampling.of(self._selected))
         return self._draft
 
-    def grow(
+    def _grow(
         self,
         logits: Tensor,
         roots: Tensor,
@@ -193,45 +218,50 @@ class ModelDrafter(Drafter):
             draft = draft._replace(draft_probs=F.pad(draft.draft_probs, (0, missing)) if missing else draft.draft_probs)
         return draft
 
-    def observe(self, result: StepResult) -> None:
+    def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
         """Moves what was read of the accepted paths to its place."""
+        if rows is not None:
+            self._compact(self._tables[rows.shape[0]].tensor, result.start, result.commit)
+            return
         if result.num_read == len(result.sequences) or self._draft is None:
             return
         drafted = result.sequences[result.num_read :]
         start = result.start[result.num_read :]
         verdict = Verdict(*(tensor[result.num_read :] for tensor in result.verdict))
         committed = commit(verdict, self._draft.trees, start, node_map=self._draft.node_map)
-        assert committed.draft_accept_index is not None and committed.draft_num_accepted is not None
-        table = self.cache.page_table([sequence.index for sequence in drafted])
-        compact_kv(self.cache.tensors(), table, start, committed.draft_accept_index, committed.draft_num_accepted)
-        self.keep_accepted(drafted)
+        self._compact(self.cache.page_table([sequence.index for sequence in drafted]), start, committed)
+        self.advance(drafted)
         self._draft = None
 
     def use_tree(self, tree: DraftTree) -> None:
         self._limits = (min(max(tree.num_nodes, 2), self.max_nodes), min(max(tree.max_depth, 1), self.max_depth))
 
-    def unread(self, sequences: list[Sequence]) -> int:
+    def unread(self, sequences: list[GeneratedSequence]) -> int:
         return sum(len(sequence.tokens) - self._cached.get(sequence.index, 0) - 2 for sequence in sequences)
 
-    def keep_accepted(self, sequences: list[Sequence]) -> None:
+    def _compact(self, table: Tensor, start: Tensor, committed: Commit) -> None:
+        assert committed.draft_accept_index is not None and committed.draft_num_accepted is not None
+        compact_kv(self.cache.tensors(), table, start, committed.draft_accept_index, committed.draft_num_accepted)
+
+    def advance(self, sequences: list[GeneratedSequence]) -> None:
         """The rows of the accepted paths are in place; the pages behind them are free."""
         for sequence in sequences:
             # The last accepted token may not have been read. To read it anyway costs less than to ask the device.
             self._cached[sequence.index] = len(sequence.tokens) - 2
             self.cache.trim(sequence.index, len(sequence.tokens) - 1)
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: GeneratedSequence) -> None:
         self.cache.release(sequence.index)
         self._known.pop(sequence.index, None)
         self._cached.pop(sequence.index, None)
 
-    def _read(self, sequences: list[Sequence]) -> Tensor:
+    def _read(self, sequences: list[GeneratedSequence]) -> Tensor:
         """Reads all tokens that the cache lacks; logits [B, V] at the last ones."""
         self._attend()
         logits: dict[int, Tensor] = {}
         while len(logits) < len(sequences):
             budget = self.max_batch_tokens
-            chunks: list[tuple[Sequence, int]] = []
+            chunks: list[tuple[GeneratedSequence, int]] = []
             for sequence in sequences:
                 if sequence.index in logits or not self._enter(sequence):
                     continue
@@ -243,7 +273,7 @@ class ModelDrafter(Drafter):
             logits.update(zip((sequence.index for sequence in complete), last, strict=True))
         return torch.stack([logits[sequence.index] for sequence in sequences])
 
-    def _enter(self, sequence: Sequence) -> bool:
+    def _enter(self, sequence: GeneratedSequence) -> bool:
         """Makes the sequence known, with the pages of another outcome of its prompt; False while that one is read."""
         if sequence.index in self._known:
             return True
@@ -257,7 +287,7 @@ class ModelDrafter(Drafter):
         self._cached[sequence.index] = sequence.shared_len if donor is not None else 0
         return True
 
-    def _read_chunks(self, chunks: list[tuple[Sequence, int]]) -> tuple[list[Sequence], Tensor]:
+    def _read_chunks(self, chunks: list[tuple[GeneratedSequence, int]]) -> tuple[list[GeneratedSequence], Tensor]:
         """One causal pass over the next tokens of each; those that are read completely, and their last logits."""
         tokens: list[int] = []
         positions: list[int] = []
@@ -280,14 +310,26 @@ class ModelDrafter(Drafter):
         longest = max(count for _, count in chunks)
         step = PagedStep(self.cache, table, seq_lens, cu_seqlens_q, slots, None, None, longest)
         ids = torch.tensor(tokens).clamp(max=self.vocab_size - 1).to(self.device)
-        logits, _ = run_packed(
-            self.model,
+        logits, _ = self.packed.run(
             ids,
             torch.tensor(positions).to(self.device),
             step,
             torch.tensor(rows, dtype=torch.int64).to(self.device),
         )
         return complete, logits
+
+    def _read_last_two(self, tokens: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
+        """Reads the root of each row and the token before it, which may be in the cache or not, on the device alone;
+        logits [B, V] at the roots.
+        """
+        num_rows = lengths.shape[0]
+        positions = (lengths - 1).long()[:, None] + torch.arange(-1, 1, device=lengths.device)
+        ids = tokens.gather(1, positions.clamp(min=0)).flatten().clamp(max=self.vocab_size - 1)
+        offsets = torch.arange(num_rows + 1, dtype=torch.int32, device=lengths.device) * 2
+        slots = slot_mapping(table, lengths, offsets, self.cache.page_size, total_q=2 * num_rows)
+        step = PagedStep(self.cache, table, lengths, offsets, slots, None, None, max_seqlen_q=2)
+        logits, _ = self.packed.run(ids, positions.clamp(min=0).flatten(), step)
+        return logits[1::2]
 
     def _read_level(self, state: DraftState, table: Tensor, start: Tensor) -> Tensor:
         """One pass over the frontiers, logits [B * F, V]."""
@@ -298,9 +340,15 @@ class ModelDrafter(Drafter):
             self.cache, table, seq_lens, state.cu_seqlens_q, torch.where(state.level_present, slots, -1),
             state.level_mask, state.level_tree_lens, state.num_frontier,
         )  # fmt: skip
-        return run_packed(self.model, state.level_tokens, positions, step, None)[0]
+        return self.packed.run(state.level_tokens, positions, step)[0]
 
-    def _reserve(self, sequence: Sequence, num_tokens: int) -> None:
+    def _reserve_trees(self, sequences: list[GeneratedSequence]) -> list[list[int]]:
+        """The pages of each, with room for a tree."""
+        for sequence in sequences:
+            self._reserve(sequence, sequence.root + self.max_kv_nodes)
+        return [self.cache.pages(sequence.index) for sequence in sequences]
+
+    def _reserve(self, sequence: GeneratedSequence, num_tokens: int) -> None:
         if not self.cache.reserve(sequence.index, num_tokens):
             self.cache.grow(max(self.cache.num_pages, self.cache.pages_for(num_tokens)))
             self.cache.reserve(sequence.index, num_tokens)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pagedtree.integrations.transformers.paged_cache import PagedCache
+from pagedtree.generation.paged_cache import PagedCache
 
-__all__ = ["Batch", "Scheduler", "Sequence"]
+__all__ = ["Batch", "GeneratedSequence", "Scheduler"]
 
 
 @dataclass
-class Sequence:
+class GeneratedSequence:
     """One outcome of one prompt.
 
     Attributes:
@@ -45,9 +45,9 @@ class Batch:
     evicted: those that lost their pages before it.
     """
 
-    prefill: list[tuple[Sequence, int]] = field(default_factory=list)
-    decode: list[Sequence] = field(default_factory=list)
-    evicted: list[Sequence] = field(default_factory=list)
+    prefill: list[tuple[GeneratedSequence, int]] = field(default_factory=list)
+    decode: list[GeneratedSequence] = field(default_factory=list)
+    evicted: list[GeneratedSequence] = field(default_factory=list)
 
 
 class Scheduler:
@@ -57,11 +57,11 @@ class Scheduler:
     oldest unfinished sequence is never evicted in favour of another, so that every step makes progress.
     """
 
-    def __init__(self, sequences: list[Sequence], cache: PagedCache, max_batch_tokens: int) -> None:
+    def __init__(self, sequences: list[GeneratedSequence], cache: PagedCache, max_batch_tokens: int) -> None:
         self.cache = cache
         self.max_batch_tokens = max_batch_tokens
         self.waiting = list(sequences)
-        self.running: list[Sequence] = []
+        self.running: list[GeneratedSequence] = []
 
     @property
     def is_done(self) -> bool:
@@ -91,22 +91,22 @@ class Scheduler:
                 budget -= chunk
         return batch
 
-    def reserve(self, sequences: list[Sequence], max_nodes: int) -> bool:
+    def reserve(self, sequences: list[GeneratedSequence], max_nodes: int) -> bool:
         """Whether these got the pages for trees of `max_nodes` nodes; nobody is evicted for them."""
         return all(self.cache.reserve(sequence.index, sequence.root + max_nodes) for sequence in sequences)
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: GeneratedSequence) -> None:
         self.running.remove(sequence)
         self.cache.release(sequence.index)
 
-    def _make_room(self, max_nodes: int) -> list[Sequence]:
+    def _make_room(self, max_nodes: int) -> list[GeneratedSequence]:
         evicted = []
         for sequence in list(self.running):
             while sequence in self.running and not self.cache.reserve(sequence.index, sequence.root + max_nodes):
                 evicted.append(self._evict_youngest())
         return evicted
 
-    def _evict_youngest(self) -> Sequence:
+    def _evict_youngest(self) -> GeneratedSequence:
         victim = self.running.pop()
         self.cache.release(victim.index)
         victim.cached = 0

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Values
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pagedtree import commit, compact_kv, prepare_step
-from pagedtree.integrations.transformers.drafters import Drafter, StepResult
-from pagedtree.integrations.transformers.fixed_drafters import Mirror, fixed_drafter
-from pagedtree.integrations.transformers.model import run_packed
-from pagedtree.integrations.transformers.paged_cache import PagedCache
-from pagedtree.integrations.transformers.paged_step import PagedStep
-from pagedtree.integrations.transformers.rules import Sampling
-from pagedtree.integrations.transformers.scheduler import Sequence
+from pagedtree.generation.drafters import Drafter, NgramDrafter, StepResult
+from pagedtree.generation.mirror import Mirror
+from pagedtree.generation.packed_model import PackedModel
+from pagedtree.generation.paged_cache import PagedCache
+from pagedtree.generation.paged_step import PagedStep
+from pagedtree.generation.rules import Sampling
+from pagedtree.generation.scheduler import GeneratedSequence
+from pagedtree.proposal import as_draft
 
-__all__ = ["FixedStep", "FixedSteps", "check_device"]
+__all__ = ["FixedStep", "FixedSteps", "check_device", "check_drafter"]
 
 IDLE = -1
 
@@ -36,32 +36,32 @@ class FixedStep:
 
     def __init__(
         self,
-        model: Any,
+        model: PackedModel,
         cache: PagedCache,
         sampling: Sampling,
         drafter: Drafter,
         history: Tensor,
         eos_ids: Tensor | None,
-        sequences: Values[Sequence],
+        sequences: list[GeneratedSequence],
         batch_size: int,
     ) -> None:
         self.model, self.cache, self.sampling, self.eos_ids = model, cache, sampling, eos_ids
         self.history = history  # [sequences + 1, capacity]: the last row is that of idle rows
-        self.needs_hidden, self.draft_law = drafter.needs_hidden, drafter.draft_law
-        self.vocab_size = model.get_input_embeddings().num_embeddings
+        self.drafter, self.batch_size = drafter, batch_size
+        self.vocab_size = model.vocab_size
         device = cache.device
         max_tokens = max(sequence.max_length for sequence in sequences) + drafter.max_nodes
         self.rows = Mirror((batch_size,), torch.int64, device, fill=len(sequences))
         self.start = Mirror((batch_size,), torch.int32, device, fill=IDLE)
         self.page_table = Mirror((batch_size, cache.pages_for(max_tokens)), torch.int32, device)
-        self.drafter = fixed_drafter(drafter, model, batch_size, sequences, sampling)
+        drafter.capture(model, sequences, batch_size)
         self._graph: Any = None
         self._result: StepResult | None = None
         self._report: Tensor | None = None
 
-    def __call__(self, sequences: list[Sequence]) -> tuple[StepResult, list[list[int]]]:
+    def __call__(self, sequences: list[GeneratedSequence]) -> tuple[StepResult, list[list[int]]]:
         """The step of these sequences, and what is to be known of each: tokens, their number, finished, status."""
-        self.drafter.load(sequences)
+        self.drafter.select(sequences, self.batch_size)
         if self.captures and self._graph is None:
             self._graph = self._capture()
         self.rows.set([sequence.index for sequence in sequences])
@@ -89,7 +89,7 @@ class FixedStep:
         active = start >= 0
         history = self.history.index_select(0, rows)
         lengths = torch.where(active, start + 1, 0)
-        draft = self.drafter.propose(history, lengths, active, rows)
+        draft = as_draft(self.drafter.propose(history, lengths, active, rows), self.batch_size, history.device)
         trees = draft.trees
         num_nodes = trees.parents.shape[0]
 
@@ -107,9 +107,9 @@ class FixedStep:
             trees.cu_nodes.diff() if is_tree else None, max_seqlen_q=trees.max_nodes,
         )  # fmt: skip
         input_ids = tokens.clamp(0, self.vocab_size - 1)
-        logits, hidden = run_packed(self.model, input_ids, positions, step, None, self.needs_hidden)
+        logits, hidden = self.model.run(input_ids, positions, step, needs_hidden=self.drafter.needs_hidden)
 
-        verdict = self.sampling.at(rows).verify(logits, draft, self.draft_law, start)
+        verdict = self.sampling.at(rows).verify(logits, draft, self.drafter.draft_law, start)
         if is_tree:
             tensors = self.cache.tensors()
             compact_kv(tensors, self.page_table.tensor, start, verdict.accept_index, verdict.num_accepted)
@@ -119,7 +119,7 @@ class FixedStep:
         self.history.index_copy_(0, rows, history)
         self.start.tensor.copy_(torch.where(committed.finished, IDLE, committed.start))
         self._result = StepResult([], 0, start, draft, verdict, committed, logits, hidden)
-        self.drafter.observe(self._result, active)
+        self.drafter.observe(self._result, rows)
         extra = torch.stack([committed.num_tokens, committed.finished, verdict.status], dim=1)
         self._report = torch.cat([verdict.tokens, extra], dim=1)
 
@@ -152,3 +152,16 @@ class FixedSteps:
 def check_device(device: torch.device) -> None:
     if FixedStep.captures and device.type != "cuda":
         raise ValueError(f"cuda_graph: expected a model on a CUDA device, got one on {device}")
+
+
+def check_drafter(drafter: Drafter) -> None:
+    """Raises ValueError for a drafter whose work cannot be captured in a graph."""
+    if not vars(type(drafter)).get("is_capturable"):
+        raise ValueError(
+            "cuda_graph: expected a drafter of NoDrafter, NgramDrafter, MedusaDrafter, ModelDrafter, got"
+            f" {type(drafter).__name__}"
+        )
+    if isinstance(drafter, NgramDrafter) and drafter.remember:
+        raise ValueError(
+            f"cuda_graph: expected NgramDrafter(remember=0), whose text has a fixed size, got {drafter.remember}"
+        )

@@ -5,24 +5,23 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pagedtree import Draft, Verdict, build_trees, commit, compact_kv, prepare_step, slot_mapping
-from pagedtree.integrations.transformers.drafters import Drafter, StepResult, roots_only
-from pagedtree.integrations.transformers.fixed_drafters import check_fixed
-from pagedtree.integrations.transformers.fixed_step import FixedStep, FixedSteps
-from pagedtree.integrations.transformers.model import run_packed
-from pagedtree.integrations.transformers.paged_cache import PagedCache
-from pagedtree.integrations.transformers.paged_step import PagedStep, PrefixPass
-from pagedtree.integrations.transformers.rules import Sampling
-from pagedtree.integrations.transformers.scheduler import Batch, Scheduler, Sequence
-from pagedtree.integrations.transformers.stats import GenerationStats
-from pagedtree.integrations.transformers.stop_strings import StopStrings
-from pagedtree.integrations.transformers.tree_tuner import TreeTuner
+from pagedtree import Draft, TreeBatch, Verdict, commit, compact_kv, prepare_step, slot_mapping
+from pagedtree.generation.drafters.base import Drafter, StepResult, roots_only
+from pagedtree.generation.fixed_step import FixedStep, FixedSteps, check_drafter
+from pagedtree.generation.packed_model import PackedModel
+from pagedtree.generation.paged_cache import PagedCache
+from pagedtree.generation.paged_step import PagedStep, PrefixPass
+from pagedtree.generation.rules import Sampling
+from pagedtree.generation.scheduler import Batch, GeneratedSequence, Scheduler
+from pagedtree.generation.stats import GenerationStats
+from pagedtree.generation.stop_strings import StopStrings
+from pagedtree.generation.tree_tuner import TreeTuner
 from pagedtree.proposal import as_draft, check_values
 
 __all__ = ["Engine"]
@@ -45,7 +44,7 @@ class Pass:
     step: PagedStep
     input_ids: Tensor
     positions: Tensor
-    verified: list[Sequence]
+    verified: list[GeneratedSequence]
     num_read: int
     start: Tensor
     draft: Draft
@@ -57,7 +56,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Any,
+        model: PackedModel,
         scheduler: Scheduler,
         drafter: Drafter,
         sampling: Sampling,
@@ -79,7 +78,7 @@ class Engine:
         self.stats = stats
         self.tuner, self.has_begun_to_tune = tuner, False
         self.max_nodes = max(drafter.max_nodes, 1)
-        self.vocab_size = model.get_input_embeddings().num_embeddings
+        self.vocab_size = model.vocab_size
         sequences = scheduler.waiting
         capacity = max((sequence.max_length for sequence in sequences), default=0)
         history = [[*sequence.tokens, *[0] * (capacity - len(sequence.tokens))] for sequence in sequences]
@@ -87,7 +86,7 @@ class Engine:
         self.history = rows[:-1]
         self.fixed_steps: FixedSteps | None = None
         if is_fixed:
-            check_fixed(drafter)
+            check_drafter(drafter)
             every = list(sequences)
             self.fixed_steps = FixedSteps(
                 lambda batch_size: FixedStep(
@@ -117,8 +116,8 @@ class Engine:
             self._step_in_place(batch.decode)
             return
         packed = self._pack(batch, draft)
-        logits, hidden = run_packed(
-            self.model, packed.input_ids, packed.positions, packed.step, packed.logit_rows, self.drafter.needs_hidden
+        logits, hidden = self.model.run(
+            packed.input_ids, packed.positions, packed.step, packed.logit_rows, self.drafter.needs_hidden
         )
         for sequence, count in batch.prefill:
             sequence.cached += count
@@ -135,7 +134,7 @@ class Engine:
             else:
                 self.tuner.observe(remaining, seconds, draft.trees, verdict.accept_index)
 
-    def _step_in_place(self, sequences: list[Sequence]) -> None:
+    def _step_in_place(self, sequences: list[GeneratedSequence]) -> None:
         """A fixed step: nothing but decoding, and the drafter's part in it."""
         assert self.fixed_steps is not None
         step = self.fixed_steps.of(len(sequences))
@@ -143,7 +142,7 @@ class Engine:
         self.stats.steps += 1
         self.stats.packed_tokens += result.draft_tokens.shape[0]
         self._take_over(result, report)
-        step.drafter.advance(sequences)
+        self.drafter.advance(sequences)
         self._finish(result)
 
     def _schedule(self) -> tuple[Batch, Draft | None]:
@@ -155,13 +154,13 @@ class Engine:
                 self.drafter.forget(sequence)
                 self.stats.sequences[sequence.index].evictions += 1
             if not batch.decode:
-                return batch, Draft(*roots_only(self.history[:0], self.history.new_empty(0, dtype=torch.int32)))
+                return batch, roots_only(0, self.device)
             if self.fixed_steps is not None and not batch.prefill:
                 return batch, None
             if self.tuner is not None and not self._take_tree(self.tuner, batch):
                 if not batch.prefill and self.tuner.may_rehearse:
                     self._rehearse(self.tuner, batch.decode)
-                return batch, Draft(*roots_only(self.history[: len(batch.decode)], self.history.new_empty(0)))
+                return batch, roots_only(len(batch.decode), self.device)
             draft = self._propose(batch.decode)
             if draft.trees.max_nodes <= self.max_nodes:
                 return batch, draft
@@ -188,7 +187,7 @@ class Engine:
         self.stats.drafted_steps += 1
         return True
 
-    def _rehearse(self, tuner: TreeTuner, sequences: list[Sequence]) -> None:
+    def _rehearse(self, tuner: TreeTuner, sequences: list[GeneratedSequence]) -> None:
         """What the drafter would have guessed some tokens ago, if it tells."""
         begin = time.perf_counter()
         back = tuner.max_depth
@@ -210,7 +209,7 @@ class Engine:
         remaining = _remaining([sequences[i] for i, _ in rows])
         tuner.observe_rehearsal(remaining, draft.draft_tokens.tolist(), draft.trees, texts, begin)
 
-    def _propose(self, sequences: list[Sequence]) -> Draft:
+    def _propose(self, sequences: list[GeneratedSequence]) -> Draft:
         lengths = self._to_device([len(sequence.tokens) for sequence in sequences], torch.int32)
         self.drafter.select(sequences)
         known = self._history_of(sequences), lengths
@@ -286,12 +285,12 @@ class Engine:
         )
 
     def _shared_prefix(
-        self, step: PagedStep, read: list[Sequence], decode: list[Sequence], max_nodes: int
+        self, step: PagedStep, read: list[GeneratedSequence], decode: list[GeneratedSequence], max_nodes: int
     ) -> PrefixPass | None:
         """Runs of neighbours that hold the same first pages; None if reading those once would save too little."""
         if self.min_shared_tokens is None:
             return None
-        runs: list[list[Sequence]] = []
+        runs: list[list[GeneratedSequence]] = []
         for sequence in decode:
             pages = self._shared_pages(sequence)
             if pages and runs and runs[-1][0].group == sequence.group and self._shared_pages(runs[-1][0]) == pages:
@@ -316,7 +315,7 @@ class Engine:
             max_seqlen_q=max_nodes * max(len(run) for run in runs),
         )
 
-    def _shared_pages(self, sequence: Sequence) -> list[int]:
+    def _shared_pages(self, sequence: GeneratedSequence) -> list[int]:
         return self.cache.pages(sequence.index)[: self.cache.pages_for(sequence.shared_len)]
 
     def _verify(self, packed: Pass, logits: Tensor, hidden: Tensor | None) -> Verdict:
@@ -363,7 +362,7 @@ class Engine:
                 self.scheduler.finish(sequence)
                 self.drafter.forget(sequence)
 
-    def _append(self, sequence: Sequence, tokens: list[int], is_eos: bool, is_tree: bool) -> None:
+    def _append(self, sequence: GeneratedSequence, tokens: list[int], is_eos: bool, is_tree: bool) -> None:
         """Takes over the committed tokens, up to the length limit or the end of a stop string."""
         stats = self.stats.sequences[sequence.index]
         sequence.cached = sequence.root + len(tokens)
@@ -388,12 +387,12 @@ class Engine:
         if self.on_tokens is not None and self.on_tokens(sequence.index, tokens) is True:
             stats.finish_reason = stats.finish_reason or "callback"
 
-    def _history_of(self, sequences: list[Sequence]) -> Tensor:
+    def _history_of(self, sequences: list[GeneratedSequence]) -> Tensor:
         if len(sequences) == self.history.shape[0] and all(s.index == i for i, s in enumerate(sequences)):
             return self.history
         return self.history[self._to_device([sequence.index for sequence in sequences], torch.int64)]
 
-    def _store_history(self, sequences: list[Sequence], history: Tensor) -> None:
+    def _store_history(self, sequences: list[GeneratedSequence], history: Tensor) -> None:
         if history is not self.history:
             self.history[self._to_device([sequence.index for sequence in sequences], torch.int64)] = history
 
@@ -401,7 +400,7 @@ class Engine:
         return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
 
 
-def _remaining(sequences: list[Sequence]) -> list[int]:
+def _remaining(sequences: list[GeneratedSequence]) -> list[int]:
     """Tokens that each still has to come, if its text does not end before."""
     return [sequence.max_length - len(sequence.tokens) for sequence in sequences]
 
@@ -419,28 +418,24 @@ def _without_padding(draft: Draft) -> Draft:
     is_plain = trees.max_nodes == 1 and draft.draft_tokens.shape[0] == trees.batch_size
     if trees.device.type != "cpu" or is_plain:
         return draft
-    rows = int(trees.cu_nodes[-1])
+    trees = trees.narrow(0, trees.batch_size)
+    rows = trees.parents.shape[0]
     # Where nobody has a draft, a plain pass is faster.
-    if rows == trees.batch_size and int(trees.first_child[:rows].max()) < 0:
-        return Draft(*roots_only(draft.draft_tokens[:rows], trees.cu_nodes))
-    names = ("parents", "depths", "first_child", "next_sibling", "mask")
-    trees = replace(trees, **{name: getattr(trees, name)[:rows] for name in names})
+    if rows == trees.batch_size and int(trees.first_child.max()) < 0:
+        return roots_only(rows, trees.device)
     draft_rows = draft.draft_rows[:rows] if draft.draft_rows is not None else None
     return draft._replace(draft_tokens=draft.draft_tokens[:rows], trees=trees, draft_rows=draft_rows)
 
 
 def _after_roots(roots: Tensor, draft: Draft) -> Draft:
     """`draft` after a tree of one node for each token of `roots`."""
-    num_roots, trees = roots.shape[0], draft.trees
+    num_roots, rows = roots.shape[0], draft.draft_rows
     if num_roots == 0:
         return draft
-    parents = torch.cat([trees.parents.new_full((num_roots,), -1), trees.parents])
-    offsets = torch.arange(num_roots, dtype=torch.int32, device=trees.device)
-    cu_nodes = torch.cat([offsets, trees.cu_nodes + num_roots])
-    rows = draft.draft_rows
+    trees = roots_only(num_roots, roots.device).trees
     return draft._replace(
         draft_tokens=torch.cat([roots, draft.draft_tokens]),
-        trees=build_trees(parents, cu_nodes, max_nodes=trees.max_nodes, max_depth=trees.max_depth),
+        trees=TreeBatch.concatenate([trees, draft.trees]),
         # Any row will do for a root that has no children.
         draft_rows=torch.cat([rows.new_zeros(num_roots), rows]) if rows is not None else None,
     )

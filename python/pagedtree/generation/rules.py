@@ -20,7 +20,7 @@ from pagedtree import (
     verify_traversal,
     verify_typical,
 )
-from pagedtree.integrations.transformers import scheduler
+from pagedtree.generation.scheduler import GeneratedSequence
 
 if TYPE_CHECKING:
     from pagedtree.distributed import VocabShards
@@ -87,7 +87,7 @@ class Sampling:
     shards: VocabShards | None = None
     vocab_size: int | None = None
 
-    def of(self, sequences: Sequence[scheduler.Sequence]) -> Sampling:
+    def of(self, sequences: Sequence[GeneratedSequence]) -> Sampling:
         """That of some of the sequences."""
         if self.params is None:  # nothing of a sequence's own
             return self

@@ -1,0 +1,19 @@
+"""Drafters: who guesses the next tokens."""
+
+from pagedtree.generation.drafters.base import Drafter, NoDrafter, Proposal, StepResult, as_drafter
+from pagedtree.generation.drafters.medusa import MedusaDrafter, MedusaHeads, medusa_tree
+from pagedtree.generation.drafters.model import ModelDrafter
+from pagedtree.generation.drafters.ngram import NgramDrafter
+
+__all__ = [
+    "Drafter",
+    "MedusaDrafter",
+    "MedusaHeads",
+    "ModelDrafter",
+    "NgramDrafter",
+    "NoDrafter",
+    "Proposal",
+    "StepResult",
+    "as_drafter",
+    "medusa_tree",
+]

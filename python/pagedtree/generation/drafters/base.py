@@ -1,0 +1,185 @@
+"""Drafters: who guesses the next tokens. The law of the output never depends on them, only speed does."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from pagedtree import Commit, Draft, DraftTree, TreeBatch, Verdict
+from pagedtree.generation.packed_model import PackedModel
+from pagedtree.generation.rules import Sampling
+from pagedtree.generation.scheduler import GeneratedSequence
+from pagedtree.generation.tree_tuner import TreeTuner
+
+__all__ = ["Drafter", "NoDrafter", "Proposal", "StepResult", "as_drafter", "roots_only"]
+
+Proposal = Draft | tuple[Tensor, TreeBatch, Tensor | None]
+
+
+@dataclass
+class StepResult:
+    """One verified pass, as `Drafter.observe` and the `on_step` callback of `generate` see it.
+
+    Attributes:
+        sequences: B sequences, their new tokens already appended. The first `num_read` of them read known tokens
+            (prompt, restoration) in this pass and have a tree of the root alone; the others have what was proposed.
+        start: int32 [B], the roots' positions.
+        draft: of all B sequences; draft_tokens int64 [N] with the roots' tokens too, draft_probs and draft_rows where
+            the drafter's draft_law is "iid" or "swor".
+        verdict, commit: of all B sequences.
+        logits: [N, V], the target's at every node.
+        hidden: [N, H], what the output layer turned into these logits, if the drafter asked for it (`needs_hidden`).
+
+    Under `cuda_graph` there may be more rows than sequences, and the next step writes the tensors anew.
+    """
+
+    sequences: list[GeneratedSequence]
+    num_read: int
+    start: Tensor
+    draft: Draft
+    verdict: Verdict
+    commit: Commit
+    logits: Tensor
+    hidden: Tensor | None
+
+    @property
+    def draft_tokens(self) -> Tensor:
+        return self.draft.draft_tokens
+
+    @property
+    def trees(self) -> TreeBatch:
+        return self.draft.trees
+
+
+class Drafter:
+    """Base of drafters. Only `propose` is needed, and any object with it will do; the rest lets a drafter keep state.
+
+    Attributes:
+        max_nodes: the most nodes of a tree, the root included: so many slots are reserved before a drafter is asked.
+            0 = not known before the proposals, which a drafter with state must not leave it at.
+        max_depth: the most levels below the root, which `use_tree` is not asked to pass; 0 = max_nodes - 1.
+        needs_hidden: whether `observe` wants the target's hidden states.
+        draft_law: how the children of a node are chosen, see `pagedtree.verify_rejection`: "onehot" (without chance of
+            their own), or "iid" or "swor", whose proposals have draft_probs. "coupled": by the noise with which rule
+            "sampled" samples the target.
+        is_chain: whether no node of any tree has two children.
+        is_capturable: whether a captured step (`generate(cuda_graph=True)`) can have its work in it. Each class says
+            that of itself; it is not inherited, as what a subclass adds may need the host.
+    """
+
+    max_nodes: int = 1
+    max_depth: int = 0
+    needs_hidden: bool = False
+    draft_law: str = "onehot"
+    is_chain: bool = False
+    is_capturable: bool = False
+    tuner: tuple[weakref.ref[Any], TreeTuner] | None = None  # of `generate(tree="auto")`, and for which model
+
+    def prepare(self, sequences: list[GeneratedSequence]) -> None:
+        """What a call of `generate` is to run, before `begin`; raises ValueError for what this drafter cannot serve."""
+
+    def begin(self, page_size: int, sampling: Sampling) -> None:
+        """A call of `generate` starts: nothing is known about any sequence. sampling: how it chooses tokens."""
+
+    def end(self) -> None:
+        """The call of `generate` is over, or has failed."""
+
+    def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
+        """The sequences that the rows of the next `propose` stand for. batch_size: in front of a captured step, its
+        rows; those past the sequences are idle.
+        """
+
+    def start(self, tokens: Tensor, lengths: Tensor) -> None:
+        """What `propose` will be called with, while the target still has something to do."""
+
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
+    ) -> Proposal:
+        """Guesses a continuation for each of B sequences.
+
+        tokens: int64 [B, capacity], prompt and generated tokens. lengths: int32 [B], how many of them are known.
+        Returns draft_tokens [N], a TreeBatch of B trees, each with at least its root, whose token is
+        tokens[b, lengths[b] - 1] (the root's draft token is ignored), and the laws they were drawn from, [N, V], or
+        None. A `pagedtree.Draft` is a proposal, too; its draft_rows then name the row of draft_probs for each node.
+
+        active, rows: given in a captured step alone, where everything stays on the device. active: bool [B], False for
+        an idle row, whose tree may have no nodes. rows: int64 [B], the sequences' index, and the number of all
+        sequences for an idle row.
+        """
+        raise NotImplementedError
+
+    def rehearse(self, tokens: Tensor, lengths: Tensor) -> Proposal | None:
+        """As `propose`, in the middle of texts that are known further, so that `generate(tree="auto")` can compare the
+        guesses with how they went on. None: that would cost too much, or leave traces.
+        """
+        return None
+
+    def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
+        """What became of the proposals, and what else the pass told. rows: as in `propose`; result.sequences is then
+        empty, and `advance` follows on the host.
+        """
+
+    def use_tree(self, tree: DraftTree) -> None:
+        """Proposals shall not go beyond this tree from now on, where that makes them cheaper; max_nodes stays."""
+
+    def unread(self, sequences: list[GeneratedSequence]) -> int:
+        """Known tokens that a model of this drafter has to read before the next proposal, besides the newest ones."""
+        return 0
+
+    def capture(self, model: PackedModel, sequences: list[GeneratedSequence], batch_size: int) -> None:
+        """Makes what captured steps of at most `batch_size` of these sequences need, all that a call of `generate` has.
+        From then on it keeps its place. model: the target.
+        """
+
+    def advance(self, sequences: list[GeneratedSequence]) -> None:
+        """The sequences have got the tokens of a captured step."""
+
+    def forget(self, sequence: GeneratedSequence) -> None:
+        """The sequence is finished, or evicted: it may come back and be read again from its start."""
+
+
+class _Stateless(Drafter):
+    """Any object with `propose`."""
+
+    def __init__(self, drafter: Any) -> None:
+        self.max_nodes = int(getattr(drafter, "max_nodes", 0))
+        self.draft_law = getattr(drafter, "draft_law", "onehot")
+        self.is_chain = bool(getattr(drafter, "is_chain", False))
+        self.propose = drafter.propose  # type: ignore[method-assign]
+
+
+def as_drafter(drafter: Any) -> Drafter:
+    if drafter is None:
+        return NoDrafter()
+    if isinstance(drafter, Drafter) or callable(getattr(drafter, "observe", None)):
+        return cast(Drafter, drafter)
+    if not callable(getattr(drafter, "propose", None)):
+        raise TypeError(f"drafter: expected an object with propose(tokens, lengths), got {type(drafter).__name__}")
+    return _Stateless(drafter)
+
+
+def roots_only(batch_size: int, device: torch.device) -> Draft:
+    """Trees of the root alone: plain decoding."""
+    return Draft(torch.full((batch_size,), -1, dtype=torch.int64, device=device), _roots(batch_size, device))
+
+
+@lru_cache(maxsize=256)  # to make them took 5 % of a step of a small model
+def _roots(batch_size: int, device: torch.device) -> TreeBatch:
+    return TreeBatch.from_trees([DraftTree.chain(0)] * batch_size, device=device)
+
+
+class NoDrafter(Drafter):
+    """No drafts: one token a step."""
+
+    is_chain = True
+    is_capturable = True
+
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
+    ) -> Draft:
+        return roots_only(tokens.shape[0], tokens.device)

@@ -1,0 +1,163 @@
+"""Medusa-1 heads, the tree they fill, and the drafter that has both (Cai et al., ICML 2024)."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pagedtree import Draft, DraftTree, medusa_propose
+from pagedtree.generation.drafters.base import Drafter, StepResult, roots_only
+from pagedtree.generation.packed_model import PackedModel
+from pagedtree.generation.rules import Sampling
+from pagedtree.generation.scheduler import GeneratedSequence
+
+__all__ = ["MedusaDrafter", "MedusaHeads", "medusa_tree"]
+
+CONFIG_NAME = "config.json"
+WEIGHTS_NAME = "medusa.safetensors"
+
+
+class MedusaHeads(nn.Module):
+    """Residual blocks that turn a model's last hidden state into that of a later position, read by its own `lm_head`.
+
+    `lm_head` names the token after the hidden state's position; head i (from 0) the token i + 2 after it.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, lm_head: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        # Zero blocks are the identity, so that training starts from the model's own next-token guess.
+        self.weight = nn.Parameter(torch.zeros(num_heads, hidden_size, hidden_size))
+        self.bias = nn.Parameter(torch.zeros(num_heads, hidden_size))
+        # In a tuple, so that the model's layer does not become a submodule: its weights are not the heads' to save.
+        self._lm_head = (lm_head,)
+
+    @property
+    def num_heads(self) -> int:
+        return self.weight.shape[0]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Hidden states [..., hidden], normalised as `lm_head` takes them, to logits [..., num_heads, vocab]."""
+        update = torch.einsum("...d,hed->...he", hidden, self.weight) + self.bias
+        logits: Tensor = self._lm_head[0](hidden.unsqueeze(-2) + F.silu(update))
+        return logits
+
+    def save_pretrained(self, path: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Writes config.json and medusa.safetensors into the folder `path`."""
+        from safetensors.torch import save_file  # of an extra of the package
+
+        path = Path(path)
+        path.mkdir(parents=True, exist_ok=True)
+        num_heads, hidden_size, _ = self.weight.shape
+        config = {"model_type": "medusa", "num_heads": num_heads, "hidden_size": hidden_size}
+        (path / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
+        tensors = {name: tensor.detach().to(dtype).contiguous() for name, tensor in self.state_dict().items()}
+        save_file(tensors, path / WEIGHTS_NAME, metadata={"format": "pt"})
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, model: Any) -> MedusaHeads:
+        """Heads for `model` (its output layer, device and dtype) from the folder `path`."""
+        from safetensors.torch import load_file
+
+        path = Path(path)
+        config = json.loads((path / CONFIG_NAME).read_text())
+        lm_head = model.get_output_embeddings()
+        heads = cls(config["hidden_size"], config["num_heads"], lm_head)
+        heads.load_state_dict(load_file(path / WEIGHTS_NAME))
+        return heads.to(lm_head.weight.device, lm_head.weight.dtype).eval()
+
+
+def medusa_tree(num_heads: int, num_nodes: int) -> DraftTree:
+    """The likeliest tree of `num_nodes` nodes, if each of a head's guesses is right half as often as the one before.
+
+    A path of child ranks r1, r2, ... is then right with probability 2^-(r1 + 1) * 2^-(r2 + 1) * ...
+    """
+    paths: list[list[int]] = []
+    queue: list[tuple[int, list[int]]] = [(1, [0])]
+    while len(paths) < num_nodes - 1:
+        cost, path = heapq.heappop(queue)
+        paths.append(path)
+        heapq.heappush(queue, (cost + 1, [*path[:-1], path[-1] + 1]))
+        if len(path) < num_heads:
+            heapq.heappush(queue, (cost + 1, [*path, 0]))
+    return DraftTree.from_paths(paths)
+
+
+class MedusaDrafter(Drafter):
+    """Medusa: heads on the target's last hidden state guess the tokens after the next one, at one fixed tree.
+
+    Args:
+        heads: hidden states [B, H] -> logits [B, num_heads, V] (`MedusaHeads`); head i guesses the token i + 2
+            after the state's position.
+        tree: its nodes take the token of their child rank in the head of their depth; `medusa_tree` is a fair
+            one.
+    """
+
+    needs_hidden = True
+    is_capturable = True
+
+    def __init__(self, heads: Callable[[Tensor], Tensor], tree: DraftTree) -> None:
+        self.heads, self.tree, self._tree = heads, tree, tree
+        self.max_nodes, self.max_depth = tree.num_nodes, tree.max_depth
+        self.is_chain = tree.num_nodes == tree.max_depth + 1
+        self._hidden: Tensor | None = None  # of each sequence, by its index; the last row is that of idle rows
+        self._known: set[int] = set()  # sequences that have a state
+        self._selected: list[GeneratedSequence] = []
+
+    def begin(self, page_size: int, sampling: Sampling) -> None:
+        self._hidden, self._known = None, set()
+        self._tree = self.tree
+
+    def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
+        self._selected = sequences
+
+    def use_tree(self, tree: DraftTree) -> None:
+        self._tree = tree
+
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
+    ) -> Draft:
+        if rows is None:
+            known = next((sequence.index for sequence in self._selected if sequence.index in self._known), None)
+            if known is None:
+                return roots_only(tokens.shape[0], tokens.device)
+            # A sequence that no pass has read yet drafts from an arbitrary state, which costs nothing.
+            indices = [sequence.index if sequence.index in self._known else known for sequence in self._selected]
+            rows = torch.tensor(indices).to(tokens.device)
+        assert self._hidden is not None
+        return medusa_propose(self.heads(self._hidden.index_select(0, rows)), self._tree, active=active)
+
+    def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
+        assert result.hidden is not None
+        last_rows = result.commit.accept_rows.gather(1, result.commit.num_accepted[:, None].long())[:, 0]
+        last = result.hidden.index_select(0, last_rows.clamp(min=0))
+        if rows is None:
+            indices = [sequence.index for sequence in result.sequences]
+            self._make_room(max(indices) + 1, result.hidden)
+            self._known.update(indices)
+            rows = torch.tensor(indices).to(last.device)
+        assert self._hidden is not None
+        self._hidden.index_copy_(0, rows, last.to(self._hidden.dtype))
+
+    def capture(self, model: PackedModel, sequences: list[GeneratedSequence], batch_size: int) -> None:
+        self._make_room(len(sequences) + 1, model.new_hidden(0))
+
+    def advance(self, sequences: list[GeneratedSequence]) -> None:
+        self._known.update(sequence.index for sequence in sequences)
+
+    def forget(self, sequence: GeneratedSequence) -> None:
+        self._known.discard(sequence.index)
+
+    def _make_room(self, num_rows: int, like: Tensor) -> None:
+        """At least so many rows of states in the form of `like` [*, H]."""
+        if self._hidden is None:
+            self._hidden = like.new_zeros((num_rows, like.shape[1]))
+        elif self._hidden.shape[0] < num_rows:
+            more = self._hidden.new_zeros((num_rows - self._hidden.shape[0], self._hidden.shape[1]))
+            self._hidden = torch.cat([self._hidden, more])

@@ -1,0 +1,111 @@
+"""Drafts that are looked up in the text itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pagedtree import Draft, DraftTree, ngram_propose, rejected_predictions
+from pagedtree.generation.drafters.base import Drafter, StepResult
+from pagedtree.generation.rules import Sampling
+from pagedtree.generation.scheduler import GeneratedSequence
+
+__all__ = ["NgramDrafter"]
+
+
+class NgramDrafter(Drafter):
+    """Prompt lookup: what followed the last n-gram earlier in the same text (`pagedtree.ngram_propose`).
+
+    Args:
+        num_nodes: nodes of a tree, the root included.
+        max_depth: tokens of the longest guess, by default all of the nodes for a chain, else half of them.
+        max_branches: continuations merged into a tree; 1 gives a chain.
+        min_ngram, max_ngram: lengths of the n-grams that are looked for; what follows a longer one comes first.
+        remember: also look in what the target predicted at rejected nodes of that many earlier steps.
+    """
+
+    is_capturable = True
+
+    def __init__(
+        self,
+        num_nodes: int = 16,
+        *,
+        max_depth: int | None = None,
+        max_branches: int = 4,
+        min_ngram: int = 1,
+        max_ngram: int = 4,
+        remember: int = 0,
+    ) -> None:
+        if num_nodes < 2:
+            raise ValueError(f"num_nodes: expected at least 2 (the root and a draft token), got {num_nodes}")
+        self.max_nodes = num_nodes
+        self.max_depth = max_depth or (num_nodes - 1 if max_branches == 1 else num_nodes // 2)
+        self.max_branches, self.is_chain = max_branches, max_branches == 1
+        self._limits = (num_nodes, self.max_depth, max_branches)
+        self.min_ngram, self.max_ngram = min_ngram, max_ngram
+        self.remember = remember
+        self._rejected: dict[int, Tensor] = {}
+        self._selected: list[GeneratedSequence] = []
+
+    def begin(self, page_size: int, sampling: Sampling) -> None:
+        self._rejected.clear()
+        self._limits = (self.max_nodes, self.max_depth, self.max_branches)
+
+    def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
+        self._selected = sequences
+
+    def use_tree(self, tree: DraftTree) -> None:
+        leaves = int((tree.first_child < 0).sum())
+        limits = (max(tree.num_nodes, 2), max(tree.max_depth, 1), leaves)
+        whole = (self.max_nodes, self.max_depth, self.max_branches)
+        self._limits = tuple(map(min, limits, whole))  # type: ignore[assignment]
+
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
+    ) -> Draft:
+        return self._look_up(tokens, lengths, self._limits, self._extra(tokens) if self._rejected else None, active)
+
+    def rehearse(self, tokens: Tensor, lengths: Tensor) -> Draft:
+        return self._look_up(tokens, lengths, (self.max_nodes, self.max_depth, self.max_branches))
+
+    def _look_up(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        limits: tuple[int, int, int],
+        extra: Tensor | None = None,
+        active: Tensor | None = None,
+    ) -> Draft:
+        max_nodes, max_depth, max_branches = limits
+        return ngram_propose(
+            tokens,
+            lengths,
+            max_nodes=max_nodes,
+            max_depth=max_depth,
+            min_ngram=self.min_ngram,
+            max_ngram=self.max_ngram,
+            max_branches=max_branches,
+            extra=extra,
+            active=active,
+        )
+
+    def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
+        if not self.remember or result.trees.max_nodes == 1:
+            return
+        new = rejected_predictions(
+            result.trees, result.draft_tokens, result.logits.argmax(-1), result.verdict.accept_index,
+            context=self.max_ngram,
+        )  # fmt: skip
+        for sequence, text in zip(result.sequences, new, strict=True):
+            known = self._rejected.get(sequence.index, text[:0])
+            self._rejected[sequence.index] = torch.cat([known, text])[-self.remember * text.shape[0] :]
+
+    def forget(self, sequence: GeneratedSequence) -> None:
+        self._rejected.pop(sequence.index, None)
+
+    def _extra(self, tokens: Tensor) -> Tensor:
+        """The rejected predictions of the selected sequences, -1 in front of what they have."""
+        texts = [self._rejected.get(sequence.index, tokens[0, :0]) for sequence in self._selected]
+        width = max(text.shape[0] for text in texts)
+        return torch.stack([F.pad(text, (width - text.shape[0], 0), value=-1) for text in texts])

@@ -1,0 +1,36 @@
+"""Values of the host in device tensors that keep their place, for captured steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["Mirror"]
+
+
+class Mirror:
+    """A device tensor that follows values of the host: it is written where they differ from what it holds."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, fill: int = 0) -> None:
+        self.tensor = torch.full(shape, fill, dtype=dtype, device=device)
+        self._host = torch.full(shape, fill, dtype=dtype)
+        self._fill = fill
+        self._values: list[Any] = []
+
+    def set(self, values: list[Any]) -> None:
+        """Values of the first rows (numbers, or lists that may be shorter than a row); the others get the fill."""
+        if values == self._values:
+            return
+        self._host.fill_(self._fill)
+        for row, value in enumerate(values):
+            if isinstance(value, list):
+                self._host[row, : len(value)] = torch.tensor(value, dtype=self._host.dtype)
+            else:
+                self._host[row] = value
+        self.tensor.copy_(self._host)
+        self.known(values)
+
+    def known(self, values: list[Any]) -> None:
+        """The device has written these itself."""
+        self._values = [list(value) if isinstance(value, list) else value for value in values]

@@ -1,0 +1,58 @@
+"""What a language model offers so that the engine can run it, or a drafter draft with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pagedtree.generation.paged_step import PagedStep
+from pagedtree.generation.scheduler import GeneratedSequence
+
+__all__ = ["PackedModel"]
+
+
+class PackedModel(Protocol):
+    """A language model that reads packed tokens; its attention layers call `PagedStep.attend`.
+
+    Attributes:
+        device: where its weights are.
+        vocab_size: it reads the token ids 0..vocab_size - 1.
+        num_logits: columns of its logits, padding of the vocabulary included.
+    """
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def num_logits(self) -> int: ...
+
+    def check_sequences(self, name: str, sequences: Iterable[GeneratedSequence]) -> bool:
+        """Whether all of these are long, for models that read long texts in another way than short ones.
+
+        Raises ValueError, with the model's `name`, for sequences that cannot be in one pass.
+        """
+
+    def use(self, is_long: bool | None = None) -> AbstractContextManager[None]:
+        """Inside the block `run` may be called. is_long: what `check_sequences` said, None if it was not asked."""
+
+    def run(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        step: PagedStep,
+        rows: Tensor | None = None,
+        needs_hidden: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One pass over packed tokens, int64 [T]: logits [R, V] at `rows` (int64 [R], None = all), and what the output
+        layer read there, [R, H] if `needs_hidden`, else None. Raises ValueError for a model that cannot be run so.
+        """
+
+    def new_hidden(self, num_rows: int) -> Tensor:
+        """Zeros [num_rows, H] in the form of what the output layer reads."""

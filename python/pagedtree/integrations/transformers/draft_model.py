@@ -1,0 +1,18 @@
+"""The drafter whose draft model is one of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagedtree.generation import drafters
+from pagedtree.integrations.transformers.model import TransformersModel
+
+__all__ = ["ModelDrafter"]
+
+
+# Its docstring is that of the base class.
+class ModelDrafter(drafters.ModelDrafter):
+    is_capturable = True
+
+    def pack(self, model: Any) -> TransformersModel:
+        return TransformersModel(model)

@@ -1,0 +1,36 @@
+"""The packed pass of a transformers model, as its attention layers find it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from pagedtree.generation.paged_step import PagedStep
+from pagedtree.integrations.transformers.packed_mask import PackedMask
+
+__all__ = ["PackedPass", "current_pass"]
+
+
+@dataclass
+class PackedPass:
+    """Where the layers write and read keys and values, and what they get in place of masks."""
+
+    step: PagedStep
+    mask: PackedMask = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mask = PackedMask(self.step.slots.shape[0], self.step.slots.device)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Passes of "pagedtree" models inside the block are this one."""
+        token = current_pass.set(self)
+        try:
+            yield
+        finally:
+            current_pass.reset(token)
+
+
+current_pass: ContextVar[PackedPass | None] = ContextVar("pagedtree_pass", default=None)
