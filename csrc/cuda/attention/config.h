@@ -134,7 +134,8 @@ constexpr Residency residency(const TileShape& shape, int kv_bytes, int max_shar
 }
 
 // Ranges of work on a device: at most one for each CTA that it can hold, and as many on each SM. They may be short: a
-// CTA alone on an SM waits for its keys, which takes longer than to join more pieces.
+// CTA alone on an SM waits for its keys, which takes longer than to join more pieces. Where two cuts fall on the begin
+// of one row tile, the range between them is empty.
 constexpr RangeLimits range_limits(const TileShape& shape, int num_sms) {
   constexpr int kMinRangeCost = 3, kMinPieceTiles = 2;
   return {min_of<int32_t>(num_sms * shape.max_ctas(), kMaxPlanRanges), num_sms, kMinRangeCost, kMinPieceTiles};
