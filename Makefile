@@ -102,7 +102,7 @@ test-mutations: build  ## breaks the rules of verification, one line at a time: 
 test-simt: export PAGEDTREE_SIMT := 1
 test-simt: build  ## CUDA kernels under ThreadSanitizer: the op tests, and planted bugs with each sanitizer
 	cmake --build build/cmake-$$(python -c "import sys; print(sys.implementation.cache_tag)") --parallel $${MAX_JOBS:-$$(nproc)} --target simt_selftest_asan simt_selftest_tsan
-	$(PYTEST) tests/test_simt.py
+	$(PYTEST) tests/kernels/test_simt.py
 	tests/run_races.sh -n $(WORKERS)
 
 test-host-cuda: export PAGEDTREE_SIMT := 1
@@ -131,11 +131,11 @@ ENGINE_flashinfer   := --no-deps flashinfer-python==0.7.2.post1
 ENGINE_flash_attn   := --no-deps --no-build-isolation flash-attn==2.8.3.post2
 $(ENGINES)/.ready: export FLASH_ATTENTION_SKIP_CUDA_BUILD := TRUE
 $(ENGINES)/.ready: export FLASH_ATTENTION_FORCE_BUILD := TRUE
-TESTS_transformers  := $(addprefix tests/test_,generate.py transformers_attention.py continuous_batching.py custom_generate.py architectures.py rotary.py)
+TESTS_transformers  := tests/generation/test_generate.py $(addprefix tests/adapters/test_,transformers_attention.py continuous_batching.py custom_generate.py architectures.py rotary.py)
 TESTS_vllm          := tests/engines/test_vllm_*.py --dist loadfile --time-limit 900
-TESTS_sglang        := tests/engines/test_sglang_*.py tests/test_sglang_*.py
-TESTS_flashinfer    := tests/engines/test_flashinfer_*.py tests/test_flashinfer_*.py
-TESTS_flash_attn    := tests/engines/test_flash_attn_*.py tests/test_flash_attn.py
+TESTS_sglang        := tests/engines/test_sglang_*.py tests/adapters/test_sglang_*.py
+TESTS_flashinfer    := tests/engines/test_flashinfer_*.py tests/adapters/test_flashinfer_*.py
+TESTS_flash_attn    := tests/engines/test_flash_attn_*.py tests/adapters/test_flash_attn.py
 test-engines: build $(ENGINES)/.ready  ## ENGINE=transformers (5.23, 4.57) or vllm: within the engine; sglang, flashinfer, flash_attn: the adapter, and that package's signatures
 	python setup.py -q egg_info
 	$(if $(filter transformers,$(ENGINE)),$(PYTEST) $(TESTS_transformers) $(SELECT))

@@ -152,17 +152,16 @@ if [ "$device" = cuda ]; then
   check=(--device cuda)
   bench=(--device cuda --seconds 0.5)
   headline_rows=(--headline) attention_rows=(--ops tree_attention) other_rows=(--without tree_attention)
-  tests=(tests --ignore tests/test_simt.py --ignore tests/test_sass.py --ignore tests/test_captured_step.py
-    --ignore tests/test_fixed_step.py)
-  captures=(tests/test_captured_step.py tests/test_fixed_step.py)
+  captures=(tests/ops/test_captured_step.py tests/generation/test_fixed_step.py)
+  tests=(tests --ignore tests/kernels/test_simt.py --ignore tests/kernels/test_sass.py "${captures[@]/#/--ignore=}")
 else
   check=(--device "$device" --backend "$backend" --quick)
   bench=(--device "$device" --backend "$backend" --seconds 0.01 --peers causal SDPA)
   headline_rows=(--headline --quick --processes --ops tree_attention sample)
   attention_rows=(--ops tree_attention --shapes batch=1 length=64 "tree=chain 4" heads=4/1,8/8)
   other_rows=(--ops append_kv --quick)
-  tests=(tests/test_commit.py)
-  captures=(tests/test_captured_step.py)
+  tests=(tests/ops/test_commit.py)
+  captures=(tests/ops/test_captured_step.py)
 fi
 
 headline() {

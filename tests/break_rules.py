@@ -19,9 +19,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "mutants"
-DRAFTS, HOSTILE = "tests/test_verify_drafts.py", "tests/test_verify_drafts_hostile.py"
-DRAWN, SAMPLED, SAMPLING = "tests/test_drawn_children.py", "tests/test_verify.py", "tests/test_sampling.py"
-STEPS = "tests/test_lossless_steps.py"
+DRAFTS, HOSTILE = "tests/ops/test_verify_drafts.py", "tests/ops/test_verify_drafts_hostile.py"
+DRAWN, SAMPLED, SAMPLING = "tests/ops/test_drawn_children.py", "tests/ops/test_verify.py", "tests/ops/test_sampling.py"
+STEPS = "tests/ops/test_lossless_steps.py"
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,41 @@
-"""Tiny models in exact fractions, on which the rules that weigh target against draft are enumerated."""
+"""Tiny models in exact fractions, on which the rules that weigh target against draft are enumerated; and how far the
+ops are off the target's law there with their own random numbers.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from pagedtree import reference
+from pagedtree import (
+    SamplingParams,
+    TreeBatch,
+    build_trees,
+    reference,
+    sample,
+    verify_block,
+    verify_rejection,
+    verify_traversal,
+)
 
+CHAIN, PAIR, TREE, STAIR = [-1, 0, 1], [-1, 0, 0], [-1, 0, 0, 1, 1], [-1, 0, 1, 0, 3]
+RULES = {
+    "rejection": (reference.rejection, verify_rejection),
+    "block": (reference.block, verify_block),
+    "traversal": (reference.traversal, verify_traversal),
+}
+LOSSLESS = [
+    *[("rejection", law, tree) for law in ("iid", "swor", "onehot") for tree in (CHAIN, PAIR, TREE, STAIR)],
+    *[("block", law, CHAIN) for law in ("iid", "onehot")],
+    *[("traversal", law, tree) for law in ("iid", "swor") for tree in (CHAIN, PAIR, TREE, STAIR)],
+]
 Path = tuple[int, ...]
 Law = list[Fraction]
 Rule = Callable[..., tuple[list[int], list]]
@@ -109,3 +134,90 @@ def ancestors(parents: Sequence[int], node: int) -> Iterator[int]:
     while node > 0:
         node = parents[node]
         yield node
+
+
+# The ops with their own random numbers --------------------------------------------------------------------------------
+
+
+def redrawn(pair: ToyPair, tree: list[int], law: str, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, drafts and laws of `count` trees whose drafts are drawn anew."""
+    options = [*pair.drafts(tree, law)]
+    chances = np.array([float(chance) for chance, _ in options])
+    picks = np.random.default_rng(7).choice(len(options), size=count, p=chances / chances.sum())
+    laws = [pair.laws(tree, tokens) for _, tokens in options]
+    with np.errstate(divide="ignore"):
+        logits = np.log(np.array([[[float(x) for x in row] for row in p] for p, _ in laws]))
+    probs = np.array([[[float(x) for x in row] for row in q] for _, q in laws])
+    tokens = np.array([tokens for _, tokens in options])
+    flat = (torch.from_numpy(x[picks]) for x in (logits, probs, tokens))
+    logits, probs, drafts = (x.reshape(-1, *x.shape[2:]) for x in flat)
+    return logits.float(), drafts, probs.float()
+
+
+def compare_with_target(op: Callable, pair: ToyPair, tree: list[int], law: str, count: int, device) -> float:
+    """Chi-square of the first two tokens, less its mean, in standard deviations."""
+    logits, drafts, probs = redrawn(pair, tree, "iid" if law == "onehot" else law, count)
+    given = {} if law == "onehot" else {"draft_probs": probs.to(device)}
+    seeds = torch.arange(count, device=device) * 77 + 5
+    positions = torch.arange(count, device=device) % 3
+    verdict = op(
+        logits.to(device), drafts.to(device), trees_of(tree, count, device),
+        SamplingParams(), draft_law=law, seeds=seeds, positions=positions, **given,
+    )  # fmt: skip
+    first, second = verdict.tokens[:, 0].cpu(), verdict.tokens[:, 1].cpu()
+    with np.errstate(divide="ignore"):
+        table = torch.tensor(np.log([[float(x) for x in pair.p((t,))] for t in range(pair.vocab)])).float()
+    rest = sample(table[first].to(device), SamplingParams(), seeds=seeds, positions=positions + 1).cpu()
+    second = torch.where(second >= 0, second, rest)
+    seen = np.bincount((first * pair.vocab + second).numpy(), minlength=pair.vocab**2)
+    joint = pair.joint(2)
+    return excess(seen, np.array([float(joint.get((a, b), 0)) for a in range(pair.vocab) for b in range(pair.vocab)]))
+
+
+def excess(seen: np.ndarray, law: np.ndarray) -> float:
+    """Chi-square less its mean, in standard deviations; infinite where something came up that cannot."""
+    if seen[law == 0].any():
+        return math.inf
+    expected = (law * seen.sum())[law > 0]
+    degrees = expected.size - 1
+    return float((((seen[law > 0] - expected) ** 2 / expected).sum() - degrees) / math.sqrt(2 * degrees))
+
+
+def trees_of(tree: list[int], count: int, device: torch.device) -> TreeBatch:
+    parents = torch.tensor(tree, dtype=torch.int32, device=device).repeat(count)
+    offsets = torch.arange(count + 1, dtype=torch.int32, device=device) * len(tree)
+    return build_trees(parents, offsets, max_nodes=len(tree), max_depth=len(tree))
+
+
+def three_tokens(op: Callable, count: int, device: torch.device, coins_of_positions: bool = False) -> float:
+    """Generation in steps of chains, each with drafts of its own: how far the first three tokens are off their law."""
+    generator = torch.Generator().manual_seed(11)
+    vocab, size = 3, 3
+    target = torch.randn(vocab + 1, vocab, generator=generator).mul(1.5).log_softmax(-1)  # after each token; the prompt
+    draft = torch.randn(vocab + 1, vocab, generator=generator).softmax(-1)
+    last = torch.full((count,), vocab)
+    positions, tokens = torch.zeros(count, dtype=torch.int64), torch.full((count, 12), -1)
+    reused = torch.rand(count, 20, generator=generator)
+    trees = trees_of([-1, 0, 1], count, device)
+    while (positions < size).any():
+        drafts = [last]
+        for _ in range(2):
+            drafts.append(torch.multinomial(draft[drafts[-1]], 1, generator=generator)[:, 0])
+        nodes = torch.stack(drafts, 1)
+        given = {"draft_probs": draft[nodes].view(-1, vocab).to(device)}
+        if coins_of_positions:
+            given["coins"] = reused.gather(1, positions[:, None] + torch.tensor([0, 0, 1])).flatten().to(device)
+        verdict = op(
+            target[nodes].view(-1, vocab).to(device), nodes.flatten().to(device), trees, SamplingParams(),
+            draft_law="iid", seeds=torch.arange(count, device=device), positions=positions.to(device), **given,
+        )  # fmt: skip
+        emitted, lengths = verdict.tokens.cpu()[:, :3], verdict.num_accepted.cpu() + 1
+        for j in range(3):
+            rows = (j < lengths).nonzero()[:, 0]
+            tokens[rows, positions[rows] + j] = emitted[rows, j]
+        positions = positions + lengths
+        last = tokens.gather(1, positions[:, None] - 1)[:, 0]
+    p = target.exp().double()
+    law = p[vocab][:, None, None] * p[:vocab, :, None] * p[None, :vocab]
+    seen = np.bincount((tokens[:, 0] * 9 + tokens[:, 1] * 3 + tokens[:, 2]).numpy(), minlength=27)
+    return excess(seen, law.flatten().numpy())

@@ -18,4 +18,4 @@ c++ -std=c++20 -O1 -fPIC -shared tests/simt/host_cuda.cpp -o "$tree/libhost_cuda
 
 env HOST_CUDA="$tree/libhost_cuda.so" PYTEST_PLUGINS=host_cuda PYTHONPATH="$tree/python:$PWD/tests" \
   OMP_NUM_THREADS=1 python -m pytest -m "not slow and not stats" -k cuda \
-  --ignore tests/test_captured_step.py --ignore tests/test_packaging.py "$@"
+  --ignore tests/ops/test_captured_step.py --ignore tests/repo/test_packaging.py "$@"

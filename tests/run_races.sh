@@ -14,15 +14,15 @@ cp "$tree/tsan/libpagedtree_simt.so" $package/lib
 
 # Offsets that make sequences overlap, and padding that several tokens are moved to, have several threads write one row:
 # which one wins is nobody's promise.
-overlapping=(--deselect tests/test_trees.py::test_offsets_out_of_range_stay_inside
-  --deselect tests/test_tree_attention_op.py::test_bad_offsets
-  --deselect tests/test_sglang_trees.py::test_move_kv_cache_on_views)
+overlapping=(--deselect tests/ops/test_trees.py::test_offsets_out_of_range_stay_inside
+  --deselect tests/ops/test_tree_attention_op.py::test_bad_offsets
+  --deselect tests/adapters/test_sglang_trees.py::test_move_kv_cache_on_views)
 
 # As in run_sanitized.sh; Torch and Python are not instrumented and share nothing with the kernels' threads.
 preload=$(for name in tsan stdc++; do c++ -print-file-name=lib$name.so; done | xargs)
 status=0
 env LD_PRELOAD="$preload" TSAN_OPTIONS="ignore_noninstrumented_modules=1:memory_limit_mb=4000:log_path=$PWD/build/races/report" \
   OMP_NUM_THREADS=1 PYTHONPATH=$PWD/build/races/python \
-  python -m pytest -m "not slow and not stats" --time-limit 6000 -k simt --ignore tests/test_simt.py "${overlapping[@]}" "$@" || status=$?
+  python -m pytest -m "not slow and not stats" --time-limit 6000 -k simt --ignore tests/kernels/test_simt.py "${overlapping[@]}" "$@" || status=$?
 cat build/races/report.* 2>/dev/null && status=1
 exit $status

@@ -14,9 +14,10 @@ cp -r python/pagedtree/. $package
 cmake --install $tree --prefix $package
 
 # What needs no native code, or calls the ops as the other tests do, with torch's models around them.
-elsewhere=(architectures bench_rows benchmarks choose_tree cli continuous_batching custom_generate docs examples
-  generate_arguments generate_rules generate_stops gpu_peers gpu_suite importers layout packaging predict ptx rotary sass
-  time_limit transformers_attention tree_tuner)
+elsewhere=(tests/adapters/test_{architectures,continuous_batching,custom_generate,importers,rotary,transformers_attention}.py
+  tests/generation/test_{choose_tree,generate_arguments,generate_rules,generate_stops,tree_tuner}.py
+  tests/kernels/test_{predict,ptx,sass}.py
+  tests/repo/test_{bench_rows,benchmarks,cli,docs,examples,gpu_peers,gpu_suite,layout,packaging,time_limit}.py)
 
 # Python lacks the sanitizers' runtime, so it comes by preload; libstdc++ with it, or exceptions are not followed.
 # Reports go to files, because pytest would swallow what a dying worker writes. Python itself leaks by design.
@@ -25,7 +26,7 @@ options="halt_on_error=1:log_path=$PWD/$tree/report"
 status=0
 env LD_PRELOAD="$preload" ASAN_OPTIONS="$options:detect_leaks=0:allocator_may_return_null=1" UBSAN_OPTIONS="$options:print_stacktrace=1" \
   OMP_NUM_THREADS=1 PYTHONPATH=$PWD/$tree/python python -m pytest -m "not slow and not stats" --time-limit 3000 \
-  $(printf -- '--ignore tests/test_%s.py ' "${elsewhere[@]}") "$@" || status=$?
+  "${elsewhere[@]/#/--ignore=}" "$@" || status=$?
 # A forked worker that unwinds a stack unknown to AddressSanitizer makes it warn, which is no finding.
 for report in $(grep -lE "ERROR: |runtime error: " $tree/report.* 2> /dev/null); do
   cat "$report"

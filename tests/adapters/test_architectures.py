@@ -1,0 +1,163 @@
+"""Every causal architecture of transformers: the text of `generate` is the model's own, or the refusal says why."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+from architecture_case import KEPT, LENGTHS, NAMES, check_same, outcome, tiny_model
+from continuous_case import IS_5, batched, known_memory  # noqa: F401
+from generate_case import NEW_TOKENS, greedy, prompts_of, tiny
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    or_masks,
+    sliding_window_causal_mask_function,
+)
+
+from pagedtree.integrations.transformers import ModelDrafter, continuous_batching, generate, tree_generate
+from pagedtree.integrations.transformers.attention import attention_forward
+from pagedtree.integrations.transformers.packed_mask import PackedMask
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Layers with and without a window, windows that only the masks have, and what most others are like.
+WINDOWS = [name for name in ("exaone4", "exaone_moe", "kolibri1", "phimoe", "qwen2_moe") if name in NAMES and IS_5]
+SERVED = [*WINDOWS, *(name for name in ("exaone4", "gemma2", "phi3", "gpt2") if name not in WINDOWS)]
+INTERFACE = "expected layers that use transformers' attention interface, .* has its own"
+REFUSED = {
+    "bart": "expected a forward that takes position_ids, that of BartForCausalLM does not",
+    "blt": "expected each layer to run once in a pass, got layer_idx 0 again",
+    "deepseek_v3": "expected a head_dim in 64, 96, 128, 192, 256, got 128 for q and 64 for v",
+    "diffllama": "expected each layer to run once in a pass",
+    "doge": "expected layers that hand the attention_mask of transformers to the attention as it is, got another one",
+    "git": "expected causal layers, some with a sliding window, got one that asks for another mask",
+    "hrm_text": "expected each layer to run once in a pass, got layer_idx 0 again",
+    "llama4_text": "expected a decoder of full or sliding attention layers, got chunked_attention",
+    "moshi": "expected masks of the config's sliding_window 9, which transformers' cache keeps, but MoshiForCausalLM",
+    **dict.fromkeys(("bloom", "falcon", "openai-gpt", "trocr", "xglm"), INTERFACE),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_text_is_that_of_the_model(name):
+    assert outcome(name) == "same"
+
+
+def test_layers_that_share_keys():
+    """In transformers 5 from layer to layer, in 4.57 by way of its cache."""
+    shared = "same" if IS_5 else "refused: model: expected layers that share keys without transformers' cache"
+    assert outcome("gemma3n_text").startswith(shared)
+
+
+@pytest.mark.skipif(not IS_5, reason="transformers 4.57 writes some of them otherwise")
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name):
+    """As a target and as a draft model; those that no pass is needed for, before the first one."""
+    refused, prompts = tiny_model(name), prompts_of(LENGTHS)
+    passes = []
+    refused.register_forward_pre_hook(lambda *_: passes.append(1))
+    with pytest.raises(ValueError, match=REFUSED[name]):
+        generate(refused, prompts, max_new_tokens=2)
+    assert len(passes) == (0 if name in ("bart", "llama4_text") or REFUSED[name] == INTERFACE else 1)
+    with pytest.raises(ValueError, match=REFUSED[name]):
+        generate(tiny(0), prompts, drafter=ModelDrafter(refused), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_other_ways_to_generate(name):
+    """`model.generate` on our attention, `generate_batch`, `custom_generate`."""
+    served, prompts = tiny_model(name), [prompt.clamp(min=4) for prompt in prompts_of(LENGTHS)]
+    expected = [greedy(served, prompt) for prompt in prompts]
+    texts = {"custom_generate": [greedy(served, prompt, custom_generate=tree_generate) for prompt in prompts]}
+    with continuous_batching(served):
+        new = batched(served, prompts, max_new_tokens=NEW_TOKENS)
+    texts["generate_batch"] = [prompt.tolist() + tokens for prompt, tokens in zip(prompts, new, strict=True)]
+    served.set_attn_implementation("pagedtree")
+    texts["generate"] = [greedy(served, prompt) for prompt in prompts]
+    for way, got in texts.items():
+        for text, own in zip(got, expected, strict=True):
+            check_same(served, text, own, f"{name}, {way}")
+
+
+class Layer(torch.nn.Module):
+    layer_idx, is_causal, sliding_window = 0, True, 2
+
+
+@pytest.mark.parametrize(("options", "window"), [({}, 2), ({"sliding_window": None}, 0), ({"sliding_window": 3}, 3)])
+def test_a_window_of_none_is_no_window(options, window):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 6, 64)
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    mask = mask.triu(1 - window) if window else mask
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)
+    torch.testing.assert_close(attention_forward(Layer().eval(), q, k, v, None, **options)[0], expected)
+
+
+@pytest.mark.parametrize("window", [1, 2, 9, 4096])
+def test_masks_that_a_packed_pass_knows(window):
+    masks = PackedMask(5, torch.device("cpu"))
+    full = masks.of_layers(causal_mask_function, None)
+    cut = masks.of_layers(sliding_window_causal_mask_function(window), window)
+    assert (masks.window_of(full), masks.window_of(cut), masks.has_windows) == (0, window, True)
+    assert masks.window_of(cut[:, :, :, :7]) == window  # as some layers cut it
+    for other in (None, cut.clone(), masks.tokens, cut.float(), cut[0] | cut):
+        with pytest.raises(
+            ValueError, match=r"attention_mask of transformers to the attention as it is, got (none|another)"
+        ):
+            masks.window_of(other)
+
+
+@pytest.mark.parametrize("window", [2, 9, 4096])
+def test_masks_that_a_packed_pass_does_not_know(window):
+    """Chunks, everything, blocks that are looked up by token, and a window beside the first key."""
+    block_ids = torch.arange(3)
+    chunks = sliding_window_causal_mask_function(window)
+    chunks = and_masks(chunks, lambda b, h, q, kv: kv // window == q // window)
+    blocks = and_masks(causal_mask_function, lambda b, h, q, kv: block_ids[q] == block_ids[kv])
+    with_first = or_masks(sliding_window_causal_mask_function(window), lambda b, h, q, kv: kv == 0)
+    masks = PackedMask(5, torch.device("cpu"))
+    for function, size in (
+        (chunks, window),
+        (lambda b, h, q, kv: q >= 0, None),
+        (blocks, None),
+        (with_first, window),
+        (sliding_window_causal_mask_function(window), window + 1),
+    ):
+        with pytest.raises(ValueError, match="got one that asks for another mask"):
+            masks.of_layers(function, size)
+
+
+def test_a_layer_that_sees_another_mask_is_refused():
+    """The mask is handed on by a layer that adds its own bias to it."""
+    biased = tiny(0)
+    attention = biased.model.layers[1].self_attn
+    attention.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, {**kwargs, "attention_mask": kwargs["attention_mask"] + torch.randn(1)}),
+        with_kwargs=True,
+    )
+    with pytest.raises(ValueError, match=r"got another one: a bias of the layer's own, or a mask that it makes itself"):
+        generate(biased, [[1, 2, 3]], max_new_tokens=2)
+
+
+def test_each_window_is_needed(monkeypatch):
+    """Negative control: with the layers' own word in place of the masks', the text is another."""
+    if not WINDOWS:
+        pytest.skip("transformers 4.57 has none of them")
+    monkeypatch.setattr(PackedMask, "window_of", lambda self, mask: 9)
+    with pytest.raises(AssertionError, match="exaone4, NoneType: another token at"):
+        outcome("exaone4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_every_architecture(name):
+    """The outcome is the one that the documents tell; `python tests/architecture_case.py` keeps new ones."""
+    got, kept = outcome(name), json.loads(KEPT.read_text(encoding="utf-8"))
+    if transformers.__version__ == kept["transformers"]:
+        assert got == kept["outcomes"][name]

@@ -1,0 +1,254 @@
+"""`model.generate(custom_generate=tree_generate)`: the text, or the law, is that of `model.generate` alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from generate_case import SAMPLING, VOCAB, Oracle, seeded, tiny, tiny_of
+from transformers import (
+    DynamicCache,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    dynamic_module_utils,
+)
+from transformers.generation import MaxTimeCriteria, TopPLogitsWarper
+
+from pagedtree import reference
+from pagedtree.generation import engine, paged_step
+from pagedtree.integrations.transformers import (
+    ModelDrafter,
+    NgramDrafter,
+    custom_generate,
+    tree_generate,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+COUNT = 14
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny(0, pad_token_id=0)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """Three prompts of 12, 4 and 1 tokens, padded at the left."""
+    torch.manual_seed(1)
+    input_ids = torch.randint(1, VOCAB, (3, 12))
+    mask = torch.ones_like(input_ids)
+    mask[1, :8] = mask[2, :11] = 0
+    return {"input_ids": input_ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+
+
+@pytest.fixture(scope="module")
+def drafters(model, batch):
+    text = model.generate(**batch, max_new_tokens=COUNT, do_sample=False)
+    rows = [row[kept:].tolist() for row, kept in zip(text, (batch["attention_mask"] == 0).sum(1), strict=True)]
+    return {
+        "none": lambda: None,
+        "ngram": lambda: NgramDrafter(8),
+        "draft model": lambda: ModelDrafter(tiny(1, num_hidden_layers=1), num_nodes=10, depth=3, width=3),
+        "itself": lambda: ModelDrafter(model, num_nodes=10, depth=3, width=2),
+        "oracle": lambda: Oracle(rows, hit=0.8),
+    }
+
+
+NAMES = ("none", "ngram", "draft model", "itself", "oracle")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_text_is_the_models_own(model, batch, drafters, name):
+    expected = model.generate(**batch, max_new_tokens=COUNT, do_sample=False)
+    seen = []
+    text = model.generate(
+        **batch, max_new_tokens=COUNT, do_sample=False, custom_generate=tree_generate, drafter=drafters[name](),
+        page_size=7, on_stats=seen.append,
+    )  # fmt: skip
+    assert torch.equal(text, expected)
+    (stats,) = seen
+    assert stats.num_tokens == 3 * COUNT
+    if name in ("itself", "oracle"):
+        assert stats.mean_accepted > 1.0 and stats.steps < COUNT / 1.5
+
+
+def test_every_layer_of_every_pass_is_ours(model, batch, monkeypatch):
+    calls, seen = [], []
+    op = paged_step.tree_attention
+    monkeypatch.setattr(paged_step, "tree_attention", lambda *args, **kwargs: calls.append(args) or op(*args, **kwargs))
+    options = {**batch, "max_new_tokens": COUNT, "do_sample": False, "on_stats": seen.append}
+    model.generate(**options, custom_generate=tree_generate, drafter=NgramDrafter(8))
+    assert len(calls) == model.config.num_hidden_layers * seen[0].steps > 0
+
+
+@pytest.mark.parametrize("broken", ["compaction", "mask"])
+def test_each_part_is_needed(model, batch, drafters, monkeypatch, broken):
+    """Negative controls: decoding without one of its parts gives other text."""
+    options = {**batch, "max_new_tokens": COUNT, "do_sample": False}
+    expected = model.generate(**options)
+    if broken == "compaction":
+        monkeypatch.setattr(engine, "compact_kv", lambda *args: None)
+    else:
+        op = paged_step.tree_attention
+        monkeypatch.setattr(
+            paged_step, "tree_attention", lambda *args, **kwargs: op(*args[:6], None, **{**kwargs, "tree_lens": None})
+        )
+    text = model.generate(**options, custom_generate=tree_generate, drafter=drafters["oracle"]())
+    assert (text != expected).any(1).all()
+
+
+@pytest.mark.parametrize("name", ["window", "softcap", "sinks"])
+def test_other_attention_layers(batch, name):
+    other = tiny_of(name, pad_token_id=0)
+    options = {**batch, "max_new_tokens": COUNT, "do_sample": False}
+    text = other.generate(**options, custom_generate=tree_generate, drafter=NgramDrafter(8))
+    assert torch.equal(text, other.generate(**options))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_eos_padding_and_lengths(model, batch, drafters, name):
+    text = model.generate(**batch, max_new_tokens=COUNT, do_sample=False)
+    eos = [int(text[0, 12 + 5]), int(text[2, 12 + 2])]
+    for options in ({"eos_token_id": eos, "pad_token_id": 7, "max_length": 12 + COUNT}, {"max_new_tokens": 1}):
+        options = {**batch, **options, "do_sample": False, "return_dict_in_generate": True}
+        expected = model.generate(**options).sequences
+        got = model.generate(**options, custom_generate=tree_generate, drafter=drafters[name]()).sequences
+        assert torch.equal(got, expected)
+
+
+def test_prompts_without_a_mask(model, batch):
+    options = {"inputs": batch["input_ids"][:1], "max_new_tokens": COUNT, "do_sample": False}
+    text = model.generate(**options, custom_generate=tree_generate, drafter=NgramDrafter(8))
+    assert torch.equal(text, model.generate(**options))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sampled_text_is_that_of_the_seeds(model, batch, drafters, name):
+    prompts = [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+    options = {"do_sample": True, "temperature": SAMPLING.temperature, "top_p": SAMPLING.top_p, "top_k": 0}
+    text = model.generate(
+        **batch, **options, max_new_tokens=COUNT, custom_generate=tree_generate, drafter=drafters[name](),
+        seeds=[4, 5, 6],
+    )  # fmt: skip
+    for row, seed, prompt in zip(text, (4, 5, 6), prompts, strict=True):
+        assert row[12 - len(prompt) :].tolist() == seeded(model, prompt, seed, count=COUNT)
+
+
+def test_seeds_come_from_torch(model, batch):
+    def text(seed):
+        torch.manual_seed(seed)
+        return model.generate(
+            **batch, max_new_tokens=COUNT, do_sample=True, num_return_sequences=2, custom_generate=tree_generate,
+            drafter=NgramDrafter(8),
+        )  # fmt: skip
+
+    first = text(0)
+    assert first.shape == (6, 12 + COUNT) and torch.equal(first, text(0))
+    assert not torch.equal(first, text(1)) and not torch.equal(first[0], first[1])
+
+
+FILTERS = [
+    {"temperature": 0.7, "top_k": 0},
+    {"top_k": 9},
+    {"temperature": 1.3, "top_k": 30, "top_p": 0.8},
+    {"top_k": 0, "top_p": 0.6, "min_p": 0.15},
+    {"top_k": 12, "min_p": 0.3, "temperature": 1.7},
+]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_the_law_is_that_of_transformers(model, batch, filters, monkeypatch):
+    options = {**batch, **filters, "do_sample": True, "max_new_tokens": 1}
+    out = model.generate(**options, return_dict_in_generate=True, output_scores=True, output_logits=True)
+    received = []
+    own = custom_generate.generate
+    monkeypatch.setattr(custom_generate, "generate", lambda *a, **k: received.append(k["params"]) or own(*a, **k))
+    model.generate(**options, custom_generate=tree_generate)
+    (params,) = received
+    law = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "filter_order")}
+    for logits, scores in zip(out.logits[0], out.scores[0], strict=True):
+        expected = torch.softmax(scores.double(), -1).numpy()
+        got = reference.law(reference.clean_logits(logits), **law)
+        np.testing.assert_allclose(got, expected, atol=1e-6)
+        assert (expected == 0).any() or filters == FILTERS[0]
+
+
+def test_drawn_tokens_follow_the_law(model, batch):
+    """Two tokens of one prompt, drawn 3000 times with drafts: chi-square against the model's own probabilities."""
+    prompt, draws = batch["input_ids"][:1], 3000
+    torch.manual_seed(0)
+    text = model.generate(
+        prompt, max_new_tokens=2, do_sample=True, top_k=4, num_return_sequences=draws, custom_generate=tree_generate,
+        drafter=NgramDrafter(4), max_batch_tokens=1 << 16,
+    )  # fmt: skip
+    pairs, counts = torch.unique(text[:, 12:], dim=0, return_counts=True)
+    torch.manual_seed(0)
+    options = {"do_sample": True, "top_k": 4, "max_new_tokens": 1, "return_dict_in_generate": True}
+    statistic, cells = 0.0, 0
+    first = model.generate(prompt, **options, output_scores=True).scores[0][0].softmax(-1)
+    for token in first.nonzero()[:, 0]:
+        grown = torch.cat([prompt, token.view(1, 1)], dim=1)
+        second = model.generate(grown, **options, output_scores=True).scores[0][0].softmax(-1)
+        for other in second.nonzero()[:, 0]:
+            expected = float(first[token] * second[other]) * draws
+            observed = int(counts[(pairs == torch.stack([token, other])).all(1)].sum())
+            statistic, cells = statistic + (observed - expected) ** 2 / expected, cells + 1
+            counts = counts.masked_fill((pairs == torch.stack([token, other])).all(1), 0)
+    assert cells == 16 and int(counts.sum()) == 0  # nothing else came up
+    assert statistic < 15 + 5 * 30**0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 2}, "expected greedy search or sampling, got beam_search"),
+        ({"prompt_lookup_num_tokens": 3}, "expected greedy search or sampling, got assisted_generation"),
+        ({"repetition_penalty": 1.2}, "expected no logits processor but .*, got RepetitionPenaltyLogitsProcessor"),
+        ({"min_new_tokens": 3, "eos_token_id": 5}, "got MinLength.*, MinNewTokensLengthLogitsProcessor"),
+        ({"do_sample": True, "top_k": 0, "typical_p": 0.5}, "got TypicalLogitsWarper"),
+        ({"do_sample": True, "top_k": 5, "top_p": 0.5, "min_p": 0.1}, "at most two of top_k, top_p and min_p"),
+        (
+            {"do_sample": True, "top_k": 5, "logits_processor": LogitsProcessorList([TopPLogitsWarper(0.5)])},
+            "expected warpers as transformers makes them, got top_p, top_k",
+        ),
+        ({"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(9.0)])}, "length and EOS, got MaxTimeCriteria"),
+        ({"return_dict_in_generate": True, "output_scores": True}, "sequences alone as output, got output_scores"),
+        ({"inputs_embeds": torch.zeros(3, 12, 128)}, "tokens and a mask, got inputs_embeds"),
+        ({"position_ids": torch.arange(12).expand(3, 12) + 1}, "position_ids: expected those that the attention mask"),
+        ({"seeds": [1], "do_sample": True}, "seeds: expected 3 integers"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else " ".join(value),
+)
+def test_what_drafts_cannot_be_verified_under_is_refused(model, batch, options, message):
+    options = {"do_sample": False, "max_new_tokens": 4, "drafter": NgramDrafter(4), **options}
+    with pytest.raises(ValueError, match=message):
+        model.generate(**batch, **options, custom_generate=tree_generate)
+
+
+def test_a_cache_that_holds_tokens_is_refused(model, batch):
+    cache = DynamicCache(config=model.config)
+    model(batch["input_ids"][:1, :4], past_key_values=cache)
+    with pytest.raises(ValueError, match="past_key_values: expected an empty cache, got one of 4 tokens"):
+        model.generate(
+            batch["input_ids"][:1], past_key_values=cache, do_sample=False, max_new_tokens=4,
+            custom_generate=tree_generate,
+        )  # fmt: skip
+
+
+def test_loaded_from_a_folder(model, batch, tmp_path, monkeypatch):
+    """transformers copies the file where its modules lie, and asks whether to trust it."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
+    options = {**batch, "max_new_tokens": COUNT, "do_sample": False}
+    load = {"custom_generate": str(EXAMPLES), "trust_remote_code": True}
+    expected, seen = model.generate(**options), []
+    for more in ({}, {"drafter": NgramDrafter(6)}):
+        assert torch.equal(model.generate(**options, **load, **more, on_stats=seen.append), expected)
+    assert all(max(stats.accepted_histogram) > 0 for stats in seen)

@@ -1,0 +1,398 @@
+"""`generate(rule=...)`: under every lossless rule the text follows the model's law, whatever drafts and batch."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from generate_case import LENGTHS, NEW_TOKENS, SAMPLING, greedy, lists, prompts_of, tiny
+from statistics_case import LIMIT, excess
+
+from pagedtree import DraftTree, SamplingParams, TreeBatch, reference
+from pagedtree.generation.rules import Sampling
+from pagedtree.integrations.transformers import MedusaDrafter, MedusaHeads, ModelDrafter, NgramDrafter, generate
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# A model whose texts can all be listed --------------------------------------------------------------------------------
+
+VOCAB = 4
+PROMPT = [1, 3, 0, 1, 3, 2, 1]
+COUNT = 4  # tokens: the first is read off the prompt, the others take at least one tree of drafts and often two
+TOY = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+}
+TOY_PARAMS = {"temperature": 1.3, "top_p": 0.98}
+
+
+@pytest.fixture(scope="module")
+def toy():
+    return tiny(0, **TOY)
+
+
+@pytest.fixture(scope="module")
+def toy_draft():
+    return tiny(5, **TOY)
+
+
+@pytest.fixture(scope="module")
+def toy_law(toy):
+    return law_of_texts(toy)
+
+
+def law_of_texts(model):
+    """The probability of each of the VOCAB ** COUNT continuations."""
+    law = np.ones(1)
+    for length in range(COUNT):
+        prefixes = torch.tensor([[*PROMPT, *tail] for tail in itertools.product(range(VOCAB), repeat=length)])
+        with torch.no_grad():
+            rows = model(prefixes).logits[:, -1]
+        law = np.stack([p * reference.law(row, **TOY_PARAMS) for p, row in zip(law, rows.numpy(), strict=True)]).ravel()
+    return law
+
+
+def toy_heads(toy):
+    heads = MedusaHeads(64, 2, toy.lm_head)
+    torch.nn.init.normal_(heads.weight, std=0.1, generator=torch.Generator().manual_seed(3))
+    return heads
+
+
+DRAFTERS = {
+    "none": lambda toy, draft: None,
+    "n-gram": lambda toy, draft: NgramDrafter(4, max_branches=1),
+    "Medusa": lambda toy, draft: MedusaDrafter(toy_heads(toy), DraftTree.full([2, 1])),
+    "top-k chain": lambda toy, draft: ModelDrafter(draft, num_nodes=3, depth=2, width=1),
+    "top-k tree": lambda toy, draft: ModelDrafter(draft, num_nodes=6, depth=2, width=2),
+    "iid chain": lambda toy, draft: ModelDrafter(draft, law="iid", num_nodes=4, depth=3, width=1),
+    "iid tree": lambda toy, draft: ModelDrafter(draft, law="iid", num_nodes=7, branching=[3, 2]),
+    "swor tree": lambda toy, draft: ModelDrafter(draft, law="swor", num_nodes=9, branching=[3, 2]),
+    "coupled tree": lambda toy, draft: ModelDrafter(draft, law="coupled", num_nodes=7, depth=3, width=2),
+    "iid chains": lambda toy, draft: ModelDrafter(draft, law="iid", num_nodes=13, depth=3, width=4),
+    "swor chains": lambda toy, draft: ModelDrafter(draft, law="swor", num_nodes=13, depth=3, width=4),
+    "swor deep tree": lambda toy, draft: ModelDrafter(draft, law="swor", num_nodes=22, branching=[3, 2, 2]),
+}
+CASES = [
+    *[("sampled", name) for name in ("iid tree", "coupled tree")],  # test_generate has the others
+    *[("rejection", name) for name in DRAFTERS if name != "coupled tree"],
+    *[("block", name) for name in ("none", "n-gram", "top-k chain", "iid chain")],
+    *[("traversal", name) for name in ("iid chain", "iid tree", "swor tree")],
+]
+
+
+def toy_excess(toy, toy_draft, toy_law, rule, drafter, outcomes, evictions=0, **pages) -> float:
+    """How far a sample of texts is off their law: chi-square less its mean, in standard deviations."""
+    return excess(texts_seen(toy, toy_draft, rule, drafter, outcomes, evictions, **pages), toy_law)
+
+
+def texts_seen(toy, toy_draft, rule, drafter, outcomes, evictions=0, **pages) -> np.ndarray:
+    """How often each of the VOCAB ** COUNT texts came up."""
+    seen, evicted = np.zeros(VOCAB**COUNT), 0
+    drafter = DRAFTERS[drafter](toy, toy_draft) if isinstance(drafter, str) else drafter
+    for first in range(0, outcomes, 500):
+        sequences, stats = generate(
+            toy, [PROMPT], drafter=drafter, max_new_tokens=COUNT, params=SamplingParams(**TOY_PARAMS), rule=rule,
+            n=500, seeds=range(first, first + 500), **pages,
+        )  # fmt: skip
+        texts = torch.stack(sequences)[:, len(PROMPT) :]
+        seen += np.bincount((texts * VOCAB ** torch.arange(COUNT - 1, -1, -1)).sum(1), minlength=seen.size)
+        evicted += stats.evictions
+    assert evicted >= evictions
+    return seen
+
+
+@pytest.mark.parametrize(("rule", "drafter"), CASES)
+def test_texts_follow_the_models_law(toy, toy_draft, toy_law, rule, drafter):
+    assert toy_excess(toy, toy_draft, toy_law, rule, drafter, 1500) < LIMIT
+
+
+@pytest.mark.stats
+@pytest.mark.parametrize(("rule", "drafter"), CASES)
+def test_texts_follow_the_models_law_closely(toy, toy_draft, toy_law, rule, drafter):
+    assert toy_excess(toy, toy_draft, toy_law, rule, drafter, 50_000) < LIMIT
+
+
+# Models that ignore the text: few texts show what the draws of cousins have in common --------------------------------
+
+
+def heedless(*probabilities: float):
+    """A model that gives these probabilities to the next token, whatever the text."""
+    model = tiny(0, **{**TOY, "vocab_size": len(probabilities)})
+    with torch.no_grad():
+        model.get_input_embeddings().weight.fill_(1.0)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.lm_head.weight.copy_(torch.tensor(probabilities).log()[:, None] / TOY["hidden_size"])
+    return model
+
+
+HEEDLESS = [
+    (rule, drafter)
+    for rule in ("traversal", "rejection")
+    for drafter in ("iid chains", "swor chains", "iid tree", "swor deep tree")
+]
+
+
+def heedless_excess(rule: str, drafter: str, outcomes: int) -> float:
+    """The worse of all tokens together and the first two that come from a tree."""
+    target, draft = heedless(0.5, 0.3, 0.15, 0.05), heedless(0.15, 0.25, 0.4, 0.2)
+    law, seen = law_of_texts(target), texts_seen(target, draft, rule, drafter, outcomes)
+    pairs = [counts.reshape((VOCAB,) * COUNT).sum(axis=(0, *range(3, COUNT))).ravel() for counts in (seen, law)]
+    return max(excess(seen, law), excess(*pairs))
+
+
+@pytest.mark.parametrize(("rule", "drafter"), HEEDLESS[:2])
+def test_drafts_of_cousins_are_independent(rule, drafter):
+    assert heedless_excess(rule, drafter, 10_000) < LIMIT
+
+
+@pytest.mark.stats
+@pytest.mark.parametrize(("rule", "drafter"), HEEDLESS)
+def test_drafts_of_cousins_are_independent_closely(rule, drafter):
+    assert heedless_excess(rule, drafter, 100_000) < LIMIT
+
+
+@pytest.mark.stats
+@pytest.mark.parametrize(
+    ("rule", "drafter", "num_pages"),
+    [("rejection", "swor tree", 300), ("block", "iid chain", 35), ("traversal", "iid tree", 300)],
+)
+def test_evictions_leave_the_law_alone(toy, toy_draft, toy_law, rule, drafter, num_pages):
+    """Few pages: sequences lose theirs in the middle, and go on with a token that was not drafted."""
+    pages = {"page_size": 1, "num_pages": num_pages, "evictions": 100}
+    assert toy_excess(toy, toy_draft, toy_law, rule, drafter, 10_000, **pages) < LIMIT
+
+
+# Draft models whose vocabulary is padded further than the target's, or less ------------------------------------------
+
+PADDED = {3: (0.5, 0.3, 0.2), 4 + 2: (0.1, 0.2, 0.1, 0.1, 0.3, 0.2)}
+PADDED_DRAFTERS = {
+    "topk": {"num_nodes": 6, "depth": 2, "width": 5},
+    "coupled": {"num_nodes": 7, "depth": 3, "width": 2},
+    "iid": {"num_nodes": 7, "branching": [3, 2]},
+    "swor": {"num_nodes": 25, "branching": [5, 4]},  # more children than tokens: each is drawn
+}
+
+
+def padded_drafter(vocab_size: int, law: str) -> ModelDrafter:
+    return ModelDrafter(heedless(*PADDED[vocab_size]), law=law, **PADDED_DRAFTERS[law])
+
+
+@pytest.mark.parametrize("vocab_size", PADDED)
+@pytest.mark.parametrize(
+    ("rule", "law"),
+    [("rejection", "iid"), ("rejection", "swor"), ("traversal", "iid"), ("traversal", "swor"), ("sampled", "coupled")],
+)
+def test_draft_models_of_padded_vocabularies(toy, toy_law, rule, law, vocab_size):
+    assert toy_excess(toy, None, toy_law, rule, padded_drafter(vocab_size, law), 1500) < LIMIT
+
+
+@pytest.mark.parametrize("law", PADDED_DRAFTERS)
+@pytest.mark.parametrize("vocab_size", PADDED)
+def test_tokens_that_the_target_lacks_are_not_drafted(toy, law, vocab_size):
+    steps = []
+    rule = "sampled" if law in ("topk", "coupled") else "rejection"
+    generate(
+        toy, [PROMPT], drafter=padded_drafter(vocab_size, law), max_new_tokens=20, rule=rule, on_step=steps.append,
+        params=SamplingParams(),
+    )  # fmt: skip
+    drafts = torch.cat([step.draft_tokens for step in steps])
+    assert set(drafts.tolist()) - {-1} <= set(range(VOCAB))
+    assert len(drafts) > 2 * len(steps)
+    for step in steps[1:]:
+        probs = step.draft.draft_probs
+        assert (probs is not None) == (law in ("iid", "swor"))
+        if probs is not None:
+            assert probs.shape[1] == VOCAB
+            torch.testing.assert_close(probs.sum(1), torch.ones(len(probs)))
+            if vocab_size < VOCAB:
+                assert not probs[:, vocab_size:].any()
+
+
+def test_other_vocabularies_are_refused_before_the_first_pass(toy, monkeypatch):
+    passes = []
+    monkeypatch.setattr(type(toy), "forward", lambda *args, **kwargs: passes.append(args))
+    drafter = ModelDrafter(tiny(0, **{**TOY, "vocab_size": VOCAB + 1025}))
+    with pytest.raises(ValueError, match=r"drafter: expected .* vocabulary, 4 tokens up to 1024 of padding, got 1029"):
+        generate(toy, [PROMPT], drafter=drafter, max_new_tokens=2)
+    assert not passes
+
+
+class PermutedLaws(ModelDrafter):
+    """Names the next token's probability for each."""
+
+    def propose(self, tokens, lengths):
+        draft = super().propose(tokens, lengths)
+        return draft._replace(draft_probs=draft.draft_probs.roll(1, -1))
+
+
+class WrongLaw(ModelDrafter):
+    """Draws without replacement, and says that it draws independently."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.draft_law = "iid"
+
+
+def test_permuted_draft_probabilities_are_seen(toy, toy_draft, toy_law):
+    for rule in ("rejection", "traversal"):
+        wrong = PermutedLaws(toy_draft, law="iid", num_nodes=7, branching=[3, 2])
+        assert toy_excess(toy, toy_draft, toy_law, rule, wrong, 1500) > LIMIT
+
+
+@pytest.mark.stats
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_a_wrong_draft_law_is_seen(toy, toy_draft, toy_law, rule):
+    wrong = WrongLaw(toy_draft, law="swor", num_nodes=9, branching=[3, 2])
+    assert toy_excess(toy, toy_draft, toy_law, rule, wrong, 50_000) > LIMIT
+
+
+@pytest.mark.stats
+@pytest.mark.parametrize(("rule", "is_biased"), [("rejection", False), ("block", True)])
+def test_joint_rules_need_fresh_noise_each_step(monkeypatch, toy, toy_draft, toy_law, rule, is_biased):
+    """Noise of a position, as `expand_tree` has it for one seed: what lies behind a rejected draft is drawn again."""
+    monkeypatch.setattr(Sampling, "draft_seeds", lambda sampling, start: sampling.seeds)
+    assert (toy_excess(toy, toy_draft, toy_law, rule, "iid chain", 50_000) > LIMIT) == is_biased
+
+
+def test_typical_acceptance_is_lossy(toy, toy_draft, toy_law):
+    assert toy_excess(toy, toy_draft, toy_law, "typical", "top-k tree", 500) > LIMIT
+    assert "not lossless" in generate.__doc__
+
+
+# Rules and the engine -------------------------------------------------------------------------------------------------
+
+FITTING = [("sampled", "coupled tree"), ("rejection", "n-gram"), ("rejection", "swor tree"), ("block", "top-k chain"),
+           ("block", "iid chain"), ("traversal", "iid tree"), ("traversal", "swor tree")]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny(0)
+
+
+@pytest.fixture(scope="module")
+def draft_model():
+    return tiny(1, num_hidden_layers=1)
+
+
+@pytest.mark.parametrize(("rule", "drafter"), FITTING)
+def test_temperature_0_is_greedy(model, draft_model, rule, drafter):
+    prompts = prompts_of(LENGTHS)
+    for draft in (draft_model, model):
+        sequences, stats = generate(
+            model, prompts, drafter=DRAFTERS[drafter](model, draft), max_new_tokens=NEW_TOKENS, rule=rule,
+            params=SamplingParams(temperature=0.0),
+        )  # fmt: skip
+        assert lists(sequences) == [greedy(model, prompt) for prompt in prompts]
+    assert stats.mean_accepted > 1.0 or drafter == "n-gram"
+
+
+@pytest.mark.parametrize(
+    ("rule", "drafter"),
+    [  # in the core suite each rule once
+        ("sampled", "coupled tree"), ("rejection", "swor tree"), ("block", "iid chain"), ("traversal", "iid tree"),
+        ("typical", "top-k tree"), pytest.param("rejection", "n-gram", marks=pytest.mark.slow),
+        pytest.param("block", "top-k chain", marks=pytest.mark.slow),
+        pytest.param("traversal", "swor tree", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_rules_in_any_batch(model, draft_model, rule, drafter):
+    """The same seeds give the same text, in any batch; with few pages too, where evictions may change it."""
+    prompts = prompts_of(LENGTHS)
+
+    def texts(prompts, seeds, **options):
+        sequences, stats = generate(
+            model, prompts, drafter=DRAFTERS[drafter](model, draft_model), max_new_tokens=NEW_TOKENS, params=SAMPLING,
+            rule=rule, n=2, seeds=seeds, page_size=7, **options,
+        )  # fmt: skip
+        return lists(sequences), stats
+
+    whole, _ = texts(prompts, range(8))
+    alone = [texts([prompt], range(2 * b, 2 * b + 2))[0] for b, prompt in enumerate(prompts)]
+    assert whole == [text for pair in alone for text in pair]
+    few = {"num_pages": 14, "max_batch_tokens": 16}
+    (evicted, stats), (again, _) = texts(prompts, range(8), **few), texts(prompts, range(8), **few)
+    assert evicted == again and stats.evictions > 0
+    assert [len(text) for text in evicted] == [len(text) for text in whole]
+    eos = whole[0][len(prompts[0]) + 9]
+    ended, stats = texts(prompts, range(8), eos_token_id=eos)
+    for text, full, prompt in zip(ended, whole, [prompt for prompt in prompts for _ in range(2)], strict=True):
+        end = full.index(eos, len(prompt)) + 1 if eos in full[len(prompt) :] else len(full)
+        assert text == full[:end]
+    assert stats.sequences[0].finish_reason == "eos"
+
+
+@pytest.mark.parametrize(
+    ("rule", "drafter", "params", "message"),
+    [
+        ("lucky", "none", SAMPLING, "rule: expected one of auto, greedy, sampled, .* got 'lucky'"),
+        ("rejection", "none", None, "rule: expected params for every rule but \"greedy\" .* got 'rejection' with None"),
+        ("greedy", "none", SAMPLING, "rule: expected params .* none for .* got 'greedy'"),
+        ("block", "top-k tree", SAMPLING, 'rule: "block" verifies chains, got a drafter whose trees branch'),
+        ("block", "iid tree", SAMPLING, 'rule: "block" verifies chains'),
+        ("block", "Medusa", SAMPLING, 'rule: "block" verifies chains'),
+        (
+            "traversal",
+            "top-k tree",
+            SAMPLING,
+            "rule: \"traversal\" weighs drafts that were drawn .* draft_law 'onehot'",
+        ),
+        ("traversal", "none", SAMPLING, 'rule: "traversal" weighs drafts that were drawn'),
+        ("rejection", "coupled tree", SAMPLING, "rule: drafts coupled to the noise .* alone, got 'rejection'"),
+        ("auto", "coupled tree", None, "rule: drafts coupled to the noise .* alone, got 'greedy'"),
+        ("auto", "iid tree", None, 'drafter: law "iid" draws by the params of `generate`, got None'),
+    ],
+)
+def test_what_does_not_fit_is_refused(toy, rule, drafter, params, message):
+    with pytest.raises(ValueError, match=message):
+        generate(toy, [PROMPT], drafter=DRAFTERS[drafter](toy, toy), max_new_tokens=2, params=params, rule=rule)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"law": "lucky"}, "law: expected one of topk, iid, swor, coupled, got 'lucky'"),
+        ({"branching": [2]}, 'branching: expected None under law "topk"'),
+        ({"law": "iid", "branching": []}, r"branching: expected levels of at least 1 child each, got \[\]"),
+        ({"law": "iid", "branching": [2, 0]}, r"branching: expected levels of at least 1 child each, got \[2, 0\]"),
+    ],
+)
+def test_bad_draft_laws(toy, options, message):
+    with pytest.raises(ValueError, match=message):
+        ModelDrafter(toy, **options)
+
+
+def test_a_drafter_of_ones_own(toy, toy_law):
+    """A triple of tokens, trees and a law a node, with padding; what it does not declare is refused."""
+
+    class Uniform:
+        max_nodes, draft_law = 3, "iid"
+
+        def __init__(self):
+            self.generator = torch.Generator().manual_seed(4)
+
+        def propose(self, tokens, lengths):
+            batch = lengths.shape[0]
+            trees = TreeBatch.from_trees([DraftTree.full([2])] * batch, capacity=3 * batch + 5)
+            drafts = torch.randint(VOCAB, (3 * batch + 5,), generator=self.generator)
+            return drafts, trees, torch.full((3 * batch + 5, VOCAB), 1 / VOCAB)
+
+    assert toy_excess(toy, None, toy_law, "traversal", Uniform(), 1500) < LIMIT
+    Uniform.draft_law = "drawn"
+    with pytest.raises(ValueError, match="drafter: expected a draft_law of onehot, iid, swor, coupled, got 'drawn'"):
+        generate(toy, [PROMPT], drafter=Uniform(), max_new_tokens=2)
+    Uniform.draft_law, propose = "swor", Uniform.propose
+    Uniform.propose = lambda self, tokens, lengths: (*propose(self, tokens, lengths)[:2], None)
+    with pytest.raises(ValueError, match="`draft_probs` must be a Tensor, the law that the drafts were drawn from"):
+        generate(toy, [PROMPT], drafter=Uniform(), max_new_tokens=2, params=SAMPLING, rule="rejection")

@@ -1,0 +1,136 @@
+"""simt itself: kernels with planted bugs, each of which must be found (tests/simt); how it runs and what it refuses.
+
+A plain run finds what shows in some order of execution, AddressSanitizer what lies outside a buffer, ThreadSanitizer
+every race whatever the order. `make test-simt` builds the programs with the sanitizers.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagedtree import append_kv
+from pagedtree.testing import backends, use_backend
+
+TREE = Path(__file__).resolve().parents[2] / "build" / f"cmake-{sys.implementation.cache_tag}"
+ORDERS = ["forward", "reverse", "random:7"]
+WRONG, IN_FLIGHT, RACE = "CAUGHT: wrong result", "exits with cp.async in flight", "ThreadSanitizer: data race"
+
+# Bug -> what a plain run says in at least one order; "": nothing, it takes ThreadSanitizer.
+BUGS = {
+    "no_wait": WRONG,
+    "short_wait": IN_FLIGHT,
+    "no_commit": IN_FLIGHT,
+    "no_barrier_before_read": WRONG,
+    "no_barrier_before_refill": WRONG,
+    "table_overrun": WRONG,
+    "foreign_page": WRONG,
+    "other_swizzle": WRONG,
+    "no_swizzle": "bank conflicts: ldmatrix takes 8.0",
+    "tail_not_zeroed": WRONG,
+    "divergent_barrier": "barrier divergence, others are in __syncthreads at attention.cuh:",
+    "shuffle_lacks_lanes": "__shfl_xor_sync at attention.cuh:.*warp divergence",
+    "early_exit": "exits while others wait in __syncthreads",
+    "misaligned_copy": "cp.async at attention.cuh:.*misaligned global address",
+    "shared_too_small": "the launch asked for less shared memory",
+    "no_reduction_barrier": WRONG,
+    "merge_by_first": WRONG,
+    "merge_race": "",
+    "no_cluster_start": "mapa at cluster.cuh:.*before the cluster met",
+    "no_cluster_barrier": WRONG,
+    "no_cluster_end": "mapa at cluster.cuh:.*has ended",
+    "no_empty_wait": "more arrivals than the mbarrier was initialised for",
+    "no_full_wait": "more arrivals than the mbarrier was initialised for",
+    "short_expect": "deadlock: thread 0.. in mbarrier wait at hopper.cuh:",
+    "no_wgmma_wait": WRONG,
+    "buffer_back_early": WRONG,
+    "unawaited_load": "exit with TMA loads in flight",
+}
+# What a sanitizer must find by itself, in any order.
+BY_SANITIZER = {
+    "asan": {"table_overrun": "AddressSanitizer"},
+    "tsan": dict.fromkeys(
+        (
+            "no_barrier_before_read",
+            "no_barrier_before_refill",
+            "no_reduction_barrier",
+            "merge_race",
+            "no_cluster_barrier",
+            "buffer_back_early",
+        ),
+        RACE,
+    ),
+}
+PROGRAMS = [
+    pytest.param("simt_selftest", id="plain"),
+    pytest.param("simt_selftest_asan", id="asan", marks=pytest.mark.slow),
+    pytest.param("simt_selftest_tsan", id="tsan", marks=pytest.mark.slow),
+]
+
+
+def say(program: str, bug: str, order: str) -> str:
+    """What the program prints; "" where nothing was found."""
+    if not (TREE / program).exists():
+        pytest.skip(f"{program} was not built")
+    done = subprocess.run([TREE / program, bug, order], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert (done.returncode != 0) == bool(done.stdout), done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_right_kernels_pass(program: str) -> None:
+    assert [say(program, "none", order) for order in ORDERS] == [""] * len(ORDERS)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_planted_bug_is_found(program: str, bug: str) -> None:
+    variant = program.removeprefix("simt_selftest").strip("_")
+    expected = BY_SANITIZER.get(variant, {}).get(bug)
+    if expected:
+        assert all(re.search(expected, say(program, bug, order)) for order in ORDERS)
+    elif BUGS[bug] and variant != "tsan":
+        assert any(re.search(BUGS[bug], say(program, bug, order)) for order in ORDERS)
+    elif variant == "tsan":
+        assert any(say(program, bug, order) for order in ORDERS)
+    else:
+        assert [say(program, bug, order) for order in ORDERS] == [""] * len(ORDERS)
+
+
+def test_every_planted_bug_is_listed() -> None:
+    assert say("simt_selftest", "none", "forward") == ""
+    listed = subprocess.run([TREE / "simt_selftest", "list"], text=True, capture_output=True, check=True).stdout.split()
+    assert listed == ["none", *BUGS]
+
+
+@pytest.mark.skipif("simt" not in backends(), reason="built without simt")
+@pytest.mark.parametrize("order", [*ORDERS, "random"])
+def test_order_of_execution(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDTREE_SIMT_ORDER", order)
+    cache = torch.zeros((2, 3, 4, 2, 8))
+    rows = torch.randn((5, 2, 8))
+    with use_backend("simt"):
+        append_kv(rows, -rows, cache[0], cache[1], torch.tensor([7, 0, 3, 11, 2]))
+    assert torch.equal(cache[0].view(12, 2, 8)[[7, 0, 3, 11, 2]], rows)
+    assert torch.equal(cache[1], -cache[0])
+
+
+@pytest.mark.skipif("simt" not in backends(), reason="built without simt")
+@pytest.mark.parametrize("order", ["", "backward", "random:", "random:x", "random:3x"])
+def test_unknown_order_is_refused(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDTREE_SIMT_ORDER", order)
+    cache, rows = torch.zeros((2, 3, 4, 2, 8)), torch.randn((5, 2, 8))
+    with use_backend("simt"), pytest.raises(RuntimeError, match="PAGEDTREE_SIMT_ORDER must be forward, reverse"):
+        append_kv(rows, rows, cache[0], cache[1], torch.arange(5))
+    assert not cache.any()
+
+
+@pytest.mark.parametrize("name", [name for name in ("none", "simt", "cuda") if name not in backends()])
+def test_absent_backend_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"got {name}"), use_backend(name):
+        pass

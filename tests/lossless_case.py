@@ -1,0 +1,123 @@
+"""Whole steps with tables as models: `expand_tree` drafts, a rule verifies; and how far the text is off the target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import numpy as np
+import torch
+from rule_case import excess
+from torch import Tensor
+
+from pagedtree import (
+    Draft,
+    DraftState,
+    SamplingParams,
+    Verdict,
+    distributed,
+    expand_tree,
+    rerank_tree,
+    start_draft,
+    verify_block,
+    verify_rejection,
+    verify_sampled,
+    verify_traversal,
+)
+from pagedtree.distributed import VocabShards
+
+VOCAB, LENGTH = 3, 3
+LIMIT = 6.0
+
+# Next-token distributions after each token and, last, after the prompt. In the first pair they do not depend on
+# the text, and the drafter prefers what the target does not.
+FLAT = torch.tensor([[0.5, 0.3, 0.2]]).expand(VOCAB + 1, -1), torch.tensor([[0.2, 0.3, 0.5]]).expand(VOCAB + 1, -1)
+_generator = torch.Generator().manual_seed(4)
+MARKOV = tuple(torch.randn(VOCAB + 1, VOCAB, generator=_generator).mul(1.2).softmax(-1) for _ in range(2))
+MODELS = {"flat": FLAT, "markov": MARKOV}
+
+RULES = {
+    "sampled": verify_sampled,
+    "rejection": verify_rejection,
+    "block": verify_block,
+    "traversal": verify_traversal,
+}
+SHARDED_RULES = {"sampled": distributed.verify_sampled, "rejection": distributed.verify_rejection}
+
+
+def grown(
+    draft_table: Tensor,
+    roots: Tensor,
+    positions: Tensor,
+    seeds: Tensor,
+    law: str,
+    branching: list[int],
+    expand: Callable[..., DraftState],
+) -> Draft:
+    """Trees in which every node of a level has `branching[level]` children."""
+    state = start_draft(roots, max_kv_nodes=1 + sum(prod(branching[:i]) for i in range(1, len(branching))))
+    sampling = {"params": SamplingParams(), "seeds": seeds, "positions": positions} if law != "topk" else {}
+    for level, children in enumerate(branching):
+        width = state.num_frontier * children if level < len(branching) - 1 else 0
+        logits = draft_table[state.level_tokens].log()
+        state = expand(state, logits, num_children=children, num_frontier=width, law=law, **sampling)
+    return rerank_tree(state, state.num_candidates)
+
+
+def verified(
+    rule: str, law: str, target: Tensor, draft: Draft, seeds: Tensor, positions: Tensor, shards: VocabShards | None
+) -> Verdict:
+    logits = target[draft.draft_tokens.clamp(min=0)].log()
+    options = {"seeds": seeds, "positions": positions}
+    rules = RULES
+    if shards is not None:
+        logits, options["shards"], rules = shards.own(logits), shards, SHARDED_RULES
+    if rule != "sampled":
+        options["draft_law"] = "onehot" if law == "topk" else law
+        if law != "topk":
+            options |= {"draft_probs": draft.draft_probs, "draft_rows": draft.draft_rows}
+    return rules[rule](logits, draft.draft_tokens, draft.trees, SamplingParams(), **options)
+
+
+def first_tokens(
+    rule: str,
+    law: str,
+    branching: list[int],
+    model: str,
+    count: int,
+    device: torch.device,
+    expand: Callable[..., DraftState] = expand_tree,
+    shards: VocabShards | None = None,
+) -> tuple[Tensor, float]:
+    """[count, LENGTH] tokens of as many sequences, and how many drafts a step accepted on average."""
+    target, draft_table = (table.to(device) for table in MODELS[model])
+    seeds = torch.arange(count, device=device) * 7 + 1
+    tokens = torch.full((count, 2 * LENGTH + len(branching)), -1, device=device)
+    lengths = torch.zeros(count, dtype=torch.int64, device=device)
+    roots = torch.full((count,), VOCAB, device=device)
+    accepted = []
+    while bool((lengths < LENGTH).any()):
+        # As `verify_block` and `verify_traversal` ask for: every step draws its drafts with seeds of its own. The
+        # noise of "coupled" is that of verification.
+        draft_seeds = seeds if law == "coupled" else seeds + 0x5851F42D4C957F2D * (lengths + 1)
+        draft = grown(draft_table, roots, lengths, draft_seeds, law, branching, expand)
+        verdict = verified(rule, law, target, draft, seeds, lengths, shards)
+        assert not verdict.status.any()
+        steps = torch.arange(verdict.tokens.shape[1], device=device)
+        emitted = steps <= verdict.num_accepted[:, None]
+        accepted.append(float(verdict.num_accepted.float().mean()))
+        places = (lengths[:, None] + steps).clamp(max=tokens.shape[1] - 1)
+        rows = torch.arange(count, device=device)[:, None].expand_as(places)
+        tokens[rows[emitted], places[emitted]] = verdict.tokens[emitted]
+        # Those that have all their tokens take the same step again, which changes none of the first LENGTH.
+        lengths = torch.where(lengths < LENGTH, lengths + verdict.num_accepted + 1, lengths)
+        roots = tokens.gather(1, lengths[:, None] - 1)[:, 0]
+    return tokens[:, :LENGTH].cpu(), float(np.mean(accepted))
+
+
+def off_the_target(tokens: Tensor, model: str) -> float:
+    """Chi-square of the first three tokens less its mean, in standard deviations."""
+    p = MODELS[model][0].double()
+    expected = p[VOCAB][:, None, None] * p[:VOCAB, :, None] * p[None, :VOCAB]
+    places = tokens @ VOCAB ** torch.arange(LENGTH - 1, -1, -1)
+    return excess(np.bincount(places.numpy(), minlength=VOCAB**LENGTH), expected.flatten().numpy())

@@ -1,0 +1,205 @@
+"""The backends draw the same tokens, follow the same paths and grow the same trees, bit for bit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from device_case import placed
+from sampling_case import HALF_TYPES, LAWS, random_words
+from torch import Tensor
+
+from pagedtree import (
+    DraftTree,
+    SamplingParams,
+    TreeBatch,
+    expand_tree,
+    sample,
+    start_draft,
+    verify_block,
+    verify_greedy,
+    verify_rejection,
+    verify_sampled,
+    verify_traversal,
+    verify_typical,
+)
+from pagedtree.testing import backends, use_backend
+
+pytestmark = pytest.mark.skipif(backends() == ["cpu"], reason="this build has one backend")
+OTHERS = [name for name in backends() if name != "cpu"]
+
+
+def rows_of(vocab: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Ordinary rows, ties, rows that are not finite, and magnitudes around 2^-9 and 2^7, where bfloat16 logits are no
+    longer counted by value; the row stride leaves every second row unaligned."""
+    logits = torch.randn(12, vocab + 3, generator=torch.Generator().manual_seed(seed)) * 4
+    logits[1] = 0.25
+    logits[2] = logits[2].round()
+    logits[3, ::2] = math.nan
+    logits[4] = -math.inf
+    logits[5, vocab // 2] = math.inf
+    logits[6] *= 1e-6
+    logits[7, : vocab // 2] = -math.inf
+    logits[8] *= 1e-3
+    logits[9] += 126
+    logits[10] -= 126
+    return logits.to(dtype)[:, :vocab]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+@pytest.mark.parametrize("vocab", [1, 6, 129, 1000, 9001])
+def test_sample(other, dtype, vocab):
+    compare_sampling(other, dtype, vocab)
+
+
+def compare_sampling(other, dtype, vocab):
+    device = "cuda" if other == "cuda" else "cpu"
+    logits, seeds, positions = rows_of(vocab, dtype), random_words(12), random_words(12, 1)
+    for law in LAWS:
+        expected = sample(logits, SamplingParams(**law), seeds=seeds, positions=positions)
+        with use_backend(other):
+            got = sample(
+                placed(logits, device), SamplingParams(**law), seeds=seeds.to(device), positions=positions.to(device)
+            )
+        assert got.cpu().equal(expected), law
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("batch", [1, 2, 30])
+def test_verify(other, batch):
+    """Few trees have all their rows drawn at once, many are walked row by row."""
+    compare_verification(other, batch, 40)
+
+
+def compare_verification(other, batch, vocab):
+    device = "cuda" if other == "cuda" else "cpu"
+    generator = torch.Generator().manual_seed(batch)
+    shapes = [DraftTree([-1, *[int(torch.randint(i, (), generator=generator)) for i in range(1, 9)]])] * batch
+    results = []
+    for name, place in (("cpu", "cpu"), (other, device)):
+        generator.manual_seed(batch)
+        trees = TreeBatch.from_trees(shapes, max_depth=8, device=place)
+        rows = trees.parents.shape[0]
+        logits = (torch.randn(rows, vocab, generator=generator) * 2).to(torch.bfloat16)
+        allowed = torch.rand(rows, vocab, generator=generator) < 0.8
+        parent_rows = trees.parents.cpu().clamp(min=0) + torch.arange(rows) // 9 * 9
+        best = logits.masked_fill(~allowed, -math.inf).argmax(1)[parent_rows]
+        drafts = torch.where(torch.rand(rows, generator=generator) < 0.9, best, 3)
+        seeds, positions = random_words(batch).to(place), random_words(batch, 1).to(place)
+        arguments = (logits.to(place), drafts.to(place), trees)
+        with use_backend(name):
+            results.append(verify_greedy(*arguments, grammar_mask=allowed.to(place)))
+            for law in LAWS:
+                results.append(
+                    verify_sampled(*arguments, SamplingParams(**law), seeds=seeds, positions=positions)
+                )  # fmt: skip
+    half = len(results) // 2
+    for expected, got in zip(results[:half], results[half:], strict=True):
+        assert all(a.equal(b.cpu()) for a, b in zip(expected, got, strict=True))
+    assert any((verdict.num_accepted > 1).any() for verdict in results)
+
+
+RULES = [
+    *((verify_rejection, law) for law in ("iid", "swor", "onehot")),
+    *((verify_block, law) for law in ("iid", "onehot")),
+    *((verify_traversal, law) for law in ("iid", "swor")),
+    (verify_typical, None),
+]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize(("op", "law"), RULES, ids=lambda x: getattr(x, "__name__", x))
+@pytest.mark.parametrize("vocab", [1, 6, 1025, 40001])
+def test_rules(other, op, law, vocab):
+    """Every dtype of logits with every dtype of drafts, which are probabilities or logits; rows that are not finite."""
+    compare_rule(other, op, law, vocab)
+
+
+def compare_rule(other, op, law, vocab):
+    generator = torch.Generator().manual_seed(vocab)
+    shapes = (
+        [[-1, 0, 1, 2, 3], [-1, 0, 1, 2], [-1, 0, 1]]
+        if op is verify_block
+        else [[-1, 0, 0, 0, 1, 1, 2], [-1, 0, 1, 1, 2]]
+    )
+    parents = torch.cat([torch.tensor(shape) + sum(map(len, shapes[:i])) for i, shape in enumerate(shapes)])
+    results: dict[str, list[Tensor]] = {"cpu": [], other: []}
+    for k, parameters in [*enumerate(LAWS)][:: 1 if vocab < 10_000 else 5]:
+        dtype, draft_dtype = HALF_TYPES[k % 3], HALF_TYPES[(k // 3) % 3]
+        logits = rows_of(vocab, dtype, seed=k)[torch.randperm(12, generator=generator)]
+        near = logits.float().nan_to_num(0, 60, -60) + torch.randn(12, vocab, generator=generator)
+        drafts = torch.multinomial(near.softmax(-1)[parents.clamp(min=0)], 1, generator=generator)[:, 0]
+        drafts[torch.rand(12, generator=generator) < 0.1] = -1
+        given = {"seeds": random_words(len(shapes), k), "positions": random_words(len(shapes), k + 1)}
+        if law != "onehot":
+            given["draft_probs"] = (near.softmax(-1) if k % 2 else near).to(draft_dtype)
+        if k % 5 == 0:
+            given["grammar_mask"] = torch.rand(12, vocab, generator=generator) < 0.7
+        if op is verify_typical:
+            given = {name: x for name, x in given.items() if name == "grammar_mask"}
+        for name, found in results.items():
+            place = "cuda" if name == "cuda" else "cpu"
+            options = {key: x.to(place) for key, x in given.items()}
+            if law is not None:
+                options["draft_law"] = law
+                if law != "onehot" and k % 2 == 0:
+                    options["draft_params"] = SamplingParams(**LAWS[-k])
+            trees = TreeBatch.from_trees([DraftTree(shape) for shape in shapes], device=place)
+            with use_backend(name):
+                found += op(placed(logits, place), drafts.to(place), trees, SamplingParams(**parameters), **options)
+    for k, (expected, got) in enumerate(zip(results["cpu"], results[other], strict=True)):
+        assert got.cpu().equal(expected), (k, expected, got)
+    assert vocab not in (6, 1025) or any((accepted > 0).any() for accepted in results["cpu"][1::4])
+
+
+@pytest.mark.skipif("simt" not in backends(), reason="built without simt")
+@pytest.mark.parametrize(("ctas", "order"), [(2, "forward"), (8, "random:1"), (16, "reverse")])
+class TestClusters:
+    """Several CTAs that read a row together find what one finds."""
+
+    VOCAB = 66_001  # 16 CTAs at most, the last one with fewer tokens
+
+    @pytest.fixture(autouse=True)
+    def device(self, ctas, order, monkeypatch):
+        monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", f"{12 * ctas}:227:{ctas}")
+        monkeypatch.setenv("PAGEDTREE_SIMT_ORDER", order)
+
+    def test_sample(self):
+        compare_sampling("simt", torch.bfloat16, self.VOCAB)
+
+    @pytest.mark.parametrize("batch", [1, 3])
+    def test_verify(self, batch, ctas, monkeypatch):
+        """One tree has all rows drawn at once; three, on a device with a cluster for each, are walked row by row."""
+        if batch > 1:
+            monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", f"{batch * ctas}:227:{ctas}")
+        compare_verification("simt", batch, self.VOCAB)
+
+    @pytest.mark.parametrize(("op", "law"), RULES, ids=lambda x: getattr(x, "__name__", x))
+    def test_rules(self, op, law):
+        compare_rule("simt", op, law, self.VOCAB)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+@pytest.mark.parametrize("law", ["topk", "iid", "swor", "coupled"])
+def test_expand(other, dtype, law):
+    """Tokens, scores, laws, two levels."""
+    results = []
+    for name, place in (("cpu", "cpu"), (other, "cuda" if other == "cuda" else "cpu")):
+        with use_backend(name):
+            for vocab in (41, 3001):
+                sampled = {
+                    "params": SamplingParams(temperature=0.9, top_p=0.95),
+                    "seeds": random_words(12).to(place),
+                    "positions": random_words(12, 1).to(place),
+                }
+                options = {"num_children": 7, "law": law, **(sampled if law != "topk" else {})}
+                state = start_draft(torch.arange(12, device=place), max_kv_nodes=40)
+                state = expand_tree(state, placed(rows_of(vocab, dtype), place), num_frontier=3, **options)
+                state = expand_tree(state, rows_of(vocab, dtype, seed=1).repeat(3, 1).to(place), **options)
+                results.append([state.tokens, state.parents, state.scores, state.frontier, *state.draft_probs])
+    half = len(results) // 2
+    for expected, got in zip(results[:half], results[half:], strict=True):
+        assert all(a.equal(b.cpu()) for a, b in zip(expected, got, strict=True))

@@ -1,0 +1,497 @@
+"""Verification of vocabularies in parts: the same on every rank, and bit for bit what the whole op gives."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from itertools import product
+
+import lossless_case
+import pytest
+import torch
+from draft_checks import seeded
+from ranks import Ranks
+from shard_case import SPLITS, Case, make_case, pack, per_request, shards_of
+
+import pagedtree
+from pagedtree import SamplingParams, TreeBatch, distributed
+from pagedtree._ops import ops
+from pagedtree.distributed import GroupError, Traffic, VocabShards
+from pagedtree.distributed.protocol import END_WORDS, LEFT_WORDS, ROW_WORDS, Round, Weigh, num_digits
+from pagedtree.testing import backends, use_backend
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+
+HOST_BACKENDS = [name for name in backends() if name != "cuda"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+PARAMS = {
+    "plain": SamplingParams(temperature=0.8),
+    "top_k": SamplingParams(temperature=1.1, top_k=7),
+    "top_p": SamplingParams(top_p=0.8),
+    "both": SamplingParams(temperature=0.9, top_k=12, top_p=0.7, min_p=0.01),
+    "joint": SamplingParams(temperature=0.9, top_k=12, top_p=0.7, min_p=0.01, filter_order="joint"),
+    "each": None,  # per request
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    processes = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield processes
+    processes.close()
+
+
+def params_of(name: str, batch: int) -> SamplingParams:
+    return PARAMS[name] or per_request(batch)
+
+
+def is_worth_it(size: int, backend: str, dtype: torch.dtype) -> bool:
+    """Everything with three ranks, little with others."""
+    if backend == "simt":
+        return size == 3 and dtype == torch.bfloat16
+    return size == 3 or dtype == torch.float32
+
+
+def in_core(size: int, backend: str, dtype: torch.dtype, name: str) -> bool:
+    """What the core suite has of that: each number of ranks, dtype and set of parameters, few of their combinations."""
+    if backend == "simt":
+        return name in ("both", "each") and (size == 3 or dtype == torch.bfloat16)
+    if size == 3 and dtype == torch.float32:
+        return True
+    return name in (("both",) if dtype == torch.bfloat16 else ("joint", "each"))
+
+
+def vocab_of(backend: str) -> int:
+    return 1003 if backend == "cpu" else 203
+
+
+def part_of_mask(shards: VocabShards, allowed: torch.Tensor | None, packed: bool) -> torch.Tensor | None:
+    if allowed is None:
+        return None
+    part = shards.own(allowed)
+    return pack(part) if packed else part
+
+
+def same(a: tuple, b: tuple) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# ---- greedy and sampled
+
+
+def compare_sampled(group: object, backend: str, size: int, dtype: torch.dtype, name: str) -> list[str]:
+    """What differs from the whole ops, over splits and grammar masks."""
+    wrong = []
+    with use_backend(backend):
+        vocab = vocab_of(backend)
+        case = make_case(vocab, dtype, seed=size)
+        params = params_of(name, case.trees.batch_size)
+        row_params = params_of(name, case.logits.shape[0])
+        rows = {"seeds": torch.arange(case.logits.shape[0]), "positions": torch.arange(case.logits.shape[0]) * 3}
+        for mask, packed in (("none", False), ("bool", False), ("bool", True)):
+            allowed = case.masks[mask]
+            whole_mask = pack(allowed) if packed else allowed
+            whole = pagedtree.verify_sampled(
+                case.logits, case.drafts, case.trees, params, **case.streams, grammar_mask=whole_mask
+            )
+            greedy = pagedtree.verify_greedy(case.logits, case.drafts, case.trees, grammar_mask=whole_mask)
+            for fractions in SPLITS[size]:
+                shards = shards_of(group, fractions, vocab)
+                part = {"shards": shards, "grammar_mask": part_of_mask(shards, allowed, packed)}
+                logits = shards.own(case.logits)
+                got = distributed.verify_sampled(logits, case.drafts, case.trees, params, **case.streams, **part)
+                if not same(got, whole):
+                    wrong.append(f"verify_sampled {fractions} mask {mask} packed {packed}: {got} {whole}")
+                got = distributed.verify_greedy(logits, case.drafts, case.trees, **part)
+                if not same(got, greedy):
+                    wrong.append(f"verify_greedy {fractions} mask {mask} packed {packed}: {got} {greedy}")
+                if mask == "none":
+                    got = distributed.sample(logits, row_params, **rows, shards=shards)
+                    if not torch.equal(got, pagedtree.sample(case.logits, row_params, **rows)):
+                        wrong.append(f"sample {fractions}: {got}")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("size", "backend", "dtype", "name"),
+    [
+        pytest.param(*case, name, marks=[] if in_core(*case, name) else pytest.mark.slow)
+        for case in product(SPLITS, HOST_BACKENDS, DTYPES)
+        for name in PARAMS
+        if is_worth_it(*case) or (case[1] == "cpu" and name == "each") or (case[0] > 1 and name == "both")
+    ],
+)
+def test_sampled_and_greedy_are_those_of_the_whole(ranks, size, backend, dtype, name):
+    for wrong in ranks.run(compare_sampled, size, backend, size, dtype, name):
+        assert wrong == []
+
+
+def compare_small(group: object, backend: str, vocab: int) -> list[str]:
+    wrong = []
+    with use_backend(backend):
+        case = make_case(vocab, torch.float32, seed=vocab)
+        to_target = torch.arange(vocab).flip(0)
+        for fractions in ([0.4, 0.2], [0.0, 1.0]):
+            shards = shards_of(group, fractions, vocab)
+            logits = shards.own(case.logits)
+            mapped = {"draft_to_target": to_target, **case.streams}
+            got = distributed.verify_sampled(logits, case.drafts, case.trees, PARAMS["both"], shards=shards, **mapped)
+            whole = pagedtree.verify_sampled(case.logits, case.drafts, case.trees, PARAMS["both"], **mapped)
+            if not same(got, whole):
+                wrong.append(f"{fractions}: {got} {whole}")
+    return wrong
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 5, 64])
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
+def test_tiny_vocabularies_and_mapped_drafts(ranks, backend, vocab):
+    for wrong in ranks.run(compare_small, 3, backend, vocab):
+        assert wrong == []
+
+
+def verify_nothing(group: object) -> tuple:
+    shards = VocabShards(8, group=group)
+    none = torch.zeros(0, dtype=torch.int64)
+    trees = TreeBatch.from_trees([])
+    streams = {"seeds": none, "positions": none, "shards": shards}
+    sampled = distributed.verify_sampled(torch.zeros(0, 8), none, trees, PARAMS["both"], **streams)
+    weighed = distributed.verify_rejection(
+        torch.zeros(0, 8), none, trees, PARAMS["both"], draft_law="onehot", **streams
+    )
+    return sampled.tokens.shape, weighed.tokens.shape
+
+
+def test_no_sequences(ranks):
+    assert ranks.run(verify_nothing, 2) == [((0, 1), (0, 1))] * 2
+
+
+# ---- rejection
+
+
+def draft_laws(case: Case, law: str, dtype: torch.dtype) -> dict:
+    """The laws that drafts may come from; rows of a law without mass and of one that has only some tokens."""
+    if law == "onehot":
+        return {"draft_law": law}
+    vocab = case.logits.shape[1]
+    generator = torch.Generator().manual_seed(7)
+    near = case.logits.float().nan_to_num(-5.0, posinf=9.0, neginf=-9.0)
+    probs = (near + torch.randn(near.shape, generator=generator)).softmax(dim=1)
+    probs[0] = 0.0
+    probs[2, : vocab // 2] = 0.0
+    return {"draft_law": law, "draft_probs": probs.to(dtype), "draft_rows": torch.arange(probs.shape[0]).flip(0)}
+
+
+def compare_rejection(group: object, backend: str, size: int, dtype: torch.dtype, law: str) -> tuple[list, int, int]:
+    """What all splits give, how many trees were verified, and how many differ from the whole op."""
+    seen, different, total = [], 0, 0
+    with use_backend(backend):
+        vocab = vocab_of(backend)
+        for seed in range(6) if backend == "cpu" and size == 3 else (1, 2):
+            case = make_case(vocab, dtype, seed)
+            drafts = draft_laws(case, law, torch.float32 if seed % 2 else torch.bfloat16)
+            params = params_of(["plain", "both", "each"][seed % 3], case.trees.batch_size)
+            whole = pagedtree.verify_rejection(
+                case.logits, case.drafts, case.trees, params, **drafts, **case.streams,
+            )  # fmt: skip
+            for i, fractions in enumerate(SPLITS[size]):
+                shards = shards_of(group, fractions, vocab)
+                mine = dict(drafts)
+                if i % 2 and "draft_probs" in mine:
+                    mine["draft_probs"] = shards.own(mine["draft_probs"])
+                got = distributed.verify_rejection(
+                    shards.own(case.logits), case.drafts, case.trees, params, **mine, **case.streams, shards=shards
+                )
+                seen.append([tensor.tolist() for tensor in got])
+                total += case.trees.batch_size
+                different += sum(
+                    not all(torch.equal(a[b], c[b]) for a, c in zip(got, whole, strict=True))
+                    for b in range(case.trees.batch_size)
+                )
+    return seen, total, different
+
+
+@pytest.mark.parametrize("law", ["iid", "swor", "onehot"])
+@pytest.mark.parametrize(
+    ("size", "backend", "dtype"), [case for case in product(SPLITS, HOST_BACKENDS, DTYPES) if is_worth_it(*case)]
+)
+def test_rejection_is_the_same_on_every_rank(ranks, size, backend, dtype, law):
+    first, *others = ranks.run(compare_rejection, size, backend, size, dtype, law)
+    assert all(other == first for other in others)
+    seen, total, different = first
+    splits = len(SPLITS[size])
+    for i in range(0, len(seen), splits):
+        assert all(verdict == seen[i] for verdict in seen[i : i + splits])  # nor does the split matter
+    # The whole op adds floats: a coin within 1e-6 of a boundary may fall otherwise, which here none does.
+    assert different == 0 and total > 0
+
+
+def three_tokens(group: object, rule: str, law: str) -> tuple[float, list[list[int]]]:
+    """Steps of `expand_tree` and the rule: how far the first three tokens are off the target, and some of them."""
+    shards = shards_of(group, [0.34, 0.34], lossless_case.VOCAB)
+    tokens, _ = lossless_case.first_tokens(
+        rule, law, [3, 1], "flat", 20_000, torch.device("cpu"), shards=shards
+    )  # fmt: skip
+    return lossless_case.off_the_target(tokens, "flat"), tokens[:100].tolist()
+
+
+@pytest.mark.parametrize(
+    ("rule", "law"), [("rejection", "iid"), ("rejection", "swor"), ("rejection", "topk"), ("sampled", "coupled")]
+)
+def test_tokens_follow_the_target(ranks, rule, law):
+    first, *others = ranks.run(three_tokens, 3, rule, law)
+    assert all(other == first for other in others)
+    assert first[0] < lossless_case.LIMIT
+
+
+# ---- what is exchanged
+
+
+def count_traffic(group: object, vocab: int, copies: int) -> dict[str, tuple[int, int, int]]:
+    parents = [[-1, 0, 0, 1, 1, 2, 3]] * copies
+    case = make_case(vocab, torch.bfloat16, 0, parents)
+    shards = shards_of(group, [0.25, 0.25, 0.25], vocab)
+    logits = shards.own(case.logits)
+    found = {}
+    calls = {
+        "greedy": lambda: distributed.verify_greedy(logits, case.drafts, case.trees, shards=shards),
+        "sampled": lambda: distributed.verify_sampled(
+            logits, case.drafts, case.trees, PARAMS["plain"], **case.streams, shards=shards
+        ),
+        "filtered": lambda: distributed.verify_sampled(
+            logits, case.drafts, case.trees, PARAMS["both"], **case.streams, shards=shards
+        ),
+        "onehot": lambda: distributed.verify_rejection(
+            logits, case.drafts, case.trees, PARAMS["plain"], draft_law="onehot", **case.streams, shards=shards
+        ),
+    }
+    for name, function in calls.items():
+        shards.traffic = Traffic()
+        function()
+        traffic = shards.traffic
+        found[name] = (traffic.exchanges, traffic.words, traffic.bytes_sent(4))
+    found["gathered"] = (1, 0, shards.gather_bytes(case.logits.shape[0], torch.bfloat16))
+    return found
+
+
+def test_words_do_not_grow_with_the_vocabulary(ranks):
+    small, large = (ranks.run(count_traffic, 4, vocab, 1)[0] for vocab in (1000, 4000))
+    twice = ranks.run(count_traffic, 4, 1000, 2)[0]
+    agreed = 24  # words that compare arguments
+    for name in ("greedy", "sampled", "filtered", "onehot"):
+        assert small[name] == large[name]
+        assert twice[name][0] == small[name][0]
+        assert twice[name][1] - agreed == 2 * (small[name][1] - agreed)
+    rows = 7
+    assert small["greedy"][1:] == (agreed + 2 * rows, 8 * (2 * 2 * rows * 3 // 4 + agreed * 3))
+    assert small["sampled"][1] == agreed + 3 * rows
+    assert small["filtered"][1] == agreed + (3 + 2 * 4 * 16 + 1) * rows
+    assert small["onehot"][1] == agreed + 4 * rows + 3
+    assert large["gathered"][2] == 7 * 4000 * 2 * 3 // 4
+
+
+# ---- attention heads in parts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_attention_on_a_ranks_heads_is_the_slice_of_the_whole(on_device, device, num_ranks):
+    generator = seeded(0)
+    tree = pagedtree.DraftTree([-1, 0, 0, 1, 2])
+    trees = TreeBatch.from_trees([tree, tree], device=device)
+    heads, kv_heads, dim, page_size, pages = 8, 4, 64, 16, 6
+    q = torch.randn(10, heads, dim, generator=generator).to(torch.bfloat16)
+    cache = torch.randn(2, pages, page_size, kv_heads, dim, generator=generator).to(torch.bfloat16)
+    table = torch.tensor([[0, 2, 4], [1, 3, 5]], dtype=torch.int32)
+    seq_lens = torch.tensor([37, 21], dtype=torch.int32)
+    rest = (table, seq_lens, trees.cu_nodes, trees.mask)
+    out, lse = pagedtree.tree_attention(q, cache[0], cache[1], *rest, return_lse=True)
+    for rank in range(num_ranks):
+        own, own_kv = (slice(rank * n // num_ranks, (rank + 1) * n // num_ranks) for n in (heads, kv_heads))
+        part = [tensor[:, :, own_kv] for tensor in cache]
+        got, got_lse = pagedtree.tree_attention(q[:, own], *part, *rest, return_lse=True)
+        assert torch.equal(got, out[:, own]) and torch.equal(got_lse, lse[:, own])
+
+
+# ---- raw ops
+
+
+def raw_arguments(device: str = "cpu") -> tuple[Case, tuple, dict]:
+    case = make_case(33, torch.float32, 0, device=device)
+    trees = case.trees
+    tree = (case.drafts, trees.cu_nodes, trees.depths, trees.first_child, trees.next_sibling, trees.valid, 7, 3)
+    part = {"rank": 0, "num_ranks": 1, "first_token": 0, "vocab": 33}
+    return case, tree, part
+
+
+def test_opcheck(device):
+    case, tree, part = raw_arguments(device.type)
+    count, batch = case.logits.shape[0], case.trees.batch_size
+    widths = (ROW_WORDS, LEFT_WORDS, 2, 2)
+    rows, left, words, pairs = (torch.zeros(count, n, dtype=torch.int64, device=device) for n in widths)
+    sampling = PARAMS["both"].on(case.logits.device)
+    at = {"cu_nodes": case.trees.cu_nodes, "depths": case.trees.depths}
+    step = (case.logits, rows, None, words, *sampling)
+    torch.library.opcheck(ops.step_shards.default, step, {"round": 1, "digit": 0, "last": 0, **part, **at})
+    torch.library.opcheck(ops.follow_shards.default, (rows, words, *tree), {"last": 1, "vocab": 33})
+    weigh = (case.logits, rows, left, None, None, pairs, *tree, *sampling)
+    torch.library.opcheck(ops.weigh_shards.default, weigh, {"round": 0, "index": 0, **part, "draft_law": "onehot"})
+    walk = (rows, left, pairs, pairs.clone(), *tree)
+    kept = {"index": 0, "vocab": 33, "draft_law": "onehot", **case.streams}
+    torch.library.opcheck(ops.walk_shards.default, walk, kept)
+    assert ops.walk_shards(*walk, **kept)[-1].shape == (batch, END_WORDS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"first_token": 1}, r"`first_token` must be in 0..0, got 1"),
+        ({"vocab": 0}, r"`vocab` must be in 1..2\^20, got 0"),
+        ({"digit": 8}, "`digit` must be a digit of the logits' keys, got 8"),
+        ({"rank": 1}, "`rank` must be in 0..num_ranks - 1, got 1"),
+        ({"last": 2}, "`received` must be the words of the round `last`"),
+    ],
+)
+def test_raw_ops_refuse(change, message):
+    case, _, part = raw_arguments()
+    count = case.logits.shape[0]
+    rows, words = (torch.zeros(count, n, dtype=torch.int64) for n in (ROW_WORDS, 2))
+    given = {"round": 1, "digit": 0, "last": 0, **part} | change
+    with pytest.raises(RuntimeError, match=message):
+        ops.step_shards(case.logits, rows, None, words, *per_request(count).on(case.logits.device), **given)
+
+
+def accepts(op, *arguments, **options) -> bool:
+    """Whether a raw op takes these; False where the number of words or the digit is not the op's."""
+    try:
+        op(*arguments, **options)
+    except RuntimeError as error:
+        assert "`words` must be" in str(error) or "`digit` must be" in str(error), error
+        return False
+    return True
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_protocols_numbers_are_those_of_the_ops(dtype):
+    case, tree, part = raw_arguments()
+    logits, count, batch = case.logits.to(dtype), case.logits.shape[0], case.trees.batch_size
+    sampling, at = PARAMS["both"].on(logits.device), {"cu_nodes": case.trees.cu_nodes, "depths": case.trees.depths}
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int64)
+
+    for round_ in Round:
+        taken = [
+            words
+            for words in range(1, 40)
+            if accepts(
+                ops.step_shards, logits, zeros(count, ROW_WORDS), None, zeros(count, words), *sampling, round=round_,
+                digit=0, last=0, **part, **at, **case.streams,
+            )
+        ]  # fmt: skip
+        assert taken == [round_.words], round_
+    digits = [
+        digit
+        for digit in range(40)
+        if accepts(
+            ops.step_shards, logits, zeros(count, ROW_WORDS), None, zeros(count, Round.COUNT.words), *sampling,
+            round=Round.COUNT, digit=digit, last=0, **part, **at,
+        )
+    ]  # fmt: skip
+    assert digits == list(range(num_digits(dtype)))
+    for round_ in Weigh:
+        of_trees = round_ in (Weigh.SUMS, Weigh.DRAW)
+        ends = zeros(batch, END_WORDS) - 1 if of_trees else None
+        received = {Weigh.RESIDUAL: zeros(count, 2), Weigh.DRAW: zeros(1, batch, 2).flatten(0, 1)}.get(round_)
+        taken = [
+            words
+            for words in range(1, 8)
+            if accepts(
+                ops.weigh_shards, logits, zeros(count, ROW_WORDS), zeros(count, LEFT_WORDS), ends, received,
+                zeros(batch if of_trees else count, words), *tree, *sampling, round=round_, index=0, **part,
+                draft_law="onehot",
+            )
+        ]  # fmt: skip
+        assert taken == [round_.words], round_
+
+
+# ---- ranks that disagree or die
+
+
+def disagree(group: object, what: str) -> None:
+    rank = torch.distributed.get_rank(group)
+    vocab = 1003
+    case = make_case(vocab, torch.float32, 0)
+    shards = shards_of(group, [0.3, 0.4], vocab)
+    logits, params, streams = shards.own(case.logits), PARAMS["both"], case.streams
+    if rank == 1:
+        if what == "top_p":
+            params = SamplingParams(temperature=0.9, top_k=12, top_p=0.71, min_p=0.01)
+        elif what == "seeds":
+            streams = streams | {"seeds": case.seeds + 1}
+        elif what == "draft_tokens":
+            case.drafts[2] += 1
+        elif what == "rows":
+            logits = logits[:-1]
+        elif what == "dtype":
+            logits = logits.bfloat16()
+        elif what == "columns":
+            logits = logits[:, :-1]
+        elif what == "call":
+            distributed.verify_greedy(logits, case.drafts, case.trees, shards=shards)
+            return
+    distributed.verify_sampled(logits, case.drafts, case.trees, params, **streams, shards=shards)
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("top_p", "`top_p`"),
+        ("seeds", "`seeds`"),
+        ("draft_tokens", "`draft_tokens`"),
+        ("rows", "`logits`"),
+        ("dtype", "`logits`"),
+        ("columns", "`logits`"),
+        ("call", "the call"),
+    ],
+)
+def test_ranks_that_disagree_are_told_apart(ranks, what, named):
+    for error in ranks.outcomes(disagree, 3, what):
+        assert isinstance(error, ValueError) and named in str(error), error
+
+
+def die(group: object, at_once: bool) -> float:
+    """Rank 1 is gone, or falls silent; the others say how long they waited."""
+    rank = torch.distributed.get_rank(group)
+    vocab = 1003
+    case = make_case(vocab, torch.float32, 0)
+    shards = shards_of(group, [0.3, 0.4], vocab)
+    if rank == 1:
+        if at_once:
+            os._exit(1)
+        time.sleep(6)  # the others are told after 4
+        return 0.0
+    begin = time.perf_counter()
+    with pytest.raises(GroupError, match=r"verify_sampled.* rank [02] of 3 got no answer"):
+        distributed.verify_sampled(
+            shards.own(case.logits), case.drafts, case.trees, PARAMS["both"], **case.streams, shards=shards
+        )
+    return time.perf_counter() - begin
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["dead", "silent"])
+def test_a_lost_rank_is_an_error_on_the_others(tmp_path, at_once):
+    timeout = 4.0
+    processes = Ranks(tmp_path, num_ranks=3, timeout=timeout)
+    try:
+        first, lost, last = processes.outcomes(die, 3, at_once)
+    finally:
+        processes.close()
+    for waited in (first, last):
+        assert isinstance(waited, float), waited
+        assert waited < timeout + 3
+    assert lost == (None if at_once else 0.0)
+
+
+def test_arguments(tmp_path):
+    with pytest.raises(ValueError, match="initialised"):
+        VocabShards(4)

@@ -1,0 +1,67 @@
+"""Whole steps as callers make them: `expand_tree` drafts, a lossless rule verifies, the next step starts from there.
+
+The first three tokens are compared with the target's exact distribution. The trees have several nodes a level and
+several levels: rules that judge leaves first see drafts of cousins, which therefore must not share their draws.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from lossless_case import LIMIT, MODELS, first_tokens, off_the_target
+from torch import Tensor
+
+from pagedtree import DraftState, expand_tree
+from pagedtree.testing import use_backend
+
+CASES = [
+    *[("rejection", law, tree) for law in ("iid", "swor", "topk") for tree in ([3, 1], [2, 2, 2])],
+    *[("traversal", law, tree) for law in ("iid", "swor") for tree in ([3, 1], [3, 1, 1], [2, 2, 2])],
+    *[("block", law, [1, 1, 1]) for law in ("iid", "topk")],
+    *[("sampled", law, [2, 2, 2]) for law in ("iid", "swor", "topk", "coupled")],
+]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("rule", "law", "branching"), CASES, ids=str)
+def test_first_three_tokens(backend: str, device, rule, law, branching, model) -> None:
+    if backend == "simt":  # too slow for the statistic, but it decides as the CPU backend does
+        tokens, _ = first_tokens(rule, law, branching, model, 30, device)
+        with use_backend("cpu"):
+            assert tokens.equal(first_tokens(rule, law, branching, model, 30, device)[0])
+        return
+    tokens, accepted = first_tokens(rule, law, branching, model, 20_000, device)
+    assert off_the_target(tokens, model) < LIMIT
+    assert accepted > 0.2
+
+
+@pytest.mark.stats
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("rule", "law", "branching"), CASES, ids=str)
+def test_first_three_tokens_closely(backend: str, device, rule, law, branching, model) -> None:
+    if backend == "simt":
+        pytest.skip("emulated: it gives the bits of cuda and cpu, but not a million draws in a reasonable time")
+    tokens, _ = first_tokens(rule, law, branching, model, 1_000_000, device)
+    assert off_the_target(tokens, model) < LIMIT
+
+
+def expand_cousins_alike(state: DraftState, logits: Tensor, **options) -> DraftState:
+    """As if all nodes of a level drew by the same random numbers, where they draw from the same distribution."""
+    expanded = expand_tree(state, logits, **options)
+    children = expanded.tokens[:, state.num_candidates :].view(state.batch_size, state.num_frontier, -1)
+    tokens = [state.tokens, children[:, :1].expand_as(children).flatten(1)]
+    return replace(expanded, tokens=torch.cat(tokens, dim=1))
+
+
+@pytest.mark.parametrize("law", ["iid", "swor"])
+def test_cousins_that_share_their_draws_are_seen(law: str) -> None:
+    """The rule that judges leaves first is then off its distribution; the one that follows one node a level is not."""
+    for rule, expand, is_off in [
+        ("traversal", expand_tree, False),
+        ("traversal", expand_cousins_alike, True),
+        ("rejection", expand_cousins_alike, False),
+    ]:
+        tokens, _ = first_tokens(rule, law, [3, 1], "flat", 100_000, torch.device("cpu"), expand)
+        assert (off_the_target(tokens, "flat") > LIMIT) == is_off

@@ -1,0 +1,438 @@
+"""SamplingParams and sample: the law, the filters, the noise, and what they must not depend on."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from sampling_case import HALF_TYPES, LAWS, random_words
+from torch import Tensor
+
+from pagedtree import SamplingParams, reference, sample
+from pagedtree._ops import ops
+
+
+def draw_many(row: Tensor, count: int, device: torch.device, **law) -> np.ndarray:
+    """`count` independent draws from one row, which is not copied."""
+    rows = row.to(device).expand(count, -1)
+    seeds, positions = torch.full((count,), 7, device=device), torch.arange(count, device=device)
+    return sample(rows, SamplingParams(**law), seeds=seeds, positions=positions).cpu().numpy()
+
+
+def chi_square_limit(df: int) -> float:
+    return df + 10 * math.sqrt(2 * df)
+
+
+def expected_token(row: Tensor, seed: int, position: int, **law) -> tuple[int, float]:
+    p = reference.law(reference.clean_logits(row), **law)
+    if law.get("temperature") == 0:
+        return int(p.argmax()), math.inf
+    return reference.sample_row(p, seed, position)
+
+
+def test_philox_known_answers():
+    # Random123's vectors for philox4x32-10.
+    vectors = [
+        ("00000000 00000000 00000000 00000000 00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff ffffffff ffffffff ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ]
+    for given, expected in vectors:
+        words = np.array([int(word, 16) for word in given.split()], dtype=np.uint32)
+        answer = reference.philox4x32(words[:4], words[4:])
+        assert [f"{word:08x}" for word in answer] == expected.split()
+
+
+def test_noise_of_a_token(device):
+    """Two tokens whose scores differ by 1e-5: the winner tells each token's noise to that accuracy, any word of it."""
+    count, shift = 4000, 1e-5
+    seeds = random_words(count, 1)
+    positions = random_words(count, 2)
+    # The rarest words too, both ends of the noise: the smallest and largest among many positions of one seed.
+    counter = np.zeros((400_000, 4), dtype=np.uint32)
+    counter[:, 0] = np.arange(400_000)
+    words = reference.philox4x32(counter, np.zeros((400_000, 2), dtype=np.uint32))[:, 0]
+    order = np.argsort(words)
+    extremes = torch.from_numpy(np.concatenate([order[:500], order[-500:]]))
+    seeds = torch.cat([seeds, torch.zeros(1000, dtype=torch.int64)])
+    positions = torch.cat([positions, extremes])
+    noise = np.stack([reference.gumbel_noise(int(s), int(p), 2) for s, p in zip(seeds, positions, strict=True)])
+    assert noise.max() > 12 and noise.min() < -2.4
+    tie = torch.from_numpy(noise[:, 1] - noise[:, 0])
+    for sign, winner in ((1, 0), (-1, 1)):
+        logits = torch.stack([tie + sign * shift, torch.zeros_like(tie)], dim=1).float()
+        drawn = sample(logits.to(device), SamplingParams(), seeds=seeds.to(device), positions=positions.to(device))
+        assert (drawn.cpu() == winner).all()
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+def test_sample_equals_reference(device, dtype, law):
+    generator = torch.Generator().manual_seed(3)
+    compared = 0
+    for vocab in (1, 2, 3, 15, 16, 17, 31, 33, 64, 127, 1000, 1025, 4099):
+        logits = (torch.randn(12, vocab, generator=generator) * 3).to(dtype)
+        seeds, positions = random_words(12, vocab), random_words(12, vocab + 1)
+        drawn = sample(
+            logits.to(device), SamplingParams(**law), seeds=seeds.to(device), positions=positions.to(device)
+        ).cpu()
+        for r in range(12):
+            token, margin = expected_token(logits[r], int(seeds[r]), int(positions[r]), **law)
+            if margin > 1e-5:
+                assert drawn[r] == token, (vocab, r, margin)
+                compared += 1
+    assert compared > 100
+
+
+@pytest.mark.parametrize("vocab", [32000, 65535, 65536, 65537, 128256, 262144 + 3])
+@pytest.mark.parametrize("shape", ["peaked", "flat", "equal", "far_below", "near_flat"])
+def test_large_vocabularies(device, vocab, shape):
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(vocab, generator=generator)
+    if shape == "peaked":
+        logits = logits * 3
+        logits[torch.randint(vocab, (20,), generator=generator)] += 15
+    elif shape == "equal":
+        logits.fill_(-3.25)
+    elif shape == "far_below":  # one token carries the row, the others weigh nothing at all
+        logits = logits - 60
+        logits[vocab // 2] = 0.0
+    elif shape == "near_flat":
+        logits = torch.arange(vocab) * 1e-4 / 8
+    dtype = torch.float32 if shape == "near_flat" else torch.bfloat16
+    row = logits.to(dtype)
+    laws = [
+        {"top_p": 0.9},
+        {"top_k": 50},
+        {"top_k": vocab - 2},
+        {"top_k": 1000, "top_p": 0.5, "min_p": 1e-3, "temperature": 1.5},
+        {"top_p": 1e-6},
+    ]
+    for i, law in enumerate(laws):
+        drawn = draw_many(row, 2, device, **law)
+        p = reference.law(reference.clean_logits(row), **law)
+        for position in range(2):
+            token, margin = reference.sample_row(p, 7, position)
+            assert margin < 1e-5 or drawn[position] == token, (i, position, margin)
+
+
+@pytest.mark.parametrize("vocab", [2, 5, 16, 33])
+@pytest.mark.parametrize("law", [law for law in LAWS if law.get("temperature") != 0.0], ids=str)
+def test_chi_square(device, draws, vocab, law):
+    count = draws(20_000)
+    row = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 1.5
+    p = reference.law(reference.clean_logits(row), **law)
+    seen = np.bincount(draw_many(row, count, device, **law), minlength=vocab)
+    assert seen[p == 0].sum() == 0
+    bins = p * count >= 5
+    expected, observed = p[bins] * count, seen[bins]
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    assert statistic < chi_square_limit(max(int(bins.sum()) - 1, 1))
+
+
+def test_seeds_and_positions_are_independent_streams(device, draws):
+    """Pairs of draws at neighbouring positions and at neighbouring seeds: all 16 pairs equally often."""
+    count = draws(40_000)
+    rows = torch.zeros(count + 1, 4, device=device)
+    ascending, fixed = torch.arange(count + 1, device=device), torch.full((count + 1,), 5, device=device)
+    for seeds, positions in ((ascending, fixed), (fixed, ascending)):
+        drawn = sample(rows, SamplingParams(), seeds=seeds, positions=positions).cpu().numpy()
+        pairs = np.bincount(drawn[:-1] * 4 + drawn[1:], minlength=16)
+        statistic = ((pairs - count / 16) ** 2 / (count / 16)).sum()
+        assert statistic < chi_square_limit(15)
+
+
+def kept(row: Tensor, device: torch.device, **law) -> list[int]:
+    """The tokens that come up in many draws: all that the filters keep, when none is rare."""
+    return sorted(set(draw_many(row, 3000, device, **law).tolist()))
+
+
+def test_filter_sets_of_the_contract(device):
+    probabilities = torch.tensor([0.35, 0.25, 0.20, 0.05, 0.03, 0.03, 0.03, 0.03, 0.03])
+    row = probabilities.log()
+    assert kept(row, device, top_k=4, top_p=0.82, filter_order="joint") == [0, 1, 2, 3]
+    assert kept(row, device, top_k=4, top_p=0.82) == [0, 1, 2]
+    assert kept(row, device, top_k=5) == list(range(9)), "every tie of the k-th stays"
+    assert kept(row, device, top_p=0.90) == [0, 1, 2, 3, 4, 5], "of equal tokens the lower ids"
+    assert kept(row, device, min_p=0.5) == [0, 1, 2]
+    assert kept(row, device, min_p=0.5, top_p=0.7) == [0, 1], "top_p of what min_p left"
+    assert kept(row, device, min_p=0.5, top_p=0.7, filter_order="joint") == [0, 1, 2]
+    for off in (0, -1, 9, 2**31 - 1, 2**40):
+        assert kept(row, device, top_k=off) == list(range(9))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_kept_sets(backend, device, seed):
+    """Exact membership against sorting; values on a coarse grid, so that ties sit on most boundaries."""
+    if backend == "simt" and seed > 0:
+        pytest.skip("one of these cases is long enough on simt")
+    generator = torch.Generator().manual_seed(seed)
+    vocab = int(torch.randint(2, 40, (1,), generator=generator))
+    row = torch.randint(-6, 7, (vocab,), generator=generator) / 8.0
+    for law in LAWS[3:]:
+        logits = reference.clean_logits(row)
+        temperature = law.get("temperature", 1.0)
+        weights = np.exp((logits - logits.max()) / temperature)
+        others = {"top_k": law.get("top_k", 0), "min_p": law.get("min_p", 0.0)}
+        order = law.get("filter_order", "top_k_first")
+        sets = {
+            tuple(np.flatnonzero(reference.kept_tokens(logits, temperature, top_p=top_p, filter_order=order, **others)))
+            for top_p in (law.get("top_p", 1.0) + shift for shift in (0.0, -1e-4, 1e-4))
+            if 0 < top_p <= 1
+        }
+        assert weights.min() > 0.01
+        assert tuple(kept(row, device, **law)) in sets
+
+
+def test_equal_logits(device):
+    row = torch.full((20,), 1.5)
+    assert kept(row, device, top_p=0.5) == list(range(10))
+    assert kept(row, device, top_p=0.01) == [0]
+    assert kept(row, device, top_k=3) == list(range(20))
+    assert kept(row, device, temperature=0.0) == [0]
+
+
+def test_zeros_of_either_sign_are_equal(device):
+    row = torch.tensor([-1.0, -0.0, 0.0, -2.0])
+    assert kept(row, device, top_k=1) == [1, 2]
+    assert kept(row, device, temperature=0.0) == [1]
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+def test_rows_that_are_not_finite(device, dtype):
+    nan, inf = math.nan, math.inf
+    law = {"top_k": 1, "top_p": 0.5}
+    for row in ([nan] * 5, [-inf] * 5, [nan, -inf, nan, -inf, -inf]):
+        logits = torch.tensor(row, dtype=dtype)
+        assert kept(logits, device, **law) == list(range(5)), "uniform, whatever the filters say"
+        assert kept(logits, device, temperature=0.0) == [0]
+    logits = torch.tensor([0.0, nan, 1.0, -inf, nan], dtype=dtype)
+    assert kept(logits, device) == [0, 2]
+    assert kept(logits, device, temperature=0.0) == [2]
+    logits = torch.tensor([0.0, inf, 60000.0, inf, -inf], dtype=dtype)
+    assert kept(logits, device) == [1, 3]
+    assert kept(logits, device, temperature=0.0) == [1]
+    assert kept(logits, device, temperature=math.inf) == [0, 1, 2, 3], "never a token of logit -inf"
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-9, 1e9, 3e38, math.inf])
+def test_extreme_temperatures(device, temperature):
+    largest = torch.finfo(torch.float32).max
+    row = torch.tensor([1.0, 3.0, 2.0, -math.inf, 3.0, -5.0])
+    assert kept(row, device, temperature=temperature) == ([1, 4] if temperature < 1 else [0, 1, 2, 4, 5])
+    assert kept(torch.tensor([-largest, largest, 0.0]), device, temperature=1.0) == [1]
+
+
+def test_top_k_of_either_integer_type(device):
+    rows, stream = torch.randn(6, 40, device=device), torch.arange(6, device=device)
+    wide = torch.tensor([1, 3, 0, -1, -(2**40), 2**40], device=device)
+    narrow = torch.tensor([1, 3, 0, -1, -1, 2**31 - 1], dtype=torch.int32, device=device)
+    drawn = [sample(rows, SamplingParams(top_k=k), seeds=stream, positions=stream) for k in (wide, narrow)]
+    assert torch.equal(*drawn) and wide.tolist()[-1] == 2**40
+
+
+def test_tensor_parameters_are_clamped(device):
+    rows = torch.tensor([0.0, 1.0, 2.0, 3.0], device=device).expand(3000, -1)
+    streams = {"seeds": torch.zeros(3000, dtype=torch.int64), "positions": torch.arange(3000)}
+    streams = {name: stream.to(device) for name, stream in streams.items()}
+
+    def seen(**values: float) -> list[int]:
+        dtypes = {"top_k": torch.int32}
+        tensors = {
+            name: torch.tensor([value], dtype=dtypes.get(name, torch.float32), device=device)
+            for name, value in values.items()
+        }
+        return sorted(set(sample(rows, SamplingParams(**tensors), **streams).tolist()))
+
+    everything = [0, 1, 2, 3]
+    assert seen(temperature=-1.0) == [3]
+    assert seen(temperature=math.nan) == everything
+    assert seen(top_k=-7) == everything
+    assert seen(top_p=0.0) == seen(top_p=-1.0) == seen(top_p=-math.inf) == [3]
+    assert seen(top_p=2.0) == seen(top_p=math.nan) == everything
+    assert seen(min_p=-1.0) == seen(min_p=math.nan) == seen(min_p=1e-42) == everything
+    assert seen(min_p=2.0) == [3]
+
+
+def test_parameters_by_row(device):
+    """A row of a mixed batch draws what it draws alone, with host scalars."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(len(LAWS), 777, generator=generator) * 3).to(torch.bfloat16).to(device)
+    seeds, positions = random_words(len(LAWS)).to(device), random_words(len(LAWS), 1).to(device)
+    for order in ("top_k_first", "joint"):
+        laws = [{**law, "filter_order": order} for law in LAWS]
+        defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        columns = {name: torch.tensor([law.get(name, value) for law in laws]) for name, value in defaults.items()}
+        columns["top_k"] = columns["top_k"].int()
+        columns = {name: column.to(device) for name, column in columns.items()}
+        mixed = sample(logits, SamplingParams(**columns, filter_order=order), seeds=seeds, positions=positions)
+        for r, law in enumerate(laws):
+            one = slice(r, r + 1)
+            alone = sample(logits[one], SamplingParams(**law), seeds=seeds[one], positions=positions[one])
+            assert alone[0] == mixed[r]
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+def test_strided_rows(device, dtype):
+    buffer = torch.full((9, 1200), math.nan, dtype=dtype, device=device)
+    logits = buffer[1:, 100:1101]
+    logits.copy_(torch.randn(8, 1001, generator=torch.Generator().manual_seed(0)) * 3)
+    streams = {"seeds": random_words(8).to(device), "positions": random_words(8, 1).to(device)}
+    params = SamplingParams(top_p=0.9, top_k=100)
+    assert torch.equal(sample(logits, params, **streams), sample(logits.contiguous(), params, **streams))
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+def test_rows_at_any_address(device, dtype):
+    """Whole words of 16 bytes, and what is left at both ends: nothing outside a row counts, ties go to the first id."""
+    generator = torch.Generator().manual_seed(3)
+    streams = {"seeds": random_words(3).to(device), "positions": torch.arange(3, device=device)}
+    for vocab in (1, 7, 8, 9, 17, 40, 1031):
+        rows = (torch.randn(3, vocab, generator=generator) * 2).round().to(dtype)  # many ties
+        rows[1] = 0
+        for offset in range(9):
+            around = torch.full((3 * (vocab + 3) + 20,), torch.nan, dtype=dtype, device=device)
+            strided = around[offset : offset + 3 * (vocab + 3)].view(3, vocab + 3)[:, :vocab]
+            strided.copy_(rows)
+            greedy = sample(strided, SamplingParams(temperature=0.0), **streams)
+            assert greedy.tolist() == [int(np.argmax(row.float().numpy())) for row in rows]
+            for law in ({}, {"top_p": 0.6}, {"top_k": 3, "temperature": 1.5}):
+                expected = sample(rows.to(device), SamplingParams(**law), **streams)
+                assert sample(strided, SamplingParams(**law), **streams).tolist() == expected.tolist()
+
+
+def test_rows_past_two_gigabytes():
+    """Rows whose offsets pass 2^31 elements; memory that nobody touches costs nothing."""
+    stride = 2**30 + 3
+    logits = torch.empty(3 * stride, dtype=torch.float16).as_strided((3, 5), (stride, 1))
+    logits.copy_(torch.tensor([0, 0, 0, 9, 0]).expand(3, 5))
+    streams = {"seeds": torch.zeros(3, dtype=torch.int64), "positions": torch.arange(3)}
+    assert sample(logits, SamplingParams(temperature=0), **streams).tolist() == [3] * 3
+
+
+def test_batch_order_and_threads_change_nothing(device):
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(37, 2003, generator=generator) * 2).to(device)
+    seeds, positions = random_words(37).to(device), random_words(37, 1).to(device)
+    params = SamplingParams(top_p=0.8, temperature=1.1)
+    together = sample(logits, params, seeds=seeds, positions=positions)
+    order = torch.randperm(37, generator=generator).to(device)
+    assert torch.equal(sample(logits[order], params, seeds=seeds[order], positions=positions[order]), together[order])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert torch.equal(sample(logits, params, seeds=seeds, positions=positions), together)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+def test_instruction_sets_agree(isa, monkeypatch, dtype):
+    """They look for a cut above different logits, by their number of lanes."""
+    cuts = [{"top_k": 47}, {"top_k": 90, "top_p": 0.99}, {"top_k": 2000}, {"top_p": 0.9999, "temperature": 1.7}]
+    generator = torch.Generator().manual_seed(0)
+    streams = {"seeds": random_words(40), "positions": random_words(40, 1)}
+    for vocab in (1, 13, 100, 5003):
+        logits = (torch.randn(40, vocab, generator=generator) * 3).to(dtype)
+        logits[3] = 1.0
+        logits[5, ::2] = math.nan
+        logits[6] = -math.inf
+        logits[7, 0] = math.inf
+        logits[8] *= 1e-7
+        logits[20:] = logits[20:].round()
+        for law in LAWS + cuts:
+            monkeypatch.setenv("PAGEDTREE_CPU_ISA", isa)
+            got = sample(logits, SamplingParams(**law), **streams)
+            monkeypatch.setenv("PAGEDTREE_CPU_ISA", "portable")
+            assert torch.equal(got, sample(logits, SamplingParams(**law), **streams))
+
+
+def test_empty_batch(device):
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    assert sample(torch.empty(0, 5, device=device), SamplingParams(), seeds=none, positions=none).shape == (0,)
+
+
+def test_host_scalars_make_one_tensor(device):
+    params = SamplingParams(temperature=0.7, top_k=5)
+    for first, second in zip(params.on(device)[:4], params.on(device)[:4], strict=True):
+        assert first is second
+    column = torch.ones(3, device=device)
+    assert SamplingParams(temperature=column).on(device)[0] is column
+    assert SamplingParams(temperature=torch.tensor(0.5, device=device)).on(device)[0].shape == (1,)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("top_k", -2),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_p", math.nan),
+        ("min_p", -0.1),
+        ("min_p", 1.5),
+        ("filter_order", "top_p_first"),
+    ],
+)
+def test_host_scalars_out_of_range(field, value):
+    with pytest.raises(ValueError, match=field):
+        SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("temperature", "1"), ("top_k", 1.5), ("top_p", None), ("top_k", True), ("filter_order", 3)]
+)
+def test_host_scalars_of_wrong_type(field, value):
+    with pytest.raises(TypeError, match=field):
+        SamplingParams(**{field: value})
+
+
+def test_refusals(device):
+    logits = torch.zeros(3, 5, device=device)
+    streams = {"seeds": torch.zeros(3, dtype=torch.int64), "positions": torch.zeros(3, dtype=torch.int64)}
+    good = {"logits": logits, "params": SamplingParams(), **{name: s.to(device) for name, s in streams.items()}}
+    sample(**good)
+    wrong = [
+        ("logits", logits.double(), ValueError, r"`logits` must be of dtype Float or Half or BFloat16, got Double"),
+        ("logits", logits[0], ValueError, r"`logits` must be of shape \[\*, \*\], got \[5\]"),
+        ("logits", logits[:, :0], ValueError, r"`logits` must be of at least one column, got \[3, 0\]"),
+        ("logits", torch.empty(3, 2**20 + 1, device=device), ValueError,
+         r"`logits` must be of at most 2\^20 columns, got \[3, 1048577\]"),
+        ("logits", logits[:, ::2], ValueError, r"`logits` must be contiguous in its last dimension"),
+        ("logits", None, TypeError, "logits"),
+        ("params", None, TypeError, "params"),
+        ("params", SamplingParams(top_k=torch.zeros(3, device=device)), ValueError, r"`top_k` must be of dtype Int"),
+        ("params", SamplingParams(top_p=torch.ones(2, device=device)), ValueError,
+         r"`top_p` must be of shape \[1\] or \[3\], got \[2\]"),
+        ("seeds", good["seeds"].int(), ValueError, r"`seeds` must be of dtype Long, got Int"),
+        ("positions", good["positions"][:2], ValueError, r"`positions` must be of shape \[3\], got \[2\]"),
+    ]  # fmt: skip
+    for name, value, error, message in wrong:
+        with pytest.raises(error, match=message):
+            sample(**{**good, name: value})
+    with pytest.raises(RuntimeError, match="filter_order"):
+        ops.sample(
+            logits, *SamplingParams().on(device)[:4], "neither", seeds=good["seeds"], positions=good["positions"]
+        )
+
+
+def test_opcheck(device):
+    logits = torch.randn(3, 50, device=device)
+    stream = torch.arange(3, device=device)
+    arguments = (logits, *SamplingParams(top_p=0.9).on(device))
+    torch.library.opcheck(ops.sample.default, arguments, {"seeds": stream, "positions": stream})
+
+
+def test_compile(device):
+    def step(logits: Tensor, seeds: Tensor, positions: Tensor, top_p: Tensor) -> Tensor:
+        fixed = sample(logits, SamplingParams(temperature=0.8, top_k=20), seeds=seeds, positions=positions)
+        return fixed + sample(logits * 2, SamplingParams(top_p=top_p), seeds=seeds, positions=positions)
+
+    logits = torch.randn(4, 100, device=device)
+    stream = torch.arange(4, device=device)
+    top_p = torch.rand(4, device=device)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(logits, stream, stream, top_p), step(logits, stream, stream, top_p))

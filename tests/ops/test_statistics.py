@@ -1,0 +1,212 @@
+"""sample and verify_sampled against their exact laws at a million draws, and that such a test sees small errors.
+
+The core suite makes the same comparisons at a few ten thousand draws, which shows errors of some percent only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from rule_case import LOSSLESS, RULES, ToyPair, compare_with_target, three_tokens
+from statistics_case import LIMIT, excess
+from torch import Tensor
+
+from pagedtree import (
+    SamplingParams,
+    Verdict,
+    build_trees,
+    reference,
+    sample,
+    verify_rejection,
+    verify_sampled,
+    verify_traversal,
+)
+
+pytestmark = pytest.mark.stats
+
+COUNT = 1_000_000
+LAWS = [
+    {},
+    {"temperature": 0.6},
+    {"top_k": 4},
+    {"top_p": 0.8},
+    {"min_p": 0.1, "temperature": 1.5},
+    {"top_k": 6, "top_p": 0.9, "min_p": 0.02, "filter_order": "joint"},
+]
+
+
+@pytest.fixture(autouse=True)
+def _fast_backend(backend):
+    if backend == "simt":
+        pytest.skip("emulated: it gives the bits of cuda and cpu, but not a million draws in a reasonable time")
+
+
+def row_of(vocab: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 1.5).to(dtype)
+
+
+def exact(row: Tensor, **law) -> np.ndarray:
+    return reference.law(reference.clean_logits(row), **law)
+
+
+def draw(row: Tensor, device: torch.device, count: int = COUNT, first: int = 0, **law) -> np.ndarray:
+    """How often each token comes up at `count` neighbouring positions of one seed."""
+    seeds, positions = torch.full((count,), 99, device=device), torch.arange(first, first + count, device=device)
+    tokens = sample(row.to(device).expand(count, -1), SamplingParams(**law), seeds=seeds, positions=positions)
+    return np.bincount(tokens.cpu().numpy(), minlength=row.numel())
+
+
+@pytest.mark.parametrize("vocab", [3, 17, 130])
+@pytest.mark.parametrize("law", LAWS, ids=str)
+def test_sample(device, vocab, law):
+    for dtype in (torch.float32,) if vocab > 3 else (torch.float32, torch.bfloat16):
+        row = row_of(vocab, dtype)
+        assert excess(draw(row, device, **law), exact(row, **law)) < LIMIT
+
+
+def test_sample_far_tail(device):
+    """A hundred thousand tokens of 1.5e-8 each: the far end of the noise, a word in 2^26."""
+    row = torch.full((100_001,), -18.0)
+    row[0] = 0.0
+    seen = sum(draw(row, device, count=4000, first=4000 * i) for i in range(15))
+    assert excess(np.array([seen[0], seen[1:].sum()]), grouped_tail()) < LIMIT
+
+
+def grouped_tail() -> np.ndarray:
+    far = 100_000 * math.exp(-18.0)
+    return np.array([1.0, far]) / (1.0 + far)
+
+
+# Two tokens of a chain whose next token depends on the last ---------------------------------------------------------
+
+VOCAB = 6
+TABLE = torch.randn(VOCAB + 1, VOCAB, generator=torch.Generator().manual_seed(0))  # the last row is the prompt's
+
+
+def redrawn(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Trees of a root, three children and two grandchildren, each drawn anew, and the logits at their nodes."""
+    generator = torch.Generator().manual_seed(1)
+    proposal = (-TABLE[VOCAB]).softmax(0)  # likes what the target does not
+    drafts = torch.multinomial(proposal, count * 6, replacement=True, generator=generator).view(count, 6)
+    rows = TABLE[drafts]
+    rows[:, 0] = TABLE[VOCAB]
+    return rows.view(-1, VOCAB).to(device), drafts.view(-1).to(device)
+
+
+def pairs_of(device: torch.device, law: dict, count: int = COUNT, next_position: int = 1) -> tuple[np.ndarray, Verdict]:
+    """Counts of the first two tokens; where verification gave one, plain sampling draws the second."""
+    counts = np.zeros(VOCAB * VOCAB)
+    chunk, params = 100_000, SamplingParams(**law)
+    parents = torch.tensor([-1, 0, 0, 0, 1, 2], dtype=torch.int32, device=device).repeat(chunk)
+    offsets = torch.arange(chunk + 1, dtype=torch.int32, device=device) * 6
+    trees = build_trees(parents, offsets, max_nodes=6, max_depth=2)
+    for begin in range(0, count, chunk):
+        logits, drafts = redrawn(chunk, device)
+        seeds = torch.arange(begin, begin + chunk, device=device)
+        positions = torch.full((chunk,), 7, device=device)
+        verdict = verify_sampled(logits, drafts, trees, params, seeds=seeds, positions=positions)
+        first, second = verdict.tokens[:, 0].cpu(), verdict.tokens[:, 1].cpu()
+        rest = sample(TABLE[first].to(device), params, seeds=seeds, positions=positions + next_position).cpu()
+        second = torch.where(second >= 0, second, rest)
+        counts += np.bincount((first * VOCAB + second).numpy(), minlength=VOCAB * VOCAB)
+    return counts, verdict
+
+
+def pair_law(law: dict) -> np.ndarray:
+    laws = np.stack([exact(row, **law) for row in TABLE])
+    return (laws[VOCAB][:, None] * laws[:VOCAB]).reshape(-1)
+
+
+@pytest.mark.parametrize("law", [LAWS[0], LAWS[3], LAWS[5]], ids=str)
+def test_verify_sampled(device, law):
+    counts, verdict = pairs_of(device, law)
+    assert excess(counts, pair_law(law)) < LIMIT
+    assert (verdict.num_accepted == 2).any() and (verdict.num_accepted == 0).any()
+
+
+# Rules that weigh drafts ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rule", "law", "tree"), LOSSLESS, ids=str)
+def test_rules_that_weigh_drafts(device, rule, law, tree):
+    assert compare_with_target(RULES[rule][1], ToyPair(4, 5), tree, law, COUNT, device) < LIMIT
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_across_steps(device, rule):
+    assert three_tokens(RULES[rule][1], COUNT, device) < LIMIT
+
+
+@pytest.mark.parametrize(("told", "drawn"), [("iid", "swor"), ("swor", "iid")])
+@pytest.mark.parametrize("rule", [verify_rejection, verify_traversal], ids=lambda rule: rule.__name__)
+def test_a_wrong_draft_law_is_seen(device, rule, told, drawn):
+    def mistaken(*arguments, draft_law, **given):
+        return rule(*arguments, draft_law=told, **given)
+
+    assert compare_with_target(mistaken, ToyPair(4, 5), [-1, 0, 0], drawn, COUNT, device) > LIMIT
+
+
+# Errors that the comparisons must see -------------------------------------------------------------------------------
+
+
+def one_more_kept(device: torch.device) -> tuple[np.ndarray, np.ndarray]:
+    row = row_of(17)
+    return draw(row, device, top_k=5), exact(row, top_k=4)
+
+
+def one_fewer_kept(device: torch.device) -> tuple[np.ndarray, np.ndarray]:
+    row = row_of(17)
+    p = np.sort(exact(row))[::-1].cumsum()
+    assert p[11] > 0.9, "the token that is lost is a rare one"
+    return draw(row, device, top_p=float(p[11] - 1e-3)), exact(row, top_p=float(p[11] + 1e-3))
+
+
+def a_hotter_law(device: torch.device) -> tuple[np.ndarray, np.ndarray]:
+    row = row_of(17)
+    return draw(row, device, temperature=1.01), exact(row)
+
+
+def noise_reused_at_the_next_position(device: torch.device) -> tuple[np.ndarray, np.ndarray]:
+    return pairs_of(device, {}, count=200_000, next_position=0)[0], pair_law({})
+
+
+def one_draw_in_a_hundred_takes_the_draft(device: torch.device) -> tuple[np.ndarray, np.ndarray]:
+    generator = torch.Generator().manual_seed(0)
+    target = TABLE[VOCAB].softmax(0)
+    tokens = torch.multinomial(target, COUNT, replacement=True, generator=generator)
+    drafts = torch.multinomial((-TABLE[VOCAB]).softmax(0), COUNT, replacement=True, generator=generator)
+    wrong = torch.rand(COUNT, generator=generator) < 0.01
+    return np.bincount(torch.where(wrong, drafts, tokens).numpy(), minlength=VOCAB), exact(TABLE[VOCAB])
+
+
+def noise_without_log1p(device: torch.device) -> tuple[np.ndarray, np.ndarray]:
+    """The far tail with -log(1 - v) in float32: v below 2^-25 is lost. Only words below 2^-14 can win."""
+    generator = np.random.default_rng(0)
+    count, bound = 60_000, 2.0**-14
+    far = 0
+    for n in generator.binomial(100_000, bound, size=count):
+        v = generator.random(n) * bound
+        with np.errstate(divide="ignore"):
+            noise = -np.log(-np.log((1 - v.astype(np.float32)).astype(np.float32)))
+        far += -18 + noise.max(initial=-np.inf) > -math.log(generator.exponential())
+    return np.array([count - far, far]), grouped_tail()
+
+
+MUTANTS: list[Callable] = [
+    one_more_kept,
+    one_fewer_kept,
+    a_hotter_law,
+    noise_reused_at_the_next_position,
+    one_draw_in_a_hundred_takes_the_draft,
+    noise_without_log1p,
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_small_errors_are_seen(device, mutant):
+    observed, law = mutant(device)
+    assert excess(observed, law) > LIMIT

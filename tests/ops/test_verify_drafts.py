@@ -1,0 +1,347 @@
+"""The rules that weigh target against draft: lossless by exact enumeration, and the ops decide as the rules do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from rule_case import CHAIN, LOSSLESS, PAIR, RULES, STAIR, TREE, ToyPair, compare_with_target, three_tokens
+from verify_case import batch_of
+
+from pagedtree import (
+    SamplingParams,
+    Verdict,
+    reference,
+    verify_block,
+    verify_rejection,
+    verify_traversal,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("rule", "law", "tree"), LOSSLESS, ids=str)
+def test_rules_are_lossless(rule, law, tree):
+    """Total variation 0, in fractions, over every draft, every coin and every bonus."""
+    for seed in range(2):
+        assert ToyPair(3, seed).error(RULES[rule][0], tree, law) == 0
+
+
+# Rules broken on purpose, and drafts that are not what a rule is told ------------------------------------------------
+
+
+def one_residual_for_all(node, children, drafts, p, q, draft_law, below):
+    for child in children:
+        if q[drafts[child]] > 0 and below(child, p[drafts[child]] / q[drafts[child]]):
+            return child, p
+    return None, reference.normalised(reference.excess(p, q)) if children else p
+
+
+def no_renormalisation(node, children, drafts, p, q, draft_law, below):
+    for child in children:
+        x = drafts[child]
+        if q[x] > 0 and below(child, p[x] / q[x]):
+            return child, p
+        p = reference.excess(p, q)
+    return None, reference.normalised(p)
+
+
+def duplicates_twice(node, children, drafts, p, q, draft_law, below):
+    tried = []
+    for child in children:
+        tried.append(drafts[child])
+        if below(node, sum(p[x] for x in tried)):
+            return child, p
+    return None, reference.normalised(reference.without(p, *tried))
+
+
+def capped_ratio(z, weight):
+    return min(z / weight, 1) if weight else 0
+
+
+def bonus_of_the_root(*arguments):
+    path, _ = reference.rejection(*arguments)
+    return path, arguments[2][0]
+
+
+def rest_is_last_token(*arguments):
+    path, law = reference.rejection(*arguments)
+    return path, [0] * (len(law) - 1) + [1] if len(path) == 1 else law
+
+
+MUTANTS = {
+    "one_residual_for_all": ("judge_in_turn", one_residual_for_all, "rejection", "iid", None, PAIR),
+    "no_renormalisation": ("judge_in_turn", no_renormalisation, "rejection", "iid", None, PAIR),
+    "duplicates_twice": ("judge_exclusive", duplicates_twice, "rejection", "onehot", None, PAIR),
+    "capped_ratio": ("acceptance", capped_ratio, "traversal", "iid", None, TREE),
+    "bonus_of_the_root": (None, bonus_of_the_root, None, "iid", None, CHAIN),
+    "rest_is_last_token": (None, rest_is_last_token, None, "iid", None, PAIR),
+    "iid_told_swor_drawn": (None, None, "rejection", "iid", "swor", PAIR),
+    "swor_told_iid_drawn": (None, None, "rejection", "swor", "iid", PAIR),
+    "drawn_told_chosen": (None, None, "rejection", "iid", "onehot", PAIR),
+    "traversal_iid_told_swor_drawn": (None, None, "traversal", "iid", "swor", PAIR),
+    "traversal_swor_told_iid_drawn": (None, None, "traversal", "swor", "iid", PAIR),
+    "block_drawn_told_chosen": (None, None, "block", "iid", "onehot", CHAIN),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_enumeration_sees_broken_rules(monkeypatch, mutant):
+    part, broken, rule, law, drawn, tree = MUTANTS[mutant]
+    if part is not None:
+        monkeypatch.setattr(reference, part, broken)
+    errors = [ToyPair(4, seed).error(RULES[rule][0] if rule else broken, tree, law, drawn) for seed in range(2)]
+    assert max(errors) > Fraction(1, 1000)
+
+
+def test_onehot_forgives_how_drafts_were_chosen():
+    for drawn in ("iid", "swor"):
+        assert ToyPair(3, 1).error(reference.rejection, PAIR, "onehot", drawn) == 0
+
+
+def mean_accepted(rule: Callable, pair: ToyPair, tree: list[int], law: str) -> Fraction:
+    mean, total = Fraction(0), Fraction(0)
+    for chance, tokens in pair.drafts(tree, law):
+        p, q = pair.laws(tree, tokens)
+        total += chance
+        for weight, _, (path, _) in reference.branches(
+            lambda below, tokens=tokens, p=p, q=q: rule(tree, tokens, p, q, law, below)
+        ):
+            mean += chance * weight * (len(path) - 1)
+    return mean / total
+
+
+def test_joint_rules_accept_no_less():
+    gained = 0
+    for seed in range(4):
+        pair = ToyPair(3, seed)
+        token = mean_accepted(reference.rejection, pair, CHAIN, "iid")
+        assert mean_accepted(reference.block, pair, CHAIN, "iid") >= token
+        assert mean_accepted(reference.traversal, pair, CHAIN, "iid") >= token
+        gained += mean_accepted(reference.block, pair, CHAIN, "iid") > token
+        one_hot = [mean_accepted(rule, pair, CHAIN, "onehot") for rule in (reference.rejection, reference.block)]
+        assert one_hot[0] == one_hot[1]
+        for law in ("iid", "swor"):
+            for tree in (TREE, STAIR):
+                traversal = mean_accepted(reference.traversal, pair, tree, law)
+                assert traversal >= mean_accepted(reference.rejection, pair, tree, law)
+    assert gained > 0
+
+
+# The ops --------------------------------------------------------------------------------------------------------------
+
+MARGIN = 1e-4  # of a coin from its bounds, which the ops compute in floats
+
+
+class Questions:
+    """Trees with coins, and what must come out of them."""
+
+    def __init__(self, vocab: int, tree: list[int]) -> None:
+        self.vocab, self.tree = vocab, tree
+        self.logits: list[np.ndarray] = []
+        self.probs: list[np.ndarray] = []
+        self.tokens: list[list[int]] = []
+        self.coins: list[list[float]] = []
+        self.finals: list[float] = []
+        self.expected: list[tuple[list[int], list[int]]] = []
+
+    def ask_all(self, pair: ToyPair, law: str, tokens: list[int], rule: Callable) -> None:
+        """Coins at both ends of every interval that the rule tells apart, and at both ends of every token's share."""
+        p, q = pair.laws(self.tree, tokens)
+        with np.errstate(divide="ignore"):
+            logits = np.log(np.array([[float(x) for x in row] for row in p]))
+        probs = np.array([[float(x) for x in row] for row in q])
+        generator = np.random.default_rng(len(self.tokens))
+        for _, intervals, (path, bonus) in reference.branches(lambda below: rule(self.tree, tokens, p, q, law, below)):
+            if any(high - low < 3 * MARGIN for low, high in intervals.values()):
+                continue
+            shares = np.cumsum([0.0, *map(float, bonus)])
+            for x, mass in enumerate(bonus):
+                if mass < 3 * MARGIN:
+                    continue
+                for side in (0, 1):
+                    coins = generator.random(len(self.tree)).tolist()
+                    for entry, (low, high) in intervals.items():
+                        coins[entry] = float(high) - MARGIN if side else float(low) + MARGIN * (low > 0)
+                    self.logits.append(logits)
+                    self.probs.append(probs)
+                    self.tokens.append(tokens)
+                    self.coins.append(coins)
+                    self.finals.append(shares[x + 1] - MARGIN if side else shares[x] + MARGIN * (shares[x] > 0))
+                    self.expected.append((path, [*(tokens[node] for node in path[1:]), x]))
+
+    def answer(self, op: Callable, law: str, device: torch.device, dtype: torch.dtype) -> Verdict:
+        given = {}
+        if law != "onehot":
+            given["draft_probs"] = torch.tensor(np.concatenate(self.probs), dtype=dtype, device=device)
+        zeros = torch.zeros(len(self.tokens), dtype=torch.int64, device=device)
+        return op(
+            torch.tensor(np.concatenate(self.logits), dtype=torch.float32, device=device),
+            torch.tensor(self.tokens, device=device).flatten(),
+            batch_of([self.tree] * len(self.tokens), device),
+            SamplingParams(),
+            draft_law=law,
+            seeds=zeros,
+            positions=zeros,
+            coins=torch.tensor(self.coins, dtype=torch.float32, device=device).flatten(),
+            final_coins=torch.tensor(self.finals, dtype=torch.float32, device=device),
+            **given,
+        )
+
+
+@pytest.mark.parametrize(("rule", "law", "tree"), LOSSLESS, ids=str)
+def test_ops_decide_as_the_rules_do(device, rule, law, tree):
+    """With injected coins on both sides of every bound: so the ops' laws are the rules', which are the target's."""
+    exact, op = RULES[rule]
+    questions = Questions(3, tree)
+    for seed in range(2):
+        pair = ToyPair(3, seed)
+        for k, (_, tokens) in enumerate(pair.drafts(tree, law)):
+            if len(tree) < 4 or k % 5 == seed:
+                questions.ask_all(pair, law, tokens, exact)
+        dropped = [0] + [-1 if node % 2 else 1 for node in range(1, len(tree))]
+        questions.ask_all(pair, law, dropped, exact)
+    dtype = {"rejection": torch.float32, "block": torch.float16, "traversal": torch.bfloat16}[rule]
+    verdict = questions.answer(op, law, device, dtype)
+    assert len(questions.expected) > 50
+    for b, (path, tokens) in enumerate(questions.expected):
+        got = [n for n in verdict.accept_index[b].tolist() if n >= 0]
+        assert (got, verdict.tokens[b, : len(tokens)].tolist()) == (path, tokens), questions.coins[b]
+        assert (verdict.tokens[b, len(tokens) :] == -1).all() and verdict.num_accepted[b] == len(path) - 1
+    assert (verdict.status == 0).all()
+
+
+def uniform_case(device: torch.device, tree: list[int], drafts: list[int], allowed: list[list[int]], **given):
+    """One tree whose rows are uniform over the tokens named, exactly."""
+    logits = torch.full((len(tree), 8), -math.inf, device=device)
+    for row, tokens in zip(logits, allowed, strict=True):
+        row[tokens] = 1.5
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    given = {k: torch.tensor(v, device=device) if isinstance(v, list) else v for k, v in given.items()}
+    return (logits, torch.tensor(drafts, device=device), batch_of([tree], device), SamplingParams()), {
+        "seeds": zero, "positions": zero, **given,
+    }  # fmt: skip
+
+
+def first_tokens(op: Callable, arguments: tuple, given: dict) -> list[int]:
+    return [x for x in op(*arguments, **given).tokens[0].tolist() if x >= 0]
+
+
+def test_bounds_are_strict(device):
+    """Coins on the very bound reject; a token without mass is not accepted at u = 0 either."""
+    q = torch.zeros(2, 8, device=device)
+    q[:, 0], q[:, 1], q[:, 7] = 0.5, 0.25, 0.25
+    for coin, expected in ((0.5, [1]), (0.49999997, [0, 2]), (0.0, [0, 2])):
+        arguments, given = uniform_case(
+            device, [-1, 0], [5, 0], [[0, 1, 2, 3], [2]], coins=[0.9, coin], final_coins=[0.0], draft_probs=q
+        )
+        for op in (verify_rejection, verify_block, verify_traversal):
+            # block and traversal judge the leaf at h = w = p / q = 0.5, too
+            assert first_tokens(op, arguments, {**given, "draft_law": "iid"}) == ([2] if expected == [1] else expected)
+    for draft in (4, 7):  # p = 0; q = 0 and not
+        arguments, given = uniform_case(
+            device, [-1, 0], [5, draft], [[0, 1, 2, 3], [2]], coins=[0.0, 0.0], final_coins=[0.0]
+        )
+        assert first_tokens(verify_rejection, arguments, {**given, "draft_law": "onehot"}) == [0]
+        for law in ("iid", "swor"):
+            for op in (verify_rejection, verify_block, verify_traversal):
+                assert first_tokens(op, arguments, {**given, "draft_law": law, "draft_probs": q}) == [2]
+    for coin, expected in ((0.0, [0, 2]), (0.24999999, [0, 2]), (0.25, [1, 2]), (0.49999997, [1, 2]), (0.5, [2])):
+        arguments, given = uniform_case(
+            device, [-1, 0, 0, 0], [5, 0, 0, 1], [[0, 1, 2, 3], [2], [4], [2]], coins=[coin, 0.0, 0.0, 0.0],
+            final_coins=[0.0], draft_law="onehot",
+        )  # fmt: skip
+        assert first_tokens(verify_rejection, arguments, given) == expected
+
+
+def test_coins_stay_below_one(device):
+    """The coin of this seed is 1 - 3e-9, which a float would round to 1; where p == q every coin accepts."""
+    seeds, zero = torch.tensor([61551765], device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    q = torch.zeros(2, 8, device=device)
+    q[:, [1, 2]] = 0.5
+    arguments, given = uniform_case(device, [-1, 0], [0, 1], [[1, 2], [3]], draft_probs=q, draft_law="iid")
+    verdict = verify_rejection(*arguments, **{**given, "seeds": seeds, "positions": zero})
+    assert verdict.tokens.tolist() == [[1, 3]]
+
+
+@pytest.mark.parametrize("final", [0.0, 0.3, 0.9999999])
+def test_nothing_left_samples_the_row_itself(device, final):
+    """p == q, and a draft that q cannot have drawn: the residual is zero everywhere; never the last token."""
+    q = torch.zeros(2, 8, device=device)
+    q[:, [1, 2]] = 0.5
+    arguments, given = uniform_case(
+        device, [-1, 0], [0, 3], [[1, 2], [0]], coins=[0.0, 0.0], final_coins=[final], draft_probs=q, draft_law="iid"
+    )
+    expected = [1] if final < 0.5 else [2]
+    assert first_tokens(verify_rejection, arguments, given) == expected
+    assert first_tokens(verify_block, arguments, given) == expected
+    assert first_tokens(verify_traversal, arguments, given) == expected
+
+
+@pytest.mark.parametrize("vocab", [4, 33, 2500])
+@pytest.mark.parametrize("law", ["iid", "swor"])
+def test_what_rounding_leaves_is_nothing(device, law, vocab):
+    """p == q but for their last bits, and a last draft that q cannot have drawn: the bonus comes from p itself."""
+    count, generator = 40, torch.Generator().manual_seed(vocab)
+    logits = torch.randn(4 * count, vocab, generator=generator) * 2
+    logits[:, 1] = -math.inf
+    q = logits.softmax(dim=1)
+    drafts = torch.multinomial(q, 1, generator=generator)[:, 0].roll(1)
+    drafts[3::4] = 1
+    cumulative = q[2::4].double().cumsum(dim=1)
+    bonus = q[2::4].argmax(dim=1)
+    finals = (cumulative - q[2::4].double() / 2).gather(1, bonus[:, None])[:, 0].float()
+    zeros = torch.zeros(count, dtype=torch.int64, device=device)
+    for op in (verify_rejection, verify_block, verify_traversal):
+        verdict = op(
+            logits.to(device), drafts.to(device), batch_of([[-1, 0, 1, 2]] * count, device), SamplingParams(),
+            draft_law=law, draft_probs=q.to(device), seeds=zeros, positions=zeros,
+            coins=torch.full((4 * count,), 0.9, device=device), final_coins=finals.to(device),
+        )  # fmt: skip
+        assert (verdict.num_accepted == 2).all(), op
+        assert torch.equal(verdict.tokens[:, 2].cpu(), bonus), op
+
+
+@pytest.mark.parametrize("bad", [0.0, -0.5, math.nan, math.inf, -math.inf])
+def test_drafts_of_no_probability_are_rejected(device, bad):
+    q = torch.full((2, 8), 0.125, device=device)
+    q[0, 1] = bad
+    arguments, given = uniform_case(
+        device, [-1, 0], [0, 1], [[1], [0]], coins=[0.0, 0.0], final_coins=[0.5], draft_probs=q, draft_law="iid"
+    )
+    for op in (verify_rejection, verify_block, verify_traversal):
+        assert first_tokens(op, arguments, given) == [1]
+        assert op(*arguments, **given).num_accepted[0] == 0
+
+
+# Laws with the ops' own random numbers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rule", "law", "tree"), LOSSLESS, ids=str)
+def test_law_of_the_first_tokens(device, draws, rule, law, tree):
+    assert compare_with_target(RULES[rule][1], ToyPair(4, 3), tree, law, draws(20_000), device) < 6
+
+
+def test_a_wrong_draft_law_is_seen():
+    """On the CPU: what the statistic sees is its own doing, not a backend's."""
+
+    def told_iid(*arguments, draft_law, **given):
+        return verify_rejection(*arguments, draft_law="iid", **given)
+
+    assert compare_with_target(told_iid, ToyPair(4, 3), PAIR, "swor", 60_000, CPU) > 6
+
+
+def test_law_across_steps(device, draws):
+    """No step's random numbers depend on what the step before has done with its own."""
+    for op in (verify_rejection, verify_block, verify_traversal):
+        assert three_tokens(op, draws(60_000), device) < 6
+
+
+def test_coins_of_positions_would_bias_joint_rules():
+    """The next step meets the coin of its position again, which matters if it was spent on a draft further on."""
+    assert three_tokens(verify_rejection, 50_000, CPU, coins_of_positions=True) < 6
+    assert three_tokens(verify_block, 50_000, CPU, coins_of_positions=True) > 6

@@ -1,0 +1,441 @@
+"""`python -m pagedtree check`: it passes here, and planted errors do not get past it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pagedtree
+from pagedtree import cli, explain
+from pagedtree._ops import ops
+from pagedtree.check import command, runner
+from pagedtree.check.case import CPU, Case, Measurement, Place, equal, relative, within
+from pagedtree.check.cases import all_cases, attention, instructions, is_chosen
+from pagedtree.check.runner import FAILED, NOT_APPLICABLE, NOT_RUN, OK, Row, run_row
+from pagedtree.testing import backends
+
+ROOT = Path(__file__).resolve().parents[2]
+SIMT = Place(torch.device("cpu"), "simt")
+PLACES = [pytest.param(CPU, id="cpu")]
+if "simt" in backends():
+    PLACES.append(pytest.param(SIMT, id="simt"))
+needs_simt = pytest.mark.skipif("simt" not in backends(), reason="built without simt")
+
+
+def public_ops() -> list[str]:
+    """Names as Case.ops has them: "tree_attention", "tree_attention.out"."""
+    names = [
+        name.removeprefix("pagedtree::") for name in torch._C._dispatch_get_all_op_names() if "pagedtree::" in name
+    ]
+    return sorted(name for name in names if not name.startswith("_"))
+
+
+@lru_cache
+def every_case(place: Place) -> list[Any]:
+    """All rows; what is expected of each is found once for all tests."""
+
+    def kept(case: Case | Measurement) -> Case | Measurement:
+        if not isinstance(case, Case):
+            return case
+        expected = case.expected or (lambda: case.run(CPU))
+        return replace(case, loops=case.loops and lru_cache(case.loops), expected=lru_cache(expected))
+
+    return [kept(case) for case in all_cases(place)]
+
+
+def cases_of(op: str, place: Place) -> list[Case]:
+    return [
+        case
+        for case in every_case(place)
+        if isinstance(case, Case) and op in case.ops and (case.backends is None or place.backend in case.backends)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def kept_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "all_cases", every_case)
+
+
+def run_check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    status = cli.main(["check", *arguments])
+    return status, capsys.readouterr().out
+
+
+def options(place: Place) -> list[str]:
+    return ["--device", "cpu", "--backend", place.backend]
+
+
+# It passes, and has everything ----------------------------------------------------------------------------------------
+
+
+def test_everything_passes_on_the_cpu(capsys, tmp_path):
+    status, text = run_check(capsys, "--device", "cpu", "--json", str(tmp_path / "found.json"))
+    assert status == 0, text
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["machine"]["pagedtree"] == pagedtree.__version__ and found["machine"]["torch"] == torch.__version__
+    rows = {row["name"]: row for row in found["rows"]}
+    assert list(rows) == [case.name for case in every_case(CPU)]  # so that no name occurs twice
+    assert found["counts"]["ok"] == sum(row["status"] == OK for row in rows.values()) > 500
+    assert found["counts"]["measured"] == 11 and "rates/attention, decode" in rows
+    against = {row["against"] for row in rows.values() if row["status"] == OK}
+    assert against <= {
+        "plain loops",
+        "what a plan is",
+        "the portable instruction set",
+        "the whole vocabulary on the CPU backend",
+    }
+    for name in ("capture/sampled/n-gram trees", "instructions/ex2"):  # neither passed nor failed
+        assert rows[name]["status"] == NOT_APPLICABLE and rows[name]["detail"].startswith("only on ")
+    assert "not applicable: 3 only on cuda" in text
+
+
+@needs_simt
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["quick", "all"])
+def test_simt_passes(quick):
+    chosen = [case for case in every_case(SIMT) if is_chosen(case.name, [], quick)]
+    rows = [run_row(case, SIMT) for case in chosen]
+    assert [row for row in rows if row.status not in (OK, NOT_APPLICABLE)] == []
+    assert {row.against for row in rows if row.status == OK} <= {
+        "the CPU backend", "what a plan is", "the PTX manual's definition", "the whole vocabulary on the CPU backend",
+    }  # fmt: skip
+    judged = {op for case in chosen if isinstance(case, Case) for op in case.ops}
+    assert sorted(judged) == public_ops() and len(chosen) < (80 if quick else 1000)
+
+
+def test_every_op_has_cases_with_loops():
+    """A new op without a case fails here: add one to the module of its family in pagedtree/check/cases."""
+    known = {op for case in every_case(CPU) if isinstance(case, Case) and case.loops is not None for op in case.ops}
+    assert sorted(known) == public_ops()
+
+
+@needs_simt
+def test_every_instruction_has_golden_vectors():
+    wrappers = ["ptx_cuda.cuh"]
+    sources = [path for path in (ROOT / "csrc" / "cuda").rglob("*.cu*") if path.parent.name != "tile"]
+    if any("ptx_sm90.cuh" in path.read_text() for path in sources):  # no kernel uses them so far
+        wrappers.append("ptx_sm90_cuda.cuh")
+    text = "".join((ROOT / "csrc" / "cuda" / "tile" / name).read_text() for name in wrappers)
+    functions = set(re.findall(r"^PT_DEVICE [\w&*<> ]+?[&* ](\w+)\(", text, re.MULTILINE))
+    assert {"ldmatrix_x4", "cp_async_wait", "shared", "of_cta", "ex2"} <= functions
+    called = set(re.findall(r"ptx::(\w+)", (ROOT / "csrc" / "cuda" / "instructions.cu").read_text()))
+    assert functions - called == set()
+    judged = {case.name.removeprefix("instructions/") for case in instructions.cases()}
+    assert judged == set(instructions.instruction_names("simt"))
+
+
+def test_every_tile_is_taken():
+    config = (ROOT / "csrc" / "cuda" / "attention" / "config.h").read_text()
+    table = config[config.index("kTileShapes[]") : config.index("};", config.index("kTileShapes[]"))]
+    tiles: dict[int, list[int]] = {}
+    for head_dim, m_tile in re.findall(r"^ +\{(\d+), (\d+),", table, re.MULTILINE):
+        tiles.setdefault(int(head_dim), []).append(int(m_tile))
+    assert {head_dim: tuple(heights) for head_dim, heights in tiles.items()} == attention.TILES
+    names = [case.name for case in every_case(CPU)]
+    for head_dim, heights in tiles.items():
+        for m_tile in heights:
+            n = m_tile // 4
+            cost = explain([n, n], [70 + n, 3 + n], num_q_heads=8, num_kv_heads=2, head_dim=head_dim, max_seqlen_q=n)
+            assert [launch.m_tile for launch in cost.launches] == [m_tile]
+            for types in ("fp16", "bf16", "fp16 on fp8", "bf16 on fp8"):
+                assert f"tree_attention/tile {m_tile}/{types}/D {head_dim}" in names
+
+
+# Planted errors -------------------------------------------------------------------------------------------------------
+
+
+def on_backend(place: Place) -> bool:
+    """Whether ops on CPU tensors run on the place's backend now."""
+    name = ops._use_backend("cpu")
+    ops._use_backend(name)
+    return name == place.backend
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., Any], place: Place) -> None:
+    """Calls wrong(op, *args, **kwargs) in place of an op, where it runs on the backend of `place`."""
+    packet, _, overload = name.partition(".")
+    right = getattr(ops, packet)
+
+    class Wrong:
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return wrong(right, *args, **kwargs) if not overload and on_backend(place) else right(*args, **kwargs)
+
+        def __getattr__(self, attribute: str) -> Any:
+            if attribute != overload:
+                return getattr(right, attribute)
+            function = getattr(right, overload)
+            return lambda *args, **kwargs: (wrong if on_backend(place) else _right)(function, *args, **kwargs)
+
+    monkeypatch.setattr(ops, packet, Wrong())
+
+
+def _right(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def nudge(tensor: Tensor) -> bool:
+    """Changes the last element, or the last row of floats, by a little; False where there is none to change."""
+    if not tensor.numel():
+        return False
+    last = tensor[(-1,) * tensor.dim()]
+    if tensor.dtype == torch.bool:
+        last.logical_not_()
+    elif tensor.dtype == torch.float8_e4m3fn:
+        last.view(torch.uint8).bitwise_xor_(1)
+    elif tensor.is_floating_point():
+        row = tensor[(-1,) * (tensor.dim() - 1)] if tensor.dim() > 1 else last
+        row.mul_(1.03).add_(1e-3)
+    else:
+        last.add_(1)
+    return True
+
+
+WRITTEN = {  # ops that return nothing, or not all: arguments that they write
+    "append_kv": [2], "compact_kv": [0], "step_shards": [1, 3], "weigh_shards": [2, 5], "tree_attention.out": ["out"],
+}  # fmt: skip
+
+
+UP_TO = {"walk_shards": 4}  # the last result has words for the op's own use
+
+
+def slightly_wrong(name: str) -> Callable[..., Any]:
+    def wrong(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = op(*args, **kwargs)
+        tensors = [result] if isinstance(result, Tensor) else list(result or [])
+        for key in WRITTEN.get(name, []):
+            value = args[key] if isinstance(key, int) else kwargs[key]
+            tensors += value if isinstance(value, list) else [value]
+        if name == "attention_plan":
+            tensors[0][4].add_(1)  # where the first range begins; the words behind the last range mean nothing
+        else:
+            any(nudge(tensor) for tensor in reversed(tensors[: UP_TO.get(name)]))
+        return result
+
+    return wrong
+
+
+def first_failure(op: str, place: Place) -> Row | None:
+    return next((row for case in cases_of(op, place) if (row := run_row(case, place)).status == FAILED), None)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("op", public_ops())
+def test_a_slightly_wrong_op_is_found(op, place, monkeypatch):
+    plant(monkeypatch, op, slightly_wrong(op), place)
+    row = first_failure(op, place)
+    assert row is not None and row.detail
+
+
+# Hints, which change no result.
+WITHOUT_EFFECT = {"plan", "max_seqlen_q", "attention_plan.tree_lens"}
+
+
+def optional_arguments() -> Iterator[tuple[str, str]]:
+    for name in public_ops():
+        packet, _, overload = name.partition(".")
+        for argument in getattr(getattr(ops, packet), overload or "default")._schema.arguments:
+            names = {argument.name, f"{name}.{argument.name}"}
+            if argument.has_default_value() and not names & WITHOUT_EFFECT and not overload:
+                yield name, argument.name
+
+
+@pytest.mark.parametrize(("op", "argument"), list(optional_arguments()))
+def test_an_argument_that_an_op_forgets_is_found(op, argument, monkeypatch):
+    def forgets(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        arguments = ops_schema(op).arguments
+        given = {a.name: x for a, x in zip(arguments, args, strict=False)} | kwargs
+        default = next(a.default_value for a in arguments if a.name == argument)
+        return function(**{**given, argument: default})
+
+    plant(monkeypatch, op, forgets, CPU)
+    assert first_failure(op, CPU) is not None
+
+
+def ops_schema(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.pagedtree, packet), overload or "default")._schema
+
+
+# Runs, as a person sees them ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_failing_rows_are_named_with_a_command_that_runs_them(place, capsys, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        plant(patch, "commit", slightly_wrong("commit"), place)
+        arguments = [*options(place), "--only", "commit/", "--json", str(tmp_path / "found.json")]
+        status, text = run_check(capsys, *arguments)
+        assert status == 1
+        found = json.loads((tmp_path / "found.json").read_text())
+        failed = {row["name"]: row for row in found["rows"] if row["status"] == FAILED}
+        assert "commit/EOS for all" in failed and found["counts"]["failed"] == len(failed) > 3
+        assert found["command"] == " ".join(["python -m pagedtree check", *arguments])
+        shown = dict(re.findall(r"^FAILED (.*)\n    .+\n    rerun: (.*)$", text, re.MULTILINE))
+        assert shown == {name: row["rerun"] for name, row in failed.items()}
+        counts = found["counts"]
+        assert re.search(rf"^commit +{counts[OK]} +{counts[FAILED]} ", text, re.MULTILINE), text
+        name = "commit/no history, no node map"
+        again = shlex.split(shown[name])
+        assert again[:4] == ["python", "-m", "pagedtree", "check"]
+        status, text = run_check(capsys, *again[4:])
+        assert status == 1 and re.findall(r"^FAILED (.*)$", text, re.MULTILINE) == [name]
+    if place is not CPU:
+        return  # a process takes seconds
+    done = subprocess.run([sys.executable, *again[1:]], cwd=tmp_path, text=True, capture_output=True)
+    assert done.returncode == 0 and "1 rows in" in done.stdout and "1 ok" in done.stdout, done.stdout + done.stderr
+
+
+@needs_simt
+def test_a_wrong_answer_of_an_instruction_is_found(monkeypatch):
+    right = instructions.run_instruction
+    for name in instructions.instruction_names("simt"):
+
+        def wrong(which: str, *arguments: Any, name: str = name) -> Any:
+            words, cluster = right(which, *arguments)
+            if which == name:
+                words[-1, -1, -1] ^= 0x1000
+            return words, cluster
+
+        monkeypatch.setattr(instructions, "run_instruction", wrong)
+        rows = [run_row(case, SIMT) for case in instructions.cases()]
+        assert [row.name for row in rows if row.status == FAILED] == [f"instructions/{name}"]
+
+
+@needs_simt
+def test_a_gpu_without_clusters_is_no_failure(monkeypatch):
+    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "4:227:1")
+    rows = {row.name: row for row in (run_row(case, SIMT) for case in instructions.cases())}
+    assert rows["instructions/of_cta"].status == NOT_APPLICABLE
+    assert rows["instructions/of_cta"].detail == "this GPU has no clusters"
+    assert {row.status for name, row in rows.items() if name != "instructions/of_cta"} == {OK}
+
+
+def raises(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_an_exception_is_the_failure_of_its_row(capsys, tmp_path, monkeypatch):
+    plant(monkeypatch, "prepare_step", raises, CPU)
+    path = tmp_path / "found.json"
+    status, text = run_check(capsys, "--device", "cpu", "--only", "/1000 nodes", "--json", str(path))
+    assert status == 1
+    found = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    assert found["compact_kv/1000 nodes"]["status"] == OK  # what comes before runs, and what comes after
+    row = found["prepare_step/1000 nodes"]
+    assert row["status"] == FAILED and row["detail"].startswith("raised RuntimeError: CUDA error: an illegal")
+    status, text = run_check(capsys, "--device", "cpu", "--only", "/no sequence")
+    assert status == 1 and re.findall(r"^FAILED (.*)$", text, re.MULTILINE) == ["prepare_step/no sequence"]
+
+
+def test_what_a_lost_device_leaves_runs_in_a_fresh_process(capsys, tmp_path, monkeypatch):
+    """As after an illegal access on a GPU, which fails whatever the process does there afterwards."""
+    plant(monkeypatch, "prepare_step", raises, CPU)
+    monkeypatch.setattr(runner, "context_is_lost", lambda place: True)
+    path = tmp_path / "found.json"
+    arguments = ["--device", "cpu", "--only", "/no sequence", "--json", str(path)]
+    status, text = run_check(capsys, *arguments)
+    assert status == 1
+    assert "prepare_step/no sequence left the device unusable" in text
+    found = json.loads(path.read_text())
+    names = [case.name for case in every_case(CPU) if "/no sequence" in case.name]
+    assert [row["name"] for row in found["rows"]] == names
+    assert [row["name"] for row in found["rows"] if row["status"] != OK] == ["prepare_step/no sequence"]
+
+    def dies(given: list[str], **kwargs: Any) -> Any:
+        return subprocess.CompletedProcess(given, -11)
+
+    monkeypatch.setattr(subprocess, "run", dies)
+    status, text = run_check(capsys, *arguments)
+    assert status == 1 and "the fresh process ended with status -11" in text
+    statuses = [row["status"] for row in json.loads(path.read_text())["rows"]]
+    at = names.index("prepare_step/no sequence")
+    assert statuses == [OK] * at + [FAILED] + [NOT_RUN] * (len(names) - at - 1)
+
+
+def test_the_portable_instruction_set_is_not_compared_with_itself(monkeypatch):
+    case = next(case for case in every_case(CPU) if isinstance(case, Case) and case.loops is None)
+    assert run_row(case, CPU).against == "the portable instruction set"
+    monkeypatch.setenv("PAGEDTREE_CPU_ISA", "portable")
+    row = run_row(case, CPU)
+    assert row.status == NOT_APPLICABLE and "portable" in row.detail
+
+
+def test_value_checks_of_the_environment_do_not_count(capsys, monkeypatch):
+    monkeypatch.setenv("PAGEDTREE_CHECK", "1")
+    status, text = run_check(capsys, "--device", "cpu", "--only", "bad ")
+    assert status == 0 and "5 ok" in text, text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "tpu"], "--device: expected cuda"),
+        (["--device", "meta"], "--device: expected cuda"),
+        (["--backend", "metal"], "invalid choice"),
+        (["--only", "no such row"], "no row has 'no such row' in its name"),
+        (["--json", "no/such/folder/x.json"], "--json: there is no folder"),
+        (["--no-such-option"], "unrecognized arguments"),
+    ],
+)
+def test_wrong_usage(arguments, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["check", *arguments])
+    assert exit_.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_there(capsys):
+    if "cuda" in backends():
+        pytest.skip("it is")
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["check", "--device", "cuda"])
+    assert exit_.value.code == 2 and "--device cuda: this " in capsys.readouterr().err
+
+
+def test_list_names_the_rows(capsys):
+    status, text = run_check(capsys, "--list", "--device", "cpu", "--only", "tree_attention/page 7/bf16")
+    assert status == 0 and text.split("\n") == [f"tree_attention/page 7/bf16/D {d}" for d in (64, 128)] + [""]
+
+
+def test_it_needs_torch_and_numpy_only():
+    """And nothing of the checkout: it runs where a wheel was installed (tests/repo/test_packaging.py)."""
+    folder = Path(pagedtree.__file__).parent / "check"
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                top = name.split(".")[0]
+                assert top in {"torch", "numpy", "pagedtree"} or top in sys.stdlib_module_names, (path, name)
+
+
+# Tolerances -----------------------------------------------------------------------------------------------------------
+
+
+def test_tolerances():
+    x = torch.tensor([[3.0, 4.0], [0.0, 0.0], [300.0, 400.0]])
+    nan = torch.tensor([1.0, torch.nan])
+    assert equal(nan, nan) == "" and equal(x, x) == ""
+    assert "1 of 6 elements differ, first at [2, 0]: 301.0 instead of 300.0" in equal(
+        x + torch.tensor([[0, 0], [0, 0], [1, 0]]), x
+    )
+    assert equal(x.half(), x) == "torch.float16 instead of torch.float32"
+    assert equal(x[:2], x) == "shape [2, 2] instead of [3, 2]"
+    assert within(1.0)(x + 1, x) == "" and "6 of 6" in within(0.5)(x + 1, x)
+    assert within(1e9)(torch.tensor([torch.inf]), torch.tensor([1.0])) and within(0)(nan, nan) == ""
+    assert within(1.0)(torch.tensor([1.0]), torch.tensor([torch.inf])) != ""
+    limit = relative(0.01)
+    assert limit(x * 1.009, x) == "" and "2 of 3 rows are off" in limit(x * 1.02, x)
+    assert limit(x + torch.tensor([[0, 0], [9.0, 0], [0, 0]]), x) != ""  # a row of zeros
+    assert limit(torch.where(x == 4, torch.nan, x), x) != "" and limit(x[:0], x[:0]) == ""

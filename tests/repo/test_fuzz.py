@@ -1,0 +1,174 @@
+"""What the fuzzer has found, kept as tests; and that it finds what it is for."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fuzz_calls
+import pytest
+import torch
+import torch.distributed as dist
+from fuzz import changed, run
+from fuzz_calls import Call
+from step_case import int32
+
+import pagedtree as pt
+
+FUZZ = Path(__file__).parents[1] / "fuzz.py"
+META = torch.zeros(2, dtype=torch.int32, device="meta")
+HUGE = 2**70
+
+# (call, its changed argument, the new value, how the message begins; None: the call returns)
+FINDINGS: list[tuple[str, tuple[Any, ...], Any, str | None]] = [
+    ("expected_tokens", ("tree",), None, "tree: expected a DraftTree"),
+    ("batch_of_trees", ("trees",), None, "trees: expected a sequence"),
+    ("batch_of_trees", ("capacity",), 2**62, "capacity: expected at least 4 rows"),
+    ("explain", ("query_lens",), None, "query_lens: expected a sequence"),
+    ("full_tree", ("branching",), None, "branching: expected a sequence"),
+    ("tree_of_a_chain", ("num_draft_tokens",), None, "num_draft_tokens: expected an integer"),
+    ("tree_of_paths", ("paths",), [None], "paths: expected sequences of integers"),
+    ("choose_tree", ("max_depth",), 2**62, None),
+    ("choose_tree", ("max_depth",), None, "max_depth: expected an integer"),
+    ("one_tree_of_a_batch", ("b",), 2, "b: expected 0 to 1"),
+    ("one_tree_of_a_batch", ("b",), None, "b: expected an integer"),
+    ("flashinfer_append", ("batch_indices",), META, "append_paged_kv_cache: `batch_indices` must be on"),
+    ("flashinfer_append", ("kv_indices",), int32([[1, 3, 0, 4, 2]]), "kv_indices: expected [pages]"),
+    ("flashinfer_page_table", ("indptr",), META, "page_table: `indices` must be on"),
+    ("flashinfer_page_table", ("page_size",), HUGE, "page_size: expected an integer of 64 bits"),
+    ("flashinfer_page_table", ("page_size",), -1, "page_size: expected 1 to"),
+    ("flashinfer_page_table", ("max_pages",), -1, "max_pages: expected 0 to"),
+    ("flashinfer_export_mask", ("tree_mask",), torch.zeros(8, 1), "tree_mask: expected int32 or int64"),
+    ("flashinfer_export_mask", ("qo_indptr",), int32([5]).squeeze(0), "qo_indptr: expected [B + 1]"),
+    ("flash_attn_with_kvcache", ("cache_seqlens",), torch.tensor([6, 3], dtype=torch.int16), "cache_seqlens: "),
+    ("sglang_sampling", ("uniform_samples",), torch.zeros(2, 4).to(torch.float8_e4m3fn), "uniform_samples: "),
+    ("sharded_verify_rejection", ("draft_probs",), [[0.5]], "draft_probs: expected a Tensor"),
+    ("flashinfer_import_mask", ("custom_mask",), META, "custom_mask: expected a tensor with values"),
+    ("flashinfer_wrapper", ("paged_kv_indptr",), int32([0, 2**31 - 1, 5]), "custom_mask: expected shape"),
+    ("flashinfer_wrapper", ("qo_indptr",), int32([]), "qo_indptr: expected shape"),
+    ("flashinfer_wrapper", ("paged_kv_last_page_len",), int32([]), "paged_kv_last_page_len: expected shape"),
+    ("flashinfer_chain_sampling", ("target_probs",), META, "chain_speculative_sampling: `target_probs` must be on"),
+    ("flashinfer_chain_sampling", ("target_probs",), torch.ones(2, 4, 11).to(torch.float8_e4m3fn), "target_probs: "),
+    ("flash_attn_varlen", ("q",), None, "q: expected a Tensor"),
+    ("flash_attn_varlen", ("k",), torch.zeros(9), "k: expected"),
+    ("flash_attn_with_kvcache", ("k_cache",), torch.zeros(9), "k_cache: expected"),
+    ("flash_attn_varlen", ("block_table",), int32([1]), "block_table: expected [B, max_pages]"),
+    ("flashinfer_page_table", ("indptr",), int32([5]).squeeze(0), "indptr: expected [B + 1]"),
+    ("flashinfer_wrapper", ("paged_kv_indices",), int32([[1, 3, 0, 4, 2]]), "paged_kv_indices: expected [pages]"),
+    ("flashinfer_export_mask", ("tree_mask",), int32([1]), "tree_mask: expected [T, W]"),
+    ("sample", ("params",), pt.SamplingParams(3.402823466385289e38), None),
+    ("sharded_sample", ("params", "temperature"), torch.ones(2, 2)[:0, 0], "step_shards: `temperature` must"),
+    ("sglang_verify_greedy", ("candidates",), torch.ones(2, 4, dtype=torch.int16), "candidates: expected int32 or"),
+    ("sglang_move_kv", ("k_buffer",), None, "k_buffer: expected a sequence"),
+    ("sglang_build_tree", ("tree_mask_mode",), -1, "tree_mask_mode: expected one of"),
+    ("sglang_build_tree", ("tree_mask",), torch.zeros(1, dtype=torch.bool).expand(80), "tree_mask: expected memory"),
+    ("sglang_verify_greedy", ("predicts",), int32([0]).expand(8), "predicts: expected memory of its own"),
+    ("rejected_predictions", ("context",), 2**31, "rejected_predictions: `context` must be in"),
+    ("rejected_predictions", ("trees", "parents"), META, "parents: expected"),
+    ("copy_of_a_batch", ("other", "cu_nodes"), int32([0]).squeeze(0), "cu_nodes: expected shape"),
+    ("copy_of_a_batch", ("other", "depths"), int32([0]), "depths: expected shape"),
+    ("copy_of_a_batch", ("other", "mask"), int32([[0, 0]] * 8), "mask: expected shape [8, 1]"),
+    ("one_tree_of_a_batch", ("trees", "cu_nodes"), torch.zeros(3), "cu_nodes: expected torch.int32"),
+    ("sharded_sample", ("params",), None, "params: expected a SamplingParams"),
+    ("sharded_verify_greedy", ("trees",), None, "trees: expected a TreeBatch"),
+    ("sharded_verify_greedy", ("trees", "cu_nodes"), int32([0, 5, 0]), None),
+    ("transformers_generate", ("input_ids",), None, "input_ids: expected prompts"),
+    ("transformers_generate", ("input_ids",), [None], "input_ids: expected token ids"),
+    ("transformers_generate", ("seeds",), [None] * 4, "seeds: expected 4 integers"),
+    ("transformers_generate", ("eos_token_id",), HUGE, "eos_token_id: expected an integer of 64 bits"),
+    ("transformers_generate", ("share_prefix",), -1, "share_prefix: expected True, False or None"),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    """Other tests make a group of their own."""
+    yield
+    if dist.is_initialized():
+        fuzz_calls.one_rank.cache_clear()
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("name", "path", "value", "message"), FINDINGS)
+def test_findings(name: str, path: tuple[Any, ...], value: Any, message: str | None) -> None:
+    call = fuzz_calls.make(name)
+    if message is None:
+        call.arguments = changed(call.arguments, path, value)
+        run(call)
+        return
+    with pytest.raises((ValueError, TypeError), match="^" + re.escape(message)):
+        call.function(**changed(call.arguments, path, value))
+
+
+def test_nothing_beside_a_tensor_without_values() -> None:
+    """The call goes to what makes the shapes of results, which meets None in place of a tensor."""
+    with pytest.raises(TypeError, match="build_trees: `parents` must be a Tensor, got None"):
+        pt.build_trees(None, META, max_nodes=1, max_depth=0)  # type: ignore[arg-type]
+
+
+def test_results_too_large_for_the_memory() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="slot_mapping: not enough memory"):
+        pt.slot_mapping(int32([[0]]), int32([0]), int32([0, 0]), 4, total_q=2**46)
+
+
+@pytest.mark.parametrize("name", fuzz_calls.names())
+def test_calls_are_valid(name: str) -> None:
+    """Nothing that is refused from the start is worth changing."""
+    call = fuzz_calls.make(name)
+    call.function(**call.arguments)
+
+
+def unnamed(q: Any) -> None:
+    raise ValueError("wrong")
+
+
+def crashing(q: Any) -> None:
+    raise IndexError("`q`")
+
+
+def writing_behind(q: Any) -> None:
+    torch.as_strided(q, (1,), (1,), q.storage_offset() + q.numel()).fill_(7)
+
+
+def writing_inside(q: Any) -> None:
+    q.fill_(7)
+
+
+def token_outside(q: Any) -> pt.Verdict:
+    return pt.Verdict(int32([[0]]), int32([0]), torch.tensor([[2**32 - 1]]), int32([0]))
+
+
+@pytest.mark.parametrize("function", [unnamed, crashing, writing_behind, writing_inside, token_outside])
+def test_planted_errors_are_found(function: Any) -> None:
+    with pytest.raises(AssertionError):
+        run(Call(function, {"q": torch.zeros(4)}))
+    run(Call(lambda q: None, {"q": torch.zeros(4)}))
+    run(Call(writing_inside, {"q": torch.zeros(4)}, written=("q",)))
+
+
+def fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(FUZZ), "--seed", "1", *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
+
+
+def test_the_command() -> None:
+    done = fuzz("--cases", "60", "--only", "build_trees", "slot_mapping")
+    assert done.returncode == 0 and "60 calls" in done.stdout and "0 findings" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_crash_is_reported(tmp_path: Path) -> None:
+    """The process that makes the calls dies in one of them."""
+    calls = tmp_path / "calls.py"
+    calls.write_text(
+        "import os\n"
+        "from fuzz_calls import Call, valid_call\n"
+        "@valid_call\n"
+        "def dying():\n"
+        "    return Call(lambda size: size == 3 or os.abort(), {'size': 3})\n"
+    )
+    done = fuzz("--cases", "60", "--calls", str(calls), "--only", "dying")
+    assert done.returncode == 1 and "status -6 in dying(size: " in done.stdout, done.stdout + done.stderr

@@ -1,0 +1,152 @@
+"""The shape of the source tree: who may include or import whom, and where Torch, CUDA and the engines may be known."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
+SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".cpp", ".cuh", ".cu"))
+
+# Folder -> folders and files that it may include; the longest matching folder counts.
+ARROWS = {
+    "core": {"core"},
+    "cpu": {"core", "cpu"},
+    # What is compiled once per instruction set, and the headers through which the hosts call it.
+    "cpu/isa": {"core", "cpu/isa", "cpu/isa/tile", "cpu/isa.h", "cpu/attention_work.h", "cpu/logits_scratch.h"},
+    "cpu/isa/tile": {"core", "cpu/isa/tile"},
+    "cuda": {"core", "cuda", "cuda/tile"},
+    "cuda/tile": {"core", "cuda/tile", "simt"},  # each instruction for the GPU, and what it means for simt
+    "simt": {"core", "simt"},
+    "torch": {"core", "torch"},
+    "bindings": {"core", "cpu", "cuda", "bindings"},
+}
+
+
+def folder_of(path: str) -> str:
+    return max((name for name in ARROWS if path.startswith(name + "/")), key=len, default="")
+
+
+def violations(path: str, text: str) -> list[str]:
+    """What the file at `path` (relative to csrc) includes and may not."""
+    folder, wrong = folder_of(path), []
+    for name in re.findall(r'#\s*include\s+"([^"]+)"', text):
+        if not {name, folder_of(name)} & ARROWS[folder]:
+            wrong.append(name)
+    for name in re.findall(r"#\s*include\s+<([^>]+)>", text):
+        torch = name.startswith(("torch/", "c10/", "ATen/")) and folder != "torch"
+        unstable = folder == "torch" and re.match(r"c10/|ATen/|torch/(?!csrc/stable/|headeronly/)", name)
+        python = name.startswith(("pybind11/", "Python.h")) and folder != "bindings"
+        cuda = name.startswith(("cuda", "mma")) and not folder.startswith(("cuda", "simt"))
+        if torch or unstable or python or cuda:
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(CSRC).as_posix())
+def test_includes_follow_the_arrows(path: Path) -> None:
+    relative = path.relative_to(CSRC).as_posix()
+    assert folder_of(relative), f"{relative}: a folder without a rule in ARROWS"
+    assert violations(relative, path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "include"),
+    [
+        ("core/a.h", '"cpu/isa.h"'),
+        ("core/a.h", "<torch/csrc/stable/tensor.h>"),
+        ("core/a.h", "<cuda_runtime.h>"),
+        ("cpu/a.cpp", '"torch/check.h"'),
+        ("cpu/a.cpp", '"isa.h"'),
+        ("cpu/a.cpp", '"cpu/isa/tile/vec.h"'),
+        ("cpu/isa/a.cpp", '"cpu/backend.h"'),
+        ("cpu/isa/tile/a.h", '"cpu/isa/logits/row.h"'),
+        ("cuda/a.cu", '"cpu/parallel.h"'),
+        ("cuda/a.cu", '"simt/machine.h"'),
+        ("cuda/tile/a.cuh", '"cuda/kernels.h"'),
+        ("simt/a.h", '"cuda/kernels.h"'),
+        ("torch/a.cpp", '"cpu/kernels.h"'),
+        ("torch/a.cpp", '"cuda/kernels.h"'),
+        ("torch/a.cpp", "<ATen/ATen.h>"),
+        ("torch/a.cpp", "<torch/extension.h>"),
+        ("torch/a.cpp", "<pybind11/pybind11.h>"),
+    ],
+)
+def test_a_wrong_include_is_found(path: str, include: str) -> None:
+    assert violations(path, f"#include {include}\n") == [include.strip('"<>')]
+
+
+PYTHON = ROOT / "python" / "pagedtree"
+MODULES = sorted(path for path in PYTHON.rglob("*.py"))
+ENGINES = ("transformers", "vllm", "sglang", "flashinfer", "flash_attn")
+
+# Folder -> what its modules may not import; the longest matching folder counts.
+FORBIDDEN = {
+    "": ("pagedtree.generation", "pagedtree.integrations", *ENGINES),
+    "generation": ("pagedtree.integrations", *ENGINES),
+    "generation/drafters": (
+        *("pagedtree.integrations", *ENGINES),
+        *("pagedtree.generation.engine", "pagedtree.generation.fixed_step"),
+    ),
+    "integrations": (),
+    **{
+        f"integrations/{name}": tuple(f"pagedtree.integrations.{other}" for other in ENGINES if other != name)
+        for name in ENGINES
+    },
+    "integrations/vllm": tuple(f"pagedtree.integrations.{other}" for other in ("sglang", "flashinfer", "flash_attn")),
+}
+
+
+def imports(text: str) -> Iterator[str]:
+    """The modules, and the names from them, that a source imports, also within its functions."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute here"
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+def forbidden_imports(path: str, text: str) -> list[str]:
+    """What the file at `path` (relative to the package) imports and may not."""
+    folder = max((name for name in FORBIDDEN if not name or path.startswith(name + "/")), key=len)
+    return [
+        name for name in imports(text) for other in FORBIDDEN[folder] if name == other or name.startswith(other + ".")
+    ]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PYTHON).as_posix())
+def test_imports_follow_the_arrows(path: Path) -> None:
+    assert forbidden_imports(path.relative_to(PYTHON).as_posix(), path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "module"),
+    [
+        ("generation/engine.py", "from transformers import X", "transformers.X"),
+        ("generation/engine.py", "def f():\n    import transformers.generation", "transformers.generation"),
+        (
+            "generation/drafters/model.py",
+            "from pagedtree.integrations.transformers.model import X",
+            "pagedtree.integrations.transformers.model.X",
+        ),
+        (
+            "generation/drafters/ngram.py",
+            "from pagedtree.generation.engine import X",
+            "pagedtree.generation.engine.X",
+        ),
+        ("generation/rules.py", "from pagedtree import integrations", "pagedtree.integrations"),
+        ("distributed/shards.py", "from pagedtree.generation.rules import X", "pagedtree.generation.rules.X"),
+        ("verify.py", "import pagedtree.integrations", "pagedtree.integrations"),
+        (
+            "integrations/transformers/model.py",
+            "import pagedtree.integrations.vllm",
+            "pagedtree.integrations.vllm",
+        ),
+    ],
+)
+def test_a_wrong_import_is_found(path: str, line: str, module: str) -> None:
+    assert forbidden_imports(path, line + "\n") == [module]

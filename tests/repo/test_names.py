@@ -1,0 +1,79 @@
+"""One word for each family of ops, on every floor: who looks for it finds all files."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "csrc").is_dir())
+CSRC = ROOT / "csrc"
+
+# The word of each family of ops, in the names of its files or folders on every floor.
+FAMILIES = {
+    "attention": ("tree_attention", "attention_plan", "merge_states"),
+    "drafting": ("expand_tree", "rerank_tree", "ngram_propose", "medusa_propose"),
+    "kv_cache": ("slot_mapping", "append_kv", "compact_kv"),
+    "sampling": ("sample",),
+    "shards": ("step_shards", "follow_shards", "weigh_shards", "walk_shards"),
+    "step": ("prepare_step", "commit"),
+    "tree": ("build_trees",),
+    "verify": (
+        "verify_greedy", "verify_sampled", "verify_rejection", "verify_block", "verify_typical", "verify_traversal",
+    ),
+}  # fmt: skip
+FLOORS = ("python/pagedtree", "csrc/torch", "csrc/cpu", "csrc/cuda")
+
+
+def test_a_folder_holds_what_is_compiled_for_each_instruction_set() -> None:
+    listed = re.search(r"set\(PAGEDTREE_ISA_SOURCES\n(.*?)\)", (ROOT / "CMakeLists.txt").read_text(), re.DOTALL)
+    assert listed is not None
+    assert sorted(listed[1].split()) == sorted(
+        path.relative_to(ROOT).as_posix() for path in CSRC.glob("cpu/isa/**/*.cpp")
+    )
+
+
+def files_of(floor: str) -> dict[str, str]:
+    """Path below the floor -> text."""
+    folder, suffixes = ROOT / floor, {".py", ".h", ".cpp", ".cuh", ".cu"}
+    paths = (path for path in folder.rglob("*") if path.suffix in suffixes)
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in paths}
+
+
+def strays(family: str, op: str, files: dict[str, str]) -> list[str]:
+    """Files that implement the op, but whose path lacks the word of its family; a message if no file has both."""
+    body = re.compile(rf"^\w[^\n;]*\b{op}\([^;{{]*\)(?: const)?\s*{{", re.MULTILINE)
+    wrong = [path for path, text in files.items() if family not in path and body.search(text)]
+    named = any(family in path and re.search(rf"\b{op}\b", text) for path, text in files.items())
+    return wrong if named else [*wrong, f"no file with {family} in its path has {op}"]
+
+
+def test_every_op_has_a_family() -> None:
+    tables = "".join(text for path, text in files_of("csrc/torch").items() if path.endswith(".cpp"))
+    schemas = re.findall(r'^\s*{"([a-z]\w*)(?:\.\w+)?",\s+(?:"\(|PT_)', tables, re.MULTILINE)
+    assert set(schemas) == {op for ops in FAMILIES.values() for op in ops}
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_a_family_has_one_word_on_every_floor(floor: str) -> None:
+    files, table = files_of(floor), (CSRC / "core" / "backend.h").read_text()
+    for family, ops in FAMILIES.items():
+        for op in ops:
+            if floor in ("csrc/cpu", "csrc/cuda") and f" {op}(" not in table:
+                continue  # another op of the backend does it
+            assert strays(family, op, files) == [], f"{op} on floor {floor}"
+
+
+def test_the_tests_of_a_family_bear_its_word_or_an_ops_name() -> None:
+    names = [path for path in files_of("tests/ops") if Path(path).name.startswith("test_")]
+    words = {family: (family, *ops) for family, ops in FAMILIES.items()}
+    words["shards"] = ("distributed",)  # the public package
+    assert [family for family, of in words.items() if not any(word in name for name in names for word in of)] == []
+
+
+def test_a_wrong_name_is_found() -> None:
+    body = "void verify_block(const RatioParams& p) {\n}\n"
+    assert strays("verify", "verify_block", {"verify/rules.cu": body}) == []
+    assert strays("verify", "verify_block", {"verify/rules.cu": body, "laws.cu": body}) == ["laws.cu"]
+    assert strays("verify", "verify_block", {"laws.h": "void verify_block();"}) == [
+        "no file with verify in its path has verify_block"
+    ]

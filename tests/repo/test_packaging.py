@@ -1,0 +1,399 @@
+"""What is built and shipped: the native libraries, the source archive, the wheel, the CMake package."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import check_wheel
+import pytest
+import setuptools
+
+import pagedtree
+from pagedtree import _C
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
+PACKAGE = Path(pagedtree.__file__).parent
+OBJECTS = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}" / "CMakeFiles"
+SMALL_PROGRAM = """
+import json, sys, pagedtree, torch
+from pagedtree import info
+trees = pagedtree.TreeBatch.from_trees([pagedtree.DraftTree.full([2, 2])])
+assert trees.valid.all() and trees.depths.tolist() == [0, 1, 1, 2, 2, 2, 2]
+print(json.dumps({"file": pagedtree.__file__, **info.collect()}))
+"""
+
+
+def run(*command: object, cwd: Path | None = None, **environment: str) -> str:
+    """The command's output; its failure shows both streams."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+# --- native libraries
+
+
+def shared_symbols(isa: str, listing: str) -> list[str]:
+    """Of `nm -C` on an instruction set's object: what the linker may merge with another object's copy or clash with."""
+    found = []
+    for line in listing.splitlines():
+        match = re.match(r"[0-9a-f]* +([TWVuBDRi]) (.*)", line)
+        if match and f"pagedtree::cpu::{isa}::" not in match[2] and not match[2].startswith("DW.ref."):
+            found.append(match[2])
+    return found
+
+
+@pytest.mark.parametrize("isa", list(_C.build_info()["cpu_isas"]))
+def test_isa_objects_share_no_code(isa):
+    """A function that the linker shares could be the AVX-512 copy on a machine without it (csrc/cpu/isa.h)."""
+    objects = sorted((OBJECTS / f"pagedtree_cpu_{isa}.dir").rglob("*.o"))
+    if not objects:
+        pytest.skip("not built in this checkout")
+    for path in objects:
+        listing = run("nm", "-C", "--defined-only", path)
+        assert f"pagedtree::cpu::{isa}::" in listing
+        assert shared_symbols(isa, listing) == [], path.name
+
+
+def test_a_shared_symbol_is_found():
+    listing = "\n".join(
+        [
+            "0000000000000000 T pagedtree::cpu::avx2::kernels()",
+            "0000000000000000 t pagedtree::(anonymous namespace)::local()",
+            "0000000000000000 W void std::sort<int*>(int*, int*)",
+            "0000000000000010 W pagedtree::node_range(int const*, long, long)",
+            "0000000000000000 V DW.ref.__gxx_personality_v0",
+        ]
+    )
+    assert shared_symbols("avx2", listing) == [
+        "void std::sort<int*>(int*, int*)",
+        "pagedtree::node_range(int const*, long, long)",
+    ]
+
+
+def test_only_the_backend_table_is_exported():
+    listing = run("nm", "-DC", "--defined-only", PACKAGE / "lib" / "libpagedtree_cpu.so")
+    exported = {line.split(maxsplit=2)[2] for line in listing.splitlines() if "pagedtree" in line}
+    assert exported == {
+        "pagedtree::cpu::backend()",
+        "pagedtree::cpu::isa_kernels()",
+        "pagedtree::cpu::available_isas()",
+    }
+
+
+@pytest.mark.parametrize("name", ["cuda", "simt"])
+def test_a_loaded_backend_exports_its_tables_only(name):
+    """Both hold the same kernels: what one exported, the other could be linked to."""
+    library = PACKAGE / "lib" / f"libpagedtree_{name}.so"
+    if not library.exists():
+        pytest.skip(f"built without {name}")
+    listing = run("nm", "-DC", "--defined-only", library)
+    exported = {line.split(maxsplit=2)[2] for line in listing.splitlines()}
+    assert {symbol for symbol in exported if "pagedtree" in symbol} == {
+        f"pagedtree::{name}::backend()",
+        "pagedtree_backend",
+        "pagedtree_backend_error",
+        "pagedtree_instructions",
+        *(["pagedtree_simt_set_executor"] if name == "simt" else []),
+    }
+    assert not any(symbol.startswith(("cuda", "__cuda")) for symbol in exported)
+
+
+@pytest.mark.parametrize(("version", "said"), [(12080, "driver is for CUDA 12.8"), (13000, ""), (99000, "")])
+def test_a_driver_that_is_too_old_is_named(tmp_path, version, said):
+    library = PACKAGE / "lib" / "libpagedtree_cuda.so"
+    if not library.exists() or shutil.which("cc") is None:
+        pytest.skip("built without CUDA, or no C compiler")
+    source = tmp_path / "driver.c"
+    source.write_text(f"int cuDriverGetVersion(int* version) {{ *version = {version}; return 0; }}\n")
+    run("cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", source)
+    script = (
+        f"import ctypes; error = ctypes.CDLL({str(library)!r}).pagedtree_backend_error; "
+        "error.restype = ctypes.c_char_p; print(error().decode())"
+    )
+    told = run(sys.executable, "-c", script, LD_LIBRARY_PATH=str(tmp_path)).strip()
+    assert bool(told) == bool(said) and said in told
+    assert not said or "is built with CUDA" in told
+
+
+def test_symbol_versions_stay_in_reach():
+    """A wheel made with Debian 12's GCC 12 runs on glibc 2.34, libstdc++ of GCC 11 and any libgcc_s."""
+    for path in [*PACKAGE.glob("lib/*.so"), *PACKAGE.glob("_C*.so")]:
+        assert check_wheel.too_new(path) == []
+
+
+def make_wheel(folder: Path, leave_out: str = "", **files: str) -> Path:
+    """A wheel with all that it must hold, but empty files, and these beside them."""
+    wheel = folder / "pagedtree-9.9-cp311-cp311-linux_x86_64.whl"
+    license_file = "pagedtree-9.9.dist-info/licenses/LICENSE"
+    names = {*check_wheel.REQUIRED, "pagedtree/_C.cpython-311-x86_64-linux-gnu.so", license_file} - {leave_out}
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in names:
+            archive.writestr(name, files.pop(name, ""))
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return wheel
+
+
+def test_a_faulty_wheel_is_found(tmp_path):
+    library = "pagedtree/lib/libpagedtree_cpu.so"
+    assert check_wheel.faults(make_wheel(tmp_path)) == []
+    assert check_wheel.faults(make_wheel(tmp_path, leave_out=library)) == [f"{library} is missing"]
+    simt = "pagedtree/lib/libpagedtree_simt.so"
+    assert check_wheel.faults(make_wheel(tmp_path, **{simt: ""})) == [f"{simt} does not belong there"]
+    assert check_wheel.faults(make_wheel(tmp_path, **{"tests/a.py": ""})) == ["tests/ does not belong there"]
+    newer = make_wheel(tmp_path, **{library: "\0GLIBC_2.34\0GLIBC_2.35\0GCC_12.0.0\0"})
+    assert check_wheel.faults(newer) == [
+        "libpagedtree_cpu.so needs GCC_12.0.0, more than 3.4",
+        "libpagedtree_cpu.so needs GLIBC_2.35, more than 2.34",
+    ]
+
+
+def test_the_op_library_needs_no_python_and_the_backend_no_torch():
+    def needed(path: Path) -> set[str]:
+        return set(re.findall(r"\(NEEDED\).*\[([a-z_0-9+-]+)", run("readelf", "-d", path)))
+
+    assert not any("python" in name for name in needed(PACKAGE / "lib" / "libpagedtree_torch.so"))
+    system = {"libstdc++", "libm", "libgcc_s", "libc", "ld-linux-x86-64", "ld-linux-aarch64"}
+    assert needed(PACKAGE / "lib" / "libpagedtree_cpu.so") <= system
+    for library in (PACKAGE / "lib" / f"libpagedtree_{name}.so" for name in ("cuda", "simt")):
+        if library.exists():
+            assert needed(library) <= system | {"libpthread", "librt", "libdl"}, library.name
+
+
+@pytest.mark.parametrize("header", sorted((CSRC / "core").glob("*.h")), ids=lambda path: path.name)
+def test_core_headers_stand_alone(header, tmp_path):
+    if shutil.which("c++") is None:
+        pytest.skip("no C++ compiler")
+    (tmp_path / "main.cpp").write_text(f'#include "core/{header.name}"\n')
+    run("c++", "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", tmp_path / "main.cpp")
+
+
+def test_the_cpp_example_runs_against_the_cmake_package(tmp_path):
+    if shutil.which("cmake") is None or shutil.which("c++") is None:
+        pytest.skip("no CMake or C++ compiler")
+    package = run(sys.executable, "-m", "pagedtree", "info", "--cmake-dir").strip()
+    run("cmake", "-S", ROOT / "examples" / "cpp", "-B", tmp_path, f"-Dpagedtree_DIR={package}")
+    run("cmake", "--build", tmp_path)
+    lines = run(tmp_path / "tree_step").splitlines()
+    assert lines[0] == "backend cpu" and len(lines) == 10
+    assert "  node 3, parent  1, depth 2 saw 111111101" in lines
+
+
+# --- the build
+
+
+@pytest.fixture
+def setup_py(monkeypatch) -> dict[str, Any]:
+    """The names that setup.py defines."""
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    return runpy.run_path(str(ROOT / "setup.py"))
+
+
+def make_program(folder: Path, name: str) -> Path:
+    path = folder / name
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_the_environments_own_cmake_and_ninja_build(setup_py, tmp_path, monkeypatch):
+    """They are used whether or not the environment is activated, and whatever the PATH has before them."""
+    other = make_program(tmp_path, "cmake"), make_program(tmp_path, "ninja")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    site = Path(sysconfig.get_path("purelib"))
+    found = setup_py["find_cmake"]()
+    assert found != str(other[0]) and Path(found).is_relative_to(site) and "version" in run(found, "--version")
+    program = setup_py["generator"]()[-1].removeprefix("-DCMAKE_MAKE_PROGRAM=")
+    assert program != str(other[1]) and Path(program).is_relative_to(sys.prefix)
+
+
+def test_without_the_packages_cmake_and_ninja_are_those_on_the_path(setup_py, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert setup_py["generator"]() == []
+    with pytest.raises(SystemExit, match=r"neither a package of \S+ nor on the PATH: \S+ -m pip install cmake ninja"):
+        setup_py["find_cmake"]()
+    path = make_program(tmp_path, "cmake")
+    assert setup_py["find_cmake"]() == str(path)
+    path = make_program(tmp_path, "ninja")
+    assert setup_py["generator"]() == ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={path}"]
+
+
+def test_a_folder_of_that_name_is_no_package(setup_py, tmp_path, monkeypatch):
+    """Such as cmake/ of the checkout, which Python takes for a package where it is the current folder."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [str(ROOT)])
+    monkeypatch.delitem(sys.modules, "cmake", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    path = make_program(tmp_path, "cmake")
+    assert setup_py["find_cmake"]() == str(path)
+    sys.modules.pop("cmake", None)
+
+
+def test_a_cmake_that_does_not_know_nvccs_cxx20_is_refused(tmp_path):
+    if shutil.which("cmake") is None:
+        pytest.skip("no CMake")
+    nvcc = make_program(tmp_path, "nvcc")
+    script = tmp_path / "configure.cmake"
+    script.write_text(f"set(CMAKE_VERSION 3.25.1)\nset(PAGEDTREE_NVCC {nvcc})\ninclude({ROOT}/cmake/cuda.cmake)\n")
+    environment = {name: value for name, value in os.environ.items() if name != "PAGEDTREE_CUDA"}
+    done = subprocess.run(["cmake", "-P", script], env=environment, capture_output=True, text=True)
+    told = " ".join(done.stderr.split())
+    assert done.returncode != 0
+    assert "need CMake 3.25.2 or later" in told and "this is 3.25.1" in told and "PAGEDTREE_CUDA=0" in told
+
+
+ARCHITECTURE_LISTS = {
+    "8.0+PTX 9.0a": ("80|90a-real", "8.0+PTX 9.0a", ""),
+    "7.0;7.5 8.6,9.0a": ("86-real|90a-real", "8.6 9.0a", "left out of the build: 7.0;7.5"),
+    "7.5": ("", "", "has 7.5 only"),
+    "10.0 12.0+PTX": ("100-real|120", "10.0 12.0+PTX", ""),
+}
+
+
+@pytest.mark.parametrize("given", ARCHITECTURE_LISTS)
+def test_architectures_below_8_0_are_left_out_by_name(tmp_path, given):
+    if shutil.which("cmake") is None:
+        pytest.skip("no CMake")
+    built, kept, said = ARCHITECTURE_LISTS[given]
+    script = tmp_path / "configure.cmake"
+    script.write_text(
+        f"set(PAGEDTREE_NVCC NOTFOUND)\nset(ENV{{PAGEDTREE_CUDA}} 0)\ninclude({ROOT}/cmake/cuda.cmake)\n"
+        'pagedtree_choose_architectures(found)\nstring(REPLACE ";" "|" found "${found}")\n'
+        'message(STATUS "built <${found}> of <${PAGEDTREE_CUDA_ARCH_LIST}>")\n'
+    )
+    environment = {**os.environ, "TORCH_CUDA_ARCH_LIST": given}
+    done = subprocess.run(["cmake", "-P", script], env=environment, capture_output=True, text=True)
+    told = " ".join(done.stderr.split())
+    if built:
+        assert done.returncode == 0 and f"built <{built}> of <{kept}>" in done.stdout
+        assert said in told and ("Warning" in told) == bool(said)
+    else:
+        assert done.returncode != 0
+        assert "need compute capability 8.0 or later" in told and said in told and "PAGEDTREE_CUDA=0" in told
+
+
+# --- source archive and wheel
+
+
+def make_sdist(folder: Path) -> Path:
+    # The list of files is made anew: an egg-info in the checkout may name files of an older state.
+    run(sys.executable, "setup.py", "-q", "egg_info", "--egg-base", folder, "sdist", "--dist-dir", folder, cwd=ROOT)
+    (archive,) = folder.glob("*.tar.gz")
+    return archive
+
+
+def test_sdist_holds_what_the_build_needs(tmp_path):
+    archive = make_sdist(tmp_path)
+    with tarfile.open(archive) as tar:
+        names = {member.name.partition("/")[2] for member in tar.getmembers() if member.isfile()}
+    sources = {path.relative_to(ROOT).as_posix() for path in CSRC.rglob("*") if path.is_file()}
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "python").rglob("*.py*") if path.suffix != ".pyc"}
+    assert names >= sources | modules
+    assert names >= {
+        "CMakeLists.txt",
+        "LICENSE",
+        "README.md",
+        "pyproject.toml",
+        "setup.py",
+        "python/pagedtree/py.typed",
+    }
+    assert names >= {"Makefile", "requirements-dev.txt", "tests/repo/test_packaging.py", "examples/cpp/CMakeLists.txt"}
+    assert [name for name in names if name.endswith(check_wheel.BINARY)] == []
+    assert archive.stat().st_size < 2_000_000
+
+
+def test_python_files_of_the_package_are_all_listed():
+    """pyproject.toml names the packages; a new folder must be added there, or the wheel lacks it."""
+    listed = {name.replace(".", "/") for name in re.findall(r'"(pagedtree[\w.]*)"', packages_line())}
+    found = {path.parent.relative_to(ROOT / "python").as_posix() for path in (ROOT / "python").rglob("*.py")}
+    assert found == listed
+
+
+def packages_line() -> str:
+    (line,) = re.findall(r"^packages = \[.*?\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    return line
+
+
+@pytest.mark.slow
+def test_wheel_from_sdist_installs_into_an_empty_environment(tmp_path):
+    """sdist -> wheel -> an environment that has torch and numpy only."""
+    with tarfile.open(make_sdist(tmp_path)) as tar:
+        tar.extractall(tmp_path, filter="data")
+    (source,) = (path for path in tmp_path.iterdir() if (path / "pyproject.toml").exists())
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    run(*pip, "wheel", "--no-build-isolation", "--no-deps", "-w", tmp_path / "dist", source, PAGEDTREE_SIMT="0")
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    tag = sysconfig.get_config_var("py_version_nodot")
+    assert wheel.name.endswith(f"-cp{tag}-cp{tag}-linux_{platform.machine()}.whl")
+    assert check_wheel.faults(wheel) == []
+    with zipfile.ZipFile(wheel) as archive:
+        assert ("pagedtree/lib/libpagedtree_cuda.so" in archive.namelist()) == _C.build_info()["cuda"]
+
+    environment = tmp_path / "empty"
+    run(sys.executable, "-m", "venv", "--without-pip", environment)
+    python = environment / "bin" / "python"
+    (site,) = environment.glob("lib/python*/site-packages")
+    # torch and numpy are borrowed; a path in a .pth file does not bring that folder's own editable installs along.
+    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # Without the checkout's path, whose egg-info would count as installed.
+    run(*pip, "--python", python, "install", "--no-index", wheel, PYTHONPATH="")
+    found = json.loads(run(python, "-c", SMALL_PROGRAM, cwd=tmp_path, PYTHONPATH=""))
+    assert Path(found["file"]).is_relative_to(environment)
+    assert found["version"] == pagedtree.__version__ and found["backends"] == ["cpu"]
+    assert "rules" in run(python, "-m", "pagedtree", "bench", "--help", cwd=tmp_path, PYTHONPATH="")
+    assert "rows in" in run(python, "-m", "pagedtree", "check", "--only", "page 7", cwd=tmp_path, PYTHONPATH="")
+
+
+def python_of_version(version: str) -> str | None:
+    """A Python of this version: on the PATH, or one of pyenv's (whose names on the PATH may lead nowhere)."""
+    for path in [f"python{version}", *map(str, Path.home().glob(f".pyenv/versions/{version}.*/bin/python3"))]:
+        if shutil.which(path) and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:
+            return path
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13", "3.14"])
+def test_python_versions(version, tmp_path):
+    """`_C` compiles, links and answers under each supported Python, and every module compiles there."""
+    interpreter = python_of_version(version)
+    if interpreter is None:
+        pytest.skip(f"no Python {version} here")
+    headers = run(interpreter, "-c", "import sysconfig; print(sysconfig.get_path('include'))").strip()
+    pybind11 = run(sys.executable, "-m", "pybind11", "--includes").split()[-1]
+    names = ("VERSION", "ISAS", "CUDA_ARCH_LIST", "COMPILER", "BUILD_TYPE", "TORCH_TARGET")
+    defines = [f'-DPAGEDTREE_{name}="{version}"' for name in names]
+    includes = [f"-I{headers}", pybind11, f"-I{CSRC}"]
+    library = PACKAGE / "lib"
+    run(
+        *("c++", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", *defines, *includes),
+        *(*sorted((CSRC / "bindings").glob("*.cpp")), "-o", tmp_path / "_C.so"),
+        *(f"-L{library}", "-lpagedtree_cpu", f"-Wl,-rpath,{library}"),
+    )
+    program = "import _C; assert _C.available_isas()[0] == 'portable'; print(_C.build_info()['version'])"
+    assert run(interpreter, "-c", program, cwd=tmp_path, PYTHONPATH="").strip() == version
+    for path in sorted((ROOT / "python").rglob("*.py")):
+        run(interpreter, "-c", "import sys; compile(open(sys.argv[1]).read(), sys.argv[1], 'exec')", path)
