@@ -38,7 +38,9 @@ def demo(result: dict[str, Any], name: str) -> str:
             f"{row['accepted_length']:.2f}",
             f"{row['tokens_per_second']:.0f}",
             f"{row['time_to_first_token_ms']:.0f}",
-            {True: "yes", False: "no", None: "lossy" if "typical" in row["drafter"] else "same law"}[row["identical"]],
+            {True: "yes", False: "no", None: "lossy" if "typical" in row["drafter"] else "same distribution"}[
+                row["identical"]
+            ],
         ]
         for row in result["rows"]
     ]

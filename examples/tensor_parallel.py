@@ -6,8 +6,8 @@ Each process holds its part of the target (transformers' tensor-parallel plan) a
 process ever gathers: `pagedtree.distributed` verifies them where they are. The table has a row for each size of the
 draft model's group, greedy and sampled: whether the text is that of one process, accepted draft tokens a step,
 milliseconds of drafting a proposed token, and what a process sent to verify beside what gathering the logits would
-have been. Exit code 1 if a text differs. "rejection" follows the law of plain sampling; its text is compared with that
-of one process, too, and may part from it where a coin is within rounding.
+have been. Exit code 1 if a text differs. "rejection" follows the distribution of plain sampling; its text is compared
+with that of one process, too, and may part from it where a coin is within rounding.
 """
 
 from __future__ import annotations

@@ -274,13 +274,13 @@ def test_visited_rows_are_the_only_ones_of_the_lazy_chain(suite, monkeypatch):
                             torch.device("cpu"))  # fmt: skip
     rule = next(rule for rule in peers.RULES if rule.op == "verify_sampled")
     verification = peers.Verification(rule, problem)
-    law, rows = peers.torch_law, []
+    distribution, rows = peers.torch_distribution, []
 
     def counting(logits, params):
         rows.append(logits.shape[0])
-        return law(logits, params)
+        return distribution(logits, params)
 
-    monkeypatch.setattr(peers, "torch_law", counting)
+    monkeypatch.setattr(peers, "torch_distribution", counting)
     paths, _ = peers.TorchVisited(verification).run(0)
     assert sum(rows) == sum(map(len, paths)) and len(rows) == max(map(len, paths))
     rows.clear()

@@ -170,7 +170,7 @@ def test_no_sequences(ranks):
 
 
 def draft_laws(case: Case, law: str, dtype: torch.dtype) -> dict:
-    """The laws that drafts may come from; rows of a law without mass and of one that has only some tokens."""
+    """The distributions that drafts may come from; some rows have no mass, others only some tokens."""
     if law == "onehot":
         return {"draft_law": law}
     vocab = case.logits.shape[1]

@@ -230,7 +230,7 @@ def verification(benchmarks, name, **change):
 
 
 @pytest.mark.parametrize("law", ["temperature 0.8", "top-p 0.9", "top-k 50, top-p 0.9"])
-def test_sampling_is_compared_by_its_law(benchmarks, monkeypatch, law):
+def test_sampling_is_compared_by_its_distribution(benchmarks, monkeypatch, law):
     torch.manual_seed(0)
     problem = verification(benchmarks, "sample", law=law, tree="chain 4")
     peer = benchmarks("verify_peers").FlashInferSampling(problem)

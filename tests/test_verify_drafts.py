@@ -84,8 +84,8 @@ def bonus_of_the_root(*arguments):
 
 
 def rest_is_last_token(*arguments):
-    path, law = reference.rejection(*arguments)
-    return path, [0] * (len(law) - 1) + [1] if len(path) == 1 else law
+    path, distribution = reference.rejection(*arguments)
+    return path, [0] * (len(distribution) - 1) + [1] if len(path) == 1 else distribution
 
 
 MUTANTS = {
@@ -121,7 +121,7 @@ def test_onehot_forgives_how_drafts_were_chosen():
 def mean_accepted(rule: Callable, pair: ToyPair, tree: list[int], law: str) -> Fraction:
     mean, total = Fraction(0), Fraction(0)
     for chance, tokens in pair.drafts(tree, law):
-        p, q = pair.laws(tree, tokens)
+        p, q = pair.distributions(tree, tokens)
         total += chance
         for weight, _, (path, _) in reference.branches(
             lambda below, tokens=tokens, p=p, q=q: rule(tree, tokens, p, q, law, below)
@@ -166,7 +166,7 @@ class Questions:
 
     def ask_all(self, pair: ToyPair, law: str, tokens: list[int], rule: Callable) -> None:
         """Coins at both ends of every interval that the rule tells apart, and at both ends of every token's share."""
-        p, q = pair.laws(self.tree, tokens)
+        p, q = pair.distributions(self.tree, tokens)
         with np.errstate(divide="ignore"):
             logits = np.log(np.array([[float(x) for x in row] for row in p]))
         probs = np.array([[float(x) for x in row] for row in q])
@@ -210,7 +210,7 @@ class Questions:
 
 @pytest.mark.parametrize(("rule", "law", "tree"), LOSSLESS, ids=str)
 def test_ops_decide_as_the_rules_do(device, rule, law, tree):
-    """With injected coins on both sides of every bound: so the ops' laws are the rules', which are the target's."""
+    """With injected coins on both sides of every bound: so the ops follow the rules, which follow the target."""
     exact, op = RULES[rule]
     questions = Questions(3, tree)
     for seed in range(2):
@@ -333,18 +333,18 @@ def test_drafts_of_no_probability_are_rejected(device, bad):
         assert op(*arguments, **given).num_accepted[0] == 0
 
 
-# Laws with the ops' own random numbers --------------------------------------------------------------------------------
+# Distributions with the ops' own random numbers ----------------------------------------------------------------------
 
 
 def redrawn(pair: ToyPair, tree: list[int], law: str, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, drafts and laws of `count` trees whose drafts are drawn anew."""
+    """Logits, drafts and distributions of `count` trees whose drafts are drawn anew."""
     options = [*pair.drafts(tree, law)]
     chances = np.array([float(chance) for chance, _ in options])
     picks = np.random.default_rng(7).choice(len(options), size=count, p=chances / chances.sum())
-    laws = [pair.laws(tree, tokens) for _, tokens in options]
+    distributions = [pair.distributions(tree, tokens) for _, tokens in options]
     with np.errstate(divide="ignore"):
-        logits = np.log(np.array([[[float(x) for x in row] for row in p] for p, _ in laws]))
-    probs = np.array([[[float(x) for x in row] for row in q] for _, q in laws])
+        logits = np.log(np.array([[[float(x) for x in row] for row in p] for p, _ in distributions]))
+    probs = np.array([[[float(x) for x in row] for row in q] for _, q in distributions])
     tokens = np.array([tokens for _, tokens in options])
     flat = (torch.from_numpy(x[picks]) for x in (logits, probs, tokens))
     logits, probs, drafts = (x.reshape(-1, *x.shape[2:]) for x in flat)
@@ -371,13 +371,13 @@ def compare_with_target(op: Callable, pair: ToyPair, tree: list[int], law: str, 
     return excess(seen, np.array([float(joint.get((a, b), 0)) for a in range(pair.vocab) for b in range(pair.vocab)]))
 
 
-def excess(seen: np.ndarray, law: np.ndarray) -> float:
+def excess(seen: np.ndarray, distribution: np.ndarray) -> float:
     """Chi-square less its mean, in standard deviations; infinite where something came up that cannot."""
-    if seen[law == 0].any():
+    if seen[distribution == 0].any():
         return math.inf
-    expected = (law * seen.sum())[law > 0]
+    expected = (distribution * seen.sum())[distribution > 0]
     degrees = expected.size - 1
-    return float((((seen[law > 0] - expected) ** 2 / expected).sum() - degrees) / math.sqrt(2 * degrees))
+    return float((((seen[distribution > 0] - expected) ** 2 / expected).sum() - degrees) / math.sqrt(2 * degrees))
 
 
 def trees_of(tree: list[int], count: int, device: torch.device) -> TreeBatch:
@@ -387,7 +387,7 @@ def trees_of(tree: list[int], count: int, device: torch.device) -> TreeBatch:
 
 
 @pytest.mark.parametrize(("rule", "law", "tree"), LOSSLESS, ids=str)
-def test_law_of_the_first_tokens(device, draws, rule, law, tree):
+def test_distribution_of_the_first_tokens(device, draws, rule, law, tree):
     assert compare_with_target(RULES[rule][1], ToyPair(4, 3), tree, law, draws(20_000), device) < 6
 
 
@@ -401,7 +401,7 @@ def test_a_wrong_draft_law_is_seen():
 
 
 def three_tokens(op: Callable, count: int, device: torch.device, coins_of_positions: bool = False) -> float:
-    """Generation in steps of chains, each with drafts of its own: how far the first three tokens are off their law."""
+    """Generation in steps of chains, each with drafts of its own: how far the first three tokens are off."""
     generator = torch.Generator().manual_seed(11)
     vocab, size = 3, 3
     target = torch.randn(vocab + 1, vocab, generator=generator).mul(1.5).log_softmax(-1)  # after each token; the prompt
@@ -429,12 +429,12 @@ def three_tokens(op: Callable, count: int, device: torch.device, coins_of_positi
         positions = positions + lengths
         last = tokens.gather(1, positions[:, None] - 1)[:, 0]
     p = target.exp().double()
-    law = p[vocab][:, None, None] * p[:vocab, :, None] * p[None, :vocab]
+    distribution = p[vocab][:, None, None] * p[:vocab, :, None] * p[None, :vocab]
     seen = np.bincount((tokens[:, 0] * 9 + tokens[:, 1] * 3 + tokens[:, 2]).numpy(), minlength=27)
-    return excess(seen, law.flatten().numpy())
+    return excess(seen, distribution.flatten().numpy())
 
 
-def test_law_across_steps(device, draws):
+def test_distribution_across_steps(device, draws):
     """No step's random numbers depend on what the step before has done with its own."""
     for op in (verify_rejection, verify_block, verify_traversal):
         assert three_tokens(op, draws(60_000), device) < 6

@@ -27,7 +27,7 @@ _RANGES = {
 
 @dataclass(frozen=True, eq=False)
 class SamplingParams:
-    """How a row of logits becomes the law that a token is drawn from.
+    """How a row of logits becomes the distribution that a token is drawn from.
 
     Each of the four is a host scalar for the whole batch or a tensor [B] (or [1]) on the logits' device, float32
     (top_k: int32, or int64, which is converted), one value a sequence; tensors may change between replays of a captured
@@ -40,7 +40,7 @@ class SamplingParams:
             1 turns it off.
         min_p: keeps tokens with p >= min_p * max(p); 0 turns it off.
         filter_order: "top_k_first": temperature, then min_p, then top_k, then top_p of what is left, renormalised;
-            "joint": each filter on the unfiltered law, and what all of them keep.
+            "joint": each filter on the unfiltered distribution, and what all of them keep.
 
     Host scalars outside temperature >= 0, top_k >= -1, 0 < top_p <= 1, 0 <= min_p <= 1 raise ValueError, other types
     TypeError. Tensor values are clamped to these ranges (top_p 0 keeps one token) and NaN turns the parameter off

@@ -21,8 +21,8 @@ from pagedtree.tree import TreeBatch, build_trees
 __all__ = ["DraftGroup", "DraftStats"]
 
 # failed: 1 + the last rank where drafting failed, 0 = none.
-HEADER = ("failed", "rows", "batch_size", "max_nodes", "max_depth", "has_laws", "num_laws", "law_dtype", "microseconds")
-LAW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HEADER = ("failed", "rows", "batch_size", "max_nodes", "max_depth", "has_probs", "num_probs", "dtype", "microseconds")
+PROBS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Of a drafter, with what holds where it does not say.
 FACTS = {"max_nodes": 0, "needs_hidden": False, "draft_law": "onehot", "is_chain": False}
 
@@ -63,7 +63,7 @@ class DraftGroup:
         size: ranks that draft, a divisor of the target's. For more than one a group is made (`dist.new_group`), in
             which all ranks of the world take part.
         shards: of the target's vocabulary. Where the drafts were drawn ("iid", "swor"), each rank is sent its columns
-            of the laws.
+            of the distributions.
         device: where tensors and the group's collectives are, "cpu" for gloo.
 
     Attributes:
@@ -205,9 +205,9 @@ class DraftGroup:
         draft = as_draft(proposal, batch_size, self.device)
         check_values(draft)
         probs = draft.draft_probs
-        if probs is not None and (probs.shape[1] != self.shards.vocab or probs.dtype not in LAW_DTYPES):
+        if probs is not None and (probs.shape[1] != self.shards.vocab or probs.dtype not in PROBS_DTYPES):
             raise ValueError(
-                f"drafter: expected draft_probs [M, {self.shards.vocab}] in {', '.join(map(str, LAW_DTYPES))}, got"
+                f"drafter: expected draft_probs [M, {self.shards.vocab}] in {', '.join(map(str, PROBS_DTYPES))}, got"
                 f" {probs.dtype} {list(probs.shape)}"
             )
         return draft
@@ -247,34 +247,34 @@ class DraftGroup:
                 draft.trees.max_depth,
                 int(probs is not None),
                 0 if probs is None else probs.shape[0],
-                0 if probs is None else LAW_DTYPES.index(probs.dtype),
+                0 if probs is None else PROBS_DTYPES.index(probs.dtype),
                 round(seconds * 1e6),
             ]
         return torch.tensor(values, device=self.device)
 
     def _exchange(self, draft: Draft | None, facts: dict[str, int]) -> Draft:
-        rows, batch_size, num_laws = facts["rows"], facts["batch_size"], facts["num_laws"]
+        rows, batch_size, num_probs = facts["rows"], facts["batch_size"], facts["num_probs"]
         packed = torch.zeros(3 * rows + batch_size + 1, dtype=torch.int64, device=self.device)
         if self.rank == 0:
             assert draft is not None
-            law_rows = draft.draft_rows if draft.draft_rows is not None else torch.arange(rows, device=self.device)
-            parts = (draft.draft_tokens, draft.trees.parents, law_rows, draft.trees.cu_nodes)
+            draft_rows = draft.draft_rows if draft.draft_rows is not None else torch.arange(rows, device=self.device)
+            parts = (draft.draft_tokens, draft.trees.parents, draft_rows, draft.trees.cu_nodes)
             packed = torch.cat([part.long() for part in parts])
         self._send(packed, "a proposal's nodes")
-        tokens, parents, law_rows, cu_nodes = packed.split([rows, rows, rows, batch_size + 1])
+        tokens, parents, draft_rows, cu_nodes = packed.split([rows, rows, rows, batch_size + 1])
         trees: TreeBatch = build_trees(
             parents.int(), cu_nodes.int(), max_nodes=facts["max_nodes"], max_depth=facts["max_depth"]
         )
-        if not facts["has_laws"]:
+        if not facts["has_probs"]:
             return Draft(tokens, trees, None)
         probs = draft.draft_probs if draft is not None and self.rank == 0 else None
-        return Draft(tokens, trees, self._laws(probs, num_laws, LAW_DTYPES[facts["law_dtype"]]), law_rows)
+        return Draft(tokens, trees, self._columns(probs, num_probs, PROBS_DTYPES[facts["dtype"]]), draft_rows)
 
-    def _laws(self, probs: Tensor | None, num_laws: int, dtype: torch.dtype) -> Tensor:
-        """Each rank's columns of the laws, from the first rank."""
+    def _columns(self, probs: Tensor | None, num_probs: int, dtype: torch.dtype) -> Tensor:
+        """Each rank's columns of the distributions, from the first rank."""
         group, sizes = self._group, self.shards.sizes
-        own = torch.empty((num_laws, self.shards.num_tokens), dtype=dtype, device=self.device)
-        with group._answered("DraftGroup: the drafts' laws"):
+        own = torch.empty((num_probs, self.shards.num_tokens), dtype=dtype, device=self.device)
+        with group._answered("DraftGroup: the drafts' probabilities"):
             if probs is None:
                 if own.numel():
                     dist.recv(own, src=self._first, group=group.group)

@@ -124,7 +124,7 @@ class Sampling:
         options: dict[str, Any] = {"seeds": self.seeds, "positions": start.long()}
         if self.rule == "sampled":
             return verify_sampled(logits, draft.draft_tokens, draft.trees, self.params, **options)
-        if draft.trees.max_nodes == 1:  # nothing is drafted: one draw from the target's law, the same under every rule
+        if draft.trees.max_nodes == 1:  # nothing is drafted: one draw from the target, the same under every rule
             return verify_rejection(logits, draft.draft_tokens, draft.trees, self.params, draft_law="onehot", **options)
         if draft_law in DRAWN:
             options |= {"draft_probs": draft.draft_probs, "draft_rows": draft.draft_rows}

@@ -1,4 +1,4 @@
-"""Drafters: who guesses the next tokens. The law of the output never depends on them, only speed does."""
+"""Drafters: who guesses the next tokens. The distribution of the output never depends on them, only speed does."""
 
 from __future__ import annotations
 
@@ -104,8 +104,9 @@ class Drafter:
 
         tokens: int64 [B, capacity], prompt and generated tokens. lengths: int32 [B], how many of them are known.
         Returns draft_tokens [N], a TreeBatch of B trees, each with at least its root, whose token is
-        tokens[b, lengths[b] - 1] (the root's draft token is ignored), and the laws they were drawn from, [N, V], or
-        None. A `pagedtree.Draft` is a proposal, too; its draft_rows then name the row of draft_probs for each node.
+        tokens[b, lengths[b] - 1] (the root's draft token is ignored), and the distributions they were drawn from, [N,
+        V], or None. A `pagedtree.Draft` is a proposal, too; its draft_rows then name the row of draft_probs for each
+        node.
 
         active, rows: given in a captured step alone, where everything stays on the device. active: bool [B], False for
         an idle row, whose tree may have no nodes. rows: int64 [B], the sequences' index, and the number of all

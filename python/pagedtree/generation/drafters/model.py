@@ -60,8 +60,8 @@ class ModelDrafter(Drafter):
             under the same conditions as the target, on the same device.
         law: how the children of a node are chosen (`pagedtree.expand_tree`).
             "topk": the likeliest ones; the tree takes shape by their scores (EAGLE-2). Any rule but "traversal".
-            "iid", "swor": drawn from the draft model's law under the sampling parameters of `generate`, independently
-                or without replacement. The rules that weigh probabilities accept most of these.
+            "iid", "swor": drawn from what the draft model gives under the sampling parameters of `generate`,
+                independently or without replacement. The rules that weigh probabilities accept most of these.
             "coupled": as "swor", but by the noise with which rule "sampled" samples the target, for that rule only.
         num_nodes: nodes of the tree, the root included.
         depth, width: levels, and children of a node; width 1 gives a chain. Under "topk" the best `width` nodes of a

@@ -26,8 +26,8 @@ def chain_speculative_sampling(
     """Rejection sampling along chains of n drafts (`pagedtree.verify_rejection`, draft_law "iid").
 
     Args:
-        draft_probs: float [b, n, V], the laws the drafts were drawn from; draft_token_ids: int [b, n]; target_probs:
-            float [b, n + 1, V]. An id outside 0..V-1 ends the chain.
+        draft_probs: float [b, n, V], the distributions the drafts were drawn from; draft_token_ids: int [b, n];
+            target_probs: float [b, n + 1, V]. An id outside 0..V-1 ends the chain.
         maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num: int [b], to which the counts are added.
         deterministic: no effect, results always repeat bit by bit.
         generator: of the coins; default torch's own.

@@ -62,12 +62,13 @@ def generate(
     callback: Callable[[int, list[int]], object] | None = None,
     on_step: Callable[[StepResult], None] | None = None,
 ) -> tuple[list[Tensor] | Tensor, GenerationStats]:
-    """Generates up to `max_new_tokens` tokens for each prompt; the law of the result does not depend on the drafter.
+    """Generates up to `max_new_tokens` tokens for each prompt; the drafter does not change the text's distribution.
 
     Greedy output is the model's own `generate(do_sample=False)`; under rule "sampled" it is, for each sequence, what
     `pagedtree.sample` draws with its seed, token by token. Both hold for any drafter, page size, batch and eviction,
     up to nearly tied logits (which in fp32 do not happen in practice). Under the other lossless rules the tokens follow
-    the same law; which ones come out depends on the seed, and also on the drafts and on when a sequence was evicted.
+    the same distribution; which ones come out depends on the seed, and also on the drafts and on when a sequence was
+    evicted.
 
     Args:
         model: a transformers causal language model in evaluation mode whose layers all use transformers' attention

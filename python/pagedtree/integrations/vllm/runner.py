@@ -198,13 +198,13 @@ class TreeRunner:
             rows.append((temperature, float(max(params.top_k, 0)), params.top_p, min_p_of(params)))
             seeds.append(self._seed(request_id, params.seed))
         values = torch.tensor(rows, dtype=torch.float32).T.to(self.device)
-        laws = SamplingParams(
+        params = SamplingParams(
             temperature=values[0].contiguous(),
             top_k=values[1].int(),
             top_p=values[2].contiguous(),
             min_p=values[3].contiguous(),
         )
-        return laws, torch.tensor(seeds, dtype=torch.int64).to(self.device), is_greedy
+        return params, torch.tensor(seeds, dtype=torch.int64).to(self.device), is_greedy
 
     def _seed(self, request_id: str, given: int | None) -> int:
         if given is not None:
