@@ -53,7 +53,7 @@ FIGURES = {
 
 
 def figure_of(target: Target, row: Row, rows: Sequence[Row], machine: Mapping[str, Any]) -> float | None:
-    """What was measured, or None where a peer or the other row is missing. Of several peers the fastest counts."""
+    """What was measured, or None where a peer or the other row is missing. The fastest of several peers counts."""
     if "ms" not in row:
         return None
     if target.figure.endswith("row"):

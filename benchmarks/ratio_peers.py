@@ -38,7 +38,7 @@ class DrawnProblem(Problem):
     """Drafts of two kinds, of which a rule accepts one at ACCEPTED of the nodes.
 
     drawn: independently, from row draft_rows[n] of draft_probs[i] at node n: the target's distribution p, mixed with
-    one of other tokens. Of c children each is accepted with a probability a, whatever happened before, where 1 - (1 -
+    one of other tokens. Each of c children is accepted with a probability a, whatever happened before, where 1 - (1 -
     a)^c = ACCEPTED. leading: the target's likeliest tokens, that many of which hold ACCEPTED of p.
     """
 

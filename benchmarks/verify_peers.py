@@ -116,7 +116,7 @@ class FlashInferSampling:
 
 class TorchChain:
     name = "torch chain"
-    only_headline = True  # seconds a call
+    only_headline = True  # seconds per call
     synchronises = True  # its walk is on the host
     absent = staticmethod(always)
 

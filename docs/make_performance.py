@@ -201,10 +201,10 @@ def by_batch(rows: list[dict[str, Any]], show: Callable[[dict[str, Any]], str]) 
 
 def end_to_end(result: dict[str, Any], name: str) -> str:
     rows, arguments = result["rows"], result["machine"]["arguments"]
-    note = f" {arguments['max_new_tokens']} tokens a sequence, {arguments['rounds']} rounds, greedy, fp32."
+    note = f" {arguments['max_new_tokens']} tokens per sequence, {arguments['rounds']} rounds, greedy, fp32."
     parts = [machine_line(result["machine"], name) + note]
     if (DOCS / "img" / f"{name}.svg").exists():
-        parts.append(f"![Tokens a second against the number of sequences](img/{name}.svg)")
+        parts.append(f"![Tokens per second against the number of sequences](img/{name}.svg)")
     parts += [
         "Tokens a second of all sequences, and over plain decoding in the same round:",
         by_batch(rows, lambda row: f"{row['tokens_per_second']:.0f} ({row['over_plain']:.2f} x)"),
@@ -222,7 +222,7 @@ def chosen_trees(result: dict[str, Any], name: str) -> str:
         return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
     parts = [
-        machine_line(result["machine"], name) + f" {arguments['max_new_tokens']} tokens a sequence, greedy, fp32.",
+        machine_line(result["machine"], name) + f" {arguments['max_new_tokens']} tokens per sequence, greedy, fp32.",
         f"Speed over plain decoding in {arguments['pairs']} pairs, median and its 95 % interval; first"
         " plain decoding over itself:",
         by_batch(rows, lambda row: interval(row["over_plain"])),

@@ -157,7 +157,7 @@ def shown(text: str, limit: int = MAX_TOKEN) -> str:
 
 def _header(drawing: Drawing, steps: Sequence[StepRecord], title: str, width: float) -> float:
     tokens = sum(len(step.path) for step in steps)
-    rate = f", {tokens / len(steps):.2f} tokens a step" if steps else ""
+    rate = f", {tokens / len(steps):.2f} tokens per step" if steps else ""
     drawing.text(MARGIN, 34, title or "Tree-speculative decoding", "head fill-ink")
     drawing.text(MARGIN, 53, f"{len(steps)} steps of the target model, {tokens} tokens{rate}", "fill-muted")
     x = width - MARGIN

@@ -212,7 +212,7 @@ def test_command_prints_the_models_own_text(model, checkpoints, capsys, drafts):
     status, out, err = run_command(checkpoints, capsys, *drafts, "--page-size", "4")
     assert status == 0
     assert out.split() == [f"w{token}" for token in expected]
-    assert "12 tokens in" in err and "tokens a sequence and step" in err
+    assert "12 tokens in" in err and "tokens per sequence and step" in err
 
 
 def test_command_samples_several_outcomes(model, checkpoints, capsys):

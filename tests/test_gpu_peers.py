@@ -19,7 +19,7 @@ UNIFIED = "vllm.v1.attention.ops.triton_unified_attention"
 
 
 class Decode(flashinfer.BatchPrefillWithPagedKVCacheWrapper):
-    """FlashInfer's decoding: one query a sequence, no offsets of them."""
+    """FlashInfer's decoding: one query per sequence, no offsets of them."""
 
     def plan(self, indptr: Tensor, *form, **options) -> None:
         super().plan(torch.arange(indptr.shape[0], dtype=torch.int32), indptr, *form, causal=True, **options)

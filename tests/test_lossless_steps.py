@@ -1,6 +1,6 @@
 """Whole steps as callers make them: `expand_tree` drafts, a lossless rule verifies, the next step starts from there.
 
-The first three tokens are compared with the target's exact distribution. The trees have several nodes a level and
+The first three tokens are compared with the target's exact distribution. The trees have several nodes per level and
 several levels: rules that judge leaves first see drafts of cousins, which therefore must not share their draws.
 """
 

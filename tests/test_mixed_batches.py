@@ -19,7 +19,7 @@ IDLE = (DraftTree([-1]), 0)  # a slot of no queries
 
 @pytest.fixture
 def mixed(target: Target) -> dict:
-    """Decode rows, trees, 32 and 34 rows a head, a chunk of 300 queries, idle slots that still have keys, padding."""
+    """Decode rows, trees, 32 and 34 rows per head, a chunk of 300 queries, idle slots that still have keys, padding."""
     decode, limit = DraftTree([-1]), DraftTree.chain(15)
     kinds = [decode, IDLE, TREE, "causal", decode, limit, IDLE, (TREE, 20), decode, DraftTree.chain(16)]
     prefixes = [300, 40, 100, 90, 0, 515, 0, 64, 129, 70]

@@ -65,8 +65,8 @@ def verify_greedy(
         draft_to_target: int32 or int64 [V_draft]: draft_tokens are then ids of a draft vocabulary, and
             draft_to_target[id] the target's id; an id outside 0..V_draft-1 is no draft.
 
-    Returns a `Verdict`. Equal logits: the lowest id. NaN reads as -inf; a row without finite logit gives id 0; either
-    sets status bit 2. Siblings that repeat a token: the first is followed.
+    Returns a `Verdict`. Of equal logits the lowest id is taken. NaN reads as -inf; a row without finite logit gives id
+    0; either sets status bit 2. Where siblings repeat a token, the first is followed.
 
         node = 0
         while True:
@@ -101,8 +101,8 @@ def verify_sampled(
     """Samples the target at each node of the path, and follows the child that drafted the sampled token.
 
     Lossless for any tree and any drafter: the tokens are, one for one, what `sample` without drafts would draw with
-    the same logits, seeds and positions, whatever else is in the batch. Acceptance is that of target-only sampling;
-    no draft probabilities are needed.
+    the same logits, seeds and positions, whatever else is in the batch. As many drafts are accepted as by target-only
+    sampling; no draft probabilities are needed.
 
     Args:
         logits, draft_tokens, trees, grammar_mask, draft_to_target: see `verify_greedy`.
@@ -239,7 +239,7 @@ def verify_block(
             before its first id outside 0..V-1 (-1).
         draft_law: "iid" and "swor" mean the same on a chain; under "onehot" q is the point mass at the draft.
         coins: float32 [N] in [0, 1); entry i is the u of draft token i. Default: Philox of seeds[b], positions[b] and
-            the node. (The node's own position would meet its coin again in the next step.)
+            the node. (If the node's own position were used, the next step could draw the same coin again.)
         final_coins: float32 [B] in [0, 1). Default: Philox, at the last accepted node's position.
         The others: see `verify_rejection`.
 

@@ -63,7 +63,7 @@ def verify_greedy(
         shards: who holds what.
         grammar_mask: bool [N, num_tokens] or packed int32 [N, ceil(num_tokens / 32)], of this rank's columns.
 
-    The ranks exchange 16 bytes a row.
+    The ranks exchange 16 bytes per row.
 
         for each row: words = max over ranks of (largest logit, then lowest id), and whether there is a NaN
         walk the trees as pagedtree.verify_greedy does, on each rank alone
@@ -90,14 +90,14 @@ def verify_sampled(
 ) -> Verdict:
     """`pagedtree.verify_sampled` where each rank has its columns of the logits: the same `Verdict` on every rank.
 
-    Bit for bit that of `pagedtree.verify_sampled` on the whole logits: noise is the token's own, masses in filters are
-    integers, and whatever else decides is a maximum.
+    The verdict equals that of `pagedtree.verify_sampled` on the whole logits bit for bit: noise depends on the token
+    alone, masses in filters are integers, and whatever else decides is a maximum.
 
     Args:
         logits, draft_tokens, trees, shards, grammar_mask, draft_to_target: see `verify_greedy`.
         params, seeds, positions: the same on all ranks.
 
-    All rows of all trees are read at once, so that the number of exchanges is fixed. They are, a row:
+    All rows of all trees are read at once, so that the number of exchanges is fixed. They take, per row:
 
         16 bytes for the largest logit
         128 bytes for each digit of the threshold, if there is a top_k, and as many if there is a top_p
@@ -149,9 +149,9 @@ def verify_rejection(
         max_children: the most children of any node, 0..1023. None: read from the trees, which synchronises on a GPU.
 
     What the rejection of a node's first children leaves of its distribution depends on no coin, so the ranks find that
-    for all nodes at once, and then walk alone. They exchange what `verify_sampled` does but for the race, and 16 bytes
-    a row for the target's mass and the drafts' own probabilities; 16 bytes a row for each child behind the first, not
-    under "onehot"; 24 bytes a tree for the bonus.
+    for all nodes at once, and then walk alone. They exchange what `verify_sampled` does except for the race, and 16
+    bytes per row for the target's mass and the drafts' own probabilities; 16 bytes per row for each child behind the
+    first, not under "onehot"; 24 bytes per tree for the bonus.
 
     Raises what `verify_greedy` raises, and ValueError for draft_probs under "onehot" and their absence elsewhere.
     """
@@ -255,7 +255,7 @@ class _Rows:
             self._exchange(Round.TIES)
 
     def find_winners(self, seeds: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        """Words of which the first names each row's token."""
+        """The words whose first one names each row's token."""
         self.find_distributions()
         if not self.is_greedy:
             self._exchange(Round.RACE, seeds=seeds, positions=positions)

@@ -20,7 +20,7 @@ __all__ = ["DraftState", "expand_tree", "rerank_tree", "start_draft"]
 class DraftState:
     """A batch of growing draft trees. Each step returns a new one; shapes depend on Python ints only.
 
-    Every expansion adds F * K candidates a sequence: K children of each of the F frontier nodes, frontier node by
+    Every expansion adds F * K candidates per sequence: K children of each of the F frontier nodes, frontier node by
     frontier node, so that index order is also depth order and a parent has the smaller index. Some of the new
     candidates become the next frontier: the nodes that the draft model reads next. They take the next F places in its
     KV tree, in frontier order, whether present or not.
@@ -32,10 +32,11 @@ class DraftState:
         kv_index: int32 [B, C], index among the draft model's KV nodes (the root's is 0), -1 where not fed (yet).
         frontier: int32 [B, F], candidates whose logits `expand_tree` takes next.
         mask: int32 [B * F, W], which KV nodes a frontier node sees: its ancestors and itself; empty where absent.
-        level_sizes: candidates a level, summing to C.
-        num_kv: the draft model's KV nodes, this frontier included; max_kv_nodes: their bound, of `start_draft`.
+        level_sizes: candidates per level, summing to C.
+        num_kv: the draft model's KV nodes, this frontier included; max_kv_nodes: their bound, as given to
+            `start_draft`.
         law: "topk", "iid", "swor" or "coupled"; None before the first expansion.
-        draft_probs: fp32 [B, F, V] a level (laws "iid" and "swor").
+        draft_probs: one fp32 [B, F, V] per level (laws "iid" and "swor").
 
     One pass of the draft model over the frontier, with its own cache:
 
@@ -110,7 +111,7 @@ class DraftState:
 
     @property
     def cu_seqlens_q(self) -> Tensor:
-        """int32 [B + 1]: F queries a sequence."""
+        """int32 [B + 1]: F queries per sequence."""
         return torch.arange(self.batch_size + 1, dtype=torch.int32, device=self.tokens.device) * self.num_frontier
 
 

@@ -104,7 +104,7 @@ def exponents(seed: int) -> Words:
 
 
 def float8_words(seed: int) -> Words:
-    """Four e4m3 codes a word, all but NaN."""
+    """Four e4m3 codes per word, all but NaN."""
     codes = any_words(seed).view(np.uint8)
     return np.where(codes % 128 == 127, codes - np.uint8(1), codes).view(np.uint32)
 
@@ -194,7 +194,7 @@ def _max_nan(dtype: torch.dtype) -> Callable[[Words], Words]:
 
 
 def _halves(codes: Words, scale: float) -> Words:
-    """[64, 8] e4m3 codes times `scale`, two halves a word."""
+    """[64, 8] e4m3 codes times `scale`, two halves per word."""
     values = torch.from_numpy(codes.astype(np.uint8)).view(torch.float8_e4m3fn).float() * scale
     return values.half().view(torch.int16).numpy().view(np.uint32)
 

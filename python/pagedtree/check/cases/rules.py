@@ -53,7 +53,7 @@ def cases() -> Iterator[Case]:
             problem = _trees(chains, 40, dtype="fp32")
             for sampling in ("cool", "all filters"):
                 yield _rule(op, f"{draft_law}/{sampling}", problem, SAMPLINGS[sampling], draft_law)
-            yield _rule(op, f"{draft_law}/parameters a sequence", problem, tensors_of(problem.batch), draft_law)
+            yield _rule(op, f"{draft_law}/parameters per sequence", problem, tensors_of(problem.batch), draft_law)
             yield _rule(op, f"{draft_law}/its own coins", problem, SAMPLINGS["plain"], draft_law, own_coins=True)
             if draft_law != "onehot":
                 for order in ("top_k_first", "joint"):

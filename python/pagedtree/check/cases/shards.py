@@ -144,7 +144,7 @@ def cases() -> Iterator[Case]:
     masked = forest("", 4, 131, masked=True)
     yield _greedy("grammar mask", masked, [60, 71])
     yield _sampled("grammar mask", masked, tensors_of(4), [60, 71])
-    yield _rejection("parameters a sequence", masked, tensors_of(4), "iid", [60, 71])
+    yield _rejection("parameters per sequence", masked, tensors_of(4), "iid", [60, 71])
     yield _greedy("no sequence", problem_of("", []), [20, 20])
 
 

@@ -40,12 +40,12 @@ def cases() -> Iterator[Case]:
             f"{dtype}/V {vocab}", hostile_rows(vocab, DTYPES[dtype]), SAMPLINGS if vocab < 4000 else FEW_SAMPLINGS
         )
     yield _sample("no row", torch.zeros(0, 50), FEW_SAMPLINGS)
-    yield _sample("parameters a row", hostile_rows(200, torch.bfloat16), {"tensors": tensors_of(12)})
+    yield _sample("parameters per row", hostile_rows(200, torch.bfloat16), {"tensors": tensors_of(12)})
     yield from map(_greedy, problems())
     for problem in problems():
         for sampling in ("plain", "all filters"):
             yield _sampled(f"{problem.name}/{sampling}", problem, SAMPLINGS[sampling])
-    yield _sampled("parameters a sequence", forest("", 4), tensors_of(4))
+    yield _sampled("parameters per sequence", forest("", 4), tensors_of(4))
 
 
 FEW_SAMPLINGS = {name: SAMPLINGS[name] for name in ("plain", "all filters", "all filters, joint")}

@@ -78,7 +78,7 @@ def tree_speculative_sampling_target_only(
     """Samples along trees whose drafts were chosen without chance (`pagedtree.verify_rejection`, draft_law "onehot").
 
     Args:
-        uniform_samples: fp32 [bs, N] in [0, 1), a node's entry decides among its children.
+        uniform_samples: fp32 [bs, N] in [0, 1); the entry of a node decides among its children.
         uniform_samples_for_final_sampling: fp32 [bs] in [0, 1), for the token after the path.
         target_probs: fp32 [bs, N, V], the target's distribution at each node; rows sum to 1.
         draft_probs: neither read nor written. (sgl_kernel wants zeros and uses them as scratch.)
@@ -134,7 +134,7 @@ def tree_speculative_sampling_target_only(
 def _deciding_coins(
     coins: Tensor, probs: Tensor, drafts: Tensor, trees: TreeBatch, single: float, acc: float
 ) -> Tensor:
-    """Coins amid the interval of the child that the caller's coin and the thresholds choose, or behind all children's.
+    """Coins in the middle of the interval of the child that the caller's coin and the thresholds choose, or behind all.
 
     The choice is made by sums of the very probabilities: `verify_rejection` sees exponentials of logarithms, whose
     rounding would decide where a coin lies on the boundary of two intervals.

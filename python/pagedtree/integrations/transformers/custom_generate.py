@@ -60,7 +60,7 @@ def tree_generate(
     Prompts, attention mask, lengths, EOS, padding and sampling are `model.generate`'s arguments and generation config;
     the keyword arguments here are `pagedtree.integrations.transformers.generate`'s, given to `model.generate`, too.
     Greedy text is that of `model.generate` without custom_generate. Sampled text follows the same distribution, with
-    other draws: each row has a seed, drawn from torch's generator where `seeds` (one a returned row) is not given, so
+    other draws: each row has a seed, drawn from torch's generator where `seeds` (one per returned row) is not given, so
     that `torch.manual_seed` repeats it. on_stats: called with the `GenerationStats` at the end.
 
     Returns what `model.generate` does: int64 [B, length], or with return_dict_in_generate an output of `sequences`.

@@ -133,7 +133,7 @@ def _integer(name: str, value: Any) -> int:
 
 
 def sequence_params(params: SamplingParams | None, num_prompts: int, n: int) -> SamplingParams | None:
-    """Tensor fields get one entry a sequence."""
+    """Tensor fields get one entry per sequence."""
     if params is None:
         return None
     expanded: dict[str, Any] = {}
