@@ -102,7 +102,7 @@ def points_table(rows: list[dict[str, Any]]) -> str:
 
 
 def ratio_text(row: dict[str, Any], peer: str) -> str:
-    """A peer's time over ours; after a stroke with what each plans once a step, where that is not the same."""
+    """A peer's time over ours; then "/" and the ratio with what each plans once per step, where that differs."""
     if peer not in row["ratio"]:
         return ""
     alone = f"{row['ratio'][peer]:.2f}"

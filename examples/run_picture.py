@@ -21,7 +21,7 @@ ROW = 26  # height of one leaf
 COLUMN_GAP = 34  # between two depths
 MAX_TOKEN = 14  # characters of a node's text
 TAIL = 84  # characters of the text shown under a tree
-TEXT_COLUMNS = 112  # of the whole text at the end
+TEXT_COLUMNS = 112  # columns of the whole text at the end
 
 
 @dataclass(frozen=True)

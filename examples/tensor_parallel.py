@@ -5,9 +5,9 @@
 Each process holds its part of the target (transformers' tensor-parallel plan) and its columns of the logits, which no
 process ever gathers: `pagedtree.distributed` verifies them where they are. The table has a row for each size of the
 draft model's group, greedy and sampled: whether the text is that of one process, accepted draft tokens per step,
-milliseconds of drafting a proposed token, and what a process sent to verify beside what gathering the logits would
-have been. Exit code 1 if a text differs. "rejection" follows the distribution of plain sampling; its text is compared
-with that of one process, too, and may part from it where a coin is within rounding.
+milliseconds of drafting per proposed token, and the bytes that a process sent to verify beside those that gathering the
+logits would have taken. Exit code 1 if a text differs. "rejection" follows the distribution of plain sampling; its text
+is compared with that of one process, too, and may part from it where a coin is within rounding.
 """
 
 from __future__ import annotations

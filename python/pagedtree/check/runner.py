@@ -24,7 +24,7 @@ class Row:
         status: OK, FAILED, NOT_APPLICABLE, NOT_RUN or MEASURED.
         against: what the results were compared with.
         detail: what is wrong, or why there is nothing to say, or what was measured.
-        numbers: of a measurement.
+        numbers: what a measurement gave.
     """
 
     name: str
@@ -77,7 +77,7 @@ def _judge(row: Row, case: Case | Measurement, place: Place) -> None:
 
 
 def _expectation(case: Case, place: Place) -> tuple[str, Callable[[], Results]]:
-    """What the results of `case` are compared with: its name, and how to get it. Never the same code once more."""
+    """What the results of `case` are compared with: its name, and how to get it. It is never the same code again."""
 
     def on_cpu(function: Callable[[], Results]) -> Callable[[], Results]:
         def call() -> Results:

@@ -47,7 +47,7 @@ def cases() -> Iterator[Case]:
     for op, (_, _, draft_laws) in RULES.items():
         chains = op == "verify_block"
         for draft_law in draft_laws:
-            # Block and traversal also read rows off the path: which ones, only they know.
+            # Block and traversal also read rows off the path, and only they know which.
             for name, problem in _problems(chains, forbidden_row=4 if op == "verify_rejection" else -1).items():
                 yield _rule(op, f"{draft_law}/{name}", problem, SAMPLINGS["plain"], draft_law)
             problem = _trees(chains, 40, dtype="fp32")
@@ -111,7 +111,7 @@ def _rule(
     op: str, name: str, problem: Problem, sampling: Sampling, draft_law: str, *, own_coins: bool = False,
     loops: bool = True, draft_params: Sampling | None = None,
 ) -> Case:  # fmt: skip
-    """own_coins: those that the op draws from seeds and positions; else the coins are given."""
+    """own_coins: the op draws its coins from seeds and positions; else the coins are given."""
     function, rule, _ = RULES[op]
     rows = problem.logits.shape[0]
     near = _draft_probs(problem, 5)

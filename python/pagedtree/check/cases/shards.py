@@ -1,4 +1,4 @@
-"""step_shards, follow_shards, weigh_shards, walk_shards: vocabularies in parts, the ranks being threads.
+"""step_shards, follow_shards, weigh_shards, walk_shards: vocabularies in parts, where threads play the ranks.
 
 The verify ops of pagedtree.distributed drive the four ops; what all ranks return must be what the whole vocabulary
 gives.
@@ -55,7 +55,7 @@ class _Meeting:
 
 
 class _ThreadGroup:
-    """What pagedtree.distributed.group.Group is, between threads."""
+    """Does between threads what pagedtree.distributed.group.Group does between processes."""
 
     def __init__(self, meeting: _Meeting, rank: int) -> None:
         self.meeting, self.rank, self.size = meeting, rank, meeting.size
@@ -70,7 +70,7 @@ class _ThreadGroup:
         return self.meeting.every(self.rank, words)
 
     def agree(self, call: str, arguments: dict[str, Any]) -> None:
-        """All ranks are given the same."""
+        """All ranks pass the same arguments."""
 
 
 def _shards(meeting: _Meeting, rank: int, sizes: list[int]) -> VocabShards:
@@ -83,7 +83,7 @@ def _shards(meeting: _Meeting, rank: int, sizes: list[int]) -> VocabShards:
 
 
 def on_ranks(sizes: list[int], device: torch.device, call: Callable[[VocabShards], Results]) -> Results:
-    """call(shards) on each rank, a thread each; the results of all, which must be the same."""
+    """Runs call(shards) on each rank, one thread per rank; returns the results, which must all be the same."""
     meeting = _Meeting(len(sizes))
     found: list[Results | BaseException] = [{}] * len(sizes)
 
@@ -207,7 +207,7 @@ def _sampled(name: str, problem: Problem, sampling: Sampling, sizes: list[int]) 
 def _rejection(
     name: str, problem: Problem, sampling: Sampling, draft_law: str, sizes: list[int], *, coins: bool = False
 ) -> Case:  # fmt: skip
-    """coins: given ones, else the op's own."""
+    """coins: whether coins are given; else the op draws its own."""
     rows = problem.logits.shape[0]
     near = (problem.logits.float() + torch.randn(problem.logits.shape, generator=seeded(5))).softmax(-1)
     order = torch.randperm(rows, generator=seeded(6))

@@ -65,7 +65,7 @@ def hostile_rows(vocab: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def tensors_of(batch: int) -> Sampling:
-    """Every parameter another one for each sequence; NaN and what is out of range among them."""
+    """Parameters that differ for each sequence; some are NaN or out of range."""
     pick = torch.arange(batch)
     return {
         "temperature": torch.tensor([0.7, 0.0, math.nan, 1.0])[pick % 4],
@@ -76,7 +76,7 @@ def tensors_of(batch: int) -> Sampling:
 
 
 def sampling_of(sampling: Sampling, b: int) -> Sampling:
-    """The parameters of sequence b, as numbers; NaN is off."""
+    """The parameters of sequence b, as numbers; NaN turns a parameter off."""
     off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     numbers = {name: value[b].item() if isinstance(value, Tensor) else value for name, value in sampling.items()}
     return {name: off[name] if value != value else value for name, value in numbers.items()}
@@ -122,7 +122,7 @@ class Problem:
     """A batch of trees with logits and drafts, all on the CPU.
 
     Attributes:
-        parents: of each tree, malformed ones among them.
+        parents: those of each tree; some trees are malformed.
         logits: [N, V], N counting padding rows.
         drafts: int64 [N].
         allowed: bool [N, V] or None; packed: hand it in as words.
@@ -158,7 +158,7 @@ class Problem:
         return (place.put(self.logits), place.put(self.drafts), trees), given
 
     def tree(self, b: int) -> Tree:
-        """One tree of it as plain loops want it: unreachable nodes hang nowhere, drafts are ids of the target."""
+        """One of its trees as plain loops take it: unreachable nodes have no parent, drafts are ids of the target."""
         begin = sum(map(len, self.parents[:b]))
         linked = loops.link(self.parents[b], self.max_nodes, self.max_depth)
         vocab = self.logits.shape[1]
@@ -273,7 +273,7 @@ def problems() -> Iterator[Problem]:
 
 
 def with_draft_vocabulary(problem: Problem) -> Problem:
-    """The same drafts, by ids of a smaller vocabulary; those that it lacks by an id outside it."""
+    """The same drafts as ids of a smaller vocabulary; drafts that it lacks get an id outside it."""
     vocab = problem.logits.shape[1]
     to_target = torch.randperm(vocab, generator=seeded(8))[: vocab * 2 // 3]
     ids = {int(x): i for i, x in enumerate(to_target)}
