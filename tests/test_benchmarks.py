@@ -252,7 +252,7 @@ RULES = [("verify_peers", "Problem"), ("ratio_peers", "DrawnProblem")]
 @pytest.mark.parametrize(("module", "kind"), RULES)
 @pytest.mark.parametrize("tree", ["binary 16", "chain 8"])
 def test_drafts_are_accepted_at_a_realistic_rate(suite, module, kind, tree):
-    """Of the levels of a path about seven of ten are accepted, under each rule; both chains of torch ops agree."""
+    """About seven of ten levels of a path are accepted, under each rule; both chains of torch ops agree."""
     peers, common = importlib.import_module(module), importlib.import_module("verify_peers")
     shape = importlib.import_module("named_trees").tree_named(tree)
     problem = getattr(peers, kind)(32, shape, 300, torch.float32, 1, torch.device("cpu"))

@@ -378,7 +378,7 @@ def test_bad_draft_laws(toy, options, message):
 
 
 def test_a_drafter_of_ones_own(toy, toy_distribution):
-    """A triple of tokens, trees and a distribution a node, with padding; what it does not declare is refused."""
+    """A triple of tokens, trees and one distribution per node, with padding; what it does not declare is refused."""
 
     class Uniform:
         max_nodes, draft_law = 3, "iid"

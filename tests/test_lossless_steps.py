@@ -169,7 +169,8 @@ def expand_cousins_alike(state: DraftState, logits: Tensor, **options) -> DraftS
 
 @pytest.mark.parametrize("law", ["iid", "swor"])
 def test_cousins_that_share_their_draws_are_seen(law: str) -> None:
-    """The rule that judges leaves first is then off its distribution; the one that follows one node a level is not."""
+    """The rule that judges leaves first is then off its distribution; the one that follows one node per level is
+    not."""
     for rule, expand, is_off in [
         ("traversal", expand_tree, False),
         ("traversal", expand_cousins_alike, True),

@@ -48,7 +48,7 @@ def listing(*lines: Line, name: str = "kernel") -> str:
 
 
 def test_control_codes() -> None:
-    # Of a move without scoreboards, a load that sets scoreboard 2, and an instruction that waits for it.
+    # A move without scoreboards, a load that sets scoreboard 2, and an instruction that waits for it.
     assert decode_control(0x000FE400078E00FF) == {"stall": 2, "sets": None, "reads": None, "waits": ()}
     assert decode_control(0x000EA2000C1E1900) == {"stall": 1, "sets": 2, "reads": None, "waits": ()}
     assert decode_control(0x004FE40003F24070)["waits"] == (2,)

@@ -16,7 +16,7 @@ from pagedtree.testing import backends
 
 FULL, QLEN, PACKED = TreeMaskMode
 
-# Of SGLang's test_build_eagle_tree: two sequences, top 4 of 4 levels, the best 7 drafts of each.
+# From SGLang's test_build_eagle_tree: two sequences, top 4 of 4 levels, the best 7 drafts of each.
 EAGLE = {
     "parent_list": [
         [-1, 0, 1, 2, 3, 4, 8, 9, 10, 20, 24, 21, 28],
@@ -28,7 +28,7 @@ EAGLE = {
     "next_token": [[1, 3, 4, 5, 6, 7, -1, -1], [1, 2, -1, 6, -1, -1, 7, -1]],
     "next_sibling": [[-1, 2, -1, -1, -1, -1, -1, -1], [-1, -1, 3, 4, 5, -1, -1, -1]],
 }
-# Of SGLang's test_build_eagle_tree_malformed: top 2 of 3 levels, 4 nodes. Parents may come after their children.
+# From SGLang's test_build_eagle_tree_malformed: top 2 of 3 levels, 4 nodes. Parents may come after their children.
 MALFORMED_SELECTED = [[4, 2, 0], [2, 4, 0]]
 MALFORMED = {
     "chain": [[0, 0, 2, 0, 0], [0, 4, 0, 0, 0]],

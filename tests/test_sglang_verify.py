@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pagedtree.integrations.sglang import tree_speculative_sampling_target_only, verify_tree_greedy
 
-# Of SGLang's test_eagle_utils and test_speculative_sampling. The second tree's sibling list runs backwards.
+# From SGLang's test_eagle_utils and test_speculative_sampling. The second tree's sibling list runs backwards.
 CANDIDATES = [[0, 1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 12]]
 NEXT_TOKEN = [[1, 2, -1, 4, 5, -1], [4, 2, 3, -1, 5, -1]]
 NEXT_SIBLING = [[-1, 3, -1, -1, -1, -1], [-1, -1, -1, -1, 1, -1]]

@@ -32,7 +32,7 @@ def stock() -> list[list[int]]:
 
 @pytest.fixture
 def steps(monkeypatch) -> list[tuple[list[int], list[int]]]:
-    """Of each step with trees: drafts scheduled, and drafts proposed, of the requests that have some."""
+    """For each step with trees: the drafts scheduled, and the drafts proposed, of the requests that have some."""
     seen: list[tuple[list[int], list[int]]] = []
     lay_out = TreeRunner._lay_out_trees
 
