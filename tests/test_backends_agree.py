@@ -72,7 +72,7 @@ def compare_sampling(other, dtype, vocab):
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("batch", [1, 2, 30])
 def test_verify(other, batch):
-    """Few trees have all their rows drawn at once, many are walked row by row."""
+    """All rows of few trees are drawn at once; many trees are walked row by row."""
     compare_verification(other, batch, 40)
 
 
@@ -160,7 +160,7 @@ def compare_rule(other, op, law, vocab):
 @pytest.mark.skipif("simt" not in backends(), reason="built without simt")
 @pytest.mark.parametrize(("ctas", "order"), [(2, "forward"), (8, "random:1"), (16, "reverse")])
 class TestClusters:
-    """Several CTAs that read a row together find what one finds."""
+    """Several CTAs that read a row together find what one CTA finds."""
 
     VOCAB = 66_001  # 16 CTAs at most, the last one with fewer tokens
 

@@ -124,7 +124,7 @@ def test_joint_distribution_of_two_draws(backend: str, draws: Callable[[int], in
 
 @pytest.mark.parametrize("params", SAMPLINGS, ids=str)
 def test_coupled_draws_share_the_targets_noise(backend: str, params: dict) -> None:
-    """They are ranked by it, and where both distributions are the same the first one is what the target samples."""
+    """The noise ranks the children; where both distributions are equal, the target samples the first child."""
     count, compared = 40, 0
     for vocab in (3, 130):
         logits = torch.randn(count, vocab, generator=seeded(vocab)) * 3
@@ -280,7 +280,8 @@ def test_drawn_drafts_are_independent_of_their_verification(
     """One seed serves drawing and verifying: what comes out still follows the target."""
     count, vocab, children = draws(40_000), 4, 1 if rule is verify_block else 2
     generator = seeded(6)
-    target, drafter = (torch.randn(vocab + 1, vocab, generator=generator) for _ in range(2))  # the last: of the root
+    # The last row is for the root.
+    target, drafter = (torch.randn(vocab + 1, vocab, generator=generator) for _ in range(2))
     seeds, positions, sampling = torch.arange(count) * 3 + 1, torch.arange(count) % 5, SamplingParams()
     sampled = {"law": law, "params": sampling, "seeds": seeds, "positions": positions}
     state = start_draft(torch.full((count,), vocab), max_kv_nodes=1 + children)

@@ -146,7 +146,7 @@ HEEDLESS = [
 
 
 def heedless_excess(rule: str, drafter: str, outcomes: int) -> float:
-    """The worse of all tokens together and the first two that come from a tree."""
+    """The larger excess of two: of all tokens together, and of the first two tokens that come from a tree."""
     target, draft = heedless(0.5, 0.3, 0.15, 0.05), heedless(0.15, 0.25, 0.4, 0.2)
     distribution, seen = distribution_of_texts(target), texts_seen(target, draft, rule, drafter, outcomes)
     pairs = [
@@ -184,7 +184,7 @@ PADDED_DRAFTERS = {
     "topk": {"num_nodes": 6, "depth": 2, "width": 5},
     "coupled": {"num_nodes": 7, "depth": 3, "width": 2},
     "iid": {"num_nodes": 7, "branching": [3, 2]},
-    "swor": {"num_nodes": 25, "branching": [5, 4]},  # more children than tokens: each is drawn
+    "swor": {"num_nodes": 25, "branching": [5, 4]},  # more children than tokens: every token is drawn
 }
 
 
@@ -233,7 +233,7 @@ def test_other_vocabularies_are_refused_before_the_first_pass(toy, monkeypatch):
 
 
 class PermutedProbs(ModelDrafter):
-    """Names the next token's probability for each."""
+    """Gives each token the probability of the next id."""
 
     def propose(self, tokens, lengths):
         draft = super().propose(tokens, lengths)

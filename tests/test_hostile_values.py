@@ -142,7 +142,7 @@ def test_locations_beyond_int32(backend: str, device: torch.device) -> None:
     out = flash_attn.flash_attn_with_kvcache(
         q, cache, cache, cache_seqlens=2**40, cache_batch_idx=torch.tensor([2**32], device=device)
     )
-    assert not out.any()  # of no page
+    assert not out.any()  # no page is read
     _, lse = flash_attn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=2**40, return_softmax_lse=True)
     assert lse.isfinite().all()
 

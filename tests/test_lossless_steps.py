@@ -110,7 +110,7 @@ def first_tokens(
     roots = torch.full((count,), VOCAB, device=device)
     accepted = []
     while bool((lengths < LENGTH).any()):
-        # As `verify_block` and `verify_traversal` ask for: every step draws its drafts with seeds of its own. The
+        # `verify_block` and `verify_traversal` ask for this: every step draws its drafts with seeds of its own. The
         # noise of "coupled" is that of verification.
         draft_seeds = seeds if law == "coupled" else seeds + 0x5851F42D4C957F2D * (lengths + 1)
         draft = grown(draft_table, roots, lengths, draft_seeds, law, branching, expand)
@@ -160,7 +160,7 @@ def test_first_three_tokens_closely(backend: str, device, rule, law, branching, 
 
 
 def expand_cousins_alike(state: DraftState, logits: Tensor, **options) -> DraftState:
-    """As if all nodes of a level drew by the same random numbers, where they draw from the same distribution."""
+    """Makes all nodes of a level that draw from the same distribution draw with the same random numbers."""
     expanded = expand_tree(state, logits, **options)
     children = expanded.tokens[:, state.num_candidates :].view(state.batch_size, state.num_frontier, -1)
     tokens = [state.tokens, children[:, :1].expand_as(children).flatten(1)]

@@ -219,7 +219,7 @@ def make_program(folder: Path, name: str) -> Path:
 
 
 def test_the_environments_own_cmake_and_ninja_build(setup_py, tmp_path, monkeypatch):
-    """They are used whether or not the environment is activated, and whatever the PATH has before them."""
+    """The environment's tools are used whether or not it is activated, and whatever comes first on the PATH."""
     other = make_program(tmp_path, "cmake"), make_program(tmp_path, "ninja")
     monkeypatch.setenv("PATH", str(tmp_path))
     site = Path(sysconfig.get_path("purelib"))

@@ -261,7 +261,7 @@ def test_names_of_instances() -> None:
     [(H100, 16, 2, 128), (H100, 64, 2, 128), (H100, 128, 2, 64), (H100, 16, 1, 256), (A100, 64, 1, 128)],
 )
 def test_tiles_of_flashinfer(machine: Machine, rows: int, kv_bytes: int, keys: int) -> None:
-    """Two CTAs fit, and would not with twice the keys, unless the dispatcher has no more."""
+    """Two CTAs fit; with twice the keys they would not, unless the dispatcher has no larger tile."""
     tile = predict_peers.flashinfer_tile(machine, rows, kv_bytes)
     assert tile.keys == keys
     assert 2 * (tile.shared_bytes + 1024) <= predict_peers.SHARED_BYTES[machine.architecture] + 1024

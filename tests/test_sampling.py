@@ -355,7 +355,7 @@ def test_batch_order_and_threads_change_nothing(device):
 
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
 def test_instruction_sets_agree(isa, monkeypatch, dtype):
-    """They look for a cut above different logits, by their number of lanes."""
+    """Instruction sets look for a cut above different logits, by their number of lanes."""
     cuts = [{"top_k": 47}, {"top_k": 90, "top_p": 0.99}, {"top_k": 2000}, {"top_p": 0.9999, "temperature": 1.7}]
     generator = torch.Generator().manual_seed(0)
     streams = {"seeds": random_words(40), "positions": random_words(40, 1)}

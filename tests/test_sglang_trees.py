@@ -37,7 +37,7 @@ MALFORMED = {
     "own ancestor": [[0, 2, 2, 0, 0], [0, 4, 4, 0, 0]],
     "as deep as allowed": [[0, 0, 4, 2, 0], [0, 0, 2, 4, 0]],
 }
-# What becomes of the last but one of them: levels, first children, next siblings.
+# The expected levels, first children and next siblings of the last tree but one.
 OWN_ANCESTOR = [
     [[0, 3, 3, 1], [0, 3, 3, 1]],
     [[3, -1, 1, -1], [3, -1, 1, -1]],
@@ -47,7 +47,7 @@ OWN_ANCESTOR = [
 
 @pytest.fixture(params=[name for name in backends() if name != "simt"])
 def on_torch_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """For what Torch computes alone: makes tensors on each device, and calls no backend."""
+    """For tests of what Torch alone computes: makes tensors on each device, and calls no backend."""
     with torch.device(request.param):
         yield
 

@@ -58,7 +58,7 @@ def excess(observed: np.ndarray, distribution: np.ndarray) -> float:
     return (sum((o - e) ** 2 / e for o, e in bins) - degrees) / math.sqrt(2 * degrees)
 
 
-# A fair sampler passes LIMIT but once in some hundred thousand runs; these runs are always the same.
+# A fair sampler exceeds LIMIT once in some hundred thousand runs; these runs are always the same.
 LIMIT = 6.0
 
 

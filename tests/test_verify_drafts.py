@@ -149,7 +149,7 @@ def test_joint_rules_accept_no_less():
 
 # The ops --------------------------------------------------------------------------------------------------------------
 
-MARGIN = 1e-4  # of a coin from its bounds, which the ops compute in floats
+MARGIN = 1e-4  # how far a coin is from its bounds, which the ops compute in floats
 
 
 class Questions:
@@ -392,7 +392,7 @@ def test_distribution_of_the_first_tokens(device, draws, rule, law, tree):
 
 
 def test_a_wrong_draft_law_is_seen():
-    """On the CPU: what the statistic sees is its own doing, not a backend's."""
+    """Runs on the CPU alone: this tests the statistic, not a backend."""
 
     def told_iid(*arguments, draft_law, **given):
         return verify_rejection(*arguments, draft_law="iid", **given)

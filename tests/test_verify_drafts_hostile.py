@@ -104,7 +104,7 @@ def test_vocabularies(device, op, vocab):
 
 
 def test_more_draws_than_tokens(device):
-    """Without replacement the distribution runs out: what was tried has no probability left."""
+    """Without replacement the distribution runs out: a token that was tried has no probability left."""
     trees = batch_of([[-1, 0, 0, 0, 0]], device)
     logits = torch.tensor([-math.inf, -math.inf, 0.0, 0.0], device=device).expand(5, 4)
     probs = torch.tensor([0.75, 0.25, 0.0, 0.0], device=device).expand(5, 4)
@@ -181,7 +181,7 @@ def test_grammar_masks_and_status(device, op):
 
 @each_op
 def test_temperature_zero_is_greedy(device, op):
-    """In one batch with sampled rows; the tokens are the argmaxes, whatever was drafted."""
+    """Greedy sequences in one batch with sampled ones: their tokens are the argmaxes, whatever was drafted."""
     (logits, drafts, trees, _), keywords = forest(op, 12, 30, device)
     temperature = torch.tensor([0.0, 1.0] * 6, device=device)
     mixed = op(logits, drafts, trees, SamplingParams(temperature=temperature), **keywords)
