@@ -92,7 +92,7 @@ test-all: build test-sanitizers test-host-cuda test-engines test-mutations  ## e
 	$(PYTEST)
 	for engine in vllm sglang flashinfer flash_attn; do $(MAKE) test-engines ENGINE=$$engine || exit 1; done
 
-test-stats: build  ## sampling against the exact laws, a million draws a law; planted errors are caught
+test-stats: build  ## sampling against the exact distributions, a million draws from each; planted errors are caught
 	$(PYTEST) -m stats
 
 test-mutations: build  ## breaks the rules of verification, one line at a time: the tests must notice

@@ -28,7 +28,7 @@ FIRST_TOKENS = 4
 def in_pairs(
     target: Any, batch_size: int, run: dict[str, Candidate], run_first: dict[str, Candidate], pairs: int
 ) -> list[dict[str, Any]]:
-    """Of plain decoding, and where trees are chosen: speed and time to the first token over plain decoding's.
+    """What plain decoding and chosen trees give: speed and time to the first token, over plain decoding's.
 
     run_first: candidates for two tokens.
     """

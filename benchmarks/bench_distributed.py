@@ -43,13 +43,13 @@ def calls(whole: torch.Tensor, shards: VocabShards) -> dict[str, tuple[Callable[
     drafts = whole.argmax(dim=1).roll(1)
     at = torch.arange(trees.batch_size)
     streams = {"seeds": at, "positions": at}
-    laws = {"draft_law": "swor", "draft_probs": whole.float().softmax(dim=1)}
+    drawn = {"draft_law": "swor", "draft_probs": whole.float().softmax(dim=1)}
     own = shards.own(whole).contiguous()
     rules: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
         "greedy": ("verify_greedy", (), {}),
         "sampled": ("verify_sampled", (PLAIN,), streams),
         "sampled, top-k, top-p": ("verify_sampled", (FILTERED,), streams),
-        "rejection, swor": ("verify_rejection", (PLAIN,), streams | laws),
+        "rejection, swor": ("verify_rejection", (PLAIN,), streams | drawn),
     }
 
     def pair(op: str, params: tuple[Any, ...], options: dict[str, Any]) -> tuple[Callable[[], Any], Callable[..., Any]]:

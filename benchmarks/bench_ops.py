@@ -147,7 +147,7 @@ def main() -> int:
 
 
 def facts_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Of the machine, the arguments, and the two rates that give a point's floor."""
+    """What is known of the machine, the arguments, and the two rates that give a point's floor."""
     device, dtypes = torch.device(args.device), [torch.bfloat16, torch.float32]
     facts = machine_facts() | {"arguments": {key: value for key, value in vars(args).items() if key != "json"}}
     rates = {str(dtype).removeprefix("torch."): matmul_rate(dtype, device) / 1e9 for dtype in dtypes}

@@ -110,7 +110,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def cubins_for(machine: Machine, sources: list[Path] | None, folder: Path) -> list[Path]:
-    """Of the library, or of the sources. Raises FileNotFoundError without a library."""
+    """The machine code of the library, or of the sources. Raises FileNotFoundError without a library."""
     if sources:
         architecture = machine.architecture + ("a" if machine.architecture == "sm_90" else "")
         return [compile_with_lines(source, architecture, folder) for source in sources]

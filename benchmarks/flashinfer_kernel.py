@@ -145,7 +145,7 @@ class Wrapper:
         self.call("flashinfer_plan", queries, pages, self.split)
 
     def pack(self, mask: Tensor, pairs: Tensor) -> None:
-        """A bit for each of a sequence's `pairs`, each sequence from a new byte on."""
+        """One bit for each of a sequence's `pairs`; each sequence begins with a new byte."""
 
         def offsets(sizes: Tensor) -> Tensor:
             return torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).int()

@@ -84,7 +84,7 @@ class FlashInferDecode(FlashInferCausal):
 
     def __init__(self, problem: Problem) -> None:
         if problem.tree.num_nodes != 1:
-            raise ValueError("one query a sequence only")
+            raise ValueError("one query per sequence only")
         super().__init__(problem)
 
     def query_form(self) -> tuple[Tensor, ...]:

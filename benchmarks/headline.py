@@ -53,7 +53,7 @@ FIGURES = {
 
 
 def figure_of(target: Target, row: Row, rows: Sequence[Row], machine: Mapping[str, Any]) -> float | None:
-    """What was measured, or None where a peer or the other row is missing. Of several peers the fastest counts."""
+    """What was measured, or None where a peer or the other row is missing. The fastest of several peers counts."""
     if "ms" not in row:
         return None
     if target.figure.endswith("row"):
@@ -237,17 +237,17 @@ def verification(op: str, name: str, shape: Shape, *cuda: Target) -> Headline:
     return Headline(name, op, shape, (*cuda, than_chain))
 
 
-LAWS = ("temperature 0.8", "top-p 0.9", "top-k 50, top-p 0.9")
+SAMPLINGS = ("temperature 0.8", "top-p 0.9", "top-k 50, top-p 0.9")
 VERIFICATION = [
     verification("verify_greedy", "greedy, all rows", DEEP, Target("x its floor", 1.2)),
     verification("verify_greedy", "greedy, a path", SHALLOW),
     *(
         verification("verify_sampled", f"sampled, a path, {law}", SHALLOW | {"law": law}, Target("x its floor", 0.5))
-        for law in LAWS
+        for law in SAMPLINGS
     ),
     *(
         verification("sample", f"sampled, all rows, {law}", SHALLOW | {"law": law}, Target("x its floor", 2.2))
-        for law in LAWS
+        for law in SAMPLINGS
     ),
     verification("verify_rejection", "rejection", SHALLOW | {"law": "iid"}),
     verification("verify_rejection", "rejection, one-hot drafts", SHALLOW | {"law": "onehot"}),

@@ -55,7 +55,7 @@ def interleaved(
     return _in_turn(samples, budget, min_repeats)
 
 
-# Of the GPU's clock, about half a millisecond: the host queues a graph and two events in less.
+# This many cycles of the GPU's clock are about half a millisecond: the host queues a graph and two events in less.
 HEAD_START = 1_000_000
 
 
@@ -186,7 +186,7 @@ CPU = torch.device("cpu")
 
 
 def read_bandwidth(device: torch.device = CPU, repeats: int = 7) -> float:
-    """Bytes a second that the device reads from its memory (the best of a few sums over a large array)."""
+    """Bytes per second that the device reads from its memory (the best of a few sums over a large array)."""
     megabytes = 4096 if device.type == "cuda" else 512
     data = torch.ones(megabytes * 2**20 // 8, dtype=torch.int64, device=device)
     data.sum()
@@ -202,7 +202,7 @@ def matmul_rate(dtype: torch.dtype = torch.float32, device: torch.device = CPU, 
 
 
 def memory_bytes(entry: str = "MemAvailable") -> int:
-    """Of the host, as /proc/meminfo has it."""
+    """The host's memory, as /proc/meminfo has it."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, size = line.split(":")
         if name == entry:
@@ -211,7 +211,7 @@ def memory_bytes(entry: str = "MemAvailable") -> int:
 
 
 def commit() -> str | None:
-    """Of this checkout, "-dirty" if more was changed than what benchmarks write themselves.
+    """The commit of this checkout, with "-dirty" if more was changed than what benchmarks write themselves.
 
     Where there is no git, or no checkout of it, the environment's COMMIT, or None.
     """

@@ -26,7 +26,7 @@ SHAPES: dict[str, Callable[[int], DraftTree]] = {
     "binary": binary,
     # EAGLE-2 (Li et al., EMNLP 2024) grows up to six levels of at most ten children and keeps the best nodes.
     "EAGLE-2": lambda num_nodes: likeliest(num_nodes, np.tile(RANKS, (6, 1))),
-    # Medusa (Cai et al., ICML 2024): a head a level, each less sure than the one before.
+    # Medusa (Cai et al., ICML 2024): one head per level, each less sure than the one before.
     "Medusa": lambda num_nodes: likeliest(num_nodes, RANKS * np.array([1.0, 0.8, 0.65, 0.5])[:, None]),
     # Sequoia (Chen et al., NeurIPS 2024): no bound on the depth.
     "Sequoia": lambda num_nodes: likeliest(num_nodes, RANKS),

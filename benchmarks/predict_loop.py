@@ -12,7 +12,7 @@ from sass_listing import Function, Instruction, bytes_of, tensor_flops
 from sm_model import Machine
 from sm_simulator import Prediction, predict
 
-# Of a CTA at most; a multiprocessor has 1 KB more.
+# The most that a CTA may use; a multiprocessor has 1 KB more.
 SHARED_BYTES = {
     architecture: kilobytes * 1024
     for architecture, kilobytes in {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}.items()
@@ -21,7 +21,7 @@ REGISTERS = 65536  # of a multiprocessor
 
 
 def registers_of(function: Function) -> int:
-    """Of a thread, as its code names them."""
+    """The registers of a thread, as its code names them."""
     named = re.findall(r"\bR(\d+)", " ".join(instruction.arguments for instruction in function.instructions))
     return max(map(int, named), default=0) + 1
 
@@ -36,7 +36,7 @@ def figures(
     machine: Machine, path: Sequence[Instruction], *, warps: int, ctas: int, source: str,
     groups_under_way: int | None = None, num_stalls: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Of an iteration of all warps. memory_share: of the nominal bandwidth, where keys come from there."""
+    """One iteration of all warps. memory_share: part of the nominal bandwidth, where keys come from memory."""
     found = predict(machine, path, warps=warps, ctas=ctas, source=source, groups_under_way=groups_under_way)
     per_second = machine.ghz * 1e9 * machine.multiprocessors * ctas / found.cycles * warps
     copied = sum(bytes_of(instruction) for instruction in path if instruction.root == "LDGSTS") * per_second

@@ -97,7 +97,7 @@ def flashinfer_rows(machine: Machine, folder: Path, num_stalls: int) -> Iterator
                 ctas=min(fit, FLASHINFER_CTAS), source="memory" if rows <= DECODING_ROWS else "l2",
                 num_stalls=num_stalls,
             )  # fmt: skip
-            # Of the products of attention alone; it adds up the weights by tensor instructions too.
+            # The products of attention alone; the kernel also adds up the weights by tensor instructions.
             flops = 4 * rows * tile.keys * flashinfer_kernel.HEAD_DIM * of_loop["ctas"] * machine.multiprocessors
             of_loop["tflop_per_s"] = round(flops * machine.ghz / of_loop["cycles"] / 1000, 1)
             name = f"{dtypes}-{flashinfer_kernel.HEAD_DIM}-{rows}"
@@ -180,7 +180,7 @@ def libraries_in(file: Path) -> Iterator[bytes]:
 
 
 def published_rows(files: list[Path], folder: Path, num_stalls: int) -> Iterator[dict[str, Any]]:
-    """Of the kernels of PUBLISHED that the files have."""
+    """Predictions for those kernels of PUBLISHED that the files have."""
     waiting = list(PUBLISHED)
     for data in (data for file in files for data in libraries_in(file)):
         for architecture, code in device_code(data):

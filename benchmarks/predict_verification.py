@@ -158,7 +158,7 @@ def ctas_of_tree(machine: Machine) -> int:
 
 
 def cycles_of_node(machine: Machine, rows: list[dict[str, Any]]) -> float:
-    """Of the passes over a visited node's row; each begins with a wait for the first words."""
+    """What the passes over a visited node's row cost; each begins with a wait for the first words."""
     cycles = 0.0
     for row in rows:
         iterations = math.ceil(VOCAB / ctas_of_tree(machine) / (32 * row["warps"] * row["words"] * WORD))

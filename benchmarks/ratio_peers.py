@@ -1,4 +1,5 @@
-"""Verification that weighs the target's law against the drafts': ours, the chain of torch ops, vLLM's sampler."""
+"""The ops that weigh the target's distribution against the drafts', beside the chain of torch ops and vLLM's
+sampler."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ from verify_peers import (
     Verification,
     best_tokens,
     children_of,
-    flashinfer_law,
+    flashinfer_distribution,
     op_of,
-    torch_law,
+    torch_distribution,
     values_at,
 )
 
@@ -36,9 +37,9 @@ TOP_P = {"temperature": 0.8, "top_p": 0.9}
 class DrawnProblem(Problem):
     """Drafts of two kinds, of which a rule accepts one at ACCEPTED of the nodes.
 
-    drawn: independently, from row draft_rows[n] of draft_probs[i] at node n: the target's law p, mixed with a law of
-    other tokens. Of c children each is accepted with a probability a, whatever happened before, where
-    1 - (1 - a)^c = ACCEPTED. leading: the target's likeliest tokens, that many of which hold ACCEPTED of p.
+    drawn: independently, from row draft_rows[n] of draft_probs[i] at node n: the target's distribution p, mixed with
+    one of other tokens. Each of c children is accepted with a probability a, whatever happened before, where 1 - (1 -
+    a)^c = ACCEPTED. leading: the target's likeliest tokens, that many of which hold ACCEPTED of p.
     """
 
     draft_probs: list[Tensor] = field(init=False)
@@ -55,7 +56,7 @@ class DrawnProblem(Problem):
         rejected = (1 - ACCEPTED) ** (1 / self.num_children.view(self.batch, nodes)[:, inner].reshape(-1, 1))
         self.draft_probs, self.drawn = [], []
         for logits, unlikely in zip(self.logits, self.unlikely, strict=True):
-            p = torch_law(logits.view(self.batch, nodes, -1)[:, inner].flatten(0, 1), TOP_P)
+            p = torch_distribution(logits.view(self.batch, nodes, -1)[:, inner].flatten(0, 1), TOP_P)
             q = rejected * p.roll(self.vocab // 2, dims=1) + (1 - rejected) * p
             self.draft_probs.append(q)
             rows = self.draft_rows[:, parents[1:]].flatten()
@@ -109,8 +110,8 @@ def typical(problem: DrawnProblem, i: int, injected: bool = False) -> Verdict:
 # The chain of torch ops -----------------------------------------------------------------------------------------------
 
 
-def first_above(law: Tensor, coin: Tensor) -> int:
-    return int((law.double().cumsum(0) > coin * law.double().sum()).nonzero()[0])
+def first_above(distribution: Tensor, coin: Tensor) -> int:
+    return int((distribution.double().cumsum(0) > coin * distribution.double().sum()).nonzero()[0])
 
 
 def excess(p: Tensor, q: Tensor) -> tuple[Tensor, float]:
@@ -120,25 +121,25 @@ def excess(p: Tensor, q: Tensor) -> tuple[Tensor, float]:
     return rest / (total or 1.0), total
 
 
-def laws_at(problem: DrawnProblem, i: int, visited_only: bool) -> Callable[[list[int]], Tensor]:
+def distributions_at(problem: DrawnProblem, i: int, visited_only: bool) -> Callable[[list[int]], Tensor]:
     params = problem.params
     assert params is not None
-    return values_at(problem, i, lambda logits: torch_law(logits, params), visited_only)
+    return values_at(problem, i, lambda logits: torch_distribution(logits, params), visited_only)
 
 
 def torch_walks(
     problem: DrawnProblem, i: int, judge: Callable[..., tuple[int | None, Tensor]], visited_only: bool
 ) -> Outcome:
     """judge(p, node, children, drafts, row of the root) gives the accepted child, or None and what is left of p."""
-    n, children, target = problem.tree.num_nodes, children_of(problem.tree), laws_at(problem, i, visited_only)
+    n, children, target = problem.tree.num_nodes, children_of(problem.tree), distributions_at(problem, i, visited_only)
     drafts = problem.drafts[i].view(-1, n).tolist()
     paths: list[list[int]] = [[0] for _ in range(problem.batch)]
     last = [0] * problem.batch
     walking = list(range(problem.batch))
     while walking:
-        laws = target([b * n + paths[b][-1] for b in walking])
+        distributions = target([b * n + paths[b][-1] for b in walking])
         going, walking = walking, []
-        for b, p in zip(going, laws, strict=True):
+        for b, p in zip(going, distributions, strict=True):
             child, rest = judge(p, paths[b][-1], children[paths[b][-1]], drafts[b], b * n)
             if child is not None:
                 paths[b].append(child)
@@ -174,7 +175,7 @@ def torch_exclusive(problem: DrawnProblem, i: int, visited_only: bool = False) -
 
 def torch_block(problem: DrawnProblem, i: int) -> Outcome:
     assert problem.params is not None
-    target, n = torch_law(problem.logits[i], problem.params), problem.tree.num_nodes
+    target, n = torch_distribution(problem.logits[i], problem.params), problem.tree.num_nodes
     paths, tokens = [], []
     for b in range(problem.batch):
         drafts = problem.drafts[i][b * n : (b + 1) * n].tolist()
@@ -195,7 +196,7 @@ def torch_block(problem: DrawnProblem, i: int) -> Outcome:
 
 
 def torch_traversal(problem: DrawnProblem, i: int, visited_only: bool = False) -> Outcome:
-    target, n, children = laws_at(problem, i, visited_only), problem.tree.num_nodes, children_of(problem.tree)
+    target, n, children = distributions_at(problem, i, visited_only), problem.tree.num_nodes, children_of(problem.tree)
     paths, tokens = [], []
     for b in range(problem.batch):
         drafts = problem.drafts[i][b * n : (b + 1) * n].tolist()
@@ -221,17 +222,17 @@ def torch_traversal(problem: DrawnProblem, i: int, visited_only: bool = False) -
 
 def torch_typical(problem: DrawnProblem, i: int, visited_only: bool = False) -> Outcome:
     """Level by level, from the accepted nodes that have children."""
-    target, n, children = laws_at(problem, i, visited_only), problem.tree.num_nodes, children_of(problem.tree)
+    target, n, children = distributions_at(problem, i, visited_only), problem.tree.num_nodes, children_of(problem.tree)
     drafts = problem.drafts[i].tolist()
     accepted: list[dict[int, list[int]]] = [{0: [0]} for _ in range(problem.batch)]
     level = [(b, 0) for b in range(problem.batch)]
     while level := [(b, node) for b, node in level if children[node]]:
-        laws = target([b * n + node for b, node in level])
-        bounds = (0.3 * (laws * laws.clamp(min=1e-30).log()).sum(1).exp()).clamp(max=0.09)
+        distributions = target([b * n + node for b, node in level])
+        bounds = (0.3 * (distributions * distributions.clamp(min=1e-30).log()).sum(1).exp()).clamp(max=0.09)
         reached = []
-        for (b, node), law, bound in zip(level, laws, bounds, strict=True):
+        for (b, node), distribution, bound in zip(level, distributions, bounds, strict=True):
             for child in children[node]:
-                if law[drafts[b * n + child]] > bound:
+                if distribution[drafts[b * n + child]] > bound:
                     accepted[b][child] = [*accepted[b][node], child]
                     reached.append((b, child))
         level = reached
@@ -300,7 +301,7 @@ class VllmRejection:
 
     def run(self, copy: int) -> Tensor:
         problem = self.problem
-        # Its laws have a row for each draft token.
+        # Its distributions have a row for each draft token.
         output = self.sampler(self.metadata[copy], problem.draft_probs[copy], problem.logits[copy], self.sampling)
         return output.sampled_token_ids
 
@@ -328,7 +329,7 @@ class FlashInferChain:
 
     def run(self, copy: int) -> Tensor:
         problem, n = self.problem, self.problem.tree.num_nodes
-        target = flashinfer_law(problem.logits[copy], problem.params or {}).view(problem.batch, n, -1)
+        target = flashinfer_distribution(problem.logits[copy], problem.params or {}).view(problem.batch, n, -1)
         draft = problem.draft_probs[copy].view(problem.batch, n - 1, -1)
         return self.verify(draft, problem.drafts[copy].view(problem.batch, n)[:, 1:].int(), target)[0]
 
@@ -353,7 +354,7 @@ def checked(run: Callable[..., Verdict], peer: Callable[..., Outcome]) -> Callab
 
 
 def check_sure_tokens(problem: DrawnProblem, tokens: Callable[[], Tensor], whose: str) -> None:
-    """Of a law of one token there is one outcome, whatever the coins."""
+    """A distribution of one token has one outcome, whatever the coins."""
     params = problem.params
     problem.params = {**(params or {}), "temperature": 1e-3}
     try:

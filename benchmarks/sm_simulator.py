@@ -92,7 +92,7 @@ class Warp:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of the steady state.
+    """What holds in the steady state.
 
     Attributes:
         cycles: of an iteration of every warp.

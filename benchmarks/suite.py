@@ -140,7 +140,7 @@ def points(op: Op, axes: Iterable[str] | None = None, given: dict[str, list[Any]
 
 @dataclass
 class Settings:
-    """Of a run. bandwidth, flop_rate: of the device, bytes and flops a second, measured in this run.
+    """What is known of a run. bandwidth, flop_rate: the device's bytes and flops per second, measured in this run.
 
     peers: names, or parts of them, of those wanted; None: all. without_compiled: but for those that compile.
     """

@@ -79,8 +79,8 @@ def acceptance_of(verdict: Verdict, tree: DraftTree) -> dict[str, Any]:
     }
 
 
-def flashinfer_law(logits: Tensor, params: dict[str, Any]) -> Tensor:
-    """As `torch_law`, by FlashInfer's kernels."""
+def flashinfer_distribution(logits: Tensor, params: dict[str, Any]) -> Tensor:
+    """As `torch_distribution`, by FlashInfer's kernels."""
     sampling = importlib.import_module("flashinfer").sampling
     probs = sampling.softmax(logits, temperature=params.get("temperature", 1.0))
     if params.get("top_k", 0):
@@ -111,12 +111,12 @@ class FlashInferSampling:
         return self.draw(self.problem.logits[copy])
 
     def check(self) -> None:
-        check_law(self.problem, lambda logits, row: self.draw(logits), "FlashInfer's")
+        check_distribution(self.problem, lambda logits, row: self.draw(logits), "FlashInfer's")
 
 
 class TorchChain:
     name = "torch chain"
-    only_headline = True  # seconds a call
+    only_headline = True  # seconds per call
     synchronises = True  # its walk is on the host
     absent = staticmethod(always)
 
@@ -144,7 +144,7 @@ class TorchVisited(TorchChain):
         return self.rule.torch_ops(self.problem, copy, visited_only=True)
 
     def check(self) -> None:
-        """The same outcome as the chain's, which is random only where it samples: there of a law of one token."""
+        """The same outcome as the chain's, random only where it samples; there the distribution has one token."""
         params = self.problem.params
         if self.rule.op == "verify_sampled":
             self.problem.params = {**(params or {}), "temperature": 1e-3}
@@ -271,7 +271,7 @@ def seeded_tokens(problem: Problem, i: int) -> Tensor:
 # The chain of torch ops -----------------------------------------------------------------------------------------------
 
 
-def torch_law(logits: Tensor, params: dict[str, Any]) -> Tensor:
+def torch_distribution(logits: Tensor, params: dict[str, Any]) -> Tensor:
     """Probabilities [N, V] after temperature, top-k and top-p, renormalised."""
     logits = logits.float() / params.get("temperature", 1.0)
     top_k, top_p = params.get("top_k", 0), params.get("top_p", 1.0)
@@ -338,7 +338,7 @@ def torch_sampled(problem: Problem, i: int, visited_only: bool = False) -> Outco
 
 
 def drawn(logits: Tensor, params: dict[str, Any]) -> Tensor:
-    return torch.multinomial(torch_law(logits, params), 1)[:, 0]
+    return torch.multinomial(torch_distribution(logits, params), 1)[:, 0]
 
 
 def torch_sample(problem: Problem, i: int) -> Tensor:
@@ -364,8 +364,10 @@ def own_draws(problem: Problem) -> Callable[[Tensor, int], Tensor]:
     return draw
 
 
-def check_law(problem: Problem, draw: Callable[[Tensor, int], Tensor] | None = None, whose: str = "our") -> None:
-    """Draws of one row are what the torch chain's law allows, as often as it says.
+def check_distribution(
+    problem: Problem, draw: Callable[[Tensor, int], Tensor] | None = None, whose: str = "our"
+) -> None:
+    """Draws of one row are what the torch chain's distribution allows, as often as it says.
 
     draw(logits, row): a token for each row of logits; default ours.
     """
@@ -374,24 +376,27 @@ def check_law(problem: Problem, draw: Callable[[Tensor, int], Tensor] | None = N
     draws = 4000
     for row in range(2):
         logits = problem.logits[0][row]
-        law = torch_law(logits[None], problem.params)[0].double()
+        distribution = torch_distribution(logits[None], problem.params)[0].double()
         tokens = draw(logits.expand(draws, -1), row).long()
-        if int((law[tokens] == 0).sum()) > draws * 1e-3:  # the boundary of top-p may fall either way within 1e-4
+        # The boundary of top-p may fall either way within 1e-4.
+        if int((distribution[tokens] == 0).sum()) > draws * 1e-3:
             raise Mismatch(f"row {row}: {whose} draws have tokens that the torch chain drops")
         seen = torch.bincount(tokens, minlength=problem.vocab).double()
-        common = law * draws >= 5
-        expected = torch.cat([law[common], (1 - law[common].sum()).clamp(min=1e-12)[None]]) * draws
+        common = distribution * draws >= 5
+        expected = torch.cat([distribution[common], (1 - distribution[common].sum()).clamp(min=1e-12)[None]]) * draws
         observed = torch.cat([seen[common], (draws - seen[common].sum())[None]])
         statistic = float(((observed - expected) ** 2 / expected.clamp(min=1)).sum())
         bins = int(common.sum())
         if statistic > bins + 10 * (2 * bins) ** 0.5:
-            raise Mismatch(f"row {row}: {whose} draws do not follow the torch chain's law (chi-square {statistic:.0f})")
+            raise Mismatch(
+                f"row {row}: {whose} draws do not follow the torch chain's distribution (chi-square {statistic:.0f})"
+            )
 
 
 # The ops --------------------------------------------------------------------------------------------------------------
 
 
-LAWS = {
+SAMPLINGS = {
     "temperature 0.8": {"temperature": 0.8},
     "top-p 0.9": {"temperature": 0.8, "top_p": 0.9},
     "top-k 50, top-p 0.9": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
@@ -399,10 +404,13 @@ LAWS = {
 RULES = [
     Rule("verify_greedy", "greedy", None, greedy, torch_greedy, check_greedy, best_tokens),
     *(
-        Rule("verify_sampled", law, params, sampled, torch_sampled, check_law, seeded_tokens)
-        for law, params in LAWS.items()
+        Rule("verify_sampled", law, params, sampled, torch_sampled, check_distribution, seeded_tokens)
+        for law, params in SAMPLINGS.items()
     ),
-    *(Rule("sample", law, params, sample_rows, torch_sample, check_law, visits=False) for law, params in LAWS.items()),
+    *(
+        Rule("sample", law, params, sample_rows, torch_sample, check_distribution, visits=False)
+        for law, params in SAMPLINGS.items()
+    ),
 ]
 
 
@@ -415,18 +423,18 @@ def shared_problem(kind: type[Problem], batch: int, tree: str, vocab: int, dtype
 
 
 def problem_maker(op: str, rules: list[Rule], kind: type[Problem]) -> Callable[[Shape, torch.device], Verification]:
-    by_law = {rule.law: rule for rule in rules if rule.op == op}
+    by_variant = {rule.law: rule for rule in rules if rule.op == op}
 
     def make(shape: Shape, device: torch.device) -> Verification:
         names = ("batch", "tree", "vocab", "dtype")
-        return Verification(by_law[shape["law"]], shared_problem(kind, *(shape[name] for name in names), device))
+        return Verification(by_variant[shape["law"]], shared_problem(kind, *(shape[name] for name in names), device))
 
     make.inputs = kind  # type: ignore[attr-defined]
     return make
 
 
 def memory_of(shape: Shape) -> int:
-    """The logits as they are drawn, in fp32, their copies, the drafts' laws, what the chain makes."""
+    """The logits as they are drawn, in fp32, their copies, the drafts' distributions, what the chain makes."""
     return 36 * shape["batch"] * nodes_of(shape["tree"]) * shape["vocab"]
 
 

@@ -56,7 +56,7 @@ def parameter_text(parameter: inspect.Parameter) -> str:
 
 
 def signature_text(name: str, function: Any, *, method: bool = False) -> str:
-    """`name(...) -> ...`, one argument a line where it is long."""
+    """`name(...) -> ...`, one argument per line where it is long."""
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())
     if method and parameters and parameters[0].name in ("self", "cls"):

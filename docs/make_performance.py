@@ -38,7 +38,9 @@ def demo(result: dict[str, Any], name: str) -> str:
             f"{row['accepted_length']:.2f}",
             f"{row['tokens_per_second']:.0f}",
             f"{row['time_to_first_token_ms']:.0f}",
-            {True: "yes", False: "no", None: "lossy" if "typical" in row["drafter"] else "same law"}[row["identical"]],
+            {True: "yes", False: "no", None: "lossy" if "typical" in row["drafter"] else "same distribution"}[
+                row["identical"]
+            ],
         ]
         for row in result["rows"]
     ]
@@ -100,7 +102,7 @@ def points_table(rows: list[dict[str, Any]]) -> str:
 
 
 def ratio_text(row: dict[str, Any], peer: str) -> str:
-    """A peer's time over ours; after a stroke with what each plans once a step, where that is not the same."""
+    """A peer's time over ours; then "/" and the ratio with what each plans once per step, where that differs."""
     if peer not in row["ratio"]:
         return ""
     alone = f"{row['ratio'][peer]:.2f}"
@@ -199,10 +201,10 @@ def by_batch(rows: list[dict[str, Any]], show: Callable[[dict[str, Any]], str]) 
 
 def end_to_end(result: dict[str, Any], name: str) -> str:
     rows, arguments = result["rows"], result["machine"]["arguments"]
-    note = f" {arguments['max_new_tokens']} tokens a sequence, {arguments['rounds']} rounds, greedy, fp32."
+    note = f" {arguments['max_new_tokens']} tokens per sequence, {arguments['rounds']} rounds, greedy, fp32."
     parts = [machine_line(result["machine"], name) + note]
     if (DOCS / "img" / f"{name}.svg").exists():
-        parts.append(f"![Tokens a second against the number of sequences](img/{name}.svg)")
+        parts.append(f"![Tokens per second against the number of sequences](img/{name}.svg)")
     parts += [
         "Tokens a second of all sequences, and over plain decoding in the same round:",
         by_batch(rows, lambda row: f"{row['tokens_per_second']:.0f} ({row['over_plain']:.2f} x)"),
@@ -220,7 +222,7 @@ def chosen_trees(result: dict[str, Any], name: str) -> str:
         return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
     parts = [
-        machine_line(result["machine"], name) + f" {arguments['max_new_tokens']} tokens a sequence, greedy, fp32.",
+        machine_line(result["machine"], name) + f" {arguments['max_new_tokens']} tokens per sequence, greedy, fp32.",
         f"Speed over plain decoding in {arguments['pairs']} pairs, median and its 95 % interval; first"
         " plain decoding over itself:",
         by_batch(rows, lambda row: interval(row["over_plain"])),

@@ -315,12 +315,12 @@ def shards_picture() -> str:
         else:
             drawing.text(x + 12, top + 169, "no draft model: moves its KV rows", "small fill-muted")
     lanes = [
-        ("gold", "proposal", "3 words a node, from rank 0, once a step"),
-        ("green", "peak", "2 words a node: largest logit and its token, NaN"),
-        ("green", "thresholds", "16 words a node and digit, only with top_k or top_p; 1 for ties"),
-        ("green", "race", "1 word a node: best score and its token (sampled)"),
-        ("blue", "drafts", "2 words a node: mass, p and q of its token; 2 a further sibling (rejection)"),
-        ("blue", "bonus", "3 words a tree (rejection)"),
+        ("gold", "proposal", "3 words per node, from rank 0, once per step"),
+        ("green", "peak", "2 words per node: largest logit and its token, NaN"),
+        ("green", "thresholds", "16 words per node and digit, only with top_k or top_p; 1 for ties"),
+        ("green", "race", "1 word per node: best score and its token (sampled)"),
+        ("blue", "drafts", "2 words per node: mass, p and q of its token; 2 per further sibling (rejection)"),
+        ("blue", "bonus", "3 words per tree (rejection)"),
     ]
     y = top + 228
     for color, name, text in lanes:
@@ -338,11 +338,11 @@ def shards_picture() -> str:
 
 
 def accepted_length_picture() -> str:
-    """Bars of the recorded means with their intervals, one group a way to draft."""
+    """Bars of the recorded means with their intervals, one group for each way to draft."""
     rows = json.loads((RESULTS / "rules.json").read_text())["rows"]
     left, width, bar = 280, 480, 18
     scale = width / max(row["accepted"][2] for row in rows)
-    drawing = Drawing("Accepted draft tokens a tree, by drafts and rule")
+    drawing = Drawing("Accepted draft tokens per tree, by drafts and rule")
     y, group = MARGIN + 8.0, None
     for row in rows:
         if group != (row["shape"], row["law"]):

@@ -97,7 +97,7 @@ def attention(result: Result) -> Figure | None:
     figure, axes = pyplot.subplots(1, 3, figsize=(11, 3.4), layout="constrained", sharey=True)
     for panel, (axis, rows) in zip(axes, drawn.items(), strict=True):
         time_panel(panel, rows, *panels[axis])
-    axes[0].set_ylabel("ms a call")
+    axes[0].set_ylabel("ms per call")
     axes[0].legend(frameon=False, fontsize=8)
     return figure
 
@@ -141,7 +141,7 @@ def verification(result: Result) -> Figure | None:
                     ticks |= set(x)
                     drawn += 1
         log_axes(panel, sorted(ticks), label)
-    axes[0].set_ylabel("ms a call")
+    axes[0].set_ylabel("ms per call")
     if drawn == 0:
         return None
     axes[0].legend(frameon=False, fontsize=8)
@@ -149,7 +149,7 @@ def verification(result: Result) -> Figure | None:
 
 
 def end_to_end(result: Result) -> Figure | None:
-    """Tokens a second against sequences; where a fixed tree falls below plain decoding it has stopped paying."""
+    """Tokens per second against sequences; where a fixed tree falls below plain decoding it has stopped paying."""
     rows = result["rows"]
     rows = [row for row in rows if not row["name"].endswith("from scratch")]
     batches = sorted({row["batch"] for row in rows})
@@ -176,7 +176,7 @@ def end_to_end(result: Result) -> Figure | None:
                 textcoords="offset points", fontsize=7, arrowprops={"arrowstyle": "-", "linewidth": 0.5},
             )  # fmt: skip
     log_axes(axes, batches, "sequences")
-    axes.set_ylabel("tokens a second")
+    axes.set_ylabel("tokens per second")
     axes.legend(frameon=False, fontsize=7)
     return figure
 

@@ -2,12 +2,13 @@
 
     python examples/demo.py [--device cuda] [--dtype bfloat16] [--prompts 6] [--max-new-tokens 96] [--json PATH]
 
-All prompts run as one batch over a paged cache. The first table has a row for each drafter, greedy and sampled: tokens
-that a sequence gains in a step, accepted draft tokens, tokens a second over all sequences, time to the first token, and
-whether the output is that of plain decoding. In fp32 a difference is an error (exit code 1); in half precision the
-first one is shown with the margin between the two most likely tokens there. The second table has the rules of
-verification that weigh the draft model's probabilities; their texts follow the same law as those of plain sampling, but
-are not the same texts. One run is drawn as SVG and HTML.
+First one sequence is generated twice, without drafts and with the drafter that suits it best, and the tokens per second
+are shown while it runs. Then all prompts run as one batch over a paged cache. The first table has a row for each
+drafter, greedy and sampled: tokens that a sequence gains in a step, accepted draft tokens, tokens per second over all
+sequences, time to the first token, and whether the output is that of plain decoding. In fp32 a difference is an error
+(exit code 1); in half precision the first one is shown with the margin between the two most likely tokens there. The
+second table has the rules of verification that weigh the draft model's probabilities; their texts follow the same
+distribution as those of plain sampling, but are not the same texts. One run is drawn as SVG and HTML.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 import transformers
+from live import compare_live
 from run_picture import StepRecord, draw_run, html_page
 from stdlib_text import prompts as stdlib_prompts
 from torch import Tensor
@@ -134,9 +136,9 @@ def same_text(plain: Run, run: Run) -> bool:
     return all(torch.equal(a, b) for a, b in zip(plain.sequences, run.sequences, strict=True))
 
 
-def first_difference(plain: Run, run: Run, model: Any) -> str:
+def first_difference(plain: list[Tensor], sequences: list[Tensor], model: Any) -> str:
     """Where the outputs part, and how nearly tied the target's two best tokens are there."""
-    for b, (expected, got) in enumerate(zip(plain.sequences, run.sequences, strict=True)):
+    for b, (expected, got) in enumerate(zip(plain, sequences, strict=True)):
         shared = min(len(expected), len(got))
         different = (expected[:shared] != got[:shared]).nonzero()
         if len(different) or len(expected) != len(got):
@@ -150,13 +152,13 @@ def first_difference(plain: Run, run: Run, model: Any) -> str:
 def print_table(runs: list[Run]) -> None:
     verdicts = {True: "yes", False: "NO", None: "-"}
     print(
-        f"\n{'sampling':16} {'drafter':24} {'tokens/step':>11} {'accepted':>9} {'tokens/s':>9} {'TTFT ms':>8} ",
+        f"\n{'sampling':18} {'drafter':24} {'tokens/step':>11} {'accepted':>9} {'tokens/s':>9} {'TTFT ms':>8} ",
         "identical",
     )
     for run in runs:
         f = run.figures()
         print(
-            f"{f['sampling']:16} {f['drafter']:24} {f['tokens_per_step']:11.2f} {f['accepted_length']:9.2f}"
+            f"{f['sampling']:18} {f['drafter']:24} {f['tokens_per_step']:11.2f} {f['accepted_length']:9.2f}"
             f" {f['tokens_per_second']:9.1f} {f['time_to_first_token_ms']:8.0f}  {verdicts[run.identical]}"
         )
 
@@ -191,6 +193,7 @@ def main() -> int:
     parser.add_argument("--checkpoints", type=Path, default=CHECKPOINTS, help="folder with target, draft and medusa")
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--live-tokens", type=int, default=256, help="tokens of the one sequence that comes first")
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--json", type=Path, help="write the table here too")
@@ -216,6 +219,13 @@ def main() -> int:
         f"T {args.temperature:g}, top-p {args.top_p:g}": SamplingParams(temperature=args.temperature, top_p=args.top_p),
     }
     generate(model, batch, max_new_tokens=4)  # warm-up
+    alone, drafted = compare_live(
+        model, batch[0], drafters, decode, max_new_tokens=args.live_tokens, page_size=PAGE_SIZE
+    )
+    is_wrong = not torch.equal(alone, drafted)
+    if is_wrong:
+        print(f"  first difference: {first_difference([alone], [drafted], model)}")
+    print(f"\nall {len(batch)} prompts in one batch, {args.max_new_tokens} tokens each:", flush=True)
 
     def complete(
         drafter: Drafter | None, rule: str = "auto", record: Recorder | None = None
@@ -242,7 +252,8 @@ def main() -> int:
             plain = plain or run
             run.identical = same_text(plain, run)
             if not run.identical:
-                print(f"  {sampling}, {name}: first difference: {first_difference(plain, run, model)}")
+                difference = first_difference(plain.sequences, run.sequences, model)
+                print(f"  {sampling}, {name}: first difference: {difference}")
             runs.append(run)
     rule_runs: list[Run] = []
     makers = rule_drafters(draft)
@@ -252,15 +263,15 @@ def main() -> int:
         rule_runs.append(run)
     print_table(runs)
     print_table(rule_runs)
-    print("typical is lossy: it favours likely drafts. The other rules leave the law of the text as it is.")
+    print("typical is lossy: it favours likely drafts. The other rules leave the distribution of the text as it is.")
     runs += rule_runs
     completion = decode(runs[0].sequences[0][len(batch[0]) :].tolist())
     print(f"\nprompt 0 ends:\n{texts[0][-200:]}\n--- greedy completion:\n{completion}")
     write_picture(recorder, batch[0].tolist(), args.picture)
     if args.json:
         args.json.write_text(json.dumps([run.figures() for run in runs], indent=1) + "\n")
-    wrong = [run for run in runs if run.identical is False]
-    if wrong and args.dtype == "float32":
+    is_wrong |= any(run.identical is False for run in runs)
+    if is_wrong and args.dtype == "float32":
         print("output differs from plain decoding", file=sys.stderr)
         return 1
     return 0

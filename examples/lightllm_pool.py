@@ -22,7 +22,7 @@ def cache_views(kv_buffer: Tensor, num_k_heads: int) -> tuple[Tensor, Tensor]:
 
 
 def page_table(req_to_token_indexs: Tensor, b_req_idx: Tensor, max_len: int) -> Tensor:
-    """int32 [B, max_len]: the slots of the batch's requests; -1 for what is no request."""
+    """int32 [B, max_len]: the slots of the batch's requests; -1 where there is no request."""
     return rows_of(req_to_token_indexs[:, :max_len], b_req_idx).int()
 
 

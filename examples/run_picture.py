@@ -21,7 +21,7 @@ ROW = 26  # height of one leaf
 COLUMN_GAP = 34  # between two depths
 MAX_TOKEN = 14  # characters of a node's text
 TAIL = 84  # characters of the text shown under a tree
-TEXT_COLUMNS = 112  # of the whole text at the end
+TEXT_COLUMNS = 112  # columns of the whole text at the end
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def shown(text: str, limit: int = MAX_TOKEN) -> str:
 
 def _header(drawing: Drawing, steps: Sequence[StepRecord], title: str, width: float) -> float:
     tokens = sum(len(step.path) for step in steps)
-    rate = f", {tokens / len(steps):.2f} tokens a step" if steps else ""
+    rate = f", {tokens / len(steps):.2f} tokens per step" if steps else ""
     drawing.text(MARGIN, 34, title or "Tree-speculative decoding", "head fill-ink")
     drawing.text(MARGIN, 53, f"{len(steps)} steps of the target model, {tokens} tokens{rate}", "fill-muted")
     x = width - MARGIN

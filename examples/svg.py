@@ -1,4 +1,4 @@
-"""A few SVG shapes in one style, light and dark: what the pictures of docs/ and of a run are drawn with."""
+"""A few SVG shapes in one style, light and dark, with which the pictures of docs/ and of a run are drawn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from html import escape
 __all__ = ["Drawing", "mono_width"]
 
 FONT_SIZE = 12
-_MONO_ADVANCE = 0.602  # of the font size, in every common monospaced font
+_MONO_ADVANCE = 0.602  # as a share of the font size, in every common monospaced font
 
 # Colour roles: name -> (light, dark).
 _COLORS = {

@@ -4,10 +4,10 @@
 
 Each process holds its part of the target (transformers' tensor-parallel plan) and its columns of the logits, which no
 process ever gathers: `pagedtree.distributed` verifies them where they are. The table has a row for each size of the
-draft model's group, greedy and sampled: whether the text is that of one process, accepted draft tokens a step,
-milliseconds of drafting a proposed token, and what a process sent to verify beside what gathering the logits would
-have been. Exit code 1 if a text differs. "rejection" follows the law of plain sampling; its text is compared with that
-of one process, too, and may part from it where a coin is within rounding.
+draft model's group, greedy and sampled: whether the text is that of one process, accepted draft tokens per step,
+milliseconds of drafting per proposed token, and the bytes that a process sent to verify beside those that gathering the
+logits would have taken. Exit code 1 if a text differs. "rejection" follows the distribution of plain sampling; its text
+is compared with that of one process, too, and may part from it where a coin is within rounding.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def compare(args: argparse.Namespace, prompts: list[list[int]], folder: str) -> 
 
 
 def print_rows(rows: list[Row]) -> None:
-    print("rule       draft on identical accepted ms a token      sent to gather")
+    print("rule       draft on identical accepted ms per token    sent to gather")
     for row in rows:
         sent, gather = (f"{size / 1024:.0f} KiB" for size in (row.bytes_sent, row.bytes_to_gather))
         print(

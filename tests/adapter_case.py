@@ -94,6 +94,6 @@ class Pages:
 
 
 def close(out: Tensor, expected: Tensor) -> None:
-    """Within what the dtype of `out` can tell."""
+    """Asserts closeness within what the dtype of `out` can resolve."""
     tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[out.dtype]
     torch.testing.assert_close(out.float(), expected.to(out.device), atol=tolerance, rtol=tolerance)

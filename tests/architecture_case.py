@@ -29,7 +29,7 @@ TIE = 1e-3
 REFUSALS = ("model: expected ", 'attention implementation "pagedtree": expected ')
 MOST_PARAMETERS = 60_000_000
 
-# Sizes by what configs call them.
+# Sizes, by the names that configs give them.
 SIZES: dict[str, Any] = {
     field: size
     for size, fields in (
@@ -55,13 +55,13 @@ SIZES: dict[str, Any] = {
         (1, "bos_token_id decoder_start_token_id sep_token_id cls_token_id"),
         (2, "eos_token_id"),
         (True, "use_sliding_window is_decoder"),
-        (False, "tie_word_embeddings"),  # or every token predicts itself
+        (False, "tie_word_embeddings"),  # otherwise every token predicts itself
     )
     for field in fields.split()
 }
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
-# What else some model types need.
+# Other arguments that some model types need.
 MODELS: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"num_expert_group": 2, "topk_group": 1},
     "bamba": {"attn_layer_indices": [1]},
@@ -152,7 +152,7 @@ def tiny_model(name: str) -> Any:
 def outcome(name: str) -> str:
     """ "same", "refused: reason" or "not built: reason" of the model type `name`.
 
-    AssertionError for another text than the model's own; any other exception is one that `generate` let through.
+    Raises AssertionError for a text other than the model's own; any other exception is one that `generate` let through.
     """
     try:
         model = tiny_model(name)
@@ -167,7 +167,7 @@ def outcome(name: str) -> str:
             options = {"drafter": drafter, "max_new_tokens": NEW_TOKENS, "eos_token_id": []}
             texts[type(drafter).__name__], _ = generate(model, prompts, **options)
     except ValueError as error:
-        if not texts and str(error).startswith(REFUSALS):  # with any drafter, and by us
+        if not texts and str(error).startswith(REFUSALS):  # refused with any drafter, and by us
             return f"refused: {error}"
         failure = error
     except Exception as error:
@@ -189,7 +189,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def check_same(model: Any, text: list[int], expected: list[int], what: str) -> None:
-    """The texts are the same up to a position where the model's own logits of both tokens are tied."""
+    """Asserts that the texts are the same up to a position where the model's own logits of both tokens are tied."""
     if text == expected:
         return
     assert len(text) == len(expected), f"{what}: {len(text)} tokens, expected {len(expected)}"

@@ -133,7 +133,7 @@ def _cast_view(view: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Target:
-    """What a test of attention runs on: a backend with one of its instruction sets or its thread order."""
+    """What a test of attention runs on: a backend with one of its instruction sets or one order of threads."""
 
     backend: str
     variant: str
@@ -150,7 +150,7 @@ class Target:
 
     @property
     def tolerance(self) -> dict[str, float]:
-        """Between two ways to the same result in `dtypes[0]`."""
+        """The tolerance between two ways to the same result in `dtypes[0]`."""
         return {"atol": 1e-6, "rtol": 1e-5} if self.backend == "cpu" else {"atol": 1e-3, "rtol": 2e-3}
 
     def case(self, prefixes: list[int], kinds: list[Any], **options: Any) -> Case:

@@ -46,7 +46,7 @@ MUTANTS = [
         "u * q * left.mass < r * left.draft_mass", "u * q * laws.total < r",
     ),
     Mutant(
-        "the draft's law is not normalised without the tried", "core/verify/rules.h",
+        "the draft's distribution is not normalised after a rejection", "core/verify/rules.h",
         "left.draft_mass = sums.draft;", "left.draft_mass = 1.0;",
     ),
     Mutant("repeated tokens count twice", "core/verify/rejection.h", "token < 0 || rows.is_tried(token)", "token < 0"),
@@ -132,7 +132,7 @@ MUTANTS = [
         "coin_of(p, b, walk.row(), position, walk.node)", "coin_of(p, b, walk.row(), position + walk.depth, 0)",
     ),
     Mutant(
-        "the law of node n is row n of the draft's", "core/verify/rules.h",
+        "the distribution of node n is row n of the draft's", "core/verify/rules.h",
         "p.draft_rows.data == nullptr ? row : token_at(p.draft_rows, row)", "row", (HOSTILE,),
     ),
     Mutant(

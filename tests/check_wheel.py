@@ -13,7 +13,8 @@ from pathlib import Path
 
 from pagedtree.info import symbol_versions
 
-# What RHEL 9 has, which Debian 12 and Ubuntu 22.04 exceed: glibc 2.34, libstdc++ of GCC 11, libgcc of GCC 3.4.
+# The versions of RHEL 9; Debian 12 and Ubuntu 22.04 have newer ones: glibc 2.34, libstdc++ of GCC 11, libgcc of GCC
+# 3.4.
 LIMITS = {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13), "GCC": (3, 4)}
 REQUIRED = {
     "pagedtree/benchmarks/bench_ops.py",
@@ -30,7 +31,7 @@ MOST_BYTES = 20_000_000
 
 
 def too_new(library: Path) -> list[str]:
-    """The symbol versions that the library needs and the oldest system that we serve does not have."""
+    """The symbol versions that the library needs but the oldest supported system lacks."""
     return [
         f"{library.name} needs {name}_{version}, more than {'.'.join(map(str, LIMITS[name]))}"
         for name, version in symbol_versions(library).items()

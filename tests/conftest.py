@@ -28,7 +28,7 @@ settings.load_profile("pagedtree")
 
 @pytest.fixture(params=backends())
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Runs the test once for each backend of this build, value checks off whatever the environment says.
+    """Runs the test once for each backend of this build, with value checks off whatever the environment says.
 
     Under "cuda" a test fails whose tensors are on the CPU: make them on `device`, or ask for `on_device`.
     """
@@ -45,7 +45,7 @@ def device(backend: str) -> torch.device:
 
 @pytest.fixture
 def draws(backend: str) -> Callable[[int], int]:
-    """How many draws a test of a law makes: fewer on simt, where a draw costs a hundred times as much."""
+    """How many draws a test of a distribution makes: fewer on simt, where a draw costs a hundred times as much."""
     on_simt = backend == "simt" or (backend == "cuda" and "HOST_CUDA" in os.environ)
     return lambda count: count // 20 if on_simt else count
 
@@ -90,7 +90,7 @@ def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """For models so small that waiting for a second thread takes longer than the work."""
+    """One thread, for models so small that waiting for a second thread takes longer than the work."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

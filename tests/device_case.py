@@ -34,7 +34,7 @@ def placed(t: Tensor, device: torch.device | str | None = None) -> Tensor:
 
 @contextmanager
 def only_on(backend: str) -> Iterator[None]:
-    """`use_backend`, and for "cuda": an op on CPU tensors raises RuntimeError, so that no test of the GPU runs without.
+    """`use_backend`; with "cuda" an op on CPU tensors also raises RuntimeError, so that no test skips the GPU unseen.
 
     Making a DraftTree is allowed: it lives on the host, whatever the device of the rest.
     """

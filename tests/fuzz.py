@@ -357,10 +357,10 @@ def limit_memory() -> None:
 
 
 def work(arguments: argparse.Namespace) -> int:
-    """In the process that makes the calls; what it is about to do stands in the file `arguments.last`."""
-    warnings.simplefilter("ignore")  # of values that a hostile dtype does not hold
+    """Runs in the process that makes the calls; the file `arguments.last` says what it is about to do."""
+    warnings.simplefilter("ignore")  # about values that a hostile dtype cannot hold
     only = list(arguments.only or fuzz_calls.names())
-    for name in only:  # what a first call loads is not a call's own memory, and what is valid is taken
+    for name in only:  # a first call loads libraries, which are not its own memory; and valid calls must be accepted
         run(fuzz_calls.make(name))
     if not arguments.no_memory_limit:
         limit_memory()

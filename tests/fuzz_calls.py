@@ -1,6 +1,6 @@
 """Valid calls of every public function that takes values from its user: what `fuzz.py` changes to hostile ones.
 
-Those of the adapters are in `fuzz_adapter_calls.py`.
+The calls of the adapters are in `fuzz_adapter_calls.py`.
 
 A call is made anew each time, so that nothing a call did to its arguments reaches the next one.
 """

@@ -27,7 +27,7 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
-    "initializer_range": 0.2,  # or greedy text repeats one token
+    "initializer_range": 0.2,  # otherwise greedy text repeats one token
     "eos_token_id": None,
     "bos_token_id": None,
     "pad_token_id": None,
@@ -45,7 +45,7 @@ MODELS = {
             "sliding_window": 9,
             "query_pre_attn_scalar": 64,
             "attn_logit_softcapping": 3.0,
-            "tie_word_embeddings": False,  # or every token predicts itself
+            "tie_word_embeddings": False,  # otherwise every token predicts itself
             "attn_implementation": "eager",
         },
     ),
@@ -103,7 +103,7 @@ def lists(sequences):
 
 
 class Oracle:
-    """Knows the texts; hides the right token at the last child of every node with probability `hit`."""
+    """Knows the texts; with probability `hit` the right token is at the last child of a node."""
 
     tree = DraftTree.full([2, 2, 1])
 

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import os
 
-ctypes.CDLL(os.environ["HOST_CUDA"], ctypes.RTLD_GLOBAL)  # Torch asks for a device's hooks once, early
+ctypes.CDLL(os.environ["HOST_CUDA"], ctypes.RTLD_GLOBAL)  # Torch asks for a device's hooks only once, early
 
 import torch  # noqa: E402
 

@@ -97,7 +97,7 @@ def first_tokens(
     roots = torch.full((count,), VOCAB, device=device)
     accepted = []
     while bool((lengths < LENGTH).any()):
-        # As `verify_block` and `verify_traversal` ask for: every step draws its drafts with seeds of its own. The
+        # `verify_block` and `verify_traversal` ask for this: every step draws its drafts with seeds of its own. The
         # noise of "coupled" is that of verification.
         draft_seeds = seeds if law == "coupled" else seeds + 0x5851F42D4C957F2D * (lengths + 1)
         draft = grown(draft_table, roots, lengths, draft_seeds, law, branching, expand)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_RANKS = 4
-TIMEOUT = 60.0  # seconds, of a collective
+TIMEOUT = 60.0  # seconds that a collective may take
 
 
 def serve(rank: int, num_ranks: int, folder: str, timeout: float, pipe: Any) -> None:

@@ -37,17 +37,17 @@ LOSSLESS = [
     *[("traversal", law, tree) for law in ("iid", "swor") for tree in (CHAIN, PAIR, TREE, STAIR)],
 ]
 Path = tuple[int, ...]
-Law = list[Fraction]
+Distribution = list[Fraction]
 Rule = Callable[..., tuple[list[int], list]]
 
 
 class ToyPair:
-    """A target and a drafter over `vocab` tokens whose laws depend on the tokens so far; some tokens have no mass."""
+    """A target and a drafter over `vocab` tokens; what they say depends on the tokens so far, some have no mass."""
 
     def __init__(self, vocab: int, seed: int) -> None:
         self.vocab, self.seed = vocab, seed
 
-    def _weights(self, prefix: Path, kind: int, total: int | None) -> Law:
+    def _weights(self, prefix: Path, kind: int, total: int | None) -> Distribution:
         generator = np.random.default_rng([self.seed, kind, len(prefix), *(x + 1 for x in prefix)])
         if total is None:
             weights = generator.integers(0, 6, self.vocab)
@@ -56,14 +56,16 @@ class ToyPair:
         cuts = np.sort(generator.integers(0, total + 1, self.vocab - 1))
         return [Fraction(int(b - a), total) for a, b in itertools.pairwise([0, *cuts, total])]
 
-    def p(self, prefix: Path) -> Law:
+    def p(self, prefix: Path) -> Distribution:
         return self._weights(prefix, 0, None)
 
-    def q(self, prefix: Path) -> Law:
+    def q(self, prefix: Path) -> Distribution:
         """Multiples of 1/16, so that every dtype holds them."""
         return self._weights(prefix, 1, 16)
 
-    def laws(self, parents: Sequence[int], drafts: Sequence[int]) -> tuple[list[Law], list[Law]]:
+    def distributions(
+        self, parents: Sequence[int], drafts: Sequence[int]
+    ) -> tuple[list[Distribution], list[Distribution]]:
         """p and q at each node of a tree."""
         prefixes: list[Path] = [()]
         for node, parent in enumerate(parents[1:], 1):
@@ -99,19 +101,19 @@ class ToyPair:
         return self.completed((), Fraction(1), length)
 
     def completed(self, prefix: Path, chance: Fraction, length: int) -> dict[Path, Fraction]:
-        laws = {prefix: chance}
+        found = {prefix: chance}
         for _ in range(length - len(prefix)):
-            laws = {(*x, t): c * m for x, c in laws.items() for t, m in enumerate(self.p(x)) if m}
-        return laws
+            found = {(*x, t): c * m for x, c in found.items() for t, m in enumerate(self.p(x)) if m}
+        return found
 
     def error(self, rule: Rule, parents: Sequence[int], law: str, drawn: str | None = None) -> Fraction:
-        """Total variation between what a rule emits and the target's law, over one token more than the tree is deep."""
+        """Total variation between what a rule emits and the target, over one token more than the tree is deep."""
         depth = max(sum(1 for _ in ancestors(parents, node)) for node in range(len(parents)))
         target = self.joint(depth + 1)
         emitted: dict[Path, Fraction] = defaultdict(Fraction)
         worst = Fraction(0)
         for chance, tokens in self.drafts(parents, drawn or law):
-            p, q = self.laws(parents, tokens)
+            p, q = self.distributions(parents, tokens)
             for weight, _, (path, bonus) in reference.branches(
                 lambda below, tokens=tokens, p=p, q=q: rule(parents, tokens, p, q, law, below)
             ):
@@ -144,10 +146,10 @@ def redrawn(pair: ToyPair, tree: list[int], law: str, count: int) -> tuple[Tenso
     options = [*pair.drafts(tree, law)]
     chances = np.array([float(chance) for chance, _ in options])
     picks = np.random.default_rng(7).choice(len(options), size=count, p=chances / chances.sum())
-    laws = [pair.laws(tree, tokens) for _, tokens in options]
+    distributions = [pair.distributions(tree, tokens) for _, tokens in options]
     with np.errstate(divide="ignore"):
-        logits = np.log(np.array([[[float(x) for x in row] for row in p] for p, _ in laws]))
-    probs = np.array([[[float(x) for x in row] for row in q] for _, q in laws])
+        logits = np.log(np.array([[[float(x) for x in row] for row in p] for p, _ in distributions]))
+    probs = np.array([[[float(x) for x in row] for row in q] for _, q in distributions])
     tokens = np.array([tokens for _, tokens in options])
     flat = (torch.from_numpy(x[picks]) for x in (logits, probs, tokens))
     logits, probs, drafts = (x.reshape(-1, *x.shape[2:]) for x in flat)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 HALF_TYPES = [torch.float32, torch.float16, torch.bfloat16]
-LAWS = [
+SAMPLINGS = [
     {},
     {"temperature": 0.0},
     {"temperature": 0.6},

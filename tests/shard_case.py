@@ -84,7 +84,7 @@ def pack(allowed: Tensor) -> Tensor:
 
 
 def per_request(batch: int) -> SamplingParams:
-    """Every parameter another one for each request, among them greedy ones and filters that are off."""
+    """Parameters that differ for each request; some requests are greedy, some filters are off."""
     pick = torch.arange(batch)
     return SamplingParams(
         temperature=torch.tensor([0.7, 0.0, 1.3, 1.0])[pick % 4],

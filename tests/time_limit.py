@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 SECONDS = 300.0
-LONG_MARKS = {"slow": 4, "stats": 4}  # times as long
+LONG_MARKS = {"slow": 4, "stats": 4}  # slow tests may take this many times as long
 
 TERMINAL = pytest.StashKey[int]()
 

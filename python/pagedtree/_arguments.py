@@ -25,7 +25,7 @@ _NUMBERS: dict[Any, tuple[tuple[type, ...], str]] = {
 
 
 def expect_type(name: str, value: object, expected: type) -> None:
-    """Raises TypeError: for arguments that Python reads before an op does."""
+    """Raises TypeError where an argument that Python reads before an op does is of another type."""
     if not isinstance(value, expected):
         raise TypeError(f"{name}: expected a {expected.__name__}, got {type(value).__name__}")
 

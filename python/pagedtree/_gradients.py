@@ -1,8 +1,8 @@
-"""What autograd finds at the ops: they have no backward, which is said where one is asked for.
+"""What autograd finds at the ops: they have no backward pass, and say so where one is asked for.
 
 The forward pass works under grad mode as elsewhere. Outputs of floats that come from tensors that require grad stand in
-the graph behind a node that refuses; so do tensors that an op has written, whose version counters go up as PyTorch's
-own in-place ops have it.
+the graph behind a node that refuses; so do tensors that an op has written. Their version counters go up as with
+PyTorch's own in-place ops.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = ["register_gradients"]
 
-# Nothing that they give can require grad, and without a kernel for autograd a call takes a few microseconds less.
+# Nothing that these return can require grad, and without a kernel for autograd a call takes a few microseconds less.
 OPS_OF_INTEGERS = {
     "attention_plan", "build_trees", "commit", "follow_shards", "medusa_propose", "ngram_propose", "prepare_step",
     "rerank_tree", "sample", "slot_mapping", "step_shards", "verify_block", "verify_greedy", "verify_rejection",
@@ -25,7 +25,8 @@ OPS_OF_INTEGERS = {
 }  # fmt: skip
 
 
-# An op too, so that compiled forward passes, whose backward is traced ahead, are not refused before anyone asks for it.
+# This is an op too, so that compiled forward passes, whose backward is traced ahead, are not refused before anyone asks
+# for it.
 _library = torch.library.Library("pagedtree", "FRAGMENT")
 _library.define("_refuse_backward(str op, Tensor gradient, SymInt[] shape, ScalarType dtype) -> Tensor")
 

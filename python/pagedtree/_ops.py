@@ -32,7 +32,7 @@ ops = _load()
 
 
 def _overload(name: str) -> Any:
-    """Of "op" or "op.overload"."""
+    """The overload named "op" or "op.overload"."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(ops, packet), overload or "default")
 
@@ -76,7 +76,7 @@ def makes_fakes() -> bool:
     return any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
 
 
-# What PyTorch says where an argument is not of the schema's type, among much else.
+# PyTorch says this, among much else, where an argument is not of the schema's type.
 _TYPE_MISMATCH = re.compile(
     r"Expected a value of type '(.+?)' for argument '(.+?)' but instead found type '(.+?)'\..*?Value: (.*?)$",
     re.MULTILINE | re.DOTALL,

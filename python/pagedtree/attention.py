@@ -48,12 +48,12 @@ def tree_attention(
             the cache reads as zero K and V.
         seq_lens: int32 [B], all keys of a sequence, those of its queries included; clamped to max_pages * page_size.
         cu_seqlens_q: int32 [B + 1], offsets of the sequences' queries, first 0.
-        tree_mask: int32 [T, W], one row a query: bit j % 32 of word j // 32 = the query sees key
-            seq_lens[b] - tree_lens[b] + j (`TreeBatch.mask`). Any pattern is allowed; missing words are 0, bits at or
-            past tree_lens[b] are ignored. None: every sequence is causal.
-        tree_lens: int32 [B], how many of the last keys the mask covers; default the query lengths. More than that =
-            rectangular: the queries are the newest level of a bigger tree. -1 = sequence b is causal and its mask rows
-            are ignored. Clamped to -1..seq_lens[b]. Without a tree_mask it has no effect.
+        tree_mask: int32 [T, W], one row per query: bit j % 32 of word j // 32 = the query sees key seq_lens[b] -
+            tree_lens[b] + j (`TreeBatch.mask`). Any pattern is allowed; missing words are 0, bits at or past
+            tree_lens[b] are ignored. None: every sequence is causal.
+        tree_lens: int32 [B], how many of the last keys the mask covers; default the query lengths. More than that means
+            a rectangular mask: the queries are the newest level of a bigger tree. -1 = sequence b is causal and its
+            mask rows are ignored. Clamped to -1..seq_lens[b]. Without a tree_mask it has no effect.
         max_seqlen_q: a hint for the choice of tiles, the most queries of a sequence, default ceil(T / B); it never
             changes what is computed. In a batch of short and long sequences pass the true maximum: those of at most 32
             rows (queries x Hq / Hkv) then get small tiles of their own on CUDA.
@@ -61,7 +61,8 @@ def tree_attention(
         softcap: > 0: scores are softcap * tanh(scale * q.k / softcap).
         window: > 0: a query sees only keys whose position is less than `window` behind its own. A prefix key's
             position is its index; a tree node's is seq_lens - tree_lens + depth, where a key's depth is the number of
-            set bits below its own in the query's row, the query's the row's set bits - 1. So siblings share a position.
+            set bits below its own in the query's row, and the query's depth is the number of the row's set bits - 1. So
+            siblings share a position.
         sinks: fp32 [Hq], one more logit in each row's denominator.
         k_scale, v_scale: fp32 scalar or [Hkv], factors of an fp8 cache.
         plan: the tensor of `attention_plan` for these lengths, to share between the layers of a step. A plan for other
@@ -71,11 +72,11 @@ def tree_attention(
 
     Returns:
         out [T, Hq, D] of q's dtype, or (out, lse) with lse fp32 [T, Hq]: natural logarithm of the sum of exponentiated
-        scores, the sink included. A row that sees no key gives out 0 and lse = its sink, -inf without; padding rows
-        give out 0 and lse -inf.
+        scores, the sink included. A row that sees no key gives out 0 and lse = its sink (-inf without sinks); padding
+        rows give out 0 and lse -inf.
 
-    Softmax and accumulation are fp32. What the cache holds in slots that no row of a sequence may see, NaN too, changes
-    nothing. Results are bitwise the same for any number of threads.
+    Softmax and accumulation are fp32. What lies in slots that no row of a sequence may see changes nothing, even NaN.
+    Results are bitwise the same for any number of threads.
 
         for b, i, h in queries of each sequence and head:
             s, n = seq_lens[b], cu_seqlens_q[b + 1] - cu_seqlens_q[b]
@@ -127,9 +128,9 @@ def attention_plan(
 
     Args:
         seq_lens: int32 [B]; cu_seqlens_q: int32 [B + 1]; tree_lens: int32 [B] or None. As for `tree_attention`.
-        num_q_heads, num_kv_heads, head_dim, page_size: of the calls that the plan is for.
-        max_seqlen_q: the hint that the calls get; on CUDA another one there cuts the rows into other tiles, which
-            the plan then does not balance.
+        num_q_heads, num_kv_heads, head_dim, page_size: those of the calls that the plan is for.
+        max_seqlen_q: the hint that the calls get. On CUDA a call with another hint cuts the rows into other tiles,
+            which the plan then does not balance.
 
     Returns an int32 tensor of a fixed size on the device of seq_lens, to pass as plan=; it does not depend on the
     window, the mask or the dtype. Nothing is read on the host. Raises ValueError for wrong shapes, dtypes or sizes;
@@ -137,8 +138,8 @@ def attention_plan(
 
     The linear order of the work is (sequence, tile of query rows, tile of keys), as in Stream-K (Osama et al., 2023)
     and FlashMLA's scheduler. A tile of query rows belongs to one KV head, or to several where each has few rows. The
-    order is cut into ranges of equal cost: that of the tiles plus a constant for each piece of a tile of query rows.
-    The plan holds where each range starts; it ends where the next one starts.
+    order is cut into ranges of equal cost, which is the cost of the tiles plus a constant for each piece of a tile of
+    query rows. The plan holds where each range starts; it ends where the next one starts.
     """
     return call(
         ops.attention_plan,

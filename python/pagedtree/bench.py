@@ -11,12 +11,12 @@ from pathlib import Path
 import pagedtree
 
 DEFAULT = "ops"
-# These run models and text of examples/ (vllm: of tests/ too), which are not in the wheel.
+# These run models and text of examples/ (vllm: also of tests/), which are not in the wheel.
 OF_CHECKOUT = ("chosen_trees", "distributed", "end_to_end", "generate", "rules", "vllm")
 
 
 def scripts() -> dict[str, Path]:
-    """Name -> script: of the wheel's copy (pagedtree/benchmarks) or of the checkout's benchmarks/."""
+    """Name -> script, from the wheel's copy (pagedtree/benchmarks) or the checkout's benchmarks/."""
     for folder in map(Path, pagedtree.__path__):
         for place in (folder / "benchmarks", folder.parents[1] / "benchmarks"):
             found = sorted(place.glob("bench_*.py"))
@@ -33,7 +33,7 @@ def missing(script: Path) -> Path | None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit status of the script, 2 where it needs what this installation has not."""
+    """Returns the exit status of the script, or 2 where it needs something that this installation lacks."""
     found = scripts()
     parser = argparse.ArgumentParser(
         prog="python -m pagedtree bench",

@@ -1,4 +1,4 @@
-"""The draft tree that pays: expected tokens of a step against what the step costs."""
+"""The draft tree that pays: expected tokens per step against what the step costs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def choose_tree(
     max_depth: int = 16,
     level_cost: float = 0.0,
 ) -> DraftTree:
-    """The tree with the most expected tokens a second; the root alone where no drafts pay.
+    """The tree with the most expected tokens per second; the root alone where no drafts pay.
 
     Source: Sequoia (Chen et al., NeurIPS 2024), whose dynamic programme finds the best tree of each size; the size is
     then that of the highest rate on the machine at hand. Here acceptance may also depend on the depth, and a level of
@@ -29,10 +29,10 @@ def choose_tree(
 
     Args:
         acceptance: how often the child of each rank is accepted where its parent was, [R]: rank 0 is the drafter's
-            first choice. Or [D, R], a row a depth, the root's children first; then no tree is deeper than D. A row
+            first choice. Or [D, R], one row per depth, the root's children first; then no tree is deeper than D. A row
             sums to at most 1, as at most one child is accepted.
-        step_cost: seconds of a step in which the target verifies a tree of that many nodes, the root included; 1 is
-            plain decoding. Measured costs scatter: a size costs at least as much as the smaller ones.
+        step_cost: seconds of a step in which the target verifies a tree of that many nodes, the root included; one node
+            is plain decoding. Measured costs scatter, so a size is taken to cost at least as much as the smaller ones.
         max_nodes: most nodes, the root included, 1..1024.
         max_depth: most levels below the root.
         level_cost: seconds that each level costs besides.
@@ -41,7 +41,7 @@ def choose_tree(
 
         for tree in trees_of_at_most(max_nodes, max_depth, R):
             rate = expected_tokens(tree, acceptance) / (step_cost(tree.num_nodes) + level_cost * tree.max_depth)
-        return the tree of the greatest rate, of those the smallest
+        return the tree of the greatest rate, the smallest one if several have it
 
     Raises ValueError for probabilities outside 0..1 or rows that sum to more than 1, for bounds below 1 or above 1024
     nodes, and for a cost that is not positive and finite; TypeError for what is no number or no function.
@@ -74,7 +74,7 @@ def choose_tree(
 def expected_tokens(tree: DraftTree, acceptance: Sequence[float] | Sequence[Sequence[float]] | np.ndarray) -> float:
     """Tokens that a step with this tree gives on average: the accepted drafts and the bonus token.
 
-    acceptance: as of `choose_tree`; ranks and depths that it does not name are never accepted.
+    acceptance: as for `choose_tree`; ranks and depths that it does not name are never accepted.
 
         reached[0] = 1
         for node in 1..num_nodes - 1:
@@ -146,7 +146,7 @@ class _Search:
         return subtree
 
     def parents(self, size: int, levels: np.ndarray) -> list[int]:
-        """Of the best tree of at most `size` nodes, level by level."""
+        """The parents of the best tree of at most `size` nodes, level by level."""
         choices: list[list[np.ndarray]] = []
         self.tokens(levels, choices)
         parents, level = [-1], [(0, size - 1)]  # of each node: its index, and the nodes below it

@@ -17,9 +17,10 @@ class AttentionLaunch:
     """One launch of the attention kernel.
 
     Attributes:
-        sequences: that it takes, indices in the batch.
+        sequences: those that it takes, as indices in the batch.
         m_tile: rows (query tokens x heads of a KV head) of a tile.
-        row_warps, key_warps: warps of a CTA side by side along the rows, and that share the keys of a stage.
+        row_warps, key_warps: how many warps of a CTA stand side by side along the rows, and how many share the keys of
+            a stage.
         keys_per_stage, stages: of K and V in the ring in shared memory.
         shared_bytes: shared memory of a CTA.
         ctas_per_sm: CTAs that a multiprocessor takes at once.
@@ -27,8 +28,8 @@ class AttentionLaunch:
         ranges: parts that the work is cut into, one for each CTA.
         cut_row_tiles: row tiles that a cut crosses, so that their keys are split among CTAs.
         pieces: partial results of those row tiles.
-        bytes: that must move: K and V once for each KV head, q, out, page table; and the pieces written and read.
-        executed_flops: of whole tiles, as the tensor cores execute them.
+        bytes: what must move: K and V once for each KV head, q, out, page table; and the pieces written and read.
+        executed_flops: flops of whole tiles, as the tensor cores execute them.
     """
 
     sequences: tuple[int, ...]
@@ -53,12 +54,12 @@ class AttentionCost:
     """Work, traffic and schedule of one call; made by `explain`.
 
     Attributes:
-        launches: one; or two, of the sequences of at most 32 rows (query tokens x heads of a KV head) in small tiles
-            and of the others in large ones, where max_seqlen_q times the heads is more and the batch has fewer than
-            B * max_seqlen_q queries; or none, without queries.
-        bytes: of all launches.
-        flops: of the rows that there are; every query counts as if it saw all keys of its sequence.
-        executed_flops: of all launches.
+        launches: none without queries; else one, or two where max_seqlen_q times the heads of a KV head is more than 32
+            and the batch has fewer than B * max_seqlen_q queries: then sequences of at most 32 rows (query tokens x
+            heads of a KV head) get small tiles, and the others large ones.
+        bytes: the sum over all launches.
+        flops: what the rows that there are need; every query counts as if it saw all keys of its sequence.
+        executed_flops: the sum over all launches.
         floor_seconds: max(bytes / bandwidth, executed_flops / rate) of each launch, added: no run can be faster. Not a
             prediction.
     """
@@ -89,12 +90,12 @@ def explain(
     """Launches, tiles, cuts, bytes, flops and floor time of a call of `tree_attention` on CUDA. Needs no GPU.
 
     Args:
-        query_lens, seq_lens: of each sequence; seq_lens count all keys, the new tokens' included.
-        num_q_heads, num_kv_heads, head_dim, page_size: of the call.
-        kv_bytes: of an element of the cache: 2, or 1 for float8_e4m3fn.
+        query_lens, seq_lens: one entry per sequence; seq_lens count all keys, the new tokens' included.
+        num_q_heads, num_kv_heads, head_dim, page_size: those of the call.
+        kv_bytes: bytes per element of the cache: 2, or 1 for float8_e4m3fn.
         max_seqlen_q: the hint of the call; default ceil(T / B).
-        num_sms, max_shared_bytes: of the device: multiprocessors, shared memory that a CTA may ask for, in bytes.
-        bandwidth, flops_per_second: of the device, in bytes and flops a second; the defaults are nominal ones of
+        num_sms, max_shared_bytes: the device's multiprocessors, and the bytes of shared memory that a CTA may ask for.
+        bandwidth, flops_per_second: the device's, in bytes and flops per second; the defaults are the nominal ones of
             an H200.
 
     Raises ValueError for sizes that `tree_attention` refuses, and for devices of more than 65536 multiprocessors.

@@ -38,7 +38,7 @@ def cuda_library() -> Path | None:
 
 
 def find_cuobjdump() -> str | None:
-    """On the PATH, in /usr/local/cuda, or of the package nvidia-cuda-cuobjdump."""
+    """cuobjdump on the PATH, in /usr/local/cuda, or from the package nvidia-cuda-cuobjdump."""
     found = shutil.which("cuobjdump") or shutil.which("cuobjdump", path="/usr/local/cuda/bin")
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or []) if spec and not found else []:
@@ -55,7 +55,7 @@ def _cuobjdump(*arguments: object) -> str:
 
 
 def extract_cubins(library: Path, architecture: str, folder: Path) -> list[Path]:
-    """Writes the library's machine code for `architecture` ("sm_90" takes sm_90a too) into `folder`, a file each.
+    """Writes the library's machine code for `architecture` ("sm_90" takes sm_90a too) into `folder`, one file each.
 
     Raises FileNotFoundError without cuobjdump.
     """
@@ -102,7 +102,7 @@ def _instructions(library: Path, architecture: str) -> Iterator[tuple[str, str]]
 
 
 def count_instructions(library: Path, architecture: str) -> dict[str, Counter[str]]:
-    """Of each kernel, how often each machine instruction occurs in its code."""
+    """How often each machine instruction occurs in the code of each kernel."""
     counts: dict[str, Counter[str]] = {}
     for name, opcode in _instructions(library, architecture):
         counts.setdefault(name, Counter())[opcode] += 1

@@ -26,7 +26,7 @@ def slot_mapping(
         page_table: int32 [B, max_pages], rows may be strided; page_table[b, i] holds positions i * page_size onwards.
         seq_lens: int32 [B], positions after the new rows are in.
         cu_seqlens_q: int32 [B + 1], first 0; sequence b has cu_seqlens_q[b + 1] - cu_seqlens_q[b] new rows.
-        page_size: positions a page, >= 1.
+        page_size: positions per page, >= 1.
         total_q: T, the rows of the result, at least cu_seqlens_q[-1]. Without it cu_seqlens_q[-1] is read, which
             synchronises and can be neither captured in a graph nor compiled with fullgraph=True; it may then not pass
             the positions that page_table has room for.
@@ -67,15 +67,15 @@ def append_kv(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Writes one row of K and V a token into the cache.
+    """Writes one row of K and one of V for each token into the cache.
 
     Args:
         k, v: [T, Hkv, D] of one dtype (fp32, fp16, bf16, float8_e4m3fn), any T, Hkv and D; token and head strides are
             free, the last dimension is contiguous. The strides of k and v may differ.
-        k_cache, v_cache: [pages, page_size, Hkv, D], written; strided views whose last dimension is contiguous. Of
-            dtype k.dtype (rows are copied bit by bit) or float8_e4m3fn (rows are converted).
+        k_cache, v_cache: [pages, page_size, Hkv, D], written; strided views whose last dimension is contiguous. Their
+            dtype is k.dtype (rows are copied bit by bit) or float8_e4m3fn (rows are converted).
         slots: int64 [T], slot = page * page_size + offset; -1 skips the token. A slot outside the cache is skipped too
-            (PAGEDTREE_CHECK=1 raises). Of tokens with the same slot any one may stay.
+            (PAGEDTREE_CHECK=1 raises). If several tokens have the same slot, any one of them may stay.
         k_scale, v_scale: fp32, scalar ([] or [1]) or [Hkv]; what attention multiplies the cache with. Only with rows
             that are converted, else ValueError; None = 1.
 
@@ -102,13 +102,13 @@ def compact_kv(
     Args:
         caches: tensors [pages, page_size, ...], written: all layers, K and V, scales; any dtypes, any strides (a row
             has at most three strided dimensions besides its contiguous runs), the same pages and page_size. Tensors
-            may be views of one storage, but their elements must not overlap. Up to 128 tensors a launch.
+            may be views of one storage, but their elements must not overlap. One launch takes up to 128 tensors.
         page_table: int32 [B, max_pages], rows may be strided.
         start: int32 [B], position of node 0; negative = idle.
         accept_index: int32 [B, S], S <= 1024, rows may be strided: node ids of the path, [b, 0] = 0, or -1 = idle.
         num_accepted: int32 [B]; clamped to 0..S - 1.
 
-    Returns the new seq_lens, int32 [B]: start + num_accepted + 1; of an idle sequence its start, and nothing moves.
+    Returns the new seq_lens, int32 [B]: start + num_accepted + 1. An idle sequence keeps its start, and nothing moves.
     Pages past ceil(new seq_lens / page_size) hold nothing live. All other slots keep their bits.
 
         for cache in caches:
@@ -125,7 +125,7 @@ def compact_kv(
 
     Raises ValueError for wrong shapes, dtypes or devices, before anything is written.
     """
-    expect_type("caches", caches, Sequence)  # the pages of one tensor are no caches
+    expect_type("caches", caches, Sequence)  # a tensor would be taken apart into its pages
     return call(ops.compact_kv, list(caches), page_table, start, accept_index, num_accepted)
 
 

@@ -84,11 +84,11 @@ def kept_tokens(
     return kept_by_min_p & largest(left) & nucleus(left)
 
 
-def law(
+def distribution(
     logits: np.ndarray, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
     filter_order: str = "top_k_first",
 ) -> np.ndarray:  # fmt: skip
-    """The law of one row of clean logits under sampling parameters: float64 [V]."""
+    """The distribution of one row of clean logits under sampling parameters: float64 [V]."""
     if logits.max() == -np.inf:
         return np.full(logits.size, 1 / logits.size) if temperature > 0 else np.eye(1, logits.size)[0]
     if temperature == 0:
@@ -100,7 +100,7 @@ def law(
 
 
 def sample_row(p: np.ndarray, seed: int, position: int) -> tuple[int, float]:
-    """The token that law `p` gives at (seed, position), and by how much it won."""
+    """The token that distribution `p` gives at (seed, position), and by how much it won."""
     with np.errstate(divide="ignore"):
         scores = np.log(p) + gumbel_noise(seed, position, p.size)
     token = int(np.argmax(scores))
@@ -119,9 +119,9 @@ def walk(parents: Sequence[int], drafts: Sequence[int], next_token: Callable[[in
         tokens.append(next_token(path[-1], len(path) - 1))
 
 
-# The rules that weigh the target's law p against the drafts' q, in whatever numbers the laws are made of: exact in
-# fractions. p and q are one list a node; below(entry, bound) says whether the coin of an entry is below `bound`. Each
-# returns the path and the law of the bonus.
+# The rules that weigh the target's distribution p against the drafts' q, in whatever numbers the distributions are made
+# of: exact in fractions. p and q hold one list for each node; below(entry, bound) says whether the coin of an entry is
+# below `bound`. Each returns the path and the distribution of the bonus.
 
 Row = Sequence[Any]
 Below = Callable[[int, Any], bool]
@@ -198,17 +198,17 @@ def block(
         node = path[-1]
         child = next((i for i, parent in enumerate(parents) if parent == node), None)
         x = -1 if child is None else drafts[child]
-        law = [int(y == x) for y in range(len(p[node]))] if draft_law == "onehot" else q[node]
+        distribution = [int(y == x) for y in range(len(p[node]))] if draft_law == "onehot" else q[node]
         rest = [weight * mass for mass in p[node]]
         h = weight
         if x >= 0:
-            rest = excess(rest, law)
+            rest = excess(rest, distribution)
             h = acceptance(sum(rest), weight)
         if node == 0 or below(node, h):
             accepted, left = len(path), rest if any(rest) else [*p[node]]
         if child is None or x < 0:
             return path[:accepted], normalised(left)
-        weight = min(1, weight * p[node][x] / law[x]) if law[x] > 0 else 0
+        weight = min(1, weight * p[node][x] / distribution[x]) if distribution[x] > 0 else 0
         path.append(child)
 
 
@@ -267,9 +267,9 @@ def typical(parents: Sequence[int], drafts: Sequence[int], p: np.ndarray, epsilo
     for node, parent in enumerate(parents):
         if node == 0 or parent not in paths or drafts[node] < 0:
             continue
-        law = p[parent]
-        entropy = -sum(float(mass) * math.log(mass) for mass in law if mass > 0)
-        if law[drafts[node]] > min(epsilon, delta * math.exp(-entropy)):
+        distribution = p[parent]
+        entropy = -sum(float(mass) * math.log(mass) for mass in distribution if mass > 0)
+        if distribution[drafts[node]] > min(epsilon, delta * math.exp(-entropy)):
             paths[node] = [*paths[parent], node]
     return max(paths.values(), key=lambda path: (len(path), -path[-1]))
 

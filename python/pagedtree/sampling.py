@@ -27,11 +27,11 @@ _RANGES = {
 
 @dataclass(frozen=True, eq=False)
 class SamplingParams:
-    """How a row of logits becomes the law that a token is drawn from.
+    """How a row of logits becomes the distribution that a token is drawn from.
 
     Each of the four is a host scalar for the whole batch or a tensor [B] (or [1]) on the logits' device, float32
-    (top_k: int32, or int64, which is converted), one value a sequence; tensors may change between replays of a captured
-    graph.
+    (top_k: int32, or int64, which is converted), with one value per sequence; tensors may change between replays of a
+    captured graph.
 
     Attributes:
         temperature: divides the logits; 0 = greedy, the lowest id of equal logits.
@@ -40,7 +40,7 @@ class SamplingParams:
             1 turns it off.
         min_p: keeps tokens with p >= min_p * max(p); 0 turns it off.
         filter_order: "top_k_first": temperature, then min_p, then top_k, then top_p of what is left, renormalised;
-            "joint": each filter on the unfiltered law, and what all of them keep.
+            "joint": each filter looks at the unfiltered distribution, and what all of them keep stays.
 
     Host scalars outside temperature >= 0, top_k >= -1, 0 < top_p <= 1, 0 <= min_p <= 1 raise ValueError, other types
     TypeError. Tensor values are clamped to these ranges (top_p 0 keeps one token) and NaN turns the parameter off
@@ -72,8 +72,8 @@ class SamplingParams:
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, str]:
         """(temperature, top_k, top_p, min_p, filter_order) as the raw ops take them: tensors of shape [1] or [B].
 
-        Tensors come back as they are, but for an int64 top_k; a host scalar becomes one small tensor a device, made
-        once and kept.
+        Tensors come back as they are, except an int64 top_k; a host scalar becomes one small tensor per device, which
+        is made once and kept.
         """
         return (
             _on_device(self.temperature, "temperature", device),
@@ -109,7 +109,7 @@ def _constant(number: float, dtype: torch.dtype, device: torch.device) -> Tensor
 
 
 def sample(logits: Tensor, params: SamplingParams, *, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Draws one token a row: int64 [R].
+    """Draws one token per row: int64 [R].
 
     Args:
         logits: [R, V] float16, bfloat16 or float32, read in their own dtype; row stride >= V, V in 1..2^20.

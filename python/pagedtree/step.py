@@ -26,8 +26,8 @@ class Commit(NamedTuple):
         num_tokens: int32 [B], tokens kept: tokens[b, : num_tokens[b]] of the verdict.
         accept_rows: int64 [B, S], flat rows (cu_nodes[b] + node) of the root and the nodes kept, then -1: whose hidden
             states the drafter needs.
-        draft_accept_index: int32 [B, S], with node_map (else None, so are the following): what `compact_kv` takes for
-            the draft model's own cache.
+        draft_accept_index: int32 [B, S], what `compact_kv` takes for the draft model's own cache. This and the
+            following are None without node_map.
         draft_num_accepted: int32 [B].
         draft_missing: int64 [B, S], tokens kept, in order, whose K/V the draft cache still lacks before the new root;
             then -1. Their positions end at start - 1.
@@ -56,7 +56,7 @@ def prepare_step(
         page_table: int32 [B, max_pages], rows may be strided; pages for start[b] + nodes are reserved.
         start: int32 [B], position of each root = length of the committed prefix; negative = idle: the sequence's
             rows keep their place in the batch but are padding (position 0, slot -1, seq_lens 0).
-        page_size: positions a page, >= 1.
+        page_size: positions per page, >= 1.
         total_q: T, the rows of the query, usually N. Nodes past it are cut off, rows past the trees are padding.
 
     Returns (positions, seq_lens, cu_seqlens_q, slots):

@@ -21,7 +21,7 @@ MAX_NODES = 1024
 
 
 def _assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch.compiler.assume_constant_result does, without the compiler, whose import takes as long as torch's."""
+    """As torch.compiler.assume_constant_result, but without importing the compiler, which takes as long as torch."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 

@@ -65,8 +65,8 @@ def verify_greedy(
         draft_to_target: int32 or int64 [V_draft]: draft_tokens are then ids of a draft vocabulary, and
             draft_to_target[id] the target's id; an id outside 0..V_draft-1 is no draft.
 
-    Returns a `Verdict`. Equal logits: the lowest id. NaN reads as -inf; a row without finite logit gives id 0; either
-    sets status bit 2. Siblings that repeat a token: the first is followed.
+    Returns a `Verdict`. Of equal logits the lowest id is taken. NaN reads as -inf; a row without finite logit gives id
+    0; either sets status bit 2. Where siblings repeat a token, the first is followed.
 
         node = 0
         while True:
@@ -101,8 +101,8 @@ def verify_sampled(
     """Samples the target at each node of the path, and follows the child that drafted the sampled token.
 
     Lossless for any tree and any drafter: the tokens are, one for one, what `sample` without drafts would draw with
-    the same logits, seeds and positions, whatever else is in the batch. Acceptance is that of target-only sampling;
-    no draft probabilities are needed.
+    the same logits, seeds and positions, whatever else is in the batch. As many drafts are accepted as by target-only
+    sampling; no draft probabilities are needed.
 
     Args:
         logits, draft_tokens, trees, grammar_mask, draft_to_target: see `verify_greedy`.
@@ -156,13 +156,13 @@ def verify_rejection(
 ) -> Verdict:
     """Rejection sampling along a tree: the drafts' own probabilities raise the number that is accepted.
 
-    Lossless where the drafts came about as `draft_law` says: the tokens then follow the target's law exactly. With
-    another `draft_law`, or if drafts were dropped or reordered after they had been drawn, they do not; "onehot" is
+    Lossless where the drafts came about as `draft_law` says: the tokens then follow the target's distribution exactly.
+    With another `draft_law`, or if drafts were dropped or reordered after they had been drawn, they do not; "onehot" is
     lossless however the drafts were chosen, as long as the choice does not look at this op's random numbers.
 
     Args:
         logits: [N, V] float16, bfloat16 or float32, row stride >= V; row n is the target's prediction at node n, whose
-            law p_n is that of `params`. Only rows on the accepted path are read.
+            distribution p_n is that of `params`. Only rows on the accepted path are read.
         draft_tokens: int32 or int64 [N], the token of each node; the roots' are ignored. An id outside 0..V-1 (-1) is
             no draft: it uses no coin and changes nothing.
         trees: B trees; a malformed tree's reachable part is verified and its status bit 1 set.
@@ -171,22 +171,23 @@ def verify_rejection(
             "iid": drawn independently from q_n; tokens may repeat.
             "swor": drawn from q_n without replacement (a repeated token is rejected).
             "onehot": without chance of their own (top-k, EAGLE-2, n-gram); a repeated token counts once.
-        draft_probs: [M, V] float16, bfloat16 or float32, row stride >= V, over the target's ids; the laws q_n for "iid"
-            and "swor", None for "onehot". Entries that are not positive and finite read as 0.
+        draft_probs: [M, V] float16, bfloat16 or float32, row stride >= V, over the target's ids; the distributions q_n
+            for "iid" and "swor", None for "onehot". Entries that are not positive and finite read as 0.
         draft_rows: int32 or int64 [N]; row draft_rows[n] of draft_probs is q_n. Default n, M = N. A row outside 0..M-1
-            is a law without mass: its children are rejected.
+            has no mass: its children are rejected.
         seeds, positions: int64 [B]; positions are the roots' own.
         coins: float32 [N] in [0, 1), the u of each child ("iid", "swor") or of each node whose children are judged
             ("onehot"). Default: Philox of seeds[b], positions[b] + depth of that node, and the child's rank.
         final_coins: float32 [B] in [0, 1), the u of the bonus. Default: Philox, at the last node's position.
         grammar_mask, draft_to_target: see `verify_greedy`.
-        draft_params: draft_probs then holds the draft model's logits, and q_n is their law under these parameters.
+        draft_params: draft_probs then holds the draft model's logits, and q_n is their distribution under these
+            parameters.
 
     Returns a `Verdict`; status bit 2 where a visited row of logits had NaN or no finite logit.
 
         node = 0
         while True:
-            p, q = law(logits[node], params), draft_probs[draft_rows[node]]
+            p, q = distribution(logits[node], params), draft_probs[draft_rows[node]]
             for x, u in drafts and coins of node's children:            # "iid", "swor"
                 if q[x] > 0 and u * q[x] < p[x]: accept x
                 p = normalise(max(p - q, 0))
@@ -238,11 +239,11 @@ def verify_block(
             before its first id outside 0..V-1 (-1).
         draft_law: "iid" and "swor" mean the same on a chain; under "onehot" q is the point mass at the draft.
         coins: float32 [N] in [0, 1); entry i is the u of draft token i. Default: Philox of seeds[b], positions[b] and
-            the node. (The node's own position would meet its coin again in the next step.)
+            the node. (If the node's own position were used, the next step could draw the same coin again.)
         final_coins: float32 [B] in [0, 1). Default: Philox, at the last accepted node's position.
         The others: see `verify_rejection`.
 
-    Returns a `Verdict`. With drafts x_1..x_k, and laws p_i, q_i at node i:
+    Returns a `Verdict`. With drafts x_1..x_k, and distributions p_i, q_i at node i:
 
         w_0 = 1;  w_i = min(1, w_(i-1) * p_(i-1)[x_i] / q_(i-1)[x_i])              # 0 where q is not positive
         z_i = sum(max(w_i * p_i - q_i, 0))
@@ -290,7 +291,7 @@ def verify_traversal(
     Returns a `Verdict`. From verify(root, 1), the root being accepted whatever its coin:
 
         def verify(node, w):
-            p, q = law(logits[node], params), draft_probs[draft_rows[node]]
+            p, q = distribution(logits[node], params), draft_probs[draft_rows[node]]
             for x in drafts of node's children:
                 if verify(child with x, min(1, w * p[x] / q[x])): return True           # 0 where q is not positive
                 z = sum(max(w * p - q, 0))
@@ -319,16 +320,16 @@ def verify_typical(
 ) -> Verdict:
     """Typical acceptance: takes the longest path of drafts that the target finds likely enough. Not lossless.
 
-    The tokens do not follow the target's law: drafts are favoured, the bonus is an argmax, nothing is random.
+    The tokens do not follow the target's distribution: drafts are favoured, the bonus is an argmax, nothing is random.
 
     Args:
         logits, draft_tokens, trees, grammar_mask, draft_to_target: see `verify_greedy`.
         params: scalars, or tensors [B].
         epsilon: in 0..1, the probability that always suffices.
-        delta: >= 0; where the law is broad, delta * exp(-entropy) suffices.
+        delta: >= 0; where the distribution is broad, delta * exp(-entropy) suffices.
 
     Returns a `Verdict`; of equally long paths the one whose last node comes first, status bit 2 where a visited row had
-    NaN or no finite logit. With the entropy H in nats of p_n, the law of row n:
+    NaN or no finite logit. With the entropy H in nats of p_n, the distribution of row n:
 
         accepted = {root} and each node of draft x under an accepted parent n with
                    p_n[x] > min(epsilon, delta * exp(-H(p_n)))

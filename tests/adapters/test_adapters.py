@@ -58,8 +58,10 @@ def call_verify() -> None:
     outs = integers(12), integers(2, 3), integers(2)
     trees = [integers(2, 6) for _ in range(4)]
     sglang.verify_tree_greedy(*outs, *trees, integers(2, 6))
-    laws = torch.zeros(2, 6, 9)
-    sglang.tree_speculative_sampling_target_only(*outs, *trees, torch.zeros(2, 6), torch.zeros(2), laws, laws, 0.5, 0.5)
+    probs = torch.zeros(2, 6, 9)
+    sglang.tree_speculative_sampling_target_only(
+        *outs, *trees, torch.zeros(2, 6), torch.zeros(2), probs, probs, 0.5, 0.5
+    )
 
 
 def call_move() -> None:
@@ -67,8 +69,8 @@ def call_move() -> None:
 
 
 def call_chain() -> None:
-    laws = torch.zeros(2, 4, 9)
-    flashinfer.chain_speculative_sampling(laws[:, :3], integers(2, 3, dtype=torch.int32), laws)
+    probs = torch.zeros(2, 4, 9)
+    flashinfer.chain_speculative_sampling(probs[:, :3], integers(2, 3, dtype=torch.int32), probs)
 
 
 def call_paged() -> None:
@@ -103,9 +105,9 @@ def test_values_that_the_adapters_make_pass_the_checks(value_checks, on_device) 
     sglang.move_kv_cache([pool], [], torch.tensor([0, 4]), torch.tensor([3, 2]))
     assert pool[:, 0, 0].tolist() == [3, 1, 2, 3, 2]
     for n in (0, 1, 3):
-        laws = torch.full((2, n + 1, 5), 0.2)
-        tokens = flashinfer.chain_speculative_sampling(laws[:, :n], integers(2, n), laws)[0]
-        assert tokens[:, :n].eq(0).all() and tokens[:, n].ge(0).all()  # equal laws: all drafts are accepted
+        probs = torch.full((2, n + 1, 5), 0.2)
+        tokens = flashinfer.chain_speculative_sampling(probs[:, :n], integers(2, n), probs)[0]
+        assert tokens[:, :n].eq(0).all() and tokens[:, n].ge(0).all()  # equal distributions: all drafts are accepted
     call_build_tree()
     call_verify()
 

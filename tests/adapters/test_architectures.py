@@ -50,7 +50,7 @@ def test_text_is_that_of_the_model(name):
 
 
 def test_layers_that_share_keys():
-    """In transformers 5 from layer to layer, in 4.57 by way of its cache."""
+    """Layers hand keys to others: in transformers 5 from layer to layer, in 4.57 by way of its cache."""
     shared = "same" if IS_5 else "refused: model: expected layers that share keys without transformers' cache"
     assert outcome("gemma3n_text").startswith(shared)
 
@@ -58,7 +58,7 @@ def test_layers_that_share_keys():
 @pytest.mark.skipif(not IS_5, reason="transformers 4.57 writes some of them otherwise")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(name):
-    """As a target and as a draft model; those that no pass is needed for, before the first one."""
+    """Refused as a target and as a draft model, and before the first pass where no pass is needed to see it."""
     refused, prompts = tiny_model(name), prompts_of(LENGTHS)
     passes = []
     refused.register_forward_pre_hook(lambda *_: passes.append(1))
@@ -71,7 +71,7 @@ def test_refused_by_name(name):
 
 @pytest.mark.parametrize("name", WINDOWS)
 def test_other_ways_to_generate(name):
-    """`model.generate` on our attention, `generate_batch`, `custom_generate`."""
+    """`model.generate` on our attention, `generate_batch` and `custom_generate` give the model's own text."""
     served, prompts = tiny_model(name), [prompt.clamp(min=4) for prompt in prompts_of(LENGTHS)]
     expected = [greedy(served, prompt) for prompt in prompts]
     texts = {"custom_generate": [greedy(served, prompt, custom_generate=tree_generate) for prompt in prompts]}
@@ -134,7 +134,7 @@ def test_masks_that_a_packed_pass_does_not_know(window):
 
 
 def test_a_layer_that_sees_another_mask_is_refused():
-    """The mask is handed on by a layer that adds its own bias to it."""
+    """A layer that hands on the mask with a bias of its own is refused."""
     biased = tiny(0)
     attention = biased.model.layers[1].self_attn
     attention.register_forward_pre_hook(
@@ -146,7 +146,7 @@ def test_a_layer_that_sees_another_mask_is_refused():
 
 
 def test_each_window_is_needed(monkeypatch):
-    """Negative control: with the layers' own word in place of the masks', the text is another."""
+    """Negative control: with the windows that the layers name, in place of those of the masks, the text differs."""
     if not WINDOWS:
         pytest.skip("transformers 4.57 has none of them")
     monkeypatch.setattr(PackedMask, "window_of", lambda self, mask: 9)

@@ -56,7 +56,7 @@ def test_text_is_that_of_the_model(name, page_size, max_batch_tokens, calls):
     expected = [greedy(model, prompt, COUNT)[len(prompt) :] for prompt in prompts]
     if not IS_5 and name != "full":  # transformers 4.57 reads a window's ring buffer from a wrong slot on
         expected = stock(model, prompts, **sizes)
-    elif name != "softcap":  # which transformers' own paged attention leaves out
+    elif name != "softcap":  # transformers' own paged attention leaves the softcap out
         assert expected == stock(model, prompts, **sizes)
     with continuous_batching(model):
         assert batched(model, prompts, **sizes) == expected

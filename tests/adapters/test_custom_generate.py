@@ -1,4 +1,4 @@
-"""`model.generate(custom_generate=tree_generate)`: the text, or the law, is that of `model.generate` alone."""
+"""`model.generate(custom_generate=tree_generate)`: the text, or the distribution, is that of `model.generate` alone."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_the_law_is_that_of_transformers(model, batch, filters, monkeypatch):
+def test_the_distribution_is_that_of_transformers(model, batch, filters, monkeypatch):
     options = {**batch, **filters, "do_sample": True, "max_new_tokens": 1}
     out = model.generate(**options, return_dict_in_generate=True, output_scores=True, output_logits=True)
     received = []
@@ -173,15 +173,15 @@ def test_the_law_is_that_of_transformers(model, batch, filters, monkeypatch):
     monkeypatch.setattr(custom_generate, "generate", lambda *a, **k: received.append(k["params"]) or own(*a, **k))
     model.generate(**options, custom_generate=tree_generate)
     (params,) = received
-    law = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "filter_order")}
+    sampling = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "filter_order")}
     for logits, scores in zip(out.logits[0], out.scores[0], strict=True):
         expected = torch.softmax(scores.double(), -1).numpy()
-        got = reference.law(reference.clean_logits(logits), **law)
+        got = reference.distribution(reference.clean_logits(logits), **sampling)
         np.testing.assert_allclose(got, expected, atol=1e-6)
         assert (expected == 0).any() or filters == FILTERS[0]
 
 
-def test_drawn_tokens_follow_the_law(model, batch):
+def test_drawn_tokens_follow_the_distribution(model, batch):
     """Two tokens of one prompt, drawn 3000 times with drafts: chi-square against the model's own probabilities."""
     prompt, draws = batch["input_ids"][:1], 3000
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""chain_speculative_sampling with FlashInfer's conventions: its example, plain loops, the law of the output."""
+"""chain_speculative_sampling with FlashInfer's conventions: its example, plain loops, how its output is distributed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from pagedtree.integrations.flashinfer import chain_speculative_sampling
 
 
-def random_laws(rng: np.random.Generator, *shape: int) -> Tensor:
+def random_distributions(rng: np.random.Generator, *shape: int) -> Tensor:
     return placed(torch.from_numpy(rng.dirichlet(np.full(shape[-1], 0.7), shape[:-1])).float())
 
 
@@ -33,7 +33,7 @@ def test_documented_example(device, seed) -> None:
 def test_certain_targets(on_device, batch, vocab, count, dtype) -> None:
     """A target that is sure of the drafts accepts all; one that excludes the first emits its own token alone."""
     rng = np.random.default_rng(count)
-    draft = random_laws(rng, batch, count, vocab) + 1e-6
+    draft = random_distributions(rng, batch, count, vocab) + 1e-6
     ids = placed(torch.from_numpy(rng.integers(0, vocab, (batch, count + 1))))
     target = torch.nn.functional.one_hot(ids, vocab).float()
     tokens, accepted, emitted = chain_speculative_sampling(draft, ids[:, :count].to(dtype), target)
@@ -47,7 +47,11 @@ def test_certain_targets(on_device, batch, vocab, count, dtype) -> None:
 
 def test_counts_are_added(on_device) -> None:
     rng = np.random.default_rng(0)
-    draft, target, ids = random_laws(rng, 50, 4, 5), random_laws(rng, 50, 5, 5), torch.randint(5, (50, 4))
+    draft, target, ids = (
+        random_distributions(rng, 50, 4, 5),
+        random_distributions(rng, 50, 5, 5),
+        torch.randint(5, (50, 4)),
+    )
     accepted, emitted = torch.full((50,), 100, dtype=torch.int64), torch.full((50,), 200, dtype=torch.int32)
     again = chain_speculative_sampling(draft, ids, target, generator=seeded(3))
     result = chain_speculative_sampling(draft, ids, target, accepted, emitted, generator=seeded(3))
@@ -63,7 +67,11 @@ def test_counts_are_added(on_device) -> None:
 
 def test_seeds() -> None:
     rng = np.random.default_rng(0)
-    draft, target, ids = random_laws(rng, 50, 4, 9), random_laws(rng, 50, 5, 9), torch.randint(9, (50, 4))
+    draft, target, ids = (
+        random_distributions(rng, 50, 4, 9),
+        random_distributions(rng, 50, 5, 9),
+        torch.randint(9, (50, 4)),
+    )
     runs = [
         chain_speculative_sampling(draft, ids, target, seed=s, offset=o)[0] for s, o in ((1, 0), (1, 0), (1, 5), (2, 0))
     ]
@@ -72,13 +80,13 @@ def test_seeds() -> None:
 
 
 @pytest.mark.parametrize("vocab", [5, 41])
-def test_law_of_the_first_two_tokens(on_device, draws, vocab) -> None:
-    """Drafts drawn from their own law: what comes out first follows the target's, whatever is accepted."""
+def test_distribution_of_the_first_two_tokens(on_device, draws, vocab) -> None:
+    """Drafts drawn from their own distribution: what comes out first follows the target's, whatever is accepted."""
     rng = np.random.default_rng(vocab)
     count = draws(60_000)
-    draft, target = random_laws(rng, 2, vocab), random_laws(rng, 3, vocab)
+    draft, target = random_distributions(rng, 2, vocab), random_distributions(rng, 3, vocab)
     generator = seeded(1)
-    ids = torch.stack([torch.multinomial(law, count, True, generator=generator) for law in draft], 1)
+    ids = torch.stack([torch.multinomial(distribution, count, True, generator=generator) for distribution in draft], 1)
     tokens, _, emitted = chain_speculative_sampling(
         draft.expand(count, 2, vocab), ids, target.expand(count, 3, vocab), generator=generator
     )
@@ -88,16 +96,16 @@ def test_law_of_the_first_two_tokens(on_device, draws, vocab) -> None:
         large = p * int(rows.sum()) >= 5
         counts = tokens[rows, column].bincount(minlength=vocab).double()
         bins = torch.cat([counts[large], counts[~large].sum()[None]])
-        law = torch.cat([p[large], p[~large].sum()[None]]) * counts.sum()
-        kept = law > 0
-        chi2 = ((bins - law)[kept] ** 2 / law[kept]).sum()
+        distribution = torch.cat([p[large], p[~large].sum()[None]]) * counts.sum()
+        kept = distribution > 0
+        chi2 = ((bins - distribution)[kept] ** 2 / distribution[kept]).sum()
         freedom = int(kept.sum()) - 1
         assert chi2 < freedom + 10 * (2 * freedom) ** 0.5, (column, float(chi2), freedom)
 
 
 def test_an_id_outside_ends_the_chain(on_device) -> None:
     rng = np.random.default_rng(0)
-    draft = random_laws(rng, 2, 3, 5)
+    draft = random_distributions(rng, 2, 3, 5)
     ids = torch.tensor([[1, -1, 2], [1, 2, 5]])
     target = torch.nn.functional.one_hot(torch.tensor([[1, 4, 2, 3], [1, 2, 0, 3]]), 5).float()
     tokens, accepted, emitted = chain_speculative_sampling(draft + 1e-6, ids, target)

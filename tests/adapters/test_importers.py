@@ -90,7 +90,7 @@ def test_packed_masks_in_attention(trt, backend, on_device) -> None:
     host, prefixes = random_trees([9, 3]), [20, 0]
     rows, offsets = trt.flat_mask(packed_by_numpy(host, 16), torch.tensor([9, 3], dtype=torch.int32))
     generator = seeded(0)
-    k, v = torch.randn(2, 2, 32, 2, 64, generator=generator).to(dtype)  # a page a sequence
+    k, v = torch.randn(2, 2, 32, 2, 64, generator=generator).to(dtype)  # one page per sequence
     q = torch.randn(12, 4, 64, generator=generator).to(dtype)
     lens, table = torch.tensor([29, 3], dtype=torch.int32), torch.tensor([[0], [1]], dtype=torch.int32)
     out = tree_attention(q, k, v, table, lens, offsets, rows)

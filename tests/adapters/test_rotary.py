@@ -46,7 +46,7 @@ def longrope(seed=0, **options):
 
 
 def phimoe():
-    """Its embedding looks at the longest sequence itself, too."""
+    """This model's embedding looks at the longest sequence itself, too."""
     rope = {
         "rope_type": "longrope", **FACTORS, "short_mscale": 1.1, "long_mscale": 1.4,
         "original_max_position_embeddings": LIMIT,
@@ -66,7 +66,7 @@ NAMES = [name for name in MODELS if IS_5 or name != "phimoe"]  # 4.57's has no a
 
 @pytest.mark.parametrize(("name", "lengths"), [(name, SHORT) for name in NAMES] + [(name, LONG) for name in NAMES[:-1]])
 def test_text_is_that_of_each_sequence_alone(name, lengths):
-    """Also with chunks of long prompts, and with nodes that are drafted past the limit."""
+    """The text is the model's own, also with chunks of long prompts and with nodes drafted past the limit."""
     model, prompts = MODELS[name](), prompts_of(lengths)
     expected = [greedy(model, prompt, COUNT) for prompt in prompts]
     assert max(map(len, expected)) - 1 == LIMIT or lengths is LONG

@@ -16,7 +16,7 @@ from pagedtree.testing import backends
 
 FULL, QLEN, PACKED = TreeMaskMode
 
-# Of SGLang's test_build_eagle_tree: two sequences, top 4 of 4 levels, the best 7 drafts of each.
+# From SGLang's test_build_eagle_tree: two sequences, top 4 of 4 levels, the best 7 drafts of each.
 EAGLE = {
     "parent_list": [
         [-1, 0, 1, 2, 3, 4, 8, 9, 10, 20, 24, 21, 28],
@@ -28,7 +28,7 @@ EAGLE = {
     "next_token": [[1, 3, 4, 5, 6, 7, -1, -1], [1, 2, -1, 6, -1, -1, 7, -1]],
     "next_sibling": [[-1, 2, -1, -1, -1, -1, -1, -1], [-1, -1, 3, 4, 5, -1, -1, -1]],
 }
-# Of SGLang's test_build_eagle_tree_malformed: top 2 of 3 levels, 4 nodes. Parents may come after their children.
+# From SGLang's test_build_eagle_tree_malformed: top 2 of 3 levels, 4 nodes. Parents may come after their children.
 MALFORMED_SELECTED = [[4, 2, 0], [2, 4, 0]]
 MALFORMED = {
     "chain": [[0, 0, 2, 0, 0], [0, 4, 0, 0, 0]],
@@ -37,7 +37,7 @@ MALFORMED = {
     "own ancestor": [[0, 2, 2, 0, 0], [0, 4, 4, 0, 0]],
     "as deep as allowed": [[0, 0, 4, 2, 0], [0, 0, 2, 4, 0]],
 }
-# What becomes of the last but one of them: levels, first children, next siblings.
+# The expected levels, first children and next siblings of the last tree but one.
 OWN_ANCESTOR = [
     [[0, 3, 3, 1], [0, 3, 3, 1]],
     [[3, -1, 1, -1], [3, -1, 1, -1]],
@@ -47,7 +47,7 @@ OWN_ANCESTOR = [
 
 @pytest.fixture(params=[name for name in backends() if name != "simt"])
 def on_torch_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """For what Torch computes alone: makes tensors on each device, and calls no backend."""
+    """For tests of what Torch alone computes: makes tensors on each device, and calls no backend."""
     with torch.device(request.param):
         yield
 

@@ -1,4 +1,5 @@
-"""Verification of the SGLang adapter: SGLang's published vectors, plain walks along random links, an enumerated law."""
+"""Verification of the SGLang adapter: SGLang's published vectors, plain walks along random links, all outcomes
+counted."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from pagedtree.integrations.sglang import tree_speculative_sampling_target_only, verify_tree_greedy
 
-# Of SGLang's test_eagle_utils and test_speculative_sampling. The second tree's sibling list runs backwards.
+# From SGLang's test_eagle_utils and test_speculative_sampling. The second tree's sibling list runs backwards.
 CANDIDATES = [[0, 1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 12]]
 NEXT_TOKEN = [[1, 2, -1, 4, 5, -1], [4, 2, 3, -1, 5, -1]]
 NEXT_SIBLING = [[-1, 3, -1, -1, -1, -1], [-1, -1, -1, -1, 1, -1]]
@@ -92,7 +93,8 @@ def test_published_sampling_vector(device, dtype, spelling, thresholds) -> None:
     assert not draft_probs.any()
 
 
-# Of SGLang's test_target_only_sampling_cdf_boundaries: siblings, the law, the coin, threshold_single, what comes out.
+# From SGLang's test_target_only_sampling_cdf_boundaries: siblings, probabilities, coin, threshold_single, what comes
+# out.
 BOUNDARIES = {
     "no mass, threshold 0": ([2], [0.0, 1.0, 0.0], 0.0, 0.0, 1, 0),
     "no mass": ([2], [0.0, 1.0, 0.0], 0.0, 1.0, 1, 0),
@@ -102,10 +104,12 @@ BOUNDARIES = {
 }
 
 
-def first_token(siblings: list[int], laws: Tensor, coins: Tensor, threshold_single: float) -> tuple[Tensor, Tensor]:
-    """The first token and whether it was drafted, for each of bs laws and coins; the root has these children."""
-    (bs, vocab), n = laws.shape, len(siblings) + 1
-    outs = outputs(bs * n, bs, 2, torch.int32, laws.device)
+def first_token(
+    siblings: list[int], distributions: Tensor, coins: Tensor, threshold_single: float
+) -> tuple[Tensor, Tensor]:
+    """The first token and whether it was drafted, for each of bs distributions and coins; `siblings` are drafted."""
+    (bs, vocab), n = distributions.shape, len(siblings) + 1
+    outs = outputs(bs * n, bs, 2, torch.int32, distributions.device)
     tree_speculative_sampling_target_only(
         **outs,
         candidates=torch.tensor([0, *siblings]).repeat(bs, 1),
@@ -114,7 +118,7 @@ def first_token(siblings: list[int], laws: Tensor, coins: Tensor, threshold_sing
         retrive_next_sibling=torch.tensor([-1, *range(2, n), -1]).repeat(bs, 1),
         uniform_samples=coins[:, None].repeat(1, n),
         uniform_samples_for_final_sampling=torch.zeros(bs),
-        target_probs=laws[:, None].repeat(1, n, 1),
+        target_probs=distributions[:, None].repeat(1, n, 1),
         draft_probs=torch.zeros(bs, n, vocab),
         threshold_single=threshold_single,
     )
@@ -123,21 +127,23 @@ def first_token(siblings: list[int], laws: Tensor, coins: Tensor, threshold_sing
 
 @pytest.mark.parametrize("name", BOUNDARIES)
 def test_published_boundaries(on_device, name) -> None:
-    siblings, law, coin, threshold, token, accepted = BOUNDARIES[name]
-    result = first_token(siblings, torch.tensor([law]), torch.tensor([coin]), threshold)
+    siblings, distribution, coin, threshold, token, accepted = BOUNDARIES[name]
+    result = first_token(siblings, torch.tensor([distribution]), torch.tensor([coin]), threshold)
     assert (result[0].item(), result[1].item()) == (token, accepted)
 
 
 def test_coins_on_boundaries(on_device) -> None:
-    """A coin on the boundary of two tokens' intervals belongs to the second, for every law of sixteenths."""
-    laws = [(0, a, b, 16 - a - b) for a in range(17) for b in range(17 - a)]
-    p = torch.tensor(laws, dtype=torch.float32) / 16
+    """A coin on the boundary of two tokens' intervals belongs to the second, for every distribution of sixteenths."""
+    distributions = [(0, a, b, 16 - a - b) for a in range(17) for b in range(17 - a)]
+    p = torch.tensor(distributions, dtype=torch.float32) / 16
     for width in (1, 2):
         coins = p[:, 1 : width + 1].sum(1)
         inside = coins < 1
         tokens, accepted = first_token([1, 2, 3], p[inside], coins[inside], 1.0)
         assert accepted.all()
-        assert tokens.tolist() == [2 if width == 1 and law[2] else 3 for law in np.array(laws)[inside.cpu().numpy()]]
+        assert tokens.tolist() == [
+            2 if width == 1 and distribution[2] else 3 for distribution in np.array(distributions)[inside.cpu().numpy()]
+        ]
 
 
 # Random trees: nodes in any order, sibling lists in any order, flat rows in any order ---------------------------------
@@ -267,8 +273,8 @@ def test_sampling_on_random_trees(on_device, bs, n, width, thresholds) -> None:
     check_paths(outs, case["retrive_index"].tolist(), paths, tokens, width)
 
 
-def test_law_of_the_first_token(on_device) -> None:
-    """Over an even grid of coins the first token comes out exactly as often as the target's law says."""
+def test_distribution_of_the_first_token(on_device) -> None:
+    """Over an even grid of coins the first token comes out exactly as often as the target's distribution says."""
     p, grid = torch.tensor([0.4, 0.2, 0.2, 0.2]), 20
     even = (torch.arange(grid) + 0.5) / grid
     coins, final = (x.flatten() for x in torch.meshgrid(even, even, indexing="ij"))

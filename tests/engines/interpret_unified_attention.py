@@ -27,7 +27,7 @@ from vllm.v1.attention.ops import triton_unified_attention as kernel  # noqa: E4
 
 @triton.jit
 def load_between_queries(rows, positions, context, count):
-    """vLLM's says `and` between two tensors, which the interpreter takes for Python's."""
+    """vLLM's kernel says `and` between two tensors, which the interpreter takes for Python's `and`."""
     key = positions - context
     return tl.load(rows + key[None, :], mask=((key >= 0) & (key < count))[None, :], other=0.0)
 

@@ -45,6 +45,6 @@ class Sources:
 
 
 def own_parameters(function: Any) -> dict[str, Any]:
-    """The same of a function of ours."""
+    """The same for a function of ours."""
     variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     return {p.name: p.default for p in inspect.signature(function).parameters.values() if p.kind not in variadic}

@@ -11,7 +11,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations" / "vllm.md"
 
 
 def test_the_drafter_of_the_page_drafts(tmp_path, monkeypatch):
-    """As the page says: a module of its own, named in the configuration together with the worker."""
+    """As the page says, the drafter is a module of its own, named in the configuration together with the worker."""
     (block,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     (tmp_path / "my_drafter.py").write_text(block)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -101,10 +101,10 @@ def test_concurrent_requests(client, stock, stream):
 
 
 def test_seeds_over_http(client):
-    laws = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
-    first = complete(client, PROMPTS[3], stream=False, **laws)
+    samplings = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
+    first = complete(client, PROMPTS[3], stream=False, **samplings)
     with ThreadPoolExecutor(4) as pool:
-        others = list(pool.map(lambda stream: complete(client, PROMPTS[3], stream, **laws), [True, False, True]))
+        others = list(pool.map(lambda stream: complete(client, PROMPTS[3], stream, **samplings), [True, False, True]))
     assert others == [first] * 3
 
 

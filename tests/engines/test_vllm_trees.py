@@ -32,7 +32,7 @@ def stock() -> list[list[int]]:
 
 @pytest.fixture
 def steps(monkeypatch) -> list[tuple[list[int], list[int]]]:
-    """Of each step with trees: drafts scheduled, and drafts proposed, of the requests that have some."""
+    """For each step with trees: the drafts scheduled, and the drafts proposed, of the requests that have some."""
     seen: list[tuple[list[int], list[int]]] = []
     lay_out = TreeRunner._lay_out_trees
 
@@ -123,7 +123,7 @@ def test_longest_sequences_and_stop_tokens(stock):
         assert [generate(llm, PROMPTS, longest), generate(llm, PROMPTS, stops)] == expected
 
 
-LAWS = [
+SAMPLINGS = [
     dict(temperature=1.0),
     dict(temperature=0.7, top_p=0.9),
     dict(temperature=0.0),
@@ -134,7 +134,10 @@ LAWS = [
 
 
 def seeded(count: int = len(PROMPTS)) -> list[SamplingParams]:
-    return [SamplingParams(**law, seed=100 + i, max_tokens=24, ignore_eos=True) for i, law in enumerate(LAWS[:count])]
+    return [
+        SamplingParams(**sampling, seed=100 + i, max_tokens=24, ignore_eos=True)
+        for i, sampling in enumerate(SAMPLINGS[:count])
+    ]
 
 
 def test_seeded_output_does_not_depend_on_trees(stock):
@@ -151,11 +154,11 @@ def test_seeded_output_does_not_depend_on_trees(stock):
             assert accepted(llm) > 0
 
 
-def test_laws_that_leave_one_token_are_greedy(stock):
-    laws = [dict(top_k=1), dict(top_p=1e-6), dict(extra_args={"min_p": 1.0})]
+def test_filters_that_leave_one_token_are_greedy(stock):
+    samplings = [dict(top_k=1), dict(top_p=1e-6), dict(extra_args={"min_p": 1.0})]
     with engine(**tree_options("model")) as llm:
-        for law in laws:
-            params = SamplingParams(**law, temperature=1.0, max_tokens=24, ignore_eos=True)
+        for sampling in samplings:
+            params = SamplingParams(**sampling, temperature=1.0, max_tokens=24, ignore_eos=True)
             assert generate(llm, PROMPTS, params) == stock
 
 

@@ -73,7 +73,7 @@ def engine(**options: Any) -> Iterator[LLM]:
             del llm
             gc.collect()
             cleanup_dist_env_and_memory()
-            # Done once a process; vLLM's second time fails where numba has been imported meanwhile.
+            # Done once per process; doing it again fails in vLLM where numba has been imported meanwhile.
             type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
 
 

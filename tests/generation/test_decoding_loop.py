@@ -212,7 +212,7 @@ def test_compile(backend, device) -> None:
 
 
 def test_idle_trees(backend, device) -> None:
-    """Finished sequences stay in the batch with no nodes, or with a negative start in a batch of fixed shape."""
+    """Finished sequences stay in the batch: with no nodes, or with a negative start in a batch of fixed shape."""
     fixed = TreeBatch.from_trees([DraftTree.chain(1)] * 2, device=device)
     verdict = Verdict(int32([[0, 1]] * 2, device), int32([1, 1], device), int64([[3, 4]] * 2, device), None)
     lens = int32([2, 2], device)

@@ -83,7 +83,7 @@ CASES = [
 
 
 def both(model, drafter, prompts, **options):
-    """What the ordinary engine makes (on a GPU: the uncaptured step), and the fixed step."""
+    """The results of the ordinary engine (on a GPU: of the uncaptured step) and of the fixed step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FixedStep, "captures", False)
         plain, plain_stats = generate(model, prompts, drafter=drafter(), cuda_graph=DEVICE == "cuda", **options)
@@ -163,7 +163,7 @@ def test_the_step_stays_on_the_device(no_values, name, params, rule):
     packed = TransformersModel(model)
     step = FixedStep(packed, cache, sampling, drafter, history, eos_ids, sequences, 4)
     with packed.use():
-        step.run()  # as before a capture: caches and constants are made
+        step.run()  # caches and constants are made, as before a capture
         with NoHost(), NoConstants():
             step.run()
     drafter.end()

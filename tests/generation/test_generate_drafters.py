@@ -54,7 +54,7 @@ CHAIN = {"num_nodes": 5, "depth": 4, "width": 1}
     ],
 )
 def test_a_model_that_drafts_for_itself_is_always_right(model, options):
-    """One wrong row in the draft model's cache would show: a chain of its own greedy tokens is accepted whole."""
+    """A chain of the draft model's own greedy tokens is accepted whole, so one wrong row in its cache would show."""
     drafter = ModelDrafter(model, **CHAIN, max_batch_tokens=options.get("max_batch_tokens", 4096))
     _, stats = generate(model, prompts(), drafter=drafter, max_new_tokens=31, **options)
     for sequence in stats.sequences:
@@ -212,7 +212,7 @@ def test_command_prints_the_models_own_text(model, checkpoints, capsys, drafts):
     status, out, err = run_command(checkpoints, capsys, *drafts, "--page-size", "4")
     assert status == 0
     assert out.split() == [f"w{token}" for token in expected]
-    assert "12 tokens in" in err and "tokens a sequence and step" in err
+    assert "12 tokens in" in err and "tokens per sequence and step" in err
 
 
 def test_command_samples_several_outcomes(model, checkpoints, capsys):
@@ -259,7 +259,8 @@ def test_command_refuses_sampling_options_without_temperature(checkpoints, capsy
 
 
 def test_command_shows_progress(checkpoints, capsys):
-    """One text comes as it is made; of several, a line for each tenth of their tokens tells how far they are."""
+    """A single text is printed as it is made; for several, one line per tenth of their tokens tells how far they
+    are."""
     status, _, err = run_command(checkpoints, capsys)
     assert status == 0 and f"loading {checkpoints / 'target'}\n" in err and "of at most" not in err
     status, _, err = run_command(checkpoints, capsys, "--n", "3")

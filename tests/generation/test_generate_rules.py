@@ -1,4 +1,4 @@
-"""`generate(rule=...)`: under every lossless rule the text follows the model's law, whatever drafts and batch."""
+"""`generate(rule=...)`: under every lossless rule the text follows the model's distribution, whatever the batch."""
 
 from __future__ import annotations
 
@@ -46,19 +46,21 @@ def toy_draft():
 
 
 @pytest.fixture(scope="module")
-def toy_law(toy):
-    return law_of_texts(toy)
+def toy_distribution(toy):
+    return distribution_of_texts(toy)
 
 
-def law_of_texts(model):
+def distribution_of_texts(model):
     """The probability of each of the VOCAB ** COUNT continuations."""
-    law = np.ones(1)
+    distribution = np.ones(1)
     for length in range(COUNT):
         prefixes = torch.tensor([[*PROMPT, *tail] for tail in itertools.product(range(VOCAB), repeat=length)])
         with torch.no_grad():
             rows = model(prefixes).logits[:, -1]
-        law = np.stack([p * reference.law(row, **TOY_PARAMS) for p, row in zip(law, rows.numpy(), strict=True)]).ravel()
-    return law
+        distribution = np.stack(
+            [p * reference.distribution(row, **TOY_PARAMS) for p, row in zip(distribution, rows.numpy(), strict=True)]
+        ).ravel()
+    return distribution
 
 
 def toy_heads(toy):
@@ -89,9 +91,9 @@ CASES = [
 ]
 
 
-def toy_excess(toy, toy_draft, toy_law, rule, drafter, outcomes, evictions=0, **pages) -> float:
-    """How far a sample of texts is off their law: chi-square less its mean, in standard deviations."""
-    return excess(texts_seen(toy, toy_draft, rule, drafter, outcomes, evictions, **pages), toy_law)
+def toy_excess(toy, toy_draft, toy_distribution, rule, drafter, outcomes, evictions=0, **pages) -> float:
+    """How far a sample of texts is off their distribution: chi-square less its mean, in standard deviations."""
+    return excess(texts_seen(toy, toy_draft, rule, drafter, outcomes, evictions, **pages), toy_distribution)
 
 
 def texts_seen(toy, toy_draft, rule, drafter, outcomes, evictions=0, **pages) -> np.ndarray:
@@ -111,14 +113,14 @@ def texts_seen(toy, toy_draft, rule, drafter, outcomes, evictions=0, **pages) ->
 
 
 @pytest.mark.parametrize(("rule", "drafter"), CASES)
-def test_texts_follow_the_models_law(toy, toy_draft, toy_law, rule, drafter):
-    assert toy_excess(toy, toy_draft, toy_law, rule, drafter, 1500) < LIMIT
+def test_texts_follow_the_models_distribution(toy, toy_draft, toy_distribution, rule, drafter):
+    assert toy_excess(toy, toy_draft, toy_distribution, rule, drafter, 1500) < LIMIT
 
 
 @pytest.mark.stats
 @pytest.mark.parametrize(("rule", "drafter"), CASES)
-def test_texts_follow_the_models_law_closely(toy, toy_draft, toy_law, rule, drafter):
-    assert toy_excess(toy, toy_draft, toy_law, rule, drafter, 50_000) < LIMIT
+def test_texts_follow_the_models_distribution_closely(toy, toy_draft, toy_distribution, rule, drafter):
+    assert toy_excess(toy, toy_draft, toy_distribution, rule, drafter, 50_000) < LIMIT
 
 
 # Models that ignore the text: few texts show what the draws of cousins have in common --------------------------------
@@ -144,11 +146,13 @@ HEEDLESS = [
 
 
 def heedless_excess(rule: str, drafter: str, outcomes: int) -> float:
-    """The worse of all tokens together and the first two that come from a tree."""
+    """The larger excess of two: of all tokens together, and of the first two tokens that come from a tree."""
     target, draft = heedless(0.5, 0.3, 0.15, 0.05), heedless(0.15, 0.25, 0.4, 0.2)
-    law, seen = law_of_texts(target), texts_seen(target, draft, rule, drafter, outcomes)
-    pairs = [counts.reshape((VOCAB,) * COUNT).sum(axis=(0, *range(3, COUNT))).ravel() for counts in (seen, law)]
-    return max(excess(seen, law), excess(*pairs))
+    distribution, seen = distribution_of_texts(target), texts_seen(target, draft, rule, drafter, outcomes)
+    pairs = [
+        counts.reshape((VOCAB,) * COUNT).sum(axis=(0, *range(3, COUNT))).ravel() for counts in (seen, distribution)
+    ]
+    return max(excess(seen, distribution), excess(*pairs))
 
 
 @pytest.mark.parametrize(("rule", "drafter"), HEEDLESS[:2])
@@ -167,10 +171,10 @@ def test_drafts_of_cousins_are_independent_closely(rule, drafter):
     ("rule", "drafter", "num_pages"),
     [("rejection", "swor tree", 300), ("block", "iid chain", 35), ("traversal", "iid tree", 300)],
 )
-def test_evictions_leave_the_law_alone(toy, toy_draft, toy_law, rule, drafter, num_pages):
+def test_evictions_leave_the_distribution_alone(toy, toy_draft, toy_distribution, rule, drafter, num_pages):
     """Few pages: sequences lose theirs in the middle, and go on with a token that was not drafted."""
     pages = {"page_size": 1, "num_pages": num_pages, "evictions": 100}
-    assert toy_excess(toy, toy_draft, toy_law, rule, drafter, 10_000, **pages) < LIMIT
+    assert toy_excess(toy, toy_draft, toy_distribution, rule, drafter, 10_000, **pages) < LIMIT
 
 
 # Draft models whose vocabulary is padded further than the target's, or less ------------------------------------------
@@ -180,7 +184,7 @@ PADDED_DRAFTERS = {
     "topk": {"num_nodes": 6, "depth": 2, "width": 5},
     "coupled": {"num_nodes": 7, "depth": 3, "width": 2},
     "iid": {"num_nodes": 7, "branching": [3, 2]},
-    "swor": {"num_nodes": 25, "branching": [5, 4]},  # more children than tokens: each is drawn
+    "swor": {"num_nodes": 25, "branching": [5, 4]},  # more children than tokens: every token is drawn
 }
 
 
@@ -193,8 +197,8 @@ def padded_drafter(vocab_size: int, law: str) -> ModelDrafter:
     ("rule", "law"),
     [("rejection", "iid"), ("rejection", "swor"), ("traversal", "iid"), ("traversal", "swor"), ("sampled", "coupled")],
 )
-def test_draft_models_of_padded_vocabularies(toy, toy_law, rule, law, vocab_size):
-    assert toy_excess(toy, None, toy_law, rule, padded_drafter(vocab_size, law), 1500) < LIMIT
+def test_draft_models_of_padded_vocabularies(toy, toy_distribution, rule, law, vocab_size):
+    assert toy_excess(toy, None, toy_distribution, rule, padded_drafter(vocab_size, law), 1500) < LIMIT
 
 
 @pytest.mark.parametrize("law", PADDED_DRAFTERS)
@@ -228,15 +232,15 @@ def test_other_vocabularies_are_refused_before_the_first_pass(toy, monkeypatch):
     assert not passes
 
 
-class PermutedLaws(ModelDrafter):
-    """Names the next token's probability for each."""
+class PermutedProbs(ModelDrafter):
+    """Gives each token the probability of the next id."""
 
     def propose(self, tokens, lengths):
         draft = super().propose(tokens, lengths)
         return draft._replace(draft_probs=draft.draft_probs.roll(1, -1))
 
 
-class WrongLaw(ModelDrafter):
+class WrongDraftLaw(ModelDrafter):
     """Draws without replacement, and says that it draws independently."""
 
     def __init__(self, *args, **options):
@@ -244,29 +248,29 @@ class WrongLaw(ModelDrafter):
         self.draft_law = "iid"
 
 
-def test_permuted_draft_probabilities_are_seen(toy, toy_draft, toy_law):
+def test_permuted_draft_probabilities_are_seen(toy, toy_draft, toy_distribution):
     for rule in ("rejection", "traversal"):
-        wrong = PermutedLaws(toy_draft, law="iid", num_nodes=7, branching=[3, 2])
-        assert toy_excess(toy, toy_draft, toy_law, rule, wrong, 1500) > LIMIT
+        wrong = PermutedProbs(toy_draft, law="iid", num_nodes=7, branching=[3, 2])
+        assert toy_excess(toy, toy_draft, toy_distribution, rule, wrong, 1500) > LIMIT
 
 
 @pytest.mark.stats
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
-def test_a_wrong_draft_law_is_seen(toy, toy_draft, toy_law, rule):
-    wrong = WrongLaw(toy_draft, law="swor", num_nodes=9, branching=[3, 2])
-    assert toy_excess(toy, toy_draft, toy_law, rule, wrong, 50_000) > LIMIT
+def test_a_wrong_draft_law_is_seen(toy, toy_draft, toy_distribution, rule):
+    wrong = WrongDraftLaw(toy_draft, law="swor", num_nodes=9, branching=[3, 2])
+    assert toy_excess(toy, toy_draft, toy_distribution, rule, wrong, 50_000) > LIMIT
 
 
 @pytest.mark.stats
 @pytest.mark.parametrize(("rule", "is_biased"), [("rejection", False), ("block", True)])
-def test_joint_rules_need_fresh_noise_each_step(monkeypatch, toy, toy_draft, toy_law, rule, is_biased):
+def test_joint_rules_need_fresh_noise_each_step(monkeypatch, toy, toy_draft, toy_distribution, rule, is_biased):
     """Noise of a position, as `expand_tree` has it for one seed: what lies behind a rejected draft is drawn again."""
     monkeypatch.setattr(Sampling, "draft_seeds", lambda sampling, start: sampling.seeds)
-    assert (toy_excess(toy, toy_draft, toy_law, rule, "iid chain", 50_000) > LIMIT) == is_biased
+    assert (toy_excess(toy, toy_draft, toy_distribution, rule, "iid chain", 50_000) > LIMIT) == is_biased
 
 
-def test_typical_acceptance_is_lossy(toy, toy_draft, toy_law):
-    assert toy_excess(toy, toy_draft, toy_law, "typical", "top-k tree", 500) > LIMIT
+def test_typical_acceptance_is_lossy(toy, toy_draft, toy_distribution):
+    assert toy_excess(toy, toy_draft, toy_distribution, "typical", "top-k tree", 500) > LIMIT
     assert "not lossless" in generate.__doc__
 
 
@@ -373,8 +377,8 @@ def test_bad_draft_laws(toy, options, message):
         ModelDrafter(toy, **options)
 
 
-def test_a_drafter_of_ones_own(toy, toy_law):
-    """A triple of tokens, trees and a law a node, with padding; what it does not declare is refused."""
+def test_a_drafter_of_ones_own(toy, toy_distribution):
+    """A triple of tokens, trees and one distribution per node, with padding; what it does not declare is refused."""
 
     class Uniform:
         max_nodes, draft_law = 3, "iid"
@@ -388,11 +392,11 @@ def test_a_drafter_of_ones_own(toy, toy_law):
             drafts = torch.randint(VOCAB, (3 * batch + 5,), generator=self.generator)
             return drafts, trees, torch.full((3 * batch + 5, VOCAB), 1 / VOCAB)
 
-    assert toy_excess(toy, None, toy_law, "traversal", Uniform(), 1500) < LIMIT
+    assert toy_excess(toy, None, toy_distribution, "traversal", Uniform(), 1500) < LIMIT
     Uniform.draft_law = "drawn"
     with pytest.raises(ValueError, match="drafter: expected a draft_law of onehot, iid, swor, coupled, got 'drawn'"):
         generate(toy, [PROMPT], drafter=Uniform(), max_new_tokens=2)
     Uniform.draft_law, propose = "swor", Uniform.propose
     Uniform.propose = lambda self, tokens, lengths: (*propose(self, tokens, lengths)[:2], None)
-    with pytest.raises(ValueError, match="`draft_probs` must be a Tensor, the law that the drafts were drawn from"):
+    with pytest.raises(ValueError, match=r"`draft_probs` must be a Tensor, the .* that the drafts were drawn from"):
         generate(toy, [PROMPT], drafter=Uniform(), max_new_tokens=2, params=SAMPLING, rule="rejection")

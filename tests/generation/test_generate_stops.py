@@ -47,7 +47,7 @@ def drafter_of(name, texts):
 
 @pytest.mark.parametrize("drafts", ["none", "n-gram", "oracle"])
 def test_text_ends_with_the_token_that_completes_a_stop_string(model, texts, tokenizer, drafts):
-    """As in transformers, also where it is in the middle of an accepted path, or of a token."""
+    """The text ends as in transformers, also where the stop string ends within an accepted path or a token."""
     cut = compared = 0
     for b, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
         letters = tokenizer.decode(text[len(prompt) :])
@@ -164,7 +164,7 @@ def test_a_callback_ends_sequences(model, texts, monkeypatch, cuda_graph):
 
 
 def test_a_callback_ends_all(model, texts):
-    """Also those that wait for pages: each is asked after its first tokens."""
+    """Sequences that wait for pages can be ended, too: each is asked after its first tokens."""
     sequences, stats = generate(
         model, PROMPTS, max_new_tokens=NEW_TOKENS, page_size=4, num_pages=15, callback=lambda *_: True
     )

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Machine:
-    """Steps of `plain` seconds, and more a node and a level; children accepted by chance."""
+    """A machine whose steps take `plain` seconds, and more per node and level; children are accepted by chance."""
 
     def __init__(self, acceptance, *, plain=1.0, node=0.01, level=0.05, noise=0.0, batch=1, seed=0):
         self.acceptance, self.plain, self.node, self.level = acceptance, plain, node, level
@@ -56,7 +56,7 @@ class Machine:
 ROOT = DraftTree.chain(0)
 
 
-@patch.object(time, "perf_counter", lambda: 0.0)  # what the tuner itself takes on this machine is no part of that one
+@patch.object(time, "perf_counter", lambda: 0.0)  # the tuner's own time on this machine does not count on that one
 def run(machine: Machine, tuner: TreeTuner, tokens: int) -> tuple[float, list[int]]:
     """Seconds until each sequence has so many tokens; nodes of the trees of the steps."""
     seconds, sizes = 0.0, []
@@ -80,7 +80,7 @@ def run(machine: Machine, tuner: TreeTuner, tokens: int) -> tuple[float, list[in
     [
         dict(acceptance=[0.0, 0.0], batch=1),  # a drafter that is never right
         dict(acceptance=[0.3, 0.1], batch=8, node=0.2),  # nodes are dear
-        dict(acceptance=[0.5, 0.1], batch=1, level=0.9),  # so is the draft model
+        dict(acceptance=[0.5, 0.1], batch=1, level=0.9),  # the draft model is dear, too
         dict(acceptance=[0.2, 0.1], batch=64, node=0.02),
     ],
 )
@@ -196,7 +196,7 @@ def test_the_text_does_not_depend_on_the_trees(model, scheduled, name, params):
 
 
 def test_the_draft_model_catches_up_after_steps_without_drafts(model, scheduled):
-    """One wrong row in its cache would show: chains of its own greedy tokens are accepted whole."""
+    """Chains of the draft model's own greedy tokens are accepted whole, so one wrong row in its cache would show."""
     drafter = ModelDrafter(model, num_nodes=4, depth=3, width=1)
     _, stats = generate(model, prompts_of((5, 21), seed=3), drafter=drafter, max_new_tokens=60, tree="auto")
     depths = {tree.max_depth for tree in SCHEDULE if tree is not None}
@@ -216,7 +216,7 @@ def test_what_was_learnt_stays_with_drafter_and_model(model):
 
 
 def test_nothing_is_done_before_the_first_token(model, scheduled, monkeypatch):
-    """What drafts set up would delay it."""
+    """The first token must not wait for what drafts set up."""
     events = []
 
     def note(owner, name, event):

@@ -10,7 +10,7 @@ SIZES = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 
 
 def test_a_sequence_cut_among_ctas() -> None:
-    """One sequence of 16 x 4 rows a KV head and 8192 + 16 keys, counted by hand."""
+    """One sequence of 16 x 4 rows per KV head and 8192 + 16 keys, counted by hand."""
     cost = explain([16], [8208], **SIZES, num_sms=2)
     (launch,) = cost.launches
     assert launch.sequences == (0,)

@@ -48,7 +48,7 @@ def listing(*lines: Line, name: str = "kernel") -> str:
 
 
 def test_control_codes() -> None:
-    # Of a move without scoreboards, a load that sets scoreboard 2, and an instruction that waits for it.
+    # A move without scoreboards, a load that sets scoreboard 2, and an instruction that waits for it.
     assert decode_control(0x000FE400078E00FF) == {"stall": 2, "sets": None, "reads": None, "waits": ()}
     assert decode_control(0x000EA2000C1E1900) == {"stall": 1, "sets": 2, "reads": None, "waits": ()}
     assert decode_control(0x004FE40003F24070)["waits"] == (2,)
@@ -261,7 +261,7 @@ def test_names_of_instances() -> None:
     [(H100, 16, 2, 128), (H100, 64, 2, 128), (H100, 128, 2, 64), (H100, 16, 1, 256), (A100, 64, 1, 128)],
 )
 def test_tiles_of_flashinfer(machine: Machine, rows: int, kv_bytes: int, keys: int) -> None:
-    """Two CTAs fit, and would not with twice the keys, unless the dispatcher has no more."""
+    """Two CTAs fit; with twice the keys they would not, unless the dispatcher has no larger tile."""
     tile = predict_peers.flashinfer_tile(machine, rows, kv_bytes)
     assert tile.keys == keys
     assert 2 * (tile.shared_bytes + 1024) <= predict_peers.SHARED_BYTES[machine.architecture] + 1024

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump here"),
 ]
 MAX_REGISTERS = 255
-MAX_INSTANCES = 80  # of tree attention
+MAX_INSTANCES = 80  # kernels of tree attention
 MAX_BYTES = 40_000_000
 ARCHITECTURES = [
     "sm_" + architecture.replace("+PTX", "").replace(".", "") for architecture in _C.build_info()["cuda_architectures"]

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from device_case import placed
-from sampling_case import HALF_TYPES, LAWS, random_words
+from sampling_case import HALF_TYPES, SAMPLINGS, random_words
 from torch import Tensor
 
 from pagedtree import (
@@ -57,19 +57,22 @@ def test_sample(other, dtype, vocab):
 def compare_sampling(other, dtype, vocab):
     device = "cuda" if other == "cuda" else "cpu"
     logits, seeds, positions = rows_of(vocab, dtype), random_words(12), random_words(12, 1)
-    for law in LAWS:
-        expected = sample(logits, SamplingParams(**law), seeds=seeds, positions=positions)
+    for sampling in SAMPLINGS:
+        expected = sample(logits, SamplingParams(**sampling), seeds=seeds, positions=positions)
         with use_backend(other):
             got = sample(
-                placed(logits, device), SamplingParams(**law), seeds=seeds.to(device), positions=positions.to(device)
+                placed(logits, device),
+                SamplingParams(**sampling),
+                seeds=seeds.to(device),
+                positions=positions.to(device),
             )
-        assert got.cpu().equal(expected), law
+        assert got.cpu().equal(expected), sampling
 
 
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("batch", [1, 2, 30])
 def test_verify(other, batch):
-    """Few trees have all their rows drawn at once, many are walked row by row."""
+    """All rows of few trees are drawn at once; many trees are walked row by row."""
     compare_verification(other, batch, 40)
 
 
@@ -91,9 +94,9 @@ def compare_verification(other, batch, vocab):
         arguments = (logits.to(place), drafts.to(place), trees)
         with use_backend(name):
             results.append(verify_greedy(*arguments, grammar_mask=allowed.to(place)))
-            for law in LAWS:
+            for sampling in SAMPLINGS:
                 results.append(
-                    verify_sampled(*arguments, SamplingParams(**law), seeds=seeds, positions=positions)
+                    verify_sampled(*arguments, SamplingParams(**sampling), seeds=seeds, positions=positions)
                 )  # fmt: skip
     half = len(results) // 2
     for expected, got in zip(results[:half], results[half:], strict=True):
@@ -126,7 +129,7 @@ def compare_rule(other, op, law, vocab):
     )
     parents = torch.cat([torch.tensor(shape) + sum(map(len, shapes[:i])) for i, shape in enumerate(shapes)])
     results: dict[str, list[Tensor]] = {"cpu": [], other: []}
-    for k, parameters in [*enumerate(LAWS)][:: 1 if vocab < 10_000 else 5]:
+    for k, parameters in [*enumerate(SAMPLINGS)][:: 1 if vocab < 10_000 else 5]:
         dtype, draft_dtype = HALF_TYPES[k % 3], HALF_TYPES[(k // 3) % 3]
         logits = rows_of(vocab, dtype, seed=k)[torch.randperm(12, generator=generator)]
         near = logits.float().nan_to_num(0, 60, -60) + torch.randn(12, vocab, generator=generator)
@@ -145,7 +148,7 @@ def compare_rule(other, op, law, vocab):
             if law is not None:
                 options["draft_law"] = law
                 if law != "onehot" and k % 2 == 0:
-                    options["draft_params"] = SamplingParams(**LAWS[-k])
+                    options["draft_params"] = SamplingParams(**SAMPLINGS[-k])
             trees = TreeBatch.from_trees([DraftTree(shape) for shape in shapes], device=place)
             with use_backend(name):
                 found += op(placed(logits, place), drafts.to(place), trees, SamplingParams(**parameters), **options)
@@ -157,7 +160,7 @@ def compare_rule(other, op, law, vocab):
 @pytest.mark.skipif("simt" not in backends(), reason="built without simt")
 @pytest.mark.parametrize(("ctas", "order"), [(2, "forward"), (8, "random:1"), (16, "reverse")])
 class TestClusters:
-    """Several CTAs that read a row together find what one finds."""
+    """Several CTAs that read a row together find what one CTA finds."""
 
     VOCAB = 66_001  # 16 CTAs at most, the last one with fewer tokens
 
@@ -185,7 +188,7 @@ class TestClusters:
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
 @pytest.mark.parametrize("law", ["topk", "iid", "swor", "coupled"])
 def test_expand(other, dtype, law):
-    """Tokens, scores, laws, two levels."""
+    """Tokens, scores, distributions, two levels."""
     results = []
     for name, place in (("cpu", "cpu"), (other, "cuda" if other == "cuda" else "cpu")):
         with use_backend(name):

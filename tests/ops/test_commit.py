@@ -18,7 +18,7 @@ from pagedtree import (
 
 
 def reference_commit(accept_index, num_accepted, tokens, offsets, start, history, lens, eos, node_map) -> dict:
-    """The docstring's loop in plain Python; `history` is a list of lists of fixed length."""
+    """The loop of the docstring in plain Python; `history` is a list of lists of fixed length."""
     width = len(accept_index[0]) if accept_index else 0
 
     def padded(values: list[int]) -> list[int]:

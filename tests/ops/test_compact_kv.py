@@ -14,7 +14,7 @@ from pagedtree import DraftTree, compact_kv
 
 
 def reference_compact(caches, table, page_size, start, accept_index, num_accepted) -> list[int]:
-    """The docstring's loop, with what it says of values outside."""
+    """The loop of the docstring, with what it says about values outside."""
     num_pages = caches[0].shape[0]
     lengths = []
     for b, nodes in enumerate(accept_index):

@@ -47,14 +47,14 @@ def params_of(name: str, batch: int) -> SamplingParams:
 
 
 def is_worth_it(size: int, backend: str, dtype: torch.dtype) -> bool:
-    """Everything with three ranks, little with others."""
+    """All combinations with three ranks, few of them with other numbers of ranks."""
     if backend == "simt":
         return size == 3 and dtype == torch.bfloat16
     return size == 3 or dtype == torch.float32
 
 
 def in_core(size: int, backend: str, dtype: torch.dtype, name: str) -> bool:
-    """What the core suite has of that: each number of ranks, dtype and set of parameters, few of their combinations."""
+    """The part for the core suite: each number of ranks, dtype and set of parameters, but few combinations."""
     if backend == "simt":
         return name in ("both", "each") and (size == 3 or dtype == torch.bfloat16)
     if size == 3 and dtype == torch.float32:
@@ -81,7 +81,7 @@ def same(a: tuple, b: tuple) -> bool:
 
 
 def compare_sampled(group: object, backend: str, size: int, dtype: torch.dtype, name: str) -> list[str]:
-    """What differs from the whole ops, over splits and grammar masks."""
+    """Which results differ from the whole ops, over splits and grammar masks."""
     wrong = []
     with use_backend(backend):
         vocab = vocab_of(backend)
@@ -170,7 +170,7 @@ def test_no_sequences(ranks):
 
 
 def draft_laws(case: Case, law: str, dtype: torch.dtype) -> dict:
-    """The laws that drafts may come from; rows of a law without mass and of one that has only some tokens."""
+    """The distributions that drafts may come from; some rows have no mass, others only some tokens."""
     if law == "onehot":
         return {"draft_law": law}
     vocab = case.logits.shape[1]
@@ -221,7 +221,7 @@ def test_rejection_is_the_same_on_every_rank(ranks, size, backend, dtype, law):
     seen, total, different = first
     splits = len(SPLITS[size])
     for i in range(0, len(seen), splits):
-        assert all(verdict == seen[i] for verdict in seen[i : i + splits])  # nor does the split matter
+        assert all(verdict == seen[i] for verdict in seen[i : i + splits])  # the split does not matter either
     # The whole op adds floats: a coin within 1e-6 of a boundary may fall otherwise, which here none does.
     assert different == 0 and total > 0
 
@@ -460,7 +460,7 @@ def test_ranks_that_disagree_are_told_apart(ranks, what, named):
 
 
 def die(group: object, at_once: bool) -> float:
-    """Rank 1 is gone, or falls silent; the others say how long they waited."""
+    """Rank 1 is gone, or does not answer; returns how long the others waited."""
     rank = torch.distributed.get_rank(group)
     vocab = 1003
     case = make_case(vocab, torch.float32, 0)

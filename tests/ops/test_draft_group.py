@@ -31,8 +31,8 @@ class ToyDrafter:
 
     max_nodes, draft_law = 4, "swor"
 
-    def __init__(self, with_laws: bool, go: threading.Event | None = None) -> None:
-        self.with_laws, self.go, self.seen = with_laws, go, []
+    def __init__(self, with_probs: bool, go: threading.Event | None = None) -> None:
+        self.with_probs, self.go, self.seen = with_probs, go, []
 
     def propose(self, tokens: torch.Tensor, lengths: torch.Tensor) -> Draft:
         if self.go is not None:
@@ -43,34 +43,34 @@ class ToyDrafter:
         trees = TreeBatch.from_trees([DraftTree([-1, 0, 0, 1]) if b % 2 else DraftTree.chain(2) for b in range(batch)])
         rows = trees.parents.shape[0]
         drafts = torch.arange(rows) + int(tokens.sum())
-        if not self.with_laws:
+        if not self.with_probs:
             return Draft(drafts, trees, None)
-        laws = torch.arange(5 * VOCAB).view(5, VOCAB).float() / 100
-        return Draft(drafts, trees, laws.bfloat16(), torch.arange(rows) % 5)
+        probs = torch.arange(5 * VOCAB).view(5, VOCAB).float() / 100
+        return Draft(drafts, trees, probs.bfloat16(), torch.arange(rows) % 5)
 
     def observe(self, result: str) -> None:
         self.seen.append(result)
 
 
-def propose(group: dist.ProcessGroup, size: int, with_laws: bool) -> tuple:
+def propose(group: dist.ProcessGroup, size: int, with_probs: bool) -> tuple:
     rank = dist.get_rank(group)
     shards = VocabShards([3, 0, 5, 2][rank], group=group)
     made = []
 
     def make(draft_ranks: dist.ProcessGroup | None) -> ToyDrafter:
         made.append(1 if draft_ranks is None else dist.get_world_size(draft_ranks))
-        return ToyDrafter(with_laws)
+        return ToyDrafter(with_probs)
 
     drafts = DraftGroup(make, size, shards=shards)
     tokens, lengths = torch.ones(3, 2, dtype=torch.int64), torch.tensor([2, 2, 2], dtype=torch.int32)
     draft = drafts.propose(tokens, lengths)
     drafts.observe("what became of it")
-    expected = ToyDrafter(with_laws).propose(tokens, lengths)
+    expected = ToyDrafter(with_probs).propose(tokens, lengths)
     assert torch.equal(draft.draft_tokens, expected.draft_tokens)
     for name in ("parents", "cu_nodes", "first_child", "next_sibling", "mask", "valid"):
         assert torch.equal(getattr(draft.trees, name), getattr(expected.trees, name))
     assert (draft.trees.max_nodes, draft.trees.max_depth) == (4, 2)
-    if with_laws:
+    if with_probs:
         assert draft.draft_probs.dtype == torch.bfloat16
         assert torch.equal(draft.draft_probs, shards.own(expected.draft_probs))
         assert torch.equal(draft.draft_rows, expected.draft_rows)
@@ -81,10 +81,10 @@ def propose(group: dist.ProcessGroup, size: int, with_laws: bool) -> tuple:
     return made, facts, drafts.stats.tokens, drafts.drafter.seen if drafts.drafter else None
 
 
-@pytest.mark.parametrize("with_laws", [False, True])
+@pytest.mark.parametrize("with_probs", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_all_ranks_get_the_proposal(ranks, size, with_laws):
-    for rank, (made, facts, tokens, seen) in enumerate(ranks.run(propose, 4, size, with_laws)):
+def test_all_ranks_get_the_proposal(ranks, size, with_probs):
+    for rank, (made, facts, tokens, seen) in enumerate(ranks.run(propose, 4, size, with_probs)):
         drafting = rank < size
         assert made == ([size] if drafting else [])
         assert facts == (4, "swor", False, False)
@@ -119,7 +119,7 @@ def test_a_failure_to_draft_is_known_to_all(ranks):
         assert isinstance(other, GroupError) and "ValueError: lengths: expected >= 0" in str(other)
 
 
-def with_laws_of(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[Draft], Any]:
+def with_probs_of(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[Draft], Any]:
     return lambda draft: draft._replace(draft_probs=torch.ones(shape, dtype=dtype))
 
 
@@ -134,9 +134,9 @@ MALFORMED: dict[str, tuple[Callable[[Draft], Any], str]] = {
         "expected 2 trees",
     ),
     "offsets": (lambda draft: (draft[0], replace(draft.trees, cu_nodes=torch.tensor([0, -2, 6]).int())), "[0, -2, 6]"),
-    "another vocabulary": (with_laws_of((6, VOCAB + 1), torch.float32), "got torch.float32 [6, 11]"),
-    "doubles": (with_laws_of((6, VOCAB), torch.float64), "got torch.float64 [6, 10]"),
-    "too few laws": (with_laws_of((5, VOCAB), torch.float32), "draft_probs of 6 nodes, or draft_rows, got [5, 10]"),
+    "another vocabulary": (with_probs_of((6, VOCAB + 1), torch.float32), "got torch.float32 [6, 11]"),
+    "doubles": (with_probs_of((6, VOCAB), torch.float64), "got torch.float64 [6, 10]"),
+    "too few rows": (with_probs_of((5, VOCAB), torch.float32), "draft_probs of 6 nodes, or draft_rows, got [5, 10]"),
     "rows": (lambda draft: draft._replace(draft_rows=torch.zeros(2)), "draft_rows as integers [6], got torch.float32"),
 }
 

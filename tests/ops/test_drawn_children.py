@@ -1,4 +1,4 @@
-"""expand_tree under the laws "iid", "swor" and "coupled": draws, their laws, the shape of the tree."""
+"""expand_tree under the laws "iid", "swor" and "coupled": draws, their distributions, the shape of the tree."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pagedtree import (
 pytestmark = pytest.mark.usefixtures("on_device")
 
 
-LAWS = [
+SAMPLINGS = [
     {},
     {"temperature": 0.0},
     {"temperature": 0.7},
@@ -51,7 +51,7 @@ def draw(logits: Tensor, num_children: int, law: str, seeds: Tensor, positions: 
 def expected_children(
     q: np.ndarray, count: int, law: str, seed: int, position: int, place: int = 0
 ) -> tuple[list[int], float]:
-    """The draws from law q at frontier node `place`, and by how much the nearest of them was decided."""
+    """The draws from distribution q at frontier node `place`, and by how much the nearest of them was decided."""
     use = reference.GUMBEL if law == "coupled" else reference.draft_use(place)
     if law in ("swor", "coupled"):
         with np.errstate(divide="ignore"):
@@ -67,9 +67,9 @@ def expected_children(
 
 
 @pytest.mark.parametrize("law", ["iid", "swor"])
-@pytest.mark.parametrize("params", LAWS, ids=str)
+@pytest.mark.parametrize("params", SAMPLINGS, ids=str)
 def test_draws(backend: str, law: str, params: dict) -> None:
-    """Tokens, scores and laws of drawn children, in every dtype and around the vectors' ends."""
+    """Tokens, scores and distributions of drawn children, in every dtype and around the vectors' ends."""
     generator = seeded(5)
     compared = 0
     for vocab in (1, 3, 8, 33, 64, 129, 1500):
@@ -81,7 +81,7 @@ def test_draws(backend: str, law: str, params: dict) -> None:
             state = draw(logits, count, law, seeds, positions, **params)
             assert state.draft_probs[0].shape == (4, 1, vocab)
             for b in range(4):
-                q = reference.law(reference.clean_logits(logits[b]), **params)
+                q = reference.distribution(reference.clean_logits(logits[b]), **params)
                 probs = state.draft_probs[0][b, 0].cpu().numpy()
                 np.testing.assert_allclose(probs, q, rtol=1e-5, atol=1e-9)
                 assert ((probs > 0) <= (q > 0)).all()
@@ -99,13 +99,13 @@ def test_draws(backend: str, law: str, params: dict) -> None:
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.5}, {"top_k": 3}], ids=str)
-def test_joint_law_of_two_draws(backend: str, draws: Callable[[int], int], params: dict) -> None:
+def test_joint_distribution_of_two_draws(backend: str, draws: Callable[[int], int], params: dict) -> None:
     """Ordered pairs against exact enumeration; the target's own noise at the same place is independent of them."""
     count = draws(60_000)
     row = torch.tensor([0.3, -1.0, 1.2, 0.0, -0.4])
     logits = row.expand(count, -1).contiguous()
     seeds, positions = torch.arange(count) * 7919 + 3, torch.arange(count) % 11
-    q = reference.law(reference.clean_logits(row), **params)
+    q = reference.distribution(reference.clean_logits(row), **params)
     for law in ("iid", "swor"):
         state = draw(logits, 2, law, seeds, positions, **params)
         first, second = state.tokens[:, 1].cpu().numpy(), state.tokens[:, 2].cpu().numpy()
@@ -115,16 +115,16 @@ def test_joint_law_of_two_draws(backend: str, draws: Callable[[int], int], param
         if law == "swor":
             np.fill_diagonal(expected, 0)
             expected /= 1 - q[:, None]
-        assert_law(pairs, expected * count)
+        assert_distribution(pairs, expected * count)
         target = sample(logits, SamplingParams(**params), seeds=seeds, positions=positions).cpu().numpy()
         joint = np.zeros((5, 5))
         np.add.at(joint, (target, first), 1)
-        assert_law(joint, np.outer(q, q) * count)
+        assert_distribution(joint, np.outer(q, q) * count)
 
 
-@pytest.mark.parametrize("params", LAWS, ids=str)
+@pytest.mark.parametrize("params", SAMPLINGS, ids=str)
 def test_coupled_draws_share_the_targets_noise(backend: str, params: dict) -> None:
-    """They are ranked by it, and where both laws are the same the first one is what the target samples."""
+    """The noise ranks the children; where both distributions are equal, the target samples the first child."""
     count, compared = 40, 0
     for vocab in (3, 130):
         logits = torch.randn(count, vocab, generator=seeded(vocab)) * 3
@@ -133,7 +133,7 @@ def test_coupled_draws_share_the_targets_noise(backend: str, params: dict) -> No
         assert state.draft_probs == () and rerank_tree(state, 4).draft_probs is None
         target = sample(logits, SamplingParams(**params), seeds=seeds, positions=positions)
         for b in range(count):
-            q = reference.law(reference.clean_logits(logits[b]), **params)
+            q = reference.distribution(reference.clean_logits(logits[b]), **params)
             expected, margin = expected_children(q, 3, "coupled", int(seeds[b]), int(positions[b]))
             if margin > 1e-5:
                 assert state.tokens[b, 1:].tolist() == expected + [-1] * (3 - len(expected))
@@ -142,7 +142,7 @@ def test_coupled_draws_share_the_targets_noise(backend: str, params: dict) -> No
     assert compared > 70
 
 
-def assert_law(observed: np.ndarray, expected: np.ndarray) -> None:
+def assert_distribution(observed: np.ndarray, expected: np.ndarray) -> None:
     """Chi-square over the cells that can occur; nothing elsewhere."""
     possible = expected > 0
     assert (observed[~possible] == 0).all()
@@ -153,8 +153,8 @@ def assert_law(observed: np.ndarray, expected: np.ndarray) -> None:
 
 @pytest.mark.parametrize("law", ["iid", "swor"])
 def test_sampled_growing_loop(backend: str, law: str) -> None:
-    """Every node's law is that of its path, noise is that of its position and its place in the frontier, the tree has a
-    shape fixed in advance.
+    """Every node is drawn from the distribution of its path, noise is that of its position and its place in the
+    frontier, the tree has a shape fixed in advance.
     """
     model = ToyModel(vocab=12)
     roots = [4, 6, 8]
@@ -184,7 +184,7 @@ def test_sampled_growing_loop(backend: str, law: str) -> None:
             children = [tokens[i] for i in range(len(tokens)) if parents[i] == node]
             if not children:
                 continue
-            q = reference.law(reference.clean_logits(model.logits(path)), **params)
+            q = reference.distribution(reference.clean_logits(model.logits(path)), **params)
             np.testing.assert_allclose(draft.draft_probs[draft.draft_rows[begin + node]].cpu().numpy(), q, rtol=1e-5)
             position = int(positions[b]) + len(path) - 1
             expected, margin = expected_children(q, len(children), law, int(seeds[b]), position, places[node])
@@ -223,7 +223,7 @@ def test_draws_from_poor_rows(backend: str) -> None:
     assert state.scores[2, 3:].tolist() == [-math.inf] * 2
     assert draw(logits, 4, "iid", seeds, positions).tokens[2, 1:].sub(1).remainder(3).eq(0).all()
     many = draw(logits, 1024, "iid", seeds, positions)
-    assert_law(np.bincount(many.tokens[0, 1:].cpu().numpy(), minlength=6).astype(float), np.full(6, 1024 / 6))
+    assert_distribution(np.bincount(many.tokens[0, 1:].cpu().numpy(), minlength=6).astype(float), np.full(6, 1024 / 6))
     finished = start_draft(torch.tensor([1]), max_kv_nodes=4, active=torch.tensor([False]))
     none = expand_tree(
         finished, torch.zeros(1, 6), num_children=2, num_frontier=2, law="swor", params=SamplingParams(),
@@ -233,7 +233,7 @@ def test_draws_from_poor_rows(backend: str) -> None:
 
 
 def test_instruction_sets_agree(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit: tokens, scores and laws."""
+    """Bit for bit: tokens, scores and distributions."""
     seeds, positions = torch.arange(3), torch.arange(3)
 
     def results() -> list[Tensor]:
@@ -280,7 +280,8 @@ def test_drawn_drafts_are_independent_of_their_verification(
     """One seed serves drawing and verifying: what comes out still follows the target."""
     count, vocab, children = draws(40_000), 4, 1 if rule is verify_block else 2
     generator = seeded(6)
-    target, drafter = (torch.randn(vocab + 1, vocab, generator=generator) for _ in range(2))  # the last: of the root
+    # The last row is for the root.
+    target, drafter = (torch.randn(vocab + 1, vocab, generator=generator) for _ in range(2))
     seeds, positions, sampling = torch.arange(count) * 3 + 1, torch.arange(count) % 5, SamplingParams()
     sampled = {"law": law, "params": sampling, "seeds": seeds, "positions": positions}
     state = start_draft(torch.full((count,), vocab), max_kv_nodes=1 + children)
@@ -296,5 +297,5 @@ def test_drawn_drafts_are_independent_of_their_verification(
     pairs = np.zeros((vocab, vocab))
     np.add.at(pairs, (first.cpu().numpy(), torch.where(second >= 0, second, rest).cpu().numpy()), 1)
     p = target.softmax(-1).double().cpu().numpy()
-    assert_law(pairs, count * p[vocab][:, None] * p[:vocab])
+    assert_distribution(pairs, count * p[vocab][:, None] * p[:vocab])
     assert 0.2 < float(verdict.num_accepted.float().mean()) < 1.9

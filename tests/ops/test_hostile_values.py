@@ -142,7 +142,7 @@ def test_locations_beyond_int32(backend: str, device: torch.device) -> None:
     out = flash_attn.flash_attn_with_kvcache(
         q, cache, cache, cache_seqlens=2**40, cache_batch_idx=torch.tensor([2**32], device=device)
     )
-    assert not out.any()  # of no page
+    assert not out.any()  # no page is read
     _, lse = flash_attn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=2**40, return_softmax_lse=True)
     assert lse.isfinite().all()
 
@@ -201,7 +201,10 @@ def test_shard_ops_take_any_words(backend: str, device: torch.device, draft_law:
         case.drafts, trees.cu_nodes, trees.depths, trees.first_child, trees.next_sibling, trees.valid, trees.max_nodes,
         trees.max_depth,
     )  # fmt: skip
-    law = {"draft_law": draft_law, "draft_probs": None if draft_law == "onehot" else torch.rand(n, 40, device=device)}
+    drafts = {
+        "draft_law": draft_law,
+        "draft_probs": None if draft_law == "onehot" else torch.rand(n, 40, device=device),
+    }
     sampling = pt.SamplingParams(temperature=0.7, top_k=5, top_p=0.8).on(device)
     part = {"rank": 0, "num_ranks": 1, "first_token": 0, "vocab": 40}
     (rows_buffer, rows), (left_buffer, left) = guarded(WORDS[0]), guarded(WORDS[1])
@@ -216,7 +219,7 @@ def test_shard_ops_take_any_words(backend: str, device: torch.device, draft_law:
                 case.logits, rows, left, words(*ends.shape) if round_ > 1 else None,
                 words(items, 2) if round_ in (1, 3) else None,
                 torch.zeros(items, 1 if round_ == 3 else 2, dtype=torch.int64, device=device),
-                *tree_arguments, *sampling, round=round_, index=index, **part, **law,
+                *tree_arguments, *sampling, round=round_, index=index, **part, **drafts,
             )  # fmt: skip
             rows.copy_(words(n, WORDS[0]))
     for round_, last in ((0, 1), (1, 0), (2, 1), (2, 2), (3, 3), (4, 3), (5, 4), (5, 1)):

@@ -1,4 +1,4 @@
-"""Logits, draft laws and grammar masks of more than 2^31 elements, in sparse memory: results as from small tensors."""
+"""Logits, draft_probs and grammar masks of more than 2^31 elements, in sparse memory: results as from small tensors."""
 
 from __future__ import annotations
 

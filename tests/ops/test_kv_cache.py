@@ -181,7 +181,7 @@ def test_append_kv(backend, device, dtype, cache_dtype, layout, page_size) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_append_rounds_to_fp8_as_torch(isa, device, dtype) -> None:
-    if dtype == torch.float32:  # the bits that decide, of every exponent; then the neighbours of every tie
+    if dtype == torch.float32:  # for every exponent the bits that decide; then the neighbours of every tie
         high = torch.arange(2**16, dtype=torch.int64) << 16
         bits = torch.cat([high + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
         values = (bits - ((bits >> 31) << 32)).to(torch.int32).view(torch.float32)

@@ -19,7 +19,7 @@ IDLE = (DraftTree([-1]), 0)  # a slot of no queries
 
 @pytest.fixture
 def mixed(target: Target) -> dict:
-    """Decode rows, trees, 32 and 34 rows a head, a chunk of 300 queries, idle slots that still have keys, padding."""
+    """Decode rows, trees, 32 and 34 rows per head, a chunk of 300 queries, idle slots that still have keys, padding."""
     decode, limit = DraftTree([-1]), DraftTree.chain(15)
     kinds = [decode, IDLE, TREE, "causal", decode, limit, IDLE, (TREE, 20), decode, DraftTree.chain(16)]
     prefixes = [300, 40, 100, 90, 0, 515, 0, 64, 129, 70]
@@ -45,7 +45,7 @@ def counted_launches() -> Iterator[list[tuple[int, int]]]:
 
 @pytest.mark.parametrize("max_seqlen_q", [None, 1, 300, 10**6])
 def test_mixed(target: Target, mixed: dict, max_seqlen_q: int | None) -> None:
-    """One list or two: what comes out is the same within rounding."""
+    """With one list or two the results are the same within rounding."""
     check(dict(mixed, max_seqlen_q=max_seqlen_q))
 
 
@@ -89,7 +89,7 @@ def test_short_sequences_do_not_notice_the_long_one(target: Target) -> None:
 
 
 def test_launches_follow_from_the_host_s_integers(target: Target, mixed: dict) -> None:
-    """The same launches whatever the lengths are: so that a graph may be replayed with others."""
+    """The launches are the same whatever the lengths are, so that a graph may be replayed with other lengths."""
     if target.backend != "simt":
         pytest.skip("simt only")
     with counted_launches() as launches:

@@ -1,4 +1,4 @@
-"""SamplingParams and sample: the law, the filters, the noise, and what they must not depend on."""
+"""SamplingParams and sample: the distribution, the filters, the noise, and what they must not depend on."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import math
 import numpy as np
 import pytest
 import torch
-from sampling_case import HALF_TYPES, LAWS, random_words
+from sampling_case import HALF_TYPES, SAMPLINGS, random_words
 from torch import Tensor
 
 from pagedtree import SamplingParams, reference, sample
 from pagedtree._ops import ops
 
 
-def draw_many(row: Tensor, count: int, device: torch.device, **law) -> np.ndarray:
+def draw_many(row: Tensor, count: int, device: torch.device, **sampling) -> np.ndarray:
     """`count` independent draws from one row, which is not copied."""
     rows = row.to(device).expand(count, -1)
     seeds, positions = torch.full((count,), 7, device=device), torch.arange(count, device=device)
-    return sample(rows, SamplingParams(**law), seeds=seeds, positions=positions).cpu().numpy()
+    return sample(rows, SamplingParams(**sampling), seeds=seeds, positions=positions).cpu().numpy()
 
 
 def chi_square_limit(df: int) -> float:
     return df + 10 * math.sqrt(2 * df)
 
 
-def expected_token(row: Tensor, seed: int, position: int, **law) -> tuple[int, float]:
-    p = reference.law(reference.clean_logits(row), **law)
-    if law.get("temperature") == 0:
+def expected_token(row: Tensor, seed: int, position: int, **sampling) -> tuple[int, float]:
+    p = reference.distribution(reference.clean_logits(row), **sampling)
+    if sampling.get("temperature") == 0:
         return int(p.argmax()), math.inf
     return reference.sample_row(p, seed, position)
 
@@ -67,19 +67,19 @@ def test_noise_of_a_token(device):
         assert (drawn.cpu() == winner).all()
 
 
-@pytest.mark.parametrize("law", LAWS, ids=str)
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
-def test_sample_equals_reference(device, dtype, law):
+def test_sample_equals_reference(device, dtype, sampling):
     generator = torch.Generator().manual_seed(3)
     compared = 0
     for vocab in (1, 2, 3, 15, 16, 17, 31, 33, 64, 127, 1000, 1025, 4099):
         logits = (torch.randn(12, vocab, generator=generator) * 3).to(dtype)
         seeds, positions = random_words(12, vocab), random_words(12, vocab + 1)
         drawn = sample(
-            logits.to(device), SamplingParams(**law), seeds=seeds.to(device), positions=positions.to(device)
+            logits.to(device), SamplingParams(**sampling), seeds=seeds.to(device), positions=positions.to(device)
         ).cpu()
         for r in range(12):
-            token, margin = expected_token(logits[r], int(seeds[r]), int(positions[r]), **law)
+            token, margin = expected_token(logits[r], int(seeds[r]), int(positions[r]), **sampling)
             if margin > 1e-5:
                 assert drawn[r] == token, (vocab, r, margin)
                 compared += 1
@@ -103,28 +103,30 @@ def test_large_vocabularies(device, vocab, shape):
         logits = torch.arange(vocab) * 1e-4 / 8
     dtype = torch.float32 if shape == "near_flat" else torch.bfloat16
     row = logits.to(dtype)
-    laws = [
+    samplings = [
         {"top_p": 0.9},
         {"top_k": 50},
         {"top_k": vocab - 2},
         {"top_k": 1000, "top_p": 0.5, "min_p": 1e-3, "temperature": 1.5},
         {"top_p": 1e-6},
     ]
-    for i, law in enumerate(laws):
-        drawn = draw_many(row, 2, device, **law)
-        p = reference.law(reference.clean_logits(row), **law)
+    for i, sampling in enumerate(samplings):
+        drawn = draw_many(row, 2, device, **sampling)
+        p = reference.distribution(reference.clean_logits(row), **sampling)
         for position in range(2):
             token, margin = reference.sample_row(p, 7, position)
             assert margin < 1e-5 or drawn[position] == token, (i, position, margin)
 
 
 @pytest.mark.parametrize("vocab", [2, 5, 16, 33])
-@pytest.mark.parametrize("law", [law for law in LAWS if law.get("temperature") != 0.0], ids=str)
-def test_chi_square(device, draws, vocab, law):
+@pytest.mark.parametrize(
+    "sampling", [sampling for sampling in SAMPLINGS if sampling.get("temperature") != 0.0], ids=str
+)
+def test_chi_square(device, draws, vocab, sampling):
     count = draws(20_000)
     row = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 1.5
-    p = reference.law(reference.clean_logits(row), **law)
-    seen = np.bincount(draw_many(row, count, device, **law), minlength=vocab)
+    p = reference.distribution(reference.clean_logits(row), **sampling)
+    seen = np.bincount(draw_many(row, count, device, **sampling), minlength=vocab)
     assert seen[p == 0].sum() == 0
     bins = p * count >= 5
     expected, observed = p[bins] * count, seen[bins]
@@ -144,9 +146,9 @@ def test_seeds_and_positions_are_independent_streams(device, draws):
         assert statistic < chi_square_limit(15)
 
 
-def kept(row: Tensor, device: torch.device, **law) -> list[int]:
+def kept(row: Tensor, device: torch.device, **sampling) -> list[int]:
     """The tokens that come up in many draws: all that the filters keep, when none is rare."""
-    return sorted(set(draw_many(row, 3000, device, **law).tolist()))
+    return sorted(set(draw_many(row, 3000, device, **sampling).tolist()))
 
 
 def test_filter_sets_of_the_contract(device):
@@ -171,19 +173,19 @@ def test_kept_sets(backend, device, seed):
     generator = torch.Generator().manual_seed(seed)
     vocab = int(torch.randint(2, 40, (1,), generator=generator))
     row = torch.randint(-6, 7, (vocab,), generator=generator) / 8.0
-    for law in LAWS[3:]:
+    for sampling in SAMPLINGS[3:]:
         logits = reference.clean_logits(row)
-        temperature = law.get("temperature", 1.0)
+        temperature = sampling.get("temperature", 1.0)
         weights = np.exp((logits - logits.max()) / temperature)
-        others = {"top_k": law.get("top_k", 0), "min_p": law.get("min_p", 0.0)}
-        order = law.get("filter_order", "top_k_first")
+        others = {"top_k": sampling.get("top_k", 0), "min_p": sampling.get("min_p", 0.0)}
+        order = sampling.get("filter_order", "top_k_first")
         sets = {
             tuple(np.flatnonzero(reference.kept_tokens(logits, temperature, top_p=top_p, filter_order=order, **others)))
-            for top_p in (law.get("top_p", 1.0) + shift for shift in (0.0, -1e-4, 1e-4))
+            for top_p in (sampling.get("top_p", 1.0) + shift for shift in (0.0, -1e-4, 1e-4))
             if 0 < top_p <= 1
         }
         assert weights.min() > 0.01
-        assert tuple(kept(row, device, **law)) in sets
+        assert tuple(kept(row, device, **sampling)) in sets
 
 
 def test_equal_logits(device):
@@ -203,10 +205,10 @@ def test_zeros_of_either_sign_are_equal(device):
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
 def test_rows_that_are_not_finite(device, dtype):
     nan, inf = math.nan, math.inf
-    law = {"top_k": 1, "top_p": 0.5}
+    sampling = {"top_k": 1, "top_p": 0.5}
     for row in ([nan] * 5, [-inf] * 5, [nan, -inf, nan, -inf, -inf]):
         logits = torch.tensor(row, dtype=dtype)
-        assert kept(logits, device, **law) == list(range(5)), "uniform, whatever the filters say"
+        assert kept(logits, device, **sampling) == list(range(5)), "uniform, whatever the filters say"
         assert kept(logits, device, temperature=0.0) == [0]
     logits = torch.tensor([0.0, nan, 1.0, -inf, nan], dtype=dtype)
     assert kept(logits, device) == [0, 2]
@@ -259,18 +261,21 @@ def test_tensor_parameters_are_clamped(device):
 def test_parameters_by_row(device):
     """A row of a mixed batch draws what it draws alone, with host scalars."""
     generator = torch.Generator().manual_seed(0)
-    logits = (torch.randn(len(LAWS), 777, generator=generator) * 3).to(torch.bfloat16).to(device)
-    seeds, positions = random_words(len(LAWS)).to(device), random_words(len(LAWS), 1).to(device)
+    logits = (torch.randn(len(SAMPLINGS), 777, generator=generator) * 3).to(torch.bfloat16).to(device)
+    seeds, positions = random_words(len(SAMPLINGS)).to(device), random_words(len(SAMPLINGS), 1).to(device)
     for order in ("top_k_first", "joint"):
-        laws = [{**law, "filter_order": order} for law in LAWS]
+        samplings = [{**sampling, "filter_order": order} for sampling in SAMPLINGS]
         defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        columns = {name: torch.tensor([law.get(name, value) for law in laws]) for name, value in defaults.items()}
+        columns = {
+            name: torch.tensor([sampling.get(name, value) for sampling in samplings])
+            for name, value in defaults.items()
+        }
         columns["top_k"] = columns["top_k"].int()
         columns = {name: column.to(device) for name, column in columns.items()}
         mixed = sample(logits, SamplingParams(**columns, filter_order=order), seeds=seeds, positions=positions)
-        for r, law in enumerate(laws):
+        for r, sampling in enumerate(samplings):
             one = slice(r, r + 1)
-            alone = sample(logits[one], SamplingParams(**law), seeds=seeds[one], positions=positions[one])
+            alone = sample(logits[one], SamplingParams(**sampling), seeds=seeds[one], positions=positions[one])
             assert alone[0] == mixed[r]
 
 
@@ -298,9 +303,9 @@ def test_rows_at_any_address(device, dtype):
             strided.copy_(rows)
             greedy = sample(strided, SamplingParams(temperature=0.0), **streams)
             assert greedy.tolist() == [int(np.argmax(row.float().numpy())) for row in rows]
-            for law in ({}, {"top_p": 0.6}, {"top_k": 3, "temperature": 1.5}):
-                expected = sample(rows.to(device), SamplingParams(**law), **streams)
-                assert sample(strided, SamplingParams(**law), **streams).tolist() == expected.tolist()
+            for sampling in ({}, {"top_p": 0.6}, {"top_k": 3, "temperature": 1.5}):
+                expected = sample(rows.to(device), SamplingParams(**sampling), **streams)
+                assert sample(strided, SamplingParams(**sampling), **streams).tolist() == expected.tolist()
 
 
 def test_rows_past_two_gigabytes():
@@ -330,7 +335,7 @@ def test_batch_order_and_threads_change_nothing(device):
 
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
 def test_instruction_sets_agree(isa, monkeypatch, dtype):
-    """They look for a cut above different logits, by their number of lanes."""
+    """Instruction sets look for a cut above different logits, by their number of lanes."""
     cuts = [{"top_k": 47}, {"top_k": 90, "top_p": 0.99}, {"top_k": 2000}, {"top_p": 0.9999, "temperature": 1.7}]
     generator = torch.Generator().manual_seed(0)
     streams = {"seeds": random_words(40), "positions": random_words(40, 1)}
@@ -342,11 +347,11 @@ def test_instruction_sets_agree(isa, monkeypatch, dtype):
         logits[7, 0] = math.inf
         logits[8] *= 1e-7
         logits[20:] = logits[20:].round()
-        for law in LAWS + cuts:
+        for sampling in SAMPLINGS + cuts:
             monkeypatch.setenv("PAGEDTREE_CPU_ISA", isa)
-            got = sample(logits, SamplingParams(**law), **streams)
+            got = sample(logits, SamplingParams(**sampling), **streams)
             monkeypatch.setenv("PAGEDTREE_CPU_ISA", "portable")
-            assert torch.equal(got, sample(logits, SamplingParams(**law), **streams))
+            assert torch.equal(got, sample(logits, SamplingParams(**sampling), **streams))
 
 
 def test_empty_batch(device):

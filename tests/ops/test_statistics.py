@@ -1,4 +1,4 @@
-"""sample and verify_sampled against their exact laws at a million draws, and that such a test sees small errors.
+"""sample and verify_sampled against exact distributions at a million draws; such a test sees small errors.
 
 The core suite makes the same comparisons at a few ten thousand draws, which shows errors of some percent only.
 """
@@ -29,7 +29,7 @@ from pagedtree import (
 pytestmark = pytest.mark.stats
 
 COUNT = 1_000_000
-LAWS = [
+SAMPLINGS = [
     {},
     {"temperature": 0.6},
     {"top_k": 4},
@@ -49,23 +49,23 @@ def row_of(vocab: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 1.5).to(dtype)
 
 
-def exact(row: Tensor, **law) -> np.ndarray:
-    return reference.law(reference.clean_logits(row), **law)
+def exact(row: Tensor, **sampling) -> np.ndarray:
+    return reference.distribution(reference.clean_logits(row), **sampling)
 
 
-def draw(row: Tensor, device: torch.device, count: int = COUNT, first: int = 0, **law) -> np.ndarray:
+def draw(row: Tensor, device: torch.device, count: int = COUNT, first: int = 0, **sampling) -> np.ndarray:
     """How often each token comes up at `count` neighbouring positions of one seed."""
     seeds, positions = torch.full((count,), 99, device=device), torch.arange(first, first + count, device=device)
-    tokens = sample(row.to(device).expand(count, -1), SamplingParams(**law), seeds=seeds, positions=positions)
+    tokens = sample(row.to(device).expand(count, -1), SamplingParams(**sampling), seeds=seeds, positions=positions)
     return np.bincount(tokens.cpu().numpy(), minlength=row.numel())
 
 
 @pytest.mark.parametrize("vocab", [3, 17, 130])
-@pytest.mark.parametrize("law", LAWS, ids=str)
-def test_sample(device, vocab, law):
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_sample(device, vocab, sampling):
     for dtype in (torch.float32,) if vocab > 3 else (torch.float32, torch.bfloat16):
         row = row_of(vocab, dtype)
-        assert excess(draw(row, device, **law), exact(row, **law)) < LIMIT
+        assert excess(draw(row, device, **sampling), exact(row, **sampling)) < LIMIT
 
 
 def test_sample_far_tail(device):
@@ -97,10 +97,12 @@ def redrawn(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return rows.view(-1, VOCAB).to(device), drafts.view(-1).to(device)
 
 
-def pairs_of(device: torch.device, law: dict, count: int = COUNT, next_position: int = 1) -> tuple[np.ndarray, Verdict]:
+def pairs_of(
+    device: torch.device, sampling: dict, count: int = COUNT, next_position: int = 1
+) -> tuple[np.ndarray, Verdict]:
     """Counts of the first two tokens; where verification gave one, plain sampling draws the second."""
     counts = np.zeros(VOCAB * VOCAB)
-    chunk, params = 100_000, SamplingParams(**law)
+    chunk, params = 100_000, SamplingParams(**sampling)
     parents = torch.tensor([-1, 0, 0, 0, 1, 2], dtype=torch.int32, device=device).repeat(chunk)
     offsets = torch.arange(chunk + 1, dtype=torch.int32, device=device) * 6
     trees = build_trees(parents, offsets, max_nodes=6, max_depth=2)
@@ -116,15 +118,15 @@ def pairs_of(device: torch.device, law: dict, count: int = COUNT, next_position:
     return counts, verdict
 
 
-def pair_law(law: dict) -> np.ndarray:
-    laws = np.stack([exact(row, **law) for row in TABLE])
-    return (laws[VOCAB][:, None] * laws[:VOCAB]).reshape(-1)
+def pair_distribution(sampling: dict) -> np.ndarray:
+    distributions = np.stack([exact(row, **sampling) for row in TABLE])
+    return (distributions[VOCAB][:, None] * distributions[:VOCAB]).reshape(-1)
 
 
-@pytest.mark.parametrize("law", [LAWS[0], LAWS[3], LAWS[5]], ids=str)
-def test_verify_sampled(device, law):
-    counts, verdict = pairs_of(device, law)
-    assert excess(counts, pair_law(law)) < LIMIT
+@pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[3], SAMPLINGS[5]], ids=str)
+def test_verify_sampled(device, sampling):
+    counts, verdict = pairs_of(device, sampling)
+    assert excess(counts, pair_distribution(sampling)) < LIMIT
     assert (verdict.num_accepted == 2).any() and (verdict.num_accepted == 0).any()
 
 
@@ -165,13 +167,13 @@ def one_fewer_kept(device: torch.device) -> tuple[np.ndarray, np.ndarray]:
     return draw(row, device, top_p=float(p[11] - 1e-3)), exact(row, top_p=float(p[11] + 1e-3))
 
 
-def a_hotter_law(device: torch.device) -> tuple[np.ndarray, np.ndarray]:
+def a_hotter_distribution(device: torch.device) -> tuple[np.ndarray, np.ndarray]:
     row = row_of(17)
     return draw(row, device, temperature=1.01), exact(row)
 
 
 def noise_reused_at_the_next_position(device: torch.device) -> tuple[np.ndarray, np.ndarray]:
-    return pairs_of(device, {}, count=200_000, next_position=0)[0], pair_law({})
+    return pairs_of(device, {}, count=200_000, next_position=0)[0], pair_distribution({})
 
 
 def one_draw_in_a_hundred_takes_the_draft(device: torch.device) -> tuple[np.ndarray, np.ndarray]:
@@ -199,7 +201,7 @@ def noise_without_log1p(device: torch.device) -> tuple[np.ndarray, np.ndarray]:
 MUTANTS: list[Callable] = [
     one_more_kept,
     one_fewer_kept,
-    a_hotter_law,
+    a_hotter_distribution,
     noise_reused_at_the_next_position,
     one_draw_in_a_hundred_takes_the_draft,
     noise_without_log1p,
@@ -208,5 +210,5 @@ MUTANTS: list[Callable] = [
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_small_errors_are_seen(device, mutant):
-    observed, law = mutant(device)
-    assert excess(observed, law) > LIMIT
+    observed, distribution = mutant(device)
+    assert excess(observed, distribution) > LIMIT

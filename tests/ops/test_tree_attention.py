@@ -275,7 +275,7 @@ def test_threads_do_not_matter(target: Target, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_thread_order_does_not_matter(target: Target, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever joins the pieces of a row tile, and whenever: the same bits."""
+    """The bits are the same whoever joins the pieces of a row tile, and whenever."""
     if target.backend != "simt":
         pytest.skip("simt only")
     kinds = [BINARY, RANDOM, "causal"]
@@ -291,7 +291,8 @@ def test_thread_order_does_not_matter(target: Target, head_dim: int, monkeypatch
 
 @pytest.mark.parametrize("device", ["1:99:1", "3:163:8", "40:99:1"])
 def test_device_does_not_matter(target: Target, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More or fewer cuts and stages, other CTAs an SM: the same within rounding, and each repeats its own bits."""
+    """More or fewer cuts and stages, other numbers of CTAs per SM: the same within rounding, and each repeats its
+    bits."""
     if target.backend != "simt":
         pytest.skip("simt only")
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", device)

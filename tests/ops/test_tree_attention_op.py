@@ -191,7 +191,7 @@ def test_unknown_isa(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_kernels_need(target: Target) -> None:
-    """Not the CPU's: 16-bit queries, rows of the cache at multiples of 16 bytes."""
+    """Limits that the CPU does not have: 16-bit queries, rows of the cache at multiples of 16 bytes."""
     if target.backend == "cpu":
         pytest.skip("the cpu backend takes any")
     case = small(target)

@@ -292,8 +292,8 @@ def test_batch_and_tree_change_nothing(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_law_of_the_first_tokens(device, draws, dtype):
-    """The joint law of the first two tokens of many seeds, with adversarial drafts: p(a) p(b | a)."""
+def test_distribution_of_the_first_tokens(device, draws, dtype):
+    """The joint distribution of the first two tokens of many seeds, with adversarial drafts: p(a) p(b | a)."""
     count, vocab = draws(30_000), 4
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(vocab + 1, vocab, generator=generator).to(dtype)  # the last row is the prompt's
@@ -313,8 +313,8 @@ def test_law_of_the_first_tokens(device, draws, dtype):
     ).cpu()
     assert (second >= 0).float().mean() > 0.05
     second = torch.where(second >= 0, second, rest)
-    laws = np.stack([reference.law(reference.clean_logits(row), **params) for row in table])
-    expected = laws[vocab][:, None] * laws[:vocab] * count
+    distributions = np.stack([reference.distribution(reference.clean_logits(row), **params) for row in table])
+    expected = distributions[vocab][:, None] * distributions[:vocab] * count
     seen = np.bincount((first * vocab + second).numpy(), minlength=vocab * vocab).reshape(vocab, vocab)
     assert seen[expected == 0].sum() == 0
     bins = expected >= 5

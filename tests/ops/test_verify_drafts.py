@@ -69,8 +69,8 @@ def bonus_of_the_root(*arguments):
 
 
 def rest_is_last_token(*arguments):
-    path, law = reference.rejection(*arguments)
-    return path, [0] * (len(law) - 1) + [1] if len(path) == 1 else law
+    path, distribution = reference.rejection(*arguments)
+    return path, [0] * (len(distribution) - 1) + [1] if len(path) == 1 else distribution
 
 
 MUTANTS = {
@@ -106,7 +106,7 @@ def test_onehot_forgives_how_drafts_were_chosen():
 def mean_accepted(rule: Callable, pair: ToyPair, tree: list[int], law: str) -> Fraction:
     mean, total = Fraction(0), Fraction(0)
     for chance, tokens in pair.drafts(tree, law):
-        p, q = pair.laws(tree, tokens)
+        p, q = pair.distributions(tree, tokens)
         total += chance
         for weight, _, (path, _) in reference.branches(
             lambda below, tokens=tokens, p=p, q=q: rule(tree, tokens, p, q, law, below)
@@ -134,7 +134,7 @@ def test_joint_rules_accept_no_less():
 
 # The ops --------------------------------------------------------------------------------------------------------------
 
-MARGIN = 1e-4  # of a coin from its bounds, which the ops compute in floats
+MARGIN = 1e-4  # how far a coin is from its bounds, which the ops compute in floats
 
 
 class Questions:
@@ -151,7 +151,7 @@ class Questions:
 
     def ask_all(self, pair: ToyPair, law: str, tokens: list[int], rule: Callable) -> None:
         """Coins at both ends of every interval that the rule tells apart, and at both ends of every token's share."""
-        p, q = pair.laws(self.tree, tokens)
+        p, q = pair.distributions(self.tree, tokens)
         with np.errstate(divide="ignore"):
             logits = np.log(np.array([[float(x) for x in row] for row in p]))
         probs = np.array([[float(x) for x in row] for row in q])
@@ -195,7 +195,7 @@ class Questions:
 
 @pytest.mark.parametrize(("rule", "law", "tree"), LOSSLESS, ids=str)
 def test_ops_decide_as_the_rules_do(device, rule, law, tree):
-    """With injected coins on both sides of every bound: so the ops' laws are the rules', which are the target's."""
+    """With injected coins on both sides of every bound: so the ops follow the rules, which follow the target."""
     exact, op = RULES[rule]
     questions = Questions(3, tree)
     for seed in range(2):
@@ -318,16 +318,16 @@ def test_drafts_of_no_probability_are_rejected(device, bad):
         assert op(*arguments, **given).num_accepted[0] == 0
 
 
-# Laws with the ops' own random numbers --------------------------------------------------------------------------------
+# Distributions with the ops' own random numbers ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("rule", "law", "tree"), LOSSLESS, ids=str)
-def test_law_of_the_first_tokens(device, draws, rule, law, tree):
+def test_distribution_of_the_first_tokens(device, draws, rule, law, tree):
     assert compare_with_target(RULES[rule][1], ToyPair(4, 3), tree, law, draws(20_000), device) < 6
 
 
 def test_a_wrong_draft_law_is_seen():
-    """On the CPU: what the statistic sees is its own doing, not a backend's."""
+    """Runs on the CPU alone: this tests the statistic, not a backend."""
 
     def told_iid(*arguments, draft_law, **given):
         return verify_rejection(*arguments, draft_law="iid", **given)
@@ -335,7 +335,7 @@ def test_a_wrong_draft_law_is_seen():
     assert compare_with_target(told_iid, ToyPair(4, 3), PAIR, "swor", 60_000, CPU) > 6
 
 
-def test_law_across_steps(device, draws):
+def test_distribution_across_steps(device, draws):
     """No step's random numbers depend on what the step before has done with its own."""
     for op in (verify_rejection, verify_block, verify_traversal):
         assert three_tokens(op, draws(60_000), device) < 6

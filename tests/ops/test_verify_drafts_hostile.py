@@ -57,8 +57,8 @@ def forest(op: Callable, batch: int, vocab: int, device: torch.device, seed: int
     return arguments, {"draft_law": "iid", "draft_probs": probs.to(device), **streams(batch, device, seed)}
 
 
-class Laws:
-    """Laws of rows as lists, of those only that are asked for."""
+class Distributions:
+    """The distributions of rows as lists; only those that are asked for are worked out."""
 
     def __init__(self, rows: Tensor, top_k: int = 0) -> None:
         self.rows, self.top_k = rows, top_k
@@ -67,7 +67,7 @@ class Laws:
     def __getitem__(self, row: int) -> list[float]:
         if self.top_k == 0:
             return self.rows[row].double().tolist()
-        return reference.law(reference.clean_logits(self.rows[row]), 0.9, self.top_k).tolist()
+        return reference.distribution(reference.clean_logits(self.rows[row]), 0.9, self.top_k).tolist()
 
 
 @each_op
@@ -83,28 +83,28 @@ def test_vocabularies(device, op, vocab):
     compared, size = 0, drafts.shape[0] // trees.valid.shape[0]
     for b in range(trees.valid.shape[0]):
         rows = slice(b * size, (b + 1) * size)
-        p, q = Laws(logits[rows], max(vocab // 2, 1)), Laws(keywords["draft_probs"][rows])
+        p, q = Distributions(logits[rows], max(vocab // 2, 1)), Distributions(keywords["draft_probs"][rows])
         coins, margins = keywords["coins"][rows].tolist(), [1.0]
 
         def below(entry: int, bound: float, coins=coins, margins=margins) -> bool:
             margins.append(abs(coins[entry] - bound))
             return coins[entry] < bound
 
-        path, law = OPS[op](trees.parents[rows].tolist(), drafts[rows].tolist(), p, q, "iid", below)
+        path, distribution = OPS[op](trees.parents[rows].tolist(), drafts[rows].tolist(), p, q, "iid", below)
         if min(margins) < 1e-5:
             continue
         compared += 1
         tokens = verdict.tokens[b, : len(path)].tolist()
         assert [n for n in verdict.accept_index[b].tolist() if n >= 0] == path
         assert tokens[:-1] == [int(drafts[rows][n]) for n in path[1:]]
-        cdf = np.concatenate([[0.0], np.cumsum(law)])
+        cdf = np.concatenate([[0.0], np.cumsum(distribution)])
         u = float(keywords["final_coins"][b]) * cdf[-1]
-        assert law[tokens[-1]] > 0 and cdf[tokens[-1]] - 1e-5 < u < cdf[tokens[-1] + 1] + 1e-5
+        assert distribution[tokens[-1]] > 0 and cdf[tokens[-1]] - 1e-5 < u < cdf[tokens[-1] + 1] + 1e-5
     assert compared > 0
 
 
 def test_more_draws_than_tokens(device):
-    """Without replacement the law runs out: what was tried has no probability left."""
+    """Without replacement the distribution runs out: a token that was tried has no probability left."""
     trees = batch_of([[-1, 0, 0, 0, 0]], device)
     logits = torch.tensor([-math.inf, -math.inf, 0.0, 0.0], device=device).expand(5, 4)
     probs = torch.tensor([0.75, 0.25, 0.0, 0.0], device=device).expand(5, 4)
@@ -120,7 +120,7 @@ def test_more_draws_than_tokens(device):
 @each_op
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_rows_shared_and_strided(device, op, dtype):
-    """draft_rows in either type, laws at any row stride: the same as a law a node."""
+    """draft_rows in either type, draft_probs at any row stride: the same as one row for each node."""
     (logits, drafts, trees, params), keywords = forest(op, 12, 77, device, dtype=dtype)
     probs = keywords.pop("draft_probs").to(dtype)
     expected = op(logits, drafts, trees, params, draft_probs=probs, **keywords)
@@ -140,18 +140,23 @@ def test_draft_rows_outside_have_no_mass(device, op):
     verdict = op(logits, drafts, trees, params, draft_rows=rows, **keywords)
     assert (verdict.num_accepted == 0).all() and (verdict.status == 0).all()
     nothing = op(logits, torch.full_like(drafts, -1), trees, params, **keywords)
-    assert torch.equal(verdict.tokens[:, 0], nothing.tokens[:, 0]), "what is left is the row's own law"
+    assert torch.equal(verdict.tokens[:, 0], nothing.tokens[:, 0]), "what is left is the row's own distribution"
 
 
 @each_op
-@pytest.mark.parametrize("law", [{"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"temperature": 0.0}], ids=str)
-def test_laws_of_drafts_as_logits(device, op, law):
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"temperature": 0.0}], ids=str
+)
+def test_draft_logits(device, op, sampling):
     (logits, drafts, trees, params), keywords = forest(op, 30, 40, device)
     draft_logits = keywords.pop("draft_probs").log()
     probs = torch.tensor(
-        np.stack([reference.law(reference.clean_logits(row), **law) for row in draft_logits]), device=device
+        np.stack([reference.distribution(reference.clean_logits(row), **sampling) for row in draft_logits]),
+        device=device,
     ).float()
-    got = op(logits, drafts, trees, params, draft_probs=draft_logits, draft_params=SamplingParams(**law), **keywords)
+    got = op(
+        logits, drafts, trees, params, draft_probs=draft_logits, draft_params=SamplingParams(**sampling), **keywords
+    )
     expected = op(logits, drafts, trees, params, draft_probs=probs, **keywords)
     assert torch.equal(got.accept_index, expected.accept_index)
     assert (got.tokens == expected.tokens).float().mean() > 0.97, "but for rounding"
@@ -176,7 +181,7 @@ def test_grammar_masks_and_status(device, op):
 
 @each_op
 def test_temperature_zero_is_greedy(device, op):
-    """In one batch with sampled rows; the tokens are the argmaxes, whatever was drafted."""
+    """Greedy sequences in one batch with sampled ones: their tokens are the argmaxes, whatever was drafted."""
     (logits, drafts, trees, _), keywords = forest(op, 12, 30, device)
     temperature = torch.tensor([0.0, 1.0] * 6, device=device)
     mixed = op(logits, drafts, trees, SamplingParams(temperature=temperature), **keywords)
@@ -347,17 +352,17 @@ def test_typical(device, bounds):
     trees = batch_of(shapes, device)
     logits = torch.randn(13 * 40, 9, generator=generator) * 2
     drafts = torch.randint(-1, 9, (13 * 40,), generator=generator)
-    for law in ({}, {"temperature": 0.6, "top_p": 0.9}, {"temperature": 0.0}):
-        verdict = verify_typical(logits.to(device), drafts.to(device), trees, SamplingParams(**law), **bounds)
+    for sampling in ({}, {"temperature": 0.6, "top_p": 0.9}, {"temperature": 0.0}):
+        verdict = verify_typical(logits.to(device), drafts.to(device), trees, SamplingParams(**sampling), **bounds)
         for b, shape in enumerate(shapes):
             rows = slice(13 * b, 13 * b + 13)
-            p = np.stack([reference.law(reference.clean_logits(row), **law) for row in logits[rows]])
+            p = np.stack([reference.distribution(reference.clean_logits(row), **sampling) for row in logits[rows]])
             path = reference.typical(
                 shape, drafts[rows].tolist(), p, bounds.get("epsilon", 0.09), bounds.get("delta", 0.3)
             )
             tokens = [*(int(drafts[rows][n]) for n in path[1:]), int(p[path[-1]].argmax())]
             check(verdict, b, path, tokens)
-        if bounds.get("epsilon", 0.09) < 1 and law == {}:
+        if bounds.get("epsilon", 0.09) < 1 and sampling == {}:
             assert (verdict.num_accepted > 1).any()
 
 
@@ -396,7 +401,7 @@ def test_refusals(device, op):
     wrong = [
         ("draft_law", "topk", ValueError, "`draft_law` must be"),
         ("draft_law", 3, TypeError, "draft_law: expected a str, got int"),
-        ("draft_probs", None, ValueError, "`draft_probs` must be a Tensor, the law .*, got None"),
+        ("draft_probs", None, ValueError, "`draft_probs` must be a Tensor, the .*, got None"),
         ("draft_probs", probs.double(), ValueError, "`draft_probs` must be of dtype Float or Half or BFloat16"),
         ("draft_probs", probs[:, :39], ValueError, rf"`draft_probs` must be of shape \[{rows}, 40\]"),
         ("draft_probs", probs[1:], ValueError, rf"`draft_probs` must be of shape \[{rows}, 40\]"),

@@ -1,4 +1,4 @@
-"""The types of PTX as numpy has them: a register is an array with one entry a thread of the CTA."""
+"""The types of PTX as numpy has them: a register is an array with one entry per thread of the CTA."""
 
 from __future__ import annotations
 

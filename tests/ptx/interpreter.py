@@ -1,8 +1,8 @@
-"""Executes a kernel's PTX with numpy: a register is an array with one entry a thread of the CTA.
+"""Executes a kernel's PTX with numpy: a register is an array with one entry per thread of the CTA.
 
-Of all threads, those at the lowest instruction go on, which brings branches together again; a barrier waits for its
-threads; cp.async is delivered by its wait and no sooner. So wrong operands of inline assembly, a lost `.trans` or
-`volatile` give wrong results here, which no build of the C++ sources for a CPU shows. Missing barriers do not show.
+The threads at the lowest instruction go on, which brings branches together again; a barrier waits for its threads;
+cp.async is delivered by its wait and no sooner. So wrong operands of inline assembly, a lost `.trans` or `volatile`
+give wrong results here, which no build of the C++ sources for a CPU shows. Missing barriers do not show.
 """
 
 from __future__ import annotations

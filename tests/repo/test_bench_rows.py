@@ -155,7 +155,7 @@ def test_a_process_that_dies_loses_its_row_alone(benchmarks, tmp_path):
 
 
 def test_a_hanging_row_ends_its_process(benchmarks, tmp_path):
-    """The row after it is measured by another one; the JSON is there throughout."""
+    """Another process measures the row after it; the JSON is there throughout."""
     script = tmp_path / "hang.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\n"
@@ -196,7 +196,7 @@ def test_the_commit_where_there_is_no_git(benchmarks, monkeypatch, tmp_path, has
 
 
 class Stream:
-    """torch.cuda, as far as timing uses it; notes what is queued, and what a graph holds."""
+    """Stands for torch.cuda, as far as timing uses it; notes what is queued, and what a graph holds."""
 
     def __init__(self):
         self.queued, self.mode = [], "default"

@@ -252,7 +252,7 @@ RULES = [("verify_peers", "Problem"), ("ratio_peers", "DrawnProblem")]
 @pytest.mark.parametrize(("module", "kind"), RULES)
 @pytest.mark.parametrize("tree", ["binary 16", "chain 8"])
 def test_drafts_are_accepted_at_a_realistic_rate(suite, module, kind, tree):
-    """Of the levels of a path about seven of ten are accepted, under each rule; both chains of torch ops agree."""
+    """About seven of ten levels of a path are accepted, under each rule; both chains of torch ops agree."""
     peers, common = importlib.import_module(module), importlib.import_module("verify_peers")
     shape = importlib.import_module("named_trees").tree_named(tree)
     problem = getattr(peers, kind)(32, shape, 300, torch.float32, 1, torch.device("cpu"))
@@ -274,13 +274,13 @@ def test_visited_rows_are_the_only_ones_of_the_lazy_chain(suite, monkeypatch):
                             torch.device("cpu"))  # fmt: skip
     rule = next(rule for rule in peers.RULES if rule.op == "verify_sampled")
     verification = peers.Verification(rule, problem)
-    law, rows = peers.torch_law, []
+    distribution, rows = peers.torch_distribution, []
 
     def counting(logits, params):
         rows.append(logits.shape[0])
-        return law(logits, params)
+        return distribution(logits, params)
 
-    monkeypatch.setattr(peers, "torch_law", counting)
+    monkeypatch.setattr(peers, "torch_distribution", counting)
     paths, _ = peers.TorchVisited(verification).run(0)
     assert sum(rows) == sum(map(len, paths)) and len(rows) == max(map(len, paths))
     rows.clear()

@@ -22,7 +22,8 @@ def demo(monkeypatch):
 
 def run_demo(demo, monkeypatch, tmp_path, *arguments):
     table = tmp_path / "table.json"
-    small = ["--prompts", "2", "--max-new-tokens", "10", "--json", str(table), "--picture", str(tmp_path / "run")]
+    small = ["--prompts", "2", "--max-new-tokens", "10", "--live-tokens", "20"]
+    small += ["--json", str(table), "--picture", str(tmp_path / "run")]
     monkeypatch.setattr(sys, "argv", ["demo.py", *small, *arguments])
     return demo.main(), json.loads(table.read_text())
 
@@ -35,6 +36,7 @@ def test_demo_is_exact(demo, monkeypatch, tmp_path, capsys):
     assert rows[-1]["identical"]
     assert any(row["accepted_length"] > 0.5 for row in rows)
     out = capsys.readouterr().out
+    assert out.index("one sequence:") < out.index("both texts are the same") < out.index("tokens/step  ")
     assert "draft-model tree" in out and "drawn tree, traversal" in out and "typical is lossy" in out
     assert (tmp_path / "run.svg").read_text().startswith("<svg") and (tmp_path / "run.html").exists()
 
@@ -44,9 +46,17 @@ def test_demo_fails_on_wrong_output(demo, monkeypatch, tmp_path, capsys):
 
     # Accepted rows stay where their draft nodes were.
     monkeypatch.setattr(engine, "compact_kv", lambda *args, **kwargs: None)
+    load = demo.load
+
+    def load_trees(args):  # a chain's accepted rows are where they belong
+        *models, drafters = load(args)
+        return *models, {name: drafters[name] for name in ("plain", "draft-model tree")}
+
+    monkeypatch.setattr(demo, "load", load_trees)
     code, rows = run_demo(demo, monkeypatch, tmp_path)
     assert code == 1 and not all(row["identical"] for row in rows)
-    assert "first difference" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "THE TEXTS DIFFER" in out and "first difference" in out
 
 
 def test_four_ranks_write_the_text_of_one(tmp_path):

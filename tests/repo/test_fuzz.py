@@ -86,7 +86,7 @@ FINDINGS: list[tuple[str, tuple[Any, ...], Any, str | None]] = [
 
 @pytest.fixture(autouse=True)
 def group() -> Iterator[None]:
-    """Other tests make a group of their own."""
+    """Leaves no process group behind: other tests make their own."""
     yield
     if dist.is_initialized():
         fuzz_calls.one_rank.cache_clear()

@@ -19,7 +19,7 @@ UNIFIED = "vllm.v1.attention.ops.triton_unified_attention"
 
 
 class Decode(flashinfer.BatchPrefillWithPagedKVCacheWrapper):
-    """FlashInfer's decoding: one query a sequence, no offsets of them."""
+    """FlashInfer's decoding: one query per sequence, no offsets of them."""
 
     def plan(self, indptr: Tensor, *form, **options) -> None:
         super().plan(torch.arange(indptr.shape[0], dtype=torch.int32), indptr, *form, causal=True, **options)
@@ -230,7 +230,7 @@ def verification(benchmarks, name, **change):
 
 
 @pytest.mark.parametrize("law", ["temperature 0.8", "top-p 0.9", "top-k 50, top-p 0.9"])
-def test_sampling_is_compared_by_its_law(benchmarks, monkeypatch, law):
+def test_sampling_is_compared_by_its_distribution(benchmarks, monkeypatch, law):
     torch.manual_seed(0)
     problem = verification(benchmarks, "sample", law=law, tree="chain 4")
     peer = benchmarks("verify_peers").FlashInferSampling(problem)

@@ -1,4 +1,4 @@
-"""One word for each family of ops, on every floor: who looks for it finds all files."""
+"""One word for each family of ops, on every floor: whoever looks for it finds all files."""
 
 import re
 from pathlib import Path

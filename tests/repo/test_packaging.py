@@ -55,7 +55,7 @@ def run(*command: object, cwd: Path | None = None, **environment: str) -> str:
 
 
 def shared_symbols(isa: str, listing: str) -> list[str]:
-    """Of `nm -C` on an instruction set's object: what the linker may merge with another object's copy or clash with."""
+    """What `nm -C` shows of an instruction set's object that the linker may merge with another copy or clash with."""
     found = []
     for line in listing.splitlines():
         match = re.match(r"[0-9a-f]* +([TWVuBDRi]) (.*)", line)
@@ -219,7 +219,7 @@ def make_program(folder: Path, name: str) -> Path:
 
 
 def test_the_environments_own_cmake_and_ninja_build(setup_py, tmp_path, monkeypatch):
-    """They are used whether or not the environment is activated, and whatever the PATH has before them."""
+    """The environment's tools are used whether or not it is activated, and whatever comes first on the PATH."""
     other = make_program(tmp_path, "cmake"), make_program(tmp_path, "ninja")
     monkeypatch.setenv("PATH", str(tmp_path))
     site = Path(sysconfig.get_path("purelib"))

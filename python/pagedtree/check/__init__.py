@@ -1,4 +1,4 @@
-"""`python -m pagedtree check`: whether the ops are right on this machine, and how fast; the first thing to run there.
+"""`python -m pagedtree check`: are the ops right on this machine, and how fast? It is the first thing to run there.
 
 `case` says what a row is, `cases` has them all, `runner` runs them, `report` writes what came of it.
 """

@@ -44,7 +44,7 @@ class Place:
             yield
 
     def put(self, value: Any) -> Any:
-        """The value with its tensors on the device; in lists, dicts and dataclasses too."""
+        """The value with its tensors on the device, also those in lists, dicts and dataclasses."""
         if isinstance(value, Tensor):
             return _copy(value, self.device)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -83,11 +83,11 @@ class Case:
         name: "op/what is special/...", unique.
         ops: names in torch.ops.pagedtree that the case calls and judges.
         run: calls them at a place and returns the results, and whatever they wrote.
-        loops: what must come out, by plain loops; None: the CPU backend is the only other way to it.
+        loops: what must come out, by plain loops. None: only the CPU backend can give it in another way.
         expected: what another backend's results are compared with, by the CPU backend; default `run`.
-        always_loops: the loops are compared with on every device: the CPU backend's result is another one by right.
+        always_loops: compare with the loops on every device, because the CPU backend's result may rightly differ.
         compare: by the name of a result, its tolerance; all others must be equal.
-        against: what `loops` is, for the reader.
+        against: what `loops` is, in words for the reader.
         backends: where the case makes sense; None: everywhere.
     """
 
@@ -119,7 +119,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A row that is measured, not judged: run(place) gives the numbers and their text."""
+    """A row that is measured and not judged: run(place) gives the numbers and their text."""
 
     name: str
     run: Callable[[Place], tuple[dict[str, float], str]]
@@ -132,7 +132,7 @@ class Measurement:
 
 @contextmanager
 def environment(name: str, value: str) -> Iterator[None]:
-    """An environment variable set for the while; the backends read theirs at each call."""
+    """Sets an environment variable within a block; the backends read theirs at each call."""
     previous = os.environ.get(name)
     os.environ[name] = value
     try:

@@ -97,7 +97,7 @@ def _place(parser: argparse.ArgumentParser, device_name: str | None, backend: st
 
 
 def _rows(cases: Sequence[Case | Measurement], place: Place, arguments: argparse.Namespace) -> Iterator[Row]:
-    """A row a case; where one leaves the device unusable, the others come from a fresh process."""
+    """One row per case; where one leaves the device unusable, the others come from a fresh process."""
 
     def started(name: str) -> None:
         if arguments.verbose:

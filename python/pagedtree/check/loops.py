@@ -1,6 +1,6 @@
-"""What the ops without arithmetic must give, as plain loops over Python lists; arithmetic is in pagedtree.reference.
+"""What the ops without arithmetic must give, as plain loops over Python lists. Arithmetic is in pagedtree.reference.
 
-Each follows the loop in its op's docstring, and what is said there of values out of range.
+Each follows the loop in its op's docstring, and what that says about values out of range.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def commit(
     eos: Table,
     node_map: Sequence[int],
 ) -> Committed:
-    """commit; writes history and lengths. eos: those of each sequence."""
+    """commit; writes history and lengths. eos: the EOS tokens of each sequence."""
     columns: list[list[Any]] = [[] for _ in Committed._fields]
     for b, nodes in enumerate(accept_index):
         width, size = len(nodes), offsets[b + 1] - offsets[b]

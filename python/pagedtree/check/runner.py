@@ -24,7 +24,7 @@ class Row:
         status: OK, FAILED, NOT_APPLICABLE, NOT_RUN or MEASURED.
         against: what the results were compared with.
         detail: what is wrong, or why there is nothing to say, or what was measured.
-        numbers: of a measurement.
+        numbers: what a measurement gave.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Row:
 
 
 def run(cases: Sequence[Case | Measurement], place: Place, started: Callable[[str], None]) -> Iterator[Row]:
-    """A row a case. Ends early, after its row, with the case that left the device unusable."""
+    """One row per case. A case that left the device unusable is the last one, and its row is still given."""
     for case in cases:
         started(case.name)
         row = run_row(case, place)
@@ -77,7 +77,7 @@ def _judge(row: Row, case: Case | Measurement, place: Place) -> None:
 
 
 def _expectation(case: Case, place: Place) -> tuple[str, Callable[[], Results]]:
-    """What the results of `case` are compared with: its name, and how to get it. Never the same code once more."""
+    """What the results of `case` are compared with: its name, and how to get it. It is never the same code again."""
 
     def on_cpu(function: Callable[[], Results]) -> Callable[[], Results]:
         def call() -> Results:

@@ -1,7 +1,7 @@
 """Tensor parallel: vocabularies in parts, and a draft model on fewer ranks than its target.
 
-The ranks of a torch.distributed group (gloo on CPUs, NCCL on GPUs) call each function together, with the same
-arguments but for their own columns of the logits, and get the same result.
+The ranks of a torch.distributed group (gloo on CPUs, NCCL on GPUs) call each function together, with the same arguments
+except their own columns of the logits, and get the same result.
 """
 
 from pagedtree.distributed.draft_group import DraftGroup, DraftStats

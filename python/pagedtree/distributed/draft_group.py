@@ -1,4 +1,4 @@
-"""A draft model on fewer ranks than its target, whose proposals all ranks get."""
+"""A draft model on fewer ranks than its target; all ranks get its proposals."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from pagedtree.tree import TreeBatch, build_trees
 __all__ = ["DraftGroup", "DraftStats"]
 
 # failed: 1 + the last rank where drafting failed, 0 = none.
-HEADER = ("failed", "rows", "batch_size", "max_nodes", "max_depth", "has_laws", "num_laws", "law_dtype", "microseconds")
-LAW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Of a drafter, with what holds where it does not say.
+HEADER = ("failed", "rows", "batch_size", "max_nodes", "max_depth", "has_probs", "num_probs", "dtype", "microseconds")
+PROBS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# A drafter's attributes, with the values that hold where it does not have them.
 FACTS = {"max_nodes": 0, "needs_hidden": False, "draft_law": "onehot", "is_chain": False}
 
 
@@ -45,36 +45,37 @@ class DraftStats:
 
     @property
     def ms_per_token(self) -> float:
-        """Milliseconds of drafting a proposed token."""
+        """Milliseconds of drafting per proposed token."""
         return 1e3 * self.draft_time / max(self.tokens, 1)
 
 
 class DraftGroup:
     """Runs a drafter on the first `size` ranks of the target's group and hands its proposals to all of them.
 
-    It is a drafter itself: `propose(tokens, lengths)`, and what else `pagedtree.integrations.transformers.Drafter` has.
-    All ranks of the group make it and call it together. Drafting runs in a thread of its own between `start` and
-    `propose`; what the target has to do then (to move the accepted rows of its cache, say) it does at the same time. On
-    the ranks that do not draft, that is all they do.
+    It is a drafter itself: it has `propose(tokens, lengths)` and the other methods of
+    `pagedtree.integrations.transformers.Drafter`. All ranks of the group make it and call it together. Drafting runs in
+    a thread of its own between `start` and `propose`, so that the target can do other work at the same time, for
+    example move the accepted rows of its cache. The ranks that do not draft do only this other work.
 
     Args:
         make: called on the draft ranks with their torch.distributed group, over which the drafter's model is sharded,
             or None where one rank drafts alone; returns the drafter.
         size: ranks that draft, a divisor of the target's. For more than one a group is made (`dist.new_group`), in
             which all ranks of the world take part.
-        shards: of the target's vocabulary. Where the drafts were drawn ("iid", "swor"), each rank is sent its columns
-            of the laws.
-        device: where tensors and the group's collectives are, "cpu" for gloo.
+        shards: the parts of the target's vocabulary. Where the drafts were drawn ("iid", "swor"), each rank is sent its
+            columns of the distributions.
+        device: where tensors are and the group's collectives run, "cpu" for gloo.
 
     Attributes:
         drafter: on the draft ranks, what `make` returned; else None.
         max_nodes, needs_hidden, draft_law, is_chain: the drafter's, on all ranks.
         stats: a `DraftStats`.
 
-    A proposal is 9 words, 3 a node and one a sequence, sent from the first rank to each other one. It is checked before
-    it is sent. If drafting fails on any draft rank, or its proposal is malformed, that rank raises what went wrong
-    there, and all others GroupError with its text. The same where `make` raises or returns no drafter: then there is no
-    DraftGroup on any rank. (Draft ranks that wait for each other within `make` do so until their group's timeout.)
+    A proposal is 9 words, 3 per node and one per sequence, sent from the first rank to each other one. It is checked
+    before it is sent. If drafting fails on any draft rank, or its proposal is malformed, that rank raises what went
+    wrong there, and all others GroupError with its text. The same happens where `make` raises or returns no drafter:
+    then there is no DraftGroup on any rank. (Draft ranks that wait for each other within `make` do so until their
+    group's timeout.)
 
     Source: vLLM's draft_tensor_parallel_size, whose measurements this makes repeatable.
     """
@@ -128,7 +129,7 @@ class DraftGroup:
         return answers[0][1]
 
     def start(self, tokens: Tensor, lengths: Tensor) -> None:
-        """Begins to draft for what the next `propose` is called with."""
+        """Begins to draft what the next `propose` will return."""
         if self._thread is not None and self._drafting is None:
             self._drafting = self._thread.submit(self._draft, tokens, lengths)
 
@@ -148,11 +149,11 @@ class DraftGroup:
         return shared
 
     def prepare(self, sequences: list[Any]) -> None:
-        """Tells the draft ranks' drafter with the first proposal, so that all ranks hear of what it refuses."""
+        """Reaches the draft ranks' drafter with the first proposal, so that all ranks hear of what it refuses."""
         self._unprepared = sequences
 
     def begin(self, *args: Any, **kwargs: Any) -> None:
-        """Tells the draft ranks' drafter, as do `select`, `observe` and `forget`.
+        """Passes this on to the draft ranks' drafter, as do `select`, `observe` and `forget`.
 
         What the drafter refuses is raised by the first proposal, so that all ranks hear of it.
         """
@@ -163,7 +164,7 @@ class DraftGroup:
             self._refusal = error
 
     def end(self) -> None:
-        """Drops a draft that nobody asked for, and tells the drafter."""
+        """Drops a draft that nobody asked for, and passes the call on to the drafter."""
         if self._drafting is not None:
             self._drafting.cancel()
             self._drafting = None
@@ -205,9 +206,9 @@ class DraftGroup:
         draft = as_draft(proposal, batch_size, self.device)
         check_values(draft)
         probs = draft.draft_probs
-        if probs is not None and (probs.shape[1] != self.shards.vocab or probs.dtype not in LAW_DTYPES):
+        if probs is not None and (probs.shape[1] != self.shards.vocab or probs.dtype not in PROBS_DTYPES):
             raise ValueError(
-                f"drafter: expected draft_probs [M, {self.shards.vocab}] in {', '.join(map(str, LAW_DTYPES))}, got"
+                f"drafter: expected draft_probs [M, {self.shards.vocab}] in {', '.join(map(str, PROBS_DTYPES))}, got"
                 f" {probs.dtype} {list(probs.shape)}"
             )
         return draft
@@ -232,7 +233,7 @@ class DraftGroup:
         return self._exchange(draft, facts)
 
     def _header(self, draft: Draft | None, seconds: float, failure: Exception | None) -> Tensor:
-        """The first rank's facts, and of every rank whether it failed; zeros are what others know better."""
+        """This rank's part of the header: facts from the first rank, a failure from any rank, zeros otherwise."""
         values = [0] * len(HEADER)
         if failure is not None:
             values[0] = 1 + self.rank
@@ -247,34 +248,34 @@ class DraftGroup:
                 draft.trees.max_depth,
                 int(probs is not None),
                 0 if probs is None else probs.shape[0],
-                0 if probs is None else LAW_DTYPES.index(probs.dtype),
+                0 if probs is None else PROBS_DTYPES.index(probs.dtype),
                 round(seconds * 1e6),
             ]
         return torch.tensor(values, device=self.device)
 
     def _exchange(self, draft: Draft | None, facts: dict[str, int]) -> Draft:
-        rows, batch_size, num_laws = facts["rows"], facts["batch_size"], facts["num_laws"]
+        rows, batch_size, num_probs = facts["rows"], facts["batch_size"], facts["num_probs"]
         packed = torch.zeros(3 * rows + batch_size + 1, dtype=torch.int64, device=self.device)
         if self.rank == 0:
             assert draft is not None
-            law_rows = draft.draft_rows if draft.draft_rows is not None else torch.arange(rows, device=self.device)
-            parts = (draft.draft_tokens, draft.trees.parents, law_rows, draft.trees.cu_nodes)
+            draft_rows = draft.draft_rows if draft.draft_rows is not None else torch.arange(rows, device=self.device)
+            parts = (draft.draft_tokens, draft.trees.parents, draft_rows, draft.trees.cu_nodes)
             packed = torch.cat([part.long() for part in parts])
         self._send(packed, "a proposal's nodes")
-        tokens, parents, law_rows, cu_nodes = packed.split([rows, rows, rows, batch_size + 1])
+        tokens, parents, draft_rows, cu_nodes = packed.split([rows, rows, rows, batch_size + 1])
         trees: TreeBatch = build_trees(
             parents.int(), cu_nodes.int(), max_nodes=facts["max_nodes"], max_depth=facts["max_depth"]
         )
-        if not facts["has_laws"]:
+        if not facts["has_probs"]:
             return Draft(tokens, trees, None)
         probs = draft.draft_probs if draft is not None and self.rank == 0 else None
-        return Draft(tokens, trees, self._laws(probs, num_laws, LAW_DTYPES[facts["law_dtype"]]), law_rows)
+        return Draft(tokens, trees, self._columns(probs, num_probs, PROBS_DTYPES[facts["dtype"]]), draft_rows)
 
-    def _laws(self, probs: Tensor | None, num_laws: int, dtype: torch.dtype) -> Tensor:
-        """Each rank's columns of the laws, from the first rank."""
+    def _columns(self, probs: Tensor | None, num_probs: int, dtype: torch.dtype) -> Tensor:
+        """Each rank's columns of the distributions, from the first rank."""
         group, sizes = self._group, self.shards.sizes
-        own = torch.empty((num_laws, self.shards.num_tokens), dtype=dtype, device=self.device)
-        with group._answered("DraftGroup: the drafts' laws"):
+        own = torch.empty((num_probs, self.shards.num_tokens), dtype=dtype, device=self.device)
+        with group._answered("DraftGroup: the drafts' probabilities"):
             if probs is None:
                 if own.numel():
                     dist.recv(own, src=self._first, group=group.group)

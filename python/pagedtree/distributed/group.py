@@ -1,4 +1,4 @@
-"""What ranks say to each other: integers, counted; and that they mean the same call."""
+"""What ranks tell each other: integers, which are counted. They also check that they mean the same call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Traffic:
 
     Attributes:
         exchanges: collectives.
-        reduced: words of which the ranks formed the maximum or the sum.
+        reduced: words whose maximum or sum the ranks formed.
         gathered: words that every rank got from every other.
     """
 
@@ -122,7 +122,7 @@ _MAX_ARGUMENTS = 24
 
 
 def _digest(value: Any) -> int:
-    """63 bits that tell values apart; of tensors dtype, shape and content, of others what they print."""
+    """63 bits that tell values apart: by dtype, shape and content of tensors, by the printed form of other values."""
     if isinstance(value, Tensor):
         content = (
             value.detach()

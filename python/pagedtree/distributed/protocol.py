@@ -1,6 +1,6 @@
 """What the ranks of a group tell each other about rows of logits: the rounds, and the words that each takes.
 
-The numbers are those of csrc/core/shards.h and shard_laws.h, which say what the words hold.
+The numbers are those of `ShardRound` and `WeighRound` in csrc/core, where it is said what the words hold.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pagedtree._ops import ops
 
 __all__ = ["END_WORDS", "LEFT_WORDS", "ROW_WORDS", "Round", "Weigh", "num_digits"]
 
-# int64 words of what a rank keeps: of a row, of what rejections leave at a node, of where a walk ends.
+# int64 words that a rank keeps: for a row, for what rejections leave at a node, for where a walk ends.
 ROW_WORDS, LEFT_WORDS, END_WORDS = (int(words) for words in ops._shard_words().split(","))
 
 # A threshold is found digit by digit; a round has a word for each value of a digit.
 DIGIT_BITS = 4
 BINS = 1 << DIGIT_BITS
-# Only so many bits of a logit's key differ: sign, exponent and mantissa.
+# Only this many bits of a logit's key differ: sign, exponent and mantissa.
 KEY_BITS = {torch.float32: 32, torch.float16: 1 + 8 + 10, torch.bfloat16: 1 + 8 + 7}
 
 
@@ -29,9 +29,9 @@ def num_digits(dtype: torch.dtype) -> int:
 
 
 class Round(IntEnum):
-    """What the ranks tell of each row; see ShardRound in csrc/core/shards.h."""
+    """What the ranks tell of each row; see ShardRound in csrc/core."""
 
-    LEARN = 0  # nothing: the words of the last round are taken in
+    LEARN = 0  # sends nothing: the words of the last round are taken in
     PEAK = 1
     COUNT = 2
     MASS = 3
@@ -45,7 +45,7 @@ class Round(IntEnum):
 
 
 class Weigh(IntEnum):
-    """What the ranks tell of the drafts; see WeighRound in csrc/core/shard_laws.h."""
+    """What the ranks tell of the drafts; see WeighRound in csrc/core."""
 
     MASSES = 0
     RESIDUAL = 1
@@ -54,5 +54,5 @@ class Weigh(IntEnum):
 
     @property
     def words(self) -> int:
-        """Words for each row, or for each tree of SUMS and DRAW."""
+        """Words for each row; for SUMS and DRAW, words for each tree."""
         return 1 if self == Weigh.DRAW else 2

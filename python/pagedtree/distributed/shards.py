@@ -14,20 +14,20 @@ __all__ = ["VocabShards"]
 
 
 class VocabShards:
-    """A vocabulary in parts: rank r of a group holds the columns behind those of rank r - 1, evenly split or not.
+    """A vocabulary in parts: rank r of a group holds the columns behind those of rank r - 1. Parts may differ in size.
 
     All ranks of the group make it together, once; it exchanges the numbers of columns and nothing else.
 
     Args:
         num_tokens: columns that this rank holds; any number, also 0. The logits of a padded output layer are narrowed
             before they come here: `logits[:, :num_tokens]`.
-        group: of torch.distributed; default all ranks.
+        group: a torch.distributed group; default all ranks.
         device: where the group's collectives run, "cpu" for gloo, the rank's GPU for NCCL.
 
     Attributes:
-        rank, num_ranks: of the group.
+        rank, num_ranks: this rank in the group, and the group's size.
         num_tokens, first_token: this rank's columns are the ids first_token .. first_token + num_tokens - 1.
-        vocab: of all ranks, 1..2^20.
+        vocab: the columns of all ranks together, 1..2^20.
         traffic: a `Traffic` that counts what this rank exchanges; it may be set anew.
 
     Raises ValueError without torch.distributed, or for a vocabulary out of range; GroupError if a rank does not answer.

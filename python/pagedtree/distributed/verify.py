@@ -63,7 +63,7 @@ def verify_greedy(
         shards: who holds what.
         grammar_mask: bool [N, num_tokens] or packed int32 [N, ceil(num_tokens / 32)], of this rank's columns.
 
-    The ranks exchange 16 bytes a row.
+    The ranks exchange 16 bytes per row.
 
         for each row: words = max over ranks of (largest logit, then lowest id), and whether there is a NaN
         walk the trees as pagedtree.verify_greedy does, on each rank alone
@@ -90,14 +90,14 @@ def verify_sampled(
 ) -> Verdict:
     """`pagedtree.verify_sampled` where each rank has its columns of the logits: the same `Verdict` on every rank.
 
-    Bit for bit that of `pagedtree.verify_sampled` on the whole logits: noise is the token's own, masses in filters are
-    integers, and whatever else decides is a maximum.
+    The verdict equals that of `pagedtree.verify_sampled` on the whole logits bit for bit: noise depends on the token
+    alone, masses in filters are integers, and whatever else decides is a maximum.
 
     Args:
         logits, draft_tokens, trees, shards, grammar_mask, draft_to_target: see `verify_greedy`.
         params, seeds, positions: the same on all ranks.
 
-    All rows of all trees are read at once, so that the number of exchanges is fixed. They are, a row:
+    All rows of all trees are read at once, so that the number of exchanges is fixed. They take, per row:
 
         16 bytes for the largest logit
         128 bytes for each digit of the threshold, if there is a top_k, and as many if there is a top_p
@@ -148,10 +148,10 @@ def verify_rejection(
         draft_probs: [M, shards.vocab], the same on all ranks, or [M, shards.num_tokens], this rank's columns.
         max_children: the most children of any node, 0..1023. None: read from the trees, which synchronises on a GPU.
 
-    What the rejection of a node's first children leaves of its law depends on no coin, so the ranks find that for all
-    nodes at once, and then walk alone. They exchange what `verify_sampled` does but for the race, and 16 bytes a row
-    for the target's mass and the drafts' own probabilities; 16 bytes a row for each child behind the first, not under
-    "onehot"; 24 bytes a tree for the bonus.
+    What the rejection of a node's first children leaves of its distribution depends on no coin, so the ranks find that
+    for all nodes at once, and then walk alone. They exchange what `verify_sampled` does except for the race, and 16
+    bytes per row for the target's mass and the drafts' own probabilities; 16 bytes per row for each child behind the
+    first, not under "onehot"; 24 bytes per tree for the bonus.
 
     Raises what `verify_greedy` raises, and ValueError for draft_probs under "onehot" and their absence elsewhere.
     """
@@ -170,7 +170,7 @@ def verify_rejection(
     if draft_probs is not None and draft_probs.ndim == 2 and draft_probs.shape[1] == shards.vocab:
         draft_probs = shards.own(draft_probs)
     rows = _Rows(shards, logits, params, grammar_mask, trees)
-    rows.find_laws()
+    rows.find_distributions()
     drafts = {"draft_law": draft_law, "draft_to_target": draft_to_target}
     weighed = _Weighed(rows, draft_tokens, drafts, {"draft_probs": draft_probs, "draft_rows": draft_rows})
     return weighed.verify(max_children, seeds=seeds, positions=positions, coins=coins, final_coins=final_coins)
@@ -215,7 +215,7 @@ def _agree(
 
 
 class _Rows:
-    """What this rank knows of the laws of N rows, round after round."""
+    """What this rank knows of the distributions of N rows, round after round."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class _Rows:
             "vocab": shards.vocab,
         }
 
-    def find_laws(self) -> None:
+    def find_distributions(self) -> None:
         """Finds the peaks, and the filters' thresholds where a filter may be on."""
         params, vocab = self.params, self.shards.vocab
         self._exchange(Round.PEAK)
@@ -255,8 +255,8 @@ class _Rows:
             self._exchange(Round.TIES)
 
     def find_winners(self, seeds: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        """Words of which the first names each row's token."""
-        self.find_laws()
+        """The words whose first one names each row's token."""
+        self.find_distributions()
         if not self.is_greedy:
             self._exchange(Round.RACE, seeds=seeds, positions=positions)
         assert self.received is not None
@@ -308,11 +308,11 @@ class _Rows:
 
 
 class _Weighed:
-    """Drafts weighed against the laws of their rows."""
+    """Drafts weighed against the distributions of their rows."""
 
-    def __init__(self, rows: _Rows, draft_tokens: Tensor, drafts: dict[str, Any], laws: dict[str, Any]) -> None:
+    def __init__(self, rows: _Rows, draft_tokens: Tensor, drafts: dict[str, Any], known: dict[str, Any]) -> None:
         rows.learn()
-        self.rows, self.drafts, self.laws = rows, drafts, laws
+        self.rows, self.drafts, self.known = rows, drafts, known
         self.trees = rows.tree_arguments(draft_tokens)
         self.left = rows.logits.new_zeros((rows.num_rows, LEFT_WORDS), dtype=torch.int64)
 
@@ -345,7 +345,7 @@ class _Weighed:
         words = rows.logits.new_zeros((items, round_.words), dtype=torch.int64)
         call(
             ops.weigh_shards, rows.logits, rows.rows, self.left, ends, received, words, *self.trees, *rows.sampling,
-            round=round_, index=index, **rows.part, **self.drafts, **self.laws, grammar_mask=rows.mask,
+            round=round_, index=index, **rows.part, **self.drafts, **self.known, grammar_mask=rows.mask,
         )  # fmt: skip
         return words
 

@@ -18,7 +18,7 @@ class Draft(NamedTuple):
         draft_tokens: int64 [N], row cu_nodes[b] + i = token of node i of tree b. N is fixed, B times the most nodes a
             tree may have; the trees are packed and padding (-1) comes last.
         trees: their shapes.
-        draft_probs: fp32 [M, V] or None; the laws from which the children were drawn (laws "iid" and "swor").
+        draft_probs: fp32 [M, V] or None; the distributions from which the children were drawn (laws "iid" and "swor").
         draft_rows: int64 [N] or None; row of draft_probs for node n's children (0 <= row < M for every node).
         node_map: int32 [N] or None; the node's index among the draft model's KV nodes, -1 where it was never fed.
     """

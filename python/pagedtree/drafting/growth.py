@@ -20,7 +20,7 @@ __all__ = ["DraftState", "expand_tree", "rerank_tree", "start_draft"]
 class DraftState:
     """A batch of growing draft trees. Each step returns a new one; shapes depend on Python ints only.
 
-    Every expansion adds F * K candidates a sequence: K children of each of the F frontier nodes, frontier node by
+    Every expansion adds F * K candidates per sequence: K children of each of the F frontier nodes, frontier node by
     frontier node, so that index order is also depth order and a parent has the smaller index. Some of the new
     candidates become the next frontier: the nodes that the draft model reads next. They take the next F places in its
     KV tree, in frontier order, whether present or not.
@@ -32,10 +32,11 @@ class DraftState:
         kv_index: int32 [B, C], index among the draft model's KV nodes (the root's is 0), -1 where not fed (yet).
         frontier: int32 [B, F], candidates whose logits `expand_tree` takes next.
         mask: int32 [B * F, W], which KV nodes a frontier node sees: its ancestors and itself; empty where absent.
-        level_sizes: candidates a level, summing to C.
-        num_kv: the draft model's KV nodes, this frontier included; max_kv_nodes: their bound, of `start_draft`.
+        level_sizes: candidates per level, summing to C.
+        num_kv: the draft model's KV nodes, this frontier included; max_kv_nodes: their bound, as given to
+            `start_draft`.
         law: "topk", "iid", "swor" or "coupled"; None before the first expansion.
-        draft_probs: fp32 [B, F, V] a level (laws "iid" and "swor").
+        draft_probs: one fp32 [B, F, V] per level (laws "iid" and "swor").
 
     One pass of the draft model over the frontier, with its own cache:
 
@@ -110,7 +111,7 @@ class DraftState:
 
     @property
     def cu_seqlens_q(self) -> Tensor:
-        """int32 [B + 1]: F queries a sequence."""
+        """int32 [B + 1]: F queries per sequence."""
         return torch.arange(self.batch_size + 1, dtype=torch.int32, device=self.tokens.device) * self.num_frontier
 
 
@@ -184,11 +185,13 @@ def expand_tree(
             "swor": K draws without replacement from q, in the order of the draws.
             "iid": K independent draws from q; a token may come twice.
             "coupled": as "swor", but by the noise by which `verify_sampled` samples the target at the node, given the
-                same seeds and positions: the more alike the two laws, the likelier it samples what was drafted.
-        params, seeds, positions: all laws but "topk": q is the law of `params` (scalars or [B]) on the row; seeds
-            int64 [B]; positions int64 [B], the roots' own. The noise depends on the seed and the node's position,
-            positions + depth. That of "swor" and "iid" is none that verification uses, and depends on the node's place
-            in the frontier, too: draws at different nodes are independent, as `verify_traversal` needs them.
+                same seeds and positions: the more alike the two distributions are, the likelier it samples what was
+                drafted.
+        params, seeds, positions: for all laws but "topk": q is the distribution of `params` (scalars or [B]) on the
+            row; seeds int64 [B]; positions int64 [B], the roots' own. The noise depends on the seed and the node's
+            position, positions + depth. That of "swor" and "iid" is none that verification uses, and depends on the
+            node's place in the frontier, too: draws at different nodes are independent, as `verify_traversal` needs
+            them.
 
     NaN logits read as -inf, +inf as the largest finite. Where a node is absent, a logit -inf ("topk") or q has fewer
     than K tokens ("swor", "coupled"), the child is absent: token -1, score -inf.
@@ -200,8 +203,8 @@ def expand_tree(
         frontier = sorted(new, key=lambda c: (-score[c], c))[:num_frontier]
 
     Under "swor" and "iid" a choice by score would bias verification: there, and under "coupled", the frontier has a
-    fixed shape, first draws first (the first child of every old frontier node, then the second of each, ...). The laws
-    q of "swor" and "iid", fp32 [B, F, V], are kept in the state (zeros for an absent node).
+    fixed shape, first draws first (the first child of every old frontier node, then the second of each, ...). The
+    distributions q of "swor" and "iid", fp32 [B, F, V], are kept in the state (zeros for an absent node).
 
     Raises ValueError for wrong shapes, dtypes or bounds, sampling arguments missing or not wanted, a law that is not
     the state's.
@@ -240,8 +243,8 @@ def expand_tree(
         seeds=seeds,
         positions=positions,
     )
-    keeps_laws = law in ("iid", "swor")
-    laws = (draft_probs.view(state.batch_size, state.num_frontier, logits.shape[1]),) if keeps_laws else ()
+    keeps_probs = law in ("iid", "swor")
+    kept = (draft_probs.view(state.batch_size, state.num_frontier, logits.shape[1]),) if keeps_probs else ()
     return DraftState(
         tokens,
         parents,
@@ -253,7 +256,7 @@ def expand_tree(
         num_kv=state.num_kv + num_frontier,
         max_kv_nodes=state.max_kv_nodes,
         law=law,
-        draft_probs=(*state.draft_probs, *laws),
+        draft_probs=(*state.draft_probs, *kept),
     )
 
 
@@ -274,9 +277,10 @@ def rerank_tree(state: DraftState, num_nodes: int, *, active: Tensor | None = No
         best = sorted(present, key=lambda c: (-score[c], c))[:num_nodes]
         nodes = sorted(best)
 
-    The other laws: a choice that looked at scores would bias verification; the tree is the candidates present among the
-    first num_nodes, all of them if num_nodes >= state.num_candidates. Under "swor" and "iid" draft_probs holds every
-    law drawn from, copied into one tensor [B * nodes expanded, V], and draft_rows where each node's children came from.
+    Under the other laws a choice that looked at scores would bias verification; the tree is the candidates present
+    among the first num_nodes, all of them if num_nodes >= state.num_candidates. Under "swor" and "iid" draft_probs
+    holds every distribution drawn from, copied into one tensor [B * nodes expanded, V], and draft_rows where each
+    node's children came from.
 
     Returns a `Draft` with max_nodes = num_nodes and max_depth = the levels expanded. Raises ValueError for wrong
     shapes, dtypes or bounds.

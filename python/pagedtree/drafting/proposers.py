@@ -1,4 +1,4 @@
-"""Trees without a draft model: from the text itself (n-grams), from Medusa heads."""
+"""Trees without a draft model: from the text itself (n-grams) or from Medusa heads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def ngram_propose(
             `rejected_predictions`.
         active: bool [B]; False = the sequence is finished and gets a tree of no nodes.
 
-    An empty history also gives a tree of no nodes; one without a match the root alone. Nodes are in the order of their
+    An empty history also gives a tree of no nodes; a history without a match gives the root alone. Nodes are in the
+    order of their
     insertion: siblings of a better match come first.
 
         tree = Trie(root=history[-1])
@@ -85,10 +86,10 @@ def rejected_predictions(
         draft_tokens: int32 or int64 [N]; give the roots their tokens, so that runs may begin there.
         predictions: int64 [N], the target's token after each node (argmax of its logits).
         accept_index: int32 [B, S], the accepted nodes, -1 past them.
-        context: path tokens a run, 1 to 1023; the longest n-gram that can be found in it.
+        context: path tokens per run, 1 to 1023; the longest n-gram that can be found in it.
 
-    Returns int64 [B, max_nodes * (context + 2)]: a run a node, the first nodes last. Keep the text of several steps by
-    concatenating, the newest last: torch.cat([extra, new], 1)[:, -capacity:].
+    Returns int64 [B, max_nodes * (context + 2)]: one run per node, the first nodes last. Keep the text of several steps
+    by concatenating, the newest last: torch.cat([extra, new], 1)[:, -capacity:].
 
         for node in reversed(nodes):
             if reachable(node) and node != root and node not in accepted:

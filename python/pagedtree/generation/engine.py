@@ -146,7 +146,7 @@ class Engine:
         self._finish(result)
 
     def _schedule(self) -> tuple[Batch, Draft | None]:
-        """Whose turn it is, and the trees of those that decode; None where a fixed step makes them itself."""
+        """The next pass, and the trees of those that decode; None where a fixed step makes the trees itself."""
         while True:
             # A tuner drafts only at times: nothing beside prompts, and where there is room.
             batch = self.scheduler.schedule(self.max_nodes if self.tuner is None else 1)
@@ -188,7 +188,7 @@ class Engine:
         return True
 
     def _rehearse(self, tuner: TreeTuner, sequences: list[GeneratedSequence]) -> None:
-        """What the drafter would have guessed some tokens ago, if it tells."""
+        """What the drafter would have guessed some tokens ago, if it can tell."""
         begin = time.perf_counter()
         back = tuner.max_depth
         rows = [
@@ -344,7 +344,7 @@ class Engine:
             self.to_compact = None
 
     def _take_over(self, result: StepResult, report: list[list[int]]) -> None:
-        """Gives the sequences their tokens. A row of the report: the tokens, their number, finished, the status."""
+        """Gives the sequences their tokens. report: a row of tokens, their number, finished, status per sequence."""
         sequences = result.sequences
         for i in sorted(range(len(sequences)), key=lambda i: sequences[i].index):
             sequence, (*tokens, num_tokens, finished, status) = sequences[i], report[i]
@@ -401,7 +401,7 @@ class Engine:
 
 
 def _remaining(sequences: list[GeneratedSequence]) -> list[int]:
-    """Tokens that each still has to come, if its text does not end before."""
+    """How many tokens each sequence may still get, if its text does not end before."""
     return [sequence.max_length - len(sequence.tokens) for sequence in sequences]
 
 

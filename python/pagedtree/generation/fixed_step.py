@@ -26,12 +26,12 @@ IDLE = -1
 class FixedStep:
     """One decode step of up to `batch_size` sequences; the rows past them are idle.
 
-    The host fills the buffers, where they do not hold already what it wants, replays, and reads the report, which is
-    the one synchronisation. What the step changes on the device (history, caches, positions) it finds there the next
-    time. A graph is captured at the first call, while all rows are idle: they draft, write and commit nothing.
+    The host writes into the buffers what they do not hold yet, replays, and reads the report, which is the only
+    synchronisation. What the step changes on the device (history, caches, positions) is still there at the next step. A
+    graph is captured at the first call, while all rows are idle: they draft, write and commit nothing.
     """
 
-    # Tests run the step itself in place of a graph of it, on any device.
+    # Tests run the step itself instead of a graph of it, on any device.
     captures = True
 
     def __init__(
@@ -60,7 +60,7 @@ class FixedStep:
         self._report: Tensor | None = None
 
     def __call__(self, sequences: list[GeneratedSequence]) -> tuple[StepResult, list[list[int]]]:
-        """The step of these sequences, and what is to be known of each: tokens, their number, finished, status."""
+        """Runs the step for these sequences; each row of the report is tokens, their number, finished, status."""
         self.drafter.select(sequences, self.batch_size)
         if self.captures and self._graph is None:
             self._graph = self._capture()
@@ -93,7 +93,7 @@ class FixedStep:
         trees = draft.trees
         num_nodes = trees.parents.shape[0]
 
-        # The root's token; that of an idle row, which may have no tree, goes behind the last node.
+        # The root's token. An idle row may have no tree; its token goes behind the last node.
         roots = history.gather(1, (lengths.long() - 1).clamp(min=0)[:, None])[:, 0]
         root_rows = torch.where(active, trees.cu_nodes[:-1].long(), num_nodes)
         tokens = torch.cat([draft.draft_tokens.long(), roots[:1]]).index_copy(0, root_rows, roots)[:num_nodes]
@@ -136,7 +136,7 @@ class FixedStep:
 
 
 class FixedSteps:
-    """Fixed steps for as many sequences as there happen to be: one a power of two, made when it is needed."""
+    """Fixed steps for any number of sequences: one for each power of two, made when it is needed."""
 
     def __init__(self, make: Callable[[int], FixedStep]) -> None:
         self._make = make

@@ -19,7 +19,7 @@ class Mirror:
         self._values: list[Any] = []
 
     def set(self, values: list[Any]) -> None:
-        """Values of the first rows (numbers, or lists that may be shorter than a row); the others get the fill."""
+        """Sets the first rows to values, numbers or lists that may be shorter than a row; the others get the fill."""
         if values == self._values:
             return
         self._host.fill_(self._fill)
@@ -32,5 +32,5 @@ class Mirror:
         self.known(values)
 
     def known(self, values: list[Any]) -> None:
-        """The device has written these itself."""
+        """Notes that the device has written these values itself."""
         self._values = [list(value) if isinstance(value, list) else value for value in values]

@@ -34,7 +34,7 @@ class PackedModel(Protocol):
     def num_logits(self) -> int: ...
 
     def check_sequences(self, name: str, sequences: Iterable[GeneratedSequence]) -> bool:
-        """Whether all of these are long, for models that read long texts in another way than short ones.
+        """Whether all of these sequences are long, for models that read long texts in another way than short ones.
 
         Raises ValueError, with the model's `name`, for sequences that cannot be in one pass.
         """

@@ -19,7 +19,7 @@ class PrefixPass:
     """Key sets for reading pages that several sequences share once: the shared prefixes, then each one's own pages.
 
     Attributes:
-        page_table, seq_lens, cu_seqlens_q: one entry a run of neighbouring sequences of one prefix (length 0 = none);
+        page_table, seq_lens, cu_seqlens_q: one entry per run of neighbouring sequences of one prefix (length 0 = none);
             every query of the run sees all of it.
         own_page_table, own_seq_lens: as in `PagedStep`, without the pages read through the prefix.
         max_seqlen_q: hint for the prefix part.
@@ -40,7 +40,7 @@ class PagedStep:
     Attributes:
         cache: where the pass writes and reads keys and values.
         page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens, max_seqlen_q: arguments of `tree_attention`.
-        slots: of `append_kv`, one a token.
+        slots: those of `append_kv`, one per token.
         prefix: set where shared pages are to be read once.
         layers_run: the layers that came here so far, by their layer_idx.
     """
@@ -81,7 +81,7 @@ class PagedStep:
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, prefix: PrefixPass, options: dict[str, Any]
     ) -> Tensor:
         mask = self.tree_mask if self.tree_mask is not None else q.new_zeros((q.shape[0], 1), dtype=torch.int32)
-        no_tree = torch.zeros_like(prefix.seq_lens)  # with no tree at its end all of a prefix is visible
+        no_tree = torch.zeros_like(prefix.seq_lens)  # no tree ends a prefix, so all of it is visible
         plan = self._plan("prefix", prefix.seq_lens, prefix.cu_seqlens_q, no_tree, prefix.max_seqlen_q, q, k_cache)
         shared = tree_attention(
             q, k_cache, v_cache, prefix.page_table, prefix.seq_lens, prefix.cu_seqlens_q, mask,

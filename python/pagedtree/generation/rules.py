@@ -75,9 +75,9 @@ def check_rule(
 
 @dataclass
 class Sampling:
-    """How tokens are chosen. Tensors in params and the seeds have one entry a sequence; "greedy" has no params.
+    """How tokens are chosen. Tensors in params and the seeds have one entry per sequence; "greedy" has no params.
 
-    shards: of logits whose vocabulary the ranks of a group hold in parts.
+    shards: this rank's part of the vocabulary, where the ranks of a group hold the logits in parts.
     vocab_size: columns of the target's logits, of all ranks together; None = not known.
     """
 
@@ -88,13 +88,13 @@ class Sampling:
     vocab_size: int | None = None
 
     def of(self, sequences: Sequence[GeneratedSequence]) -> Sampling:
-        """That of some of the sequences."""
-        if self.params is None:  # nothing of a sequence's own
+        """The same rule with the parameters and seeds of these sequences alone."""
+        if self.params is None:  # there is nothing that differs between sequences
             return self
         return self.at(torch.tensor([sequence.index for sequence in sequences]).long().to(self.seeds.device))
 
     def at(self, rows: Tensor) -> Sampling:
-        """That of the sequences of these numbers, int64 [B]; a number past the last one is any of them."""
+        """As `of`, for the sequences with these numbers, int64 [B]; a number past the last one is any of them."""
         rows = rows.clamp(max=max(self.seeds.shape[0] - 1, 0))
         params = self.params
         if params is not None:
@@ -106,7 +106,7 @@ class Sampling:
         return replace(self, params=params, seeds=self.seeds[rows])
 
     def draft_seeds(self, start: Tensor) -> Tensor:
-        """Seeds that a sequence has in this step alone, the one whose roots stand at `start`.
+        """Seeds that sequences have in this step alone, whose roots stand at `start`.
 
         What "block" and "traversal" accept depends on drafts further on, too. Were those drawn again by the same noise
         in the next step, its drafts would not be independent of the text any more.
@@ -124,7 +124,7 @@ class Sampling:
         options: dict[str, Any] = {"seeds": self.seeds, "positions": start.long()}
         if self.rule == "sampled":
             return verify_sampled(logits, draft.draft_tokens, draft.trees, self.params, **options)
-        if draft.trees.max_nodes == 1:  # nothing is drafted: one draw from the target's law, the same under every rule
+        if draft.trees.max_nodes == 1:  # nothing is drafted: one draw from the target, the same under every rule
             return verify_rejection(logits, draft.draft_tokens, draft.trees, self.params, draft_law="onehot", **options)
         if draft_law in DRAWN:
             options |= {"draft_probs": draft.draft_probs, "draft_rows": draft.draft_rows}

@@ -92,7 +92,7 @@ class Scheduler:
         return batch
 
     def reserve(self, sequences: list[GeneratedSequence], max_nodes: int) -> bool:
-        """Whether these got the pages for trees of `max_nodes` nodes; nobody is evicted for them."""
+        """Whether these got the pages for trees of `max_nodes` nodes; no sequence is evicted for them."""
         return all(self.cache.reserve(sequence.index, sequence.root + max_nodes) for sequence in sequences)
 
     def finish(self, sequence: GeneratedSequence) -> None:
@@ -120,10 +120,10 @@ class Scheduler:
             siblings = [other for other in self.running if other.group == sequence.group]
             donor = next((other for other in siblings if other.cached >= sequence.shared_len > 0), None)
             if sequence.shared_len and siblings and donor is None:
-                continue  # one of them is reading the shared tokens just now
+                continue  # one of the outcomes is reading the shared tokens just now
             shared = self.cache.pages_for(sequence.shared_len) if donor else 0
             needed = self.cache.pages_for(sequence.root + max_nodes) - shared
-            # A page of slack for each running sequence, or the newcomer would be evicted as soon as they grow.
+            # One spare page for each running sequence, or the newcomer would be evicted as soon as they grow.
             if needed + len(self.running) > self.cache.free_pages:
                 return
             if donor is not None:

@@ -40,9 +40,9 @@ class GenerationStats:
         packed_tokens: tokens fed to it, padding included.
         wall_time, draft_time: seconds in all, and in the drafter (on a GPU only until its work is queued).
         num_pages, peak_pages, pages_taken: pages in the pool, held at most, and taken from it over the whole call.
-        drafted_steps: passes with drafts, of tree="auto".
+        drafted_steps: passes with drafts, under tree="auto".
         shared_prefix_steps: passes that read a prefix of several sequences once.
-        sequences: one entry a returned sequence.
+        sequences: one entry per returned sequence.
     """
 
     steps: int = 0
@@ -76,13 +76,13 @@ class GenerationStats:
 
     @property
     def mean_accepted(self) -> float:
-        """Accepted draft tokens a verified tree."""
+        """Accepted draft tokens per verified tree."""
         histogram = self.accepted_histogram
         return sum(count * times for count, times in histogram.items()) / max(histogram.total(), 1)
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens that one sequence gains in a pass that verifies its tree: accepted drafts and the bonus; 1 without."""
+        """Tokens that one sequence gains per pass that verifies its tree: accepted drafts and the bonus token."""
         return self.mean_accepted + 1.0
 
     @property
@@ -100,7 +100,7 @@ class GenerationStats:
         lines = [
             f"{self.num_tokens} tokens in {self.wall_time:.2f} s: {self.tokens_per_second:.1f} tokens/s, first token"
             f" after {1e3 * self.time_to_first_token:.0f} ms",
-            f"{self.steps} passes, {self.tokens_per_step:.2f} tokens a sequence and step ({self.mean_accepted:.2f} of"
+            f"{self.steps} passes, {self.tokens_per_step:.2f} tokens per sequence and step ({self.mean_accepted:.2f} of"
             " them drafted)",
             f"pages: at most {self.peak_pages} of {self.num_pages}; {self.evictions} evictions,"
             f" {self.restored_tokens} tokens restored",

@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["StopStrings"]
 
-# Tokens read before those that may hold the end of a stop string: some decode to nothing, or join the next ones.
+# This many tokens are decoded in front of those that may end a stop string: some decode to nothing or join the next.
 CONTEXT = 8
 
 
@@ -16,7 +16,7 @@ class StopStrings:
 
     Args:
         strings: one or several, none of them empty.
-        tokenizer: of the model; anything with transformers' `decode`.
+        tokenizer: the model's; anything with transformers' `decode`.
     """
 
     def __init__(self, strings: str | Sequence[str], tokenizer: Any) -> None:
@@ -32,7 +32,7 @@ class StopStrings:
         self.window = max((len(string.encode()) for string in self.strings), default=0) + CONTEXT
 
     def end(self, known: list[int], new: list[int]) -> int | None:
-        """How many of the new generated tokens remain; None if no stop string ends in them. known: those before."""
+        """How many of the new tokens remain; None if no stop string ends in them. known: the tokens before them."""
         tail = known[-self.window :]
         if not self._occur([*tail, *new]):
             return None

@@ -1,4 +1,4 @@
-"""`generate(tree="auto")`: which tree to draft, or none, from what steps cost and what was accepted so far."""
+"""`generate(tree="auto")`: chooses the tree to draft, or none, by what steps cost and what was accepted so far."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from pagedtree import DraftTree, TreeBatch, choose_tree, expected_tokens
 
 __all__ = ["TreeTuner"]
 
-# Share of the time, the next tokens' included, that may be lost to drafts that do not pay; as much again where the last
-# call of `generate` left it.
+# Drafts that do not pay may lose this share of the time, where the time of the next HORIZON tokens counts too. What the
+# last call of `generate` did not use of its share may be lost as well.
 LOSS_SHARE, HORIZON = 0.01, 128
-# Plain steps' time that drafts may lose besides, of what they won in the same call.
+# Besides that, drafts may lose what they won in the same call, up to the time of so many plain steps.
 MOST_SAVED = 8.0
-# Tokens whose promised gain may be lost besides.
+# Besides that, the gain that a tree promises for so many tokens may be lost.
 CREDIT = 3.0
-# A tree must promise to be so much faster than plain decoding.
+# A tree must promise to be faster than plain decoding by this share.
 MIN_GAIN = 0.02
-# Steps of plain decoding before the first drafts, and how many steps its measure is good for.
+# Steps of plain decoding before the first drafts, and the least and the most steps for which their time stays valid.
 PLAIN_STEPS, LEAST_PLAIN_AGE, PLAIN_AGE = 3, 8, 64
 MAX_DEPTH, MAX_RANKS = 8, 4
-# Steps with drafts before an estimate is trusted, and their trees.
+# Steps with drafts before an estimate is trusted, and the tree that they draft.
 PROBES, PROBE = 2, [-1, 0, 0, 1]
 # Share of the time that goes into trying again what did not pay: the machine may have been slow then.
 RETRY_SHARE = 0.005
-# A step that takes so many times as long as others of its kind: the machine did something else.
+# If a step takes this many times as long as others of its kind, the machine was busy with something else.
 HICCUP = 2.0
-# A row of a decoding step takes as long as so many tokens of a prompt: it has logits, and they are verified.
+# One row of a decoding step takes as long as this many tokens of a prompt: it has logits, and they are verified.
 ROW_TOKENS = 3.0
-# Shares of the evidence that stay when a step or a rehearsal adds to it, so that a change of the text shows; and the
-# guesses that all earlier calls count as. Before there is any, each first choice is right half the time.
+# A step and a rehearsal keep these shares of the older evidence, so that a change of the text shows. All earlier calls
+# together count as CARRIED guesses. Before there is any evidence, a first choice is taken to be right half the time.
 KEPT_IN_STEP, KEPT_IN_REHEARSAL, CARRIED = 0.95, 0.5, 8.0
-# Share of the time that goes into rehearsals, and the tokens of a step that they must promise before the first tries,
-# besides one for each plain step that a try may lose.
+# Share of the time that goes into rehearsals. They must promise PROMISE tokens per step before the first try, and one
+# more for each plain step that a try may lose.
 REHEARSAL_SHARE, PROMISE = 0.004, 0.8
 # Share of the time that goes into the search for the best tree.
 CHOICE_SHARE = 0.005
@@ -52,15 +52,21 @@ PRIOR_TRIALS = np.full((MAX_DEPTH, MAX_RANKS), PRIOR_WEIGHT)
 
 @dataclass
 class Costs:
-    """What is known of one batch size.
+    """What is known about steps of one batch size.
 
-    plain: seconds of steps without drafts; plain_seconds: what drafts have to beat. drafted: nodes of a tree, depth,
-    seconds; most_nodes: of them all; model: fitted to them, seconds of a drafted step: a constant, a node's, a level's.
-    steps: of all kinds; last_drafted: of them, the last one with drafts.
-    probes: steps with drafts to try before a choice counts, with the tree `probe`; probe_loss: seconds that one may
-    lose; probe_tokens: that rehearsals promise of it before the first choice. tree: the best tree, of drafts even where
-    plain decoding is better; gain: the seconds that it saves a token, until there is one the probe, by the evidence at
-    judged_at. next_choice: of the clock, next_probe: of steps, when to choose and to try again.
+    Attributes:
+        plain: seconds of the last steps without drafts. plain_seconds: what drafts have to beat.
+        drafted: (nodes of a tree, depth, seconds) of the last steps with drafts.
+        since_plain: steps since the last one without drafts.
+        steps, last_drafted: how many steps there were, and the number of the last one with drafts.
+        next_choice: when to choose a tree again, by the clock. next_probe: when to try one again, by the steps.
+        judged_at: the evidence that `gain` was computed from.
+        most_nodes: the largest tree that was drafted.
+        probes: steps with drafts to try before a choice counts. probe: the tree that they draft.
+        probe_loss: seconds that one try may lose. probe_tokens: tokens that rehearsals promise for it.
+        model: seconds of a step with drafts, fitted to `drafted`: a constant, and what a node and a level add.
+        tree: the best tree with drafts, even where plain decoding is better.
+        gain: seconds per token that `tree`, or `probe` before there is one, saves.
     """
 
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=25))
@@ -83,11 +89,11 @@ class Costs:
 
     @property
     def plain_age(self) -> float:
-        """Steps that plain_seconds is good for: a plain step now and then may cost 1 % of the time."""
+        """For how many steps plain_seconds stays valid: the plain steps that renew it may cost 1 % of the time."""
         return min(max(100 * self.gain / self.plain_seconds, LEAST_PLAIN_AGE), PLAIN_AGE)
 
     def measure(self, seconds: float) -> None:
-        """Of a plain step. Drafts have to beat the median less its standard error, or noise would make gains."""
+        """Takes in the time of a plain step. Drafts must beat the median less its standard error: noise is no gain."""
         self.plain.append(seconds)
         taken, count = sorted(self.plain), len(self.plain)
         spread = taken[-1 - count // 4] - taken[count // 4]
@@ -107,12 +113,12 @@ class Costs:
 
     @property
     def is_stale(self) -> bool:
-        """Whether it is so long that there were drafts that another try would cost next to nothing."""
+        """Whether the last drafts are so long ago that another try would cost next to nothing."""
         loss = max(self.probe_loss / self.plain_seconds, 0.5)
         return loss <= RETRY_SHARE * (self.steps - self.last_drafted)
 
     def forget_drafted(self) -> None:
-        """Drafts are to be tried as for the first time."""
+        """From now on drafts are tried as if for the first time."""
         self.drafted.clear()
         self.model = self.tree = self.probe = None
         self.probes, self.next_choice = 1, 0.0
@@ -126,20 +132,21 @@ class Costs:
 class TreeTuner:
     """Chooses the tree of each step by `choose_tree`, and sees to it that drafts do not cost more than they bring.
 
-    It starts with plain decoding, whose time a token is what drafts have to beat, and tries a small tree. What drafted
-    steps lose against plain ones is counted, also where an estimate was wrong: no drafts while that is more than 1 % of
-    the time. Of the very first step with drafts, which pays for what is set up once, no more than a plain step counts.
-    What was learnt stays with the drafter for further calls; the next one may lose as much again, if this one did not.
+    It starts with plain decoding, whose time per token is what drafts have to beat, and then tries a small tree. It
+    counts what steps with drafts lose against plain ones, also where an estimate was wrong. While that is more than 1 %
+    of the time, there are no drafts. The very first step with drafts also pays for what is set up only once; of its
+    time no more is counted than a plain step takes. What was learnt stays with the drafter for further calls. If this
+    call does not use up its 1 %, the next one may lose the rest, too.
 
-    A drafter that guesses for next to nothing rehearses while there is plain decoding: its guesses in the known text
-    are compared with how that went on. It drafts only if that promises a gain. Where drafts took too long to pay, they
-    are timed anew after so many steps that it costs 0.5 % of them.
+    A drafter whose guesses cost next to nothing rehearses during plain decoding: its guesses at earlier places of the
+    text are compared with the tokens that followed there. Drafts are tried only if that promises a gain. Where drafts
+    took too long to pay, they are timed again after so many steps that the try costs 0.5 % of them.
 
-    While all that is known promises a gain, a few tokens' worth of it may be lost, too: luck turns.
+    While all that is known promises a gain, a few tokens' worth of it may be lost, too: a bad start may be chance.
 
-    A batch is done with its last sequence: that others are ahead of that one saves only the part of a step that their
-    rows take. Progress is measured so, and acceptance is that of the sequences for which the end waits; unless others
-    wait for a place in the batch, when every token counts.
+    A batch is done when its last sequence is. If other sequences are ahead of that one, this saves only the part of a
+    step that their rows take. Progress is measured in this way, and acceptance is that of the sequences on which the
+    end depends. But if more sequences wait for a place in the batch, every token counts.
 
     max_nodes, max_depth: the most nodes of a tree, the root included, and its most levels.
     """
@@ -151,19 +158,19 @@ class TreeTuner:
         self.evidence = 0  # how many times something was counted
         self.is_catching_up = False
         self.is_drafting = False
-        self.is_warm = False  # after the first step with drafts
+        self.is_warm = False  # there was a step with drafts
         self.clock = 0.0  # seconds of all steps
-        self.elapsed = self.lost = 0.0  # of this call's; what those with drafts took longer than plain ones
-        self.saved = 0.0  # of the last call's share
+        self.elapsed = self.lost = 0.0  # seconds of this call's steps, and what drafts lost against plain steps
+        self.saved = 0.0  # what the last call won, or left of its share
         self.choosing = 0.0  # seconds of the step that went into choice and rehearsal
-        self.seconds_of_token = 0.0  # to read a known token
+        self.seconds_of_token = 0.0  # what it takes to read one known token
         self.can_rehearse = True  # until the drafter says that it cannot
-        self.rehearsal, self.since_rehearsal = 0.0, math.inf  # seconds of the last one, and since then
-        self.is_informed = False  # of this call's text by a rehearsal, where there are any
-        self.by_rows = 0.0  # share of a step that goes by the number of sequences, and of the progress by all tokens
+        self.rehearsal, self.since_rehearsal = 0.0, math.inf  # seconds of the last one, and seconds since then
+        self.is_informed = False  # a rehearsal has seen this call's text, or there are none
+        self.by_rows = 0.0  # share of a step's time that grows with the rows; so much of the progress is in all tokens
 
     def begin(self) -> None:
-        """A call of `generate` starts to decode: what the last one won, or left of its share, may be lost, too."""
+        """A call of `generate` starts to decode. What the last call won, or left of its share, may be lost, too."""
         self.saved = max(LOSS_SHARE * self.elapsed - self.lost, 0.0)
         self.elapsed = self.lost = 0.0
         self._keep(min(CARRIED / self.trials[0, 0], 1.0))
@@ -201,7 +208,7 @@ class TreeTuner:
         if costs.plain:
             rows = batch_size * ROW_TOKENS * self.seconds_of_token / costs.plain_seconds
             self.by_rows = 1.0 if others_wait else min(rows, 1.0)
-        # What was won is no reason to lose much of it.
+        # Much may have been won, but not much of it may be lost.
         self.lost = max(self.lost, -MOST_SAVED * costs.plain_seconds)
         if not self.is_informed or len(costs.plain) < PLAIN_STEPS or costs.since_plain >= costs.plain_age:
             return None
@@ -215,14 +222,14 @@ class TreeTuner:
         catching_up = unread * self.seconds_of_token
         assert costs.probe is not None
         tree = None
-        if not self.can_rehearse and costs.steps >= costs.next_probe:  # to see whether drafts still do not pay
+        if not self.can_rehearse and costs.steps >= costs.next_probe:  # perhaps drafts pay by now
             costs.probes = max(costs.probes, 1)
         if costs.probes > 0:
             promise = PROMISE + costs.probe_loss / costs.plain_seconds
             has_promise = not self.can_rehearse or costs.probe_tokens >= promise
             if has_promise and costs.probe_loss + catching_up <= allowance:
                 tree = costs.probe
-        # What the drafter has to read first is an investment, into the tokens that are still to come.
+        # What the drafter has to read first must be paid by the tokens that are still to come.
         elif costs.gain >= MIN_GAIN * costs.plain_seconds and catching_up <= costs.gain * longest:
             assert costs.tree is not None
             loss = costs.seconds(costs.tree.num_nodes, costs.tree.max_depth) - costs.plain_seconds
@@ -230,7 +237,7 @@ class TreeTuner:
         return tree
 
     def observe(self, remaining: list[int], seconds: float, trees: TreeBatch, accept_index: Tensor) -> None:
-        """A step took so long; remaining: before it. trees and accept_index [B, S] of its verdict."""
+        """Takes in a step's seconds, trees and accept_index [B, S]. remaining: as it was before the step."""
         begin = time.perf_counter()
         self._observe(remaining, seconds, trees, accept_index)
         spent = time.perf_counter() - begin  # after the step
@@ -274,12 +281,12 @@ class TreeTuner:
             self.lost += seconds - progress * costs.plain_seconds
 
     def observe_reading(self, num_tokens: int, seconds: float) -> None:
-        """A pass of the target over prompts took so long."""
+        """Takes in the seconds of a pass of the target over prompts."""
         self.seconds_of_token = seconds / max(num_tokens, 1)
 
     @property
     def may_rehearse(self) -> bool:
-        """Whether rehearsals have not taken more than their share."""
+        """Whether rehearsals have taken less than their share."""
         return self.can_rehearse and self.since_rehearsal * REHEARSAL_SHARE >= self.rehearsal
 
     def cannot_rehearse(self) -> None:
@@ -288,7 +295,7 @@ class TreeTuner:
     def observe_rehearsal(
         self, remaining: list[int], drafts: list[int], trees: TreeBatch, texts: list[list[int]], begin: float
     ) -> None:
-        """Trees of those draft tokens were guessed where the texts followed; it began at that time.
+        """Takes in a rehearsal that began at `begin`: these trees were guessed where the texts went on as given.
 
         remaining: tokens that the sequence of each text still has to come.
         """
@@ -310,13 +317,13 @@ class TreeTuner:
         self.choosing += self.rehearsal
 
     def _judge(self, costs: Costs, batch_size: int) -> None:
-        """What drafts would gain by all that is known now, and now and then, which are the best."""
+        """Updates what drafts would gain by all that is known now, and from time to time the best tree."""
         costs.judged_at = self.evidence
-        # Where there are no rehearsals, drafts are tried now and then anyway.
+        # Without rehearsals, drafts are tried from time to time anyway.
         if self.can_rehearse and costs.tree is not None and costs.is_stale:
             costs.forget_drafted()
         if costs.probe is None:
-            # Of all trees in the batch, a node takes so long at most.
+            # A node of all trees in the batch takes at most this long.
             node_seconds = batch_size * ROW_TOKENS * self.seconds_of_token
             nodes = min(len(PROBE) if (len(PROBE) - 1) * node_seconds <= costs.plain_seconds else 2, self.max_nodes)
             costs.probe = DraftTree(PROBE[: nodes if self.max_depth > 1 else min(nodes, 3)])
@@ -348,14 +355,14 @@ class TreeTuner:
         costs.tree = tree if tree.num_nodes > 1 else costs.probe
 
     def _tokens(self, tree: DraftTree) -> float:
-        """Tokens of a step, by a careful estimate of how many first guesses are right: one standard error lower."""
+        """Tokens per step if fewer first guesses are right than seen: by one standard error, to be careful."""
         acceptance = self.acceptance
         first = min(float(acceptance[0].sum()), 1.0)
         careful = max(first - math.sqrt(first * (1 - first) / self.trials[0, 0]), 0.0)
         return 1 + (expected_tokens(tree, acceptance) - 1) * careful / first if first > 0 else 1.0
 
     def _keep(self, share: float) -> None:
-        """That share of the evidence."""
+        """Keeps this share of the evidence."""
         self.hits = share * self.hits + (1 - share) * PRIOR_WEIGHT * PRIOR
         self.trials = share * self.trials + (1 - share) * PRIOR_WEIGHT
 
@@ -368,7 +375,7 @@ class TreeTuner:
         first_child, next_sibling = trees.first_child.tolist(), trees.next_sibling.tolist()
         for offset, path, left in zip(trees.cu_nodes.tolist(), paths, remaining, strict=False):
             weight = 1.0 if left == longest else of_others
-            if first_child[offset] < 0:  # the drafter had no idea
+            if first_child[offset] < 0:  # the drafter had no guess
                 self.trials[0] += weight
                 continue
             accepted = set(path)
@@ -383,7 +390,7 @@ class TreeTuner:
 
 
 def _solved(left: list[list[float]], right: list[float]) -> list[float]:
-    """x of left @ x = right, [3, 3] and regular; the first call of a linear algebra library takes milliseconds."""
+    """Solves left @ x = right, [3, 3] and regular. (A linear algebra library's first call takes milliseconds.)"""
 
     def det(a: list[float], b: list[float], c: list[float]) -> float:
         cross = b[1] * c[2] - b[2] * c[1], b[2] * c[0] - b[0] * c[2], b[0] * c[1] - b[1] * c[0]

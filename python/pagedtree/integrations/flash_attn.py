@@ -1,6 +1,6 @@
 """FlashAttention's two functions for inference, on pagedtree. Nothing of flash-attn is needed.
 
-Causal masks are aligned to the last key, as FlashAttention's; a row that sees no key gives 0 and lse -inf. What is not
+Causal masks are aligned to the last key, as in FlashAttention; a row that sees no key gives 0 and lse -inf. What is not
 supported is refused by name, with NotImplementedError.
 """
 
@@ -41,7 +41,7 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of n queries a sequence over a cache, to which k and v are appended first.
+    """Attention of n queries per sequence over a cache, to which k and v are appended first.
 
     Args:
         q: [B, n, H, D].
@@ -61,7 +61,7 @@ def flash_attn_with_kvcache(
 
     Returns out [B, n, H, D]. Refused unless None: rotary_cos, rotary_sin, cache_leftpad, alibi_slopes. Raises
     NotImplementedError for these, ValueError for wrong shapes or dtypes. Windows that are not causal make a mask of a
-    bit a query and position of the cache.
+    bit per query and position of the cache.
     """
     _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes)
     expect_dims("[batch, queries, heads, dim]", q=q)
@@ -186,7 +186,7 @@ def _visibility(
 ) -> dict[str, Any]:
     """The arguments of `tree_attention` for FlashAttention's causal and window_size."""
     left, right = window_size
-    if causal or right == 0:  # to FlashAttention, too, these are the same
+    if causal or right == 0:  # FlashAttention takes these for the same, too
         return {"window": max(left, -1) + 1}
     if left < 0 and right < 0:
         return all_visible(num_queries, seq_lens)

@@ -1,4 +1,4 @@
-"""Indices that adapters are passed: any value is allowed, and what names nothing stays without effect."""
+"""Indices that callers pass to adapters: any value is allowed, and one that names nothing has no effect."""
 
 from __future__ import annotations
 

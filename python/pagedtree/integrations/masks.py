@@ -1,4 +1,4 @@
-"""Tree masks as booleans and as the words that `tree_attention` takes; what the adapters translate between."""
+"""Tree masks as booleans and as the words that `tree_attention` takes; the adapters translate between the two."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def unpack_mask(words: Tensor, n: int) -> Tensor:
 
 
 def all_visible(num_queries: int, seq_lens: Tensor) -> dict[str, Tensor]:
-    """tree_mask and tree_lens with which every query sees every key of its sequence: none of them is the mask's.
+    """tree_mask and tree_lens with which every query sees every key of its sequence: the mask covers none of the keys.
 
     The rows of the mask are one and the same word in memory.
     """

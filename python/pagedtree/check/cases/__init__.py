@@ -1,4 +1,4 @@
-"""The cases, one module a family of ops."""
+"""The cases, one module per family of ops."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pagedtree.check.cases import (
 
 __all__ = ["all_cases", "is_chosen"]
 
-# In the names of a few rows of each op, which take a hundredth of the time of all.
+# This stands in the names of a few rows of each op, which take a hundredth of the time of all rows.
 QUICK = (
     "instructions/", "/page 7", "/ragged", "/tile 16/bf16/D 128", "/tile 128/bf16 on fp8/D 128",
     "/into a given tensor/bf16", "attention_plan/mixed", "merge_states/bf16/D 64", "/V 129", "/fp16/V 6", "/iid/cool",

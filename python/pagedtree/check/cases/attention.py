@@ -1,7 +1,7 @@
 """tree_attention, attention_plan, merge_states.
 
-Another backend than the CPU's is compared with the CPU backend in fp32, the CPU backend with float64 loops: on the
-same values in both cases, so that what differs is the rounding within the op.
+The CPU backend in fp32 is compared with float64 loops, and any other backend with the CPU backend in fp32. Both sides
+get the same values, so that only the rounding within the op differs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TILES = {
     192: (32, 64),
     256: (32, 64),
 }
-# How far an output row may be off, of its own length; its logarithm of sums by a number.
+# How far an output row may be off, as a share of its own length, and its logarithm of sums, as a number.
 ROW_LIMITS = {"fp32": 5e-6, "fp16": 1e-3, "bf16": 8e-3}
 LSE = within(5e-5, 1e-5)
 HALF = ("simt", "cuda")
@@ -49,23 +49,23 @@ class Batch:
     """Arguments of a call.
 
     Attributes:
-        kinds: of each sequence its queries: a DraftTree, a number (causal), or (DraftTree, n), its last n rows.
+        kinds: the queries of each sequence: a DraftTree, a number (causal), or (DraftTree, n) for its last n rows.
         prefixes: keys before the tree or the queries.
-        poison: what slots hold that no sequence has.
-        options: the call's, tensors among them on the CPU.
+        poison: what the slots hold that belong to no sequence.
+        options: the call's options; tensors among them are on the CPU.
     """
 
     kinds: Sequence[Any]
     prefixes: Sequence[int]
     dtype: str = "bf16"
-    cache: str = ""  # its dtype, default dtype
+    cache: str = ""  # the cache's dtype, default `dtype`
     head_dim: int = 64
     heads: tuple[int, int] = (4, 2)
     page_size: int = 16
     layout: str = "nhd"
     padding: int = 0
     poison: float | None = None
-    words: int | None = None  # of a mask row
+    words: int | None = None  # words of a mask row
 
     def build(self, place: Place, *, wide: bool = False) -> dict[str, Any]:
         """The arguments at a place; wide: in fp32, with the same values."""
@@ -73,7 +73,7 @@ class Batch:
         queries, tree_lens, rows = [], [], []
         for kind in self.kinds:
             if isinstance(kind, int):
-                n, tree_len, mask = kind, -1, rng.random((kind, 32)) < 0.5  # not to be looked at
+                n, tree_len, mask = kind, -1, rng.random((kind, 32)) < 0.5  # what nobody may look at
             else:
                 tree, n = kind if isinstance(kind, tuple) else (kind, kind.num_nodes)
                 tree_len, mask = tree.num_nodes, tree.mask[tree.num_nodes - n :]
@@ -144,7 +144,7 @@ def _types(dtype: str, cache: str) -> str:
 
 
 def tile_case(head_dim: int, tile: int, dtype: str, cache: str) -> Case:
-    """As many rows (4 query heads a KV head) as the tile has."""
+    """As many rows (4 query heads per KV head) as the tile has."""
     n = tile // 4
     batch = Batch([random_tree(n, n), n], [70, 3], dtype, cache, head_dim, heads=(8, 2))
     return _attention(f"tile {tile}/{_types(dtype, cache)}/D {head_dim}", batch, max_seqlen_q=n)
@@ -307,7 +307,7 @@ def _plans() -> Iterator[Case]:
 
 
 def _plan(name: str, batch: Batch) -> Case:
-    """How many ranges there are depends on the device; that they cut all of the work, in order, does not."""
+    """The number of ranges depends on the device; on every device they must cut all of the work, in order."""
 
     def run(place: Place) -> Results:
         given = batch.build(place)

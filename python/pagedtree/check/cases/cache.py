@@ -160,7 +160,7 @@ def _compaction(
 ) -> Case:  # fmt: skip
     """Layers of every kind of row: K and V of four layouts, a latent cache, scales, odd strides.
 
-    pages: in the pool, default as many as the table names.
+    pages: how many the pool has, default as many as the table names.
     """
     pages = pages or max((page for row in table for page in row), default=0) + 1
     width = max(map(len, paths), default=1)

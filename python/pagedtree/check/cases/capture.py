@@ -62,7 +62,7 @@ class Engine:
         self.history = torch.full((BATCH, CAPACITY), -1, dtype=torch.int64, device=device)
         self.history[:, :6] = prompt.to(device)
         self.history_lens = torch.tensor([1, 4, 6], dtype=torch.int32, device=device)
-        self.start = self.history_lens - 1  # the tokens before it are taken for read
+        self.start = self.history_lens - 1  # the tokens before it count as read
         self.seeds = torch.arange(BATCH, device=device) + seed
         self.temperature = torch.full((BATCH,), 0.4, device=device)
         self.accepted = torch.zeros((), dtype=torch.int64, device=device)
@@ -138,7 +138,7 @@ class Engine:
 
 
 def captured(engine: Engine, device: torch.device) -> Callable[[], None]:
-    """Replays `engine.step`; the engine's state may be another one afterwards. Without a GPU the step itself."""
+    """Replays `engine.step`, or runs it where there is no GPU. The engine's state may differ afterwards."""
     if device.type != "cuda":
         return engine.step
     stream = torch.cuda.Stream()

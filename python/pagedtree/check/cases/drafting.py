@@ -26,7 +26,7 @@ from pagedtree import (
 from pagedtree.check import loops
 from pagedtree.check.case import Case, Place, Results, within
 from pagedtree.check.cases.inputs import DTYPES, int32, int64, random_tree, seeded, words64
-from pagedtree.check.cases.verification import LAWS, hostile_rows
+from pagedtree.check.cases.verification import SAMPLINGS, hostile_rows
 
 JOINT = {"temperature": 1.5, "top_k": 9, "top_p": 0.6, "filter_order": "joint"}
 SCORES = within(1e-5, 1e-5)  # cumulative log-probabilities, fp32
@@ -57,19 +57,21 @@ def _expansions() -> Iterator[Case]:
         ]:  # fmt: skip
             count = 12 if vocab < 10_000 else 2
             logits = torch.randn(count, vocab + 1, generator=seeded(vocab))[:, :vocab] * 3
-            yield _expansion(f"{law}/{dtype}/V {vocab}", logits.to(DTYPES[dtype]), 6, 3, law=law, params=LAWS[params])
+            yield _expansion(
+                f"{law}/{dtype}/V {vocab}", logits.to(DTYPES[dtype]), 6, 3, law=law, params=SAMPLINGS[params]
+            )
         ordinary = torch.randn(12, 130, generator=seeded(4)) * 3
         yield _expansion(f"{law}/joint filters", ordinary.bfloat16(), 5, 5, law=law, params=JOINT)
         for dtype in ("fp32", "bf16"):
             rows = hostile_rows(130, DTYPES[dtype])
-            yield _expansion(f"{law}/hostile rows/{dtype}", rows, 5, 5, law=law, params=LAWS["top-p"])
+            yield _expansion(f"{law}/hostile rows/{dtype}", rows, 5, 5, law=law, params=SAMPLINGS["top-p"])
 
 
 def _expansion(
     name: str, logits: Tensor, num_children: int, num_frontier: int, *, law: str = "topk",
     params: dict[str, Any] | None = None, active: bool = False,
 ) -> Case:  # fmt: skip
-    """Two levels: a root each, then its frontier, with rows of the same kind."""
+    """Two levels: the root of each sequence, then its frontier, with rows of the same kind."""
     batch = logits.shape[0]
     seeds, positions = words64(batch, 2), words64(batch, 3) >> 2
     present = (torch.arange(batch) % 3 != 1) if active else None
@@ -126,7 +128,7 @@ def grow(
                 logp = torch.log_softmax(torch.from_numpy(row), 0).numpy() if row.max() > -math.inf else row
                 children = loops.best_tokens(row.tolist(), num_children)
             else:
-                q = reference.law(row, **(params or {}))
+                q = reference.distribution(row, **(params or {}))
                 if law != "coupled":
                     probs[b, f] = torch.from_numpy(q)
                 with np.errstate(divide="ignore"):
@@ -147,15 +149,15 @@ def grow(
                 place, at = b * num_frontier + g, old.num_kv + g
                 mask[place] = old.mask[b * old.num_frontier + (c - old.num_candidates) // num_children]
                 mask[place, at // 32] |= 1 << at % 32
-    laws = (*old.draft_probs, probs) if law in ("iid", "swor") else ()
+    kept = (*old.draft_probs, probs) if law in ("iid", "swor") else ()
     return replace(
         old, tokens=tokens, parents=parents, scores=scores, kv_index=kv_index, frontier=frontier, mask=mask,
-        level_sizes=(*old.level_sizes, width), num_kv=old.num_kv + num_frontier, law=law, draft_probs=laws,
+        level_sizes=(*old.level_sizes, width), num_kv=old.num_kv + num_frontier, law=law, draft_probs=kept,
     )  # fmt: skip
 
 
 def drawn(q: np.ndarray, count: int, law: str, seed: int, position: int, place: int) -> list[int]:
-    """Children drawn from law q at the frontier node of index `place`."""
+    """Children drawn from distribution q at the frontier node of index `place`."""
     use = reference.GUMBEL if law == "coupled" else reference.draft_use(place)
     if law in ("swor", "coupled"):
         with np.errstate(divide="ignore"):
@@ -178,7 +180,7 @@ def draft_results(draft: Draft) -> Results:
 
 
 def drafts_by_loops(trees: list[tuple[list[int], ...]], rows: int) -> Results:
-    """From tokens and parents (and node map) of each tree."""
+    """The results for the tokens and parents (and node map) of each tree."""
     if not trees:
         return {"draft_tokens": int64([]), "parents": int32([]), "cu_nodes": int32([0]),
                 "valid": torch.zeros(0, dtype=torch.bool)}  # fmt: skip

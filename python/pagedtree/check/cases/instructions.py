@@ -83,7 +83,7 @@ def any_words(seed: int) -> Words:
 
 
 def numbers(dtype: torch.dtype) -> Callable[[int], Words]:
-    """Two numbers in [-2, 2) a word for an mma's operands, then one fp32 a word for its sums."""
+    """Two numbers in [-2, 2) per word for an mma's operands, then one fp32 per word for its sums."""
 
     def words(seed: int) -> Words:
         rng = np.random.default_rng(seed)
@@ -104,7 +104,7 @@ def exponents(seed: int) -> Words:
 
 
 def float8_words(seed: int) -> Words:
-    """Four e4m3 codes a word, all but NaN."""
+    """Four e4m3 codes per word, all but NaN."""
     codes = any_words(seed).view(np.uint8)
     return np.where(codes % 128 == 127, codes - np.uint8(1), codes).view(np.uint32)
 
@@ -136,7 +136,7 @@ def _ldmatrix(words: Words) -> Words:
 
 
 def _ldmatrix_trans(words: Words) -> Words:
-    """The same of the transposed matrices."""
+    """The same for the transposed matrices."""
     matrices = np.ascontiguousarray(words[:, :4]).view(np.uint16).reshape(4, 8, 8)
     turned = np.ascontiguousarray(matrices.transpose(0, 2, 1)).view(np.uint32)
     return np.array([[turned[i, lane // 4, lane % 4] for i in range(4)] for lane in range(32)])
@@ -150,7 +150,7 @@ def fragments(words: Words, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray,
     for lane in range(32):
         group, pair = lane // 4, lane % 4 * 2
         for e in range(2):
-            for i in range(4):  # rows g and g + 8, then the same of columns 8 and on
+            for i in range(4):  # rows g and g + 8, then the same for the columns from 8 on
                 a[group + i % 2 * 8, pair + e + i // 2 * 8] = values[lane, 2 * i + e]
             for i in range(2):
                 b[pair + e + i * 8, group] = values[lane, 8 + 2 * i + e]
@@ -194,7 +194,7 @@ def _max_nan(dtype: torch.dtype) -> Callable[[Words], Words]:
 
 
 def _halves(codes: Words, scale: float) -> Words:
-    """[64, 8] e4m3 codes times `scale`, two halves a word."""
+    """[64, 8] e4m3 codes times `scale`, two halves per word."""
     values = torch.from_numpy(codes.astype(np.uint8)).view(torch.float8_e4m3fn).float() * scale
     return values.half().view(torch.int16).numpy().view(np.uint32)
 
@@ -208,7 +208,7 @@ def _move_e4m3(words: Words) -> Words:
 
 
 def _increment(words: Words) -> Words:
-    """The counter as it was, and one more, or 0 where it was at the top or above."""
+    """The counter as it was, and the counter plus one, or 0 where it was at the top or above."""
     old, top = words[:, :2], words[:, 4:6]
     return np.stack([old, np.where(old >= top, 0, old + np.uint32(1))], axis=2).reshape(64, 4)
 

@@ -63,7 +63,7 @@ def scale_of(place: Place) -> Scale:
 
 
 def seconds_of(place: Place, call: Callable[[], Any], calls: int) -> float:
-    """Of one call: the median of five runs of `calls` calls, after one to warm up."""
+    """The time of one call: the median of five runs of `calls` calls, after one to warm up."""
     call()
     times = []
     for _ in range(5):
@@ -86,7 +86,7 @@ def seconds_of(place: Place, call: Callable[[], Any], calls: int) -> float:
 
 @lru_cache
 def floor_of(place: Place) -> tuple[float, float]:
-    """Bytes a second of a copy (read and written), flops a second of a matmul, on this machine."""
+    """Bytes per second of a copy (read and written) and flops per second of a matmul, on this machine."""
     scale = scale_of(place)
     source = torch.zeros(scale.copied, dtype=torch.uint8, device=place.device)
     target = torch.empty_like(source)

@@ -22,13 +22,13 @@ from pagedtree import (
 from pagedtree.check.case import Case, Place, Results
 from pagedtree.check.cases.inputs import seeded, words64
 from pagedtree.check.cases.verification import (
-    LAWS,
-    Law,
+    SAMPLINGS,
     Problem,
+    Sampling,
     Tree,
     forest,
-    law_of,
     problem_of,
+    sampling_of,
     tensors_of,
     verdict_by_loops,
     verdict_results,
@@ -47,29 +47,29 @@ def cases() -> Iterator[Case]:
     for op, (_, _, draft_laws) in RULES.items():
         chains = op == "verify_block"
         for draft_law in draft_laws:
-            # Block and traversal also read rows off the path: which ones, only they know.
+            # Block and traversal also read rows off the path, and only they know which.
             for name, problem in _problems(chains, forbidden_row=4 if op == "verify_rejection" else -1).items():
-                yield _rule(op, f"{draft_law}/{name}", problem, LAWS["plain"], draft_law)
+                yield _rule(op, f"{draft_law}/{name}", problem, SAMPLINGS["plain"], draft_law)
             problem = _trees(chains, 40, dtype="fp32")
-            for law in ("cool", "all filters"):
-                yield _rule(op, f"{draft_law}/{law}", problem, LAWS[law], draft_law)
-            yield _rule(op, f"{draft_law}/parameters a sequence", problem, tensors_of(problem.batch), draft_law)
-            yield _rule(op, f"{draft_law}/its own coins", problem, LAWS["plain"], draft_law, own_coins=True)
+            for sampling in ("cool", "all filters"):
+                yield _rule(op, f"{draft_law}/{sampling}", problem, SAMPLINGS[sampling], draft_law)
+            yield _rule(op, f"{draft_law}/parameters per sequence", problem, tensors_of(problem.batch), draft_law)
+            yield _rule(op, f"{draft_law}/its own coins", problem, SAMPLINGS["plain"], draft_law, own_coins=True)
             if draft_law != "onehot":
                 for order in ("top_k_first", "joint"):
                     draft_params = {"temperature": 1.5, "top_k": 5, "top_p": 0.6, "min_p": 0.02, "filter_order": order}
                     name = f"{draft_law}/draft logits/{order}"
-                    yield _rule(op, name, _trees(chains, 33), LAWS["cool"], draft_law, draft_params=draft_params)
+                    yield _rule(op, name, _trees(chains, 33), SAMPLINGS["cool"], draft_law, draft_params=draft_params)
             for dtype, vocab in (("fp32", 1), ("fp16", 6), ("bf16", 1025), ("fp16", 40_001)):
                 hostile = _trees(chains, vocab, dtype=dtype, hostile=True)
                 name = f"{draft_law}/hostile rows/V {vocab}"
-                yield _rule(op, name, hostile, LAWS["all filters"], draft_law, own_coins=True, loops=False)
+                yield _rule(op, name, hostile, SAMPLINGS["all filters"], draft_law, own_coins=True, loops=False)
     for name, problem in _problems(False, forbidden_row=-1).items():
-        for law in ("plain", "greedy", "all filters"):
-            yield _typical(f"{name}/{law}", problem, LAWS[law])
+        for sampling in ("plain", "greedy", "all filters"):
+            yield _typical(f"{name}/{sampling}", problem, SAMPLINGS[sampling])
     for epsilon, delta in ((0.5, 0.1), (0.01, 5.0), (0.0, 0.3), (1.0, 0.0)):
-        yield _typical(f"epsilon {epsilon}, delta {delta}", _trees(False, 40), LAWS["cool"], epsilon, delta)
-    yield _typical("hostile rows", forest("", 12, hostile=True), LAWS["plain"], loops=False)
+        yield _typical(f"epsilon {epsilon}, delta {delta}", _trees(False, 40), SAMPLINGS["cool"], epsilon, delta)
+    yield _typical("hostile rows", forest("", 12, hostile=True), SAMPLINGS["plain"], loops=False)
 
 
 @lru_cache
@@ -99,7 +99,7 @@ def _problems(chains: bool, forbidden_row: int) -> dict[str, Problem]:
 
 
 def _draft_probs(problem: Problem, seed: int) -> Tensor:
-    """[N, V]: near the target's law, with entries that do not count as probabilities."""
+    """[N, V]: near the target's distribution, with entries that do not count as probabilities."""
     logits = problem.logits.float().nan_to_num(0, 60, -60)
     near = (logits + torch.randn(logits.shape, generator=seeded(seed))).softmax(-1)
     if problem.logits.shape[1] > 5 and problem.logits.dtype != torch.float32:
@@ -108,10 +108,10 @@ def _draft_probs(problem: Problem, seed: int) -> Tensor:
 
 
 def _rule(
-    op: str, name: str, problem: Problem, law: Law, draft_law: str, *, own_coins: bool = False, loops: bool = True,
-    draft_params: Law | None = None,
+    op: str, name: str, problem: Problem, sampling: Sampling, draft_law: str, *, own_coins: bool = False,
+    loops: bool = True, draft_params: Sampling | None = None,
 ) -> Case:  # fmt: skip
-    """own_coins: those that the op draws from seeds and positions; else the coins are given."""
+    """own_coins: the op draws its coins from seeds and positions; else the coins are given."""
     function, rule, _ = RULES[op]
     rows = problem.logits.shape[0]
     near = _draft_probs(problem, 5)
@@ -130,13 +130,13 @@ def _rule(
         given = place.put({**streams, **drafts, **({} if own_coins else coins)})
         if draft_params is not None:
             given["draft_params"] = SamplingParams(**draft_params)
-        params = SamplingParams(**place.put(law))
+        params = SamplingParams(**place.put(sampling))
         return verdict_results(function(*arguments, params, draft_law=draft_law, **given, **options))
 
     def decide(b: int, tree: Tree) -> tuple[Sequence[int], list[int]]:
         own = OwnCoins(op, draft_law, tree, int(streams["seeds"][b]), int(streams["positions"][b]))
-        p = [reference.law(row, **law_of(law, b)).tolist() for row in tree.rows]
-        q = [_draft_law(probs[tree.begin + i], draft_params) for i in range(len(p))]
+        p = [reference.distribution(row, **sampling_of(sampling, b)).tolist() for row in tree.rows]
+        q = [_draft_distribution(probs[tree.begin + i], draft_params) for i in range(len(p))]
 
         def below(entry: int, bound: float) -> bool:
             return (own.coin(entry) if own_coins else float(coins["coins"][tree.begin + entry])) < bound
@@ -176,11 +176,11 @@ class OwnCoins:
         return ((high << 32 | low) >> 11) * 2.0**-53
 
 
-def _draft_law(row: Tensor, params: Law | None) -> list[float]:
+def _draft_distribution(row: Tensor, params: Sampling | None) -> list[float]:
     if params is None:
         return _probabilities(row)
-    law: list[float] = reference.law(reference.clean_logits(row), **params).tolist()
-    return law
+    distribution: list[float] = reference.distribution(reference.clean_logits(row), **params).tolist()
+    return distribution
 
 
 def _probabilities(row: Tensor) -> list[float]:
@@ -195,15 +195,15 @@ def first_above(weights: Sequence[float], coin: float) -> int:
 
 
 def _typical(
-    name: str, problem: Problem, law: Law, epsilon: float = 0.05, delta: float = 0.2, *, loops: bool = True
+    name: str, problem: Problem, sampling: Sampling, epsilon: float = 0.05, delta: float = 0.2, *, loops: bool = True
 ) -> Case:
     def run(place: Place) -> Results:
         arguments, options = problem.place(place)
-        params = SamplingParams(**place.put(law))
+        params = SamplingParams(**place.put(sampling))
         return verdict_results(verify_typical(*arguments, params, epsilon=epsilon, delta=delta, **options))
 
     def decide(b: int, tree: Tree) -> tuple[list[int], list[int]]:
-        p = np.array([reference.law(row, **law) for row in tree.rows])
+        p = np.array([reference.distribution(row, **sampling) for row in tree.rows])
         path = reference.typical(tree.parents, tree.drafts, p, epsilon, delta)
         return path, [*(tree.drafts[node] for node in path[1:]), int(p[path[-1]].argmax())]
 

@@ -1,4 +1,4 @@
-"""step_shards, follow_shards, weigh_shards, walk_shards: vocabularies in parts, the ranks being threads.
+"""step_shards, follow_shards, weigh_shards, walk_shards: vocabularies in parts, where threads play the ranks.
 
 The verify ops of pagedtree.distributed drive the four ops; what all ranks return must be what the whole vocabulary
 gives.
@@ -18,9 +18,9 @@ from pagedtree import SamplingParams, distributed, sample, verify_greedy, verify
 from pagedtree.check.case import CPU, Case, Place, Results
 from pagedtree.check.cases.inputs import seeded, words64
 from pagedtree.check.cases.verification import (
-    LAWS,
-    Law,
+    SAMPLINGS,
     Problem,
+    Sampling,
     forest,
     hostile_rows,
     problem_of,
@@ -55,7 +55,7 @@ class _Meeting:
 
 
 class _ThreadGroup:
-    """What pagedtree.distributed.group.Group is, between threads."""
+    """Does between threads what pagedtree.distributed.group.Group does between processes."""
 
     def __init__(self, meeting: _Meeting, rank: int) -> None:
         self.meeting, self.rank, self.size = meeting, rank, meeting.size
@@ -70,7 +70,7 @@ class _ThreadGroup:
         return self.meeting.every(self.rank, words)
 
     def agree(self, call: str, arguments: dict[str, Any]) -> None:
-        """All ranks are given the same."""
+        """All ranks pass the same arguments."""
 
 
 def _shards(meeting: _Meeting, rank: int, sizes: list[int]) -> VocabShards:
@@ -83,7 +83,7 @@ def _shards(meeting: _Meeting, rank: int, sizes: list[int]) -> VocabShards:
 
 
 def on_ranks(sizes: list[int], device: torch.device, call: Callable[[VocabShards], Results]) -> Results:
-    """call(shards) on each rank, a thread each; the results of all, which must be the same."""
+    """Runs call(shards) on each rank, one thread per rank; returns the results, which must all be the same."""
     meeting = _Meeting(len(sizes))
     found: list[Results | BaseException] = [{}] * len(sizes)
 
@@ -119,24 +119,32 @@ def cases() -> Iterator[Case]:
         sizes = sizes_of(parts, vocab)
         problem = forest("", 5, vocab, dtype, hostile=True)
         yield _greedy(split, problem, sizes)
-        for law in ("plain", "all filters", "all filters, joint"):
-            yield _sampled(f"{split}/{law}", problem, LAWS[law], sizes)
+        for sampling in ("plain", "all filters", "all filters, joint"):
+            yield _sampled(f"{split}/{sampling}", problem, SAMPLINGS[sampling], sizes)
             for draft_law in ("iid", "swor", "onehot"):
-                yield _rejection(f"{split}/{draft_law}/{law}", forest("", 5, vocab, dtype), LAWS[law], draft_law, sizes)
+                yield _rejection(
+                    f"{split}/{draft_law}/{sampling}",
+                    forest("", 5, vocab, dtype),
+                    SAMPLINGS[sampling],
+                    draft_law,
+                    sizes,
+                )
         yield _sample(split, vocab, {"fp16": torch.float16, "fp32": torch.float32}.get(dtype, torch.bfloat16), sizes)
     for draft_law in ("iid", "onehot"):
         smaller = with_draft_vocabulary(forest("", 6, 131))
-        yield _rejection(f"draft vocabulary/{draft_law}", smaller, LAWS["plain"], draft_law, [60, 71])
-        yield _rejection(f"given coins/{draft_law}", forest("", 6, 131), LAWS["cool"], draft_law, [60, 71], coins=True)
+        yield _rejection(f"draft vocabulary/{draft_law}", smaller, SAMPLINGS["plain"], draft_law, [60, 71])
         yield _rejection(
-            f"grammar mask/{draft_law}", forest("", 6, 131, masked=True), LAWS["plain"], draft_law, [60, 71]
+            f"given coins/{draft_law}", forest("", 6, 131), SAMPLINGS["cool"], draft_law, [60, 71], coins=True
+        )
+        yield _rejection(
+            f"grammar mask/{draft_law}", forest("", 6, 131, masked=True), SAMPLINGS["plain"], draft_law, [60, 71]
         )
     yield _greedy("draft vocabulary", smaller, [60, 71])
-    yield _sampled("draft vocabulary", smaller, LAWS["cool"], [60, 71])
+    yield _sampled("draft vocabulary", smaller, SAMPLINGS["cool"], [60, 71])
     masked = forest("", 4, 131, masked=True)
     yield _greedy("grammar mask", masked, [60, 71])
     yield _sampled("grammar mask", masked, tensors_of(4), [60, 71])
-    yield _rejection("parameters a sequence", masked, tensors_of(4), "iid", [60, 71])
+    yield _rejection("parameters per sequence", masked, tensors_of(4), "iid", [60, 71])
     yield _greedy("no sequence", problem_of("", []), [20, 20])
 
 
@@ -180,15 +188,15 @@ def _greedy(name: str, problem: Problem, sizes: list[int]) -> Case:
     return _case(f"shards/greedy/{name}", ("step_shards", "follow_shards"), sizes, whole, part)
 
 
-def _sampled(name: str, problem: Problem, law: Law, sizes: list[int]) -> Case:
+def _sampled(name: str, problem: Problem, sampling: Sampling, sizes: list[int]) -> Case:
     def whole(place: Place) -> Results:
         arguments, options = problem.place(place)
-        params, streams = SamplingParams(**place.put(law)), _streams(place, problem.batch)
+        params, streams = SamplingParams(**place.put(sampling)), _streams(place, problem.batch)
         return verify_sampled(*arguments, params, **{**streams, **options})._asdict()
 
     def part(place: Place, shards: VocabShards) -> Results:
         (logits, drafts, trees), options = problem.place(place)
-        params, streams = SamplingParams(**place.put(law)), _streams(place, problem.batch)
+        params, streams = SamplingParams(**place.put(sampling)), _streams(place, problem.batch)
         return distributed.verify_sampled(
             shards.own(logits), drafts, trees, params, shards=shards, **_own(options, shards), **streams
         )._asdict()  # fmt: skip
@@ -197,9 +205,9 @@ def _sampled(name: str, problem: Problem, law: Law, sizes: list[int]) -> Case:
 
 
 def _rejection(
-    name: str, problem: Problem, law: Law, draft_law: str, sizes: list[int], *, coins: bool = False
+    name: str, problem: Problem, sampling: Sampling, draft_law: str, sizes: list[int], *, coins: bool = False
 ) -> Case:  # fmt: skip
-    """coins: given ones, else the op's own."""
+    """coins: whether coins are given; else the op draws its own."""
     rows = problem.logits.shape[0]
     near = (problem.logits.float() + torch.randn(problem.logits.shape, generator=seeded(5))).softmax(-1)
     order = torch.randperm(rows, generator=seeded(6))
@@ -213,12 +221,12 @@ def _rejection(
 
     def whole(place: Place) -> Results:
         arguments, options = problem.place(place)
-        params = SamplingParams(**place.put(law))
+        params = SamplingParams(**place.put(sampling))
         return verify_rejection(*arguments, params, **{**given(place), **options})._asdict()
 
     def part(place: Place, shards: VocabShards) -> Results:
         (logits, drafts, trees), options = problem.place(place)
-        params = SamplingParams(**place.put(law))
+        params = SamplingParams(**place.put(sampling))
         return distributed.verify_rejection(
             shards.own(logits), drafts, trees, params, shards=shards, **{**_own(options, shards), **given(place)}
         )._asdict()  # fmt: skip
@@ -228,13 +236,13 @@ def _rejection(
 
 
 def _sample(name: str, vocab: int, dtype: torch.dtype, sizes: list[int]) -> Case:
-    rows, law = hostile_rows(vocab, dtype), LAWS["all filters"]
+    rows, sampling = hostile_rows(vocab, dtype), SAMPLINGS["all filters"]
 
     def whole(place: Place) -> Results:
-        return {"tokens": sample(place.put(rows), SamplingParams(**law), **_streams(place, 12))}
+        return {"tokens": sample(place.put(rows), SamplingParams(**sampling), **_streams(place, 12))}
 
     def part(place: Place, shards: VocabShards) -> Results:
         logits = shards.own(place.put(rows))
-        return {"tokens": distributed.sample(logits, SamplingParams(**law), shards=shards, **_streams(place, 12))}
+        return {"tokens": distributed.sample(logits, SamplingParams(**sampling), shards=shards, **_streams(place, 12))}
 
     return _case(f"shards/sample/{name}", ("step_shards",), sizes, whole, part)

@@ -16,8 +16,8 @@ from pagedtree.check import loops
 from pagedtree.check.case import Case, Place, Results
 from pagedtree.check.cases.inputs import DTYPES, as_words, int32, int64, offsets, random_tree, seeded, words64
 
-Law = dict[str, Any]
-LAWS: dict[str, Law] = {
+Sampling = dict[str, Any]
+SAMPLINGS: dict[str, Sampling] = {
     "plain": {},
     "greedy": {"temperature": 0.0},
     "cool": {"temperature": 0.6},
@@ -36,17 +36,19 @@ MALFORMED, BAD_ROW = 1, 2
 
 def cases() -> Iterator[Case]:
     for dtype, vocab in [("fp32", 1), ("fp16", 6), ("bf16", 129), ("fp32", 1000), ("fp16", 4001), ("bf16", 33_001)]:
-        yield _sample(f"{dtype}/V {vocab}", hostile_rows(vocab, DTYPES[dtype]), LAWS if vocab < 4000 else FEW_LAWS)
-    yield _sample("no row", torch.zeros(0, 50), FEW_LAWS)
-    yield _sample("parameters a row", hostile_rows(200, torch.bfloat16), {"tensors": tensors_of(12)})
+        yield _sample(
+            f"{dtype}/V {vocab}", hostile_rows(vocab, DTYPES[dtype]), SAMPLINGS if vocab < 4000 else FEW_SAMPLINGS
+        )
+    yield _sample("no row", torch.zeros(0, 50), FEW_SAMPLINGS)
+    yield _sample("parameters per row", hostile_rows(200, torch.bfloat16), {"tensors": tensors_of(12)})
     yield from map(_greedy, problems())
     for problem in problems():
-        for law in ("plain", "all filters"):
-            yield _sampled(f"{problem.name}/{law}", problem, LAWS[law])
-    yield _sampled("parameters a sequence", forest("", 4), tensors_of(4))
+        for sampling in ("plain", "all filters"):
+            yield _sampled(f"{problem.name}/{sampling}", problem, SAMPLINGS[sampling])
+    yield _sampled("parameters per sequence", forest("", 4), tensors_of(4))
 
 
-FEW_LAWS = {name: LAWS[name] for name in ("plain", "all filters", "all filters, joint")}
+FEW_SAMPLINGS = {name: SAMPLINGS[name] for name in ("plain", "all filters", "all filters, joint")}
 
 
 def hostile_rows(vocab: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -62,8 +64,8 @@ def hostile_rows(vocab: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return logits.to(dtype)[:, :vocab]
 
 
-def tensors_of(batch: int) -> Law:
-    """Every parameter another one for each sequence; NaN and what is out of range among them."""
+def tensors_of(batch: int) -> Sampling:
+    """Parameters that differ for each sequence; some are NaN or out of range."""
     pick = torch.arange(batch)
     return {
         "temperature": torch.tensor([0.7, 0.0, math.nan, 1.0])[pick % 4],
@@ -73,33 +75,40 @@ def tensors_of(batch: int) -> Law:
     }
 
 
-def law_of(law: Law, b: int) -> Law:
-    """The parameters of sequence b, as numbers; NaN is off."""
+def sampling_of(sampling: Sampling, b: int) -> Sampling:
+    """The parameters of sequence b, as numbers; NaN turns a parameter off."""
     off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    numbers = {name: value[b].item() if isinstance(value, Tensor) else value for name, value in law.items()}
+    numbers = {name: value[b].item() if isinstance(value, Tensor) else value for name, value in sampling.items()}
     return {name: off[name] if value != value else value for name, value in numbers.items()}
 
 
-def token_of(row: np.ndarray, law: Law, seed: int, position: int) -> int:
-    p = reference.law(row, **law)
-    if law.get("temperature") == 0:
+def token_of(row: np.ndarray, sampling: Sampling, seed: int, position: int) -> int:
+    p = reference.distribution(row, **sampling)
+    if sampling.get("temperature") == 0:
         return int(p.argmax())
     return reference.sample_row(p, seed, position)[0]
 
 
-def _sample(name: str, logits: Tensor, laws: dict[str, Law]) -> Case:
+def _sample(name: str, logits: Tensor, samplings: dict[str, Sampling]) -> Case:
     rows = logits.shape[0]
     seeds, positions = words64(rows), words64(rows, 1)
 
     def run(place: Place) -> Results:
         given, streams = place.put(logits), place.put({"seeds": seeds, "positions": positions})
-        return {key: sample(given, SamplingParams(**place.put(law)), **streams) for key, law in laws.items()}
+        return {
+            key: sample(given, SamplingParams(**place.put(sampling)), **streams) for key, sampling in samplings.items()
+        }
 
     def by_loops() -> Results:
         clean = [reference.clean_logits(row) for row in logits]
         return {
-            key: int64([token_of(row, law_of(law, i), int(seeds[i]), int(positions[i])) for i, row in enumerate(clean)])
-            for key, law in laws.items()
+            key: int64(
+                [
+                    token_of(row, sampling_of(sampling, i), int(seeds[i]), int(positions[i]))
+                    for i, row in enumerate(clean)
+                ]
+            )
+            for key, sampling in samplings.items()
         }
 
     return Case(f"sample/{name}", ("sample",), run, by_loops)
@@ -113,7 +122,7 @@ class Problem:
     """A batch of trees with logits and drafts, all on the CPU.
 
     Attributes:
-        parents: of each tree, malformed ones among them.
+        parents: those of each tree; some trees are malformed.
         logits: [N, V], N counting padding rows.
         drafts: int64 [N].
         allowed: bool [N, V] or None; packed: hand it in as words.
@@ -149,7 +158,7 @@ class Problem:
         return (place.put(self.logits), place.put(self.drafts), trees), given
 
     def tree(self, b: int) -> Tree:
-        """One tree of it as plain loops want it: unreachable nodes hang nowhere, drafts are ids of the target."""
+        """One of its trees as plain loops take it: unreachable nodes have no parent, drafts are ids of the target."""
         begin = sum(map(len, self.parents[:b]))
         linked = loops.link(self.parents[b], self.max_nodes, self.max_depth)
         vocab = self.logits.shape[1]
@@ -264,7 +273,7 @@ def problems() -> Iterator[Problem]:
 
 
 def with_draft_vocabulary(problem: Problem) -> Problem:
-    """The same drafts, by ids of a smaller vocabulary; those that it lacks by an id outside it."""
+    """The same drafts as ids of a smaller vocabulary; drafts that it lacks get an id outside it."""
     vocab = problem.logits.shape[1]
     to_target = torch.randperm(vocab, generator=seeded(8))[: vocab * 2 // 3]
     ids = {int(x): i for i, x in enumerate(to_target)}
@@ -279,7 +288,7 @@ def _greedy(problem: Problem) -> Case:
 
     def decide(b: int, tree: Tree) -> tuple[list[int], list[int]]:
         return reference.walk(
-            tree.parents, tree.drafts, lambda node, _: token_of(tree.rows[node], LAWS["greedy"], 0, 0)
+            tree.parents, tree.drafts, lambda node, _: token_of(tree.rows[node], SAMPLINGS["greedy"], 0, 0)
         )  # fmt: skip
 
     return Case(
@@ -287,17 +296,17 @@ def _greedy(problem: Problem) -> Case:
     )  # fmt: skip
 
 
-def _sampled(name: str, problem: Problem, law: Law) -> Case:
+def _sampled(name: str, problem: Problem, sampling: Sampling) -> Case:
     seeds, positions = words64(problem.batch), words64(problem.batch, 1) >> 2
 
     def run(place: Place) -> Results:
         arguments, options = problem.place(place)
         options |= place.put({"seeds": seeds, "positions": positions})
-        params = SamplingParams(**place.put(law))
+        params = SamplingParams(**place.put(sampling))
         return verdict_results(verify_sampled(*arguments, params, **options))
 
     def decide(b: int, tree: Tree) -> tuple[list[int], list[int]]:
-        numbers, seed, position = law_of(law, b), int(seeds[b]), int(positions[b])
+        numbers, seed, position = sampling_of(sampling, b), int(seeds[b]), int(positions[b])
         return reference.walk(
             tree.parents, tree.drafts, lambda node, depth: token_of(tree.rows[node], numbers, seed, position + depth)
         )

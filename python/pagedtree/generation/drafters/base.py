@@ -1,4 +1,4 @@
-"""Drafters: who guesses the next tokens. The law of the output never depends on them, only speed does."""
+"""Drafters: who guesses the next tokens. The distribution of the output never depends on them, only speed does."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ class Drafter:
 
     Attributes:
         max_nodes: the most nodes of a tree, the root included: so many slots are reserved before a drafter is asked.
-            0 = not known before the proposals, which a drafter with state must not leave it at.
-        max_depth: the most levels below the root, which `use_tree` is not asked to pass; 0 = max_nodes - 1.
+            0 = not known before the proposals; a drafter with state must set it.
+        max_depth: the most levels below the root; `use_tree` is never asked for more. 0 = max_nodes - 1.
         needs_hidden: whether `observe` wants the target's hidden states.
-        draft_law: how the children of a node are chosen, see `pagedtree.verify_rejection`: "onehot" (without chance of
-            their own), or "iid" or "swor", whose proposals have draft_probs. "coupled": by the noise with which rule
+        draft_law: how the children of a node are chosen, see `pagedtree.verify_rejection`: "onehot" (chosen without
+            chance), or "iid" or "swor", whose proposals have draft_probs. "coupled": by the noise with which rule
             "sampled" samples the target.
         is_chain: whether no node of any tree has two children.
-        is_capturable: whether a captured step (`generate(cuda_graph=True)`) can have its work in it. Each class says
-            that of itself; it is not inherited, as what a subclass adds may need the host.
+        is_capturable: whether a captured step (`generate(cuda_graph=True)`) can have its work in it. Each class says so
+            for itself; it is not inherited, because what a subclass adds may need the host.
     """
 
     max_nodes: int = 1
@@ -78,10 +78,10 @@ class Drafter:
     draft_law: str = "onehot"
     is_chain: bool = False
     is_capturable: bool = False
-    tuner: tuple[weakref.ref[Any], TreeTuner] | None = None  # of `generate(tree="auto")`, and for which model
+    tuner: tuple[weakref.ref[Any], TreeTuner] | None = None  # what `generate(tree="auto")` learnt, and with which model
 
     def prepare(self, sequences: list[GeneratedSequence]) -> None:
-        """What a call of `generate` is to run, before `begin`; raises ValueError for what this drafter cannot serve."""
+        """Called before `begin` with the sequences of a call; raises ValueError for what this drafter cannot serve."""
 
     def begin(self, page_size: int, sampling: Sampling) -> None:
         """A call of `generate` starts: nothing is known about any sequence. sampling: how it chooses tokens."""
@@ -95,7 +95,7 @@ class Drafter:
         """
 
     def start(self, tokens: Tensor, lengths: Tensor) -> None:
-        """What `propose` will be called with, while the target still has something to do."""
+        """Called with what `propose` will get, while the target is still at work."""
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
@@ -104,8 +104,9 @@ class Drafter:
 
         tokens: int64 [B, capacity], prompt and generated tokens. lengths: int32 [B], how many of them are known.
         Returns draft_tokens [N], a TreeBatch of B trees, each with at least its root, whose token is
-        tokens[b, lengths[b] - 1] (the root's draft token is ignored), and the laws they were drawn from, [N, V], or
-        None. A `pagedtree.Draft` is a proposal, too; its draft_rows then name the row of draft_probs for each node.
+        tokens[b, lengths[b] - 1] (the root's draft token is ignored), and the distributions they were drawn from, [N,
+        V], or None. A `pagedtree.Draft` is a proposal, too; its draft_rows then name the row of draft_probs for each
+        node.
 
         active, rows: given in a captured step alone, where everything stays on the device. active: bool [B], False for
         an idle row, whose tree may have no nodes. rows: int64 [B], the sequences' index, and the number of all
@@ -125,10 +126,10 @@ class Drafter:
         """
 
     def use_tree(self, tree: DraftTree) -> None:
-        """Proposals shall not go beyond this tree from now on, where that makes them cheaper; max_nodes stays."""
+        """From now on proposals shall stay within this tree, where that makes them cheaper; max_nodes stays."""
 
     def unread(self, sequences: list[GeneratedSequence]) -> int:
-        """Known tokens that a model of this drafter has to read before the next proposal, besides the newest ones."""
+        """How many known tokens, besides the newest, this drafter's model has to read before the next proposal."""
         return 0
 
     def capture(self, model: PackedModel, sequences: list[GeneratedSequence], batch_size: int) -> None:
@@ -137,10 +138,10 @@ class Drafter:
         """
 
     def advance(self, sequences: list[GeneratedSequence]) -> None:
-        """The sequences have got the tokens of a captured step."""
+        """Tells that the sequences have got the tokens of a captured step."""
 
     def forget(self, sequence: GeneratedSequence) -> None:
-        """The sequence is finished, or evicted: it may come back and be read again from its start."""
+        """Tells that the sequence is finished, or evicted: then it may come back and be read again from its start."""
 
 
 class _Stateless(Drafter):
@@ -168,13 +169,13 @@ def roots_only(batch_size: int, device: torch.device) -> Draft:
     return Draft(torch.full((batch_size,), -1, dtype=torch.int64, device=device), _roots(batch_size, device))
 
 
-@lru_cache(maxsize=256)  # to make them took 5 % of a step of a small model
+@lru_cache(maxsize=256)  # making them anew took 5 % of a small model's step
 def _roots(batch_size: int, device: torch.device) -> TreeBatch:
     return TreeBatch.from_trees([DraftTree.chain(0)] * batch_size, device=device)
 
 
 class NoDrafter(Drafter):
-    """No drafts: one token a step."""
+    """No drafts: one token per step."""
 
     is_chain = True
     is_capturable = True

@@ -106,8 +106,8 @@ class MedusaDrafter(Drafter):
         self.heads, self.tree, self._tree = heads, tree, tree
         self.max_nodes, self.max_depth = tree.num_nodes, tree.max_depth
         self.is_chain = tree.num_nodes == tree.max_depth + 1
-        self._hidden: Tensor | None = None  # of each sequence, by its index; the last row is that of idle rows
-        self._known: set[int] = set()  # sequences that have a state
+        self._hidden: Tensor | None = None  # one row for each sequence's index; idle rows use the last one
+        self._known: set[int] = set()  # the sequences that have a state
         self._selected: list[GeneratedSequence] = []
 
     def begin(self, page_size: int, sampling: Sampling) -> None:
@@ -155,7 +155,7 @@ class MedusaDrafter(Drafter):
         self._known.discard(sequence.index)
 
     def _make_room(self, num_rows: int, like: Tensor) -> None:
-        """At least so many rows of states in the form of `like` [*, H]."""
+        """Makes at least this many rows of states, in the form of `like` [*, H]."""
         if self._hidden is None:
             self._hidden = like.new_zeros((num_rows, like.shape[1]))
         elif self._hidden.shape[0] < num_rows:

@@ -46,9 +46,9 @@ class ModelDrafter(Drafter):
     """A draft model of the target's tokenizer grows a tree of at most `num_nodes` nodes and `depth` levels.
 
     Each step runs the draft model `depth` times: over what it has not read yet, then over some nodes of each level but
-    the last. What it read of the accepted path stays in its cache. Its pages are its own and do not count in
-    `num_pages` of `generate`, which bounds them all the same: only sequences that run hold any, for their tokens and
-    the nodes read. The pool doubles when it is full.
+    the last. What it read of the accepted path stays in its cache. It has pages of its own, which do not count in
+    `num_pages` of `generate`. That number limits them all the same: only running sequences hold pages, for their tokens
+    and the nodes read. The pool doubles when it is full.
 
     Token ids mean the same to both models, but one may pad its vocabulary further than the other (Qwen2.5 has 151936 or
     152064 rows): what the target lacks is never drafted, and has probability 0. Sizes that differ by more than 1024 are
@@ -60,12 +60,13 @@ class ModelDrafter(Drafter):
             under the same conditions as the target, on the same device.
         law: how the children of a node are chosen (`pagedtree.expand_tree`).
             "topk": the likeliest ones; the tree takes shape by their scores (EAGLE-2). Any rule but "traversal".
-            "iid", "swor": drawn from the draft model's law under the sampling parameters of `generate`, independently
-                or without replacement. The rules that weigh probabilities accept most of these.
+            "iid", "swor": drawn from what the draft model gives under the sampling parameters of `generate`,
+                independently or without replacement. The rules that weigh probabilities accept most of these.
             "coupled": as "swor", but by the noise with which rule "sampled" samples the target, for that rule only.
         num_nodes: nodes of the tree, the root included.
         depth, width: levels, and children of a node; width 1 gives a chain. Under "topk" the best `width` nodes of a
-            level have children, else the root has `width` and every other node one: as many chains.
+            level have children. Under the other laws the root has `width` children and every other node has one, which
+            gives `width` chains.
         branching: in place of depth and width, not under "topk": children of each node, level by level, of which
             `num_nodes` keeps the first ones.
         max_batch_tokens: prompts are read in chunks, so that a pass has about this many tokens.
@@ -111,7 +112,7 @@ class ModelDrafter(Drafter):
         self.max_kv_nodes = 1 + sum(self.num_frontier)
         self.max_depth = len(self.num_children)
         self._context, self._attends = ExitStack(), False
-        self._is_long: bool | None = None  # what `prepare` found; None without it, as in vLLM
+        self._is_long: bool | None = None  # found by `prepare`; None where nobody calls it, as in vLLM
         self._reset(page_size=1)
 
     def _reset(self, page_size: int) -> None:
@@ -120,7 +121,7 @@ class ModelDrafter(Drafter):
         self._cached: dict[int, int] = {}  # tokens from the start that the cache holds for certain
         self._selected: list[GeneratedSequence] = []
         self._draft: Draft | None = None
-        self._tables: dict[int, Mirror] = {}  # of captured steps, by their batch sizes
+        self._tables: dict[int, Mirror] = {}  # page tables of captured steps, by batch size
         self._limits = (self.max_nodes, self.max_depth)
 
     def pack(self, model: Any) -> PackedModel:
@@ -148,13 +149,13 @@ class ModelDrafter(Drafter):
         self._reset(page_size=1)
 
     def _attend(self) -> None:
-        """The draft model uses our attention. Not from `begin`: a short prompt's first token would come 1 % later."""
+        """Gives the draft model our attention. In `begin` this would delay a short prompt's first token by 1 %."""
         if not self._attends:
             self._context.enter_context(self.packed.use(self._is_long))
             self._attends = True
 
     def capture(self, model: PackedModel, sequences: list[GeneratedSequence], batch_size: int) -> None:
-        """The pool holds all sequences from here on: it cannot grow under a graph."""
+        """Makes the pool hold all sequences from here on: it cannot grow under a graph."""
         self._attend()
         pages = [self.cache.pages_for(sequence.max_length + self.max_kv_nodes) for sequence in sequences]
         if self.cache.num_pages < sum(pages):
@@ -193,7 +194,7 @@ class ModelDrafter(Drafter):
         sampling: Sampling,
         active: Tensor | None = None,
     ) -> Draft:
-        """Trees under `roots`, at which the draft model's logits are; on the device alone."""
+        """Trees under `roots`, where the draft model's logits are known; runs on the device alone."""
         state = start_draft(roots, max_kv_nodes=self.max_kv_nodes, active=active)
         noise: dict[str, Any] = {}
         if self.law != "topk":
@@ -203,8 +204,8 @@ class ModelDrafter(Drafter):
         num_nodes, depth = self._limits
         frontiers = [*self.num_frontier[: depth - 1], 0]
         for num_children, num_frontier in zip(self.num_children[:depth], frontiers, strict=True):
-            logits = logits[:, :vocab_size]  # without tokens that the target lacks
-            if self.law != "iid":  # the others draft no token twice
+            logits = logits[:, :vocab_size]  # the target lacks the other tokens
+            if self.law != "iid":  # the other laws draft no token twice
                 num_children = min(num_children, vocab_size)
             num_frontier = min(num_frontier, state.num_frontier * num_children)
             state = expand_tree(
@@ -213,13 +214,13 @@ class ModelDrafter(Drafter):
             if num_frontier:
                 logits = self._read_level(state, table, start)
         draft = rerank_tree(state, num_nodes, active=active)
-        if draft.draft_probs is not None:  # 0 for tokens that the draft model lacks
+        if draft.draft_probs is not None:  # the draft model gives 0 to tokens that it lacks
             missing = vocab_size - draft.draft_probs.shape[-1]
             draft = draft._replace(draft_probs=F.pad(draft.draft_probs, (0, missing)) if missing else draft.draft_probs)
         return draft
 
     def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
-        """Moves what was read of the accepted paths to its place."""
+        """Moves what the draft model read of the accepted paths to its place."""
         if rows is not None:
             self._compact(self._tables[rows.shape[0]].tensor, result.start, result.commit)
             return
@@ -244,9 +245,9 @@ class ModelDrafter(Drafter):
         compact_kv(self.cache.tensors(), table, start, committed.draft_accept_index, committed.draft_num_accepted)
 
     def advance(self, sequences: list[GeneratedSequence]) -> None:
-        """The rows of the accepted paths are in place; the pages behind them are free."""
+        """Takes in that the rows of the accepted paths are in place: the pages behind them are given back."""
         for sequence in sequences:
-            # The last accepted token may not have been read. To read it anyway costs less than to ask the device.
+            # The last accepted token may not have been read. Reading it again costs less than asking the device.
             self._cached[sequence.index] = len(sequence.tokens) - 2
             self.cache.trim(sequence.index, len(sequence.tokens) - 1)
 
@@ -256,7 +257,7 @@ class ModelDrafter(Drafter):
         self._cached.pop(sequence.index, None)
 
     def _read(self, sequences: list[GeneratedSequence]) -> Tensor:
-        """Reads all tokens that the cache lacks; logits [B, V] at the last ones."""
+        """Reads all tokens that the cache lacks; returns logits [B, V] at the last ones."""
         self._attend()
         logits: dict[int, Tensor] = {}
         while len(logits) < len(sequences):
@@ -274,7 +275,7 @@ class ModelDrafter(Drafter):
         return torch.stack([logits[sequence.index] for sequence in sequences])
 
     def _enter(self, sequence: GeneratedSequence) -> bool:
-        """Makes the sequence known, with the pages of another outcome of its prompt; False while that one is read."""
+        """Makes the sequence known, with pages shared by another outcome of its prompt; False while that is read."""
         if sequence.index in self._known:
             return True
         siblings = [index for index, other in self._known.items() if other.group == sequence.group]
@@ -288,7 +289,7 @@ class ModelDrafter(Drafter):
         return True
 
     def _read_chunks(self, chunks: list[tuple[GeneratedSequence, int]]) -> tuple[list[GeneratedSequence], Tensor]:
-        """One causal pass over the next tokens of each; those that are read completely, and their last logits."""
+        """One causal pass over the next tokens of each; returns which are read to their end, and their logits."""
         tokens: list[int] = []
         positions: list[int] = []
         offsets, ends = [0], []
@@ -319,8 +320,8 @@ class ModelDrafter(Drafter):
         return complete, logits
 
     def _read_last_two(self, tokens: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
-        """Reads the root of each row and the token before it, which may be in the cache or not, on the device alone;
-        logits [B, V] at the roots.
+        """Reads the root of each row and the token before it, which may be in the cache or not; returns logits [B, V]
+        at the roots. Runs on the device alone.
         """
         num_rows = lengths.shape[0]
         positions = (lengths - 1).long()[:, None] + torch.arange(-1, 1, device=lengths.device)
@@ -332,7 +333,7 @@ class ModelDrafter(Drafter):
         return logits[1::2]
 
     def _read_level(self, state: DraftState, table: Tensor, start: Tensor) -> Tensor:
-        """One pass over the frontiers, logits [B * F, V]."""
+        """One pass over the frontiers; returns logits [B * F, V]."""
         positions = state.level_positions(start)
         seq_lens = start + state.level_tree_lens
         slots = slot_mapping(table, seq_lens, state.cu_seqlens_q, self.cache.page_size, total_q=positions.shape[0])
@@ -343,7 +344,7 @@ class ModelDrafter(Drafter):
         return self.packed.run(state.level_tokens, positions, step)[0]
 
     def _reserve_trees(self, sequences: list[GeneratedSequence]) -> list[list[int]]:
-        """The pages of each, with room for a tree."""
+        """The page table of these sequences, with room for a tree."""
         for sequence in sequences:
             self._reserve(sequence, sequence.root + self.max_kv_nodes)
         return [self.cache.pages(sequence.index) for sequence in sequences]

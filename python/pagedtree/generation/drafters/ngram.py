@@ -22,7 +22,7 @@ class NgramDrafter(Drafter):
         max_depth: tokens of the longest guess, by default all of the nodes for a chain, else half of them.
         max_branches: continuations merged into a tree; 1 gives a chain.
         min_ngram, max_ngram: lengths of the n-grams that are looked for; what follows a longer one comes first.
-        remember: also look in what the target predicted at rejected nodes of that many earlier steps.
+        remember: also look in what the target predicted at the rejected nodes of this many earlier steps.
     """
 
     is_capturable = True
@@ -105,7 +105,7 @@ class NgramDrafter(Drafter):
         self._rejected.pop(sequence.index, None)
 
     def _extra(self, tokens: Tensor) -> Tensor:
-        """The rejected predictions of the selected sequences, -1 in front of what they have."""
+        """The rejected predictions of the selected sequences, with -1 in front where there are fewer."""
         texts = [self._rejected.get(sequence.index, tokens[0, :0]) for sequence in self._selected]
         width = max(text.shape[0] for text in texts)
         return torch.stack([F.pad(text, (width - text.shape[0], 0), value=-1) for text in texts])

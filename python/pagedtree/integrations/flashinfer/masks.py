@@ -1,4 +1,4 @@
-"""FlashInfer's custom masks: a bit for each (query, key) of a sequence, keys of the prefix included.
+"""FlashInfer's custom masks: one bit for each (query, key) of a sequence, keys of the prefix included.
 
 A mask of booleans is flat: sequence after sequence, row after row, queries x keys. A packed one holds the same bits in
 bytes, the lowest bit first (packbits, bitorder "little"), each sequence from byte mask_indptr[b] on.
@@ -52,7 +52,7 @@ def import_packed_custom_mask(
     seq_lens: Tensor,
     tree_lens: Tensor | None = None,
 ) -> Tensor:
-    """As `import_custom_mask`, of a packed mask, uint8; mask_indptr int [B + 1], default sequences without gaps."""
+    """As `import_custom_mask`, from a packed mask, uint8. mask_indptr: int [B + 1], default sequences without gaps."""
     if packed_custom_mask.dtype != torch.uint8 or packed_custom_mask.dim() != 1:
         got = f"{packed_custom_mask.dtype} {[*packed_custom_mask.shape]}"
         raise ValueError(f"packed_custom_mask: expected uint8 in one dimension, got {got}")

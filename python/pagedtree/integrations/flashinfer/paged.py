@@ -26,7 +26,7 @@ HINTS = {
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
-    """FlashInfer's wrapper of this name: plan() once a step, run() in each layer.
+    """FlashInfer's wrapper of this name: plan() once per step, run() in each layer.
 
     plan() reads lengths on the host, as FlashInfer's does. Masks must be tree masks (`import_custom_mask`). What is not
     supported is refused by name.
@@ -62,7 +62,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         for name, value in options.items():
             if name not in HINTS and (isinstance(value, Tensor) or value):
                 raise NotImplementedError(f"{name}: expected none, got {type(value).__name__}")
-        device = paged_kv_indices.device  # the others may be on the host
+        device = paged_kv_indices.device  # the other tensors may be on the host
         expect_dims("[B + 1]", paged_kv_indptr=paged_kv_indptr)
         expect_dims("[pages]", paged_kv_indices=paged_kv_indices)
         if qo_indptr.shape != paged_kv_indptr.shape:

@@ -75,9 +75,9 @@ def append_paged_kv_cache(
     """Writes row i of append_key and append_value [n, heads, dim] at positions[i] of sequence batch_indices[i].
 
     Args:
-        append_key, append_value: of the cache's dtype or, for an fp8 cache, to be converted; see `append_kv`.
-        batch_indices, positions: int [n]. A row of no sequence, or at a position outside the sequence's pages, is
-            skipped.
+        append_key, append_value: rows of the cache's dtype or, for an fp8 cache, rows to be converted; see `append_kv`.
+        batch_indices, positions: int [n]. A row that belongs to no sequence, or at a position outside the sequence's
+            pages, is skipped.
         paged_kv_cache: written, see `cache_views`.
         kv_indices, kv_indptr: the sequences' pages, see `page_table`; kv_last_page_len is not needed.
 

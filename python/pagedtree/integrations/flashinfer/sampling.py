@@ -26,17 +26,17 @@ def chain_speculative_sampling(
     """Rejection sampling along chains of n drafts (`pagedtree.verify_rejection`, draft_law "iid").
 
     Args:
-        draft_probs: float [b, n, V], the laws the drafts were drawn from; draft_token_ids: int [b, n]; target_probs:
-            float [b, n + 1, V]. An id outside 0..V-1 ends the chain.
+        draft_probs: float [b, n, V], the distributions the drafts were drawn from; draft_token_ids: int [b, n];
+            target_probs: float [b, n + 1, V]. An id outside 0..V-1 ends the chain.
         maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num: int [b], to which the counts are added.
         deterministic: no effect, results always repeat bit by bit.
-        generator: of the coins; default torch's own.
+        generator: draws the coins; default torch's own.
         seed, offset: ints, together instead of a generator. Tensors are refused: `verify_rejection` takes a seed and a
             position for each sequence, and its result depends on nothing else.
 
     Returns (output_token_ids int32 [b, n + 1], accepted, emitted): the drafts up to the first that is rejected, then
-    one token of the target, then -1; accepted counts the drafts that would be accepted each by itself, emitted those
-    that are in the output. The two are the tensors that were passed, if any, else int32 [b].
+    one token of the target, then -1; accepted counts the drafts that would be accepted if each were judged by itself,
+    emitted those that are in the output. The two are the tensors that were passed, if any, else int32 [b].
 
     Makes one temporary of target_probs' size. Raises ValueError for wrong shapes.
     """

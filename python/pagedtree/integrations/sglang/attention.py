@@ -108,7 +108,7 @@ class PagedTreeBackend(AttentionBackend):
             slots = forward_batch.out_cache_loc.long()
             k, v = (x.view(-1, kv_heads, head_dim)[: slots.shape[0]] for x in (k, v))
             append_kv(k, v, k_cache, v_cache, slots, **scales)
-        if step.plan is None:  # of the first layer's heads; for others it is only less balanced
+        if step.plan is None:  # made for the first layer's heads; layers with other heads are only less balanced
             step.plan = attention_plan(
                 step.seq_lens,
                 step.cu_seqlens_q,
@@ -129,7 +129,7 @@ class PagedTreeBackend(AttentionBackend):
             max_seqlen_q=step.max_seqlen_q,
             scale=layer.scaling,
             softcap=layer.logit_cap,
-            window=layer.sliding_window_size + 1,  # SGLang's counts the keys behind the query's own
+            window=layer.sliding_window_size + 1,  # SGLang counts the keys behind the query's own
             sinks=None if sinks is None else sinks.float(),
             plan=step.plan,
             **scales,

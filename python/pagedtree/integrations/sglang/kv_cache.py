@@ -13,7 +13,7 @@ from pagedtree.integrations.indices import as_int32
 
 __all__ = ["move_kv_cache"]
 
-MOVES = 1023  # of one path of `compact_kv`
+MOVES = 1023  # the most in one path of `compact_kv`
 
 
 @checked()
@@ -21,7 +21,7 @@ def move_kv_cache(k_buffer: Sequence[Tensor], v_buffer: Sequence[Tensor], tgt_lo
     """Copies the rows of slots src_loc to slots tgt_loc, in all layers at once.
 
     Args:
-        k_buffer, v_buffer: one tensor [slots, ...] a layer, any dtype and strides, written.
+        k_buffer, v_buffer: one tensor [slots, ...] per layer, any dtype and strides, written.
         tgt_loc, src_loc: int32 or int64 [n], slots. A pair with an end outside the pool is skipped.
 
     All rows of 1023 pairs are read before one is written, so they may overlap in any way; more pairs are moved group

@@ -14,9 +14,9 @@ __all__ = ["TreeMaskMode", "tree_mask_words", "write_mask"]
 
 
 class TreeMaskMode(IntEnum):
-    """How a tree mask of N nodes a sequence lies in its buffer; the sequences follow each other.
+    """How a tree mask of N nodes per sequence lies in its buffer; the sequences follow each other.
 
-    FULL_MASK: a byte for each (node, position), N rows of seq_len + N; QLEN_ONLY: a byte for each (node, node);
+    FULL_MASK: one byte for each (node, position), N rows of seq_len + N; QLEN_ONLY: one byte for each (node, node);
     QLEN_ONLY_BITPACKING: the bits of a row in 1, 2 or 4 bytes (N up to 8, 16, 32), the lowest first.
     """
 

@@ -103,12 +103,12 @@ def build_tree_kernel_efficient(
         at = up.gather(1, at)
     seen[:, :, 0] = True
     write_mask(tree_mask, seen[:, :, :n], verified_seq_len.long(), tree_mask_mode)
-    levels = torch.where((at > 0) & (at < n), depth, levels)  # in a circle
+    levels = torch.where((at > 0) & (at < n), depth, levels)  # parents may form a circle
     positions.copy_((verified_seq_len[:, None] + levels).flatten())
 
 
 def _selected_parents(parent_list: Tensor, selected_index: Tensor, topk: int) -> Tensor:
-    """int64 [bs, N]: the node that each node's draft continues; N: none, of the root and where it was not selected."""
+    """int64 [bs, N]: the node that each node's draft continues, or N at the root and where it was not selected."""
     group = selected_index.long() // topk
     known = torch.nn.functional.pad(parent_list.long(), (0, 1), value=-1)
     match = selected_index[:, None, :] == known.gather(1, group.clamp(0, known.shape[1] - 1))[:, :, None]
@@ -130,12 +130,12 @@ def trees_from_links(next_token: Tensor, next_sibling: Tensor, max_depth: int) -
     links = (torch.where((link > 0) & (link < n), link.long(), n) for link in (next_token, next_sibling))
     parent, elder = (none.scatter(1, link, nodes) for link in links)
     parent[:, n] = elder[:, n] = n
-    up = torch.where(parent < n, parent, elder)  # what comes before a node on its way from the root
+    up = torch.where(parent < n, parent, elder)  # the node before each node on the way from the root
     up[:, 0] = 0
     eldest = torch.where(parent < n, torch.arange(n + 1, device=nodes.device), elder)
     hops = torch.ones_like(up)
     hops[:, 0] = 0
-    for _ in range(n.bit_length()):  # each time twice as far; who does not arrive has made more than n
+    for _ in range(n.bit_length()):  # twice as far each time; a node that has not arrived after n moves is in a circle
         hops, up = hops + hops.gather(1, up), up.gather(1, up)
         eldest = eldest.gather(1, eldest)
     order = hops[:, :n].argsort(dim=1, stable=True)

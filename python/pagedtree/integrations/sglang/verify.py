@@ -78,9 +78,9 @@ def tree_speculative_sampling_target_only(
     """Samples along trees whose drafts were chosen without chance (`pagedtree.verify_rejection`, draft_law "onehot").
 
     Args:
-        uniform_samples: fp32 [bs, N] in [0, 1), a node's entry decides among its children.
+        uniform_samples: fp32 [bs, N] in [0, 1); the entry of a node decides among its children.
         uniform_samples_for_final_sampling: fp32 [bs] in [0, 1), for the token after the path.
-        target_probs: fp32 [bs, N, V], the target's law at each node; rows sum to 1.
+        target_probs: fp32 [bs, N, V], the target's distribution at each node; rows sum to 1.
         draft_probs: neither read nor written. (sgl_kernel wants zeros and uses them as scratch.)
         threshold_single: below 1, a child of at least this probability is accepted: not lossless.
         threshold_acc: below 1, divides the children's cumulative probability: not lossless.
@@ -113,12 +113,12 @@ def tree_speculative_sampling_target_only(
 
     drafts = candidates.gather(1, order)
     flat = order + torch.arange(bs, device=order.device)[:, None] * n
-    laws = target_probs.flatten(0, 1).index_select(0, flat.flatten()).float()
+    probs = target_probs.flatten(0, 1).index_select(0, flat.flatten()).float()
     coins = uniform_samples.gather(1, order)
-    coins = _deciding_coins(coins, laws, drafts, trees, threshold_single, max(threshold_acc, 1e-9))
+    coins = _deciding_coins(coins, probs, drafts, trees, threshold_single, max(threshold_acc, 1e-9))
     streams = torch.zeros(bs, dtype=torch.int64, device=order.device)  # not used: all coins are given
     verdict = verify_rejection(
-        laws.log_(),
+        probs.log_(),
         drafts.flatten(),
         trees,
         SamplingParams(),
@@ -131,24 +131,26 @@ def tree_speculative_sampling_target_only(
     _write(predicts, accept_index, accept_token_num, verdict, rows)
 
 
-def _deciding_coins(coins: Tensor, laws: Tensor, drafts: Tensor, trees: TreeBatch, single: float, acc: float) -> Tensor:
-    """Coins amid the interval of the child that the caller's coin and the thresholds choose, or behind all children's.
+def _deciding_coins(
+    coins: Tensor, probs: Tensor, drafts: Tensor, trees: TreeBatch, single: float, acc: float
+) -> Tensor:
+    """Coins in the middle of the interval of the child that the caller's coin and the thresholds choose, or behind all.
 
     The choice is made by sums of the very probabilities: `verify_rejection` sees exponentials of logarithms, whose
     rounding would decide where a coin lies on the boundary of two intervals.
     """
     bs, n = drafts.shape
-    vocab = laws.shape[1]
+    vocab = probs.shape[1]
     parents = trees.parents.view(bs, n).long().clamp(0, n - 1)
     rows = parents + torch.arange(bs, device=parents.device)[:, None] * n
-    p = laws[rows, drafts.clamp(0, vocab - 1)].double().nan_to_num(0)
+    p = probs[rows, drafts.clamp(0, vocab - 1)].double().nan_to_num(0)
     child = trees.depths.view(bs, n) > 0
     elder = (parents[:, :, None] == parents[:, None, :]).tril(-1) & child[:, None, :]
     repeated = (elder & (drafts[:, :, None] == drafts[:, None, :])).any(-1)
     p = torch.where(child & (drafts >= 0) & (drafts < vocab) & ~repeated, p, 0)
     before = (elder * p[:, None, :]).sum(-1)
     accepted = (p > 0) & ((coins.double().gather(1, parents) < (before + p) / acc) | (p >= single))
-    totals = laws.nansum(1).view(bs, n).double().clamp(min=1e-30)
+    totals = probs.nansum(1).view(bs, n).double().clamp(min=1e-30)
     amid = torch.where(accepted, (before + p / 2) / totals.gather(1, parents), 1)
     behind = (torch.zeros_like(p).scatter_add(1, parents, p) / totals + 1) / 2
     return behind.scatter_reduce(1, parents, amid, "amin").float().clamp(max=1 - 2**-24)

@@ -41,7 +41,7 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return packed.mask.of_layers(kwargs["mask_function"], kwargs.get("local_size"))
 
 
-# For a keyword that a model leaves out, which is not the same as None.
+# Stands for a keyword that a model leaves out, which is not the same as None.
 _LEFT_OUT: Any = object()
 
 
@@ -62,10 +62,10 @@ def attention_forward(
     """What transformers calls in each attention layer: query [B, Hq, T, D], key, value [B, Hkv, S, D] -> [B, T, Hq, D].
 
     softcap (Gemma 2), s_aux (the sinks of gpt-oss) and sliding_window come from the model; a sliding_window of None is
-    no window, one that is left out is the module's, or the cache's. attention_mask: None (causal, or everything visible
-    where the layer is not causal), bool [B, 1, T, >= S], or the same as zeros and very negative numbers; in a packed
-    pass the one that the pass gave out, which tells the window. Raises ValueError for what the op lacks: other head
-    sizes, dropout, training, attention weights as output, a position bias, and in packed passes any other mask.
+    no window; where it is left out, the module's or the cache's holds. attention_mask: None (causal, or everything
+    visible where the layer is not causal), bool [B, 1, T, >= S], or the same as zeros and very negative numbers; in a
+    packed pass the one that the pass gave out, which tells the window. Raises ValueError for what the op lacks: other
+    head sizes, dropout, training, attention weights as output, a position bias, and in packed passes any other mask.
     """
     _refuse_unsupported(module, query, value, dropout, kwargs)
     options = {

@@ -88,11 +88,11 @@ def _parser() -> argparse.ArgumentParser:
         "--stop", action="append", metavar="TEXT", help="ends the text where it occurs; may be repeated"
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (default)")
-    sampling = parser.add_argument_group("sampling", "of use with --temperature above 0 only")
+    sampling = parser.add_argument_group("sampling", "only with --temperature above 0")
     sampling.add_argument("--top-p", type=float, help="default 1 = off")
     sampling.add_argument("--top-k", type=int, help="default 0 = off")
-    sampling.add_argument("--seed", type=int, help="of the first outcome (default 0), the next has one more")
-    parser.add_argument("--page-size", type=int, default=16, help="tokens a page (default %(default)s)")
+    sampling.add_argument("--seed", type=int, help="seed of the first outcome (default 0); each next one adds 1")
+    parser.add_argument("--page-size", type=int, default=16, help="tokens per page (default %(default)s)")
     parser.add_argument("--num-pages", type=int, help="pages in the cache (default: enough)")
     parser.add_argument(
         "--device", default="cuda" if "cuda" in backends() else "cpu", help="default: cuda where it can run, else cpu"
@@ -135,7 +135,7 @@ def _drafter(model: Any, args: argparse.Namespace) -> Drafter | None:
 
 
 class _Printer:
-    """Prints one outcome as it comes; of several, each when all are there, and meanwhile how far they are."""
+    """Prints a single outcome as it comes. Several outcomes are printed at the end, and until then how far they are."""
 
     def __init__(self, tokenizer: Any, num_sequences: int, max_tokens: int) -> None:
         self.tokenizer = tokenizer
@@ -155,7 +155,7 @@ class _Printer:
             self.printed = text
 
     def _show_progress(self) -> None:
-        """A line for each tenth of the tokens that there may be."""
+        """Writes one line for each tenth of the tokens that there may be."""
         count = sum(map(len, self.tokens))
         if 10 * count // self.max_tokens > self.tenths:
             self.tenths = 10 * count // self.max_tokens

@@ -17,8 +17,8 @@ class LayerCache(NamedTuple):
 
     Attributes:
         group: the layer's place in read_index and write_index. kind: its place in what is kept for each layer type.
-        window: of the layer, 0 = none. pages: K and V [pages, page_size, Hkv, D]; None for a sliding window's ring
-            buffer, which is no pages in order.
+        window: the layer's window, 0 = none. pages: K and V [pages, page_size, Hkv, D]; None for a sliding window's
+            ring buffer, which is no pages in order.
     """
 
     group: int

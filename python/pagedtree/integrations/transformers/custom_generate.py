@@ -59,9 +59,9 @@ def tree_generate(
 
     Prompts, attention mask, lengths, EOS, padding and sampling are `model.generate`'s arguments and generation config;
     the keyword arguments here are `pagedtree.integrations.transformers.generate`'s, given to `model.generate`, too.
-    Greedy text is that of `model.generate` without custom_generate. Sampled text follows the same law, with other
-    draws: each row has a seed, drawn from torch's generator where `seeds` (one a returned row) is not given, so that
-    `torch.manual_seed` repeats it. on_stats: called with the `GenerationStats` at the end.
+    Greedy text is that of `model.generate` without custom_generate. Sampled text follows the same distribution, with
+    other draws: each row has a seed, drawn from torch's generator where `seeds` (one per returned row) is not given, so
+    that `torch.manual_seed` repeats it. on_stats: called with the `GenerationStats` at the end.
 
     Returns what `model.generate` does: int64 [B, length], or with return_dict_in_generate an output of `sequences`.
 
@@ -108,7 +108,7 @@ def _sampling_params(processors: Any, do_sample: bool) -> SamplingParams | None:
     if not do_sample:
         return None
     values = {name: getattr(processor, name) for name, processor in zip(names, processors, strict=True)}
-    # min_p keeps what it would keep of the unfiltered law, and so does top_p where there is no top_k.
+    # min_p keeps what it would keep of the unfiltered distribution, and so does top_p where there is no top_k.
     filter_order = "joint" if {"top_p", "min_p"} <= set(names) else "top_k_first"
     return SamplingParams(**values, filter_order=filter_order)
 

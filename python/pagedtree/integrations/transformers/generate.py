@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["generate"]
 
-# Reading a prefix once takes two more launches a layer. Measured on the CPU, that pays from about here on for single
+# Reading a prefix once takes two more launches per layer. Measured on the CPU, that pays from about here on for single
 # queries; for trees of 16 nodes, bound by arithmetic rather than by reading, it makes little difference.
 MIN_SHARED_TOKENS = 1024
 # Trees of a drafter that does not say how big they get.
@@ -62,12 +62,13 @@ def generate(
     callback: Callable[[int, list[int]], object] | None = None,
     on_step: Callable[[StepResult], None] | None = None,
 ) -> tuple[list[Tensor] | Tensor, GenerationStats]:
-    """Generates up to `max_new_tokens` tokens for each prompt; the law of the result does not depend on the drafter.
+    """Generates up to `max_new_tokens` tokens for each prompt; the drafter does not change the text's distribution.
 
     Greedy output is the model's own `generate(do_sample=False)`; under rule "sampled" it is, for each sequence, what
     `pagedtree.sample` draws with its seed, token by token. Both hold for any drafter, page size, batch and eviction,
     up to nearly tied logits (which in fp32 do not happen in practice). Under the other lossless rules the tokens follow
-    the same law; which ones come out depends on the seed, and also on the drafts and on when a sequence was evicted.
+    the same distribution; which ones come out depends on the seed, and also on the drafts and on when a sequence was
+    evicted.
 
     Args:
         model: a transformers causal language model in evaluation mode whose layers all use transformers' attention
@@ -76,11 +77,11 @@ def generate(
             tokenizer returned of these: a BatchEncoding or dict of input_ids and attention_mask.
         drafter: None (plain decoding), or an object with propose(tokens, lengths), see `drafters.Drafter`.
         max_new_tokens: at least 1; EOS ends a sequence earlier.
-        params: None = greedy; else how to sample. Tensor fields have one entry a prompt, or one a sequence.
-        seeds: one a sequence, int64 [B * n]; default 0, 1, 2, ...
-        page_size: tokens a page. num_pages: pages in the pool; default: enough for all sequences at once. With fewer,
+        params: None = greedy; else how to sample. Tensor fields have one entry per prompt, or one per sequence.
+        seeds: one per sequence, int64 [B * n]; default 0, 1, 2, ...
+        page_size: tokens per page. num_pages: pages in the pool; default: enough for all sequences at once. With fewer,
             sequences wait, and the youngest are evicted and read again later.
-        n: outcomes a prompt; they share the pages of the prompt, of which nothing is copied.
+        n: outcomes per prompt; they share the pages of the prompt, of which nothing is copied.
         attention_mask: [B, L], zero where `input_ids` is padding (at either side); only with a tensor. None: as in
             transformers, each pad_token_id in the tensor is padding, unless that token also ends sequences. In lists
             of prompts all tokens count.
@@ -97,19 +98,19 @@ def generate(
             "traversal": `verify_traversal`, for drafters of draft_law "iid" or "swor".
             "typical": `verify_typical` with its defaults; not lossless: likely drafts are favoured, nothing is random.
         tree: None: the drafter's own trees, in each step. "auto": the tree that `choose_tree` finds for what steps cost
-            and what was accepted so far, at most the drafter's own; none where drafts do not pay, nor while
-            they have lost 1 % of the time against plain decoding; a little more if they won before, or promise to.
-            What was learnt stays with the drafter.
+            and what was accepted so far, at most the drafter's own. There are no drafts where they do not pay, and none
+            while they have lost 1 % of the time against plain decoding, or a little more if they won before or promise
+            to win. What was learnt stays with the drafter.
         max_batch_tokens: longer prompts are read in chunks, so that a pass feeds the model about this many tokens.
         share_prefix: whether a pass reads the pages that several outcomes share once, for all of them, and joins
-            that with their own pages by `merge_states`. None: if at least 1024 tokens need not be read then. Layers
+            that with their own pages by `merge_states`. None: only if this saves reading at least 1024 tokens. Layers
             with a sliding window never do.
         cuda_graph: replays a CUDA graph of the decode step, drafting to commit, where no sequence has to be read; the
             output is the same. One graph for 1, 2, 4, 8, ... sequences. Drafters: None, `NgramDrafter` (remember=0),
             `MedusaDrafter`, `ModelDrafter`, whose pool then has room for all sequences from the beginning.
         shards: the model's output layer gives this rank's columns of the logits (`tensor_parallel`); all ranks call
-            `generate` together, with the same arguments and seeds, and get the same. Rules "greedy", "sampled" and
-            "rejection"; the drafter may be a `pagedtree.distributed.DraftGroup`.
+            `generate` together, with the same arguments and seeds, and get the same result. Rules "greedy", "sampled"
+            and "rejection"; the drafter may be a `pagedtree.distributed.DraftGroup`.
         callback: called with (sequence, new tokens) after each pass, in the order of the sequences. If it returns True,
             the sequence ends there; with shards it must do so on all ranks.
         on_step: called with a `StepResult` after each pass, for tracing.
@@ -204,7 +205,7 @@ def _check_graph(
 
 
 def _tuner(model: Any, drafter: Drafter, tree: str | None, cuda_graph: bool, is_sharded: bool) -> TreeTuner | None:
-    """What the drafter learnt with this model before goes on."""
+    """The drafter's tuner: what it learnt with this model before is used again."""
     if tree not in (None, "auto"):
         raise ValueError(f'tree: expected None or "auto", got {tree!r}')
     if tree is None or isinstance(drafter, NoDrafter):

@@ -39,7 +39,7 @@ def prompts_and_mask(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
         if any(any(row) if isinstance(row, list | tuple) else row for row in rows):
             raise ValueError("input_ids: expected token_type_ids of 0, got others")
         input_ids, attention_mask = input_ids["input_ids"], input_ids.get("attention_mask")
-        if isinstance(input_ids, list) and input_ids and isinstance(input_ids[0], Integral):  # of a single text
+        if isinstance(input_ids, list) and input_ids and isinstance(input_ids[0], Integral):  # a single text
             input_ids, attention_mask = [input_ids], None if attention_mask is None else [attention_mask]
         if attention_mask is not None and not hasattr(input_ids, "shape"):
             return _without_masked(input_ids, attention_mask), None
@@ -133,7 +133,7 @@ def _integer(name: str, value: Any) -> int:
 
 
 def sequence_params(params: SamplingParams | None, num_prompts: int, n: int) -> SamplingParams | None:
-    """Tensor fields get one entry a sequence."""
+    """The params with one entry per sequence in tensor fields."""
     if params is None:
         return None
     expanded: dict[str, Any] = {}

@@ -25,7 +25,8 @@ __all__ = ["TransformersModel", "check_model", "use_attention"]
 def check_model(model: Any) -> None:
     """Refuses models that cannot run on packed tokens with attention keys and values as their state.
 
-    ValueError says why. What only shows in a layer is refused there: other masks, head sizes, layers that run twice.
+    ValueError says why. What can be seen only in a layer is refused there: other masks, head sizes, layers that run
+    twice.
     """
     if model.training:
         raise ValueError("model: expected evaluation mode, got training mode; call model.eval()")
@@ -47,19 +48,19 @@ def check_model(model: Any) -> None:
 
 
 def _has(model: nn.Module, property_of: Callable[[Any], bool]) -> bool:
-    """Whether it holds for the model, or for one in it: a language model beside a vision tower, say."""
+    """Whether it holds for the model, or for a model in it, such as a language model beside a vision tower."""
     return any(property_of(inner) for inner in model.modules() if isinstance(inner, PreTrainedModel))
 
 
 def _makes_masks(model: nn.Module) -> bool:
-    """Whether the model makes its masks without transformers, as some of 4.57 do; those take one of four dimensions."""
+    """Whether the model makes its masks itself, as some models of 4.57 do; those take one mask of four dimensions."""
     if _has(model, lambda inner: hasattr(sys.modules.get(type(inner).__module__), "create_causal_mask")):
         return False
     return _has(model, lambda inner: inner._supports_sdpa)
 
 
 def _takes_positions(model: nn.Module) -> bool:
-    """Whether position_ids are an argument of the model, or of one in it, to which it may hand its other arguments."""
+    """Whether position_ids are an argument of the model, or of a model in it that gets its other arguments."""
     parameters = inspect.signature(model.forward).parameters
     hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return "position_ids" in parameters or (

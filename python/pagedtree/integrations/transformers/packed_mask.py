@@ -15,10 +15,10 @@ UNLIMITED = 1 << 30
 
 
 class PackedMask:
-    """What a packed pass hands to a model in place of masks: a tensor for each window, which no layer reads.
+    """What a packed pass gives a model in place of masks: one tensor for each window, which no layer reads.
 
     The model gets `tokens`, bool [1, T], and has transformers make the masks of its layers from that: `of_layers` does.
-    So the window is what the model asks for, whatever its layers say beside it; `window_of` finds it again.
+    So the window is the one that the model asks for, whatever its layers say; `window_of` finds it again.
     """
 
     def __init__(self, num_tokens: int, device: torch.device) -> None:
@@ -38,7 +38,7 @@ class PackedMask:
 
     @property
     def of_all_layers(self) -> Tensor:
-        """For a model that hands one mask of four dimensions to all of its layers."""
+        """The mask for a model that gives one mask of four dimensions to all of its layers."""
         return self.of_layers(causal_mask_function, None)
 
     @property
@@ -60,7 +60,7 @@ class PackedMask:
 def _is_window(mask_function: Callable[..., Any], window: int) -> bool:
     """Whether the function shows each query itself and the `window` - 1 keys before it."""
     if _holds_tensor(mask_function):
-        return False  # not to be asked about tokens that are not there: on a GPU that could not be caught
+        return False  # asked about tokens that are not there it would fail, which a GPU cannot catch
     around = sorted({0, 1, window - 1, window, window + 1, 2 * window - 1, 2 * window, 3 * window})
     kv = torch.tensor(around)
     q = kv[:, None]

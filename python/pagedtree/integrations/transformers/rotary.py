@@ -1,9 +1,9 @@
 """Rotary embeddings whose frequencies transformers chooses by the longest sequence of a pass.
 
-Those of type "longrope" (Phi-3 and Phi-4-mini with 128k positions) have one set of frequencies for sequences of up to
-`original_max_position_embeddings` tokens and another for longer ones; those of type "dynamic" change with each token
-past `max_position_embeddings`. In a packed pass one sequence would choose for all of its neighbours, so that a call is
-refused unless all of its sequences want the same frequencies from beginning to end.
+Embeddings of type "longrope" (Phi-3 and Phi-4-mini with 128k positions) have one set of frequencies for sequences of up
+to `original_max_position_embeddings` tokens and another for longer ones. Those of type "dynamic" change with each token
+past `max_position_embeddings`. In a packed pass one sequence would choose for all of its neighbours. So a call is
+refused unless all of its sequences need the same frequencies from beginning to end.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ LONG, DYNAMIC = "longrope", "dynamic"
 
 
 class RotaryLimit(NamedTuple):
-    """A sequence of up to `num_tokens` tokens is rotated by the same frequencies in each pass.
+    """The limit up to which a sequence is rotated by the same frequencies in each pass: `num_tokens` tokens.
 
     Attributes:
-        field: of the config, that says so. kind: the rope type.
+        field: the config's field that says so. kind: the rope type.
     """
 
     num_tokens: int
@@ -44,7 +44,7 @@ def rotary_limit(config: Any) -> RotaryLimit | None:
     config = config.get_text_config()
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     limits = []
-    for rope in (found, *found.values()):  # of all layers, or by layer type
+    for rope in (found, *found.values()):  # one for all layers, or one per layer type
         kind = (rope.get("rope_type") or rope.get("type") or "") if isinstance(rope, dict) else ""
         if kind == LONG:
             field = "original_max_position_embeddings"
@@ -93,7 +93,8 @@ def check_constant(name: str, model: Any) -> None:
 def same_rotation(model: nn.Module, is_long: bool) -> Iterator[None]:
     """Inside the block all passes are rotated by the same frequencies: those of long sequences, or of short ones.
 
-    Nodes drafted past the end of a text, which nobody keeps, do not change that. For what `check_rotation` let through.
+    Nodes drafted past the end of a text, which nobody keeps, do not change that. Only for sequences that
+    `check_rotation` has accepted.
     """
     limit = rotary_limit(model.config)
     handles = []

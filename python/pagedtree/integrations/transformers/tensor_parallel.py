@@ -1,4 +1,4 @@
-"""A transformers model over the ranks of a group, whose output layer gives each rank its columns of the logits."""
+"""A transformers model over the ranks of a group; its output layer gives each rank its columns of the logits."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ __all__ = ["tensor_parallel"]
 def tensor_parallel(model: Any, *, group: dist.ProcessGroup | None = None, gather_logits: bool = False) -> VocabShards:
     """Leaves each rank of the group its part of a model that all of them have loaded; changes the model.
 
-    The parts are those of the model's own tensor-parallel plan (transformers 5.23 or later), but for the output layer:
-    its columns stay with their ranks, and are not gathered in each pass. Embeddings and output layer that share their
-    weights are parted. Where the group has more ranks than the model has key and value heads, these are repeated.
+    The parts are those of the model's own tensor-parallel plan (transformers 5.23 or later), except for the output
+    layer: its columns stay with their ranks, and are not gathered in each pass. If embeddings and output layer share
+    their weights, they are separated. Where the group has more ranks than the model has key and value heads, these are
+    repeated.
 
     Args:
         model: a causal language model, the same on every rank.
-        group: of torch.distributed; default all ranks. Its size divides the query heads, and is a multiple of the key
-            and value heads or divides them.
+        group: a torch.distributed group; default all ranks. Its size divides the query heads, and is a multiple of the
+            key and value heads or divides them.
         gather_logits: every rank gets all columns, as the plan says: for draft models.
 
-    Returns the `VocabShards` of the output layer; with gather_logits not to be used.
+    Returns the `VocabShards` of the output layer. Do not use it with gather_logits.
 
     Raises ValueError for a model without a plan, or heads that do not divide; ImportError for an older transformers.
     """

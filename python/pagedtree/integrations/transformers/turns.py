@@ -14,14 +14,14 @@ _owners: dict[int, int] = {}  # thread by id of the object that it uses
 
 @contextmanager
 def in_turn(*things: object) -> Iterator[None]:
-    """Inside the block no other thread has any of these things in such a block.
+    """While a thread is inside the block, no other thread is in such a block with any of these things.
 
     They are taken all at once, so that threads with several things in common cannot wait for each other.
     """
     wanted, thread = {id(thing) for thing in things}, threading.get_ident()
     with _changed:
         _changed.wait_for(lambda: all(_owners.get(thing, thread) == thread for thing in wanted))
-        taken = [thing for thing in wanted if thing not in _owners]  # not those of a block around this one
+        taken = [thing for thing in wanted if thing not in _owners]  # a block around this one may hold some already
         _owners.update(dict.fromkeys(taken, thread))
     try:
         yield

@@ -4,6 +4,6 @@
     vllm serve MODEL --speculative-config '{"method": "custom_class", "num_speculative_tokens": 15,
         "model": "pagedtree.integrations.vllm.drafters.NgramTreeDrafter"}'
 
-vLLM finds the package by its entry points; none of its files is changed. Made for vLLM 0.32 (model runner V1).
-Nothing here is imported unless vLLM does it.
+vLLM finds the package by its entry points; no file of vLLM is changed. Made for vLLM 0.32 (model runner V1). Nothing
+here is imported unless vLLM does it.
 """

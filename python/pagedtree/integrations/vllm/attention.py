@@ -60,7 +60,7 @@ class PagedTreeMetadata(AttentionMetadata):
     _plans: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def plan(self, num_q_heads: int, num_kv_heads: int, head_dim: int, page_size: int) -> Tensor:
-        """Made in the first layer that asks, so that a captured graph makes it anew at each replay."""
+        """The plan is made in the first layer that asks, so that a captured graph makes it anew at each replay."""
         key = (num_q_heads, num_kv_heads, head_dim, page_size)
         if key not in self._plans:
             self._plans[key] = attention_plan(
@@ -197,11 +197,11 @@ class PagedTreeImpl(AttentionImpl[PagedTreeMetadata]):
     ) -> Tensor:
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("pagedtree's backend: fused output quantisation is not supported")
-        if attn_metadata is None:  # a run without a cache, to measure memory or to compile
+        if attn_metadata is None:  # a run without a cache, by which vLLM measures memory or compiles
             return output.fill_(0)
         step, count = attn_metadata, attn_metadata.num_actual_tokens
         k_cache, v_cache = kv_views(kv_cache, self.kv_cache_dtype)
-        if self.sinks is not None and self._sinks is None:  # the weights are there only now
+        if self.sinks is not None and self._sinks is None:  # weights exist only from here on
             self._sinks = self.sinks.float()
         tree_attention(
             query[:count],

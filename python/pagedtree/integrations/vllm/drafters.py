@@ -32,12 +32,12 @@ Proposal = tuple[list[int], np.ndarray]
 
 
 class TreeDrafter:
-    """Base: what vLLM calls, and around it what trees need.
+    """Base class: the methods that vLLM calls, and what trees need around them.
 
     Attributes:
-        request_ids: of the batch, in its order; set by the runner before `propose`.
-        parents: request id -> int32 [n + 1], the tree of the last proposal, root included; its nodes are in an order
-            that makes every beginning a tree, since vLLM's scheduler may cut proposals off.
+        request_ids: the requests of the batch, in its order; set by the runner before `propose`.
+        parents: request id -> int32 [n + 1], the tree of the last proposal, root included; its nodes are in an order in
+            which the first n are a tree for any n, since vLLM's scheduler may cut proposals off.
     """
 
     defaults: ClassVar[dict[str, Any]] = {}
@@ -77,7 +77,7 @@ class TreeDrafter:
 
         Returns R pairs (draft_tokens, parents): a list of n <= num_speculative_tokens token ids, and int32 [n + 1], the
         parents of the root (-1) and of each draft token: 0 is the root, i the i-th draft token, and
-        0 <= parents[i] < i. Without an idea: ([], np.array([-1])).
+        0 <= parents[i] < i. Without any guess: ([], np.array([-1])).
 
         Called on the first tensor-parallel rank only.
         """
@@ -221,7 +221,7 @@ def proposals_of(drafter: Drafter, known: Sequence[np.ndarray], device: torch.de
 
 
 def present_nodes(tokens: np.ndarray, parents: np.ndarray, depths: np.ndarray) -> Proposal:
-    """Without nodes that have no token, and those below them: vLLM's model would read every one."""
+    """The tree without nodes that have no token, and without those below them: vLLM's model would read every one."""
     if len(tokens) == 0:
         return [], np.full(1, -1, dtype=np.int32)
     new_index = np.full(len(tokens), -1, dtype=np.int32)

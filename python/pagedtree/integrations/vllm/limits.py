@@ -1,4 +1,4 @@
-"""What draft trees are not made for, refused by name: configurations at the start, requests at their admission."""
+"""Refuses, by name, what draft trees are not made for: configurations at the start, requests at their admission."""
 
 from __future__ import annotations
 

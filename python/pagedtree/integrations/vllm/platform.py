@@ -1,4 +1,4 @@
-"""vLLM's CPU platform, which also heeds the choice of pagedtree's attention backend, and sets up draft trees."""
+"""vLLM's CPU platform, extended: it also accepts pagedtree's attention backend, and sets up draft trees."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ logger = init_logger("vllm.pagedtree")  # below the logger that vLLM sets up
 
 
 class PagedTreeCpuPlatform(CpuPlatform):
-    """The CPU platform as it is, unless pagedtree is asked for."""
+    """The CPU platform; it only differs where pagedtree is asked for."""
 
-    _has_trees = False  # in the engine that was configured last in this process
+    _has_trees = False  # whether the engine that was configured last in this process asks for it
 
     @classmethod
     def get_attn_backend_cls(
@@ -52,7 +52,7 @@ class PagedTreeCpuPlatform(CpuPlatform):
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        from vllm.exceptions import VLLMValidationError  # vLLM imports its platform before these
+        from vllm.exceptions import VLLMValidationError  # vLLM imports its platform before these modules
         from vllm.sampling_params import SamplingParams
 
         super().validate_request(processed_inputs, params)

@@ -13,7 +13,7 @@ def register() -> None:
 
 
 def platform() -> str | None:
-    """vllm.platform_plugins: where vLLM runs on CPUs, its platform extended by ours; elsewhere none.
+    """vllm.platform_plugins: where vLLM runs on CPUs, names our extension of its platform; elsewhere none.
 
     vLLM's CPU platform ignores the choice of an attention backend. On a GPU it is heeded without our help.
     """

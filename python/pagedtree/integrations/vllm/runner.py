@@ -26,7 +26,7 @@ class StepTrees:
     """The trees of one step; requests without drafts have the root alone.
 
     Attributes:
-        trees: of all R requests.
+        trees: those of all R requests.
         rows: int64 [N], the query of each node in the step's batch.
         num_drafts: [R], nodes besides the root.
     """
@@ -37,14 +37,14 @@ class StepTrees:
 
 
 class TreeRunner:
-    """Goes in front of vLLM's model runner (V1), of which it extends these methods:
+    """Stands in front of vLLM's model runner (V1) and extends these methods of it:
 
         _update_states            looks at the parameters of new requests
         _prepare_inputs           slots are those of a chain; then positions become start + depth, and masks are set
         _sample                   verification, and the accepted rows of all layers moved together
         propose_draft_token_ids   keeps the trees of the proposals until their tokens are scheduled
 
-    Works without a drafter too: the same seeded sampling, one token a step.
+    Without a drafter it works, too: the same seeded sampling, one token per step.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class TreeRunner:
         self._step: StepTrees | None = None
         self._proposed: dict[str, np.ndarray] = {}
         self._seeds: dict[str, int] = {}
-        # For requests without a seed. Equal on all ranks, which draw in the same order.
+        # Draws seeds for requests without one. It is equal on all ranks, which draw in the same order.
         self._seed_source = torch.Generator().manual_seed(vllm_config.model_config.seed or 0)
 
     # Attributes and methods of vLLM's runner.
@@ -79,8 +79,7 @@ class TreeRunner:
         for request in scheduler_output.scheduled_new_reqs:
             check_request(request.sampling_params)
         result = super()._update_states(scheduler_output)  # type: ignore[misc]
-        # Sampling here needs no generators, and vLLM would set those of requests that still read back, which fails on
-        # the CPU.
+        # Sampling here needs no generators. vLLM would reset those of requests that still read, which fails on the CPU.
         self.input_batch.generators.clear()
         return result
 
@@ -170,7 +169,7 @@ class TreeRunner:
         return super().sample_tokens(grammar_output)  # type: ignore[misc]
 
     def _sample(self, logits: Tensor, spec_decode_metadata: Any) -> SamplerOutput:
-        """Row by row the roots and their drafts, in vLLM's order; rows of requests that still read count too."""
+        """The rows of the roots and their drafts, in vLLM's order; requests that still read have rows, too."""
         step, self._step = self._step, None
         params, seeds, is_greedy = self._sampling()
         num_requests = seeds.shape[0]
@@ -198,13 +197,13 @@ class TreeRunner:
             rows.append((temperature, float(max(params.top_k, 0)), params.top_p, min_p_of(params)))
             seeds.append(self._seed(request_id, params.seed))
         values = torch.tensor(rows, dtype=torch.float32).T.to(self.device)
-        laws = SamplingParams(
+        params = SamplingParams(
             temperature=values[0].contiguous(),
             top_k=values[1].int(),
             top_p=values[2].contiguous(),
             min_p=values[3].contiguous(),
         )
-        return laws, torch.tensor(seeds, dtype=torch.int64).to(self.device), is_greedy
+        return params, torch.tensor(seeds, dtype=torch.int64).to(self.device), is_greedy
 
     def _seed(self, request_id: str, given: int | None) -> int:
         if given is not None:

@@ -30,12 +30,12 @@ class TreeCPUWorker(CPUWorker):
     def init_device(self) -> None:
         check_config(self.vllm_config)
         super().init_device()
-        # The CPU worker makes its runner in the midst of this method. No model is loaded yet.
+        # The CPU worker makes its runner in the middle of this method, before a model is loaded.
         self.model_runner = TreeCPUModelRunner(self.vllm_config, torch.device("cpu"))
 
 
 class TreeGPUWorker(Worker):
-    """worker_cls on GPUs. Not run on one yet."""
+    """worker_cls on GPUs. It has not been run on one yet."""
 
     def _make_model_runner(self) -> Any:
         check_config(self.vllm_config)
