@@ -71,7 +71,7 @@ class Problem:
         return max(self.lengths)
 
     def visible(self) -> Tensor:
-        """bool [1 or B, n, L]: the prefix and, of the tree, the ancestors."""
+        """bool [1 or B, n, L]: each node sees the prefix and its ancestors in the tree."""
         tree, n = torch.from_numpy(self.tree.mask).to(self.device), self.tree.num_nodes
         lengths = self.lengths if len(set(self.lengths)) > 1 else self.lengths[:1]
         mask = torch.zeros(len(lengths), n, self.max_length, dtype=torch.bool, device=self.device)
@@ -81,7 +81,7 @@ class Problem:
         return mask
 
     def expect_same_dtype(self) -> None:
-        """For peers that read no fp8 caches."""
+        """The problem for peers that read no fp8 caches."""
         if self.cache_dtype != self.dtype:
             raise ValueError("its cache has the queries' dtype")
 

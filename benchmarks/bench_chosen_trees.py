@@ -69,7 +69,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=16)
     args = parser.parse_args()
     target, candidates_of, facts = prepare(args)
-    facts |= {"threads": 1} if args.device == "cpu" else {}  # of each of a pair
+    facts |= {"threads": 1} if args.device == "cpu" else {}  # each generation of a pair has one thread
     bar, rows = Progress(len(args.batch)), []
     for batch_size in args.batch:
         bar.show(f"batch {batch_size}")

@@ -1,5 +1,5 @@
 """Verification of vocabularies in parts: what the ranks exchange, and how long it takes, beside gathering the logits.
-Then drafting on fewer ranks than the target: examples/tensor_parallel.py, milliseconds a proposed token.
+Then drafting on fewer ranks than the target: examples/tensor_parallel.py, milliseconds per proposed token.
 
     python -m pagedtree bench distributed [--ranks 1 2 4] [--vocab 32000 128256] [--nodes 64 256] [--json PATH]
 

@@ -6,8 +6,8 @@ python -m pagedtree bench end_to_end [--batch 1 2 4 8 16 32 64] [--max-new-token
 Candidates take turns, each round in another order; tokens per second are the median over the rounds, prompts included.
 Trees are fixed, or chosen by `generate(tree="auto")`, whose drafter keeps what it learnt from round to round ("auto")
 or starts anew in each ("auto from scratch"); bench_chosen_trees.py takes a closer look at those. transformers' assisted
-generation and prompt lookup take one sequence. All greedy, in fp32, without an end of text; a text that differs from
-plain decoding is told.
+generation and prompt lookup take one sequence. All is greedy, in fp32, without an end of text; a text that differs from
+plain decoding is reported.
 """
 
 from __future__ import annotations

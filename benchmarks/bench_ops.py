@@ -7,7 +7,7 @@ Without arguments all points are measured: for each op its base, the headline po
 the base at a time. What a peer gives is compared with the op's result before it is timed; a peer that is absent, and a
 point that does not fit, are named with the reason. A row has the time of a call (median and interquartile range, cold
 caches, candidates in turn), GB/s, GFLOP/s, the floor (the larger of bytes over measured read bandwidth and flops over
-the measured rate of matmul) and the ratio to each peer, without and with what is planned once a step.
+the measured rate of matmul) and the ratio to each peer, without and with what is planned once per step.
 
 On a GPU each op has a process of its own, and the JSON is written after each row: what crashes, hangs or spoils the
 process loses its row alone.
@@ -59,7 +59,7 @@ def chosen_points(args: argparse.Namespace) -> list[Point]:
             found.append(Point(op, {**op.base, **op.quick}, True))
         else:
             found += points(op, axes, given_values(op, args.shapes) if args.shapes else None)
-    inputs = [(point.op.inputs, tuple((k, v) for k, v in point.shape.items() if k != "law")) for point in found]
+    inputs = [(point.op.inputs, tuple((k, v) for k, v in point.shape.items() if k != "variant")) for point in found]
     first = {key: i for i, key in reversed([*enumerate(inputs)])}
     return [found[i] for i in sorted(range(len(found)), key=lambda i: first[inputs[i]])]
 
@@ -158,7 +158,7 @@ def facts_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_into(path: Path, chosen: Sequence[Point], args: argparse.Namespace) -> int:
-    """What a process of one op does: the points that the file lacks; `--first` alone for a point that failed before."""
+    """What a process of one op does: it measures the points that the file lacks; with `--first` only the first one."""
     results = Results.read(path)
     torch.set_num_threads(args.threads)
     pending = results.lacking(chosen)

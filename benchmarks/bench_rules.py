@@ -4,8 +4,8 @@ python benchmarks/bench_rules.py [--json PATH] [--prompts 40] [--max-new-tokens 
 
 For each drafter the held-out prompts of the demo are completed once, under rule "sampled". Every rule judges the trees
 of that run, several times each with other coins, so that rules are compared on the same trees. Intervals are of 95 %,
-by bootstrap over the prompts. What drafts coupled to the noise of "sampled" gain depends on that very noise: these are
-judged once.
+by bootstrap over the prompts. Drafts that are coupled to the noise of "sampled" depend on that very noise, so they are
+judged only once.
 """
 
 from __future__ import annotations

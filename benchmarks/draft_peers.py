@@ -12,7 +12,7 @@ from torch import Tensor
 
 import pagedtree
 
-PADDED = 1 << 20  # bytes that nothing here is below
+PADDED = 1 << 20  # no problem here has fewer bytes
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Expand:
         batch, width, vocab = (self.shape[key] for key in ("batch", "width", "vocab"))
         self.copies = 4
         logits = torch.randn(self.copies, batch * width, vocab, generator=generator, device=self.device)
-        # The best ones differ in any dtype: which of several equal ones torch takes is not said.
+        # The best tokens differ in any dtype, since torch does not say which of several equal ones it takes.
         rows = (self.copies, batch * width, 40)
         hot = torch.randint(0, vocab, rows, generator=generator, device=self.device)
         values = 14 - torch.arange(40, device=self.device) * 0.25

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("flashinfer_kernel.cu")
-HEAD_DIM, DTYPE = 128, torch.bfloat16  # of the source
+HEAD_DIM, DTYPE = 128, torch.bfloat16  # what the source is compiled for
 INT_WORKSPACE = 8 << 20  # bytes, as in FlashInfer
 # As FlashInfer compiles it.
 FLAGS = [
@@ -52,7 +52,7 @@ def includes() -> list[str]:
 
 
 def architecture() -> str:
-    """The GPU's, as nvcc writes it; Hopper's where there is none."""
+    """The GPU's architecture, as nvcc writes it; Hopper's where there is no GPU."""
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     return f"{major}{minor}{'a' if major >= 9 else ''}"
 
@@ -112,7 +112,7 @@ def address(tensor: Tensor | None) -> ctypes.c_void_p:
 
 
 class Wrapper:
-    """What BatchPrefillWithPagedKVCacheWrapper does in these benchmarks: `plan` once a step, `run` in each layer."""
+    """What BatchPrefillWithPagedKVCacheWrapper does in these benchmarks: `plan` once per step, `run` in each layer."""
 
     def __init__(self, workspace: Tensor, lib: Any) -> None:
         self.lib, self.workspace, self.device = lib, workspace, workspace.device
@@ -175,7 +175,7 @@ class Wrapper:
 
 
 def copy_headers(target: Path) -> None:
-    """Into target/include and target/cccl, those that the source includes."""
+    """Copies the headers that the source includes into target/include and target/cccl."""
     folder = include_folder()
     command = ["nvcc", *FLAGS, *includes(), "-M", str(SOURCE)]
     assert folder is not None

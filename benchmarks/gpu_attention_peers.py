@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FLASHINFER_WORKSPACE = 128 << 20  # bytes, as its documentation recommends
 FLASH_ATTENTION_PAGE = 256  # tokens; its pages are multiples of it
-# vLLM's: where its decoding splits sequences, and into how many parts.
+# vLLM's values: from which length its decoding splits sequences, and into how many parts.
 TRITON_LEAST_PROGRAMS, TRITON_SEGMENTS = 128, 16
 
 

@@ -1,7 +1,7 @@
 """The rows that decide: what each op has to reach on a GPU, and on a CPU, and whether it did.
 
 `bench_ops.py --headline` measures them. Each kind of device has its own targets; a row without any shows what a
-property costs (a page size, a head size). R is the rows of a KV head: nodes of the tree times queries a KV head.
+property costs (a page size, a head size). R is the rows of a KV head: nodes of the tree times query heads per KV head.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ ATTENTION = [
     ),
     attention("float16", {**KV_256MB, "tree": "binary 16", "dtype": "float16"}, [bandwidth(0.75, 0.85)]),
     attention("32 KV heads", {"batch": 8, "length": 2048, "tree": "binary 16", "heads": "32/32"}, [bandwidth(0.85)]),
-    # The CPU's.
+    # On the CPU.
     attention("batch 4, L 4k, T 32", {}, [like_causal], [than_gathered(7)]),
     attention(
         "batch 8, L 2k, T 1", {"batch": 8, "length": 2048, "tree": "chain 1"},
@@ -242,15 +242,19 @@ VERIFICATION = [
     verification("verify_greedy", "greedy, all rows", DEEP, Target("x its floor", 1.2)),
     verification("verify_greedy", "greedy, a path", SHALLOW),
     *(
-        verification("verify_sampled", f"sampled, a path, {law}", SHALLOW | {"law": law}, Target("x its floor", 0.5))
-        for law in SAMPLINGS
+        verification(
+            "verify_sampled", f"sampled, a path, {variant}", SHALLOW | {"variant": variant}, Target("x its floor", 0.5)
+        )
+        for variant in SAMPLINGS
     ),
     *(
-        verification("sample", f"sampled, all rows, {law}", SHALLOW | {"law": law}, Target("x its floor", 2.2))
-        for law in SAMPLINGS
+        verification(
+            "sample", f"sampled, all rows, {variant}", SHALLOW | {"variant": variant}, Target("x its floor", 2.2)
+        )
+        for variant in SAMPLINGS
     ),
-    verification("verify_rejection", "rejection", SHALLOW | {"law": "iid"}),
-    verification("verify_rejection", "rejection, one-hot drafts", SHALLOW | {"law": "onehot"}),
+    verification("verify_rejection", "rejection", SHALLOW | {"variant": "iid"}),
+    verification("verify_rejection", "rejection, one-hot drafts", SHALLOW | {"variant": "onehot"}),
     verification("verify_traversal", "traversal", SHALLOW),
     verification("verify_typical", "typical", SHALLOW),
     verification("verify_block", "block", {"batch": 32, "tree": "chain 8"}),

@@ -36,9 +36,9 @@ class Player:
     """One of the two, in a thread of its own.
 
     Attributes:
-        steps: of each turn, the tokens that its step packed and the seconds that it took.
-        seconds: of all turns, none of them longer than HICCUP times the median of its like.
-        first_tokens: of each sequence, the seconds until the end of the step that gave it its first token.
+        steps: for each turn the tokens that its step packed and the seconds that it took.
+        seconds: the sum over all turns; a turn counts as at most HICCUP times the median of similar turns.
+        first_tokens: for each sequence the seconds until the end of the step that gave it its first token.
         result: what its function returned.
     """
 

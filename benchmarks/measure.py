@@ -29,7 +29,7 @@ MAX_REPEATS = 200
 
 @dataclass
 class Timing:
-    """Seconds a call: the median of the repeats, and the interquartile range."""
+    """Seconds per call: the median of the repeats, and the interquartile range."""
 
     median: float
     spread: float
@@ -194,7 +194,7 @@ def read_bandwidth(device: torch.device = CPU, repeats: int = 7) -> float:
 
 
 def matmul_rate(dtype: torch.dtype = torch.float32, device: torch.device = CPU, repeats: int = 5) -> float:
-    """Flops a second of torch.mm: what this device's arithmetic gives to a tuned library."""
+    """Flops per second of torch.mm: what this device's arithmetic gives to a tuned library."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     a @ b

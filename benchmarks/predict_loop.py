@@ -17,7 +17,7 @@ SHARED_BYTES = {
     architecture: kilobytes * 1024
     for architecture, kilobytes in {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}.items()
 }
-REGISTERS = 65536  # of a multiprocessor
+REGISTERS = 65536  # per multiprocessor
 
 
 def registers_of(function: Function) -> int:
@@ -51,7 +51,7 @@ def figures(
 
 
 def stalls_of(found: Prediction, count: int) -> list[dict[str, Any]]:
-    """Where a warp waits longest: cycles an iteration, the reason, instruction and source line."""
+    """Where a warp waits longest: cycles per iteration, the reason, instruction and source line."""
     places: Counter[tuple[str, str, str]] = Counter()
     for (instruction, reason), cycles in found.stalls.items():
         if reason != "not selected":

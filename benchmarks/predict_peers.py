@@ -30,7 +30,7 @@ FLASHINFER_WARPS, FLASHINFER_CTAS = 4, 2  # of a CTA; on a multiprocessor, for w
 
 @dataclass(frozen=True)
 class Tile:
-    """FlashInfer's: steps of 16 keys that a warp takes in an iteration, keys that all take, bytes of a CTA."""
+    """A tile of FlashInfer: steps of 16 keys that a warp takes per iteration, keys that all take, bytes of a CTA."""
 
     steps: int
     keys: int
@@ -109,7 +109,7 @@ def flashinfer_rows(machine: Machine, folder: Path, num_stalls: int) -> Iterator
 
 @dataclass(frozen=True)
 class Published:
-    """The speed of a kernel that somebody measured. warps: of a CTA, those that multiply; pattern: of its name."""
+    """The speed of a kernel that somebody measured. warps: those of a CTA that multiply; pattern: matches its name."""
 
     kernel: str
     machine: str
@@ -171,7 +171,7 @@ def device_code(data: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def libraries_in(file: Path) -> Iterator[bytes]:
-    """A file's bytes; of a wheel those of its libraries."""
+    """A file's bytes, or those of the libraries in a wheel."""
     if not zipfile.is_zipfile(file):
         yield file.read_bytes()
         return

@@ -20,7 +20,7 @@ from sm_model import Machine
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNEL = re.compile(r"\d(draw_rows|walk)_kernelILNS_5DTypeE2EE")  # of bf16: for all rows, and for those of the walk
-LOGITS = 2048  # of which the cycles are told
+LOGITS = 2048  # cycles are given for this many
 PHILOX = re.compile(r"0x(d2511f53|cd9e8d57)|-0x(2daee0ad|326172a9)\b")  # its multipliers
 WORD = 8  # logits of 16 bytes
 
@@ -150,7 +150,7 @@ def verification_rows(
 
 
 def ctas_of_tree(machine: Machine) -> int:
-    """That read a row together where each tree has its own walk: a cluster, as ctas_of_row() chooses."""
+    """CTAs that read a row together where each tree has its own walk: a cluster, as ctas_of_row() chooses."""
     ctas = 1
     while machine.architecture == "sm_90" and 2 * ctas <= 8 and 2 * ctas * TREES <= machine.multiprocessors:
         ctas *= 2

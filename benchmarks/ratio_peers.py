@@ -1,5 +1,4 @@
-"""The ops that weigh the target's distribution against the drafts', beside the chain of torch ops and vLLM's
-sampler."""
+"""The ops that weigh the target against the drafts, beside the chain of torch ops and vLLM's sampler."""
 
 from __future__ import annotations
 
@@ -82,7 +81,7 @@ class DrawnProblem(Problem):
         if rule.predicted is not None:
             super().draft_for(rule)
         else:
-            self.drafts = self.leading if rule.law == "onehot" else self.drawn
+            self.drafts = self.leading if rule.variant == "onehot" else self.drawn
 
 
 # pagedtree ------------------------------------------------------------------------------------------------------------
@@ -252,7 +251,7 @@ def repeated(x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: in
 
 def refuse_unless_drawn_chain(verification: Verification) -> None:
     tree = verification.problem.tree
-    if tree.num_nodes != tree.max_depth + 1 or verification.rule.law != "iid":
+    if tree.num_nodes != tree.max_depth + 1 or verification.rule.variant != "iid":
         raise ValueError("chains whose drafts were drawn only")
 
 

@@ -78,7 +78,7 @@ def decode_control(word: int) -> dict[str, object]:
 
 
 def find_nvdisasm() -> str | None:
-    """On the PATH, in /usr/local/cuda, or of the package nvidia-cuda-nvdisasm."""
+    """nvdisasm on the PATH, in /usr/local/cuda, or from the package nvidia-cuda-nvdisasm."""
     found = shutil.which("nvdisasm") or shutil.which("nvdisasm", path="/usr/local/cuda/bin")
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or []) if spec and not found else []:
@@ -135,7 +135,7 @@ def parse(listing: str) -> list[Function]:
 
 
 def tensor_flops(opcode: str) -> int:
-    """Floating-point operations of one warp's tensor instruction; of a wgmma the quarter of each of its four warps."""
+    """Floating-point operations of one warp's tensor instruction; for a wgmma the quarter of each of its four warps."""
     if match := re.match(r"[HQI]GMMA\.(\d+)x(\d+)x(\d+)", opcode):
         return 2 * int(match[1]) // 4 * int(match[2]) * int(match[3])
     if match := re.match(r"[HIQ]MMA\.(16816|16832|1688|16864)", opcode):

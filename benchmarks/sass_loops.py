@@ -34,7 +34,7 @@ def branch_kind(instruction: Instruction) -> str:
 
 
 def tensor_and_copies(instruction: Instruction) -> int:
-    """Counts most for tensor instructions and copies, much for loads, against what is only in the way."""
+    """A weight: high for tensor instructions and copies, lower for loads, negative for what is only in the way."""
     if tensor_flops(instruction.opcode) or instruction.root in ("LDGSTS", "UTMALDG", "UBLKCP"):
         return 400
     if instruction.root in ("LDG", "LDSM"):
@@ -69,7 +69,7 @@ class Flow:
         return [head for head in found if head in self.blocks]
 
     def loops(self) -> list[Loop]:
-        """By the addresses of their heads; loops of one head are one."""
+        """The loops by the addresses of their heads; loops with the same head count as one."""
         found: dict[int, Loop] = {}
         for tail, following in self.next.items():
             for head in following:

@@ -29,8 +29,8 @@ CONTROL = {
 
 
 class Use(NamedTuple):
-    """A unit, the cycles that it is taken for, and how the instruction goes there: "fixed" (the stall count says when
-    the result is there), "slow", "shared", "global", "copy" (to shared memory) or "async" (wgmma)."""
+    """A unit, the cycles for which an instruction occupies it, and how the instruction goes there: "fixed" (the stall
+    count says when the result is there), "slow", "shared", "global", "copy" (to shared memory) or "async" (wgmma)."""
 
     unit: str
     cycles: float
@@ -43,11 +43,11 @@ class Machine:
 
     Attributes:
         read_share: part of the memory's nominal bandwidth that a good copy reaches.
-        l2_bytes: that a multiprocessor gets from L2 in a cycle.
-        hmma: between two HMMA.16816; float_cycles: of a warp's FADD, FMUL or FFMA.
-        wgmma: products and sums of a sub-partition in a cycle.
-        load_interval: between instructions for shared or global memory; load_queue: such instructions that wait.
-        shared_factor: of the cycles of shared memory; the one number that was fitted to published figures.
+        l2_bytes: bytes per cycle that a multiprocessor gets from L2.
+        hmma: cycles between two HMMA.16816; float_cycles: those of a warp's FADD, FMUL or FFMA.
+        wgmma: products and sums of a sub-partition per cycle.
+        load_interval: cycles between instructions for shared or global memory; load_queue: how many of them can wait.
+        shared_factor: multiplies the cycles of shared memory; the only number that was fitted to published figures.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Machine:
     shared_factor: float = 1.15
 
     def bytes_per_cycle(self, source: str) -> float:
-        """That a multiprocessor gets from "memory" or "l2"."""
+        """Bytes per cycle that a multiprocessor gets from "memory" or "l2"."""
         share = self.memory_gb_per_s * self.read_share / self.multiprocessors / self.ghz
         return self.l2_bytes if source == "l2" else min(self.l2_bytes, share)
 
@@ -114,8 +114,8 @@ H100 = Machine(
     "H100 SXM", "sm_90", 132, 1.755, 3352, l2_bytes=36, memory_latency=650, l2_latency=270, hmma=6, float_cycles=1
 )
 H200 = replace(H100, name="H200 SXM", memory_gb_per_s=4800)
-# No published figure was compared with the model of these: their rates are those of the data sheets, but that of B200's
-# mma.sync, of which NVIDIA states none, is taken to be A100's.
+# No published figure was compared with the model of these. Their rates are those of the data sheets; for B200's
+# mma.sync NVIDIA states none, and A100's is assumed.
 L40S = Machine(
     "L40S", "sm_89", 142, 2.52, 864, l2_bytes=16, memory_latency=750, l2_latency=300, hmma=16, float_cycles=1
 )

@@ -1,4 +1,4 @@
-"""Cycles of a kernel's loop on a multiprocessor: warps in order, one instruction a cycle and sub-partition, and units
+"""Cycles of a kernel's loop on a multiprocessor: warps in order, one instruction per cycle and sub-partition, and units
 with queues. A loop of 1000 instructions and 8 warps takes one to three seconds."""
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class Prediction:
     """What holds in the steady state.
 
     Attributes:
-        cycles: of an iteration of every warp.
-        stalls: (instruction, reason) -> cycles of a warp in an iteration.
+        cycles: those that one iteration of every warp takes.
+        stalls: (instruction, reason) -> cycles per iteration that a warp loses.
         busy: unit -> share of the time.
     """
 
@@ -127,7 +127,7 @@ class Simulator:
         self.now = 0
 
     def run(self, warm: int, rounds: int) -> Prediction:
-        """Iterations that are not counted, and that are."""
+        """How many iterations are not counted, and how many are."""
         begin = None
         while True:
             self._release()
@@ -189,7 +189,7 @@ class Simulator:
         self.now = following
 
     def _by_turn(self, part: int) -> list[Warp]:
-        """The last one that was issued, then by age; none starves, as barriers see to in a kernel."""
+        """The warp that issued last, then the others by age; barriers in a kernel see to it that no warp starves."""
         warps, last = self.parts[part], self.last[part]
         done = [len(warp.rounds) for warp in warps]
         if done and max(done) > min(done) + LEAD:
@@ -233,7 +233,7 @@ class Simulator:
             warp.rounds.append(self.now)
 
     def _occupy(self, warp: Warp, step: Step) -> float:
-        """Takes the units that the instruction needs; when its result is there."""
+        """Takes the units that the instruction needs; returns when its result is there."""
         machine, part, reads = self.machine, warp.part, step.instruction.reads
         if step.way in ("fixed", "slow"):
             self.free[part][step.unit] = self.now + math.ceil(step.cycles)

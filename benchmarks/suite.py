@@ -1,13 +1,13 @@
 """What a benchmark of an op is: points of a sweep, and the ways to do each, compared before they are timed.
 
-A *peer* is whatever a user could call instead of the op, the op itself being the first in the list. It has
+A *peer* is whatever a user could call instead of the op; the op itself is the first in the list. It has
 
     name
     absent()        None, or why this machine cannot run it
     peer(problem)   does what an engine does once; gives an object with
 
         run(copy)   the call that is timed, on one of the problem's copies of the data
-        plan()      optional: what an engine does once a step for all layers; timed apart, and included in the ratio
+        plan()      optional: what an engine does once per step for all layers; timed apart, and included in the ratio
 
 and, optionally,
 
@@ -142,7 +142,7 @@ def points(op: Op, axes: Iterable[str] | None = None, given: dict[str, list[Any]
 class Settings:
     """What is known of a run. bandwidth, flop_rate: the device's bytes and flops per second, measured in this run.
 
-    peers: names, or parts of them, of those wanted; None: all. without_compiled: but for those that compile.
+    peers: names, or parts of them, of those wanted; None: all. without_compiled: leave out those that compile.
     """
 
     device: torch.device
@@ -164,7 +164,7 @@ class Settings:
 
 
 def measured(point: Point, settings: Settings) -> dict[str, Any]:
-    """The row of a point; of one that does not fit, the reason."""
+    """The row of a point, or the reason where the point does not fit."""
     op, device = point.op, settings.device
     row: dict[str, Any] = {"op": op.name, "point": point.name, "shape": point.shape, "headline": point.is_headline}
     reason = op.unsupported(point.shape, device) or lacking_memory(op.memory(point.shape), device)
@@ -287,7 +287,8 @@ def run_all(chosen: Sequence[Point], settings: Settings, row_limit: float | None
 
 
 class Progress:
-    """A bar on a terminal; on anything else a line a point. The time left is that of the points so far, on average."""
+    """A bar on a terminal; on anything else one line per point. The time left is that of the points so far, on
+    average."""
 
     WIDTH = 24
 

@@ -1,8 +1,8 @@
 """Verification of draft trees and sampling, beside the chain of torch ops that engines use without a kernel.
 
 The chain is temperature, softmax, top-k and top-p with renormalisation over all rows, a draw from each, then the walk.
-A second one does so for the visited rows alone, a level of all trees at a time. At each level of a path a draft has the
-target's token with probability ACCEPTED, about what a good draft model reaches.
+A second chain does so for the visited rows alone, one level of all trees at a time. At each level of a path a draft has
+the target's token with probability ACCEPTED, about what a good draft model reaches.
 
 The floor of a point is the time to read the logits of all nodes once; verification reads the visited rows only, and so
 may take less.
@@ -33,14 +33,14 @@ ACCEPTED = 0.7
 class Rule:
     """What is measured: `run` verifies copy i of a problem, `torch_ops` does so by the chain; `check` compares them.
 
-    law: how tokens are sampled, or drafts drawn; one op may be measured under several.
+    variant: how tokens are sampled, or drafts drawn; one op may be measured under several.
     params: keyword arguments of SamplingParams; None = greedy.
     predicted: the target's token at each node of copy i, which drafts are to agree with; None: they need not.
     visits: whether there are rows that need not be read; `torch_ops` then takes visited_only=True.
     """
 
     op: str
-    law: str
+    variant: str
     params: dict[str, Any] | None
     run: Callable[..., object]
     torch_ops: Callable[..., object]
@@ -68,7 +68,7 @@ class Verification:
 
 
 def acceptance_of(verdict: Verdict, tree: DraftTree) -> dict[str, Any]:
-    """Drafts accepted in all and a sequence, and a level: of the nodes visited that have children, those followed."""
+    """Drafts accepted in all, per sequence, and per visited node that has children."""
     accepted = int(verdict.num_accepted.sum())
     visited = verdict.accept_index[verdict.accept_index >= 0].cpu()
     judged = int((torch.from_numpy(tree.first_child)[visited.long()] >= 0).sum())
@@ -159,7 +159,7 @@ class TorchVisited(TorchChain):
 class Problem:
     """`copies` sets of logits [B * nodes, V] for B trees of the same shape.
 
-    drafts[i], of copy i, are made by `draft_for`: ACCEPTED of the nodes that have children have one with the token that
+    `draft_for` makes drafts[i], those of copy i: ACCEPTED of the nodes that have children have one with the token that
     the rule's target takes there, mostly one of the first. All other drafts are unlikely.
     """
 
@@ -295,7 +295,7 @@ def children_of(tree: DraftTree) -> list[list[int]]:
     return children
 
 
-Outcome = tuple[list[list[int]], list[list[int]]]  # of each tree: the path, its tokens
+Outcome = tuple[list[list[int]], list[list[int]]]  # for each tree: the path, its tokens
 
 
 def values_at(
@@ -309,7 +309,7 @@ def values_at(
 
 
 def torch_walk(problem: Problem, i: int, predict: Callable[[Tensor], Tensor], visited_only: bool) -> Outcome:
-    """The accepted path and its tokens, on the host; a level of all trees at a time."""
+    """The accepted path and its tokens, on the host; goes through one level of all trees at a time."""
     n, children = problem.tree.num_nodes, children_of(problem.tree)
     drafts, targets = problem.drafts[i].view(-1, n).tolist(), values_at(problem, i, predict, visited_only)
     paths: list[list[int]] = [[0] for _ in range(problem.batch)]
@@ -404,12 +404,12 @@ SAMPLINGS = {
 RULES = [
     Rule("verify_greedy", "greedy", None, greedy, torch_greedy, check_greedy, best_tokens),
     *(
-        Rule("verify_sampled", law, params, sampled, torch_sampled, check_distribution, seeded_tokens)
-        for law, params in SAMPLINGS.items()
+        Rule("verify_sampled", variant, params, sampled, torch_sampled, check_distribution, seeded_tokens)
+        for variant, params in SAMPLINGS.items()
     ),
     *(
-        Rule("sample", law, params, sample_rows, torch_sample, check_distribution, visits=False)
-        for law, params in SAMPLINGS.items()
+        Rule("sample", variant, params, sample_rows, torch_sample, check_distribution, visits=False)
+        for variant, params in SAMPLINGS.items()
     ),
 ]
 
@@ -423,11 +423,13 @@ def shared_problem(kind: type[Problem], batch: int, tree: str, vocab: int, dtype
 
 
 def problem_maker(op: str, rules: list[Rule], kind: type[Problem]) -> Callable[[Shape, torch.device], Verification]:
-    by_variant = {rule.law: rule for rule in rules if rule.op == op}
+    by_variant = {rule.variant: rule for rule in rules if rule.op == op}
 
     def make(shape: Shape, device: torch.device) -> Verification:
         names = ("batch", "tree", "vocab", "dtype")
-        return Verification(by_variant[shape["law"]], shared_problem(kind, *(shape[name] for name in names), device))
+        return Verification(
+            by_variant[shape["variant"]], shared_problem(kind, *(shape[name] for name in names), device)
+        )
 
     make.inputs = kind  # type: ignore[attr-defined]
     return make
@@ -452,11 +454,11 @@ def op_of(
     peers: tuple[Any, ...] = (),
     unsupported: Callable[[Shape, torch.device], str | None] = lambda shape, device: None,
 ) -> Op:
-    laws = [rule.law for rule in rules if rule.op == name]
-    law = "top-p 0.9" if "top-p 0.9" in laws else laws[0]
+    variants = [rule.variant for rule in rules if rule.op == name]
+    variant = "top-p 0.9" if "top-p 0.9" in variants else variants[0]
     return Op(
         name=name,
-        base={"batch": 8, "tree": tree, "vocab": 128256, "dtype": "bfloat16", "law": law, "threads": 0},
+        base={"batch": 8, "tree": tree, "vocab": 128256, "dtype": "bfloat16", "variant": variant, "threads": 0},
         axes={
             "batch": [1, 64],
             "tree": trees,
@@ -464,7 +466,11 @@ def op_of(
             "dtype": ["float16", "float32"],
             "threads": [1],
         },
-        headline=[*({"law": other} for other in laws if other != law), {"batch": 1, "tree": trees[0]}, *headline],
+        headline=[
+            *({"variant": other} for other in variants if other != variant),
+            {"batch": 1, "tree": trees[0]},
+            *headline,
+        ],
         quick={"batch": 2, "vocab": 32000},
         problem=problem_maker(name, rules, kind),
         peers=[Ours, TorchChain, TorchVisited, *peers],

@@ -15,7 +15,7 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 KEPT = DOCS / "architectures.json"
 MARKS = "<!-- architectures:begin -->\n", "\n<!-- architectures:end -->"
-# What a refusal says, and what that is to a reader.
+# What a refusal says, and what that means to a reader.
 REASONS = {
     r"use transformers' attention interface": "The attention is the model's own code, not transformers' interface",
     r"decoder of full or sliding attention layers, got (.*)": "Layers of other kinds (recurrent, chunked, sparse) or an"

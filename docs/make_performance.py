@@ -206,7 +206,7 @@ def end_to_end(result: dict[str, Any], name: str) -> str:
     if (DOCS / "img" / f"{name}.svg").exists():
         parts.append(f"![Tokens per second against the number of sequences](img/{name}.svg)")
     parts += [
-        "Tokens a second of all sequences, and over plain decoding in the same round:",
+        "Tokens per second of all sequences, and over plain decoding in the same round:",
         by_batch(rows, lambda row: f"{row['tokens_per_second']:.0f} ({row['over_plain']:.2f} x)"),
     ]
     different = [f"{row['name']}, {row['batch']}" for row in rows if not row["identical"]]
@@ -277,7 +277,7 @@ FROM = {"memory": "memory", "l2": "L2"}
 
 
 def speed(row: dict[str, Any]) -> str:
-    """TFLOP/s; of a kernel that waits for memory the share of its bandwidth."""
+    """TFLOP/s; for a kernel that waits for memory, the share of its bandwidth."""
     share = "" if row["memory_share"] is None else f" ({row['memory_share']:.0%})"
     return f"{row['tflop_per_s']:.0f}{share}"
 
@@ -317,7 +317,7 @@ def predicted(result: dict[str, Any], name: str) -> str:
 
 
 def predicted_others(result: dict[str, Any], name: str) -> str:
-    """Only the speed, a column for each machine."""
+    """Only the speed, with one column for each machine."""
     machines = [*dict.fromkeys(row["machine"] for row in result["rows"])]
     found = {(row["instance"], row["machine"]): f"{speed(row)}, {busiest(row)}" for row in result["rows"]}
     instances = [*dict.fromkeys(row["instance"] for row in result["rows"])]
@@ -373,7 +373,7 @@ def predicted_verification(result: dict[str, Any], name: str) -> str:
     )
 
 
-# Marker: (name of the files, one a machine or only one, and how they are shown).
+# Marker: (name of the files, one per machine or only one, and how they are shown).
 SECTIONS = {
     "demo": ("demo", demo),
     "rules": ("rules", rules),

@@ -168,7 +168,7 @@ def step_picture() -> str:
     )
     top, bottom, height = 92, 292, 104
     drawing.rect(526, top - 16, 300, height + 32, "none stroke-muted thin dash", radius=10)
-    drawing.text(676, top + height + 33, "target model: once a layer", "small fill-muted", anchor="middle")
+    drawing.text(676, top + height + 33, "target model: once per layer", "small fill-muted", anchor="middle")
     drafters = ["ngram_propose", "medusa_propose", "expand_tree, rerank_tree"]
     _box(drawing, MARGIN, top, 160, height, "draft", drafters, "gold")
     places = ["where each node goes:", "start + depth for the", "rotary embedding,", "start + index for the slot"]

@@ -82,7 +82,7 @@ std::vector<float> attend(const pagedtree::Backend& backend, const pagedtree::Ex
   const std::vector<float> queries(trees.num_rows() * kHeadDim);
   std::vector<float> out(queries.size());
 
-  std::vector<int32_t> plan(pagedtree::kPlanSize);  // written once a step, for all layers
+  std::vector<int32_t> plan(pagedtree::kPlanSize);  // written once per step, for all layers
   pagedtree::AttentionPlanParams schedule{};
   schedule.seq_lens = cache.seq_lens.data();
   schedule.cu_seqlens_q = trees.cu_nodes.data();

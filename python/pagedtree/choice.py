@@ -109,7 +109,7 @@ def _levels(acceptance: Sequence[float] | Sequence[Sequence[float]] | np.ndarray
     if levels.ndim != 2 or 0 in levels.shape:
         raise ValueError(f"acceptance: expected probabilities [R] or [D, R], got shape {list(levels.shape)}")
     if not ((levels >= 0) & (levels <= 1)).all() or (levels.sum(axis=1) > 1 + 1e-6).any():
-        raise ValueError(f"acceptance: expected probabilities that sum to at most 1 a row, got {levels.tolist()}")
+        raise ValueError(f"acceptance: expected probabilities that sum to at most 1 per row, got {levels.tolist()}")
     return levels[:max_depth]
 
 

@@ -31,7 +31,7 @@ def as_draft(proposal: Any, batch_size: int, device: torch.device) -> Draft:
     num_rows = trees.parents.shape[0]
     if trees.batch_size != batch_size or num_rows < batch_size or tokens.shape != (num_rows,):
         raise ValueError(
-            f"drafter: expected {batch_size} trees and a token a node, got {trees.batch_size} trees of"
+            f"drafter: expected {batch_size} trees and one token per node, got {trees.batch_size} trees of"
             f" {num_rows} nodes and draft_tokens {list(tokens.shape)}"
         )
     if not _is_integral(tokens):

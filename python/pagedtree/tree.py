@@ -297,7 +297,7 @@ class TreeBatch:
     def narrow(self, start: int, length: int) -> TreeBatch:
         """Trees `start` to `start + length - 1` alone, B = length, without rows of padding. Synchronises.
 
-        The tensors are views of this batch's, but for cu_nodes where the first tree's rows do not begin at 0; max_nodes
+        The tensors are views of this batch's, except cu_nodes where the first tree's rows do not begin at 0; max_nodes
         and max_depth stay. Raises ValueError for trees that the batch does not have, offsets that descend or pass N,
         and tensors that do not belong together.
         """

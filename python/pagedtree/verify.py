@@ -198,10 +198,10 @@ def verify_rejection(
             if x was accepted: emit(node, x); node = child with x
             else: emit(node, first x with cdf(x) > u_final, in id order, of p), stop   # of p_n if nothing is left of p
 
-    Sums over the vocabulary add the masses of 1024 tokens at a time in fp32, and the sums of these in double precision,
-    in an order that depends on nothing, so that results do not change with batch, slot, threads or instruction set. A
-    residual of less than 1e-6 of p_n is what rounding leaves of nothing, and counts as nothing. Nothing of size [N, V]
-    is made.
+    Sums over the vocabulary add the masses of 1024 tokens at a time in fp32, and then add these sums in double
+    precision. The order is fixed, so that results do not change with batch, slot, threads or instruction set. A
+    residual of less than 1e-6 of p_n may come from rounding alone, and counts as nothing. Nothing of size [N, V] is
+    made.
 
     Sources: Leviathan et al., ICML 2023 (chains); SpecInfer, ASPLOS 2024 ("iid"); Sequoia, NeurIPS 2024 ("swor").
 

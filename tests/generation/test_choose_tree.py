@@ -100,9 +100,9 @@ def test_expected_tokens_of_a_tree():
     "change, message",
     [
         (dict(acceptance=[]), r"acceptance: expected probabilities \[R\] or \[D, R\], got shape"),
-        (dict(acceptance=[0.5, 1.5]), "acceptance: expected probabilities that sum to at most 1 a row, got"),
-        (dict(acceptance=[0.6, 0.6]), "acceptance: expected probabilities that sum to at most 1 a row, got"),
-        (dict(acceptance=[float("nan")]), "acceptance: expected probabilities that sum to at most 1 a row, got"),
+        (dict(acceptance=[0.5, 1.5]), "acceptance: expected probabilities that sum to at most 1 per row, got"),
+        (dict(acceptance=[0.6, 0.6]), "acceptance: expected probabilities that sum to at most 1 per row, got"),
+        (dict(acceptance=[float("nan")]), "acceptance: expected probabilities that sum to at most 1 per row, got"),
         (dict(max_nodes=0), "max_nodes: expected 1 to 1024, got 0"),
         (dict(max_nodes=1025), "max_nodes: expected 1 to 1024, got 1025"),
         (dict(max_depth=0), "max_depth: expected at least 1, got 0"),

@@ -244,7 +244,7 @@ def test_bad_drafters(model):
         generate(model, [[1], [2]], drafter=Rootless(), max_new_tokens=4)
     with pytest.raises(TypeError, match="drafter: expected an object with propose"):
         generate(model, [[1]], drafter=3, max_new_tokens=4)
-    with pytest.raises(ValueError, match="drafter: expected 2 trees and a token a node, got 1 trees"):
+    with pytest.raises(ValueError, match="drafter: expected 2 trees and one token per node, got 1 trees"):
         generate(model, [[1], [2]], drafter=Short(), max_new_tokens=4)
 
     class Chains:

@@ -196,7 +196,7 @@ def test_sampled_growing_loop(backend: str, law: str) -> None:
 
 @pytest.mark.parametrize("law", ["iid", "swor", "coupled"])
 def test_draws_of_cousins(backend: str, law: str) -> None:
-    """Nodes of one level draw independently, but for the noise of the target, which they share."""
+    """Nodes of one level draw independently, except that they share the noise of the target."""
     count, vocab = 200, 9
     seeds, positions = torch.arange(count), torch.full((count,), 5)
     sampled = {"law": law, "params": SamplingParams(), "seeds": seeds, "positions": positions}

@@ -285,7 +285,7 @@ def test_nothing_left_samples_the_row_itself(device, final):
 @pytest.mark.parametrize("vocab", [4, 33, 2500])
 @pytest.mark.parametrize("law", ["iid", "swor"])
 def test_what_rounding_leaves_is_nothing(device, law, vocab):
-    """p == q but for their last bits, and a last draft that q cannot have drawn: the bonus comes from p itself."""
+    """p == q except in their last bits, and a last draft that q cannot have drawn: the bonus comes from p itself."""
     count, generator = 40, torch.Generator().manual_seed(vocab)
     logits = torch.randn(4 * count, vocab, generator=generator) * 2
     logits[:, 1] = -math.inf

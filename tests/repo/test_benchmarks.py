@@ -234,8 +234,8 @@ def test_unknown_keys_are_refused(bench_ops, monkeypatch, arguments):
 
 def test_values_with_a_comma_and_a_blank_stay_whole(bench_ops):
     op = next(op for op in bench_ops.OPS if op.name == "sample")
-    values = bench_ops.given_values(op, ["law=top-p 0.9,top-k 50, top-p 0.9", "batch=1,2", "page_size=1"])
-    assert values == {"law": ["top-p 0.9", "top-k 50, top-p 0.9"], "batch": [1, 2]}
+    values = bench_ops.given_values(op, ["variant=top-p 0.9,top-k 50, top-p 0.9", "batch=1,2", "page_size=1"])
+    assert values == {"variant": ["top-p 0.9", "top-k 50, top-p 0.9"], "batch": [1, 2]}
 
 
 @pytest.mark.parametrize("name", ["chain 1", "binary 255", "EAGLE-2 60", "Medusa 64", "Sequoia 128", "prefill 512"])
@@ -261,7 +261,7 @@ def test_drafts_are_accepted_at_a_realistic_rate(suite, module, kind, tree):
             continue
         verification = common.Verification(rule, problem)
         notes = verification.notes
-        assert 0.55 < notes["accepted_a_level"] < 0.85, (rule.op, rule.law)
+        assert 0.55 < notes["accepted_a_level"] < 0.85, (rule.op, rule.variant)
         assert notes["accepted_length"] == pytest.approx(notes["accepted"] / 32, abs=0.01) and notes["drafts"] > 200
         rule.check(problem)
         if rule.visits:

@@ -229,10 +229,10 @@ def verification(benchmarks, name, **change):
     return op.problem(op.base | {"batch": 2, "vocab": 500} | change, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("law", ["temperature 0.8", "top-p 0.9", "top-k 50, top-p 0.9"])
-def test_sampling_is_compared_by_its_distribution(benchmarks, monkeypatch, law):
+@pytest.mark.parametrize("variant", ["temperature 0.8", "top-p 0.9", "top-k 50, top-p 0.9"])
+def test_sampling_is_compared_by_its_distribution(benchmarks, monkeypatch, variant):
     torch.manual_seed(0)
-    problem = verification(benchmarks, "sample", law=law, tree="chain 4")
+    problem = verification(benchmarks, "sample", variant=variant, tree="chain 4")
     peer = benchmarks("verify_peers").FlashInferSampling(problem)
     assert peer.run(0).shape == (8,)
     peer.check()
@@ -253,7 +253,7 @@ def test_verification_of_chains(benchmarks, monkeypatch):
     monkeypatch.setattr(peer, "verify", lambda *args: [honest(*args)[0] + 1])
     with pytest.raises(benchmarks("suite").Mismatch):
         peer.check()
-    for change in ({"tree": "binary 5"}, {"tree": "chain 8", "law": "onehot"}):
+    for change in ({"tree": "binary 5"}, {"tree": "chain 8", "variant": "onehot"}):
         with pytest.raises(ValueError, match="chains"):
             benchmarks("ratio_peers").FlashInferChain(verification(benchmarks, "verify_rejection", **change))
 

@@ -16,7 +16,7 @@ def as_int32(values: Tensor) -> Tensor:
 
 
 def rows_of(table: Tensor, rows: Tensor) -> Tensor:
-    """table[rows], [n, width]; -1 where a row is none of the table's."""
+    """table[rows], [n, width]; -1 where the table has no such row."""
     if table.shape[0] == 0:
         return table.new_full((rows.shape[0], *table.shape[1:]), -1)
     known = (rows >= 0) & (rows < table.shape[0])
