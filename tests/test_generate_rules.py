@@ -394,5 +394,5 @@ def test_a_drafter_of_ones_own(toy, toy_law):
         generate(toy, [PROMPT], drafter=Uniform(), max_new_tokens=2)
     Uniform.draft_law, propose = "swor", Uniform.propose
     Uniform.propose = lambda self, tokens, lengths: (*propose(self, tokens, lengths)[:2], None)
-    with pytest.raises(ValueError, match="`draft_probs` must be a Tensor, the law that the drafts were drawn from"):
+    with pytest.raises(ValueError, match="`draft_probs` must be a Tensor, the distribution that the drafts"):
         generate(toy, [PROMPT], drafter=Uniform(), max_new_tokens=2, params=SAMPLING, rule="rejection")
