@@ -38,15 +38,15 @@ class Mutant:
 MUTANTS = [
     Mutant(
         "siblings share one residual", "core/verify/rejection.h",
-        "subtract_draft(p, rows, laws, token, 1.0, left);",
-        "if (rank == 0) subtract_draft(p, rows, laws, token, 1.0, left);",
+        "subtract_draft(p, rows, distributions, token, 1.0, left);",
+        "if (rank == 0) subtract_draft(p, rows, distributions, token, 1.0, left);",
     ),
     Mutant(
         "the residual is not normalised", "core/verify/rejection.h",
-        "u * q * left.mass < r * left.draft_mass", "u * q * laws.total < r",
+        "u * q * left.mass < r * left.draft_mass", "u * q * distributions.total < r",
     ),
     Mutant(
-        "the draft's distribution is not normalised after a rejection", "core/verify/rules.h",
+        "the draft's distribution is not normalised without the tried", "core/verify/rules.h",
         "left.draft_mass = sums.draft;", "left.draft_mass = 1.0;",
     ),
     Mutant("repeated tokens count twice", "core/verify/rejection.h", "token < 0 || rows.is_tried(token)", "token < 0"),
@@ -98,7 +98,8 @@ MUTANTS = [
     ),
     Mutant(
         "the other order of filters", "core/sampling.h",
-        "Law law{0.0f, 0, 1.0f, 0.0f, p.joint};", "Law law{0.0f, 0, 1.0f, 0.0f, !p.joint};", (SAMPLING,),
+        "Sampling sampling{0.0f, 0, 1.0f, 0.0f, p.joint};",
+        "Sampling sampling{0.0f, 0, 1.0f, 0.0f, !p.joint};", (SAMPLING,),
     ),
     Mutant(
         "coins that reach 1", "core/verify/rules.h",
@@ -116,8 +117,8 @@ MUTANTS = [
     ),
     Mutant(
         "the last block of the vocabulary left out", "cpu/isa/logits/verify_rules.cpp",
-        "block < LawTable::num_blocks(vocab); ++block) {\n      table",
-        "block < max_of<int64_t>(vocab / kLawBlock, 1); ++block) {\n      table", (HOSTILE,),
+        "block < MassTable::num_blocks(vocab); ++block) {\n      table",
+        "block < max_of<int64_t>(vocab / kMassBlock, 1); ++block) {\n      table", (HOSTILE,),
     ),
     Mutant(
         "the last token where nothing is left", "core/verify/rules.h",
@@ -137,7 +138,7 @@ MUTANTS = [
     ),
     Mutant(
         "a typical bound that lets equals pass", "core/verify/typical.h",
-        "!(rows.target(laws, token) > bound)", "!(rows.target(laws, token) >= bound)", (HOSTILE,),
+        "!(rows.target(distributions, token) > bound)", "!(rows.target(distributions, token) >= bound)", (HOSTILE,),
     ),
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-// pagedtree._C: what the op library cannot say through tensors. The ops do not need it.
+// pagedtree._C: information that the op library cannot give through tensors. The ops do not need it.
 #include <pybind11/pybind11.h>
 
 #include <string>

@@ -8,7 +8,7 @@ namespace pagedtree {
 
 struct ShardStepParams;  // core/shards.h
 struct ShardFollowParams;
-struct ShardWeighParams;  // core/shard_laws.h
+struct ShardWeighParams;  // core/shard_distributions.h
 struct ShardWalkParams;
 
 // How a call runs. CUDA uses `stream`; the CPU backend splits its work with `parallel_for`, so that it shares the
@@ -20,13 +20,13 @@ struct ExecContext {
   void (*parallel_for)(int64_t begin, int64_t end, int64_t grain_size, Body body, void* state) = nullptr;
 };
 
-// What tree_attention takes of a backend, beside fp16 and bf16 over caches of the same type or of e4m3, which all take.
+// What a backend's tree_attention accepts besides fp16 and bf16 over caches of the same type or of e4m3.
 struct AttentionSupport {
   bool float32;         // queries and caches of fp32
-  int cache_alignment;  // addresses and strides of the caches are multiples of so many bytes
+  int cache_alignment;  // the caches' addresses and strides must be multiples of this many bytes
 };
 
-// What every backend does, each in a class of its own; one that leaves out a function does not compile.
+// Every backend implements this class. A backend that leaves out a function does not compile.
 class Backend {
  public:
   const char* const name;
@@ -40,7 +40,7 @@ class Backend {
   virtual void verify_typical(const RatioParams&, const ExecContext&) const = 0;
   virtual void verify_traversal(const RatioParams&, const ExecContext&) const = 0;
   virtual void step_shards(const ShardStepParams&,
-                           const ExecContext&) const = 0;  // vocabularies in parts: core/shards.h
+                           const ExecContext&) const = 0;  // for split vocabularies: core/shards.h
   virtual void follow_shards(const ShardFollowParams&, const ExecContext&) const = 0;
   virtual void weigh_shards(const ShardWeighParams&, const ExecContext&) const = 0;
   virtual void walk_shards(const ShardWalkParams&, const ExecContext&) const = 0;

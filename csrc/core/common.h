@@ -1,4 +1,4 @@
-// Small vocabulary shared by every backend: no Torch, no CUDA runtime.
+// Basic types and helpers of every backend: no Torch, no CUDA runtime.
 #pragma once
 
 #include <cstdint>

@@ -23,20 +23,20 @@ PT_HOST_DEVICE int32_t insert_ranked(float* scores, Id* ids, int32_t size, int32
   return min_of(size + 1, capacity);
 }
 
-// One node's children, to be drawn: independent tokens (kIid) or distinct ones in the order of their draws, by noise of
-// their own (kSwor) or by that which the target's sampling at the node uses (kCoupled).
+// A request to draw one node's children: independent tokens (kIid), or distinct tokens in the order in which they are
+// drawn. kSwor draws them with noise of their own, kCoupled with the noise of the target's sampling at the node.
 struct ChildrenDraw {
   GrowthLaw law;
   int32_t count;
   uint64_t seed;
   int64_t position;  // of the node
   RandomUse use;
-  int64_t* tokens;  // [count] out, -1 where the law has fewer tokens
+  int64_t* tokens;  // [count] out, -1 where the distribution has fewer tokens
   float* scores;    // [count] out, log-probabilities, -inf where none
-  float* probs;     // [V] out, the law
+  float* probs;     // [V] out, the distribution
 };
 
-// The use of the noise at frontier node `f`. The target's noise, which "coupled" shares, is the same for all nodes at a
+// Which noise frontier node `f` uses. "coupled" shares the target's noise, which is the same for all nodes at a
 // position.
 PT_HOST_DEVICE RandomUse use_of_children(GrowthLaw law, int64_t f) {
   return law == GrowthLaw::kCoupled ? RandomUse::kGumbel : draft_use(f);
@@ -61,7 +61,7 @@ PT_HOST_DEVICE float child_score(float parent, float logit, double best, double 
   return parent + min_of(static_cast<float>(logit - best - log_sum), 0.0f);
 }
 
-// An old candidate.
+// Candidates of earlier levels stay as they are.
 PT_HOST_DEVICE void copy_candidate(const ExpandTreeParams& p, int64_t b, int64_t c) {
   const int64_t from = b * p.num_candidates + c;
   const int64_t to = first_child_of(p, b, 0) - p.num_candidates + c;
@@ -71,27 +71,27 @@ PT_HOST_DEVICE void copy_candidate(const ExpandTreeParams& p, int64_t b, int64_t
   p.out_kv_index[to] = p.kv_index[from];
 }
 
-// Where frontier node f went in the draft model's tree.
+// Records the place of frontier node f in the draft model's tree.
 PT_HOST_DEVICE void enter_frontier(const ExpandTreeParams& p, int64_t b, int32_t f) {
   if (!is_present(frontier_score(p, b, f))) return;
   const int64_t candidates = first_child_of(p, b, 0) - p.num_candidates;
   p.out_kv_index[candidates + p.frontier[b * p.num_expanded + f]] = p.num_kv - p.num_expanded + f;
 }
 
-// New candidate i, child i % K of frontier node i / K.
+// New candidate i is child i % K of frontier node i / K.
 PT_HOST_DEVICE void link_child(const ExpandTreeParams& p, int64_t b, int32_t i) {
   const int64_t child = first_child_of(p, b, 0) + i;
   p.out_parents[child] = p.frontier[b * p.num_expanded + i / p.num_children];
   p.out_kv_index[child] = -1;
 }
 
-// The nodes to feed next under the sampled laws: a fixed shape, first ranks first; a choice that looked at the tokens
-// or their scores would bias the verification.
+// The nodes to feed next if children are drawn: always the same places, first ranks first. A choice by the tokens or
+// their scores would bias the verification.
 PT_HOST_DEVICE int32_t drawn_frontier(const ExpandTreeParams& p, int32_t g) {
   return static_cast<int32_t>(p.num_candidates) + (g % p.num_expanded) * p.num_children + g / p.num_expanded;
 }
 
-// The nodes to feed next. Under "topk" the best new candidates (EAGLE-2), present ones first.
+// Chooses the nodes to feed next. Under "topk" these are the best new candidates (EAGLE-2), present ones first.
 PT_HOST_DEVICE void choose_frontier(const ExpandTreeParams& p, int64_t b) {
   const int64_t children = first_child_of(p, b, 0);
   const int64_t begin = b * p.num_frontier;
@@ -124,7 +124,7 @@ PT_HOST_DEVICE void mask_frontier(const ExpandTreeParams& p, int64_t b, int32_t 
   word = static_cast<int32_t>(static_cast<uint32_t>(word) | (1u << (bit % kMaskWordBits)));
 }
 
-// Sequence b's next state, once its children's tokens and scores are written.
+// Writes sequence b's next state; its children's tokens and scores must be there.
 PT_HOST_DEVICE void grow_tree(const ExpandTreeParams& p, int64_t b) {
   for (int64_t c = 0; c < p.num_candidates; ++c) copy_candidate(p, b, c);
   for (int32_t f = 0; f < p.num_expanded; ++f) enter_frontier(p, b, f);
@@ -133,7 +133,7 @@ PT_HOST_DEVICE void grow_tree(const ExpandTreeParams& p, int64_t b) {
   for (int32_t g = 0; g < p.num_frontier; ++g) mask_frontier(p, b, g);
 }
 
-// Sequence b's tree comes from the candidates before this one. Without its root it has none.
+// Sequence b's tree is chosen among the candidates before this one. Without a root there is no tree.
 PT_HOST_DEVICE int64_t eligible_end(const RerankTreeParams& p, int64_t b) {
   if ((p.active != nullptr && !p.active[b]) || p.num_candidates == 0) return 0;
   if (!is_present(p.scores[b * p.num_candidates])) return 0;
@@ -158,7 +158,7 @@ PT_HOST_DEVICE void write_reranked(const RerankTreeParams& p, int64_t b, int32_t
 }
 
 // Writes the nodes of sequence b in candidate order, so that parents come first. Scores never rise along a path and a
-// parent has the smaller index: whoever is among the best has its ancestors there too.
+// parent has the smaller index, so the ancestors of a node among the best are among the best, too.
 PT_HOST_DEVICE void rerank_sequence(const RerankTreeParams& p, int64_t b) {
   const int64_t from = b * p.num_candidates;
   const int32_t count = p.cu_nodes[b + 1] - p.cu_nodes[b];
@@ -185,7 +185,7 @@ PT_HOST_DEVICE void rerank_sequence(const RerankTreeParams& p, int64_t b) {
   }
 }
 
-// The trie of one sequence's continuations. Nodes are numbered as they come, so that parents precede children and
+// The trie of one sequence's continuations. Nodes are numbered in the order of insertion: parents precede children, and
 // better continuations precede worse ones.
 struct DraftTrie {
   int64_t* tokens;   // [max_nodes]
@@ -198,7 +198,7 @@ struct DraftTrie {
   int32_t num_nodes = 0;
   int32_t num_leaves = 0;
 
-  // The root alone.
+  // Starts the trie with its root.
   PT_HOST_DEVICE void plant(int64_t token) {
     num_nodes = 1;
     num_leaves = 0;
@@ -212,7 +212,7 @@ struct DraftTrie {
     return child;
   }
 
-  // The new child of `parent`, or -1 where a bound forbids it. Only a node that lengthens a leaf opens no branch.
+  // Adds a child to `parent`; returns it, or -1 if a bound forbids it. The first child of a node opens no branch.
   PT_HOST_DEVICE int32_t add(int32_t parent, int64_t token) {
     if (num_nodes >= max_nodes) return -1;
     const bool opens_branch = parent <= 0 || first_child[parent] >= 0;
@@ -241,7 +241,7 @@ struct DraftTrie {
   }
 };
 
-// How many tokens before `end` in `stream` equal the last ones of the history, at most max_ngram. A negative token
+// How many tokens before `end` in `stream` equal the last tokens of the history, at most max_ngram. A negative token
 // equals nothing.
 PT_HOST_DEVICE int32_t match_length(const int64_t* stream, int64_t end, const int64_t* history, int64_t history_len,
                                     int32_t max_ngram) {
@@ -251,8 +251,8 @@ PT_HOST_DEVICE int32_t match_length(const int64_t* stream, int64_t end, const in
   return n;
 }
 
-// Adds what followed the n-gram in the first `size` tokens of `stream`, most recent occurrence first, where exactly n
-// tokens agree (at least n for the longest, n == max_ngram).
+// Adds what followed the n-gram in the first `size` tokens of `stream`, most recent occurrence first. Only places where
+// exactly n tokens agree count (at least n if n == max_ngram).
 PT_HOST_DEVICE void insert_matches(const NgramProposeParams& p, DraftTrie& trie, const int64_t* stream, int64_t size,
                                    const int64_t* history, int64_t history_len, int32_t n) {
   const int64_t last = history[history_len - 1];

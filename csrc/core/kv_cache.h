@@ -11,8 +11,8 @@ struct Slot {
   int32_t offset;
 };
 
-// The place of a position; none outside the table or where it names no page. A page past the pool is up to the caller,
-// who knows the pool.
+// The place of a position; none if it is outside the table or the table names no page. Whether the page is in the pool
+// is checked by the caller, who knows the pool.
 PT_HOST_DEVICE Slot locate(const PageTable& table, int64_t b, int64_t position) {
   const int64_t index = position / table.page_size;
   if (position < 0 || index >= table.max_pages) return {-1, 0};
@@ -46,7 +46,7 @@ struct Move {
   Slot from, to;
 };
 
-// The j-th move of sequence b; false where the row is in place already or one of the ends is outside.
+// The j-th move of sequence b; false if the row is in place already or one of the two places is outside the cache.
 PT_HOST_DEVICE bool path_move(const CompactKvParams& p, int64_t b, int32_t j, Move& move) {
   const int32_t node = p.accept_index[b * p.accept_stride + j];
   if (node < 0 || node == j) return false;

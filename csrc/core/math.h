@@ -42,7 +42,7 @@ struct ScalarMath {
   static PT_HOST_DEVICE uint32_t to_uint(float x) { return static_cast<uint32_t>(x); }
   static PT_HOST_DEVICE void multiply(uint32_t a, uint32_t b, uint32_t& high, uint32_t& low) {
 #if defined(__CUDA_ARCH__)
-    // One instruction; of a product of 64 bits nvcc makes two.
+    // One instruction; for a 64-bit product nvcc would emit two.
     high = __umulhi(a, b);
     low = a * b;
 #else
@@ -80,7 +80,7 @@ PT_HOST_DEVICE typename M::Float exp_exact(typename M::Float x) {
   return p * M::template bits<typename M::Float>((M::to_int(n) + 127) << 23);
 }
 
-// exponent * ln 2 + log(1 + t) for 1 + t in [sqrt(1/2), sqrt(2)), relative error below 3e-7 in the whole.
+// exponent * ln 2 + log(1 + t) for 1 + t in [sqrt(1/2), sqrt(2)), relative error below 3e-7 overall.
 template <typename M>
 PT_HOST_DEVICE typename M::Float log_of_parts(typename M::Float exponent, typename M::Float t) {
   // Minimax fit of (log(1 + t) - t + t^2 / 2) / t^3.

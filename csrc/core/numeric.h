@@ -18,12 +18,12 @@ PT_HOST_DEVICE float float_from_half(uint16_t bits) {
   return __builtin_bit_cast(float, sign | (magnitude < 0x0400u ? __builtin_bit_cast(uint32_t, subnormal) : normal));
 }
 
-// The nearest e4m3 code, ties to even; beyond +-448 the largest, NaN is 0x7f.
+// The nearest e4m3 code, ties to even; values beyond +-448 become the largest code, NaN becomes 0x7f.
 PT_HOST_DEVICE uint8_t e4m3_from_float(float value) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, value);
   const uint32_t magnitude = bits & 0x7fffffffu;
   const uint32_t clamped = min_of(magnitude, 0x43e00000u);  // 448
-  // Seven exponent bits less: 127 becomes 7; the carry of the rounding runs into the exponent as it should.
+  // The exponent's bias falls from 127 to 7; the carry of the rounding runs into the exponent as it should.
   const uint32_t normal = ((clamped + 0x7ffffu + ((clamped >> 20) & 1u)) >> 20) - ((127u - 7u) << 3);
   // Subnormals count steps of 2^-9, the spacing of fp32 at 2^14: the addition rounds.
   const float shifted = __builtin_bit_cast(float, clamped) + 0x1p14f;

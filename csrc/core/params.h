@@ -60,7 +60,7 @@ struct TokenIds {
   bool is_int64;
 };
 
-// A row's token, drawn ahead for sequence `sequence` at `depth`.
+// A row's token, drawn in advance for sequence `sequence` at `depth`.
 struct DrawnRow {
   int32_t token;
   int32_t sequence;  // -1: not drawn
@@ -97,10 +97,10 @@ enum class DraftLaw : int32_t { kIid, kSwor, kOneHot };
 
 struct TraversalFrame;  // core/verify/traversal.h
 
-// Verification that weighs the target's law against the law of the drafts.
+// Verification that weighs the target's distribution against the draft's.
 struct RatioParams {
   VerifyParams verify;
-  LogitsParams draft;             // M rows of V: the laws that children were drawn from; data null under kOneHot
+  LogitsParams draft;             // [M, V] the distributions that children were drawn from; data null under kOneHot
   SamplingParams draft_sampling;  // of B; temperature null: `draft` holds probabilities, else logits
   TokenIds draft_rows;            // [N] the row of `draft` for a node's children, data null: row n
   const float* coins;             // [N] or null
@@ -112,7 +112,7 @@ struct RatioParams {
 
 enum class GrowthLaw : int32_t { kTopK, kIid, kSwor, kCoupled };
 
-// One level more: B sequences of C candidates, of which F are the frontier; K children each, then a frontier of G.
+// Adds a level: B sequences of C candidates, F of them the frontier; K children for each, then a frontier of G.
 struct ExpandTreeParams {
   const int64_t* tokens;     // [B, C]
   const int32_t* parents;    // [B, C] candidate, -1 at the root
@@ -121,7 +121,7 @@ struct ExpandTreeParams {
   const int32_t* frontier;   // [B, F] candidates
   const int32_t* mask;       // [B * F, mask_words] what they see in the draft model's tree
   LogitsParams logits;       // B * F rows
-  SamplingParams sampling;   // of B; null under kTopK, as the two that follow
+  SamplingParams sampling;   // of B; null under kTopK, like the next two
   const int64_t* seeds;      // [B]
   const int64_t* positions;  // [B], the roots'
   int64_t* out_tokens;       // [B, C + F * K] out
@@ -183,7 +183,7 @@ struct NgramProposeParams {
 };
 
 struct MedusaProposeParams {
-  LogitsParams head_logits;    // B rows of head 0; head h lies h * head_stride elements behind
+  LogitsParams head_logits;    // B rows of head 0; head h begins h * head_stride elements later
   const int32_t* parents;      // [n] one tree for all
   const int32_t* depths;       // [n]
   const int32_t* child_ranks;  // [n]

@@ -1,5 +1,5 @@
 // Counter-based random numbers: Philox4x32-10 (Salmon et al., SC 2011). Key = the request's seed; counter = (position,
-// index, use). Nothing else enters, so a draw never depends on batch, slot, tree or thread.
+// index, use). There is no other input, so a draw never depends on batch, slot, tree or thread.
 #pragma once
 
 #include "core/math.h"
@@ -14,8 +14,8 @@ enum class RandomUse : uint32_t {
   kDraft = 3,      // a draft model's own draws; those of several nodes at one position differ, see draft_use
 };
 
-// The use of the draws at one node of those that the draft model reads at one position. Traversal verification needs
-// them to be independent: a cousin with the same draws would tell what its own were.
+// The use of the draws at one of the nodes that the draft model reads at one position. Traversal verification needs
+// these draws to be independent: a cousin with the same draws would reveal them.
 PT_HOST_DEVICE RandomUse draft_use(int64_t node) {
   return static_cast<RandomUse>(static_cast<uint32_t>(RandomUse::kDraft) | static_cast<uint32_t>(node) << 8);
 }

@@ -1,5 +1,6 @@
-// From a row of logits to the law it is sampled from, written once for every backend. Scans of whole rows are the
-// backends' own; what they must agree on is here: clean logits, weights, and which tokens the filters keep.
+// From a row of logits to the distribution that is sampled, written once for every backend. Each backend scans whole
+// rows in its own way; what the backends must agree on is here: clean logits, weights, and which tokens the filters
+// keep.
 #pragma once
 
 #include "core/params.h"
@@ -13,7 +14,7 @@ constexpr float kMaxBFloat16 = 3.38953139e38f;
 constexpr float kMinNormal = 1.175494351e-38f;
 
 // The sampling parameters of one sequence, in range.
-struct Law {
+struct Sampling {
   float temperature;  // 0: greedy
   int32_t top_k;      // 0: off
   float top_p;        // 1: off
@@ -21,17 +22,17 @@ struct Law {
   bool joint;
 };
 
-PT_HOST_DEVICE Law law_of(const SamplingParams& p, int64_t b) {
-  Law law{0.0f, 0, 1.0f, 0.0f, p.joint};
-  if (p.temperature == nullptr) return law;
+PT_HOST_DEVICE Sampling sampling_of(const SamplingParams& p, int64_t b) {
+  Sampling sampling{0.0f, 0, 1.0f, 0.0f, p.joint};
+  if (p.temperature == nullptr) return sampling;
   const float temperature = p.temperature[b * p.temperature_stride];
   const float top_p = p.top_p[b * p.top_p_stride];
   const float min_p = p.min_p[b * p.min_p_stride];
-  law.temperature = temperature != temperature ? 1.0f : max_of(temperature, 0.0f);
-  law.top_k = max_of(p.top_k[b * p.top_k_stride], 0);
-  law.top_p = top_p != top_p ? 1.0f : clamp_to(top_p, 0.0f, 1.0f);
-  law.min_p = min_p != min_p ? 0.0f : clamp_to(min_p, 0.0f, 1.0f);
-  return law;
+  sampling.temperature = temperature != temperature ? 1.0f : max_of(temperature, 0.0f);
+  sampling.top_k = max_of(p.top_k[b * p.top_k_stride], 0);
+  sampling.top_p = top_p != top_p ? 1.0f : clamp_to(top_p, 0.0f, 1.0f);
+  sampling.min_p = min_p != min_p ? 0.0f : clamp_to(min_p, 0.0f, 1.0f);
+  return sampling;
 }
 
 // One row of LogitsParams.
@@ -64,7 +65,7 @@ PT_HOST_DEVICE float inverse_temperature(float temperature) {
 struct Peak {
   float logit = -kInfinity;
   int64_t token = 0;    // the lowest id that has it
-  uint8_t has_nan = 0;  // not bool: it is also read from rows that a caller passes (core/shards.h)
+  uint8_t has_nan = 0;  // not bool: it may come from a caller's memory (core/shards.h)
 };
 
 // x = (logit - peak) / T.
@@ -96,8 +97,8 @@ PT_HOST_DEVICE typename M::Float mass_of(typename M::Float x) {
   return M::select(has_mass(x), exp_exact<M>(x), M::splat(0.0f));
 }
 
-// The tokens that the filters keep: by clean logit, so that tokens tie exactly when their logits are equal; of those
-// at the threshold the lower ids.
+// Which tokens the filters keep. They compare clean logits, so that tokens tie exactly when their logits are equal;
+// among ties at the threshold the lower ids are kept.
 struct Filter {
   float min_logit = -kInfinity;
   int64_t tie_end = INT64_MAX;
@@ -111,7 +112,7 @@ struct Filter {
 // min_p as a bound on x: p >= min_p * p_max.
 PT_HOST_DEVICE float min_p_bound(float min_p) { return min_p < kMinNormal ? -kInfinity : log_exact<ScalarMath>(min_p); }
 
-// Mass that the smallest prefix must reach for top_p, at least one token's.
+// The mass that the smallest prefix must reach for top_p: at least that of one token.
 PT_HOST_DEVICE uint64_t top_p_mass(float top_p, uint64_t total) {
   const double exact = static_cast<double>(top_p) * static_cast<double>(total);
   const uint64_t floor = static_cast<uint64_t>(exact);
@@ -133,8 +134,8 @@ PT_HOST_DEVICE typename M::Float logit_of_key(typename M::Uint key) {
   return M::template bits<typename M::Float>(key ^ (negative | 0x80000000u));
 }
 
-// The law of a row: a token that the filter keeps has the mass of its scaled logit.
-struct RowLaw {
+// The distribution of a row: a token that the filter keeps has the mass of its scaled logit.
+struct RowDistribution {
   LogitRow row;
   Scale scale;
   Filter filter;
@@ -143,16 +144,17 @@ struct RowLaw {
   bool bad;      // NaN, or no finite logit
 };
 
-// The law of a row with that peak; find_filter(scale) looks for the threshold, where one can matter.
+// The distribution of a row with that peak; find_filter(scale) is called where a threshold can matter.
 template <typename FindFilter>
-PT_HOST_DEVICE RowLaw law_of_row(const LogitRow& row, const Law& law, const Peak& peak, const FindFilter& find_filter) {
-  const bool greedy = law.temperature == 0.0f, uniform = peak.logit == -kInfinity;
-  RowLaw found{row, {0.0f, 1.0f}, Filter{}, peak.token, uniform, uniform || peak.has_nan};
+PT_HOST_DEVICE RowDistribution row_distribution(const LogitRow& row, const Sampling& sampling, const Peak& peak,
+                                                const FindFilter& find_filter) {
+  const bool greedy = sampling.temperature == 0.0f, uniform = peak.logit == -kInfinity;
+  RowDistribution found{row, {0.0f, 1.0f}, Filter{}, peak.token, uniform, uniform || peak.has_nan};
   if (uniform) {
     if (greedy) found.filter = {.min_logit = 0.0f, .tie_end = 1};
     return found;
   }
-  found.scale = {peak.logit, greedy ? 1.0f : inverse_temperature(law.temperature)};
+  found.scale = {peak.logit, greedy ? 1.0f : inverse_temperature(sampling.temperature)};
   found.filter = greedy ? Filter{.min_logit = peak.logit, .tie_end = peak.token + 1} : find_filter(found.scale);
   return found;
 }

@@ -3,15 +3,15 @@
 // The linear order is (sequence, row tile, KV tile). A row tile is one M tile of one KV head: `m_tile` consecutive rows
 // r = token * group_size + query head of the group. Where a head has few rows, a backend may put several KV heads into
 // one row tile: their keys lie side by side, and memory is read in its own order. The order is cut into ranges of equal
-// cost; a row tile that a cut crosses is computed in pieces, merged afterwards. So a range leaves at most two partial
-// results, its first piece and its last, and scratch is bounded by the number of ranges, whatever the batch and the
-// lengths.
+// cost. A row tile that a cut crosses is computed in pieces, which are merged afterwards. So a range leaves at most two
+// partial results, its first piece and its last, and the number of ranges bounds the scratch, whatever the batch and
+// the lengths.
 //
-// A batch is worked on as one list of sequences, or as two: those of few rows in small tiles, the others in large ones.
+// A batch is one list of sequences, or two: sequences with few rows in small tiles, the others in large tiles.
 //
-// A plan holds nothing but the starts of the ranges of each list. Where a range ends is where the next begins, the
-// first begins at the origin and the last ends at the end: every plan, also a stale one, covers all work exactly once.
-// It can only be badly balanced.
+// A plan holds nothing but the starts of the ranges of each list. Each range ends where the next one begins, the first
+// begins at the origin and the last ends at the end. So every plan, even a stale one, covers all work exactly once; it
+// can only be badly balanced.
 #pragma once
 
 #include "core/tree.h"
@@ -19,19 +19,19 @@
 namespace pagedtree {
 
 constexpr int kKvTile = 64;           // keys of a KV tile, anchored at multiples of it
-constexpr int kMaxPlanRanges = 1024;  // of any backend
+constexpr int kMaxPlanRanges = 1024;  // the most of any backend
 constexpr int kPlanEntry = 4;         // int32 words: sequence, row tile, KV tile, unused; entry 0 is {number of ranges}
 constexpr int kListSize = kPlanEntry * (kMaxPlanRanges + 1);
 
-// Which sequences: all, those of at most kSmallRows rows a KV head, the others. A plan has room for each.
+// Which sequences: all, those with at most kSmallRows rows per KV head, the others. A plan has room for each list.
 enum class WorkList : int32_t { kAll, kSmall, kLarge };
 constexpr WorkList kWorkLists[] = {WorkList::kAll, WorkList::kSmall, WorkList::kLarge};
 constexpr int64_t kSmallRows = 32;
 constexpr int kPlanSize = 3 * kListSize;
 
-constexpr int kPieceCost = 2;  // of starting and storing a piece, in KV tiles
+constexpr int kPieceCost = 2;  // the cost of starting and storing a piece, in KV tiles
 
-// A row tile without keys still has one KV tile: somebody must write its output.
+// A row tile without keys still has one KV tile, because its output must be written.
 PT_HOST_DEVICE int32_t kv_tiles_of(int64_t seq_len) {
   return static_cast<int32_t>(max_of<int64_t>(ceil_div<int64_t>(seq_len, kKvTile), 1));
 }
@@ -43,10 +43,10 @@ struct WorkShape {
   int64_t num_tokens;   // T, padding included
   int64_t max_seq_len;  // seq_lens are clamped to it
   int32_t num_kv_heads;
-  int32_t group_size;  // query heads a KV head
+  int32_t group_size;  // query heads per KV head
   int32_t m_tile;
-  int32_t few_rows = 0;        // up to so many rows of a head,
-  int32_t few_rows_heads = 1;  // up to so many KV heads share a row tile
+  int32_t few_rows = 0;        // if a head has at most this many rows,
+  int32_t few_rows_heads = 1;  // up to this many KV heads share a row tile
   WorkList list = WorkList::kAll;
 
   PT_HOST_DEVICE bool takes(int64_t rows) const {
@@ -59,7 +59,7 @@ PT_HOST_DEVICE int64_t max_seq_len_of(const TreeAttentionParams& p) {
   return min_of<int64_t>(p.max_pages * p.page_size, INT32_MAX);
 }
 
-// The work of a call, or of the calls that a plan is for.
+// The work of one call, or of all calls that share a plan.
 template <typename Params>
 PT_HOST_DEVICE WorkShape work_shape(const Params& p, int32_t m_tile, WorkList list = WorkList::kAll) {
   WorkShape shape{};
@@ -75,7 +75,7 @@ PT_HOST_DEVICE WorkShape work_shape(const Params& p, int32_t m_tile, WorkList li
   return shape;
 }
 
-// The work of one sequence; no row tiles where another list takes it.
+// The work of one sequence; no row tiles if the sequence belongs to another list.
 struct SequenceWork {
   NodeRange tokens;
   int64_t seq_len;
@@ -117,7 +117,8 @@ struct WorkPosition {
   }
 };
 
-// Where `cost` into a sequence's work a range may start. No cut leaves a piece of less than `min_piece` KV tiles.
+// The place in a sequence's work, about `cost` from its start, where a range may begin. No cut leaves a piece of less
+// than `min_piece` KV tiles.
 PT_HOST_DEVICE WorkPosition cut_position(const SequenceWork& work, int32_t sequence, int64_t cost, int32_t min_piece) {
   const int64_t row = cost / work.row_cost();
   const int64_t tile = max_of<int64_t>(cost % work.row_cost() / work.tile_heads - kPieceCost, 0);
@@ -126,10 +127,10 @@ PT_HOST_DEVICE WorkPosition cut_position(const SequenceWork& work, int32_t seque
   return {sequence, static_cast<int32_t>(row), static_cast<int32_t>(tile)};
 }
 
-// Into how many ranges a backend cuts work.
+// How many ranges a backend wants.
 struct RangeLimits {
   int32_t most;
-  int32_t multiple;  // of so many, if there are more
+  int32_t multiple;  // a number of ranges above this is a multiple of it
   int64_t min_cost;  // of a range
   int32_t min_piece;
 };
@@ -178,9 +179,9 @@ PT_HOST_DEVICE void make_ranges(const WorkShape& shape, const RangeLimits& limit
   }
 }
 
-// How many ranges the shapes alone allow: reads no tensor. Small calls then ask for little scratch.
+// How many ranges the shapes alone allow; reads no tensor. It keeps the scratch of small calls small.
 PT_HOST_DEVICE int32_t range_bound(const WorkShape& shape, const RangeLimits& limits) {
-  // As many heads as row tiles of several, all of one size, would hold.
+  // Rounded up to full row tiles: if several heads share one, all row tiles count as equally large.
   const int32_t head_tiles = max_of(ceil_div(shape.num_kv_heads, shape.few_rows_heads), 1);
   const int64_t heads = head_tiles * ceil_div(shape.num_kv_heads, head_tiles);
   const int64_t row_tiles =
@@ -201,8 +202,8 @@ PT_HOST_DEVICE WorkPosition planned_start(const int32_t* ranges, int32_t i) {
   return {max_of(entry[0], 0), max_of(entry[1], 0), max_of(entry[2], 0)};
 }
 
-// The start of range i < planned_ranges(), whatever the plan says a position inside the work; i == planned_ranges() is
-// the end. It never decreases where planned_start() does not; for another plan callers take the running maximum.
+// The start of range i < planned_ranges(), a position inside the work whatever the plan says; i == planned_ranges() is
+// the end. Starts never decrease if those of planned_start() do not; for other plans callers take the running maximum.
 PT_HOST_DEVICE WorkPosition range_start(const WorkShape& shape, const int32_t* ranges, int32_t num_ranges, int32_t i) {
   if (i == 0) return {0, 0, 0};
   const WorkPosition end = {static_cast<int32_t>(shape.batch), 0, 0};

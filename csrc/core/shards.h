@@ -1,36 +1,36 @@
-// Rows of logits whose vocabulary the ranks of a group hold in parts, each a run of columns. What a row's law needs of
-// the whole vocabulary is found in rounds: each rank tells in a few words what its columns hold, and learns from the
-// words of all ranks together, which are integers, so that nothing depends on the split.
+// Rows of logits whose vocabulary is split among the ranks of a group: each rank holds a run of columns. What a row's
+// distribution needs of the whole vocabulary is found in rounds: each rank describes its columns in a few words, and
+// learns from the combined words of all ranks. Words are integers, so that nothing depends on the split.
 #pragma once
 
 #include "core/verify/rules.h"
 
 namespace pagedtree {
 
-// What a rank tells of a row, and how the ranks' words become one.
+// What a rank says of a row in each round, and how the ranks' words are combined.
 enum class ShardRound : int32_t {
   kNone,
-  kPeak,   // 2 words, the maximum: the largest logit with its token, whether there is a NaN
-  kCount,  // kShardBins words, the sum: tokens by a digit of their logit's key, for top_k
-  kMass,   // kShardBins words, the sum: weights by a digit of their logit's key, for top_p
-  kTies,   // 1 word, each rank's: how many tokens are at the threshold
-  kRace,   // 1 word, the maximum: the best score with its token
+  kPeak,   // 2 words, maximum: the largest logit with its token; whether there is a NaN
+  kCount,  // kShardBins words, sum: tokens by a digit of their logit's key, for top_k
+  kMass,   // kShardBins words, sum: weights by a digit of their logit's key, for top_p
+  kTies,   // 1 word, gathered from all ranks: how many tokens are at the threshold
+  kRace,   // 1 word, maximum: the best score with its token
 };
 
-constexpr int kShardDigitBits = 4;  // few bins a digit: fewer words in all, for more rounds
+constexpr int kShardDigitBits = 4;  // few bins per digit: fewer words in all, but more rounds
 constexpr int kShardBins = 1 << kShardDigitBits;
 
 PT_HOST_DEVICE constexpr int64_t words_of(ShardRound round) {
   return round == ShardRound::kPeak ? 2 : round == ShardRound::kCount || round == ShardRound::kMass ? kShardBins : 1;
 }
 
-// Of the keys of a dtype's logits only the first digits differ: those of sign, exponent and mantissa.
+// The keys of a dtype's logits differ only in their first digits: those of sign, exponent and mantissa.
 PT_HOST_DEVICE constexpr int digits_of(DType dtype) {
   const int bits = dtype == DType::kFloat32 ? 32 : dtype == DType::kFloat16 ? 1 + 8 + 10 : 1 + 8 + 7;
   return ceil_div(bits, kShardDigitBits);
 }
 
-// The key whose first digits these are; the bits behind follow from the sign of the logit.
+// The key with these first digits; its other bits follow from the sign of the logit.
 PT_HOST_DEVICE uint32_t whole_key(uint32_t digits, int count) {
   const int rest = 32 - kShardDigitBits * count;
   if (rest == 0) return digits;
@@ -38,7 +38,7 @@ PT_HOST_DEVICE uint32_t whole_key(uint32_t digits, int count) {
   return digits << rest | (negative ? (1u << rest) - 1 : 0u);
 }
 
-// A value with a token, as integers of which the largest has the largest value, among equals the lowest token.
+// A value with a token as one integer: larger values have larger integers, and among equal values lower tokens do.
 PT_HOST_DEVICE int64_t ranked_word(float value, int64_t token) {
   const uint64_t key = order_key<ScalarMath>(value + 0.0f) ^ 0x80000000u;  // -0 ties with +0
   return static_cast<int64_t>(key << 32 | static_cast<uint32_t>(~static_cast<uint32_t>(token)));
@@ -48,10 +48,10 @@ PT_HOST_DEVICE float value_of_word(int64_t word) {
 }
 PT_HOST_DEVICE int64_t token_of_word(int64_t word) { return ~static_cast<uint32_t>(static_cast<uint64_t>(word)); }
 
-// A mass, at most 1, as an integer: 2^42 at 1, so that the masses of the largest vocabulary add up without overflow,
-// and what is rounded away of a law is less than a float's precision.
+// A mass, at most 1, as an integer: 2^42 at 1. The masses of the largest vocabulary add up without overflow, and what
+// rounding takes from a distribution is less than the precision of a float.
 constexpr double kUnitMass = 4398046511104.0;
-constexpr int kHalfUnits = 21;  // the two halves of the integer's bits
+constexpr int kHalfUnits = 21;  // bits of each half of the integer
 template <typename M>
 PT_HOST_DEVICE void units_of(typename M::Float mass, typename M::Uint& high, typename M::Uint& low) {
   constexpr float kHalf = 1 << kHalfUnits;
@@ -66,32 +66,32 @@ PT_HOST_DEVICE uint64_t units_of(float mass) {
 }
 PT_HOST_DEVICE double mass_of_units(int64_t units) { return static_cast<double>(units) / kUnitMass; }
 
-// Draft probabilities above 1 are none, and count as 1 in sums.
+// Draft probabilities above 1 are invalid, and count as 1 in sums.
 template <typename M>
 PT_HOST_DEVICE typename M::Float at_most_one(typename M::Float mass) {
   return M::select(mass < 1.0f, mass, M::splat(1.0f));
 }
 
-// What a rank knows of a row. All but `tie_end` and `own_units` is the same on each.
+// What a rank knows of a row. All but `tie_end` and `own_units` is the same on every rank.
 struct ShardRow {
   Peak peak;
   Filter filter;       // tie_end counts this rank's columns
-  uint64_t target;     // of a search: the count or mass that the tokens at or above the threshold reach
+  uint64_t target;     // the count or mass that the tokens at or above the threshold must reach
   uint64_t above;      // count or mass above `key`
   uint64_t ties;       // how many tokens at the threshold are kept, 0: all of them
   int64_t own_units;   // the target's masses in this rank's columns
   double total;        // of the target's masses, on all ranks
   Residual left;       // after the rejections so far
-  uint32_t key;        // the threshold's digits that are found
+  uint32_t key;        // the digits of the threshold that are known
   int32_t num_digits;  // how many of them
-  uint8_t searching;   // for a threshold; not bool, a caller's rows may hold any byte
-  uint8_t asked;       // for what a rejection leaves
+  uint8_t searching;   // whether a threshold is searched for; not bool: a caller's rows may hold any byte
+  uint8_t asked;       // whether the ranks were asked what a rejection leaves
 };
 static_assert(sizeof(ShardRow) % sizeof(int64_t) == 0);
 
 // A rank's part of the rows.
 struct ShardRows {
-  LogitsParams logits;      // N rows of this rank's columns, of which there may be none
+  LogitsParams logits;      // N rows of this rank's columns; a rank may have none
   SamplingParams sampling;  // of B
   const int32_t* cu_nodes;  // [B + 1], null: row n is sequence n
   ShardRow* rows;           // [N] written
@@ -118,8 +118,8 @@ PT_HOST_DEVICE int64_t sequence_of(const ShardRows& s, int64_t n) {
   return s.cu_nodes == nullptr ? n : sequence_of_row(s.cu_nodes, s.batch, n);
 }
 
-// The depth at which a walk of sequence b comes to row n, -1 where none does. Every walk begins at the root, whatever
-// its depth is said to be.
+// The depth at which a walk of sequence b visits row n, -1 if none can. A walk visits the root whatever its `depths`
+// entry says.
 PT_HOST_DEVICE int32_t depth_of(const ShardStepParams& p, int64_t n, int64_t b) {
   const bool is_root = p.depths == nullptr || n == p.shard.cu_nodes[b];
   return is_root ? 0 : p.depths[n];
@@ -127,21 +127,23 @@ PT_HOST_DEVICE int32_t depth_of(const ShardStepParams& p, int64_t n, int64_t b) 
 
 PT_HOST_DEVICE bool is_uniform(const ShardRow& row) { return row.peak.logit == -kInfinity; }
 
-// Whether the law has a threshold that must be searched for.
-PT_HOST_DEVICE bool is_filtered(const ShardRow& row, const Law& law) {
-  return law.temperature != 0.0f && !is_uniform(row);
+// Whether the filters may have a threshold that must be searched for.
+PT_HOST_DEVICE bool is_filtered(const ShardRow& row, const Sampling& sampling) {
+  return sampling.temperature != 0.0f && !is_uniform(row);
 }
 
-// The law of a row's part: tokens are columns of this rank.
-PT_HOST_DEVICE RowLaw law_of_shard(const ShardRows& s, int64_t n, const ShardRow& row, const Law& law) {
+// The distribution on this rank's part of a row: tokens are numbered by this rank's columns.
+PT_HOST_DEVICE RowDistribution shard_distribution(const ShardRows& s, int64_t n, const ShardRow& row,
+                                                  const Sampling& sampling) {
   const int64_t token = clamp_to<int64_t>(row.peak.token, 0, s.vocab - 1);  // rows may come from anywhere
   const Peak peak{row.peak.logit, token - s.first_token, row.peak.has_nan};
-  RowLaw found = law_of_row(logit_row(s.logits, n), law, peak, [&](const Scale&) { return row.filter; });
-  if (found.uniform && law.temperature == 0.0f) found.filter.tie_end = 1 - s.first_token;
+  RowDistribution found =
+      row_distribution(logit_row(s.logits, n), sampling, peak, [&](const Scale&) { return row.filter; });
+  if (found.uniform && sampling.temperature == 0.0f) found.filter.tie_end = 1 - s.first_token;
   return found;
 }
 
-// Which tokens a search looks at, and by what they count.
+// Which tokens a search looks at, and whether it adds masses or counts.
 struct ShardView {
   Scale scale;
   float min_x;
@@ -149,35 +151,36 @@ struct ShardView {
   bool by_mass;
 };
 
-PT_HOST_DEVICE ShardView view_of(const ShardRow& row, const Law& law, ShardRound round) {
+PT_HOST_DEVICE ShardView view_of(const ShardRow& row, const Sampling& sampling, ShardRound round) {
   const bool by_mass = round == ShardRound::kMass;
-  return {.scale = {row.peak.logit, inverse_temperature(law.temperature)},
-          .min_x = max_of(law.joint ? -kInfinity : row.filter.min_x, by_mass ? kWeightless : -kInfinity),
-          .min_logit = by_mass && !law.joint ? row.filter.min_logit : -kInfinity,
+  return {.scale = {row.peak.logit, inverse_temperature(sampling.temperature)},
+          .min_x = max_of(sampling.joint ? -kInfinity : row.filter.min_x, by_mass ? kWeightless : -kInfinity),
+          .min_logit = by_mass && !sampling.joint ? row.filter.min_logit : -kInfinity,
           .by_mass = by_mass};
 }
 
-// Begins to search in the first round of a threshold.
-PT_HOST_DEVICE void begin_round(const ShardStepParams& p, const Law& law, ShardRow& row) {
+// Starts the search in a threshold's first round.
+PT_HOST_DEVICE void begin_round(const ShardStepParams& p, const Sampling& sampling, ShardRow& row) {
   if (p.digit == 0 && (p.round == ShardRound::kCount || p.round == ShardRound::kMass)) {
-    const bool wanted = p.round == ShardRound::kMass ? law.top_p < 1.0f : law.top_k > 0 && law.top_k < p.shard.vocab;
-    row.searching = wanted && is_filtered(row, law);
+    const bool wanted =
+        p.round == ShardRound::kMass ? sampling.top_p < 1.0f : sampling.top_k > 0 && sampling.top_k < p.shard.vocab;
+    row.searching = wanted && is_filtered(row, sampling);
     row.key = 0;
     row.num_digits = 0;
     row.above = 0;
   }
 }
 
-// The threshold is found; `at` is the count or mass of the tokens there.
-PT_HOST_DEVICE void end_search(const ShardStepParams& p, const Law& law, uint64_t at, ShardRow& row) {
+// Ends the search: the threshold is known, and `at` is the count or mass of the tokens at it.
+PT_HOST_DEVICE void end_search(const ShardStepParams& p, const Sampling& sampling, uint64_t at, ShardRow& row) {
   const float logit = logit_of_key<ScalarMath>(whole_key(row.key, digits_of(p.shard.logits.dtype)));
   row.searching = false;
   if (p.last == ShardRound::kCount) {
     row.filter.min_logit = logit;
   } else if (logit >= row.filter.min_logit) {
     row.filter.min_logit = logit;
-    const uint64_t weight = weight_of<ScalarMath>(view_of(row, law, p.last).scale(logit));
-    if (weight == 0) return;  // below the search's bounds: not found by it
+    const uint64_t weight = weight_of<ScalarMath>(view_of(row, sampling, p.last).scale(logit));
+    if (weight == 0) return;  // below the bounds of the search: cannot be its result
     row.ties = ceil_div(row.target - row.above, weight);
     if (row.ties == at / weight) row.ties = 0;
   }
@@ -189,24 +192,24 @@ PT_HOST_DEVICE uint64_t sum_of_bins(const int64_t* bins) {
   return sum;
 }
 
-// The highest bin down to which the bins, with what is above them, reach `target`, the lowest if none does; adds to
-// `above` what lies over that bin.
+// The highest bin at which the sum from the top, `above` included, reaches `target`; the lowest bin if none does. Adds
+// to `above` the bins above the result.
 PT_HOST_DEVICE uint32_t find_bin(const int64_t* bins, uint64_t target, uint64_t& above) {
   uint32_t bin = kShardBins - 1;
   for (; bin > 0 && above + static_cast<uint64_t>(bins[bin]) < target; --bin) above += static_cast<uint64_t>(bins[bin]);
   return bin;
 }
 
-// Learns from the words of all ranks. After kTies returns how many of this rank's tokens at the threshold are kept, if
-// not all of them are sure to be, else -1.
-PT_HOST_DEVICE int64_t learn(const ShardStepParams& p, int64_t n, const Law& law, ShardRow& row) {
+// Learns from the words of all ranks. After kTies, if not all tokens at the threshold are kept, returns how many of
+// this rank's are; else -1.
+PT_HOST_DEVICE int64_t learn(const ShardStepParams& p, int64_t n, const Sampling& sampling, ShardRow& row) {
   const int64_t* words = p.received + n * words_of(p.last);
   switch (p.last) {
     case ShardRound::kNone:
       break;
     case ShardRound::kPeak:
       row.peak = {.logit = value_of_word(words[0]), .token = token_of_word(words[0]), .has_nan = words[1] != 0};
-      row.filter = {.min_x = min_p_bound(law.min_p)};
+      row.filter = {.min_x = min_p_bound(sampling.min_p)};
       break;
     case ShardRound::kCount:
     case ShardRound::kMass: {
@@ -215,14 +218,15 @@ PT_HOST_DEVICE int64_t learn(const ShardStepParams& p, int64_t n, const Law& law
       row.num_digits = min_of(row.num_digits, INT32_MAX - 1) + 1;  // rows may come from anywhere
       if (is_first) {
         const uint64_t all = sum_of_bins(words);
-        row.target = p.last == ShardRound::kMass ? top_p_mass(law.top_p, all) : static_cast<uint64_t>(law.top_k);
+        row.target =
+            p.last == ShardRound::kMass ? top_p_mass(sampling.top_p, all) : static_cast<uint64_t>(sampling.top_k);
         row.searching = p.last == ShardRound::kMass || row.target < all;
         if (!row.searching) break;
       }
       const uint32_t bin = find_bin(words, row.target, row.above);
       row.key = row.key << kShardDigitBits | bin;
       if (row.num_digits == digits_of(p.shard.logits.dtype)) {
-        end_search(p, law, static_cast<uint64_t>(words[bin]), row);
+        end_search(p, sampling, static_cast<uint64_t>(words[bin]), row);
       }
       break;
     }
@@ -237,7 +241,7 @@ PT_HOST_DEVICE int64_t learn(const ShardStepParams& p, int64_t n, const Law& law
       row.ties = 0;
       return static_cast<int64_t>(kept);
     }
-    case ShardRound::kRace:  // the last one
+    case ShardRound::kRace:  // the last round: follow_tree() reads its words
       break;
   }
   return -1;
@@ -262,7 +266,7 @@ PT_HOST_DEVICE void follow_tree(const ShardFollowParams& p, int64_t b) {
     const float most = at_peak ? value_of_word(words[0]) : peak.logit;
     if (most == -kInfinity || (at_peak ? words[1] != 0 : peak.has_nan)) walk.status |= kBadRow;
     const int64_t told = token_of_word(words[0]);
-    // No rank tells of a row that belongs to no sequence, as where the offsets descend.
+    // No rank has words for a row of no sequence, which bad offsets may lead to.
     const int64_t token = min_of<int64_t>(told, p.verify.logits.vocab - 1);
     if (token != told) walk.status |= kMalformedTree;
     walk.emit(token);

@@ -30,8 +30,9 @@ PT_HOST_DEVICE bool is_eos(const CommitParams& p, int64_t b, int64_t token) {
   return false;
 }
 
-// How many of the verdict's tokens sequence b keeps, and whether the last of them ends it. The path stops before what
-// no verdict says (nodes that do not ascend, nodes outside the tree, negative tokens). 0: it has no tree.
+// How many of the verdict's tokens sequence b keeps, and whether the last of them ends the sequence; 0 if there is no
+// tree. The path stops before anything that no verdict contains: nodes that do not ascend or are outside the tree,
+// negative tokens.
 PT_HOST_DEVICE int32_t kept_tokens(const CommitParams& p, int64_t b, int64_t num_nodes, bool& ended) {
   ended = false;
   const int32_t* nodes = p.accept_index + b * p.accept_stride;
@@ -56,7 +57,7 @@ PT_HOST_DEVICE void append_history(const CommitParams& p, int64_t b, int32_t cou
   p.history_lens[b] = static_cast<int32_t>(length + fitting);
 }
 
-// What the draft model's cache has of the path, and which tokens of it are missing there.
+// Which nodes of the path the draft model's cache holds, and which tokens of the path it lacks.
 PT_HOST_DEVICE void map_to_draft(const CommitParams& p, int64_t b, int64_t first_row, int32_t kept) {
   const int32_t* nodes = p.accept_index + b * p.accept_stride;
   int32_t* draft_nodes = p.draft_accept_index + b * p.path_width;

@@ -17,9 +17,9 @@ PT_HOST_DEVICE NodeRange node_range(const int32_t* cu_offsets, int64_t b, int64_
   return {begin, clamp_to<int64_t>(cu_offsets[b + 1], begin, num_rows)};
 }
 
-// The sequence that `row` of a ragged batch belongs to, -1 if none; ends whatever the offsets say.
+// The sequence that `row` of a ragged batch belongs to, -1 if none; the search ends whatever the offsets say.
 PT_HOST_DEVICE int64_t sequence_of_row(const int32_t* cu_offsets, int64_t batch, int64_t row) {
-  int64_t low = 0, high = batch;  // the first sequence that ends behind the row
+  int64_t low = 0, high = batch;  // finds the first sequence that ends after the row
   while (low < high) {
     const int64_t middle = (low + high) / 2;
     if (cu_offsets[middle + 1] <= row) {
@@ -83,8 +83,8 @@ PT_HOST_DEVICE uint32_t bit_range(int64_t low, int64_t high) {
   return (~0u >> (kMaskWordBits - (high - low))) << low;
 }
 
-// The keys that one query sees: positions [begin, end), and of the tree's keys, at tree_start + bit, those whose bit of
-// `words` is set and in [first_bit, num_bits). Causal queries have no tree bits.
+// The keys that one query sees: positions [begin, end), and the tree's keys, at tree_start + bit, whose bit of `words`
+// is set and in [first_bit, num_bits). Causal queries have no tree bits.
 struct Visibility {
   int64_t begin;
   int64_t end;
@@ -129,7 +129,8 @@ PT_HOST_DEVICE Visibility causal_visibility(int64_t seq_len, int64_t n, int64_t 
 }
 
 // A query whose mask row is `words`, over a tree that holds the last `tree_len` keys. A node's depth is the number of
-// set bits below its own, so a window keeps the highest `window` set bits, and of the prefix what they leave of it.
+// set bits below its own, so a window keeps the highest `window` set bits; what is left of it covers the end of the
+// prefix.
 PT_HOST_DEVICE Visibility tree_visibility(int64_t seq_len, int64_t tree_len, const int32_t* words, int32_t num_words,
                                           int64_t window) {
   Visibility seen{};
@@ -156,7 +157,7 @@ PT_HOST_DEVICE Visibility tree_visibility(int64_t seq_len, int64_t tree_len, con
   return seen;
 }
 
-// How many keys the tree of a sequence holds, the last ones; -1 where its queries are causal.
+// How many keys, the last ones, belong to the tree of a sequence; -1 if its queries are causal.
 PT_HOST_DEVICE int64_t tree_length(const TreeAttentionParams& p, int64_t b, int64_t num_queries, int64_t seq_len) {
   if (p.tree_mask == nullptr) return -1;
   return clamp_to<int64_t>(p.tree_lens != nullptr ? p.tree_lens[b] : num_queries, -1, seq_len);

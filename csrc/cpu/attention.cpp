@@ -1,5 +1,5 @@
-// tree_attention on the CPU: the plan's ranges, picked up by threads one by one, then the merge of rows that a cut
-// crossed. The ranges do not depend on the number of threads, so neither do the results.
+// tree_attention on the CPU: threads pick up the plan's ranges one by one, then the pieces of rows that a cut crossed
+// are merged. The ranges do not depend on the number of threads, so the results do not either.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -44,7 +44,7 @@ void cut_ranges(const TreeAttentionParams& p, AttentionRanges& ranges) {
   ranges.head_dim = p.head_dim;
 }
 
-// Rows of no sequence: the padding of a captured graph.
+// Writes the rows that belong to no sequence: the padding of a captured graph.
 void clear_padding(const TreeAttentionParams& p, int64_t begin, int64_t end) {
   const int64_t size = element_size(p.q_dtype), heads = int64_t{p.num_kv_heads} * p.group_size;
   for (int64_t token = begin; token < end; ++token) {
@@ -60,7 +60,7 @@ void clear_padding(const TreeAttentionParams& p, int64_t begin, int64_t end) {
 
 }  // namespace
 
-// One list takes all: here the rows of a tile that are not there cost nothing.
+// One list takes all sequences: on the CPU the empty rows of a tile cost nothing.
 void CpuBackend::attention_plan(const AttentionPlanParams& p, const ExecContext&) const {
   const WorkShape shape = work_of(p);
   std::fill_n(p.plan, kPlanSize, 0);
@@ -88,7 +88,7 @@ void CpuBackend::tree_attention(const TreeAttentionParams& p, const ExecContext&
   cut_ranges(p, ranges);
   ranges.pieces = reinterpret_cast<float*>(scratch + workers * workspace_bytes(p));
 
-  // A worker takes the ranges of its own share in order, then those that others have not begun.
+  // A worker takes the ranges of its own share in order, then ranges that other workers have not begun.
   const int64_t shares = min_of<int64_t>(workers, ranges.count);
   const auto share_begin = [&](int64_t share) { return static_cast<int32_t>(share * ranges.count / shares); };
   std::atomic<int32_t> next[kMaxRanges];

@@ -6,14 +6,14 @@
 namespace pagedtree::cpu {
 
 constexpr int kMTile = 128;            // rows of an M tile
-constexpr int kFewRows = 8;            // up to so many rows of a head are bound by memory: see engine_dot.h
-constexpr int kMaxRanges = 256;        // more than threads: they are picked up one by one
+constexpr int kFewRows = 8;            // heads with at most this many rows wait for memory: see engine_dot.h
+constexpr int kMaxRanges = 256;        // more than there are threads, which pick them up one by one
 constexpr int64_t kMinRangeCost = 32;  // in KV tiles
 constexpr int32_t kMinPieceTiles = 4;
 constexpr RangeLimits kRangeLimits = {kMaxRanges, 1, kMinRangeCost, kMinPieceTiles};
 constexpr int64_t kScratchAlignment = 64;
 
-// KV heads that share a row tile where each has few rows: together they read runs of 1024 elements.
+// How many KV heads share a row tile if each has few rows: together they read runs of 1024 elements.
 PT_HOST_DEVICE constexpr int32_t few_rows_heads(int64_t head_dim) {
   return static_cast<int32_t>(clamp_to<int64_t>(1024 / head_dim, 1, kMTile / kFewRows));
 }
@@ -25,8 +25,8 @@ struct Piece {
   float* sum;
 };
 
-// The ranges of a call and where they leave their pieces: two slots a range, of a range's first piece if it begins
-// inside a row tile (kHead), of its last piece if it ends inside one that it began (kTail).
+// The ranges of a call and the slots for their pieces, two per range: kHead for the first piece of a range that begins
+// inside a row tile, kTail for the last piece of a range that ends inside a row tile that it began.
 struct AttentionRanges {
   enum Slot { kHead, kTail };
 
@@ -52,7 +52,7 @@ struct AttentionRange {
   void* workspace;  // workspace_bytes(head_dim), aligned to kScratchAlignment
 };
 
-// A worker's operands: Q, K, V, S, O of a tile in fp32 (narrower kernels need less), row states.
+// A worker's operands: Q, K, V, scores and output of a tile in fp32 (narrower kernels need less), and row states.
 PT_HOST_DEVICE constexpr int64_t workspace_floats(int64_t head_dim) {
   return 2 * kMTile * head_dim + 2 * kKvTile * head_dim + kMTile * kKvTile + 4 * kMTile;
 }

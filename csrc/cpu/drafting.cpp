@@ -32,7 +32,7 @@ void expand_node(const ExpandTreeParams& p, const IsaKernels& isa, int64_t b, in
     best = scores[0];
   } else {
     const int64_t position = static_cast<int64_t>(static_cast<uint64_t>(p.positions[b]) + p.level);
-    isa.draw_children(logits, law_of(p.sampling, b),
+    isa.draw_children(logits, sampling_of(p.sampling, b),
                       {p.law, p.num_children, static_cast<uint64_t>(p.seeds[b]), position, use_of_children(p.law, f),
                        tokens, scores, probs},
                       scratch);
@@ -43,7 +43,7 @@ void expand_node(const ExpandTreeParams& p, const IsaKernels& isa, int64_t b, in
   }
 }
 
-// Offsets of ragged trees from their sizes, and padding in the rows that no tree takes.
+// Writes the offsets of ragged trees from their sizes, and padding into the rows that no tree takes.
 template <typename CountOf>
 void pack_offsets(int64_t batch, int64_t num_rows, int32_t* cu_nodes, int64_t* draft_tokens, int32_t* parents,
                   const CountOf& count_of) {
@@ -81,7 +81,7 @@ void CpuBackend::rerank_tree(const RerankTreeParams& p, const ExecContext& ctx) 
 }
 
 void CpuBackend::ngram_propose(const NgramProposeParams& p, const ExecContext& ctx) const {
-  // The tries' sizes are known only when they are built: each is built in scratch and moved to its place.
+  // The size of a trie is known only when it is built: each is built in scratch and then moved to its place.
   parallel_for(ctx, p.batch, 1, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) p.trie_sizes[b] = propose_ngrams(p, b);
   });

@@ -8,7 +8,7 @@
 
 #include "core/backend.h"
 #include "core/drafting.h"
-#include "core/shard_laws.h"
+#include "core/shard_distributions.h"
 #include "cpu/attention_work.h"
 #include "cpu/logits_scratch.h"
 
@@ -16,19 +16,21 @@ namespace pagedtree::cpu {
 
 struct IsaKernels {
   const char* name;
-  Draw (*draw_token)(const LogitRow& row, const Law& law, uint64_t seed, int64_t position, FilterScratch& scratch);
+  Draw (*draw_token)(const LogitRow& row, const Sampling& sampling, uint64_t seed, int64_t position,
+                     FilterScratch& scratch);
   // dst[i] = saturate(src[i] / scale) as e4m3; dtype is that of src: fp32, fp16 or bf16.
   void (*quantize_e4m3)(const void* src, DType dtype, int64_t count, float scale, uint8_t* dst);
-  // The k best tokens, best first and the lower id first among equals, and their logits; -1 and -inf where fewer are
-  // finite. Returns the sum of exp(logit - best logit) if asked to.
+  // The k best tokens and their logits, best first, equal ones by id; -1 and -inf where fewer are finite. Returns the
+  // sum of exp(logit - best logit) if asked to.
   double (*top_tokens)(const LogitRow& row, int32_t k, bool with_sum, int64_t* tokens, float* logits);
-  void (*draw_children)(const LogitRow& row, const Law& law, const ChildrenDraw& draw, FilterScratch& scratch);
-  void (*verify_rejection)(const RatioParams&, int64_t b, LawScratch& scratch);
-  void (*verify_block)(const RatioParams&, int64_t b, LawScratch& scratch);
-  void (*verify_typical)(const RatioParams&, int64_t b, LawScratch& scratch);
-  void (*verify_traversal)(const RatioParams&, int64_t b, LawScratch& scratch);
+  void (*draw_children)(const LogitRow& row, const Sampling& sampling, const ChildrenDraw& draw,
+                        FilterScratch& scratch);
+  void (*verify_rejection)(const RatioParams&, int64_t b, RulesScratch& scratch);
+  void (*verify_block)(const RatioParams&, int64_t b, RulesScratch& scratch);
+  void (*verify_typical)(const RatioParams&, int64_t b, RulesScratch& scratch);
+  void (*verify_traversal)(const RatioParams&, int64_t b, RulesScratch& scratch);
   void (*step_shard)(const ShardStepParams&, int64_t row);
-  void (*weigh_shard)(const ShardWeighParams&, int64_t item, LawScratch& scratch);  // a row, or a tree
+  void (*weigh_shard)(const ShardWeighParams&, int64_t item, RulesScratch& scratch);  // a row, or a tree
   void (*attend)(const TreeAttentionParams&, const AttentionRange&);
   void (*merge_pieces)(const TreeAttentionParams&, const AttentionRanges&, int32_t range);
   void (*merge_states)(const MergeStatesParams&, int64_t begin, int64_t end);  // rows token * H + head
@@ -59,12 +61,12 @@ const IsaKernels& kernels();
 }
 #endif
 
-// The best table this machine can run, or the one PAGEDTREE_CPU_ISA names (portable, avx2, avx512, amx, in test builds
-// avx512_emulated and amx_emulated; read at each call). Throws std::runtime_error where the machine or the build lacks
-// the named one.
+// The best table that this machine can run, or the one that PAGEDTREE_CPU_ISA names (portable, avx2, avx512, amx; in
+// test builds also avx512_emulated and amx_emulated; read at each call). Throws std::runtime_error if the machine or
+// the build lacks the named one.
 PT_EXPORT const IsaKernels& isa_kernels();
 
-// Comma-separated names of those this machine can run, best last.
+// The names of the tables that this machine can run, separated by commas, best last.
 PT_EXPORT const char* available_isas();
 
 }  // namespace pagedtree::cpu

@@ -19,7 +19,7 @@ void append_row(const AppendKvParams& p, const AppendSide& side, const IsaKernel
   auto* to = static_cast<uint8_t*>(side.cache) +
              (page * side.cache_page_stride + offset * side.cache_slot_stride) * cache_size;
   const bool copied = p.dtype == p.cache_dtype;
-  // Heads that lie side by side, and share their scale, are one run.
+  // Heads that lie side by side and share a scale are one run.
   const bool dense = side.head_stride == p.head_dim && side.cache_head_stride == p.head_dim && side.scale_stride == 0;
   const int64_t runs = dense ? 1 : p.num_kv_heads;
   const int64_t run = dense ? p.num_kv_heads * p.head_dim : p.head_dim;
@@ -81,7 +81,7 @@ void CpuBackend::append_kv(const AppendKvParams& p, const ExecContext& ctx) cons
 
 void CpuBackend::compact_kv(const CompactKvParams& p, const ExecContext& ctx) const {
   for (int64_t b = 0; b < p.batch; ++b) p.seq_lens[b] = compacted_length(p, b);
-  // Sequence by sequence: the moves are the same for all its tensors.
+  // The outer loop is over sequences, because a sequence's moves are the same for all tensors.
   parallel_for(ctx, p.batch * p.num_caches, 4, [&](int64_t begin, int64_t end) {
     Move moves[kMaxTreeNodes];
     alignas(64) uint8_t scratch[kScratchBytes];

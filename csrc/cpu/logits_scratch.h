@@ -5,12 +5,12 @@
 
 namespace pagedtree::cpu {
 
-// A row's peaks: the largest logit of each lane in each block, for later scans to skip the blocks of no use to them.
-constexpr int kPeakBlock = kLawBlock;
+// A row's peaks: the largest logit of each lane in each block. Later scans skip blocks by them.
+constexpr int kPeakBlock = kMassBlock;
 constexpr int kMostLanes = 16;
 constexpr int kMaxPeaks = kMaxVocab / kPeakBlock * kMostLanes;
 
-// Scratch of the filters' search in a row of any length: tables of tokens by one half of their logits' order key.
+// Scratch of the filters' search in a row of any length: tables of tokens by one half of the order key of their logits.
 constexpr int kBins = 1 << 16;
 constexpr int kBlockBins = 256;
 constexpr int kBlocks = kBins / kBlockBins;
@@ -28,11 +28,11 @@ struct FilterScratch {
 };
 
 // Scratch of the rules that weigh drafts.
-struct LawScratch {
+struct RulesScratch {
   FilterScratch filter;
-  NodeLaws laws;
-  LawTable residuals, drafts;
-  LawBlock block;
+  NodeDistributions distributions;
+  MassTable residuals, drafts;
+  MassBlock block;
   int32_t tried[kMaxTreeNodes];
   int16_t parents[kMaxTreeNodes];
   int16_t depths[kMaxTreeNodes];

@@ -15,7 +15,7 @@ void CpuBackend::sample(const SampleParams& p, const ExecContext& ctx) const {
     for (int64_t r = begin; r < end; ++r) {
       const LogitRow row = logit_row(p.logits, r);
       const uint64_t seed = static_cast<uint64_t>(p.seeds[r]);
-      p.tokens[r] = isa.draw_token(row, law_of(p.sampling, r), seed, p.positions[r], *scratch).token;
+      p.tokens[r] = isa.draw_token(row, sampling_of(p.sampling, r), seed, p.positions[r], *scratch).token;
     }
   });
 }

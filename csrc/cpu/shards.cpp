@@ -1,4 +1,4 @@
-// Vocabularies in parts, see core/shards.h and core/shard_laws.h.
+// Vocabularies that are split among ranks, see core/shards.h and core/shard_distributions.h.
 #include <memory>
 
 #include "cpu/backend.h"
@@ -23,7 +23,7 @@ void CpuBackend::follow_shards(const ShardFollowParams& p, const ExecContext& ct
 void CpuBackend::weigh_shards(const ShardWeighParams& p, const ExecContext& ctx) const {
   const IsaKernels& isa = isa_kernels();
   parallel_for(ctx, num_items(p), 1, [&](int64_t begin, int64_t end) {
-    const auto scratch = std::make_unique_for_overwrite<LawScratch>();
+    const auto scratch = std::make_unique_for_overwrite<RulesScratch>();
     for (int64_t item = begin; item < end; ++item) isa.weigh_shard(p, item, *scratch);
   });
 }

@@ -5,7 +5,7 @@
 namespace pagedtree::cpu {
 
 void CpuBackend::build_trees(const BuildTreesParams& p, const ExecContext& ctx) const {
-  // Rows of no tree (padding of a fixed-shape batch) read as unreachable.
+  // Rows that belong to no tree (the padding of a fixed-shape batch) read as unreachable.
   const int64_t first = p.batch > 0 ? clamp_to<int64_t>(p.cu_nodes[0], 0, p.num_rows) : 0;
   const int64_t last = p.batch > 0 ? clamp_to<int64_t>(p.cu_nodes[p.batch], first, p.num_rows) : 0;
   for (int64_t row = 0; row < first; ++row) clear_node(p, row);

@@ -15,12 +15,12 @@ void CpuBackend::verify_sampled(const VerifyParams& p, const ExecContext& ctx) c
     for (int64_t b = begin; b < end; ++b) {
       TreeWalk walk(p, b);
       walk.begin();
-      const Law law = law_of(p.sampling, b);
+      const Sampling sampling = sampling_of(p.sampling, b);
       const uint64_t seed = p.seeds == nullptr ? 0 : static_cast<uint64_t>(p.seeds[b]);
       const uint64_t position = p.positions == nullptr ? 0 : static_cast<uint64_t>(p.positions[b]);
       for (bool more = walk.num_nodes > 0; more;) {
         const LogitRow row = logit_row(p.logits, walk.row());
-        const Draw draw = isa.draw_token(row, law, seed, static_cast<int64_t>(position + walk.depth), *scratch);
+        const Draw draw = isa.draw_token(row, sampling, seed, static_cast<int64_t>(position + walk.depth), *scratch);
         if (draw.bad) walk.status |= kBadRow;
         walk.emit(draw.token);
         more = walk.descend(walk.child_with(draw.token));
@@ -30,11 +30,11 @@ void CpuBackend::verify_sampled(const VerifyParams& p, const ExecContext& ctx) c
   });
 }
 
-// A rule for one tree, for each tree of a batch.
+// Calls the rule for each tree of the batch.
 static void for_each_tree(const RatioParams& p, const ExecContext& ctx,
-                          void (*rule)(const RatioParams&, int64_t b, LawScratch&)) {
+                          void (*rule)(const RatioParams&, int64_t b, RulesScratch&)) {
   parallel_for(ctx, p.verify.batch, 1, [&](int64_t begin, int64_t end) {
-    const auto scratch = std::make_unique_for_overwrite<LawScratch>();
+    const auto scratch = std::make_unique_for_overwrite<RulesScratch>();
     for (int64_t b = begin; b < end; ++b) rule(p, b, *scratch);
   });
 }

@@ -11,8 +11,8 @@ namespace pagedtree {
 namespace {
 
 #if defined(__CUDACC__)
-// Why no kernel can run: the CUDA runtime is linked statically, and a driver serves the runtimes of its own major
-// version and of earlier ones. Empty where nothing is known to be wrong; without a driver there is no GPU to ask for.
+// Why no kernel can run: the CUDA runtime is linked statically, and a driver supports runtimes of its own major version
+// and of earlier ones. Empty if nothing is known to be wrong, and without a driver, as there is no GPU then.
 std::string driver_error() {
   void* library = dlopen("libcuda.so.1", RTLD_LAZY);
   if (library == nullptr) return "";
@@ -47,10 +47,10 @@ const Backend& simt::backend() {
 #define PT_THIS_BACKEND simt::backend
 #endif
 
-// For whoever loads the library at run time.
+// For programs that load the library at run time.
 extern "C" PT_EXPORT const Backend* pagedtree_backend() { return &PT_THIS_BACKEND(); }
 
-// Why it cannot work on this machine; empty where nothing is known to be wrong.
+// Why the backend cannot work on this machine; empty if nothing is known to be wrong.
 extern "C" PT_EXPORT const char* pagedtree_backend_error() {
   static const auto error = driver_error();
   return &error[0];

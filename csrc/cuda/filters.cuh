@@ -1,4 +1,4 @@
-// What a row of logits is cut down to: its peak, and the threshold of the filters.
+// The peak of a row of logits, and the threshold of the filters.
 #pragma once
 
 #include "cuda/logits.cuh"
@@ -7,7 +7,7 @@
 
 namespace pagedtree::cuda {
 
-// Larger values first, among equals the lower id: the order of these integers.
+// An integer that is larger for larger values, and among equal values for lower ids.
 __device__ __forceinline__ uint64_t ranked(float value, int64_t id) {
   const uint64_t key = order_key<ScalarMath>(value + 0.0f);  // -0 ties with +0
   return key << 32 | static_cast<uint32_t>(~static_cast<uint32_t>(id));
@@ -25,7 +25,7 @@ __device__ __forceinline__ Peak find_peak(const Reader& row, BlockShared& shared
   const uint32_t key = order_key<ScalarMath>(best.logit + 0.0f);
   uint64_t rank = 0;
   if (key == __reduce_max_sync(~0u, key)) rank = ranked(best.logit, best.word < 0 ? 0 : row.token_of(best, threads));
-  // A bit that is the same in the ranks of all tokens tells of NaN.
+  // A bit that tokens do not need says whether there is a NaN.
   constexpr uint64_t kNan = 0x80000000u;
   static_assert(kMaxVocab <= kNan);
   const auto fold = [](uint64_t a, uint64_t b) { return max_of(a & ~kNan, b & ~kNan) | ((a | b) & kNan); };
@@ -43,7 +43,7 @@ __device__ __forceinline__ int64_t end_of_ties(const Reader& row, float logit, u
     const auto has_any = [&](float largest) { return __any_sync(~0u, largest >= logit) != 0; };
     row.each_word(begin, 32, static_cast<int>(run.end), has_any, f);
   };
-  uint32_t found = 0;  // of this thread
+  uint32_t found = 0;  // by this thread
   each([&](int, const uint4& word) {
     if (row.largest_of_word(word) >= logit) found += static_cast<uint32_t>(popcount32(row.equal_to(word, logit)));
   });
@@ -74,7 +74,7 @@ __device__ __forceinline__ int64_t end_of_ties(const Reader& row, float logit, u
           *ptx::of_cta(&shared.warps[0], rank) = static_cast<uint64_t>(end_of_token);
         }
       }
-      left = ~0u;  // none of the words behind
+      left = ~0u;  // later words do not count
     });
   }
   ptx::cluster_sync();
@@ -122,18 +122,18 @@ struct LogitItems {
   }
 };
 
-// What the search for a threshold needs besides.
+// Additional scratch of the search for a threshold.
 struct FilterScratch {
   RadixMasses masses;
   ValueCounts values;
 };
 
-// The scores of an array, likewise.
+// The scores of an array, also as keys of a radix search.
 struct ScoreItems {
   static constexpr int kDigits = kKeyDigits;
   const float* scores;
   int64_t count;
-  bool with_absent;  // those of -inf too, behind all others
+  bool with_absent;  // include scores of -inf, after all others
 
   __device__ int64_t size() const { return count; }
   __device__ uint32_t key(int64_t i) const {
@@ -154,16 +154,16 @@ struct ScoreItems {
 };
 
 template <typename Reader>
-__device__ __forceinline__ Filter find_filter(const Reader& row, const Law& law, const Scale& scale,
+__device__ __forceinline__ Filter find_filter(const Reader& row, const Sampling& sampling, const Scale& scale,
                                               RadixShared& shared, FilterScratch& scratch) {
   Filter filter;
-  filter.min_x = min_p_bound(law.min_p);
-  const bool by_mass = law.top_p < 1.0f;
-  const bool by_count = law.top_k > 0 && law.top_k < row.vocab();
+  filter.min_x = min_p_bound(sampling.min_p);
+  const bool by_mass = sampling.top_p < 1.0f;
+  const bool by_count = sampling.top_k > 0 && sampling.top_k < row.vocab();
   if (!by_mass && !by_count) return filter;
 
-  // Only a count looks at tokens of no mass.
-  const float view_min_x = law.joint ? -kInfinity : filter.min_x;
+  // Tokens without mass matter only for counts.
+  const float view_min_x = sampling.joint ? -kInfinity : filter.min_x;
   const LogitItems<Reader> items{row, scale, by_count ? view_min_x : max_of(view_min_x, kWeightless)};
   const auto weight = [&](uint32_t key) { return weight_of<ScalarMath>(scale(logit_of_key<ScalarMath>(key))); };
   RadixMasses* const masses = by_mass ? &scratch.masses : nullptr;
@@ -184,13 +184,13 @@ __device__ __forceinline__ Filter find_filter(const Reader& row, const Law& law,
 #pragma unroll 1
   for (int pass = 0; pass < 2; ++pass) {
     const bool mass_pass = pass == 1;
-    if (mass_pass ? !by_mass : !(by_count && static_cast<uint64_t>(law.top_k) < left.count)) continue;
-    const uint64_t needed = mass_pass ? top_p_mass(law.top_p, left.mass) : static_cast<uint64_t>(law.top_k);
+    if (mass_pass ? !by_mass : !(by_count && static_cast<uint64_t>(sampling.top_k) < left.count)) continue;
+    const uint64_t needed = mass_pass ? top_p_mass(sampling.top_p, left.mass) : static_cast<uint64_t>(sampling.top_k);
     const Cut cut = find_cut(shared, items.digits(), mass_pass, needed, tabulate_next);
     const float logit = logit_of_key<ScalarMath>(cut.key);
     if (!mass_pass) {
       filter.min_logit = logit;
-      if (!law.joint) left = {cut.above.count + cut.at.count, cut.above.mass + cut.at.mass};
+      if (!sampling.joint) left = {cut.above.count + cut.at.count, cut.above.mass + cut.at.mass};
     } else if (logit >= filter.min_logit) {
       filter.min_logit = logit;
       const uint64_t ties = ceil_div(needed - cut.above.mass, cut.at.mass / cut.at.count);

@@ -1,5 +1,5 @@
-// Runs each function of pagedtree::ptx by itself on words from outside: what a GPU gives, and what simt takes it to
-// give, are compared with the instruction's definition by `python -m pagedtree check` (python/pagedtree/check).
+// Runs each function of pagedtree::ptx by itself on given words. `python -m pagedtree check` (python/pagedtree/check)
+// compares the results of a GPU and of simt with the instruction's definition.
 #include <cstring>
 #include <exception>
 #include <iterator>
@@ -77,7 +77,7 @@ struct CpAsync {  // even threads copy, odd ones get zeros
   }
 };
 
-struct CpAsyncGroups {  // the older of two groups is there while the newer may be on its way
+struct CpAsyncGroups {  // the older of two groups has arrived; the newer may be in flight
   static __device__ void run(const uint32_t* in, uint32_t* out) {
     auto& s = ptx::shared<Shared>();
     ptx::cp_async_16(ptx::smem_addr(own_words(s)), in);
@@ -110,7 +110,7 @@ struct Float8 {  // the two codes in the low half of each word
     for (int i = 0; i < 4; ++i) {
       if constexpr (kConvertsFloat8) {
         out[i] = ptx::half2_from_e4m3(in[i]);
-      } else {  // as the kernels do it there
+      } else {  // what the kernels do on such GPUs
         const auto pair = bits_as<__half2>(decode_neighbours(in[i]).x);
         out[i] = bits_as<uint32_t>(__hmul2(pair, __float2half2_rn(kDecodedScale<Float8E4M3>)));
       }
@@ -124,7 +124,7 @@ struct MoveFloat8 {
   }
 };
 
-struct Increment {  // what a counter was, and is now; twice
+struct Increment {  // a counter before and after; twice
   static __device__ void run(const uint32_t* in, uint32_t* out) {
     auto& s = ptx::shared<Shared>();
     for (int i = 0; i < 2; ++i) {
@@ -144,7 +144,7 @@ struct Barrier {  // each warp reads what the other wrote
   }
 };
 
-struct Address {  // who one is, and where one's words lie: an address in shared memory counts bytes
+struct Address {  // the thread's identity, and where its words lie: shared memory is addressed in bytes
   static __device__ void run(const uint32_t* /*in*/, uint32_t* out) {
     auto& s = ptx::shared<Shared>();
     out[0] = ptx::thread_index();
@@ -154,7 +154,7 @@ struct Address {  // who one is, and where one's words lie: an address in shared
   }
 };
 
-struct Cluster {  // what the next CTA of the cluster has in shared memory, and who one is
+struct Cluster {  // what the next CTA of the cluster has in shared memory, and the thread's identity
   static __device__ void run(const uint32_t* in, uint32_t* out) {
     auto& s = ptx::shared<Shared>();
     for (int i = 0; i < 4; ++i) own_words(s)[i] = in[i] + ptx::cluster_rank();
@@ -169,14 +169,14 @@ struct Cluster {  // what the next CTA of the cluster has in shared memory, and 
 template <typename Function>
 __global__ void __launch_bounds__(kThreads) instruction_kernel(const __grid_constant__ Call call) {
   ptx::let_next_kernel_start();
-  ptx::wait_for_kernels_before();  // without such launches both do nothing
+  ptx::wait_for_kernels_before();  // outside such launches both do nothing
   uint32_t out[kOut];
   Function::run(call.in + threadIdx.x * kIn, out);
   for (int i = 0; i < kOut; ++i) call.out[(blockIdx.x * kThreads + threadIdx.x) * kOut + i] = out[i];
 }
 
-// Null, or what went wrong: no exception may leave a function that C calls. `cluster` is the size of clusters, 1 where
-// the device has none.
+// Returns null or what went wrong: no exception may leave a function that C calls. `cluster` is the size of clusters, 1
+// if the device has none.
 template <typename Function>
 const char* run(const uint32_t* in, uint32_t* out, void* stream, int32_t* cluster) {
   static thread_local std::string error;

@@ -55,7 +55,7 @@ struct Quantize {
   }
 };
 
-// One CTA for K or V of one token.
+// One CTA per token and side (K or V).
 template <typename Piece>
 __global__ void __launch_bounds__(kMaxThreads, 1) append_kernel(const __grid_constant__ AppendKvParams p) {
   const AppendSide& side = p.sides[blockIdx.y];
@@ -120,10 +120,10 @@ constexpr int kStagingBytes = 32 << 10;
 
 struct CompactShared {
   alignas(kVectorBytes) uint8_t staging[kStagingBytes];
-  Move moves[kMaxTreeNodes];  // of path node j + 1; from.page -1: stays where it is
+  Move moves[kMaxTreeNodes];  // of path node j + 1; from.page -1: the row stays
 };
 
-// Where unit `unit` of a row lies, behind the row's first byte.
+// The offset of unit `unit` from the first byte of its row.
 __device__ __forceinline__ int64_t unit_offset(const CacheView& cache, int64_t unit, int64_t unit_bytes) {
   const int64_t units_a_run = cache.run_bytes / unit_bytes;
   const int64_t run = unit / units_a_run;
@@ -133,7 +133,7 @@ __device__ __forceinline__ int64_t unit_offset(const CacheView& cache, int64_t u
 }
 
 // All rows of a window of units are loaded before any is stored, so moves may overlap whatever their order. Each CTA of
-// a row takes windows of its own.
+// a row takes its own windows.
 template <typename Unit>
 __device__ __forceinline__ void move_rows(const CacheView& cache, CompactShared& shared, int32_t num_moves) {
   auto* const data = static_cast<uint8_t*>(cache.data);
@@ -159,7 +159,7 @@ __device__ __forceinline__ void move_rows(const CacheView& cache, CompactShared&
   }
 }
 
-// CTA (sequence * caches + cache, piece of the row).
+// One CTA per (sequence * caches + cache, piece of the row).
 __global__ void __launch_bounds__(kMaxThreads, 1) compact_kernel(const __grid_constant__ CompactKvParams p) {
   auto& shared = ptx::shared<CompactShared>();
   const int64_t num_caches = max_of(p.num_caches, 1);
@@ -216,13 +216,13 @@ void CudaBackend::slot_mapping(const SlotMappingParams& p, const ExecContext& ct
 }
 
 void CudaBackend::compact_kv(const CompactKvParams& p, const ExecContext& ctx) const {
-  constexpr int64_t kBytesACta = 16 << 10;
+  constexpr int64_t kBytesPerCta = 16 << 10;
   int64_t most = 0;
   for (int32_t i = 0; i < p.num_caches; ++i) {
     const CacheView& cache = p.caches[i];
     most = max_of(most, cache.sizes[0] * cache.sizes[1] * cache.sizes[2] * cache.run_bytes);
   }
-  const auto pieces = static_cast<unsigned>(clamp_to<int64_t>(ceil_div(most, kBytesACta), 1, 16));
+  const auto pieces = static_cast<unsigned>(clamp_to<int64_t>(ceil_div(most, kBytesPerCta), 1, 16));
   const auto rows = static_cast<unsigned>(p.batch * max_of(p.num_caches, 1));
   launch(compact_kernel, dim3(rows, pieces), dim3(kMaxThreads), sizeof(CompactShared), ctx.stream, p);
 }

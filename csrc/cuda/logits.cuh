@@ -1,4 +1,4 @@
-// Reading a row of logits in its own dtype, by a whole CTA or by the CTAs of a cluster, each a part.
+// Reads a row of logits in its own dtype. A whole CTA reads it, or each CTA of a cluster a part.
 #pragma once
 
 #include "cuda/stored_logits.cuh"
@@ -7,31 +7,31 @@
 
 namespace pagedtree::cuda {
 
-// As launch bounds with the second number 1: without it nvcc takes 64 registers for sm_80, and spills.
+// Launch bounds need 1 as their second number: without it nvcc takes 64 registers for sm_80 and spills.
 constexpr int kRowThreads = 512;
 
-// Threads that read a row; few where the row is short.
+// How many threads read a row; few if the row is short.
 inline unsigned threads_of_row(int64_t vocab, int most = kRowThreads) {
   return static_cast<unsigned>(clamp_to<int64_t>(ceil_div<int64_t>(vocab, 16 * 32) * 32, 32, most));
 }
 
-// The most of them. Where an SM has more than one row two CTAs share it, and one of them computes while the other one
-// waits for memory. Their kernels take half of an SM's registers at most, and of its shared memory.
+// The most threads for a row. If there is more than one row per SM, two CTAs share the SM, so that one computes while
+// the other waits for memory. Their kernels take at most half of the SM's registers and of its shared memory.
 inline int most_threads_of_row(int64_t num_rows) {
   return num_rows > device_limits().num_sms ? kRowThreads / 2 : kRowThreads;
 }
 
-// CTAs that read a row together: those that would idle, as long as each has enough to do.
+// How many CTAs read a row together: as many as would idle otherwise, if each has enough to do.
 template <typename... Params>
 unsigned ctas_of_row(void (*kernel)(Params...), int64_t num_rows, int64_t vocab) {
-  constexpr int64_t kLeastTokens = 4096;  // of a CTA
+  constexpr int64_t kLeastTokens = 4096;  // per CTA
   const int64_t most = min_of<int64_t>(max_cluster(kernel), vocab / kLeastTokens);
   unsigned ctas = 1;
   while (2 * ctas <= most && 2 * ctas * num_rows <= device_limits().num_sms) ctas *= 2;
   return ctas;
 }
 
-// A cluster for each of the `num_rows` rows that are read at the same time: ptx::cluster_index() tells which.
+// Launches one cluster for each of the `num_rows` rows; ptx::cluster_index() is the row.
 template <typename... Params, typename... Arguments>
 void launch_rows(void (*kernel)(Params...), int64_t num_rows, int64_t vocab, int most_threads, size_t shared_bytes,
                  void* stream, Arguments&&... arguments) {
@@ -41,7 +41,7 @@ void launch_rows(void (*kernel)(Params...), int64_t num_rows, int64_t vocab, int
                   std::forward<Arguments>(arguments)...);
 }
 
-// call(integral constant) with the dtype of logits.
+// Calls call(integral constant) with the dtype of the logits.
 template <typename Call>
 void with_logit_dtype(DType dtype, Call call) {
   switch (dtype) {
@@ -54,9 +54,8 @@ void with_logit_dtype(DType dtype, Call call) {
   }
 }
 
-// A row in words of 16 bytes, which begin at multiples of 16 bytes from the row's own begin. Loads are aligned: where
-// the row is not, a word is put together from two loads. Words whose loads would leave the row are read one logit after
-// the other.
+// A row as words of 16 bytes, counted from the beginning of the row. Loads are aligned: if the row is not, a word is
+// put together from two loads. Words whose loads would leave the row are read one logit after the other.
 template <DType kDType>
 class LogitReader {
  public:
@@ -70,12 +69,12 @@ class LogitReader {
     grammar_ = is_packed_ ? static_cast<const void*>(row.allowed_words) : row.allowed;
   }
 
-  // From now on the row reads as zeros: the law of a row without finite logit.
+  // From now on the row reads as zeros: this is the distribution of a row without finite logits.
   __device__ void make_uniform() {
     uniform_ = true;
     clean_ = false;
   }
-  // Tells what find_peak has found: a row without NaN and +inf is read as it stands.
+  // Learns the result of find_peak: a row without NaN and +inf is read as it stands.
   __device__ void learn(const Peak& peak) { clean_ = !peak.has_nan && peak.logit < stored_.largest(); }
 
   __device__ int64_t vocab() const { return vocab_; }
@@ -85,7 +84,8 @@ class LogitReader {
   __device__ int of_word() const { return kWordBytes / bytes_of_one(stored_); }
   __device__ int num_words() const { return ceil_div(vocab_, of_word()); }
 
-  // NaN is -inf, +inf the largest finite; what the grammar forbids or lies past the vocabulary is -inf.
+  // Cleans a word: NaN becomes -inf, +inf the largest finite number; logits that the grammar forbids or that lie past
+  // the vocabulary become -inf.
   __device__ float logit(int64_t token) const {
     if (token >= vocab_) return -kInfinity;
     const int word = static_cast<int>(token) / of_word();
@@ -94,8 +94,8 @@ class LogitReader {
   }
   __device__ float raw(int64_t token) const { return stored_.value(stored_.bits(logits(), token)); }
 
-  // f(token, four) with the logits of four tokens, clean ones, for each group of four of this thread, and for some that
-  // have none. Batches are left out as each_word() does it.
+  // Calls f(token, four) with the clean logits of each group of four tokens of this thread; a group may lie past the
+  // vocabulary. Batches are left out as in each_word().
   template <typename HasAny, typename F>
   __device__ __forceinline__ void each_group_where(HasAny has_any, F f) const {
     each_own_word(has_any, [&](int word, const uint4& numbers) {
@@ -122,7 +122,7 @@ class LogitReader {
     });
   }
   __device__ float largest_of(const Four& four) const { return stored_.largest_of_four(four); }
-  // The first of a word.
+  // The first logit of a word.
   __device__ float first_of(const uint4& word) const {
     return stored_.value(stored_.wide() ? word.x : word.x & 0xffffu);
   }
@@ -133,7 +133,7 @@ class LogitReader {
   }
   __device__ void convert(const Four& group, float (&four)[4]) const { convert_four(stored_, group, four); }
 
-  // Four logits from a multiple of four on, as they stand in memory; zeros past the vocabulary.
+  // Four logits as they stand in memory, zeros past the vocabulary; `token` is a multiple of four.
   __device__ __forceinline__ Four load_four(int64_t token) const {
     const uint32_t bytes = stored_.wide() ? 16 : 8;
     if (skew_ % bytes == 0 && token + 4 <= vocab_) {
@@ -148,7 +148,7 @@ class LogitReader {
     if (stored_.wide()) return {bits[0], bits[1], bits[2], bits[3]};
     return {bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, 0, 0};
   }
-  // The same as floats, clean ones.
+  // The same as clean floats.
   __device__ __forceinline__ void clean_four(int64_t token, const Four& loaded, float (&four)[4]) const {
     convert(loaded, four);
     const uint32_t allowed =
@@ -160,9 +160,9 @@ class LogitReader {
     }
   }
 
-  // f(index, words) for a batch of clean words `stride` apart, the first of them `index`. A word a lane: the lanes of a
-  // warp begin at `begin`, all of them call f together until the first one is at `end`, and words past the row are
-  // -inf.
+  // Calls f(index, words) for batches of clean words `stride` apart; `index` is that of the first word. Each lane of a
+  // warp has its own words, from `begin` + lane on. All lanes call f together until the first lane is at `end`; words
+  // past the row are -inf.
   template <typename F>
   __device__ __forceinline__ void each_batch(int begin, int stride, int end, F f) const {
     const int lane = static_cast<int>(threadIdx.x % 32);
@@ -183,19 +183,19 @@ class LogitReader {
       f(first + lane, words);
     }
   }
-  // All words of the row that are this warp's.
+  // The same for this warp's words of the row.
   template <typename F>
   __device__ __forceinline__ void each_own_batch(F f) const {
     each_batch(own_begin(), own_stride(), num_words(), f);
   }
-  // The shuffle tells the compiler that all lanes have the same.
+  // The shuffle tells the compiler that the result is the same for all lanes.
   __device__ int own_begin() const {
     return __shfl_sync(~0u, static_cast<int>(ptx::cluster_rank() * blockDim.x + threadIdx.x) / 32, 0) * 32;
   }
   __device__ int own_stride() const { return static_cast<int>(ptx::cluster_size() * blockDim.x); }
 
-  // f(index, word) for the words of each_batch, one after the other. Batches are left out where has_any(their largest
-  // logit), which all lanes ask together, is false.
+  // Calls f(index, word) for the words of each_batch, one after the other. A batch is left out if has_any(its largest
+  // logit), which all lanes call together, is false.
   template <typename HasAny, typename F>
   __device__ __forceinline__ void each_word(int begin, int stride, int end, HasAny has_any, F f) const {
     each_batch(begin, stride, end, [&](int first, uint4(&words)[kBatch]) {
@@ -213,7 +213,7 @@ class LogitReader {
     each_word(own_begin(), own_stride(), num_words(), has_any, f);
   }
 
-  // Any word by itself, a clean one.
+  // Any single word, cleaned.
   __device__ __forceinline__ uint4 clean_word_at(int word) const {
     uint4 loaded[1];
     load(word, 0, loaded);
@@ -222,14 +222,14 @@ class LogitReader {
 
   // ---- the pass that finds the peak
 
-  // The largest of what the thread has looked at, and where it may be.
+  // The largest logit that the thread has seen, and the batch that has it.
   struct Best {
     float logit = -kInfinity;
-    int word = -1;  // the first one of a batch
+    int word = -1;  // the first word of the batch
     bool nan = false;
   };
 
-  // Of all words of this thread.
+  // The best of all words of this thread.
   __device__ __forceinline__ Best best_of_words(int first, int stride) const {
     Best best;
     const bool has_grammar = grammar_ != nullptr;
@@ -238,7 +238,7 @@ class LogitReader {
       uint4 loaded[kPeakBatch];
       load(word, stride, loaded);
       const float most = largest_of_words(loaded);
-      if (most <= best.logit) continue;  // not if there is a NaN
+      if (most <= best.logit) continue;  // false for a NaN
       if (has_grammar || !(most < stored_.largest())) {
         look_again(best, word, stride, most);
       } else {
@@ -263,7 +263,7 @@ class LogitReader {
     return 0;
   }
 
-  // Bit i: number i of a clean word is that logit.
+  // Bit i is set if number i of a clean word is that logit.
   __device__ __forceinline__ uint32_t equal_to(const uint4& word, float logit) const {
     const uint32_t words[4] = {word.x, word.y, word.z, word.w};
     uint32_t equal = 0;
@@ -281,7 +281,7 @@ class LogitReader {
  private:
   static constexpr int kPeakBatch = 4;
 
-  // Words that loads of the row alone make up.
+  // The whole words: loads inside the row suffice for them.
   __device__ int whole_begin() const { return skew_ == 0 ? 0 : 1; }
   __device__ int whole_end() const {
     if (skew_ == 0) return vocab_ / of_word();
@@ -289,7 +289,7 @@ class LogitReader {
   }
   __device__ bool is_whole(int word) const { return word >= whole_begin() && word < whole_end(); }
 
-  // Words from `word` on, `stride` apart; what is no whole word of the row is another one instead.
+  // Loads words from `word` on, `stride` apart. Instead of a word that is not whole it loads another one.
   template <int kCount>
   __device__ __forceinline__ void load(int word, int stride, uint4 (&loaded)[kCount]) const {
     if (whole_end() == whole_begin()) return;
@@ -308,7 +308,7 @@ class LogitReader {
 
   __device__ const void* logits() const { return reinterpret_cast<const char*>(loads_) + skew_; }
 
-  // A word at the ends of the row; zeros past the vocabulary.
+  // A word at an end of the row; zeros past the vocabulary.
   __device__ __forceinline__ uint4 word_of_ends(int word) const {
     uint32_t words[4]{};
     const int token = word * of_word();
@@ -325,7 +325,7 @@ class LogitReader {
     return {words[0], words[1], words[2], words[3]};
   }
 
-  // Bit i: number i of the word is in the vocabulary, and the grammar allows it.
+  // Bit i is set if number i of the word is in the vocabulary and the grammar allows it.
   __device__ __forceinline__ uint32_t allowed_of_word(int word) const {
     const int token = word * of_word();
     uint32_t bits = (1u << of_word()) - 1;
@@ -333,7 +333,7 @@ class LogitReader {
       const int past = token + of_word() - vocab_;
       bits = past < of_word() ? bits >> past : 0;
     }
-    if (uniform_ || grammar_ == nullptr || bits == 0) return bits;  // nothing of the grammar is past the vocabulary
+    if (uniform_ || grammar_ == nullptr || bits == 0) return bits;  // the grammar ends with the vocabulary
     if (is_packed_) return bits & static_cast<const uint32_t*>(grammar_)[token / 32] >> token % 32;
     for (int i = 0; i < of_word(); ++i) {
       if ((bits >> i & 1u) && !static_cast<const uint8_t*>(grammar_)[token + i]) bits &= ~(1u << i);
@@ -361,7 +361,7 @@ class LogitReader {
     return stored_.largest_of(registers);
   }
 
-  // A batch that has a NaN, +inf or forbidden tokens, or a word at the ends.
+  // Looks at a batch again that has a NaN, +inf or forbidden tokens, or at a word at an end of the row.
   __device__ __forceinline__ void look_again(Best& best, int first, int stride, float most) const {
     best.nan = best.nan || most != most;
     const int end = is_whole(first) ? min_of(first + kPeakBatch * stride, whole_end()) : first + 1;
@@ -370,17 +370,17 @@ class LogitReader {
     for (int word = first; word < end; word += stride) {
       clean_most = max_of(clean_most, largest_of_word(clean_word_at(word)));
     }
-    // The word before the first whole one comes last, and wins a tie.
+    // The word before the first whole word is looked at last, but wins a tie.
     if (clean_most < best.logit || (clean_most == best.logit && first >= best.word)) return;
     best.logit = clean_most;
     best.word = first;
   }
 
-  // What is kept of the row takes few registers.
+  // These members are chosen to take few registers.
   [[no_unique_address]] StoredLogits<kDType> stored_;
   const uint4* loads_;   // the aligned words that hold the row
-  const void* grammar_;  // bits, if it is packed, or bytes; null without
-  uint32_t skew_;        // bytes of the first of the words before the row
+  const void* grammar_;  // bits if it is packed, else bytes; null: no grammar
+  uint32_t skew_;        // bytes of the first word before the row
   int vocab_;
   bool is_packed_;
   bool uniform_ = false;

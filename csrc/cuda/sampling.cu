@@ -9,8 +9,9 @@ template <DType kDType>
 __global__ void __launch_bounds__(kRowThreads, 1) sample_kernel(const __grid_constant__ SampleParams p) {
   const int64_t r = ptx::cluster_index();
   ptx::cluster_sync();
-  const Draw draw = draw_token<kDType>(logit_row(p.logits, r), law_of(p.sampling, r), static_cast<uint64_t>(p.seeds[r]),
-                                       p.positions[r], ptx::shared<SamplingShared>());
+  const Draw draw =
+      draw_token<kDType>(logit_row(p.logits, r), sampling_of(p.sampling, r), static_cast<uint64_t>(p.seeds[r]),
+                         p.positions[r], ptx::shared<SamplingShared>());
   if (leads_cluster()) p.tokens[ptx::cluster_index()] = draw.token;
 }
 

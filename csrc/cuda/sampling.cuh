@@ -1,5 +1,6 @@
-// Draws a token from a row of logits, by a whole CTA or a cluster: the peak, the filters' threshold, the race of the
-// kept tokens' noise. The row is read from memory once and from L2 afterwards; nothing of its size is written.
+// Draws a token from a row of logits: the peak, the filters' threshold, the race of the kept tokens' noise. A whole CTA
+// or a cluster works on one row. The row is read from memory once and from L2 afterwards; nothing of its size is
+// written.
 #pragma once
 
 #include "cuda/filters.cuh"
@@ -11,10 +12,10 @@ struct SamplingShared {
   FilterScratch filter;
 };
 
-// The best x + noise of this thread's kept tokens, as ranked() has it; 0 where none can beat `bound`, the peak's own
-// score. noise_words(token, count, words) gives the words of the noise of `count` tokens, those of a word of logits.
-// Noise is drawn for the words of logits of a warp together, unless none of them can win, and logarithms are for the
-// tokens that still may then.
+// The best x + noise of this thread's kept tokens, as ranked() gives it; 0 if none can beat `bound`, the peak's own
+// score. noise_words(token, count, words) gives the noise words of the `count` tokens in a word of logits. A warp draws
+// noise for its words of logits together, unless none of them can win. Logarithms are computed only for tokens that may
+// still win with their noise.
 template <typename Reader, typename NoiseWords>
 __device__ __forceinline__ uint64_t race_of_thread(const Reader& row, const Scale& scale, const Filter& filter,
                                                    float bound, NoiseWords noise_words) {
@@ -36,14 +37,14 @@ __device__ __forceinline__ uint64_t race_of_thread(const Reader& row, const Scal
       for (int i = 0; i + 1 < Reader::kBatch; ++i) most[i] = most[i + 1];
       if (!__any_sync(~0u, may_win(x_of_word, kMaxGumbel))) continue;
       const int token = word * row.of_word();
-      uint32_t noise[kMostOfWord]{}, least = ~0u;  // the least word is the largest noise
+      uint32_t noise[kMostOfWord]{}, least = ~0u;  // the smallest word gives the largest noise
       noise_words(token, row.of_word(), noise);
 #pragma unroll
       for (int i = 0; i < kMostOfWord; ++i) {
         if (i < row.of_word()) least = min_of(least, noise[i]);
       }
       if (!__any_sync(~0u, may_win(x_of_word, gumbel_bound<ScalarMath>(least)))) continue;
-      uint4 logits = row.clean_word_at(word);  // anew: most words do not come here, and registers are scarce
+      uint4 logits = row.clean_word_at(word);  // again: few words come here, and registers are scarce
 #pragma unroll 1
       for (int i = 0; i < row.of_word(); ++i) {
         const float logit = row.first_of(logits), x = scale(logit);
@@ -56,7 +57,7 @@ __device__ __forceinline__ uint64_t race_of_thread(const Reader& row, const Scal
 #pragma unroll
         for (int j = 0; j + 1 < kMostOfWord; ++j) noise[j] = noise[j + 1];
       }
-      // What the tokens of other lanes cannot beat.
+      // The tokens of other lanes must beat this score.
       bound = logit_of_key<ScalarMath>(__reduce_max_sync(~0u, order_key<ScalarMath>(bound)));
     }
   });
@@ -69,8 +70,8 @@ __device__ __forceinline__ float noise_of(int64_t id, const uint32_t* words) {
   return gumbel_of_word<ScalarMath>(id & 2 ? odd : even);
 }
 
-// The words of the noise of a row's tokens. A row that is a part of a vocabulary begins with token `first_token` of it,
-// anywhere in a block of noise.
+// The noise words of a row's tokens. A row that is a part of a vocabulary begins with its token `first_token`, anywhere
+// in a block of noise.
 template <bool kWhole>
 struct RaceNoise {
   uint64_t seed;
@@ -108,8 +109,8 @@ struct RaceNoise {
   }
 };
 
-// What this thread finds of the kept token with the largest x + noise, the lowest id on ties; `peak` is the id of the
-// row's best token, of the whole vocabulary's where the row is a part.
+// This thread's candidate for the kept token with the largest x + noise, the lowest id on ties. `peak` is the id of the
+// best token in the whole vocabulary, of which the row may be a part.
 template <typename Reader, bool kWhole>
 __device__ __forceinline__ uint64_t race(const Reader& row, const Scale& scale, const Filter& filter, int64_t peak,
                                          const RaceNoise<kWhole>& noise) {
@@ -119,20 +120,20 @@ __device__ __forceinline__ uint64_t race(const Reader& row, const Scale& scale, 
 }
 
 template <DType kDType>
-__device__ __forceinline__ Draw draw_token(const LogitRow& logits, const Law& law, uint64_t seed, int64_t position,
-                                           SamplingShared& shared) {
+__device__ __forceinline__ Draw draw_token(const LogitRow& logits, const Sampling& sampling, uint64_t seed,
+                                           int64_t position, SamplingShared& shared) {
   LogitReader<kDType> row(logits);
   const Peak peak = find_peak(row, shared.radix.block);
   const bool uniform = peak.logit == -kInfinity;
   row.learn(peak);
-  if (law.temperature == 0.0f) return {peak.token, peak.has_nan || uniform};
+  if (sampling.temperature == 0.0f) return {peak.token, peak.has_nan || uniform};
   Scale scale{0.0f, 1.0f};
   Filter filter;
   if (uniform) {
     row.make_uniform();
   } else {
-    scale = {peak.logit, inverse_temperature(law.temperature)};
-    filter = find_filter(row, law, scale, shared.radix, shared.filter);
+    scale = {peak.logit, inverse_temperature(sampling.temperature)};
+    filter = find_filter(row, sampling, scale, shared.radix, shared.filter);
   }
   const uint64_t best = race(row, scale, filter, peak.token, RaceNoise<true>{seed, position, 0});
   return {ranked_id(cluster_max(shared.radix.block, best)), peak.has_nan || uniform};

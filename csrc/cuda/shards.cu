@@ -1,5 +1,5 @@
-// What this rank's columns of a row hold, see core/shards.h and core/shard_laws.h: a CTA a row, or a tree.
-#include "core/shard_laws.h"
+// Scans of this rank's columns of a row, see core/shards.h and core/shard_distributions.h: one CTA per row or per tree.
+#include "core/shard_distributions.h"
 #include "cuda/backend.h"
 #include "cuda/sampling.cuh"
 #include "cuda/tile/launch.cuh"
@@ -8,10 +8,10 @@
 namespace pagedtree::cuda {
 namespace {
 
-// ---- laws and draws of rows
+// ---- distributions and draws of rows
 
 template <DType kDType>
-__device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_t b, const Law& law,
+__device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_t b, const Sampling& sampling,
                                      const LogitReader<kDType>& logits, const ShardRow& row, int64_t* words,
                                      SamplingShared& shared) {
   const bool leads = threadIdx.x == 0;
@@ -28,14 +28,14 @@ __device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_
     case ShardRound::kCount:
     case ShardRound::kMass: {
       if (!row.searching) break;
-      const ShardView view = view_of(row, law, p.round);
+      const ShardView view = view_of(row, sampling, p.round);
       const LogitItems<LogitReader<kDType>> items{logits, view.scale, view.min_x};
       const uint32_t least = order_key<ScalarMath>(view.min_logit);
       const auto weight = [&](uint32_t key) {
         return key < least ? 0u : weight_of<ScalarMath>(view.scale(logit_of_key<ScalarMath>(key)));
       };
-      // Tabulated by bytes, of which a digit is one half: the bins of the first are sums, the second is some of the
-      // bins.
+      // The table is by bytes, each of two digits: a bin of the first digit is a sum of the table's bins, a bin of the
+      // second digit is one of them.
       static_assert(kDigitBits == 2 * kShardDigitBits);
       const bool first = p.digit % 2 == 0;
       tabulate(shared.radix, view.by_mass ? &shared.filter.masses : nullptr, shared.radix.next, items, weight,
@@ -62,12 +62,12 @@ __device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_
       break;
     }
     case ShardRound::kRace: {
-      if (law.temperature == 0.0f) {
+      if (sampling.temperature == 0.0f) {
         if (leads) words[0] = ranked_word(0.0f, row.peak.token);
         break;
       }
       LogitReader<kDType> kept = logits;
-      const RowLaw of_shard = law_of_shard(p.shard, n, row, law);
+      const RowDistribution of_shard = shard_distribution(p.shard, n, row, sampling);
       if (of_shard.uniform) kept.make_uniform();
       const int32_t depth = depth_of(p, n, b);
       const uint64_t position = static_cast<uint64_t>(p.positions[b]) + static_cast<uint64_t>(int64_t{depth});
@@ -84,23 +84,23 @@ __device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_
 }
 
 template <DType kDType>
-__global__ void __launch_bounds__(kLawThreads, 1) step_kernel(const __grid_constant__ ShardStepParams p) {
+__global__ void __launch_bounds__(kRulesThreads, 1) step_kernel(const __grid_constant__ ShardStepParams p) {
   auto& shared = ptx::shared<SamplingShared>();
   const int64_t n = blockIdx.x, b = sequence_of(p.shard, n);
-  ptx::cluster_sync();                         // of one CTA: a rank has a part of the row to begin with
-  if (b < 0 || depth_of(p, n, b) < 0) return;  // no walk comes here
-  const Law law = law_of(p.shard.sampling, b);
+  ptx::cluster_sync();                         // clusters of one CTA: each rank has only a part of the row
+  if (b < 0 || depth_of(p, n, b) < 0) return;  // no walk visits this row
+  const Sampling sampling = sampling_of(p.shard.sampling, b);
   LogitReader<kDType> logits(logit_row(p.shard.logits, n));
   ShardRow row = p.shard.rows[n];
-  const int64_t kept_ties = learn(p, n, law, row);
+  const int64_t kept_ties = learn(p, n, sampling, row);
   if (p.round > ShardRound::kPeak) logits.learn(row.peak);
   if (kept_ties >= 0) {
     const float logit = row.filter.min_logit;
     row.filter.tie_end =
         kept_ties == 0 ? 0 : end_of_ties(logits, logit, static_cast<uint64_t>(kept_ties), shared.radix.block);
   }
-  begin_round(p, law, row);
-  tell(p, n, b, law, logits, row, p.words + n * words_of(p.round), shared);
+  begin_round(p, sampling, row);
+  tell(p, n, b, sampling, logits, row, p.words + n * words_of(p.round), shared);
   __syncthreads();  // all have read the row
   if (threadIdx.x == 0) p.shard.rows[n] = row;
 }
@@ -114,19 +114,20 @@ struct WeighShared {
   int64_t token;
 };
 
-class ShardLaws {
+class ShardDistributions {
  public:
-  __device__ ShardLaws(const ShardWeighParams& p, int64_t n, int64_t b, WeighShared& shared) : p_(p), shared_(shared) {
-    laws_.target = law_of_shard(p.shard, n, p.shard.rows[n], law_of(p.shard.sampling, b));
-    laws_.draft_is_probs = true;
-    laws_.draft_unit = 1.0;
-    if (p.ratio.law != DraftLaw::kOneHot) laws_.draft.row = draft_row_of(p.ratio, n);
+  __device__ ShardDistributions(const ShardWeighParams& p, int64_t n, int64_t b, WeighShared& shared)
+      : p_(p), shared_(shared) {
+    distributions_.target = shard_distribution(p.shard, n, p.shard.rows[n], sampling_of(p.shard.sampling, b));
+    distributions_.draft_is_probs = true;
+    distributions_.draft_unit = 1.0;
+    if (p.ratio.law != DraftLaw::kOneHot) distributions_.draft.row = draft_row_of(p.ratio, n);
   }
 
-  // The drafts of the node's children, of those in this rank's columns.
+  // Writes the masses of the children's draft tokens that are in this rank's columns.
   __device__ void tell_drafts(TreeWalk& walk) const {
-    const LawMasses target(laws_.target);
-    const DraftMasses draft(laws_);
+    const RowMasses target(distributions_.target);
+    const DraftMasses draft(distributions_);
     for (int32_t child = walk.first_child(); child >= 0; child = walk.next_sibling(child)) {
       const int64_t row = walk.rows.begin + child, column = draft_token_at(walk.p, row) - p_.shard.first_token;
       if (column < 0 || column >= p_.shard.logits.vocab) continue;
@@ -134,7 +135,7 @@ class ShardLaws {
     }
   }
 
-  // What is left at c where the first children's tokens are tried, and the draft's masses.
+  // Sums what is left at c, and the draft's masses, with the tokens of the first `num_tried` children tried.
   __device__ void sum(TreeWalk& walk, double c, int64_t num_tried, int64_t* words) {
     const ResidualMasses masses = left_at(walk, c, num_tried);
     uint64_t left = 0, drafts = 0;
@@ -151,7 +152,7 @@ class ShardLaws {
     words[1] = static_cast<int64_t>(drafts);
   }
 
-  // The first token whose cumulative units, of what is left, exceed `bound`; below the sum it is one.
+  // The first token at which the cumulative units of what is left exceed `bound`, which is below their sum.
   __device__ int64_t draw(TreeWalk& walk, double c, int64_t num_tried, uint64_t bound) {
     const ResidualMasses masses = left_at(walk, c, num_tried);
     uint64_t before = 0;
@@ -191,15 +192,15 @@ class ShardLaws {
     }
     __syncthreads();
     tried.size = shared_.num_tried;
-    return ResidualMasses(laws_, c, tried, p_.ratio.law != DraftLaw::kOneHot);
+    return ResidualMasses(distributions_, c, tried, p_.ratio.law != DraftLaw::kOneHot);
   }
 
   const ShardWeighParams& p_;
   WeighShared& shared_;
-  NodeLaws laws_{};
+  NodeDistributions distributions_{};
 };
 
-__global__ void __launch_bounds__(kLawThreads, 1) weigh_kernel(const __grid_constant__ ShardWeighParams p) {
+__global__ void __launch_bounds__(kRulesThreads, 1) weigh_kernel(const __grid_constant__ ShardWeighParams p) {
   auto& shared = ptx::shared<WeighShared>();
   const bool leads = threadIdx.x == 0;
   const int64_t item = blockIdx.x;
@@ -208,7 +209,7 @@ __global__ void __launch_bounds__(kLawThreads, 1) weigh_kernel(const __grid_cons
   TreeWalk walk(p.ratio.verify, b);
   if (!stand_at(walk, n)) return;
   int64_t* words = p.words + item * (p.round == WeighRound::kDraw ? 1 : kWeighWords);
-  ShardLaws shard(p, n, b, shared);
+  ShardDistributions shard(p, n, b, shared);
   ShardQuestion question{true, 0.0, 0};
   ShardRow row = p.shard.rows[n];
   if (p.round == WeighRound::kResidual) {
@@ -225,7 +226,7 @@ __global__ void __launch_bounds__(kLawThreads, 1) weigh_kernel(const __grid_cons
     if (leads) words[0] = p.shard.first_token + token;
     return;
   }
-  int64_t sums[kWeighWords]{};  // the leader's
+  int64_t sums[kWeighWords]{};  // only the first thread's count
   if (question.asked) shard.sum(walk, question.c, question.num_tried, sums);
   __syncthreads();  // all have read the row
   if (!leads) return;
@@ -239,7 +240,7 @@ __global__ void __launch_bounds__(kLawThreads, 1) weigh_kernel(const __grid_cons
   if (p.round != WeighRound::kSums) p.shard.rows[n] = row;
 }
 
-// ---- walks: a thread a tree
+// ---- walks: one thread per tree
 
 constexpr int kWalkThreads = 64;
 
@@ -258,7 +259,7 @@ __global__ void __launch_bounds__(kWalkThreads, 1) walk_kernel(const __grid_cons
 void CudaBackend::step_shards(const ShardStepParams& p, const ExecContext& ctx) const {
   with_logit_dtype(p.shard.logits.dtype, [&](auto dtype) {
     launch(step_kernel<dtype>, dim3(static_cast<unsigned>(p.shard.logits.num_rows)),
-           dim3(threads_of_row(p.shard.logits.vocab, kLawThreads)), sizeof(SamplingShared), ctx.stream, p);
+           dim3(threads_of_row(p.shard.logits.vocab, kRulesThreads)), sizeof(SamplingShared), ctx.stream, p);
   });
 }
 
@@ -268,7 +269,7 @@ void CudaBackend::follow_shards(const ShardFollowParams& p, const ExecContext& c
 
 void CudaBackend::weigh_shards(const ShardWeighParams& p, const ExecContext& ctx) const {
   launch(weigh_kernel, dim3(static_cast<unsigned>(num_items(p))),
-         dim3(threads_of_row(p.shard.logits.vocab, kLawThreads)), sizeof(WeighShared), ctx.stream, p);
+         dim3(threads_of_row(p.shard.logits.vocab, kRulesThreads)), sizeof(WeighShared), ctx.stream, p);
 }
 
 void CudaBackend::walk_shards(const ShardWalkParams& p, const ExecContext& ctx) const {

@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// One thread a query row, and a sequence.
+// One thread per query row and one per sequence.
 __global__ void __launch_bounds__(kThreads, 1) prepare_step_kernel(const __grid_constant__ PrepareStepParams p) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i < p.total_q) prepare_row(p, i);
@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kThreads, 1) prepare_step_kernel(const __grid_
   if (i <= p.batch) p.cu_seqlens_q[i] = static_cast<int32_t>(clamp_to<int64_t>(p.cu_nodes[i], 0, p.num_rows));
 }
 
-// One thread a sequence: paths are short, and follow from one node to the next.
+// One thread per sequence: paths are short, and each node follows from the one before.
 __global__ void __launch_bounds__(32, 1) commit_kernel(const __grid_constant__ CommitParams p) {
   const int64_t b = int64_t{blockIdx.x} * 32 + threadIdx.x;
   if (b < p.batch) commit_sequence(p, b);

@@ -10,7 +10,7 @@ namespace pagedtree::cuda {
 constexpr int kWordBytes = 16;
 constexpr int kMostOfWord = 8;  // logits
 
-// Four logits of a word; narrow ones, two in a register, leave z and w alone.
+// Four logits of a word. Narrow logits, two per register, do not use z and w.
 using Four = uint4;
 
 __device__ __forceinline__ float half_value(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
@@ -29,7 +29,7 @@ struct StoredLogits {
   static __device__ float largest() { return kWide ? kMaxFloat : kHalf ? kMaxFloat16 : kMaxBFloat16; }
   // Bits of +inf.
   static __device__ uint32_t infinity() { return kWide ? 0x7f800000u : kHalf ? 0x7c00u : 0x7f80u; }
-  // Of the order key, those that differ.
+  // How many digits of the order key differ between logits.
   static __device__ int digits() { return kWide ? 4 : kHalf ? 3 : 2; }
 
   static __device__ uint32_t bits(const void* row, int64_t token) {
@@ -41,7 +41,7 @@ struct StoredLogits {
     return kHalf ? half_value(narrow) : float_from_bfloat16(narrow);
   }
 
-  // The larger of each number of a register; NaN wins.
+  // The larger of the numbers at each place of two registers; NaN wins.
   static __device__ uint32_t larger(uint32_t a, uint32_t b) { return ptx::max_nan<Number>(a, b); }
   // The largest of all numbers in the registers; NaN if there is one.
   template <int kCount>
@@ -99,14 +99,14 @@ struct StoredLogits<kAnyDType> {
   }
 };
 
-// What does not depend on whether the dtype is known.
+// The functions below work whether the dtype is known or not.
 
 template <typename Stored>
 __device__ int bytes_of_one(const Stored& stored) {
   return stored.wide() ? 4 : 2;
 }
 
-// Number `i` of a word, of its registers.
+// Number `i` of a word, given its registers.
 template <typename Stored>
 __device__ __forceinline__ uint32_t number_of(const Stored& stored, const uint32_t (&word)[4], int i) {
   return stored.wide() ? word[i % 4] : word[i / 2] >> i % 2 * 16 & 0xffffu;
@@ -119,7 +119,7 @@ __device__ __forceinline__ void convert_four(const Stored& stored, const Four& f
   for (int i = 0; i < 4; ++i) four[i] = stored.value(stored.wide() ? words[i] : words[i / 2] >> i % 2 * 16 & 0xffffu);
 }
 
-// The bits of a logit as everything but memory has it: -inf where it is NaN or not allowed, +inf is the largest finite.
+// The bits of a clean logit: -inf for NaN or a forbidden token, the largest finite number for +inf.
 template <typename Stored>
 __device__ __forceinline__ uint32_t clean_bits(const Stored& stored, uint32_t bits, bool allowed) {
   const uint32_t infinity = stored.infinity(), sign = stored.wide() ? 0x80000000u : 0x8000u;
@@ -144,11 +144,11 @@ __device__ __forceinline__ uint4 clean_word(const Stored& stored, const uint4& w
   return {words[0], words[1], words[2], words[3]};
 }
 
-// Sixteen of the bytes of two neighbouring words, from byte `skew` of the first on.
+// Sixteen bytes of two neighbouring words, from byte `skew` of the first word on.
 __device__ __forceinline__ uint4 bytes_from(const uint4& first, const uint4& second, uint32_t skew) {
   uint32_t words[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
 #pragma unroll
-  for (int by = 2; by > 0; --by) {  // registers; each step leaves only those that the next one needs
+  for (int by = 2; by > 0; --by) {  // by registers; each step keeps only what the next one needs
 #pragma unroll
     for (int i = 0; i + by < 8; ++i) {
       if (skew & 4u * by) words[i] = words[i + by];

@@ -13,7 +13,7 @@ struct TreeShared {
   bool reachable[kMaxTreeNodes];
 };
 
-// Links to the root, -1 where the way there is broken or longer than max_depth.
+// The number of links to the root, -1 if the way is broken or longer than max_depth.
 __device__ __forceinline__ int32_t depth_of(const TreeShared& tree, int32_t node, int32_t max_depth) {
   int32_t depth = 0;
   while (node > 0 && depth <= max_depth) {
@@ -23,7 +23,7 @@ __device__ __forceinline__ int32_t depth_of(const TreeShared& tree, int32_t node
   return node == 0 && depth <= max_depth ? depth : -1;
 }
 
-// The node's ancestors and itself. On the way up indices fall, so that each word is complete when the next one begins.
+// Marks the node and its ancestors. Indices fall on the way up, so that each word is complete when the next one begins.
 __device__ __forceinline__ void write_mask(const BuildTreesParams& p, const TreeShared& tree, int64_t row,
                                            int32_t node) {
   int32_t* words = p.mask + row * p.mask_words;
@@ -42,7 +42,7 @@ __device__ __forceinline__ void write_mask(const BuildTreesParams& p, const Tree
   }
 }
 
-// Children and siblings are looked for among the nodes behind.
+// Looks for children and siblings among the later nodes.
 __device__ __forceinline__ void write_links(const BuildTreesParams& p, const TreeShared& tree, int64_t row,
                                             int32_t node, int32_t num_nodes) {
   int32_t child = -1, sibling = -1;
@@ -84,7 +84,7 @@ __device__ __forceinline__ void build_one(const BuildTreesParams& p, int64_t b) 
   if (threadIdx.x == 0) p.valid[b] = valid;
 }
 
-// The first CTAs take a tree each, the others the rows of no tree (padding of a fixed-shape batch).
+// The first CTAs take one tree each, the others the rows that belong to no tree (the padding of a fixed-shape batch).
 __global__ void __launch_bounds__(kMaxThreads, 1) build_trees_kernel(const __grid_constant__ BuildTreesParams p) {
   if (blockIdx.x < p.batch) return build_one(p, blockIdx.x);
   const int64_t first = p.batch > 0 ? clamp_to<int64_t>(p.cu_nodes[0], 0, p.num_rows) : 0;

@@ -1,5 +1,5 @@
-// How often each value stands in a row of bfloat16 logits. A vocabulary has many more tokens than values, so that a
-// value is weighed once for all of its tokens, and the row is read once for both digits of a logit.
+// How often each value occurs in a row of bfloat16 logits. A vocabulary has many more tokens than values, so each value
+// is weighed once for all of its tokens, and the row is read once for both digits of a logit.
 #pragma once
 
 #include "cuda/logits.cuh"
@@ -7,26 +7,26 @@
 
 namespace pagedtree::cuda {
 
-// For the values from 2^-9 up to 2^7 and their negatives, which nearly all logits are; the others are items of a radix
-// search as those of other dtypes are.
+// Counts the values from 2^-9 up to 2^7 and their negatives, which are nearly all logits. Other logits are items of a
+// radix search, like the logits of other dtypes.
 struct ValueCounts {
   static constexpr uint32_t kFirst = (127 - 9) << 7, kMagnitudes = 16 << 7;  // bits of a bfloat16 without the sign
   static constexpr uint32_t kDigitsOfSign = kMagnitudes / kBins;             // first digits of a key
   static_assert(kFirst % kBins == 0 && kMagnitudes % kBins == 0 && (kMagnitudes & (kMagnitudes - 1)) == 0);
 
-  uint32_t counts[2][kMagnitudes + 1];  // of the positive values, and of the negative ones; the last is for all others
+  uint32_t counts[2][kMagnitudes + 1];  // of positive and of negative values; the last entry is for all others
 
   __device__ __forceinline__ void clear() {
     for (unsigned i = threadIdx.x; i <= kMagnitudes; i += blockDim.x) counts[0][i] = counts[1][i] = 0;
   }
 
-  // Counts the logits of a word. Returns whether there are others than the values: is_other() tells which.
+  // Counts the logits of a word. Returns whether some are not among the values: is_other() tells which.
   __device__ __forceinline__ bool add(const uint4& word) {
     const uint32_t pairs[4] = {word.x, word.y, word.z, word.w};
     uint32_t seen = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      // Without a branch: others are counted, too.
+      // Other logits are counted too, which saves a branch.
       const uint32_t bits = pairs[i / 2] >> i % 2 * 16, place = min_of((bits & 0x7fffu) - kFirst, kMagnitudes);
       atomicAdd(&counts[bits >> 15 & 1u][place], 1u);
       seen |= place;
@@ -44,8 +44,8 @@ struct ValueCounts {
   }
   static __device__ bool has(uint32_t digit) { return magnitude(digit, 0) / kBins - kFirst / kBins < kDigitsOfSign; }
 
-  // The value whose key begins with two digits, the first of which is one of the values': its tokens, and what they
-  // weigh if they are among the items.
+  // The tokens of the value whose key begins with these two digits, and their weight, if they are among the items. The
+  // first digit must be one of the values'.
   template <typename Items, typename Weight>
   __device__ __forceinline__ Totals totals(const Items& items, Weight weight, uint32_t digit, uint32_t next) const {
     const bool negative = digit < kBins / 2;
@@ -99,7 +99,7 @@ __device__ __forceinline__ void tabulate_values(RadixShared& shared, RadixMasses
   sum_ctas(shared, shared.first);
 }
 
-// The same by the second digit, behind a first one that is the values'. What `values` counted stays as it is.
+// The same by the second digit, after a first digit that is one of the values'. The counts in `values` do not change.
 template <typename Items, typename Weight>
 __device__ __forceinline__ void tabulate_next_of_values(RadixShared& shared, const ValueCounts& values,
                                                         const Items& items, Weight weight, uint32_t first) {

@@ -14,23 +14,23 @@
 
 #include "simt/machine.h"
 
-// The toolkit's headers define the other keywords away. A static __shared__ variable would be one for all CTAs of all
-// kernels' instances, so there is none: ptx::shared<T>() instead.
+// The toolkit's headers define the other keywords away. A static __shared__ variable would be shared by all CTAs of all
+// instances of a kernel, so kernels use ptx::shared<T>() instead.
 #undef __launch_bounds__
 #define __launch_bounds__(...)
 #undef __shared__
 #define __shared__ static_assert(false, "use ptx::shared<T>()");
-// Calls take the host less time than the compiler takes to write every function out where it is called.
+// Not inlined: the calls cost less time in tests than inlining every function costs the compiler.
 #undef __forceinline__
 #define __forceinline__ inline
 
-inline constinit uint3 threadIdx{}, blockIdx{};  // of the thread that runs
+inline constinit uint3 threadIdx{}, blockIdx{};  // of the running thread
 inline constinit dim3 blockDim{}, gridDim{};
 constexpr int warpSize = 32;
 
 namespace pagedtree::simt {
 
-// Lane `lane` takes part with `value` and gets that of source(lane).
+// Lane `lane` gives `value` and gets the value of lane source(lane).
 template <typename T, typename Source>
 T shuffle(uint32_t mask, T value, const Site& site, Source source) {
   struct Arguments {

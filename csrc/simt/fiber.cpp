@@ -54,7 +54,7 @@ void Stack::release_memory() {
 
 PT_UNWATCHED void Stack::restart(void (*entry)()) {
 #if defined(__SANITIZE_THREAD__)
-  release_memory();  // mapped anew, it is nobody's; and so is a new context
+  release_memory();  // newly mapped memory has no owner, nor has a new context
   context_ = __tsan_create_fiber(0);
 #endif
   if (memory_ == nullptr) {
@@ -69,7 +69,7 @@ PT_UNWATCHED void Stack::restart(void (*entry)()) {
   __asan_unpoison_memory_region(memory_ + kGuardBytes, kBytes - kGuardBytes);
   fake_stack_ = nullptr;
 #endif
-  // As if `entry` had been called by nobody: its frame is aligned as the ABI wants, the registers are zero.
+  // The stack looks as if `entry` had no caller: its frame is aligned as the ABI demands, and the registers are zero.
   auto** top = reinterpret_cast<void**>(memory_ + kBytes - 64);
   *--top = nullptr;
   *--top = reinterpret_cast<void*>(entry);
@@ -94,7 +94,7 @@ PT_UNWATCHED void Stack::arrived() {
   const void* bottom;
   size_t bytes;
   __sanitizer_finish_switch_fiber(fake_stack_, &bottom, &bytes);
-  if (came_from_->memory_ == nullptr) {  // the operating system's stack: only now its bounds are known
+  if (came_from_->memory_ == nullptr) {  // the operating system's stack, whose bounds are known only now
     came_from_->bottom_ = bottom;
     came_from_->bytes_ = bytes;
   }

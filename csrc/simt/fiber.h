@@ -1,4 +1,4 @@
-// A stack of its own, entered and left by hand: what a CUDA thread runs on. x86-64.
+// A separate stack on which a CUDA thread runs, entered and left by explicit switches. x86-64 only.
 #pragma once
 
 #include <cstddef>
@@ -15,10 +15,10 @@ class Stack {
   Stack(const Stack&) = delete;
   ~Stack();
 
-  // The next switch to it calls `entry`, which must call arrived() first and never return. What was on the stack is
-  // forgotten.
+  // Makes the next switch to the fiber call `entry`, which must call arrived() first and never return. The stack's old
+  // contents are lost.
   void restart(void (*entry)());
-  // Leaves `from`, on which the caller runs, for `to`; returns when somebody switches back.
+  // Leaves `from`, on which the caller runs, for `to`; returns when another switch comes back.
   static void switch_to(Stack& from, Stack& to);
   void arrived();
 
@@ -27,8 +27,8 @@ class Stack {
 
   void* stack_pointer_ = nullptr;
   unsigned char* memory_ = nullptr;  // null: the operating system's own stack
-  void* context_ = nullptr;          // ThreadSanitizer's name for what runs here
-  // AddressSanitizer's
+  void* context_ = nullptr;          // ThreadSanitizer's handle of the fiber
+  // For AddressSanitizer.
   void* fake_stack_ = nullptr;
   const void* bottom_ = nullptr;
   size_t bytes_ = 0;

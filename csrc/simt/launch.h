@@ -9,8 +9,8 @@
 
 namespace pagedtree::simt {
 
-// Takes launches without clusters instead of the machine, for tests of the compiled kernels: gets the parameters as
-// they lie for a GPU. Returns 0 where it leaves the launch to the machine.
+// A function that takes launches without clusters instead of the machine, for tests of the compiled kernels. It gets
+// the parameters as they lie for a GPU, and returns 0 if it leaves the launch to the machine.
 using Executor = int (*)(const void* kernel, const unsigned* grid, const unsigned* block, size_t shared_bytes,
                          const unsigned char* params, size_t param_bytes);
 Executor& executor();

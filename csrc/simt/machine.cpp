@@ -18,7 +18,7 @@ constexpr bool kSeesRaces = true;
 #else
 constexpr bool kSeesRaces = false;
 #endif
-// ThreadSanitizer knows about 8000, and gets slow long before.
+// ThreadSanitizer handles about 8000 fibers, and gets slow long before that.
 constexpr size_t kMaxWatchedThreads = 2048;
 
 // Runs over 0..total - 1 in the launch's order.
@@ -117,7 +117,7 @@ Executor& executor() {
   return instance;
 }
 
-// For tests, which load the library a second time.
+// For tests that load the library a second time.
 extern "C" __attribute__((visibility("default"))) void pagedtree_simt_set_executor(Executor chosen) {
   executor() = chosen;
 }
@@ -211,7 +211,7 @@ void Machine::run_cluster(uint3 first) {
   for (size_t rank = 0; rank < blocks_.size(); ++rank) {
     Block& b = blocks_[rank];
     b = {.index = {first.x + static_cast<unsigned>(rank), first.y, first.z}, .num_alive = num_threads_, .barriers = {}};
-    // Exactly the bytes of the launch: AddressSanitizer's red zone begins where they end.
+    // Exactly the bytes of the launch are allocated, so that AddressSanitizer's red zone begins where they end.
     if (shared_bytes_ > 0) {
       void* memory = nullptr;
       if (posix_memalign(&memory, 1024, shared_bytes_) != 0) throw std::bad_alloc();
@@ -232,7 +232,7 @@ void Machine::run_cluster(uint3 first) {
   if (error_.empty() && std::any_of(blocks_.begin(), blocks_.end(), is_alive)) error_ = "deadlock: " + who_waits();
   if (error_.empty() && async_unit_ != nullptr) error_ = async_unit_->unfinished();
   if (error_.empty()) return;
-  // Threads are left in the middle of the kernel: they begin anew. Their destructors never run.
+  // Threads that are in the middle of the kernel start again from its beginning. Their destructors never run.
   for (size_t slot = 0; slot < warps_.size() * 32; ++slot) {
     Thread& t = thread(slot);
     t.waits_in = {};
@@ -322,7 +322,7 @@ void Machine::switch_to(Thread& to) {
   Stack::switch_to(from->stack, to.stack);
 }
 
-// The thread that runs cannot go on: runs another one, or the host if there is none or a fault was found.
+// Called when the running thread cannot go on: runs another thread, or the host if there is none or a fault was found.
 void Machine::suspend() {
   Thread* to;
   Thread* from;
@@ -443,7 +443,7 @@ unsigned char* Machine::shared_memory_of(uint32_t rank, const Site& site) {
 
 // ---- cp.async
 
-// The bytes are read and written by the thread, for all that watch; how they are kept is the machine's business.
+// For the sanitizers the thread itself reads and writes the bytes; where the machine keeps them meanwhile is hidden.
 void Machine::copy_async(unsigned char* to, const void* from) {
   AsyncCopy copy{to, {}};
   if (from != nullptr) std::memcpy(copy.data, from, sizeof(copy.data));  // a bad address is found here

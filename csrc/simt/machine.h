@@ -1,11 +1,11 @@
-// Runs CUDA kernels on the CPU, for tests. A CUDA thread is a fiber; CTAs, those of a cluster together, run one after
-// the other on the thread that launches, so that a run is the same every time. Launches of several host threads take
+// Runs CUDA kernels on the CPU, for tests. A CUDA thread is a fiber. CTAs run one after the other on the thread that
+// launches, those of a cluster together, so that a run is the same every time. Launches of several host threads take
 // turns.
 //
-// A run itself finds: barriers and warp collectives that threads reach from different places or not at all, deadlock,
-// copies in flight at exit, bank conflicts of ldmatrix, shared memory used before it was written (it starts as NaN).
-// Built with a sanitizer it also finds accesses out of bounds, undefined behaviour, and races between CUDA threads.
-// It does not see: a missing fence (atomics are sequentially consistent), and a CTA that waits for one of another
+// A run finds barriers and warp collectives that threads reach from different places or not at all, deadlocks, copies
+// in flight at exit, bank conflicts of ldmatrix, and shared memory that is used before it is written (it starts as
+// NaN). Built with a sanitizer it also finds accesses out of bounds, undefined behaviour, and races between CUDA
+// threads. It does not find missing fences (atomics are sequentially consistent). A CTA that waits for a CTA of another
 // cluster hangs.
 #pragma once
 
@@ -25,7 +25,7 @@ namespace pagedtree::simt {
 
 using Location = std::source_location;
 
-// An operation at which threads meet, and the place it was called from.
+// An operation at which threads meet, and the place from which it was called.
 struct Site {
   const char* op = nullptr;
   Location at{};
@@ -43,8 +43,8 @@ struct Thread {
   Stack stack;
   uint3 index{};
   unsigned id = 0;    // in its CTA
-  unsigned rank = 0;  // of its CTA in the cluster
-  unsigned slot = 0;  // among all threads that run; those of a warp are neighbours, from a multiple of 32 on
+  unsigned rank = 0;  // its CTA's rank in the cluster
+  unsigned slot = 0;  // index among all running threads; a warp's are neighbours, from a multiple of 32 on
   bool done = true;
   Site waits_in;
   std::vector<AsyncCopy> open_copies;               // cp.async, not committed
@@ -65,15 +65,16 @@ struct Warp {
 
 struct Barrier {
   unsigned arrived = 0, expected = 0;
-  // What orders memory. Two in turn: who wakes late must not be ordered behind what others did since.
+  // What orders memory. There are two, used in turn: a thread that wakes late must not be ordered after what others did
+  // meanwhile.
   char orders[2]{};
   unsigned phase = 0;
-  unsigned sum = 0, result = 0;  // of what threads hand in, as __syncthreads_count
+  unsigned sum = 0, result = 0;  // of the threads' values, as in __syncthreads_count
   Site site;
   std::vector<unsigned> waiting;
 };
 
-// A CTA that runs.
+// A running CTA.
 struct Block {
   static constexpr unsigned kNumBarriers = 16;
   uint3 index{};
@@ -84,13 +85,13 @@ struct Block {
 
 class Machine;
 
-// Hardware that works beside the threads of a CTA and is only seen when somebody waits for it.
+// Hardware that works beside the threads of a CTA; its results are visible only after a wait.
 class AsyncUnit {
  public:
   virtual ~AsyncUnit() = default;
-  // No thread can go on: finishes one piece of work; false if there is none.
+  // Called when no thread can go on: finishes one piece of work, or returns false if there is none.
   virtual bool deliver(Machine& machine) = 0;
-  // What is still under way when a thread exits, and when all have; "" if nothing.
+  // The work that is not finished when a thread exits, or when all threads have exited; "" if there is none.
   virtual std::string unfinished(const Thread& thread) const = 0;
   virtual std::string unfinished() const = 0;
 };
@@ -101,10 +102,10 @@ class Machine {
   static constexpr unsigned kMaxCluster = 16;
 
   using Kernel = void (*)(const void* params);
-  // Of `cluster` CTAs, neighbours along x, whose threads run at the same time.
+  // Launches clusters of `cluster` CTAs, neighbours along x, whose threads run at the same time.
   void launch(dim3 grid, dim3 block, unsigned cluster, size_t shared_bytes, Kernel kernel, const void* params);
 
-  // ---- for the emulated instructions: of the thread that runs
+  // ---- for the emulated instructions of the running thread
   Thread& self() { return *self_; }
   unsigned lane() const { return self_->id % 32; }
   unsigned num_threads() const { return static_cast<unsigned>(num_threads_); }
@@ -114,31 +115,31 @@ class Machine {
   unsigned char* shared_memory() { return block().shared; }
   size_t shared_bytes() const { return shared_bytes_; }
   size_t cluster_size() const { return blocks_.size(); }
-  // Of another CTA of the cluster.
+  // The shared memory of another CTA of the cluster.
   unsigned char* shared_memory_of(uint32_t rank, const Site& site);
-  // Checks an access of `bytes` at a multiple of `alignment`.
+  // Checks that an access to `bytes` bytes is inside shared memory and aligned.
   unsigned char* shared_at(uint32_t address, size_t bytes, uint32_t alignment, const Site& site);
 
-  // Waits for `count` threads; gives back the sum of what they handed in.
+  // Waits for `count` threads; returns the sum of their values.
   unsigned barrier(unsigned id, unsigned count, const Site& site, unsigned value = 0);
   void cluster_barrier(const Site& site);
-  // Every lane of `mask` hands in its arguments; the last one to come calls `op` on all of them. Orders no memory.
+  // Every lane of `mask` gives its arguments; the last lane to come calls `op` on all of them. This orders no memory.
   template <typename Arguments, typename Op>
   void collective(uint32_t mask, Arguments* arguments, const Site& site, Op op);
   void order_warp_memory(bool before);
 
-  // 16 bytes, zeros if `from` is null: read now, delivered by the wait and no sooner.
+  // Copies 16 bytes, zeros if `from` is null. They are read now, and delivered no sooner than by the wait.
   void copy_async(unsigned char* to, const void* from);
   void commit_copies();
   void wait_for_copies(unsigned newest_left);
 
-  // Of this CTA, which has no cluster; made on first use.
+  // The unit of this CTA, which has no cluster; it is made on first use.
   template <typename Unit>
   Unit& async_unit();
 
   void wake(unsigned slot) { warps_[slot / 32].ready |= 1u << slot % 32; }
   void wait(const Site& site);
-  // One of `count` things, as the launch's order has it.
+  // Picks one of `count` things according to the launch's order.
   size_t pick(size_t count);
 
  private:
@@ -154,23 +155,23 @@ class Machine {
   Thread& thread(size_t slot) const { return *thread_sets_[set_][slot]; }
   Block& block() { return blocks_[self_->rank]; }
   Warp& warp() { return warps_[self_->slot / 32]; }
-  // Meets `count` threads at `b`; all of a CTA or cluster, where `is_whole`, must come to the same place.
+  // Meets `count` threads at `b`. With `is_whole` these are all threads of a CTA or cluster, which must come from the
+  // same place.
   unsigned meet(Barrier& b, unsigned count, bool is_whole, const Site& site, unsigned value);
   Collective& join(uint32_t mask, const Site& site);
 
-  // The launch
+  // The current launch.
   Order order_;
   std::mt19937_64 random_;
   Kernel kernel_ = nullptr;
   const void* params_ = nullptr;
-  size_t num_threads_ = 0;  // of a CTA
+  size_t num_threads_ = 0;  // per CTA
   size_t shared_bytes_ = 0;
   Thread host_;
   uint64_t begin_ = 0, end_ = 0;  // what orders host and CTAs for ThreadSanitizer
 
-  // The cluster that runs
-  // ThreadSanitizer sees races between clusters only if they run on different threads, so that they take turns on
-  // several sets of them; each set has as many threads as any launch has had.
+  // The running cluster. ThreadSanitizer sees races between clusters only if these run on different threads, so they
+  // take turns on several sets of threads; each set has as many threads as any launch has had.
   using Threads = std::vector<std::unique_ptr<Thread>>;
   static constexpr size_t kMaxThreadSets = 8;
   Threads thread_sets_[kMaxThreadSets];
@@ -178,14 +179,14 @@ class Machine {
   std::vector<Warp> warps_;
   std::vector<Block> blocks_;
   Barrier cluster_barrier_;
-  bool has_met_ = false;  // all of the cluster's threads, once
+  bool has_met_ = false;  // whether all threads of the cluster have met once
   std::unique_ptr<AsyncUnit> async_unit_;
   Thread* self_ = nullptr;
-  size_t warp_ = 0;  // whose turn it is
+  size_t warp_ = 0;  // the warp whose turn it is
   std::string error_;
 };
 
-// The one machine of the process.
+// The only machine of the process.
 Machine& machine();
 
 template <typename Arguments, typename Op>

@@ -1,4 +1,4 @@
-// How launches run, and what the last one did.
+// How launches run, and what the last launch did.
 #pragma once
 
 #include <cstdint>
@@ -12,17 +12,16 @@ struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The order in which CTAs, and within one the threads that can go on, get their turn.
+// The order in which CTAs get their turn, and within a CTA the threads that can go on.
 struct Order {
   enum Kind { kForward, kReverse, kRandom } kind = kForward;
   uint64_t seed = 1;
 };
 
-// Of PAGEDTREE_SIMT_ORDER (forward, reverse, random or random:SEED), read anew at each launch.
+// The order that PAGEDTREE_SIMT_ORDER names (forward, reverse, random or random:SEED); read at each launch.
 Order order_from_environment();
 
-// The device that launchers are told they have: by PAGEDTREE_SIMT_DEVICE=SMS:KILOBYTES:CLUSTER, default 4:227:8, read
-// anew each time.
+// The device that launchers see: PAGEDTREE_SIMT_DEVICE=SMS:KILOBYTES:CLUSTER, default 4:227:8; read each time.
 struct Device {
   int num_sms = 4;
   int max_shared_bytes = 227 << 10;  // of a block
@@ -36,7 +35,7 @@ struct Options {
 };
 Options& options();
 
-// Of the last launch.
+// Statistics of the last launch.
 struct Statistics {
   uint64_t mma, ldmatrix, ldmatrix_wavefronts, cp_async, barriers, switches;
 };

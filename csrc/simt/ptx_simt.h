@@ -1,4 +1,4 @@
-// The instructions of cuda/tile/ptx.cuh on the machine: what each one means.
+// The instructions of cuda/tile/ptx.cuh on the machine.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -56,7 +56,7 @@ struct MatrixRow {
   uint32_t out[4];
 };
 
-// Lane 8 i + r hands in row r of 8x8 matrix i; lane l gets elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4.
+// Lane 8 i + r gives row r of 8x8 matrix i; lane l gets elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4.
 void exchange_matrices(MatrixRow** lanes, bool transposed);
 
 template <bool kTransposed>
@@ -117,7 +117,8 @@ inline uint32_t half2_from_e4m3(uint32_t codes) {
 
 // ---- maxima
 
-// The larger of each number of two registers: one of float, two of half or bfloat16. NaN wins; +0 is above -0.
+// The larger of the numbers at each place of two registers: one float, or two of half or bfloat16. NaN wins; +0 is
+// above -0.
 template <typename T>
 uint32_t max_nan(uint32_t a, uint32_t b) {
   constexpr uint32_t kBits = 8 * sizeof(T), kNumber = kBits == 32 ? ~0u : 0xffffu;
@@ -126,7 +127,7 @@ uint32_t max_nan(uint32_t a, uint32_t b) {
   uint32_t d = 0;
   for (uint32_t shift = 0; shift < 32; shift += kBits) {
     const uint32_t x = a >> shift & kNumber, y = b >> shift & kNumber;
-    const auto rank = [&](uint32_t number) {  // in the numbers' order
+    const auto rank = [&](uint32_t number) {  // an integer in the order of the numbers
       return number & kSign ? int64_t{-1} - (number & ~kSign) : int64_t{number};
     };
     const auto is_nan = [&](uint32_t number) { return (number & ~kSign) > kInfinity; };
@@ -159,7 +160,7 @@ T* of_cta(T* shared, uint32_t rank, Location at = Location::current()) {
 
 // ---- others
 
-// As atomicInc, and it hands over between the CTAs of the GPU.
+// As atomicInc, with release and acquire for the whole GPU.
 inline unsigned increment(unsigned* counter, unsigned top) { return atomicInc(counter, top); }
 
 inline uint32_t thread_index() { return threadIdx.x; }

@@ -7,7 +7,7 @@ namespace {
 
 constexpr uint32_t kSwizzleBytes = 128;
 
-// Of a shared address: the 16-byte column within 128 bytes is xored with the row of 128 bytes.
+// The swizzle of a shared address: the 16-byte column within 128 bytes is xored with the row of 128 bytes.
 uint32_t swizzled(uint32_t address) { return address ^ (address >> 3 & 0x70); }
 
 // A bf16 element of an operand in shared memory.

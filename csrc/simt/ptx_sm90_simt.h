@@ -1,5 +1,5 @@
-// The instructions of cuda/tile/ptx_sm90.cuh on the machine. TMA delivers only when no thread can go on, wgmma reads
-// its operands and writes its results only at the wait: whoever does not wait sees nothing.
+// The instructions of cuda/tile/ptx_sm90.cuh on the machine. TMA delivers only when no thread can go on; wgmma reads
+// its operands and writes its results only at the wait. So a kernel that does not wait sees no results.
 #pragma once
 
 #include <array>
@@ -9,7 +9,7 @@
 
 namespace pagedtree::ptx {
 
-// What cuTensorMapEncodeTiled is told, with the 128-byte swizzle.
+// The arguments of cuTensorMapEncodeTiled with the 128-byte swizzle.
 struct TensorMap {
   const void* base;
   uint32_t element_bytes;

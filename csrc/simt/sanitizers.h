@@ -1,4 +1,4 @@
-// What the sanitizers must be told about fibers, and how memory becomes undefined again.
+// What the sanitizers must know about fibers, and how memory becomes undefined again.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ void AnnotateIgnoreWritesEnd(const char* file, int line);
 
 namespace pagedtree::simt {
 
-// While one lives, ThreadSanitizer does not watch this fiber: the machine's own state is no kernel's business.
+// While an object lives, ThreadSanitizer does not watch this fiber: the machine's own state is not part of the kernel.
 struct Unwatched {
 #if defined(__SANITIZE_THREAD__)
   Unwatched() {
@@ -36,7 +36,7 @@ struct Unwatched {
   Unwatched(const Unwatched&) = delete;
 };
 
-// Happens-before, for ThreadSanitizer; a switch between fibers orders nothing.
+// Happens-before edges for ThreadSanitizer; a switch between fibers orders nothing.
 inline void release([[maybe_unused]] void* object) {
 #if defined(__SANITIZE_THREAD__)
   __tsan_release(object);

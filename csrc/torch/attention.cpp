@@ -24,7 +24,7 @@ void check_cache(const Check& check, const Tensor& q, const Tensor& t, const cha
              "of a number of heads that divides q's " + std::to_string(q.size(1)), Check::text(t.sizes()));
 }
 
-// Addresses and strides of the cache are multiples of so many bytes.
+// The cache's addresses and strides must be multiples of this many bytes.
 void check_alignment(const Check& check, int64_t bytes, const Tensor& t, const char* name) {
   if (bytes == 1 || t.numel() == 0) return;
   bool aligned = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % static_cast<uintptr_t>(bytes) == 0;
@@ -35,7 +35,7 @@ void check_alignment(const Check& check, int64_t bytes, const Tensor& t, const c
              "strides " + Check::text(t.strides()) + " of " + std::to_string(t.element_size()) + " bytes");
 }
 
-// A scale of an fp8 cache: one for all heads or one a head. Returns the stride between heads.
+// A scale of an fp8 cache: one for all heads, or one per head. Returns the stride between heads.
 int64_t check_scale(const Check& check, const std::optional<Tensor>& scale, const Tensor& cache, const char* name) {
   if (!scale.has_value()) return 0;
   check.that(cache.scalar_type() == ScalarType::Float8_e4m3fn, name, "None for a cache that is not Float8_e4m3fn",
@@ -65,7 +65,7 @@ void check_queries(const Check& check, const Tensor& q) {
                Strides::kLastContiguous);
 }
 
-// Of queries that have been checked.
+// For queries that have been checked.
 TreeAttentionParams checked_params(const Check& check, const Backend& backend, const Arguments& a,
                                    std::optional<int64_t> max_seqlen_q) {
   const int64_t num_tokens = a.q.size(0), num_heads = a.q.size(1), head_dim = a.q.size(2);

@@ -127,7 +127,8 @@ T* mutable_pointer(const Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());
 }
 
-// Where null means "not given": a tensor without elements has no memory, and gets an address that nobody reads.
+// For pointers whose null means "not given": a tensor without elements has no memory and gets an address that nobody
+// reads.
 template <typename T>
 const T* given_pointer(const Tensor& t) {
   static constexpr T kNoElements[1]{};

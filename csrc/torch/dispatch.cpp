@@ -17,7 +17,7 @@ struct Loaded {
   std::string error;
 };
 
-// A backend in a library of its own, beside the one that this function is in.
+// Loads a backend from its own library, which lies beside the one that contains this function.
 Loaded load_backend(const std::string& file) {
   Dl_info here{};
   dladdr(reinterpret_cast<const void*>(&load_backend), &here);
@@ -63,7 +63,7 @@ const std::vector<const Backend*>& host_backends() {
   return found;
 }
 
-// What serves ops on CPU tensors; null where a test refuses them.
+// The backend of ops on CPU tensors; null if a test refuses them.
 std::atomic<const Backend*>& host_backend() {
   static std::atomic<const Backend*> chosen{&cpu::backend()};
   return chosen;
@@ -112,7 +112,7 @@ std::string backends() {
   return cuda_backend().backend == nullptr ? names : names + ",cuda";
 }
 
-// Chooses the one for CPU tensors; "cuda" refuses them, for tests of what runs on a GPU.
+// Chooses the backend for CPU tensors; "cuda" refuses such tensors, for tests of what runs on a GPU.
 std::string use_backend(std::string name) {
   const Backend* chosen = nullptr;
   std::string names = "cuda";

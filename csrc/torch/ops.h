@@ -1,5 +1,5 @@
 // How the ops of a family become ops of Torch. A host function checks its arguments, fills the params and calls the
-// backend; it is one for all devices, since it asks the tensors where they are.
+// backend; the same function serves all devices, since it asks the tensors where they are.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

@@ -26,7 +26,7 @@ inline LogitsParams logits_params(const Check& check, const Tensor& logits, cons
   return params;
 }
 
-// Each parameter is [1] or [batch]; `prefix` is that of their names.
+// Each parameter is [1] or [batch]; `prefix` comes before their names in messages.
 SamplingParams sampling_params(const Check& check, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
                                const Tensor& min_p, const std::string& filter_order, int64_t batch,
                                const std::string& prefix = "");

@@ -1,5 +1,5 @@
-// Verification of vocabularies in parts: a round a call; Python exchanges the words between them.
-#include "core/shard_laws.h"
+// Verification with a vocabulary split among ranks: one round per call; Python exchanges the words between calls.
+#include "core/shard_distributions.h"
 #include "torch/sampling.h"
 #include "torch/values.h"
 #include "torch/verify.h"
@@ -17,7 +17,7 @@ T* words_as(const Check& check, const Tensor& words, const std::string& name, in
   return static_cast<T*>(words.mutable_data_ptr());
 }
 
-// Words as they are exchanged: `each` an item.
+// Words as they are exchanged, `each` of them per item.
 int64_t* words_of_items(const Check& check, const Tensor& words, const std::string& name, int64_t items, int64_t each) {
   check.tensor(words, name, {ScalarType::Long}, {items, each});
   return mutable_pointer<int64_t>(words);
@@ -45,7 +45,7 @@ LogitsParams whole_vocabulary(int64_t rows, int64_t vocab) {
   return logits;
 }
 
-// How many words a ShardRow, a Residual and a ShardEnd are.
+// The sizes of ShardRow, Residual and ShardEnd in words.
 std::string shard_words() {
   return std::to_string(kRowWords) + "," + std::to_string(kLeftWords) + "," + std::to_string(kEndWords);
 }
@@ -131,7 +131,7 @@ void weigh_shards(const Tensor& logits, Tensor rows, Tensor left, const std::opt
   ratio.verify = tree_params(check, whole_vocabulary(num_rows, vocab), draft_tokens, cu_nodes, depths, first_child,
                              next_sibling, valid, max_nodes, max_depth, draft_to_target);
   ratio.law = draft_law_of(check, draft_law);
-  add_draft_laws(check, draft_probs, draft_rows, shard.logits.vocab, ratio);
+  add_draft_distributions(check, draft_probs, draft_rows, shard.logits.vocab, ratio);
   shard.batch = ratio.verify.batch;
   shard.cu_nodes = ratio.verify.cu_nodes;
   shard.sampling = sampling_params(check, temperature, top_k, top_p, min_p, filter_order, shard.batch);

@@ -24,7 +24,7 @@ VerifyParams tree_params(const Check& check, const LogitsParams& logits, const T
   const int64_t rows = logits.num_rows;
   const auto size_of = [](const Tensor& t) { return t.defined() && t.dim() == 1 ? t.size(0) : -1; };
   const int64_t nodes = size_of(depths);
-  // Where drafts and trees agree, the rows of logits are too few or too many.
+  // If drafts and trees agree, it is the logits that have too few or too many rows.
   check.that(rows == nodes || nodes < 0 || size_of(draft_tokens) != nodes, rows_name,
              "of " + std::to_string(nodes) + " rows, one for each node of the trees", std::to_string(rows) + " rows");
   params.draft_tokens = token_ids(check, draft_tokens, "draft_tokens", rows);
@@ -89,11 +89,11 @@ DraftLaw draft_law_of(const Check& check, const std::string& name) {
   return DraftLaw::kOneHot;
 }
 
-void add_draft_laws(const Check& check, const std::optional<Tensor>& draft_probs,
-                    const std::optional<Tensor>& draft_rows, int64_t vocab, RatioParams& params) {
+void add_draft_distributions(const Check& check, const std::optional<Tensor>& draft_probs,
+                             const std::optional<Tensor>& draft_rows, int64_t vocab, RatioParams& params) {
   const bool drawn = params.law != DraftLaw::kOneHot;
   check.that(draft_probs.has_value() == drawn, "draft_probs",
-             drawn ? "a Tensor, the law that the drafts were drawn from" : "None under draft_law \"onehot\"",
+             drawn ? "a Tensor, the distribution that the drafts were drawn from" : "None under draft_law \"onehot\"",
              drawn ? "None" : "a Tensor");
   const int64_t rows = params.verify.logits.num_rows;
   if (draft_rows.has_value()) {
@@ -127,7 +127,7 @@ VerdictTensors run(const Tensor& logits, VerifyParams& params) {
   return verdict;
 }
 
-// The rules that weigh the target's law against the drafts'.
+// The rules that weigh the target's distribution against the draft's.
 enum class RatioRule { kRejection, kBlock, kTraversal };
 constexpr const char* kRuleNames[] = {"verify_rejection", "verify_block", "verify_traversal"};
 
@@ -189,7 +189,7 @@ VerdictTensors verify_by_ratio(const Tensor& logits, const Tensor& draft_tokens,
     check.that(params.law != DraftLaw::kOneHot, "draft_law", "\"iid\" or \"swor\"", "\"onehot\"");
   }
   if constexpr (kRule == RatioRule::kBlock) check_chains(check, next_sibling);
-  add_draft_laws(check, draft_probs, draft_rows, verify.logits.vocab, params);
+  add_draft_distributions(check, draft_probs, draft_rows, verify.logits.vocab, params);
   const std::pair<const char*, const std::optional<Tensor>*> draft_sampling[] = {
       {"draft_temperature", &draft_temperature},
       {"draft_top_k", &draft_top_k},

@@ -14,14 +14,14 @@ namespace pagedtree::ops {
 
 using VerdictTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // as PT_VERDICT
 
-// What every rule needs but its law: logits, drafts, trees. Of the logits the number of rows and the vocabulary count;
-// `rows_name` is the argument that they come from.
+// What every rule needs besides its distributions: logits, drafts, trees. Only the number of rows of the logits and the
+// vocabulary are used; `rows_name` is the argument that they come from.
 VerifyParams tree_params(const Check& check, const LogitsParams& logits, const Tensor& draft_tokens,
                          const Tensor& cu_nodes, const Tensor& depths, const Tensor& first_child,
                          const Tensor& next_sibling, const Tensor& valid, int64_t max_nodes, int64_t max_depth,
                          const std::optional<Tensor>& draft_to_target, const char* rows_name = "logits");
 
-// Allocates what comes out, on the device of `anchor`.
+// Allocates the results on the device of `anchor`.
 VerdictTensors make_verdict(const Tensor& anchor, VerifyParams& params);
 
 void add_streams(const Check& check, const Tensor& seeds, const Tensor& positions, VerifyParams& params);
@@ -31,8 +31,8 @@ void add_coins(const Check& check, const std::optional<Tensor>& coins, const std
 
 DraftLaw draft_law_of(const Check& check, const std::string& name);
 
-// The laws that children were drawn from, [M, vocab] and the rows of N nodes in it.
-void add_draft_laws(const Check& check, const std::optional<Tensor>& draft_probs,
-                    const std::optional<Tensor>& draft_rows, int64_t vocab, RatioParams& params);
+// The distributions that children were drawn from [M, vocab], and the row in it of each of the N nodes.
+void add_draft_distributions(const Check& check, const std::optional<Tensor>& draft_probs,
+                             const std::optional<Tensor>& draft_rows, int64_t vocab, RatioParams& params);
 
 }  // namespace pagedtree::ops

@@ -1,6 +1,6 @@
 // An engine without Torch: links draft trees and runs tree attention over a paged cache, with raw pointers and the
 // engine's own threads. Queries and keys are zero, so that a node weighs what it sees evenly; the value at position i
-// is the i-th unit vector. The output row of a node therefore spells which positions the node saw.
+// is the i-th unit vector. The output row of a node therefore shows which positions the node saw.
 #include <pagedtree/core/backend.h>
 #include <pagedtree/core/schedule.h>
 
@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kNumThreads = 2, kHeadDim = 64, kPageSize = 4, kNumPages = 8, kMaxPages = 4;
 
-// Stands for the engine's thread pool: one thread a piece.
+// Stands for the engine's thread pool: one thread per piece.
 void run_in_parallel(int64_t begin, int64_t end, int64_t grain_size, pagedtree::ExecContext::Body body, void* state) {
   const int64_t piece = std::max(grain_size, pagedtree::ceil_div<int64_t>(end - begin, kNumThreads));
   std::vector<std::thread> threads;
@@ -26,7 +26,7 @@ void run_in_parallel(int64_t begin, int64_t end, int64_t grain_size, pagedtree::
   for (std::thread& thread : threads) thread.join();
 }
 
-// A ragged batch of trees and what build_trees says of it; a tree has at most 32 nodes here, so a mask row is one word.
+// A ragged batch of trees and the results of build_trees; a tree has at most 32 nodes here, so a mask row is one word.
 struct Trees {
   std::vector<int32_t> parents, cu_nodes, depths, first_child, next_sibling, mask;
   std::unique_ptr<bool[]> valid;

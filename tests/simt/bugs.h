@@ -1,4 +1,4 @@
-// The faults that the self-test plants: a kernel asks at run time which one it shall have.
+// The faults that the self-test plants: a kernel asks at run time which fault it must have.
 #pragma once
 
 #include <cstdint>

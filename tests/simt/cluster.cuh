@@ -1,4 +1,4 @@
-// The sum of a vector in whole numbers, by the CTAs of one cluster: each reads what the others have in shared memory.
+// The sum of a vector of integers, by the CTAs of one cluster: each reads the shared memory of the others.
 #pragma once
 
 #include "bugs.h"

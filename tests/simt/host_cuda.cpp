@@ -75,7 +75,7 @@ Storage storage_over(const Storage& from, c10::Device device) {
                                                   same_memory(from, device), at::getCPUAllocator(), true));
 }
 
-// One call of an op of Torch whose tensors are, or are to be, on the device.
+// A call of one of Torch's ops whose tensors are, or will be, on the device.
 class HostCall {
  public:
   HostCall(const c10::OperatorHandle& op, Stack* stack) : op_(op), stack_(stack) {}
@@ -183,7 +183,7 @@ class HostCall {
   std::vector<at::Tensor> others_;                        // arguments on the host
   at::DeviceGenerator* generator_ = nullptr;
   bool first_is_ours_ = false;
-  std::optional<DeviceType> named_;  // by an argument `device`
+  std::optional<DeviceType> named_;  // the device that an argument `device` names
 };
 
 void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
@@ -191,7 +191,7 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
   HostCall(op, stack).run();
 }
 
-// Ops that Torch has for all devices at once, whose kernels look for the device's part by themselves.
+// Ops that Torch registers once for all devices; their kernels find the device's part by themselves.
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   for (const char* name : {"copy_"}) m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
 }
@@ -200,7 +200,7 @@ TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFun
 
 }  // namespace
 
-// What pagedtree asks of a Torch with CUDA (csrc/torch/dispatch.cpp).
+// What pagedtree needs from a Torch with CUDA (csrc/torch/dispatch.cpp).
 extern "C" __attribute__((visibility("default"))) int32_t aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
   *stream = nullptr;
   return 0;

@@ -1,4 +1,4 @@
-// The sum of a vector in whole numbers: shuffles, shared memory, then one CTA joins what all have left.
+// The sum of a vector of integers: shuffles, shared memory, then one CTA adds the partial sums of all.
 #pragma once
 
 #include "bugs.h"

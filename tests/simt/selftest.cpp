@@ -1,4 +1,5 @@
-// Shows that simt finds what it is for: runs small kernels, right or with one planted bug, and checks their results.
+// Shows that simt finds the faults that it is made for: runs small kernels, correct or with one planted bug, and checks
+// their results.
 //
 //   simt_selftest list                    the names of the bugs
 //   simt_selftest NAME forward|reverse|random:SEED
@@ -83,14 +84,14 @@ void run_attention(Bug bug, int context, int nodes) {
   std::vector<Element> k(static_cast<size_t>(pool) * kPage, std::bit_cast<Element>(uint16_t{0xffff})), v = k, out = q;
   std::vector<int32_t> ids(static_cast<size_t>(pool));
   for (int i = 0; i < pool; ++i) ids[static_cast<size_t>(i)] = i;
-  std::shuffle(ids.begin(), ids.end() - 1, random);  // the last page stays foreign, as the one after any other
+  std::shuffle(ids.begin(), ids.end() - 1, random);  // the last page stays that of another sequence
   const std::vector<int32_t> pages(ids.begin(), ids.begin() + used);
   const auto row_of = [&](int key) {
     return (static_cast<size_t>(pages[static_cast<size_t>(key / kPageSize)]) * kPageSize +
             static_cast<size_t>(key % kPageSize)) *
            kDim;
   };
-  for (int key = 0; key < keys; ++key) {  // what lies behind the last key stays NaN
+  for (int key = 0; key < keys; ++key) {  // what lies after the last key stays NaN
     const auto k_row = random_elements(kDim, random), v_row = random_elements(kDim, random);
     std::copy(k_row.begin(), k_row.end(), k.begin() + static_cast<std::ptrdiff_t>(row_of(key)));
     std::copy(v_row.begin(), v_row.end(), v.begin() + static_cast<std::ptrdiff_t>(row_of(key)));
@@ -204,7 +205,7 @@ void run_hopper(Bug bug) {
 void run(Bug bug) {
   const bool all = bug == Bug::kNone;
   if (all || bug < Bug::kNoReductionBarrier) {
-    // A tail in the first tile, in the last one, at a tile's end, and a table that ends within a tile.
+    // A tail in the first tile, in the last tile, at a tile's end, and a table that ends inside a tile.
     for (const int context : {40, 300, 240, 3}) run_attention(bug, context, 16);
   }
   if (all || (bug >= Bug::kNoReductionBarrier && bug < Bug::kNoClusterStart)) run_reduce(bug);

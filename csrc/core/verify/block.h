@@ -6,67 +6,69 @@
 
 namespace pagedtree {
 
-// A weight below it is none: its inverse stays finite.
+// Smaller weights count as 0, so that the inverse of a weight is finite.
 constexpr double kLeastWeight = 1e-200;
 
-// h = z / (z + 1 - weight), 0 / 0 counting as its limit, whatever rounding makes of it.
+// h = z / (z + 1 - weight). 0 / 0 counts as its limit, also where rounding leaves a little more than 0.
 PT_HOST_DEVICE double acceptance_of(double z, double weight) {
   const double whole = z + (1.0 - weight);
   return whole > kRounding ? z / whole : 1.0;
 }
 
-// Draft tokens of a chain's node: the first child's, -1 where the chain ends.
+// The draft token that follows a chain's node: its first child's, -1 if the chain ends.
 PT_HOST_DEVICE int64_t next_in_chain(const RatioParams& p, TreeWalk& walk, int32_t& child) {
   child = walk.first_child();
   if (child >= 0 && walk.next_sibling(child) >= 0) walk.status |= kMalformedTree;
   return child >= 0 ? draft_token_at(p.verify, walk.rows.begin + child) : -1;
 }
 
-// What is left at a node whose prefix has `weight`, when `token` follows it and the chain is cut before that.
+// The residual at a node whose prefix has `weight`, if the chain is cut between the node and `token`.
 template <typename Rows>
-PT_HOST_DEVICE Residual cut_before(const RatioParams& p, Rows& rows, const NodeLaws& laws, int64_t token,
-                                   double weight) {
-  Residual left{0.0, laws.total, 1.0};
+PT_HOST_DEVICE Residual cut_before(const RatioParams& p, Rows& rows, const NodeDistributions& distributions,
+                                   int64_t token, double weight) {
+  Residual left{0.0, distributions.total, 1.0};
   if (token < 0) return left;
-  if (p.law == DraftLaw::kOneHot) {  // the draft's law is the token's alone
+  if (p.law == DraftLaw::kOneHot) {  // the draft's distribution is this token alone
     rows.mark_tried(token);
   } else {
-    left.c = laws.total / weight;
+    left.c = distributions.total / weight;
   }
   left.mass = kNotSummed;
   return left;
 }
 
-// Goes down the chain twice: to its end, judging, then to the node behind which it is cut.
+// Goes down the chain twice: to its end, to judge it, then to the node after which it is cut.
 template <typename Rows>
 PT_HOST_DEVICE void walk_block(const RatioParams& p, int64_t b, Rows& rows) {
   TreeWalk walk(p.verify, b);
   if (rows.leads()) walk.begin();
-  NodeLaws& laws = rows.laws();
+  NodeDistributions& distributions = rows.distributions();
   const bool one_hot = p.law == DraftLaw::kOneHot;
-  const int64_t position = position_at(p, b, 0);  // coins past the accepted prefix are spent, so never those of a node
+  // The coins of nodes past the accepted prefix are used up as well, so they must not be those that the next step uses
+  // at these nodes' positions: all coins are of the root's position, numbered by node.
+  const int64_t position = position_at(p, b, 0);
   int32_t child = -1, accepted = 0;
   double weight = 1.0, accepted_weight = 1.0;
-  bool judging = true, alive = true;  // not alive: nothing from here on can be accepted
+  bool judging = true, alive = true;  // not alive: nothing more can be accepted
   for (bool more = walk.num_nodes > 0; more;) {
     int64_t token = next_in_chain(p, walk, child);
     if (judging ? alive : walk.depth == accepted) {
-      rows.open(p, b, walk.row(), !one_hot && token >= 0, laws);
-      if (laws.target.bad) walk.status |= kBadRow;
-      Residual left = cut_before(p, rows, laws, token, judging ? weight : accepted_weight);
+      rows.open(p, b, walk.row(), !one_hot && token >= 0, distributions);
+      if (distributions.target.bad) walk.status |= kBadRow;
+      Residual left = cut_before(p, rows, distributions, token, judging ? weight : accepted_weight);
       if (!judging) {
-        token = draw_rest(p, b, position_at(p, b, walk.depth), rows, laws, left);
+        token = draw_rest(p, b, position_at(p, b, walk.depth), rows, distributions, left);
       } else {
         double h = weight;
         if (token >= 0 && walk.depth > 0) {
-          h = acceptance_of(weight * rows.sums(laws, left.c).residual / laws.total, weight);
+          h = acceptance_of(weight * rows.sums(distributions, left.c).residual / distributions.total, weight);
         }
         if (walk.depth > 0 && coin_of(p, b, walk.row(), position, walk.node) < h) {
           accepted = walk.depth;
           accepted_weight = weight;
         }
-        const double q = token < 0 ? 0.0 : one_hot ? 1.0 : rows.draft(laws, token);
-        weight = q > 0.0 ? min_of(weight * rows.target(laws, token) / (laws.total * q), 1.0) : 0.0;
+        const double q = token < 0 ? 0.0 : one_hot ? 1.0 : rows.draft(distributions, token);
+        weight = q > 0.0 ? min_of(weight * rows.target(distributions, token) / (distributions.total * q), 1.0) : 0.0;
         alive = weight > kLeastWeight;
       }
     }

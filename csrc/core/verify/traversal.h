@@ -9,14 +9,14 @@ namespace pagedtree {
 // Where the traversal stands at a node.
 struct TraversalState {
   Residual left;
-  double weight;  // the probability that the node's path is accepted, all that was judged so far given
+  double weight;  // the probability that the node's path is accepted, given all that was judged
   int32_t node;
   int32_t child;  // the last one that was judged, -1: none
 };
 
-// A node on the way from the root to where the traversal stands, left for one of its children.
+// The state of an ancestor of the node where the traversal stands, kept until the traversal returns to it.
 struct TraversalFrame {
-  NodeLaws laws;
+  NodeDistributions distributions;
   TraversalState state;
 };
 
@@ -25,17 +25,17 @@ struct Traversal {
   const RatioParams& p;
   TreeWalk walk;
   Rows& rows;
-  int32_t depth = 0;  // of the node that `at` tells of
+  int32_t depth = 0;  // of the node that `at` describes
   TraversalState at{};
-  bool is_open = false;  // that node: its laws are known
+  bool is_open = false;  // whether that node's distributions are known
 
-  // Written by the leader.
+  // Only the leading thread writes frames.
   PT_HOST_DEVICE TraversalFrame& frame(int32_t d) const { return p.frames[walk.b * (p.verify.max_depth + 1) + d]; }
-  PT_HOST_DEVICE const NodeLaws& laws() const { return rows.laws(); }
+  PT_HOST_DEVICE const NodeDistributions& distributions() const { return rows.distributions(); }
   PT_HOST_DEVICE int32_t node_at(int32_t d) const { return d == depth ? at.node : frame(d).state.node; }
   PT_HOST_DEVICE int64_t token_of(int32_t node) const { return draft_token_at(p.verify, walk.rows.begin + node); }
 
-  // The child behind `child` that drafted a token, -1 if none.
+  // The next child after `child` that drafted a token, -1 if none.
   PT_HOST_DEVICE int32_t next_child(int32_t node, int32_t child) {
     walk.node = node;
     child = child < 0 ? walk.first_child() : walk.next_sibling(child);
@@ -44,10 +44,10 @@ struct Traversal {
   }
 
   PT_HOST_DEVICE void open() {
-    rows.open(p, walk.b, walk.rows.begin + at.node, next_child(at.node, -1) >= 0, rows.laws());
-    at.left = {0.0, laws().total, 1.0};
+    rows.open(p, walk.b, walk.rows.begin + at.node, next_child(at.node, -1) >= 0, rows.distributions());
+    at.left = {0.0, distributions().total, 1.0};
     is_open = true;
-    if (laws().target.bad) walk.status |= kBadRow;
+    if (distributions().target.bad) walk.status |= kBadRow;
   }
 
   PT_HOST_DEVICE void enter(int32_t node, double weight) {
@@ -58,7 +58,7 @@ struct Traversal {
   PT_HOST_DEVICE void descend(int32_t child, double weight) {
     rows.sync();
     if (rows.leads()) {
-      frame(depth).laws = laws();
+      frame(depth).distributions = distributions();
       frame(depth).state = at;
     }
     rows.sync();
@@ -69,22 +69,22 @@ struct Traversal {
   PT_HOST_DEVICE void ascend() {
     --depth;
     rows.sync();
-    if (rows.leads_cta()) rows.laws() = frame(depth).laws;
+    if (rows.leads_cta()) rows.distributions() = frame(depth).distributions;
     rows.sync();
     at = frame(depth).state;
     is_open = true;
   }
 
-  // The weight of the path that goes on to `child`.
+  // The weight of the path to `child`.
   PT_HOST_DEVICE double weight_of_child(int32_t child) const {
     const int64_t token = token_of(child);
-    const double q = rows.is_tried(token) ? 0.0 : rows.draft(laws(), token);
+    const double q = rows.is_tried(token) ? 0.0 : rows.draft(distributions(), token);
     if (!(q > 0.0) || !(at.left.mass > 0.0)) return 0.0;
-    const double r = rows.residual(laws(), at.left.c, token);
+    const double r = rows.residual(distributions(), at.left.c, token);
     return min_of(at.weight * r * at.left.draft_mass / (at.left.mass * q), 1.0);
   }
 
-  // Nothing below the child was accepted, nor the child itself.
+  // Rejects at.child, as neither it nor a node below it was accepted.
   PT_HOST_DEVICE void reject_child() {
     if (!(at.weight > kLeastWeight) || !(at.left.mass > 0.0)) return;
     rows.clear_tried();
@@ -94,12 +94,12 @@ struct Traversal {
       }
     }
     const double before = at.left.mass;
-    subtract_draft(p, rows, laws(), token_of(at.child), at.weight, at.left);
+    subtract_draft(p, rows, distributions(), token_of(at.child), at.weight, at.left);
     const double z = at.weight * at.left.mass / before;
     at.weight = at.node == 0 ? 1.0 : acceptance_of(z, at.weight);
   }
 
-  // Goes to the node whose path is accepted, which is then open.
+  // Goes to the node whose path is accepted, and opens it.
   PT_HOST_DEVICE void find_end() {
     const int64_t position = position_at(p, walk.b, 0);
     enter(0, 1.0);
@@ -133,7 +133,7 @@ PT_HOST_DEVICE void walk_traversal(const RatioParams& p, int64_t b, Rows& rows) 
   if (rows.leads()) t.walk.begin();
   if (t.walk.num_nodes > 0) {
     t.find_end();
-    const int64_t bonus = draw_rest(p, b, position_at(p, b, t.depth), rows, t.laws(), t.at.left);
+    const int64_t bonus = draw_rest(p, b, position_at(p, b, t.depth), rows, t.distributions(), t.at.left);
     for (t.walk.depth = 0; rows.leads(); ++t.walk.depth) {
       t.walk.node = t.node_at(t.walk.depth);
       t.walk.emit(t.walk.depth == t.depth ? bonus : t.token_of(t.node_at(t.walk.depth + 1)));

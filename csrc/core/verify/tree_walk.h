@@ -15,7 +15,7 @@ PT_HOST_DEVICE int64_t token_at(const TokenIds& ids, int64_t i) {
   return ids.is_int64 ? static_cast<const int64_t*>(ids.data)[i] : static_cast<const int32_t*>(ids.data)[i];
 }
 
-// The target id of the draft at `row`, -1 where it is no token of the target's vocabulary.
+// The target id of the draft at `row`, -1 if it is not in the target's vocabulary.
 PT_HOST_DEVICE int64_t draft_token_at(const VerifyParams& p, int64_t row) {
   int64_t token = token_at(p.draft_tokens, row);
   if (p.draft_to_target.data != nullptr) {
@@ -24,8 +24,8 @@ PT_HOST_DEVICE int64_t draft_token_at(const VerifyParams& p, int64_t row) {
   return token >= 0 && token < p.logits.vocab ? token : -1;
 }
 
-// Where a walk stands in tree b. Links lead to larger indices below `num_nodes`, whatever the tensors say; a link that
-// does not ends its list and marks the tree malformed.
+// Where a walk stands in tree b. A walk follows only links to larger indices below `num_nodes`; any other link ends its
+// list and marks the tree malformed.
 struct TreeWalk {
   const VerifyParams& p;
   int64_t b;
@@ -41,7 +41,7 @@ struct TreeWalk {
     if (!p.valid[b] || num_nodes == 0) status = kMalformedTree;
   }
 
-  // Nothing accepted, nothing emitted yet.
+  // Writes the results of a walk that has accepted and emitted nothing.
   PT_HOST_DEVICE void begin() const {
     for (int64_t j = 0; j <= p.max_depth; ++j) {
       p.accept_index[b * (p.max_depth + 1) + j] = -1;
@@ -73,7 +73,7 @@ struct TreeWalk {
     p.tokens[b * (p.max_depth + 1) + depth] = token;
   }
 
-  // Moves to `child`; false, staying, where there is none or the path is as long as it may be.
+  // Moves to `child`; stays and returns false if there is none or the path has its full length.
   PT_HOST_DEVICE bool descend(int32_t child) {
     if (child < 0) return false;
     if (depth == p.max_depth) {

@@ -1,11 +1,12 @@
-// Typical acceptance (Medusa: Cai et al., ICML 2024): no chance and no draft probabilities, and not lossless.
+// Typical acceptance (Medusa: Cai et al., ICML 2024): it uses neither chance nor draft probabilities and is not
+// lossless.
 #pragma once
 
 #include "core/verify/rules.h"
 
 namespace pagedtree {
 
-// What the walk knows of each node: the parent over which it was accepted, -1 if it was not, and its depth.
+// What the walk knows of each node: the parent through which it was accepted and its depth, -1 if it was not.
 struct AcceptedNodes {
   int16_t* parents;  // [kMaxTreeNodes]
   int16_t* depths;   // [kMaxTreeNodes]
@@ -13,9 +14,9 @@ struct AcceptedNodes {
 
 // The probability above which a draft is accepted, as a mass.
 template <typename Rows>
-PT_HOST_DEVICE double typical_bound(const RatioParams& p, Rows& rows, const NodeLaws& laws) {
-  const float by_entropy = p.delta * exp_exact<ScalarMath>(static_cast<float>(-rows.entropy(laws)));
-  return static_cast<double>(min_of(p.epsilon, by_entropy)) * laws.total;
+PT_HOST_DEVICE double typical_bound(const RatioParams& p, Rows& rows, const NodeDistributions& distributions) {
+  const float by_entropy = p.delta * exp_exact<ScalarMath>(static_cast<float>(-rows.entropy(distributions)));
+  return static_cast<double>(min_of(p.epsilon, by_entropy)) * distributions.total;
 }
 
 template <typename Rows>
@@ -26,7 +27,7 @@ PT_HOST_DEVICE void walk_typical(const RatioParams& p, int64_t b, Rows& rows) {
     if (rows.leads()) walk.finish();
     return;
   }
-  NodeLaws& laws = rows.laws();
+  NodeDistributions& distributions = rows.distributions();
   const AcceptedNodes nodes = rows.accepted_nodes();
   if (rows.leads_cta()) {
     for (int32_t node = 0; node < walk.num_nodes; ++node) nodes.parents[node] = nodes.depths[node] = -1;
@@ -35,7 +36,7 @@ PT_HOST_DEVICE void walk_typical(const RatioParams& p, int64_t b, Rows& rows) {
   rows.sync();
   int32_t best = 0;
   for (int32_t node = 0; node <= walk.num_nodes; ++node) {
-    const bool last = node == walk.num_nodes;  // the path is known: its end's row is read
+    const bool last = node == walk.num_nodes;  // the path is known; the row at its end is read
     walk.node = last ? best : node;
     const int32_t depth = nodes.depths[walk.node];
     if (depth < 0) continue;
@@ -46,20 +47,21 @@ PT_HOST_DEVICE void walk_typical(const RatioParams& p, int64_t b, Rows& rows) {
       walk.status |= kMalformedTree;
       continue;
     }
-    rows.open(p, b, walk.row(), false, laws);
-    if (laws.target.bad) walk.status |= kBadRow;
+    rows.open(p, b, walk.row(), false, distributions);
+    if (distributions.target.bad) walk.status |= kBadRow;
     if (last) break;
-    const double bound = typical_bound(p, rows, laws);
+    const double bound = typical_bound(p, rows, distributions);
     for (; child >= 0; child = walk.next_sibling(child)) {
       const int64_t token = draft_token_at(p.verify, walk.rows.begin + child);
-      if (token < 0 || !(rows.target(laws, token) > bound) || !rows.leads_cta() || nodes.depths[child] >= 0) continue;
+      if (token < 0 || !(rows.target(distributions, token) > bound)) continue;
+      if (!rows.leads_cta() || nodes.depths[child] >= 0) continue;
       nodes.parents[child] = static_cast<int16_t>(node);
       nodes.depths[child] = static_cast<int16_t>(depth + 1);
     }
     rows.sync();
   }
 
-  int64_t token = laws.target.best;
+  int64_t token = distributions.target.best;
   for (walk.node = best; walk.node >= 0; walk.node = nodes.parents[walk.node]) {
     walk.depth = nodes.depths[walk.node];
     if (rows.leads()) walk.emit(token);

@@ -7,16 +7,16 @@
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-Draw draw_token(const LogitRow& row, const Law& law, uint64_t seed, int64_t position, FilterScratch& scratch);
+Draw draw_token(const LogitRow& row, const Sampling& sampling, uint64_t seed, int64_t position, FilterScratch& scratch);
 void quantize_e4m3(const void* src, DType dtype, int64_t count, float scale, uint8_t* dst);
 double top_tokens(const LogitRow& row, int32_t k, bool with_sum, int64_t* tokens, float* logits);
-void draw_children(const LogitRow& row, const Law& law, const ChildrenDraw& draw, FilterScratch& scratch);
-void verify_rejection(const RatioParams& p, int64_t b, LawScratch& scratch);
-void verify_block(const RatioParams& p, int64_t b, LawScratch& scratch);
-void verify_typical(const RatioParams& p, int64_t b, LawScratch& scratch);
-void verify_traversal(const RatioParams& p, int64_t b, LawScratch& scratch);
+void draw_children(const LogitRow& row, const Sampling& sampling, const ChildrenDraw& draw, FilterScratch& scratch);
+void verify_rejection(const RatioParams& p, int64_t b, RulesScratch& scratch);
+void verify_block(const RatioParams& p, int64_t b, RulesScratch& scratch);
+void verify_typical(const RatioParams& p, int64_t b, RulesScratch& scratch);
+void verify_traversal(const RatioParams& p, int64_t b, RulesScratch& scratch);
 void step_shard(const ShardStepParams& p, int64_t row);
-void weigh_shard(const ShardWeighParams& p, int64_t item, LawScratch& scratch);
+void weigh_shard(const ShardWeighParams& p, int64_t item, RulesScratch& scratch);
 
 const IsaKernels& kernels() {
   static constexpr IsaKernels table = {

@@ -5,8 +5,8 @@
 
 namespace pagedtree::cuda {
 
-// A warp's rows as mma accumulators: unnormalised output, maximum (base 2) and this lane's part of the sum of
-// 2^(score - maximum), of rows quad and quad + 8 of each block of 16.
+// A warp's rows as mma accumulators. For rows quad and quad + 8 of each block of 16 they hold the unnormalised output,
+// the maximum (base 2) and this lane's part of the sum of 2^(score - maximum).
 template <typename I>
 struct Accumulator {
   float out[I::kAtoms][I::kHeadDim / 8][4];
@@ -30,14 +30,14 @@ struct Accumulator {
   }
 };
 
-// Of rows quad and quad + 8 of each block.
+// For rows quad and quad + 8 of each block.
 template <typename I>
 using RowFactors = float[I::kAtoms][2];
 
 template <typename I>
 using Scores = float[I::kAtoms][I::kWarpKeys / 8][4];
 
-// q.k of the warp's rows, which begin at `row` of the tile, with its keys, which begin at `key` of the stage.
+// Computes q.k for the warp's rows, from `row` of the tile on, and its keys, from `key` of the stage on.
 template <typename I>
 __device__ __forceinline__ void score_keys(Scores<I>& scores, uint32_t q, uint32_t k, uint32_t lane, uint32_t row,
                                            uint32_t key) {
@@ -77,7 +77,7 @@ __device__ __forceinline__ void score_keys(Scores<I>& scores, uint32_t q, uint32
   }
 }
 
-// q.k becomes cap * tanh(q.k * scale / cap); the factors are 1 afterwards.
+// Replaces q.k by cap * tanh(q.k * scale / cap); the factors are 1 afterwards.
 template <typename I>
 __device__ __forceinline__ void cap_scores(float cap, Scores<I>& dots, RowFactors<I>& factors) {
 #pragma unroll
@@ -128,9 +128,9 @@ __device__ __forceinline__ void round_scores(Scores<I>& scores, RowFactors<I>& s
   }
 }
 
-// Scores become weights 2^(score - maximum) under the new maximum; what was accumulated under the old one is rescaled.
-// For e4m3 `maximum` is lower than the true one by a constant: weights, which are multiplied as half there, are larger
-// by 2^15 and do not vanish where they are small beside the largest.
+// Turns scores into weights 2^(score - maximum) under the new maximum, and rescales what was accumulated under the old
+// one. For e4m3, where weights are multiplied as half, `maximum` is a constant lower than the true one: weights are
+// 2^15 times as large, so that those which are small beside the largest do not vanish.
 template <typename I>
 __device__ __forceinline__ void softmax(Scores<I>& scores, RowFactors<I>& scales, Accumulator<I>& sums) {
   constexpr int kTiles = I::kWarpKeys / 8;
@@ -154,7 +154,7 @@ __device__ __forceinline__ void softmax(Scores<I>& scores, RowFactors<I>& scales
       huge = huge || (fabsf(top) > 0x1p24f && top != -kInfinity);
     }
   }
-  // Such a maximum is rounded by so much that 2^(score - maximum) may overflow, unless the scores are rounded as well.
+  // The rounding of such a maximum is so large that 2^(score - maximum) may overflow, unless scores are rounded too.
   if (__any_sync(kWholeWarp, huge)) round_scores<I>(scores, scales);
 #pragma unroll
   for (int a = 0; a < I::kAtoms; ++a) {
@@ -184,7 +184,8 @@ __device__ __forceinline__ void softmax(Scores<I>& scores, RowFactors<I>& scales
   }
 }
 
-// The V rows of keys that none of the warp's rows sees may hold anything: a mask for each register of a fragment.
+// V rows of keys that no row of the warp sees may hold anything. These masks, one per register of a fragment, clear
+// them.
 template <int kWords>
 __device__ __forceinline__ uint32_t kept_values(const uint32_t (&seen)[kWords], uint32_t lane, uint32_t key,
                                                 uint32_t i) {
@@ -192,7 +193,7 @@ __device__ __forceinline__ uint32_t kept_values(const uint32_t (&seen)[kWords], 
   return (bits & 1u ? 0x0000ffffu : 0u) | (bits & 2u ? 0xffff0000u : 0u);
 }
 
-// out += weights * V; with kMasked, only of the keys in `seen`.
+// out += weights * V; with kMasked only for the keys in `seen`.
 template <bool kMasked, typename I>
 __device__ __forceinline__ void add_values(const Scores<I>& weights, uint32_t v, uint32_t lane, uint32_t key,
                                            const uint32_t (&seen)[I::kWords], Accumulator<I>& sums) {
@@ -229,8 +230,8 @@ __device__ __forceinline__ void add_values(const Scores<I>& weights, uint32_t v,
   }
 }
 
-// The warp's share of a stage whose first key is `first_key`. `start_copies` is called once, between the scores and the
-// softmax: before them copies would stand in the way of what is read from shared memory.
+// Computes the warp's part of a stage whose first key is `first_key`. `start_copies` is called once, between scores and
+// softmax: before the scores, copies would delay the reads from shared memory.
 template <bool kMasked, typename I, typename StartCopies>
 __device__ __forceinline__ void attend_stage(const TreeAttentionParams& p, Shared<I>& shared, Stage<I>& stage,
                                              uint32_t thread, int32_t first_key, float factor, Accumulator<I>& sums,
@@ -238,7 +239,7 @@ __device__ __forceinline__ void attend_stage(const TreeAttentionParams& p, Share
   const uint32_t warp = thread / 32, lane = thread % 32;
   const uint32_t row = warp % I::kShape.row_warps * I::kShape.warp_rows(),
                  key = warp / I::kShape.row_warps * I::kWarpKeys;
-  // Found twice: the words would take registers while the scores are computed.
+  // The words are found twice, because they would take registers while the scores are computed.
   const auto visible_to = [&](int a) {
     const Visibility mine = shared.views[row + a * 16 + own_row(lane)].expand(p, shared.tile);
     return visible_keys<I::kWords>(mine, lane, first_key + static_cast<int32_t>(key));

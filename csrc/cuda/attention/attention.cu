@@ -1,4 +1,5 @@
-// tree_attention on CUDA: a launch for each list of sequences, and one that joins the pieces of what was cut.
+// tree_attention on CUDA: one launch for each list of sequences, and one that joins the pieces of row tiles that were
+// cut.
 #include "cuda/attention/instances.h"
 #include "cuda/attention/join.cuh"
 #include "cuda/attention/schedule.cuh"
@@ -8,7 +9,7 @@
 namespace pagedtree::cuda {
 namespace {
 
-constexpr int64_t kAlignment = 16;  // of pieces, which are a multiple of it
+constexpr int64_t kAlignment = 16;  // of pieces, whose size is a multiple of it
 
 Pieces pieces_of(const WorkShape& work, const TileShape& tile, const DeviceLimits& limits) {
   return {nullptr, range_bound(work, range_limits(tile, limits.num_sms)), tile.m_tile, tile.head_dim};
@@ -25,7 +26,7 @@ AttentionLauncher launcher_of(const TreeAttentionParams& p, const TileShape& til
   return find(tile);
 }
 
-// Whole warps for `count` threads' work, at most kScheduleThreads.
+// The number of threads for `count` items: whole warps, at most kScheduleThreads.
 unsigned schedule_threads(int64_t count) {
   return static_cast<unsigned>(clamp_to<int64_t>(ceil_div<int64_t>(count, 32) * 32, 32, kScheduleThreads));
 }
@@ -82,7 +83,7 @@ void CudaBackend::tree_attention(const TreeAttentionParams& p, const ExecContext
     const auto grid = static_cast<unsigned>(call.pieces.capacity);
     launcher_of(p, lists.items[i].tile)(p, call, grid, residents[i].shared_bytes, ctx.stream);
   }
-  // A cut lies between two ranges: there is one cut less than there are ranges, and none if all is one range.
+  // A cut lies between two ranges, so there is one cut less than there are ranges.
   const dim3 grid(static_cast<unsigned>(most_ranges - 1),
                   static_cast<unsigned>(ceil_div(most_rows * (p.head_dim / JoinedColumns::kColumns), kJoinThreads)),
                   static_cast<unsigned>(lists.count));

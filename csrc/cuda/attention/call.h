@@ -1,4 +1,4 @@
-// What the host tells the attention kernels beside the op's parameters, and what lies in a call's scratch.
+// What the host passes to the attention kernels besides the op's parameters, and how a call's scratch is used.
 #pragma once
 
 #include <vector_types.h>
@@ -7,14 +7,14 @@
 
 namespace pagedtree::cuda {
 
-// The rows' partial results: row states (maximum, in base 2, and sum) and unnormalised output [piece_rows, head_dim].
+// The partial results of a piece: row states (maximum in base 2, sum) and unnormalised output [piece_rows, head_dim].
 struct Piece {
   float2* states;
   float* out;
 };
 
-// The pieces in scratch: of a row tile that is cut, one for each range that it lies in. A range has up to two: of the
-// row tile that it begins inside of, and of one that it leaves unfinished.
+// The pieces in scratch. A row tile that is cut has one piece for each range that it lies in. A range has up to two
+// pieces: one of the row tile inside which it begins, and one of a row tile that it leaves unfinished.
 struct Pieces {
   float* memory;  // [2, capacity, rows * (head_dim + 2)]: first pieces of row tiles, others
   int32_t capacity;
@@ -29,7 +29,7 @@ struct Pieces {
   }
 };
 
-// One launch: of a list of sequences.
+// One launch of the kernel, for one list of sequences.
 struct CallShape {
   WorkShape work;
   Pieces pieces;

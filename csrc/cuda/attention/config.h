@@ -1,12 +1,12 @@
-// Which tiles the CUDA kernel works in: one row here, chosen on the host, is one instance of the kernel. Nothing in
-// this file needs CUDA.
+// The tiles of the CUDA kernel: each row of kTileShapes is one instance of the kernel, and the host chooses the row.
+// Nothing in this file needs CUDA.
 #pragma once
 
 #include "core/schedule.h"
 
 namespace pagedtree::cuda {
 
-// The shape of a CTA's work: m_tile rows r = token * group_size + head against `keys` keys a stage. Warps lie in a grid
+// The shape of a CTA's work: m_tile rows r = token * group_size + head against stages of `keys` keys. Warps form a grid
 // of row_warps x key_warps. With few rows the warps share the keys of a stage, each with its own softmax state, joined
 // once at the end; with many rows each warp has 16 or 32 rows of its own.
 struct TileShape {
@@ -20,14 +20,14 @@ struct TileShape {
   constexpr int threads() const { return warps() * 32; }
   constexpr int warp_rows() const { return m_tile / row_warps; }
   constexpr int warp_keys() const { return keys / key_warps; }
-  // What the registers of an SM allow.
+  // The most CTAs that the registers of an SM allow.
   constexpr int max_ctas() const { return threads() <= 128 ? 2 : 1; }
 
   // Bytes of shared memory: Q, one stage of K and V with the addresses of their rows, the header, the output in fp32.
   constexpr int q_bytes() const { return m_tile * head_dim * 2; }
   constexpr int stage_bytes(int kv_bytes) const { return 2 * keys * (head_dim * kv_bytes + 8); }
-  // What Shared holds in front of Q, which begins at a multiple of 128: the range, then either the states of all rows,
-  // or bounds for each warp, the row tile and what each row sees. attention_kernel checks that it is enough.
+  // The bytes before Q, which begins at a multiple of 128: the range, then either the states of all rows, or the bounds
+  // of each warp, the row tile and what each row sees. attention_kernel checks that they suffice.
   constexpr int header_bytes() const {
     const int of_states = key_warps * m_tile * 8, of_views = warps() * 16 + 96 + m_tile * 28;
     return 128 * ceil_div(32 + max_of(of_states, of_views), 128);
@@ -59,14 +59,14 @@ constexpr TileShape kTileShapes[] = {
     {128, 32, 1, 4, 64},
     {128, 64, 2, 2, 64},
     {128, 128, 4, 1, 32},
-    // The output of 16 rows fills half of the registers: no more rows a warp, and stages of half a KV tile.
+    // The output of 16 rows fills half of the registers: 16 rows per warp, and stages of half a KV tile.
     {192, 32, 2, 2, 32},
     {192, 64, 4, 1, 32},
     {256, 32, 2, 2, 32},
     {256, 64, 4, 1, 32},
 };
 
-// The smallest tile that holds `rows` rows, else the largest of the head size.
+// The smallest tile that holds `rows` rows, or the head size's largest if none does.
 constexpr TileShape choose_tile(int head_dim, int64_t rows) {
   TileShape chosen{};
   for (const TileShape& shape : kTileShapes) {
@@ -82,19 +82,19 @@ constexpr TileShape tile_shape(int head_dim, int m_tile) {
   return {};
 }
 
-// A list of sequences and the tile that it is worked on in: one launch of the kernel.
+// A list of sequences and its tile: one launch of the kernel.
 struct ListTile {
   WorkList list;
   TileShape tile;
 };
 
-// For sequences of up to `max_seqlen_q` queries, as the host believes.
+// The tile for sequences of up to `max_seqlen_q` queries, which is a hint to the host.
 constexpr ListTile list_tile(WorkList list, int head_dim, int64_t max_seqlen_q, int32_t group_size) {
   const int64_t rows = min_of<int64_t>(max_seqlen_q, INT32_MAX) * group_size;
   return {list, choose_tile(head_dim, list == WorkList::kSmall ? min_of(rows, kSmallRows) : rows)};
 }
 
-// The lists that a call works on, in the order of their launches.
+// The lists of a call in the order of their launches.
 struct ListTiles {
   ListTile items[2];
   int count;
@@ -103,8 +103,8 @@ struct ListTiles {
   constexpr const ListTile* end() const { return items + count; }
 };
 
-// Two where the host's integers say that the longest sequences have many rows and that others are shorter. `p` is a
-// TreeAttentionParams or AttentionPlanParams.
+// There are two lists if the host's integers show that the longest sequences have many rows and that others are
+// shorter. `p` is a TreeAttentionParams or AttentionPlanParams.
 template <typename Params>
 constexpr ListTiles lists_of(const Params& p) {
   const auto list = [&](WorkList which) { return list_tile(which, p.head_dim, p.max_seqlen_q, p.group_size); };
@@ -113,15 +113,15 @@ constexpr ListTiles lists_of(const Params& p) {
   return {{list(WorkList::kSmall), list(WorkList::kLarge)}, 2};
 }
 
-// How the instance runs on a device.
+// How an instance of the kernel runs on a device.
 struct Residency {
-  int ctas;  // on an SM
+  int ctas;  // per SM
   int stages;
   int shared_bytes;
 };
 
-// As many CTAs an SM as fit with the stages that they need, then as many stages as fit. An SM has 1 KB more shared
-// memory than a CTA may have, and takes 1 KB for each CTA.
+// As many CTAs per SM as fit with the least number of stages, then as many stages as fit. An SM has 1 KB more shared
+// memory than a CTA may use, and takes 1 KB for each CTA.
 constexpr Residency residency(const TileShape& shape, int kv_bytes, int max_shared_bytes) {
   for (int ctas = shape.max_ctas(); ctas >= 1; --ctas) {
     const int budget = (max_shared_bytes + 1024) / ctas - 1024;
@@ -133,9 +133,9 @@ constexpr Residency residency(const TileShape& shape, int kv_bytes, int max_shar
   return {};
 }
 
-// Ranges of work on a device: at most one for each CTA that it can hold, and as many on each SM. They may be short: a
-// CTA alone on an SM waits for its keys, which takes longer than to join more pieces. Where two cuts fall on the begin
-// of one row tile, the range between them is empty.
+// Ranges of work on a device: at most one for each CTA that the device can hold, and equally many on each SM. They may
+// be short: a CTA alone on an SM waits for its keys, which costs more than joining more pieces. Where two cuts
+// fall on the begin of one row tile, the range between them is empty.
 constexpr RangeLimits range_limits(const TileShape& shape, int num_sms) {
   constexpr int kMinRangeCost = 3, kMinPieceTiles = 2;
   return {min_of<int32_t>(num_sms * shape.max_ctas(), kMaxPlanRanges), num_sms, kMinRangeCost, kMinPieceTiles};

@@ -1,4 +1,4 @@
-// The kernel behind attention: joins the pieces of row tiles that a cut crosses.
+// The kernel that runs after attention: joins the pieces of row tiles that a cut crosses.
 #pragma once
 
 #include "cuda/attention/output.cuh"
@@ -7,7 +7,7 @@
 namespace pagedtree::cuda {
 
 constexpr int kJoinThreads = 128;
-constexpr int kPiecesAtOnce = 8;  // whose loads are under way together
+constexpr int kPiecesAtOnce = 8;  // their loads are in flight together
 
 // Four columns of a row, joined some pieces at a time in the order of the keys.
 struct JoinedColumns {
@@ -22,7 +22,7 @@ struct JoinedColumns {
     float4 outs[kPiecesAtOnce];
     float top = maximum;
 #pragma unroll
-    for (int i = 0; i < kPiecesAtOnce; ++i) {  // behind the last piece that one again: branches would part the loads
+    for (int i = 0; i < kPiecesAtOnce; ++i) {  // past the end the last piece again: branches would part the loads
       const int32_t number = min_of(begin + i, end - 1);
       const Piece piece = pieces.of(owner + number, number == 0);
       states[i] = __ldcg(piece.states + row);
@@ -43,7 +43,7 @@ struct JoinedColumns {
     }
 #pragma unroll
     for (int i = 0; i < kPiecesAtOnce; ++i) {
-      if (!all_count && (weights[i] == 0.0f || begin + i >= end)) continue;  // such a piece may hold anything
+      if (!all_count && (weights[i] == 0.0f || begin + i >= end)) continue;  // this piece may hold anything
       sum = __fmaf_rn(states[i].y, weights[i], sum);
       const float of_piece[kColumns] = {outs[i].x, outs[i].y, outs[i].z, outs[i].w};
 #pragma unroll
@@ -52,7 +52,7 @@ struct JoinedColumns {
   }
 };
 
-// CTA (range, part of the rows, list): joins a row tile if its first cut is where the range begins.
+// CTA (range, part of the rows, list) joins a row tile if the tile's first cut is where the range begins.
 template <typename T>
 __global__ void __launch_bounds__(kJoinThreads)
     join_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ CallShapes calls) {
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kJoinThreads)
   const WorkPosition begin = ranges.start(owner), cut = ranges.start(cut_range);
   const auto is_inside = [&](const WorkPosition& at) { return at.kv_tile > 0 && at.same_row(cut); };
   if (!is_inside(cut) || is_inside(begin)) return;
-  int32_t num_pieces = 1;  // and one for each range that begins inside of the row tile
+  int32_t num_pieces = 1;  // plus one for each range that begins inside the row tile
   for (int32_t first = cut_range, found = kJoinThreads; found == kJoinThreads; first += kJoinThreads) {
     const int32_t range = first + static_cast<int32_t>(threadIdx.x);
     found = __syncthreads_count(range < ranges.count && is_inside(ranges.start(range)));

@@ -1,4 +1,4 @@
-// The attention kernel: a grid of CTAs that take the ranges of the plan, each range row tile by row tile.
+// The attention kernel: each CTA takes one range of the plan, row tile by row tile.
 #pragma once
 
 #include "cuda/attention/output.cuh"
@@ -7,7 +7,7 @@
 
 namespace pagedtree::cuda {
 
-// Rows of no sequence, the padding of a captured graph: out 0, lse -inf.
+// Rows that belong to no sequence (the padding of a captured graph) get out 0 and lse -inf.
 template <typename I>
 __device__ __forceinline__ void clear_tokens(const TreeAttentionParams& p, int64_t begin, int64_t end) {
   const int64_t heads = int64_t{p.num_kv_heads} * p.group_size;
@@ -22,8 +22,8 @@ __device__ __forceinline__ void clear_tokens(const TreeAttentionParams& p, int64
   }
 }
 
-// What each row of the tile sees, into shared memory; returns what all see in common. A barrier must follow before
-// shared memory is written again.
+// Writes what each row of the tile sees to shared memory; returns what the rows have in common. A barrier must follow
+// before shared memory is written again.
 template <typename I>
 __device__ __forceinline__ KeyBounds find_views(const TreeAttentionParams& p, const RowTile& tile, uint32_t thread,
                                                 Shared<I>& shared) {
@@ -41,9 +41,9 @@ __device__ __forceinline__ KeyBounds find_views(const TreeAttentionParams& p, co
   return bounds;
 }
 
-// The rows against KV tiles [begin, end). Stages come through a ring; while one is worked on, the copies of later ones
-// are under way, and the page ids of the one after them are read. One barrier a stage: what it lets pass is that the
-// stage has arrived and that the one before it is used up.
+// Computes the rows against KV tiles [begin, end). Stages come through a ring: while one is worked on, the copies of
+// later ones are in flight, and the page ids of the stage after those are read. There is one barrier per stage; after
+// it the stage has arrived and the one before it is used up.
 template <typename I>
 __device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const CallShape& call, const RowTile& tile,
                                              int32_t begin, int32_t end, Shared<I>& shared, Accumulator<I>& sums) {
@@ -51,7 +51,7 @@ __device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const
   const uint32_t thread = ptx::thread_index(), warp = thread / 32;
   const int32_t key_of_thread = static_cast<int32_t>(thread), ring = call.stages;
   sums.clear();
-  __syncthreads();  // the row tile before this one is done with shared memory
+  __syncthreads();  // the previous row tile is done with shared memory
   const float scale = score_scale(p, tile.kv_head), factor = score_factor<typename I::Kv>(p, scale);
   if (thread == 0) {
     shared.reader = KeyReader::of(p, tile);
@@ -61,7 +61,7 @@ __device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const
   const KeyBounds bounds = find_views<I>(p, tile, thread, shared);
 
   const int32_t first = max_of(begin * kStagesInTile, bounds.lowest / kKeys);
-  const int32_t last = min_of(end * kStagesInTile, ceil_div(bounds.highest, kKeys));  // and one more
+  const int32_t last = min_of(end * kStagesInTile, ceil_div(bounds.highest, kKeys));  // one past it
   for (int32_t i = key_of_thread; i < min_of(ring, last - first) * kKeys; i += I::kThreads) {
     const int32_t key = first * kKeys + i;
     const KeyReader& reader = shared.reader;
@@ -74,7 +74,7 @@ __device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const
   }
 
   const bool has_rows = warp % I::kShape.row_warps * I::kShape.warp_rows() < tile.rows;
-  int now = 0;  // the place in the ring of stage i
+  int now = 0;  // the place of stage i in the ring
   for (int32_t i = first; i < last; ++i) {
     wait_for_stage(ring);
     __syncthreads();
@@ -100,8 +100,8 @@ __device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const
   ptx::cp_async_wait<0>();
 }
 
-// The row tile at shared.at, from its KV tile on to the end of the row tile or of the range. The tile is looked up
-// again for its output, rather than kept in registers beside the accumulators.
+// Computes the row tile at shared.at from that KV tile to the end of the row tile or of the range. The tile is looked
+// up again for the output instead of being kept in registers beside the accumulators.
 template <typename I>
 __device__ __forceinline__ void attend_piece(const TreeAttentionParams& p, const CallShape& call, Shared<I>& shared) {
   const WorkPosition& at = shared.at;
@@ -129,7 +129,7 @@ __device__ __forceinline__ void attend_piece(const TreeAttentionParams& p, const
   }
 }
 
-// Of an empty range inside of a row tile: nothing was seen.
+// An empty range inside a row tile has seen nothing.
 __device__ __forceinline__ void clear_piece(const Piece& piece, int rows) {
   for (int row = static_cast<int>(threadIdx.x); row < rows; row += static_cast<int>(blockDim.x)) {
     piece.states[row] = make_float2(-kInfinity, 0.0f);

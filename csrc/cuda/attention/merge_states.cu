@@ -6,7 +6,7 @@ namespace pagedtree::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kRows = kThreads / 32;  // of a CTA: a warp a row
+constexpr int kRows = kThreads / 32;  // per CTA: one warp per row
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
@@ -23,7 +23,7 @@ __device__ __forceinline__ T from_float(float x) {
   }
 }
 
-// Sides of weight 0 are not read: they may hold anything.
+// A side with weight 0 is not read: it may hold anything.
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ MergeStatesParams p) {
   struct alignas(kCount * sizeof(T)) Vector {
@@ -82,7 +82,7 @@ void CudaBackend::merge_states(const MergeStatesParams& p, const ExecContext& ct
     case DType::kBFloat16:
       return launch_merge<__nv_bfloat16>(p, ctx);
     case DType::kFloat8E4M3:
-      return;  // refused before
+      return;  // the host refuses other head sizes
   }
 }
 

@@ -7,7 +7,7 @@
 
 namespace pagedtree::cuda {
 
-// What a part whose maximum is `maximum` counts under the maximum of all.
+// The factor of a part whose maximum is `maximum` under the maximum of all parts.
 __device__ __forceinline__ float weight_of(float maximum, float of_all) {
   return maximum == -kInfinity ? 0.0f : ptx::ex2(maximum - of_all);
 }
@@ -17,7 +17,7 @@ template <typename I>
 struct WarpParts {
   Shared<I>& shared;
 
-  // Four columns; the places of chunks change by the row, so that a column of 8 rows covers all banks.
+  // A chunk has four columns. Its place depends on the row, so that a column of 8 rows covers all banks.
   static __device__ __forceinline__ uint32_t offset(uint32_t part, uint32_t row, uint32_t column) {
     constexpr uint32_t kChunks = I::kHeadDim / 4;
     return ((part * I::kMTile + row) * kChunks + (column / 4 ^ row % 8)) * 4 + column % 4;

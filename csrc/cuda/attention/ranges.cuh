@@ -5,7 +5,7 @@
 
 namespace pagedtree::cuda {
 
-// The ranges of a plan as the CTAs of a call find them, each for itself.
+// The ranges of a plan; each CTA of a call reads its own.
 struct CallRanges {
   const WorkShape& shape;
   const int32_t* planned;
@@ -22,7 +22,7 @@ struct CallRanges {
     in_order = !__syncthreads_or(decreases);
   }
 
-  // Only a plan that attention_plan did not write is out of order: it is read as slowly as is simple.
+  // Only a plan that attention_plan did not write is out of order; for such plans simple code matters more than speed.
   __device__ __forceinline__ WorkPosition start(int32_t range) const {
     if (in_order || range >= count) return range_start(shape, planned, count, range);
     WorkPosition latest{};

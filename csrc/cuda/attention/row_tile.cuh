@@ -1,4 +1,4 @@
-// One M tile of one KV head of one sequence: which rows, and what they see.
+// One M tile of one KV head of one sequence: which rows it has, and what they see.
 #pragma once
 
 #include "cuda/attention/config.h"
@@ -10,8 +10,8 @@ struct RowTile {
   int32_t sequence;
   int32_t kv_head;
   uint32_t rows;
-  uint32_t first_head;  // of the group, of row 0
-  int32_t query;        // of the sequence, of row 0
+  uint32_t first_head;  // row 0's head in its group
+  int32_t query;        // row 0's query in its sequence
   int32_t first_token;  // of the sequence
   int32_t num_queries;
   int32_t seq_len;
@@ -45,7 +45,7 @@ __device__ __forceinline__ RowTile row_tile(const TreeAttentionParams& p, const 
   return tile;
 }
 
-// What `row` sees; rows that the tile has not see nothing.
+// What `row` sees; rows that the tile does not have see nothing.
 __device__ __forceinline__ Visibility row_visibility(const TreeAttentionParams& p, const RowTile& tile, uint32_t row) {
   if (row >= tile.rows) return Visibility{};
   if (tile.tree_len < 0) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ Visibility row_visibility(const TreeAttentionParams& 
   return tree_visibility(tile.seq_len, tile.tree_len, words, p.mask_words, p.window);
 }
 
-// What differs between the rows of a tile in what they see: all that a thread keeps of a Visibility.
+// The part of a Visibility that differs between the rows of a tile: only this is kept by each thread.
 struct RowView {
   int32_t begin, end;
   int32_t first_bit;
@@ -77,7 +77,7 @@ struct RowView {
   }
 };
 
-// Nobody sees a key outside [lowest, highest); everybody sees every key in [plain_begin, plain_end).
+// No row sees a key outside [lowest, highest); every row sees every key in [plain_begin, plain_end).
 struct KeyBounds {
   int32_t lowest, highest;
   int32_t plain_begin, plain_end;
@@ -100,14 +100,14 @@ struct KeyBounds {
   }
 };
 
-// The keys of a stage that the rows of a warp's 16-row block see, for the block's rows quad and quad + 8, and for the
-// block as a whole: bit i of word w is key 32 w + i of the warp's.
+// The keys of a stage that a warp's block of 16 rows sees: for rows quad and quad + 8, and for the block as a whole.
+// Bit i of word w is the warp's key 32 w + i.
 template <int kWords>
 struct VisibleKeys {
   uint32_t rows[2][kWords];
 };
 
-// `mine` is what the lane's own row of the block sees, see own_row(): so that each word is computed by one lane.
+// `mine` is what the lane's own row (see own_row()) sees, so that each word is computed by one lane only.
 __device__ __forceinline__ uint32_t own_row(uint32_t lane) { return lane / 4 + lane / 2 % 2 * 8; }
 
 template <int kWords>

@@ -15,13 +15,13 @@ struct PlanShared {
   int64_t costs[kScheduleThreads];
 };
 
-// What a plan is made of, for each list.
+// What plan_kernel needs for each list.
 struct PlanLists {
   WorkShape work[std::size(kWorkLists)];
   RangeLimits limits[std::size(kWorkLists)];
 };
 
-// make_ranges() by one CTA a list: each thread sums the costs of a run of sequences, then finds the starts of some
+// make_ranges() with one CTA per list: each thread sums the costs of a run of sequences, then finds the starts of some
 // ranges.
 __global__ void __launch_bounds__(kScheduleThreads)
     plan_kernel(const __grid_constant__ PlanLists lists, int32_t* plan) {
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kScheduleThreads)
   __syncthreads();
   for (int32_t range = thread; range < num_ranges && total > 0; range += threads) {
     const int64_t target = range_target(total, num_ranges, range);
-    int32_t low = 0, high = threads - 1;  // the first run whose end is past the target
+    int32_t low = 0, high = threads - 1;  // finds the first run whose end is past the target
     while (low < high) {
       const int32_t middle = (low + high) / 2;
       shared.costs[middle] > target ? high = middle : low = middle + 1;

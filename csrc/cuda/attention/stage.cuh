@@ -1,4 +1,4 @@
-// From global to shared memory: Q of a row tile, and the ring of stages through which its keys and values come.
+// Copies from global to shared memory: Q of a row tile, and the ring of stages for its keys and values.
 #pragma once
 
 #include "core/math.h"
@@ -7,19 +7,19 @@
 
 namespace pagedtree::cuda {
 
-// The types of one instance of the kernel and what follows from them and its row of kTileShapes.
+// The types of one instance of the kernel, and what follows from them and from its row of kTileShapes.
 template <typename T_, typename Kv_, int kHeadDim_, int kMTile_>
 struct Instance {
   using T = T_;
   using Kv = Kv_;
   using M = Multiplied<T, Kv>;
-  // Rows of Q that are multiplied as another type are scaled to its range, each by a power of two of its own.
+  // Rows of Q that are multiplied in another type are scaled to its range, each by its own power of two.
   static constexpr bool kScalesRows = !std::is_same_v<T, M>;
   static constexpr int kHeadDim = kHeadDim_, kMTile = kMTile_;
   static constexpr TileShape kShape = tile_shape(kHeadDim, kMTile);
   static constexpr int kThreads = kShape.threads();
   static constexpr int kWarpKeys = kShape.warp_keys();
-  static constexpr int kAtoms = kShape.warp_rows() / 16;  // blocks of 16 rows a warp
+  static constexpr int kAtoms = kShape.warp_rows() / 16;  // blocks of 16 rows per warp
   static constexpr int kWords = ceil_div(kWarpKeys, kMaskWordBits);
   using QRows = Panels<kHeadDim * 2, kMTile>;
   using KvRows = Panels<kHeadDim* static_cast<int>(sizeof(Kv)), kShape.keys>;
@@ -27,14 +27,14 @@ struct Instance {
                 kWarpKeys % 16 == 0);
 };
 
-// Where the K and V rows of a key are; null: they read as zero. Read at once.
+// The addresses of a key's K and V rows, which are read together; null: the rows read as zero.
 struct alignas(16) KeyRow {
   const char* k;
   const char* v;
 };
 
-// The keys of a row tile. Between reading a page id and writing the addresses that it gives lies the work on a stage,
-// which hides the wait for it.
+// Finds the keys of a row tile. It reads a page id, and writes the addresses that follow from it after the work on a
+// stage, which hides the wait.
 struct KeyReader {
   const int32_t* pages;
   const char *k, *v;  // of the head
@@ -67,8 +67,8 @@ __device__ __forceinline__ float score_scale(const TreeAttentionParams& p, int32
   return p.k_scale != nullptr ? p.scale * p.k_scale[kv_head * p.k_scale_stride] : p.scale;
 }
 
-// What q.k, with the sign of the scale, is multiplied with: for the score, or with a softcap for the exponent in
-// tanh(x) = 1 - 2 / (2^(x * 2 log2 e) + 1). Not 0 where it multiplies maxima, which may be -inf.
+// The factor of q.k that gives the score, or with a softcap the exponent in tanh(x) = 1 - 2 / (2^(x * 2 log2 e) + 1);
+// q.k has its sign already. The factor is not 0 where it multiplies maxima, which may be -inf.
 template <typename Kv>
 __device__ __forceinline__ float score_factor(const TreeAttentionParams& p, float scale) {
   const float factor = fabsf(scale) * kDecodedScale<Kv> * kLog2E;
@@ -79,18 +79,18 @@ template <typename I>
 struct alignas(16) Stage {
   unsigned char k[I::KvRows::kBytes];
   unsigned char v[I::KvRows::kBytes];
-  KeyRow rows[I::kShape.keys];  // of the stage that comes here next
+  KeyRow rows[I::kShape.keys];  // of the stage that comes to this place next
 };
 
-// The launch adds the stages behind it.
+// The launch adds the memory of the stages after this struct.
 template <typename I>
 struct alignas(128) Shared {
-  WorkPosition at, stop;  // of the range: what it works on, and its end
+  WorkPosition at, stop;  // the range's current position and its end
   union {
     float2 states[I::kShape.key_warps * I::kMTile];  // maximum and sum of each row, of each warp that shares it
     struct {
       KeyBounds bounds[I::kShape.warps()];
-      KeyReader reader;  // what follows is here, not in registers beside the accumulators
+      KeyReader reader;  // from here on in memory, as accumulators fill the registers
       RowTile tile;
       RowView views[I::kMTile];
       float factors[I::kScalesRows ? I::kMTile : 1];
@@ -117,8 +117,8 @@ __device__ __forceinline__ uint32_t largest_magnitude(const uint4& values) {
   return largest;
 }
 
-// Puts the largest magnitude of a row of bfloat16 between 2^14 and 2^15. Then each of its numbers is exact as a half
-// that is not smaller than 2^-32 of the largest. A row with infinities stays as it is.
+// The factor that puts the largest magnitude of a row of bfloat16 between 2^14 and 2^15. Then half holds exactly each
+// number that is not smaller than 2^-32 of the largest. A row with infinities stays as it is.
 struct RowScale {
   uint32_t exponent;  // of fp32, biased
 
@@ -137,13 +137,13 @@ struct RowScale {
   }
 };
 
-// Q, negated where `negate`: scores are then scaled by a positive number. Where rows are scaled, `factors` are what
-// scores of each row are multiplied with, else by `factor`.
+// Loads Q, negated if `negate`, so that scores are scaled by a positive number. If rows are scaled, `factors` holds the
+// factor of each row's scores; else `factor` is that of all.
 template <typename I>
 __device__ __forceinline__ void load_q_tile(const TreeAttentionParams& p, const RowTile& tile, uint32_t thread,
                                             bool aligned, bool negate, float factor, unsigned char* q, float* factors) {
   constexpr int kChunks = I::QRows::kChunks;
-  constexpr uint32_t kLanes = I::kHeadDim > 128 ? 32 : I::kHeadDim > 64 ? 16 : 8;  // that share a row
+  constexpr uint32_t kLanes = I::kHeadDim > 128 ? 32 : I::kHeadDim > 64 ? 16 : 8;  // lanes that share a row
   static_assert(kChunks <= kLanes && I::kMTile * kLanes % I::kThreads == 0);
   const uint32_t flip = negate ? 0x80008000u : 0u;
   for (uint32_t i = thread; i < I::kMTile * kLanes; i += I::kThreads) {
@@ -169,7 +169,7 @@ __device__ __forceinline__ void load_q_tile(const TreeAttentionParams& p, const 
   }
 }
 
-// Starts the copies of a stage whose row addresses are known.
+// Starts the copies of a stage. Its row addresses must be known.
 template <typename I>
 __device__ __forceinline__ void copy_stage(Stage<I>& stage, uint32_t thread) {
   using Rows = typename I::KvRows;
@@ -183,7 +183,7 @@ __device__ __forceinline__ void copy_stage(Stage<I>& stage, uint32_t thread) {
       });
 }
 
-// All but the newest `stages` - 2 groups of copies have arrived.
+// Waits until all but the newest `stages` - 2 groups of copies have arrived.
 __device__ __forceinline__ void wait_for_stage(int stages) {
   switch (stages) {
     case 2:

@@ -1,4 +1,5 @@
-// Draws a draft node's children from the filtered law of its row of logits, and writes the law down, by a whole CTA.
+// Draws a draft node's children from the filtered distribution of its row of logits, and writes that distribution. A
+// whole CTA works on one node.
 #pragma once
 
 #include "core/drafting.h"
@@ -13,7 +14,7 @@ struct ChildrenShared {
 };
 static_assert(sizeof(ChildrenShared) <= 99 << 10);  // what every GPU from sm_80 on gives
 
-// Tokens as integer masses; the law is mass / total. A token of no mass is never drawn, and has probability 0.
+// Tokens as integer masses; probabilities are mass / total. A token without mass has probability 0 and is never drawn.
 template <DType kDType>
 struct Masses {
   LogitReader<kDType> row;
@@ -26,7 +27,7 @@ struct Masses {
   }
   __device__ uint32_t at(int64_t token) const { return of(token, row.logit(token)); }
 
-  // f(token, masses) for each group of four of this thread.
+  // Calls f(token, masses) for each group of four tokens of this thread.
   template <typename F>
   __device__ __forceinline__ void each_four(F f) const {
     row.each_four([&](int64_t token, const float (&logits)[4]) {
@@ -73,7 +74,7 @@ __device__ __forceinline__ void draw_independent(const Masses<kDType>& masses, u
   }
   const WarpRun run = run_of_warp(masses.row.vocab());
   const int lane = static_cast<int>(threadIdx.x % 32);
-  const auto mass_up_to = [&](int64_t begin) {  // of the lanes up to this one
+  const auto mass_up_to = [&](int64_t begin) {  // the mass of the lanes up to this one
     uint64_t mass = begin + lane < run.end ? masses.at(begin + lane) : 0;
     for (int delta = 1; delta < 32; delta *= 2) {
       const uint64_t before = __shfl_up_sync(~0u, mass, delta);
@@ -101,20 +102,20 @@ __device__ __forceinline__ void draw_independent(const Masses<kDType>& masses, u
 }
 
 template <DType kDType>
-__device__ __forceinline__ void draw_children(const LogitRow& logits, const Law& law, const ChildrenDraw& draw,
-                                              ChildrenShared& shared) {
+__device__ __forceinline__ void draw_children(const LogitRow& logits, const Sampling& sampling,
+                                              const ChildrenDraw& draw, ChildrenShared& shared) {
   RadixShared& radix = shared.best.radix;
   Masses<kDType> masses{LogitReader<kDType>(logits), {0.0f, 1.0f}, {}};
   const Peak peak = find_peak(masses.row, radix.block);
   masses.row.learn(peak);
-  const bool greedy = law.temperature == 0.0f;
+  const bool greedy = sampling.temperature == 0.0f;
   if (peak.logit == -kInfinity) {
     masses.row.make_uniform();
     if (greedy) masses.filter = {.min_logit = 0.0f, .tie_end = 1};
   } else {
-    masses.scale = {peak.logit, greedy ? 1.0f : inverse_temperature(law.temperature)};
+    masses.scale = {peak.logit, greedy ? 1.0f : inverse_temperature(sampling.temperature)};
     masses.filter = greedy ? Filter{.min_logit = peak.logit, .tie_end = peak.token + 1}
-                           : find_filter(masses.row, law, masses.scale, radix, shared.filter);
+                           : find_filter(masses.row, sampling, masses.scale, radix, shared.filter);
   }
   uint64_t sum = 0;
   masses.each_four([&](int64_t, const uint32_t (&four)[4]) { sum += uint64_t{four[0]} + four[1] + four[2] + four[3]; });

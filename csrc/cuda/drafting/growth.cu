@@ -9,7 +9,7 @@ namespace pagedtree::cuda {
 namespace {
 
 constexpr int kTreeThreads = 256;
-constexpr int kDrawThreads = 384;  // of a drawn row: it needs more registers
+constexpr int kDrawThreads = 384;  // to draw from a row, which needs more registers
 
 // ---- expand_tree
 
@@ -27,7 +27,7 @@ __device__ __forceinline__ void clear_children(const ExpandTreeParams& p, int64_
   for (int64_t x = threadIdx.x; x < p.logits.vocab; x += blockDim.x) p.draft_probs[row * p.logits.vocab + x] = 0.0f;
 }
 
-// Law "topk": a CTA a frontier node.
+// For law "topk": one CTA per frontier node.
 template <DType kDType>
 __global__ void __launch_bounds__(kRowThreads, 1) expand_top_kernel(const __grid_constant__ ExpandTreeParams p) {
   auto& shared = ptx::shared<TopShared>();
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kRowThreads, 1) expand_top_kernel(const __grid
   }
 }
 
-// Laws "iid" and "swor".
+// For laws "iid", "swor" and "coupled".
 template <DType kDType>
 __global__ void __launch_bounds__(kDrawThreads, 1) expand_drawn_kernel(const __grid_constant__ ExpandTreeParams p) {
   const int64_t row = blockIdx.x, b = row / p.num_expanded, f = row % p.num_expanded;
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kDrawThreads, 1) expand_drawn_kernel(const __g
                           .tokens = p.out_tokens + children,
                           .scores = p.out_scores + children,
                           .probs = p.draft_probs + row * p.logits.vocab};
-  draw_children<kDType>(logit_row(p.logits, row), law_of(p.sampling, b), draw, ptx::shared<ChildrenShared>());
+  draw_children<kDType>(logit_row(p.logits, row), sampling_of(p.sampling, b), draw, ptx::shared<ChildrenShared>());
   for (int32_t k = threadIdx.x; k < p.num_children; k += blockDim.x) {  // each thread's own scores
     if (!is_present(draw.scores[k])) continue;
     draw.scores[k] = child_score(parent, draw.scores[k], 0.0, 0.0);
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kDrawThreads, 1) expand_drawn_kernel(const __g
   }
 }
 
-// The next state, once the children's tokens and scores are written: a CTA a sequence.
+// Writes the next state after the children's tokens and scores are known: one CTA per sequence.
 __global__ void __launch_bounds__(kTreeThreads, 1) grow_kernel(const __grid_constant__ ExpandTreeParams p) {
   auto& shared = ptx::shared<BestShared>();
   const int64_t b = blockIdx.x;

@@ -1,4 +1,4 @@
-// Ragged trees whose sizes the device has just found out: offsets, and padding behind the last tree.
+// Ragged trees whose sizes are known only on the device: offsets, and the padding after the last tree.
 #pragma once
 
 #include "core/backend.h"

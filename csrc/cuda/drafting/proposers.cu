@@ -16,10 +16,10 @@ struct TrieShared {
   int64_t tokens[kMaxTreeNodes];
   int32_t links[4][kMaxTreeNodes];
   int32_t num_nodes;
-  int64_t ends[kTreeThreads];  // of matches, the most recent first
+  int64_t ends[kTreeThreads];  // the ends of matches, most recent first
 };
 
-// What followed the n-gram in `stream`, as insert_matches says: all threads look, the first one inserts.
+// insert_matches() by a CTA: all threads look for matches, the first one inserts.
 __device__ __forceinline__ void insert_tile_matches(const NgramProposeParams& p, TrieShared& shared, DraftTrie& trie,
                                                     const int64_t* stream, int64_t size, const int64_t* history,
                                                     int64_t history_len, int32_t n) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void insert_tile_matches(const NgramProposeParams& p,
   }
 }
 
-// A CTA a sequence builds its trie, and leaves it in scratch: where it goes depends on the others' sizes.
+// One CTA per sequence builds its trie in scratch: its place in the result depends on the sizes of the others.
 __global__ void __launch_bounds__(kTreeThreads, 1) ngram_kernel(const __grid_constant__ NgramProposeParams p) {
   auto& shared = ptx::shared<TrieShared>();
   const int64_t b = blockIdx.x;
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kTreeThreads, 1) place_tries_kernel(const __gr
 
 // ---- medusa_propose
 
-// CTA (sequence, head).
+// One CTA per (sequence, head).
 template <DType kDType>
 __global__ void __launch_bounds__(kRowThreads, 1) medusa_top_kernel(const __grid_constant__ MedusaProposeParams p) {
   auto& shared = ptx::shared<BestShared>();

@@ -1,4 +1,4 @@
-// The best tokens of a row of logits, and the normaliser of its softmax, by a whole CTA.
+// The best tokens of a row of logits, and the normaliser of its softmax. A whole CTA works on one row.
 #pragma once
 
 #include "cuda/filters.cuh"
@@ -17,15 +17,15 @@ struct SumShared {
   double total;
 };
 
-// The sum of exp(logit - peak), with the CPU's bits: sixteen partial sums a block of tokens, one after the other, then
-// block by block.
+// The sum of exp(logit - peak), with the same bits as on the CPU: each block has sixteen partial sums, which are added
+// in order, then the blocks are.
 template <DType kDType>
 __device__ __forceinline__ double sum_exp(const LogitReader<kDType>& row, float peak, SumShared& shared) {
   constexpr int kPartials = 16;
   constexpr int64_t kBlock = 1024;
   const int64_t num_blocks = ceil_div(row.vocab(), kBlock);
   const int64_t groups = blockDim.x / kPartials, group = threadIdx.x / kPartials, lane = threadIdx.x % kPartials;
-  double total = 0.0;  // the first thread's
+  double total = 0.0;  // only the first thread's counts
   for (int64_t first = 0; first < num_blocks; first += groups) {
     const int64_t begin = (first + group) * kBlock, end = min_of(begin + kBlock, row.vocab());
     float partial = 0.0f;

@@ -1,5 +1,6 @@
-// What the threads of a CTA, or of all CTAs of a cluster, find out together. A CTA is one-dimensional, of whole warps;
-// every thread calls, and every thread gets the result. A cluster must have met once (ptx::cluster_sync) before.
+// Reductions and searches by all threads of a CTA, or of all CTAs of a cluster. A CTA is one-dimensional and has whole
+// warps. Every thread makes the call, and every thread gets the result. The CTAs of a cluster must have met once
+// (ptx::cluster_sync) before.
 #pragma once
 
 #include "core/common.h"
@@ -10,10 +11,10 @@ namespace pagedtree::cuda {
 constexpr int kMaxWarps = 32;
 constexpr int kMaxCluster = 16;
 
-// One thread of a cluster.
+// True for one thread of a cluster.
 __device__ __forceinline__ bool leads_cluster() { return threadIdx.x == 0 && ptx::cluster_rank() == 0; }
 
-// Scratch of the functions below; whoever writes it waits until all have read it.
+// Scratch of the functions below. Before a function writes it, it waits until all threads have read it.
 struct BlockShared {
   uint64_t warps[kMaxWarps];
   uint64_t ctas[kMaxCluster];
@@ -42,7 +43,7 @@ __device__ __forceinline__ uint64_t block_fold(BlockShared& shared, uint64_t val
   return value;
 }
 
-// Each CTA hands in one value; `use` looks at those of all, in shared.ctas.
+// Each CTA gives one value; `use` reads the values of all CTAs in shared.ctas.
 template <typename Use>
 __device__ __forceinline__ void exchange(BlockShared& shared, uint64_t value, Use use) {
   if (threadIdx.x < ptx::cluster_size()) *ptx::of_cta(&shared.ctas[ptx::cluster_rank()], threadIdx.x) = value;
@@ -59,7 +60,7 @@ __device__ __forceinline__ uint64_t block_max(BlockShared& shared, uint64_t valu
   return block_fold(shared, value, [](uint64_t a, uint64_t b) { return max_of(a, b); });
 }
 
-// Of what is the same in all threads of a CTA.
+// Folds values that are the same in all threads of a CTA.
 template <typename Fold>
 __device__ __forceinline__ uint64_t fold_ctas(BlockShared& shared, uint64_t value, Fold fold) {
   if (ptx::cluster_size() == 1) return value;
@@ -78,7 +79,7 @@ __device__ __forceinline__ bool cluster_any(BlockShared& shared, bool flag) {
   return fold_ctas(shared, of_cta, [](uint64_t a, uint64_t b) { return a | b; }) != 0;
 }
 
-// The sum over the warps before this one of what each warp hands in; `total` over all.
+// The sum of the values of the warps before this one; `total` is the sum over all warps.
 __device__ __forceinline__ uint64_t sum_before_warp(BlockShared& shared, uint64_t of_warp, uint64_t& total) {
   __syncthreads();
   if (threadIdx.x % 32 == 0) shared.warps[threadIdx.x / 32] = of_warp;
@@ -106,7 +107,7 @@ __device__ __forceinline__ uint64_t sum_before_warp_of_cluster(BlockShared& shar
   return before;
 }
 
-// The sum up to and with this thread's value; `total` of all.
+// The sum of the values up to this thread's, its own included; `total` is the sum of all.
 __device__ __forceinline__ uint64_t block_scan(BlockShared& shared, uint64_t value, uint64_t& total) {
   for (unsigned delta = 1; delta < 32; delta *= 2) {
     const uint64_t before = __shfl_up_sync(~0u, value, delta);
@@ -115,7 +116,7 @@ __device__ __forceinline__ uint64_t block_scan(BlockShared& shared, uint64_t val
   return sum_before_warp(shared, __shfl_sync(~0u, value, 31), total) + value;
 }
 
-// How many threads before this one have the flag; `total` of all.
+// How many threads before this one have the flag; `total` counts all that have it.
 __device__ __forceinline__ int32_t rank_in_block(BlockShared& shared, bool flag, int32_t& total) {
   const uint32_t lanes = __ballot_sync(~0u, flag);
   uint64_t sum;
@@ -124,7 +125,7 @@ __device__ __forceinline__ int32_t rank_in_block(BlockShared& shared, bool flag,
   return static_cast<int32_t>(before) + popcount32(lanes & ((1u << (threadIdx.x % 32)) - 1));
 }
 
-// A run of `size` items for each warp of the cluster, whole groups of 32 but for the last.
+// Splits `size` items into one run for each warp of the cluster. All runs but the last consist of whole groups of 32.
 struct WarpRun {
   int64_t begin, end;
 };
@@ -135,7 +136,7 @@ __device__ __forceinline__ WarpRun run_of_warp(int64_t size) {
   return {begin, min_of(begin + length, size)};
 }
 
-// One past the index of the `count`-th of the `size` items that `has` names, in index order; `size` if they are fewer.
+// One past the index of the `count`-th of `size` items for which `has` is true; `size` if there are fewer.
 template <typename Has>
 __device__ __forceinline__ int64_t end_of_first(BlockShared& shared, int64_t size, uint64_t count, Has has) {
   const WarpRun run = run_of_warp(size);

@@ -24,7 +24,7 @@ struct DeviceLimits {
   int max_shared_bytes;  // of a block
 };
 
-// So many CTAs that each of `count` items gets a thread.
+// As many CTAs as give each of `count` items a thread.
 inline dim3 grid_of(int64_t count, int threads) { return dim3(static_cast<unsigned>((count + threads - 1) / threads)); }
 
 #if defined(__CUDACC__)
@@ -39,7 +39,7 @@ inline int current_device() {
   return device;
 }
 
-// What does not change while the process runs, asked once for each key.
+// A value that does not change while the process runs: `find` is called once for each key.
 template <typename Key, typename Value>
 class Known {
  public:
@@ -85,14 +85,15 @@ cudaFuncAttributes attributes_of(void (*kernel)(Params...)) {
   });
 }
 
-// Of the code that runs on this device, such as 90: older than the device where the build has nothing newer.
+// The architecture of the code that runs on this device, such as 90. It is older than the device if the build has
+// nothing newer.
 template <typename... Params>
 int code_version(void (*kernel)(Params...)) {
   return attributes_of(kernel).ptxVersion;
 }
 
-// The most CTAs of a cluster: 16 where the GPU grants them even to CTAs that take a whole SM each, else the 8 that any
-// GPU with clusters grants; 1 where the code that runs there knows none.
+// The most CTAs of a cluster: 16 if the GPU grants them even to CTAs that each take a whole SM, else 8, which every GPU
+// with clusters grants; 1 if the code that runs there has no clusters.
 template <typename... Params>
 int max_cluster(void (*kernel)(Params...)) {
   if (code_version(kernel) < 90) return 1;
@@ -114,7 +115,7 @@ int max_cluster(void (*kernel)(Params...)) {
         cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess &&
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes) == cudaSuccess &&
         cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess && clusters > 0;
-    if (!granted) cudaGetLastError();  // a refusal is no failure
+    if (!granted) cudaGetLastError();  // a refusal is not an error
     return granted ? 16 : 8;
   });
 }
@@ -129,7 +130,7 @@ void launch_with(const cudaLaunchAttribute* attribute, void (*kernel)(Params...)
     check_kernel(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
         kernel);
-    // As little L1 as there can be: with the driver's own choice fewer CTAs may fit on an SM.
+    // Asks for as little L1 as possible: with the driver's own choice fewer CTAs may fit on an SM.
     check_kernel(
         cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
         kernel);
@@ -146,7 +147,7 @@ void launch_with(const cudaLaunchAttribute* attribute, void (*kernel)(Params...)
   check_kernel(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), kernel);
 }
 
-// In clusters of so many CTAs, neighbours along x.
+// Launches clusters of this many CTAs, neighbours along x.
 template <typename... Params, typename... Arguments>
 void launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, unsigned cluster, size_t shared_bytes,
                      void* stream, Arguments&&... arguments) {
@@ -157,7 +158,7 @@ void launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, unsigned 
               std::forward<Arguments>(arguments)...);
 }
 
-// Where the GPU can, it starts while the kernel before it ends (programmatic dependent launch): its first action must
+// If the GPU can, the kernel starts while the one before it ends (programmatic dependent launch): its first action must
 // be ptx::wait_for_kernels_before().
 template <typename... Params, typename... Arguments>
 void launch_behind(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,

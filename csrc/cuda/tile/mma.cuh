@@ -1,8 +1,8 @@
-// Operands of mma.m16n8k16 out of shared memory, 16-bit or e4m3. A lane has quad = lane / 4 and pair = lane % 4.
+// Loads operands of mma.m16n8k16 from shared memory, 16-bit or e4m3. A lane has quad = lane / 4 and pair = lane % 4.
 //
-// e4m3 rows are read with the same instructions: what ldmatrix takes for one 16-bit element are two neighbours. So
-// within 16 columns the order is another one. For K it is the order of the dot product's terms, and Q is stored in the
-// same; for V it is the order of the output's columns, see accumulator_columns().
+// e4m3 rows are read with the same instructions: what ldmatrix takes for one 16-bit element is a pair of neighbours.
+// This changes the order within 16 columns. For K it is the order of the dot product's terms, and Q is stored in the
+// same order; for V it is the order of the output's columns, see accumulator_columns().
 #pragma once
 
 #include "cuda/tile/swizzle.cuh"
@@ -39,12 +39,13 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
 
 // ---- e4m3
 
-// What operands are multiplied as: e4m3 is exact in half, which GPUs convert it to, and not every GPU to bfloat16.
+// The type in which operands are multiplied. e4m3 becomes half, in which it is exact: not every GPU converts it to
+// bfloat16.
 template <typename T, typename Kv>
 using Multiplied = std::conditional_t<kIsFloat8<Kv>, __half, T>;
 
-// Older GPUs do not convert e4m3. There codes are moved to the places of a half's bits, which gives 1 / 256 of their
-// value: the factor goes into scores and outputs, as a multiplication of each element would cost more.
+// Older GPUs do not convert e4m3. For them the bits of a code are moved to their places in a half, which gives 1 / 256
+// of its value. The factor goes into scores and outputs, because multiplying each element would cost more.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
 constexpr bool kConvertsFloat8 = false;
 #else
@@ -80,7 +81,7 @@ __device__ __forceinline__ void load_q(uint32_t (&a)[4], uint32_t base, uint32_t
   ptx::ldmatrix_x4(a, base + Rows::offset(row + lane % 16, column / 8 + lane / 16));
 }
 
-// The 8 columns of chunk `chunk` go where load_q() expects them for a K of type Kv.
+// Stores the 8 columns of chunk `chunk` where load_q() expects them for a K of type Kv.
 template <typename Rows, typename Kv>
 __device__ __forceinline__ void store_q(unsigned char* q, uint32_t row, uint32_t chunk, uint4 values) {
   if constexpr (kIsFloat8<Kv>) {
@@ -152,8 +153,8 @@ __device__ __forceinline__ ValueFragments load_v(uint32_t base, uint32_t lane, u
   return v;
 }
 
-// Of 16 columns of the output, in two accumulators: the lane's neighbouring columns {first, first + 1} number
-// `i` (0 or 1) of accumulator row `half` (quad + 8 * half).
+// Two accumulators hold 16 columns of the output. Returns the lane's pair `i` (0 or 1) of neighbouring columns {first,
+// first + 1} in accumulator row `half` (quad + 8 * half).
 struct ColumnPair {
   uint32_t first;
   float values[2];

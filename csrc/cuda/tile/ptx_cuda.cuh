@@ -77,7 +77,8 @@ PT_DEVICE uint32_t half2_from_e4m3(uint32_t codes) {
 
 // ---- maxima
 
-// The larger of each number of two registers: one of float, two of half or bfloat16. NaN wins; +0 is above -0.
+// The larger of the numbers at each place of two registers: one float, or two of half or bfloat16. NaN wins; +0 is
+// above -0.
 template <typename T>
 PT_DEVICE uint32_t max_nan(uint32_t a, uint32_t b) {
   uint32_t d;
@@ -113,9 +114,9 @@ PT_DEVICE uint32_t cluster_size() {
   asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
   return size;
 }
-// All threads of all its CTAs meet; what any of them wrote before is visible to all.
+// All threads of all CTAs of the cluster meet; what any of them wrote before is visible to all.
 PT_DEVICE void cluster_sync() {
-  if (cluster_size() == 1) return __syncthreads();  // the other one waits for memory as well
+  if (cluster_size() == 1) return __syncthreads();  // the cluster's barrier also waits for memory, which costs time
   asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
 }
 // The same object in the shared memory of CTA `rank`.
@@ -138,13 +139,13 @@ PT_DEVICE T* of_cta(T* shared, uint32_t) {
 
 // ---- launches that overlap, from sm_90 on: see launch_behind()
 
-// Once all CTAs have called it, the kernel behind this one may start.
+// When all CTAs have called it, the next kernel may start.
 PT_DEVICE void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-// What the kernels before this one have written is there.
+// Waits until everything that earlier kernels wrote is visible.
 PT_DEVICE void wait_for_kernels_before() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -153,22 +154,22 @@ PT_DEVICE void wait_for_kernels_before() {
 
 // ---- others
 
-// As atomicInc, and it hands over between the CTAs of the GPU: what the calling thread has written or seen before is
-// there for whoever increments later.
+// As atomicInc, with release and acquire for the whole GPU: what the calling thread has written or seen before is
+// visible to threads that increment later.
 PT_DEVICE unsigned increment(unsigned* counter, unsigned top) {
   unsigned old;
   asm volatile("atom.acq_rel.gpu.inc.u32 %0, [%1], %2;" : "=r"(old) : "l"(counter), "r"(top) : "memory");
   return old;
 }
 
-// threadIdx.x, read anew: what is computed from it is not kept from before.
+// threadIdx.x, read again: values computed from it are not kept in registers from before.
 PT_DEVICE uint32_t thread_index() {
   uint32_t thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
 }
 
-// Named barrier; every thread that waits gives the same number of threads, whole warps.
+// A named barrier; all threads that wait give the same number of threads, a multiple of 32.
 PT_DEVICE void barrier_sync(unsigned id, unsigned num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }

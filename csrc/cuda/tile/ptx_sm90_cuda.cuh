@@ -66,10 +66,10 @@ PT_DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Both operands in shared memory, K-major. Without `accumulate` d starts at 0.
+// Both operands are in shared memory, K-major. Without `accumulate`, d starts at 0.
 template <int N>
 PT_DEVICE void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate);
-// a in registers, b in shared memory, N-major.
+// a is in registers, b in shared memory, N-major.
 template <int N>
 PT_DEVICE void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate);
 

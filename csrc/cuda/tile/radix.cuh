@@ -1,5 +1,5 @@
-// The best items of a large set by a 32-bit key, without sorting it: the threshold is found digit by digit, from counts
-// and masses of the items by digit. Sums of integers: the same whatever the number of threads.
+// Finds the best items of a large set by a 32-bit key, without sorting it: the threshold is found digit by digit, from
+// the counts and masses of items by digit. These are sums of integers, the same for any number of threads.
 #pragma once
 
 #include "cuda/tile/block.cuh"
@@ -14,22 +14,23 @@ struct Totals {
   uint64_t count, mass;
 };
 
-// Lanes sum up in columns of their own, so that they seldom meet in one bin; few where a single warp has few items.
+// Lanes add in separate columns, so that two of them seldom use one bin at a time. A single warp, with few items, has
+// few columns.
 constexpr unsigned kMaxColumns = 16;
 using Columns = uint32_t[kBins * kMaxColumns];
 __device__ __forceinline__ unsigned num_columns() { return blockDim.x == 32 ? 4 : kMaxColumns; }
 
 struct RadixShared {
   BlockShared block;
-  Totals first[kBins];   // by the first digit
-  Totals next[kBins];    // by the digit that is looked at
-  Totals of_cta[kBins];  // of one of several CTAs
-  Totals above, at;      // what a search found
+  Totals first[kBins];   // sums by the first digit
+  Totals next[kBins];    // sums by the current digit
+  Totals of_cta[kBins];  // sums of one CTA of a cluster
+  Totals above, at;      // the result of a search
   uint32_t bin;
   Columns counts;
 };
 
-// Masses are summed in two halves, so that a column holds its part of the largest vocabulary.
+// Masses are added in two halves, so that no column overflows for the largest vocabulary.
 struct RadixMasses {
   Columns low, high;
 };
@@ -61,14 +62,14 @@ __device__ __forceinline__ void add_to_column(RadixShared& shared, RadixMasses* 
 __device__ __forceinline__ Totals sum_of_columns(const RadixShared& shared, const RadixMasses* masses, unsigned bin) {
   Totals sum{0, 0};
   for (unsigned i = 0; i < num_columns(); ++i) {
-    const unsigned cell = bin * num_columns() + (bin + i) % num_columns();  // neighbouring threads in different banks
+    const unsigned cell = bin * num_columns() + (bin + i) % num_columns();  // neighbouring threads use different banks
     sum.count += shared.counts[cell];
     if (masses != nullptr) sum.mass += masses->low[cell] + (uint64_t{masses->high[cell]} << 16);
   }
   return sum;
 }
 
-// Where a CTA writes its own sums, from which sum_ctas() makes those of the cluster.
+// Where a CTA writes its own sums; sum_ctas() adds those of the cluster.
 __device__ __forceinline__ Totals* totals_of_cta(RadixShared& shared, Totals* totals) {
   return ptx::cluster_size() == 1 ? totals : shared.of_cta;
 }
@@ -88,9 +89,9 @@ __device__ __forceinline__ void sum_ctas(RadixShared& shared, Totals* totals) {
   ptx::cluster_sync();
 }
 
-// Sums up by `digit` the items, of all CTAs of the cluster, that begin with the digits of `prefix`. items.each(least,
-// f) calls f(key, index) for each of this thread's items; those with keys below `least` may be left out. `masses` may
-// be null.
+// Sums by `digit`, over all CTAs of the cluster, the items whose keys begin with the digits of `prefix`.
+// items.each(least, f) calls f(key, index) for each of this thread's items; items with keys below `least` may be left
+// out. `masses` may be null.
 template <typename Items, typename Weight>
 __device__ __forceinline__ void tabulate(RadixShared& shared, RadixMasses* masses, Totals* totals, const Items& items,
                                          Weight weight, int digit, uint32_t prefix) {
@@ -118,18 +119,18 @@ __device__ __forceinline__ Totals sum_of_bins(RadixShared& shared, const Totals*
   return {block_sum(shared.block, mine.count), block_sum(shared.block, mine.mass)};
 }
 
-// The highest bin down to which count or mass, with what lies above all bins, reaches `target`; the lowest if none
+// The highest bin at which the count or mass from the top, cut.above included, reaches `target`; the lowest bin if none
 // does.
 __device__ __forceinline__ uint32_t find_bin(RadixShared& shared, const Totals* totals, bool by_mass, uint64_t target,
                                              Cut& cut) {
-  constexpr int kBinsALane = kBins / 32;
+  constexpr int kBinsPerLane = kBins / 32;
   __syncthreads();
   if (threadIdx.x < 32) {
-    const int lane = static_cast<int>(threadIdx.x), top = kBins - 1 - kBinsALane * lane;
+    const int lane = static_cast<int>(threadIdx.x), top = kBins - 1 - kBinsPerLane * lane;
     Totals mine{0, 0};
-    // Unrolled, these loops need more registers than all passes over a row.
+    // Fully unrolled, these loops would need more registers than any pass over a row.
 #pragma unroll 2
-    for (int i = 0; i < kBinsALane; ++i) {
+    for (int i = 0; i < kBinsPerLane; ++i) {
       mine.count += totals[top - i].count;
       mine.mass += totals[top - i].mass;
     }
@@ -146,7 +147,7 @@ __device__ __forceinline__ uint32_t find_bin(RadixShared& shared, const Totals* 
       int bin = top;
       while (true) {
         const Totals at = totals[bin];
-        if (bin == top - kBinsALane + 1 || (by_mass ? above.mass + at.mass : above.count + at.count) >= target) break;
+        if (bin == top - kBinsPerLane + 1 || (by_mass ? above.mass + at.mass : above.count + at.count) >= target) break;
         above = {above.count + at.count, above.mass + at.mass};
         --bin;
       }
@@ -161,9 +162,9 @@ __device__ __forceinline__ uint32_t find_bin(RadixShared& shared, const Totals* 
   return shared.bin;
 }
 
-// The cut where count or mass reaches `target`; shared.first holds the sums by the first digit, and
-// tabulate_next(digit, prefix) writes those by another one to shared.next. Of the keys only the first `digits` differ;
-// the bits behind follow from the sign of the float that the key stands for.
+// The cut at which count or mass reaches `target`. shared.first holds the sums by the first digit; tabulate_next(digit,
+// prefix) writes those by a later digit to shared.next. Keys differ only in their first `digits`; the other bits follow
+// from the sign of the float that the key stands for.
 template <typename TabulateNext>
 __device__ __forceinline__ Cut find_cut(RadixShared& shared, int digits, bool by_mass, uint64_t target,
                                         TabulateNext tabulate_next) {
@@ -183,12 +184,12 @@ __device__ __forceinline__ Cut find_cut(RadixShared& shared, int digits, bool by
 // The `count` best of a set, by key, then by index.
 struct Selection {
   uint32_t least;   // key
-  int64_t tie_end;  // of the items at `least` those before it
+  int64_t tie_end;  // items with this key belong to the best if their index is below it
   __device__ bool has(uint32_t key, int64_t index) const { return key > least || (key == least && index < tie_end); }
 };
 
-// Of items.size() items; each() leaves out those that do not take part, and all others have keys above 0.
-// items.end_of_ties(shared, key, n) is one past the index of the n-th of the items with that key.
+// Selects the `count` best of items.size() items. items.each() leaves out items that do not take part; all others have
+// keys above 0. items.end_of_ties(shared, key, n) is one past the index of the n-th item with that key.
 template <typename Items>
 __device__ __forceinline__ Selection select_best(RadixShared& shared, const Items& items, int digits, uint64_t count) {
   const auto no_weight = [](uint32_t) { return 0u; };
@@ -209,7 +210,7 @@ struct BestShared {
   int32_t size;
 };
 
-// Writes the `count` best items to shared.best, best first: key, then the complement of the index. Returns how many.
+// Writes the `count` best items to shared.best, best first, as key and complement of the index. Returns how many.
 template <typename Items>
 __device__ __forceinline__ int32_t list_best(BestShared& shared, const Items& items, int digits, int32_t count) {
   const Selection selection = select_best(shared.radix, items, digits, static_cast<uint64_t>(count));

@@ -7,7 +7,7 @@ namespace pagedtree::cuda {
 
 constexpr unsigned kWholeWarp = ~0u;
 
-// Over the four lanes that hold a row of an mma accumulator.
+// Reduces over the four lanes that hold a row of an mma accumulator.
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(kWholeWarp, x, 1));
   return fmaxf(x, __shfl_xor_sync(kWholeWarp, x, 2));
@@ -17,14 +17,14 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(kWholeWarp, x, 2);
 }
 
-// Over the eight lanes that hold the same columns of an mma accumulator.
+// Reduces over the eight lanes that hold the same columns of an mma accumulator.
 __device__ __forceinline__ uint32_t column_or(uint32_t x) {
   x |= __shfl_xor_sync(kWholeWarp, x, 4);
   x |= __shfl_xor_sync(kWholeWarp, x, 8);
   return x | __shfl_xor_sync(kWholeWarp, x, 16);
 }
 
-// Thread i of the CTA gets op over the values of threads 0..i; `values` holds one a thread and keeps the results.
+// Thread i of the CTA gets op over the values of threads 0..i; `values` has one entry per thread and keeps the results.
 template <typename T, typename Op>
 __device__ T block_scan(T* values, T value, const Op& op) {
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);

@@ -6,8 +6,8 @@
 
 namespace pagedtree::cuda {
 
-// kRows rows of kRowBytes, in panels: columns of 128 bytes, then one of 64 and one of 32 for what is left. Within a
-// panel the 16-byte chunks of a row change places by the row, so that a column of 8 rows covers all 32 banks.
+// kRows rows of kRowBytes, in panels: columns of 128 bytes, then one of 64 and one of 32 bytes for the rest. Within a
+// panel the place of a 16-byte chunk depends on the row, so that a column of 8 rows covers all 32 banks.
 template <int kRowBytes, int kRows>
 struct Panels {
   static_assert(kRowBytes % 32 == 0 && kRows % 8 == 0);
@@ -15,7 +15,7 @@ struct Panels {
   static constexpr int kChunks = kRowBytes / 16;
   static constexpr int kWide = kChunks / 8, kHalf = kChunks / 4 % 2, kQuarter = kChunks / 2 % 2;  // panels
 
-  // Unsigned throughout: the compiler then sees which bits come from the lane and which are constants.
+  // All is unsigned, so that the compiler sees which bits come from the lane and which are constants.
   static __device__ __forceinline__ uint32_t offset(uint32_t row, uint32_t chunk) {
     constexpr uint32_t kWideChunks = kWide * 8, kMost = kWideChunks + kHalf * 4;
     if constexpr (kWideChunks != 0) {
@@ -25,8 +25,8 @@ struct Panels {
     return kMost * 16 * kRows + in_panel<2>(row, (chunk - kMost) % 2);
   }
 
-  // Calls copy(row's value, chunk, offset) for the part of `thread` among kThreads, with what load(row) gave for the
-  // row; neighbours have neighbouring chunks. Rows are loaded before the first copy, so that only one waits for them.
+  // Calls copy(load(row), chunk, offset) for the chunks of `thread` among kThreads; neighbours have neighbouring
+  // chunks. load() is called for all rows before the first copy, so that there is one wait for them.
   template <int kThreads, typename Load, typename Copy>
   static __device__ __forceinline__ void for_each_chunk(uint32_t thread, const Load& load, const Copy& copy) {
     if constexpr (kWide != 0) each_in_panels<kThreads, 8, kWide>(thread, 0, load, copy);
@@ -38,7 +38,7 @@ struct Panels {
   template <int kThreads, int kWidth, int kPanels, typename Load, typename Copy>
   static __device__ __forceinline__ void each_in_panels(uint32_t thread, uint32_t first_chunk, const Load& load,
                                                         const Copy& copy) {
-    constexpr int kStep = kThreads / kWidth, kSteps = (kRows + kStep - 1) / kStep;  // rows at once
+    constexpr int kStep = kThreads / kWidth, kSteps = (kRows + kStep - 1) / kStep;  // rows per step
     const uint32_t first_row = thread / kWidth, chunk = thread % kWidth;
     const auto is_inside = [&](uint32_t row) { return kRows % kStep == 0 || row < kRows; };
     decltype(load(first_row)) rows[kSteps];

@@ -1,4 +1,4 @@
-// The rules of core/verify that weigh the target's law against the draft's: a cluster a tree.
+// The rules of core/verify that weigh the target's distribution against the draft's: one cluster per tree.
 #include "core/verify/block.h"
 #include "core/verify/rejection.h"
 #include "core/verify/traversal.h"
@@ -13,15 +13,16 @@ namespace {
 using Walk = void (*)(const RatioParams&, int64_t b, Rows&);
 
 template <Walk kWalk>
-__global__ void __launch_bounds__(kLawThreads, 1) walk_kernel(const __grid_constant__ RatioParams p) {
-  Rows rows(p, ptx::shared<LawShared>());
+__global__ void __launch_bounds__(kRulesThreads, 1) walk_kernel(const __grid_constant__ RatioParams p) {
+  Rows rows(p, ptx::shared<RulesShared>());
   ptx::cluster_sync();
   kWalk(p, ptx::cluster_index(), rows);
 }
 
 template <Walk kWalk>
 void walk_trees(const RatioParams& p, const ExecContext& ctx) {
-  launch_rows(walk_kernel<kWalk>, p.verify.batch, p.verify.logits.vocab, kLawThreads, sizeof(LawShared), ctx.stream, p);
+  launch_rows(walk_kernel<kWalk>, p.verify.batch, p.verify.logits.vocab, kRulesThreads, sizeof(RulesShared), ctx.stream,
+              p);
 }
 
 }  // namespace

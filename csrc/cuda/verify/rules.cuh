@@ -1,6 +1,6 @@
-// The rows of core/verify/rules.h, read by a whole CTA or a cluster: all threads call, and all get what comes out. The
-// CTAs of a cluster walk side by side: each reads a part of a row, and all have what came of it in their own memory.
-// The dtypes of target and draft are known at run time only, so that there is one kernel a rule.
+// The `Rows` of core/verify/rules.h, read by a whole CTA or a cluster: all threads make each call, and all get the
+// result. The CTAs of a cluster walk side by side: each reads a part of a row, and each has the results in its own
+// memory. The dtypes of target and draft are known only at run time, so that there is one kernel per rule.
 #pragma once
 
 #include "core/verify/rules.h"
@@ -9,36 +9,38 @@
 
 namespace pagedtree::cuda {
 
-// Fewer than read a row elsewhere: a walk's state and two laws need more registers than a thread of 512 may have.
-constexpr int kLawThreads = 384;
+// Fewer threads than elsewhere read a row: a walk's state and two distributions need more registers than a thread of
+// 512 may have.
+constexpr int kRulesThreads = 384;
 
-struct LawShared {
+struct RulesShared {
   RadixShared radix;
   FilterScratch filter;
-  NodeLaws laws;
-  LawTable residuals, drafts;
-  float block[kLawBlock / kLawRadix][kLawRadix + 1];  // residuals to draw from; one more a row against bank conflicts
-  double runs[kLawBlock / kLawRadix];                 // the rows' sums
+  NodeDistributions distributions;
+  MassTable residuals, drafts;
+  float block[kMassBlock / kMassRadix][kMassRadix + 1];  // residuals; one more per row avoids bank conflicts
+  double runs[kMassBlock / kMassRadix];                  // the sums of those rows
   int32_t tried[kMaxTreeNodes];
   int16_t parents[kMaxTreeNodes];
   int16_t depths[kMaxTreeNodes];
 };
-static_assert(sizeof(LawShared) <= 99 << 10);  // what every GPU from sm_80 on gives
+static_assert(sizeof(RulesShared) <= 99 << 10);  // what every GPU from sm_80 on gives
 
 using AnyReader = LogitReader<kAnyDType>;
 
-// The masses of a row's law.
-struct LawMasses {
-  static constexpr int kBatch = 4;  // groups of four that are loaded before one is looked at
-  static constexpr int kSums = 1;   // sums at a time
+// The masses of a row's distribution.
+struct RowMasses {
+  static constexpr int kBatch = 4;  // groups of four that are loaded together
+  static constexpr int kSums = 1;   // sums that are found at a time
   using Loaded = Four;
 
   AnyReader row;
   Scale scale;
   Filter filter;
 
-  __device__ explicit LawMasses(const RowLaw& law) : row(law.row), scale(law.scale), filter(law.filter) {
-    if (law.uniform) row.make_uniform();
+  __device__ explicit RowMasses(const RowDistribution& distribution)
+      : row(distribution.row), scale(distribution.scale), filter(distribution.filter) {
+    if (distribution.uniform) row.make_uniform();
   }
 
   __device__ float at(int64_t token) const {
@@ -72,41 +74,41 @@ struct LawMasses {
   }
 };
 
-// m log m of each mass.
-struct EntropyTerms : LawMasses {
-  using LawMasses::LawMasses;
+// The terms m log m of the masses m.
+struct EntropyTerms : RowMasses {
+  using RowMasses::RowMasses;
   __device__ __forceinline__ void values(int64_t token, const Loaded& loaded, float (&sums)[1][4]) const {
-    LawMasses::values(token, loaded, sums[0]);
+    RowMasses::values(token, loaded, sums[0]);
 #pragma unroll
     for (float& mass : sums[0]) mass = mass > 0.0f ? mass * log_exact<ScalarMath>(mass) : 0.0f;
   }
 };
 
-// The laws that children are drawn from: probabilities as they stand, or logits.
+// The masses of a draft's distribution: probabilities as given, or from logits.
 struct DraftMasses {
-  LawMasses law;
+  RowMasses masses;
   bool present, is_probs;
 
-  __device__ explicit DraftMasses(const NodeLaws& laws)
-      : law(plain(laws.draft, laws.target.row.vocab)),
-        present(laws.draft.row.logits != nullptr),
-        is_probs(laws.draft_is_probs) {}
+  __device__ explicit DraftMasses(const NodeDistributions& distributions)
+      : masses(plain(distributions.draft, distributions.target.row.vocab)),
+        present(distributions.draft.row.logits != nullptr),
+        is_probs(distributions.draft_is_probs) {}
 
-  // What the compiler knows of a draft's row needs no registers.
-  static __device__ RowLaw plain(RowLaw law, int64_t vocab) {
-    law.row.vocab = vocab;
-    law.row.allowed = nullptr;
-    law.row.allowed_words = nullptr;
-    return law;
+  // What the compiler knows about a draft's row needs no registers.
+  static __device__ RowDistribution plain(RowDistribution distribution, int64_t vocab) {
+    distribution.row.vocab = vocab;
+    distribution.row.allowed = nullptr;
+    distribution.row.allowed_words = nullptr;
+    return distribution;
   }
   static __device__ float clean(float q) { return q > 0.0f && q <= kMaxFloat ? q : 0.0f; }
   __device__ float at(int64_t token) const {
     if (!present) return 0.0f;
-    return is_probs ? clean(law.row.raw(token)) : law.at(token);
+    return is_probs ? clean(masses.row.raw(token)) : masses.at(token);
   }
   __device__ __forceinline__ void values(int64_t token, const Four& loaded, float (&four)[4]) const {
-    if (!is_probs) return law.values(token, loaded, four);
-    law.row.convert(loaded, four);
+    if (!is_probs) return masses.values(token, loaded, four);
+    masses.row.convert(loaded, four);
 #pragma unroll
     for (float& q : four) q = clean(q);
   }
@@ -120,23 +122,24 @@ struct ResidualMasses {
     Four target, draft;
   };
 
-  LawMasses target;
+  RowMasses target;
   DraftMasses draft;
   float factor;
   bool with_draft, counts_drafts;
   TriedTokens tried;
 
-  __device__ ResidualMasses(const NodeLaws& laws, double c, const TriedTokens& tried_tokens, bool only_drafted)
-      : target(laws.target), draft(laws), tried(tried_tokens) {
+  __device__ ResidualMasses(const NodeDistributions& distributions, double c, const TriedTokens& tried_tokens,
+                            bool only_drafted)
+      : target(distributions.target), draft(distributions), tried(tried_tokens) {
     with_draft = c != 0.0 && draft.present;
     counts_drafts = only_drafted;
-    factor = with_draft ? draft_factor(laws, c) : 0.0f;
+    factor = with_draft ? draft_factor(distributions, c) : 0.0f;
     if (counts_drafts && !with_draft) tried.size = 0;
   }
 
   __device__ int64_t vocab() const { return target.vocab(); }
   __device__ Loaded load(int64_t token) const {
-    return {target.load(token), with_draft ? draft.law.load(token) : Four{}};
+    return {target.load(token), with_draft ? draft.masses.load(token) : Four{}};
   }
   // sums: residuals, drafts.
   __device__ __forceinline__ void values(int64_t token, const Loaded& loaded, float (&sums)[2][4]) const {
@@ -162,8 +165,8 @@ struct ResidualMasses {
   }
 };
 
-// A block's sum from the warp's partial ones, in the order of LawTable: sum i is entry i % 4 of lane i / 4. Each step
-// hands the half that another lane goes on with to that lane.
+// A block's sum from the warp's partial sums, in the order of MassTable: sum i is entry i % 4 of lane i / 4. In each
+// step a lane gives another lane the half of the sums that the other continues with.
 __device__ __forceinline__ float sum_of_block(const float (&sums)[4]) {
   const bool high = threadIdx.x & 16, odd = threadIdx.x & 8;
   float first = high ? sums[2] : sums[0], second = high ? sums[3] : sums[1];
@@ -178,87 +181,90 @@ __device__ __forceinline__ float sum_of_block(const float (&sums)[4]) {
 
 class Rows {
  public:
-  __device__ Rows(const RatioParams& p, LawShared& shared)
+  __device__ Rows(const RatioParams& p, RulesShared& shared)
       : shared_(shared), tried_{shared.tried}, counts_drafts_(p.law != DraftLaw::kOneHot) {}
 
   static __device__ bool leads() { return leads_cluster(); }
   static __device__ bool leads_cta() { return threadIdx.x == 0; }
   static __device__ void sync() { ptx::cluster_sync(); }
-  __device__ NodeLaws& laws() { return shared_.laws; }
+  __device__ NodeDistributions& distributions() { return shared_.distributions; }
   __device__ AcceptedNodes accepted_nodes() { return {shared_.parents, shared_.depths}; }
 
-  __device__ __forceinline__ void open(const RatioParams& p, int64_t b, int64_t row, bool with_draft, NodeLaws& laws) {
+  __device__ __forceinline__ void open(const RatioParams& p, int64_t b, int64_t row, bool with_draft,
+                                       NodeDistributions& distributions) {
     clear_tried();
     const LogitRow draft_row = with_draft ? draft_row_of(p, row) : LogitRow{};
-    const bool has_draft_law = draft_row.logits != nullptr && p.draft_sampling.temperature != nullptr;
+    const bool finds_draft = draft_row.logits != nullptr && p.draft_sampling.temperature != nullptr;
     __syncthreads();
     if (leads_cta()) {
-      laws.target.row = logit_row(p.verify.logits, row);
-      laws.draft = {};
-      laws.draft.row = draft_row;
-      laws.draft_is_probs = !has_draft_law;
-      laws.draft_unit = 1.0;
+      distributions.target.row = logit_row(p.verify.logits, row);
+      distributions.draft = {};
+      distributions.draft.row = draft_row;
+      distributions.draft_is_probs = !finds_draft;
+      distributions.draft_unit = 1.0;
     }
     __syncthreads();
-    // The draft's law, where it must be found, then the target's.
+    // Finds the draft's distribution if it must be found, then the target's.
 #pragma unroll 1
-    for (int laws_left = has_draft_law ? 2 : 1; laws_left > 0; --laws_left) {
-      const bool of_draft = laws_left == 2;
-      RowLaw& into = of_draft ? laws.draft : laws.target;
-      const RowLaw law = find_law(into.row, law_of(of_draft ? p.draft_sampling : p.verify.sampling, b));
-      sum_blocks(LawMasses(law), shared_.residuals);
+    for (int left_to_find = finds_draft ? 2 : 1; left_to_find > 0; --left_to_find) {
+      const bool of_draft = left_to_find == 2;
+      RowDistribution& into = of_draft ? distributions.draft : distributions.target;
+      const RowDistribution distribution =
+          find_distribution(into.row, sampling_of(of_draft ? p.draft_sampling : p.verify.sampling, b));
+      sum_blocks(RowMasses(distribution), shared_.residuals);
       if (!leads_cta()) continue;
-      into = law;
-      const double total = shared_.residuals.total(law.row.vocab);
-      (of_draft ? laws.draft_unit : laws.total) = of_draft ? 1.0 / total : total;
+      into = distribution;
+      const double total = shared_.residuals.total(distribution.row.vocab);
+      (of_draft ? distributions.draft_unit : distributions.total) = of_draft ? 1.0 / total : total;
     }
     __syncthreads();
   }
 
-  __device__ double target(const NodeLaws& laws, int64_t token) const {
-    return static_cast<double>(LawMasses(laws.target).at(token));
+  __device__ double target(const NodeDistributions& distributions, int64_t token) const {
+    return static_cast<double>(RowMasses(distributions.target).at(token));
   }
-  __device__ double draft(const NodeLaws& laws, int64_t token) const {
-    return static_cast<double>(DraftMasses(laws).at(token)) * laws.draft_unit;
+  __device__ double draft(const NodeDistributions& distributions, int64_t token) const {
+    return static_cast<double>(DraftMasses(distributions).at(token)) * distributions.draft_unit;
   }
-  __device__ double residual(const NodeLaws& laws, double c, int64_t token) const {
-    const float mass = LawMasses(laws.target).at(token);
+  __device__ double residual(const NodeDistributions& distributions, double c, int64_t token) const {
+    const float mass = RowMasses(distributions.target).at(token);
     if (c == 0.0) return static_cast<double>(mass);
-    return static_cast<double>(residual_mass<ScalarMath>(mass, draft_factor(laws, c), DraftMasses(laws).at(token)));
+    return static_cast<double>(
+        residual_mass<ScalarMath>(mass, draft_factor(distributions, c), DraftMasses(distributions).at(token)));
   }
 
-  __device__ __forceinline__ LawSums sums(const NodeLaws& laws, double c) {
-    const ResidualMasses masses(laws, c, tried_, counts_drafts_);
+  __device__ __forceinline__ MassSums sums(const NodeDistributions& distributions, double c) {
+    const ResidualMasses masses(distributions, c, tried_, counts_drafts_);
     sum_blocks(masses, shared_.residuals, shared_.drafts);
-    const int64_t vocab = laws.target.row.vocab;
-    LawSums all{shared_.residuals.total(vocab)};
-    if (masses.with_draft) all.draft = shared_.drafts.total(vocab) * laws.draft_unit;
+    const int64_t vocab = distributions.target.row.vocab;
+    MassSums all{shared_.residuals.total(vocab)};
+    if (masses.with_draft) all.draft = shared_.drafts.total(vocab) * distributions.draft_unit;
     return all;
   }
 
-  __device__ __forceinline__ int64_t draw(const NodeLaws& laws, double c, double u) {
-    const int64_t vocab = laws.target.row.vocab;
+  __device__ __forceinline__ int64_t draw(const NodeDistributions& distributions, double c, double u) {
+    const int64_t vocab = distributions.target.row.vocab;
     MassSearch search{u * shared_.residuals.total(vocab)};
-    const int64_t begin = shared_.residuals.pick_block(vocab, search) * kLawBlock;
-    const ResidualMasses masses(laws, c, tried_, counts_drafts_);
-    for (int i = 4 * static_cast<int>(threadIdx.x); i < kLawBlock; i += 4 * static_cast<int>(blockDim.x)) {
+    const int64_t begin = shared_.residuals.pick_block(vocab, search) * kMassBlock;
+    const ResidualMasses masses(distributions, c, tried_, counts_drafts_);
+    for (int i = 4 * static_cast<int>(threadIdx.x); i < kMassBlock; i += 4 * static_cast<int>(blockDim.x)) {
       float sums[2][4];
       masses.values(begin + i, masses.load(begin + i), sums);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) shared_.block[i / kLawRadix][i % kLawRadix + j] = sums[0][j];
+      for (int j = 0; j < 4; ++j) shared_.block[i / kMassRadix][i % kMassRadix + j] = sums[0][j];
     }
     __syncthreads();
-    if (threadIdx.x < kLawBlock / kLawRadix) {
-      shared_.runs[threadIdx.x] = sum_in_order(shared_.block[threadIdx.x], kLawRadix);
+    if (threadIdx.x < kMassBlock / kMassRadix) {
+      shared_.runs[threadIdx.x] = sum_in_order(shared_.block[threadIdx.x], kMassRadix);
     }
     __syncthreads();
-    const int run = search.pick(shared_.runs, kLawBlock / kLawRadix);
-    return begin + run * kLawRadix + search.pick(shared_.block[run], kLawRadix);
+    const int run = search.pick(shared_.runs, kMassBlock / kMassRadix);
+    return begin + run * kMassRadix + search.pick(shared_.block[run], kMassRadix);
   }
 
-  __device__ __forceinline__ double entropy(const NodeLaws& laws) {
-    sum_blocks(EntropyTerms(laws.target), shared_.residuals);
-    return entropy_of(laws.total, shared_.residuals.total(laws.target.row.vocab));
+  __device__ __forceinline__ double entropy(const NodeDistributions& distributions) {
+    sum_blocks(EntropyTerms(distributions.target), shared_.residuals);
+    return entropy_of(distributions.total, shared_.residuals.total(distributions.target.row.vocab));
   }
 
   __device__ void clear_tried() { tried_.size = 0; }
@@ -267,7 +273,7 @@ class Rows {
     if (tried_.contains(token) || tried_.size == kMaxTreeNodes) return;
     const int32_t at = tried_.lower_bound(token), threads = static_cast<int32_t>(blockDim.x);
     __syncthreads();
-    // What lies behind it moves one on, the last ones first.
+    // Later tokens move up by one place, the last of them first.
     for (int32_t end = tried_.size; end > at; end -= threads) {
       const int32_t from = end - 1 - static_cast<int32_t>(threadIdx.x);
       const int32_t id = from >= at ? tried_.ids[from] : 0;
@@ -281,38 +287,38 @@ class Rows {
   }
 
  private:
-  __device__ __forceinline__ RowLaw find_law(const LogitRow& row, const Law& law) {
+  __device__ __forceinline__ RowDistribution find_distribution(const LogitRow& row, const Sampling& sampling) {
     AnyReader reader(row);
     const Peak peak = find_peak(reader, shared_.radix.block);
     reader.learn(peak);
-    return law_of_row(row, law, peak, [&](const Scale& scale) {
-      return find_filter(reader, law, scale, shared_.radix, shared_.filter);
+    return row_distribution(row, sampling, peak, [&](const Scale& scale) {
+      return find_filter(reader, sampling, scale, shared_.radix, shared_.filter);
     });
   }
 
-  // A warp a block, all the groups of four that its lanes add up. Every CTA gets all sums.
+  // One warp per block: it adds all groups of four tokens of the block. Every CTA gets all sums.
   template <typename Masses, typename... Tables>
   __device__ __forceinline__ void sum_blocks(const Masses& masses, Tables&... into) {
-    LawTable* const tables[Masses::kSums] = {&into...};
+    MassTable* const tables[Masses::kSums] = {&into...};
     const int64_t vocab = masses.vocab();
     sync();
-    // Groups of kLawSums tokens; some are loaded before one is looked at.
-    constexpr int kBatch = Masses::kBatch, kGroups = kLawBlock / kLawSums;
+    // A block is read in groups of kMassSums tokens, some of which are loaded together.
+    constexpr int kBatch = Masses::kBatch, kGroups = kMassBlock / kMassSums;
     static_assert(kGroups % kBatch == 0);
     const int lane = static_cast<int>(threadIdx.x % 32), warps_of_cta = static_cast<int>(blockDim.x / 32);
     const int warp = static_cast<int>(ptx::cluster_rank()) * warps_of_cta + static_cast<int>(threadIdx.x / 32);
     const int warps = static_cast<int>(ptx::cluster_size()) * warps_of_cta,
-              num_blocks = static_cast<int>(LawTable::num_blocks(vocab));
+              num_blocks = static_cast<int>(MassTable::num_blocks(vocab));
     float sums[Masses::kSums][4]{};
     int block = warp, group = 0;
 #pragma unroll 1
     while (block < num_blocks) {
-      int token = block * kLawBlock + group * kLawSums + 4 * lane;
+      int token = block * kMassBlock + group * kMassSums + 4 * lane;
       typename Masses::Loaded loaded[kBatch];
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) loaded[i] = masses.load(token + i * kLawSums);
+      for (int i = 0; i < kBatch; ++i) loaded[i] = masses.load(token + i * kMassSums);
 #pragma unroll 1
-      for (int i = 0; i < kBatch; ++i, token += kLawSums) {
+      for (int i = 0; i < kBatch; ++i, token += kMassSums) {
         float values[Masses::kSums][4];
         masses.values(token, loaded[0], values);
 #pragma unroll
@@ -333,14 +339,14 @@ class Rows {
       group = 0;
     }
     sync();
-    if (threadIdx.x < LawTable::num_groups(vocab)) {
+    if (threadIdx.x < MassTable::num_groups(vocab)) {
 #pragma unroll
-      for (LawTable* table : tables) table->add_group(vocab, threadIdx.x);
+      for (MassTable* table : tables) table->add_group(vocab, threadIdx.x);
     }
     __syncthreads();
   }
 
-  LawShared& shared_;
+  RulesShared& shared_;
   TriedTokens tried_;
   bool counts_drafts_;
 };

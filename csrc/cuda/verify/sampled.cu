@@ -17,33 +17,33 @@ __device__ __forceinline__ Draw draw_at(const VerifyParams& p, int64_t b, int64_
                                         SamplingShared& shared) {
   const uint64_t seed = p.seeds == nullptr ? 0 : static_cast<uint64_t>(p.seeds[b]);
   const uint64_t position = p.positions == nullptr ? 0 : static_cast<uint64_t>(p.positions[b]);
-  return draw_token<kDType>(logit_row(p.logits, row), law_of(p.sampling, b), seed,
+  return draw_token<kDType>(logit_row(p.logits, row), sampling_of(p.sampling, b), seed,
                             static_cast<int64_t>(position + static_cast<uint64_t>(int64_t{depth})), shared);
 }
 
-// Every row's token, before anybody knows which rows the walks visit: a cluster a row.
+// Draws every row's token before it is known which rows the walks visit: one cluster per row.
 template <DType kDType>
 __global__ void __launch_bounds__(kRowThreads, 1) draw_rows_kernel(const __grid_constant__ VerifyParams p) {
   const int64_t row = ptx::cluster_index(), b = sequence_of_row(p.cu_nodes, p.batch, row);
   const int32_t depth = p.depths[row];
   ptx::cluster_sync();
-  if (b < 0 || depth < 0) {  // no walk comes here
+  if (b < 0 || depth < 0) {  // no walk visits this row
     if (leads_cluster()) p.drawn_rows[row].sequence = -1;
     return;
   }
   const Draw draw = draw_at<kDType>(p, b, row, depth, ptx::shared<SamplingShared>());
   if (!leads_cluster()) return;
-  const int64_t at = ptx::cluster_index();  // row and depth anew: no registers hold them meanwhile
+  const int64_t at = ptx::cluster_index();  // row and depth again, so that no registers hold them meanwhile
   p.drawn_rows[at] = {static_cast<int32_t>(draw.token), static_cast<int32_t>(b), p.depths[at], draw.bad};
 }
 
-// A cluster a tree. Without `drawn`, only the rows on the path are read, one after the other.
+// One cluster per tree. Without `drawn`, only the rows on the path are read, one after the other.
 template <DType kDType>
 __global__ void __launch_bounds__(kRowThreads, 1) walk_kernel(const __grid_constant__ VerifyParams p, bool drawn) {
   auto& shared = ptx::shared<WalkShared>();
   const int64_t b = ptx::cluster_index();
   const bool writes = leads_cluster();
-  TreeWalk walk(p, b);  // the first thread's of each CTA; the others follow it
+  TreeWalk walk(p, b);  // the first thread of each CTA leads; the others follow
   if (writes) walk.begin();
   ptx::cluster_sync();
   for (bool more = walk.num_nodes > 0; more;) {
@@ -68,10 +68,10 @@ __global__ void __launch_bounds__(kRowThreads, 1) walk_kernel(const __grid_const
   if (writes) walk.finish();
 }
 
-// Whether all rows at once take no longer than the rows of a path one after the other, half of max_depth accepted.
+// Whether all rows at once take no longer than a path's rows one after the other, if half of max_depth is accepted.
 template <typename Kernel>
 bool draws_all_rows(const VerifyParams& p, Kernel kernel) {
-  const auto rounds = [&](int64_t rows) {  // in which the CTAs that fit read a part of a row
+  const auto rounds = [&](int64_t rows) {  // rounds in which each SM reads a part of a row
     const int64_t ctas = ctas_of_row(kernel, rows, p.logits.vocab), sms = device_limits().num_sms;
     return static_cast<double>(ceil_div(rows * ctas, sms)) / static_cast<double>(ctas);
   };

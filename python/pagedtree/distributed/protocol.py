@@ -1,6 +1,6 @@
 """What the ranks of a group tell each other about rows of logits: the rounds, and the words that each takes.
 
-The numbers are those of `ShardRound` and `WeighRound` in csrc/core, where it is said what the words hold.
+The numbers are those of csrc/core/shards.h and shard_distributions.h, which say what the words hold.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Round(IntEnum):
 
 
 class Weigh(IntEnum):
-    """What the ranks tell of the drafts; see WeighRound in csrc/core."""
+    """What the ranks tell of the drafts; see WeighRound in csrc/core/shard_distributions.h."""
 
     MASSES = 0
     RESIDUAL = 1

@@ -9,7 +9,8 @@
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 namespace {
 
-// Of the rows to prefetch, those that fall to row r of the tile: spread over its arithmetic, none has to wait.
+// Prefetches the part of the rows that belongs to row r of the tile: spread over the arithmetic of all rows, no
+// prefetch has to wait.
 void prefetch_for_row(const TreeAttentionParams& p, const RowTile& tile, int32_t r, const KeyRows& next) {
   const int64_t bytes = p.head_dim * element_size(p.kv_dtype);
   for (int64_t key = r * kKvTile / tile.rows; key < (r + 1) * kKvTile / tile.rows; ++key) {
@@ -21,22 +22,23 @@ void prefetch_for_row(const TreeAttentionParams& p, const RowTile& tile, int32_t
 }
 
 template <typename Engine>
-void softmax_tile(const TreeAttentionParams& p, const RowTile& tile, const ScoreLaw& law, const uint64_t* visible,
+void softmax_tile(const TreeAttentionParams& p, const RowTile& tile, const ScoreMap& score, const uint64_t* visible,
                   const Workspace& ws, const Engine& engine, const KeyRows& next) {
   for (int32_t r = 0; r < tile.rows; ++r) {
     if constexpr (Engine::kPacks) prefetch_for_row(p, tile, r, next);
     const float* row = ws.scores + r * kKvTile;
     const auto keep = [&](int64_t key, vfloat weights) { engine.store_weights(r, key, weights); };
     if (visible == nullptr) {
-      ws.factors[r] = softmax_row<false>(row, 0, law, ws.states[r], keep);
+      ws.factors[r] = softmax_row<false>(row, 0, score, ws.states[r], keep);
     } else {
       const int64_t token = (tile.first_row + r) / p.group_size - tile.first_row / p.group_size;
-      ws.factors[r] = softmax_row<true>(row, visible[token], law, ws.states[r], keep);
+      ws.factors[r] = softmax_row<true>(row, visible[token], score, ws.states[r], keep);
     }
   }
 }
 
-// The rows' results over KV tiles [begin, end), unnormalised, in ws.out and ws.states, head after head.
+// Computes the rows' results over KV tiles [begin, end), unnormalised, into ws.out and ws.states, one head after the
+// other.
 template <typename Engine>
 void attend_with(const TreeAttentionParams& p, const RowTile& tile, int64_t begin, int64_t end, const Workspace& ws) {
   TileVisibility seen;
@@ -57,12 +59,12 @@ void attend_with(const TreeAttentionParams& p, const RowTile& tile, int64_t begi
   const int64_t seen_end = ceil_div<int64_t>(seen.highest, kKvTile);
   begin = max_of(begin, seen.lowest / kKvTile);
   end = min_of(end, seen_end);
-  KeyRows first[2];  // of the first head: this tile's and the next one's, which is prefetched
+  KeyRows first[2];  // of the first head: in this tile and in the next one, which is prefetched
   if (begin < end) find_key_rows(p, tile, begin * kKvTile, kAllKeys, first[begin % 2]);
   for (int64_t t = begin; t < end; ++t) {
     const int64_t first_key = t * kKvTile;
     KeyRows &now = first[t % 2], &next = first[(t + 1) % 2];
-    // Also past the end: a thread mostly goes on with the range that begins there.
+    // Prefetches past the end, too: a thread usually continues with the range that begins there.
     if (t + 1 < seen_end) find_key_rows(p, tile, first_key + kKvTile, kAllKeys, next);
     const bool plain = seen.plain_begin <= first_key && first_key + kKvTile <= seen.plain_end;
     uint64_t visible[kMTile];
@@ -76,7 +78,7 @@ void attend_with(const TreeAttentionParams& p, const RowTile& tile, int64_t begi
       KeyRows share;
       prefetch_share(p, h, tile.heads, t + 1 < seen_end ? next : now, share);
       engine.scores(now, share);
-      softmax_tile(p, head, score_law(p, head.kv_head), plain ? nullptr : visible, head_ws, engine, share);
+      softmax_tile(p, head, score_map(p, head.kv_head), plain ? nullptr : visible, head_ws, engine, share);
       engine.accumulate(now, share);
     });
   }

@@ -113,7 +113,7 @@ class Bf16Engine {
   const TreeAttentionParams& p_;
   const RowTile& tile_;
   const Workspace& ws_;
-  uint16_t* weights_;  // [kMTile, kKvTile], in the place of the scores: a row's lie where earlier rows' scores did
+  uint16_t* weights_;  // [kMTile, kKvTile], over the scores: a row's weights replace earlier rows' scores
 };
 
 }  // namespace pagedtree::cpu::PAGEDTREE_ISA

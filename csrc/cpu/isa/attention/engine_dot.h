@@ -1,5 +1,5 @@
-// A few rows (plain decode) against one KV tile: an engine (see engine_fp32.h) that reads K and V where they lie. Each
-// is used so little that packing would cost more than the arithmetic; the next tile is prefetched meanwhile, the keys
+// A few rows (plain decode) against one KV tile: an engine (see engine_fp32.h) that reads K and V where they lie. They
+// are used so little that packing would cost more than the arithmetic. Meanwhile the next tile is prefetched, the keys
 // of all heads together.
 //
 // Rows of Q are taken kGroup at a time, kLanes / kGroup keys at a time: kLanes dot products, whose lanes are summed
@@ -69,7 +69,7 @@ static inline vfloat sum_lanes(vfloat (&v)[kLanes]) {
 template <DType kType>
 struct FloatBlocks {
   static constexpr int64_t kSize = element_size(kType);
-  static constexpr int64_t kKeys = 1;  // of a step along the keys
+  static constexpr int64_t kKeys = 1;  // keys per step
   using Query = float;
   using Weight = float;
   struct Block {
@@ -89,7 +89,7 @@ struct FloatBlocks {
   static inline vfloat add(vfloat sum, vfloat weight, vfloat values) { return muladd(weight, values, sum); }
 };
 
-// `next` are the keys to prefetch.
+// `next` holds the keys to prefetch.
 template <typename Blocks, int kGroup>
 static inline void dot_rows(const typename Blocks::Query* q, const char* const* keys, const char* const* next,
                             int64_t head_dim, float* scores) {
@@ -118,8 +118,8 @@ static inline void dot_rows(const typename Blocks::Query* q, const char* const* 
   }
 }
 
-// Prefetches rows one after the other, some bytes a step: memory is read fastest in its own order, which the loops over
-// columns of V do not follow.
+// Prefetches rows one after the other, some bytes per step: memory is read fastest in its own order, which the loops
+// over columns of V do not follow.
 struct RowPrefetch {
   const char* const* row;
   int64_t row_bytes;
@@ -132,7 +132,7 @@ struct RowPrefetch {
   }
 };
 
-// The weights of a row lie kWeightStride apart from those of the one before.
+// The weights of neighbouring rows lie kWeightStride apart.
 template <typename Blocks, int kGroup, int64_t kWeightStride>
 static inline void add_weighted_rows(const typename Blocks::Weight* weights, const char* const* keys,
                                      const char* const* next, int64_t head_dim, const float* factors, float* out) {

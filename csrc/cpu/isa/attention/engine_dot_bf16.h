@@ -1,4 +1,4 @@
-// A few rows against one KV tile with bf16 operands: engine_dot.h's way, where the machine multiplies pairs of bf16, so
+// A few rows against one KV tile with bf16 operands: as in engine_dot.h, on machines that multiply pairs of bf16, so
 // that nothing is converted. V is used two keys at a time; the output keeps the order in which their pairs come.
 #pragma once
 
@@ -53,7 +53,7 @@ class DotBf16Engine {
     });
   }
 
-  // In the place of the row's own scores.
+  // Weights replace the row's own scores.
   void store_weights(int64_t r, int64_t key, vfloat weights) const {
     store_float<DType::kBFloat16>(weights_of(r) + key, weights);
   }

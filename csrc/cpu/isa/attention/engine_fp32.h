@@ -1,9 +1,9 @@
 // Many rows against one KV tile in fp32: K and V are converted and packed for tile/gemm.h straight from the pages.
 //
-// An engine computes for one head of a row tile, in its part of the workspace: load_q() once, then for each KV tile
-// scores() = Q K^T and, once the softmax has put weights in their place (store_weights), accumulate(): out = factor *
-// out + weights V; finish() once. It holds nothing else. One that packs K and V (kPacks) leaves prefetching to the
-// caller.
+// An engine computes for one head of a row tile, in that head's part of the workspace, and has no other state. The
+// caller calls load_q() once; then for each KV tile scores() = Q K^T and, after the softmax has replaced the scores by
+// weights (store_weights), accumulate(): out = factor * out + weights V; at last finish(). If the engine packs K and V
+// (kPacks), the caller prefetches.
 #pragma once
 
 #include "cpu/isa/attention/workspace.h"

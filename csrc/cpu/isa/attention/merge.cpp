@@ -11,12 +11,12 @@ void add_scaled(float* sum, const float* row, int64_t count, float factor) {
   for (int64_t d = 0; d < count; d += kLanes) store(sum + d, muladd(load(row + d), splat(factor), load(sum + d)));
 }
 
-// A side of weight 0 is not read: it may hold anything.
+// A side with weight 0 is not read: it may hold anything.
 template <DType kType>
 void merge_row(const char* a, float factor_a, const char* b, float factor_b, char* out, int64_t count) {
   constexpr int64_t kSize = element_size(kType);
   for (int64_t d = 0; d < count; d += kLanes) {
-    // The last elements of a head size that is no multiple of the vector go through buffers.
+    // If the head size is not a multiple of the vector length, the last elements go through buffers.
     const int64_t width = min_of<int64_t>(kLanes, count - d);
     char buffer[3][kLanes * kSize] = {};
     const char *from_a = a + d * kSize, *from_b = b + d * kSize;

@@ -1,5 +1,5 @@
-// One row tile of one sequence, one KV head of it at a time: which rows, what they see, where their keys lie, where
-// results go.
+// One row tile of one sequence, one of its KV heads at a time: which rows it has, what they see, where their keys lie
+// and where results go.
 #pragma once
 
 #include "core/math.h"
@@ -9,14 +9,14 @@
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-// Read instead of K or V rows that nobody sees or that no page holds.
+// Zeros that are read instead of K or V rows that no row sees or that no page holds.
 alignas(64) static constexpr char kZeroRow[256 * 4] = {};
 
 struct RowTile {
   int64_t sequence;
   int32_t kv_head;
   SequenceWork work;
-  int32_t heads;      // that share the tile, this one being the first
+  int32_t heads;      // how many heads share the tile, from this one on
   int64_t first_row;  // within the sequence's rows of this head
   int32_t rows;       // of a head
 
@@ -26,7 +26,7 @@ struct RowTile {
   int64_t head(const TreeAttentionParams& p, int64_t r) const {
     return int64_t{kv_head} * p.group_size + (first_row + r) % p.group_size;
   }
-  // Head h of those that share the tile, alone.
+  // The part of the tile that belongs to head h of those that share it.
   RowTile only(int32_t h) const {
     RowTile tile = *this;
     tile.kv_head += h;
@@ -52,12 +52,12 @@ static inline const char* q_row(const TreeAttentionParams& p, const RowTile& til
   return static_cast<const char*>(p.q) + offset * element_size(p.q_dtype);
 }
 
-// What the tokens of a row tile see, one entry a token.
+// What the tokens of a row tile see, one entry per token.
 struct TileVisibility {
   Visibility tokens[kMTile];
   int32_t count;
-  int64_t lowest, highest;         // nobody sees a key outside
-  int64_t plain_begin, plain_end;  // everybody sees every key inside
+  int64_t lowest, highest;         // no row sees a key outside
+  int64_t plain_begin, plain_end;  // every row sees every key inside
 };
 
 static inline void see(const TreeAttentionParams& p, const RowTile& tile, TileVisibility& seen) {
@@ -83,7 +83,7 @@ static inline void see(const TreeAttentionParams& p, const RowTile& tile, TileVi
   }
 }
 
-// The visible keys of one KV tile: bit k of token i's word. Returns the keys that somebody sees.
+// The visible keys of one KV tile: bit k of token i's word. Returns the keys that any token sees.
 static inline uint64_t visible_keys(const TileVisibility& seen, int64_t first_key, uint64_t* bits) {
   uint64_t any = 0;
   for (int32_t i = 0; i < seen.count; ++i) {
@@ -125,7 +125,7 @@ static inline void find_key_rows(const TreeAttentionParams& p, const RowTile& ti
   }
 }
 
-// The rows of the tile's next head, in place of those of this one.
+// Moves on to the K and V rows of the tile's next head.
 static inline void step_head(const TreeAttentionParams& p, KeyRows& rows) {
   const int64_t size = element_size(p.kv_dtype);
   const int64_t k_step = p.k_cache.head_stride * size, v_step = p.v_cache.head_stride * size;
@@ -136,8 +136,8 @@ static inline void step_head(const TreeAttentionParams& p, KeyRows& rows) {
   }
 }
 
-// Of all the rows of a tile whose first head's are `first`, the share to prefetch while head h of the tile before is
-// computed: in the order in which they lie in memory.
+// The part of a tile's rows, those of all heads, that is prefetched while head h of the tile before is computed;
+// `first` holds the first head's rows. Rows are taken in the order in which they lie in memory.
 static inline void prefetch_share(const TreeAttentionParams& p, int32_t h, int32_t heads, const KeyRows& first,
                                   KeyRows& share) {
   const int64_t size = element_size(p.kv_dtype);

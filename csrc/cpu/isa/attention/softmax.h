@@ -6,8 +6,8 @@
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
 // Scores in base 2 from q.k: scale, or with a softcap cap * tanh(q.k * scale / cap).
-struct ScoreLaw {
-  float scale;  // of q.k; with a softcap of the exponent in tanh(x) = 1 - 2 / (2^(x * 2 log2 e) + 1)
+struct ScoreMap {
+  float scale;  // multiplies q.k; with a softcap it gives the exponent in tanh(x) = 1 - 2 / (2^(x * 2 log2 e) + 1)
   float cap;    // 0: none
 
   vfloat operator()(vfloat dot) const {
@@ -16,7 +16,7 @@ struct ScoreLaw {
   }
 };
 
-static inline ScoreLaw score_law(const TreeAttentionParams& p, int32_t kv_head) {
+static inline ScoreMap score_map(const TreeAttentionParams& p, int32_t kv_head) {
   const float scale = p.k_scale != nullptr ? p.scale * p.k_scale[kv_head * p.k_scale_stride] : p.scale;
   if (p.softcap == 0.0f) return {scale * kLog2E, 0.0f};
   return {scale * 2.0f * kLog2E / p.softcap, p.softcap * kLog2E};
@@ -25,14 +25,14 @@ static inline ScoreLaw score_law(const TreeAttentionParams& p, int32_t kv_head) 
 // Turns one row of q.k [kKvTile] into 2^(score - maximum), 0 where its bit of `visible` is not set, and updates the
 // state. Returns the factor for what was accumulated under the old maximum.
 template <bool kMasked, typename StoreWeights>
-static inline float softmax_row(const float* dots, uint64_t visible, const ScoreLaw& law, RowState& state,
+static inline float softmax_row(const float* dots, uint64_t visible, const ScoreMap& score, RowState& state,
                                 const StoreWeights& store_weights) {
   constexpr int kVectors = kKvTile / kLanes;
   const vint lane_bit = splat(1) << lane_index();
   vfloat scores[kVectors];
   vfloat top = splat(-kInfinity);
   for (int i = 0; i < kVectors; ++i) {
-    scores[i] = law(load(dots + i * kLanes));
+    scores[i] = score(load(dots + i * kLanes));
     if constexpr (kMasked) {
       const vint mask = (splat(static_cast<int32_t>(visible >> (i * kLanes))) & lane_bit) != 0;
       scores[i] = select(mask, scores[i], splat(-kInfinity));

@@ -16,7 +16,7 @@ struct Workspace {
   float *q, *k, *v;  // [kMTile, D], [kKvTile, D], [kKvTile, D]
   float* scores;     // [kMTile, kKvTile], overwritten by the softmax weights
   float* out;        // [kMTile, D], unnormalised
-  float* factors;    // [kMTile], of what `out` held before the tile
+  float* factors;    // [kMTile], the factors of what `out` held before the tile
   RowState* states;  // [kMTile]
 
   Workspace(void* memory, int64_t head_dim) {
@@ -29,7 +29,7 @@ struct Workspace {
     states = reinterpret_cast<RowState*>(factors + kMTile);
   }
 
-  // For the rows from r on.
+  // The workspace of the rows from r on.
   Workspace from_row(int64_t r, int64_t head_dim) const {
     Workspace rest = *this;
     rest.q += r * head_dim;

@@ -1,11 +1,11 @@
-// Draws a draft node's children from the filtered law of its row of logits, and writes the law down.
+// Draws a draft node's children from the filtered distribution of its row of logits, and writes that distribution.
 #include "core/drafting.h"
 #include "cpu/isa.h"
 #include "cpu/isa/logits/masses.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-// Tokens as integer masses; the law is mass / total. A token of no mass is never drawn, and has probability 0.
+// Tokens as integer masses; probabilities are mass / total. A token without mass has probability 0 and is never drawn.
 template <typename T>
 struct Masses {
   const LogitRow& row;
@@ -20,7 +20,7 @@ struct Masses {
 };
 
 template <typename T>
-static inline uint64_t write_law(const Masses<T>& masses, float* probs) {
+static inline uint64_t write_distribution(const Masses<T>& masses, float* probs) {
   const int64_t vocab = masses.row.vocab;
   typedef uint64_t vlong __attribute__((vector_size(kLanes * 8)));
   vlong sums{};
@@ -38,7 +38,7 @@ static inline uint64_t write_law(const Masses<T>& masses, float* probs) {
 // Without replacement: the best tokens by log-mass + Gumbel noise, best first (Kool et al., ICML 2019).
 template <typename T>
 static inline int32_t draw_distinct(const Masses<T>& masses, const ChildrenDraw& draw) {
-  constexpr int kGroup = 4 * kLanes;  // one Philox block a lane
+  constexpr int kGroup = 4 * kLanes;  // one Philox block per lane
   const int32_t count = draw.count;
   int32_t size = 0;
   for (int64_t begin = 0; begin < masses.row.vocab; begin += kGroup) {
@@ -99,7 +99,7 @@ static inline int32_t draw_independent(const Masses<T>& masses, uint64_t total, 
 
 template <typename T>
 static inline void draw_from(const Masses<T>& masses, const ChildrenDraw& draw) {
-  const uint64_t total = write_law(masses, draw.probs);
+  const uint64_t total = write_distribution(masses, draw.probs);
   int32_t size = draw.law == GrowthLaw::kIid ? draw_independent(masses, total, draw) : draw_distinct(masses, draw);
   for (int32_t r = 0; r < size; ++r) draw.scores[r] = log_exact<ScalarMath>(draw.probs[draw.tokens[r]]);
   for (; size < draw.count; ++size) {
@@ -108,8 +108,9 @@ static inline void draw_from(const Masses<T>& masses, const ChildrenDraw& draw) 
   }
 }
 
-void draw_children(const LogitRow& row, const Law& law, const ChildrenDraw& draw, FilterScratch& scratch) {
-  const RowLaw found = with_logits(row.dtype, [&]<typename T>() { return find_law<T>(row, law, scratch); });
+void draw_children(const LogitRow& row, const Sampling& sampling, const ChildrenDraw& draw, FilterScratch& scratch) {
+  const RowDistribution found =
+      with_logits(row.dtype, [&]<typename T>() { return find_distribution<T>(row, sampling, scratch); });
   with_logits(found, [&]<typename T>() { draw_from(Masses<T>{row, found.scale, found.filter}, draw); });
 }
 

@@ -10,7 +10,7 @@ namespace pagedtree::cpu::PAGEDTREE_ISA {
 
 static_assert(kLanes <= kMostLanes && kPeakBlock % kLanes == 0);
 
-// Writes each block's peaks, a lane each, unless `peaks` is null.
+// Also writes the peaks of each block, one per lane, unless `peaks` is null.
 template <typename T>
 static inline Peak find_peak(const LogitRow& row, float* peaks) {
   Peak peak;
@@ -41,7 +41,7 @@ static inline Peak find_peak(const LogitRow& row, float* peaks) {
   }
 }
 
-// Peaks of the block that token t, its first, begins.
+// The peaks of the block whose first token is t.
 static inline vfloat peaks_at(const float* peaks, int64_t t) { return load(peaks + t / kPeakBlock * kLanes); }
 
 // Whether the block may hold a token with a logit of at least `least`.
@@ -49,21 +49,21 @@ static inline bool reaches(const float* peaks, int64_t t, float least) {
   return lane_bits(peaks_at(peaks, t) >= splat(least)) != 0;
 }
 
-// Whether it may hold one that the filter keeps, with any mass.
+// Whether the block may hold a token that the filter keeps and that has a mass.
 static inline bool may_have_mass(const float* peaks, int64_t t, const Filter& filter, const Scale& scale) {
   const vfloat x = scale(peaks_at(peaks, t));
   return reaches(peaks, t, filter.min_logit) && lane_bits((x >= splat(filter.min_x)) & has_mass(x)) != 0;
 }
 
 // The threshold is found by radix search: tokens are counted by the high half of their logits' 32-bit order key, then,
-// inside the half where the threshold lies, by the low half. A bfloat16 logit has no low half: one table settles it.
-// Counted are only those above a logit that the threshold cannot be below, as a rule few.
+// among those with the threshold's high half, by the low half. bfloat16 logits have no low half: one table is enough.
+// Tokens below a logit that the threshold cannot be below are not counted, so that usually few are.
 template <typename T>
 constexpr bool kOneTable = std::is_same_v<T, BFloat16>;
-constexpr uint32_t kMinusInfinityBin = 0x007f;  // nothing else but -inf is there or below
+constexpr uint32_t kMinusInfinityBin = 0x007f;  // holds -inf; lower bins hold nothing
 
-// What one search sees of a row: tokens with x below `min_x` read as -inf; those with logits below `least` are in no
-// table. Masses are counted where `weighted`.
+// What one search sees of a row: tokens with x below `min_x` read as -inf, and tokens with logits below `least` are in
+// no table. If `weighted`, masses are added as well.
 struct View {
   const LogitRow& row;
   const float* peaks;
@@ -73,20 +73,20 @@ struct View {
   bool weighted;
 };
 
-// The table of one half. Its bins are exact logits unless a low half follows; then the mass of a bin is its count times
-// one weight, and only a table of inexact bins needs `masses`.
+// The table of one half of the key. Unless a low half follows, a bin is one logit and its mass is its count times one
+// weight. Only other tables need `masses`.
 struct Digits {
   uint32_t* counts;
-  uint64_t* masses;  // null: bins are exact
+  uint64_t* masses;  // null: each bin is one logit
   RowTotals* blocks;
-  int first_block;  // those below are not there
+  int first_block;  // earlier blocks are not used
   bool low;
-  uint32_t prefix;  // of a low half: the high half
+  uint32_t prefix;  // if `low`: the high half of all keys
 
   template <typename M>
   typename M::Uint key_of(typename M::Uint bin) const {
     if (low) return bin | (prefix << 16);
-    return (bin << 16) | (((bin >> 15) - 1u) & 0xffffu);  // of negative logits the key is the complement
+    return (bin << 16) | (((bin >> 15) - 1u) & 0xffffu);  // the keys of negative logits are complements
   }
 };
 
@@ -132,7 +132,7 @@ static inline void clear(const Digits& digits) {
   if (digits.masses != nullptr) std::memset(digits.masses + first, 0, (kBins - first) * sizeof(*digits.masses));
 }
 
-// Enters those of the tokens t .. t + kLanes - 1 that `lanes` names.
+// Enters the tokens whose bit in `lanes` is set.
 static inline void enter(const Digits& digits, vuint key, vfloat x, uint32_t lanes) {
   const vuint bin = digits.low ? key & 0xffffu : key >> 16;
   const vuint weight = digits.masses != nullptr ? weight_of<VectorMath>(x) : vuint{};
@@ -143,7 +143,7 @@ static inline void enter(const Digits& digits, vuint key, vfloat x, uint32_t lan
   }
 }
 
-// All tokens' mass, in parts that lanes do not overflow: in a block of light tokens there is but one.
+// The mass of all tokens, added in parts so that no lane overflows. A block whose tokens are all light needs one part.
 struct MassSum {
   static constexpr float kLight = -6.0f;  // x
   vuint low{}, high{};
@@ -203,7 +203,7 @@ struct Cut {
   RowTotals at{};
 };
 
-// Finds the bin of the cut, counting from the top what lies above it. The table reaches `target`.
+// Finds the bin of the cut and adds up what lies above it, from the top. The whole table must reach `target`.
 static inline uint32_t search(const View& view, const Digits& digits, uint64_t RowTotals::* measure, uint64_t target,
                               Cut& cut) {
   int block = kBlocks - 1;
@@ -245,11 +245,11 @@ static inline int64_t end_of_ties(const LogitRow& row, float logit, uint64_t cou
   return row.vocab;
 }
 
-// A logit that at least `count` tokens reach: as many of the peaks do. -inf where there are fewer.
+// A logit that at least `count` tokens reach, because `count` of the peaks do; -inf if there are fewer peaks.
 static inline float reached_by(const float* peaks, int64_t vocab, int64_t count) {
   const int64_t size = ceil_div<int64_t>(vocab, kPeakBlock) * kLanes;
   if (count > size) return -kInfinity;
-  uint32_t key = 0;  // the largest that `count` peaks reach, bit by bit
+  uint32_t key = 0;  // the largest key that `count` peaks reach, found bit by bit
   for (uint32_t bit = 1u << 31; bit != 0; bit >>= 1) {
     int64_t reached = 0;
     for (int64_t i = 0; i < size; i += kLanes) {
@@ -260,7 +260,8 @@ static inline float reached_by(const float* peaks, int64_t vocab, int64_t count)
   return logit_of_key<ScalarMath>(key);
 }
 
-// A logit below which all tokens together have less than 1 - top_p of the peak's mass, weights rounded up by a half.
+// A logit below which all tokens together have less than 1 - top_p of the peak's mass, even if rounding adds a half to
+// each weight.
 static inline float below_top_p(float top_p, int64_t vocab, const Scale& scale) {
   const float share = 0.99f * (1.0f - top_p) / static_cast<float>(vocab) - 0x1p-32f;
   if (share < kMinNormal) return -kInfinity;
@@ -269,17 +270,18 @@ static inline float below_top_p(float top_p, int64_t vocab, const Scale& scale) 
 }
 
 template <typename T>
-static inline Filter find_filter(const LogitRow& row, const Law& law, const Scale& scale, FilterScratch& scratch) {
+static inline Filter find_filter(const LogitRow& row, const Sampling& sampling, const Scale& scale,
+                                 FilterScratch& scratch) {
   Filter filter;
-  filter.min_x = min_p_bound(law.min_p);
-  const bool by_mass = law.top_p < 1.0f;
-  const bool by_count = law.top_k > 0 && law.top_k < row.vocab;
+  filter.min_x = min_p_bound(sampling.min_p);
+  const bool by_mass = sampling.top_p < 1.0f;
+  const bool by_count = sampling.top_k > 0 && sampling.top_k < row.vocab;
   if (!by_mass && !by_count) return filter;
 
-  const bool with_sum = by_mass && (law.joint || !by_count);
-  float least = by_count ? reached_by(scratch.peaks, row.vocab, law.top_k) : kInfinity;
-  if (with_sum) least = min_of(least, below_top_p(law.top_p, row.vocab, scale));
-  const View view{row, scratch.peaks, scale, law.joint ? -kInfinity : filter.min_x, least, by_mass};
+  const bool with_sum = by_mass && (sampling.joint || !by_count);
+  float least = by_count ? reached_by(scratch.peaks, row.vocab, sampling.top_k) : kInfinity;
+  if (with_sum) least = min_of(least, below_top_p(sampling.top_p, row.vocab, scale));
+  const View view{row, scratch.peaks, scale, sampling.joint ? -kInfinity : filter.min_x, least, by_mass};
   uint64_t* masses = kOneTable<T> || !by_mass ? nullptr : scratch.high_masses;
   const int first_block = static_cast<int>(order_key<ScalarMath>(least + 0.0f) >> 16) / kBlockBins;
   const Digits high{scratch.high_counts, masses, scratch.high_blocks, first_block, false, 0};
@@ -287,17 +289,17 @@ static inline Filter find_filter(const LogitRow& row, const Law& law, const Scal
   RowTotals left{0, 0};
   for (int block = first_block; block < kBlocks; ++block) add(left, high.blocks[block]);
   if (with_sum) left.mass = mass;
-  // A table of no more than top_k tokens ends with the cut, or has all there are.
-  if (by_count && static_cast<uint64_t>(law.top_k) <= left.count) {
-    const Cut cut = find_cut<T>(view, high, &RowTotals::count, static_cast<uint64_t>(law.top_k), scratch);
+  // If no more than top_k tokens are in the table, it ends at the cut or holds all tokens.
+  if (by_count && static_cast<uint64_t>(sampling.top_k) <= left.count) {
+    const Cut cut = find_cut<T>(view, high, &RowTotals::count, static_cast<uint64_t>(sampling.top_k), scratch);
     filter.min_logit = cut.logit;
-    if (!law.joint) {
+    if (!sampling.joint) {
       left = cut.above;
       add(left, cut.at);
     }
   }
   if (by_mass) {
-    const uint64_t needed = top_p_mass(law.top_p, left.mass);
+    const uint64_t needed = top_p_mass(sampling.top_p, left.mass);
     const Cut cut = find_cut<T>(view, high, &RowTotals::mass, needed, scratch);
     if (cut.logit >= filter.min_logit) {
       filter.min_logit = cut.logit;

@@ -1,4 +1,4 @@
-// The law of a row of logits, its tokens' masses, and those of a draft's law beside it.
+// The distribution of a row of logits, the masses of its tokens, and those of a draft's distribution beside it.
 #pragma once
 
 #include "core/verify/rules.h"
@@ -7,9 +7,9 @@
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
 template <typename T>
-static inline RowLaw find_law(const LogitRow& row, const Law& law, FilterScratch& scratch) {
-  return law_of_row(row, law, find_peak<T>(row, scratch.peaks),
-                    [&](const Scale& scale) { return find_filter<T>(row, law, scale, scratch); });
+static inline RowDistribution find_distribution(const LogitRow& row, const Sampling& sampling, FilterScratch& scratch) {
+  return row_distribution(row, sampling, find_peak<T>(row, scratch.peaks),
+                          [&](const Scale& scale) { return find_filter<T>(row, sampling, scale, scratch); });
 }
 
 // Calls body.template operator()<T>() with the type that logits are stored in.
@@ -25,19 +25,19 @@ static inline auto with_logits(DType dtype, const Body& body) {
   }
 }
 
-// The same for a law, of which a row without finite logits is a type of its own.
+// The same for a distribution; a row without finite logits has a type of its own.
 template <typename Body>
-static inline auto with_logits(const RowLaw& law, const Body& body) {
-  if (law.uniform) return body.template operator()<UniformLogit>();
-  return with_logits(law.row.dtype, body);
+static inline auto with_logits(const RowDistribution& distribution, const Body& body) {
+  if (distribution.uniform) return body.template operator()<UniformLogit>();
+  return with_logits(distribution.row.dtype, body);
 }
 
 // Masses of tokens t .. t + kLanes - 1; t is a multiple of kLanes below the vocabulary.
 template <typename T>
-static inline vfloat masses_at(const RowLaw& law, int64_t t) {
-  const vfloat logit = load_logits<T>(law.row, t);
-  const vfloat x = law.scale(logit);
-  const vint kept = kept_lanes(law.filter, logit, x, t) & (logit > splat(-kInfinity));
+static inline vfloat masses_at(const RowDistribution& distribution, int64_t t) {
+  const vfloat logit = load_logits<T>(distribution.row, t);
+  const vfloat x = distribution.scale(logit);
+  const vint kept = kept_lanes(distribution.filter, logit, x, t) & (logit > splat(-kInfinity));
   return select(kept, mass_of<VectorMath>(x), splat(0.0f));
 }
 
@@ -48,57 +48,57 @@ static inline vfloat probabilities_at(const LogitRow& row, int64_t t) {
   return select((q > 0.0f) & (q <= splat(kMaxFloat)), q, splat(0.0f));
 }
 
-// Of one token.
-static inline float target_mass(const NodeLaws& laws, int64_t token) {
+// The mass of one token.
+static inline float target_mass(const NodeDistributions& distributions, int64_t token) {
   const int64_t t = token - token % kLanes;
-  return with_logits(laws.target,
-                     [&]<typename T>() { return masses_at<T>(laws.target, t)[static_cast<int>(token - t)]; });
+  return with_logits(distributions.target,
+                     [&]<typename T>() { return masses_at<T>(distributions.target, t)[static_cast<int>(token - t)]; });
 }
 
-static inline float draft_mass(const NodeLaws& laws, int64_t token) {
-  if (laws.draft.row.logits == nullptr) return 0.0f;
+static inline float draft_mass(const NodeDistributions& distributions, int64_t token) {
+  if (distributions.draft.row.logits == nullptr) return 0.0f;
   const int64_t t = token - token % kLanes;
   const int lane = static_cast<int>(token - t);
-  if (laws.draft_is_probs) {
-    return with_logits(laws.draft.row.dtype,
-                       [&]<typename T>() { return probabilities_at<T>(laws.draft.row, t)[lane]; });
+  if (distributions.draft_is_probs) {
+    return with_logits(distributions.draft.row.dtype,
+                       [&]<typename T>() { return probabilities_at<T>(distributions.draft.row, t)[lane]; });
   }
-  return with_logits(laws.draft, [&]<typename T>() { return masses_at<T>(laws.draft, t)[lane]; });
+  return with_logits(distributions.draft, [&]<typename T>() { return masses_at<T>(distributions.draft, t)[lane]; });
 }
 
-// Writes at(t) for the tokens of a block; returns how many, filled up with zeros to a multiple of kLawSums.
+// Writes at(t) for the tokens of a block; returns how many, filled up with zeros to a multiple of kMassSums.
 template <typename At>
 static inline int fill_block(float* block, int64_t begin, int64_t vocab, const At& at) {
-  const int64_t end = min_of(begin + kLawBlock, vocab);
-  const int count = static_cast<int>(ceil_div<int64_t>(end - begin, kLawSums) * kLawSums);
-  std::memset(block + count - kLawSums, 0, kLawSums * sizeof(float));
+  const int64_t end = min_of(begin + kMassBlock, vocab);
+  const int count = static_cast<int>(ceil_div<int64_t>(end - begin, kMassSums) * kMassSums);
+  std::memset(block + count - kMassSums, 0, kMassSums * sizeof(float));
   for (int64_t t = begin; t < end; t += kLanes) store(block + (t - begin), at(t));
   return count;
 }
 
-static inline int load_masses(const RowLaw& law, int64_t begin, float* block) {
-  return with_logits(law, [&]<typename T>() {
-    return fill_block(block, begin, law.row.vocab, [&](int64_t t) { return masses_at<T>(law, t); });
+static inline int load_masses(const RowDistribution& distribution, int64_t begin, float* block) {
+  return with_logits(distribution, [&]<typename T>() {
+    return fill_block(block, begin, distribution.row.vocab, [&](int64_t t) { return masses_at<T>(distribution, t); });
   });
 }
 
-// A block of both laws, the target's as zeros unless `with_target`; tried tokens count as nothing, where `only_drafted`
-// those that the draft gives a mass.
-static inline int load_block(const NodeLaws& laws, int64_t begin, bool with_target, bool with_draft,
-                             const TriedTokens& tried, bool only_drafted, LawBlock& block) {
-  const int64_t vocab = laws.target.row.vocab;
-  const int count = with_target ? load_masses(laws.target, begin, block.target)
+// Loads a block of both distributions; the target's masses are 0 unless `with_target`. Tried tokens count as 0, but
+// with `only_drafted` only those that have a mass under the draft.
+static inline int load_block(const NodeDistributions& distributions, int64_t begin, bool with_target, bool with_draft,
+                             const TriedTokens& tried, bool only_drafted, MassBlock& block) {
+  const int64_t vocab = distributions.target.row.vocab;
+  const int count = with_target ? load_masses(distributions.target, begin, block.target)
                                 : fill_block(block.target, begin, vocab, [](int64_t) { return vfloat{}; });
-  if (with_draft && laws.draft_is_probs) {
-    with_logits(laws.draft.row.dtype, [&]<typename T>() {
-      fill_block(block.draft, begin, laws.draft.row.vocab,
-                 [&](int64_t t) { return probabilities_at<T>(laws.draft.row, t); });
+  if (with_draft && distributions.draft_is_probs) {
+    with_logits(distributions.draft.row.dtype, [&]<typename T>() {
+      fill_block(block.draft, begin, distributions.draft.row.vocab,
+                 [&](int64_t t) { return probabilities_at<T>(distributions.draft.row, t); });
     });
   } else if (with_draft) {
-    load_masses(laws.draft, begin, block.draft);
+    load_masses(distributions.draft, begin, block.draft);
   }
   if (only_drafted && !with_draft) return count;
-  for (int32_t i = tried.lower_bound(begin); i < tried.size && tried.ids[i] < begin + kLawBlock; ++i) {
+  for (int32_t i = tried.lower_bound(begin); i < tried.size && tried.ids[i] < begin + kMassBlock; ++i) {
     const int64_t at = tried.ids[i] - begin;
     if (only_drafted && !(block.draft[at] > 0.0f)) continue;
     block.target[at] = block.draft[at] = 0.0f;
@@ -106,7 +106,7 @@ static inline int load_block(const NodeLaws& laws, int64_t begin, bool with_targ
   return count;
 }
 
-static inline vfloat residuals_at(const LawBlock& block, vfloat factor, int i) {
+static inline vfloat residuals_at(const MassBlock& block, vfloat factor, int i) {
   return residual_mass<VectorMath>(load(block.target + i), factor, load(block.draft + i));
 }
 

@@ -1,4 +1,4 @@
-// The race of a row's tokens: x and Gumbel noise, of which the largest wins.
+// The race of a row's tokens: the largest sum of x and Gumbel noise wins.
 #pragma once
 
 #include "cpu/isa/logits/filter.h"
@@ -10,7 +10,7 @@ struct Winner {
   int64_t token = 0;
 };
 
-constexpr int kRaceGroup = 4 * kLanes;  // one Philox block a lane
+constexpr int kRaceGroup = 4 * kLanes;  // one Philox block per lane
 
 // From the words of the blocks id / 4, id / 4 + 1, ..., those of the tokens id, id + 1, ..., each in its lane.
 static inline void shift_words(uint64_t seed, int64_t position, int64_t id, vuint words[4]) {
@@ -21,7 +21,7 @@ static inline void shift_words(uint64_t seed, int64_t position, int64_t id, vuin
   std::memcpy(words, run + id % 4, sizeof(vuint) * 4);
 }
 
-// No noise of a word above it exceeds `least`: G <= -log v.
+// Words above the result give noise of at most `least`, because G <= -log v.
 static inline uint32_t largest_word(float least) {
   const float v = least > 0.0f ? exp_exact<ScalarMath>(-least) * 1.001f : 1.0f;
   return static_cast<uint32_t>(min_of(v * 4294967296.0f + 1.0f, 4294967040.0f)) | 0xffu;
@@ -50,11 +50,12 @@ static inline Winner race(const LogitRow& row, const Scale& scale, const Filter&
   };
   for (int64_t block = 0; block < row.vocab; block += kPeakBlock) {
     if (peaks != nullptr && !reaches(peaks, block, filter.min_logit)) continue;
-    float most = peaks == nullptr ? 0.0f : reduce_max(scale(peaks_at(peaks, block)));  // no x is above
+    float most = peaks == nullptr ? 0.0f : reduce_max(scale(peaks_at(peaks, block)));  // an upper bound of x
     uint32_t word = largest_word(best.score - most);
     const int64_t end = min_of(block + kPeakBlock, row.vocab);
     for (int64_t begin = block; begin < end; begin += kRaceGroup) {
-      // Few are kept, or few have the noise to win: what is rarer is looked at first.
+      // With a filter few tokens are kept, without one few have enough noise to win. The rarer condition is checked
+      // first.
       if (filtered) {
         most = load_x(begin);
         if (!(most + kMaxGumbel > best.score)) continue;

@@ -15,7 +15,7 @@ struct Float16 {
 struct BFloat16 {
   uint16_t bits;
 };
-struct UniformLogit {};  // a row without finite logit reads as zeros
+struct UniformLogit {};  // a row without finite logits reads as zeros
 
 template <typename T>
 constexpr float kLargest = kMaxFloat;  // what +inf reads as

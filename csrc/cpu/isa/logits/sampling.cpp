@@ -1,29 +1,31 @@
-// Draws a token from a row of logits in a few scans of the row, without sorting it and without a copy of it: the peak,
-// the filters' threshold, the race of the kept tokens' noise.
+// Draws a token from a row of logits in a few scans, without sorting or copying the row: the peak, the filters'
+// threshold, the race of the kept tokens' noise.
 #include "cpu/isa.h"
 #include "cpu/isa/logits/race.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
 template <typename T>
-static inline Draw draw(const LogitRow& row, const Law& law, uint64_t seed, int64_t position, FilterScratch& scratch) {
+static inline Draw draw(const LogitRow& row, const Sampling& sampling, uint64_t seed, int64_t position,
+                        FilterScratch& scratch) {
   const Peak peak = find_peak<T>(row, scratch.peaks);
-  if (law.temperature == 0.0f) return {peak.token, peak.has_nan || peak.logit == -kInfinity};
+  if (sampling.temperature == 0.0f) return {peak.token, peak.has_nan || peak.logit == -kInfinity};
   if (peak.logit == -kInfinity)
     return {race<UniformLogit>(row, {0.0f, 1.0f}, Filter{}, nullptr, seed, position).token, true};
-  const Scale scale{peak.logit, inverse_temperature(law.temperature)};
-  const Filter filter = find_filter<T>(row, law, scale, scratch);
+  const Scale scale{peak.logit, inverse_temperature(sampling.temperature)};
+  const Filter filter = find_filter<T>(row, sampling, scale, scratch);
   return {race<T>(row, scale, filter, scratch.peaks, seed, position).token, peak.has_nan != 0};
 }
 
-Draw draw_token(const LogitRow& row, const Law& law, uint64_t seed, int64_t position, FilterScratch& scratch) {
+Draw draw_token(const LogitRow& row, const Sampling& sampling, uint64_t seed, int64_t position,
+                FilterScratch& scratch) {
   switch (row.dtype) {
     case DType::kFloat16:
-      return draw<Float16>(row, law, seed, position, scratch);
+      return draw<Float16>(row, sampling, seed, position, scratch);
     case DType::kBFloat16:
-      return draw<BFloat16>(row, law, seed, position, scratch);
+      return draw<BFloat16>(row, sampling, seed, position, scratch);
     default:
-      return draw<float>(row, law, seed, position, scratch);
+      return draw<float>(row, sampling, seed, position, scratch);
   }
 }
 

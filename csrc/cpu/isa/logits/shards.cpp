@@ -1,4 +1,4 @@
-// What this rank's columns of a row hold, see core/shards.h and core/shard_laws.h.
+// Scans of this rank's columns of a row, see core/shards.h and core/shard_distributions.h.
 #include "cpu/isa.h"
 #include "cpu/isa/logits/masses.h"
 #include "cpu/isa/logits/race.h"
@@ -6,7 +6,7 @@
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 namespace {
 
-// Adds the tokens of the view whose keys begin with the digits that are found to the bins of the next digit.
+// Adds the view's tokens whose keys begin with the known digits to the bins of the next digit.
 template <typename T>
 inline void tabulate(const LogitRow& row, const ShardView& view, uint32_t found, int digit, int64_t* bins) {
   const int shift = 32 - kShardDigitBits * (digit + 1);
@@ -35,12 +35,13 @@ inline int64_t count_ties(const LogitRow& row, float logit) {
   return count;
 }
 
-inline int64_t race_word(const ShardStepParams& p, const RowLaw& law, int64_t b, int32_t depth) {
+inline int64_t race_word(const ShardStepParams& p, const RowDistribution& distribution, int64_t b, int32_t depth) {
   const int64_t first = p.shard.first_token;
   const uint64_t seed = static_cast<uint64_t>(p.seeds[b]);
   const uint64_t position = static_cast<uint64_t>(p.positions[b]) + static_cast<uint64_t>(int64_t{depth});
-  const Winner best = with_logits(law, [&]<typename T>() {
-    return race<T>(law.row, law.scale, law.filter, nullptr, seed, static_cast<int64_t>(position), first);
+  const Winner best = with_logits(distribution, [&]<typename T>() {
+    return race<T>(distribution.row, distribution.scale, distribution.filter, nullptr, seed,
+                   static_cast<int64_t>(position), first);
   });
   return ranked_word(best.score, first + best.token);
 }
@@ -55,7 +56,7 @@ struct Units {
     high += more_high;
     low += more_low;
   }
-  // Of a block at most: lanes of more would overflow.
+  // The sum, of at most one block: with more a lane would overflow.
   uint64_t whole() const {
     uint64_t sum = 0;
     for (int i = 0; i < kLanes; ++i) sum += (uint64_t{high[i]} << kHalfUnits) + low[i];
@@ -63,23 +64,23 @@ struct Units {
   }
 };
 
-class ShardLaws {
+class ShardDistributions {
  public:
-  ShardLaws(const ShardWeighParams& p, int64_t n, int64_t b, LawScratch& scratch)
+  ShardDistributions(const ShardWeighParams& p, int64_t n, int64_t b, RulesScratch& scratch)
       : p_(p), block_(scratch.block), tried_{scratch.tried} {
-    laws_.target = law_of_shard(p.shard, n, p.shard.rows[n], law_of(p.shard.sampling, b));
-    laws_.draft_is_probs = true;
-    laws_.draft_unit = 1.0;
-    if (p.ratio.law != DraftLaw::kOneHot) laws_.draft.row = draft_row_of(p.ratio, n);
+    distributions_.target = shard_distribution(p.shard, n, p.shard.rows[n], sampling_of(p.shard.sampling, b));
+    distributions_.draft_is_probs = true;
+    distributions_.draft_unit = 1.0;
+    if (p.ratio.law != DraftLaw::kOneHot) distributions_.draft.row = draft_row_of(p.ratio, n);
   }
 
-  const NodeLaws& laws() const { return laws_; }
+  const NodeDistributions& distributions() const { return distributions_; }
 
-  // What is left at c where the first children's tokens are tried, and the draft's masses.
+  // Sums what is left at c, and the draft's masses, with the tokens of the first `num_tried` children tried.
   void sum(TreeWalk& walk, double c, int64_t num_tried, int64_t* words) {
     look_at(walk, c, num_tried);
     uint64_t left = 0, drafts = 0;
-    for (int64_t begin = 0; begin < laws_.target.row.vocab; begin += kLawBlock) {
+    for (int64_t begin = 0; begin < distributions_.target.row.vocab; begin += kMassBlock) {
       Units of_left, of_drafts;
       const int count = load(begin);
       for (int i = 0; i < count; i += kLanes) {
@@ -93,10 +94,10 @@ class ShardLaws {
     words[1] = static_cast<int64_t>(drafts);
   }
 
-  // The first token whose cumulative units, of what is left, exceed `bound`.
+  // The first token at which the cumulative units of what is left exceed `bound`.
   int64_t draw(TreeWalk& walk, double c, int64_t num_tried, uint64_t bound) {
     look_at(walk, c, num_tried);
-    for (int64_t begin = 0; begin < laws_.target.row.vocab; begin += kLawBlock) {
+    for (int64_t begin = 0; begin < distributions_.target.row.vocab; begin += kMassBlock) {
       const int count = load(begin);
       for (int i = 0; i < count; ++i) {
         const uint64_t units = units_of(block_.target[i]);
@@ -104,20 +105,21 @@ class ShardLaws {
         bound -= units;
       }
     }
-    return laws_.target.row.vocab - 1;  // not reached: the bound is below the sum
+    return distributions_.target.row.vocab - 1;  // not reached: the bound is below the sum
   }
 
  private:
   void look_at(TreeWalk& walk, double c, int64_t num_tried) {
     tried_.size = 0;
     mark_tried(p_.shard, walk, num_tried, tried_);
-    with_draft_ = c != 0.0 && laws_.draft.row.logits != nullptr;
-    factor_ = with_draft_ ? draft_factor(laws_, c) : 0.0f;
+    with_draft_ = c != 0.0 && distributions_.draft.row.logits != nullptr;
+    factor_ = with_draft_ ? draft_factor(distributions_, c) : 0.0f;
   }
 
-  // What is left of the target's masses, in place of them.
+  // Loads a block and replaces the target's masses by what is left of them.
   int load(int64_t begin) {
-    const int count = load_block(laws_, begin, true, with_draft_, tried_, p_.ratio.law != DraftLaw::kOneHot, block_);
+    const int count =
+        load_block(distributions_, begin, true, with_draft_, tried_, p_.ratio.law != DraftLaw::kOneHot, block_);
     for (int i = 0; with_draft_ && i < count; i += kLanes) {
       store(block_.target + i, residuals_at(block_, splat(factor_), i));
     }
@@ -125,19 +127,20 @@ class ShardLaws {
   }
 
   const ShardWeighParams& p_;
-  NodeLaws laws_{};
-  LawBlock& block_;
+  NodeDistributions distributions_{};
+  MassBlock& block_;
   TriedTokens tried_;
   bool with_draft_ = false;
   float factor_ = 0.0f;
 };
 
-// The drafts of the node's children, of those in this rank's columns.
-inline void tell_drafts(const ShardWeighParams& p, TreeWalk& walk, const NodeLaws& laws) {
+// Writes the masses of the children's draft tokens that are in this rank's columns.
+inline void tell_drafts(const ShardWeighParams& p, TreeWalk& walk, const NodeDistributions& distributions) {
   for (int32_t child = walk.first_child(); child >= 0; child = walk.next_sibling(child)) {
     const int64_t row = walk.rows.begin + child, column = draft_token_at(walk.p, row) - p.shard.first_token;
     if (column < 0 || column >= p.shard.logits.vocab) continue;
-    p.words[row * kWeighWords + 1] = word_of_masses(target_mass(laws, column), draft_mass(laws, column));
+    p.words[row * kWeighWords + 1] =
+        word_of_masses(target_mass(distributions, column), draft_mass(distributions, column));
   }
 }
 
@@ -146,18 +149,18 @@ inline void tell_drafts(const ShardWeighParams& p, TreeWalk& walk, const NodeLaw
 void step_shard(const ShardStepParams& p, int64_t n) {
   const int64_t b = sequence_of(p.shard, n);
   const int32_t depth = b < 0 ? -1 : depth_of(p, n, b);
-  if (depth < 0) return;  // no walk comes here
+  if (depth < 0) return;  // no walk visits this row
   const LogitRow logits = logit_row(p.shard.logits, n);
-  const Law law = law_of(p.shard.sampling, b);
+  const Sampling sampling = sampling_of(p.shard.sampling, b);
   ShardRow& row = p.shard.rows[n];
   int64_t* words = p.words + n * words_of(p.round);
 
-  const int64_t kept_ties = learn(p, n, law, row);
+  const int64_t kept_ties = learn(p, n, sampling, row);
   with_logits(logits.dtype, [&]<typename T>() {
     if (kept_ties == 0) row.filter.tie_end = 0;
     if (kept_ties > 0)
       row.filter.tie_end = end_of_ties<T>(logits, row.filter.min_logit, static_cast<uint64_t>(kept_ties));
-    begin_round(p, law, row);
+    begin_round(p, sampling, row);
     switch (p.round) {
       case ShardRound::kNone:
         break;
@@ -169,33 +172,33 @@ void step_shard(const ShardStepParams& p, int64_t n) {
       }
       case ShardRound::kCount:
       case ShardRound::kMass:
-        if (row.searching) tabulate<T>(logits, view_of(row, law, p.round), row.key, p.digit, words);
+        if (row.searching) tabulate<T>(logits, view_of(row, sampling, p.round), row.key, p.digit, words);
         break;
       case ShardRound::kTies:
         if (row.ties != 0) words[0] = count_ties<T>(logits, row.filter.min_logit);
         break;
       case ShardRound::kRace:
-        words[0] = law.temperature == 0.0f ? ranked_word(0.0f, row.peak.token)
-                                           : race_word(p, law_of_shard(p.shard, n, row, law), b, depth);
+        words[0] = sampling.temperature == 0.0f ? ranked_word(0.0f, row.peak.token)
+                                                : race_word(p, shard_distribution(p.shard, n, row, sampling), b, depth);
         break;
     }
   });
 }
 
-void weigh_shard(const ShardWeighParams& p, int64_t item, LawScratch& scratch) {
+void weigh_shard(const ShardWeighParams& p, int64_t item, RulesScratch& scratch) {
   const auto [n, b] = item_of(p, item);
   if (b < 0) return;
   TreeWalk walk(p.ratio.verify, b);
   if (!stand_at(walk, n)) return;
   ShardRow& row = p.shard.rows[n];
   int64_t* words = p.words + item * (p.round == WeighRound::kDraw ? 1 : kWeighWords);
-  ShardLaws shard(p, n, b, scratch);
+  ShardDistributions shard(p, n, b, scratch);
   switch (p.round) {
     case WeighRound::kMasses: {
       int64_t sums[kWeighWords];
       shard.sum(walk, 0.0, 0, sums);
       words[0] = row.own_units = sums[0];
-      tell_drafts(p, walk, shard.laws());
+      tell_drafts(p, walk, shard.distributions());
       break;
     }
     case WeighRound::kResidual: {

@@ -6,7 +6,7 @@
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-// Skipped as a whole where its maximum is not among the best.
+// A block is skipped if its maximum is not among the best.
 constexpr int kChunk = 64;
 
 template <typename T>
@@ -32,8 +32,8 @@ static inline void find_top(const LogitRow& row, int32_t k, int64_t* tokens, flo
   }
 }
 
-// The sum of exp(logit - peak), with the same bits for every vector length and backend: sixteen partial sums a block of
-// tokens, one after the other, then block by block.
+// The sum of exp(logit - peak), with the same bits for every vector length and backend: each block has sixteen partial
+// sums, which are added in order, then the blocks are.
 template <typename T>
 static inline double sum_exp(const LogitRow& row, float peak) {
   constexpr int kPartials = 16;

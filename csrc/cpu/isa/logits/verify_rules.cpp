@@ -1,4 +1,4 @@
-// The rows of core/verify/rules.h, one vector after the other, and the rules that are templates over them.
+// The `Rows` of core/verify/rules.h, scanned one vector after the other, and the rules that are templates over them.
 #include "core/verify/block.h"
 #include "core/verify/rejection.h"
 #include "core/verify/traversal.h"
@@ -11,8 +11,8 @@ namespace {
 
 // The partial sums of a block.
 struct Sums {
-  static constexpr int kParts = kLawSums / kLanes;
-  static_assert(kLawSums % kLanes == 0);
+  static constexpr int kParts = kMassSums / kLanes;
+  static_assert(kMassSums % kLanes == 0);
   vfloat parts[kParts]{};
 
   float whole() {
@@ -25,49 +25,52 @@ struct Sums {
 
 class Rows {
  public:
-  Rows(const RatioParams& p, LawScratch& scratch) : scratch_(scratch), tried_{scratch.tried}, law_(p.law) {}
+  Rows(const RatioParams& p, RulesScratch& scratch) : scratch_(scratch), tried_{scratch.tried}, law_(p.law) {}
 
   static bool leads() { return true; }
   static bool leads_cta() { return true; }
   static void sync() {}
-  NodeLaws& laws() { return scratch_.laws; }
+  NodeDistributions& distributions() { return scratch_.distributions; }
 
-  void open(const RatioParams& p, int64_t b, int64_t row, bool with_draft, NodeLaws& laws) {
+  void open(const RatioParams& p, int64_t b, int64_t row, bool with_draft, NodeDistributions& distributions) {
     clear_tried();
-    laws = {};
-    laws.draft_is_probs = p.draft_sampling.temperature == nullptr;
-    laws.draft_unit = 1.0;
-    if (with_draft) laws.draft.row = draft_row_of(p, row);
-    if (laws.draft.row.logits != nullptr && !laws.draft_is_probs) {
-      laws.draft = law_at(laws.draft.row, law_of(p.draft_sampling, b));
-      laws.draft_unit = 1.0 / sum_masses(laws.draft);
+    distributions = {};
+    distributions.draft_is_probs = p.draft_sampling.temperature == nullptr;
+    distributions.draft_unit = 1.0;
+    if (with_draft) distributions.draft.row = draft_row_of(p, row);
+    if (distributions.draft.row.logits != nullptr && !distributions.draft_is_probs) {
+      distributions.draft = distribution_at(distributions.draft.row, sampling_of(p.draft_sampling, b));
+      distributions.draft_unit = 1.0 / sum_masses(distributions.draft);
     }
-    laws.target = law_at(logit_row(p.verify.logits, row), law_of(p.verify.sampling, b));
-    laws.total = sum_masses(laws.target);
+    distributions.target = distribution_at(logit_row(p.verify.logits, row), sampling_of(p.verify.sampling, b));
+    distributions.total = sum_masses(distributions.target);
   }
 
-  double target(const NodeLaws& laws, int64_t token) const { return static_cast<double>(target_mass(laws, token)); }
-
-  double draft(const NodeLaws& laws, int64_t token) const {
-    return static_cast<double>(draft_mass(laws, token)) * laws.draft_unit;
+  double target(const NodeDistributions& distributions, int64_t token) const {
+    return static_cast<double>(target_mass(distributions, token));
   }
 
-  double residual(const NodeLaws& laws, double c, int64_t token) const {
-    const float mass = target_mass(laws, token);
+  double draft(const NodeDistributions& distributions, int64_t token) const {
+    return static_cast<double>(draft_mass(distributions, token)) * distributions.draft_unit;
+  }
+
+  double residual(const NodeDistributions& distributions, double c, int64_t token) const {
+    const float mass = target_mass(distributions, token);
     if (c == 0.0) return static_cast<double>(mass);
-    return static_cast<double>(residual_mass<ScalarMath>(mass, draft_factor(laws, c), draft_mass(laws, token)));
+    return static_cast<double>(
+        residual_mass<ScalarMath>(mass, draft_factor(distributions, c), draft_mass(distributions, token)));
   }
 
-  LawSums sums(const NodeLaws& laws, double c) {
-    const bool with_draft = c != 0.0 && laws.draft.row.logits != nullptr;
-    const vfloat factor = splat(with_draft ? draft_factor(laws, c) : 0.0f);
-    const bool sums_draft = with_draft && law_ == DraftLaw::kSwor;  // elsewhere a draft's mass stays what it is
-    const float* peaks = peaks_of(laws.target);
-    LawSums all;
-    all.residual = sum_blocks(laws.target.row.vocab, scratch_.residuals, [&](int64_t begin, int64_t block) {
-      const bool with_target = may_have_mass(peaks, begin, laws.target);
+  MassSums sums(const NodeDistributions& distributions, double c) {
+    const bool with_draft = c != 0.0 && distributions.draft.row.logits != nullptr;
+    const vfloat factor = splat(with_draft ? draft_factor(distributions, c) : 0.0f);
+    const bool sums_draft = with_draft && law_ == DraftLaw::kSwor;  // otherwise a draft's mass does not change
+    const float* peaks = peaks_of(distributions.target);
+    MassSums all;
+    all.residual = sum_blocks(distributions.target.row.vocab, scratch_.residuals, [&](int64_t begin, int64_t block) {
+      const bool with_target = may_have_mass(peaks, begin, distributions.target);
       if (!with_target && !sums_draft) return 0.0f;
-      const int count = load_block(laws, begin, with_target, with_draft);
+      const int count = load_block(distributions, begin, with_target, with_draft);
       if (sums_draft) {
         scratch_.drafts.blocks[block] = sum_of(count, [&](int i) { return load(scratch_.block.draft + i); });
       }
@@ -76,34 +79,37 @@ class Rows {
       return sum_of(count, [&](int i) { return residuals_at(scratch_.block, factor, i); });
     });
     last_sum_ = all.residual;
-    if (sums_draft) all.draft = sum_groups(laws.target.row.vocab, scratch_.drafts) * laws.draft_unit;
+    if (sums_draft) all.draft = sum_groups(distributions.target.row.vocab, scratch_.drafts) * distributions.draft_unit;
     return all;
   }
 
-  int64_t draw(const NodeLaws& laws, double c, double u) {
+  int64_t draw(const NodeDistributions& distributions, double c, double u) {
     MassSearch search{u * last_sum_};
-    const int64_t begin = scratch_.residuals.pick_block(laws.target.row.vocab, search) * kLawBlock;
-    const bool with_draft = c != 0.0 && laws.draft.row.logits != nullptr;
-    const int count = load_block(laws, begin, true, with_draft);
-    const vfloat factor = splat(with_draft ? draft_factor(laws, c) : 0.0f);
-    for (int i = 0; with_draft && i < count; i += kLanes)
+    const int64_t begin = scratch_.residuals.pick_block(distributions.target.row.vocab, search) * kMassBlock;
+    const bool with_draft = c != 0.0 && distributions.draft.row.logits != nullptr;
+    const int count = load_block(distributions, begin, true, with_draft);
+    const vfloat factor = splat(with_draft ? draft_factor(distributions, c) : 0.0f);
+    for (int i = 0; with_draft && i < count; i += kLanes) {
       store(scratch_.block.target + i, residuals_at(scratch_.block, factor, i));
-    double runs[kLawBlock / kLawRadix];
-    for (int i = 0; i < count; i += kLawRadix) runs[i / kLawRadix] = sum_in_order(scratch_.block.target + i, kLawRadix);
-    const int run = search.pick(runs, count / kLawRadix) * kLawRadix;
-    return begin + run + search.pick(scratch_.block.target + run, kLawRadix);
+    }
+    double runs[kMassBlock / kMassRadix];
+    for (int i = 0; i < count; i += kMassRadix) {
+      runs[i / kMassRadix] = sum_in_order(scratch_.block.target + i, kMassRadix);
+    }
+    const int run = search.pick(runs, count / kMassRadix) * kMassRadix;
+    return begin + run + search.pick(scratch_.block.target + run, kMassRadix);
   }
 
-  double entropy(const NodeLaws& laws) {
-    const float* peaks = peaks_of(laws.target);
-    const double terms = sum_blocks(laws.target.row.vocab, scratch_.residuals, [&](int64_t begin, int64_t) {
-      if (!may_have_mass(peaks, begin, laws.target)) return 0.0f;
-      return sum_of(load_block(laws, begin, true, false), [&](int i) {
+  double entropy(const NodeDistributions& distributions) {
+    const float* peaks = peaks_of(distributions.target);
+    const double terms = sum_blocks(distributions.target.row.vocab, scratch_.residuals, [&](int64_t begin, int64_t) {
+      if (!may_have_mass(peaks, begin, distributions.target)) return 0.0f;
+      return sum_of(load_block(distributions, begin, true, false), [&](int i) {
         const vfloat mass = load(scratch_.block.target + i);
         return select(mass > 0.0f, mass * log_exact<VectorMath>(mass), splat(0.0f));
       });
     });
-    return entropy_of(laws.total, terms);
+    return entropy_of(distributions.total, terms);
   }
 
   AcceptedNodes accepted_nodes() { return {scratch_.parents, scratch_.depths}; }
@@ -113,15 +119,15 @@ class Rows {
   bool is_tried(int64_t token) const { return tried_.contains(token); }
 
  private:
-  RowLaw law_at(const LogitRow& row, const Law& law) {
+  RowDistribution distribution_at(const LogitRow& row, const Sampling& sampling) {
     peaks_row_ = row;
-    return with_logits(row.dtype, [&]<typename T>() { return find_law<T>(row, law, scratch_.filter); });
+    return with_logits(row.dtype, [&]<typename T>() { return find_distribution<T>(row, sampling, scratch_.filter); });
   }
 
-  // Of the law's row, looked for again if another's came in between. Null where all its tokens have the same mass.
-  const float* peaks_of(const RowLaw& law) {
-    if (law.uniform) return nullptr;
-    const LogitRow& row = law.row;
+  // The peaks of the distribution's row, found again if another row's are in the scratch; null if the row is uniform.
+  const float* peaks_of(const RowDistribution& distribution) {
+    if (distribution.uniform) return nullptr;
+    const LogitRow& row = distribution.row;
     if (row.logits != peaks_row_.logits || row.allowed != peaks_row_.allowed ||
         row.allowed_words != peaks_row_.allowed_words) {
       with_logits(row.dtype, [&]<typename T>() { find_peak<T>(row, scratch_.filter.peaks); });
@@ -130,76 +136,77 @@ class Rows {
     return scratch_.filter.peaks;
   }
 
-  // Whether the law may have any in the block.
-  static bool may_have_mass(const float* peaks, int64_t begin, const RowLaw& law) {
-    return peaks == nullptr || PAGEDTREE_ISA::may_have_mass(peaks, begin, law.filter, law.scale);
+  // Whether the block may hold any mass.
+  static bool may_have_mass(const float* peaks, int64_t begin, const RowDistribution& distribution) {
+    return peaks == nullptr || PAGEDTREE_ISA::may_have_mass(peaks, begin, distribution.filter, distribution.scale);
   }
 
   // The sum of values(i) over the lanes at i, for `count` tokens of a block.
   template <typename Values>
   static float sum_of(int count, const Values& values) {
     Sums sums;
-    for (int begin = 0; begin < count; begin += kLawSums) {
+    for (int begin = 0; begin < count; begin += kMassSums) {
       for (int i = 0; i < Sums::kParts; ++i) sums.parts[i] += values(begin + i * kLanes);
     }
     return sums.whole();
   }
 
-  static double sum_groups(int64_t vocab, LawTable& table) {
-    for (int64_t group = 0; group < LawTable::num_groups(vocab); ++group) table.add_group(vocab, group);
+  static double sum_groups(int64_t vocab, MassTable& table) {
+    for (int64_t group = 0; group < MassTable::num_groups(vocab); ++group) table.add_group(vocab, group);
     return table.total(vocab);
   }
 
   // `sum_block` gives a block's sum for its first token and its number.
   template <typename SumBlock>
-  static double sum_blocks(int64_t vocab, LawTable& table, const SumBlock& sum_block) {
-    for (int64_t block = 0; block < LawTable::num_blocks(vocab); ++block) {
-      table.blocks[block] = sum_block(block * kLawBlock, block);
+  static double sum_blocks(int64_t vocab, MassTable& table, const SumBlock& sum_block) {
+    for (int64_t block = 0; block < MassTable::num_blocks(vocab); ++block) {
+      table.blocks[block] = sum_block(block * kMassBlock, block);
     }
     return sum_groups(vocab, table);
   }
 
-  // Of a law alone: nothing is tried, and draws may follow.
-  double sum_masses(const RowLaw& law) {
-    const float* peaks = peaks_of(law);
-    last_sum_ = sum_blocks(law.row.vocab, scratch_.residuals, [&](int64_t begin, int64_t) {
-      if (!may_have_mass(peaks, begin, law)) return 0.0f;
-      return sum_of(load_masses(law, begin, scratch_.block.target),
+  // The sum of one distribution's masses, as sums() with c = 0 and no tried token: draw() may follow.
+  double sum_masses(const RowDistribution& distribution) {
+    const float* peaks = peaks_of(distribution);
+    last_sum_ = sum_blocks(distribution.row.vocab, scratch_.residuals, [&](int64_t begin, int64_t) {
+      if (!may_have_mass(peaks, begin, distribution)) return 0.0f;
+      return sum_of(load_masses(distribution, begin, scratch_.block.target),
                     [&](int i) { return load(scratch_.block.target + i); });
     });
     return last_sum_;
   }
 
-  int load_block(const NodeLaws& laws, int64_t begin, bool with_target, bool with_draft) {
+  int load_block(const NodeDistributions& distributions, int64_t begin, bool with_target, bool with_draft) {
     const bool only_drafted = law_ != DraftLaw::kOneHot;
-    return PAGEDTREE_ISA::load_block(laws, begin, with_target, with_draft, tried_, only_drafted, scratch_.block);
+    return PAGEDTREE_ISA::load_block(distributions, begin, with_target, with_draft, tried_, only_drafted,
+                                     scratch_.block);
   }
 
-  LawScratch& scratch_;
+  RulesScratch& scratch_;
   TriedTokens tried_;
   DraftLaw law_;
-  LogitRow peaks_row_{};  // whose peaks are in the scratch
+  LogitRow peaks_row_{};  // the row whose peaks are in the scratch
   double last_sum_ = 0.0;
 };
 
 }  // namespace
 
-void verify_rejection(const RatioParams& p, int64_t b, LawScratch& scratch) {
+void verify_rejection(const RatioParams& p, int64_t b, RulesScratch& scratch) {
   Rows rows(p, scratch);
   walk_rejection(p, b, rows);
 }
 
-void verify_block(const RatioParams& p, int64_t b, LawScratch& scratch) {
+void verify_block(const RatioParams& p, int64_t b, RulesScratch& scratch) {
   Rows rows(p, scratch);
   walk_block(p, b, rows);
 }
 
-void verify_typical(const RatioParams& p, int64_t b, LawScratch& scratch) {
+void verify_typical(const RatioParams& p, int64_t b, RulesScratch& scratch) {
   Rows rows(p, scratch);
   walk_typical(p, b, rows);
 }
 
-void verify_traversal(const RatioParams& p, int64_t b, LawScratch& scratch) {
+void verify_traversal(const RatioParams& p, int64_t b, RulesScratch& scratch) {
   Rows rows(p, scratch);
   walk_traversal(p, b, rows);
 }

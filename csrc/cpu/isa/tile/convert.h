@@ -8,7 +8,7 @@ namespace pagedtree::cpu::PAGEDTREE_ISA {
 typedef uint16_t vhalf __attribute__((vector_size(kLanes * 2)));
 typedef uint8_t vbyte __attribute__((vector_size(kLanes)));
 
-// Without fp32 subnormals on the way, which threads may have set to flush.
+// The conversion avoids fp32 subnormals, because the thread may flush them to 0.
 static inline vfloat float_from_half(vuint half) {
   const vuint magnitude = half & 0x7fffu;
   const vuint normal = (magnitude << 13) + (112u << 23) + bits<vuint>((magnitude >= 0x7c00u) & (112 << 23));
@@ -32,8 +32,8 @@ static inline vuint bfloat16_from_float(vfloat v) {
   return bits<vuint>(v == v ? bits<vint>(rounded) : splat(0x7fc0));
 }
 
-// Bits of the fp16 nearest to v in the low half of each lane. Not by the compiler's fp16: where the processor lacks the
-// instructions, that calls a function of libgcc which systems older than GCC 12 do not have.
+// Bits of the fp16 nearest to v in the low half of each lane. The compiler's own fp16 type is avoided: without the
+// processor's instructions it calls a function of libgcc that systems older than GCC 12 lack.
 static inline vuint half_from_float(vfloat v) {
   const vuint magnitude = bits<vuint>(v) & 0x7fffffffu;
   // The carry of the rounding runs into the exponent, from 65504 to infinity too.

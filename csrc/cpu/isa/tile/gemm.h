@@ -1,6 +1,6 @@
 // C[rows, columns] = A[rows, depth] x B[depth, columns], or factor[row] * C + A x B, in fp32, for tiles that live in
-// the caches near the core. Each kGemmDepth of the depth are summed by themselves before they meet C: less rounding
-// than one long sum. B comes packed in panels of kPanel columns: [columns / kPanel, depth, kPanel].
+// the caches near the core. Each kGemmDepth terms are summed by themselves before they are added to C, which rounds
+// less than one long sum. B comes packed in panels of kPanel columns: [columns / kPanel, depth, kPanel].
 #pragma once
 
 #include "cpu/isa/tile/vec.h"
@@ -12,7 +12,7 @@ constexpr int64_t kGemmDepth = 64;
 #if defined(__AVX512F__)
 constexpr int kGemmRows = 12;  // 24 accumulators of 32 registers
 #elif defined(__AVX2__)
-constexpr int kGemmRows = 6;  // 12 of 16
+constexpr int kGemmRows = 6;  // 12 accumulators of 16 registers
 #else
 constexpr int kGemmRows = 4;
 #endif

@@ -1,8 +1,8 @@
 // C = A x B, or factor[row] * C + A x B, for bf16 A and B and fp32 C: with AMX tiles, or with AVX-512's dot product of
 // pairs. Both read B in panels of 16 columns whose neighbouring depths are paired: [columns / 16, depth / 2, 16, 2].
 //
-// The few special instructions are spelled here once, each beside a plain version: a test build compiles these kernels
-// for any machine (PAGEDTREE_EMULATE_AVX512, PAGEDTREE_EMULATE_AMX; see CMakeLists.txt).
+// Each special instruction is written here once, beside a plain version: a test build compiles these kernels for any
+// machine (PAGEDTREE_EMULATE_AVX512, PAGEDTREE_EMULATE_AMX; see CMakeLists.txt).
 #pragma once
 
 #include "cpu/isa/tile/vec.h"
@@ -16,7 +16,7 @@
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
 constexpr int kBf16Panel = 16;
-constexpr int kBf16Rows = 32;  // C is written in full blocks of rows: its memory and A's must hold a multiple of it
+constexpr int kBf16Rows = 32;  // C is written in blocks of this many rows: the memory of A and C must hold full blocks
 
 // acc + the dot products of pairs of bf16.
 static inline vfloat dot_pairs(vfloat acc, vuint a, vuint b) {
@@ -41,7 +41,7 @@ static inline void write_row(float* c, vfloat product, float factor) {
 #define PT_TILE_STORE(tile, base, stride) _tile_stored(tile, base, stride)
 #define PT_TILE_DOT(c, a, b) _tile_dpbf16ps(c, a, b)
 
-// Eight tiles of 16 rows of 64 bytes, while a thread computes.
+// Configures eight tiles of 16 rows of 64 bytes for as long as a thread computes.
 struct TileSession {
   TileSession() {
     struct {
@@ -74,13 +74,13 @@ static inline void emulated_dot(vuint* c, const vuint* a, const vuint* b) {
   }
 }
 
-// A tile that a thread did not configure would fault: NaN instead of what the last call left.
+// A tile that the thread did not configure would fault. NaN stands for that, instead of the last call's values.
 struct TileSession {
   TileSession() { std::memset(emulated_tiles, 0xff, sizeof(emulated_tiles)); }
 };
 #endif
 
-// A block of 32 x 32 of C: 2 x 2 tiles, 32 deep a step.
+// A block of 32 x 32 of C: 2 x 2 tiles, 32 of the depth per step.
 template <bool kAccumulate>
 static inline void gemm_bf16(const uint16_t* a, int64_t lda, const uint16_t* b, int64_t depth, const float* factors,
                              float* c, int64_t ldc, int64_t rows, int64_t columns) {

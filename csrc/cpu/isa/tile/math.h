@@ -20,7 +20,7 @@ struct VectorMath {
     return PAGEDTREE_ISA::bits<To>(from);
   }
   static inline vfloat to_float(vint x) { return __builtin_convertvector(x, vfloat); }
-  // Rounded once: the halves are exact.
+  // The sum of the two halves is rounded once, as the halves are exact.
   static inline vfloat to_float(vuint x) {
 #if defined(__AVX512F__)
     return _mm512_maskz_cvtepu32_ps(0xffff, reinterpret_cast<__m512i>(x));

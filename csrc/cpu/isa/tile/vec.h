@@ -48,7 +48,8 @@ static inline To bits(From v) {
 
 static inline vfloat select(vint mask, vfloat yes, vfloat no) { return mask ? yes : no; }
 
-// a > b ? a : b and a < b ? a : b, so b where one is NaN: what the instructions give, which GCC does not find.
+// a > b ? a : b and a < b ? a : b, hence b if one is NaN: this is what the instructions give, but GCC does not find
+// them.
 static inline vfloat max(vfloat a, vfloat b) {
 #if defined(__AVX512F__)
   return _mm512_maskz_max_ps(0xffff, a, b);
@@ -69,7 +70,7 @@ static inline vfloat min(vfloat a, vfloat b) {
 }
 static inline vuint min(vuint a, vuint b) { return a < b ? a : b; }
 
-// One rounding, on every machine: where results must not depend on the instruction set.
+// a * b + c with one rounding on every machine, for results that must not depend on the instruction set.
 static inline vfloat fma(vfloat a, vfloat b, vfloat c) {
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, c);
@@ -113,7 +114,7 @@ static inline vfloat muladd(vfloat a, vfloat b, vfloat c) {
 #endif
 }
 
-// The upper half of each 2 * kHalf lanes in the place of the lower.
+// Puts the upper half of each 2 * kHalf lanes in the place of the lower half.
 template <int kHalf>
 static inline vfloat upper(vfloat v) {
   vint from;

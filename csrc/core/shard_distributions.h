@@ -1,6 +1,6 @@
-// Rejection sampling along draft trees whose vocabulary the ranks of a group hold in parts. What is left of a node's
-// law after its first children were rejected depends on no coin, so it is found for all nodes at once, a round a
-// rejection; then every rank walks the trees alone. Sums are those of integers, see units_of().
+// Rejection sampling along draft trees whose vocabulary is split among the ranks of a group. What is left of a node's
+// distribution after its first children were rejected depends on no coin, so it is found for all nodes at once, in one
+// round per rejection. Then every rank walks the trees by itself. All sums are sums of integers, see units_of().
 #pragma once
 
 #include "core/shards.h"
@@ -8,21 +8,21 @@
 
 namespace pagedtree {
 
-// What a rank tells, and how the ranks' words become one.
+// What a rank says in each round, and how the ranks' words are combined.
 enum class WeighRound : int32_t {
-  kMasses,    // 2 words a row, the sum: the target's masses; target and draft at the token drafted at the row
-  kResidual,  // 2 words a row, the sum: what the first `index` children's rejections leave of target and draft
-  kSums,      // 2 words a tree, each rank's: what is left at the path's end, and its target's masses
-  kDraw,      // 1 word a tree, the sum: the token that is drawn there
+  kMasses,    // 2 words per row, sum: the target's masses; target and draft at the row's draft token
+  kResidual,  // 2 words per row, sum: what `index` rejected children leave of target and draft
+  kSums,      // 2 words per tree, gathered: what is left at the path's end; the target's masses there
+  kDraw,      // 1 word per tree, sum: the token that is drawn there
 };
 constexpr int kWeighWords = 2;
 
 // Where a walk draws its bonus.
 struct ShardEnd {
-  int64_t row;  // -1: it does not
+  int64_t row;  // -1: the walk draws none
   double c;
   double coin;
-  int64_t num_tried;  // of the children that drafted a token, these are tried
+  int64_t num_tried;  // how many of the children that drafted a token are tried
 };
 static_assert(sizeof(ShardEnd) % sizeof(int64_t) == 0);
 
@@ -54,7 +54,7 @@ PT_HOST_DEVICE int64_t num_items(const ShardWeighParams& p) {
   return is_of_trees(p.round) ? p.ratio.verify.batch : p.shard.logits.num_rows;
 }
 
-// The row of an item, and its sequence; -1 for those where nothing is to be done.
+// The row and the sequence of an item; the sequence is -1 if there is nothing to do.
 struct ShardItem {
   int64_t row, sequence;
 };
@@ -63,7 +63,7 @@ PT_HOST_DEVICE ShardItem item_of(const ShardWeighParams& p, int64_t item) {
   return {p.ends[item].row, p.ends[item].row < 0 ? -1 : item};
 }
 
-// The row of the `index`-th child, from 1, that drafted a token at the node where `walk` stands; -1 if they are fewer.
+// The row of the `index`-th child (counted from 1) that drafted a token, at the node of `walk`; -1 if there is none.
 PT_HOST_DEVICE int64_t drafted_child(TreeWalk& walk, int64_t index) {
   for (int32_t child = walk.first_child(); child >= 0; child = walk.next_sibling(child)) {
     const int64_t row = walk.rows.begin + child;
@@ -72,14 +72,14 @@ PT_HOST_DEVICE int64_t drafted_child(TreeWalk& walk, int64_t index) {
   return -1;
 }
 
-// The walk of sequence b that stands at `row`; false where no walk comes there.
+// Puts `walk` at `row`; false if the row is not in its tree.
 PT_HOST_DEVICE bool stand_at(TreeWalk& walk, int64_t row) {
   if (row < walk.rows.begin || row - walk.rows.begin >= walk.num_nodes) return false;
   walk.node = static_cast<int32_t>(row - walk.rows.begin);
   return true;
 }
 
-// Learns from the words of kMasses (index 0), or of kResidual after the `index`-th rejection, if it was asked for.
+// Learns from the words of kMasses (index 0), or of kResidual after the `index`-th rejection if the row asked for it.
 PT_HOST_DEVICE void learn_sums(DraftLaw law, const int64_t* words, int32_t index, ShardRow& row) {
   if (index == 0) {
     row.total = mass_of_units(words[0]);
@@ -90,15 +90,15 @@ PT_HOST_DEVICE void learn_sums(DraftLaw law, const int64_t* words, int32_t index
   }
 }
 
-// Keeps what is left at a node once its `index`-th child that drafted a token is rejected, for the walk to find. Rows
-// that did not come from these rounds may ask where there is no such child.
+// Stores, for the walk, what is left at a node after its `index`-th child that drafted a token is rejected. Rows that a
+// caller made up may ask although there is no such child.
 PT_HOST_DEVICE void keep_left(Residual* left, TreeWalk& walk, int64_t index, const ShardRow& row) {
   const int64_t child = row.asked ? drafted_child(walk, index) : -1;
   if (child >= 0) left[child] = row.left;
 }
 
-// The rows of core/verify/rules.h for a walk that knows everything. The sums after a node's last rejection are not
-// known, nor needed: all counts as left.
+// The `Rows` of core/verify/rules.h for a walk after all rounds. The sums after a node's last rejection are not known,
+// but not needed either: any value above 0 does.
 class KnownRows {
  public:
   PT_HOST_DEVICE KnownRows(const ShardWalkParams& p, int64_t b) : p_(p), b_(b), walk_(p.ratio.verify, b) {
@@ -108,32 +108,36 @@ class KnownRows {
 
   static PT_HOST_DEVICE bool leads() { return true; }
   static PT_HOST_DEVICE void sync() {}
-  PT_HOST_DEVICE NodeLaws& laws() { return laws_; }
+  PT_HOST_DEVICE NodeDistributions& distributions() { return distributions_; }
 
-  PT_HOST_DEVICE void open(const RatioParams&, int64_t, int64_t row, bool, NodeLaws& laws) {
+  PT_HOST_DEVICE void open(const RatioParams&, int64_t, int64_t row, bool, NodeDistributions& distributions) {
     const ShardRow& known = p_.rows[row];
     clear_tried();
     num_rejected_ = 0;
     stand_at(walk_, row);
-    laws = {};
-    laws.target.bad = is_uniform(known) || known.peak.has_nan;
-    laws.total = known.total;
-    laws.draft_unit = 1.0;
+    distributions = {};
+    distributions.target.bad = is_uniform(known) || known.peak.has_nan;
+    distributions.total = known.total;
+    distributions.draft_unit = 1.0;
   }
-  PT_HOST_DEVICE double target(const NodeLaws&, int64_t token) { return static_cast<double>(mass_at(token, 32)); }
-  PT_HOST_DEVICE double draft(const NodeLaws&, int64_t token) { return static_cast<double>(mass_at(token, 0)); }
-  PT_HOST_DEVICE double residual(const NodeLaws& laws, double c, int64_t token) {
+  PT_HOST_DEVICE double target(const NodeDistributions&, int64_t token) {
+    return static_cast<double>(mass_at(token, 32));
+  }
+  PT_HOST_DEVICE double draft(const NodeDistributions&, int64_t token) {
+    return static_cast<double>(mass_at(token, 0));
+  }
+  PT_HOST_DEVICE double residual(const NodeDistributions& distributions, double c, int64_t token) {
     const float mass = mass_at(token, 32);
     if (c == 0.0) return static_cast<double>(mass);
-    return static_cast<double>(residual_mass<ScalarMath>(mass, draft_factor(laws, c), mass_at(token, 0)));
+    return static_cast<double>(residual_mass<ScalarMath>(mass, draft_factor(distributions, c), mass_at(token, 0)));
   }
-  PT_HOST_DEVICE LawSums sums(const NodeLaws& laws, double c) {
-    if (c == 0.0) return {laws.total};
+  PT_HOST_DEVICE MassSums sums(const NodeDistributions& distributions, double c) {
+    if (c == 0.0) return {distributions.total};
     const int64_t rejected = drafted_child(walk_, ++num_rejected_);
-    if (rejected < 0 || drafted_child(walk_, num_rejected_ + 1) < 0) return {laws.total, 1.0};
+    if (rejected < 0 || drafted_child(walk_, num_rejected_ + 1) < 0) return {distributions.total, 1.0};
     return {p_.left[rejected].mass, p_.left[rejected].draft_mass};
   }
-  PT_HOST_DEVICE int64_t draw(const NodeLaws&, double c, double u) {
+  PT_HOST_DEVICE int64_t draw(const NodeDistributions&, double c, double u) {
     const bool any = tried_.size > 0;
     p_.ends[b_] = {walk_.row(), c, u, !any ? 0 : p_.ratio.law == DraftLaw::kOneHot ? kMaxTreeNodes : num_rejected_};
     return -1;
@@ -144,7 +148,7 @@ class KnownRows {
   PT_HOST_DEVICE bool is_tried(int64_t token) const { return tried_.contains(token); }
 
  private:
-  // Of a child's token, under the target's law or the draft's.
+  // The mass of a child's token under the target's distribution (shift 32) or the draft's (shift 0).
   PT_HOST_DEVICE float mass_at(int64_t token, int shift) {
     const int32_t child = walk_.child_with(token);
     if (child < 0) return 0.0f;
@@ -155,7 +159,7 @@ class KnownRows {
   const ShardWalkParams& p_;
   int64_t b_;
   TreeWalk walk_;
-  NodeLaws laws_;
+  NodeDistributions distributions_;
   TriedTokens tried_{};
   int64_t num_rejected_ = 0;
 };
@@ -172,10 +176,10 @@ PT_HOST_DEVICE void walk_tree(const ShardWalkParams& p, int64_t b) {
   walk_rejection(p.ratio, b, rows);
 }
 
-// What this rank does of the draw at a path's end.
+// This rank's part of the draw at a path's end.
 struct ShardDraw {
   bool owns;
-  uint64_t bound;  // the first of its tokens whose cumulative units exceed it
+  uint64_t bound;  // it draws its first token whose cumulative units exceed this
   double c;
   int64_t num_tried;
 };
@@ -189,22 +193,22 @@ PT_HOST_DEVICE ShardDraw draw_of_shard(const ShardWeighParams& p, int64_t b) {
   for (int32_t rank = 0; rank < p.num_ranks; ++rank) {
     for (int which = 0; which < kWeighWords; ++which) totals[which] += units(rank, which);
   }
-  // Where nothing is left, the target's own law.
+  // If nothing is left, the draw is from the target's own distribution.
   const double left =
       mass_left(Residual{end.c, 0.0, 0.0}, static_cast<double>(totals[0]), static_cast<double>(totals[1]));
-  const bool own_law = !(left > 0.0);
-  const int which = own_law ? 1 : 0;
-  const uint64_t total = own_law ? totals[1] : totals[0];  // an index would need memory
+  const bool from_target = !(left > 0.0);
+  const int which = from_target ? 1 : 0;
+  const uint64_t total = from_target ? totals[1] : totals[0];  // an index would put the array into memory
   if (total == 0) return {};
   const double coin = end.coin > 0.0 ? min_of(end.coin, 1.0) : 0.0;
   const uint64_t drawn = min_of(static_cast<uint64_t>(coin * static_cast<double>(total)), total - 1);
   uint64_t before = 0;
   for (int32_t rank = 0; rank < p.rank; ++rank) before += units(rank, which);
   const bool owns = drawn >= before && drawn - before < units(p.rank, which);
-  return {owns, drawn - before, own_law ? 0.0 : end.c, own_law ? 0 : end.num_tried};
+  return {owns, drawn - before, from_target ? 0.0 : end.c, from_target ? 0 : end.num_tried};
 }
 
-// Marks the columns of this rank among the tokens of the first `count` children that drafted one.
+// Marks as tried those tokens of the first `count` drafting children that are in this rank's columns.
 PT_HOST_DEVICE void mark_tried(const ShardRows& shard, TreeWalk& walk, int64_t count, TriedTokens& tried) {
   for (int32_t child = walk.first_child(); child >= 0 && count > 0; child = walk.next_sibling(child)) {
     const int64_t token = draft_token_at(walk.p, walk.rows.begin + child);
@@ -215,19 +219,19 @@ PT_HOST_DEVICE void mark_tried(const ShardRows& shard, TreeWalk& walk, int64_t c
   }
 }
 
-// A pair of masses as one word; only the rank that holds the token tells it.
+// A pair of masses as one word; only the rank that has the token writes it.
 PT_HOST_DEVICE int64_t word_of_masses(float target, float draft) {
   return static_cast<int64_t>(uint64_t{ScalarMath::bits<uint32_t>(target)} << 32 | ScalarMath::bits<uint32_t>(draft));
 }
 
-// What a rank has to sum up at a row: nothing, or what is left at c.
+// What a rank has to sum at a row: nothing, or what is left at c.
 struct ShardQuestion {
   bool asked;
   double c;
   int64_t num_tried;
 };
 
-// Rejects the `index`-th child at row n, where another one would be judged behind it.
+// Rejects the `index`-th child at row n if another child would be judged after it.
 PT_HOST_DEVICE ShardQuestion reject_child(const ShardWeighParams& p, TreeWalk& walk, ShardRow& row) {
   row.asked = row.left.mass > 0.0 && drafted_child(walk, p.index + 1) >= 0;
   if (!row.asked) return {};
