@@ -11,7 +11,8 @@ import torch
 from device_case import to_device
 from torch import Tensor
 
-from pagedtree import DraftTree, reference, tree_attention
+from pagedtree import _C, DraftTree, reference, tree_attention
+from pagedtree.testing import backends
 
 LAYOUTS = ("nhd", "hnd", "stacked", "packed", "padded", "sparse")
 
@@ -129,6 +130,24 @@ def _cast_view(view: Tensor, dtype: torch.dtype) -> Tensor:
     """The view in another dtype with the same strides."""
     size = sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True)) + 1
     return torch.zeros(size, dtype=dtype).as_strided(view.shape, view.stride(), 0)
+
+
+TARGETS = [("cpu", isa) for isa in _C.available_isas()]
+TARGETS = [target for target in [*TARGETS, ("simt", "random:7"), ("cuda", "")] if target[0] in backends()]
+
+
+def target_id(target: tuple[str, str]) -> str:
+    return "-".join(filter(None, target))
+
+
+_BEST = {backend: (backend, variant) for backend, variant in TARGETS}.values()
+# For what hardly depends on the CPU's instruction set: in the core suite `target` has the best one alone.
+once_per_backend = pytest.mark.parametrize(
+    "target",
+    [pytest.param(target, marks=[] if target in _BEST else pytest.mark.slow) for target in TARGETS],
+    ids=target_id,
+    indirect=True,
+)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from attention_case import Target
+from attention_case import TARGETS, Target, target_id
 from device_case import only_on
 from hypothesis import HealthCheck, settings
 from time_limit import pytest_addoption, pytest_configure, pytest_runtest_protocol, pytest_unconfigure  # noqa: F401
@@ -72,11 +72,7 @@ def isa(request: pytest.FixtureRequest, backend: str, monkeypatch: pytest.Monkey
     return request.param
 
 
-TARGETS = [("cpu", isa) for isa in _C.available_isas()]
-TARGETS += [("simt", "random:7"), ("cuda", "")]
-
-
-@pytest.fixture(params=[t for t in TARGETS if t[0] in backends()], ids=lambda t: "-".join(filter(None, t)))
+@pytest.fixture(params=TARGETS, ids=target_id)
 def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
     """Runs the test on each backend, with each of the CPU's instruction sets."""
     backend, variant = request.param

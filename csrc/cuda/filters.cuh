@@ -167,13 +167,14 @@ __device__ __forceinline__ Filter find_filter(const Reader& row, const Sampling&
   const LogitItems<Reader> items{row, scale, by_count ? view_min_x : max_of(view_min_x, kWeightless)};
   const auto weight = [&](uint32_t key) { return weight_of<ScalarMath>(scale(logit_of_key<ScalarMath>(key))); };
   RadixMasses* const masses = by_mass ? &scratch.masses : nullptr;
-  if (row.is_bfloat16()) {
+  const bool by_value = ValueCounts::pays(row);
+  if (by_value) {
     tabulate_values(shared, masses, scratch.values, items, weight);
   } else {
     tabulate(shared, masses, shared.first, items, weight, 0, 0);
   }
   const auto tabulate_next = [&](int digit, uint32_t prefix) {
-    if (row.is_bfloat16() && ValueCounts::has(prefix)) {
+    if (by_value && ValueCounts::has(prefix)) {
       tabulate_next_of_values(shared, scratch.values, items, weight, prefix);
     } else {
       tabulate(shared, masses, shared.next, items, weight, digit, prefix);

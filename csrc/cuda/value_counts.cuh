@@ -14,6 +14,12 @@ struct ValueCounts {
   static constexpr uint32_t kDigitsOfSign = kMagnitudes / kBins;             // first digits of a key
   static_assert(kFirst % kBins == 0 && kMagnitudes % kBins == 0 && (kMagnitudes & (kMagnitudes - 1)) == 0);
 
+  // A CTA that reads fewer tokens than there are values weighs less if it weighs tokens.
+  template <typename Reader>
+  static __device__ bool pays(const Reader& row) {
+    return row.is_bfloat16() && row.vocab() >= 2 * kMagnitudes * ptx::cluster_size();
+  }
+
   uint32_t counts[2][kMagnitudes + 1];  // of positive and of negative values; the last entry is for all others
 
   __device__ __forceinline__ void clear() {

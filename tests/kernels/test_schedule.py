@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attention_case import Target, check, random_tree
+from attention_case import Target, check, once_per_backend, random_tree
 
 from pagedtree import DraftTree, attention_plan, tree_attention
 
@@ -96,6 +96,7 @@ def test_plan_value_checks(value_checks, device) -> None:
         attention_plan(lens, torch.tensor([0, 3, 1], dtype=torch.int32, device=device), **sizes)
 
 
+@once_per_backend
 def test_plan_gives_the_same(case: dict) -> None:
     plan = plan_of(case)
     case["max_seqlen_q"] = 8  # as in the plan
@@ -108,6 +109,7 @@ def test_plan_gives_the_same(case: dict) -> None:
         check(dict(case, plan=plan, window=window))
 
 
+@once_per_backend
 def test_no_plan_gives_wrong_results(target: Target, case: dict) -> None:
     """Stale, shuffled, negative, huge, random: only the balance suffers."""
     plan = plan_of(case)

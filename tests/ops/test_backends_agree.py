@@ -49,7 +49,7 @@ def rows_of(vocab: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
-@pytest.mark.parametrize("vocab", [1, 6, 129, 1000, 9001])
+@pytest.mark.parametrize("vocab", [1, 6, 129, 1000, 4097, 9001])
 def test_sample(other, dtype, vocab):
     compare_sampling(other, dtype, vocab)
 
@@ -158,7 +158,14 @@ def compare_rule(other, op, law, vocab):
 
 
 @pytest.mark.skipif("simt" not in backends(), reason="built without simt")
-@pytest.mark.parametrize(("ctas", "order"), [(2, "forward"), (8, "random:1"), (16, "reverse")])
+@pytest.mark.parametrize(
+    ("ctas", "order"),
+    [
+        pytest.param(2, "forward", marks=pytest.mark.slow),
+        pytest.param(8, "random:1", marks=pytest.mark.slow),
+        (16, "reverse"),
+    ],
+)
 class TestClusters:
     """Several CTAs that read a row together find what one CTA finds."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_case import Target, check, on_host
+from attention_case import Target, check, on_host, once_per_backend
 from device_case import placed
 
 from pagedtree import DraftTree, reference, tree_attention
@@ -23,6 +23,7 @@ def split(case: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(case[name] for name in first), {k: v for k, v in case.items() if k not in first}
 
 
+@once_per_backend
 def test_opcheck(target: Target) -> None:
     plain = dict(small(target), tree_mask=None, tree_lens=None)
     for case in (
@@ -37,6 +38,7 @@ def test_opcheck(target: Target) -> None:
             torch.library.opcheck(torch.ops.pagedtree.tree_attention.out, arguments, {**options, **outputs})
 
 
+@once_per_backend
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile(target: Target, dynamic: bool) -> None:
     case = small(target)
@@ -85,6 +87,7 @@ REFUSALS = [
 ]
 
 
+@once_per_backend
 @pytest.mark.parametrize(("name", "change", "message"), REFUSALS)
 def test_refusals(target: Target, name: str, change: Any, message: str) -> None:
     case = small(target)
@@ -108,6 +111,7 @@ def test_fp8_scale_shapes(target: Target) -> None:
         tree_attention(**case, v_scale=torch.ones(()).double())
 
 
+@once_per_backend
 @pytest.mark.parametrize(
     ("name", "value"),
     [("q", None), ("k_cache", None), ("seq_lens", None), ("window", "wide"), ("scale", "big"), ("plan", 3)],

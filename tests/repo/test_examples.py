@@ -59,6 +59,7 @@ def test_demo_fails_on_wrong_output(demo, monkeypatch, tmp_path, capsys):
     assert "THE TEXTS DIFFER" in out and "first difference" in out
 
 
+@pytest.mark.slow
 def test_four_ranks_write_the_text_of_one(tmp_path):
     table = tmp_path / "table.json"
     command = [sys.executable, str(EXAMPLES / "tensor_parallel.py"), "--prompts", "1", "--max-new-tokens", "6"]

@@ -155,6 +155,7 @@ def fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.slow
 def test_the_command() -> None:
     done = fuzz("--cases", "60", "--only", "build_trees", "slot_mapping")
     assert done.returncode == 0 and "60 calls" in done.stdout and "0 findings" in done.stdout, done.stdout + done.stderr

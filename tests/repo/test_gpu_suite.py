@@ -92,11 +92,23 @@ def run(root: Path, folder: Path, *arguments: str, **more: str) -> Outcome:
 # The whole of it ------------------------------------------------------------------------------------------------------
 
 
+REHEARSAL = {"PYTHON": sys.executable, "DEVICE": "cpu", "BACKEND": "simt", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.skipif("simt" not in backends(), reason="built without simt")
+def test_a_rehearsal_of_the_first_part(tmp_path: Path) -> None:
+    done = run(ROOT, tmp_path, "headline", **REHEARSAL)
+    assert done.status == 0, done.said
+    assert list(done.stages) == STAGES["headline"]
+    rows = json.loads((done.out / "headline.json").read_text())["rows"]
+    assert {row["op"] for row in rows} == {"tree_attention", "sample"} and all(row["ms"] > 0 for row in rows)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif("simt" not in backends(), reason="built without simt")
 def test_a_rehearsal_from_the_first_stage_to_the_last(tmp_path: Path) -> None:
     """One test, so that it runs once, however many processes the tests are spread over."""
-    options = {"PYTHON": sys.executable, "DEVICE": "cpu", "BACKEND": "simt", "OMP_NUM_THREADS": "1"}
-    done = run(ROOT, tmp_path, **options)
+    done = run(ROOT, tmp_path, **REHEARSAL)
     each_stage_succeeds(done)
     results_are_few_files_with_rows(done)
     a_part_takes_less_than_ten_minutes(done)
