@@ -5,7 +5,7 @@
 
 namespace pagedtree {
 
-// A place in a cache; a negative page = none.
+// A place in a cache; a negative page means that there is none.
 struct Slot {
   int32_t page;
   int32_t offset;
@@ -31,7 +31,7 @@ PT_HOST_DEVICE int64_t query_slot(const SlotMappingParams& p, int64_t row) {
   return slot_id(locate(p.table, b, position), p.table.page_size);
 }
 
-// Accepted drafts of sequence b, kept inside the path; -1 where it has no tree.
+// The number of accepted drafts of sequence b, bounded by the path's length; -1 if the sequence has no tree.
 PT_HOST_DEVICE int32_t path_length(const CompactKvParams& p, int64_t b) {
   if (p.path_width < 1 || p.start[b] < 0 || p.accept_index[b * p.accept_stride] < 0) return -1;
   return clamp_to(p.num_accepted[b], 0, p.path_width - 1);

@@ -134,8 +134,8 @@ PT_HOST_DEVICE typename M::Float gumbel_of_word(typename M::Uint word) {
   return -log_exact<M>(exponential_of_word<M>(word));
 }
 
-// Not less than gumbel_of_word(word), for a fraction of its cost, and at most 0.07 above where it exceeds 3:
-// G <= -log v, and log2(1 + f) >= f reads the mantissa as it stands.
+// An upper bound of gumbel_of_word(word) for a fraction of its cost, at most 0.07 too high where the noise exceeds 3.
+// It uses G <= -log v and log2(1 + f) >= f, where f is the mantissa as it stands.
 template <typename M>
 PT_HOST_DEVICE typename M::Float gumbel_bound(typename M::Uint word) {
   const auto log2_bits = M::to_float(M::template bits<typename M::Int>(M::to_float(word)));  // (log2(word) + 127) 2^23

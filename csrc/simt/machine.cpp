@@ -366,7 +366,7 @@ unsigned Machine::barrier(unsigned id, unsigned count, const Site& site, unsigne
   const Unwatched unwatched;
   if (id >= Block::kNumBarriers) fail(site, "there is no barrier " + std::to_string(id));
   if (count == 0 || count % 32 != 0 || count > (num_threads() + 31) / 32 * 32) {
-    if (count != num_threads()) fail(site, std::to_string(count) + " threads are no whole warps of the block");
+    if (count != num_threads()) fail(site, std::to_string(count) + " threads are not whole warps of the block");
   }
   const bool is_whole = count == num_threads_;
   if (is_whole && block().num_alive != num_threads_) fail(site, "waits for threads that have exited");

@@ -159,7 +159,7 @@ void tma_load(void* to, const TensorMap& map, const int (&at)[3], uint64_t* bar,
   simt::Machine& m = simt::machine();
   const uint32_t row = map.box[0] * map.element_bytes, bytes = row * map.box[1] * map.box[2], target = smem_addr(to);
   if (row != kSwizzleBytes || target % 1024 != 0) {
-    m.fail(site, "the 128-byte swizzle wants rows of 128 bytes, at a multiple of 1024 bytes");
+    m.fail(site, "the 128-byte swizzle needs rows of 128 bytes, at a multiple of 1024 bytes");
   }
   m.shared_at(target, bytes, 1024, site);
   std::vector<unsigned char> data(bytes);

@@ -81,7 +81,7 @@ const Backend& backend_for(const Tensor& anchor) {
   } else if (!anchor.is_cpu()) {
     throw std::runtime_error("pagedtree has no backend for this device; tensors must be on the CPU or a CUDA device");
   } else if (backend == nullptr) {
-    throw std::runtime_error("this test is of the backend cuda, but the op's tensors are on the CPU");
+    throw std::runtime_error("this test is for the backend cuda, but the op's tensors are on the CPU");
   }
   return *backend;
 }

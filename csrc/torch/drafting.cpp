@@ -9,7 +9,7 @@ namespace {
 void check_candidates(const Check& check, const Tensor& tokens, const Tensor& parents, const Tensor& scores,
                       const Tensor& kv_index) {
   check.tensor(tokens, "tokens", {ScalarType::Long}, {kAnySize, kAnySize});
-  check.that(tokens.size(1) >= 1 && tokens.size(1) <= kMaxCandidates, "tokens", "of 1 to 2^20 candidates a sequence",
+  check.that(tokens.size(1) >= 1 && tokens.size(1) <= kMaxCandidates, "tokens", "of 1 to 2^20 candidates per sequence",
              tokens.size(1));
   check.tensor(parents, "parents", {ScalarType::Int}, {tokens.size(0), tokens.size(1)});
   check.tensor(scores, "scores", {ScalarType::Float}, {tokens.size(0), tokens.size(1)});
@@ -46,7 +46,7 @@ ExpandedTensors expand_tree(const Tensor& tokens, const Tensor& parents, const T
   check.that(num_expanded >= 1, "frontier", "of at least one node", num_expanded);
   check.tensor(mask, "mask", {ScalarType::Int}, {batch * num_expanded, kAnySize});
   const int64_t mask_words = mask.size(1);
-  check.that(mask_words <= kMaxTreeNodes / kMaskWordBits, "mask", "of at most 32 words a row", mask_words);
+  check.that(mask_words <= kMaxTreeNodes / kMaskWordBits, "mask", "of at most 32 words per row", mask_words);
 
   ExpandTreeParams params{};
   params.law = growth_law(check, law);

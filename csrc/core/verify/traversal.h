@@ -1,12 +1,12 @@
-// Traversal verification of a tree (Weng et al., 2025, arXiv 2505.12398): leaves first, a node after all its
-// descendants, judged by the joint probability of its path. On a chain it is block verification.
+// Traversal verification of a tree (Weng et al., 2025, arXiv 2505.12398): it begins at the leaves and judges a node
+// after all its descendants, by the joint probability of its path. On a chain it is block verification.
 #pragma once
 
 #include "core/verify/block.h"
 
 namespace pagedtree {
 
-// Where the traversal stands at a node.
+// The state of the traversal at a node.
 struct TraversalState {
   Residual left;
   double weight;  // the probability that the node's path is accepted, given all that was judged

@@ -60,7 +60,7 @@ struct TreeWalk {
   PT_HOST_DEVICE int32_t first_child() { return follow(p.first_child[row()], node); }
   PT_HOST_DEVICE int32_t next_sibling(int32_t child) { return follow(p.next_sibling[rows.begin + child], child); }
 
-  // The first child, in index order, that drafted `token`; -1 if none did.
+  // The first child in index order that drafted `token`; -1 if none did.
   PT_HOST_DEVICE int32_t child_with(int64_t token) {
     int32_t child = first_child();
     while (child >= 0 && draft_token_at(p, rows.begin + child) != token) child = next_sibling(child);

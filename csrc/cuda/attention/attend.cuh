@@ -30,7 +30,7 @@ struct Accumulator {
   }
 };
 
-// For rows quad and quad + 8 of each block.
+// The values belong to rows quad and quad + 8 of each block.
 template <typename I>
 using RowFactors = float[I::kAtoms][2];
 

@@ -39,8 +39,8 @@ struct Masses {
   }
 };
 
-// Without replacement: the best tokens by log-mass + Gumbel noise, best first (Kool et al., ICML 2019). The scores pass
-// through draw.probs, so that noise is computed once.
+// Draws without replacement: the best tokens by log-mass + Gumbel noise, best first (Kool et al., ICML 2019). The
+// scores pass through draw.probs, so that noise is computed once.
 template <DType kDType>
 __device__ __forceinline__ void draw_distinct(const Masses<kDType>& masses, const ChildrenDraw& draw,
                                               BestShared& shared) {

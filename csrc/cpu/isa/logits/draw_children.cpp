@@ -35,7 +35,7 @@ static inline uint64_t write_distribution(const Masses<T>& masses, float* probs)
   return total;
 }
 
-// Without replacement: the best tokens by log-mass + Gumbel noise, best first (Kool et al., ICML 2019).
+// Draws without replacement: the best tokens by log-mass + Gumbel noise, best first (Kool et al., ICML 2019).
 template <typename T>
 static inline int32_t draw_distinct(const Masses<T>& masses, const ChildrenDraw& draw) {
   constexpr int kGroup = 4 * kLanes;  // one Philox block per lane

@@ -12,7 +12,7 @@ struct Winner {
 
 constexpr int kRaceGroup = 4 * kLanes;  // one Philox block per lane
 
-// From the words of the blocks id / 4, id / 4 + 1, ..., those of the tokens id, id + 1, ..., each in its lane.
+// Turns the words of the blocks id / 4, id / 4 + 1, ... into those of the tokens id, id + 1, ..., each in its lane.
 static inline void shift_words(uint64_t seed, int64_t position, int64_t id, vuint words[4]) {
   interleave_blocks(words);
   uint32_t run[kRaceGroup + 4];

@@ -1,5 +1,5 @@
-// A row of logits as vectors of clean floats: NaN is -inf, +inf the largest finite of the type, -0 is +0, and what the
-// grammar forbids or lies past the vocabulary is -inf.
+// A row of logits as vectors of clean floats: NaN becomes -inf, +inf the largest finite number of the type, -0 becomes
+// +0; what the grammar forbids or lies past the vocabulary becomes -inf.
 #pragma once
 
 #include <type_traits>
