@@ -1,5 +1,5 @@
 """Tiny models in exact fractions, on which the rules that weigh target against draft are enumerated; and how far the
-ops are off the target's law there with their own random numbers.
+ops are off the target's distribution there with their own random numbers.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def ancestors(parents: Sequence[int], node: int) -> Iterator[int]:
 
 
 def redrawn(pair: ToyPair, tree: list[int], law: str, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, drafts and laws of `count` trees whose drafts are drawn anew."""
+    """Logits, drafts and distributions of `count` trees whose drafts are drawn anew."""
     options = [*pair.drafts(tree, law)]
     chances = np.array([float(chance) for chance, _ in options])
     picks = np.random.default_rng(7).choice(len(options), size=count, p=chances / chances.sum())
@@ -176,13 +176,13 @@ def compare_with_target(op: Callable, pair: ToyPair, tree: list[int], law: str, 
     return excess(seen, np.array([float(joint.get((a, b), 0)) for a in range(pair.vocab) for b in range(pair.vocab)]))
 
 
-def excess(seen: np.ndarray, law: np.ndarray) -> float:
+def excess(seen: np.ndarray, distribution: np.ndarray) -> float:
     """Chi-square less its mean, in standard deviations; infinite where something came up that cannot."""
-    if seen[law == 0].any():
+    if seen[distribution == 0].any():
         return math.inf
-    expected = (law * seen.sum())[law > 0]
+    expected = (distribution * seen.sum())[distribution > 0]
     degrees = expected.size - 1
-    return float((((seen[law > 0] - expected) ** 2 / expected).sum() - degrees) / math.sqrt(2 * degrees))
+    return float((((seen[distribution > 0] - expected) ** 2 / expected).sum() - degrees) / math.sqrt(2 * degrees))
 
 
 def trees_of(tree: list[int], count: int, device: torch.device) -> TreeBatch:
@@ -192,7 +192,7 @@ def trees_of(tree: list[int], count: int, device: torch.device) -> TreeBatch:
 
 
 def three_tokens(op: Callable, count: int, device: torch.device, coins_of_positions: bool = False) -> float:
-    """Generation in steps of chains, each with drafts of its own: how far the first three tokens are off their law."""
+    """Generation in steps of chains with drafts of their own: how far the first three tokens are off the target."""
     generator = torch.Generator().manual_seed(11)
     vocab, size = 3, 3
     target = torch.randn(vocab + 1, vocab, generator=generator).mul(1.5).log_softmax(-1)  # after each token; the prompt
@@ -220,6 +220,6 @@ def three_tokens(op: Callable, count: int, device: torch.device, coins_of_positi
         positions = positions + lengths
         last = tokens.gather(1, positions[:, None] - 1)[:, 0]
     p = target.exp().double()
-    law = p[vocab][:, None, None] * p[:vocab, :, None] * p[None, :vocab]
+    distribution = p[vocab][:, None, None] * p[:vocab, :, None] * p[None, :vocab]
     seen = np.bincount((tokens[:, 0] * 9 + tokens[:, 1] * 3 + tokens[:, 2]).numpy(), minlength=27)
-    return excess(seen, law.flatten().numpy())
+    return excess(seen, distribution.flatten().numpy())

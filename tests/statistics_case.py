@@ -7,11 +7,11 @@ import math
 import numpy as np
 
 
-def excess(observed: np.ndarray, law: np.ndarray) -> float:
+def excess(observed: np.ndarray, distribution: np.ndarray) -> float:
     """Chi-square less its mean, in standard deviations; infinite where something came up that cannot."""
-    if observed[law == 0].any():
+    if observed[distribution == 0].any():
         return math.inf
-    expected = law * observed.sum()
+    expected = distribution * observed.sum()
     common = expected >= 10
     bins = [*zip(observed[common], expected[common], strict=True)]
     if (~common).any() and expected[~common].sum() >= 10:
