@@ -39,8 +39,8 @@ class Backend {
   virtual void verify_block(const RatioParams&, const ExecContext&) const = 0;
   virtual void verify_typical(const RatioParams&, const ExecContext&) const = 0;
   virtual void verify_traversal(const RatioParams&, const ExecContext&) const = 0;
-  virtual void step_shards(const ShardStepParams&,
-                           const ExecContext&) const = 0;  // for split vocabularies: core/shards.h
+  // For vocabularies that are split over ranks; see core/shards.h.
+  virtual void step_shards(const ShardStepParams&, const ExecContext&) const = 0;
   virtual void follow_shards(const ShardFollowParams&, const ExecContext&) const = 0;
   virtual void weigh_shards(const ShardWeighParams&, const ExecContext&) const = 0;
   virtual void walk_shards(const ShardWalkParams&, const ExecContext&) const = 0;
@@ -54,8 +54,8 @@ class Backend {
   virtual void prepare_step(const PrepareStepParams&, const ExecContext&) const = 0;
   virtual void commit(const CommitParams&, const ExecContext&) const = 0;
   virtual void attention_plan(const AttentionPlanParams&, const ExecContext&) const = 0;
-  virtual int64_t tree_attention_scratch(const TreeAttentionParams&,
-                                         const ExecContext&) const = 0;  // bytes; reads no tensor
+  // In bytes; reads no tensor.
+  virtual int64_t tree_attention_scratch(const TreeAttentionParams&, const ExecContext&) const = 0;
   virtual void tree_attention(const TreeAttentionParams&, const ExecContext&) const = 0;
   virtual void merge_states(const MergeStatesParams&, const ExecContext&) const = 0;
 
