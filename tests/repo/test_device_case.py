@@ -43,7 +43,7 @@ def test_broadcast_rows_and_empty_tensors_are_moved() -> None:
 def test_tests_of_cuda_do_not_run_on_the_cpu() -> None:
     out, lse = torch.zeros(3, 2, 64), torch.zeros(3, 2)
     with only_on("cuda"):
-        with pytest.raises(RuntimeError, match="of the backend cuda, but the op's tensors are on the CPU"):
+        with pytest.raises(RuntimeError, match="is for the backend cuda, but the op's tensors are on the CPU"):
             merge_states(out, lse, out, lse)
         with only_on("cuda"), pytest.raises(RuntimeError, match="on the CPU"):
             TreeBatch.from_trees([DraftTree([-1, 0])])
