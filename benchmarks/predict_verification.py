@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,8 +76,9 @@ def row_loops(flow: Flow) -> dict[str, Loop]:
         own = [does(x) for block in loop.body - inside for x in flow.blocks[block]]
         if own.count("word") < 4:
             continue
-        kinds = {does(x) for block in loop.body for x in flow.blocks[block]}
-        named = {"philox": "race", "atomic": "values", "count": "ties"}
+        kinds = Counter(does(x) for block in loop.body for x in flow.blocks[block])
+        increments = sum(".POPC.INC" in x.opcode for block in loop.body for x in flow.blocks[block])
+        named = {"philox": "race", "atomic": "values" if increments >= WORD else "masses", "count": "ties"}
         found.setdefault(next((name for kind, name in named.items() if kind in kinds), "peak"), loop)
     return found
 

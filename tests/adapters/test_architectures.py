@@ -69,7 +69,9 @@ def test_refused_by_name(name):
         generate(tiny(0), prompts, drafter=ModelDrafter(refused), max_new_tokens=2)
 
 
-@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if i > 1 else []) for i, name in enumerate(WINDOWS)]
+)
 def test_other_ways_to_generate(name):
     """`model.generate` on our attention, `generate_batch` and `custom_generate` give the model's own text."""
     served, prompts = tiny_model(name), [prompt.clamp(min=4) for prompt in prompts_of(LENGTHS)]

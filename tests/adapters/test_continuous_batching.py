@@ -44,8 +44,13 @@ def stock(model, prompts, **options):
     return texts
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("page_size", "max_batch_tokens"), [(16, 64), (5, 23)])
+@pytest.mark.parametrize(
+    ("name", "page_size", "max_batch_tokens"),
+    [
+        *((name, 16, 64) for name in MODELS),
+        *(pytest.param(name, 5, 23, marks=[] if name == "window" else pytest.mark.slow) for name in MODELS),
+    ],
+)
 def test_text_is_that_of_the_model(name, page_size, max_batch_tokens, calls):
     """Prompts of different lengths join, are read in chunks, and leave."""
     if not IS_5 and name == "softcap":
@@ -105,7 +110,9 @@ def test_requests_one_by_one():
         manager.stop(block=True)
 
 
-@pytest.mark.parametrize("broken", ["cache", "pages", "lengths", "window"])
+@pytest.mark.parametrize(
+    "broken", ["cache", "window", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pages", "lengths"))]
+)
 def test_each_part_is_needed(monkeypatch, broken):
     """Negative controls: without one of its parts the text is another."""
     op, append = continuous_cache.tree_attention, continuous_cache.append_kv

@@ -114,7 +114,7 @@ def texts_seen(toy, toy_draft, rule, drafter, outcomes, evictions=0, **pages) ->
 
 @pytest.mark.parametrize(("rule", "drafter"), CASES)
 def test_texts_follow_the_models_distribution(toy, toy_draft, toy_distribution, rule, drafter):
-    assert toy_excess(toy, toy_draft, toy_distribution, rule, drafter, 1500) < LIMIT
+    assert toy_excess(toy, toy_draft, toy_distribution, rule, drafter, 1000) < LIMIT
 
 
 @pytest.mark.stats
@@ -198,7 +198,7 @@ def padded_drafter(vocab_size: int, law: str) -> ModelDrafter:
     [("rejection", "iid"), ("rejection", "swor"), ("traversal", "iid"), ("traversal", "swor"), ("sampled", "coupled")],
 )
 def test_draft_models_of_padded_vocabularies(toy, toy_distribution, rule, law, vocab_size):
-    assert toy_excess(toy, None, toy_distribution, rule, padded_drafter(vocab_size, law), 1500) < LIMIT
+    assert toy_excess(toy, None, toy_distribution, rule, padded_drafter(vocab_size, law), 1000) < LIMIT
 
 
 @pytest.mark.parametrize("law", PADDED_DRAFTERS)
