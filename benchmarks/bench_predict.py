@@ -1,7 +1,10 @@
-"""Predicts how fast the attention kernels run, from the machine code in the library. Needs no GPU.
+"""Predicts how fast compiled kernels run, from their machine code. Needs no GPU.
 
     python -m pagedtree bench predict [--machine h200 a100] [--instances bf16-128-16 ...] [--stalls 8] [--json FILE]
+    python -m pagedtree bench predict --ops verification                       # the passes over a row of logits
     python -m pagedtree bench predict --source csrc/cuda/tree_attention/bfloat16*.cu --machine a100 --stalls 8
+    FLASHINFER_INCLUDE=FOLDER python -m pagedtree bench predict --flashinfer   # its kernel (see flashinfer_kernel.py)
+    python -m pagedtree bench predict --published xformers-0.0.25-*.whl        # beside published speeds
 
 A kernel's main loop is followed instruction by instruction on a model of a multiprocessor (sm_simulator.py): one
 iteration takes a stage of keys past a tile of rows. KV comes from memory where a tile has up to 32 rows, as in
@@ -9,7 +12,8 @@ decoding, else from L2, as where many tiles read the same keys. What comes out i
 leaves out the beginning and the end of a call, clocks that fall under load, and bank conflicts. Instances of another
 dtype of 16 bits differ in nothing that the model knows.
 
---source compiles files for that machine with source lines, so that stalls are told by line; it needs nvcc.
+--source compiles files for that machine with source lines, so that stalls are told by line; it needs nvcc, and so does
+--flashinfer.
 """
 
 from __future__ import annotations
@@ -19,16 +23,17 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import measure
-from sass_listing import Function, bytes_of, disassemble, tensor_flops
+from predict_loop import SHARED_BYTES, figures
+from predict_peers import DECODING_ROWS, flashinfer_rows, published_rows
+from predict_verification import calls, verification_rows
+from sass_listing import Function, disassemble
 from sass_loops import Flow
 from sm_model import MACHINES, Machine
-from sm_simulator import Prediction, predict
 
 import pagedtree as pt
 from pagedtree.cubin import cuda_library, extract_cubins
@@ -37,8 +42,6 @@ ROOT = Path(__file__).resolve().parents[1]
 INSTANCE = re.compile(
     r"attention_kernelINS0_8InstanceI(13__nv_bfloat16|6__half)(S\d_|NS0_10Float8E4M3E)Li(\d+)ELi(\d+)E"
 )
-SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
-DECODING_ROWS = 32  # a tile of more rows is one of many that read the same keys
 
 
 def instance_name(mangled: str) -> str:
@@ -83,82 +86,96 @@ def look_at(machine: Machine, name: str, function: Function, num_stalls: int) ->
         kv_bytes=1 if "fp8" in dtypes else 2, num_sms=machine.multiprocessors,
         max_shared_bytes=SHARED_BYTES[machine.architecture],
     ).launches[0]  # fmt: skip
-    warps, source = tile.row_warps * tile.key_warps, "memory" if int(rows) <= DECODING_ROWS else "l2"
-    path = Flow(function).main_path()
-    found = predict(
-        machine, path, warps=warps, ctas=tile.ctas_per_sm, source=source, groups_under_way=max(tile.stages - 2, 0)
-    )
-    per_second = machine.ghz * 1e9 * machine.multiprocessors * tile.ctas_per_sm / found.cycles * warps
-    copied = sum(bytes_of(instruction) for instruction in path if instruction.root == "LDGSTS") * per_second
-    binds = max(found.busy, key=lambda unit: found.busy[unit])
-    return {
-        "machine": machine.name, "instance": name, "source": source, "instructions": len(path),
-        "warps": warps, "ctas": tile.ctas_per_sm, "stages": tile.stages, "cycles": round(found.cycles),
-        "tflop_per_s": round(sum(tensor_flops(x.opcode) for x in path) * per_second / 1e12, 1),
-        "memory_share": round(copied / machine.memory_gb_per_s / 1e9, 3) if source == "memory" else None,
-        "binds": binds, "busy": {unit: round(share, 3) for unit, share in sorted(found.busy.items())},
-        "stalls": stalls_of(found, num_stalls),
-    }  # fmt: skip
-
-
-def stalls_of(found: Prediction, count: int) -> list[dict[str, Any]]:
-    """Where a warp waits longest: cycles an iteration, the reason, instruction and source line."""
-    places: Counter[tuple[str, str, str]] = Counter()
-    for (instruction, reason), cycles in found.stalls.items():
-        if reason != "not selected":
-            places[reason, instruction.root, instruction.where] += cycles
-    keys = ("reason", "instruction", "line")
-    return [dict(zip(keys, place, strict=True), cycles=round(cycles)) for place, cycles in places.most_common(count)]
+    of_loop = figures(
+        machine, Flow(function).main_path(), warps=tile.row_warps * tile.key_warps, ctas=tile.ctas_per_sm,
+        source="memory" if int(rows) <= DECODING_ROWS else "l2", groups_under_way=max(tile.stages - 2, 0),
+        num_stalls=num_stalls,
+    )  # fmt: skip
+    return {"machine": machine.name, "instance": name, "stages": tile.stages, **of_loop}
 
 
 def line(row: dict[str, Any]) -> str:
-    share = "" if row["memory_share"] is None else f", {row['memory_share']:.0%} of the memory's bandwidth"
-    text = (
-        f"{row['machine']:16} {row['instance']:18} {row['cycles']:6} cycles, {row['tflop_per_s']:5.0f} TFLOP/s{share}"
-    )
+    name = f"{row['instance']} {row.get('mask', '')}".strip()
+    text = f"{row['machine']:16} {name:32} {row['cycles']:6} cycles"
+    if "tflop_per_s" in row:
+        text += f", {row['tflop_per_s']:5.0f} TFLOP/s"
+    if row.get("memory_share"):
+        text += f", {row['memory_share']:.0%} of the memory's bandwidth"
+    if "published" in row:
+        text += f", published {row['published']}: {row['error']:+.0%}"
     text += f"; busiest: {row['binds']} {row['busy'][row['binds']]:.0%}"
     for stall in row["stalls"]:
         text += f"\n{'':24}{stall['cycles']:6} cycles  {stall['reason']}, {stall['instruction']} {stall['line']}"
     return text
 
 
-def rows_of(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+def cubins_for(machine: Machine, sources: list[Path] | None, folder: Path) -> list[Path]:
+    """Of the library, or of the sources. Raises FileNotFoundError without a library."""
+    if sources:
+        architecture = machine.architecture + ("a" if machine.architecture == "sm_90" else "")
+        return [compile_with_lines(source, architecture, folder) for source in sources]
     library = cuda_library()
+    if library is None:
+        raise FileNotFoundError("this build has no CUDA library")
+    cubins = extract_cubins(library, machine.architecture, folder)
+    if not cubins:
+        print(f"{machine.name}: the library has no code for {machine.architecture}", file=sys.stderr)
+    return cubins
+
+
+def rows_of(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    if args.published:
+        yield from published_rows(args.published, folder, args.stalls)
+        return
     for machine in (MACHINES[name] for name in args.machine):
-        if args.source:
-            architecture = machine.architecture + ("a" if machine.architecture == "sm_90" else "")
-            cubins = [compile_with_lines(source, architecture, folder) for source in args.source]
-        elif library is None:
-            raise FileNotFoundError("this build has no CUDA library")
+        if args.flashinfer:
+            yield from flashinfer_rows(machine, folder, args.stalls)
+        elif args.ops == "verification":
+            cubins = cubins_for(machine, args.source, folder)
+            yield from verification_rows(machine, cubins, args.instances, args.stalls)
         else:
-            cubins = extract_cubins(library, machine.architecture, folder)
-            if not cubins:
-                print(f"{machine.name}: the library has no code for {machine.architecture}", file=sys.stderr)
-        for name, function in kernels_of(cubins, args.instances):
-            yield look_at(machine, name, function, args.stalls)
+            for name, function in kernels_of(cubins_for(machine, args.source, folder), args.instances):
+                yield look_at(machine, name, function, args.stalls)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", nargs="+", choices=[*MACHINES], default=["h200"])
+    parser.add_argument("--ops", choices=["attention", "verification"], default="attention")
+    parser.add_argument(
+        "--instances", nargs="+", default=[], metavar="NAME", help="as bf16/fp8-128-64, or 'walk: peak'; default bf16's"
+    )
+    parser.add_argument("--source", type=Path, nargs="+", metavar="FILE", help="of csrc/cuda, to compile")
+    parser.add_argument("--flashinfer", action="store_true", help="FlashInfer's paged prefill kernel instead")
+    parser.add_argument(
+        "--published", type=Path, nargs="+", metavar="FILE",
+        help="wheels, libraries or cubins with kernels of which speeds are published",
+    )  # fmt: skip
+    parser.add_argument("--stalls", type=int, default=0, metavar="N", help="the N longest waits of each loop")
+    parser.add_argument("--json", type=Path, help="where to write the rows")
+    return parser.parse_args()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--machine", nargs="+", choices=[*MACHINES], default=["h200"])
-    parser.add_argument("--instances", nargs="+", default=[], metavar="NAME", help="as bf16/fp8-128-64; default bf16's")
-    parser.add_argument(
-        "--source", type=Path, nargs="+", metavar="FILE", help="of csrc/cuda/tree_attention, to compile"
-    )
-    parser.add_argument("--stalls", type=int, default=0, metavar="N", help="the N longest waits of each loop")
-    parser.add_argument("--json", type=Path, help="where to write the rows")
-    args = parser.parse_args()
+    args = parse_arguments()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         try:
             for row in rows_of(args, Path(folder)):
                 print(line(row), flush=True)
                 rows.append(row)
-        except FileNotFoundError as error:
+        except (FileNotFoundError, ValueError) as error:
             print(error, file=sys.stderr)
             return 2
+    result: dict[str, Any] = {"predicted": True, "commit": measure.commit(), "rows": rows}
+    if args.ops == "verification" and not args.instances:
+        result["calls"] = [call for name in args.machine for call in calls(MACHINES[name], rows)]
+        for call in result["calls"]:
+            print(
+                f"{call['machine']:16} {call['call']}, in reads of all logits: {call['all_rows']}, lazy {call['lazy']}"
+            )
     if args.json:
-        measure.write_json(args.json, {"predicted": True, "commit": measure.commit(), "rows": rows})
+        measure.write_json(args.json, result)
     return 0 if rows else 1
 
 

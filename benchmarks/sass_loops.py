@@ -107,8 +107,35 @@ class Flow:
             at = best[at][1]
         return found
 
-    def main_path(self) -> list[Instruction]:
-        """Of the innermost loop with the most tensor instructions, then with the most loads; empty without loops."""
+    def unrolled(self, loop: Loop, trips: Sequence[int], weight: Weight = tensor_and_copies) -> list[Instruction]:
+        """path(), where a loop inside that is on the way takes trips[0] iterations, one inside of that trips[1], ...
+
+        Raises ValueError where loops lie deeper, or less deep, than `trips` is long.
+        """
+        inside = {other.head: other for other in self.loops() if other.body < loop.body}
+        found: list[Instruction] = []
+        deepest = 0
+        for instruction in self.path(loop, weight):
+            if other := inside.get(instruction.address):
+                depth = sum(other.body < between.body for between in inside.values())
+                deepest = max(deepest, depth + 1)
+                if depth >= len(trips):
+                    break
+                found += self.unrolled(other, trips[depth + 1 :], weight) * (trips[depth] - 1)
+            found.append(instruction)
+        if deepest != len(trips):
+            raise ValueError(
+                f"the loop at {loop.head:#x}: expected {len(trips)} levels of loops inside, found {deepest}"
+            )
+        return found
+
+    def main_path(self, weight: Weight = tensor_and_copies) -> list[Instruction]:
+        """path() of the main loop; empty without loops."""
+        loop = self.main_loop()
+        return self.path(loop, weight) if loop else []
+
+    def main_loop(self) -> Loop | None:
+        """The innermost loop with the most tensor instructions, then with the most loads; None without loops."""
         ways = [(loop, path) for loop in self.loops() if (path := self.path(loop))]
 
         def tensor(path: Sequence[Instruction]) -> int:
@@ -122,4 +149,4 @@ class Flow:
             )
             return work > 0 and not has_inner, work, loads, -len(loop.body)
 
-        return max(ways, key=worth)[1] if ways else []
+        return max(ways, key=worth)[0] if ways else None

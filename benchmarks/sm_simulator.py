@@ -70,6 +70,8 @@ def _latency(machine: Machine, instruction: Instruction, way: str, source: str) 
         "STL": machine.l1_latency,
     }
     far = machine.l2_latency if source == "l2" else machine.memory_latency
+    if way == "global" and ".128" not in instruction.opcode and ".64" not in instruction.opcode:
+        return special.get(instruction.root, machine.l1_latency)
     of_way = {"shared": machine.shared_latency, "slow": machine.slow_latency, "global": far, "copy": far}
     return special.get(instruction.root, of_way.get(way, 0))
 
