@@ -113,20 +113,19 @@ class Flow:
         Raises ValueError where loops lie deeper, or less deep, than `trips` is long.
         """
         inside = {other.head: other for other in self.loops() if other.body < loop.body}
+        depths = {head: sum(one.body < other.body for other in inside.values()) for head, one in inside.items()}
+        way = self.path(loop, weight)
+        levels = max((depths[x.address] + 1 for x in way if x.address in inside), default=0)
+        if levels != len(trips):
+            raise ValueError(
+                f"the loop at {loop.head:#x}: expected {len(trips)} levels of loops inside, found {levels}"
+            )
         found: list[Instruction] = []
-        deepest = 0
-        for instruction in self.path(loop, weight):
+        for instruction in way:
             if other := inside.get(instruction.address):
-                depth = sum(other.body < between.body for between in inside.values())
-                deepest = max(deepest, depth + 1)
-                if depth >= len(trips):
-                    break
+                depth = depths[other.head]
                 found += self.unrolled(other, trips[depth + 1 :], weight) * (trips[depth] - 1)
             found.append(instruction)
-        if deepest != len(trips):
-            raise ValueError(
-                f"the loop at {loop.head:#x}: expected {len(trips)} levels of loops inside, found {deepest}"
-            )
         return found
 
     def main_path(self, weight: Weight = tensor_and_copies) -> list[Instruction]:

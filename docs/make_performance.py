@@ -271,36 +271,84 @@ def times(result: dict[str, Any], name: str) -> str:
     return machine_line(result["machine"], name) + "\n\n" + table(["stage", "time"], rows)
 
 
+def speed(row: dict[str, Any]) -> str:
+    """TFLOP/s; of a kernel that waits for memory the share of its bandwidth."""
+    share = "" if row["memory_share"] is None else f" ({row['memory_share']:.0%})"
+    return f"{row['tflop_per_s']:.0f}{share}"
+
+
+def busiest(row: dict[str, Any]) -> str:
+    return f"{row['binds']} {row['busy'][row['binds']]:.0%}"
+
+
+def predicted_for(result: dict[str, Any], name: str) -> str:
+    return (
+        f"Predicted for {result['rows'][0]['machine']}, commit {result['commit']} (`benchmarks/results/{name}.json`):"
+    )
+
+
 def predicted(result: dict[str, Any], name: str) -> str:
+    """Our kernels, beside FlashInfer's where its file of that machine is there."""
+    file = RESULTS / f"flashinfer_{name}.json"
+    others = json.loads(file.read_text())["rows"] if file.exists() else []
+    peers = {(row["instance"], row["mask"]): speed(row) for row in others}
+    masks = {"custom": "FlashInfer, tree mask", "causal": "FlashInfer, causal"} if peers else {}
     rows = []
     for row in result["rows"]:
-        dtypes, head_dim, tile = row["instance"].split("-")
-        share = "" if row["memory_share"] is None else f"{row['memory_share']:.0%}"
-        rows.append(
-            [
-                dtypes,
-                head_dim,
-                tile,
-                f"{row['warps']} x {row['ctas']}",
-                str(row["cycles"]),
-                f"{row['tflop_per_s']:.0f}",
-                share,
-                f"{row['binds']} {row['busy'][row['binds']]:.0%}",
-            ]
-        )
+        line = [*row["instance"].split("-"), f"{row['warps']} x {row['ctas']}", str(row["cycles"]), speed(row)]
+        rows.append([*line, busiest(row), *(peers.get((row["instance"], mask), "") for mask in masks)])
     header = [
         "dtypes",
         "head dim",
         "rows of a tile",
         "warps x CTAs",
         "cycles a stage",
-        "TFLOP/s",
-        "bandwidth",
+        "TFLOP/s (bandwidth)",
         "busiest",
     ]
-    machine = result["rows"][0]["machine"]
-    head = f"Predicted for {machine}, commit {result['commit']} (`benchmarks/results/{name}.json`):"
-    return head + "\n\n" + table(header, rows)
+    return predicted_for(result, name) + "\n\n" + table([*header, *masks.values()], rows)
+
+
+def published(result: dict[str, Any], name: str) -> str:
+    rows = [
+        [
+            row["kernel"],
+            row["machine"],
+            str(row["head_dim"]),
+            " x ".join(map(str, row["tile"])),
+            f"{row['warps']} x {row['ctas']}",
+            f"{row['tflop_per_s']:.0f}",
+            str(row["published"]),
+            f"{row['error']:+.0%}",
+            row["where"],
+        ]
+        for row in sorted(result["rows"], key=lambda row: (row["machine"], row["head_dim"]))
+    ]
+    header = ["kernel", "machine", "head dim", "tile, rows x keys", "warps x CTAs", "TFLOP/s, predicted", "published"]
+    note = f"The model of commit {result['commit']} (`benchmarks/results/{name}.json`):"
+    return note + "\n\n" + table([*header, "error", "published where"], rows)
+
+
+def predicted_verification(result: dict[str, Any], name: str) -> str:
+    passes = [
+        [row["pass"], *(str(row[key]) for key in ("instructions", "words", "cycles")), row["source"], busiest(row)]
+        for row in result["rows"]
+        if row["kernel"] == "draw_rows"
+    ]
+
+    def reads(figures: list[float]) -> str:
+        least, most = (f"{figure:.2f}" for figure in figures)
+        return least if least == most else f"{least} to {most}"
+
+    calls = [[call["call"], reads(call["all_rows"]), reads(call["lazy"])] for call in result["calls"]]
+    header = ["pass over a row", "instructions", "loads before first use", "cycles", "reads from", "busiest"]
+    return "\n\n".join(
+        [
+            predicted_for(result, name),
+            table(header, passes),
+            table(["in reads of all logits", "all rows", "only visited rows"], calls),
+        ]
+    )
 
 
 # Marker: (name of the files, one a machine or only one, and how they are shown).
@@ -315,6 +363,8 @@ SECTIONS = {
     "distributed": ("distributed", distributed),
     "kernels": ("kernels", kernels),
     "predicted": ("predicted", predicted),
+    "published": ("published_predicted", published),
+    "predicted-verification": ("verification_predicted", predicted_verification),
     "build": ("build", times),
 }
 

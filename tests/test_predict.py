@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import bench_predict  # noqa: E402
+import predict_peers  # noqa: E402
+import predict_verification  # noqa: E402
+from predict_loop import ctas_that_fit, registers_of  # noqa: E402
 from sass_listing import bytes_of, decode_control, find_nvdisasm, parse, tensor_flops  # noqa: E402
 from sass_loops import Flow  # noqa: E402
 from sm_model import A100, H100, MACHINES, Machine  # noqa: E402
@@ -101,6 +106,30 @@ def test_no_loop() -> None:
     assert Flow(parse(listing(("NOP", control()), ("EXIT", control(5))))[0]).main_path() == []
 
 
+NESTED: list[Line] = [
+    ".L_a:", ("MOV R1, R2", control()), ".L_b:", ("IADD3 R1, R1, R2, RZ", control()), ".L_c:",
+    ("FADD R1, R1, R1", control()), ("@P0 BRA `(.L_c)", control(5)), ("@P1 BRA `(.L_b)", control(5)),
+    ("@P2 BRA `(.L_a)", control(5)), ("EXIT", control(5)),
+]  # fmt: skip
+
+
+def test_loops_inside_are_unrolled() -> None:
+    flow = Flow(parse(listing(*NESTED))[0])
+    path = flow.unrolled(flow.loops()[0], (3, 2))
+    assert [sum(x.root == root for x in path) for root in ("MOV", "IADD3", "FADD")] == [1, 3, 6]
+    for trips in ((), (3,), (3, 2, 2)):
+        with pytest.raises(ValueError, match=f"expected {len(trips)} levels"):
+            flow.unrolled(flow.loops()[0], trips)
+
+
+def test_what_fits_on_a_multiprocessor() -> None:
+    (function,) = parse(listing(("IMAD.WIDE R4, R88, 0x8, UR90", control()), ("EXIT", control(5))))
+    assert registers_of(function) == 89
+    assert ctas_that_fit(H100, 128, 170, 0) == 2  # 170 registers are 176
+    assert ctas_that_fit(H100, 128, 168, 0) == 3
+    assert ctas_that_fit(H100, 128, 100, 113 * 1024) == 2 and ctas_that_fit(H100, 128, 100, 113 * 1024 + 1) == 1
+
+
 def test_flops_and_bytes() -> None:
     copy = parse(listing(("LDGSTS.E.BYPASS.128 [R1], [R2.64]", control())))[0].instructions[0]
     assert bytes_of(copy) == 512
@@ -165,17 +194,26 @@ with_library = [
     pytest.mark.skipif(LIBRARY is None, reason="built without CUDA"),
     pytest.mark.skipif(find_cuobjdump() is None or find_nvdisasm() is None, reason="no cuobjdump or nvdisasm here"),
 ]
-RECORDED = [
-    row for path in sorted(BENCHMARKS.glob("results/predicted*.json")) for row in json.loads(path.read_text())["rows"]
-]
-CORE = ("bf16-128-16", "bf16-128-128")
+CORE = {
+    "predicted": ("bf16-128-16", "bf16-128-128"),
+    "verification_predicted": ("draw_rows: peak", "draw_rows: sums, nothing counted", "draw_rows: race, no noise"),
+}
 
 
-def predicted(tmp_path: Path, machine: Machine, wanted: list[str]) -> dict[str, dict[str, Any]]:
+def recorded_for(kind: str, machine: Machine) -> list[dict[str, Any]]:
+    files = sorted(BENCHMARKS.glob(f"results/{kind}*.json"))
+    rows = [row for path in files for row in json.loads(path.read_text())["rows"]]
+    return [row for row in rows if row["machine"] == machine.name]
+
+
+def predicted(tmp_path: Path, kind: str, machine: Machine, wanted: list[str]) -> dict[str, dict[str, Any]]:
     assert LIBRARY is not None
     cubins = extract_cubins(LIBRARY, machine.architecture, tmp_path)
     if not cubins:
         pytest.skip(f"this build has no code for {machine.architecture}")
+    if kind == "verification_predicted":
+        rows = predict_verification.verification_rows(machine, cubins, wanted, 0)
+        return {row["instance"]: row for row in rows}
     return {name: bench_predict.look_at(machine, name, f, 0) for name, f in bench_predict.kernels_of(cubins, wanted)}
 
 
@@ -189,17 +227,16 @@ def grown(recorded: list[dict[str, Any]], now: dict[str, dict[str, Any]]) -> lis
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
-@pytest.mark.parametrize("wanted", [CORE, pytest.param((), marks=pytest.mark.slow)], ids=["core", "all"])
+@pytest.mark.parametrize("kind", CORE)
+@pytest.mark.parametrize("core", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["core", "all"])
 class TestLibrary:
     pytestmark = with_library
 
-    def test_no_kernel_gets_slower(self, tmp_path: Path, machine: Machine, wanted: tuple[str, ...]) -> None:
-        recorded = [
-            row for row in RECORDED if row["machine"] == machine.name and (not wanted or row["instance"] in wanted)
-        ]
+    def test_no_kernel_gets_slower(self, tmp_path: Path, machine: Machine, kind: str, core: bool) -> None:
+        recorded = [row for row in recorded_for(kind, machine) if not core or row["instance"] in CORE[kind]]
         if not recorded:
             pytest.skip("nothing recorded for this machine")
-        now = predicted(tmp_path, machine, [row["instance"] for row in recorded])
+        now = predicted(tmp_path, kind, machine, [row["instance"] for row in recorded])
         assert set(now) == {row["instance"] for row in recorded}
         assert grown(recorded, now) == []
 
@@ -214,6 +251,119 @@ def test_names_of_instances() -> None:
     assert bench_predict.instance_name(prefix + "13__nv_bfloat16S3_Li128ELi64EEEEEvNS") == "bf16-128-64"
     assert bench_predict.instance_name(prefix + "6__halfNS0_10Float8E4M3ELi64ELi16EEEEEvNS") == "fp16/fp8-64-16"
     assert bench_predict.instance_name("_ZN9pagedtree4cuda12merge_kernel") == ""
+
+
+# ---- kernels of others
+
+
+@pytest.mark.parametrize(
+    ("machine", "rows", "kv_bytes", "keys"),
+    [(H100, 16, 2, 128), (H100, 64, 2, 128), (H100, 128, 2, 64), (H100, 16, 1, 256), (A100, 64, 1, 128)],
+)
+def test_tiles_of_flashinfer(machine: Machine, rows: int, kv_bytes: int, keys: int) -> None:
+    """Two CTAs fit, and would not with twice the keys, unless the dispatcher has no more."""
+    tile = predict_peers.flashinfer_tile(machine, rows, kv_bytes)
+    assert tile.keys == keys
+    assert 2 * (tile.shared_bytes + 1024) <= predict_peers.SHARED_BYTES[machine.architecture] + 1024
+
+
+def test_names_of_flashinfer() -> None:
+    name = "_ZN10flashinfer34BatchPrefillWithPagedKVCacheKernelILb1ENS_12KernelTraitsILNS_8MaskModeE2E"
+    name += "Lj64ELj1ELj8ELj8ELj8E"
+    match = predict_peers.FLASHINFER.search(name)
+    assert match and (predict_peers.MASKS[match[1]], match[2], match[4]) == ("custom", "64", "8")
+
+
+def test_flashinfer_decodes_no_more_than_the_tile() -> None:
+    """64 keys are four blocks; the fifth, which nvcc makes, is not entered."""
+    blocks: list[Line] = []
+    for _ in range(5):
+        blocks += [*[("STS.128 [R1], R4", control())] * 2, *[("PRMT R4, R5, 0x1, R6", control())] * 60]
+        blocks += [("@P1 BRA `(.L_end)", control(5))]
+    lines = [".L_a:", ("@P0 BRA `(.L_end)", control(5)), *blocks, ".L_end:"]
+    lines += [("HMMA.16816.F32 R4, R8, R2, R4", control(8)), ("@P2 BRA `(.L_a)", control(5)), ("EXIT", control(5))]
+    path = predict_peers.flashinfer_path(Flow(parse(listing(*lines))[0]), keys=64)
+    assert sum(x.root == "STS" for x in path) == 8 and sum(x.root == "HMMA" for x in path) == 1
+
+
+def elf(architecture: int, text: bytes) -> bytes:
+    """As much of a cubin as device_code() looks at, with a table of one section at its end."""
+    end = 64 + len(text)
+    header = b"\x7fELF\x02\x01\x01\x33".ljust(32, b"\0") + struct.pack("<QQI", 0, end, 0x500500 | architecture)
+    return (header + struct.pack("<5H", 64, 56, 0, 64, 1)).ljust(64, b"\0") + text + bytes(64)
+
+
+def test_machine_code_in_a_wheel(tmp_path: Path) -> None:
+    first, second = elf(80, b"one"), elf(90, b"another")
+    with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
+        wheel.writestr("a/_C.so", b"\x7fELF of the host" + first + b"between" + second + b"after")
+        wheel.writestr("a/text.py", first)
+    (library,) = predict_peers.libraries_in(tmp_path / "a.whl")
+    assert list(predict_peers.device_code(library)) == [("sm_80", first), ("sm_90", second)]
+
+
+def test_names_of_published_kernels() -> None:
+    traits = "Li128ELi128ELi64ELi4ELb0ELb0EN7cutlass10bfloat16_tE19Flash_kernel_traitsILi128ELi128ELi64ELi4ES2_EE"
+    name = "_Z16flash_fwd_kernelI23Flash_fwd_kernel_traitsI{}{}EEv16Flash_fwd_params"
+    plain, causal = "Lb0ELb0ELb0ELb0ELb1ELb1ELb0E", "Lb0ELb1ELb0ELb0ELb1ELb1ELb0E"
+    published = next(p for p in predict_peers.PUBLISHED if p.head_dim == 128)
+    assert published.pattern.fullmatch(name.format(traits, plain).encode())
+    assert not published.pattern.fullmatch(name.format(traits, causal).encode())
+
+
+# ---- passes of verification
+
+
+def pass_lines(*work: Line) -> list[Line]:
+    """Four words of 16 bytes; one by one, then four logits at a time, `work`. Rows that are not aligned load eight."""
+    word: Line = ("LDG.E.128.CONSTANT R4, desc[UR4][R2.64]", control(1, sets=0))
+    shift: Line = ("SHF.R.U32 R4, R5, R6, R4", control())
+    return [
+        ".L_a:", ("@P0 BRA `(.L_skewed)", control(5)), *[word] * 4, ("BRA `(.L_words)", control(5)),
+        ".L_skewed:", *[word, word, *[shift] * 24] * 4, ".L_words:", ("MOV R1, R2", control()), ".L_groups:",
+        ("@P1 BRA `(.L_next)", control(5)), *work, ".L_next:", ("@P3 BRA `(.L_groups)", control(5)),
+        ("@P4 BRA `(.L_words)", control(5)), ("@P5 BRA `(.L_a)", control(5)), ("EXIT", control(5)),
+    ]  # fmt: skip
+
+
+def test_passes_are_known_by_what_they_do() -> None:
+    counts: Line = ("ATOMS.POPC.INC.32 RZ, [R1]", control())
+    noise: list[Line] = [("IMAD.WIDE.U32 R4, R5, -0x2daee0ad, RZ", control()), ("@P2 BRA `(.L_next)", control(5))]
+    for work, kind in (([counts], "sums"), ([*noise, ("MUFU.LG2 R4, R4", control())], "race")):
+        flow = Flow(parse(listing(*pass_lines(*work)))[0])
+        loops = predict_verification.row_loops(flow)
+        assert [*loops] == [kind]
+        for name, of_pass in predict_verification.PASSES.items():
+            if of_pass.loop != kind:
+                continue
+            path, words = predict_verification.path_of(flow, loops[kind], of_pass)
+            done = [predict_verification.does(x) for x in path]
+            assert (words, done.count("word"), done.count("logarithm")) == (4, 4, 0), name
+            assert done.count(of_pass.does or "atomic") == (8 if of_pass.does else 0), name
+
+
+def test_a_pass_of_another_shape_is_told() -> None:
+    flow = Flow(parse(listing(*pass_lines(("POPC R4, R4", control()))))[0])
+    with pytest.raises(ValueError, match="expected 1 levels of loops inside, found 2"):
+        predict_verification.path_of(
+            flow, predict_verification.row_loops(flow)["ties"], predict_verification.PASSES["ties, none"]
+        )
+
+
+def test_reads_of_a_call() -> None:
+    """Passes as long as the read are one read each; nine rows of 64 are read where the walk alone reads."""
+    read = 4096 / H100.bytes_per_cycle("memory")
+    rows = [
+        {
+            "machine": H100.name, "kernel": kernel, "pass": name, "cycles": read, "iteration": 8 * read, "words": 4,
+            "warps": 16, "source": "l2",
+        }
+        for kernel in ("draw_rows", "walk")
+        for name in predict_verification.PASSES
+    ]  # fmt: skip
+    found = {call["call"]: call for call in predict_verification.calls(H100, rows)}
+    assert found["greedy"]["all_rows"] == [1, 1] and found["top-p"]["all_rows"] == [5, 5]
+    assert 9 / 64 < found["greedy"]["lazy"][0] < 1.3 * 9 / 64
 
 
 def test_without_the_tools(tmp_path: Path) -> None:
