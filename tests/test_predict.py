@@ -319,10 +319,11 @@ def pass_lines(*work: Line) -> list[Line]:
     word: Line = ("LDG.E.128.CONSTANT R4, desc[UR4][R2.64]", control(1, sets=0))
     shift: Line = ("SHF.R.U32 R4, R5, R6, R4", control())
     return [
-        ".L_a:", ("@P0 BRA `(.L_skewed)", control(5)), *[word] * 4, ("BRA `(.L_words)", control(5)),
-        ".L_skewed:", *[word, word, *[shift] * 24] * 4, ".L_words:", ("MOV R1, R2", control()), ".L_groups:",
+        ".L_a:", ("@P0 BRA `(.L_skewed)", control(5)), *[word] * 4, ("BRA `(.L_loaded)", control(5)),
+        ".L_skewed:", *[word, word, *[shift] * 24] * 4, ".L_loaded:", ("@P6 BRA `(.L_out)", control(5)), ".L_words:",
+        ("MOV R1, R2", control()), ".L_groups:",
         ("@P1 BRA `(.L_next)", control(5)), *work, ".L_next:", ("@P3 BRA `(.L_groups)", control(5)),
-        ("@P4 BRA `(.L_words)", control(5)), ("@P5 BRA `(.L_a)", control(5)), ("EXIT", control(5)),
+        ("@P4 BRA `(.L_words)", control(5)), ".L_out:", ("@P5 BRA `(.L_a)", control(5)), ("EXIT", control(5)),
     ]  # fmt: skip
 
 
