@@ -271,6 +271,9 @@ def times(result: dict[str, Any], name: str) -> str:
     return machine_line(result["machine"], name) + "\n\n" + table(["stage", "time"], rows)
 
 
+FROM = {"memory": "memory", "l2": "L2"}
+
+
 def speed(row: dict[str, Any]) -> str:
     """TFLOP/s; of a kernel that waits for memory the share of its bandwidth."""
     share = "" if row["memory_share"] is None else f" ({row['memory_share']:.0%})"
@@ -278,7 +281,9 @@ def speed(row: dict[str, Any]) -> str:
 
 
 def busiest(row: dict[str, Any]) -> str:
-    return f"{row['binds']} {row['busy'][row['binds']]:.0%}"
+    """The unit that is taken for the largest share of the time; "memory" is L2 where the data come from there."""
+    name = "L2" if (row["binds"], row["source"]) == ("memory", "l2") else row["binds"]
+    return f"{name} {row['busy'][row['binds']]:.0%}"
 
 
 def predicted_for(result: dict[str, Any], name: str) -> str:
@@ -331,7 +336,12 @@ def published(result: dict[str, Any], name: str) -> str:
 
 def predicted_verification(result: dict[str, Any], name: str) -> str:
     passes = [
-        [row["pass"], *(str(row[key]) for key in ("instructions", "words", "cycles")), row["source"], busiest(row)]
+        [
+            row["pass"],
+            *(str(row[key]) for key in ("instructions", "words", "cycles")),
+            FROM[row["source"]],
+            busiest(row),
+        ]
         for row in result["rows"]
         if row["kernel"] == "draw_rows"
     ]
