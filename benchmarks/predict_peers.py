@@ -109,7 +109,7 @@ def flashinfer_rows(machine: Machine, folder: Path, num_stalls: int) -> Iterator
 
 @dataclass(frozen=True)
 class Published:
-    """The speed of a kernel that somebody measured, and which kernel it is in the file."""
+    """The speed of a kernel that somebody measured. pattern: of its name. warps: of a CTA, those that do the products."""
 
     kernel: str
     machine: str
@@ -119,25 +119,42 @@ class Published:
     warps: int
     tflop_per_s: float
     where: str
-
-    @property
-    def pattern(self) -> re.Pattern[bytes]:
-        """Neither mask nor dropout; whole tiles, where there is such a kernel."""
-        traits = f"Li{self.head_dim}ELi{self.rows}ELi{self.keys}ELi{self.warps}ELb0ELb0EN7cutlass10bfloat16_tE"
-        flags = f"ELb0ELb0ELb0ELb0ELb{int(self.head_dim <= 128)}ELb1ELb0EE"
-        return re.compile(rf"_Z\d+flash_fwd_kernelI\w+{traits}\w+{flags}\w+".encode())
+    pattern: re.Pattern[bytes]
 
     @property
     def shared_bytes(self) -> int:
         return (self.rows + 2 * self.keys) * self.head_dim * 2
 
 
-FA2, FA3_FIGURE = "FlashAttention-2 2.5.6, forward", "FlashAttention-3 paper, figure 5, 16k keys, no mask"
+FA3_FIGURE = "FlashAttention-3 paper, figure 5, 16k keys, no mask"
+
+
+def fa2(machine: str, head_dim: int, rows: int, keys: int, tflop_per_s: float, where: str = FA3_FIGURE) -> Published:
+    """FlashAttention-2, four warps; neither mask nor dropout; whole tiles, where there is such a kernel."""
+    traits = f"Li{head_dim}ELi{rows}ELi{keys}ELi4ELb0ELb0EN7cutlass10bfloat16_tE"
+    flags = f"ELb0ELb0ELb0ELb0ELb{int(head_dim <= 128)}ELb1ELb0EE"
+    pattern = re.compile(rf"_Z\d+flash_fwd_kernelI\w+{traits}\w+{flags}\w+".encode())
+    kernel = "FlashAttention-2 2.5.6, forward"
+    return Published(kernel, machine, head_dim, rows, keys, 4, tflop_per_s, where, pattern)
+
+
+def fa3(head_dim: int, rows: int, keys: int, cluster: int, tflop_per_s: float) -> Published:
+    """FlashAttention-3 by wgmma: a warpgroup for 64 rows, and one for copies, which the model leaves out."""
+    tile = rf"1CILi{cluster}E\w+IJNS\w_ILi{rows}EEENS\w_ILi{keys}EEE\w+10bfloat16_t"
+    flags = "4Sm90E" + "Lb0E" * 6 + "Lb1E" * 2 + "Lb0E" * 3
+    pattern = re.compile(rf"_ZN\w+FlashAttnFwdSm90\w+{tile}\w+{flags}\w+StaticPersistentTileScheduler\w+".encode())
+    kernel = "FlashAttention-3, forward"
+    return Published(kernel, "h100", head_dim, rows, keys, rows // 16, tflop_per_s, FA3_FIGURE, pattern)
+
+
 PUBLISHED = (
-    Published(FA2, "a100", 128, 128, 64, 4, 228, "FlashAttention-2 paper: up to 73 % of 312 TFLOP/s"),
-    Published(FA2, "h100", 64, 128, 128, 4, 324, FA3_FIGURE),
-    Published(FA2, "h100", 128, 128, 64, 4, 370, FA3_FIGURE),
-    Published(FA2, "h100", 256, 64, 64, 4, 326, FA3_FIGURE),
+    fa2("a100", 128, 128, 64, 228, "FlashAttention-2 paper: up to 73 % of 312 TFLOP/s"),
+    fa2("h100", 64, 128, 128, 324),
+    fa2("h100", 128, 128, 64, 370),
+    fa2("h100", 256, 64, 64, 326),
+    fa3(64, 192, 128, 1, 497),
+    fa3(128, 128, 176, 2, 648),
+    fa3(256, 128, 80, 2, 756),
 )
 
 

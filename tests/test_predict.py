@@ -310,6 +310,15 @@ def test_names_of_published_kernels() -> None:
     assert published.pattern.fullmatch(name.format(traits, plain).encode())
     assert not published.pattern.fullmatch(name.format(traits, causal).encode())
 
+    name = (
+        "_ZN7cutlass13device_kernelIN5flash20enable_sm90_or_laterINS1_16FlashAttnFwdSm90INS1_25CollectiveMainloopFwdSm90"
+        "ILi2EN4cute5tupleIJNS5_1CILi2EEENS7_ILi1EEES9_EEENS6_IJNS7_ILi128EEENS7_ILi176EEESB_EEENS_10bfloat16_tEfNS_4arch"
+        "4Sm90E{}Lb0ELb0ELb0ELb0ELb0ELb1ELb1ELb0ELb0ELb0EEENS1_29StaticPersistentTileSchedulerILb0EEEEEEEEEvNT_6ParamsE"
+    )
+    matching = [p.head_dim for p in predict_peers.PUBLISHED if p.pattern.fullmatch(name.format("Lb0E").encode())]
+    assert matching == [128]
+    assert not any(p.pattern.fullmatch(name.format("Lb1E").encode()) for p in predict_peers.PUBLISHED)
+
 
 # ---- passes of verification
 
