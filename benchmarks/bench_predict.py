@@ -4,7 +4,7 @@
     python -m pagedtree bench predict --ops verification                       # the passes over a row of logits
     python -m pagedtree bench predict --source csrc/cuda/tree_attention/bfloat16*.cu --machine a100 --stalls 8
     FLASHINFER_INCLUDE=FOLDER python -m pagedtree bench predict --flashinfer   # its kernel (see flashinfer_kernel.py)
-    python -m pagedtree bench predict --published xformers-0.0.25-*.whl        # beside published speeds
+    python -m pagedtree bench predict --published xformers-0.0.*.whl           # beside published speeds
 
 A kernel's main loop is followed instruction by instruction on a model of a multiprocessor (sm_simulator.py): one
 iteration takes a stage of keys past a tile of rows. KV comes from memory where a tile has up to 32 rows, as in

@@ -109,7 +109,7 @@ def flashinfer_rows(machine: Machine, folder: Path, num_stalls: int) -> Iterator
 
 @dataclass(frozen=True)
 class Published:
-    """The speed of a kernel that somebody measured. pattern: of its name. warps: of a CTA, those that do the products."""
+    """The speed of a kernel that somebody measured. warps: of a CTA, those that multiply; pattern: of its name."""
 
     kernel: str
     machine: str
