@@ -14,13 +14,6 @@ def int32(values: list, device: torch.device | str = "cpu") -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def slot_of(table: list[list[int]], b: int, position: int, page_size: int) -> int:
-    if position < 0 or position // page_size >= len(table[b]):
-        return -1
-    page = table[b][position // page_size]
-    return page * page_size + position % page_size if page >= 0 else -1
-
-
 def random_table(rng: np.random.Generator, batch: int, max_pages: int, num_pages: int) -> list[list[int]]:
     """Pages that no two sequences share."""
     return rng.permutation(num_pages)[: batch * max_pages].reshape(batch, max_pages).tolist()

@@ -10,56 +10,15 @@ from hypothesis import strategies as st
 from step_case import batch_of, commit_arguments, int32, int64, tree_parents
 from torch import Tensor
 
-from pagedtree import (
-    Commit,
-    Verdict,
-    commit,
-)
+from pagedtree import Commit, Verdict, commit
+from pagedtree.check import loops
 
 
 def reference_commit(accept_index, num_accepted, tokens, offsets, start, history, lens, eos, node_map) -> dict:
-    """The loop of the docstring in plain Python; `history` is a list of lists of fixed length."""
-    width = len(accept_index[0]) if accept_index else 0
-
-    def padded(values: list[int]) -> list[int]:
-        return values + [-1] * (width - len(values))
-
-    out: dict[str, list] = {name: [] for name in Commit._fields}
+    """The loop of the docstring; `history` is a list of lists of fixed length, which stays as it is."""
     history, lens = [row[:] for row in history], lens[:]
-    for b, nodes in enumerate(accept_index):
-        size = offsets[b + 1] - offsets[b]
-        path: list[int] = []
-        emitted: list[int] = []
-        ended = False
-        if size > 0 and start[b] >= 0 and nodes[0] == 0:
-            for j in range(min(max(num_accepted[b], 0), width - 1) + 1):
-                if ended or tokens[b][j] < 0 or (j > 0 and not nodes[j - 1] < nodes[j] < size):
-                    break
-                path.append(nodes[j])
-                emitted.append(tokens[b][j])
-                ended = tokens[b][j] in eos[b]
-        present = path[:1]
-        for node in path[1:]:
-            if node_map[offsets[b] + node] < 0:
-                break
-            present.append(node_map[offsets[b] + node])
-        lacking = emitted[len(present) - 1 : -1] if path else []
-        out["start"].append(min(start[b] + len(emitted), 2**31 - 1))
-        out["last_token"].append(emitted[-1] if emitted else -1)
-        out["finished"].append(ended or not emitted)
-        out["num_accepted"].append(max(len(path) - 1, 0))
-        out["num_tokens"].append(len(emitted))
-        out["accept_rows"].append(padded([offsets[b] + node for node in path]))
-        out["draft_accept_index"].append(padded(present))
-        out["draft_num_accepted"].append(max(len(present) - 1, 0))
-        out["draft_missing"].append(padded(lacking))
-        out["draft_num_missing"].append(len(lacking))
-        if emitted:
-            lens[b] = min(max(lens[b], 0), len(history[b]))
-            for token in emitted[: len(history[b]) - lens[b]]:
-                history[b][lens[b]] = token
-                lens[b] += 1
-    return {**out, "history": history, "lens": lens}
+    out = loops.commit(accept_index, num_accepted, tokens, offsets, start, history, lens, eos, node_map)
+    return {**out._asdict(), "history": history, "lens": lens}
 
 
 def check_commit(

@@ -5,35 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cache_case import FP8, compact_arguments, int32, payload, random_table, raw, slot_of, storage_and_views
+from cache_case import FP8, compact_arguments, int32, payload, random_table, raw, storage_and_views
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from pagedtree import DraftTree, compact_kv
-
-
-def reference_compact(caches, table, page_size, start, accept_index, num_accepted) -> list[int]:
-    """The loop of the docstring, with what it says about values outside."""
-    num_pages = caches[0].shape[0]
-    lengths = []
-    for b, nodes in enumerate(accept_index):
-        if start[b] < 0 or not nodes or nodes[0] < 0:
-            lengths.append(start[b])
-            continue
-        accepted = min(max(num_accepted[b], 0), len(nodes) - 1)
-        lengths.append(min(start[b] + accepted + 1, 2**31 - 1))
-        moves = []
-        for j in range(1, accepted + 1):
-            source = slot_of(table, b, start[b] + nodes[j], page_size)
-            target = slot_of(table, b, start[b] + j, page_size)
-            if nodes[j] >= 0 and 0 <= source < num_pages * page_size and 0 <= target < num_pages * page_size:
-                moves.append((source, target))
-        for cache in caches:
-            rows = [cache[source // page_size, source % page_size].clone() for source, _ in moves]
-            for row, (_, target) in zip(rows, moves, strict=True):
-                cache[target // page_size, target % page_size] = row
-    return lengths
+from pagedtree.check import loops
 
 
 def cache_list(pages: int, page_size: int, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
@@ -64,7 +42,7 @@ def clones(storages: list[Tensor], views: list[Tensor]) -> tuple[list[Tensor], l
 def check_compact(device, page_size, pages, table, start, accept_index, num_accepted) -> None:
     storages, caches = cache_list(pages, page_size, device)
     expected_storages, expected = clones(storages, caches)
-    lengths = reference_compact(expected, table, page_size, start, accept_index, num_accepted)
+    lengths = loops.compact(expected, table, start, accept_index, num_accepted)
     batch, width = len(start), len(accept_index[0])
     wide_table = torch.zeros((batch, len(table[0]) + 2), dtype=torch.int32)  # a page that a wrong read would reach
     wide_table[:, :-2] = int32(table)
@@ -133,7 +111,7 @@ def test_compact_kv_many_tensors(backend, device) -> None:
     caches = [payload((4, 4, 2, 3), torch.int32, i, device) for i in range(300)]
     expected = [cache.clone() for cache in caches]
     table, start, nodes = [[2, 1, 3]], [3], [[0, 2, 5, 6]]
-    lengths = reference_compact(expected, table, 4, start, nodes, [3])
+    lengths = loops.compact(expected, table, start, nodes, [3])
     seq_lens = compact_kv(caches, int32(table, device), int32(start, device), int32(nodes, device), int32([3], device))
     assert seq_lens.tolist() == lengths == [7]
     assert all(torch.equal(cache, wanted) for cache, wanted in zip(caches, expected, strict=True))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cache_case import FP8, PAGE_SIZES, compact_arguments, int32, raw, slot_of, storage_and_views
+from cache_case import FP8, PAGE_SIZES, compact_arguments, int32, raw, storage_and_views
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from pagedtree import append_kv, compact_kv, slot_mapping
 from pagedtree._ops import ops
+from pagedtree.check.loops import slot_of
 
 # slot_mapping ---------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pagedtree import DraftTree, TreeBatch, build_trees, medusa_propose
 from pagedtree._ops import ops
+from pagedtree.check import loops
 
 
 @st.composite
@@ -21,24 +22,10 @@ def tree_parents(draw: st.DrawFn, max_nodes: int = 70) -> list[int]:
     return [-1] + [draw(st.integers(0, i - 1)) for i in range(1, n)]
 
 
-def link(parents: list[int], max_nodes: int, max_depth: int) -> tuple[list[int], list[set[int]], bool]:
+def link(parents: list[int], max_nodes: int, max_depth: int) -> tuple[list[int], list[frozenset[int]], bool]:
     """Depth, visible nodes and validity of a tree whose parents may be anything."""
-    depths: list[int] = []
-    visible: list[set[int]] = []
-    valid = 1 <= len(parents) <= max_nodes
-    for i, parent in enumerate(parents):
-        if i == 0:
-            depths.append(0)
-            visible.append({0})
-            valid = valid and parent == -1
-        elif i < max_nodes and 0 <= parent < i and 0 <= depths[parent] < max_depth:
-            depths.append(depths[parent] + 1)
-            visible.append(visible[parent] | {i})
-        else:
-            depths.append(-1)
-            visible.append(set())
-            valid = False
-    return depths, visible, valid
+    rows, valid = loops.link(parents, max_nodes, max_depth)
+    return [row.depth for row in rows], [row.visible for row in rows], valid
 
 
 def children_of(parents: list[int], depths: list[int]) -> list[list[int]]:
