@@ -319,7 +319,7 @@ struct TreeAttentionParams {
   const void* q;                // [T, Hq, D]
   PagedCache k_cache;           // [pages, page_size, Hkv, D]
   PagedCache v_cache;           // [pages, page_size, Hkv, D]
-  const int32_t* page_table;    // [B, max_pages]
+  PageTable table;
   const int32_t* seq_lens;      // [B]
   const int32_t* cu_seqlens_q;  // [B + 1]
   const int32_t* tree_mask;     // [T, W] or null: causal
@@ -334,14 +334,11 @@ struct TreeAttentionParams {
   int64_t q_token_stride, q_head_stride;
   int64_t out_token_stride, out_head_stride;
   int64_t lse_token_stride, lse_head_stride;
-  int64_t page_table_stride;
   int64_t mask_stride;
   int64_t k_scale_stride, v_scale_stride;
   int64_t batch;
   int64_t num_tokens;
   int64_t num_pages;
-  int64_t page_size;
-  int64_t max_pages;
   int64_t window;        // 0: none
   int64_t max_seqlen_q;  // a hint
   int32_t num_kv_heads;

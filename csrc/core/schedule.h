@@ -56,7 +56,7 @@ struct WorkShape {
 
 PT_HOST_DEVICE int64_t max_seq_len_of(const AttentionPlanParams& p) { return p.max_seq_len; }
 PT_HOST_DEVICE int64_t max_seq_len_of(const TreeAttentionParams& p) {
-  return min_of<int64_t>(p.max_pages * p.page_size, INT32_MAX);
+  return min_of<int64_t>(p.table.max_pages * p.table.page_size, INT32_MAX);
 }
 
 // The work of one call, or of all calls that share a plan.

@@ -100,7 +100,7 @@ TreeAttentionParams checked_params(const Check& check, const Backend& backend, c
   p.q = a.q.const_data_ptr();
   p.k_cache = paged_cache(a.k_cache);
   p.v_cache = paged_cache(a.v_cache);
-  p.page_table = const_pointer<int32_t>(a.page_table);
+  p.table = page_table_of(a.page_table, a.k_cache.size(1));
   p.seq_lens = const_pointer<int32_t>(a.seq_lens);
   p.cu_seqlens_q = const_pointer<int32_t>(a.cu_seqlens_q);
   p.tree_mask = optional_pointer<int32_t>(a.tree_mask);
@@ -110,15 +110,12 @@ TreeAttentionParams checked_params(const Check& check, const Backend& backend, c
   p.v_scale = optional_pointer<float>(a.v_scale);
   p.q_token_stride = a.q.stride(0);
   p.q_head_stride = a.q.stride(1);
-  p.page_table_stride = a.page_table.stride(0);
   p.mask_stride = a.tree_mask.has_value() ? a.tree_mask->stride(0) : 0;
   p.k_scale_stride = k_scale_stride;
   p.v_scale_stride = v_scale_stride;
   p.batch = batch;
   p.num_tokens = num_tokens;
   p.num_pages = a.k_cache.size(0);
-  p.page_size = a.k_cache.size(1);
-  p.max_pages = a.page_table.size(1);
   p.window = a.window;
   p.max_seqlen_q = max_seqlen_q.value_or(batch == 0 ? 0 : ceil_div(num_tokens, batch));
   p.num_kv_heads = static_cast<int32_t>(a.k_cache.size(2));
@@ -145,7 +142,7 @@ void check_values(const Check& check, const Arguments& a, const TreeAttentionPar
     // With a mask over fewer keys than queries, the queries need not be among the keys.
     const int32_t least = p.tree_mask == nullptr || tree_lens.empty() || tree_len == -1 ? n : 0;
     check.that(seq_lens[b] >= least, at("seq_lens", b), "at least " + std::to_string(least), seq_lens[b]);
-    check_pages(check, table, p.max_pages, p.page_size, b, 0, seq_lens[b], p.num_pages);
+    check_pages(check, table, p.table.max_pages, p.table.page_size, b, 0, seq_lens[b], p.num_pages);
     if (p.tree_mask == nullptr) {
       check.that(tree_lens.empty() || tree_len == -1, at("tree_lens", b), "-1 without a tree_mask", tree_len);
       continue;

@@ -99,7 +99,7 @@ std::vector<float> attend(const pagedtree::Backend& backend, const pagedtree::Ex
   params.q = queries.data();
   params.k_cache = {cache.keys.data(), kPageSize * kHeadDim, kHeadDim, kHeadDim};
   params.v_cache = {cache.values.data(), kPageSize * kHeadDim, kHeadDim, kHeadDim};
-  params.page_table = cache.page_table.data();
+  params.table = {cache.page_table.data(), kMaxPages, kMaxPages, kPageSize};
   params.seq_lens = cache.seq_lens.data();
   params.cu_seqlens_q = trees.cu_nodes.data();
   params.tree_mask = trees.mask.data();
@@ -107,13 +107,10 @@ std::vector<float> attend(const pagedtree::Backend& backend, const pagedtree::Ex
   params.out = out.data();
   params.q_token_stride = params.q_head_stride = kHeadDim;
   params.out_token_stride = params.out_head_stride = kHeadDim;
-  params.page_table_stride = kMaxPages;
   params.mask_stride = 1;
   params.batch = trees.batch();
   params.num_tokens = trees.num_rows();
   params.num_pages = kNumPages;
-  params.page_size = kPageSize;
-  params.max_pages = kMaxPages;
   params.num_kv_heads = 1;
   params.group_size = 1;
   params.head_dim = kHeadDim;

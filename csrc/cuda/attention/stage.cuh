@@ -43,10 +43,10 @@ struct KeyReader {
 
   __device__ __forceinline__ static KeyReader of(const TreeAttentionParams& p, const RowTile& tile) {
     const int64_t size = element_size(p.kv_dtype);
-    return {p.page_table + tile.sequence * p.page_table_stride,
+    return {p.table.pages + tile.sequence * p.table.row_stride,
             static_cast<const char*>(p.k_cache.data) + tile.kv_head * p.k_cache.head_stride * size,
             static_cast<const char*>(p.v_cache.data) + tile.kv_head * p.v_cache.head_stride * size, tile.seq_len,
-            static_cast<uint32_t>(min_of<int64_t>(p.page_size, 0x7fffffff))};
+            static_cast<uint32_t>(min_of<int64_t>(p.table.page_size, 0x7fffffff))};
   }
 
   __device__ __forceinline__ int32_t page(int32_t key) const {

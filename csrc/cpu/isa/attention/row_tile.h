@@ -105,13 +105,13 @@ struct KeyRows {
 static inline void find_key_rows(const TreeAttentionParams& p, const RowTile& tile, int64_t first_key, uint64_t wanted,
                                  KeyRows& rows) {
   const int64_t size = element_size(p.kv_dtype);
-  const int32_t* pages = p.page_table + tile.sequence * p.page_table_stride;
+  const int32_t* pages = p.table.pages + tile.sequence * p.table.row_stride;
   const int64_t count = min_of<int64_t>(kKvTile, tile.work.seq_len - first_key);
-  int64_t page = first_key / p.page_size, slot = first_key % p.page_size;
+  int64_t page = first_key / p.table.page_size, slot = first_key % p.table.page_size;
   for (int64_t key = 0; key < kKvTile;) {
     const int64_t id = key < count ? pages[page] : -1;
     const bool known = id >= 0 && id < p.num_pages;
-    const int64_t end = key < count ? min_of<int64_t>(key + p.page_size - slot, count) : kKvTile;
+    const int64_t end = key < count ? min_of<int64_t>(key + p.table.page_size - slot, count) : kKvTile;
     const PagedCache &kc = p.k_cache, &vc = p.v_cache;
     for (; key < end; ++key, ++slot) {
       const bool read = known && (wanted >> key & 1u) != 0;
