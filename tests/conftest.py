@@ -47,7 +47,7 @@ def device(backend: str) -> torch.device:
 def draws(backend: str) -> Callable[[int], int]:
     """How many draws a test of a distribution makes: fewer on simt, where a draw costs a hundred times as much."""
     on_simt = backend == "simt" or (backend == "cuda" and "HOST_CUDA" in os.environ)
-    return lambda count: count // 20 if on_simt else count
+    return lambda count: count // 40 if on_simt else count
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def stock(model, prompts, **options):
     ("name", "page_size", "max_batch_tokens"),
     [
         *((name, 16, 64) for name in MODELS),
-        *(pytest.param(name, 5, 23, marks=[] if name == "window" else pytest.mark.slow) for name in MODELS),
+        *(pytest.param(name, 5, 23, marks=pytest.mark.slow) for name in MODELS),
     ],
 )
 def test_text_is_that_of_the_model(name, page_size, max_batch_tokens, calls):
@@ -72,7 +72,7 @@ def test_text_is_that_of_the_model(name, page_size, max_batch_tokens, calls):
     assert max(tokens for tokens, _ in calls) <= max_batch_tokens
 
 
-@pytest.mark.parametrize("name", ["full", "sinks"])
+@pytest.mark.parametrize("name", [pytest.param("full", marks=pytest.mark.slow), "sinks"])
 def test_sampled_text_is_that_of_the_model(name):
     model, prompts = tiny_of(name), prompts_of(LENGTHS)
     expected = stock(model, prompts, **SAMPLING)

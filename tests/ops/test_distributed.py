@@ -55,6 +55,8 @@ def is_worth_it(size: int, backend: str, dtype: torch.dtype) -> bool:
 
 def in_core(size: int, backend: str, dtype: torch.dtype, name: str) -> bool:
     """The part for the core suite: each number of ranks, dtype and set of parameters, but few combinations."""
+    if size == 4:
+        return name == "each" and dtype == torch.bfloat16
     if backend == "simt":
         return name in ("both", "each") and (size == 3 or dtype == torch.bfloat16)
     if size == 3 and dtype == torch.float32:

@@ -161,6 +161,7 @@ def test_the_command() -> None:
     assert done.returncode == 0 and "60 calls" in done.stdout and "0 findings" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_crash_is_reported(tmp_path: Path) -> None:
     """The process that makes the calls dies in one of them."""
     calls = tmp_path / "calls.py"

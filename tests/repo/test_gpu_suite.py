@@ -95,15 +95,6 @@ def run(root: Path, folder: Path, *arguments: str, **more: str) -> Outcome:
 REHEARSAL = {"PYTHON": sys.executable, "DEVICE": "cpu", "BACKEND": "simt", "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.skipif("simt" not in backends(), reason="built without simt")
-def test_a_rehearsal_of_the_first_part(tmp_path: Path) -> None:
-    done = run(ROOT, tmp_path, "headline", **REHEARSAL)
-    assert done.status == 0, done.said
-    assert list(done.stages) == STAGES["headline"]
-    rows = json.loads((done.out / "headline.json").read_text())["rows"]
-    assert {row["op"] for row in rows} == {"tree_attention", "sample"} and all(row["ms"] > 0 for row in rows)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif("simt" not in backends(), reason="built without simt")
 def test_a_rehearsal_from_the_first_stage_to_the_last(tmp_path: Path) -> None:
