@@ -146,7 +146,7 @@ def test_seeds_and_positions_are_independent_streams(device, draws):
         assert statistic < chi_square_limit(15)
 
 
-def kept(row: Tensor, device: torch.device, count: int = 3000, **sampling) -> list[int]:
+def kept(row: Tensor, device: torch.device, count: int = 1000, **sampling) -> list[int]:
     """The tokens that come up in many draws: all that the filters keep, when none is rare."""
     return sorted(set(draw_many(row, count, device, **sampling).tolist()))
 
@@ -185,15 +185,15 @@ def test_kept_sets(backend, device, seed):
             if 0 < top_p <= 1
         }
         assert weights.min() > 0.01
-        assert tuple(kept(row, device, **sampling)) in sets
+        assert tuple(kept(row, device, 1000 if backend == "simt" else 3000, **sampling)) in sets
 
 
 def test_equal_logits(device):
     row = torch.full((20,), 1.5)
-    assert kept(row, device, top_p=0.5) == list(range(10))
-    assert kept(row, device, top_p=0.01) == [0]
-    assert kept(row, device, top_k=3) == list(range(20))
-    assert kept(row, device, temperature=0.0) == [0]
+    assert kept(row, device, 600, top_p=0.5) == list(range(10))
+    assert kept(row, device, 600, top_p=0.01) == [0]
+    assert kept(row, device, 600, top_k=3) == list(range(20))
+    assert kept(row, device, 600, temperature=0.0) == [0]
 
 
 def test_zeros_of_either_sign_are_equal(device):
