@@ -316,9 +316,9 @@ struct PagedCache {
 
 // Sizes B sequences, T query tokens (padding included), Hq = Hkv * group_size heads, D head_dim, W mask_words.
 struct TreeAttentionParams {
-  const void* q;                // [T, Hq, D]
-  PagedCache k_cache;           // [pages, page_size, Hkv, D]
-  PagedCache v_cache;           // [pages, page_size, Hkv, D]
+  const void* q;       // [T, Hq, D]
+  PagedCache k_cache;  // [pages, page_size, Hkv, D]
+  PagedCache v_cache;  // [pages, page_size, Hkv, D]
   PageTable table;
   const int32_t* seq_lens;      // [B]
   const int32_t* cu_seqlens_q;  // [B + 1]
