@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ class Copies(NamedTuple):
     groups: Array  # [n] that it belongs to
     to: Array  # [n] addresses in shared memory
     data: Array  # [n, 16]
+    number: int
 
 
 class Transfers(State):
@@ -23,10 +25,13 @@ class Transfers(State):
         super().__init__(*arguments)
         self.copies: list[Copies] = []
         self.open_group = np.zeros(self.n, np.int64)
+        self.issued = 0
+        self.nobody = np.zeros(self.n, bool)
 
     @staticmethod
     def _space(name: tuple[str, ...]) -> str:
-        return next((part for part in name if part in ("global", "shared", "param")), "generic")
+        words = (part.partition("::")[0] for part in name)  # shared::cta
+        return next((word for word in words if word in ("global", "shared", "param")), "generic")
 
     def do_ld(self, name, operands):
         vector = next((int(part[1]) for part in name if part in ("v2", "v4")), 1)
@@ -76,7 +81,8 @@ class Transfers(State):
         if name[2] == "commit_group":
             self.open_group[self.mask] += 1
         elif name[2] == "wait_group":
-            self._deliver(operands[0])
+            due, newest = self.mask, operands[0]  # all but the newest groups that each thread has committed
+            self.deliver_copies(lambda copies: due & (copies.groups < self.open_group - newest))
         else:
             to, source = self.address(operands[0]), self.address(operands[1])
             size = np.broadcast_to(self.get(operands[3], np.uint32) if len(operands) > 3 else np.uint32(16), self.n)
@@ -85,13 +91,13 @@ class Transfers(State):
             self.mask = everyone & (size == 16)
             data = self.load("global", source, 16)
             self.mask = everyone
-            self.copies.append(Copies(everyone, self.open_group.copy(), to, data))
+            self.copies.append(Copies(everyone, self.open_group.copy(), to, data, self.issued))
+            self.issued += 1
 
-    def _deliver(self, newest: int) -> None:
-        """The copies of all but the `newest` groups that each thread has committed."""
+    def deliver_copies(self, threads_due: Callable[[Copies], Array]) -> None:
         left = []
         for copies in self.copies:
-            due = self.mask & copies.threads & (copies.groups < self.open_group - newest)
+            due = copies.threads & threads_due(copies)
             self.shared[copies.to[due][:, None] + np.arange(16)] = copies.data[due]
             if (copies.threads & ~due).any():
                 left.append(copies._replace(threads=copies.threads & ~due))
