@@ -49,10 +49,7 @@ class Block(Arithmetic, MBarriers, Warps, Warpgroups):
                 alone = bool((here == ready).all()) and not self.parked.any()
                 at = self._run_together(code, at, here, alone, end)
                 self.at[here & self.alive & (self.barrier < 0) & (self.at < 0)] = at
-        if self.copies or self.under_way:
-            raise Fault("exits with cp.async in flight")
-        if self.multiplications:
-            raise Fault("exits with wgmma in flight")
+        self.check_exit()
 
     def _run_together(self, code: list[Instruction], at: int, here: Array, alone: bool, end: int) -> int:
         """Runs the threads `here` from instruction `at` on; those still marked -1 in `self.at` are at the result."""
@@ -101,7 +98,7 @@ class Block(Arithmetic, MBarriers, Warps, Warpgroups):
                     raise Fault(f"{fault}: {instruction.text}") from None
                 except Exception as error:
                     raise Fault(f"{type(error).__name__} {error}: {instruction.text}") from error
-            if operation in ("wgmma", "mbarrier") and (here & self.parked).any():
+            if operation == "mbarrier" or (operation == "wgmma" and early.any()):  # others may be the lowest now
                 self.at[here] = np.where(self.parked[here], at, at + 1)
                 return at + 1
             at += 1

@@ -36,6 +36,8 @@ class MBarrier:
     pending: int
     transaction_bytes: int = 0  # expected and not yet delivered; below 0 where the bytes came first
     phase: int = 0
+    delivered: bool = False  # something asynchronous in the phase that is open
+    unawaited: bool = False  # and in the last one that ended, which no thread has waited for
 
 
 class Load(NamedTuple):
@@ -82,6 +84,7 @@ class MBarriers(Transfers):
         if barrier.pending == 0 and barrier.transaction_bytes == 0:
             barrier.pending = barrier.count
             barrier.phase += 1
+            barrier.delivered, barrier.unawaited = False, barrier.delivered
             self.parked[:] = False
 
     def _arrive_at(self, address: int) -> None:
@@ -120,7 +123,10 @@ class MBarriers(Transfers):
         parities = np.broadcast_to(self.get(operands[2], np.uint32), self.n)
         ended = np.zeros(self.n, bool)
         for address in np.unique(addresses[self.mask]):
-            ended |= (addresses == address) & (self._barrier_at(int(address)).phase % 2 != parities)
+            barrier = self._barrier_at(int(address))
+            waited = self.mask & (addresses == address) & (barrier.phase % 2 != parities)
+            barrier.unawaited &= not waited.any()
+            ended |= waited
         self.parked |= self.mask & ~ended
         self.put(operands[0], ended)
 
@@ -167,6 +173,11 @@ class MBarriers(Transfers):
         data[inside] = self.memory.bytes[index[:, None] + np.arange(tensor.element_bytes)]
         return data.reshape(-1)
 
+    def check_exit(self) -> None:
+        super().check_exit()
+        if self.under_way or any(barrier.unawaited for barrier in self.barriers.values()):
+            raise Fault("exits with a load in flight")
+
     def deliver_one(self) -> bool:
         """Ends the newest of what is under way; False where nothing is."""
         if not self.under_way:
@@ -176,9 +187,11 @@ class MBarriers(Transfers):
             self.shared[ended.to[:, None] + np.arange(16)] = ended.data
             barrier = self._barrier_at(ended.barrier)
             barrier.transaction_bytes -= ended.data.size
+            barrier.delivered = True
             self._end_phase_if_complete(barrier)
         else:
             self.deliver_copies(lambda copies: ended.threads if copies.number < ended.copies else self.nobody)
             for thread in np.flatnonzero(ended.threads):
+                self._barrier_at(int(ended.barriers[thread])).delivered = True
                 self._arrive_at(int(ended.barriers[thread]))
         return True

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from ptx.formats import Array, dtype_of
+from ptx.module import Fault
 from ptx.state import State
 
 
@@ -93,6 +94,11 @@ class Transfers(State):
             self.mask = everyone
             self.copies.append(Copies(everyone, self.open_group.copy(), to, data, self.issued))
             self.issued += 1
+
+    def check_exit(self) -> None:
+        super().check_exit()
+        if self.copies:
+            raise Fault("exits with cp.async in flight")
 
     def deliver_copies(self, threads_due: Callable[[Copies], Array]) -> None:
         left = []

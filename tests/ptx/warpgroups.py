@@ -104,6 +104,11 @@ class Warpgroups(State):
             if (used & one.results or written & one.inputs) and (one.threads & self.mask).any():
                 raise Fault(f"register of a wgmma in flight: {instruction.text}")
 
+    def check_exit(self) -> None:
+        super().check_exit()
+        if self.multiplications:
+            raise Fault("exits with wgmma in flight")
+
     def _finish(self, newest: int) -> None:
         """The multiplications of all but the `newest` groups that each warpgroup has committed."""
         left, waits = [], self.mask
