@@ -274,9 +274,9 @@ def test_phases_of_an_mbarrier() -> None:
         "mbarrier.init.shared::cta.b64 [%r10], 64;\nmbarrier.init.shared::cta.b64 [%r11], 64;\nREADY:\nbar.sync 0;\n"
         "mov.u32 %r2, 0;\nmov.u32 %r5, 0;\nsetp.gt.u32 %p2, %r1, 63;\nLOOP:\nand.b32 %r3, %r2, 1;\n@%p2 bra PRODUCE;\n"
         + wait.format(10, 3)
-        + "ld.shared.u32 %r6, [16];\nmad.lo.u32 %r5, %r5, 10, %r6;\nmbarrier.arrive.shared::cta.b64 _, [%r11];\n"
+        + "ld.shared.u32 %r6, [memory+16];\nmad.lo.u32 %r5, %r5, 10, %r6;\nmbarrier.arrive.shared::cta.b64 _, [%r11];\n"
         "bra NEXT;\nPRODUCE:\nxor.b32 %r4, %r3, 1;\n" + wait.format(11, 4) + "add.u32 %r7, %r2, 1;\n"
-        "st.shared.u32 [16], %r7;\nmbarrier.arrive.shared::cta.b64 _, [%r10];\nNEXT:\nadd.u32 %r2, %r2, 1;\n"
+        "st.shared.u32 [memory+16], %r7;\nmbarrier.arrive.shared::cta.b64 _, [%r10];\nNEXT:\nadd.u32 %r2, %r2, 1;\n"
         "setp.lt.u32 %p3, %r2, 3;\n@%p3 bra LOOP;\n"
     )
     block = block_of(body)
