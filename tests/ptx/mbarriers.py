@@ -144,9 +144,9 @@ class MBarriers(Transfers):
     def _load_tensor(self, name, operands):
         if name[3] != "tensor" or operands[1].coordinates is None or "multicast::cluster" in name:
             raise Fault("this cp.async.bulk is not known here")
-        to, maps, barriers = self._shared_addresses(operands[0]), self.address(operands[1]), operands[2]
+        to, barriers = (self._shared_addresses(operand) for operand in (operands[0], operands[2]))
+        maps = self.address(operands[1])
         coordinates = [np.broadcast_to(self.get(c, np.int32), self.n) for c in operands[1].coordinates]
-        barriers = self._shared_addresses(barriers)
         for thread in np.flatnonzero(self.mask):
             tensor = self.tensor_maps.get(int(maps[thread]))
             if tensor is None or not len(tensor.box) == int(name[4][0]) == len(coordinates):

@@ -17,7 +17,7 @@ from ptx.module import Fault, Instruction, Register, registers_in
 from ptx.state import State
 
 THREADS = 128
-ROW_OF_LANE = np.arange(THREADS) // 32 * 16 + np.arange(32 * 4) % 32 // 4
+ROW_OF_LANE = np.arange(THREADS) // 32 * 16 + np.arange(THREADS) % 32 // 4
 COLUMN_OF_LANE = np.arange(THREADS) % 4 * 2
 
 
