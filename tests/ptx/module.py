@@ -27,6 +27,7 @@ class Register(NamedTuple):
 class Address(NamedTuple):
     base: Any
     offset: int
+    coordinates: tuple[Any, ...] | None = None  # in the tensor whose map is there
 
 
 class Float(NamedTuple):
@@ -36,6 +37,17 @@ class Float(NamedTuple):
 
 class Symbol(NamedTuple):
     name: str
+
+
+def registers_in(operand: Any) -> Iterator[str]:
+    """The names of the registers of an operand, or of a sequence of them."""
+    if isinstance(operand, Register):
+        yield operand.name
+    elif isinstance(operand, Address):
+        yield from registers_in((operand.base, *(operand.coordinates or ())))
+    elif isinstance(operand, (list, tuple)) and not isinstance(operand, (Symbol, Float)):
+        for part in operand:
+            yield from registers_in(part)
 
 
 @dataclass
@@ -104,14 +116,17 @@ def _statements(text: str, at: int) -> Iterator[str]:
 def _read_body(entry: Entry, text: str, at: int) -> None:
     scopes: list[dict[str, str]] = []  # names declared in a scope, renamed: they may hide the kernel's own
     renamed = 0
-    for statement in _statements(text, at):
+    statements = list(_statements(text, at))
+    for i, statement in enumerate(statements):
         if statement == "{":
-            scopes.append({})
+            renamed += 1
+            scopes.append({label: f"{label}#{renamed}" for label in _labels_of_scope(statements, i)})
         elif statement == "}":
             if scopes:
                 scopes.pop()
         elif statement.endswith(":"):
-            entry.labels[statement[:-1]] = len(entry.code)
+            label = statement[:-1]
+            entry.labels[next((s[label] for s in scopes[::-1] if label in s), label)] = len(entry.code)
         elif statement.startswith(".reg"):
             declared = re.match(r"\.reg \.(\w+) (.*)", statement)
             assert declared is not None, statement
@@ -129,6 +144,17 @@ def _read_body(entry: Entry, text: str, at: int) -> None:
             entry.code.append(_instruction(entry, statement, {k: v for scope in scopes for k, v in scope.items()}))
 
 
+def _labels_of_scope(statements: list[str], start: int) -> Iterator[str]:
+    """Labels of the scope that opens there, but of no scope within it."""
+    depth = 0
+    for statement in statements[start:]:
+        depth += (statement == "{") - (statement == "}")
+        if depth == 0:
+            return
+        if depth == 1 and statement.endswith(":"):
+            yield statement[:-1]
+
+
 def _instruction(entry: Entry, text: str, names: dict[str, str]) -> Instruction:
     match = re.match(r"(?:@(!?)(\S+) )?([\w.:]+) ?(.*)", text)
     if match is None or text.startswith("."):
@@ -143,10 +169,11 @@ def _operand(entry: Entry, text: str, names: dict[str, str]) -> Any:
     if text[0] == "{":
         return [_operand(entry, part.strip(), names) for part in text[1:-1].split(",")]
     if text[0] == "[":
-        match = re.match(r"\[\s*([%$\w.]+)\s*(?:\+\s*(-?\d+))?\s*\]", text)
+        match = re.match(r"\[\s*([%$\w.]+)\s*(?:\+\s*(-?\d+))?\s*(?:,\s*(\{.*\}))?\s*\]", text)
         if match is None:
             raise Fault(f"address {text}")
-        return Address(_operand(entry, match[1], names), int(match[2] or 0))
+        coordinates = tuple(_operand(entry, match[3], names)) if match[3] else None
+        return Address(_operand(entry, match[1], names), int(match[2] or 0), coordinates)
     if text in names:
         return Register(names[text])
     if re.fullmatch(r"0[fF][0-9a-fA-F]{8}", text):
