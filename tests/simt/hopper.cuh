@@ -28,7 +28,7 @@ __device__ inline void produce(HopperShared& s, const pagedtree::ptx::TensorMap*
                                const pagedtree::ptx::TensorMap* v, const HopperParams& p) {
   namespace ptx = pagedtree::ptx;
   ptx::mbar_arrive_expect(&s.q_full, kTileBytes);
-  for (int h = 0; h < 2; ++h) ptx::tma_load_3d(s.q[h], q, h * 64, 0, 0, &s.q_full);
+  for (int h = 0; h < 2; ++h) ptx::tma_load_4d(s.q[h], q, h * 64, 0, 0, 0, &s.q_full);
   const int loads = p.bug == Bug::kUnawaitedLoad ? p.tiles + 1 : p.tiles;
   for (int t = 0; t < loads; ++t) {
     const int stage = t % kStages;
@@ -37,8 +37,8 @@ __device__ inline void produce(HopperShared& s, const pagedtree::ptx::TensorMap*
     for (int i = 0; i < kHopperKeys / kHopperPage; ++i) {
       const int page = p.pages[t % p.tiles * (kHopperKeys / kHopperPage) + i];
       for (int h = 0; h < 2; ++h) {
-        ptx::tma_load_3d(s.k[stage][h] + i * kHopperPage * 64, k, h * 64, 0, page, &s.full[stage]);
-        ptx::tma_load_3d(s.v[stage][h] + i * kHopperPage * 64, v, h * 64, 0, page, &s.full[stage]);
+        ptx::tma_load_4d(s.k[stage][h] + i * kHopperPage * 64, k, h * 64, 0, 0, page, &s.full[stage]);
+        ptx::tma_load_4d(s.v[stage][h] + i * kHopperPage * 64, v, h * 64, 0, 0, page, &s.full[stage]);
       }
     }
   }
@@ -47,17 +47,17 @@ __device__ inline void produce(HopperShared& s, const pagedtree::ptx::TensorMap*
 __device__ inline void consume(HopperShared& s, const HopperParams& p) {
   namespace ptx = pagedtree::ptx;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  float o[64] = {};
+  float o[16][4] = {};
   ptx::mbar_wait(&s.q_full, 0);
   for (int t = 0; t < p.tiles; ++t) {
     const int stage = t % kStages;
-    float x[32];
+    float x[8][4];
     if (p.bug != Bug::kNoFullWait) ptx::mbar_wait(&s.full[stage], t / kStages & 1);
     ptx::wgmma_fence();
 #pragma unroll
     for (int d = 0; d < 8; ++d) {
-      ptx::wgmma_ss<64>(x, ptx::matrix_descriptor(s.q[d / 4] + d % 4 * 16, 16, 1024),
-                        ptx::matrix_descriptor(s.k[stage][d / 4] + d % 4 * 16, 16, 1024), d > 0);
+      ptx::wgmma_ss<__nv_bfloat16, 64>(x, ptx::matrix_descriptor(s.q[d / 4] + d % 4 * 16, 16, 1024),
+                                       ptx::matrix_descriptor(s.k[stage][d / 4] + d % 4 * 16, 16, 1024), d > 0);
     }
     ptx::wgmma_commit();
     if (p.bug == Bug::kBufferBackEarly) ptx::mbar_arrive(&s.empty[stage]);
@@ -67,14 +67,15 @@ __device__ inline void consume(HopperShared& s, const HopperParams& p) {
     for (int n = 0; n < 4; ++n) {
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        const __nv_bfloat162 both = __floats2bfloat162_rn(x[n * 8 + r * 2], x[n * 8 + r * 2 + 1]);
+        const __nv_bfloat162 both = __floats2bfloat162_rn(x[n * 2 + r / 2][r % 2 * 2], x[n * 2 + r / 2][r % 2 * 2 + 1]);
         memcpy(&a[n][r], &both, sizeof(both));
       }
     }
     ptx::wgmma_fence();
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      ptx::wgmma_rs<128>(o, a[n], ptx::matrix_descriptor(s.v[stage][0] + n * 16 * 64, sizeof(s.v[0][0]), 1024), true);
+      ptx::wgmma_rs<__nv_bfloat16, 128, true>(
+          o, a[n], ptx::matrix_descriptor(s.v[stage][0] + n * 16 * 64, sizeof(s.v[0][0]), 1024), true);
     }
     ptx::wgmma_commit();
     if (p.bug != Bug::kNoWgmmaWait) ptx::wgmma_wait<0>();
@@ -85,7 +86,7 @@ __device__ inline void consume(HopperShared& s, const HopperParams& p) {
   for (int n = 0; n < 16; ++n) {
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      p.out[(warp * 16 + lane / 4 + r / 2 * 8) * 128 + n * 8 + lane % 4 * 2 + r % 2] = o[n * 4 + r];
+      p.out[(warp * 16 + lane / 4 + r / 2 * 8) * 128 + n * 8 + lane % 4 * 2 + r % 2] = o[n][r];
     }
   }
 }
