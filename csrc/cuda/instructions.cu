@@ -144,6 +144,19 @@ struct Barrier {  // each warp reads what the other wrote
   }
 };
 
+struct BarrierArrive {  // the second warp reads what the first wrote, which does not wait, and the first its own
+  static __device__ void run(const uint32_t* in, uint32_t* out) {
+    auto& s = ptx::shared<Shared>();
+    for (int i = 0; i < 4; ++i) own_words(s)[i] = in[i];
+    if (threadIdx.x < 32) {
+      ptx::barrier_arrive(1, kThreads);
+    } else {
+      ptx::barrier_sync(1, kThreads);
+    }
+    for (int i = 0; i < 4; ++i) out[i] = s.words[threadIdx.x % 32 * 4 + i];
+  }
+};
+
 struct Address {  // the thread's identity, and where its words lie: shared memory is addressed in bytes
   static __device__ void run(const uint32_t* /*in*/, uint32_t* out) {
     auto& s = ptx::shared<Shared>();
@@ -217,6 +230,7 @@ constexpr Instruction kInstructions[] = {
     {"move_e4m3", run<MoveFloat8>},
     {"increment", run<Increment>},
     {"barrier_sync", run<Barrier>},
+    {"barrier_arrive", run<BarrierArrive>},
     {"smem_addr", run<Address>},
     {"of_cta", run<Cluster>},
 };

@@ -278,9 +278,8 @@ void Machine::check_exit(const Thread& thread) {
   bool in_flight = !thread.open_copies.empty();
   for (const auto& group : thread.copy_groups) in_flight = in_flight || !group.empty();
   if (in_flight) fail("exits with cp.async in flight");
-  for (const Barrier& b : block().barriers) {
-    if (b.arrived > 0 && b.expected == num_threads_) fail("exits while others wait in " + b.site.text());
-  }
+  const Barrier& b = block().barriers[0];
+  if (b.arrived > 0 && b.expected == num_threads_) fail("exits while others wait in " + b.site.text());
   if (cluster_barrier_.arrived > 0) fail("exits while others wait in " + cluster_barrier_.site.text());
   if (async_unit_ != nullptr) {
     if (const std::string left = async_unit_->unfinished(thread); !left.empty()) fail("exits with " + left);
@@ -362,15 +361,27 @@ std::string Machine::who_waits() const {
 
 // ---- where threads meet
 
-unsigned Machine::barrier(unsigned id, unsigned count, const Site& site, unsigned value) {
-  const Unwatched unwatched;
+Barrier& Machine::named_barrier(unsigned id, unsigned count, const Site& site) {
   if (id >= Block::kNumBarriers) fail(site, "there is no barrier " + std::to_string(id));
   if (count == 0 || count % 32 != 0 || count > (num_threads() + 31) / 32 * 32) {
     if (count != num_threads()) fail(site, std::to_string(count) + " threads are not whole warps of the block");
   }
-  const bool is_whole = count == num_threads_;
+  return block().barriers[id];
+}
+
+// At barrier 0, that of __syncthreads, all threads of the CTA meet at one place. At the others some may come by
+// barrier_arrive, elsewhere, and exit.
+unsigned Machine::barrier(unsigned id, unsigned count, const Site& site, unsigned value) {
+  const Unwatched unwatched;
+  Barrier& b = named_barrier(id, count, site);
+  const bool is_whole = id == 0 && count == num_threads_;
   if (is_whole && block().num_alive != num_threads_) fail(site, "waits for threads that have exited");
-  return meet(block().barriers[id], count, is_whole, site, value);
+  return meet(b, count, is_whole, site, value);
+}
+
+void Machine::barrier_arrive(unsigned id, unsigned count, const Site& site) {
+  const Unwatched unwatched;
+  arrive(named_barrier(id, count, site), count, false, site, 0);
 }
 
 void Machine::cluster_barrier(const Site& site) {
@@ -382,24 +393,28 @@ void Machine::cluster_barrier(const Site& site) {
   has_met_ = true;
 }
 
-unsigned Machine::meet(Barrier& b, unsigned count, bool is_whole, const Site& site, unsigned value) {
+bool Machine::arrive(Barrier& b, unsigned count, bool is_whole, const Site& site, unsigned value) {
   if (b.arrived == 0) {
     b.site = site;
     b.expected = count;
   }
   if (b.expected != count) fail(site, "another number of threads than in " + b.site.text());
   if (is_whole && !(b.site == site)) fail(site, "barrier divergence, others are in " + b.site.text());
-  char* const order = &b.orders[b.phase % 2];
-  release(order);
+  release(&b.orders[b.phase % 2]);
   b.sum += value;
-  if (++b.arrived == b.expected) {
-    b.arrived = 0;
-    ++b.phase;
-    b.result = std::exchange(b.sum, 0);
-    ++statistics().barriers;
-    for (unsigned waiting : b.waiting) wake(waiting);
-    b.waiting.clear();
-  } else {
+  if (++b.arrived < b.expected) return false;
+  b.arrived = 0;
+  ++b.phase;
+  b.result = std::exchange(b.sum, 0);
+  ++statistics().barriers;
+  for (unsigned waiting : b.waiting) wake(waiting);
+  b.waiting.clear();
+  return true;
+}
+
+unsigned Machine::meet(Barrier& b, unsigned count, bool is_whole, const Site& site, unsigned value) {
+  char* const order = &b.orders[b.phase % 2];
+  if (!arrive(b, count, is_whole, site, value)) {
     b.waiting.push_back(self_->slot);
     wait(site);
   }
@@ -456,6 +471,17 @@ void Machine::copy_async(unsigned char* to, const void* from) {
 void Machine::commit_copies() {
   const Unwatched unwatched;
   self_->copy_groups.push_back(std::exchange(self_->open_copies, {}));
+}
+
+std::vector<AsyncCopy> Machine::take_copies() {
+  std::vector<AsyncCopy> all;
+  for (auto& group : self_->copy_groups) {
+    all.insert(all.end(), group.begin(), group.end());
+    group.clear();
+  }
+  all.insert(all.end(), self_->open_copies.begin(), self_->open_copies.end());
+  self_->open_copies.clear();
+  return all;
 }
 
 void Machine::wait_for_copies(unsigned newest_left) {

@@ -122,6 +122,8 @@ class Machine {
 
   // Waits for `count` threads; returns the sum of their values.
   unsigned barrier(unsigned id, unsigned count, const Site& site, unsigned value = 0);
+  // Counts the thread as one of them, without waiting.
+  void barrier_arrive(unsigned id, unsigned count, const Site& site);
   void cluster_barrier(const Site& site);
   // Every lane of `mask` gives its arguments; the last lane to come calls `op` on all of them. This orders no memory.
   template <typename Arguments, typename Op>
@@ -131,6 +133,8 @@ class Machine {
   // Copies 16 bytes, zeros if `from` is null. They are read now, and delivered no sooner than by the wait.
   void copy_async(unsigned char* to, const void* from);
   void commit_copies();
+  // The running thread's copies that have not arrived, taken from it: somebody else delivers them.
+  std::vector<AsyncCopy> take_copies();
   void wait_for_copies(unsigned newest_left);
 
   // The unit of this CTA, which has no cluster; it is made on first use.
@@ -155,9 +159,12 @@ class Machine {
   Thread& thread(size_t slot) const { return *thread_sets_[set_][slot]; }
   Block& block() { return blocks_[self_->rank]; }
   Warp& warp() { return warps_[self_->slot / 32]; }
+  Barrier& named_barrier(unsigned id, unsigned count, const Site& site);
   // Meets `count` threads at `b`. With `is_whole` these are all threads of a CTA or cluster, which must come from the
   // same place.
   unsigned meet(Barrier& b, unsigned count, bool is_whole, const Site& site, unsigned value);
+  // Counts the thread; returns whether it was the last, which ends the phase.
+  bool arrive(Barrier& b, unsigned count, bool is_whole, const Site& site, unsigned value);
   Collective& join(uint32_t mask, const Site& site);
 
   // The current launch.

@@ -168,6 +168,9 @@ inline uint32_t thread_index() { return threadIdx.x; }
 inline void barrier_sync(unsigned id, unsigned num_threads, Location at = Location::current()) {
   simt::machine().barrier(id, num_threads, {"bar.sync", at});
 }
+inline void barrier_arrive(unsigned id, unsigned num_threads, Location at = Location::current()) {
+  simt::machine().barrier_arrive(id, num_threads, {"bar.arrive", at});
+}
 inline float ex2(float x) {  // .ftz: a subnormal result is 0
   const float y = std::exp2(x);
   return y < std::numeric_limits<float>::min() ? 0.0f : y;

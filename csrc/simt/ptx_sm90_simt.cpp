@@ -1,37 +1,61 @@
 #include "simt/ptx_sm90_simt.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace pagedtree::ptx::detail {
 namespace {
 
 constexpr uint32_t kSwizzleBytes = 128;
+constexpr const char* kTooManyArrivals = "more arrivals than the mbarrier was initialised for";
 
 // The swizzle of a shared address: the 16-byte column within 128 bytes is xored with the row of 128 bytes.
 uint32_t swizzled(uint32_t address) { return address ^ (address >> 3 & 0x70); }
 
-// A bf16 element of an operand in shared memory.
-float element(uint64_t descriptor, int outer, int k, bool outer_major, const simt::Site& site) {
+// Where an element of an operand lies in shared memory.
+uint32_t element_address(uint64_t descriptor, int outer, int k, bool outer_major) {
   const auto field = [&](int shift) { return static_cast<uint32_t>(descriptor >> shift & 0x3fff) << 4; };
   const uint32_t start = field(0), leading = field(16), stride = field(32);
   const auto o = static_cast<uint32_t>(outer), i = static_cast<uint32_t>(k);
-  const uint32_t address = outer_major ? start + o / 64 * leading + o % 64 * 2 + i / 8 * stride + i % 8 * kSwizzleBytes
-                                       : start + o / 8 * stride + o % 8 * kSwizzleBytes + i * 2;
+  return swizzled(outer_major ? start + o / 64 * leading + o % 64 * 2 + i / 8 * stride + i % 8 * kSwizzleBytes
+                              : start + o / 8 * stride + o % 8 * kSwizzleBytes + i * 2);
+}
+
+float a_element(const Wgmma& w, int row, int k) {
   uint16_t bits;
-  std::memcpy(&bits, simt::machine().shared_at(swizzled(address), 2, 2, site), 2);
-  return to_float(bits, __nv_bfloat16());
+  std::memcpy(&bits, simt::machine().shared_at(element_address(w.a, row, k, false), 2, 2, w.site), 2);
+  return w.to_float(bits);
+}
+
+float b_element(const Wgmma& w, int column, int k) {
+  uint16_t bits;
+  std::memcpy(&bits, simt::machine().shared_at(element_address(w.b, column, k, w.b_n_major), 2, 2, w.site), 2);
+  return w.to_float(bits);
+}
+
+// The first of the 16 rows of the running thread's warp.
+int first_row() { return static_cast<int>(simt::machine().self().id / 32 % 4) * 16; }
+
+// Each thread checks a share of what its warp reads, by the chunks of 16 bytes, which are 8 neighbours.
+void check_operands_are_fenced(const Wgmma& w) {
+  const HopperUnit& unit = hopper();
+  for (int i = static_cast<int>(simt::machine().lane()); i < w.columns * 2; i += 32) {
+    const uint32_t address =
+        w.b_n_major ? element_address(w.b, i / 16 * 8, i % 16, true) : element_address(w.b, i / 2, i % 2 * 8, false);
+    unit.check_is_fenced(address, w.site);
+  }
+  if (w.a_in_registers) return;
+  const int i = static_cast<int>(simt::machine().lane());
+  unit.check_is_fenced(element_address(w.a, first_row() + i / 2, i % 2 * 8, false), w.site);
 }
 
 // ThreadSanitizer sees each thread read a share of the operands; the multiplication itself is unwatched.
 void touch_operands([[maybe_unused]] const Wgmma& w) {
 #if defined(__SANITIZE_THREAD__)
   const int lane = static_cast<int>(simt::machine().lane());
-  const int first_row = static_cast<int>(simt::machine().self().id / 32 % 4) * 16;
   [[maybe_unused]] volatile float seen;
-  for (int e = lane; e < w.columns * 16; e += 32) seen = element(w.b, e / 16, e % 16, w.a_in_registers, w.site);
-  for (int e = lane; e < 256 && !w.a_in_registers; e += 32) {
-    seen = element(w.a, first_row + e / 16, e % 16, false, w.site);
-  }
+  for (int e = lane; e < w.columns * 16; e += 32) seen = b_element(w, e / 16, e % 16);
+  for (int e = lane; e < 256 && !w.a_in_registers; e += 32) seen = a_element(w, first_row() + e / 16, e % 16);
 #endif
 }
 
@@ -44,24 +68,23 @@ void multiply(const Wgmma& w) {
   simt::machine().collective(~0u, &mine, w.site, [](Lane** lanes) {
     const Wgmma& any = *lanes[0]->w;
     simt::statistics().mma += static_cast<uint64_t>(any.columns / 8);
-    const int first_row = static_cast<int>(simt::machine().self().id / 32 % 4) * 16;
     double a[16][16];
     for (int r = 0; r < 16; ++r) {
       for (int k = 0; k < 16; ++k) {
         const Wgmma& owner = *lanes[r % 8 * 4 + k % 8 / 2]->w;
         const uint32_t word = owner.a_registers[static_cast<size_t>(r / 8 + k / 8 * 2)];
-        a[r][k] = any.a_in_registers ? to_float(static_cast<uint16_t>(word >> k % 2 * 16), __nv_bfloat16())
-                                     : element(any.a, first_row + r, k, false, any.site);
+        a[r][k] = any.a_in_registers ? any.to_float(static_cast<uint16_t>(word >> k % 2 * 16))
+                                     : a_element(any, first_row() + r, k);
       }
     }
     for (int c = 0; c < any.columns; ++c) {
       double b[16];
-      for (int k = 0; k < 16; ++k) b[k] = element(any.b, c, k, any.a_in_registers, any.site);
+      for (int k = 0; k < 16; ++k) b[k] = b_element(any, c, k);
       for (int r = 0; r < 16; ++r) {
         double sum = 0;
         for (int k = 0; k < 16; ++k) sum += a[r][k] * b[k];
         const Wgmma& owner = *lanes[r % 8 * 4 + c % 8 / 2]->w;
-        float& d = owner.d[c / 8 * 4 + r / 8 * 2 + c % 2];
+        float& d = owner.d[c / 8][r / 8 * 2 + c % 2];
         d = static_cast<float>(sum + (owner.accumulate ? double{d} : 0.0));
       }
     }
@@ -72,7 +95,9 @@ void multiply(const Wgmma& w) {
 
 // ---- the unit
 
-HopperUnit::HopperUnit(unsigned num_threads) : wgmma(num_threads) {
+HopperUnit::HopperUnit(unsigned num_threads)
+    : async_view((simt::machine().shared_bytes() + 15) / 16 * 16), wgmma(num_threads) {
+  simt::make_undefined(async_view.data(), async_view.size());  // as shared memory is where nothing has been written
 #if defined(__SANITIZE_THREAD__)
   context_ = __tsan_create_fiber(0);
 #endif
@@ -82,6 +107,17 @@ HopperUnit::~HopperUnit() {
 #if defined(__SANITIZE_THREAD__)
   __tsan_destroy_fiber(context_);
 #endif
+}
+
+void HopperUnit::fence_proxy() {
+  const simt::Unwatched unwatched;
+  std::memcpy(async_view.data(), simt::machine().shared_memory(), simt::machine().shared_bytes());
+}
+
+void HopperUnit::check_is_fenced(uint32_t address, const simt::Site& site) const {
+  const unsigned char* now = simt::machine().shared_at(address, 16, 16, site);
+  if (std::memcmp(now, &async_view[address], 16) == 0) return;
+  simt::machine().fail(site, "no fence_proxy_async since the write to shared address " + std::to_string(address));
 }
 
 HopperUnit::MBarrier& HopperUnit::barrier_at(uint32_t address, const simt::Site& site) {
@@ -99,11 +135,22 @@ void HopperUnit::end_phase_if_complete(MBarrier& barrier) {
 }
 
 bool HopperUnit::deliver(simt::Machine& machine) {
-  if (transfers.empty()) return false;
-  const auto chosen = transfers.begin() + static_cast<std::ptrdiff_t>(machine.pick(transfers.size()));
-  const Transfer transfer = std::move(*chosen);
-  transfers.erase(chosen);
-  MBarrier& barrier = barriers.at(transfer.barrier);
+  const size_t count = transfers.size() + arrivals.size();
+  if (count == 0) return false;
+  size_t chosen = machine.pick(count);
+  Transfer transfer{};
+  Arrival arrival{};
+  const bool is_transfer = chosen < transfers.size();
+  if (is_transfer) {
+    const auto it = transfers.begin() + static_cast<std::ptrdiff_t>(chosen);
+    transfer = std::move(*it);
+    transfers.erase(it);
+  } else {
+    const auto it = arrivals.begin() + static_cast<std::ptrdiff_t>(chosen - transfers.size());
+    arrival = std::move(*it);
+    arrivals.erase(it);
+  }
+  MBarrier& barrier = barriers.at(is_transfer ? transfer.barrier : arrival.barrier);
 #if defined(__SANITIZE_THREAD__)
   void* const caller = __tsan_get_current_fiber();
   __tsan_switch_to_fiber(context_, __tsan_switch_to_fiber_no_sync);
@@ -111,11 +158,17 @@ bool HopperUnit::deliver(simt::Machine& machine) {
   simt::acquire(this);
   for (uint32_t at = 0; at < transfer.data.size(); at += 16) {
     std::memcpy(machine.shared_memory() + swizzled(transfer.to + at), transfer.data.data() + at, 16);
+    std::memcpy(&async_view[swizzled(transfer.to + at)], transfer.data.data() + at, 16);
   }
+  for (const simt::AsyncCopy& copy : arrival.copies) std::memcpy(copy.to, copy.data, sizeof(copy.data));
   simt::release(&barrier);
 #if defined(__SANITIZE_THREAD__)
   __tsan_switch_to_fiber(caller, __tsan_switch_to_fiber_no_sync);
 #endif
+  if (!is_transfer) {
+    if (barrier.pending == 0) throw simt::Error(kTooManyArrivals);
+    --barrier.pending;
+  }
   barrier.bytes -= static_cast<int64_t>(transfer.data.size());
   end_phase_if_complete(barrier);
   return true;
@@ -127,7 +180,8 @@ std::string HopperUnit::unfinished(const simt::Thread& thread) const {
 }
 
 std::string HopperUnit::unfinished() const {
-  return transfers.empty() ? "" : "all threads exit with TMA loads in flight";
+  if (!transfers.empty()) return "all threads exit with TMA loads in flight";
+  return arrivals.empty() ? "" : "all threads exit with cp.async in flight to an mbarrier";
 }
 
 // ---- mbarrier
@@ -136,11 +190,19 @@ void mbar_arrive(uint64_t* bar, uint32_t expected_bytes, const simt::Site& site)
   const simt::Unwatched unwatched;
   HopperUnit& unit = hopper();
   HopperUnit::MBarrier& barrier = unit.barrier_at(smem_addr(bar), site);
-  if (barrier.pending == 0) simt::machine().fail(site, "more arrivals than the mbarrier was initialised for");
+  if (barrier.pending == 0) simt::machine().fail(site, kTooManyArrivals);
   barrier.bytes += expected_bytes;
   simt::release(&barrier);
   --barrier.pending;
   unit.end_phase_if_complete(barrier);
+}
+
+void cp_async_mbar_arrive(uint64_t* bar, const simt::Site& site) {
+  const simt::Unwatched unwatched;
+  HopperUnit& unit = hopper();
+  unit.barrier_at(smem_addr(bar), site);
+  simt::release(&unit);
+  unit.arrivals.push_back({smem_addr(bar), simt::machine().take_copies()});
 }
 
 void mbar_wait(uint64_t* bar, uint32_t parity, const simt::Site& site) {
@@ -155,29 +217,36 @@ void mbar_wait(uint64_t* bar, uint32_t parity, const simt::Site& site) {
 
 // ---- TMA
 
-void tma_load(void* to, const TensorMap& map, const int (&at)[3], uint64_t* bar, const simt::Site& site) {
+void tma_load(void* to, const TensorMap& map, const int (&at)[4], uint64_t* bar, const simt::Site& site) {
   simt::Machine& m = simt::machine();
-  const uint32_t row = map.box[0] * map.element_bytes, bytes = row * map.box[1] * map.box[2], target = smem_addr(to);
+  const uint32_t row = map.box[0] * map.element_bytes, rows = map.box[1] * map.box[2] * map.box[3], bytes = row * rows;
+  const uint32_t target = smem_addr(to);
   if (row != kSwizzleBytes || target % 1024 != 0) {
     m.fail(site, "the 128-byte swizzle needs rows of 128 bytes, at a multiple of 1024 bytes");
   }
   m.shared_at(target, bytes, 1024, site);
+  // Zeros outside the tensor.
   std::vector<unsigned char> data(bytes);
-  for (uint32_t z = 0; z < map.box[2]; ++z) {
-    for (uint32_t y = 0; y < map.box[1]; ++y) {
-      const int64_t j = int64_t{at[1]} + y, k = int64_t{at[2]} + z;
-      if (j < 0 || k < 0 || j >= static_cast<int64_t>(map.sizes[1]) || k >= static_cast<int64_t>(map.sizes[2])) {
-        continue;  // zeros outside the tensor
-      }
-      const uint64_t offset = (static_cast<uint64_t>(k) * map.sizes[1] + static_cast<uint64_t>(j)) * map.sizes[0] +
-                              static_cast<uint64_t>(at[0]);
-      std::memcpy(&data[(z * map.box[1] + y) * row], static_cast<const char*>(map.base) + offset * map.element_bytes,
-                  row);
+  const auto is_inside = [&](int dim, int64_t i) { return i >= 0 && i < static_cast<int64_t>(map.sizes[dim]); };
+  const int64_t first = std::max(int64_t{at[0]}, int64_t{0});
+  const int64_t end = std::min(int64_t{at[0]} + map.box[0], static_cast<int64_t>(map.sizes[0]));
+  for (uint32_t r = 0; r < rows && first < end; ++r) {
+    const int64_t index[3] = {int64_t{at[1]} + r % map.box[1], int64_t{at[2]} + r / map.box[1] % map.box[2],
+                              int64_t{at[3]} + r / map.box[1] / map.box[2]};
+    const char* from = static_cast<const char*>(map.base) + first * map.element_bytes;
+    bool inside = true;
+    for (int i = 0; i < 3; ++i) {
+      inside = inside && is_inside(i + 1, index[i]);
+      if (inside) from += index[i] * static_cast<int64_t>(map.strides[i]);
     }
+    if (!inside) continue;
+    std::memcpy(&data[r * row + static_cast<size_t>(first - at[0]) * map.element_bytes], from,
+                static_cast<size_t>(end - first) * map.element_bytes);
   }
   simt::make_undefined(static_cast<unsigned char*>(to), bytes);
   const simt::Unwatched unwatched;
   hopper().barrier_at(smem_addr(bar), site);
+  simt::make_undefined(&hopper().async_view[target], bytes);
   simt::release(&hopper());
   hopper().transfers.push_back({target, smem_addr(bar), std::move(data)});
 }
@@ -186,6 +255,7 @@ void tma_load(void* to, const TensorMap& map, const int (&at)[3], uint64_t* bar,
 
 void wgmma_issue(const Wgmma& operation) {
   const simt::Unwatched unwatched;
+  check_operands_are_fenced(operation);
   hopper().wgmma[simt::machine().self().id].open.push_back(operation);
 }
 

@@ -13,20 +13,22 @@ namespace pagedtree::ptx {
 struct TensorMap {
   const void* base;
   uint32_t element_bytes;
-  uint64_t sizes[3];  // the innermost first, packed
-  uint32_t box[3];
+  uint64_t sizes[4];    // the innermost first: columns, slots, heads, pages
+  uint64_t strides[3];  // in bytes, of all but the columns
+  uint32_t box[4];
 };
 
 namespace detail {
 
 // One wgmma of one thread.
 struct Wgmma {
-  float* d;
+  float (*d)[4];
   int columns;
   bool accumulate;
   std::array<uint32_t, 4> a_registers;
-  uint64_t a, b;        // descriptors
-  bool a_in_registers;  // b is N-major then, else K-major
+  uint64_t a, b;  // descriptors
+  bool a_in_registers, b_n_major;
+  float (*to_float)(uint16_t);
   simt::Site site;
 };
 
@@ -48,6 +50,11 @@ class HopperUnit : public simt::AsyncUnit {
     uint32_t to, barrier;
     std::vector<unsigned char> data;
   };
+  // A thread's arrival at a barrier, when the copies have arrived.
+  struct Arrival {
+    uint32_t barrier;
+    std::vector<simt::AsyncCopy> copies;
+  };
   struct ThreadGroups {
     std::vector<Wgmma> open;
     std::vector<std::vector<Wgmma>> groups;  // committed, oldest first
@@ -56,8 +63,22 @@ class HopperUnit : public simt::AsyncUnit {
   MBarrier& barrier_at(uint32_t address, const simt::Site& site);
   void end_phase_if_complete(MBarrier& barrier);
 
+  // The generic proxy (ordinary stores, cp.async) and the async proxy (TMA, wgmma) see shared memory each in its own
+  // way. `async_view` is what the async proxy sees: TMA writes there too, and a fence brings it up to date. A 16-byte
+  // chunk that differs from shared memory was written by the generic proxy and not fenced since; wgmma must not read
+  // it, which is checked where it is issued.
+  //   This must see every missing fence: a kernel in which no thread fences between a write and the wgmma fails in
+  // every order of execution. It must not see writes that a fence follows, nor any by TMA.
+  //   It does not see: a fence of a thread that knows nothing of the write, which counts for all writes before it in
+  // the order of the run; bytes written again with the value that they had; writes by the generic proxy between the
+  // issue of a wgmma and its end, or under TMA loads, which are races.
+  void fence_proxy();
+  void check_is_fenced(uint32_t address, const simt::Site& site) const;
+  std::vector<unsigned char> async_view;
+
   std::map<uint32_t, MBarrier> barriers;
   std::vector<Transfer> transfers;
+  std::vector<Arrival> arrivals;
   std::vector<ThreadGroups> wgmma;  // by thread
 
  private:
@@ -67,8 +88,9 @@ class HopperUnit : public simt::AsyncUnit {
 inline HopperUnit& hopper() { return simt::machine().async_unit<HopperUnit>(); }
 
 void mbar_arrive(uint64_t* bar, uint32_t expected_bytes, const simt::Site& site);
+void cp_async_mbar_arrive(uint64_t* bar, const simt::Site& site);
 void mbar_wait(uint64_t* bar, uint32_t parity, const simt::Site& site);
-void tma_load(void* to, const TensorMap& map, const int (&at)[3], uint64_t* bar, const simt::Site& site);
+void tma_load(void* to, const TensorMap& map, const int (&at)[4], uint64_t* bar, const simt::Site& site);
 void wgmma_issue(const Wgmma& operation);
 void wgmma_commit();
 void wgmma_wait(unsigned newest_left);
@@ -81,12 +103,16 @@ inline void mbar_init(uint64_t* bar, uint32_t count) {
   const simt::Unwatched unwatched;
   detail::hopper().barriers[smem_addr(bar)] = {.count = count, .pending = count, .waiting = {}};
 }
-inline void fence_mbar_init() {}
+inline void fence_mbar_init() { detail::hopper().fence_proxy(); }  // it fences the proxies too
 inline void mbar_arrive(uint64_t* bar, Location at = Location::current()) {
   detail::mbar_arrive(bar, 0, {"mbarrier.arrive", at});
 }
 inline void mbar_arrive_expect(uint64_t* bar, uint32_t bytes, Location at = Location::current()) {
   detail::mbar_arrive(bar, bytes, {"mbarrier.arrive.expect_tx", at});
+}
+// After it the thread's cp_async_wait does not wait for the copies that it has issued before.
+inline void cp_async_mbar_arrive(uint64_t* bar, Location at = Location::current()) {
+  detail::cp_async_mbar_arrive(bar, {"cp.async.mbarrier.arrive", at});
 }
 inline void mbar_wait(uint64_t* bar, uint32_t parity, Location at = Location::current()) {
   detail::mbar_wait(bar, parity, {"mbarrier wait", at});
@@ -94,10 +120,12 @@ inline void mbar_wait(uint64_t* bar, uint32_t parity, Location at = Location::cu
 
 // ---- TMA
 
-inline void tma_load_3d(void* to, const TensorMap* map, int x, int y, int z, uint64_t* bar,
+inline void tma_load_4d(void* to, const TensorMap* map, int x, int y, int z, int w, uint64_t* bar,
                         Location at = Location::current()) {
-  detail::tma_load(to, *map, {x, y, z}, bar, {"TMA load", at});
+  detail::tma_load(to, *map, {x, y, z, w}, bar, {"TMA load", at});
 }
+
+inline void fence_proxy_async() { detail::hopper().fence_proxy(); }
 
 // ---- wgmma
 
@@ -116,14 +144,18 @@ void setmaxnreg_inc() {}
 template <int kRegisters>
 void setmaxnreg_dec() {}
 
-template <int N>
-void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate, Location at = Location::current()) {
-  detail::wgmma_issue({d, N, accumulate, {}, a, b, false, {"wgmma", at}});
+template <typename T, int N>
+void wgmma_ss(float (&d)[N / 8][4], uint64_t a, uint64_t b, bool accumulate, Location at = Location::current()) {
+  static_assert(N == 64 || N == 128 || N == 256);
+  const auto convert = [](uint16_t bits) { return detail::to_float(bits, T()); };
+  detail::wgmma_issue({d, N, accumulate, {}, a, b, false, false, convert, {"wgmma", at}});
 }
-template <int N>
-void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate,
+template <typename T, int N, bool kNMajor>
+void wgmma_rs(float (&d)[N / 8][4], const uint32_t (&a)[4], uint64_t b, bool accumulate,
               Location at = Location::current()) {
-  detail::wgmma_issue({d, N, accumulate, {a[0], a[1], a[2], a[3]}, 0, b, true, {"wgmma", at}});
+  static_assert(N == 64 || N == 128 || N == 256);
+  const auto convert = [](uint16_t bits) { return detail::to_float(bits, T()); };
+  detail::wgmma_issue({d, N, accumulate, {a[0], a[1], a[2], a[3]}, 0, b, true, kNMajor, convert, {"wgmma", at}});
 }
 
 }  // namespace pagedtree::ptx

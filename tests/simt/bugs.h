@@ -38,6 +38,12 @@ enum class Bug {
   kNoWgmmaWait,
   kBufferBackEarly,
   kUnawaitedLoad,
+  // hopper.cuh, fed by cp.async
+  kNoPhaseFlip,
+  kStageBackEarly,
+  kOtherStride,
+  kNoProxyFence,
+  kSwappedRows,
 };
 
 }  // namespace probe

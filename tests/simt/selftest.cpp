@@ -60,19 +60,36 @@ constexpr Named kBugs[] = {
     {"no_wgmma_wait", Bug::kNoWgmmaWait},
     {"buffer_back_early", Bug::kBufferBackEarly},
     {"unawaited_load", Bug::kUnawaitedLoad},
+    {"no_phase_flip", Bug::kNoPhaseFlip},
+    {"stage_back_early", Bug::kStageBackEarly},
+    {"other_stride", Bug::kOtherStride},
+    {"no_proxy_fence", Bug::kNoProxyFence},
+    {"swapped_rows", Bug::kSwappedRows},
 };
 
-float value(Element x) { return pagedtree::ptx::detail::to_float(std::bit_cast<uint16_t>(x), Element()); }
+template <typename T>
+float value(T x) {
+  return pagedtree::ptx::detail::to_float(std::bit_cast<uint16_t>(x), T());
+}
+template <typename T>
+T rounded(float x) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __float2half(x);
+  } else {
+    return __float2bfloat16(x);
+  }
+}
 
 // Not `error > limit`: NaN is wrong too.
 void expect_below(double error, double limit, const char* kernel) {
   if (!(error < limit)) throw Error(std::string("wrong result of ") + kernel + ": error " + std::to_string(error));
 }
 
-std::vector<Element> random_elements(size_t count, std::mt19937& random, float scale = 1.0f) {
+template <typename T = Element>
+std::vector<T> random_elements(size_t count, std::mt19937& random, float scale = 1.0f) {
   std::normal_distribution<float> normal;
-  std::vector<Element> elements(count);
-  for (Element& x : elements) x = __float2bfloat16(normal(random) * scale);
+  std::vector<T> elements(count);
+  for (T& x : elements) x = rounded<T>(normal(random) * scale);
   return elements;
 }
 
@@ -170,19 +187,23 @@ void run_cluster(Bug bug) {
   }
 }
 
+template <typename T, bool kCopies>
 void run_hopper(Bug bug) {
   constexpr int kTiles = 5, kNumKeys = kTiles * kHopperKeys, kPool = 2 * kNumKeys / kHopperPage;
   std::mt19937 random(1);
-  const auto q = random_elements(64 * 128, random, 0.3f), k = random_elements(kPool * kHopperPage * 128, random, 0.3f),
-             v = random_elements(k.size(), random, 0.3f);
+  const auto q = random_elements<T>(64 * 128, random, 0.3f),
+             k = random_elements<T>(kPool * kHopperPage * 128, random, 0.3f),
+             v = random_elements<T>(k.size(), random, 0.3f);
   std::vector<int32_t> pages(kNumKeys / kHopperPage);
   for (size_t i = 0; i < pages.size(); ++i) pages[i] = static_cast<int32_t>((i * 7 + 3) % kPool);
   std::vector<float> out(64 * 128, NAN);
-  const auto map = [](const std::vector<Element>& data, uint32_t rows, uint64_t count) {
-    return pagedtree::ptx::TensorMap{data.data(), sizeof(Element), {128, rows, count}, {64, rows, 1}};
+  const auto map = [](const std::vector<T>& data, uint32_t rows, uint64_t count) {
+    return pagedtree::ptx::TensorMap{
+        data.data(), sizeof(T), {128, rows, 1, count}, {256, 256 * rows, 256 * rows}, {64, rows, 1, 1}};
   };
-  launch(hopper, dim3(1), dim3(kConsumers + 32), sizeof(HopperShared), nullptr, map(q, 64, 1),
-         map(k, kHopperPage, kPool), map(v, kHopperPage, kPool), HopperParams{out.data(), pages.data(), kTiles, bug});
+  launch(hopper<T, kCopies>, dim3(1), dim3(kConsumers + 32), sizeof(HopperShared<T>), nullptr, map(q, 64, 1),
+         map(k, kHopperPage, kPool), map(v, kHopperPage, kPool),
+         HopperParams<T>{q.data(), k.data(), v.data(), out.data(), pages.data(), kTiles, bug});
   double worst = 0, size = 0;
   for (size_t r = 0; r < 64; ++r) {
     double reference[128] = {};
@@ -190,7 +211,7 @@ void run_hopper(Bug bug) {
       const size_t at = (static_cast<size_t>(pages[key / kHopperPage]) * kHopperPage + key % kHopperPage) * 128;
       double score = 0;
       for (size_t d = 0; d < 128; ++d) score += double{value(q[r * 128 + d])} * value(k[at + d]);
-      score = value(__float2bfloat16(static_cast<float>(score)));
+      score = value(rounded<T>(static_cast<float>(score)));
       for (size_t d = 0; d < 128; ++d) reference[d] += score * value(v[at + d]);
     }
     for (size_t d = 0; d < 128; ++d) {
@@ -210,7 +231,8 @@ void run(Bug bug) {
   }
   if (all || (bug >= Bug::kNoReductionBarrier && bug < Bug::kNoClusterStart)) run_reduce(bug);
   if (all || (bug >= Bug::kNoClusterStart && bug < Bug::kNoEmptyWait)) run_cluster(bug);
-  if (all || bug >= Bug::kNoEmptyWait) run_hopper(bug);
+  if (all || (bug >= Bug::kNoEmptyWait && bug < Bug::kNoPhaseFlip)) run_hopper<__nv_bfloat16, false>(bug);
+  if (all || bug >= Bug::kNoPhaseFlip) run_hopper<__half, true>(bug);
 }
 
 }  // namespace

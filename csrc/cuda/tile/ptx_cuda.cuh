@@ -169,9 +169,13 @@ PT_DEVICE uint32_t thread_index() {
   return thread;
 }
 
-// A named barrier; all threads that wait give the same number of threads, a multiple of 32.
+// A named barrier; all threads give the same number, that of the threads that come, a multiple of 32.
 PT_DEVICE void barrier_sync(unsigned id, unsigned num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+// Comes to the barrier, and does not wait there.
+PT_DEVICE void barrier_arrive(unsigned id, unsigned num_threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 PT_DEVICE float ex2(float x) {
   float y;

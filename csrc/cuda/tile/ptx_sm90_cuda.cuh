@@ -23,6 +23,10 @@ PT_DEVICE void mbar_arrive(uint64_t* bar) {
 PT_DEVICE void mbar_arrive_expect(uint64_t* bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_addr(bar)), "r"(bytes) : "memory");
 }
+// The calling thread's arrival, when the cp.async that it has issued before have arrived.
+PT_DEVICE void cp_async_mbar_arrive(uint64_t* bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_addr(bar)) : "memory");
+}
 // Waits until the phase of this parity has ended.
 PT_DEVICE void mbar_wait(uint64_t* bar, uint32_t parity) {
   asm volatile(
@@ -36,15 +40,21 @@ PT_DEVICE void mbar_wait(uint64_t* bar, uint32_t parity) {
 struct TensorMap {
   CUtensorMap map;
 };
-PT_DEVICE void tma_load_3d(void* to, const TensorMap* map, int x, int y, int z, uint64_t* bar) {
+// A box of a tensor of columns, slots, heads and pages, from (x, y, z, w) on; zeros outside the tensor.
+PT_DEVICE void tma_load_4d(void* to, const TensorMap* map, int x, int y, int z, int w, uint64_t* bar) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
-          "r"(smem_addr(to)),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(smem_addr(bar))
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];" ::"r"(smem_addr(to)),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(smem_addr(bar))
       : "memory");
 }
 
-// ---- wgmma: d [64, N] += a [64, 16] b [16, N] by 128 threads, bf16 operands, fp32 sums
+// What the thread has written to shared memory, or knows to be written, is visible to wgmma and TMA.
+PT_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- wgmma: d [64, N] += a [64, 16] b [16, N] by 128 threads, operands of T, fp32 sums. Thread t has
+// rows t / 32 * 16 + t % 32 / 4 and that + 8: d[n] are columns 8 n + t % 4 * 2 and the next, of one row and of the
+// other
 
 // A matrix in shared memory with the 128-byte swizzle; the offsets count bytes.
 PT_DEVICE uint64_t matrix_descriptor(const void* p, uint32_t leading_offset, uint32_t stride_offset) {
@@ -66,49 +76,79 @@ PT_DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Both operands are in shared memory, K-major. Without `accumulate`, d starts at 0.
-template <int N>
-PT_DEVICE void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate);
-// a is in registers, b in shared memory, N-major.
-template <int N>
-PT_DEVICE void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate);
+// The registers of `d` as operands and as text, for 64, 128 and 256 columns: %0 and on.
+#define PT_SUMS_8(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+#define PT_SUMS_32(n) PT_SUMS_8(n), PT_SUMS_8((n) + 1), PT_SUMS_8((n) + 2), PT_SUMS_8((n) + 3)
+#define PT_SUMS_64 PT_SUMS_32(0), PT_SUMS_32(4)
+#define PT_SUMS_128 PT_SUMS_64, PT_SUMS_32(8), PT_SUMS_32(12)
+#define PT_SUMS_256 PT_SUMS_128, PT_SUMS_32(16), PT_SUMS_32(20), PT_SUMS_32(24), PT_SUMS_32(28)
+#define PT_TEN(t) "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9, "
+#define PT_SIXTY PT_TEN() PT_TEN(1) PT_TEN(2) PT_TEN(3) PT_TEN(4) PT_TEN(5)
+#define PT_OTHER_SIXTY PT_TEN(6) PT_TEN(7) PT_TEN(8) PT_TEN(9) PT_TEN(10) PT_TEN(11)
+#define PT_TEXT_64 PT_TEN() PT_TEN(1) PT_TEN(2) "%30, %31"
+#define PT_TEXT_128 PT_SIXTY "%60, %61, %62, %63"
+#define PT_TEXT_256 PT_SIXTY PT_OTHER_SIXTY "%120, %121, %122, %123, %124, %125, %126, %127"
 
-template <>
-PT_DEVICE void wgmma_ss<64>(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
-      "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, %32, %33, p, 1, 1, 0, 0;}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate))
-      : "memory");
+// `accumulate` and `rest` are text with the numbers of the operands that follow those of d.
+#define PT_WGMMA_OF(type, columns, accumulate, rest, ...)                                                    \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " accumulate ", 0; wgmma.mma_async.sync.aligned.m64n" #columns \
+               "k16.f32." type "." type " {" PT_TEXT_##columns "}, " rest ";}"                               \
+               : PT_SUMS_##columns                                                                           \
+               : __VA_ARGS__                                                                                 \
+               : "memory")
+#define PT_WGMMA(T, columns, ...)                   \
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) { \
+    PT_WGMMA_OF("bf16", columns, __VA_ARGS__);      \
+  } else {                                          \
+    static_assert(std::is_same_v<T, __half>);       \
+    PT_WGMMA_OF("f16", columns, __VA_ARGS__);       \
+  }
+#define PT_INPUTS "l"(a), "l"(b), "r"(static_cast<int>(accumulate))
+
+// Both operands are in shared memory, K-major. Without `accumulate`, d starts at 0.
+template <typename T, int N>
+PT_DEVICE void wgmma_ss(float (&d)[N / 8][4], uint64_t a, uint64_t b, bool accumulate) {
+  static_assert(N == 64 || N == 128 || N == 256);
+  if constexpr (N == 64) {
+    PT_WGMMA(T, 64, "%34", "%32, %33, p, 1, 1, 0, 0", PT_INPUTS)
+  } else if constexpr (N == 128) {
+    PT_WGMMA(T, 128, "%66", "%64, %65, p, 1, 1, 0, 0", PT_INPUTS)
+  } else {
+    PT_WGMMA(T, 256, "%130", "%128, %129, p, 1, 1, 0, 0", PT_INPUTS)
+  }
 }
 
-template <>
-PT_DEVICE void wgmma_rs<128>(float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
-      "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "
-      "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "
-      "%62, %63"
-      "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1;}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
-        "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
-        "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
-        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
-        "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate))
-      : "memory");
+#undef PT_INPUTS
+#define PT_INPUTS \
+  "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kNMajor))
+
+// a is in registers, b in shared memory, N-major or K-major.
+template <typename T, int N, bool kNMajor>
+PT_DEVICE void wgmma_rs(float (&d)[N / 8][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  static_assert(N == 64 || N == 128 || N == 256);
+  if constexpr (N == 64) {
+    PT_WGMMA(T, 64, "%37", "{%32, %33, %34, %35}, %36, p, 1, 1, %38", PT_INPUTS)
+  } else if constexpr (N == 128) {
+    PT_WGMMA(T, 128, "%69", "{%64, %65, %66, %67}, %68, p, 1, 1, %70", PT_INPUTS)
+  } else {
+    PT_WGMMA(T, 256, "%133", "{%128, %129, %130, %131}, %132, p, 1, 1, %134", PT_INPUTS)
+  }
 }
 
 }  // namespace pagedtree::ptx
 
+#undef PT_INPUTS
+#undef PT_WGMMA
+#undef PT_WGMMA_OF
+#undef PT_TEXT_256
+#undef PT_TEXT_128
+#undef PT_TEXT_64
+#undef PT_OTHER_SIXTY
+#undef PT_SIXTY
+#undef PT_TEN
+#undef PT_SUMS_256
+#undef PT_SUMS_128
+#undef PT_SUMS_64
+#undef PT_SUMS_32
+#undef PT_SUMS_8
 #undef PT_DEVICE

@@ -225,6 +225,10 @@ def _barrier(words: Words) -> Words:
     return words[np.arange(64) ^ 32, :4]
 
 
+def _barrier_arrive(words: Words) -> Words:
+    return words[np.arange(64) % 32, :4]
+
+
 def floats_within(limit: float, unit: float) -> Difference:
     """fp32 words that are off by at most limit * max(|value|, unit); NaN equals NaN."""
 
@@ -261,6 +265,7 @@ GOLDEN: dict[str, tuple[Callable[[int], Words], Callable[[Words], Words], Differ
     "move_e4m3": (float8_words, _move_e4m3, equal),
     "increment": (any_words, _increment, equal),
     "barrier_sync": (any_words, _barrier, equal),
+    "barrier_arrive": (any_words, _barrier_arrive, equal),
 }
 
 
