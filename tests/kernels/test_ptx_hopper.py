@@ -40,8 +40,12 @@ def bits_of(values: np.ndarray, kind: str) -> np.ndarray:
     return to_bfloat16(values) if kind == "bf16" else values.astype(np.float16).view(np.uint16)
 
 
+def values_of(bits: np.ndarray, kind: str) -> np.ndarray:
+    return from_bfloat16(bits) if kind == "bf16" else bits.view(np.float16).astype(np.float32)
+
+
 def rounded(values: np.ndarray, kind: str) -> np.ndarray:
-    return from_bfloat16(bits_of(values, kind)) if kind == "bf16" else values.astype(np.float16).astype(np.float32)
+    return values_of(bits_of(values, kind), kind)
 
 
 def store_k_major(shared: np.ndarray, start: int, bits: np.ndarray, stride: int) -> None:
@@ -332,33 +336,43 @@ def test_named_barriers() -> None:
 
 
 @pytest.fixture(scope="module")
-def hopper(tmp_path_factory: pytest.TempPathFactory) -> Entry:
+def hopper(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Entry]:
+    """The self-test's kernel: "bf16" gets its keys by TMA, "f16" by cp.async."""
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not on the PATH")
-    ptx = tmp_path_factory.mktemp("ptx") / "hopper.ptx"
+    folder = tmp_path_factory.mktemp("ptx")
+    source, ptx = folder / "hopper.cu", folder / "hopper.ptx"
+    parameters = ", ".join(
+        f"const __grid_constant__ {kind}" for kind in ["pagedtree::ptx::TensorMap"] * 3 + ["probe::HopperParams<{0}>"]
+    )
+    instances = [
+        f"template __global__ void probe::hopper<{dtype}, {copies}>({parameters.format(dtype)});\n"
+        for dtype, copies in (("__nv_bfloat16", "false"), ("__half", "true"))
+    ]
+    source.write_text('#include "hopper.cuh"\n' + "".join(instances))
     includes = [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'simt'}"]
-    source = ROOT / "tests" / "simt" / "hopper.cuh"
-    target = ["-gencode", "arch=compute_90a,code=compute_90a", "-std=c++17", "-ptx", "-x", "cu"]
+    target = ["-gencode", "arch=compute_90a,code=compute_90a", "-std=c++17", "-ptx"]
     subprocess.run(["nvcc", *target, *includes, source, "-o", ptx], check=True, capture_output=True)
     module = Module(ptx.read_text())
-    return module.entry(next(iter(module.heads)))
+    return {"f16" if "__half" in name else "bf16": module.entry(name) for name in module.heads}
 
 
-def run_hopper(entry: Entry, bug: str) -> float:
+def run_hopper(entries: dict[str, Entry], dtype: str, bug: str) -> float:
     """The largest error of (Q K^T) V over pages, over the largest result."""
-    random, tiles = np.random.default_rng(3), 3
+    entry, random, tiles = entries[dtype], np.random.default_rng(3), 3
     pages = random.permutation(tiles * 4 + 3).astype(np.int32)
-    shapes = [(1, 64, 128), (len(pages), 16, 128), (len(pages), 16, 128)]
-    q, k, v = (bits_of(0.3 * random.standard_normal(shape).astype(np.float32), "bf16") for shape in shapes)
+    shapes = [(1, 1, 64, 128), (len(pages), 1, 16, 128), (len(pages), 1, 16, 128)]
+    q, k, v = (bits_of(0.3 * random.standard_normal(shape).astype(np.float32), dtype) for shape in shapes)
     out = np.full((64, 128), np.nan, np.float32)
-    params = bytes(384) + struct.pack("QQii", out.ctypes.data, pages.ctypes.data, tiles, bug_number(bug))
+    pointers = [array.ctypes.data for array in (q, k, v, out, pages)]
+    params = bytes(384) + struct.pack("QQQQQii", *pointers, tiles, bug_number(bug))
     block = Block(entry, params, Memory(), (0, 0, 0), (160, 1, 1), (1, 1, 1), 81920 + 1024)
     for start, array in zip(entry.params.values(), (q, k, v), strict=False):
-        block.tensor_maps[PARAM + start] = TensorMap.of(array, (64, array.shape[1], 1))
+        block.tensor_maps[PARAM + start] = TensorMap.of(array, (64, array.shape[2], 1, 1))
     block.run()
     used = pages[: tiles * 4]
-    scores = from_bfloat16(q[0]) @ from_bfloat16(k[used]).reshape(-1, 128).T
-    expected = rounded(scores, "bf16") @ from_bfloat16(v[used]).reshape(-1, 128)
+    q, k, v = (values_of(array, dtype).reshape(-1, 128) for array in (q[0], k[used], v[used]))
+    expected = rounded(q @ k.T, dtype) @ v
     return float(np.abs(out - expected).max() / np.abs(expected).max())
 
 
@@ -367,23 +381,26 @@ def bug_number(name: str) -> int:
     return re.findall(r"^  (k\w+),", text, re.MULTILINE).index(name)
 
 
-def test_a_kernel_from_nvcc(hopper: Entry) -> None:
-    assert run_hopper(hopper, "kNone") < 0.01
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_a_kernel_from_nvcc(hopper: dict[str, Entry], dtype: str) -> None:
+    assert run_hopper(hopper, dtype, "kNone") < 0.01
 
 
 @pytest.mark.parametrize(
-    ("bug", "fault"),
+    ("dtype", "bug", "fault"),
     [
-        ("kNoEmptyWait", "more arrivals"),
-        ("kShortExpect", "deadlock"),
-        ("kNoFullWait", "in flight"),
-        ("kNoWgmmaWait", None),
-        ("kUnawaitedLoad", "in flight"),
+        ("bf16", "kNoEmptyWait", "more arrivals"),
+        ("bf16", "kShortExpect", "deadlock"),
+        ("bf16", "kNoFullWait", "in flight"),
+        ("bf16", "kNoWgmmaWait", None),
+        ("bf16", "kUnawaitedLoad", "in flight"),
+        ("f16", "kOtherStride", None),
+        ("f16", "kSwappedRows", None),
     ],
 )
-def test_bugs_of_a_kernel_show(hopper: Entry, bug: str, fault: str | None) -> None:
+def test_bugs_of_a_kernel_show(hopper: dict[str, Entry], dtype: str, bug: str, fault: str | None) -> None:
     if fault is None:
-        assert not run_hopper(hopper, bug) < 0.01
+        assert not run_hopper(hopper, dtype, bug) < 0.01
     else:
         with pytest.raises(Fault, match=fault):
-            run_hopper(hopper, bug)
+            run_hopper(hopper, dtype, bug)
