@@ -5,8 +5,9 @@
 // A run finds barriers and warp collectives that threads reach from different places or not at all, deadlocks, copies
 // in flight at exit, bank conflicts of ldmatrix, and shared memory that is used before it is written (it starts as
 // NaN). Built with a sanitizer it also finds accesses out of bounds, undefined behaviour, and races between CUDA
-// threads. It does not find missing fences (atomics are sequentially consistent). A CTA that waits for a CTA of another
-// cluster hangs.
+// threads. It does not find missing fences of memory (atomics are sequentially consistent); those between ordinary
+// writes and Hopper's asynchronous reads it does (ptx_sm90_simt.h). A CTA that waits for a CTA of another cluster
+// hangs.
 #pragma once
 
 #include <vector_types.h>
