@@ -20,6 +20,13 @@ set(PAGEDTREE_CUDA_SOURCES
   csrc/cuda/verify/rules.cu
   csrc/cuda/verify/sampled.cu
 )
+# For Hopper alone: wgmma and TMA.
+set(PAGEDTREE_SM90_SOURCES
+  csrc/cuda/attention/bfloat16_float8_sm90.cu
+  csrc/cuda/attention/bfloat16_sm90.cu
+  csrc/cuda/attention/half_float8_sm90.cu
+  csrc/cuda/attention/half_sm90.cu
+)
 
 # ---- toolkit
 
@@ -115,8 +122,20 @@ else()
     $<BUILD_INTERFACE:${CMAKE_CURRENT_SOURCE_DIR}/csrc>
     $<INSTALL_INTERFACE:include> $<INSTALL_INTERFACE:include/pagedtree>)
   # As -ffp-contract=off: a product and a sum are one operation only where the code says fma.
-  target_compile_options(pagedtree_cuda PRIVATE
-    -fmad=false --expt-relaxed-constexpr -Xcompiler=-Wall,-Wextra,-Wno-unused-parameter)
+  set(cuda_flags -fmad=false --expt-relaxed-constexpr -Xcompiler=-Wall,-Wextra,-Wno-unused-parameter)
+  target_compile_options(pagedtree_cuda PRIVATE ${cuda_flags})
+  set(sm90_architectures ${CMAKE_CUDA_ARCHITECTURES})
+  list(FILTER sm90_architectures INCLUDE REGEX "^90a")
+  if(sm90_architectures)
+    add_library(pagedtree_cuda_sm90 OBJECT ${PAGEDTREE_SM90_SOURCES})
+    set_target_properties(pagedtree_cuda_sm90 PROPERTIES
+      CUDA_ARCHITECTURES "${sm90_architectures}" CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_EXTENSIONS OFF
+      CUDA_VISIBILITY_PRESET hidden)
+    target_include_directories(pagedtree_cuda_sm90 PRIVATE csrc)
+    target_compile_options(pagedtree_cuda_sm90 PRIVATE ${cuda_flags})
+    target_sources(pagedtree_cuda PRIVATE $<TARGET_OBJECTS:pagedtree_cuda_sm90>)
+    target_compile_definitions(pagedtree_cuda PRIVATE PAGEDTREE_HAS_SM90A)
+  endif()
   target_link_options(pagedtree_cuda PRIVATE -Wl,--exclude-libs,ALL)
   install(TARGETS pagedtree_cuda EXPORT pagedtree LIBRARY DESTINATION lib)
 endif()
@@ -151,7 +170,7 @@ if(PAGEDTREE_SIMT)
   set(simt_flags ${PAGEDTREE_WARNINGS} -Wno-unknown-pragmas -Wno-attributes)
   set(simt_headers "${PAGEDTREE_CUDA_FLOAT_HEADERS}" "${PAGEDTREE_CUDA_HEADERS}")
   # A source has one language in a directory, so the kernels come in through files that include them.
-  foreach(source IN LISTS PAGEDTREE_CUDA_SOURCES)
+  foreach(source IN LISTS PAGEDTREE_CUDA_SOURCES PAGEDTREE_SM90_SOURCES)
     string(REPLACE "csrc/cuda/" "simt/" wrapper "${source}.cpp")
     string(REPLACE "csrc/" "" included "${source}")
     file(CONFIGURE OUTPUT "${CMAKE_CURRENT_BINARY_DIR}/${wrapper}" CONTENT "#include \"${included}\"\n")
@@ -162,6 +181,7 @@ if(PAGEDTREE_SIMT)
   function(pagedtree_compile_for_simt target)
     target_include_directories(${target} PRIVATE csrc)
     target_include_directories(${target} SYSTEM PRIVATE ${simt_headers})
+    target_compile_definitions(${target} PRIVATE PAGEDTREE_HAS_SM90A)
     target_compile_options(${target} PRIVATE ${simt_flags} ${ARGN})
     target_link_options(${target} PRIVATE ${ARGN})
   endfunction()

@@ -133,15 +133,16 @@ def _cast_view(view: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 TARGETS = [("cpu", isa) for isa in _C.available_isas()]
-TARGETS = [target for target in [*TARGETS, ("simt", "random:7"), ("cuda", "")] if target[0] in backends()]
+TARGETS += [("simt", "random:7"), ("simt", "wgmma"), ("cuda", "")]
+TARGETS = [target for target in TARGETS if target[0] in backends()]
 
 
 def target_id(target: tuple[str, str]) -> str:
     return "-".join(filter(None, target))
 
 
-_BEST = {backend: (backend, variant) for backend, variant in TARGETS}.values()
-# For what hardly depends on the CPU's instruction set: in the core suite `target` has the best one alone.
+_BEST = {backend: (backend, variant) for backend, variant in TARGETS if variant != "wgmma"}.values()
+# For what hardly depends on instructions: in the core suite `target` has the CPU's best set and the default engine.
 once_per_backend = pytest.mark.parametrize(
     "target",
     [pytest.param(target, marks=[] if target in _BEST else pytest.mark.slow) for target in TARGETS],
@@ -177,6 +178,8 @@ class Target:
         dtype = options.setdefault("dtype", self.dtypes[0])
         if dtype not in self.dtypes or options.get("layout", "nhd") not in self.layouts:
             pytest.skip(f"{self.backend} does not take {dtype}, layout {options.get('layout')}")
+        if self.variant == "wgmma":  # which is for more than 32 rows; these heads give tiles of 64 and of 128
+            options.setdefault("heads", (10, 2) if dtype == torch.float16 else (22, 2))
         return Case(prefixes, kinds, device=self.device, **options)
 
 

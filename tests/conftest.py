@@ -77,7 +77,10 @@ def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     """Runs the test on each backend, with each of the CPU's instruction sets."""
     backend, variant = request.param
     monkeypatch.delenv("PAGEDTREE_CHECK", raising=False)
-    if variant:
+    monkeypatch.delenv("PAGEDTREE_ENGINE", raising=False)
+    if variant == "wgmma":
+        monkeypatch.setenv("PAGEDTREE_ENGINE", variant)
+    elif variant:
         monkeypatch.setenv("PAGEDTREE_CPU_ISA" if backend == "cpu" else "PAGEDTREE_SIMT_ORDER", variant)
     device = torch.device("cuda" if backend == "cuda" else "cpu")
     with only_on(backend), device:

@@ -2,6 +2,7 @@
 
 #include <vector>
 
+#include "core/engine.h"
 #include "cuda/attention/config.h"
 
 namespace pagedtree {
@@ -36,6 +37,7 @@ py::dict explain_launch(const WorkShape& work, const TileShape& tile, int kv_byt
   const Residency resident = residency(tile, kv_bytes, max_shared_bytes);
   py::dict result;
   result["sequences"] = py::tuple(sequences);
+  result["engine"] = engine_name(tile.engine);
   result["m_tile"] = tile.m_tile;
   result["row_warps"] = tile.row_warps;
   result["key_warps"] = tile.key_warps;
@@ -55,7 +57,7 @@ py::dict explain_launch(const WorkShape& work, const TileShape& tile, int kv_byt
 
 py::list explain_attention(const std::vector<int32_t>& query_lens, const std::vector<int32_t>& seq_lens,
                            int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim, int32_t kv_bytes,
-                           int64_t max_seqlen_q, int32_t num_sms, int32_t max_shared_bytes) {
+                           int64_t max_seqlen_q, int32_t num_sms, int32_t max_shared_bytes, const std::string& engine) {
   std::vector<int32_t> offsets{0};
   for (const int32_t n : query_lens) offsets.push_back(offsets.back() + n);
   AttentionPlanParams params{};
@@ -68,6 +70,7 @@ py::list explain_attention(const std::vector<int32_t>& query_lens, const std::ve
   params.num_kv_heads = num_kv_heads;
   params.group_size = num_q_heads / num_kv_heads;
   params.head_dim = head_dim;
+  params.engine = engine_named(engine, "explain: `engine`");
   py::list launches;
   if (params.num_tokens == 0) return launches;
   for (const auto& [list, tile] : lists_of(params)) {

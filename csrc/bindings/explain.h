@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace pagedtree {
@@ -15,6 +16,6 @@ namespace py = pybind11;
 // the plan. The caller has checked the arguments.
 py::list explain_attention(const std::vector<int32_t>& query_lens, const std::vector<int32_t>& seq_lens,
                            int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim, int32_t kv_bytes,
-                           int64_t max_seqlen_q, int32_t num_sms, int32_t max_shared_bytes);
+                           int64_t max_seqlen_q, int32_t num_sms, int32_t max_shared_bytes, const std::string& engine);
 
 }  // namespace pagedtree

@@ -315,6 +315,10 @@ struct PagedCache {
 };
 
 // Sizes B sequences, T query tokens (padding included), Hq = Hkv * group_size heads, D head_dim, W mask_words.
+// Which instructions multiply on a GPU. wgmma is Hopper's, for the tiles in cuda/attention/config.h that have it; all
+// others use mma.sync.
+enum class MatrixEngine : int32_t { kMmaSync, kWgmma };
+
 struct TreeAttentionParams {
   const void* q;       // [T, Hq, D]
   PagedCache k_cache;  // [pages, page_size, Hkv, D]
@@ -349,6 +353,7 @@ struct TreeAttentionParams {
   DType kv_dtype;
   float scale;
   float softcap;  // 0: none
+  MatrixEngine engine;
 };
 
 struct AttentionPlanParams {
@@ -362,6 +367,7 @@ struct AttentionPlanParams {
   int32_t num_kv_heads;
   int32_t group_size;
   int32_t head_dim;
+  MatrixEngine engine;  // of the calls
 };
 
 struct MergeStatesParams {

@@ -76,38 +76,38 @@ PT_HOST_DEVICE bool build_tree(const BuildTreesParams& p, int64_t b, int16_t* la
 }
 
 // Bits [low, high) of a 32-bit word; bounds outside 0..32 are cut off.
-PT_HOST_DEVICE uint32_t bit_range(int64_t low, int64_t high) {
-  low = clamp_to<int64_t>(low, 0, kMaskWordBits);
-  high = clamp_to<int64_t>(high, 0, kMaskWordBits);
+PT_HOST_DEVICE uint32_t bit_range(int32_t low, int32_t high) {
+  low = clamp_to(low, 0, kMaskWordBits);
+  high = clamp_to(high, 0, kMaskWordBits);
   if (low >= high) return 0;
   return (~0u >> (kMaskWordBits - (high - low))) << low;
 }
 
 // The keys that one query sees: positions [begin, end), and the tree's keys, at tree_start + bit, whose bit of `words`
-// is set and in [first_bit, num_bits). Causal queries have no tree bits.
+// is set and in [first_bit, num_bits). Causal queries have no tree bits. Positions are below 2^31.
 struct Visibility {
-  int64_t begin;
-  int64_t end;
-  int64_t tree_start;
+  int32_t begin;
+  int32_t end;
+  int32_t tree_start;
   const int32_t* words;  // [num_words]; missing words are 0
   int32_t num_words;
   int32_t first_bit;
   int32_t num_bits;
 
   // No key outside [lowest(), highest()) is visible.
-  PT_HOST_DEVICE int64_t lowest() const { return begin < end ? begin : tree_start + first_bit; }
-  PT_HOST_DEVICE int64_t highest() const { return num_bits > 0 ? tree_start + num_bits : end; }
+  PT_HOST_DEVICE int32_t lowest() const { return begin < end ? begin : tree_start + first_bit; }
+  PT_HOST_DEVICE int32_t highest() const { return num_bits > 0 ? tree_start + num_bits : end; }
 
-  PT_HOST_DEVICE uint32_t word(int64_t w) const {
+  PT_HOST_DEVICE uint32_t word(int32_t w) const {
     return w >= 0 && w < num_words ? static_cast<uint32_t>(words[w]) : 0u;
   }
 
   // Bit i: whether key position + i is visible.
-  PT_HOST_DEVICE uint32_t visible32(int64_t position) const {
+  PT_HOST_DEVICE uint32_t visible32(int32_t position) const {
     const uint32_t prefix = bit_range(begin - position, end - position);
-    const int64_t bit = position - tree_start;  // the mask bit of the first key, maybe negative
+    const int32_t bit = position - tree_start;  // the mask bit of the first key, maybe negative
     if (bit >= num_bits || bit <= -kMaskWordBits) return prefix;
-    const int64_t w = (bit + kMaskWordBits) / kMaskWordBits - 1;
+    const int32_t w = (bit + kMaskWordBits) / kMaskWordBits - 1;
     const uint64_t pair = (static_cast<uint64_t>(word(w + 1)) << kMaskWordBits) | word(w);
     const uint32_t tree = static_cast<uint32_t>(pair >> (bit - w * kMaskWordBits));
     return prefix | (tree & bit_range(first_bit - bit, num_bits - bit));
@@ -122,9 +122,9 @@ PT_HOST_DEVICE Visibility causal_visibility(int64_t seq_len, int64_t n, int64_t 
   window = min_of(window, kMaxWindow);
   const int64_t position = seq_len - n + i;
   Visibility seen{};
-  seen.end = clamp_to<int64_t>(position + 1, 0, seq_len);
-  seen.begin = window > 0 ? max_of<int64_t>(position - window + 1, 0) : 0;
-  seen.tree_start = seq_len;
+  seen.end = static_cast<int32_t>(clamp_to<int64_t>(position + 1, 0, seq_len));
+  seen.begin = window > 0 ? static_cast<int32_t>(max_of<int64_t>(position - window + 1, 0)) : 0;
+  seen.tree_start = static_cast<int32_t>(seq_len);
   return seen;
 }
 
@@ -134,7 +134,7 @@ PT_HOST_DEVICE Visibility causal_visibility(int64_t seq_len, int64_t n, int64_t 
 PT_HOST_DEVICE Visibility tree_visibility(int64_t seq_len, int64_t tree_len, const int32_t* words, int32_t num_words,
                                           int64_t window) {
   Visibility seen{};
-  seen.tree_start = seq_len - tree_len;
+  seen.tree_start = static_cast<int32_t>(seq_len - tree_len);
   seen.end = seen.tree_start;
   seen.words = words;
   seen.num_words = num_words;
@@ -144,7 +144,7 @@ PT_HOST_DEVICE Visibility tree_visibility(int64_t seq_len, int64_t tree_len, con
   int64_t count = 0;
   int32_t w = static_cast<int32_t>(ceil_div<int64_t>(seen.num_bits, kMaskWordBits));
   while (w-- > 0) {
-    uint32_t bits = seen.word(w) & bit_range(0, seen.num_bits - int64_t{w} * kMaskWordBits);
+    uint32_t bits = seen.word(w) & bit_range(0, seen.num_bits - w * kMaskWordBits);
     const int64_t kept = window - count;
     count += popcount32(bits);
     if (kept > 0 && count >= window) {  // the window ends in this word: drop the lowest bits
@@ -153,7 +153,7 @@ PT_HOST_DEVICE Visibility tree_visibility(int64_t seq_len, int64_t tree_len, con
       seen.first_bit += w * kMaskWordBits;
     }
   }
-  seen.begin = max_of<int64_t>(seen.tree_start + count - window, 0);
+  seen.begin = static_cast<int32_t>(max_of<int64_t>(seen.tree_start + count - window, 0));
   return seen;
 }
 

@@ -152,6 +152,9 @@ template <typename T>
 T __reduce_min_sync(uint32_t mask, T value, PT_SIMT_AT) {
   return pagedtree::simt::reduce(mask, value, {"__reduce_min_sync", at}, [](T a, T b) { return b < a ? b : a; });
 }
+inline uint32_t __reduce_or_sync(uint32_t mask, uint32_t value, PT_SIMT_AT) {
+  return pagedtree::simt::reduce(mask, value, {"__reduce_or_sync", at}, std::bit_or<uint32_t>());
+}
 
 #undef PT_SIMT_AT
 

@@ -139,6 +139,8 @@ template <int kNewestLeft>
 void wgmma_wait() {
   detail::wgmma_wait(kNewestLeft);
 }
+template <int N>
+void wgmma_results(float (&)[N][4]) {}
 template <int kRegisters>
 void setmaxnreg_inc() {}
 template <int kRegisters>

@@ -1,6 +1,7 @@
 #include <cmath>
 #include <limits>
 
+#include "core/engine.h"
 #include "core/schedule.h"
 #include "torch/ops.h"
 #include "torch/values.h"
@@ -126,6 +127,7 @@ TreeAttentionParams checked_params(const Check& check, const Backend& backend, c
   p.kv_dtype = core_dtype(a.k_cache);
   p.scale = static_cast<float>(scale);
   p.softcap = static_cast<float>(a.softcap);
+  p.engine = engine_from_environment();
   return p;
 }
 
@@ -168,6 +170,7 @@ AttentionPlanParams plan_params(const TreeAttentionParams& p, const Tensor& plan
   params.num_kv_heads = p.num_kv_heads;
   params.group_size = p.group_size;
   params.head_dim = p.head_dim;
+  params.engine = p.engine;
   return params;
 }
 
@@ -245,6 +248,7 @@ Tensor attention_plan(const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_
   params.num_kv_heads = static_cast<int32_t>(num_kv_heads);
   params.group_size = static_cast<int32_t>(num_q_heads / num_kv_heads);
   params.head_dim = static_cast<int32_t>(head_dim);
+  params.engine = engine_from_environment();
   backend_for(seq_lens).attention_plan(params, context_for(seq_lens));
   return plan;
 }

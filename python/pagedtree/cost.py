@@ -10,6 +10,7 @@ from pagedtree._arguments import checked
 __all__ = ["AttentionCost", "AttentionLaunch", "explain"]
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
+ENGINES = ("mma.sync", "wgmma")
 
 
 @dataclass(frozen=True)
@@ -18,10 +19,11 @@ class AttentionLaunch:
 
     Attributes:
         sequences: those that it takes, as indices in the batch.
+        engine: "mma.sync" or "wgmma", the instructions that multiply.
         m_tile: rows (query tokens x heads of a KV head) of a tile.
         row_warps, key_warps: how many warps of a CTA stand side by side along the rows, and how many share the keys of
             a stage.
-        keys_per_stage, stages: of K and V in the ring in shared memory.
+        keys_per_stage, stages: of the ring in shared memory. A stage has K and V of its keys, with wgmma one of them.
         shared_bytes: shared memory of a CTA.
         ctas_per_sm: CTAs that a multiprocessor takes at once.
         row_tiles, kv_tiles: tiles of rows; tiles of 64 keys over all of them.
@@ -33,6 +35,7 @@ class AttentionLaunch:
     """
 
     sequences: tuple[int, ...]
+    engine: str
     m_tile: int
     row_warps: int
     key_warps: int
@@ -86,6 +89,7 @@ def explain(
     max_shared_bytes: int = 227 * 1024,
     bandwidth: float = 4.8e12,
     flops_per_second: float = 989e12,
+    engine: str | None = None,
 ) -> AttentionCost:
     """Launches, tiles, cuts, bytes, flops and floor time of a call of `tree_attention` on CUDA. Needs no GPU.
 
@@ -97,6 +101,7 @@ def explain(
         num_sms, max_shared_bytes: the device's multiprocessors, and the bytes of shared memory that a CTA may ask for.
         bandwidth, flops_per_second: the device's, in bytes and flops per second; the defaults are the nominal ones of
             an H200.
+        engine: "mma.sync", or "wgmma" for tiles that have it; default as for a call: what PAGEDTREE_ENGINE says.
 
     Raises ValueError for sizes that `tree_attention` refuses, and for devices of more than 65536 multiprocessors.
     """
@@ -123,11 +128,16 @@ def explain(
     for name, (size, least, most) in bounds.items():
         if not least <= size <= most:
             raise ValueError(f"explain: `{name}` must be in {least}..{most}, got {size}")
+    engine = engine or _C.attention_engine()
+    if engine not in ENGINES:
+        raise ValueError(f"explain: `engine` must be one of {ENGINES}, got {engine!r}")
+    if engine == "wgmma" and max_shared_bytes < 227 * 1024:
+        raise ValueError(f"explain: `max_shared_bytes` must be at least {227 * 1024} for wgmma, got {max_shared_bytes}")
     if max_seqlen_q is None:
         max_seqlen_q = -(-sum(query_lens) // max(1, len(query_lens)))
     schedules = _C.explain_attention(
         list(query_lens), list(seq_lens), num_q_heads, num_kv_heads, head_dim, kv_bytes, max_seqlen_q, num_sms,
-        max_shared_bytes,
+        max_shared_bytes, engine,
     )  # fmt: skip
     launches = []
     for schedule in schedules:

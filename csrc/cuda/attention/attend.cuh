@@ -128,14 +128,15 @@ __device__ __forceinline__ void round_scores(Scores<I>& scores, RowFactors<I>& s
   }
 }
 
-// Turns scores into weights 2^(score - maximum) under the new maximum, and rescales what was accumulated under the old
-// one. For e4m3, where weights are multiplied as half, `maximum` is a constant lower than the true one: weights are
-// 2^15 times as large, so that those which are small beside the largest do not vanish.
+// Turns scores into weights 2^(score - maximum) under the new maximum. Returns whether a maximum of the warp's rows has
+// changed: then what was accumulated in `out` under the old ones must be rescaled by `factors`. For e4m3, where weights
+// are multiplied as half, `maximum` is a constant lower than the true one: weights are 2^15 times as large, so that
+// those which are small beside the largest do not vanish.
 template <typename I>
-__device__ __forceinline__ void softmax(Scores<I>& scores, RowFactors<I>& scales, Accumulator<I>& sums) {
+__device__ __forceinline__ bool weigh(Scores<I>& scores, RowFactors<I>& scales, Accumulator<I>& sums,
+                                      RowFactors<I>& factors) {
   constexpr int kTiles = I::kWarpKeys / 8;
   constexpr float kHeadroom = kIsFloat8<typename I::Kv> ? 15.0f : 0.0f;
-  RowFactors<I> factors;
   bool changed = false, huge = false;
 #pragma unroll
   for (int a = 0; a < I::kAtoms; ++a) {
@@ -173,7 +174,11 @@ __device__ __forceinline__ void softmax(Scores<I>& scores, RowFactors<I>& scales
       sums.sum[a][half] = __fmaf_rn(sums.sum[a][half], factors[a][half], sum);
     }
   }
-  if (!__any_sync(kWholeWarp, changed)) return;
+  return __any_sync(kWholeWarp, changed);
+}
+
+template <typename I>
+__device__ __forceinline__ void rescale(Accumulator<I>& sums, const RowFactors<I>& factors) {
 #pragma unroll
   for (int a = 0; a < I::kAtoms; ++a) {
 #pragma unroll
@@ -181,6 +186,16 @@ __device__ __forceinline__ void softmax(Scores<I>& scores, RowFactors<I>& scales
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums.out[a][d][i] *= factors[a][i / 2];
     }
+  }
+}
+
+// The weights of 16 keys, from key 8 * tile of the stage on, as the left operand of a product.
+template <typename M, int kTiles>
+__device__ __forceinline__ void pack_weights(const float (&weights)[kTiles][4], uint32_t tile, uint32_t (&rows)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float* pair = weights[tile + i / 2] + i % 2 * 2;
+    rows[i] = pack_pair<M>(pair[0], pair[1]);
   }
 }
 
@@ -202,13 +217,7 @@ __device__ __forceinline__ void add_values(const Scores<I>& weights, uint32_t v,
   for (uint32_t n = 0; n < I::kWarpKeys; n += 16) {
     uint32_t rows[I::kAtoms][4];
 #pragma unroll
-    for (int a = 0; a < I::kAtoms; ++a) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* pair = weights[a][n / 8 + i / 2] + i % 2 * 2;
-        rows[a][i] = pack_pair<M>(pair[0], pair[1]);
-      }
-    }
+    for (int a = 0; a < I::kAtoms; ++a) pack_weights<M>(weights[a], n / 8, rows[a]);
     uint32_t kept[2];
     if constexpr (kMasked) {
       for (uint32_t i = 0; i < 2; ++i) kept[i] = kept_values(seen, lane, n, i);
@@ -276,7 +285,8 @@ __device__ __forceinline__ void attend_stage(const TreeAttentionParams& p, Share
 #pragma unroll
     for (int a = 0; a < I::kAtoms; ++a) mask_scores(scores[a], visible_to(a), lane);
   }
-  softmax<I>(scores, factors, sums);
+  RowFactors<I> rescales;
+  if (weigh<I>(scores, factors, sums, rescales)) rescale<I>(sums, rescales);
   add_values<kMasked, I>(scores, ptx::smem_addr(stage.v), lane, key, seen, sums);
 }
 

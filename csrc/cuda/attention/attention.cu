@@ -1,5 +1,8 @@
 // tree_attention on CUDA: one launch for each list of sequences, and one that joins the pieces of row tiles that were
 // cut.
+#include <stdexcept>
+#include <string>
+
 #include "cuda/attention/instances.h"
 #include "cuda/attention/join.cuh"
 #include "cuda/attention/schedule.cuh"
@@ -19,11 +22,36 @@ bool is_aligned(const void* rows, int64_t token_stride, int64_t head_stride) {
   return reinterpret_cast<uintptr_t>(rows) % 16 == 0 && token_stride % 8 == 0 && head_stride % 8 == 0;
 }
 
-AttentionLauncher launcher_of(const TreeAttentionParams& p, const TileShape& tile) {
+AttentionLauncher mma_sync_launcher(const TreeAttentionParams& p, const TileShape& tile) {
   const bool float8 = p.kv_dtype == DType::kFloat8E4M3;
   const auto find = p.q_dtype == DType::kFloat16 ? (float8 ? half_float8_attention : half_attention)
                                                  : (float8 ? bfloat16_float8_attention : bfloat16_attention);
   return find(tile);
+}
+
+#if defined(PAGEDTREE_HAS_SM90A)
+AttentionLauncher wgmma_launcher(const TreeAttentionParams& p, const TileShape& tile) {
+  const bool float8 = p.kv_dtype == DType::kFloat8E4M3;
+  const auto find = p.q_dtype == DType::kFloat16 ? (float8 ? half_float8_attention_sm90 : half_attention_sm90)
+                                                 : (float8 ? bfloat16_float8_attention_sm90 : bfloat16_attention_sm90);
+  return find(tile);
+}
+constexpr bool kHasSm90a = true;
+#else
+AttentionLauncher wgmma_launcher(const TreeAttentionParams&, const TileShape&) { return nullptr; }
+constexpr bool kHasSm90a = false;
+#endif
+
+// Nobody gets another engine than the one that was asked for.
+void check_engine(MatrixEngine engine, const DeviceLimits& limits) {
+  if (engine != MatrixEngine::kWgmma) return;
+  const std::string wants = "tree_attention: PAGEDTREE_ENGINE=wgmma needs ";
+  if (!kHasSm90a) throw std::runtime_error(wants + "a build for 9.0a; this one has no code for it");
+  if (limits.capability / 10 != 9 || !every_tile_fits(engine, limits.max_shared_bytes)) {
+    throw std::runtime_error(wants + "a GPU of compute capability 9.0 with 227 KB of shared memory for a block, got " +
+                             std::to_string(limits.capability / 10) + "." + std::to_string(limits.capability % 10) +
+                             " with " + std::to_string(limits.max_shared_bytes >> 10) + " KB");
+  }
 }
 
 // The number of threads for `count` items: whole warps, at most kScheduleThreads.
@@ -38,7 +66,7 @@ void CudaBackend::attention_plan(const AttentionPlanParams& p, const ExecContext
   PlanLists lists{};
   int64_t most = p.batch;
   for (const WorkList list : kWorkLists) {
-    const ListTile item = list_tile(list, p.head_dim, p.max_seqlen_q, p.group_size);
+    const ListTile item = list_tile(p, list);
     const auto i = static_cast<size_t>(list);
     lists.work[i] = work_shape(p, item.tile.m_tile, list);
     lists.limits[i] = range_limits(item.tile, num_sms);
@@ -59,6 +87,7 @@ int64_t CudaBackend::tree_attention_scratch(const TreeAttentionParams& p, const 
 void CudaBackend::tree_attention(const TreeAttentionParams& p, const ExecContext& ctx) const {
   if (p.num_tokens == 0) return;
   const DeviceLimits limits = device_limits();
+  check_engine(p.engine, limits);
   const ListTiles lists = lists_of(p);
   auto scratch = ceil_div<intptr_t>(reinterpret_cast<intptr_t>(p.scratch), kAlignment) * kAlignment;
   CallShapes calls{};
@@ -81,7 +110,9 @@ void CudaBackend::tree_attention(const TreeAttentionParams& p, const ExecContext
   for (int i = 0; i < lists.count; ++i) {
     const CallShape& call = calls.lists[i];
     const auto grid = static_cast<unsigned>(call.pieces.capacity);
-    launcher_of(p, lists.items[i].tile)(p, call, grid, residents[i].shared_bytes, ctx.stream);
+    const TileShape& tile = lists.items[i].tile;
+    const AttentionLauncher launcher = tile.is_wgmma() ? wgmma_launcher(p, tile) : mma_sync_launcher(p, tile);
+    launcher(p, call, grid, residents[i].shared_bytes, ctx.stream);
   }
   // A cut lies between two ranges, so there is one cut less than there are ranges.
   const dim3 grid(static_cast<unsigned>(most_ranges - 1),

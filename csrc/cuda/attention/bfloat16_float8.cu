@@ -1,9 +1,12 @@
 #include "cuda/attention/instances.cuh"
+#include "cuda/attention/kernel.cuh"
 
 namespace pagedtree::cuda {
 
 AttentionLauncher bfloat16_float8_attention(const TileShape& shape) {
-  return find_launcher<__nv_bfloat16, Float8E4M3>(shape);
+  return find_launcher<MatrixEngine::kMmaSync>(shape, [&]<int kHeadDim, int kMTile>() {
+    return launch_attention<Instance<__nv_bfloat16, Float8E4M3, kHeadDim, kMTile>>;
+  });
 }
 
 }  // namespace pagedtree::cuda

@@ -1,4 +1,4 @@
-// The tiles of the CUDA kernel: each row of kTileShapes is one instance of the kernel, and the host chooses the row.
+// The tiles of the CUDA kernels: each row of kTileShapes is one instance of a kernel, and the host chooses the row.
 // Nothing in this file needs CUDA.
 #pragma once
 
@@ -6,44 +6,61 @@
 
 namespace pagedtree::cuda {
 
+constexpr int kMaxStages = 4, kMaxWgmmaStages = 8;
+
 // The shape of a CTA's work: m_tile rows r = token * group_size + head against stages of `keys` keys. Warps form a grid
 // of row_warps x key_warps. With few rows the warps share the keys of a stage, each with its own softmax state, joined
 // once at the end; with many rows each warp has 16 or 32 rows of its own.
+//
+// The kernel for mma.sync (kernel.cuh) has K and V of the same keys in a stage. The one for wgmma (kernel_sm90.cuh) has
+// K or V in a stage, as 16-bit numbers whatever the cache holds, and a group of warps that only fills stages.
 struct TileShape {
   int head_dim;
   int m_tile;
   int row_warps;
   int key_warps;
   int keys;
+  MatrixEngine engine = MatrixEngine::kMmaSync;
 
-  constexpr int warps() const { return row_warps * key_warps; }
-  constexpr int threads() const { return warps() * 32; }
+  constexpr bool is_wgmma() const { return engine == MatrixEngine::kWgmma; }
+  constexpr int warps() const { return row_warps * key_warps; }  // that multiply
+  constexpr int producer_warps() const { return is_wgmma() ? 4 : 0; }
+  constexpr int threads() const { return (warps() + producer_warps()) * 32; }
   constexpr int warp_rows() const { return m_tile / row_warps; }
   constexpr int warp_keys() const { return keys / key_warps; }
-  // The most CTAs that the registers of an SM allow.
-  constexpr int max_ctas() const { return threads() <= 128 ? 2 : 1; }
+  // The most CTAs that the registers of an SM allow; with wgmma and 256 columns its shared memory.
+  constexpr int max_ctas() const {
+    return is_wgmma() ? (m_tile == 64 && head_dim < 256 ? 2 : 1) : threads() <= 128 ? 2 : 1;
+  }
 
-  // Bytes of shared memory: Q, one stage of K and V with the addresses of their rows, the header, the output in fp32.
-  constexpr int q_bytes() const { return m_tile * head_dim * 2; }
-  constexpr int stage_bytes(int kv_bytes) const { return 2 * keys * (head_dim * kv_bytes + 8); }
-  // The bytes before Q, which begins at a multiple of 128: the range, then either the states of all rows, or the bounds
-  // of each warp, the row tile and what each row sees. attention_kernel checks that they suffice.
+  // Bytes of shared memory: Q (wgmma takes it from registers where they suffice), one stage, with mma.sync with the
+  // addresses of its rows, the header, the output of mma.sync in fp32.
+  constexpr bool q_in_registers() const { return is_wgmma() && head_dim < 256; }
+  constexpr int q_bytes() const { return q_in_registers() ? 0 : m_tile * head_dim * 2; }
+  constexpr int stage_bytes(int kv_bytes) const {
+    return is_wgmma() ? keys * head_dim * 2 : 2 * keys * (head_dim * kv_bytes + 8);
+  }
+  // The bytes before Q, which begins at a multiple of 128, or 1024 with wgmma. mma.sync: the range, then either the
+  // states of all rows, or the bounds of each warp, the row tile and what each row sees. wgmma: the range, barriers,
+  // the addresses of the rows of two stages. The kernels check that they suffice.
   constexpr int header_bytes() const {
+    if (is_wgmma()) return 3072;
     const int of_states = key_warps * m_tile * 8, of_views = warps() * 16 + 96 + m_tile * 28;
     return 128 * ceil_div(32 + max_of(of_states, of_views), 128);
   }
-  constexpr int out_bytes() const { return key_warps * m_tile * head_dim * 4; }
+  constexpr int out_bytes() const { return is_wgmma() ? 0 : key_warps * m_tile * head_dim * 4; }
   constexpr int shared_bytes(int kv_bytes, int stages) const {
     return header_bytes() + q_bytes() + stages * stage_bytes(kv_bytes);
   }
-  // The output takes the place of Q and the stages when they are used up.
+  // The output takes the place of Q and the stages when they are used up. With wgmma the next K arrives while the
+  // stages of one K and one V are multiplied.
   constexpr int min_stages(int kv_bytes) const {
+    if (is_wgmma()) return 3;
     const int stages = ceil_div(out_bytes() - q_bytes(), stage_bytes(kv_bytes));
     return stages < 2 ? 2 : stages;
   }
+  constexpr int max_stages() const { return is_wgmma() ? kMaxWgmmaStages : kMaxStages; }
 };
-
-constexpr int kMaxStages = 4;
 
 constexpr TileShape kTileShapes[] = {
     // head_dim, m_tile, row_warps, key_warps, keys
@@ -64,20 +81,30 @@ constexpr TileShape kTileShapes[] = {
     {192, 64, 4, 1, 32},
     {256, 32, 2, 2, 32},
     {256, 64, 4, 1, 32},
+    // Four warps multiply together, 64 rows at a time: fewer rows would leave most of each instruction unused.
+    {64, 64, 4, 1, 64, MatrixEngine::kWgmma},
+    {64, 128, 8, 1, 64, MatrixEngine::kWgmma},
+    {128, 64, 4, 1, 64, MatrixEngine::kWgmma},
+    {128, 128, 8, 1, 64, MatrixEngine::kWgmma},
+    {256, 64, 4, 1, 64, MatrixEngine::kWgmma},
+    {256, 128, 8, 1, 64, MatrixEngine::kWgmma},
 };
 
-// The smallest tile that holds `rows` rows, or the head size's largest if none does.
-constexpr TileShape choose_tile(int head_dim, int64_t rows) {
+// The smallest tile that holds `rows` rows, or the head size's largest if none does; of two that are as large, that of
+// the engine.
+constexpr TileShape choose_tile(MatrixEngine engine, int head_dim, int64_t rows) {
   TileShape chosen{};
   for (const TileShape& shape : kTileShapes) {
-    if (shape.head_dim == head_dim && (chosen.m_tile == 0 || chosen.m_tile < rows)) chosen = shape;
+    if (shape.head_dim != head_dim || (shape.is_wgmma() && engine != MatrixEngine::kWgmma)) continue;
+    const bool is_needed = chosen.m_tile == 0 || (chosen.m_tile < rows && shape.m_tile > chosen.m_tile);
+    if (is_needed || shape.m_tile == chosen.m_tile) chosen = shape;
   }
   return chosen;
 }
 
-constexpr TileShape tile_shape(int head_dim, int m_tile) {
+constexpr TileShape tile_shape(MatrixEngine engine, int head_dim, int m_tile) {
   for (const TileShape& shape : kTileShapes) {
-    if (shape.head_dim == head_dim && shape.m_tile == m_tile) return shape;
+    if (shape.engine == engine && shape.head_dim == head_dim && shape.m_tile == m_tile) return shape;
   }
   return {};
 }
@@ -88,10 +115,12 @@ struct ListTile {
   TileShape tile;
 };
 
-// The tile for sequences of up to `max_seqlen_q` queries, which is a hint to the host.
-constexpr ListTile list_tile(WorkList list, int head_dim, int64_t max_seqlen_q, int32_t group_size) {
-  const int64_t rows = min_of<int64_t>(max_seqlen_q, INT32_MAX) * group_size;
-  return {list, choose_tile(head_dim, list == WorkList::kSmall ? min_of(rows, kSmallRows) : rows)};
+// The tile for the sequences of a list; `p` is a TreeAttentionParams or AttentionPlanParams. Its max_seqlen_q is a hint
+// to the host.
+template <typename Params>
+constexpr ListTile list_tile(const Params& p, WorkList list) {
+  const int64_t rows = min_of<int64_t>(p.max_seqlen_q, INT32_MAX) * p.group_size;
+  return {list, choose_tile(p.engine, p.head_dim, list == WorkList::kSmall ? min_of(rows, kSmallRows) : rows)};
 }
 
 // The lists of a call in the order of their launches.
@@ -104,13 +133,14 @@ struct ListTiles {
 };
 
 // There are two lists if the host's integers show that the longest sequences have many rows and that others are
-// shorter. `p` is a TreeAttentionParams or AttentionPlanParams.
+// shorter.
 template <typename Params>
 constexpr ListTiles lists_of(const Params& p) {
-  const auto list = [&](WorkList which) { return list_tile(which, p.head_dim, p.max_seqlen_q, p.group_size); };
   const int64_t longest = min_of(p.max_seqlen_q, p.num_tokens);
-  if (longest * p.group_size <= kSmallRows || p.num_tokens >= p.batch * longest) return {{list(WorkList::kAll)}, 1};
-  return {{list(WorkList::kSmall), list(WorkList::kLarge)}, 2};
+  if (longest * p.group_size <= kSmallRows || p.num_tokens >= p.batch * longest) {
+    return {{list_tile(p, WorkList::kAll)}, 1};
+  }
+  return {{list_tile(p, WorkList::kSmall), list_tile(p, WorkList::kLarge)}, 2};
 }
 
 // How an instance of the kernel runs on a device.
@@ -125,7 +155,7 @@ struct Residency {
 constexpr Residency residency(const TileShape& shape, int kv_bytes, int max_shared_bytes) {
   for (int ctas = shape.max_ctas(); ctas >= 1; --ctas) {
     const int budget = (max_shared_bytes + 1024) / ctas - 1024;
-    for (int stages = kMaxStages; stages >= shape.min_stages(kv_bytes); --stages) {
+    for (int stages = shape.max_stages(); stages >= shape.min_stages(kv_bytes); --stages) {
       const int bytes = shape.shared_bytes(kv_bytes, stages);
       if (bytes <= budget) return {ctas, stages, bytes};
     }
@@ -141,14 +171,15 @@ constexpr RangeLimits range_limits(const TileShape& shape, int num_sms) {
   return {min_of<int32_t>(num_sms * shape.max_ctas(), kMaxPlanRanges), num_sms, kMinRangeCost, kMinPieceTiles};
 }
 
-constexpr bool every_tile_fits(int max_shared_bytes) {
+constexpr bool every_tile_fits(MatrixEngine engine, int max_shared_bytes) {
   for (const TileShape& shape : kTileShapes) {
-    for (int kv_bytes = 1; kv_bytes <= 2; ++kv_bytes) {
+    for (int kv_bytes = 1; kv_bytes <= 2 && shape.engine == engine; ++kv_bytes) {
       if (residency(shape, kv_bytes, max_shared_bytes).ctas < 1) return false;
     }
   }
   return true;
 }
-static_assert(every_tile_fits(99 << 10), "the least of sm_80 and later");
+static_assert(every_tile_fits(MatrixEngine::kMmaSync, 99 << 10), "the least of sm_80 and later");
+static_assert(every_tile_fits(MatrixEngine::kWgmma, 227 << 10), "Hopper's");
 
 }  // namespace pagedtree::cuda

@@ -1,7 +1,11 @@
 #include "cuda/attention/instances.cuh"
+#include "cuda/attention/kernel.cuh"
 
 namespace pagedtree::cuda {
 
-AttentionLauncher half_attention(const TileShape& shape) { return find_launcher<__half, __half>(shape); }
+AttentionLauncher half_attention(const TileShape& shape) {
+  return find_launcher<MatrixEngine::kMmaSync>(
+      shape, [&]<int kHeadDim, int kMTile>() { return launch_attention<Instance<__half, __half, kHeadDim, kMTile>>; });
+}
 
 }  // namespace pagedtree::cuda

@@ -1,7 +1,12 @@
 #include "cuda/attention/instances.cuh"
+#include "cuda/attention/kernel.cuh"
 
 namespace pagedtree::cuda {
 
-AttentionLauncher half_float8_attention(const TileShape& shape) { return find_launcher<__half, Float8E4M3>(shape); }
+AttentionLauncher half_float8_attention(const TileShape& shape) {
+  return find_launcher<MatrixEngine::kMmaSync>(shape, [&]<int kHeadDim, int kMTile>() {
+    return launch_attention<Instance<__half, Float8E4M3, kHeadDim, kMTile>>;
+  });
+}
 
 }  // namespace pagedtree::cuda

@@ -1,27 +1,31 @@
-// The launchers of one pair of types, for the file that compiles them.
+// Finds an instance, for the files that compile them.
 #pragma once
 
+#include <iterator>
 #include <utility>
 
 #include "cuda/attention/instances.h"
-#include "cuda/attention/kernel.cuh"
 
 namespace pagedtree::cuda {
 
-template <typename T, typename Kv, size_t... i>
-AttentionLauncher find_launcher(const TileShape& shape, std::index_sequence<i...>) {
+// The launcher of a tile shape; `make<head_dim, m_tile>()` gives it, and is instantiated for each shape of the engine.
+template <MatrixEngine kEngine, typename Make, size_t... i>
+AttentionLauncher find_launcher(const TileShape& shape, const Make& make, std::index_sequence<i...>) {
   AttentionLauncher found = nullptr;
-  const auto match = [&]<int kHeadDim, int kMTile>() {
-    if (shape.head_dim == kHeadDim && shape.m_tile == kMTile)
-      found = launch_attention<Instance<T, Kv, kHeadDim, kMTile>>;
+  const auto match = [&]<size_t kIndex>() {
+    constexpr TileShape kShape = kTileShapes[kIndex];
+    if constexpr (kShape.engine == kEngine) {
+      if (shape.head_dim == kShape.head_dim && shape.m_tile == kShape.m_tile)
+        found = make.template operator()<kShape.head_dim, kShape.m_tile>();
+    }
   };
-  (match.template operator()<kTileShapes[i].head_dim, kTileShapes[i].m_tile>(), ...);
+  (match.template operator()<i>(), ...);
   return found;
 }
 
-template <typename T, typename Kv>
-AttentionLauncher find_launcher(const TileShape& shape) {
-  return find_launcher<T, Kv>(shape, std::make_index_sequence<std::size(kTileShapes)>());
+template <MatrixEngine kEngine, typename Make>
+AttentionLauncher find_launcher(const TileShape& shape, const Make& make) {
+  return find_launcher<kEngine>(shape, make, std::make_index_sequence<std::size(kTileShapes)>());
 }
 
 }  // namespace pagedtree::cuda

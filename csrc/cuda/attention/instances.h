@@ -1,4 +1,5 @@
-// The instances of the attention kernel, each compiled in the file of its types: <q>_<kv>.cu.
+// The instances of the attention kernels, each compiled in the file of its types: <q>_<kv>.cu, and for wgmma
+// <q>_<kv>_sm90.cu, which a build has that is for 9.0a.
 #pragma once
 
 #include "cuda/attention/call.h"
@@ -13,5 +14,10 @@ AttentionLauncher half_attention(const TileShape& shape);
 AttentionLauncher half_float8_attention(const TileShape& shape);
 AttentionLauncher bfloat16_attention(const TileShape& shape);
 AttentionLauncher bfloat16_float8_attention(const TileShape& shape);
+
+AttentionLauncher half_attention_sm90(const TileShape& shape);
+AttentionLauncher half_float8_attention_sm90(const TileShape& shape);
+AttentionLauncher bfloat16_attention_sm90(const TileShape& shape);
+AttentionLauncher bfloat16_float8_attention_sm90(const TileShape& shape);
 
 }  // namespace pagedtree::cuda

@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kJoinThreads)
     for (int32_t k = 0; k < num_pieces; k += kPiecesAtOnce) {
       joined.add(call.pieces, owner, k, num_pieces, row, column);
     }
-    output.store(row, column, joined.values, joined.maximum, joined.sum);
+    output.row(row, joined.maximum, joined.sum, column == 0).store(column, joined.values);
   }
 }
 

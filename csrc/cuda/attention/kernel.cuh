@@ -7,21 +7,6 @@
 
 namespace pagedtree::cuda {
 
-// Rows that belong to no sequence (the padding of a captured graph) get out 0 and lse -inf.
-template <typename I>
-__device__ __forceinline__ void clear_tokens(const TreeAttentionParams& p, int64_t begin, int64_t end) {
-  const int64_t heads = int64_t{p.num_kv_heads} * p.group_size;
-  const int64_t first = begin * heads + blockIdx.x;
-  for (int64_t row = first; row < end * heads; row += gridDim.x) {
-    const int64_t token = row / heads, head = row % heads;
-    uint16_t* out = static_cast<uint16_t*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
-    for (int d = static_cast<int>(threadIdx.x); d < I::kHeadDim; d += I::kThreads) out[d] = 0;
-    if (threadIdx.x == 0 && p.lse != nullptr) {
-      p.lse[token * p.lse_token_stride + head * p.lse_head_stride] = -kInfinity;
-    }
-  }
-}
-
 // Writes what each row of the tile sees to shared memory; returns what the rows have in common. A barrier must follow
 // before shared memory is written again.
 template <typename I>
@@ -89,7 +74,7 @@ __device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const
     Stage<I>& stage = shared.stage(now);
     if (!has_rows) {
       start_copies();
-    } else if (bounds.plain_begin <= first_key && first_key + kKeys <= bounds.plain_end) {
+    } else if (bounds.all_see(first_key, kKeys)) {
       attend_stage<false, I>(p, shared, stage, thread, first_key, factor, sums, start_copies);
     } else {
       attend_stage<true, I>(p, shared, stage, thread, first_key, factor, sums, start_copies);
@@ -129,13 +114,6 @@ __device__ __forceinline__ void attend_piece(const TreeAttentionParams& p, const
   }
 }
 
-// An empty range inside a row tile has seen nothing.
-__device__ __forceinline__ void clear_piece(const Piece& piece, int rows) {
-  for (int row = static_cast<int>(threadIdx.x); row < rows; row += static_cast<int>(blockDim.x)) {
-    piece.states[row] = make_float2(-kInfinity, 0.0f);
-  }
-}
-
 // CTA i works on range i.
 template <typename I>
 __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
@@ -163,12 +141,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
     }
     __syncthreads();
   }
-
-  const int64_t first_token = shape.batch > 0 ? clamp_to<int64_t>(p.cu_seqlens_q[0], 0, p.num_tokens) : 0;
-  const int64_t last_token =
-      shape.batch > 0 ? clamp_to<int64_t>(p.cu_seqlens_q[shape.batch], first_token, p.num_tokens) : 0;
-  clear_tokens<I>(p, 0, first_token);
-  clear_tokens<I>(p, last_token, p.num_tokens);
+  clear_padding<I>(p, shape);
 }
 
 template <typename I>

@@ -78,28 +78,58 @@ struct JoinedState {
   }
 };
 
+// Where a row's result goes: target.row(...).store(column, values), all columns of a row by any threads. `has_first`:
+// the thread stores column 0 and with it what belongs to the row.
 struct ToPiece {
-  static constexpr bool kKeepsStates = true;
   Piece piece;
   uint32_t head_dim;
 
-  __device__ __forceinline__ void store(uint32_t row, uint32_t column, const float (&values)[8], float, float) const {
-    float4* to = reinterpret_cast<float4*>(piece.out + row * head_dim + column);
-    to[0] = make_float4(values[0], values[1], values[2], values[3]);
-    to[1] = make_float4(values[4], values[5], values[6], values[7]);
+  struct Row {
+    float* to;
+
+    template <int kColumns>
+    __device__ __forceinline__ void store(uint32_t column, const float (&values)[kColumns]) const {
+#pragma unroll
+      for (int i = 0; i < kColumns; i += 4) {
+        *reinterpret_cast<float4*>(to + column + i) =
+            make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]);
+      }
+    }
+  };
+  __device__ __forceinline__ Row row(uint32_t row, float maximum, float sum, bool has_first) const {
+    if (has_first) piece.states[row] = make_float2(maximum, sum);
+    return {piece.out + row * head_dim};
   }
 };
 
 template <typename T>
 struct ToOutput {
-  static constexpr bool kKeepsStates = false;
   const TreeAttentionParams& p;
   const RowTile& tile;
   bool aligned;
 
-  template <int kColumns>
-  __device__ __forceinline__ void store(uint32_t row, uint32_t column, const float (&values)[kColumns], float maximum,
-                                        float sum) const {
+  struct Row {
+    uint16_t* to;
+    float factor;
+    bool aligned;
+
+    template <int kColumns>
+    __device__ __forceinline__ void store(uint32_t column, const float (&values)[kColumns]) const {
+      uint32_t pairs[kColumns / 2];
+#pragma unroll
+      for (int i = 0; i < kColumns / 2; ++i)
+        pairs[i] = pack_pair<T>(values[2 * i] * factor, values[2 * i + 1] * factor);
+      if (!aligned) {
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) to[column + i] = static_cast<uint16_t>(pairs[i / 2] >> i % 2 * 16);
+      } else if constexpr (kColumns == 8) {
+        *reinterpret_cast<uint4*>(to + column) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+      } else {
+        *reinterpret_cast<uint2*>(to + column) = make_uint2(pairs[0], pairs[1]);
+      }
+    }
+  };
+  __device__ __forceinline__ Row row(uint32_t row, float maximum, float sum, bool has_first) const {
     const int64_t token = tile.token(p, row), head = tile.head(p, row);
     float factor = 1.0f;
     if (p.sinks != nullptr && p.sinks[head] > -kInfinity) {
@@ -108,26 +138,13 @@ struct ToOutput {
       sum = __fmaf_rn(sum, factor, ptx::ex2(sink - top));
       maximum = top;
     }
-    const float v_scale = p.v_scale != nullptr ? p.v_scale[tile.kv_head * p.v_scale_stride] : 1.0f;
-    factor = sum == 0.0f ? 0.0f : factor * v_scale / sum;
-    uint32_t pairs[kColumns / 2];
-#pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) pairs[i] = pack_pair<T>(values[2 * i] * factor, values[2 * i + 1] * factor);
-    uint16_t* to = static_cast<uint16_t*>(p.out) + token * p.out_token_stride + head * p.out_head_stride + column;
-    if (aligned) {
-      if constexpr (kColumns == 8) {
-        *reinterpret_cast<uint4*>(to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-      } else {
-        *reinterpret_cast<uint2*>(to) = make_uint2(pairs[0], pairs[1]);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) to[i] = static_cast<uint16_t>(pairs[i / 2] >> i % 2 * 16);
-    }
-    if (column == 0 && p.lse != nullptr) {
+    if (has_first && p.lse != nullptr) {
       const float lse = sum == 0.0f ? -kInfinity : __fmaf_rn(maximum, kLn2, logf(sum));
       p.lse[token * p.lse_token_stride + head * p.lse_head_stride] = lse;
     }
+    const float v_scale = p.v_scale != nullptr ? p.v_scale[tile.kv_head * p.v_scale_stride] : 1.0f;
+    return {static_cast<uint16_t*>(p.out) + token * p.out_token_stride + head * p.out_head_stride,
+            sum == 0.0f ? 0.0f : factor * v_scale / sum, aligned};
   }
 };
 
@@ -146,15 +163,39 @@ __device__ __forceinline__ void join(const WarpParts<I>& parts, uint32_t rows, c
 #pragma unroll
       for (int d = 0; d < 8; ++d) values[d] = __fmaf_rn(of_part[d], state.weights[part], values[d]);
     }
-    target.store(row, column, values, state.maximum, state.sum);
+    target.row(row, state.maximum, state.sum, column == 0).store(column, values);
   }
-  if constexpr (Target::kKeepsStates) {
-    const uint32_t row = ptx::thread_index();
-    if (row < rows) {
-      const State state(parts, row);
-      target.piece.states[row] = make_float2(state.maximum, state.sum);
+}
+
+// An empty range inside a row tile has seen nothing.
+__device__ __forceinline__ void clear_piece(const Piece& piece, int rows) {
+  for (int row = static_cast<int>(threadIdx.x); row < rows; row += static_cast<int>(blockDim.x)) {
+    piece.states[row] = make_float2(-kInfinity, 0.0f);
+  }
+}
+
+// Rows that belong to no sequence (the padding of a captured graph) get out 0 and lse -inf.
+template <typename I>
+__device__ __forceinline__ void clear_tokens(const TreeAttentionParams& p, int64_t begin, int64_t end) {
+  const int64_t heads = int64_t{p.num_kv_heads} * p.group_size;
+  const int64_t first = begin * heads + blockIdx.x;
+  for (int64_t row = first; row < end * heads; row += gridDim.x) {
+    const int64_t token = row / heads, head = row % heads;
+    uint16_t* out = static_cast<uint16_t*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
+    for (int d = static_cast<int>(threadIdx.x); d < I::kHeadDim; d += I::kThreads) out[d] = 0;
+    if (threadIdx.x == 0 && p.lse != nullptr) {
+      p.lse[token * p.lse_token_stride + head * p.lse_head_stride] = -kInfinity;
     }
   }
+}
+
+template <typename I>
+__device__ __forceinline__ void clear_padding(const TreeAttentionParams& p, const WorkShape& shape) {
+  const int64_t first_token = shape.batch > 0 ? clamp_to<int64_t>(p.cu_seqlens_q[0], 0, p.num_tokens) : 0;
+  const int64_t last_token =
+      shape.batch > 0 ? clamp_to<int64_t>(p.cu_seqlens_q[shape.batch], first_token, p.num_tokens) : 0;
+  clear_tokens<I>(p, 0, first_token);
+  clear_tokens<I>(p, last_token, p.num_tokens);
 }
 
 }  // namespace pagedtree::cuda

@@ -61,19 +61,17 @@ struct RowView {
   int32_t first_bit;
   const int32_t* words;  // null: no tree
 
-  __device__ __forceinline__ static RowView of(const Visibility& v) {
-    return {static_cast<int32_t>(v.begin), static_cast<int32_t>(v.end), v.first_bit, v.words};
-  }
+  __device__ __forceinline__ static RowView of(const Visibility& v) { return {v.begin, v.end, v.first_bit, v.words}; }
   __device__ __forceinline__ Visibility expand(const TreeAttentionParams& p, const RowTile& tile) const {
     if (words == nullptr) return {begin, end, tile.seq_len, nullptr, 0, 0, 0};
-    const int64_t tree_len = tile.tree_len, num_bits = int64_t{p.mask_words} * kMaskWordBits;
+    const int64_t num_bits = int64_t{p.mask_words} * kMaskWordBits;
     return {begin,
             end,
-            tile.seq_len - tree_len,
+            tile.seq_len - tile.tree_len,
             words,
             p.mask_words,
             first_bit,
-            static_cast<int32_t>(min_of(tree_len, num_bits))};
+            static_cast<int32_t>(min_of<int64_t>(tile.tree_len, num_bits))};
   }
 };
 
@@ -87,12 +85,14 @@ struct KeyBounds {
     return {kLast, 0, 0, kLast};
   }
   __device__ __forceinline__ static KeyBounds of(const Visibility& v) {
-    return {static_cast<int32_t>(v.lowest()), static_cast<int32_t>(v.highest()), static_cast<int32_t>(v.begin),
-            static_cast<int32_t>(v.end)};
+    return {v.lowest(), v.highest(), v.begin, v.end};
   }
   __device__ __forceinline__ KeyBounds join(const KeyBounds& other) const {
     return {min_of(lowest, other.lowest), max_of(highest, other.highest), max_of(plain_begin, other.plain_begin),
             min_of(plain_end, other.plain_end)};
+  }
+  __device__ __forceinline__ bool all_see(int32_t first_key, int32_t count) const {
+    return plain_begin <= first_key && first_key + count <= plain_end;
   }
   __device__ __forceinline__ KeyBounds over_warp() const {
     return {__reduce_min_sync(kWholeWarp, lowest), __reduce_max_sync(kWholeWarp, highest),

@@ -7,24 +7,28 @@
 
 namespace pagedtree::cuda {
 
-// The types of one instance of the kernel, and what follows from them and from its row of kTileShapes.
-template <typename T_, typename Kv_, int kHeadDim_, int kMTile_>
-struct Instance {
+// The types of one instance of a kernel, and what follows from them and from its row of kTileShapes.
+template <typename T_, typename Kv_, TileShape kTileShape>
+struct InstanceOf {
   using T = T_;
   using Kv = Kv_;
   using M = Multiplied<T, Kv>;
   // Rows of Q that are multiplied in another type are scaled to its range, each by its own power of two.
   static constexpr bool kScalesRows = !std::is_same_v<T, M>;
-  static constexpr int kHeadDim = kHeadDim_, kMTile = kMTile_;
-  static constexpr TileShape kShape = tile_shape(kHeadDim, kMTile);
+  static constexpr TileShape kShape = kTileShape;
+  static constexpr int kHeadDim = kShape.head_dim, kMTile = kShape.m_tile;
   static constexpr int kThreads = kShape.threads();
   static constexpr int kWarpKeys = kShape.warp_keys();
   static constexpr int kAtoms = kShape.warp_rows() / 16;  // blocks of 16 rows per warp
   static constexpr int kWords = ceil_div(kWarpKeys, kMaskWordBits);
+  static_assert(kMTile > 0 && kMTile <= kThreads && kAtoms * 16 * kShape.row_warps == kMTile && kWarpKeys % 16 == 0);
+};
+
+// One of the kernel for mma.sync.
+template <typename T, typename Kv, int kHeadDim, int kMTile>
+struct Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kMmaSync, kHeadDim, kMTile)> {
   using QRows = Panels<kHeadDim * 2, kMTile>;
-  using KvRows = Panels<kHeadDim* static_cast<int>(sizeof(Kv)), kShape.keys>;
-  static_assert(kMTile <= kThreads && kShape.m_tile == kMTile && kAtoms * 16 * kShape.row_warps == kMTile &&
-                kWarpKeys % 16 == 0);
+  using KvRows = Panels<kHeadDim* static_cast<int>(sizeof(Kv)), Instance::kShape.keys>;
 };
 
 // The addresses of a key's K and V rows, which are read together; null: the rows read as zero.
@@ -102,14 +106,15 @@ struct alignas(128) Shared {
   __device__ __forceinline__ float* out() { return reinterpret_cast<float*>(q); }
 };
 
-// The bits of the largest magnitude of a row of bfloat16 that kLanes lanes hold; NaN is the largest of all.
+// The larger magnitude at each place of two pairs of bfloat16, as bits; NaN is the largest of all.
+__device__ __forceinline__ uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
+  return max_of(a & 0x7fff0000u, b & 0x7fff0000u) | max_of(a & 0x7fffu, b & 0x7fffu);
+}
+
+// The bits of the largest magnitude in the pairs of kLanes neighbouring lanes.
 template <uint32_t kLanes>
-__device__ __forceinline__ uint32_t largest_magnitude(const uint4& values) {
-  const auto larger = [](uint32_t a, uint32_t b) {
-    return max_of(a & 0x7fff0000u, b & 0x7fff0000u) | max_of(a & 0x7fffu, b & 0x7fffu);
-  };
-  const uint32_t both = larger(larger(values.x, values.y), larger(values.z, values.w));
-  uint32_t largest = max_of(both >> 16, both & 0xffffu);
+__device__ __forceinline__ uint32_t largest_magnitude(uint32_t pair) {
+  uint32_t largest = max_of(pair >> 16 & 0x7fffu, pair & 0x7fffu);
 #pragma unroll
   for (uint32_t lanes = 1; lanes < kLanes; lanes *= 2) {
     largest = max_of(largest, __shfl_xor_sync(kWholeWarp, largest, static_cast<int>(lanes)));
@@ -132,7 +137,7 @@ struct RowScale {
     const float scale = bits_as<float>(exponent << 23);
     return pack_pair<__half>(bits_as<float>(values << 16) * scale, bits_as<float>(values & 0xffff0000u) * scale);
   }
-  __device__ __forceinline__ uint4 halves(const uint4& values) const {
+  __device__ __forceinline__ uint4 pairs(const uint4& values) const {
     return make_uint4(pair(values.x), pair(values.y), pair(values.z), pair(values.w));
   }
 };
@@ -161,8 +166,10 @@ __device__ __forceinline__ void load_q_tile(const TreeAttentionParams& p, const 
     }
     values = make_uint4(values.x ^ flip, values.y ^ flip, values.z ^ flip, values.w ^ flip);
     if constexpr (I::kScalesRows) {
-      const RowScale scale(largest_magnitude<kLanes>(values));
-      values = scale.halves(values);
+      const uint32_t largest =
+          larger_magnitudes(larger_magnitudes(values.x, values.y), larger_magnitudes(values.z, values.w));
+      const RowScale scale(largest_magnitude<kLanes>(largest));
+      values = scale.pairs(values);
       if (chunk == 0) factors[row] = fmaxf(factor * scale.inverse(), 0x1p-126f);
     }
     if (chunk < kChunks) store_q<typename I::QRows, typename I::Kv>(q, row, chunk, values);

@@ -22,6 +22,7 @@ namespace pagedtree::cuda {
 struct DeviceLimits {
   int num_sms;
   int max_shared_bytes;  // of a block
+  int capability;        // 90 for 9.0
 };
 
 // As many CTAs as give each of `count` items a thread.
@@ -63,6 +64,10 @@ inline DeviceLimits device_limits() {
     check_cuda(cudaDeviceGetAttribute(&limits.num_sms, cudaDevAttrMultiProcessorCount, device), "number of SMs");
     check_cuda(cudaDeviceGetAttribute(&limits.max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
                "shared memory of a block");
+    int major = 0, minor = 0;
+    check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "compute capability");
+    check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "compute capability");
+    limits.capability = major * 10 + minor;
     return limits;
   });
 }
@@ -174,7 +179,7 @@ void launch_behind(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shar
 
 inline DeviceLimits device_limits() {
   const simt::Device device = simt::device_from_environment();
-  return {device.num_sms, device.max_shared_bytes};
+  return {device.num_sms, device.max_shared_bytes, 90};
 }
 
 template <typename... Params>

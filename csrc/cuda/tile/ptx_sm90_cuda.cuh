@@ -67,6 +67,12 @@ template <int kNewestLeft>
 PT_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kNewestLeft) : "memory");
 }
+// Follows the wait for what is in `d`: no use of it may be moved before the wait, which does not name it.
+template <int N>
+PT_DEVICE void wgmma_results(float (&d)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) asm volatile("" : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])::"memory");
+}
 template <int kRegisters>
 PT_DEVICE void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));

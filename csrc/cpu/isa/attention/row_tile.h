@@ -76,19 +76,20 @@ static inline void see(const TreeAttentionParams& p, const RowTile& tile, TileVi
       const int32_t* words = p.tree_mask + (work.tokens.begin + first + i) * p.mask_stride;
       v = tree_visibility(work.seq_len, tree_len, words, p.mask_words, p.window);
     }
-    seen.lowest = min_of(seen.lowest, v.lowest());
-    seen.highest = max_of(seen.highest, v.highest());
-    seen.plain_begin = max_of(seen.plain_begin, v.begin);
-    seen.plain_end = min_of(seen.plain_end, v.end);
+    seen.lowest = min_of<int64_t>(seen.lowest, v.lowest());
+    seen.highest = max_of<int64_t>(seen.highest, v.highest());
+    seen.plain_begin = max_of<int64_t>(seen.plain_begin, v.begin);
+    seen.plain_end = min_of<int64_t>(seen.plain_end, v.end);
   }
 }
 
 // The visible keys of one KV tile: bit k of token i's word. Returns the keys that any token sees.
 static inline uint64_t visible_keys(const TileVisibility& seen, int64_t first_key, uint64_t* bits) {
+  const auto key = static_cast<int32_t>(first_key);
   uint64_t any = 0;
   for (int32_t i = 0; i < seen.count; ++i) {
     const Visibility& v = seen.tokens[i];
-    bits[i] = v.visible32(first_key) | static_cast<uint64_t>(v.visible32(first_key + kMaskWordBits)) << kMaskWordBits;
+    bits[i] = v.visible32(key) | static_cast<uint64_t>(v.visible32(key + kMaskWordBits)) << kMaskWordBits;
     any |= bits[i];
   }
   return any;

@@ -1,0 +1,283 @@
+// Hopper: a warpgroup's 64 rows against the keys that the ring brings.
+#pragma once
+
+#include "cuda/attention/attend.cuh"
+#include "cuda/attention/stage_sm90.cuh"
+
+namespace pagedtree::cuda {
+
+// The lane's part of 16 rows of Q, as the left operand of a product.
+template <typename I>
+using QFragments = uint32_t[I::kHeadDim / 16][4];
+
+// Loads Q of the warp's rows, from `row` of the tile on, negated if `negate`, so that scores are scaled by a positive
+// number. `factors` are those of the rows' scores, `factor` times what the rows are scaled by themselves.
+template <typename I>
+__device__ __forceinline__ void load_q_fragments(const TreeAttentionParams& p, const RowTile& tile, uint32_t row,
+                                                 bool aligned, bool negate, float factor, QFragments<I>& q,
+                                                 RowFactors<I>& factors) {
+  const uint32_t lane = ptx::thread_index() % 32;
+#pragma unroll
+  for (uint32_t half = 0; half < 2; ++half) {
+    const uint32_t own = row + half * 8 + lane / 4;
+    const uint16_t* from = static_cast<const uint16_t*>(p.q);
+    if (own < tile.rows) from += tile.token(p, own) * p.q_token_stride + tile.head(p, own) * p.q_head_stride;
+    uint32_t largest = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < I::kHeadDim / 8; ++i) {
+      uint32_t pair = 0;
+      if (own < tile.rows) {
+        const uint16_t* at = from + i * 8 + lane % 4 * 2;
+        pair = aligned ? *reinterpret_cast<const uint32_t*>(at) : uint32_t{at[0]} | uint32_t{at[1]} << 16;
+      }
+      if (negate) pair ^= 0x80008000u;
+      q[i / 2][i % 2 * 2 + half] = pair;
+      if constexpr (I::kScalesRows) largest = larger_magnitudes(largest, pair);
+    }
+    factors[0][half] = factor;
+    if constexpr (I::kScalesRows) {
+      const RowScale scale(largest_magnitude<4>(largest));
+      factors[0][half] = fmaxf(factor * scale.inverse(), 0x1p-126f);
+#pragma unroll
+      for (uint32_t i = 0; i < I::kHeadDim / 8; ++i) {
+        uint32_t& pair = q[i / 2][i % 2 * 2 + half];
+        pair = scale.pair(pair);
+      }
+    }
+  }
+}
+
+// Stores the warp's rows, from `row` of its group on, where wgmma expects them.
+template <typename I>
+__device__ __forceinline__ void store_q_fragments(const QFragments<I>& q, uint32_t row, unsigned char* to) {
+  const uint32_t lane = ptx::thread_index() % 32;
+#pragma unroll
+  for (uint32_t step = 0; step < I::kHeadDim / 16; ++step) {
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) {
+      const uint32_t offset = I::QRows::offset(row + i % 2 * 8 + lane / 4, step * 2 + i / 2) + lane % 4 * 4;
+      *reinterpret_cast<uint32_t*>(to + offset) = q[step][i];
+    }
+  }
+}
+
+constexpr uint32_t kPanelBytes = 64 * 128;  // of 64 rows or keys
+constexpr uint32_t kEightRows = 8 * 128;    // in a panel
+
+// Starts scores = Q K, with Q in registers or in shared memory.
+template <typename I>
+__device__ __forceinline__ void start_scores(Scores<I>& scores, const QFragments<I>& q, const unsigned char* q_shared,
+                                             const unsigned char* k) {
+  ptx::wgmma_fence();
+#pragma unroll
+  for (uint32_t step = 0; step < I::kHeadDim / 16; ++step) {
+    const uint32_t at = step / 4 * kPanelBytes + step % 4 * 32;
+    const uint64_t keys = ptx::matrix_descriptor(k + at, 16, kEightRows);
+    if constexpr (I::kShape.q_in_registers()) {
+      ptx::wgmma_rs<typename I::M, I::kShape.keys, false>(scores[0], q[step], keys, step > 0);
+    } else {
+      const uint64_t rows = ptx::matrix_descriptor(q_shared + at, 16, kEightRows);
+      ptx::wgmma_ss<typename I::M, I::kShape.keys>(scores[0], rows, keys, step > 0);
+    }
+  }
+  ptx::wgmma_commit();
+}
+
+template <typename I>
+using WeightFragments = uint32_t[I::kShape.keys / 16][4];
+
+// Starts out += weights * V.
+template <typename I>
+__device__ __forceinline__ void start_values(Accumulator<I>& sums, const WeightFragments<I>& weights,
+                                             const unsigned char* v) {
+  ptx::wgmma_fence();
+#pragma unroll
+  for (uint32_t n = 0; n < I::kShape.keys / 16; ++n) {
+    const uint64_t values = ptx::matrix_descriptor(v + n * 2 * kEightRows, kPanelBytes, kEightRows);
+    ptx::wgmma_rs<typename I::M, I::kHeadDim, true>(sums.out[0], weights[n], values, true);
+  }
+  ptx::wgmma_commit();
+}
+
+// Two warpgroups take turns at starting products, so that the tensor cores work for one while the other weighs scores.
+template <typename I>
+struct Turns {
+  uint32_t group;
+
+  __device__ __forceinline__ void wait(bool both) const {
+    if (I::kMTile > I::kGroupRows && both) ptx::barrier_sync(kTurns + group, I::kConsumers);
+  }
+  __device__ __forceinline__ void pass(bool both) const {
+    if (I::kMTile > I::kGroupRows && both) ptx::barrier_arrive(kTurns + (1 - group), I::kConsumers);
+  }
+  // The first group has the first turn; what is left at the end is its turn again.
+  __device__ __forceinline__ void begin() const {
+    if (group == 1) pass(true);
+  }
+  __device__ __forceinline__ void end() const {
+    if (group == 0) wait(true);
+  }
+};
+
+// The multiplying side of the ring.
+template <typename I>
+class Consumer {
+ public:
+  __device__ __forceinline__ Consumer(const TreeAttentionParams& params, const CallShape& call, Sm90Shared<I>& of_cta)
+      : p_(params), call_(call), shared_(of_cta), turns_{group_of_warp()} {
+    turns_.begin();
+  }
+  __device__ __forceinline__ void finish() { turns_.end(); }
+
+  // The warp's first row in the tile.
+  __device__ __forceinline__ uint32_t row() const { return ptx::thread_index() / 32 * 16; }
+
+  // The row tile that attend() was called for.
+  __device__ __forceinline__ const WarpTile& current() const { return shared_.warps[ptx::thread_index() / 32]; }
+
+  // Computes the warp's rows against KV tiles [at.kv_tile, kv_end). `sums` are undefined if the tile has none of them.
+  __device__ __forceinline__ void attend(const WorkPosition& at, const RowTile& of_rows, int32_t kv_end,
+                                         Accumulator<I>& sums) {
+    const uint32_t lane = ptx::thread_index() % 32;
+    WarpTile& mine = shared_.warps[ptx::thread_index() / 32];
+    {
+      const KeyBounds found = tile_bounds(p_, of_rows, lane);
+      __syncwarp();  // the output of the tile before is written
+      if (lane == 0) mine = {at, of_rows, found};
+      __syncwarp();
+    }
+    const RowTile& tile = mine.tile;
+    const KeyBounds& bounds = mine.bounds;
+    const StageRange stages = StageRange::of<I>(bounds, at.kv_tile, kv_end);
+    if (stages.first >= stages.end) return sums.clear();
+    if (turns_.group * I::kGroupRows >= tile.rows) return skip(stages);
+    const bool both = tile.rows > I::kGroupRows;
+    const RowView view = RowView::of(row_visibility(p_, tile, row() + own_row(lane)));
+    const float scale = score_scale(p_, tile.kv_head), factor = score_factor<typename I::Kv>(p_, scale);
+    QFragments<I> q;
+    RowFactors<I> row_factors;
+    load_q_fragments<I>(p_, tile, row(), call_.q_aligned, scale < 0.0f, factor, q, row_factors);
+    unsigned char* const q_shared = shared_.q(turns_.group);
+    if constexpr (!I::kShape.q_in_registers()) {
+      meet_group();  // the rows before are used up
+      store_q_fragments<I>(q, row() % I::kGroupRows, q_shared);
+      ptx::fence_proxy_async();
+      meet_group();
+    }
+    sums.clear();
+
+    Scores<I> scores;
+    const auto weigh_stage = [&](int32_t stage, RowFactors<I>& rescales) {
+      const int32_t first_key = stage * I::kShape.keys;
+      RowFactors<I> factors = {{row_factors[0][0], row_factors[0][1]}};
+      if (p_.softcap != 0.0f) cap_scores<I>(p_.softcap * kLog2E, scores, factors);
+      if (!bounds.all_see(first_key, I::kShape.keys)) {
+        mask_scores(scores[0], visible_keys<I::kWords>(view.expand(p_, tile), lane, first_key), lane);
+      }
+      return weigh<I>(scores, factors, sums, rescales);
+    };
+    WeightFragments<I> weights;
+    const auto pack = [&] {
+#pragma unroll
+      for (uint32_t n = 0; n < I::kShape.keys / 16; ++n) pack_weights<typename I::M>(scores[0], n * 2, weights[n]);
+    };
+
+    RowFactors<I> rescales;
+    turns_.wait(both);
+    const int first_keys = next_stage();
+    start_scores<I>(scores, q, q_shared, shared_.stage(first_keys));
+    turns_.pass(both);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_results(scores[0]);
+    release(first_keys);
+    weigh_stage(stages.first, rescales);
+    // The scores of the next keys are computed and weighed while the values of these are multiplied.
+    for (int32_t stage = stages.first + 1; stage < stages.end; ++stage) {
+      pack();
+      turns_.wait(both);
+      const int keys = next_stage();
+      start_scores<I>(scores, q, q_shared, shared_.stage(keys));
+      const int values = next_stage();
+      start_values<I>(sums, weights, shared_.stage(values));
+      turns_.pass(both);
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_results(scores[0]);
+      release(keys);
+      const bool changed = weigh_stage(stage, rescales);
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_results(sums.out[0]);
+      release(values);
+      if (changed) rescale<I>(sums, rescales);
+    }
+    pack();
+    const int last_values = next_stage();
+    start_values<I>(sums, weights, shared_.stage(last_values));
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_results(sums.out[0]);
+    release(last_values);
+  }
+
+ private:
+  // From one lane, so that the compiler knows it to be the same for the warp.
+  __device__ __forceinline__ static uint32_t group_of_warp() {
+    return I::kMTile == I::kGroupRows ? 0 : __shfl_sync(kWholeWarp, ptx::thread_index() / 128, 0);
+  }
+  __device__ __forceinline__ void meet_group() const { ptx::barrier_sync(kGroupsMeet + turns_.group, 128); }
+
+  // Waits for the next stage.
+  __device__ __forceinline__ int next_stage() {
+    const int stage = place_.stage;
+    ptx::mbar_wait(&shared_.full[stage], place_.parity);
+    // cp.async has written it, after whose end no producer could fence.
+    if constexpr (!I::kDecodes) ptx::fence_proxy_async();
+    place_.advance(call_.stages);
+    return stage;
+  }
+  // The warp has used up the stage.
+  __device__ __forceinline__ void release(int stage) {
+    __syncwarp();
+    if (ptx::thread_index() % 32 == 0) ptx::mbar_arrive(&shared_.empty[stage]);
+  }
+  // The other warpgroup has all rows.
+  __device__ __forceinline__ void skip(const StageRange& stages) {
+    for (int32_t i = 0; i < 2 * (stages.end - stages.first); ++i) release(next_stage());
+  }
+
+  const TreeAttentionParams& p_;
+  const CallShape& call_;
+  Sm90Shared<I>& shared_;
+  Turns<I> turns_;
+  RingPlace place_;
+};
+
+// Stores the warp's rows, from `first_row` of the tile's `rows` on. Lanes exchange pairs of columns, so that each
+// stores four neighbours.
+template <typename I, typename Target>
+__device__ __forceinline__ void store_rows(const Accumulator<I>& sums, uint32_t first_row, uint32_t rows,
+                                           const Target& target) {
+  const uint32_t lane = ptx::thread_index() % 32;
+  const bool is_odd = lane % 2 != 0;
+#pragma unroll
+  for (uint32_t half = 0; half < 2; ++half) {
+    const uint32_t row = first_row + half * 8 + lane / 4;
+    const float sum = quad_sum(sums.sum[0][half]);
+    typename Target::Row to{};
+    if (row < rows) to = target.row(row, sums.maximum[0][half], sum, lane % 4 == 0);
+#pragma unroll
+    for (uint32_t n = 0; n < I::kHeadDim / 8; n += 2) {
+      const float (&even)[4] = sums.out[0][n];
+      const float (&odd)[4] = sums.out[0][n + 1];
+      float mine[2], others[2];
+#pragma unroll
+      for (uint32_t i = 0; i < 2; ++i) {
+        mine[i] = is_odd ? odd[half * 2 + i] : even[half * 2 + i];
+        others[i] = __shfl_xor_sync(kWholeWarp, is_odd ? even[half * 2 + i] : odd[half * 2 + i], 1);
+      }
+      const float values[4] = {is_odd ? others[0] : mine[0], is_odd ? others[1] : mine[1], is_odd ? mine[0] : others[0],
+                               is_odd ? mine[1] : others[1]};
+      if (row < rows) to.store((n + lane % 2) * 8 + lane % 4 / 2 * 4, values);
+    }
+  }
+}
+
+}  // namespace pagedtree::cuda

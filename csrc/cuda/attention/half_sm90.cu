@@ -1,0 +1,12 @@
+#include "cuda/attention/instances.cuh"
+#include "cuda/attention/kernel_sm90.cuh"
+
+namespace pagedtree::cuda {
+
+AttentionLauncher half_attention_sm90(const TileShape& shape) {
+  return find_launcher<MatrixEngine::kWgmma>(shape, [&]<int kHeadDim, int kMTile>() {
+    return launch_attention_sm90<Sm90Instance<__half, __half, kHeadDim, kMTile>>;
+  });
+}
+
+}  // namespace pagedtree::cuda

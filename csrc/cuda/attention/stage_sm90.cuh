@@ -1,0 +1,266 @@
+// Hopper: the ring of stages, and the warps that fill it. A stage has K or V of 64 keys, in the order in which they are
+// multiplied: K 0, K 1, V 0, K 2, V 1 and so on, V of a row tile's last keys at its end.
+#pragma once
+
+#include "cuda/attention/stage.cuh"
+#include "cuda/tile/ptx_sm90.cuh"
+
+namespace pagedtree::cuda {
+
+// One instance of the kernel for wgmma.
+template <typename T, typename Kv, int kHeadDim, int kMTile>
+struct Sm90Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDim, kMTile)> {
+  using Base = InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDim, kMTile)>;
+  static constexpr int kConsumers = Base::kShape.warps() * 32;           // threads
+  static constexpr int kProducers = Base::kShape.producer_warps() * 32;  // threads
+  static constexpr int kGroupRows = 64;                                  // that four warps multiply together
+  // Of each thread, at most what the SM's CTAs have at the start. Producers that decode hold codes.
+  static constexpr bool kDecodes = kIsFloat8<Kv>;
+  static constexpr int kConsumerRegisters = kMTile > 64                   ? (kDecodes ? 216 : 224)
+                                            : Base::kShape.max_ctas() > 1 ? (kDecodes ? 184 : 200)
+                                                                          : 240;
+  static constexpr int kProducerRegisters = kMTile > 64                   ? 504 - 2 * kConsumerRegisters
+                                            : Base::kShape.max_ctas() > 1 ? (kDecodes ? 72 : 56)
+                                                                          : 168;
+  using QRows = Panels<kHeadDim * 2, kGroupRows>;
+  using KvRows = Panels<kHeadDim * 2, Base::kShape.keys>;
+  static_assert(kMTile <= kProducers && kMTile % kGroupRows == 0 && Base::kAtoms == 1);
+};
+
+// Named barriers; 0 is that of __syncthreads().
+enum Sm90Barrier : unsigned { kProducersMeet = 1, kTurns = 2, kGroupsMeet = 4 };
+
+// What a multiplying warp looks up in shared memory, because accumulators fill its registers.
+struct WarpTile {
+  WorkPosition at;
+  RowTile tile;
+  KeyBounds bounds;
+};
+
+// The launch adds the memory of Q, where it is in shared memory, and of the stages.
+template <typename I>
+struct alignas(1024) Sm90Shared {
+  WorkPosition start, stop;  // of the CTA's range
+  WarpTile warps[I::kShape.warps()];
+  KeyReader readers[I::kShape.producer_warps()];
+  uint64_t full[kMaxWgmmaStages], empty[kMaxWgmmaStages];
+  uint32_t seen[2][I::kShape.producer_warps()][I::kWords];
+  KeyRow rows[2][I::kShape.keys];
+
+  __device__ __forceinline__ unsigned char* q(uint32_t group) {
+    return reinterpret_cast<unsigned char*>(this) + I::kShape.header_bytes() + group * I::QRows::kBytes;
+  }
+  __device__ __forceinline__ unsigned char* stage(int i) {
+    return reinterpret_cast<unsigned char*>(this) + I::kShape.header_bytes() + I::kShape.q_bytes() +
+           i * I::KvRows::kBytes;
+  }
+  // Called by one thread. Each producing thread arrives at `full`, each multiplying warp at `empty`.
+  __device__ __forceinline__ void init_barriers(int stages) {
+    for (int i = 0; i < stages; ++i) {
+      ptx::mbar_init(&full[i], I::kProducers);
+      ptx::mbar_init(&empty[i], I::kShape.warps());
+    }
+    ptx::fence_mbar_init();
+  }
+};
+
+// A role's place in the ring. `parity` is that of the phases of `full` and, reversed, of `empty`.
+struct RingPlace {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance(int stages) {
+    ++stage;
+    if (stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// The stages [first, end) of a row tile that hold keys which a row sees.
+struct StageRange {
+  int32_t first, end;
+
+  template <typename I>
+  __device__ __forceinline__ static StageRange of(const KeyBounds& bounds, int32_t kv_begin, int32_t kv_end) {
+    constexpr int kKeys = I::kShape.keys, kStagesInTile = kKvTile / kKeys;
+    return {max_of(kv_begin * kStagesInTile, bounds.lowest / kKeys),
+            min_of(kv_end * kStagesInTile, ceil_div(bounds.highest, kKeys))};
+  }
+};
+
+// What the rows of a tile have in common. Each warp finds it for itself, so that no role waits for another.
+__device__ __forceinline__ KeyBounds tile_bounds(const TreeAttentionParams& p, const RowTile& tile, uint32_t lane) {
+  KeyBounds bounds = KeyBounds::none();
+  for (uint32_t row = lane; row < tile.rows; row += 32) {
+    bounds = bounds.join(KeyBounds::of(row_visibility(p, tile, row)));
+  }
+  return bounds.over_warp();
+}
+
+// Codes of e4m3 that a producing thread has loaded and not stored yet: of up to 128 columns, a part of a stage.
+template <typename I>
+struct Codes {
+  static constexpr int kParts = ceil_div(I::kHeadDim, 128);
+  using Rows = Panels<I::kHeadDim / kParts, I::kShape.keys>;
+  uint4 chunks[Rows::kBytes / 16 / I::kProducers];
+
+  __device__ __forceinline__ void load(const KeyRow (&rows)[I::kShape.keys], const char* KeyRow::* which,
+                                       uint32_t thread, uint32_t part) {
+    int i = 0;
+    Rows::template for_each_chunk<I::kProducers>(
+        thread, [&](uint32_t key) { return rows[key].*which; },
+        [&](const char* row, uint32_t chunk, uint32_t) {
+          const uint4* from = reinterpret_cast<const uint4*>(row) + part * Rows::kChunks + chunk;
+          chunks[i++] = row != nullptr ? __ldcg(from) : make_uint4(0, 0, 0, 0);
+        });
+  }
+
+  // Stores them as halves. Lanes with the second 64 columns store the two chunks of their codes in the other order: so
+  // no two lanes use one bank.
+  __device__ __forceinline__ void store(unsigned char* stage, uint32_t thread, uint32_t part) const {
+    int i = 0;
+    Rows::template for_each_chunk<I::kProducers>(
+        thread, [](uint32_t key) { return key; },
+        [&](uint32_t key, uint32_t chunk, uint32_t) {
+          const uint4& codes = chunks[i++];
+          const uint2 words[4] = {decode_neighbours(codes.x), decode_neighbours(codes.y), decode_neighbours(codes.z),
+                                  decode_neighbours(codes.w)};
+          const uint32_t first = chunk / 4 % 2;
+          const auto pick = [&](const uint2& low, const uint2& high) { return first == 0 ? low : high; };
+          const auto put = [&](uint32_t which, const uint2& low, const uint2& high) {
+            const uint32_t column = (part * Rows::kChunks + chunk) * 2 + which;
+            *reinterpret_cast<uint4*>(stage + I::KvRows::offset(key, column)) =
+                make_uint4(low.x, low.y, high.x, high.y);
+          };
+          put(first, pick(words[0], words[2]), pick(words[1], words[3]));
+          put(first ^ 1, pick(words[2], words[0]), pick(words[3], words[1]));
+        });
+  }
+};
+
+// Fills the ring for one row tile after another.
+template <typename I>
+class Producer {
+ public:
+  __device__ __forceinline__ Producer(const TreeAttentionParams& params, int stages, Sm90Shared<I>& of_cta,
+                                      uint32_t of_role)
+      : p_(params), stages_(stages), shared_(of_cta), thread_(of_role) {}
+
+  __device__ __forceinline__ void produce(const RowTile& tile, int32_t kv_begin, int32_t kv_end) {
+    const KeyBounds bounds = tile_bounds(p_, tile, thread_ % 32);
+    const StageRange stages = StageRange::of<I>(bounds, kv_begin, kv_end);
+    if (stages.first >= stages.end) return;
+    KeyReader& reader = shared_.readers[thread_ / 32];  // in memory, as few registers are left to producers
+    if (thread_ % 32 == 0) reader = KeyReader::of(p_, tile);
+    __syncwarp();
+    const RowView view = RowView::of(row_visibility(p_, tile, thread_));
+    const int32_t key = own_key();
+    // V of keys that no row sees may hold anything: it is not read. K may, because their scores are not used.
+    const auto write_rows = [&](int32_t stage, int32_t page) {
+      const int32_t first_key = stage * kKeys;
+      bool is_seen = true;
+      if (!bounds.all_see(first_key, kKeys)) is_seen = any_row_sees(view.expand(p_, tile), first_key, key);
+      __syncwarp();  // the rows of the stage before the last are read
+      if (thread_ % 32 < kOwnKeys) {
+        KeyRow row = reader.template row<typename I::Kv>(p_, first_key + key, page);
+        if (!is_seen) row.v = nullptr;
+        shared_.rows[stage & 1][key] = row;
+      }
+      __syncwarp();
+    };
+    write_rows(stages.first, reader.page(stages.first * kKeys + key));
+    for (int32_t stage = stages.first; stage <= stages.end; ++stage) {
+      const bool has_next = stage + 1 < stages.end;
+      const int32_t page = has_next ? reader.page((stage + 1) * kKeys + key) : -1;
+      if (stage < stages.end) fill(shared_.rows[stage & 1], &KeyRow::k);
+      if (stage > stages.first) fill(shared_.rows[~stage & 1], &KeyRow::v);
+      if (has_next) write_rows(stage + 1, page);
+    }
+  }
+
+  // All that was produced arrives before the thread ends.
+  __device__ __forceinline__ void finish() {
+    if constexpr (I::kDecodes) {
+      if (has_codes_) store_codes(Codes<I>::kParts - 1);
+    } else {
+      ptx::cp_async_wait<0>();
+    }
+  }
+
+ private:
+  static constexpr int kKeys = I::kShape.keys;
+  // A warp finds the addresses of the rows that it copies itself: those of kRowsAtOnce neighbouring keys in each step.
+  static constexpr uint32_t kOwnKeys = kKeys / I::kShape.producer_warps();
+  static constexpr uint32_t kRowsAtOnce = I::kDecodes && I::kHeadDim == 64 ? 8 : 4;
+
+  __device__ __forceinline__ int32_t own_key() const {
+    const uint32_t warp = thread_ / 32, lane = thread_ % kOwnKeys;
+    return static_cast<int32_t>((lane / kRowsAtOnce * I::kShape.producer_warps() + warp) * kRowsAtOnce +
+                                lane % kRowsAtOnce);
+  }
+
+  // Whether a row of the tile sees the key; each thread knows what its own row sees. All producers meet.
+  __device__ __forceinline__ bool any_row_sees(const Visibility& mine, int32_t first_key, int32_t key) {
+    auto& seen = shared_.seen[calls_++ & 1];  // the other one may still be read
+#pragma unroll
+    for (int w = 0; w < I::kWords; ++w) {
+      const uint32_t word = thread_ < I::kMTile ? mine.visible32(first_key + w * kMaskWordBits) : 0;
+      const uint32_t of_warp = __reduce_or_sync(kWholeWarp, word);
+      if (thread_ % 32 == 0) seen[thread_ / 32][w] = of_warp;
+    }
+    ptx::barrier_sync(kProducersMeet, I::kProducers);
+    uint32_t any = 0;
+#pragma unroll
+    for (int warp = 0; warp < I::kShape.producer_warps(); ++warp) any |= seen[warp][key / kMaskWordBits];
+    return (any >> key % kMaskWordBits & 1u) != 0;
+  }
+
+  // Fills the next stage with K or V. What must be decoded is stored at the next call, while its own loads go on.
+  __device__ __forceinline__ void fill(const KeyRow (&rows)[kKeys], const char* KeyRow::* which) {
+    if constexpr (I::kDecodes) {
+      constexpr uint32_t kParts = Codes<I>::kParts;
+#pragma unroll
+      for (uint32_t part = 0; part < kParts; ++part) {
+        Codes<I> codes;
+        codes.load(rows, which, thread_, part);
+        if (has_codes_) store_codes(part == 0 ? kParts - 1 : part - 1);
+        codes_ = codes;
+        has_codes_ = true;
+      }
+    } else {
+      wait_until_empty();
+      const uint32_t to = ptx::smem_addr(shared_.stage(place_.stage));
+      I::KvRows::template for_each_chunk<I::kProducers>(
+          thread_, [&](uint32_t key) { return rows[key].*which; },
+          [&](const char* row, uint32_t chunk, uint32_t offset) {
+            ptx::cp_async_16(to + offset, row + chunk * 16, row != nullptr);
+          });
+      ptx::cp_async_mbar_arrive(&shared_.full[place_.stage]);
+      place_.advance(stages_);
+    }
+  }
+  __device__ __forceinline__ void store_codes(uint32_t part) {
+    if (part == 0) wait_until_empty();
+    codes_.store(shared_.stage(place_.stage), thread_, part);
+    if (part + 1 < Codes<I>::kParts) return;
+    ptx::fence_proxy_async();
+    ptx::mbar_arrive(&shared_.full[place_.stage]);
+    place_.advance(stages_);
+  }
+  __device__ __forceinline__ void wait_until_empty() {
+    ptx::mbar_wait(&shared_.empty[place_.stage], place_.parity ^ 1);
+  }
+
+  const TreeAttentionParams& p_;
+  int stages_;
+  Sm90Shared<I>& shared_;
+  uint32_t thread_;
+  RingPlace place_;
+  uint32_t calls_ = 0;  // of any_row_sees()
+  bool has_codes_ = false;
+  Codes<I> codes_;
+};
+
+}  // namespace pagedtree::cuda
