@@ -95,8 +95,8 @@ test-all: build test-sanitizers test-host-cuda test-engines test-mutations  ## e
 test-stats: build  ## sampling against the exact distributions, a million draws from each; planted errors are caught
 	$(PYTEST) -m stats
 
-test-mutations: build  ## breaks the rules of verification, one line at a time: the tests must notice
-	python tests/break_rules.py
+test-mutations: build  ## breaks verification and the wgmma kernel, one place at a time: the tests must notice
+	python tests/mutants.py
 
 # ThreadSanitizer sees races that no order of execution shows.
 test-simt: export PAGEDTREE_SIMT := 1

@@ -139,18 +139,21 @@ def test_every_instruction_has_golden_vectors():
 def test_every_tile_is_taken():
     config = (ROOT / "csrc" / "cuda" / "attention" / "config.h").read_text()
     table = config[config.index("kTileShapes[]") : config.index("};", config.index("kTileShapes[]"))]
-    tiles: dict[int, list[int]] = {}
-    for head_dim, m_tile in re.findall(r"^ +\{(\d+), (\d+),", table, re.MULTILINE):
-        tiles.setdefault(int(head_dim), []).append(int(m_tile))
-    assert {head_dim: tuple(heights) for head_dim, heights in tiles.items()} == attention.TILES
     names = [case.name for case in every_case(CPU)]
-    for head_dim, heights in tiles.items():
-        for m_tile in heights:
-            n = m_tile // 4
-            cost = explain([n, n], [70 + n, 3 + n], num_q_heads=8, num_kv_heads=2, head_dim=head_dim, max_seqlen_q=n)
-            assert [launch.m_tile for launch in cost.launches] == [m_tile]
-            for types in ("fp16", "bf16", "fp16 on fp8", "bf16 on fp8"):
-                assert f"tree_attention/tile {m_tile}/{types}/D {head_dim}" in names
+    for engine, prefix, expected in (("mma.sync", "", attention.TILES), ("wgmma", "wgmma/", attention.WGMMA_TILES)):
+        tiles: dict[int, tuple[int, ...]] = {}
+        for head_dim, m_tile, of_wgmma in re.findall(r"^ +\{(\d+), (\d+),.*?(kWgmma)?\},$", table, re.MULTILINE):
+            if bool(of_wgmma) == (engine == "wgmma"):
+                tiles[int(head_dim)] = (*tiles.get(int(head_dim), ()), int(m_tile))
+        assert tiles == expected
+        for head_dim, heights in tiles.items():
+            for m_tile in heights:
+                n = m_tile // 4
+                sizes = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": head_dim, "max_seqlen_q": n}
+                cost = explain([n, n], [70 + n, 3 + n], **sizes, engine=engine)
+                assert [(launch.engine, launch.m_tile) for launch in cost.launches] == [(engine, m_tile)]
+                for types in ("fp16", "bf16", "fp16 on fp8", "bf16 on fp8"):
+                    assert f"tree_attention/{prefix}tile {m_tile}/{types}/D {head_dim}" in names
 
 
 # Planted errors -------------------------------------------------------------------------------------------------------
