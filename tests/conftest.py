@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 
@@ -24,6 +25,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 settings.load_profile("pagedtree")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what has been imported and collected stays to the end: looking for garbage in it takes seconds
 
 
 @pytest.fixture(params=backends())
