@@ -28,7 +28,9 @@ settings.load_profile("pagedtree")
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what has been imported and collected stays to the end: looking for garbage in it takes seconds
+    # What has been imported and collected stays to the end. To look for garbage in it takes half a second each time,
+    # and transformers' continuous batching does so at every call.
+    gc.freeze()
 
 
 @pytest.fixture(params=backends())

@@ -47,8 +47,7 @@ def stock(model, prompts, **options):
 @pytest.mark.parametrize(
     ("name", "page_size", "max_batch_tokens"),
     [
-        *((name, 16, 64) for name in MODELS if name != "sinks"),  # whose sampled text is in the core suite
-        pytest.param("sinks", 16, 64, marks=pytest.mark.slow),
+        *((name, 16, 64) for name in MODELS),
         *(pytest.param(name, 5, 23, marks=pytest.mark.slow) for name in MODELS),
     ],
 )

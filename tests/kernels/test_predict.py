@@ -194,7 +194,7 @@ with_library = [
     pytest.mark.skipif(find_cuobjdump() is None or find_nvdisasm() is None, reason="no cuobjdump or nvdisasm here"),
 ]
 CORE = {
-    "predicted": ("bf16-128-128",),
+    "predicted": ("bf16-128-16", "bf16-128-128"),
     "verification_predicted": ("draw_rows: peak", "draw_rows: values, all counted", "draw_rows: race, no noise"),
 }
 
