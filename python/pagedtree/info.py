@@ -52,12 +52,16 @@ def _native() -> dict[str, Any]:
     try:
         from pagedtree import _C
     except ImportError as error:  # the ops work without it
-        return {"build": {"error": str(error)}, "cpu": {}}
+        return {"build": {"error": str(error)}, "cpu": {}, "engine": None}
     try:
         active = _C.active_isa()
     except RuntimeError as error:
         active = f"error: {error}"
-    return {"build": _C.build_info(), "cpu": {"isas": _C.available_isas(), "isa": active}}
+    try:
+        engine = _C.attention_engine()
+    except RuntimeError as error:
+        engine = f"error: {error}"
+    return {"build": _C.build_info(), "cpu": {"isas": _C.available_isas(), "isa": active}, "engine": engine}
 
 
 def _cuda_kernels() -> dict[str, Any]:
@@ -88,6 +92,7 @@ def collect() -> dict[str, Any]:
         "backends": backends(),
         "cpu": {**native["cpu"], "threads": torch.get_num_threads()},
         "cuda_device": device,
+        "cuda_engine": native["engine"],
         "build": native["build"],
         "libraries": _libraries(),
         "cuda_kernels": _cuda_kernels(),

@@ -91,6 +91,29 @@ def test_mixed_batches_take_two_lists() -> None:
     assert (small.sequences, large.sequences) == ((0, 3), (1,))
 
 
+def test_wgmma() -> None:
+    """Tiles of 64 and 128 rows; the others are those of mma.sync."""
+    wgmma = {**SIZES, "engine": "wgmma"}
+    (launch,) = explain([16], [8208], **wgmma).launches
+    assert (launch.engine, launch.m_tile, launch.row_warps, launch.keys_per_stage) == ("wgmma", 64, 4, 64)
+    # Half of 227 KB holds 3 KB and six stages of K or V, 16 KB each.
+    assert (launch.stages, launch.ctas_per_sm, launch.shared_bytes) == (6, 2, 3072 + 6 * 64 * 256)
+    (launch,) = explain([200], [8208], **{**wgmma, "head_dim": 256}, kv_bytes=1).launches
+    assert (launch.m_tile, launch.row_warps, launch.ctas_per_sm) == (128, 8, 1)
+    assert (launch.stages, launch.shared_bytes) == (5, 3072 + 128 * 512 + 5 * 64 * 512)  # e4m3 is decoded to halves
+    for sizes, query in (({}, 8), ({"head_dim": 192}, 100)):  # 32 rows; no wgmma for this head size
+        (launch,) = explain([query], [8208], **{**wgmma, **sizes}).launches
+        assert launch.engine == "mma.sync"
+
+
+def test_the_environment_chooses_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PAGEDTREE_ENGINE", raising=False)
+    assert explain([16], [8208], **SIZES).launches[0].engine == "mma.sync"
+    monkeypatch.setenv("PAGEDTREE_ENGINE", "wgmma")
+    assert explain([16], [8208], **SIZES).launches[0].engine == "wgmma"
+    assert explain([16], [8208], **SIZES, engine="mma.sync").launches[0].engine == "mma.sync"
+
+
 def test_empty() -> None:
     cost = explain([], [], **SIZES)
     assert (cost.launches, cost.bytes, cost.flops, cost.floor_seconds) == ((), 0, 0, 0)
@@ -107,6 +130,8 @@ def test_empty() -> None:
         ({"kv_bytes": 4}, "`kv_bytes` must be 1 or 2, got 4"),
         ({"page_size": 0}, "`page_size` must be in 1..2147483647, got 0"),
         ({"max_shared_bytes": 1000}, "`max_shared_bytes` must be in 101376.."),
+        ({"engine": "tcgen05"}, "`engine` must be one of"),
+        ({"engine": "wgmma", "max_shared_bytes": 163 * 1024}, "`max_shared_bytes` must be at least 232448 for wgmma"),
         ({"seq_lens": [1, 2]}, "`seq_lens` must have 1 entries"),
         ({"query_lens": [-1]}, "`query_lens` must be in"),
     ],

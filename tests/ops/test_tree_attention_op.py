@@ -186,6 +186,23 @@ def test_checked_queries_need_not_be_keys(target: Target, monkeypatch: pytest.Mo
             tree_attention(**{**case, **changes})
 
 
+def test_unknown_engine(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = target.case([3], ["causal"]).build()
+    monkeypatch.setenv("PAGEDTREE_ENGINE", "hmma")
+    with pytest.raises(RuntimeError, match=r"PAGEDTREE_ENGINE must be mma\.sync or wgmma, got hmma"):
+        tree_attention(**case)
+
+
+def test_wgmma_is_refused_where_it_cannot_run(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    if target.backend != "simt":
+        pytest.skip("a device other than Hopper is needed")
+    case = target.case([3], ["causal"]).build()
+    monkeypatch.setenv("PAGEDTREE_ENGINE", "wgmma")
+    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "4:163:8")
+    with pytest.raises(RuntimeError, match=r"PAGEDTREE_ENGINE=wgmma needs a GPU .* with 227 KB .* got 9\.0 with 163 KB"):
+        tree_attention(**case)
+
+
 def test_unknown_isa(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     if target.backend != "cpu":
         pytest.skip("cpu only")

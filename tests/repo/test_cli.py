@@ -49,6 +49,15 @@ def test_the_best_isa_is_chosen_unless_one_is_forced(monkeypatch):
     assert "got sse9" in info.collect()["cpu"]["isa"]
 
 
+def test_info_tells_the_engine(monkeypatch):
+    monkeypatch.delenv("PAGEDTREE_ENGINE", raising=False)
+    assert info.collect()["cuda_engine"] == "mma.sync"
+    monkeypatch.setenv("PAGEDTREE_ENGINE", "wgmma")
+    assert info.collect()["cuda_engine"] == "wgmma"
+    monkeypatch.setenv("PAGEDTREE_ENGINE", "tcgen05")
+    assert info.collect()["cuda_engine"] == "error: PAGEDTREE_ENGINE must be mma.sync or wgmma, got tcgen05"
+
+
 def test_the_native_modules_share_one_backend_library():
     loaded = {
         line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libpagedtree_cpu" in line

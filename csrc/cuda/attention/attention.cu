@@ -45,9 +45,9 @@ constexpr bool kHasSm90a = false;
 // Nobody gets another engine than the one that was asked for.
 void check_engine(MatrixEngine engine, const DeviceLimits& limits) {
   if (engine != MatrixEngine::kWgmma) return;
-  const std::string wants = "tree_attention: PAGEDTREE_ENGINE=wgmma needs ";
+  const std::string wants = "PAGEDTREE_ENGINE=wgmma needs ";
   if (!kHasSm90a) throw std::runtime_error(wants + "a build for 9.0a; this one has no code for it");
-  if (limits.capability / 10 != 9 || !every_tile_fits(engine, limits.max_shared_bytes)) {
+  if (limits.capability / 10 != 9 || limits.max_shared_bytes < kWgmmaSharedBytes) {
     throw std::runtime_error(wants + "a GPU of compute capability 9.0 with 227 KB of shared memory for a block, got " +
                              std::to_string(limits.capability / 10) + "." + std::to_string(limits.capability % 10) +
                              " with " + std::to_string(limits.max_shared_bytes >> 10) + " KB");

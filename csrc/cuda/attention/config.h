@@ -180,6 +180,7 @@ constexpr bool every_tile_fits(MatrixEngine engine, int max_shared_bytes) {
   return true;
 }
 static_assert(every_tile_fits(MatrixEngine::kMmaSync, 99 << 10), "the least of sm_80 and later");
-static_assert(every_tile_fits(MatrixEngine::kWgmma, 227 << 10), "Hopper's");
+constexpr int kWgmmaSharedBytes = 227 << 10;  // that a CTA may ask for on Hopper
+static_assert(every_tile_fits(MatrixEngine::kWgmma, kWgmmaSharedBytes));
 
 }  // namespace pagedtree::cuda
