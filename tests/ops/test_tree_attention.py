@@ -102,6 +102,26 @@ def test_window_by_depth(target: Target, window: int) -> None:
     check(target.case(PREFIXES, MIXED, poison=float("nan")).build(window=window))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_keys_that_no_row_sees_may_hold_anything(target: Target, head_dim: int) -> None:
+    """Behind a window, and nodes of a tree that are no ancestors of its newest: NaN in the middle of the sequence."""
+    kinds = [(RANDOM, 6), "causal", BINARY]
+    for dtype in target.dtypes:
+        case = target.case([300, 200, 100], kinds, head_dim=head_dim, dtype=dtype).build(window=40)
+        expected = tree_attention(**case, return_lse=True)
+        offsets, lengths = case["cu_seqlens_q"].tolist(), case["seq_lens"].tolist()
+        for b, length in enumerate(lengths):
+            words = case["tree_mask"][offsets[b] : offsets[b + 1]].cpu()
+            seen = reference.visible_keys(length, len(words), int(case["tree_lens"][b]), words, 40)
+            unseen = torch.nonzero(~seen.any(0)).flatten().to(case["page_table"].device)
+            assert len(unseen) > 10
+            slots = case["page_table"][b].long()[unseen // 16], unseen % 16
+            for cache in (case["k_cache"], case["v_cache"]):
+                cache[slots] = torch.nan
+        found = tree_attention(**case, return_lse=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [{"softcap": 20.0}, {"softcap": 3.0, "window": 70}, {"scale": -0.2}, {"sinks": 1}])
 def test_score_options(target: Target, options: dict, dtype: torch.dtype) -> None:
