@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 
@@ -24,6 +25,12 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 settings.load_profile("pagedtree")
+
+
+def pytest_collection_finish() -> None:
+    # What has been imported and collected stays to the end. To look for garbage in it takes half a second each time,
+    # and transformers' continuous batching does so at every call.
+    gc.freeze()
 
 
 @pytest.fixture(params=backends())

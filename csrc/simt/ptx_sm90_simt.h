@@ -9,14 +9,15 @@
 
 namespace pagedtree::ptx {
 
-// The arguments of cuTensorMapEncodeTiled with the 128-byte swizzle.
-struct TensorMap {
+// The arguments of cuTensorMapEncodeTiled with the 128-byte swizzle, of the size and alignment of a CUtensorMap.
+struct alignas(64) TensorMap {
   const void* base;
   uint32_t element_bytes;
   uint64_t sizes[4];    // the innermost first: columns, slots, heads, pages
   uint64_t strides[3];  // in bytes, of all but the columns
   uint32_t box[4];
 };
+static_assert(sizeof(TensorMap) == 128);
 
 namespace detail {
 

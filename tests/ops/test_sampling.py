@@ -86,9 +86,19 @@ def test_sample_equals_reference(device, dtype, sampling):
     assert compared > 100
 
 
-@pytest.mark.parametrize("vocab", [32000, 65535, 65536, 65537, 128256, 262144 + 3])
-@pytest.mark.parametrize("shape", ["peaked", "flat", "equal", "far_below", "near_flat"])
-def test_large_vocabularies(device, vocab, shape):
+LARGE = [32000, 65535, 65536, 65537, 128256, 262144 + 3]
+SHAPES = ["peaked", "flat", "equal", "far_below", "near_flat"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "vocab"),
+    [  # in the core suite each shape with two sizes
+        pytest.param(shape, vocab, marks=[] if (i + j) % 3 == 0 else pytest.mark.slow)
+        for i, vocab in enumerate(LARGE)
+        for j, shape in enumerate(SHAPES)
+    ],
+)
+def test_large_vocabularies(device, shape, vocab):
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(vocab, generator=generator)
     if shape == "peaked":
@@ -118,7 +128,7 @@ def test_large_vocabularies(device, vocab, shape):
             assert margin < 1e-5 or drawn[position] == token, (i, position, margin)
 
 
-@pytest.mark.parametrize("vocab", [2, 5, 16, 33])
+@pytest.mark.parametrize("vocab", [*(pytest.param(size, marks=pytest.mark.slow) for size in (2, 5, 16)), 33])
 @pytest.mark.parametrize(
     "sampling", [sampling for sampling in SAMPLINGS if sampling.get("temperature") != 0.0], ids=str
 )
@@ -165,7 +175,7 @@ def test_filter_sets_of_the_contract(device):
         assert kept(row, device, 600, top_k=off) == list(range(9))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 8))])
 def test_kept_sets(backend, device, seed):
     """Exact membership against sorting; values on a coarse grid, so that ties sit on most boundaries."""
     if backend == "simt" and seed > 0:

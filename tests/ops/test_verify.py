@@ -291,7 +291,9 @@ def test_batch_and_tree_change_nothing(device):
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16], ids=str
+)
 def test_distribution_of_the_first_tokens(device, draws, dtype):
     """The joint distribution of the first two tokens of many seeds, with adversarial drafts: p(a) p(b | a)."""
     count, vocab = draws(30_000), 4

@@ -81,15 +81,21 @@ def options(place: Place) -> list[str]:
 # It passes, and has everything ----------------------------------------------------------------------------------------
 
 
-def test_everything_passes_on_the_cpu(capsys, tmp_path):
-    status, text = run_check(capsys, "--device", "cpu", "--json", str(tmp_path / "found.json"))
+either_length = pytest.mark.parametrize(
+    "quick", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["quick", "all"]
+)
+
+
+@either_length
+def test_everything_passes_on_the_cpu(capsys, tmp_path, quick):
+    arguments = ["--device", "cpu", "--json", str(tmp_path / "found.json")]
+    status, text = run_check(capsys, *arguments, *(["--quick"] if quick else []))
     assert status == 0, text
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["machine"]["pagedtree"] == pagedtree.__version__ and found["machine"]["torch"] == torch.__version__
     rows = {row["name"]: row for row in found["rows"]}
-    assert list(rows) == [case.name for case in every_case(CPU)]  # so that no name occurs twice
-    assert found["counts"]["ok"] == sum(row["status"] == OK for row in rows.values()) > 500
-    assert found["counts"]["measured"] == 11 and "rates/attention, decode" in rows
+    assert list(rows) == [case.name for case in every_case(CPU) if is_chosen(case.name, [], quick)]
+    assert found["counts"]["ok"] == sum(row["status"] == OK for row in rows.values()) > (40 if quick else 500)
     against = {row["against"] for row in rows.values() if row["status"] == OK}
     assert against <= {
         "plain loops",
@@ -97,13 +103,29 @@ def test_everything_passes_on_the_cpu(capsys, tmp_path):
         "the portable instruction set",
         "the whole vocabulary on the CPU backend",
     }
-    for name in ("capture/sampled/n-gram trees", "instructions/ex2"):  # neither passed nor failed
-        assert rows[name]["status"] == NOT_APPLICABLE and rows[name]["detail"].startswith("only on ")
-    assert "not applicable: 3 only on cuda" in text
+    assert rows["instructions/ex2"]["status"] == NOT_APPLICABLE  # neither passed nor failed
+    assert rows["instructions/ex2"]["detail"].startswith("only on ")
+
+
+def test_what_is_measured_or_does_not_apply_is_not_counted_as_passed(capsys, tmp_path):
+    path = tmp_path / "found.json"
+    status, text = run_check(capsys, "--device", "cpu", "--only", "capture/", "--only", "rates/", "--json", str(path))
+    assert status == 0, text
+    found = json.loads(path.read_text())
+    rows = {row["name"]: row for row in found["rows"]}
+    assert found["counts"]["measured"] == 11 and "rates/attention, decode" in rows
+    captured = rows["capture/sampled/n-gram trees"]
+    assert captured["status"] == NOT_APPLICABLE and captured["detail"].startswith("only on ")
+    assert "not applicable: 3 only on cuda" in text and found["counts"]["ok"] == 0
+
+
+def test_no_name_occurs_twice():
+    names = [case.name for case in every_case(CPU)]
+    assert len(set(names)) == len(names)
 
 
 @needs_simt
-@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["quick", "all"])
+@either_length
 def test_simt_passes(quick):
     chosen = [case for case in every_case(SIMT) if is_chosen(case.name, [], quick)]
     rows = [run_row(case, SIMT) for case in chosen]
@@ -139,18 +161,21 @@ def test_every_instruction_has_golden_vectors():
 def test_every_tile_is_taken():
     config = (ROOT / "csrc" / "cuda" / "attention" / "config.h").read_text()
     table = config[config.index("kTileShapes[]") : config.index("};", config.index("kTileShapes[]"))]
-    tiles: dict[int, list[int]] = {}
-    for head_dim, m_tile in re.findall(r"^ +\{(\d+), (\d+),", table, re.MULTILINE):
-        tiles.setdefault(int(head_dim), []).append(int(m_tile))
-    assert {head_dim: tuple(heights) for head_dim, heights in tiles.items()} == attention.TILES
     names = [case.name for case in every_case(CPU)]
-    for head_dim, heights in tiles.items():
-        for m_tile in heights:
-            n = m_tile // 4
-            cost = explain([n, n], [70 + n, 3 + n], num_q_heads=8, num_kv_heads=2, head_dim=head_dim, max_seqlen_q=n)
-            assert [launch.m_tile for launch in cost.launches] == [m_tile]
-            for types in ("fp16", "bf16", "fp16 on fp8", "bf16 on fp8"):
-                assert f"tree_attention/tile {m_tile}/{types}/D {head_dim}" in names
+    for engine, prefix, expected in (("mma.sync", "", attention.TILES), ("wgmma", "wgmma/", attention.WGMMA_TILES)):
+        tiles: dict[int, tuple[int, ...]] = {}
+        for head_dim, m_tile, of_wgmma in re.findall(r"^ +\{(\d+), (\d+),.*?(kWgmma)?\},$", table, re.MULTILINE):
+            if bool(of_wgmma) == (engine == "wgmma"):
+                tiles[int(head_dim)] = (*tiles.get(int(head_dim), ()), int(m_tile))
+        assert tiles == expected
+        for head_dim, heights in tiles.items():
+            for m_tile in heights:
+                n = m_tile // 4
+                sizes = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": head_dim, "max_seqlen_q": n}
+                cost = explain([n, n], [70 + n, 3 + n], **sizes, engine=engine)
+                assert [(launch.engine, launch.m_tile) for launch in cost.launches] == [(engine, m_tile)]
+                for types in ("fp16", "bf16", "fp16 on fp8", "bf16 on fp8"):
+                    assert f"tree_attention/{prefix}tile {m_tile}/{types}/D {head_dim}" in names
 
 
 # Planted errors -------------------------------------------------------------------------------------------------------
@@ -291,10 +316,8 @@ def test_failing_rows_are_named_with_a_command_that_runs_them(place, capsys, tmp
         assert again[:4] == ["python", "-m", "pagedtree", "check"]
         status, text = run_check(capsys, *again[4:])
         assert status == 1 and re.findall(r"^FAILED (.*)$", text, re.MULTILINE) == [name]
-    if place is not CPU:
-        return  # a process takes seconds
-    done = subprocess.run([sys.executable, *again[1:]], cwd=tmp_path, text=True, capture_output=True)
-    assert done.returncode == 0 and "1 rows in" in done.stdout and "1 ok" in done.stdout, done.stdout + done.stderr
+    status, text = run_check(capsys, *again[4:])
+    assert status == 0 and "1 rows in" in text and "1 ok" in text, text
 
 
 @needs_simt

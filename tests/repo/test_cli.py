@@ -2,7 +2,7 @@
 
 import json
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -149,6 +149,8 @@ def test_the_benchmarks_that_need_the_checkout_are_listed():
         assert not reads or bench.missing(path) is None  # of this checkout
 
 
-def test_module_runs_as_a_program():
-    run = subprocess.run([sys.executable, "-m", "pagedtree", "--version"], capture_output=True, text=True, check=True)
-    assert run.stdout == f"pagedtree {pagedtree.__version__}\n"
+def test_module_runs_as_a_program(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["pagedtree", "--version"])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_module("pagedtree", run_name="__main__")
+    assert exit_.value.code == 0 and capsys.readouterr().out == f"pagedtree {pagedtree.__version__}\n"

@@ -22,7 +22,7 @@ import pytest
 import setuptools
 
 import pagedtree
-from pagedtree import _C
+from pagedtree import _C, cli
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
@@ -190,10 +190,11 @@ def test_core_headers_stand_alone(header, tmp_path):
     run("c++", "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", tmp_path / "main.cpp")
 
 
-def test_the_cpp_example_runs_against_the_cmake_package(tmp_path):
+def test_the_cpp_example_runs_against_the_cmake_package(tmp_path, capsys):
     if shutil.which("cmake") is None or shutil.which("c++") is None:
         pytest.skip("no CMake or C++ compiler")
-    package = run(sys.executable, "-m", "pagedtree", "info", "--cmake-dir").strip()
+    assert cli.main(["info", "--cmake-dir"]) == 0
+    package = capsys.readouterr().out.strip()
     run("cmake", "-S", ROOT / "examples" / "cpp", "-B", tmp_path, f"-Dpagedtree_DIR={package}")
     run("cmake", "--build", tmp_path)
     lines = run(tmp_path / "tree_step").splitlines()

@@ -54,8 +54,8 @@ __device__ __forceinline__ void consume_range(const TreeAttentionParams& p, cons
 
 template <typename I>
 __device__ __forceinline__ void produce_range(const TreeAttentionParams& p, const CallShape& call,
-                                              Sm90Shared<I>& shared) {
-  Producer<I> producer(p, call.stages, shared, ptx::thread_index() - I::kConsumers);
+                                              const CacheMaps& maps, Sm90Shared<I>& shared) {
+  Producer<I> producer(p, maps, call.stages, shared, ptx::thread_index() - I::kConsumers);
   for_each_row_tile(p, call.work, shared, [&](const WorkPosition& at, const RowTile& tile) {
     producer.produce(tile, at.kv_tile, kv_end_of(tile, at, shared.stop));
     return at;
@@ -66,7 +66,8 @@ __device__ __forceinline__ void produce_range(const TreeAttentionParams& p, cons
 // CTA i works on range i.
 template <typename I>
 __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
-    attention_sm90_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ CallShape call) {
+    attention_sm90_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ CallShape call,
+                          const __grid_constant__ CacheMaps maps) {
   static_assert(sizeof(Sm90Shared<I>) <= I::kShape.header_bytes(), "header_bytes() is too small");
   ptx::let_next_kernel_start();
   Sm90Shared<I>& shared = ptx::shared<Sm90Shared<I>>();
@@ -87,14 +88,15 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
     consume_range<I>(p, call, shared);
   } else {
     ptx::setmaxnreg_dec<I::kProducerRegisters>();
-    produce_range<I>(p, call, shared);
+    produce_range<I>(p, call, maps, shared);
   }
 }
 
 template <typename I>
 void launch_attention_sm90(const TreeAttentionParams& p, const CallShape& call, unsigned grid, int shared_bytes,
                            void* stream) {
-  launch(attention_sm90_kernel<I>, dim3(grid), dim3(I::kThreads), static_cast<size_t>(shared_bytes), stream, p, call);
+  launch(attention_sm90_kernel<I>, dim3(grid), dim3(I::kThreads), static_cast<size_t>(shared_bytes), stream, p, call,
+         CacheMaps::of<I>(p));
 }
 
 }  // namespace pagedtree::cuda

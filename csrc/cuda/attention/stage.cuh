@@ -43,13 +43,16 @@ struct KeyReader {
   const int32_t* pages;
   const char *k, *v;  // of the head
   int32_t seq_len;
+  int32_t kv_head;
   uint32_t page_size;
 
   __device__ __forceinline__ static KeyReader of(const TreeAttentionParams& p, const RowTile& tile) {
     const int64_t size = element_size(p.kv_dtype);
     return {p.table.pages + tile.sequence * p.table.row_stride,
             static_cast<const char*>(p.k_cache.data) + tile.kv_head * p.k_cache.head_stride * size,
-            static_cast<const char*>(p.v_cache.data) + tile.kv_head * p.v_cache.head_stride * size, tile.seq_len,
+            static_cast<const char*>(p.v_cache.data) + tile.kv_head * p.v_cache.head_stride * size,
+            tile.seq_len,
+            tile.kv_head,
             static_cast<uint32_t>(min_of<int64_t>(p.table.page_size, 0x7fffffff))};
   }
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cuda/attention/stage.cuh"
-#include "cuda/tile/ptx_sm90.cuh"
+#include "cuda/tile/tensor_map.cuh"
 
 namespace pagedtree::cuda {
 
@@ -25,6 +25,49 @@ struct Sm90Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDi
   using QRows = Panels<kHeadDim * 2, kGroupRows>;
   using KvRows = Panels<kHeadDim * 2, Base::kShape.keys>;
   static_assert(kMTile <= kProducers && kMTile % kGroupRows == 0 && Base::kAtoms == 1);
+};
+
+// The caches as TMA reads them: boxes of 64 columns of `box` neighbouring slots of a page.
+struct CacheMaps {
+  ptx::TensorMap k, v;
+  int box;  // 0: no maps, pages or strides are not such that TMA could read them
+
+  template <typename I>
+  static CacheMaps of(const TreeAttentionParams& p) {
+    CacheMaps maps{};
+    if (I::kDecodes || !fits(p, p.k_cache) || !fits(p, p.v_cache)) return maps;
+    int box = I::kShape.keys;
+    while (box >= kEightSlots && p.table.page_size % box != 0) box /= 2;
+    if (box < kEightSlots) return maps;
+    maps.box = box;
+    maps.k = map_of(p, p.k_cache, box);
+    maps.v = map_of(p, p.v_cache, box);
+    return maps;
+  }
+
+ private:
+  static constexpr int kEightSlots = 8;  // of 128 bytes: after these the pattern of the swizzle begins anew
+
+  // TMA wants strides that are multiples of 16 bytes below 2^40, and sizes of 32 bits; the stride of a size of 1 is
+  // never used.
+  static int64_t stride_bytes(int64_t size, int64_t stride) { return size == 1 ? 16 : stride * 2; }
+  static bool fits(const TreeAttentionParams& p, const PagedCache& cache) {
+    const auto is_stride = [](int64_t bytes) { return bytes > 0 && bytes % 16 == 0 && bytes < int64_t{1} << 40; };
+    return p.num_pages > 0 && p.num_pages < int64_t{1} << 31 && p.table.page_size < int64_t{1} << 31 &&
+           reinterpret_cast<uintptr_t>(cache.data) % 16 == 0 &&
+           is_stride(stride_bytes(p.table.page_size, cache.slot_stride)) &&
+           is_stride(stride_bytes(p.num_kv_heads, cache.head_stride)) &&
+           is_stride(stride_bytes(p.num_pages, cache.page_stride));
+  }
+  static ptx::TensorMap map_of(const TreeAttentionParams& p, const PagedCache& cache, int box) {
+    const auto bytes = [](int64_t size, int64_t stride) { return static_cast<uint64_t>(stride_bytes(size, stride)); };
+    return tensor_map({cache.data,
+                       {static_cast<uint64_t>(p.head_dim), static_cast<uint64_t>(p.table.page_size),
+                        static_cast<uint64_t>(p.num_kv_heads), static_cast<uint64_t>(p.num_pages)},
+                       {bytes(p.table.page_size, cache.slot_stride), bytes(p.num_kv_heads, cache.head_stride),
+                        bytes(p.num_pages, cache.page_stride)},
+                       {64, static_cast<uint32_t>(box), 1, 1}});
+  }
 };
 
 // Named barriers; 0 is that of __syncthreads().
@@ -140,13 +183,14 @@ struct Codes {
   }
 };
 
-// Fills the ring for one row tile after another.
+// Fills the ring for one row tile after another. Stages that all rows see come by TMA where there are maps, the others
+// row by row.
 template <typename I>
 class Producer {
  public:
-  __device__ __forceinline__ Producer(const TreeAttentionParams& params, int stages, Sm90Shared<I>& of_cta,
-                                      uint32_t of_role)
-      : p_(params), stages_(stages), shared_(of_cta), thread_(of_role) {}
+  __device__ __forceinline__ Producer(const TreeAttentionParams& params, const CacheMaps& maps, int stages,
+                                      Sm90Shared<I>& of_cta, uint32_t of_role)
+      : p_(params), maps_(maps), stages_(stages), shared_(of_cta), thread_(of_role) {}
 
   __device__ __forceinline__ void produce(const RowTile& tile, int32_t kv_begin, int32_t kv_end) {
     const KeyBounds bounds = tile_bounds(p_, tile, thread_ % 32);
@@ -156,10 +200,14 @@ class Producer {
     if (thread_ % 32 == 0) reader = KeyReader::of(p_, tile);
     __syncwarp();
     const RowView view = RowView::of(row_visibility(p_, tile, thread_));
-    const int32_t key = own_key();
+    const auto has_boxes = [&](int32_t stage) { return maps_.box > 0 && bounds.all_see(stage * kKeys, kKeys); };
+    const auto find_page = [&](int32_t stage) {
+      return reader.page(stage * kKeys + (has_boxes(stage) ? key_of_box() : own_key()));
+    };
     // V of keys that no row sees may hold anything: it is not read. K may, because their scores are not used.
     const auto write_rows = [&](int32_t stage, int32_t page) {
-      const int32_t first_key = stage * kKeys;
+      if (has_boxes(stage)) return;
+      const int32_t first_key = stage * kKeys, key = own_key();
       bool is_seen = true;
       if (!bounds.all_see(first_key, kKeys)) is_seen = any_row_sees(view.expand(p_, tile), first_key, key);
       __syncwarp();  // the rows of the stage before the last are read
@@ -170,13 +218,21 @@ class Producer {
       }
       __syncwarp();
     };
-    write_rows(stages.first, reader.page(stages.first * kKeys + key));
+    int32_t page_before = -1, page = find_page(stages.first);
+    write_rows(stages.first, page);
     for (int32_t stage = stages.first; stage <= stages.end; ++stage) {
       const bool has_next = stage + 1 < stages.end;
-      const int32_t page = has_next ? reader.page((stage + 1) * kKeys + key) : -1;
-      if (stage < stages.end) fill(shared_.rows[stage & 1], &KeyRow::k);
-      if (stage > stages.first) fill(shared_.rows[~stage & 1], &KeyRow::v);
-      if (has_next) write_rows(stage + 1, page);
+      const int32_t next_page = has_next ? find_page(stage + 1) : -1;
+      const int32_t last = stage - 1;
+      if (stage < stages.end) {
+        has_boxes(stage) ? fill_boxes(maps_.k, stage, page) : fill_rows(shared_.rows[stage & 1], &KeyRow::k);
+      }
+      if (last >= stages.first) {
+        has_boxes(last) ? fill_boxes(maps_.v, last, page_before) : fill_rows(shared_.rows[last & 1], &KeyRow::v);
+      }
+      if (has_next) write_rows(stage + 1, next_page);
+      page_before = page;
+      page = next_page;
     }
   }
 
@@ -217,8 +273,30 @@ class Producer {
     return (any >> key % kMaskWordBits & 1u) != 0;
   }
 
+  // A lane of the first warp copies one box: some slots of one panel.
+  __device__ __forceinline__ int32_t key_of_box() const {
+    return static_cast<int32_t>(thread_ % 32) * maps_.box % kKeys;
+  }
+  __device__ __forceinline__ void fill_boxes(const ptx::TensorMap& map, int32_t stage, int32_t page) {
+    const KeyReader& reader = shared_.readers[thread_ / 32];
+    uint64_t* const full = &shared_.full[place_.stage];
+    wait_until_empty();
+    if (thread_ == 0) {
+      ptx::mbar_arrive_expect(full, I::KvRows::kBytes);
+    } else {
+      ptx::mbar_arrive(full);
+    }
+    const int32_t panel = static_cast<int32_t>(thread_) * maps_.box / kKeys, key = key_of_box();
+    if (panel < I::kHeadDim / 64) {
+      const auto slot = static_cast<int32_t>(static_cast<uint32_t>(stage * kKeys + key) % reader.page_size);
+      ptx::tma_load_4d(shared_.stage(place_.stage) + (panel * kKeys + key) * 128, &map, panel * 64, slot,
+                       reader.kv_head, page, full);
+    }
+    place_.advance(stages_);
+  }
+
   // Fills the next stage with K or V. What must be decoded is stored at the next call, while its own loads go on.
-  __device__ __forceinline__ void fill(const KeyRow (&rows)[kKeys], const char* KeyRow::* which) {
+  __device__ __forceinline__ void fill_rows(const KeyRow (&rows)[kKeys], const char* KeyRow::* which) {
     if constexpr (I::kDecodes) {
       constexpr uint32_t kParts = Codes<I>::kParts;
 #pragma unroll
@@ -254,6 +332,7 @@ class Producer {
   }
 
   const TreeAttentionParams& p_;
+  const CacheMaps& maps_;
   int stages_;
   Sm90Shared<I>& shared_;
   uint32_t thread_;

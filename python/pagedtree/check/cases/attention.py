@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import DraftTree, attention_plan, merge_states, reference, tree_attention
-from pagedtree.check.case import CPU, Case, Difference, Place, Results, relative, within
+from pagedtree.check.case import CPU, Case, Difference, NotApplicable, Place, Results, environment, relative, within
 from pagedtree.check.cases.inputs import (
     DTYPES,
     LAYOUTS,
@@ -38,10 +38,13 @@ TILES = {
     192: (32, 64),
     256: (32, 64),
 }
+# The same of the kernel for wgmma.
+WGMMA_TILES = {64: (64, 128), 128: (64, 128), 256: (64, 128)}
 # How far an output row may be off, as a share of its own length, and its logarithm of sums, as a number.
 ROW_LIMITS = {"fp32": 5e-6, "fp16": 1e-3, "bf16": 8e-3}
 LSE = within(5e-5, 1e-5)
 HALF = ("simt", "cuda")
+MMA_SYNC, WGMMA = "mma.sync", "wgmma"
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,7 @@ def cases() -> Iterator[Case]:
     yield from _shapes()
     yield from _values()
     yield from _options()
+    yield from _wgmma()
     yield from _plans()
     yield from _merges()
 
@@ -143,11 +147,12 @@ def _types(dtype: str, cache: str) -> str:
     return f"{dtype} on {cache}" if cache else dtype
 
 
-def tile_case(head_dim: int, tile: int, dtype: str, cache: str) -> Case:
+def tile_case(head_dim: int, tile: int, dtype: str, cache: str, engine: str = MMA_SYNC) -> Case:
     """As many rows (4 query heads per KV head) as the tile has."""
     n = tile // 4
     batch = Batch([random_tree(n, n), n], [70, 3], dtype, cache, head_dim, heads=(8, 2))
-    return _attention(f"tile {tile}/{_types(dtype, cache)}/D {head_dim}", batch, max_seqlen_q=n)
+    name = f"tile {tile}/{_types(dtype, cache)}/D {head_dim}"
+    return _attention(name, batch, engine=engine, max_seqlen_q=n)
 
 
 # A tree, plain decode, a chunk of a prompt, the newest level of a tree, nothing.
@@ -238,11 +243,31 @@ def _options() -> Iterator[Case]:
         yield _attention(f"into a given tensor/{dtype}", replace(mixed, dtype=dtype), into=True)
 
 
+def _wgmma() -> Iterator[Case]:
+    """More than 32 rows of a KV head, for tiles of 64 (11 to 40 nodes with 4 heads) and of 128."""
+    for head_dim, tiles in WGMMA_TILES.items():
+        for tile, dtype, cache in product(tiles, ("fp16", "bf16"), ("", "fp8")):
+            yield tile_case(head_dim, tile, dtype, cache, WGMMA)
+    for heads in ((8, 2), (24, 2)):
+        for page_size, head_dim in ((1, 128), (7, 64), (16, 256), (128, 128)):
+            batch = Batch(MIXED, MIXED_PREFIXES, "bf16", "", head_dim, heads, page_size, padding=3)
+            name = f"{heads[0]} heads/page {page_size}/D {head_dim}"
+            yield _attention(name, replace(batch, poison=float("nan")), engine=WGMMA)
+            yield _attention(f"{name}/fp8", replace(batch, cache="fp8", poison=float("nan")), engine=WGMMA)
+            yield _attention(f"{name}/options", batch, engine=WGMMA, window=40, softcap=20.0, scale=-0.2,
+                             sinks=torch.linspace(-2, 4, heads[0]))  # fmt: skip
+        batch = Batch([random_tree(6, 12), 1, 30], [3000, 1500, 900], "bf16", "", 128, heads, layout="packed")
+        yield _attention(f"{heads[0]} heads/long prefix", batch, engine=WGMMA)
+
+
 def _attention(
-    name: str, batch: Batch, *, change: Any = None, into: bool = False, plan: Any = None,
+    name: str, batch: Batch, *, change: Any = None, into: bool = False, plan: Any = None, engine: str = "",
     backends: tuple[str, ...] | None = None, **options: Any,
 ) -> Case:  # fmt: skip
-    """change(arguments) edits them in place; plan(arguments) makes one; into: the result goes into a strided `out`."""
+    """change(arguments) edits them in place; plan(arguments) makes one; into: the result goes into a strided `out`.
+
+    Under the engine "wgmma" there must be a GPU for it; with "" the environment chooses the engine.
+    """
 
     def arguments(place: Place, wide: bool) -> dict[str, Any]:
         given = {**batch.build(CPU, wide=wide), **options}
@@ -251,6 +276,14 @@ def _attention(
         return place.put(given)
 
     def call(place: Place, wide: bool = False) -> Results:
+        if not engine or place.backend == "cpu":
+            return call_on_engine(place, wide)
+        if engine == WGMMA and place.device.type == "cuda" and torch.cuda.get_device_capability(place.device) != (9, 0):
+            raise NotApplicable("wgmma is for GPUs of compute capability 9.0")
+        with environment("PAGEDTREE_ENGINE", engine):
+            return call_on_engine(place, wide)
+
+    def call_on_engine(place: Place, wide: bool) -> Results:
         given = arguments(place, wide)
         q = given["q"]
         if plan is not None:
@@ -269,10 +302,12 @@ def _attention(
         around = torch.full((out.shape[0] * (out.shape[2] + 16 + 8 * out.shape[1]),), 7.0) if into else None
         return {"out": out, "lse": lse, **({} if around is None else {"around": around})}
 
+    if engine == WGMMA:
+        backends = HALF
     compare: dict[str, Difference] = {"out": relative(ROW_LIMITS[batch.dtype]), "lse": LSE, "around": within(0)}
     ops = ("tree_attention.out",) if into else ("tree_attention",)
     return Case(
-        f"tree_attention/{name}", (*ops, "attention_plan") if plan else ops, call, by_loops,
+        f"tree_attention/{'wgmma/' if engine == WGMMA else ''}{name}", (*ops, "attention_plan") if plan else ops, call, by_loops,
         lambda: call(CPU, wide=True), compare=compare, backends=backends,
     )  # fmt: skip
 

@@ -1,10 +1,10 @@
-"""Breaks verification in every way that somebody has once got it wrong, and shows that the tests notice each.
+"""Breaks the sources in every way that somebody has once got them wrong, and shows that the tests notice each.
 
-    python tests/break_rules.py [NAME ...]
+    python tests/mutants.py [NAME ...]
 
-Run by `make test-mutations` after a build. A mutant is one line of the sources changed in a copy of csrc; the copy is
-built for the CPU, portable only, and the tests named run on it until one fails. A mutant that survives is an error, and
-so is a line that is not there any more.
+Run by `make test-mutations` after a build. A mutant is one place of the sources changed in a copy of csrc; the copy is
+built, verification for the CPU (portable only) and Hopper's attention kernel for simt, and the tests named run on it
+until one fails. A mutant that survives is an error, and so is a place that is not there any more.
 """
 
 from __future__ import annotations
@@ -22,20 +22,26 @@ BUILD = ROOT / "build" / "mutants"
 DRAFTS, HOSTILE = "tests/ops/test_verify_drafts.py", "tests/ops/test_verify_drafts_hostile.py"
 DRAWN, SAMPLED, SAMPLING = "tests/ops/test_drawn_children.py", "tests/ops/test_verify.py", "tests/ops/test_sampling.py"
 STEPS = "tests/ops/test_lossless_steps.py"
+ATTENTION = "tests/ops/test_tree_attention.py"
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """`line` of csrc/`file` becomes `broken`; one of `tests` must fail."""
+    """`line` of csrc/`file` becomes `broken`; one of `tests` must fail on the backend."""
 
     name: str
     file: str
     line: str
     broken: str
     tests: tuple[str, ...] = (DRAFTS,)
+    backend: str = "cpu"
 
 
-MUTANTS = [
+def of_wgmma(name: str, file: str, line: str, broken: str) -> Mutant:
+    return Mutant(name, f"cuda/attention/{file}_sm90.cuh", line, broken, (ATTENTION,), "simt")
+
+
+RULES = [
     Mutant(
         "siblings share one residual", "core/verify/rejection.h",
         "subtract_draft(p, rows, distributions, token, 1.0, left);",
@@ -142,24 +148,60 @@ MUTANTS = [
     ),
 ]  # fmt: skip
 
+WGMMA = [
+    of_wgmma("no phase flip", "stage", "      parity ^= 1;\n", ""),
+    of_wgmma(
+        "V given back while it is multiplied", "attend",
+        "ptx::wgmma_wait<0>();\n      ptx::wgmma_results(sums.out[0]);\n      release(values);",
+        "release(values);\n      ptx::wgmma_wait<0>();\n      ptx::wgmma_results(sums.out[0]);",
+    ),
+    of_wgmma(
+        "K given back while it is multiplied", "attend",
+        "ptx::wgmma_wait<1>();\n      ptx::wgmma_results(scores[0]);\n      release(keys);",
+        "release(keys);\n      ptx::wgmma_wait<1>();\n      ptx::wgmma_results(scores[0]);",
+    ),
+    of_wgmma("another stride in descriptors", "attend", "kEightRows = 8 * 128", "kEightRows = 4 * 128"),
+    of_wgmma(
+        "no proxy fence behind cp.async", "attend", "if constexpr (!I::kDecodes) ptx::fence_proxy_async();", ""
+    ),
+    of_wgmma(
+        "no proxy fence behind decoded codes", "stage",
+        "ptx::fence_proxy_async();\n    ptx::mbar_arrive", "ptx::mbar_arrive",
+    ),
+    of_wgmma("no proxy fence behind Q", "attend", "ptx::fence_proxy_async();\n      meet_group();", "meet_group();"),
+    of_wgmma("rows of the accumulator swapped", "attend", "first_row + half * 8", "first_row + (1 - half) * 8"),
+    of_wgmma("columns of a quad swapped", "attend", "(n + lane % 2) * 8", "(n + 1 - lane % 2) * 8"),
+    of_wgmma("sums not rescaled", "attend", "if (changed) rescale<I>(sums, rescales);", ""),
+    of_wgmma("V read that no row sees", "stage", "if (!is_seen) row.v = nullptr;", ""),
+    of_wgmma("no first turn", "attend", "if (group == 1) pass(true);", ""),
+    of_wgmma("a group without rows does not give stages back", "attend", "return skip(stages);", "return;"),
+]  # fmt: skip
 
-def build() -> None:
-    """libpagedtree_cpu of the sources in BUILD / csrc, into the copied package."""
-    if not (BUILD / "tree").exists():
-        # As for another processor: without the x86 instruction sets there is one of each file to compile.
-        portable = ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=portable", "-DPAGEDTREE_PYTHON=OFF"]
-        run("cmake", "-S", str(BUILD), "-B", str(BUILD / "tree"), "-G", "Ninja", *portable)
-    run("cmake", "--build", str(BUILD / "tree"), "--target", "pagedtree_cpu", "--parallel", str(os.cpu_count()))
-    shutil.copy(BUILD / "tree" / "libpagedtree_cpu.so", BUILD / "python" / "pagedtree" / "lib")
+MUTANTS = RULES + WGMMA
 
 
-def run(*command: str) -> None:
-    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+def build(backend: str) -> None:
+    """The backend's library from the sources in BUILD / csrc, into the copied package."""
+    tree, library = BUILD / backend, f"pagedtree_{backend}"
+    if not tree.exists():
+        options = ["-DPAGEDTREE_PYTHON=OFF", f"-DPython_EXECUTABLE={sys.executable}"]
+        if backend == "simt":
+            options += ["-DPAGEDTREE_SIMT=ON"]
+        else:  # as for another processor: without the x86 instruction sets there is one of each file to compile
+            options += ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=portable"]
+        run("cmake", "-S", str(BUILD), "-B", str(tree), "-G", "Ninja", *options, PAGEDTREE_CUDA="0")
+    run("cmake", "--build", str(tree), "--target", library, "--parallel", str(os.cpu_count()))
+    shutil.copy(tree / f"lib{library}.so", BUILD / "python" / "pagedtree" / "lib")
+
+
+def run(*command: str, **environment: str) -> None:
+    environment = {**os.environ, **environment}
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
     if done.returncode:
         sys.exit(f"{' '.join(command)}:\n{done.stdout}")
 
 
-def failed_test(tests: tuple[str, ...]) -> str | None:
+def failed_test(tests: tuple[str, ...], backend: str) -> str | None:
     """The first test that fails, None if all pass; other ends of a run are errors."""
     environment = {**os.environ, "PYTHONPATH": str(BUILD / "python"), "OMP_NUM_THREADS": "1"}
     command = [
@@ -170,7 +212,7 @@ def failed_test(tests: tuple[str, ...]) -> str | None:
         "-x",
         "--no-header",
         "-k",
-        "cpu or not simt",
+        "simt-wgmma" if backend == "simt" else "cpu or not simt",
         "-m",
         "not slow and not stats",
     ]
@@ -186,23 +228,27 @@ def failed_test(tests: tuple[str, ...]) -> str | None:
 def main() -> None:
     shutil.rmtree(BUILD, ignore_errors=True)
     BUILD.mkdir(parents=True)
-    for name in ("csrc", "cmake", "python"):
+    for name in ("csrc", "cmake", "python", "tests/simt"):
         shutil.copytree(ROOT / name, BUILD / name)
     shutil.copy(ROOT / "CMakeLists.txt", BUILD)
-    build()
     chosen = [mutant for mutant in MUTANTS if not sys.argv[1:] or mutant.name in sys.argv[1:]]
-    unbroken = failed_test(tuple(sorted({test for mutant in chosen for test in mutant.tests})))
-    if unbroken is not None:
-        sys.exit(f"fails unbroken: {unbroken}")
+    for backend in sorted({mutant.backend for mutant in chosen}):
+        build(backend)
+        tests = {test for mutant in chosen if mutant.backend == backend for test in mutant.tests}
+        unbroken = failed_test(tuple(sorted(tests)), backend)
+        if unbroken is not None:
+            sys.exit(f"fails unbroken: {unbroken}")
     survivors = []
-    for mutant in chosen:
+    for i, mutant in enumerate(chosen):
+        if i and mutant.backend != chosen[i - 1].backend:
+            build(chosen[i - 1].backend)  # unbroken again
         start, source = time.monotonic(), BUILD / "csrc" / mutant.file
         text = source.read_text()
         if mutant.line not in text:
             sys.exit(f"{mutant.name}: {mutant.file} has no line `{mutant.line}` any more")
         source.write_text(text.replace(mutant.line, mutant.broken))
-        build()
-        killer = failed_test(mutant.tests)
+        build(mutant.backend)
+        killer = failed_test(mutant.tests, mutant.backend)
         source.write_text(text)
         print(f"{time.monotonic() - start:5.0f} s  {mutant.name}: {killer or 'SURVIVES'}", flush=True)
         survivors += [mutant.name] * (killer is None)

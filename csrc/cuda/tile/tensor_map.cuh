@@ -1,0 +1,58 @@
+// Makes the maps by which TMA reads a tensor: on a GPU by the driver, under simt as they are.
+#pragma once
+
+#include "core/params.h"
+#include "cuda/tile/launch.cuh"
+#include "cuda/tile/ptx_sm90.cuh"
+
+#if defined(__CUDACC__)
+#include <cudaTypedefs.h>
+#endif
+
+namespace pagedtree::cuda {
+
+// A tensor of 16-bit numbers, dimensions and boxes from the innermost on; columns lie side by side.
+struct MappedTensor {
+  const void* data;
+  uint64_t sizes[4];    // columns, slots, heads, pages
+  uint64_t strides[3];  // in bytes, of all but the columns
+  uint32_t box[4];
+};
+
+#if defined(__CUDACC__)
+
+inline ptx::TensorMap tensor_map(const MappedTensor& t) {
+  static const auto encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found{};
+    check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found),
+               "cuTensorMapEncodeTiled of the driver");
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+  }();
+  constexpr cuuint32_t kDense[4] = {1, 1, 1, 1};
+  ptx::TensorMap made;
+  // Both 16-bit types are copied in the same way.
+  const CUresult status = encode(&made.map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, const_cast<void*>(t.data), t.sizes,
+                                 t.strides, t.box, kDense, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) {
+    throw std::runtime_error("CUDA: cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(status)));
+  }
+  return made;
+}
+
+#else
+
+inline ptx::TensorMap tensor_map(const MappedTensor& t) {
+  ptx::TensorMap made{t.data, 2, {}, {}, {}};
+  for (int i = 0; i < 4; ++i) {
+    made.sizes[i] = t.sizes[i];
+    made.box[i] = t.box[i];
+    if (i < 3) made.strides[i] = t.strides[i];
+  }
+  return made;
+}
+
+#endif
+
+}  // namespace pagedtree::cuda
