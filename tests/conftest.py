@@ -85,10 +85,12 @@ def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     backend, variant = request.param
     monkeypatch.delenv("PAGEDTREE_CHECK", raising=False)
     monkeypatch.delenv("PAGEDTREE_ENGINE", raising=False)
-    if variant == "wgmma":
-        monkeypatch.setenv("PAGEDTREE_ENGINE", variant)
-    elif variant:
-        monkeypatch.setenv("PAGEDTREE_CPU_ISA" if backend == "cpu" else "PAGEDTREE_SIMT_ORDER", variant)
+    if backend == "cpu":
+        monkeypatch.setenv("PAGEDTREE_CPU_ISA", variant)
+    elif backend == "simt":
+        monkeypatch.setenv("PAGEDTREE_SIMT_ORDER", "random:7")
+        if variant:
+            monkeypatch.setenv("PAGEDTREE_ENGINE", variant)
     device = torch.device("cuda" if backend == "cuda" else "cpu")
     with only_on(backend), device:
         yield Target(backend, variant, device)

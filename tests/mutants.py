@@ -22,7 +22,7 @@ BUILD = ROOT / "build" / "mutants"
 DRAFTS, HOSTILE = "tests/ops/test_verify_drafts.py", "tests/ops/test_verify_drafts_hostile.py"
 DRAWN, SAMPLED, SAMPLING = "tests/ops/test_drawn_children.py", "tests/ops/test_verify.py", "tests/ops/test_sampling.py"
 STEPS = "tests/ops/test_lossless_steps.py"
-ATTENTION = "tests/ops/test_tree_attention.py"
+ATTENTION = ("tests/ops/test_tree_attention.py", "tests/ops/test_mixed_batches.py")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Mutant:
 
 
 def of_wgmma(name: str, file: str, line: str, broken: str) -> Mutant:
-    return Mutant(name, f"cuda/attention/{file}_sm90.cuh", line, broken, (ATTENTION,), "simt")
+    return Mutant(name, f"cuda/attention/{file}_sm90.cuh", line, broken, ATTENTION, "simt")
 
 
 RULES = [
@@ -173,6 +173,8 @@ WGMMA = [
     of_wgmma("columns of a quad swapped", "attend", "(n + lane % 2) * 8", "(n + 1 - lane % 2) * 8"),
     of_wgmma("sums not rescaled", "attend", "if (changed) rescale<I>(sums, rescales);", ""),
     of_wgmma("V read that no row sees", "stage", "if (!is_seen) row.v = nullptr;", ""),
+    of_wgmma("boxes of the first head", "stage", "reader.kv_head, page, full", "0, page, full"),
+    of_wgmma("fewer bytes expected", "stage", "full, I::KvRows::kBytes)", "full, I::KvRows::kBytes / 2)"),
     of_wgmma("no first turn", "attend", "if (group == 1) pass(true);", ""),
     of_wgmma("a group without rows does not give stages back", "attend", "return skip(stages);", "return;"),
 ]  # fmt: skip

@@ -118,9 +118,9 @@ def test_hopper_s_attention_uses_wgmma(which: str) -> None:
         # Where ptxas cannot follow the registers of a product, it waits after each instruction.
         assert count(opcodes, "WARPGROUP.DEPBAR") == 4, name
         if "Float8" in name:
-            assert count(opcodes, "LDGSTS") == 0 and count(opcodes, "STS.128") >= 8, name
+            assert count(opcodes, "LDGSTS|UTMALDG") == 0 and count(opcodes, "STS.128") >= 8, name
         else:
-            assert count(opcodes, "LDGSTS") >= 4, name
+            assert count(opcodes, "LDGSTS") >= 4 and count(opcodes, "UTMALDG.4D") == 2, name
         print(sum(opcodes.values()), "instructions", name)
 
 

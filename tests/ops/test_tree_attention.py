@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from attention_case import LAYOUTS, Target, check, mask_words, random_tree
+from device_case import to_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,6 +58,29 @@ def test_few_rows_of_many_heads(target: Target, heads: tuple[int, int], head_dim
         case = target.case([800, 450, 70, 0, 1500], kinds, heads=heads, head_dim=head_dim, dtype=dtype, layout=layout,
                     causal_queries=1, poison=float("nan"))  # fmt: skip
         check(case.build(window=window))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_bits_do_not_depend_on_pages(target: Target, head_dim: int) -> None:
+    """Whole boxes of a page are copied at once where the page size allows it, else row by row."""
+    length, kv_heads, dtype = 300, 1, target.dtypes[-1]
+    generator = torch.Generator("cpu").manual_seed(head_dim)
+    keys, values = (torch.randn(length, kv_heads, head_dim, generator=generator, device="cpu") for _ in range(2))
+    q = torch.randn(10, 4, head_dim, generator=generator, device="cpu").to(dtype)
+    results = []
+    for page_size in (128, 24, 16, 7, 1):
+        pages = -(-length // page_size)
+        table = torch.randperm(pages + 2, generator=generator, device="cpu")[:pages]
+        caches = []
+        for rows in (keys, values):
+            cache = torch.zeros(pages + 2, page_size, kv_heads, head_dim, dtype=dtype, device="cpu")
+            positions = torch.arange(length, device="cpu")
+            cache[table[positions // page_size], positions % page_size] = rows.to(dtype)
+            caches.append(cache)
+        case = q, *caches, table.int()[None], torch.tensor([length]).int(), torch.tensor([0, 10]).int()
+        results.append(tree_attention(*to_device(case, target.device), return_lse=True))
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

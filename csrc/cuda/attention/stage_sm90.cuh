@@ -200,7 +200,9 @@ class Producer {
     if (thread_ % 32 == 0) reader = KeyReader::of(p_, tile);
     __syncwarp();
     const RowView view = RowView::of(row_visibility(p_, tile, thread_));
-    const auto has_boxes = [&](int32_t stage) { return maps_.box > 0 && bounds.all_see(stage * kKeys, kKeys); };
+    const auto has_boxes = [&](int32_t stage) {
+      return !I::kDecodes && maps_.box > 0 && bounds.all_see(stage * kKeys, kKeys);
+    };
     const auto find_page = [&](int32_t stage) {
       return reader.page(stage * kKeys + (has_boxes(stage) ? key_of_box() : own_key()));
     };

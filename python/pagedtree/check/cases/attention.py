@@ -306,8 +306,9 @@ def _attention(
         backends = HALF
     compare: dict[str, Difference] = {"out": relative(ROW_LIMITS[batch.dtype]), "lse": LSE, "around": within(0)}
     ops = ("tree_attention.out",) if into else ("tree_attention",)
+    prefix = "tree_attention/wgmma" if engine == WGMMA else "tree_attention"
     return Case(
-        f"tree_attention/{'wgmma/' if engine == WGMMA else ''}{name}", (*ops, "attention_plan") if plan else ops, call, by_loops,
+        f"{prefix}/{name}", (*ops, "attention_plan") if plan else ops, call, by_loops,
         lambda: call(CPU, wide=True), compare=compare, backends=backends,
     )  # fmt: skip
 
