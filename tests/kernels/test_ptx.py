@@ -108,7 +108,8 @@ def test_wgmma_attention_from_ptx(
 ) -> None:
     """Three KV tiles, in the first call all in one CTA, so that its ring of stages wraps; in the second, in pieces.
 
-    Rows of two KV heads, which both warpgroups share; with 64 columns each head has another 40, of one warpgroup.
+    Each KV head has all but two rows of a tile; with 64 columns and tiles of 128 rows it has another tile with 40, that
+    only one of two warpgroups multiplies.
     """
     monkeypatch.setenv("PAGEDTREE_ENGINE", "wgmma")
     nodes = rows // GROUP - 1 + (21 if (head_dim, rows) == (64, 128) else 0)
