@@ -9,8 +9,8 @@
 
 namespace pagedtree::ptx {
 
-// The arguments of cuTensorMapEncodeTiled with the 128-byte swizzle, of the size and alignment of a CUtensorMap.
-struct alignas(64) TensorMap {
+// The arguments of cuTensorMapEncodeTiled with the 128-byte swizzle, of the size and alignment that maps have on a GPU.
+struct alignas(128) TensorMap {
   const void* base;
   uint32_t element_bytes;
   uint64_t sizes[4];    // the innermost first: columns, slots, heads, pages

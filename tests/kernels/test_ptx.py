@@ -1,14 +1,21 @@
-"""The attention kernel from the PTX that nvcc made of it, interpreted (tests/ptx): right operands, layouts and
+"""The attention kernels from the PTX that nvcc made of them, interpreted (tests/ptx): right operands, layouts and
 modifiers of the inline assembly, which the C++ build of the same sources for simt does not see.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
+from ptx import warpgroups
 from ptx.execute import executed_from_ptx, simt_library
+from ptx.interpreter import Block
+from ptx.module import Fault
 
 from pagedtree import _C, DraftTree, TreeBatch, tree_attention
+from pagedtree.attention import PLAN_SIZE
 from pagedtree.cubin import cuda_library, find_cuobjdump
 from pagedtree.testing import backends, use_backend
 
@@ -21,50 +28,99 @@ pytestmark = [
 HAS_PTX = any(architecture.endswith("+PTX") for architecture in _C.build_info()["cuda_architectures"])
 pytestmark.append(pytest.mark.skipif(not HAS_PTX, reason="built without PTX: TORCH_CUDA_ARCH_LIST has no +PTX"))
 FP8 = torch.float8_e4m3fn
-TILES = {64: (16, 32, 64, 128), 96: (16, 32, 64, 128), 128: (16, 32, 64, 128), 192: (32, 64), 256: (32, 64)}
+HEADS, KV_HEADS = 4, 2
+GROUP = HEADS // KV_HEADS
 TYPES = [(dtype, fp8) for dtype in (torch.bfloat16, torch.float16) for fp8 in (False, True)]
-# In the core suite each tile with one pair of types, the pairs in turn over rows and head sizes.
-INSTANCES = [
-    pytest.param(*types, head_dim, rows, marks=[] if (i + j) % len(TYPES) == k else pytest.mark.slow)
-    for k, types in enumerate(TYPES)
-    for i, (head_dim, tiles) in enumerate(TILES.items())
-    for j, rows in enumerate(tiles)
-]
+MMA_TILES = {64: (16, 32, 64, 128), 96: (16, 32, 64, 128), 128: (16, 32, 64, 128), 192: (32, 64), 256: (32, 64)}
+WGMMA_TILES = {64: (64, 128), 128: (64, 128), 256: (64, 128)}
+# By head size. Stages that all rows see are copied row by row with the first, by TMA in boxes of 8 slots and of 64 with
+# the others.
+PAGE_SIZES = {64: 20, 128: 24, 256: 128}
 
 
-@pytest.mark.parametrize(("dtype", "fp8", "head_dim", "rows"), INSTANCES)
-def test_attention_from_ptx(dtype: torch.dtype, fp8: bool, head_dim: int, rows: int) -> None:
-    """A tree over a prefix, and a causal chunk; with every optional argument in one of two calls."""
-    heads, kv_heads, page_size = 4, 2, 16
-    nodes = rows * kv_heads // heads - 1
+def instances(tiles: dict[int, tuple[int, ...]]) -> list:
+    """In the core suite each tile with one pair of types, the pairs in turn over rows and head sizes."""
+    return [
+        pytest.param(*types, head_dim, rows, marks=[] if (i + j) % len(TYPES) == k else pytest.mark.slow)
+        for k, types in enumerate(TYPES)
+        for i, (head_dim, of_head) in enumerate(tiles.items())
+        for j, rows in enumerate(of_head)
+    ]
+
+
+def ranges(*starts: tuple[int, int, int]) -> torch.Tensor:
+    """A plan whose ranges begin there: sequence, row tile, KV tile. One CTA takes each."""
+    plan = torch.zeros(PLAN_SIZE, dtype=torch.int32).view(3, -1, 4)
+    plan[0, 0, 0] = len(starts)
+    plan[0, 1 : 1 + len(starts), :3] = torch.tensor(starts)
+    return plan.view(-1)
+
+
+def check_against_simt(
+    kernel: str,
+    types: tuple[torch.dtype, bool],
+    head_dim: int,
+    rows: int,
+    nodes: int,
+    prefix: int,
+    page_size: int,
+    plans: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+) -> None:
+    """A tree over a prefix with the first plan, and a causal chunk with the other, with every optional argument."""
+    dtype, fp8 = types
     generator = torch.Generator().manual_seed(rows)
     trees = TreeBatch.from_trees([DraftTree([-1] + [(i - 1) // 2 for i in range(1, nodes)])])
-    length = nodes + 75
+    length = nodes + prefix
     pages = -(-length // page_size) + 2
-    q = torch.randn(nodes, heads, head_dim, generator=generator).to(dtype)
-    cache = [torch.randn(pages, page_size, kv_heads, head_dim, generator=generator).to(dtype) for _ in range(2)]
+    q = torch.randn(nodes, HEADS, head_dim, generator=generator).to(dtype)
+    cache = [torch.randn(pages, page_size, KV_HEADS, head_dim, generator=generator).to(dtype) for _ in range(2)]
     scales = {}
     if fp8:
         cache = [side.to(FP8) for side in cache]
         scales = {"k_scale": torch.tensor(0.5), "v_scale": torch.tensor([1.5, 0.75])}
     table = torch.randperm(pages, generator=generator).int()[None]
     common = (q, *cache, table, torch.tensor([length], dtype=torch.int32), trees.cu_nodes)
-    options = {"softcap": 20.0, "window": 60, "sinks": torch.randn(heads, generator=generator)}
-    for mask, extra in [(trees.mask, {}), (None, options)]:
+    options = {"softcap": 20.0, "window": 60, "sinks": torch.randn(HEADS, generator=generator)}
+    for mask, plan, extra in [(trees.mask, plans[0], {}), (None, plans[1], options)]:
+        arguments = {"plan": plan, "return_lse": True, **scales, **extra}
         with use_backend("simt"):
-            expected, expected_lse = tree_attention(*common, mask, return_lse=True, **scales, **extra)
+            expected, expected_lse = tree_attention(*common, mask, **arguments)
         assert SIMT is not None and CUDA is not None
-        with executed_from_ptx(SIMT, CUDA, lambda name: "attention_kernel" in name) as executed:
-            out, lse = tree_attention(*common, mask, return_lse=True, **scales, **extra)
-        assert len(executed) == 1 and f"Li{head_dim}ELi{rows}E" in executed[0]
+        with executed_from_ptx(SIMT, CUDA, lambda name: "attention" in name and "_kernelI" in name) as executed:
+            out, lse = tree_attention(*common, mask, **arguments)
+        assert len(executed) == 1 and kernel in executed[0] and f"Li{head_dim}ELi{rows}E" in executed[0]
+        assert ("__half" in executed[0], "Float8" in executed[0]) == (dtype == torch.float16, fp8)
         assert (out.float() - expected.float()).abs().max() < 0.02
         assert (lse - expected_lse).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize(("dtype", "fp8", "head_dim", "rows"), instances(MMA_TILES))
+def test_attention_from_ptx(
+    dtype: torch.dtype, fp8: bool, head_dim: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGEDTREE_ENGINE", "mma.sync")
+    check_against_simt("16attention_kernel", (dtype, fp8), head_dim, rows, rows // GROUP - 1, 75, 16)
+
+
+@pytest.mark.parametrize(("dtype", "fp8", "head_dim", "rows"), instances(WGMMA_TILES))
+def test_wgmma_attention_from_ptx(
+    dtype: torch.dtype, fp8: bool, head_dim: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three KV tiles, in the first call all in one CTA, so that its ring of stages wraps; in the second, in pieces.
+
+    Each KV head has all but two rows of a tile; with 64 columns and tiles of 128 rows it has another tile with 40, that
+    only one of two warpgroups multiplies.
+    """
+    monkeypatch.setenv("PAGEDTREE_ENGINE", "wgmma")
+    nodes = rows // GROUP - 1 + (21 if (head_dim, rows) == (64, 128) else 0)
+    plans = ranges((0, 0, 0)), ranges((0, 0, 0), (0, 0, 1), (0, 1, 2))
+    check_against_simt(
+        "attention_sm90_kernel", (dtype, fp8), head_dim, rows, nodes, 140 - nodes, PAGE_SIZES[head_dim], plans
+    )
+
+
 def test_a_wrong_instruction_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """V's matrices read without `.trans`: the result differs."""
-    from ptx.interpreter import Block
-
     untransposed = Block.do_ldmatrix
     monkeypatch.setattr(
         Block,
@@ -72,4 +128,39 @@ def test_a_wrong_instruction_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
         lambda self, name, operands: untransposed(self, tuple(part for part in name if part != "trans"), operands),
     )
     with pytest.raises(AssertionError):
-        test_attention_from_ptx(torch.bfloat16, False, 128, 16)
+        test_attention_from_ptx(torch.bfloat16, False, 128, 16, monkeypatch)
+
+
+def first_wait_only(right: Callable) -> Callable:
+    """No thread waits for an mbarrier whose first phase has ended: as if its parity were not looked at."""
+
+    def do_mbarrier(self: Block, name: tuple[str, ...], operands: tuple) -> None:
+        if name[1] == "try_wait" and all(self.barriers[int(i)].phase for i in self.address(operands[1])[self.mask]):
+            return self.put(operands[0], np.ones(self.n, bool))
+        return right(self, name, operands)
+
+    return do_mbarrier
+
+
+WRONG = {
+    "stride": (warpgroups, "operand_addresses", lambda right: lambda d, *rest: right(d - (32 << 32), *rest)),
+    "K-major": (warpgroups, "operand_addresses", lambda right: lambda d, outer, _: right(d, outer, False)),
+    "rows": (
+        Block,
+        "_issue",
+        lambda right: lambda self, name, o: right(self, name, ([o[0][i ^ 2] for i in range(len(o[0]))], *o[1:])),
+    ),
+    "slots": (Block, "_box", lambda right: lambda self, tensor, at: right(self, tensor, [at[0], at[1] ^ 8, *at[2:]])),
+    "parity": (Block, "do_mbarrier", first_wait_only),
+}
+
+
+@pytest.mark.parametrize("bug", WRONG)
+def test_wrong_wgmma_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half the stride in descriptors, V read K-major, rows of accumulators changed over, other slots of a page loaded
+    by TMA, phases not waited for.
+    """
+    place, name, change = WRONG[bug]
+    monkeypatch.setattr(place, name, change(getattr(place, name)))
+    with pytest.raises((AssertionError, Fault)):
+        test_wgmma_attention_from_ptx(torch.bfloat16, False, 128, 64, monkeypatch)

@@ -217,6 +217,22 @@ def test_a_warpgroup_is_four_warps() -> None:
         block_of(TRUTH + ONE + WAIT, 96).run()
 
 
+@pytest.mark.parametrize(
+    "together", ["redux.sync.add.s32 %r1, %r9, -1;\n", "bar.warp.sync -1;\nld.shared.u32 %r1, [%r8];\n"]
+)
+def test_a_warp_waits_for_its_threads(together: str) -> None:
+    """Those that come by another way, further down."""
+    body = (
+        "mov.u32 %r9, %tid.x;\nand.b32 %r9, %r9, 1;\nsetp.ne.u32 %p2, %r9, 0;\nmov.u32 %r8, 0;\nmov.u32 %r7, 16;\n"
+        f"@%p2 bra AWAY;\nBACK:\n{together}bra DONE;\nAWAY:\nst.shared.u32 [%r8], %r7;\nbra BACK;\nDONE:\n"
+    )
+    block = block_of(body, 64)
+    block.run()
+    assert (block.registers["%r1"] == 16).all()
+    with pytest.raises(Fault, match="deadlock"):
+        block_of(body.replace("bra BACK", "bra DONE"), 64).run()
+
+
 WAIT_FOR_LOAD = "{.reg .pred p; L: mbarrier.try_wait.parity.shared::cta.b64 p, [%r0], 0; @!p bra L;}\n"
 
 

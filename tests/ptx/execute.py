@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ptx.interpreter import Block
-from ptx.module import Entry, Module
+from ptx.module import Entry, Fault, Module
 from ptx.state import Memory
 
 import pagedtree
@@ -86,6 +86,8 @@ def executed_from_ptx(simt: Path, cuda: Path, wanted: Callable[[str], bool]) -> 
         try:
             entry, memory = entry_of(cuda, name), Memory()
             bytes_of_params = ctypes.string_at(params, param_bytes)
+            if param_bytes != entry.param_bytes:
+                raise Fault(f"{param_bytes} bytes of parameters; the PTX has {entry.param_bytes}")
             sizes = grid[0], grid[1], grid[2]
             for i in range(sizes[0] * sizes[1] * sizes[2]):
                 index = i % sizes[0], i // sizes[0] % sizes[1], i // (sizes[0] * sizes[1])

@@ -19,6 +19,9 @@ from ptx.module import Fault, Instruction, Register
 from ptx.warpgroups import Warpgroups
 from ptx.warps import Warps
 
+# How many threads execute an instruction together: those that come early wait for the others.
+TOGETHER = {"shfl": 32, "vote": 32, "redux": 32, "ldmatrix": 32, "mma": 32, "wgmma": 128}
+
 
 class Block(Arithmetic, MBarriers, Warps, Warpgroups):
     """One CTA. An instruction is the method do_<its first word>."""
@@ -37,7 +40,7 @@ class Block(Arithmetic, MBarriers, Warps, Warpgroups):
                 ready = self.alive & (self.barrier < 0) & ~self.parked
                 if not ready.any():
                     if not self.deliver_one():
-                        raise Fault("deadlock: not all threads reach a barrier")
+                        raise Fault("deadlock: not all threads reach a barrier, or an instruction of their warp")
                     continue
                 at = int(self.at[ready].min())
                 here = self.alive & (self.barrier < 0) & (self.at == at)
@@ -64,10 +67,14 @@ class Block(Arithmetic, MBarriers, Warps, Warpgroups):
                 active = here & (self.get(Register(instruction.predicate), np.bool_) ^ instruction.negated)
                 some, every = bool(active.any()), bool((active == here).all())
             operation = instruction.name[0]
-            if operation == "wgmma":  # of part of a warpgroup, later: when the other warps are here
-                early = self.incomplete_warpgroups(active)
-                active, some, every = active & ~early, bool((active & ~early).any()), every and not early.any()
-                self.parked |= early
+            early = None
+            size = TOGETHER.get(operation, 32 if instruction.name[:2] == ("bar", "warp") else 1)
+            if size > 1 and (not (whole and every) or self.n % size):
+                early = self._incomplete(active, size)
+                if early is not None:
+                    active, every = active & ~early, False
+                    some = bool(active.any())
+                    self.parked |= early
             self.mask, self.all = active, whole and every
             if operation == "bra":
                 target = self.entry.labels[instruction.operands[0].name]
@@ -85,11 +92,11 @@ class Block(Arithmetic, MBarriers, Warps, Warpgroups):
                 if some:
                     self.at[here] = at + 1
                     return at + 1
-            elif operation in ("bar", "barrier"):
+            elif operation in ("bar", "barrier") and size == 1:
                 self.at[here] = at + 1
                 self._arrive(instruction, active)
                 return at + 1
-            elif some:
+            elif some and operation != "bar":
                 try:
                     if self.multiplications and operation != "wgmma":
                         self.check_in_flight(instruction)
@@ -98,16 +105,20 @@ class Block(Arithmetic, MBarriers, Warps, Warpgroups):
                     raise Fault(f"{fault}: {instruction.text}") from None
                 except Exception as error:
                     raise Fault(f"{type(error).__name__} {error}: {instruction.text}") from error
-            if operation == "mbarrier" or (operation == "wgmma" and early.any()):  # others may be the lowest now
+            if operation == "mbarrier" or early is not None:  # others may be the lowest now
                 self.at[here] = np.where(self.parked[here], at, at + 1)
                 return at + 1
             at += 1
         return at
 
+    def _incomplete(self, active: Array, size: int) -> Array | None:
+        """Those of the active threads whose warp or warpgroup is not here as a whole, None if all are."""
+        per_group = np.pad(active, (0, -self.n % size)).reshape(-1, size)
+        parted = per_group.any(1) & ~per_group.all(1)
+        return active & np.repeat(parted, size)[: self.n] if parted.any() else None
+
     def _arrive(self, instruction: Instruction, active: Array) -> None:
-        kind = next(part for part in instruction.name if part in ("warp", "sync", "arrive", "red"))
-        if kind == "warp":
-            return
+        kind = next(part for part in instruction.name if part in ("sync", "arrive", "red"))
         operands = instruction.operands[1:] if kind == "red" else instruction.operands
         numbers = np.broadcast_to(self.get(operands[0] if operands else 0, np.uint32), self.n).astype(np.int64)
         has_count = len(operands) > (2 if kind == "red" else 1)

@@ -6,14 +6,17 @@ allows. Until then the target of a load holds NaN.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from ptx.formats import Array
 from ptx.module import Address, Fault
-from ptx.state import SHARED
+from ptx.state import PARAM, SHARED
 from ptx.transfers import Transfers
+
+TENSOR_MAP_BYTES = 128
 
 
 class TensorMap(NamedTuple):
@@ -28,6 +31,12 @@ class TensorMap(NamedTuple):
     @classmethod
     def of(cls, array: Array, box: tuple[int, ...]) -> TensorMap:
         return cls(array.ctypes.data, array.itemsize, array.shape[::-1], array.strides[::-1], box)
+
+    @classmethod
+    def of_simt(cls, data: bytes) -> TensorMap:
+        """What csrc/simt/ptx_sm90_simt.h has in the place of the driver's map, which is not documented."""
+        base, size, *numbers = struct.unpack_from("QI4x4Q3Q4I", data)
+        return cls(base, size, tuple(numbers[:4]), (size, *numbers[4:7]), tuple(numbers[7:]))
 
 
 @dataclass
@@ -66,7 +75,8 @@ def swizzled_128(addresses: Array) -> Array:
 class MBarriers(Transfers):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.tensor_maps: dict[int, TensorMap] = {}  # by generic address; a parameter's is PARAM + its offset
+        # By generic address; a parameter's is PARAM + its offset, and one that is not named here was made by simt.
+        self.tensor_maps: dict[int, TensorMap] = {}
         self.barriers: dict[int, MBarrier] = {}
         self.under_way: list[Load | Arrivals] = []
         self.parked = np.zeros(self.n, bool)  # threads that try their instruction again later
@@ -148,7 +158,7 @@ class MBarriers(Transfers):
         maps = self.address(operands[1])
         coordinates = [np.broadcast_to(self.get(c, np.int32), self.n) for c in operands[1].coordinates]
         for thread in np.flatnonzero(self.mask):
-            tensor = self.tensor_maps.get(int(maps[thread]))
+            tensor = self._tensor_map_at(int(maps[thread]))
             if tensor is None or not len(tensor.box) == int(name[4][0]) == len(coordinates):
                 raise Fault("no tensor map there, or one of another rank")
             data = self._box(tensor, [int(c[thread]) for c in coordinates])
@@ -159,6 +169,11 @@ class MBarriers(Transfers):
             pieces = swizzled_128(start + np.arange(0, data.size, 16))
             self.shared[start : start + data.size] = 0xFF
             self.under_way.append(Load(pieces, data.reshape(-1, 16), int(barriers[thread])))
+
+    def _tensor_map_at(self, address: int) -> TensorMap | None:
+        if address not in self.tensor_maps and PARAM <= address <= PARAM + len(self.params) - TENSOR_MAP_BYTES:
+            return TensorMap.of_simt(self.params[address - PARAM :].tobytes())
+        return self.tensor_maps.get(address)
 
     def _box(self, tensor: TensorMap, at: list[int]) -> Array:
         """The bytes of a box, the innermost axis last; zeros outside the tensor."""

@@ -56,6 +56,7 @@ class Entry:
 
     name: str
     params: dict[str, int] = field(default_factory=dict)  # offsets
+    param_bytes: int = 0
     widths: dict[str, int] = field(default_factory=dict)  # bits of the registers of a prefix, or of one register
     code: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
@@ -92,6 +93,7 @@ def _read_params(entry: Entry, text: str) -> None:
         start = -(-end // alignment) * alignment
         entry.params[match[3]] = start
         end = start + size * int(match[4] or 1)
+    entry.param_bytes = end
 
 
 def _statements(text: str, at: int) -> Iterator[str]:

@@ -11,13 +11,7 @@ from ptx.state import State
 
 
 class Warps(State):
-    def _whole_warps(self) -> None:
-        per_warp = self.mask.reshape(-1, 32)
-        if (per_warp.any(1) != per_warp.all(1)).any():
-            raise Fault("a diverged warp")
-
     def do_shfl(self, name, operands):
-        self._whole_warps()
         lane, by = (
             self.lane.astype(np.int64),
             np.broadcast_to(self.get(operands[2], np.uint32), self.n).astype(np.int64),
@@ -35,7 +29,6 @@ class Warps(State):
             self.put(to[1], inside)
 
     def do_vote(self, name, operands):
-        self._whole_warps()
         values = np.broadcast_to(self.get(operands[1], np.bool_), self.n).reshape(-1, 32)
         if name[2] == "ballot":
             result = (values.astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(1, dtype=np.uint32)
@@ -44,14 +37,12 @@ class Warps(State):
         self.put(operands[0], np.repeat(result, 32))
 
     def do_redux(self, name, operands):
-        self._whole_warps()
         fold = {"min": np.min, "max": np.max, "add": np.sum, "or": np.bitwise_or.reduce, "and": np.bitwise_and.reduce}
         dtype = dtype_of(name[-1])
         values = np.broadcast_to(self.get(operands[1], dtype), self.n).reshape(-1, 32)
         self.put(operands[0], np.repeat(fold[name[2]](values, axis=1).astype(dtype), 32))
 
     def do_ldmatrix(self, name, operands):
-        self._whole_warps()
         rows = self.load("shared", self.address(operands[1]), 16).view(np.uint16).reshape(-1, 4, 8, 8)
         if "trans" in name:
             rows = rows.swapaxes(2, 3)
@@ -60,7 +51,6 @@ class Warps(State):
             self.put(register, words[:, i].reshape(-1))
 
     def do_mma(self, name, operands):
-        self._whole_warps()
         if name[3] != "m16n8k16" or name[6] != "f32":
             raise Fault("this mma is not known here")
 

@@ -37,7 +37,8 @@ PT_DEVICE void mbar_wait(uint64_t* bar, uint32_t parity) {
 
 // ---- TMA
 
-struct TensorMap {
+// Of CUDA 13's alignment under CUDA 12 too, so that simt lays out parameters in the same way.
+struct alignas(128) TensorMap {
   CUtensorMap map;
 };
 // A box of a tensor of columns, slots, heads and pages, from (x, y, z, w) on; zeros outside the tensor.
