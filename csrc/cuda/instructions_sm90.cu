@@ -1,5 +1,6 @@
 // Runs each function of pagedtree::ptx that Hopper alone has by itself on given words, as instructions.cu does the
 // others.
+#include <cstring>
 #include <iterator>
 #include <type_traits>
 
@@ -7,8 +8,9 @@
 #include "cuda/instructions.cuh"
 #include "cuda/tile/tensor_map.cuh"
 
-namespace pagedtree::cuda {
-namespace {
+// Its kernels have the same names for a GPU and for simt, so that tests find the PTX of the one by the name of the
+// other.
+namespace pagedtree::cuda::hopper {
 
 constexpr int kThreads = 128, kOut = 128;     // a warpgroup; words that a thread gives
 constexpr int kSteps = 4, kStepWords = 4;     // multiplications in a row; words of the left operand, if in registers
@@ -316,9 +318,7 @@ constexpr Instructions kTable{1,
                               static_cast<int32_t>(std::size(kInstructions)),
                               kInstructions};
 
-}  // namespace
-
 // Only in libraries with code for compute capability 9.0.
 extern "C" PT_EXPORT const void* pagedtree_instructions_sm90() { return &kTable; }
 
-}  // namespace pagedtree::cuda
+}  // namespace pagedtree::cuda::hopper
