@@ -240,9 +240,11 @@ struct CopiesArrive : Usual {
   }
 };
 
-// [4, 5, 3, 128] by boxes of [2, 4, 2, 64], in the order of pages, slots, heads and columns; as much as a chunk for
-// each thread.
-constexpr TensorBoxes kTensor{{128, 5, 3, 4}, {3 * 256, 256, 5 * 3 * 256}, {64, 4, 2, 2}};
+// [4, 5, 3, 128] by boxes of [2, 4, 2, 64], in the order of pages, slots, heads and columns; a box has a chunk for each
+// thread.
+inline MappedTensor tensor_at(const void* data) {
+  return {data, {128, 5, 3, 4}, {3 * 256, 256, 5 * 3 * 256}, {64, 4, 2, 2}};
+}
 
 // In each phase two boxes, from the places that the numbers tell; each thread gives its chunk of each.
 struct Load : Usual {
@@ -278,7 +280,7 @@ const char* run(const uint32_t* in, uint32_t* out, void* stream, int32_t* cluste
   return error_of([=] {
     *cluster = 1;
     Call call{reinterpret_cast<const Words*>(in), out, {}};
-    if constexpr (std::is_same_v<Function, Load>) call.map = tensor_map(call.in->image, kTensor);
+    if constexpr (std::is_same_v<Function, Load>) call.map = tensor_map(tensor_at(call.in->image));
     launch(instruction_sm90_kernel<Function>, dim3(1), dim3(Function::kThreads), sizeof(Shared), stream, call);
   });
 }

@@ -1,51 +1,56 @@
-// Makes the maps by which TMA reads tensors.
+// Makes the maps by which TMA reads a tensor: on a GPU by the driver, under simt as they are.
 #pragma once
 
+#include "core/params.h"
 #include "cuda/tile/launch.cuh"
 #include "cuda/tile/ptx_sm90.cuh"
 
+#if defined(__CUDACC__)
+#include <cudaTypedefs.h>
+#endif
+
 namespace pagedtree::cuda {
 
-// A tensor of 16-bit elements in global memory, the innermost axis first, and the box of it that one load copies.
-struct TensorBoxes {
-  uint64_t sizes[4];
-  uint64_t strides[3];  // in bytes, multiples of 16, of all axes but the innermost, whose elements are neighbours
-  uint32_t box[4];      // 64 of the innermost axis, which are the 128 bytes that the swizzle is for
+// A tensor of 16-bit numbers, dimensions and boxes from the innermost on; columns lie side by side.
+struct MappedTensor {
+  const void* data;
+  uint64_t sizes[4];    // columns, slots, heads, pages
+  uint64_t strides[3];  // in bytes, of all but the columns
+  uint32_t box[4];
 };
 
 #if defined(__CUDACC__)
 
-// The driver's function, found at run time: nothing is linked to the driver's library.
-inline ptx::TensorMap tensor_map(const void* base, const TensorBoxes& tensor) {
-  void* found = nullptr;
-#if CUDART_VERSION >= 12050
-  check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault),
-             "cuTensorMapEncodeTiled");
-#else
-  check_cuda(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault), "cuTensorMapEncodeTiled");
-#endif
-  if (found == nullptr) throw std::runtime_error("CUDA: this driver has no cuTensorMapEncodeTiled");
-  ptx::TensorMap map{};
-  const cuuint32_t every_element[4] = {1, 1, 1, 1};
-  const CUresult status = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found)(
-      &map.map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, const_cast<void*>(base), tensor.sizes, tensor.strides, tensor.box,
-      every_element, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+inline ptx::TensorMap tensor_map(const MappedTensor& t) {
+  static const auto encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found{};
+    check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found),
+               "cuTensorMapEncodeTiled of the driver");
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+  }();
+  constexpr cuuint32_t kDense[4] = {1, 1, 1, 1};
+  ptx::TensorMap made;
+  // Both 16-bit types are copied in the same way.
+  const CUresult status = encode(&made.map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, const_cast<void*>(t.data), t.sizes,
+                                 t.strides, t.box, kDense, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     throw std::runtime_error("CUDA: cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(status)));
   }
-  return map;
+  return made;
 }
 
 #else
 
-inline ptx::TensorMap tensor_map(const void* base, const TensorBoxes& tensor) {
-  const auto& [sizes, strides, box] = tensor;
-  return {base,
-          2,
-          {sizes[0], sizes[1], sizes[2], sizes[3]},
-          {strides[0], strides[1], strides[2]},
-          {box[0], box[1], box[2], box[3]}};
+inline ptx::TensorMap tensor_map(const MappedTensor& t) {
+  ptx::TensorMap made{t.data, 2, {}, {}, {}};
+  for (int i = 0; i < 4; ++i) {
+    made.sizes[i] = t.sizes[i];
+    made.box[i] = t.box[i];
+    if (i < 3) made.strides[i] = t.strides[i];
+  }
+  return made;
 }
 
 #endif
