@@ -1,12 +1,11 @@
 // Runs each function of pagedtree::ptx by itself on given words. `python -m pagedtree check` (python/pagedtree/check)
 // compares the results of a GPU and of simt with the instruction's definition.
 #include <cstring>
-#include <exception>
 #include <iterator>
-#include <string>
 #include <type_traits>
 
 #include "core/common.h"
+#include "cuda/instructions.cuh"
 #include "cuda/tile/launch.cuh"
 #include "cuda/tile/mma.cuh"
 
@@ -188,32 +187,16 @@ __global__ void __launch_bounds__(kThreads) instruction_kernel(const __grid_cons
   for (int i = 0; i < kOut; ++i) call.out[(blockIdx.x * kThreads + threadIdx.x) * kOut + i] = out[i];
 }
 
-// Returns null or what went wrong: no exception may leave a function that C calls. `cluster` is the size of clusters, 1
-// if the device has none.
+// `cluster` is the size of clusters, 1 if the device has none.
 template <typename Function>
 const char* run(const uint32_t* in, uint32_t* out, void* stream, int32_t* cluster) {
-  static thread_local std::string error;
-  try {
+  return error_of([=] {
     const int most = std::is_same_v<Function, Cluster> ? max_cluster(instruction_kernel<Function>) : 1;
     *cluster = most < kMostOfCluster ? 1 : kMostOfCluster;
     launch_clusters(instruction_kernel<Function>, dim3(kCtas), dim3(kThreads), static_cast<unsigned>(*cluster),
                     sizeof(Shared), stream, Call{in, out});
-    return nullptr;
-  } catch (const std::exception& failure) {
-    error = failure.what();
-    return error.c_str();
-  }
+  });
 }
-
-struct Instruction {
-  const char* name;
-  const char* (*run)(const uint32_t* in, uint32_t* out, void* stream, int32_t* cluster);
-};
-
-struct Instructions {
-  int32_t ctas, threads, in_words, out_words, count;
-  const Instruction* items;
-};
 
 constexpr Instruction kInstructions[] = {
     {"ldmatrix_x4", run<LdMatrix<false>>},

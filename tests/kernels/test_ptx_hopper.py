@@ -10,9 +10,13 @@ import shutil
 import struct
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from ptx import execute
+from ptx.execute import executed_from_ptx, simt_library
 from ptx.formats import from_bfloat16, to_bfloat16
 from ptx.interpreter import Block
 from ptx.mbarriers import TensorMap
@@ -20,6 +24,15 @@ from ptx.module import Entry, Fault, Module
 from ptx.state import PARAM, Memory
 from ptx.warpgroups import operand_addresses
 
+from pagedtree import _C
+from pagedtree.check.case import Case, Place
+from pagedtree.check.cases import instructions_sm90
+from pagedtree.check.runner import OK, run_row
+from pagedtree.cubin import cuda_library, find_cuobjdump
+from pagedtree.testing import backends
+
+SIMT = simt_library()
+CUDA = cuda_library()
 ROOT = Path(__file__).parents[2]
 HEADER = ".version 8.0\n.target sm_90a\n.address_size 64\n.extern .shared .align 1024 .b8 memory[];\n"
 REGISTERS = ".reg .pred %p<4>; .reg .b16 %h<4>; .reg .b32 %r<40>; .reg .b64 %rd<9>; .reg .f32 %f<260>;\n"
@@ -420,3 +433,31 @@ def test_bugs_of_a_kernel_show(hopper: dict[str, Entry], dtype: str, bug: str, f
     else:
         with pytest.raises(Fault, match=fault):
             run_hopper(hopper, dtype, bug)
+
+
+# The wrappers of csrc/cuda/tile/ptx_sm90_cuda.cuh, as nvcc has compiled them ------------------------------------------
+
+
+class BlockWithMap(Block):
+    """Has the tensor map of `Call` in csrc/cuda/instructions_sm90.cu, which only a driver could make."""
+
+    def __init__(self, entry: Entry, params: bytes, *arguments: Any) -> None:
+        super().__init__(entry, params, *arguments)
+        (words,) = struct.unpack_from("<Q", params)
+        image = words + 4 * (instructions_sm90.NUMBERS + instructions_sm90.THREADS * instructions_sm90.OWN)
+        tensor = TensorMap(image, 2, (128, 5, 3, 4), (2, 3 * 256, 256, 15 * 256), (64, 4, 2, 2))
+        call = PARAM + next(iter(entry.params.values()))
+        self.tensor_maps |= {call + 64: tensor, call + 128: tensor}  # CUDA 13 has aligned it to more than CUDA 12
+
+
+@pytest.mark.skipif(SIMT is None or "simt" not in backends(), reason="built without simt")
+@pytest.mark.skipif(CUDA is None or find_cuobjdump() is None, reason="no CUDA library or no cuobjdump")
+@pytest.mark.skipif("9.0a+PTX" not in _C.build_info()["cuda_architectures"], reason="built without PTX for 9.0a")
+@pytest.mark.parametrize("case", list(instructions_sm90.cases()), ids=lambda case: case.name)
+def test_golden_vectors_from_ptx(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The PTX gives what `python -m pagedtree check` expects of a GPU."""
+    monkeypatch.setattr(execute, "Block", BlockWithMap)
+    assert SIMT is not None and CUDA is not None
+    with executed_from_ptx(SIMT, CUDA, lambda name: "instruction_sm90_kernel" in name) as executed:
+        row = run_row(case, Place(torch.device("cpu"), "simt"))
+    assert executed and (row.status, row.detail) == (OK, "")

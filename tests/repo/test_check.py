@@ -23,7 +23,7 @@ from pagedtree import cli, explain
 from pagedtree._ops import ops
 from pagedtree.check import command, runner
 from pagedtree.check.case import CPU, Case, Measurement, Place, equal, relative, within
-from pagedtree.check.cases import all_cases, attention, instructions, is_chosen
+from pagedtree.check.cases import all_cases, attention, instructions, instructions_sm90, is_chosen
 from pagedtree.check.runner import FAILED, NOT_APPLICABLE, NOT_RUN, OK, Row, run_row
 from pagedtree.testing import backends
 
@@ -134,7 +134,7 @@ def test_simt_passes(quick):
         "the CPU backend", "what a plan is", "the PTX manual's definition", "the whole vocabulary on the CPU backend",
     }  # fmt: skip
     judged = {op for case in chosen if isinstance(case, Case) for op in case.ops}
-    assert sorted(judged) == public_ops() and len(chosen) < (80 if quick else 1000)
+    assert sorted(judged) == public_ops() and len(chosen) < (100 if quick else 1000)
 
 
 def test_every_op_has_cases_with_loops():
@@ -144,18 +144,23 @@ def test_every_op_has_cases_with_loops():
 
 
 @needs_simt
-def test_every_instruction_has_golden_vectors():
-    wrappers = ["ptx_cuda.cuh"]
-    sources = [path for path in (ROOT / "csrc" / "cuda").rglob("*.cu*") if path.parent.name != "tile"]
-    if any("ptx_sm90.cuh" in path.read_text() for path in sources):  # no kernel uses them so far
-        wrappers.append("ptx_sm90_cuda.cuh")
-    text = "".join((ROOT / "csrc" / "cuda" / "tile" / name).read_text() for name in wrappers)
-    functions = set(re.findall(r"^PT_DEVICE [\w&*<> ]+?[&* ](\w+)\(", text, re.MULTILINE))
-    assert {"ldmatrix_x4", "cp_async_wait", "shared", "of_cta", "ex2"} <= functions
-    called = set(re.findall(r"ptx::(\w+)", (ROOT / "csrc" / "cuda" / "instructions.cu").read_text()))
+@pytest.mark.parametrize(
+    ("family", "suffix", "some"),
+    [
+        (instructions, "", {"ldmatrix_x4", "cp_async_wait", "shared", "of_cta", "ex2"}),
+        (instructions_sm90, "_sm90", {"mbar_init", "tma_load_4d", "matrix_descriptor", "wgmma_rs", "setmaxnreg_dec"}),
+    ],
+    ids=["all GPUs", "Hopper"],
+)
+def test_every_instruction_has_golden_vectors(family, suffix, some):
+    cuda = ROOT / "csrc" / "cuda"
+    wrappers = (cuda / "tile" / f"ptx{suffix}_cuda.cuh").read_text()
+    functions = set(re.findall(r"^PT_DEVICE [\w&*<> ]+?[&* ](\w+)\(", wrappers, re.MULTILINE))
+    assert some <= functions
+    called = set(re.findall(r"ptx::(\w+)", (cuda / f"instructions{suffix}.cu").read_text()))
     assert functions - called == set()
-    judged = {case.name.removeprefix("instructions/") for case in instructions.cases()}
-    assert judged == set(instructions.instruction_names("simt"))
+    judged = {case.name.removeprefix("instructions/") for case in family.cases()}
+    assert judged == set(instructions.instruction_names("simt", family.TABLE))
 
 
 def test_every_tile_is_taken():
@@ -322,18 +327,38 @@ def test_failing_rows_are_named_with_a_command_that_runs_them(place, capsys, tmp
 
 @needs_simt
 def test_a_wrong_answer_of_an_instruction_is_found(monkeypatch):
-    right = instructions.run_instruction
-    for name in instructions.instruction_names("simt"):
+    cases = [case for case in every_case(SIMT) if case.group == "instructions"]
+    right, known = instructions.run_instruction, {}
+    for case in cases:
 
-        def wrong(which: str, *arguments: Any, name: str = name) -> Any:
-            words, cluster = right(which, *arguments)
-            if which == name:
-                words[-1, -1, -1] ^= 0x1000
-            return words, cluster
+        def wrong(which: str, words: Any, *arguments: Any, case: Case = case) -> Any:
+            key = which, words.tobytes()
+            known[key] = known[key] if key in known else right(which, words, *arguments)
+            found, cluster = known[key]
+            if f"instructions/{which}" == case.name:
+                found = found.copy()
+                found[-1, -1, -1] ^= 0x1000
+            return found, cluster
 
         monkeypatch.setattr(instructions, "run_instruction", wrong)
-        rows = [run_row(case, SIMT) for case in instructions.cases()]
-        assert [row.name for row in rows if row.status == FAILED] == [f"instructions/{name}"]
+        rows = [run_row(other, SIMT) for other in cases]
+        assert [row.name for row in rows if row.status == FAILED] == [case.name]
+
+
+@needs_simt
+def test_hopper_instructions_elsewhere_are_no_failure(monkeypatch):
+    cases = list(instructions_sm90.cases())
+
+    def outcomes(place: Place) -> set[tuple[str, str]]:
+        return {(row.status, row.detail) for row in (run_row(case, place) for case in cases)}
+
+    assert outcomes(SIMT) == {(OK, "")}
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+        elsewhere = Place(torch.device("cuda"), "simt")  # the device is asked for no more than its capability
+        assert outcomes(elsewhere) == {(NOT_APPLICABLE, "only on GPUs of compute capability 9.0")}
+    monkeypatch.setattr(instructions, "_library", lambda backend: object())
+    assert outcomes(SIMT) == {(NOT_APPLICABLE, "this build has no code for 9.0a")}
 
 
 @needs_simt

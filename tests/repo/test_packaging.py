@@ -110,11 +110,13 @@ def test_a_loaded_backend_exports_its_tables_only(name):
         pytest.skip(f"built without {name}")
     listing = run("nm", "-DC", "--defined-only", library)
     exported = {line.split(maxsplit=2)[2] for line in listing.splitlines()}
+    has_hopper = name == "simt" or any(a.startswith("9.0a") for a in _C.build_info()["cuda_architectures"])
     assert {symbol for symbol in exported if "pagedtree" in symbol} == {
         f"pagedtree::{name}::backend()",
         "pagedtree_backend",
         "pagedtree_backend_error",
         "pagedtree_instructions",
+        *(["pagedtree_instructions_sm90"] if has_hopper else []),
         *(["pagedtree_simt_set_executor"] if name == "simt" else []),
     }
     assert not any(symbol.startswith(("cuda", "__cuda")) for symbol in exported)

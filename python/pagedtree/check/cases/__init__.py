@@ -11,6 +11,7 @@ from pagedtree.check.cases import (
     capture,
     drafting,
     instructions,
+    instructions_sm90,
     rates,
     rules,
     shards,
@@ -32,7 +33,18 @@ QUICK = (
 
 def all_cases(place: Place) -> Iterator[Case | Measurement]:
     """Every row, also those that do not apply at `place`; captures come last, as a failed one may disturb others."""
-    for family in (instructions, trees, cache, step, attention, verification, rules, shards, drafting):
+    for family in (
+        instructions,
+        instructions_sm90,
+        trees,
+        cache,
+        step,
+        attention,
+        verification,
+        rules,
+        shards,
+        drafting,
+    ):
         yield from family.cases()
     yield from rates.measurements()
     yield from capture.cases(place)

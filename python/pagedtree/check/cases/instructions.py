@@ -1,7 +1,7 @@
 """Each function of pagedtree::ptx (csrc/cuda/tile/ptx.cuh) against what the PTX manual says that the instruction does.
 
 The kernels are in csrc/cuda/instructions.cu, in the CUDA library and in simt's, so that the GPU and its emulation are
-judged by the same expected values.
+judged by the same expected values. Those that Hopper alone has are in instructions_sm90.py.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pagedtree.check.case import Case, Difference, NotApplicable, Place, equal
 Words = np.ndarray
 BACKENDS = ("simt", "cuda")
 CLUSTER = 4  # CTAs of a cluster, where the device has clusters
+TABLE = "pagedtree_instructions"  # the function of the library that gives its kernels
 
 
 class _Instruction(ctypes.Structure):
@@ -43,24 +44,32 @@ class _Instructions(ctypes.Structure):
 
 
 @lru_cache
-def _table(backend: str) -> _Instructions:
+def _library(backend: str) -> ctypes.CDLL:
     for folder in map(Path, pagedtree.__path__):
         path = folder / "lib" / f"libpagedtree_{backend}.so"
         if path.exists():
-            function = ctypes.CDLL(str(path)).pagedtree_instructions
-            function.restype = ctypes.POINTER(_Instructions)
-            table: _Instructions = function().contents
-            return table
+            return ctypes.CDLL(str(path))
     raise FileNotFoundError(f"libpagedtree_{backend}.so is not part of this installation")
 
 
-def run_instruction(name: str, words: Words, place: Place) -> tuple[Words, int]:
-    """uint32 [ctas, threads, 4] that the instruction gives for words [threads, 12], and the CTAs of a cluster."""
-    table = _table(place.backend)
-    (item,) = (item for item in table.items[: table.count] if item.name == name.encode())
-    assert words.shape == (table.threads, table.in_words) and words.dtype == np.uint32
+def has_table(backend: str, table: str) -> bool:
+    return hasattr(_library(backend), table)
+
+
+def _items(backend: str, table: str) -> _Instructions:
+    function = getattr(_library(backend), table)
+    function.restype = ctypes.POINTER(_Instructions)
+    found: _Instructions = function().contents
+    return found
+
+
+def run_instruction(name: str, words: Words, place: Place, table: str = TABLE) -> tuple[Words, int]:
+    """uint32 [ctas, threads, words] that come of words [threads, words], and the CTAs of a cluster."""
+    items = _items(place.backend, table)
+    (item,) = (item for item in items.items[: items.count] if item.name == name.encode())
+    assert words.shape == (items.threads, items.in_words) and words.dtype == np.uint32
     given = place.put(torch.from_numpy(words.view(np.int32).copy()))
-    out = torch.zeros((table.ctas, table.threads, table.out_words), dtype=torch.int32, device=place.device)
+    out = torch.zeros((items.ctas, items.threads, items.out_words), dtype=torch.int32, device=place.device)
     cluster = ctypes.c_int32()
     stream = torch.cuda.current_stream(place.device).cuda_stream if place.device.type == "cuda" else None
     with torch.cuda.device(place.device if place.device.type == "cuda" else -1):
@@ -70,9 +79,9 @@ def run_instruction(name: str, words: Words, place: Place) -> tuple[Words, int]:
     return out.cpu().numpy().view(np.uint32), cluster.value
 
 
-def instruction_names(backend: str) -> list[str]:
-    table = _table(backend)
-    return [item.name.decode() for item in table.items[: table.count]]
+def instruction_names(backend: str, table: str = TABLE) -> list[str]:
+    items = _items(backend, table)
+    return [item.name.decode() for item in items.items[: items.count]]
 
 
 # Inputs: [64 threads, 12 words] ---------------------------------------------------------------------------------------
@@ -272,8 +281,10 @@ GOLDEN: dict[str, tuple[Callable[[int], Words], Callable[[Words], Words], Differ
 def cases() -> Iterator[Case]:
     for name, (inputs, meaning, compare) in GOLDEN.items():
         yield _golden(name, inputs, meaning, compare)
-    yield _case("smem_addr", lambda place: _tensor(run_instruction("smem_addr", any_words(0), place)[0]), _addresses)
-    yield _case("of_cta", _in_clusters, lambda: _neighbours(any_words(0)))
+    yield instruction_case(
+        "smem_addr", lambda place: as_tensor(run_instruction("smem_addr", any_words(0), place)[0]), _addresses
+    )
+    yield instruction_case("of_cta", _in_clusters, lambda: _neighbours(any_words(0)))
 
 
 def _golden(
@@ -283,24 +294,24 @@ def _golden(
     parts = np.split(given, 4)
 
     def run(place: Place) -> Tensor:
-        return torch.cat([_tensor(run_instruction(name, words, place)[0]) for words in parts])
+        return torch.cat([as_tensor(run_instruction(name, words, place)[0]) for words in parts])
 
     def by_definition() -> Words:
         return np.concatenate([np.tile(meaning(words), (8, 1, 1)) for words in parts])  # every CTA gives the same
 
-    return _case(name, run, by_definition, compare)
+    return instruction_case(name, run, by_definition, compare)
 
 
-def _case(
+def instruction_case(
     name: str, run: Callable[[Place], Tensor], by_definition: Callable[[], Words], compare: Difference = equal
 ) -> Case:
     return Case(
-        f"instructions/{name}", (), lambda place: {"words": run(place)}, lambda: {"words": _tensor(by_definition())},
+        f"instructions/{name}", (), lambda place: {"words": run(place)}, lambda: {"words": as_tensor(by_definition())},
         always_loops=True, compare={"words": compare}, backends=BACKENDS, against="the PTX manual's definition",
     )  # fmt: skip
 
 
-def _tensor(words: Words) -> Tensor:
+def as_tensor(words: Words) -> Tensor:
     return torch.from_numpy(words.astype(np.uint32).view(np.int32).copy())
 
 
@@ -324,4 +335,4 @@ def _in_clusters(place: Place) -> Tensor:
     found, cluster = run_instruction("of_cta", any_words(0), place)
     if cluster == 1:
         raise NotApplicable("this GPU has no clusters")
-    return _tensor(found)
+    return as_tensor(found)

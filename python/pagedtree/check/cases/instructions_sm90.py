@@ -1,0 +1,297 @@
+"""Hopper's functions of pagedtree::ptx (csrc/cuda/tile/ptx_sm90.cuh) against what the PTX manual says that they do.
+
+The kernels are in csrc/cuda/instructions_sm90.cu. The operands of wgmma are small integers, whose products and sums
+fp32 has exactly; what lies between them in shared memory is NaN, so that an element from a wrong place is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedtree.check.case import Case, NotApplicable, Place
+from pagedtree.check.cases import instructions
+from pagedtree.check.cases.instructions import Words, as_tensor, instruction_case
+
+TABLE = "pagedtree_instructions_sm90"
+# Of the warpgroup: what is given in all, as `Words` of instructions_sm90.cu has it, and what each thread gives.
+THREADS, NUMBERS, OWN, IMAGE_BYTES, OUT = 128, 128, 16, 80 * 1024, 128
+STEPS = 4  # multiplications in a row, each of 16 k
+PANEL_BYTES, B_BEGINS = 64 * 128, 16 * 1024  # 64 rows of 128 bytes; where B lies in shared memory, A being at 0
+NAN = 0x7FFF  # in fp16 and in bf16
+
+# One vector: what is given, and what comes out.
+Vector = tuple[Words, Words]
+THREAD = np.arange(THREADS)
+
+
+def given_words(numbers: list[int], own: np.ndarray, image: np.ndarray) -> Words:
+    """[threads, words] of the numbers, uint32 [threads, 4, 4] and the bytes that shared memory is to hold."""
+    told = np.zeros(NUMBERS, np.uint32)
+    told[: len(numbers)] = np.array(numbers, np.int64).astype(np.uint32)
+    held = np.zeros(IMAGE_BYTES, np.uint8)
+    held[: image.nbytes] = image.reshape(-1).view(np.uint8)
+    return np.concatenate([told, own.reshape(-1), held.view(np.uint32)]).astype(np.uint32).reshape(THREADS, -1)
+
+
+def no_words() -> np.ndarray:
+    return np.zeros((THREADS, STEPS, OWN // STEPS), np.uint32)
+
+
+def any_words(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return rng.integers(0, 2**32, shape, dtype=np.uint32)
+
+
+def given_back(columns: np.ndarray) -> Words:
+    """[threads, up to 128 words] with zeros after them, which the kernel has not written."""
+    out = np.zeros((THREADS, OUT), np.uint32)
+    out[:, : columns.shape[1]] = columns
+    return out
+
+
+# wgmma ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How A [64, 128] and B [N, 128] lie in shared memory, and the multiplications.
+
+    Attributes:
+        leading, stride: the byte offsets of the descriptors.
+        panel: bytes from the first 64 k to the other 64, where the matrix is K-major.
+        steps: which 16 k are multiplied, one step after the other.
+        accumulates: whether the first step adds to what is in D; the others do.
+    """
+
+    leading: int
+    stride: int
+    panel: int
+    steps: tuple[int, ...]
+    accumulates: bool
+
+    def k_major(self, rows: int) -> np.ndarray:
+        """Byte offsets [rows, 128 k]. A row's 64 k are 128 bytes, of which the chunk c of 16 is at c xor row % 8; eight
+        rows follow each other, and `stride` leads to the next eight. The leading offset means nothing."""
+        row, k = np.arange(rows)[:, None], np.arange(128)
+        chunk = k % 64 // 8 ^ row % 8
+        return k // 64 * self.panel + row // 8 * self.stride + row % 8 * 128 + chunk * 16 + k % 8 * 2
+
+    def n_major(self, columns: int) -> np.ndarray:
+        """Byte offsets [columns, 128 k]. The same with 64 columns of one k in 128 bytes: `stride` leads from eight k to
+        the next eight, `leading` from 64 columns to the next 64."""
+        n, k = np.arange(columns)[:, None], np.arange(128)
+        chunk = n % 64 // 8 ^ k % 8
+        return n // 64 * self.leading + k // 8 * self.stride + k % 8 * 128 + chunk * 16 + n % 8 * 2
+
+
+def small_integers(rng: np.random.Generator, rows: int) -> np.ndarray:
+    return rng.integers(-15, 16, (rows, 128)).astype(np.float32)
+
+
+def bits(matrix: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    return torch.from_numpy(matrix).to(dtype).view(torch.int16).numpy().view(np.uint16)
+
+
+def image_of(*matrices: tuple[int, np.ndarray, np.ndarray]) -> np.ndarray:
+    """Shared memory with matrices (where it begins, offsets of its elements, their bits)."""
+    image = np.full(IMAGE_BYTES // 2, NAN, np.uint16)
+    for begin, offsets, elements in matrices:
+        assert np.unique(offsets).size == offsets.size and begin % 1024 == 0
+        image[(begin + offsets) // 2] = elements
+    return image
+
+
+def left_registers(elements: np.ndarray) -> np.ndarray:
+    """A of one step [64, 16], as a thread's four words: two neighbours of row g and of row g + 8, then of the other
+    eight k, where g is the lane's quad in the 16 rows of its warp."""
+    word = np.arange(4)
+    row = (THREAD // 32 * 16 + THREAD % 32 // 4)[:, None] + word % 2 * 8
+    k = (THREAD % 4 * 2)[:, None] + word // 2 * 8
+    return elements[row, k].astype(np.uint32) | elements[row, k + 1].astype(np.uint32) << np.uint32(16)
+
+
+def sums_of_threads(product: np.ndarray, first: int, accumulates: bool) -> Words:
+    """[threads, N / 2] words of D [64, N], to which the words' places from `first` on are added, if at all."""
+    register = np.arange(product.shape[1] // 2)
+    row = (THREAD // 32 * 16 + THREAD % 32 // 4)[:, None] + register % 4 // 2 * 8
+    column = (THREAD % 4 * 2)[:, None] + register // 4 * 8 + register % 2
+    begun = THREAD[:, None] * OUT + first + register if accumulates else 0
+    return (product[row, column] + begun).astype(np.float32).view(np.uint32)
+
+
+def k_slice(step: int) -> slice:
+    return slice(16 * step, 16 * step + 16)
+
+
+def layout_numbers(layout: Layout, b_n_major: bool) -> list[int]:
+    """`Layout` of instructions_sm90.cu. A step's operand begins 32 bytes behind the one before, in the same rows, or
+    where B is N-major with the next 16 k."""
+    k_major = [step // 4 * layout.panel + step % 4 * 32 for step in layout.steps]
+    n_major = [step * 2 * layout.stride for step in layout.steps]
+    starts = [
+        x for a, b in zip(k_major, n_major if b_n_major else k_major, strict=True) for x in (a, b + B_BEGINS)
+    ]  # fmt: skip
+    return [int(layout.accumulates), layout.leading, layout.stride, layout.leading, layout.stride, *starts]
+
+
+def k_major_layouts(n: int) -> list[Layout]:
+    """Rows without gaps, one panel after the other; and panels that lie between each other's rows."""
+    return [Layout(16, 1024, n * 128, (0, 1, 2, 3), False), Layout(0, 2048, 1024, (1, 6, 3, 4), True)]
+
+
+def n_major_layouts(n: int) -> list[Layout]:
+    """64 columns after 64 columns; and eight k after eight k, with gaps between if there is room."""
+    apart = min(n * 16 + 1024, 4096)
+    return [Layout(16 * 1024, 1024, 0, (0, 1, 2, 3), False), Layout(1024, apart, 0, (1, 6, 3, 4), True)]
+
+
+def multiplication(kind: str, dtype: torch.dtype, n: int, layout: Layout, seed: int) -> Vector:
+    """kind: "wgmma_ss", "wgmma_rs/K-major" or "wgmma_rs/N-major"."""
+    rng = np.random.default_rng(seed)
+    a, b = small_integers(rng, 64), small_integers(rng, n)
+    own, b_n_major = no_words(), kind.endswith("N-major")
+    right = (B_BEGINS, layout.n_major(n) if b_n_major else layout.k_major(n), bits(b, dtype))
+    image = image_of(right)
+    if kind == "wgmma_ss":
+        image = image_of((0, layout.k_major(64), bits(a, dtype)), right)
+    else:
+        own = np.stack([left_registers(bits(a, dtype)[:, k_slice(step)]) for step in layout.steps], 1)
+    product = sum(a[:, k_slice(step)] @ b[:, k_slice(step)].T for step in layout.steps)
+    assert isinstance(product, np.ndarray)
+    given = given_words(layout_numbers(layout, b_n_major), own, image)
+    return given, given_back(sums_of_threads(product, 0, layout.accumulates))
+
+
+def multiplications(kind: str, dtype: torch.dtype, n: int) -> list[Vector]:
+    layouts = n_major_layouts(n) if kind.endswith("N-major") else k_major_layouts(n)
+    return [multiplication(kind, dtype, n, layout, seed) for seed, layout in enumerate(layouts)]
+
+
+def groups() -> list[Vector]:
+    """Two steps in D of the older group, two in that of the newer."""
+    layout, rng = k_major_layouts(64)[1], np.random.default_rng(2)
+    a, b = small_integers(rng, 64), small_integers(rng, 64)
+    image = image_of(*((at, layout.k_major(64), bits(x, torch.float16)) for at, x in ((0, a), (B_BEGINS, b))))
+    products = [a[:, k_slice(step)] @ b[:, k_slice(step)].T for step in layout.steps]
+    sums = [sums_of_threads(products[i] + products[i + 1], i * 16, True) for i in (0, 2)]
+    return [(given_words(layout_numbers(layout, False), no_words(), image), given_back(np.concatenate(sums, 1)))]
+
+
+def written_again() -> list[Vector]:
+    """Two steps of other operands, which come to lie where the first were. Each of the images has 32 KB."""
+    layout, rng, steps = Layout(16, 1024, PANEL_BYTES, (0, 5, 0, 0), True), np.random.default_rng(3), (0, 5)
+    images, sums = [], []
+    for i in range(2):
+        a, b = small_integers(rng, 64), small_integers(rng, 64)
+        image = image_of(*((at, layout.k_major(64), bits(x, torch.bfloat16)) for at, x in ((0, a), (B_BEGINS, b))))
+        images.append(image[: 32 * 1024 // 2])
+        product = (
+            a[:, k_slice(steps[0])] @ b[:, k_slice(steps[0])].T + a[:, k_slice(steps[1])] @ b[:, k_slice(steps[1])].T
+        )
+        sums.append(sums_of_threads(product, i * 32, True))
+    given = given_words(layout_numbers(layout, False), no_words(), np.concatenate(images))
+    return [(given, given_back(np.concatenate(sums, 1)))]
+
+
+def descriptors() -> list[Vector]:
+    """Bits 0 to 13: the address, 16 to 29: the leading offset, 32 to 45: the stride offset, each in units of 16 bytes;
+    62 and 63: 1 for the 128-byte swizzle."""
+    rng, own = np.random.default_rng(4), no_words()
+    own[:, 0, 0] = rng.integers(0, IMAGE_BYTES // 16, THREADS) * 16
+    own[:, 0, 1:3] = rng.integers(0, 2**14, (THREADS, 2)) * 16
+    offset, leading, stride = own[:, 0, :3].astype(np.uint64).T >> np.uint64(4)
+    found = offset | leading << np.uint64(16) | stride << np.uint64(32) | np.uint64(1 << 62)
+    return [(given_words([], own, np.zeros(0, np.uint32)), given_back(found[:, None].view(np.uint32)))]
+
+
+# mbarriers and copies -------------------------------------------------------------------------------------------------
+
+
+def phases() -> list[Vector]:
+    """In each of four phases the threads 64 to 127 get what a thread of the other half has written for this phase."""
+    own = any_words(np.random.default_rng(5), (THREADS, 4, 4))
+    read = np.where((THREAD >= 64)[:, None], own[(THREAD ^ 32) % 64].reshape(THREADS, 16), 0)
+    return [(given_words([], own, np.zeros(0, np.uint32)), given_back(read))]
+
+
+def arriving_copies() -> list[Vector]:
+    """In each of two phases, two copies of other threads, of which the second is zeros if that thread is odd."""
+    chunks = any_words(np.random.default_rng(6), (2, 2, THREADS, 4))
+    chunks_there = chunks.copy()
+    chunks_there[:, 1, 1::2] = 0
+    read = [chunks_there[phase, which][THREAD ^ (32, 64)[which]] for phase in range(2) for which in range(2)]
+    return [(given_words([], no_words(), chunks), given_back(np.concatenate(read, 1)))]
+
+
+# Columns, slots, heads and pages from which a box is loaded: inside the tensor; with a slot before it; past its end on
+# three axes; past the last column.
+BOXES = [(64, 0, 1, 1), (0, -1, 0, 2), (32, 3, 2, 3), (96, 1, 0, 0)]
+
+
+def loads() -> list[Vector]:
+    """The rows of 128 bytes of a box, slots first, then heads, then pages. The chunk c of 16 bytes is at c xor row % 8;
+    outside the tensor are zeros."""
+    tensor = np.random.default_rng(7).integers(1, 2**16, (4, 5, 3, 128), dtype=np.uint16)  # pages, slots, heads
+    columns = []
+    for x, y, z, w in BOXES:
+        box = np.zeros((16, 8, 8), np.uint16)  # rows, chunks, elements
+        for row in range(16):
+            page, slot, head = w + row // 8, y + row % 4, z + row // 4 % 2
+            if not (0 <= page < 4 and 0 <= slot < 5 and 0 <= head < 3):
+                continue
+            elements = np.zeros(64, np.uint16)
+            inside = tensor[page, slot, head, x : x + 64]
+            elements[: inside.size] = inside
+            box[row, np.arange(8) ^ row % 8] = elements.reshape(8, 8)
+        columns.append(box.reshape(THREADS, 8).view(np.uint32))
+    given = given_words([number for box in BOXES for number in box], no_words(), tensor)
+    return [(given, given_back(np.concatenate(columns, 1)))]
+
+
+# Cases ----------------------------------------------------------------------------------------------------------------
+
+VECTORS: dict[str, Callable[[], list[Vector]]] = {
+    "mbar_arrive": phases,
+    "cp_async_mbar_arrive": arriving_copies,
+    "tma_load_4d": loads,
+    "fence_proxy_async": written_again,
+    "matrix_descriptor": descriptors,
+    "wgmma_wait": groups,
+    "setmaxnreg": lambda: multiplications("wgmma_rs/K-major", torch.float16, 256),
+}
+
+
+def cases() -> Iterator[Case]:
+    for name, vectors in VECTORS.items():
+        yield _case(name, vectors)
+    for kind in ("wgmma_ss", "wgmma_rs/K-major", "wgmma_rs/N-major"):
+        for word, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+            for n in (64, 128, 256):
+                yield _wgmma(f"{kind}/{word}/N {n}", kind, dtype, n)
+
+
+def _wgmma(name: str, kind: str, dtype: torch.dtype, n: int) -> Case:
+    return _case(name, lambda: multiplications(kind, dtype, n))
+
+
+def _case(name: str, make: Callable[[], list[Vector]]) -> Case:
+    vectors = lru_cache(make)
+
+    def run(place: Place) -> Tensor:
+        _check_applies(place)
+        found = (instructions.run_instruction(name, given, place, TABLE)[0] for given, _ in vectors())
+        return torch.cat([as_tensor(words) for words in found])
+
+    return instruction_case(name, run, lambda: np.stack([expected for _, expected in vectors()]))
+
+
+def _check_applies(place: Place) -> None:
+    if not instructions.has_table(place.backend, TABLE):
+        raise NotApplicable("this build has no code for 9.0a")
+    if place.device.type == "cuda" and torch.cuda.get_device_capability(place.device) != (9, 0):
+        raise NotApplicable("only on GPUs of compute capability 9.0")
