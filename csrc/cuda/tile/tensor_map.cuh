@@ -25,8 +25,16 @@ inline ptx::TensorMap tensor_map(const MappedTensor& t) {
   static const auto encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found{};
-    check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found),
-               "cuTensorMapEncodeTiled of the driver");
+#if CUDART_VERSION >= 12050
+    const cudaError_t status =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+#else
+    const cudaError_t status = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
+#endif
+    check_cuda(status, "cuTensorMapEncodeTiled of the driver");
+    if (found != cudaDriverEntryPointSuccess) {
+      throw std::runtime_error("CUDA: the driver has no cuTensorMapEncodeTiled, which wgmma kernels need");
+    }
     return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
   }();
   constexpr cuuint32_t kDense[4] = {1, 1, 1, 1};
