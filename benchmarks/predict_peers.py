@@ -214,7 +214,7 @@ def published_rows(files: list[Path], folder: Path, num_stalls: int) -> Iterator
 
 @dataclass(frozen=True)
 class Peer:
-    """A kernel without clusters, variable lengths or pages. flags: causal, local; these too have a loop without mask."""
+    """A kernel without clusters, variable lengths or pages. flags: causal, local; they too have a loop without mask."""
 
     head_dim: int
     rows: int

@@ -373,6 +373,96 @@ def predicted_verification(result: dict[str, Any], name: str) -> str:
     )
 
 
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
+
+
+def bounds(result: dict[str, Any], name: str) -> str:
+    """Our kernels: what bounds a tile, and each unit's share of that time."""
+    shown = {
+        "memory": "memory", "l2": "L2", "tensor": "tensor", "shared": "shared memory", "issue": "issue",
+        "integer": "integer", "float": "float", "mufu": "MUFU",
+    }  # fmt: skip
+    ours = [row for row in result["rows"] if "idea" not in row]
+    found = {(row["kernel"], row["dtypes"], row["head_dim"], row["rows"]): row for row in ours}
+    rows = []
+    for (kernel, *point), row in found.items():
+        other = found.get(("mma.sync", *point))
+        if kernel != "wgmma" or other is None:
+            continue
+        size, time = f"{row['tiles']} x {row['tile']}", row["time"] * row["tiles"]
+        peer = [str(other["time"] * other["tiles"]), f"{shown[other['binds']]}"]
+        rows.append([*map(str, point), size, str(time), *(percent(row["share"][unit]) for unit in shown), *peer])
+    header = [
+        "dtypes", "head dim", "rows", "row tiles", "cycles, wgmma", *shown.values(), "cycles, mma.sync", "its busiest",
+    ]  # fmt: skip
+    note = f"Calculated for {ours[0]['machine']}, commit {result['commit']} (`benchmarks/results/{name}.json`):"
+    return note + "\n\n" + table(header, rows)
+
+
+def bounds_instructions(result: dict[str, Any], name: str) -> str:
+    """Instructions of the loops, beside FlashAttention-3's."""
+
+    def number(value: float) -> str:
+        return f"{value:.0f}"
+
+    rows = []
+    for row in sorted(result["rows"], key=lambda row: (row.get("head_dim", 0), row.get("dtypes", ""))):
+        if not (work := row.get("work")):
+            continue
+        mine = work["consumers_synchronise"]
+        rows.append(
+            [
+                row["kernel"] if "keys" in row else "ours",
+                row["dtypes"],
+                str(row["head_dim"]),
+                f"{row['tile']} x {row.get('keys', 64)}",
+                number(work["wgmma"]),
+                number(work["others"]),
+                number(work["softmax"]),
+                f"{'in them' if work['always_rescales'] else '+'} {number(work['rescale'])}",
+                f"+{number(work['mask'])}" if work["mask"] else "",
+                f"{work['producer_warps']} x {number(work['producers'])}",
+                "; ".join(f"{mine[key]:.1f}" for key in ("barriers", "mbarrier_waits", "mbarrier_arrivals", "fences")),
+                f"{row['time']}, {row['binds']}" if "keys" in row else "",
+            ]
+        )
+    header = [
+        "kernel", "dtypes", "head dim", "rows x keys", "wgmma", "others", "of them softmax", "scaling the output",
+        "mask", "producers", "barriers; waits; arrivals; fences", "bound, cycles",
+    ]  # fmt: skip
+    return table(header, rows)
+
+
+def bounds_ideas(result: dict[str, Any], name: str) -> str:
+    swapped = [row for row in result["rows"] if row.get("idea") == "swap-AB"]
+    rows = [
+        [
+            *row["instance"].split("-"),
+            str(row["time"]),
+            row["binds"],
+            percent(row["memory_share"]),
+            percent(row["memory_share_now"]),
+        ]
+        for row in swapped
+    ]
+    header = ["dtypes", "head dim", "rows", "cycles", "busiest", "bandwidth at most", "mma.sync, predicted"]
+    cast = [
+        [
+            *row["instance"].split("-"),
+            f"{row['share']['l2'] * 2 * row['time'] / row['time_now']:.0%}",
+            percent(row["share"]["l2"]),
+            str(row["time_now"]),
+            str(row["time"]),
+            row["binds"],
+        ]
+        for row in result["rows"]
+        if row.get("idea") == "multicast"
+    ]
+    cast_header = ["dtypes", "head dim", "rows of a tile", "L2 now", "L2", "cycles now", "cycles", "busiest"]
+    return table(header, rows) + "\n\n" + table(cast_header, cast)
+
+
 # Marker: (name of the files, one per machine or only one, and how they are shown).
 SECTIONS = {
     "demo": ("demo", demo),
@@ -387,6 +477,9 @@ SECTIONS = {
     "predicted": ("predicted", predicted),
     "predicted-others": ("others_predicted", predicted_others),
     "published": ("published_predicted", published),
+    "bounds": ("wgmma_bounds", bounds),
+    "bounds-instructions": ("wgmma_bounds", bounds_instructions),
+    "bounds-ideas": ("wgmma_bounds", bounds_ideas),
     "predicted-verification": ("verification_predicted", predicted_verification),
     "build": ("build", times),
 }
