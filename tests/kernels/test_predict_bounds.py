@@ -68,6 +68,17 @@ def test_the_ways_through_an_invented_kernel() -> None:
     assert not work["always_rescales"]
 
 
+def test_a_look_at_an_mbarrier_is_not_left_out() -> None:
+    look = (
+        "@P6 BRA `(.L_ready)",
+        "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R2+URZ], R3",
+        "@!P0 BRA `(.L_retry)",
+        ".L_ready:",
+    )
+    roles = roles_of(listing(*PRODUCERS, CONSUMERS[0], *look, *CONSUMERS[1:], *REST), consumers=4, producers=4)
+    assert [x.root for x in roles.consumers.path][:4] == ["BRA", "SYNCS", "BRA", "WARPGROUP"]
+
+
 @pytest.mark.parametrize(("lines", "message"), [(PRODUCERS, "multiplies"), (CONSUMERS, "copies")])
 def test_a_kernel_without_one_of_the_loops(lines: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
