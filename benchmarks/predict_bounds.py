@@ -10,19 +10,19 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from predict_loop import SHARED_BYTES
 from sass_listing import Function, Instruction, bytes_of
-from sass_loops import Flow, Loop
-from sm_model import GLOBAL, SHARED, WGMMA, Machine
+from sass_loops import Flow
+from sass_roles import KEYS, WGMMA_SHAPE, Kind, Role, Roles, multiplies, rescales_with, roles_of, waits
+from sm_model import GLOBAL, SHARED, Machine
 
 import pagedtree as pt
 
-KEYS = 64  # for which all figures hold
+PAGE_SIZE = 16  # of the cache
 SHARED_RATE = 128  # bytes per cycle of shared memory
 ROWS = (64, 128, 256, 512)  # of a KV head
 HEAD_DIMS = (64, 128, 256)
@@ -30,124 +30,6 @@ RESULTS = Path(__file__).parent / "results"
 # Units of a scheduler of which an instruction takes one; "control" only takes an issue slot.
 UNITS = {"tensor": "tensor", "slow": "mufu", "float": "float", "integer": "integer", "uniform": "uniform"}
 SOFTMAX = {"FADD", "FMUL", "FFMA", "FMNMX", "MUFU", "F2FP", "SHFL"}
-COPIES = {"LDGSTS", "UTMALDG", "UBLKCP"}
-WGMMA_SHAPE = re.compile(r"[HQI]GMMA\.(\d+)x(\d+)x(\d+)")
-Kind = Callable[[Instruction], bool]
-
-
-# ---- loops
-
-
-def multiplies(x: Instruction) -> bool:
-    return x.root in WGMMA
-
-
-def columns_of(x: Instruction) -> int:
-    """N of a wgmma, 0 of another instruction."""
-    shape = WGMMA_SHAPE.match(x.opcode)
-    return int(shape[2]) if shape else 0
-
-
-def copies(x: Instruction) -> bool:
-    """A copy to shared memory, or one half of what decodes on the way."""
-    return x.root in COPIES or (x.root in ("LDG", "STS") and ".128" in x.opcode)
-
-
-def masks(x: Instruction) -> bool:
-    """Gives a hidden key's score no effect."""
-    return "-INF" in x.arguments and x.root == "FSEL"
-
-
-def waits(x: Instruction) -> bool:
-    """Looks whether a phase of an mbarrier is over."""
-    return x.root == "SYNCS" and "PHASECHK" in x.opcode
-
-
-def inner_loops(flow: Flow, work: Kind) -> list[Loop]:
-    """The loops with the most of such work on a way through them, among those without a loop inside that has some."""
-    ways = [(loop, sum(map(work, path))) for loop in flow.loops() if (path := flow.path(loop, by(work)))]
-    having = [(loop, count) for loop, count in ways if count]
-    innermost = [
-        (loop, count) for loop, count in having if not any(other.body < loop.body for other, _ in having)
-    ]  # fmt: skip
-    most = max((count for _, count in innermost), default=0)
-    return [loop for loop, count in innermost if count == most]
-
-
-def by(work: Kind, wanted: Kind | None = None, unwanted: Kind | None = None) -> Callable[[Instruction], int]:
-    """The weight of a way: all of the work, then what is wanted, nothing unwanted, a look at each mbarrier, and few
-    instructions."""
-
-    def weight(x: Instruction) -> int:
-        found = 100_000 * work(x) + 1000 * (wanted is not None and wanted(x)) + 30 * waits(x) - 1
-        return found - 50_000 * ((unwanted is not None and unwanted(x)) or (x.root == "CALL" and not x.predicate))
-
-    return weight
-
-
-def shortest(flow: Flow, work: Kind, wanted: Kind | None = None, unwanted: Kind | None = None) -> list[Instruction]:
-    """The shortest way through such loops. Raises ValueError without one."""
-    paths = [flow.path(loop, by(work, wanted, unwanted)) for loop in inner_loops(flow, work)]
-    if not paths:
-        raise ValueError(f"no loop of warps where one {work.__name__}")
-    return min(paths, key=len)
-
-
-def rescales_with(path: Sequence[Instruction]) -> Kind:
-    """Whether an instruction scales the output: a product in the registers that the last HGMMA adds to."""
-    last = [x for x in path if multiplies(x)][-1]
-    first = int(last.arguments[1:].split(",")[0])
-    registers = {f"R{i}" for i in range(first, first + columns_of(last) // 2)}
-    return lambda x: x.root == "FMUL" and x.arguments.split(",")[0] in registers
-
-
-@dataclass(frozen=True)
-class Role:
-    """A way through a loop, which `warps` warps of a CTA take for each `keys` keys."""
-
-    path: Sequence[Instruction]
-    warps: int
-    keys: int = KEYS
-
-    @property
-    def share(self) -> float:
-        """Of a warp's instruction in the work for 64 keys."""
-        return self.warps * KEYS / self.keys
-
-    def count(self, kind: Kind) -> float:
-        """Instructions of one warp for 64 keys."""
-        return round(sum(map(kind, self.path)) * KEYS / self.keys, 1)
-
-
-@dataclass(frozen=True)
-class Roles:
-    """The ways of a specialised kernel: without a mask and with one; and where the output is scaled."""
-
-    consumers: Role
-    producers: Role
-    masked: Role
-    masked_producers: Role
-    rescaled: Role
-
-
-def roles_of(function: Function, consumers: int, producers: int, keys: int = KEYS) -> Roles:
-    """Raises ValueError where the code has no loop with wgmma or none with copies."""
-    flow = Flow(function)
-    plain = shortest(flow, multiplies)
-    scales = rescales_with(plain)
-
-    def moves(x: Instruction) -> bool:  # what an iteration has to look up and to hand on for the next one
-        return x.root in ("LDS", "STS", "LDG", "LD") and x.predicate != "!PT"
-
-    def meets(x: Instruction) -> bool:
-        return x.root == "BAR"
-
-    return Roles(
-        Role(plain, consumers, keys), Role(shortest(flow, copies, moves, meets), producers, keys),
-        Role(shortest(flow, multiplies, masks), consumers, keys),
-        Role(shortest(flow, copies, lambda x: moves(x) or meets(x)), producers, keys),
-        Role(shortest(flow, multiplies, scales), consumers, keys),
-    )  # fmt: skip
 
 
 # ---- bounds
@@ -165,6 +47,13 @@ def shared_cycles(x: Instruction, machine: Machine) -> float:
     if x.root in SHARED | GLOBAL and x.predicate != "!PT":
         return machine.use(x).cycles / machine.shared_factor
     return 0.0
+
+
+def copying_cycles(machine: Machine, roles: Roles, head_dim: int) -> Counter[str]:
+    """busy_cycles() of the producers, with what TMA writes to shared memory."""
+    busy = busy_cycles(machine, roles.producers)
+    busy["shared"] += 2 * KEYS * head_dim * 2 // SHARED_RATE * roles.has_tma
+    return busy
 
 
 def busy_cycles(machine: Machine, roles: Sequence[Role]) -> Counter[str]:
@@ -222,6 +111,8 @@ def work_of(roles: Roles) -> dict[str, Any]:
     scaling = round(others(roles.rescaled) - others(roles.consumers), 1)
     is_apart = scaling > 0  # else every iteration scales
     plain = roles.consumers
+    warps = sum(role.warps for role in roles.producers)
+    copying = round(sum(others(role) * role.warps for role in roles.producers) / warps, 1)
     return {
         "wgmma": plain.count(multiplies),
         "others": others(plain),
@@ -229,11 +120,11 @@ def work_of(roles: Roles) -> dict[str, Any]:
         "rescale": scaling if is_apart else plain.count(rescales_with(plain.path)),
         "always_rescales": not is_apart,
         "mask": round(others(roles.masked) - others(plain), 1),
-        "producers": others(roles.producers),
-        "producers_mask": round(others(roles.masked_producers) - others(roles.producers), 1),
-        "producer_warps": roles.producers.warps,
+        "producers": copying,  # the mean of the warps
+        "producers_mask": round(others(roles.masked_producers) - copying, 1),
+        "producer_warps": warps,
         "consumers_synchronise": synchronisation(plain),
-        "producers_synchronise": synchronisation(roles.producers),
+        "producers_synchronise": synchronisation(roles.producers[0]),
         "opcodes": dict(Counter(x.root for x in plain.path).most_common()),
     }
 
@@ -243,7 +134,7 @@ def work_of(roles: Roles) -> dict[str, Any]:
 
 def tile_at(machine: Machine, engine: str, head_dim: int, rows: int, element: int) -> pt.AttentionLaunch:
     return pt.explain(
-        [rows], [4096], num_q_heads=1, num_kv_heads=1, head_dim=head_dim, page_size=16, kv_bytes=element,
+        [rows], [4096], num_q_heads=1, num_kv_heads=1, head_dim=head_dim, page_size=PAGE_SIZE, kv_bytes=element,
         num_sms=machine.multiprocessors, max_shared_bytes=SHARED_BYTES[machine.architecture], engine=engine,
     ).launches[0]  # fmt: skip
 
@@ -254,30 +145,38 @@ def our_rows(machine: Machine, functions: dict[tuple[str, str], Function]) -> It
     for dtypes, element in (("bf16", 2), ("bf16/fp8", 1)):
         for head_dim in HEAD_DIMS:
             for engine in ("wgmma", "mma.sync"):
-                found: dict[int, tuple[list[Role], dict[str, Any]]] = {}
+                found: dict[int, tuple[Counter[str], dict[str, Any]]] = {}
                 for rows in ROWS:
                     tile = tile_at(machine, engine, head_dim, rows, element)
                     function = functions.get((engine, f"{dtypes}-{head_dim}-{tile.m_tile}"))
                     if function is None:
                         continue
                     if tile.m_tile not in found:
-                        found[tile.m_tile] = look_at(function, tile)
-                    roles, work = found[tile.m_tile]
-                    found[tile.m_tile] = roles, {}
+                        found[tile.m_tile] = look_at(machine, function, tile, head_dim)
+                    busy, work = found[tile.m_tile]
+                    found[tile.m_tile] = busy, {}
                     tiles = -(-rows // tile.m_tile)
-                    cycles = with_keys(machine, busy_cycles(machine, roles), 2 * KEYS * head_dim * element, tiles)
+                    cycles = with_keys(machine, busy, 2 * KEYS * head_dim * element, tiles)
                     yield {
                         "machine": machine.name, "kernel": engine, "dtypes": dtypes, "head_dim": head_dim,
                         "rows": rows, "tile": tile.m_tile, "tiles": tiles, **bound(cycles), **work,
                     }  # fmt: skip
 
 
-def look_at(function: Function, tile: pt.AttentionLaunch) -> tuple[list[Role], dict[str, Any]]:
+def look_at(
+    machine: Machine, function: Function, tile: pt.AttentionLaunch, head_dim: int
+) -> tuple[Counter[str], dict[str, Any]]:  # fmt: skip
     warps = tile.row_warps * tile.key_warps
     if tile.engine == "mma.sync":
-        return [Role(Flow(function).main_path(), warps, tile.keys_per_stage)], {}
-    roles = roles_of(function, warps, 4)
-    return [roles.consumers, roles.producers], {"work": work_of(roles)}
+        return busy_cycles(machine, [Role(Flow(function).main_path(), warps, tile.keys_per_stage)]), {}
+    roles = our_roles(function, warps, head_dim)
+    busy = busy_cycles(machine, [roles.consumers]) + copying_cycles(machine, roles, head_dim)
+    return busy, {"work": work_of(roles)}
+
+
+def our_roles(function: Function, warps: int, head_dim: int) -> Roles:
+    """A box has 64 columns of the keys in a page."""
+    return roles_of(function, warps, producers=4, boxes=head_dim // 64 * KEYS // PAGE_SIZE)
 
 
 # ---- ideas, calculated from shapes alone
@@ -307,10 +206,10 @@ def ideas(machine: Machine, functions: dict[tuple[str, str], Function]) -> list[
     found: list[dict[str, Any]] = []
     for dtypes, element in (("bf16", 2), ("bf16/fp8", 1)):
         for head_dim in (64, 128):
-            roles = roles_of(functions["wgmma", f"{dtypes}-{head_dim}-64"], 4, 4)
+            roles = our_roles(functions["wgmma", f"{dtypes}-{head_dim}-64"], 4, head_dim)
             for rows in (16, 32):
                 name = f"{dtypes}-{head_dim}-{rows}"
-                cycles = swapped(machine, head_dim, rows, element, busy_cycles(machine, [roles.producers]))
+                cycles = swapped(machine, head_dim, rows, element, copying_cycles(machine, roles, head_dim))
                 row = {"idea": "swap-AB", "instance": name, **bound(cycles)}
                 row["memory_share"] = round(cycles["memory"] / row["time"] * machine.read_share, 3)
                 row["memory_share_now"] = simulated.get(name, {}).get("memory_share")

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import flashinfer_kernel
-from predict_bounds import KEYS, SHARED_RATE, bound, busy_cycles, columns_of, multiplies, roles_of, with_keys, work_of
+from predict_bounds import bound, busy_cycles, copying_cycles, with_keys, work_of
 from predict_loop import SHARED_BYTES, ctas_that_fit, figures, registers_of
 from sass_listing import Instruction, disassemble
 from sass_loops import Flow, tensor_and_copies
+from sass_roles import KEYS, columns_of, multiplies, roles_of
 from sm_model import MACHINES, Machine
 
 DECODING_ROWS = 32  # a tile of more rows is one of many that read the same keys
@@ -251,9 +252,8 @@ def peer_rows(machine: Machine, files: Sequence[Path], folder: Path) -> Iterator
             waiting.remove(peer)
             (function,) = disassemble(cubin, lambda name, peer=peer: bool(peer.pattern.fullmatch(name.encode())))
             roles = roles_of(function, peer.rows // 16, 1, peer.keys)
-            busy = busy_cycles(machine, [roles.consumers, roles.producers])
+            busy = busy_cycles(machine, [roles.consumers]) + copying_cycles(machine, roles, peer.head_dim)
             kv_bytes = 2 * KEYS * peer.head_dim * 2
-            busy["shared"] += kv_bytes / SHARED_RATE  # type: ignore[assignment]  # what UTMALDG writes
             yield {
                 "machine": machine.name, "kernel": "FlashAttention-3", "dtypes": "bf16", "head_dim": peer.head_dim,
                 "rows": 2 * peer.rows, "tile": peer.rows, "tiles": 2, "keys": peer.keys,

@@ -16,8 +16,9 @@ sys.path.insert(0, str(BENCHMARKS))
 import bench_predict  # noqa: E402
 import predict_bounds  # noqa: E402
 import predict_peers  # noqa: E402
-from predict_bounds import Role, Roles, bound, busy_cycles, roles_of, with_keys  # noqa: E402
+from predict_bounds import bound, busy_cycles, our_roles, with_keys  # noqa: E402
 from sass_listing import Function, Instruction, bytes_of, find_nvdisasm, parse, tensor_flops  # noqa: E402
+from sass_roles import Role, Roles, roles_of, waits  # noqa: E402
 from sm_model import H200  # noqa: E402
 
 from pagedtree.cubin import cuda_library, extract_cubins, find_cuobjdump  # noqa: E402
@@ -60,12 +61,34 @@ def test_the_ways_through_an_invented_kernel() -> None:
     assert [x.root for x in roles.consumers.path] == plain
     assert [x.root for x in roles.masked.path] == [*plain[:4], "FSEL", "FSEL", *plain[4:]]
     assert [x.root for x in roles.rescaled.path] == [*plain[:6], "FMUL", *plain[6:]]
-    assert [x.root for x in roles.producers.path] == ["SYNCS", "BRA", "LDGSTS", "ARRIVES", "BRA", "STS", "BRA"]
+    (producers,) = roles.producers
+    assert [x.root for x in producers.path] == ["SYNCS", "BRA", "LDGSTS", "ARRIVES", "BRA", "STS", "BRA"]
     assert "BAR" in [x.root for x in roles.masked_producers.path]
     work = predict_bounds.work_of(roles)
     assert (work["wgmma"], work["others"], work["mask"], work["rescale"], work["producers_mask"]) == (2, 6, 2, 1, 2)
     assert work["producers_synchronise"]["mbarrier_waits"] == work["consumers_synchronise"]["mbarrier_arrivals"] == 1
     assert not work["always_rescales"]
+
+
+BOXES = (
+    ".L_p:", "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R2+URZ], R3", "@!P0 BRA `(.L_retry)", ".L_go:", "@P1 BRA `(.L_rows)",
+    "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4], RZ", "@P2 BRA `(.L_end)", ".L_lane:", "ELECT P1, URZ, PT",
+    "UTMALDG.4D [UR8], [UR42]", "@P0 BRA.U.ANY `(.L_lane)", "BRA `(.L_end)",
+    ".L_rows:", "LDGSTS.E.BYPASS.128 [R4], desc[UR4][R6.64]", "BAR.SYNC.DEFER_BLOCKING 0x1, 0x80", "STS [R4], R5",
+    ".L_end:", "LD.E R8, desc[UR4][R6.64]", "@P2 BRA `(.L_p)",
+)  # fmt: skip
+
+
+def test_one_warp_starts_the_copies_by_tma_lane_after_lane() -> None:
+    roles = roles_of(listing(*BOXES, *CONSUMERS, *REST), consumers=4, producers=4, boxes=8)
+    first, others = roles.producers
+    begin, end = ["SYNCS", "BRA", "BRA", "SYNCS", "BRA"], ["LD", "BRA"]
+    assert [x.root for x in others.path] == begin + end and others.warps == 3
+    counted = [x.root for x in first.path]
+    assert counted[:5] == begin and counted[-2:] == end and counted.count("UTMALDG") == counted.count("ELECT") == 8
+    assert [x.root for x in roles.masked_producers.path].count("LDGSTS") == 1
+    shared = predict_bounds.copying_cycles(H200, roles, head_dim=128)["shared"]
+    assert roles.has_tma and shared == pytest.approx(256 + 4)  # 32 KB, and a load of four warps
 
 
 def test_a_look_at_an_mbarrier_is_not_left_out() -> None:
@@ -162,10 +185,14 @@ def check_work(name: str, roles: Roles) -> None:
     assert flops == 2 * 2 * 64 * int(rows) * int(head_dim)
     is_fp8 = "fp8" in dtypes
     root = "LDG" if is_fp8 else "LDGSTS"
-    loaded = [bytes_of(x) for x in roles.producers.path if x.root == root and ".128" in x.opcode]
-    assert sum(loaded) * roles.producers.warps == 2 * 64 * int(head_dim) * (1 if is_fp8 else 2)
+    by_rows = roles.masked_producers
+    loaded = [bytes_of(x) for x in by_rows.path if x.root == root and ".128" in x.opcode]
+    assert sum(loaded) * by_rows.warps == 2 * 64 * int(head_dim) * (1 if is_fp8 else 2)
+    assert roles.has_tma != is_fp8 and sum(role.warps for role in roles.producers) == 4
+    boxes = [x for x in roles.producers[0].path if x.root == "UTMALDG"]
+    assert len(boxes) == (0 if is_fp8 else 2 * int(head_dim) // 64 * 4)  # 64 columns of 16 keys
     for role in (roles.consumers, roles.masked, roles.rescaled):
-        assert len([x for x in role.path if predict_bounds.waits(x)]) == 2  # for K and for V
+        assert len([x for x in role.path if waits(x)]) == 2  # for K and for V
 
 
 @pytest.mark.parametrize("names", [CORE, pytest.param(EVERY, marks=pytest.mark.slow)], ids=["core", "all"])
@@ -185,7 +212,8 @@ class TestLibrary:
         }
         assert set(functions) == set(names)
         for name, function in functions.items():
-            roles = roles_of(function, consumers=int(name.split("-")[2]) // 16, producers=4)
+            _, head_dim, rows = name.split("-")
+            roles = our_roles(function, int(rows) // 16, int(head_dim))
             check_work(name, roles)
             work = predict_bounds.work_of(roles)
             grown = [key for key in ("others", "mask", "producers") if work[key] > GROWTH * recorded[name][key]]

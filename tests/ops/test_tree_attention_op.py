@@ -199,7 +199,9 @@ def test_wgmma_is_refused_where_it_cannot_run(target: Target, monkeypatch: pytes
     case = target.case([3], ["causal"]).build()
     monkeypatch.setenv("PAGEDTREE_ENGINE", "wgmma")
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "4:163:8")
-    with pytest.raises(RuntimeError, match=r"PAGEDTREE_ENGINE=wgmma needs a GPU .* with 227 KB .* got 9\.0 with 163 KB"):
+    with pytest.raises(
+        RuntimeError, match=r"PAGEDTREE_ENGINE=wgmma needs a GPU .* with 227 KB .* got 9\.0 with 163 KB"
+    ):
         tree_attention(**case)
 
 
