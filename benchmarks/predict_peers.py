@@ -8,7 +8,7 @@ import struct
 import subprocess
 import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +252,10 @@ def peer_rows(machine: Machine, files: Sequence[Path], folder: Path) -> Iterator
             waiting.remove(peer)
             (function,) = disassemble(cubin, lambda name, peer=peer: bool(peer.pattern.fullmatch(name.encode())))
             roles = roles_of(function, peer.rows // 16, 1, peer.keys)
+            # A copy has 64 columns of all keys of a stage; nvcc has unrolled the loop of the copies, not the other one.
+            (role,) = roles.producers
+            stages = sum(x.root == "UTMALDG" for x in role.path) * 64 // (2 * peer.head_dim)
+            roles = replace(roles, producers=(replace(role, keys=peer.keys * stages),))
             busy = busy_cycles(machine, [roles.consumers]) + copying_cycles(machine, roles, peer.head_dim)
             kv_bytes = 2 * KEYS * peer.head_dim * 2
             yield {
