@@ -2,6 +2,7 @@
 
     python -m pagedtree bench predict [--machine h200 a100] [--instances bf16-128-16 ...] [--stalls 8] [--json FILE]
     python -m pagedtree bench predict --ops verification                       # the passes over a row of logits
+    python -m pagedtree bench predict --ops bounds [--published xformers-0.0.30-*.whl]   # of the kernel for wgmma
     python -m pagedtree bench predict --source csrc/cuda/attention/bfloat16*.cu --machine a100 --stalls 8
     FLASHINFER_INCLUDE=FOLDER python -m pagedtree bench predict --flashinfer   # its kernel (see flashinfer_kernel.py)
     python -m pagedtree bench predict --published xformers-0.0.*.whl           # beside published speeds
@@ -28,8 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import measure
+from predict_bounds import ideas, our_rows
 from predict_loop import SHARED_BYTES, figures
-from predict_peers import DECODING_ROWS, flashinfer_rows, published_rows
+from predict_peers import DECODING_ROWS, flashinfer_rows, peer_rows, published_rows
 from predict_verification import calls, verification_rows
 from sass_listing import Function, disassemble
 from sass_loops import Flow
@@ -39,30 +41,29 @@ import pagedtree as pt
 from pagedtree.cubin import cuda_library, extract_cubins
 
 ROOT = Path(__file__).resolve().parents[1]
-INSTANCE = re.compile(
-    r"attention_kernelINS0_8InstanceI(13__nv_bfloat16|6__half)(S\d_|NS0_10Float8E4M3E)Li(\d+)ELi(\d+)E"
-)
+OF_INSTANCE = r"I(13__nv_bfloat16|6__half)(S\d_|NS0_10Float8E4M3E)Li(\d+)ELi(\d+)E"
+INSTANCES = {  # by the engine that multiplies
+    "mma.sync": re.compile(rf"attention_kernelINS0_8Instance{OF_INSTANCE}"),
+    "wgmma": re.compile(rf"attention_sm90_kernelINS0_12Sm90Instance{OF_INSTANCE}"),
+}
 
 
-def instance_name(mangled: str) -> str:
+def instance_name(mangled: str, engine: str = "mma.sync") -> str:
     """ "bf16-128-16": dtypes, head size, rows of a tile; "bf16/fp8-128-16": with an fp8 cache; "": another kernel."""
-    match = INSTANCE.search(mangled)
+    match = INSTANCES[engine].search(mangled)
     if not match:
         return ""
     q = "bf16" if "bfloat16" in match[1] else "fp16"
     return f"{q}{'/fp8' if 'Float8' in match[2] else ''}-{match[3]}-{match[4]}"
 
 
-def kernels_of(cubins: list[Path], wanted: list[str]) -> Iterator[tuple[str, Function]]:
+def kernels_of(
+    cubins: list[Path], wanted: list[str], engine: str = "mma.sync"
+) -> Iterator[tuple[str, Function]]:  # fmt: skip
     """(name, function) of the instances wanted (empty: all of bf16), in the order of their code."""
     for cubin in cubins:
-        names = {instance_name(match.group()) for match in INSTANCE.finditer(cubin.read_bytes().decode("latin-1"))}
-        if not any(is_wanted(name, wanted) for name in names):
-            continue
-        for function in disassemble(cubin):
-            name = instance_name(function.name)
-            if is_wanted(name, wanted):
-                yield name, function
+        for function in disassemble(cubin, lambda symbol: is_wanted(instance_name(symbol, engine), wanted)):
+            yield instance_name(function.name, engine), function
 
 
 def is_wanted(name: str, wanted: list[str]) -> bool:
@@ -94,7 +95,25 @@ def look_at(machine: Machine, name: str, function: Function, num_stalls: int) ->
     return {"machine": machine.name, "instance": name, "stages": tile.stages, **of_loop}
 
 
+def kernels_of_engines(cubins: list[Path], wanted: list[str]) -> dict[tuple[str, str], Function]:
+    """By engine and name."""
+    engines = (*INSTANCES,)
+    return {(engine, name): function for engine in engines for name, function in kernels_of(cubins, wanted, engine)}
+
+
+def line_of_bounds(row: dict[str, Any]) -> str:
+    """The time of a tile for 64 keys and each unit's share of it."""
+    shares = sorted(row["share"].items(), key=lambda item: -item[1])
+    if "idea" in row:
+        of = f"{row['idea']}, {row['instance']}"
+    else:
+        of = f"{row['kernel']}, {row['dtypes']}-{row['head_dim']}, {row['rows']} rows, {row['tiles']} x {row['tile']}"
+    return f"{of}: {row['time']} cycles; {', '.join(f'{unit} {share:.0%}' for unit, share in shares)}"
+
+
 def line(row: dict[str, Any]) -> str:
+    if "share" in row:
+        return line_of_bounds(row)
     name = f"{row['instance']} {row.get('mask', '')}".strip()
     text = f"{row['machine']:16} {name:32} {row['cycles']:6} cycles"
     if "tflop_per_s" in row:
@@ -124,12 +143,17 @@ def cubins_for(machine: Machine, sources: list[Path] | None, folder: Path) -> li
 
 
 def rows_of(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
-    if args.published:
+    if args.published and args.ops != "bounds":
         yield from published_rows(args.published, folder, args.stalls)
         return
     for machine in (MACHINES[name] for name in args.machine):
         if args.flashinfer:
             yield from flashinfer_rows(machine, folder, args.stalls)
+        elif args.ops == "bounds":
+            functions = kernels_of_engines(cubins_for(machine, args.source, folder), args.instances)
+            yield from our_rows(machine, functions)
+            yield from peer_rows(machine, args.published or [], folder)
+            yield from ideas(machine, functions)
         elif args.ops == "verification":
             cubins = cubins_for(machine, args.source, folder)
             yield from verification_rows(machine, cubins, args.instances, args.stalls)
@@ -141,7 +165,7 @@ def rows_of(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", nargs="+", choices=[*MACHINES], default=["h200"])
-    parser.add_argument("--ops", choices=["attention", "verification"], default="attention")
+    parser.add_argument("--ops", choices=["attention", "verification", "bounds"], default="attention")
     parser.add_argument(
         "--instances", nargs="+", default=[], metavar="NAME", help="as bf16/fp8-128-64, or 'walk: peak'; default bf16's"
     )
@@ -149,7 +173,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--flashinfer", action="store_true", help="FlashInfer's paged prefill kernel instead")
     parser.add_argument(
         "--published", type=Path, nargs="+", metavar="FILE",
-        help="wheels, libraries or cubins with kernels of which speeds are published",
+        help="wheels, libraries or cubins with kernels of which speeds are published; of bounds: with FlashAttention-3",
     )  # fmt: skip
     parser.add_argument("--stalls", type=int, default=0, metavar="N", help="the N longest waits of each loop")
     parser.add_argument("--json", type=Path, help="where to write the rows")

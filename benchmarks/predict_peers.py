@@ -7,15 +7,17 @@ import re
 import struct
 import subprocess
 import zipfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import flashinfer_kernel
+from predict_bounds import bound, busy_cycles, copying_cycles, with_keys, work_of
 from predict_loop import SHARED_BYTES, ctas_that_fit, figures, registers_of
 from sass_listing import Instruction, disassemble
 from sass_loops import Flow, tensor_and_copies
+from sass_roles import KEYS, columns_of, multiplies, roles_of
 from sm_model import MACHINES, Machine
 
 DECODING_ROWS = 32  # a tile of more rows is one of many that read the same keys
@@ -206,3 +208,59 @@ def published_rows(files: list[Path], folder: Path, num_stalls: int) -> Iterator
                     "tile": [published.rows, published.keys], "published": published.tflop_per_s,
                     "where": published.where, "error": error, **of_loop,
                 }  # fmt: skip
+
+
+# ---- bounds of FlashAttention-3, as a wheel of xformers has it
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A kernel without clusters, variable lengths or pages. flags: causal, local; they too have a loop without mask."""
+
+    head_dim: int
+    rows: int
+    keys: int
+    flags: str = "00"
+
+    @property
+    def pattern(self) -> re.Pattern[bytes]:
+        sizes = dict.fromkeys((self.rows, self.keys, self.head_dim))  # a size that repeats is abbreviated
+        tile = "".join(rf"ILi{size}E(?:(?!ILi)\w)*?" for size in (1, *sizes))
+        flags = "".join(f"Lb{flag}E" for flag in f"{self.flags}000011000")
+        return re.compile(rf"_ZN\w+FlashAttnFwdSm90\w+1C{tile}10bfloat16_t\w+4Sm90E{flags}EE\w+".encode())
+
+
+PEERS = (
+    Peer(64, 192, 128),
+    Peer(128, 128, 176),  # here and below at 80 keys of wgmma of 16 columns: the wheel was built without others
+    Peer(128, 128, 128, "10"),
+    Peer(256, 128, 80),
+    Peer(256, 128, 64, "01"),
+)
+
+
+def peer_rows(machine: Machine, files: Sequence[Path], folder: Path) -> Iterator[dict[str, Any]]:
+    """Bounds of those of PEERS that the files have, for two row tiles that read the same keys."""
+    waiting = list(PEERS)
+    for architecture, code in (one for file in files for data in libraries_in(file) for one in device_code(data)):
+        here = [peer for peer in waiting if architecture == machine.architecture and peer.pattern.search(code)]
+        if not here:
+            continue
+        cubin = folder / "peers.cubin"
+        cubin.write_bytes(code)
+        for peer in here:
+            waiting.remove(peer)
+            (function,) = disassemble(cubin, lambda name, peer=peer: bool(peer.pattern.fullmatch(name.encode())))
+            roles = roles_of(function, peer.rows // 16, 1, peer.keys)
+            # A copy has 64 columns of all keys of a stage; nvcc has unrolled the loop of the copies, not the other one.
+            (role,) = roles.producers
+            stages = sum(x.root == "UTMALDG" for x in role.path) * 64 // (2 * peer.head_dim)
+            roles = replace(roles, producers=(replace(role, keys=peer.keys * stages),))
+            busy = busy_cycles(machine, [roles.consumers]) + copying_cycles(machine, roles, peer.head_dim)
+            kv_bytes = 2 * KEYS * peer.head_dim * 2
+            yield {
+                "machine": machine.name, "kernel": "FlashAttention-3", "dtypes": "bf16", "head_dim": peer.head_dim,
+                "rows": 2 * peer.rows, "tile": peer.rows, "tiles": 2, "keys": peer.keys,
+                "columns": sorted({columns_of(x) for x in roles.consumers.path if multiplies(x)}),
+                **bound(with_keys(machine, busy, kv_bytes, 2)), "work": work_of(roles),
+            }  # fmt: skip

@@ -373,6 +373,73 @@ def predicted_verification(result: dict[str, Any], name: str) -> str:
     )
 
 
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
+
+
+UNITS = {
+    "memory": "memory", "l2": "L2", "tensor": "tensor", "shared": "shared memory", "issue": "issue",
+    "integer": "integer", "float": "float", "mufu": "MUFU",
+}  # fmt: skip
+
+
+def bounds(result: dict[str, Any], name: str) -> str:
+    """Our kernels: what bounds a tile, and each unit's share of that time."""
+    ours = [row for row in result["rows"] if "idea" not in row]
+    found = {(row["kernel"], row["dtypes"], row["head_dim"], row["rows"]): row for row in ours}
+    rows = []
+    for (kernel, *point), row in found.items():
+        other = found.get(("mma.sync", *point))
+        if kernel != "wgmma" or other is None:
+            continue
+        size, time = f"{row['tiles']} x {row['tile']}", row["time"] * row["tiles"]
+        peer = [str(other["time"] * other["tiles"]), UNITS[other["binds"]]]
+        rows.append([*map(str, point), size, str(time), *(percent(row["share"][unit]) for unit in UNITS), *peer])
+    header = ["dtypes", "head dim", "rows", "row tiles", "cycles, wgmma", *UNITS.values()]
+    note = f"Calculated for {ours[0]['machine']}, commit {result['commit']} (`benchmarks/results/{name}.json`):"
+    return note + "\n\n" + table([*header, "cycles, mma.sync", "its busiest"], rows)
+
+
+def bounds_instructions(result: dict[str, Any], name: str) -> str:
+    """Instructions of the loops, beside FlashAttention-3's."""
+    rows = []
+    for row in sorted(result["rows"], key=lambda row: (row.get("head_dim", 0), row.get("dtypes", ""))):
+        if not (work := row.get("work")):
+            continue
+        mine, is_peer = work["consumers_synchronise"], "keys" in row
+        line = [row["kernel"] if is_peer else "ours", row["dtypes"], str(row["head_dim"])]
+        line += [f"{row['tile']} x {row.get('keys', 64)}", *(f"{work[key]:.0f}" for key in ("wgmma", "others"))]
+        line += [f"{work['softmax']:.0f}", f"{'in them' if work['always_rescales'] else '+'} {work['rescale']:.0f}"]
+        line += ["" if is_peer else f"+ {work['mask']:.0f}", f"{work['producer_warps']} x {work['producers']:.0f}"]
+        line += ["; ".join(f"{count:g}" for count in mine.values())]
+        rows.append([*line, f"{row['time']}, {UNITS[row['binds']]}" if is_peer else ""])
+    header = [
+        "kernel", "dtypes", "head dim", "rows x keys", "wgmma", "others", "of them softmax", "scaling the output",
+        "mask", "producers", "barriers; waits; arrivals; fences", "bound, cycles",
+    ]  # fmt: skip
+    return table(header, rows)
+
+
+def bounds_ideas(result: dict[str, Any], name: str) -> str:
+    swapped, cast = [], []
+    for row in result["rows"]:
+        line, time = row.get("instance", "").split("-"), [str(row["time"]), UNITS[row["binds"]]]
+        if row.get("idea") == "swap-AB":
+            swapped.append([*line, *time, percent(row["memory_share"]), percent(row["memory_share_now"])])
+        elif row.get("idea") == "multicast":
+            l2 = row["cycles"]["l2"]
+            cast.append(
+                [*line, percent(2 * l2 / row["time_now"]), percent(row["share"]["l2"]), str(row["time_now"]), *time]
+            )
+    header = ["dtypes", "head dim", "rows"]
+    return "\n\n".join(
+        [
+            table([*header, "cycles", "busiest", "bandwidth at most", "mma.sync, predicted"], swapped),
+            table([*header, "L2 now", "L2 with it", "cycles now", "cycles with it", "busiest"], cast),
+        ]
+    )
+
+
 # Marker: (name of the files, one per machine or only one, and how they are shown).
 SECTIONS = {
     "demo": ("demo", demo),
@@ -387,6 +454,9 @@ SECTIONS = {
     "predicted": ("predicted", predicted),
     "predicted-others": ("others_predicted", predicted_others),
     "published": ("published_predicted", published),
+    "bounds": ("wgmma_bounds", bounds),
+    "bounds-instructions": ("wgmma_bounds", bounds_instructions),
+    "bounds-ideas": ("wgmma_bounds", bounds_ideas),
     "predicted-verification": ("verification_predicted", predicted_verification),
     "build": ("build", times),
 }
