@@ -162,7 +162,7 @@ WGMMA = [
     ),
     of_wgmma("another stride in descriptors", "attend", "kEightRows = 8 * 128", "kEightRows = 4 * 128"),
     of_wgmma(
-        "no proxy fence behind cp.async", "attend", "if constexpr (!I::kDecodes) ptx::fence_proxy_async();", ""
+        "no proxy fence behind cp.async", "attend", "ptx::fence_proxy_async();\n    place_", "place_"
     ),
     of_wgmma(
         "no proxy fence behind decoded codes", "stage",

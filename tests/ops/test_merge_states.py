@@ -46,7 +46,7 @@ def test_parts_of_one_attention(target: Target) -> None:
     """Prefix and tree apart, merged, equal attention over both; the sink goes to one part."""
     tree = DraftTree.full([3, 2])
     case = target.case([64], [tree], page_size=16).build()
-    sinks = torch.tensor([0.1, 2.0, -torch.inf, -1.0])
+    sinks = torch.tensor([0.1, 2.0, -torch.inf, -1.0]).repeat(6)[: case["q"].shape[1]]
     whole, whole_lse = tree_attention(**case, sinks=sinks, return_lse=True)
     n = tree.num_nodes
     prefix = dict(case, seq_lens=torch.tensor([64], dtype=torch.int32), tree_lens=torch.zeros(1, dtype=torch.int32))

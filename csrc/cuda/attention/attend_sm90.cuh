@@ -68,16 +68,18 @@ constexpr uint32_t kEightRows = 8 * 128;    // in a panel
 template <typename I>
 __device__ __forceinline__ void start_scores(Scores<I>& scores, const QFragments<I>& q, const unsigned char* q_shared,
                                              const unsigned char* k) {
+  // A descriptor counts 16 bytes from its lowest bit on, so a constant leads to the next columns.
+  const uint64_t first_keys = ptx::matrix_descriptor(k, 16, kEightRows);
+  const uint64_t first_rows = I::kShape.q_in_registers() ? 0 : ptx::matrix_descriptor(q_shared, 16, kEightRows);
   ptx::wgmma_fence();
 #pragma unroll
   for (uint32_t step = 0; step < I::kHeadDim / 16; ++step) {
-    const uint32_t at = step / 4 * kPanelBytes + step % 4 * 32;
-    const uint64_t keys = ptx::matrix_descriptor(k + at, 16, kEightRows);
+    const uint32_t at = (step / 4 * kPanelBytes + step % 4 * 32) / 16;
+    const uint64_t keys = first_keys + at;
     if constexpr (I::kShape.q_in_registers()) {
       ptx::wgmma_rs<typename I::M, I::kShape.keys, false>(scores[0], q[step], keys, step > 0);
     } else {
-      const uint64_t rows = ptx::matrix_descriptor(q_shared + at, 16, kEightRows);
-      ptx::wgmma_ss<typename I::M, I::kShape.keys>(scores[0], rows, keys, step > 0);
+      ptx::wgmma_ss<typename I::M, I::kShape.keys>(scores[0], first_rows + at, keys, step > 0);
     }
   }
   ptx::wgmma_commit();
@@ -90,10 +92,11 @@ using WeightFragments = uint32_t[I::kShape.keys / 16][4];
 template <typename I>
 __device__ __forceinline__ void start_values(Accumulator<I>& sums, const WeightFragments<I>& weights,
                                              const unsigned char* v) {
+  const uint64_t first_values = ptx::matrix_descriptor(v, kPanelBytes, kEightRows);
   ptx::wgmma_fence();
 #pragma unroll
   for (uint32_t n = 0; n < I::kShape.keys / 16; ++n) {
-    const uint64_t values = ptx::matrix_descriptor(v + n * 2 * kEightRows, kPanelBytes, kEightRows);
+    const uint64_t values = first_values + n * 2 * kEightRows / 16;
     ptx::wgmma_rs<typename I::M, I::kHeadDim, true>(sums.out[0], weights[n], values, true);
   }
   ptx::wgmma_commit();
@@ -123,8 +126,9 @@ struct Turns {
 template <typename I>
 class Consumer {
  public:
-  __device__ __forceinline__ Consumer(const TreeAttentionParams& params, const CallShape& call, Sm90Shared<I>& of_cta)
-      : p_(params), call_(call), shared_(of_cta), turns_{group_of_warp()} {
+  __device__ __forceinline__ Consumer(const TreeAttentionParams& params, const CallShape& call, const CacheMaps& maps,
+                                      Sm90Shared<I>& of_cta)
+      : p_(params), call_(call), maps_(maps), shared_(of_cta), turns_{group_of_warp()} {
     turns_.begin();
   }
   __device__ __forceinline__ void finish() { turns_.end(); }
@@ -150,6 +154,7 @@ class Consumer {
     const KeyBounds& bounds = mine.bounds;
     const StageRange stages = StageRange::of<I>(bounds, at.kv_tile, kv_end);
     if (stages.first >= stages.end) return sums.clear();
+    const auto is_plain = [&](int32_t stage) { return bounds.all_see(stage * I::kShape.keys, I::kShape.keys); };
     if (turns_.group * I::kGroupRows >= tile.rows) return skip(stages);
     const bool both = tile.rows > I::kGroupRows;
     const RowView view = RowView::of(row_visibility(p_, tile, row() + own_row(lane)));
@@ -167,12 +172,13 @@ class Consumer {
     sums.clear();
 
     Scores<I> scores;
-    const auto weigh_stage = [&](int32_t stage, RowFactors<I>& rescales) {
+    const auto weigh_stage = [&](int32_t stage, bool plain, RowFactors<I>& rescales) {
       const int32_t first_key = stage * I::kShape.keys;
       RowFactors<I> factors = {{row_factors[0][0], row_factors[0][1]}};
       if (p_.softcap != 0.0f) cap_scores<I>(p_.softcap * kLog2E, scores, factors);
-      if (!bounds.all_see(first_key, I::kShape.keys)) {
-        mask_scores(scores[0], visible_keys<I::kWords>(view.expand(p_, tile), lane, first_key), lane);
+      if (!plain) {
+        const uint32_t reader = ptx::thread_index() % 32;  // again, instead of being kept in a register
+        mask_scores(scores[0], visible_keys<I::kWords>(view.expand(p_, tile), reader, first_key), reader);
       }
       return weigh<I>(scores, factors, sums, rescales);
     };
@@ -184,33 +190,36 @@ class Consumer {
 
     RowFactors<I> rescales;
     turns_.wait(both);
-    const int first_keys = next_stage();
+    bool plain = is_plain(stages.first);
+    const int first_keys = next_stage(plain);
     start_scores<I>(scores, q, q_shared, shared_.stage(first_keys));
     turns_.pass(both);
     ptx::wgmma_wait<0>();
     ptx::wgmma_results(scores[0]);
     release(first_keys);
-    weigh_stage(stages.first, rescales);
+    weigh_stage(stages.first, plain, rescales);
     // The scores of the next keys are computed and weighed while the values of these are multiplied.
     for (int32_t stage = stages.first + 1; stage < stages.end; ++stage) {
       pack();
       turns_.wait(both);
-      const int keys = next_stage();
+      const bool next_plain = is_plain(stage);
+      const int keys = next_stage(next_plain);
       start_scores<I>(scores, q, q_shared, shared_.stage(keys));
-      const int values = next_stage();
+      const int values = next_stage(plain);
       start_values<I>(sums, weights, shared_.stage(values));
       turns_.pass(both);
       ptx::wgmma_wait<1>();
       ptx::wgmma_results(scores[0]);
       release(keys);
-      const bool changed = weigh_stage(stage, rescales);
+      const bool changed = weigh_stage(stage, next_plain, rescales);
       ptx::wgmma_wait<0>();
       ptx::wgmma_results(sums.out[0]);
       release(values);
       if (changed) rescale<I>(sums, rescales);
+      plain = next_plain;
     }
     pack();
-    const int last_values = next_stage();
+    const int last_values = next_stage(plain);
     start_values<I>(sums, weights, shared_.stage(last_values));
     ptx::wgmma_wait<0>();
     ptx::wgmma_results(sums.out[0]);
@@ -224,12 +233,13 @@ class Consumer {
   }
   __device__ __forceinline__ void meet_group() const { ptx::barrier_sync(kGroupsMeet + turns_.group, 128); }
 
-  // Waits for the next stage.
-  __device__ __forceinline__ int next_stage() {
-    const int stage = place_.stage;
+  // Waits for the next stage; `plain`: all rows see its keys.
+  __device__ __forceinline__ int next_stage(bool plain) {
+    // From one lane, so that the compiler finds descriptors once per warp.
+    const int stage = __shfl_sync(kWholeWarp, place_.stage, 0);
     ptx::mbar_wait(&shared_.full[stage], place_.parity);
-    // cp.async has written it, after whose end no producer could fence.
-    if constexpr (!I::kDecodes) ptx::fence_proxy_async();
+    // What cp.async has written: no producer could fence after its end. TMA needs no fence.
+    if (!I::kDecodes && !(plain && maps_.box > 0)) ptx::fence_proxy_async();
     place_.advance(call_.stages);
     return stage;
   }
@@ -240,11 +250,12 @@ class Consumer {
   }
   // The other warpgroup has all rows.
   __device__ __forceinline__ void skip(const StageRange& stages) {
-    for (int32_t i = 0; i < 2 * (stages.end - stages.first); ++i) release(next_stage());
+    for (int32_t i = 0; i < 2 * (stages.end - stages.first); ++i) release(next_stage(true));
   }
 
   const TreeAttentionParams& p_;
   const CallShape& call_;
+  const CacheMaps& maps_;
   Sm90Shared<I>& shared_;
   Turns<I> turns_;
   RingPlace place_;

@@ -35,8 +35,8 @@ __device__ __forceinline__ void for_each_row_tile(const TreeAttentionParams& p, 
 
 template <typename I>
 __device__ __forceinline__ void consume_range(const TreeAttentionParams& p, const CallShape& call,
-                                              Sm90Shared<I>& shared) {
-  Consumer<I> consumer(p, call, shared);
+                                              const CacheMaps& maps, Sm90Shared<I>& shared) {
+  Consumer<I> consumer(p, call, maps, shared);
   for_each_row_tile(p, call.work, shared, [&](const WorkPosition& begin, const RowTile& of_rows) {
     Accumulator<I> sums;
     consumer.attend(begin, of_rows, kv_end_of(of_rows, begin, shared.stop), sums);
@@ -55,7 +55,7 @@ __device__ __forceinline__ void consume_range(const TreeAttentionParams& p, cons
 template <typename I>
 __device__ __forceinline__ void produce_range(const TreeAttentionParams& p, const CallShape& call,
                                               const CacheMaps& maps, Sm90Shared<I>& shared) {
-  Producer<I> producer(p, maps, call.stages, shared, ptx::thread_index() - I::kConsumers);
+  Producer<I> producer(p, maps, call.stages, shared);
   for_each_row_tile(p, call.work, shared, [&](const WorkPosition& at, const RowTile& tile) {
     producer.produce(tile, at.kv_tile, kv_end_of(tile, at, shared.stop));
     return at;
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
   clear_padding<I>(p, call.work);
   if (ptx::thread_index() < I::kConsumers) {
     ptx::setmaxnreg_inc<I::kConsumerRegisters>();
-    consume_range<I>(p, call, shared);
+    consume_range<I>(p, call, maps, shared);
   } else {
     ptx::setmaxnreg_dec<I::kProducerRegisters>();
     produce_range<I>(p, call, maps, shared);

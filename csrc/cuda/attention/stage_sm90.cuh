@@ -17,10 +17,10 @@ struct Sm90Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDi
   // Of each thread, at most what the SM's CTAs have at the start. Producers that decode hold codes.
   static constexpr bool kDecodes = kIsFloat8<Kv>;
   static constexpr int kConsumerRegisters = kMTile > 64                   ? (kDecodes ? 216 : 224)
-                                            : Base::kShape.max_ctas() > 1 ? (kDecodes ? 184 : 200)
+                                            : Base::kShape.max_ctas() > 1 ? (kDecodes ? 192 : 200)
                                                                           : 240;
   static constexpr int kProducerRegisters = kMTile > 64                   ? 504 - 2 * kConsumerRegisters
-                                            : Base::kShape.max_ctas() > 1 ? (kDecodes ? 72 : 56)
+                                            : Base::kShape.max_ctas() > 1 ? (kDecodes ? 64 : 56)
                                                                           : 168;
   using QRows = Panels<kHeadDim * 2, kGroupRows>;
   using KvRows = Panels<kHeadDim * 2, Base::kShape.keys>;
@@ -189,22 +189,23 @@ template <typename I>
 class Producer {
  public:
   __device__ __forceinline__ Producer(const TreeAttentionParams& params, const CacheMaps& maps, int stages,
-                                      Sm90Shared<I>& of_cta, uint32_t of_role)
-      : p_(params), maps_(maps), stages_(stages), shared_(of_cta), thread_(of_role) {}
+                                      Sm90Shared<I>& of_cta)
+      : p_(params), maps_(maps), stages_(stages), shared_(of_cta) {}
 
   __device__ __forceinline__ void produce(const RowTile& tile, int32_t kv_begin, int32_t kv_end) {
-    const KeyBounds bounds = tile_bounds(p_, tile, thread_ % 32);
+    const KeyBounds bounds = tile_bounds(p_, tile, thread() % 32);
     const StageRange stages = StageRange::of<I>(bounds, kv_begin, kv_end);
     if (stages.first >= stages.end) return;
-    KeyReader& reader = shared_.readers[thread_ / 32];  // in memory, as few registers are left to producers
-    if (thread_ % 32 == 0) reader = KeyReader::of(p_, tile);
+    KeyReader& reader = shared_.readers[thread() / 32];  // in memory, as few registers are left to producers
+    if (thread() % 32 == 0) reader = KeyReader::of(p_, tile);
     __syncwarp();
-    const RowView view = RowView::of(row_visibility(p_, tile, thread_));
+    const RowView view = RowView::of(row_visibility(p_, tile, thread()));
     const auto has_boxes = [&](int32_t stage) {
       return !I::kDecodes && maps_.box > 0 && bounds.all_see(stage * kKeys, kKeys);
     };
     const auto find_page = [&](int32_t stage) {
-      return reader.page(stage * kKeys + (has_boxes(stage) ? key_of_box() : own_key()));
+      if (!has_boxes(stage)) return reader.page(stage * kKeys + own_key());
+      return thread() < 32 ? reader.page(stage * kKeys + key_of_box()) : -1;
     };
     // V of keys that no row sees may hold anything: it is not read. K may, because their scores are not used.
     const auto write_rows = [&](int32_t stage, int32_t page) {
@@ -213,7 +214,7 @@ class Producer {
       bool is_seen = true;
       if (!bounds.all_see(first_key, kKeys)) is_seen = any_row_sees(view.expand(p_, tile), first_key, key);
       __syncwarp();  // the rows of the stage before the last are read
-      if (thread_ % 32 < kOwnKeys) {
+      if (thread() % 32 < kOwnKeys) {
         KeyRow row = reader.template row<typename I::Kv>(p_, first_key + key, page);
         if (!is_seen) row.v = nullptr;
         shared_.rows[stage & 1][key] = row;
@@ -249,12 +250,15 @@ class Producer {
 
  private:
   static constexpr int kKeys = I::kShape.keys;
+  // Read each time, instead of being kept in a register. The producers' threads come last.
+  __device__ __forceinline__ static uint32_t thread() { return ptx::thread_index() - I::kConsumers; }
+
   // A warp finds the addresses of the rows that it copies itself: those of kRowsAtOnce neighbouring keys in each step.
   static constexpr uint32_t kOwnKeys = kKeys / I::kShape.producer_warps();
   static constexpr uint32_t kRowsAtOnce = I::kDecodes && I::kHeadDim == 64 ? 8 : 4;
 
   __device__ __forceinline__ int32_t own_key() const {
-    const uint32_t warp = thread_ / 32, lane = thread_ % kOwnKeys;
+    const uint32_t warp = thread() / 32, lane = thread() % kOwnKeys;
     return static_cast<int32_t>((lane / kRowsAtOnce * I::kShape.producer_warps() + warp) * kRowsAtOnce +
                                 lane % kRowsAtOnce);
   }
@@ -264,9 +268,9 @@ class Producer {
     auto& seen = shared_.seen[calls_++ & 1];  // the other one may still be read
 #pragma unroll
     for (int w = 0; w < I::kWords; ++w) {
-      const uint32_t word = thread_ < I::kMTile ? mine.visible32(first_key + w * kMaskWordBits) : 0;
+      const uint32_t word = thread() < I::kMTile ? mine.visible32(first_key + w * kMaskWordBits) : 0;
       const uint32_t of_warp = __reduce_or_sync(kWholeWarp, word);
-      if (thread_ % 32 == 0) seen[thread_ / 32][w] = of_warp;
+      if (thread() % 32 == 0) seen[thread() / 32][w] = of_warp;
     }
     ptx::barrier_sync(kProducersMeet, I::kProducers);
     uint32_t any = 0;
@@ -277,18 +281,18 @@ class Producer {
 
   // A lane of the first warp copies one box: some slots of one panel.
   __device__ __forceinline__ int32_t key_of_box() const {
-    return static_cast<int32_t>(thread_ % 32) * maps_.box % kKeys;
+    return static_cast<int32_t>(thread() % 32) * maps_.box % kKeys;
   }
   __device__ __forceinline__ void fill_boxes(const ptx::TensorMap& map, int32_t stage, int32_t page) {
-    const KeyReader& reader = shared_.readers[thread_ / 32];
+    const KeyReader& reader = shared_.readers[thread() / 32];
     uint64_t* const full = &shared_.full[place_.stage];
     wait_until_empty();
-    if (thread_ == 0) {
+    if (thread() == 0) {
       ptx::mbar_arrive_expect(full, I::KvRows::kBytes);
     } else {
       ptx::mbar_arrive(full);
     }
-    const int32_t panel = static_cast<int32_t>(thread_) * maps_.box / kKeys, key = key_of_box();
+    const int32_t panel = static_cast<int32_t>(thread()) * maps_.box / kKeys, key = key_of_box();
     if (panel < I::kHeadDim / 64) {
       const auto slot = static_cast<int32_t>(static_cast<uint32_t>(stage * kKeys + key) % reader.page_size);
       ptx::tma_load_4d(shared_.stage(place_.stage) + (panel * kKeys + key) * 128, &map, panel * 64, slot,
@@ -304,7 +308,7 @@ class Producer {
 #pragma unroll
       for (uint32_t part = 0; part < kParts; ++part) {
         Codes<I> codes;
-        codes.load(rows, which, thread_, part);
+        codes.load(rows, which, thread(), part);
         if (has_codes_) store_codes(part == 0 ? kParts - 1 : part - 1);
         codes_ = codes;
         has_codes_ = true;
@@ -313,7 +317,7 @@ class Producer {
       wait_until_empty();
       const uint32_t to = ptx::smem_addr(shared_.stage(place_.stage));
       I::KvRows::template for_each_chunk<I::kProducers>(
-          thread_, [&](uint32_t key) { return rows[key].*which; },
+          thread(), [&](uint32_t key) { return rows[key].*which; },
           [&](const char* row, uint32_t chunk, uint32_t offset) {
             ptx::cp_async_16(to + offset, row + chunk * 16, row != nullptr);
           });
@@ -323,7 +327,7 @@ class Producer {
   }
   __device__ __forceinline__ void store_codes(uint32_t part) {
     if (part == 0) wait_until_empty();
-    codes_.store(shared_.stage(place_.stage), thread_, part);
+    codes_.store(shared_.stage(place_.stage), thread(), part);
     if (part + 1 < Codes<I>::kParts) return;
     ptx::fence_proxy_async();
     ptx::mbar_arrive(&shared_.full[place_.stage]);
@@ -337,7 +341,6 @@ class Producer {
   const CacheMaps& maps_;
   int stages_;
   Sm90Shared<I>& shared_;
-  uint32_t thread_;
   RingPlace place_;
   uint32_t calls_ = 0;  // of any_row_sees()
   bool has_codes_ = false;
