@@ -168,17 +168,15 @@ struct Codes {
         thread, [](uint32_t key) { return key; },
         [&](uint32_t key, uint32_t chunk, uint32_t) {
           const uint4& codes = chunks[i++];
-          const uint2 words[4] = {decode_neighbours(codes.x), decode_neighbours(codes.y), decode_neighbours(codes.z),
-                                  decode_neighbours(codes.w)};
           const uint32_t first = chunk / 4 % 2;
-          const auto pick = [&](const uint2& low, const uint2& high) { return first == 0 ? low : high; };
-          const auto put = [&](uint32_t which, const uint2& low, const uint2& high) {
+          const auto put = [&](uint32_t which, uint32_t low, uint32_t high) {
             const uint32_t column = (part * Rows::kChunks + chunk) * 2 + which;
+            const uint2 left = decode_neighbours(low), right = decode_neighbours(high);
             *reinterpret_cast<uint4*>(stage + I::KvRows::offset(key, column)) =
-                make_uint4(low.x, low.y, high.x, high.y);
+                make_uint4(left.x, left.y, right.x, right.y);
           };
-          put(first, pick(words[0], words[2]), pick(words[1], words[3]));
-          put(first ^ 1, pick(words[2], words[0]), pick(words[3], words[1]));
+          put(first, first == 0 ? codes.x : codes.z, first == 0 ? codes.y : codes.w);
+          put(first ^ 1, first == 0 ? codes.z : codes.x, first == 0 ? codes.w : codes.y);
         });
   }
 };
@@ -200,9 +198,9 @@ class Producer {
     if (thread() % 32 == 0) reader = KeyReader::of(p_, tile);
     __syncwarp();
     const RowView view = RowView::of(row_visibility(p_, tile, thread()));
-    const auto has_boxes = [&](int32_t stage) {
-      return !I::kDecodes && maps_.box > 0 && bounds.all_see(stage * kKeys, kKeys);
-    };
+    const int32_t first_boxes = ceil_div(bounds.plain_begin, kKeys);
+    const int32_t end_of_boxes = maps_.box > 0 ? bounds.plain_end / kKeys : 0;
+    const auto has_boxes = [&](int32_t stage) { return !I::kDecodes && first_boxes <= stage && stage < end_of_boxes; };
     const auto find_page = [&](int32_t stage) {
       if (!has_boxes(stage)) return reader.page(stage * kKeys + own_key());
       return thread() < 32 ? reader.page(stage * kKeys + key_of_box()) : -1;
@@ -284,7 +282,6 @@ class Producer {
     return static_cast<int32_t>(thread() % 32) * maps_.box % kKeys;
   }
   __device__ __forceinline__ void fill_boxes(const ptx::TensorMap& map, int32_t stage, int32_t page) {
-    const KeyReader& reader = shared_.readers[thread() / 32];
     uint64_t* const full = &shared_.full[place_.stage];
     wait_until_empty();
     if (thread() == 0) {
@@ -293,7 +290,8 @@ class Producer {
       ptx::mbar_arrive(full);
     }
     const int32_t panel = static_cast<int32_t>(thread()) * maps_.box / kKeys, key = key_of_box();
-    if (panel < I::kHeadDim / 64) {
+    if (thread() < 32 && panel < I::kHeadDim / 64) {
+      const KeyReader& reader = shared_.readers[0];
       const auto slot = static_cast<int32_t>(static_cast<uint32_t>(stage * kKeys + key) % reader.page_size);
       ptx::tma_load_4d(shared_.stage(place_.stage) + (panel * kKeys + key) * 128, &map, panel * 64, slot,
                        reader.kv_head, page, full);
