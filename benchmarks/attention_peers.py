@@ -15,6 +15,7 @@ from suite import Mismatch, Op, Shape, always, package
 from torch import Tensor
 
 import pagedtree
+from pagedtree.check.case import environment
 
 L3_BYTES = {"cpu": 64 << 20, "cuda": 128 << 20}  # what may lie in a cache: copies of the data exceed it
 
@@ -142,6 +143,25 @@ class PagedTreeCausal(PagedTree):
 
     name = "pagedtree causal"
     mask = "causal"
+
+
+class PagedTreeWgmma(PagedTree):
+    """The kernel for Hopper, which is opt-in: where a head has more than 32 rows."""
+
+    name = "pagedtree by wgmma"
+
+    @staticmethod
+    def absent() -> str | None:
+        hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+        return None if hopper else "needs a GPU of compute capability 9.0"
+
+    def plan(self) -> Tensor:
+        with environment("PAGEDTREE_ENGINE", "wgmma"):
+            return super().plan()
+
+    def run(self, copy: int) -> Tensor:
+        with environment("PAGEDTREE_ENGINE", "wgmma"):
+            return super().run(copy)
 
 
 class SdpaOnGatheredKv:
@@ -376,7 +396,10 @@ OP = Op(
     ],
     quick={"batch": 2, "length": 1024},
     problem=problem_of,
-    peers=[PagedTree, PagedTreeCausal, SdpaOnGatheredKv, FlexAttention, VllmCpu, *gpu_attention_peers.PEERS],
+    peers=[
+        PagedTree, PagedTreeCausal, PagedTreeWgmma, SdpaOnGatheredKv, FlexAttention, VllmCpu,
+        *gpu_attention_peers.PEERS,
+    ],
     memory=memory_of,
     check=check,
     unsupported=unsupported,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,6 +135,8 @@ def _cast_view(view: Tensor, dtype: torch.dtype) -> Tensor:
 
 TARGETS = [("cpu", isa) for isa in _C.available_isas()]
 TARGETS += [("simt", ""), ("simt", "wgmma"), ("cuda", "")]
+if "HOST_CUDA" not in os.environ and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+    TARGETS += [("cuda", "wgmma")]
 TARGETS = [target for target in TARGETS if target[0] in backends()]
 
 

@@ -87,7 +87,7 @@ def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.delenv("PAGEDTREE_ENGINE", raising=False)
     if backend == "cpu":
         monkeypatch.setenv("PAGEDTREE_CPU_ISA", variant)
-    elif backend == "simt":
+    else:
         monkeypatch.setenv("PAGEDTREE_SIMT_ORDER", "random:7")
         if variant:
             monkeypatch.setenv("PAGEDTREE_ENGINE", variant)
