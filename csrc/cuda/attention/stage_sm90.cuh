@@ -16,7 +16,7 @@ struct Sm90Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDi
   static constexpr int kGroupRows = 64;                                  // that four warps multiply together
   // Of each thread, at most what the SM's CTAs have at the start. Producers that decode hold codes.
   static constexpr bool kDecodes = kIsFloat8<Kv>;
-  static constexpr int kConsumerRegisters = kMTile > 64                   ? (kDecodes ? 216 : 224)
+  static constexpr int kConsumerRegisters = kMTile > 64                   ? (kDecodes ? 216 : 232)
                                             : Base::kShape.max_ctas() > 1 ? (kDecodes ? 192 : 200)
                                                                           : 240;
   static constexpr int kProducerRegisters = kMTile > 64                   ? 504 - 2 * kConsumerRegisters
@@ -195,6 +195,7 @@ class Producer {
     const StageRange stages = StageRange::of<I>(bounds, kv_begin, kv_end);
     if (stages.first >= stages.end) return;
     KeyReader& reader = shared_.readers[thread() / 32];  // in memory, as few registers are left to producers
+    __syncwarp();                                        // that of the row tile before is not read any more
     if (thread() % 32 == 0) reader = KeyReader::of(p_, tile);
     __syncwarp();
     const RowView view = RowView::of(row_visibility(p_, tile, thread()));
