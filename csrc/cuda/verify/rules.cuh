@@ -190,34 +190,10 @@ class Rows {
   __device__ NodeDistributions& distributions() { return shared_.distributions; }
   __device__ AcceptedNodes accepted_nodes() { return {shared_.parents, shared_.depths}; }
 
-  __device__ __forceinline__ void open(const RatioParams& p, int64_t b, int64_t row, bool with_draft,
-                                       NodeDistributions& distributions) {
+  __device__ void open(const RatioParams& p, int64_t b, int64_t row, bool with_draft,
+                       NodeDistributions& distributions) {
     clear_tried();
-    const LogitRow draft_row = with_draft ? draft_row_of(p, row) : LogitRow{};
-    const bool finds_draft = draft_row.logits != nullptr && p.draft_sampling.temperature != nullptr;
-    __syncthreads();
-    if (leads_cta()) {
-      distributions.target.row = logit_row(p.verify.logits, row);
-      distributions.draft = {};
-      distributions.draft.row = draft_row;
-      distributions.draft_is_probs = !finds_draft;
-      distributions.draft_unit = 1.0;
-    }
-    __syncthreads();
-    // Finds the draft's distribution if it must be found, then the target's.
-#pragma unroll 1
-    for (int left_to_find = finds_draft ? 2 : 1; left_to_find > 0; --left_to_find) {
-      const bool of_draft = left_to_find == 2;
-      RowDistribution& into = of_draft ? distributions.draft : distributions.target;
-      const RowDistribution distribution =
-          find_distribution(into.row, sampling_of(of_draft ? p.draft_sampling : p.verify.sampling, b));
-      sum_blocks(RowMasses(distribution), shared_.residuals);
-      if (!leads_cta()) continue;
-      into = distribution;
-      const double total = shared_.residuals.total(distribution.row.vocab);
-      (of_draft ? distributions.draft_unit : distributions.total) = of_draft ? 1.0 / total : total;
-    }
-    __syncthreads();
+    find_distributions(p, shared_, b, row, with_draft, distributions);
   }
 
   __device__ double target(const NodeDistributions& distributions, int64_t token) const {
@@ -287,18 +263,50 @@ class Rows {
   }
 
  private:
-  __device__ __forceinline__ RowDistribution find_distribution(const LogitRow& row, const Sampling& sampling) {
+  // Most of a kernel's code. Rules open rows in several places: inlined there, it takes nvcc half a minute.
+  static __device__ __attribute__((noinline)) void find_distributions(const RatioParams& p, RulesShared& shared,
+                                                                      int64_t b, int64_t row, bool with_draft,
+                                                                      NodeDistributions& distributions) {
+    const LogitRow draft_row = with_draft ? draft_row_of(p, row) : LogitRow{};
+    const bool finds_draft = draft_row.logits != nullptr && p.draft_sampling.temperature != nullptr;
+    __syncthreads();
+    if (leads_cta()) {
+      distributions.target.row = logit_row(p.verify.logits, row);
+      distributions.draft = {};
+      distributions.draft.row = draft_row;
+      distributions.draft_is_probs = !finds_draft;
+      distributions.draft_unit = 1.0;
+    }
+    __syncthreads();
+    // Finds the draft's distribution if it must be found, then the target's.
+#pragma unroll 1
+    for (int left_to_find = finds_draft ? 2 : 1; left_to_find > 0; --left_to_find) {
+      const bool of_draft = left_to_find == 2;
+      RowDistribution& into = of_draft ? distributions.draft : distributions.target;
+      const RowDistribution distribution =
+          find_distribution(shared, into.row, sampling_of(of_draft ? p.draft_sampling : p.verify.sampling, b));
+      sum_blocks(RowMasses(distribution), shared.residuals);
+      if (!leads_cta()) continue;
+      into = distribution;
+      const double total = shared.residuals.total(distribution.row.vocab);
+      (of_draft ? distributions.draft_unit : distributions.total) = of_draft ? 1.0 / total : total;
+    }
+    __syncthreads();
+  }
+
+  static __device__ __forceinline__ RowDistribution find_distribution(RulesShared& shared, const LogitRow& row,
+                                                                      const Sampling& sampling) {
     AnyReader reader(row);
-    const Peak peak = find_peak(reader, shared_.radix.block);
+    const Peak peak = find_peak(reader, shared.radix.block);
     reader.learn(peak);
     return row_distribution(row, sampling, peak, [&](const Scale& scale) {
-      return find_filter(reader, sampling, scale, shared_.radix, shared_.filter);
+      return find_filter(reader, sampling, scale, shared.radix, shared.filter);
     });
   }
 
   // One warp per block: it adds all groups of four tokens of the block. Every CTA gets all sums.
   template <typename Masses, typename... Tables>
-  __device__ __forceinline__ void sum_blocks(const Masses& masses, Tables&... into) {
+  static __device__ __forceinline__ void sum_blocks(const Masses& masses, Tables&... into) {
     MassTable* const tables[Masses::kSums] = {&into...};
     const int64_t vocab = masses.vocab();
     sync();
