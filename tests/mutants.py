@@ -162,7 +162,8 @@ WGMMA = [
     ),
     of_wgmma("another stride in descriptors", "attend", "kEightRows = 8 * 128", "kEightRows = 4 * 128"),
     of_wgmma(
-        "no proxy fence behind cp.async", "attend", "ptx::fence_proxy_async();\n    place_", "place_"
+        "no proxy fence behind cp.async", "attend",
+        "if (!I::kDecodes && !(plain && maps_.box > 0)) ptx::fence_proxy_async();", "",
     ),
     of_wgmma(
         "no proxy fence behind decoded codes", "stage",
