@@ -157,8 +157,7 @@ WGMMA = [
     ),
     of_wgmma(
         "K given back while it is multiplied", "attend",
-        "ptx::wgmma_wait<1>();\n      ptx::wgmma_results(scores[0]);\n      release(keys);",
-        "release(keys);\n      ptx::wgmma_wait<1>();\n      ptx::wgmma_results(scores[0]);",
+        "turns_.pass(both);\n      ptx::wgmma_wait<I::", "turns_.pass(both);\n      release(keys);\n      ptx::wgmma_wait<I::",
     ),
     of_wgmma("another stride in descriptors", "attend", "kEightRows = 8 * 128", "kEightRows = 4 * 128"),
     of_wgmma(

@@ -67,19 +67,12 @@ def test_each_architecture_has_every_kernel() -> None:
     assert {kernel.architecture for kernel in kernels() if is_for_hopper(kernel)} <= {"sm_90a"}
 
 
-# Of 256 columns and 128 rows the registers hold 128 sums, 32 scores and 16 pairs of weights per thread; what is left is
-# too little for all that a row is known to see, of which some words are read from the stack where keys are masked.
-SPILLS = re.compile(r"^attention_sm90_kernel<Sm90Instance<.*, 256, 128> >")
-MOST_SPILLED = 32  # bytes
-
-
 def test_no_kernel_spills() -> None:
     print(
         *(f"{k.architecture} {k.registers:3d} registers, {k.stack_bytes} B stack  {k.name}" for k in kernels()),
         sep="\n",
     )
-    assert [k for k in kernels() if k.registers > MAX_REGISTERS] == []
-    assert [k for k in kernels() if k.stack_bytes > (MOST_SPILLED if SPILLS.match(k.name) else 0)] == []
+    assert [kernel for kernel in kernels() if kernel.stack_bytes > 0 or kernel.registers > MAX_REGISTERS] == []
 
 
 @pytest.mark.slow
@@ -87,7 +80,7 @@ def test_no_kernel_spills() -> None:
 def test_no_kernel_uses_local_memory(architecture: str) -> None:
     found = instructions(architecture, "")
     assert found and all(found.values()), "code of every kernel"
-    assert [name for name, codes in found.items() if count(codes, "LDL|STL") and not SPILLS.match(name)] == []
+    assert [name for name, opcodes in found.items() if count(opcodes, "LDL|STL")] == []
 
 
 @pytest.mark.parametrize("which", ["128", LONG_FORM])

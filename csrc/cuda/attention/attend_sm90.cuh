@@ -208,7 +208,8 @@ class Consumer {
       const int values = next_stage(plain);
       start_values<I>(sums, weights, shared_.stage(values));
       turns_.pass(both);
-      ptx::wgmma_wait<1>();
+      ptx::wgmma_wait<I::kWeighsBesideValues ? 1 : 0>();
+      if constexpr (!I::kWeighsBesideValues) ptx::wgmma_results(sums.out[0]);
       ptx::wgmma_results(scores[0]);
       release(keys);
       const bool changed = weigh_stage(stage, next_plain, rescales);

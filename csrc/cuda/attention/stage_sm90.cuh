@@ -14,9 +14,12 @@ struct Sm90Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDi
   static constexpr int kConsumers = Base::kShape.warps() * 32;           // threads
   static constexpr int kProducers = Base::kShape.producer_warps() * 32;  // threads
   static constexpr int kGroupRows = 64;                                  // that four warps multiply together
+  // Scores are weighed while values are multiplied, but where registers do not suffice for both: there are two groups
+  // then, and one weighs while the other multiplies.
+  static constexpr bool kWeighsBesideValues = kHeadDim < 256 || kMTile == kGroupRows;
   // Of each thread, at most what the SM's CTAs have at the start. Producers that decode hold codes.
   static constexpr bool kDecodes = kIsFloat8<Kv>;
-  static constexpr int kConsumerRegisters = kMTile > 64                   ? (kDecodes ? 216 : 232)
+  static constexpr int kConsumerRegisters = kMTile > 64                   ? (kDecodes ? 224 : 232)
                                             : Base::kShape.max_ctas() > 1 ? (kDecodes ? 192 : 200)
                                                                           : 240;
   static constexpr int kProducerRegisters = kMTile > 64                   ? 504 - 2 * kConsumerRegisters
@@ -236,16 +239,14 @@ class Producer {
       page_before = page;
       page = next_page;
     }
+    if constexpr (I::kDecodes) {
+      store_codes(Codes<I>::kParts - 1);
+      has_codes_ = false;
+    }
   }
 
   // All that was produced arrives before the thread ends.
-  __device__ __forceinline__ void finish() {
-    if constexpr (I::kDecodes) {
-      if (has_codes_) store_codes(Codes<I>::kParts - 1);
-    } else {
-      ptx::cp_async_wait<0>();
-    }
-  }
+  __device__ __forceinline__ void finish() { ptx::cp_async_wait<0>(); }
 
  private:
   static constexpr int kKeys = I::kShape.keys;
