@@ -157,7 +157,8 @@ WGMMA = [
     ),
     of_wgmma(
         "K given back while it is multiplied", "attend",
-        "turns_.pass(both);\n      ptx::wgmma_wait<I::", "turns_.pass(both);\n      release(keys);\n      ptx::wgmma_wait<I::",
+        "turns_.pass(both);\n      ptx::wgmma_wait<I::",
+        "turns_.pass(both);\n      release(keys);\n      ptx::wgmma_wait<I::",
     ),
     of_wgmma("another stride in descriptors", "attend", "kEightRows = 8 * 128", "kEightRows = 4 * 128"),
     of_wgmma(
