@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kAlignment = 16;  // of pieces, whose size is a multiple of it
 
 Pieces pieces_of(const WorkShape& work, const TileShape& tile, const DeviceLimits& limits) {
-  return {nullptr, range_bound(work, range_limits(tile, limits.num_sms)), tile.m_tile, tile.head_dim};
+  return {nullptr, range_bound(work, range_limits(tile, limits.num_sms)), tile.m_tile, tile.head_dim_v};
 }
 
 bool is_aligned(const void* rows, int64_t token_stride, int64_t head_stride) {
@@ -54,6 +54,10 @@ void check_engine(MatrixEngine engine, const DeviceLimits& limits) {
   }
 }
 
+void check_tile(const TileShape& tile) {
+  if (tile.m_tile == 0) throw std::runtime_error("tree_attention: CUDA has no kernel for these head sizes yet");
+}
+
 // The number of threads for `count` items: whole warps, at most kScheduleThreads.
 unsigned schedule_threads(int64_t count) {
   return static_cast<unsigned>(clamp_to<int64_t>(ceil_div<int64_t>(count, 32) * 32, 32, kScheduleThreads));
@@ -67,6 +71,7 @@ void CudaBackend::attention_plan(const AttentionPlanParams& p, const ExecContext
   int64_t most = p.batch;
   for (const WorkList list : kWorkLists) {
     const ListTile item = list_tile(p, list);
+    check_tile(item.tile);
     const auto i = static_cast<size_t>(list);
     lists.work[i] = work_shape(p, item.tile.m_tile, list);
     lists.limits[i] = range_limits(item.tile, num_sms);
@@ -79,8 +84,10 @@ void CudaBackend::attention_plan(const AttentionPlanParams& p, const ExecContext
 int64_t CudaBackend::tree_attention_scratch(const TreeAttentionParams& p, const ExecContext&) const {
   const DeviceLimits limits = device_limits();
   int64_t bytes = kAlignment;
-  for (const auto& [list, tile] : lists_of(p))
+  for (const auto& [list, tile] : lists_of(p)) {
+    check_tile(tile);
     bytes += pieces_of(work_shape(p, tile.m_tile, list), tile, limits).bytes();
+  }
   return bytes;
 }
 
@@ -116,7 +123,7 @@ void CudaBackend::tree_attention(const TreeAttentionParams& p, const ExecContext
   }
   // A cut lies between two ranges, so there is one cut less than there are ranges.
   const dim3 grid(static_cast<unsigned>(most_ranges - 1),
-                  static_cast<unsigned>(ceil_div(most_rows * (p.head_dim / JoinedColumns::kColumns), kJoinThreads)),
+                  static_cast<unsigned>(ceil_div(most_rows * (p.head_dim_v / JoinedColumns::kColumns), kJoinThreads)),
                   static_cast<unsigned>(lists.count));
   launch_behind(p.q_dtype == DType::kFloat16 ? join_kernel<__half> : join_kernel<__nv_bfloat16>, grid,
                 dim3(kJoinThreads), 0, ctx.stream, p, calls);

@@ -110,7 +110,7 @@ __device__ __forceinline__ void attend_piece(const TreeAttentionParams& p, const
     join<I>(parts, tile.rows, ToOutput<typename I::T>{p, tile, call.out_aligned});
   } else {
     const auto range = static_cast<int32_t>(blockIdx.x);
-    join<I>(parts, tile.rows, ToPiece{call.pieces.of(range, at.kv_tile == 0), I::kHeadDim});
+    join<I>(parts, tile.rows, ToPiece{call.pieces.of(range, at.kv_tile == 0), I::kHeadDimV});
   }
 }
 

@@ -8,9 +8,9 @@
 namespace pagedtree::cuda {
 
 // One instance of the kernel for wgmma.
-template <typename T, typename Kv, int kHeadDim, int kMTile>
-struct Sm90Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDim, kMTile)> {
-  using Base = InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDim, kMTile)>;
+template <typename T, typename Kv, int kHeadDim, int kMTile, int kHeadDimV = kHeadDim>
+struct Sm90Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDim, kHeadDimV, kMTile)> {
+  using Base = InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDim, kHeadDimV, kMTile)>;
   static constexpr int kConsumers = Base::kShape.warps() * 32;           // threads
   static constexpr int kProducers = Base::kShape.producer_warps() * 32;  // threads
   static constexpr int kGroupRows = 64;                                  // that four warps multiply together
