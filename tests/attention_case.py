@@ -13,6 +13,8 @@ from device_case import to_device
 from torch import Tensor
 
 from pagedtree import _C, DraftTree, reference, tree_attention
+from pagedtree.check.case import Place
+from pagedtree.check.cases import instructions_sm90
 from pagedtree.testing import backends
 
 LAYOUTS = ("nhd", "hnd", "stacked", "packed", "padded", "sparse")
@@ -152,7 +154,7 @@ def _cast_view(view: Tensor, dtype: torch.dtype) -> Tensor:
 
 TARGETS = [("cpu", isa) for isa in _C.available_isas()]
 TARGETS += [("simt", ""), ("simt", "wgmma"), ("cuda", "")]
-if "HOST_CUDA" not in os.environ and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+if "HOST_CUDA" not in os.environ and instructions_sm90.absent(Place(torch.device("cuda"), "cuda")) is None:
     TARGETS += [("cuda", "wgmma")]
 TARGETS = [target for target in TARGETS if target[0] in backends()]
 

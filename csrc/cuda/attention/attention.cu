@@ -22,25 +22,22 @@ bool is_aligned(const void* rows, int64_t token_stride, int64_t head_stride) {
   return reinterpret_cast<uintptr_t>(rows) % 16 == 0 && token_stride % 8 == 0 && head_stride % 8 == 0;
 }
 
-AttentionLauncher mma_sync_launcher(const TreeAttentionParams& p, const TileShape& tile) {
-  const bool float8 = p.kv_dtype == DType::kFloat8E4M3;
-  const auto find = p.q_dtype == DType::kFloat16 ? (float8 ? half_float8_attention : half_attention)
-                                                 : (float8 ? bfloat16_float8_attention : bfloat16_attention);
-  return find(tile);
-}
-
+// What finds a tile's launcher: for q in bfloat16 and in half, each with a cache of q's type and of fp8.
+using Finders = AttentionLauncher (*[2][2])(const TileShape&);
+constexpr Finders kMmaSync = {{bfloat16_attention, bfloat16_float8_attention}, {half_attention, half_float8_attention}};
 #if defined(PAGEDTREE_HAS_SM90A)
-AttentionLauncher wgmma_launcher(const TreeAttentionParams& p, const TileShape& tile) {
-  const bool float8 = p.kv_dtype == DType::kFloat8E4M3;
-  const auto find = p.q_dtype == DType::kFloat16 ? (float8 ? half_float8_attention_sm90 : half_attention_sm90)
-                                                 : (float8 ? bfloat16_float8_attention_sm90 : bfloat16_attention_sm90);
-  return find(tile);
-}
+constexpr Finders kWgmma = {{bfloat16_attention_sm90, bfloat16_float8_attention_sm90},
+                            {half_attention_sm90, half_float8_attention_sm90}};
 constexpr bool kHasSm90a = true;
 #else
-AttentionLauncher wgmma_launcher(const TreeAttentionParams&, const TileShape&) { return nullptr; }
+constexpr Finders kWgmma = {};
 constexpr bool kHasSm90a = false;
 #endif
+
+AttentionLauncher launcher_of(const TreeAttentionParams& p, const TileShape& tile) {
+  const Finders& finders = tile.is_wgmma() ? kWgmma : kMmaSync;
+  return finders[p.q_dtype == DType::kFloat16][p.kv_dtype == DType::kFloat8E4M3](tile);
+}
 
 // Nobody gets another engine than the one that was asked for.
 void check_engine(MatrixEngine engine, const DeviceLimits& limits) {
@@ -117,9 +114,7 @@ void CudaBackend::tree_attention(const TreeAttentionParams& p, const ExecContext
   for (int i = 0; i < lists.count; ++i) {
     const CallShape& call = calls.lists[i];
     const auto grid = static_cast<unsigned>(call.pieces.capacity);
-    const TileShape& tile = lists.items[i].tile;
-    const AttentionLauncher launcher = tile.is_wgmma() ? wgmma_launcher(p, tile) : mma_sync_launcher(p, tile);
-    launcher(p, call, grid, residents[i].shared_bytes, ctx.stream);
+    launcher_of(p, lists.items[i].tile)(p, call, grid, residents[i].shared_bytes, ctx.stream);
   }
   // A cut lies between two ranges, so there is one cut less than there are ranges.
   const dim3 grid(static_cast<unsigned>(most_ranges - 1),

@@ -42,8 +42,9 @@ struct TileShape {
     return is_wgmma() ? keys * head_dim * 2 : keys * ((head_dim + head_dim_v) * kv_bytes + 16);
   }
   // The bytes before Q, which begins at a multiple of 128, or 1024 with wgmma. mma.sync: the range, then either the
-  // states of all rows, or the bounds of each warp, the row tile and what each row sees. wgmma: the range, barriers,
-  // the addresses of the rows of two stages. The kernels check that they suffice.
+  // states of all rows, or the bounds of each warp, the row tile and what each row sees. wgmma: the range, what each
+  // warp looks up (WarpTile, KeyReader), barriers, the keys that rows see and the addresses of the rows of two stages.
+  // The kernels check that they suffice.
   constexpr int header_bytes() const {
     if (is_wgmma()) return 3072;
     const int of_states = key_warps * m_tile * 8, of_views = warps() * 16 + 96 + m_tile * 28;

@@ -124,18 +124,6 @@ struct RingPlace {
   }
 };
 
-// The stages [first, end) of a row tile that hold keys which a row sees.
-struct StageRange {
-  int32_t first, end;
-
-  template <typename I>
-  __device__ __forceinline__ static StageRange of(const KeyBounds& bounds, int32_t kv_begin, int32_t kv_end) {
-    constexpr int kKeys = I::kShape.keys, kStagesInTile = kKvTile / kKeys;
-    return {max_of(kv_begin * kStagesInTile, bounds.lowest / kKeys),
-            min_of(kv_end * kStagesInTile, ceil_div(bounds.highest, kKeys))};
-  }
-};
-
 // What the rows of a tile have in common. Each warp finds it for itself, so that no role waits for another.
 __device__ __forceinline__ KeyBounds tile_bounds(const TreeAttentionParams& p, const RowTile& tile, uint32_t lane) {
   KeyBounds bounds = KeyBounds::none();
