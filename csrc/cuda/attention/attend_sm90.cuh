@@ -61,7 +61,6 @@ __device__ __forceinline__ void store_q_fragments(const QFragments<I>& q, uint32
   }
 }
 
-constexpr uint32_t kPanelBytes = 64 * 128;  // of 64 rows or keys
 constexpr uint32_t kEightRows = 8 * 128;    // in a panel
 
 // Starts scores = Q K, with Q in registers or in shared memory.
@@ -97,7 +96,7 @@ __device__ __forceinline__ void start_values(Accumulator<I>& sums, const WeightF
 #pragma unroll
   for (uint32_t n = 0; n < I::kShape.keys / 16; ++n) {
     const uint64_t values = first_values + n * 2 * kEightRows / 16;
-    ptx::wgmma_rs<typename I::M, I::kHeadDim, true>(sums.out[0], weights[n], values, true);
+    ptx::wgmma_rs<typename I::M, I::kWarpColumns, true>(sums.out[0], weights[n], values, true);
   }
   ptx::wgmma_commit();
 }
@@ -122,42 +121,80 @@ struct Turns {
   }
 };
 
-// The multiplying side of the ring.
+// What the multiplying sides of rings have in common.
 template <typename I>
-class Consumer {
+class ConsumerBase {
  public:
-  __device__ __forceinline__ Consumer(const TreeAttentionParams& params, const CallShape& call, const CacheMaps& maps,
-                                      Sm90Shared<I>& of_cta)
-      : p_(params), call_(call), maps_(maps), shared_(of_cta), turns_{group_of_warp()} {
-    turns_.begin();
-  }
-  __device__ __forceinline__ void finish() { turns_.end(); }
-
-  // The warp's first row in the tile.
-  __device__ __forceinline__ uint32_t row() const { return ptx::thread_index() / 32 * 16; }
+  __device__ __forceinline__ ConsumerBase(const TreeAttentionParams& params, const CallShape& call,
+                                          const CacheMaps& maps, Sm90Shared<I>& of_cta)
+      : p_(params), call_(call), maps_(maps), shared_(of_cta) {}
 
   // The row tile that attend() was called for.
   __device__ __forceinline__ const WarpTile& current() const { return shared_.warps[ptx::thread_index() / 32]; }
 
+ protected:
+  // Writes down the row tile and what its rows have in common.
+  __device__ __forceinline__ void begin(const WorkPosition& at, const RowTile& tile) {
+    const uint32_t lane = ptx::thread_index() % 32;
+    const KeyBounds found = tile_bounds(p_, tile, lane);
+    __syncwarp();  // the output of the tile before is written
+    if (lane == 0) shared_.warps[ptx::thread_index() / 32] = {at, tile, found};
+    __syncwarp();
+  }
+  // From one lane, so that the compiler knows it to be the same for the warp.
+  __device__ __forceinline__ static uint32_t group_of_warp() {
+    return I::kTwoGroups ? __shfl_sync(kWholeWarp, ptx::thread_index() / 128, 0) : 0;
+  }
+  // Waits for a part of a stage; `plain`: all rows see its keys.
+  __device__ __forceinline__ void wait_for(const RingPlace& place, int part, bool plain) const {
+    ptx::mbar_wait(&shared_.full[place.stage][part], place.parity);
+    // What cp.async has written: no producer could fence after its end. TMA needs no fence.
+    if (!I::kDecodes && !(plain && maps_.box > 0)) ptx::fence_proxy_async();
+  }
+  // The warp has used up the stage.
+  __device__ __forceinline__ void release(int stage) {
+    __syncwarp();
+    if (ptx::thread_index() % 32 == 0) ptx::mbar_arrive(&shared_.empty[stage]);
+  }
+
+  const TreeAttentionParams& p_;
+  const CallShape& call_;
+  const CacheMaps& maps_;
+  Sm90Shared<I>& shared_;
+  RingPlace place_;
+};
+
+// The multiplying side of a ring of K and V apart.
+template <typename I>
+class Consumer : public ConsumerBase<I> {
+  using Base = ConsumerBase<I>;
+  using Base::begin, Base::group_of_warp, Base::wait_for, Base::release;
+  using Base::p_, Base::call_, Base::maps_, Base::shared_, Base::place_;
+
+ public:
+  __device__ __forceinline__ Consumer(const TreeAttentionParams& params, const CallShape& call, const CacheMaps& maps,
+                                      Sm90Shared<I>& of_cta)
+      : Base(params, call, maps, of_cta), turns_{group_of_warp()} {
+    turns_.begin();
+  }
+  __device__ __forceinline__ void finish() { turns_.end(); }
+
+  // The warp's first row in the tile, and its first column.
+  __device__ __forceinline__ uint32_t row() const { return ptx::thread_index() / 32 * 16; }
+  __device__ __forceinline__ uint32_t column() const { return 0; }
+
   // Computes the warp's rows against KV tiles [at.kv_tile, kv_end). `sums` are undefined if the tile has none of them.
   __device__ __forceinline__ void attend(const WorkPosition& at, const RowTile& of_rows, int32_t kv_end,
                                          Accumulator<I>& sums) {
-    const uint32_t lane = ptx::thread_index() % 32;
-    WarpTile& mine = shared_.warps[ptx::thread_index() / 32];
-    {
-      const KeyBounds found = tile_bounds(p_, of_rows, lane);
-      __syncwarp();  // the output of the tile before is written
-      if (lane == 0) mine = {at, of_rows, found};
-      __syncwarp();
-    }
-    const RowTile& tile = mine.tile;
-    const KeyBounds& bounds = mine.bounds;
+    begin(at, of_rows);
+    const RowTile& tile = Base::current().tile;
+    const KeyBounds& bounds = Base::current().bounds;
     const StageRange stages = StageRange::of<I>(bounds, at.kv_tile, kv_end);
     if (stages.first >= stages.end) return sums.clear();
     const auto is_plain = [&](int32_t stage) { return bounds.all_see(stage * I::kShape.keys, I::kShape.keys); };
     if (turns_.group * I::kGroupRows >= tile.rows) return skip(stages);
     const bool both = tile.rows > I::kGroupRows;
-    const RowView view = RowView::of(row_visibility(p_, tile, row() + own_row(lane)));
+    const RowView view = RowView::of(row_visibility(p_, tile, row() + own_row(ptx::thread_index() % 32)));
     const float scale = score_scale(p_, tile.kv_head), factor = score_factor<typename I::Kv>(p_, scale);
     QFragments<I> q;
     RowFactors<I> row_factors;
@@ -230,45 +267,29 @@ class Consumer {
   }
 
  private:
-  // From one lane, so that the compiler knows it to be the same for the warp.
-  __device__ __forceinline__ static uint32_t group_of_warp() {
-    return I::kMTile == I::kGroupRows ? 0 : __shfl_sync(kWholeWarp, ptx::thread_index() / 128, 0);
-  }
   __device__ __forceinline__ void meet_group() const { ptx::barrier_sync(kGroupsMeet + turns_.group, 128); }
 
   // Waits for the next stage; `plain`: all rows see its keys.
   __device__ __forceinline__ int next_stage(bool plain) {
+    wait_for(place_, 0, plain);
     // From one lane, so that the compiler finds descriptors once per warp.
     const int stage = __shfl_sync(kWholeWarp, place_.stage, 0);
-    ptx::mbar_wait(&shared_.full[stage], place_.parity);
-    // What cp.async has written: no producer could fence after its end. TMA needs no fence.
-    if (!I::kDecodes && !(plain && maps_.box > 0)) ptx::fence_proxy_async();
     place_.advance(call_.stages);
     return stage;
-  }
-  // The warp has used up the stage.
-  __device__ __forceinline__ void release(int stage) {
-    __syncwarp();
-    if (ptx::thread_index() % 32 == 0) ptx::mbar_arrive(&shared_.empty[stage]);
   }
   // The other warpgroup has all rows.
   __device__ __forceinline__ void skip(const StageRange& stages) {
     for (int32_t i = 0; i < 2 * (stages.end - stages.first); ++i) release(next_stage(true));
   }
 
-  const TreeAttentionParams& p_;
-  const CallShape& call_;
-  const CacheMaps& maps_;
-  Sm90Shared<I>& shared_;
   Turns<I> turns_;
-  RingPlace place_;
 };
 
-// Stores the warp's rows, from `first_row` of the tile's `rows` on. Lanes exchange pairs of columns, so that each
-// stores four neighbours.
+// Stores the warp's rows, from `first_row` of the tile's `rows` on, and their columns from `first_column` on. Lanes
+// exchange pairs of columns, so that each stores four neighbours.
 template <typename I, typename Target>
-__device__ __forceinline__ void store_rows(const Accumulator<I>& sums, uint32_t first_row, uint32_t rows,
-                                           const Target& target) {
+__device__ __forceinline__ void store_rows(const Accumulator<I>& sums, uint32_t first_row, uint32_t first_column,
+                                           uint32_t rows, const Target& target) {
   const uint32_t lane = ptx::thread_index() % 32;
   const bool is_odd = lane % 2 != 0;
 #pragma unroll
@@ -276,9 +297,9 @@ __device__ __forceinline__ void store_rows(const Accumulator<I>& sums, uint32_t 
     const uint32_t row = first_row + half * 8 + lane / 4;
     const float sum = quad_sum(sums.sum[0][half]);
     typename Target::Row to{};
-    if (row < rows) to = target.row(row, sums.maximum[0][half], sum, lane % 4 == 0);
+    if (row < rows) to = target.row(row, sums.maximum[0][half], sum, lane % 4 == 0 && first_column == 0);
 #pragma unroll
-    for (uint32_t n = 0; n < I::kHeadDim / 8; n += 2) {
+    for (uint32_t n = 0; n < I::kWarpColumns / 8; n += 2) {
       const float (&even)[4] = sums.out[0][n];
       const float (&odd)[4] = sums.out[0][n + 1];
       float mine[2], others[2];
@@ -289,7 +310,7 @@ __device__ __forceinline__ void store_rows(const Accumulator<I>& sums, uint32_t 
       }
       const float values[4] = {is_odd ? others[0] : mine[0], is_odd ? others[1] : mine[1], is_odd ? mine[0] : others[0],
                                is_odd ? mine[1] : others[1]};
-      if (row < rows) to.store((n + lane % 2) * 8 + lane % 4 / 2 * 4, values);
+      if (row < rows) to.store(first_column + (n + lane % 2) * 8 + lane % 4 / 2 * 4, values);
     }
   }
 }

@@ -25,6 +25,7 @@ struct TileShape {
   int column_warps = 1;  // warps of the same rows that share the columns of V
 
   constexpr bool is_wgmma() const { return engine == MatrixEngine::kWgmma; }
+  constexpr bool is_latent() const { return is_wgmma() && column_warps > 1; }  // V is not read apart from K
   constexpr int warps() const { return row_warps * key_warps * column_warps; }  // that multiply
   constexpr int producer_warps() const { return is_wgmma() ? 4 : 0; }
   constexpr int threads() const { return (warps() + producer_warps()) * 32; }
@@ -39,6 +40,8 @@ struct TileShape {
   // addresses of its rows, the header, the output of mma.sync in fp32.
   constexpr bool q_in_registers() const { return is_wgmma() && head_dim < 256; }
   constexpr int q_bytes() const { return q_in_registers() ? 0 : m_tile * head_dim * 2; }
+  // Of the weights that groups of warps give each other.
+  constexpr int weight_bytes() const { return is_latent() ? m_tile * keys * 2 : 0; }
   constexpr int stage_bytes(int kv_bytes) const {
     return is_wgmma() ? keys * head_dim * 2 : keys * ((head_dim + head_dim_v) * kv_bytes + 16);
   }
@@ -53,12 +56,12 @@ struct TileShape {
   }
   constexpr int out_bytes() const { return is_wgmma() ? 0 : key_warps * m_tile * head_dim_v * 4; }
   constexpr int shared_bytes(int kv_bytes, int stages) const {
-    return header_bytes() + q_bytes() + stages * stage_bytes(kv_bytes);
+    return header_bytes() + q_bytes() + weight_bytes() + stages * stage_bytes(kv_bytes);
   }
   // The output takes the place of Q and the stages when they are used up. With wgmma the next K arrives while the
   // stages of one K and one V are multiplied.
   constexpr int min_stages(int kv_bytes) const {
-    if (is_wgmma()) return 3;
+    if (is_wgmma()) return is_latent() ? 2 : 3;
     const int stages = ceil_div(out_bytes() - q_bytes(), stage_bytes(kv_bytes));
     return stages < 2 ? 2 : stages;
   }
@@ -93,14 +96,22 @@ constexpr TileShape kTileShapes[] = {
     {128, 128, 128, 8, 1, 64, MatrixEngine::kWgmma},
     {256, 256, 64, 4, 1, 64, MatrixEngine::kWgmma},
     {256, 256, 128, 8, 1, 64, MatrixEngine::kWgmma},
+    // Latent rows of 512 or 576 columns: two groups of four warps share the columns of V, which is part of K.
+    {576, 512, 64, 4, 1, 64, MatrixEngine::kWgmma, 2},
 };
+
+// Whether a tile is for these head sizes. That of latent rows takes any number of columns behind V's.
+constexpr bool has_head_dims(const TileShape& shape, int head_dim, int head_dim_v, bool latent) {
+  if (shape.head_dim_v != head_dim_v) return false;
+  return shape.is_latent() ? latent && head_dim <= shape.head_dim : shape.head_dim == head_dim;
+}
 
 // The smallest tile that holds `rows` rows, or the head sizes' largest if none does; of two that are as large, that of
 // the engine.
-constexpr TileShape choose_tile(MatrixEngine engine, int head_dim, int head_dim_v, int64_t rows) {
+constexpr TileShape choose_tile(MatrixEngine engine, int head_dim, int head_dim_v, bool latent, int64_t rows) {
   TileShape chosen{};
   for (const TileShape& shape : kTileShapes) {
-    if (shape.head_dim != head_dim || shape.head_dim_v != head_dim_v) continue;
+    if (!has_head_dims(shape, head_dim, head_dim_v, latent)) continue;
     if (shape.is_wgmma() && engine != MatrixEngine::kWgmma) continue;
     const bool is_needed = chosen.m_tile == 0 || (chosen.m_tile < rows && shape.m_tile > chosen.m_tile);
     if (is_needed || shape.m_tile == chosen.m_tile) chosen = shape;
@@ -128,7 +139,7 @@ template <typename Params>
 constexpr ListTile list_tile(const Params& p, WorkList list) {
   const int64_t rows = min_of<int64_t>(p.max_seqlen_q, INT32_MAX) * p.group_size;
   return {list,
-          choose_tile(p.engine, p.head_dim, p.head_dim_v, list == WorkList::kSmall ? min_of(rows, kSmallRows) : rows)};
+          choose_tile(p.engine, p.head_dim, p.head_dim_v, p.latent, list == WorkList::kSmall ? min_of(rows, kSmallRows) : rows)};
 }
 
 // The lists of a call in the order of their launches.

@@ -4,6 +4,7 @@
 // the last one is written.
 #pragma once
 
+#include "cuda/attention/attend_latent_sm90.cuh"
 #include "cuda/attention/attend_sm90.cuh"
 #include "cuda/attention/output.cuh"
 #include "cuda/attention/ranges.cuh"
@@ -36,16 +37,16 @@ __device__ __forceinline__ void for_each_row_tile(const TreeAttentionParams& p, 
 template <typename I>
 __device__ __forceinline__ void consume_range(const TreeAttentionParams& p, const CallShape& call,
                                               const CacheMaps& maps, Sm90Shared<I>& shared) {
-  Consumer<I> consumer(p, call, maps, shared);
+  std::conditional_t<I::kLatent, LatentConsumer<I>, Consumer<I>> consumer(p, call, maps, shared);
   for_each_row_tile(p, call.work, shared, [&](const WorkPosition& begin, const RowTile& of_rows) {
     Accumulator<I> sums;
     consumer.attend(begin, of_rows, kv_end_of(of_rows, begin, shared.stop), sums);
     const auto& [at, tile, bounds] = consumer.current();
     if (at.kv_tile == 0 && kv_end_of(tile, at, shared.stop) == tile.kv_tiles()) {
-      store_rows<I>(sums, consumer.row(), tile.rows, ToOutput<typename I::T>{p, tile, call.out_aligned});
+      store_rows<I>(sums, consumer.row(), consumer.column(), tile.rows, ToOutput<typename I::T>{p, tile, call.out_aligned});
     } else {
       const auto range = static_cast<int32_t>(blockIdx.x);
-      store_rows<I>(sums, consumer.row(), tile.rows, ToPiece{call.pieces.of(range, at.kv_tile == 0), I::kHeadDimV});
+      store_rows<I>(sums, consumer.row(), consumer.column(), tile.rows, ToPiece{call.pieces.of(range, at.kv_tile == 0), I::kHeadDimV});
     }
     return at;
   });

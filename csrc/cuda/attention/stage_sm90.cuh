@@ -1,5 +1,6 @@
 // Hopper: the ring of stages, and the warps that fill it. A stage has K or V of 64 keys, in the order in which they are
-// multiplied: K 0, K 1, V 0, K 2, V 1 and so on, V of a row tile's last keys at its end.
+// multiplied: K 0, K 1, V 0, K 2, V 1 and so on, V of a row tile's last keys at its end. Latent stages are both, and come
+// in parts, so that their first columns are multiplied while the others arrive.
 #pragma once
 
 #include "cuda/attention/stage.cuh"
@@ -19,14 +20,19 @@ struct Sm90Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDi
   static constexpr bool kWeighsBesideValues = kHeadDim < 256 || kMTile == kGroupRows;
   // Of each thread, at most what the SM's CTAs have at the start. Producers that decode hold codes.
   static constexpr bool kDecodes = kIsFloat8<Kv>;
-  static constexpr int kConsumerRegisters = kMTile > 64                   ? (kDecodes ? 224 : 232)
+  static constexpr bool kLatent = Base::kShape.is_latent(), kTwoGroups = Base::kShape.warps() > 4;
+  static constexpr int kConsumerRegisters = kLatent                       ? 224
+                                            : kTwoGroups                  ? (kDecodes ? 224 : 232)
                                             : Base::kShape.max_ctas() > 1 ? (kDecodes ? 192 : 200)
                                                                           : 240;
-  static constexpr int kProducerRegisters = kMTile > 64                   ? 504 - 2 * kConsumerRegisters
+  static constexpr int kProducerRegisters = kTwoGroups                    ? 504 - 2 * kConsumerRegisters
                                             : Base::kShape.max_ctas() > 1 ? (kDecodes ? 64 : 56)
                                                                           : 168;
+  static constexpr int kParts = kLatent ? 3 : 1;  // of a stage, each with a barrier of its own
   using QRows = Panels<kHeadDim * 2, kGroupRows>;
   using KvRows = Panels<kHeadDim * 2, Base::kShape.keys>;
+  using PartRows = Panels<kHeadDim / kParts * 2, Base::kShape.keys>;
+  static_assert(kParts == 1 || PartRows::kWide * 8 == PartRows::kChunks, "parts lie one behind the other");
   static_assert(kMTile <= kProducers && kMTile % kGroupRows == 0 && Base::kAtoms == 1);
 };
 
@@ -44,7 +50,7 @@ struct CacheMaps {
     if (box < kEightSlots) return maps;
     maps.box = box;
     maps.k = map_of(p, p.k_cache, box);
-    maps.v = map_of(p, p.v_cache, box);
+    if (!I::kLatent) maps.v = map_of(p, p.v_cache, box);
     return maps;
   }
 
@@ -73,8 +79,10 @@ struct CacheMaps {
   }
 };
 
+constexpr uint32_t kPanelBytes = 64 * 128;  // of 64 rows or keys
+
 // Named barriers; 0 is that of __syncthreads().
-enum Sm90Barrier : unsigned { kProducersMeet = 1, kTurns = 2, kGroupsMeet = 4 };
+enum Sm90Barrier : unsigned { kProducersMeet = 1, kTurns = 2, kGroupsMeet = 4, kWeightsGiven = 6 };
 
 // What a multiplying warp looks up in shared memory, because accumulators fill its registers.
 struct WarpTile {
@@ -89,21 +97,25 @@ struct alignas(1024) Sm90Shared {
   WorkPosition start, stop;  // of the CTA's range
   WarpTile warps[I::kShape.warps()];
   KeyReader readers[I::kShape.producer_warps()];
-  uint64_t full[kMaxWgmmaStages], empty[kMaxWgmmaStages];
+  uint64_t full[kMaxWgmmaStages][I::kParts], empty[kMaxWgmmaStages];
   uint32_t seen[2][I::kShape.producer_warps()][I::kWords];
-  KeyRow rows[2][I::kShape.keys];
+  KeyRow rows[I::kLatent ? 1 : 2][I::kShape.keys];  // where V comes later than K, of two stages
+  float of_rows[I::kShape.column_warps][I::kLatent ? I::kMTile : 1];  // what groups with the same rows tell each other
 
   __device__ __forceinline__ unsigned char* q(uint32_t group) {
     return reinterpret_cast<unsigned char*>(this) + I::kShape.header_bytes() + group * I::QRows::kBytes;
   }
+  __device__ __forceinline__ uint4* weights() { return reinterpret_cast<uint4*>(q(0) + I::kShape.q_bytes()); }
   __device__ __forceinline__ unsigned char* stage(int i) {
-    return reinterpret_cast<unsigned char*>(this) + I::kShape.header_bytes() + I::kShape.q_bytes() +
-           i * I::KvRows::kBytes;
+    return q(0) + I::kShape.q_bytes() + I::kShape.weight_bytes() + i * I::KvRows::kBytes;
+  }
+  __device__ __forceinline__ KeyRow (&rows_of(int32_t stage))[I::kShape.keys] {
+    return rows[I::kLatent ? 0 : stage & 1];
   }
   // Called by one thread. Each producing thread arrives at `full`, each multiplying warp at `empty`.
   __device__ __forceinline__ void init_barriers(int stages) {
     for (int i = 0; i < stages; ++i) {
-      ptx::mbar_init(&full[i], I::kProducers);
+      for (uint64_t& bar : full[i]) ptx::mbar_init(&bar, I::kProducers);
       ptx::mbar_init(&empty[i], I::kShape.warps());
     }
     ptx::fence_mbar_init();
@@ -203,11 +215,11 @@ class Producer {
       const int32_t first_key = stage * kKeys, key = own_key();
       bool is_seen = true;
       if (!bounds.all_see(first_key, kKeys)) is_seen = any_row_sees(view.expand(p_, tile), first_key, key);
-      __syncwarp();  // the rows of the stage before the last are read
+      __syncwarp();  // the rows that stood here before are read
       if (thread() % 32 < kOwnKeys) {
         KeyRow row = reader.template row<typename I::Kv>(p_, first_key + key, page);
-        if (!is_seen) row.v = nullptr;
-        shared_.rows[stage & 1][key] = row;
+        if (!is_seen) (I::kLatent ? row.k : row.v) = nullptr;
+        shared_.rows_of(stage)[key] = row;
       }
       __syncwarp();
     };
@@ -218,10 +230,10 @@ class Producer {
       const int32_t next_page = has_next ? find_page(stage + 1) : -1;
       const int32_t last = stage - 1;
       if (stage < stages.end) {
-        has_boxes(stage) ? fill_boxes(maps_.k, stage, page) : fill_rows(shared_.rows[stage & 1], &KeyRow::k);
+        has_boxes(stage) ? fill_boxes(maps_.k, stage, page) : fill_rows(shared_.rows_of(stage), &KeyRow::k);
       }
-      if (last >= stages.first) {
-        has_boxes(last) ? fill_boxes(maps_.v, last, page_before) : fill_rows(shared_.rows[last & 1], &KeyRow::v);
+      if (!I::kLatent && last >= stages.first) {
+        has_boxes(last) ? fill_boxes(maps_.v, last, page_before) : fill_rows(shared_.rows_of(last), &KeyRow::v);
       }
       if (has_next) write_rows(stage + 1, next_page);
       page_before = page;
@@ -272,19 +284,24 @@ class Producer {
     return static_cast<int32_t>(thread() % 32) * maps_.box % kKeys;
   }
   __device__ __forceinline__ void fill_boxes(const ptx::TensorMap& map, int32_t stage, int32_t page) {
-    uint64_t* const full = &shared_.full[place_.stage];
-    wait_until_empty();
-    if (thread() == 0) {
-      ptx::mbar_arrive_expect(full, I::KvRows::kBytes);
-    } else {
-      ptx::mbar_arrive(full);
-    }
+    constexpr int32_t kPanels = I::PartRows::kChunks / 8;
+    const KeyReader& reader = shared_.readers[0];
     const int32_t panel = static_cast<int32_t>(thread()) * maps_.box / kKeys, key = key_of_box();
-    if (thread() < 32 && panel < I::kHeadDim / 64) {
-      const KeyReader& reader = shared_.readers[0];
-      const auto slot = static_cast<int32_t>(static_cast<uint32_t>(stage * kKeys + key) % reader.page_size);
-      ptx::tma_load_4d(shared_.stage(place_.stage) + (panel * kKeys + key) * 128, &map, panel * 64, slot,
-                       reader.kv_head, page, full);
+    const auto slot = static_cast<int32_t>(static_cast<uint32_t>(stage * kKeys + key) % reader.page_size);
+    wait_until_empty();
+#pragma unroll 1  // few registers are left to producers
+    for (int32_t part = 0; part < I::kParts; ++part) {
+      const int32_t first = part * kPanels, panels = min_of(kPanels, num_panels() - first);
+      uint64_t* const full = &shared_.full[place_.stage][part];
+      if (thread() == 0) {
+        ptx::mbar_arrive_expect(full, static_cast<uint32_t>(panels) * kPanelBytes);
+      } else {
+        ptx::mbar_arrive(full);
+      }
+      if (thread() < 32 && panel < panels) {
+        ptx::tma_load_4d(shared_.stage(place_.stage) + ((first + panel) * kKeys + key) * 128, &map,
+                         (first + panel) * 64, slot, reader.kv_head, page, full);
+      }
     }
     place_.advance(stages_);
   }
@@ -303,13 +320,18 @@ class Producer {
       }
     } else {
       wait_until_empty();
-      const uint32_t to = ptx::smem_addr(shared_.stage(place_.stage));
-      I::KvRows::template for_each_chunk<I::kProducers>(
-          thread(), [&](uint32_t key) { return rows[key].*which; },
-          [&](const char* row, uint32_t chunk, uint32_t offset) {
-            ptx::cp_async_16(to + offset, row + chunk * 16, row != nullptr);
-          });
-      ptx::cp_async_mbar_arrive(&shared_.full[place_.stage]);
+#pragma unroll 1  // few registers are left to producers
+      for (uint32_t part = 0; part < I::kParts; ++part) {
+        const uint32_t to = ptx::smem_addr(shared_.stage(place_.stage)) + part * I::PartRows::kBytes;
+        const uint32_t first = part * I::PartRows::kChunks;
+        I::PartRows::template for_each_chunk<I::kProducers>(
+            thread(), [&](uint32_t key) { return rows[key].*which; },
+            [&](const char* row, uint32_t chunk, uint32_t offset) {
+              if (I::kLatent && first + chunk >= static_cast<uint32_t>(num_panels()) * 8) return;
+              ptx::cp_async_16(to + offset, row + (first + chunk) * 16, row != nullptr);
+            });
+        ptx::cp_async_mbar_arrive(&shared_.full[place_.stage][part]);
+      }
       place_.advance(stages_);
     }
   }
@@ -318,9 +340,11 @@ class Producer {
     codes_.store(shared_.stage(place_.stage), thread(), part);
     if (part + 1 < Codes<I>::kParts) return;
     ptx::fence_proxy_async();
-    ptx::mbar_arrive(&shared_.full[place_.stage]);
+    ptx::mbar_arrive(&shared_.full[place_.stage][0]);
     place_.advance(stages_);
   }
+  // Of 64 columns: latent rows may have fewer than the stage has room for.
+  __device__ __forceinline__ int32_t num_panels() const { return (I::kLatent ? p_.head_dim : I::kHeadDim) / 64; }
   __device__ __forceinline__ void wait_until_empty() {
     ptx::mbar_wait(&shared_.empty[place_.stage], place_.parity ^ 1);
   }
