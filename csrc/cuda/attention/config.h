@@ -133,13 +133,18 @@ struct ListTile {
   TileShape tile;
 };
 
+// Whether the call is for tiles of latent rows, which have no way to decode e4m3. A plan does not know the cache's type:
+// for e4m3 it balances the other tiles then.
+constexpr bool is_latent(const TreeAttentionParams& p) { return p.latent && p.kv_dtype != DType::kFloat8E4M3; }
+constexpr bool is_latent(const AttentionPlanParams& p) { return p.latent; }
+
 // The tile for the sequences of a list; `p` is a TreeAttentionParams or AttentionPlanParams. Its max_seqlen_q is a hint
 // to the host.
 template <typename Params>
 constexpr ListTile list_tile(const Params& p, WorkList list) {
   const int64_t rows = min_of<int64_t>(p.max_seqlen_q, INT32_MAX) * p.group_size;
   return {list,
-          choose_tile(p.engine, p.head_dim, p.head_dim_v, p.latent, list == WorkList::kSmall ? min_of(rows, kSmallRows) : rows)};
+          choose_tile(p.engine, p.head_dim, p.head_dim_v, is_latent(p), list == WorkList::kSmall ? min_of(rows, kSmallRows) : rows)};
 }
 
 // The lists of a call in the order of their launches.

@@ -356,7 +356,7 @@ class Producer {
   RingPlace place_;
   uint32_t calls_ = 0;  // of any_row_sees()
   bool has_codes_ = false;
-  Codes<I> codes_;
+  std::conditional_t<I::kDecodes, Codes<I>, char> codes_;
 };
 
 }  // namespace pagedtree::cuda
