@@ -5,11 +5,11 @@
 
 namespace pagedtree::cuda {
 
-// A warp's rows as mma accumulators. For rows quad and quad + 8 of each block of 16 they hold the unnormalised output,
+// A warp's rows, and of the output its columns, as mma accumulators. For rows quad and quad + 8 of each block of 16 they hold the unnormalised output,
 // the maximum (base 2) and this lane's part of the sum of 2^(score - maximum).
 template <typename I>
 struct Accumulator {
-  float out[I::kAtoms][I::kHeadDimV / 8][4];
+  float out[I::kAtoms][I::kWarpColumns / 8][4];
   float maximum[I::kAtoms][2];
   float sum[I::kAtoms][2];
 
@@ -17,7 +17,7 @@ struct Accumulator {
 #pragma unroll
     for (int a = 0; a < I::kAtoms; ++a) {
 #pragma unroll
-      for (int d = 0; d < I::kHeadDimV / 8; ++d) {
+      for (int d = 0; d < I::kWarpColumns / 8; ++d) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) out[a][d][i] = 0.0f;
       }
@@ -128,13 +128,22 @@ __device__ __forceinline__ void round_scores(Scores<I>& scores, RowFactors<I>& s
   }
 }
 
-// Turns scores into weights 2^(score - maximum) under the new maximum. Returns whether a maximum of the warp's rows has
-// changed: then what was accumulated in `out` under the old ones must be rescaled by `factors`. For e4m3, where weights
-// are multiplied as half, `maximum` is a constant lower than the true one: weights are 2^15 times as large, so that
-// those which are small beside the largest do not vanish.
-template <typename I>
+// The largest score of row quad + 8 * half.
+template <int kTiles>
+__device__ __forceinline__ float largest_score(const float (&scores)[kTiles][4], int half) {
+  float top = -kInfinity;
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) top = fmaxf(top, fmaxf(scores[n][half * 2], scores[n][half * 2 + 1]));
+  return quad_max(top);
+}
+
+// Turns scores into weights 2^(score - maximum) under the new maximum; largest(a, half) is a row's largest score, before
+// its scale. Returns whether a maximum of the warp's rows has changed: then what was accumulated in `out` under the old
+// ones must be rescaled by `factors`. For e4m3, where weights are multiplied as half, `maximum` is a constant lower than
+// the true one: weights are 2^15 times as large, so that those which are small beside the largest do not vanish.
+template <typename I, typename Largest>
 __device__ __forceinline__ bool weigh(Scores<I>& scores, RowFactors<I>& scales, Accumulator<I>& sums,
-                                      RowFactors<I>& factors) {
+                                      RowFactors<I>& factors, const Largest& largest) {
   constexpr int kTiles = I::kWarpKeys / 8;
   constexpr float kHeadroom = kIsFloat8<typename I::Kv> ? 15.0f : 0.0f;
   bool changed = false, huge = false;
@@ -142,11 +151,8 @@ __device__ __forceinline__ bool weigh(Scores<I>& scores, RowFactors<I>& scales, 
   for (int a = 0; a < I::kAtoms; ++a) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float top = -kInfinity;
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) top = fmaxf(top, fmaxf(scores[a][n][half * 2], scores[a][n][half * 2 + 1]));
+      float top = largest(a, half);
       const float old = sums.maximum[a][half], scale = scales[a][half];
-      top = quad_max(top);
       top = top == -kInfinity ? old : fmaxf(old, kHeadroom == 0.0f ? top * scale : __fmaf_rn(top, scale, -kHeadroom));
       sums.maximum[a][half] = top;
       // A row that has seen nothing yet: any finite number keeps -inf - maximum from being NaN.
@@ -177,12 +183,19 @@ __device__ __forceinline__ bool weigh(Scores<I>& scores, RowFactors<I>& scales, 
   return __any_sync(kWholeWarp, changed);
 }
 
+// A warp that has all keys of a stage, or keeps maxima of its own keys.
+template <typename I>
+__device__ __forceinline__ bool weigh(Scores<I>& scores, RowFactors<I>& scales, Accumulator<I>& sums,
+                                      RowFactors<I>& factors) {
+  return weigh<I>(scores, scales, sums, factors, [&](int a, int half) { return largest_score(scores[a], half); });
+}
+
 template <typename I>
 __device__ __forceinline__ void rescale(Accumulator<I>& sums, const RowFactors<I>& factors) {
 #pragma unroll
   for (int a = 0; a < I::kAtoms; ++a) {
 #pragma unroll
-    for (int d = 0; d < I::kHeadDimV / 8; ++d) {
+    for (int d = 0; d < I::kWarpColumns / 8; ++d) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums.out[a][d][i] *= factors[a][i / 2];
     }
