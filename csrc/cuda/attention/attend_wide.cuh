@@ -24,7 +24,7 @@ __device__ __forceinline__ void score_wide_keys(const TreeAttentionParams& p, Sh
 #pragma unroll
   for (uint32_t column = 0; column < I::kHeadDim; column += 64) {
     if (column >= I::kHeadDimV && p.head_dim <= I::kHeadDimV) break;
-    const KeyFragments fragments = load_k<typename I::Kv, typename I::KvRows>(k, lane, keys, column + depth);
+    const KeyFragments fragments = load_k<typename I::Kv, typename I::KRows>(k, lane, keys, column + depth);
 #pragma unroll
     for (uint32_t step = 0; step < 2; ++step) {
 #pragma unroll
@@ -107,7 +107,7 @@ __device__ __forceinline__ bool weigh_wide_keys(const TreeAttentionParams& p, Sh
 #pragma unroll
     for (uint32_t half = 0; half < 2; ++half) {
       const float* pair = scores[a][0] + half * 2;
-      const uint32_t offset = I::WeightRows::offset(a * 16 + half * 8 + lane / 4, warp) + lane % 4 * 4;
+      const uint32_t offset = Shared<I>::WeightRows::offset(a * 16 + half * 8 + lane / 4, warp) + lane % 4 * 4;
       *reinterpret_cast<uint32_t*>(shared.weights + offset) = pack_pair<typename I::M>(pair[0], pair[1]);
     }
   }
@@ -121,15 +121,16 @@ __device__ __forceinline__ void add_wide_values(Shared<I>& shared, uint32_t v, A
   using Kv = typename I::Kv;
   const uint32_t thread = ptx::thread_index(), lane = thread % 32, warp = thread / 32;
   const uint32_t weights = ptx::smem_addr(shared.weights);
+  static_assert(I::kWarpColumns * sizeof(Kv) % 128 == 0, "whole panels");
   v += warp * (I::kWarpColumns * sizeof(Kv) * I::kShape.keys);
 #pragma unroll
   for (uint32_t n = 0; n < I::kShape.keys; n += 16) {
     uint32_t rows[I::kAtoms][4];
 #pragma unroll
-    for (uint32_t a = 0; a < I::kAtoms; ++a) load_q<typename I::WeightRows>(rows[a], weights, lane, a * 16, n);
+    for (uint32_t a = 0; a < I::kAtoms; ++a) load_q<typename Shared<I>::WeightRows>(rows[a], weights, lane, a * 16, n);
 #pragma unroll
     for (uint32_t column = 0; column < I::kWarpColumns; column += 32) {
-      const ValueFragments values = load_v<Kv, typename I::KvRows>(v, lane, n, column);
+      const ValueFragments values = load_v<Kv, typename I::KRows>(v, lane, n, column);
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
 #pragma unroll

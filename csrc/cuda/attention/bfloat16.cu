@@ -5,7 +5,7 @@ namespace pagedtree::cuda {
 
 AttentionLauncher bfloat16_attention(const TileShape& shape) {
   return find_launcher<MatrixEngine::kMmaSync>(shape, [&]<int kHeadDim, int kMTile, int kHeadDimV>() {
-    return mma_sync_launcher<__nv_bfloat16, __nv_bfloat16, kHeadDim, kMTile, kHeadDimV>();
+    return launch_attention<Instance<__nv_bfloat16, __nv_bfloat16, kHeadDim, kMTile, kHeadDimV>>;
   });
 }
 

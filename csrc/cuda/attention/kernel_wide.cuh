@@ -2,7 +2,6 @@
 #pragma once
 
 #include "cuda/attention/attend_wide.cuh"
-#include "cuda/attention/instances.h"
 #include "cuda/attention/kernel.cuh"
 
 namespace pagedtree::cuda {
@@ -51,16 +50,6 @@ __device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const
     }
   }
   ptx::cp_async_wait<0>();
-}
-
-// The kernel of an mma.sync tile.
-template <typename T, typename Kv, int kHeadDim, int kMTile, int kHeadDimV>
-constexpr AttentionLauncher mma_sync_launcher() {
-  if constexpr (tile_shape(MatrixEngine::kMmaSync, kHeadDim, kHeadDimV, kMTile).is_wide()) {
-    return launch_attention<WideInstance<T, Kv, kMTile>>;
-  } else {
-    return launch_attention<Instance<T, Kv, kHeadDim, kMTile, kHeadDimV>>;
-  }
 }
 
 }  // namespace pagedtree::cuda

@@ -5,24 +5,15 @@
 
 namespace pagedtree::cuda {
 
-template <typename T, typename Kv, int kMTile>
-struct WideInstance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kMmaSync, 576, 512, kMTile)> {
-  using Base = InstanceOf<T, Kv, tile_shape(MatrixEngine::kMmaSync, 576, 512, kMTile)>;
-  using QRows = Panels<Base::kHeadDim * 2, kMTile>;
-  using WeightRows = Panels<Base::kShape.keys * 2, kMTile>;
-  // V's 512 columns lie in the same places: panels do not depend on how many there are.
-  using KvRows = Panels<Base::kHeadDim* static_cast<int>(sizeof(Kv)), Base::kShape.keys>;
-  static_assert(Base::kShape.row_warps * Base::kShape.key_warps == 1 && Base::kShape.warps() == 4);
-  static_assert(Base::kShape.keys == 32 && Base::kWarpKeys == 8 && Base::kMTile <= 32);  // a word, an mma, a lane a row
-  static_assert(KvRows::kBytes == Base::kShape.stage_bytes(sizeof(Kv)) && KvRows::kQuarter == 0);
-  static_assert(Base::kWarpColumns * sizeof(Kv) % 128 == 0);  // whole panels
-};
-
-// What depends on the type of rows lies behind what does not. The launch adds the memory of the stages.
+// A row tile has a lane for each row, a stage a bit of a word for each key; the launch adds the memory of the stages. V's
+// columns lie in the same places as K's first ones: panels do not depend on how many there are.
 template <typename I>
   requires(I::kShape.is_wide())
 struct alignas(128) Shared<I> {
   static constexpr int kWarps = I::kShape.warps();
+  using WeightRows = Panels<I::kShape.keys * 2, I::kMTile>;
+  static_assert(I::kMTile <= 32 && I::kShape.keys == kMaskWordBits && kWarps == 4 && I::kWarpKeys == 8);
+  static_assert(I::KRows::kBytes == I::kShape.stage_bytes(sizeof(typename I::Kv)) && I::KRows::kQuarter == 0);
   WorkPosition at, stop;  // the range's current position and its end
   KeyBounds bounds;
   KeyReader reader;
@@ -31,13 +22,13 @@ struct alignas(128) Shared<I> {
   float factors[I::kScalesRows ? I::kMTile : 1];
   union alignas(128) {
     float4 dots[kWarps][I::kAtoms][32];  // of the keys that a warp weighs: what its partner has multiplied
-    unsigned char weights[I::WeightRows::kBytes];
+    unsigned char weights[WeightRows::kBytes];
     float2 states[kWarps * I::kMTile];  // maximum and sum of each row, of the keys that each warp has weighed
   };
   alignas(128) unsigned char q[I::QRows::kBytes];
 
   __device__ __forceinline__ unsigned char* stage(int i) {
-    return reinterpret_cast<unsigned char*>(this + 1) + i * I::KvRows::kBytes;
+    return reinterpret_cast<unsigned char*>(this + 1) + i * I::KRows::kBytes;
   }
   __device__ __forceinline__ float* out() { return reinterpret_cast<float*>(q); }
 };
@@ -115,7 +106,7 @@ class WideRing {
   }
 
   __device__ __forceinline__ void copy() const {
-    using Rows = typename I::KvRows;
+    using Rows = typename I::KRows;
     constexpr uint32_t kValueChunks = I::kHeadDimV * sizeof(typename I::Kv) / 16;
     const uint32_t lane = ptx::thread_index() % 32, first_row = ptx::thread_index() / 32 * 8;
     const uint32_t to = ptx::smem_addr(shared_.stage(filled_));
