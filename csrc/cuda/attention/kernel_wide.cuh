@@ -40,14 +40,14 @@ __device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const
     ring.start();
     RowFactors<I> rescales;
     if (weigh_wide_keys<I>(p, shared, i * I::kShape.keys, factor, scores, sums, rescales)) rescale<I>(sums, rescales);
+    uint32_t values = keys;
     if (p.latent) {
       __syncthreads();
-      add_wide_values<I>(shared, keys, sums);
     } else {
-      const uint32_t values = ring.wait();
+      values = ring.wait();
       ring.start();
-      add_wide_values<I>(shared, values, sums);
     }
+    add_wide_values<I>(shared, values, sums);
   }
   ptx::cp_async_wait<0>();
 }
