@@ -5,8 +5,8 @@
 
 namespace pagedtree::cuda {
 
-// A warp's rows, and of the output its columns, as mma accumulators. For rows quad and quad + 8 of each block of 16 they hold the unnormalised output,
-// the maximum (base 2) and this lane's part of the sum of 2^(score - maximum).
+// A warp's rows, and of the output its columns, as mma accumulators. For rows quad and quad + 8 of each block of 16
+// they hold the unnormalised output, the maximum (base 2) and this lane's part of the sum of 2^(score - maximum).
 template <typename I>
 struct Accumulator {
   float out[I::kAtoms][I::kWarpColumns / 8][4];
@@ -137,10 +137,11 @@ __device__ __forceinline__ float largest_score(const float (&scores)[kTiles][4],
   return quad_max(top);
 }
 
-// Turns scores into weights 2^(score - maximum) under the new maximum; largest(a, half) is a row's largest score, before
-// its scale. Returns whether a maximum of the warp's rows has changed: then what was accumulated in `out` under the old
-// ones must be rescaled by `factors`. For e4m3, where weights are multiplied as half, `maximum` is a constant lower than
-// the true one: weights are 2^15 times as large, so that those which are small beside the largest do not vanish.
+// Turns scores into weights 2^(score - maximum) under the new maximum; largest(a, half) is a row's largest score,
+// before its scale. Returns whether a maximum of the warp's rows has changed: then what was accumulated in `out` under
+// the old ones must be rescaled by `factors`. For e4m3, where weights are multiplied as half, `maximum` is a constant
+// lower than the true one: weights are 2^15 times as large, so that those which are small beside the largest do not
+// vanish.
 template <typename I, typename Largest>
 __device__ __forceinline__ bool weigh(Scores<I>& scores, RowFactors<I>& scales, Accumulator<I>& sums,
                                       RowFactors<I>& factors, const Largest& largest) {

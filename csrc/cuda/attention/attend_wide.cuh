@@ -1,8 +1,8 @@
 // Wide values: one stage of keys against all rows of the tile.
 //
-// Four warps share the products q.k by keys (two halves) and by depth (two halves), so that K is read from shared memory
-// once; each then gives half of what it has to the partner with the other depth, and owns the scores of 8 keys. The
-// products with V they share by its columns: for them each needs all weights, which go through shared memory.
+// Four warps share the products q.k by keys (two halves) and by depth (two halves), so that K is read from shared
+// memory once; each then gives half of what it has to the partner with the other depth, and owns the scores of 8 keys.
+// The products with V they share by its columns: for them each needs all weights, which go through shared memory.
 #pragma once
 
 #include "cuda/attention/attend.cuh"

@@ -53,7 +53,8 @@ struct TileShape {
   // The bytes before Q, which begins at a multiple of 128, or 1024 with wgmma. mma.sync: the range, then either the
   // states of all rows, or the bounds of each warp, the row tile and what each row sees. wgmma: the range, what each
   // warp looks up (WarpTile, KeyReader), barriers, the keys that rows see and the addresses of the rows of two stages.
-  // Wide values: the row tile, the maxima of a stage, and one number for each score. The kernels check that they suffice.
+  // Wide values: the row tile, the maxima of a stage, and one number for each score. The kernels check that they
+  // suffice.
   constexpr int header_bytes() const {
     if (is_wgmma()) return 3072;
     if (is_wide()) return 1024 + m_tile * keys * 4;

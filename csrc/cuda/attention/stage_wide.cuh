@@ -5,8 +5,8 @@
 
 namespace pagedtree::cuda {
 
-// A row tile has a lane for each row, a stage a bit of a word for each key; the launch adds the memory of the stages. V's
-// columns lie in the same places as K's first ones: panels do not depend on how many there are.
+// A row tile has a lane for each row, a stage a bit of a word for each key; the launch adds the memory of the stages.
+// V's columns lie in the same places as K's first ones: panels do not depend on how many there are.
 template <typename I>
   requires(I::kShape.is_wide())
 struct alignas(128) Shared<I> {
@@ -39,8 +39,8 @@ __device__ __forceinline__ uint32_t keys_seen_by_lane(const TreeAttentionParams&
   return row_visibility(p, tile, lane).visible32(first_key);
 }
 
-// The ring of a row tile's stages: K and V in turn, or in a latent cache rows that are both. Each warp copies 8 keys of a
-// stage, whose page ids its lanes have read one stage before.
+// The ring of a row tile's stages: K and V in turn, or in a latent cache rows that are both. Each warp copies 8 keys of
+// a stage, whose page ids its lanes have read one stage before.
 template <typename I>
 class WideRing {
  public:
@@ -87,8 +87,8 @@ class WideRing {
     return next_ < end_ ? shared_.reader.page(first_key() + static_cast<int32_t>(key_of_lane())) : -1;
   }
 
-  // The row of the lane's key in K or V; null: it reads as zero. So do keys that no row of the tile sees, which may hold
-  // anything.
+  // The row of the lane's key in K or V; null: it reads as zero. So do keys that no row of the tile sees, which may
+  // hold anything.
   __device__ __forceinline__ const char* row_of_lane(bool is_value) const {
     const KeyReader& reader = shared_.reader;
     const uint32_t key = key_of_lane();
