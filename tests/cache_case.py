@@ -22,6 +22,8 @@ def random_table(rng: np.random.Generator, batch: int, max_pages: int, num_pages
 def payload(shape: tuple[int, ...], dtype: torch.dtype, layer: int, device: torch.device) -> Tensor:
     """Bytes that tell slot, layer, head and dimension apart; NaN patterns of the floats included."""
     count = int(np.prod(shape)) * torch.empty(0, dtype=dtype).element_size()
+    if count == 0:
+        return torch.empty(shape, dtype=dtype, device=device)
     mixed = (np.arange(count, dtype=np.uint64) + np.uint64(layer << 40)) * np.uint64(0x9E3779B97F4A7C15)
     return torch.from_numpy((mixed >> np.uint64(53)).astype(np.uint8)).view(dtype).view(shape).to(device)
 
