@@ -64,8 +64,8 @@ def latent_view(layout: str, pages: int, page_size: int, dim: int, dtype, device
     if layout == "slot_first":  # SGLang: all layers of a slot lie together
         storage = payload((pages * page_size, 3, 1, dim), dtype, 2, device)
         return storage, storage[:, 2].view(pages, page_size, 1, dim)
-    if layout == "padded":  # something else follows each row
-        storage = payload((pages, page_size, dim + 64), dtype, 3, device)
+    if layout == "padded":  # something else follows each row, which is aligned whatever dim is
+        storage = payload((pages, page_size, dim // 64 * 64 + 128), dtype, 3, device)
         return storage, storage[..., :dim].unsqueeze(2)
     if layout == "columns":  # in the middle of rows, with no alignment
         storage = payload((pages, page_size, dim + 7), dtype, 4, device)

@@ -204,10 +204,10 @@ def test_append_kv(backend, device, dtype, cache_dtype, layout, page_size) -> No
 
 
 def latent_rows(kind: str, tokens: int, dim: int, dtype, device) -> Tensor:
-    """[T, 1, dim]: dense, or the last columns of a wider projection, where they may have no alignment."""
-    in_front = {"dense": 0, "aligned": 64, "odd": 5}[kind]
-    rows = torch.randn((tokens, in_front + dim), generator=torch.Generator().manual_seed(tokens)) * 30
-    return rows.to(device=device, dtype=dtype)[:, in_front:].unsqueeze(1)
+    """[T, 1, dim]: dense, or columns of a wider projection, with and without alignment."""
+    first, width = {"dense": (0, dim), "aligned": (64, dim // 64 * 64 + 128), "odd": (5, dim + 5)}[kind]
+    rows = torch.randn((tokens, width), generator=torch.Generator().manual_seed(tokens)) * 30
+    return rows.to(device=device, dtype=dtype)[:, first : first + dim].unsqueeze(1)
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
@@ -216,7 +216,7 @@ def test_append_kv_latent(backend, device, dtype, cache_dtype, page_size) -> Non
     """One tensor without a V."""
     rng = np.random.default_rng(page_size)
     pages, tokens = max(3, 40 // page_size), 29
-    kinds = [*((layout, 576) for layout in LATENT_LAYOUTS), ("dense", 577), ("page_first", 37), ("padded", 1)]
+    kinds = [*((layout, 576) for layout in LATENT_LAYOUTS), ("dense", 577), ("page_first", 37), ("padded", 37)]
     for i, (layout, dim) in enumerate(kinds):
         storage, cache = latent_view(layout, pages, page_size, dim, cache_dtype, device)
         scale = None
@@ -237,11 +237,15 @@ def test_append_kv_of_two_widths(backend, device, dtype, cache_dtype, dims) -> N
     pages, (dim, dim_v) = 5, dims
     both = payload((pages, page_size, heads, dim + dim_v), cache_dtype, 0, device)
     hnd = [payload((pages, heads, page_size, d), cache_dtype, i, device) for i, d in enumerate(dims)]
+    wide = payload((2, pages, page_size, heads, 512), cache_dtype, 3, device)  # aligned rows whatever dims are
+    wide_rows = (torch.randn((2, tokens, heads, 512), generator=torch.Generator().manual_seed(2)) * 30).to(dtype)
+    wide_k, wide_v = wide_rows.to(device)
     fused = torch.randn((tokens, heads, dim + dim_v), generator=torch.Generator().manual_seed(1)) * 30
     k, v = fused.to(device=device, dtype=dtype).split(dims, dim=-1)
     for storages, caches, rows in [
         ([both], both.split(dims, dim=-1), (k, v)),
         (hnd, [cache.transpose(1, 2) for cache in hnd], (k.contiguous(), v.contiguous())),
+        ([wide], (wide[0, ..., :dim], wide[1, ..., :dim_v]), (wide_k[..., :dim], wide_v[..., :dim_v])),
     ]:
         k_scale = v_scale = None
         if dtype != cache_dtype and rows[0] is k:
