@@ -88,20 +88,26 @@ __device__ __forceinline__ bool weigh_wide_keys(const TreeAttentionParams& p, Sh
       mask_scores(scores[a], keys, lane);
     }
   }
+  RowFactors<I> tops;
+  find_tops<I>(scores, tops);
+  const auto of_row = [&](int a, int half) -> float4& { return shared.tops[a * 16 + half * 8 + lane / 4]; };
 #pragma unroll
   for (int a = 0; a < I::kAtoms; ++a) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float largest = largest_score(scores[a], half);
-      float* const of_row = reinterpret_cast<float*>(&shared.largest[a * 16 + half * 8 + lane / 4]);
-      if (lane % 4 == 0) of_row[warp] = largest;
+      if (lane % 4 == 0) reinterpret_cast<float*>(&of_row(a, half))[warp] = tops[a][half];
     }
   }
   __syncthreads();
-  const bool changed = weigh<I>(scores, factors, sums, rescales, [&](int a, int half) {
-    const float4 of_warps = shared.largest[a * 16 + half * 8 + lane / 4];
-    return fmaxf(fmaxf(of_warps.x, of_warps.y), fmaxf(of_warps.z, of_warps.w));
-  });
+#pragma unroll
+  for (int a = 0; a < I::kAtoms; ++a) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float4 of_warps = of_row(a, half);
+      tops[a][half] = fmaxf(fmaxf(of_warps.x, of_warps.y), fmaxf(of_warps.z, of_warps.w));
+    }
+  }
+  const bool changed = weigh<I>(scores, tops, factors, sums, rescales);
 #pragma unroll
   for (int a = 0; a < I::kAtoms; ++a) {
 #pragma unroll

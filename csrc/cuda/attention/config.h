@@ -24,7 +24,7 @@ struct TileShape {
   int key_warps;
   int keys;
   MatrixEngine engine = MatrixEngine::kMmaSync;
-  int column_warps = 1;
+  int column_warps = 1;  // warps of the same rows that share the columns of V
 
   constexpr bool is_wgmma() const { return engine == MatrixEngine::kWgmma; }
   constexpr bool is_wide() const { return column_warps > 1; }

@@ -18,7 +18,7 @@ struct alignas(128) Shared<I> {
   KeyBounds bounds;
   KeyReader reader;
   RowTile tile;
-  float4 largest[I::kMTile];  // of a row's scores in a stage, by the warp that weighs them
+  float4 tops[I::kMTile];  // the largest scores of a row in a stage, by the warp that weighs them
   float factors[I::kScalesRows ? I::kMTile : 1];
   union alignas(128) {
     float4 dots[kWarps][I::kAtoms][32];  // of the keys that a warp weighs: what its partner has multiplied
