@@ -3,8 +3,8 @@
     python tests/mutants.py [NAME ...]
 
 Run by `make test-mutations` after a build. A mutant is one place of the sources changed in a copy of csrc; the copy is
-built, verification for the CPU (portable only) and Hopper's attention kernel for simt, and the tests named run on it
-until one fails. A mutant that survives is an error, and so is a place that is not there any more.
+built, verification for the CPU (portable only) and two attention kernels for simt, and the tests named run on it until
+one fails. A mutant that survives is an error, and so is a place that is not there any more.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ DRAFTS, HOSTILE = "tests/ops/test_verify_drafts.py", "tests/ops/test_verify_draf
 DRAWN, SAMPLED, SAMPLING = "tests/ops/test_drawn_children.py", "tests/ops/test_verify.py", "tests/ops/test_sampling.py"
 STEPS = "tests/ops/test_lossless_steps.py"
 ATTENTION = ("tests/ops/test_tree_attention.py", "tests/ops/test_mixed_batches.py")
+LATENT = ("tests/ops/test_latent_attention.py",)
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """`line` of csrc/`file` becomes `broken`; one of `tests` must fail on the backend."""
+    """`line` of csrc/`file` becomes `broken`; one of `tests` whose names have `only` must fail on the backend."""
 
     name: str
     file: str
@@ -35,10 +36,15 @@ class Mutant:
     broken: str
     tests: tuple[str, ...] = (DRAFTS,)
     backend: str = "cpu"
+    only: str = "cpu or not simt"
 
 
 def of_wgmma(name: str, file: str, line: str, broken: str) -> Mutant:
-    return Mutant(name, f"cuda/attention/{file}_sm90.cuh", line, broken, ATTENTION, "simt")
+    return Mutant(name, f"cuda/attention/{file}_sm90.cuh", line, broken, ATTENTION, "simt", "simt-wgmma")
+
+
+def of_wide(name: str, file: str, line: str, broken: str) -> Mutant:
+    return Mutant(name, f"cuda/attention/{file}_wide.cuh", line, broken, LATENT, "simt", "simt and not wgmma")
 
 
 RULES = [
@@ -179,7 +185,23 @@ WGMMA = [
     of_wgmma("a group without rows does not give stages back", "attend", "return skip(stages);", "return;"),
 ]  # fmt: skip
 
-MUTANTS = RULES + WGMMA
+WIDE = [
+    of_wide("the partner's scores not added", "attend", "scores[a][0][2] += taken.z;", ""),
+    of_wide("keys of the other half", "attend", "keys = warp / 2 * 16,", "keys = (1 - warp / 2) * 16,"),
+    of_wide("all of the depth twice", "attend", "depth = half * 32;", "depth = 0;"),
+    of_wide(
+        "the largest score of one warp", "attend",
+        "tops[a][half] = fmaxf(fmaxf(of_warps.x, of_warps.y), fmaxf(of_warps.z, of_warps.w));", "",
+    ),
+    of_wide("K where V should be", "kernel", "add_wide_values<I>(shared, values, sums);",
+            "add_wide_values<I>(shared, keys, sums);"),
+    of_wide("keys copied that no row sees", "stage", "is_read = is_read && (seen >> key & 1u) != 0;", ""),
+    of_wide("seen by the first rows only", "stage", "__reduce_or_sync(kWholeWarp, ", "(kWholeWarp & "),
+    of_wide("512 columns of 576", "attend", "column >= I::kHeadDimV && p.head_dim <= I::kHeadDimV", "column >= 512"),
+    of_wide("576 columns of 512", "attend", "column >= I::kHeadDimV && p.head_dim <= I::kHeadDimV", "column >= 576"),
+]  # fmt: skip
+
+MUTANTS = RULES + WGMMA + WIDE
 
 
 def build(backend: str) -> None:
@@ -203,7 +225,7 @@ def run(*command: str, **environment: str) -> None:
         sys.exit(f"{' '.join(command)}:\n{done.stdout}")
 
 
-def failed_test(tests: tuple[str, ...], backend: str) -> str | None:
+def failed_test(tests: tuple[str, ...], only: str) -> str | None:
     """The first test that fails, None if all pass; other ends of a run are errors."""
     environment = {**os.environ, "PYTHONPATH": str(BUILD / "python"), "OMP_NUM_THREADS": "1"}
     command = [
@@ -214,7 +236,7 @@ def failed_test(tests: tuple[str, ...], backend: str) -> str | None:
         "-x",
         "--no-header",
         "-k",
-        "simt-wgmma" if backend == "simt" else "cpu or not simt",
+        only,
         "-m",
         "not slow and not stats",
     ]
@@ -236,10 +258,11 @@ def main() -> None:
     chosen = [mutant for mutant in MUTANTS if not sys.argv[1:] or mutant.name in sys.argv[1:]]
     for backend in sorted({mutant.backend for mutant in chosen}):
         build(backend)
-        tests = {test for mutant in chosen if mutant.backend == backend for test in mutant.tests}
-        unbroken = failed_test(tuple(sorted(tests)), backend)
-        if unbroken is not None:
-            sys.exit(f"fails unbroken: {unbroken}")
+        for only in sorted({mutant.only for mutant in chosen if mutant.backend == backend}):
+            tests = {test for mutant in chosen if mutant.only == only for test in mutant.tests}
+            unbroken = failed_test(tuple(sorted(tests)), only)
+            if unbroken is not None:
+                sys.exit(f"fails unbroken: {unbroken}")
     survivors = []
     for i, mutant in enumerate(chosen):
         if i and mutant.backend != chosen[i - 1].backend:
@@ -250,7 +273,7 @@ def main() -> None:
             sys.exit(f"{mutant.name}: {mutant.file} has no line `{mutant.line}` any more")
         source.write_text(text.replace(mutant.line, mutant.broken))
         build(mutant.backend)
-        killer = failed_test(mutant.tests, mutant.backend)
+        killer = failed_test(mutant.tests, mutant.only)
         source.write_text(text)
         print(f"{time.monotonic() - start:5.0f} s  {mutant.name}: {killer or 'SURVIVES'}", flush=True)
         survivors += [mutant.name] * (killer is None)

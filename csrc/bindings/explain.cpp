@@ -41,6 +41,7 @@ py::dict explain_launch(const WorkShape& work, const TileShape& tile, int kv_byt
   result["m_tile"] = tile.m_tile;
   result["row_warps"] = tile.row_warps;
   result["key_warps"] = tile.key_warps;
+  result["column_warps"] = tile.column_warps;
   result["keys_per_stage"] = tile.keys;
   result["stages"] = resident.stages;
   result["shared_bytes"] = resident.shared_bytes;
@@ -76,7 +77,7 @@ py::list explain_attention(const std::vector<int32_t>& query_lens, const std::ve
   params.engine = engine_named(engine, "explain: `engine`");
   py::list launches;
   if (params.num_tokens == 0) return launches;
-  for (const auto& [list, tile] : lists_of(params)) {
+  for (const auto& [list, tile] : lists_of(params, max_shared_bytes)) {
     launches.append(explain_launch(work_shape(params, tile.m_tile, list), tile, kv_bytes, num_sms, max_shared_bytes));
   }
   return launches;

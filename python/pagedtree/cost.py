@@ -21,9 +21,10 @@ class AttentionLaunch:
         sequences: those that it takes, as indices in the batch.
         engine: "mma.sync" or "wgmma", the instructions that multiply.
         m_tile: rows (query tokens x heads of a KV head) of a tile.
-        row_warps, key_warps: how many warps of a CTA stand side by side along the rows, and how many share the keys of
-            a stage.
-        keys_per_stage, stages: of the ring in shared memory. A stage has K and V of its keys, with wgmma one of them.
+        row_warps, key_warps, column_warps: how many warps of a CTA stand side by side along the rows, how many share
+            the keys of a stage, and how many the columns of V.
+        keys_per_stage, stages: of the ring in shared memory. A stage has K and V of its keys, with wgmma and with
+            column_warps one of them (a latent cache's rows are both).
         shared_bytes: shared memory of a CTA.
         ctas_per_sm: CTAs that a multiprocessor takes at once.
         row_tiles, kv_tiles: tiles of rows; tiles of 64 keys over all of them.
@@ -40,6 +41,7 @@ class AttentionLaunch:
     m_tile: int
     row_warps: int
     key_warps: int
+    column_warps: int
     keys_per_stage: int
     stages: int
     shared_bytes: int

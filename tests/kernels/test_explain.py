@@ -60,9 +60,35 @@ def test_tile_follows_the_rows(queries: int, head_dim: int, m_tile: int) -> None
             (launch,) = explain([queries] * 3, [500] * 3, **{**SIZES, "head_dim": head_dim}, kv_bytes=kv_bytes,
                                 max_shared_bytes=shared).launches  # fmt: skip
             assert launch.m_tile == m_tile
-            assert launch.row_warps * launch.key_warps in (4, 8)
+            assert launch.row_warps * launch.key_warps in (4, 8) and launch.column_warps == 1
             assert 2 <= launch.stages <= 4
             assert launch.ctas_per_sm * (launch.shared_bytes + 1024) <= shared + 1024
+
+
+LATENT = {"num_q_heads": 16, "num_kv_heads": 1, "head_dim": 576, "head_dim_v": 512, "latent": True}
+
+
+def test_wide_values() -> None:
+    """Of a latent cache, and of K and V apart: four warps share the columns of V."""
+    for sizes in (LATENT, {**LATENT, "latent": False}, {**LATENT, "head_dim": 512}, {**LATENT, "engine": "wgmma"}):
+        (launch,) = explain([2], [4096], **sizes).launches
+        assert (launch.engine, launch.m_tile, launch.keys_per_stage) == ("mma.sync", 32, 32)
+        assert (launch.row_warps, launch.key_warps, launch.column_warps) == (1, 1, 4)
+        # Half of 227 KB holds 1 KB, 32 x 32 numbers, Q and two stages.
+        assert (launch.stages, launch.ctas_per_sm, launch.shared_bytes) == (2, 2, 1024 + 4096 + 3 * 32 * 1152)
+    (launch,) = explain([1], [4096], **LATENT, kv_bytes=1).launches
+    assert (launch.m_tile, launch.stages, launch.ctas_per_sm) == (16, 4, 2)
+
+
+@pytest.mark.parametrize(("shared", "m_tile", "ctas"), [(99, 16, 1), (163, 32, 1), (227, 32, 2)])
+def test_wide_tiles_follow_the_shared_memory(shared: int, m_tile: int, ctas: int) -> None:
+    """99 KB are too few for 32 rows and a cache of 16 bits. A plan does not know the cache: the same for e4m3."""
+    for kv_bytes in (1, 2):
+        (launch,) = explain([9], [4096], **LATENT, kv_bytes=kv_bytes, max_shared_bytes=shared << 10).launches
+        assert launch.m_tile == m_tile and launch.ctas_per_sm >= ctas
+        assert launch.ctas_per_sm * (launch.shared_bytes + 1024) <= (shared << 10) + 1024
+        lists = explain([1, 500], [500] * 2, **LATENT, max_seqlen_q=500, max_shared_bytes=shared << 10).launches
+        assert [launch.m_tile for launch in lists] == [m_tile, m_tile]
 
 
 def test_short_sequences_are_not_cut() -> None:
@@ -126,7 +152,7 @@ def test_empty() -> None:
     ("changes", "message"),
     [
         ({"num_q_heads": 31}, "`num_q_heads` must be a multiple of num_kv_heads, got 31 and 8"),
-        ({"head_dim": 80}, "`head_dim` must be one of"),
+        ({"head_dim": 80}, "`head_dim` and `head_dim_v` must be one of"),
         ({"kv_bytes": 4}, "`kv_bytes` must be 1 or 2, got 4"),
         ({"page_size": 0}, "`page_size` must be in 1..2147483647, got 0"),
         ({"max_shared_bytes": 1000}, "`max_shared_bytes` must be in 101376.."),

@@ -16,7 +16,7 @@ from ptx.module import Fault
 
 from pagedtree import _C, DraftTree, TreeBatch, tree_attention
 from pagedtree.attention import PLAN_SIZE
-from pagedtree.check.cases.attention import TILES, WGMMA_TILES
+from pagedtree.check.cases.attention import TILES, WGMMA_TILES, Sizes
 from pagedtree.cubin import cuda_library, find_cuobjdump
 from pagedtree.testing import backends, use_backend
 
@@ -34,17 +34,17 @@ FP8 = torch.float8_e4m3fn
 HEADS, KV_HEADS = 4, 2
 GROUP = HEADS // KV_HEADS
 TYPES = [(dtype, fp8) for dtype in (torch.bfloat16, torch.float16) for fp8 in (False, True)]
-# By head size. Stages that all rows see are copied row by row with the first, by TMA in boxes of 8 slots and of 64 with
+# By K's head size. Stages that all rows see are copied row by row with the first, by TMA in boxes of 8 slots and of 64 with
 # the others.
 PAGE_SIZES = {64: 20, 128: 24, 256: 128}
 
 
-def instances(tiles: dict[int, tuple[int, ...]]) -> list:
+def instances(tiles: dict[Sizes, tuple[int, ...]]) -> list:
     """In the core suite each tile with one pair of types, the pairs in turn over rows and head sizes."""
     return [
-        pytest.param(*types, head_dim, rows, marks=[] if (i + j) % len(TYPES) == k else pytest.mark.slow)
+        pytest.param(*types, sizes, rows, marks=[] if (i + j) % len(TYPES) == k else pytest.mark.slow)
         for k, types in enumerate(TYPES)
-        for i, (head_dim, of_head) in enumerate(tiles.items())
+        for i, (sizes, of_head) in enumerate(tiles.items())
         for j, rows in enumerate(of_head)
     ]
 
@@ -60,7 +60,7 @@ def ranges(*starts: tuple[int, int, int]) -> torch.Tensor:
 def check_against_simt(
     kernel: str,
     types: tuple[torch.dtype, bool],
-    head_dim: int,
+    sizes: Sizes,
     rows: int,
     nodes: int,
     prefix: int,
@@ -68,13 +68,13 @@ def check_against_simt(
     plans: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> None:
     """A tree over a prefix with the first plan, and a causal chunk with the other, with every optional argument."""
-    dtype, fp8 = types
+    (dtype, fp8), (head_dim, head_dim_v) = types, sizes
     generator = torch.Generator().manual_seed(rows)
     trees = TreeBatch.from_trees([DraftTree([-1] + [(i - 1) // 2 for i in range(1, nodes)])])
     length = nodes + prefix
     pages = -(-length // page_size) + 2
     q = torch.randn(nodes, HEADS, head_dim, generator=generator).to(dtype)
-    cache = [torch.randn(pages, page_size, KV_HEADS, head_dim, generator=generator).to(dtype) for _ in range(2)]
+    cache = [torch.randn(pages, page_size, KV_HEADS, size, generator=generator).to(dtype) for size in sizes]
     scales = {}
     if fp8:
         cache = [side.to(FP8) for side in cache]
@@ -89,24 +89,24 @@ def check_against_simt(
         assert SIMT is not None and CUDA is not None
         with executed_from_ptx(SIMT, CUDA, lambda name: "attention" in name and "_kernelI" in name) as executed:
             out, lse = tree_attention(*common, mask, **arguments)
-        assert len(executed) == 1 and kernel in executed[0] and f"Li{head_dim}ELi{rows}E" in executed[0]
+        assert len(executed) == 1 and kernel in executed[0] and f"Li{head_dim}ELi{rows}ELi{head_dim_v}E" in executed[0]
         assert ("__half" in executed[0], "Float8" in executed[0]) == (dtype == torch.float16, fp8)
         assert (out.float() - expected.float()).abs().max() < 0.02
         assert (lse - expected_lse).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize(("dtype", "fp8", "head_dim", "rows"), instances(TILES))
+@pytest.mark.parametrize(("dtype", "fp8", "sizes", "rows"), instances(TILES))
 def test_attention_from_ptx(
-    dtype: torch.dtype, fp8: bool, head_dim: int, rows: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, fp8: bool, sizes: Sizes, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PAGEDTREE_ENGINE", "mma.sync")
-    check_against_simt("16attention_kernel", (dtype, fp8), head_dim, rows, rows // GROUP - 1, 75, 16)
+    check_against_simt("16attention_kernel", (dtype, fp8), sizes, rows, rows // GROUP - 1, 75, 16)
 
 
 @needs_hopper_ptx
-@pytest.mark.parametrize(("dtype", "fp8", "head_dim", "rows"), instances(WGMMA_TILES))
+@pytest.mark.parametrize(("dtype", "fp8", "sizes", "rows"), instances(WGMMA_TILES))
 def test_wgmma_attention_from_ptx(
-    dtype: torch.dtype, fp8: bool, head_dim: int, rows: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, fp8: bool, sizes: Sizes, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three KV tiles, in the first call all in one CTA, so that its ring of stages wraps; in the second, in pieces.
 
@@ -114,10 +114,10 @@ def test_wgmma_attention_from_ptx(
     only one of two warpgroups multiplies.
     """
     monkeypatch.setenv("PAGEDTREE_ENGINE", "wgmma")
-    nodes = rows // GROUP - 1 + (21 if (head_dim, rows) == (64, 128) else 0)
+    nodes = rows // GROUP - 1 + (21 if (sizes, rows) == ((64, 64), 128) else 0)
     plans = ranges((0, 0, 0)), ranges((0, 0, 0), (0, 0, 1), (0, 1, 2))
     check_against_simt(
-        "attention_sm90_kernel", (dtype, fp8), head_dim, rows, nodes, 140 - nodes, PAGE_SIZES[head_dim], plans
+        "attention_sm90_kernel", (dtype, fp8), sizes, rows, nodes, 140 - nodes, PAGE_SIZES[sizes[0]], plans
     )
 
 
@@ -130,7 +130,7 @@ def test_a_wrong_instruction_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
         lambda self, name, operands: untransposed(self, tuple(part for part in name if part != "trans"), operands),
     )
     with pytest.raises(AssertionError):
-        test_attention_from_ptx(torch.bfloat16, False, 128, 16, monkeypatch)
+        test_attention_from_ptx(torch.bfloat16, False, (128, 128), 16, monkeypatch)
 
 
 def first_wait_only(right: Callable) -> Callable:
@@ -166,4 +166,4 @@ def test_wrong_wgmma_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     place, name, change = WRONG[bug]
     monkeypatch.setattr(place, name, change(getattr(place, name)))
     with pytest.raises((AssertionError, Fault)):
-        test_wgmma_attention_from_ptx(torch.bfloat16, False, 128, 64, monkeypatch)
+        test_wgmma_attention_from_ptx(torch.bfloat16, False, (128, 128), 64, monkeypatch)

@@ -24,6 +24,7 @@ def plan_of(case: dict, max_seqlen_q: int = 8) -> torch.Tensor:
         num_q_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
+        head_dim_v=case["v_cache"].shape[3],
         page_size=page_size,
         max_seqlen_q=max_seqlen_q,
         tree_lens=case["tree_lens"],
@@ -161,6 +162,21 @@ def test_many_pieces(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
             assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True))
         torch.testing.assert_close(result[0], expected[0], **target.tolerance)
         torch.testing.assert_close(result[1], expected[1], atol=1e-5, rtol=1e-5)
+
+
+@once_per_backend
+@pytest.mark.parametrize(("kilobytes", "m_tile"), [(99, 16), (163, 32), (227, 32)])
+def test_wide_tiles(target: Target, kilobytes: int, m_tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans and calls choose the same tile for the device's shared memory: as many row tiles of 144 rows."""
+    if target.backend != "simt":
+        pytest.skip("simt only: elsewhere the shared memory is not ours to choose")
+    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", f"100:{kilobytes}:8")
+    case = target.case([90], [DraftTree.chain(8)], heads=(16, 1), head_dim=576, head_dim_v=512, latent=True).build()
+    expected = tree_attention(**case)
+    check(case)
+    plan = plan_of(case, 9)
+    assert {row for _, row, _ in ranges_of(plan)} == set(range(144 // m_tile + (144 % m_tile > 0)))
+    assert torch.equal(tree_attention(**case, plan=plan), expected)
 
 
 def test_empty_batches(target: Target) -> None:

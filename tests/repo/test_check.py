@@ -168,19 +168,22 @@ def test_every_tile_is_taken():
     table = config[config.index("kTileShapes[]") : config.index("};", config.index("kTileShapes[]"))]
     names = [case.name for case in every_case(CPU)]
     for engine, prefix, expected in (("mma.sync", "", attention.TILES), ("wgmma", "wgmma/", attention.WGMMA_TILES)):
-        tiles: dict[int, tuple[int, ...]] = {}
-        for head_dim, m_tile, of_wgmma in re.findall(r"^ +\{(\d+), (\d+),.*?(kWgmma)?\},$", table, re.MULTILINE):
+        tiles: dict[tuple[int, int], tuple[int, ...]] = {}
+        for row, of_wgmma in re.findall(r"^ +\{(\d+, \d+, \d+),.*?(kWgmma)?\},$", table, re.MULTILINE):
             if bool(of_wgmma) == (engine == "wgmma"):
-                tiles[int(head_dim)] = (*tiles.get(int(head_dim), ()), int(m_tile))
+                head_dim, head_dim_v, m_tile = map(int, row.split(","))
+                tiles[head_dim, head_dim_v] = (*tiles.get((head_dim, head_dim_v), ()), m_tile)
         assert tiles == expected
-        for head_dim, heights in tiles.items():
+        for (head_dim, head_dim_v), heights in tiles.items():
+            name = f"D {head_dim}" if head_dim == head_dim_v else f"D {head_dim}x{head_dim_v}"
             for m_tile in heights:
                 n = m_tile // 4
-                sizes = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": head_dim, "max_seqlen_q": n}
+                sizes = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": head_dim, "head_dim_v": head_dim_v}
+                sizes["max_seqlen_q"] = n
                 cost = explain([n, n], [70 + n, 3 + n], **sizes, engine=engine)
                 assert [(launch.engine, launch.m_tile) for launch in cost.launches] == [(engine, m_tile)]
                 for types in ("fp16", "bf16", "fp16 on fp8", "bf16 on fp8"):
-                    assert f"tree_attention/{prefix}tile {m_tile}/{types}/D {head_dim}" in names
+                    assert f"tree_attention/{prefix}tile {m_tile}/{types}/{name}" in names
 
 
 # Planted errors -------------------------------------------------------------------------------------------------------
@@ -347,7 +350,7 @@ def test_a_wrong_answer_of_an_instruction_is_found(monkeypatch):
 
 @needs_simt
 def test_hopper_s_code_elsewhere_is_no_failure(monkeypatch):
-    cases = [*instructions_sm90.cases(), attention.tile_case(64, 64, "bf16", "", attention.WGMMA)]
+    cases = [*instructions_sm90.cases(), attention.tile_case((64, 64), 64, "bf16", "", attention.WGMMA)]
 
     def outcomes(place: Place) -> set[tuple[str, str]]:
         return {(row.status, row.detail) for row in (run_row(case, place) for case in cases)}

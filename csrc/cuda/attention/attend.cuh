@@ -5,8 +5,8 @@
 
 namespace pagedtree::cuda {
 
-// A warp's rows as mma accumulators. For rows quad and quad + 8 of each block of 16 they hold the unnormalised output,
-// the maximum (base 2) and this lane's part of the sum of 2^(score - maximum).
+// A warp's rows as mma accumulators. For rows quad and quad + 8 of each block of 16 they hold the unnormalised output
+// (the warp's columns of it), the maximum (base 2) and this lane's part of the sum of 2^(score - maximum).
 template <typename I>
 struct Accumulator {
   float out[I::kAtoms][I::kWarpColumns / 8][4];

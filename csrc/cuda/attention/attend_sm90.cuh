@@ -187,8 +187,7 @@ class Consumer : public ConsumerBase<I> {
   __device__ __forceinline__ void attend(const WorkPosition& at, const RowTile& of_rows, int32_t kv_end,
                                          Accumulator<I>& sums) {
     begin(at, of_rows);
-    const RowTile& tile = Base::current().tile;
-    const KeyBounds& bounds = Base::current().bounds;
+    const auto& [position, tile, bounds] = Base::current();
     const StageRange stages = StageRange::of<I>(bounds, at.kv_tile, kv_end);
     if (stages.first >= stages.end) return sums.clear();
     const auto is_plain = [&](int32_t stage) { return bounds.all_see(stage * I::kShape.keys, I::kShape.keys); };

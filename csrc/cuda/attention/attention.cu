@@ -51,10 +51,6 @@ void check_engine(MatrixEngine engine, const DeviceLimits& limits) {
   }
 }
 
-void check_tile(const TileShape& tile) {
-  if (tile.m_tile == 0) throw std::runtime_error("tree_attention: CUDA has no kernel for these head sizes yet");
-}
-
 // The number of threads for `count` items: whole warps, at most kScheduleThreads.
 unsigned schedule_threads(int64_t count) {
   return static_cast<unsigned>(clamp_to<int64_t>(ceil_div<int64_t>(count, 32) * 32, 32, kScheduleThreads));
@@ -63,15 +59,14 @@ unsigned schedule_threads(int64_t count) {
 }  // namespace
 
 void CudaBackend::attention_plan(const AttentionPlanParams& p, const ExecContext& ctx) const {
-  const int num_sms = device_limits().num_sms;
+  const DeviceLimits limits = device_limits();
   PlanLists lists{};
   int64_t most = p.batch;
   for (const WorkList list : kWorkLists) {
-    const ListTile item = list_tile(p, list);
-    check_tile(item.tile);
+    const ListTile item = list_tile(p, list, limits.max_shared_bytes);
     const auto i = static_cast<size_t>(list);
     lists.work[i] = work_shape(p, item.tile.m_tile, list);
-    lists.limits[i] = range_limits(item.tile, num_sms);
+    lists.limits[i] = range_limits(item.tile, limits.num_sms);
     most = max_of<int64_t>(most, lists.limits[i].most);
   }
   launch(plan_kernel, dim3(std::size(kWorkLists)), dim3(schedule_threads(most)), sizeof(PlanShared), ctx.stream, lists,
@@ -81,8 +76,7 @@ void CudaBackend::attention_plan(const AttentionPlanParams& p, const ExecContext
 int64_t CudaBackend::tree_attention_scratch(const TreeAttentionParams& p, const ExecContext&) const {
   const DeviceLimits limits = device_limits();
   int64_t bytes = kAlignment;
-  for (const auto& [list, tile] : lists_of(p)) {
-    check_tile(tile);
+  for (const auto& [list, tile] : lists_of(p, limits.max_shared_bytes)) {
     bytes += pieces_of(work_shape(p, tile.m_tile, list), tile, limits).bytes();
   }
   return bytes;
@@ -92,7 +86,7 @@ void CudaBackend::tree_attention(const TreeAttentionParams& p, const ExecContext
   if (p.num_tokens == 0) return;
   const DeviceLimits limits = device_limits();
   check_engine(p.engine, limits);
-  const ListTiles lists = lists_of(p);
+  const ListTiles lists = lists_of(p, limits.max_shared_bytes);
   auto scratch = ceil_div<intptr_t>(reinterpret_cast<intptr_t>(p.scratch), kAlignment) * kAlignment;
   CallShapes calls{};
   Residency residents[std::size(calls.lists)];

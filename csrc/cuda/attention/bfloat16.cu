@@ -1,5 +1,5 @@
 #include "cuda/attention/instances.cuh"
-#include "cuda/attention/kernel.cuh"
+#include "cuda/attention/kernel_wide.cuh"
 
 namespace pagedtree::cuda {
 

@@ -10,10 +10,12 @@ constexpr int kMaxStages = 4, kMaxWgmmaStages = 8;
 
 // The shape of a CTA's work: m_tile rows r = token * group_size + head against stages of `keys` keys. Warps form a grid
 // of row_warps x key_warps. With few rows the warps share the keys of a stage, each with its own softmax state, joined
-// once at the end; with many rows each warp has 16 or 32 rows of its own.
+// once at the end; with many rows each warp has 16 or 32 rows of its own. Wide values (kernel_wide.cuh) are shared out
+// among column_warps: each has the output of all rows for its columns of V.
 //
 // The kernel for mma.sync (kernel.cuh) has K and V of the same keys in a stage. The one for wgmma (kernel_sm90.cuh) has
-// K or V in a stage, as 16-bit numbers whatever the cache holds, and a group of warps that only fills stages.
+// K or V in a stage, as 16-bit numbers whatever the cache holds, and a group of warps that only fills stages. With wide
+// values a stage is K or V, too, and in a latent cache both.
 struct TileShape {
   int head_dim;    // columns of Q and K
   int head_dim_v;  // of V
@@ -25,12 +27,20 @@ struct TileShape {
   int column_warps = 1;  // warps of the same rows that share the columns of V
 
   constexpr bool is_wgmma() const { return engine == MatrixEngine::kWgmma; }
-  constexpr bool is_latent() const { return is_wgmma() && column_warps > 1; }  // V is not read apart from K
+  constexpr bool is_wide() const { return !is_wgmma() && column_warps > 1; }
+  // V is not read apart from K.
+  constexpr bool is_latent() const { return is_wgmma() && column_warps > 1; }
+  // Wide tiles and those of latent rows have room for K of 576 columns, and take 512, too.
+  constexpr bool takes(int columns, int columns_v, bool latent) const {
+    const bool fits = columns == head_dim || (column_warps > 1 && columns == head_dim_v);
+    return columns_v == head_dim_v && fits && (latent || !is_latent());
+  }
   constexpr int warps() const { return row_warps * key_warps * column_warps; }  // that multiply
   constexpr int producer_warps() const { return is_wgmma() ? 4 : 0; }
   constexpr int threads() const { return (warps() + producer_warps()) * 32; }
   constexpr int warp_rows() const { return m_tile / row_warps; }
-  constexpr int warp_keys() const { return keys / key_warps; }
+  // Keys of a stage whose scores a warp weighs. Of latent stages, groups of warps weigh one each.
+  constexpr int warp_keys() const { return keys / (is_latent() ? key_warps : key_warps * column_warps); }
   // The most CTAs that the registers of an SM allow; with wgmma and 256 columns its shared memory.
   constexpr int max_ctas() const {
     return is_wgmma() ? (m_tile == 64 && head_dim < 256 ? 2 : 1) : threads() <= 128 ? 2 : 1;
@@ -43,14 +53,17 @@ struct TileShape {
   // Of the weights that groups of warps give each other.
   constexpr int weight_bytes() const { return is_latent() ? m_tile * keys * 2 : 0; }
   constexpr int stage_bytes(int kv_bytes) const {
+    if (is_wide()) return keys * head_dim * kv_bytes;
     return is_wgmma() ? keys * head_dim * 2 : keys * ((head_dim + head_dim_v) * kv_bytes + 16);
   }
   // The bytes before Q, which begins at a multiple of 128, or 1024 with wgmma. mma.sync: the range, then either the
   // states of all rows, or the bounds of each warp, the row tile and what each row sees. wgmma: the range, what each
   // warp looks up (WarpTile, KeyReader), barriers, the keys that rows see and the addresses of the rows of two stages.
-  // The kernels check that they suffice.
+  // Wide values: the row tile, the maxima of a stage, and one number for each score. The kernels check that they
+  // suffice.
   constexpr int header_bytes() const {
     if (is_wgmma()) return 3072;
+    if (is_wide()) return 1024 + m_tile * keys * 4;
     const int of_states = key_warps * m_tile * 8, of_views = warps() * 16 + 96 + m_tile * 28;
     return 128 * ceil_div(32 + max_of(of_states, of_views), 128);
   }
@@ -89,6 +102,9 @@ constexpr TileShape kTileShapes[] = {
     {192, 128, 128, 4, 1, 32},
     {256, 256, 32, 2, 2, 32},
     {256, 256, 64, 4, 1, 32},
+    // The output of 32 rows fills half of the registers if each warp has a quarter of its columns.
+    {576, 512, 16, 1, 1, 32, MatrixEngine::kMmaSync, 4},
+    {576, 512, 32, 1, 1, 32, MatrixEngine::kMmaSync, 4},
     // Four warps multiply together, 64 rows at a time: fewer rows would leave most of each instruction unused.
     {64, 64, 64, 4, 1, 64, MatrixEngine::kWgmma},
     {64, 64, 128, 8, 1, 64, MatrixEngine::kWgmma},
@@ -100,18 +116,34 @@ constexpr TileShape kTileShapes[] = {
     {576, 512, 64, 4, 1, 64, MatrixEngine::kWgmma, 2},
 };
 
-// Whether a tile is for these head sizes. That of latent rows takes any number of columns behind V's.
-constexpr bool has_head_dims(const TileShape& shape, int head_dim, int head_dim_v, bool latent) {
-  if (shape.head_dim_v != head_dim_v) return false;
-  return shape.is_latent() ? latent && head_dim <= shape.head_dim : shape.head_dim == head_dim;
+// How an instance of the kernel runs on a device.
+struct Residency {
+  int ctas;  // per SM
+  int stages;
+  int shared_bytes;
+};
+
+// As many CTAs per SM as fit with the least number of stages, then as many stages as fit. An SM has 1 KB more shared
+// memory than a CTA may use, and takes 1 KB for each CTA.
+constexpr Residency residency(const TileShape& shape, int kv_bytes, int max_shared_bytes) {
+  for (int ctas = shape.max_ctas(); ctas >= 1; --ctas) {
+    const int budget = (max_shared_bytes + 1024) / ctas - 1024;
+    for (int stages = shape.max_stages(); stages >= shape.min_stages(kv_bytes); --stages) {
+      const int bytes = shape.shared_bytes(kv_bytes, stages);
+      if (bytes <= budget) return {ctas, stages, bytes};
+    }
+  }
+  return {};
 }
 
 // The smallest tile that holds `rows` rows, or the head sizes' largest if none does; of two that are as large, that of
-// the engine.
-constexpr TileShape choose_tile(MatrixEngine engine, int head_dim, int head_dim_v, bool latent, int64_t rows) {
+// the engine. Only tiles count whose shared memory a CTA may have, with a cache of 16 bits, whatever the call's: a plan
+// does not know it.
+constexpr TileShape choose_tile(MatrixEngine engine, int head_dim, int head_dim_v, bool latent, int64_t rows,
+                                int max_shared_bytes) {
   TileShape chosen{};
   for (const TileShape& shape : kTileShapes) {
-    if (!has_head_dims(shape, head_dim, head_dim_v, latent)) continue;
+    if (!shape.takes(head_dim, head_dim_v, latent) || residency(shape, 2, max_shared_bytes).ctas < 1) continue;
     if (shape.is_wgmma() && engine != MatrixEngine::kWgmma) continue;
     const bool is_needed = chosen.m_tile == 0 || (chosen.m_tile < rows && shape.m_tile > chosen.m_tile);
     if (is_needed || shape.m_tile == chosen.m_tile) chosen = shape;
@@ -141,10 +173,10 @@ constexpr bool is_latent(const AttentionPlanParams& p) { return p.latent; }
 // The tile for the sequences of a list; `p` is a TreeAttentionParams or AttentionPlanParams. Its max_seqlen_q is a hint
 // to the host.
 template <typename Params>
-constexpr ListTile list_tile(const Params& p, WorkList list) {
-  const int64_t rows = min_of<int64_t>(p.max_seqlen_q, INT32_MAX) * p.group_size;
-  return {list,
-          choose_tile(p.engine, p.head_dim, p.head_dim_v, is_latent(p), list == WorkList::kSmall ? min_of(rows, kSmallRows) : rows)};
+constexpr ListTile list_tile(const Params& p, WorkList list, int max_shared_bytes) {
+  const int64_t all_rows = min_of<int64_t>(p.max_seqlen_q, INT32_MAX) * p.group_size;
+  const int64_t rows = list == WorkList::kSmall ? min_of(all_rows, kSmallRows) : all_rows;
+  return {list, choose_tile(p.engine, p.head_dim, p.head_dim_v, is_latent(p), rows, max_shared_bytes)};
 }
 
 // The lists of a call in the order of their launches.
@@ -159,32 +191,11 @@ struct ListTiles {
 // There are two lists if the host's integers show that the longest sequences have many rows and that others are
 // shorter.
 template <typename Params>
-constexpr ListTiles lists_of(const Params& p) {
+constexpr ListTiles lists_of(const Params& p, int max_shared_bytes) {
   const int64_t longest = min_of(p.max_seqlen_q, p.num_tokens);
-  if (longest * p.group_size <= kSmallRows || p.num_tokens >= p.batch * longest) {
-    return {{list_tile(p, WorkList::kAll)}, 1};
-  }
-  return {{list_tile(p, WorkList::kSmall), list_tile(p, WorkList::kLarge)}, 2};
-}
-
-// How an instance of the kernel runs on a device.
-struct Residency {
-  int ctas;  // per SM
-  int stages;
-  int shared_bytes;
-};
-
-// As many CTAs per SM as fit with the least number of stages, then as many stages as fit. An SM has 1 KB more shared
-// memory than a CTA may use, and takes 1 KB for each CTA.
-constexpr Residency residency(const TileShape& shape, int kv_bytes, int max_shared_bytes) {
-  for (int ctas = shape.max_ctas(); ctas >= 1; --ctas) {
-    const int budget = (max_shared_bytes + 1024) / ctas - 1024;
-    for (int stages = shape.max_stages(); stages >= shape.min_stages(kv_bytes); --stages) {
-      const int bytes = shape.shared_bytes(kv_bytes, stages);
-      if (bytes <= budget) return {ctas, stages, bytes};
-    }
-  }
-  return {};
+  const auto tile_of = [&](WorkList list) { return list_tile(p, list, max_shared_bytes); };
+  if (longest * p.group_size <= kSmallRows || p.num_tokens >= p.batch * longest) return {{tile_of(WorkList::kAll)}, 1};
+  return {{tile_of(WorkList::kSmall), tile_of(WorkList::kLarge)}, 2};
 }
 
 // Ranges of work on a device: at most one for each CTA that the device can hold, and equally many on each SM. They may
@@ -195,16 +206,22 @@ constexpr RangeLimits range_limits(const TileShape& shape, int num_sms) {
   return {min_of<int32_t>(num_sms * shape.max_ctas(), kMaxPlanRanges), num_sms, kMinRangeCost, kMinPieceTiles};
 }
 
-constexpr bool every_tile_fits(MatrixEngine engine, int max_shared_bytes) {
+// Whether the engine has a tile for each pair of head sizes that it has a row for, with caches of 8 and of 16 bits.
+constexpr bool every_pair_fits(MatrixEngine engine, int max_shared_bytes) {
   for (const TileShape& shape : kTileShapes) {
-    for (int kv_bytes = 1; kv_bytes <= 2 && shape.engine == engine; ++kv_bytes) {
-      if (residency(shape, kv_bytes, max_shared_bytes).ctas < 1) return false;
-    }
+    if (shape.engine != engine) continue;
+    const TileShape chosen = choose_tile(engine, shape.head_dim, shape.head_dim_v, true, shape.m_tile, max_shared_bytes);
+    const auto fits = [&](int kv_bytes) { return residency(chosen, kv_bytes, max_shared_bytes).ctas > 0; };
+    if (chosen.engine != engine || chosen.m_tile == 0 || !fits(1) || !fits(2)) return false;
+    // All tiles but the larger one for wide values.
+    if (chosen.m_tile != shape.m_tile && !shape.is_wide()) return false;
   }
   return true;
 }
-static_assert(every_tile_fits(MatrixEngine::kMmaSync, 99 << 10), "the least of sm_80 and later");
+static_assert(every_pair_fits(MatrixEngine::kMmaSync, 99 << 10), "the least of sm_80 and later");
 constexpr int kWgmmaSharedBytes = 227 << 10;  // that a CTA may ask for on Hopper
-static_assert(every_tile_fits(MatrixEngine::kWgmma, kWgmmaSharedBytes));
+static_assert(every_pair_fits(MatrixEngine::kWgmma, kWgmmaSharedBytes));
+// There two CTAs of the larger wide tile share an SM, and what they copy hides what they compute.
+static_assert(residency(tile_shape(MatrixEngine::kMmaSync, 576, 512, 32), 2, kWgmmaSharedBytes).ctas == 2);
 
 }  // namespace pagedtree::cuda

@@ -12,7 +12,8 @@ __device__ __forceinline__ float weight_of(float maximum, float of_all) {
   return maximum == -kInfinity ? 0.0f : ptx::ex2(maximum - of_all);
 }
 
-// The parts of the warps that share the keys, in shared memory.
+// The parts of the warps that share the keys, in shared memory; or, where warps share the columns, their columns, and
+// the states of the keys that each has weighed, all with the same maxima.
 template <typename I>
 struct WarpParts {
   Shared<I>& shared;
@@ -32,21 +33,22 @@ struct WarpParts {
   __device__ __forceinline__ void store(const Accumulator<I>& sums) const {
     constexpr float kScale = kDecodedScale<typename I::Kv>;
     const uint32_t thread = ptx::thread_index(), lane = thread % 32, warp = thread / 32,
-                   part = warp / I::kShape.row_warps;
+                   state = warp / I::kShape.row_warps, part = state / I::kShape.column_warps,
+                   first_column = state % I::kShape.column_warps * I::kWarpColumns;
 #pragma unroll
     for (uint32_t a = 0; a < I::kAtoms; ++a) {
 #pragma unroll
       for (uint32_t half = 0; half < 2; ++half) {
         const uint32_t row = warp % I::kShape.row_warps * I::kShape.warp_rows() + a * 16 + half * 8 + lane / 4;
         const float sum = quad_sum(sums.sum[a][half]);
-        if (lane % 4 == 0) shared.states[part * I::kMTile + row] = make_float2(sums.maximum[a][half], sum);
+        if (lane % 4 == 0) shared.states[state * I::kMTile + row] = make_float2(sums.maximum[a][half], sum);
 #pragma unroll
-        for (uint32_t column = 0; column < I::kHeadDimV; column += 16) {
+        for (uint32_t column = 0; column < I::kWarpColumns; column += 16) {
 #pragma unroll
           for (uint32_t i = 0; i < 2; ++i) {
             const ColumnPair pair = accumulator_columns<typename I::Kv>(sums.out[a][column / 8],
                                                                         sums.out[a][column / 8 + 1], lane, half, i);
-            *reinterpret_cast<float2*>(shared.out() + offset(part, row, column + pair.first)) =
+            *reinterpret_cast<float2*>(shared.out() + offset(part, row, first_column + column + pair.first)) =
                 make_float2(pair.values[0] * kScale, pair.values[1] * kScale);
           }
         }
@@ -58,7 +60,7 @@ struct WarpParts {
 // The states of one row's parts, joined.
 template <typename I>
 struct JoinedState {
-  static constexpr uint32_t kParts = I::kShape.key_warps;
+  static constexpr uint32_t kParts = I::kShape.key_warps * I::kShape.column_warps;
   float maximum;
   float sum;
   float weights[kParts];

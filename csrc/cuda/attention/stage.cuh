@@ -22,7 +22,7 @@ struct InstanceOf {
   static constexpr int kWarpColumns = kHeadDimV / kShape.column_warps;  // of the output
   static constexpr int kAtoms = kShape.warp_rows() / 16;                // blocks of 16 rows per warp
   static constexpr int kWords = ceil_div(kWarpKeys, kMaskWordBits);
-  static_assert(kMTile > 0 && kMTile <= kThreads && kAtoms * 16 * kShape.row_warps == kMTile && kWarpKeys % 16 == 0);
+  static_assert(kMTile > 0 && kMTile <= kThreads && kAtoms * 16 * kShape.row_warps == kMTile && kWarpKeys % 8 == 0);
 };
 
 // One of the kernel for mma.sync.
@@ -103,7 +103,7 @@ struct alignas(16) Stage {
   KeyRow rows[I::kShape.keys];  // of the stage that comes to this place next
 };
 
-// The launch adds the memory of the stages after this struct.
+// The launch adds the memory of the stages after this struct. That for wide values is in stage_wide.cuh.
 template <typename I>
 struct alignas(128) Shared {
   WorkPosition at, stop;  // the range's current position and its end
@@ -160,36 +160,53 @@ struct RowScale {
 };
 
 // Loads Q, negated if `negate`, so that scores are scaled by a positive number. If rows are scaled, `factors` holds the
-// factor of each row's scores; else `factor` is that of all.
+// factor of each row's scores; else `factor` is that of all. Columns that a wide tile has and K has not are not stored.
 template <typename I>
 __device__ __forceinline__ void load_q_tile(const TreeAttentionParams& p, const RowTile& tile, uint32_t thread,
                                             bool aligned, bool negate, float factor, unsigned char* q, float* factors) {
   constexpr int kChunks = I::QRows::kChunks;
   constexpr uint32_t kLanes = I::kHeadDim > 128 ? 32 : I::kHeadDim > 64 ? 16 : 8;  // lanes that share a row
-  static_assert(kChunks <= kLanes && I::kMTile * kLanes % I::kThreads == 0);
+  constexpr int kPerLane = ceil_div(kChunks, static_cast<int>(kLanes));
+  static_assert(I::kMTile * kLanes % I::kThreads == 0);
   const uint32_t flip = negate ? 0x80008000u : 0u;
+  const uint32_t chunks = I::kShape.is_wide() ? static_cast<uint32_t>(p.head_dim) / 8 : kChunks;
   for (uint32_t i = thread; i < I::kMTile * kLanes; i += I::kThreads) {
-    const uint32_t row = i / kLanes, chunk = i % kLanes;
-    uint4 values = make_uint4(0, 0, 0, 0);
-    if (row < tile.rows && chunk < kChunks) {
-      const int64_t offset = tile.token(p, row) * p.q_token_stride + tile.head(p, row) * p.q_head_stride + chunk * 8;
-      const uint16_t* from = static_cast<const uint16_t*>(p.q) + offset;
-      if (aligned) {
-        values = *reinterpret_cast<const uint4*>(from);
-      } else {
-        const auto pair = [&](int at) { return uint32_t{from[at]} | uint32_t{from[at + 1]} << 16; };
-        values = make_uint4(pair(0), pair(2), pair(4), pair(6));
+    const uint32_t row = i / kLanes, lane = i % kLanes;
+    uint4 values[kPerLane];
+    uint32_t largest = 0;
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+      const uint32_t chunk = lane + j * kLanes;
+      uint4 loaded = make_uint4(0, 0, 0, 0);
+      if (row < tile.rows && chunk < chunks) {
+        const int64_t offset = tile.token(p, row) * p.q_token_stride + tile.head(p, row) * p.q_head_stride + chunk * 8;
+        const uint16_t* from = static_cast<const uint16_t*>(p.q) + offset;
+        if (aligned) {
+          loaded = *reinterpret_cast<const uint4*>(from);
+        } else {
+          const auto pair = [&](int at) { return uint32_t{from[at]} | uint32_t{from[at + 1]} << 16; };
+          loaded = make_uint4(pair(0), pair(2), pair(4), pair(6));
+        }
       }
+      loaded = make_uint4(loaded.x ^ flip, loaded.y ^ flip, loaded.z ^ flip, loaded.w ^ flip);
+      if constexpr (I::kScalesRows) {
+        const uint32_t of_chunk =
+            larger_magnitudes(larger_magnitudes(loaded.x, loaded.y), larger_magnitudes(loaded.z, loaded.w));
+        largest = larger_magnitudes(largest, of_chunk);
+      }
+      values[j] = loaded;
     }
-    values = make_uint4(values.x ^ flip, values.y ^ flip, values.z ^ flip, values.w ^ flip);
     if constexpr (I::kScalesRows) {
-      const uint32_t largest =
-          larger_magnitudes(larger_magnitudes(values.x, values.y), larger_magnitudes(values.z, values.w));
       const RowScale scale(largest_magnitude<kLanes>(largest));
-      values = scale.pairs(values);
-      if (chunk == 0) factors[row] = fmaxf(factor * scale.inverse(), 0x1p-126f);
+#pragma unroll
+      for (int j = 0; j < kPerLane; ++j) values[j] = scale.pairs(values[j]);
+      if (lane == 0) factors[row] = fmaxf(factor * scale.inverse(), 0x1p-126f);
     }
-    if (chunk < kChunks) store_q<typename I::QRows, typename I::Kv>(q, row, chunk, values);
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+      const uint32_t chunk = lane + j * kLanes;
+      if (chunk < chunks) store_q<typename I::QRows, typename I::Kv>(q, row, chunk, values[j]);
+    }
   }
 }
 

@@ -31,16 +31,19 @@ from pagedtree.check.cases.inputs import (
     views_of,
 )
 
-# Head size -> heights of the tiles that the CUDA kernel works in (csrc/cuda/attention/config.h).
-TILES = {
-    64: (16, 32, 64, 128),
-    96: (16, 32, 64, 128),
-    128: (16, 32, 64, 128),
-    192: (32, 64),
-    256: (32, 64),
+Sizes = tuple[int, int]  # of the heads of K and V
+# Heights of the tiles that the CUDA kernel works in (csrc/cuda/attention/config.h).
+TILES: dict[Sizes, tuple[int, ...]] = {
+    (64, 64): (16, 32, 64, 128),
+    (96, 96): (16, 32, 64, 128),
+    (128, 128): (16, 32, 64, 128),
+    (192, 192): (32, 64),
+    (192, 128): (32, 128),
+    (256, 256): (32, 64),
+    (576, 512): (16, 32),
 }
 # The same of the kernel for wgmma.
-WGMMA_TILES = {64: (64, 128), 128: (64, 128), 256: (64, 128)}
+WGMMA_TILES: dict[Sizes, tuple[int, ...]] = {(64, 64): (64, 128), (128, 128): (64, 128), (256, 256): (64, 128)}
 # How far an output row may be off, as a share of its own length, and its logarithm of sums, as a number.
 ROW_LIMITS = {"fp32": 5e-6, "fp16": 1e-3, "bf16": 8e-3}
 LSE = within(5e-5, 1e-5)
@@ -54,6 +57,8 @@ class Batch:
 
     Attributes:
         kinds: the queries of each sequence: a DraftTree, a number (causal), or (DraftTree, n) for its last n rows.
+        head_dim_v: V's head size, default `head_dim`.
+        latent: V is the first columns of K.
         prefixes: keys before the tree or the queries.
         poison: what the slots hold that belong to no sequence.
         options: the call's options; tensors among them are on the CPU.
@@ -70,6 +75,8 @@ class Batch:
     padding: int = 0
     poison: float | None = None
     words: int | None = None  # words of a mask row
+    head_dim_v: int | None = None
+    latent: bool = False
 
     def build(self, place: Place, *, wide: bool = False) -> dict[str, Any]:
         """The arguments at a place; wide: in fp32, with the same values."""
@@ -95,6 +102,7 @@ class Batch:
         k_cache, v_cache = views_of(place.put(storage), self.layout)
         if wide and not self.cache:
             k_cache, v_cache = k_cache.float(), v_cache.float()
+        v_cache = (k_cache if self.latent else v_cache)[..., : self.head_dim_v]
         return {
             "q": place.put(q.float() if wide else q),
             "k_cache": k_cache,
@@ -130,12 +138,13 @@ class Batch:
 
 
 def cases() -> Iterator[Case]:
-    for head_dim, tiles in TILES.items():
+    for sizes, tiles in TILES.items():
         for tile, dtype, cache in product(tiles, ("fp16", "bf16"), ("", "fp8")):
-            yield tile_case(head_dim, tile, dtype, cache)
+            yield tile_case(sizes, tile, dtype, cache)
         for cache in ("", "fp8"):
-            batch = Batch([random_tree(1, 20), 5], [70, 3], "fp32", cache, head_dim)
-            yield _attention(f"{_types('fp32', cache)}/D {head_dim}", batch, backends=("cpu",))
+            batch = Batch([random_tree(1, 20), 5], [70, 3], "fp32", cache, sizes[0], head_dim_v=sizes[1])
+            yield _attention(f"{_types('fp32', cache)}/{_sizes(sizes)}", batch, backends=("cpu",))
+    yield from _latent()
     yield from _shapes()
     yield from _values()
     yield from _options()
@@ -148,12 +157,28 @@ def _types(dtype: str, cache: str) -> str:
     return f"{dtype} on {cache}" if cache else dtype
 
 
-def tile_case(head_dim: int, tile: int, dtype: str, cache: str, engine: str = MMA_SYNC) -> Case:
+def _sizes(sizes: Sizes) -> str:
+    return f"D {sizes[0]}" if sizes[0] == sizes[1] else f"D {sizes[0]}x{sizes[1]}"
+
+
+def tile_case(sizes: Sizes, tile: int, dtype: str, cache: str, engine: str = MMA_SYNC) -> Case:
     """As many rows (4 query heads per KV head) as the tile has."""
     n = tile // 4
-    batch = Batch([random_tree(n, n), n], [70, 3], dtype, cache, head_dim, heads=(8, 2))
-    name = f"tile {tile}/{_types(dtype, cache)}/D {head_dim}"
+    batch = Batch([random_tree(n, n), n], [70, 3], dtype, cache, sizes[0], heads=(8, 2), head_dim_v=sizes[1])
+    name = f"tile {tile}/{_types(dtype, cache)}/{_sizes(sizes)}"
     return _attention(name, batch, engine=engine, max_seqlen_q=n)
+
+
+def _latent() -> Iterator[Case]:
+    """One KV head, whose rows are K and V; NaN where nobody may look. 3 query heads, and 16: small and larger tiles."""
+    for sizes, dtype, cache in product(((512, 512), (576, 512)), ("fp16", "bf16"), ("", "fp8")):
+        for heads in (3, 16):
+            batch = Batch(
+                MIXED, MIXED_PREFIXES, dtype, cache, sizes[0], (heads, 1), page_size=7, padding=3,
+                poison=float("nan"), head_dim_v=sizes[1], latent=True,
+            )  # fmt: skip
+            name = f"latent/{heads} heads/{_types(dtype, cache)}/{_sizes(sizes)}"
+            yield _attention(name, batch, window=40 if heads == 3 else 0, sinks=torch.linspace(-2, 4, heads))
 
 
 # A tree, plain decode, a chunk of a prompt, the newest level of a tree, nothing.
@@ -246,9 +271,9 @@ def _options() -> Iterator[Case]:
 
 def _wgmma() -> Iterator[Case]:
     """More than 32 rows of a KV head, for tiles of 64 (11 to 40 nodes with 4 heads) and of 128."""
-    for head_dim, tiles in WGMMA_TILES.items():
+    for sizes, tiles in WGMMA_TILES.items():
         for tile, dtype, cache in product(tiles, ("fp16", "bf16"), ("", "fp8")):
-            yield tile_case(head_dim, tile, dtype, cache, WGMMA)
+            yield tile_case(sizes, tile, dtype, cache, WGMMA)
     for heads in ((8, 2), (24, 2)):
         for page_size, head_dim in ((1, 128), (7, 64), (16, 256), (128, 128)):
             batch = Batch(MIXED, MIXED_PREFIXES, "bf16", "", head_dim, heads, page_size, padding=3)

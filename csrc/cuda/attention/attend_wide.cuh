@@ -1,0 +1,151 @@
+// Wide values: one stage of keys against all rows of the tile.
+//
+// Four warps share the products q.k by keys (two halves) and by depth (two halves), so that K is read from shared
+// memory once; each then gives half of what it has to the partner with the other depth, and owns the scores of 8 keys.
+// The products with V they share by its columns: for them each needs all weights, which go through shared memory.
+#pragma once
+
+#include "cuda/attention/attend.cuh"
+#include "cuda/attention/stage_wide.cuh"
+
+namespace pagedtree::cuda {
+
+// The scores of a warp's 8 keys, the warp's number in the stage times 8. All threads come with the stage in place; the
+// partners meet once.
+template <typename I>
+__device__ __forceinline__ void score_wide_keys(const TreeAttentionParams& p, Shared<I>& shared, uint32_t k,
+                                                Scores<I>& scores) {
+  using M = typename I::M;
+  const uint32_t thread = ptx::thread_index(), lane = thread % 32, warp = thread / 32;
+  const uint32_t keys = warp / 2 * 16, half = warp % 2, depth = half * 32;  // of each 64 columns
+  const uint32_t q = ptx::smem_addr(shared.q);
+  // [step of 16 columns]: two sums, as each waits for its last product.
+  float dots[2][I::kAtoms][2][4] = {};
+#pragma unroll
+  for (uint32_t column = 0; column < I::kHeadDim; column += 64) {
+    if (column >= I::kHeadDimV && p.head_dim <= I::kHeadDimV) break;
+    const KeyFragments fragments = load_k<typename I::Kv, typename I::KRows>(k, lane, keys, column + depth);
+#pragma unroll
+    for (uint32_t step = 0; step < 2; ++step) {
+#pragma unroll
+      for (uint32_t a = 0; a < I::kAtoms; ++a) {
+        uint32_t rows[4];
+        load_q<typename I::QRows>(rows, q, lane, a * 16, column + depth + step * 16);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          ptx::mma_m16n8k16<M>(dots[step][a][n], rows, fragments.b[step][n][0], fragments.b[step][n][1]);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int a = 0; a < I::kAtoms; ++a) {
+    float given[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float low = dots[0][a][0][i] + dots[1][a][0][i], high = dots[0][a][1][i] + dots[1][a][1][i];
+      scores[a][0][i] = half == 0 ? low : high;
+      given[i] = half == 0 ? high : low;
+    }
+    shared.dots[warp ^ 1][a][lane] = make_float4(given[0], given[1], given[2], given[3]);
+  }
+  ptx::barrier_sync(1 + warp / 2, 64);
+#pragma unroll
+  for (int a = 0; a < I::kAtoms; ++a) {
+    const float4 taken = shared.dots[warp][a][lane];
+    scores[a][0][0] += taken.x;
+    scores[a][0][1] += taken.y;
+    scores[a][0][2] += taken.z;
+    scores[a][0][3] += taken.w;
+  }
+}
+
+// Turns the scores into weights in shared memory. All threads meet once inside; they must meet before the weights are
+// read. Returns as weigh().
+template <typename I>
+__device__ __forceinline__ bool weigh_wide_keys(const TreeAttentionParams& p, Shared<I>& shared, int32_t first_key,
+                                                float factor, Scores<I>& scores, Accumulator<I>& sums,
+                                                RowFactors<I>& rescales) {
+  const uint32_t thread = ptx::thread_index(), lane = thread % 32, warp = thread / 32;
+  RowFactors<I> factors;
+#pragma unroll
+  for (int a = 0; a < I::kAtoms; ++a) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      factors[a][half] = I::kScalesRows ? shared.factors[a * 16 + half * 8 + lane / 4] : factor;
+    }
+  }
+  if (p.softcap != 0.0f) cap_scores<I>(p.softcap * kLog2E, scores, factors);
+  if (!shared.bounds.all_see(first_key, I::kShape.keys)) {
+    const uint32_t word = keys_seen_by_lane(p, shared.tile, lane, first_key) >> (warp * 8);
+#pragma unroll
+    for (int a = 0; a < I::kAtoms; ++a) {
+      VisibleKeys<1> keys;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        keys.rows[half][0] = __shfl_sync(kWholeWarp, word, a * 16 + half * 8 + static_cast<int>(lane) / 4);
+      }
+      mask_scores(scores[a], keys, lane);
+    }
+  }
+  RowFactors<I> tops;
+  find_tops<I>(scores, tops);
+  const auto of_row = [&](int a, int half) -> float4& { return shared.tops[a * 16 + half * 8 + lane / 4]; };
+#pragma unroll
+  for (int a = 0; a < I::kAtoms; ++a) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (lane % 4 == 0) reinterpret_cast<float*>(&of_row(a, half))[warp] = tops[a][half];
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int a = 0; a < I::kAtoms; ++a) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float4 of_warps = of_row(a, half);
+      tops[a][half] = fmaxf(fmaxf(of_warps.x, of_warps.y), fmaxf(of_warps.z, of_warps.w));
+    }
+  }
+  const bool changed = weigh<I>(scores, tops, factors, sums, rescales);
+#pragma unroll
+  for (int a = 0; a < I::kAtoms; ++a) {
+#pragma unroll
+    for (uint32_t half = 0; half < 2; ++half) {
+      const float* pair = scores[a][0] + half * 2;
+      const uint32_t offset = Shared<I>::WeightRows::offset(a * 16 + half * 8 + lane / 4, warp) + lane % 4 * 4;
+      *reinterpret_cast<uint32_t*>(shared.weights + offset) = pack_pair<typename I::M>(pair[0], pair[1]);
+    }
+  }
+  return changed;
+}
+
+// out += weights * V for the warp's columns.
+template <typename I>
+__device__ __forceinline__ void add_wide_values(Shared<I>& shared, uint32_t v, Accumulator<I>& sums) {
+  using M = typename I::M;
+  using Kv = typename I::Kv;
+  const uint32_t thread = ptx::thread_index(), lane = thread % 32, warp = thread / 32;
+  const uint32_t weights = ptx::smem_addr(shared.weights);
+  static_assert(I::kWarpColumns * sizeof(Kv) % 128 == 0, "whole panels");
+  v += warp * (I::kWarpColumns * sizeof(Kv) * I::kShape.keys);
+#pragma unroll
+  for (uint32_t n = 0; n < I::kShape.keys; n += 16) {
+    uint32_t rows[I::kAtoms][4];
+#pragma unroll
+    for (uint32_t a = 0; a < I::kAtoms; ++a) load_q<typename Shared<I>::WeightRows>(rows[a], weights, lane, a * 16, n);
+#pragma unroll
+    for (uint32_t column = 0; column < I::kWarpColumns; column += 32) {
+      const ValueFragments values = load_v<Kv, typename I::KRows>(v, lane, n, column);
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+#pragma unroll
+        for (int a = 0; a < I::kAtoms; ++a) {
+          ptx::mma_m16n8k16<M>(sums.out[a][column / 8 + step], rows[a], values.b[step][0], values.b[step][1]);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace pagedtree::cuda

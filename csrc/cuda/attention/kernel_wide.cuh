@@ -1,0 +1,55 @@
+// Tiles for wide values, of 512 columns: their part of the attention kernel.
+#pragma once
+
+#include "cuda/attention/attend_wide.cuh"
+#include "cuda/attention/kernel.cuh"
+
+namespace pagedtree::cuda {
+
+// Computes the rows against KV tiles [begin, end). The overload in kernel.cuh is for the other tiles. All threads meet
+// three times for each 32 keys: when K has arrived, when the largest scores are known, and when the weights are and V
+// has arrived.
+template <typename I>
+  requires(I::kShape.is_wide())
+__device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const CallShape& call, const RowTile& tile,
+                                             int32_t begin, int32_t end, Shared<I>& shared, Accumulator<I>& sums) {
+  sums.clear();
+  __syncthreads();  // the previous row tile is done with shared memory
+  const uint32_t thread = ptx::thread_index();
+  const float scale = score_scale(p, tile.kv_head), factor = score_factor<typename I::Kv>(p, scale);
+  load_q_tile<I>(p, tile, thread, call.q_aligned, scale < 0.0f, factor, shared.q, shared.factors);
+  if (thread < 32) {
+    KeyBounds bounds = KeyBounds::none();
+    if (thread < tile.rows) bounds = KeyBounds::of(row_visibility(p, tile, thread));
+    bounds = bounds.over_warp();
+    if (thread == 0) {
+      shared.bounds = bounds;
+      shared.reader = KeyReader::of(p, tile);
+      shared.tile = tile;
+    }
+  }
+  __syncthreads();
+
+  const StageRange stages = StageRange::of<I>(shared.bounds, begin, end);
+  WideRing<I> ring(p, shared, call.stages, stages);
+  for (int s = 0; s < call.stages - 1; ++s) ring.start();
+  for (int32_t i = stages.first; i < stages.end; ++i) {
+    const uint32_t keys = ring.wait();
+    Scores<I> scores;
+    score_wide_keys<I>(p, shared, keys, scores);
+    ring.start();
+    RowFactors<I> rescales;
+    if (weigh_wide_keys<I>(p, shared, i * I::kShape.keys, factor, scores, sums, rescales)) rescale<I>(sums, rescales);
+    uint32_t values = keys;
+    if (p.latent) {
+      __syncthreads();
+    } else {
+      values = ring.wait();
+      ring.start();
+    }
+    add_wide_values<I>(shared, values, sums);
+  }
+  ptx::cp_async_wait<0>();
+}
+
+}  // namespace pagedtree::cuda
