@@ -1,6 +1,6 @@
-// Hopper: 64 rows against latent stages, whose rows are keys and, but for their last columns, values. Two groups of four
-// warps have the same rows. Each computes the scores of every other stage, they give each other their weights, and each
-// accumulates half of the columns over all stages: so every stage is read from memory once, and the output of 512
+// Hopper: 64 rows against latent stages, whose rows are keys and, but for their last columns, values. Two groups of
+// four warps have the same rows. Each computes the scores of every other stage, they give each other their weights, and
+// each accumulates half of the columns over all stages: so every stage is read from memory once, and the output of 512
 // columns fits the registers (FlashMLA's division of the work).
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace pagedtree::cuda {
 
-// Loads Q of the warp's rows, from `row` of the tile on, as load_q_fragments() does, and stores half of the columns where
-// wgmma expects them, 0 behind the last: the first half if `group` is 0, else the second.
+// Loads Q of the warp's rows, from `row` of the tile on, as load_q_fragments() does, and stores half of the columns
+// where wgmma expects them, 0 behind the last: the first half if `group` is 0, else the second.
 template <typename I>
 __device__ __forceinline__ void copy_latent_q(const TreeAttentionParams& p, const RowTile& tile, uint32_t row,
                                               uint32_t group, bool aligned, bool negate, float factor,
@@ -47,13 +47,13 @@ __device__ __forceinline__ void copy_latent_q(const TreeAttentionParams& p, cons
 template <typename I>
 class LatentConsumer : public ConsumerBase<I> {
   using Base = ConsumerBase<I>;
-  using Base::begin, Base::group_of_warp, Base::wait_for, Base::release;
+  using Base::begin, Base::wait_for, Base::release;
   using Base::p_, Base::call_, Base::maps_, Base::shared_, Base::place_;
 
  public:
   __device__ __forceinline__ LatentConsumer(const TreeAttentionParams& params, const CallShape& call,
                                             const CacheMaps& maps, Sm90Shared<I>& of_cta)
-      : Base(params, call, maps, of_cta), group_(group_of_warp()) {}
+      : Base(params, call, maps, of_cta), group_(group_of_warp<I>()) {}
   __device__ __forceinline__ void finish() {}
 
   // The warp's first row in the tile, and its first column.
@@ -128,7 +128,8 @@ class LatentConsumer : public ConsumerBase<I> {
       ptx::wgmma_fence();
       // Where there are no columns behind V's, Q is 0, and the first columns of K stand for them.
       const bool is_short = part + 1 == I::kParts && p_.head_dim < I::kHeadDim;
-      const uint64_t last_keys = keys + (is_short ? -uint64_t{(I::kParts - 1) * kInPart * kPanel} : (kInPart - 1) * kPanel);
+      const uint64_t last_keys =
+          keys + (is_short ? -uint64_t{(I::kParts - 1) * kInPart * kPanel} : (kInPart - 1) * kPanel);
 #pragma unroll
       for (uint32_t panel = 0; panel < kInPart; ++panel) {
 #pragma unroll
@@ -166,9 +167,9 @@ class LatentConsumer : public ConsumerBase<I> {
     }
   }
 
-  // The groups exchange weights through memory for one of them, in which each thread has a place, as the threads of both
-  // groups have the same fragments. The first group puts its weights there; the second takes them and puts its own there.
-  // Returns those of the first group.
+  // The groups exchange weights through memory for one of them, in which each thread has a place, as the threads of
+  // both groups have the same fragments. The first group puts its weights there; the second takes them and puts its own
+  // there. Returns those of the first group.
   __device__ __forceinline__ void give_weights(const Scores<I>& scores, WeightFragments<I>& weights) const {
     WeightFragments<I> mine;
 #pragma unroll

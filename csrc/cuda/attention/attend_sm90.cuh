@@ -61,7 +61,7 @@ __device__ __forceinline__ void store_q_fragments(const QFragments<I>& q, uint32
   }
 }
 
-constexpr uint32_t kEightRows = 8 * 128;    // in a panel
+constexpr uint32_t kEightRows = 8 * 128;  // in a panel
 
 // Starts scores = Q K, with Q in registers or in shared memory.
 template <typename I>
@@ -101,23 +101,28 @@ __device__ __forceinline__ void start_values(Accumulator<I>& sums, const WeightF
   ptx::wgmma_commit();
 }
 
+// Which warpgroup a multiplying warp belongs to. From one lane, so that the compiler knows it to be the same for the
+// warp. It may be found anew each time, instead of being kept in a register.
+template <typename I>
+__device__ __forceinline__ uint32_t group_of_warp() {
+  return I::kTwoGroups ? __shfl_sync(kWholeWarp, ptx::thread_index() / 128, 0) : 0;
+}
+
 // Two warpgroups take turns at starting products, so that the tensor cores work for one while the other weighs scores.
 template <typename I>
 struct Turns {
-  uint32_t group;
-
   __device__ __forceinline__ void wait(bool both) const {
-    if (I::kMTile > I::kGroupRows && both) ptx::barrier_sync(kTurns + group, I::kConsumers);
+    if (I::kMTile > I::kGroupRows && both) ptx::barrier_sync(kTurns + group_of_warp<I>(), I::kConsumers);
   }
   __device__ __forceinline__ void pass(bool both) const {
-    if (I::kMTile > I::kGroupRows && both) ptx::barrier_arrive(kTurns + (1 - group), I::kConsumers);
+    if (I::kMTile > I::kGroupRows && both) ptx::barrier_arrive(kTurns + (1 - group_of_warp<I>()), I::kConsumers);
   }
   // The first group has the first turn; what is left at the end is its turn again.
   __device__ __forceinline__ void begin() const {
-    if (group == 1) pass(true);
+    if (group_of_warp<I>() == 1) pass(true);
   }
   __device__ __forceinline__ void end() const {
-    if (group == 0) wait(true);
+    if (group_of_warp<I>() == 0) wait(true);
   }
 };
 
@@ -140,10 +145,6 @@ class ConsumerBase {
     __syncwarp();  // the output of the tile before is written
     if (lane == 0) shared_.warps[ptx::thread_index() / 32] = {at, tile, found};
     __syncwarp();
-  }
-  // From one lane, so that the compiler knows it to be the same for the warp.
-  __device__ __forceinline__ static uint32_t group_of_warp() {
-    return I::kTwoGroups ? __shfl_sync(kWholeWarp, ptx::thread_index() / 128, 0) : 0;
   }
   // Waits for a part of a stage; `plain`: all rows see its keys.
   __device__ __forceinline__ void wait_for(const RingPlace& place, int part, bool plain) const {
@@ -168,13 +169,13 @@ class ConsumerBase {
 template <typename I>
 class Consumer : public ConsumerBase<I> {
   using Base = ConsumerBase<I>;
-  using Base::begin, Base::group_of_warp, Base::wait_for, Base::release;
+  using Base::begin, Base::wait_for, Base::release;
   using Base::p_, Base::call_, Base::maps_, Base::shared_, Base::place_;
 
  public:
   __device__ __forceinline__ Consumer(const TreeAttentionParams& params, const CallShape& call, const CacheMaps& maps,
                                       Sm90Shared<I>& of_cta)
-      : Base(params, call, maps, of_cta), turns_{group_of_warp()} {
+      : Base(params, call, maps, of_cta) {
     turns_.begin();
   }
   __device__ __forceinline__ void finish() { turns_.end(); }
@@ -191,14 +192,14 @@ class Consumer : public ConsumerBase<I> {
     const StageRange stages = StageRange::of<I>(bounds, at.kv_tile, kv_end);
     if (stages.first >= stages.end) return sums.clear();
     const auto is_plain = [&](int32_t stage) { return bounds.all_see(stage * I::kShape.keys, I::kShape.keys); };
-    if (turns_.group * I::kGroupRows >= tile.rows) return skip(stages);
+    if (group_of_warp<I>() * I::kGroupRows >= tile.rows) return skip(stages);
     const bool both = tile.rows > I::kGroupRows;
     const RowView view = RowView::of(row_visibility(p_, tile, row() + own_row(ptx::thread_index() % 32)));
     const float scale = score_scale(p_, tile.kv_head), factor = score_factor<typename I::Kv>(p_, scale);
     QFragments<I> q;
     RowFactors<I> row_factors;
     load_q_fragments<I>(p_, tile, row(), call_.q_aligned, scale < 0.0f, factor, q, row_factors);
-    unsigned char* const q_shared = shared_.q(turns_.group);
+    unsigned char* const q_shared = shared_.q(group_of_warp<I>());
     if constexpr (!I::kShape.q_in_registers()) {
       meet_group();  // the rows before are used up
       store_q_fragments<I>(q, row() % I::kGroupRows, q_shared);
@@ -266,7 +267,7 @@ class Consumer : public ConsumerBase<I> {
   }
 
  private:
-  __device__ __forceinline__ void meet_group() const { ptx::barrier_sync(kGroupsMeet + turns_.group, 128); }
+  __device__ __forceinline__ void meet_group() const { ptx::barrier_sync(kGroupsMeet + group_of_warp<I>(), 128); }
 
   // Waits for the next stage; `plain`: all rows see its keys.
   __device__ __forceinline__ int next_stage(bool plain) {

@@ -165,8 +165,8 @@ struct ListTile {
   TileShape tile;
 };
 
-// Whether the call is for tiles of latent rows, which have no way to decode e4m3. A plan does not know the cache's type:
-// for e4m3 it balances the other tiles then.
+// Whether the call is for tiles of latent rows, which have no way to decode e4m3. A plan does not know the cache's
+// type: for e4m3 it balances the other tiles then.
 constexpr bool is_latent(const TreeAttentionParams& p) { return p.latent && p.kv_dtype != DType::kFloat8E4M3; }
 constexpr bool is_latent(const AttentionPlanParams& p) { return p.latent; }
 
@@ -210,7 +210,8 @@ constexpr RangeLimits range_limits(const TileShape& shape, int num_sms) {
 constexpr bool every_pair_fits(MatrixEngine engine, int max_shared_bytes) {
   for (const TileShape& shape : kTileShapes) {
     if (shape.engine != engine) continue;
-    const TileShape chosen = choose_tile(engine, shape.head_dim, shape.head_dim_v, true, shape.m_tile, max_shared_bytes);
+    const TileShape chosen =
+        choose_tile(engine, shape.head_dim, shape.head_dim_v, true, shape.m_tile, max_shared_bytes);
     const auto fits = [&](int kv_bytes) { return residency(chosen, kv_bytes, max_shared_bytes).ctas > 0; };
     if (chosen.engine != engine || chosen.m_tile == 0 || !fits(1) || !fits(2)) return false;
     // All tiles but the larger one for wide values.

@@ -43,10 +43,12 @@ __device__ __forceinline__ void consume_range(const TreeAttentionParams& p, cons
     consumer.attend(begin, of_rows, kv_end_of(of_rows, begin, shared.stop), sums);
     const auto& [at, tile, bounds] = consumer.current();
     if (at.kv_tile == 0 && kv_end_of(tile, at, shared.stop) == tile.kv_tiles()) {
-      store_rows<I>(sums, consumer.row(), consumer.column(), tile.rows, ToOutput<typename I::T>{p, tile, call.out_aligned});
+      store_rows<I>(sums, consumer.row(), consumer.column(), tile.rows,
+                    ToOutput<typename I::T>{p, tile, call.out_aligned});
     } else {
       const auto range = static_cast<int32_t>(blockIdx.x);
-      store_rows<I>(sums, consumer.row(), consumer.column(), tile.rows, ToPiece{call.pieces.of(range, at.kv_tile == 0), I::kHeadDimV});
+      store_rows<I>(sums, consumer.row(), consumer.column(), tile.rows,
+                    ToPiece{call.pieces.of(range, at.kv_tile == 0), I::kHeadDimV});
     }
     return at;
   });

@@ -1,6 +1,6 @@
 // Hopper: the ring of stages, and the warps that fill it. A stage has K or V of 64 keys, in the order in which they are
-// multiplied: K 0, K 1, V 0, K 2, V 1 and so on, V of a row tile's last keys at its end. Latent stages are both, and come
-// in parts, so that their first columns are multiplied while the others arrive.
+// multiplied: K 0, K 1, V 0, K 2, V 1 and so on, V of a row tile's last keys at its end. Latent stages are both, and
+// come in parts, so that their first columns are multiplied while the others arrive.
 #pragma once
 
 #include "cuda/attention/stage.cuh"
@@ -99,7 +99,7 @@ struct alignas(1024) Sm90Shared {
   KeyReader readers[I::kShape.producer_warps()];
   uint64_t full[kMaxWgmmaStages][I::kParts], empty[kMaxWgmmaStages];
   uint32_t seen[2][I::kShape.producer_warps()][I::kWords];
-  KeyRow rows[I::kLatent ? 1 : 2][I::kShape.keys];  // where V comes later than K, of two stages
+  KeyRow rows[I::kLatent ? 1 : 2][I::kShape.keys];                    // where V comes later than K, of two stages
   float of_rows[I::kShape.column_warps][I::kLatent ? I::kMTile : 1];  // what groups with the same rows tell each other
 
   __device__ __forceinline__ unsigned char* q(uint32_t group) {
@@ -109,9 +109,8 @@ struct alignas(1024) Sm90Shared {
   __device__ __forceinline__ unsigned char* stage(int i) {
     return q(0) + I::kShape.q_bytes() + I::kShape.weight_bytes() + i * I::KvRows::kBytes;
   }
-  __device__ __forceinline__ KeyRow (&rows_of(int32_t stage))[I::kShape.keys] {
-    return rows[I::kLatent ? 0 : stage & 1];
-  }
+  __device__ __forceinline__ KeyRow (&rows_of(int32_t stage))
+      [I::kShape.keys] { return rows[I::kLatent ? 0 : stage & 1]; }
   // Called by one thread. Each producing thread arrives at `full`, each multiplying warp at `empty`.
   __device__ __forceinline__ void init_barriers(int stages) {
     for (int i = 0; i < stages; ++i) {
