@@ -88,13 +88,13 @@ def look_at(machine: Machine, name: str, function: Function, num_stalls: int) ->
     head_dim, _, head_dim_v = head_dims.partition("x")
     tile = pt.explain(
         [int(rows)], [4096], num_q_heads=1, num_kv_heads=1, head_dim=int(head_dim),
-        head_dim_v=int(head_dim_v or head_dim), page_size=16, kv_bytes=1 if "fp8" in dtypes else 2, num_sms=machine.multiprocessors,
-        max_shared_bytes=SHARED_BYTES[machine.architecture],
+        head_dim_v=int(head_dim_v or head_dim), page_size=16, kv_bytes=1 if "fp8" in dtypes else 2,
+        num_sms=machine.multiprocessors, max_shared_bytes=SHARED_BYTES[machine.architecture],
     ).launches[0]  # fmt: skip
     of_loop = figures(
-        machine, Flow(function).main_path(), warps=tile.row_warps * tile.key_warps * tile.column_warps, ctas=tile.ctas_per_sm,
-        source="memory" if int(rows) <= DECODING_ROWS else "l2", groups_under_way=max(tile.stages - 2, 0),
-        num_stalls=num_stalls,
+        machine, Flow(function).main_path(), warps=tile.row_warps * tile.key_warps * tile.column_warps,
+        ctas=tile.ctas_per_sm, source="memory" if int(rows) <= DECODING_ROWS else "l2",
+        groups_under_way=max(tile.stages - 2, 0), num_stalls=num_stalls,
     )  # fmt: skip
     return {"machine": machine.name, "instance": name, "stages": tile.stages, **of_loop}
 

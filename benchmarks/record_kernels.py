@@ -47,7 +47,7 @@ def main() -> int:
                 "head_dim_v": head_dim_v,
                 "m_tile": m_tile,
                 "cache": name,
-                "warps": f"{launch.row_warps} x {launch.key_warps}",
+                "warps": f"{launch.row_warps} x {launch.key_warps} x {launch.column_warps}".removesuffix(" x 1"),
                 "keys_per_stage": launch.keys_per_stage,
                 "stages": launch.stages,
                 "shared_bytes": launch.shared_bytes,

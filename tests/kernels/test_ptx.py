@@ -34,8 +34,8 @@ FP8 = torch.float8_e4m3fn
 HEADS, KV_HEADS = 4, 2
 GROUP = HEADS // KV_HEADS
 TYPES = [(dtype, fp8) for dtype in (torch.bfloat16, torch.float16) for fp8 in (False, True)]
-# By K's head size. Stages that all rows see are copied row by row with the first, by TMA in boxes of 8 slots and of 64 with
-# the others.
+# By K's head size. Stages that all rows see are copied row by row with the first, by TMA in boxes of 8 slots and of 64
+# with the others.
 PAGE_SIZES = {64: 20, 128: 24, 256: 128}
 
 
@@ -66,22 +66,30 @@ def check_against_simt(
     prefix: int,
     page_size: int,
     plans: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    latent: bool = False,
 ) -> None:
-    """A tree over a prefix with the first plan, and a causal chunk with the other, with every optional argument."""
+    """A tree over a prefix with the first plan, and a causal chunk with the other, with every optional argument.
+
+    With `latent`, V is a view of K, of 576 or 512 columns for the same instance, and one head.
+    """
     (dtype, fp8), (head_dim, head_dim_v) = types, sizes
+    tile_dim = 576 if head_dim_v == 512 else head_dim
     generator = torch.Generator().manual_seed(rows)
     trees = TreeBatch.from_trees([DraftTree([-1] + [(i - 1) // 2 for i in range(1, nodes)])])
     length = nodes + prefix
     pages = -(-length // page_size) + 2
     q = torch.randn(nodes, HEADS, head_dim, generator=generator).to(dtype)
-    cache = [torch.randn(pages, page_size, KV_HEADS, size, generator=generator).to(dtype) for size in sizes]
+    kv_heads = 1 if latent else KV_HEADS
+    cache = [torch.randn(pages, page_size, kv_heads, size, generator=generator).to(dtype) for size in sizes]
     scales = {}
     if fp8:
         cache = [side.to(FP8) for side in cache]
-        scales = {"k_scale": torch.tensor(0.5), "v_scale": torch.tensor([1.5, 0.75])}
+        scales = {"k_scale": torch.tensor(0.5), "v_scale": torch.tensor([1.5, 0.75][:kv_heads])}
+    if latent:
+        cache[1] = cache[0][..., :head_dim_v]
     table = torch.randperm(pages, generator=generator).int()[None]
     common = (q, *cache, table, torch.tensor([length], dtype=torch.int32), trees.cu_nodes)
-    options = {"softcap": 20.0, "window": 60, "sinks": torch.randn(HEADS, generator=generator)}
+    options = {"softcap": 0.0 if latent else 20.0, "window": 60, "sinks": torch.randn(HEADS, generator=generator)}
     for mask, plan, extra in [(trees.mask, plans[0], {}), (None, plans[1], options)]:
         arguments = {"plan": plan, "return_lse": True, **scales, **extra}
         with use_backend("simt"):
@@ -89,7 +97,7 @@ def check_against_simt(
         assert SIMT is not None and CUDA is not None
         with executed_from_ptx(SIMT, CUDA, lambda name: "attention" in name and "_kernelI" in name) as executed:
             out, lse = tree_attention(*common, mask, **arguments)
-        assert len(executed) == 1 and kernel in executed[0] and f"Li{head_dim}ELi{rows}ELi{head_dim_v}E" in executed[0]
+        assert len(executed) == 1 and kernel in executed[0] and f"Li{tile_dim}ELi{rows}ELi{head_dim_v}E" in executed[0]
         assert ("__half" in executed[0], "Float8" in executed[0]) == (dtype == torch.float16, fp8)
         assert (out.float() - expected.float()).abs().max() < 0.02
         assert (lse - expected_lse).abs().max() < 1e-4
@@ -101,6 +109,17 @@ def test_attention_from_ptx(
 ) -> None:
     monkeypatch.setenv("PAGEDTREE_ENGINE", "mma.sync")
     check_against_simt("16attention_kernel", (dtype, fp8), sizes, rows, rows // GROUP - 1, 75, 16)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fp8", "sizes", "rows"), instances({(512, 512): TILES[576, 512], (576, 512): TILES[576, 512]})
+)
+def test_latent_attention_from_ptx(
+    dtype: torch.dtype, fp8: bool, sizes: Sizes, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGEDTREE_ENGINE", "mma.sync")
+    nodes = rows // HEADS - 1
+    check_against_simt("16attention_kernel", (dtype, fp8), sizes, rows, nodes, 75 - nodes, 16, latent=True)
 
 
 @needs_hopper_ptx
