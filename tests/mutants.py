@@ -47,6 +47,10 @@ def of_wide(name: str, file: str, line: str, broken: str) -> Mutant:
     return Mutant(name, f"cuda/attention/{file}_wide.cuh", line, broken, LATENT, "simt", "simt and not wgmma")
 
 
+def of_latent(name: str, line: str, broken: str) -> Mutant:
+    return Mutant(name, "cuda/attention/attend_latent_sm90.cuh", line, broken, LATENT, "simt", "simt-wgmma")
+
+
 RULES = [
     Mutant(
         "siblings share one residual", "core/verify/rejection.h",
@@ -178,10 +182,10 @@ WGMMA = [
     of_wgmma("rows of the accumulator swapped", "attend", "first_row + half * 8", "first_row + (1 - half) * 8"),
     of_wgmma("columns of a quad swapped", "attend", "(n + lane % 2) * 8", "(n + 1 - lane % 2) * 8"),
     of_wgmma("sums not rescaled", "attend", "if (changed) rescale<I>(sums, rescales);", ""),
-    of_wgmma("V read that no row sees", "stage", "if (!is_seen) row.v = nullptr;", ""),
+    of_wgmma("V read that no row sees", "stage", "if (!is_seen) (I::kLatent ? row.k : row.v) = nullptr;", ""),
     of_wgmma("boxes of the first head", "stage", "reader.kv_head, page, full", "0, page, full"),
-    of_wgmma("fewer bytes expected", "stage", "full, I::KvRows::kBytes)", "full, I::KvRows::kBytes / 2)"),
-    of_wgmma("no first turn", "attend", "if (group == 1) pass(true);", ""),
+    of_wgmma("fewer bytes expected", "stage", "(panels) * kPanelBytes);", "(panels) * kPanelBytes / 2);"),
+    of_wgmma("no first turn", "attend", "if (group_of_warp<I>() == 1) pass(true);", ""),
     of_wgmma("a group without rows does not give stages back", "attend", "return skip(stages);", "return;"),
 ]  # fmt: skip
 
@@ -201,7 +205,31 @@ WIDE = [
     of_wide("576 columns of 512", "attend", "column >= I::kHeadDimV && p.head_dim <= I::kHeadDimV", "column >= 576"),
 ]  # fmt: skip
 
-MUTANTS = RULES + WGMMA + WIDE
+LATENT_WGMMA = [
+    of_latent(
+        "each group's own largest scores",
+        "tops[0][half] = fmaxf(tops[0][half], shared_.of_rows[1 - group_][row() + half * 8 + lane / 4]);", "",
+    ),
+    of_latent("the first group's weights for both stages", "      take_weights(weights);\n", ""),
+    of_latent(
+        "weights taken before they are given",
+        "ptx::barrier_sync(kWeightsGiven, I::kConsumers);\n      read_weights", "read_weights",
+    ),
+    of_latent(
+        "a stage given back while it is multiplied",
+        "ptx::wgmma_wait<0>();\n    ptx::wgmma_results(sums.out[0]);\n    release(stage);",
+        "release(stage);\n    ptx::wgmma_wait<0>();\n    ptx::wgmma_results(sums.out[0]);",
+    ),
+    of_latent("weights of a stage that is not there", "if (group_ == 1 && !has_second) hide_all(scores);", ""),
+    of_latent("both groups have the first columns", "shared_.stage(stage) + column() / 64 * kPanelBytes",
+              "shared_.stage(stage)"),
+    of_latent("the sum of one group", "own[half] + other", "own[half]"),
+    of_latent("Q beyond its columns", "|| block >= num_blocks", ""),
+    of_latent("the last columns left out", "const bool is_short = part + 1 == I::kParts && p_.head_dim < I::kHeadDim;",
+              "const bool is_short = part + 1 == I::kParts;"),
+]  # fmt: skip
+
+MUTANTS = RULES + WGMMA + WIDE + LATENT_WGMMA
 
 
 def build(backend: str) -> None:

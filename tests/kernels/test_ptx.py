@@ -140,6 +140,20 @@ def test_wgmma_attention_from_ptx(
     )
 
 
+@needs_hopper_ptx
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("sizes", "page_size"), [((576, 512), 20), pytest.param((512, 512), 64, marks=pytest.mark.slow)]
+)
+def test_latent_wgmma_attention_from_ptx(
+    dtype: torch.dtype, sizes: Sizes, page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three stages: both groups of warps have one, then the first has the last. In pieces, one stage alone."""
+    monkeypatch.setenv("PAGEDTREE_ENGINE", "wgmma")
+    plans = ranges((0, 0, 0)), ranges((0, 0, 0), (0, 0, 2))
+    check_against_simt("attention_sm90_kernel", (dtype, False), sizes, 64, 15, 125, page_size, plans, latent=True)
+
+
 def test_a_wrong_instruction_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """V's matrices read without `.trans`: the result differs."""
     untransposed = Block.do_ldmatrix

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from attention_case import LAYOUTS, TARGETS, Case, Target, check, once_per_backend, random_tree, target_id
+from device_case import to_device
 from torch import Tensor
 
 from pagedtree import DraftTree, attention_plan, tree_attention
@@ -20,7 +21,7 @@ PAIRS = [(192, 128), (512, 512), (576, 512)]
 LATENT = [(512, 512), (576, 512)]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FP8 = torch.float8_e4m3fn
-# No tile for wgmma has these head sizes: mma.sync multiplies whatever the engine is.
+# No tile for wgmma has K and V of these sizes apart: mma.sync multiplies whatever the engine is.
 once_per_engine = pytest.mark.parametrize(
     "target",
     [pytest.param(target, marks=pytest.mark.slow if "wgmma" in target else []) for target in TARGETS],
@@ -43,7 +44,6 @@ def test_values_of_another_width(target: Target, dtype: torch.dtype, dims: tuple
     check(case.build())
 
 
-@once_per_engine
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dims", LATENT, ids=str)
 def test_latent_cache(target: Target, dtype: torch.dtype, dims: tuple[int, int]) -> None:
@@ -57,7 +57,6 @@ def test_narrow_latent_cache(target: Target, dims: tuple[int, int]) -> None:
     check(latent_case(target, PREFIXES, MIXED, head_dim=dims[0], head_dim_v=dims[1], poison=float("nan")).build())
 
 
-@once_per_engine
 @pytest.mark.parametrize("heads", [1, 3, 16, 71, 128])
 def test_heads(target: Target, heads: int) -> None:
     """Query heads share the one KV head, up to 128 in DeepSeek-V3: few rows, and tiles that end inside a token."""
@@ -76,7 +75,26 @@ def test_page_sizes_and_layouts(target: Target, page_size: int, layout: str) -> 
     check(latent_case(target, PREFIXES, MIXED, **options).build())
 
 
-@once_per_engine
+@pytest.mark.parametrize("dims", LATENT, ids=str)
+def test_bits_do_not_depend_on_pages(target: Target, dims: tuple[int, int]) -> None:
+    """Whole boxes of a page are copied at once where the page size allows it, else row by row."""
+    generator = torch.Generator("cpu").manual_seed(dims[0])
+    length, dtype = 260, target.dtypes[-1]
+    rows = torch.randn(length, 1, dims[0], generator=generator, device="cpu").to(dtype)
+    q = torch.randn(6, 6, dims[0], generator=generator, device="cpu").to(dtype)
+    positions, results = torch.arange(length, device="cpu"), []
+    for page_size in (64, 24, 7):
+        pages = -(-length // page_size)
+        table = torch.randperm(pages + 2, generator=generator, device="cpu")[:pages]
+        cache = torch.zeros(pages + 2, page_size, 1, dims[0], dtype=dtype, device="cpu")
+        cache[table[positions // page_size], positions % page_size] = rows
+        case = q, cache, table.int()[None], torch.tensor([length]).int(), torch.tensor([0, 6]).int()
+        q_there, there, *rest = to_device(case, target.device)
+        results.append(tree_attention(q_there, there, there[..., :512], *rest, return_lse=True))
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
 def test_every_phase_of_the_length(target: Target) -> None:
     lengths = [*range(15, 18), *range(28, 36), *range(58, 68)]
     trees = [DraftTree([-1, 0, 0, 1, 2, 2]) for _ in lengths]

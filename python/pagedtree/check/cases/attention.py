@@ -284,6 +284,12 @@ def _wgmma() -> Iterator[Case]:
                              sinks=torch.linspace(-2, 4, heads[0]))  # fmt: skip
         batch = Batch([random_tree(6, 12), 1, 30], [3000, 1500, 900], "bf16", "", 128, heads, layout="packed")
         yield _attention(f"{heads[0]} heads/long prefix", batch, engine=WGMMA)
+    for sizes, dtype, page_size in product(((512, 512), (576, 512)), ("fp16", "bf16"), (7, 64)):
+        batch = Batch(
+            MIXED, MIXED_PREFIXES, dtype, "", sizes[0], (16, 1), page_size, padding=3, poison=float("nan"),
+            head_dim_v=sizes[1], latent=True,
+        )  # fmt: skip
+        yield _attention(f"latent/page {page_size}/{dtype}/{_sizes(sizes)}", batch, engine=WGMMA)
 
 
 def _attention(
