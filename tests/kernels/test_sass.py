@@ -44,7 +44,8 @@ def instructions(architecture: str, pattern: str) -> dict[str, Counter[str]]:
 # What the core suite disassembles, and what `make test-all` does.
 ATTENTION = {
     "128": r"^attention_kernel<Instance<__nv_bfloat16, __nv_bfloat16, 128, ",
-    "wide": "^attention_kernel<Instance<.*, 576, ",
+    "wide": r"^attention_kernel<Instance<__nv_bfloat16, __nv_bfloat16, 576, ",
+    "all wide": "^attention_kernel<Instance<.*, 576, ",
     "all": "^attention_kernel<",
 }
 READS_ROWS = {"sample": "^sample_kernel<", "all": r"(sample|draw_rows|step)_kernel<|^walk_kernel<.*(DType|Rows)"}
@@ -98,20 +99,22 @@ def test_attention_uses_the_tensor_cores(architecture: str, which: str) -> None:
         print(architecture, sum(opcodes.values()), "instructions,", count(opcodes, "HMMA"), "HMMA", name)
 
 
+@pytest.mark.parametrize("which", ["wide", pytest.param("all wide", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_wide_tiles_read_the_stages_once(architecture: str) -> None:
-    """By a warp: nine panels of K in halves, four parts of V; the rows are copied 8 keys at a time, to begin and on.
+def test_wide_tiles_read_the_stages_once(architecture: str, which: str) -> None:
+    """A warp multiplies halves of nine panels of K and a quarter of V, and copies 8 keys: first ones, of K, of V.
 
     Stages with masks run the same code: there is one copy of the products.
     """
-    found = instructions(architecture, ATTENTION["wide"])
-    assert len(found) == WIDE_INSTANCES
+    found = instructions(architecture, ATTENTION[which])
+    assert len(found) == (2 if which == "wide" else WIDE_INSTANCES)
     for name, opcodes in found.items():
         rows, is_float8 = int(re.findall(r", (\d+), \d+>", name)[0]), "Float8" in name
         blocks, halves = rows // 16, 1 if is_float8 else 2
         of_k, of_v = 9 * (2 * blocks + halves), 2 * (blocks + 4 * halves)
         assert count(opcodes, "HMMA") == blocks * (9 * 4 + 2 * 16), name
         assert count(opcodes, "LDSM") == of_k + of_v, name
+        assert count(opcodes, "LDGSTS") == 3 * (9 if is_float8 else 18), name
         assert count(opcodes, "LDL|STL") == 0, name
         print(architecture, sum(opcodes.values()), "instructions,", count(opcodes, "LDGSTS"), "LDGSTS", name)
 

@@ -202,7 +202,7 @@ def test_plan_op(target: Target) -> None:
     bad = [
         ("num_q_heads", 7, "multiple of num_kv_heads 2"),
         ("num_kv_heads", 0, "at least 1"),
-        ("head_dim", 80, "64, 96, 128, 192 or 256"),
+        ("head_dim", 80, "64, 96, 128, 192, 256, 512 or 576"),
         ("page_size", 0, "at least 1"),
         ("max_seqlen_q", -1, "at least 0"),
     ]

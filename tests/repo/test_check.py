@@ -272,7 +272,7 @@ def test_a_slightly_wrong_op_is_found(op, place, monkeypatch):
 
 
 # Hints, which change no result.
-WITHOUT_EFFECT = {"plan", "max_seqlen_q", "attention_plan.tree_lens"}
+WITHOUT_EFFECT = {"plan", "max_seqlen_q", "attention_plan.tree_lens", "attention_plan.latent"}
 
 
 def optional_arguments() -> Iterator[tuple[str, str]]:

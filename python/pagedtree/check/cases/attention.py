@@ -349,10 +349,12 @@ def _attention(
 
 
 def plan_of(given: dict[str, Any], max_seqlen_q: int = 21) -> Tensor:
-    (_, heads, head_dim), (_, page_size, kv_heads, _) = given["q"].shape, given["k_cache"].shape
+    k_cache, v_cache = given["k_cache"], given["v_cache"]
+    (_, heads, head_dim), (_, page_size, kv_heads, _) = given["q"].shape, k_cache.shape
     return attention_plan(
         given["seq_lens"], given["cu_seqlens_q"], num_q_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
-        page_size=page_size, max_seqlen_q=max_seqlen_q, tree_lens=given["tree_lens"],
+        head_dim_v=v_cache.shape[3], latent=k_cache.data_ptr() == v_cache.data_ptr(), page_size=page_size,
+        max_seqlen_q=max_seqlen_q, tree_lens=given["tree_lens"],
     )  # fmt: skip
 
 
@@ -370,7 +372,10 @@ def _plans() -> Iterator[Case]:
     yield _attention("its own plan", batch, plan=plan_of)
     yield _attention("a stale plan", batch, plan=stale)
     yield _attention("garbage for a plan", batch, plan=garbage)
-    for name, given in {"mixed": batch, "no sequence": Batch([], []), "no query": Batch([0, 0], [20, 0])}.items():
+    latent = replace(batch, head_dim=576, head_dim_v=512, latent=True, heads=(3, 1))
+    yield _attention("a latent cache's plan", latent, plan=plan_of)
+    batches = {"mixed": batch, "latent": latent, "no sequence": Batch([], []), "no query": Batch([0, 0], [20, 0])}
+    for name, given in batches.items():
         yield _plan(name, given)
 
 
