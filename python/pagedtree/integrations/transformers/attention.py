@@ -79,11 +79,11 @@ def attention_forward(
     layer: Any = getattr(module, "layer_idx", None)
     packed = current_pass.get()
     if packed is not None:
-        window = packed.mask.window_of(attention_mask)
+        seen = packed.mask.window_of(attention_mask)
         if is_absorbed(module):
-            return attend_latent(packed.step, module, query, key, window, options), None
+            return attend_latent(packed.step, module, query, key, seen, options), None
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-        return packed.step.attend(layer, q, k, v, window, options).unsqueeze(0), None
+        return packed.step.attend(layer, q, k, v, seen, options).unsqueeze(0), None
     is_told = sliding_window is not _LEFT_OUT
     if kwargs.get("cache") is not None:
         check_constant("continuous batching", module)
@@ -95,9 +95,7 @@ def attention_forward(
     return _attend_dense(query, key, value, attention_mask, is_causal, window, options), None
 
 
-def _refuse_unsupported(
-    module: nn.Module, key: Tensor, value: Tensor, dropout: float, kwargs: dict[str, Any]
-) -> None:
+def _refuse_unsupported(module: nn.Module, key: Tensor, value: Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
     def refuse(what: str) -> None:
         raise ValueError(f'attention implementation "{NAME}": {what}; choose another attn_implementation')
 
@@ -150,7 +148,7 @@ def _attend_dense(
         window=window,
         **options,
     )
-    return cast(Tensor, out).view(batch, num_queries, num_heads, head_dim)
+    return cast(Tensor, out).unflatten(0, (batch, num_queries))
 
 
 def _pack_mask(mask: Tensor, batch: int, num_queries: int, kv_len: int) -> Tensor:

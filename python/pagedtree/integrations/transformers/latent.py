@@ -50,8 +50,8 @@ def _is_served(module: Any) -> bool:
     is_plain = type(linear) is nn.Linear and linear.bias is None and type(weight) in (Tensor, nn.Parameter)
     if not is_plain or weight.is_meta or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
-            "model: expected a kv_b_proj that is a torch.nn.Linear without bias, with its weight in memory, not quantised"
-            f" and without an adapter, got {type(linear).__name__} of {weight.dtype} on {weight.device} in {name}"
+            "model: expected a kv_b_proj that is a torch.nn.Linear without bias, neither quantised nor offloaded nor"
+            f" changed by an adapter, got {type(linear).__name__} of {weight.dtype} on {weight.device} in {name}"
         )
     return True
 
