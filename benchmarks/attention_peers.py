@@ -15,7 +15,8 @@ from suite import Mismatch, Op, Shape, always, package
 from torch import Tensor
 
 import pagedtree
-from pagedtree.check.case import environment
+from pagedtree.check.case import Place, environment
+from pagedtree.check.cases import instructions_sm90
 
 L3_BYTES = {"cpu": 64 << 20, "cuda": 128 << 20}  # what may lie in a cache: copies of the data exceed it
 
@@ -152,8 +153,7 @@ class PagedTreeWgmma(PagedTree):
 
     @staticmethod
     def absent() -> str | None:
-        hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-        return None if hopper else "needs a GPU of compute capability 9.0"
+        return instructions_sm90.absent(Place(torch.device("cuda"), "cuda"))
 
     def plan(self) -> Tensor:
         with environment("PAGEDTREE_ENGINE", "wgmma"):

@@ -41,7 +41,7 @@ import pagedtree as pt
 from pagedtree.cubin import cuda_library, extract_cubins
 
 ROOT = Path(__file__).resolve().parents[1]
-OF_INSTANCE = r"I(13__nv_bfloat16|6__half)(S\d_|NS0_10Float8E4M3E)Li(\d+)ELi(\d+)E"
+OF_INSTANCE = r"I(13__nv_bfloat16|6__half)(S\d_|NS0_10Float8E4M3E)Li(\d+)ELi(\d+)ELi(\d+)E"
 INSTANCES = {  # by the engine that multiplies
     "mma.sync": re.compile(rf"attention_kernelINS0_8Instance{OF_INSTANCE}"),
     "wgmma": re.compile(rf"attention_sm90_kernelINS0_12Sm90Instance{OF_INSTANCE}"),
@@ -49,12 +49,15 @@ INSTANCES = {  # by the engine that multiplies
 
 
 def instance_name(mangled: str, engine: str = "mma.sync") -> str:
-    """ "bf16-128-16": dtypes, head size, rows of a tile; "bf16/fp8-128-16": with an fp8 cache; "": another kernel."""
+    """ "bf16-128-16": dtypes, head size, rows of a tile; "bf16/fp8-192x128-16": with an fp8 cache, K's and V's head
+    sizes; "": another kernel.
+    """
     match = INSTANCES[engine].search(mangled)
     if not match:
         return ""
     q = "bf16" if "bfloat16" in match[1] else "fp16"
-    return f"{q}{'/fp8' if 'Float8' in match[2] else ''}-{match[3]}-{match[4]}"
+    head_dim = match[3] if match[5] == match[3] else f"{match[3]}x{match[5]}"
+    return f"{q}{'/fp8' if 'Float8' in match[2] else ''}-{head_dim}-{match[4]}"
 
 
 def kernels_of(

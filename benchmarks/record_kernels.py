@@ -16,7 +16,7 @@ from pagedtree import explain
 from pagedtree.cubin import cuda_library, read_kernels
 
 # fp16 and bf16 differ in the type of the instructions only.
-INSTANCE = re.compile(r"attention_kernel<Instance<__nv_bfloat16, (\w+), (\d+), (\d+)> >")
+INSTANCE = re.compile(r"attention_kernel<Instance<__nv_bfloat16, (\w+), (\d+), (\d+), (\d+)> >")
 CACHE_TYPES = {"__nv_bfloat16": ("bf16", 2), "Float8E4M3": ("e4m3", 1)}
 
 
@@ -29,21 +29,22 @@ def main() -> int:
     if library is None:
         print("this build has no CUDA library", file=sys.stderr)
         return 1
-    instances: dict[tuple[int, int, str], dict[str, int]] = {}
+    instances: dict[tuple[int, int, int, str], dict[str, int]] = {}
     for kernel in read_kernels(library):
         if match := INSTANCE.match(kernel.name):
             assert kernel.stack_bytes == 0, kernel
-            key = int(match[2]), int(match[3]), match[1]
+            key = int(match[2]), int(match[4]), int(match[3]), match[1]
             instances.setdefault(key, {})[kernel.architecture] = kernel.registers
     rows = []
-    for (head_dim, m_tile, cache_type), registers in sorted(instances.items()):
+    for (head_dim, head_dim_v, m_tile, cache_type), registers in sorted(instances.items()):
         name, kv_bytes = CACHE_TYPES[cache_type]
-        sizes = {"num_q_heads": 1, "num_kv_heads": 1, "head_dim": head_dim, "kv_bytes": kv_bytes}
-        (launch,) = explain([m_tile], [4096], **sizes).launches
+        sizes = {"num_q_heads": 1, "num_kv_heads": 1, "head_dim": head_dim, "head_dim_v": head_dim_v}
+        (launch,) = explain([m_tile], [4096], kv_bytes=kv_bytes, **sizes).launches
         assert launch.m_tile == m_tile
         rows.append(
             {
                 "head_dim": head_dim,
+                "head_dim_v": head_dim_v,
                 "m_tile": m_tile,
                 "cache": name,
                 "warps": f"{launch.row_warps} x {launch.key_warps}",

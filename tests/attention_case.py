@@ -13,6 +13,8 @@ from device_case import to_device
 from torch import Tensor
 
 from pagedtree import _C, DraftTree, reference, tree_attention
+from pagedtree.check.case import Place
+from pagedtree.check.cases import instructions_sm90
 from pagedtree.testing import backends
 
 LAYOUTS = ("nhd", "hnd", "stacked", "packed", "padded", "sparse")
@@ -29,19 +31,31 @@ def mask_words(mask: np.ndarray, words: int) -> Tensor:
     return torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32).copy())
 
 
-def paged_caches(pages: int, page_size: int, heads: int, head_dim: int, layout: str) -> tuple[Tensor, Tensor]:
-    """K and V as [pages, page_size, heads, head_dim] views of `layout`'s memory."""
+def paged_cache(pages: int, page_size: int, heads: int, head_dim: int, layout: str) -> Tensor:
+    """[pages, page_size, heads, head_dim], a view of `layout`'s memory; "stacked" and "packed" leave room for two."""
     if layout == "nhd":
-        return torch.zeros(2, pages, page_size, heads, head_dim).unbind(0)
+        return torch.zeros(pages, page_size, heads, head_dim)
     if layout == "hnd":
-        return torch.zeros(2, pages, heads, page_size, head_dim).transpose(2, 3).unbind(0)
+        return torch.zeros(pages, heads, page_size, head_dim).transpose(1, 2)
     if layout == "stacked":  # vLLM: K and V of a page side by side
-        return torch.zeros(pages, 2, page_size, heads, head_dim).unbind(1)
+        return torch.zeros(pages, 2, page_size, heads, head_dim)[:, 0]
     if layout == "packed":  # vLLM: K and V of a row side by side
-        return torch.zeros(pages, page_size, heads, 2 * head_dim).split(head_dim, -1)
+        return torch.zeros(pages, page_size, heads, 2 * head_dim)[..., :head_dim]
     front, back = (16, 16) if layout == "padded" else (2, 1)  # "sparse": odd strides
-    big = torch.zeros(2, pages, page_size + 1, heads + 2, front + head_dim + back)
-    return big[:, :, 1:, 1:-1, front:-back].unbind(0)
+    return torch.zeros(pages, page_size + 1, heads + 2, front + head_dim + back)[:, 1:, 1:-1, front:-back]
+
+
+def paged_caches(
+    pages: int, page_size: int, heads: int, head_dim: int, head_dim_v: int, layout: str
+) -> tuple[Tensor, Tensor]:
+    """K and V, of one memory where they are alike and `layout` says so."""
+    if head_dim != head_dim_v:
+        return tuple(paged_cache(pages, page_size, heads, size, layout) for size in (head_dim, head_dim_v))
+    k = paged_cache(pages, page_size, heads, head_dim, layout)
+    if layout not in ("stacked", "packed"):
+        return k, paged_cache(pages, page_size, heads, head_dim, layout)
+    offset = page_size * heads * head_dim if layout == "stacked" else head_dim
+    return k, k.as_strided(k.shape, k.stride(), offset)
 
 
 @dataclass
@@ -53,6 +67,8 @@ class Case:
     page_size: int = 16
     heads: tuple[int, int] = (4, 2)
     head_dim: int = 64
+    head_dim_v: int | None = None
+    latent: bool = False
     dtype: torch.dtype = torch.float32
     cache_dtype: torch.dtype | None = None
     layout: str = "nhd"
@@ -90,14 +106,17 @@ class Case:
             page_table[b, :count] = order[sum(used[:b]) : sum(used[:b]) + count]
 
         heads, kv_heads = self.heads
+        head_dim_v = self.head_dim_v or self.head_dim
         total = sum(queries) + self.padding
         q = torch.randn(total, heads, self.head_dim, generator=generator).to(self.dtype)
         stored = self.cache_dtype or self.dtype
         k_cache, v_cache = (
             view.to(stored) if self.layout == "nhd" else _cast_view(view, stored)
-            for view in paged_caches(len(order), self.page_size, kv_heads, self.head_dim, self.layout)
+            for view in paged_caches(len(order), self.page_size, kv_heads, self.head_dim, head_dim_v, self.layout)
         )
-        for cache in (k_cache, v_cache):
+        if self.latent:
+            v_cache = k_cache[..., :head_dim_v]
+        for cache in (k_cache,) if self.latent else (k_cache, v_cache):
             values = torch.randn(cache.shape, generator=generator)
             if self.poison is not None:
                 values[self._free_slots(values.shape[:2], page_table, seq_lens)] = self.poison
@@ -135,7 +154,7 @@ def _cast_view(view: Tensor, dtype: torch.dtype) -> Tensor:
 
 TARGETS = [("cpu", isa) for isa in _C.available_isas()]
 TARGETS += [("simt", ""), ("simt", "wgmma"), ("cuda", "")]
-if "HOST_CUDA" not in os.environ and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+if "HOST_CUDA" not in os.environ and instructions_sm90.absent(Place(torch.device("cuda"), "cuda")) is None:
     TARGETS += [("cuda", "wgmma")]
 TARGETS = [target for target in TARGETS if target[0] in backends()]
 
@@ -192,7 +211,7 @@ def rms(x: Tensor) -> float:
 
 def sdpa_error(case: dict[str, Any], expected: Tensor) -> float:
     """RMS error of torch SDPA on gathered K and V in the same dtype, each sequence by itself."""
-    out = torch.zeros_like(case["q"])
+    out = case["q"].new_zeros((*case["q"].shape[:2], case["v_cache"].shape[3]))
     page_size, group = case["k_cache"].shape[1], case["q"].shape[1] // case["k_cache"].shape[2]
     offsets = case["cu_seqlens_q"].tolist()
     for b, s in enumerate(case["seq_lens"].tolist()):
@@ -226,7 +245,7 @@ def check(case: dict[str, Any], *, factor: float = 2.0) -> None:
 
 def _check(out: Tensor, lse: Tensor, plain: dict[str, Any], factor: float) -> None:
     expected, expected_lse = reference.tree_attention(**plain)
-    assert out.dtype == plain["q"].dtype and out.shape == plain["q"].shape
+    assert out.dtype == plain["q"].dtype and out.shape == (*plain["q"].shape[:2], plain["v_cache"].shape[3])
     assert lse.dtype == torch.float32
     assert not out.isnan().any() and not lse.isnan().any()
     finite = expected_lse > -torch.inf

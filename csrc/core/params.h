@@ -314,7 +314,8 @@ struct PagedCache {
   int64_t head_stride;
 };
 
-// Sizes B sequences, T query tokens (padding included), Hq = Hkv * group_size heads, D head_dim, W mask_words.
+// Sizes B sequences, T query tokens (padding included), Hq = Hkv * group_size heads, D head_dim, Dv head_dim_v, W
+// mask_words.
 // Which instructions multiply on a GPU. wgmma is Hopper's, for the tiles in cuda/attention/config.h that have it; all
 // others use mma.sync.
 enum class MatrixEngine : int32_t { kMmaSync, kWgmma };
@@ -322,7 +323,7 @@ enum class MatrixEngine : int32_t { kMmaSync, kWgmma };
 struct TreeAttentionParams {
   const void* q;       // [T, Hq, D]
   PagedCache k_cache;  // [pages, page_size, Hkv, D]
-  PagedCache v_cache;  // [pages, page_size, Hkv, D]
+  PagedCache v_cache;  // [pages, page_size, Hkv, Dv]
   PageTable table;
   const int32_t* seq_lens;      // [B]
   const int32_t* cu_seqlens_q;  // [B + 1]
@@ -332,7 +333,7 @@ struct TreeAttentionParams {
   const float* k_scale;         // [Hkv], [1] with k_scale_stride 0, or null: 1
   const float* v_scale;         // likewise
   const int32_t* plan;          // [kPlanSize], see schedule.h
-  void* out;                    // [T, Hq, D]
+  void* out;                    // [T, Hq, Dv]
   float* lse;                   // [T, Hq] or null
   void* scratch;                // Backend::tree_attention_scratch() bytes
   int64_t q_token_stride, q_head_stride;
@@ -348,12 +349,14 @@ struct TreeAttentionParams {
   int32_t num_kv_heads;
   int32_t group_size;
   int32_t head_dim;
+  int32_t head_dim_v;
   int32_t mask_words;
   DType q_dtype;  // of q and out
   DType kv_dtype;
   float scale;
   float softcap;  // 0: none
   MatrixEngine engine;
+  bool latent;  // one KV head, whose V is the first Dv columns of K
 };
 
 struct AttentionPlanParams {
@@ -367,7 +370,9 @@ struct AttentionPlanParams {
   int32_t num_kv_heads;
   int32_t group_size;
   int32_t head_dim;
+  int32_t head_dim_v;
   MatrixEngine engine;  // of the calls
+  bool latent;
 };
 
 struct MergeStatesParams {

@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t align_up(int64_t bytes) { return ceil_div(bytes, kScratchAlignment) * kScratchAlignment; }
 
 int64_t workspace_bytes(const TreeAttentionParams& p) {
-  return align_up(workspace_floats(p.head_dim) * static_cast<int64_t>(sizeof(float)));
+  return align_up(workspace_floats(p.head_dim, p.head_dim_v) * static_cast<int64_t>(sizeof(float)));
 }
 
 template <typename Params>
@@ -41,7 +41,7 @@ void cut_ranges(const TreeAttentionParams& p, AttentionRanges& ranges) {
     if (i > 0 && ranges.starts[i].before(ranges.starts[i - 1])) ranges.starts[i] = ranges.starts[i - 1];
   }
   ranges.piece_rows = piece_rows(p);
-  ranges.head_dim = p.head_dim;
+  ranges.head_dim_v = p.head_dim_v;
 }
 
 // Writes the rows that belong to no sequence: the padding of a captured graph.
@@ -50,7 +50,7 @@ void clear_padding(const TreeAttentionParams& p, int64_t begin, int64_t end) {
   for (int64_t token = begin; token < end; ++token) {
     for (int64_t head = 0; head < heads; ++head) {
       const int64_t offset = token * p.out_token_stride + head * p.out_head_stride;
-      std::memset(static_cast<char*>(p.out) + offset * size, 0, static_cast<size_t>(p.head_dim * size));
+      std::memset(static_cast<char*>(p.out) + offset * size, 0, static_cast<size_t>(p.head_dim_v * size));
       if (p.lse != nullptr) {
         p.lse[token * p.lse_token_stride + head * p.lse_head_stride] = -std::numeric_limits<float>::infinity();
       }
@@ -68,7 +68,7 @@ void CpuBackend::attention_plan(const AttentionPlanParams& p, const ExecContext&
 }
 
 int64_t CpuBackend::tree_attention_scratch(const TreeAttentionParams& p, const ExecContext& ctx) const {
-  const int64_t pieces = 2 * num_ranges_bound(p) * AttentionRanges::piece_floats(piece_rows(p), p.head_dim);
+  const int64_t pieces = 2 * num_ranges_bound(p) * AttentionRanges::piece_floats(piece_rows(p), p.head_dim_v);
   return kScratchAlignment + max_of(ctx.num_threads, 1) * workspace_bytes(p) +
          pieces * static_cast<int64_t>(sizeof(float));
 }

@@ -18,7 +18,7 @@ PT_HOST_DEVICE constexpr int32_t few_rows_heads(int64_t head_dim) {
   return static_cast<int32_t>(clamp_to<int64_t>(1024 / head_dim, 1, kMTile / kFewRows));
 }
 
-// The partial results of one piece: unnormalised output [rows, D], then maximum [rows] (base 2) and sum [rows].
+// The partial results of one piece: unnormalised output [rows, Dv], then maximum [rows] (base 2) and sum [rows].
 struct Piece {
   float* out;
   float* maximum;
@@ -35,13 +35,15 @@ struct AttentionRanges {
   int32_t count;
   float* pieces;
   int64_t piece_rows;  // capacity of a slot
-  int64_t head_dim;
+  int64_t head_dim_v;
 
-  PT_HOST_DEVICE static constexpr int64_t piece_floats(int64_t rows, int64_t head_dim) { return rows * (head_dim + 2); }
+  PT_HOST_DEVICE static constexpr int64_t piece_floats(int64_t rows, int64_t head_dim_v) {
+    return rows * (head_dim_v + 2);
+  }
 
   PT_HOST_DEVICE Piece piece(int32_t range, Slot slot) const {
-    float* base = pieces + (2 * range + slot) * piece_floats(piece_rows, head_dim);
-    return {base, base + piece_rows * head_dim, base + piece_rows * (head_dim + 1)};
+    float* base = pieces + (2 * range + slot) * piece_floats(piece_rows, head_dim_v);
+    return {base, base + piece_rows * head_dim_v, base + piece_rows * (head_dim_v + 1)};
   }
 };
 
@@ -49,12 +51,12 @@ struct AttentionRanges {
 struct AttentionRange {
   const AttentionRanges* ranges;
   int32_t index;
-  void* workspace;  // workspace_bytes(head_dim), aligned to kScratchAlignment
+  void* workspace;  // workspace_bytes(), aligned to kScratchAlignment
 };
 
 // A worker's operands: Q, K, V, scores and output of a tile in fp32 (narrower kernels need less), and row states.
-PT_HOST_DEVICE constexpr int64_t workspace_floats(int64_t head_dim) {
-  return 2 * kMTile * head_dim + 2 * kKvTile * head_dim + kMTile * kKvTile + 4 * kMTile;
+PT_HOST_DEVICE constexpr int64_t workspace_floats(int64_t head_dim, int64_t head_dim_v) {
+  return (kMTile + kKvTile) * (head_dim + head_dim_v) + kMTile * kKvTile + 4 * kMTile;
 }
 
 }  // namespace pagedtree::cpu

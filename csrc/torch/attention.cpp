@@ -1,4 +1,6 @@
+#include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 
 #include "core/engine.h"
@@ -9,17 +11,38 @@
 namespace pagedtree::ops {
 namespace {
 
-constexpr const char* kHeadDims = "64, 96, 128, 192 or 256";
-bool is_head_dim(int64_t size) { return size == 64 || size == 96 || size == 128 || size == 192 || size == 256; }
+// Columns of K and V.
+struct HeadDims {
+  int64_t k, v;
+};
+constexpr HeadDims kHeadDims[] = {{64, 64},   {96, 96},   {128, 128}, {192, 192}, {256, 256},
+                                  {512, 512}, {192, 128}, {576, 512}};
+
+template <typename Predicate>
+bool any_head_dims(const Predicate& fits) {
+  return std::any_of(std::begin(kHeadDims), std::end(kHeadDims), fits);
+}
+
+// `k_name` and `v_name` name the arguments that have the sizes.
+void check_head_dims(const Check& check, int64_t k, int64_t v, const char* k_name, const char* v_name) {
+  check.that(any_head_dims([&](const HeadDims& dims) { return dims.k == k; }), k_name,
+             "of head size 64, 96, 128, 192, 256, 512 or 576", k);
+  std::string expected;
+  for (const HeadDims& dims : kHeadDims) {
+    if (dims.k == k) expected += (expected.empty() ? "" : " or ") + std::to_string(dims.v);
+  }
+  check.that(any_head_dims([&](const HeadDims& dims) { return dims.k == k && dims.v == v; }), v_name,
+             "of head size " + expected + " with K's " + std::to_string(k), v);
+}
 
 PagedCache paged_cache(const Tensor& t) { return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2)}; }
 
-void check_cache(const Check& check, const Tensor& q, const Tensor& t, const char* name) {
+void check_cache(const Check& check, const Tensor& q, const Tensor& t, int64_t head_dim, const char* name) {
   check.that(t.defined(), name, "a Tensor", "None");
   check.that(t.scalar_type() == q.scalar_type() || t.scalar_type() == ScalarType::Float8_e4m3fn, name,
              std::string("of q's dtype ") + torch::headeronly::toString(q.scalar_type()) + " or Float8_e4m3fn",
              torch::headeronly::toString(t.scalar_type()));
-  check.tensor(t, name, {t.scalar_type()}, {kAnySize, kAnySize, kAnySize, q.size(2)}, Strides::kLastContiguous);
+  check.tensor(t, name, {t.scalar_type()}, {kAnySize, kAnySize, kAnySize, head_dim}, Strides::kLastContiguous);
   check.that(t.size(1) >= 1, name, "of a page size of at least 1", Check::text(t.sizes()));
   check.that(t.size(2) >= 1 && q.size(1) % t.size(2) == 0, name,
              "of a number of heads that divides q's " + std::to_string(q.size(1)), Check::text(t.sizes()));
@@ -61,21 +84,32 @@ struct Arguments {
   const std::optional<Tensor>&sinks, &k_scale, &v_scale, &plan;
 };
 
-void check_queries(const Check& check, const Tensor& q) {
+// Checks all that the shape of the output depends on.
+void check_queries(const Check& check, const Tensor& q, const Tensor& v_cache) {
   check.tensor(q, "q", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}, {kAnySize, kAnySize, kAnySize},
                Strides::kLastContiguous);
+  check.that(v_cache.defined(), "v_cache", "a Tensor", "None");
+  check.that(v_cache.dim() == 4, "v_cache", "of shape [pages, page_size, Hkv, Dv]", Check::text(v_cache.sizes()));
+}
+
+// Whether V is the first columns of K.
+bool is_latent(const Tensor& k_cache, const Tensor& v_cache) {
+  return k_cache.size(2) == 1 && v_cache.size(3) <= k_cache.size(3) &&
+         k_cache.const_data_ptr() == v_cache.const_data_ptr() && k_cache.stride(0) == v_cache.stride(0) &&
+         k_cache.stride(1) == v_cache.stride(1);
 }
 
 // For queries that have been checked.
 TreeAttentionParams checked_params(const Check& check, const Backend& backend, const Arguments& a,
                                    std::optional<int64_t> max_seqlen_q) {
   const int64_t num_tokens = a.q.size(0), num_heads = a.q.size(1), head_dim = a.q.size(2);
-  check.that(is_head_dim(head_dim), "q", std::string("of head size ") + kHeadDims, Check::text(a.q.sizes()));
+  const int64_t head_dim_v = a.v_cache.size(3);
+  check_head_dims(check, head_dim, head_dim_v, "q", "v_cache");
   check.that(num_heads >= 1, "q", "of at least one head", Check::text(a.q.sizes()));
-  check_cache(check, a.q, a.k_cache, "k_cache");
-  check_cache(check, a.q, a.v_cache, "v_cache");
+  check_cache(check, a.q, a.k_cache, head_dim, "k_cache");
+  check_cache(check, a.q, a.v_cache, head_dim_v, "v_cache");
   check.tensor(a.v_cache, "v_cache", {a.k_cache.scalar_type()},
-               {a.k_cache.size(0), a.k_cache.size(1), a.k_cache.size(2), head_dim}, Strides::kLastContiguous);
+               {a.k_cache.size(0), a.k_cache.size(1), a.k_cache.size(2), head_dim_v}, Strides::kLastContiguous);
   check.that(backend.attention.float32 || a.q.scalar_type() != ScalarType::Float, "q",
              "of dtype Half or BFloat16 (Float is for the CPU backend)", "Float");
   check_alignment(check, backend.attention.cache_alignment, a.k_cache, "k_cache");
@@ -93,8 +127,11 @@ TreeAttentionParams checked_params(const Check& check, const Backend& backend, c
   check.that(std::isfinite(a.softcap) && a.softcap >= 0.0, "softcap", "finite and at least 0 (0: none)", a.softcap);
   check.that(a.window >= 0, "window", "at least 0 (0: none)", a.window);
   if (a.sinks.has_value()) check.tensor(*a.sinks, "sinks", {ScalarType::Float}, {num_heads});
+  const bool latent = is_latent(a.k_cache, a.v_cache);
+  check.that(!latent || a.softcap == 0.0, "softcap", "0 where v_cache is a view of k_cache", a.softcap);
+  const std::optional<Tensor>& v_scale = latent && !a.v_scale.has_value() ? a.k_scale : a.v_scale;
   const int64_t k_scale_stride = check_scale(check, a.k_scale, a.k_cache, "k_scale");
-  const int64_t v_scale_stride = check_scale(check, a.v_scale, a.v_cache, "v_scale");
+  const int64_t v_scale_stride = check_scale(check, v_scale, a.v_cache, "v_scale");
   if (a.plan.has_value()) check.tensor(*a.plan, "plan", {ScalarType::Int}, {kPlanSize});
 
   TreeAttentionParams p{};
@@ -108,7 +145,7 @@ TreeAttentionParams checked_params(const Check& check, const Backend& backend, c
   p.tree_lens = optional_pointer<int32_t>(a.tree_lens);
   p.sinks = optional_pointer<float>(a.sinks);
   p.k_scale = optional_pointer<float>(a.k_scale);
-  p.v_scale = optional_pointer<float>(a.v_scale);
+  p.v_scale = optional_pointer<float>(v_scale);
   p.q_token_stride = a.q.stride(0);
   p.q_head_stride = a.q.stride(1);
   p.mask_stride = a.tree_mask.has_value() ? a.tree_mask->stride(0) : 0;
@@ -122,6 +159,8 @@ TreeAttentionParams checked_params(const Check& check, const Backend& backend, c
   p.num_kv_heads = static_cast<int32_t>(a.k_cache.size(2));
   p.group_size = static_cast<int32_t>(num_heads / a.k_cache.size(2));
   p.head_dim = static_cast<int32_t>(head_dim);
+  p.head_dim_v = static_cast<int32_t>(head_dim_v);
+  p.latent = latent;
   p.mask_words = a.tree_mask.has_value() ? static_cast<int32_t>(a.tree_mask->size(1)) : 0;
   p.q_dtype = core_dtype(a.q);
   p.kv_dtype = core_dtype(a.k_cache);
@@ -170,6 +209,8 @@ AttentionPlanParams plan_params(const TreeAttentionParams& p, const Tensor& plan
   params.num_kv_heads = p.num_kv_heads;
   params.group_size = p.group_size;
   params.head_dim = p.head_dim;
+  params.head_dim_v = p.head_dim_v;
+  params.latent = p.latent;
   params.engine = p.engine;
   return params;
 }
@@ -181,12 +222,12 @@ void tree_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_
                         const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
                         const std::optional<Tensor>& plan, Tensor out, std::optional<Tensor> lse) {
   const Check check("tree_attention", q);
-  check_queries(check, q);
+  check_queries(check, q, v_cache);
   const Backend& backend = backend_for(q);
   const Arguments a{q,     k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens,
                     scale, softcap, window,  sinks,      k_scale,  v_scale,      plan};
   TreeAttentionParams p = checked_params(check, backend, a, max_seqlen_q);
-  check.tensor(out, "out", {q.scalar_type()}, {q.size(0), q.size(1), q.size(2)}, Strides::kLastContiguous);
+  check.tensor(out, "out", {q.scalar_type()}, {q.size(0), q.size(1), v_cache.size(3)}, Strides::kLastContiguous);
   if (lse.has_value()) check.tensor(*lse, "lse", {ScalarType::Float}, {q.size(0), q.size(1)}, Strides::kAny);
   if (value_checks_enabled()) check_values(check, a, p);
   p.out = out.mutable_data_ptr();
@@ -213,8 +254,8 @@ std::tuple<Tensor, Tensor> tree_attention(const Tensor& q, const Tensor& k_cache
                                           std::optional<double> scale, double softcap, int64_t window,
                                           const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scale,
                                           const std::optional<Tensor>& v_scale, const std::optional<Tensor>& plan) {
-  check_queries(Check("tree_attention", q), q);
-  Tensor out = empty_on(q, {q.size(0), q.size(1), q.size(2)}, q.scalar_type());
+  check_queries(Check("tree_attention", q), q, v_cache);
+  Tensor out = empty_on(q, {q.size(0), q.size(1), v_cache.size(3)}, q.scalar_type());
   Tensor lse = empty_on(q, {q.size(0), q.size(1)}, ScalarType::Float);
   tree_attention_out(q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens, max_seqlen_q, scale,
                      softcap, window, sinks, k_scale, v_scale, plan, out, lse);
@@ -223,14 +264,15 @@ std::tuple<Tensor, Tensor> tree_attention(const Tensor& q, const Tensor& k_cache
 
 Tensor attention_plan(const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_t num_q_heads, int64_t num_kv_heads,
                       int64_t head_dim, int64_t page_size, int64_t max_seqlen_q,
-                      const std::optional<Tensor>& tree_lens) {
+                      const std::optional<Tensor>& tree_lens, std::optional<int64_t> head_dim_v, bool latent) {
   const Check check("attention_plan", seq_lens);
   const int64_t batch = check.offsets(cu_seqlens_q, "cu_seqlens_q");
   check.tensor(seq_lens, "seq_lens", {ScalarType::Int}, {batch});
   check.that(num_kv_heads >= 1, "num_kv_heads", "at least 1", num_kv_heads);
   check.that(num_q_heads >= 1 && num_q_heads % num_kv_heads == 0, "num_q_heads",
              "a multiple of num_kv_heads " + std::to_string(num_kv_heads), num_q_heads);
-  check.that(is_head_dim(head_dim), "head_dim", kHeadDims, head_dim);
+  check_head_dims(check, head_dim, head_dim_v.value_or(head_dim), "head_dim", "head_dim_v");
+  check.that(!latent || num_kv_heads == 1, "num_kv_heads", "1 for a latent cache", num_kv_heads);
   check.that(page_size >= 1, "page_size", "at least 1", page_size);
   check.that(max_seqlen_q >= 0, "max_seqlen_q", "at least 0", max_seqlen_q);
   if (tree_lens.has_value()) check.tensor(*tree_lens, "tree_lens", {ScalarType::Int}, {batch});
@@ -248,6 +290,8 @@ Tensor attention_plan(const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_
   params.num_kv_heads = static_cast<int32_t>(num_kv_heads);
   params.group_size = static_cast<int32_t>(num_q_heads / num_kv_heads);
   params.head_dim = static_cast<int32_t>(head_dim);
+  params.head_dim_v = static_cast<int32_t>(head_dim_v.value_or(head_dim));
+  params.latent = latent;
   params.engine = engine_from_environment();
   backend_for(seq_lens).attention_plan(params, context_for(seq_lens));
   return plan;
@@ -300,7 +344,8 @@ constexpr Op kOps[] = {
      TORCH_BOX(&tree_attention_out)},
     {"attention_plan",
      "(Tensor seq_lens, Tensor cu_seqlens_q, *, SymInt num_q_heads, SymInt num_kv_heads,"
-     " SymInt head_dim, SymInt page_size, SymInt max_seqlen_q, Tensor? tree_lens=None) -> Tensor",
+     " SymInt head_dim, SymInt page_size, SymInt max_seqlen_q, Tensor? tree_lens=None,"
+     " SymInt? head_dim_v=None, bool latent=False) -> Tensor",
      TORCH_BOX(&attention_plan)},
     {"merge_states", "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)",
      TORCH_BOX(&merge_states)},

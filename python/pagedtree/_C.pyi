@@ -10,6 +10,8 @@ def explain_attention(
     num_q_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    head_dim_v: int,
+    latent: bool,
     kv_bytes: int,
     max_seqlen_q: int,
     num_sms: int,

@@ -40,10 +40,13 @@ def tree_attention(
     in the cache already (`append_kv`).
 
     Args:
-        q: [T, Hq, D], fp16 or bf16 (fp32 on the CPU); D in 64, 96, 128, 192, 256; the last dimension contiguous.
-            Rows past cu_seqlens_q[-1] are padding.
-        k_cache, v_cache: [pages, page_size, Hkv, D] with any strides but a contiguous last dimension; q's dtype or
+        q: [T, Hq, D], fp16 or bf16 (fp32 on the CPU); the last dimension contiguous. Rows past cu_seqlens_q[-1] are
+            padding.
+        k_cache: [pages, page_size, Hkv, D] with any strides but a contiguous last dimension; q's dtype or
             float8_e4m3fn; Hq a multiple of Hkv, any page_size >= 1. Query head h reads KV head h // (Hq // Hkv).
+        v_cache: [pages, page_size, Hkv, Dv], likewise, of k_cache's dtype. D = Dv in 64, 96, 128, 192, 256, 512, or
+            (D, Dv) = (192, 128), or (576, 512). A view of k_cache's first Dv columns with Hkv = 1 makes the call
+            *latent* (multi-head latent attention): each cached row is read once, as key and as value.
         page_table: int32 [B, max_pages]; entries past ceil(seq_lens[b] / page_size) are never read. A page id outside
             the cache reads as zero K and V.
         seq_lens: int32 [B], all keys of a sequence, those of its queries included; clamped to max_pages * page_size.
@@ -57,21 +60,22 @@ def tree_attention(
         max_seqlen_q: a hint for the choice of tiles, the most queries of a sequence, default ceil(T / B); it never
             changes what is computed. In a batch of short and long sequences pass the true maximum: those of at most 32
             rows (queries x Hq / Hkv) then get small tiles of their own on CUDA.
-        scale: factor of q.k, default D ** -0.5.
-        softcap: > 0: scores are softcap * tanh(scale * q.k / softcap).
+        scale: factor of q.k, default D ** -0.5. Models with latent attention have one of their own, that of the heads
+            before they were absorbed.
+        softcap: > 0: scores are softcap * tanh(scale * q.k / softcap); not in a latent call.
         window: > 0: a query sees only keys whose position is less than `window` behind its own. A prefix key's
             position is its index; a tree node's is seq_lens - tree_lens + depth, where a key's depth is the number of
             set bits below its own in the query's row, and the query's depth is the number of the row's set bits - 1. So
             siblings share a position.
         sinks: fp32 [Hq], one more logit in each row's denominator.
-        k_scale, v_scale: fp32 scalar or [Hkv], factors of an fp8 cache.
+        k_scale, v_scale: fp32 scalar or [Hkv], factors of an fp8 cache; v_scale's default in a latent call is k_scale.
         plan: the tensor of `attention_plan` for these lengths, to share between the layers of a step. A plan for other
             lengths costs speed only.
-        out: [T, Hq, D] of q's dtype, written and returned; the last dimension contiguous.
+        out: [T, Hq, Dv] of q's dtype, written and returned; the last dimension contiguous.
         return_lse: also return lse.
 
     Returns:
-        out [T, Hq, D] of q's dtype, or (out, lse) with lse fp32 [T, Hq]: natural logarithm of the sum of exponentiated
+        out [T, Hq, Dv] of q's dtype, or (out, lse) with lse fp32 [T, Hq]: natural logarithm of the sum of exponentiated
         scores, the sink included. A row that sees no key gives out 0 and lse = its sink (-inf without sinks); padding
         rows give out 0 and lse -inf.
 
@@ -90,7 +94,7 @@ def tree_attention(
     also for offsets, lengths and page ids out of range and a mask narrower than its trees.
 
     Sources: FlashAttention (Dao et al., 2022, 2023), FlashDecoding's split of the keys, PagedAttention (Kwon et al.,
-    2023), tree attention (SpecInfer, Miao et al., 2023).
+    2023), tree attention (SpecInfer, Miao et al., 2023), latent attention over its own cache (DeepSeek-V2, 2024).
     """
     expect_type("q", q, Tensor)
     arguments = (q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, tree_mask)
@@ -123,12 +127,15 @@ def attention_plan(
     page_size: int,
     max_seqlen_q: int,
     tree_lens: Tensor | None = None,
+    head_dim_v: int | None = None,
+    latent: bool = False,
 ) -> Tensor:
     """How the work of `tree_attention` is cut into ranges of equal cost, for all layers of a step.
 
     Args:
         seq_lens: int32 [B]; cu_seqlens_q: int32 [B + 1]; tree_lens: int32 [B] or None. As for `tree_attention`.
-        num_q_heads, num_kv_heads, head_dim, page_size: those of the calls that the plan is for.
+        num_q_heads, num_kv_heads, head_dim, page_size: those of the calls that the plan is for; head_dim is K's.
+        head_dim_v: V's, default head_dim. latent: whether the calls' v_cache is a view of k_cache.
         max_seqlen_q: the hint that the calls get. On CUDA a call with another hint cuts the rows into other tiles,
             which the plan then does not balance.
 
@@ -151,6 +158,8 @@ def attention_plan(
         page_size=page_size,
         max_seqlen_q=max_seqlen_q,
         tree_lens=tree_lens,
+        head_dim_v=head_dim_v,
+        latent=latent,
     )
 
 
@@ -172,8 +181,10 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
 
 @register_fake("tree_attention")
-def _tree_attention_fake(q: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+def _tree_attention_fake(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *args: object, **kwargs: object
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty((*q.shape[:2], v_cache.shape[-1])), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 @register_fake("tree_attention.out")

@@ -9,7 +9,7 @@ from pagedtree._arguments import checked
 
 __all__ = ["AttentionCost", "AttentionLaunch", "explain"]
 
-HEAD_DIMS = (64, 96, 128, 192, 256)
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (512, 512), (192, 128), (576, 512))
 ENGINES = ("mma.sync", "wgmma")
 
 
@@ -30,7 +30,8 @@ class AttentionLaunch:
         ranges: parts that the work is cut into, one for each CTA.
         cut_row_tiles: row tiles that a cut crosses, so that their keys are split among CTAs.
         pieces: partial results of those row tiles.
-        bytes: what must move: K and V once for each KV head, q, out, page table; and the pieces written and read.
+        bytes: what must move: K and V once for each KV head (a latent row once for both), q, out, page table; and the
+            pieces written and read.
         executed_flops: flops of whole tiles, as the tensor cores execute them.
     """
 
@@ -82,6 +83,8 @@ def explain(
     num_q_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    head_dim_v: int | None = None,
+    latent: bool = False,
     page_size: int = 16,
     kv_bytes: int = 2,
     max_seqlen_q: int | None = None,
@@ -95,7 +98,9 @@ def explain(
 
     Args:
         query_lens, seq_lens: one entry per sequence; seq_lens count all keys, the new tokens' included.
-        num_q_heads, num_kv_heads, head_dim, page_size: those of the call.
+        num_q_heads, num_kv_heads, head_dim, page_size: those of the call; head_dim is K's.
+        head_dim_v: V's, default head_dim.
+        latent: whether the call's v_cache is a view of k_cache, so that each cached row is read once.
         kv_bytes: bytes per element of the cache: 2, or 1 for float8_e4m3fn.
         max_seqlen_q: the hint of the call; default ceil(T / B).
         num_sms, max_shared_bytes: the device's multiprocessors, and the bytes of shared memory that a CTA may ask for.
@@ -116,8 +121,12 @@ def explain(
         raise ValueError(
             f"explain: `num_q_heads` must be a multiple of num_kv_heads, got {num_q_heads} and {num_kv_heads}"
         )
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"explain: `head_dim` must be one of {HEAD_DIMS}, got {head_dim}")
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    if (head_dim, head_dim_v) not in HEAD_DIMS:
+        pair = (head_dim, head_dim_v)
+        raise ValueError(f"explain: `head_dim` and `head_dim_v` must be one of {HEAD_DIMS}, got {pair}")
+    if latent and num_kv_heads != 1:
+        raise ValueError(f"explain: `num_kv_heads` must be 1 for a latent cache, got {num_kv_heads}")
     if kv_bytes not in (1, 2):
         raise ValueError(f"explain: `kv_bytes` must be 1 or 2, got {kv_bytes}")
     bounds = {
@@ -136,23 +145,24 @@ def explain(
     if max_seqlen_q is None:
         max_seqlen_q = -(-sum(query_lens) // max(1, len(query_lens)))
     schedules = _C.explain_attention(
-        list(query_lens), list(seq_lens), num_q_heads, num_kv_heads, head_dim, kv_bytes, max_seqlen_q, num_sms,
-        max_shared_bytes, engine,
+        list(query_lens), list(seq_lens), num_q_heads, num_kv_heads, head_dim, head_dim_v, latent, kv_bytes,
+        max_seqlen_q, num_sms, max_shared_bytes, engine,
     )  # fmt: skip
     launches = []
     for schedule in schedules:
         keys = [seq_lens[b] for b in schedule["sequences"]]
         queries = sum(query_lens[b] for b in schedule["sequences"])
-        traffic = 2 * sum(keys) * num_kv_heads * head_dim * kv_bytes
-        traffic += 2 * queries * num_q_heads * head_dim * 2
+        row = head_dim if latent else head_dim + head_dim_v
+        traffic = sum(keys) * num_kv_heads * row * kv_bytes
+        traffic += queries * num_q_heads * (head_dim + head_dim_v) * 2
         traffic += 4 * sum(-(-s // page_size) for s in keys)
-        traffic += 2 * schedule["pieces"] * schedule["m_tile"] * (head_dim + 2) * 4
-        executed = schedule["kv_tiles"] * 64 * schedule["m_tile"] * 4 * head_dim
+        traffic += 2 * schedule["pieces"] * schedule["m_tile"] * (head_dim_v + 2) * 4
+        executed = schedule["kv_tiles"] * 64 * schedule["m_tile"] * 2 * (head_dim + head_dim_v)
         launches.append(AttentionLaunch(bytes=traffic, executed_flops=executed, **schedule))
     return AttentionCost(
         launches=tuple(launches),
         bytes=sum(launch.bytes for launch in launches),
-        flops=sum(4 * n * s for n, s in zip(query_lens, seq_lens, strict=True)) * num_q_heads * head_dim,
+        flops=sum(2 * n * s for n, s in zip(query_lens, seq_lens, strict=True)) * num_q_heads * (head_dim + head_dim_v),
         executed_flops=sum(launch.executed_flops for launch in launches),
         floor_seconds=sum(max(x.bytes / bandwidth, x.executed_flops / flops_per_second) for x in launches),
     )

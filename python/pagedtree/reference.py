@@ -294,6 +294,12 @@ def visible_keys(seq_len: int, n: int, tree_len: int, words: Tensor | None, wind
     return torch.from_numpy(seen)
 
 
+def is_latent(k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether V is the first columns of K: then it is scaled as K is."""
+    same = k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride()[:2] == v_cache.stride()[:2]
+    return same and k_cache.shape[2] == 1
+
+
 def tree_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -313,12 +319,14 @@ def tree_attention(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of `pagedtree.tree_attention` in float64, clamping of bad values included."""
     num_tokens, num_heads, head_dim = q.shape
-    num_pages, page_size, num_kv_heads, _ = k_cache.shape
+    num_pages, page_size, num_kv_heads, head_dim_v = v_cache.shape
     group = num_heads // num_kv_heads
-    out = torch.zeros(q.shape, dtype=torch.float64)
+    out = torch.zeros(num_tokens, num_heads, head_dim_v, dtype=torch.float64)
     lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float64)
     sink = torch.full((num_heads,), -torch.inf) if sinks is None else sinks
     k_factor = torch.ones(num_kv_heads) if k_scale is None else k_scale.expand(num_kv_heads)
+    if v_scale is None and is_latent(k_cache, v_cache):
+        v_scale = k_scale
     v_factor = torch.ones(num_kv_heads) if v_scale is None else v_scale.expand(num_kv_heads)
     offsets = cu_seqlens_q.tolist()
     for b, given in enumerate(seq_lens.tolist()):
@@ -332,7 +340,7 @@ def tree_attention(
         pages = page_table[b].long()[positions // page_size]
         known = (pages >= 0) & (pages < num_pages)
         k, v = (
-            torch.zeros(seq_len, num_kv_heads, head_dim, dtype=torch.float64).index_put(
+            torch.zeros(seq_len, num_kv_heads, cache.shape[3], dtype=torch.float64).index_put(
                 (positions[known],), cache[pages[known], positions[known] % page_size].float().double()
             )
             for cache in (k_cache, v_cache)

@@ -16,6 +16,7 @@ from ptx.module import Fault
 
 from pagedtree import _C, DraftTree, TreeBatch, tree_attention
 from pagedtree.attention import PLAN_SIZE
+from pagedtree.check.cases.attention import TILES, WGMMA_TILES
 from pagedtree.cubin import cuda_library, find_cuobjdump
 from pagedtree.testing import backends, use_backend
 
@@ -25,14 +26,14 @@ pytestmark = [
     pytest.mark.skipif(SIMT is None or "simt" not in backends(), reason="built without simt"),
     pytest.mark.skipif(CUDA is None or find_cuobjdump() is None, reason="no CUDA library or no cuobjdump"),
 ]
-HAS_PTX = any(architecture.endswith("+PTX") for architecture in _C.build_info()["cuda_architectures"])
+ARCHITECTURES = _C.build_info()["cuda_architectures"]
+HAS_PTX = any(architecture.endswith("+PTX") for architecture in ARCHITECTURES)
 pytestmark.append(pytest.mark.skipif(not HAS_PTX, reason="built without PTX: TORCH_CUDA_ARCH_LIST has no +PTX"))
+needs_hopper_ptx = pytest.mark.skipif("9.0a+PTX" not in ARCHITECTURES, reason="built without PTX for 9.0a")
 FP8 = torch.float8_e4m3fn
 HEADS, KV_HEADS = 4, 2
 GROUP = HEADS // KV_HEADS
 TYPES = [(dtype, fp8) for dtype in (torch.bfloat16, torch.float16) for fp8 in (False, True)]
-MMA_TILES = {64: (16, 32, 64, 128), 96: (16, 32, 64, 128), 128: (16, 32, 64, 128), 192: (32, 64), 256: (32, 64)}
-WGMMA_TILES = {64: (64, 128), 128: (64, 128), 256: (64, 128)}
 # By head size. Stages that all rows see are copied row by row with the first, by TMA in boxes of 8 slots and of 64 with
 # the others.
 PAGE_SIZES = {64: 20, 128: 24, 256: 128}
@@ -94,7 +95,7 @@ def check_against_simt(
         assert (lse - expected_lse).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize(("dtype", "fp8", "head_dim", "rows"), instances(MMA_TILES))
+@pytest.mark.parametrize(("dtype", "fp8", "head_dim", "rows"), instances(TILES))
 def test_attention_from_ptx(
     dtype: torch.dtype, fp8: bool, head_dim: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +103,7 @@ def test_attention_from_ptx(
     check_against_simt("16attention_kernel", (dtype, fp8), head_dim, rows, rows // GROUP - 1, 75, 16)
 
 
+@needs_hopper_ptx
 @pytest.mark.parametrize(("dtype", "fp8", "head_dim", "rows"), instances(WGMMA_TILES))
 def test_wgmma_attention_from_ptx(
     dtype: torch.dtype, fp8: bool, head_dim: int, rows: int, monkeypatch: pytest.MonkeyPatch
@@ -155,6 +157,7 @@ WRONG = {
 }
 
 
+@needs_hopper_ptx
 @pytest.mark.parametrize("bug", WRONG)
 def test_wrong_wgmma_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half the stride in descriptors, V read K-major, rows of accumulators changed over, other slots of a page loaded

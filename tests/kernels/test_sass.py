@@ -104,7 +104,7 @@ def test_hopper_s_attention_uses_wgmma(which: str) -> None:
     found = instructions("sm_90a", pattern)
     assert len(found) == (4 if which == "128" else WGMMA_INSTANCES)
     for name, opcodes in found.items():
-        head_dim = int(re.findall(r", (\d+), \d+>", name)[0])
+        head_dim = int(re.findall(r", (\d+), \d+, \d+>", name)[0])
         assert count(opcodes, "HGMMA") == 2 * (head_dim // 16 + 4), name
         assert count(opcodes, "USETMAXREG") == 2, name
         assert count(opcodes, "HMMA") == 0, name

@@ -10,7 +10,6 @@ from itertools import product
 import lossless_case
 import pytest
 import torch
-from draft_checks import seeded
 from ranks import Ranks
 from shard_case import SPLITS, Case, make_case, pack, per_request, shards_of
 
@@ -300,28 +299,6 @@ def test_words_do_not_grow_with_the_vocabulary(ranks):
     assert small["filtered"][1] == agreed + (3 + 2 * 4 * 16 + 1) * rows
     assert small["onehot"][1] == agreed + 4 * rows + 3
     assert large["gathered"][2] == 7 * 4000 * 2 * 3 // 4
-
-
-# ---- attention heads in parts
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_attention_on_a_ranks_heads_is_the_slice_of_the_whole(on_device, device, num_ranks):
-    generator = seeded(0)
-    tree = pagedtree.DraftTree([-1, 0, 0, 1, 2])
-    trees = TreeBatch.from_trees([tree, tree], device=device)
-    heads, kv_heads, dim, page_size, pages = 8, 4, 64, 16, 6
-    q = torch.randn(10, heads, dim, generator=generator).to(torch.bfloat16)
-    cache = torch.randn(2, pages, page_size, kv_heads, dim, generator=generator).to(torch.bfloat16)
-    table = torch.tensor([[0, 2, 4], [1, 3, 5]], dtype=torch.int32)
-    seq_lens = torch.tensor([37, 21], dtype=torch.int32)
-    rest = (table, seq_lens, trees.cu_nodes, trees.mask)
-    out, lse = pagedtree.tree_attention(q, cache[0], cache[1], *rest, return_lse=True)
-    for rank in range(num_ranks):
-        own, own_kv = (slice(rank * n // num_ranks, (rank + 1) * n // num_ranks) for n in (heads, kv_heads))
-        part = [tensor[:, :, own_kv] for tensor in cache]
-        got, got_lse = pagedtree.tree_attention(q[:, own], *part, *rest, return_lse=True)
-        assert torch.equal(got, out[:, own]) and torch.equal(got_lse, lse[:, own])
 
 
 # ---- raw ops

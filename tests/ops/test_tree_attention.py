@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from attention_case import LAYOUTS, Target, check, mask_words, random_tree
+from attention_case import LAYOUTS, Target, check, mask_words, once_per_backend, random_tree
 from device_case import to_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -306,6 +306,19 @@ def test_strided_q_and_mask(target: Target) -> None:
     table[:, : case["page_table"].shape[1]] = case["page_table"]
     strided = {"q": q, "tree_mask": mask[:, :2], "page_table": table[:, :40]}
     assert torch.equal(tree_attention(**dict(case, **strided)), expected)
+
+
+@once_per_backend
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_attention_on_a_ranks_heads_is_the_slice_of_the_whole(target: Target, num_ranks: int) -> None:
+    heads, kv_heads = 8, 4
+    case = target.case([32, 16], [BINARY, CHAIN], heads=(heads, kv_heads), dtype=torch.bfloat16).build()
+    out, lse = tree_attention(**case, return_lse=True)
+    for rank in range(num_ranks):
+        own, own_kv = (slice(rank * n // num_ranks, (rank + 1) * n // num_ranks) for n in (heads, kv_heads))
+        part = {"q": case["q"][:, own], **{name: case[name][:, :, own_kv] for name in ("k_cache", "v_cache")}}
+        got, got_lse = tree_attention(**{**case, **part}, return_lse=True)
+        assert torch.equal(got, out[:, own]) and torch.equal(got_lse, lse[:, own])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

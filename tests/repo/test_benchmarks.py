@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pagedtree.check.cases import instructions, instructions_sm90
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
@@ -230,6 +232,22 @@ def test_unknown_keys_are_refused(bench_ops, monkeypatch, arguments):
     monkeypatch.setattr(sys, "argv", ["bench_ops.py", "--ops", "tree_attention", *arguments])
     with pytest.raises(SystemExit, match="expected"):
         bench_ops.main()
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_code", "reason"),
+    [
+        ((9, 0), True, None),
+        ((9, 0), False, "this build has no code for 9.0a"),
+        ((10, 0), True, "only on GPUs of compute capability 9.0"),
+    ],
+)
+def test_wgmma_is_a_peer_where_it_runs(suite, monkeypatch, capability, has_code, reason):
+    peer = importlib.import_module("attention_peers").PagedTreeWgmma
+    monkeypatch.setattr(instructions_sm90, "backends", lambda: ["cuda"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(instructions, "has_table", lambda backend, table: has_code)
+    assert peer.absent() == reason
 
 
 def test_values_with_a_comma_and_a_blank_stay_whole(bench_ops):

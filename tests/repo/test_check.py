@@ -346,8 +346,8 @@ def test_a_wrong_answer_of_an_instruction_is_found(monkeypatch):
 
 
 @needs_simt
-def test_hopper_instructions_elsewhere_are_no_failure(monkeypatch):
-    cases = list(instructions_sm90.cases())
+def test_hopper_s_code_elsewhere_is_no_failure(monkeypatch):
+    cases = [*instructions_sm90.cases(), attention.tile_case(64, 64, "bf16", "", attention.WGMMA)]
 
     def outcomes(place: Place) -> set[tuple[str, str]]:
         return {(row.status, row.detail) for row in (run_row(case, place) for case in cases)}

@@ -14,12 +14,13 @@ from pagedtree.testing import backends, use_backend
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides_are_kept(layout: str) -> None:
-    caches = paged_caches(5, 4, 2, 64, layout)
+    caches = paged_caches(5, 4, 2, 64, 64, layout)
     moved = to_device(caches, torch.device("meta"))
     for cache, there in zip(caches, moved, strict=True):
         assert there.is_meta and there.dtype == cache.dtype and there.shape == cache.shape
         assert there.stride() == cache.stride() and there.storage_offset() == cache.storage_offset()
-    assert moved[0].untyped_storage()._cdata == moved[1].untyped_storage()._cdata
+    one_memory = [pair[0].untyped_storage()._cdata == pair[1].untyped_storage()._cdata for pair in (caches, moved)]
+    assert one_memory == [layout in ("stacked", "packed")] * 2
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

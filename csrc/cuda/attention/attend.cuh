@@ -9,7 +9,7 @@ namespace pagedtree::cuda {
 // the maximum (base 2) and this lane's part of the sum of 2^(score - maximum).
 template <typename I>
 struct Accumulator {
-  float out[I::kAtoms][I::kHeadDim / 8][4];
+  float out[I::kAtoms][I::kHeadDimV / 8][4];
   float maximum[I::kAtoms][2];
   float sum[I::kAtoms][2];
 
@@ -17,7 +17,7 @@ struct Accumulator {
 #pragma unroll
     for (int a = 0; a < I::kAtoms; ++a) {
 #pragma unroll
-      for (int d = 0; d < I::kHeadDim / 8; ++d) {
+      for (int d = 0; d < I::kHeadDimV / 8; ++d) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) out[a][d][i] = 0.0f;
       }
@@ -61,7 +61,7 @@ __device__ __forceinline__ void score_keys(Scores<I>& scores, uint32_t q, uint32
     }
 #pragma unroll
     for (uint32_t n = 0; n < I::kWarpKeys; n += 16) {
-      const KeyFragments keys = load_k<typename I::Kv, typename I::KvRows>(k, lane, key + n, column);
+      const KeyFragments keys = load_k<typename I::Kv, typename I::KRows>(k, lane, key + n, column);
 #pragma unroll
       for (int step = 0; step < 2; ++step) {
 #pragma unroll
@@ -182,7 +182,7 @@ __device__ __forceinline__ void rescale(Accumulator<I>& sums, const RowFactors<I
 #pragma unroll
   for (int a = 0; a < I::kAtoms; ++a) {
 #pragma unroll
-    for (int d = 0; d < I::kHeadDim / 8; ++d) {
+    for (int d = 0; d < I::kHeadDimV / 8; ++d) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums.out[a][d][i] *= factors[a][i / 2];
     }
@@ -223,8 +223,8 @@ __device__ __forceinline__ void add_values(const Scores<I>& weights, uint32_t v,
       for (uint32_t i = 0; i < 2; ++i) kept[i] = kept_values(seen, lane, n, i);
     }
 #pragma unroll
-    for (uint32_t column = 0; column < I::kHeadDim; column += 32) {
-      ValueFragments values = load_v<typename I::Kv, typename I::KvRows>(v, lane, key + n, column);
+    for (uint32_t column = 0; column < I::kHeadDimV; column += 32) {
+      ValueFragments values = load_v<typename I::Kv, typename I::VRows>(v, lane, key + n, column);
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
         if constexpr (kMasked) {

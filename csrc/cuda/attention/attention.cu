@@ -15,32 +15,29 @@ namespace {
 constexpr int64_t kAlignment = 16;  // of pieces, whose size is a multiple of it
 
 Pieces pieces_of(const WorkShape& work, const TileShape& tile, const DeviceLimits& limits) {
-  return {nullptr, range_bound(work, range_limits(tile, limits.num_sms)), tile.m_tile, tile.head_dim};
+  return {nullptr, range_bound(work, range_limits(tile, limits.num_sms)), tile.m_tile, tile.head_dim_v};
 }
 
 bool is_aligned(const void* rows, int64_t token_stride, int64_t head_stride) {
   return reinterpret_cast<uintptr_t>(rows) % 16 == 0 && token_stride % 8 == 0 && head_stride % 8 == 0;
 }
 
-AttentionLauncher mma_sync_launcher(const TreeAttentionParams& p, const TileShape& tile) {
-  const bool float8 = p.kv_dtype == DType::kFloat8E4M3;
-  const auto find = p.q_dtype == DType::kFloat16 ? (float8 ? half_float8_attention : half_attention)
-                                                 : (float8 ? bfloat16_float8_attention : bfloat16_attention);
-  return find(tile);
-}
-
+// What finds a tile's launcher: for q in bfloat16 and in half, each with a cache of q's type and of fp8.
+using Finders = AttentionLauncher (*[2][2])(const TileShape&);
+constexpr Finders kMmaSync = {{bfloat16_attention, bfloat16_float8_attention}, {half_attention, half_float8_attention}};
 #if defined(PAGEDTREE_HAS_SM90A)
-AttentionLauncher wgmma_launcher(const TreeAttentionParams& p, const TileShape& tile) {
-  const bool float8 = p.kv_dtype == DType::kFloat8E4M3;
-  const auto find = p.q_dtype == DType::kFloat16 ? (float8 ? half_float8_attention_sm90 : half_attention_sm90)
-                                                 : (float8 ? bfloat16_float8_attention_sm90 : bfloat16_attention_sm90);
-  return find(tile);
-}
+constexpr Finders kWgmma = {{bfloat16_attention_sm90, bfloat16_float8_attention_sm90},
+                            {half_attention_sm90, half_float8_attention_sm90}};
 constexpr bool kHasSm90a = true;
 #else
-AttentionLauncher wgmma_launcher(const TreeAttentionParams&, const TileShape&) { return nullptr; }
+constexpr Finders kWgmma = {};
 constexpr bool kHasSm90a = false;
 #endif
+
+AttentionLauncher launcher_of(const TreeAttentionParams& p, const TileShape& tile) {
+  const Finders& finders = tile.is_wgmma() ? kWgmma : kMmaSync;
+  return finders[p.q_dtype == DType::kFloat16][p.kv_dtype == DType::kFloat8E4M3](tile);
+}
 
 // Nobody gets another engine than the one that was asked for.
 void check_engine(MatrixEngine engine, const DeviceLimits& limits) {
@@ -52,6 +49,10 @@ void check_engine(MatrixEngine engine, const DeviceLimits& limits) {
                              std::to_string(limits.capability / 10) + "." + std::to_string(limits.capability % 10) +
                              " with " + std::to_string(limits.max_shared_bytes >> 10) + " KB");
   }
+}
+
+void check_tile(const TileShape& tile) {
+  if (tile.m_tile == 0) throw std::runtime_error("tree_attention: CUDA has no kernel for these head sizes yet");
 }
 
 // The number of threads for `count` items: whole warps, at most kScheduleThreads.
@@ -67,6 +68,7 @@ void CudaBackend::attention_plan(const AttentionPlanParams& p, const ExecContext
   int64_t most = p.batch;
   for (const WorkList list : kWorkLists) {
     const ListTile item = list_tile(p, list);
+    check_tile(item.tile);
     const auto i = static_cast<size_t>(list);
     lists.work[i] = work_shape(p, item.tile.m_tile, list);
     lists.limits[i] = range_limits(item.tile, num_sms);
@@ -79,8 +81,10 @@ void CudaBackend::attention_plan(const AttentionPlanParams& p, const ExecContext
 int64_t CudaBackend::tree_attention_scratch(const TreeAttentionParams& p, const ExecContext&) const {
   const DeviceLimits limits = device_limits();
   int64_t bytes = kAlignment;
-  for (const auto& [list, tile] : lists_of(p))
+  for (const auto& [list, tile] : lists_of(p)) {
+    check_tile(tile);
     bytes += pieces_of(work_shape(p, tile.m_tile, list), tile, limits).bytes();
+  }
   return bytes;
 }
 
@@ -110,13 +114,11 @@ void CudaBackend::tree_attention(const TreeAttentionParams& p, const ExecContext
   for (int i = 0; i < lists.count; ++i) {
     const CallShape& call = calls.lists[i];
     const auto grid = static_cast<unsigned>(call.pieces.capacity);
-    const TileShape& tile = lists.items[i].tile;
-    const AttentionLauncher launcher = tile.is_wgmma() ? wgmma_launcher(p, tile) : mma_sync_launcher(p, tile);
-    launcher(p, call, grid, residents[i].shared_bytes, ctx.stream);
+    launcher_of(p, lists.items[i].tile)(p, call, grid, residents[i].shared_bytes, ctx.stream);
   }
   // A cut lies between two ranges, so there is one cut less than there are ranges.
   const dim3 grid(static_cast<unsigned>(most_ranges - 1),
-                  static_cast<unsigned>(ceil_div(most_rows * (p.head_dim / JoinedColumns::kColumns), kJoinThreads)),
+                  static_cast<unsigned>(ceil_div(most_rows * (p.head_dim_v / JoinedColumns::kColumns), kJoinThreads)),
                   static_cast<unsigned>(lists.count));
   launch_behind(p.q_dtype == DType::kFloat16 ? join_kernel<__half> : join_kernel<__nv_bfloat16>, grid,
                 dim3(kJoinThreads), 0, ctx.stream, p, calls);

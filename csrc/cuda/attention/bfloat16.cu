@@ -4,8 +4,8 @@
 namespace pagedtree::cuda {
 
 AttentionLauncher bfloat16_attention(const TileShape& shape) {
-  return find_launcher<MatrixEngine::kMmaSync>(shape, [&]<int kHeadDim, int kMTile>() {
-    return launch_attention<Instance<__nv_bfloat16, __nv_bfloat16, kHeadDim, kMTile>>;
+  return find_launcher<MatrixEngine::kMmaSync>(shape, [&]<int kHeadDim, int kMTile, int kHeadDimV>() {
+    return launch_attention<Instance<__nv_bfloat16, __nv_bfloat16, kHeadDim, kMTile, kHeadDimV>>;
   });
 }
 

@@ -4,8 +4,8 @@
 namespace pagedtree::cuda {
 
 AttentionLauncher bfloat16_float8_attention_sm90(const TileShape& shape) {
-  return find_launcher<MatrixEngine::kWgmma>(shape, [&]<int kHeadDim, int kMTile>() {
-    return launch_attention_sm90<Sm90Instance<__nv_bfloat16, Float8E4M3, kHeadDim, kMTile>>;
+  return find_launcher<MatrixEngine::kWgmma>(shape, [&]<int kHeadDim, int kMTile, int kHeadDimV>() {
+    return launch_attention_sm90<Sm90Instance<__nv_bfloat16, Float8E4M3, kHeadDim, kMTile, kHeadDimV>>;
   });
 }
 

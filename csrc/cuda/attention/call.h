@@ -7,7 +7,7 @@
 
 namespace pagedtree::cuda {
 
-// The partial results of a piece: row states (maximum in base 2, sum) and unnormalised output [piece_rows, head_dim].
+// The partial results of a piece: row states (maximum in base 2, sum) and unnormalised output [piece_rows, Dv].
 struct Piece {
   float2* states;
   float* out;
@@ -16,12 +16,12 @@ struct Piece {
 // The pieces in scratch. A row tile that is cut has one piece for each range that it lies in. A range has up to two
 // pieces: one of the row tile inside which it begins, and one of a row tile that it leaves unfinished.
 struct Pieces {
-  float* memory;  // [2, capacity, rows * (head_dim + 2)]: first pieces of row tiles, others
+  float* memory;  // [2, capacity, rows * (head_dim_v + 2)]: first pieces of row tiles, others
   int32_t capacity;
   int32_t rows;
-  int32_t head_dim;
+  int32_t head_dim_v;
 
-  PT_HOST_DEVICE int64_t floats() const { return int64_t{rows} * (head_dim + 2); }
+  PT_HOST_DEVICE int64_t floats() const { return int64_t{rows} * (head_dim_v + 2); }
   PT_HOST_DEVICE int64_t bytes() const { return 2 * capacity * floats() * int64_t{sizeof(float)}; }
   PT_HOST_DEVICE Piece of(int32_t range, bool is_first) const {
     float* piece = memory + ((is_first ? 0 : capacity) + range) * floats();

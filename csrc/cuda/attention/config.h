@@ -15,7 +15,8 @@ constexpr int kMaxStages = 4, kMaxWgmmaStages = 8;
 // The kernel for mma.sync (kernel.cuh) has K and V of the same keys in a stage. The one for wgmma (kernel_sm90.cuh) has
 // K or V in a stage, as 16-bit numbers whatever the cache holds, and a group of warps that only fills stages.
 struct TileShape {
-  int head_dim;
+  int head_dim;    // columns of Q and K
+  int head_dim_v;  // of V
   int m_tile;
   int row_warps;
   int key_warps;
@@ -38,17 +39,18 @@ struct TileShape {
   constexpr bool q_in_registers() const { return is_wgmma() && head_dim < 256; }
   constexpr int q_bytes() const { return q_in_registers() ? 0 : m_tile * head_dim * 2; }
   constexpr int stage_bytes(int kv_bytes) const {
-    return is_wgmma() ? keys * head_dim * 2 : 2 * keys * (head_dim * kv_bytes + 8);
+    return is_wgmma() ? keys * head_dim * 2 : keys * ((head_dim + head_dim_v) * kv_bytes + 16);
   }
   // The bytes before Q, which begins at a multiple of 128, or 1024 with wgmma. mma.sync: the range, then either the
-  // states of all rows, or the bounds of each warp, the row tile and what each row sees. wgmma: the range, barriers,
-  // the addresses of the rows of two stages. The kernels check that they suffice.
+  // states of all rows, or the bounds of each warp, the row tile and what each row sees. wgmma: the range, what each
+  // warp looks up (WarpTile, KeyReader), barriers, the keys that rows see and the addresses of the rows of two stages.
+  // The kernels check that they suffice.
   constexpr int header_bytes() const {
     if (is_wgmma()) return 3072;
     const int of_states = key_warps * m_tile * 8, of_views = warps() * 16 + 96 + m_tile * 28;
     return 128 * ceil_div(32 + max_of(of_states, of_views), 128);
   }
-  constexpr int out_bytes() const { return is_wgmma() ? 0 : key_warps * m_tile * head_dim * 4; }
+  constexpr int out_bytes() const { return is_wgmma() ? 0 : key_warps * m_tile * head_dim_v * 4; }
   constexpr int shared_bytes(int kv_bytes, int stages) const {
     return header_bytes() + q_bytes() + stages * stage_bytes(kv_bytes);
   }
@@ -63,48 +65,52 @@ struct TileShape {
 };
 
 constexpr TileShape kTileShapes[] = {
-    // head_dim, m_tile, row_warps, key_warps, keys
-    {64, 16, 1, 4, 64},
-    {64, 32, 1, 4, 64},
-    {64, 64, 2, 2, 64},
-    {64, 128, 4, 1, 64},
-    {96, 16, 1, 4, 64},
-    {96, 32, 1, 4, 64},
-    {96, 64, 2, 2, 64},
-    {96, 128, 4, 1, 32},
-    {128, 16, 1, 4, 64},
-    {128, 32, 1, 4, 64},
-    {128, 64, 2, 2, 64},
-    {128, 128, 4, 1, 32},
+    // head_dim, head_dim_v, m_tile, row_warps, key_warps, keys
+    {64, 64, 16, 1, 4, 64},
+    {64, 64, 32, 1, 4, 64},
+    {64, 64, 64, 2, 2, 64},
+    {64, 64, 128, 4, 1, 64},
+    {96, 96, 16, 1, 4, 64},
+    {96, 96, 32, 1, 4, 64},
+    {96, 96, 64, 2, 2, 64},
+    {96, 96, 128, 4, 1, 32},
+    {128, 128, 16, 1, 4, 64},
+    {128, 128, 32, 1, 4, 64},
+    {128, 128, 64, 2, 2, 64},
+    {128, 128, 128, 4, 1, 32},
     // The output of 16 rows fills half of the registers: 16 rows per warp, and stages of half a KV tile.
-    {192, 32, 2, 2, 32},
-    {192, 64, 4, 1, 32},
-    {256, 32, 2, 2, 32},
-    {256, 64, 4, 1, 32},
+    {192, 192, 32, 2, 2, 32},
+    {192, 192, 64, 4, 1, 32},
+    {192, 128, 32, 2, 2, 32},
+    {192, 128, 128, 4, 1, 32},
+    {256, 256, 32, 2, 2, 32},
+    {256, 256, 64, 4, 1, 32},
     // Four warps multiply together, 64 rows at a time: fewer rows would leave most of each instruction unused.
-    {64, 64, 4, 1, 64, MatrixEngine::kWgmma},
-    {64, 128, 8, 1, 64, MatrixEngine::kWgmma},
-    {128, 64, 4, 1, 64, MatrixEngine::kWgmma},
-    {128, 128, 8, 1, 64, MatrixEngine::kWgmma},
-    {256, 64, 4, 1, 64, MatrixEngine::kWgmma},
-    {256, 128, 8, 1, 64, MatrixEngine::kWgmma},
+    {64, 64, 64, 4, 1, 64, MatrixEngine::kWgmma},
+    {64, 64, 128, 8, 1, 64, MatrixEngine::kWgmma},
+    {128, 128, 64, 4, 1, 64, MatrixEngine::kWgmma},
+    {128, 128, 128, 8, 1, 64, MatrixEngine::kWgmma},
+    {256, 256, 64, 4, 1, 64, MatrixEngine::kWgmma},
+    {256, 256, 128, 8, 1, 64, MatrixEngine::kWgmma},
 };
 
-// The smallest tile that holds `rows` rows, or the head size's largest if none does; of two that are as large, that of
+// The smallest tile that holds `rows` rows, or the head sizes' largest if none does; of two that are as large, that of
 // the engine.
-constexpr TileShape choose_tile(MatrixEngine engine, int head_dim, int64_t rows) {
+constexpr TileShape choose_tile(MatrixEngine engine, int head_dim, int head_dim_v, int64_t rows) {
   TileShape chosen{};
   for (const TileShape& shape : kTileShapes) {
-    if (shape.head_dim != head_dim || (shape.is_wgmma() && engine != MatrixEngine::kWgmma)) continue;
+    if (shape.head_dim != head_dim || shape.head_dim_v != head_dim_v) continue;
+    if (shape.is_wgmma() && engine != MatrixEngine::kWgmma) continue;
     const bool is_needed = chosen.m_tile == 0 || (chosen.m_tile < rows && shape.m_tile > chosen.m_tile);
     if (is_needed || shape.m_tile == chosen.m_tile) chosen = shape;
   }
   return chosen;
 }
 
-constexpr TileShape tile_shape(MatrixEngine engine, int head_dim, int m_tile) {
+constexpr TileShape tile_shape(MatrixEngine engine, int head_dim, int head_dim_v, int m_tile) {
   for (const TileShape& shape : kTileShapes) {
-    if (shape.engine == engine && shape.head_dim == head_dim && shape.m_tile == m_tile) return shape;
+    const bool has_sizes = shape.head_dim == head_dim && shape.head_dim_v == head_dim_v;
+    if (shape.engine == engine && has_sizes && shape.m_tile == m_tile) return shape;
   }
   return {};
 }
@@ -120,7 +126,7 @@ struct ListTile {
 template <typename Params>
 constexpr ListTile list_tile(const Params& p, WorkList list) {
   const int64_t rows = min_of<int64_t>(p.max_seqlen_q, INT32_MAX) * p.group_size;
-  return {list, choose_tile(p.engine, p.head_dim, list == WorkList::kSmall ? min_of(rows, kSmallRows) : rows)};
+  return {list, choose_tile(p.engine, p.head_dim, p.head_dim_v, list == WorkList::kSmall ? min_of(rows, kSmallRows) : rows)};
 }
 
 // The lists of a call in the order of their launches.

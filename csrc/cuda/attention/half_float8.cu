@@ -4,8 +4,8 @@
 namespace pagedtree::cuda {
 
 AttentionLauncher half_float8_attention(const TileShape& shape) {
-  return find_launcher<MatrixEngine::kMmaSync>(shape, [&]<int kHeadDim, int kMTile>() {
-    return launch_attention<Instance<__half, Float8E4M3, kHeadDim, kMTile>>;
+  return find_launcher<MatrixEngine::kMmaSync>(shape, [&]<int kHeadDim, int kMTile, int kHeadDimV>() {
+    return launch_attention<Instance<__half, Float8E4M3, kHeadDim, kMTile, kHeadDimV>>;
   });
 }
 

@@ -8,15 +8,15 @@
 
 namespace pagedtree::cuda {
 
-// The launcher of a tile shape; `make<head_dim, m_tile>()` gives it, and is instantiated for each shape of the engine.
+// The launcher of a tile shape; `make<head_dim, m_tile, head_dim_v>()` gives it, and is instantiated for each shape of the engine.
 template <MatrixEngine kEngine, typename Make, size_t... i>
 AttentionLauncher find_launcher(const TileShape& shape, const Make& make, std::index_sequence<i...>) {
   AttentionLauncher found = nullptr;
   const auto match = [&]<size_t kIndex>() {
     constexpr TileShape kShape = kTileShapes[kIndex];
     if constexpr (kShape.engine == kEngine) {
-      if (shape.head_dim == kShape.head_dim && shape.m_tile == kShape.m_tile)
-        found = make.template operator()<kShape.head_dim, kShape.m_tile>();
+      if (shape.head_dim == kShape.head_dim && shape.head_dim_v == kShape.head_dim_v && shape.m_tile == kShape.m_tile)
+        found = make.template operator()<kShape.head_dim, kShape.m_tile, kShape.head_dim_v>();
     }
   };
   (match.template operator()<i>(), ...);

@@ -26,7 +26,7 @@ struct JoinedColumns {
       const int32_t number = min_of(begin + i, end - 1);
       const Piece piece = pieces.of(owner + number, number == 0);
       states[i] = __ldcg(piece.states + row);
-      outs[i] = __ldcg(reinterpret_cast<const float4*>(piece.out + row * pieces.head_dim + column));
+      outs[i] = __ldcg(reinterpret_cast<const float4*>(piece.out + row * pieces.head_dim_v + column));
       top = fmaxf(top, states[i].x);
     }
     const float kept = weight_of(maximum, top);
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kJoinThreads)
   const SequenceWork work = sequence_work(call.work, cut.sequence);
   const RowTile tile = row_tile(p, work, cut.sequence, cut.row_tile, call.pieces.rows);
   const ToOutput<T> output{p, tile, call.out_aligned};
-  const uint32_t vectors = static_cast<uint32_t>(call.pieces.head_dim) / JoinedColumns::kColumns;
+  const uint32_t vectors = static_cast<uint32_t>(call.pieces.head_dim_v) / JoinedColumns::kColumns;
   for (uint32_t i = blockIdx.y * kJoinThreads + threadIdx.x; i < tile.rows * vectors; i += gridDim.y * kJoinThreads) {
     const uint32_t row = i / vectors, column = i % vectors * JoinedColumns::kColumns;
     JoinedColumns joined;

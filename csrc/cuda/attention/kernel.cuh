@@ -32,7 +32,7 @@ __device__ __forceinline__ KeyBounds find_views(const TreeAttentionParams& p, co
 template <typename I>
 __device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const CallShape& call, const RowTile& tile,
                                              int32_t begin, int32_t end, Shared<I>& shared, Accumulator<I>& sums) {
-  constexpr int kKeys = I::kShape.keys, kStagesInTile = kKvTile / kKeys;
+  constexpr int kKeys = I::kShape.keys;
   const uint32_t thread = ptx::thread_index(), warp = thread / 32;
   const int32_t key_of_thread = static_cast<int32_t>(thread), ring = call.stages;
   sums.clear();
@@ -45,29 +45,28 @@ __device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const
   load_q_tile<I>(p, tile, thread, call.q_aligned, scale < 0.0f, factor, shared.q, shared.factors);
   const KeyBounds bounds = find_views<I>(p, tile, thread, shared);
 
-  const int32_t first = max_of(begin * kStagesInTile, bounds.lowest / kKeys);
-  const int32_t last = min_of(end * kStagesInTile, ceil_div(bounds.highest, kKeys));  // one past it
-  for (int32_t i = key_of_thread; i < min_of(ring, last - first) * kKeys; i += I::kThreads) {
-    const int32_t key = first * kKeys + i;
+  const StageRange stages = StageRange::of<I>(bounds, begin, end);
+  for (int32_t i = key_of_thread; i < min_of(ring, stages.end - stages.first) * kKeys; i += I::kThreads) {
+    const int32_t key = stages.first * kKeys + i;
     const KeyReader& reader = shared.reader;
     shared.stage(i / kKeys).rows[i % kKeys] = reader.row<typename I::Kv>(p, key, reader.page(key));
   }
   __syncthreads();
   for (int s = 0; s < ring - 1; ++s) {
-    if (first + s < last) copy_stage<I>(shared.stage(s), thread);
+    if (stages.first + s < stages.end) copy_stage<I>(shared.stage(s), thread);
     ptx::cp_async_commit();
   }
 
   const bool has_rows = warp % I::kShape.row_warps * I::kShape.warp_rows() < tile.rows;
   int now = 0;  // the place of stage i in the ring
-  for (int32_t i = first; i < last; ++i) {
+  for (int32_t i = stages.first; i < stages.end; ++i) {
     wait_for_stage(ring);
     __syncthreads();
     const int32_t first_key = i * kKeys, later_key = first_key + ring * kKeys + key_of_thread;
-    const bool reads_page = thread < kKeys && i + ring < last;
+    const bool reads_page = thread < kKeys && i + ring < stages.end;
     const int32_t page = reads_page ? shared.reader.page(later_key) : -1;
     const auto start_copies = [&] {
-      if (i + ring - 1 < last) copy_stage<I>(shared.stage(now == 0 ? ring - 1 : now - 1), thread);
+      if (i + ring - 1 < stages.end) copy_stage<I>(shared.stage(now == 0 ? ring - 1 : now - 1), thread);
       ptx::cp_async_commit();
     };
 
@@ -110,7 +109,7 @@ __device__ __forceinline__ void attend_piece(const TreeAttentionParams& p, const
     join<I>(parts, tile.rows, ToOutput<typename I::T>{p, tile, call.out_aligned});
   } else {
     const auto range = static_cast<int32_t>(blockIdx.x);
-    join<I>(parts, tile.rows, ToPiece{call.pieces.of(range, at.kv_tile == 0), I::kHeadDim});
+    join<I>(parts, tile.rows, ToPiece{call.pieces.of(range, at.kv_tile == 0), I::kHeadDimV});
   }
 }
 

@@ -45,7 +45,7 @@ __device__ __forceinline__ void consume_range(const TreeAttentionParams& p, cons
       store_rows<I>(sums, consumer.row(), tile.rows, ToOutput<typename I::T>{p, tile, call.out_aligned});
     } else {
       const auto range = static_cast<int32_t>(blockIdx.x);
-      store_rows<I>(sums, consumer.row(), tile.rows, ToPiece{call.pieces.of(range, at.kv_tile == 0), I::kHeadDim});
+      store_rows<I>(sums, consumer.row(), tile.rows, ToPiece{call.pieces.of(range, at.kv_tile == 0), I::kHeadDimV});
     }
     return at;
   });

@@ -19,7 +19,7 @@ struct WarpParts {
 
   // A chunk has four columns. Its place depends on the row, so that a column of 8 rows covers all banks.
   static __device__ __forceinline__ uint32_t offset(uint32_t part, uint32_t row, uint32_t column) {
-    constexpr uint32_t kChunks = I::kHeadDim / 4;
+    constexpr uint32_t kChunks = I::kHeadDimV / 4;
     return ((part * I::kMTile + row) * kChunks + (column / 4 ^ row % 8)) * 4 + column % 4;
   }
   __device__ __forceinline__ float2 state(uint32_t part, uint32_t row) const {
@@ -41,7 +41,7 @@ struct WarpParts {
         const float sum = quad_sum(sums.sum[a][half]);
         if (lane % 4 == 0) shared.states[part * I::kMTile + row] = make_float2(sums.maximum[a][half], sum);
 #pragma unroll
-        for (uint32_t column = 0; column < I::kHeadDim; column += 16) {
+        for (uint32_t column = 0; column < I::kHeadDimV; column += 16) {
 #pragma unroll
           for (uint32_t i = 0; i < 2; ++i) {
             const ColumnPair pair = accumulator_columns<typename I::Kv>(sums.out[a][column / 8],
@@ -82,7 +82,7 @@ struct JoinedState {
 // the thread stores column 0 and with it what belongs to the row.
 struct ToPiece {
   Piece piece;
-  uint32_t head_dim;
+  uint32_t head_dim_v;
 
   struct Row {
     float* to;
@@ -98,7 +98,7 @@ struct ToPiece {
   };
   __device__ __forceinline__ Row row(uint32_t row, float maximum, float sum, bool has_first) const {
     if (has_first) piece.states[row] = make_float2(maximum, sum);
-    return {piece.out + row * head_dim};
+    return {piece.out + row * head_dim_v};
   }
 };
 
@@ -150,7 +150,7 @@ struct ToOutput {
 
 template <typename I, typename Target>
 __device__ __forceinline__ void join(const WarpParts<I>& parts, uint32_t rows, const Target& target) {
-  constexpr uint32_t kVectors = I::kHeadDim / 8;
+  constexpr uint32_t kVectors = I::kHeadDimV / 8;
   using State = JoinedState<I>;
   for (uint32_t i = ptx::thread_index(); i < rows * kVectors; i += I::kThreads) {
     const uint32_t row = i / kVectors, column = i % kVectors * 8;
@@ -182,7 +182,7 @@ __device__ __forceinline__ void clear_tokens(const TreeAttentionParams& p, int64
   for (int64_t row = first; row < end * heads; row += gridDim.x) {
     const int64_t token = row / heads, head = row % heads;
     uint16_t* out = static_cast<uint16_t*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
-    for (int d = static_cast<int>(threadIdx.x); d < I::kHeadDim; d += I::kThreads) out[d] = 0;
+    for (int d = static_cast<int>(threadIdx.x); d < I::kHeadDimV; d += I::kThreads) out[d] = 0;
     if (threadIdx.x == 0 && p.lse != nullptr) {
       p.lse[token * p.lse_token_stride + head * p.lse_head_stride] = -kInfinity;
     }

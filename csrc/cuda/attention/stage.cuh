@@ -16,7 +16,7 @@ struct InstanceOf {
   // Rows of Q that are multiplied in another type are scaled to its range, each by its own power of two.
   static constexpr bool kScalesRows = !std::is_same_v<T, M>;
   static constexpr TileShape kShape = kTileShape;
-  static constexpr int kHeadDim = kShape.head_dim, kMTile = kShape.m_tile;
+  static constexpr int kHeadDim = kShape.head_dim, kHeadDimV = kShape.head_dim_v, kMTile = kShape.m_tile;
   static constexpr int kThreads = kShape.threads();
   static constexpr int kWarpKeys = kShape.warp_keys();
   static constexpr int kAtoms = kShape.warp_rows() / 16;  // blocks of 16 rows per warp
@@ -25,10 +25,23 @@ struct InstanceOf {
 };
 
 // One of the kernel for mma.sync.
-template <typename T, typename Kv, int kHeadDim, int kMTile>
-struct Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kMmaSync, kHeadDim, kMTile)> {
+template <typename T, typename Kv, int kHeadDim, int kMTile, int kHeadDimV = kHeadDim>
+struct Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kMmaSync, kHeadDim, kHeadDimV, kMTile)> {
   using QRows = Panels<kHeadDim * 2, kMTile>;
-  using KvRows = Panels<kHeadDim* static_cast<int>(sizeof(Kv)), Instance::kShape.keys>;
+  using KRows = Panels<kHeadDim* static_cast<int>(sizeof(Kv)), Instance::kShape.keys>;
+  using VRows = Panels<kHeadDimV* static_cast<int>(sizeof(Kv)), Instance::kShape.keys>;
+};
+
+// The stages [first, end) of a row tile's KV tiles that hold keys which a row sees.
+struct StageRange {
+  int32_t first, end;
+
+  template <typename I>
+  __device__ __forceinline__ static StageRange of(const KeyBounds& bounds, int32_t kv_begin, int32_t kv_end) {
+    constexpr int kKeys = I::kShape.keys, kStagesInTile = kKvTile / kKeys;
+    return {max_of(kv_begin * kStagesInTile, bounds.lowest / kKeys),
+            min_of(kv_end * kStagesInTile, ceil_div(bounds.highest, kKeys))};
+  }
 };
 
 // The addresses of a key's K and V rows, which are read together; null: the rows read as zero.
@@ -84,8 +97,8 @@ __device__ __forceinline__ float score_factor(const TreeAttentionParams& p, floa
 
 template <typename I>
 struct alignas(16) Stage {
-  unsigned char k[I::KvRows::kBytes];
-  unsigned char v[I::KvRows::kBytes];
+  unsigned char k[I::KRows::kBytes];
+  unsigned char v[I::VRows::kBytes];
   KeyRow rows[I::kShape.keys];  // of the stage that comes to this place next
 };
 
@@ -182,15 +195,24 @@ __device__ __forceinline__ void load_q_tile(const TreeAttentionParams& p, const 
 // Starts the copies of a stage. Its row addresses must be known.
 template <typename I>
 __device__ __forceinline__ void copy_stage(Stage<I>& stage, uint32_t thread) {
-  using Rows = typename I::KvRows;
   const uint32_t k = ptx::smem_addr(stage.k), v = ptx::smem_addr(stage.v);
-  Rows::template for_each_chunk<I::kThreads>(
-      thread, [&](uint32_t key) { return bits_as<KeyRow>(*reinterpret_cast<const uint4*>(&stage.rows[key])); },
-      [&](const KeyRow& row, uint32_t chunk, uint32_t offset) {
-        const bool known = row.k != nullptr;
-        ptx::cp_async_16(k + offset, row.k + chunk * 16, known);
-        ptx::cp_async_16(v + offset, row.v + chunk * 16, known);
-      });
+  const auto row_of = [&](uint32_t key) { return bits_as<KeyRow>(*reinterpret_cast<const uint4*>(&stage.rows[key])); };
+  const auto copy_k = [&](const KeyRow& row, uint32_t chunk, uint32_t offset) {
+    ptx::cp_async_16(k + offset, row.k + chunk * 16, row.k != nullptr);
+  };
+  const auto copy_v = [&](const KeyRow& row, uint32_t chunk, uint32_t offset) {
+    ptx::cp_async_16(v + offset, row.v + chunk * 16, row.v != nullptr);
+  };
+  if constexpr (I::kHeadDim == I::kHeadDimV) {
+    I::KRows::template for_each_chunk<I::kThreads>(thread, row_of,
+                                                   [&](const KeyRow& row, uint32_t chunk, uint32_t offset) {
+                                                     copy_k(row, chunk, offset);
+                                                     copy_v(row, chunk, offset);
+                                                   });
+  } else {
+    I::KRows::template for_each_chunk<I::kThreads>(thread, row_of, copy_k);
+    I::VRows::template for_each_chunk<I::kThreads>(thread, row_of, copy_v);
+  }
 }
 
 // Waits until all but the newest `stages` - 2 groups of copies have arrived.

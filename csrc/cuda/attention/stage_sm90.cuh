@@ -8,9 +8,9 @@
 namespace pagedtree::cuda {
 
 // One instance of the kernel for wgmma.
-template <typename T, typename Kv, int kHeadDim, int kMTile>
-struct Sm90Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDim, kMTile)> {
-  using Base = InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDim, kMTile)>;
+template <typename T, typename Kv, int kHeadDim, int kMTile, int kHeadDimV = kHeadDim>
+struct Sm90Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDim, kHeadDimV, kMTile)> {
+  using Base = InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDim, kHeadDimV, kMTile)>;
   static constexpr int kConsumers = Base::kShape.warps() * 32;           // threads
   static constexpr int kProducers = Base::kShape.producer_warps() * 32;  // threads
   static constexpr int kGroupRows = 64;                                  // that four warps multiply together
@@ -121,18 +121,6 @@ struct RingPlace {
       stage = 0;
       parity ^= 1;
     }
-  }
-};
-
-// The stages [first, end) of a row tile that hold keys which a row sees.
-struct StageRange {
-  int32_t first, end;
-
-  template <typename I>
-  __device__ __forceinline__ static StageRange of(const KeyBounds& bounds, int32_t kv_begin, int32_t kv_end) {
-    constexpr int kKeys = I::kShape.keys, kStagesInTile = kKvTile / kKeys;
-    return {max_of(kv_begin * kStagesInTile, bounds.lowest / kKeys),
-            min_of(kv_end * kStagesInTile, ceil_div(bounds.highest, kKeys))};
   }
 };
 

@@ -12,12 +12,11 @@ namespace {
 // Prefetches the part of the rows that belongs to row r of the tile: spread over the arithmetic of all rows, no
 // prefetch has to wait.
 void prefetch_for_row(const TreeAttentionParams& p, const RowTile& tile, int32_t r, const KeyRows& next) {
-  const int64_t bytes = p.head_dim * element_size(p.kv_dtype);
+  const int64_t size = element_size(p.kv_dtype), k_bytes = p.head_dim * size;
+  const int64_t v_bytes = p.latent ? 0 : p.head_dim_v * size;
   for (int64_t key = r * kKvTile / tile.rows; key < (r + 1) * kKvTile / tile.rows; ++key) {
-    for (int64_t i = 0; i < bytes; i += 64) {
-      __builtin_prefetch(next.k[key] + i, 0, 2);
-      __builtin_prefetch(next.v[key] + i, 0, 2);
-    }
+    for (int64_t i = 0; i < k_bytes; i += 64) __builtin_prefetch(next.k[key] + i, 0, 2);
+    for (int64_t i = 0; i < v_bytes; i += 64) __builtin_prefetch(next.v[key] + i, 0, 2);
   }
 }
 
@@ -46,13 +45,13 @@ void attend_with(const TreeAttentionParams& p, const RowTile& tile, int64_t begi
   const auto each_head = [&](const auto& body) {
     for (int32_t h = 0; h < tile.heads; ++h) {
       const RowTile head = tile.only(h);
-      const Workspace head_ws = ws.from_row(int64_t{h} * tile.rows, p.head_dim);
+      const Workspace head_ws = ws.from_row(int64_t{h} * tile.rows, p.head_dim, p.head_dim_v);
       body(h, head, head_ws, Engine(p, head, head_ws));
     }
   };
   each_head([&](int32_t, const RowTile& head, const Workspace& head_ws, const Engine& engine) {
     engine.load_q();
-    for (int64_t i = 0; i < head.rows * p.head_dim; i += kLanes) store(head_ws.out + i, splat(0.0f));
+    for (int64_t i = 0; i < head.rows * p.head_dim_v; i += kLanes) store(head_ws.out + i, splat(0.0f));
     for (int32_t r = 0; r < head.rows; ++r) head_ws.states[r] = {-kInfinity, 0.0f};
   });
 
@@ -106,7 +105,7 @@ void attend_tiles(const TreeAttentionParams& p, const RowTile& tile, int64_t beg
 
 void keep_piece(const TreeAttentionParams& p, const RowTile& tile, const Workspace& ws, const Piece& piece) {
   const int32_t rows = tile.heads * tile.rows;
-  for (int64_t i = 0; i < rows * p.head_dim; i += kLanes) store(piece.out + i, load(ws.out + i));
+  for (int64_t i = 0; i < rows * p.head_dim_v; i += kLanes) store(piece.out + i, load(ws.out + i));
   for (int32_t r = 0; r < rows; ++r) {
     piece.maximum[r] = ws.states[r].maximum;
     piece.sum[r] = ws.states[r].sum;
@@ -118,7 +117,7 @@ void keep_piece(const TreeAttentionParams& p, const RowTile& tile, const Workspa
 void attend(const TreeAttentionParams& p, const AttentionRange& range) {
   const AttentionRanges& ranges = *range.ranges;
   const WorkPosition start = ranges.starts[range.index], stop = ranges.starts[range.index + 1];
-  const Workspace ws(range.workspace, p.head_dim);
+  const Workspace ws(range.workspace, p.head_dim, p.head_dim_v);
 #if defined(PAGEDTREE_BF16_GEMM)
   [[maybe_unused]] const TileSession session;
 #endif
@@ -138,7 +137,7 @@ void attend(const TreeAttentionParams& p, const AttentionRange& range) {
         keep_piece(p, tile, ws, ranges.piece(range.index, AttentionRanges::kTail));
       } else {
         for (int32_t r = 0; r < tile.heads * tile.rows; ++r) {
-          finish_row(p, tile.only(r / tile.rows), r % tile.rows, ws.out + r * p.head_dim, ws.states[r].maximum,
+          finish_row(p, tile.only(r / tile.rows), r % tile.rows, ws.out + r * p.head_dim_v, ws.states[r].maximum,
                      ws.states[r].sum);
         }
       }

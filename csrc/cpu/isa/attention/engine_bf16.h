@@ -49,7 +49,7 @@ static inline void pack_k_pairs(const char* const* rows, int64_t head_dim, uint1
   }
 }
 
-// V: panels of columns [D / 16, kKvTile / 2, 16, 2].
+// V: panels of columns [Dv / 16, kKvTile / 2, 16, 2].
 template <DType kType>
 static inline void pack_v_pairs(const char* const* rows, int64_t head_dim, uint16_t* packed) {
   constexpr int64_t kSize = element_size(kType);
@@ -97,12 +97,12 @@ class Bf16Engine {
 
   void accumulate(const KeyRows& keys, const KeyRows&) const {
     if (p_.kv_dtype == DType::kBFloat16) {
-      pack_v_pairs<DType::kBFloat16>(keys.v, p_.head_dim, half(ws_.v));
+      pack_v_pairs<DType::kBFloat16>(keys.v, p_.head_dim_v, half(ws_.v));
     } else {
-      pack_v_pairs<DType::kFloat8E4M3>(keys.v, p_.head_dim, half(ws_.v));
+      pack_v_pairs<DType::kFloat8E4M3>(keys.v, p_.head_dim_v, half(ws_.v));
     }
-    gemm_bf16<true>(weights_, kKvTile, half(ws_.v), kKvTile, ws_.factors, ws_.out, p_.head_dim, tile_.rows,
-                    p_.head_dim);
+    gemm_bf16<true>(weights_, kKvTile, half(ws_.v), kKvTile, ws_.factors, ws_.out, p_.head_dim_v,
+                    tile_.rows, p_.head_dim_v);
   }
 
   void finish() const {}

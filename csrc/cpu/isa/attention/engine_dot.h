@@ -198,13 +198,13 @@ class DotEngine {
 
   void accumulate(const KeyRows& keys, const KeyRows& next) const {
     for_row_groups(tile_.rows, [&]<int kGroup>(int64_t r) {
-      add_weighted_rows<FloatBlocks<kType>, kGroup, kKvTile>(ws_.scores + r * kKvTile, keys.v, next.v, p_.head_dim,
-                                                             ws_.factors + r, ws_.out + r * p_.head_dim);
+      add_weighted_rows<FloatBlocks<kType>, kGroup, kKvTile>(ws_.scores + r * kKvTile, keys.v, next.v, p_.head_dim_v,
+                                                             ws_.factors + r, ws_.out + r * p_.head_dim_v);
     });
   }
 
   void finish() const {
-    for (int64_t r = 0; r < tile_.rows; ++r) restore_order<kType>(ws_.out + r * p_.head_dim, p_.head_dim);
+    for (int64_t r = 0; r < tile_.rows; ++r) restore_order<kType>(ws_.out + r * p_.head_dim_v, p_.head_dim_v);
   }
 
  private:

@@ -27,7 +27,7 @@ static inline void pack_k(const char* const* rows, int64_t head_dim, float* pack
   }
 }
 
-// V: panels of columns [D / kPanel, kKvTile, kPanel].
+// V: panels of columns [Dv / kPanel, kKvTile, kPanel].
 template <DType kType>
 static inline void pack_v(const char* const* rows, int64_t head_dim, float* packed) {
   constexpr int64_t kSize = element_size(kType);
@@ -65,8 +65,9 @@ class Fp32Engine {
   void store_weights(int64_t r, int64_t key, vfloat weights) const { store(ws_.scores + r * kKvTile + key, weights); }
 
   void accumulate(const KeyRows& keys, const KeyRows&) const {
-    with_dtype(p_.kv_dtype, [&]<DType kType>() { pack_v<kType>(keys.v, p_.head_dim, ws_.v); });
-    gemm<true>(ws_.scores, kKvTile, ws_.v, kKvTile, ws_.factors, ws_.out, p_.head_dim, tile_.rows, p_.head_dim);
+    with_dtype(p_.kv_dtype, [&]<DType kType>() { pack_v<kType>(keys.v, p_.head_dim_v, ws_.v); });
+    gemm<true>(ws_.scores, kKvTile, ws_.v, kKvTile, ws_.factors, ws_.out, p_.head_dim_v, tile_.rows,
+               p_.head_dim_v);
   }
 
   void finish() const {}

@@ -51,16 +51,16 @@ void merge_pieces(const TreeAttentionParams& p, const AttentionRanges& ranges, i
   }
 
   const RowTile tile = row_tile(p, ranges.shape, stop.sequence, stop.row_tile);
-  alignas(kScratchAlignment) float out[256];
+  alignas(kScratchAlignment) float out[kMaxHeadDimV];
   for (int32_t r = 0; r < tile.heads * tile.rows; ++r) {
     float top = -kInfinity, sum = 0.0f;
     for (int32_t i = 0; i < count; ++i) top = __builtin_fmaxf(top, pieces[i].maximum[r]);
-    for (int64_t d = 0; d < p.head_dim; d += kLanes) store(out + d, splat(0.0f));
+    for (int64_t d = 0; d < p.head_dim_v; d += kLanes) store(out + d, splat(0.0f));
     for (int32_t i = 0; i < count; ++i) {
       const float weight = weight_of(pieces[i].maximum[r], top);
       if (weight == 0.0f) continue;
       sum += weight * pieces[i].sum[r];
-      add_scaled(out, pieces[i].out + r * p.head_dim, p.head_dim, weight);
+      add_scaled(out, pieces[i].out + r * p.head_dim_v, p.head_dim_v, weight);
     }
     finish_row(p, tile.only(r / tile.rows), r % tile.rows, out, top, sum);
   }

@@ -10,7 +10,8 @@
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
 // Zeros that are read instead of K or V rows that no row sees or that no page holds.
-alignas(64) static constexpr char kZeroRow[256 * 4] = {};
+constexpr int64_t kMaxHeadDim = 576, kMaxHeadDimV = 512;
+alignas(64) static constexpr char kZeroRow[kMaxHeadDim * 4] = {};
 
 struct RowTile {
   int64_t sequence;
@@ -172,7 +173,7 @@ static inline void finish_row(const TreeAttentionParams& p, const RowTile& tile,
   with_dtype(p.q_dtype, [&]<DType kType>() {
     if constexpr (kType != DType::kFloat8E4M3) {
       char* row = static_cast<char*>(p.out) + offset * element_size(kType);
-      for (int64_t d = 0; d < p.head_dim; d += kLanes) {
+      for (int64_t d = 0; d < p.head_dim_v; d += kLanes) {
         store_float<kType>(row + d * element_size(kType), load(out + d) * scale);
       }
     }

@@ -13,27 +13,27 @@ struct RowState {
 
 // Operands in the layouts of the engine that uses them: q, k, v and weights may hold a narrower type than fp32.
 struct Workspace {
-  float *q, *k, *v;  // [kMTile, D], [kKvTile, D], [kKvTile, D]
+  float *q, *k, *v;  // [kMTile, D], [kKvTile, D], [kKvTile, Dv]
   float* scores;     // [kMTile, kKvTile], overwritten by the softmax weights
-  float* out;        // [kMTile, D], unnormalised
+  float* out;        // [kMTile, Dv], unnormalised
   float* factors;    // [kMTile], the factors of what `out` held before the tile
   RowState* states;  // [kMTile]
 
-  Workspace(void* memory, int64_t head_dim) {
+  Workspace(void* memory, int64_t head_dim, int64_t head_dim_v) {
     q = static_cast<float*>(memory);
     out = q + kMTile * head_dim;
-    k = out + kMTile * head_dim;
+    k = out + kMTile * head_dim_v;
     v = k + kKvTile * head_dim;
-    scores = v + kKvTile * head_dim;
+    scores = v + kKvTile * head_dim_v;
     factors = scores + kMTile * kKvTile;
     states = reinterpret_cast<RowState*>(factors + kMTile);
   }
 
   // The workspace of the rows from r on.
-  Workspace from_row(int64_t r, int64_t head_dim) const {
+  Workspace from_row(int64_t r, int64_t head_dim, int64_t head_dim_v) const {
     Workspace rest = *this;
     rest.q += r * head_dim;
-    rest.out += r * head_dim;
+    rest.out += r * head_dim_v;
     rest.scores += r * kKvTile;
     rest.factors += r;
     rest.states += r;

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from pagedtree import DraftTree, attention_plan, merge_states, reference, tree_attention
-from pagedtree.check.case import CPU, Case, Difference, NotApplicable, Place, Results, environment, relative, within
+from pagedtree.check.case import CPU, Case, Difference, Place, Results, environment, relative, within
+from pagedtree.check.cases import instructions_sm90
 from pagedtree.check.cases.inputs import (
     DTYPES,
     LAYOUTS,
@@ -266,7 +267,7 @@ def _attention(
 ) -> Case:  # fmt: skip
     """change(arguments) edits them in place; plan(arguments) makes one; into: the result goes into a strided `out`.
 
-    Under the engine "wgmma" there must be a GPU for it; with "" the environment chooses the engine.
+    The engine "wgmma" applies where code for 9.0a runs; with "" the environment chooses the engine.
     """
 
     def arguments(place: Place, wide: bool) -> dict[str, Any]:
@@ -278,8 +279,8 @@ def _attention(
     def call(place: Place, wide: bool = False) -> Results:
         if not engine or place.backend == "cpu":
             return call_on_engine(place, wide)
-        if engine == WGMMA and place.device.type == "cuda" and torch.cuda.get_device_capability(place.device) != (9, 0):
-            raise NotApplicable("wgmma is for GPUs of compute capability 9.0")
+        if engine == WGMMA:
+            instructions_sm90.check_applies(place)
         with environment("PAGEDTREE_ENGINE", engine):
             return call_on_engine(place, wide)
 

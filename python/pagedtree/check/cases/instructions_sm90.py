@@ -17,6 +17,7 @@ from torch import Tensor
 from pagedtree.check.case import Case, NotApplicable, Place
 from pagedtree.check.cases import instructions
 from pagedtree.check.cases.instructions import Words, as_tensor, instruction_case
+from pagedtree.testing import backends
 
 TABLE = "pagedtree_instructions_sm90"
 # Of the warpgroup: what is given in all, as `Words` of instructions_sm90.cu has it, and what each thread gives.
@@ -283,15 +284,21 @@ def _case(name: str, make: Callable[[], list[Vector]]) -> Case:
     vectors = lru_cache(make)
 
     def run(place: Place) -> Tensor:
-        _check_applies(place)
+        check_applies(place)
         found = (instructions.run_instruction(name, given, place, TABLE)[0] for given, _ in vectors())
         return torch.cat([as_tensor(words) for words in found])
 
     return instruction_case(name, run, lambda: np.stack([expected for _, expected in vectors()]))
 
 
-def _check_applies(place: Place) -> None:
-    if not instructions.has_table(place.backend, TABLE):
-        raise NotApplicable("this build has no code for 9.0a")
-    if place.device.type == "cuda" and torch.cuda.get_device_capability(place.device) != (9, 0):
-        raise NotApplicable("only on GPUs of compute capability 9.0")
+def absent(place: Place) -> str | None:
+    """None, or why the place does not run code for 9.0a."""
+    is_gpu = place.device.type == "cuda"
+    if place.backend not in backends() or (is_gpu and torch.cuda.get_device_capability(place.device) != (9, 0)):
+        return "only on GPUs of compute capability 9.0"
+    return None if instructions.has_table(place.backend, TABLE) else "this build has no code for 9.0a"
+
+
+def check_applies(place: Place) -> None:
+    if reason := absent(place):
+        raise NotApplicable(reason)

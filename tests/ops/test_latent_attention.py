@@ -1,0 +1,208 @@
+"""tree_attention with values of another width than the keys, and over latent caches, whose rows are both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attention_case import LAYOUTS, Case, Target, check, once_per_backend, random_tree
+from torch import Tensor
+
+from pagedtree import DraftTree, attention_plan, tree_attention
+
+RNG = np.random.default_rng(11)
+CHAIN, BINARY, RANDOM = DraftTree.chain(5), DraftTree.full([2, 2, 2]), random_tree(RNG, 40)
+MIXED = [BINARY, "causal", RANDOM, (RANDOM, 6), CHAIN, "causal"]
+PREFIXES = [0, 130, 61, 300, 1, 0]
+PAIRS = [(192, 128), (512, 512), (576, 512)]
+LATENT = [(512, 512), (576, 512)]
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FP8 = torch.float8_e4m3fn
+
+
+def latent_case(target: Target, prefixes: list[int], kinds: list[Any], **options: Any) -> Case:
+    options = {"head_dim": 576, "head_dim_v": 512, "heads": (6, 1), "latent": True, **options}
+    return target.case(prefixes, kinds, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dims", PAIRS, ids=str)
+def test_values_of_another_width(target: Target, dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    """Keys and values apart, with several KV heads; NaN where nobody may read."""
+    case = target.case(PREFIXES, MIXED, dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], poison=float("nan"))
+    check(case.build())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dims", LATENT, ids=str)
+def test_latent_cache(target: Target, dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    options = {"dtype": dtype, "head_dim": dims[0], "head_dim_v": dims[1]}
+    check(latent_case(target, PREFIXES, MIXED, poison=float("nan"), **options).build())
+
+
+@once_per_backend
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=str)
+def test_narrow_latent_cache(target: Target, dims: tuple[int, int]) -> None:
+    check(latent_case(target, PREFIXES, MIXED, head_dim=dims[0], head_dim_v=dims[1], poison=float("nan")).build())
+
+
+@pytest.mark.parametrize("heads", [1, 3, 16, 71, 128])
+def test_heads(target: Target, heads: int) -> None:
+    """Query heads share the one KV head, up to 128 in DeepSeek-V3: few rows, and tiles that end inside a token."""
+    for dtype in target.dtypes[-2:]:
+        case = latent_case(target, [100, 5], [DraftTree([-1, 0, 0]), "causal"], heads=(heads, 1), dtype=dtype)
+        case.causal_queries = 1
+        check(case.build())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("page_size", [1, 7, 16, 61])
+@once_per_backend
+def test_page_sizes_and_layouts(target: Target, page_size: int, layout: str) -> None:
+    dtype = target.dtypes[page_size % len(target.dtypes)]
+    options = {"page_size": page_size, "layout": layout, "dtype": dtype, "poison": float("inf")}
+    check(latent_case(target, PREFIXES, MIXED, **options).build())
+
+
+def test_every_phase_of_the_length(target: Target) -> None:
+    lengths = [*range(15, 18), *range(28, 36), *range(58, 68)]
+    trees = [DraftTree([-1, 0, 0, 1, 2, 2]) for _ in lengths]
+    check(latent_case(target, lengths, trees, page_size=7, heads=(2, 1), poison=float("nan")).build())
+
+
+@pytest.mark.parametrize("window", [1, 3, 64, 100, 1000])
+@once_per_backend
+def test_windows(target: Target, window: int) -> None:
+    check(latent_case(target, PREFIXES, MIXED, poison=float("nan")).build(window=window))
+
+
+@once_per_backend
+def test_keys_that_no_row_sees_may_hold_anything(target: Target) -> None:
+    """Nodes of a tree that are no ancestors of its newest, behind a window: NaN in the middle of the sequence."""
+    for dtype in target.dtypes:
+        case = latent_case(target, [300, 200, 100], [(RANDOM, 6), "causal", BINARY], dtype=dtype).build(window=40)
+        q, seen = case["q"], {}
+        expected = tree_attention(**case)
+        for b, (s, n) in enumerate(zip(case["seq_lens"].tolist(), case["cu_seqlens_q"].diff().tolist(), strict=True)):
+            seen[b] = s - 60 - n  # keys before it lie outside every window
+            for position in range(max(seen[b], 0)):
+                page = int(case["page_table"][b, position // 16])
+                case["k_cache"][page, position % 16] = float("nan")
+        assert q.numel() and torch.equal(tree_attention(**case), expected)
+
+
+@pytest.mark.parametrize("dims", PAIRS, ids=str)
+def test_all_options(target: Target, dims: tuple[int, int]) -> None:
+    """Sinks, a scale, odd queries' strides, padding; softcap where K and V lie apart."""
+    generator = torch.Generator("cpu").manual_seed(5)
+    dtype = target.dtypes[-1]
+    case = target.case([70, 200], [RANDOM, "causal"], dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], padding=3)
+    built = case.build(softcap=15.0, scale=0.3)
+    heads = built["q"].shape[1]
+    built["sinks"] = torch.randn(heads, generator=generator, device="cpu").to(target.device)
+    wide = built["q"].new_zeros((built["q"].shape[0], heads + 1, dims[0] + 3))
+    wide[:, 1:, 3:] = built["q"]
+    check({**built, "q": wide[:, 1:, 3:]})
+
+
+@pytest.mark.parametrize("dims", PAIRS, ids=str)
+@pytest.mark.parametrize("per_head", [False, True])
+def test_fp8(target: Target, dims: tuple[int, int], per_head: bool) -> None:
+    for dtype in target.dtypes[-2:]:
+        case = target.case(
+            [100, 61], [RANDOM, "causal"], dtype=dtype, cache_dtype=FP8, head_dim=dims[0], head_dim_v=dims[1]
+        ).build()
+        count = case["k_cache"].shape[2] if per_head else 1
+        scales = torch.tensor([0.5, 1.25], device=target.device)[:count]
+        check({**case, "k_scale": scales if per_head else scales[0], "v_scale": scales.flip(0)})
+
+
+@pytest.mark.parametrize("dims", LATENT, ids=str)
+def test_fp8_latent(target: Target, dims: tuple[int, int]) -> None:
+    """V's scale is K's unless it is given."""
+    options: dict[str, Any] = {"cache_dtype": FP8, "head_dim": dims[0], "head_dim_v": dims[1], "poison": float("nan")}
+    for dtype in target.dtypes[-2:]:
+        case = latent_case(target, [100, 61], [RANDOM, "causal"], dtype=dtype, **options).build()
+        k_scale, v_scale = torch.tensor([0.5, 2.0], device=target.device)
+        check({**case, "k_scale": k_scale})
+        check({**case, "k_scale": k_scale, "v_scale": v_scale})
+        out = tree_attention(**case, k_scale=k_scale)
+        assert torch.equal(out, tree_attention(**case, k_scale=k_scale, v_scale=k_scale))
+
+
+@once_per_backend
+def test_a_view_and_a_copy_agree(target: Target) -> None:
+    """What a latent call reads once is what two caches hold."""
+    case = latent_case(target, PREFIXES, MIXED).build()
+    out, lse = tree_attention(**case, return_lse=True)
+    copy = {**case, "v_cache": case["v_cache"].clone()}
+    again, lse_again = tree_attention(**copy, return_lse=True)
+    torch.testing.assert_close(again.float(), out.float(), **target.tolerance)
+    torch.testing.assert_close(lse_again, lse, atol=1e-5, rtol=1e-5)
+
+
+@once_per_backend
+def test_plan_and_hint(target: Target) -> None:
+    """Long sequences that are cut into pieces; a plan for the call gives the same bits as no plan."""
+    case = latent_case(target, [1500, 3, 700], [RANDOM, BINARY, "causal"], heads=(4, 1)).build()
+    expected, lse = tree_attention(**case, return_lse=True)
+    check(case)
+    hint = -(-case["q"].shape[0] // 3)
+    plan = attention_plan(
+        case["seq_lens"], case["cu_seqlens_q"], num_q_heads=4, num_kv_heads=1, head_dim=576, head_dim_v=512,
+        latent=True, page_size=16, max_seqlen_q=hint, tree_lens=case["tree_lens"],
+    )  # fmt: skip
+    out, planned_lse = tree_attention(**case, plan=plan, return_lse=True)
+    assert torch.equal(out, expected) and torch.equal(planned_lse, lse)
+    for hint in (0, 1, 40):
+        out = tree_attention(**case, max_seqlen_q=hint)
+        torch.testing.assert_close(out.float(), expected.float(), **target.tolerance)
+
+
+@once_per_backend
+def test_out_argument(target: Target) -> None:
+    case = latent_case(target, [100], [BINARY]).build()
+    expected = tree_attention(**case)
+    assert expected.shape == (*case["q"].shape[:2], 512)
+    wide = case["q"].new_zeros((*case["q"].shape[:2], 515))
+    out = tree_attention(**case, out=wide[..., 3:])
+    assert out.data_ptr() == wide[..., 3:].data_ptr() and torch.equal(out, expected) and not wide[..., :3].any()
+
+
+@once_per_backend
+def test_no_tokens_and_no_sequences(target: Target) -> None:
+    empty = latent_case(target, [], []).build()
+    assert tree_attention(**empty).shape == (0, 6, 512)
+    nobody = latent_case(target, [0], ["causal"])
+    nobody.causal_queries = 0
+    assert tree_attention(**nobody.build()).shape == (0, 6, 512)
+
+
+def changed(case: dict[str, Any], **tensors: Tensor) -> dict[str, Any]:
+    return {**case, **tensors}
+
+
+@once_per_backend
+def test_refusals(target: Target) -> None:
+    case = latent_case(target, [20], [BINARY]).build()
+    q, k, v = case["q"], case["k_cache"], case["v_cache"]
+    with pytest.raises(ValueError, match=r"`softcap` must be 0 where v_cache is a view of k_cache, got 30"):
+        tree_attention(**case, softcap=30.0)
+    with pytest.raises(ValueError, match=r"`v_cache` must be of head size 512 with K's 576, got 448"):
+        tree_attention(**changed(case, v_cache=v[..., :448]))
+    with pytest.raises(ValueError, match=r"`q` must be of head size 64, 96, 128, 192, 256, 512 or 576, got 320"):
+        tree_attention(**changed(case, q=q[..., :320], k_cache=k[..., :320]))
+    with pytest.raises(ValueError, match=r"`v_cache` must be of head size 192 or 128 with K's 192, got 64"):
+        tree_attention(**changed(case, q=q[..., :192], k_cache=k[..., :192], v_cache=k[..., :64]))
+    with pytest.raises(ValueError, match=r"`v_cache` must be of shape \[pages, page_size, Hkv, Dv\]"):
+        tree_attention(**changed(case, v_cache=v[0]))
+    with pytest.raises(ValueError, match="`out`"):
+        tree_attention(**case, out=torch.empty_like(q))
+    sizes = {"num_q_heads": 6, "num_kv_heads": 1, "page_size": 16, "max_seqlen_q": 7}
+    lengths = case["seq_lens"], case["cu_seqlens_q"]
+    with pytest.raises(ValueError, match=r"`head_dim_v` must be of head size 512 with K's 576, got 576"):
+        attention_plan(*lengths, head_dim=576, **sizes)
+    with pytest.raises(ValueError, match=r"`num_kv_heads` must be 1 for a latent cache, got 2"):
+        attention_plan(*lengths, head_dim=512, latent=True, **{**sizes, "num_kv_heads": 2})
