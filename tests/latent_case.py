@@ -45,11 +45,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", {"num_hidden_layers": 4, "first_k_dense_replace": 1}),
     "deepseek_v3, halves": ("deepseek_v3", {"rope_interleave": False, "first_k_dense_replace": 1, "q_lora_rank": None}),
     "deepseek_v3, yarn": ("deepseek_v3", {"rope_parameters": YARN, "first_k_dense_replace": 1}),
-    "deepseek_v2": ("deepseek_v2", {"first_k_dense_replace": 1, "q_lora_rank": None}),
-    "deepseek_v2, yarn": (
+    "deepseek_v2": (
         "deepseek_v2",
         {"first_k_dense_replace": 1, "rope_parameters": YARN, "topk_method": "group_limited_greedy"},
     ),
+    "deepseek_v2, unscaled": ("deepseek_v2", {"first_k_dense_replace": 1, "q_lora_rank": None}),
     "glm4_moe_lite": ("glm4_moe_lite", {"qk_nope_head_dim": 192, "v_head_dim": 256}),
 }
 

@@ -22,6 +22,7 @@ from generate_case import (
     tiny,
 )
 from latent_case import MODELS, tiny_latent
+from ranks import Ranks
 
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.integrations.transformers import (
@@ -30,6 +31,7 @@ from pagedtree.integrations.transformers import (
     PagedCache,
     continuous_batching,
     generate,
+    tensor_parallel,
 )
 from pagedtree.integrations.transformers import latent as latent_module
 from pagedtree.integrations.transformers.latent import latent_layers
@@ -83,7 +85,12 @@ def test_text_is_the_models_own(model, texts, seeded_texts, drafters, name):
         assert stats.mean_accepted > 1.0
 
 
-@pytest.mark.parametrize("name", list(MODELS)[1:])
+SLOW = ("deepseek_v2, unscaled", "deepseek_v3, yarn")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else []) for name in list(MODELS)[1:]]
+)
 def test_text_of_other_models(name):
     other, prompts = tiny_latent(name), prompts_of(LENGTHS)
     expected = [greedy(other, prompt) for prompt in prompts]
@@ -177,13 +184,37 @@ def test_half_precision_differs_only_where_logits_are_nearly_tied(dtype):
             assert top[0] - top[1] < 0.05 * top.abs().max()
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite"])
-def test_ordinary_passes_run_over_the_heads(name, texts):
-    """`model.generate` on our attention: (192, 128) and (256, 256) of keys and values, expanded by the model."""
-    served = tiny_latent(name)
-    expected = texts if name == "deepseek_v3" else [greedy(served, prompt) for prompt in prompts_of(LENGTHS)]
+def test_ordinary_passes_run_over_the_heads(texts):
+    """`model.generate` on our attention: keys of 192 columns and values of 128, expanded by the model."""
+    served = tiny_latent()
     served.set_attn_implementation("pagedtree")
-    assert [greedy(served, prompt) for prompt in prompts_of(LENGTHS)] == expected
+    assert [greedy(served, prompt) for prompt in prompts_of(LENGTHS)] == texts
+
+
+def on_a_rank(group, name, texts):
+    """The text of a model of which each rank keeps its part, and the rows of kv_b_proj that it kept."""
+    model = tiny_latent(name)
+    shards = tensor_parallel(model, group=group)
+    weight = latent_module._weight(latent_layers(model)[0])
+    sequences, _ = generate(
+        model, prompts_of(LENGTHS), drafter=Oracle(texts, 0.8), max_new_tokens=NEW_TOKENS, shards=shards
+    )
+    return lists(sequences), weight.shape[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2", "glm4_moe_lite"])
+def test_two_ranks(name, tmp_path):
+    """By transformers' plans the ranks split the heads, but those of DeepSeek-V3 stay whole on each."""
+    whole = tiny_latent(name)
+    texts = [greedy(whole, prompt) for prompt in prompts_of(LENGTHS)]
+    rows = latent_layers(whole)[0].kv_b_proj.weight.shape[0]
+    processes = Ranks(tmp_path, num_ranks=2)
+    try:
+        outcomes = processes.run(on_a_rank, 2, name, texts)
+    finally:
+        processes.close()
+    assert outcomes == [(texts, rows if name == "deepseek_v3" else rows // 2)] * 2
 
 
 @pytest.mark.parametrize("broken", ["rotated keys", "values"])
