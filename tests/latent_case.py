@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from generate_case import VOCAB
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 TINY: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -42,15 +41,16 @@ YARN = {
 }
 # Every way in which these models rotate, scale and project; the first layer is dense, the others have experts.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek_v3": ("deepseek_v3", {"num_hidden_layers": 4, "first_k_dense_replace": 1}),
-    "deepseek_v3, halves": ("deepseek_v3", {"rope_interleave": False, "first_k_dense_replace": 1, "q_lora_rank": None}),
-    "deepseek_v3, yarn": ("deepseek_v3", {"rope_parameters": YARN, "first_k_dense_replace": 1}),
+    "deepseek_v3": ("DeepseekV3", {"num_hidden_layers": 4, "first_k_dense_replace": 1}),
+    "deepseek_v3, halves": ("DeepseekV3", {"rope_interleave": False, "first_k_dense_replace": 1, "q_lora_rank": None}),
+    "deepseek_v3, yarn": ("DeepseekV3", {"rope_parameters": YARN, "first_k_dense_replace": 1}),
     "deepseek_v2": (
-        "deepseek_v2",
+        "DeepseekV2",
         {"first_k_dense_replace": 1, "rope_parameters": YARN, "topk_method": "group_limited_greedy"},
     ),
-    "deepseek_v2, unscaled": ("deepseek_v2", {"first_k_dense_replace": 1, "q_lora_rank": None}),
-    "glm4_moe_lite": ("glm4_moe_lite", {"qk_nope_head_dim": 192, "v_head_dim": 256}),
+    "deepseek_v2, unscaled": ("DeepseekV2", {"first_k_dense_replace": 1, "q_lora_rank": None}),
+    "glm4_moe_lite": ("Glm4MoeLite", {"qk_nope_head_dim": 192, "v_head_dim": 256}),
+    "mistral4": ("Mistral4", {"kv_lora_rank": 256, "qk_nope_head_dim": 64}),
 }
 
 
@@ -58,7 +58,8 @@ def tiny_latent(name: str = "deepseek_v3", **options: Any) -> Any:
     """One of MODELS on its own attention, in fp32."""
     kind, needed = MODELS[name]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**TINY, **needed, **options})).float().eval()
+    config = getattr(transformers, f"{kind}Config")(**{**TINY, **needed, **options})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     for parameter_name, parameter in model.named_parameters():
         if parameter.ndim > 1:  # otherwise greedy text repeats one token
             torch.nn.init.normal_(parameter, std=0.2)

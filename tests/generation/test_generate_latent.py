@@ -32,6 +32,7 @@ from pagedtree.integrations.transformers import (
     continuous_batching,
     generate,
     tensor_parallel,
+    tree_generate,
 )
 from pagedtree.integrations.transformers import latent as latent_module
 from pagedtree.integrations.transformers.latent import latent_layers
@@ -85,11 +86,12 @@ def test_text_is_the_models_own(model, texts, seeded_texts, drafters, name):
         assert stats.mean_accepted > 1.0
 
 
+OTHERS = [name for name in MODELS if name not in ("deepseek_v3", "mistral4")]
 SLOW = ("deepseek_v2, unscaled", "deepseek_v3, yarn")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else []) for name in list(MODELS)[1:]]
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else []) for name in OTHERS]
 )
 def test_text_of_other_models(name):
     other, prompts = tiny_latent(name), prompts_of(LENGTHS)
@@ -184,11 +186,21 @@ def test_half_precision_differs_only_where_logits_are_nearly_tied(dtype):
             assert top[0] - top[1] < 0.05 * top.abs().max()
 
 
-def test_ordinary_passes_run_over_the_heads(texts):
-    """`model.generate` on our attention: keys of 192 columns and values of 128, expanded by the model."""
+def test_other_ways_to_generate(texts):
+    """`model.generate` on our attention, whose keys of 192 columns and values of 128 the model expands, or drafted."""
     served = tiny_latent()
     served.set_attn_implementation("pagedtree")
     assert [greedy(served, prompt) for prompt in prompts_of(LENGTHS)] == texts
+    assert greedy(served, prompts_of(LENGTHS)[1], custom_generate=tree_generate) == texts[1]
+
+
+def test_heads_of_other_latents_are_cached():
+    """Mistral 4's keys and values are equally wide: 128 columns."""
+    other, prompts = tiny_latent("mistral4"), prompts_of(LENGTHS)
+    assert not latent_layers(other)
+    expected = [greedy(other, prompt) for prompt in prompts]
+    sequences, _ = generate(other, prompts, drafter=Oracle(expected, 0.8), max_new_tokens=NEW_TOKENS)
+    assert lists(sequences) == expected
 
 
 def on_a_rank(group, name, texts):
