@@ -84,6 +84,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size": [96] * 4,
         "activation_sparsity_pattern": [0.0] * 4,
     },
+    # Heads of 512 columns in full layers, whose keys are their values, and layers that read another one's.
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    },
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # Layers with and without a window, windows that only the masks have, and what most others are like.
 WINDOWS = [name for name in ("exaone4", "exaone_moe", "kolibri1", "phimoe", "qwen2_moe") if name in NAMES and IS_5]
 SERVED = [*WINDOWS, *(name for name in ("exaone4", "gemma2", "phi3", "gpt2") if name not in WINDOWS)]
+SERVED += [name for name in ("gemma4_text",) if name in NAMES]  # heads of 512 columns beside others
 INTERFACE = "expected layers that use transformers' attention interface, .* has its own"
 REFUSED = {
     "bart": "expected a forward that takes position_ids, that of BartForCausalLM does not",
