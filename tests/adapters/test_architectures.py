@@ -23,6 +23,7 @@ from transformers.masking_utils import (
 from pagedtree.integrations.transformers import ModelDrafter, continuous_batching, generate, tree_generate
 from pagedtree.integrations.transformers.attention import attention_forward
 from pagedtree.integrations.transformers.packed_mask import PackedMask
+from pagedtree.integrations.transformers.tensor_parallel import _repeat_kv_heads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -150,6 +151,13 @@ def test_a_layer_that_sees_another_mask_is_refused():
     )
     with pytest.raises(ValueError, match=r"got another one: a bias of the layer's own, or a mask that it makes itself"):
         generate(biased, [[1, 2, 3]], max_new_tokens=2)
+
+
+@pytest.mark.skipif("gemma4_text" not in NAMES, reason="transformers 4.57 has no such model")
+def test_heads_that_differ_from_layer_to_layer_are_not_repeated():
+    """More ranks than key and value heads; before anything is changed."""
+    with pytest.raises(ValueError, match=r"heads of each layer.*, got 2 for .* of \[\(2, 1, 64\), \(2, 1, 512\)\]"):
+        _repeat_kv_heads(tiny_model("gemma4_text"), 2)
 
 
 def test_each_window_is_needed(monkeypatch):
