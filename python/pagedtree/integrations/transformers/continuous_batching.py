@@ -52,7 +52,8 @@ def _check_cache(model: nn.Module) -> None:
     """Raises ValueError for latent attention whose keys and values are not as wide as transformers' cache."""
     latent: list[Any] = [module for module in model.modules() if hasattr(module, "kv_b_proj")]
     for module in latent:
-        expected, widths = module.config.head_dim, (module.qk_head_dim, module.v_head_dim)
+        expected = getattr(module.config, "head_dim", None)
+        widths = getattr(module, "qk_head_dim", None), getattr(module, "v_head_dim", None)
         if widths != (expected, expected):
             raise ValueError(
                 f"continuous batching: expected keys and values of the config's head_dim {expected}, for which"

@@ -36,9 +36,9 @@ def _is_served(module: Any) -> bool:
     name = type(module).__name__
     if hasattr(module, "indexer"):
         raise ValueError(f"model: expected latent attention to every token, but {name} chooses tokens by an indexer")
-    sizes = module.kv_lora_rank, module.qk_rope_head_dim
+    sizes = getattr(module, "kv_lora_rank", None), getattr(module, "qk_rope_head_dim", None)
     if sizes != (LATENT_DIM, ROPE_DIM) or not hasattr(module, "expand_kv"):
-        if module.qk_head_dim == module.v_head_dim:
+        if getattr(module, "qk_head_dim", 0) == getattr(module, "v_head_dim", None):
             return False
         raise ValueError(
             f"model: expected latent attention of kv_lora_rank {LATENT_DIM} and qk_rope_head_dim {ROPE_DIM}, as"
