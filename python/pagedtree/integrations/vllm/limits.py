@@ -22,6 +22,7 @@ def uses_trees(vllm_config: Any) -> bool:
 def check_config(vllm_config: Any) -> None:
     """Raises ValueError, naming the setting, where trees cannot run or nobody has tried."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    device = vllm_config.device_config.device_type
     wrong: list[tuple[str, Any, Any]] = [
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
         ("data_parallel_size", parallel.data_parallel_size, 1),
@@ -36,6 +37,7 @@ def check_config(vllm_config: Any) -> None:
         ("model (rotary positions of several dimensions)", bool(model.uses_mrope), False),
         ("model (recurrent state)", bool(model.has_inner_state), False),
         ("model (encoder and decoder)", bool(model.is_encoder_decoder), False),
+        ("model (latent attention on a GPU)", bool(model.use_mla and device != "cpu"), False),
     ]
     speculation = vllm_config.speculative_config
     if speculation is not None:
