@@ -10,7 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_case import TARGET, SamplingParams, accepted, engine, generate, metrics_of, runner_of, token_prompts
+from vllm_case import (
+    NGRAM,
+    TARGET,
+    SamplingParams,
+    accepted,
+    engine,
+    generate,
+    metrics_of,
+    prompt_logprobs,
+    runner_of,
+    token_prompts,
+    tree_options,
+)
 
 from pagedtree.integrations.vllm.attention import PagedTreeBackend
 from pagedtree.integrations.vllm.latent import PagedTreeLatentBackend
@@ -106,6 +118,30 @@ def test_greedy_output_is_stock(model, stock, heads):
     with engine(model=model, **oracle(stock), **heads) as llm:
         assert generate(llm, PROMPTS) == stock
         assert accepted(llm) > 12 * len(PROMPTS)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_drafters(deepseek, drafter):
+    path, expected = deepseek
+    with engine(model=path, **tree_options(drafter)) as llm:
+        assert generate(llm, PROMPTS) == expected
+        assert metrics_of(llm)["vllm:spec_decode_num_draft_tokens"] > 0
+
+
+def test_vllms_chains(deepseek):
+    path, expected = deepseek
+    with engine(model=path, **CUSTOM, speculative_config=NGRAM) as llm:
+        assert generate(llm, PROMPTS) == expected
+        assert metrics_of(llm)["vllm:spec_decode_num_drafts"] > 0
+
+
+def test_half_precision_is_as_exact_as_stock(deepseek):
+    """In bf16 errors are compared, as for ordinary heads."""
+    path, _ = deepseek
+    exact = prompt_logprobs(model=path, **STOCK)
+    stock_error = (prompt_logprobs(model=path, dtype="bfloat16", **STOCK) - exact).square().mean().sqrt()
+    error = (prompt_logprobs(model=path, dtype="bfloat16", **CUSTOM) - exact).square().mean().sqrt()
+    assert 0 < error < 1.25 * stock_error
 
 
 def test_vllms_rotary_op_depends_on_the_batch(deepseek):

@@ -87,6 +87,7 @@ class PagedTreeLatentImpl(MLAAttentionImpl[PagedTreeLatentMetadata]):
     ) -> None:
         unsupported = {
             "alibi_slopes": alibi_slopes,
+            "sliding_window": sliding_window,
             "logits_soft_cap": logits_soft_cap,
             "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
             "indexer": indexer,
@@ -100,7 +101,6 @@ class PagedTreeLatentImpl(MLAAttentionImpl[PagedTreeLatentMetadata]):
             raise NotImplementedError(f"pagedtree's latent backend: expected kv_lora_rank = 512, got {kv_lora_rank}")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.latent_size = kv_lora_rank
-        self.window = sliding_window or 0
 
     def do_kv_cache_update(
         self,
@@ -138,7 +138,6 @@ class PagedTreeLatentImpl(MLAAttentionImpl[PagedTreeLatentMetadata]):
             tree_lens=step.tree.tree_lens if step.tree is not None else None,
             max_seqlen_q=step.max_query_len,
             scale=self.scale,
-            window=self.window,
             plan=step.plan(self.num_heads, 1, self.head_size, cache.shape[1], self.latent_size),
         )
         assert isinstance(out, Tensor)
