@@ -30,7 +30,7 @@ from pagedtree.integrations.vllm.limits import check_config
 from pagedtree.integrations.vllm.runner import TreeRunner
 
 PROMPTS = token_prompts()
-# Stock vLLM with its rotation in torch; `limits.avoid_rotary_op` says why.
+# Stock vLLM with its rotation in torch, as where it compiles; `limits.avoid_rotary_op` says why.
 STOCK = {"attention_backend": "CPU_MLA", "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 CUSTOM = {"attention_backend": "CUSTOM"}
 NO_TREES = {"worker_cls": "pagedtree.integrations.vllm.worker.TreeCPUWorker"}

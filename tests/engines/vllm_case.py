@@ -31,7 +31,8 @@ from vllm.sampling_params import BeamSearchParams
 
 __all__ = [
     "DRAFT", "LAYOUTS", "LLM", "NGRAM", "TARGET", "BeamSearchParams", "SamplingParams", "VLLMValidationError",
-    "accepted", "engine", "generate", "metrics_of", "prompt_logprobs", "runner_of", "token_prompts", "tree_options", "write_eagle_head",
+    "accepted", "engine", "generate", "metrics_of", "prompt_logprobs", "runner_of", "token_prompts", "tree_options",
+    "write_eagle_head",
 ]  # fmt: skip
 
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "examples" / "checkpoints"

@@ -66,7 +66,8 @@ def avoid_rotary_op(vllm_config: Any) -> None:
     """Has latent models rotate in torch. Raises ValueError where vLLM's op for it is asked for.
 
     vLLM 0.32's op for CPUs takes queries [tokens, heads, 64], the rotary part of a latent model's heads, for
-    [tokens * heads, 64] and rotates the first `tokens` rows, by which the text depends on the batch.
+    [tokens * heads, 64] and rotates the first `tokens` rows, by which the text depends on the batch. It is in use where
+    vLLM does not compile, unless the model scales positions by YaRN, for which there is no op.
     """
     if not vllm_config.model_config.is_deepseek_mla:
         return
