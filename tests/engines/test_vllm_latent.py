@@ -233,3 +233,15 @@ def test_unsupported_configurations_are_refused(deepseek, message, options):
     path, _ = deepseek
     with pytest.raises(Exception, match=message), engine(model=path, **CUSTOM, **options):
         pass
+
+
+def test_sparse_attention_is_refused():
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    config = AttentionSelectorConfig(
+        head_size=576, dtype=torch.float32, kv_cache_dtype=None, block_size=16, use_mla=True, use_sparse=True
+    )
+    with pytest.raises(ValueError, match=r"PagedTreeLatentBackend.*sparse not supported"):
+        current_platform.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, config)
