@@ -21,7 +21,8 @@ REASONS = {
     r"decoder of full or sliding attention layers, got (.*)": "Layers of other kinds (recurrent, chunked, sparse) or an"
     " encoder",
     r"forward that takes position_ids": "No positions can be given: it counts them itself, or has none",
-    r"expected a head_dim in .*": "Queries and values differ in size, or are larger than 256 (here as released)",
+    r"expected latent attention of": "Latent attention of other sizes than 512 and 64 values a token",
+    r"expected a head_dim in .*": "Head dimensions that attention does not have",
     r"each layer to run once in a pass": "A layer attends more than once in a pass",
     r"hand the attention_mask": "A layer adds a bias of its own to the mask",
     r"asks for another mask": "The mask is neither causal nor a sliding window",

@@ -52,7 +52,7 @@ class Pages:
     """Sequences of random K and V, whole and in shuffled pages, on the default device."""
 
     k: list[Tensor]  # [s, Hkv, D] each
-    v: list[Tensor]
+    v: list[Tensor]  # [s, Hkv, Dv] each
     k_cache: Tensor  # [pages, page_size, Hkv, D]; NaN where no sequence is
     v_cache: Tensor
     pages: list[list[int]]
@@ -60,24 +60,26 @@ class Pages:
     @classmethod
     def random(
         cls, lens: list[int], page_size: int, heads: int = 2, dim: int = 64, dtype: torch.dtype = torch.float32,
-        seed: int = 0,
+        seed: int = 0, dim_v: int | None = None,
     ) -> Pages:  # fmt: skip
         with torch.device("cpu"):
-            k, v, k_cache, v_cache, pages = cls._random(lens, page_size, heads, dim, dtype, seed)
+            k, v, k_cache, v_cache, pages = cls._random(lens, page_size, heads, (dim, dim_v or dim), dtype, seed)
         return cls([placed(x) for x in k], [placed(x) for x in v], placed(k_cache), placed(v_cache), pages)
 
     @staticmethod
-    def _random(lens: list[int], page_size: int, heads: int, dim: int, dtype: torch.dtype, seed: int) -> tuple:
+    def _random(
+        lens: list[int], page_size: int, heads: int, dims: tuple[int, int], dtype: torch.dtype, seed: int
+    ) -> tuple:
         generator = torch.Generator().manual_seed(seed)
         counts = [-(-s // page_size) for s in lens]
         order = torch.randperm(sum(counts) + 2, generator=generator).tolist()
-        caches = [torch.full((len(order), page_size, heads, dim), torch.nan, dtype=dtype) for _ in range(2)]
+        caches = [torch.full((len(order), page_size, heads, dim), torch.nan, dtype=dtype) for dim in dims]
         rows: list[list[Tensor]] = [[], []]
         pages = []
         for s, count in zip(lens, counts, strict=True):
             pages.append([order.pop() for _ in range(count)])
             for side in range(2):
-                values = torch.randn(s, heads, dim, generator=generator).to(dtype)
+                values = torch.randn(s, heads, dims[side], generator=generator).to(dtype)
                 rows[side].append(values)
                 positions = torch.arange(s)
                 caches[side][

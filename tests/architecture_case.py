@@ -38,9 +38,10 @@ SIZES: dict[str, Any] = {
         (2, "decoder_attention_heads encoder_attention_heads depth"),
         (1, "num_key_value_heads multi_query_group_num swa_num_key_value_heads"),
         (64, "head_dim attention_head_dim d_kv swa_head_dim v_head_dim swa_v_head_dim"),
-        # Queries and keys of latent attention are larger than values, as in the released models.
-        (64, "qk_nope_head_dim qk_rope_head_dim"),
-        (32, "kv_lora_rank q_lora_rank image_size"),
+        # Latent attention: queries and keys are larger than values, and the cached latents are those of the released
+        # models.
+        (64, "qk_nope_head_dim"),
+        (32, "q_lora_rank image_size"),
         (16, "hidden_size_per_layer_input patch_size"),
         (96, "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner d_ff dff dim_ff inner_dim"),
         (96, "moe_intermediate_size shared_expert_intermediate_size intermediate_size_mlp shared_intermediate_size"),
@@ -83,11 +84,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size": [96] * 4,
         "activation_sparsity_pattern": [0.0] * 4,
     },
+    # Heads of 512 columns in full layers, whose keys are their values, and layers that read another one's.
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    },
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "longcat_flash": {"ffn_hidden_size": 96, "expert_ffn_hidden_size": 96, "zero_expert_num": 2},
+    "longcat_flash": {"ffn_hidden_size": 96, "expert_ffn_hidden_size": 96, "zero_expert_num": 2, "moe_topk": 2},
     "mamba2": {"num_heads": 4, "n_groups": 1},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,

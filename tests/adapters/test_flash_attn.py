@@ -20,9 +20,9 @@ def dtype(backend, on_device) -> torch.dtype:
     return torch.float32 if backend == "cpu" else torch.float16
 
 
-def queries(*shape: int, dtype: torch.dtype) -> Tensor:
+def queries(*shape: int, dtype: torch.dtype, dim: int = DIM) -> Tensor:
     generator = torch.Generator().manual_seed(5)
-    return placed(torch.randn(*shape, HEADS, DIM, generator=generator, device="cpu").to(dtype))
+    return placed(torch.randn(*shape, HEADS, dim, generator=generator, device="cpu").to(dtype))
 
 
 def offsets(lens: list[int]) -> Tensor:
@@ -60,6 +60,34 @@ def test_paged_cache(backend, dtype, page_size, is_causal, n) -> None:
     close(out, torch.stack(outs))
     assert lse.shape == (4, HEADS, n) and lse.dtype == torch.float32
     torch.testing.assert_close(lse, torch.stack(lses).transpose(1, 2), atol=2e-3, rtol=2e-3)
+
+
+def test_values_of_another_width(backend, dtype) -> None:
+    lens, n = [37, 8], 3
+    paged, q = Pages.random(lens, 16, KV_HEADS, 192, dtype, dim_v=128), queries(2, n, dtype=dtype, dim=192)
+    caches, table = [paged.k_cache.clone(), paged.v_cache.clone()], paged.table()
+    for b, s in enumerate(lens):  # the last row is not there yet
+        for cache in caches:
+            cache[table[b, (s - 1) // 16], (s - 1) % 16] = torch.nan
+    new = [torch.stack([rows[-1:] for rows in side]) for side in (paged.k, paged.v)]
+    before = torch.tensor(lens, dtype=torch.int32) - 1
+    out = flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=before, block_table=table, causal=True)
+    outs = expected(list(q), paged.k, paged.v, [mask_of(n, s, True) for s in lens])[0]
+    close(out, torch.stack(outs))
+    rows = torch.cat(paged.k), torch.cat(paged.v)
+    out = flash_attn_varlen_func(q.flatten(0, 1), *rows, offsets([n, n]), offsets(lens), n, 37, causal=True)
+    close(out, torch.cat(outs))
+
+
+def test_latent_cache() -> None:
+    """One row is key and, its first 512 columns, value."""
+    paged, q = Pages.random([37, 8], 16, 1, 576, torch.float32), queries(2, 3, dtype=torch.float32, dim=576)
+    out = flash_attn_with_kvcache(
+        q, paged.k_cache, paged.k_cache[..., :512], cache_seqlens=torch.tensor([37, 8], dtype=torch.int32),
+        block_table=paged.table(), causal=True, softmax_scale=0.1,
+    )  # fmt: skip
+    values = [rows[..., :512] for rows in paged.k]
+    close(out, torch.stack(expected(list(q), paged.k, values, [mask_of(3, s, True) for s in (37, 8)], scale=0.1)[0]))
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -203,6 +231,7 @@ def test_more_queries_than_keys(backend, dtype) -> None:
         ),
         ({"cache_batch_idx": torch.zeros(2).int()}, ValueError, "cache_batch_idx: expected None"),
         ({"softcap": -1.0}, ValueError, "softcap"),
+        ({"v_cache": torch.zeros(3, 4, KV_HEADS, 128)}, ValueError, "v_cache.*head size 64 with K's 64, got 128"),
     ],
 )
 def test_kvcache_refusals(option, error, message) -> None:

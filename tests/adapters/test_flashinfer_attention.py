@@ -40,9 +40,13 @@ def offsets(lens: list[int]) -> Tensor:
 class Batch:
     """Random sequences in FlashInfer's form; `kv_cache` as one tensor or two, in either layout."""
 
-    def __init__(self, lens: list[int], queries: list[int], page_size: int, dtype: torch.dtype, layout="NHD", form=1):
+    def __init__(
+        self, lens: list[int], queries: list[int], page_size: int, dtype: torch.dtype, layout="NHD", form=1,
+        dims: tuple[int, int] = (DIM, DIM),
+    ):  # fmt: skip
         self.lens, self.queries, self.page_size, self.layout, self.dtype = lens, queries, page_size, layout, dtype
-        self.paged = Pages.random(lens, page_size, KV_HEADS, DIM, dtype)
+        self.dim = dims[0]
+        self.paged = Pages.random(lens, page_size, KV_HEADS, dims[0], dtype, dim_v=dims[1])
         caches = [self.paged.k_cache, self.paged.v_cache]
         if layout == "HND":
             caches = [cache.transpose(1, 2).contiguous() for cache in caches]
@@ -52,12 +56,12 @@ class Batch:
         self.last_page_len = int32([(s - 1) % page_size + 1 if s else 0 for s in lens])
         self.qo_indptr = offsets(queries)
         generator = torch.Generator().manual_seed(2)
-        self.q = placed(torch.randn(sum(queries), HEADS, DIM, generator=generator, device="cpu").to(dtype))
+        self.q = placed(torch.randn(sum(queries), HEADS, self.dim, generator=generator, device="cpu").to(dtype))
 
     def plan(self, **options) -> BatchPrefillWithPagedKVCacheWrapper:
         wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(8), self.layout)
         form = self.qo_indptr, self.indptr, self.indices, self.last_page_len
-        wrapper.plan(*form, HEADS, KV_HEADS, DIM, self.page_size, q_data_type=self.dtype, **options)
+        wrapper.plan(*form, HEADS, KV_HEADS, self.dim, self.page_size, q_data_type=self.dtype, **options)
         return wrapper
 
     def expected(self, sees: list[Tensor], **options) -> tuple[Tensor, Tensor]:
@@ -109,6 +113,22 @@ def test_causal_and_full(backend, dtype, layout, form, page_size) -> None:
     expected, natural = batch.expected(everything)
     close(out, expected)
     torch.testing.assert_close(lse, natural / math.log(2), atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_values_of_another_width(backend, dtype, layout) -> None:
+    batch = Batch([37, 8], [5, 8], 16, dtype, layout, form=2, dims=(192, 128))
+    expected = batch.expected([causal(n, s) for n, s in zip(batch.queries, batch.lens, strict=True)])[0]
+    wrapper = batch.plan(causal=True, head_dim_vo=128)
+    close(wrapper.run(batch.q, batch.kv_cache), expected)
+    for cache in batch.kv_cache:  # written anew
+        cache.zero_()
+    rows = [torch.cat(side) for side in (batch.paged.k, batch.paged.v)]
+    sequence = torch.repeat_interleave(torch.arange(2), torch.tensor(batch.lens))
+    positions = torch.cat([torch.arange(s) for s in batch.lens])
+    form = batch.kv_cache, batch.indices, batch.indptr, batch.last_page_len
+    append_paged_kv_cache(*rows, sequence, positions, *form, layout)
+    close(wrapper.run(batch.q, batch.kv_cache), expected)
 
 
 def tree_batch(dtype, sizes=(7, 1, 33, 0), prefixes=(12, 0, 30, 5), page_size=8):
@@ -267,7 +287,6 @@ def test_masks_that_are_refused() -> None:
     ("options", "message"),
     [
         ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode: expected"),
-        ({"head_dim_vo": 128}, "head_dim_vo: expected 64, got 128"),
         ({"prefix_len_ptr": torch.zeros(1)}, "prefix_len_ptr: expected none, got Tensor"),
         ({"token_pos_in_items_len": 3}, "token_pos_in_items_len: expected none, got int"),
     ],
@@ -320,6 +339,8 @@ def test_offsets_of_queries_that_are_not_there(causal) -> None:
 def test_other_refusals() -> None:
     batch = Batch([3], [1], 4, torch.float32)
     run = batch.plan(causal=True).run
+    with pytest.raises(ValueError, match="`head_dim_v` must be of head size 64 with K's 64, got 128"):
+        batch.plan(head_dim_vo=128)
     with pytest.raises(NotImplementedError, match="q_scale: expected none"):
         run(batch.q, batch.kv_cache, q_scale=2.0)
     with pytest.raises(NotImplementedError, match="args: expected none"):

@@ -41,9 +41,12 @@ def layer_of(**options):
 class Server:
     """Requests of which `news[b]` tokens are new, in a pool whose newest rows hold NaN until they are written."""
 
-    def __init__(self, lens: list[int], news: list[int], page_size: int, device: torch.device, dtype: torch.dtype):
-        self.lens, self.news = lens, news
-        self.paged = Pages.random(lens, page_size, KV_HEADS, DIM, dtype)
+    def __init__(
+        self, lens: list[int], news: list[int], page_size: int, device: torch.device, dtype: torch.dtype,
+        dims: tuple[int, int] = (DIM, DIM),
+    ):  # fmt: skip
+        self.lens, self.news, self.dims = lens, news, dims
+        self.paged = Pages.random(lens, page_size, KV_HEADS, dims[0], dtype, dim_v=dims[1])
         ids = torch.randperm(len(lens) + 3)[: len(lens)]
         req_to_token = torch.full((len(lens) + 3, max(lens) + 2 * page_size), -1, dtype=torch.int32)
         slots = []
@@ -61,7 +64,7 @@ class Server:
             for side in (self.paged.k, self.paged.v)
         )
         generator = torch.Generator().manual_seed(1)
-        self.q = torch.randn(sum(news), HEADS * DIM, generator=generator).to(device, dtype)
+        self.q = torch.randn(sum(news), HEADS * dims[0], generator=generator).to(device, dtype)
         pool = SimpleNamespace(get_key_buffer=lambda i: self.buffers[0], get_value_buffer=lambda i: self.buffers[1])
         self.runner = SimpleNamespace(
             use_mla_backend=False,
@@ -76,7 +79,8 @@ class Server:
         )  # fmt: skip
 
     def run(self, mode: Mode, **fields) -> Tensor:
-        layer, options = fields.pop("layer", layer_of()), fields.pop("options", {})
+        widths = dict(zip(("qk_head_dim", "v_head_dim"), self.dims, strict=True))
+        layer, options = fields.pop("layer", layer_of(**widths)), fields.pop("options", {})
         device = self.q.device
         batch = {"forward_mode": mode, "seq_lens": torch.tensor(self.lens).to(device), **self.common, **fields}
         backend = PagedTreeBackend(self.runner)
@@ -85,8 +89,8 @@ class Server:
         return call(self.q, self.k, self.v, layer, SimpleNamespace(**batch), **options)
 
     def check(self, out: Tensor, sees: list[Tensor], **options) -> None:
-        assert out.shape == self.q.shape and out.dtype == self.q.dtype
-        queries = self.q.cpu().view(-1, HEADS, DIM).split(self.news)
+        assert out.shape == (len(self.q), HEADS * self.dims[1]) and out.dtype == self.q.dtype
+        queries = self.q.cpu().view(-1, HEADS, self.dims[0]).split(self.news)
         rows = zip(queries, self.paged.k, self.paged.v, sees, strict=True)
         expected = [dense_attention(q, k, v, seen, **{"scale": 0.2, **options})[0] for q, k, v, seen in rows]
         close(out, torch.cat(expected).flatten(1))
@@ -112,6 +116,12 @@ def test_extend(backend, device, dtype, page_size, known_on_host) -> None:
     fields = {"extend_seq_lens": torch.tensor(server.news, dtype=torch.int32, device=device)}
     fields |= {"extend_seq_lens_cpu": server.news} if known_on_host else {"seq_lens_cpu": None}
     out = server.run(Mode.EXTEND, **fields)
+    server.check(out, [causal(n, s) for n, s in zip(server.news, server.lens, strict=True)])
+
+
+def test_values_of_another_width(backend, device, dtype) -> None:
+    server = Server([9, 40, 17], [9, 5, 1], 4, device, dtype, dims=(192, 128))
+    out = server.run(Mode.EXTEND, extend_seq_lens=torch.tensor(server.news, dtype=torch.int32, device=device))
     server.check(out, [causal(n, s) for n, s in zip(server.news, server.lens, strict=True)])
 
 
@@ -189,7 +199,6 @@ def test_fp8_cache(backend, device) -> None:
     [
         ({"is_cross_attention": True}, "decoder self-attention"),
         ({"attn_type": AttentionType.ENCODER_ONLY}, "decoder self-attention"),
-        ({"v_head_dim": 128}, "expected v_head_dim 64, got 128"),
         ({"logit_cap": 1.0, "logit_capping_method": "sigmoid"}, "tanh capping, got sigmoid"),
         ({"xai_temperature_len": 100}, "xai_temperature_len"),
     ],
@@ -201,6 +210,8 @@ def test_layers_that_are_refused(options, message) -> None:
 
 
 def test_other_refusals() -> None:
+    with pytest.raises(ValueError, match="head size 64 with K's 64, got 128"):
+        Server([4], [1], 4, torch.device("cpu"), torch.float32, dims=(64, 128)).run(Mode.DECODE)
     server = Server([4], [1], 4, torch.device("cpu"), torch.float32)
     with pytest.raises(NotImplementedError, match="k_rope, q_rope: only sinks"):
         server.run(Mode.DECODE, options={"q_rope": server.q, "k_rope": server.k, "return_lse": False})

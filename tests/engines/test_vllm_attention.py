@@ -8,10 +8,10 @@ from vllm_case import (
     DRAFT,
     LAYOUTS,
     NGRAM,
-    SamplingParams,
     engine,
     generate,
     metrics_of,
+    prompt_logprobs,
     runner_of,
     token_prompts,
     write_eagle_head,
@@ -98,18 +98,6 @@ def test_many_requests_at_once():
         expected = generate(llm, prompts)
     with engine(attention_backend="CUSTOM", max_num_seqs=32, block_size=16) as llm:
         assert generate(llm, prompts) == expected
-
-
-def prompt_logprobs(**options) -> torch.Tensor:
-    """The log-probability of each token of the prompts, given those before it."""
-    with engine(**options) as llm:
-        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-        outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
-    values = []
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
-        for token, logprobs in zip(prompt[1:], output.prompt_logprobs[1:], strict=True):
-            values.append(logprobs[token].logprob)
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def test_half_precision_is_as_exact_as_stock():

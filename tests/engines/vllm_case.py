@@ -31,7 +31,8 @@ from vllm.sampling_params import BeamSearchParams
 
 __all__ = [
     "DRAFT", "LAYOUTS", "LLM", "NGRAM", "TARGET", "BeamSearchParams", "SamplingParams", "VLLMValidationError",
-    "accepted", "engine", "generate", "metrics_of", "runner_of", "token_prompts", "tree_options", "write_eagle_head",
+    "accepted", "engine", "generate", "metrics_of", "prompt_logprobs", "runner_of", "token_prompts", "tree_options",
+    "write_eagle_head",
 ]  # fmt: skip
 
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "examples" / "checkpoints"
@@ -85,6 +86,19 @@ def generate(
         params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def prompt_logprobs(**options: Any) -> torch.Tensor:
+    """The log-probability of each token of the prompts, given those before it."""
+    prompts = token_prompts()
+    with engine(**options) as llm:
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    values = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        for token, logprobs in zip(prompt[1:], output.prompt_logprobs[1:], strict=True):
+            values.append(logprobs[token].logprob)
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def runner_of(llm: LLM) -> Any:

@@ -142,9 +142,9 @@ def test_any_mix_of_settings(model, drafters, data):
 def test_slots_without_live_tokens_are_never_read(model, texts, seeded_texts, monkeypatch, drafters):
     layer = PagedCache.layer
 
-    def poisoned(cache, index, states):
+    def poisoned(cache, index, k, v):
         is_new = index not in cache._layers
-        pair = layer(cache, index, states)
+        pair = layer(cache, index, k, v)
         for tensor in pair if is_new else ():
             tensor.fill_(float("nan"))
         return pair

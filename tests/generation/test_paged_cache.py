@@ -69,15 +69,18 @@ def test_page_tables():
 def test_growing_keeps_what_is_there():
     cache = PagedCache(2, 4, CPU)
     states = torch.randn(5, 2, 64, dtype=torch.float64)
-    k_cache, v_cache = cache.layer(1, states)
-    assert k_cache.shape == (2, 4, 2, 64) and k_cache.dtype == torch.float64
-    k_cache.copy_(torch.randn_like(k_cache))
-    v_cache.copy_(torch.randn_like(v_cache))
+    layers = {1: (states, states[..., :32]), 2: (states[:, :1], None)}  # the second one is latent
+    before = [tensor for index, pair in layers.items() for tensor in cache.layer(index, *pair)]
+    shapes = [tensor.shape[1:] if tensor is not None else None for tensor in before]
+    assert shapes == [(4, 2, 64), (4, 2, 32), (4, 1, 64), None] and before[0].dtype == torch.float64
+    assert [id(tensor) for tensor in cache.tensors()] == [id(tensor) for tensor in before[:3]]
+    for tensor in cache.tensors():
+        tensor.copy_(torch.randn_like(tensor))
     cache.grow(3)
-    grown_k, grown_v = cache.layer(1, states)
-    assert grown_k.shape == (5, 4, 2, 64)
-    assert torch.equal(grown_k[:2], k_cache) and torch.equal(grown_v[:2], v_cache)
-    assert len(cache.tensors()) == 2
+    after = [tensor for index, pair in layers.items() for tensor in cache.layer(index, *pair)]
+    assert after[3] is None
+    for old, new in zip(before[:3], after[:3], strict=True):
+        assert new.shape[0] == 5 and torch.equal(new[:2], old)
 
 
 def test_bad_arguments():

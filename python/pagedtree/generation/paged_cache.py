@@ -26,7 +26,7 @@ class PagedCache:
             raise ValueError(f"paged cache: expected num_pages and page_size >= 1, got {num_pages} and {page_size}")
         self.num_pages, self.page_size, self.device = num_pages, page_size, device
         self.peak_pages = self.pages_taken = 0
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._tables: dict[int, list[int]] = {}
         self._free = list(range(num_pages - 1, -1, -1))
         self._holders = [0] * num_pages
@@ -43,16 +43,18 @@ class PagedCache:
         """How many pages `num_tokens` tokens need."""
         return -(-num_tokens // self.page_size)
 
-    def layer(self, index: int, states: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's K and V caches [num_pages, page_size, Hkv, D]; made at first use for `states` [T, Hkv, D]."""
+    def layer(self, index: int, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The layer's caches [num_pages, page_size, Hkv, D] for k and v [T, Hkv, D]; made at first use.
+
+        A latent layer, whose v is None, has one cache, and None in place of the other.
+        """
         if index not in self._layers:
-            shape = (self.num_pages, self.page_size, *states.shape[1:])
-            self._layers[index] = (states.new_empty(shape), states.new_empty(shape))
+            self._layers[index] = (self._cache_of(k), self._cache_of(v) if v is not None else None)
         return self._layers[index]
 
     def tensors(self) -> list[Tensor]:
-        """K and V of all layers that ran, for `compact_kv`."""
-        return [tensor for pair in self._layers.values() for tensor in pair]
+        """The caches of all layers that ran, for `compact_kv`."""
+        return [tensor for pair in self._layers.values() for tensor in pair if tensor is not None]
 
     def pages(self, sequence: int) -> list[int]:
         """The sequence's pages in order; none for a sequence that holds none."""
@@ -77,11 +79,8 @@ class PagedCache:
         self._free[:0] = range(self.num_pages + num_pages - 1, self.num_pages - 1, -1)
         self._holders += [0] * num_pages
         self.num_pages += num_pages
-        for index, pair in self._layers.items():
-            grown = tuple(tensor.new_empty((self.num_pages, *tensor.shape[1:])) for tensor in pair)
-            for new, old in zip(grown, pair, strict=True):
-                new[: old.shape[0]] = old
-            self._layers[index] = (grown[0], grown[1])
+        for index, (k_cache, v_cache) in self._layers.items():
+            self._layers[index] = (self._grown(k_cache), self._grown(v_cache) if v_cache is not None else None)
 
     def trim(self, sequence: int, num_tokens: int) -> None:
         """Gives back the sequence's pages past its first `num_tokens` tokens."""
@@ -114,6 +113,14 @@ class PagedCache:
         width = max((len(row) for row in rows), default=0)
         padded = [[*row, *[0] * (width - len(row))] for row in rows]
         return torch.tensor(padded, dtype=torch.int32).view(len(rows), width).to(self.device, non_blocking=True)
+
+    def _cache_of(self, states: Tensor) -> Tensor:
+        return states.new_empty((self.num_pages, self.page_size, *states.shape[1:]))
+
+    def _grown(self, cache: Tensor) -> Tensor:
+        grown = cache.new_empty((self.num_pages, *cache.shape[1:]))
+        grown[: cache.shape[0]] = cache
+        return grown
 
     def _drop(self, pages: list[int]) -> None:
         for page in reversed(pages):

@@ -57,20 +57,35 @@ class PagedStep:
     layers_run: set[int] = field(default_factory=set)
     _plans: dict[Any, Tensor] = field(default_factory=dict)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, options: dict[str, Any]) -> Tensor:
-        """Attention of layer `layer`: q [T, Hq, D], k and v [T, Hkv, D] of the packed tokens -> [T, Hq, D].
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        window: int,
+        options: dict[str, Any],
+        *,
+        head_dim_v: int | None = None,
+    ) -> Tensor:
+        """Attention of layer `layer`: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] of the packed tokens -> [T, Hq, Dv].
+
+        A latent layer has v None: its values are the first head_dim_v columns of k [T, 1, D], which alone is cached.
 
         Raises ValueError for a layer that comes twice: what it wrote the first time would be lost.
         """
         if layer in self.layers_run:
             raise ValueError(f"model: expected each layer to run once in a pass, got layer_idx {layer} again")
         self.layers_run.add(layer)
-        k_cache, v_cache = self.cache.layer(layer, k)
-        append_kv(k, v, k_cache, v_cache, self.slots)
+        k_cache, own_v_cache = self.cache.layer(layer, k, v)
+        append_kv(k, v, k_cache, own_v_cache, self.slots)
+        v_cache = k_cache[..., :head_dim_v] if own_v_cache is None else own_v_cache
         # A window counts positions from the start of the sequence, which the own pages do not hold.
         if self.prefix is not None and window == 0:
             return self._attend_in_parts(q, k_cache, v_cache, self.prefix, options)
-        plan = self._plan("all", self.seq_lens, self.cu_seqlens_q, self.tree_lens, self.max_seqlen_q, q, k_cache)
+        plan = self._plan(
+            "all", self.seq_lens, self.cu_seqlens_q, self.tree_lens, self.max_seqlen_q, q, k_cache, v_cache
+        )
         out = tree_attention(
             q, k_cache, v_cache, self.page_table, self.seq_lens, self.cu_seqlens_q, self.tree_mask,
             tree_lens=self.tree_lens, max_seqlen_q=self.max_seqlen_q, window=window, plan=plan, **options,
@@ -82,13 +97,17 @@ class PagedStep:
     ) -> Tensor:
         mask = self.tree_mask if self.tree_mask is not None else q.new_zeros((q.shape[0], 1), dtype=torch.int32)
         no_tree = torch.zeros_like(prefix.seq_lens)  # no tree ends a prefix, so all of it is visible
-        plan = self._plan("prefix", prefix.seq_lens, prefix.cu_seqlens_q, no_tree, prefix.max_seqlen_q, q, k_cache)
+        plan = self._plan(
+            "prefix", prefix.seq_lens, prefix.cu_seqlens_q, no_tree, prefix.max_seqlen_q, q, k_cache, v_cache
+        )
         shared = tree_attention(
             q, k_cache, v_cache, prefix.page_table, prefix.seq_lens, prefix.cu_seqlens_q, mask,
             tree_lens=no_tree, max_seqlen_q=prefix.max_seqlen_q, plan=plan, return_lse=True,
             **{**options, "sinks": None},
         )  # fmt: skip
-        plan = self._plan("own", prefix.own_seq_lens, self.cu_seqlens_q, self.tree_lens, self.max_seqlen_q, q, k_cache)
+        plan = self._plan(
+            "own", prefix.own_seq_lens, self.cu_seqlens_q, self.tree_lens, self.max_seqlen_q, q, k_cache, v_cache
+        )
         own = tree_attention(
             q, k_cache, v_cache, prefix.own_page_table, prefix.own_seq_lens, self.cu_seqlens_q, self.tree_mask,
             tree_lens=self.tree_lens, max_seqlen_q=self.max_seqlen_q, plan=plan, return_lse=True, **options,
@@ -104,12 +123,15 @@ class PagedStep:
         max_seqlen_q: int,
         q: Tensor,
         k_cache: Tensor,
+        v_cache: Tensor,
     ) -> Tensor:
         """One plan serves all layers of the same heads."""
-        shape = (q.shape[1], k_cache.shape[2], q.shape[2])
+        latent = v_cache.data_ptr() == k_cache.data_ptr()
+        shape = (q.shape[1], k_cache.shape[2], q.shape[2], v_cache.shape[3], latent)
         if (part, shape) not in self._plans:
             self._plans[part, shape] = attention_plan(
                 seq_lens, cu_seqlens_q, num_q_heads=shape[0], num_kv_heads=shape[1], head_dim=shape[2],
-                page_size=k_cache.shape[1], max_seqlen_q=max_seqlen_q, tree_lens=tree_lens,
+                head_dim_v=shape[3], latent=latent, page_size=k_cache.shape[1], max_seqlen_q=max_seqlen_q,
+                tree_lens=tree_lens,
             )  # fmt: skip
         return self._plans[part, shape]

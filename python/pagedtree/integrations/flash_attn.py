@@ -46,9 +46,10 @@ def flash_attn_with_kvcache(
     Args:
         q: [B, n, H, D].
         k_cache, v_cache: [sequences, S, Hkv, D], or pages [pages, page_size, Hkv, D] with a block_table; any page
-            size. Written if k and v are given. Strided views are not copied.
-        k, v: [B, m, Hkv, D], for positions cache_seqlens onwards. They go with cache_seqlens; what does not fit into
-            the cache is skipped.
+            size. Written if k and v are given. Strided views are not copied. V may have another width Dv, in the pairs
+            that `tree_attention` takes; a view of K's first columns makes the call latent there.
+        k, v: [B, m, Hkv, D] and [B, m, Hkv, Dv], for positions cache_seqlens onwards. They go with cache_seqlens; what
+            does not fit into the cache is skipped.
         cache_seqlens: int or int32 [B], keys before k; default the whole cache.
         cache_batch_idx: int32 [B], the sequence of the cache for each of q, without a block_table.
         block_table: int32 [B, max_pages].
@@ -59,7 +60,7 @@ def flash_attn_with_kvcache(
         num_splits, rotary_interleaved: no effect.
         return_softmax_lse: also return lse, fp32 [B, H, n].
 
-    Returns out [B, n, H, D]. Refused unless None: rotary_cos, rotary_sin, cache_leftpad, alibi_slopes. Raises
+    Returns out [B, n, H, Dv]. Refused unless None: rotary_cos, rotary_sin, cache_leftpad, alibi_slopes. Raises
     NotImplementedError for these, ValueError for wrong shapes or dtypes. Windows that are not causal make a mask of a
     bit per query and position of the cache.
     """
@@ -67,7 +68,7 @@ def flash_attn_with_kvcache(
     expect_dims("[batch, queries, heads, dim]", q=q)
     expect_dims("[batch or pages, tokens, heads, dim]", k_cache=k_cache, v_cache=v_cache)
     expect_dims("[batch, max_pages]", block_table=block_table)
-    (batch, n, heads, dim), page_size, device = q.shape, k_cache.shape[1], q.device
+    (batch, n, heads, _), page_size, device = q.shape, k_cache.shape[1], q.device
     if block_table is None:  # a page is a sequence
         rows = torch.arange(batch, dtype=torch.int32, device=device) if cache_batch_idx is None else cache_batch_idx
         block_table = as_int32(rows)[:, None]
@@ -105,7 +106,7 @@ def flash_attn_with_kvcache(
         **_visibility(batch * n, offsets, seq_lens, capacity, causal, window_size),
         return_lse=True,
     )
-    out = out.view(batch, n, heads, dim)
+    out = out.view(batch, n, heads, v_cache.shape[-1])
     return (out, lse.view(batch, n, heads).transpose(1, 2).contiguous()) if return_softmax_lse else out
 
 
@@ -133,12 +134,12 @@ def flash_attn_varlen_func(
     Args:
         q: [T, H, D]; cu_seqlens_q, cu_seqlens_k: int32 [B + 1], offsets of queries and keys.
         k, v: [keys, Hkv, D], or pages [pages, page_size, Hkv, D] with a block_table int32 [B, max_pages]. Rows are read
-            where they are.
+            where they are. V may have another width Dv, as for `flash_attn_with_kvcache`.
         max_seqlen_q: a hint; max_seqlen_k: at least the most keys of a sequence, without a block_table.
         softmax_scale, causal, window_size, softcap: as for `flash_attn_with_kvcache`.
         deterministic: no effect, results always repeat bit by bit.
 
-    Returns out [T, H, D]. Refused with NotImplementedError: dropout_p other than 0, alibi_slopes, return_attn_probs,
+    Returns out [T, H, Dv]. Refused with NotImplementedError: dropout_p other than 0, alibi_slopes, return_attn_probs,
     and gradients. Raises ValueError for wrong shapes or dtypes.
     """
     _refuse(dropout_p=dropout_p or None, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs or None)

@@ -52,11 +52,10 @@ class BatchPrefillWithPagedKVCacheWrapper:
         """Takes over one step's batch. The arguments are FlashInfer's.
 
         Without a mask the queries see all keys, or those up to their own position if causal. Windows need causal.
+        head_dim_vo goes with a cache of two tensors; pairs are those that `tree_attention` takes.
         Raises NotImplementedError for what is not supported, ValueError for wrong shapes, for offsets in qo_indptr that
         descend, and for masks that are no tree's.
         """
-        if head_dim_vo not in (None, head_dim_qk):
-            raise NotImplementedError(f"head_dim_vo: expected {head_dim_qk}, got {head_dim_vo}")
         if pos_encoding_mode != "NONE":
             raise NotImplementedError(f'pos_encoding_mode: expected "NONE", got {pos_encoding_mode!r}')
         for name, value in options.items():
@@ -97,6 +96,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
             num_q_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim_qk,
+            head_dim_v=head_dim_vo,
             page_size=page_size,
             max_seqlen_q=max(longest, 1),
             tree_lens=visible.get("tree_lens"),

@@ -35,8 +35,8 @@ class Step:
 class PagedTreeBackend(AttentionBackend):
     """Decoding, prefill in chunks and the verification of draft trees of every shape, for any page size.
 
-    K and V are views of the pool. Multi-head and grouped-query decoder attention, with sliding windows in one pool,
-    logit caps and sinks; what it does not support is refused by name.
+    K and V are views of the pool; V may have another width. Multi-head and grouped-query decoder attention, with
+    sliding windows in one pool, logit caps and sinks; what it does not support is refused by name.
     """
 
     def __init__(self, model_runner: Any) -> None:
@@ -103,10 +103,12 @@ class PagedTreeBackend(AttentionBackend):
         scales = {}
         if k_cache.dtype == torch.float8_e4m3fn and layer.k_scale is not None:
             scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
-        heads, kv_heads, head_dim = layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
+        heads, kv_heads = layer.tp_q_head_num, layer.tp_k_head_num
+        head_dim, head_dim_v = layer.qk_head_dim, layer.v_head_dim
         if save_kv_cache and k is not None:
             slots = forward_batch.out_cache_loc.long()
-            k, v = (x.view(-1, kv_heads, head_dim)[: slots.shape[0]] for x in (k, v))
+            k = k.view(-1, kv_heads, head_dim)[: slots.shape[0]]
+            v = v.view(-1, kv_heads, head_dim_v)[: slots.shape[0]]
             append_kv(k, v, k_cache, v_cache, slots, **scales)
         if step.plan is None:  # made for the first layer's heads; layers with other heads are only less balanced
             step.plan = attention_plan(
@@ -115,6 +117,7 @@ class PagedTreeBackend(AttentionBackend):
                 num_q_heads=heads,
                 num_kv_heads=kv_heads,
                 head_dim=head_dim,
+                head_dim_v=head_dim_v,
                 page_size=self.page_size,
                 max_seqlen_q=step.max_seqlen_q or max(1, -(-q.shape[0] // max(1, step.seq_lens.shape[0]))),
             )
@@ -135,7 +138,7 @@ class PagedTreeBackend(AttentionBackend):
             **scales,
         )
         assert isinstance(out, Tensor)
-        return out.view(-1, heads * head_dim)
+        return out.view(-1, heads * head_dim_v)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         raise NotImplementedError("pagedtree's backend: expected --disable-cuda-graph, got a capture of CUDA graphs")
@@ -157,10 +160,6 @@ def _check_layer(layer: Any, options: dict[str, Any]) -> None:
         raise NotImplementedError(f"pagedtree's backend: {', '.join(sorted(refused))}: only sinks is supported")
     if layer.is_cross_attention or getattr(layer.attn_type, "value", layer.attn_type) != "decoder":
         raise NotImplementedError(f"pagedtree's backend: expected decoder self-attention, got {layer.attn_type}")
-    if layer.qk_head_dim != layer.v_head_dim:
-        raise NotImplementedError(
-            f"pagedtree's backend: expected v_head_dim {layer.qk_head_dim}, got {layer.v_head_dim}"
-        )
     if layer.logit_cap and layer.logit_capping_method != "tanh":
         raise NotImplementedError(f"pagedtree's backend: expected tanh capping, got {layer.logit_capping_method}")
     if layer.xai_temperature_len > 0:

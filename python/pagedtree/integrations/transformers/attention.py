@@ -18,13 +18,16 @@ from transformers.masking_utils import sdpa_mask
 from pagedtree import tree_attention
 from pagedtree.integrations.masks import all_visible, pack_mask
 from pagedtree.integrations.transformers.continuous_cache import attend_continuous
+from pagedtree.integrations.transformers.latent import attend_latent, is_absorbed
 from pagedtree.integrations.transformers.packed_pass import current_pass
 from pagedtree.integrations.transformers.rotary import check_constant
 
 __all__ = ["NAME", "attention_forward", "register"]
 
 NAME = "pagedtree"
-HEAD_DIMS = (64, 96, 128, 192, 256)
+HEAD_DIMS = (64, 96, 128, 192, 256, 512)
+# Keys and values of different widths: latent attention, expanded and over its latents.
+UNEQUAL_HEAD_DIMS = ((192, 128), (576, 512))
 
 
 def register() -> None:
@@ -67,7 +70,7 @@ def attention_forward(
     packed pass the one that the pass gave out, which tells the window. Raises ValueError for what the op lacks: other
     head sizes, dropout, training, attention weights as output, a position bias, and in packed passes any other mask.
     """
-    _refuse_unsupported(module, query, value, dropout, kwargs)
+    _refuse_unsupported(module, key, value, dropout, kwargs)
     options = {
         "scale": scaling if scaling is not None else query.shape[-1] ** -0.5,
         "softcap": softcap or 0.0,
@@ -76,9 +79,11 @@ def attention_forward(
     layer: Any = getattr(module, "layer_idx", None)
     packed = current_pass.get()
     if packed is not None:
+        seen = packed.mask.window_of(attention_mask)
+        if is_absorbed(module):
+            return attend_latent(packed.step, module, query, key, seen, options), None
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-        out = packed.step.attend(layer, q, k, v, packed.mask.window_of(attention_mask), options)
-        return out.unsqueeze(0), None
+        return packed.step.attend(layer, q, k, v, seen, options).unsqueeze(0), None
     is_told = sliding_window is not _LEFT_OUT
     if kwargs.get("cache") is not None:
         check_constant("continuous batching", module)
@@ -90,16 +95,14 @@ def attention_forward(
     return _attend_dense(query, key, value, attention_mask, is_causal, window, options), None
 
 
-def _refuse_unsupported(
-    module: nn.Module, query: Tensor, value: Tensor, dropout: float, kwargs: dict[str, Any]
-) -> None:
+def _refuse_unsupported(module: nn.Module, key: Tensor, value: Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
     def refuse(what: str) -> None:
         raise ValueError(f'attention implementation "{NAME}": {what}; choose another attn_implementation')
 
-    q_dim, v_dim = query.shape[-1], value.shape[-1]
-    if q_dim not in HEAD_DIMS or v_dim != q_dim:
+    k_dim, v_dim = key.shape[-1], value.shape[-1]
+    if not (k_dim == v_dim and k_dim in HEAD_DIMS) and (k_dim, v_dim) not in UNEQUAL_HEAD_DIMS:
         dims = ", ".join(map(str, HEAD_DIMS))
-        refuse(f"expected a head_dim in {dims}, got {q_dim} for q and {v_dim} for v")
+        refuse(f"expected a head_dim in {dims}, or 192 for k and 128 for v, got {k_dim} for k and {v_dim} for v")
     if dropout > 0.0:
         refuse(f"expected no attention dropout, got {dropout}")
     if module.training and torch.is_grad_enabled():
@@ -145,7 +148,7 @@ def _attend_dense(
         window=window,
         **options,
     )
-    return cast(Tensor, out).view(batch, num_queries, num_heads, head_dim)
+    return cast(Tensor, out).unflatten(0, (batch, num_queries))
 
 
 def _pack_mask(mask: Tensor, batch: int, num_queries: int, kv_len: int) -> Tensor:

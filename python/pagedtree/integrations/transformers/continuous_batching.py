@@ -27,11 +27,13 @@ def continuous_batching(model: Any) -> Iterator[None]:
 
     The model's attention implementation is "pagedtree", for which transformers 5 knows only the name "paged|eager":
     inside the block that name means ours, in every model. Other use of the model belongs outside. Raises ValueError for
-    a model in training mode, with other layers than full and sliding attention, or with rotary frequencies that depend
-    on the longest sequence of a pass ("longrope", "dynamic"): transformers would rotate its neighbours by them, too.
+    a model in training mode, with other layers than full and sliding attention, with rotary frequencies that depend
+    on the longest sequence of a pass ("longrope", "dynamic"): transformers would rotate its neighbours by them, too; or
+    with latent attention (DeepSeek-V3), for which transformers makes a cache that is too small.
     """
     check_model(model)
     check_constant("continuous batching", model)
+    _check_cache(model)
     interface = AttentionInterface()
     if PAGED_NAME not in interface:  # transformers 4.57 takes any name
         with use_attention(model, NAME):
@@ -44,6 +46,19 @@ def continuous_batching(model: Any) -> Iterator[None]:
             yield
     finally:
         AttentionInterface.register(PAGED_NAME, _meant_before.pop())
+
+
+def _check_cache(model: nn.Module) -> None:
+    """Raises ValueError for latent attention whose keys and values are not as wide as transformers' cache."""
+    latent: list[Any] = [module for module in model.modules() if hasattr(module, "kv_b_proj")]
+    for module in latent:
+        expected = getattr(module.config, "head_dim", None)
+        widths = getattr(module, "qk_head_dim", None), getattr(module, "v_head_dim", None)
+        if widths != (expected, expected):
+            raise ValueError(
+                f"continuous batching: expected keys and values of the config's head_dim {expected}, for which"
+                f" transformers makes its cache, got {widths[0]} and {widths[1]} in {type(module).__name__}"
+            )
 
 
 def paged_attention_forward(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:

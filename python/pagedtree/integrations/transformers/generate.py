@@ -72,7 +72,8 @@ def generate(
 
     Args:
         model: a transformers causal language model in evaluation mode whose layers all use transformers' attention
-            interface (Llama, Mistral, Qwen, Gemma, gpt-oss, ...), with a head_dim that `tree_attention` has.
+            interface (Llama, Mistral, Qwen, Gemma, gpt-oss, ...), with a head_dim that `tree_attention` has, or with
+            latent attention of 512 and 64 values (DeepSeek-V2 and V3, Kimi-K2, GLM-4.7-Flash), which alone are cached.
         input_ids: int64 [B, L], or a list of prompts of different lengths (1-D tensors or lists of ints), or what a
             tokenizer returned of these: a BatchEncoding or dict of input_ids and attention_mask.
         drafter: None (plain decoding), or an object with propose(tokens, lengths), see `drafters.Drafter`.

@@ -16,6 +16,7 @@ from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.paged_step import PagedStep
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.integrations.transformers.attention import NAME, register
+from pagedtree.integrations.transformers.latent import absorbed, latent_layers
 from pagedtree.integrations.transformers.packed_pass import PackedPass
 from pagedtree.integrations.transformers.rotary import check_rotation, same_rotation
 
@@ -81,11 +82,14 @@ def use_attention(model: Any, name: str = NAME) -> Iterator[None]:
 
 
 class TransformersModel(PackedModel):
-    """A model of transformers as the engine and the drafters take it. Raises what `check_model` raises."""
+    """A model of transformers as the engine and the drafters take it.
+
+    Raises what `check_model` and `latent.latent_layers` raise.
+    """
 
     def __init__(self, model: Any) -> None:
         check_model(model)
-        self.model = model
+        self.model, self.latent_layers = model, latent_layers(model)
 
     @property
     def device(self) -> torch.device:
@@ -124,7 +128,11 @@ class TransformersModel(PackedModel):
         kwargs: dict[str, Any] = {}
         if rows is not None and "logits_to_keep" in inspect.signature(model.forward).parameters:
             kwargs["logits_to_keep"] = rows
-        with packed.active(), _captured_input(model.get_output_embeddings(), needs_hidden) as captured:
+        with (
+            packed.active(),
+            absorbed(self.latent_layers),
+            _captured_input(model.get_output_embeddings(), needs_hidden) as captured,
+        ):
             logits = model(
                 input_ids=input_ids[None],
                 position_ids=positions[None],

@@ -32,7 +32,8 @@ def tensor_parallel(model: Any, *, group: dist.ProcessGroup | None = None, gathe
 
     Returns the `VocabShards` of the output layer. Do not use it with gather_logits.
 
-    Raises ValueError for a model without a plan, or heads that do not divide; ImportError for an older transformers.
+    Raises ValueError for a model without a plan, heads that do not divide, or more ranks than key and value heads where
+    these differ from layer to layer (Gemma 4); ImportError for an older transformers.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -65,7 +66,18 @@ def tensor_parallel(model: Any, *, group: dist.ProcessGroup | None = None, gathe
 
 def _repeat_kv_heads(model: Any, size: int) -> None:
     config = model.config.get_text_config()
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    layers = [
+        (layer.num_attention_heads, layer.num_key_value_heads, getattr(layer, "head_dim", None))
+        for layer in config.per_layer_config
+    ]
+    heads, kv_heads, head_dim = layers[0]
+    if len(set(layers)) > 1:
+        if any(count % size for layer in layers for count in layer[:2]):
+            raise ValueError(
+                "group: expected a size that divides the heads of each layer, as these differ, got"
+                f" {size} for (query heads, key and value heads, head_dim) of {sorted(set(layers))}"
+            )
+        return
     if heads % size or (kv_heads % size and size % kv_heads):
         raise ValueError(
             f"group: expected a size that divides {heads} query heads, and divides or is a multiple of {kv_heads} key"
@@ -74,7 +86,7 @@ def _repeat_kv_heads(model: Any, size: int) -> None:
     times = max(size // kv_heads, 1)
     if times == 1:
         return
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    head_dim = head_dim or config.hidden_size // heads
     model.config = copy.deepcopy(model.config)
     model.config.get_text_config().num_key_value_heads = kv_heads * times
     for module in model.modules():

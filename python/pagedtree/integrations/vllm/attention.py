@@ -59,8 +59,13 @@ class PagedTreeMetadata(AttentionMetadata):
     tree: TreeMask | None = None
     _plans: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
-    def plan(self, num_q_heads: int, num_kv_heads: int, head_dim: int, page_size: int) -> Tensor:
-        """The plan is made in the first layer that asks, so that a captured graph makes it anew at each replay."""
+    def plan(
+        self, num_q_heads: int, num_kv_heads: int, head_dim: int, page_size: int, latent_dim: int | None = None
+    ) -> Tensor:
+        """The plan is made in the first layer that asks, so that a captured graph makes it anew at each replay.
+
+        latent_dim: the columns of a latent cache that are values, too; None for caches of keys and values.
+        """
         key = (num_q_heads, num_kv_heads, head_dim, page_size)
         if key not in self._plans:
             self._plans[key] = attention_plan(
@@ -72,6 +77,8 @@ class PagedTreeMetadata(AttentionMetadata):
                 page_size=page_size,
                 max_seqlen_q=self.max_query_len,
                 tree_lens=self.tree.tree_lens if self.tree is not None else None,
+                head_dim_v=latent_dim,
+                latent=latent_dim is not None,
             )
         return self._plans[key]
 
@@ -101,7 +108,7 @@ class PagedTreeBackend(AttentionBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return [64, 96, 128, 192, 256]
+        return [64, 96, 128, 192, 256, 512]
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
@@ -119,6 +126,8 @@ class PagedTreeBackend(AttentionBackend):
 class PagedTreeMetadataBuilder(AttentionMetadataBuilder[PagedTreeMetadata]):
     """tree: set by the model runner before each step that verifies trees (`runner.TreeRunner`), else None."""
 
+    metadata_class = PagedTreeMetadata
+
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         # The masks of trees are new tensors in each step, which a captured graph would not see.
@@ -135,7 +144,7 @@ class PagedTreeMetadataBuilder(AttentionMetadataBuilder[PagedTreeMetadata]):
         common = common_attn_metadata
         if common.causal is not True:
             raise NotImplementedError("pagedtree's backend: expected causal attention, got bidirectional attention")
-        return PagedTreeMetadata(
+        return self.metadata_class(
             num_actual_tokens=common.num_actual_tokens,
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["check_config", "check_request", "min_p_of", "uses_trees"]
+__all__ = ["avoid_rotary_op", "check_config", "check_request", "min_p_of", "uses_trees"]
 
 PACKAGE = "pagedtree."
 MAX_NODES = 1024
@@ -22,6 +22,7 @@ def uses_trees(vllm_config: Any) -> bool:
 def check_config(vllm_config: Any) -> None:
     """Raises ValueError, naming the setting, where trees cannot run or nobody has tried."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    device = vllm_config.device_config.device_type
     wrong: list[tuple[str, Any, Any]] = [
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
         ("data_parallel_size", parallel.data_parallel_size, 1),
@@ -36,7 +37,7 @@ def check_config(vllm_config: Any) -> None:
         ("model (rotary positions of several dimensions)", bool(model.uses_mrope), False),
         ("model (recurrent state)", bool(model.has_inner_state), False),
         ("model (encoder and decoder)", bool(model.is_encoder_decoder), False),
-        ("model (multi-head latent attention)", bool(model.use_mla), False),
+        ("model (latent attention on a GPU)", bool(model.use_mla and device != "cpu"), False),
     ]
     speculation = vllm_config.speculative_config
     if speculation is not None:
@@ -59,6 +60,25 @@ def check_config(vllm_config: Any) -> None:
         )
     if speculation is not None:
         check_drafter(speculation.model)
+
+
+def avoid_rotary_op(vllm_config: Any) -> None:
+    """Has latent models rotate in torch. Raises ValueError where vLLM's op for it is asked for.
+
+    vLLM 0.32's op for CPUs takes queries [tokens, heads, 64], the rotary part of a latent model's heads, for
+    [tokens * heads, 64] and rotates the first `tokens` rows, by which the text depends on the batch. It is in use where
+    vLLM does not compile, unless the model scales positions by YaRN, for which there is no op.
+    """
+    if not vllm_config.model_config.is_deepseek_mla:
+        return
+    custom_ops = vllm_config.compilation_config.custom_ops
+    if "+rotary_embedding" in custom_ops:
+        raise ValueError(
+            "attention_backend CUSTOM: expected compilation_config.custom_ops without +rotary_embedding (vLLM's op"
+            f" for CPUs is wrong for models with latent attention), got {custom_ops}"
+        )
+    if "-rotary_embedding" not in custom_ops:
+        custom_ops.append("-rotary_embedding")
 
 
 def check_drafter(name: str) -> None:

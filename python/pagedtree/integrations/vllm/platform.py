@@ -6,13 +6,16 @@ from typing import Any
 
 from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from pagedtree.integrations.vllm.limits import check_config, check_request, uses_trees
+from pagedtree.integrations.vllm.limits import avoid_rotary_op, check_config, check_request, uses_trees
 
 __all__ = ["PagedTreeCpuPlatform"]
 
 logger = init_logger("vllm.pagedtree")  # below the logger that vLLM sets up
+
+LATENT_BACKEND = "pagedtree.integrations.vllm.latent.PagedTreeLatentBackend"
 
 
 class PagedTreeCpuPlatform(CpuPlatform):
@@ -26,24 +29,27 @@ class PagedTreeCpuPlatform(CpuPlatform):
     ) -> str:
         if selected_backend != AttentionBackendEnum.CUSTOM:
             return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
-        backend = selected_backend.get_class()
+        path = LATENT_BACKEND if attn_selector_config.use_mla else selected_backend.get_path()
+        backend = resolve_obj_by_qualname(path)
         reasons = backend.validate_configuration(device_capability=None, **attn_selector_config._asdict())
         if reasons:
             raise ValueError(f"attention_backend CUSTOM ({backend.__name__}): {', '.join(reasons)}")
-        logger.info_once("pagedtree: attention backend CUSTOM (%s)", selected_backend.get_path())
-        return selected_backend.get_path()
+        logger.info_once("pagedtree: attention backend CUSTOM (%s)", path)
+        return path
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
         """A drafter of ours brings its worker and the attention backend along."""
+        attention, parallel = vllm_config.attention_config, vllm_config.parallel_config
         has_trees = vllm_config.model_config is not None and uses_trees(vllm_config)
         if has_trees:
-            attention, parallel = vllm_config.attention_config, vllm_config.parallel_config
             if attention.backend not in (None, AttentionBackendEnum.CUSTOM):
                 raise ValueError(f"draft trees: expected attention_backend = CUSTOM, got {attention.backend.name}")
             attention.backend = AttentionBackendEnum.CUSTOM
             if parallel.worker_cls == "auto":
                 parallel.worker_cls = "pagedtree.integrations.vllm.worker.TreeCPUWorker"
+        if attention.backend == AttentionBackendEnum.CUSTOM and vllm_config.model_config is not None:
+            avoid_rotary_op(vllm_config)
         super().check_and_update_config(vllm_config)
         if has_trees:
             check_config(vllm_config)

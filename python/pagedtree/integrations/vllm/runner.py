@@ -150,7 +150,7 @@ class TreeRunner:
         result = super().initialize_attn_backend(*args, **kwargs)  # type: ignore[misc]
         for groups in self.attn_groups:
             for group in groups:
-                if group.backend is not PagedTreeBackend:
+                if not issubclass(group.backend, PagedTreeBackend):
                     raise ValueError(
                         f"draft trees: expected attention_backend = CUSTOM, got {group.backend.get_name()}"
                     )
@@ -218,5 +218,6 @@ class TreeRunner:
         for index, group in enumerate(self.kv_cache_config.kv_cache_groups):
             caches = {layers[name].kv_cache.data_ptr(): layers[name].kv_cache for name in group.layer_names}
             table = self.input_batch.block_table[index].get_device_tensor(start.shape[0])
-            rows = [cache.transpose(1, 2) for cache in caches.values()]  # [blocks, block_size, heads, K and V]
+            # [blocks, heads, block_size, K and V], latent caches [blocks, block_size, 576].
+            rows = [cache.transpose(1, 2) if cache.dim() == 4 else cache for cache in caches.values()]
             compact_kv(rows, table, start, accept_index, num_accepted)

@@ -1,0 +1,100 @@
+"""Latent attention (MLA) over one cached vector a token: DeepSeek-V2 and V3, Kimi-K2, GLM-4.7-Flash and their kin.
+
+Such a layer projects each token to a latent of 512 values, from which its kv_b_proj makes the keys and values of all
+heads, and to 64 rotated values that the keys of all heads share. A packed pass caches these 576 values and expands
+nothing: the key half of kv_b_proj is multiplied into the queries, which then meet the latents themselves, and its value
+half into what attention returns (the "absorption" of DeepSeek-V2's report, https://arxiv.org/abs/2405.04434, section
+2.1). All else, rotation and scaling with it, is the model's own code: only its expand_kv is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pagedtree.generation.paged_step import PagedStep
+
+__all__ = ["absorbed", "attend_latent", "is_absorbed", "latent_layers"]
+
+LATENT_DIM, ROPE_DIM = 512, 64
+
+
+def latent_layers(model: nn.Module) -> list[nn.Module]:
+    """The model's layers of latent attention that a packed pass runs over their latents.
+
+    Layers of other sizes are left out if the heads that they expand are equally wide in keys and values: those are
+    cached as those of other models. ValueError says what does not fit of the others.
+    """
+    return [module for module in model.modules() if hasattr(module, "kv_b_proj") and _is_served(module)]
+
+
+def _is_served(module: Any) -> bool:
+    name = type(module).__name__
+    if hasattr(module, "indexer"):
+        raise ValueError(f"model: expected latent attention to every token, but {name} chooses tokens by an indexer")
+    sizes = getattr(module, "kv_lora_rank", None), getattr(module, "qk_rope_head_dim", None)
+    if sizes != (LATENT_DIM, ROPE_DIM) or not hasattr(module, "expand_kv"):
+        if getattr(module, "qk_head_dim", 0) == getattr(module, "v_head_dim", None):
+            return False
+        raise ValueError(
+            f"model: expected latent attention of kv_lora_rank {LATENT_DIM} and qk_rope_head_dim {ROPE_DIM}, as"
+            f" transformers 5.23 writes it, got {name} of kv_lora_rank {sizes[0]} and qk_rope_head_dim {sizes[1]}"
+        )
+    linear = module.kv_b_proj
+    weight = _weight(module)
+    # The weight is used without the forward around it, so that may do nothing but multiply.
+    is_plain = type(linear) is nn.Linear and linear.bias is None and type(weight) in (Tensor, nn.Parameter)
+    if not is_plain or weight.is_meta or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            "model: expected a kv_b_proj that is a torch.nn.Linear without bias, neither quantised nor offloaded nor"
+            f" changed by an adapter, got {type(linear).__name__} of {weight.dtype} on {weight.device} in {name}"
+        )
+    return True
+
+
+@contextmanager
+def absorbed(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside the block these layers hand their latents to the attention interface in place of keys and values."""
+    layers = list(layers)
+    for layer in layers:
+        setattr(layer, "expand_kv", _latents)  # noqa: B010
+    try:
+        yield
+    finally:
+        for layer in layers:
+            delattr(layer, "expand_kv")
+
+
+def is_absorbed(module: nn.Module) -> bool:
+    """Whether what the attention interface gets from this layer are latents."""
+    return getattr(module, "expand_kv", None) is _latents
+
+
+def _latents(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+    """In place of expand_kv: latents [B, 1, T, 512] and rotated keys [B, 1, T, 64] as keys and values of one head."""
+    keys = torch.cat([kv_nope, k_rot], dim=-1)
+    return keys, keys[..., :LATENT_DIM]
+
+
+def attend_latent(
+    step: PagedStep, module: Any, query: Tensor, latents: Tensor, window: int, options: dict[str, Any]
+) -> Tensor:
+    """Attention of an absorbed layer: query [1, Hq, T, D], latents [1, 1, T, 576] -> [1, T, Hq, Dv]."""
+    weight = _weight(module).view(query.shape[1], -1, LATENT_DIM)  # of this rank's heads
+    to_keys, to_values = weight.split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
+    q_nope, q_rope = query[0].split([module.qk_nope_head_dim, ROPE_DIM], dim=-1)
+    q = torch.cat([q_nope @ to_keys, q_rope], dim=-1)
+    out = step.attend(
+        module.layer_idx, q.transpose(0, 1), latents[0].transpose(0, 1), None, window, options, head_dim_v=LATENT_DIM
+    )
+    return (out.transpose(0, 1) @ to_values.mT).transpose(0, 1).unsqueeze(0)
+
+
+def _weight(module: Any) -> Tensor:
+    """kv_b_proj's weight [Hq * (nope + v), 512]; of a tensor-parallel model, this rank's rows."""
+    weight = module.kv_b_proj.weight
+    return weight.to_local() if hasattr(weight, "to_local") else weight

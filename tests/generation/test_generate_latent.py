@@ -1,0 +1,300 @@
+"""`generate` with models of latent attention (DeepSeek-V2, V3, GLM-4.7-Flash): their own text, from cached latents."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from continuous_case import IS_5
+from generate_case import (
+    LENGTHS,
+    NEW_TOKENS,
+    SAMPLING,
+    Hostile,
+    Oracle,
+    common_prefix,
+    greedy,
+    lists,
+    prompts_of,
+    seeded,
+    tiny,
+)
+from latent_case import MODELS, tiny_latent
+from ranks import Ranks
+
+from pagedtree.generation.fixed_step import FixedStep
+from pagedtree.integrations.transformers import (
+    ModelDrafter,
+    NgramDrafter,
+    PagedCache,
+    continuous_batching,
+    generate,
+    tensor_parallel,
+    tree_generate,
+)
+from pagedtree.integrations.transformers import latent as latent_module
+from pagedtree.integrations.transformers.latent import latent_layers
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(not IS_5, reason="transformers 4.57 caches the keys and values of all heads"),
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_latent()
+
+
+@pytest.fixture(scope="module")
+def texts(model):
+    return [greedy(model, prompt) for prompt in prompts_of(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def seeded_texts(model):
+    return [seeded(model, prompt, seed) for seed, prompt in enumerate(prompts_of(LENGTHS))]
+
+
+@pytest.fixture(scope="module")
+def drafters(texts, seeded_texts):
+    draft_model = tiny_latent("glm4_moe_lite", num_hidden_layers=2)
+    return {
+        "none": lambda: None,
+        "ngram chain": lambda: NgramDrafter(6, max_branches=1),
+        "ngram tree": lambda: NgramDrafter(12, remember=4),
+        "draft model": lambda: ModelDrafter(tiny(1, num_hidden_layers=1), num_nodes=12, depth=3, width=3),
+        "latent draft model": lambda: ModelDrafter(draft_model, num_nodes=12, depth=3, width=3),
+        "oracle": lambda: Oracle([*texts, *seeded_texts], hit=0.8),
+        "hostile": Hostile,
+    }
+
+
+NAMES = ("none", "ngram chain", "ngram tree", "draft model", "latent draft model", "oracle", "hostile")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_is_the_models_own(model, texts, seeded_texts, drafters, name):
+    options = {"max_new_tokens": NEW_TOKENS, "page_size": 7}
+    sequences, stats = generate(model, prompts_of(LENGTHS), drafter=drafters[name](), **options)
+    assert lists(sequences) == texts
+    sampled, _ = generate(model, prompts_of(LENGTHS), drafter=drafters[name](), params=SAMPLING, **options)
+    assert lists(sampled) == seeded_texts
+    if name == "oracle":
+        assert stats.mean_accepted > 1.0
+
+
+OTHERS = [name for name in MODELS if name not in ("deepseek_v3", "mistral4")]
+SLOW = ("deepseek_v2, unscaled", "deepseek_v3, yarn")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else []) for name in OTHERS]
+)
+def test_text_of_other_models(name):
+    other, prompts = tiny_latent(name), prompts_of(LENGTHS)
+    expected = [greedy(other, prompt) for prompt in prompts]
+    sequences, stats = generate(other, prompts, drafter=Oracle(expected, 0.8), max_new_tokens=NEW_TOKENS)
+    assert lists(sequences) == expected
+    assert stats.mean_accepted > 1.0
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(model):
+    _, stats = generate(
+        model, prompts_of(LENGTHS), drafter=ModelDrafter(model, num_nodes=5, depth=4, width=1), max_new_tokens=16
+    )
+    assert all(set(sequence.accepted[:-1]) == {4} for sequence in stats.sequences)
+
+
+def test_eviction_and_outcomes_that_share_pages(model, texts, drafters):
+    prompts = prompts_of(LENGTHS)
+    options = {"max_new_tokens": NEW_TOKENS, "n": 2, "page_size": 7}
+    for name in ("ngram tree", "oracle"):
+        sequences, stats = generate(model, prompts, drafter=drafters[name](), share_prefix=True, **options)
+        assert lists(sequences) == [text for text in texts for _ in range(2)]
+        assert stats.shared_prefix_steps > 0
+        sequences, stats = generate(model, prompts, drafter=drafters[name](), num_pages=14, **options)
+        assert lists(sequences) == [text for text in texts for _ in range(2)]
+        assert stats.evictions > 0
+
+
+def test_a_step_in_fixed_buffers(model, texts, monkeypatch):
+    monkeypatch.setattr(FixedStep, "captures", False)
+    sequences, _ = generate(
+        model, prompts_of(LENGTHS), drafter=NgramDrafter(12), max_new_tokens=NEW_TOKENS, cuda_graph=True
+    )
+    assert lists(sequences) == texts
+
+
+def test_latents_are_all_that_is_cached(model, texts, drafters, monkeypatch):
+    """One cache of 576 columns a layer, no keys or values of the heads, and no slot read that holds no live token."""
+    expanded = []
+    handles = [layer.kv_b_proj.register_forward_hook(lambda *_: expanded.append(1)) for layer in latent_layers(model)]
+    layer, shapes = PagedCache.layer, set()
+
+    def poisoned(cache, index, k, v):
+        is_new = index not in cache._layers
+        pair = layer(cache, index, k, v)
+        shapes.add((tuple(pair[0].shape[2:]), pair[1]))
+        if is_new:
+            pair[0].fill_(float("nan"))
+        return pair
+
+    monkeypatch.setattr(PagedCache, "layer", poisoned)
+    sequences, _ = generate(model, prompts_of(LENGTHS), drafter=drafters["oracle"](), max_new_tokens=NEW_TOKENS, n=2)
+    for handle in handles:
+        handle.remove()
+    assert lists(sequences[::2]) == texts
+    assert shapes == {((1, 576), None)} and not expanded
+
+
+def test_the_model_is_as_it_was(model):
+    """Also within a call, where somebody runs it, and after a failure."""
+    tokens = prompts_of((9,))[0][None]
+    with torch.no_grad():
+        expected = model(tokens).logits
+    seen = []
+
+    def callback(sequence, new):
+        with torch.no_grad():
+            seen.append(model(tokens).logits)
+        if len(seen) == 2:
+            raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"):
+        generate(model, tokens, max_new_tokens=4, callback=callback)
+    with torch.no_grad():
+        seen.append(model(tokens).logits)
+    for logits in seen:
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert not any("expand_kv" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_differs_only_where_logits_are_nearly_tied(dtype):
+    half, prompts = tiny_latent("deepseek_v3, halves").to(dtype), prompts_of(LENGTHS)
+    plain, _ = generate(half, prompts, max_new_tokens=NEW_TOKENS)
+    drafted, stats = generate(half, prompts, drafter=Oracle(lists(plain), 0.9), max_new_tokens=NEW_TOKENS)
+    assert stats.mean_accepted > 1.0
+    for a, b in zip(lists(plain), lists(drafted), strict=True):
+        same = common_prefix(a, b)
+        if same < len(a):
+            with torch.no_grad():
+                top = half(torch.tensor([a[:same]])).logits[0, -1].float().topk(2).values
+            assert top[0] - top[1] < 0.05 * top.abs().max()
+
+
+def test_other_ways_to_generate(texts):
+    """`model.generate` on our attention, whose keys of 192 columns and values of 128 the model expands, or drafted."""
+    served = tiny_latent()
+    served.set_attn_implementation("pagedtree")
+    assert [greedy(served, prompt) for prompt in prompts_of(LENGTHS)] == texts
+    assert greedy(served, prompts_of(LENGTHS)[1], custom_generate=tree_generate) == texts[1]
+
+
+def test_heads_of_other_latents_are_cached():
+    """Mistral 4's keys and values are equally wide: 128 columns."""
+    other, prompts = tiny_latent("mistral4"), prompts_of(LENGTHS)
+    assert not latent_layers(other)
+    expected = [greedy(other, prompt) for prompt in prompts]
+    sequences, _ = generate(other, prompts, drafter=Oracle(expected, 0.8), max_new_tokens=NEW_TOKENS)
+    assert lists(sequences) == expected
+
+
+def on_a_rank(group, name, texts):
+    """The text of a model of which each rank keeps its part, and the rows of kv_b_proj that it kept."""
+    model = tiny_latent(name)
+    shards = tensor_parallel(model, group=group)
+    weight = latent_module._weight(latent_layers(model)[0])
+    sequences, _ = generate(
+        model, prompts_of(LENGTHS), drafter=Oracle(texts, 0.8), max_new_tokens=NEW_TOKENS, shards=shards
+    )
+    return lists(sequences), weight.shape[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2", "glm4_moe_lite"])
+def test_two_ranks(name, tmp_path):
+    """By transformers' plans the ranks split the heads, but those of DeepSeek-V3 stay whole on each."""
+    whole = tiny_latent(name)
+    texts = [greedy(whole, prompt) for prompt in prompts_of(LENGTHS)]
+    rows = latent_layers(whole)[0].kv_b_proj.weight.shape[0]
+    processes = Ranks(tmp_path, num_ranks=2)
+    try:
+        outcomes = processes.run(on_a_rank, 2, name, texts)
+    finally:
+        processes.close()
+    assert outcomes == [(texts, rows if name == "deepseek_v3" else rows // 2)] * 2
+
+
+@pytest.mark.parametrize("broken", ["rotated keys", "values"])
+def test_each_half_is_needed(model, texts, monkeypatch, broken):
+    """Negative controls: latents without their rotated part, and values of the wrong half of kv_b_proj."""
+    if broken == "rotated keys":
+        latents = latent_module._latents
+
+        def without(kv_nope, k_rot):
+            return latents(kv_nope, torch.zeros_like(k_rot))
+
+        monkeypatch.setattr(latent_module, "_latents", without)
+    else:
+        weight = latent_module._weight
+        monkeypatch.setattr(latent_module, "_weight", lambda module: weight(module).flip(0))
+    sequences, _ = generate(model, prompts_of(LENGTHS), max_new_tokens=NEW_TOKENS)
+    assert all(tokens != text for tokens, text in zip(lists(sequences), texts, strict=True))
+
+
+class Quantised(torch.nn.Linear):
+    pass
+
+
+def refused(change):
+    model = tiny_latent("glm4_moe_lite", num_hidden_layers=1)
+    change(model.model.layers[0].self_attn)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: tiny_latent(num_hidden_layers=1, kv_lora_rank=256),
+            "kv_lora_rank 512 and qk_rope_head_dim 64, as transformers 5.23 writes it, got DeepseekV3Attention of"
+            " kv_lora_rank 256 and qk_rope_head_dim 64",
+        ),
+        (
+            lambda: tiny_latent("deepseek_v2", num_hidden_layers=1, qk_rope_head_dim=32),
+            "got DeepseekV2Attention of kv_lora_rank 512 and qk_rope_head_dim 32",
+        ),
+        (
+            lambda: refused(lambda layer: setattr(layer, "indexer", torch.nn.Identity())),
+            "latent attention to every token, but Glm4MoeLiteAttention chooses tokens by an indexer",
+        ),
+        (
+            lambda: refused(lambda layer: setattr(layer, "kv_b_proj", Quantised(512, 896, bias=False))),
+            "kv_b_proj that is a torch.nn.Linear .*, neither quantised .* got Quantised of torch.float32 on cpu",
+        ),
+        (lambda: refused(lambda layer: layer.kv_b_proj.to(torch.float8_e4m3fn)), "got Linear of torch.float8_e4m3fn"),
+        (lambda: refused(lambda layer: layer.kv_b_proj.to("meta")), "got Linear of torch.float32 on meta"),
+        (
+            lambda: refused(lambda layer: setattr(layer, "kv_b_proj", torch.nn.Linear(512, 896))),
+            "torch.nn.Linear without bias",
+        ),
+    ],
+)
+def test_refused_by_name(make, message, model):
+    other = make()
+    with pytest.raises(ValueError, match=f"model: expected .*{message}"):
+        generate(other, [[1, 2]], max_new_tokens=2)
+    with pytest.raises(ValueError, match=f"model: expected .*{message}"):
+        generate(model, [[1, 2]], drafter=ModelDrafter(other), max_new_tokens=2)
+
+
+def test_continuous_batching_is_refused(model):
+    with (
+        pytest.raises(ValueError, match=r"config's head_dim 64, for which .* cache, got 192 and 128 in DeepseekV3Att"),
+        continuous_batching(model),
+    ):
+        pass
