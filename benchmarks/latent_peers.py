@@ -21,7 +21,7 @@ from attention_peers import (
     lengths_of,
     made,
     unsupported,
-)  # fmt: skip
+)
 from gpu_attention_peers import FlashInferTree
 from named_trees import nodes_of
 from suite import Mismatch, Op, Shape, always, lacking_memory, package
