@@ -266,8 +266,21 @@ def append_kv_fp8() -> Call:
 
 
 @valid_call
+def append_kv_of_two_widths() -> Call:
+    sides = {"k": torch.randn(5, 2, 24), "v": torch.randn(5, 2, 16)}
+    caches = {"k_cache": torch.zeros(6, 4, 2, 24), "v_cache": torch.zeros(6, 4, 2, 16)}
+    return Call(pt.append_kv, {**sides, **caches, "slots": int64([0, 7, -1, 23, 9])}, written=("k_cache", "v_cache"))
+
+
+@valid_call
+def append_kv_latent() -> Call:
+    arguments = {"k": torch.randn(5, 1, 576), "v": None, "k_cache": torch.zeros(6, 4, 1, 576), "v_cache": None}
+    return Call(pt.append_kv, arguments | {"slots": int64([0, 7, -1, 23, 9])}, written=("k_cache", "v_cache"))
+
+
+@valid_call
 def compact_kv() -> Call:
-    caches = list(torch.randn(3, 6, 4, 16))
+    caches = [*torch.randn(3, 6, 4, 16), torch.randn(6, 4, 1, 576)]
     path = {"accept_index": int32([[0, 2, 4], [0, 2, -1]]), "num_accepted": int32([2, 1])}
     arguments = {"caches": caches, "page_table": paged_cache()["page_table"], "start": int32([4, 3]), **path}
     return Call(pt.compact_kv, arguments, written=("caches",))

@@ -56,9 +56,9 @@ py::dict explain_launch(const WorkShape& work, const TileShape& tile, int kv_byt
 }  // namespace
 
 py::list explain_attention(const std::vector<int32_t>& query_lens, const std::vector<int32_t>& seq_lens,
-                           int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim, int32_t head_dim_v,
-                           bool latent, int32_t kv_bytes, int64_t max_seqlen_q, int32_t num_sms,
-                           int32_t max_shared_bytes, const std::string& engine) {
+                           int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim, int32_t head_dim_v, bool latent,
+                           int32_t kv_bytes, int64_t max_seqlen_q, int32_t num_sms, int32_t max_shared_bytes,
+                           const std::string& engine) {
   std::vector<int32_t> offsets{0};
   for (const int32_t n : query_lens) offsets.push_back(offsets.back() + n);
   AttentionPlanParams params{};

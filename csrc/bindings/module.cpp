@@ -54,10 +54,9 @@ PYBIND11_MODULE(_C, m) {
       "What attention multiplies with on a GPU: PAGEDTREE_ENGINE, or the default. Raises RuntimeError for other "
       "names.");
   m.def("explain_attention", &pagedtree::explain_attention, py::arg("query_lens"), py::arg("seq_lens"),
-        py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("head_dim_v"),
-        py::arg("latent"), py::arg("kv_bytes"), py::arg("max_seqlen_q"), py::arg("num_sms"),
-        py::arg("max_shared_bytes"), py::arg("engine"),
-        "The CUDA kernel's tile and cuts for a batch; see pagedtree.explain.");
+        py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("head_dim_v"), py::arg("latent"),
+        py::arg("kv_bytes"), py::arg("max_seqlen_q"), py::arg("num_sms"), py::arg("max_shared_bytes"),
+        py::arg("engine"), "The CUDA kernel's tile and cuts for a batch; see pagedtree.explain.");
   m.def(
       "active_isa", [] { return pagedtree::cpu::isa_kernels().name; },
       "The one in use: the best, or that of PAGEDTREE_CPU_ISA. Raises RuntimeError where that one cannot run here.");

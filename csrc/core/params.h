@@ -226,13 +226,15 @@ struct AppendSide {
   int64_t token_stride, head_stride;
   int64_t cache_page_stride, cache_slot_stride, cache_head_stride;
   int64_t scale_stride;
+  int64_t head_dim;  // V's may be another one than K's
 };
 
 struct AppendKvParams {
   AppendSide sides[2];   // K, V
+  int32_t num_sides;     // 1: K alone, as in the latent cache of MLA
   const int64_t* slots;  // [T]
   int64_t num_tokens;    // T
-  int64_t num_kv_heads, head_dim;
+  int64_t num_kv_heads;
   int64_t num_pages, page_size;
   DType dtype;
   DType cache_dtype;  // dtype: rows are copied; else kFloat8E4M3

@@ -20,9 +20,10 @@ void append_row(const AppendKvParams& p, const AppendSide& side, const IsaKernel
              (page * side.cache_page_stride + offset * side.cache_slot_stride) * cache_size;
   const bool copied = p.dtype == p.cache_dtype;
   // Heads that lie side by side and share a scale are one run.
-  const bool dense = side.head_stride == p.head_dim && side.cache_head_stride == p.head_dim && side.scale_stride == 0;
+  const int64_t dim = side.head_dim;
+  const bool dense = side.head_stride == dim && side.cache_head_stride == dim && side.scale_stride == 0;
   const int64_t runs = dense ? 1 : p.num_kv_heads;
-  const int64_t run = dense ? p.num_kv_heads * p.head_dim : p.head_dim;
+  const int64_t run = dense ? p.num_kv_heads * dim : dim;
   for (int64_t h = 0; h < runs; ++h) {
     const uint8_t* source = from + h * side.head_stride * size;
     uint8_t* target = to + h * side.cache_head_stride * cache_size;
@@ -66,7 +67,8 @@ void CpuBackend::slot_mapping(const SlotMappingParams& p, const ExecContext& ctx
 }
 
 void CpuBackend::append_kv(const AppendKvParams& p, const ExecContext& ctx) const {
-  const int64_t row_bytes = 2 * p.num_kv_heads * p.head_dim * element_size(p.dtype);
+  int64_t row_bytes = 0;
+  for (int32_t i = 0; i < p.num_sides; ++i) row_bytes += p.num_kv_heads * p.sides[i].head_dim * element_size(p.dtype);
   if (row_bytes == 0) return;  // tensors without elements have no address
   const IsaKernels& isa = isa_kernels();
   const int64_t num_slots = p.num_pages * p.page_size;
@@ -74,7 +76,9 @@ void CpuBackend::append_kv(const AppendKvParams& p, const ExecContext& ctx) cons
     for (int64_t token = begin; token < end; ++token) {
       const int64_t slot = p.slots[token];
       if (slot < 0 || slot >= num_slots) continue;
-      for (const AppendSide& side : p.sides) append_row(p, side, isa, token, slot / p.page_size, slot % p.page_size);
+      for (int32_t i = 0; i < p.num_sides; ++i) {
+        append_row(p, p.sides[i], isa, token, slot / p.page_size, slot % p.page_size);
+      }
     }
   });
 }

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) append_kernel(const __grid_con
   const auto* from = static_cast<const typename Piece::Source*>(side.rows) + token * side.token_stride;
   auto* to = static_cast<typename Piece::Target*>(side.cache) + slot / p.page_size * side.cache_page_stride +
              slot % p.page_size * side.cache_slot_stride;
-  const int64_t pieces = p.head_dim / Piece::kElements;
+  const int64_t pieces = side.head_dim / Piece::kElements;
   for (int64_t i = threadIdx.x; i < p.num_kv_heads * pieces; i += blockDim.x) {
     const int64_t head = i / pieces, at = i % pieces * Piece::kElements;
     const float scale = side.scale == nullptr ? 1.0f : side.scale[head * side.scale_stride];
@@ -72,11 +72,13 @@ __global__ void __launch_bounds__(kMaxThreads, 1) append_kernel(const __grid_con
   }
 }
 
-// Whether the rows of both sides can be read and written 16 bytes at a time, `elements` of them in each piece.
+// Whether the rows of all sides can be read and written 16 bytes at a time, `elements` of them in each piece.
 bool is_aligned(const AppendKvParams& p, int64_t elements) {
   const int64_t size = element_size(p.dtype), cache_size = element_size(p.cache_dtype);
-  bool aligned = p.head_dim % elements == 0;
-  for (const AppendSide& side : p.sides) {
+  bool aligned = true;
+  for (int32_t i = 0; i < p.num_sides; ++i) {
+    const AppendSide& side = p.sides[i];
+    aligned = aligned && side.head_dim % elements == 0;
     for (const int64_t bytes : {static_cast<int64_t>(reinterpret_cast<uintptr_t>(side.rows)), side.token_stride * size,
                                 side.head_stride * size, static_cast<int64_t>(reinterpret_cast<uintptr_t>(side.cache)),
                                 side.cache_page_stride * cache_size, side.cache_slot_stride * cache_size,
@@ -89,10 +91,13 @@ bool is_aligned(const AppendKvParams& p, int64_t elements) {
 
 template <typename Piece>
 void launch_append(const AppendKvParams& p, const ExecContext& ctx) {
-  const int64_t pieces = p.num_kv_heads * (p.head_dim / Piece::kElements);
+  int64_t head_dim = 0;  // of the widest side
+  for (int32_t i = 0; i < p.num_sides; ++i) head_dim = max_of(head_dim, p.sides[i].head_dim);
+  const int64_t pieces = p.num_kv_heads * (head_dim / Piece::kElements);
   if (pieces == 0) return;
   const auto threads = static_cast<unsigned>(min_of<int64_t>(ceil_div<int64_t>(pieces, 32) * 32, kMaxThreads));
-  launch(append_kernel<Piece>, dim3(static_cast<unsigned>(p.num_tokens), 2), dim3(threads), 0, ctx.stream, p);
+  const dim3 grid(static_cast<unsigned>(p.num_tokens), static_cast<unsigned>(p.num_sides));
+  launch(append_kernel<Piece>, grid, dim3(threads), 0, ctx.stream, p);
 }
 
 template <typename Element>

@@ -15,8 +15,8 @@ namespace {
 struct HeadDims {
   int64_t k, v;
 };
-constexpr HeadDims kHeadDims[] = {{64, 64},   {96, 96},   {128, 128}, {192, 192}, {256, 256},
-                                  {512, 512}, {192, 128}, {576, 512}};
+constexpr HeadDims kHeadDims[] = {{64, 64},   {96, 96},   {128, 128}, {192, 192},
+                                  {256, 256}, {512, 512}, {192, 128}, {576, 512}};
 
 template <typename Predicate>
 bool any_head_dims(const Predicate& fits) {
@@ -263,8 +263,8 @@ std::tuple<Tensor, Tensor> tree_attention(const Tensor& q, const Tensor& k_cache
 }
 
 Tensor attention_plan(const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_t num_q_heads, int64_t num_kv_heads,
-                      int64_t head_dim, int64_t page_size, int64_t max_seqlen_q,
-                      const std::optional<Tensor>& tree_lens, std::optional<int64_t> head_dim_v, bool latent) {
+                      int64_t head_dim, int64_t page_size, int64_t max_seqlen_q, const std::optional<Tensor>& tree_lens,
+                      std::optional<int64_t> head_dim_v, bool latent) {
   const Check check("attention_plan", seq_lens);
   const int64_t batch = check.offsets(cu_seqlens_q, "cu_seqlens_q");
   check.tensor(seq_lens, "seq_lens", {ScalarType::Int}, {batch});

@@ -35,6 +35,7 @@ AppendSide append_side(const Check& check, const Tensor& rows, const Tensor& cac
   side.cache_page_stride = cache.stride(0);
   side.cache_slot_stride = cache.stride(1);
   side.cache_head_stride = cache.stride(2);
+  side.head_dim = rows.size(2);
   if (!scale.has_value()) return side;
   check.that(rows.scalar_type() != cache.scalar_type(), name, "absent where the rows are copied as they are",
              "a scale with a cache of dtype " + std::string(torch::headeronly::toString(cache.scalar_type())));
@@ -126,28 +127,37 @@ Tensor slot_mapping(const Tensor& page_table, const Tensor& seq_lens, const Tens
   return slots;
 }
 
-void append_kv(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots,
-               const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
+void append_kv(const Tensor& k, const std::optional<Tensor>& v, const Tensor& k_cache,
+               const std::optional<Tensor>& v_cache, const Tensor& slots, const std::optional<Tensor>& k_scale,
+               const std::optional<Tensor>& v_scale) {
   constexpr ScalarType kFp8 = ScalarType::Float8_e4m3fn;
   const Check check("append_kv", k);
   check.tensor(k, "k", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16, kFp8},
                {kAnySize, kAnySize, kAnySize}, Strides::kLastContiguous);
-  const int64_t num_tokens = k.size(0), num_kv_heads = k.size(1), head_dim = k.size(2);
-  check.tensor(v, "v", {k.scalar_type()}, {num_tokens, num_kv_heads, head_dim}, Strides::kLastContiguous);
+  const int64_t num_tokens = k.size(0), num_kv_heads = k.size(1);
   if (!k_cache.defined() || k_cache.scalar_type() != kFp8) check.dtype(k_cache, "k_cache", {k.scalar_type(), kFp8});
-  check.tensor(k_cache, "k_cache", {k_cache.scalar_type()}, {kAnySize, kAnySize, num_kv_heads, head_dim},
+  check.tensor(k_cache, "k_cache", {k_cache.scalar_type()}, {kAnySize, kAnySize, num_kv_heads, k.size(2)},
                Strides::kLastContiguous);
-  check.tensor(v_cache, "v_cache", {k_cache.scalar_type()}, {k_cache.size(0), k_cache.size(1), num_kv_heads, head_dim},
-               Strides::kLastContiguous);
+  const bool has_v = v.has_value();
+  check.that(has_v || !v_cache.has_value(), "v", "a Tensor where `v_cache` is one", "None");
+  check.that(!has_v || v_cache.has_value(), "v_cache", "a Tensor where `v` is one", "None");
+  check.that(has_v || !v_scale.has_value(), "v_scale", "None where `v` is", "a Tensor");
+  if (has_v) {
+    check.tensor(*v, "v", {k.scalar_type()}, {num_tokens, num_kv_heads, kAnySize}, Strides::kLastContiguous);
+    check.tensor(*v_cache, "v_cache", {k_cache.scalar_type()},
+                 {k_cache.size(0), k_cache.size(1), num_kv_heads, v->size(2)}, Strides::kLastContiguous);
+  }
   check.tensor(slots, "slots", {ScalarType::Long}, {num_tokens});
 
   AppendKvParams params{};
-  params.sides[0] = append_side(check, k, k_cache, k_scale, "k_scale");
-  params.sides[1] = append_side(check, v, v_cache, v_scale, "v_scale");
+  const auto add_side = [&](const AppendSide& side) {
+    if (side.head_dim > 0) params.sides[params.num_sides++] = side;  // tensors without elements have no address
+  };
+  add_side(append_side(check, k, k_cache, k_scale, "k_scale"));
+  if (has_v) add_side(append_side(check, *v, *v_cache, v_scale, "v_scale"));
   params.slots = const_pointer<int64_t>(slots);
   params.num_tokens = num_tokens;
   params.num_kv_heads = num_kv_heads;
-  params.head_dim = head_dim;
   params.num_pages = k_cache.size(0);
   params.page_size = k_cache.size(1);
   params.dtype = core_dtype(k);
@@ -220,7 +230,7 @@ constexpr Op kOps[] = {
      " -> Tensor",
      TORCH_BOX(&slot_mapping)},
     {"append_kv",
-     "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, *, Tensor? k_scale=None,"
+     "(Tensor k, Tensor? v, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor slots, *, Tensor? k_scale=None,"
      " Tensor? v_scale=None) -> ()",
      TORCH_BOX(&append_kv)},
     {"compact_kv",

@@ -59,25 +59,28 @@ def slot_mapping(
 
 def append_kv(
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     slots: Tensor,
     *,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Writes one row of K and one of V for each token into the cache.
+    """Writes one row of K and one of V for each token into the cache, or one row of a cache that is a single tensor.
 
     Args:
-        k, v: [T, Hkv, D] of one dtype (fp32, fp16, bf16, float8_e4m3fn), any T, Hkv and D; token and head strides are
-            free, the last dimension is contiguous. The strides of k and v may differ.
-        k_cache, v_cache: [pages, page_size, Hkv, D], written; strided views whose last dimension is contiguous. Their
-            dtype is k.dtype (rows are copied bit by bit) or float8_e4m3fn (rows are converted).
+        k: [T, Hkv, D] of fp32, fp16, bf16 or float8_e4m3fn, any T, Hkv and D; token and head strides are free, the last
+            dimension is contiguous.
+        v: [T, Hkv, Dv] of k's dtype, any Dv, with strides of its own. None: k is all that the cache holds, as in the
+            latent cache of multi-head latent attention (MLA), whose rows are k [T, 1, 576].
+        k_cache, v_cache: [pages, page_size, Hkv, D] and [pages, page_size, Hkv, Dv], written; strided views whose last
+            dimension is contiguous. Their dtype is k.dtype (rows are copied bit by bit) or float8_e4m3fn (rows are
+            converted). v_cache is None where v is.
         slots: int64 [T], slot = page * page_size + offset; -1 skips the token. A slot outside the cache is skipped too
             (PAGEDTREE_CHECK=1 raises). If several tokens have the same slot, any one of them may stay.
         k_scale, v_scale: fp32, scalar ([] or [1]) or [Hkv]; what attention multiplies the cache with. Only with rows
-            that are converted, else ValueError; None = 1.
+            that are converted, else ValueError; None = 1. v_scale only with v.
 
     Conversion stores saturate(k / k_scale) in fp32: the nearest e4m3 value, ties to even, at most 448 in magnitude
     (infinities too); NaN becomes e4m3's NaN.
@@ -85,11 +88,13 @@ def append_kv(
         for t in range(T):
             if 0 <= slots[t] < pages * page_size:
                 k_cache[slots[t] // page_size, slots[t] % page_size] = k[t]
-                v_cache[slots[t] // page_size, slots[t] % page_size] = v[t]
+                if v is not None:
+                    v_cache[slots[t] // page_size, slots[t] % page_size] = v[t]
 
-    Source: PagedAttention (Kwon et al., SOSP 2023); the slots are vLLM's.
+    Sources: PagedAttention (Kwon et al., SOSP 2023); the slots are vLLM's; the latent cache is DeepSeek-V2's.
 
-    Raises ValueError for wrong shapes, dtypes, devices or strides, before anything is written.
+    Raises ValueError for wrong shapes, dtypes, devices or strides, and for one of v and v_cache without the other,
+    before anything is written.
     """
     call(ops.append_kv, k, v, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
 
@@ -100,9 +105,10 @@ def compact_kv(
     """Moves the rows of each accepted path together, behind the root's, in all layers at once.
 
     Args:
-        caches: tensors [pages, page_size, ...], written: all layers, K and V, scales; any dtypes, any strides (a row
-            has at most three strided dimensions besides its contiguous runs), the same pages and page_size. Tensors
-            may be views of one storage, but their elements must not overlap. One launch takes up to 128 tensors.
+        caches: tensors [pages, page_size, ...], written: all layers, K and V, latent caches, scales; any dtypes, any
+            strides (a row has at most three strided dimensions besides its contiguous runs), the same pages and
+            page_size. Tensors may be views of one storage, but their elements must not overlap. One launch takes up to
+            128 tensors.
         page_table: int32 [B, max_pages], rows may be strided.
         start: int32 [B], position of node 0; negative = idle.
         accept_index: int32 [B, S], S <= 1024, rows may be strided: node ids of the path, [b, 0] = 0, or -1 = idle.
@@ -139,9 +145,9 @@ def _slot_mapping_fake(
 @register_fake("append_kv")
 def _append_kv_fake(
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     slots: Tensor,
     *,
     k_scale: Tensor | None = None,

@@ -37,7 +37,8 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("page_size", lambda: pt.slot_mapping(TABLE, ZERO, OFFSETS, 16.0)),
     ("append_kv", lambda: pt.append_kv(None, None, None, None, None)),
     ("k_cache", lambda: pt.append_kv(ROWS, ROWS, None, ROWS[None], SLOTS)),
-    ("v_cache", lambda: pt.append_kv(ROWS, ROWS, ROWS[None], None, SLOTS)),
+    ("v_cache", lambda: pt.append_kv(ROWS, ROWS, ROWS[None], 0, SLOTS)),
+    ("v", lambda: pt.append_kv(ROWS, [ROWS], ROWS[None], ROWS[None], SLOTS)),
     ("k_scale", lambda: pt.append_kv(ROWS, ROWS, ROWS[None], ROWS[None], SLOTS, k_scale=2.0)),
     ("caches", lambda: pt.compact_kv(ROWS[None], TABLE, ZERO, TABLE, ZERO)),  # its pages would pass for caches
     ("page_table", lambda: pt.compact_kv([ROWS], None, ZERO, TABLE, ZERO)),

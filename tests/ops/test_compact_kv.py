@@ -5,7 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cache_case import FP8, compact_arguments, int32, payload, random_table, raw, storage_and_views
+from cache_case import (
+    FP8,
+    LATENT_LAYOUTS,
+    clones,
+    compact_arguments,
+    int32,
+    latent_view,
+    payload,
+    random_table,
+    raw,
+    storage_and_views,
+)
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -31,16 +42,11 @@ def cache_list(pages: int, page_size: int, device: torch.device) -> tuple[list[T
     return [hnd[0], stacked[0], packed[0], dense, scales, codes, deep, wide, slow], [view[:-1] for view in views]
 
 
-def clones(storages: list[Tensor], views: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    copies = [storage.clone() for storage in storages]
-    owner = {storage.untyped_storage().data_ptr(): copy for storage, copy in zip(storages, copies, strict=True)}
-    return copies, [
-        torch.as_strided(owner[v.untyped_storage().data_ptr()], v.shape, v.stride(), v.storage_offset()) for v in views
-    ]
-
-
 def check_compact(device, page_size, pages, table, start, accept_index, num_accepted) -> None:
-    storages, caches = cache_list(pages, page_size, device)
+    check_moves(*cache_list(pages, page_size, device), device, table, start, accept_index, num_accepted)
+
+
+def check_moves(storages, caches, device, table, start, accept_index, num_accepted) -> None:
     expected_storages, expected = clones(storages, caches)
     lengths = loops.compact(expected, table, start, accept_index, num_accepted)
     batch, width = len(start), len(accept_index[0])
@@ -81,6 +87,20 @@ def test_compact_kv(backend, device, page_size) -> None:
             accept_index[1], num_accepted[1] = [-1] * width, 0  # finished
             num_accepted[2] = 0
         check_compact(device, page_size, pages, table, start, accept_index, num_accepted)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 61])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, FP8], ids=str)
+def test_compact_kv_latent(backend, device, dtype, page_size) -> None:
+    """One tensor [pages, page_size, 576], with and without the dimension of its one head."""
+    rng = np.random.default_rng(page_size)
+    max_pages = -(-50 // page_size)
+    kinds = [*((layout, 576) for layout in LATENT_LAYOUTS), ("dense", 656), ("page_first", 37), ("columns", 1)]
+    for i, (layout, dim) in enumerate(kinds):
+        storage, cache = latent_view(layout, 2 * max_pages + 1, page_size, dim, dtype, device)
+        table = random_table(rng, 2, max_pages, 2 * max_pages + 1)
+        paths = [[0, 2, 3, 7, 19], [0, 1, 4, 5, 9]]
+        check_moves([storage], [cache if i % 2 else cache.squeeze(2)], device, table, [30, 3], paths, [4, 3])
 
 
 @given(

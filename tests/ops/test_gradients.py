@@ -103,6 +103,9 @@ def test_versions(backend: str, mode: Callable[[], object]) -> None:
         pt.append_kv(new, new, keys, values, *here(SLOTS))
         assert keys._version > before[0] and values._version > before[1]
         before = keys._version, values._version
+        pt.append_kv(new, None, keys, None, *here(SLOTS))
+        assert keys._version > before[0] and values._version == before[1]
+        before = keys._version, values._version
         path = torch.tensor([[0, 1], [0, 1]], dtype=torch.int32)
         pt.compact_kv([keys, values], *here(TABLE, LENS), path, torch.ones(2, dtype=torch.int32))
         assert keys._version > before[0] and values._version > before[1]

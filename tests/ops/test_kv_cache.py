@@ -5,7 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cache_case import FP8, PAGE_SIZES, compact_arguments, int32, raw, storage_and_views
+from cache_case import (
+    FP8,
+    LATENT_LAYOUTS,
+    PAGE_SIZES,
+    clones,
+    compact_arguments,
+    int32,
+    latent_view,
+    payload,
+    raw,
+    storage_and_views,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -131,9 +142,30 @@ def to_fp8(rows: Tensor, scale: Tensor | None) -> Tensor:
     return (rows.cpu().float() / divisor).clamp(-448, 448).to(FP8).to(rows.device)
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("layout", ["nhd", "hnd", "stacked", "packed"])
-@pytest.mark.parametrize(
+def hostile_slots(rng: np.random.Generator, tokens: int, num_slots: int) -> np.ndarray:
+    slots = rng.permutation(num_slots)[:tokens]
+    slots[rng.integers(0, tokens, size=4)] = -1
+    slots[rng.integers(0, tokens)] = rng.choice([-2, -(2**63), num_slots, 2**40, 2**63 - 1])
+    return slots
+
+
+def check_append(storages, k, v, k_cache, v_cache, slots, k_scale=None, v_scale=None) -> None:
+    caches = [cache for cache in (k_cache, v_cache) if cache is not None]
+    expected_storages, expected = clones(storages, caches)
+    for cache, new, scale in zip(expected, (k, v), (k_scale, v_scale), strict=False):
+        pages, page_size = cache.shape[:2]
+        values = new if new.dtype == cache.dtype else to_fp8(new, scale)
+        for t, slot in enumerate(slots.tolist()):
+            if 0 <= slot < pages * page_size:
+                cache[slot // page_size, slot % page_size] = values[t]
+    rows = [new for new in (k, v) if new is not None]
+    before = [raw(new) for new in rows]
+    append_kv(k, v, k_cache, v_cache, torch.from_numpy(slots).to(k.device), k_scale=k_scale, v_scale=v_scale)
+    assert all(torch.equal(raw(s), raw(e)) for s, e in zip(storages, expected_storages, strict=True))
+    assert all(torch.equal(raw(new), old) for new, old in zip(rows, before, strict=True))
+
+
+every_dtype = pytest.mark.parametrize(
     ("dtype", "cache_dtype"),
     [
         (torch.float32, torch.float32),
@@ -145,6 +177,11 @@ def to_fp8(rows: Tensor, scale: Tensor | None) -> Tensor:
         (torch.bfloat16, FP8),
     ],
 )
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("layout", ["nhd", "hnd", "stacked", "packed"])
+@every_dtype
 def test_append_kv(backend, device, dtype, cache_dtype, layout, page_size) -> None:
     rng = np.random.default_rng(page_size)
     for rows, heads, dim, scales in [
@@ -157,27 +194,63 @@ def test_append_kv(backend, device, dtype, cache_dtype, layout, page_size) -> No
         pages, tokens = max(3, 40 // page_size), 29
         storage, k_cache, v_cache = storage_and_views(layout, pages, page_size, heads, dim, cache_dtype, device)
         k, v = new_rows(rows, tokens, heads, dim, dtype, device)
-        slots = rng.permutation(pages * page_size)[:tokens]
-        slots[rng.integers(0, tokens, size=4)] = -1
-        slots[rng.integers(0, tokens)] = rng.choice([-2, -(2**63), pages * page_size, 2**40, 2**63 - 1])
+        slots = hostile_slots(rng, tokens, pages * page_size)
         k_scale = v_scale = None
         if dtype != cache_dtype and scales == "scalar":
             k_scale, v_scale = torch.tensor(0.37, device=device), torch.tensor([2.5], device=device)
         elif dtype != cache_dtype and scales == "heads":
             k_scale, v_scale = torch.rand(heads, device=device) + 0.01, torch.rand(heads, device=device) + 0.01
+        check_append([storage], k, v, k_cache, v_cache, slots, k_scale, v_scale)
 
-        expected = storage.clone()
-        expected_k = torch.as_strided(expected, k_cache.shape, k_cache.stride(), k_cache.storage_offset())
-        expected_v = torch.as_strided(expected, v_cache.shape, v_cache.stride(), v_cache.storage_offset())
-        for cache, new, scale in ((expected_k, k, k_scale), (expected_v, v, v_scale)):
-            values = new if dtype == cache_dtype else to_fp8(new, scale)
-            for t, slot in enumerate(slots.tolist()):
-                if 0 <= slot < pages * page_size:
-                    cache[slot // page_size, slot % page_size] = values[t]
-        before = raw(k), raw(v)
-        append_kv(k, v, k_cache, v_cache, torch.from_numpy(slots).to(device), k_scale=k_scale, v_scale=v_scale)
-        assert torch.equal(raw(storage), raw(expected))
-        assert torch.equal(raw(k), before[0]) and torch.equal(raw(v), before[1])
+
+def latent_rows(kind: str, tokens: int, dim: int, dtype, device) -> Tensor:
+    """[T, 1, dim]: dense, or columns of a wider projection, with and without alignment."""
+    first, width = {"dense": (0, dim), "aligned": (64, dim // 64 * 64 + 128), "odd": (5, dim + 5)}[kind]
+    rows = torch.randn((tokens, width), generator=torch.Generator().manual_seed(tokens)) * 30
+    return rows.to(device=device, dtype=dtype)[:, first : first + dim].unsqueeze(1)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@every_dtype
+def test_append_kv_latent(backend, device, dtype, cache_dtype, page_size) -> None:
+    """One tensor without a V."""
+    rng = np.random.default_rng(page_size)
+    pages, tokens = max(3, 40 // page_size), 29
+    kinds = [*((layout, 576) for layout in LATENT_LAYOUTS), ("dense", 577), ("page_first", 37), ("padded", 37)]
+    for i, (layout, dim) in enumerate(kinds):
+        storage, cache = latent_view(layout, pages, page_size, dim, cache_dtype, device)
+        scale = None
+        if dtype != cache_dtype:
+            scale = [None, torch.tensor(0.37, device=device), torch.tensor([2.5], device=device)][i % 3]
+        for rows in ("dense", "aligned", "odd"):
+            new = latent_rows(rows, tokens, dim, dtype, device)
+            slots = hostile_slots(rng, tokens, pages * page_size)
+            check_append([storage], new, None, cache, None, slots, scale)
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (64, 512), (48, 5), (7, 32), (3, 1), (0, 24), (16, 0)], ids=str)
+@every_dtype
+def test_append_kv_of_two_widths(backend, device, dtype, cache_dtype, dims) -> None:
+    """V of another width than K, in tensors of their own and side by side in the rows of one."""
+    rng = np.random.default_rng(sum(dims))
+    page_size, heads, tokens = 7, 2, 29
+    pages, (dim, dim_v) = 5, dims
+    both = payload((pages, page_size, heads, dim + dim_v), cache_dtype, 0, device)
+    hnd = [payload((pages, heads, page_size, d), cache_dtype, i, device) for i, d in enumerate(dims)]
+    wide = payload((2, pages, page_size, heads, 512), cache_dtype, 3, device)  # aligned rows whatever dims are
+    wide_rows = (torch.randn((2, tokens, heads, 512), generator=torch.Generator().manual_seed(2)) * 30).to(dtype)
+    wide_k, wide_v = wide_rows.to(device)
+    fused = torch.randn((tokens, heads, dim + dim_v), generator=torch.Generator().manual_seed(1)) * 30
+    k, v = fused.to(device=device, dtype=dtype).split(dims, dim=-1)
+    for storages, caches, rows in [
+        ([both], both.split(dims, dim=-1), (k, v)),
+        (hnd, [cache.transpose(1, 2) for cache in hnd], (k.contiguous(), v.contiguous())),
+        ([wide], (wide[0, ..., :dim], wide[1, ..., :dim_v]), (wide_k[..., :dim], wide_v[..., :dim_v])),
+    ]:
+        k_scale = v_scale = None
+        if dtype != cache_dtype and rows[0] is k:
+            k_scale, v_scale = torch.tensor([0.37, 2.0], device=device), torch.tensor(2.5, device=device)
+        check_append(storages, *rows, *caches, hostile_slots(rng, tokens, pages * page_size), k_scale, v_scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -213,6 +286,12 @@ def test_append_nothing(backend, device) -> None:
     append_kv(one, one, empty_pool, empty_pool.clone(), torch.tensor([0], device=device))
     no_positions = torch.ones((2, 0, 2, 4), device=device)
     append_kv(one, one, no_positions, no_positions.clone(), torch.tensor([0], device=device))
+    append_kv(rows, None, cache, None, torch.zeros(0, dtype=torch.int64, device=device))
+    append_kv(one, None, cache, None, torch.tensor([-1], device=device))
+    append_kv(one[..., :0], None, cache[..., :0], None, torch.tensor([0], device=device))
+    for pool in (empty_pool, no_positions):
+        append_kv(one, None, pool, None, torch.tensor([0], device=device))
+    assert torch.equal(cache, torch.ones_like(cache))
 
 
 def append_arguments(device: torch.device) -> dict:
@@ -233,7 +312,16 @@ def test_append_kv_refuses(backend, device) -> None:
         ({"k": torch.ones((2, 12), device=device)}, r"`k` must be of shape \[\*, \*, \*\], got \[2, 12\]"),
         ({"k": torch.ones((2, 4, 3), device=device).transpose(1, 2)}, "`k` must be contiguous in its last dimension"),
         ({"v": torch.ones((2, 3, 4), device=device).half()}, "`v` must be of dtype Float, got Half"),
-        ({"v": torch.ones((2, 2, 4), device=device)}, r"`v` must be of shape \[2, 3, 4\], got \[2, 2, 4\]"),
+        ({"v": torch.ones((2, 2, 4), device=device)}, r"`v` must be of shape \[2, 3, \*\], got \[2, 2, 4\]"),
+        ({"v": torch.ones((2, 3, 5), device=device)}, r"`v_cache` must be of shape \[5, 2, 3, 5\], got \[5, 2, 3, 4\]"),
+        ({"v": None}, "`v` must be a Tensor where `v_cache` is one, got None"),
+        ({"v_cache": None}, "`v_cache` must be a Tensor where `v` is one, got None"),
+        ({"v": None, "v_cache": None, "v_scale": scale}, "`v_scale` must be None where `v` is, got a Tensor"),
+        ({"v": None, "v_cache": None, "k_scale": scale}, "`k_scale` must be absent where the rows are copied"),
+        (
+            {"v": None, "v_cache": None, "k_cache": torch.zeros((5, 2, 4), device=device)},
+            r"`k_cache` must be of shape \[\*, \*, 3, 4\], got \[5, 2, 4\]",
+        ),
         ({"k_cache": fp8_cache}, "`v_cache` must be of dtype Float8_e4m3fn, got Float"),
         ({"k_cache": torch.zeros((5, 2, 3, 4)).half().to(device)}, "`k_cache` must be of dtype Float or Float8_e4m3fn"),
         ({"k_cache": torch.zeros((5, 2, 3, 5), device=device)}, r"`k_cache` must be of shape \[\*, \*, 3, 4\]"),
@@ -255,7 +343,8 @@ def test_append_kv_refuses(backend, device) -> None:
         arguments = {**append_arguments(device), **change}
         with pytest.raises(ValueError, match=f"append_kv: {message}"):
             append_kv(**arguments)
-        assert not arguments["k_cache"].float().any() and not arguments["v_cache"].float().any()
+        caches = [arguments[name] for name in ("k_cache", "v_cache") if arguments[name] is not None]
+        assert not any(cache.float().any() for cache in caches)
     with pytest.raises(TypeError):
         append_kv(**{**append_arguments(device), "k_scale": "1"})
 
@@ -266,6 +355,8 @@ def test_append_kv_value_checks(value_checks, device) -> None:
         arguments["slots"] = torch.tensor([1, slot], device=device)
         with pytest.raises(ValueError, match=rf"append_kv: `slots\[1\]` must be in -1..9, got {slot}"):
             append_kv(**arguments)
+        with pytest.raises(ValueError, match=rf"append_kv: `slots\[1\]` must be in -1..9, got {slot}"):
+            append_kv(**{**arguments, "v": None, "v_cache": None})
         assert not arguments["k_cache"].any()
     arguments["slots"] = torch.tensor([-1, 9], device=device)
     append_kv(**arguments)
@@ -300,6 +391,8 @@ def test_opcheck(backend, device) -> None:
     table, seq_lens, offsets = int32([[0, 1]], device), int32([3], device), int32([0, 2], device)
     torch.library.opcheck(ops.slot_mapping.default, (table, seq_lens, offsets, 2), {"total_q": 3})
     torch.library.opcheck(ops.append_kv.default, tuple(append_arguments(device).values()))
+    latent = {**append_arguments(device), "v": None, "v_cache": None}
+    torch.library.opcheck(ops.append_kv.default, tuple(latent.values()))
     arguments = append_arguments(device)
     fp8_caches = [arguments[name].to(FP8) for name in ("k_cache", "v_cache")]
     scales = {"k_scale": torch.tensor(2.0, device=device), "v_scale": torch.ones(3, device=device)}
@@ -318,13 +411,14 @@ def test_compile(backend, device) -> None:
     def step(k, v, caches, table, seq_lens, offsets, path, accepted):
         slots = slot_mapping(table, seq_lens, offsets, 2, total_q=k.shape[0])
         append_kv(k, v, caches[0], caches[1], slots)
+        append_kv(k.flatten(1).unsqueeze(1), None, caches[3], None, slots)
         new_lens = compact_kv(caches, table, seq_lens - 3, path, accepted)
         return slots, new_lens, caches[0] * 2
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     results = []
     for run in (step, compiled):
-        caches = [torch.zeros((4, 2, 2, 4), device=device) for _ in range(3)]
+        caches = [torch.zeros((4, 2, *row), device=device) for row in ((2, 4), (2, 4), (2, 4), (1, 8))]
         k = torch.arange(24.0, device=device).view(3, 2, 4)
         offsets, path = int32([0, 3], device), int32([[0, 2]], device)
         slots, lens, doubled = run(
@@ -332,7 +426,7 @@ def test_compile(backend, device) -> None:
         )
         results.append([slots, lens, doubled, *caches])
     assert all(torch.equal(eager, other) for eager, other in zip(*results, strict=True))
-    slots, lens, doubled, k_cache, v_cache, _ = results[1]
+    slots, lens, doubled, k_cache, v_cache, _, latent_cache = results[1]
     assert slots.tolist() == [0, 1, 2] and lens.tolist() == [4]
     assert torch.equal(k_cache[0, 1], k_cache[1, 0]) and torch.equal(v_cache, -k_cache)
-    assert torch.equal(doubled, 2 * k_cache)
+    assert torch.equal(doubled, 2 * k_cache) and torch.equal(latent_cache.view_as(k_cache), k_cache)

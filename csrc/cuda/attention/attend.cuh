@@ -9,7 +9,7 @@ namespace pagedtree::cuda {
 // the maximum (base 2) and this lane's part of the sum of 2^(score - maximum).
 template <typename I>
 struct Accumulator {
-  float out[I::kAtoms][I::kHeadDimV / 8][4];
+  float out[I::kAtoms][I::kWarpColumns / 8][4];
   float maximum[I::kAtoms][2];
   float sum[I::kAtoms][2];
 
@@ -17,7 +17,7 @@ struct Accumulator {
 #pragma unroll
     for (int a = 0; a < I::kAtoms; ++a) {
 #pragma unroll
-      for (int d = 0; d < I::kHeadDimV / 8; ++d) {
+      for (int d = 0; d < I::kWarpColumns / 8; ++d) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) out[a][d][i] = 0.0f;
       }
@@ -128,13 +128,30 @@ __device__ __forceinline__ void round_scores(Scores<I>& scores, RowFactors<I>& s
   }
 }
 
-// Turns scores into weights 2^(score - maximum) under the new maximum. Returns whether a maximum of the warp's rows has
-// changed: then what was accumulated in `out` under the old ones must be rescaled by `factors`. For e4m3, where weights
-// are multiplied as half, `maximum` is a constant lower than the true one: weights are 2^15 times as large, so that
-// those which are small beside the largest do not vanish.
+// The largest score of each row.
 template <typename I>
-__device__ __forceinline__ bool weigh(Scores<I>& scores, RowFactors<I>& scales, Accumulator<I>& sums,
-                                      RowFactors<I>& factors) {
+__device__ __forceinline__ void find_tops(const Scores<I>& scores, RowFactors<I>& tops) {
+#pragma unroll
+  for (int a = 0; a < I::kAtoms; ++a) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float top = -kInfinity;
+#pragma unroll
+      for (int n = 0; n < I::kWarpKeys / 8; ++n) {
+        top = fmaxf(top, fmaxf(scores[a][n][half * 2], scores[a][n][half * 2 + 1]));
+      }
+      tops[a][half] = quad_max(top);
+    }
+  }
+}
+
+// Turns scores, of which `tops` are the largest, into weights 2^(score - maximum) under the new maximum. Returns
+// whether a maximum of the warp's rows has changed: then what was accumulated in `out` under the old ones must be
+// rescaled by `factors`. For e4m3, where weights are multiplied as half, `maximum` is a constant lower than the true
+// one: weights are 2^15 times as large, so that those which are small beside the largest do not vanish.
+template <typename I>
+__device__ __forceinline__ bool weigh(Scores<I>& scores, const RowFactors<I>& tops, RowFactors<I>& scales,
+                                      Accumulator<I>& sums, RowFactors<I>& factors) {
   constexpr int kTiles = I::kWarpKeys / 8;
   constexpr float kHeadroom = kIsFloat8<typename I::Kv> ? 15.0f : 0.0f;
   bool changed = false, huge = false;
@@ -142,11 +159,8 @@ __device__ __forceinline__ bool weigh(Scores<I>& scores, RowFactors<I>& scales, 
   for (int a = 0; a < I::kAtoms; ++a) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float top = -kInfinity;
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) top = fmaxf(top, fmaxf(scores[a][n][half * 2], scores[a][n][half * 2 + 1]));
       const float old = sums.maximum[a][half], scale = scales[a][half];
-      top = quad_max(top);
+      float top = tops[a][half];
       top = top == -kInfinity ? old : fmaxf(old, kHeadroom == 0.0f ? top * scale : __fmaf_rn(top, scale, -kHeadroom));
       sums.maximum[a][half] = top;
       // A row that has seen nothing yet: any finite number keeps -inf - maximum from being NaN.
@@ -182,7 +196,7 @@ __device__ __forceinline__ void rescale(Accumulator<I>& sums, const RowFactors<I
 #pragma unroll
   for (int a = 0; a < I::kAtoms; ++a) {
 #pragma unroll
-    for (int d = 0; d < I::kHeadDimV / 8; ++d) {
+    for (int d = 0; d < I::kWarpColumns / 8; ++d) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums.out[a][d][i] *= factors[a][i / 2];
     }
@@ -223,7 +237,7 @@ __device__ __forceinline__ void add_values(const Scores<I>& weights, uint32_t v,
       for (uint32_t i = 0; i < 2; ++i) kept[i] = kept_values(seen, lane, n, i);
     }
 #pragma unroll
-    for (uint32_t column = 0; column < I::kHeadDimV; column += 32) {
+    for (uint32_t column = 0; column < I::kWarpColumns; column += 32) {
       ValueFragments values = load_v<typename I::Kv, typename I::VRows>(v, lane, key + n, column);
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
@@ -285,8 +299,9 @@ __device__ __forceinline__ void attend_stage(const TreeAttentionParams& p, Share
 #pragma unroll
     for (int a = 0; a < I::kAtoms; ++a) mask_scores(scores[a], visible_to(a), lane);
   }
-  RowFactors<I> rescales;
-  if (weigh<I>(scores, factors, sums, rescales)) rescale<I>(sums, rescales);
+  RowFactors<I> tops, rescales;
+  find_tops<I>(scores, tops);
+  if (weigh<I>(scores, tops, factors, sums, rescales)) rescale<I>(sums, rescales);
   add_values<kMasked, I>(scores, ptx::smem_addr(stage.v), lane, key, seen, sums);
 }
 

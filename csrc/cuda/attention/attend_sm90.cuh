@@ -180,7 +180,9 @@ class Consumer {
         const uint32_t reader = ptx::thread_index() % 32;  // again, instead of being kept in a register
         mask_scores(scores[0], visible_keys<I::kWords>(view.expand(p_, tile), reader, first_key), reader);
       }
-      return weigh<I>(scores, factors, sums, rescales);
+      RowFactors<I> tops;
+      find_tops<I>(scores, tops);
+      return weigh<I>(scores, tops, factors, sums, rescales);
     };
     WeightFragments<I> weights;
     const auto pack = [&] {

@@ -22,9 +22,10 @@ struct TileShape {
   int key_warps;
   int keys;
   MatrixEngine engine = MatrixEngine::kMmaSync;
+  int column_warps = 1;  // warps of the same rows that share the columns of V
 
   constexpr bool is_wgmma() const { return engine == MatrixEngine::kWgmma; }
-  constexpr int warps() const { return row_warps * key_warps; }  // that multiply
+  constexpr int warps() const { return row_warps * key_warps * column_warps; }  // that multiply
   constexpr int producer_warps() const { return is_wgmma() ? 4 : 0; }
   constexpr int threads() const { return (warps() + producer_warps()) * 32; }
   constexpr int warp_rows() const { return m_tile / row_warps; }
@@ -126,7 +127,8 @@ struct ListTile {
 template <typename Params>
 constexpr ListTile list_tile(const Params& p, WorkList list) {
   const int64_t rows = min_of<int64_t>(p.max_seqlen_q, INT32_MAX) * p.group_size;
-  return {list, choose_tile(p.engine, p.head_dim, p.head_dim_v, list == WorkList::kSmall ? min_of(rows, kSmallRows) : rows)};
+  return {list,
+          choose_tile(p.engine, p.head_dim, p.head_dim_v, list == WorkList::kSmall ? min_of(rows, kSmallRows) : rows)};
 }
 
 // The lists of a call in the order of their launches.

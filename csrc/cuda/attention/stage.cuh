@@ -19,7 +19,8 @@ struct InstanceOf {
   static constexpr int kHeadDim = kShape.head_dim, kHeadDimV = kShape.head_dim_v, kMTile = kShape.m_tile;
   static constexpr int kThreads = kShape.threads();
   static constexpr int kWarpKeys = kShape.warp_keys();
-  static constexpr int kAtoms = kShape.warp_rows() / 16;  // blocks of 16 rows per warp
+  static constexpr int kWarpColumns = kHeadDimV / kShape.column_warps;  // of the output
+  static constexpr int kAtoms = kShape.warp_rows() / 16;                // blocks of 16 rows per warp
   static constexpr int kWords = ceil_div(kWarpKeys, kMaskWordBits);
   static_assert(kMTile > 0 && kMTile <= kThreads && kAtoms * 16 * kShape.row_warps == kMTile && kWarpKeys % 16 == 0);
 };

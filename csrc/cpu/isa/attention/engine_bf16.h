@@ -101,8 +101,8 @@ class Bf16Engine {
     } else {
       pack_v_pairs<DType::kFloat8E4M3>(keys.v, p_.head_dim_v, half(ws_.v));
     }
-    gemm_bf16<true>(weights_, kKvTile, half(ws_.v), kKvTile, ws_.factors, ws_.out, p_.head_dim_v,
-                    tile_.rows, p_.head_dim_v);
+    gemm_bf16<true>(weights_, kKvTile, half(ws_.v), kKvTile, ws_.factors, ws_.out, p_.head_dim_v, tile_.rows,
+                    p_.head_dim_v);
   }
 
   void finish() const {}

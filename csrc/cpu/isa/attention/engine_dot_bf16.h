@@ -66,7 +66,8 @@ class DotBf16Engine {
   }
 
   void finish() const {
-    for (int64_t r = 0; r < tile_.rows; ++r) restore_order<DType::kBFloat16>(ws_.out + r * p_.head_dim_v, p_.head_dim_v);
+    for (int64_t r = 0; r < tile_.rows; ++r)
+      restore_order<DType::kBFloat16>(ws_.out + r * p_.head_dim_v, p_.head_dim_v);
   }
 
  private:

@@ -66,8 +66,7 @@ class Fp32Engine {
 
   void accumulate(const KeyRows& keys, const KeyRows&) const {
     with_dtype(p_.kv_dtype, [&]<DType kType>() { pack_v<kType>(keys.v, p_.head_dim_v, ws_.v); });
-    gemm<true>(ws_.scores, kKvTile, ws_.v, kKvTile, ws_.factors, ws_.out, p_.head_dim_v, tile_.rows,
-               p_.head_dim_v);
+    gemm<true>(ws_.scores, kKvTile, ws_.v, kKvTile, ws_.factors, ws_.out, p_.head_dim_v, tile_.rows, p_.head_dim_v);
   }
 
   void finish() const {}

@@ -90,13 +90,26 @@ def _appends() -> Iterator[Case]:
         yield _append(f"page 16/hnd/{dtype} to fp8/{scale} scale", dtype, "fp8", "hnd", 16, scale=scale)
     yield _append("no token", "bf16", "bf16", "nhd", 16, tokens=0)
     yield _append("a token of 576", "bf16", "bf16", "nhd", 16, heads=1, head_dim=576)
+    yield _append_pools("latent 576", "bf16", "bf16", 1, [576])
+    yield _append_pools("latent 576/fp16 to fp8", "fp16", "fp8", 1, [576])
+    yield _append_pools("K 192, V 128", "bf16", "bf16", 3, [192, 128])
+    yield _append_pools("K 5, V 64/fp32 to fp8", "fp32", "fp8", 3, [5, 64])
+
+
+def _hostile_slots(tokens: int, num_slots: int) -> Tensor:
+    """In any order, some skipped, some outside."""
+    slots = torch.randperm(num_slots, generator=seeded(2))[:tokens]
+    slots[3::7] = -1
+    slots[5::11] = num_slots
+    slots[7::13] = -(2**62)
+    return slots
 
 
 def _append(
     name: str, dtype: str, cache_dtype: str, layout: str, page_size: int, *, tokens: int = 23, heads: int = 3,
     head_dim: int = 64, scale: str = "no",
 ) -> Case:  # fmt: skip
-    """Slots in any order, some skipped, some outside; every element of the storage is compared."""
+    """K and V in one storage, of which every element is compared."""
     pages = -(-64 // page_size)
     storage, _, _ = paged_views(pages, page_size, heads, head_dim, DTYPES[cache_dtype], layout)
     wide = torch.randn(2, tokens, heads + 1, head_dim, generator=seeded(1)) * 3
@@ -104,11 +117,7 @@ def _append(
         wide[0, 0, :, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e4])
         wide[1, 1, :, :2] = torch.tensor([0.0, -0.0])
     rows = wide.to(DTYPES[dtype])[:, :, 1:]  # strided
-    order = torch.randperm(pages * page_size, generator=seeded(2))[:tokens]
-    slots = order.clone()
-    slots[3::7] = -1
-    slots[5::11] = pages * page_size
-    slots[7::13] = -(2**62)
+    slots = _hostile_slots(tokens, pages * page_size)
     factors = {"no": None, "scalar": torch.tensor(0.37), "head": torch.linspace(0.02, 1.5, heads)}[scale]
 
     def run(place: Place) -> Results:
@@ -122,6 +131,36 @@ def _append(
         for i, cache in enumerate(views_of(target, layout)):
             loops.append_rows(rows[i], cache, slots.tolist(), None if factors is None else factors * (1 + i))
         return {"storage": target}
+
+    return Case(f"append_kv/{name}", ("append_kv",), run, by_loops)
+
+
+def _append_pools(name: str, dtype: str, cache_dtype: str, heads: int, dims: list[int]) -> Case:
+    """K, or K and V of another width, each in a pool of its own."""
+    pages, page_size, tokens = 7, 9, 23
+    pools = [
+        torch.randn(pages, page_size, heads, dim, generator=seeded(i)).to(DTYPES[cache_dtype])
+        for i, dim in enumerate(dims)
+    ]
+    rows = [
+        (torch.randn(tokens, heads + 1, dim, generator=seeded(9 + i)) * 3).to(DTYPES[dtype])[:, 1:]  # strided
+        for i, dim in enumerate(dims)
+    ]
+    slots = _hostile_slots(tokens, pages * page_size)
+    scale = torch.tensor([0.37]) if dtype != cache_dtype else None
+
+    def run(place: Place) -> Results:
+        caches, new, at, factor = place.put((pools, rows, slots, scale))
+        k, v = (*new, None)[:2]
+        k_cache, v_cache = (*caches, None)[:2]
+        append_kv(k, v, k_cache, v_cache, at, k_scale=factor, v_scale=None if v is None else factor)
+        return {f"cache {i}": cache for i, cache in enumerate(caches)}
+
+    def by_loops() -> Results:
+        caches = [pool.clone() for pool in pools]
+        for new, cache in zip(rows, caches, strict=True):
+            loops.append_rows(new, cache, slots.tolist(), scale)
+        return {f"cache {i}": cache for i, cache in enumerate(caches)}
 
     return Case(f"append_kv/{name}", ("append_kv",), run, by_loops)
 

@@ -30,7 +30,7 @@ from pagedtree import (
 from pagedtree.check.case import Case, Place, Results
 from pagedtree.check.cases.inputs import seeded
 
-BATCH, VOCAB, HEADS, KV_HEADS, DIM = 3, 17, 4, 2, 64
+BATCH, VOCAB, HEADS, KV_HEADS, DIM, LATENT_DIM = 3, 17, 4, 2, 64, 576
 PAGE_SIZE, MAX_PAGES, CAPACITY = 4, 40, 120
 MAX_NODES, MAX_DEPTH = 9, 4
 STEPS = 12
@@ -52,9 +52,10 @@ class Engine:
         self.rule, self.host_trees = rule, host_trees
         self.queries, self.keys = weights(VOCAB, HEADS, DIM), weights(VOCAB, KV_HEADS, DIM)
         self.values, self.head = weights(VOCAB, KV_HEADS, DIM), weights(HEADS * DIM, VOCAB) / 4
+        self.latents = weights(VOCAB, 1, LATENT_DIM)
         self.caches = [
-            torch.zeros(BATCH * MAX_PAGES, PAGE_SIZE, KV_HEADS, DIM, dtype=torch.bfloat16, device=device)
-            for _ in range(2)
+            torch.zeros(BATCH * MAX_PAGES, PAGE_SIZE, *row, dtype=torch.bfloat16, device=device)
+            for row in ((KV_HEADS, DIM), (KV_HEADS, DIM), (1, LATENT_DIM))
         ]
         order = torch.randperm(BATCH * MAX_PAGES, generator=generator).int()
         self.page_table = order.view(BATCH, MAX_PAGES).to(device)
@@ -108,8 +109,9 @@ class Engine:
             max_seqlen_q=MAX_NODES,
         )  # fmt: skip
         ids = tokens.clamp(min=0)
-        k_cache, v_cache = self.caches
+        k_cache, v_cache, latent_cache = self.caches
         append_kv(self.keys[ids], self.values[ids], k_cache, v_cache, slots)
+        append_kv(self.latents[ids], None, latent_cache, None, slots)
         out = tree_attention(
             self.queries[ids], k_cache, v_cache, self.page_table, seq_lens, cu_seqlens_q, trees.mask,
             max_seqlen_q=MAX_NODES, plan=plan,
