@@ -248,7 +248,10 @@ def test_growth_would_be_found() -> None:
 def test_names_of_instances() -> None:
     prefix = "_ZN9pagedtree4cuda16attention_kernelINS0_8InstanceI"
     assert bench_predict.instance_name(prefix + "13__nv_bfloat16S3_Li128ELi64ELi128EEEEEvNS") == "bf16-128-64"
-    assert bench_predict.instance_name(prefix + "6__halfNS0_10Float8E4M3ELi192ELi32ELi128EEEEEvNS") == "fp16/fp8-192x128-32"
+    assert (
+        bench_predict.instance_name(prefix + "6__halfNS0_10Float8E4M3ELi192ELi32ELi128EEEEEvNS")
+        == "fp16/fp8-192x128-32"
+    )
     assert bench_predict.instance_name("_ZN9pagedtree4cuda12merge_kernel") == ""
 
 
