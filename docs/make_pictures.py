@@ -310,7 +310,7 @@ def latent_picture() -> str:
         y += 32
     lines = [
         ("k_cache", f"[pages, page_size, 1, {row}]"),
-        ("v_cache", f"k_cache[..., :{rank}], the same memory"),
+        ("v_cache", f"k_cache[..., :{rank}], a view"),
         ("q", f"[T, {heads}, {row}]"),
         ("out", f"[T, {heads}, {rank}]"),
     ]
@@ -320,7 +320,8 @@ def latent_picture() -> str:
 
     y += 18
     drawing.text(MARGIN, y, "Cached per token and layer", "bold fill-ink")
-    scale = 900 / apart
+    width = 980.0
+    scale = width / apart
     bars = (
         ("blue", f"K and V of {heads} heads: {heads} x ({nope + rotated} + {value}) = {apart} numbers", apart),
         ("green", f"latent: {row} numbers, {apart / row:.0f} times fewer", row),
@@ -330,7 +331,7 @@ def latent_picture() -> str:
         inside = size == apart
         drawing.text(MARGIN + (10 if inside else scale * size + 8), y + 25, text, f"small fill-{color}")
         y += 28
-    return drawing.render(MARGIN + 900 + MARGIN, y + 28)
+    return drawing.render(MARGIN + width + MARGIN, y + 28)
 
 
 RULE_COLORS = {"sampled": "blue", "rejection": "muted", "block": "green", "traversal": "green", "typical": "gold"}
