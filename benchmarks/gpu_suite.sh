@@ -158,7 +158,7 @@ if [ "$device" = cuda ]; then
 else
   check=(--device "$device" --backend "$backend" --quick)
   bench=(--device "$device" --backend "$backend" --seconds 0.01 --peers causal SDPA)
-  headline_rows=(--headline --quick --processes --ops tree_attention sample)
+  headline_rows=(--headline --quick --processes --ops tree_attention latent_attention sample)
   attention_rows=(--ops tree_attention --shapes batch=1 length=64 "tree=chain 4" heads=4/1,8/8)
   other_rows=(--ops append_kv --quick)
   tests=(tests/ops/test_commit.py)
