@@ -269,7 +269,7 @@ def test_a_slightly_wrong_op_is_found(op, place, monkeypatch):
 
 
 # Hints, which change no result.
-WITHOUT_EFFECT = {"plan", "max_seqlen_q", "attention_plan.tree_lens"}
+WITHOUT_EFFECT = {"plan", "max_seqlen_q", *(f"attention_plan.{name}" for name in ("tree_lens", "head_dim_v", "latent"))}
 
 
 def optional_arguments() -> Iterator[tuple[str, str]]:
