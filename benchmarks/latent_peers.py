@@ -61,11 +61,11 @@ class LatentProblem(Problem):
 
     def expanded(self, copy: int) -> tuple[Tensor, Tensor]:
         """K [B, H, L, 192] and V [B, H, L, 128], as a cache without compression has them."""
-        rows = self.gathered(copy)[0][:, 0]
-        k = rows.new_empty(self.batch, self.heads, rows.shape[1], NOPE + ROTATED)
-        torch.matmul(rows[:, None, :, :RANK], self.w_k.mT, out=(nope := k.new_empty(*k.shape[:3], NOPE)))
-        k[..., :NOPE], k[..., NOPE:] = nope, rows[:, None, :, RANK:]
-        return k, rows[:, None, :, :RANK] @ self.w_v
+        compressed, rotated = self.gathered(copy)[0][:, 0].split([RANK, ROTATED], dim=-1)
+        k = compressed.new_empty(self.batch, self.heads, self.max_length, NOPE + ROTATED)
+        k[..., :NOPE] = torch.einsum("blc,hdc->bhld", compressed, self.w_k)
+        k[..., NOPE:] = rotated[:, None]
+        return k, torch.einsum("blc,hcd->bhld", compressed, self.w_v).contiguous()
 
 
 class SdpaOnExpandedHeads:
