@@ -13,7 +13,7 @@ from pagedtree import DraftTree, reference, tree_attention
 
 TREE = DraftTree.full([2, 2])
 LATENT = {"latent": True, "heads": (4, 1), "head_dim": 192, "head_dim_v": 128}
-caches = pytest.mark.parametrize("options", [{}, LATENT], ids=["", "latent"])
+caches = pytest.mark.parametrize("options", [{}, LATENT], ids=["apart", "latent"])
 
 
 def small(target: Target, kind: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
