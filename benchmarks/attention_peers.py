@@ -6,6 +6,7 @@ A peer's `mask` says which result it gives: "tree" or "causal".
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import gpu_attention_peers
 import torch
@@ -39,20 +40,17 @@ class Problem:
     q: Tensor = field(init=False)
     k: list[Tensor] = field(init=False)
     v: list[Tensor] = field(init=False)
+    is_latent = False
 
     def __post_init__(self) -> None:
-        generator = torch.Generator(self.device).manual_seed(0)
+        self.generator = torch.Generator(self.device).manual_seed(0)
         n = self.tree.num_nodes
         pages = [-(-length // self.page_size) for length in self.lengths]
         shape = (sum(pages), self.page_size, self.kv_heads, self.head_dim)
-
-        def random(*sizes: int) -> Tensor:
-            return torch.randn(sizes, generator=generator, device=self.device, dtype=self.dtype)
-
-        self.q = random(self.batch * n, self.heads, self.head_dim)
-        self.k = [random(*shape).to(self.cache_dtype) for _ in range(self.copies)]
-        self.v = [random(*shape).to(self.cache_dtype) for _ in range(self.copies)]
-        order = torch.randperm(shape[0], generator=generator, device=self.device).int()
+        self.q = self.queries(self.batch * n)
+        self.k = [self.random(*shape).to(self.cache_dtype) for _ in range(self.copies)]
+        self.v = [self.values(k) for k in self.k]
+        order = torch.randperm(shape[0], generator=self.generator, device=self.device).int()
         self.page_table = order.new_zeros((self.batch, max(pages)))
         for b, (row, count) in enumerate(zip(order.split(pages), pages, strict=True)):
             self.page_table[b, :count] = row
@@ -61,8 +59,22 @@ class Problem:
         self.scale = self.head_dim**-0.5
         self.plan_arguments = {
             "num_q_heads": self.heads, "num_kv_heads": self.kv_heads, "head_dim": self.head_dim,
-            "page_size": self.page_size, "max_seqlen_q": n,
+            "head_dim_v": self.head_dim_v, "latent": self.is_latent, "page_size": self.page_size, "max_seqlen_q": n,
         }  # fmt: skip
+
+    def random(self, *sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=self.generator, device=self.device, dtype=self.dtype)
+
+    def queries(self, tokens: int) -> Tensor:
+        return self.random(tokens, self.heads, self.head_dim)
+
+    def values(self, k: Tensor) -> Tensor:
+        """The V cache beside a K cache."""
+        return self.random(*k.shape).to(self.cache_dtype)
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.head_dim
 
     @property
     def batch(self) -> int:
@@ -89,24 +101,26 @@ class Problem:
 
     def gathered(self, copy: int) -> tuple[Tensor, Tensor]:
         """K and V in one dense tensor each, [B, Hkv, L, D]."""
-        index, shape = self.page_table.long(), (self.batch, -1, self.kv_heads, self.head_dim)
-        caches = (self.k[copy], self.v[copy])
-        k, v = (cache[index].view(shape)[:, : self.max_length].transpose(1, 2) for cache in caches)
+        index, caches = self.page_table.long(), (self.k[copy], self.v[copy])
+        k, v = (cache[index].flatten(1, 2)[:, : self.max_length].transpose(1, 2) for cache in caches)
         return k.to(self.dtype), v.to(self.dtype)
 
     @property
     def bytes(self) -> int:
-        """K and V once, q and the output."""
-        kv = 2 * sum(self.lengths) * self.kv_heads * self.head_dim * self.cache_dtype.itemsize
-        return kv + 2 * self.q.numel() * self.dtype.itemsize
+        """K and V once (a latent row once for both), q and the output."""
+        both = self.head_dim + self.head_dim_v
+        row = self.head_dim if self.is_latent else both
+        kv = sum(self.lengths) * self.kv_heads * row * self.cache_dtype.itemsize
+        return kv + self.q.shape[0] * self.heads * both * self.dtype.itemsize
 
     @property
     def flops(self) -> int:
         n = self.tree.num_nodes
         pairs = sum(n * (length - n) for length in self.lengths) + self.batch * int(self.tree.mask.sum())
-        return 4 * self.heads * self.head_dim * pairs
+        return 2 * self.heads * (self.head_dim + self.head_dim_v) * pairs
 
 
+P = TypeVar("P", bound=Problem)
 FLEX_PAGE = 128
 
 
@@ -183,7 +197,7 @@ class SdpaOnGatheredKv:
         k, v = p.gathered(copy)
         q = p.q.view(p.batch, -1, p.heads, p.head_dim).transpose(1, 2)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.visible, scale=p.scale, enable_gqa=True)
-        return out.transpose(1, 2).reshape(p.q.shape)
+        return out.transpose(1, 2).flatten(0, 1)
 
 
 class FlexAttention:
@@ -315,12 +329,15 @@ class VllmCpu:
 
 
 def problem_of(shape: Shape, device: torch.device) -> Problem:
+    return made(Problem, shape, kv_bytes_of(shape), device)
+
+
+def made(kind: type[P], shape: Shape, kv_bytes: int, device: torch.device) -> P:
     heads, kv_heads = (int(count) for count in shape["heads"].split("/"))
     dtype = getattr(torch, shape["dtype"])
-    kv_bytes = kv_bytes_of(shape)
     # One copy that no cache holds half of, or as many as are needed to find none in a cache.
     copies = 1 if kv_bytes >= 4 * L3_BYTES[device.type] else min(8, -(-L3_BYTES[device.type] // kv_bytes) + 1)
-    return Problem(
+    return kind(
         lengths_of(shape), tree_named(shape["tree"]), shape["tree"].startswith("prefill"), heads, kv_heads,
         shape["head_dim"], shape["page_size"], dtype, dtype if shape["cache"] == "same" else torch.float8_e4m3fn,
         copies, device,

@@ -26,6 +26,7 @@ import attention_peers
 import cache_peers
 import draft_peers
 import headline
+import latent_peers
 import measure
 import ratio_peers
 import torch
@@ -37,7 +38,9 @@ from suite import Op, Point, Settings, points, run_all
 from pagedtree import _C
 from pagedtree.testing import use_backend
 
-OPS: list[Op] = [attention_peers.OP, *cache_peers.OPS, *draft_peers.OPS, *verify_peers.OPS, *ratio_peers.OPS]
+OPS: list[Op] = [
+    attention_peers.OP, latent_peers.OP, *cache_peers.OPS, *draft_peers.OPS, *verify_peers.OPS, *ratio_peers.OPS,
+]  # fmt: skip
 
 
 def chosen_points(args: argparse.Namespace) -> list[Point]:

@@ -7,7 +7,7 @@
 #   headline    python -m pagedtree check; the rows of headline.py with their targets
 #   tests       the op tests on the GPU, captured steps and their replay
 #   sanitizers  compute-sanitizer over some rows of check: addresses, races in shared memory, barriers
-#   attention   the sweeps of tree_attention
+#   attention   the sweeps of tree_attention, then those over latent caches
 #   others      the sweeps of the other ops
 #
 # OUT (default build/gpu_suite) gets at most eight files: stages_PART.json, JSON of the benchmarks, logs_PART.tar.gz,
@@ -151,13 +151,14 @@ prepare() {  # once in a run
 if [ "$device" = cuda ]; then
   check=(--device cuda)
   bench=(--device cuda --seconds 0.5)
-  headline_rows=(--headline) attention_rows=(--ops tree_attention) other_rows=(--without tree_attention)
+  headline_rows=(--headline)
+  attention_rows=(--ops tree_attention latent_attention) other_rows=(--without tree_attention latent_attention)
   captures=(tests/ops/test_captured_step.py tests/generation/test_fixed_step.py)
   tests=(tests --ignore tests/kernels/test_simt.py --ignore tests/kernels/test_sass.py "${captures[@]/#/--ignore=}")
 else
   check=(--device "$device" --backend "$backend" --quick)
   bench=(--device "$device" --backend "$backend" --seconds 0.01 --peers causal SDPA)
-  headline_rows=(--headline --quick --processes --ops tree_attention sample)
+  headline_rows=(--headline --quick --processes --ops tree_attention latent_attention sample)
   attention_rows=(--ops tree_attention --shapes batch=1 length=64 "tree=chain 4" heads=4/1,8/8)
   other_rows=(--ops append_kv --quick)
   tests=(tests/ops/test_commit.py)

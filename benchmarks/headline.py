@@ -19,7 +19,8 @@ Row = Mapping[str, Any]
 class Target:
     """A bound for one figure of a row. stretch: what would be better still.
 
-    figure: a key of FIGURES. against: for ratios, parts of the peers' names or the name of another row.
+    figure: a key of FIGURES. against: for ratios, parts of the peers' names or the name of another row; for the rate of
+        another engine, the name of that peer.
     """
 
     figure: str
@@ -42,6 +43,7 @@ class Target:
 FIGURES = {
     "of read bandwidth": True,
     "TFLOP/s": True,
+    "TFLOP/s of": True,
     "us": False,
     "x its floor": False,
     "x as fast as": True,
@@ -49,6 +51,7 @@ FIGURES = {
     "x the time of": False,
     "x as fast as row": True,
     "x the time of row": False,
+    "x the rate of row": True,
 }
 
 
@@ -57,8 +60,13 @@ def figure_of(target: Target, row: Row, rows: Sequence[Row], machine: Mapping[st
     if "ms" not in row:
         return None
     if target.figure.endswith("row"):
-        others = [other["ms"] for other in rows if other["point"] == target.against[0] and "ms" in other]
-        speedup = others[0] / row["ms"] if others else None
+        others = [other for other in rows if other["point"] == target.against[0] and "ms" in other]
+        if target.figure == "x the rate of row":
+            return row["gflop_per_s"] / others[0]["gflop_per_s"] if others else None
+        speedup = others[0]["ms"] / row["ms"] if others else None
+    elif target.figure == "TFLOP/s of":
+        timing = row["timings"].get(target.against[0])
+        return row["flops"] / timing["median"] / 1e12 if timing else None
     elif target.against:
         ratios = row["ratio_with_plan" if "plans" in target.figure else "ratio"]
         found = [ratio for name, ratio in ratios.items() if any(part in name for part in target.against)]
@@ -225,6 +233,31 @@ ATTENTION = [
     attention("batch 1, L 32k, T 16", {"batch": 1, "length": 32768, "tree": "binary 16"}, cpu=[than_gathered(8)]),
 ]  # fmt: skip
 
+# Latent attention ----------------------------------------------------------------------------------------------------
+
+LATENT_TARGETS = (Target("TFLOP/s", 250), Target("TFLOP/s of", 450, ("pagedtree by wgmma",), stretch=550), like_causal)
+LATENT_SMALL = {"batch": 4, "length": 4096, "tree": "binary 8"}
+
+
+def latent(name: str, shape: Shape, cuda: Sequence[Target] = (), cpu: Sequence[Target] = ()) -> Headline:
+    return Headline(name, "latent_attention", shape, tuple(cuda), tuple(cpu))
+
+
+LATENT = [
+    latent("latent, R 128", {"batch": 32, "length": 8192, "tree": "chain 1"}, LATENT_TARGETS),
+    latent("latent, R 512", {"batch": 16, "length": 8192, "tree": "binary 4"}, LATENT_TARGETS),
+    latent("latent, R 2048", {"batch": 8, "length": 8192, "tree": "binary 16"}, LATENT_TARGETS),
+    latent("latent, 16 heads, R 128", {"batch": 32, "length": 8192, "tree": "binary 8", "heads": "16/1"},
+           LATENT_TARGETS),
+    latent("latent, R 512, fp8", {"batch": 16, "length": 8192, "tree": "binary 4", "cache": "fp8"}),
+    # On the CPU.
+    attention("one KV head, 128 query heads", {**LATENT_SMALL, "heads": "128/1", "page_size": 64}),
+    latent(
+        "latent, batch 4, L 4k, T 8", LATENT_SMALL,
+        cpu=[Target("x the rate of row", 0.6, ("one KV head, 128 query heads",)), like_causal],
+    ),
+]  # fmt: skip
+
 # Verification ---------------------------------------------------------------------------------------------------------
 
 # A shallow tree, of which the rows of a path are read, and a deep one, whose rows are read all at once.
@@ -260,5 +293,5 @@ VERIFICATION = [
     verification("verify_block", "block", {"batch": 32, "tree": "chain 8"}),
 ]
 
-HEADLINES = [*ATTENTION, *VERIFICATION]
+HEADLINES = [*ATTENTION, *LATENT, *VERIFICATION]
 BY_NAME = {row.name: row for row in HEADLINES}

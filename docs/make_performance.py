@@ -445,6 +445,7 @@ SECTIONS = {
     "demo": ("demo", demo),
     "rules": ("rules", rules),
     "attention": ("ops", family("tree_attention", heading="attention")),
+    "latent": ("latent", family("latent_attention", "tree_attention", heading="latent")),
     "verification": ("ops", family("verify_", "sample", heading="verification")),
     "other": ("ops", family("append_kv", "compact_kv", "merge_states", "build", "expand", "ngram", heading="other")),
     "end-to-end": ("end_to_end", end_to_end),

@@ -279,6 +279,61 @@ def compaction_picture() -> str:
     return drawing.render(x_of(pages * PAGE_SIZE - 1) + cell + MARGIN, after + cell + 36)
 
 
+def latent_picture() -> str:
+    """A page of a latent cache, what a row is used for, and how it compares with heads of their own; true to scale."""
+    rank, rotated, heads, nope, value = 512, 64, 128, 128, 128
+    row, apart = rank + rotated, heads * (nope + rotated + value)
+    left, top, cell = MARGIN + 72, 112, 22
+    split, right = left + rank, left + row
+    drawing = Drawing("A latent KV cache: one row per token, which is key and value of all heads")
+    drawing.text(MARGIN, 36, "A latent cache", "head fill-ink")
+    drawing.text(
+        MARGIN, 56, f"One layer of DeepSeek-V3: {heads} query heads share one row of {row} numbers per token.",
+        "fill-muted",
+    )  # fmt: skip
+    drawing.text((left + split) / 2, top - 8, f"{rank} compressed", "bold fill-blue", anchor="middle")
+    drawing.text((split + right) / 2, top - 8, f"{rotated} rotated", "bold fill-gold", anchor="middle")
+    for slot in range(4):
+        y = top + slot * (cell + 4)
+        drawing.text(left - 8, y + 15, "..." if slot == 3 else f"token {slot}", "small fill-muted", anchor="end")
+        drawing.rect(left, y, rank, cell, "fill-blue-fill stroke-blue thin")
+        drawing.rect(split, y, rotated, cell, "fill-gold-fill stroke-gold thin")
+    y = top + 4 * (cell + 4) + 12
+    for end, text in (
+        (right, f"the key of all heads: {row} columns"),
+        (split, f"the value of all heads: {rank} columns"),
+    ):
+        drawing.line(left, y, end, y, "stroke-ink thin")
+        for x in (left, end):
+            drawing.line(x, y - 5, x, y + 5, "stroke-ink thin")
+        drawing.text((left + split) / 2, y + 16, text, "small fill-ink", anchor="middle")
+        y += 32
+    lines = [
+        ("k_cache", f"[pages, page_size, 1, {row}]"),
+        ("v_cache", f"k_cache[..., :{rank}], a view"),
+        ("q", f"[T, {heads}, {row}]"),
+        ("out", f"[T, {heads}, {rank}]"),
+    ]
+    for number, (name, shape) in enumerate(lines):
+        drawing.spans(right + 36, top + 14 + 26 * number, [(f"{name:9}", "fill-green bold"), (shape, "fill-ink")])
+    drawing.text(right + 36, top + 14 + 26 * len(lines), "Each row is read once.", "fill-muted")
+
+    y += 18
+    drawing.text(MARGIN, y, "Cached per token and layer", "bold fill-ink")
+    width = 980.0
+    scale = width / apart
+    bars = (
+        ("blue", f"K and V of {heads} heads: {heads} x ({nope + rotated} + {value}) = {apart} numbers", apart),
+        ("green", f"latent: {row} numbers, {apart / row:.0f} times fewer", row),
+    )
+    for color, text, size in bars:
+        drawing.rect(MARGIN, y + 12, scale * size, 18, f"fill-{color}-fill stroke-{color} thin")
+        inside = size == apart
+        drawing.text(MARGIN + (10 if inside else scale * size + 8), y + 25, text, f"small fill-{color}")
+        y += 28
+    return drawing.render(MARGIN + width + MARGIN, y + 28)
+
+
 RULE_COLORS = {"sampled": "blue", "rejection": "muted", "block": "green", "traversal": "green", "typical": "gold"}
 
 
@@ -366,6 +421,7 @@ PICTURES = {
     "mask_inside_a_block": mask_picture,
     "one_step": step_picture,
     "compaction": compaction_picture,
+    "latent_cache": latent_picture,
 }
 
 

@@ -159,6 +159,21 @@ def tree_attention_fp8() -> Call:
 
 
 @valid_call
+def tree_attention_latent() -> Call:
+    """V is a view of K until one of the two is changed."""
+    cache = torch.randn(6, 4, 1, 576)
+    arguments = {**_attention(), "q": torch.randn(8, 4, 576), "k_cache": cache, "v_cache": cache[..., :512]}
+    arguments |= {"softcap": 0.0, "out": torch.empty(8, 4, 512)}
+    return Call(pt.tree_attention, arguments, written=("out",))
+
+
+@valid_call
+def attention_plan_latent() -> Call:
+    sizes = {"num_q_heads": 4, "num_kv_heads": 1, "head_dim": 576, "head_dim_v": 512, "latent": True}
+    return Call(pt.attention_plan, {**attention_plan().arguments, **sizes})
+
+
+@valid_call
 def attention_plan() -> Call:
     paged = paged_cache()
     sizes = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 4, "max_seqlen_q": 5}
@@ -176,6 +191,12 @@ def merge_states() -> Call:
 def explain() -> Call:
     sizes = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 4, "kv_bytes": 2, "max_seqlen_q": 5}
     return Call(pt.explain, {"query_lens": [5, 3], "seq_lens": [90, 70], **sizes, "num_sms": 8})
+
+
+@valid_call
+def explain_latent() -> Call:
+    sizes = {"num_q_heads": 4, "num_kv_heads": 1, "head_dim": 576, "head_dim_v": 512, "latent": True}
+    return Call(pt.explain, {**explain().arguments, **sizes})
 
 
 @valid_call

@@ -1,10 +1,12 @@
 // An engine without Torch: links draft trees and runs tree attention over a paged cache, with raw pointers and the
 // engine's own threads. Queries and keys are zero, so that a node weighs what it sees evenly; the value at position i
-// is the i-th unit vector. The output row of a node therefore shows which positions the node saw.
+// is the i-th unit vector. The output row of a node therefore shows which positions the node saw. Then the same over a
+// latent cache, whose rows are keys and, in their first columns, values.
 #include <pagedtree/core/backend.h>
 #include <pagedtree/core/schedule.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <memory>
@@ -14,7 +16,7 @@
 
 namespace {
 
-constexpr int kNumThreads = 2, kHeadDim = 64, kPageSize = 4, kNumPages = 8, kMaxPages = 4;
+constexpr int kNumThreads = 2, kPageSize = 4, kNumPages = 8, kMaxPages = 4;
 
 // Stands for the engine's thread pool: one thread per piece.
 void run_in_parallel(int64_t begin, int64_t end, int64_t grain_size, pagedtree::ExecContext::Body body, void* state) {
@@ -59,28 +61,37 @@ void link(const pagedtree::Backend& backend, const pagedtree::ExecContext& ctx, 
 }
 
 // One head of keys and values in pages that stand in any order; sequence b's position i is in page_table[b][i / page].
+// A latent cache has no values of its own: they are the first columns of the keys.
 struct Cache {
-  std::vector<float> keys, values;
+  int32_t head_dim, head_dim_v;
+  bool latent;
+  std::vector<float> keys, own_values;
   std::vector<int32_t> page_table, seq_lens;
 
-  Cache(std::vector<int32_t> pages, std::vector<int32_t> lengths)
-      : keys(kNumPages * kPageSize * kHeadDim),
-        values(keys.size()),
+  Cache(int32_t head_dim, int32_t head_dim_v, bool latent, std::vector<int32_t> pages, std::vector<int32_t> lengths)
+      : head_dim(head_dim),
+        head_dim_v(head_dim_v),
+        latent(latent),
+        keys(kNumPages * kPageSize * head_dim),
+        own_values(latent ? 0 : kNumPages * kPageSize * head_dim_v),
         page_table(std::move(pages)),
         seq_lens(std::move(lengths)) {
     for (size_t b = 0; b < seq_lens.size(); ++b) {
       for (int32_t i = 0; i < seq_lens[b]; ++i) {
         const int32_t slot = page_table[b * kMaxPages + i / kPageSize] * kPageSize + i % kPageSize;
-        values[slot * kHeadDim + i] = 1.0f;
+        values()[slot * value_stride() + i] = 1.0f;
       }
     }
   }
+  float* values() { return latent ? keys.data() : own_values.data(); }
+  const float* values() const { return latent ? keys.data() : own_values.data(); }
+  int32_t value_stride() const { return latent ? head_dim : head_dim_v; }
 };
 
 std::vector<float> attend(const pagedtree::Backend& backend, const pagedtree::ExecContext& ctx, const Trees& trees,
                           const Cache& cache) {
-  const std::vector<float> queries(trees.num_rows() * kHeadDim);
-  std::vector<float> out(queries.size());
+  const std::vector<float> queries(trees.num_rows() * cache.head_dim);
+  std::vector<float> out(trees.num_rows() * cache.head_dim_v);
 
   std::vector<int32_t> plan(pagedtree::kPlanSize);  // written once per step, for all layers
   pagedtree::AttentionPlanParams schedule{};
@@ -92,28 +103,33 @@ std::vector<float> attend(const pagedtree::Backend& backend, const pagedtree::Ex
   schedule.max_seq_len = kMaxPages * kPageSize;
   schedule.num_kv_heads = 1;
   schedule.group_size = 1;
-  schedule.head_dim = kHeadDim;
+  schedule.head_dim = cache.head_dim;
+  schedule.head_dim_v = cache.head_dim_v;
+  schedule.latent = cache.latent;
   backend.attention_plan(schedule, ctx);
 
   pagedtree::TreeAttentionParams params{};
   params.q = queries.data();
-  params.k_cache = {cache.keys.data(), kPageSize * kHeadDim, kHeadDim, kHeadDim};
-  params.v_cache = {cache.values.data(), kPageSize * kHeadDim, kHeadDim, kHeadDim};
+  const int64_t k_stride = cache.head_dim, v_stride = cache.value_stride();
+  params.k_cache = {cache.keys.data(), kPageSize * k_stride, k_stride, k_stride};
+  params.v_cache = {cache.values(), kPageSize * v_stride, v_stride, v_stride};
   params.table = {cache.page_table.data(), kMaxPages, kMaxPages, kPageSize};
   params.seq_lens = cache.seq_lens.data();
   params.cu_seqlens_q = trees.cu_nodes.data();
   params.tree_mask = trees.mask.data();
   params.plan = plan.data();
   params.out = out.data();
-  params.q_token_stride = params.q_head_stride = kHeadDim;
-  params.out_token_stride = params.out_head_stride = kHeadDim;
+  params.q_token_stride = params.q_head_stride = cache.head_dim;
+  params.out_token_stride = params.out_head_stride = cache.head_dim_v;
   params.mask_stride = 1;
   params.batch = trees.batch();
   params.num_tokens = trees.num_rows();
   params.num_pages = kNumPages;
   params.num_kv_heads = 1;
   params.group_size = 1;
-  params.head_dim = kHeadDim;
+  params.head_dim = cache.head_dim;
+  params.head_dim_v = cache.head_dim_v;
+  params.latent = cache.latent;
   params.mask_words = 1;
   params.q_dtype = params.kv_dtype = pagedtree::DType::kFloat32;
   params.scale = 0.125f;
@@ -134,7 +150,8 @@ int main() {
   // Two sequences: a root with two children, the first of which has one more, after a prefix of 5; a chain after 2.
   Trees trees({-1, 0, 0, 1, -1, 0, 1}, {0, 4, 7});
   link(backend, ctx, trees);
-  const Cache cache({6, 1, 3, -1, 0, 5, -1, -1}, {5 + 4, 2 + 3});
+  const std::vector<int32_t> pages{6, 1, 3, -1, 0, 5, -1, -1}, lengths{5 + 4, 2 + 3};
+  const Cache cache(64, 64, false, pages, lengths);
   const std::vector<float> out = attend(backend, ctx, trees, cache);
 
   std::printf("backend %s\n", backend.name);
@@ -144,9 +161,18 @@ int main() {
     for (int32_t row = trees.cu_nodes[b]; row < trees.cu_nodes[b + 1]; ++row) {
       std::printf("  node %d, parent %2d, depth %d saw ", row - trees.cu_nodes[b], trees.parents[row],
                   trees.depths[row]);
-      for (int32_t i = 0; i < cache.seq_lens[b]; ++i) std::printf("%d", out[row * kHeadDim + i] > 0.0f);
+      for (int32_t i = 0; i < cache.seq_lens[b]; ++i) std::printf("%d", out[row * cache.head_dim_v + i] > 0.0f);
       std::printf("\n");
     }
   }
-  return 0;
+
+  const Cache rows(192, 128, true, pages, lengths);
+  const std::vector<float> latent = attend(backend, ctx, trees, rows);
+  bool same = true;
+  for (int64_t row = 0; row < trees.num_rows(); ++row) {
+    const float *expected = out.data() + row * cache.head_dim_v, *found = latent.data() + row * rows.head_dim_v;
+    for (int32_t i = 0; i < cache.head_dim_v; ++i) same &= std::abs(found[i] - expected[i]) < 1e-6f;
+  }
+  std::printf("a latent cache: %s\n", same ? "the same" : "ANOTHER RESULT");
+  return same ? 0 : 1;
 }

@@ -140,6 +140,32 @@ def test_the_environment_chooses_the_engine(monkeypatch: pytest.MonkeyPatch) -> 
     assert explain([16], [8208], **SIZES, engine="mma.sync").launches[0].engine == "mma.sync"
 
 
+def test_latent() -> None:
+    """DeepSeek-V3: a row of 576 columns is read once, as key and, in 512 of them, as value of 128 heads."""
+    sizes = {"num_q_heads": 128, "num_kv_heads": 1, "head_dim": 576, "head_dim_v": 512, "page_size": 64}
+    cost = explain([4] * 8, [8192] * 8, **sizes, latent=True)
+    (launch,) = cost.launches
+    keys, queries = 8 * 8192, 8 * 4
+    assert launch.m_tile * launch.row_tiles == queries * 128 and launch.kv_tiles == launch.row_tiles * 128
+    joined = 2 * launch.pieces * launch.m_tile * (512 + 2) * 4
+    assert cost.bytes == keys * 576 * 2 + queries * 128 * (576 + 512) * 2 + 4 * keys // 64 + joined
+    assert cost.flops == cost.executed_flops == 2 * 4 * keys * 128 * (576 + 512)
+    # With a V of its own, the same arithmetic and 512 more columns of each key.
+    (apart,) = explain([4] * 8, [8192] * 8, **sizes).launches
+    unjoined = apart.bytes - 2 * apart.pieces * apart.m_tile * (512 + 2) * 4
+    assert unjoined == cost.bytes - joined + keys * 512 * 2 and apart.executed_flops == cost.flops
+    (fp8,) = explain([4] * 8, [8192] * 8, **sizes, latent=True, kv_bytes=1).launches
+    unjoined = fp8.bytes - 2 * fp8.pieces * fp8.m_tile * (512 + 2) * 4
+    assert unjoined == cost.bytes - joined - keys * 576
+
+
+def test_values_of_another_width() -> None:
+    cost = explain([16], [8208], num_q_heads=32, num_kv_heads=8, head_dim=192, head_dim_v=128, num_sms=2)
+    joined = 2 * sum(x.pieces * x.m_tile for x in cost.launches) * (128 + 2) * 4
+    assert cost.bytes == 8208 * 8 * 320 * 2 + 16 * 32 * 320 * 2 + 4 * 513 + joined
+    assert cost.flops == 2 * 16 * 8208 * 32 * 320
+
+
 def test_empty() -> None:
     cost = explain([], [], **SIZES)
     assert (cost.launches, cost.bytes, cost.flops, cost.floor_seconds) == ((), 0, 0, 0)
@@ -160,6 +186,8 @@ def test_empty() -> None:
         ({"engine": "wgmma", "max_shared_bytes": 163 * 1024}, "`max_shared_bytes` must be at least 232448 for wgmma"),
         ({"seq_lens": [1, 2]}, "`seq_lens` must have 1 entries"),
         ({"query_lens": [-1]}, "`query_lens` must be in"),
+        ({"head_dim": 576, "head_dim_v": 128}, r"`head_dim` and `head_dim_v` must be one of .*, got \(576, 128\)"),
+        ({"latent": True}, "`num_kv_heads` must be 1 for a latent cache, got 8"),
     ],
 )
 def test_refusals(changes: dict, message: str) -> None:

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import pytest
 
-from pagedtree.check.cases.capture import STEPS, Engine, captured
+from pagedtree.check.cases.capture import KINDS, STEPS, Engine, captured
 
 
-@pytest.mark.parametrize(("rule", "host_trees"), [("sampled", False), ("rejection", False), ("greedy", True)])
-def test_replays_equal_eager_steps(backend, device, rule, host_trees):
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_replays_equal_eager_steps(backend, device, kind):
     """Other prompts, lengths, trees, seeds and temperatures go through one captured step."""
     seeds = (1, 2)
-    engine = Engine(device, seeds[0], rule, host_trees)
+    engine = Engine(device, seeds[0], *kind)
     replay = captured(engine, device)
     accepted = 0
     for seed in seeds:
-        eager = Engine(device, seed, rule, host_trees)
+        eager = Engine(device, seed, *kind)
         engine.load(eager)
         for i in range(STEPS):
             for one in (eager, engine):

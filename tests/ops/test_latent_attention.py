@@ -176,6 +176,15 @@ def test_a_view_and_a_copy_agree(target: Target) -> None:
 
 
 @once_per_backend
+def test_views_that_are_not_latent(target: Target) -> None:
+    """V may be other columns of K's memory, or another KV head's: it is read for itself, and may have a softcap."""
+    case = target.case([70, 20], [RANDOM, "causal"], head_dim=192, head_dim_v=128, heads=(4, 1)).build()
+    check({**case, "v_cache": case["k_cache"][..., 64:], "softcap": 20.0})
+    two = target.case([70, 20], [RANDOM, "causal"], head_dim=192, head_dim_v=128, heads=(4, 2)).build()
+    check({**two, "v_cache": two["k_cache"][..., :128], "softcap": 20.0})
+
+
+@once_per_backend
 def test_plan_and_hint(target: Target) -> None:
     """Long sequences that are cut into pieces; a plan for the call gives the same bits as no plan."""
     case = latent_case(target, [700, 3, 400], [RANDOM, BINARY, "causal"]).build()
@@ -220,8 +229,14 @@ def changed(case: dict[str, Any], **tensors: Tensor) -> dict[str, Any]:
 def test_refusals(target: Target) -> None:
     case = latent_case(target, [20], [BINARY]).build()
     q, k, v = case["q"], case["k_cache"], case["v_cache"]
+    out = torch.full_like(v[:1, 0], 7.0).expand(*q.shape[:2], 512).clone()
     with pytest.raises(ValueError, match=r"`softcap` must be 0 where v_cache is a view of k_cache, got 30"):
-        tree_attention(**case, softcap=30.0)
+        tree_attention(**case, softcap=30.0, out=out)
+    with pytest.raises(ValueError, match=r"`k_scale` must be None for a cache that is not Float8_e4m3fn"):
+        tree_attention(**case, k_scale=torch.ones(()), out=out)
+    assert (out == 7.0).all()
+    with pytest.raises(ValueError, match=r"`v_cache` must be of shape \[\d+, 16, 1, 512\]"):
+        tree_attention(**changed(case, v_cache=v[1:]))
     with pytest.raises(ValueError, match=r"`v_cache` must be of head size 512 with K's 576, got 448"):
         tree_attention(**changed(case, v_cache=v[..., :448]))
     with pytest.raises(ValueError, match=r"`q` must be of head size 64, 96, 128, 192, 256, 512 or 576, got 320"):

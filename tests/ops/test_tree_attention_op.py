@@ -12,10 +12,12 @@ from device_case import placed
 from pagedtree import DraftTree, reference, tree_attention
 
 TREE = DraftTree.full([2, 2])
+LATENT = {"latent": True, "heads": (4, 1), "head_dim": 192, "head_dim_v": 128}
+caches = pytest.mark.parametrize("options", [{}, LATENT], ids=["apart", "latent"])
 
 
-def small(target: Target, **options: Any) -> dict[str, Any]:
-    return target.case([20, 3], [TREE, "causal"], causal_queries=2).build(**options)
+def small(target: Target, kind: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    return target.case([20, 3], [TREE, "causal"], causal_queries=2, **(kind or {})).build(**options)
 
 
 def split(case: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -23,35 +25,52 @@ def split(case: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(case[name] for name in first), {k: v for k, v in case.items() if k not in first}
 
 
+def empty_out(case: dict[str, Any]) -> torch.Tensor:
+    return case["q"].new_empty((*case["q"].shape[:2], case["v_cache"].shape[3]))
+
+
+def opcheck(case: dict[str, Any]) -> None:
+    arguments, options = split(case)
+    torch.library.opcheck(torch.ops.pagedtree.tree_attention.default, arguments, options)
+    for lse in (None, torch.empty(9, 4)):
+        outputs = {"out": empty_out(case), "lse": lse}
+        torch.library.opcheck(torch.ops.pagedtree.tree_attention.out, arguments, {**options, **outputs})
+
+
 @once_per_backend
 def test_opcheck(target: Target) -> None:
-    plain = dict(small(target), tree_mask=None, tree_lens=None)
-    for case in (
-        small(target),
-        small(target, softcap=5.0, window=3, sinks=torch.zeros(4), scale=0.3, max_seqlen_q=7),
-        plain,
-    ):
-        arguments, options = split(case)
-        torch.library.opcheck(torch.ops.pagedtree.tree_attention.default, arguments, options)
-        for lse in (None, torch.empty(9, 4)):
-            outputs = {"out": torch.empty_like(case["q"]), "lse": lse}
-            torch.library.opcheck(torch.ops.pagedtree.tree_attention.out, arguments, {**options, **outputs})
+    opcheck(small(target))
+    opcheck(small(target, softcap=5.0, window=3, sinks=torch.zeros(4), scale=0.3, max_seqlen_q=7))
+    opcheck(dict(small(target), tree_mask=None, tree_lens=None))
+
+
+@once_per_backend
+def test_opcheck_latent(target: Target) -> None:
+    opcheck(small(target, LATENT, window=3, sinks=torch.zeros(4), scale=0.3, max_seqlen_q=7))
 
 
 @once_per_backend
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compile(target: Target, dynamic: bool) -> None:
-    case = small(target)
+@caches
+def test_compile(target: Target, dynamic: bool, options: dict[str, Any]) -> None:
+    if options and target.backend == "simt":
+        pytest.skip("compiled as for the CPU")
+    case = small(target, options)
 
-    def step(q: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        first, lse = tree_attention(**dict(case, q=q), return_lse=True)
-        tree_attention(**dict(case, q=2 * q), out=out)
+    def step(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, softcap: float = 0.0) -> tuple[torch.Tensor, ...]:
+        views = {"k_cache": k, "v_cache": k[..., :128]} if options else {}
+        first, lse = tree_attention(**dict(case, q=q, **views), return_lse=True, softcap=softcap)
+        tree_attention(**dict(case, q=2 * q, **views), out=out)
         return first + out, lse
 
-    expected = step(case["q"], torch.empty_like(case["q"]))
-    result = torch.compile(step, fullgraph=True, dynamic=dynamic)(case["q"], torch.empty_like(case["q"]))
-    for a, b in zip(result, expected, strict=True):
+    torch.compiler.reset()  # compiled code is kept for the code of `step`, and not for as many cases as there are
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
+    result = compiled(case["q"], case["k_cache"], empty_out(case))
+    for a, b in zip(result, step(case["q"], case["k_cache"], empty_out(case)), strict=True):
         torch.testing.assert_close(a, b)
+    if options and not dynamic:  # still a view: a copy would be read twice, and might have a softcap
+        with pytest.raises((ValueError, RuntimeError), match="`softcap` must be 0 where v_cache is a view of k_cache"):
+            compiled(case["q"], case["k_cache"], empty_out(case), 5.0)
 
 
 REFUSALS = [
@@ -139,9 +158,12 @@ BAD_VALUES = [
 
 
 @pytest.mark.parametrize(("changes", "blamed"), BAD_VALUES)
-def test_bad_values(target: Target, changes: dict, blamed: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@caches
+def test_bad_values(
+    target: Target, changes: dict, blamed: str | None, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Unchecked: what the contract says comes out. Checked: a refusal that names the argument."""
-    case = small(target) | {name: placed(value) for name, value in changes.items()}
+    case = small(target, options) | {name: placed(value) for name, value in changes.items()}
     out, lse = tree_attention(**case, return_lse=True)
     with torch.device("cpu"):
         expected, expected_lse = reference.tree_attention(**on_host(case))
@@ -157,18 +179,22 @@ def test_bad_values(target: Target, changes: dict, blamed: str | None, monkeypat
 
 
 @pytest.mark.parametrize("offsets", [(0, 9, 4), (3, 5, 9), (0, 100, 200), (-5, 3, 2**31 - 1), (9, 4, 0)])
-def test_bad_offsets(target: Target, offsets: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+@caches
+def test_bad_offsets(
+    target: Target, offsets: tuple[int, ...], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Never out of bounds; rows of no sequence are padding."""
-    case = dict(small(target), cu_seqlens_q=ints(*offsets))
+    case = dict(small(target, options), cu_seqlens_q=ints(*offsets))
     tree_attention(**case)
     monkeypatch.setenv("PAGEDTREE_CHECK", "1")
     with pytest.raises(ValueError, match=r"tree_attention: `cu_seqlens_q.*` must be"):
         tree_attention(**case)
 
 
-def test_checked_calls_pass(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+@caches
+def test_checked_calls_pass(target: Target, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEDTREE_CHECK", "1")
-    case = target.case([20, 3], [TREE, "causal"], causal_queries=2, padding=3).build()
+    case = target.case([20, 3], [TREE, "causal"], causal_queries=2, padding=3, **options).build()
     check(case)
     check(dict(case, tree_mask=None, tree_lens=None))
     check(dict(case, tree_mask=None, tree_lens=ints(-1, -1)))

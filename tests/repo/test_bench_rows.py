@@ -62,6 +62,12 @@ def test_sizes_of_the_rows(benchmarks):
             rows, size = name.removeprefix("R ").split(", ")
             assert nodes_of(shape["tree"]) * heads // kv_heads == int(rows)
             assert peers.kv_bytes_of(shape) == {"256 MB": 1 << 28, "1 GB": 1 << 30}[size]
+    latent = benchmarks("latent_peers")
+    for row in headline.LATENT:
+        if row.op == "latent_attention" and "R " in row.name:
+            shape = {**latent.OP.base, **row.shape}
+            rows = nodes_of(shape["tree"]) * int(shape["heads"].split("/")[0])
+            assert rows == int(row.name.split("R ")[1].split(",")[0])
     ragged, uniform = (sum(peers.lengths_of(shapes[f"{kind}, 53k keys"])) for kind in ("ragged", "uniform"))
     assert ragged == 4641 + 45118 + 1730 + 1696 and abs(ragged - uniform) < 4
 
@@ -102,6 +108,17 @@ def test_figures_and_verdicts(benchmarks):
     assert headline.judged(one, [], MACHINE, "cuda", counts=True)[0] == {
         "target": "us <= 16, stretch 14", "bound": 16, "measured": pytest.approx(15.0), "met": True
     }  # fmt: skip
+    # By rate: 0.7 of the other row's; a peer's own, which may be missing.
+    wide, narrow = row_of("latent, batch 4, L 4k, T 8", 0.2), row_of("one KV head, 128 query heads", 0.1)
+    (rate, _) = headline.judged(wide | {"gflop_per_s": 2.8e5}, [narrow], MACHINE, "cpu", counts=True)
+    assert rate["measured"] == pytest.approx(0.7) and rate["met"]
+    assert headline.judged(wide, [], MACHINE, "cpu", counts=True)[0]["met"] is None
+    latent = row_of("latent, R 512", 0.1) | {"flops": 5e10, "timings": {"pagedtree": {"median": 1e-4}}}
+    assert [entry["met"] for entry in headline.judged(latent, [], MACHINE, "cuda", counts=True)] == [True, None, None]
+    latent["timings"]["pagedtree by wgmma"] = {"median": 1e-4}
+    (_, by_wgmma, _) = headline.judged(latent, [], MACHINE, "cuda", counts=True)
+    assert by_wgmma["target"] == "TFLOP/s of pagedtree by wgmma >= 450, stretch 550"
+    assert by_wgmma["measured"] == pytest.approx(500) and by_wgmma["met"]
     greedy = row_of("greedy, all rows", 0.1)
     assert headline.judged(greedy, [], MACHINE, "cuda", counts=True)[0]["measured"] == pytest.approx(2.0)
     failed = {"op": "tree_attention", "point": "q_len 1", "failed": "its process ended"}

@@ -57,6 +57,7 @@ MISTAKES = {
     "the old start": ("(draft_caches, draft_table, start,", "(draft_caches, draft_table, 1 + start,"),
     "draft_missing": ("missing, num_missing = committed.draft_missing, committed.draft_num_missing", ""),
     "logits at the root": ("hidden[cu_seqlens_q[1:].long() - 1])", "hidden[cu_seqlens_q[:-1].long()])"),
+    "the scale of the heads": ("scale=(NOPE + ROPE) ** -0.5,", ""),
     "the last accepted node": ("hidden = all_hidden[last_rows.clamp(min=0)]", "hidden = all_hidden[:1]"),
 }  # fmt: skip
 

@@ -138,6 +138,52 @@ class KernelLibrary:
         return 0
 
 
+class FlashMla:
+    """DeepSeek's functions: a schedule for one number of rows, and causal attention over rows of 576 in pages of 64."""
+
+    @staticmethod
+    def get_mla_metadata(cache_seqlens, rows, kv_heads):
+        assert kv_heads == 1
+        return ("for", rows), cache_seqlens.clone()
+
+    @staticmethod
+    def flash_mla_with_kvcache(
+        q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, causal
+    ):
+        batch, n, heads, _ = q.shape
+        assert causal and k_cache.shape[1:] == (64, 1, 576) and head_dim_v == 512
+        assert tile_scheduler_metadata == ("for", n * heads) and torch.equal(num_splits, cache_seqlens)
+        out = q.new_empty(batch * n, heads, head_dim_v)
+        offsets = torch.arange(0, batch * n + 1, n)
+        unified_attention(
+            q=q.flatten(0, 1), k=k_cache, v=k_cache[..., :512], out=out, cu_seqlens_q=offsets, seqused_k=cache_seqlens,
+            softmax_scale=softmax_scale, causal=True, block_table=block_table, qq_bias=None, window_size=(-1, -1),
+            softcap=0.0,
+        )  # fmt: skip
+        return out.view(batch, n, heads, head_dim_v), None
+
+
+class FlashInferMla:
+    """FlashInfer's wrapper: compressed and rotated parts as tensors of their own."""
+
+    def __init__(self, workspace: Tensor) -> None:
+        pass
+
+    def plan(self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, heads, ckv, kpe, page_size, causal, scale, q, kv):
+        assert causal and (ckv, kpe) == (512, 64) and kv_indices.shape == (int(kv_indptr[-1]),)
+        self.pages = torch.nn.utils.rnn.pad_sequence(kv_indices.split(kv_indptr.diff().tolist()), batch_first=True)
+        self.lengths = {"cu_seqlens_q": qo_indptr, "seqused_k": kv_len_arr, "softmax_scale": scale}
+
+    def run(self, q_nope, q_pe, ckv_cache, kpe_cache):
+        out = torch.empty_like(q_nope)
+        rows = torch.cat([ckv_cache, kpe_cache], dim=-1).unsqueeze(2)
+        unified_attention(
+            q=torch.cat([q_nope, q_pe], dim=-1), k=rows, v=rows[..., :512], out=out, causal=True,
+            block_table=self.pages, qq_bias=None, window_size=(-1, -1), softcap=0.0, **self.lengths,
+        )  # fmt: skip
+        return out
+
+
 @pytest.fixture
 def benchmarks(monkeypatch):
     """Imports a file of the benchmarks, with the packages in place."""
@@ -146,6 +192,8 @@ def benchmarks(monkeypatch):
     package.BatchDecodeWithPagedKVCacheWrapper = Decode
     package.sampling = SAMPLING
     monkeypatch.setitem(sys.modules, "flashinfer", package)
+    monkeypatch.setitem(sys.modules, "flashinfer.mla", SimpleNamespace(BatchMLAPagedAttentionWrapper=FlashInferMla))
+    monkeypatch.setitem(sys.modules, "flash_mla", FlashMla)
     monkeypatch.setitem(sys.modules, "flash_attn", flash_attn)
     monkeypatch.setitem(sys.modules, UNIFIED, SimpleNamespace(unified_attention=unified_attention))
     monkeypatch.syspath_prepend(str(BENCHMARKS))
@@ -221,6 +269,47 @@ def test_flashinfer_reads_fp8_caches(benchmarks):
     attention_peers, problem = attention_problem(benchmarks, cache="fp8")
     peers = benchmarks("gpu_attention_peers")
     attention_peers.check(problem, attention_peers.PagedTree(problem), peers.FlashInferTree(problem))
+
+
+def latent_problem(benchmarks, **change):
+    peers = benchmarks("latent_peers")
+    shape = peers.OP.base | {"batch": 3, "length": 150, "heads": "4/1", "dtype": "float32"}
+    return peers, peers.problem_of(shape | change, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"lengths": "ragged"}, {"tree": "chain 1", "dtype": "bfloat16"}, {"tree": "prefill 70"}], ids=str
+)
+@pytest.mark.parametrize("name", ["SdpaOnExpandedHeads", "SdpaOnGatheredRows", "FlashMla", "FlashInferMla"])
+def test_latent_peers_give_the_ops_result(benchmarks, name, change):
+    peers, problem = latent_problem(benchmarks, **change)
+    ours, theirs = peers.PagedTree(problem), getattr(peers, name)(problem)
+    peers.check(problem, ours, theirs)
+    if "tree" not in change:
+        theirs.mask = {"tree": "causal", "causal": "tree"}[theirs.mask]
+        with pytest.raises(benchmarks("suite").Mismatch):
+            peers.check(problem, ours, theirs)
+
+
+def test_latent_peers_say_what_they_cannot_read(benchmarks, monkeypatch):
+    peers, problem = latent_problem(benchmarks, page_size=16)
+    with pytest.raises(ValueError, match="pages of 64"):
+        peers.FlashMla(problem)
+    monkeypatch.setattr(peers, "lacking_memory", lambda needed, device: f"takes {needed}")
+    with pytest.raises(ValueError, match="takes"):
+        peers.SdpaOnExpandedHeads(problem)
+    _, problem = latent_problem(benchmarks, cache="fp8", dtype="bfloat16")
+    with pytest.raises(ValueError, match="dtype"):
+        peers.FlashMla(problem)
+    peers.check(problem, peers.PagedTree(problem), peers.SdpaOnGatheredRows(problem))
+
+
+def test_latent_rows_count_once(benchmarks):
+    _, problem = latent_problem(benchmarks, tree="chain 2", dtype="bfloat16")
+    keys, queries = 3 * 150, 3 * 2
+    assert problem.v[0].data_ptr() == problem.k[0].data_ptr() and problem.v[0].stride() == problem.k[0].stride()
+    assert problem.bytes == keys * 576 * 2 + queries * 4 * (576 + 512) * 2
+    assert problem.flops == 2 * 4 * (576 + 512) * 3 * (149 + 150)
 
 
 def verification(benchmarks, name, **change):

@@ -128,8 +128,10 @@ def results_are_few_files_with_rows(rehearsal: Outcome) -> None:
         "attention.json", "check.json", "headline.json", "logs_all.tar.gz", "others.json", "stages_all.json",
     ]  # fmt: skip
     for name, ops in {
-        "headline": {"tree_attention", "sample"}, "attention": {"tree_attention"}, "others": {"append_kv"}
-    }.items():  # fmt: skip
+        "headline": {"tree_attention", "latent_attention", "sample"},
+        "attention": {"tree_attention"},
+        "others": {"append_kv"},
+    }.items():
         result = json.loads((rehearsal.out / f"{name}.json").read_text())
         assert {row["op"] for row in result["rows"]} == ops
         assert all(row["ms"] > 0 for row in result["rows"])

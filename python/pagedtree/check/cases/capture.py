@@ -30,33 +30,48 @@ from pagedtree import (
 from pagedtree.check.case import Case, Place, Results
 from pagedtree.check.cases.inputs import seeded
 
-BATCH, VOCAB, HEADS, KV_HEADS, DIM, LATENT_DIM = 3, 17, 4, 2, 64, 576
+BATCH, VOCAB, HEADS, KV_HEADS, DIM = 3, 17, 4, 2, 64
+LATENT_DIM, LATENT_DIM_V = 576, 512
 PAGE_SIZE, MAX_PAGES, CAPACITY = 4, 40, 120
 MAX_NODES, MAX_DEPTH = 9, 4
 STEPS = 12
+# (rule, host_trees, latent)
+KINDS = [
+    ("sampled", False, False),
+    ("rejection", False, False),
+    ("greedy", True, False),
+    ("sampled", False, True),
+    ("greedy", True, True),
+]
 
 
 class Engine:
     """A toy model and all that a step reads and writes, in buffers that stay where they are.
 
     rule: "sampled", "rejection" or "greedy". n-gram trees from the sequences' own text, or with `host_trees` trees and
-    drafts that the host copies in before each step.
+    drafts that the host copies in before each step. latent: K and V are one cache.
     """
 
-    def __init__(self, device: torch.device, seed: int, rule: str = "sampled", host_trees: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, seed: int, rule: str = "sampled", host_trees: bool = False, latent: bool = False
+    ) -> None:
         generator = seeded(0)
 
         def weights(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator).to(torch.bfloat16).to(device)
 
-        self.rule, self.host_trees = rule, host_trees
-        self.queries, self.keys = weights(VOCAB, HEADS, DIM), weights(VOCAB, KV_HEADS, DIM)
-        self.values, self.head = weights(VOCAB, KV_HEADS, DIM), weights(HEADS * DIM, VOCAB) / 4
-        self.latents = weights(VOCAB, 1, LATENT_DIM)
+        self.rule, self.host_trees, self.latent = rule, host_trees, latent
+        kv_heads, dim, dim_v = (1, LATENT_DIM, LATENT_DIM_V) if latent else (KV_HEADS, DIM, DIM)
+        self.queries, self.head = weights(VOCAB, HEADS, dim), weights(HEADS * dim_v, VOCAB) / 4
+        self.rows = [weights(VOCAB, kv_heads, dim) for _ in range(1 if latent else 2)]  # a token's K and V
         self.caches = [
-            torch.zeros(BATCH * MAX_PAGES, PAGE_SIZE, *row, dtype=torch.bfloat16, device=device)
-            for row in ((KV_HEADS, DIM), (KV_HEADS, DIM), (1, LATENT_DIM))
+            torch.zeros(BATCH * MAX_PAGES, PAGE_SIZE, kv_heads, dim, dtype=torch.bfloat16, device=device)
+            for _ in self.rows
         ]
+        self.sizes: dict[str, Any] = {
+            "num_q_heads": HEADS, "num_kv_heads": kv_heads, "head_dim": dim, "head_dim_v": dim_v, "latent": latent,
+            "page_size": PAGE_SIZE, "max_seqlen_q": MAX_NODES,
+        }  # fmt: skip
         order = torch.randperm(BATCH * MAX_PAGES, generator=generator).int()
         self.page_table = order.view(BATCH, MAX_PAGES).to(device)
         prompt = torch.randint(VOCAB, (BATCH, 6), generator=seeded(seed))
@@ -104,14 +119,15 @@ class Engine:
             trees, tokens = draft.trees, draft.draft_tokens
         total = tokens.shape[0]
         _, seq_lens, cu_seqlens_q, slots = prepare_step(trees, self.page_table, self.start, PAGE_SIZE, total_q=total)
-        plan = attention_plan(
-            seq_lens, cu_seqlens_q, num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, page_size=PAGE_SIZE,
-            max_seqlen_q=MAX_NODES,
-        )  # fmt: skip
+        plan = attention_plan(seq_lens, cu_seqlens_q, **self.sizes)
         ids = tokens.clamp(min=0)
-        k_cache, v_cache, latent_cache = self.caches
-        append_kv(self.keys[ids], self.values[ids], k_cache, v_cache, slots)
-        append_kv(self.latents[ids], None, latent_cache, None, slots)
+        rows, k_cache = [table[ids] for table in self.rows], self.caches[0]
+        if self.latent:
+            append_kv(rows[0], None, k_cache, None, slots)
+            v_cache = k_cache[..., :LATENT_DIM_V]
+        else:
+            v_cache = self.caches[1]
+            append_kv(rows[0], rows[1], k_cache, v_cache, slots)
         out = tree_attention(
             self.queries[ids], k_cache, v_cache, self.page_table, seq_lens, cu_seqlens_q, trees.mask,
             max_seqlen_q=MAX_NODES, plan=plan,
@@ -154,13 +170,13 @@ def captured(engine: Engine, device: torch.device) -> Callable[[], None]:
     return graph.replay
 
 
-def steps(device: torch.device, rule: str, host_trees: bool, *, capture: bool) -> Results:
-    """Two sequences of steps, from different prompts, by one captured graph or op by op."""
-    engine = Engine(device, 1, rule, host_trees)
+def steps(device: torch.device, *kind: Any, capture: bool) -> Results:
+    """Two sequences of steps, from different prompts, by one captured graph or op by op; kind as for an Engine."""
+    engine = Engine(device, 1, *kind)
     replay = captured(engine, device) if capture else engine.step
     results: Results = {}
     for seed in (1, 2):
-        engine.load(Engine(device, seed, rule, host_trees))
+        engine.load(Engine(device, seed, *kind))
         for i in range(STEPS):
             engine.prepare(i)
             replay()
@@ -169,14 +185,14 @@ def steps(device: torch.device, rule: str, host_trees: bool, *, capture: bool) -
 
 
 def cases(place: Place) -> Iterator[Case]:
-    for rule, host_trees in (("sampled", False), ("rejection", False), ("greedy", True)):
-        name = f"capture/{rule}/{'trees from the host' if host_trees else 'n-gram trees'}"
-        yield _case(name, place, rule, host_trees)
+    for rule, host_trees, latent in KINDS:
+        trees = "trees from the host" if host_trees else "n-gram trees"
+        name = f"capture/{rule}/{trees}{'/latent cache' if latent else ''}"
+        yield _case(name, place, rule, host_trees, latent)
 
 
-def _case(name: str, place: Place, rule: str, host_trees: bool) -> Case:
+def _case(name: str, place: Place, *kind: Any) -> Case:
     return Case(
-        name, (), lambda at: steps(at.device, rule, host_trees, capture=True),
-        lambda: steps(place.device, rule, host_trees, capture=False), always_loops=True, backends=("cuda",),
-        against="the same steps without a graph",
+        name, (), lambda at: steps(at.device, *kind, capture=True), lambda: steps(place.device, *kind, capture=False),
+        always_loops=True, backends=("cuda",), against="the same steps without a graph",
     )  # fmt: skip
