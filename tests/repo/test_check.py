@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import re
 import shlex
@@ -169,8 +170,9 @@ def test_every_tile_is_taken():
     names = [case.name for case in every_case(CPU)]
     for engine, prefix, expected in (("mma.sync", "", attention.TILES), ("wgmma", "wgmma/", attention.WGMMA_TILES)):
         tiles: dict[tuple[int, int], tuple[int, ...]] = {}
-        for row, of_wgmma in re.findall(r"^ +\{(\d+, \d+, \d+),.*?(kWgmma)?\},$", table, re.MULTILINE):
-            if bool(of_wgmma) == (engine == "wgmma"):
+        rows = re.findall(r"^ +\{(\d+, \d+, \d+),.*?(kWgmma)?(, \d)?\},$", table, re.MULTILINE)
+        for row, of_wgmma, column_warps in rows:
+            if bool(of_wgmma) == (engine == "wgmma") and not (of_wgmma and column_warps):
                 head_dim, head_dim_v, m_tile = map(int, row.split(","))
                 tiles[head_dim, head_dim_v] = (*tiles.get((head_dim, head_dim_v), ()), m_tile)
         assert tiles == expected
@@ -184,6 +186,15 @@ def test_every_tile_is_taken():
                 assert [(launch.engine, launch.m_tile) for launch in cost.launches] == [(engine, m_tile)]
                 for types in ("fp16", "bf16", "fp16 on fp8", "bf16 on fp8"):
                     assert f"tree_attention/{prefix}tile {m_tile}/{types}/{name}" in names
+    latent = [row for row, of_wgmma, column_warps in rows if of_wgmma and column_warps]
+    assert latent == ["576, 512, 64"]
+    sizes = {"num_q_heads": 16, "num_kv_heads": 1, "head_dim_v": 512, "latent": True, "engine": "wgmma"}
+    for head_dim in (512, 576):
+        (launch,) = explain([4], [70], head_dim=head_dim, **sizes).launches
+        assert (launch.engine, launch.m_tile) == ("wgmma", 64)
+        name = f"D {head_dim}" if head_dim == 512 else "D 576x512"
+        for dtype, page_size in itertools.product(("fp16", "bf16"), (7, 64)):
+            assert f"tree_attention/wgmma/latent/page {page_size}/{dtype}/{name}" in names
 
 
 # Planted errors -------------------------------------------------------------------------------------------------------
