@@ -75,7 +75,9 @@ def drafters(texts, seeded_texts):
 NAMES = ("none", "ngram chain", "ngram tree", "draft model", "latent draft model", "oracle", "hostile")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("ngram chain", "hostile") else []) for name in NAMES]
+)
 def test_text_is_the_models_own(model, texts, seeded_texts, drafters, name):
     options = {"max_new_tokens": NEW_TOKENS, "page_size": 7}
     sequences, stats = generate(model, prompts_of(LENGTHS), drafter=drafters[name](), **options)

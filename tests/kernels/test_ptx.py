@@ -141,7 +141,7 @@ def test_wgmma_attention_from_ptx(
 
 
 @needs_hopper_ptx
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("sizes", "page_size"), [((576, 512), 20), pytest.param((512, 512), 64, marks=pytest.mark.slow)]
 )

@@ -36,8 +36,15 @@ def latent_case(target: Target, prefixes: list[int], kinds: list[Any], **options
 
 
 @once_per_engine
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dims", PAIRS, ids=str)
+@pytest.mark.parametrize(
+    ("dims", "dtype"),
+    [
+        pytest.param(dims, dtype, marks=pytest.mark.slow if i == j else [])  # two types of each pair in the core suite
+        for i, dims in enumerate(PAIRS)
+        for j, dtype in enumerate(DTYPES)
+    ],
+    ids=str,
+)
 def test_values_of_another_width(target: Target, dtype: torch.dtype, dims: tuple[int, int]) -> None:
     """Keys and values apart, with several KV heads; NaN where nobody may read."""
     case = target.case(PREFIXES, MIXED, dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], poison=float("nan"))
@@ -57,7 +64,7 @@ def test_narrow_latent_cache(target: Target, dims: tuple[int, int]) -> None:
     check(latent_case(target, PREFIXES, MIXED, head_dim=dims[0], head_dim_v=dims[1], poison=float("nan")).build())
 
 
-@pytest.mark.parametrize("heads", [1, 3, 16, 71, 128])
+@pytest.mark.parametrize("heads", [1, 3, 16, pytest.param(71, marks=pytest.mark.slow), 128])
 def test_heads(target: Target, heads: int) -> None:
     """Query heads share the one KV head, up to 128 in DeepSeek-V3: few rows, and tiles that end inside a token."""
     for dtype in target.dtypes[-2:]:
@@ -138,8 +145,15 @@ def test_all_options(target: Target, dims: tuple[int, int]) -> None:
 
 
 @once_per_engine
-@pytest.mark.parametrize("dims", PAIRS, ids=str)
-@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize(
+    ("dims", "per_head"),
+    [
+        pytest.param(dims, per_head, marks=[] if per_head or dims == PAIRS[-1] else pytest.mark.slow)
+        for dims in PAIRS
+        for per_head in (False, True)
+    ],
+    ids=str,
+)
 def test_fp8(target: Target, dims: tuple[int, int], per_head: bool) -> None:
     for dtype in target.dtypes[-2:]:
         case = target.case(

@@ -180,6 +180,7 @@ def test_performance_tables_tell_what_was_measured_and_what_not(scripts, sweep_r
     assert family("append_kv")(sweep_result, "ops_x") == ""
 
 
+@pytest.mark.slow
 def test_plots_are_the_same_each_time(scripts, sweep_result, tmp_path):
     pytest.importorskip("matplotlib")
     make_plots = importlib.import_module("make_plots")
