@@ -46,7 +46,8 @@ def tree_attention(
             float8_e4m3fn; Hq a multiple of Hkv, any page_size >= 1. Query head h reads KV head h // (Hq // Hkv).
         v_cache: [pages, page_size, Hkv, Dv], likewise, of k_cache's dtype. D = Dv in 64, 96, 128, 192, 256, 512, or
             (D, Dv) = (192, 128), or (576, 512). A view of k_cache's first Dv columns with Hkv = 1 makes the call
-            *latent* (multi-head latent attention): each cached row is read once, as key and as value.
+            *latent* (multi-head latent attention): each cached row is read once, as key and as value (on CUDA where
+            Dv is 512; narrower values are read a second time, from the L2 cache).
         page_table: int32 [B, max_pages]; entries past ceil(seq_lens[b] / page_size) are never read. A page id outside
             the cache reads as zero K and V.
         seq_lens: int32 [B], all keys of a sequence, those of its queries included; clamped to max_pages * page_size.
