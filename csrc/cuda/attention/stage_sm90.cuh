@@ -284,9 +284,10 @@ class Producer {
   }
   __device__ __forceinline__ void fill_boxes(const ptx::TensorMap& map, int32_t stage, int32_t page) {
     constexpr int32_t kPanels = I::PartRows::kChunks / 8;
-    const KeyReader& reader = shared_.readers[thread() / 32];
+    const KeyReader& reader = shared_.readers[0];  // that of the warp that starts the copies
     const int32_t panel = static_cast<int32_t>(thread()) * maps_.box / kKeys, key = key_of_box();
-    const auto slot = static_cast<int32_t>(static_cast<uint32_t>(stage * kKeys + key) % reader.page_size);
+    int32_t slot = 0;
+    if (thread() < 32) slot = static_cast<int32_t>(static_cast<uint32_t>(stage * kKeys + key) % reader.page_size);
     wait_until_empty();
 #pragma unroll 1  // few registers are left to producers
     for (int32_t part = 0; part < I::kParts; ++part) {
