@@ -2,7 +2,7 @@
 
     python -m pagedtree bench predict [--machine h200 a100] [--instances bf16-128-16 ...] [--stalls 8] [--json FILE]
     python -m pagedtree bench predict --ops verification                       # the passes over a row of logits
-    python -m pagedtree bench predict --ops bounds [--published xformers-0.0.30-*.whl]   # of the kernel for wgmma
+    python -m pagedtree bench predict --ops bounds [--published xformers-0.0.30-*.whl flashmla.cubin]   # for wgmma
     python -m pagedtree bench predict --source csrc/cuda/attention/bfloat16*.cu --machine a100 --stalls 8
     FLASHINFER_INCLUDE=FOLDER python -m pagedtree bench predict --flashinfer   # its kernel (see flashinfer_kernel.py)
     python -m pagedtree bench predict --published xformers-0.0.*.whl           # beside published speeds
@@ -30,6 +30,7 @@ from typing import Any
 
 import measure
 from predict_bounds import ideas, our_rows
+from predict_latent import flashmla_rows, latent_rows
 from predict_loop import SHARED_BYTES, figures
 from predict_peers import DECODING_ROWS, flashinfer_rows, peer_rows, published_rows
 from predict_verification import calls, verification_rows
@@ -158,6 +159,8 @@ def rows_of(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
             yield from our_rows(machine, functions)
             yield from peer_rows(machine, args.published or [], folder)
             yield from ideas(machine, functions)
+            yield from latent_rows(machine, functions)
+            yield from flashmla_rows(machine, args.published or [])
         elif args.ops == "verification":
             cubins = cubins_for(machine, args.source, folder)
             yield from verification_rows(machine, cubins, args.instances, args.stalls)
@@ -177,7 +180,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--flashinfer", action="store_true", help="FlashInfer's paged prefill kernel instead")
     parser.add_argument(
         "--published", type=Path, nargs="+", metavar="FILE",
-        help="wheels, libraries or cubins with kernels of which speeds are published; of bounds: with FlashAttention-3",
+        help="wheels, libraries or cubins with kernels of which speeds are published; of bounds: with "
+        "FlashAttention-3, FlashMLA",
     )  # fmt: skip
     parser.add_argument("--stalls", type=int, default=0, metavar="N", help="the N longest waits of each loop")
     parser.add_argument("--json", type=Path, help="where to write the rows")

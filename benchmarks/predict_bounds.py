@@ -18,7 +18,7 @@ from predict_loop import SHARED_BYTES
 from sass_listing import Function, Instruction, bytes_of
 from sass_loops import Flow
 from sass_roles import KEYS, WGMMA_SHAPE, Kind, Role, Roles, multiplies, rescales_with, roles_of, waits
-from sm_model import GLOBAL, SHARED, Machine
+from sm_model import GLOBAL, SHARED, WGMMA, Machine
 
 import pagedtree as pt
 
@@ -62,8 +62,10 @@ def busy_cycles(machine: Machine, roles: Sequence[Role]) -> Counter[str]:
     busy = Counter[str]()
     for role in roles:
         for x in role.path:
-            use = machine.use(x)
             busy["issue"] += role.share / 4  # type: ignore[assignment]
+            if x.root in WGMMA and not multiplies(x):
+                continue
+            use = machine.use(x)
             if use.unit in UNITS:
                 busy[UNITS[use.unit]] += use.cycles * role.share / 4  # type: ignore[assignment]
             busy["shared"] += shared_cycles(x, machine) * role.share  # type: ignore[assignment]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from sass_listing import Function, Instruction
 from sass_loops import Flow, Loop
@@ -17,7 +18,8 @@ Kind = Callable[[Instruction], bool]
 
 
 def multiplies(x: Instruction) -> bool:
-    return x.root in WGMMA
+    """A product; one without a result only ends a group of them."""
+    return x.root in WGMMA and not x.arguments.startswith("RZ,")
 
 
 def columns_of(x: Instruction) -> int:
@@ -57,21 +59,34 @@ def inner_loops(flow: Flow, work: Kind) -> list[Loop]:
 
 
 def by(work: Kind, wanted: Kind | None = None, unwanted: Kind | None = None) -> Callable[[Instruction], int]:
-    """The weight of a way: all of the work, then what is wanted, nothing unwanted, a look at each mbarrier, and few
-    instructions."""
+    """The weight of a way: all of the work, then what is wanted, nothing unwanted, a look at each mbarrier, barriers
+    (groups take turns there), and few instructions."""
 
     def weight(x: Instruction) -> int:
-        found = 100_000 * work(x) + 1000 * (wanted is not None and wanted(x)) + 30 * waits(x) - 1
+        found = 100_000 * work(x) + 1000 * (wanted is not None and wanted(x)) + 30 * (waits(x) or meets(x)) - 1
         return found - 50_000 * ((unwanted is not None and unwanted(x)) or (x.root == "CALL" and not x.predicate))
 
     return weight
 
 
+def around(flow: Flow, loop: Loop) -> Loop:
+    """The next loop outwards."""
+    return min((other for other in flow.loops() if other.body > loop.body), key=lambda other: len(other.body))
+
+
 def shortest(
-    flow: Flow, loops: Sequence[Loop], work: Kind, wanted: Kind | None = None, unwanted: Kind | None = None
+    flow: Flow, loops: Sequence[Loop], work: Kind, wanted: Kind | None = None, unwanted: Kind | None = None,
+    trips: int = 1,
 ) -> list[Instruction]:  # fmt: skip
-    """The shortest of the ways through the loops."""
-    return min((flow.path(loop, by(work, wanted, unwanted)) for loop in loops), key=len)
+    """The shortest of the ways through the loops. Those inside of them on which there is work, if there are any, take
+    `trips` iterations."""
+    weight = by(work, wanted, unwanted)
+    inside = [inner for inner in flow.loops() if len(inner.body) > 1 and any(inner.body < loop.body for loop in loops)]
+    turns = {inner.head: way for inner in inside if any(map(work, way := flow.path(inner, weight)))}
+    found = min((flow.path(loop, weight) for loop in loops), key=len)
+    if trips == 1:
+        return found
+    return [x for at in found for x in [*turns.get(at.address, []) * (trips - 1), at]]
 
 
 def rescales_with(path: Sequence[Instruction]) -> Kind:
@@ -116,21 +131,27 @@ class Roles:
         return any(x.root == "UTMALDG" for x in self.producers[0].path)
 
 
-def roles_of(function: Function, consumers: int, producers: int, keys: int = KEYS, boxes: int = 1) -> Roles:
-    """boxes: copies by TMA for K or V of a stage, if lanes start them.
+def roles_of(
+    function: Function, consumers: int, producers: int, keys: int = KEYS, boxes: int = 1, trips: int = 1
+) -> Roles:  # fmt: skip
+    """boxes: copies by TMA for K or V of a stage, or of a part of it, if lanes start them. trips: more than 1 where a
+    stage comes in so many parts, for which its loop has loops inside.
 
     Raises ValueError where the code has no loop with wgmma or none with copies.
     """
     flow = Flow(function)
     loops = inner_loops(flow, multiplies)
-    plain = shortest(flow, loops, multiplies)
-    ways = [plain, shortest(flow, loops, multiplies, masks), shortest(flow, loops, multiplies, rescales_with(plain))]
     copying = inner_loops(flow, copies)
+    if trips > 1:
+        loops, copying = ([around(flow, loop) for loop in inner] for inner in (loops, copying))
+    way = partial(shortest, flow, trips=trips)
+    plain = way(loops, multiplies)
+    ways = [plain, way(loops, multiplies, masks), way(loops, multiplies, rescales_with(plain))]
     code = [x for loop in copying for head in loop.body for x in flow.blocks[head]]
     work = by_thread if any(map(by_thread, code)) else copies
-    masked = Role(shortest(flow, copying, work, lambda x: moves(x) or meets(x)), producers, keys)
+    masked = Role(way(copying, work, lambda x: moves(x) or meets(x)), producers, keys)
     if any(x.root == "UTMALDG" for x in code):
-        first = shortest(flow, copying, lambda x: x.root == "UTMALDG", looks_up, lambda x: by_thread(x) or meets(x))
+        first = way(copying, lambda x: x.root == "UTMALDG", looks_up, lambda x: by_thread(x) or meets(x))
         others = shortest(
             flow, copying, lambda x: x.root == "SYNCS" and "ARRIVE" in x.opcode, looks_up,
             lambda x: copies(x) or meets(x),
@@ -139,8 +160,8 @@ def roles_of(function: Function, consumers: int, producers: int, keys: int = KEY
         repeated = [x for x in first for _ in range(boxes if in_blocks(flow, turns, x) else 1)]
         found = [Role(repeated, 1, keys)] + [Role(others, producers - 1, keys)] * (producers > 1)
     else:
-        found = [Role(shortest(flow, copying, by_thread, moves, meets), producers, keys)]
-    return Roles(*(Role(way, consumers, keys) for way in ways), tuple(found), masked)
+        found = [Role(way(copying, by_thread, moves, meets), producers, keys)]
+    return Roles(*(Role(one, consumers, keys) for one in ways), tuple(found), masked)
 
 
 def by_thread(x: Instruction) -> bool:

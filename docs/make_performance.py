@@ -383,9 +383,13 @@ UNITS = {
 }  # fmt: skip
 
 
+def is_latent(row: dict[str, Any]) -> bool:
+    return "head_dim_v" in row
+
+
 def bounds(result: dict[str, Any], name: str) -> str:
     """Our kernels: what bounds a tile, and each unit's share of that time."""
-    ours = [row for row in result["rows"] if "idea" not in row]
+    ours = [row for row in result["rows"] if "idea" not in row and not is_latent(row)]
     found = {(row["kernel"], row["dtypes"], row["head_dim"], row["rows"]): row for row in ours}
     rows = []
     for (kernel, *point), row in found.items():
@@ -404,7 +408,7 @@ def bounds_instructions(result: dict[str, Any], name: str) -> str:
     """Instructions of the loops, beside FlashAttention-3's."""
     rows = []
     for row in sorted(result["rows"], key=lambda row: (row.get("head_dim", 0), row.get("dtypes", ""))):
-        if not (work := row.get("work")):
+        if not (work := row.get("work")) or is_latent(row):
             continue
         mine, is_peer = work["consumers_synchronise"], "keys" in row
         line = [row["kernel"] if is_peer else "ours", row["dtypes"], str(row["head_dim"])]
@@ -418,6 +422,29 @@ def bounds_instructions(result: dict[str, Any], name: str) -> str:
         "mask", "producers", "barriers; waits; arrivals; fences", "bound, cycles",
     ]  # fmt: skip
     return table(header, rows)
+
+
+def bounds_latent(result: dict[str, Any], name: str) -> str:
+    """Latent rows, beside FlashMLA's kernel: what bounds a tile, and the instructions of the loops."""
+    found = [row for row in result["rows"] if is_latent(row)]
+    units = {unit: UNITS[unit] for unit in ("memory", "l2", "tensor", "shared", "issue")}
+    times, works = [], []
+    for row in found:
+        size, flops = f"{row['tiles']} x {row['tile']}", f"{row['tflop_per_s']}"
+        shares = [percent(row["share"][unit]) for unit in units]
+        times.append([row["kernel"], str(row["rows"]), size, str(row["time"] * row["tiles"]), *shares, flops])
+        if work := row.get("work"):
+            line = [row["kernel"], *(f"{work[key]:.0f}" for key in ("wgmma", "others", "softmax"))]
+            line += [f"{'in them' if work['always_rescales'] else '+'} {work['rescale']:.0f}"]
+            line += [f"+ {work[key]:.0f}" if key in work else "" for key in ("mask_causal", "mask_tree")]
+            line += [f"{work['producer_warps']} x {work['producers']:.0f}" if work["producer_warps"] else ""]
+            works.append([*line, "; ".join(f"{count:g}" for count in work["consumers_synchronise"].values())])
+    header = ["kernel", "rows", "row tiles", "cycles", *units.values(), "TFLOP/s at most"]
+    of_works = [
+        "kernel", "wgmma", "others", "of them softmax", "scaling the output", "causal mask", "tree mask", "producers",
+        "barriers; waits; arrivals; fences",
+    ]  # fmt: skip
+    return table(header, times) + "\n\n" + table(of_works, works)
 
 
 def bounds_ideas(result: dict[str, Any], name: str) -> str:
@@ -457,6 +484,7 @@ SECTIONS = {
     "published": ("published_predicted", published),
     "bounds": ("wgmma_bounds", bounds),
     "bounds-instructions": ("wgmma_bounds", bounds_instructions),
+    "bounds-latent": ("wgmma_bounds", bounds_latent),
     "bounds-ideas": ("wgmma_bounds", bounds_ideas),
     "predicted-verification": ("verification_predicted", predicted_verification),
     "build": ("build", times),

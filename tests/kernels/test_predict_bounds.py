@@ -15,7 +15,9 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import bench_predict  # noqa: E402
 import predict_bounds  # noqa: E402
+import predict_latent  # noqa: E402
 import predict_peers  # noqa: E402
+import sass_roles  # noqa: E402
 from predict_bounds import bound, busy_cycles, our_roles, with_keys  # noqa: E402
 from sass_listing import Function, Instruction, bytes_of, find_nvdisasm, parse, tensor_flops  # noqa: E402
 from sass_roles import Role, Roles, roles_of, waits  # noqa: E402
@@ -106,6 +108,32 @@ def test_a_look_at_an_mbarrier_is_not_left_out() -> None:
 def test_a_kernel_without_one_of_the_loops(lines: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         roles_of(listing(*lines, *REST, ".L_go:"), consumers=4, producers=4)
+
+
+def test_barriers_of_turns_are_not_left_out() -> None:
+    turn = ("@P6 BRA `(.L_own)", "BAR.SYNC.DEFER_BLOCKING 0x2, 0x100", ".L_own:")
+    roles = roles_of(listing(*PRODUCERS, CONSUMERS[0], *turn, *CONSUMERS[1:], *REST), consumers=8, producers=4)
+    assert [x.root for x in roles.consumers.path][:3] == ["BRA", "BAR", "WARPGROUP"]
+    assert "BAR" not in [x.root for x in roles.producers[0].path]
+
+
+def test_a_stage_that_comes_in_parts() -> None:
+    parts = (
+        ".L_c:", "LDS R1, [R2]", ".L_part:", "@P4 BRA `(.L_seen)", "MEMBAR.ALL.CTA",
+        ".L_seen:", "HGMMA.64x64x16.F32.BF16 R88, gdesc[UR4], R88, gsb0", "@P0 BRA `(.L_part)",
+        "HGMMA.64x8x16.F16 RZ, gdesc[URZ], RZ, !UPT, gsb0", *CONSUMERS[3:],
+    )  # fmt: skip
+    copied = (
+        "NOP", ".L_p:", "LD.E R8, desc[UR4][R6.64]", ".L_rows:", "LDGSTS.E.BYPASS.128 [R4], desc[UR4][R6.64]",
+        "@P3 BRA `(.L_x)", ".L_x:", "@P1 BRA `(.L_rows)", "@P2 BRA `(.L_p)",
+    )  # fmt: skip
+    roles = roles_of(listing(".L_outer:", *copied, *parts, "@P5 BRA `(.L_outer)", *REST[:1]), 8, 4, keys=128, trips=3)
+    path = [x.root for x in roles.consumers.path]
+    assert path[:11] == ["LDS", *["BRA", "HGMMA", "BRA"] * 3, "HGMMA"]
+    assert [x.root for x in roles.producers[0].path] == ["LD", *["LDGSTS", "BRA", "BRA"] * 3, "BRA"]
+    assert roles.consumers.count(sass_roles.multiplies) == 2  # four for 128 keys; the one without a result is none
+    busy = busy_cycles(H200, [Role(roles.consumers.path, 4, keys=64)])
+    assert busy["tensor"] == 3 * 32 + 64 and busy["issue"] == len(path)
 
 
 def instruction(opcode: str, arguments: str = "", predicate: str = "") -> Instruction:
@@ -218,3 +246,26 @@ class TestLibrary:
             work = predict_bounds.work_of(roles)
             grown = [key for key in ("others", "mask", "producers") if work[key] > GROWTH * recorded[name][key]]
             assert grown == [], f"{name}: more instructions than recorded"
+
+
+@with_library[0]
+@with_library[1]
+def test_latent_rows(tmp_path: Path) -> None:
+    """The products of 64 keys, the bytes of their rows, and no more instructions than recorded."""
+    assert LIBRARY is not None
+    cubins = extract_cubins(LIBRARY, "sm_90", tmp_path)
+    functions = bench_predict.kernels_of_engines(cubins, ["bf16-576x512-64", "bf16-576x512-32"])
+    if ("wgmma", "bf16-576x512-64") not in functions:
+        pytest.skip("this build has no code for sm_90a")
+    roles = predict_latent.our_latent_roles(functions["wgmma", "bf16-576x512-64"])
+    flops = [sum(tensor_flops(x.opcode) for x in role.path if sass_roles.multiplies(x)) for role in roles.groups]
+    assert [4 * of_warp for of_warp in flops] == [64 * 64 * 2 * (576 + 2 * 256)] * 2  # scores of 64 keys, half of 128
+    assert sum(x.root == "UTMALDG" for x in roles.producers[0].path) == 576 // 64 * 4  # boxes of 64 columns of 16 keys
+    found = [*predict_latent.latent_rows(H200, functions)]
+    mma = next(row for row in found if row["kernel"] == "mma.sync")
+    assert mma["cycles"]["tensor"] == H200.hmma * 2 * 64 * 32 * (576 + 512) // tensor_flops("HMMA.16816.F32") // 4
+    recorded = [row for row in json.loads(RECORDED.read_text())["rows"] if "head_dim_v" in row]
+    work, before = (next(row["work"] for row in rows if row["kernel"] == "wgmma") for rows in (found, recorded))
+    grown = [key for key in ("others", "mask_tree", "producers") if work[key] > GROWTH * before[key]]
+    assert grown == []
+    assert 1.0 < work["tree_ratio"] <= 1.02
