@@ -185,7 +185,7 @@ WGMMA = [
     of_wgmma("V read that no row sees", "stage", "if (!is_seen) (I::kLatent ? row.k : row.v) = nullptr;", ""),
     of_wgmma("boxes of the first head", "stage", "reader.kv_head, page, full", "0, page, full"),
     of_wgmma("fewer bytes expected", "stage", "(panels) * kPanelBytes);", "(panels) * kPanelBytes / 2);"),
-    of_wgmma("no first turn", "attend", "if (group_of_warp<I>() == 1) pass(true);", ""),
+    of_wgmma("no first turn", "attend", "if (group() == 1) pass(true);", ""),
     of_wgmma("a group without rows does not give stages back", "attend", "return skip(stages);", "return;"),
 ]  # fmt: skip
 

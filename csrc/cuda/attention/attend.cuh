@@ -128,30 +128,33 @@ __device__ __forceinline__ void round_scores(Scores<I>& scores, RowFactors<I>& s
   }
 }
 
-// The largest score of each row.
+// The largest score of row quad + 8 * half of block a.
+template <typename I>
+__device__ __forceinline__ float find_top(const Scores<I>& scores, int a, int half) {
+  float top = -kInfinity;
+#pragma unroll
+  for (int n = 0; n < I::kWarpKeys / 8; ++n) {
+    top = fmaxf(top, fmaxf(scores[a][n][half * 2], scores[a][n][half * 2 + 1]));
+  }
+  return quad_max(top);
+}
+
 template <typename I>
 __device__ __forceinline__ void find_tops(const Scores<I>& scores, RowFactors<I>& tops) {
 #pragma unroll
   for (int a = 0; a < I::kAtoms; ++a) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float top = -kInfinity;
-#pragma unroll
-      for (int n = 0; n < I::kWarpKeys / 8; ++n) {
-        top = fmaxf(top, fmaxf(scores[a][n][half * 2], scores[a][n][half * 2 + 1]));
-      }
-      tops[a][half] = quad_max(top);
-    }
+    for (int half = 0; half < 2; ++half) tops[a][half] = find_top<I>(scores, a, half);
   }
 }
 
-// Turns scores, of which `tops` are the largest, into weights 2^(score - maximum) under the new maximum. Returns
-// whether a maximum of the warp's rows has changed: then what was accumulated in `out` under the old ones must be
-// rescaled by `factors`. For e4m3, where weights are multiplied as half, `maximum` is a constant lower than the true
+// Turns scores, the largest of which top_of(a, half) gives, into weights 2^(score - maximum) under the new maximum.
+// Returns whether a maximum of the warp's rows has changed: then what was accumulated in `out` under the old ones must
+// be rescaled by `factors`. For e4m3, where weights are multiplied as half, `maximum` is a constant lower than the true
 // one: weights are 2^15 times as large, so that those which are small beside the largest do not vanish.
-template <typename I>
-__device__ __forceinline__ bool weigh(Scores<I>& scores, const RowFactors<I>& tops, RowFactors<I>& scales,
-                                      Accumulator<I>& sums, RowFactors<I>& factors) {
+template <typename I, typename Top>
+__device__ __forceinline__ bool weigh(Scores<I>& scores, const Top& top_of, RowFactors<I>& scales, Accumulator<I>& sums,
+                                      RowFactors<I>& factors) {
   constexpr int kTiles = I::kWarpKeys / 8;
   constexpr float kHeadroom = kIsFloat8<typename I::Kv> ? 15.0f : 0.0f;
   bool changed = false, huge = false;
@@ -159,8 +162,8 @@ __device__ __forceinline__ bool weigh(Scores<I>& scores, const RowFactors<I>& to
   for (int a = 0; a < I::kAtoms; ++a) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      float top = top_of(a, half);
       const float old = sums.maximum[a][half], scale = scales[a][half];
-      float top = tops[a][half];
       top = top == -kInfinity ? old : fmaxf(old, kHeadroom == 0.0f ? top * scale : __fmaf_rn(top, scale, -kHeadroom));
       sums.maximum[a][half] = top;
       // A row that has seen nothing yet: any finite number keeps -inf - maximum from being NaN.
@@ -189,6 +192,20 @@ __device__ __forceinline__ bool weigh(Scores<I>& scores, const RowFactors<I>& to
     }
   }
   return __any_sync(kWholeWarp, changed);
+}
+
+// With the warp's own largest scores: found one by one, as registers are scarce.
+template <typename I>
+__device__ __forceinline__ bool weigh(Scores<I>& scores, RowFactors<I>& scales, Accumulator<I>& sums,
+                                      RowFactors<I>& factors) {
+  return weigh<I>(scores, [&](int a, int half) { return find_top<I>(scores, a, half); }, scales, sums, factors);
+}
+
+// With those of several warps.
+template <typename I>
+__device__ __forceinline__ bool weigh(Scores<I>& scores, const RowFactors<I>& tops, RowFactors<I>& scales,
+                                      Accumulator<I>& sums, RowFactors<I>& factors) {
+  return weigh<I>(scores, [&](int a, int half) { return tops[a][half]; }, scales, sums, factors);
 }
 
 template <typename I>
@@ -299,9 +316,8 @@ __device__ __forceinline__ void attend_stage(const TreeAttentionParams& p, Share
 #pragma unroll
     for (int a = 0; a < I::kAtoms; ++a) mask_scores(scores[a], visible_to(a), lane);
   }
-  RowFactors<I> tops, rescales;
-  find_tops<I>(scores, tops);
-  if (weigh<I>(scores, tops, factors, sums, rescales)) rescale<I>(sums, rescales);
+  RowFactors<I> rescales;
+  if (weigh<I>(scores, factors, sums, rescales)) rescale<I>(sums, rescales);
   add_values<kMasked, I>(scores, ptx::smem_addr(stage.v), lane, key, seen, sums);
 }
 

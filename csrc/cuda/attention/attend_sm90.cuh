@@ -111,18 +111,22 @@ __device__ __forceinline__ uint32_t group_of_warp() {
 // Two warpgroups take turns at starting products, so that the tensor cores work for one while the other weighs scores.
 template <typename I>
 struct Turns {
+  static constexpr bool kKeepsGroup = I::kHeadDim < 256;  // in a register
+  uint32_t kept = kKeepsGroup ? group_of_warp<I>() : 0;
+
+  __device__ __forceinline__ uint32_t group() const { return kKeepsGroup ? kept : group_of_warp<I>(); }
   __device__ __forceinline__ void wait(bool both) const {
-    if (I::kMTile > I::kGroupRows && both) ptx::barrier_sync(kTurns + group_of_warp<I>(), I::kConsumers);
+    if (I::kMTile > I::kGroupRows && both) ptx::barrier_sync(kTurns + group(), I::kConsumers);
   }
   __device__ __forceinline__ void pass(bool both) const {
-    if (I::kMTile > I::kGroupRows && both) ptx::barrier_arrive(kTurns + (1 - group_of_warp<I>()), I::kConsumers);
+    if (I::kMTile > I::kGroupRows && both) ptx::barrier_arrive(kTurns + (1 - group()), I::kConsumers);
   }
   // The first group has the first turn; what is left at the end is its turn again.
   __device__ __forceinline__ void begin() const {
-    if (group_of_warp<I>() == 1) pass(true);
+    if (group() == 1) pass(true);
   }
   __device__ __forceinline__ void end() const {
-    if (group_of_warp<I>() == 0) wait(true);
+    if (group() == 0) wait(true);
   }
 };
 
@@ -192,14 +196,14 @@ class Consumer : public ConsumerBase<I> {
     const StageRange stages = StageRange::of<I>(bounds, at.kv_tile, kv_end);
     if (stages.first >= stages.end) return sums.clear();
     const auto is_plain = [&](int32_t stage) { return bounds.all_see(stage * I::kShape.keys, I::kShape.keys); };
-    if (group_of_warp<I>() * I::kGroupRows >= tile.rows) return skip(stages);
+    if (turns_.group() * I::kGroupRows >= tile.rows) return skip(stages);
     const bool both = tile.rows > I::kGroupRows;
     const RowView view = RowView::of(row_visibility(p_, tile, row() + own_row(ptx::thread_index() % 32)));
     const float scale = score_scale(p_, tile.kv_head), factor = score_factor<typename I::Kv>(p_, scale);
     QFragments<I> q;
     RowFactors<I> row_factors;
     load_q_fragments<I>(p_, tile, row(), call_.q_aligned, scale < 0.0f, factor, q, row_factors);
-    unsigned char* const q_shared = shared_.q(group_of_warp<I>());
+    unsigned char* const q_shared = shared_.q(turns_.group());
     if constexpr (!I::kShape.q_in_registers()) {
       meet_group();  // the rows before are used up
       store_q_fragments<I>(q, row() % I::kGroupRows, q_shared);
@@ -217,9 +221,7 @@ class Consumer : public ConsumerBase<I> {
         const uint32_t reader = ptx::thread_index() % 32;  // again, instead of being kept in a register
         mask_scores(scores[0], visible_keys<I::kWords>(view.expand(p_, tile), reader, first_key), reader);
       }
-      RowFactors<I> tops;
-      find_tops<I>(scores, tops);
-      return weigh<I>(scores, tops, factors, sums, rescales);
+      return weigh<I>(scores, factors, sums, rescales);
     };
     WeightFragments<I> weights;
     const auto pack = [&] {
@@ -267,7 +269,7 @@ class Consumer : public ConsumerBase<I> {
   }
 
  private:
-  __device__ __forceinline__ void meet_group() const { ptx::barrier_sync(kGroupsMeet + group_of_warp<I>(), 128); }
+  __device__ __forceinline__ void meet_group() const { ptx::barrier_sync(kGroupsMeet + turns_.group(), 128); }
 
   // Waits for the next stage; `plain`: all rows see its keys.
   __device__ __forceinline__ int next_stage(bool plain) {
