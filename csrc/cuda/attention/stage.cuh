@@ -215,21 +215,22 @@ template <typename I>
 __device__ __forceinline__ void copy_stage(Stage<I>& stage, uint32_t thread) {
   const uint32_t k = ptx::smem_addr(stage.k), v = ptx::smem_addr(stage.v);
   const auto row_of = [&](uint32_t key) { return bits_as<KeyRow>(*reinterpret_cast<const uint4*>(&stage.rows[key])); };
-  const auto copy_k = [&](const KeyRow& row, uint32_t chunk, uint32_t offset) {
-    ptx::cp_async_16(k + offset, row.k + chunk * 16, row.k != nullptr);
-  };
-  const auto copy_v = [&](const KeyRow& row, uint32_t chunk, uint32_t offset) {
-    ptx::cp_async_16(v + offset, row.v + chunk * 16, row.v != nullptr);
-  };
   if constexpr (I::kHeadDim == I::kHeadDimV) {
     I::KRows::template for_each_chunk<I::kThreads>(thread, row_of,
                                                    [&](const KeyRow& row, uint32_t chunk, uint32_t offset) {
-                                                     copy_k(row, chunk, offset);
-                                                     copy_v(row, chunk, offset);
+                                                     const bool known = row.k != nullptr;
+                                                     ptx::cp_async_16(k + offset, row.k + chunk * 16, known);
+                                                     ptx::cp_async_16(v + offset, row.v + chunk * 16, known);
                                                    });
   } else {
-    I::KRows::template for_each_chunk<I::kThreads>(thread, row_of, copy_k);
-    I::VRows::template for_each_chunk<I::kThreads>(thread, row_of, copy_v);
+    I::KRows::template for_each_chunk<I::kThreads>(thread, row_of,
+                                                   [&](const KeyRow& row, uint32_t chunk, uint32_t offset) {
+                                                     ptx::cp_async_16(k + offset, row.k + chunk * 16, row.k != nullptr);
+                                                   });
+    I::VRows::template for_each_chunk<I::kThreads>(thread, row_of,
+                                                   [&](const KeyRow& row, uint32_t chunk, uint32_t offset) {
+                                                     ptx::cp_async_16(v + offset, row.v + chunk * 16, row.v != nullptr);
+                                                   });
   }
 }
 
