@@ -467,7 +467,9 @@ def die(group: object, at_once: bool) -> float:
     return time.perf_counter() - begin
 
 
-@pytest.mark.parametrize("at_once", [True, False], ids=["dead", "silent"])
+@pytest.mark.parametrize(
+    "at_once", [pytest.param(True, id="dead"), pytest.param(False, id="silent", marks=pytest.mark.slow)]
+)
 def test_a_lost_rank_is_an_error_on_the_others(tmp_path, at_once):
     timeout = 2.5
     processes = Ranks(tmp_path, num_ranks=3, timeout=timeout)

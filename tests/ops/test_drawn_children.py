@@ -98,7 +98,9 @@ def test_draws(backend: str, law: str, params: dict) -> None:
     assert compared > 40
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.5}, {"top_k": 3}], ids=str)
+@pytest.mark.parametrize(
+    "params", [{}, pytest.param({"temperature": 0.5}, marks=pytest.mark.slow), {"top_k": 3}], ids=str
+)
 def test_joint_distribution_of_two_draws(backend: str, draws: Callable[[int], int], params: dict) -> None:
     """Ordered pairs against exact enumeration; the target's own noise at the same place is independent of them."""
     count = draws(60_000)

@@ -175,7 +175,7 @@ def test_filter_sets_of_the_contract(device):
         assert kept(row, device, 600, top_k=off) == list(range(9))
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 8))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 def test_kept_sets(backend, device, seed):
     """Exact membership against sorting; values on a coarse grid, so that ties sit on most boundaries."""
     if backend == "simt" and seed > 0:

@@ -335,7 +335,7 @@ def test_threads_do_not_matter(target: Target, dtype: torch.dtype) -> None:
     assert all(torch.equal(a, b) for a, b in zip(single, several, strict=True))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow), 256])
 def test_thread_order_does_not_matter(target: Target, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits are the same whoever joins the pieces of a row tile, and whenever."""
     if target.backend != "simt":
@@ -351,7 +351,9 @@ def test_thread_order_does_not_matter(target: Target, head_dim: int, monkeypatch
         check(dict(case, max_seqlen_q=hint))
 
 
-@pytest.mark.parametrize("device", ["1:99:1", pytest.param("3:163:8", marks=pytest.mark.slow), "40:99:1"])
+@pytest.mark.parametrize(
+    "device", ["1:99:1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("3:163:8", "40:99:1"))]
+)
 def test_device_does_not_matter(target: Target, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More or fewer cuts and stages, other numbers of CTAs per SM: the same within rounding, and each repeats its
     bits."""

@@ -17,7 +17,9 @@ caches = pytest.mark.parametrize("options", [{}, LATENT], ids=["apart", "latent"
 
 
 def small(target: Target, kind: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-    return target.case([20, 3], [TREE, "causal"], causal_queries=2, **{"heads": (4, 2), **(kind or {})}).build(**options)
+    return target.case([20, 3], [TREE, "causal"], causal_queries=2, **{"heads": (4, 2), **(kind or {})}).build(
+        **options
+    )
 
 
 def split(case: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
