@@ -316,12 +316,12 @@ struct PagedCache {
   int64_t head_stride;
 };
 
-// Sizes B sequences, T query tokens (padding included), Hq = Hkv * group_size heads, D head_dim, Dv head_dim_v, W
-// mask_words.
 // Which instructions multiply on a GPU. wgmma is Hopper's, for the tiles in cuda/attention/config.h that have it; all
 // others use mma.sync.
 enum class MatrixEngine : int32_t { kMmaSync, kWgmma };
 
+// Sizes B sequences, T query tokens (padding included), Hq = Hkv * group_size heads, D head_dim, Dv head_dim_v, W
+// mask_words.
 struct TreeAttentionParams {
   const void* q;       // [T, Hq, D]
   PagedCache k_cache;  // [pages, page_size, Hkv, D]

@@ -9,6 +9,7 @@ from pagedtree._arguments import checked
 
 __all__ = ["AttentionCost", "AttentionLaunch", "explain"]
 
+# Columns of K and V that `tree_attention` takes.
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (512, 512), (192, 128), (576, 512))
 ENGINES = ("mma.sync", "wgmma")
 

@@ -181,18 +181,15 @@ def test_every_tile_is_taken():
             for m_tile in heights:
                 n = m_tile // 4
                 sizes = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": head_dim, "head_dim_v": head_dim_v}
-                sizes["max_seqlen_q"] = n
-                cost = explain([n, n], [70 + n, 3 + n], **sizes, engine=engine)
+                cost = explain([n, n], [70 + n, 3 + n], **sizes, max_seqlen_q=n, engine=engine)
                 assert [(launch.engine, launch.m_tile) for launch in cost.launches] == [(engine, m_tile)]
                 for types in ("fp16", "bf16", "fp16 on fp8", "bf16 on fp8"):
                     assert f"tree_attention/{prefix}tile {m_tile}/{types}/{name}" in names
-    latent = [row for row, of_wgmma, column_warps in rows if of_wgmma and column_warps]
-    assert latent == ["576, 512, 64"]
+    assert [row for row, of_wgmma, column_warps in rows if of_wgmma and column_warps] == ["576, 512, 64"]
     sizes = {"num_q_heads": 16, "num_kv_heads": 1, "head_dim_v": 512, "latent": True, "engine": "wgmma"}
-    for head_dim in (512, 576):
+    for head_dim, name in ((512, "D 512"), (576, "D 576x512")):
         (launch,) = explain([4], [70], head_dim=head_dim, **sizes).launches
         assert (launch.engine, launch.m_tile) == ("wgmma", 64)
-        name = f"D {head_dim}" if head_dim == 512 else "D 576x512"
         for dtype, page_size in itertools.product(("fp16", "bf16"), (7, 64)):
             assert f"tree_attention/wgmma/latent/page {page_size}/{dtype}/{name}" in names
 

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from pagedtree import tree_attention
+from pagedtree.cost import HEAD_DIMS
 from pagedtree.integrations.masks import all_visible, pack_mask
 from pagedtree.integrations.transformers.continuous_cache import attend_continuous
 from pagedtree.integrations.transformers.latent import attend_latent, is_absorbed
@@ -25,9 +26,6 @@ from pagedtree.integrations.transformers.rotary import check_constant
 __all__ = ["NAME", "attention_forward", "register"]
 
 NAME = "pagedtree"
-HEAD_DIMS = (64, 96, 128, 192, 256, 512)
-# Keys and values of different widths: latent attention, expanded and over its latents.
-UNEQUAL_HEAD_DIMS = ((192, 128), (576, 512))
 
 
 def register() -> None:
@@ -100,8 +98,8 @@ def _refuse_unsupported(module: nn.Module, key: Tensor, value: Tensor, dropout: 
         raise ValueError(f'attention implementation "{NAME}": {what}; choose another attn_implementation')
 
     k_dim, v_dim = key.shape[-1], value.shape[-1]
-    if not (k_dim == v_dim and k_dim in HEAD_DIMS) and (k_dim, v_dim) not in UNEQUAL_HEAD_DIMS:
-        dims = ", ".join(map(str, HEAD_DIMS))
+    if (k_dim, v_dim) not in HEAD_DIMS:
+        dims = ", ".join(str(k) for k, v in HEAD_DIMS if k == v)
         refuse(f"expected a head_dim in {dims}, or 192 for k and 128 for v, got {k_dim} for k and {v_dim} for v")
     if dropout > 0.0:
         refuse(f"expected no attention dropout, got {dropout}")

@@ -59,6 +59,17 @@ class PagedTreeMetadata(AttentionMetadata):
     tree: TreeMask | None = None
     _plans: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
+    def arguments(self) -> dict[str, Any]:
+        """What the step says of a call of `tree_attention`: pages, lengths, offsets and, with trees, masks."""
+        tree = {} if self.tree is None else {"tree_mask": self.tree.tree_mask, "tree_lens": self.tree.tree_lens}
+        return {
+            "page_table": self.block_table,
+            "seq_lens": self.seq_lens,
+            "cu_seqlens_q": self.query_start_loc,
+            "max_seqlen_q": self.max_query_len,
+            **tree,
+        }
+
     def plan(
         self, num_q_heads: int, num_kv_heads: int, head_dim: int, page_size: int, latent_dim: int | None = None
     ) -> Tensor:
@@ -66,7 +77,7 @@ class PagedTreeMetadata(AttentionMetadata):
 
         latent_dim: the columns of a latent cache that are values, too; None for caches of keys and values.
         """
-        key = (num_q_heads, num_kv_heads, head_dim, page_size)
+        key = (num_q_heads, num_kv_heads, head_dim, page_size, latent_dim or 0)
         if key not in self._plans:
             self._plans[key] = attention_plan(
                 self.seq_lens,
@@ -216,12 +227,7 @@ class PagedTreeImpl(AttentionImpl[PagedTreeMetadata]):
             query[:count],
             k_cache,
             v_cache,
-            step.block_table,
-            step.seq_lens,
-            step.query_start_loc,
-            step.tree.tree_mask if step.tree is not None else None,
-            tree_lens=step.tree.tree_lens if step.tree is not None else None,
-            max_seqlen_q=step.max_query_len,
+            **step.arguments(),
             scale=self.scale,
             softcap=self.softcap,
             window=self.window,

@@ -131,12 +131,7 @@ class PagedTreeLatentImpl(MLAAttentionImpl[PagedTreeLatentMetadata]):
             q,
             cache,
             cache[..., : self.latent_size],
-            step.block_table,
-            step.seq_lens,
-            step.query_start_loc,
-            step.tree.tree_mask if step.tree is not None else None,
-            tree_lens=step.tree.tree_lens if step.tree is not None else None,
-            max_seqlen_q=step.max_query_len,
+            **step.arguments(),
             scale=self.scale,
             plan=step.plan(self.num_heads, 1, self.head_size, cache.shape[1], self.latent_size),
         )
