@@ -15,6 +15,7 @@ from pagedtree.drafting import (
     start_draft,
 )
 from pagedtree.kv_cache import append_kv, compact_kv, slot_mapping
+from pagedtree.options import RequestOptions
 from pagedtree.sampling import SamplingParams, sample
 from pagedtree.step import Commit, commit, prepare_step
 from pagedtree.tree import DraftTree, TreeBatch, build_trees
@@ -37,6 +38,7 @@ __all__ = [
     "Draft",
     "DraftState",
     "DraftTree",
+    "RequestOptions",
     "SamplingParams",
     "TreeBatch",
     "Verdict",

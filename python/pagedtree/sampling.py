@@ -16,22 +16,26 @@ from pagedtree._ops import call, makes_fakes, ops, register_fake
 __all__ = ["SamplingParams", "sample"]
 
 _INT32_MAX = 2**31 - 1
-_DTYPES = {"temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
+_DTYPES = {"top_k": torch.int32}  # the others are float32
 _RANGES = {
     "temperature": ("a number >= 0", lambda x: x >= 0),
     "top_k": ("an integer >= -1", lambda x: x >= -1),
     "top_p": ("a number in (0, 1]", lambda x: 0 < x <= 1),
     "min_p": ("a number in [0, 1]", lambda x: 0 <= x <= 1),
+    "repetition_penalty": ("a number > 0", lambda x: x > 0),
+    "presence_penalty": ("a number in [-2, 2]", lambda x: -2 <= x <= 2),
+    "frequency_penalty": ("a number in [-2, 2]", lambda x: -2 <= x <= 2),
 }
+_NO_PENALTY = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
 
 
 @dataclass(frozen=True, eq=False)
 class SamplingParams:
     """How a row of logits becomes the distribution that a token is drawn from.
 
-    Each of the four is a host scalar for the whole batch or a tensor [B] (or [1]) on the logits' device, float32
-    (top_k: int32, or int64, which is converted), with one value per sequence; tensors may change between replays of a
-    captured graph.
+    Each number is a host scalar for the whole batch or a tensor [B] (or [1]) on the logits' device, float32 (top_k:
+    int32, or int64, which is converted), with one value per sequence; tensors may change between replays of a captured
+    graph.
 
     Attributes:
         temperature: divides the logits; 0 = greedy, the lowest id of equal logits.
@@ -41,10 +45,17 @@ class SamplingParams:
         min_p: keeps tokens with p >= min_p * max(p); 0 turns it off.
         filter_order: "top_k_first": temperature, then min_p, then top_k, then top_p of what is left, renormalised;
             "joint": each filter looks at the unfiltered distribution, and what all of them keep stays.
+        repetition_penalty: divides positive and multiplies negative logits of the tokens in the prompt or the output;
+            1 turns it off (CTRL, Keskar et al., 2019).
+        frequency_penalty: subtracted from a token's logit once for each time that it is in the output; 0 turns it off.
+        presence_penalty: subtracted once if a token is in the output at all; 0 turns it off.
 
-    Host scalars outside temperature >= 0, top_k >= -1, 0 < top_p <= 1, 0 <= min_p <= 1 raise ValueError, other types
-    TypeError. Tensor values are clamped to these ranges (top_p 0 keeps one token) and NaN turns the parameter off
-    (temperature NaN is 1).
+    The penalties come before the temperature, in this order; `RequestOptions` tells prompt and output. Only `sample`,
+    `token_logprobs` and the lossless verify ops take them; other ops raise ValueError for a penalty that is on.
+
+    Host scalars outside temperature >= 0, top_k >= -1, 0 < top_p <= 1, 0 <= min_p <= 1, repetition_penalty > 0, and
+    -2..2 for the other penalties raise ValueError, other types TypeError. Tensor values are clamped to these ranges
+    (top_p 0 keeps one token, a repetition_penalty <= 0 is off) and NaN turns the parameter off (temperature NaN is 1).
 
     NaN logits read as -inf, +inf as the largest finite of the dtype; a row with no finite logit is uniform over V
     whatever the filters say (temperature 0: id 0). A top_p boundary nearer than 1e-4 of the mass may fall either way.
@@ -55,6 +66,9 @@ class SamplingParams:
     top_p: float | Tensor = 1.0
     min_p: float | Tensor = 0.0
     filter_order: str = "top_k_first"
+    repetition_penalty: float | Tensor = 1.0
+    presence_penalty: float | Tensor = 0.0
+    frequency_penalty: float | Tensor = 0.0
 
     def __post_init__(self) -> None:
         for name, (expected, inside) in _RANGES.items():
@@ -83,6 +97,23 @@ class SamplingParams:
             self.filter_order,
         )
 
+    def penalties_on(self, device: torch.device) -> dict[str, Tensor | None]:
+        """The penalties as the raw ops take them, by name: tensors of shape [1] or [B]; None is off."""
+        given = {name: getattr(self, name) for name in _NO_PENALTY}
+        return {
+            name: None if not isinstance(value, Tensor) and value == _NO_PENALTY[name]
+            else _on_device(value, name, device)
+            for name, value in given.items()
+        }  # fmt: skip
+
+    def expect_no_penalty(self, op: str, argument: str = "params") -> None:
+        """Raises ValueError where a penalty is on, for ops that do not take any."""
+        for name, neutral in _NO_PENALTY.items():
+            value = getattr(self, name)
+            if isinstance(value, Tensor) or value != neutral:
+                got = "a tensor" if isinstance(value, Tensor) else value
+                raise ValueError(f"{op}: `{argument}` must have {name} {neutral}, got {got}")
+
 
 def _on_device(value: float | Tensor, name: str, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
@@ -93,8 +124,8 @@ def _on_device(value: float | Tensor, name: str, device: torch.device) -> Tensor
     # A tensor made while a CUDA graph is captured, or a program traced (with fake tensors), lives no longer than that.
     is_traced = torch.compiler.is_compiling() or makes_fakes()
     if is_traced or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return torch.full((1,), number, dtype=_DTYPES[name], device=device)
-    return _constant(number, _DTYPES[name], device)
+        return torch.full((1,), number, dtype=_DTYPES.get(name, torch.float32), device=device)
+    return _constant(number, _DTYPES.get(name, torch.float32), device)
 
 
 def _float32(value: float) -> float:

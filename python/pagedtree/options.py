@@ -1,0 +1,230 @@
+"""Request options: what the verify ops and `sample` apply to logits before temperature and filters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["RequestOptions"]
+
+
+@dataclass(frozen=True, eq=False)
+class RequestOptions:
+    """What the requests of B sequences forbid, favour and have said so far, in device tensors; None: not used.
+
+    The ops that take it are exact on trees: at node n the distribution is the one that plain decoding would have after
+    the tokens of n's path. Rows may be strided. Ids out of range and offsets that do not ascend are ignored. On a GPU
+    all tensors may change between replays of a captured graph.
+
+    Attributes:
+        prompt_mask: int32 [B, ceil(V / 32)]; bit x % 32 of word x // 32: token x is in the prompt.
+        output_counts: int32 [B, V], how often each token was generated, the root included; `commit` advances it.
+        allowed_mask: int32 [B, ceil(V / 32)]; tokens whose bit is not set are forbidden.
+        bias_tokens, bias_values: int32 [M], float32 [M], added to logits; -inf forbids, NaN is ignored. A token that is
+            listed twice gets both.
+        cu_bias: int32 [B + 1], the offsets of the sequences' entries.
+        bad_tokens: int32 [M], the tokens of all bad words, one word after the other.
+        cu_bad_words: int32 [K + 1], the words' offsets in bad_tokens.
+        cu_bad_seqs: int32 [B + 1], the sequences' offsets in the words.
+        history: int64 [B, L], the text so far, the root included; bad words are matched against it and the path.
+            Without it they are matched against the path below the root alone.
+        history_lens: int32 [B], its lengths.
+        history_start: int32 [B], where matching begins in it; None is 0. (transformers matches the prompt, too, vLLM
+            begins after it.)
+        stop_ids: int32 [B, S], -1: none; forbidden at rows that predict a position below min_position.
+        min_position: int64 [B]. Node n predicts positions[b] + depth + 1, a row of `sample` its positions[r] + 1.
+
+    What happens to a row of logits, for node n of sequence b (a row of `sample` is a root):
+
+        path = the draft tokens from below the root to n
+        text = history[b, history_start[b] : history_lens[b]] + path
+        logits[x] = -inf where allowed_mask[b], or the op's grammar_mask, forbids x
+        logits[word[-1]] = -inf for each bad word of b with text ending in word[:-1]
+        if positions[b] + depth + 1 < min_position[b], unless no other token would then have a finite logit at the end:
+            logits[stop_ids[b]] = -inf
+        logits[x] += bias
+        count = output_counts[b] + the counts of path
+        if count[x] > 0 or x in prompt:
+            logits[x] = logits[x] / repetition if logits[x] > 0 else logits[x] * repetition
+        logits[x] -= frequency * count[x]
+        logits[x] -= presence * (count[x] > 0)
+
+    The arithmetic is float32 whatever the logits' dtype; what is -inf stays so. Source: the order is vLLM's.
+    """
+
+    prompt_mask: Tensor | None = None
+    output_counts: Tensor | None = None
+    allowed_mask: Tensor | None = None
+    bias_tokens: Tensor | None = None
+    bias_values: Tensor | None = None
+    cu_bias: Tensor | None = None
+    bad_tokens: Tensor | None = None
+    cu_bad_words: Tensor | None = None
+    cu_bad_seqs: Tensor | None = None
+    history: Tensor | None = None
+    history_lens: Tensor | None = None
+    history_start: Tensor | None = None
+    stop_ids: Tensor | None = None
+    min_position: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not isinstance(value, Tensor):
+                raise TypeError(f"{field.name}: expected a Tensor or None, got {type(value).__name__}")
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """The fields by name, as the raw ops take them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_lists(
+        cls,
+        vocab: int,
+        *,
+        prompts: Sequence[Sequence[int]] | None = None,
+        outputs: Sequence[Sequence[int]] | None = None,
+        allowed: Sequence[Sequence[int] | None] | None = None,
+        bias: Sequence[Mapping[int, float] | None] | None = None,
+        bad_words: Sequence[Sequence[Sequence[int]] | None] | None = None,
+        match_prompts: bool = True,
+        stop_ids: Sequence[Sequence[int] | None] | None = None,
+        min_positions: Sequence[int] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> RequestOptions:
+        """Builds the tensors from Python lists with one entry per sequence; None in a list: nothing for the sequence.
+
+        Args:
+            vocab: V, in 1..2^20.
+            prompts, outputs: token ids; outputs are those generated so far, the root included. With bad_words their
+                concatenation becomes the history.
+            allowed: the only tokens that may come.
+            bias: what is added to the logits of tokens.
+            bad_words: words as lists of token ids, of at least one token.
+            match_prompts: whether a bad word may begin in the prompt.
+            stop_ids, min_positions: ids that may not come at positions below min_positions; both or neither.
+            device: of the tensors.
+
+        Raises ValueError for lists of different lengths, ids outside 0..vocab - 1, and empty words, TypeError for wrong
+        types.
+        """
+        given = {
+            "prompts": prompts, "outputs": outputs, "allowed": allowed, "bias": bias, "bad_words": bad_words,
+            "stop_ids": stop_ids, "min_positions": min_positions,
+        }  # fmt: skip
+        batch = _batch_of(given)
+        if isinstance(vocab, bool) or not isinstance(vocab, int):
+            raise TypeError(f"vocab: expected an integer, got {vocab!r}")
+        if not 1 <= vocab <= 2**20:
+            raise ValueError(f"vocab: expected 1..2^20, got {vocab}")
+        if (stop_ids is None) != (min_positions is None):
+            raise ValueError("stop_ids: expected together with min_positions, got one of them")
+        tensors: dict[str, np.ndarray[Any, Any]] = {}
+        texts = {
+            name: [_ids(f"{name}[{b}]", ids, vocab) for b, ids in enumerate(value)]
+            for name, value in (("prompts", prompts), ("outputs", outputs))
+            if value is not None
+        }
+        if prompts is not None:
+            tensors["prompt_mask"] = _packed(texts["prompts"], vocab)
+        if outputs is not None:
+            tensors["output_counts"] = np.stack(
+                [np.bincount(ids, minlength=vocab).astype(np.int32) for ids in texts["outputs"]]
+                or [np.zeros((0, vocab), np.int32)]
+            ).reshape(batch, vocab)
+        if allowed is not None:
+            every = np.arange(vocab)
+            tensors["allowed_mask"] = _packed(
+                [every if ids is None else _ids(f"allowed[{b}]", ids, vocab) for b, ids in enumerate(allowed)], vocab
+            )
+        if bias is not None:
+            entries = [{} if entry is None else entry for entry in bias]
+            ids = [_ids(f"bias[{b}]", list(entry), vocab) for b, entry in enumerate(entries)]
+            tensors["bias_tokens"] = _joined(ids)
+            tensors["bias_values"] = np.array([value for entry in entries for value in entry.values()], np.float32)
+            tensors["cu_bias"] = _offsets(ids)
+        if bad_words is not None:
+            words = [
+                [_word(f"bad_words[{b}][{k}]", word, vocab) for k, word in enumerate([] if entry is None else entry)]
+                for b, entry in enumerate(bad_words)
+            ]
+            flat = [word for of_sequence in words for word in of_sequence]
+            tensors |= {"bad_tokens": _joined(flat), "cu_bad_words": _offsets(flat), "cu_bad_seqs": _offsets(words)}
+            if texts:
+                parts = [[of_all[b] for of_all in texts.values()] for b in range(batch)]
+                history = [np.concatenate(part) for part in parts]
+                tensors["history"] = _padded(history, 0, np.int64)
+                tensors["history_lens"] = np.array([len(text) for text in history], np.int32)
+                if prompts is not None and not match_prompts:
+                    tensors["history_start"] = np.array([len(ids) for ids in texts["prompts"]], np.int32)
+        if stop_ids is not None and min_positions is not None:
+            stops = [_ids(f"stop_ids[{b}]", [] if s is None else s, vocab) for b, s in enumerate(stop_ids)]
+            tensors["stop_ids"] = _padded(stops, -1, np.int32)
+            tensors["min_position"] = np.array(min_positions, np.int64).reshape(batch)
+        return cls(**{name: torch.from_numpy(value).to(device) for name, value in tensors.items()})
+
+
+def _batch_of(given: Mapping[str, Sequence[Any] | None]) -> int:
+    """The number of sequences, which all lists have."""
+    sizes: dict[str, int] = {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+            raise TypeError(f"{name}: expected a sequence with one entry per sequence, got {type(value).__name__}")
+        sizes[name] = len(value)
+    if not sizes:
+        raise ValueError("prompts: expected at least one list of options, got none")
+    first = next(iter(sizes))
+    for name, size in sizes.items():
+        if size != sizes[first]:
+            raise ValueError(f"{name}: expected {sizes[first]} entries, as {first} has, got {size}")
+    return sizes[first]
+
+
+def _ids(name: str, ids: Sequence[int], vocab: int) -> np.ndarray[Any, Any]:
+    if isinstance(ids, (str, bytes, Mapping)):
+        raise TypeError(f"{name}: expected token ids, got {type(ids).__name__}")
+    array = np.asarray(ids)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise TypeError(f"{name}: expected token ids, got {ids!r:.60}")
+    if array.size and not (array.min() >= 0 and array.max() < vocab):
+        wrong = array[(array < 0) | (array >= vocab)][0]
+        raise ValueError(f"{name}: expected ids in 0..{vocab - 1}, got {wrong}")
+    return array.astype(np.int64)
+
+
+def _word(name: str, word: Sequence[int], vocab: int) -> np.ndarray[Any, Any]:
+    ids = _ids(name, word, vocab)
+    if ids.size == 0:
+        raise ValueError(f"{name}: expected at least one token, got an empty word")
+    return ids
+
+
+def _packed(rows: Sequence[np.ndarray[Any, Any]], vocab: int) -> np.ndarray[Any, Any]:
+    bits = np.zeros((len(rows), -(-vocab // 32) * 32), np.uint8)
+    for row, ids in zip(bits, rows, strict=True):
+        row[ids] = 1
+    return np.packbits(bits, axis=1, bitorder="little").view("<u4").view(np.int32)
+
+
+def _joined(parts: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int32)
+
+
+def _offsets(parts: Sequence[Sequence[Any] | np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    return np.cumsum([0, *(len(part) for part in parts)], dtype=np.int32)
+
+
+def _padded(
+    rows: Sequence[np.ndarray[Any, Any]], fill: int, dtype: type[np.signedinteger[Any]]
+) -> np.ndarray[Any, Any]:
+    out = np.full((len(rows), max((len(row) for row in rows), default=0)), fill, dtype)
+    for into, row in zip(out, rows, strict=True):
+        into[: len(row)] = row
+    return out
