@@ -4,129 +4,19 @@ from __future__ import annotations
 
 import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pagedtree._arguments import expect_type
-from pagedtree.tree import TreeBatch, build_trees
+from pagedtree.grammar_matcher import Array, DepthFirstMatcher, GrammarMatcher, TokenTree, allow_only, linked_tree
+from pagedtree.tree import TreeBatch
 
 __all__ = ["DepthFirstMatcher", "GrammarFill", "GrammarMasks", "GrammarMatcher", "TokenTree", "allow_only"]
-
-Array = np.ndarray[Any, Any]
-
-
-class TokenTree(NamedTuple):
-    """One draft tree on the host, int64 numpy arrays [n]: local indices, -1 = none. Node 0 is the root.
-
-    Attributes:
-        tokens: the nodes' tokens, -1 = no such draft; the root's own is of no use.
-        parents: -1 at the root and at nodes that cannot be reached.
-        first_child, next_sibling: the links; they lead to each node that can be reached, and to it once.
-    """
-
-    tokens: Array
-    parents: Array
-    first_child: Array
-    next_sibling: Array
-
-
-@runtime_checkable
-class GrammarMatcher(Protocol):
-    """What `GrammarMasks` needs of a grammar engine: the state of one sequence's grammar behind its output so far.
-
-    `pagedtree.integrations.xgrammar` and `.llguidance` have one for their engine. For another engine derive from
-    `DepthFirstMatcher`, or write these six where the engine walks trees itself. One thread calls a matcher at a time.
-    What does its work without Python's global lock is filled while Python does other things, and in parallel.
-    """
-
-    @property
-    def vocab_size(self) -> int:
-        """V of the grammar's own tokenizer."""
-
-    @property
-    def stop_token_ids(self) -> Sequence[int]:
-        """The tokens that end the text."""
-
-    def fill_tree(self, tree: TokenTree, mask: Array) -> None:
-        """Writes the rows of one tree, and leaves the matcher in the state it came in.
-
-        mask: int32 [n, ceil(vocab_size / 32)], contiguous, all bits set. Row n gets the tokens that may follow the path
-            from below the root to node n; the matcher has consumed the root's token. Where the grammar has ended, or
-            leaves no token, the row is `allow_only(row, stop_token_ids)`. Rows below a draft that the grammar forbids,
-            the draft's own included, below its end, and of nodes that cannot be reached stay as they are.
-        """
-
-    def accept(self, token: int) -> bool:
-        """Consumes a token. Returns False where the grammar forbids it, and then stays in the state it was in."""
-
-    def rollback(self, count: int) -> None:
-        """Takes back the last `count` tokens accepted."""
-
-    def is_terminated(self) -> bool:
-        """Whether the text is complete and no token may follow."""
-
-
-class DepthFirstMatcher(ABC):
-    """A `GrammarMatcher` for engines that know chains alone: visits a tree by accepting and taking back.
-
-    A subclass has `vocab_size`, `stop_token_ids`, `accept`, `rollback` and `is_terminated` as `GrammarMatcher`
-    describes them, and `fill_row`.
-    """
-
-    vocab_size: int
-    stop_token_ids: Sequence[int]
-
-    @abstractmethod
-    def accept(self, token: int) -> bool: ...
-
-    @abstractmethod
-    def rollback(self, count: int) -> None: ...
-
-    @abstractmethod
-    def is_terminated(self) -> bool: ...
-
-    @abstractmethod
-    def fill_row(self, row: Array) -> None:
-        """Writes the tokens that may come next into int32 [ceil(vocab_size / 32)]; not called once terminated."""
-
-    def fill_tree(self, tree: TokenTree, mask: Array) -> None:
-        tokens, parents, first_child, next_sibling = (array.tolist() for array in tree)
-        # ~node stands for leaving a node, behind all that is below it.
-        stack, taken = [0], 0
-        try:
-            while stack:
-                node = stack.pop()
-                if node < 0:
-                    self.rollback(1)
-                    taken -= 1
-                    continue
-                if node > 0:
-                    token = tokens[node]
-                    if not _allows(mask[parents[node]], token) or not self.accept(token):
-                        continue
-                    taken += 1
-                    stack.append(~node)
-                if self.is_terminated():
-                    allow_only(mask[node], self.stop_token_ids)
-                    continue
-                self.fill_row(mask[node])
-                if not mask[node].any():
-                    allow_only(mask[node], self.stop_token_ids)
-                    continue
-                child = first_child[node]
-                while child >= 0:
-                    stack.append(child)
-                    child = next_sibling[child]
-        finally:
-            if taken:
-                self.rollback(taken)
 
 
 class GrammarFill:
@@ -285,36 +175,52 @@ class GrammarMasks:
             expect_type("draft_to_target", draft_to_target, Tensor)
             _expect_ids("draft_to_target", draft_to_target, [draft_to_target.numel()])
             draft_tokens = _mapped(draft_tokens, draft_to_target)
-        target = torch.device(device) if device is not None else self._device or draft_tokens.device
+        return self._start(draft_tokens, trees.parents, trees.cu_nodes, (trees.max_nodes, trees.max_depth), device)
+
+    def fill_next(self, *, device: torch.device | str | None = None) -> GrammarFill:
+        """As `fill`, for the token that comes next in each sequence: one row per sequence, as `sample` has them."""
+        batch = len(self._matchers)
+        roots = torch.full((batch,), -1, dtype=torch.int32, device="cpu")
+        offsets = torch.arange(batch + 1, dtype=torch.int32, device="cpu")
+        return self._start(roots, roots, offsets, (1, 0), device)
+
+    def _start(
+        self,
+        tokens: Tensor,
+        parents: Tensor,
+        cu_nodes: Tensor,
+        bounds: tuple[int, int],
+        device: torch.device | str | None,
+    ) -> GrammarFill:
         began = time.perf_counter()
-        if self._last is not None:
-            self._last._settle()
-        host, events = _on_host(draft_tokens.long(), trees.parents, trees.cu_nodes)
-        words = -(-self.vocab_size // 32)
-        mask = torch.empty((rows, words), dtype=torch.int32, pin_memory=target.type == "cuda")
-        max_nodes, max_depth = trees.max_nodes, trees.max_depth
+        target = torch.device(device) if device is not None else self._device or tokens.device
+        self._settle()
+        matchers, vocab, rows = list(_checked(self._matchers)), self.vocab_size, tokens.shape[0]
+        host, events = _on_host(tokens.long(), parents, cu_nodes)
+        words = -(-vocab // 32)
+        mask = torch.empty((rows, words), dtype=torch.int32, device="cpu", pin_memory=target.type == "cuda")
+        filled = mask.numpy()
 
         def start() -> list[Future[float]]:
             for event in events:
                 event.synchronize()
-            parts = _token_trees(*host, max_nodes=max_nodes, max_depth=max_depth, vocab=self.vocab_size)
-            end = parts[-1][1] if parts else 0
-            mask[end:].fill_(-1)
-            _clear_from(mask[end:].numpy(), self.vocab_size)
+            nodes, links, offsets = (tensor.numpy() for tensor in host)
+            ends = offsets.tolist()
+            if ends[0] != 0 or ends[-1] > rows or any(a > b for a, b in pairwise(ends)):
+                raise ValueError(f"cu_nodes: expected offsets that ascend from 0 to at most {rows}")
+            filled[ends[-1] :] = -1
+            _clear_from(filled[ends[-1] :], vocab)
             return [
-                self._pool.submit(_fill_one, matcher, tree, mask[begin:end].numpy(), self.vocab_size)
-                for matcher, (begin, end, tree) in zip(matchers, parts, strict=True)
+                self._pool.submit(_fill_one, matcher, nodes[a:b], links[a:b], bounds, filled[a:b], vocab)
+                for matcher, (a, b) in zip(matchers, pairwise(ends), strict=True)
             ]
 
         self._last = GrammarFill(mask, target, self._pool.submit(start), began)
         return self._last
 
-    def fill_next(self, *, device: torch.device | str | None = None) -> GrammarFill:
-        """As `fill`, for the token that comes next in each sequence: one row per sequence, as `sample` has them."""
-        batch = len(self._matchers)
-        roots = torch.full((batch,), -1, dtype=torch.int32)
-        trees = build_trees(roots, torch.arange(batch + 1, dtype=torch.int32), max_nodes=1, max_depth=0)
-        return self.fill(roots, trees, device=device)
+    def _settle(self) -> None:
+        if self._last is not None:
+            self._last._settle()
 
     def advance(
         self,
@@ -338,8 +244,7 @@ class GrammarMasks:
         """
         matchers = _checked(self._matchers)
         texts = _token_lists(tokens, counts, len(matchers))
-        if self._last is not None:
-            self._last._settle()
+        self._settle()
         moved: list[tuple[GrammarMatcher, int]] = []
         allowed = [True] * len(matchers)
         for b, (matcher, text) in enumerate(zip(matchers, texts, strict=True)):
@@ -365,8 +270,7 @@ class GrammarMasks:
 
     def is_terminated(self) -> list[bool]:
         """For each sequence whether its grammar has ended; False without grammar."""
-        if self._last is not None:
-            self._last._settle()
+        self._settle()
         return [matcher is not None and matcher.is_terminated() for matcher in self._matchers]
 
     def close(self) -> None:
@@ -380,19 +284,6 @@ class GrammarMasks:
         self.close()
 
 
-def allow_only(row: Array, tokens: Sequence[int]) -> None:
-    """Sets the bits of `tokens` in int32 [ceil(V / 32)] and no others; all bits where no token is within the row."""
-    inside = [token for token in tokens if 0 <= token < 32 * row.shape[0]]
-    row.fill(0 if inside else -1)
-    bits = row.view(np.uint32)
-    for token in inside:
-        bits[token // 32] |= np.uint32(1 << token % 32)
-
-
-def _allows(row: Array, token: int) -> bool:
-    return 0 <= token < 32 * row.shape[0] and bool(int(row[token // 32]) >> token % 32 & 1)
-
-
 def _clear_from(mask: Array, vocab: int) -> None:
     """Unsets the bits of the ids from `vocab` on."""
     word, bit = divmod(vocab, 32)
@@ -401,14 +292,16 @@ def _clear_from(mask: Array, vocab: int) -> None:
         mask[:, word + 1 :] = 0
 
 
-def _fill_one(matcher: GrammarMatcher | None, tree: TokenTree | None, mask: Array, vocab: int) -> float:
+def _fill_one(
+    matcher: GrammarMatcher | None, tokens: Array, parents: Array, bounds: tuple[int, int], mask: Array, vocab: int
+) -> float:
     """Fills the rows of one sequence. Returns when that was done."""
-    words = -(-matcher.vocab_size // 32) if matcher is not None else mask.shape[1]
+    words = mask.shape[1] if matcher is None else -(-matcher.vocab_size // 32)
     # An engine writes rows of its own vocabulary's width, which the logits' may exceed, or fall short of.
     own = mask if words == mask.shape[1] else np.empty((mask.shape[0], words), np.int32)
     own.fill(-1)
-    if matcher is not None and tree is not None:
-        matcher.fill_tree(tree, own)
+    if matcher is not None and len(tokens):
+        matcher.fill_tree(linked_tree(tokens, parents, bounds, min(vocab, matcher.vocab_size)), own)
         _clear_from(own, matcher.vocab_size)
     if own is not mask:
         shared = min(words, mask.shape[1])
@@ -463,24 +356,6 @@ def _on_host(*tensors: Tensor) -> tuple[list[Tensor], list[torch.cuda.Event]]:
         else:
             copies.append(tensor.to("cpu", copy=True))
     return copies, events
-
-
-def _token_trees(
-    tokens: Tensor, parents: Tensor, cu_nodes: Tensor, *, max_nodes: int, max_depth: int, vocab: int
-) -> list[tuple[int, int, TokenTree | None]]:
-    """Each tree's first row, the row behind its last, and the tree; None: no node."""
-    rows, offsets = parents.shape[0], cu_nodes.tolist()
-    if offsets[0] != 0 or offsets[-1] > rows or any(a > b for a, b in pairwise(offsets)):
-        raise ValueError(f"cu_nodes: expected offsets that ascend from 0 to at most {rows}")
-    # The trees are linked anew, so that links which do not belong together lead nobody astray.
-    trees = build_trees(parents, cu_nodes, max_nodes=max_nodes, max_depth=max_depth)
-    tokens = torch.where((tokens >= 0) & (tokens < vocab), tokens, -1)
-    parents = torch.where(trees.depths > 0, parents, -1)
-    arrays = [array.long().numpy() for array in (tokens, parents, trees.first_child, trees.next_sibling)]
-    return [
-        (begin, end, TokenTree(*(array[begin:end] for array in arrays)) if end > begin else None)
-        for begin, end in pairwise(offsets)
-    ]
 
 
 def _token_lists(
