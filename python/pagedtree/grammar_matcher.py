@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -17,7 +17,7 @@ class TokenTree(NamedTuple):
     """One draft tree on the host, int64 numpy arrays [n]: local indices, -1 = none. Node 0 is the root.
 
     Attributes:
-        tokens: the nodes' tokens; those of nodes that can be reached, but for the root, are within the vocabulary.
+        tokens: the nodes' tokens, within the vocabulary; -1 at the root and at nodes that cannot be reached.
         parents: -1 at the root and at nodes that cannot be reached.
         first_child, next_sibling: the links; they lead to each node that can be reached, and to it once.
     """
@@ -49,9 +49,9 @@ class GrammarMatcher(Protocol):
         """Writes the rows of one tree, and leaves the matcher in the state it came in.
 
         mask: int32 [n, ceil(vocab_size / 32)], contiguous, all bits set. Row n gets the tokens that may follow the path
-            from below the root to node n; the matcher has consumed the root's token. Where the grammar has ended, or
-            leaves no token, the row is `allow_only(row, stop_token_ids)`. Rows below a draft that the grammar forbids,
-            the draft's own included, below its end, and of nodes that cannot be reached stay as they are.
+            from below the root to node n; the matcher has consumed the root's token. Where the grammar has ended no bit
+            stays. Rows below a draft that the grammar forbids, the draft's own included, below its end, and of nodes
+            that cannot be reached stay as they are.
         """
 
     def accept(self, token: int) -> bool:
@@ -105,12 +105,9 @@ class DepthFirstMatcher(ABC):
                     taken += 1
                     stack.append(~node)
                 if self.is_terminated():
-                    allow_only(mask[node], self.stop_token_ids)
+                    mask[node] = 0
                     continue
                 self.fill_row(mask[node])
-                if not mask[node].any():
-                    allow_only(mask[node], self.stop_token_ids)
-                    continue
                 child = first_child[node]
                 while child >= 0:
                     stack.append(child)
@@ -129,7 +126,8 @@ def linked_tree(tokens: Array, parents: Array, bounds: tuple[int, int], vocab: i
     count, (max_nodes, max_depth) = len(tokens), bounds
     depths, reachable = [0] + [-1] * (count - 1), [-1] * count
     first_child, next_sibling, last_child = [-1] * count, [-1] * count, [-1] * count
-    ids, links = tokens.tolist(), parents.tolist()
+    ids: list[int] = tokens.tolist()
+    links: list[int] = parents.tolist()
     for node in range(1, min(count, max_nodes)):
         parent = links[node]
         if not 0 <= parent < node or not 0 <= depths[parent] < max_depth or not 0 <= ids[node] < vocab:
@@ -140,16 +138,17 @@ def linked_tree(tokens: Array, parents: Array, bounds: tuple[int, int], vocab: i
         else:
             next_sibling[last_child[parent]] = node
         last_child[parent] = node
-    return TokenTree(tokens, *(np.array(values, np.int64) for values in (reachable, first_child, next_sibling)))
+    ids = [token if parent >= 0 else -1 for token, parent in zip(ids, reachable, strict=True)]
+    return TokenTree(*(np.array(values, np.int64) for values in (ids, reachable, first_child, next_sibling)))
 
 
-def allow_only(row: Array, tokens: Sequence[int]) -> None:
-    """Sets the bits of `tokens` in int32 [ceil(V / 32)] and no others; all bits where no token is within the row."""
-    inside = [token for token in tokens if 0 <= token < 32 * row.shape[0]]
-    row.fill(0 if inside else -1)
-    bits = row.view(np.uint32)
-    for token in inside:
-        bits[token // 32] |= np.uint32(1 << token % 32)
+def allow_only(row: Array, tokens: Iterable[int]) -> None:
+    """Sets the bits of `tokens` in int32 [ceil(V / 32)] and no others. Ids outside the row are ignored."""
+    row.fill(0)
+    words = row.view(np.uint32)
+    for token in tokens:
+        if 0 <= token < 32 * row.shape[0]:
+            words[token // 32] |= np.uint32(1 << token % 32)
 
 
 def _allows(row: Array, token: int) -> bool:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import pairwise
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -155,10 +156,10 @@ class GrammarMasks:
 
         Returns a `GrammarFill`. Row n of its result has bit x % 32 of word x // 32 set where token x may follow node n:
         the tokens of the path to n, below the root, and x continue what the matcher has consumed. Where the grammar has
-        ended the row allows the stop tokens alone. Bits of padding, past the grammar's vocabulary or V, are not set.
-        Rows that no walk visits allow all tokens of the grammar's vocabulary: those of drafts that the grammar forbids
-        and of what is below them, of nodes that cannot be reached, and of padding. So do those of sequences without
-        grammar.
+        ended, or leaves no token, the row allows the stop tokens alone. Bits of padding, past the grammar's vocabulary
+        or V, are not set. Rows that no walk visits allow all tokens of the grammar's vocabulary: those of drafts that
+        the grammar forbids and of what is below them, of nodes that cannot be reached, and of padding. So do those of
+        sequences without grammar.
 
         Matchers are as they were once the result is there. A fill that still runs is waited for first. Raises TypeError
         and ValueError for wrong types, shapes and numbers of matchers.
@@ -303,6 +304,8 @@ def _fill_one(
     if matcher is not None and len(tokens):
         matcher.fill_tree(linked_tree(tokens, parents, bounds, min(vocab, matcher.vocab_size)), own)
         _clear_from(own, matcher.vocab_size)
+        for node in np.flatnonzero(~(own != 0).any(axis=1)):
+            allow_only(own[node], matcher.stop_token_ids)
     if own is not mask:
         shared = min(words, mask.shape[1])
         mask[:, :shared] = own[:, :shared]
@@ -373,14 +376,16 @@ def _token_lists(
                 raise TypeError(f"{name}: expected a tensor or a sequence, got {type(value).__name__}")
             if len(value) != batch:
                 raise ValueError(f"{name}: expected {batch} entries, one per sequence, got {len(value)}")
-    lists = tokens.tolist() if isinstance(tokens, Tensor) else [list(text) for text in tokens]
+    lists = tokens.tolist() if isinstance(tokens, Tensor) else tokens
     limits = counts.tolist() if isinstance(counts, Tensor) else counts
     texts = []
     for b, text in enumerate(lists):
-        if not all(isinstance(token, (int, np.integer)) for token in text):
+        if not isinstance(text, Sequence) or not all(isinstance(token, Integral) for token in text):
             raise TypeError(f"tokens[{b}]: expected integers, got {text!r:.60}")
         length = next((j for j, token in enumerate(text) if token < 0), len(text))
         if limits is not None:
+            if not isinstance(limits[b], Integral):
+                raise TypeError(f"counts[{b}]: expected an integer, got {limits[b]!r:.40}")
             length = min(length, max(int(limits[b]), 0))
         texts.append([int(token) for token in text[:length]])
     return texts

@@ -22,7 +22,8 @@ class LLGuidanceMatcher(DepthFirstMatcher):
         masks = GrammarMasks([LLGuidanceMatcher(matcher, tokenizer)], vocab_size=config.vocab_size)
 
     A tree is visited by consuming drafts and taking them back. llguidance computes each row without Python's global
-    lock. A grammar has ended, too, where nothing can follow a complete text, without a stop token.
+    lock; where the grammar leaves no choice of bytes, it allows the tokenizer's own tokens alone. A grammar has
+    ended, too, where nothing can follow a complete text, without a stop token.
 
     Attributes:
         matcher: llguidance's own. What it is asked or told directly counts here, too.
@@ -58,6 +59,7 @@ class LLGuidanceMatcher(DepthFirstMatcher):
         self._expect_no_error()
 
     def is_terminated(self) -> bool:
+        self._expect_no_error()  # which llguidance counts as an end, too
         return bool(self.matcher.is_stopped())
 
     def _expect_no_error(self) -> None:

@@ -10,7 +10,7 @@ import torch
 import xgrammar
 
 from pagedtree._arguments import expect_type
-from pagedtree.grammars import TokenTree, allow_only
+from pagedtree.grammars import TokenTree
 
 __all__ = ["XGrammarMatcher"]
 
@@ -45,28 +45,17 @@ class XGrammarMatcher:
             raise ValueError(f"vocab_size: expected that of the grammar's TokenizerInfo, got {vocab_size}")
 
     def fill_tree(self, tree: TokenTree, mask: np.ndarray[Any, Any]) -> None:
-        if self.matcher.is_terminated():
-            allow_only(mask[0], self.stop_token_ids)
-            return
         tokens, parents, first_child, next_sibling = tree
         links = (torch.from_numpy(array) for array in (first_child, next_sibling, tokens))
         self.matcher.traverse_draft_tree(*links, torch.from_numpy(mask))
-        # xgrammar leaves no bit in the row of a draft that the grammar forbids, none where the grammar has ended, and
-        # none where it allows no token. The first is told from the others by the parent's row.
+        # xgrammar clears the row of a draft that the grammar forbids, as it does where the grammar has ended.
         words, bits = np.divmod(np.maximum(tokens, 0), 32)
         allowed = (mask[parents, words] >> bits.astype(np.int32) & 1).tolist()
-        has_bits: list[bool] = (mask != 0).any(axis=1).tolist()
-        ended: list[int] = []
-        visited = [True] + [False] * (len(has_bits) - 1)
-        for node, parent in enumerate(parents.tolist()):
-            if node > 0:
-                visited[node] = parent >= 0 and visited[parent] and bool(allowed[node])
+        visited = [True] + [False] * (len(allowed) - 1)
+        for node, parent in enumerate(parents.tolist()[1:], 1):
+            visited[node] = parent >= 0 and visited[parent] and bool(allowed[node])
             if not visited[node]:
                 mask[node] = -1
-            elif not has_bits[node]:
-                ended.append(node)
-        for node in ended:
-            allow_only(mask[node], self.stop_token_ids)
 
     def accept(self, token: int) -> bool:
         return bool(self.matcher.accept_token(token))
