@@ -3,8 +3,8 @@
     python -m pagedtree bench grammars [--vocab 128256] [--tree "EAGLE-2 64"] [--batch 1 4 16] [--json PATH]
 
 Needs xgrammar; llguidance is measured where it is installed. The vocabulary is made of the standard library's source
-text: all bytes and its most frequent pieces, as long as those of real tokenizers. The grammar is a JSON schema, the trees
-follow a document of it from many positions, and the grammar allows every draft, so that each row has to be filled.
+text: all bytes and its most frequent pieces, as long as those of real tokenizers. The trees follow a text of the
+grammar from many positions, and the grammar allows every draft, so that each row has to be filled.
 
 Filling: the rows of one tree by one thread, by xgrammar's own walk, by a loop in Python that accepts, fills and rolls
 back at each node, and by llguidance. Whole batches: GrammarMasks, alone and beside a pass of a given time, in which

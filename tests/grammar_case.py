@@ -63,7 +63,7 @@ def random_drafts(rng: np.random.Generator, after: Rules, text: Sequence[int], t
         if allowed and rng.random() < 0.75:
             tokens[node] = int(rng.choice(sorted(allowed)))
         else:
-            tokens[node] = int(rng.choice([*range(len(VOCAB)), -1, 10**6, -(2**31)]))
+            tokens[node] = int(rng.choice([*range(len(VOCAB)), 64, 99, -1, 10**6, -(2**31)]))
     return tokens
 
 
@@ -119,6 +119,7 @@ class Parity(DepthFirstMatcher):
         return self.text[-1:] == [EOS]
 
     def fill_row(self, row: np.ndarray) -> None:
+        assert not self.is_terminated()
         self.fills += 1
         self.on_fill()
         allow_only(row, sorted(self.allowed()))

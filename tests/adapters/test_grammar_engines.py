@@ -170,7 +170,7 @@ def test_what_comes_after_commit(engine) -> None:
 
 def test_a_refused_token_changes_nothing(engine) -> None:
     matcher = engine.behind("letters", ids("{a"))
-    for token in (VOCAB.index(b"{"), EOS, len(VOCAB) - 1):
+    for token in (VOCAB.index(b"{"), EOS, len(VOCAB) - 1, len(VOCAB), 10**6):
         assert not matcher.accept(token)
     masks = GrammarMasks([matcher], 100)
     assert masks.advance([[*ids("bc:"), 99]], strict=False) == [False]

@@ -11,7 +11,7 @@ from device_case import placed
 from grammar_case import EOS, Parity, batch_of, bits, expected_rows, random_drafts, random_shapes, random_text
 
 from pagedtree import DraftTree, TreeBatch, build_trees, verify_greedy
-from pagedtree.grammars import GrammarMasks, GrammarMatcher, allow_only
+from pagedtree.grammars import GrammarMasks, GrammarMatcher, TokenTree, allow_only
 
 
 def parity_batch(rng: np.random.Generator, count: int, padding: int = 0):
@@ -50,8 +50,9 @@ def test_masks(vocab, threads) -> None:
 
 
 def test_nodes_that_cannot_be_reached() -> None:
-    # Wrong parents, a second root, too deep, past max_nodes; an empty tree; links that lead astray are not used.
-    parents = [-1, 0, 7, -1, 1, 4, 5, 0, 2, 3, 0, *[-1, 0]]
+    # Wrong parents (two that Python counts from the end), a second root, too deep, past max_nodes; an empty tree; links
+    # that lead astray are not used.
+    parents = [-1, 0, 7, -1, 1, 4, 5, 0, -11, -100, 0, *[-1, 0]]
     tokens = [5, 1, 1, 1, 2, 3, 4, 3, 2, 2, 5, *[5, 1]]
     offsets = torch.tensor([0, 11, 11, 13], dtype=torch.int32)
     built = build_trees(torch.tensor(parents, dtype=torch.int32), offsets, max_nodes=10, max_depth=3)
@@ -65,6 +66,22 @@ def test_nodes_that_cannot_be_reached() -> None:
     chain = {1: even, 4: odd | {EOS}, 5: even, 7: even}
     assert rows == [chain.get(node, every) if node else odd for node in range(11)] + [even, every]
     assert not built.valid[0] and matchers[1].fills == 0
+
+
+def test_drafts_of_other_vocabularies() -> None:
+    """What the grammar's or the logits' vocabulary lacks is no draft: the matcher never hears of it."""
+
+    class Hears(Parity):
+        def fill_tree(self, tree: TokenTree, mask: np.ndarray) -> None:
+            assert set(tree.tokens.tolist()) == {-1, 39}
+            super().fill_tree(tree, mask)
+
+    trees = TreeBatch.from_trees([DraftTree([-1, 0, 0, 0, 2])])
+    for vocab in (45, 40):
+        rows = GrammarMasks([Hears()], vocab).fill(torch.tensor([44, 39, 40, 44, 2]), trees).result()
+        assert bits(rows[1]) == {1} and [len(bits(row)) for row in rows[2:]] == [40] * 3
+    rows = GrammarMasks([Parity()], 39).fill(torch.tensor([44, 39, 40, 44, 2]), trees).result()
+    assert [len(bits(row)) for row in rows] == [19, 39, 39, 39, 39]
 
 
 def test_no_sequence_and_no_node() -> None:
@@ -163,13 +180,25 @@ def test_work_goes_on_beside_the_caller() -> None:
     with GrammarMasks(matchers, 40, threads=2) as masks:
         fill = masks.fill(tokens, trees)
         assert not fill.done() and fill.waited is None
-        tokens.fill_(39)  # a copy is read
         go.set()
         rows = fill.result()
         assert fill.done() and fill.result() is rows
         assert [len(bits(row)) for row in rows] == [19, 21, 20, 19]
         assert len(threads) == 2 and threading.get_ident() not in threads
         assert 0 <= fill.waited <= fill.filled
+
+
+def test_what_the_caller_changes_later() -> None:
+    go = threading.Event()
+    tokens, trees = torch.tensor([5, 2, 5, 2]), TreeBatch.from_trees([DraftTree([-1, 0])] * 2)
+    matchers = [Parity([1], lambda: go.wait(30)), Parity([1])]
+    with GrammarMasks(matchers, 40, threads=1) as masks:
+        fill = masks.fill(tokens, trees)
+        masks.matchers[1] = None
+        for tensor in (tokens, trees.parents, trees.cu_nodes):
+            tensor.fill_(7)
+        go.set()
+        assert [len(bits(row)) for row in fill.result()] == [19, 21] * 2
 
 
 @pytest.mark.parametrize("call", ["advance", "is_terminated", "fill"])

@@ -45,17 +45,13 @@ class XGrammarMatcher:
             raise ValueError(f"vocab_size: expected that of the grammar's TokenizerInfo, got {vocab_size}")
 
     def fill_tree(self, tree: TokenTree, mask: np.ndarray[Any, Any]) -> None:
-        tokens, parents, first_child, next_sibling = tree
-        links = (torch.from_numpy(array) for array in (first_child, next_sibling, tokens))
-        self.matcher.traverse_draft_tree(*links, torch.from_numpy(mask))
+        tokens, parents, first_child, next_sibling = map(torch.from_numpy, tree)
+        rows = torch.from_numpy(mask)
+        self.matcher.traverse_draft_tree(first_child, next_sibling, tokens, rows)
         # xgrammar clears the row of a draft that the grammar forbids, as it does where the grammar has ended.
-        words, bits = np.divmod(np.maximum(tokens, 0), 32)
-        allowed = (mask[parents, words] >> bits.astype(np.int32) & 1).tolist()
-        visited = [True] + [False] * (len(allowed) - 1)
-        for node, parent in enumerate(parents.tolist()[1:], 1):
-            visited[node] = parent >= 0 and visited[parent] and bool(allowed[node])
-            if not visited[node]:
-                mask[node] = -1
+        ids = tokens.clamp(min=0)
+        is_forbidden = rows[parents, ids // 32] >> (ids % 32) & 1 == 0
+        rows[is_forbidden & (parents >= 0)] = -1
 
     def accept(self, token: int) -> bool:
         return bool(self.matcher.accept_token(token))
