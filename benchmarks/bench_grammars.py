@@ -14,6 +14,7 @@ the host waits, as it does for a GPU, or multiplies matrices on one thread.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import re
 import sys
@@ -21,9 +22,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +34,7 @@ from measure import as_row, interleaved, machine_facts, save
 from named_trees import tree_named
 
 from pagedtree import DraftTree, TreeBatch
+from pagedtree.grammar_matcher import linked_tree
 from pagedtree.grammars import DepthFirstMatcher, GrammarMasks, GrammarMatcher, TokenTree
 from pagedtree.integrations.xgrammar import XGrammarMatcher
 
@@ -52,6 +55,20 @@ DOCUMENT = (
     b'{"name": "a tree of drafts, with spaces and words", "version": "12.34", "tags": ["stable", "nightly"],'
     b' "size": 123456, "files": [{"path": "python/pagedtree/grammars.py", "lines": 400},'
     b' {"path": "docs/integration.md", "lines": 55}]}'
+)
+# Recursive, and one token may be many things: what a mask can keep ready for each state of a schema is of less use.
+PROGRAMS = r"""root ::= statement+
+statement ::= name space "=" space sum ";" space | "if" space "(" sum ")" space "{" space statement* "}" space
+sum ::= term (space ("+" | "-" | "*" | "<" | "==") space term)*
+term ::= name | number | string | "(" sum ")" | name "(" (sum ("," space sum)*)? ")" | "[" (sum ("," space sum)*)? "]"
+name ::= [a-zA-Z_] [a-zA-Z_0-9]*
+number ::= [0-9]+ ("." [0-9]+)?
+string ::= "\"" ([^"\\\n] | "\\" ["nrt\\])* "\""
+space ::= [ \n]*
+"""
+PROGRAM = (
+    b'x = foo(1, bar + 2, "abc def"); if (x < 3) { y = [1, 2.5, z(x)]; } total = total + x * (y - 1);'
+    b' if (total == limit(x)) { result = [total, "done", (x + 1) * 2]; }'
 )
 
 
@@ -101,22 +118,40 @@ class ByNode(DepthFirstMatcher):
         self.matcher.fill_next_token_bitmask(torch.from_numpy(row))
 
 
-def engines(vocab: int) -> tuple[list[int], dict[str, Callable[[], GrammarMatcher]]]:
-    """The document's tokens, and by name what makes a matcher at the beginning of a text."""
-    tokens = vocabulary(vocab)
-    document = greedy(DOCUMENT, {token: i for i, token in reversed(list(enumerate(tokens))) if i != EOS})
-    info = xgrammar.TokenizerInfo(tokens, vocab_type=xgrammar.VocabType.RAW, vocab_size=vocab, stop_token_ids=[EOS])
-    compiled = xgrammar.GrammarCompiler(info).compile_json_schema(SCHEMA)
-    makers: dict[str, Callable[[], GrammarMatcher]] = {
-        "xgrammar, one call": lambda: XGrammarMatcher(xgrammar.GrammarMatcher(compiled), vocab),
-        "xgrammar, node by node": lambda: ByNode(xgrammar.GrammarMatcher(compiled), vocab),
-    }
-    try:
-        import llguidance
+class Grammar(NamedTuple):
+    """A grammar, tokens of a text of it, and by name what makes a matcher at the text's beginning."""
 
-        from pagedtree.integrations.llguidance import LLGuidanceMatcher
-    except ImportError:
-        return document, makers
+    name: str
+    text: list[int]
+    makers: dict[str, Callable[[], GrammarMatcher]]
+
+
+ONE_CALL, BY_NODE = "xgrammar, one call", "xgrammar, node by node"
+
+
+def grammars(vocab: int) -> list[Grammar]:
+    tokens = vocabulary(vocab)
+    ids = {token: i for i, token in reversed(list(enumerate(tokens))) if i != EOS}
+    info = xgrammar.TokenizerInfo(tokens, vocab_type=xgrammar.VocabType.RAW, vocab_size=vocab, stop_token_ids=[EOS])
+    compiler = xgrammar.GrammarCompiler(info)
+
+    def makers(compiled: xgrammar.CompiledGrammar) -> dict[str, Callable[[], GrammarMatcher]]:
+        return {
+            ONE_CALL: lambda: XGrammarMatcher(xgrammar.GrammarMatcher(compiled), vocab),
+            BY_NODE: lambda: ByNode(xgrammar.GrammarMatcher(compiled), vocab),
+        }
+
+    schema = Grammar("JSON schema", greedy(DOCUMENT, ids), makers(compiler.compile_json_schema(SCHEMA)))
+    programs = Grammar("programs", greedy(PROGRAM, ids), makers(compiler.compile_grammar(PROGRAMS)))
+    with suppress(ImportError):
+        schema.makers["llguidance"] = llguidance_maker(tokens, ids)
+    return [schema, programs]
+
+
+def llguidance_maker(tokens: list[bytes], ids: dict[bytes, int]) -> Callable[[], GrammarMatcher]:
+    import llguidance
+
+    from pagedtree.integrations.llguidance import LLGuidanceMatcher
 
     class Tokenizer:
         eos_token_id, bos_token_id, special_token_ids = EOS, None, (EOS,)
@@ -125,12 +160,12 @@ def engines(vocab: int) -> tuple[list[int], dict[str, Callable[[], GrammarMatche
             self.tokens = tokens
 
         def __call__(self, text: bytes) -> list[int]:
-            return greedy(text, {token: i for i, token in enumerate(tokens)})
+            return greedy(text, ids)
 
-    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Tokenizer()))
+    slices = llguidance.LLTokenizer.json_slices()
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Tokenizer()), slices=slices)
     grammar = llguidance.LLMatcher.grammar_from_json_schema(SCHEMA)
-    makers["llguidance"] = lambda: LLGuidanceMatcher(llguidance.LLMatcher(tokenizer, grammar), tokenizer)
-    return document, makers
+    return lambda: LLGuidanceMatcher(llguidance.LLMatcher(tokenizer, grammar), tokenizer)
 
 
 def allowed(matcher: GrammarMatcher) -> np.ndarray:
@@ -162,9 +197,15 @@ def drafts(tree: DraftTree, matcher: GrammarMatcher, text: list[int], generator:
     return tokens
 
 
-def positions(document: list[int], count: int) -> list[int]:
-    """How much of the document the matchers have consumed."""
-    return [i * (len(document) - 1) // count for i in range(count)]
+def cases(grammar: Grammar, maker: str, tree: DraftTree, count: int) -> list[tuple[GrammarMatcher, np.ndarray]]:
+    """Matchers behind ever more of the text, to three quarters of it, and drafts for each."""
+    found = []
+    for i in range(count):
+        at = i * (len(grammar.text) * 3 // 4) // count
+        matcher = grammar.makers[maker]()
+        assert all(map(matcher.accept, grammar.text[:at]))
+        found.append((matcher, drafts(tree, matcher, grammar.text[at:], random.Random(i))))
+    return found
 
 
 def passes(seconds: float) -> dict[str, Callable[[], object]]:
@@ -179,48 +220,34 @@ def passes(seconds: float) -> dict[str, Callable[[], object]]:
     return {"the host waits": lambda: time.sleep(seconds), "matmul on one thread": multiply}
 
 
-def measure_filling(
-    document: list[int], makers: dict[str, Callable[[], GrammarMatcher]], tree: DraftTree, budget: float, copies: int
-) -> list[dict[str, Any]]:
+def measure_filling(grammar: Grammar, tree: DraftTree, budget: float, copies: int) -> list[dict[str, Any]]:
     """One tree, one thread, no GrammarMasks around it."""
     calls, masks = {}, {}
-    for name, make in makers.items():
-        cases = []
-        for i, at in enumerate(positions(document, copies)):
-            matcher = make()
-            assert all(map(matcher.accept, document[:at]))
-            tokens = drafts(tree, matcher, document[at:], random.Random(i))
-            links = (array.astype(np.int64) for array in (tree.parents, tree.first_child, tree.next_sibling))
-            mask = np.empty((tree.num_nodes, -(-matcher.vocab_size // 32)), np.int32)
-            cases.append((matcher, TokenTree(tokens, *links), mask))
+    for name in grammar.makers:
+        trees = [
+            (matcher, linked_tree(tokens, tree.parents, (tree.num_nodes, tree.num_nodes), matcher.vocab_size))
+            for matcher, tokens in cases(grammar, name, tree, copies)
+        ]
 
-        def fill(repeat: int, cases: list[Any] = cases) -> None:
-            matcher, part, mask = cases[repeat % len(cases)]
-            mask.fill(-1)
+        def fill(repeat: int, trees: list[Any] = trees) -> np.ndarray:
+            matcher, part = trees[repeat % len(trees)]
+            mask = np.full((tree.num_nodes, -(-matcher.vocab_size // 32)), -1, np.int32)
             matcher.fill_tree(part, mask)
+            return mask
 
-        calls[name], masks[name] = fill, cases
-    for i in range(copies):
-        for name in ("xgrammar, one call", "xgrammar, node by node"):
-            calls[name](i)
-        first, second = (masks[name][i] for name in ("xgrammar, one call", "xgrammar, node by node"))
-        assert (first[1].tokens == second[1].tokens).all() and (first[2] == second[2]).all(), "masks differ"
+        calls[name], masks[name] = fill, [fill(i) for i in range(copies)]
+    assert all((one == other).all() for one, other in zip(masks[ONE_CALL], masks[BY_NODE], strict=True)), "masks differ"
     timings = interleaved(calls, budget=budget)
     return [
-        {"what": name, "nodes": tree.num_nodes, "python_beside": python_beside(calls[name])} | as_row(timing)
+        {"grammar": grammar.name, "what": name, "nodes": tree.num_nodes, "python_beside": python_beside(calls[name])}
+        | as_row(timing)
         for name, timing in timings.items()
     ]
 
 
-def measure_batches(
-    document: list[int], make: Callable[[], GrammarMatcher], tree: DraftTree, batch: int, vocab: int, args: Any
-) -> list[dict[str, Any]]:
+def measure_batches(grammar: Grammar, tree: DraftTree, batch: int, vocab: int, args: Any) -> list[dict[str, Any]]:
     """GrammarMasks, alone and beside a pass. `waited` is what result() took."""
-    matchers, tokens = [], []
-    for i, at in enumerate(positions(document, batch)):
-        matchers.append(make())
-        assert all(map(matchers[-1].accept, document[:at]))
-        tokens.append(drafts(tree, matchers[-1], document[at:], random.Random(i)))
+    matchers, tokens = zip(*cases(grammar, ONE_CALL, tree, batch), strict=True)
     trees, flat = TreeBatch.from_trees([tree] * batch), torch.from_numpy(np.concatenate(tokens))
     rows = []
     with GrammarMasks(matchers, vocab, threads=args.threads) as masks:
@@ -238,7 +265,8 @@ def measure_batches(
                 if repeat == 0:  # a warm-up
                     for values in samples.values():
                         values.clear()
-            row: dict[str, Any] = {"what": "GrammarMasks", "beside": name, "batch": batch, "nodes": tree.num_nodes}
+            row: dict[str, Any] = {"grammar": grammar.name, "what": "GrammarMasks", "beside": name, "batch": batch}
+            row["nodes"] = tree.num_nodes
             for key, values in samples.items():
                 low, middle, high = np.quantile(values, (0.25, 0.5, 0.75))
                 row |= {key: float(middle), f"{key}_spread": float(high - low)}
@@ -293,18 +321,23 @@ def main() -> None:
         except PackageNotFoundError:
             facts[name] = None
     tree = tree_named(args.tree)
-    document, makers = engines(args.vocab)
-    rows = measure_filling(document, makers, tree, args.budget, args.positions)
-    print(f"{args.tree}, vocabulary {args.vocab}, {len(document)} tokens of text; load {facts['load']:.1f}")
-    for row in rows:
-        print(f"{row['what']:<24} {row['median'] * 1e3:7.2f} ms +- {row['spread'] * 1e3:.2f}, beside it Python runs at"
-              f" {row['python_beside']:.2f} of its speed")  # fmt: skip
-    print("beside                  batch  filled ms  waited ms    step ms")
-    for batch in args.batch:
-        for row in measure_batches(document, makers["xgrammar, one call"], tree, batch, args.vocab, args):
-            figures = "  ".join(f"{row[key] * 1e3:9.2f}" for key in ("filled", "waited", "step"))
-            print(f"{row['beside']:<22} {batch:6d}  {figures}")
-            rows.append(row)
+    rows = []
+    print(f"{args.tree}, vocabulary {args.vocab}; load {facts['load']:.1f}")
+    for grammar in grammars(args.vocab):
+        filled = measure_filling(grammar, tree, args.budget, args.positions)
+        rows += filled
+        for row in filled:
+            print(
+                f"{grammar.name:<12} {row['what']:<24} {row['median'] * 1e3:7.2f} ms +- {row['spread'] * 1e3:.2f},"
+                f" beside it Python runs at {row['python_beside']:.2f} of its speed"
+            )
+        print("             beside                  batch  filled ms  waited ms    step ms")
+        for batch in args.batch:
+            for row in measure_batches(grammar, tree, batch, args.vocab, args):
+                figures = "  ".join(f"{row[key] * 1e3:9.2f}" for key in ("filled", "waited", "step"))
+                print(f"{grammar.name:<12} {row['beside']:<22} {batch:6d}  {figures}")
+                rows.append(row)
+    facts["load_at_the_end"] = os.getloadavg()[0]
     save("grammars_cpu", rows, facts, args.json)
 
 

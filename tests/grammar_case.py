@@ -82,9 +82,12 @@ def random_shapes(rng: np.random.Generator, count: int, most: int = 12) -> list[
     return [random_tree(rng, int(rng.integers(1, most + 1))) for _ in range(count)]
 
 
-def batch_of(trees: Sequence[DraftTree], tokens: Sequence[Sequence[int]], padding: int = 0) -> tuple[Tensor, TreeBatch]:
+def batch_of(
+    trees: Sequence[DraftTree], tokens: Sequence[Sequence[int]], padding: int = 0, device: torch.device | str = "cpu"
+) -> tuple[Tensor, TreeBatch]:
     flat = [token for part in tokens for token in part] + [3] * padding
-    return torch.tensor(flat, dtype=torch.int64), TreeBatch.from_trees(trees, capacity=len(flat))
+    batch = TreeBatch.from_trees(trees, capacity=len(flat), device=device)
+    return torch.tensor(flat, dtype=torch.int64, device=device), batch
 
 
 class Parity(DepthFirstMatcher):

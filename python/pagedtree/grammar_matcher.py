@@ -88,6 +88,7 @@ class DepthFirstMatcher(ABC):
         """Writes the tokens that may come next into int32 [ceil(vocab_size / 32)]; not called once terminated."""
 
     def fill_tree(self, tree: TokenTree, mask: Array) -> None:
+        """As `GrammarMatcher.fill_tree`. Also after an error every token that was accepted is taken back."""
         tokens, parents, first_child, next_sibling = (array.tolist() for array in tree)
         # ~node stands for leaving a node, behind all that is below it.
         stack, taken = [0], 0

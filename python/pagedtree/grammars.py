@@ -92,7 +92,11 @@ class GrammarMasks:
     Attributes:
         matchers: list of B, one matcher per sequence, None: no grammar. It may be changed between steps, as a scheduler
             does when sequences come and go. No matcher stands in it twice.
-        vocab_size: V, the columns of the logits.
+        vocab_size: V, the columns of the logits, 1..2^20.
+
+    `threads` is the most that work at once, default one per CPU core that the process may use; none starts before the
+    first `fill`. `device` is where the masks go, default where the draft tokens are (`fill_next`: cpu). As a context
+    manager, and by `close`, it ends its threads. Other values raise TypeError and ValueError.
     """
 
     def __init__(
@@ -103,15 +107,6 @@ class GrammarMasks:
         threads: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        """Starts no thread before the first `fill`.
-
-        Args:
-            matchers, vocab_size: see the attributes; vocab_size in 1..2^20.
-            threads: the most that work at once, default one per CPU core that the process may use.
-            device: of the masks, default that of the draft tokens (cpu for `fill_next`).
-
-        Raises TypeError and ValueError for other values.
-        """
         for name, value, top in (("vocab_size", vocab_size, 2**20), ("threads", threads, 1024)):
             if name == "threads" and value is None:
                 continue
@@ -199,7 +194,7 @@ class GrammarMasks:
         matchers, vocab, rows = list(_checked(self._matchers)), self.vocab_size, tokens.shape[0]
         host, events = _on_host(tokens.long(), parents, cu_nodes)
         words = -(-vocab // 32)
-        mask = torch.empty((rows, words), dtype=torch.int32, device="cpu", pin_memory=target.type == "cuda")
+        mask = torch.empty((rows, words), dtype=torch.int32, device="cpu", pin_memory=_can_pin(target))
         filled = mask.numpy()
 
         def start() -> list[Future[float]]:
@@ -346,11 +341,16 @@ def _mapped(tokens: Tensor, ids: Tensor) -> Tensor:
     return padded[torch.where(inside, tokens.long(), ids.shape[0])]
 
 
+def _can_pin(device: torch.device) -> bool:
+    # Torch without CUDA has no pinned memory, also where a test makes it a device of that name.
+    return device.type == "cuda" and torch.backends.cuda.is_built()
+
+
 def _on_host(*tensors: Tensor) -> tuple[list[Tensor], list[torch.cuda.Event]]:
     """Copies that nobody else writes to, and what to wait for before they are read."""
     copies, events = [], []
     for tensor in tensors:
-        if tensor.device.type == "cuda":
+        if _can_pin(tensor.device):
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             copies.append(copy.copy_(tensor, non_blocking=True))
             event = torch.cuda.Event()

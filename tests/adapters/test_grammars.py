@@ -271,9 +271,7 @@ def test_trees_of_a_device(backend, device) -> None:
                         path.insert(0, tokens[at])
                         at = int(tree.parents[at])
                     rows.append(logits_after([*text, *path]))
-            tokens, _ = batch_of(shapes, drafts)
-            tokens = placed(tokens.clamp(-1, 10**6), device)
-            trees = TreeBatch.from_trees(shapes, device=device)
+            tokens, trees = batch_of(shapes, drafts, device=device)
             fill = masks.fill(tokens, trees)
             mask = fill.result()
             assert mask.device == tokens.device
