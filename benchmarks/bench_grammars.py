@@ -17,7 +17,7 @@ import argparse
 import os
 import random
 import re
-import sys
+import sysconfig
 import threading
 import time
 from collections import Counter
@@ -29,20 +29,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import xgrammar
 from measure import as_row, interleaved, machine_facts, save
 from named_trees import tree_named
 
 from pagedtree import DraftTree, TreeBatch
 from pagedtree.grammar_matcher import linked_tree
 from pagedtree.grammars import DepthFirstMatcher, GrammarMasks, GrammarMatcher, TokenTree
-from pagedtree.integrations.xgrammar import XGrammarMatcher
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
+try:
+    import xgrammar
 
-from stdlib_text import read, training_files  # noqa: E402
+    from pagedtree.integrations.xgrammar import XGrammarMatcher
+except ImportError:
+    raise SystemExit('bench grammars needs xgrammar: pip install "pagedtree[xgrammar]"') from None
 
+STDLIB = Path(sysconfig.get_path("stdlib"))
 PIECES = re.compile(r" ?[A-Za-z]+|\d{1,3}| ?[^\sA-Za-z\d]+|\s+")
 LONGEST_TOKEN = 12
 EOS = 0
@@ -74,7 +75,8 @@ PROGRAM = (
 
 def vocabulary(size: int) -> list[bytes]:
     """An end token, all bytes, and the most frequent pieces of Python's source text."""
-    words = Counter(word for path in training_files() for word in PIECES.findall(read(path)))
+    files = sorted(path for path in STDLIB.glob("*.py") if not path.name.startswith("_sysconfigdata"))
+    words = Counter(word for path in files for word in PIECES.findall(path.read_text("utf-8", "replace")))
     pieces: Counter[str] = Counter()
     for word, count in words.items():
         for begin in range(len(word)):

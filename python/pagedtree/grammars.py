@@ -189,7 +189,8 @@ class GrammarMasks:
         device: torch.device | str | None,
     ) -> GrammarFill:
         began = time.perf_counter()
-        target = torch.device(device) if device is not None else self._device or tokens.device
+        wanted = torch.device(device) if device is not None else self._device or tokens.device
+        target = torch.empty(0, device=wanted).device  # with its index
         self._settle()
         matchers, vocab, rows = list(_checked(self._matchers)), self.vocab_size, tokens.shape[0]
         host, events = _on_host(tokens.long(), parents, cu_nodes)
