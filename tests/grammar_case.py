@@ -51,7 +51,7 @@ def expected_rows(
         # Nothing comes behind the end of a grammar, not even one more stop token.
         begun = all(after([*text, *path[:i]]) for i in range(len(path))) if inside else False
         allowed = after([*text, *path]) if begun else None
-        rows.append(every if allowed is None else (allowed or set(stop)) & every)
+        rows.append(every if allowed is None else allowed & every or set(stop) & every)
     return rows
 
 

@@ -126,7 +126,8 @@ class GrammarMasks:
 
     @matchers.setter
     def matchers(self, matchers: Sequence[GrammarMatcher | None]) -> None:
-        self._matchers = _checked(matchers)
+        _check_matchers(matchers)
+        self._matchers = list(matchers)
 
     def fill(
         self,
@@ -164,9 +165,8 @@ class GrammarMasks:
         trees._check()
         rows = trees.parents.shape[0]
         _expect_ids("draft_tokens", draft_tokens, [rows])
-        matchers = _checked(self._matchers)
-        if len(matchers) != trees.batch_size:
-            raise ValueError(f"matchers: expected {trees.batch_size}, one per tree or None, got {len(matchers)}")
+        if len(self._matchers) != trees.batch_size:
+            raise ValueError(f"matchers: expected {trees.batch_size}, one per tree or None, got {len(self._matchers)}")
         if draft_to_target is not None:
             expect_type("draft_to_target", draft_to_target, Tensor)
             _expect_ids("draft_to_target", draft_to_target, [draft_to_target.numel()])
@@ -192,7 +192,8 @@ class GrammarMasks:
         wanted = torch.device(device) if device is not None else self._device or tokens.device
         target = torch.empty(0, device=wanted).device  # with its index
         self._settle()
-        matchers, vocab, rows = list(_checked(self._matchers)), self.vocab_size, tokens.shape[0]
+        _check_matchers(self._matchers)
+        matchers, vocab, rows = list(self._matchers), self.vocab_size, tokens.shape[0]
         host, events = _on_host(tokens.long(), parents, cu_nodes)
         words = -(-vocab // 32)
         mask = torch.empty((rows, words), dtype=torch.int32, device="cpu", pin_memory=_can_pin(target))
@@ -239,7 +240,8 @@ class GrammarMasks:
         for a token that a grammar forbids, unless strict is False, and then no matcher has moved; TypeError and
         ValueError for wrong types and shapes.
         """
-        matchers = _checked(self._matchers)
+        matchers = self._matchers
+        _check_matchers(matchers)
         texts = _token_lists(tokens, counts, len(matchers))
         self._settle()
         moved: list[tuple[GrammarMatcher, int]] = []
@@ -272,6 +274,7 @@ class GrammarMasks:
 
     def close(self) -> None:
         """Ends the threads, once what runs is done. The object cannot fill afterwards."""
+        self._settle()
         self._pool.shutdown()
 
     def __enter__(self) -> GrammarMasks:
@@ -300,17 +303,19 @@ def _fill_one(
     if matcher is not None and len(tokens):
         matcher.fill_tree(linked_tree(tokens, parents, bounds, min(vocab, matcher.vocab_size)), own)
         _clear_from(own, matcher.vocab_size)
-        for node in np.flatnonzero(~(own != 0).any(axis=1)):
-            allow_only(own[node], matcher.stop_token_ids)
     if own is not mask:
         shared = min(words, mask.shape[1])
         mask[:, :shared] = own[:, :shared]
         mask[:, shared:] = 0
     _clear_from(mask, vocab)
+    if matcher is not None:
+        stop = [token for token in matcher.stop_token_ids if token < vocab]
+        for node in np.flatnonzero(~(mask != 0).any(axis=1)):
+            allow_only(mask[node], stop)
     return time.perf_counter()
 
 
-def _checked(matchers: Sequence[GrammarMatcher | None]) -> list[GrammarMatcher | None]:
+def _check_matchers(matchers: Sequence[GrammarMatcher | None]) -> None:
     if isinstance(matchers, (str, bytes)) or not isinstance(matchers, Sequence):
         raise TypeError(f"matchers: expected a sequence of matchers or None, got {type(matchers).__name__}")
     seen: set[int] = set()
@@ -322,7 +327,6 @@ def _checked(matchers: Sequence[GrammarMatcher | None]) -> list[GrammarMatcher |
         if id(matcher) in seen:
             raise ValueError(f"matchers[{b}]: expected a matcher of its own for each sequence, got one twice")
         seen.add(id(matcher))
-    return matchers if isinstance(matchers, list) else list(matchers)
 
 
 def _expect_ids(name: str, tensor: Tensor, shape: list[int]) -> None:
@@ -354,7 +358,7 @@ def _on_host(*tensors: Tensor) -> tuple[list[Tensor], list[torch.cuda.Event]]:
         if _can_pin(tensor.device):
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             copies.append(copy.copy_(tensor, non_blocking=True))
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(blocking=True)  # a thread that waits leaves its core to others
             event.record(torch.cuda.current_stream(tensor.device))
             events.append(event)
         else:
@@ -381,6 +385,8 @@ def _token_lists(
     limits = counts.tolist() if isinstance(counts, Tensor) else counts
     texts = []
     for b, text in enumerate(lists):
+        if isinstance(text, (Tensor, np.ndarray)):
+            text = text.tolist()
         if not isinstance(text, Sequence) or not all(isinstance(token, Integral) for token in text):
             raise TypeError(f"tokens[{b}]: expected integers, got {text!r:.60}")
         length = next((j for j, token in enumerate(text) if token < 0), len(text))

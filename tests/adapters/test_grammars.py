@@ -155,6 +155,16 @@ def test_advance() -> None:
     assert masks.advance([[5], [], [6, 8]], strict=False) == [True, True, False]
     assert matchers[0].text == [1, 2, 3, 4, 5] and matchers[2].text == [1, 2, 5]
     assert masks.advance([[10**9], [10**9], []], strict=False) == [False, True, True]
+    assert masks.advance([torch.tensor([6, -1]), [], np.array([6])]) == [True] * 3 and matchers[0].text[-1] == 6
+
+
+def test_close_lets_a_fill_end() -> None:
+    masks = GrammarMasks([Parity([1]), Parity()], 40, threads=1)
+    fill = masks.fill_next()
+    masks.close()
+    assert [len(bits(row)) for row in fill.result()] == [19, 20]
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        masks.fill_next()
 
 
 def test_matchers_may_change() -> None:

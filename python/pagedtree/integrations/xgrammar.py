@@ -45,13 +45,14 @@ class XGrammarMatcher:
             raise ValueError(f"vocab_size: expected that of the grammar's TokenizerInfo, got {vocab_size}")
 
     def fill_tree(self, tree: TokenTree, mask: np.ndarray[Any, Any]) -> None:
-        tokens, parents, first_child, next_sibling = map(torch.from_numpy, tree)
-        rows = torch.from_numpy(mask)
-        self.matcher.traverse_draft_tree(first_child, next_sibling, tokens, rows)
+        tokens, parents, first_child, next_sibling = tree
+        links = torch.from_numpy(first_child), torch.from_numpy(next_sibling)
+        self.matcher.traverse_draft_tree(*links, torch.from_numpy(tokens), torch.from_numpy(mask))
         # xgrammar clears the row of a draft that the grammar forbids, as it does where the grammar has ended.
-        ids = tokens.clamp(min=0)
-        is_forbidden = rows[parents, ids // 32] >> (ids % 32) & 1 == 0
-        rows[is_forbidden & (parents >= 0)] = -1
+        # By numpy: torch would start threads of its own for each thread that calls it.
+        words, bits = np.divmod(np.maximum(tokens, 0), 32)
+        is_forbidden = mask[parents, words] >> bits & 1 == 0
+        mask[is_forbidden & (parents >= 0)] = -1
 
     def accept(self, token: int) -> bool:
         return bool(self.matcher.accept_token(token))
