@@ -121,6 +121,13 @@ def test_the_end_of_a_grammar() -> None:
     assert not dead.allowed() and bits(GrammarMasks([dead], 40).fill_next().result()[0]) == {EOS}
 
 
+def test_stop_tokens_past_the_logits() -> None:
+    class Stops(Parity):
+        stop_token_ids = (39, EOS, 33)
+
+    assert bits(GrammarMasks([Stops([1, 2, EOS])], 35).fill_next().result()[0]) == {EOS, 33}
+
+
 def test_allow_only() -> None:
     row = np.full(2, 7, np.int32)
     allow_only(row, [0, 31, 63])
