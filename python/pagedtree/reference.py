@@ -137,8 +137,8 @@ def apply_options(
 ) -> Tensor:
     """Logits after penalties, options and grammar mask: float32 [N, V]. Without trees each row is a sequence's root.
 
-    An op with options gives what the op without gives for this. NaN stays NaN where it is not forbidden, so that a row
-    that has one is still told; +inf is the largest finite number of the dtype.
+    An op with options gives what the op without gives for this. NaN stays NaN, forbidden or not, so that a row that has
+    one is still told; +inf is the largest finite number of the dtype.
     """
     num_rows, vocab = logits.shape
     given = {name: t.cpu() for name, t in (options or RequestOptions()).tensors().items() if t is not None}
@@ -207,20 +207,20 @@ def with_bias_and_penalties(
     repetition, presence, frequency = penalties_of(params, b)
     counts = np.zeros(vocab, np.int64)
     if "output_counts" in given:
-        counts += given["output_counts"][b].numpy()
+        counts += given["output_counts"][b].numpy().clip(min=0)
     for x in path:
         counts[x] += 1
     seen = counts > 0
     if "prompt_mask" in given:
         seen = seen | unpacked(given["prompt_mask"][b], vocab)
-    row, forbidden = row.copy(), forbidden | (row == -np.inf)
+    row, forbidden = row.copy(), (forbidden | (row == -np.inf)) & ~np.isnan(row)
     with np.errstate(all="ignore"):
         if {"bias_tokens", "bias_values", "cu_bias"} <= given.keys():
             begin, end = given["cu_bias"][b : b + 2].tolist()
             for x, bias in zip(given["bias_tokens"][begin:end].tolist(), given["bias_values"][begin:end], strict=True):
                 if 0 <= x < vocab and not bias.isnan():
                     row[x] += np.float32(bias)
-                    forbidden[x] |= bool(bias == -torch.inf)
+                    forbidden[x] |= bool(bias == -torch.inf) and not np.isnan(row[x])
         row = np.where(seen, np.where(row > 0, row / repetition, row * repetition), row)
         row = row - frequency * counts.astype(np.float32)
         row = row - presence * (counts > 0).astype(np.float32)

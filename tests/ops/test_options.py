@@ -11,7 +11,6 @@ from options_case import (
     CHAINS,
     OF_CHAINS,
     PARTS,
-    SAMPLED,
     TREES,
     WEIGHED,
     Case,
@@ -20,8 +19,6 @@ from options_case import (
     calls,
     changed,
     differences,
-    drawn,
-    expected,
     make_case,
     strided,
     verify,
@@ -77,9 +74,10 @@ def test_options_matter(device):
                 plain = replace(case, options=None, penalties={}, grammar_mask=None)
                 for name in calls(case):
                     moved += not torch.equal(verify(case, name).tokens, verify(plain, name).tokens)
-        assert moved > 12, part
-    lengths = [verify(case, name).num_accepted.max() for case in cases(33, PARTS, 0, device) for name in calls(case)]
-    assert max(lengths) > 2
+        assert moved > 5, part
+    found = [verify(case, name) for seed in range(3) for case in cases(33, PARTS, seed, device) for name in calls(case)]
+    assert max(int(verdict.num_accepted.max()) for verdict in found) > 2
+    assert sum(int(verdict.num_accepted.sum()) for verdict in found) > 40
 
 
 def test_strided_rows(device):
@@ -106,7 +104,7 @@ def test_draft_vocabulary(device):
 
 
 def test_rows_with_nan_and_infinities(device):
-    """Of the tokens that are forbidden none is read: a NaN among them is no bad row."""
+    """NaN is told by the status, forbidden or not; infinities become what they are without options."""
     for i, case in enumerate(cases(70, PARTS, 8, device)):
         generator = torch.Generator().manual_seed(i)
         strange = torch.tensor([float("nan"), INF, -INF], device=device)
@@ -186,6 +184,23 @@ def test_arithmetic_by_hand(device):
     assert greedy([0.0, 9.0], device, bad_words=[[[1]]], bias=[{1: INF}]) == 0
 
 
+def test_rounding_is_that_of_torch(device):
+    """A product and a difference are two operations, as in `logits - frequency * counts`: the same value is a tie."""
+    generator = torch.Generator().manual_seed(0)
+    count = 2000
+    logits, frequency = torch.randn(count, generator=generator) * 5, torch.rand(count, generator=generator) * 4 - 2
+    times = torch.randint(1, 40, (count,), generator=generator)
+    same = logits - frequency * times
+    zeros = torch.zeros(count, dtype=torch.int64, device=device)
+    for flip in (False, True):
+        rows, counts = torch.stack([same, logits], 1), torch.stack([torch.zeros_like(times), times], 1).int()
+        if flip:
+            rows, counts = rows.flip(1), counts.flip(1)
+        options = RequestOptions(output_counts=counts.contiguous().to(device))
+        params = SamplingParams(temperature=0.0, frequency_penalty=frequency.to(device))
+        assert not sample(rows.to(device), params, seeds=zeros, positions=zeros, options=options).any()
+
+
 def test_temperature_comes_after_bias(device):
     """ln(9) / 2 + bias ln(3) at temperature 1/2 is odds of 81 : 1 for the other order 27 : 1."""
     count = 20_000 if device.type != "cpu" else 4000
@@ -223,14 +238,14 @@ def test_deep_paths(device):
     logits[:, 2], logits[:, 3] = 60.0, 60.0 - (turn - 0.5) / 64
     drafts = torch.full((count,), 2, device=device)
     zero = torch.zeros(1, dtype=torch.int64, device=device)
-    chain, path = batch_of([list(range(-1, count - 1))], device, count), list(range(turn))
+    chain, path = batch_of([list(range(-1, count - 1))], device, count), list(range(turn + 1))
     params = SamplingParams(temperature=0.0, frequency_penalty=1 / 64)
     for op, law in [(verify_sampled, None), *OF_CHAINS, *WEIGHED]:
         keywords = {} if law is None else {"draft_law": law}
         if law in ("iid", "swor"):
             keywords["draft_probs"] = torch.full((count, 5), 0.2, device=device)
         verdict = op(logits, drafts, chain, params, seeds=zero, positions=zero, **keywords)
-        check(verdict, 0, path, [2] * (turn - 1) + [3])
+        check(verdict, 0, path, [2] * turn + [3])
 
 
 def word_row(device: torch.device, text: list[int], words: list[list[int]], start: int | None = None, **given) -> int:
@@ -290,7 +305,9 @@ def test_minimum_length_by_hand(device):
     seeds = torch.zeros(1, dtype=torch.int64, device=device)
     drafts, trees = torch.tensor([0, 1, 1, 1], device=device), batch_of([[-1, 0, 1, 2]], device)
     for position, tokens in ((6, [1, 1, 1, 2]), (7, [1, 1, 2]), (8, [1, 2]), (9, [2]), (5, [1, 1, 1, 1])):
-        verdict = verify_sampled(logits, drafts, trees, GREEDY, seeds=seeds, positions=seeds + position, options=options)
+        verdict = verify_sampled(
+            logits, drafts, trees, GREEDY, seeds=seeds, positions=seeds + position, options=options
+        )
         assert verdict.tokens[0, : len(tokens) + 1].tolist() == [*tokens, -1]
 
 
