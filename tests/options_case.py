@@ -112,17 +112,31 @@ class Maker:
             self.ints(5, 60, self.batch), probs, is_chain=self.parents is CHAINS,
         )  # fmt: skip
         made: dict[str, Tensor] = {}
-        for part in ("prompt", "counts", "allowed", "bias", "bad_words", "stops"):
+        for part in ("prompt", "counts", "allowed", "bias", "stops"):
             if part in self.parts:
                 made |= getattr(self, f"_{part}")(found)
-        if made:
-            found.options = RequestOptions(**made)
         for name in PENALTIES:
             if name.removesuffix("_penalty") in self.parts or {"counts", "prompt"} & self.parts:
                 found.penalties[name] = self._penalty(name)
         if "grammar" in self.parts:
             found.grammar_mask = self.rand(rows, self.vocab) < 0.7
+        found.options = RequestOptions(**made) if made else None
+        self._follow(found)
+        if "bad_words" in self.parts:
+            found.options = RequestOptions(**made, **self._bad_words(found))
         return found
+
+    def _follow(self, case: Case) -> None:
+        """Makes most drafts the likeliest tokens after their parents' paths, so that paths are long."""
+        parents = torch.cat([torch.tensor(tree, dtype=torch.int64) for tree in self.parents])
+        sequence = torch.repeat_interleave(torch.tensor([len(tree) for tree in self.parents]))
+        parents += case.trees.cu_nodes.long()[sequence]
+        ranks = [int((parents[:row] == parents[row]).sum()) for row in range(len(parents))]
+        for depth in range(1, int(case.trees.depths.max()) + 1):
+            best = case.applied().nan_to_num(-torch.inf).topk(min(3, self.vocab)).indices
+            for row in (case.trees.depths == depth).nonzero()[:, 0].tolist():
+                if self.rand() < 0.8:
+                    case.drafts[row] = best[parents[row], ranks[row] % best.shape[1]]
 
     def _penalty(self, name: str) -> float | Tensor:
         """A number, a tensor for all or one for each sequence, in which some values are off or out of range."""
@@ -172,12 +186,11 @@ class Maker:
         for _, b, path in reference.paths_of(case.drafts.numel(), case.drafts.tolist(), case.trees):
             # Words that end as the text does, some of which begin before history_start.
             text = history[b, : lens[b]].tolist() + path
-            for _ in range(2):
-                size = int(self.ints(0, min(len(text), 5) + 1))
+            size = int(self.ints(1, 6))
+            if self.rand() < 0.7 and size <= len(text):
                 words[b].append([*text[len(text) - size :], int(self.tokens(1))])
         for of_sequence in words:
-            of_sequence.append([])
-            of_sequence.append([int(self.hot[0]), self.vocab])
+            of_sequence += [[], [int(self.hot[0])], [int(self.hot[-1]), self.vocab]]
             of_sequence += [self.tokens(int(self.ints(2, 5))).tolist() for _ in range(2)]
         flat = [word for of_sequence in words for word in of_sequence]
         made = {

@@ -138,7 +138,7 @@ def apply_options(
     """Logits after penalties, options and grammar mask: float32 [N, V]. Without trees each row is a sequence's root.
 
     An op with options gives what the op without gives for this. NaN stays NaN, forbidden or not, so that a row that has
-    one is still told; +inf is the largest finite number of the dtype.
+    one is still told; +inf is the largest finite number of the dtype, or after bias of float32.
     """
     num_rows, vocab = logits.shape
     given = {name: t.cpu() for name, t in (options or RequestOptions()).tensors().items() if t is not None}
@@ -213,18 +213,19 @@ def with_bias_and_penalties(
     seen = counts > 0
     if "prompt_mask" in given:
         seen = seen | unpacked(given["prompt_mask"][b], vocab)
-    row, forbidden = row.copy(), (forbidden | (row == -np.inf)) & ~np.isnan(row)
+    row, is_nan, forbidden = row.copy(), np.isnan(row), forbidden | (row == -np.inf)
     with np.errstate(all="ignore"):
         if {"bias_tokens", "bias_values", "cu_bias"} <= given.keys():
             begin, end = given["cu_bias"][b : b + 2].tolist()
             for x, bias in zip(given["bias_tokens"][begin:end].tolist(), given["bias_values"][begin:end], strict=True):
                 if 0 <= x < vocab and not bias.isnan():
                     row[x] += np.float32(bias)
-                    forbidden[x] |= bool(bias == -torch.inf) and not np.isnan(row[x])
+                    forbidden[x] |= bool(bias == -torch.inf)
+        row = np.minimum(row, np.finfo(np.float32).max)
         row = np.where(seen, np.where(row > 0, row / repetition, row * repetition), row)
         row = row - frequency * counts.astype(np.float32)
         row = row - presence * (counts > 0).astype(np.float32)
-    return np.where(forbidden, np.float32(-np.inf), row)
+    return np.where(forbidden & ~is_nan, np.float32(-np.inf), row)
 
 
 def penalties_of(params: SamplingParams, b: int) -> tuple[np.float32, np.float32, np.float32]:

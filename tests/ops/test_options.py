@@ -23,6 +23,7 @@ from options_case import (
     strided,
     verify,
 )
+from shard_case import pack
 from torch import Tensor
 from verify_case import BAD_ROW, check
 
@@ -65,17 +66,19 @@ def test_random_subsets(device, vocab, seed):
         assert differences(case) == []
 
 
-def test_options_matter(device):
+def test_options_matter(backend, device):
     """The cases above are worth something: each option changes what most ops give, and paths are long."""
+    if backend == "simt":
+        pytest.skip("of the cases, not of a backend")
     for part in PARTS:
         moved = 0
-        for seed in range(3):
+        for seed in range(2):
             for case in cases(33, [part], seed, device):
                 plain = replace(case, options=None, penalties={}, grammar_mask=None)
                 for name in calls(case):
                     moved += not torch.equal(verify(case, name).tokens, verify(plain, name).tokens)
-        assert moved > 5, part
-    found = [verify(case, name) for seed in range(3) for case in cases(33, PARTS, seed, device) for name in calls(case)]
+        assert moved > 3, part
+    found = [verify(case, name) for seed in range(2) for case in cases(33, PARTS, seed, device) for name in calls(case)]
     assert max(int(verdict.num_accepted.max()) for verdict in found) > 2
     assert sum(int(verdict.num_accepted.sum()) for verdict in found) > 40
 
@@ -86,8 +89,6 @@ def test_strided_rows(device):
 
 
 def test_packed_grammar(device):
-    from shard_case import pack
-
     for case in cases(77, PARTS, 6, device):
         assert differences(replace(case, grammar_mask=pack(case.grammar_mask.cpu()).to(device))) == []
 
