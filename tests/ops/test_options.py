@@ -202,6 +202,28 @@ def test_rounding_is_that_of_torch(device):
         assert not sample(rows.to(device), params, seeds=zeros, positions=zeros, options=options).any()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_overflow_is_the_largest_number(device, temperature):
+    """A penalty or a bias may drive a logit beyond float32."""
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    for row, penalties, given in (
+        ([1.0, 2.0, 3e38, 3.0], {"repetition_penalty": 0.5}, {"outputs": [[2]]}),
+        ([1.0, 2.0, 3e38, 3.0], {}, {"bias": [{2: 3e38}]}),
+        ([1.0, 2.0, 3.0, 3.0], {"repetition_penalty": 0.7}, {"outputs": [[2]], "bias": [{2: INF}]}),
+        ([-3e38, -2e38, -1e38, -INF], {"repetition_penalty": 2.0}, {"outputs": [[0, 1]]}),
+    ):
+        params = SamplingParams(temperature=temperature, **penalties)
+        logits = torch.tensor([row], device=device)
+        at = {"seeds": zero, "positions": zero}
+        at["options"] = RequestOptions.from_lists(4, **given, device=device)
+        assert sample(logits, params, **at).tolist() == [2]
+        for verdict in (
+            verify_sampled(logits, zero, batch_of([[-1]], device), params, **at),
+            verify_rejection(logits, zero, batch_of([[-1]], device), params, draft_law="onehot", **at),
+        ):
+            check(verdict, 0, [0], [2])
+
+
 def test_temperature_comes_after_bias(device):
     """ln(9) / 2 + bias ln(3) at temperature 1/2 is odds of 81 : 1 for the other order 27 : 1."""
     count = 20_000 if device.type != "cpu" else 4000
