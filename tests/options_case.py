@@ -87,7 +87,7 @@ class Maker:
 
     def __init__(self, vocab: int, parts: Iterable[str], parents: list[list[int]], seed: int) -> None:
         self.vocab, self.parts, self.parents, self.batch = vocab, set(parts), parents, len(parents)
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator, self.is_flat = torch.Generator().manual_seed(seed), seed % 3 == 2
         self.hot = torch.randperm(vocab, generator=self.generator)[:HOT]
 
     def rand(self, *shape: int) -> Tensor:
@@ -103,7 +103,7 @@ class Maker:
         rows = sum(map(len, self.parents))
         # Multiples of 1/64: sums with bias are exact in any order, and there are ties.
         logits = (torch.randn(rows, self.vocab, generator=self.generator) * 96).round() / 64
-        logits[:, self.hot] += 3 + (self.rand(rows, len(self.hot)) * 128).round() / 64
+        logits[:, self.hot] += 0 if self.is_flat else 3 + (self.rand(rows, len(self.hot)) * 128).round() / 64
         probs = (logits + torch.randn(logits.shape, generator=self.generator)).softmax(-1)
         drafts = self.tokens(rows)
         drafts[self.rand(rows) < 0.08] = -1
