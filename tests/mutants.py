@@ -246,10 +246,6 @@ REQUESTS = [
         "if (a.values[a.columns[i]] > a.most[block]) prepare_block", "if (false) prepare_block", (OPTIONS,),
     ),
     Mutant(
-        "the first block's peak before its penalties", "cpu/isa/logits/filter.h",
-        "if (a.is_adjusted[best] || a.most[best] == -kInfinity) break;", "break;", (OPTIONS,),
-    ),
-    Mutant(
         "tokens behind EOS are counted", "core/step.h",
         "count_tokens(p, b, kept)", "count_tokens(p, b, kept == 0 ? 0 : p.num_accepted[b] + 1)", (COMMIT,),
     ),

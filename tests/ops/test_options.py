@@ -212,6 +212,31 @@ def test_rounding_is_that_of_torch(device):
         assert not sample(rows.to(device), params, seeds=zeros, positions=zeros, options=options).any()
 
 
+@pytest.mark.parametrize("vocab", [600, 5003])
+def test_penalties_that_raise_logits(device, vocab):
+    """A token far from the others, which is the best one by its penalty alone, or is no longer so."""
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    for penalties, low in (
+        ({"repetition_penalty": 0.5}, 2.0), ({"repetition_penalty": 0.5}, -3.0), ({"presence_penalty": -2.0}, 2.0),
+        ({"frequency_penalty": -1.0}, 1.0), ({"repetition_penalty": 0.5, "presence_penalty": 0.5}, 2.0),
+    ):  # fmt: skip
+        high = 3.0 if low > 0 else -2.0
+        logits = torch.full((1, vocab), -9.0, device=device)
+        for token, other in ((3, vocab - 2), (vocab - 2, 3), (vocab // 2, 3)):
+            logits[0, token], logits[0, other] = low, high
+            options = RequestOptions.from_lists(vocab, outputs=[[token] * 4], device=device)
+            params = SamplingParams(temperature=0.0, **penalties)
+            at = {"seeds": zero, "positions": zero, "options": options}
+            assert sample(logits, params, **at).tolist() == [token]
+            assert sample(logits, replace(params, temperature=1e-3), **at).tolist() == [token]
+            verdict = verify_rejection(logits, zero, batch_of([[-1]], device), params, draft_law="onehot", **at)
+            check(verdict, 0, [0], [token])
+            lowered = SamplingParams(temperature=0.0, frequency_penalty=0.6)
+            swapped = RequestOptions.from_lists(vocab, outputs=[[other] * 4], device=device)
+            assert sample(logits, lowered, **{**at, "options": swapped}).tolist() == [token]
+            logits.fill_(-9.0)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_overflow_is_the_largest_number(device, temperature):
     """A penalty or a bias may drive a logit beyond float32."""
