@@ -34,6 +34,9 @@ def check_config(vllm_config: Any) -> None:
         ("enable_lora", vllm_config.lora_config is not None, False),
         ("kv_transfer_config", vllm_config.kv_transfer_config, None),
         ("VLLM_USE_V2_MODEL_RUNNER", bool(vllm_config.use_v2_model_runner), False),
+        ("logits_processors", model.logits_processors, None),
+        ("logprobs_mode (of raw_logprobs, raw_logits, processed_logprobs)", model.logprobs_mode == "processed_logits", False),
+        ("watermark_config", vllm_config.watermark_config, None),
         ("model (rotary positions of several dimensions)", bool(model.uses_mrope), False),
         ("model (recurrent state)", bool(model.has_inner_state), False),
         ("model (encoder and decoder)", bool(model.is_encoder_decoder), False),
@@ -100,21 +103,10 @@ def check_drafter(name: str) -> None:
 def check_request(params: Any) -> None:
     """Raises ValueError, naming the parameter, where a request wants what verification of trees does not do.
 
-    params: vLLM's SamplingParams. Temperature, top_p, top_k, seed, n, stop conditions and ignore_eos are fine; so is
-    min_p, which vLLM itself refuses wherever there is speculation, in extra_args (`min_p_of`).
+    params: vLLM's SamplingParams.
     """
     wrong: list[tuple[str, Any, Any]] = [
-        ("presence_penalty", params.presence_penalty, 0.0),
-        ("frequency_penalty", params.frequency_penalty, 0.0),
-        ("repetition_penalty", params.repetition_penalty, 1.0),
-        ("min_tokens", params.min_tokens, 0),
-        ("logprobs (beam search asks for them, too)", params.logprobs, None),
-        ("prompt_logprobs", params.prompt_logprobs, None),
         ("logprob_token_ids", params.logprob_token_ids or None, None),
-        ("structured_outputs", params.structured_outputs, None),
-        ("logit_bias", params.logit_bias or None, None),
-        ("allowed_token_ids", params.allowed_token_ids or None, None),
-        ("bad_words", params.bad_words or None, None),
         ("thinking_token_budget", getattr(params, "thinking_token_budget", None), None),
         ("trace_decode_token_ids", getattr(params, "trace_decode_token_ids", None) or None, None),
     ]
