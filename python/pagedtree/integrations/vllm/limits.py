@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["avoid_rotary_op", "check_config", "check_request", "min_p_of", "uses_trees"]
+__all__ = ["avoid_rotary_op", "check_config", "check_request", "lift_refusals", "min_p_of", "uses_trees"]
 
 PACKAGE = "pagedtree."
+SCHEDULER = "pagedtree.integrations.vllm.scheduler.TreeScheduler"
 MAX_NODES = 1024
 
 
@@ -34,8 +35,7 @@ def check_config(vllm_config: Any) -> None:
         ("enable_lora", vllm_config.lora_config is not None, False),
         ("kv_transfer_config", vllm_config.kv_transfer_config, None),
         ("VLLM_USE_V2_MODEL_RUNNER", bool(vllm_config.use_v2_model_runner), False),
-        ("logits_processors", model.logits_processors, None),
-        ("logprobs_mode (of raw_logprobs, raw_logits, processed_logprobs)", model.logprobs_mode == "processed_logits", False),
+        ("logits_processors", model.logits_processors or None, None),
         ("watermark_config", vllm_config.watermark_config, None),
         ("model (rotary positions of several dimensions)", bool(model.uses_mrope), False),
         ("model (recurrent state)", bool(model.has_inner_state), False),
@@ -56,6 +56,14 @@ def check_config(vllm_config: Any) -> None:
     for name, value, expected in wrong:
         if value != expected:
             raise ValueError(f"draft trees: expected {name} = {expected}, got {value}")
+    if model.logprobs_mode == "processed_logits":
+        raise ValueError(
+            "draft trees: expected logprobs_mode = raw_logprobs, raw_logits or processed_logprobs, got processed_logits"
+        )
+    if vllm_config.scheduler_config.scheduler_cls != SCHEDULER:
+        raise ValueError(
+            f"draft trees: expected scheduler_cls = {SCHEDULER}, got {vllm_config.scheduler_config.scheduler_cls}"
+        )
     if speculation is not None and not 1 <= speculation.num_speculative_tokens < MAX_NODES:
         raise ValueError(
             f"draft trees: expected speculative_config.num_speculative_tokens in 1..{MAX_NODES - 1}, got"
@@ -98,6 +106,32 @@ def check_drafter(name: str) -> None:
             "draft trees: expected speculative_config.model to name a class derived from TreeDrafter, such as"
             f" {TreeDrafter.__module__}.NgramTreeDrafter or ModelTreeDrafter, got {name}"
         )
+
+
+def lift_refusals() -> None:
+    """Lets requests with min_p or logit_bias, which vLLM refuses wherever there is speculation, reach tree drafters."""
+    from vllm.sampling_params import SamplingParams
+
+    refuse = SamplingParams._validate_spec_decode
+    if getattr(refuse, "lifted_for_trees", False):
+        return
+
+    def refuse_without_trees(self: Any, speculative_config: Any) -> None:
+        if not _drafts_trees(speculative_config):
+            refuse(self, speculative_config)
+
+    refuse_without_trees.lifted_for_trees = True  # type: ignore[attr-defined]
+    SamplingParams._validate_spec_decode = refuse_without_trees  # type: ignore[method-assign]
+
+
+def _drafts_trees(speculation: Any) -> bool:
+    if speculation is None or speculation.method != "custom_class":
+        return False
+    try:
+        check_drafter(speculation.model)
+    except ValueError:
+        return False
+    return True
 
 
 def check_request(params: Any) -> None:
