@@ -14,7 +14,8 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
 from pagedtree import build_trees
-from pagedtree.grammars import DepthFirstMatcher, GrammarFill, GrammarMasks, GrammarMatcher
+from pagedtree.grammars import DepthFirstMatcher, GrammarFill, GrammarMasks, GrammarMatcher, TokenTree
+from pagedtree.integrations.xgrammar import XGrammarMatcher
 
 __all__ = ["DraftTrees", "TreeScheduler"]
 
@@ -99,7 +100,11 @@ class TreeScheduler(Scheduler):
             if grammar.is_terminated():
                 return None
             if isinstance(grammar, XgrammarGrammar):
-                return _xgrammar_matcher(request, grammar)
+                # Made once per request, as that fills a row to see how wide it is.
+                known: _XgrammarMatcher | None = getattr(request, "draft_matcher", None)
+                if known is None or known.matcher is not grammar.matcher:
+                    known = request.draft_matcher = _XgrammarMatcher(grammar)
+                return known
         return _VllmMatcher(manager, request)
 
     def shutdown(self) -> None:
@@ -114,21 +119,26 @@ def tree_of(num_drafts: int, parents: np.ndarray | None) -> np.ndarray:
     return parents[: num_drafts + 1].astype(np.int32)
 
 
-def _xgrammar_matcher(request: Any, grammar: XgrammarGrammar) -> GrammarMatcher:
-    """xgrammar walks the tree itself. The matcher is made once per request, as that fills a row to see how wide it is."""
-    from pagedtree.integrations.xgrammar import XGrammarMatcher  # imports xgrammar, which vLLM does when it is used
+class _XgrammarMatcher(XGrammarMatcher):
+    """xgrammar walks the tree itself. Behind its end anything goes in vLLM."""
 
-    known: XGrammarMatcher | None = getattr(request, "draft_matcher", None)
-    if known is None or known.matcher is not grammar.matcher:
-        known = request.draft_matcher = XGrammarMatcher(grammar.matcher, grammar.vocab_size)
-        known.stop_token_ids = ()  # behind the end anything goes
-    return known
+    def __init__(self, grammar: XgrammarGrammar) -> None:
+        super().__init__(grammar.matcher, grammar.vocab_size)
+        self.ends = np.array(self.stop_token_ids, dtype=np.int64)
+        self.stop_token_ids = ()  # where no token may follow none is allowed instead: vLLM calls that an error
+
+    def fill_tree(self, tree: TokenTree, mask: np.ndarray) -> None:
+        super().fill_tree(tree, mask)
+        mask[np.isin(tree.tokens, self.ends) & ~(mask != 0).any(axis=1)] = -1
 
 
 class _VllmMatcher(DepthFirstMatcher):
-    """A grammar of any of vLLM's engines, which may begin inside the tree: behind the end of a model's reasoning."""
+    """A grammar of any of vLLM's engines, which may begin inside the tree: behind the end of a model's reasoning.
 
-    stop_token_ids: Sequence[int] = ()  # behind the end anything goes
+    Behind the grammar's own end anything goes in vLLM, so that no row of a tree is an end.
+    """
+
+    stop_token_ids: Sequence[int] = ()
 
     def __init__(self, manager: Any, request: Any) -> None:
         self.manager, self.request = manager, request
@@ -138,6 +148,8 @@ class _VllmMatcher(DepthFirstMatcher):
         self._fed: list[bool] = []  # whether the grammar has read the token
 
     def accept(self, token: int) -> bool:
+        if self._has_ended():
+            return False
         path = [*self._path, token]
         is_fed = self._bounds(path).grammar_start < len(path)
         if is_fed and not self.grammar.accept_tokens(self.request.request_id, [token]):
@@ -153,11 +165,14 @@ class _VllmMatcher(DepthFirstMatcher):
                 self.grammar.rollback(1)
 
     def is_terminated(self) -> bool:
-        return self._is_constrained() and bool(self.grammar.is_terminated())
+        return False
 
     def fill_row(self, row: np.ndarray) -> None:
-        if self._is_constrained():
+        if self._is_constrained() and not self._has_ended():
             self.grammar.fill_bitmask(torch.from_numpy(row)[None], 0)
+
+    def _has_ended(self) -> bool:
+        return self._is_constrained() and bool(self.grammar.is_terminated())
 
     def _is_constrained(self) -> bool:
         return bool(self._bounds(self._path).constraint_start <= len(self._path))
