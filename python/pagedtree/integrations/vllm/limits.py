@@ -10,6 +10,7 @@ __all__ = ["avoid_rotary_op", "check_config", "check_request", "lift_refusals", 
 PACKAGE = "pagedtree."
 SCHEDULER = "pagedtree.integrations.vllm.scheduler.TreeScheduler"
 MAX_NODES = 1024
+MAX_TOP_N = 1024  # of token_logprobs
 
 
 def uses_trees(vllm_config: Any) -> bool:
@@ -59,6 +60,11 @@ def check_config(vllm_config: Any) -> None:
     if model.logprobs_mode == "processed_logits":
         raise ValueError(
             "draft trees: expected logprobs_mode = raw_logprobs, raw_logits or processed_logprobs, got processed_logits"
+        )
+    if model.logprobs_mode == "processed_logprobs" and not 0 <= model.max_logprobs <= MAX_TOP_N:
+        raise ValueError(
+            f"draft trees: expected max_logprobs in 0..{MAX_TOP_N} where logprobs_mode is processed_logprobs, got"
+            f" {model.max_logprobs}"
         )
     if vllm_config.scheduler_config.scheduler_cls != SCHEDULER:
         raise ValueError(

@@ -13,6 +13,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
 from pagedtree import RequestOptions, SamplingParams, token_logprobs
+from pagedtree.integrations.vllm.limits import MAX_TOP_N
 from pagedtree.integrations.vllm.options import is_penalized, known_ids, option_lists, params_of
 
 __all__ = ["sampled_logprobs"]
@@ -44,29 +45,39 @@ def sampled_logprobs(
     present = (tokens.flatten() >= 0).nonzero()[:, 0]
     chosen, chosen_rows = tokens.flatten()[present], rows.flatten()[present]
     mask = grammar_mask[chosen_rows] if grammar_mask is not None else None
-    if mode == "raw_logits":
+    if mode == "raw_logits" or top_n > MAX_TOP_N:
         scores = logits[chosen_rows].float()
         if mask is not None:
-            scores.masked_fill_(~_bits(mask, scores.shape[1]), -torch.inf)
+            scores.masked_fill_(~_bits(mask, scores.shape[1]), -math.inf)
+        if mode != "raw_logits":
+            scores = Sampler.compute_logprobs(scores)
         found = Sampler.gather_logprobs(scores, top_n, chosen)
-        ids, values, ranks = found.logprob_token_ids, found.logprobs, found.selected_token_ranks
+        parts = found.logprob_token_ids, found.logprobs, found.selected_token_ranks
     else:
-        params, options = None, None
+        params, options = None, RequestOptions(allowed_mask=mask)
         if mode == "processed_logprobs":
             params, options = _processed(tokens, present, requests, logits, mask)
-        elif mask is not None:
-            params, options = SamplingParams(), RequestOptions(allowed_mask=mask)
         own, ranks, top, top_values = token_logprobs(
             logits, chosen, rows=chosen_rows, params=params, options=options, top_n=top_n
         )
+        _name_forbidden(top)
         ids = torch.cat([chosen[:, None], top], dim=1).int()
-        values = torch.cat([own[:, None], top_values], dim=1)
-    if present.shape[0] == tokens.numel():
-        return LogprobsTensors(ids, values, ranks)
-    found = [part.new_zeros((tokens.numel(), *part.shape[1:])) for part in (ids, values, ranks)]
-    for all_rows, part in zip(found, (ids, values, ranks), strict=True):
-        all_rows[present] = part
-    return LogprobsTensors(*found)
+        parts = ids, torch.cat([own[:, None], top_values], dim=1), ranks
+    if present.shape[0] < tokens.numel():
+        every = tuple(part.new_zeros((tokens.numel(), *part.shape[1:])) for part in parts)
+        for all_rows, part in zip(every, parts, strict=True):
+            all_rows[present] = part
+        parts = every
+    return LogprobsTensors(*parts)
+
+
+def _name_forbidden(top: Tensor) -> None:
+    """Where fewer tokens are allowed than were asked for, vLLM lists forbidden ones; here those of the lowest ids."""
+    for row in (top < 0).any(dim=1).nonzero()[:, 0].tolist():
+        allowed = set(top[row].tolist())
+        forbidden = [token for token in range(top.shape[1]) if token not in allowed]
+        absent = top[row] < 0
+        top[row, absent] = top.new_tensor(forbidden[: int(absent.sum())])
 
 
 def _processed(
