@@ -1,4 +1,4 @@
-"""Request options with draft trees: greedy text is stock vLLM's with the same options, seeded text does not depend on trees."""
+"""Request options with draft trees: greedy text is stock vLLM's, seeded text does not depend on the trees."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm_case import (
+    LLM,
     NGRAM,
     BeamSearchParams,
-    LLM,
     SamplingParams,
     VLLMValidationError,
     accepted,
@@ -257,7 +257,7 @@ class Reasoner:
 
 
 def test_grammars_begin_behind_the_reasoning(monkeypatch):
-    
+
     expected: list[Any] = []
     for options in ({}, tree_options("ngram"), tree_options("model")):
         with engine(**options) as llm:
@@ -283,14 +283,26 @@ def test_text_behind_the_end_of_a_grammar_is_free():
 
 
 def test_greedy_output_with_all_options():
-    """The whole in two engines, in processes of their own: what CI runs of this file."""
+    """The whole in two engines: what CI runs of this file."""
     params = subsets(12)
     prompts = [PROMPTS[n % len(PROMPTS)] for n in range(len(params))]
-    with engine() as llm:
+    with engine(max_num_seqs=16) as llm:
         expected = tokens_of(outputs_of(llm, prompts, params))
-    with engine(**tree_options("ngram"), env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}) as llm:
+    with engine(**tree_options("ngram"), max_num_seqs=16) as llm:
         assert tokens_of(outputs_of(llm, prompts, params)) == expected
         assert accepted(llm) > 20
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_separate_processes(ranks):
+    """With two tensor-parallel ranks all sample, and the first answers; the grammars are in another process."""
+    params = subsets(12)
+    prompts = [PROMPTS[n % len(PROMPTS)] for n in range(len(params))]
+    with engine(max_num_seqs=16) as llm:
+        expected = tokens_of(outputs_of(llm, prompts, params))
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with engine(**tree_options("model"), tensor_parallel_size=ranks, env=env) as llm:
+        assert tokens_of(outputs_of(llm, prompts, params)) == expected
 
 
 def test_preempted_requests_keep_their_options():

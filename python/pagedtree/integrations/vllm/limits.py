@@ -127,7 +127,7 @@ def lift_refusals() -> None:
             refuse(self, speculative_config)
 
     refuse_without_trees.lifted_for_trees = True  # type: ignore[attr-defined]
-    SamplingParams._validate_spec_decode = refuse_without_trees  # type: ignore[method-assign]
+    SamplingParams._validate_spec_decode = refuse_without_trees
 
 
 def _drafts_trees(speculation: Any) -> bool:

@@ -137,9 +137,10 @@ def params_of(given: Sequence[Any], device: torch.device, *, greedy_temperature:
     if any(is_penalized(params) for params in given):
         for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
             columns[name] = torch.float32, [getattr(params, name) for params in given]
-    return SamplingParams(
-        **{name: torch.tensor(values, dtype=dtype).to(device) for name, (dtype, values) in columns.items()}
-    )
+    tensors: dict[str, Any] = {
+        name: torch.tensor(values, dtype=dtype).to(device) for name, (dtype, values) in columns.items()
+    }
+    return SamplingParams(**tensors)
 
 
 def option_lists(given: Sequence[Any], prompt_lens: Sequence[int], vocab_size: int) -> dict[str, Any]:
@@ -161,9 +162,7 @@ def option_lists(given: Sequence[Any], prompt_lens: Sequence[int], vocab_size: i
             [token for token in params.all_stop_token_ids if token < vocab_size] if params.min_tokens else []
             for params in given
         ]
-        lists["min_positions"] = [
-            length + params.min_tokens for params, length in zip(given, prompt_lens, strict=True)
-        ]
+        lists["min_positions"] = [length + params.min_tokens for params, length in zip(given, prompt_lens, strict=True)]
     return lists
 
 

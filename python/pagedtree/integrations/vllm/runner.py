@@ -199,7 +199,7 @@ class TreeRunner:
         sampling = self._options.step(requests)
         seeds = torch.tensor([self._seed(r.req_id, r.sampling_params.seed) for r in requests]).to(self.device)
         last = self.seq_lens[: len(requests)].long() - 1
-        how = {"seeds": seeds, "grammar_mask": grammar_mask, "options": sampling.options}
+        how: dict[str, Any] = {"seeds": seeds, "grammar_mask": grammar_mask, "options": sampling.options}
         if step is None:
             tokens = sample(logits, sampling.params, positions=last, **how)[:, None]
             rows = torch.arange(len(requests), device=self.device)[:, None]

@@ -1,4 +1,4 @@
-"""vLLM's scheduler, with grammars on trees: a row of the grammar's mask for each node, filled beside the target's pass."""
+"""vLLM's scheduler, with grammars on trees: a row of the mask for each node, filled while the target's pass runs."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class DraftTrees(DraftTokenIds):
 class TreeScheduler(Scheduler):
     """Extends these methods of vLLM's scheduler; without structured outputs it does what vLLM's does:
 
-        update_draft_token_ids  vLLM cuts drafts off behind the first that the grammar forbids as it reads a chain
-        schedule                starts to fill the masks, so that it happens beside the target's pass
-        get_grammar_bitmask     waits for them
+    update_draft_token_ids  vLLM cuts drafts off behind the first that the grammar forbids as it reads a chain
+    schedule                starts to fill the masks, so that it happens beside the target's pass
+    get_grammar_bitmask     waits for them
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
