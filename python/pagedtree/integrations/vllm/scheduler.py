@@ -32,11 +32,13 @@ class DraftTrees(DraftTokenIds):
 
 
 class TreeScheduler(Scheduler):
-    """Extends these methods of vLLM's scheduler; without structured outputs it does what vLLM's does:
+    """Extends these methods of vLLM's scheduler:
 
-    update_draft_token_ids  vLLM cuts drafts off behind the first that the grammar forbids as it reads a chain
-    schedule                starts to fill the masks, so that it happens beside the target's pass
-    get_grammar_bitmask     waits for them
+        update_draft_token_ids  vLLM cuts drafts off behind the first that the grammar forbids as it reads a chain
+        schedule                starts to fill the masks, so that it happens while the target's pass runs
+        get_grammar_bitmask     waits for them
+
+    Without structured outputs it does what vLLM's does.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
