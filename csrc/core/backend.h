@@ -31,6 +31,7 @@ class Backend {
  public:
   const char* const name;
   const AttentionSupport attention;
+  const int64_t max_option_rows;  // of fp32 scratch under request options; 0: the backend has memory of its own
 
   virtual void build_trees(const BuildTreesParams&, const ExecContext&) const = 0;
   virtual void sample(const SampleParams&, const ExecContext&) const = 0;
@@ -60,8 +61,8 @@ class Backend {
   virtual void merge_states(const MergeStatesParams&, const ExecContext&) const = 0;
 
  protected:
-  constexpr Backend(const char* of_backend, AttentionSupport of_attention)
-      : name(of_backend), attention(of_attention) {}
+  constexpr Backend(const char* of_backend, AttentionSupport of_attention, int64_t of_options)
+      : name(of_backend), attention(of_attention), max_option_rows(of_options) {}
   ~Backend() = default;
 };
 

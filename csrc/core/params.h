@@ -46,18 +46,56 @@ struct SamplingParams {
   bool joint;  // filter_order "joint"
 };
 
-struct SampleParams {
-  LogitsParams logits;       // R rows
-  SamplingParams sampling;   // of R
-  const int64_t* seeds;      // [R]
-  const int64_t* positions;  // [R]
-  int64_t* tokens;           // [R] out
-};
-
 // Token ids, int32 or int64.
 struct TokenIds {
   const void* data;
   bool is_int64;
+};
+
+// What requests forbid, favour and have said so far (core/options.h tells what becomes of a row). Every pointer may be
+// null: the option is not used. Strides count elements.
+struct OptionsParams {
+  const float* repetition;  // the penalties are [1] or [B], their strides 0 or 1
+  const float* presence;
+  const float* frequency;
+  const int32_t* prompt_mask;    // [B, ceil(V / 32)] packed
+  const int32_t* output_counts;  // [B, V]
+  const int32_t* allowed_mask;   // [B, ceil(V / 32)] packed
+  const int32_t* bias_tokens;    // [num_bias]
+  const float* bias_values;      // [num_bias]
+  const int32_t* cu_bias;        // [B + 1]
+  const int32_t* bad_tokens;     // [num_bad_tokens]
+  const int32_t* cu_bad_words;   // [num_bad_words + 1]
+  const int32_t* cu_bad_seqs;    // [B + 1]
+  const int64_t* history;        // [B, history_width]
+  const int32_t* history_lens;   // [B]
+  const int32_t* history_start;  // [B]
+  const int32_t* stop_ids;       // [B, num_stops], -1: none
+  const int64_t* min_position;   // [B]
+  const int64_t* positions;      // [B] of the rows or of the roots
+  const int32_t* cu_nodes;       // [B + 1] trees, these and the following; null: row n is sequence n
+  const int32_t* parents;        // [num_rows]
+  const int32_t* depths;         // [num_rows]
+  TokenIds draft_tokens;         // [num_rows]
+  TokenIds draft_to_target;      // [draft_vocab], data null: drafts are target ids already
+  float* scratch;                // [scratch_rows, scratch_stride] for backends that cannot allocate
+  int64_t num_rows, draft_vocab;
+  int64_t vocab;  // V, of all ranks
+  int64_t num_bias, num_bad_tokens, num_bad_words, num_stops;
+  int64_t history_width;
+  int64_t prompt_stride, counts_stride, allowed_stride, history_stride, stops_stride;
+  int64_t scratch_rows, scratch_stride;
+  int32_t repetition_stride, presence_stride, frequency_stride;
+  bool used;  // whether there is any option
+};
+
+struct SampleParams {
+  LogitsParams logits;       // R rows
+  SamplingParams sampling;   // of R
+  OptionsParams options;     // of R
+  const int64_t* seeds;      // [R]
+  const int64_t* positions;  // [R]
+  int64_t* tokens;           // [R] out
 };
 
 // A row's token, drawn in advance for sequence `sequence` at `depth`.
@@ -72,6 +110,7 @@ struct DrawnRow {
 struct VerifyParams {
   LogitsParams logits;          // N rows
   SamplingParams sampling;      // of B
+  OptionsParams options;        // of B
   TokenIds draft_tokens;        // [N]
   TokenIds draft_to_target;     // [draft_vocab], data null: drafts are target ids already
   const int32_t* cu_nodes;      // [B + 1]
@@ -290,6 +329,7 @@ struct CommitParams {
   const int32_t* node_map;      // [num_rows]
   int64_t* history;             // [B, history_width], row stride history_stride, written
   int32_t* history_lens;        // [B] written; null without history
+  int32_t* output_counts;       // [B, counts_width], row stride counts_stride, written; or null
   int32_t* new_start;           // [B] out
   int64_t* last_token;          // [B] out
   bool* finished;               // [B] out
@@ -305,6 +345,7 @@ struct CommitParams {
   int64_t accept_stride, tokens_stride, eos_stride;
   int64_t num_eos;
   int64_t history_width, history_stride;
+  int64_t counts_width, counts_stride;
   int32_t path_width;  // S
 };
 

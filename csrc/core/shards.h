@@ -3,6 +3,7 @@
 // learns from the combined words of all ranks. Words are integers, so that nothing depends on the split.
 #pragma once
 
+#include "core/options.h"
 #include "core/verify/rules.h"
 
 namespace pagedtree {
@@ -15,6 +16,8 @@ enum class ShardRound : int32_t {
   kMass,   // kShardBins words, sum: weights by a digit of their logit's key, for top_p
   kTies,   // 1 word, gathered from all ranks: how many tokens are at the threshold
   kRace,   // 1 word, maximum: the best score with its token
+  kLeft,   // 1 word, maximum: whether a token is left where the stop ids are forbidden; the first round, if there are
+           // any
 };
 
 constexpr int kShardDigitBits = 4;  // few bins per digit: fewer words in all, but more rounds
@@ -86,6 +89,7 @@ struct ShardRow {
   int32_t num_digits;  // how many of them
   uint8_t searching;   // whether a threshold is searched for; not bool: a caller's rows may hold any byte
   uint8_t asked;       // whether the ranks were asked what a rejection leaves
+  uint8_t no_stops;    // whether the stop ids are forbidden before the least position, after kLeft
 };
 static_assert(sizeof(ShardRow) % sizeof(int64_t) == 0);
 
@@ -93,11 +97,13 @@ static_assert(sizeof(ShardRow) % sizeof(int64_t) == 0);
 struct ShardRows {
   LogitsParams logits;      // N rows of this rank's columns; a rank may have none
   SamplingParams sampling;  // of B
+  OptionsParams options;    // of B
   const int32_t* cu_nodes;  // [B + 1], null: row n is sequence n
   ShardRow* rows;           // [N] written
   int64_t batch;
   int64_t first_token;  // the first column's id
   int64_t vocab;        // on all ranks
+  DType key_dtype;      // the logits' order keys have the digits of this type: fp32 under options
 };
 
 struct ShardStepParams {
@@ -133,12 +139,11 @@ PT_HOST_DEVICE bool is_filtered(const ShardRow& row, const Sampling& sampling) {
 }
 
 // The distribution on this rank's part of a row: tokens are numbered by this rank's columns.
-PT_HOST_DEVICE RowDistribution shard_distribution(const ShardRows& s, int64_t n, const ShardRow& row,
+PT_HOST_DEVICE RowDistribution shard_distribution(const ShardRows& s, const LogitRow& logits, const ShardRow& row,
                                                   const Sampling& sampling) {
   const int64_t token = clamp_to<int64_t>(row.peak.token, 0, s.vocab - 1);  // rows may come from anywhere
   const Peak peak{row.peak.logit, token - s.first_token, row.peak.has_nan};
-  RowDistribution found =
-      row_distribution(logit_row(s.logits, n), sampling, peak, [&](const Scale&) { return row.filter; });
+  RowDistribution found = row_distribution(logits, sampling, peak, [&](const Scale&) { return row.filter; });
   if (found.uniform && sampling.temperature == 0.0f) found.filter.tie_end = 1 - s.first_token;
   return found;
 }
@@ -159,6 +164,33 @@ PT_HOST_DEVICE ShardView view_of(const ShardRow& row, const Sampling& sampling, 
           .by_mass = by_mass};
 }
 
+// The request options of this rank's part of a row.
+PT_HOST_DEVICE RowOptions shard_options(const ShardRows& s, int64_t n, int64_t b, const ShardRow& row,
+                                        bool finds_left) {
+  return {s.options, b, n, finds_left || row.no_stops ? Stops::kForbid : Stops::kAllow, s.first_token};
+}
+
+// Whether a round looks at the row's logits, once it has begun.
+PT_HOST_DEVICE bool reads_row(const ShardStepParams& p, const Sampling& sampling, const ShardRow& row,
+                              int64_t kept_ties) {
+  if (kept_ties > 0) return true;
+  switch (p.round) {
+    case ShardRound::kLeft:
+    case ShardRound::kPeak:
+      return true;
+    case ShardRound::kCount:
+    case ShardRound::kMass:
+      return row.searching;
+    case ShardRound::kTies:
+      return row.ties != 0;
+    case ShardRound::kRace:
+      return sampling.temperature != 0.0f;
+    case ShardRound::kNone:
+      break;
+  }
+  return false;
+}
+
 // Starts the search in a threshold's first round.
 PT_HOST_DEVICE void begin_round(const ShardStepParams& p, const Sampling& sampling, ShardRow& row) {
   if (p.digit == 0 && (p.round == ShardRound::kCount || p.round == ShardRound::kMass)) {
@@ -173,7 +205,7 @@ PT_HOST_DEVICE void begin_round(const ShardStepParams& p, const Sampling& sampli
 
 // Ends the search: the threshold is known, and `at` is the count or mass of the tokens at it.
 PT_HOST_DEVICE void end_search(const ShardStepParams& p, const Sampling& sampling, uint64_t at, ShardRow& row) {
-  const float logit = logit_of_key<ScalarMath>(whole_key(row.key, digits_of(p.shard.logits.dtype)));
+  const float logit = logit_of_key<ScalarMath>(whole_key(row.key, digits_of(p.shard.key_dtype)));
   row.searching = false;
   if (p.last == ShardRound::kCount) {
     row.filter.min_logit = logit;
@@ -207,6 +239,9 @@ PT_HOST_DEVICE int64_t learn(const ShardStepParams& p, int64_t n, const Sampling
   switch (p.last) {
     case ShardRound::kNone:
       break;
+    case ShardRound::kLeft:
+      row.no_stops = words[0] != 0;
+      break;
     case ShardRound::kPeak:
       row.peak = {.logit = value_of_word(words[0]), .token = token_of_word(words[0]), .has_nan = words[1] != 0};
       row.filter = {.min_x = min_p_bound(sampling.min_p)};
@@ -225,7 +260,7 @@ PT_HOST_DEVICE int64_t learn(const ShardStepParams& p, int64_t n, const Sampling
       }
       const uint32_t bin = find_bin(words, row.target, row.above);
       row.key = row.key << kShardDigitBits | bin;
-      if (row.num_digits == digits_of(p.shard.logits.dtype)) {
+      if (row.num_digits == digits_of(p.shard.key_dtype)) {
         end_search(p, sampling, static_cast<uint64_t>(words[bin]), row);
       }
       break;

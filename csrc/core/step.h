@@ -57,6 +57,15 @@ PT_HOST_DEVICE void append_history(const CommitParams& p, int64_t b, int32_t cou
   p.history_lens[b] = static_cast<int32_t>(length + fitting);
 }
 
+PT_HOST_DEVICE void count_tokens(const CommitParams& p, int64_t b, int32_t count) {
+  for (int32_t j = 0; j < count; ++j) {
+    const int64_t token = p.tokens[b * p.tokens_stride + j];
+    if (token >= p.counts_width) continue;
+    int32_t& counted = p.output_counts[b * p.counts_stride + token];
+    counted = min_of(counted, INT32_MAX - 1) + 1;
+  }
+}
+
 // Which nodes of the path the draft model's cache holds, and which tokens of the path it lacks.
 PT_HOST_DEVICE void map_to_draft(const CommitParams& p, int64_t b, int64_t first_row, int32_t kept) {
   const int32_t* nodes = p.accept_index + b * p.accept_stride;
@@ -91,6 +100,7 @@ PT_HOST_DEVICE void commit_sequence(const CommitParams& p, int64_t b) {
     p.accept_rows[b * p.path_width + j] = j < kept ? rows.begin + p.accept_index[b * p.accept_stride + j] : -1;
   }
   if (p.history_lens != nullptr && kept > 0) append_history(p, b, kept);
+  if (p.output_counts != nullptr) count_tokens(p, b, kept);
   if (p.draft_num_accepted != nullptr) map_to_draft(p, b, rows.begin, kept);
 }
 

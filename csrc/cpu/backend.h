@@ -7,7 +7,7 @@ namespace pagedtree::cpu {
 
 class CpuBackend final : public Backend {
  public:
-  constexpr CpuBackend() : Backend("cpu", {.float32 = true, .cache_alignment = 1}) {}
+  constexpr CpuBackend() : Backend("cpu", {.float32 = true, .cache_alignment = 1}, 0) {}
 
   void build_trees(const BuildTreesParams&, const ExecContext&) const override;
   void sample(const SampleParams&, const ExecContext&) const override;

@@ -8,6 +8,7 @@
 
 #include "core/backend.h"
 #include "core/drafting.h"
+#include "core/options.h"
 #include "core/shard_distributions.h"
 #include "cpu/attention_work.h"
 #include "cpu/logits_scratch.h"
@@ -18,6 +19,8 @@ struct IsaKernels {
   const char* name;
   Draw (*draw_token)(const LogitRow& row, const Sampling& sampling, uint64_t seed, int64_t position,
                      FilterScratch& scratch);
+  // The row as request options leave it, in the scratch.
+  LogitRow (*adjust_row)(const RowOptions& options, const LogitRow& row, OptionsScratch& scratch);
   // dst[i] = saturate(src[i] / scale) as e4m3; dtype is that of src: fp32, fp16 or bf16.
   void (*quantize_e4m3)(const void* src, DType dtype, int64_t count, float scale, uint8_t* dst);
   // The k best tokens and their logits, best first, equal ones by id; -1 and -inf where fewer are finite. Returns the
@@ -29,7 +32,7 @@ struct IsaKernels {
   void (*verify_block)(const RatioParams&, int64_t b, RulesScratch& scratch);
   void (*verify_typical)(const RatioParams&, int64_t b, RulesScratch& scratch);
   void (*verify_traversal)(const RatioParams&, int64_t b, RulesScratch& scratch);
-  void (*step_shard)(const ShardStepParams&, int64_t row);
+  void (*step_shard)(const ShardStepParams&, int64_t row, OptionsScratch& scratch);
   void (*weigh_shard)(const ShardWeighParams&, int64_t item, RulesScratch& scratch);  // a row, or a tree
   void (*attend)(const TreeAttentionParams&, const AttentionRange&);
   void (*merge_pieces)(const TreeAttentionParams&, const AttentionRanges&, int32_t range);

@@ -27,9 +27,16 @@ struct FilterScratch {
   RowTotals low_blocks[kBlocks];
 };
 
+// Where a row is written anew under request options: [V + kMostLanes] logits, and [V] zeros to add biases up in.
+struct OptionsScratch {
+  float* row;
+  float* bias;
+};
+
 // Scratch of the rules that weigh drafts.
 struct RulesScratch {
   FilterScratch filter;
+  OptionsScratch options;
   NodeDistributions distributions;
   MassTable residuals, drafts;
   MassBlock block;

@@ -3,6 +3,7 @@
 #include "core/verify/tree_walk.h"
 #include "cpu/backend.h"
 #include "cpu/isa.h"
+#include "cpu/options_memory.h"
 #include "cpu/parallel.h"
 
 namespace pagedtree::cpu {
@@ -12,6 +13,7 @@ void CpuBackend::verify_sampled(const VerifyParams& p, const ExecContext& ctx) c
   const IsaKernels& isa = isa_kernels();
   parallel_for(ctx, p.batch, 1, [&](int64_t begin, int64_t end) {
     const auto scratch = std::make_unique_for_overwrite<FilterScratch>();
+    OptionsMemory memory(p.options, p.logits.vocab);
     for (int64_t b = begin; b < end; ++b) {
       TreeWalk walk(p, b);
       walk.begin();
@@ -19,7 +21,8 @@ void CpuBackend::verify_sampled(const VerifyParams& p, const ExecContext& ctx) c
       const uint64_t seed = p.seeds == nullptr ? 0 : static_cast<uint64_t>(p.seeds[b]);
       const uint64_t position = p.positions == nullptr ? 0 : static_cast<uint64_t>(p.positions[b]);
       for (bool more = walk.num_nodes > 0; more;) {
-        const LogitRow row = logit_row(p.logits, walk.row());
+        LogitRow row = logit_row(p.logits, walk.row());
+        if (p.options.used) row = isa.adjust_row(RowOptions(p.options, b, walk.row()), row, memory.scratch);
         const Draw draw = isa.draw_token(row, sampling, seed, static_cast<int64_t>(position + walk.depth), *scratch);
         if (draw.bad) walk.status |= kBadRow;
         walk.emit(draw.token);
@@ -35,6 +38,8 @@ static void for_each_tree(const RatioParams& p, const ExecContext& ctx,
                           void (*rule)(const RatioParams&, int64_t b, RulesScratch&)) {
   parallel_for(ctx, p.verify.batch, 1, [&](int64_t begin, int64_t end) {
     const auto scratch = std::make_unique_for_overwrite<RulesScratch>();
+    OptionsMemory memory(p.verify.options, p.verify.logits.vocab);
+    scratch->options = memory.scratch;
     for (int64_t b = begin; b < end; ++b) rule(p, b, *scratch);
   });
 }

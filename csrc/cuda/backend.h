@@ -6,10 +6,13 @@
 
 namespace pagedtree::cuda {
 
+// As many rows are worked on at a time as large GPUs have SMs, so that memory does not grow with the batch.
+constexpr int64_t kMaxOptionRows = 144;
+
 class CudaBackend final : public Backend {
  public:
   constexpr explicit CudaBackend(const char* of_backend)
-      : Backend(of_backend, {.float32 = false, .cache_alignment = 16}) {}
+      : Backend(of_backend, {.float32 = false, .cache_alignment = 16}, kMaxOptionRows) {}
 
   void build_trees(const BuildTreesParams&, const ExecContext&) const override;
   void sample(const SampleParams&, const ExecContext&) const override;

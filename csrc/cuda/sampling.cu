@@ -1,4 +1,5 @@
 #include "cuda/backend.h"
+#include "cuda/options.cuh"
 #include "cuda/sampling.cuh"
 #include "cuda/tile/launch.cuh"
 
@@ -7,20 +8,23 @@ namespace {
 
 template <DType kDType>
 __global__ void __launch_bounds__(kRowThreads, 1) sample_kernel(const __grid_constant__ SampleParams p) {
-  const int64_t r = ptx::cluster_index();
+  auto& shared = ptx::shared<SamplingShared>();
   ptx::cluster_sync();
-  const Draw draw =
-      draw_token<kDType>(logit_row(p.logits, r), sampling_of(p.sampling, r), static_cast<uint64_t>(p.seeds[r]),
-                         p.positions[r], ptx::shared<SamplingShared>());
-  if (leads_cluster()) p.tokens[ptx::cluster_index()] = draw.token;
+  for (int64_t r = ptx::cluster_index(); r < p.logits.num_rows; r += num_clusters()) {
+    const LogitRow row = row_under(p.options, r, r, logit_row(p.logits, r), shared.radix.block);
+    const Draw draw =
+        draw_token<kDType>(row, sampling_of(p.sampling, r), static_cast<uint64_t>(p.seeds[r]), p.positions[r], shared);
+    if (leads_cluster()) p.tokens[r] = draw.token;
+  }
 }
 
 }  // namespace
 
 void CudaBackend::sample(const SampleParams& p, const ExecContext& ctx) const {
-  with_logit_dtype(p.logits.dtype, [&](auto dtype) {
-    launch_rows(sample_kernel<dtype>, p.logits.num_rows, p.logits.vocab, most_threads_of_row(p.logits.num_rows),
-                sizeof(SamplingShared), ctx.stream, p);
+  const int64_t clusters = clusters_for(p.options, p.logits.num_rows);
+  with_logit_dtype(dtype_under(p.options, p.logits.dtype), [&](auto dtype) {
+    launch_rows(sample_kernel<dtype>, clusters, p.logits.vocab, most_threads_of_row(clusters), sizeof(SamplingShared),
+                ctx.stream, p);
   });
 }
 

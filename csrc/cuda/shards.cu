@@ -12,15 +12,20 @@ namespace {
 
 template <DType kDType>
 __device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_t b, const Sampling& sampling,
-                                     const LogitReader<kDType>& logits, const ShardRow& row, int64_t* words,
-                                     SamplingShared& shared) {
+                                     const LogitRow& of_logits, const LogitReader<kDType>& logits, const ShardRow& row,
+                                     int64_t* words, SamplingShared& shared) {
   const bool leads = threadIdx.x == 0;
   switch (p.round) {
     case ShardRound::kNone:
       break;
+    case ShardRound::kLeft:
     case ShardRound::kPeak: {
       const Peak peak = find_peak(logits, shared.radix.block);
       if (!leads) break;
+      if (p.round == ShardRound::kLeft) {
+        words[0] = peak.logit > -kInfinity;
+        break;
+      }
       words[0] = ranked_word(peak.logit, p.shard.first_token + peak.token);
       words[1] = peak.has_nan;
       break;
@@ -67,7 +72,7 @@ __device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_
         break;
       }
       LogitReader<kDType> kept = logits;
-      const RowDistribution of_shard = shard_distribution(p.shard, n, row, sampling);
+      const RowDistribution of_shard = shard_distribution(p.shard, of_logits, row, sampling);
       if (of_shard.uniform) kept.make_uniform();
       const int32_t depth = depth_of(p, n, b);
       const uint64_t position = static_cast<uint64_t>(p.positions[b]) + static_cast<uint64_t>(int64_t{depth});
@@ -84,25 +89,36 @@ __device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_
 }
 
 template <DType kDType>
-__global__ void __launch_bounds__(kRulesThreads, 1) step_kernel(const __grid_constant__ ShardStepParams p) {
-  auto& shared = ptx::shared<SamplingShared>();
-  const int64_t n = blockIdx.x, b = sequence_of(p.shard, n);
-  ptx::cluster_sync();                         // clusters of one CTA: each rank has only a part of the row
+__device__ __forceinline__ void step_row(const ShardStepParams& p, int64_t n, SamplingShared& shared) {
+  const int64_t b = sequence_of(p.shard, n);
   if (b < 0 || depth_of(p, n, b) < 0) return;  // no walk visits this row
   const Sampling sampling = sampling_of(p.shard.sampling, b);
-  LogitReader<kDType> logits(logit_row(p.shard.logits, n));
   ShardRow row = p.shard.rows[n];
   const int64_t kept_ties = learn(p, n, sampling, row);
-  if (p.round > ShardRound::kPeak) logits.learn(row.peak);
+  begin_round(p, sampling, row);
+  LogitRow of_logits = logit_row(p.shard.logits, n);
+  if (p.shard.options.used && reads_row(p, sampling, row, kept_ties)) {
+    const RowOptions options = shard_options(p.shard, n, b, row, p.round == ShardRound::kLeft);
+    of_logits = row_under(p.shard.options, b, n, of_logits, shared.radix.block, options.stops, p.shard.first_token);
+  }
+  LogitReader<kDType> logits(of_logits);
+  if (p.round > ShardRound::kPeak && p.round != ShardRound::kLeft) logits.learn(row.peak);
   if (kept_ties >= 0) {
     const float logit = row.filter.min_logit;
     row.filter.tie_end =
         kept_ties == 0 ? 0 : end_of_ties(logits, logit, static_cast<uint64_t>(kept_ties), shared.radix.block);
   }
-  begin_round(p, sampling, row);
-  tell(p, n, b, sampling, logits, row, p.words + n * words_of(p.round), shared);
+  tell(p, n, b, sampling, of_logits, logits, row, p.words + n * words_of(p.round), shared);
   __syncthreads();  // all have read the row
   if (threadIdx.x == 0) p.shard.rows[n] = row;
+}
+
+template <DType kDType>
+__global__ void __launch_bounds__(kRulesThreads, 1) step_kernel(const __grid_constant__ ShardStepParams p) {
+  ptx::cluster_sync();  // clusters of one CTA: each rank has only a part of the row
+  for (int64_t n = blockIdx.x; n < p.shard.logits.num_rows; n += gridDim.x) {
+    step_row<kDType>(p, n, ptx::shared<SamplingShared>());
+  }
 }
 
 // ---- what rejections leave
@@ -117,8 +133,9 @@ struct WeighShared {
 class ShardDistributions {
  public:
   __device__ ShardDistributions(const ShardWeighParams& p, int64_t n, int64_t b, WeighShared& shared)
-      : p_(p), shared_(shared) {
-    distributions_.target = shard_distribution(p.shard, n, p.shard.rows[n], sampling_of(p.shard.sampling, b));
+      : p_(p), n_(n), b_(b), shared_(shared) {
+    distributions_.target =
+        shard_distribution(p.shard, logit_row(p.shard.logits, n), p.shard.rows[n], sampling_of(p.shard.sampling, b));
     distributions_.draft_is_probs = true;
     distributions_.draft_unit = 1.0;
     if (p.ratio.law != DraftLaw::kOneHot) distributions_.draft.row = draft_row_of(p.ratio, n);
@@ -185,6 +202,11 @@ class ShardDistributions {
   }
 
   __device__ ResidualMasses left_at(TreeWalk& walk, double c, int64_t num_tried) {
+    if (p_.shard.options.used) {
+      const RowOptions options = shard_options(p_.shard, n_, b_, p_.shard.rows[n_], false);
+      distributions_.target.row = row_under(p_.shard.options, b_, n_, logit_row(p_.shard.logits, n_), shared_.block,
+                                            options.stops, p_.shard.first_token);
+    }
     TriedTokens tried{shared_.tried};
     if (threadIdx.x == 0) {
       mark_tried(p_.shard, walk, num_tried, tried);
@@ -196,14 +218,13 @@ class ShardDistributions {
   }
 
   const ShardWeighParams& p_;
+  int64_t n_, b_;
   WeighShared& shared_;
   NodeDistributions distributions_{};
 };
 
-__global__ void __launch_bounds__(kRulesThreads, 1) weigh_kernel(const __grid_constant__ ShardWeighParams p) {
-  auto& shared = ptx::shared<WeighShared>();
+__device__ __forceinline__ void weigh_item(const ShardWeighParams& p, int64_t item, WeighShared& shared) {
   const bool leads = threadIdx.x == 0;
-  const int64_t item = blockIdx.x;
   const auto [n, b] = item_of(p, item);
   if (b < 0) return;
   TreeWalk walk(p.ratio.verify, b);
@@ -240,6 +261,14 @@ __global__ void __launch_bounds__(kRulesThreads, 1) weigh_kernel(const __grid_co
   if (p.round != WeighRound::kSums) p.shard.rows[n] = row;
 }
 
+__global__ void __launch_bounds__(kRulesThreads, 1) weigh_kernel(const __grid_constant__ ShardWeighParams p) {
+  const int64_t items = num_items(p);
+  for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
+    __syncthreads();  // all have read what the item before left in shared memory
+    weigh_item(p, item, ptx::shared<WeighShared>());
+  }
+}
+
 // ---- walks: one thread per tree
 
 constexpr int kWalkThreads = 64;
@@ -257,8 +286,9 @@ __global__ void __launch_bounds__(kWalkThreads, 1) walk_kernel(const __grid_cons
 }  // namespace
 
 void CudaBackend::step_shards(const ShardStepParams& p, const ExecContext& ctx) const {
-  with_logit_dtype(p.shard.logits.dtype, [&](auto dtype) {
-    launch(step_kernel<dtype>, dim3(static_cast<unsigned>(p.shard.logits.num_rows)),
+  const int64_t ctas = clusters_for(p.shard.options, p.shard.logits.num_rows);
+  with_logit_dtype(dtype_under(p.shard.options, p.shard.logits.dtype), [&](auto dtype) {
+    launch(step_kernel<dtype>, dim3(static_cast<unsigned>(ctas)),
            dim3(threads_of_row(p.shard.logits.vocab, kRulesThreads)), sizeof(SamplingShared), ctx.stream, p);
   });
 }
@@ -268,7 +298,7 @@ void CudaBackend::follow_shards(const ShardFollowParams& p, const ExecContext& c
 }
 
 void CudaBackend::weigh_shards(const ShardWeighParams& p, const ExecContext& ctx) const {
-  launch(weigh_kernel, dim3(static_cast<unsigned>(num_items(p))),
+  launch(weigh_kernel, dim3(static_cast<unsigned>(clusters_for(p.shard.options, num_items(p)))),
          dim3(threads_of_row(p.shard.logits.vocab, kRulesThreads)), sizeof(WeighShared), ctx.stream, p);
 }
 

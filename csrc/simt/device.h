@@ -165,6 +165,11 @@ T atomicAdd(T* address, std::type_identity_t<T> value) {
   return std::atomic_ref<T>(*address).fetch_add(value);
 }
 
+template <typename T>
+T atomicExch(T* address, std::type_identity_t<T> value) {
+  return std::atomic_ref<T>(*address).exchange(value);
+}
+
 inline unsigned atomicInc(unsigned* address, unsigned top) {
   return pagedtree::simt::atomic_update(address, [=](unsigned old) { return old >= top ? 0 : old + 1; });
 }

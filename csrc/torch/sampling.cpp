@@ -1,6 +1,6 @@
 #include "torch/sampling.h"
 
-#include "torch/ops.h"
+#include "torch/options.h"
 
 namespace pagedtree::ops {
 
@@ -65,10 +65,11 @@ SamplingParams sampling_params(const Check& check, const Tensor& temperature, co
 namespace {
 
 Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
-              const Tensor& min_p, const std::string& filter_order, const Tensor& seeds, const Tensor& positions) {
+              const Tensor& min_p, const std::string& filter_order, const Tensor& seeds, const Tensor& positions,
+              const std::optional<Tensor>& grammar_mask PT_OPTION_PARAMETERS) {
   const Check check("sample", logits);
   SampleParams params{};
-  params.logits = logits_params(check, logits);
+  params.logits = logits_params(check, logits, grammar_mask);
   const int64_t rows = params.logits.num_rows;
   params.sampling = sampling_params(check, temperature, top_k, top_p, min_p, filter_order, rows);
   check.tensor(seeds, "seeds", {ScalarType::Long}, {rows});
@@ -77,14 +78,18 @@ Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top
   params.seeds = const_pointer<int64_t>(seeds);
   params.positions = const_pointer<int64_t>(positions);
   params.tokens = mutable_pointer<int64_t>(tokens);
-  backend_for(logits).sample(params, context_for(logits));
+  params.options = options_params(check, PT_OPTION_TENSORS, rows, params.logits.vocab);
+  params.options.positions = params.positions;
+  const Backend& backend = backend_for(logits);
+  const Tensor option_rows = add_option_rows(logits, backend, rows, params.logits.vocab, params.options);
+  backend.sample(params, context_for(logits));
   return tokens;
 }
 
 constexpr Op kOps[] = {
     {"sample",
      "(Tensor logits, " PT_SAMPLING ", *,"
-     " Tensor seeds, Tensor positions) -> Tensor",
+     " Tensor seeds, Tensor positions, Tensor? grammar_mask=None" PT_OPTIONS ") -> Tensor",
      TORCH_BOX(&sample)},
 };
 

@@ -1,5 +1,6 @@
 // Verification with a vocabulary split among ranks: one round per call; Python exchanges the words between calls.
 #include "core/shard_distributions.h"
+#include "torch/options.h"
 #include "torch/sampling.h"
 #include "torch/values.h"
 #include "torch/verify.h"
@@ -45,6 +46,17 @@ LogitsParams whole_vocabulary(int64_t rows, int64_t vocab) {
   return logits;
 }
 
+// The batch must be known.
+void add_options(const Check& check, const OptionTensors& tensors, const std::optional<Tensor>& positions,
+                 ShardRows& shard) {
+  shard.options = options_params(check, tensors, shard.batch, shard.vocab);
+  shard.key_dtype = shard.options.used ? DType::kFloat32 : shard.logits.dtype;
+  if (shard.options.stop_ids == nullptr) return;
+  check.that(positions.has_value(), "positions", "given with stop_ids", "None");
+  check.tensor(*positions, "positions", {ScalarType::Long}, {shard.batch});
+  shard.options.positions = const_pointer<int64_t>(*positions);
+}
+
 // The sizes of ShardRow, Residual and ShardEnd in words.
 std::string shard_words() {
   return std::to_string(kRowWords) + "," + std::to_string(kLeftWords) + "," + std::to_string(kEndWords);
@@ -55,7 +67,9 @@ void step_shards(const Tensor& logits, Tensor rows, const std::optional<Tensor>&
                  const std::string& filter_order, int64_t round, int64_t digit, int64_t last, int64_t rank,
                  int64_t num_ranks, int64_t first_token, int64_t vocab, const std::optional<Tensor>& cu_nodes,
                  const std::optional<Tensor>& depths, const std::optional<Tensor>& seeds,
-                 const std::optional<Tensor>& positions, const std::optional<Tensor>& grammar_mask) {
+                 const std::optional<Tensor>& positions, const std::optional<Tensor>& grammar_mask,
+                 const std::optional<Tensor>& draft_tokens, const std::optional<Tensor>& draft_to_target,
+                 const std::optional<Tensor>& parents PT_OPTION_PARAMETERS) {
   const Check check("step_shards", logits);
   ShardStepParams params{};
   ShardRows& shard = params.shard;
@@ -70,10 +84,20 @@ void step_shards(const Tensor& logits, Tensor rows, const std::optional<Tensor>&
     params.depths = const_pointer<int32_t>(*depths);
   }
   shard.sampling = sampling_params(check, temperature, top_k, top_p, min_p, filter_order, shard.batch);
-  constexpr int64_t kLast = static_cast<int64_t>(ShardRound::kRace);
-  check.that(round >= 0 && round <= kLast, "round", "in 0..5", round);
-  check.that(last >= 0 && last <= kLast, "last", "in 0..5", last);
-  check.that(digit >= 0 && digit < digits_of(shard.logits.dtype), "digit", "a digit of the logits' keys", digit);
+  constexpr int64_t kLast = static_cast<int64_t>(ShardRound::kLeft);
+  check.that(round >= 0 && round <= kLast, "round", "in 0..6", round);
+  check.that(last >= 0 && last <= kLast, "last", "in 0..6", last);
+  add_options(check, PT_OPTION_TENSORS, positions, shard);
+  if (shard.options.used && cu_nodes.has_value()) {
+    check.that(draft_tokens.has_value(), "draft_tokens", "given with request options and trees", "None");
+    VerifyParams verify{};
+    verify.logits = whole_vocabulary(num_rows, vocab);
+    add_drafts(check, *draft_tokens, draft_to_target, verify);
+    verify.cu_nodes = shard.cu_nodes;
+    verify.depths = params.depths;
+    add_paths(check, verify, parents, shard.options);
+  }
+  check.that(digit >= 0 && digit < digits_of(shard.key_dtype), "digit", "a digit of the logits' keys", digit);
   check.that(num_ranks >= 1 && rank >= 0 && rank < num_ranks, "rank", "in 0..num_ranks - 1", rank);
   params.round = static_cast<ShardRound>(round);
   params.digit = static_cast<int32_t>(digit);
@@ -92,7 +116,9 @@ void step_shards(const Tensor& logits, Tensor rows, const std::optional<Tensor>&
     params.seeds = const_pointer<int64_t>(*seeds);
     params.positions = const_pointer<int64_t>(*positions);
   }
-  backend_for(logits).step_shards(params, context_for(logits));
+  const Backend& backend = backend_for(logits);
+  const Tensor option_rows = add_option_rows(logits, backend, num_rows, shard.logits.vocab, shard.options);
+  backend.step_shards(params, context_for(logits));
 }
 
 VerdictTensors follow_shards(const Tensor& rows, const Tensor& received, const Tensor& draft_tokens,
@@ -121,7 +147,8 @@ void weigh_shards(const Tensor& logits, Tensor rows, Tensor left, const std::opt
                   int64_t round, int64_t index, int64_t rank, int64_t num_ranks, int64_t first_token, int64_t vocab,
                   const std::string& draft_law, const std::optional<Tensor>& draft_probs,
                   const std::optional<Tensor>& draft_rows, const std::optional<Tensor>& grammar_mask,
-                  const std::optional<Tensor>& draft_to_target) {
+                  const std::optional<Tensor>& draft_to_target, const std::optional<Tensor>& positions,
+                  const std::optional<Tensor>& parents PT_OPTION_PARAMETERS) {
   const Check check("weigh_shards", logits);
   ShardWeighParams params{};
   ShardRows& shard = params.shard;
@@ -135,6 +162,8 @@ void weigh_shards(const Tensor& logits, Tensor rows, Tensor left, const std::opt
   shard.batch = ratio.verify.batch;
   shard.cu_nodes = ratio.verify.cu_nodes;
   shard.sampling = sampling_params(check, temperature, top_k, top_p, min_p, filter_order, shard.batch);
+  add_options(check, PT_OPTION_TENSORS, positions, shard);
+  add_paths(check, ratio.verify, parents, shard.options);
   params.left = words_as<Residual>(check, left, "left", num_rows);
   check.that(round >= 0 && round <= static_cast<int64_t>(WeighRound::kDraw), "round", "in 0..3", round);
   params.round = static_cast<WeighRound>(round);
@@ -153,7 +182,9 @@ void weigh_shards(const Tensor& logits, Tensor rows, Tensor left, const std::opt
   }
   check.that(ends.has_value() == is_of_trees(params.round), "ends", "given in rounds of trees", ends.has_value());
   if (ends.has_value()) params.ends = words_as<ShardEnd>(check, *ends, "ends", shard.batch);
-  backend_for(logits).weigh_shards(params, context_for(logits));
+  const Backend& backend = backend_for(logits);
+  const Tensor option_rows = add_option_rows(logits, backend, num_items(params), shard.logits.vocab, shard.options);
+  backend.weigh_shards(params, context_for(logits));
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> walk_shards(
@@ -194,7 +225,8 @@ constexpr Op kOps[] = {
      "(Tensor logits, Tensor(a!) rows, Tensor? received, Tensor(b!) words, " PT_SAMPLING
      ", *, SymInt round, SymInt digit, SymInt last, SymInt rank, SymInt num_ranks, SymInt first_token, SymInt vocab,"
      " Tensor? cu_nodes=None, Tensor? depths=None, Tensor? seeds=None, Tensor? positions=None,"
-     " Tensor? grammar_mask=None) -> ()",
+     " Tensor? grammar_mask=None, Tensor? draft_tokens=None, Tensor? draft_to_target=None, Tensor? "
+     "parents=None" PT_OPTIONS ") -> ()",
      TORCH_BOX(&step_shards)},
     {"follow_shards",
      "(Tensor rows, Tensor received, " PT_TREES ", *, SymInt last, SymInt vocab, Tensor? draft_to_target=None)"
@@ -204,8 +236,8 @@ constexpr Op kOps[] = {
      "(Tensor logits, Tensor(a!) rows, Tensor(b!) left, Tensor? ends, Tensor? received,"
      " Tensor(c!) words, " PT_TREES ", " PT_SAMPLING
      ", *, SymInt round, SymInt index, SymInt rank, SymInt num_ranks, SymInt first_token, SymInt vocab, str draft_law,"
-     " Tensor? draft_probs=None, Tensor? draft_rows=None, Tensor? grammar_mask=None, Tensor? draft_to_target=None)"
-     " -> ()",
+     " Tensor? draft_probs=None, Tensor? draft_rows=None, Tensor? grammar_mask=None, Tensor? draft_to_target=None,"
+     " Tensor? positions=None, Tensor? parents=None" PT_OPTIONS ") -> ()",
      TORCH_BOX(&weigh_shards)},
     {"walk_shards",
      "(Tensor(a!) rows, Tensor(b!) left, Tensor masses, Tensor received, " PT_TREES

@@ -76,7 +76,7 @@ using CommitResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, 
 CommitResult commit(const Tensor& accept_index, const Tensor& num_accepted, const Tensor& tokens,
                     const Tensor& cu_nodes, const Tensor& start, const std::optional<Tensor>& history,
                     const std::optional<Tensor>& history_lens, const std::optional<Tensor>& eos_ids,
-                    const std::optional<Tensor>& node_map) {
+                    const std::optional<Tensor>& node_map, const std::optional<Tensor>& output_counts) {
   const Check check("commit", accept_index);
   check.tensor(accept_index, "accept_index", {ScalarType::Int}, {kAnySize, kAnySize}, Strides::kLastContiguous);
   const int64_t batch = accept_index.size(0), path_width = accept_index.size(1);
@@ -96,6 +96,12 @@ CommitResult commit(const Tensor& accept_index, const Tensor& num_accepted, cons
     params.history_lens = mutable_pointer<int32_t>(*history_lens);
     params.history_width = history->size(1);
     params.history_stride = history->stride(0);
+  }
+  if (output_counts.has_value()) {
+    check.tensor(*output_counts, "output_counts", {ScalarType::Int}, {batch, kAnySize}, Strides::kLastContiguous);
+    params.output_counts = mutable_pointer<int32_t>(*output_counts);
+    params.counts_width = output_counts->size(1);
+    params.counts_stride = output_counts->stride(0);
   }
   if (eos_ids.has_value() && eos_ids->dim() == 1) {
     check.tensor(*eos_ids, "eos_ids", {ScalarType::Long}, {kAnySize});
@@ -157,7 +163,8 @@ constexpr Op kOps[] = {
      TORCH_BOX(&prepare_step)},
     {"commit",
      "(Tensor accept_index, Tensor num_accepted, Tensor tokens, Tensor cu_nodes, Tensor start, *,"
-     " Tensor(a!)? history=None, Tensor(b!)? history_lens=None, Tensor? eos_ids=None, Tensor? node_map=None)"
+     " Tensor(a!)? history=None, Tensor(b!)? history_lens=None, Tensor? eos_ids=None, Tensor? node_map=None,"
+     " Tensor(c!)? output_counts=None)"
      " -> (Tensor new_start, Tensor last_token, Tensor finished, Tensor new_num_accepted, Tensor num_tokens,"
      " Tensor accept_rows, Tensor draft_accept_index, Tensor draft_num_accepted, Tensor draft_missing,"
      " Tensor draft_num_missing)",

@@ -1,6 +1,7 @@
 #include "torch/verify.h"
 
 #include "core/verify/traversal.h"
+#include "torch/options.h"
 #include "torch/sampling.h"
 #include "torch/values.h"
 
@@ -15,6 +16,14 @@ TokenIds token_ids(const Check& check, const Tensor& ids, const std::string& nam
 
 }  // namespace
 
+void add_drafts(const Check& check, const Tensor& draft_tokens, const std::optional<Tensor>& draft_to_target,
+                VerifyParams& params) {
+  params.draft_tokens = token_ids(check, draft_tokens, "draft_tokens", params.logits.num_rows);
+  if (!draft_to_target.has_value()) return;
+  params.draft_to_target = token_ids(check, *draft_to_target, "draft_to_target", kAnySize);
+  params.draft_vocab = draft_to_target->size(0);
+}
+
 VerifyParams tree_params(const Check& check, const LogitsParams& logits, const Tensor& draft_tokens,
                          const Tensor& cu_nodes, const Tensor& depths, const Tensor& first_child,
                          const Tensor& next_sibling, const Tensor& valid, int64_t max_nodes, int64_t max_depth,
@@ -27,11 +36,7 @@ VerifyParams tree_params(const Check& check, const LogitsParams& logits, const T
   // If drafts and trees agree, it is the logits that have too few or too many rows.
   check.that(rows == nodes || nodes < 0 || size_of(draft_tokens) != nodes, rows_name,
              "of " + std::to_string(nodes) + " rows, one for each node of the trees", std::to_string(rows) + " rows");
-  params.draft_tokens = token_ids(check, draft_tokens, "draft_tokens", rows);
-  if (draft_to_target.has_value()) {
-    params.draft_to_target = token_ids(check, *draft_to_target, "draft_to_target", kAnySize);
-    params.draft_vocab = draft_to_target->size(0);
-  }
+  add_drafts(check, draft_tokens, draft_to_target, params);
   params.batch = check.offsets(cu_nodes, "cu_nodes");
   check.tensor(depths, "depths", {ScalarType::Int}, {rows});
   check.tensor(first_child, "first_child", {ScalarType::Int}, {rows});
@@ -118,13 +123,23 @@ void add_draft_distributions(const Check& check, const std::optional<Tensor>& dr
 namespace {
 
 VerdictTensors run(const Tensor& logits, VerifyParams& params) {
+  const Backend& backend = backend_for(logits);
+  const Tensor option_rows = add_option_rows(logits, backend, params.batch, params.logits.vocab, params.options);
   VerdictTensors verdict = make_verdict(logits, params);
   static_assert(sizeof(DrawnRow) % sizeof(int64_t) == 0);
   constexpr int64_t kWords = sizeof(DrawnRow) / sizeof(int64_t);
   Tensor drawn_rows = empty_on(logits, {params.logits.num_rows, kWords}, ScalarType::Long);
   params.drawn_rows = static_cast<DrawnRow*>(drawn_rows.mutable_data_ptr());
-  backend_for(logits).verify_sampled(params, context_for(logits));
+  backend.verify_sampled(params, context_for(logits));
   return verdict;
+}
+
+// The streams must be known.
+void add_options(const Check& check, const OptionTensors& tensors, const std::optional<Tensor>& parents,
+                 VerifyParams& params) {
+  params.options = options_params(check, tensors, params.batch, params.logits.vocab);
+  params.options.positions = params.positions;
+  add_paths(check, params, parents, params.options);
 }
 
 // The rules that weigh the target's distribution against the draft's.
@@ -155,12 +170,14 @@ VerdictTensors verify_sampled(const Tensor& logits, const Tensor& draft_tokens, 
                               const Tensor& valid, int64_t max_nodes, int64_t max_depth, const Tensor& temperature,
                               const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
                               const std::string& filter_order, const Tensor& seeds, const Tensor& positions,
-                              const std::optional<Tensor>& grammar_mask, const std::optional<Tensor>& draft_to_target) {
+                              const std::optional<Tensor>& grammar_mask, const std::optional<Tensor>& draft_to_target,
+                              const std::optional<Tensor>& parents PT_OPTION_PARAMETERS) {
   const Check check("verify_sampled", logits);
   VerifyParams params = tree_params(check, logits_params(check, logits, grammar_mask), draft_tokens, cu_nodes, depths,
                                     first_child, next_sibling, valid, max_nodes, max_depth, draft_to_target);
   params.sampling = sampling_params(check, temperature, top_k, top_p, min_p, filter_order, params.batch);
   add_streams(check, seeds, positions, params);
+  add_options(check, PT_OPTION_TENSORS, parents, params);
   return run(logits, params);
 }
 
@@ -176,7 +193,8 @@ VerdictTensors verify_by_ratio(const Tensor& logits, const Tensor& draft_tokens,
                                const std::optional<Tensor>& draft_to_target,
                                const std::optional<Tensor>& draft_temperature, const std::optional<Tensor>& draft_top_k,
                                const std::optional<Tensor>& draft_top_p, const std::optional<Tensor>& draft_min_p,
-                               const std::string& draft_filter_order) {
+                               const std::string& draft_filter_order,
+                               const std::optional<Tensor>& parents PT_OPTION_PARAMETERS) {
   const Check check(kRuleNames[static_cast<int>(kRule)], logits);
   RatioParams params{};
   VerifyParams& verify = params.verify;
@@ -184,6 +202,7 @@ VerdictTensors verify_by_ratio(const Tensor& logits, const Tensor& draft_tokens,
                        next_sibling, valid, max_nodes, max_depth, draft_to_target);
   verify.sampling = sampling_params(check, temperature, top_k, top_p, min_p, filter_order, verify.batch);
   add_streams(check, seeds, positions, verify);
+  add_options(check, PT_OPTION_TENSORS, parents, verify);
   params.law = draft_law_of(check, draft_law);
   if constexpr (kRule == RatioRule::kTraversal) {
     check.that(params.law != DraftLaw::kOneHot, "draft_law", "\"iid\" or \"swor\"", "\"onehot\"");
@@ -216,6 +235,7 @@ VerdictTensors verify_by_ratio(const Tensor& logits, const Tensor& draft_tokens,
   params.frames = static_cast<TraversalFrame*>(frames.mutable_data_ptr());
   VerdictTensors verdict = make_verdict(logits, verify);
   const Backend& backend = backend_for(logits);
+  const Tensor option_rows = add_option_rows(logits, backend, verify.batch, verify.logits.vocab, verify.options);
   const CallContext ctx = context_for(logits);
   if constexpr (kRule == RatioRule::kRejection) backend.verify_rejection(params, ctx);
   if constexpr (kRule == RatioRule::kBlock) backend.verify_block(params, ctx);
@@ -244,12 +264,13 @@ VerdictTensors verify_typical(const Tensor& logits, const Tensor& draft_tokens, 
   return verdict;
 }
 
-#define PT_RATIO_RULE                                                                           \
-  "(Tensor logits, " PT_TREES ", " PT_SAMPLING                                                  \
-  ", *, str draft_law, Tensor? draft_probs=None, Tensor? draft_rows=None, Tensor seeds,"        \
-  " Tensor positions, Tensor? coins=None, Tensor? final_coins=None, Tensor? grammar_mask=None," \
-  " Tensor? draft_to_target=None, Tensor? draft_temperature=None, Tensor? draft_top_k=None,"    \
-  " Tensor? draft_top_p=None, Tensor? draft_min_p=None, str draft_filter_order=\"top_k_first\") -> (" PT_VERDICT ")"
+#define PT_RATIO_RULE                                                                            \
+  "(Tensor logits, " PT_TREES ", " PT_SAMPLING                                                   \
+  ", *, str draft_law, Tensor? draft_probs=None, Tensor? draft_rows=None, Tensor seeds,"         \
+  " Tensor positions, Tensor? coins=None, Tensor? final_coins=None, Tensor? grammar_mask=None,"  \
+  " Tensor? draft_to_target=None, Tensor? draft_temperature=None, Tensor? draft_top_k=None,"     \
+  " Tensor? draft_top_p=None, Tensor? draft_min_p=None, str draft_filter_order=\"top_k_first\"," \
+  " Tensor? parents=None" PT_OPTIONS ") -> (" PT_VERDICT ")"
 
 constexpr Op kOps[] = {
     {"verify_greedy",
@@ -258,8 +279,8 @@ constexpr Op kOps[] = {
      TORCH_BOX(&verify_greedy)},
     {"verify_sampled",
      "(Tensor logits, " PT_TREES ", " PT_SAMPLING
-     ", *, Tensor seeds, Tensor positions, Tensor? grammar_mask=None, Tensor? draft_to_target=None)"
-     " -> (" PT_VERDICT ")",
+     ", *, Tensor seeds, Tensor positions, Tensor? grammar_mask=None, Tensor? draft_to_target=None,"
+     " Tensor? parents=None" PT_OPTIONS ") -> (" PT_VERDICT ")",
      TORCH_BOX(&verify_sampled)},
     {"verify_rejection", PT_RATIO_RULE, TORCH_BOX(&verify_by_ratio<RatioRule::kRejection>)},
     {"verify_block", PT_RATIO_RULE, TORCH_BOX(&verify_by_ratio<RatioRule::kBlock>)},

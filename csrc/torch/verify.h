@@ -21,6 +21,10 @@ VerifyParams tree_params(const Check& check, const LogitsParams& logits, const T
                          const Tensor& next_sibling, const Tensor& valid, int64_t max_nodes, int64_t max_depth,
                          const std::optional<Tensor>& draft_to_target, const char* rows_name = "logits");
 
+// The drafts of a batch of `params.logits.num_rows` nodes.
+void add_drafts(const Check& check, const Tensor& draft_tokens, const std::optional<Tensor>& draft_to_target,
+                VerifyParams& params);
+
 // Allocates the results on the device of `anchor`.
 VerdictTensors make_verdict(const Tensor& anchor, VerifyParams& params);
 

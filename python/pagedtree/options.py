@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["RequestOptions"]
+from pagedtree._arguments import expect_type
+
+if TYPE_CHECKING:
+    from pagedtree.sampling import SamplingParams
+
+__all__ = ["CHANGES_LOGITS", "RequestOptions", "option_arguments"]
+
+# Without one of these there is nothing to do; the other fields say more about them.
+CHANGES_LOGITS = (
+    "repetition_penalty", "presence_penalty", "frequency_penalty", "allowed_mask", "bias_tokens", "bad_tokens",
+    "stop_ids",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,6 +178,15 @@ class RequestOptions:
             tensors["stop_ids"] = _padded(stops, -1, np.int32)
             tensors["min_position"] = np.array(min_positions, np.int64).reshape(batch)
         return cls(**{name: torch.from_numpy(value).to(device) for name, value in tensors.items()})
+
+
+def option_arguments(
+    params: SamplingParams, options: RequestOptions | None, device: torch.device
+) -> dict[str, Tensor | None]:
+    """Penalties and options as the raw ops take them; raises TypeError for another type of options."""
+    if options is not None:
+        expect_type("options", options, RequestOptions)
+    return params.penalties_on(device) | (options or RequestOptions()).tensors()
 
 
 def _batch_of(given: Mapping[str, Sequence[Any] | None]) -> int:

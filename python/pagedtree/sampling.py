@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pagedtree._arguments import expect_type
 from pagedtree._ops import call, makes_fakes, ops, register_fake
+from pagedtree.options import RequestOptions, option_arguments
 
 __all__ = ["SamplingParams", "sample"]
 
@@ -139,7 +140,15 @@ def _constant(number: float, dtype: torch.dtype, device: torch.device) -> Tensor
         return torch.full((1,), number, dtype=dtype, device=device)
 
 
-def sample(logits: Tensor, params: SamplingParams, *, seeds: Tensor, positions: Tensor) -> Tensor:
+def sample(
+    logits: Tensor,
+    params: SamplingParams,
+    *,
+    seeds: Tensor,
+    positions: Tensor,
+    grammar_mask: Tensor | None = None,
+    options: RequestOptions | None = None,
+) -> Tensor:
     """Draws one token per row: int64 [R].
 
     Args:
@@ -147,6 +156,9 @@ def sample(logits: Tensor, params: SamplingParams, *, seeds: Tensor, positions: 
         params: scalars, or tensors [R].
         seeds: int64 [R], any value; the same seed and position draw the same token from the same logits.
         positions: int64 [R], the position whose successor is drawn (`verify_sampled` draws at a node's position).
+        grammar_mask: bool [R, V] or packed int32 [R, ceil(V / 32)] (bit x % 32 of word x // 32): False reads as a logit
+            of -inf.
+        options: what the R requests forbid, favour and have said so far.
 
     The noise of token x depends on (seed, position, x) alone, so the result does not depend on batch, slot, threads or
     instruction set, and equals what `verify_sampled` emits at that position:
@@ -162,7 +174,15 @@ def sample(logits: Tensor, params: SamplingParams, *, seeds: Tensor, positions: 
     """
     expect_type("logits", logits, Tensor)
     expect_type("params", params, SamplingParams)
-    return call(ops.sample, logits, *params.on(logits.device), seeds=seeds, positions=positions)
+    return call(
+        ops.sample,
+        logits,
+        *params.on(logits.device),
+        seeds=seeds,
+        positions=positions,
+        grammar_mask=grammar_mask,
+        **option_arguments(params, options, logits.device),
+    )
 
 
 @register_fake("sample")
@@ -176,5 +196,6 @@ def _sample_fake(
     *,
     seeds: Tensor,
     positions: Tensor,
+    **others: Tensor | None,
 ) -> Tensor:
     return logits.new_empty((logits.shape[0],), dtype=torch.int64)

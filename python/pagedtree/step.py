@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pagedtree._arguments import expect_type
 from pagedtree._ops import call, ops, register_fake
+from pagedtree.options import RequestOptions
 from pagedtree.tree import TreeBatch
 from pagedtree.verify import Verdict
 
@@ -90,6 +91,7 @@ def commit(
     history_lens: Tensor | None = None,
     eos_ids: Tensor | None = None,
     node_map: Tensor | None = None,
+    options: RequestOptions | None = None,
 ) -> Commit:
     """Takes a verdict over: ends sequences at EOS, records their tokens, and says where the next step begins.
 
@@ -104,6 +106,8 @@ def commit(
         node_map: int32 [N], the K/V index in the draft model's tree of each target row, -1 where the draft cache has
             none (`rerank_tree` returns it). The root is always taken to be there. Nodes behind the first missing one
             count as missing too.
+        options: its output_counts [B, V], if given, are written: each token that is kept counts once more. Ids outside
+            0..V-1 count nowhere. Nothing else of it is used.
 
     Returns a `Commit`. An idle sequence keeps its start; it is finished, its last_token is -1, nothing is appended.
     A sequence that ended with EOS has a start and a last_token like any other.
@@ -113,6 +117,7 @@ def commit(
             if any(token in eos_ids for token in tokens): cut both behind the first such token
             start[b] += len(tokens)
             history[b, history_lens[b] :] = tokens                   # as far as they fit
+            output_counts[b, tokens] += 1                            # once for each time
             present = [0] + [node_map[row(node)] for node in nodes[1:]] up to the first -1
             draft_accept_index[b] = present
             draft_missing[b] = tokens[len(present) - 1 : len(nodes) - 1]
@@ -127,6 +132,8 @@ def commit(
     """
     expect_type("verdict", verdict, Verdict)
     expect_type("trees", trees, TreeBatch)
+    if options is not None:
+        expect_type("options", options, RequestOptions)
     results = call(
         ops.commit,
         verdict.accept_index,
@@ -138,6 +145,7 @@ def commit(
         history_lens=history_lens,
         eos_ids=eos_ids,
         node_map=node_map,
+        output_counts=None if options is None else options.output_counts,
     )
     return Commit(*results[:6], *(results[6:] if node_map is not None else [None] * 4))
 
@@ -162,6 +170,7 @@ def _commit_fake(
     history_lens: Tensor | None = None,
     eos_ids: Tensor | None = None,
     node_map: Tensor | None = None,
+    output_counts: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     batch, width = accept_index.shape
     mapped = 0 if node_map is None else batch

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pagedtree._arguments import expect_type
 from pagedtree._ops import call, ops, register_fake
+from pagedtree.options import RequestOptions, option_arguments
 from pagedtree.sampling import SamplingParams
 from pagedtree.tree import TreeBatch
 
@@ -97,6 +98,7 @@ def verify_sampled(
     positions: Tensor,
     grammar_mask: Tensor | None = None,
     draft_to_target: Tensor | None = None,
+    options: RequestOptions | None = None,
 ) -> Verdict:
     """Samples the target at each node of the path, and follows the child that drafted the sampled token.
 
@@ -109,6 +111,8 @@ def verify_sampled(
         params: scalars, or tensors [B].
         seeds: int64 [B].
         positions: int64 [B], the roots' own positions; node n is sampled at positions[b] + depth(n).
+        options: what the B requests forbid, favour and have said so far; see `RequestOptions`. Only rows on the path
+            pay for them.
 
     Returns a `Verdict`; status bit 2 where a visited row had NaN or no finite logit (such a row is uniform).
 
@@ -133,6 +137,8 @@ def verify_sampled(
             positions=positions,
             grammar_mask=grammar_mask,
             draft_to_target=draft_to_target,
+            parents=trees.parents,
+            **option_arguments(params, options, logits.device),
         )
     )
 
@@ -153,6 +159,7 @@ def verify_rejection(
     grammar_mask: Tensor | None = None,
     draft_to_target: Tensor | None = None,
     draft_params: SamplingParams | None = None,
+    options: RequestOptions | None = None,
 ) -> Verdict:
     """Rejection sampling along a tree: the drafts' own probabilities raise the number that is accepted.
 
@@ -181,7 +188,8 @@ def verify_rejection(
         final_coins: float32 [B] in [0, 1), the u of the bonus. Default: Philox, at the last node's position.
         grammar_mask, draft_to_target: see `verify_greedy`.
         draft_params: draft_probs then holds the draft model's logits, and q_n is their distribution under these
-            parameters.
+            parameters, which have no penalties.
+        options: what the B requests forbid, favour and have said so far; see `RequestOptions`.
 
     Returns a `Verdict`; status bit 2 where a visited row of logits had NaN or no finite logit.
 
@@ -227,6 +235,7 @@ def verify_block(
     grammar_mask: Tensor | None = None,
     draft_to_target: Tensor | None = None,
     draft_params: SamplingParams | None = None,
+    options: RequestOptions | None = None,
 ) -> Verdict:
     """Block verification of chains: judges prefixes by their joint probability. Lossless for the named `draft_law`.
 
@@ -274,6 +283,7 @@ def verify_traversal(
     grammar_mask: Tensor | None = None,
     draft_to_target: Tensor | None = None,
     draft_params: SamplingParams | None = None,
+    options: RequestOptions | None = None,
 ) -> Verdict:
     """Traversal verification of trees: leaves first, judged by the joint probability of their paths.
 
@@ -324,7 +334,7 @@ def verify_typical(
 
     Args:
         logits, draft_tokens, trees, grammar_mask, draft_to_target: see `verify_greedy`.
-        params: scalars, or tensors [B].
+        params: scalars, or tensors [B]; no penalties.
         epsilon: in 0..1, the probability that always suffices.
         delta: >= 0; where the distribution is broad, delta * exp(-entropy) suffices.
 
@@ -342,6 +352,7 @@ def verify_typical(
     types.
     """
     expect_type("params", params, SamplingParams)
+    params.expect_no_penalty("verify_typical")
     arguments = _tree_arguments(logits, draft_tokens, trees)
     optional = {"grammar_mask": grammar_mask, "draft_to_target": draft_to_target}
     for name, value in (("epsilon", epsilon), ("delta", delta)):
@@ -377,18 +388,26 @@ def _tree_arguments(logits: Tensor, draft_tokens: Tensor, trees: TreeBatch) -> t
 
 
 def _by_ratio(op: Any, *, logits: Tensor, draft_tokens: Tensor, trees: TreeBatch, params: SamplingParams,
-              draft_params: SamplingParams | None, draft_law: str, **rest: Tensor | None) -> Verdict:  # fmt: skip
+              draft_params: SamplingParams | None, draft_law: str, options: RequestOptions | None,
+              **rest: Tensor | None) -> Verdict:  # fmt: skip
     """Calls a raw op of verify_rejection's signature."""
     arguments = _tree_arguments(logits, draft_tokens, trees)
     expect_type("params", params, SamplingParams)
     if draft_params is not None:
         expect_type("draft_params", draft_params, SamplingParams)
+        draft_params.expect_no_penalty(op.__name__, "draft_params")
     expect_type("draft_law", draft_law, str)
     draft: dict[str, Any] = {}
     if draft_params is not None:
         names = ("temperature", "top_k", "top_p", "min_p", "filter_order")
         draft = {f"draft_{name}": value for name, value in zip(names, draft_params.on(logits.device), strict=True)}
-    return Verdict(*call(op, *arguments, *params.on(logits.device), draft_law=draft_law, **rest, **draft))
+    asked = option_arguments(params, options, logits.device)
+    return Verdict(
+        *call(
+            op, *arguments, *params.on(logits.device),
+            draft_law=draft_law, **rest, **draft, parents=trees.parents, **asked,
+        )
+    )  # fmt: skip
 
 
 def empty_verdict(logits: Tensor, cu_nodes: Tensor, max_depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

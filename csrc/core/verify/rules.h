@@ -7,6 +7,7 @@
 // - sync(): waits until all threads have read what was written before, and may read what is written now
 // - distributions(): room for the NodeDistributions at one node; accepted_nodes(): for verify_typical
 // - open(p, b, row, with_draft, d): finds the distributions d at a node; no token is tried, as after sums(d, 0)
+// - open_again(p, b, row): makes the row of known distributions readable again, after other rows were open
 // - target(d, token), draft(d, token): the mass under the target, the probability under the draft
 // - residual(d, c, token): max(target - c * draft, 0)
 // - sums(d, c): MassSums over all tokens, in the order of MassTable

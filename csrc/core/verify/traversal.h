@@ -73,6 +73,7 @@ struct Traversal {
     rows.sync();
     at = frame(depth).state;
     is_open = true;
+    rows.open_again(p, walk.b, walk.rows.begin + at.node);
   }
 
   // The weight of the path to `child`.

@@ -16,12 +16,14 @@ PT_HOST_DEVICE int64_t token_at(const TokenIds& ids, int64_t i) {
 }
 
 // The target id of the draft at `row`, -1 if it is not in the target's vocabulary.
+PT_HOST_DEVICE int64_t draft_token_at(const TokenIds& tokens, const TokenIds& to_target, int64_t draft_vocab,
+                                      int64_t vocab, int64_t row) {
+  int64_t token = token_at(tokens, row);
+  if (to_target.data != nullptr) token = token >= 0 && token < draft_vocab ? token_at(to_target, token) : -1;
+  return token >= 0 && token < vocab ? token : -1;
+}
 PT_HOST_DEVICE int64_t draft_token_at(const VerifyParams& p, int64_t row) {
-  int64_t token = token_at(p.draft_tokens, row);
-  if (p.draft_to_target.data != nullptr) {
-    token = token >= 0 && token < p.draft_vocab ? token_at(p.draft_to_target, token) : -1;
-  }
-  return token >= 0 && token < p.logits.vocab ? token : -1;
+  return draft_token_at(p.draft_tokens, p.draft_to_target, p.draft_vocab, p.logits.vocab, row);
 }
 
 // Where a walk stands in tree b. A walk follows only links to larger indices below `num_nodes`; any other link ends its

@@ -14,15 +14,17 @@ using Walk = void (*)(const RatioParams&, int64_t b, Rows&);
 
 template <Walk kWalk>
 __global__ void __launch_bounds__(kRulesThreads, 1) walk_kernel(const __grid_constant__ RatioParams p) {
-  Rows rows(p, ptx::shared<RulesShared>());
   ptx::cluster_sync();
-  kWalk(p, ptx::cluster_index(), rows);
+  for (int64_t b = ptx::cluster_index(); b < p.verify.batch; b += num_clusters()) {
+    Rows rows(p, ptx::shared<RulesShared>());
+    kWalk(p, b, rows);
+  }
 }
 
 template <Walk kWalk>
 void walk_trees(const RatioParams& p, const ExecContext& ctx) {
-  launch_rows(walk_kernel<kWalk>, p.verify.batch, p.verify.logits.vocab, kRulesThreads, sizeof(RulesShared), ctx.stream,
-              p);
+  launch_rows(walk_kernel<kWalk>, clusters_for(p.verify.options, p.verify.batch), p.verify.logits.vocab, kRulesThreads,
+              sizeof(RulesShared), ctx.stream, p);
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 #include "core/verify/tree_walk.h"
 #include "cuda/backend.h"
+#include "cuda/options.cuh"
 #include "cuda/sampling.cuh"
 #include "cuda/tile/launch.cuh"
 
@@ -17,7 +18,8 @@ __device__ __forceinline__ Draw draw_at(const VerifyParams& p, int64_t b, int64_
                                         SamplingShared& shared) {
   const uint64_t seed = p.seeds == nullptr ? 0 : static_cast<uint64_t>(p.seeds[b]);
   const uint64_t position = p.positions == nullptr ? 0 : static_cast<uint64_t>(p.positions[b]);
-  return draw_token<kDType>(logit_row(p.logits, row), sampling_of(p.sampling, b), seed,
+  const LogitRow logits = row_under(p.options, b, row, logit_row(p.logits, row), shared.radix.block);
+  return draw_token<kDType>(logits, sampling_of(p.sampling, b), seed,
                             static_cast<int64_t>(position + static_cast<uint64_t>(int64_t{depth})), shared);
 }
 
@@ -37,11 +39,8 @@ __global__ void __launch_bounds__(kRowThreads, 1) draw_rows_kernel(const __grid_
   p.drawn_rows[at] = {static_cast<int32_t>(draw.token), static_cast<int32_t>(b), p.depths[at], draw.bad};
 }
 
-// One cluster per tree. Without `drawn`, only the rows on the path are read, one after the other.
 template <DType kDType>
-__global__ void __launch_bounds__(kRowThreads, 1) walk_kernel(const __grid_constant__ VerifyParams p, bool drawn) {
-  auto& shared = ptx::shared<WalkShared>();
-  const int64_t b = ptx::cluster_index();
+__device__ __forceinline__ void walk_tree(const VerifyParams& p, int64_t b, bool drawn, WalkShared& shared) {
   const bool writes = leads_cluster();
   TreeWalk walk(p, b);  // the first thread of each CTA leads; the others follow
   if (writes) walk.begin();
@@ -68,6 +67,14 @@ __global__ void __launch_bounds__(kRowThreads, 1) walk_kernel(const __grid_const
   if (writes) walk.finish();
 }
 
+// One cluster per tree. Without `drawn`, only the rows on the path are read, one after the other.
+template <DType kDType>
+__global__ void __launch_bounds__(kRowThreads, 1) walk_kernel(const __grid_constant__ VerifyParams p, bool drawn) {
+  for (int64_t b = ptx::cluster_index(); b < p.batch; b += num_clusters()) {
+    walk_tree<kDType>(p, b, drawn, ptx::shared<WalkShared>());
+  }
+}
+
 // Whether all rows at once take no longer than a path's rows one after the other, if half of max_depth is accepted.
 template <typename Kernel>
 bool draws_all_rows(const VerifyParams& p, Kernel kernel) {
@@ -76,21 +83,21 @@ bool draws_all_rows(const VerifyParams& p, Kernel kernel) {
     return static_cast<double>(ceil_div(rows * ctas, sms)) / static_cast<double>(ctas);
   };
   const int64_t path = 1 + p.max_depth / 2;
-  return p.max_depth > 0 && rounds(p.logits.num_rows) <= rounds(p.batch) * static_cast<double>(path);
+  return !p.options.used && p.max_depth > 0 && rounds(p.logits.num_rows) <= rounds(p.batch) * static_cast<double>(path);
 }
 
 }  // namespace
 
 void CudaBackend::verify_sampled(const VerifyParams& p, const ExecContext& ctx) const {
   const int64_t vocab = p.logits.vocab;
-  with_logit_dtype(p.logits.dtype, [&](auto dtype) {
+  with_logit_dtype(dtype_under(p.options, p.logits.dtype), [&](auto dtype) {
     const auto walk = walk_kernel<dtype>;
     if (draws_all_rows(p, walk)) {
       launch_rows(draw_rows_kernel<dtype>, p.logits.num_rows, vocab, most_threads_of_row(p.logits.num_rows),
                   sizeof(SamplingShared), ctx.stream, p);
       launch(walk, dim3(static_cast<unsigned>(p.batch)), dim3(32), sizeof(WalkShared), ctx.stream, p, true);
     } else {
-      launch_rows(walk, p.batch, vocab, kRowThreads, sizeof(WalkShared), ctx.stream, p, false);
+      launch_rows(walk, clusters_for(p.options, p.batch), vocab, kRowThreads, sizeof(WalkShared), ctx.stream, p, false);
     }
   });
 }

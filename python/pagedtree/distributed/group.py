@@ -118,7 +118,7 @@ class Group:
             ) from error
 
 
-_MAX_ARGUMENTS = 24
+_MAX_ARGUMENTS = 48
 
 
 def _digest(value: Any) -> int:

@@ -37,6 +37,7 @@ class Round(IntEnum):
     MASS = 3
     TIES = 4
     RACE = 5
+    LEFT = 6
 
     @property
     def words(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from pagedtree._arguments import expect_type
 from pagedtree._ops import call, ops, register_fake
 from pagedtree.distributed.protocol import END_WORDS, LEFT_WORDS, ROW_WORDS, Round, Weigh, num_digits
 from pagedtree.distributed.shards import VocabShards
+from pagedtree.options import CHANGES_LOGITS, RequestOptions, option_arguments
 from pagedtree.sampling import SamplingParams
 from pagedtree.tree import MAX_NODES, TreeBatch
 from pagedtree.verify import Verdict, empty_verdict
@@ -28,6 +30,7 @@ def sample(
     positions: Tensor,
     shards: VocabShards,
     grammar_mask: Tensor | None = None,
+    options: RequestOptions | None = None,
 ) -> Tensor:
     """`pagedtree.sample` where each rank has its columns of the logits: the same tokens, int64 [R], on every rank.
 
@@ -36,13 +39,15 @@ def sample(
         params, seeds, positions: the same on all ranks.
         shards: who holds what.
         grammar_mask: bool [R, num_tokens] or packed int32 [R, ceil(num_tokens / 32)], of this rank's columns.
+        options: of the whole vocabulary, the same on all ranks.
 
     Raises ValueError for wrong shapes, dtypes or devices, and where the ranks' arguments differ; GroupError where a
     rank does not answer.
     """
-    _agree("sample", shards, logits, params, seeds=seeds, positions=positions, masked=grammar_mask is not None)
-    rows = _Rows(shards, logits, params, grammar_mask)
-    words = rows.find_winners(seeds=seeds, positions=positions)
+    masked = grammar_mask is not None
+    _agree("sample", shards, logits, params, options=options, seeds=seeds, positions=positions, masked=masked)
+    rows = _Rows(shards, logits, params, grammar_mask, options=options, positions=positions)
+    words = rows.find_winners(seeds)
     return ~words[:, 0] & 0xFFFFFFFF
 
 
@@ -87,6 +92,7 @@ def verify_sampled(
     shards: VocabShards,
     grammar_mask: Tensor | None = None,
     draft_to_target: Tensor | None = None,
+    options: RequestOptions | None = None,
 ) -> Verdict:
     """`pagedtree.verify_sampled` where each rank has its columns of the logits: the same `Verdict` on every rank.
 
@@ -96,13 +102,16 @@ def verify_sampled(
     Args:
         logits, draft_tokens, trees, shards, grammar_mask, draft_to_target: see `verify_greedy`.
         params, seeds, positions: the same on all ranks.
+        options: of the whole vocabulary, the same on all ranks.
 
     All rows of all trees are read at once, so that the number of exchanges is fixed. They take, per row:
 
         16 bytes for the largest logit
         128 bytes for each digit of the threshold, if there is a top_k, and as many if there is a top_p
-            (bfloat16 has 4 digits, float16 5, float32 8); 8 bytes for the tokens that tie at it
+            (bfloat16 has 4 digits, float16 5, float32 8, and any dtype 8 under options); 8 bytes for the tokens that
+            tie at it
         8 bytes for the winner of the race
+        8 bytes to learn whether a token besides the stop ids is left, if options have stop ids
 
     top_k and top_p given as host scalars that filter nothing cost nothing; as tensors they count as given.
 
@@ -111,10 +120,10 @@ def verify_sampled(
     masked = grammar_mask is not None
     _agree(
         "verify_sampled", shards, logits, params, trees, draft_tokens, draft_to_target,
-        seeds=seeds, positions=positions, masked=masked,
+        options=options, seeds=seeds, positions=positions, masked=masked,
     )  # fmt: skip
-    rows = _Rows(shards, logits, params, grammar_mask, trees)
-    return rows.follow(rows.find_winners(seeds=seeds, positions=positions), draft_tokens, draft_to_target)
+    rows = _Rows(shards, logits, params, grammar_mask, trees, draft_tokens, draft_to_target, options, positions)
+    return rows.follow(rows.find_winners(seeds), draft_tokens, draft_to_target)
 
 
 def verify_rejection(
@@ -134,6 +143,7 @@ def verify_rejection(
     grammar_mask: Tensor | None = None,
     draft_to_target: Tensor | None = None,
     max_children: int | None = None,
+    options: RequestOptions | None = None,
 ) -> Verdict:
     """`pagedtree.verify_rejection` where each rank has its columns of the logits: the same `Verdict` on every rank.
 
@@ -146,6 +156,7 @@ def verify_rejection(
         params, draft_law, draft_rows, seeds, positions, coins, final_coins: see `pagedtree.verify_rejection`; the same
             on all ranks.
         draft_probs: [M, shards.vocab], the same on all ranks, or [M, shards.num_tokens], this rank's columns.
+        options: of the whole vocabulary, the same on all ranks.
         max_children: the most children of any node, 0..1023. None: read from the trees, which synchronises on a GPU.
 
     What the rejection of a node's first children leaves of its distribution depends on no coin, so the ranks find that
@@ -159,7 +170,7 @@ def verify_rejection(
         expect_type("draft_probs", draft_probs, Tensor)
     _agree(
         "verify_rejection", shards, logits, params, trees, draft_tokens, draft_to_target,
-        draft_law=draft_law, seeds=seeds, positions=positions, coins=coins, final_coins=final_coins,
+        options=options, draft_law=draft_law, seeds=seeds, positions=positions, coins=coins, final_coins=final_coins,
         draft_rows=draft_rows, draft_probs=None if draft_probs is None else (draft_probs.shape[0], draft_probs.dtype),
         max_children=max_children, masked=grammar_mask is not None,
     )  # fmt: skip
@@ -169,7 +180,7 @@ def verify_rejection(
             raise ValueError(f"verify_rejection: `max_children` must be in 0..{MAX_NODES - 1}, got {max_children}")
     if draft_probs is not None and draft_probs.ndim == 2 and draft_probs.shape[1] == shards.vocab:
         draft_probs = shards.own(draft_probs)
-    rows = _Rows(shards, logits, params, grammar_mask, trees)
+    rows = _Rows(shards, logits, params, grammar_mask, trees, draft_tokens, draft_to_target, options, positions)
     rows.find_distributions()
     drafts = {"draft_law": draft_law, "draft_to_target": draft_to_target}
     weighed = _Weighed(rows, draft_tokens, drafts, {"draft_probs": draft_probs, "draft_rows": draft_rows})
@@ -184,6 +195,7 @@ def _agree(
     trees: TreeBatch | None = None,
     draft_tokens: Tensor | None = None,
     draft_to_target: Tensor | None = None,
+    options: RequestOptions | None = None,
     **others: Any,
 ) -> None:
     """Refuses wrong types, and arguments that are not the same on all ranks."""
@@ -196,8 +208,15 @@ def _agree(
     fits = logits.ndim == 2 and logits.shape[1] == shards.num_tokens
     arguments: dict[str, Any] = {"logits": (logits.dtype, logits.shape[:1], fits)}
     if params is not None:
-        names = ("temperature", "top_k", "top_p", "min_p", "filter_order")
-        arguments |= {name: getattr(params, name) for name in names}
+        arguments |= {field.name: getattr(params, field.name) for field in fields(params)}
+        if options is not None:
+            expect_type("options", options, RequestOptions)
+        # What is as long as the vocabulary or the text would cost too much to compare.
+        large = ("prompt_mask", "output_counts", "allowed_mask", "history")
+        arguments |= {
+            name: (value.dtype, value.shape) if name in large and value is not None else value
+            for name, value in (options or RequestOptions()).tensors().items()
+        }
     if trees is not None:
         arguments |= {"draft_tokens": draft_tokens, "draft_to_target": draft_to_target}
         arguments["trees"] = (trees.max_nodes, trees.max_depth)
@@ -224,6 +243,10 @@ class _Rows:
         params: SamplingParams,
         grammar_mask: Tensor | None,
         trees: TreeBatch | None = None,
+        draft_tokens: Tensor | None = None,
+        draft_to_target: Tensor | None = None,
+        options: RequestOptions | None = None,
+        positions: Tensor | None = None,
     ) -> None:
         self.shards, self.logits, self.params, self.trees, self.mask = shards, logits, params, trees, grammar_mask
         self.num_rows = logits.shape[0]
@@ -232,6 +255,14 @@ class _Rows:
         self.last = Round.LEARN
         self.received: Tensor | None = None
         self.sampling = params.on(logits.device)
+        # Rows under options are in float32, whatever dtype the logits have.
+        self.asked = option_arguments(params, options, logits.device)
+        self.has_options = any(self.asked[name] is not None for name in CHANGES_LOGITS)
+        self.has_stops = self.asked["stop_ids"] is not None
+        self.positions = positions
+        self.paths = {} if trees is None else {
+            "draft_tokens": draft_tokens, "draft_to_target": draft_to_target, "parents": trees.parents,
+        }  # fmt: skip
         self.part = {
             "rank": shards.rank,
             "num_ranks": shards.num_ranks,
@@ -242,10 +273,12 @@ class _Rows:
     def find_distributions(self) -> None:
         """Finds the peaks, and the filters' thresholds where a filter may be on."""
         params, vocab = self.params, self.shards.vocab
+        if self.has_stops:
+            self._exchange(Round.LEFT)
         self._exchange(Round.PEAK)
         if self.is_greedy:
             return
-        digits = range(num_digits(self.logits.dtype))
+        digits = range(num_digits(torch.float32 if self.has_options else self.logits.dtype))
         if isinstance(params.top_k, Tensor) or 0 < params.top_k < vocab:
             for digit in digits:
                 self._exchange(Round.COUNT, digit)
@@ -254,11 +287,11 @@ class _Rows:
                 self._exchange(Round.MASS, digit)
             self._exchange(Round.TIES)
 
-    def find_winners(self, seeds: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def find_winners(self, seeds: Tensor | None = None) -> Tensor:
         """The words whose first one names each row's token."""
         self.find_distributions()
         if not self.is_greedy:
-            self._exchange(Round.RACE, seeds=seeds, positions=positions)
+            self._exchange(Round.RACE, seeds=seeds)
         assert self.received is not None
         return self.received
 
@@ -287,12 +320,13 @@ class _Rows:
             trees.max_nodes, trees.max_depth,
         )  # fmt: skip
 
-    def _exchange(self, round_: Round, digit: int = 0, **streams: Tensor | None) -> None:
+    def _exchange(self, round_: Round, digit: int = 0, seeds: Tensor | None = None) -> None:
         words = self.logits.new_zeros((self.num_rows, round_.words), dtype=torch.int64)
         trees = {} if self.trees is None else {"cu_nodes": self.trees.cu_nodes, "depths": self.trees.depths}
         call(
             ops.step_shards, self.logits, self.rows, self.received, words, *self.sampling,
-            round=round_, digit=digit, last=self.last, **self.part, **trees, **streams, grammar_mask=self.mask,
+            round=round_, digit=digit, last=self.last, **self.part, **trees, **self.paths, seeds=seeds,
+            positions=self.positions, grammar_mask=self.mask, **self.asked,
         )  # fmt: skip
         group, what = self.shards._group, f"the rows' {round_.name.lower()}"
         if round_ == Round.LEARN:
@@ -300,7 +334,7 @@ class _Rows:
             return
         if round_ == Round.TIES:
             words = group.every(words, what).flatten(0, 1)
-        elif round_ in (Round.PEAK, Round.RACE):
+        elif round_ in (Round.LEFT, Round.PEAK, Round.RACE):
             words = group.maximum(words, what)
         else:
             words = group.total(words, what)
@@ -346,6 +380,7 @@ class _Weighed:
         call(
             ops.weigh_shards, rows.logits, rows.rows, self.left, ends, received, words, *self.trees, *rows.sampling,
             round=round_, index=index, **rows.part, **self.drafts, **self.known, grammar_mask=rows.mask,
+            positions=rows.positions, parents=rows.paths["parents"], **rows.asked,
         )  # fmt: skip
         return words
 

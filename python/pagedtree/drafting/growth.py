@@ -224,6 +224,7 @@ def expand_tree(
         sampling: tuple[Tensor | str | None, ...] = (None, None, None, None, "top_k_first")
     else:
         expect_type("params", params, SamplingParams)
+        params.expect_no_penalty("expand_tree")
         sampling = params.on(logits.device)
     tokens, parents, scores, kv_index, frontier, mask, draft_probs = call(
         ops.expand_tree,

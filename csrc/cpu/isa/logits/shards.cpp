@@ -1,6 +1,7 @@
 // Scans of this rank's columns of a row, see core/shards.h and core/shard_distributions.h.
 #include "cpu/isa.h"
 #include "cpu/isa/logits/masses.h"
+#include "cpu/isa/logits/options.h"
 #include "cpu/isa/logits/race.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
@@ -67,8 +68,9 @@ struct Units {
 class ShardDistributions {
  public:
   ShardDistributions(const ShardWeighParams& p, int64_t n, int64_t b, RulesScratch& scratch)
-      : p_(p), block_(scratch.block), tried_{scratch.tried} {
-    distributions_.target = shard_distribution(p.shard, n, p.shard.rows[n], sampling_of(p.shard.sampling, b));
+      : p_(p), n_(n), b_(b), scratch_(scratch), block_(scratch.block), tried_{scratch.tried} {
+    distributions_.target =
+        shard_distribution(p.shard, logit_row(p.shard.logits, n), p.shard.rows[n], sampling_of(p.shard.sampling, b));
     distributions_.draft_is_probs = true;
     distributions_.draft_unit = 1.0;
     if (p.ratio.law != DraftLaw::kOneHot) distributions_.draft.row = draft_row_of(p.ratio, n);
@@ -110,6 +112,10 @@ class ShardDistributions {
 
  private:
   void look_at(TreeWalk& walk, double c, int64_t num_tried) {
+    if (p_.shard.options.used) {
+      const RowOptions options = shard_options(p_.shard, n_, b_, p_.shard.rows[n_], false);
+      distributions_.target.row = adjust_row(options, logit_row(p_.shard.logits, n_), scratch_.options);
+    }
     tried_.size = 0;
     mark_tried(p_.shard, walk, num_tried, tried_);
     with_draft_ = c != 0.0 && distributions_.draft.row.logits != nullptr;
@@ -127,6 +133,8 @@ class ShardDistributions {
   }
 
   const ShardWeighParams& p_;
+  int64_t n_, b_;
+  RulesScratch& scratch_;
   NodeDistributions distributions_{};
   MassBlock& block_;
   TriedTokens tried_;
@@ -146,23 +154,29 @@ inline void tell_drafts(const ShardWeighParams& p, TreeWalk& walk, const NodeDis
 
 }  // namespace
 
-void step_shard(const ShardStepParams& p, int64_t n) {
+void step_shard(const ShardStepParams& p, int64_t n, OptionsScratch& scratch) {
   const int64_t b = sequence_of(p.shard, n);
   const int32_t depth = b < 0 ? -1 : depth_of(p, n, b);
   if (depth < 0) return;  // no walk visits this row
-  const LogitRow logits = logit_row(p.shard.logits, n);
   const Sampling sampling = sampling_of(p.shard.sampling, b);
   ShardRow& row = p.shard.rows[n];
   int64_t* words = p.words + n * words_of(p.round);
 
   const int64_t kept_ties = learn(p, n, sampling, row);
+  begin_round(p, sampling, row);
+  LogitRow logits = logit_row(p.shard.logits, n);
+  if (p.shard.options.used && reads_row(p, sampling, row, kept_ties)) {
+    logits = adjust_row(shard_options(p.shard, n, b, row, p.round == ShardRound::kLeft), logits, scratch);
+  }
   with_logits(logits.dtype, [&]<typename T>() {
     if (kept_ties == 0) row.filter.tie_end = 0;
     if (kept_ties > 0)
       row.filter.tie_end = end_of_ties<T>(logits, row.filter.min_logit, static_cast<uint64_t>(kept_ties));
-    begin_round(p, sampling, row);
     switch (p.round) {
       case ShardRound::kNone:
+        break;
+      case ShardRound::kLeft:
+        words[0] = find_peak<T>(logits, nullptr).logit > -kInfinity;
         break;
       case ShardRound::kPeak: {
         const Peak peak = find_peak<T>(logits, nullptr);
@@ -178,8 +192,9 @@ void step_shard(const ShardStepParams& p, int64_t n) {
         if (row.ties != 0) words[0] = count_ties<T>(logits, row.filter.min_logit);
         break;
       case ShardRound::kRace:
-        words[0] = sampling.temperature == 0.0f ? ranked_word(0.0f, row.peak.token)
-                                                : race_word(p, shard_distribution(p.shard, n, row, sampling), b, depth);
+        words[0] = sampling.temperature == 0.0f
+                       ? ranked_word(0.0f, row.peak.token)
+                       : race_word(p, shard_distribution(p.shard, logits, row, sampling), b, depth);
         break;
     }
   });

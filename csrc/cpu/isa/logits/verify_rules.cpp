@@ -5,6 +5,7 @@
 #include "core/verify/typical.h"
 #include "cpu/isa.h"
 #include "cpu/isa/logits/masses.h"
+#include "cpu/isa/logits/options.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 namespace {
@@ -42,8 +43,15 @@ class Rows {
       distributions.draft = distribution_at(distributions.draft.row, sampling_of(p.draft_sampling, b));
       distributions.draft_unit = 1.0 / sum_masses(distributions.draft);
     }
-    distributions.target = distribution_at(logit_row(p.verify.logits, row), sampling_of(p.verify.sampling, b));
+    distributions.target = distribution_at(target_row(p, b, row), sampling_of(p.verify.sampling, b));
     distributions.total = sum_masses(distributions.target);
+  }
+
+  // After other rows were open: the distributions of this one are known.
+  void open_again(const RatioParams& p, int64_t b, int64_t row) {
+    if (!p.verify.options.used) return;
+    target_row(p, b, row);
+    peaks_row_ = {};  // another row was in the same memory
   }
 
   double target(const NodeDistributions& distributions, int64_t token) const {
@@ -119,6 +127,10 @@ class Rows {
   bool is_tried(int64_t token) const { return tried_.contains(token); }
 
  private:
+  LogitRow target_row(const RatioParams& p, int64_t b, int64_t row) {
+    return row_under(p.verify.options, b, row, logit_row(p.verify.logits, row), scratch_.options);
+  }
+
   RowDistribution distribution_at(const LogitRow& row, const Sampling& sampling) {
     peaks_row_ = row;
     return with_logits(row.dtype, [&]<typename T>() { return find_distribution<T>(row, sampling, scratch_.filter); });

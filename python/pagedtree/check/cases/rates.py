@@ -207,7 +207,8 @@ def _verification(rule: str) -> Callable[[Place, Scale], Work]:
         drafts = torch.randint(scale.vocab, (batch * nodes,)).to(device)
         best = logits.argmax(1).view(batch, nodes)
         drafts.view(batch, nodes)[:, 1:] = best[:, :-1]
-        streams = {"seeds": torch.arange(batch, device=device), "positions": torch.arange(batch, device=device)}
+        at = torch.arange(batch, device=device)
+        streams: dict[str, Any] = {"seeds": at, "positions": at}
         params = SamplingParams(temperature=0.05, top_k=50, top_p=0.95)
         size = float(logits.numel() * logits.element_size())
         if rule == "greedy":
@@ -227,9 +228,9 @@ def _verification(rule: str) -> Callable[[Place, Scale], Work]:
 def _sample(place: Place, scale: Scale) -> Work:
     rows = scale.batch * 8
     logits = torch.randn(rows, scale.vocab, device=place.device).to(scale.dtype)
-    streams = {"seeds": torch.arange(rows, device=place.device), "positions": torch.arange(rows, device=place.device)}
+    at = torch.arange(rows, device=place.device)
     params = SamplingParams(temperature=0.8, top_k=50, top_p=0.95)
-    return Work(lambda: sample(logits, params, **streams), float(logits.numel() * logits.element_size()))
+    return Work(lambda: sample(logits, params, seeds=at, positions=at), float(logits.numel() * logits.element_size()))
 
 
 CALLS: dict[str, Callable[[Place, Scale], Work]] = {

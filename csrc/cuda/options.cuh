@@ -1,0 +1,99 @@
+// Request options (core/options.h): a CTA or a cluster writes a row anew in fp32, and reads that row from then on. It
+// lies in the call's scratch, one row for each cluster of the grid.
+#pragma once
+
+#include "core/options.h"
+#include "cuda/logits.cuh"
+
+namespace pagedtree::cuda {
+
+// The rows or trees that are worked on at a time: all of `count`, under options as many as there are rows of scratch.
+inline int64_t clusters_for(const OptionsParams& o, int64_t count) {
+  return o.used ? min_of(count, o.scratch_rows) : count;
+}
+
+__device__ __forceinline__ int64_t num_clusters() { return gridDim.x / ptx::cluster_size(); }
+
+namespace options {
+
+using Reader = LogitReader<kAnyDType>;
+
+struct Writer {
+  const RowOptions& r;
+  const LogitRow& row;
+  float* out;
+  BlockShared& shared;
+
+  static __device__ int64_t first() { return int64_t{ptx::cluster_rank()} * blockDim.x + threadIdx.x; }
+  static __device__ int64_t step() { return int64_t{ptx::cluster_size()} * blockDim.x; }
+  static __device__ void sync() { ptx::cluster_sync(); }
+  __device__ float raw(int64_t column) const {
+    const StoredLogits<kAnyDType> stored(row.dtype);
+    return stored.value(stored.bits(row.logits, column));
+  }
+  // Atomic, because an id may be listed several times.
+  __device__ void store(int64_t column, float value) const { atomicExch(out + column, value); }
+  __device__ void forbid(int64_t column) const {
+    const float logit = raw(column);
+    if (logit == logit) store(column, -kInfinity);
+  }
+  static __device__ void begin_bias(const NodeRange&) {}
+  static __device__ void end_bias(const NodeRange&) {}
+  // The first of the entries of a token writes the sum of all. Lists are short, and read from L1.
+  __device__ bool bias_of(const NodeRange& entries, int64_t i, float& bias) const {
+    const int32_t token = r.o.bias_tokens[i];
+    for (int64_t j = entries.begin; j < i; ++j) {
+      if (r.o.bias_tokens[j] == token) return false;
+    }
+    bias = bias_from(r.o, i, entries.end, token);
+    return true;
+  }
+  __device__ bool any_finite() const {
+    bool any = false;
+    for (int64_t t = first(); t < row.vocab && !any; t += step()) any = out[t] > -kInfinity;
+    return cluster_any(shared, any);
+  }
+};
+
+// All columns as if there were neither biases nor a path.
+__device__ __forceinline__ void adjust_columns(const RowOptions& r, const LogitRow& row, float* out) {
+  const Reader reader(row);
+  for (int64_t t = 4 * Writer::first(); t < row.vocab; t += 4 * Writer::step()) {
+    float four[4];
+    reader.convert(reader.load_four(t), four);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      four[i] = t + i < row.vocab ? r.adjusted(row, t + i, four[i], 0.0f, false) : -kInfinity;
+    }
+    *reinterpret_cast<float4*>(out + t) = {four[0], four[1], four[2], four[3]};
+  }
+}
+
+// Not inlined: kernels read rows in several places, and this is rarely called.
+inline __device__ __attribute__((noinline)) void write_row(const OptionsParams& o, int64_t b, int64_t n, Stops stops,
+                                                           int64_t first_token, LogitRow row, float* out,
+                                                           BlockShared& shared) {
+  const RowOptions r(o, b, n, stops, first_token);
+  ptx::cluster_sync();  // all have read the row before
+  adjust_columns(r, row, out);
+  ptx::cluster_sync();
+  Writer writer{r, row, out, shared};
+  RowPatch<Writer>(r, row, writer).run();
+}
+
+}  // namespace options
+
+// The row as the options leave it; the row as it is in memory where there are none. All threads of a cluster call this.
+__device__ __forceinline__ LogitRow row_under(const OptionsParams& o, int64_t b, int64_t n, const LogitRow& row,
+                                              BlockShared& shared, Stops stops = Stops::kDecide,
+                                              int64_t first_token = 0) {
+  if (!o.used) return row;
+  float* out = o.scratch + ptx::cluster_index() * o.scratch_stride;
+  options::write_row(o, b, n, stops, first_token, row, out, shared);
+  return {out, nullptr, nullptr, row.vocab, DType::kFloat32};
+}
+
+// The dtype that a kernel reads rows in.
+inline DType dtype_under(const OptionsParams& o, DType dtype) { return o.used ? DType::kFloat32 : dtype; }
+
+}  // namespace pagedtree::cuda

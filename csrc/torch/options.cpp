@@ -1,0 +1,130 @@
+#include "torch/options.h"
+
+#include "torch/values.h"
+
+namespace pagedtree::ops {
+namespace {
+
+const float* penalty(const Check& check, const std::optional<Tensor>& given, const char* name, int64_t batch,
+                     int32_t& stride) {
+  if (!given.has_value()) return nullptr;
+  check.tensor(*given, name, {ScalarType::Float}, {kAnySize});
+  const std::string expected = "of shape [1] or [" + std::to_string(batch) + "]";
+  check.that(given->size(0) == 1 || given->size(0) == batch, name, expected, Check::text(given->sizes()));
+  stride = given->size(0) == 1 ? 0 : 1;
+  return given_pointer<float>(*given);
+}
+
+// One row per sequence; its stride is written to `stride`.
+template <typename T>
+const T* rows_of(const Check& check, const std::optional<Tensor>& given, const char* name, ScalarType dtype,
+                 int64_t batch, int64_t width, int64_t& stride) {
+  if (!given.has_value()) return nullptr;
+  check.tensor(*given, name, {dtype}, {batch, width}, Strides::kLastContiguous);
+  stride = given->stride(0);
+  return given_pointer<T>(*given);
+}
+
+template <typename T>
+const T* vector_of(const Check& check, const std::optional<Tensor>& given, const char* name, ScalarType dtype,
+                   int64_t size) {
+  if (!given.has_value()) return nullptr;
+  check.tensor(*given, name, {dtype}, {size});
+  return given_pointer<T>(*given);
+}
+
+// Arguments that are given together or not at all.
+void check_together(const Check& check, const char* name, const std::optional<Tensor>& given, const char* other,
+                    const std::optional<Tensor>& with) {
+  check.that(given.has_value() == with.has_value(), name, std::string("given together with `") + other + "`",
+             given.has_value() ? "a tensor without it" : "None");
+}
+
+void check_values(const Check& check, const OptionTensors& t, const OptionsParams& o) {
+  const auto offsets = [&](const std::optional<Tensor>& given, const char* name, int64_t limit) {
+    if (given.has_value()) check_offsets(check, host_values<int32_t>(*given), name, limit);
+  };
+  offsets(t.cu_bias, "cu_bias", o.num_bias);
+  offsets(t.cu_bad_words, "cu_bad_words", o.num_bad_tokens);
+  offsets(t.cu_bad_seqs, "cu_bad_seqs", o.num_bad_words);
+  if (!t.history_lens.has_value()) return;
+  const auto lengths = host_values<int32_t>(*t.history_lens);
+  for (size_t b = 0; b < lengths.size(); ++b) {
+    check.that(lengths[b] >= 0 && lengths[b] <= o.history_width, at("history_lens", static_cast<int64_t>(b)),
+               "in 0.." + std::to_string(o.history_width), lengths[b]);
+  }
+}
+
+}  // namespace
+
+OptionsParams options_params(const Check& check, const OptionTensors& t, int64_t batch, int64_t vocab) {
+  OptionsParams o{};
+  const int64_t words = ceil_div<int64_t>(vocab, 32);
+  o.vocab = vocab;
+  o.repetition = penalty(check, t.repetition_penalty, "repetition_penalty", batch, o.repetition_stride);
+  o.presence = penalty(check, t.presence_penalty, "presence_penalty", batch, o.presence_stride);
+  o.frequency = penalty(check, t.frequency_penalty, "frequency_penalty", batch, o.frequency_stride);
+  constexpr ScalarType kInt = ScalarType::Int, kLong = ScalarType::Long;
+  o.prompt_mask = rows_of<int32_t>(check, t.prompt_mask, "prompt_mask", kInt, batch, words, o.prompt_stride);
+  o.output_counts = rows_of<int32_t>(check, t.output_counts, "output_counts", kInt, batch, vocab, o.counts_stride);
+  o.allowed_mask = rows_of<int32_t>(check, t.allowed_mask, "allowed_mask", kInt, batch, words, o.allowed_stride);
+
+  check_together(check, "bias_values", t.bias_values, "bias_tokens", t.bias_tokens);
+  check_together(check, "cu_bias", t.cu_bias, "bias_tokens", t.bias_tokens);
+  o.bias_tokens = vector_of<int32_t>(check, t.bias_tokens, "bias_tokens", kInt, kAnySize);
+  o.num_bias = t.bias_tokens.has_value() ? t.bias_tokens->size(0) : 0;
+  o.bias_values = vector_of<float>(check, t.bias_values, "bias_values", ScalarType::Float, o.num_bias);
+  o.cu_bias = vector_of<int32_t>(check, t.cu_bias, "cu_bias", kInt, batch + 1);
+
+  check_together(check, "cu_bad_words", t.cu_bad_words, "bad_tokens", t.bad_tokens);
+  check_together(check, "cu_bad_seqs", t.cu_bad_seqs, "bad_tokens", t.bad_tokens);
+  o.bad_tokens = vector_of<int32_t>(check, t.bad_tokens, "bad_tokens", kInt, kAnySize);
+  o.num_bad_tokens = t.bad_tokens.has_value() ? t.bad_tokens->size(0) : 0;
+  if (t.cu_bad_words.has_value()) o.num_bad_words = check.offsets(*t.cu_bad_words, "cu_bad_words");
+  o.cu_bad_words = vector_of<int32_t>(check, t.cu_bad_words, "cu_bad_words", kInt, o.num_bad_words + 1);
+  o.cu_bad_seqs = vector_of<int32_t>(check, t.cu_bad_seqs, "cu_bad_seqs", kInt, batch + 1);
+
+  check_together(check, "history_lens", t.history_lens, "history", t.history);
+  check.that(t.history.has_value() || !t.history_start.has_value(), "history_start", "given with `history`",
+             "a tensor without it");
+  o.history = rows_of<int64_t>(check, t.history, "history", kLong, batch, kAnySize, o.history_stride);
+  o.history_width = t.history.has_value() ? t.history->size(1) : 0;
+  o.history_lens = vector_of<int32_t>(check, t.history_lens, "history_lens", kInt, batch);
+  o.history_start = vector_of<int32_t>(check, t.history_start, "history_start", kInt, batch);
+
+  check_together(check, "min_position", t.min_position, "stop_ids", t.stop_ids);
+  o.stop_ids = rows_of<int32_t>(check, t.stop_ids, "stop_ids", kInt, batch, kAnySize, o.stops_stride);
+  o.num_stops = t.stop_ids.has_value() ? t.stop_ids->size(1) : 0;
+  o.min_position = vector_of<int64_t>(check, t.min_position, "min_position", kLong, batch);
+
+  o.used = o.repetition != nullptr || o.presence != nullptr || o.frequency != nullptr || o.allowed_mask != nullptr ||
+           o.bias_tokens != nullptr || o.bad_tokens != nullptr || o.stop_ids != nullptr;
+  if (value_checks_enabled()) check_values(check, t, o);
+  return o;
+}
+
+void add_paths(const Check& check, const VerifyParams& verify, const std::optional<Tensor>& parents,
+               OptionsParams& options) {
+  if (!options.used) return;
+  check.that(parents.has_value(), "parents", "given with request options", "None");
+  check.tensor(*parents, "parents", {ScalarType::Int}, {verify.logits.num_rows});
+  options.parents = const_pointer<int32_t>(*parents);
+  options.cu_nodes = verify.cu_nodes;
+  options.depths = verify.depths;
+  options.draft_tokens = verify.draft_tokens;
+  options.draft_to_target = verify.draft_to_target;
+  options.draft_vocab = verify.draft_vocab;
+  options.num_rows = verify.logits.num_rows;
+}
+
+Tensor add_option_rows(const Tensor& anchor, const Backend& backend, int64_t items, int64_t columns,
+                       OptionsParams& options) {
+  constexpr int64_t kOfWord = 4;  // rows begin at multiples of 16 bytes
+  options.scratch_rows = options.used ? min_of(items, backend.max_option_rows) : 0;
+  options.scratch_stride = ceil_div(columns, kOfWord) * kOfWord;
+  Tensor rows = empty_on(anchor, {options.scratch_rows, options.scratch_stride}, ScalarType::Float);
+  options.scratch = mutable_pointer<float>(rows);
+  return rows;
+}
+
+}  // namespace pagedtree::ops

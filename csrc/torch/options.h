@@ -1,0 +1,42 @@
+// Request options as arguments of ops: the fields of RequestOptions and the penalties of SamplingParams, flat.
+#pragma once
+
+#include "core/backend.h"
+#include "torch/ops.h"
+
+#define PT_EACH_OPTION(X)                                                                                 \
+  X(repetition_penalty)                                                                                   \
+  X(presence_penalty) X(frequency_penalty) X(prompt_mask) X(output_counts) X(allowed_mask) X(bias_tokens) \
+      X(bias_values) X(cu_bias) X(bad_tokens) X(cu_bad_words) X(cu_bad_seqs) X(history) X(history_lens)   \
+          X(history_start) X(stop_ids) X(min_position)
+
+#define PT_OPTION_IN_SCHEMA(name) ", Tensor? " #name "=None"
+#define PT_OPTION_PARAMETER(name) , const std::optional<Tensor>& name
+#define PT_OPTION_MEMBER(name) const std::optional<Tensor>& name;
+#define PT_OPTION_ARGUMENT(name) name,
+
+// The end of a schema, of a host function's parameters, and an OptionTensors of them.
+#define PT_OPTIONS PT_EACH_OPTION(PT_OPTION_IN_SCHEMA)
+#define PT_OPTION_PARAMETERS PT_EACH_OPTION(PT_OPTION_PARAMETER)
+#define PT_OPTION_TENSORS \
+  OptionTensors { PT_EACH_OPTION(PT_OPTION_ARGUMENT) }
+
+namespace pagedtree::ops {
+
+struct OptionTensors {
+  PT_EACH_OPTION(PT_OPTION_MEMBER)
+};
+
+// The options of `batch` sequences over `vocab` tokens.
+OptionsParams options_params(const Check& check, const OptionTensors& tensors, int64_t batch, int64_t vocab);
+
+// Where the rows of a verify op stand in their trees; `verify` has everything but `parents`, which options need.
+void add_paths(const Check& check, const VerifyParams& verify, const std::optional<Tensor>& parents,
+               OptionsParams& options);
+
+// Memory for the rows that a call works on at a time, `items` rows or trees in all, which must live as long as the
+// call.
+Tensor add_option_rows(const Tensor& anchor, const Backend& backend, int64_t items, int64_t columns,
+                       OptionsParams& options);
+
+}  // namespace pagedtree::ops
