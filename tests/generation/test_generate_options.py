@@ -205,7 +205,7 @@ def test_other_rules_take_options(model, draft_model, law):
         assert (6, 7) not in zip(text.tolist()[len(prompt) - 1 :], new, strict=False)
 
 
-# Greedy text against transformers' processors --------------------------------------------------------------------------
+# Greedy text against transformers' processors -------------------------------------------------------------------------
 
 CONFIGS = [
     {"repetition_penalty": 1.3},
@@ -351,7 +351,8 @@ def test_logprobs(model, monkeypatch, mode, is_fixed):
     seen = [[] for _ in PROMPTS]
     itself = ModelDrafter(model, num_nodes=12, depth=4, width=3)
     sequences, stats = generate(
-        model, PROMPTS, max_new_tokens=NEW_TOKENS, drafter=itself if is_fixed else Oracle(plain, 0.9), page_size=4, num_pages=17, cuda_graph=is_fixed, logprobs=3, logprobs_mode=mode,
+        model, PROMPTS, max_new_tokens=NEW_TOKENS, drafter=itself if is_fixed else Oracle(plain, 0.9), page_size=4,
+        num_pages=17, cuda_graph=is_fixed, logprobs=3, logprobs_mode=mode,
         callback=lambda b, new: seen[b].extend(new), **arguments,
     )  # fmt: skip
     assert lists(sequences) == plain and stats.evictions > 0 and stats.mean_accepted > 0.1
