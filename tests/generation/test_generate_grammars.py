@@ -102,7 +102,7 @@ def test_text_is_that_of_plain_decoding(model, name, params):
     )  # fmt: skip
     assert lists(drafted) == lists(plain)
     assert name != "oracle" or (stats.evictions > 0 and stats.mean_accepted > 0.5)
-    assert 0.0 < stats.grammar_wait and 0.0 < stats.grammar_time < stats.wall_time
+    assert stats.grammar_wait > 0.0 and 0.0 < stats.grammar_time < stats.wall_time
     assert "grammars: " in stats.summary()
     reasons = []
     for i, (text, matcher) in enumerate(zip(lists(drafted), grammars, strict=True)):

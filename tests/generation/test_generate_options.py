@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import Ranks
 
 pytest.importorskip("transformers")
 
@@ -37,6 +38,7 @@ from pagedtree.integrations.transformers import (
     NgramDrafter,
     TokenOptions,
     generate,
+    tensor_parallel,
     tree_generate,
 )
 
@@ -388,3 +390,34 @@ def test_logprobs_of_greedy_text(model):
         np.testing.assert_allclose(of.logprobs.logprobs, rows.max(-1).values, atol=1e-4)
         assert of.logprobs.ranks == [1] * 6 and of.logprobs.top_tokens == [[]] * 6
     assert generate(model, PROMPTS[:1], max_new_tokens=2)[1].sequences[0].logprobs is None
+
+
+# A vocabulary in parts ------------------------------------------------------------------------------------------------
+
+
+def on_a_rank(group, texts, rule):
+    """The text of a model of which each rank keeps its part."""
+    model = tiny(0, pad_token_id=0)
+    shards = tensor_parallel(model, group=group)
+    arguments = {**asked(EVERYTHING, 0.8, top_k=40), "max_new_tokens": NEW_TOKENS, "shards": shards}
+    with pytest.raises(ValueError, match="logprobs: expected None with shards"):
+        generate(model, PROMPTS, logprobs=1, **arguments)
+    sequences, stats = generate(
+        model, PROMPTS, drafter=Oracle(texts, 0.9), page_size=4, num_pages=16, rule=rule, **arguments
+    )
+    return lists(sequences), stats.evictions, stats.mean_accepted
+
+
+@pytest.mark.slow
+def test_two_ranks(model, tmp_path):
+    """The text of one rank, with all options; under "rejection" the same one on each rank."""
+    arguments = {**asked(EVERYTHING, 0.8, top_k=40), "max_new_tokens": NEW_TOKENS}
+    texts = lists(generate(model, PROMPTS, **arguments)[0])
+    processes = Ranks(tmp_path, num_ranks=2)
+    try:
+        sampled, rejection = (processes.run(on_a_rank, 2, texts, rule) for rule in ("sampled", "rejection"))
+    finally:
+        processes.close()
+    for text, evictions, accepted in sampled:
+        assert text == texts and evictions > 0 and accepted > 0.5
+    assert rejection[0] == rejection[1]

@@ -46,8 +46,8 @@ class GenerationStats:
         packed_tokens: tokens fed to it, padding included.
         wall_time, draft_time: seconds in all, and in the drafter (on a GPU only until its work is queued).
         num_pages, peak_pages, pages_taken: pages in the pool, held at most, and taken from it over the whole call.
-        grammar_time: seconds in which the masks of grammars were filled, beside the passes of the target.
-        grammar_wait: seconds of them in which passes were over and waited, and those of telling the matchers what came.
+        grammar_time: seconds in which masks of grammars were filled, as a rule while the target's pass ran.
+        grammar_wait: seconds that this added: for masks that were late, and for telling the matchers what came.
         drafted_steps: passes with drafts, under tree="auto".
         shared_prefix_steps: passes that read a prefix of several sequences once.
         sequences: one entry per returned sequence.
@@ -116,5 +116,7 @@ class GenerationStats:
             f" {self.restored_tokens} tokens restored",
         ]
         if self.grammar_time:
-            lines.append(f"grammars: {self.grammar_time:.2f} s, of which {self.grammar_wait:.2f} s beside the passes")
+            lines.append(
+                f"grammars: masks filled for {self.grammar_time:.2f} s, {self.grammar_wait:.2f} s not hidden by passes"
+            )
         return "\n".join(lines)
