@@ -191,6 +191,32 @@ def options_of(prompt, outputs, each, least):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_captured_steps(model, monkeypatch, temperature):
+    """Their buffers follow the sequences: the first one ends early, the others move up; ordinary passes in between."""
+    monkeypatch.setattr(FixedStep, "captures", False)
+    arguments = {**asked(EVERYTHING, temperature), "eos_token_id": [], "max_new_tokens": NEW_TOKENS}
+    counts = [4, 99, 8, 99]
+
+    def texts(**more):
+        left = list(counts)
+
+        def callback(b, tokens):
+            left[b] -= len(tokens)
+            return left[b] <= 0
+
+        sequences, stats = generate(model, PROMPTS, callback=callback, **arguments, **more)
+        return [text[: len(p) + count] for text, p, count in zip(lists(sequences), PROMPTS, counts, strict=True)], stats
+
+    plain, _ = texts()
+    for pages in (None, 17):
+        itself = ModelDrafter(model, num_nodes=12, depth=4, width=3)
+        captured, stats = texts(drafter=itself, cuda_graph=True, page_size=4, num_pages=pages)
+        assert captured == plain and stats.mean_accepted > 0.1
+        assert (stats.evictions > 0) == (pages is not None)
+    assert [len(text) - len(prompt) for text, prompt in zip(plain, PROMPTS, strict=True)] == [4, 20, 8, 20]
+
+
 @pytest.mark.parametrize("law", ["rejection", "block", "traversal"])
 def test_other_rules_take_options(model, draft_model, law):
     """What is forbidden never comes, whatever the rule; at temperature 0 the text is the one there is."""

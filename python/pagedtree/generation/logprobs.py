@@ -34,8 +34,9 @@ class TokenLogprobs:
 
     def append(self, found: list[list[Any]], count: int) -> None:
         """Takes over the first `count` tokens of one sequence of a step."""
-        for mine, new in zip((self.logprobs, self.ranks, self.top_tokens, self.top_logprobs), found, strict=True):
-            mine += new[:count]
+        mine: tuple[list[Any], ...] = (self.logprobs, self.ranks, self.top_tokens, self.top_logprobs)
+        for entries, new in zip(mine, found, strict=True):
+            entries += new[:count]
 
 
 class LogprobReader:

@@ -72,7 +72,7 @@ class RequestRows:
         penalties = penalties_of(params)
         self._has_counts = bool(penalties)
         self._prompt_lens = torch.tensor([*(len(s.tokens) for s in sequences), 0], device=device)
-        lists: dict[str, list[Any]] = {}
+        lists: dict[str, Any] = {}
         if "repetition_penalty" in penalties and any(each.penalize_prompt for each in options):
             texts = [s.tokens if each.penalize_prompt else [] for s, each in zip(sequences, options, strict=True)]
             # Some models read more tokens than they predict.

@@ -173,8 +173,9 @@ def _read(processor: Any, read: Processors, widths: list[int], lengths: list[int
         ids = processor.eos_token_id.flatten().tolist()
         if set(ids) != set(eos_ids):
             raise ValueError(f"min_new_tokens: expected to forbid the tokens that end a text, {eos_ids}, got {ids}")
-        least = getattr(processor, "min_length", None)
-        if least is None:
+        if isinstance(processor, MinLengthLogitsProcessor):
+            least = processor.min_length
+        else:
             least = processor.prompt_length_to_skip + processor.min_new_tokens
         read.min_new_tokens = [
             max(count, least - width) for count, width in zip(read.min_new_tokens, widths, strict=True)
