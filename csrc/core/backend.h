@@ -35,6 +35,7 @@ class Backend {
 
   virtual void build_trees(const BuildTreesParams&, const ExecContext&) const = 0;
   virtual void sample(const SampleParams&, const ExecContext&) const = 0;
+  virtual void token_logprobs(const TokenLogprobsParams&, const ExecContext&) const = 0;
   virtual void verify_sampled(const VerifyParams&, const ExecContext&) const = 0;  // greedy is temperature 0
   virtual void verify_rejection(const RatioParams&, const ExecContext&) const = 0;
   virtual void verify_block(const RatioParams&, const ExecContext&) const = 0;

@@ -98,6 +98,21 @@ struct SampleParams {
   int64_t* tokens;           // [R] out
 };
 
+// How likely tokens are, of R rows in a batch of logits.
+struct TokenLogprobsParams {
+  LogitsParams logits;      // N rows
+  SamplingParams sampling;  // of R; temperature null: the logits' own softmax
+  OptionsParams options;    // of R
+  TokenIds tokens;          // [R]
+  TokenIds rows;            // [R] the row of logits, data null: row r
+  float* logprobs;          // [R] out
+  int64_t* ranks;           // [R] out
+  int64_t* top_tokens;      // [R, top_n] out
+  float* top_logprobs;      // [R, top_n] out
+  int64_t num_tokens;       // R
+  int32_t top_n;
+};
+
 // A row's token, drawn in advance for sequence `sequence` at `depth`.
 struct DrawnRow {
   int32_t token;

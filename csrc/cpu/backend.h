@@ -11,6 +11,7 @@ class CpuBackend final : public Backend {
 
   void build_trees(const BuildTreesParams&, const ExecContext&) const override;
   void sample(const SampleParams&, const ExecContext&) const override;
+  void token_logprobs(const TokenLogprobsParams&, const ExecContext&) const override;
   void verify_sampled(const VerifyParams&, const ExecContext&) const override;
   void verify_rejection(const RatioParams&, const ExecContext&) const override;
   void verify_block(const RatioParams&, const ExecContext&) const override;

@@ -21,6 +21,7 @@ struct IsaKernels {
                      FilterScratch& scratch);
   // The row as request options leave it, in the scratch.
   LogitRow (*adjust_row)(const RowOptions& options, const LogitRow& row, OptionsScratch& scratch);
+  void (*token_logprobs)(const TokenLogprobsParams&, int64_t r, RulesScratch& scratch);
   // dst[i] = saturate(src[i] / scale) as e4m3; dtype is that of src: fp32, fp16 or bf16.
   void (*quantize_e4m3)(const void* src, DType dtype, int64_t count, float scale, uint8_t* dst);
   // The k best tokens and their logits, best first, equal ones by id; -1 and -inf where fewer are finite. Returns the

@@ -6,15 +6,11 @@
 #include "torch/values.h"
 
 namespace pagedtree::ops {
-namespace {
 
-// int32 or int64 ids in one dimension.
 TokenIds token_ids(const Check& check, const Tensor& ids, const std::string& name, int64_t size) {
   check.tensor(ids, name, {ScalarType::Int, ScalarType::Long}, {size});
   return {given_pointer<int64_t>(ids), ids.scalar_type() == ScalarType::Long};
 }
-
-}  // namespace
 
 void add_drafts(const Check& check, const Tensor& draft_tokens, const std::optional<Tensor>& draft_to_target,
                 VerifyParams& params) {

@@ -21,6 +21,9 @@ VerifyParams tree_params(const Check& check, const LogitsParams& logits, const T
                          const Tensor& next_sibling, const Tensor& valid, int64_t max_nodes, int64_t max_depth,
                          const std::optional<Tensor>& draft_to_target, const char* rows_name = "logits");
 
+// int32 or int64 ids in one dimension.
+TokenIds token_ids(const Check& check, const Tensor& ids, const std::string& name, int64_t size);
+
 // The drafts of a batch of `params.logits.num_rows` nodes.
 void add_drafts(const Check& check, const Tensor& draft_tokens, const std::optional<Tensor>& draft_to_target,
                 VerifyParams& params);

@@ -15,6 +15,7 @@ from pagedtree.drafting import (
     start_draft,
 )
 from pagedtree.kv_cache import append_kv, compact_kv, slot_mapping
+from pagedtree.logprobs import token_logprobs
 from pagedtree.options import RequestOptions
 from pagedtree.sampling import SamplingParams, sample
 from pagedtree.step import Commit, commit, prepare_step
@@ -60,6 +61,7 @@ __all__ = [
     "sample",
     "slot_mapping",
     "start_draft",
+    "token_logprobs",
     "tree_attention",
     "verify_block",
     "verify_greedy",

@@ -9,6 +9,7 @@ namespace pagedtree::cpu::PAGEDTREE_ISA {
 
 Draw draw_token(const LogitRow& row, const Sampling& sampling, uint64_t seed, int64_t position, FilterScratch& scratch);
 LogitRow adjust_row(const RowOptions& options, const LogitRow& row, OptionsScratch& scratch);
+void token_logprobs(const TokenLogprobsParams& p, int64_t r, RulesScratch& scratch);
 void quantize_e4m3(const void* src, DType dtype, int64_t count, float scale, uint8_t* dst);
 double top_tokens(const LogitRow& row, int32_t k, bool with_sum, int64_t* tokens, float* logits);
 void draw_children(const LogitRow& row, const Sampling& sampling, const ChildrenDraw& draw, FilterScratch& scratch);
@@ -24,6 +25,7 @@ const IsaKernels& kernels() {
       .name = PT_STRING(PAGEDTREE_ISA),
       .draw_token = draw_token,
       .adjust_row = adjust_row,
+      .token_logprobs = token_logprobs,
       .quantize_e4m3 = quantize_e4m3,
       .top_tokens = top_tokens,
       .draw_children = draw_children,

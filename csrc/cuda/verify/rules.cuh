@@ -6,6 +6,7 @@
 #include "core/verify/rules.h"
 #include "core/verify/typical.h"
 #include "cuda/filters.cuh"
+#include "cuda/mass_sums.cuh"
 #include "cuda/options.cuh"
 
 namespace pagedtree::cuda {
@@ -26,54 +27,6 @@ struct RulesShared {
   int16_t depths[kMaxTreeNodes];
 };
 static_assert(sizeof(RulesShared) <= 99 << 10);  // what every GPU from sm_80 on gives
-
-using AnyReader = LogitReader<kAnyDType>;
-
-// The masses of a row's distribution.
-struct RowMasses {
-  static constexpr int kBatch = 4;  // groups of four that are loaded together
-  static constexpr int kSums = 1;   // sums that are found at a time
-  using Loaded = Four;
-
-  AnyReader row;
-  Scale scale;
-  Filter filter;
-
-  __device__ explicit RowMasses(const RowDistribution& distribution)
-      : row(distribution.row), scale(distribution.scale), filter(distribution.filter) {
-    if (distribution.uniform) row.make_uniform();
-  }
-
-  __device__ float at(int64_t token) const {
-    const float logit = row.logit(token), x = scale(logit);
-    return filter.keeps(token, logit, x) ? mass_of<ScalarMath>(x) : 0.0f;
-  }
-
-  __device__ int64_t vocab() const { return row.vocab(); }
-  __device__ Loaded load(int64_t token) const { return row.load_four(token); }
-  // Zeros past the vocabulary.
-  __device__ __forceinline__ void values(int64_t token, const Loaded& loaded, float (&four)[4]) const {
-    uint32_t kept = 0;
-    if (token < row.vocab()) {
-      row.clean_four(token, loaded, four);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float x = scale(four[i]);
-        if (filter.keeps(token + i, four[i], x) && has_mass(x)) kept |= 1u << i;
-        four[i] = x;
-      }
-    }
-    if (kept == 0) {
-      four[0] = four[1] = four[2] = four[3] = 0.0f;
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) four[i] = kept >> i & 1u ? exp_exact<ScalarMath>(four[i]) : 0.0f;
-  }
-  __device__ __forceinline__ void values(int64_t token, const Loaded& loaded, float (&sums)[1][4]) const {
-    values(token, loaded, sums[0]);
-  }
-};
 
 // The terms m log m of the masses m.
 struct EntropyTerms : RowMasses {
@@ -165,20 +118,6 @@ struct ResidualMasses {
     }
   }
 };
-
-// A block's sum from the warp's partial sums, in the order of MassTable: sum i is entry i % 4 of lane i / 4. In each
-// step a lane gives another lane the half of the sums that the other continues with.
-__device__ __forceinline__ float sum_of_block(const float (&sums)[4]) {
-  const bool high = threadIdx.x & 16, odd = threadIdx.x & 8;
-  float first = high ? sums[2] : sums[0], second = high ? sums[3] : sums[1];
-  first += __shfl_xor_sync(~0u, high ? sums[0] : sums[2], 16);
-  second += __shfl_xor_sync(~0u, high ? sums[1] : sums[3], 16);
-  float sum = odd ? second : first;
-  sum += __shfl_xor_sync(~0u, odd ? first : second, 8);
-  for (int lanes = 4; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
-  sum += __shfl_xor_sync(~0u, sum, 16);
-  return sum + __shfl_xor_sync(~0u, sum, 8);
-}
 
 class Rows {
  public:
@@ -293,73 +232,13 @@ class Rows {
     for (int left_to_find = finds_draft ? 2 : 1; left_to_find > 0; --left_to_find) {
       const bool of_draft = left_to_find == 2;
       RowDistribution& into = of_draft ? distributions.draft : distributions.target;
-      const RowDistribution distribution =
-          find_distribution(shared, into.row, sampling_of(of_draft ? p.draft_sampling : p.verify.sampling, b));
+      const RowDistribution distribution = find_distribution(
+          shared.radix, shared.filter, into.row, sampling_of(of_draft ? p.draft_sampling : p.verify.sampling, b));
       sum_blocks(RowMasses(distribution), shared.residuals);
       if (!leads_cta()) continue;
       into = distribution;
       const double total = shared.residuals.total(distribution.row.vocab);
       (of_draft ? distributions.draft_unit : distributions.total) = of_draft ? 1.0 / total : total;
-    }
-    __syncthreads();
-  }
-
-  static __device__ __forceinline__ RowDistribution find_distribution(RulesShared& shared, const LogitRow& row,
-                                                                      const Sampling& sampling) {
-    AnyReader reader(row);
-    const Peak peak = find_peak(reader, shared.radix.block);
-    reader.learn(peak);
-    return row_distribution(row, sampling, peak, [&](const Scale& scale) {
-      return find_filter(reader, sampling, scale, shared.radix, shared.filter);
-    });
-  }
-
-  // One warp per block: it adds all groups of four tokens of the block. Every CTA gets all sums.
-  template <typename Masses, typename... Tables>
-  static __device__ __forceinline__ void sum_blocks(const Masses& masses, Tables&... into) {
-    MassTable* const tables[Masses::kSums] = {&into...};
-    const int64_t vocab = masses.vocab();
-    sync();
-    // A block is read in groups of kMassSums tokens, some of which are loaded together.
-    constexpr int kBatch = Masses::kBatch, kGroups = kMassBlock / kMassSums;
-    static_assert(kGroups % kBatch == 0);
-    const int lane = static_cast<int>(threadIdx.x % 32), warps_of_cta = static_cast<int>(blockDim.x / 32);
-    const int warp = static_cast<int>(ptx::cluster_rank()) * warps_of_cta + static_cast<int>(threadIdx.x / 32);
-    const int warps = static_cast<int>(ptx::cluster_size()) * warps_of_cta,
-              num_blocks = static_cast<int>(MassTable::num_blocks(vocab));
-    float sums[Masses::kSums][4]{};
-    int block = warp, group = 0;
-#pragma unroll 1
-    while (block < num_blocks) {
-      int token = block * kMassBlock + group * kMassSums + 4 * lane;
-      typename Masses::Loaded loaded[kBatch];
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) loaded[i] = masses.load(token + i * kMassSums);
-#pragma unroll 1
-      for (int i = 0; i < kBatch; ++i, token += kMassSums) {
-        float values[Masses::kSums][4];
-        masses.values(token, loaded[0], values);
-#pragma unroll
-        for (int j = 0; j + 1 < kBatch; ++j) loaded[j] = loaded[j + 1];
-#pragma unroll
-        for (int j = 0; j < 4 * Masses::kSums; ++j) sums[j / 4][j % 4] += values[j / 4][j % 4];
-      }
-      group += kBatch;
-      if (group < kGroups) continue;
-#pragma unroll
-      for (int k = 0; k < Masses::kSums; ++k) {
-        const float sum = sum_of_block(sums[k]);
-        float& into = tables[k]->blocks[block];
-        if (lane < static_cast<int>(ptx::cluster_size())) *ptx::of_cta(&into, static_cast<uint32_t>(lane)) = sum;
-        sums[k][0] = sums[k][1] = sums[k][2] = sums[k][3] = 0.0f;
-      }
-      block += warps;
-      group = 0;
-    }
-    sync();
-    if (threadIdx.x < MassTable::num_groups(vocab)) {
-#pragma unroll
-      for (MassTable* table : tables) table->add_group(vocab, threadIdx.x);
     }
     __syncthreads();
   }

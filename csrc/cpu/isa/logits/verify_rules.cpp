@@ -4,25 +4,11 @@
 #include "core/verify/traversal.h"
 #include "core/verify/typical.h"
 #include "cpu/isa.h"
-#include "cpu/isa/logits/masses.h"
+#include "cpu/isa/logits/mass_sums.h"
 #include "cpu/isa/logits/options.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 namespace {
-
-// The partial sums of a block.
-struct Sums {
-  static constexpr int kParts = kMassSums / kLanes;
-  static_assert(kMassSums % kLanes == 0);
-  vfloat parts[kParts]{};
-
-  float whole() {
-    for (int half = kParts / 2; half > 0; half /= 2) {
-      for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
-    }
-    return reduce_add(parts[0]);
-  }
-};
 
 class Rows {
  public:
@@ -148,43 +134,10 @@ class Rows {
     return scratch_.filter.peaks;
   }
 
-  // Whether the block may hold any mass.
-  static bool may_have_mass(const float* peaks, int64_t begin, const RowDistribution& distribution) {
-    return peaks == nullptr || PAGEDTREE_ISA::may_have_mass(peaks, begin, distribution.filter, distribution.scale);
-  }
-
-  // The sum of values(i) over the lanes at i, for `count` tokens of a block.
-  template <typename Values>
-  static float sum_of(int count, const Values& values) {
-    Sums sums;
-    for (int begin = 0; begin < count; begin += kMassSums) {
-      for (int i = 0; i < Sums::kParts; ++i) sums.parts[i] += values(begin + i * kLanes);
-    }
-    return sums.whole();
-  }
-
-  static double sum_groups(int64_t vocab, MassTable& table) {
-    for (int64_t group = 0; group < MassTable::num_groups(vocab); ++group) table.add_group(vocab, group);
-    return table.total(vocab);
-  }
-
-  // `sum_block` gives a block's sum for its first token and its number.
-  template <typename SumBlock>
-  static double sum_blocks(int64_t vocab, MassTable& table, const SumBlock& sum_block) {
-    for (int64_t block = 0; block < MassTable::num_blocks(vocab); ++block) {
-      table.blocks[block] = sum_block(block * kMassBlock, block);
-    }
-    return sum_groups(vocab, table);
-  }
-
   // The sum of one distribution's masses, as sums() with c = 0 and no tried token: draw() may follow.
   double sum_masses(const RowDistribution& distribution) {
     const float* peaks = peaks_of(distribution);
-    last_sum_ = sum_blocks(distribution.row.vocab, scratch_.residuals, [&](int64_t begin, int64_t) {
-      if (!may_have_mass(peaks, begin, distribution)) return 0.0f;
-      return sum_of(load_masses(distribution, begin, scratch_.block.target),
-                    [&](int i) { return load(scratch_.block.target + i); });
-    });
+    last_sum_ = sum_distribution(distribution, peaks, scratch_.residuals, scratch_.block.target);
     return last_sum_;
   }
 

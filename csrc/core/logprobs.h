@@ -1,0 +1,46 @@
+// Log-probabilities of tokens, written once for every backend.
+#pragma once
+
+#include "core/options.h"
+
+namespace pagedtree {
+
+// The row of logits for entry r, -1 if it is out of range.
+PT_HOST_DEVICE int64_t logprob_row(const TokenLogprobsParams& p, int64_t r) {
+  const int64_t row = p.rows.data == nullptr ? r : token_at(p.rows, r);
+  return row >= 0 && row < p.logits.num_rows ? row : -1;
+}
+
+// The token of entry r, -1 if it is not in the vocabulary.
+PT_HOST_DEVICE int64_t logprob_token(const TokenLogprobsParams& p, int64_t r) {
+  const int64_t token = token_at(p.tokens, r);
+  return token >= 0 && token < p.logits.vocab ? token : -1;
+}
+
+// The distribution that is asked for: that of the logits as they are, unless there are sampling parameters.
+PT_HOST_DEVICE Sampling logprob_sampling(const TokenLogprobsParams& p, int64_t r) {
+  return p.sampling.temperature == nullptr ? Sampling{1.0f, 0, 1.0f, 0.0f, false} : sampling_of(p.sampling, r);
+}
+
+// The logarithm of a token's share of `total`, the sum of the distribution's masses. It is exact for unlikely tokens,
+// too, whose mass would be 0.
+PT_HOST_DEVICE float logprob_of(const RowDistribution& distribution, double total, int64_t token, float logit) {
+  if (distribution.uniform) logit = 0.0f;
+  const float x = distribution.scale(logit);
+  if (logit == -kInfinity || !distribution.filter.keeps(token, logit, x)) return -kInfinity;
+  return x - log_exact<ScalarMath>(static_cast<float>(total));
+}
+
+// Entry r where there is no row.
+PT_HOST_DEVICE void write_no_logprobs(const TokenLogprobsParams& p, int64_t r, int64_t first, int64_t step) {
+  if (first == 0) {
+    p.logprobs[r] = -kInfinity;
+    p.ranks[r] = 0;
+  }
+  for (int64_t i = first; i < p.top_n; i += step) {
+    p.top_tokens[r * p.top_n + i] = -1;
+    p.top_logprobs[r * p.top_n + i] = -kInfinity;
+  }
+}
+
+}  // namespace pagedtree

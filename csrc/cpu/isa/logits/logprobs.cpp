@@ -1,0 +1,63 @@
+// Log-probabilities of tokens in a row of logits, see core/logprobs.h.
+#include "core/logprobs.h"
+
+#include "cpu/isa.h"
+#include "cpu/isa/logits/mass_sums.h"
+#include "cpu/isa/logits/options.h"
+
+namespace pagedtree::cpu::PAGEDTREE_ISA {
+
+double top_tokens(const LogitRow& row, int32_t k, bool with_sum, int64_t* tokens, float* logits);
+
+namespace {
+
+float logit_at(const RowDistribution& distribution, int64_t token) {
+  const int64_t t = token - token % kLanes;
+  return with_logits(distribution,
+                     [&]<typename T>() { return load_logits<T>(distribution.row, t)[static_cast<int>(token - t)]; });
+}
+
+int64_t count_reaching(const RowDistribution& distribution, float logit) {
+  return with_logits(distribution, [&]<typename T>() {
+    int64_t count = 0;
+    for (int64_t t = 0; t < distribution.row.vocab; t += kLanes) {
+      const vint inside = lane_index() < static_cast<int32_t>(min_of<int64_t>(kLanes, distribution.row.vocab - t));
+      count += popcount32(lane_bits((load_logits<T>(distribution.row, t) >= splat(logit)) & inside));
+    }
+    return count;
+  });
+}
+
+}  // namespace
+
+void token_logprobs(const TokenLogprobsParams& p, int64_t r, RulesScratch& scratch) {
+  const int64_t n = logprob_row(p, r), token = logprob_token(p, r);
+  write_no_logprobs(p, r, 0, 1);
+  if (n < 0) return;
+  const LogitRow row = row_under(p.options, r, r, logit_row(p.logits, n), scratch.options);
+  const Sampling sampling = logprob_sampling(p, r);
+  const RowDistribution distribution =
+      with_logits(row.dtype, [&]<typename T>() { return find_distribution<T>(row, sampling, scratch.filter); });
+  const float* peaks = distribution.uniform ? nullptr : scratch.filter.peaks;
+  const double total = sum_distribution(distribution, peaks, scratch.residuals, scratch.block.target);
+  if (token >= 0) {
+    const float logit = logit_at(distribution, token);
+    p.logprobs[r] = logprob_of(distribution, total, token, logit);
+    p.ranks[r] = count_reaching(distribution, logit);
+  }
+  int64_t* tokens = p.top_tokens + r * p.top_n;
+  float* logprobs = p.top_logprobs + r * p.top_n;
+  if (distribution.uniform) {
+    for (int32_t i = 0; i < p.top_n; ++i) {
+      tokens[i] = i;
+      logprobs[i] = logprob_of(distribution, total, i, 0.0f);
+    }
+    return;
+  }
+  if (p.top_n > 0) top_tokens(row, p.top_n, false, tokens, logprobs);
+  for (int32_t i = 0; i < p.top_n && tokens[i] >= 0; ++i) {
+    logprobs[i] = logprob_of(distribution, total, tokens[i], logprobs[i]);
+  }
+}
+
+}  // namespace pagedtree::cpu::PAGEDTREE_ISA
