@@ -209,7 +209,7 @@ def test_captured_steps(model, monkeypatch, temperature):
         return [text[: len(p) + count] for text, p, count in zip(lists(sequences), PROMPTS, counts, strict=True)], stats
 
     plain, _ = texts()
-    for pages in (None, 17):
+    for pages in (None, 16):
         itself = ModelDrafter(model, num_nodes=12, depth=4, width=3)
         captured, stats = texts(drafter=itself, cuda_graph=True, page_size=4, num_pages=pages)
         assert captured == plain and stats.mean_accepted > 0.1
@@ -334,7 +334,7 @@ def test_processors_without_counterpart_are_refused(model, processors, message):
             {"params": SamplingParams(top_p=0.5), "logits_processor": [TopKLogitsWarper(3)]}, ValueError,
             "params: expected no filter_order, min_p, temperature, top_k, top_p beside",
         ),
-        ({"logprobs": VOCAB + 1}, ValueError, "logprobs: expected None or 0..128"),
+        ({"logprobs": VOCAB + 1}, ValueError, r"logprobs: expected None or 0\.\.128, got 129"),
         ({"logprobs": 1, "logprobs_mode": "cooked"}, ValueError, 'logprobs_mode: expected "raw" or "processed"'),
     ],
 )  # fmt: skip
@@ -405,6 +405,20 @@ def test_logprobs(model, monkeypatch, mode, is_fixed):
             top = np.argsort(-row, kind="stable")[:3]
             assert found.top_tokens[i] == top.tolist()
             np.testing.assert_allclose(found.top_logprobs[i], row[top], atol=2e-4)
+
+
+def test_processed_logprobs_of_greedy_text(model):
+    """Behind the options alone, also where another sequence of the batch is drawn."""
+    texts, plain = generate(model, PROMPTS[:2], max_new_tokens=6, logprobs=2)
+    both = SamplingParams(temperature=torch.tensor([0.0, 2.0]), top_k=5, presence_penalty=torch.tensor([0.0, 1.0]))
+    for params in (None, SamplingParams(temperature=0.0), both):
+        options = {"params": params, "logprobs": 2, "logprobs_mode": "processed"}
+        again, stats = generate(model, PROMPTS[:2], max_new_tokens=6, drafter=Oracle(lists(texts), 1.0), **options)
+        assert torch.equal(again[0], texts[0])
+        one, other = plain.sequences[0].logprobs, stats.sequences[0].logprobs
+        np.testing.assert_allclose(one.top_logprobs, other.top_logprobs, atol=1e-4)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+    assert -math.log(5) <= max(stats.sequences[1].logprobs.logprobs) < 0.0
 
 
 def test_logprobs_of_greedy_text(model):

@@ -351,7 +351,7 @@ class Engine:
         self._store_history(sequences, history)
         found = None
         if self.logprobs is not None:
-            found = self.logprobs.read(logits, trees, verdict, committed, start, sampling, options, mask)
+            found = self.logprobs.read(logits, verdict, committed, start, sampling, options, mask)
 
         # The step's one synchronisation.
         extra = torch.stack([committed.num_tokens, committed.finished, verdict.status], dim=1)

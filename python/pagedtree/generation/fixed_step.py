@@ -136,7 +136,7 @@ class FixedStep:
             options=None if self.logprobs is not None and self.logprobs.is_processed else options,
         )  # fmt: skip
         if self.logprobs is not None:
-            self._found = self.logprobs.read(logits, trees, verdict, committed, start, sampling, options, None)
+            self._found = self.logprobs.read(logits, verdict, committed, start, sampling, options, None)
         self.history.index_copy_(0, rows, history)
         self.start.tensor.copy_(torch.where(committed.finished, IDLE, committed.start))
         self._result = StepResult([], 0, start, draft, verdict, committed, logits, hidden)

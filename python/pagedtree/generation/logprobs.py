@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedtree import Commit, RequestOptions, TreeBatch, Verdict, token_logprobs
+from pagedtree import Commit, RequestOptions, SamplingParams, Verdict, token_logprobs
 from pagedtree.generation.rules import Sampling
 
 __all__ = ["LogprobReader", "TokenLogprobs"]
@@ -23,7 +23,7 @@ class TokenLogprobs:
 
     Attributes:
         logprobs: natural logarithm of the token's probability.
-        ranks: how many tokens are at least as likely, itself included: 1 is the most likely.
+        ranks: how many tokens are at least as likely, itself included, whatever the filters drop: 1 is the most likely.
         top_tokens, top_logprobs: the n most likely tokens of the same place, largest first, and theirs.
     """
 
@@ -45,7 +45,7 @@ class LogprobReader:
     Args:
         top_n: how many of the most likely tokens are told.
         is_processed: whether the probabilities are those that the token was drawn with, behind options, temperature and
-            filters, else those of the logits themselves.
+            filters (of greedy sequences behind options alone), else those of the logits themselves.
     """
 
     def __init__(self, top_n: int, is_processed: bool) -> None:
@@ -54,7 +54,6 @@ class LogprobReader:
     def read(
         self,
         logits: Tensor,
-        trees: TreeBatch,
         verdict: Verdict,
         committed: Commit,
         start: Tensor,
@@ -67,24 +66,34 @@ class LogprobReader:
         options: as they were before the commit, but its history has the new tokens. Where they have counts these are
         advanced, in place of `commit`.
         """
-        rows = trees.cu_nodes[:-1, None].long() + verdict.accept_index.clamp(min=0)
-        rows = rows.clamp(max=max(logits.shape[0] - 1, 0))  # of trees without nodes
+        rows = committed.accept_rows
         if not self.is_processed:
             found = token_logprobs(logits, verdict.tokens.flatten(), rows=rows.flatten(), top_n=self.top_n)
             return _shaped([each.unflatten(0, rows.shape) for each in found])
-        kept = torch.arange(rows.shape[1], device=rows.device) < committed.num_tokens[:, None]
+        params = _of_greedy_too(sampling.params)
         by_depth = []
         for depth in range(rows.shape[1]):
-            row, tokens = rows[:, depth], verdict.tokens[:, depth]
+            row, tokens = rows[:, depth].contiguous(), verdict.tokens[:, depth].contiguous()
             here = _options_at(depth, row, tokens, logits.shape[1], start, committed, options, grammar_mask)
-            by_depth.append(
-                token_logprobs(logits, tokens, rows=row, params=sampling.params, options=here, top_n=self.top_n)
-            )
+            by_depth.append(token_logprobs(logits, tokens, rows=row, params=params, options=here, top_n=self.top_n))
             if options is not None and options.output_counts is not None:
-                added = (kept[:, depth] & (tokens < options.output_counts.shape[1])).int()
-                columns = tokens.clamp(0, options.output_counts.shape[1] - 1)
-                options.output_counts.scatter_add_(1, columns[:, None], added[:, None])
+                vocab = options.output_counts.shape[1]
+                is_new = (row >= 0) & (tokens < vocab)
+                options.output_counts.scatter_add_(1, tokens.clamp(0, vocab - 1)[:, None], is_new.int()[:, None])
         return _shaped([torch.stack(each, dim=1) for each in zip(*by_depth, strict=True)])
+
+
+def _of_greedy_too(params: SamplingParams | None) -> SamplingParams | None:
+    """Parameters that tell something of greedy sequences, too: at temperature 0 one token would have it all."""
+    if params is None:
+        return None
+    neutral: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    if isinstance(params.temperature, Tensor):
+        is_greedy = params.temperature == 0
+        neutral = {name: torch.where(is_greedy, value, getattr(params, name)) for name, value in neutral.items()}
+    elif params.temperature != 0:
+        return params
+    return replace(params, **neutral)
 
 
 def _options_at(
@@ -99,7 +108,7 @@ def _options_at(
 ) -> RequestOptions | None:
     """The options at the paths' nodes of this depth; what is in front of them is part of the text there."""
     changed: dict[str, Tensor] = {}
-    allowed = None if grammar_mask is None else grammar_mask[row]
+    allowed = None if grammar_mask is None else grammar_mask[row.clamp(min=0)]
     if options is not None:
         if options.allowed_mask is not None:
             allowed = options.allowed_mask if allowed is None else allowed & options.allowed_mask

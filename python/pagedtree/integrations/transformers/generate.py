@@ -140,9 +140,9 @@ def generate(
             They are told the tokens that their sequence gets, so each serves for one call. A text ends with the token
             that completes it, which is an EOS token where the grammar ends with one.
         logprobs: also tells, in stats.sequences, each token's log-probability, its rank, and the so many most likely
-            tokens of its place (`TokenLogprobs`); 0 = the token's own alone, None = nothing.
+            tokens of its place (`TokenLogprobs`), at most 1024; 0 = the token's own alone, None = nothing.
         logprobs_mode: "raw": of the model's logits; "processed": of the distribution that the token was drawn from,
-            behind options, grammar, temperature and filters.
+            behind options, grammar, temperature and filters; where decoding is greedy, behind options and grammar.
         streamer: of transformers (`TextStreamer`, `TextIteratorStreamer`): gets the prompt, then the tokens as they
             come. For one sequence, as in transformers.
 

@@ -31,6 +31,8 @@ __all__ = [
     "token_lists",
 ]
 
+# What `token_logprobs` tells at most.
+MOST_LOGPROBS = 1024
 # What a tokenizer returns beside input_ids that does not change what the model reads.
 ENCODED = {"input_ids", "attention_mask", "token_type_ids"}
 
@@ -218,9 +220,9 @@ def logprobs_of(logprobs: Any, mode: str, vocab: int) -> LogprobReader | None:
         raise ValueError(f'logprobs_mode: expected "raw" or "processed", got {mode!r}')
     if logprobs is None:
         return None
-    top_n = _integer("logprobs", logprobs)
-    if not 0 <= top_n <= vocab:
-        raise ValueError(f"logprobs: expected None or 0..{vocab}, the model's tokens, got {top_n}")
+    top_n, most = _integer("logprobs", logprobs), min(vocab, MOST_LOGPROBS)
+    if not 0 <= top_n <= most:
+        raise ValueError(f"logprobs: expected None or 0..{most}, got {top_n}")
     return LogprobReader(top_n, mode == "processed")
 
 
