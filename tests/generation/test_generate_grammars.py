@@ -124,12 +124,13 @@ def test_a_text_ends_with_its_grammar(model, drafts):
     whole = [text[len(prompt) :].tolist() for text, prompt in zip(plain, PROMPTS, strict=True)]
     for i in (0, 2, 3):
         assert whole[i][-1] == STOP and stats.sequences[i].finish_reason == "grammar"
-    drafter = Oracle([[*text, 3, 4, 5] for text in lists(plain)], 1.0) if drafts else None
-    sequences, stats = generate(model, PROMPTS, drafter=drafter, grammars=matchers(4, needs_stop=False), **options)
-    for i in (0, 2, 3):
-        assert sequences[i].tolist()[LENGTHS[i] :] == whole[i][:-1]
-        assert stats.sequences[i].finish_reason == "grammar"
-    assert stats.sequences[1].num_tokens == 40
+    for eos in ([], STOP):
+        drafter = Oracle([[*text, 3, 4, 5] for text in lists(plain)], 1.0) if drafts else None
+        options["eos_token_id"] = eos
+        sequences, stats = generate(model, PROMPTS, drafter=drafter, grammars=matchers(4, needs_stop=False), **options)
+        for i in (0, 2, 3):
+            assert sequences[i].tolist()[LENGTHS[i] :] == whole[i][:-1]
+            assert stats.sequences[i].finish_reason == "grammar"
 
 
 def test_nothing_left_ends_the_text(model):
