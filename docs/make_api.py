@@ -33,6 +33,8 @@ TITLES = {
     "cost": "Attention",
     "kv_cache": "KV cache",
     "sampling": "Sampling",
+    "options": "Sampling",
+    "logprobs": "Sampling",
     "verify": "Verification",
     "step": "A whole step",
 }

@@ -40,7 +40,8 @@ PT_HOST_DEVICE typename M::Float penalised(const Penalties& penalties, typename 
   const auto said = count > 0.0f;
   const auto scaled = M::select(logit > 0.0f, logit / penalties.repetition, logit * penalties.repetition);
   logit = M::select(said | in_prompt, scaled, logit);
-  logit = M::fma(M::splat(-penalties.frequency), count, logit);
+  // Two roundings, as in Torch: fma() keeps compilers from making it one.
+  logit = logit - M::fma(M::splat(penalties.frequency), count, M::splat(0.0f));
   return M::select(said, logit - penalties.presence, logit);
 }
 

@@ -19,7 +19,7 @@ struct IsaKernels {
   const char* name;
   Draw (*draw_token)(const LogitRow& row, const Sampling& sampling, uint64_t seed, int64_t position,
                      FilterScratch& scratch);
-  // The row as request options leave it, in the scratch.
+  // A row that reads as request options leave it, as long as the scratch is not given another one.
   LogitRow (*adjust_row)(const RowOptions& options, const LogitRow& row, OptionsScratch& scratch);
   void (*token_logprobs)(const TokenLogprobsParams&, int64_t r, RulesScratch& scratch);
   // dst[i] = saturate(src[i] / scale) as e4m3; dtype is that of src: fp32, fp16 or bf16.

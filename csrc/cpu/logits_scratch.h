@@ -1,6 +1,7 @@
 // Memory that the hosts allocate for the kernels of cpu/isa/logits.
 #pragma once
 
+#include "core/options.h"
 #include "core/verify/rules.h"
 
 namespace pagedtree::cpu {
@@ -27,11 +28,27 @@ struct FilterScratch {
   RowTotals low_blocks[kBlocks];
 };
 
-// Where a row is written anew under request options: [V + kMostLanes] logits, and [V] zeros to add biases up in.
-struct OptionsScratch {
-  float* row;
-  float* bias;
+// A row under request options, of at most V columns: how its logits are adjusted when they are read.
+struct AdjustedRow {
+  LogitRow memory;  // the row as it is in memory
+  Penalties penalties;
+  const int32_t* allowed_mask;  // of the sequence, these three, or null
+  const int32_t* prompt_mask;   // null also without a penalty that asks for it
+  const int32_t* counts;        // of this row's columns
+  int64_t first_token, vocab;
+  int64_t num_patched = 0;
+  float largest;  // what +inf reads as
+  bool pays;      // whether there is a penalty
+  bool lowers;    // whether only patches can raise a logit
+  // Memory that OptionsMemory owns:
+  float* values;         // [V + kMostLanes] adjusted logits
+  uint8_t* is_adjusted;  // [blocks] whether all of the block are; else the patched ones are, and peaks are bounds
+  float* most;           // [blocks] the largest peak, or bound, of the block
+  uint32_t* patched;     // [ceil(V / 32)] bits: tokens that RowPatch has corrected
+  int32_t* columns;      // [V] those tokens, num_patched in all
+  float* bias;           // [V] zeros, to add biases up in
 };
+using OptionsScratch = AdjustedRow;
 
 // Scratch of the rules that weigh drafts.
 struct RulesScratch {

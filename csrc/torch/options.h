@@ -4,12 +4,12 @@
 #include "core/backend.h"
 #include "torch/ops.h"
 
-#define PT_EACH_OPTION(X)                                                                                \
-  X(repetition_penalty)                                                                                  \
-  X(presence_penalty)                                                                                    \
-  X(frequency_penalty)                                                                                   \
-  X(prompt_mask) X(output_counts) X(allowed_mask) X(bias_tokens) X(bias_values) X(cu_bias) X(bad_tokens) \
-      X(cu_bad_words) X(cu_bad_seqs) X(history) X(history_lens) X(history_start) X(stop_ids) X(min_position)
+// clang-format off
+#define PT_EACH_OPTION(X) \
+  X(repetition_penalty) X(presence_penalty) X(frequency_penalty) X(prompt_mask) X(output_counts) X(allowed_mask) \
+  X(bias_tokens) X(bias_values) X(cu_bias) X(bad_tokens) X(cu_bad_words) X(cu_bad_seqs) \
+  X(history) X(history_lens) X(history_start) X(stop_ids) X(min_position)
+// clang-format on
 
 #define PT_OPTION_IN_SCHEMA(name) ", Tensor? " #name "=None"
 #define PT_OPTION_PARAMETER(name) , const std::optional<Tensor>& name

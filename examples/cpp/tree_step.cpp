@@ -1,7 +1,8 @@
 // An engine without Torch: links draft trees and runs tree attention over a paged cache, with raw pointers and the
 // engine's own threads. Queries and keys are zero, so that a node weighs what it sees evenly; the value at position i
 // is the i-th unit vector. The output row of a node therefore shows which positions the node saw. Then the same over a
-// latent cache, whose rows are keys and, in their first columns, values.
+// latent cache, whose rows are keys and, in their first columns, values. Last, verification under a request option: no
+// token may come twice.
 #include <pagedtree/core/backend.h>
 #include <pagedtree/core/schedule.h>
 
@@ -139,6 +140,56 @@ std::vector<float> attend(const pagedtree::Backend& backend, const pagedtree::Ex
   return out;
 }
 
+// The tokens that each sequence emits where every row of logits prefers token 0, then 1, and so on, every node drafts
+// its depth's token, and a penalty forbids what its own path has said.
+std::vector<int64_t> verify(const pagedtree::Backend& backend, const pagedtree::ExecContext& ctx, const Trees& trees) {
+  constexpr int32_t kVocab = 8, kMaxDepth = 2;
+  const int64_t width = kMaxDepth + 1;
+  std::vector<float> logits(trees.num_rows() * kVocab);
+  for (size_t i = 0; i < logits.size(); ++i) logits[i] = -0.1f * static_cast<float>(i % kVocab);
+  std::vector<int32_t> drafts(trees.num_rows()), accept_index(trees.batch() * width), num_accepted(trees.batch()),
+      status(trees.batch());
+  for (int64_t row = 0; row < trees.num_rows(); ++row) drafts[row] = trees.depths[row] - 1;
+  std::vector<int64_t> tokens(trees.batch() * width);
+  const std::vector<int64_t> zeros(trees.batch());
+  const float temperature = 0.0f, top_p = 1.0f, min_p = 0.0f, presence = 2.0f;
+  const int32_t top_k = 0;
+
+  pagedtree::VerifyParams params{};
+  params.logits.data = logits.data();
+  params.logits.num_rows = trees.num_rows();
+  params.logits.vocab = params.logits.row_stride = kVocab;
+  params.logits.dtype = pagedtree::DType::kFloat32;
+  params.sampling = {&temperature, &top_k, &top_p, &min_p, 0, 0, 0, 0, false};
+  params.draft_tokens = {drafts.data(), false};
+  params.cu_nodes = trees.cu_nodes.data();
+  params.depths = trees.depths.data();
+  params.first_child = trees.first_child.data();
+  params.next_sibling = trees.next_sibling.data();
+  params.valid = reinterpret_cast<const uint8_t*>(trees.valid.get());
+  params.seeds = params.positions = zeros.data();
+  params.accept_index = accept_index.data();
+  params.num_accepted = num_accepted.data();
+  params.tokens = tokens.data();
+  params.status = status.data();
+  params.batch = trees.batch();
+  params.max_nodes = pagedtree::kMaskWordBits;
+  params.max_depth = kMaxDepth;
+
+  pagedtree::OptionsParams& options = params.options;
+  options.presence = &presence;
+  options.positions = params.positions;
+  options.cu_nodes = params.cu_nodes;
+  options.parents = trees.parents.data();
+  options.depths = params.depths;
+  options.draft_tokens = params.draft_tokens;
+  options.num_rows = params.logits.num_rows;
+  options.vocab = kVocab;
+  options.used = true;
+  backend.verify_sampled(params, ctx);
+  return tokens;
+}
+
 }  // namespace
 
 int main() {
@@ -174,5 +225,12 @@ int main() {
     for (int32_t i = 0; i < cache.head_dim_v; ++i) same &= std::abs(found[i] - expected[i]) < 1e-6f;
   }
   std::printf("a latent cache: %s\n", same ? "the same" : "ANOTHER RESULT");
+
+  const std::vector<int64_t> tokens = verify(backend, ctx, trees);
+  for (int64_t b = 0; b < trees.batch(); ++b) {
+    std::printf("sequence %d, no token twice:", static_cast<int>(b));
+    for (int32_t j = 0; j < 3; ++j) std::printf(" %d", static_cast<int>(tokens[b * 3 + j]));
+    std::printf("\n");
+  }
   return same ? 0 : 1;
 }

@@ -11,10 +11,11 @@ import torch
 pytest.importorskip("transformers")
 
 from generate_case import LENGTHS, VOCAB, Oracle, lists, prompts_of, tiny
+from pagedtree.grammars import DepthFirstMatcher
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagedtree import SamplingParams
-from pagedtree.grammars import DepthFirstMatcher
+from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, TokenOptions, generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -169,6 +170,12 @@ def test_logprobs_are_those_behind_the_grammar(model):
 def test_what_is_refused(model, grammars, error, message):
     with pytest.raises(error, match=message):
         generate(model, PROMPTS[:2], max_new_tokens=2, grammars=grammars)
+
+
+def test_captured_steps_refuse_grammars(model, monkeypatch):
+    monkeypatch.setattr(FixedStep, "captures", False)
+    with pytest.raises(ValueError, match="grammars: expected None with cuda_graph, whose step cannot wait"):
+        generate(model, PROMPTS[:1], max_new_tokens=2, grammars=[Brackets()], cuda_graph=True)
 
 
 def test_a_complete_text_is_refused(model):

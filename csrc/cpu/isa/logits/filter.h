@@ -3,16 +3,73 @@
 #pragma once
 
 #include "core/sampling.h"
-#include "cpu/isa/logits/row.h"
+#include "cpu/isa/logits/adjusted_row.h"
 #include "cpu/isa/tile/math.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
 static_assert(kLanes <= kMostLanes && kPeakBlock % kLanes == 0);
 
-// Also writes the peaks of each block, one per lane, unless `peaks` is null.
+// The first of the tokens from `begin` on, a multiple of kLanes, whose logit is `logit`; there must be one.
+template <typename T>
+static inline int64_t first_token_of(const LogitRow& row, float logit, int64_t begin) {
+  while (true) {
+    const uint32_t lanes = lane_bits(load_logits<T>(row, begin) == splat(logit));
+    if (lanes != 0) return begin + __builtin_ctz(lanes);
+    begin += kLanes;
+  }
+}
+
+// The peak under request options: penalties that only lower logits are looked at where a logit might be the largest.
+static inline Peak find_adjusted_peak(const LogitRow& row, float* peaks) {
+  AdjustedRow& a = adjusted_row(row);
+  const int64_t num_blocks = ceil_div<int64_t>(row.vocab, kPeakBlock);
+  vint nan{};
+  with_memory(a.memory.dtype, [&]<typename T>() {
+    for (int64_t block = 0; block < num_blocks; ++block) {
+      const int64_t end = min_of((block + 1) * kPeakBlock, row.vocab);
+      vfloat best = splat(-kInfinity);
+      for (int64_t t = block * kPeakBlock; t < end; t += kLanes) {
+        const vfloat raw = load_raw<T>(a.memory, t);
+        nan |= raw != raw;
+        best = max(masked(a, raw, t), best);
+      }
+      if (peaks != nullptr) store(peaks + block * kLanes, best);
+      a.most[block] = reduce_max(best);
+      a.is_adjusted[block] = false;
+    }
+  });
+  for (int64_t i = 0; i < a.num_patched; ++i) {
+    const int64_t block = a.columns[i] / kPeakBlock;
+    if (a.values[a.columns[i]] > a.most[block]) prepare_block<AdjustedLogit>(row, block * kPeakBlock, peaks);
+  }
+  for (int64_t block = 0; block < num_blocks && !a.lowers; ++block) {
+    prepare_block<AdjustedLogit>(row, block * kPeakBlock, peaks);
+  }
+  Peak peak;
+  peak.has_nan = lane_bits(nan) != 0;
+  int64_t best = 0;
+  while (true) {  // blocks in the order of their bounds, until all other bounds are lower
+    for (int64_t block = 0; block < num_blocks; ++block) {
+      const bool higher = a.most[block] > a.most[best];
+      if (higher || (a.most[block] == a.most[best] && a.is_adjusted[best] && !a.is_adjusted[block])) best = block;
+    }
+    if (a.is_adjusted[best] || a.most[best] == -kInfinity) break;
+    adjust_block(a, best, peaks);
+  }
+  if (num_blocks == 0 || a.most[best] == -kInfinity) return peak;
+  for (int64_t block = 0; block < best; ++block) {
+    if (a.most[block] == a.most[best]) best = block;
+  }
+  peak.logit = a.most[best];
+  peak.token = first_token_of<AdjustedLogit>(row, peak.logit, best * kPeakBlock);
+  return peak;
+}
+
+// Also writes the peaks of each block, one per lane, unless `peaks` is null. Under request options they are bounds.
 template <typename T>
 static inline Peak find_peak(const LogitRow& row, float* peaks) {
+  if constexpr (std::is_same_v<T, AdjustedLogit>) return find_adjusted_peak(row, peaks);
   Peak peak;
   vint nan{};
   for (int64_t block = 0; block < row.vocab; block += kPeakBlock) {
@@ -30,15 +87,8 @@ static inline Peak find_peak(const LogitRow& row, float* peaks) {
     }
   }
   peak.has_nan = lane_bits(nan) != 0;
-  if (peak.logit == -kInfinity) return peak;
-  while (true) {
-    const uint32_t lanes = lane_bits(load_logits<T>(row, peak.token) == splat(peak.logit));
-    if (lanes != 0) {
-      peak.token += __builtin_ctz(lanes);
-      return peak;
-    }
-    peak.token += kLanes;
-  }
+  if (peak.logit > -kInfinity) peak.token = first_token_of<T>(row, peak.logit, peak.token);
+  return peak;
 }
 
 // The peaks of the block whose first token is t.
@@ -66,7 +116,7 @@ constexpr uint32_t kMinusInfinityBin = 0x007f;  // holds -inf; lower bins hold n
 // no table. If `weighted`, masses are added as well.
 struct View {
   const LogitRow& row;
-  const float* peaks;
+  float* peaks;
   Scale scale;
   float min_x;
   float least;
@@ -172,6 +222,7 @@ static inline uint64_t tabulate(const View& view, const Digits& digits, bool wit
   MassSum sum;
   for (int64_t block = 0; block < view.row.vocab; block += kPeakBlock) {
     if (!with_sum && !reaches(view.peaks, block, least)) continue;
+    prepare_block<T>(view.row, block, view.peaks);
     const int64_t end = min_of(block + kPeakBlock, view.row.vocab);
     const bool light = lane_bits(view.scale(peaks_at(view.peaks, block)) >= MassSum::kLight) == 0;
     for (int64_t t = block; t < end; t += kLanes) {
@@ -218,6 +269,41 @@ static inline uint32_t search(const View& view, const Digits& digits, uint64_t R
   }
 }
 
+// At most this many tokens are sorted instead of tabulated once more.
+constexpr int kFewTokens = 64;
+
+// Finds the cut among the `count` tokens whose keys begin with `high`.
+template <typename T>
+static inline void find_cut_of_few(const View& view, uint32_t high, int count, uint64_t RowTotals::* measure,
+                                   uint64_t target, Cut& cut) {
+  uint32_t keys[kFewTokens];
+  int size = 0;
+  const float least = logit_of_key<ScalarMath>(high << 16);
+  for (int64_t block = 0; block < view.row.vocab && size < count; block += kPeakBlock) {
+    if (!reaches(view.peaks, block, least)) continue;
+    const int64_t end = min_of(block + kPeakBlock, view.row.vocab);
+    for (int64_t t = block; t < end; t += kLanes) {
+      const vfloat logit = load_logits<T>(view.row, t);
+      const vuint key = order_key<VectorMath>(logit);
+      uint32_t lanes = lane_bits(((key >> 16) == splat(high)) & (view.scale(logit) >= splat(view.min_x)));
+      for (; lanes != 0 && size < count; lanes &= lanes - 1) {
+        const uint32_t entered = key[__builtin_ctz(lanes)];
+        int at = size++;
+        for (; at > 0 && keys[at - 1] < entered; --at) keys[at] = keys[at - 1];
+        keys[at] = entered;
+      }
+    }
+  }
+  for (int first = 0, next = 0; first < size; first = next) {
+    while (next < size && keys[next] == keys[first]) ++next;
+    cut.logit = logit_of_key<ScalarMath>(keys[first]);
+    const uint64_t equal = static_cast<uint64_t>(next - first);
+    cut.at = {equal, view.weighted ? equal * weight_of<ScalarMath>(view.scale(cut.logit)) : 0};
+    if (next == size || cut.above.*measure + cut.at.*measure >= target) return;
+    add(cut.above, cut.at);
+  }
+}
+
 template <typename T>
 static inline Cut find_cut(const View& view, const Digits& high, uint64_t RowTotals::* measure, uint64_t target,
                            FilterScratch& scratch) {
@@ -225,6 +311,10 @@ static inline Cut find_cut(const View& view, const Digits& high, uint64_t RowTot
   const uint32_t bin = search(view, high, measure, target, cut);
   if (kOneTable<T>) {
     cut.logit = logit_of_key<ScalarMath>(high.key_of<ScalarMath>(bin));
+    return cut;
+  }
+  if (cut.at.count > 0 && cut.at.count <= kFewTokens) {
+    find_cut_of_few<T>(view, bin, static_cast<int>(cut.at.count), measure, target, cut);
     return cut;
   }
   const Digits low{scratch.low_counts, nullptr, scratch.low_blocks, 0, true, bin};
@@ -260,6 +350,23 @@ static inline float reached_by(const float* peaks, int64_t vocab, int64_t count)
   return logit_of_key<ScalarMath>(key);
 }
 
+// The same where peaks may be bounds: blocks that matter are adjusted first.
+template <typename T>
+static inline float reached_by(const LogitRow& row, float* peaks, int64_t count) {
+  while (true) {
+    const float reached = reached_by(peaks, row.vocab, count);
+    if constexpr (!std::is_same_v<T, AdjustedLogit>) return reached;
+    bool are_exact = true;
+    for (int64_t t = 0; t < row.vocab; t += kPeakBlock) {
+      const int64_t block = t / kPeakBlock;
+      if (adjusted_row(row).is_adjusted[block] || !reaches(peaks, t, reached)) continue;
+      adjust_block(adjusted_row(row), block, peaks);
+      are_exact = false;
+    }
+    if (are_exact) return reached;
+  }
+}
+
 // A logit below which all tokens together have less than 1 - top_p of the peak's mass, even if rounding adds a half to
 // each weight.
 static inline float below_top_p(float top_p, int64_t vocab, const Scale& scale) {
@@ -279,7 +386,7 @@ static inline Filter find_filter(const LogitRow& row, const Sampling& sampling, 
   if (!by_mass && !by_count) return filter;
 
   const bool with_sum = by_mass && (sampling.joint || !by_count);
-  float least = by_count ? reached_by(scratch.peaks, row.vocab, sampling.top_k) : kInfinity;
+  float least = by_count ? reached_by<T>(row, scratch.peaks, sampling.top_k) : kInfinity;
   if (with_sum) least = min_of(least, below_top_p(sampling.top_p, row.vocab, scale));
   const View view{row, scratch.peaks, scale, sampling.joint ? -kInfinity : filter.min_x, least, by_mass};
   uint64_t* masses = kOneTable<T> || !by_mass ? nullptr : scratch.high_masses;

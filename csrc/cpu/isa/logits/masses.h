@@ -12,20 +12,7 @@ static inline RowDistribution find_distribution(const LogitRow& row, const Sampl
                           [&](const Scale& scale) { return find_filter<T>(row, sampling, scale, scratch); });
 }
 
-// Calls body.template operator()<T>() with the type that logits are stored in.
-template <typename Body>
-static inline auto with_logits(DType dtype, const Body& body) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return body.template operator()<Float16>();
-    case DType::kBFloat16:
-      return body.template operator()<BFloat16>();
-    default:
-      return body.template operator()<float>();
-  }
-}
-
-// The same for a distribution; a row without finite logits has a type of its own.
+// Calls body.template operator()<T>() with the type of a distribution's logits; a row without finite ones has its own.
 template <typename Body>
 static inline auto with_logits(const RowDistribution& distribution, const Body& body) {
   if (distribution.uniform) return body.template operator()<UniformLogit>();
@@ -78,6 +65,7 @@ static inline int fill_block(float* block, int64_t begin, int64_t vocab, const A
 
 static inline int load_masses(const RowDistribution& distribution, int64_t begin, float* block) {
   return with_logits(distribution, [&]<typename T>() {
+    prepare_block<T>(distribution.row, begin, nullptr);
     return fill_block(block, begin, distribution.row.vocab, [&](int64_t t) { return masses_at<T>(distribution, t); });
   });
 }

@@ -1,70 +1,29 @@
 #include "cpu/isa/logits/options.h"
 
 #include "cpu/isa.h"
-#include "cpu/isa/logits/masses.h"
-#include "cpu/isa/tile/math.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 namespace {
 
-// Lane i = bit `token` + i of a packed mask of `size` bits is set.
-inline vint load_bits(const int32_t* words, int64_t token, int64_t size) {
-  uint64_t window = static_cast<uint32_t>(words[token / 32]);
-  if (token / 32 + 1 < ceil_div<int64_t>(size, 32)) {
-    window |= uint64_t{static_cast<uint32_t>(words[token / 32 + 1])} << 32;
-  }
-  return ((splat(static_cast<uint32_t>(window >> token % 32)) >> bits<vuint>(lane_index())) & 1u) != 0u;
-}
-
-// Adjusts all columns as if there were neither biases nor a path.
-template <typename T>
-inline void adjust_columns(const RowOptions& r, const LogitRow& row, float* out) {
-  const OptionsParams& o = r.o;
-  const bool has_grammar = row.allowed != nullptr || row.allowed_words != nullptr, pays = r.penalties.any();
-  const int32_t* allowed = o.allowed_mask == nullptr ? nullptr : r.words(o.allowed_mask, o.allowed_stride);
-  const int32_t* prompt =
-      o.prompt_mask == nullptr || r.penalties.repetition == 1.0f ? nullptr : r.words(o.prompt_mask, o.prompt_stride);
-  const int32_t* counts =
-      !pays || o.output_counts == nullptr ? nullptr : o.output_counts + r.sequence * o.counts_stride + r.first_token;
-  for (int64_t t = 0; t < row.vocab; t += kLanes) {
-    const vfloat raw = load_raw<T>(row, t);
-    vfloat logit = min(raw, splat(kLargest<T>)) + 0.0f;
-    if (has_grammar) logit = select(load_allowed(row, t), logit, splat(-kInfinity));
-    if (allowed != nullptr) logit = select(load_bits(allowed, r.first_token + t, o.vocab), logit, splat(-kInfinity));
-    if (counts != nullptr || prompt != nullptr) {
-      vint count{};
-      if (counts != nullptr && t + kLanes <= row.vocab) {
-        count = load_as<vint>(counts + t);
-      } else if (counts != nullptr) {
-        std::memcpy(&count, counts + t, static_cast<size_t>(row.vocab - t) * sizeof(int32_t));
-      }
-      const vint in_prompt = prompt == nullptr ? vint{} : load_bits(prompt, r.first_token + t, o.vocab);
-      const vint said = count > 0;
-      if (lane_bits(said | in_prompt) != 0) {
-        const vfloat times = __builtin_convertvector(said ? count : vint{}, vfloat);
-        logit = penalised<VectorMath>(r.penalties, logit, times, in_prompt);
-      }
-    }
-    store(out + t, select(raw != raw, raw, logit));
-  }
-}
-
 struct Writer {
   const RowOptions& r;
   const LogitRow& row;
-  OptionsScratch& scratch;
+  AdjustedRow& scratch;
 
   static int64_t first() { return 0; }
   static int64_t step() { return 1; }
   static void sync() {}
   float raw(int64_t column) const {
-    const int64_t t = column - column % kLanes;
-    return with_logits(row.dtype, [&]<typename T>() { return load_raw<T>(row, t)[static_cast<int>(column - t)]; });
+    return load_memory(scratch.memory, column - column % kLanes)[static_cast<int>(column % kLanes)];
   }
-  void store(int64_t column, float value) { scratch.row[column] = value; }
-  void forbid(int64_t column) {
-    if (scratch.row[column] == scratch.row[column]) scratch.row[column] = -kInfinity;
+  void store(int64_t column, float value) {
+    uint32_t& word = scratch.patched[column / 32];
+    const uint32_t bit = 1u << column % 32;
+    if (!(word & bit)) scratch.columns[scratch.num_patched++] = static_cast<int32_t>(column);
+    word |= bit;
+    scratch.values[column] = value == value ? min_of(value, kMaxFloat) : -kInfinity;
   }
+  void forbid(int64_t column) { store(column, -kInfinity); }
   template <typename F>
   void each_bias(const NodeRange& entries, F f) const {
     for (int64_t i = entries.begin; i < entries.end; ++i) {
@@ -84,9 +43,10 @@ struct Writer {
     each_bias(entries, [&](int64_t column, float) { scratch.bias[column] = 0.0f; });
   }
   bool any_finite() const {
+    const LogitRow adjusted{&scratch, nullptr, nullptr, row.vocab, kAdjusted};
     for (int64_t t = 0; t < row.vocab; t += kLanes) {
       const vint inside = lane_index() < static_cast<int32_t>(min_of<int64_t>(kLanes, row.vocab - t));
-      if (lane_bits((load(scratch.row + t) > splat(-kInfinity)) & inside) != 0) return true;
+      if (lane_bits((load_logits<AdjustedLogit>(adjusted, t) > splat(-kInfinity)) & inside) != 0) return true;
     }
     return false;
   }
@@ -94,15 +54,30 @@ struct Writer {
 
 }  // namespace
 
-LogitRow adjust_row(const RowOptions& options, const LogitRow& row, OptionsScratch& scratch) {
-  with_logits(row.dtype, [&]<typename T>() { adjust_columns<T>(options, row, scratch.row); });
-  Writer writer{options, row, scratch};
-  RowPatch<Writer>(options, row, writer).run();
-  LogitRow adjusted{};
-  adjusted.logits = scratch.row;
-  adjusted.vocab = row.vocab;
-  adjusted.dtype = DType::kFloat32;
-  return adjusted;
+LogitRow adjust_row(const RowOptions& r, const LogitRow& row, AdjustedRow& scratch) {
+  const OptionsParams& o = r.o;
+  for (int64_t i = 0; i < scratch.num_patched; ++i) scratch.patched[scratch.columns[i] / 32] = 0;
+  scratch.num_patched = 0;
+  scratch.memory = row;
+  scratch.largest = largest_logit(row.dtype);
+  const Penalties& penalties = scratch.penalties = r.penalties;
+  const auto of_sequence = [&](const int32_t* mask, int64_t stride) {
+    return mask == nullptr ? nullptr : mask + r.sequence * stride;
+  };
+  scratch.pays = penalties.any();
+  scratch.lowers = penalties.repetition >= 1.0f && penalties.presence >= 0.0f && penalties.frequency >= 0.0f;
+  scratch.allowed_mask = of_sequence(o.allowed_mask, o.allowed_stride);
+  scratch.prompt_mask = penalties.repetition == 1.0f ? nullptr : of_sequence(o.prompt_mask, o.prompt_stride);
+  scratch.counts = scratch.pays && o.output_counts != nullptr
+                       ? o.output_counts + r.sequence * o.counts_stride + r.first_token
+                       : nullptr;
+  scratch.first_token = r.first_token;
+  scratch.vocab = o.vocab;
+  std::memset(scratch.is_adjusted, 0, static_cast<size_t>(ceil_div<int64_t>(row.vocab, kPeakBlock)));
+  Writer writer{r, row, scratch};
+  RowPatch<Writer>(r, row, writer).run();
+  if (!scratch.pays && scratch.allowed_mask == nullptr && scratch.num_patched == 0) return row;
+  return {&scratch, nullptr, nullptr, row.vocab, kAdjusted};
 }
 
 }  // namespace pagedtree::cpu::PAGEDTREE_ISA

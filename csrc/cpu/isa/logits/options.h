@@ -1,13 +1,12 @@
-// Request options (core/options.h) applied to a row before it is scanned.
+// Puts a row under request options (core/options.h).
 #pragma once
 
 #include "core/options.h"
-#include "cpu/isa/logits/row.h"
-#include "cpu/logits_scratch.h"
+#include "cpu/isa/logits/adjusted_row.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-// The row as the options leave it, in the scratch.
+// A row that reads as the options leave it, as long as the scratch is not given another one.
 LogitRow adjust_row(const RowOptions& options, const LogitRow& row, OptionsScratch& scratch);
 
 // The same; the row as it is in memory where there are no options.

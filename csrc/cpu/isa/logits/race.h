@@ -41,7 +41,7 @@ static inline Winner race(const LogitRow& row, const Scale& scale, const Filter&
       x[j] = splat(-kInfinity);
       const int64_t t = begin + j * kLanes;
       if (t >= row.vocab) continue;
-      const vfloat logit = load_logits<T>(row, t);
+      const vfloat logit = filtered ? load_logits<T>(row, t) : load_bounds<T>(row, t);
       x[j] = scale(logit);
       x[j] = select(kept_lanes(filter, logit, x[j], t), x[j], splat(-kInfinity));
       most = max(most, x[j]);
@@ -50,6 +50,7 @@ static inline Winner race(const LogitRow& row, const Scale& scale, const Filter&
   };
   for (int64_t block = 0; block < row.vocab; block += kPeakBlock) {
     if (peaks != nullptr && !reaches(peaks, block, filter.min_logit)) continue;
+    if (filtered) prepare_block<T>(row, block, nullptr);
     float most = peaks == nullptr ? 0.0f : reduce_max(scale(peaks_at(peaks, block)));  // an upper bound of x
     uint32_t word = largest_word(best.score - most);
     const int64_t end = min_of(block + kPeakBlock, row.vocab);
@@ -72,6 +73,9 @@ static inline Winner race(const LogitRow& row, const Scale& scale, const Filter&
       if (id % 4 == 0) interleave_blocks(words);
       for (int j = 0; j < 4; ++j) {
         if (lane_bits(x[j] + gumbel_bound<VectorMath>(words[j]) > best.score) == 0) continue;
+        if constexpr (std::is_same_v<T, AdjustedLogit>) {
+          if (!filtered) x[j] = scale(load_logits<T>(row, begin + j * kLanes));
+        }
         const vfloat score = x[j] + gumbel_of_word<VectorMath>(words[j]);
         for (int i = 0; i < kLanes; ++i) {
           if (score[i] > best.score) best = {score[i], begin + j * kLanes + i};

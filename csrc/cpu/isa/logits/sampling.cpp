@@ -19,14 +19,7 @@ static inline Draw draw(const LogitRow& row, const Sampling& sampling, uint64_t 
 
 Draw draw_token(const LogitRow& row, const Sampling& sampling, uint64_t seed, int64_t position,
                 FilterScratch& scratch) {
-  switch (row.dtype) {
-    case DType::kFloat16:
-      return draw<Float16>(row, sampling, seed, position, scratch);
-    case DType::kBFloat16:
-      return draw<BFloat16>(row, sampling, seed, position, scratch);
-    default:
-      return draw<float>(row, sampling, seed, position, scratch);
-  }
+  return with_logits(row.dtype, [&]<typename T>() { return draw<T>(row, sampling, seed, position, scratch); });
 }
 
 }  // namespace pagedtree::cpu::PAGEDTREE_ISA

@@ -12,6 +12,7 @@ template <typename T>
 inline void tabulate(const LogitRow& row, const ShardView& view, uint32_t found, int digit, int64_t* bins) {
   const int shift = 32 - kShardDigitBits * (digit + 1);
   for (int64_t t = 0; t < row.vocab; t += kLanes) {
+    if (t % kPeakBlock == 0) prepare_block<T>(row, t, nullptr);
     const vfloat logit = load_logits<T>(row, t);
     const vfloat x = view.scale(logit);
     const vuint digits = order_key<VectorMath>(logit) >> shift;

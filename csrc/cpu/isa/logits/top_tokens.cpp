@@ -1,8 +1,7 @@
 // The best tokens of a row of logits, and the normaliser of its softmax.
 #include "core/drafting.h"
 #include "cpu/isa.h"
-#include "cpu/isa/logits/row.h"
-#include "cpu/isa/tile/math.h"
+#include "cpu/isa/logits/adjusted_row.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
@@ -64,14 +63,7 @@ static inline double top_tokens_of(const LogitRow& row, int32_t k, bool with_sum
 }
 
 double top_tokens(const LogitRow& row, int32_t k, bool with_sum, int64_t* tokens, float* logits) {
-  switch (row.dtype) {
-    case DType::kFloat16:
-      return top_tokens_of<Float16>(row, k, with_sum, tokens, logits);
-    case DType::kBFloat16:
-      return top_tokens_of<BFloat16>(row, k, with_sum, tokens, logits);
-    default:
-      return top_tokens_of<float>(row, k, with_sum, tokens, logits);
-  }
+  return with_logits(row.dtype, [&]<typename T>() { return top_tokens_of<T>(row, k, with_sum, tokens, logits); });
 }
 
 }  // namespace pagedtree::cpu::PAGEDTREE_ISA

@@ -37,7 +37,6 @@ class Rows {
   void open_again(const RatioParams& p, int64_t b, int64_t row) {
     if (!p.verify.options.used) return;
     target_row(p, b, row);
-    peaks_row_ = {};  // another row was in the same memory
   }
 
   double target(const NodeDistributions& distributions, int64_t token) const {
@@ -114,6 +113,7 @@ class Rows {
 
  private:
   LogitRow target_row(const RatioParams& p, int64_t b, int64_t row) {
+    if (p.verify.options.used) peaks_row_ = {};  // which may be another row under the same address
     return row_under(p.verify.options, b, row, logit_row(p.verify.logits, row), scratch_.options);
   }
 
