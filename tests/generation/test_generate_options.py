@@ -17,6 +17,7 @@ from ranks import Ranks
 
 pytest.importorskip("transformers")
 
+from brackets_case import Brackets
 from generate_case import LENGTHS, NEW_TOKENS, VOCAB, Oracle, lists, prompts_of, tiny
 from transformers import LogitsProcessorList
 from transformers.generation import (
@@ -189,6 +190,14 @@ def options_of(prompt, outputs, each, least):
         VOCAB, prompts=[prompt], outputs=[outputs], allowed=[each.allowed_tokens], bias=[each.bias],
         bad_words=[each.bad_words], stop_ids=[EOS], min_positions=[len(prompt) + least],
     )  # fmt: skip
+
+
+def test_trees_that_pay(model):
+    """tree="auto": steps without drafts and with small trees take turns."""
+    arguments = {**asked(EVERYTHING, 0.8), "max_new_tokens": 60}
+    plain = lists(generate(model, PROMPTS, **arguments)[0])
+    drafter = ModelDrafter(model, num_nodes=12, depth=4, width=3)
+    assert lists(generate(model, PROMPTS, drafter=drafter, tree="auto", **arguments)[0]) == plain
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -440,12 +449,14 @@ def on_a_rank(group, texts, rule):
     model = tiny(0, pad_token_id=0)
     shards = tensor_parallel(model, group=group)
     arguments = {**asked(EVERYTHING, 0.8, top_k=40), "max_new_tokens": NEW_TOKENS, "shards": shards}
+    grammars = [Brackets(), None, None, Brackets()]
+    bracketed, _ = generate(model, PROMPTS, drafter=NgramDrafter(8), grammars=grammars, rule=rule, **arguments)
     with pytest.raises(ValueError, match="logprobs: expected None with shards"):
         generate(model, PROMPTS, logprobs=1, **arguments)
     sequences, stats = generate(
         model, PROMPTS, drafter=Oracle(texts, 0.9), page_size=4, num_pages=16, rule=rule, **arguments
     )
-    return lists(sequences), stats.evictions, stats.mean_accepted
+    return lists(sequences), lists(bracketed), stats.evictions, stats.mean_accepted
 
 
 @pytest.mark.slow
@@ -453,11 +464,14 @@ def test_two_ranks(model, tmp_path):
     """The text of one rank, with all options; under "rejection" the same one on each rank."""
     arguments = {**asked(EVERYTHING, 0.8, top_k=40), "max_new_tokens": NEW_TOKENS}
     texts = lists(generate(model, PROMPTS, **arguments)[0])
+    grammars = [Brackets(), None, None, Brackets()]
+    bracketed = lists(generate(model, PROMPTS, grammars=grammars, **arguments)[0])
     processes = Ranks(tmp_path, num_ranks=2)
     try:
         sampled, rejection = (processes.run(on_a_rank, 2, texts, rule) for rule in ("sampled", "rejection"))
     finally:
         processes.close()
-    for text, evictions, accepted in sampled:
-        assert text == texts and evictions > 0 and accepted > 0.5
+    for text, other, evictions, accepted in sampled:
+        assert text == texts and other == bracketed != texts and evictions > 0 and accepted > 0.5
     assert rejection[0] == rejection[1]
+    assert all(Brackets().accept(rejection[0][1][b][LENGTHS[b]]) for b in (0, 3))

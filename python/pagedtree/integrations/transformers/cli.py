@@ -22,6 +22,7 @@ from pagedtree.generation.token_options import TokenOptions
 from pagedtree.grammars import GrammarMatcher
 from pagedtree.integrations.transformers.draft_model import ModelDrafter
 from pagedtree.integrations.transformers.generate import generate
+from pagedtree.integrations.transformers.generate_arguments import eos_tokens
 from pagedtree.testing import backends
 
 __all__ = ["main"]
@@ -162,7 +163,8 @@ def _grammars(
     except ModuleNotFoundError as error:
         parser.error(f"--{'json-schema' if args.json_schema else 'grammar'} needs {error.name}: pip install xgrammar")
     text = Path(path).read_text(encoding="utf-8")
-    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=model.config.get_text_config().vocab_size)
+    vocab_size, stops = model.config.get_text_config().vocab_size, eos_tokens(model, None)
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=stops or None)
     compiler = xgrammar.GrammarCompiler(info)
     try:
         compiled = compiler.compile_json_schema(text) if args.json_schema else compiler.compile_grammar(text)
