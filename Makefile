@@ -69,16 +69,21 @@ wheels: $(READY)  ## a wheel for each Python that is found (PYTHONS="python3.12 
 	done
 	python tests/check_wheel.py dist/*.whl
 
+# Without what it requires: Triton, of which its CUDA kernels alone have a use, is larger than all else here.
+XGRAMMAR := xgrammar==0.2.8
+
 .venv/.ready: requirements-dev.txt
 	@echo "== .venv: $(PYTHON), $(TORCH) and requirements-dev.txt"
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	pip install $(TORCH)
 	pip install -r requirements-dev.txt
+	pip install --no-deps $(XGRAMMAR)
 	@touch $@
 
 %/.pagedtree-ready: requirements-dev.txt
 	@python -c "import sys, torch; print('==', sys.prefix, 'with torch', torch.__version__)"
 	sed -E '/^#/d; s/==.*//' requirements-dev.txt | python -m pip install -r /dev/stdin
+	python -m pip install --no-deps xgrammar
 	@touch $@
 
 # The kernels of instruction sets that this machine lacks are tested with those instructions emulated.

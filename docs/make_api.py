@@ -17,6 +17,7 @@ LINE = 100
 
 # Sections of the page: title, module whose __all__ is listed. The package itself comes first and is split by module.
 EXTRA_MODULES = {
+    "Grammars": "pagedtree.grammars",
     "Tensor parallel": "pagedtree.distributed",
     "Testing": "pagedtree.testing",
     "transformers": "pagedtree.integrations.transformers",

@@ -11,6 +11,7 @@ import torch
 from attention_case import TARGETS, Target, target_id
 from device_case import only_on
 from hypothesis import HealthCheck, settings
+from ranks import Ranks
 from time_limit import pytest_addoption, pytest_configure, pytest_runtest_protocol, pytest_unconfigure  # noqa: F401
 
 from pagedtree import _C
@@ -103,3 +104,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Processes of a gloo group, which take a second to start."""
+    processes = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield processes
+    processes.close()

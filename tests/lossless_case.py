@@ -13,10 +13,12 @@ from torch import Tensor
 from pagedtree import (
     Draft,
     DraftState,
+    RequestOptions,
     SamplingParams,
     Verdict,
     distributed,
     expand_tree,
+    reference,
     rerank_tree,
     start_draft,
     verify_block,
@@ -65,10 +67,11 @@ def grown(
 
 
 def verified(
-    rule: str, law: str, target: Tensor, draft: Draft, seeds: Tensor, positions: Tensor, shards: VocabShards | None
-) -> Verdict:
+    rule: str, law: str, target: Tensor, draft: Draft, seeds: Tensor, positions: Tensor, shards: VocabShards | None,
+    params: SamplingParams, said: RequestOptions | None,
+) -> Verdict:  # fmt: skip
     logits = target[draft.draft_tokens.clamp(min=0)].log()
-    options = {"seeds": seeds, "positions": positions}
+    options = {"seeds": seeds, "positions": positions, "options": said}
     rules = RULES
     if shards is not None:
         logits, options["shards"], rules = shards.own(logits), shards, SHARDED_RULES
@@ -76,7 +79,7 @@ def verified(
         options["draft_law"] = "onehot" if law == "topk" else law
         if law != "topk":
             options |= {"draft_probs": draft.draft_probs, "draft_rows": draft.draft_rows}
-    return rules[rule](logits, draft.draft_tokens, draft.trees, SamplingParams(), **options)
+    return rules[rule](logits, draft.draft_tokens, draft.trees, params, **options)
 
 
 def first_tokens(
@@ -88,8 +91,12 @@ def first_tokens(
     device: torch.device,
     expand: Callable[..., DraftState] = expand_tree,
     shards: VocabShards | None = None,
+    params: SamplingParams | None = None,
 ) -> tuple[Tensor, float]:
-    """[count, LENGTH] tokens of as many sequences, and how many drafts a step accepted on average."""
+    """[count, LENGTH] tokens of as many sequences, and how many drafts a step accepted on average.
+
+    The penalties of `params` look at the tokens so far.
+    """
     target, draft_table = (table.to(device) for table in MODELS[model])
     seeds = torch.arange(count, device=device) * 7 + 1
     tokens = torch.full((count, 2 * LENGTH + len(branching)), -1, device=device)
@@ -101,7 +108,8 @@ def first_tokens(
         # noise of "coupled" is that of verification.
         draft_seeds = seeds if law == "coupled" else seeds + 0x5851F42D4C957F2D * (lengths + 1)
         draft = grown(draft_table, roots, lengths, draft_seeds, law, branching, expand)
-        verdict = verified(rule, law, target, draft, seeds, lengths, shards)
+        said = None if params is None else options_of(tokens, lengths)
+        verdict = verified(rule, law, target, draft, seeds, lengths, shards, params or SamplingParams(), said)
         assert not verdict.status.any()
         steps = torch.arange(verdict.tokens.shape[1], device=device)
         emitted = steps <= verdict.num_accepted[:, None]
@@ -115,9 +123,24 @@ def first_tokens(
     return tokens[:, :LENGTH].cpu(), float(np.mean(accepted))
 
 
-def off_the_target(tokens: Tensor, model: str) -> float:
+def options_of(tokens: Tensor, lengths: Tensor) -> RequestOptions:
+    """What the first `lengths` of each row's tokens are for penalties."""
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    is_said = places < lengths[:, None]
+    counts = torch.zeros(len(tokens), VOCAB, dtype=torch.int32, device=tokens.device)
+    return RequestOptions(output_counts=counts.scatter_add_(1, tokens.clamp(min=0), is_said.int()))
+
+
+def off_the_target(tokens: Tensor, model: str, params: SamplingParams | None = None) -> float:
     """Chi-square of the first three tokens less its mean, in standard deviations."""
-    p = MODELS[model][0].double()
-    expected = p[VOCAB][:, None, None] * p[:VOCAB, :, None] * p[None, :VOCAB]
+    expected = np.ones([VOCAB] * LENGTH)
+    for length in range(LENGTH):
+        for prefix in np.ndindex(*[VOCAB] * length):
+            row = MODELS[model][0][[prefix[-1] if prefix else VOCAB]].log()
+            said = options_of(torch.tensor([[*prefix, -1]]), torch.tensor([length]))
+            applied = reference.apply_options(row, params or SamplingParams(), said)[0]
+            temperature = 1.0 if params is None else params.temperature
+            p = reference.distribution(reference.clean_logits(applied), temperature)
+            expected[prefix] *= p.reshape(VOCAB, *[1] * (LENGTH - length - 1))
     places = tokens @ VOCAB ** torch.arange(LENGTH - 1, -1, -1)
-    return excess(np.bincount(places.numpy(), minlength=VOCAB**LENGTH), expected.flatten().numpy())
+    return excess(np.bincount(places.numpy(), minlength=VOCAB**LENGTH), expected.flatten())

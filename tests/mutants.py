@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "mutants"
 DRAFTS, HOSTILE = "tests/ops/test_verify_drafts.py", "tests/ops/test_verify_drafts_hostile.py"
 DRAWN, SAMPLED, SAMPLING = "tests/ops/test_drawn_children.py", "tests/ops/test_verify.py", "tests/ops/test_sampling.py"
-STEPS = "tests/ops/test_lossless_steps.py"
+STEPS, COMMIT = "tests/ops/test_lossless_steps.py", "tests/ops/test_commit.py"
+OPTIONS, WEIGHED_OPTIONS = "tests/ops/test_options.py", "tests/ops/test_lossless_options.py"
+LOGPROBS = "tests/ops/test_token_logprobs.py"
 ATTENTION = ("tests/ops/test_tree_attention.py", "tests/ops/test_mixed_batches.py")
 LATENT = ("tests/ops/test_latent_attention.py",)
 
@@ -37,6 +39,10 @@ class Mutant:
     tests: tuple[str, ...] = (DRAFTS,)
     backend: str = "cpu"
     only: str = "cpu or not simt"
+
+
+def of_options(name: str, line: str, broken: str, tests: tuple[str, ...] = (OPTIONS,)) -> Mutant:
+    return Mutant(name, "core/options.h", line, broken, tests)
 
 
 def of_wgmma(name: str, file: str, line: str, broken: str) -> Mutant:
@@ -158,6 +164,85 @@ RULES = [
     ),
 ]  # fmt: skip
 
+ON_PATH = "at.go_up()) count += at.token() == token;"
+PENALISED = "penalised<ScalarMath>(penalties, {}, count_of(token, may_be_on_path), in_prompt(token))"
+STOPS_AGAIN = "write(column, bias_of_token(r_.first_token + column)); });"
+REQUESTS = [
+    of_options("drafts of the path are not counted", ON_PATH, "at.go_up()) count += 0;", (WEIGHED_OPTIONS,)),
+    of_options(
+        "the root counted once more", ON_PATH,
+        ON_PATH + "\n    if (may_be_on_path && node != 0) count += PathPlace{o, root, 0}.token() == token;",
+    ),
+    of_options(
+        "the node itself is not on its path", "PathPlace path() const { return {o, root, node}; }",
+        "PathPlace path() const { return {o, root, node == 0 ? 0 : o.parents[root + node]}; }", (WEIGHED_OPTIONS,),
+    ),
+    of_options(
+        "bias after penalties", PENALISED.format("biased"), PENALISED.format("biased - bias") + " + bias",
+        (WEIGHED_OPTIONS,),
+    ),
+    of_options(
+        "frequency counts once", "M::fma(M::splat(penalties.frequency), count,",
+        "M::fma(M::splat(penalties.frequency), M::select(said, M::splat(1.0f), M::splat(0.0f)),",
+    ),
+    of_options(
+        "frequency is rounded once", "logit = logit - M::fma(M::splat(penalties.frequency), count, M::splat(0.0f));",
+        "logit = M::fma(M::splat(-penalties.frequency), count, logit);",
+    ),
+    of_options(
+        "the prompt counts as output", "return M::select(said, logit - penalties.presence, logit);",
+        "return M::select(said | in_prompt, logit - penalties.presence, logit);",
+    ),
+    of_options(
+        "negative logits are divided, too", "M::select(logit > 0.0f, logit / penalties.repetition,",
+        "M::select(logit > -1e30f, logit / penalties.repetition,",
+    ),
+    of_options(
+        "biased tokens may come though they are forbidden", "if (!is_allowed(row, column) || raw == -kInfinity)",
+        "if (raw == -kInfinity)",
+    ),
+    of_options("the first sequence's options for all", "        sequence(b),\n", "        sequence(0),\n"),
+    of_options("words begin before history_start", "} else if (left > start) {", "} else if (left > 0) {"),
+    of_options("words do not end in the path", "if (!at.at_root()) {\n        token", "if (false) {\n        token"),
+    of_options(
+        "stop ids one token too late", "static_cast<int64_t>(predicted) < o.min_position",
+        "static_cast<int64_t>(predicted) <= o.min_position",
+    ),
+    of_options(
+        "the root's position for all nodes", "o.cu_nodes == nullptr || node == 0 ? 0 : o.depths[root + node];", "0;"
+    ),
+    of_options(
+        "stop ids forbidden though nothing else is left",
+        "if (r_.stops == Stops::kForbid || writer_.any_finite()) return;", "return;",
+    ),
+    of_options("stop ids come back unbiased", STOPS_AGAIN, "write(column, 0.0f); });"),
+    of_options(
+        "stop ids come back though they are bad words",
+        STOPS_AGAIN + "\n    writer_.sync();\n    forbid_bad_words();", STOPS_AGAIN + "\n    writer_.sync();",
+    ),
+    Mutant(
+        "a token listed twice is biased once", "cpu/isa/logits/options.cpp",
+        "scratch.bias[column] += value == value", "scratch.bias[column] = value == value", (OPTIONS,),
+    ),
+    Mutant(
+        "one row's bias on the next", "cpu/isa/logits/options.cpp",
+        "[&](int64_t column, float) { scratch.bias[column] = 0.0f; }", "[&](int64_t, float) {}", (OPTIONS,),
+    ),
+    Mutant(
+        "a NaN under options is not told", "cpu/isa/logits/options.cpp", "select(raw != raw, raw, logit)", "logit",
+        (OPTIONS,),
+    ),
+    Mutant(
+        "tokens behind EOS are counted", "core/step.h",
+        "count_tokens(p, b, kept)", "count_tokens(p, b, kept == 0 ? 0 : p.num_accepted[b] + 1)", (COMMIT,),
+    ),
+    Mutant("ranks without ties", "cpu/isa/logits/logprobs.cpp", ">= splat(logit)", "> splat(logit)", (LOGPROBS,)),
+    Mutant(
+        "log-probabilities of what filters drop", "core/logprobs.h",
+        "logit == -kInfinity || !distribution.filter.keeps(token, logit, x)", "logit == -kInfinity", (LOGPROBS,),
+    ),
+]  # fmt: skip
+
 WGMMA = [
     of_wgmma("no phase flip", "stage", "      parity ^= 1;\n", ""),
     of_wgmma(
@@ -229,7 +314,7 @@ LATENT_WGMMA = [
               "const bool is_short = part + 1 == I::kParts;"),
 ]  # fmt: skip
 
-MUTANTS = RULES + WGMMA + WIDE + LATENT_WGMMA
+MUTANTS = RULES + REQUESTS + WGMMA + WIDE + LATENT_WGMMA
 
 
 def build(backend: str) -> None:

@@ -9,14 +9,17 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from verify_case import batch_of
 
 from pagedtree import (
     SamplingParams,
     TreeBatch,
+    Verdict,
     build_trees,
     reference,
     sample,
@@ -67,10 +70,13 @@ class ToyPair:
         self, parents: Sequence[int], drafts: Sequence[int]
     ) -> tuple[list[Distribution], list[Distribution]]:
         """p and q at each node of a tree."""
-        prefixes: list[Path] = [()]
-        for node, parent in enumerate(parents[1:], 1):
-            prefixes.append((*prefixes[parent], drafts[node]))
+        prefixes = prefixes_of(parents, drafts)
         return [self.p(x) for x in prefixes], [self.q(x) for x in prefixes]
+
+    def logits(self, parents: Sequence[int], drafts: Sequence[int]) -> list[list[float]]:
+        """What an op is given for p at each node of a tree."""
+        rows = (self.p(x) for x in prefixes_of(parents, drafts))
+        return [[math.log(x) if x else -math.inf for x in row] for row in rows]
 
     def drafts(self, parents: Sequence[int], law: str) -> Iterator[tuple[Fraction, list[int]]]:
         """Every way to draft a tree, and its probability; under "onehot" all of them, each of probability 1."""
@@ -128,6 +134,14 @@ class ToyPair:
         return max(worst, variation(emitted, target)) if emitted else worst
 
 
+def prefixes_of(parents: Sequence[int], drafts: Sequence[int]) -> list[Path]:
+    """The tokens of each node's path below the root."""
+    prefixes: list[Path] = [()]
+    for node, parent in enumerate(parents[1:], 1):
+        prefixes.append((*prefixes[parent], drafts[node]))
+    return prefixes
+
+
 def variation(a: dict[Path, Fraction], b: dict[Path, Fraction]) -> Fraction:
     return sum((abs(a.get(x, Fraction(0)) - b.get(x, Fraction(0))) for x in {*a, *b}), Fraction(0)) / 2
 
@@ -136,6 +150,66 @@ def ancestors(parents: Sequence[int], node: int) -> Iterator[int]:
     while node > 0:
         node = parents[node]
         yield node
+
+
+MARGIN = 1e-4  # how far a coin is from its bounds, which the ops compute in floats
+
+
+class Questions:
+    """Trees with coins, and what must come out of them."""
+
+    def __init__(self, vocab: int, tree: list[int]) -> None:
+        self.vocab, self.tree = vocab, tree
+        self.logits: list[np.ndarray] = []
+        self.probs: list[np.ndarray] = []
+        self.tokens: list[list[int]] = []
+        self.coins: list[list[float]] = []
+        self.finals: list[float] = []
+        self.expected: list[tuple[list[int], list[int]]] = []
+
+    def ask_all(self, pair: ToyPair, law: str, tokens: list[int], rule: Callable) -> None:
+        """Coins at both ends of every interval that the rule tells apart, and at both ends of every token's share."""
+        p, q = pair.distributions(self.tree, tokens)
+        logits = np.array(pair.logits(self.tree, tokens))
+        probs = np.array([[float(x) for x in row] for row in q])
+        generator = np.random.default_rng(len(self.tokens))
+        for _, intervals, (path, bonus) in reference.branches(lambda below: rule(self.tree, tokens, p, q, law, below)):
+            if any(high - low < 3 * MARGIN for low, high in intervals.values()):
+                continue
+            shares = np.cumsum([0.0, *map(float, bonus)])
+            for x, mass in enumerate(bonus):
+                if mass < 3 * MARGIN:
+                    continue
+                for side in (0, 1):
+                    coins = generator.random(len(self.tree)).tolist()
+                    for entry, (low, high) in intervals.items():
+                        coins[entry] = float(high) - MARGIN if side else float(low) + MARGIN * (low > 0)
+                    self.logits.append(logits)
+                    self.probs.append(probs)
+                    self.tokens.append(tokens)
+                    self.coins.append(coins)
+                    self.finals.append(shares[x + 1] - MARGIN if side else shares[x] + MARGIN * (shares[x] > 0))
+                    self.expected.append((path, [*(tokens[node] for node in path[1:]), x]))
+
+    def answer(
+        self, op: Callable, law: str, device: torch.device, dtype: torch.dtype,
+        params: SamplingParams | None = None, **given: Any,
+    ) -> Verdict:  # fmt: skip
+        if law != "onehot":
+            given["draft_probs"] = torch.tensor(np.concatenate(self.probs), dtype=dtype, device=device)
+        zeros = torch.zeros(len(self.tokens), dtype=torch.int64, device=device)
+        return op(
+            torch.tensor(np.concatenate(self.logits), dtype=torch.float32, device=device),
+            torch.tensor(self.tokens, device=device).flatten(),
+            batch_of([self.tree] * len(self.tokens), device),
+            params or SamplingParams(),
+            draft_law=law,
+            seeds=zeros,
+            positions=zeros,
+            coins=torch.tensor(self.coins, dtype=torch.float32, device=device).flatten(),
+            final_coins=torch.tensor(self.finals, dtype=torch.float32, device=device),
+            **given,
+        )
 
 
 # The ops with their own random numbers --------------------------------------------------------------------------------

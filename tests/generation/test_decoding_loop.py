@@ -178,6 +178,7 @@ def test_opcheck(backend, device) -> None:
     torch.library.opcheck(ops.prepare_step.default, (trees.cu_nodes, trees.depths, table, start, 2), {"total_q": 4})
     positional = (verdict.accept_index, verdict.num_accepted, verdict.tokens, trees.cu_nodes, start)
     written = {"history": arguments["history"], "history_lens": arguments["history_lens"]}
+    written["output_counts"] = torch.zeros(1, 7, dtype=torch.int32, device=device)
     torch.library.opcheck(ops.commit.default, positional)
     optional = {"eos_ids": int64([[2]], device), "node_map": int32([0, 1, 2], device)}
     torch.library.opcheck(ops.commit.default, positional, {**written, **optional})

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from step_case import batch_of, commit_arguments, int32, int64, tree_parents
 from torch import Tensor
 
-from pagedtree import Commit, Verdict, commit
+from pagedtree import Commit, RequestOptions, Verdict, commit
 from pagedtree.check import loops
 
 
@@ -44,6 +44,7 @@ def check_commit(
         int32([0] * batch, device),
     )
     history_lens = int32(lens, device)
+    counts = torch.zeros((batch, 5), dtype=torch.int32, device=device)
     result = commit(
         verdict,
         trees,
@@ -52,9 +53,12 @@ def check_commit(
         history_lens=history_lens,
         eos_ids=eos_ids,
         node_map=int32(node_map, device),
+        options=RequestOptions(output_counts=counts),
     )
     for name in Commit._fields:
         assert getattr(result, name).tolist() == expected[name], name
+    for said, row, kept in zip(counts.tolist(), tokens, expected["num_tokens"], strict=True):
+        assert said == [row[:kept].count(x) for x in range(5)]
     assert wide_history[:, : len(history[0])].tolist() == expected["history"]
     assert (wide_history[:, len(history[0]) :] == 77).all()
     assert history_lens.tolist() == expected["lens"]
@@ -170,6 +174,54 @@ def test_commit_empty(backend, device) -> None:
     verdict = Verdict(nodes.to(device), int32([], device), tokens.to(device), int32([], device))
     result = commit(verdict, trees, int32([], device), node_map=int32([], device))
     assert [tuple(t.shape) for t in result] == [(0,)] * 5 + [(0, 3)] * 2 + [(0,), (0, 3), (0,)]
+
+
+@pytest.mark.parametrize("history", [True, False])
+def test_commit_counts_tokens(backend, device, history) -> None:
+    """Once for each time that a token is kept, the bonus and EOS included, whether the history has room or not."""
+    batch, vocab = 6, 9
+    trees = batch_of([[-1, 0, 1, 2]] * 4 + [[], [-1, 0, 1, 2]], device, max_depth=3)
+    verdict = Verdict(
+        int32([[0, 1, 2, 3]] * 4 + [[-1] * 4, [0, 1, 2, 3]], device), int32([3, 3, 1, 3, 0, 3], device),
+        int64([[5, 5, 2, 5], [1, 7, 3, 7], [4, 4, -1, -1], [8, 9, 2**40, 2**32 + 1], [-1] * 4, [6] * 4], device),
+        int32([0] * batch, device),
+    )  # fmt: skip
+    wide = torch.full((batch, vocab + 4), 70, dtype=torch.int32, device=device)
+    counts = wide[:, 2 : 2 + vocab]
+    counts[:] = torch.arange(vocab, device=device)
+    expected = counts.cpu().clone()
+    for b, kept in ((0, [5, 5, 2, 5]), (1, [1, 7]), (2, [4, 4]), (3, [8])):  # 7 ends sequence 1, the last one is idle
+        for token in kept:
+            expected[b, token] += 1
+    start = int32([0, 3, 4, 5, 6, -1], device)
+    text = {"history": int64([[0] * 2] * batch, device), "history_lens": int32([1] * batch, device)} if history else {}
+    options = RequestOptions(output_counts=counts, prompt_mask=int32([[7]] * batch, device))
+    result = commit(verdict, trees, start, eos_ids=int64([7], device), **text, options=options)
+    assert result.num_tokens.tolist() == [4, 2, 2, 4, 0, 0]
+    assert counts.tolist() == expected.tolist()
+    assert (wide[:, :2] == 70).all() and (wide[:, -2:] == 70).all() and (options.prompt_mask == 7).all()
+    plain = commit(verdict, trees, start, eos_ids=int64([7], device), options=RequestOptions())
+    for a, b in zip(result[:6], plain[:6], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_commit_counts_refuse(backend, device) -> None:
+    good = torch.zeros(1, 9, dtype=torch.int32, device=device)
+    for counts in (
+        good.long(),
+        good.float(),
+        good[0],
+        torch.cat([good, good]),
+        torch.zeros(1, 18).int().to(device)[:, ::2],
+    ):
+        arguments = commit_arguments(device)
+        with pytest.raises(ValueError, match="commit: `output_counts` must be"):
+            commit(**arguments, options=RequestOptions(output_counts=counts))
+        assert not arguments["history"].any() and not counts.any()
+    with pytest.raises(ValueError, match=r"commit: `output_counts` must be on .*meta"):
+        commit(**commit_arguments(device), options=RequestOptions(output_counts=good.to("meta")))
+    with pytest.raises(TypeError, match="options: expected a RequestOptions"):
+        commit(**commit_arguments(device), options={"output_counts": good})
 
 
 def test_commit_refuses(backend, device) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from itertools import product
 
 import lossless_case
@@ -32,13 +31,6 @@ PARAMS = {
     "joint": SamplingParams(temperature=0.9, top_k=12, top_p=0.7, min_p=0.01, filter_order="joint"),
     "each": None,  # per request
 }
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    processes = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield processes
-    processes.close()
 
 
 def params_of(name: str, batch: int) -> SamplingParams:

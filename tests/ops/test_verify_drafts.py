@@ -6,15 +6,24 @@ import math
 from collections.abc import Callable
 from fractions import Fraction
 
-import numpy as np
 import pytest
 import torch
-from rule_case import CHAIN, LOSSLESS, PAIR, RULES, STAIR, TREE, ToyPair, compare_with_target, three_tokens
+from rule_case import (
+    CHAIN,
+    LOSSLESS,
+    PAIR,
+    RULES,
+    STAIR,
+    TREE,
+    Questions,
+    ToyPair,
+    compare_with_target,
+    three_tokens,
+)
 from verify_case import batch_of
 
 from pagedtree import (
     SamplingParams,
-    Verdict,
     reference,
     verify_block,
     verify_rejection,
@@ -133,64 +142,6 @@ def test_joint_rules_accept_no_less():
 
 
 # The ops --------------------------------------------------------------------------------------------------------------
-
-MARGIN = 1e-4  # how far a coin is from its bounds, which the ops compute in floats
-
-
-class Questions:
-    """Trees with coins, and what must come out of them."""
-
-    def __init__(self, vocab: int, tree: list[int]) -> None:
-        self.vocab, self.tree = vocab, tree
-        self.logits: list[np.ndarray] = []
-        self.probs: list[np.ndarray] = []
-        self.tokens: list[list[int]] = []
-        self.coins: list[list[float]] = []
-        self.finals: list[float] = []
-        self.expected: list[tuple[list[int], list[int]]] = []
-
-    def ask_all(self, pair: ToyPair, law: str, tokens: list[int], rule: Callable) -> None:
-        """Coins at both ends of every interval that the rule tells apart, and at both ends of every token's share."""
-        p, q = pair.distributions(self.tree, tokens)
-        with np.errstate(divide="ignore"):
-            logits = np.log(np.array([[float(x) for x in row] for row in p]))
-        probs = np.array([[float(x) for x in row] for row in q])
-        generator = np.random.default_rng(len(self.tokens))
-        for _, intervals, (path, bonus) in reference.branches(lambda below: rule(self.tree, tokens, p, q, law, below)):
-            if any(high - low < 3 * MARGIN for low, high in intervals.values()):
-                continue
-            shares = np.cumsum([0.0, *map(float, bonus)])
-            for x, mass in enumerate(bonus):
-                if mass < 3 * MARGIN:
-                    continue
-                for side in (0, 1):
-                    coins = generator.random(len(self.tree)).tolist()
-                    for entry, (low, high) in intervals.items():
-                        coins[entry] = float(high) - MARGIN if side else float(low) + MARGIN * (low > 0)
-                    self.logits.append(logits)
-                    self.probs.append(probs)
-                    self.tokens.append(tokens)
-                    self.coins.append(coins)
-                    self.finals.append(shares[x + 1] - MARGIN if side else shares[x] + MARGIN * (shares[x] > 0))
-                    self.expected.append((path, [*(tokens[node] for node in path[1:]), x]))
-
-    def answer(self, op: Callable, law: str, device: torch.device, dtype: torch.dtype) -> Verdict:
-        given = {}
-        if law != "onehot":
-            given["draft_probs"] = torch.tensor(np.concatenate(self.probs), dtype=dtype, device=device)
-        zeros = torch.zeros(len(self.tokens), dtype=torch.int64, device=device)
-        return op(
-            torch.tensor(np.concatenate(self.logits), dtype=torch.float32, device=device),
-            torch.tensor(self.tokens, device=device).flatten(),
-            batch_of([self.tree] * len(self.tokens), device),
-            SamplingParams(),
-            draft_law=law,
-            seeds=zeros,
-            positions=zeros,
-            coins=torch.tensor(self.coins, dtype=torch.float32, device=device).flatten(),
-            final_coins=torch.tensor(self.finals, dtype=torch.float32, device=device),
-            **given,
-        )
 
 
 @pytest.mark.parametrize(("rule", "law", "tree"), LOSSLESS, ids=str)

@@ -419,3 +419,18 @@ def test_what_benchmarks_write_does_not_make_a_checkout_dirty(suite, monkeypatch
     assert measure.commit() == clean
     code.write_text("2\n")
     assert measure.commit() == f"{clean}-dirty"
+
+
+@pytest.mark.slow
+def test_grammars_are_measured(suite, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("xgrammar")
+    table = tmp_path / "grammars.json"
+    arguments = ["--vocab", "2000", "--tree", "chain 4", "--batch", "2", "--positions", "2", "--pass-ms", "1"]
+    monkeypatch.setattr(sys, "argv", ["bench", *arguments, "--repeats", "2", "--budget", "0.1", "--json", str(table)])
+    importlib.import_module("bench_grammars").main()
+    rows = json.loads(table.read_text())["rows"]
+    assert {row["grammar"] for row in rows} == {"JSON schema", "programs"}
+    assert {row["beside"] for row in rows if row["what"] == "GrammarMasks"} == {
+        "nothing", "the host waits", "matmul on one thread"
+    }  # fmt: skip
+    assert all(row["filled"] >= 0 and row["waited"] >= 0 for row in rows if row["what"] == "GrammarMasks")

@@ -38,7 +38,7 @@ def test_python_blocks_run(page, monkeypatch):
     monkeypatch.chdir(ROOT)
     names = {}
     for block in python_blocks(page):
-        for package in ("transformers", "vllm"):
+        for package in ("transformers", "vllm", "xgrammar"):
             if package in block:
                 pytest.importorskip(package)
         if CHECKPOINTS in block and not (ROOT / CHECKPOINTS).exists():

@@ -82,13 +82,14 @@ def test_a_wrong_include_is_found(path: str, include: str) -> None:
 PYTHON = ROOT / "python" / "pagedtree"
 MODULES = sorted(path for path in PYTHON.rglob("*.py"))
 ENGINES = ("transformers", "vllm", "sglang", "flashinfer", "flash_attn")
+GRAMMAR_ENGINES = ("xgrammar", "llguidance")
 
 # Folder -> what its modules may not import; the longest matching folder counts.
 FORBIDDEN = {
-    "": ("pagedtree.generation", "pagedtree.integrations", *ENGINES),
-    "generation": ("pagedtree.integrations", *ENGINES),
+    "": ("pagedtree.generation", "pagedtree.integrations", *ENGINES, *GRAMMAR_ENGINES),
+    "generation": ("pagedtree.integrations", *ENGINES, *GRAMMAR_ENGINES),
     "generation/drafters": (
-        *("pagedtree.integrations", *ENGINES),
+        *("pagedtree.integrations", *ENGINES, *GRAMMAR_ENGINES),
         *("pagedtree.generation.engine", "pagedtree.generation.fixed_step"),
     ),
     "integrations": (),
@@ -141,6 +142,7 @@ def test_imports_follow_the_arrows(path: Path) -> None:
         ("generation/rules.py", "from pagedtree import integrations", "pagedtree.integrations"),
         ("distributed/shards.py", "from pagedtree.generation.rules import X", "pagedtree.generation.rules.X"),
         ("verify.py", "import pagedtree.integrations", "pagedtree.integrations"),
+        ("grammars.py", "import xgrammar", "xgrammar"),
         (
             "integrations/transformers/model.py",
             "import pagedtree.integrations.vllm",

@@ -272,7 +272,7 @@ static inline uint32_t search(const View& view, const Digits& digits, uint64_t R
 // At most this many tokens are sorted instead of tabulated once more.
 constexpr int kFewTokens = 64;
 
-// Finds the cut among the `count` tokens whose keys begin with `high`.
+// Finds the cut among the `count` tokens of the table whose keys begin with `high`.
 template <typename T>
 static inline void find_cut_of_few(const View& view, uint32_t high, int count, uint64_t RowTotals::* measure,
                                    uint64_t target, Cut& cut) {
@@ -285,7 +285,8 @@ static inline void find_cut_of_few(const View& view, uint32_t high, int count, u
     for (int64_t t = block; t < end; t += kLanes) {
       const vfloat logit = load_logits<T>(view.row, t);
       const vuint key = order_key<VectorMath>(logit);
-      uint32_t lanes = lane_bits(((key >> 16) == splat(high)) & (view.scale(logit) >= splat(view.min_x)));
+      const vint counted = (logit >= splat(view.least)) & (view.scale(logit) >= splat(view.min_x));
+      uint32_t lanes = lane_bits(((key >> 16) == splat(high)) & counted);
       for (; lanes != 0 && size < count; lanes &= lanes - 1) {
         const uint32_t entered = key[__builtin_ctz(lanes)];
         int at = size++;

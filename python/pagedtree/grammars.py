@@ -1,0 +1,398 @@
+"""Grammars on draft trees: which tokens each node of a batch of trees may be followed by, packed for the verify ops."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import pairwise
+from numbers import Integral
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedtree._arguments import expect_type
+from pagedtree.grammar_matcher import Array, DepthFirstMatcher, GrammarMatcher, TokenTree, allow_only, linked_tree
+from pagedtree.tree import TreeBatch
+
+__all__ = ["DepthFirstMatcher", "GrammarFill", "GrammarMasks", "GrammarMatcher", "TokenTree", "allow_only"]
+
+
+class GrammarFill:
+    """Masks that are being filled: what `GrammarMasks.fill` returns.
+
+    Attributes:
+        waited: seconds that `result` had to wait, None before it was called: the time that the target's pass did not
+            hide.
+        filled: seconds from the call of `fill` until the last row was there, None before `result` was called.
+    """
+
+    def __init__(self, mask: Tensor, device: torch.device, tasks: Future[list[Future[float]]], began: float) -> None:
+        self.waited: float | None = None
+        self.filled: float | None = None
+        self._mask, self._device, self._tasks, self._began = mask, device, tasks, began
+        self._result: Tensor | None = None
+
+    def _settle(self) -> None:
+        """Waits for the worker threads, whether they succeed or fail."""
+        if not self._tasks.cancelled() and self._tasks.exception() is None:
+            wait(self._tasks.result())
+
+    def done(self) -> bool:
+        """Whether `result` would not wait."""
+        if not self._tasks.done():
+            return False
+        return self._tasks.exception() is not None or all(task.done() for task in self._tasks.result())
+
+    def result(self, out: Tensor | None = None) -> Tensor:
+        """The masks, int32 [N, ceil(V / 32)] on the device: grammar_mask of the verify ops and of `sample`.
+
+        out: a tensor of that shape on the device to copy them into, as captured graphs need it; it is returned.
+
+        On CUDA the copy is queued on the current stream, from pinned memory, and not waited for. Raises what a matcher
+        raised, ValueError where `out` does not fit.
+        """
+        if out is not None:
+            expect_type("out", out, Tensor)
+            if out.shape != self._mask.shape or out.dtype != torch.int32 or out.device != self._device:
+                raise ValueError(
+                    f"out: expected int32 {list(self._mask.shape)} on {self._device}, got {out.dtype}"
+                    f" {list(out.shape)} on {out.device}"
+                )
+        if self._result is None:
+            before = time.perf_counter()
+            self._settle()
+            self.waited = time.perf_counter() - before
+            ends = [task.result() for task in self._tasks.result()]
+            self.filled = max(ends, default=self._began) - self._began
+            if out is None:
+                self._result = self._mask.to(self._device, non_blocking=True)
+        if out is not None:
+            self._result = out.copy_(self._mask, non_blocking=True)
+        assert self._result is not None
+        return self._result
+
+
+class GrammarMasks:
+    """The grammars of a batch of sequences, and the threads that fill their masks while the target's pass runs.
+
+        masks = GrammarMasks([XGrammarMatcher(matcher), None], vocab_size=logits.shape[1])
+        first = sample(prompt_logits, params, ..., grammar_mask=masks.fill_next().result())
+        masks.advance(first[:, None])
+        while not finished:
+            draft_tokens, trees = ...
+            fill = masks.fill(draft_tokens, trees)
+            logits = target(draft_tokens, trees)
+            verdict = verify_sampled(logits, draft_tokens, trees, ..., grammar_mask=fill.result())
+            step = commit(verdict, trees, start, eos_ids=...)
+            masks.advance(verdict.tokens, step.num_tokens)
+
+    Attributes:
+        matchers: list of B, one matcher per sequence, None: no grammar. It may be changed between steps, as a scheduler
+            does when sequences come and go. No matcher stands in it twice.
+        vocab_size: V, the columns of the logits, 1..2^20.
+
+    `threads` is the most that work at once, default one per CPU core that the process may use; none starts before the
+    first `fill`. `device` is where the masks go, default where the draft tokens are (`fill_next`: cpu). As a context
+    manager, and by `close`, it ends its threads. Other values raise TypeError and ValueError.
+    """
+
+    def __init__(
+        self,
+        matchers: Sequence[GrammarMatcher | None],
+        vocab_size: int,
+        *,
+        threads: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        for name, value, top in (("vocab_size", vocab_size, 2**20), ("threads", threads, 1024)):
+            if name == "threads" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}: expected an integer, got {value!r:.40}")
+            if not 1 <= value <= top:
+                raise ValueError(f"{name}: expected 1..{top}, got {value}")
+        self.matchers = matchers
+        self.vocab_size = vocab_size
+        self._device = None if device is None else torch.device(device)
+        self._pool = ThreadPoolExecutor(threads or len(os.sched_getaffinity(0)), "pagedtree-grammar")
+        self._last: GrammarFill | None = None
+
+    @property
+    def matchers(self) -> list[GrammarMatcher | None]:
+        return self._matchers
+
+    @matchers.setter
+    def matchers(self, matchers: Sequence[GrammarMatcher | None]) -> None:
+        _check_matchers(matchers)
+        self._matchers = list(matchers)
+
+    def fill(
+        self,
+        draft_tokens: Tensor,
+        trees: TreeBatch,
+        *,
+        draft_to_target: Tensor | None = None,
+        device: torch.device | str | None = None,
+    ) -> GrammarFill:
+        """Starts to fill the masks of all nodes, one task per sequence, and returns without waiting.
+
+        Args:
+            draft_tokens: int32 or int64 [N], as the verify ops take them: the roots' are ignored, ids outside 0..V-1
+                are no drafts.
+            trees: B trees of N rows. Malformed ones are read as `build_trees` reads them.
+            draft_to_target: int32 or int64 [V_draft], where draft_tokens are ids of a draft vocabulary.
+            device: of the masks, default the object's, else that of draft_tokens.
+
+        Grammar engines work on the host. What is on a GPU is copied there behind the kernels queued so far, which the
+        worker threads wait for, not the caller: call it before the target's pass is queued. To avoid the copy give
+        tensors on the CPU and say which device the masks shall be on.
+
+        Returns a `GrammarFill`. Row n of its result has bit x % 32 of word x // 32 set where token x may follow node n:
+        the tokens of the path to n, below the root, and x continue what the matcher has consumed. Where the grammar has
+        ended, or leaves no token, the row allows the stop tokens alone. Bits of padding, past the grammar's vocabulary
+        or V, are not set. Rows that no walk visits allow all tokens of the grammar's vocabulary: those of drafts that
+        the grammar forbids and of what is below them, of nodes that cannot be reached, and of padding. So do those of
+        sequences without grammar.
+
+        Matchers are as they were once the result is there. A fill that still runs is waited for first. Raises TypeError
+        and ValueError for wrong types, shapes and numbers of matchers.
+        """
+        expect_type("draft_tokens", draft_tokens, Tensor)
+        expect_type("trees", trees, TreeBatch)
+        trees._check()
+        rows = trees.parents.shape[0]
+        _expect_ids("draft_tokens", draft_tokens, [rows])
+        if len(self._matchers) != trees.batch_size:
+            raise ValueError(f"matchers: expected {trees.batch_size}, one per tree or None, got {len(self._matchers)}")
+        if draft_to_target is not None:
+            expect_type("draft_to_target", draft_to_target, Tensor)
+            _expect_ids("draft_to_target", draft_to_target, [draft_to_target.numel()])
+            draft_tokens = _mapped(draft_tokens, draft_to_target)
+        return self._start(draft_tokens, trees.parents, trees.cu_nodes, (trees.max_nodes, trees.max_depth), device)
+
+    def fill_next(self, *, device: torch.device | str | None = None) -> GrammarFill:
+        """As `fill`, for the token that comes next in each sequence: one row per sequence, as `sample` has them."""
+        batch = len(self._matchers)
+        roots = torch.full((batch,), -1, dtype=torch.int32, device="cpu")
+        offsets = torch.arange(batch + 1, dtype=torch.int32, device="cpu")
+        return self._start(roots, roots, offsets, (1, 0), device)
+
+    def _start(
+        self,
+        tokens: Tensor,
+        parents: Tensor,
+        cu_nodes: Tensor,
+        bounds: tuple[int, int],
+        device: torch.device | str | None,
+    ) -> GrammarFill:
+        began = time.perf_counter()
+        wanted = torch.device(device) if device is not None else self._device or tokens.device
+        target = torch.empty(0, device=wanted).device  # with its index
+        self._settle()
+        _check_matchers(self._matchers)
+        matchers, vocab, rows = list(self._matchers), self.vocab_size, tokens.shape[0]
+        host, events = _on_host(tokens.long(), parents, cu_nodes)
+        words = -(-vocab // 32)
+        mask = torch.empty((rows, words), dtype=torch.int32, device="cpu", pin_memory=_can_pin(target))
+        filled = mask.numpy()
+
+        def start() -> list[Future[float]]:
+            for event in events:
+                event.synchronize()
+            nodes, links, offsets = (tensor.numpy() for tensor in host)
+            ends = offsets.tolist()
+            if ends[0] != 0 or ends[-1] > rows or any(a > b for a, b in pairwise(ends)):
+                raise ValueError(f"cu_nodes: expected offsets that ascend from 0 to at most {rows}")
+            filled[ends[-1] :] = -1
+            _clear_from(filled[ends[-1] :], vocab)
+            return [
+                self._pool.submit(_fill_one, matcher, nodes[a:b], links[a:b], bounds, filled[a:b], vocab)
+                for matcher, (a, b) in zip(matchers, pairwise(ends), strict=True)
+            ]
+
+        self._last = GrammarFill(mask, target, self._pool.submit(start), began)
+        return self._last
+
+    def _settle(self) -> None:
+        if self._last is not None:
+            self._last._settle()
+
+    def advance(
+        self,
+        tokens: Tensor | Sequence[Sequence[int]],
+        counts: Tensor | Sequence[int] | None = None,
+        *,
+        strict: bool = True,
+    ) -> list[bool]:
+        """Lets the matchers consume what was appended to their sequences.
+
+        Args:
+            tokens: [B, S] integers, or a list of B lists: the tokens of each sequence, up to the first negative one. A
+                verdict's `tokens` are such. Tensors on a GPU are copied to the host, which synchronises.
+            counts: int [B], take only so many of each: the `num_tokens` of `commit`, which ends texts at EOS.
+            strict: whether a token that the grammar forbids raises.
+
+        Returns for each sequence whether the grammar allowed its tokens; if not, its matcher stays as it was. What
+        comes behind the end of a grammar is ignored, as are the tokens of sequences without grammar. Raises ValueError
+        for a token that a grammar forbids, unless strict is False, and then no matcher has moved; TypeError and
+        ValueError for wrong types and shapes.
+        """
+        matchers = self._matchers
+        _check_matchers(matchers)
+        texts = _token_lists(tokens, counts, len(matchers))
+        self._settle()
+        moved: list[tuple[GrammarMatcher, int]] = []
+        allowed = [True] * len(matchers)
+        for b, (matcher, text) in enumerate(zip(matchers, texts, strict=True)):
+            if matcher is None:
+                continue
+            taken = 0
+            for token in text:
+                if matcher.is_terminated():
+                    break
+                if token >= matcher.vocab_size or not matcher.accept(token):
+                    allowed[b] = False
+                    break
+                taken += 1
+            if taken and allowed[b]:
+                moved.append((matcher, taken))
+            elif taken:
+                matcher.rollback(taken)
+            if strict and not allowed[b]:
+                for other, count in moved:
+                    other.rollback(count)
+                raise ValueError(f"tokens: expected what the grammars allow, got {token} as tokens[{b}][{taken}]")
+        return allowed
+
+    def is_terminated(self) -> list[bool]:
+        """For each sequence whether its grammar has ended; False without grammar."""
+        self._settle()
+        return [matcher is not None and matcher.is_terminated() for matcher in self._matchers]
+
+    def close(self) -> None:
+        """Ends the threads, once what runs is done. The object cannot fill afterwards."""
+        self._settle()
+        self._pool.shutdown()
+
+    def __enter__(self) -> GrammarMasks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _clear_from(mask: Array, vocab: int) -> None:
+    """Unsets the bits of the ids from `vocab` on."""
+    word, bit = divmod(vocab, 32)
+    if word < mask.shape[1]:
+        mask[:, word] &= np.int32((1 << bit) - 1)
+        mask[:, word + 1 :] = 0
+
+
+def _fill_one(
+    matcher: GrammarMatcher | None, tokens: Array, parents: Array, bounds: tuple[int, int], mask: Array, vocab: int
+) -> float:
+    """Fills the rows of one sequence. Returns when that was done."""
+    words = mask.shape[1] if matcher is None else -(-matcher.vocab_size // 32)
+    # An engine writes rows of its own vocabulary's width, which the logits' may exceed, or fall short of.
+    own = mask if words == mask.shape[1] else np.empty((mask.shape[0], words), np.int32)
+    own.fill(-1)
+    if matcher is not None and len(tokens):
+        matcher.fill_tree(linked_tree(tokens, parents, bounds, min(vocab, matcher.vocab_size)), own)
+        _clear_from(own, matcher.vocab_size)
+    if own is not mask:
+        shared = min(words, mask.shape[1])
+        mask[:, :shared] = own[:, :shared]
+        mask[:, shared:] = 0
+    _clear_from(mask, vocab)
+    if matcher is not None:
+        stop = [token for token in matcher.stop_token_ids if token < vocab]
+        for node in np.flatnonzero(~(mask != 0).any(axis=1)):
+            allow_only(mask[node], stop)
+    return time.perf_counter()
+
+
+def _check_matchers(matchers: Sequence[GrammarMatcher | None]) -> None:
+    if isinstance(matchers, (str, bytes)) or not isinstance(matchers, Sequence):
+        raise TypeError(f"matchers: expected a sequence of matchers or None, got {type(matchers).__name__}")
+    seen: set[int] = set()
+    for b, matcher in enumerate(matchers):
+        if matcher is None:
+            continue
+        if not isinstance(matcher, GrammarMatcher):
+            raise TypeError(f"matchers[{b}]: expected a GrammarMatcher or None, got {type(matcher).__name__}")
+        if id(matcher) in seen:
+            raise ValueError(f"matchers[{b}]: expected a matcher of its own for each sequence, got one twice")
+        seen.add(id(matcher))
+
+
+def _expect_ids(name: str, tensor: Tensor, shape: list[int]) -> None:
+    if list(tensor.shape) != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {list(tensor.shape)}")
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name}: expected int32 or int64, got {tensor.dtype}")
+    if tensor.is_meta:
+        raise ValueError(f"{name}: expected a tensor with values, got one on meta")
+
+
+def _mapped(tokens: Tensor, ids: Tensor) -> Tensor:
+    if ids.device != tokens.device:
+        raise ValueError(f"draft_to_target: expected a tensor on {tokens.device}, got one on {ids.device}")
+    inside = (tokens >= 0) & (tokens < ids.shape[0])
+    padded = torch.cat([ids.long(), ids.new_full((1,), -1, dtype=torch.int64)])
+    return padded[torch.where(inside, tokens.long(), ids.shape[0])]
+
+
+def _can_pin(device: torch.device) -> bool:
+    # Torch without CUDA has no pinned memory, also where a test makes it a device of that name.
+    return device.type == "cuda" and torch.backends.cuda.is_built()
+
+
+def _on_host(*tensors: Tensor) -> tuple[list[Tensor], list[torch.cuda.Event]]:
+    """Copies that nobody else writes to, and what to wait for before they are read."""
+    copies, events = [], []
+    for tensor in tensors:
+        if _can_pin(tensor.device):
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            copies.append(copy.copy_(tensor, non_blocking=True))
+            event = torch.cuda.Event(blocking=True)  # a thread that waits leaves its core to others
+            event.record(torch.cuda.current_stream(tensor.device))
+            events.append(event)
+        else:
+            copies.append(tensor.to("cpu", copy=True))
+    return copies, events
+
+
+def _token_lists(
+    tokens: Tensor | Sequence[Sequence[int]], counts: Tensor | Sequence[int] | None, batch: int
+) -> list[list[int]]:
+    for name, value, dims in (("tokens", tokens, 2), ("counts", counts, 1)):
+        if isinstance(value, Tensor):
+            if value.dim() != dims or value.shape[0] != batch or value.is_floating_point():
+                form = "[B, S]" if dims == 2 else "[B]"
+                raise ValueError(
+                    f"{name}: expected integers {form} with B = {batch}, got {value.dtype} {list(value.shape)}"
+                )
+        elif value is not None:
+            if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+                raise TypeError(f"{name}: expected a tensor or a sequence, got {type(value).__name__}")
+            if len(value) != batch:
+                raise ValueError(f"{name}: expected {batch} entries, one per sequence, got {len(value)}")
+    lists = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+    limits = counts.tolist() if isinstance(counts, Tensor) else counts
+    texts = []
+    for b, text in enumerate(lists):
+        if isinstance(text, (Tensor, np.ndarray)):
+            text = text.tolist()
+        if not isinstance(text, Sequence) or not all(isinstance(token, Integral) for token in text):
+            raise TypeError(f"tokens[{b}]: expected integers, got {text!r:.60}")
+        length = next((j for j, token in enumerate(text) if token < 0), len(text))
+        if limits is not None:
+            if not isinstance(limits[b], Integral):
+                raise TypeError(f"counts[{b}]: expected an integer, got {limits[b]!r:.40}")
+            length = min(length, max(int(limits[b]), 0))
+        texts.append([int(token) for token in text[:length]])
+    return texts

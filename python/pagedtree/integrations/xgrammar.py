@@ -1,0 +1,74 @@
+"""xgrammar's grammars on draft trees. Needs xgrammar, at least 0.2."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import xgrammar
+
+from pagedtree._arguments import expect_type
+from pagedtree.grammars import TokenTree
+
+__all__ = ["XGrammarMatcher"]
+
+
+class XGrammarMatcher:
+    """One sequence's `xgrammar.GrammarMatcher`, for `pagedtree.grammars.GrammarMasks`.
+
+        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=config.vocab_size)
+        compiled = xgrammar.GrammarCompiler(info).compile_json_schema(schema)
+        masks = GrammarMasks([XGrammarMatcher(xgrammar.GrammarMatcher(compiled), info.vocab_size)], config.vocab_size)
+
+    A tree is one call of xgrammar's `traverse_draft_tree`, which works without Python's global lock and takes its
+    steps back itself. Where the grammar has ended, the stop tokens alone are allowed, whether a stop token ended it or,
+    with terminate_without_stop_token, its last token did. Budgets and captures of rules are xgrammar's business:
+    a captured span is recorded by `accept` alone.
+
+    Attributes:
+        matcher: xgrammar's own. What it is asked or told directly counts here, too.
+        vocab_size: that of the `TokenizerInfo` with which the grammar was compiled.
+        stop_token_ids: the matcher's stop tokens.
+    """
+
+    def __init__(self, matcher: xgrammar.GrammarMatcher, vocab_size: int) -> None:
+        """Raises TypeError for other types, ValueError for a vocabulary of another width than the matcher's masks."""
+        expect_type("matcher", matcher, xgrammar.GrammarMatcher)
+        if isinstance(vocab_size, bool) or not isinstance(vocab_size, int):
+            raise TypeError(f"vocab_size: expected an integer, got {vocab_size!r:.40}")
+        self.matcher = matcher
+        self.vocab_size = vocab_size
+        self.stop_token_ids: Sequence[int] = list(matcher.stop_token_ids)
+        if vocab_size < 1 or not self._masks_have_words(-(-vocab_size // 32)):
+            raise ValueError(f"vocab_size: expected that of the grammar's TokenizerInfo, got {vocab_size}")
+
+    def fill_tree(self, tree: TokenTree, mask: np.ndarray[Any, Any]) -> None:
+        tokens, parents, first_child, next_sibling = tree
+        links = torch.from_numpy(first_child), torch.from_numpy(next_sibling)
+        self.matcher.traverse_draft_tree(*links, torch.from_numpy(tokens), torch.from_numpy(mask))
+        # xgrammar clears the row of a draft that the grammar forbids, as it does where the grammar has ended.
+        # By numpy: torch would start threads of its own for each thread that calls it.
+        words, bits = np.divmod(np.maximum(tokens, 0), 32)
+        is_forbidden = mask[parents, words] >> bits & 1 == 0
+        mask[is_forbidden & (parents >= 0)] = -1
+
+    def accept(self, token: int) -> bool:
+        return bool(self.matcher.accept_token(token))
+
+    def rollback(self, count: int) -> None:
+        self.matcher.rollback(count)
+
+    def is_terminated(self) -> bool:
+        return bool(self.matcher.is_terminated())
+
+    def _masks_have_words(self, words: int) -> bool:
+        # A matcher that has ended fills no mask, and so tells nothing.
+        if self.matcher.is_terminated():
+            return True
+        try:
+            self.matcher.fill_next_token_bitmask(torch.empty((1, words), dtype=torch.int32))
+        except RuntimeError:
+            return False
+        return True

@@ -1,0 +1,274 @@
+"""xgrammar and llguidance on draft trees: masks equal those of a matcher that follows one path, and nothing moves."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from grammar_case import EOS, VOCAB, batch_of, bits, expected_rows, random_drafts, random_shapes, random_text
+
+from pagedtree import DraftTree, TreeBatch
+from pagedtree.grammars import GrammarMasks, GrammarMatcher
+
+SCHEMA = """{"type": "object", "properties": {"name": {"enum": ["abc", "true", "null"]}, "ab": {"type": "integer"}},
+"required": ["name", "ab"], "additionalProperties": false}"""
+LARK = 'start: "{" /[a-e]+/ (":" /[0-9]+/)* "}"'
+EBNF = 'root ::= "{" [a-e]+ (":" [0-9]+)* "}"'
+FINITE = {"xgrammar": 'root ::= "ab" ("c" | "null") "12"', "llguidance": 'start: "ab" ("c" | "null") "12"'}
+
+
+class Engine(NamedTuple):
+    """Matchers of one engine, by its own functions. Grammars are "json" and "letters", or text in its own language."""
+
+    name: str
+    make: Callable[..., GrammarMatcher]
+    after: Callable[[str, Sequence[int]], set[int] | None]
+
+    def behind(self, grammar: str, text: Sequence[int]) -> GrammarMatcher:
+        matcher = self.make(grammar)
+        assert all(map(matcher.accept, text))
+        return matcher
+
+
+def xgrammar_engine() -> Engine:
+    import xgrammar
+
+    from pagedtree.integrations.xgrammar import XGrammarMatcher
+
+    info = xgrammar.TokenizerInfo(VOCAB, vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[EOS])
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+    compiled: dict[str, xgrammar.CompiledGrammar] = {}
+
+    def raw(grammar: str, **options: object) -> xgrammar.GrammarMatcher:
+        if grammar not in compiled:
+            is_json = grammar == "json"
+            text = EBNF if grammar == "letters" else grammar
+            compiled[grammar] = compiler.compile_json_schema(SCHEMA) if is_json else compiler.compile_grammar(text)
+        return xgrammar.GrammarMatcher(compiled[grammar], **options)
+
+    def after(grammar: str, text: Sequence[int]) -> set[int] | None:
+        matcher = raw(grammar)
+        if not all(0 <= token < len(VOCAB) and matcher.accept_token(token) for token in text):
+            return None
+        if matcher.is_terminated():
+            return set()
+        row = xgrammar.allocate_token_bitmask(1, len(VOCAB))
+        matcher.fill_next_token_bitmask(row)
+        return bits(row[0])
+
+    return Engine("xgrammar", lambda grammar, **options: XGrammarMatcher(raw(grammar, **options), len(VOCAB)), after)
+
+
+def llguidance_engine() -> Engine:
+    import llguidance
+    from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+    from pagedtree.integrations.llguidance import LLGuidanceMatcher
+
+    class Tokenizer:
+        eos_token_id, bos_token_id, tokens, special_token_ids = EOS, None, VOCAB, (EOS,)
+
+        def __call__(self, text: bytes) -> list[int]:
+            # The longest token at each place: llguidance allows it alone where the grammar leaves no choice of bytes.
+            tokens: list[int] = []
+            while text:
+                token = max((word for word in VOCAB if text.startswith(word)), key=len)
+                tokens.append(VOCAB.index(token))
+                text = text[len(token) :]
+            return tokens
+
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Tokenizer()))
+
+    def raw(grammar: str) -> llguidance.LLMatcher:
+        is_json = grammar == "json"
+        source = LARK if grammar == "letters" else grammar
+        options = {"whitespace_flexible": False}
+        text = llguidance.LLMatcher.grammar_from_json_schema(SCHEMA, options) if is_json else source
+        return llguidance.LLMatcher(tokenizer, text if is_json else llguidance.LLMatcher.grammar_from_lark(text))
+
+    def after(grammar: str, text: Sequence[int]) -> set[int] | None:
+        matcher = raw(grammar)
+        for token in text:
+            if not 0 <= token < len(VOCAB) or matcher.is_stopped() or matcher.try_consume_tokens([token]) != 1:
+                return None
+        if matcher.is_stopped():
+            return set()
+        row = allocate_token_bitmask(1, len(VOCAB))
+        fill_next_token_bitmask(matcher, row)
+        return bits(row[0])
+
+    return Engine("llguidance", lambda grammar: LLGuidanceMatcher(raw(grammar), tokenizer), after)
+
+
+@pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    pytest.importorskip(request.param)
+    return {"xgrammar": xgrammar_engine, "llguidance": llguidance_engine}[request.param]()
+
+
+@pytest.fixture
+def xgrammar(engine: Engine):
+    if engine.name != "xgrammar":
+        pytest.skip("xgrammar's own")
+    return importlib.import_module("xgrammar")
+
+
+def ids(text: str) -> list[int]:
+    return [VOCAB.index(bytes([byte])) for byte in text.encode()]
+
+
+@pytest.mark.parametrize("grammar", ["json", "letters"])
+@pytest.mark.parametrize("vocab", [len(VOCAB), 32, 100])
+def test_masks(engine, grammar, vocab) -> None:
+    rng = np.random.default_rng(vocab)
+
+    def after(text: Sequence[int]) -> set[int] | None:
+        return engine.after(grammar, text)
+
+    trees = random_shapes(rng, 4)
+    texts = [random_text(rng, after, int(rng.integers(12))) for _ in trees]
+    drafts = [random_drafts(rng, after, text, tree) for text, tree in zip(texts, trees, strict=True)]
+    tokens, batch = batch_of(trees, drafts, padding=2)
+    matchers = [engine.behind(grammar, text) for text in texts]
+    with GrammarMasks([*matchers, None], vocab, threads=2) as masks:
+        masks.matchers.pop()
+        rows = masks.fill(tokens, batch).result()
+        expected = [
+            row
+            for parts in zip(texts, trees, drafts, strict=True)
+            for row in expected_rows(after, *parts, [EOS], vocab, len(VOCAB))
+        ]
+        assert [bits(row) for row in rows] == [*expected, *[set(range(vocab))] * 2]
+        assert len({frozenset(row) for row in expected}) > 3  # they do differ
+        # The same once more, and from the state they came in.
+        assert torch.equal(rows, masks.fill(tokens, batch).result())
+        own = set(range(min(vocab, len(VOCAB))))
+        for text, row in zip(texts, masks.fill_next().result(), strict=True):
+            assert bits(row) == ((after(text) or {EOS}) & own or {EOS})
+
+
+def test_what_comes_after_commit(engine) -> None:
+    """The text grows by accepted drafts; masks are those of matchers that have seen all of it from the start."""
+    text, path = ids("{a"), ids("b:12}")
+    with GrammarMasks([engine.behind("letters", text)], len(VOCAB)) as masks:
+        trees = TreeBatch.from_trees([DraftTree.chain(2)])
+        for begin in range(len(path)):
+            draft = [-1, *path[begin : begin + 2], -1][:3]
+            rows = masks.fill(torch.tensor(draft), trees).result()
+            assert bits(rows[0]) == engine.after("letters", [*text, *path[:begin]])
+            assert bits(rows[1]) == (engine.after("letters", [*text, *path[: begin + 1]]) or {EOS})
+            assert masks.advance(torch.tensor([[path[begin], -1]])) == [True]
+        assert masks.advance([[EOS]]) == [True] and masks.is_terminated() == [True]
+        assert masks.advance([ids("}")]) == [True]  # what comes behind the end is ignored
+        assert bits(masks.fill_next().result()[0]) == {EOS}
+
+
+def test_a_refused_token_changes_nothing(engine) -> None:
+    matcher = engine.behind("letters", ids("{a"))
+    for token in (VOCAB.index(b"{"), EOS, len(VOCAB) - 1, len(VOCAB), 10**6):
+        assert not matcher.accept(token)
+    masks = GrammarMasks([matcher], 100)
+    assert masks.advance([[*ids("bc:"), 99]], strict=False) == [False]
+    assert bits(masks.fill_next().result()[0]) == engine.after("letters", ids("{a"))
+    assert matcher.accept(ids("}")[0])
+
+
+def test_the_end(engine) -> None:
+    """A finite grammar: where it has ended the stop token alone, and nothing is known of what is below."""
+    tree = DraftTree([-1, 0, 1, 2, 3, 2, 0])
+    tokens = [-1, VOCAB.index(b"c"), VOCAB.index(b"12"), EOS, EOS, ids("a")[0], EOS]
+    grammar = FINITE[engine.name]
+    matcher = engine.behind(grammar, [VOCAB.index(b"ab")])
+    rows = GrammarMasks([matcher], len(VOCAB)).fill(torch.tensor(tokens), TreeBatch.from_trees([tree])).result()
+    every = set(range(len(VOCAB)))
+    # llguidance's has ended at once where no token but the end can follow.
+    below = {EOS} if engine.name == "xgrammar" else every
+    after_c = engine.after(grammar, [VOCAB.index(b"ab"), VOCAB.index(b"c")])
+    assert tokens[2] in after_c
+    assert [bits(row) for row in rows][1:] == [after_c, {EOS}, below, every, every, every]
+
+
+def test_a_chain_of_1024(engine) -> None:
+    matcher = engine.behind("letters", ids("{"))
+    trees = TreeBatch.from_trees([DraftTree.chain(1023)])
+    with GrammarMasks([matcher], len(VOCAB)) as masks:
+        rows = masks.fill(torch.full((1024,), ids("a")[0]), trees).result()
+        assert bits(rows[0]) == engine.after("letters", ids("{"))
+        assert (rows[1:] == rows[1]).all() and bits(rows[1]) == engine.after("letters", ids("{a"))
+        assert torch.equal(masks.fill_next().result()[0], rows[0])
+
+
+def test_many_sequences_on_threads(engine) -> None:
+    rng = np.random.default_rng(3)
+    trees = random_shapes(rng, 12)
+    texts = [ids("{" + "ab" * (b % 3)) for b in range(12)]
+    drafts = [[-1, *rng.choice(ids("abcde:12}"), tree.num_nodes - 1).tolist()] for tree in trees]
+    tokens, batch = batch_of(trees, drafts)
+    results = []
+    for threads in (1, 4, 4):
+        matchers = [engine.behind("letters", text) for text in texts]
+        with GrammarMasks(matchers, len(VOCAB), threads=threads) as masks:
+            results.append(masks.fill(tokens, batch).result())
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+# What is xgrammar's own -----------------------------------------------------------------------------------------------
+
+
+def test_no_stop_token_needed(engine, xgrammar) -> None:
+    grammar = FINITE["xgrammar"]
+    matcher = engine.make(grammar, terminate_without_stop_token=True)
+    masks = GrammarMasks([matcher], len(VOCAB))
+    path = [VOCAB.index(word) for word in (b"ab", b"null", b"12")]
+    tokens = torch.tensor([-1, *path, EOS])
+    rows = masks.fill(tokens, TreeBatch.from_trees([DraftTree.chain(4)])).result()
+    assert bits(rows[3]) == {EOS} and len(bits(rows[4])) == len(VOCAB)
+    assert masks.advance([[*path, EOS]]) == [True] and masks.is_terminated() == [True]
+    assert bits(masks.fill_next().result()[0]) == {EOS}
+
+
+def test_other_stop_tokens(engine, xgrammar) -> None:
+    stops = [VOCAB.index(b"}}"), VOCAB.index(b"name")]
+    masks = GrammarMasks([engine.make(FINITE["xgrammar"], override_stop_tokens=stops)], len(VOCAB))
+    assert masks.advance([[VOCAB.index(word) for word in (b"ab", b"c", b"12")]]) == [True]
+    assert bits(masks.fill_next().result()[0]) == set(stops)
+    assert masks.advance([stops[:1]]) == [True] and masks.is_terminated() == [True]
+    assert bits(masks.fill_next().result()[0]) == set(stops)
+
+
+def test_xgrammar_refuses(engine, xgrammar) -> None:
+    from pagedtree.integrations.xgrammar import XGrammarMatcher
+
+    matcher = engine.make("json").matcher
+    with pytest.raises(TypeError, match="matcher: expected a GrammarMatcher, got str"):
+        XGrammarMatcher("{}", 8)
+    with pytest.raises(TypeError, match="vocab_size: expected an integer, got None"):
+        XGrammarMatcher(matcher, None)
+    for wrong in (0, -1, 32 * -(-len(VOCAB) // 32) + 1, 10**6):
+        with pytest.raises(ValueError, match=f"vocab_size: expected that of the grammar's TokenizerInfo, got {wrong}"):
+            XGrammarMatcher(matcher, wrong)
+
+
+# What is llguidance's own ---------------------------------------------------------------------------------------------
+
+
+def test_llguidance_refuses(engine) -> None:
+    if engine.name != "llguidance":
+        pytest.skip("llguidance's own")
+    from pagedtree.integrations.llguidance import LLGuidanceMatcher
+
+    with pytest.raises(TypeError, match="matcher: expected a LLMatcher, got str"):
+        LLGuidanceMatcher("{}", None)
+    with pytest.raises(TypeError, match="tokenizer: expected a LLTokenizer, got NoneType"):
+        LLGuidanceMatcher(engine.make("json").matcher, None)
+    with pytest.raises(ValueError, match=r"matcher: expected one without error, got \S"):
+        engine.make("start: (")
+    broken = engine.make("json")
+    broken.matcher.consume_token(VOCAB.index(b"}"))  # llguidance's own way to end in an error
+    with pytest.raises(RuntimeError, match="llguidance: "):
+        GrammarMasks([broken], len(VOCAB)).fill_next().result()

@@ -1,0 +1,134 @@
+"""What the tests of grammars share: a vocabulary, random trees of drafts, masks from one plain run for each path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from attention_case import random_tree
+from torch import Tensor
+
+from pagedtree import DraftTree, TreeBatch
+from pagedtree.grammars import DepthFirstMatcher, allow_only
+
+EOS = 0
+_WORDS = ['{"', '":', '": ', '", "', '"}', "true", "null", "ab", "abc", "name", "12", "345", '"name"', "], [", "}}"]
+_BYTES = b'{}[]:,". -0123456789abcdeflmnrstu'
+VOCAB: list[bytes] = [b"<eos>", *(bytes([byte]) for byte in _BYTES), *(word.encode() for word in _WORDS)]
+
+
+class Rules(Protocol):
+    """What a grammar engine says after one text, asked by its own functions: `after(text)`."""
+
+    def __call__(self, text: Sequence[int]) -> set[int] | None:
+        """The tokens that may follow; none where the grammar has ended; None where it forbids the text."""
+
+
+def bits(row: Tensor | np.ndarray) -> set[int]:
+    words = np.ascontiguousarray(np.asarray(row), dtype=np.int32)
+    return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
+
+
+def path_of(tree: DraftTree, node: int) -> list[int]:
+    """Its nodes below the root, itself the last."""
+    path: list[int] = []
+    while node > 0:
+        path.insert(0, node)
+        node = int(tree.parents[node])
+    return path
+
+
+def expected_rows(
+    after: Rules, text: Sequence[int], tree: DraftTree, tokens: Sequence[int], stop: Sequence[int], vocab: int, own: int
+) -> list[set[int]]:
+    """The sets of tokens that the rows of a tree allow; own: the grammar's vocabulary, vocab: the logits'."""
+    every, rows = set(range(min(vocab, own))), []
+    for node in range(tree.num_nodes):
+        path = [tokens[i] for i in path_of(tree, node)]
+        inside = all(0 <= token < min(vocab, own) for token in path)
+        # Nothing comes behind the end of a grammar, not even one more stop token.
+        begun = all(after([*text, *path[:i]]) for i in range(len(path))) if inside else False
+        allowed = after([*text, *path]) if begun else None
+        rows.append(every if allowed is None else allowed & every or set(stop) & every)
+    return rows
+
+
+def random_drafts(rng: np.random.Generator, after: Rules, text: Sequence[int], tree: DraftTree) -> list[int]:
+    """Mostly what the grammar allows; else any token, among them ids that are none."""
+    tokens = [-1] * tree.num_nodes
+    for node in range(1, tree.num_nodes):
+        allowed = after([*text, *(tokens[i] for i in path_of(tree, node)[:-1])])
+        if allowed and rng.random() < 0.75:
+            tokens[node] = int(rng.choice(sorted(allowed)))
+        else:
+            tokens[node] = int(rng.choice([*range(len(VOCAB)), 64, 99, -1, 10**6, -(2**31)]))
+    return tokens
+
+
+def random_text(rng: np.random.Generator, after: Rules, length: int) -> list[int]:
+    """A text that the grammar allows, without its end."""
+    text: list[int] = []
+    while len(text) < length:
+        choices = sorted((after(text) or set()) - {EOS})
+        if not choices:
+            break
+        text.append(int(rng.choice(choices)))
+    return text
+
+
+def random_shapes(rng: np.random.Generator, count: int, most: int = 12) -> list[DraftTree]:
+    return [random_tree(rng, int(rng.integers(1, most + 1))) for _ in range(count)]
+
+
+def batch_of(
+    trees: Sequence[DraftTree], tokens: Sequence[Sequence[int]], padding: int = 0, device: torch.device | str = "cpu"
+) -> tuple[Tensor, TreeBatch]:
+    flat = [token for part in tokens for token in part] + [3] * padding
+    batch = TreeBatch.from_trees(trees, capacity=len(flat), device=device)
+    return torch.tensor(flat, dtype=torch.int64, device=device), batch
+
+
+class Parity(DepthFirstMatcher):
+    """A toy grammar over 40 tokens: each token has another parity than the one before, the first is odd; 0 ends an
+    even number of tokens, of which there are six at most. After a 39, nothing but 1 fits."""
+
+    vocab_size, stop_token_ids = 40, (EOS,)
+
+    def __init__(self, text: Sequence[int] = (), on_fill: Callable[[], object] = lambda: None) -> None:
+        self.text, self.on_fill, self.fills = list(text), on_fill, 0
+
+    def allowed(self) -> set[int]:
+        if self.is_terminated():
+            return set()
+        if self.text[-1:] == [39]:
+            return {1}
+        tokens = set(range(2 if len(self.text) % 2 else 1, 40, 2)) if len(self.text) < 6 else set()
+        return tokens | ({EOS} if self.text and len(self.text) % 2 == 0 else set())
+
+    def accept(self, token: int) -> bool:
+        assert 0 <= token < self.vocab_size, "a token of another vocabulary"
+        if token not in self.allowed():
+            return False
+        self.text.append(token)
+        return True
+
+    def rollback(self, count: int) -> None:
+        assert 0 < count <= len(self.text)
+        del self.text[-count:]
+
+    def is_terminated(self) -> bool:
+        return self.text[-1:] == [EOS]
+
+    def fill_row(self, row: np.ndarray) -> None:
+        assert not self.is_terminated()
+        self.fills += 1
+        self.on_fill()
+        allow_only(row, sorted(self.allowed()))
+
+    @classmethod
+    def after(cls, text: Sequence[int]) -> set[int] | None:
+        matcher = cls()
+        inside = all(0 <= token < cls.vocab_size for token in text)
+        return matcher.allowed() if inside and all(map(matcher.accept, text)) else None

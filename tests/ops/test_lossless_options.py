@@ -1,0 +1,213 @@
+"""Rules under penalties and bias: lossless by exact enumeration, and the ops weigh exactly those distributions.
+
+The logits are multiples of ln 2 and so are bias and penalties: every probability is then a fraction. A target that says
+what the tokens so far make of it is the toy; it is wrong in the ways in which trees have been got wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from lossless_case import LIMIT, MODELS, first_tokens, off_the_target
+from rule_case import CHAIN, LOSSLESS, RULES, TREE, Distribution, Path, Questions, ToyPair, prefixes_of
+
+from pagedtree import RequestOptions, SamplingParams, reference
+from pagedtree.testing import use_backend
+
+LN2 = math.log(2)
+TEMPERATURE = 0.5
+SAID, PROMPT = [2, 1], [0]  # the root is the last of the tokens said
+REPETITION, PRESENCE, FREQUENCY = 2.0, -1, 1  # the latter two in units of ln 2
+BIAS = {1: 1, 2: -2, 0: 1}
+
+
+class PenalisedPair(ToyPair):
+    """A target whose logits are whole numbers of ln 2, with penalties and bias; the drafter is that of ToyPair."""
+
+    said = SAID
+
+    def weights(self, prefix: Path) -> list[int | None]:
+        """The raw logits after a prefix in units of ln 2, None for none; even, so that repetition can halve them."""
+        generator = np.random.default_rng([self.seed, 5, len(prefix), *(x + 1 for x in prefix)])
+        found: list[int | None] = [2 * int(w) for w in generator.integers(-1, 2, self.vocab)]
+        if generator.random() < 0.3:
+            found[int(generator.integers(self.vocab))] = None
+        return found
+
+    def counts(self, prefix: Path) -> list[int]:
+        said = [*self.said, *prefix]
+        return [said.count(x) for x in range(self.vocab)]
+
+    def exponent(self, x: int, weight: int, count: int) -> Fraction:
+        logit = Fraction(weight + BIAS.get(x, 0))
+        if count > 0 or x in PROMPT:
+            logit = logit / Fraction(REPETITION) if logit > 0 else logit * Fraction(REPETITION)
+        return (logit - FREQUENCY * count - PRESENCE * (count > 0)) / Fraction(TEMPERATURE)
+
+    def p(self, prefix: Path) -> Distribution:
+        counts = self.counts(prefix)
+        masses = [
+            Fraction(0) if weight is None else self.power(self.exponent(x, weight, counts[x]))
+            for x, weight in enumerate(self.weights(prefix))
+        ]
+        return reference.normalised(masses)
+
+    @staticmethod
+    def power(exponent: Fraction) -> Fraction:
+        assert exponent.denominator == 1
+        return Fraction(2) ** int(exponent)
+
+    def logits(self, parents: Sequence[int], drafts: Sequence[int]) -> list[list[float]]:
+        """What the ops are given at each node of a tree: the raw logits."""
+        prefixes = prefixes_of(parents, drafts)
+        return [[-math.inf if w is None else w * LN2 for w in self.weights(x)] for x in prefixes]
+
+
+@pytest.mark.parametrize(("rule", "law", "tree"), LOSSLESS, ids=str)
+def test_rules_are_lossless(rule, law, tree):
+    """Total variation 0, in fractions: what is drafted at a node changes the distribution below it."""
+    for seed in range(2) if len(tree) < 4 else (0,):
+        assert PenalisedPair(3, seed).error(RULES[rule][0], tree, law) == 0
+
+
+# Trees whose nodes do not have their own distribution ----------------------------------------------------------------
+
+
+class OnTrees(PenalisedPair):
+    """`p` is what plain decoding does; `at_node` what verification takes instead."""
+
+    def at_node(self, prefix: Path) -> Distribution:
+        return self.p(prefix)
+
+    def distributions(self, parents, drafts):
+        prefixes = prefixes_of(parents, drafts)
+        return [self.at_node(x) for x in prefixes], [self.q(x) for x in prefixes]
+
+
+class PathForgotten(OnTrees):
+    """One vector of penalties for all nodes of a tree."""
+
+    def at_node(self, prefix: Path) -> Distribution:
+        pair = PenalisedPair(self.vocab, self.seed)
+        pair.counts = lambda _: super(PathForgotten, self).counts(())  # type: ignore[method-assign]
+        return pair.p(prefix)
+
+
+class RootTwice(OnTrees):
+    """The root is in the counts already."""
+
+    def at_node(self, prefix: Path) -> Distribution:
+        pair = PenalisedPair(self.vocab, self.seed)
+        pair.said = [*SAID, SAID[-1]]
+        return pair.p(prefix)
+
+
+class LastTokenForgotten(OnTrees):
+    def at_node(self, prefix: Path) -> Distribution:
+        pair = PenalisedPair(self.vocab, self.seed)
+        pair.counts = lambda of: super(LastTokenForgotten, self).counts(of[:-1])  # type: ignore[method-assign]
+        return pair.p(prefix)
+
+
+class BiasAfterTemperature(OnTrees):
+    def at_node(self, prefix: Path) -> Distribution:
+        pair = PenalisedPair(self.vocab, self.seed)
+        plain = pair.exponent
+        pair.exponent = lambda x, w, c: plain(x, w - BIAS.get(x, 0), c) + BIAS.get(x, 0)  # type: ignore[method-assign]
+        pair.power = staticmethod(lambda e: Fraction(2.0 ** float(e)))  # type: ignore[method-assign]
+        return pair.p(prefix)
+
+
+class BiasAfterPenalties(OnTrees):
+    def at_node(self, prefix: Path) -> Distribution:
+        pair = PenalisedPair(self.vocab, self.seed)
+        plain = pair.exponent
+        pair.exponent = lambda x, w, c: plain(x, w - BIAS.get(x, 0), c) + 2 * BIAS.get(x, 0)  # type: ignore[method-assign]
+        return pair.p(prefix)
+
+
+BROKEN = [PathForgotten, RootTwice, LastTokenForgotten, BiasAfterTemperature, BiasAfterPenalties]
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda x: x.__name__)
+@pytest.mark.parametrize(("rule", "tree"), [("rejection", TREE), ("block", CHAIN), ("traversal", TREE)], ids=str)
+def test_enumeration_sees_wrong_penalties(rule, tree, broken):
+    assert OnTrees(3, 0).error(RULES[rule][0], tree, "iid") == 0
+    assert max(broken(3, seed).error(RULES[rule][0], tree, "iid") for seed in range(2)) > Fraction(1, 1000)
+
+
+# The ops --------------------------------------------------------------------------------------------------------------
+
+
+def options_of(batch: int, vocab: int, device: torch.device) -> RequestOptions:
+    return RequestOptions.from_lists(
+        vocab, prompts=[PROMPT] * batch, outputs=[SAID] * batch,
+        bias=[{x: value * LN2 for x, value in BIAS.items()}] * batch, device=device,
+    )  # fmt: skip
+
+
+PARAMS = SamplingParams(
+    temperature=TEMPERATURE, repetition_penalty=REPETITION, presence_penalty=PRESENCE * LN2,
+    frequency_penalty=FREQUENCY * LN2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "law", "tree"), LOSSLESS, ids=str)
+def test_ops_decide_as_the_rules_do(device, rule, law, tree):
+    exact, op = RULES[rule]
+    questions = Questions(3, tree)
+    for seed in range(2):
+        pair = PenalisedPair(3, seed)
+        for k, (_, tokens) in enumerate(pair.drafts(tree, law)):
+            if len(tree) < 4 or k % 4 == seed:
+                questions.ask_all(pair, law, tokens, exact)
+    options = options_of(len(questions.expected), 3, device)
+    verdict = questions.answer(op, law, device, torch.float32, PARAMS, options=options)
+    assert len(questions.expected) > 30
+    for b, (path, tokens) in enumerate(questions.expected):
+        got = [n for n in verdict.accept_index[b].tolist() if n >= 0]
+        assert (got, verdict.tokens[b, : len(tokens)].tolist()) == (path, tokens), questions.coins[b]
+    assert (verdict.status == 0).all()
+
+
+# Whole steps ----------------------------------------------------------------------------------------------------------
+
+
+STEPS = [
+    *[("rejection", law, [2, 2]) for law in ("iid", "swor", "topk")],
+    *[("traversal", law, [2, 2]) for law in ("iid", "swor")],
+    *[("block", law, [1, 1, 1]) for law in ("iid", "topk")],
+    *[("sampled", law, [2, 2, 2]) for law in ("swor", "coupled")],
+]
+PENALTIES = SamplingParams(temperature=0.8, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.7)
+
+
+@pytest.mark.parametrize(("rule", "law", "branching"), STEPS, ids=str)
+@pytest.mark.parametrize("model", ["flat", pytest.param("markov", marks=pytest.mark.slow)])
+def test_steps_drafted_by_expand_tree(backend, device, rule, law, branching, model):
+    """Whole steps: the drafter knows nothing of penalties, the text follows the penalised target."""
+    count = 30 if backend == "simt" else 20_000
+    tokens, accepted = first_tokens(rule, law, branching, model, count, device, params=PENALTIES)
+    if backend == "simt":  # too slow for the statistic, but it decides as the CPU backend does
+        with use_backend("cpu"):
+            assert tokens.equal(first_tokens(rule, law, branching, model, count, device, params=PENALTIES)[0])
+        return
+    assert off_the_target(tokens, model, PENALTIES) < LIMIT
+    assert accepted > 0.2
+    if model == "flat":
+        assert off_the_target(tokens, model) > LIMIT  # without penalties the text is another
+
+
+@pytest.mark.stats
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("rule", "law", "branching"), STEPS, ids=str)
+def test_steps_closely(backend, device, rule, law, branching, model):
+    if backend == "simt":
+        pytest.skip("emulated: it gives the bits of cuda and cpu, but not a million draws in a reasonable time")
+    tokens, _ = first_tokens(rule, law, branching, model, 1_000_000, device, params=PENALTIES)
+    assert off_the_target(tokens, model, PENALTIES) < LIMIT
