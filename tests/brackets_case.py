@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from generate_case import VOCAB
+
 from pagedtree.grammars import DepthFirstMatcher
 
 STOP = 127
