@@ -30,6 +30,7 @@ from transformers.generation import (
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
+    TopPLogitsWarper,
 )
 
 from pagedtree import RequestOptions, SamplingParams, reference, sample
@@ -309,7 +310,7 @@ def test_a_list_of_processors(model):
         ([TopKLogitsWarper(3), TemperatureLogitsWarper(0.5)], "in transformers' order"),
         ([TopKLogitsWarper(3), SuppressTokensLogitsProcessor([1])], "in transformers' order"),
         ([RepetitionPenaltyLogitsProcessor(1.1)] * 2, "as transformers makes them"),
-        ([TopKLogitsWarper(3, min_tokens_to_keep=2)], "as transformers makes them"),
+        ([TopPLogitsWarper(0.5, min_tokens_to_keep=2)], "as transformers makes them"),
         ([TopKLogitsWarper(3)], "expected params with top_k, got None"),
         ([SuppressTokensAtBeginLogitsProcessor([1], 9)], "begin_index: expected the prompts' width"),
         ([RepetitionPenaltyLogitsProcessor(1.1, prompt_ignore_length=3)], "prompt_ignore_length: expected at most"),

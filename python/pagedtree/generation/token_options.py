@@ -13,7 +13,7 @@ from torch import Tensor
 from pagedtree import RequestOptions, SamplingParams
 from pagedtree.generation.scheduler import GeneratedSequence
 
-__all__ = ["RequestRows", "TokenOptions", "penalties_of"]
+__all__ = ["RequestRows", "TokenOptions"]
 
 # One row for each sequence; the others are lists of different lengths, one behind the other.
 ROWS = ("prompt_mask", "allowed_mask", "stop_ids", "min_position")
@@ -69,7 +69,7 @@ class RequestRows:
     ) -> None:
         self.vocab, self.device = vocab, device
         self.idle_row = len(sequences)  # of captured steps: asks for nothing
-        penalties = penalties_of(params)
+        penalties = _penalties_of(params)
         self._has_counts = bool(penalties)
         self._prompt_lens = torch.tensor([*(len(s.tokens) for s in sequences), 0], device=device)
         lists: dict[str, Any] = {}
@@ -180,7 +180,7 @@ _BIAS = ("bias_tokens", "bias_values", "cu_bias")
 _BAD_WORDS = ("bad_tokens", "cu_bad_words", "cu_bad_seqs")
 
 
-def penalties_of(params: SamplingParams | None) -> set[str]:
+def _penalties_of(params: SamplingParams | None) -> set[str]:
     """The names of the penalties that are on."""
     if params is None:
         return set()
