@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -154,14 +155,18 @@ class RequestOptions:
                 [every if ids is None else _ids(f"allowed[{b}]", ids, vocab) for b, ids in enumerate(allowed)], vocab
             )
         if bias is not None:
-            entries = [{} if entry is None else entry for entry in bias]
+            entries = [_entry(f"bias[{b}]", entry, Mapping, {}) for b, entry in enumerate(bias)]
             ids = [_ids(f"bias[{b}]", list(entry), vocab) for b, entry in enumerate(entries)]
             tensors["bias_tokens"] = _joined(ids)
-            tensors["bias_values"] = np.array([value for entry in entries for value in entry.values()], np.float32)
+            values = [_bias(f"bias[{b}]", value) for b, entry in enumerate(entries) for value in entry.values()]
+            tensors["bias_values"] = np.array(values, np.float32)
             tensors["cu_bias"] = _offsets(ids)
         if bad_words is not None:
             words = [
-                [_word(f"bad_words[{b}][{k}]", word, vocab) for k, word in enumerate([] if entry is None else entry)]
+                [
+                    _word(f"bad_words[{b}][{k}]", word, vocab)
+                    for k, word in enumerate(_entry(f"bad_words[{b}]", entry, Sequence, []))
+                ]
                 for b, entry in enumerate(bad_words)
             ]
             flat = [word for of_sequence in words for word in of_sequence]
@@ -176,7 +181,8 @@ class RequestOptions:
         if stop_ids is not None and min_positions is not None:
             stops = [_ids(f"stop_ids[{b}]", [] if s is None else s, vocab) for b, s in enumerate(stop_ids)]
             tensors["stop_ids"] = _padded(stops, -1, np.int32)
-            tensors["min_position"] = np.array(min_positions, np.int64).reshape(batch)
+            least = [_position(f"min_positions[{b}]", position) for b, position in enumerate(min_positions)]
+            tensors["min_position"] = np.array(least, np.int64)
         return cls(**{name: torch.from_numpy(value).to(device) for name, value in tensors.items()})
 
 
@@ -205,6 +211,30 @@ def _batch_of(given: Mapping[str, Sequence[Any] | None]) -> int:
         if size != sizes[first]:
             raise ValueError(f"{name}: expected {sizes[first]} entries, as {first} has, got {size}")
     return sizes[first]
+
+
+def _entry(name: str, entry: Any, kind: type, nothing: Any) -> Any:
+    """One sequence's entry of a list, `nothing` for None; raises TypeError if it is of another kind."""
+    if entry is not None and (isinstance(entry, (str, bytes)) or not isinstance(entry, kind)):
+        raise TypeError(f"{name}: expected a {kind.__name__} or None, got {type(entry).__name__}")
+    return nothing if entry is None else entry
+
+
+def _bias(name: str, value: Any) -> np.float32:
+    """A number as float32; what is too large becomes infinite."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected numbers, got {value!r:.60}")
+    with np.errstate(over="ignore"):
+        return np.float32(value)
+
+
+def _position(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}: expected an integer, got {value!r:.60}")
+    position = int(value)
+    if not -(2**63) <= position < 2**63:
+        raise ValueError(f"{name}: expected an integer of 64 bits, got {position}")
+    return position
 
 
 def _ids(name: str, ids: Sequence[int], vocab: int) -> np.ndarray[Any, Any]:

@@ -117,6 +117,26 @@ def test_other_devices_and_types(device, op):
                 run(op, case, params=SamplingParams(**{name: value}))
 
 
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"bias": [True]}, TypeError, r"bias\[0\]: expected a Mapping or None, got bool"),
+        ({"bias": [{1: "x"}]}, TypeError, r"bias\[0\]: expected numbers"),
+        ({"bad_words": [3]}, TypeError, r"bad_words\[0\]: expected a Sequence or None, got int"),
+        ({"bad_words": [[[]]]}, ValueError, r"bad_words\[0\]\[0\]: expected at least one token"),
+        ({"bad_words": [[[9]]]}, ValueError, r"bad_words\[0\]\[0\]: expected ids in 0\.\.8, got 9"),
+        ({"stop_ids": [[1]], "min_positions": [None]}, TypeError, r"min_positions\[0\]: expected an integer"),
+        ({"stop_ids": [[1]], "min_positions": [2**63]}, ValueError, r"min_positions\[0\]: expected an integer of 64"),
+        ({"stop_ids": [[1]]}, ValueError, "stop_ids: expected together with min_positions"),
+        ({"prompts": [[1]], "outputs": [[1], [2]]}, ValueError, "outputs: expected 1 entries, as prompts has, got 2"),
+        ({}, ValueError, "prompts: expected at least one list"),
+    ],
+)
+def test_lists_that_do_not_fit_are_named(given, error, message):
+    with pytest.raises(error, match=message):
+        RequestOptions.from_lists(9, **given)
+
+
 def test_sample_refuses(device):
     case = good_case(device)
     rows, at = case.logits[:6], {**case.streams, "options": case.options}
