@@ -41,6 +41,16 @@ def test_adapters_are_small(name) -> None:
     assert all(len(path.read_text(encoding="utf-8").splitlines()) < 200 for path in files)
 
 
+@pytest.mark.parametrize(
+    "op",
+    [sglang.verify_tree_greedy, sglang.tree_speculative_sampling_target_only, flashinfer.chain_speculative_sampling],
+)
+@pytest.mark.parametrize("option", ["options", "grammar_mask"])
+def test_request_options_are_refused_by_name(op, option) -> None:
+    with pytest.raises(TypeError, match=f"{op.__name__}.*{option}"):
+        op(**{option: None})
+
+
 # Fake tensors have no values: whoever reads one on the host, or needs one for a size, fails.
 
 

@@ -9,7 +9,6 @@ import pytest
 from vllm_case import (
     DRAFT,
     LLM,
-    BeamSearchParams,
     SamplingParams,
     VLLMValidationError,
     engine,
@@ -22,16 +21,8 @@ from pagedtree.integrations.vllm.drafters import NgramTreeDrafter
 from pagedtree.integrations.vllm.limits import check_request, min_p_of
 
 REQUESTS = {
-    "presence_penalty": dict(presence_penalty=0.5),
-    "frequency_penalty": dict(frequency_penalty=0.5),
-    "repetition_penalty": dict(repetition_penalty=1.1),
-    "min_tokens": dict(min_tokens=2),
-    "logprobs": dict(logprobs=1),
-    "prompt_logprobs": dict(prompt_logprobs=1),
+    "logprob_token_ids": dict(logprob_token_ids=[5, 6]),
     "min_p": dict(extra_args={"min_p": 1.5}),
-    "bad_words": dict(bad_words=["def"]),
-    "allowed_token_ids": dict(allowed_token_ids=[5, 6]),
-    "logit_bias": dict(logit_bias={5: 1.0}),
 }
 
 
@@ -42,14 +33,17 @@ def test_unsupported_requests_are_refused_and_the_engine_lives():
         for name, options in REQUESTS.items():
             with pytest.raises(VLLMValidationError, match=name):
                 generate(llm, prompts, SamplingParams(temperature=0.5, **options))
-        with pytest.raises(VLLMValidationError, match="beam search"):
-            beams = BeamSearchParams(beam_width=2, max_tokens=4)
-            llm.beam_search([{"prompt_token_ids": prompt} for prompt in prompts], beams)
-        with pytest.raises(VLLMValidationError, match="min_p"):  # by vLLM itself, wherever there is speculation
-            generate(llm, prompts, SamplingParams(min_p=0.1))
         assert generate(llm, prompts) == expected
     with engine() as llm:  # an engine without trees in the same process takes them
-        generate(llm, prompts, SamplingParams(temperature=0.5, **REQUESTS["presence_penalty"], max_tokens=2))
+        generate(llm, prompts, SamplingParams(temperature=0.5, **REQUESTS["logprob_token_ids"], max_tokens=2))
+
+
+@pytest.mark.parametrize("name", ["thinking_token_budget", "trace_decode_token_ids"])
+def test_what_vllm_needs_more_settings_for_is_refused_by_name(name):
+    params = SamplingParams()
+    setattr(params, name, [3] if name.endswith("ids") else 3)
+    with pytest.raises(ValueError, match=f"draft trees: {name} is not supported"):
+        check_request(params)
 
 
 def test_min_p_comes_from_either_place():
@@ -68,6 +62,9 @@ CONFIGURATIONS = {
     "pipeline_parallel_size": dict(pipeline_parallel_size=2),
     "enable_lora": dict(enable_lora=True),
     "attention_backend": dict(attention_backend="CPU_ATTN"),
+    "logprobs_mode": dict(logprobs_mode="processed_logits"),
+    "max_logprobs": dict(logprobs_mode="processed_logprobs", max_logprobs=-1),
+    "scheduler_cls": dict(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler"),
     "head_size": dict(hf_overrides={"head_dim": 32}),
 }
 
@@ -106,6 +103,8 @@ def test_draft_tensor_parallel_size_of_one_is_honoured():
         ("max_branchs", {**tree_options("ngram"), "additional_config": {"pagedtree": {"max_branchs": 2}}}),
         ("expected the entry model", {**tree_options("model"), "additional_config": {}}),
         ("worker_cls", {**tree_options("ngram"), "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}),
+        ("logits_processors", {"worker_cls": "pagedtree.integrations.vllm.worker.TreeCPUWorker",
+                               "logits_processors": ["vllm.v1.sample.logits_processor:MinPLogitsProcessor"]}),
         ("method", {"worker_cls": "pagedtree.integrations.vllm.worker.TreeCPUWorker",
                     "speculative_config": {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 2}}),
     ],

@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+from vllm.sampling_params import StructuredOutputsParams
 from vllm_case import DRAFT, TARGET, SamplingParams, engine, generate, token_prompts
 
 openai = pytest.importorskip("openai")
@@ -28,6 +30,21 @@ START_SECONDS = 300
 def stock() -> list[list[int]]:
     with engine(max_num_seqs=8) as llm:
         return generate(llm, PROMPTS, SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
+
+
+@pytest.fixture(scope="module")
+def stock_with_options() -> list[list[int]]:
+    params = []
+    for n in range(len(PROMPTS)):
+        options = dict(OPTIONS[n % len(OPTIONS)])
+        options |= options.pop("extra_body", {})
+        if "structured_outputs" in options:
+            options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
+        if "logit_bias" in options:
+            options["logit_bias"] = {int(token): bias for token, bias in options["logit_bias"].items()}
+        params.append(SamplingParams(**{"temperature": 0, "max_tokens": 32, "ignore_eos": True, **options}))
+    with engine(max_num_seqs=8) as llm:
+        return generate(llm, PROMPTS, params)
 
 
 def metadata_of_vllm(folder: Path) -> Path:
@@ -111,11 +128,8 @@ def test_seeds_over_http(client):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("presence_penalty", {"presence_penalty": 0.5}),
-        ("logprobs", {"logprobs": 1}),
-        ("logit_bias", {"logit_bias": {"5": 1.0}}),
+        ("logprob_token_ids", {"extra_body": {"logprob_token_ids": [5, 6]}}),
         ("min_p", {"extra_body": {"vllm_xargs": {"min_p": 2.0}}}),
-        ("structured_outputs", {"extra_body": {"structured_outputs": {"regex": "a+"}}}),
     ],
 )
 def test_unsupported_requests_are_refused_and_the_server_lives(client, stock, name, options):
@@ -127,9 +141,41 @@ def test_unsupported_requests_are_refused_and_the_server_lives(client, stock, na
 def test_a_refused_stream_is_an_error_event(client):
     """vLLM answers 200 before it looks at the parameters of a streamed request; the refusal is in the stream."""
     answer = client.completions.with_raw_response.create(
-        model="target", prompt=PROMPTS[0], max_tokens=4, stream=True, presence_penalty=0.5
+        model="target", prompt=PROMPTS[0], max_tokens=4, stream=True, extra_body={"vllm_xargs": {"min_p": 2.0}}
     )
     assert answer.status_code == 200
-    with pytest.raises(openai.APIError, match="presence_penalty") as refusal:
+    with pytest.raises(openai.APIError, match="min_p") as refusal:
         list(answer.parse())
     assert not isinstance(refusal.value, openai.BadRequestError)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"presence_penalty": 0.8, "frequency_penalty": 0.3},
+    {"logit_bias": {"5": 3.0, "300": 6.0}},
+    {"extra_body": {"repetition_penalty": 1.3, "min_p": 0.2}},
+    {"extra_body": {"bad_words": ["name of the", "#"]}},
+    {"extra_body": {"min_tokens": 9, "stop_token_ids": [200]}},
+    {"extra_body": {"structured_outputs": {"regex": r"(def|class) [a-z_]{3,9}\((self|x|y)\):"}, "ignore_eos": False}},
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_options_over_http(client, stock_with_options, stream):
+    """Each prompt with another option, at once."""
+    with ThreadPoolExecutor(8) as pool:
+        found = pool.map(
+            lambda n: complete(client, PROMPTS[n], stream, **OPTIONS[n % len(OPTIONS)]), range(len(PROMPTS))
+        )
+        assert list(found) == stock_with_options
+
+
+def test_logprobs_over_http(client, stock):
+    extra = {"ignore_eos": True, "return_token_ids": True, "prompt_logprobs": 1}
+    answer = client.completions.create(
+        model="target", prompt=PROMPTS[1], temperature=0, max_tokens=32, logprobs=3, extra_body=extra
+    )
+    (choice,) = answer.choices
+    assert list(choice.token_ids) == stock[1]
+    assert len(choice.logprobs.token_logprobs) == 32
+    assert choice.logprobs.token_logprobs == [max(top.values()) for top in choice.logprobs.top_logprobs]  # greedy
+    assert len(choice.prompt_logprobs) == len(PROMPTS[1])

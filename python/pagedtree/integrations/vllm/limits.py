@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["avoid_rotary_op", "check_config", "check_request", "min_p_of", "uses_trees"]
+__all__ = ["avoid_rotary_op", "check_config", "check_request", "lift_refusals", "min_p_of", "uses_trees"]
 
 PACKAGE = "pagedtree."
+SCHEDULER = "pagedtree.integrations.vllm.scheduler.TreeScheduler"
 MAX_NODES = 1024
+MAX_TOP_N = 1024  # of token_logprobs
 
 
 def uses_trees(vllm_config: Any) -> bool:
@@ -34,6 +36,8 @@ def check_config(vllm_config: Any) -> None:
         ("enable_lora", vllm_config.lora_config is not None, False),
         ("kv_transfer_config", vllm_config.kv_transfer_config, None),
         ("VLLM_USE_V2_MODEL_RUNNER", bool(vllm_config.use_v2_model_runner), False),
+        ("logits_processors", model.logits_processors or None, None),
+        ("watermark_config", vllm_config.watermark_config, None),
         ("model (rotary positions of several dimensions)", bool(model.uses_mrope), False),
         ("model (recurrent state)", bool(model.has_inner_state), False),
         ("model (encoder and decoder)", bool(model.is_encoder_decoder), False),
@@ -53,6 +57,19 @@ def check_config(vllm_config: Any) -> None:
     for name, value, expected in wrong:
         if value != expected:
             raise ValueError(f"draft trees: expected {name} = {expected}, got {value}")
+    if model.logprobs_mode == "processed_logits":
+        raise ValueError(
+            "draft trees: expected logprobs_mode = raw_logprobs, raw_logits or processed_logprobs, got processed_logits"
+        )
+    if model.logprobs_mode == "processed_logprobs" and not 0 <= model.max_logprobs <= MAX_TOP_N:
+        raise ValueError(
+            f"draft trees: expected max_logprobs in 0..{MAX_TOP_N} where logprobs_mode is processed_logprobs, got"
+            f" {model.max_logprobs}"
+        )
+    if vllm_config.scheduler_config.scheduler_cls != SCHEDULER:
+        raise ValueError(
+            f"draft trees: expected scheduler_cls = {SCHEDULER}, got {vllm_config.scheduler_config.scheduler_cls}"
+        )
     if speculation is not None and not 1 <= speculation.num_speculative_tokens < MAX_NODES:
         raise ValueError(
             f"draft trees: expected speculative_config.num_speculative_tokens in 1..{MAX_NODES - 1}, got"
@@ -97,24 +114,39 @@ def check_drafter(name: str) -> None:
         )
 
 
+def lift_refusals() -> None:
+    """Lets requests with min_p or logit_bias, which vLLM refuses wherever there is speculation, reach tree drafters."""
+    from vllm.sampling_params import SamplingParams
+
+    refuse = SamplingParams._validate_spec_decode
+    if getattr(refuse, "lifted_for_trees", False):
+        return
+
+    def refuse_without_trees(self: Any, speculative_config: Any) -> None:
+        if not _drafts_trees(speculative_config):
+            refuse(self, speculative_config)
+
+    refuse_without_trees.lifted_for_trees = True  # type: ignore[attr-defined]
+    SamplingParams._validate_spec_decode = refuse_without_trees
+
+
+def _drafts_trees(speculation: Any) -> bool:
+    if speculation is None or speculation.method != "custom_class":
+        return False
+    try:
+        check_drafter(speculation.model)
+    except ValueError:
+        return False
+    return True
+
+
 def check_request(params: Any) -> None:
     """Raises ValueError, naming the parameter, where a request wants what verification of trees does not do.
 
-    params: vLLM's SamplingParams. Temperature, top_p, top_k, seed, n, stop conditions and ignore_eos are fine; so is
-    min_p, which vLLM itself refuses wherever there is speculation, in extra_args (`min_p_of`).
+    params: vLLM's SamplingParams.
     """
     wrong: list[tuple[str, Any, Any]] = [
-        ("presence_penalty", params.presence_penalty, 0.0),
-        ("frequency_penalty", params.frequency_penalty, 0.0),
-        ("repetition_penalty", params.repetition_penalty, 1.0),
-        ("min_tokens", params.min_tokens, 0),
-        ("logprobs (beam search asks for them, too)", params.logprobs, None),
-        ("prompt_logprobs", params.prompt_logprobs, None),
         ("logprob_token_ids", params.logprob_token_ids or None, None),
-        ("structured_outputs", params.structured_outputs, None),
-        ("logit_bias", params.logit_bias or None, None),
-        ("allowed_token_ids", params.allowed_token_ids or None, None),
-        ("bad_words", params.bad_words or None, None),
         ("thinking_token_budget", getattr(params, "thinking_token_budget", None), None),
         ("trace_decode_token_ids", getattr(params, "trace_decode_token_ids", None) or None, None),
     ]

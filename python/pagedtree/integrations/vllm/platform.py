@@ -9,7 +9,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from pagedtree.integrations.vllm.limits import avoid_rotary_op, check_config, check_request, uses_trees
+from pagedtree.integrations.vllm.limits import SCHEDULER, avoid_rotary_op, check_config, check_request, uses_trees
 
 __all__ = ["PagedTreeCpuPlatform"]
 
@@ -39,8 +39,9 @@ class PagedTreeCpuPlatform(CpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
-        """A drafter of ours brings its worker and the attention backend along."""
+        """A drafter of ours brings its worker, scheduler and the attention backend along."""
         attention, parallel = vllm_config.attention_config, vllm_config.parallel_config
+        scheduler = vllm_config.scheduler_config
         has_trees = vllm_config.model_config is not None and uses_trees(vllm_config)
         if has_trees:
             if attention.backend not in (None, AttentionBackendEnum.CUSTOM):
@@ -48,6 +49,8 @@ class PagedTreeCpuPlatform(CpuPlatform):
             attention.backend = AttentionBackendEnum.CUSTOM
             if parallel.worker_cls == "auto":
                 parallel.worker_cls = "pagedtree.integrations.vllm.worker.TreeCPUWorker"
+            if scheduler.scheduler_cls is None:
+                scheduler.scheduler_cls = SCHEDULER
         if attention.backend == AttentionBackendEnum.CUSTOM and vllm_config.model_config is not None:
             avoid_rotary_op(vllm_config)
         super().check_and_update_config(vllm_config)

@@ -6,9 +6,15 @@ __all__ = ["platform", "register"]
 
 
 def register() -> None:
-    """vllm.general_plugins: makes the attention backend known as CUSTOM. May be called any number of times."""
+    """vllm.general_plugins: the attention backend is known as CUSTOM, and requests reach trees with all their options.
+
+    May be called any number of times.
+    """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    from pagedtree.integrations.vllm.limits import lift_refusals
+
+    lift_refusals()
     register_backend(AttentionBackendEnum.CUSTOM, "pagedtree.integrations.vllm.attention.PagedTreeBackend")
 
 

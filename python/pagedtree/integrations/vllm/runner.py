@@ -9,12 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.logger import init_logger
-from vllm.sampling_params import SamplingType
 from vllm.v1.outputs import SamplerOutput
 
-from pagedtree import SamplingParams, TreeBatch, build_trees, compact_kv, sample, verify_greedy, verify_sampled
+from pagedtree import TreeBatch, build_trees, compact_kv, sample, verify_greedy, verify_sampled
 from pagedtree.integrations.vllm.attention import PagedTreeBackend, TreeMask
-from pagedtree.integrations.vllm.limits import check_config, check_request, min_p_of
+from pagedtree.integrations.vllm.limits import check_config, check_request
+from pagedtree.integrations.vllm.logprobs import sampled_logprobs
+from pagedtree.integrations.vllm.options import BatchOptions
+from pagedtree.integrations.vllm.scheduler import DraftTrees, tree_of
 
 __all__ = ["StepTrees", "TreeRunner"]
 
@@ -41,8 +43,10 @@ class TreeRunner:
 
         _update_states            looks at the parameters of new requests
         _prepare_inputs           slots are those of a chain; then positions become start + depth, and masks are set
+        sample_tokens             keeps the grammar's mask for _sample
         _sample                   verification, and the accepted rows of all layers moved together
         propose_draft_token_ids   keeps the trees of the proposals until their tokens are scheduled
+        take_draft_token_ids      tells the scheduler of the trees
 
     Without a drafter it works, too: the same seeded sampling, one token per step.
     """
@@ -51,6 +55,8 @@ class TreeRunner:
         check_config(vllm_config)
         super().__init__(vllm_config, device)  # type: ignore[call-arg]
         self._step: StepTrees | None = None
+        self._grammar_mask: Tensor | None = None
+        self._options = BatchOptions(vllm_config.model_config.get_vocab_size(), device)
         self._proposed: dict[str, np.ndarray] = {}
         self._seeds: dict[str, int] = {}
         # Draws seeds for requests without one. It is equal on all ranks, which draw in the same order.
@@ -93,6 +99,13 @@ class TreeRunner:
         self._proposed.update(self.drafter.parents)
         return drafts
 
+    def take_draft_token_ids(self) -> DraftTrees | None:
+        drafts = super().take_draft_token_ids()  # type: ignore[misc]
+        if drafts is None:
+            return None
+        parents = [self._proposed.get(request_id) for request_id in drafts.req_ids]
+        return DraftTrees(drafts.req_ids, drafts.draft_token_ids, parents)
+
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
         self._step = self._lay_out_trees(scheduler_output, num_scheduled_tokens, result[0])
@@ -112,14 +125,10 @@ class TreeRunner:
         for request_id, drafts, queries in zip(request_ids, num_drafts, num_scheduled, strict=True):
             if drafts and queries != drafts + 1:
                 raise RuntimeError(f"draft trees: {drafts} drafts of request {request_id} among {queries} queries")
-            tree = self._proposed.get(request_id) if drafts else None
-            # vLLM may schedule drafts that are nobody's proposal: a chain.
-            if tree is None or len(tree) <= drafts:
-                tree = np.arange(-1, drafts, dtype=np.int32)
-            parents.append(tree[: drafts + 1])
+            parents.append(tree_of(drafts, self._proposed.get(request_id)))
         cu_nodes = np.concatenate([[0], np.cumsum(num_drafts + 1)]).astype(np.int32)
         trees = build_trees(
-            torch.from_numpy(np.concatenate(parents).astype(np.int32)).to(self.device),
+            torch.from_numpy(np.concatenate(parents)).to(self.device),
             torch.from_numpy(cu_nodes).to(self.device),
             max_nodes=int(num_drafts.max()) + 1,
             max_depth=int(num_drafts.max()),
@@ -164,46 +173,54 @@ class TreeRunner:
         return result
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        if grammar_output is not None:
-            raise RuntimeError("draft trees: structured_outputs is not supported")
-        return super().sample_tokens(grammar_output)  # type: ignore[misc]
+        # vLLM would apply the mask to all rows of the logits. Here only visited rows are read.
+        self._grammar_mask = self._grammar_rows(grammar_output) if grammar_output is not None else None
+        return super().sample_tokens(None)  # type: ignore[misc]
+
+    def _grammar_rows(self, grammar_output: Any) -> Tensor:
+        """int32 [N, ceil(V / 32)]: the scheduler's rows in the batch's order, all bits set without a grammar."""
+        given = grammar_output.grammar_bitmask
+        batch_ids = self.input_batch.req_ids
+        sizes = self._step.num_drafts + 1 if self._step is not None else np.ones(len(batch_ids), dtype=np.int64)
+        if grammar_output.structured_output_request_ids != batch_ids:
+            begin = dict(zip(batch_ids, np.cumsum(sizes) - sizes, strict=True))
+            size = dict(zip(batch_ids, sizes, strict=True))
+            rows = [begin[i] + np.arange(size[i]) for i in grammar_output.structured_output_request_ids]
+            mask = np.full((sizes.sum(), given.shape[1]), -1, dtype=np.int32)
+            mask[np.concatenate(rows)] = given
+            given = mask
+        return torch.from_numpy(given).to(self.device)
 
     def _sample(self, logits: Tensor, spec_decode_metadata: Any) -> SamplerOutput:
         """The rows of the roots and their drafts, in vLLM's order; requests that still read have rows, too."""
         step, self._step = self._step, None
-        params, seeds, is_greedy = self._sampling()
-        num_requests = seeds.shape[0]
-        last = self.seq_lens[:num_requests].long() - 1
+        grammar_mask, self._grammar_mask = self._grammar_mask, None
+        requests = [self.requests[request_id] for request_id in self.input_batch.req_ids]
+        sampling = self._options.step(requests)
+        seeds = torch.tensor([self._seed(r.req_id, r.sampling_params.seed) for r in requests]).to(self.device)
+        last = self.seq_lens[: len(requests)].long() - 1
+        how: dict[str, Any] = {"seeds": seeds, "grammar_mask": grammar_mask, "options": sampling.options}
         if step is None:
-            tokens = sample(logits, params, seeds=seeds, positions=last)[:, None]
-            return SamplerOutput(sampled_token_ids=tokens.int(), logprobs_tensors=None)
-        start = last - torch.from_numpy(step.num_drafts).to(self.device)
-        draft_tokens = self.input_ids.gpu[step.rows]
-        if is_greedy:
-            verdict = verify_greedy(logits, draft_tokens, step.trees)
+            tokens = sample(logits, sampling.params, positions=last, **how)[:, None]
+            rows = torch.arange(len(requests), device=self.device)[:, None]
         else:
-            verdict = verify_sampled(logits, draft_tokens, step.trees, params, seeds=seeds, positions=start)
-        self._compact(start.int(), verdict.accept_index, verdict.num_accepted)
-        return SamplerOutput(sampled_token_ids=verdict.tokens.int(), logprobs_tensors=None)
-
-    def _sampling(self) -> tuple[SamplingParams, Tensor, bool]:
-        """Parameters and seeds of the batch's requests, and whether all are greedy."""
-        rows, seeds, is_greedy = [], [], True
-        for request_id in self.input_batch.req_ids:
-            params = self.requests[request_id].sampling_params
-            greedy = params.sampling_type == SamplingType.GREEDY
-            is_greedy &= greedy
-            temperature = 0.0 if greedy else params.temperature
-            rows.append((temperature, float(max(params.top_k, 0)), params.top_p, min_p_of(params)))
-            seeds.append(self._seed(request_id, params.seed))
-        values = torch.tensor(rows, dtype=torch.float32).T.to(self.device)
-        params = SamplingParams(
-            temperature=values[0].contiguous(),
-            top_k=values[1].int(),
-            top_p=values[2].contiguous(),
-            min_p=values[3].contiguous(),
-        )
-        return params, torch.tensor(seeds, dtype=torch.int64).to(self.device), is_greedy
+            start = last - torch.from_numpy(step.num_drafts).to(self.device)
+            draft_tokens = self.input_ids.gpu[step.rows]
+            if sampling.is_plain:
+                verdict = verify_greedy(logits, draft_tokens, step.trees, grammar_mask=grammar_mask)
+            else:
+                verdict = verify_sampled(logits, draft_tokens, step.trees, sampling.params, positions=start, **how)
+            self._compact(start.int(), verdict.accept_index, verdict.num_accepted)
+            tokens = verdict.tokens
+            rows = step.trees.cu_nodes[:-1, None] + verdict.accept_index
+        logprobs = None
+        if self.input_batch.max_num_logprobs is not None:
+            mode = self.vllm_config.model_config.logprobs_mode
+            logprobs = sampled_logprobs(
+                logits, tokens, rows, self.input_batch.max_num_logprobs, mode=mode, grammar_mask=grammar_mask,
+                requests=requests,
+            )  # fmt: skip
+        return SamplerOutput(sampled_token_ids=tokens.int(), logprobs_tensors=logprobs)
 
     def _seed(self, request_id: str, given: int | None) -> int:
         if given is not None:

@@ -1,0 +1,115 @@
+"""Log-probabilities of the tokens that a step has sampled, as vLLM wants them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.sampler import Sampler
+
+from pagedtree import RequestOptions, SamplingParams, token_logprobs
+from pagedtree.integrations.vllm.limits import MAX_TOP_N
+from pagedtree.integrations.vllm.options import is_penalized, known_ids, option_lists, params_of
+
+__all__ = ["sampled_logprobs"]
+
+
+def sampled_logprobs(
+    logits: Tensor,
+    tokens: Tensor,
+    rows: Tensor,
+    top_n: int,
+    *,
+    mode: str,
+    grammar_mask: Tensor | None,
+    requests: Sequence[Any],
+) -> LogprobsTensors:
+    """The sampled tokens' log-probabilities and ranks, and the top_n likeliest tokens of their rows.
+
+    Args:
+        logits: [N, V].
+        tokens: [B, S], what each request gets, then -1.
+        rows: [B, S], the row of logits that each token was chosen from.
+        mode: vLLM's logprobs_mode: "raw_logprobs", "raw_logits" or "processed_logprobs". As in vLLM a grammar counts in
+            all of them, and the other options in processed ones only.
+        grammar_mask: int32 [N, ceil(V / 32)] or None.
+        requests: vLLM's `CachedRequestState` of the B requests.
+
+    Returns vLLM's tensors with B * S rows; those of absent tokens are 0, and vLLM leaves them out.
+    """
+    present = (tokens.flatten() >= 0).nonzero()[:, 0]
+    chosen, chosen_rows = tokens.flatten()[present], rows.flatten()[present]
+    mask = grammar_mask[chosen_rows] if grammar_mask is not None else None
+    if mode == "raw_logits" or top_n > MAX_TOP_N:
+        scores = logits[chosen_rows].float()
+        if mask is not None:
+            scores.masked_fill_(~_bits(mask, scores.shape[1]), -math.inf)
+        if mode != "raw_logits":
+            scores = Sampler.compute_logprobs(scores)
+        found = Sampler.gather_logprobs(scores, top_n, chosen)
+        parts = found.logprob_token_ids, found.logprobs, found.selected_token_ranks
+    else:
+        params, options = None, RequestOptions(allowed_mask=mask)
+        if mode == "processed_logprobs":
+            params, options = _processed(tokens, present, requests, logits, mask)
+        own, ranks, top, top_values = token_logprobs(
+            logits, chosen, rows=chosen_rows, params=params, options=options, top_n=top_n
+        )
+        _name_forbidden(top)
+        ids = torch.cat([chosen[:, None], top], dim=1).int()
+        parts = ids, torch.cat([own[:, None], top_values], dim=1), ranks
+    if present.shape[0] < tokens.numel():
+        every = tuple(part.new_zeros((tokens.numel(), *part.shape[1:])) for part in parts)
+        for all_rows, part in zip(every, parts, strict=True):
+            all_rows[present] = part
+        parts = every
+    return LogprobsTensors(*parts)
+
+
+def _name_forbidden(top: Tensor) -> None:
+    """Where fewer tokens are allowed than were asked for, vLLM lists forbidden ones; here those of the lowest ids."""
+    for row in (top < 0).any(dim=1).nonzero()[:, 0].tolist():
+        allowed = set(top[row].tolist())
+        forbidden = [token for token in range(top.shape[1]) if token not in allowed]
+        absent = top[row] < 0
+        top[row, absent] = top.new_tensor(forbidden[: int(absent.sum())])
+
+
+def _processed(
+    tokens: Tensor, present: Tensor, requests: Sequence[Any], logits: Tensor, grammar_mask: Tensor | None
+) -> tuple[SamplingParams, RequestOptions]:
+    """Parameters and options of each token's row, as if each were a sequence with the text before it."""
+    vocab, device = logits.shape[1], logits.device
+    texts = tokens.tolist()
+    given, prompts, outputs, chosen = [], [], [], []
+    for row, step in ((index // tokens.shape[1], index % tokens.shape[1]) for index in present.tolist()):
+        given.append(requests[row].sampling_params)
+        prompts.append(known_ids(requests[row].prompt_token_ids, vocab))
+        outputs.append(requests[row].output_token_ids + texts[row][:step])
+        chosen.append(texts[row][step])
+    lists = option_lists(given, [0] * len(given), vocab)
+    # token_logprobs has no positions by which stop tokens would be forbidden. A bias does it. One that was chosen all
+    # the same was the only token left.
+    if lists.pop("min_positions", None) is not None:
+        lists.setdefault("bias", [{}] * len(given))
+        for n, (params, stops) in enumerate(zip(given, lists.pop("stop_ids"), strict=True)):
+            if len(outputs[n]) < params.min_tokens and chosen[n] not in stops:
+                lists["bias"][n] = lists["bias"][n] | dict.fromkeys(stops, -math.inf)
+    if "bad_words" in lists or any(is_penalized(params) for params in given):
+        lists |= {"prompts": prompts, "outputs": outputs, "match_prompts": False}
+    options = RequestOptions.from_lists(vocab, **lists, device=device) if lists else RequestOptions()
+    if grammar_mask is not None:
+        both = grammar_mask if options.allowed_mask is None else options.allowed_mask & grammar_mask
+        options = replace(options, allowed_mask=both)
+    return params_of(given, device, greedy_temperature=1.0), options
+
+
+def _bits(mask: Tensor, vocab: int) -> Tensor:
+    """bool [R, V] of packed int32 [R, ceil(V / 32)]."""
+    shifts = torch.arange(32, dtype=torch.int32, device=mask.device)
+    return (mask[:, :, None] >> shifts & 1).flatten(1)[:, :vocab].bool()

@@ -1,0 +1,183 @@
+"""vLLM's scheduler, with grammars on trees: a row of the mask for each node, filled while the target's pass runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
+
+from pagedtree import build_trees
+from pagedtree.grammars import DepthFirstMatcher, GrammarFill, GrammarMasks, GrammarMatcher, TokenTree
+from pagedtree.integrations.xgrammar import XGrammarMatcher
+
+__all__ = ["DraftTrees", "TreeScheduler"]
+
+
+@dataclass
+class DraftTrees(DraftTokenIds):
+    """What the worker tells the scheduler of its proposals.
+
+    Attributes:
+        parents: int32 [n + 1] of each request, the root included, or None.
+    """
+
+    parents: list[np.ndarray | None] = field(default_factory=list)
+
+
+class TreeScheduler(Scheduler):
+    """Extends these methods of vLLM's scheduler:
+
+        update_draft_token_ids  vLLM cuts drafts off behind the first that the grammar forbids as it reads a chain
+        schedule                starts to fill the masks, so that it happens while the target's pass runs
+        get_grammar_bitmask     waits for them
+
+    Without structured outputs it does what vLLM's does.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._masks = GrammarMasks([], self.vllm_config.model_config.get_vocab_size())
+        self._fill: tuple[list[str], GrammarFill] | None = None
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Keeps all drafts: those that the grammar forbids are forbidden by the mask of their parent."""
+        trees = getattr(draft_token_ids, "parents", None) or [None] * len(draft_token_ids.req_ids)
+        for request_id, tokens, parents in zip(
+            draft_token_ids.req_ids, draft_token_ids.draft_token_ids, trees, strict=True
+        ):
+            request = self.requests.get(request_id)
+            if request is None or request.is_finished():
+                continue
+            request.spec_token_ids = [] if request.is_prefill_chunk else tokens
+            request.draft_parents = parents
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        output = super().schedule(*args, **kwargs)
+        self._fill = self._start_fill(output) if output.has_structured_output_requests else None
+        return output
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        if self._fill is None:
+            return None
+        request_ids, fill = self._fill
+        self._fill = None
+        return GrammarOutput(request_ids, fill.result().numpy())
+
+    def _start_fill(self, output: SchedulerOutput) -> tuple[list[str], GrammarFill] | None:
+        request_ids = [
+            request_id
+            for request_id in output.num_scheduled_tokens
+            if self.requests[request_id].use_structured_output and not self.requests[request_id].is_prefill_chunk
+        ]
+        if not request_ids:
+            return None
+        drafts = [output.scheduled_spec_decode_tokens.get(request_id, []) for request_id in request_ids]
+        parents = [
+            tree_of(len(tokens), getattr(self.requests[request_id], "draft_parents", None))
+            for request_id, tokens in zip(request_ids, drafts, strict=True)
+        ]
+        sizes = [len(tree) for tree in parents]
+        trees = build_trees(
+            torch.from_numpy(np.concatenate(parents)),
+            torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int32),
+            max_nodes=max(sizes),
+            max_depth=max(sizes) - 1,
+        )
+        self._masks.matchers = [self._matcher(self.requests[request_id]) for request_id in request_ids]
+        tokens = torch.tensor([token for of_request in drafts for token in (-1, *of_request)])
+        return request_ids, self._masks.fill(tokens, trees)
+
+    def _matcher(self, request: Any) -> GrammarMatcher | None:
+        """None where anything goes, as behind the end of a grammar: vLLM stops there, unless EOS is ignored."""
+        manager = self.structured_output_manager
+        grammar = request.structured_output_request.grammar
+        if manager._get_constraint_bounds(request, ()).constraint_start == 0:
+            if grammar.is_terminated():
+                return None
+            if isinstance(grammar, XgrammarGrammar):
+                # Made once per request, as that fills a row to see how wide it is.
+                known: _XgrammarMatcher | None = getattr(request, "draft_matcher", None)
+                if known is None or known.matcher is not grammar.matcher:
+                    known = request.draft_matcher = _XgrammarMatcher(grammar)
+                return known
+        return _VllmMatcher(manager, request)
+
+    def shutdown(self) -> None:
+        self._masks.close()
+        super().shutdown()
+
+
+def tree_of(num_drafts: int, parents: np.ndarray | None) -> np.ndarray:
+    """The parents of the root and `num_drafts` drafts. What vLLM schedules may be nobody's proposal: a chain."""
+    if parents is None or len(parents) <= num_drafts:
+        parents = np.arange(-1, num_drafts)
+    return parents[: num_drafts + 1].astype(np.int32)
+
+
+class _XgrammarMatcher(XGrammarMatcher):
+    """xgrammar walks the tree itself. Behind its end anything goes in vLLM."""
+
+    def __init__(self, grammar: XgrammarGrammar) -> None:
+        super().__init__(grammar.matcher, grammar.vocab_size)
+        self.ends = np.array(self.stop_token_ids, dtype=np.int64)
+        self.stop_token_ids = ()  # where no token may follow none is allowed instead: vLLM calls that an error
+
+    def fill_tree(self, tree: TokenTree, mask: np.ndarray) -> None:
+        super().fill_tree(tree, mask)
+        mask[np.isin(tree.tokens, self.ends) & ~(mask != 0).any(axis=1)] = -1
+
+
+class _VllmMatcher(DepthFirstMatcher):
+    """A grammar of any of vLLM's engines, which may begin inside the tree: behind the end of a model's reasoning.
+
+    Behind the grammar's own end anything goes in vLLM, so that no row of a tree is an end.
+    """
+
+    stop_token_ids: Sequence[int] = ()
+
+    def __init__(self, manager: Any, request: Any) -> None:
+        self.manager, self.request = manager, request
+        self.grammar = request.structured_output_request.grammar
+        self.vocab_size = 32 * manager.backend.allocate_token_bitmask(1).shape[1]
+        self._path: list[int] = []
+        self._fed: list[bool] = []  # whether the grammar has read the token
+
+    def accept(self, token: int) -> bool:
+        if self._has_ended():
+            return False
+        path = [*self._path, token]
+        is_fed = self._bounds(path).grammar_start < len(path)
+        if is_fed and not self.grammar.accept_tokens(self.request.request_id, [token]):
+            return False
+        self._path = path
+        self._fed.append(is_fed)
+        return True
+
+    def rollback(self, count: int) -> None:
+        for _ in range(count):
+            self._path.pop()
+            if self._fed.pop():
+                self.grammar.rollback(1)
+
+    def is_terminated(self) -> bool:
+        return False
+
+    def fill_row(self, row: np.ndarray) -> None:
+        if self._is_constrained() and not self._has_ended():
+            self.grammar.fill_bitmask(torch.from_numpy(row)[None], 0)
+
+    def _has_ended(self) -> bool:
+        return self._is_constrained() and bool(self.grammar.is_terminated())
+
+    def _is_constrained(self) -> bool:
+        return bool(self._bounds(self._path).constraint_start <= len(self._path))
+
+    def _bounds(self, path: Sequence[int]) -> Any:
+        return self.manager._get_constraint_bounds(self.request, path)
