@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -129,8 +130,7 @@ class RequestOptions:
             "stop_ids": stop_ids, "min_positions": min_positions,
         }  # fmt: skip
         batch = _batch_of(given)
-        if isinstance(vocab, bool) or not isinstance(vocab, int):
-            raise TypeError(f"vocab: expected an integer, got {vocab!r}")
+        _expect_integer("vocab", vocab)
         if not 1 <= vocab <= 2**20:
             raise ValueError(f"vocab: expected 1..2^20, got {vocab}")
         if (stop_ids is None) != (min_positions is None):
@@ -154,14 +154,19 @@ class RequestOptions:
                 [every if ids is None else _ids(f"allowed[{b}]", ids, vocab) for b, ids in enumerate(allowed)], vocab
             )
         if bias is not None:
-            entries = [{} if entry is None else entry for entry in bias]
+            entries = [_biases(f"bias[{b}]", entry) for b, entry in enumerate(bias)]
             ids = [_ids(f"bias[{b}]", list(entry), vocab) for b, entry in enumerate(entries)]
             tensors["bias_tokens"] = _joined(ids)
-            tensors["bias_values"] = np.array([value for entry in entries for value in entry.values()], np.float32)
+            with np.errstate(over="ignore"):  # what fp32 cannot hold is infinite
+                values = np.array([float(value) for entry in entries for value in entry.values()])
+                tensors["bias_values"] = values.astype(np.float32)
             tensors["cu_bias"] = _offsets(ids)
         if bad_words is not None:
             words = [
-                [_word(f"bad_words[{b}][{k}]", word, vocab) for k, word in enumerate([] if entry is None else entry)]
+                [
+                    _word(f"bad_words[{b}][{k}]", word, vocab)
+                    for k, word in enumerate(_entries(f"bad_words[{b}]", entry))
+                ]
                 for b, entry in enumerate(bad_words)
             ]
             flat = [word for of_sequence in words for word in of_sequence]
@@ -176,6 +181,8 @@ class RequestOptions:
         if stop_ids is not None and min_positions is not None:
             stops = [_ids(f"stop_ids[{b}]", [] if s is None else s, vocab) for b, s in enumerate(stop_ids)]
             tensors["stop_ids"] = _padded(stops, -1, np.int32)
+            for b, position in enumerate(min_positions):
+                _expect_integer(f"min_positions[{b}]", position)
             tensors["min_position"] = np.array(min_positions, np.int64).reshape(batch)
         return cls(**{name: torch.from_numpy(value).to(device) for name, value in tensors.items()})
 
@@ -210,13 +217,45 @@ def _batch_of(given: Mapping[str, Sequence[Any] | None]) -> int:
 def _ids(name: str, ids: Sequence[int], vocab: int) -> np.ndarray[Any, Any]:
     if isinstance(ids, (str, bytes, Mapping)):
         raise TypeError(f"{name}: expected token ids, got {type(ids).__name__}")
-    array = np.asarray(ids)
+    try:
+        array = np.asarray(ids)
+    except (TypeError, ValueError):  # lists of different lengths
+        array = np.zeros((0, 0))
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise TypeError(f"{name}: expected token ids, got {ids!r:.60}")
     if array.size and not (array.min() >= 0 and array.max() < vocab):
         wrong = array[(array < 0) | (array >= vocab)][0]
         raise ValueError(f"{name}: expected ids in 0..{vocab - 1}, got {wrong}")
     return array.astype(np.int64)
+
+
+def _expect_integer(name: str, value: object) -> None:
+    """Raises TypeError unless it is an integer, ValueError unless it has 64 bits."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}: expected an integer, got {value!r:.60}")
+    if not -(2**63) <= int(value) < 2**63:
+        raise ValueError(f"{name}: expected an integer of 64 bits, got {value}")
+
+
+def _entries(name: str, entry: Sequence[Any] | None) -> Sequence[Any]:
+    """A sequence's list, empty for None."""
+    if entry is None:
+        return []
+    if isinstance(entry, (str, bytes)) or not isinstance(entry, Sequence):
+        raise TypeError(f"{name}: expected a sequence or None, got {type(entry).__name__}")
+    return entry
+
+
+def _biases(name: str, entry: Mapping[int, float] | None) -> Mapping[int, float]:
+    """A sequence's biases, none for None."""
+    if entry is None:
+        return {}
+    if not isinstance(entry, Mapping):
+        raise TypeError(f"{name}: expected a mapping of token ids to numbers or None, got {type(entry).__name__}")
+    for token, value in entry.items():
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"{name}[{token!r:.20}]: expected a number, got {value!r:.60}")
+    return entry
 
 
 def _word(name: str, word: Sequence[int], vocab: int) -> np.ndarray[Any, Any]:
