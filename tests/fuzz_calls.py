@@ -7,6 +7,7 @@ A call is made anew each time, so that nothing a call did to its arguments reach
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -73,6 +74,24 @@ def _params() -> pt.SamplingParams:
     return pt.SamplingParams(torch.tensor([0.7, 1.2]), int32([5, 0]), torch.tensor([0.9, 1.0]), 0.01)
 
 
+def _penalised() -> pt.SamplingParams:
+    penalties = {"repetition_penalty": torch.tensor([1.3, 0.8]), "presence_penalty": 0.5, "frequency_penalty": -0.25}
+    return dataclasses.replace(_params(), **penalties)
+
+
+def _lists() -> dict[str, Any]:
+    """Request options of two sequences."""
+    return {
+        "prompts": [[1, 2], [3]], "outputs": [[4, 5, 4], [6]], "allowed": [None, [*range(30)]],
+        "bias": [{3: 1.5, 7: float("-inf")}, {2: 0.5}], "bad_words": [[[4, 8], [9]], [[6, 1, 2], [3, 6, 5]]],
+        "stop_ids": [[2], [5, 6]], "min_positions": [2**61, 0], "match_prompts": False,
+    }  # fmt: skip
+
+
+def _options() -> pt.RequestOptions:
+    return pt.RequestOptions.from_lists(VOCAB, **_lists())
+
+
 def _verification(**more: Any) -> dict[str, Any]:
     """Two trees of 5 and 3 nodes, with every argument that all verification functions take."""
     return {
@@ -86,7 +105,7 @@ def _verification(**more: Any) -> dict[str, Any]:
 
 
 def _sampled() -> dict[str, Any]:
-    return _verification(params=_params(), seeds=_words(2), positions=_words(2))
+    return _verification(params=_penalised(), seeds=_words(2), positions=_words(2), options=_options())
 
 
 def _drafted() -> dict[str, Any]:
@@ -316,13 +335,28 @@ def prepare_step() -> Call:
 @valid_call
 def commit() -> Call:
     arguments = commit_arguments("cpu") | {"eos_ids": int64([6]), "node_map": int32([0, 1, 2])}
-    return Call(pt.commit, arguments, written=("history", "history_lens"))
+    arguments["options"] = pt.RequestOptions(output_counts=torch.zeros(1, VOCAB, dtype=torch.int32))
+    return Call(pt.commit, arguments, written=("history", "history_lens", "options"))
+
+
+@valid_call
+def request_options_of_lists() -> Call:
+    return Call(pt.RequestOptions.from_lists, {"vocab": VOCAB, **_lists()})
+
+
+@valid_call
+def token_logprobs() -> Call:
+    arguments = {
+        "logits": torch.randn(4, VOCAB), "tokens": int64([3, 39]), "rows": int32([0, 3]), "params": _penalised(),
+        "options": _options(), "top_n": 3,
+    }  # fmt: skip
+    return Call(pt.token_logprobs, arguments)
 
 
 @valid_call
 def sample() -> Call:
-    arguments = {"logits": torch.randn(2, VOCAB), "params": _params(), "seeds": _words(2), "positions": _words(2)}
-    return Call(pt.sample, arguments)
+    arguments = {"logits": torch.randn(2, VOCAB), "params": _penalised(), "seeds": _words(2), "positions": _words(2)}
+    return Call(pt.sample, arguments | {"grammar_mask": torch.rand(2, VOCAB) < 0.8, "options": _options()})
 
 
 @valid_call

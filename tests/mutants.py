@@ -138,9 +138,9 @@ RULES = [
         "static_cast<const char*>(p.data) + static_cast<uint32_t>(row * p.row_stride * bytes)", (SAMPLING,),
     ),
     Mutant(
-        "the last block of the vocabulary left out", "cpu/isa/logits/verify_rules.cpp",
-        "block < MassTable::num_blocks(vocab); ++block) {\n      table",
-        "block < max_of<int64_t>(vocab / kMassBlock, 1); ++block) {\n      table", (HOSTILE,),
+        "the last block of the vocabulary left out", "cpu/isa/logits/mass_sums.h",
+        "block < MassTable::num_blocks(vocab); ++block) {\n    table",
+        "block < max_of<int64_t>(vocab / kMassBlock, 1); ++block) {\n    table", (HOSTILE,),
     ),
     Mutant(
         "the last token where nothing is left", "core/verify/rules.h",
@@ -229,8 +229,21 @@ REQUESTS = [
         "[&](int64_t column, float) { scratch.bias[column] = 0.0f; }", "[&](int64_t, float) {}", (OPTIONS,),
     ),
     Mutant(
-        "a NaN under options is not told", "cpu/isa/logits/options.cpp", "select(raw != raw, raw, logit)", "logit",
-        (OPTIONS,),
+        "a NaN under options is not told", "cpu/isa/logits/filter.h",
+        "peak.has_nan = lane_bits(nan) != 0;\n  int64_t best", "int64_t best", (OPTIONS,),
+    ),
+    Mutant(
+        "the last row's biases and drafts on this one", "cpu/isa/logits/options.cpp",
+        "scratch.patched[scratch.columns[i] / 32] = 0;", "scratch.patched[scratch.columns[i] / 32] |= 0;", (OPTIONS,),
+    ),
+    Mutant(
+        "penalties that raise logits taken for those that lower them", "cpu/isa/logits/options.cpp",
+        "scratch.lowers = penalties.repetition >= 1.0f && penalties.presence >= 0.0f && penalties.frequency >= 0.0f;",
+        "scratch.lowers = true;", (OPTIONS,),
+    ),
+    Mutant(
+        "blocks of biased tokens not looked at", "cpu/isa/logits/filter.h",
+        "if (a.values[a.columns[i]] > a.most[block]) prepare_block", "if (false) prepare_block", (OPTIONS,),
     ),
     Mutant(
         "tokens behind EOS are counted", "core/step.h",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ class Maker:
 
     def __init__(self, vocab: int, parts: Iterable[str], parents: list[list[int]], seed: int) -> None:
         self.vocab, self.parts, self.parents, self.batch = vocab, set(parts), parents, len(parents)
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator, self.is_flat = torch.Generator().manual_seed(seed), seed % 3 == 2
         self.hot = torch.randperm(vocab, generator=self.generator)[:HOT]
 
     def rand(self, *shape: int) -> Tensor:
@@ -103,7 +104,7 @@ class Maker:
         rows = sum(map(len, self.parents))
         # Multiples of 1/64: sums with bias are exact in any order, and there are ties.
         logits = (torch.randn(rows, self.vocab, generator=self.generator) * 96).round() / 64
-        logits[:, self.hot] += 3 + (self.rand(rows, len(self.hot)) * 128).round() / 64
+        logits[:, self.hot] += 0 if self.is_flat else 3 + (self.rand(rows, len(self.hot)) * 128).round() / 64
         probs = (logits + torch.randn(logits.shape, generator=self.generator)).softmax(-1)
         drafts = self.tokens(rows)
         drafts[self.rand(rows) < 0.08] = -1
@@ -329,3 +330,40 @@ def differences(case: Case) -> list[str]:
         got, wanted = drawn(case, params)
         wrong += [] if torch.equal(got, wanted) else [f"sample {name}: {got.tolist()}, expected {wanted.tolist()}"]
     return wrong
+
+
+# Values of any kind --------------------------------------------------------------------------------------------------
+
+VOCAB = 40
+HOSTILE = [-(2**31), -5, -1, 0, 1, 2, 3, 5, 8, 31, 32, 39, 40, 41, 1000, 2**31 - 1]
+
+
+def hostile_options(case: Case, generator: torch.Generator) -> RequestOptions:
+    made = {}
+    for name, t in case.options.tensors().items():
+        if t is None:
+            continue
+        if t.dtype == torch.float32:
+            strange = torch.tensor([float("nan"), float("inf"), -float("inf"), 3e38, -3e38, 1.0, -2.0])
+            made[name] = strange[torch.randint(0, 7, t.shape, generator=generator)].to(t.device)
+            continue
+        values = torch.tensor(HOSTILE if t.dtype == torch.int32 else [*HOSTILE, -(2**63), 2**63 - 1, 2**32 + 1])
+        picked = values[torch.randint(0, len(values), t.shape, generator=generator)].to(t.dtype)
+        keep = torch.rand(t.shape, generator=generator) < (0.6 if torch.rand((), generator=generator) < 0.5 else 0)
+        made[name] = torch.where(keep.to(t.device), t, picked.to(t.device))
+    return RequestOptions(**made)
+
+
+@cache
+def complete_case(seed: int) -> Case:
+    for further in range(100):
+        case = make_case(VOCAB, PARTS, seed=seed + 1000 * further, parents=CHAINS)
+        assert case.options is not None
+        if all(t is not None for t in case.options.tensors().values()):
+            return case
+    raise AssertionError
+
+
+def good_case(device: torch.device, seed: int = 3) -> Case:
+    """One that has every tensor."""
+    return changed(complete_case(seed), lambda t: t.clone().to(device))

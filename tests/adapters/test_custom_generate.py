@@ -27,6 +27,7 @@ from pagedtree.integrations.transformers import (
     custom_generate,
     tree_generate,
 )
+from pagedtree.integrations.transformers.logits_processors import read_processors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -170,9 +171,10 @@ def test_the_distribution_is_that_of_transformers(model, batch, filters, monkeyp
     out = model.generate(**options, return_dict_in_generate=True, output_scores=True, output_logits=True)
     received = []
     own = custom_generate.generate
-    monkeypatch.setattr(custom_generate, "generate", lambda *a, **k: received.append(k["params"]) or own(*a, **k))
+    monkeypatch.setattr(custom_generate, "generate", lambda *a, **k: received.append(k) or own(*a, **k))
     model.generate(**options, custom_generate=tree_generate)
-    (params,) = received
+    (given,) = received
+    params = read_processors(given["logits_processor"], [[1]], None, []).on_params(given["params"])
     sampling = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "filter_order")}
     for logits, scores in zip(out.logits[0], out.scores[0], strict=True):
         expected = torch.softmax(scores.double(), -1).numpy()
@@ -211,13 +213,13 @@ def test_drawn_tokens_follow_the_distribution(model, batch):
     [
         ({"num_beams": 2}, "expected greedy search or sampling, got beam_search"),
         ({"prompt_lookup_num_tokens": 3}, "expected greedy search or sampling, got assisted_generation"),
-        ({"repetition_penalty": 1.2}, "expected no logits processor but .*, got RepetitionPenaltyLogitsProcessor"),
-        ({"min_new_tokens": 3, "eos_token_id": 5}, "got MinLength.*, MinNewTokensLengthLogitsProcessor"),
+        ({"no_repeat_ngram_size": 2}, "those that draft trees can follow .*, got NoRepeatNGramLogitsProcessor"),
+        ({"sequence_bias": {(3, 4): 1.0}}, r"sequence_bias: expected single tokens, .* got 1.0 for \[3, 4\]"),
         ({"do_sample": True, "top_k": 0, "typical_p": 0.5}, "got TypicalLogitsWarper"),
         ({"do_sample": True, "top_k": 5, "top_p": 0.5, "min_p": 0.1}, "at most two of top_k, top_p and min_p"),
         (
             {"do_sample": True, "top_k": 5, "logits_processor": LogitsProcessorList([TopPLogitsWarper(0.5)])},
-            "expected warpers as transformers makes them, got top_p, top_k",
+            "in transformers' order, got TopPLogitsWarper, TopKLogitsWarper",
         ),
         ({"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(9.0)])}, "length and EOS, got MaxTimeCriteria"),
         ({"return_dict_in_generate": True, "output_scores": True}, "sequences alone as output, got output_scores"),

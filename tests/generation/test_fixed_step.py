@@ -6,12 +6,14 @@ the step run uncaptured: the ordinary engine's other shapes may round half preci
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import LENGTHS, NEW_TOKENS, SAMPLING, Oracle, greedy, lists, prompts_of, tiny
+from generate_case import LENGTHS, NEW_TOKENS, SAMPLING, VOCAB, Oracle, greedy, lists, prompts_of, tiny
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,8 +21,10 @@ from torch.utils._pytree import tree_leaves
 from pagedtree import Draft, DraftTree, SamplingParams, build_trees
 from pagedtree.generation.drafters import as_drafter
 from pagedtree.generation.fixed_step import FixedStep
+from pagedtree.generation.logprobs import LogprobReader
 from pagedtree.generation.rules import Sampling, check_rule
 from pagedtree.generation.scheduler import GeneratedSequence
+from pagedtree.generation.token_options import RequestRows, TokenOptions
 from pagedtree.integrations.transformers import (
     Drafter,
     MedusaDrafter,
@@ -172,6 +176,37 @@ def test_the_step_stays_on_the_device(no_values, name, params, rule):
     assert step._report.shape == (4, step._result.trees.max_depth + 4)
 
 
+@pytest.mark.parametrize("is_processed", [None, False, True])
+@pytest.mark.parametrize("temperature", [0.8, torch.tensor([0.0, 1.0, 0.7])])
+def test_request_options_stay_on_the_device(no_values, is_processed, temperature):
+    """Penalties, token options and log-probabilities in the step."""
+    if isinstance(temperature, torch.Tensor):
+        temperature = temperature.to("meta")
+    params = SamplingParams(temperature=temperature, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.5)
+    sequences = [GeneratedSequence(index, index, [1, 2, 3], max_length=20) for index in range(3)]
+    each = TokenOptions(bias={3: 1.0}, allowed_tokens=range(9), bad_words=[[1], [2, 3]])
+    device = torch.device("meta")
+    requests = RequestRows(sequences, [each] * 3, [7], [2] * 3, params, VOCAB, device)
+    reader = None if is_processed is None else LogprobReader(3, is_processed)
+    drafter, sampling = NgramDrafter(8), Sampling("sampled", params, torch.zeros(3, dtype=torch.int64))
+    drafter.begin(4, sampling)
+    history, eos_ids = torch.zeros((4, 20), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    packed = TransformersModel(tiny(0).to(torch.bfloat16))
+    step = FixedStep(
+        packed, PagedCache(20, 4, device), sampling, drafter, history, eos_ids, sequences, 4, requests, reader
+    )
+    with packed.use():
+        step.run()
+        with NoHost(), NoConstants():
+            step.run()
+    before = {name: tensor for name, tensor in step.options.tensors().items() if tensor is not None}
+    requests.refresh(step.options, [0, 2, 3, 3], history, [4, 5, 0, 0])
+    assert len(before) == 11 and all(getattr(step.options, name) is tensor for name, tensor in before.items())
+    if reader is not None:
+        tokens = 4, step._result.trees.max_depth + 1
+        assert [each.shape for each in step._found] == [tokens, tokens, (*tokens, 3), (*tokens, 3)]
+
+
 @pytest.mark.parametrize(
     ("act", "message"),
     [
@@ -209,19 +244,24 @@ def test_buffers_are_not_made_anew(model, draft_model, monkeypatch):
 
 
 @pytest.mark.skipif("simt" not in backends(), reason="a build without simt")
-@pytest.mark.parametrize("params", [None, SAMPLING])
+@pytest.mark.parametrize("params", [None, SAMPLING, replace(SAMPLING, repetition_penalty=1.5, frequency_penalty=0.5)])
 def test_the_cuda_kernels_under_it(monkeypatch, params):
     """The step on the kernels that a graph would hold, executed by simt."""
     monkeypatch.setattr(FixedStep, "captures", False)
     small = tiny(0, num_hidden_layers=1).to(torch.float16)
     phrase = [3, 9, 4, 7]
+    given = {"params": params, "max_new_tokens": 5}
+    if params is not None and params.repetition_penalty != 1:
+        given |= {"options": TokenOptions(bias={9: 1.0}, bad_words=[[4]]), "logprobs": 2, "logprobs_mode": "processed"}
+    prompts = [[*phrase, *phrase], [5, *phrase, 5]]
     with use_backend("simt"):
-        sequences, _ = generate(
-            small, [[*phrase, *phrase], [5, *phrase, 5]], drafter=NgramDrafter(4), max_new_tokens=5, params=params,
-            page_size=4, cuda_graph=True,
-        )  # fmt: skip
-    expected, _ = generate(small, [[*phrase, *phrase], [5, *phrase, 5]], max_new_tokens=5, params=params)
+        sequences, stats = generate(small, prompts, drafter=NgramDrafter(4), page_size=4, cuda_graph=True, **given)
+    expected, plain = generate(small, prompts, **given)
     assert lists(sequences) == lists(expected)
+    for one, other in zip(stats.sequences, plain.sequences, strict=True):
+        if one.logprobs is not None:
+            both = torch.tensor([one.logprobs.logprobs, other.logprobs.logprobs])
+            torch.testing.assert_close(both[0], both[1], atol=1e-2, rtol=0.0)  # float16
 
 
 def test_what_cannot_be_captured_is_refused(monkeypatch, model, draft_model):

@@ -1,19 +1,15 @@
-"""What the drafters of `generate` propose, and the command `python -m pagedtree generate`."""
+"""What the drafters of `generate` propose."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import VOCAB, lists, prompts_of, tiny
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from generate_case import VOCAB, prompts_of, tiny
 
-from pagedtree import DraftTree, SamplingParams, cli
+from pagedtree import DraftTree, SamplingParams
 from pagedtree.generation import drafters
 from pagedtree.integrations.transformers import (
     MedusaDrafter,
@@ -23,7 +19,6 @@ from pagedtree.integrations.transformers import (
     generate,
     medusa_tree,
 )
-from pagedtree.integrations.transformers import cli as cli_module
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -179,110 +174,3 @@ def test_remembered_predictions_are_looked_up(model):
 def test_bad_arguments(model, build, message):
     with pytest.raises(ValueError, match=message):
         build(model)
-
-
-@pytest.fixture(scope="module")
-def checkpoints(model, tmp_path_factory):
-    """A target, a draft and Medusa heads over words w0, w1, ..., and a prompt."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    for name, kind in (("target", model), ("draft", tiny(0, num_hidden_layers=1))):
-        kind.save_pretrained(folder / name)
-        PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder / name)
-    MedusaHeads(128, 3, model.lm_head).save_pretrained(folder / "medusa")
-    (folder / "prompt.txt").write_text("w3 w1 w4 w1 w5 w9 w2 w6")
-    return folder
-
-
-def run_command(folder, capsys, *options):
-    status = cli.main(
-        ["generate", "--model", str(folder / "target"), "--prompt", str(folder / "prompt.txt"), "--device", "cpu",
-         "--max-new-tokens", "12", *options]
-    )  # fmt: skip
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
-
-
-@pytest.mark.parametrize("drafts", [[], ["--ngram"], ["--draft", "draft"], ["--medusa", "medusa"]])
-def test_command_prints_the_models_own_text(model, checkpoints, capsys, drafts):
-    drafts = [str(checkpoints / option) if option in ("draft", "medusa") else option for option in drafts]
-    prompt = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
-    expected = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, 8:].tolist()
-    status, out, err = run_command(checkpoints, capsys, *drafts, "--page-size", "4")
-    assert status == 0
-    assert out.split() == [f"w{token}" for token in expected]
-    assert "12 tokens in" in err and "tokens per sequence and step" in err
-
-
-def test_command_samples_several_outcomes(model, checkpoints, capsys):
-    options = ["--n", "3", "--temperature", "0.9", "--top-p", "0.9", "--seed", "5"]
-    status, out, _ = run_command(checkpoints, capsys, *options, "--ngram")
-    params = SamplingParams(temperature=0.9, top_p=0.9)
-    expected, _ = generate(model, [[3, 1, 4, 1, 5, 9, 2, 6]], max_new_tokens=12, params=params, n=3, seeds=[5, 6, 7])
-    texts = out.split("--- outcome ")[1:]
-    assert status == 0
-    assert [text.split()[1:] for text in texts] == [[f"w{token}" for token in row[8:]] for row in lists(expected)]
-
-
-@pytest.mark.parametrize(("rule", "law"), [("block", "iid"), ("traversal", "swor"), ("rejection", "topk")])
-def test_command_takes_a_rule(checkpoints, capsys, rule, law):
-    drafts = ["--draft", str(checkpoints / "draft"), "--draft-law", law, "--num-nodes", "5"]
-    status, out, err = run_command(checkpoints, capsys, *drafts, "--rule", rule, "--temperature", "0.9")
-    assert status == 0 and len(out.split()) == 12 and "12 tokens in" in err
-    status, _, err = run_command(checkpoints, capsys, *drafts, "--rule", rule)
-    assert status == 2 and "rule: expected params" in err
-    status, _, err = run_command(checkpoints, capsys, "--ngram", "--rule", "traversal", "--temperature", "0.9")
-    assert status == 2 and "weighs drafts that were drawn" in err
-
-
-def test_command_runs_where_it_can(checkpoints, capsys, monkeypatch):
-    """A GPU that this build cannot use is not the default."""
-    monkeypatch.setattr(cli_module, "backends", lambda: ["cpu"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    arguments = ["generate", "--model", str(checkpoints / "target"), "--prompt", str(checkpoints / "prompt.txt")]
-    assert cli.main([*arguments, "--max-new-tokens", "1"]) == 0
-    assert "device: cpu" in capsys.readouterr().err
-    assert cli.main([*arguments, "--device", "cuda:1"]) == 2
-    assert "--device cuda:1: needs a GPU and a build with CUDA" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", ["--top-p=0.9", "--top-k=3", "--seed=1", "--seed=0"])
-def test_command_refuses_sampling_options_without_temperature(checkpoints, capsys, option):
-    for temperature in ([], ["--temperature", "0"]):
-        with pytest.raises(SystemExit) as exit_:
-            run_command(checkpoints, capsys, option, *temperature)
-        assert exit_.value.code == 2
-        assert f"{option.split('=')[0]}: needs --temperature above 0" in capsys.readouterr().err
-    status, _, err = run_command(checkpoints, capsys, "--temperature=-1")
-    assert status == 2 and "temperature" in err
-
-
-def test_command_shows_progress(checkpoints, capsys):
-    """A single text is printed as it is made; for several, one line per tenth of their tokens tells how far they
-    are."""
-    status, _, err = run_command(checkpoints, capsys)
-    assert status == 0 and f"loading {checkpoints / 'target'}\n" in err and "of at most" not in err
-    status, _, err = run_command(checkpoints, capsys, "--n", "3")
-    counts = [int(line.split()[0]) for line in err.splitlines() if line.endswith(" of at most 36 tokens")]
-    assert status == 0 and len(counts) == 10 and counts[-1] == 36 and counts == sorted(counts)
-
-
-def test_command_stops_at_a_text(checkpoints, capsys):
-    _, whole, _ = run_command(checkpoints, capsys)
-    words = whole.split()
-    stop = f"{words[4]} {words[5]}"
-    status, out, _ = run_command(checkpoints, capsys, "--stop", "nowhere", "--stop", stop)
-    assert status == 0 and out.split() == words[: next(i for i in range(12) if stop in " ".join(words[:i]))]
-
-
-def test_command_reports_what_it_cannot_read(checkpoints, capsys):
-    status, _, err = run_command(checkpoints, capsys, "--cuda-graph")
-    assert status == 2 and "cuda_graph: expected a model on a CUDA device, got one on cpu" in err
-    status, _, err = run_command(checkpoints, capsys, "--prompt", str(checkpoints / "nothing.txt"))
-    assert status == 2 and "nothing.txt" in err
-    status, _, err = run_command(checkpoints, capsys, "--medusa", str(checkpoints / "nowhere"))
-    assert status == 2 and "nowhere" in err
-    with pytest.raises(SystemExit):
-        run_command(checkpoints, capsys, "--ngram", "--medusa", str(checkpoints / "medusa"))
-    assert json.loads((checkpoints / "medusa" / "config.json").read_text())["num_heads"] == 3

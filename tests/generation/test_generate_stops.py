@@ -1,4 +1,4 @@
-"""What ends a sequence of `generate` before its length: stop strings, and the caller."""
+"""What ends a sequence of `generate` before its length: stop strings, and the caller; what a streamer gets of that."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from generate_case import LENGTHS, NEW_TOKENS, VOCAB, Oracle, greedy, lists, prompts_of, tiny
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, TextIteratorStreamer
 
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.generation.stop_strings import StopStrings
@@ -177,3 +177,82 @@ def test_an_eos_token_stays_the_reason(model, texts):
     _, stats = generate(model, PROMPTS[:1], max_new_tokens=4, eos_token_id=eos, callback=lambda *_: True)
     assert stats.sequences[0].finish_reason == "eos"
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("drafts", ["none", "oracle"])
+def test_least_length_and_stop_strings(model, texts, tokenizer, drafts):
+    """As in transformers: EOS tokens come late enough, a stop string ends the text before that."""
+    prompt, new = PROMPTS[0], texts[0][LENGTHS[0] :]
+    eos = [new[2], new[4]]
+    plain = greedy(model, prompt, min_new_tokens=8, eos_token_id=eos, pad_token_id=0)
+    assert not set(plain[LENGTHS[0] :][:8]) & set(eos) and plain != texts[0][: len(plain)]
+    stop = tokenizer.decode(plain[LENGTHS[0] + 5 : LENGTHS[0] + 7])
+    for stops in (None, [stop]):
+        more = {} if stops is None else {"stop_strings": stops, "tokenizer": tokenizer}
+        sequences, stats = generate(
+            model, [prompt], max_new_tokens=NEW_TOKENS, min_new_tokens=8, eos_token_id=eos,
+            drafter=drafter_of(drafts, [plain]), **more,
+        )  # fmt: skip
+        expected = greedy(model, prompt, min_new_tokens=8, eos_token_id=eos, pad_token_id=0, **more)
+        assert lists(sequences) == [expected]
+        assert stats.sequences[0].finish_reason == ("stop_string" if stops else stats.sequences[0].finish_reason)
+    assert len(expected) - LENGTHS[0] < 8
+
+
+# Streamers ------------------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """What a streamer of transformers is called with."""
+
+    def __init__(self):
+        self.puts, self.ends = [], 0
+
+    def put(self, value):
+        self.puts.append(value.tolist())
+
+    def end(self):
+        self.ends += 1
+
+
+@pytest.mark.parametrize("drafts", ["none", "n-gram", "oracle"])
+def test_a_streamer_gets_what_stays(model, texts, tokenizer, drafts):
+    """The prompt, then token after token, and never what a stop string or an EOS token in an accepted path cuts off."""
+    stop = tokenizer.decode(texts[1][LENGTHS[1] + 4 : LENGTHS[1] + 6])
+    for options in ({}, {"stop_strings": stop, "tokenizer": tokenizer}, {"eos_token_id": texts[1][LENGTHS[1] + 6]}):
+        streamer, theirs, seen = Recorder(), Recorder(), []
+        sequences, _ = generate(
+            model, PROMPTS[1:2], drafter=drafter_of(drafts, texts), max_new_tokens=NEW_TOKENS, streamer=streamer,
+            callback=lambda _, tokens, seen=seen: seen.extend(tokens), **options,
+        )  # fmt: skip
+        text = greedy(model, PROMPTS[1], streamer=theirs, **options)
+        assert lists(sequences) == [text] and streamer.puts == theirs.puts and streamer.ends == theirs.ends == 1
+        assert streamer.puts[0] == [PROMPTS[1].tolist()] and seen == text[LENGTHS[1] :]
+    assert len(seen) == 7
+
+
+def test_text_of_a_streamer_of_transformers(model, tokenizer):
+    ours, theirs = (TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=9.0) for _ in range(2))
+    generate(model, PROMPTS[:1], drafter=NgramDrafter(8), max_new_tokens=NEW_TOKENS, streamer=ours)
+    text = greedy(model, PROMPTS[0], streamer=theirs)
+    assert "".join(ours) == "".join(theirs) == tokenizer.decode(text[LENGTHS[0] :])
+
+
+def test_streamers_are_of_one_sequence(model):
+    for arguments in ({"input_ids": PROMPTS}, {"input_ids": PROMPTS[:1], "n": 2}):
+        streamer = Recorder()
+        with pytest.raises(ValueError, match="streamer: expected one sequence, as in transformers, got"):
+            generate(model, max_new_tokens=2, streamer=streamer, **arguments)
+        assert streamer.puts == [] and streamer.ends == 0
+
+
+def test_a_streamer_ends_after_an_error(model):
+    """Another thread may wait for its end."""
+
+    def callback(sequence, tokens):
+        raise RuntimeError("no more")
+
+    streamer = Recorder()
+    with pytest.raises(RuntimeError, match="no more"):
+        generate(model, PROMPTS[:1], max_new_tokens=2, streamer=streamer, callback=callback)
+    assert streamer.ends == 1 and len(streamer.puts) == 2

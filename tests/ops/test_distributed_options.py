@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from options_case import CHAINS, PARTS, SAMPLED, TREES, batch_of, make_case
+from options_case import CHAINS, PARTS, SAMPLED, TREES, VOCAB, batch_of, good_case, hostile_options, make_case
 from ranks import Ranks
 from shard_case import pack, shards_of
 
@@ -50,6 +50,10 @@ def compare(group: object, backend: str, size: int, seeds: int, parts: tuple[str
             case = make_case(vocab, parts, seed=seed, dtype=dtype, parents=(TREES, CHAINS)[seed % 2])
             batch, mask = len(case.seeds), case.grammar_mask
             given = {**case.streams, "options": case.options}
+            if seed % 2:
+                to_target = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))
+                case.drafts = torch.where(case.drafts < 0, -1, to_target.argsort()[case.drafts])
+                given["draft_to_target"] = to_target
             tree = (case.drafts, case.trees)
             laws = [(law, {} if law == "onehot" else {"draft_probs": case.probs}) for law in LAWS]
             for i, fractions in enumerate(SPLITS[size]):
@@ -63,9 +67,10 @@ def compare(group: object, backend: str, size: int, seeds: int, parts: tuple[str
                     got = distributed.verify_sampled(logits, *tree, params, **given, grammar_mask=part, shards=shards)
                     wrong += [] if equal(got, whole) else [f"verify_sampled {name} {fractions} {seed}: {got} {whole}"]
                     rows = mask if mask is None else mask[:batch]
-                    drawn = pagedtree.sample(case.logits[:batch], params, **given, grammar_mask=rows)
+                    of_rows = {**case.streams, "options": case.options}
+                    drawn = pagedtree.sample(case.logits[:batch], params, **of_rows, grammar_mask=rows)
                     rows = part if part is None else part[:batch]
-                    got = distributed.sample(logits[:batch], params, **given, grammar_mask=rows, shards=shards)
+                    got = distributed.sample(logits[:batch], params, **of_rows, grammar_mask=rows, shards=shards)
                     wrong += [] if torch.equal(got, drawn) else [f"sample {name} {fractions} {seed}: {got} {drawn}"]
                 for law, drafts in laws:
                     params = replace(SAMPLED["filtered" if law == "swor" else "sampled"], **case.penalties)
@@ -95,7 +100,7 @@ def few(*combinations: tuple[int, str]) -> pytest.MarkDecorator:
 
 @few((2, "cpu"), (3, "cpu"), (3, "simt"))
 def test_all_options(ranks, size, backend):
-    check(ranks.run(compare, size, backend, size, 1, PARTS))
+    check(ranks.run(compare, size, backend, size, 2 if size == 2 else 1, PARTS))
 
 
 @pytest.mark.slow
@@ -188,3 +193,28 @@ def disagree(group: object, what: str) -> None:
 def test_ranks_that_disagree_are_told_apart(ranks, what, named):
     for error in ranks.outcomes(disagree, 3, what):
         assert isinstance(error, ValueError) and re.search(named, str(error)), error
+
+
+def any_values(group: object, backend: str) -> list[int]:
+    """Options of which nothing can be relied on, in two parts; which seeds differ from the whole ops."""
+    wrong = []
+    with use_backend(backend):
+        shards = shards_of(group, [0.4], VOCAB)
+        for seed in range(12):
+            case = good_case(torch.device("cpu"), seed % 4)
+            options = hostile_options(case, torch.Generator().manual_seed(seed))
+            params = replace(SAMPLED["sampled"], **case.penalties)
+            tree, given = (case.drafts, case.trees), {**case.streams, "options": options}
+            whole = pagedtree.verify_sampled(case.logits, *tree, params, **given)
+            got = distributed.verify_sampled(shards.own(case.logits), *tree, params, **given, shards=shards)
+            distributed.verify_rejection(
+                shards.own(case.logits), *tree, params, **given, draft_law="onehot", shards=shards
+            )
+            wrong += [] if equal(got, whole) else [seed]
+    return wrong
+
+
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
+def test_any_values(ranks, backend):
+    for wrong in ranks.run(any_values, 2, backend):
+        assert wrong == []

@@ -68,7 +68,11 @@ class PenalisedPair(ToyPair):
         return [[-math.inf if w is None else w * LN2 for w in self.weights(x)] for x in prefixes]
 
 
-@pytest.mark.parametrize(("rule", "law", "tree"), LOSSLESS, ids=str)
+# In the core suite one of the smaller and one of the larger trees.
+SOME = [pytest.param(*case, marks=[] if case[2] in (CHAIN, TREE) else pytest.mark.slow) for case in LOSSLESS]
+
+
+@pytest.mark.parametrize(("rule", "law", "tree"), SOME, ids=str)
 def test_rules_are_lossless(rule, law, tree):
     """Total variation 0, in fractions: what is drafted at a node changes the distribution below it."""
     for seed in range(2) if len(tree) < 4 else (0,):
@@ -135,7 +139,9 @@ BROKEN = [PathForgotten, RootTwice, LastTokenForgotten, BiasAfterTemperature, Bi
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda x: x.__name__)
-@pytest.mark.parametrize(("rule", "tree"), [("rejection", TREE), ("block", CHAIN), ("traversal", TREE)], ids=str)
+@pytest.mark.parametrize(
+    ("rule", "tree"), [("rejection", CHAIN), ("block", CHAIN), pytest.param("traversal", TREE, marks=pytest.mark.slow)]
+)
 def test_enumeration_sees_wrong_penalties(rule, tree, broken):
     assert OnTrees(3, 0).error(RULES[rule][0], tree, "iid") == 0
     assert max(broken(3, seed).error(RULES[rule][0], tree, "iid") for seed in range(2)) > Fraction(1, 1000)
@@ -157,14 +163,14 @@ PARAMS = SamplingParams(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("rule", "law", "tree"), LOSSLESS, ids=str)
+@pytest.mark.parametrize(("rule", "law", "tree"), SOME, ids=str)
 def test_ops_decide_as_the_rules_do(device, rule, law, tree):
     exact, op = RULES[rule]
     questions = Questions(3, tree)
     for seed in range(2):
         pair = PenalisedPair(3, seed)
         for k, (_, tokens) in enumerate(pair.drafts(tree, law)):
-            if len(tree) < 4 or k % 4 == seed:
+            if len(tree) < 4 or k % 9 == seed:
                 questions.ask_all(pair, law, tokens, exact)
     options = options_of(len(questions.expected), 3, device)
     verdict = questions.answer(op, law, device, torch.float32, PARAMS, options=options)
@@ -184,14 +190,22 @@ STEPS = [
     *[("block", law, [1, 1, 1]) for law in ("iid", "topk")],
     *[("sampled", law, [2, 2, 2]) for law in ("swor", "coupled")],
 ]
+STEPS_IN_CORE = STEPS[1:2] + STEPS[3:4] + STEPS[5:6] + STEPS[8:]
 PENALTIES = SamplingParams(temperature=0.8, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.7)
 
 
-@pytest.mark.parametrize(("rule", "law", "branching"), STEPS, ids=str)
-@pytest.mark.parametrize("model", ["flat", pytest.param("markov", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("rule", "law", "branching", "model"),
+    [
+        pytest.param(*case, model, marks=[] if case in STEPS_IN_CORE and model == "flat" else pytest.mark.slow)
+        for case in STEPS
+        for model in MODELS
+    ],
+    ids=str,
+)
 def test_steps_drafted_by_expand_tree(backend, device, rule, law, branching, model):
     """Whole steps: the drafter knows nothing of penalties, the text follows the penalised target."""
-    count = 30 if backend == "simt" else 20_000
+    count = 20 if backend == "simt" else 10_000
     tokens, accepted = first_tokens(rule, law, branching, model, count, device, params=PENALTIES)
     if backend == "simt":  # too slow for the statistic, but it decides as the CPU backend does
         with use_backend("cpu"):

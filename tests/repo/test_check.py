@@ -52,6 +52,8 @@ def every_case(place: Place) -> list[Any]:
         if not isinstance(case, Case):
             return case
         expected = case.expected or (lambda: case.run(CPU))
+        if case.against.startswith("the op without"):  # which a test may have planted an error in
+            return case
         return replace(case, loops=case.loops and lru_cache(case.loops), expected=lru_cache(expected))
 
     return [kept(case) for case in all_cases(place)]
@@ -103,6 +105,7 @@ def test_everything_passes_on_the_cpu(capsys, tmp_path, quick):
         "what a plan is",
         "the portable instruction set",
         "the whole vocabulary on the CPU backend",
+        "the op without options on logits that plain loops have processed",
     }
     assert rows["instructions/ex2"]["status"] == NOT_APPLICABLE  # neither passed nor failed
     assert rows["instructions/ex2"]["detail"].startswith("only on ")
@@ -133,9 +136,10 @@ def test_simt_passes(quick):
     assert [row for row in rows if row.status not in (OK, NOT_APPLICABLE)] == []
     assert {row.against for row in rows if row.status == OK} <= {
         "the CPU backend", "what a plan is", "the PTX manual's definition", "the whole vocabulary on the CPU backend",
+        "the op without options on logits that plain loops have processed",
     }  # fmt: skip
     judged = {op for case in chosen if isinstance(case, Case) for op in case.ops}
-    assert sorted(judged) == public_ops() and len(chosen) < (100 if quick else 1000)
+    assert sorted(judged) == public_ops() and len(chosen) < (115 if quick else 1000)
 
 
 def test_every_op_has_cases_with_loops():
@@ -434,7 +438,7 @@ def test_the_portable_instruction_set_is_not_compared_with_itself(monkeypatch):
 def test_value_checks_of_the_environment_do_not_count(capsys, monkeypatch):
     monkeypatch.setenv("PAGEDTREE_CHECK", "1")
     status, text = run_check(capsys, "--device", "cpu", "--only", "bad ")
-    assert status == 0 and "5 ok" in text, text
+    assert status == 0 and "14 ok" in text, text
 
 
 @pytest.mark.parametrize(

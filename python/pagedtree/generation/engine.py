@@ -14,6 +14,8 @@ from torch import Tensor
 from pagedtree import Draft, TreeBatch, Verdict, commit, compact_kv, prepare_step, slot_mapping
 from pagedtree.generation.drafters.base import Drafter, StepResult, roots_only
 from pagedtree.generation.fixed_step import FixedStep, FixedSteps, check_drafter
+from pagedtree.generation.grammar_steps import GrammarSteps
+from pagedtree.generation.logprobs import Found, LogprobReader, TokenLogprobs
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.paged_step import PagedStep, PrefixPass
@@ -21,6 +23,7 @@ from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import Batch, GeneratedSequence, Scheduler
 from pagedtree.generation.stats import GenerationStats
 from pagedtree.generation.stop_strings import StopStrings
+from pagedtree.generation.token_options import RequestRows
 from pagedtree.generation.tree_tuner import TreeTuner
 from pagedtree.proposal import as_draft, check_values
 
@@ -68,6 +71,9 @@ class Engine:
         is_fixed: bool = False,
         tuner: TreeTuner | None = None,
         stop_strings: StopStrings | None = None,
+        requests: RequestRows | None = None,
+        grammars: GrammarSteps | None = None,
+        logprobs: LogprobReader | None = None,
     ) -> None:
         self.model, self.scheduler, self.drafter, self.sampling = model, scheduler, drafter, sampling
         self.cache: PagedCache = scheduler.cache
@@ -75,7 +81,11 @@ class Engine:
         self.eos_ids = self._to_device(eos_ids, torch.int64) if eos_ids else None
         self.min_shared_tokens = min_shared_tokens
         self.on_tokens, self.on_step, self.stop_strings = on_tokens, on_step, stop_strings
+        self.requests, self.grammars, self.logprobs = requests, grammars, logprobs
         self.stats = stats
+        if logprobs is not None:
+            for each in stats.sequences:
+                each.logprobs = TokenLogprobs()
         self.tuner, self.has_begun_to_tune = tuner, False
         self.max_nodes = max(drafter.max_nodes, 1)
         self.vocab_size = model.vocab_size
@@ -90,7 +100,7 @@ class Engine:
             every = list(sequences)
             self.fixed_steps = FixedSteps(
                 lambda batch_size: FixedStep(
-                    model, self.cache, sampling, drafter, rows, self.eos_ids, every, batch_size
+                    model, self.cache, sampling, drafter, rows, self.eos_ids, every, batch_size, requests, logprobs
                 )
             )
         self.to_compact: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
@@ -98,11 +108,13 @@ class Engine:
 
     def run(self) -> None:
         try:
-            self.drafter.begin(self.cache.page_size, self.sampling)
+            self.drafter.begin(self.cache.page_size, self.sampling.for_drafts())
             while not self.scheduler.is_done:
                 self.step()
         finally:
             self.drafter.end()
+            if self.grammars is not None:
+                self.grammars.close()
         self.stats.wall_time = time.perf_counter() - self.started
         self.stats.num_pages = self.cache.num_pages
         self.stats.peak_pages, self.stats.pages_taken = self.cache.peak_pages, self.cache.pages_taken
@@ -116,6 +128,8 @@ class Engine:
             self._step_in_place(batch.decode)
             return
         packed = self._pack(batch, draft)
+        if self.grammars is not None:
+            self.grammars.fill(packed.verified, packed.draft)
         logits, hidden = self.model.run(
             packed.input_ids, packed.positions, packed.step, packed.logit_rows, self.drafter.needs_hidden
         )
@@ -138,10 +152,10 @@ class Engine:
         """A fixed step: nothing but decoding, and the drafter's part in it."""
         assert self.fixed_steps is not None
         step = self.fixed_steps.of(len(sequences))
-        result, report = step(sequences)
+        result, report, found = step(sequences)
         self.stats.steps += 1
         self.stats.packed_tokens += result.draft_tokens.shape[0]
-        self._take_over(result, report)
+        self._take_over(result, report, found)
         self.drafter.advance(sequences)
         self._finish(result)
 
@@ -320,19 +334,30 @@ class Engine:
 
     def _verify(self, packed: Pass, logits: Tensor, hidden: Tensor | None) -> Verdict:
         sequences, start, trees = packed.verified, packed.start, packed.draft.trees
-        verdict = self.sampling.of(sequences).verify(logits, packed.draft, self.drafter.draft_law, start)
+        history, lengths = self._history_of(sequences), start + 1
+        sampling, options, mask = self.sampling.of(sequences), None, None
+        if self.requests is not None:
+            options = self.requests.of([sequence.index for sequence in sequences], history, lengths)
+        if self.grammars is not None:
+            mask = self.grammars.mask()
+        verdict = sampling.verify(logits, packed.draft, self.drafter.draft_law, start, options, mask)
         if trees.max_nodes > 1:
             table = self.cache.page_table([sequence.index for sequence in sequences])
             self.to_compact = (table, start, verdict.accept_index, verdict.num_accepted)
-        history, lengths = self._history_of(sequences), start + 1
-        committed = commit(verdict, trees, start, history=history, history_lens=lengths, eos_ids=self.eos_ids)
+        committed = commit(
+            verdict, trees, start, history=history, history_lens=lengths, eos_ids=self.eos_ids,
+            options=None if self.logprobs is not None and self.logprobs.is_processed else options,
+        )  # fmt: skip
         self._store_history(sequences, history)
+        found = None
+        if self.logprobs is not None:
+            found = self.logprobs.read(logits, verdict, committed, start, sampling, options, mask)
 
         # The step's one synchronisation.
         extra = torch.stack([committed.num_tokens, committed.finished, verdict.status], dim=1)
         report = torch.cat([verdict.tokens, extra], dim=1).tolist()
         result = StepResult(sequences, packed.num_read, start, packed.draft, verdict, committed, logits, hidden)
-        self._take_over(result, report)
+        self._take_over(result, report, found)
         self.drafter.observe(result)
         self._finish(result)
         return verdict
@@ -343,14 +368,17 @@ class Engine:
             compact_kv(self.cache.tensors(), *self.to_compact)
             self.to_compact = None
 
-    def _take_over(self, result: StepResult, report: list[list[int]]) -> None:
+    def _take_over(self, result: StepResult, report: list[list[int]], found: Found | None) -> None:
         """Gives the sequences their tokens. report: a row of tokens, their number, finished, status per sequence."""
         sequences = result.sequences
+        logprobs = [each.tolist() for each in found or ()]
         for i in sorted(range(len(sequences)), key=lambda i: sequences[i].index):
             sequence, (*tokens, num_tokens, finished, status) = sequences[i], report[i]
             if num_tokens == 0:
                 raise ValueError(f"drafter: expected trees of at least a root, got none for sequence {sequence.index}")
-            self._append(sequence, tokens[:num_tokens], bool(finished), is_tree=i >= result.num_read)
+            self._append(
+                sequence, tokens[:num_tokens], bool(finished), i >= result.num_read, [each[i] for each in logprobs]
+            )
             if status & STATUS_NOT_FINITE:
                 warnings.warn(f"sequence {sequence.index}: the model's logits have NaN or no finite one", stacklevel=2)
 
@@ -362,8 +390,10 @@ class Engine:
                 self.scheduler.finish(sequence)
                 self.drafter.forget(sequence)
 
-    def _append(self, sequence: GeneratedSequence, tokens: list[int], is_eos: bool, is_tree: bool) -> None:
-        """Takes over the committed tokens, up to the length limit or the end of a stop string."""
+    def _append(
+        self, sequence: GeneratedSequence, tokens: list[int], is_eos: bool, is_tree: bool, logprobs: list[list[Any]]
+    ) -> None:
+        """Takes over the committed tokens, up to the length limit or the end of a stop string or grammar."""
         stats = self.stats.sequences[sequence.index]
         sequence.cached = sequence.root + len(tokens)
         self.cache.trim(sequence.index, sequence.cached)
@@ -377,12 +407,18 @@ class Engine:
             end = self.stop_strings.end(known, tokens)
             if end is not None:
                 tokens, stats.finish_reason = tokens[:end], "stop_string"
+        if self.grammars is not None:
+            end = self.grammars.end(sequence, tokens)
+            if end is not None and (end < len(tokens) or stats.finish_reason in ("", "length")):
+                tokens, stats.finish_reason = tokens[:end], "grammar"
+        if stats.logprobs is not None:
+            stats.logprobs.append(logprobs, len(tokens))
         if stats.num_tokens == 0:
             stats.time_to_first_token = time.perf_counter() - self.started
         stats.num_tokens += len(tokens)
         if is_tree:
             stats.decode_steps += 1
-            stats.accepted.append(len(tokens) - 1)
+            stats.accepted.append(max(len(tokens) - 1, 0))
         sequence.tokens += tokens
         if self.on_tokens is not None and self.on_tokens(sequence.index, tokens) is True:
             stats.finish_reason = stats.finish_reason or "callback"

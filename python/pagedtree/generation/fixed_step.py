@@ -10,12 +10,14 @@ from torch import Tensor
 
 from pagedtree import commit, compact_kv, prepare_step
 from pagedtree.generation.drafters import Drafter, NgramDrafter, StepResult
+from pagedtree.generation.logprobs import Found, LogprobReader
 from pagedtree.generation.mirror import Mirror
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.paged_step import PagedStep
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
+from pagedtree.generation.token_options import RequestRows
 from pagedtree.proposal import as_draft
 
 __all__ = ["FixedStep", "FixedSteps", "check_device", "check_drafter"]
@@ -44,6 +46,8 @@ class FixedStep:
         eos_ids: Tensor | None,
         sequences: list[GeneratedSequence],
         batch_size: int,
+        requests: RequestRows | None = None,
+        logprobs: LogprobReader | None = None,
     ) -> None:
         self.model, self.cache, self.sampling, self.eos_ids = model, cache, sampling, eos_ids
         self.history = history  # [sequences + 1, capacity]: the last row is that of idle rows
@@ -54,19 +58,30 @@ class FixedStep:
         self.rows = Mirror((batch_size,), torch.int64, device, fill=len(sequences))
         self.start = Mirror((batch_size,), torch.int32, device, fill=IDLE)
         self.page_table = Mirror((batch_size, cache.pages_for(max_tokens)), torch.int32, device)
+        self.requests, self.logprobs = requests, logprobs
+        self.options = None if requests is None else requests.buffers(batch_size)
         drafter.capture(model, sequences, batch_size)
         self._graph: Any = None
         self._result: StepResult | None = None
         self._report: Tensor | None = None
+        self._found: Found | None = None
 
-    def __call__(self, sequences: list[GeneratedSequence]) -> tuple[StepResult, list[list[int]]]:
-        """Runs the step for these sequences; each row of the report is tokens, their number, finished, status."""
+    def __call__(self, sequences: list[GeneratedSequence]) -> tuple[StepResult, list[list[int]], Found | None]:
+        """Runs the step for these sequences: what came of it, a report, and log-probabilities where they are read.
+
+        Each row of the report is tokens, their number, finished, status.
+        """
         self.drafter.select(sequences, self.batch_size)
         if self.captures and self._graph is None:
             self._graph = self._capture()
         self.rows.set([sequence.index for sequence in sequences])
         self.start.set([sequence.root for sequence in sequences])
         self.page_table.set([self.cache.pages(sequence.index) for sequence in sequences])
+        if self.requests is not None and self.options is not None:
+            idle = self.batch_size - len(sequences)
+            rows = [*(sequence.index for sequence in sequences), *[self.requests.idle_row] * idle]
+            lengths = [*(len(sequence.tokens) for sequence in sequences), *[0] * idle]
+            self.requests.refresh(self.options, rows, self.history, lengths)
         if self.captures:
             self._graph.replay()
         else:
@@ -81,7 +96,7 @@ class FixedStep:
             ]
         )
         self._result.sequences = sequences
-        return self._result, report
+        return self._result, report, self._found
 
     def run(self) -> None:
         """The step, on the device alone."""
@@ -109,13 +124,19 @@ class FixedStep:
         input_ids = tokens.clamp(0, self.vocab_size - 1)
         logits, hidden = self.model.run(input_ids, positions, step, needs_hidden=self.drafter.needs_hidden)
 
-        verdict = self.sampling.at(rows).verify(logits, draft, self.drafter.draft_law, start)
+        sampling, options = self.sampling.at(rows), self.options
+        if self.requests is not None and options is not None:
+            options = self.requests.with_text(options, history, lengths)
+        verdict = sampling.verify(logits, draft, self.drafter.draft_law, start, options)
         if is_tree:
             tensors = self.cache.tensors()
             compact_kv(tensors, self.page_table.tensor, start, verdict.accept_index, verdict.num_accepted)
         committed = commit(
-            verdict, trees, start, history=history, history_lens=lengths, eos_ids=self.eos_ids, node_map=draft.node_map
-        )
+            verdict, trees, start, history=history, history_lens=lengths, eos_ids=self.eos_ids, node_map=draft.node_map,
+            options=None if self.logprobs is not None and self.logprobs.is_processed else options,
+        )  # fmt: skip
+        if self.logprobs is not None:
+            self._found = self.logprobs.read(logits, verdict, committed, start, sampling, options, None)
         self.history.index_copy_(0, rows, history)
         self.start.tensor.copy_(torch.where(committed.finished, IDLE, committed.start))
         self._result = StepResult([], 0, start, draft, verdict, committed, logits, hidden)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pagedtree import (
     Draft,
+    RequestOptions,
     SamplingParams,
     Verdict,
     verify_block,
@@ -25,7 +26,7 @@ from pagedtree.generation.scheduler import GeneratedSequence
 if TYPE_CHECKING:
     from pagedtree.distributed import VocabShards
 
-__all__ = ["RULES", "Sampling", "check_rule"]
+__all__ = ["RULES", "Sampling", "check_options", "check_rule"]
 
 # Rules that judge a draft by the target's and the drafter's probability of it.
 _BY_RATIO: dict[str, Callable[..., Verdict]] = {
@@ -73,6 +74,13 @@ def check_rule(
     return rule
 
 
+def check_options(rule: str, params: SamplingParams | None) -> tuple[str, SamplingParams | None]:
+    """Rule and params under which request options are served; ValueError where they cannot be."""
+    if rule == "typical":
+        raise ValueError('rule: "typical" takes no options, penalties or min_new_tokens; the other rules do')
+    return ("sampled", SamplingParams(temperature=0.0)) if params is None else (rule, params)
+
+
 @dataclass
 class Sampling:
     """How tokens are chosen. Tensors in params and the seeds have one entry per sequence; "greedy" has no params.
@@ -113,36 +121,72 @@ class Sampling:
         """
         return self.seeds + _STEP_KEY * (start.long() + 1)
 
-    def verify(self, logits: Tensor, draft: Draft, draft_law: str, start: Tensor) -> Verdict:
-        """Judges the trees of all sequences, whose roots stand at `start`."""
-        if self.shards is not None:
-            return self._verify_shards(logits, draft, draft_law, start, self.shards)
+    def for_drafts(self) -> Sampling:
+        """The same without penalties: a draft model draws by the other parameters, which `expand_tree` takes."""
         if self.params is None:
-            return verify_greedy(logits, draft.draft_tokens, draft.trees)
+            return self
+        return replace(
+            self, params=replace(self.params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+        )
+
+    def verify(
+        self,
+        logits: Tensor,
+        draft: Draft,
+        draft_law: str,
+        start: Tensor,
+        options: RequestOptions | None = None,
+        grammar_mask: Tensor | None = None,
+    ) -> Verdict:
+        """Judges the trees of all sequences, whose roots stand at `start`.
+
+        options: of these sequences; not under the rules "greedy" and "typical". grammar_mask: packed, of all nodes.
+        """
+        named: dict[str, Any] = {"grammar_mask": grammar_mask}
+        if self.shards is not None:
+            return self._verify_shards(logits, draft, draft_law, start, self.shards, options, grammar_mask)
+        if self.params is None:
+            return verify_greedy(logits, draft.draft_tokens, draft.trees, **named)
         if self.rule == "typical":
-            return verify_typical(logits, draft.draft_tokens, draft.trees, self.params)
-        options: dict[str, Any] = {"seeds": self.seeds, "positions": start.long()}
+            return verify_typical(logits, draft.draft_tokens, draft.trees, self.params, **named)
+        named |= {"seeds": self.seeds, "positions": start.long(), "options": options}
         if self.rule == "sampled":
-            return verify_sampled(logits, draft.draft_tokens, draft.trees, self.params, **options)
+            return verify_sampled(logits, draft.draft_tokens, draft.trees, self.params, **named)
         if draft.trees.max_nodes == 1:  # nothing is drafted: one draw from the target, the same under every rule
-            return verify_rejection(logits, draft.draft_tokens, draft.trees, self.params, draft_law="onehot", **options)
+            return verify_rejection(logits, draft.draft_tokens, draft.trees, self.params, draft_law="onehot", **named)
         if draft_law in DRAWN:
-            options |= {"draft_probs": draft.draft_probs, "draft_rows": draft.draft_rows}
+            named |= {"draft_probs": draft.draft_probs, "draft_rows": draft.draft_rows}
         verify = _BY_RATIO[self.rule]
-        return verify(logits, draft.draft_tokens, draft.trees, self.params, draft_law=draft_law, **options)
+        return verify(logits, draft.draft_tokens, draft.trees, self.params, draft_law=draft_law, **named)
 
     def _verify_shards(
-        self, logits: Tensor, draft: Draft, draft_law: str, start: Tensor, shards: VocabShards
+        self,
+        logits: Tensor,
+        draft: Draft,
+        draft_law: str,
+        start: Tensor,
+        shards: VocabShards,
+        options: RequestOptions | None,
+        grammar_mask: Tensor | None,
     ) -> Verdict:
         from pagedtree import distributed
 
         drafted = (logits, draft.draft_tokens, draft.trees)
+        named: dict[str, Any] = {"shards": shards}
+        if grammar_mask is not None:
+            named["grammar_mask"] = shards.own(unpacked(grammar_mask, shards.vocab))
         if self.params is None:
-            return distributed.verify_greedy(*drafted, shards=shards)
-        options: dict[str, Any] = {"seeds": self.seeds, "positions": start.long(), "shards": shards}
+            return distributed.verify_greedy(*drafted, **named)
+        named |= {"seeds": self.seeds, "positions": start.long(), "options": options}
         if self.rule == "sampled":
-            return distributed.verify_sampled(*drafted, self.params, **options)
+            return distributed.verify_sampled(*drafted, self.params, **named)
         if draft.trees.max_nodes == 1 or draft_law not in DRAWN:
-            return distributed.verify_rejection(*drafted, self.params, draft_law="onehot", **options)
-        options |= {"draft_probs": draft.draft_probs, "draft_rows": draft.draft_rows}
-        return distributed.verify_rejection(*drafted, self.params, draft_law=draft_law, **options)
+            return distributed.verify_rejection(*drafted, self.params, draft_law="onehot", **named)
+        named |= {"draft_probs": draft.draft_probs, "draft_rows": draft.draft_rows}
+        return distributed.verify_rejection(*drafted, self.params, draft_law=draft_law, **named)
+
+
+def unpacked(mask: Tensor, vocab: int) -> Tensor:
+    """bool [N, V] of a packed mask, int32 [N, ceil(V / 32)]."""
+    bits = torch.arange(32, device=mask.device)
+    return ((mask[:, :, None] >> bits) & 1).flatten(1)[:, :vocab].bool()

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagedtree.generation.logprobs import TokenLogprobs
 
 __all__ = ["GenerationStats", "SequenceStats"]
 
@@ -19,7 +23,8 @@ class SequenceStats:
         evictions: how often it lost its pages.
         restored_tokens: tokens that were read again after that.
         time_to_first_token: seconds from the call of `generate`.
-        finish_reason: "eos", "length", "stop_string" or "callback".
+        finish_reason: "eos", "length", "stop_string", "grammar" or "callback".
+        logprobs: log-probabilities of the generated tokens, where they were asked for.
     """
 
     num_tokens: int = 0
@@ -29,6 +34,7 @@ class SequenceStats:
     restored_tokens: int = 0
     time_to_first_token: float = 0.0
     finish_reason: str = ""
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass
@@ -40,6 +46,8 @@ class GenerationStats:
         packed_tokens: tokens fed to it, padding included.
         wall_time, draft_time: seconds in all, and in the drafter (on a GPU only until its work is queued).
         num_pages, peak_pages, pages_taken: pages in the pool, held at most, and taken from it over the whole call.
+        grammar_time: seconds in which masks of grammars were filled, as a rule while the target's pass ran.
+        grammar_wait: seconds that this added: for masks that were late, and for telling the matchers what came.
         drafted_steps: passes with drafts, under tree="auto".
         shared_prefix_steps: passes that read a prefix of several sequences once.
         sequences: one entry per returned sequence.
@@ -49,6 +57,8 @@ class GenerationStats:
     packed_tokens: int = 0
     wall_time: float = 0.0
     draft_time: float = 0.0
+    grammar_time: float = 0.0
+    grammar_wait: float = 0.0
     num_pages: int = 0
     peak_pages: int = 0
     pages_taken: int = 0
@@ -105,4 +115,8 @@ class GenerationStats:
             f"pages: at most {self.peak_pages} of {self.num_pages}; {self.evictions} evictions,"
             f" {self.restored_tokens} tokens restored",
         ]
+        if self.grammar_time:
+            lines.append(
+                f"grammars: masks filled for {self.grammar_time:.2f} s, {self.grammar_wait:.2f} s not hidden by passes"
+            )
         return "\n".join(lines)

@@ -12,6 +12,7 @@ from pagedtree.check.cases import (
     drafting,
     instructions,
     instructions_sm90,
+    options,
     rates,
     rules,
     shards,
@@ -28,6 +29,7 @@ QUICK = (
     "/into a given tensor/bf16", "attention_plan/mixed", "merge_states/bf16/D 64", "/V 129", "/fp16/V 6", "/iid/cool",
     "/onehot/cool", "typical/bf16/V 40", "/two ranks/plain", "/two ranks/iid/plain", "topk/fp16", "40 candidates, 17",
     "commit/EOS", "medusa_propose/paths/fp16",
+    "/options/all",
 )  # fmt: skip
 
 
@@ -41,6 +43,7 @@ def all_cases(place: Place) -> Iterator[Case | Measurement]:
         step,
         attention,
         verification,
+        options,
         rules,
         shards,
         drafting,

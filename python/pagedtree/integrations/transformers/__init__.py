@@ -17,8 +17,10 @@ from pagedtree.generation.drafters import (
     StepResult,
     medusa_tree,
 )
+from pagedtree.generation.logprobs import TokenLogprobs
 from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.stats import GenerationStats, SequenceStats
+from pagedtree.generation.token_options import TokenOptions
 from pagedtree.integrations.transformers.attention import register
 from pagedtree.integrations.transformers.continuous_batching import continuous_batching
 from pagedtree.integrations.transformers.custom_generate import tree_generate
@@ -37,6 +39,8 @@ __all__ = [
     "PagedCache",
     "SequenceStats",
     "StepResult",
+    "TokenLogprobs",
+    "TokenOptions",
     "continuous_batching",
     "generate",
     "medusa_tree",

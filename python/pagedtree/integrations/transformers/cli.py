@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pagedtree import SamplingParams
 from pagedtree.generation.drafters import Drafter, MedusaDrafter, MedusaHeads, NgramDrafter, medusa_tree
 from pagedtree.generation.drafters.model import DRAFT_LAWS
+from pagedtree.generation.logprobs import TokenLogprobs
 from pagedtree.generation.rules import RULES
+from pagedtree.generation.token_options import TokenOptions
+from pagedtree.grammars import GrammarMatcher
 from pagedtree.integrations.transformers.draft_model import ModelDrafter
 from pagedtree.integrations.transformers.generate import generate
+from pagedtree.integrations.transformers.generate_arguments import eos_tokens
 from pagedtree.testing import backends
 
 __all__ = ["main"]
 
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -38,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         model = _load(args.model, args)
         drafter = _drafter(model, args)
+        grammars = _grammars(parser, model, tokenizer, args)
         printer = _Printer(tokenizer, num_sequences=args.n, max_tokens=args.n * args.max_new_tokens)
         _, stats = generate(
             model,
@@ -54,11 +62,18 @@ def main(argv: Sequence[str]) -> int:
             rule=args.rule,
             cuda_graph=args.cuda_graph,
             callback=printer.add,
+            options=TokenOptions(bad_words=_bad_words(tokenizer, args.bad_word) or None),
+            min_new_tokens=args.min_new_tokens,
+            grammars=grammars,
+            logprobs=args.logprobs,
         )
     except (OSError, ValueError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     printer.finish()
+    for i, sequence in enumerate(stats.sequences):
+        if sequence.logprobs is not None:
+            _print_logprobs(tokenizer, printer.tokens[i], sequence.logprobs)
     print(stats.summary(), file=sys.stderr)
     return 0
 
@@ -87,10 +102,24 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--stop", action="append", metavar="TEXT", help="ends the text where it occurs; may be repeated"
     )
+    parser.add_argument(
+        "--min-new-tokens", type=int, default=0, help="tokens before the end-of-text token may come (default 0)"
+    )
+    parser.add_argument("--bad-word", action="append", default=[], metavar="TEXT", help="may not come; may be repeated")
+    parser.add_argument("--repetition-penalty", type=float, help="divides what was there before (default 1 = off)")
+    parser.add_argument("--presence-penalty", type=float, help="subtracted from what was generated (default 0)")
+    parser.add_argument("--frequency-penalty", type=float, help="subtracted each time that it was (default 0)")
+    parser.add_argument(
+        "--logprobs", type=int, metavar="N", help="tells each token's log-probability, rank and the N most likely"
+    )
+    grammars = parser.add_mutually_exclusive_group()
+    grammars.add_argument("--json-schema", metavar="FILE", help="the text is JSON of this schema; needs xgrammar")
+    grammars.add_argument("--grammar", metavar="FILE", help="the text follows this EBNF grammar; needs xgrammar")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (default)")
     sampling = parser.add_argument_group("sampling", "only with --temperature above 0")
     sampling.add_argument("--top-p", type=float, help="default 1 = off")
     sampling.add_argument("--top-k", type=int, help="default 0 = off")
+    sampling.add_argument("--min-p", type=float, help="default 0 = off")
     sampling.add_argument("--seed", type=int, help="seed of the first outcome (default 0); each next one adds 1")
     parser.add_argument("--page-size", type=int, default=16, help="tokens per page (default %(default)s)")
     parser.add_argument("--num-pages", type=int, help="pages in the cache (default: enough)")
@@ -104,13 +133,44 @@ def _parser() -> argparse.ArgumentParser:
 
 def _params(parser: argparse.ArgumentParser, args: argparse.Namespace) -> SamplingParams | None:
     """How to sample, None = greedy; ends the program where an option would have no effect."""
+    given = {name: getattr(args, name) for name in PENALTIES if getattr(args, name) is not None}
     if args.temperature != 0.0:
-        top_p = 1.0 if args.top_p is None else args.top_p
-        return SamplingParams(temperature=args.temperature, top_k=args.top_k or 0, top_p=top_p)
-    for name in ("top_p", "top_k", "seed"):
+        given |= {name: getattr(args, name) for name in ("top_p", "top_k", "min_p") if getattr(args, name) is not None}
+        return SamplingParams(temperature=args.temperature, **given)
+    for name in ("top_p", "top_k", "min_p", "seed"):
         if getattr(args, name) is not None:
             parser.error(f"--{name.replace('_', '-')}: needs --temperature above 0; without it decoding is greedy")
-    return None
+    return SamplingParams(temperature=0.0, **given) if given else None
+
+
+def _bad_words(tokenizer: Any, words: list[str]) -> list[list[int]]:
+    """Each text as tokens, also with a space in front: most tokenizers have other tokens for that."""
+    texts = [text for word in words for text in (word, f" {word.lstrip()}")]
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+
+
+def _grammars(
+    parser: argparse.ArgumentParser, model: Any, tokenizer: Any, args: argparse.Namespace
+) -> list[GrammarMatcher] | None:
+    """A matcher for each outcome."""
+    path = args.json_schema or args.grammar
+    if path is None:
+        return None
+    try:
+        import xgrammar
+
+        from pagedtree.integrations.xgrammar import XGrammarMatcher
+    except ModuleNotFoundError as error:
+        parser.error(f"--{'json-schema' if args.json_schema else 'grammar'} needs {error.name}: pip install xgrammar")
+    text = Path(path).read_text(encoding="utf-8")
+    vocab_size, stops = model.config.get_text_config().vocab_size, eos_tokens(model, None)
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=stops or None)
+    compiler = xgrammar.GrammarCompiler(info)
+    try:
+        compiled = compiler.compile_json_schema(text) if args.json_schema else compiler.compile_grammar(text)
+    except RuntimeError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return [XGrammarMatcher(xgrammar.GrammarMatcher(compiled), info.vocab_size) for _ in range(args.n)]
 
 
 def _load(path: str, args: argparse.Namespace) -> Any:
@@ -134,19 +194,35 @@ def _drafter(model: Any, args: argparse.Namespace) -> Drafter | None:
     return None
 
 
+def _print_logprobs(tokenizer: Any, tokens: list[int], found: TokenLogprobs) -> None:
+    """A line for each token, on standard error."""
+    columns = zip(tokens, found.logprobs, found.ranks, found.top_tokens, found.top_logprobs, strict=True)
+    for token, logprob, rank, top, their in columns:
+        others = ", ".join(
+            f"{tokenizer.decode([t])!r} {math.exp(value):.3f}" for t, value in zip(top, their, strict=True)
+        )
+        print(f"{tokenizer.decode([token])!r:16} {logprob:8.3f}  rank {rank}  {others}", file=sys.stderr)
+
+
 class _Printer:
-    """Prints a single outcome as it comes. Several outcomes are printed at the end, and until then how far they are."""
+    """Prints a single outcome as it comes. Several outcomes are printed at the end.
+
+    How far they are is told on standard error, unless the text itself tells it on a terminal.
+    """
 
     def __init__(self, tokenizer: Any, num_sequences: int, max_tokens: int) -> None:
         self.tokenizer = tokenizer
         self.tokens: list[list[int]] = [[] for _ in range(num_sequences)]
         self.printed = ""
-        self.max_tokens, self.tenths = max_tokens, 0
+        self.max_tokens, self.tenths, self.started = max_tokens, 0, time.perf_counter()
+        self.shows_progress = num_sequences > 1 or not sys.stdout.isatty()
+        self.is_live = sys.stderr.isatty()  # one line is written again and again there, else ten lines in all
 
     def add(self, sequence: int, tokens: list[int]) -> None:
         self.tokens[sequence] += tokens
-        if len(self.tokens) > 1:
+        if self.shows_progress:
             self._show_progress()
+        if len(self.tokens) > 1:
             return
         text = self._text(sequence)
         # The bytes of one character may be spread over several tokens.
@@ -155,13 +231,18 @@ class _Printer:
             self.printed = text
 
     def _show_progress(self) -> None:
-        """Writes one line for each tenth of the tokens that there may be."""
         count = sum(map(len, self.tokens))
-        if 10 * count // self.max_tokens > self.tenths:
-            self.tenths = 10 * count // self.max_tokens
-            print(f"{count} of at most {self.max_tokens} tokens", file=sys.stderr)
+        is_next_tenth = 10 * count // self.max_tokens > self.tenths
+        self.tenths = 10 * count // self.max_tokens
+        if self.is_live or is_next_tenth:
+            rate = count / max(time.perf_counter() - self.started, 1e-9)
+            begin, end = ("\r", "") if self.is_live else ("", "\n")
+            line = f"{begin}{count} of at most {self.max_tokens} tokens, {rate:.1f} tokens/s"
+            print(line, end=end, file=sys.stderr, flush=True)
 
     def finish(self) -> None:
+        if self.shows_progress and self.is_live:
+            print(file=sys.stderr)
         if len(self.tokens) == 1:
             print(self._text(0)[len(self.printed) :])
             return

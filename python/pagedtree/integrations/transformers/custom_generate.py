@@ -7,30 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation import (
-    EosTokenCriteria,
-    GenerateDecoderOnlyOutput,
-    MaxLengthCriteria,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 
 from pagedtree import SamplingParams
 from pagedtree.generation.drafters import StepResult
 from pagedtree.generation.stats import GenerationStats
+from pagedtree.generation.token_options import TokenOptions
+from pagedtree.grammars import GrammarMatcher
 from pagedtree.integrations.transformers.generate import generate
 
 __all__ = ["tree_generate"]
 
-# In the order in which transformers applies them.
-WARPERS = {
-    TemperatureLogitsWarper: "temperature",
-    TopKLogitsWarper: "top_k",
-    TopPLogitsWarper: "top_p",
-    MinPLogitsWarper: "min_p",
-}
 # What transformers hands to a decoding loop anyway: prepared for its own kind of cache, which is not used here.
 PREPARED = {"attention_mask", "position_ids", "past_key_values", "cache_position", "use_cache", "logits_to_keep"}
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -53,21 +40,27 @@ def tree_generate(
     callback: Callable[[int, list[int]], object] | None = None,
     on_step: Callable[[StepResult], None] | None = None,
     on_stats: Callable[[GenerationStats], None] | None = None,
+    options: TokenOptions | Sequence[TokenOptions | None] | None = None,
+    grammars: Sequence[GrammarMatcher | None] | None = None,
+    logprobs: int | None = None,
+    logprobs_mode: str = "raw",
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decodes with draft trees over a paged cache: `model.generate(..., custom_generate=tree_generate, drafter=...)`.
 
-    Prompts, attention mask, lengths, EOS, padding and sampling are `model.generate`'s arguments and generation config;
-    the keyword arguments here are `pagedtree.integrations.transformers.generate`'s, given to `model.generate`, too.
+    Prompts, attention mask, lengths, EOS, padding, sampling and logits processors are `model.generate`'s arguments and
+    generation config: temperature, top_k, top_p, min_p, repetition_penalty, sequence_bias of single tokens,
+    bad_words_ids, min_length, min_new_tokens, suppress_tokens, begin_suppress_tokens. The keyword arguments here are
+    `pagedtree.integrations.transformers.generate`'s, given to `model.generate`, too.
     Greedy text is that of `model.generate` without custom_generate. Sampled text follows the same distribution, with
     other draws: each row has a seed, drawn from torch's generator where `seeds` (one per returned row) is not given, so
     that `torch.manual_seed` repeats it. on_stats: called with the `GenerationStats` at the end.
 
     Returns what `model.generate` does: int64 [B, length], or with return_dict_in_generate an output of `sequences`.
 
-    Raises ValueError, naming it, for what drafts cannot be verified under: beams, logits processors other than
-    temperature, top_k, top_p and min_p (penalties, min_new_tokens, bad words, ...), stopping criteria other than
-    length and EOS, scores or states as output, a cache that already holds tokens, and further inputs of the model.
+    Raises ValueError, naming it, for what drafts cannot be verified under: beams, logits processors other than those
+    (no_repeat_ngram_size, typical_p, ...), stopping criteria other than length and EOS, scores or states as output, a
+    cache that already holds tokens, and further inputs of the model.
     transformers hands neither `streamer` nor `assistant_model` to a decoding loop: use callback and drafter.
     """
     mode = generation_config.get_generation_mode().value
@@ -76,7 +69,7 @@ def tree_generate(
     wanted = [name for name in OUTPUTS if getattr(generation_config, name, None)]
     if wanted:
         raise ValueError(f"tree_generate: expected sequences alone as output, got {', '.join(wanted)}")
-    params = _sampling_params(logits_processor, generation_config.do_sample)
+    params = SamplingParams() if generation_config.do_sample else None
     max_length, eos_token_id = _limits(stopping_criteria)
     attention_mask = _attention_mask(input_ids, model_kwargs)
     if params is not None and seeds is None:
@@ -85,32 +78,13 @@ def tree_generate(
         model, input_ids, drafter=drafter, max_new_tokens=max_length - input_ids.shape[1], params=params, seeds=seeds,
         page_size=page_size, num_pages=num_pages, attention_mask=attention_mask, eos_token_id=eos_token_id,
         pad_token_id=generation_config.pad_token_id, rule=rule, max_batch_tokens=max_batch_tokens,
-        cuda_graph=cuda_graph, callback=callback, on_step=on_step,
+        cuda_graph=cuda_graph, callback=callback, on_step=on_step, logits_processor=logits_processor, options=options,
+        grammars=grammars, logprobs=logprobs, logprobs_mode=logprobs_mode,
     )  # fmt: skip
     if on_stats is not None:
         on_stats(stats)
     sequences: Any = result
     return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
-
-
-def _sampling_params(processors: Any, do_sample: bool) -> SamplingParams | None:
-    """None = greedy. transformers filters by top_k, then top_p, then min_p."""
-    names = [WARPERS.get(type(processor), type(processor).__name__) for processor in processors]
-    order = list(WARPERS.values())
-    ranks = [order.index(name) if name in order else -1 for name in names]
-    unknown = [name for name, rank in zip(names, ranks, strict=True) if rank < 0]
-    if unknown or (ranks and not do_sample):
-        raise ValueError(f"tree_generate: expected no logits processor but {', '.join(order)}, got {', '.join(names)}")
-    if ranks != sorted(set(ranks)) or any(getattr(p, "min_tokens_to_keep", 1) != 1 for p in processors):
-        raise ValueError(f"tree_generate: expected warpers as transformers makes them, got {', '.join(names)}")
-    if {"top_k", "top_p", "min_p"} <= set(names):
-        raise ValueError("tree_generate: expected at most two of top_k, top_p and min_p (top_k=0 is off), got all")
-    if not do_sample:
-        return None
-    values = {name: getattr(processor, name) for name, processor in zip(names, processors, strict=True)}
-    # min_p keeps what it would keep of the unfiltered distribution, and so does top_p where there is no top_k.
-    filter_order = "joint" if {"top_p", "min_p"} <= set(names) else "top_k_first"
-    return SamplingParams(**values, filter_order=filter_order)
 
 
 def _limits(criteria: Any) -> tuple[int, list[int]]:

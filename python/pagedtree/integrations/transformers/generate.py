@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,13 +14,17 @@ from pagedtree import SamplingParams
 from pagedtree.generation.drafters import Drafter, NoDrafter, StepResult, as_drafter
 from pagedtree.generation.engine import Engine
 from pagedtree.generation.fixed_step import check_device
+from pagedtree.generation.grammar_steps import GrammarSteps
 from pagedtree.generation.paged_cache import PagedCache
-from pagedtree.generation.rules import Sampling, check_rule
+from pagedtree.generation.rules import Sampling, check_options, check_rule
 from pagedtree.generation.scheduler import GeneratedSequence, Scheduler
 from pagedtree.generation.stats import GenerationStats, SequenceStats
 from pagedtree.generation.stop_strings import StopStrings
+from pagedtree.generation.token_options import RequestRows, TokenOptions
 from pagedtree.generation.tree_tuner import TreeTuner
+from pagedtree.grammars import GrammarMatcher
 from pagedtree.integrations.transformers import generate_arguments as arguments
+from pagedtree.integrations.transformers.logits_processors import read_processors
 from pagedtree.integrations.transformers.model import TransformersModel
 from pagedtree.integrations.transformers.rotary import check_constant
 from pagedtree.integrations.transformers.turns import in_turn
@@ -61,6 +66,13 @@ def generate(
     shards: VocabShards | None = None,
     callback: Callable[[int, list[int]], object] | None = None,
     on_step: Callable[[StepResult], None] | None = None,
+    options: TokenOptions | Sequence[TokenOptions | None] | None = None,
+    min_new_tokens: int | Sequence[int] = 0,
+    logits_processor: Iterable[Any] | None = None,
+    grammars: Sequence[GrammarMatcher | None] | None = None,
+    logprobs: int | None = None,
+    logprobs_mode: str = "raw",
+    streamer: Any = None,
 ) -> tuple[list[Tensor] | Tensor, GenerationStats]:
     """Generates up to `max_new_tokens` tokens for each prompt; the drafter does not change the text's distribution.
 
@@ -78,7 +90,8 @@ def generate(
             tokenizer returned of these: a BatchEncoding or dict of input_ids and attention_mask.
         drafter: None (plain decoding), or an object with propose(tokens, lengths), see `drafters.Drafter`.
         max_new_tokens: at least 1; EOS ends a sequence earlier.
-        params: None = greedy; else how to sample. Tensor fields have one entry per prompt, or one per sequence.
+        params: None = greedy; else how to sample, and with which penalties; temperature 0 is greedy with penalties.
+            Tensor fields have one entry per prompt, or one per sequence.
         seeds: one per sequence, int64 [B * n]; default 0, 1, 2, ...
         page_size: tokens per page. num_pages: pages in the pool; default: enough for all sequences at once. With fewer,
             sequences wait, and the youngest are evicted and read again later.
@@ -115,6 +128,23 @@ def generate(
         callback: called with (sequence, new tokens) after each pass, in the order of the sequences. If it returns True,
             the sequence ends there; with shards it must do so on all ranks.
         on_step: called with a `StepResult` after each pass, for tracing.
+        options: which tokens may come (`TokenOptions`: bias, allowed tokens, bad words, ...): one for all, or a list
+            with one or None per prompt or sequence.
+        min_new_tokens: so many tokens come before an EOS token may; one number, or one per prompt or sequence. As in
+            transformers, stop strings end a text before that.
+        logits_processor: a `LogitsProcessorList` of transformers, or any list of those of its processors that have a
+            counterpart in params, options and min_new_tokens: RepetitionPenalty, SequenceBias of single tokens,
+            NoBadWords, MinLength, MinNewTokensLength, SuppressTokens, SuppressTokensAtBegin, and with params the
+            warpers of temperature, top_k, top_p and min_p. They are read, not called.
+        grammars: a `pagedtree.grammars.GrammarMatcher` or None for each sequence (n per prompt), none of them twice.
+            They are told the tokens that their sequence gets, so each serves for one call. A text ends with the token
+            that completes it, which is an EOS token where the grammar ends with one.
+        logprobs: also tells, in stats.sequences, each token's log-probability, its rank, and the so many most likely
+            tokens of its place (`TokenLogprobs`), at most 1024; 0 = the token's own alone, None = nothing.
+        logprobs_mode: "raw": of the model's logits; "processed": of the distribution that the token was drawn from,
+            behind options, grammar, temperature and filters; where decoding is greedy, behind options and grammar.
+        streamer: of transformers (`TextStreamer`, `TextIteratorStreamer`): gets the prompt, then the tokens as they
+            come. For one sequence, as in transformers.
 
     Returns (sequences, stats). Sequence b * n + j is outcome j of prompt b: prompt and generated tokens, EOS included.
     For a list of prompts a list of int64 tensors [length]; for a tensor, like model.generate, one int64 tensor
@@ -123,10 +153,14 @@ def generate(
     Calls from several threads that share a model or a drafter run one after another. For the time of a call the model
     has our attention, so do not run it yourself meanwhile in another thread.
 
+    Options, penalties and grammars are exact: each token is drawn as it would be without drafts. Rule "typical" takes
+    no options and penalties, cuda_graph no grammars, shards no logprobs.
+
     Raises ValueError for an empty prompt or ids outside the vocabulary, a model or arguments that do not fit, sequences
     that would change the frequencies of a model's rotary embedding for their neighbours ("longrope", "dynamic"; see
     `rotary`), a rule that the drafter or params do not fit, cuda_graph without a GPU or with another drafter, or
-    num_pages too small for a sequence with the whole pool to itself; TypeError for params or a drafter of another type.
+    num_pages too small for a sequence with the whole pool to itself; TypeError for params, options or a drafter of
+    another type.
     """
     packed = TransformersModel(model)
     if params is not None and not isinstance(params, SamplingParams):
@@ -141,7 +175,15 @@ def generate(
     input_ids, attention_mask = arguments.prompts_and_mask(input_ids, attention_mask)
     vocab_size = packed.vocab_size if shards is None else shards.vocab
     prompts = arguments.token_lists(input_ids, attention_mask, vocab_size, pad=None if pad in eos_ids else pad)
-    device = packed.device
+    device, num_logits = packed.device, packed.num_logits if shards is None else shards.vocab
+    every_option = arguments.options_of(options, len(prompts), n)
+    least = arguments.least_lengths(min_new_tokens, max_new_tokens, len(prompts), n)
+    if logits_processor is not None:
+        width = input_ids.shape[1] if isinstance(input_ids, Tensor) else None
+        read = read_processors(logits_processor, prompts, width, eos_ids)
+        params = read.on_params(params)
+        every_option = [read.on_options(each, i // n) for i, each in enumerate(every_option)]
+        least = [max(count, read.min_new_tokens[i // n]) for i, count in enumerate(least)]
     draft_model = getattr(drafter, "model", None)
     shared = model, model.config, drafter, draft_model, getattr(draft_model, "config", None)
     drafter = as_drafter(drafter)
@@ -158,6 +200,16 @@ def generate(
         for b, prompt in enumerate(prompts)
         for j in range(n)
     ]
+    params = arguments.sequence_params(params, len(prompts), n)
+    requests = RequestRows(sequences, every_option, eos_ids, least, params, num_logits, device)
+    if requests.is_used:
+        rule, params = check_options(rule, params)
+    matchers = arguments.grammars_of(grammars, len(sequences))
+    reader = arguments.logprobs_of(logprobs, logprobs_mode, num_logits)
+    if shards is not None and reader is not None:
+        raise ValueError("logprobs: expected None with shards, whose logits no rank has whole")
+    if streamer is not None and len(sequences) != 1:
+        raise ValueError(f"streamer: expected one sequence, as in transformers, got {len(sequences)}")
     max_nodes = drafter.max_nodes or ASSUMED_MAX_NODES
     if num_pages is None:
         num_pages = max(sum(-(-(s.max_length + max_nodes) // page_size) + 1 for s in sequences), 1)
@@ -166,25 +218,23 @@ def generate(
     queue.check_capacity(drafter.max_nodes or 1)
     is_long = packed.check_sequences("model", sequences)
     if cuda_graph:
-        _check_graph(model, drafter, device, share_prefix, shards)
+        _check_graph(model, drafter, device, share_prefix, shards, matchers is not None)
     stats = GenerationStats(sequences=[SequenceStats() for _ in sequences])
     min_shared_tokens = {None: MIN_SHARED_TOKENS, True: 1, False: None}[share_prefix]
-    sampling = Sampling(
-        rule,
-        arguments.sequence_params(params, len(prompts), n),
-        arguments.seeds_of(seeds, len(sequences), device),
-        shards,
-        vocab_size=packed.num_logits if shards is None else shards.vocab,
-    )
+    sampling = Sampling(rule, params, arguments.seeds_of(seeds, len(sequences), device), shards, vocab_size=num_logits)
     with in_turn(*(thing for thing in shared if thing is not None)):
         if hasattr(drafter, "prepare"):  # any object with `observe` is a drafter
             drafter.prepare(sequences)
         tuner = _tuner(model, drafter, tree, cuda_graph, shards is not None)
-        engine = Engine(
-            packed, queue, drafter, sampling, eos_ids, min_shared_tokens, callback, on_step, stats, cuda_graph, tuner,
-            stops,
-        )  # fmt: skip
-        with packed.use(is_long):
+        with ExitStack() as stack:
+            if streamer is not None:
+                callback = stack.enter_context(_streamed(streamer, prompts[0], callback))
+            engine = Engine(
+                packed, queue, drafter, sampling, eos_ids, min_shared_tokens, callback, on_step, stats, cuda_graph,
+                tuner, stops, requests if requests.is_used else None,
+                None if matchers is None else GrammarSteps(matchers, num_logits, eos_ids, stats), reader,
+            )  # fmt: skip
+            stack.enter_context(packed.use(is_long))
             engine.run()
     if isinstance(input_ids, Tensor):
         filler = pad if pad is not None else next(iter(eos_ids), 0)
@@ -192,8 +242,31 @@ def generate(
     return [torch.tensor(sequence.tokens, device=device) for sequence in sequences], stats
 
 
+@contextmanager
+def _streamed(
+    streamer: Any, prompt: list[int], callback: Callable[[int, list[int]], object] | None
+) -> Iterator[Callable[[int, list[int]], object]]:
+    """A callback that hands tokens to the streamer, one by one as transformers does, and then calls the other one."""
+    streamer.put(torch.tensor([prompt]))
+
+    def put(sequence: int, tokens: list[int]) -> object:
+        for token in tokens:
+            streamer.put(torch.tensor([token]))
+        return None if callback is None else callback(sequence, tokens)
+
+    try:
+        yield put
+    finally:  # after an error, too: another thread may wait for the end
+        streamer.end()
+
+
 def _check_graph(
-    model: Any, drafter: Drafter, device: torch.device, share_prefix: bool | None, shards: VocabShards | None
+    model: Any,
+    drafter: Drafter,
+    device: torch.device,
+    share_prefix: bool | None,
+    shards: VocabShards | None,
+    has_grammars: bool,
 ) -> None:
     """Raises ValueError for what a captured step cannot do."""
     check_device(device)
@@ -201,6 +274,8 @@ def _check_graph(
         check_constant(f"cuda_graph: {name}", each)
     if shards is not None:
         raise ValueError("shards: expected None with cuda_graph, got a VocabShards")
+    if has_grammars:
+        raise ValueError("grammars: expected None with cuda_graph, whose step cannot wait for masks from the host")
     if share_prefix:
         raise ValueError("share_prefix: expected None or False with cuda_graph, whose step reads all pages, got True")
 

@@ -13,9 +13,26 @@ import torch
 from torch import Tensor
 
 from pagedtree import SamplingParams
+from pagedtree.generation.logprobs import LogprobReader
+from pagedtree.generation.token_options import TokenOptions
+from pagedtree.grammars import GrammarMatcher
 
-__all__ = ["at_least_one", "eos_tokens", "pad_token", "prompts_and_mask", "seeds_of", "sequence_params", "token_lists"]
+__all__ = [
+    "at_least_one",
+    "eos_tokens",
+    "grammars_of",
+    "least_lengths",
+    "logprobs_of",
+    "options_of",
+    "pad_token",
+    "prompts_and_mask",
+    "seeds_of",
+    "sequence_params",
+    "token_lists",
+]
 
+# What `token_logprobs` tells at most.
+MOST_LOGPROBS = 1024
 # What a tokenizer returns beside input_ids that does not change what the model reads.
 ENCODED = {"input_ids", "attention_mask", "token_type_ids"}
 
@@ -155,3 +172,64 @@ def seeds_of(seeds: Tensor | Sequence[int] | None, num_sequences: int, device: t
     if given.shape != (num_sequences,) or given.is_floating_point():
         raise ValueError(f"seeds: expected {num_sequences} integers, got {given.dtype} {list(given.shape)}")
     return given.to(device, torch.int64)
+
+
+def options_of(options: Any, num_prompts: int, n: int) -> list[TokenOptions]:
+    """One for each sequence. options: None, one for all, or a list with one or None per prompt or sequence."""
+    given = [options] * num_prompts if options is None or isinstance(options, TokenOptions) else options
+    every = _of_sequences("options", given, num_prompts, n)
+    for each in every:
+        if each is not None and not isinstance(each, TokenOptions):
+            raise TypeError(f"options: expected TokenOptions or None, got {type(each).__name__}")
+    return [TokenOptions() if each is None else each for each in every]
+
+
+def least_lengths(min_new_tokens: Any, max_new_tokens: int, num_prompts: int, n: int) -> list[int]:
+    """min_new_tokens of each sequence."""
+    given = min_new_tokens.tolist() if hasattr(min_new_tokens, "tolist") else min_new_tokens
+    given = [given] * num_prompts if not isinstance(given, list | tuple) else given
+    every = [_integer("min_new_tokens", count) for count in _of_sequences("min_new_tokens", given, num_prompts, n)]
+    for count in every:
+        if not 0 <= count <= max_new_tokens:
+            raise ValueError(f"min_new_tokens: expected 0..max_new_tokens, {max_new_tokens}, got {count}")
+    return every
+
+
+def grammars_of(grammars: Any, num_sequences: int) -> list[GrammarMatcher | None] | None:
+    """One matcher or None for each sequence; None: no grammars at all."""
+    if grammars is None:
+        return None
+    if isinstance(grammars, GrammarMatcher) or not isinstance(grammars, Sequence):
+        raise TypeError(f"grammars: expected a list with a matcher or None per sequence, got {type(grammars).__name__}")
+    if len(grammars) != num_sequences:
+        raise ValueError(f"grammars: expected {num_sequences} matchers, one per sequence or None, got {len(grammars)}")
+    for i, matcher in enumerate(grammars):
+        if matcher is None:
+            continue
+        if not isinstance(matcher, GrammarMatcher):
+            raise TypeError(f"grammars: expected a GrammarMatcher or None as number {i}, got {type(matcher).__name__}")
+        if any(matcher is other for other in grammars[:i]):
+            raise ValueError(f"grammars: expected a matcher of its own for each sequence, got number {i} twice")
+        if matcher.is_terminated():
+            raise ValueError(f"grammars: expected texts that are not complete, got a complete one as number {i}")
+    return None if all(matcher is None for matcher in grammars) else list(grammars)
+
+
+def logprobs_of(logprobs: Any, mode: str, vocab: int) -> LogprobReader | None:
+    if mode not in ("raw", "processed"):
+        raise ValueError(f'logprobs_mode: expected "raw" or "processed", got {mode!r}')
+    if logprobs is None:
+        return None
+    top_n, most = _integer("logprobs", logprobs), min(vocab, MOST_LOGPROBS)
+    if not 0 <= top_n <= most:
+        raise ValueError(f"logprobs: expected None or 0..{most}, got {top_n}")
+    return LogprobReader(top_n, mode == "processed")
+
+
+def _of_sequences(name: str, values: Any, num_prompts: int, n: int) -> list[Any]:
+    """One value per sequence, from one per prompt or one per sequence."""
+    if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
+        raise TypeError(f"{name}: expected one value, or a list with one per prompt, got {type(values).__name__}")
+    if len(values) not in (num_prompts, num_prompts * n):
+        raise ValueError(f"{name}: expected a value for each of {num_prompts} prompts, got {len(values)}")
+    return [value for value in values for _ in range(n)] if len(values) == num_prompts else list(values)

@@ -1,0 +1,269 @@
+"""Request options in sample, token_logprobs, the lossless verify ops, their parts on shards, and commit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedtree import (
+    DraftTree,
+    RequestOptions,
+    SamplingParams,
+    TreeBatch,
+    Verdict,
+    commit,
+    distributed,
+    reference,
+    sample,
+    token_logprobs,
+    verify_block,
+    verify_rejection,
+    verify_sampled,
+    verify_traversal,
+)
+from pagedtree.check.case import CPU, Case, Place, Results, within
+from pagedtree.check.cases.inputs import int32, int64, random_tree, seeded, words64
+from pagedtree.check.cases.shards import on_ranks
+from pagedtree.check.cases.verification import Problem, forest, problem_of, with_draft_vocabulary
+
+BATCH, VOCAB = 8, 45
+AGAINST = "the op without options on logits that plain loops have processed"
+# Names of fields, and of penalties.
+PARTS = {
+    "penalties": ("repetition_penalty", "presence_penalty", "frequency_penalty", "prompt_mask", "output_counts"),
+    "repetition": ("repetition_penalty", "prompt_mask"),
+    "presence": ("presence_penalty", "output_counts"),
+    "frequency": ("frequency_penalty", "output_counts"),
+    "bias": ("bias_tokens", "bias_values", "cu_bias"),
+    "allowed tokens": ("allowed_mask",),
+    "bad words": ("bad_tokens", "cu_bad_words", "cu_bad_seqs", "history", "history_lens", "history_start"),
+    "minimum length": ("stop_ids", "min_position"),
+}
+RULES: dict[str, tuple[Any, str]] = {
+    "verify_rejection": (verify_rejection, "onehot"),
+    "verify_block": (verify_block, "iid"),
+    "verify_traversal": (verify_traversal, "swor"),
+}
+SIZES = [20, 25]
+
+
+def cases() -> Iterator[Case]:
+    every = tuple(name for names in PARTS.values() for name in names)
+    for part, names in {**PARTS, "all": every}.items():
+        trees, chains = forest("", BATCH, VOCAB), problem_of("", [[-1, 0, 1, 2], [-1, 0, 1]] * (BATCH // 2), VOCAB)
+        masked = forest("", BATCH, VOCAB, "fp32", masked=True)
+        yield _sample(part, trees, names)
+        yield _logprobs(part, trees, names)
+        for op in ("verify_sampled", *RULES):
+            yield _verify(op, part, chains if op == "verify_block" else trees, names)
+        yield _verify("verify_sampled", f"{part}, grammar mask", masked, names)
+        for op in ("verify_sampled", "verify_rejection"):
+            yield _on_shards(op, part, trees, names)
+            if part == "presence":  # few tokens, so that those of paths matter
+                yield _on_shards(op, "draft vocabulary", with_draft_vocabulary(forest("", BATCH, 6)), names)
+    for problem in (forest("", 3, 5003, nodes=4), problem_of("", [random_tree(7, 300, 30).parents.tolist()], 17)):
+        yield _verify("verify_sampled", f"V {problem.logits.shape[1]}", problem, PARTS["penalties"] + PARTS["bias"])
+    yield from (
+        _commit(name, vocab) for name, vocab in (("output counts", 9), ("output counts of a smaller vocabulary", 4))
+    )
+
+
+def asked(problem: Problem, names: tuple[str, ...]) -> tuple[dict[str, Any], RequestOptions]:
+    """Penalties and options of those names, which concern each sequence's likeliest tokens."""
+    logits = problem.logits.float().nan_to_num(-math.inf)
+    batch, vocab = problem.batch, logits.shape[1]
+    begins = torch.tensor([0, *(len(tree) for tree in problem.parents)]).cumsum(0)[:-1].tolist()
+    best = [logits[begin].topk(min(4, vocab)).indices.tolist() for begin in begins]
+    others = torch.randint(vocab, (batch, 6), generator=seeded(9)).tolist()
+    every = RequestOptions.from_lists(
+        vocab,
+        prompts=[[*ids[:1], *more] for ids, more in zip(best, others, strict=True)],
+        outputs=[[ids[1], ids[1], ids[-1]] for ids in best],
+        allowed=[[x for x in range(vocab) if x != ids[b % 2]] for b, ids in enumerate(best)],
+        bias=[{ids[0]: -1.5, ids[1]: 2.0, ids[-1]: -math.inf, b % vocab: 3.25} for b, ids in enumerate(best)],
+        # The first of the words of two ends where the text begins, and so matches only with an earlier beginning.
+        bad_words=[[[ids[-1], ids[0]], [ids[0], ids[1]], [others[b][0]]] for b, ids in enumerate(best)],
+        stop_ids=[ids[:2] for ids in best],
+        min_positions=[0] * batch,
+    )
+    positions = _streams(batch)["positions"]
+    assert every.history_lens is not None
+    every = replace(every, min_position=positions + 2, history_start=every.history_lens)
+    penalties = {
+        "repetition_penalty": torch.linspace(0.8, 1.9, batch),
+        "presence_penalty": 1.5,
+        "frequency_penalty": torch.linspace(-1.0, 1.75, batch),
+    }
+    chosen = {name: value if name in names else None for name, value in every.tensors().items()}
+    return {name: value for name, value in penalties.items() if name in names}, RequestOptions(**chosen)
+
+
+def _streams(batch: int) -> dict[str, Tensor]:
+    return {"seeds": words64(batch), "positions": words64(batch, 1) >> 2}
+
+
+def _case(name: str, ops: tuple[str, ...], run: Callable[[Place], Results], expected: Callable[[], Results]) -> Case:
+    return Case(name, ops, run, expected, always_loops=True, against=AGAINST)
+
+
+SAMPLING: dict[str, Any] = {"temperature": 0.9, "top_k": 12, "top_p": 0.95}
+
+
+def _sample(part: str, problem: Problem, names: tuple[str, ...]) -> Case:
+    logits, streams = problem.logits[:BATCH], _streams(BATCH)
+    drawn: dict[str, Any] = {**streams}
+    roots = replace(problem, parents=[[-1]] * BATCH, logits=logits)
+    penalties, options = asked(roots, names)
+    mask = torch.rand(logits.shape, generator=seeded(3)) < 0.9
+
+    def run(place: Place) -> Results:
+        given = place.put({"params": SamplingParams(**SAMPLING, **penalties), "options": options, **streams})
+        return {"tokens": sample(place.put(logits), **given, grammar_mask=place.put(mask))}
+
+    def expected() -> Results:
+        processed = reference.apply_options(
+            logits, SamplingParams(**penalties), options, positions=streams["positions"], grammar_mask=mask
+        )
+        return {"tokens": sample(processed, SamplingParams(**SAMPLING), **drawn)}
+
+    return _case(f"sample/options/{part}", ("sample",), run, expected)
+
+
+def _logprobs(part: str, problem: Problem, names: tuple[str, ...]) -> Case:
+    logits = problem.logits[:BATCH]
+    penalties, options = asked(replace(problem, parents=[[-1]] * BATCH, logits=logits), names)
+    tokens, rows = logits.float().topk(3).indices[:, 2].contiguous(), torch.arange(BATCH).flip(0)
+    filters = {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "filter_order": "joint"}
+    kinds: dict[str, dict[str, Any]] = {"plain": {}, "drawn from": filters}
+    top_n = 5
+
+    def run(place: Place) -> Results:
+        given = place.put({"options": options, "tokens": tokens, "rows": rows})
+        found: Results = {}
+        for kind, filtered in kinds.items():
+            params = place.put(SamplingParams(**filtered, **penalties))
+            results = token_logprobs(place.put(logits), params=params, top_n=top_n, **given)
+            found |= {f"{kind} {name}": result for name, result in zip(LOGPROBS, results, strict=True)}
+        bare = token_logprobs(place.put(logits), given["tokens"], top_n=0)
+        return found | {"of the logits": bare[0], "rank in the logits": bare[1]}
+
+    def by_loops() -> Results:
+        processed = reference.apply_options(logits[rows], SamplingParams(**penalties), options)
+        found: Results = {}
+        for kind, filtered in kinds.items():
+            results = [_logprobs_of(row, int(x), top_n, filtered) for row, x in zip(processed, tokens, strict=True)]
+            columns = zip(LOGPROBS, zip(*results, strict=True), strict=True)
+            found |= {f"{kind} {name}": torch.tensor(column) for name, column in columns}
+        results = [_logprobs_of(row, int(x), 0, {}) for row, x in zip(logits, tokens, strict=True)]
+        bare = torch.tensor([result[0] for result in results]), int64([result[1] for result in results])
+        return found | {"of the logits": bare[0], "rank in the logits": bare[1]}
+
+    close = {f"{kind} {name}": within(1e-5) for kind in kinds for name in ("logprobs", "top_logprobs")}
+    compare = close | {"of the logits": within(1e-5)}
+    return Case(f"token_logprobs/options/{part}", ("token_logprobs",), run, by_loops, compare=compare)
+
+
+LOGPROBS = ("logprobs", "ranks", "top_tokens", "top_logprobs")
+
+
+def _logprobs_of(
+    row: Tensor, token: int, top_n: int, filtered: dict[str, Any]
+) -> tuple[float, int, list[int], list[float]]:
+    clean = reference.clean_logits(row)
+    with np.errstate(divide="ignore"):
+        logprobs = np.log(reference.distribution(clean, **filtered))
+    top = np.argsort(-clean, kind="stable")[:top_n].tolist()
+    return float(logprobs[token]), int((clean >= clean[token]).sum()), top, [float(logprobs[x]) for x in top]
+
+
+def _call(op: str, place: Place, problem: Problem, logits: Tensor, params: SamplingParams, **given: Any) -> Verdict:
+    """The op at a place; logits [N, V] may be other ones than the problem's."""
+    (_, drafts, trees), _ = problem.place(place)
+    arguments = place.put(logits), drafts, trees, place.put(params)
+    given = place.put({**given, **_streams(problem.batch)})
+    if op == "verify_sampled":
+        return verify_sampled(*arguments, **given)
+    verify, law = RULES[op]
+    probs = None if law == "onehot" else place.put(_draft_probs(problem))
+    return verify(*arguments, draft_law=law, draft_probs=probs, **given)
+
+
+def _draft_probs(problem: Problem) -> Tensor:
+    near = problem.logits.float() + torch.randn(problem.logits.shape, generator=seeded(5))
+    return near.nan_to_num(-math.inf).softmax(-1)
+
+
+def _processed(problem: Problem, penalties: dict[str, Any], options: RequestOptions) -> Tensor:
+    (logits, drafts, trees), given = problem.place(CPU)
+    positions = _streams(problem.batch)["positions"]
+    return reference.apply_options(
+        logits, SamplingParams(**penalties), options, trees=trees, draft_tokens=drafts, positions=positions, **given
+    )
+
+
+def _verify(op: str, part: str, problem: Problem, names: tuple[str, ...]) -> Case:
+    penalties, options = asked(problem, names)
+
+    def run(place: Place) -> Results:
+        _, given = problem.place(CPU)
+        params = SamplingParams(**SAMPLING, **penalties)
+        return _call(op, place, problem, problem.logits, params, options=options, **given)._asdict()
+
+    def expected() -> Results:
+        processed = _processed(problem, penalties, options)
+        return _call(op, CPU, problem, processed, SamplingParams(**SAMPLING))._asdict()
+
+    return _case(f"{op}/options/{part}", (op,), run, expected)
+
+
+def _on_shards(op: str, part: str, problem: Problem, names: tuple[str, ...]) -> Case:
+    penalties, options = asked(problem, names)
+    streams = _streams(problem.batch)
+    law: dict[str, Any] = {} if op == "verify_sampled" else {"draft_law": "onehot"}
+
+    def run(place: Place) -> Results:
+        (logits, drafts, trees), others = problem.place(place)
+        given = place.put({"params": SamplingParams(**SAMPLING, **penalties), "options": options, **streams})
+        verify = getattr(distributed, op)
+        return on_ranks(
+            SIZES,
+            place.device,
+            lambda shards: verify(shards.own(logits), drafts, trees, shards=shards, **law, **given, **others)._asdict(),
+        )
+
+    def expected() -> Results:
+        processed = _processed(problem, penalties, options)
+        _, others = problem.place(CPU)
+        whole = _call(op, CPU, problem, processed, SamplingParams(**SAMPLING), **others)._asdict()
+        return {f"{name} on rank {rank}": x for rank in range(len(SIZES)) for name, x in whole.items()}
+
+    ops = ("step_shards", "follow_shards" if op == "verify_sampled" else "weigh_shards")
+    return _case(f"shards/options, {op}/{part}", ops, run, expected)
+
+
+def _commit(name: str, vocab: int) -> Case:
+    tokens, accepted = [[5, 5, 8, -1], [1, -1, -1, -1]], [2, 0]
+
+    def run(place: Place) -> Results:
+        trees = TreeBatch.from_trees([DraftTree.chain(3), DraftTree.chain(0)], device=place.device, max_depth=3)
+        verdict = Verdict(int32([[0, 1, 2, -1], [0, -1, -1, -1]]), int32(accepted), int64(tokens), int32([0, 0]))
+        wide = place.put(torch.ones(2, vocab + 3, dtype=torch.int32))  # rows are strided
+        options = RequestOptions(output_counts=wide[:, :vocab])
+        commit(place.put(verdict), trees, place.put(int32([3, 4])), options=options)
+        return {"output_counts": wide}
+
+    def expected() -> Results:
+        counts = torch.ones(2, vocab + 3, dtype=torch.int32)
+        for b, row in enumerate(tokens):
+            for token in row[: accepted[b] + 1]:
+                if token < vocab:
+                    counts[b, token] += 1
+        return {"output_counts": counts}
+
+    return Case(f"commit/{name}", ("commit",), run, expected)

@@ -1,0 +1,74 @@
+"""Grammars in the steps of `generate`: masks filled while the target's pass runs, matchers told what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from pagedtree import Draft
+from pagedtree.generation.scheduler import GeneratedSequence
+from pagedtree.generation.stats import GenerationStats
+from pagedtree.grammars import GrammarFill, GrammarMasks, GrammarMatcher
+
+__all__ = ["GrammarSteps"]
+
+
+class GrammarSteps:
+    """The grammars of all sequences of a call, of which each step takes those of its own.
+
+    Args:
+        matchers: one per sequence, None: no grammar.
+        vocab: columns of the target's logits, of all ranks together.
+        eos_ids: tokens that end every text.
+        stats: gets the times.
+    """
+
+    def __init__(
+        self, matchers: Sequence[GrammarMatcher | None], vocab: int, eos_ids: Sequence[int], stats: GenerationStats
+    ) -> None:
+        self._matchers, self._eos_ids, self._stats = list(matchers), set(eos_ids), stats
+        self._masks = GrammarMasks(self._matchers, vocab)
+        self._fill: GrammarFill | None = None
+
+    def fill(self, sequences: Sequence[GeneratedSequence], draft: Draft) -> None:
+        """Begins to fill the masks of the step's trees."""
+        matchers = [self._matchers[sequence.index] for sequence in sequences]
+        self._fill = None
+        if any(matcher is not None for matcher in matchers):
+            self._masks.matchers = matchers
+            self._fill = self._masks.fill(draft.draft_tokens, draft.trees)
+
+    def mask(self) -> Tensor | None:
+        """The masks, packed; None where no sequence of the step has a grammar."""
+        if self._fill is None:
+            return None
+        mask = self._fill.result()
+        self._stats.grammar_time += self._fill.filled or 0.0
+        self._stats.grammar_wait += self._fill.waited or 0.0
+        return mask
+
+    def end(self, sequence: GeneratedSequence, tokens: list[int]) -> int | None:
+        """Tells the sequence's matcher which tokens it got; how many remain if the text ends with or in them.
+
+        A text ends with the token that completes it. It also ends where nothing is left that the grammar and the other
+        options allow: in front of the token that the grammar forbids, unless that is an EOS token.
+        """
+        matcher = self._matchers[sequence.index]
+        if matcher is None:
+            return None
+        begin = time.perf_counter()
+        end = None
+        for count, token in enumerate(tokens):
+            if not matcher.accept(token):
+                end = count + (token in self._eos_ids)
+            elif matcher.is_terminated():
+                end = count + 1
+            if end is not None:
+                break
+        self._stats.grammar_wait += time.perf_counter() - begin
+        return end
+
+    def close(self) -> None:
+        self._masks.close()

@@ -1,0 +1,144 @@
+"""Log-probabilities of generated tokens, straight from the logits of the pass that verified them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedtree import Commit, RequestOptions, SamplingParams, Verdict, token_logprobs
+from pagedtree.generation.rules import Sampling
+
+__all__ = ["LogprobReader", "TokenLogprobs"]
+
+# Per token of each sequence of a step: log-probability, rank, the most likely tokens, and their log-probabilities.
+Found = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@dataclass
+class TokenLogprobs:
+    """What `generate(logprobs=n)` tells about the generated tokens of one sequence; entry i is of its i-th new token.
+
+    Attributes:
+        logprobs: natural logarithm of the token's probability.
+        ranks: how many tokens are at least as likely, itself included, whatever the filters drop: 1 is the most likely.
+        top_tokens, top_logprobs: the n most likely tokens of the same place, largest first, and theirs.
+    """
+
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    top_tokens: list[list[int]] = field(default_factory=list)
+    top_logprobs: list[list[float]] = field(default_factory=list)
+
+    def append(self, found: list[list[Any]], count: int) -> None:
+        """Takes over the first `count` tokens of one sequence of a step."""
+        mine: tuple[list[Any], ...] = (self.logprobs, self.ranks, self.top_tokens, self.top_logprobs)
+        for entries, new in zip(mine, found, strict=True):
+            entries += new[:count]
+
+
+class LogprobReader:
+    """Reads them for all tokens of a step, accepted drafts and bonus tokens alike.
+
+    Args:
+        top_n: how many of the most likely tokens are told.
+        is_processed: whether the probabilities are those that the token was drawn with, behind options, temperature and
+            filters (of greedy sequences behind options alone), else those of the logits themselves.
+    """
+
+    def __init__(self, top_n: int, is_processed: bool) -> None:
+        self.top_n, self.is_processed = top_n, is_processed
+
+    def read(
+        self,
+        logits: Tensor,
+        verdict: Verdict,
+        committed: Commit,
+        start: Tensor,
+        sampling: Sampling,
+        options: RequestOptions | None,
+        grammar_mask: Tensor | None,
+    ) -> Found:
+        """[B, S] or [B, S, top_n] each, of verdict.tokens; entries past the committed ones mean nothing.
+
+        options: as they were before the commit, but its history has the new tokens. Where they have counts these are
+        advanced, in place of `commit`.
+        """
+        rows = committed.accept_rows
+        if not self.is_processed:
+            found = token_logprobs(logits, verdict.tokens.flatten(), rows=rows.flatten(), top_n=self.top_n)
+            return _shaped([each.unflatten(0, rows.shape) for each in found])
+        params = _of_greedy_too(sampling.params)
+        by_depth = []
+        for depth in range(rows.shape[1]):
+            row, tokens = rows[:, depth].contiguous(), verdict.tokens[:, depth].contiguous()
+            here = _options_at(depth, row, tokens, logits.shape[1], start, committed, options, grammar_mask)
+            by_depth.append(token_logprobs(logits, tokens, rows=row, params=params, options=here, top_n=self.top_n))
+            if options is not None and options.output_counts is not None:
+                vocab = options.output_counts.shape[1]
+                is_new = (row >= 0) & (tokens < vocab)
+                options.output_counts.scatter_add_(1, tokens.clamp(0, vocab - 1)[:, None], is_new.int()[:, None])
+        return _shaped([torch.stack(each, dim=1) for each in zip(*by_depth, strict=True)])
+
+
+def _of_greedy_too(params: SamplingParams | None) -> SamplingParams | None:
+    """Parameters that tell something of greedy sequences, too: at temperature 0 one token would have it all."""
+    if params is None:
+        return None
+    neutral: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    if isinstance(params.temperature, Tensor):
+        is_greedy = params.temperature == 0
+        neutral = {name: torch.where(is_greedy, value, getattr(params, name)) for name, value in neutral.items()}
+    elif params.temperature != 0:
+        return params
+    return replace(params, **neutral)
+
+
+def _options_at(
+    depth: int,
+    row: Tensor,
+    tokens: Tensor,
+    vocab: int,
+    start: Tensor,
+    committed: Commit,
+    options: RequestOptions | None,
+    grammar_mask: Tensor | None,
+) -> RequestOptions | None:
+    """The options at the paths' nodes of this depth; what is in front of them is part of the text there."""
+    changed: dict[str, Tensor] = {}
+    allowed = None if grammar_mask is None else grammar_mask[row.clamp(min=0)]
+    if options is not None:
+        if options.allowed_mask is not None:
+            allowed = options.allowed_mask if allowed is None else allowed & options.allowed_mask
+        if options.history is not None:
+            changed["history_lens"] = start + 1 + committed.num_tokens.clamp(max=depth)
+        if options.stop_ids is not None and options.min_position is not None:
+            is_early = start.long() + depth + 1 < options.min_position
+            if allowed is None:
+                allowed = torch.full((row.shape[0], -(-vocab // 32)), -1, dtype=torch.int32, device=row.device)
+            allowed = _without(allowed, options.stop_ids, is_early, tokens, vocab)
+    if allowed is not None:
+        changed["allowed_mask"] = allowed
+    return replace(options or RequestOptions(), **changed) if changed else options
+
+
+def _without(allowed: Tensor, stop_ids: Tensor, is_early: Tensor, tokens: Tensor, vocab: int) -> Tensor:
+    """The packed mask without the stop tokens of early rows.
+
+    A stop token that came early was all that was left; there the stop tokens stay allowed.
+    """
+    is_early = is_early & (stop_ids != tokens[:, None]).all(dim=1)
+    bits = torch.zeros((allowed.shape[0], 32 * allowed.shape[1]), dtype=torch.bool, device=allowed.device)
+    known = (stop_ids >= 0) & (stop_ids < vocab) & is_early[:, None]
+    # Entries that are no tokens add nothing to column 0.
+    columns = torch.where(known, stop_ids, 0).long()
+    bits.scatter_reduce_(1, columns, known, "amax")
+    words = (bits.unflatten(1, (-1, 32)).long() << torch.arange(32, device=bits.device)).sum(2).int()
+    return allowed & ~words
+
+
+def _shaped(found: list[Tensor]) -> Found:
+    logprobs, ranks, top_tokens, top_logprobs = found
+    return logprobs, ranks, top_tokens, top_logprobs

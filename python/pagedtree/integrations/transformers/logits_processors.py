@@ -1,0 +1,199 @@
+"""transformers' logits processors as sampling parameters and token options, which are exact on draft trees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+from transformers.generation import (
+    LogitNormalization,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from pagedtree import SamplingParams
+from pagedtree.generation.token_options import TokenOptions
+
+__all__ = ["Processors", "read_processors"]
+
+# In the order in which transformers applies them.
+WARPERS = {
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+    MinPLogitsWarper: "min_p",
+}
+# These forbid tokens. What is forbidden stays so, so their order among the processors in front of the warpers is free.
+MASKS = (
+    NoBadWordsLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+)
+FILTERS = {*WARPERS.values(), "filter_order"}
+KNOWN = (SequenceBiasLogitsProcessor, RepetitionPenaltyLogitsProcessor, *MASKS, *WARPERS, LogitNormalization)
+
+
+@dataclass
+class Processors:
+    """What a list of processors asks for.
+
+    Attributes:
+        params: fields of `SamplingParams`.
+        bias, bad_words, begin_suppress_tokens: as in `TokenOptions`.
+        min_new_tokens, penalize_prompt: for each prompt.
+    """
+
+    params: dict[str, Any]
+    min_new_tokens: list[int]
+    penalize_prompt: list[bool]
+    bias: dict[int, float] = field(default_factory=dict)
+    bad_words: list[list[int]] = field(default_factory=list)
+    begin_suppress_tokens: list[int] = field(default_factory=list)
+
+    def on_params(self, params: SamplingParams | None) -> SamplingParams | None:
+        """`params` (None = greedy) with what the processors ask for. Raises ValueError where both have a say."""
+        if not self.params:
+            return params
+        # The order of the filters is a property of all of them.
+        set_here = {*self.params, *(FILTERS if FILTERS & set(self.params) else ())}
+        if params is None:
+            if FILTERS & set_here:
+                raise ValueError(f"logits_processor: expected params with {', '.join(self.params)}, got None = greedy")
+            params = SamplingParams(temperature=0.0)
+        elif any(_is_set(params, name) for name in set_here):
+            raise ValueError(f"params: expected no {', '.join(sorted(set_here))} beside logits_processor's")
+        return replace(params, **self.params)
+
+    def on_options(self, options: TokenOptions, prompt: int) -> TokenOptions:
+        """The options of one outcome of a prompt with what the processors ask for."""
+        changed: dict[str, Any] = {"penalize_prompt": options.penalize_prompt and self.penalize_prompt[prompt]}
+        if self.bias:
+            given = options.bias or {}
+            changed["bias"] = {**given, **{token: given.get(token, 0.0) + bias for token, bias in self.bias.items()}}
+        if self.bad_words:
+            changed["bad_words"] = [*(options.bad_words or ()), *self.bad_words]
+        if self.begin_suppress_tokens:
+            changed["begin_suppress_tokens"] = [*(options.begin_suppress_tokens or ()), *self.begin_suppress_tokens]
+        return replace(options, **changed)
+
+
+def read_processors(
+    processors: Iterable[Any], prompts: Sequence[Sequence[int]], width: int | None, eos_ids: Sequence[int]
+) -> Processors:
+    """What a `LogitsProcessorList` asks for.
+
+    prompts: their tokens, without padding. width: of the tensor that they came in; None: they came as lists. eos_ids:
+    the tokens that end a text.
+
+    Raises ValueError, with its name, for a processor that has no counterpart on draft trees, or none in its place.
+    """
+    processors = list(processors)
+    names = [type(processor).__name__ for processor in processors]
+    unknown = [name for name, processor in zip(names, processors, strict=True) if type(processor) not in KNOWN]
+    if unknown:
+        raise ValueError(
+            f"logits_processor: expected those that draft trees can follow ({', '.join(k.__name__ for k in KNOWN)}),"
+            f" got {', '.join(unknown)}"
+        )
+    places = [_place(processor) for processor in processors]
+    ordered = [place for place in places if place != 2]
+    warpers_begin = next((i for i, place in enumerate(places) if place > 2), len(places))
+    if ordered != sorted(ordered) or any(place <= 2 for place in places[warpers_begin:]):
+        raise ValueError(f"logits_processor: expected them in transformers' order, got {', '.join(names)}")
+    once = [place for place in places if place not in (0, 2)]
+    if len(once) != len(set(once)) or any(getattr(p, "min_tokens_to_keep", 1) != 1 for p in processors):
+        raise ValueError(f"logits_processor: expected processors as transformers makes them, got {', '.join(names)}")
+    widths = [len(prompt) if width is None else width for prompt in prompts]
+    read = Processors(_sampling(processors), [0] * len(prompts), [True] * len(prompts))
+    for processor in processors:
+        _read(processor, read, widths, [len(prompt) for prompt in prompts], eos_ids)
+    return read
+
+
+def _is_set(params: SamplingParams, name: str) -> bool:
+    value = getattr(params, name)
+    return isinstance(value, Tensor) or value != getattr(SamplingParams(), name)
+
+
+def _place(processor: Any) -> int:
+    """Where transformers applies it: bias, repetition penalty, what forbids tokens, then the warpers."""
+    kind = type(processor)
+    if kind in MASKS:
+        return 2
+    if kind is SequenceBiasLogitsProcessor:
+        return 2 if all(bias == -math.inf for bias in processor.sequence_bias.values()) else 0
+    return KNOWN.index(kind)
+
+
+def _sampling(processors: list[Any]) -> dict[str, Any]:
+    """The warpers as fields of `SamplingParams`. transformers filters by top_k, then top_p, then min_p."""
+    values = {WARPERS[type(p)]: getattr(p, WARPERS[type(p)]) for p in processors if type(p) in WARPERS}
+    if {"top_k", "top_p", "min_p"} <= set(values):
+        raise ValueError("logits_processor: expected at most two of top_k, top_p and min_p (top_k=0 is off), got all")
+    # min_p keeps what it would keep of the unfiltered distribution, and so does top_p where there is no top_k.
+    if {"top_p", "min_p"} <= set(values):
+        values["filter_order"] = "joint"
+    return values
+
+
+def _read(processor: Any, read: Processors, widths: list[int], lengths: list[int], eos_ids: Sequence[int]) -> None:
+    if isinstance(processor, SequenceBiasLogitsProcessor):  # and NoBadWords, which derives from it
+        for tokens, bias in processor.sequence_bias.items():
+            ids = [int(token) for token in tokens]
+            if bias == -math.inf:
+                read.bad_words.append(ids)
+            elif len(ids) == 1:
+                read.bias[ids[0]] = read.bias.get(ids[0], 0.0) + bias
+            else:
+                raise ValueError(f"sequence_bias: expected single tokens, or -inf for several, got {bias} for {ids}")
+    elif isinstance(processor, RepetitionPenaltyLogitsProcessor):
+        read.params["repetition_penalty"] = processor.penalty
+        _read_ignored(getattr(processor, "prompt_ignore_length", None), read, widths, lengths)
+    elif isinstance(processor, SuppressTokensLogitsProcessor):
+        read.bad_words += [[token] for token in processor.suppress_tokens.tolist()]
+    elif isinstance(processor, SuppressTokensAtBeginLogitsProcessor):
+        if any(processor.begin_index != width for width in widths):
+            raise ValueError(f"begin_index: expected the prompts' width, {widths}, got {processor.begin_index}")
+        read.begin_suppress_tokens += processor.begin_suppress_tokens.tolist()
+    elif isinstance(processor, (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)):
+        ids = processor.eos_token_id.flatten().tolist()
+        if set(ids) != set(eos_ids):
+            raise ValueError(f"min_new_tokens: expected to forbid the tokens that end a text, {eos_ids}, got {ids}")
+        if isinstance(processor, MinLengthLogitsProcessor):
+            least = processor.min_length
+        else:
+            least = processor.prompt_length_to_skip + processor.min_new_tokens
+        read.min_new_tokens = [
+            max(count, least - width) for count, width in zip(read.min_new_tokens, widths, strict=True)
+        ]
+
+
+def _read_ignored(ignored: Any, read: Processors, widths: list[int], lengths: list[int]) -> None:
+    """How many first tokens, padding included, the repetition penalty does not count: no prompt's, or all of each."""
+    if ignored is None:
+        return
+    counts = ignored.tolist() if isinstance(ignored, Tensor) else [ignored] * len(widths)
+    if len(counts) != len(widths):
+        raise ValueError(f"prompt_ignore_length: expected one per prompt, {len(widths)}, got {len(counts)}")
+    for b, (count, width, length) in enumerate(zip(counts, widths, lengths, strict=True)):
+        if count == width and length:
+            read.penalize_prompt[b] = False
+        elif count > width - length:
+            raise ValueError(
+                f"prompt_ignore_length: expected at most the padding, {width - length}, or the whole prompt, {width},"
+                f" got {count}"
+            )
