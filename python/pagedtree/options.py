@@ -130,8 +130,7 @@ class RequestOptions:
             "stop_ids": stop_ids, "min_positions": min_positions,
         }  # fmt: skip
         batch = _batch_of(given)
-        if isinstance(vocab, bool) or not isinstance(vocab, int):
-            raise TypeError(f"vocab: expected an integer, got {vocab!r}")
+        _expect_integer("vocab", vocab)
         if not 1 <= vocab <= 2**20:
             raise ValueError(f"vocab: expected 1..2^20, got {vocab}")
         if (stop_ids is None) != (min_positions is None):
@@ -155,17 +154,18 @@ class RequestOptions:
                 [every if ids is None else _ids(f"allowed[{b}]", ids, vocab) for b, ids in enumerate(allowed)], vocab
             )
         if bias is not None:
-            entries = [_entry(f"bias[{b}]", entry, Mapping, {}) for b, entry in enumerate(bias)]
+            entries = [_biases(f"bias[{b}]", entry) for b, entry in enumerate(bias)]
             ids = [_ids(f"bias[{b}]", list(entry), vocab) for b, entry in enumerate(entries)]
             tensors["bias_tokens"] = _joined(ids)
-            values = [_bias(f"bias[{b}]", value) for b, entry in enumerate(entries) for value in entry.values()]
-            tensors["bias_values"] = np.array(values, np.float32)
+            with np.errstate(over="ignore"):  # what fp32 cannot hold is infinite
+                values = np.array([float(value) for entry in entries for value in entry.values()])
+                tensors["bias_values"] = values.astype(np.float32)
             tensors["cu_bias"] = _offsets(ids)
         if bad_words is not None:
             words = [
                 [
                     _word(f"bad_words[{b}][{k}]", word, vocab)
-                    for k, word in enumerate(_entry(f"bad_words[{b}]", entry, Sequence, []))
+                    for k, word in enumerate(_entries(f"bad_words[{b}]", entry))
                 ]
                 for b, entry in enumerate(bad_words)
             ]
@@ -181,8 +181,9 @@ class RequestOptions:
         if stop_ids is not None and min_positions is not None:
             stops = [_ids(f"stop_ids[{b}]", [] if s is None else s, vocab) for b, s in enumerate(stop_ids)]
             tensors["stop_ids"] = _padded(stops, -1, np.int32)
-            least = [_position(f"min_positions[{b}]", position) for b, position in enumerate(min_positions)]
-            tensors["min_position"] = np.array(least, np.int64)
+            for b, position in enumerate(min_positions):
+                _expect_integer(f"min_positions[{b}]", position)
+            tensors["min_position"] = np.array(min_positions, np.int64).reshape(batch)
         return cls(**{name: torch.from_numpy(value).to(device) for name, value in tensors.items()})
 
 
@@ -213,40 +214,48 @@ def _batch_of(given: Mapping[str, Sequence[Any] | None]) -> int:
     return sizes[first]
 
 
-def _entry(name: str, entry: Any, kind: type, nothing: Any) -> Any:
-    """One sequence's entry of a list, `nothing` for None; raises TypeError if it is of another kind."""
-    if entry is not None and (isinstance(entry, (str, bytes)) or not isinstance(entry, kind)):
-        raise TypeError(f"{name}: expected a {kind.__name__} or None, got {type(entry).__name__}")
-    return nothing if entry is None else entry
-
-
-def _bias(name: str, value: Any) -> np.float32:
-    """A number as float32; what is too large becomes infinite."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}: expected numbers, got {value!r:.60}")
-    with np.errstate(over="ignore"):
-        return np.float32(value)
-
-
-def _position(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name}: expected an integer, got {value!r:.60}")
-    position = int(value)
-    if not -(2**63) <= position < 2**63:
-        raise ValueError(f"{name}: expected an integer of 64 bits, got {position}")
-    return position
-
-
 def _ids(name: str, ids: Sequence[int], vocab: int) -> np.ndarray[Any, Any]:
     if isinstance(ids, (str, bytes, Mapping)):
         raise TypeError(f"{name}: expected token ids, got {type(ids).__name__}")
-    array = np.asarray(ids)
+    try:
+        array = np.asarray(ids)
+    except (TypeError, ValueError):  # lists of different lengths
+        array = np.zeros((0, 0))
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise TypeError(f"{name}: expected token ids, got {ids!r:.60}")
     if array.size and not (array.min() >= 0 and array.max() < vocab):
         wrong = array[(array < 0) | (array >= vocab)][0]
         raise ValueError(f"{name}: expected ids in 0..{vocab - 1}, got {wrong}")
     return array.astype(np.int64)
+
+
+def _expect_integer(name: str, value: object) -> None:
+    """Raises TypeError unless it is an integer, ValueError unless it has 64 bits."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}: expected an integer, got {value!r:.60}")
+    if not -(2**63) <= int(value) < 2**63:
+        raise ValueError(f"{name}: expected an integer of 64 bits, got {value}")
+
+
+def _entries(name: str, entry: Sequence[Any] | None) -> Sequence[Any]:
+    """A sequence's list, empty for None."""
+    if entry is None:
+        return []
+    if isinstance(entry, (str, bytes)) or not isinstance(entry, Sequence):
+        raise TypeError(f"{name}: expected a sequence or None, got {type(entry).__name__}")
+    return entry
+
+
+def _biases(name: str, entry: Mapping[int, float] | None) -> Mapping[int, float]:
+    """A sequence's biases, none for None."""
+    if entry is None:
+        return {}
+    if not isinstance(entry, Mapping):
+        raise TypeError(f"{name}: expected a mapping of token ids to numbers or None, got {type(entry).__name__}")
+    for token, value in entry.items():
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"{name}[{token!r:.20}]: expected a number, got {value!r:.60}")
+    return entry
 
 
 def _word(name: str, word: Sequence[int], vocab: int) -> np.ndarray[Any, Any]:

@@ -155,7 +155,7 @@ def test_seeded_output_does_not_depend_on_trees(stock):
 
 
 def test_filters_that_leave_one_token_are_greedy(stock):
-    samplings = [dict(top_k=1), dict(top_p=1e-6), dict(extra_args={"min_p": 1.0})]
+    samplings = [dict(top_k=1), dict(top_p=1e-6), dict(min_p=1.0), dict(extra_args={"min_p": 1.0})]
     with engine(**tree_options("model")) as llm:
         for sampling in samplings:
             params = SamplingParams(**sampling, temperature=1.0, max_tokens=24, ignore_eos=True)

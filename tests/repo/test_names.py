@@ -17,6 +17,7 @@ FAMILIES = {
     "shards": ("step_shards", "follow_shards", "weigh_shards", "walk_shards"),
     "step": ("prepare_step", "commit"),
     "tree": ("build_trees",),
+    "logprobs": ("token_logprobs",),
     "verify": (
         "verify_greedy", "verify_sampled", "verify_rejection", "verify_block", "verify_typical", "verify_traversal",
     ),
