@@ -120,9 +120,9 @@ def test_other_devices_and_types(device, op):
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"bias": [True]}, TypeError, r"bias\[0\]: expected a Mapping or None, got bool"),
-        ({"bias": [{1: "x"}]}, TypeError, r"bias\[0\]: expected numbers"),
-        ({"bad_words": [3]}, TypeError, r"bad_words\[0\]: expected a Sequence or None, got int"),
+        ({"bias": [True]}, TypeError, r"bias\[0\]: expected a mapping"),
+        ({"bias": [{1: "x"}]}, TypeError, r"bias\[0\]\[1\]: expected a number"),
+        ({"bad_words": [3]}, TypeError, r"bad_words\[0\]: expected a sequence or None, got int"),
         ({"bad_words": [[[]]]}, ValueError, r"bad_words\[0\]\[0\]: expected at least one token"),
         ({"bad_words": [[[9]]]}, ValueError, r"bad_words\[0\]\[0\]: expected ids in 0\.\.8, got 9"),
         ({"stop_ids": [[1]], "min_positions": [None]}, TypeError, r"min_positions\[0\]: expected an integer"),
