@@ -74,25 +74,17 @@ struct PathPlace {
 // Whether the stop ids are forbidden before the least position: kDecide forbids them if that leaves a token.
 enum class Stops : int32_t { kDecide, kForbid, kAllow };
 
-// The options at one row. Tokens are numbered in the whole vocabulary; the row's first column is `first_token`.
+// The options at one row. Tokens are numbered in the whole vocabulary; the row's first column is o.first_token.
 struct RowOptions {
   const OptionsParams& o;
   int64_t sequence;
   int64_t root;  // row
   int32_t node;
-  int64_t first_token;
   Stops stops;
   Penalties penalties;
 
-  PT_HOST_DEVICE RowOptions(const OptionsParams& options, int64_t b, int64_t row, Stops of_row = Stops::kDecide,
-                            int64_t first = 0)
-      : o(options),
-        sequence(b),
-        root(row),
-        node(0),
-        first_token(first),
-        stops(of_row),
-        penalties(penalties_of(options, b)) {
+  PT_HOST_DEVICE RowOptions(const OptionsParams& options, int64_t b, int64_t row, Stops of_row = Stops::kDecide)
+      : o(options), sequence(b), root(row), node(0), stops(of_row), penalties(penalties_of(options, b)) {
     if (o.cu_nodes == nullptr) return;
     root = node_range(o.cu_nodes, b, o.num_rows).begin;
     node = static_cast<int32_t>(clamp_to<int64_t>(row - root, 0, kMaxTreeNodes - 1));
@@ -111,7 +103,7 @@ struct RowOptions {
   PT_HOST_DEVICE bool is_allowed(const LogitRow& row, int64_t column) const {
     if (row.allowed != nullptr && !row.allowed[column]) return false;
     if (row.allowed_words != nullptr && !bit(row.allowed_words, column)) return false;
-    return o.allowed_mask == nullptr || bit(words(o.allowed_mask, o.allowed_stride), first_token + column);
+    return o.allowed_mask == nullptr || bit(words(o.allowed_mask, o.allowed_stride), o.first_token + column);
   }
 
   // How often the token was generated, on the path, too, unless it is known not to be there.
@@ -129,7 +121,7 @@ struct RowOptions {
     if (!is_allowed(row, column) || raw == -kInfinity) return -kInfinity;
     const float biased = min_of(min_of(raw, largest_logit(row.dtype)) + bias, kMaxFloat) + 0.0f;
     if (!penalties.any()) return biased;
-    const int64_t token = first_token + column;
+    const int64_t token = o.first_token + column;
     return penalised<ScalarMath>(penalties, biased, count_of(token, may_be_on_path), in_prompt(token));
   }
 
@@ -203,7 +195,7 @@ class RowPatch {
     each_stop([&](int64_t column) { writer_.forbid(column); });
     writer_.sync();
     if (r_.stops == Stops::kForbid || writer_.any_finite()) return;
-    each_stop([&](int64_t column) { write(column, bias_of_token(r_.first_token + column)); });
+    each_stop([&](int64_t column) { write(column, bias_of_token(o_.first_token + column)); });
     writer_.sync();
     forbid_bad_words();
     writer_.sync();
@@ -213,7 +205,7 @@ class RowPatch {
   // Calls f(column) if the row has the token.
   template <typename F>
   PT_HOST_DEVICE void at_token(int64_t token, F f) const {
-    const int64_t column = token - r_.first_token;
+    const int64_t column = token - o_.first_token;
     if (token >= 0 && column >= 0 && column < row_.vocab) f(column);
   }
   PT_HOST_DEVICE void write(int64_t column, float bias) {

@@ -167,7 +167,7 @@ PT_HOST_DEVICE ShardView view_of(const ShardRow& row, const Sampling& sampling, 
 // The request options of this rank's part of a row.
 PT_HOST_DEVICE RowOptions shard_options(const ShardRows& s, int64_t n, int64_t b, const ShardRow& row,
                                         bool finds_left) {
-  return {s.options, b, n, finds_left || row.no_stops ? Stops::kForbid : Stops::kAllow, s.first_token};
+  return {s.options, b, n, finds_left || row.no_stops ? Stops::kForbid : Stops::kAllow};
 }
 
 // Whether a round looks at the row's logits, once it has begun.

@@ -55,8 +55,8 @@ void with_logit_dtype(DType dtype, Call call) {
 }
 
 // A row as words of 16 bytes, counted from the beginning of the row. Loads are aligned: if the row is not, a word is
-// put together from two loads. Words whose loads would leave the row are read one logit after the other. Loads do not
-// go through the read-only cache (__ldg), because a row under request options was written by the same kernel.
+// put together from two loads. Words whose loads would leave the row are read one logit after the other. Loads come
+// from L2, not through the read-only cache, since a row under request options was written by the same kernel.
 template <DType kDType>
 class LogitReader {
  public:
@@ -139,8 +139,8 @@ class LogitReader {
     const uint32_t bytes = stored_.wide() ? 16 : 8;
     if (skew_ % bytes == 0 && token + 4 <= vocab_) {
       const void* from = static_cast<const char*>(logits()) + token * bytes_of_one(stored_);
-      if (stored_.wide()) return *static_cast<const uint4*>(from);
-      const uint2 pairs = *static_cast<const uint2*>(from);
+      if (stored_.wide()) return __ldcg(static_cast<const uint4*>(from));
+      const uint2 pairs = __ldcg(static_cast<const uint2*>(from));
       return {pairs.x, pairs.y, 0, 0};
     }
     uint32_t bits[4];
@@ -297,13 +297,13 @@ class LogitReader {
     const int last = whole_end() - 1;
     if (skew_ == 0) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) loaded[i] = loads_[min_of(word + i * stride, last)];
+      for (int i = 0; i < kCount; ++i) loaded[i] = __ldcg(loads_ + min_of(word + i * stride, last));
       return;
     }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const uint4* from = loads_ + clamp_to(word + i * stride, 1, last);
-      loaded[i] = bytes_from(from[0], from[1], skew_);
+      loaded[i] = bytes_from(__ldcg(from), __ldcg(from + 1), skew_);
     }
   }
 

@@ -22,7 +22,7 @@ __device__ __forceinline__ void write_logprobs(const TokenLogprobsParams& p, int
   const bool leads = threadIdx.x == 0;
   write_no_logprobs(p, r, threadIdx.x, blockDim.x);
   if (n < 0) return;
-  const LogitRow row = row_under(p.options, r, r, logit_row(p.logits, n), shared.best.radix.block);
+  const LogitRow row = row_under(p.options, p.logits, r, n, shared.best.radix.block);
   const RowDistribution distribution = find_distribution(shared.best.radix, shared.filter, row, logprob_sampling(p, r));
   const RowMasses masses(distribution);
   sum_blocks(masses, shared.sums);

@@ -69,11 +69,16 @@ __device__ __forceinline__ void adjust_columns(const RowOptions& r, const LogitR
   }
 }
 
-// Not inlined: kernels read rows in several places, and this is rarely called.
-inline __device__ __attribute__((noinline)) void write_row(const OptionsParams& o, int64_t b, int64_t n, Stops stops,
-                                                           int64_t first_token, LogitRow row, float* out,
-                                                           BlockShared& shared) {
-  const RowOptions r(o, b, n, stops, first_token);
+__device__ __forceinline__ float* scratch_of(const OptionsParams& o) {
+  return o.scratch + ptx::cluster_index() * o.scratch_stride;
+}
+
+// Not inlined: kernels read rows in several places, and this is rarely called. Few arguments cost few registers there.
+inline __device__ __attribute__((noinline)) void write_row(const OptionsParams& o, const LogitsParams& logits,
+                                                           int64_t b, int64_t n, Stops stops, BlockShared& shared) {
+  const RowOptions r(o, b, n, stops);
+  const LogitRow row = logit_row(logits, n);
+  float* out = scratch_of(o);
   ptx::cluster_sync();  // all have read the row before
   adjust_columns(r, row, out);
   ptx::cluster_sync();
@@ -83,14 +88,23 @@ inline __device__ __attribute__((noinline)) void write_row(const OptionsParams& 
 
 }  // namespace options
 
-// The row as the options leave it; the row as it is in memory where there are none. All threads of a cluster call this.
-__device__ __forceinline__ LogitRow row_under(const OptionsParams& o, int64_t b, int64_t n, const LogitRow& row,
-                                              BlockShared& shared, Stops stops = Stops::kDecide,
-                                              int64_t first_token = 0) {
-  if (!o.used) return row;
-  float* out = o.scratch + ptx::cluster_index() * o.scratch_stride;
-  options::write_row(o, b, n, stops, first_token, row, out, shared);
-  return {out, nullptr, nullptr, row.vocab, DType::kFloat32};
+// Makes row n of the logits readable as the options of sequence b leave it, by row_of(). All threads of a cluster call
+// this.
+__device__ __forceinline__ void prepare_row(const OptionsParams& o, const LogitsParams& logits, int64_t b, int64_t n,
+                                            BlockShared& shared, Stops stops = Stops::kDecide) {
+  if (o.used) options::write_row(o, logits, b, n, stops, shared);
+}
+
+// The row that was prepared; row n as it is in memory where there are no options.
+__device__ __forceinline__ LogitRow row_of(const OptionsParams& o, const LogitsParams& logits, int64_t n) {
+  if (!o.used) return logit_row(logits, n);
+  return {options::scratch_of(o), nullptr, nullptr, logits.vocab, DType::kFloat32};
+}
+
+__device__ __forceinline__ LogitRow row_under(const OptionsParams& o, const LogitsParams& logits, int64_t b, int64_t n,
+                                              BlockShared& shared, Stops stops = Stops::kDecide) {
+  prepare_row(o, logits, b, n, shared, stops);
+  return row_of(o, logits, n);
 }
 
 // The dtype that a kernel reads rows in.

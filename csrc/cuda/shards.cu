@@ -99,7 +99,7 @@ __device__ __forceinline__ void step_row(const ShardStepParams& p, int64_t n, Sa
   LogitRow of_logits = logit_row(p.shard.logits, n);
   if (p.shard.options.used && reads_row(p, sampling, row, kept_ties)) {
     const RowOptions options = shard_options(p.shard, n, b, row, p.round == ShardRound::kLeft);
-    of_logits = row_under(p.shard.options, b, n, of_logits, shared.radix.block, options.stops, p.shard.first_token);
+    of_logits = row_under(p.shard.options, p.shard.logits, b, n, shared.radix.block, options.stops);
   }
   LogitReader<kDType> logits(of_logits);
   if (p.round > ShardRound::kPeak && p.round != ShardRound::kLeft) logits.learn(row.peak);
@@ -204,8 +204,7 @@ class ShardDistributions {
   __device__ ResidualMasses left_at(TreeWalk& walk, double c, int64_t num_tried) {
     if (p_.shard.options.used) {
       const RowOptions options = shard_options(p_.shard, n_, b_, p_.shard.rows[n_], false);
-      distributions_.target.row = row_under(p_.shard.options, b_, n_, logit_row(p_.shard.logits, n_), shared_.block,
-                                            options.stops, p_.shard.first_token);
+      distributions_.target.row = row_under(p_.shard.options, p_.shard.logits, b_, n_, shared_.block, options.stops);
     }
     TriedTokens tried{shared_.tried};
     if (threadIdx.x == 0) {

@@ -50,6 +50,7 @@ LogitsParams whole_vocabulary(int64_t rows, int64_t vocab) {
 void add_options(const Check& check, const OptionTensors& tensors, const std::optional<Tensor>& positions,
                  ShardRows& shard) {
   shard.options = options_params(check, tensors, shard.batch, shard.vocab);
+  shard.options.first_token = shard.first_token;
   shard.key_dtype = shard.options.used ? DType::kFloat32 : shard.logits.dtype;
   if (shard.options.stop_ids == nullptr) return;
   check.that(positions.has_value(), "positions", "given with stop_ids", "None");

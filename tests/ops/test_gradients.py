@@ -72,6 +72,7 @@ FORWARDS: dict[str, Callable[[], Tensor]] = {
     "append_kv": appended,
     "compact_kv": compacted,
     "expand_tree": grown,
+    "token_logprobs": lambda: pt.token_logprobs(torch.randn(2, 8, requires_grad=True), torch.tensor([0, 1]))[0],
 }
 
 

@@ -137,7 +137,7 @@ class Rows {
   }
 
   __device__ void open_again(const RatioParams& p, int64_t b, int64_t row) {
-    if (p.verify.options.used) target_row(p, shared_, b, row);
+    prepare_row(p.verify.options, p.verify.logits, b, row, shared_.radix.block);
   }
 
   __device__ double target(const NodeDistributions& distributions, int64_t token) const {
@@ -207,20 +207,16 @@ class Rows {
   }
 
  private:
-  static __device__ LogitRow target_row(const RatioParams& p, RulesShared& shared, int64_t b, int64_t row) {
-    return row_under(p.verify.options, b, row, logit_row(p.verify.logits, row), shared.radix.block);
-  }
-
   // Most of a kernel's code. Rules open rows in several places: inlined there, it takes nvcc half a minute.
   static __device__ __attribute__((noinline)) void find_distributions(const RatioParams& p, RulesShared& shared,
                                                                       int64_t b, int64_t row, bool with_draft,
                                                                       NodeDistributions& distributions) {
+    prepare_row(p.verify.options, p.verify.logits, b, row, shared.radix.block);
     const LogitRow draft_row = with_draft ? draft_row_of(p, row) : LogitRow{};
     const bool finds_draft = draft_row.logits != nullptr && p.draft_sampling.temperature != nullptr;
-    const LogitRow of_target = target_row(p, shared, b, row);
     __syncthreads();
     if (leads_cta()) {
-      distributions.target.row = of_target;
+      distributions.target.row = row_of(p.verify.options, p.verify.logits, row);
       distributions.draft = {};
       distributions.draft.row = draft_row;
       distributions.draft_is_probs = !finds_draft;

@@ -14,12 +14,11 @@ struct WalkShared {
 };
 
 template <DType kDType>
-__device__ __forceinline__ Draw draw_at(const VerifyParams& p, int64_t b, int64_t row, int32_t depth,
+__device__ __forceinline__ Draw draw_at(const VerifyParams& p, int64_t b, const LogitRow& row, int32_t depth,
                                         SamplingShared& shared) {
   const uint64_t seed = p.seeds == nullptr ? 0 : static_cast<uint64_t>(p.seeds[b]);
   const uint64_t position = p.positions == nullptr ? 0 : static_cast<uint64_t>(p.positions[b]);
-  const LogitRow logits = row_under(p.options, b, row, logit_row(p.logits, row), shared.radix.block);
-  return draw_token<kDType>(logits, sampling_of(p.sampling, b), seed,
+  return draw_token<kDType>(row, sampling_of(p.sampling, b), seed,
                             static_cast<int64_t>(position + static_cast<uint64_t>(int64_t{depth})), shared);
 }
 
@@ -33,7 +32,7 @@ __global__ void __launch_bounds__(kRowThreads, 1) draw_rows_kernel(const __grid_
     if (leads_cluster()) p.drawn_rows[row].sequence = -1;
     return;
   }
-  const Draw draw = draw_at<kDType>(p, b, row, depth, ptx::shared<SamplingShared>());
+  const Draw draw = draw_at<kDType>(p, b, logit_row(p.logits, row), depth, ptx::shared<SamplingShared>());
   if (!leads_cluster()) return;
   const int64_t at = ptx::cluster_index();  // row and depth again, so that no registers hold them meanwhile
   p.drawn_rows[at] = {static_cast<int32_t>(draw.token), static_cast<int32_t>(b), p.depths[at], draw.bad};
@@ -48,8 +47,10 @@ __device__ __forceinline__ void walk_tree(const VerifyParams& p, int64_t b, bool
   for (bool more = walk.num_nodes > 0; more;) {
     const DrawnRow* known = drawn ? p.drawn_rows + walk.row() : nullptr;
     const bool is_known = drawn && known->sequence == b && known->depth == walk.depth;
-    const Draw draw =
-        is_known ? Draw{known->token, known->bad} : draw_at<kDType>(p, b, walk.row(), walk.depth, shared.sampling);
+    if (!is_known) prepare_row(p.options, p.logits, b, walk.row(), shared.sampling.radix.block);
+    const Draw draw = is_known
+                          ? Draw{known->token, known->bad}
+                          : draw_at<kDType>(p, b, row_of(p.options, p.logits, walk.row()), walk.depth, shared.sampling);
     __syncthreads();
     if (threadIdx.x == 0) {
       if (draw.bad) walk.status |= kBadRow;

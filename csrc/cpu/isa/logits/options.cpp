@@ -27,7 +27,7 @@ struct Writer {
   template <typename F>
   void each_bias(const NodeRange& entries, F f) const {
     for (int64_t i = entries.begin; i < entries.end; ++i) {
-      const int64_t token = r.o.bias_tokens[i], column = token - r.first_token;
+      const int64_t token = r.o.bias_tokens[i], column = token - r.o.first_token;
       if (token >= 0 && column >= 0 && column < row.vocab) f(column, r.o.bias_values[i]);
     }
   }
@@ -35,7 +35,7 @@ struct Writer {
     each_bias(entries, [&](int64_t column, float value) { scratch.bias[column] += value == value ? value : 0.0f; });
   }
   bool bias_of(const NodeRange&, int64_t i, float& bias) const {
-    const float sum = scratch.bias[r.o.bias_tokens[i] - r.first_token];
+    const float sum = scratch.bias[r.o.bias_tokens[i] - r.o.first_token];
     bias = sum == sum ? sum : -kInfinity;
     return true;
   }
@@ -69,9 +69,9 @@ LogitRow adjust_row(const RowOptions& r, const LogitRow& row, AdjustedRow& scrat
   scratch.allowed_mask = of_sequence(o.allowed_mask, o.allowed_stride);
   scratch.prompt_mask = penalties.repetition == 1.0f ? nullptr : of_sequence(o.prompt_mask, o.prompt_stride);
   scratch.counts = scratch.pays && o.output_counts != nullptr
-                       ? o.output_counts + r.sequence * o.counts_stride + r.first_token
+                       ? o.output_counts + r.sequence * o.counts_stride + r.o.first_token
                        : nullptr;
-  scratch.first_token = r.first_token;
+  scratch.first_token = r.o.first_token;
   scratch.vocab = o.vocab;
   std::memset(scratch.is_adjusted, 0, static_cast<size_t>(ceil_div<int64_t>(row.vocab, kPeakBlock)));
   Writer writer{r, row, scratch};
