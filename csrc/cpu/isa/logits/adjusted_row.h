@@ -11,7 +11,6 @@
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
 struct AdjustedLogit {};
-constexpr uint32_t kAllLanes = static_cast<uint32_t>((uint64_t{1} << kLanes) - 1);
 // The dtype of a LogitRow whose logits are an AdjustedRow.
 constexpr DType kAdjusted = static_cast<DType>(-1);
 
@@ -43,9 +42,10 @@ static inline vfloat load_memory(const LogitRow& memory, int64_t begin) {
   return with_memory(memory.dtype, [&]<typename T>() { return load_raw<T>(memory, begin); });
 }
 
-// Bits `first` .. `first` + 31 of a packed mask of `size` bits.
+// Bits `first` .. `first` + kLanes - 1 of a packed mask of `size` bits, and others above them.
 static inline uint32_t word_at(const int32_t* words, int64_t first, int64_t size) {
   uint64_t window = static_cast<uint32_t>(words[first / 32]);
+  if (first % 32 + kLanes <= 32) return static_cast<uint32_t>(window >> first % 32);
   if (first / 32 + 1 < ceil_div<int64_t>(size, 32)) {
     window |= uint64_t{static_cast<uint32_t>(words[first / 32 + 1])} << 32;
   }
@@ -58,12 +58,10 @@ static inline vint lanes_of(uint32_t word) { return ((splat(word) >> bits<vuint>
 // What the masks leave of a vector, before penalties and patches.
 static inline vfloat masked(const AdjustedRow& a, vfloat raw, int64_t begin) {
   vfloat logit = min(max(raw, splat(-kInfinity)), splat(a.largest)) + 0.0f;
-  if (a.memory.allowed != nullptr || a.memory.allowed_words != nullptr) {
-    logit = select(load_allowed(a.memory, begin), logit, splat(-kInfinity));
-  }
+  if (may_forbid(a.memory, begin)) logit = select(load_allowed(a.memory, begin), logit, splat(-kInfinity));
   if (a.allowed_mask != nullptr) {
     const uint32_t allowed = word_at(a.allowed_mask, a.first_token + begin, a.vocab);
-    logit = select(lanes_of(allowed), logit, splat(-kInfinity));
+    if ((~allowed & kAllLanes) != 0) logit = select(lanes_of(allowed), logit, splat(-kInfinity));
   }
   return logit;
 }

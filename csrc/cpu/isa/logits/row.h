@@ -28,6 +28,14 @@ static inline vfloat load_values(const float* p) { return load_float<DType::kFlo
 static inline vfloat load_values(const Float16* p) { return load_float<DType::kFloat16>(p); }
 static inline vfloat load_values(const BFloat16* p) { return load_float<DType::kBFloat16>(p); }
 
+constexpr uint32_t kAllLanes = static_cast<uint32_t>((uint64_t{1} << kLanes) - 1);
+
+// Whether a grammar may forbid one of the tokens begin .. begin + kLanes - 1: most masks are all ones in most places.
+static inline bool may_forbid(const LogitRow& row, int64_t begin) {
+  if (row.allowed_words == nullptr) return row.allowed != nullptr;
+  return (~static_cast<uint32_t>(row.allowed_words[begin / 32]) >> (begin % 32) & kAllLanes) != 0;
+}
+
 // Lane i = token `begin` + i is allowed; `begin` is a multiple of kLanes.
 static inline vint load_allowed(const LogitRow& row, int64_t begin) {
   if (row.allowed_words != nullptr) {
@@ -60,9 +68,7 @@ template <typename T>
 static inline vfloat clean(vfloat raw, const LogitRow& row, int64_t begin) {
   const vfloat value = min(max(raw, splat(-kInfinity)), splat(kLargest<T>)) + 0.0f;
   if constexpr (!std::is_same_v<T, UniformLogit>) {
-    if (row.allowed != nullptr || row.allowed_words != nullptr) {
-      return select(load_allowed(row, begin), value, splat(-kInfinity));
-    }
+    if (may_forbid(row, begin)) return select(load_allowed(row, begin), value, splat(-kInfinity));
   }
   return value;
 }
