@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import pagedtree
-from pagedtree import cli, explain
+from pagedtree import RequestOptions, cli, explain
 from pagedtree._ops import ops
 from pagedtree.check import command, runner
 from pagedtree.check.case import CPU, Case, Measurement, Place, equal, relative, within
@@ -287,13 +287,19 @@ def test_a_slightly_wrong_op_is_found(op, place, monkeypatch):
 WITHOUT_EFFECT = {"plan", "max_seqlen_q", "attention_plan.tree_lens", "attention_plan.latent"}
 
 
-def optional_arguments() -> Iterator[tuple[str, str]]:
+# Request options, of which every op has all: for most ops they are slow tests.
+OPTIONS = {*RequestOptions().tensors(), "repetition_penalty", "presence_penalty", "frequency_penalty"}
+OPS_WHOSE_OPTIONS_ARE_QUICK = {"verify_sampled", "token_logprobs", "step_shards", "commit"}
+
+
+def optional_arguments() -> Iterator[Any]:
     for name in public_ops():
         packet, _, overload = name.partition(".")
         for argument in getattr(getattr(ops, packet), overload or "default")._schema.arguments:
             names = {argument.name, f"{name}.{argument.name}"}
             if argument.has_default_value() and not names & WITHOUT_EFFECT and not overload:
-                yield name, argument.name
+                is_option = argument.name in OPTIONS and name not in OPS_WHOSE_OPTIONS_ARE_QUICK
+                yield pytest.param(name, argument.name, marks=[pytest.mark.slow] if is_option else [])
 
 
 @pytest.mark.parametrize(("op", "argument"), list(optional_arguments()))
