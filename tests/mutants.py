@@ -166,7 +166,7 @@ RULES = [
 
 ON_PATH = "at.go_up()) count += at.token() == token;"
 PENALISED = "penalised<ScalarMath>(penalties, {}, count_of(token, may_be_on_path), in_prompt(token))"
-STOPS_AGAIN = "write(column, bias_of_token(r_.first_token + column)); });"
+STOPS_AGAIN = "write(column, bias_of_token(o_.first_token + column)); });"
 REQUESTS = [
     of_options("drafts of the path are not counted", ON_PATH, "at.go_up()) count += 0;", (WEIGHED_OPTIONS,)),
     of_options(
@@ -201,7 +201,7 @@ REQUESTS = [
         "biased tokens may come though they are forbidden", "if (!is_allowed(row, column) || raw == -kInfinity)",
         "if (raw == -kInfinity)",
     ),
-    of_options("the first sequence's options for all", "        sequence(b),\n", "        sequence(0),\n"),
+    of_options("the first sequence's options for all", "sequence(b), root(row)", "sequence(0), root(row)"),
     of_options("words begin before history_start", "} else if (left > start) {", "} else if (left > 0) {"),
     of_options("words do not end in the path", "if (!at.at_root()) {\n        token", "if (false) {\n        token"),
     of_options(
@@ -248,6 +248,11 @@ REQUESTS = [
     Mutant(
         "tokens behind EOS are counted", "core/step.h",
         "count_tokens(p, b, kept)", "count_tokens(p, b, kept == 0 ? 0 : p.num_accepted[b] + 1)", (COMMIT,),
+    ),
+    Mutant(
+        "tokens that are in no table counted for the threshold", "cpu/isa/logits/filter.h",
+        "(logit >= splat(view.least)) & (view.scale(logit) >= splat(view.min_x))",
+        "view.scale(logit) >= splat(view.min_x)", (LOGPROBS,),
     ),
     Mutant("ranks without ties", "cpu/isa/logits/logprobs.cpp", ">= splat(logit)", "> splat(logit)", (LOGPROBS,)),
     Mutant(

@@ -19,7 +19,7 @@ from pagedtree._ops import ops
 INF = float("inf")
 
 
-def laws(row: np.ndarray, sampling: dict | None) -> list[np.ndarray]:
+def log_distributions(row: np.ndarray, sampling: dict | None) -> list[np.ndarray]:
     """The natural logarithms of one row's distribution; a few where a top_p boundary may fall either way."""
     sampling = {
         "temperature": 1.0,
@@ -61,7 +61,9 @@ def check(got: tuple[Tensor, ...], rows: Tensor, tokens: list[int], samplings: l
         assert ranks[r] == (np.sum(clean >= clean[token]) if is_token else 0), r
         places = [*best, token] if is_token else best
         mine = [*top_logprobs[r, : len(best)].tolist(), *([float(logprobs[r])] if is_token else [])]
-        assert any(np.allclose(mine, law[places], rtol=2e-6, atol=2e-6) for law in laws(clean, sampling)), r
+        assert any(
+            np.allclose(mine, law[places], rtol=2e-6, atol=2e-6) for law in log_distributions(clean, sampling)
+        ), r
         assert is_token or logprobs[r] == -INF
         assert (top_logprobs[r, len(best) :] == -INF).all()
 
@@ -285,3 +287,16 @@ def test_compile(device):
     given = case.logits, tokens, case.options.output_counts
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert all(torch.equal(a, b) for a, b in zip(compiled(*given), step(*given), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_thresholds_among_close_logits(backend: str, dtype: torch.dtype) -> None:
+    """A filter keeps just the k largest, also where many logits share the first digits of their order."""
+    generator = torch.Generator().manual_seed(3)
+    for vocab in (7, 100, 3000):
+        rows = (torch.randn(6, vocab, generator=generator) * 3).to(dtype)
+        rows[::2] = rows[::2] / 64 + 5
+        k = torch.arange(1, 7, dtype=torch.int32)
+        kept = token_logprobs(rows, rows.argmax(1), params=SamplingParams(top_k=k), top_n=7)[3] > -torch.inf
+        kth = rows.sort(descending=True).values.gather(1, k[:, None].long() - 1)
+        assert kept.sum(1).tolist() == (rows >= kth).sum(1).clamp(max=7).tolist()
