@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm.sampling_params import StructuredOutputsParams
 from vllm_case import (
     LLM,
     NGRAM,
     BeamSearchParams,
     SamplingParams,
+    StructuredOutputsParams,
     VLLMValidationError,
     accepted,
     engine,

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.sampling_params import StructuredOutputsParams
-from vllm_case import DRAFT, TARGET, SamplingParams, engine, generate, token_prompts
+from vllm_case import DRAFT, TARGET, SamplingParams, StructuredOutputsParams, engine, generate, token_prompts
 
 openai = pytest.importorskip("openai")
 

@@ -27,10 +27,11 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
-from vllm.sampling_params import BeamSearchParams
+from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
 __all__ = [
-    "DRAFT", "LAYOUTS", "LLM", "NGRAM", "TARGET", "BeamSearchParams", "SamplingParams", "VLLMValidationError",
+    "DRAFT", "LAYOUTS", "LLM", "NGRAM", "TARGET", "BeamSearchParams", "SamplingParams",
+    "StructuredOutputsParams", "VLLMValidationError",
     "accepted", "engine", "generate", "metrics_of", "prompt_logprobs", "runner_of", "token_prompts", "tree_options",
     "write_eagle_head",
 ]  # fmt: skip
