@@ -88,23 +88,32 @@ inline __device__ __attribute__((noinline)) void write_row(const OptionsParams& 
 
 }  // namespace options
 
+// Whether a kernel for rows of this dtype may be called with options, see dtype_under().
+template <DType kDType>
+constexpr bool kReadsOptions = kDType == DType::kFloat32 || kDType == kAnyDType;
+
 // Makes row n of the logits readable as the options of sequence b leave it, by row_of(). All threads of a cluster call
 // this.
+template <DType kDType = kAnyDType>
 __device__ __forceinline__ void prepare_row(const OptionsParams& o, const LogitsParams& logits, int64_t b, int64_t n,
                                             BlockShared& shared, Stops stops = Stops::kDecide) {
-  if (o.used) options::write_row(o, logits, b, n, stops, shared);
+  if constexpr (kReadsOptions<kDType>) {
+    if (o.used) options::write_row(o, logits, b, n, stops, shared);
+  }
 }
 
 // The row that was prepared; row n as it is in memory where there are no options.
+template <DType kDType = kAnyDType>
 __device__ __forceinline__ LogitRow row_of(const OptionsParams& o, const LogitsParams& logits, int64_t n) {
-  if (!o.used) return logit_row(logits, n);
+  if (!kReadsOptions<kDType> || !o.used) return logit_row(logits, n);
   return {options::scratch_of(o), nullptr, nullptr, logits.vocab, DType::kFloat32};
 }
 
+template <DType kDType = kAnyDType>
 __device__ __forceinline__ LogitRow row_under(const OptionsParams& o, const LogitsParams& logits, int64_t b, int64_t n,
                                               BlockShared& shared, Stops stops = Stops::kDecide) {
-  prepare_row(o, logits, b, n, shared, stops);
-  return row_of(o, logits, n);
+  prepare_row<kDType>(o, logits, b, n, shared, stops);
+  return row_of<kDType>(o, logits, n);
 }
 
 // The dtype that a kernel reads rows in.

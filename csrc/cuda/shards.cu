@@ -99,7 +99,7 @@ __device__ __forceinline__ void step_row(const ShardStepParams& p, int64_t n, Sa
   LogitRow of_logits = logit_row(p.shard.logits, n);
   if (p.shard.options.used && reads_row(p, sampling, row, kept_ties)) {
     const RowOptions options = shard_options(p.shard, n, b, row, p.round == ShardRound::kLeft);
-    of_logits = row_under(p.shard.options, p.shard.logits, b, n, shared.radix.block, options.stops);
+    of_logits = row_under<kDType>(p.shard.options, p.shard.logits, b, n, shared.radix.block, options.stops);
   }
   LogitReader<kDType> logits(of_logits);
   if (p.round > ShardRound::kPeak && p.round != ShardRound::kLeft) logits.learn(row.peak);

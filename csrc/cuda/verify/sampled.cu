@@ -47,10 +47,10 @@ __device__ __forceinline__ void walk_tree(const VerifyParams& p, int64_t b, bool
   for (bool more = walk.num_nodes > 0; more;) {
     const DrawnRow* known = drawn ? p.drawn_rows + walk.row() : nullptr;
     const bool is_known = drawn && known->sequence == b && known->depth == walk.depth;
-    if (!is_known) prepare_row(p.options, p.logits, b, walk.row(), shared.sampling.radix.block);
-    const Draw draw = is_known
-                          ? Draw{known->token, known->bad}
-                          : draw_at<kDType>(p, b, row_of(p.options, p.logits, walk.row()), walk.depth, shared.sampling);
+    if (!is_known) prepare_row<kDType>(p.options, p.logits, b, walk.row(), shared.sampling.radix.block);
+    const Draw draw =
+        is_known ? Draw{known->token, known->bad}
+                 : draw_at<kDType>(p, b, row_of<kDType>(p.options, p.logits, walk.row()), walk.depth, shared.sampling);
     __syncthreads();
     if (threadIdx.x == 0) {
       if (draw.bad) walk.status |= kBadRow;

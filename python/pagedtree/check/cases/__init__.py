@@ -29,7 +29,7 @@ QUICK = (
     "/into a given tensor/bf16", "attention_plan/mixed", "merge_states/bf16/D 64", "/V 129", "/fp16/V 6", "/iid/cool",
     "/onehot/cool", "typical/bf16/V 40", "/two ranks/plain", "/two ranks/iid/plain", "topk/fp16", "40 candidates, 17",
     "commit/EOS", "medusa_propose/paths/fp16",
-    "/options/all",
+    "token_logprobs/options/everything", "verify_rejection/options/everything",
 )  # fmt: skip
 
 

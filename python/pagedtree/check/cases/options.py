@@ -55,7 +55,7 @@ SIZES = [20, 25]
 
 def cases() -> Iterator[Case]:
     every = tuple(name for names in PARTS.values() for name in names)
-    for part, names in {**PARTS, "all": every}.items():
+    for part, names in {**PARTS, "everything": every}.items():
         trees, chains = forest("", BATCH, VOCAB), problem_of("", [[-1, 0, 1, 2], [-1, 0, 1]] * (BATCH // 2), VOCAB)
         masked = forest("", BATCH, VOCAB, "fp32", masked=True)
         yield _sample(part, trees, names)
