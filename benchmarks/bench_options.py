@@ -98,7 +98,9 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tree", type=tree_named, default="Medusa 64")
     parser.add_argument("--vocab", type=int, default=128256)
-    parser.add_argument("--budget", type=float, default=20.0, help="seconds for each sampling (default %(default)s)")
+    parser.add_argument(
+        "--budget", type=float, default=20.0, help="seconds for each rule and sampling (default %(default)s)"
+    )
     args = parser.parse_args()
 
     facts = machine_facts() | {"arguments": {**vars(args), "tree": args.tree.num_nodes}}

@@ -434,3 +434,14 @@ def test_grammars_are_measured(suite, tmp_path, monkeypatch, capsys):
         "nothing", "the host waits", "matmul on one thread"
     }  # fmt: skip
     assert all(row["filled"] >= 0 and row["waited"] >= 0 for row in rows if row["what"] == "GrammarMasks")
+
+
+def test_request_options_are_measured(suite, tmp_path, monkeypatch, capsys):
+    table = tmp_path / "options.json"
+    arguments = ["--batch", "2", "--tree", "chain 4", "--vocab", "1000", "--budget", "0", "--json", str(table)]
+    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+    assert importlib.import_module("bench_options").main() == 0
+    rows = json.loads(table.read_text())["rows"]
+    assert {row["rule"] for row in rows} == {"sampled", "rejection"} and len({row["sampling"] for row in rows}) == 3
+    assert all(row["ratio"] == 1 for row in rows if row["options"] == "none")
+    assert len({row["options"] for row in rows}) == 9 and all(row["median"] > 0 for row in rows)
