@@ -1,9 +1,9 @@
 // Request options at a row of logits, written once for every backend: which tokens are forbidden, what is added to the
-// others, which penalties they pay. A backend writes the row anew in fp32, as plain decoding would have it after the
-// tokens of the row's path, and then goes on with that row. NaN stays NaN, so that the row's status is still known.
+// others, which penalties they pay. A backend then reads the row in fp32, as plain decoding would have it after the
+// tokens of the row's path. Whether the row in memory has a NaN is still known.
 //
-// First all tokens are adjusted as if nothing were biased and no draft had been accepted (the dense part, which each
-// backend vectorises in its own way); then patch_row() corrects the few others.
+// Tokens are adjusted as if nothing were biased and no draft had been accepted (the dense part, which each backend
+// vectorises in its own way, at once or where it reads); RowPatch corrects the few others.
 #pragma once
 
 #include "core/sampling.h"

@@ -20,7 +20,7 @@ struct IsaKernels {
   Draw (*draw_token)(const LogitRow& row, const Sampling& sampling, uint64_t seed, int64_t position,
                      FilterScratch& scratch);
   // A row that reads as request options leave it, as long as the scratch is not given another one.
-  LogitRow (*adjust_row)(const RowOptions& options, const LogitRow& row, OptionsScratch& scratch);
+  LogitRow (*adjust_row)(const RowOptions& options, const LogitRow& row, AdjustedRow& scratch);
   void (*token_logprobs)(const TokenLogprobsParams&, int64_t r, RulesScratch& scratch);
   // dst[i] = saturate(src[i] / scale) as e4m3; dtype is that of src: fp32, fp16 or bf16.
   void (*quantize_e4m3)(const void* src, DType dtype, int64_t count, float scale, uint8_t* dst);
@@ -33,7 +33,7 @@ struct IsaKernels {
   void (*verify_block)(const RatioParams&, int64_t b, RulesScratch& scratch);
   void (*verify_typical)(const RatioParams&, int64_t b, RulesScratch& scratch);
   void (*verify_traversal)(const RatioParams&, int64_t b, RulesScratch& scratch);
-  void (*step_shard)(const ShardStepParams&, int64_t row, OptionsScratch& scratch);
+  void (*step_shard)(const ShardStepParams&, int64_t row, AdjustedRow& scratch);
   void (*weigh_shard)(const ShardWeighParams&, int64_t item, RulesScratch& scratch);  // a row, or a tree
   void (*attend)(const TreeAttentionParams&, const AttentionRange&);
   void (*merge_pieces)(const TreeAttentionParams&, const AttentionRanges&, int32_t range);

@@ -48,12 +48,11 @@ struct AdjustedRow {
   int32_t* columns;      // [V] those tokens, num_patched in all
   float* bias;           // [V] zeros, to add biases up in
 };
-using OptionsScratch = AdjustedRow;
 
 // Scratch of the rules that weigh drafts.
 struct RulesScratch {
   FilterScratch filter;
-  OptionsScratch options;
+  AdjustedRow adjusted;
   NodeDistributions distributions;
   MassTable residuals, drafts;
   MassBlock block;

@@ -26,7 +26,7 @@ class OptionsMemory {
     scratch.bias = bias_.get();
   }
 
-  OptionsScratch scratch{};
+  AdjustedRow scratch{};
 
  private:
   std::unique_ptr<uint32_t[]> patched_;

@@ -8,7 +8,7 @@
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
 Draw draw_token(const LogitRow& row, const Sampling& sampling, uint64_t seed, int64_t position, FilterScratch& scratch);
-LogitRow adjust_row(const RowOptions& options, const LogitRow& row, OptionsScratch& scratch);
+LogitRow adjust_row(const RowOptions& options, const LogitRow& row, AdjustedRow& scratch);
 void token_logprobs(const TokenLogprobsParams& p, int64_t r, RulesScratch& scratch);
 void quantize_e4m3(const void* src, DType dtype, int64_t count, float scale, uint8_t* dst);
 double top_tokens(const LogitRow& row, int32_t k, bool with_sum, int64_t* tokens, float* logits);
@@ -17,7 +17,7 @@ void verify_rejection(const RatioParams& p, int64_t b, RulesScratch& scratch);
 void verify_block(const RatioParams& p, int64_t b, RulesScratch& scratch);
 void verify_typical(const RatioParams& p, int64_t b, RulesScratch& scratch);
 void verify_traversal(const RatioParams& p, int64_t b, RulesScratch& scratch);
-void step_shard(const ShardStepParams& p, int64_t row, OptionsScratch& scratch);
+void step_shard(const ShardStepParams& p, int64_t row, AdjustedRow& scratch);
 void weigh_shard(const ShardWeighParams& p, int64_t item, RulesScratch& scratch);
 
 const IsaKernels& kernels() {

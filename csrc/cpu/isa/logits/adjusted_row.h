@@ -1,6 +1,6 @@
-// A row under request options as vectors of clean floats. Logits are adjusted when they are read: a bit per token says
-// whether it pays a penalty, another whether it was patched (core/options.h). The penalties' bits are found when a
-// block is first read for a sequence, so that counts of blocks without a likely token are never looked at.
+// A row under request options as vectors of clean floats. Logits are adjusted when they are first read, a block of
+// kPeakBlock at a time, and kept as floats. Most blocks have no likely token: neither their counts nor their logits are
+// looked at after the first scan.
 #pragma once
 
 #include "core/options.h"

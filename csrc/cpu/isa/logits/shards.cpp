@@ -115,7 +115,7 @@ class ShardDistributions {
   void look_at(TreeWalk& walk, double c, int64_t num_tried) {
     if (p_.shard.options.used) {
       const RowOptions options = shard_options(p_.shard, n_, b_, p_.shard.rows[n_], false);
-      distributions_.target.row = adjust_row(options, logit_row(p_.shard.logits, n_), scratch_.options);
+      distributions_.target.row = adjust_row(options, logit_row(p_.shard.logits, n_), scratch_.adjusted);
     }
     tried_.size = 0;
     mark_tried(p_.shard, walk, num_tried, tried_);
@@ -155,7 +155,7 @@ inline void tell_drafts(const ShardWeighParams& p, TreeWalk& walk, const NodeDis
 
 }  // namespace
 
-void step_shard(const ShardStepParams& p, int64_t n, OptionsScratch& scratch) {
+void step_shard(const ShardStepParams& p, int64_t n, AdjustedRow& scratch) {
   const int64_t b = sequence_of(p.shard, n);
   const int32_t depth = b < 0 ? -1 : depth_of(p, n, b);
   if (depth < 0) return;  // no walk visits this row
