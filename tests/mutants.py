@@ -229,7 +229,7 @@ REQUESTS = [
         "[&](int64_t column, float) { scratch.bias[column] = 0.0f; }", "[&](int64_t, float) {}", (OPTIONS,),
     ),
     Mutant(
-        "a NaN under options is not told", "cpu/isa/logits/filter.h",
+        "a NaN under options is not told", "cpu/isa/logits/peak.h",
         "peak.has_nan = lane_bits(nan) != 0;\n  int64_t best", "int64_t best", (OPTIONS,),
     ),
     Mutant(
@@ -242,8 +242,20 @@ REQUESTS = [
         "scratch.lowers = true;", (OPTIONS,),
     ),
     Mutant(
-        "blocks of biased tokens not looked at", "cpu/isa/logits/filter.h",
-        "if (a.values[a.columns[i]] > a.most[block]) prepare_block", "if (false) prepare_block", (OPTIONS,),
+        "blocks of biased tokens not looked at", "cpu/isa/logits/peak.h",
+        "a.most[block] = max_of(a.most[block], value);", "", (OPTIONS,),
+    ),
+    Mutant(
+        "biased tokens not among the largest logits", "cpu/isa/logits/peak.h",
+        "peak = max_of(peak, value);", "", (OPTIONS,),
+    ),
+    Mutant(
+        "too few logits above the bounds of others", "cpu/isa/logits/filter.h",
+        "if (few.size < sampling.top_k && view.scale(view.least) >= view.min_x) return false;", "", (OPTIONS,),
+    ),
+    Mutant(
+        "logits of another threshold", "cpu/isa/logits/adjusted_row.h",
+        "if (a_.exact_from[block] <= least) return;", "if (a_.exact_from[block] < kInfinity) return;", (OPTIONS,),
     ),
     Mutant(
         "tokens behind EOS are counted", "core/step.h",

@@ -41,12 +41,13 @@ struct AdjustedRow {
   bool pays;      // whether there is a penalty
   bool lowers;    // whether only patches can raise a logit
   // Memory that OptionsMemory owns:
-  float* values;         // [V + kMostLanes] adjusted logits
-  uint8_t* is_adjusted;  // [blocks] whether all of the block are; else the patched ones are, and peaks are bounds
-  float* most;           // [blocks] the largest peak, or bound, of the block
-  uint32_t* patched;     // [ceil(V / 32)] bits: tokens that RowPatch has corrected
-  int32_t* columns;      // [V] those tokens, num_patched in all
-  float* bias;           // [V] zeros, to add biases up in
+  float* values;      // [V + kMostLanes] adjusted logits of patched tokens, and of the blocks that were opened
+  float* exact_from;  // [blocks] the least logit from which on the block's values are exact; others are below it
+  uint8_t* is_exact;  // [blocks] whether the peaks of the block are; else they are bounds
+  float* most;        // [blocks] the largest peak, or bound, of the block
+  uint32_t* patched;  // [ceil(V / 32)] bits: tokens that RowPatch has corrected
+  int32_t* columns;   // [V] those tokens, num_patched in all
+  float* bias;        // [V] zeros, to add biases up in
 };
 
 // Scratch of the rules that weigh drafts.

@@ -16,13 +16,14 @@ class OptionsMemory {
     patched_ = std::make_unique<uint32_t[]>(words);
     columns_ = std::make_unique_for_overwrite<int32_t[]>(size);
     flags_ = std::make_unique_for_overwrite<uint8_t[]>(blocks);
-    values_ = std::make_unique_for_overwrite<float[]>(size + kMostLanes + blocks);
+    values_ = std::make_unique_for_overwrite<float[]>(size + kMostLanes + 2 * blocks);
     if (o.cu_bias != nullptr) bias_ = std::make_unique<float[]>(size);
     scratch.patched = patched_.get();
     scratch.columns = columns_.get();
-    scratch.is_adjusted = flags_.get();
+    scratch.is_exact = flags_.get();
     scratch.most = values_.get();
-    scratch.values = values_.get() + blocks;
+    scratch.exact_from = values_.get() + blocks;
+    scratch.values = values_.get() + 2 * blocks;
     scratch.bias = bias_.get();
   }
 

@@ -86,6 +86,20 @@ def test_sample_equals_reference(device, dtype, sampling):
     assert compared > 100
 
 
+@pytest.mark.parametrize(("dtype", "levels"), [(torch.bfloat16, 4), (torch.float32, 60), (torch.float16, 1000)])
+def test_top_k_where_few_logits_are_sorted(device, dtype, levels):
+    """From one to several hundred tokens, most of them ties: the largest logits are sorted only while they are few."""
+    generator = torch.Generator().manual_seed(levels)
+    logits = (torch.randint(levels, (9000,), generator=generator) * (8 / levels)).to(dtype)
+    for top_k in (1, 127, 128, 129, 257):
+        for rest in ({}, {"top_p": 0.5, "min_p": 0.3}, {"min_p": 0.97}):
+            drawn = draw_many(logits, 3, device, top_k=top_k, **rest)
+            p = reference.distribution(reference.clean_logits(logits), top_k=top_k, **rest)
+            for position in range(3):
+                token, margin = reference.sample_row(p, 7, position)
+                assert drawn[position] == token or margin <= 1e-5, (top_k, rest, position)
+
+
 LARGE = [32000, 65535, 65536, 65537, 128256, 262144 + 3]
 SHAPES = ["peaked", "flat", "equal", "far_below", "near_flat"]
 

@@ -1,6 +1,5 @@
-// A row under request options as vectors of clean floats. Logits are adjusted when they are first read, a block of
-// kPeakBlock at a time, and kept as floats. Most blocks have no likely token: neither their counts nor their logits are
-// looked at after the first scan.
+// A row under request options as vectors of clean floats. Logits are adjusted where they are read, and only where a
+// bound that costs next to nothing says that they matter: most counts and most patches are never looked at.
 #pragma once
 
 #include "core/options.h"
@@ -55,9 +54,28 @@ static inline uint32_t word_at(const int32_t* words, int64_t first, int64_t size
 // Lane i = bit i is set.
 static inline vint lanes_of(uint32_t word) { return ((splat(word) >> bits<vuint>(lane_index())) & 1u) != 0u; }
 
+// Whether a mask may forbid a token of a block: most masks are all ones in most places.
+static inline bool may_forbid_in_block(const AdjustedRow& a, int64_t block) {
+  const int64_t begin = block * kPeakBlock, end = begin + kPeakBlock;
+  if (end > a.memory.vocab || (a.memory.allowed_words == nullptr && a.memory.allowed != nullptr)) return true;
+  int32_t all = -1;
+  if (a.memory.allowed_words != nullptr) {
+    for (int64_t i = begin / 32; i < end / 32; ++i) all &= a.memory.allowed_words[i];
+  }
+  if (a.allowed_mask != nullptr) {
+    const int64_t first = (a.first_token + begin) / 32, last = (a.first_token + end - 1) / 32;
+    for (int64_t i = first; i <= last; ++i) all &= a.allowed_mask[i];
+  }
+  return all != -1;
+}
+
+static inline vfloat finite_or_less(const AdjustedRow& a, vfloat raw) {
+  return min(max(raw, splat(-kInfinity)), splat(a.largest)) + 0.0f;
+}
+
 // What the masks leave of a vector, before penalties and patches.
 static inline vfloat masked(const AdjustedRow& a, vfloat raw, int64_t begin) {
-  vfloat logit = min(max(raw, splat(-kInfinity)), splat(a.largest)) + 0.0f;
+  vfloat logit = finite_or_less(a, raw);
   if (may_forbid(a.memory, begin)) logit = select(load_allowed(a.memory, begin), logit, splat(-kInfinity));
   if (a.allowed_mask != nullptr) {
     const uint32_t allowed = word_at(a.allowed_mask, a.first_token + begin, a.vocab);
@@ -74,71 +92,105 @@ static inline vint load_counts(const AdjustedRow& a, int64_t begin) {
   return counts;
 }
 
-// The adjusted logits of a vector, given those in memory; lanes past the row are -inf.
-static inline vfloat adjust(const AdjustedRow& a, vfloat raw, int64_t begin) {
-  vfloat logit = masked(a, raw, begin);
-  if (a.pays) {
-    const vint counts = load_counts(a, begin);
-    const vint in_prompt =
-        a.prompt_mask == nullptr ? vint{} : lanes_of(word_at(a.prompt_mask, a.first_token + begin, a.vocab));
-    const vint said = counts > 0;
-    if (lane_bits(said | in_prompt) != 0) {
-      const vfloat times = __builtin_convertvector(said ? counts : vint{}, vfloat);
-      logit = min(penalised<VectorMath>(a.penalties, logit, times, in_prompt), splat(kMaxFloat));
-    }
-  }
+// What penalties leave of a masked vector.
+static inline vfloat penalised_lanes(const AdjustedRow& a, vfloat logit, int64_t begin) {
+  const vint counts = load_counts(a, begin);
+  const vint in_prompt =
+      a.prompt_mask == nullptr ? vint{} : lanes_of(word_at(a.prompt_mask, a.first_token + begin, a.vocab));
+  const vint said = counts > 0;
+  if (lane_bits(said | in_prompt) == 0) return logit;
+  const vfloat times = __builtin_convertvector(said ? counts : vint{}, vfloat);
+  return min(penalised<VectorMath>(a.penalties, logit, times, in_prompt), splat(kMaxFloat));
+}
+
+// The adjusted logits of a vector, given those in memory; lanes past the row are -inf. Unless `matters`, which must be
+// monotone, says so of a lane's bound, the vector may be bounds as well.
+template <typename Matters>
+static inline vfloat adjust_if(const AdjustedRow& a, vfloat raw, int64_t begin, bool has_masks,
+                               const Matters& matters) {
+  vfloat logit = has_masks ? masked(a, raw, begin) : finite_or_less(a, raw);
+  if (a.pays && (!a.lowers || lane_bits(matters(logit)) != 0)) logit = penalised_lanes(a, logit, begin);
   const uint32_t patched = a.patched[begin / 32] >> begin % 32 & kAllLanes;
   return patched == 0 ? logit : select(lanes_of(patched), load(a.values + begin), logit);
 }
 
-// Adjusts a block, and replaces the bounds of its peaks, one per lane, by the peaks themselves.
-static __attribute__((noinline)) void adjust_block(AdjustedRow& a, int64_t block, float* peaks) {
+static inline vfloat adjust(const AdjustedRow& a, vfloat raw, int64_t begin, bool has_masks = true) {
+  return adjust_if(a, raw, begin, has_masks, [](vfloat bound) { return bound == bound; });
+}
+
+// Replaces the bounds of a block's peaks, one per lane, by the peaks themselves.
+static inline __attribute__((noinline)) void find_block_peaks(AdjustedRow& a, int64_t block, float* peaks) {
   const int64_t end = min_of((block + 1) * kPeakBlock, a.memory.vocab);
+  const bool has_masks = may_forbid_in_block(a, block);
   vfloat best = splat(-kInfinity);
   with_memory(a.memory.dtype, [&]<typename T>() {
     for (int64_t t = block * kPeakBlock; t < end; t += kLanes) {
-      const vfloat logit = adjust(a, load_raw<T>(a.memory, t), t);
-      store(a.values + t, logit);
-      best = max(logit, best);
+      best = max(adjust(a, load_raw<T>(a.memory, t), t, has_masks), best);
     }
   });
   if (peaks != nullptr) store(peaks + block * kLanes, best);
   a.most[block] = reduce_max(best);
-  a.is_adjusted[block] = true;
-}
-
-// Before the block that `begin` is in is scanned. Without `peaks` their bounds stay, which suffices once the filters'
-// threshold is known.
-template <typename T>
-static inline void prepare_block(const LogitRow& row, int64_t begin, float* peaks) {
-  if constexpr (std::is_same_v<T, AdjustedLogit>) {
-    AdjustedRow& a = adjusted_row(row);
-    if (!a.is_adjusted[begin / kPeakBlock]) adjust_block(a, begin / kPeakBlock, peaks);
-  }
+  a.is_exact[block] = true;
 }
 
 // NaN is -inf here already: find_adjusted_peak() tells whether there is one.
 template <>
 inline vfloat load_raw<AdjustedLogit>(const LogitRow& row, int64_t begin) {
   const AdjustedRow& a = adjusted_row(row);
-  return a.is_adjusted[begin / kPeakBlock] ? load(a.values + begin) : adjust(a, load_memory(a.memory, begin), begin);
+  return adjust(a, load_memory(a.memory, begin), begin);
 }
 template <>
 inline vfloat clean<AdjustedLogit>(vfloat raw, const LogitRow&, int64_t) {
   return raw;
 }
 
-// Logits, or bounds of them where those cost less.
+// Logits; where those cost more than bounds of them, bounds of vectors in which nothing `matters`.
+template <typename T, typename Matters>
+static inline vfloat load_if(const LogitRow& row, int64_t begin, const Matters& matters) {
+  if constexpr (!std::is_same_v<T, AdjustedLogit>) return load_logits<T>(row, begin);
+  const AdjustedRow& a = adjusted_row(row);
+  return adjust_if(a, load_memory(a.memory, begin), begin, true, matters);
+}
+
 template <typename T>
 static inline vfloat load_bounds(const LogitRow& row, int64_t begin) {
-  return load_logits<T>(row, begin);
+  return load_if<T>(row, begin, [](vfloat) { return vint{}; });
 }
+
+// The logits of a block, which is adjusted when it is first opened.
+template <typename T>
+class BlockReader {
+ public:
+  explicit BlockReader(const LogitRow& row) : row_(row) {}
+  void open(int64_t, float) {}
+  vfloat operator()(int64_t t) const { return load_logits<T>(row_, t); }
+
+ private:
+  const LogitRow& row_;
+};
+
 template <>
-inline vfloat load_bounds<AdjustedLogit>(const LogitRow& row, int64_t begin) {
-  const AdjustedRow& a = adjusted_row(row);
-  const bool any_patched = (a.patched[begin / 32] >> begin % 32 & kAllLanes) != 0;
-  if (!a.lowers || any_patched || a.is_adjusted[begin / kPeakBlock]) return load_logits<AdjustedLogit>(row, begin);
-  return masked(a, load_memory(a.memory, begin), begin);
-}
+class BlockReader<AdjustedLogit> {
+ public:
+  explicit BlockReader(const LogitRow& row) : a_(adjusted_row(row)) {}
+  // Logits below `least` may read as others below it.
+  void open(int64_t begin, float least) {
+    const int64_t block = begin / kPeakBlock;
+    if (a_.exact_from[block] <= least) return;
+    a_.exact_from[block] = least;
+    const bool has_masks = may_forbid_in_block(a_, block);
+    const int64_t end = min_of(begin + kPeakBlock, a_.memory.vocab);
+    const auto matters = [&](vfloat bound) { return bound >= splat(least); };
+    with_memory(a_.memory.dtype, [&]<typename T>() {
+      for (int64_t t = begin; t < end; t += kLanes) {
+        store(a_.values + t, adjust_if(a_, load_raw<T>(a_.memory, t), t, has_masks, matters));
+      }
+    });
+  }
+  vfloat operator()(int64_t t) const { return load(a_.values + t); }
+
+ private:
+  AdjustedRow& a_;
+};
 
 }  // namespace pagedtree::cpu::PAGEDTREE_ISA

@@ -1,102 +1,19 @@
-// The filters' threshold on a row of logits, found in a few scans, without sorting it and without a copy of it: the
-// peak, then a radix search over the logits' order.
+// The filters' threshold on a row of logits, found in a few scans, without a copy of it: the peak, then either the few
+// largest logits, sorted, or a radix search over the logits' order.
 #pragma once
 
 #include "core/sampling.h"
-#include "cpu/isa/logits/adjusted_row.h"
+#include "cpu/isa/logits/peak.h"
 #include "cpu/isa/tile/math.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-static_assert(kLanes <= kMostLanes && kPeakBlock % kLanes == 0);
-
-// The first of the tokens from `begin` on, a multiple of kLanes, whose logit is `logit`; there must be one.
-template <typename T>
-static inline int64_t first_token_of(const LogitRow& row, float logit, int64_t begin) {
-  while (true) {
-    const uint32_t lanes = lane_bits(load_logits<T>(row, begin) == splat(logit));
-    if (lanes != 0) return begin + __builtin_ctz(lanes);
-    begin += kLanes;
-  }
-}
-
-// The peak under request options: penalties that only lower logits are looked at where a logit might be the largest.
-static inline Peak find_adjusted_peak(const LogitRow& row, float* peaks) {
-  AdjustedRow& a = adjusted_row(row);
-  const int64_t num_blocks = ceil_div<int64_t>(row.vocab, kPeakBlock);
-  vint nan{};
-  with_memory(a.memory.dtype, [&]<typename T>() {
-    for (int64_t block = 0; block < num_blocks; ++block) {
-      const int64_t end = min_of((block + 1) * kPeakBlock, row.vocab);
-      vfloat best = splat(-kInfinity);
-      for (int64_t t = block * kPeakBlock; t < end; t += kLanes) {
-        const vfloat raw = load_raw<T>(a.memory, t);
-        nan |= raw != raw;
-        best = max(masked(a, raw, t), best);
-      }
-      if (peaks != nullptr) store(peaks + block * kLanes, best);
-      a.most[block] = reduce_max(best);
-      a.is_adjusted[block] = false;
-    }
-  });
-  for (int64_t i = 0; i < a.num_patched; ++i) {
-    const int64_t block = a.columns[i] / kPeakBlock;
-    if (a.values[a.columns[i]] > a.most[block]) prepare_block<AdjustedLogit>(row, block * kPeakBlock, peaks);
-  }
-  for (int64_t block = 0; block < num_blocks && !a.lowers; ++block) {
-    prepare_block<AdjustedLogit>(row, block * kPeakBlock, peaks);
-  }
-  Peak peak;
-  peak.has_nan = lane_bits(nan) != 0;
-  int64_t best = 0;
-  while (true) {  // blocks in the order of their bounds, until all other bounds are lower
-    for (int64_t block = 0; block < num_blocks; ++block) {
-      const bool higher = a.most[block] > a.most[best];
-      if (higher || (a.most[block] == a.most[best] && a.is_adjusted[best] && !a.is_adjusted[block])) best = block;
-    }
-    if (a.is_adjusted[best] || a.most[best] == -kInfinity) break;
-    adjust_block(a, best, peaks);
-  }
-  if (num_blocks == 0 || a.most[best] == -kInfinity) return peak;
-  for (int64_t block = 0; block < best; ++block) {
-    if (a.most[block] == a.most[best]) best = block;
-  }
-  peak.logit = a.most[best];
-  peak.token = first_token_of<AdjustedLogit>(row, peak.logit, best * kPeakBlock);
-  return peak;
-}
-
-// Also writes the peaks of each block, one per lane, unless `peaks` is null. Under request options they are bounds.
-template <typename T>
-static inline Peak find_peak(const LogitRow& row, float* peaks) {
-  if constexpr (std::is_same_v<T, AdjustedLogit>) return find_adjusted_peak(row, peaks);
-  Peak peak;
-  vint nan{};
-  for (int64_t block = 0; block < row.vocab; block += kPeakBlock) {
-    const int64_t end = min_of(block + kPeakBlock, row.vocab);
-    vfloat best = splat(-kInfinity);
-    for (int64_t t = block; t < end; t += kLanes) {
-      const vfloat raw = load_raw<T>(row, t);
-      nan |= raw != raw;
-      best = max(clean<T>(raw, row, t), best);
-    }
-    if (peaks != nullptr) store(peaks + block / kPeakBlock * kLanes, best);
-    if (reduce_max(best) > peak.logit) {
-      peak.logit = reduce_max(best);
-      peak.token = block;
-    }
-  }
-  peak.has_nan = lane_bits(nan) != 0;
-  if (peak.logit > -kInfinity) peak.token = first_token_of<T>(row, peak.logit, peak.token);
-  return peak;
-}
-
-// The peaks of the block whose first token is t.
-static inline vfloat peaks_at(const float* peaks, int64_t t) { return load(peaks + t / kPeakBlock * kLanes); }
-
-// Whether the block may hold a token with a logit of at least `least`.
-static inline bool reaches(const float* peaks, int64_t t, float least) {
-  return lane_bits(peaks_at(peaks, t) >= splat(least)) != 0;
+// A logit below which the filter keeps no token.
+static inline float least_kept(const Filter& filter, const Scale& scale) {
+  if (filter.min_x == -kInfinity) return filter.min_logit;
+  const double peak = scale.peak, below = static_cast<double>(filter.min_x) / scale.inverse_temperature;
+  const float least = static_cast<float>(peak + 1.001 * below - 1e-6 * (peak < 0.0 ? -peak : peak));
+  return least > filter.min_logit ? least : filter.min_logit;
 }
 
 // Whether the block may hold a token that the filter keeps and that has a mass.
@@ -110,6 +27,7 @@ static inline bool may_have_mass(const float* peaks, int64_t t, const Filter& fi
 // Tokens below a logit that the threshold cannot be below are not counted, so that usually few are.
 template <typename T>
 constexpr bool kOneTable = std::is_same_v<T, BFloat16>;
+constexpr int kFewLogits = 256;                 // more are not sorted
 constexpr uint32_t kMinusInfinityBin = 0x007f;  // holds -inf; lower bins hold nothing
 
 // What one search sees of a row: tokens with x below `min_x` read as -inf, and tokens with logits below `least` are in
@@ -220,13 +138,14 @@ static inline uint64_t tabulate(const View& view, const Digits& digits, bool wit
   clear(digits);
   const float least = digits.low ? logit_of_key<ScalarMath>(digits.prefix << 16) : view.least;
   MassSum sum;
+  BlockReader<T> logits(view.row);
   for (int64_t block = 0; block < view.row.vocab; block += kPeakBlock) {
     if (!with_sum && !reaches(view.peaks, block, least)) continue;
-    prepare_block<T>(view.row, block, view.peaks);
     const int64_t end = min_of(block + kPeakBlock, view.row.vocab);
     const bool light = lane_bits(view.scale(peaks_at(view.peaks, block)) >= MassSum::kLight) == 0;
+    logits.open(block, with_sum ? -kInfinity : least);
     for (int64_t t = block; t < end; t += kLanes) {
-      const vfloat logit = load_logits<T>(view.row, t);
+      const vfloat logit = logits(t);
       const vfloat x = view.scale(logit);
       const vint seen = x >= splat(view.min_x);
       if (with_sum) sum.add(weight_of<VectorMath>(x) & bits<vuint>(seen), light);
@@ -269,40 +188,53 @@ static inline uint32_t search(const View& view, const Digits& digits, uint64_t R
   }
 }
 
-// At most this many tokens are sorted instead of tabulated once more.
-constexpr int kFewTokens = 64;
+// The largest logits of a row, in descending order.
+struct FewLogits {
+  float values[kFewLogits];
+  int size = 0;
+
+  bool insert(vfloat logits, uint32_t lanes) {
+    if (size + static_cast<int>(popcount32(lanes)) > kFewLogits) return false;
+    for (; lanes != 0; lanes &= lanes - 1) {
+      const float value = logits[__builtin_ctz(lanes)];
+      int at = size++;
+      for (; at > 0 && values[at - 1] < value; --at) values[at] = values[at - 1];
+      values[at] = value;
+    }
+    return true;
+  }
+
+  // As search(), given what lies above them all.
+  void find_cut(const View& view, uint64_t RowTotals::* measure, uint64_t target, Cut& cut) const {
+    for (int first = 0, next = 0; first < size; first = next) {
+      while (next < size && values[next] == values[first]) ++next;
+      cut.logit = values[first];
+      const uint64_t equal = static_cast<uint64_t>(next - first);
+      cut.at = {equal, view.weighted ? equal * weight_of<ScalarMath>(view.scale(cut.logit)) : 0};
+      if (next == size || cut.above.*measure + cut.at.*measure >= target) return;
+      add(cut.above, cut.at);
+    }
+  }
+};
 
 // Finds the cut among the `count` tokens of the table whose keys begin with `high`.
 template <typename T>
 static inline void find_cut_of_few(const View& view, uint32_t high, int count, uint64_t RowTotals::* measure,
                                    uint64_t target, Cut& cut) {
-  uint32_t keys[kFewTokens];
-  int size = 0;
+  FewLogits few;
   const float least = logit_of_key<ScalarMath>(high << 16);
-  for (int64_t block = 0; block < view.row.vocab && size < count; block += kPeakBlock) {
+  BlockReader<T> logits(view.row);
+  for (int64_t block = 0; block < view.row.vocab && few.size < count; block += kPeakBlock) {
     if (!reaches(view.peaks, block, least)) continue;
     const int64_t end = min_of(block + kPeakBlock, view.row.vocab);
+    logits.open(block, least);
     for (int64_t t = block; t < end; t += kLanes) {
-      const vfloat logit = load_logits<T>(view.row, t);
-      const vuint key = order_key<VectorMath>(logit);
+      const vfloat logit = logits(t);
       const vint counted = (logit >= splat(view.least)) & (view.scale(logit) >= splat(view.min_x));
-      uint32_t lanes = lane_bits(((key >> 16) == splat(high)) & counted);
-      for (; lanes != 0 && size < count; lanes &= lanes - 1) {
-        const uint32_t entered = key[__builtin_ctz(lanes)];
-        int at = size++;
-        for (; at > 0 && keys[at - 1] < entered; --at) keys[at] = keys[at - 1];
-        keys[at] = entered;
-      }
+      few.insert(logit, lane_bits(((order_key<VectorMath>(logit) >> 16) == splat(high)) & counted));
     }
   }
-  for (int first = 0, next = 0; first < size; first = next) {
-    while (next < size && keys[next] == keys[first]) ++next;
-    cut.logit = logit_of_key<ScalarMath>(keys[first]);
-    const uint64_t equal = static_cast<uint64_t>(next - first);
-    cut.at = {equal, view.weighted ? equal * weight_of<ScalarMath>(view.scale(cut.logit)) : 0};
-    if (next == size || cut.above.*measure + cut.at.*measure >= target) return;
-    add(cut.above, cut.at);
-  }
+  few.find_cut(view, measure, target, cut);
 }
 
 template <typename T>
@@ -314,7 +246,7 @@ static inline Cut find_cut(const View& view, const Digits& high, uint64_t RowTot
     cut.logit = logit_of_key<ScalarMath>(high.key_of<ScalarMath>(bin));
     return cut;
   }
-  if (cut.at.count > 0 && cut.at.count <= kFewTokens) {
+  if (cut.at.count > 0 && cut.at.count <= kFewLogits) {
     find_cut_of_few<T>(view, bin, static_cast<int>(cut.at.count), measure, target, cut);
     return cut;
   }
@@ -328,7 +260,8 @@ static inline Cut find_cut(const View& view, const Digits& high, uint64_t RowTot
 template <typename T>
 static inline int64_t end_of_ties(const LogitRow& row, float logit, uint64_t count) {
   for (int64_t t = 0; t < row.vocab; t += kLanes) {
-    uint32_t lanes = lane_bits(load_logits<T>(row, t) == splat(logit));
+    const vfloat logits = load_if<T>(row, t, [&](vfloat bound) { return bound >= splat(logit); });
+    uint32_t lanes = lane_bits(logits == splat(logit));
     for (; lanes != 0; lanes &= lanes - 1) {
       if (--count == 0) return t + __builtin_ctz(lanes) + 1;
     }
@@ -351,7 +284,7 @@ static inline float reached_by(const float* peaks, int64_t vocab, int64_t count)
   return logit_of_key<ScalarMath>(key);
 }
 
-// The same where peaks may be bounds: blocks that matter are adjusted first.
+// The same where peaks may be bounds: blocks that matter are looked at first.
 template <typename T>
 static inline float reached_by(const LogitRow& row, float* peaks, int64_t count) {
   while (true) {
@@ -360,12 +293,29 @@ static inline float reached_by(const LogitRow& row, float* peaks, int64_t count)
     bool are_exact = true;
     for (int64_t t = 0; t < row.vocab; t += kPeakBlock) {
       const int64_t block = t / kPeakBlock;
-      if (adjusted_row(row).is_adjusted[block] || !reaches(peaks, t, reached)) continue;
-      adjust_block(adjusted_row(row), block, peaks);
+      if (adjusted_row(row).is_exact[block] || !reaches(peaks, t, reached)) continue;
+      find_block_peaks(adjusted_row(row), block, peaks);
       are_exact = false;
     }
     if (are_exact) return reached;
   }
+}
+
+// Gathers the logits that reach view.least, unless they are too many.
+template <typename T>
+static inline bool gather(const View& view, FewLogits& few) {
+  BlockReader<T> logits(view.row);
+  for (int64_t block = 0; block < view.row.vocab; block += kPeakBlock) {
+    if (!reaches(view.peaks, block, view.least)) continue;
+    const int64_t end = min_of(block + kPeakBlock, view.row.vocab);
+    logits.open(block, view.least);
+    for (int64_t t = block; t < end; t += kLanes) {
+      const vfloat logit = logits(t);
+      const uint32_t lanes = lane_bits((logit >= splat(view.least)) & (view.scale(logit) >= splat(view.min_x)));
+      if (lanes != 0 && !few.insert(logit, lanes)) return false;
+    }
+  }
+  return true;
 }
 
 // A logit below which all tokens together have less than 1 - top_p of the peak's mass, even if rounding adds a half to
@@ -375,6 +325,52 @@ static inline float below_top_p(float top_p, int64_t vocab, const Scale& scale) 
   if (share < kMinNormal) return -kInfinity;
   return static_cast<float>(static_cast<double>(scale.peak) +
                             static_cast<double>(log_exact<ScalarMath>(share)) / scale.inverse_temperature);
+}
+
+// Applies top-k and top-p. `left`: what they see of the row, where find_cut(measure, target) finds a cut.
+template <typename T, typename FindCut>
+static inline void cut_row(const LogitRow& row, const Sampling& sampling, RowTotals left, const FindCut& find_cut,
+                           Filter& filter) {
+  const uint64_t count = static_cast<uint64_t>(sampling.top_k);
+  // If no more than top_k tokens are left, they end at the cut or are all tokens.
+  if (sampling.top_k > 0 && sampling.top_k < row.vocab && count <= left.count) {
+    const Cut cut = find_cut(&RowTotals::count, count);
+    filter.min_logit = cut.logit;
+    if (!sampling.joint) {
+      left = cut.above;
+      add(left, cut.at);
+    }
+  }
+  if (sampling.top_p < 1.0f) {
+    const uint64_t needed = top_p_mass(sampling.top_p, left.mass);
+    const Cut cut = find_cut(&RowTotals::mass, needed);
+    if (cut.logit >= filter.min_logit) {
+      filter.min_logit = cut.logit;
+      const uint64_t ties = ceil_div(needed - cut.above.mass, cut.at.mass / cut.at.count);
+      if (ties < cut.at.count) filter.tie_end = end_of_ties<T>(row, cut.logit, ties);
+    }
+  }
+}
+
+// The filter where top_k is small and top-p sees no other tokens: the few largest logits are sorted. False where they
+// are not enough or too many.
+template <typename T>
+static inline bool find_filter_of_few(const Sampling& sampling, View view, Filter& filter) {
+  // Where bounds are counted, a few of them are above their logits.
+  const int64_t spare = std::is_same_v<T, AdjustedLogit> ? sampling.top_k / 8 + 8 : 0;
+  view.least = reached_by(view.peaks, view.row.vocab, sampling.top_k + spare);
+  FewLogits few;
+  if (view.least == -kInfinity || !gather<T>(view, few)) return false;
+  if (few.size < sampling.top_k && view.scale(view.least) >= view.min_x) return false;
+  RowTotals left{static_cast<uint64_t>(few.size), 0};
+  for (int i = 0; view.weighted && i < few.size; ++i) left.mass += weight_of<ScalarMath>(view.scale(few.values[i]));
+  const auto find_cut = [&](uint64_t RowTotals::* measure, uint64_t target) {
+    Cut cut{};
+    few.find_cut(view, measure, target, cut);
+    return cut;
+  };
+  cut_row<T>(view.row, sampling, left, find_cut, filter);
+  return true;
 }
 
 template <typename T>
@@ -387,34 +383,21 @@ static inline Filter find_filter(const LogitRow& row, const Sampling& sampling, 
   if (!by_mass && !by_count) return filter;
 
   const bool with_sum = by_mass && (sampling.joint || !by_count);
-  float least = by_count ? reached_by<T>(row, scratch.peaks, sampling.top_k) : kInfinity;
-  if (with_sum) least = min_of(least, below_top_p(sampling.top_p, row.vocab, scale));
-  const View view{row, scratch.peaks, scale, sampling.joint ? -kInfinity : filter.min_x, least, by_mass};
+  View view{row, scratch.peaks, scale, sampling.joint ? -kInfinity : filter.min_x, kInfinity, by_mass};
+  if (!with_sum && sampling.top_k <= kFewLogits / 2 && find_filter_of_few<T>(sampling, view, filter)) return filter;
+  if (by_count) view.least = reached_by<T>(row, scratch.peaks, sampling.top_k);
+  if (with_sum) view.least = min_of(view.least, below_top_p(sampling.top_p, row.vocab, scale));
   uint64_t* masses = kOneTable<T> || !by_mass ? nullptr : scratch.high_masses;
-  const int first_block = static_cast<int>(order_key<ScalarMath>(least + 0.0f) >> 16) / kBlockBins;
+  const int first_block = static_cast<int>(order_key<ScalarMath>(view.least + 0.0f) >> 16) / kBlockBins;
   const Digits high{scratch.high_counts, masses, scratch.high_blocks, first_block, false, 0};
   const uint64_t mass = tabulate<T>(view, high, with_sum);
   RowTotals left{0, 0};
   for (int block = first_block; block < kBlocks; ++block) add(left, high.blocks[block]);
   if (with_sum) left.mass = mass;
-  // If no more than top_k tokens are in the table, it ends at the cut or holds all tokens.
-  if (by_count && static_cast<uint64_t>(sampling.top_k) <= left.count) {
-    const Cut cut = find_cut<T>(view, high, &RowTotals::count, static_cast<uint64_t>(sampling.top_k), scratch);
-    filter.min_logit = cut.logit;
-    if (!sampling.joint) {
-      left = cut.above;
-      add(left, cut.at);
-    }
-  }
-  if (by_mass) {
-    const uint64_t needed = top_p_mass(sampling.top_p, left.mass);
-    const Cut cut = find_cut<T>(view, high, &RowTotals::mass, needed, scratch);
-    if (cut.logit >= filter.min_logit) {
-      filter.min_logit = cut.logit;
-      const uint64_t ties = ceil_div(needed - cut.above.mass, cut.at.mass / cut.at.count);
-      if (ties < cut.at.count) filter.tie_end = end_of_ties<T>(row, cut.logit, ties);
-    }
-  }
+  const auto cut = [&](uint64_t RowTotals::* measure, uint64_t target) {
+    return find_cut<T>(view, high, measure, target, scratch);
+  };
+  cut_row<T>(row, sampling, left, cut, filter);
   return filter;
 }
 

@@ -19,13 +19,17 @@ static inline auto with_logits(const RowDistribution& distribution, const Body& 
   return with_logits(distribution.row.dtype, body);
 }
 
-// Masses of tokens t .. t + kLanes - 1; t is a multiple of kLanes below the vocabulary.
-template <typename T>
-static inline vfloat masses_at(const RowDistribution& distribution, int64_t t) {
-  const vfloat logit = load_logits<T>(distribution.row, t);
+// Masses of tokens t .. t + kLanes - 1, which have these logits.
+static inline vfloat masses_of(const RowDistribution& distribution, vfloat logit, int64_t t) {
   const vfloat x = distribution.scale(logit);
   const vint kept = kept_lanes(distribution.filter, logit, x, t) & (logit > splat(-kInfinity));
   return select(kept, mass_of<VectorMath>(x), splat(0.0f));
+}
+
+// The same; t is a multiple of kLanes below the vocabulary.
+template <typename T>
+static inline vfloat masses_at(const RowDistribution& distribution, int64_t t) {
+  return masses_of(distribution, load_logits<T>(distribution.row, t), t);
 }
 
 // Probabilities as they are given.
@@ -65,8 +69,10 @@ static inline int fill_block(float* block, int64_t begin, int64_t vocab, const A
 
 static inline int load_masses(const RowDistribution& distribution, int64_t begin, float* block) {
   return with_logits(distribution, [&]<typename T>() {
-    prepare_block<T>(distribution.row, begin, nullptr);
-    return fill_block(block, begin, distribution.row.vocab, [&](int64_t t) { return masses_at<T>(distribution, t); });
+    BlockReader<T> logits(distribution.row);
+    logits.open(begin, least_kept(distribution.filter, distribution.scale));
+    return fill_block(block, begin, distribution.row.vocab,
+                      [&](int64_t t) { return masses_of(distribution, logits(t), t); });
   });
 }
 

@@ -71,12 +71,21 @@ LogitRow adjust_row(const RowOptions& r, const LogitRow& row, AdjustedRow& scrat
   scratch.counts = scratch.pays && o.output_counts != nullptr
                        ? o.output_counts + r.sequence * o.counts_stride + r.o.first_token
                        : nullptr;
+  if (scratch.allowed_mask != nullptr && row.allowed == nullptr && row.allowed_words == nullptr &&
+      o.first_token % 32 == 0) {
+    // Without a grammar, the sequence's mask can take its place, for which rows need no adjustment.
+    scratch.memory.allowed_words = scratch.allowed_mask + o.first_token / 32;
+    scratch.allowed_mask = nullptr;
+  }
   scratch.first_token = r.o.first_token;
   scratch.vocab = o.vocab;
-  std::memset(scratch.is_adjusted, 0, static_cast<size_t>(ceil_div<int64_t>(row.vocab, kPeakBlock)));
+  for (int64_t block = 0; block < ceil_div<int64_t>(row.vocab, kPeakBlock); ++block) {
+    scratch.is_exact[block] = false;
+    scratch.exact_from[block] = kInfinity;
+  }
   Writer writer{r, row, scratch};
   RowPatch<Writer>(r, row, writer).run();
-  if (!scratch.pays && scratch.allowed_mask == nullptr && scratch.num_patched == 0) return row;
+  if (!scratch.pays && scratch.allowed_mask == nullptr && scratch.num_patched == 0) return scratch.memory;
   return {&scratch, nullptr, nullptr, row.vocab, kAdjusted};
 }
 

@@ -33,6 +33,7 @@ template <typename T>
 static inline Winner race(const LogitRow& row, const Scale& scale, const Filter& filter, const float* peaks,
                           uint64_t seed, int64_t position, int64_t first_id = 0) {
   const bool filtered = filter.min_logit > -kInfinity || filter.min_x > -kInfinity;
+  BlockReader<T> logits(row);
   Winner best;
   vfloat x[4];
   const auto load_x = [&](int64_t begin) {
@@ -41,7 +42,7 @@ static inline Winner race(const LogitRow& row, const Scale& scale, const Filter&
       x[j] = splat(-kInfinity);
       const int64_t t = begin + j * kLanes;
       if (t >= row.vocab) continue;
-      const vfloat logit = filtered ? load_logits<T>(row, t) : load_bounds<T>(row, t);
+      const vfloat logit = filtered ? logits(t) : load_bounds<T>(row, t);
       x[j] = scale(logit);
       x[j] = select(kept_lanes(filter, logit, x[j], t), x[j], splat(-kInfinity));
       most = max(most, x[j]);
@@ -50,7 +51,7 @@ static inline Winner race(const LogitRow& row, const Scale& scale, const Filter&
   };
   for (int64_t block = 0; block < row.vocab; block += kPeakBlock) {
     if (peaks != nullptr && !reaches(peaks, block, filter.min_logit)) continue;
-    if (filtered) prepare_block<T>(row, block, nullptr);
+    if (filtered) logits.open(block, least_kept(filter, scale));
     float most = peaks == nullptr ? 0.0f : reduce_max(scale(peaks_at(peaks, block)));  // an upper bound of x
     uint32_t word = largest_word(best.score - most);
     const int64_t end = min_of(block + kPeakBlock, row.vocab);

@@ -11,9 +11,10 @@ namespace {
 template <typename T>
 inline void tabulate(const LogitRow& row, const ShardView& view, uint32_t found, int digit, int64_t* bins) {
   const int shift = 32 - kShardDigitBits * (digit + 1);
+  BlockReader<T> logits(row);
   for (int64_t t = 0; t < row.vocab; t += kLanes) {
-    if (t % kPeakBlock == 0) prepare_block<T>(row, t, nullptr);
-    const vfloat logit = load_logits<T>(row, t);
+    if (t % kPeakBlock == 0) logits.open(t, view.min_logit);
+    const vfloat logit = logits(t);
     const vfloat x = view.scale(logit);
     const vuint digits = order_key<VectorMath>(logit) >> shift;
     vint seen = (logit > splat(-kInfinity)) & (logit >= splat(view.min_logit)) & (x >= splat(view.min_x));
@@ -32,7 +33,8 @@ template <typename T>
 inline int64_t count_ties(const LogitRow& row, float logit) {
   int64_t count = 0;
   for (int64_t t = 0; t < row.vocab; t += kLanes) {
-    count += popcount32(lane_bits(load_logits<T>(row, t) == splat(logit)));
+    const vfloat logits = load_if<T>(row, t, [&](vfloat bound) { return bound >= splat(logit); });
+    count += popcount32(lane_bits(logits == splat(logit)));
   }
   return count;
 }

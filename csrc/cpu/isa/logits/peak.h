@@ -1,0 +1,102 @@
+// The largest logit of a row, and of each of its blocks, by which later scans skip blocks.
+#pragma once
+
+#include "cpu/isa/logits/adjusted_row.h"
+
+namespace pagedtree::cpu::PAGEDTREE_ISA {
+
+static_assert(kLanes <= kMostLanes && kPeakBlock % kLanes == 0);
+
+// The first of the tokens from `begin` on, a multiple of kLanes, whose logit is `logit`; there must be one.
+template <typename T>
+static inline int64_t first_token_of(const LogitRow& row, float logit, int64_t begin) {
+  while (true) {
+    const uint32_t lanes = lane_bits(load_logits<T>(row, begin) == splat(logit));
+    if (lanes != 0) return begin + __builtin_ctz(lanes);
+    begin += kLanes;
+  }
+}
+
+// The peak under request options: penalties that only lower logits are looked at where a logit might be the largest.
+static inline Peak find_adjusted_peak(const LogitRow& row, float* peaks) {
+  AdjustedRow& a = adjusted_row(row);
+  const int64_t num_blocks = ceil_div<int64_t>(row.vocab, kPeakBlock);
+  vint nan{};
+  with_memory(a.memory.dtype, [&]<typename T>() {
+    for (int64_t block = 0; block < num_blocks; ++block) {
+      const int64_t end = min_of((block + 1) * kPeakBlock, row.vocab);
+      const bool has_masks = may_forbid_in_block(a, block);
+      vfloat best = splat(-kInfinity);
+      for (int64_t t = block * kPeakBlock; t < end; t += kLanes) {
+        const vfloat raw = load_raw<T>(a.memory, t);
+        nan |= raw != raw;
+        best = max(has_masks ? masked(a, raw, t) : finite_or_less(a, raw), best);
+      }
+      if (peaks != nullptr) store(peaks + block * kLanes, best);
+      a.most[block] = reduce_max(best);
+      a.is_exact[block] = false;
+    }
+  });
+  for (int64_t i = 0; i < a.num_patched; ++i) {
+    const int64_t block = a.columns[i] / kPeakBlock;
+    const float value = a.values[a.columns[i]];
+    a.most[block] = max_of(a.most[block], value);
+    if (peaks == nullptr) continue;
+    float& peak = peaks[block * kLanes + a.columns[i] % kLanes];
+    peak = max_of(peak, value);
+  }
+  for (int64_t block = 0; block < num_blocks && !a.lowers; ++block) find_block_peaks(a, block, peaks);
+  Peak peak;
+  peak.has_nan = lane_bits(nan) != 0;
+  int64_t best = 0;
+  while (true) {  // blocks in the order of their bounds, until all other bounds are lower
+    for (int64_t block = 0; block < num_blocks; ++block) {
+      const bool higher = a.most[block] > a.most[best];
+      if (higher || (a.most[block] == a.most[best] && a.is_exact[best] && !a.is_exact[block])) best = block;
+    }
+    if (num_blocks == 0 || a.is_exact[best] || a.most[best] == -kInfinity) break;
+    find_block_peaks(a, best, peaks);
+  }
+  if (num_blocks == 0 || a.most[best] == -kInfinity) return peak;
+  for (int64_t block = 0; block < best; ++block) {
+    if (a.most[block] == a.most[best]) best = block;
+  }
+  peak.logit = a.most[best];
+  peak.token = first_token_of<AdjustedLogit>(row, peak.logit, best * kPeakBlock);
+  return peak;
+}
+
+// Also writes the peaks of each block, one per lane, unless `peaks` is null. Under request options they are bounds.
+template <typename T>
+static inline Peak find_peak(const LogitRow& row, float* peaks) {
+  if constexpr (std::is_same_v<T, AdjustedLogit>) return find_adjusted_peak(row, peaks);
+  Peak peak;
+  vint nan{};
+  for (int64_t block = 0; block < row.vocab; block += kPeakBlock) {
+    const int64_t end = min_of(block + kPeakBlock, row.vocab);
+    vfloat best = splat(-kInfinity);
+    for (int64_t t = block; t < end; t += kLanes) {
+      const vfloat raw = load_raw<T>(row, t);
+      nan |= raw != raw;
+      best = max(clean<T>(raw, row, t), best);
+    }
+    if (peaks != nullptr) store(peaks + block / kPeakBlock * kLanes, best);
+    if (reduce_max(best) > peak.logit) {
+      peak.logit = reduce_max(best);
+      peak.token = block;
+    }
+  }
+  peak.has_nan = lane_bits(nan) != 0;
+  if (peak.logit > -kInfinity) peak.token = first_token_of<T>(row, peak.logit, peak.token);
+  return peak;
+}
+
+// The peaks of the block whose first token is t.
+static inline vfloat peaks_at(const float* peaks, int64_t t) { return load(peaks + t / kPeakBlock * kLanes); }
+
+// Whether the block may hold a token with a logit of at least `least`.
+static inline bool reaches(const float* peaks, int64_t t, float least) {
+  return lane_bits(peaks_at(peaks, t) >= splat(least)) != 0;
+}
+
+}  // namespace pagedtree::cpu::PAGEDTREE_ISA
