@@ -5,7 +5,9 @@ Each follows the loop in its op's docstring, and what that says about values out
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -280,6 +282,56 @@ def best_tokens(logits: Sequence[float], count: int) -> list[int]:
     values = np.array(logits, dtype=np.float64)
     order = np.argsort(-values, kind="stable")  # NaN last
     return [int(x) for x in order if values[x] > -np.inf][:count]
+
+
+def best_first_tree(log_probs: np.ndarray, tokens: np.ndarray, root: int, num_nodes: int) -> tuple[list, list]:
+    """Tokens and parents of one sequence's tree, from fp32 [H, K] and int64 [H, K]: every child enters the heap."""
+    chosen: dict[tuple[int, ...], int] = {}
+    drafts, parents = [], []
+    heap: list[tuple[float, int, tuple[int, ...]]] = [(0.0, 0, ())]
+    while heap and len(chosen) < num_nodes:
+        cost, depth, path = heapq.heappop(heap)
+        parents.append(chosen[path[:-1]] if path else -1)
+        drafts.append(int(tokens[depth - 1, path[-1]]) if path else root)
+        chosen[path] = len(chosen)
+        with np.errstate(over="ignore"):
+            costs = np.float32(cost) - np.minimum(log_probs[depth], 0) if depth < len(log_probs) else np.zeros(0)
+        for rank in np.flatnonzero(costs < np.inf).tolist():  # NaN is not below
+            heapq.heappush(heap, (float(costs[rank]), depth + 1, (*path, rank)))
+    return drafts, parents
+
+
+class Selected(NamedTuple):
+    """Rows that are kept, and for each sequence how many and their parents."""
+
+    rows: list[int]
+    counts: list[int]
+    parents: list[list[int]]
+
+
+def select_nodes(
+    cu_nodes: Sequence[int], parents: Sequence[int], depths: Sequence[int], survival: Sequence[float], limit: int
+) -> Selected:
+    """Which rows are kept of trees whose depths are their links' or -1."""
+    survives: dict[int, float] = {}
+    roots = []
+    for begin, end in pairwise(cu_nodes):
+        roots += [begin] if begin < end else []
+        for row in range(begin, end):
+            own = survival[row] if survival[row] > 0 else 0.0
+            parent = begin + parents[row] if row > begin else row
+            if row == begin:
+                survives[row] = own
+            elif depths[row] >= 0 and parent in survives:
+                survives[row] = min(own, survives[parent])
+    others = sorted(survives.keys() - set(roots), key=lambda row: (-survives[row], row))
+    kept = sorted(roots + others[: max(limit - len(roots), 0)])
+    of_trees = [[row - begin for row in kept if begin <= row < end] for begin, end in pairwise(cu_nodes)]
+    links = [
+        [nodes.index(parents[begin + node]) if node else -1 for node in nodes]
+        for begin, nodes in zip(cu_nodes, of_trees, strict=False)
+    ]
+    return Selected(kept, [len(nodes) for nodes in of_trees], links)
 
 
 def pack(trees: Sequence[tuple[list[int], ...]], rows: int) -> tuple[list[int], list[list[int]]]:
