@@ -294,7 +294,7 @@ def best_first_tree(log_probs: np.ndarray, tokens: np.ndarray, root: int, num_no
         parents.append(chosen[path[:-1]] if path else -1)
         drafts.append(int(tokens[depth - 1, path[-1]]) if path else root)
         chosen[path] = len(chosen)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             costs = np.float32(cost) - np.minimum(log_probs[depth], 0) if depth < len(log_probs) else np.zeros(0)
         for rank in np.flatnonzero(costs < np.inf).tolist():  # NaN is not below
             heapq.heappush(heap, (float(costs[rank]), depth + 1, (*path, rank)))
@@ -302,36 +302,36 @@ def best_first_tree(log_probs: np.ndarray, tokens: np.ndarray, root: int, num_no
 
 
 class Selected(NamedTuple):
-    """Rows that are kept, and for each sequence how many and their parents."""
+    """The rows that are kept, and the parents of each sequence's nodes."""
 
     rows: list[int]
-    counts: list[int]
     parents: list[list[int]]
 
 
 def select_nodes(
-    cu_nodes: Sequence[int], parents: Sequence[int], depths: Sequence[int], survival: Sequence[float], limit: int
-) -> Selected:
-    """Which rows are kept of trees whose depths are their links' or -1."""
+    cu_nodes: Sequence[int], parents: Sequence[int], depths: Sequence[int], survival: Sequence[float], limit: int,
+    max_nodes: int, max_depth: int,
+) -> Selected:  # fmt: skip
+    """select_nodes over trees whose parents and depths may be anything."""
     survives: dict[int, float] = {}
     roots = []
     for begin, end in pairwise(cu_nodes):
-        roots += [begin] if begin < end else []
-        for row in range(begin, end):
-            own = survival[row] if survival[row] > 0 else 0.0
-            parent = begin + parents[row] if row > begin else row
+        for row in range(begin, min(end, begin + max_nodes)):
+            own, parent = survival[row] if survival[row] > 0 else 0.0, begin + parents[row]
             if row == begin:
+                roots.append(row)
                 survives[row] = own
-            elif depths[row] >= 0 and parent in survives:
+                continue
+            depth = (depths[parent] if begin < parent < row else 0) + 1
+            if begin <= parent < row and parent in survives and depths[row] == depth <= max_depth:
                 survives[row] = min(own, survives[parent])
     others = sorted(survives.keys() - set(roots), key=lambda row: (-survives[row], row))
     kept = sorted(roots + others[: max(limit - len(roots), 0)])
-    of_trees = [[row - begin for row in kept if begin <= row < end] for begin, end in pairwise(cu_nodes)]
-    links = [
-        [nodes.index(parents[begin + node]) if node else -1 for node in nodes]
-        for begin, nodes in zip(cu_nodes, of_trees, strict=False)
-    ]
-    return Selected(kept, [len(nodes) for nodes in of_trees], links)
+    links = []
+    for begin, end in pairwise(cu_nodes):
+        nodes = [row - begin for row in kept if begin <= row < end]
+        links.append([nodes.index(parents[begin + node]) if node else -1 for node in nodes])
+    return Selected(kept, links)
 
 
 def pack(trees: Sequence[tuple[list[int], ...]], rows: int) -> tuple[list[int], list[list[int]]]:

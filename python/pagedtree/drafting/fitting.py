@@ -44,13 +44,13 @@ def best_first_tree(log_probs: Tensor, tokens: Tensor, root_tokens: Tensor, num_
     Where fewer paths are possible, the tree is shorter: the last of its num_nodes rows are unreachable, with parent and
     depth -1 and draft token -1, and the tree is valid all the same.
 
-    Returns draft_tokens int64 [B * num_nodes] and the trees, with max_nodes = num_nodes, max_depth = H and cu_nodes[b] =
-    b * num_nodes. Raises ValueError for wrong shapes, dtypes or bounds. One launch, no synchronisation; the time grows
-    with num_nodes * K: give the best candidates of a level rather than the vocabulary.
+    Returns draft_tokens int64 [B * num_nodes] and the trees, with max_nodes = num_nodes, max_depth = H and
+    cu_nodes[b] = b * num_nodes. Raises ValueError for wrong shapes, dtypes or bounds. One launch, no synchronisation;
+    the time grows with num_nodes * K: give the best candidates of a level rather than the vocabulary.
     """
     expect_type("log_probs", log_probs, Tensor)
     draft_tokens, *fields = call(ops.best_first_tree, log_probs, tokens, root_tokens, num_nodes)
-    return draft_tokens, TreeBatch(*fields, num_nodes, log_probs.shape[1])
+    return draft_tokens, TreeBatch(*fields, max_nodes=num_nodes, max_depth=log_probs.shape[1])
 
 
 def select_nodes(
@@ -98,7 +98,7 @@ def select_nodes(
         max_depth=trees.max_depth,
         limit=limit,
     )
-    return TreeBatch(*fields, trees.max_nodes, trees.max_depth), node_map
+    return TreeBatch(*fields, max_nodes=trees.max_nodes, max_depth=trees.max_depth), node_map
 
 
 def _empty_trees(anchor: Tensor, batch: int, rows: int, max_nodes: int) -> tuple[Tensor, ...]:
