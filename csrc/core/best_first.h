@@ -82,6 +82,7 @@ PT_HOST_DEVICE void write_best_first(const BestFirstTreeParams& p, int64_t b, co
   const int64_t row = b * p.num_nodes + node;
   if (node >= size) {
     p.draft_tokens[row] = -1;
+    p.joints[row] = -kInfinity;
     clear_row(p.trees, row);
     return;
   }
@@ -89,6 +90,7 @@ PT_HOST_DEVICE void write_best_first(const BestFirstTreeParams& p, int64_t b, co
   p.draft_tokens[row] = node == 0
                             ? p.root_tokens[b]
                             : p.tokens[b * p.tokens_stride + (depth - 1) * p.tokens_level_stride + tree.ranks[node]];
+  p.joints[row] = tree.joints[node];
   p.trees.parents[row] = tree.parents[node];
   p.trees.depths[row] = depth;
   p.trees.first_child[row] = tree.first_child[node];

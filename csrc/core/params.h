@@ -273,6 +273,7 @@ struct BestFirstTreeParams {
   const int64_t* tokens;       // [B, H, K], the last dimension contiguous
   const int64_t* root_tokens;  // [B]
   int64_t* draft_tokens;       // [B * num_nodes] out
+  float* joints;               // [B * num_nodes] out, log-probabilities of the nodes' paths
   TreeOutput trees;            // B * num_nodes rows out
   int64_t batch;
   int64_t log_probs_stride, log_probs_level_stride;

@@ -287,10 +287,8 @@ TreeOutput tree_output(TreeTensors& tensors) {
           .mask_words = static_cast<int32_t>(mask.size(1))};
 }
 
-using DraftedTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-DraftedTensors best_first_tree(const Tensor& log_probs, const Tensor& tokens, const Tensor& root_tokens,
-                               int64_t num_nodes) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> best_first_tree(
+    const Tensor& log_probs, const Tensor& tokens, const Tensor& root_tokens, int64_t num_nodes) {
   const Check check("best_first_tree", log_probs);
   check.tensor(log_probs, "log_probs", {ScalarType::Float}, {kAnySize, kAnySize, kAnySize}, Strides::kLastContiguous);
   const int64_t batch = log_probs.size(0), num_levels = log_probs.size(1), num_candidates = log_probs.size(2);
@@ -302,6 +300,7 @@ DraftedTensors best_first_tree(const Tensor& log_probs, const Tensor& tokens, co
   check.that(batch * num_nodes < kMaxRows, "num_nodes", "such that all trees have less than 2^31 nodes", num_nodes);
 
   Tensor draft_tokens = empty_on(log_probs, {batch * num_nodes}, ScalarType::Long);
+  Tensor joints = empty_on(log_probs, {batch * num_nodes}, ScalarType::Float);
   TreeTensors trees = empty_trees(log_probs, batch, batch * num_nodes, num_nodes);
 
   BestFirstTreeParams params{};
@@ -309,6 +308,7 @@ DraftedTensors best_first_tree(const Tensor& log_probs, const Tensor& tokens, co
   params.tokens = const_pointer<int64_t>(tokens);
   params.root_tokens = const_pointer<int64_t>(root_tokens);
   params.draft_tokens = mutable_pointer<int64_t>(draft_tokens);
+  params.joints = mutable_pointer<float>(joints);
   params.trees = tree_output(trees);
   params.batch = batch;
   params.log_probs_stride = log_probs.stride(0);
@@ -319,12 +319,12 @@ DraftedTensors best_first_tree(const Tensor& log_probs, const Tensor& tokens, co
   params.num_candidates = static_cast<int32_t>(num_candidates);
   params.num_nodes = static_cast<int32_t>(num_nodes);
   backend_for(log_probs).best_first_tree(params, context_for(log_probs));
-  return std::tuple_cat(std::tuple{draft_tokens}, trees);
+  return std::tuple_cat(std::tuple{draft_tokens, joints}, trees);
 }
 
-DraftedTensors select_nodes(const Tensor& cu_nodes, const Tensor& parents, const Tensor& depths, const Tensor& valid,
-                            const Tensor& survival, int64_t budget, int64_t max_nodes, int64_t max_depth,
-                            std::optional<Tensor> limit) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> select_nodes(
+    const Tensor& cu_nodes, const Tensor& parents, const Tensor& depths, const Tensor& valid, const Tensor& survival,
+    int64_t budget, int64_t max_nodes, int64_t max_depth, std::optional<Tensor> limit) {
   const Check check("select_nodes", cu_nodes);
   const int64_t batch = check.offsets(cu_nodes, "cu_nodes");
   check.tensor(parents, "parents", {ScalarType::Int}, {kAnySize});
@@ -388,7 +388,7 @@ constexpr Op kOps[] = {
      TORCH_BOX(&medusa_propose)},
     {"best_first_tree",
      "(Tensor log_probs, Tensor tokens, Tensor root_tokens, SymInt num_nodes)"
-     " -> (Tensor draft_tokens, Tensor cu_nodes, Tensor parents, Tensor depths, Tensor first_child,"
+     " -> (Tensor draft_tokens, Tensor joints, Tensor cu_nodes, Tensor parents, Tensor depths, Tensor first_child,"
      " Tensor next_sibling, Tensor mask, Tensor valid)",
      TORCH_BOX(&best_first_tree)},
     {"select_nodes",

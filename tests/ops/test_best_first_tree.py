@@ -30,20 +30,21 @@ def numbered(shape: tuple[int, ...]) -> Tensor:
 
 def expect_tree(log_probs: Tensor, tokens: Tensor, roots: Tensor, num_nodes: int) -> TreeBatch:
     """Compares with plain loops; every field of the batch follows from the parents."""
-    draft_tokens, trees = best_first_tree(log_probs, tokens, roots, num_nodes)
+    draft_tokens, trees, joints = best_first_tree(log_probs, tokens, roots, num_nodes, return_log_probs=True)
     batch = len(roots)
     assert trees.cu_nodes.tolist() == [b * num_nodes for b in range(batch + 1)]
     assert (trees.max_nodes, trees.max_depth) == (num_nodes, log_probs.shape[1])
-    assert draft_tokens.dtype == torch.int64 and draft_tokens.shape == (batch * num_nodes,)
+    assert draft_tokens.dtype == torch.int64 and draft_tokens.shape == joints.shape == (batch * num_nodes,)
     trees._check()
     for b in range(batch):
-        drafts, parents = loops.best_first_tree(
+        drafts, parents, sums = loops.best_first_tree(
             log_probs[b].cpu().numpy(), tokens[b].cpu().numpy(), int(roots[b]), num_nodes
         )
         missing = [-1] * (num_nodes - len(parents))
         rows = slice(b * num_nodes, (b + 1) * num_nodes)
         assert trees.parents[rows].tolist() == parents + missing
         assert draft_tokens[rows].tolist() == drafts + missing
+        assert joints[rows].tolist() == sums + [-math.inf] * len(missing)
         assert trees.depths[rows].tolist()[len(parents) :] == missing
     linked = build_trees(trees.parents, trees.cu_nodes, max_nodes=num_nodes, max_depth=trees.max_depth)
     for name in ("depths", "first_child", "next_sibling", "mask"):
@@ -225,5 +226,6 @@ def test_threads_do_not_matter(backend: str) -> None:
 def test_numpy_reference_is_the_definition() -> None:
     """The loops that the op is compared with, against sorting all paths."""
     log_probs = np.array([[-1.0, -0.5, np.nan], [-0.25, -2.0, -np.inf]], dtype=np.float32)
-    drafts, parents = loops.best_first_tree(log_probs, np.arange(6).reshape(2, 3), -1, 7)
+    drafts, parents, joints = loops.best_first_tree(log_probs, np.arange(6).reshape(2, 3), -1, 7)
     assert drafts == [-1, 1, 3, 0, 3, 4, 4] and parents == [-1, 0, 1, 0, 3, 1, 3]
+    assert joints == [0, -0.5, -0.75, -1, -1.25, -2.5, -3]

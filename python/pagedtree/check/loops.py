@@ -284,21 +284,25 @@ def best_tokens(logits: Sequence[float], count: int) -> list[int]:
     return [int(x) for x in order if values[x] > -np.inf][:count]
 
 
-def best_first_tree(log_probs: np.ndarray, tokens: np.ndarray, root: int, num_nodes: int) -> tuple[list, list]:
-    """Tokens and parents of one sequence's tree, from fp32 [H, K] and int64 [H, K]: every child enters the heap."""
+def best_first_tree(log_probs: np.ndarray, tokens: np.ndarray, root: int, num_nodes: int) -> tuple[list, list, list]:
+    """Tokens, parents and joint log-probabilities of one sequence's tree, from fp32 [H, K] and int64 [H, K].
+
+    Every child enters the heap.
+    """
     chosen: dict[tuple[int, ...], int] = {}
-    drafts, parents = [], []
+    drafts, parents, joints = [], [], []
     heap: list[tuple[float, int, tuple[int, ...]]] = [(0.0, 0, ())]
     while heap and len(chosen) < num_nodes:
         cost, depth, path = heapq.heappop(heap)
         parents.append(chosen[path[:-1]] if path else -1)
         drafts.append(int(tokens[depth - 1, path[-1]]) if path else root)
+        joints.append(-cost)
         chosen[path] = len(chosen)
         with np.errstate(over="ignore", invalid="ignore"):
             costs = np.float32(cost) - np.minimum(log_probs[depth], 0) if depth < len(log_probs) else np.zeros(0)
         for rank in np.flatnonzero(costs < np.inf).tolist():  # NaN is not below
             heapq.heappush(heap, (float(costs[rank]), depth + 1, (*path, rank)))
-    return drafts, parents
+    return drafts, parents, joints
 
 
 class Selected(NamedTuple):

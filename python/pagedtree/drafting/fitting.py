@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
@@ -12,7 +15,21 @@ from pagedtree.tree import TreeBatch
 __all__ = ["best_first_tree", "select_nodes"]
 
 
-def best_first_tree(log_probs: Tensor, tokens: Tensor, root_tokens: Tensor, num_nodes: int) -> tuple[Tensor, TreeBatch]:
+@overload
+def best_first_tree(
+    log_probs: Tensor, tokens: Tensor, root_tokens: Tensor, num_nodes: int, *, return_log_probs: Literal[False] = False
+) -> tuple[Tensor, TreeBatch]: ...
+
+
+@overload
+def best_first_tree(
+    log_probs: Tensor, tokens: Tensor, root_tokens: Tensor, num_nodes: int, *, return_log_probs: Literal[True]
+) -> tuple[Tensor, TreeBatch, Tensor]: ...
+
+
+def best_first_tree(
+    log_probs: Tensor, tokens: Tensor, root_tokens: Tensor, num_nodes: int, *, return_log_probs: bool = False
+) -> tuple[Tensor, TreeBatch] | tuple[Tensor, TreeBatch, Tensor]:
     """The tree of `num_nodes` nodes with the highest joint log-probabilities over H levels of K candidates.
 
     For drafters whose levels do not depend on each other: Medusa heads, block drafters. A child of a node at depth d is
@@ -28,6 +45,8 @@ def best_first_tree(log_probs: Tensor, tokens: Tensor, root_tokens: Tensor, num_
         tokens: int64 [B, H, K], last dimension contiguous, the candidates' ids; they are copied and not looked at.
         root_tokens: int64 [B], entered at the roots.
         num_nodes: nodes of each tree, root included, 1..1024.
+        return_log_probs: return the nodes' joint log-probabilities, too. Their exponentials are estimates of survival
+            for `select_nodes`.
 
     Nodes are in descending order of joint log-probability, ties by depth, then by the candidate ranks from the root on,
     where a candidate's rank is its index among the K. Sums are fp32 and taken from the root down, one candidate at a
@@ -45,12 +64,14 @@ def best_first_tree(log_probs: Tensor, tokens: Tensor, root_tokens: Tensor, num_
     depth -1 and draft token -1, and the tree is valid all the same.
 
     Returns draft_tokens int64 [B * num_nodes] and the trees, with max_nodes = num_nodes, max_depth = H and
-    cu_nodes[b] = b * num_nodes. Raises ValueError for wrong shapes, dtypes or bounds. One launch, no synchronisation;
-    the time grows with num_nodes * K: give the best candidates of a level rather than the vocabulary.
+    cu_nodes[b] = b * num_nodes; under return_log_probs also fp32 [B * num_nodes], 0 at roots, -inf at unreachable rows.
+    Raises ValueError for wrong shapes, dtypes or bounds. One launch, no synchronisation; the time grows with
+    num_nodes * K: give the best candidates of a level rather than the vocabulary.
     """
     expect_type("log_probs", log_probs, Tensor)
-    draft_tokens, *fields = call(ops.best_first_tree, log_probs, tokens, root_tokens, num_nodes)
-    return draft_tokens, TreeBatch(*fields, max_nodes=num_nodes, max_depth=log_probs.shape[1])
+    draft_tokens, joints, *fields = call(ops.best_first_tree, log_probs, tokens, root_tokens, num_nodes)
+    trees = _as_trees(fields, num_nodes, log_probs.shape[1])
+    return (draft_tokens, trees, joints) if return_log_probs else (draft_tokens, trees)
 
 
 def select_nodes(
@@ -98,7 +119,12 @@ def select_nodes(
         max_depth=trees.max_depth,
         limit=limit,
     )
-    return TreeBatch(*fields, max_nodes=trees.max_nodes, max_depth=trees.max_depth), node_map
+    return _as_trees(fields, trees.max_nodes, trees.max_depth), node_map
+
+
+def _as_trees(fields: Sequence[Tensor], max_nodes: int, max_depth: int) -> TreeBatch:
+    cu_nodes, parents, depths, first_child, next_sibling, mask, valid = fields
+    return TreeBatch(cu_nodes, parents, depths, first_child, next_sibling, mask, valid, max_nodes, max_depth)
 
 
 def _empty_trees(anchor: Tensor, batch: int, rows: int, max_nodes: int) -> tuple[Tensor, ...]:
@@ -111,8 +137,12 @@ def _empty_trees(anchor: Tensor, batch: int, rows: int, max_nodes: int) -> tuple
 @register_fake("best_first_tree")
 def _best_first_tree_fake(log_probs: Tensor, tokens: Tensor, root_tokens: Tensor, num_nodes: int) -> tuple[Tensor, ...]:
     batch = log_probs.shape[0]
-    draft_tokens = tokens.new_empty((batch * num_nodes,))
-    return (draft_tokens, *_empty_trees(tokens, batch, batch * num_nodes, num_nodes))
+    rows = (batch * num_nodes,)
+    return (
+        tokens.new_empty(rows),
+        log_probs.new_empty(rows),
+        *_empty_trees(tokens, batch, batch * num_nodes, num_nodes),
+    )
 
 
 @register_fake("select_nodes")
