@@ -1,11 +1,14 @@
 """Drafters: who guesses the next tokens."""
 
 from pagedtree.generation.drafters.base import Drafter, NoDrafter, Proposal, StepResult, as_drafter
+from pagedtree.generation.drafters.block_model import BlockDraftConfig, BlockDraftModel
 from pagedtree.generation.drafters.medusa import MedusaDrafter, MedusaHeads, medusa_tree
 from pagedtree.generation.drafters.model import ModelDrafter
 from pagedtree.generation.drafters.ngram import NgramDrafter
 
 __all__ = [
+    "BlockDraftConfig",
+    "BlockDraftModel",
     "Drafter",
     "MedusaDrafter",
     "MedusaHeads",
