@@ -1,12 +1,13 @@
 """Drafters: who guesses the next tokens."""
 
-from pagedtree.generation.drafters.base import Drafter, NoDrafter, Proposal, StepResult, as_drafter
+from pagedtree.generation.drafters.base import Drafter, FeatureRows, NoDrafter, Proposal, StepResult, as_drafter
 from pagedtree.generation.drafters.medusa import MedusaDrafter, MedusaHeads, medusa_tree
 from pagedtree.generation.drafters.model import ModelDrafter
 from pagedtree.generation.drafters.ngram import NgramDrafter
 
 __all__ = [
     "Drafter",
+    "FeatureRows",
     "MedusaDrafter",
     "MedusaHeads",
     "ModelDrafter",

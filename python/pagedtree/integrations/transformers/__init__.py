@@ -10,6 +10,7 @@ Needs transformers 4.57 or newer (the extra `pagedtree[transformers]`).
 
 from pagedtree.generation.drafters import (
     Drafter,
+    FeatureRows,
     MedusaDrafter,
     MedusaHeads,
     NgramDrafter,
@@ -30,6 +31,7 @@ from pagedtree.integrations.transformers.tensor_parallel import tensor_parallel
 
 __all__ = [
     "Drafter",
+    "FeatureRows",
     "GenerationStats",
     "MedusaDrafter",
     "MedusaHeads",
