@@ -1,6 +1,7 @@
 """Drafters: who guesses the next tokens."""
 
-from pagedtree.generation.drafters.base import Drafter, NoDrafter, Proposal, StepResult, as_drafter
+from pagedtree.generation.drafters.base import Drafter, FeatureRows, NoDrafter, Proposal, StepResult, as_drafter
+from pagedtree.generation.drafters.block import BlockDrafter
 from pagedtree.generation.drafters.block_model import BlockDraftConfig, BlockDraftModel
 from pagedtree.generation.drafters.medusa import MedusaDrafter, MedusaHeads, medusa_tree
 from pagedtree.generation.drafters.model import ModelDrafter
@@ -9,7 +10,9 @@ from pagedtree.generation.drafters.ngram import NgramDrafter
 __all__ = [
     "BlockDraftConfig",
     "BlockDraftModel",
+    "BlockDrafter",
     "Drafter",
+    "FeatureRows",
     "MedusaDrafter",
     "MedusaHeads",
     "ModelDrafter",

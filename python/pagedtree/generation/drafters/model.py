@@ -311,7 +311,7 @@ class ModelDrafter(Drafter):
         longest = max(count for _, count in chunks)
         step = PagedStep(self.cache, table, seq_lens, cu_seqlens_q, slots, None, None, longest)
         ids = torch.tensor(tokens).clamp(max=self.vocab_size - 1).to(self.device)
-        logits, _ = self.packed.run(
+        logits, _, _ = self.packed.run(
             ids,
             torch.tensor(positions).to(self.device),
             step,
@@ -329,7 +329,7 @@ class ModelDrafter(Drafter):
         offsets = torch.arange(num_rows + 1, dtype=torch.int32, device=lengths.device) * 2
         slots = slot_mapping(table, lengths, offsets, self.cache.page_size, total_q=2 * num_rows)
         step = PagedStep(self.cache, table, lengths, offsets, slots, None, None, max_seqlen_q=2)
-        logits, _ = self.packed.run(ids, positions.clamp(min=0).flatten(), step)
+        logits, _, _ = self.packed.run(ids, positions.clamp(min=0).flatten(), step)
         return logits[1::2]
 
     def _read_level(self, state: DraftState, table: Tensor, start: Tensor) -> Tensor:

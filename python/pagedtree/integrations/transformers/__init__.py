@@ -9,7 +9,11 @@ Needs transformers 4.57 or newer (the extra `pagedtree[transformers]`).
 """
 
 from pagedtree.generation.drafters import (
+    BlockDraftConfig,
+    BlockDrafter,
+    BlockDraftModel,
     Drafter,
+    FeatureRows,
     MedusaDrafter,
     MedusaHeads,
     NgramDrafter,
@@ -29,7 +33,11 @@ from pagedtree.integrations.transformers.generate import generate
 from pagedtree.integrations.transformers.tensor_parallel import tensor_parallel
 
 __all__ = [
+    "BlockDraftConfig",
+    "BlockDraftModel",
+    "BlockDrafter",
     "Drafter",
+    "FeatureRows",
     "GenerationStats",
     "MedusaDrafter",
     "MedusaHeads",
