@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from block_loss import block_logits, block_loss, sample_roots
 from stdlib_text import held_out_files, prompts, read, training_files
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
@@ -30,13 +29,11 @@ from torch.nn import functional as F
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from pagedtree.generation.drafters import BlockDraftConfig, BlockDraftModel
 from pagedtree.integrations.transformers import MedusaHeads
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 VOCAB_SIZE = 2048
 NUM_MEDUSA_HEADS = 4
-NUM_BLOCKS = 64  # in a text of a batch
 SEED = 0
 # A run of fewer steps is a smoke test: it reads a part of the text and evaluates on little.
 SMOKE_STEPS = 20
@@ -54,7 +51,6 @@ RECIPES = {
     "target": Recipe(steps=5000, learning_rate=1.5e-3),
     "draft": Recipe(steps=4000, learning_rate=3e-3),
     "medusa": Recipe(steps=1500, learning_rate=2e-3, batch=2),
-    "block": Recipe(steps=6000, learning_rate=3e-3, batch=2),
 }
 
 
@@ -242,48 +238,6 @@ def train_medusa(tokens: Tensor, recipe: Recipe, args: argparse.Namespace) -> No
 
 
 @torch.no_grad()
-def target_states(target: LlamaForCausalLM, layers: tuple[int, ...], tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The outputs of some layers at all tokens, joined, and the logits."""
-    found: dict[int, Tensor] = {}
-    handles = [
-        target.model.layers[i].register_forward_hook(lambda _, args, out, i=i: found.update({i: out})) for i in layers
-    ]
-    logits = target(tokens, use_cache=False).logits
-    for handle in handles:
-        handle.remove()
-    return torch.cat([found[i] for i in layers], dim=-1), logits
-
-
-def train_block(tokens: Tensor, recipe: Recipe, args: argparse.Namespace) -> None:
-    """At random places of the text the drafter learns the distributions that the target has at the next 7 tokens."""
-    target = load_llama(args.out / "target")
-    config = BlockDraftConfig(
-        hidden_size=256,
-        intermediate_size=104,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        block_size=8,
-        mask_token_id=0,  # BOS, which is nowhere to be guessed
-        target_layer_ids=(1, 3),
-    )
-    model = BlockDraftModel(config, target.get_input_embeddings(), target.lm_head)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            nn.init.normal_(parameter, std=0.02)
-
-    def loss_of(batch: Tensor, step: int) -> Tensor:
-        inputs = batch[:, :-1]
-        features, teacher_logits = target_states(target, config.target_layer_ids, inputs)
-        generator = torch.Generator().manual_seed(SEED + step)
-        roots = sample_roots(*inputs.shape, config.block_size, NUM_BLOCKS, generator)
-        return block_loss(model, inputs, features.float(), teacher_logits.float(), roots)
-
-    fit("block", model, loss_of, lambda: model.save_pretrained(args.out / "block"), tokens, recipe, args)
-
-
-@torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, tokens: Tensor, context: int) -> float:
     """Mean loss in nats per token, over windows that do not overlap."""
     total = 0.0
@@ -340,40 +294,38 @@ def evaluate_medusa(target: LlamaForCausalLM, heads: MedusaHeads, greedy: list[t
         print(f"medusa: head {i} on the target's greedy continuations: top-1 {top[0]:.1%}, top-3 {top[2]:.1%}")
 
 
-@torch.no_grad()
-def evaluate_block(target: LlamaForCausalLM, model: BlockDraftModel, greedy: list[tuple[int, Tensor]]) -> None:
-    depth = model.config.block_size - 1
-    hits = []
-    for start, tokens in greedy:
-        features, _ = target_states(target, model.config.target_layer_ids, tokens)
-        roots = torch.arange(start, tokens.shape[1] - depth)[None]
-        guesses = block_logits(model, tokens, features, roots)[0].topk(3).indices
-        expected = tokens[0, roots[0, :, None] + torch.arange(1, depth + 1)]
-        hits.append(guesses == expected[..., None])
-    top = torch.cat(hits).float().mean(0).cumsum(-1)
-    for i in range(depth):
-        print(f"block: level {i + 1} on the target's greedy continuations: top-1 {top[i, 0]:.1%}, top-3 {top[i, 2]:.1%}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["tokenizer", *RECIPES, "all"])
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """What every script that trains takes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "checkpoints")
     parser.add_argument("--steps", type=int, help="instead of each stage's own number")
     parser.add_argument("--save-minutes", type=float, default=10.0, help="time between checkpoints")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--bf16", action="store_true", help="multiply in bfloat16, faster where the CPU has it")
+    return parser
+
+
+def is_smoke(args: argparse.Namespace) -> bool:
+    return args.steps is not None and args.steps < SMOKE_STEPS
+
+
+def recipe_of(default: Recipe, args: argparse.Namespace) -> Recipe:
+    if args.steps is None:
+        return default
+    return Recipe(args.steps, default.learning_rate, default.batch, 128 if is_smoke(args) else default.context)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("stage", choices=["tokenizer", *RECIPES, "all"])
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(SEED)
     logging.disable_progress_bar()
-    smoke = args.steps is not None and args.steps < SMOKE_STEPS
+    smoke = is_smoke(args)
 
     def recipe(stage: str) -> Recipe:
-        default = RECIPES[stage]
-        if args.steps is None:
-            return default
-        return Recipe(args.steps, default.learning_rate, default.batch, 128 if smoke else default.context)
+        return recipe_of(RECIPES[stage], args)
 
     files = training_files()[::16] if smoke else training_files()
     stages = ["tokenizer", *RECIPES] if args.stage == "all" else [args.stage]
@@ -391,8 +343,6 @@ def main() -> None:
         train_draft(tokens, recipe("draft"), args)
     if "medusa" in stages:
         train_medusa(tokens, recipe("medusa"), args)
-    if "block" in stages:
-        train_block(tokens, recipe("block"), args)
 
     # What is evaluated is what was written, rounded as it is there.
     target, context = load_llama(args.out / "target"), recipe("target").context
@@ -405,8 +355,6 @@ def main() -> None:
         evaluate_draft(target, draft, held_out, greedy, context)
     if "medusa" in stages:
         evaluate_medusa(target, MedusaHeads.from_pretrained(args.out / "medusa", target), greedy)
-    if "block" in stages:
-        evaluate_block(target, BlockDraftModel.from_pretrained(args.out / "block", target), greedy)
 
 
 if __name__ == "__main__":

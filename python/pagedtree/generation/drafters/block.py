@@ -140,7 +140,9 @@ class BlockDrafter(Drafter):
         """Takes tokens into the context: sequences, the position of each one's first token, and features [n, F]."""
         if not parts:
             return
-        first, ends, offsets, positions = [], [], [0], []
+        first: list[int] = []
+        ends: list[int] = []
+        offsets, positions = [0], list[int]()
         for sequence, begin, features in parts:
             end = begin + features.shape[0]
             self._enter(sequence, begin)

@@ -85,7 +85,10 @@ class BlockDraftConfig:
         unknown = set(known["layer_types"]) - {FULL, SLIDING}
         if unknown:
             raise ValueError(f"block drafter: expected layers of full or sliding attention, got {', '.join(unknown)}")
-        return cls(**known)
+        made = cls(**known)
+        for layer in range(made.num_hidden_layers):
+            made.window(layer)
+        return made
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of a config.json that `from_dict`, DFlash, vLLM and SGLang read."""
