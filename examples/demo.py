@@ -31,6 +31,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagedtree import SamplingParams
 from pagedtree.integrations.transformers import (
+    BlockDrafter,
+    BlockDraftModel,
     Drafter,
     GenerationStats,
     MedusaDrafter,
@@ -100,6 +102,7 @@ def load(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Callable[[], Dra
         for name in ("target", "draft")
     )
     heads = MedusaHeads.from_pretrained(args.checkpoints / "medusa", target)
+    block = BlockDraftModel.from_pretrained(args.checkpoints / "block", target)
     return (
         target,
         draft,
@@ -108,6 +111,7 @@ def load(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Callable[[], Dra
             "n-gram chain": lambda: NgramDrafter(8, max_branches=1),
             "n-gram tree": lambda: NgramDrafter(16, max_branches=6, max_depth=8),
             "Medusa tree": lambda: MedusaDrafter(heads, medusa_tree(heads.num_heads, 16)),
+            "block tree": lambda: BlockDrafter(block, num_nodes=16),
             "draft-model tree": lambda: ModelDrafter(draft, num_nodes=16, depth=5, width=3),
         },
     )
@@ -190,7 +194,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--checkpoints", type=Path, default=CHECKPOINTS, help="folder with target, draft and medusa")
+    parser.add_argument(
+        "--checkpoints", type=Path, default=CHECKPOINTS, help="folder with target, draft, medusa and block"
+    )
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--live-tokens", type=int, default=256, help="tokens of the one sequence that comes first")

@@ -73,7 +73,10 @@ class BlockDraftConfig:
         if config.get("hidden_act", "silu") != "silu":
             raise ValueError(f'block drafter: expected hidden_act "silu", got {config["hidden_act"]!r}')
         # Some keys stand in an inner dictionary, where DFlash looks first.
-        found = {**config, **rope, **(config.get("dflash_config") or {})}
+        inner = config.get("dflash_config") or {}
+        found = {**config, **rope, **({"is_causal": inner["causal"]} if "causal" in inner else {}), **inner}
+        if found.get("attention_sink_bias"):
+            raise ValueError("block drafter: expected attention without sinks, got attention_sink_bias")
         if found.get("head_dim") is None and "hidden_size" in found and "num_attention_heads" in found:
             found["head_dim"] = found["hidden_size"] // found["num_attention_heads"]
         known = {field.name: found[field.name] for field in fields(cls) if found.get(field.name) is not None}
@@ -95,6 +98,8 @@ class BlockDraftConfig:
         values = {name: value for name, value in asdict(self).items() if value is not None and value != ()}
         inner = {name: values.pop(name) for name in ("mask_token_id", "target_layer_ids")}
         inner = {name: list(value) if isinstance(value, tuple) else value for name, value in inner.items()}
+        if self.is_causal is not None:  # vLLM's name of it
+            inner["causal"] = self.is_causal
         return {"architectures": [ARCHITECTURE], "model_type": "qwen3", **values, "dflash_config": inner}
 
     def window(self, layer: int) -> int | None:
@@ -169,9 +174,9 @@ class BlockDraftModel(nn.Module):
 
     The layers' forms, the names of their weights and the keys of the config are those of DFlash's published
     `DFlashDraftModel` checkpoints (github.com/z-lab/dflash), which `from_pretrained` is written to read: z-lab's for
-    Qwen3-4B, Qwen3-8B, Qwen3-Coder-30B-A3B and LLaMA3.1-8B-Instruct, and others of this architecture with default RoPE.
-    It was tested with files of that layout made here, not with the published weights. Not read: `DFlash2DraftModel`,
-    other RoPE types, and the format of the library speculators.
+    Qwen3-4B, Qwen3-8B, Qwen3-Coder-30B-A3B and LLaMA3.1-8B-Instruct, and others of this architecture. It was tested with
+    files of that layout made here, not with the published weights. Refused: `DFlash2DraftModel`, RoPE other than the
+    default, attention sinks, and sliding windows that are not causal. The library speculators has another format.
 
     Args:
         config: sizes.
