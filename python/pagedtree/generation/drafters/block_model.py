@@ -174,9 +174,9 @@ class BlockDraftModel(nn.Module):
 
     The layers' forms, the names of their weights and the keys of the config are those of DFlash's published
     `DFlashDraftModel` checkpoints (github.com/z-lab/dflash), which `from_pretrained` is written to read: z-lab's for
-    Qwen3-4B, Qwen3-8B, Qwen3-Coder-30B-A3B and LLaMA3.1-8B-Instruct, and others of this architecture. It was tested with
-    files of that layout made here, not with the published weights. Refused: `DFlash2DraftModel`, RoPE other than the
-    default, attention sinks, and sliding windows that are not causal. The library speculators has another format.
+    Qwen3-4B, Qwen3-8B, Qwen3-Coder-30B-A3B and LLaMA3.1-8B-Instruct, and others of this architecture. It was tested
+    with files of that layout made here, not with the published weights. Refused: `DFlash2DraftModel`, RoPE other than
+    the default, attention sinks, and sliding windows that are not causal. The library speculators has another format.
 
     Args:
         config: sizes.
