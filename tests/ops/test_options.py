@@ -27,7 +27,7 @@ from shard_case import pack
 from torch import Tensor
 from verify_case import BAD_ROW, check
 
-from pagedtree import RequestOptions, SamplingParams, sample, verify_rejection, verify_sampled
+from pagedtree import RequestOptions, SamplingParams, reference, sample, verify_rejection, verify_sampled
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 GREEDY = SamplingParams(temperature=0.0)
@@ -274,6 +274,33 @@ def test_temperature_comes_after_bias(device):
     )  # fmt: skip
     odds = float((tokens == 0).sum()) / count
     assert abs(odds - 1 / 82) < 0.006
+
+
+@pytest.mark.parametrize("top_k", [2, 50])
+def test_filters_where_penalties_take_the_likeliest(device, top_k):
+    """Bounds of most of the largest logits are far above them, and the likeliest token is one in an unlikely place."""
+    vocab, count = 9000, 64
+    generator = torch.Generator().manual_seed(top_k)
+    logits = torch.randn(1, vocab, generator=generator)
+    likely = torch.randperm(vocab - 1024, generator=generator)[:200]
+    logits[0, likely] += 10 + torch.arange(200) * 0.01
+    logits[0, -1000:] = -50
+    options = RequestOptions.from_lists(vocab, outputs=[likely[40:].tolist()], bias=[{vocab - 5: 63.0}], device=device)
+    params = SamplingParams(temperature=4.0, top_k=top_k, top_p=0.97, presence_penalty=1.7)
+    row = reference.apply_options(logits, params, options)
+    at = {
+        "seeds": torch.arange(count, device=device),
+        "positions": torch.zeros(count, dtype=torch.int64, device=device),
+    }
+    many = RequestOptions(
+        output_counts=options.output_counts.expand(count, -1),
+        bias_tokens=options.bias_tokens.repeat(count), bias_values=options.bias_values.repeat(count),
+        cu_bias=torch.arange(count + 1, dtype=torch.int32, device=device),
+    )  # fmt: skip
+    drawn = sample(logits.to(device).expand(count, -1), params, **at, options=many)
+    plain = SamplingParams(temperature=4.0, top_k=top_k, top_p=0.97)
+    assert torch.equal(drawn, sample(row.to(device).expand(count, -1), plain, **at))
+    assert top_k == 2 or len(drawn.unique()) > 20
 
 
 def test_penalties_along_a_path(device):
