@@ -276,31 +276,31 @@ def test_temperature_comes_after_bias(device):
     assert abs(odds - 1 / 82) < 0.006
 
 
-@pytest.mark.parametrize("top_k", [2, 50])
+@pytest.mark.parametrize("top_k", [3, 50])
 def test_filters_where_penalties_take_the_likeliest(device, top_k):
-    """Bounds of most of the largest logits are far above them, and the likeliest token is one in an unlikely place."""
-    vocab, count = 9000, 64
+    """Most of the largest logits are far below their bounds, and the likeliest tokens are in unlikely places."""
+    vocab, count = 9000, 96
     generator = torch.Generator().manual_seed(top_k)
-    logits = torch.randn(1, vocab, generator=generator)
-    likely = torch.randperm(vocab - 1024, generator=generator)[:200]
-    logits[0, likely] += 10 + torch.arange(200) * 0.01
-    logits[0, -1000:] = -50
-    options = RequestOptions.from_lists(vocab, outputs=[likely[40:].tolist()], bias=[{vocab - 5: 63.0}], device=device)
-    params = SamplingParams(temperature=4.0, top_k=top_k, top_p=0.97, presence_penalty=1.7)
-    row = reference.apply_options(logits, params, options)
+    logits = torch.randn(1, vocab, generator=generator) * 0.1
+    likely, second = torch.randperm(vocab - 3000, generator=generator)[:300].split([200, 100])
+    logits[0, likely] += 3 + torch.arange(200) * 0.001
+    logits[0, second] += 2
+    logits[0, -3000:] = -50
+    said = torch.cat([likely[40:], second]).tolist()
+    every = {"bias": [{vocab - 5: 53.5, vocab - 2500: 53.4}] * count, "outputs": [said] * count}
+    options = RequestOptions.from_lists(vocab, **every, device=device)
+    one = RequestOptions.from_lists(vocab, outputs=[said], bias=every["bias"][:1])
+    plain = {"temperature": 2.0, "top_k": top_k}
+    params = SamplingParams(**plain, presence_penalty=2.0)
+    row = reference.apply_options(logits, params, one)
     at = {
         "seeds": torch.arange(count, device=device),
         "positions": torch.zeros(count, dtype=torch.int64, device=device),
     }
-    many = RequestOptions(
-        output_counts=options.output_counts.expand(count, -1),
-        bias_tokens=options.bias_tokens.repeat(count), bias_values=options.bias_values.repeat(count),
-        cu_bias=torch.arange(count + 1, dtype=torch.int32, device=device),
-    )  # fmt: skip
-    drawn = sample(logits.to(device).expand(count, -1), params, **at, options=many)
-    plain = SamplingParams(temperature=4.0, top_k=top_k, top_p=0.97)
-    assert torch.equal(drawn, sample(row.to(device).expand(count, -1), plain, **at))
-    assert top_k == 2 or len(drawn.unique()) > 20
+    drawn = sample(logits.to(device).expand(count, -1), params, **at, options=options)
+    assert torch.equal(drawn, sample(row.to(device).expand(count, -1), SamplingParams(**plain), **at))
+    assert {vocab - 5, vocab - 2500} <= set(drawn.tolist())
+    assert top_k == 3 or len(drawn.unique()) > 20
 
 
 def test_penalties_along_a_path(device):
