@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 
@@ -98,10 +99,10 @@ def _read_params(entry: Entry, text: str) -> None:
 
 def _statements(text: str, at: int) -> Iterator[str]:
     """Statements of a body, "{" and "}" of scopes and labels among them, until the body's own end."""
-    depth = 1
+    depth, space, name = 1, re.compile(r"\s*"), re.compile(r"([\w$]+):")
     while depth > 0:
-        at += len(re.compile(r"\s*").match(text, at)[0])  # type: ignore[index]
-        label = re.compile(r"([\w$]+):").match(text, at)
+        at += len(space.match(text, at)[0])  # type: ignore[index]
+        label = name.match(text, at)
         if text[at] in "{}":
             depth += 1 if text[at] == "{" else -1
             yield text[at]
@@ -178,14 +179,18 @@ def _operand(entry: Entry, text: str, names: dict[str, str]) -> Any:
         return Address(_operand(entry, match[1], names), int(match[2] or 0), coordinates)
     if text in names:
         return Register(names[text])
+    if "|" in text:  # two results of shfl
+        return [_operand(entry, part, names) for part in text.split("|")]
+    return _plain_operand(text)
+
+
+@lru_cache(maxsize=None)
+def _plain_operand(text: str) -> Float | int | Symbol | Register:
+    """A number, a register, or the name of something else."""
     if re.fullmatch(r"0[fF][0-9a-fA-F]{8}", text):
         return Float(int(text[2:], 16), 32)
     if re.fullmatch(r"0[dD][0-9a-fA-F]{16}", text):
         return Float(int(text[2:], 16), 64)
     if re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|\d+)U?", text):
         return int(text.rstrip("U"), 0)
-    if "|" in text:  # two results of shfl
-        return [_operand(entry, part, names) for part in text.split("|")]
-    if text in entry.params or not text.startswith("%"):
-        return Symbol(text)
-    return Register(text)
+    return Register(text) if text.startswith("%") else Symbol(text)
