@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import pytest
 import torch
 from torch import Tensor
 
 from pagedtree import DraftTree
 from pagedtree._ops import ops
-from pagedtree.testing import use_backend
+from pagedtree.testing import backends, use_backend
+
+# For distributions: the core suite looks at those of the other backends, with more draws, and compares simt with cpu
+# bit for bit (tests/ops/test_backends_agree.py).
+slow_on_simt = pytest.mark.parametrize(
+    "backend",
+    [pytest.param(name, marks=pytest.mark.slow if name == "simt" else []) for name in backends()],
+    indirect=True,
+)
 
 
 def to_device(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from device_case import slow_on_simt
 from sampling_case import HALF_TYPES, SAMPLINGS, random_words
 from torch import Tensor
 
@@ -175,6 +176,7 @@ def test_filter_sets_of_the_contract(device):
         assert kept(row, device, 600, top_k=off) == list(range(9))
 
 
+@slow_on_simt
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 def test_kept_sets(backend, device, seed):
     """Exact membership against sorting; values on a coarse grid, so that ties sit on most boundaries."""
