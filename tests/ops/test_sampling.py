@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -13,6 +15,14 @@ from torch import Tensor
 
 from pagedtree import SamplingParams, reference, sample
 from pagedtree._ops import ops
+
+
+@pytest.fixture(scope="module", autouse=True)
+def noise_is_kept() -> Iterator[None]:
+    """Every set of parameters, dtype and backend meets the same noise."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "gumbel_noise", lru_cache(1024)(reference.gumbel_noise))
+        yield
 
 
 def draw_many(row: Tensor, count: int, device: torch.device, **sampling) -> np.ndarray:
