@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from device_case import slow_on_simt
 from draft_checks import ToyModel, packed_trees, seeded
 from torch import Tensor
 
@@ -274,6 +275,7 @@ def test_coupled_drafts_are_accepted_more_often(backend: str, draws: Callable[[i
 # Drawn here, verified there ------------------------------------------------------------------------------------------
 
 
+@slow_on_simt
 @pytest.mark.parametrize(
     ("law", "rule"),
     [  # in the core suite each rule once
