@@ -74,6 +74,16 @@ def value_checks(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=_C.available_isas())
 def isa(request: pytest.FixtureRequest, backend: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Runs the test once for each instruction set that the CPU backend has on this machine."""
+    return use_isa(request, backend, monkeypatch)
+
+
+@pytest.fixture(params=[isa for isa in _C.available_isas() if not isa.startswith("amx")])
+def row_isa(request: pytest.FixtureRequest, backend: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The same where AMX has no kernels of its own: for everything but attention."""
+    return use_isa(request, backend, monkeypatch)
+
+
+def use_isa(request: pytest.FixtureRequest, backend: str, monkeypatch: pytest.MonkeyPatch) -> str:
     if backend != "cpu":
         pytest.skip("instruction sets are the cpu backend's")
     monkeypatch.setenv("PAGEDTREE_CPU_ISA", request.param)

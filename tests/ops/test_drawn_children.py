@@ -235,7 +235,7 @@ def test_draws_from_poor_rows(backend: str) -> None:
     assert not none.draft_probs[0].any() and none.tokens.tolist() == [[-1, -1, -1]] and not none.level_mask.any()
 
 
-def test_instruction_sets_agree(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_instruction_sets_agree(row_isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit: tokens, scores and distributions."""
     seeds, positions = torch.arange(3), torch.arange(3)
 

@@ -70,7 +70,7 @@ def test_random_subsets(device, vocab, seed):
 
 
 @pytest.mark.parametrize("vocab", [2100, pytest.param(20_011, marks=pytest.mark.slow)])
-def test_instruction_sets(isa, vocab):
+def test_instruction_sets(row_isa, vocab):
     for seed in (5,) if vocab < 9999 else (5, 6, 7):
         for case in cases(vocab, PARTS, seed, torch.device("cpu")):
             assert differences(case) == []

@@ -370,7 +370,7 @@ def test_batch_order_and_threads_change_nothing(device):
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
-def test_instruction_sets_agree(isa, monkeypatch, dtype):
+def test_instruction_sets_agree(row_isa, monkeypatch, dtype):
     """Instruction sets look for a cut above different logits, by their number of lanes."""
     cuts = [{"top_k": 47}, {"top_k": 90, "top_p": 0.99}, {"top_k": 2000}, {"top_p": 0.9999, "temperature": 1.7}]
     generator = torch.Generator().manual_seed(0)
@@ -384,7 +384,7 @@ def test_instruction_sets_agree(isa, monkeypatch, dtype):
         logits[8] *= 1e-7
         logits[20:] = logits[20:].round()
         for sampling in SAMPLINGS + cuts:
-            monkeypatch.setenv("PAGEDTREE_CPU_ISA", isa)
+            monkeypatch.setenv("PAGEDTREE_CPU_ISA", row_isa)
             got = sample(logits, SamplingParams(**sampling), **streams)
             monkeypatch.setenv("PAGEDTREE_CPU_ISA", "portable")
             assert torch.equal(got, sample(logits, SamplingParams(**sampling), **streams))
