@@ -3,6 +3,8 @@
 from pagedtree.generation.drafters.base import Drafter, FeatureRows, NoDrafter, Proposal, StepResult, as_drafter
 from pagedtree.generation.drafters.block import BlockDrafter
 from pagedtree.generation.drafters.block_model import BlockDraftConfig, BlockDraftModel
+from pagedtree.generation.drafters.eagle import EagleDrafter
+from pagedtree.generation.drafters.eagle_head import EagleHead
 from pagedtree.generation.drafters.medusa import MedusaDrafter, MedusaHeads, medusa_tree
 from pagedtree.generation.drafters.model import ModelDrafter
 from pagedtree.generation.drafters.ngram import NgramDrafter
@@ -12,6 +14,8 @@ __all__ = [
     "BlockDraftModel",
     "BlockDrafter",
     "Drafter",
+    "EagleDrafter",
+    "EagleHead",
     "FeatureRows",
     "MedusaDrafter",
     "MedusaHeads",
