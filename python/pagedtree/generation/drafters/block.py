@@ -32,7 +32,7 @@ class BlockDrafter(Drafter):
     drafter's own, which do not count in `num_pages` of `generate`: only running sequences hold pages, for their tokens
     and a block. The pool doubles when it is full.
 
-    Sources: DFlash (Chen et al., 2026); DDTree (Ringel and Romano, 2026).
+    Sources: DFlash (Chen et al., 2026, arXiv 2602.06036); DDTree (Ringel and Romano, 2026, arXiv 2604.12989).
 
     Args:
         model: made for the target of `generate`.
@@ -54,7 +54,7 @@ class BlockDrafter(Drafter):
         self.model, self.device = model, model.fc.weight.device
         self.feature_layers = model.config.target_layer_ids
         self.width, self.is_chain = width, width == 1
-        self.max_nodes = min(num_nodes, sum(width**level for level in range(depth + 1)))
+        self.max_nodes = min(num_nodes, self._possible(depth))
         self.max_depth = min(depth, self.max_nodes - 1)
         self._reset(page_size=1)
 
@@ -77,7 +77,12 @@ class BlockDrafter(Drafter):
         self._reset(page_size=1)
 
     def use_tree(self, tree: DraftTree) -> None:
-        self._limits = (min(max(tree.num_nodes, 2), self.max_nodes), min(max(tree.max_depth, 1), self.max_depth))
+        depth = min(max(tree.max_depth, 1), self.max_depth)
+        self._limits = (min(max(tree.num_nodes, 2), self.max_nodes, self._possible(depth)), depth)
+
+    def _possible(self, depth: int) -> int:
+        """Nodes of a tree in which every inner node has all children."""
+        return sum(self.width**level for level in range(depth + 1))
 
     def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
         self._selected = sequences
