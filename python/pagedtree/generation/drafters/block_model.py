@@ -1,4 +1,7 @@
-"""The draft model of DFlash (Chen et al., 2026, arXiv 2602.06036): one pass over a block of mask tokens guesses all of its positions."""
+"""The draft model of DFlash (Chen et al., 2026, arXiv 2602.06036).
+
+One pass over a block of mask tokens guesses all of its positions.
+"""
 
 from __future__ import annotations
 
