@@ -81,3 +81,8 @@ def test_tiny_models_train(tmp_path):
     assert done.returncode == 0, done.stderr
     for name in ("target/model.safetensors", "draft/model.safetensors", "medusa/medusa.safetensors"):
         assert (tmp_path / name).stat().st_size > 0
+    command = [sys.executable, str(EXAMPLES / "train_eagle.py"), "--steps", "3", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "eagle/model.safetensors").stat().st_size > 0
+    assert done.stdout.count("on the target's greedy continuations") == 4
