@@ -117,8 +117,8 @@ class MedusaDrafter(Drafter):
     def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
         self._selected = sequences
 
-    def use_tree(self, tree: DraftTree) -> None:
-        self._tree = tree
+    def use_tree(self, tree: DraftTree | None) -> None:
+        self._tree = self.tree if tree is None else tree
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None

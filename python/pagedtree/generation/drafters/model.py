@@ -121,6 +121,7 @@ class ModelDrafter(Drafter):
         self._cached: dict[int, int] = {}  # tokens from the start that the cache holds for certain
         self._selected: list[GeneratedSequence] = []
         self._draft: Draft | None = None
+        self._grown: tuple[Tensor, int] | None = None  # the scores of the last proposal's candidates, and its nodes
         self._tables: dict[int, Mirror] = {}  # page tables of captured steps, by batch size
         self._limits = (self.max_nodes, self.max_depth)
 
@@ -213,6 +214,7 @@ class ModelDrafter(Drafter):
             )
             if num_frontier:
                 logits = self._read_level(state, table, start)
+        self._grown = state.scores, num_nodes
         draft = rerank_tree(state, num_nodes, active=active)
         if draft.draft_probs is not None:  # the draft model gives 0 to tokens that it lacks
             missing = vocab_size - draft.draft_probs.shape[-1]
@@ -234,7 +236,21 @@ class ModelDrafter(Drafter):
         self.advance(drafted)
         self._draft = None
 
-    def use_tree(self, tree: DraftTree) -> None:
+    def narrow(self, draft: Draft, rows: Tensor) -> None:
+        self._draft = draft
+
+    def confidence(self) -> Tensor | None:
+        if self._grown is None or self.law != "topk":
+            return None
+        scores, num_nodes = self._grown
+        best = scores.argsort(dim=1, descending=True, stable=True)[:, :num_nodes].sort(dim=1).values
+        chosen = scores.gather(1, best)
+        return chosen[chosen > -torch.inf]
+
+    def use_tree(self, tree: DraftTree | None) -> None:
+        if tree is None:
+            self._limits = self.max_nodes, self.max_depth
+            return
         self._limits = (min(max(tree.num_nodes, 2), self.max_nodes), min(max(tree.max_depth, 1), self.max_depth))
 
     def unread(self, sequences: list[GeneratedSequence]) -> int:
