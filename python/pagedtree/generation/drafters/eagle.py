@@ -85,6 +85,7 @@ class EagleDrafter(TreeGrower):
         self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
     ) -> Draft:
         if not all(sequence.index in self._waiting for sequence in self._selected):
+            self._grown = None
             # A text of one token, or one of which another outcome has read all but the last, has no features yet.
             return roots_only(tokens.shape[0], tokens.device)
         states = self._read_until([(sequence, sequence.root) for sequence in self._selected])
