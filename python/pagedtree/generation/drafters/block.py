@@ -66,6 +66,7 @@ class BlockDrafter(Drafter):
         self._known: dict[int, GeneratedSequence] = {}
         self._selected: list[GeneratedSequence] = []
         self._rows: FeatureRows | None = None
+        self._joint: Tensor | None = None  # joint log-probabilities of the last proposal's nodes
         self._limits = (self.max_nodes, self.max_depth)
         self._vocab_size: int | None = None
 
@@ -76,7 +77,10 @@ class BlockDrafter(Drafter):
     def end(self) -> None:
         self._reset(page_size=1)
 
-    def use_tree(self, tree: DraftTree) -> None:
+    def use_tree(self, tree: DraftTree | None) -> None:
+        if tree is None:
+            self._limits = (self.max_nodes, self.max_depth)
+            return
         depth = min(max(tree.max_depth, 1), self.max_depth)
         self._limits = (min(max(tree.num_nodes, 2), self.max_nodes, self._possible(depth)), depth)
 
@@ -113,7 +117,13 @@ class BlockDrafter(Drafter):
         logits = self._guess(roots, start.long(), depth)[..., : self._vocab_size].float()
         best = logits.topk(min(self.width, logits.shape[-1]), dim=-1)
         log_probs = best.values - logits.logsumexp(-1, keepdim=True)
-        return Draft(*best_first_tree(log_probs, best.indices, roots, num_nodes))
+        draft_tokens, trees, self._joint = best_first_tree(
+            log_probs, best.indices, roots, num_nodes, return_log_probs=True
+        )
+        return Draft(draft_tokens, trees)
+
+    def confidence(self) -> Tensor | None:
+        return self._joint
 
     def _guess(self, roots: Tensor, start: Tensor, depth: int) -> Tensor:
         """One pass of the draft model: logits [B, depth, V] of the tokens behind roots [B] at positions start [B]."""
