@@ -44,6 +44,9 @@ class Recorder(BlockDrafter):
         self.texts += [sequence.tokens[:] for sequence in self._selected]
         return self.oracle.propose(tokens, lengths)
 
+    def confidence(self):
+        return None
+
     def _guess(self, *arguments):
         logits = super()._guess(*arguments)
         self.logits += logits
@@ -115,18 +118,21 @@ def test_the_tree_is_the_likeliest_of_its_marginals(model, options):
     seen = []
     guess = drafter._guess
     drafter._guess = lambda *arguments: (seen.append(guess(*arguments)), seen[-1])[1]
-    steps = []
+    steps, confidence = [], drafter.confidence
     generate(
         model, prompts_of([9]), drafter=drafter, max_new_tokens=5,
-        on_step=lambda result: steps.append((result.draft_tokens.tolist(), result.trees.parents.tolist())),
+        on_step=lambda result: steps.append((result, confidence())),
     )  # fmt: skip
     assert len(seen) == len(steps) - 1
-    for logits, (tokens, parents) in zip(seen, steps[1:], strict=True):
+    for logits, (result, log_probs) in zip(seen, steps[1:], strict=True):
+        tokens, parents = result.draft_tokens.tolist(), result.trees.parents.tolist()
         best = logits[0].log_softmax(-1).topk(drafter.width)
         paths = best_first(best.values.tolist(), drafter.max_nodes)
         assert len(tokens) == drafter.max_nodes
         assert tokens[1:] == [int(best.indices[len(path) - 1, path[-1]]) for path in paths[1:]]
         assert parents[1:] == [paths.index(path[:-1]) for path in paths[1:]]
+        expected = [sum(best.values[level, rank] for level, rank in enumerate(path)) for path in paths]
+        torch.testing.assert_close(log_probs, torch.tensor(expected))
 
 
 def test_sizes_that_are_not_possible_become_smaller(model, texts):
@@ -164,9 +170,13 @@ def test_a_smaller_tree_for_a_while(model, texts):
 
 
 def test_with_a_tuner(model, texts):
-    drafter = BlockDrafter(block_model(model), num_nodes=12, width=3)
-    sequences, _ = generate(model, prompts_of(LENGTHS), drafter=drafter, max_new_tokens=NEW_TOKENS, tree="auto")
+    """The target then verifies a part of what was proposed, and at times nothing."""
+    recorder = Recorder(block_model(model), Oracle(texts, hit=0.8))
+    sequences, _ = generate(model, prompts_of(LENGTHS), drafter=recorder, max_new_tokens=NEW_TOKENS, tree="auto")
     assert lists(sequences) == texts
+    for text, logits in zip(recorder.texts, recorder.logits, strict=True):
+        expected = dense_logits(model, recorder.model, text)
+        torch.testing.assert_close(logits, expected[: len(logits)], rtol=1e-3, atol=1e-3)
 
 
 def test_a_text_that_was_not_seen_from_its_start(model, texts):

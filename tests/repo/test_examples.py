@@ -33,8 +33,8 @@ def run_demo(demo, monkeypatch, tmp_path, *arguments):
 def test_demo_is_exact(demo, monkeypatch, tmp_path, capsys):
     code, rows = run_demo(demo, monkeypatch, tmp_path)
     assert code == 0
-    assert len(rows) == 19 and all(row["identical"] for row in rows[:12])
-    assert [row["drafter"] for row in rows[12:] if row["identical"] is not None] == ["coupled tree, sampled"]
+    assert len(rows) == 21 and all(row["identical"] for row in rows[:14])
+    assert [row["drafter"] for row in rows[14:] if row["identical"] is not None] == ["coupled tree, sampled"]
     assert rows[-1]["identical"]
     assert any(row["accepted_length"] > 0.5 for row in rows)
     out = capsys.readouterr().out
