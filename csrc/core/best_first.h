@@ -7,7 +7,7 @@
 namespace pagedtree {
 
 // A child among the children of one node: the most probable first, among equals the lower rank.
-struct RankedChild {
+struct alignas(8) RankedChild {
   float joint;   // log-probability of the path to it; -inf: there is no child
   int32_t rank;  // index among the candidates of its level
   PT_HOST_DEVICE bool comes_before(RankedChild other) const {
@@ -53,9 +53,7 @@ struct BestFirstTree {
   int32_t ranks[kMaxTreeNodes];
   int16_t parents[kMaxTreeNodes];
   int16_t depths[kMaxTreeNodes];
-  int16_t first_child[kMaxTreeNodes];
   int16_t last_child[kMaxTreeNodes];
-  int16_t next_sibling[kMaxTreeNodes];
   int32_t out_of_order[kMaxTreeNodes];  // of levels: whether candidates are not in descending order
 
   // Whether the next child of node a comes before the next child of node b: the more probable one, then the shallower,
@@ -71,17 +69,12 @@ struct BestFirstTree {
     return left.rank < right.rank;
   }
 
-  // Appends node `node`. A parent's children are appended in the order of their indices.
-  PT_HOST_DEVICE void append(int32_t node, int32_t parent, RankedChild child) {
+  // Node `node` is this child of `parent`, or the root.
+  PT_HOST_DEVICE void append(int32_t node, int32_t parent, int32_t depth, RankedChild child) {
     joints[node] = child.joint;
     ranks[node] = child.rank;
     parents[node] = static_cast<int16_t>(parent);
-    first_child[node] = last_child[node] = next_sibling[node] = -1;
-    depths[node] = 0;
-    if (parent < 0) return;
-    depths[node] = static_cast<int16_t>(depths[parent] + 1);
-    int16_t& link = first_child[parent] < 0 ? first_child[parent] : next_sibling[last_child[parent]];
-    link = last_child[parent] = static_cast<int16_t>(node);
+    depths[node] = static_cast<int16_t>(depth);
   }
 };
 
@@ -93,7 +86,8 @@ PT_HOST_DEVICE const float* level_after(const BestFirstTreeParams& p, int64_t b,
   return p.log_probs + b * p.log_probs_stride + depth * p.log_probs_level_stride;
 }
 
-// Writes row `node` of sequence b's tree, which has `size` nodes; the rows after them are unreachable.
+// Writes row `node` of sequence b's tree, which has `size` nodes; the rows after them are unreachable. The links of
+// nodes are written by the caller.
 PT_HOST_DEVICE void write_best_first(const BestFirstTreeParams& p, int64_t b, const BestFirstTree& tree, int32_t size,
                                      int32_t node) {
   const int64_t row = b * p.num_nodes + node;
@@ -110,8 +104,6 @@ PT_HOST_DEVICE void write_best_first(const BestFirstTreeParams& p, int64_t b, co
   p.joints[row] = tree.joints[node];
   p.trees.parents[row] = tree.parents[node];
   p.trees.depths[row] = depth;
-  p.trees.first_child[row] = tree.first_child[node];
-  p.trees.next_sibling[row] = tree.next_sibling[node];
   write_ancestors(p.trees.mask + row * p.trees.mask_words, p.trees.mask_words, tree.parents, node);
 }
 

@@ -62,6 +62,17 @@ PT_HOST_DEVICE void clear_row(const TreeOutput& trees, int64_t row) {
   for (int32_t w = 0; w < trees.mask_words; ++w) trees.mask[row * trees.mask_words + w] = 0;
 }
 
+// Links node `node`, after the nodes before it, to its parent and siblings; rows of the tree begin at `begin`.
+// `last_child` has an entry for each node.
+PT_HOST_DEVICE void append_child(const TreeOutput& trees, int64_t begin, int32_t node, int32_t parent,
+                                 int16_t* last_child) {
+  trees.first_child[begin + node] = trees.next_sibling[begin + node] = last_child[node] = -1;
+  if (parent < 0) return;
+  const int16_t older = last_child[parent];
+  (older < 0 ? trees.first_child[begin + parent] : trees.next_sibling[begin + older]) = node;
+  last_child[parent] = static_cast<int16_t>(node);
+}
+
 // Links tree b. `last_child` is scratch for kMaxTreeNodes entries. Parents come before their children, so one pass in
 // index order suffices and terminates whatever the parents say. Returns whether the tree is well formed.
 PT_HOST_DEVICE bool build_tree(const BuildTreesParams& p, int64_t b, int16_t* last_child) {

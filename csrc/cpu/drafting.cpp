@@ -88,12 +88,12 @@ int32_t grow_best_first(const BestFirstTreeParams& p, int64_t b, BestFirstTree& 
     heap[heap_size++] = {tree.next[node].joint, node};
     std::push_heap(heap, heap + heap_size, is_later);
   };
-  tree.append(size++, -1, {0.0f, -1});
+  tree.append(size++, -1, 0, {0.0f, -1});
   if (size < p.num_nodes) enter(0, kBeforeAll);
   while (size < p.num_nodes && heap_size > 0) {
     std::pop_heap(heap, heap + heap_size--, is_later);
     const int32_t parent = heap[heap_size].node, node = size++;
-    tree.append(node, parent, tree.next[parent]);
+    tree.append(node, parent, tree.depths[parent] + 1, tree.next[parent]);
     if (size == p.num_nodes) break;
     enter(parent, tree.next[parent]);
     enter(node, kBeforeAll);
@@ -157,13 +157,7 @@ void write_kept_tree(const SelectNodesParams& p, int64_t b, uint64_t last) {
     const int32_t new_parent = node > 0 ? min_of<int32_t>(places[parent], place - 1) : -1;
     parents[place] = static_cast<int16_t>(new_parent);
     write_kept(p, begin, place, parents, row);
-    last_child[place] = -1;
-    p.trees.first_child[begin + place] = p.trees.next_sibling[begin + place] = -1;
-    if (node > 0) {
-      const int16_t sibling = last_child[new_parent];
-      (sibling < 0 ? p.trees.first_child[begin + new_parent] : p.trees.next_sibling[begin + sibling]) = place;
-      last_child[new_parent] = static_cast<int16_t>(place);
-    }
+    append_child(p.trees, begin, place, new_parent, last_child);
     ++place;
   }
 }
@@ -177,6 +171,9 @@ void CpuBackend::best_first_tree(const BestFirstTreeParams& p, const ExecContext
     for (int64_t b = begin; b < end; ++b) {
       const int32_t size = grow_best_first(p, b, *tree);
       for (int32_t node = 0; node < p.num_nodes; ++node) write_best_first(p, b, *tree, size, node);
+      for (int32_t node = 0; node < size; ++node) {
+        append_child(p.trees, b * p.num_nodes, node, tree->parents[node], tree->last_child);
+      }
       p.trees.cu_nodes[b + 1] = static_cast<int32_t>((b + 1) * p.num_nodes);
       p.trees.valid[b] = true;
     }

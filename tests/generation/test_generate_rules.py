@@ -14,7 +14,9 @@ from generate_case import LENGTHS, NEW_TOKENS, SAMPLING, greedy, lists, prompts_
 from statistics_case import LIMIT, excess
 
 from pagedtree import DraftTree, SamplingParams, TreeBatch, reference
+from pagedtree.generation import tree_tuner
 from pagedtree.generation.rules import Sampling
+from pagedtree.generation.tree_tuner import TreeTuner
 from pagedtree.integrations.transformers import MedusaDrafter, MedusaHeads, ModelDrafter, NgramDrafter, generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -127,6 +129,54 @@ def test_texts_follow_the_models_distribution(toy, toy_draft, toy_distribution, 
 @pytest.mark.parametrize(("rule", "drafter"), CASES)
 def test_texts_follow_the_models_distribution_closely(toy, toy_draft, toy_distribution, rule, drafter):
     assert toy_excess(toy, toy_draft, toy_distribution, rule, drafter, 50_000) < LIMIT
+
+
+# A budget of nodes: which of the drafted ones are verified -----------------------------------------------------------
+
+
+@pytest.fixture
+def budget(monkeypatch):
+    """Always drafts, and verifies the likelier half of the nodes."""
+
+    def wants_drafts(self, remaining, unread, others_wait):
+        if not self._costs_of(len(remaining)).plain:
+            self.levels = None
+            self.observe(remaining, 1.0, None)
+        self.weights = np.full(len(remaining), 1 / len(remaining))
+        self.tree, self.levels = None, 1.0
+        return True
+
+    def best_count(worth, is_draft, seconds):
+        return int((~is_draft).sum() + is_draft.sum() // 2)
+
+    monkeypatch.setattr(TreeTuner, "wants_drafts", wants_drafts)
+    monkeypatch.setattr(tree_tuner, "best_count", best_count)
+
+
+NARROWED = [("rejection", "swor tree"), ("traversal", "iid tree"), ("rejection", "top-k tree"), ("block", "iid chain")]
+
+
+@pytest.mark.parametrize(("rule", "drafter"), NARROWED[:2])
+def test_a_budget_leaves_the_distribution_alone(budget, toy, toy_draft, toy_distribution, rule, drafter):
+    assert toy_excess(toy, toy_draft, toy_distribution, rule, drafter, 1000, tree="auto") < LIMIT
+
+
+@pytest.mark.stats
+@pytest.mark.parametrize(("rule", "drafter"), NARROWED)
+def test_a_budget_leaves_the_distribution_alone_closely(budget, toy, toy_draft, toy_distribution, rule, drafter):
+    assert toy_excess(toy, toy_draft, toy_distribution, rule, drafter, 50_000, tree="auto") < LIMIT
+
+
+def test_a_budget_by_what_was_drawn_is_seen(budget, monkeypatch, toy, toy_draft, toy_distribution):
+    """Draws must not be chosen among by their tokens."""
+    narrow = TreeTuner.narrow
+
+    def by_tokens(self, draft, confidence, sequences):
+        assert confidence is None
+        return narrow(self, draft, -7.0 * (draft.draft_tokens % 2).float(), sequences)
+
+    monkeypatch.setattr(TreeTuner, "narrow", by_tokens)
+    assert toy_excess(toy, toy_draft, toy_distribution, "rejection", "swor tree", 3000, tree="auto") > LIMIT
 
 
 # Models that ignore the text: few texts show what the draws of cousins have in common --------------------------------

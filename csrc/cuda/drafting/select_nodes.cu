@@ -1,5 +1,6 @@
 #include "core/select_nodes.h"
 #include "cuda/backend.h"
+#include "cuda/drafting/append_children.cuh"
 #include "cuda/tile/launch.cuh"
 #include "cuda/tile/radix.cuh"
 
@@ -112,28 +113,10 @@ __device__ __forceinline__ int64_t write_kept_tree(const SelectNodesParams& p, c
         __shfl_sync(~0u, before_word, old_parent / 32) + popcount32(word_of_parent & ((1u << (old_parent % 32)) - 1));
     const int32_t parent = node > 0 ? min_of(before_parent, place - 1) : -1;
     kept = kept && begin + place < p.capacity;
-    if (kept) {
-      tree.parents[place] = static_cast<int16_t>(parent);
-      tree.last_child[place] = -1;
-    }
+    if (kept) tree.parents[place] = static_cast<int16_t>(parent);
     __syncwarp();
-    // Lanes without a child give numbers that no other lane gives.
-    const bool is_child = kept && node > 0;
-    const uint32_t siblings = __match_any_sync(~0u, is_child ? parent : -1 - lane);
-    const uint32_t later = siblings & ~lanes_before & ~(1u << lane);
-    const int32_t older = is_child && (siblings & lanes_before) == 0 ? tree.last_child[parent] : -1;
-    if (kept) {
-      write_kept(p, begin, place, tree.parents, row);
-      p.trees.first_child[begin + place] = -1;
-      p.trees.next_sibling[begin + place] =
-          later != 0 ? before + popcount32(lanes & ((1u << (__ffs(static_cast<int>(later)) - 1)) - 1)) : -1;
-    }
-    __syncwarp();
-    if (is_child && (siblings & lanes_before) == 0) {
-      (older < 0 ? p.trees.first_child[begin + parent] : p.trees.next_sibling[begin + older]) = place;
-    }
-    if (is_child && later == 0) tree.last_child[parent] = static_cast<int16_t>(place);
-    __syncwarp();
+    if (kept) write_kept(p, begin, place, tree.parents, row);
+    append_children(p.trees, begin, kept, place, parent, tree.last_child);
     before += popcount32(lanes);
   }
   return begin + before;

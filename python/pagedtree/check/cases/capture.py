@@ -37,7 +37,7 @@ LATENT_DIM, LATENT_DIM_V = 576, 512
 PAGE_SIZE, MAX_PAGES, CAPACITY = 4, 40, 120
 MAX_NODES, MAX_DEPTH = 9, 4
 STEPS = 12
-LEVELS, CANDIDATES = 3, 4  # of best-first trees
+LEVELS, CANDIDATES = 3, 8  # of best-first trees
 BUDGET = 20
 # (rule, source of the trees, latent)
 KINDS = [
@@ -90,7 +90,7 @@ class Engine:
         self.accepted = torch.zeros((), dtype=torch.int64, device=device)
         self.trees = self._trees(seed).to(device)
         self.drafts = torch.zeros(BATCH * MAX_NODES, dtype=torch.int64, device=device)
-        self.guesses = weights(VOCAB, LEVELS, VOCAB).float().mul(3).log_softmax(-1)  # of what follows a token
+        self.guesses = weights(VOCAB, LEVELS, VOCAB).float().log_softmax(-1)  # of what follows a token
         self.limit = torch.full((1,), BUDGET, dtype=torch.int32, device=device)
 
     @staticmethod
@@ -113,7 +113,7 @@ class Engine:
     def prepare(self, i: int) -> None:
         """What the host changes before step i."""
         self.temperature.fill_(0.0 if i % 5 == 4 else 0.4)
-        self.limit.fill_(i * 5 % (BUDGET + 2))
+        self.limit.fill_(BUDGET - i % 7 * 3)
         if self.source == "trees from the host":
             self.trees.copy_(self._trees(i).to(self.trees.device))
             self.drafts.copy_(torch.randint(VOCAB, self.drafts.shape, generator=seeded(i)))
