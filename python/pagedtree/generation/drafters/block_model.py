@@ -97,7 +97,7 @@ class BlockDraftConfig:
         return made
 
     def to_dict(self) -> dict[str, Any]:
-        """The contents of a config.json that `from_dict` reads, in the keys of DFlash. No other engine has read one yet."""
+        """The contents of a config.json that `from_dict` reads, in the keys of DFlash; no other engine has read one."""
         values = {name: value for name, value in asdict(self).items() if value is not None and value != ()}
         inner = {name: values.pop(name) for name in ("mask_token_id", "target_layer_ids")}
         inner = {name: list(value) if isinstance(value, tuple) else value for name, value in inner.items()}
