@@ -80,11 +80,15 @@ class NodeBudget:
         return rates / np.maximum(rates.sum(axis=1, keepdims=True), 1.0)
 
     def survival(self, nodes: BatchNodes, confidence: Tensor | None, sequences: Sequence[int]) -> np.ndarray:
-        """[N]: how likely each node is on the accepted path; 1 at roots. sequences: the index of each tree's."""
+        """[N]: how likely each node is on the accepted path; 1 at roots, 0 where a row has no node.
+
+        sequences: the index of each tree's.
+        """
         self._bins, self._sequences = self._bins_of(nodes, confidence), sequences
         rates = np.minimum.accumulate(self.survived / self.drafted)[self._bins]
         ease = [(hits + 2.0) / (expected + 2.0) for hits, expected in map(self._known, sequences)]
-        return np.where(nodes.depth > 0, np.minimum(rates * np.array(ease)[nodes.tree], 1.0), 1.0)
+        survival = np.minimum(rates * np.array(ease)[nodes.tree], 1.0)
+        return np.where(nodes.depth > 0, survival, nodes.depth == 0)
 
     def fade(self) -> None:
         """A step has told nothing, or is about to: older evidence counts a little less."""

@@ -183,7 +183,7 @@ class TreeTuner:
         fixed = costs.plain_seconds + once + level * self.levels
         survival = self.budget.survival(nodes, confidence, sequences)
         worth = survival * self.weights[nodes.tree]
-        count = best_count(worth, nodes.depth > 0, lambda count: fixed + row * count)
+        count = best_count(worth, nodes.depth != 0, lambda count: fixed + row * count)
         self.nodes, self.survival, self.kept = nodes, survival, None
         if count >= len(survival):
             return draft, None

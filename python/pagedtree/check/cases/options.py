@@ -50,7 +50,6 @@ RULES: dict[str, tuple[Any, str]] = {
     "verify_block": (verify_block, "iid"),
     "verify_traversal": (verify_traversal, "swor"),
 }
-SIZES = [20, 25]
 
 
 def cases() -> Iterator[Case]:
@@ -224,15 +223,16 @@ def _verify(op: str, part: str, problem: Problem, names: tuple[str, ...]) -> Cas
 
 def _on_shards(op: str, part: str, problem: Problem, names: tuple[str, ...]) -> Case:
     penalties, options = asked(problem, names)
-    streams = _streams(problem.batch)
+    streams, vocab = _streams(problem.batch), problem.logits.shape[1]
     law: dict[str, Any] = {} if op == "verify_sampled" else {"draft_law": "onehot"}
+    sizes = [vocab * 4 // 9, vocab - vocab * 4 // 9]
 
     def run(place: Place) -> Results:
         (logits, drafts, trees), others = problem.place(place)
         given = place.put({"params": SamplingParams(**SAMPLING, **penalties), "options": options, **streams})
         verify = getattr(distributed, op)
         return on_ranks(
-            SIZES,
+            sizes,
             place.device,
             lambda shards: verify(shards.own(logits), drafts, trees, shards=shards, **law, **given, **others)._asdict(),
         )
@@ -241,7 +241,7 @@ def _on_shards(op: str, part: str, problem: Problem, names: tuple[str, ...]) -> 
         processed = _processed(problem, penalties, options)
         _, others = problem.place(CPU)
         whole = _call(op, CPU, problem, processed, SamplingParams(**SAMPLING), **others)._asdict()
-        return {f"{name} on rank {rank}": x for rank in range(len(SIZES)) for name, x in whole.items()}
+        return {f"{name} on rank {rank}": x for rank in range(len(sizes)) for name, x in whole.items()}
 
     ops = ("step_shards", "follow_shards" if op == "verify_sampled" else "weigh_shards")
     return _case(f"shards/options, {op}/{part}", ops, run, expected)
