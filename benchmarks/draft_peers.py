@@ -1,13 +1,15 @@
-"""The ops that make trees, beside torch ops that make the same ones, and transformers' prompt lookup."""
+"""The ops that make trees, beside torch ops, a heap in Python, and transformers' prompt lookup that make the same ones."""
 
 from __future__ import annotations
 
+import heapq
 import importlib.util
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from named_trees import nodes_of, tree_named
-from suite import Mismatch, Op, Ours, Shape, TorchOps
+from suite import Mismatch, Op, Ours, Shape, TorchOps, always
 from torch import Tensor
 
 import pagedtree
@@ -150,7 +152,107 @@ class PromptLookup:
         return torch.stack(found)
 
 
-def check(problem: Build | Expand | Lookup, ours: Ours, theirs: TorchOps | PromptLookup) -> None:
+@dataclass
+class BestFirst:
+    """Levels of a block drafter: the log-probabilities of its best tokens, best first."""
+
+    shape: Shape
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        batch, levels, width = (self.shape[key] for key in ("batch", "levels", "candidates"))
+        generator = torch.Generator().manual_seed(0)
+        logits = torch.randn(batch, levels, 32000, generator=generator) * 3
+        best = logits.log_softmax(-1).topk(width)
+        self.log_probs, self.tokens = best.values.to(self.device), best.indices.to(self.device)
+        self.roots = torch.arange(batch, device=self.device)
+        self.copies = 1
+        nodes = batch * self.shape["nodes"]
+        # Candidates are read; token, sum, parent, depth, two links and the mask's words of each node are written.
+        self.bytes = 12 * self.tokens.numel() + nodes * 4 * (7 + -(-self.shape["nodes"] // 32))
+        self.flops = 0
+
+    def op(self, copy: int) -> tuple[Tensor, Tensor]:
+        tokens, trees = pagedtree.best_first_tree(self.log_probs, self.tokens, self.roots, self.shape["nodes"])
+        return tokens, trees.parents
+
+
+class PythonHeap:
+    """A heap on the host, as DDTree builds its trees; without links and masks."""
+
+    name = "Python heap"
+    absent = staticmethod(always)
+    synchronises = True
+
+    def __init__(self, problem: BestFirst) -> None:
+        self.problem = problem
+
+    def run(self, copy: int) -> tuple[Tensor, Tensor]:
+        p = self.problem
+        log_probs, tokens, roots = (t.tolist() for t in (p.log_probs, p.tokens, p.roots))
+        found: tuple[list[int], list[int]] = [], []
+        for levels, ids, root in zip(log_probs, tokens, roots, strict=True):
+            for all_trees, of_tree in zip(found, self.tree(levels, ids, root), strict=True):
+                all_trees.extend(of_tree)
+        device = p.log_probs.device
+        return torch.tensor(found[0], device=device), torch.tensor(found[1], dtype=torch.int32, device=device)
+
+    def tree(self, levels: list[list[float]], ids: list[list[int]], root: int) -> tuple[list[int], list[int]]:
+        """A popped candidate is followed by its next sibling and its first child: candidates are sorted."""
+        tokens, parents, last = [root], [-1], len(levels[0]) - 1
+        heap = [(-levels[0][0], 0, 0, 0)]
+        while heap and len(tokens) < self.problem.shape["nodes"]:
+            cost, depth, rank, parent = heapq.heappop(heap)
+            node = len(tokens)
+            tokens.append(ids[depth][rank])
+            parents.append(parent)
+            if rank < last:
+                heapq.heappush(heap, (cost + levels[depth][rank] - levels[depth][rank + 1], depth, rank + 1, parent))
+            if depth + 1 < len(levels):
+                heapq.heappush(heap, (cost - levels[depth + 1][0], depth + 1, 0, node))
+        return tokens, parents
+
+
+@dataclass
+class Select:
+    """The best quarter of the nodes of equal trees, whose survivals are random."""
+
+    shape: Shape
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        tree, batch = tree_named(self.shape["tree"]), self.shape["batch"]
+        self.nodes, self.depth = tree.num_nodes, tree.max_depth
+        self.trees = pagedtree.TreeBatch.from_trees([tree] * batch, device=self.device)
+        self.survival = torch.rand(batch * self.nodes, generator=torch.Generator().manual_seed(0)).to(self.device)
+        self.budget = max(batch, batch * self.nodes // 4)
+        self.copies = 1
+        # Parents, depths and survivals are read; parents, depths, links, rows and the mask's words are written.
+        self.bytes = 12 * batch * self.nodes + self.budget * 4 * (5 + -(-self.nodes // 32))
+        self.flops = 0
+
+    def op(self, copy: int) -> tuple[Tensor, Tensor]:
+        kept, node_map = pagedtree.select_nodes(self.trees, self.survival, self.budget)
+        return node_map, kept.cu_nodes
+
+    def torch_ops(self, copy: int) -> tuple[Tensor, Tensor]:
+        """Minima along paths by pointer jumping, then a sort; without links and masks."""
+        batch = self.shape["batch"]
+        lowest, jump = self.survival.view(batch, -1), self.trees.parents.view(batch, -1).clamp(min=0).long()
+        reach = 1
+        while reach <= self.depth:
+            lowest = torch.minimum(lowest, lowest.gather(1, jump))
+            jump = jump.gather(1, jump)
+            reach *= 2
+        lowest = lowest.clone()
+        lowest[:, 0] = 2
+        order = lowest.flatten().sort(descending=True, stable=True).indices
+        rows = order[: self.budget].sort().values
+        counts = torch.bincount(rows // self.nodes, minlength=batch)
+        return rows.int(), torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+
+
+def check(problem: Any, ours: Ours, theirs: TorchOps | PromptLookup | PythonHeap) -> None:
     """The same tokens, links and masks."""
     expected, found = (result if isinstance(result, tuple) else (result,) for result in (ours.run(0), theirs.run(0)))
     for name, a, b in zip(("first", "second"), expected, found, strict=False):
@@ -194,6 +296,36 @@ OPS = [
         problem=Lookup,
         peers=[Ours, TorchOps, PromptLookup],
         memory=lambda shape: PADDED + 100 * shape["batch"] * shape["length"],
+        check=check,
+    ),
+    Op(
+        name="best_first_tree",
+        base={"batch": 8, "levels": 8, "candidates": 64, "nodes": 64},
+        axes={
+            "batch": [1, 2, 4, 16, 32, 64],
+            "levels": [4, 15],
+            "candidates": [8, 256, 1024],
+            "nodes": [16, 256, 1024],
+        },
+        quick={"batch": 2},
+        problem=BestFirst,
+        peers=[Ours, PythonHeap],
+        memory=lambda shape: (
+            PADDED + 400_000 * shape["batch"] * shape["levels"] + 5000 * shape["batch"] * shape["nodes"]
+        ),
+        check=check,
+    ),
+    Op(
+        name="select_nodes",
+        base={"batch": 64, "tree": "Medusa 64"},
+        axes={
+            "batch": [1, 8, 16, 32, 256, 1024],
+            "tree": ["chain 8", "EAGLE-2 60", "Sequoia 128", "binary 255", "binary 1024"],
+        },
+        quick={"batch": 2},
+        problem=Select,
+        peers=[Ours, TorchOps],
+        memory=lambda shape: PADDED + 300 * shape["batch"] * nodes_of(shape["tree"]),
         check=check,
     ),
 ]

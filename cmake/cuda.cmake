@@ -8,9 +8,11 @@ set(PAGEDTREE_CUDA_SOURCES
   csrc/cuda/attention/half_float8.cu
   csrc/cuda/attention/merge_states.cu
   csrc/cuda/backend.cu
+  csrc/cuda/drafting/best_first.cu
   csrc/cuda/drafting/growth.cu
   csrc/cuda/drafting/packing.cu
   csrc/cuda/drafting/proposers.cu
+  csrc/cuda/drafting/select_nodes.cu
   csrc/cuda/instructions.cu
   csrc/cuda/kv_cache.cu
   csrc/cuda/logprobs.cu

@@ -432,6 +432,20 @@ def medusa_propose() -> Call:
 
 
 @valid_call
+def best_first_tree() -> Call:
+    arguments = {"log_probs": torch.randn(2, 3, 4), "tokens": torch.randint(VOCAB, (2, 3, 4))}
+    return Call(
+        pt.best_first_tree, arguments | {"root_tokens": int64([3, 4]), "num_nodes": 7, "return_log_probs": True}
+    )
+
+
+@valid_call
+def select_nodes() -> Call:
+    arguments = {"trees": draft_trees(), "survival": torch.rand(8), "budget": 5, "limit": int32([4])}
+    return Call(pt.select_nodes, arguments)
+
+
+@valid_call
 def rejected_predictions() -> Call:
     drafts, predictions = torch.randint(VOCAB, (2, 8))
     arguments = {"trees": draft_trees(), "draft_tokens": drafts, "predictions": predictions}

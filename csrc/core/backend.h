@@ -50,6 +50,8 @@ class Backend {
   virtual void rerank_tree(const RerankTreeParams&, const ExecContext&) const = 0;
   virtual void ngram_propose(const NgramProposeParams&, const ExecContext&) const = 0;
   virtual void medusa_propose(const MedusaProposeParams&, const ExecContext&) const = 0;
+  virtual void best_first_tree(const BestFirstTreeParams&, const ExecContext&) const = 0;
+  virtual void select_nodes(const SelectNodesParams&, const ExecContext&) const = 0;
   virtual void slot_mapping(const SlotMappingParams&, const ExecContext&) const = 0;
   virtual void append_kv(const AppendKvParams&, const ExecContext&) const = 0;
   virtual void compact_kv(const CompactKvParams&, const ExecContext&) const = 0;

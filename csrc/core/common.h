@@ -21,7 +21,8 @@ PT_HOST_DEVICE constexpr int64_t element_size(DType dtype) {
 }
 
 constexpr int kMaxTreeNodes = 1024;
-constexpr int kMaxCandidates = 1 << 20;  // of a growing draft tree, before its best nodes are chosen
+constexpr int64_t kMaxRows = int64_t{1} << 31;  // of a batch: offsets are int32
+constexpr int kMaxCandidates = 1 << 20;         // of a growing draft tree, before its best nodes are chosen
 constexpr int kMaxNgram = 64;
 constexpr int64_t kMaxVocab = 1 << 20;
 constexpr int kMaskWordBits = 32;

@@ -21,6 +21,18 @@ struct BuildTreesParams {
   int32_t mask_words;
 };
 
+// The fields of a batch of trees of R rows, written.
+struct TreeOutput {
+  int32_t* cu_nodes;      // [B + 1]
+  int32_t* parents;       // [R]
+  int32_t* depths;        // [R]
+  int32_t* first_child;   // [R]
+  int32_t* next_sibling;  // [R]
+  int32_t* mask;          // [R, mask_words]
+  bool* valid;            // [B]
+  int32_t mask_words;
+};
+
 // Rows of logits, read in their own dtype, and what a grammar allows in them.
 struct LogitsParams {
   const void* data;              // [rows, V]
@@ -254,6 +266,39 @@ struct MedusaProposeParams {
   int32_t num_heads;  // H
   int32_t num_nodes;  // n
   int32_t num_top;
+};
+
+struct BestFirstTreeParams {
+  const float* log_probs;      // [B, H, K], the last dimension contiguous
+  const int64_t* tokens;       // [B, H, K], the last dimension contiguous
+  const int64_t* root_tokens;  // [B]
+  int64_t* draft_tokens;       // [B * num_nodes] out
+  float* joints;               // [B * num_nodes] out, log-probabilities of the nodes' paths
+  TreeOutput trees;            // B * num_nodes rows out
+  int64_t batch;
+  int64_t log_probs_stride, log_probs_level_stride;
+  int64_t tokens_stride, tokens_level_stride;
+  int32_t num_levels;      // H
+  int32_t num_candidates;  // K
+  int32_t num_nodes;       // at most kMaxTreeNodes
+};
+
+struct SelectNodesParams {
+  const int32_t* cu_nodes;  // [B + 1]
+  const int32_t* parents;   // [N]
+  const int32_t* depths;    // [N]
+  const bool* valid;        // [B]
+  const float* survival;    // [N]
+  const int32_t* limit;     // [1] or null: budget
+  TreeOutput trees;         // capacity rows out
+  int32_t* node_map;        // [capacity] out
+  uint32_t* keys;           // [N] scratch
+  int64_t batch;
+  int64_t num_rows;  // N
+  int64_t capacity;  // max(budget, B)
+  int64_t budget;
+  int32_t max_nodes;
+  int32_t max_depth;
 };
 
 // Row b names the pages of sequence b, in the order of its positions.

@@ -38,6 +38,30 @@ PT_HOST_DEVICE void clear_node(const BuildTreesParams& p, int64_t row) {
   for (int32_t w = 0; w < p.mask_words; ++w) p.mask[row * p.mask_words + w] = 0;
 }
 
+// Writes the mask row of `node`: itself and its ancestors. Indices fall on the way up, so that each word is complete
+// when the next one begins.
+PT_HOST_DEVICE void write_ancestors(int32_t* words, int32_t mask_words, const int16_t* parents, int32_t node) {
+  int32_t w = mask_words - 1;
+  uint32_t bits = 0;
+  for (; node >= 0; node = parents[node]) {
+    for (; w > node / kMaskWordBits; --w) {
+      words[w] = static_cast<int32_t>(bits);
+      bits = 0;
+    }
+    bits |= 1u << (node % kMaskWordBits);
+  }
+  for (; w >= 0; --w) {
+    words[w] = static_cast<int32_t>(bits);
+    bits = 0;
+  }
+}
+
+// A row without a node.
+PT_HOST_DEVICE void clear_row(const TreeOutput& trees, int64_t row) {
+  trees.parents[row] = trees.depths[row] = trees.first_child[row] = trees.next_sibling[row] = -1;
+  for (int32_t w = 0; w < trees.mask_words; ++w) trees.mask[row * trees.mask_words + w] = 0;
+}
+
 // Links tree b. `last_child` is scratch for kMaxTreeNodes entries. Parents come before their children, so one pass in
 // index order suffices and terminates whatever the parents say. Returns whether the tree is well formed.
 PT_HOST_DEVICE bool build_tree(const BuildTreesParams& p, int64_t b, int16_t* last_child) {

@@ -1,8 +1,13 @@
 #include "core/drafting.h"
 
+#include <algorithm>
 #include <cmath>
+#include <functional>
 #include <memory>
+#include <vector>
 
+#include "core/best_first.h"
+#include "core/select_nodes.h"
 #include "cpu/backend.h"
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
@@ -55,7 +60,133 @@ void pack_offsets(int64_t batch, int64_t num_rows, int32_t* cu_nodes, int64_t* d
   }
 }
 
+// Grows sequence b's tree; returns its number of nodes. The nodes that have a next child are a heap, the first one on
+// top.
+int32_t grow_best_first(const BestFirstTreeParams& p, int64_t b, BestFirstTree& tree) {
+  int16_t heap[kMaxTreeNodes];
+  int32_t heap_size = 0, size = 0;
+  const auto is_later = [&](int16_t a, int16_t b) { return tree.comes_before(b, a); };
+  const auto enter = [&](int32_t node, RankedChild last) {
+    if (tree.depths[node] >= p.num_levels) return;
+    const float* level = level_after(p, b, tree.depths[node]);
+    tree.next[node] = child_after(level, p.num_candidates, tree.joints[node], last, 0, 1);
+    if (!is_present(tree.next[node].joint)) return;
+    heap[heap_size++] = static_cast<int16_t>(node);
+    std::push_heap(heap, heap + heap_size, is_later);
+  };
+  tree.append(size++, -1, {0.0f, -1});
+  if (size < p.num_nodes) enter(0, kBeforeAll);
+  while (size < p.num_nodes && heap_size > 0) {
+    std::pop_heap(heap, heap + heap_size--, is_later);
+    const int32_t parent = heap[heap_size], node = size++;
+    tree.append(node, parent, tree.next[parent]);
+    if (size == p.num_nodes) break;
+    enter(parent, tree.next[parent]);
+    enter(node, kBeforeAll);
+  }
+  return size;
+}
+
+// Writes the keys of tree b's nodes.
+void write_keys(const SelectNodesParams& p, int64_t b) {
+  const NodeRange rows = selectable_rows(p, b);
+  for (int64_t row = rows.begin; row < rows.end; ++row) {
+    const int32_t node = static_cast<int32_t>(row - rows.begin), parent = linked_parent(p, rows.begin, node);
+    const float of_parent = parent < 0    ? kUnreachable
+                            : parent == 0 ? own_survival(p.survival[rows.begin])
+                                          : survival_of_key(p.keys[rows.begin + parent]);
+    p.keys[row] = node == 0 ? kRootKey : survival_key(min_of(own_survival(p.survival[row]), of_parent));
+  }
+}
+
+// Nodes in the order in which they are kept: by key, then the lower row first. Rows are below 2^31.
+uint64_t rank_of_node(const SelectNodesParams& p, int64_t row) {
+  return uint64_t{p.keys[row]} << 32 | static_cast<uint32_t>(~static_cast<uint32_t>(row));
+}
+
+// The rank of the last node that is kept; keys are 0 for nodes that never are.
+uint64_t last_kept_rank(const SelectNodesParams& p) {
+  std::vector<uint64_t> ranks;
+  ranks.reserve(static_cast<size_t>(p.num_rows));
+  int64_t num_roots = 0;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const NodeRange rows = selectable_rows(p, b);
+    num_roots += rows.size() > 0;
+    for (int64_t row = rows.begin; row < rows.end; ++row) {
+      if (p.keys[row] != 0) ranks.push_back(rank_of_node(p, row));
+    }
+  }
+  const int64_t kept = kept_nodes(p, num_roots);
+  if (kept == 0) return ~uint64_t{0};
+  if (kept >= static_cast<int64_t>(ranks.size())) return uint64_t{1} << 32;
+  std::nth_element(ranks.begin(), ranks.begin() + (kept - 1), ranks.end(), std::greater<>());
+  return ranks[static_cast<size_t>(kept - 1)];
+}
+
+bool is_kept(const SelectNodesParams& p, int64_t begin, int64_t row, uint64_t last) {
+  return row == begin || rank_of_node(p, row) >= last;
+}
+
+// Writes the kept nodes of tree b.
+void write_kept_tree(const SelectNodesParams& p, int64_t b, uint64_t last) {
+  int16_t places[kMaxTreeNodes];  // how many nodes before this one are kept
+  int16_t parents[kMaxTreeNodes], last_child[kMaxTreeNodes];
+  const NodeRange rows = selectable_rows(p, b);
+  const int64_t begin = p.trees.cu_nodes[b];
+  const int32_t size = static_cast<int32_t>(p.trees.cu_nodes[b + 1] - begin);
+  p.trees.valid[b] = p.valid[b];
+  int32_t place = 0;
+  for (int64_t row = rows.begin; row < rows.end && place < size; ++row) {
+    const int32_t node = static_cast<int32_t>(row - rows.begin), parent = kept_parent(p, row, node);
+    places[node] = static_cast<int16_t>(place);
+    if (!is_kept(p, rows.begin, row, last)) continue;
+    const int32_t new_parent = node > 0 ? min_of<int32_t>(places[parent], place - 1) : -1;
+    parents[place] = static_cast<int16_t>(new_parent);
+    write_kept(p, begin, place, parents, row);
+    last_child[place] = -1;
+    p.trees.first_child[begin + place] = p.trees.next_sibling[begin + place] = -1;
+    if (node > 0) {
+      const int16_t sibling = last_child[new_parent];
+      (sibling < 0 ? p.trees.first_child[begin + new_parent] : p.trees.next_sibling[begin + sibling]) = place;
+      last_child[new_parent] = static_cast<int16_t>(place);
+    }
+    ++place;
+  }
+}
+
 }  // namespace
+
+void CpuBackend::best_first_tree(const BestFirstTreeParams& p, const ExecContext& ctx) const {
+  p.trees.cu_nodes[0] = 0;
+  parallel_for(ctx, p.batch, 1, [&](int64_t begin, int64_t end) {
+    const auto tree = std::make_unique_for_overwrite<BestFirstTree>();
+    for (int64_t b = begin; b < end; ++b) {
+      const int32_t size = grow_best_first(p, b, *tree);
+      for (int32_t node = 0; node < p.num_nodes; ++node) write_best_first(p, b, *tree, size, node);
+      p.trees.cu_nodes[b + 1] = static_cast<int32_t>((b + 1) * p.num_nodes);
+      p.trees.valid[b] = true;
+    }
+  });
+}
+
+void CpuBackend::select_nodes(const SelectNodesParams& p, const ExecContext& ctx) const {
+  constexpr int64_t kTreesPerPiece = 16;
+  parallel_for(ctx, p.batch, kTreesPerPiece, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) write_keys(p, b);
+  });
+  const uint64_t last = last_kept_rank(p);
+  p.trees.cu_nodes[0] = 0;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const NodeRange rows = selectable_rows(p, b);
+    int64_t end = p.trees.cu_nodes[b];
+    for (int64_t row = rows.begin; row < rows.end; ++row) end += is_kept(p, rows.begin, row, last);
+    p.trees.cu_nodes[b + 1] = static_cast<int32_t>(min_of(end, p.capacity));
+  }
+  for (int64_t row = p.trees.cu_nodes[p.batch]; row < p.capacity; ++row) clear_kept(p, row);
+  parallel_for(ctx, p.batch, kTreesPerPiece, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) write_kept_tree(p, b, last);
+  });
+}
 
 void CpuBackend::expand_tree(const ExpandTreeParams& p, const ExecContext& ctx) const {
   const IsaKernels& isa = isa_kernels();

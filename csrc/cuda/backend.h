@@ -30,6 +30,8 @@ class CudaBackend final : public Backend {
   void rerank_tree(const RerankTreeParams&, const ExecContext&) const override;
   void ngram_propose(const NgramProposeParams&, const ExecContext&) const override;
   void medusa_propose(const MedusaProposeParams&, const ExecContext&) const override;
+  void best_first_tree(const BestFirstTreeParams&, const ExecContext&) const override;
+  void select_nodes(const SelectNodesParams&, const ExecContext&) const override;
   void slot_mapping(const SlotMappingParams&, const ExecContext&) const override;
   void append_kv(const AppendKvParams&, const ExecContext&) const override;
   void compact_kv(const CompactKvParams&, const ExecContext&) const override;

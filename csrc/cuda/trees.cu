@@ -23,25 +23,6 @@ __device__ __forceinline__ int32_t depth_of(const TreeShared& tree, int32_t node
   return node == 0 && depth <= max_depth ? depth : -1;
 }
 
-// Marks the node and its ancestors. Indices fall on the way up, so that each word is complete when the next one begins.
-__device__ __forceinline__ void write_mask(const BuildTreesParams& p, const TreeShared& tree, int64_t row,
-                                           int32_t node) {
-  int32_t* words = p.mask + row * p.mask_words;
-  int32_t w = p.mask_words - 1;
-  uint32_t bits = 0;
-  for (; node >= 0; node = tree.parents[node]) {
-    for (; w > node / kMaskWordBits; --w) {
-      words[w] = static_cast<int32_t>(bits);
-      bits = 0;
-    }
-    bits |= 1u << (node % kMaskWordBits);
-  }
-  for (; w >= 0; --w) {
-    words[w] = static_cast<int32_t>(bits);
-    bits = 0;
-  }
-}
-
 // Looks for children and siblings among the later nodes.
 __device__ __forceinline__ void write_links(const BuildTreesParams& p, const TreeShared& tree, int64_t row,
                                             int32_t node, int32_t num_nodes) {
@@ -75,7 +56,7 @@ __device__ __forceinline__ void build_one(const BuildTreesParams& p, int64_t b) 
   for (int64_t row = rows.begin + threadIdx.x; row < rows.end; row += blockDim.x) {
     const int64_t node = row - rows.begin;
     if (node < num_nodes && tree.reachable[node]) {
-      write_mask(p, tree, row, static_cast<int32_t>(node));
+      write_ancestors(p.mask + row * p.mask_words, p.mask_words, tree.parents, static_cast<int32_t>(node));
       write_links(p, tree, row, static_cast<int32_t>(node), num_nodes);
     } else {
       clear_node(p, row);

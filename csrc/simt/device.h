@@ -140,6 +140,22 @@ inline uint32_t __ballot_sync(uint32_t mask, int predicate, PT_SIMT_AT) {
 inline int __any_sync(uint32_t mask, int predicate, PT_SIMT_AT) {
   return pagedtree::simt::reduce(mask, static_cast<int>(predicate != 0), {"__any_sync", at}, std::bit_or<int>());
 }
+// Which lanes give the same value.
+template <typename T>
+uint32_t __match_any_sync(uint32_t mask, T value, PT_SIMT_AT) {
+  struct Arguments {
+    T value;
+    uint32_t same;
+  } mine{value, 0};
+  pagedtree::simt::machine().collective(mask, &mine, {"__match_any_sync", at}, [](Arguments** all) {
+    for (int i = 0; i < 32; ++i) {
+      for (int j = 0; j < 32 && all[i] != nullptr; ++j) {
+        if (all[j] != nullptr && all[j]->value == all[i]->value) all[i]->same |= 1u << j;
+      }
+    }
+  });
+  return mine.same;
+}
 template <typename T>
 T __reduce_add_sync(uint32_t mask, T value, PT_SIMT_AT) {
   return pagedtree::simt::reduce(mask, value, {"__reduce_add_sync", at}, std::plus<T>());

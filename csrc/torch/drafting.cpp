@@ -261,6 +261,109 @@ std::tuple<Tensor, Tensor, Tensor> medusa_propose(const Tensor& head_logits, con
   return {draft_tokens, out_parents, cu_nodes};
 }
 
+// The fields of TreeBatch.
+using TreeTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+TreeTensors empty_trees(const Tensor& anchor, int64_t batch, int64_t num_rows, int64_t max_nodes) {
+  const auto ints = [&](std::initializer_list<int64_t> shape) { return empty_on(anchor, shape, ScalarType::Int); };
+  return {ints({batch + 1}),
+          ints({num_rows}),
+          ints({num_rows}),
+          ints({num_rows}),
+          ints({num_rows}),
+          ints({num_rows, ceil_div<int64_t>(max_nodes, kMaskWordBits)}),
+          empty_on(anchor, {batch}, ScalarType::Bool)};
+}
+
+TreeOutput tree_output(TreeTensors& tensors) {
+  auto& [cu_nodes, parents, depths, first_child, next_sibling, mask, valid] = tensors;
+  return {.cu_nodes = mutable_pointer<int32_t>(cu_nodes),
+          .parents = mutable_pointer<int32_t>(parents),
+          .depths = mutable_pointer<int32_t>(depths),
+          .first_child = mutable_pointer<int32_t>(first_child),
+          .next_sibling = mutable_pointer<int32_t>(next_sibling),
+          .mask = mutable_pointer<int32_t>(mask),
+          .valid = mutable_pointer<bool>(valid),
+          .mask_words = static_cast<int32_t>(mask.size(1))};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> best_first_tree(
+    const Tensor& log_probs, const Tensor& tokens, const Tensor& root_tokens, int64_t num_nodes) {
+  const Check check("best_first_tree", log_probs);
+  check.tensor(log_probs, "log_probs", {ScalarType::Float}, {kAnySize, kAnySize, kAnySize}, Strides::kLastContiguous);
+  const int64_t batch = log_probs.size(0), num_levels = log_probs.size(1), num_candidates = log_probs.size(2);
+  check.that(num_levels < kMaxTreeNodes, "log_probs", "of at most 1023 levels", num_levels);
+  check.that(num_candidates <= kMaxVocab, "log_probs", "of at most 2^20 candidates per level", num_candidates);
+  check.tensor(tokens, "tokens", {ScalarType::Long}, {batch, num_levels, num_candidates}, Strides::kLastContiguous);
+  check.tensor(root_tokens, "root_tokens", {ScalarType::Long}, {batch});
+  check.that(num_nodes >= 1 && num_nodes <= kMaxTreeNodes, "num_nodes", "in 1..1024", num_nodes);
+  check.that(batch * num_nodes < kMaxRows, "num_nodes", "such that all trees have less than 2^31 nodes", num_nodes);
+
+  Tensor draft_tokens = empty_on(log_probs, {batch * num_nodes}, ScalarType::Long);
+  Tensor joints = empty_on(log_probs, {batch * num_nodes}, ScalarType::Float);
+  TreeTensors trees = empty_trees(log_probs, batch, batch * num_nodes, num_nodes);
+
+  BestFirstTreeParams params{};
+  params.log_probs = const_pointer<float>(log_probs);
+  params.tokens = const_pointer<int64_t>(tokens);
+  params.root_tokens = const_pointer<int64_t>(root_tokens);
+  params.draft_tokens = mutable_pointer<int64_t>(draft_tokens);
+  params.joints = mutable_pointer<float>(joints);
+  params.trees = tree_output(trees);
+  params.batch = batch;
+  params.log_probs_stride = log_probs.stride(0);
+  params.log_probs_level_stride = log_probs.stride(1);
+  params.tokens_stride = tokens.stride(0);
+  params.tokens_level_stride = tokens.stride(1);
+  params.num_levels = static_cast<int32_t>(num_levels);
+  params.num_candidates = static_cast<int32_t>(num_candidates);
+  params.num_nodes = static_cast<int32_t>(num_nodes);
+  backend_for(log_probs).best_first_tree(params, context_for(log_probs));
+  return std::tuple_cat(std::tuple{draft_tokens, joints}, trees);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> select_nodes(
+    const Tensor& cu_nodes, const Tensor& parents, const Tensor& depths, const Tensor& valid, const Tensor& survival,
+    int64_t budget, int64_t max_nodes, int64_t max_depth, std::optional<Tensor> limit) {
+  const Check check("select_nodes", cu_nodes);
+  const int64_t batch = check.offsets(cu_nodes, "cu_nodes");
+  check.tensor(parents, "parents", {ScalarType::Int}, {kAnySize});
+  const int64_t num_rows = parents.size(0);
+  check.that(num_rows < kMaxRows, "parents", "of less than 2^31 rows", num_rows);
+  check.tensor(depths, "depths", {ScalarType::Int}, {num_rows});
+  check.tensor(valid, "valid", {ScalarType::Bool}, {batch});
+  check.tensor(survival, "survival", {ScalarType::Float}, {num_rows});
+  check.that(budget >= 0 && budget < kMaxRows, "budget", "in 0..2^31 - 1", budget);
+  check.that(max_nodes >= 1 && max_nodes <= kMaxTreeNodes, "max_nodes", "in 1..1024", max_nodes);
+  check.that(max_depth >= 0 && max_depth < kMaxTreeNodes, "max_depth", "in 0..1023", max_depth);
+  if (limit.has_value()) check.tensor(*limit, "limit", {ScalarType::Int}, {1});
+  if (value_checks_enabled()) check_offsets(check, host_values<int32_t>(cu_nodes), "cu_nodes", num_rows);
+
+  const int64_t capacity = max_of(budget, batch);
+  TreeTensors trees = empty_trees(cu_nodes, batch, capacity, max_nodes);
+  Tensor node_map = empty_on(cu_nodes, {capacity}, ScalarType::Int);
+  Tensor keys = empty_on(cu_nodes, {num_rows}, ScalarType::Int);
+
+  SelectNodesParams params{};
+  params.cu_nodes = const_pointer<int32_t>(cu_nodes);
+  params.parents = const_pointer<int32_t>(parents);
+  params.depths = const_pointer<int32_t>(depths);
+  params.valid = const_pointer<bool>(valid);
+  params.survival = const_pointer<float>(survival);
+  params.limit = optional_pointer<int32_t>(limit);
+  params.trees = tree_output(trees);
+  params.node_map = mutable_pointer<int32_t>(node_map);
+  params.keys = mutable_pointer<uint32_t>(keys);
+  params.batch = batch;
+  params.num_rows = num_rows;
+  params.capacity = capacity;
+  params.budget = budget;
+  params.max_nodes = static_cast<int32_t>(max_nodes);
+  params.max_depth = static_cast<int32_t>(max_depth);
+  backend_for(cu_nodes).select_nodes(params, context_for(cu_nodes));
+  return std::tuple_cat(trees, std::tuple{node_map});
+}
+
 constexpr Op kOps[] = {
     {"expand_tree",
      "(Tensor tokens, Tensor parents, Tensor scores, Tensor kv_index, Tensor frontier, Tensor mask,"
@@ -283,6 +386,17 @@ constexpr Op kOps[] = {
      "(Tensor head_logits, Tensor parents, Tensor depths, Tensor child_ranks, *, SymInt num_top,"
      " Tensor? root_tokens=None, Tensor? active=None) -> (Tensor draft_tokens, Tensor parents, Tensor cu_nodes)",
      TORCH_BOX(&medusa_propose)},
+    {"best_first_tree",
+     "(Tensor log_probs, Tensor tokens, Tensor root_tokens, SymInt num_nodes)"
+     " -> (Tensor draft_tokens, Tensor joints, Tensor cu_nodes, Tensor parents, Tensor depths, Tensor first_child,"
+     " Tensor next_sibling, Tensor mask, Tensor valid)",
+     TORCH_BOX(&best_first_tree)},
+    {"select_nodes",
+     "(Tensor cu_nodes, Tensor parents, Tensor depths, Tensor valid, Tensor survival, SymInt budget, *,"
+     " SymInt max_nodes, SymInt max_depth, Tensor? limit=None)"
+     " -> (Tensor cu_nodes, Tensor parents, Tensor depths, Tensor first_child, Tensor next_sibling, Tensor mask,"
+     " Tensor valid, Tensor node_map)",
+     TORCH_BOX(&select_nodes)},
 };
 
 }  // namespace

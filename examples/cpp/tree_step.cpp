@@ -1,8 +1,8 @@
 // An engine without Torch: links draft trees and runs tree attention over a paged cache, with raw pointers and the
 // engine's own threads. Queries and keys are zero, so that a node weighs what it sees evenly; the value at position i
 // is the i-th unit vector. The output row of a node therefore shows which positions the node saw. Then the same over a
-// latent cache, whose rows are keys and, in their first columns, values. Last, verification under a request option: no
-// token may come twice.
+// latent cache, whose rows are keys and, in their first columns, values. Then verification under a request option: no
+// token may come twice. Last, the best nodes of the whole batch.
 #include <pagedtree/core/backend.h>
 #include <pagedtree/core/schedule.h>
 
@@ -140,6 +140,35 @@ std::vector<float> attend(const pagedtree::Backend& backend, const pagedtree::Ex
   return out;
 }
 
+// The rows of the `budget` nodes that are most likely to be accepted, if a node is accepted less often the later it
+// comes among all rows.
+std::vector<int32_t> select(const pagedtree::Backend& backend, const pagedtree::ExecContext& ctx, const Trees& trees,
+                            int64_t budget) {
+  std::vector<float> survival(trees.num_rows());
+  for (int64_t row = 0; row < trees.num_rows(); ++row) survival[row] = 1.0f / static_cast<float>(1 + row);
+  Trees kept(std::vector<int32_t>(budget), std::vector<int32_t>(trees.cu_nodes.size()));
+  std::vector<int32_t> node_map(budget);
+  std::vector<uint32_t> keys(trees.num_rows());
+
+  pagedtree::SelectNodesParams params{};
+  params.cu_nodes = trees.cu_nodes.data();
+  params.parents = trees.parents.data();
+  params.depths = trees.depths.data();
+  params.valid = trees.valid.get();
+  params.survival = survival.data();
+  params.trees = {kept.cu_nodes.data(),     kept.parents.data(), kept.depths.data(), kept.first_child.data(),
+                  kept.next_sibling.data(), kept.mask.data(),    kept.valid.get(),   1};
+  params.node_map = node_map.data();
+  params.keys = keys.data();
+  params.batch = trees.batch();
+  params.num_rows = trees.num_rows();
+  params.capacity = params.budget = budget;
+  params.max_nodes = pagedtree::kMaskWordBits;
+  params.max_depth = pagedtree::kMaskWordBits - 1;
+  backend.select_nodes(params, ctx);
+  return node_map;
+}
+
 // The tokens that each sequence emits where every row of logits prefers token 0, then 1, and so on, every node drafts
 // its depth's token, and a penalty forbids what its own path has said.
 std::vector<int64_t> verify(const pagedtree::Backend& backend, const pagedtree::ExecContext& ctx, const Trees& trees) {
@@ -232,5 +261,9 @@ int main() {
     for (int32_t j = 0; j < 3; ++j) std::printf(" %d", static_cast<int>(tokens[b * 3 + j]));
     std::printf("\n");
   }
+
+  std::printf("the best 5 rows:");
+  for (const int32_t row : select(backend, ctx, trees, 5)) std::printf(" %d", static_cast<int>(row));
+  std::printf("\n");
   return same ? 0 : 1;
 }

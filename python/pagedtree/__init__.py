@@ -7,11 +7,13 @@ from pagedtree.cost import AttentionCost, AttentionLaunch, explain
 from pagedtree.drafting import (
     Draft,
     DraftState,
+    best_first_tree,
     expand_tree,
     medusa_propose,
     ngram_propose,
     rejected_predictions,
     rerank_tree,
+    select_nodes,
     start_draft,
 )
 from pagedtree.kv_cache import append_kv, compact_kv, slot_mapping
@@ -45,6 +47,7 @@ __all__ = [
     "Verdict",
     "append_kv",
     "attention_plan",
+    "best_first_tree",
     "build_trees",
     "choose_tree",
     "commit",
@@ -59,6 +62,7 @@ __all__ = [
     "rejected_predictions",
     "rerank_tree",
     "sample",
+    "select_nodes",
     "slot_mapping",
     "start_draft",
     "token_logprobs",

@@ -19,9 +19,10 @@ __all__ = ["register_gradients"]
 
 # Nothing that these return can require grad, and without a kernel for autograd a call takes a few microseconds less.
 OPS_OF_INTEGERS = {
-    "attention_plan", "build_trees", "commit", "follow_shards", "medusa_propose", "ngram_propose", "prepare_step",
-    "rerank_tree", "sample", "slot_mapping", "step_shards", "verify_block", "verify_greedy", "verify_rejection",
-    "verify_sampled", "verify_traversal", "verify_typical", "walk_shards", "weigh_shards",
+    "attention_plan", "build_trees", "commit", "follow_shards", "medusa_propose", "ngram_propose",
+    "prepare_step", "rerank_tree", "sample", "select_nodes", "slot_mapping", "step_shards", "verify_block",
+    "verify_greedy", "verify_rejection", "verify_sampled", "verify_traversal", "verify_typical", "walk_shards",
+    "weigh_shards",
 }  # fmt: skip
 
 

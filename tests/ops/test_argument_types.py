@@ -61,6 +61,11 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("trees", lambda: pt.rejected_predictions(None, SLOTS, SLOTS, TABLE)),
     ("head_logits", lambda: pt.medusa_propose(None, pt.DraftTree.chain(1))),
     ("tree", lambda: pt.medusa_propose(ROWS, [-1, 0])),
+    ("log_probs", lambda: pt.best_first_tree(None, SLOTS, SLOTS, 3)),
+    ("tokens", lambda: pt.best_first_tree(ROWS.float(), None, SLOTS, 3)),
+    ("trees", lambda: pt.select_nodes(None, SLOTS, 3)),
+    ("survival", lambda: pt.select_nodes(TREES, None, 3)),
+    ("limit", lambda: pt.select_nodes(TREES, ROWS[:, 0, 0].float(), 3, limit=2)),
     ("logits", lambda: pt.sample(None, pt.SamplingParams(), seeds=SLOTS, positions=SLOTS)),
     ("seeds", lambda: pt.sample(ROWS[0], pt.SamplingParams(), seeds=None, positions=SLOTS)),
 ]  # fmt: skip

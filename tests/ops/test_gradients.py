@@ -72,6 +72,13 @@ FORWARDS: dict[str, Callable[[], Tensor]] = {
     "append_kv": appended,
     "compact_kv": compacted,
     "expand_tree": grown,
+    "best_first_tree": lambda: pt.best_first_tree(
+        torch.randn(1, 2, 3, requires_grad=True),
+        torch.zeros(1, 2, 3, dtype=torch.int64),
+        torch.tensor([0]),
+        4,
+        return_log_probs=True,
+    )[2],
     "token_logprobs": lambda: pt.token_logprobs(torch.randn(2, 8, requires_grad=True), torch.tensor([0, 1]))[0],
 }
 

@@ -64,6 +64,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "medusa_propose": (
         lambda head_logits, active: pt.medusa_propose(head_logits, pt.DraftTree.chain(1), active=active),
         {"head_logits": torch.zeros(2, 1, 8), "active": SLOTS == 0}),
+    "best_first_tree": (lambda log_probs, tokens, roots: pt.best_first_tree(log_probs, tokens, roots, 3), {
+        "log_probs": torch.zeros(2, 1, 8), "tokens": SLOTS.view(2, 1, 1).expand(2, 1, 8).clone(), "roots": SLOTS}),
+    "select_nodes": (lambda survival, limit: pt.select_nodes(TREES, survival, 2, limit=limit), {
+        "survival": torch.zeros(2), "limit": int32([1], "cpu")}),
     "rejected_predictions": (
         lambda draft_tokens, predictions, accept_index: pt.rejected_predictions(
             TREES, draft_tokens, predictions, accept_index),

@@ -11,7 +11,7 @@ CSRC = ROOT / "csrc"
 # The word of each family of ops, in the names of its files or folders on every floor.
 FAMILIES = {
     "attention": ("tree_attention", "attention_plan", "merge_states"),
-    "drafting": ("expand_tree", "rerank_tree", "ngram_propose", "medusa_propose"),
+    "drafting": ("expand_tree", "rerank_tree", "ngram_propose", "medusa_propose", "best_first_tree", "select_nodes"),
     "kv_cache": ("slot_mapping", "append_kv", "compact_kv"),
     "sampling": ("sample",),
     "shards": ("step_shards", "follow_shards", "weigh_shards", "walk_shards"),

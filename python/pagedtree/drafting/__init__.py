@@ -1,19 +1,23 @@
-"""Drafting on the device: trees grown by a draft model (EAGLE-2), n-gram trees (prompt lookup), Medusa heads.
+"""Drafting on the device: trees grown by a draft model (EAGLE-2), n-gram trees (prompt lookup), Medusa heads, the best
+tree over levels of candidates, and the best nodes of a batch.
 
 Nothing here synchronises; shapes depend on Python ints only, so that a whole step can be captured in one CUDA graph.
 """
 
 from pagedtree.drafting.draft import Draft
+from pagedtree.drafting.fitting import best_first_tree, select_nodes
 from pagedtree.drafting.growth import DraftState, expand_tree, rerank_tree, start_draft
 from pagedtree.drafting.proposers import medusa_propose, ngram_propose, rejected_predictions
 
 __all__ = [
     "Draft",
     "DraftState",
+    "best_first_tree",
     "expand_tree",
     "medusa_propose",
     "ngram_propose",
     "rejected_predictions",
     "rerank_tree",
+    "select_nodes",
     "start_draft",
 ]

@@ -10,6 +10,7 @@ from pagedtree.check.cases import (
     cache,
     capture,
     drafting,
+    fitting,
     instructions,
     instructions_sm90,
     options,
@@ -47,6 +48,7 @@ def all_cases(place: Place) -> Iterator[Case | Measurement]:
         rules,
         shards,
         drafting,
+        fitting,
     ):
         yield from family.cases()
     yield from rates.measurements()

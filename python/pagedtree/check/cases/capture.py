@@ -18,10 +18,12 @@ from pagedtree import (
     Verdict,
     append_kv,
     attention_plan,
+    best_first_tree,
     commit,
     compact_kv,
     ngram_propose,
     prepare_step,
+    select_nodes,
     tree_attention,
     verify_greedy,
     verify_rejection,
@@ -35,32 +37,36 @@ LATENT_DIM, LATENT_DIM_V = 576, 512
 PAGE_SIZE, MAX_PAGES, CAPACITY = 4, 40, 120
 MAX_NODES, MAX_DEPTH = 9, 4
 STEPS = 12
-# (rule, host_trees, latent)
+LEVELS, CANDIDATES = 3, 4  # of best-first trees
+BUDGET = 20
+# (rule, source of the trees, latent)
 KINDS = [
-    ("sampled", False, False),
-    ("rejection", False, False),
-    ("greedy", True, False),
-    ("sampled", False, True),
-    ("greedy", True, True),
+    ("sampled", "n-gram trees", False),
+    ("rejection", "n-gram trees", False),
+    ("greedy", "trees from the host", False),
+    ("sampled", "n-gram trees", True),
+    ("greedy", "trees from the host", True),
+    ("sampled", "best-first trees within a limit", False),
 ]
 
 
 class Engine:
     """A toy model and all that a step reads and writes, in buffers that stay where they are.
 
-    rule: "sampled", "rejection" or "greedy". n-gram trees from the sequences' own text, or with `host_trees` trees and
-    drafts that the host copies in before each step. latent: K and V are one cache.
+    rule: "sampled", "rejection" or "greedy". source: n-gram trees from the sequences' own text, trees and drafts that
+    the host copies in before each step, or the best nodes of best-first trees, as many of the batch as the host allows.
+    latent: K and V are one cache.
     """
 
     def __init__(
-        self, device: torch.device, seed: int, rule: str = "sampled", host_trees: bool = False, latent: bool = False
+        self, device: torch.device, seed: int, rule: str = "sampled", source: str = "n-gram trees", latent: bool = False
     ) -> None:
         generator = seeded(0)
 
         def weights(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator).to(torch.bfloat16).to(device)
 
-        self.rule, self.host_trees, self.latent = rule, host_trees, latent
+        self.rule, self.source, self.latent = rule, source, latent
         kv_heads, dim, dim_v = (1, LATENT_DIM, LATENT_DIM_V) if latent else (KV_HEADS, DIM, DIM)
         self.queries, self.head = weights(VOCAB, HEADS, dim), weights(HEADS * dim_v, VOCAB) / 4
         self.rows = [weights(VOCAB, kv_heads, dim) for _ in range(1 if latent else 2)]  # a token's K and V
@@ -84,6 +90,8 @@ class Engine:
         self.accepted = torch.zeros((), dtype=torch.int64, device=device)
         self.trees = self._trees(seed).to(device)
         self.drafts = torch.zeros(BATCH * MAX_NODES, dtype=torch.int64, device=device)
+        self.guesses = weights(VOCAB, LEVELS, VOCAB).float().mul(3).log_softmax(-1)  # of what follows a token
+        self.limit = torch.full((1,), BUDGET, dtype=torch.int32, device=device)
 
     @staticmethod
     def _trees(seed: int) -> TreeBatch:
@@ -105,18 +113,27 @@ class Engine:
     def prepare(self, i: int) -> None:
         """What the host changes before step i."""
         self.temperature.fill_(0.0 if i % 5 == 4 else 0.4)
-        if self.host_trees:
+        self.limit.fill_(i * 5 % (BUDGET + 2))
+        if self.source == "trees from the host":
             self.trees.copy_(self._trees(i).to(self.trees.device))
             self.drafts.copy_(torch.randint(VOCAB, self.drafts.shape, generator=seeded(i)))
 
-    def step(self) -> None:
-        if self.host_trees:
-            trees = self.trees
-            last = self.history.gather(1, (self.history_lens.long() - 1)[:, None])[:, 0]
-            tokens = self.drafts.index_copy(0, trees.cu_nodes[:-1].long(), last)
-        else:
+    def draft(self) -> tuple[TreeBatch, Tensor]:
+        if self.source == "n-gram trees":
             draft = ngram_propose(self.history, self.history_lens, max_nodes=MAX_NODES, max_depth=MAX_DEPTH)
-            trees, tokens = draft.trees, draft.draft_tokens
+            return draft.trees, draft.draft_tokens
+        last = self.history.gather(1, (self.history_lens.long() - 1)[:, None])[:, 0]
+        if self.source == "trees from the host":
+            return self.trees, self.drafts.index_copy(0, self.trees.cu_nodes[:-1].long(), last)
+        candidates = self.guesses[last].topk(CANDIDATES)
+        tokens, trees, joints = best_first_tree(
+            candidates.values, candidates.indices, last, MAX_NODES, return_log_probs=True
+        )
+        kept, node_map = select_nodes(trees, joints.exp(), BUDGET, limit=self.limit)
+        return kept, tokens[node_map.clamp(min=0).long()]
+
+    def step(self) -> None:
+        trees, tokens = self.draft()
         total = tokens.shape[0]
         _, seq_lens, cu_seqlens_q, slots = prepare_step(trees, self.page_table, self.start, PAGE_SIZE, total_q=total)
         plan = attention_plan(seq_lens, cu_seqlens_q, **self.sizes)
@@ -185,10 +202,8 @@ def steps(device: torch.device, *kind: Any, capture: bool) -> Results:
 
 
 def cases(place: Place) -> Iterator[Case]:
-    for rule, host_trees, latent in KINDS:
-        trees = "trees from the host" if host_trees else "n-gram trees"
-        name = f"capture/{rule}/{trees}{'/latent cache' if latent else ''}"
-        yield _case(name, place, rule, host_trees, latent)
+    for rule, source, latent in KINDS:
+        yield _case(f"capture/{rule}/{source}{'/latent cache' if latent else ''}", place, rule, source, latent)
 
 
 def _case(name: str, place: Place, *kind: Any) -> Case:

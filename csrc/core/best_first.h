@@ -1,0 +1,101 @@
+// The best-first tree over levels of candidates, written once for every backend: which candidate is the next node.
+#pragma once
+
+#include "core/drafting.h"
+#include "core/tree.h"
+
+namespace pagedtree {
+
+// A child among the children of one node: the most probable first, among equals the lower rank.
+struct RankedChild {
+  float joint;   // log-probability of the path to it; -inf: there is no child
+  int32_t rank;  // index among the candidates of its level
+  PT_HOST_DEVICE bool comes_before(RankedChild other) const {
+    return joint > other.joint || (joint == other.joint && rank < other.rank);
+  }
+};
+
+// What comes before every child.
+constexpr RankedChild kBeforeAll{kInfinity, -1};
+
+// The first child of a node at `joint` that comes after `last`, among the ranks begin, begin + step, ... Sums are
+// rounded to fp32, so that candidates that differ may give children that tie: the order is that of the sums, never that
+// of the candidates alone. A sum never exceeds that of the node: rounding keeps the order of exact sums.
+PT_HOST_DEVICE RankedChild child_after(const float* log_probs, int32_t num_candidates, float joint, RankedChild last,
+                                       int32_t begin, int32_t step) {
+  RankedChild best{-kInfinity, -1};
+  for (int32_t rank = begin; rank < num_candidates; rank += step) {
+    const float log_prob = log_probs[rank];
+    if (!is_present(log_prob)) continue;
+    const RankedChild child{joint + min_of(log_prob, 0.0f), rank};
+    if (child.joint > best.joint && last.comes_before(child)) best = child;
+  }
+  return best;
+}
+
+// The tree of one sequence while it grows, one node after the other in descending order of their log-probabilities.
+struct BestFirstTree {
+  float joints[kMaxTreeNodes];
+  RankedChild next[kMaxTreeNodes];  // each node's first child that is not in the tree
+  int32_t ranks[kMaxTreeNodes];
+  int16_t parents[kMaxTreeNodes];
+  int16_t depths[kMaxTreeNodes];
+  int16_t first_child[kMaxTreeNodes];
+  int16_t last_child[kMaxTreeNodes];
+  int16_t next_sibling[kMaxTreeNodes];
+
+  // Whether the next child of node a comes before the next child of node b: the more probable one, then the shallower,
+  // then that of the lower ranks from the root on.
+  PT_HOST_DEVICE bool comes_before(int32_t a, int32_t b) const {
+    RankedChild left = next[a], right = next[b];
+    if (left.joint != right.joint) return left.joint > right.joint;
+    if (depths[a] != depths[b]) return depths[a] < depths[b];
+    for (; a != b; a = parents[a], b = parents[b]) {
+      left.rank = ranks[a];
+      right.rank = ranks[b];
+    }
+    return left.rank < right.rank;
+  }
+
+  // Appends node `node`. A parent's children are appended in the order of their indices.
+  PT_HOST_DEVICE void append(int32_t node, int32_t parent, RankedChild child) {
+    joints[node] = child.joint;
+    ranks[node] = child.rank;
+    parents[node] = static_cast<int16_t>(parent);
+    first_child[node] = last_child[node] = next_sibling[node] = -1;
+    depths[node] = 0;
+    if (parent < 0) return;
+    depths[node] = static_cast<int16_t>(depths[parent] + 1);
+    int16_t& link = first_child[parent] < 0 ? first_child[parent] : next_sibling[last_child[parent]];
+    link = last_child[parent] = static_cast<int16_t>(node);
+  }
+};
+
+// The candidates of the children of a node at `depth`.
+PT_HOST_DEVICE const float* level_after(const BestFirstTreeParams& p, int64_t b, int32_t depth) {
+  return p.log_probs + b * p.log_probs_stride + depth * p.log_probs_level_stride;
+}
+
+// Writes row `node` of sequence b's tree, which has `size` nodes; the rows after them are unreachable.
+PT_HOST_DEVICE void write_best_first(const BestFirstTreeParams& p, int64_t b, const BestFirstTree& tree, int32_t size,
+                                     int32_t node) {
+  const int64_t row = b * p.num_nodes + node;
+  if (node >= size) {
+    p.draft_tokens[row] = -1;
+    p.joints[row] = -kInfinity;
+    clear_row(p.trees, row);
+    return;
+  }
+  const int32_t depth = tree.depths[node];
+  p.draft_tokens[row] = node == 0
+                            ? p.root_tokens[b]
+                            : p.tokens[b * p.tokens_stride + (depth - 1) * p.tokens_level_stride + tree.ranks[node]];
+  p.joints[row] = tree.joints[node];
+  p.trees.parents[row] = tree.parents[node];
+  p.trees.depths[row] = depth;
+  p.trees.first_child[row] = tree.first_child[node];
+  p.trees.next_sibling[row] = tree.next_sibling[node];
+  write_ancestors(p.trees.mask + row * p.trees.mask_words, p.trees.mask_words, tree.parents, node);
+}
+
+}  // namespace pagedtree

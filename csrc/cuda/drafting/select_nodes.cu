@@ -1,0 +1,197 @@
+#include "core/select_nodes.h"
+#include "cuda/backend.h"
+#include "cuda/tile/launch.cuh"
+#include "cuda/tile/radix.cuh"
+
+namespace pagedtree::cuda {
+namespace {
+
+constexpr int kWarps = 16;
+constexpr int kThreads = kWarps * 32;
+
+// The kept nodes of a warp's tree, by their new indices.
+struct KeptTree {
+  int16_t parents[kMaxTreeNodes];
+  int16_t last_child[kMaxTreeNodes];
+};
+
+struct SelectShared {
+  RadixShared radix;
+  KeptTree trees[kWarps];
+};
+static_assert(sizeof(SelectShared) <= 99 << 10);  // what every GPU from sm_80 on gives
+
+// The rows of all trees, as items of a radix search that all CTAs of the cluster share.
+struct NodeItems {
+  const uint32_t* keys;
+  int64_t begin, end;
+
+  __device__ int64_t size() const { return end; }
+  template <typename F>
+  __device__ __forceinline__ void each(uint32_t /*least*/, F f) const {
+    const int64_t threads = int64_t{ptx::cluster_size()} * kThreads;
+    for (int64_t row = begin + ptx::cluster_rank() * kThreads + threadIdx.x; row < end; row += threads) {
+      const uint32_t key = keys[row];
+      if (key != 0) f(key, row);
+    }
+  }
+  __device__ __forceinline__ int64_t end_of_ties(BlockShared& shared, uint32_t key_of_ties, uint64_t ties) const {
+    return end_of_first(shared, end, ties, [&](int64_t row) { return row >= begin && keys[row] == key_of_ties; });
+  }
+};
+
+// Writes the keys of tree b's rows, by one warp: 32 nodes at a time, so that a path's part among them needs five steps
+// at most, however long it is. Earlier nodes are done.
+__device__ __forceinline__ void write_keys(const SelectNodesParams& p, int64_t b) {
+  const NodeRange all = node_range(p.cu_nodes, b, p.num_rows), rows = selectable_rows(p, b);
+  const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), size = static_cast<int32_t>(rows.size());
+  const float of_root = size > 0 ? own_survival(p.survival[rows.begin]) : 0.0f;
+  for (int32_t first = 0; first < size; first += 32) {
+    const int32_t node = first + lane;
+    const int64_t row = rows.begin + node;
+    float survival = of_root;
+    int32_t above = -1;  // the lane of an ancestor whose survival is still to be counted
+    if (node > 0 && node < size) {
+      const int32_t parent = linked_parent(p, rows.begin, node);
+      survival = parent < 0 ? kUnreachable : own_survival(p.survival[row]);
+      above = parent - first;
+      if (parent >= 0 && above < 0) {
+        survival = min_of(survival, parent > 0 ? survival_of_key(p.keys[rows.begin + parent]) : of_root);
+      }
+    }
+    while (__any_sync(~0u, above >= 0)) {
+      const int source = above >= 0 ? above : lane;
+      const float of_ancestors = __shfl_sync(~0u, survival, source);
+      const int32_t further = __shfl_sync(~0u, above, source);
+      if (above < 0) continue;
+      survival = min_of(survival, of_ancestors);
+      above = further;
+    }
+    if (node < size) p.keys[row] = node == 0 ? kRootKey : survival_key(survival);
+    __syncwarp();
+  }
+  for (int64_t row = rows.end + lane; row < all.end; row += 32) p.keys[row] = 0;
+}
+
+__device__ __forceinline__ bool is_kept(const SelectNodesParams& p, const Selection& chosen, const NodeRange& rows,
+                                        int64_t row) {
+  return row < rows.end && (row == rows.begin || (p.keys[row] != 0 && chosen.has(p.keys[row], row)));
+}
+
+// How many nodes of tree b are kept, for each lane of the warp.
+__device__ __forceinline__ int32_t count_kept(const SelectNodesParams& p, const Selection& chosen, int64_t b) {
+  const NodeRange rows = selectable_rows(p, b);
+  int32_t count = 0;
+  for (int64_t row = rows.begin + threadIdx.x % 32; row - threadIdx.x % 32 < rows.end; row += 32) {
+    count += popcount32(__ballot_sync(~0u, is_kept(p, chosen, rows, row)));
+  }
+  return count;
+}
+
+// Writes the kept nodes of tree b to the rows from `begin` on, by one warp, 32 nodes at a time; returns where they end.
+__device__ __forceinline__ int64_t write_kept_tree(const SelectNodesParams& p, const Selection& chosen, int64_t b,
+                                                   int64_t begin, KeptTree& tree) {
+  const NodeRange rows = selectable_rows(p, b);
+  const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), size = static_cast<int32_t>(rows.size());
+  const uint32_t lanes_before = (1u << lane) - 1;
+  uint32_t word = 0;  // lane i: which of the nodes 32 * i + 0..31 are kept, and how many nodes before them are
+  int32_t before_word = 0, before = 0;
+  for (int32_t first = 0; first < size; first += 32) {
+    const int32_t node = first + lane;
+    const int64_t row = rows.begin + node;
+    bool kept = is_kept(p, chosen, rows, row);
+    uint32_t lanes = __ballot_sync(~0u, kept);
+    if (lane == first / 32) {
+      word = lanes;
+      before_word = before;
+    }
+    const int32_t place = before + popcount32(lanes & lanes_before);
+    const int32_t old_parent = kept ? max_of(kept_parent(p, row, node), 0) : 0;
+    const uint32_t word_of_parent = __shfl_sync(~0u, word, old_parent / 32);
+    const int32_t before_parent =
+        __shfl_sync(~0u, before_word, old_parent / 32) + popcount32(word_of_parent & ((1u << (old_parent % 32)) - 1));
+    const int32_t parent = node > 0 ? min_of(before_parent, place - 1) : -1;
+    kept = kept && begin + place < p.capacity;
+    if (kept) {
+      tree.parents[place] = static_cast<int16_t>(parent);
+      tree.last_child[place] = -1;
+    }
+    __syncwarp();
+    // Lanes without a child give numbers that no other lane gives.
+    const bool is_child = kept && node > 0;
+    const uint32_t siblings = __match_any_sync(~0u, is_child ? parent : -1 - lane);
+    const uint32_t later = siblings & ~lanes_before & ~(1u << lane);
+    const int32_t older = is_child && (siblings & lanes_before) == 0 ? tree.last_child[parent] : -1;
+    if (kept) {
+      write_kept(p, begin, place, tree.parents, row);
+      p.trees.first_child[begin + place] = -1;
+      p.trees.next_sibling[begin + place] =
+          later != 0 ? before + popcount32(lanes & ((1u << (__ffs(static_cast<int>(later)) - 1)) - 1)) : -1;
+    }
+    __syncwarp();
+    if (is_child && (siblings & lanes_before) == 0) {
+      (older < 0 ? p.trees.first_child[begin + parent] : p.trees.next_sibling[begin + older]) = place;
+    }
+    if (is_child && later == 0) tree.last_child[parent] = static_cast<int16_t>(place);
+    __syncwarp();
+    before += popcount32(lanes);
+  }
+  return begin + before;
+}
+
+// One cluster for the batch: its warps share the trees, and its threads the rows. The CTAs meet between the steps, so
+// that one launch suffices; a GPU without clusters does with one CTA.
+__global__ void __launch_bounds__(kThreads, 1) select_nodes_kernel(const __grid_constant__ SelectNodesParams p) {
+  auto& shared = ptx::shared<SelectShared>();
+  BlockShared& block = shared.radix.block;
+  ptx::cluster_sync();
+  // Each warp takes trees that are neighbours, so that the nodes that other warps keep before them are one sum.
+  const int64_t warps = int64_t{ptx::cluster_size()} * kWarps, warp = ptx::cluster_rank() * kWarps + threadIdx.x / 32;
+  const int64_t first = p.batch * warp / warps, last = p.batch * (warp + 1) / warps;
+  uint64_t num_roots = 0, num_kept = 0, total;
+  for (int64_t b = first; b < last; ++b) {
+    write_keys(p, b);
+    num_roots += selectable_rows(p, b).size() > 0;
+  }
+  sum_before_warp_of_cluster(block, num_roots, total);
+  ptx::cluster_sync();  // the keys are written
+
+  const int64_t begin = p.batch > 0 ? clamp_to<int64_t>(p.cu_nodes[0], 0, p.num_rows) : 0;
+  const NodeItems items{p.keys, begin, p.batch > 0 ? clamp_to<int64_t>(p.cu_nodes[p.batch], begin, p.num_rows) : 0};
+  const Selection chosen =
+      select_best(shared.radix, items, kKeyDigits, static_cast<uint64_t>(kept_nodes(p, static_cast<int64_t>(total))));
+
+  for (int64_t b = first; b < last; ++b) num_kept += static_cast<uint64_t>(count_kept(p, chosen, b));
+  int64_t row = static_cast<int64_t>(sum_before_warp_of_cluster(block, num_kept, total));
+  for (int64_t b = first; b < last; ++b) {
+    row = write_kept_tree(p, chosen, b, row, shared.trees[threadIdx.x / 32]);
+    if (threadIdx.x % 32 == 0) {
+      p.trees.cu_nodes[b + 1] = static_cast<int32_t>(min_of(row, p.capacity));
+      p.trees.valid[b] = p.valid[b];
+    }
+  }
+  if (leads_cluster()) p.trees.cu_nodes[0] = 0;
+  const int64_t threads = int64_t{ptx::cluster_size()} * kThreads;
+  for (int64_t padding = static_cast<int64_t>(total) + ptx::cluster_rank() * kThreads + threadIdx.x;
+       padding < p.capacity; padding += threads) {
+    clear_kept(p, padding);
+  }
+}
+
+// So many CTAs that each warp has a tree, if the GPU has such clusters. A power of two fits into any GPU's clusters.
+unsigned ctas_for(int64_t batch) {
+  if (batch <= kWarps) return 1;
+  const unsigned most = static_cast<unsigned>(max_cluster(select_nodes_kernel));
+  unsigned ctas = 1;
+  while (ctas * kWarps < batch && 2 * ctas <= most) ctas *= 2;
+  return ctas;
+}
+
+}  // namespace
+
+void CudaBackend::select_nodes(const SelectNodesParams& p, const ExecContext& ctx) const {
+  const unsigned ctas = ctas_for(p.batch);
+  launch_clusters(select_nodes_kernel, dim3(ctas), dim3(kThreads), ctas, sizeof(SelectShared), ctx.stream, p);
+}
+
+}  // namespace pagedtree::cuda

@@ -1,0 +1,122 @@
+"""best_first_tree, select_nodes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedtree import TreeBatch, best_first_tree, build_trees, select_nodes
+from pagedtree.check import loops
+from pagedtree.check.case import Case, Place, Results
+from pagedtree.check.cases.inputs import int32, int64, offsets, random_tree, seeded
+
+FIELDS = ("cu_nodes", "parents", "depths", "first_child", "next_sibling", "mask", "valid")
+
+
+def cases() -> Iterator[Case]:
+    for name, shape, num_nodes in [
+        ("ragged", (3, 4, 6), 25), ("64 nodes", (9, 8, 64), 64), ("1024 nodes", (2, 5, 300), 1024),
+        ("levels of one", (2, 40, 1), 30), ("one node", (3, 2, 4), 1), ("no sequence", (0, 2, 4), 9),
+        ("no level", (2, 0, 4), 9), ("no candidate", (2, 3, 0), 9),
+    ]:  # fmt: skip
+        log_probs = torch.randn(shape, generator=seeded(num_nodes)).mul(2)
+        yield _best_first(name, log_probs.log_softmax(-1) if log_probs.numel() else log_probs, num_nodes)
+    steps = torch.tensor([0.0, -0.25, -0.5, -1.0, -1e-8, -3e-8, -50.0])
+    yield _best_first("ties", steps[torch.randint(0, 7, (5, 4, 9), generator=seeded(1))], 60)
+    hostile = torch.tensor([math.nan, -math.inf, math.inf, 3.0, -1.0, -2e38, 0.0, -1e-45])
+    yield _best_first("hostile", hostile[torch.randint(0, 8, (5, 3, 7), generator=seeded(2))], 40)
+
+    yield _selection("ragged", [7, 1, 0, 33, 12], 20)
+    yield _selection("a limit", [7, 1, 0, 33, 12], 20, limit=11)
+    yield _selection("a limit below the roots", [7, 1, 0, 33, 12], 20, limit=-3)
+    yield _selection("roots alone", [7, 1, 4], 0)
+    yield _selection("more rows than nodes", [7, 1, 4], 40, limit=99)
+    yield _selection("padding rows", [7, 0, 40], 16, padding=5)
+    yield _selection("no sequence", [], 4, padding=3)
+    yield _selection("a chain of 1024", [1024, 5], 700, reach=1)
+    yield _selection("200 sequences", [i % 40 for i in range(200)], 1500, limit=1200)
+    yield _selection("malformed trees", [9, 30, 1, 12], 35, malformed=True)
+
+
+def tree_results(trees: TreeBatch) -> Results:
+    return {name: getattr(trees, name) for name in FIELDS}
+
+
+def linked(parents: list[list[int]], rows: int, valid: list[bool], max_nodes: int, max_depth: int) -> Results:
+    """The fields of a batch of these trees, whose unreachable nodes have parent -1."""
+    trees = [loops.link(tree, max_nodes, max_depth) for tree in parents]
+    padding = rows - sum(map(len, parents))
+    columns = zip(*[row for tree in trees for row in tree.rows], *[loops.PADDING] * padding, strict=True)
+    depths, first_child, next_sibling, masks = map(list, columns) if rows else ([], [], [], [])
+    return {
+        "cu_nodes": offsets([len(tree) for tree in parents]),
+        "parents": int32([parent for tree in parents for parent in tree] + [-1] * padding),
+        "depths": int32(depths), "first_child": int32(first_child), "next_sibling": int32(next_sibling),
+        "mask": loops.words_of(masks, -(-max_nodes // 32)), "valid": torch.tensor(valid, dtype=torch.bool),
+    }  # fmt: skip
+
+
+def _best_first(name: str, log_probs: Tensor, num_nodes: int) -> Case:
+    batch, levels, width = log_probs.shape
+    # Rows of wider tensors, the levels before the batch.
+    tokens = torch.arange(levels * batch * 2 * width).view(levels, batch, 2 * width)[..., :width].transpose(0, 1)
+    roots = torch.arange(batch) - 1
+
+    def run(place: Place) -> Results:
+        given, ids, of_roots = place.put((log_probs, tokens, roots))
+        draft_tokens, trees, joints = best_first_tree(given, ids, of_roots, num_nodes, return_log_probs=True)
+        return {"draft_tokens": draft_tokens, "joints": joints, **tree_results(trees)}
+
+    def by_loops() -> Results:
+        drafts, parents, joints = [], [], []
+        for b in range(batch):
+            *found, sums = loops.best_first_tree(log_probs[b].numpy(), tokens[b].numpy(), int(roots[b]), num_nodes)
+            missing = num_nodes - len(sums)
+            drafts += found[0] + [-1] * missing
+            parents.append(found[1] + [-1] * missing)
+            joints += sums + [-math.inf] * missing
+        batch_of = linked(parents, batch * num_nodes, [True] * batch, num_nodes, levels)
+        return {"draft_tokens": int64(drafts), "joints": torch.tensor(joints, dtype=torch.float32), **batch_of}
+
+    return Case(f"best_first_tree/{name}", ("best_first_tree",), run, by_loops)
+
+
+def _selection(
+    name: str, sizes: list[int], budget: int, *, limit: int | None = None, reach: int = 9, padding: int = 0,
+    malformed: bool = False,
+) -> Case:  # fmt: skip
+    """Survivals with many ties, some of them no probability."""
+    parents = [random_tree(b, size, reach).parents.tolist() if size else [] for b, size in enumerate(sizes)]
+    rng = np.random.default_rng(len(sizes))
+    if malformed:
+        parents = [[int(rng.integers(-3, 9)) if rng.random() < 0.3 else parent for parent in tree] for tree in parents]
+    values = np.array([0.0, 0.1, 0.1, 0.3, 0.7, 1.0, math.nan, -1.0, math.inf], np.float32)
+    survival = torch.from_numpy(rng.choice(values, sum(sizes) + padding))
+    cu_nodes, max_nodes = offsets(sizes), max([*sizes, 1])
+    max_depth = 3 if malformed else max_nodes - 1
+
+    def trees() -> TreeBatch:
+        rows = [parent for tree in parents for parent in tree] + [-1] * padding
+        return build_trees(int32(rows), cu_nodes, max_nodes=max_nodes, max_depth=max_depth)
+
+    def run(place: Place) -> Results:
+        given = None if limit is None else place.put(int32([limit]))
+        kept, node_map = select_nodes(place.put(trees()), place.put(survival), budget, limit=given)
+        return {**tree_results(kept), "node_map": node_map}
+
+    def by_loops() -> Results:
+        batch = trees()
+        most = budget if limit is None else min(limit, budget)
+        kept = loops.select_nodes(
+            cu_nodes.tolist(), batch.parents.tolist(), batch.depths.tolist(), survival.tolist(), most, max_nodes,
+            max_depth,
+        )  # fmt: skip
+        rows = max(budget, len(sizes))
+        fields = linked(kept.parents, rows, batch.valid.tolist(), max_nodes, max_depth)
+        return {**fields, "node_map": int32(kept.rows + [-1] * (rows - len(kept.rows)))}
+
+    return Case(f"select_nodes/{name}", ("select_nodes",), run, by_loops)

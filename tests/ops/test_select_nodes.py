@@ -1,0 +1,244 @@
+"""select_nodes: the rows of a whole batch of trees that are most likely to be accepted."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from draft_checks import int32, seeded
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pagedtree import DraftTree, TreeBatch, best_first_tree, build_trees, select_nodes
+from pagedtree._ops import ops
+from pagedtree.check import loops
+
+pytestmark = pytest.mark.usefixtures("on_device")
+
+FIELDS = ("depths", "first_child", "next_sibling", "mask")
+
+
+def batch_of(sizes: list[int], generator: torch.Generator, reach: int = 9, padding: int = 0) -> TreeBatch:
+    """Random trees; a node's parent is one of the `reach` nodes before it."""
+    parents = []
+    for size in sizes:
+        for i in range(size):
+            low = max(0, i - reach)
+            parents.append(int(torch.randint(low, i, (), generator=generator)) if i else -1)
+    cu_nodes = int32([0, *torch.tensor(sizes, dtype=torch.int64).cumsum(0).tolist()])
+    most = max([*sizes, 1])
+    return build_trees(int32(parents + [-1] * padding), cu_nodes, max_nodes=most, max_depth=most - 1)
+
+
+def expect_selection(trees: TreeBatch, survival: Tensor, budget: int, limit: Tensor | None = None) -> TreeBatch:
+    """Compares with plain loops; every field of the batch follows from the parents."""
+    kept, node_map = select_nodes(trees, survival, budget, limit=limit)
+    most = budget if limit is None else min(int(limit), budget)
+    expected = loops.select_nodes(
+        trees.cu_nodes.tolist(), trees.parents.tolist(), trees.depths.tolist(), survival.tolist(), most,
+        trees.max_nodes, trees.max_depth,
+    )  # fmt: skip
+    capacity = max(budget, trees.batch_size)
+    padding = [-1] * (capacity - len(expected.rows))
+    assert node_map.dtype == torch.int32 and node_map.tolist() == expected.rows + padding
+    kept._check()
+    assert kept.parents.tolist() == [parent for tree in expected.parents for parent in tree] + padding
+    assert kept.cu_nodes.diff().tolist() == [len(tree) for tree in expected.parents] and int(kept.cu_nodes[0]) == 0
+    assert (kept.max_nodes, kept.max_depth) == (trees.max_nodes, trees.max_depth)
+    linked = build_trees(kept.parents, kept.cu_nodes, max_nodes=kept.max_nodes, max_depth=kept.max_depth)
+    for name in FIELDS:
+        assert torch.equal(getattr(kept, name), getattr(linked, name)), name
+    assert torch.equal(kept.valid, trees.valid)
+    assert int((kept.depths >= 0).sum()) == len(expected.rows)  # no orphan
+    return kept
+
+
+@given(st.data())
+def test_equals_plain_loops(backend: str, data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(0, 45), max_size=20))
+    generator = seeded(data.draw(st.integers(0, 2**31)))
+    trees = batch_of(sizes, generator, data.draw(st.integers(1, 40)), data.draw(st.integers(0, 3)))
+    rows = len(trees.parents)
+    values = torch.tensor([0.0, 0.25, 0.25, 0.5, 1.0, -1.0, math.nan, math.inf, -math.inf, 1e-40])
+    survival = {
+        "ties": values[torch.randint(0, 4, (rows,), generator=generator)],
+        "hostile": values[torch.randint(0, len(values), (rows,), generator=generator)],
+        "random": torch.rand(rows, generator=generator),
+        "equal": torch.ones(rows),
+    }[data.draw(st.sampled_from(["ties", "hostile", "random", "equal"]))]
+    budget = data.draw(st.integers(0, sum(sizes) + 5))
+    limit = data.draw(st.none() | st.integers(-3, sum(sizes) + 9))
+    expect_selection(trees, survival, budget, None if limit is None else int32([limit]))
+
+
+@pytest.mark.parametrize(("batch", "size", "reach"), [(64, 64, 12), (3, 1024, 1), (2, 1024, 1000), (150, 7, 7)])
+def test_large_batches(backend: str, batch: int, size: int, reach: int) -> None:
+    generator = seeded(batch)
+    trees = batch_of([size] * batch, generator, reach)
+    survival = torch.rand(batch * size, generator=generator)
+    for share in (0.1, 0.6):
+        expect_selection(trees, survival, int(batch * size * share))
+    expect_selection(trees, (survival * 4).floor(), batch * size // 2)
+
+
+@pytest.mark.parametrize("ctas", [1, 2, 16])
+def test_clusters_do_not_matter(backend: str, monkeypatch: pytest.MonkeyPatch, ctas: int) -> None:
+    """A GPU without clusters gives one CTA all trees."""
+    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", f"132:227:{ctas}")
+    generator = seeded(8)
+    trees = batch_of([i % 9 for i in range(300)], generator, 4, padding=2)
+    survival = (torch.rand(len(trees.parents), generator=generator) * 8).floor() / 8
+    expect_selection(trees, survival, 500)
+    expect_selection(trees, survival, 900, int32([400]))
+
+
+def test_a_small_batch(backend: str) -> None:
+    trees = TreeBatch.from_trees([DraftTree.full([2, 1]), DraftTree.chain(2)], device=torch.get_default_device())
+    #                        root  1    2    3 (of 1) 4 (of 2)  root 1    2
+    survival = torch.tensor([1.0, 0.2, 0.7, 0.9, 0.6, 1.0, 0.5, 0.9])
+    kept, node_map = select_nodes(trees, survival, 6)
+    assert node_map.tolist() == [0, 2, 4, 5, 6, 7]  # node 3 counts 0.2 and node 7 counts 0.5, as their parents do
+    assert kept.cu_nodes.tolist() == [0, 3, 6]
+    assert kept.parents.tolist() == [-1, 0, 1, -1, 0, 1] and kept.depths.tolist() == [0, 1, 2, 0, 1, 2]
+    kept, node_map = select_nodes(trees, survival, 6, limit=int32([3]))
+    assert node_map.tolist() == [0, 2, 5, -1, -1, -1] and kept.cu_nodes.tolist() == [0, 2, 3]
+    assert kept.depths.tolist() == [0, 1, 0, -1, -1, -1] and kept.mask.flatten().tolist() == [1, 3, 1, 0, 0, 0]
+
+
+def test_roots_are_always_kept(backend: str) -> None:
+    trees = batch_of([3, 1, 5, 4], seeded(1))
+    for survival in (torch.zeros(13), torch.full((13,), math.nan), torch.ones(13)):
+        for budget, limit in [(0, None), (3, None), (4, None), (13, 0), (13, -(2**31)), (13, 2)]:
+            _, node_map = select_nodes(trees, survival, budget, limit=None if limit is None else int32([limit]))
+            assert node_map.tolist() == [0, 3, 4, 9] + [-1] * (max(budget, 4) - 4)
+
+
+def test_a_root_bounds_its_tree(backend: str) -> None:
+    trees = batch_of([3, 3], seeded(2), reach=1)
+    _, node_map = select_nodes(trees, torch.tensor([0.1, 1.0, 1.0, 1.0, 0.2, 0.15]), 4)
+    assert node_map.tolist() == [0, 3, 4, 5]
+    _, node_map = select_nodes(trees, torch.tensor([math.nan, 1.0, 1.0, 0.0, -3.0, 0.5]), 3)
+    assert node_map.tolist() == [0, 1, 3]  # all count 0
+
+
+def test_empty_batches(backend: str) -> None:
+    for sizes, padding in [([], 0), ([], 3), ([0], 0), ([0, 0, 0], 2)]:
+        trees = batch_of(sizes, seeded(1), padding=padding)
+        kept = expect_selection(trees, torch.ones(padding), 5)
+        assert kept.parents.tolist() == [-1] * 5
+
+
+def test_unreachable_rows_are_not_kept(backend: str) -> None:
+    """The rows at the end of a shorter best-first tree, and malformed trees; `valid` still tells which those were."""
+    log_probs = torch.tensor([[[-1.0, -math.inf]], [[-1.0, -2.0]]])
+    draft_tokens, trees = best_first_tree(log_probs, torch.tensor([[[8, 9]], [[6, 7]]]), torch.tensor([3, 4]), 4)
+    kept = expect_selection(trees, torch.ones(8), 8)
+    _, node_map = select_nodes(trees, torch.ones(8), 8)
+    assert node_map.tolist() == [0, 1, 4, 5, 6, -1, -1, -1] and kept.valid.tolist() == [True, True]
+    assert draft_tokens[node_map[:5].long()].tolist() == [3, 8, 4, 6, 7]
+    malformed = build_trees(int32([-1, 0, 5, 2, 1, 3, 0, -1, 0, 1, 0]), int32([0, 2, 7, 11]), max_nodes=4, max_depth=1)
+    kept = expect_selection(malformed, torch.ones(11), 9)
+    assert kept.valid.tolist() == [True, False, False]
+
+
+@given(st.integers(0, 2**31), st.booleans())
+def test_garbage_links(backend: str, seed: int, with_offsets: bool) -> None:
+    """Whatever links, depths and offsets say, the result is a batch of trees within its rows."""
+    generator = seeded(seed)
+
+    def draw(low: int, high: int, count: int) -> Tensor:
+        return torch.randint(low, high, (count,), generator=generator).to(torch.int32)
+
+    trees = batch_of([9, 14, 1, 8], generator)
+    parents = torch.where(draw(0, 3, 32) == 0, draw(-4, 20, 32), trees.parents)
+    trees = build_trees(parents, trees.cu_nodes, max_nodes=11, max_depth=4)
+    trees.depths[:] = torch.where(draw(0, 9, 32) == 0, draw(-2, 7, 32), trees.depths)
+    survival = draw(0, 5, 32).float()
+    if not with_offsets:
+        expect_selection(trees, survival, 17, draw(-5, 30, 1))
+        return
+    trees.cu_nodes[:] = draw(-9, 50, 5)
+    kept, node_map = select_nodes(trees, survival, 17)
+    offsets = kept.cu_nodes.tolist()
+    assert offsets[0] == 0 and offsets == sorted(offsets) and offsets[-1] <= 17
+    assert all(0 <= row < 32 for row in node_map[: offsets[-1]].tolist())
+    assert node_map[offsets[-1] :].tolist() == [-1] * (17 - offsets[-1])
+    linked = build_trees(kept.parents, kept.cu_nodes, max_nodes=11, max_depth=10)
+    assert int((linked.depths >= 0).sum()) == offsets[-1]
+    assert torch.equal(kept.mask, linked.mask) and torch.equal(kept.next_sibling, linked.next_sibling)
+
+
+def test_limit_changes_without_a_new_call(backend: str) -> None:
+    """One set of buffers, as in a captured graph: trees, survival and limit are read from the device."""
+    generator = seeded(4)
+    trees, limit = batch_of([20, 20, 20], generator), int32([0])
+    survival = torch.zeros(60)
+    for most in (3, 40, 11, 90):
+        survival.copy_(torch.rand(60, generator=generator))
+        limit.fill_(most)
+        kept = expect_selection(trees, survival, 50, limit)
+        assert int(kept.cu_nodes[-1]) == min(most, 50)
+
+
+def test_selected_trees_verify_like_trees_of_their_own(backend: str) -> None:
+    """What is kept is a batch like any other: narrow, copy_ and tree() take it."""
+    trees = batch_of([9, 0, 12], seeded(6))
+    kept, node_map = select_nodes(trees, torch.rand(21, generator=seeded(7)), 12)
+    for b, (begin, end) in enumerate(pairwise(kept.cu_nodes.tolist())):
+        if begin < end:
+            tree = kept.tree(b)
+            assert tree.depths.tolist() == trees.depths[node_map[begin:end].long()].tolist()
+    part = kept.narrow(2, 1)
+    assert part.batch_size == 1 and part.parents.tolist() == kept.parents[int(kept.cu_nodes[2]) :].tolist()
+    fixed = batch_of([9, 0, 12], seeded(6))
+    assert torch.equal(fixed.copy_(kept).parents[:12], kept.parents)
+
+
+def test_refusals(device: torch.device) -> None:
+    trees = batch_of([3, 4], seeded(1))
+    ones = torch.ones(7)
+    for match, survival, budget, limit in [
+        (r"select_nodes: `survival` must be of shape \[7\], got \[6\]", ones[1:], 4, None),
+        (r"`survival` must be of dtype Float, got Double", ones.double(), 4, None),
+        (r"`survival` must be contiguous", torch.ones(14)[::2], 4, None),
+        (r"`budget` must be in 0\.\.2\^31 - 1, got -1", ones, -1, None),
+        (r"`budget` must be in 0\.\.2\^31 - 1, got 2147483648", ones, 2**31, None),
+        (r"`limit` must be of dtype Int, got Long", ones, 4, torch.tensor([3])),
+        (r"`limit` must be of shape \[1\], got \[\]", ones, 4, int32([3])[0]),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            select_nodes(trees, survival, budget, limit=limit)
+    with pytest.raises(TypeError, match="trees: expected a TreeBatch, got Tensor"):
+        select_nodes(ones, ones, 4)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        select_nodes(trees, ones, 4, limit=3)  # type: ignore[arg-type]
+
+
+def test_value_checks(value_checks: None) -> None:
+    trees = batch_of([3, 4], seeded(1))
+    trees.cu_nodes[1] = 9
+    with pytest.raises(ValueError, match="select_nodes: `cu_nodes` must be non-descending"):
+        select_nodes(trees, torch.ones(7), 4)
+
+
+def test_opcheck(backend: str) -> None:
+    trees = batch_of([3, 4], seeded(1))
+    fields = (trees.cu_nodes, trees.parents, trees.depths, trees.valid, torch.rand(7), 5)
+    for limit in (None, int32([3])):
+        torch.library.opcheck(ops.select_nodes.default, fields, {"max_nodes": 4, "max_depth": 3, "limit": limit})
+    torch.library.opcheck(ops.select_nodes.default, (*fields[:-1], 1), {"max_nodes": 4, "max_depth": 3})
+
+
+def test_compile(backend: str) -> None:
+    trees = batch_of([5, 4, 6], seeded(1))
+
+    def select(survival: Tensor, limit: Tensor) -> tuple[Tensor, ...]:
+        kept, node_map = select_nodes(trees, survival * 2, 11, limit=limit)
+        return kept.parents, kept.cu_nodes, kept.mask, node_map
+
+    arguments = (torch.rand(15, generator=seeded(2)), int32([8]))
+    compiled = torch.compile(select, fullgraph=True, backend="aot_eager")(*arguments)
+    assert all(map(torch.equal, compiled, select(*arguments)))
