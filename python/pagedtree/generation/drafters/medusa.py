@@ -42,6 +42,10 @@ class MedusaHeads(nn.Module):
     def num_heads(self) -> int:
         return self.weight.shape[0]
 
+    @property
+    def hidden_size(self) -> int:
+        return self.weight.shape[2]
+
     def forward(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., hidden], normalised as `lm_head` takes them, to logits [..., num_heads, vocab]."""
         update = torch.einsum("...d,hed->...he", hidden, self.weight) + self.bias
@@ -63,14 +67,19 @@ class MedusaHeads(nn.Module):
     @classmethod
     def from_pretrained(cls, path: str | Path, model: Any) -> MedusaHeads:
         """Heads for `model` (its output layer, device and dtype) from the folder `path`."""
+        lm_head = model.get_output_embeddings()
+        return cls.load(path, lm_head).to(lm_head.weight.device, lm_head.weight.dtype).eval()
+
+    @classmethod
+    def load(cls, path: str | Path, lm_head: Callable[[Tensor], Tensor]) -> MedusaHeads:
+        """Heads from the folder `path`, with any output layer: hidden states [..., hidden] to logits [..., vocab]."""
         from safetensors.torch import load_file
 
         path = Path(path)
         config = json.loads((path / CONFIG_NAME).read_text())
-        lm_head = model.get_output_embeddings()
         heads = cls(config["hidden_size"], config["num_heads"], lm_head)
         heads.load_state_dict(load_file(path / WEIGHTS_NAME))
-        return heads.to(lm_head.weight.device, lm_head.weight.dtype).eval()
+        return heads
 
 
 def medusa_tree(num_heads: int, num_nodes: int) -> DraftTree:
