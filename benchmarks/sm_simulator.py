@@ -113,6 +113,8 @@ class Simulator:
         self.warps = [Warp(i % 4, cta, cta * skew) for cta in range(ctas) for i in range(warps)]
         self.parts = [[warp for warp in self.warps if warp.part == part] for part in range(4)]
         self.last: list[Warp | None] = [None] * 4
+        self.turns: list[list[Warp] | None] = [None] * 4  # None: to be found anew
+        self.ended_a_round = True  # a warp, since this was last looked at
         self.free = [Counter[str]() for _ in range(4)]
         self.queues = [deque[int]() for _ in range(4)]  # when the loads that wait leave
         self.load_turn = [0.0] * 4
@@ -128,10 +130,11 @@ class Simulator:
 
     def run(self, warm: int, rounds: int) -> Prediction:
         """How many iterations are not counted, and how many are."""
-        begin = None
+        begin, done = None, 0
         while True:
             self._release()
-            done = min(len(warp.rounds) for warp in self.warps)
+            if self.ended_a_round:
+                done, self.ended_a_round = min(len(warp.rounds) for warp in self.warps), False
             if begin is None and done >= warm:
                 begin = self.now
                 self.stalls.clear()
@@ -167,11 +170,15 @@ class Simulator:
         soonest, has_issued = self.events[0][0] if self.events else NEVER, False
         for part in range(4):
             chosen = None
-            for warp in self._by_turn(part):
+            turns = self.turns[part]
+            if turns is None:
+                turns = self.turns[part] = self._by_turn(part)
+            for warp in turns:
                 if warp.ready <= self.now and (stop := self._stop(warp)):
                     warp.why, warp.ready = stop
                 if warp.ready > self.now:
-                    soonest = min(soonest, warp.ready)
+                    if warp.ready < soonest:
+                        soonest = warp.ready
                     waiting.append((warp, warp.why))
                 elif chosen is None:
                     chosen = warp
@@ -179,7 +186,8 @@ class Simulator:
                     waiting.append((warp, "not selected"))
             if chosen:
                 self._issue(chosen)
-                self.last[part] = chosen
+                if self.last[part] is not chosen:
+                    self.last[part], self.turns[part] = chosen, None
                 has_issued = True
         following = self.now + 1 if has_issued else soonest
         if following >= NEVER:
@@ -231,6 +239,7 @@ class Simulator:
         if warp.at == len(self.steps):
             warp.at = 0
             warp.rounds.append(self.now)
+            self.turns[warp.part], self.ended_a_round = None, True
 
     def _occupy(self, warp: Warp, step: Step) -> float:
         """Takes the units that the instruction needs; returns when its result is there."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from attention_case import TARGETS, Target, target_id
-from device_case import only_on
+from device_case import made_on, only_on
 from hypothesis import HealthCheck, settings
 from ranks import Ranks
 from time_limit import pytest_addoption, pytest_configure, pytest_runtest_protocol, pytest_unconfigure  # noqa: F401
@@ -61,7 +61,7 @@ def draws(backend: str) -> Callable[[int], int]:
 @pytest.fixture
 def on_device(device: torch.device) -> Iterator[None]:
     """Makes tensors where a test's backend runs, unless the test says otherwise."""
-    with device:
+    with made_on(device):
         yield
 
 
@@ -74,6 +74,16 @@ def value_checks(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=_C.available_isas())
 def isa(request: pytest.FixtureRequest, backend: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Runs the test once for each instruction set that the CPU backend has on this machine."""
+    return use_isa(request, backend, monkeypatch)
+
+
+@pytest.fixture(params=[isa for isa in _C.available_isas() if not isa.startswith("amx")])
+def row_isa(request: pytest.FixtureRequest, backend: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The same where AMX has no kernels of its own: for everything but attention."""
+    return use_isa(request, backend, monkeypatch)
+
+
+def use_isa(request: pytest.FixtureRequest, backend: str, monkeypatch: pytest.MonkeyPatch) -> str:
     if backend != "cpu":
         pytest.skip("instruction sets are the cpu backend's")
     monkeypatch.setenv("PAGEDTREE_CPU_ISA", request.param)
@@ -93,7 +103,7 @@ def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         if variant:
             monkeypatch.setenv("PAGEDTREE_ENGINE", variant)
     device = torch.device("cuda" if backend == "cuda" else "cpu")
-    with only_on(backend), device:
+    with only_on(backend), made_on(device):
         yield Target(backend, variant, device)
 
 

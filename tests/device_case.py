@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import pytest
 import torch
 from torch import Tensor
 
 from pagedtree import DraftTree
 from pagedtree._ops import ops
-from pagedtree.testing import use_backend
+from pagedtree.testing import backends, use_backend
+
+# For distributions: the core suite looks at those of the other backends, with more draws, and compares simt with cpu
+# bit for bit (tests/ops/test_backends_agree.py).
+slow_on_simt = pytest.mark.parametrize(
+    "backend",
+    [pytest.param(name, marks=pytest.mark.slow if name == "simt" else []) for name in backends()],
+    indirect=True,
+)
 
 
 def to_device(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
@@ -30,6 +39,12 @@ def to_device(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
 def placed(t: Tensor, device: torch.device | str | None = None) -> Tensor:
     """One tensor on `device`, or on the default one."""
     return to_device([t], torch.get_default_device() if device is None else torch.device(device))[0]
+
+
+def made_on(device: torch.device) -> AbstractContextManager:
+    """Tensors are made on `device` unless told otherwise. Where that is so already, without torch's mode for it, which
+    every function of torch would pass through."""
+    return nullcontext() if torch.get_default_device().type == device.type else device
 
 
 @contextmanager

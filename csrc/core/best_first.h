@@ -15,15 +15,15 @@ struct RankedChild {
   }
 };
 
-// What comes before every child.
-constexpr RankedChild kBeforeAll{kInfinity, -1};
+// What comes before every child, and what comes after all.
+constexpr RankedChild kBeforeAll{kInfinity, -1}, kNoChild{-kInfinity, -1};
 
 // The first child of a node at `joint` that comes after `last`, among the ranks begin, begin + step, ... Sums are
 // rounded to fp32, so that candidates that differ may give children that tie: the order is that of the sums, never that
 // of the candidates alone. A sum never exceeds that of the node: rounding keeps the order of exact sums.
 PT_HOST_DEVICE RankedChild child_after(const float* log_probs, int32_t num_candidates, float joint, RankedChild last,
                                        int32_t begin, int32_t step) {
-  RankedChild best{-kInfinity, -1};
+  RankedChild best = kNoChild;
   for (int32_t rank = begin; rank < num_candidates; rank += step) {
     const float log_prob = log_probs[rank];
     if (!is_present(log_prob)) continue;
@@ -31,6 +31,19 @@ PT_HOST_DEVICE RankedChild child_after(const float* log_probs, int32_t num_candi
     if (child.joint > best.joint && last.comes_before(child)) best = child;
   }
   return best;
+}
+
+// Whether a candidate may stand before this other one in a level in descending order; what is never taken comes last.
+PT_HOST_DEVICE bool in_order(float log_prob, float next) {
+  return !is_present(next) || (is_present(log_prob) && min_of(log_prob, 0.0f) >= min_of(next, 0.0f));
+}
+
+// child_after() in a level in descending order: sums are in this order, too, so that the next rank comes next.
+PT_HOST_DEVICE RankedChild child_in_order(const float* log_probs, int32_t num_candidates, float joint,
+                                          RankedChild last) {
+  const int32_t rank = last.rank + 1;
+  if (rank >= num_candidates || !is_present(log_probs[rank])) return kNoChild;
+  return {joint + min_of(log_probs[rank], 0.0f), rank};
 }
 
 // The tree of one sequence while it grows, one node after the other in descending order of their log-probabilities.
@@ -43,6 +56,7 @@ struct BestFirstTree {
   int16_t first_child[kMaxTreeNodes];
   int16_t last_child[kMaxTreeNodes];
   int16_t next_sibling[kMaxTreeNodes];
+  int32_t out_of_order[kMaxTreeNodes];  // of levels: whether candidates are not in descending order
 
   // Whether the next child of node a comes before the next child of node b: the more probable one, then the shallower,
   // then that of the lower ranks from the root on.
@@ -70,6 +84,9 @@ struct BestFirstTree {
     link = last_child[parent] = static_cast<int16_t>(node);
   }
 };
+
+// The levels that a tree of this size can reach.
+PT_HOST_DEVICE int32_t reachable_levels(const BestFirstTreeParams& p) { return min_of(p.num_levels, p.num_nodes - 1); }
 
 // The candidates of the children of a node at `depth`.
 PT_HOST_DEVICE const float* level_after(const BestFirstTreeParams& p, int64_t b, int32_t depth) {

@@ -63,22 +63,36 @@ void pack_offsets(int64_t batch, int64_t num_rows, int32_t* cu_nodes, int64_t* d
 // Grows sequence b's tree; returns its number of nodes. The nodes that have a next child are a heap, the first one on
 // top.
 int32_t grow_best_first(const BestFirstTreeParams& p, int64_t b, BestFirstTree& tree) {
-  int16_t heap[kMaxTreeNodes];
+  struct Entry {
+    float joint;  // of the next child
+    int32_t node;
+  } heap[kMaxTreeNodes];
   int32_t heap_size = 0, size = 0;
-  const auto is_later = [&](int16_t a, int16_t b) { return tree.comes_before(b, a); };
+  const auto is_later = [&](const Entry& a, const Entry& b) {
+    return a.joint != b.joint ? a.joint < b.joint : tree.comes_before(b.node, a.node);
+  };
+  for (int32_t level = 0; level < reachable_levels(p); ++level) {
+    const float* log_probs = level_after(p, b, level);
+    int32_t rank = 1;
+    while (rank < p.num_candidates && in_order(log_probs[rank - 1], log_probs[rank])) ++rank;
+    tree.out_of_order[level] = rank < p.num_candidates;
+  }
   const auto enter = [&](int32_t node, RankedChild last) {
-    if (tree.depths[node] >= p.num_levels) return;
-    const float* level = level_after(p, b, tree.depths[node]);
-    tree.next[node] = child_after(level, p.num_candidates, tree.joints[node], last, 0, 1);
+    const int32_t depth = tree.depths[node];
+    if (depth >= reachable_levels(p)) return;
+    const float* log_probs = level_after(p, b, depth);
+    const float joint = tree.joints[node];
+    tree.next[node] = tree.out_of_order[depth] != 0 ? child_after(log_probs, p.num_candidates, joint, last, 0, 1)
+                                                    : child_in_order(log_probs, p.num_candidates, joint, last);
     if (!is_present(tree.next[node].joint)) return;
-    heap[heap_size++] = static_cast<int16_t>(node);
+    heap[heap_size++] = {tree.next[node].joint, node};
     std::push_heap(heap, heap + heap_size, is_later);
   };
   tree.append(size++, -1, {0.0f, -1});
   if (size < p.num_nodes) enter(0, kBeforeAll);
   while (size < p.num_nodes && heap_size > 0) {
     std::pop_heap(heap, heap + heap_size--, is_later);
-    const int32_t parent = heap[heap_size], node = size++;
+    const int32_t parent = heap[heap_size].node, node = size++;
     tree.append(node, parent, tree.next[parent]);
     if (size == p.num_nodes) break;
     enter(parent, tree.next[parent]);

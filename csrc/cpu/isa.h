@@ -1,9 +1,9 @@
 // One table of vectorised kernels for each instruction set; the choice among them is made at run time.
 //
-// The sources of cpu/isa/, listed under PAGEDTREE_ISA_SOURCES in CMakeLists.txt, are compiled once per instruction set,
-// each time in a namespace of that name. Whatever they include must have internal linkage or live in that namespace: a
-// function shared through the linker could be the AVX-512 copy on a machine without it. So: `static inline`, no std
-// containers.
+// The sources of cpu/isa/, listed in CMakeLists.txt, are compiled once per instruction set, each time in a namespace of
+// that name; those over rows not again for AMX, which has nothing for them. Whatever they include must have internal
+// linkage or live in that namespace: a function shared through the linker could be the AVX-512 copy on a machine without
+// it. So: `static inline`, no std containers.
 #pragma once
 
 #include "core/backend.h"

@@ -57,6 +57,7 @@ def expect_tree(log_probs: Tensor, tokens: Tensor, roots: Tensor, num_nodes: int
 def test_equals_plain_loops(backend: str, data: st.DataObject) -> None:
     batch, levels, width = (data.draw(st.integers(*bounds)) for bounds in ((0, 3), (0, 5), (0, 40)))
     kind = data.draw(st.sampled_from(["few values", "steps", "normal"]))
+    in_order = data.draw(st.sampled_from(["none", "all", "even"]))
     generator = seeded(data.draw(st.integers(0, 2**31)))
     shape = (batch, levels, width)
     if kind == "normal":
@@ -64,6 +65,10 @@ def test_equals_plain_loops(backend: str, data: st.DataObject) -> None:
     else:
         values = torch.tensor(STEPS if kind == "steps" else STEPS[:4])
         log_probs = values[torch.randint(0, len(values), shape, generator=generator)]
+    if in_order != "none":  # of levels: those are not searched
+        chosen = log_probs if in_order == "all" else log_probs[:, ::2]
+        ranked = chosen.nan_to_num(-math.inf, posinf=5.0, neginf=-math.inf).sort(dim=-1, descending=True)
+        chosen.copy_(chosen.gather(-1, ranked.indices))
     expect_tree(log_probs, numbered(shape), torch.arange(batch) + 7, data.draw(st.integers(1, 70)))
 
 

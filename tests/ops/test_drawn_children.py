@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from device_case import slow_on_simt
 from draft_checks import ToyModel, packed_trees, seeded
 from torch import Tensor
 
@@ -234,7 +235,7 @@ def test_draws_from_poor_rows(backend: str) -> None:
     assert not none.draft_probs[0].any() and none.tokens.tolist() == [[-1, -1, -1]] and not none.level_mask.any()
 
 
-def test_instruction_sets_agree(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_instruction_sets_agree(row_isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit: tokens, scores and distributions."""
     seeds, positions = torch.arange(3), torch.arange(3)
 
@@ -274,6 +275,7 @@ def test_coupled_drafts_are_accepted_more_often(backend: str, draws: Callable[[i
 # Drawn here, verified there ------------------------------------------------------------------------------------------
 
 
+@slow_on_simt
 @pytest.mark.parametrize(
     ("law", "rule"),
     [  # in the core suite each rule once

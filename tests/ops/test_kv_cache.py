@@ -254,7 +254,7 @@ def test_append_kv_of_two_widths(backend, device, dtype, cache_dtype, dims) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_append_rounds_to_fp8_as_torch(isa, device, dtype) -> None:
+def test_append_rounds_to_fp8_as_torch(row_isa, device, dtype) -> None:
     if dtype == torch.float32:  # for every exponent the bits that decide; then the neighbours of every tie
         high = torch.arange(2**16, dtype=torch.int64) << 16
         bits = torch.cat([high + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])

@@ -27,7 +27,7 @@ from shard_case import pack
 from torch import Tensor
 from verify_case import BAD_ROW, check
 
-from pagedtree import RequestOptions, SamplingParams, sample, verify_rejection, verify_sampled
+from pagedtree import RequestOptions, SamplingParams, reference, sample, verify_rejection, verify_sampled
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 GREEDY = SamplingParams(temperature=0.0)
@@ -70,7 +70,7 @@ def test_random_subsets(device, vocab, seed):
 
 
 @pytest.mark.parametrize("vocab", [2100, pytest.param(20_011, marks=pytest.mark.slow)])
-def test_instruction_sets(isa, vocab):
+def test_instruction_sets(row_isa, vocab):
     for seed in (5,) if vocab < 9999 else (5, 6, 7):
         for case in cases(vocab, PARTS, seed, torch.device("cpu")):
             assert differences(case) == []
@@ -274,6 +274,33 @@ def test_temperature_comes_after_bias(device):
     )  # fmt: skip
     odds = float((tokens == 0).sum()) / count
     assert abs(odds - 1 / 82) < 0.006
+
+
+@pytest.mark.parametrize("top_k", [3, 50])
+def test_filters_where_penalties_take_the_likeliest(device, top_k):
+    """Most of the largest logits are far below their bounds, and the likeliest tokens are in unlikely places."""
+    vocab, count = 9000, 96
+    generator = torch.Generator().manual_seed(top_k)
+    logits = torch.randn(1, vocab, generator=generator) * 0.1
+    likely, second = torch.randperm(vocab - 3000, generator=generator)[:300].split([200, 100])
+    logits[0, likely] += 3 + torch.arange(200) * 0.001
+    logits[0, second] += 2
+    logits[0, -3000:] = -50
+    said = torch.cat([likely[40:], second]).tolist()
+    every = {"bias": [{vocab - 5: 53.5, vocab - 2500: 53.4}] * count, "outputs": [said] * count}
+    options = RequestOptions.from_lists(vocab, **every, device=device)
+    one = RequestOptions.from_lists(vocab, outputs=[said], bias=every["bias"][:1])
+    plain = {"temperature": 2.0, "top_k": top_k}
+    params = SamplingParams(**plain, presence_penalty=2.0)
+    row = reference.apply_options(logits, params, one)
+    at = {
+        "seeds": torch.arange(count, device=device),
+        "positions": torch.zeros(count, dtype=torch.int64, device=device),
+    }
+    drawn = sample(logits.to(device).expand(count, -1), params, **at, options=options)
+    assert torch.equal(drawn, sample(row.to(device).expand(count, -1), SamplingParams(**plain), **at))
+    assert {vocab - 5, vocab - 2500} <= set(drawn.tolist())
+    assert top_k == 3 or len(drawn.unique()) > 20
 
 
 def test_penalties_along_a_path(device):

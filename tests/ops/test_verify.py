@@ -324,7 +324,7 @@ def test_distribution_of_the_first_tokens(device, draws, dtype):
     assert statistic < bins.sum() + 10 * math.sqrt(2 * bins.sum())
 
 
-def test_instruction_sets_agree(device, monkeypatch, isa):
+def test_instruction_sets_agree(device, monkeypatch, row_isa):
     generator = torch.Generator().manual_seed(0)
     trees = batch_of([[-1, 0, 1, 1, 0]] * 20, device)
     logits = torch.randn(100, 333, generator=generator)

@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from device_case import slow_on_simt
 from rule_case import (
     CHAIN,
     LOSSLESS,
@@ -272,6 +273,7 @@ def test_drafts_of_no_probability_are_rejected(device, bad):
 # Distributions with the ops' own random numbers ----------------------------------------------------------------------
 
 
+@slow_on_simt
 @pytest.mark.parametrize(("rule", "law", "tree"), LOSSLESS, ids=str)
 def test_distribution_of_the_first_tokens(device, draws, rule, law, tree):
     assert compare_with_target(RULES[rule][1], ToyPair(4, 3), tree, law, draws(20_000), device) < 6
@@ -286,6 +288,7 @@ def test_a_wrong_draft_law_is_seen():
     assert compare_with_target(told_iid, ToyPair(4, 3), PAIR, "swor", 60_000, CPU) > 6
 
 
+@slow_on_simt
 def test_distribution_across_steps(device, draws):
     """No step's random numbers depend on what the step before has done with its own."""
     for op in (verify_rejection, verify_block, verify_traversal):

@@ -26,9 +26,11 @@ FLOORS = ("python/pagedtree", "csrc/torch", "csrc/cpu", "csrc/cuda")
 
 
 def test_a_folder_holds_what_is_compiled_for_each_instruction_set() -> None:
-    listed = re.search(r"set\(PAGEDTREE_ISA_SOURCES\n(.*?)\)", (ROOT / "CMakeLists.txt").read_text(), re.DOTALL)
-    assert listed is not None
-    assert sorted(listed[1].split()) == sorted(
+    listed = re.findall(
+        r"set\(PAGEDTREE_(?:ATTENTION|ROW)_SOURCES\n(.*?)\)", (ROOT / "CMakeLists.txt").read_text(), re.DOTALL
+    )
+    assert len(listed) == 2
+    assert sorted(" ".join(listed).split()) == sorted(
         path.relative_to(ROOT).as_posix() for path in CSRC.glob("cpu/isa/**/*.cpp")
     )
 

@@ -5,7 +5,8 @@
 #define PT_STRING_(x) #x
 #define PT_STRING(x) PT_STRING_(x)
 
-namespace pagedtree::cpu::PAGEDTREE_ISA {
+// AMX is for attention: its table has the kernels over rows of another instruction set.
+namespace pagedtree::cpu::PAGEDTREE_ROWS_ISA {
 
 Draw draw_token(const LogitRow& row, const Sampling& sampling, uint64_t seed, int64_t position, FilterScratch& scratch);
 LogitRow adjust_row(const RowOptions& options, const LogitRow& row, AdjustedRow& scratch);
@@ -20,21 +21,26 @@ void verify_traversal(const RatioParams& p, int64_t b, RulesScratch& scratch);
 void step_shard(const ShardStepParams& p, int64_t row, AdjustedRow& scratch);
 void weigh_shard(const ShardWeighParams& p, int64_t item, RulesScratch& scratch);
 
+}  // namespace pagedtree::cpu::PAGEDTREE_ROWS_ISA
+
+namespace pagedtree::cpu::PAGEDTREE_ISA {
+
 const IsaKernels& kernels() {
+  namespace rows = PAGEDTREE_ROWS_ISA;
   static constexpr IsaKernels table = {
       .name = PT_STRING(PAGEDTREE_ISA),
-      .draw_token = draw_token,
-      .adjust_row = adjust_row,
-      .token_logprobs = token_logprobs,
-      .quantize_e4m3 = quantize_e4m3,
-      .top_tokens = top_tokens,
-      .draw_children = draw_children,
-      .verify_rejection = verify_rejection,
-      .verify_block = verify_block,
-      .verify_typical = verify_typical,
-      .verify_traversal = verify_traversal,
-      .step_shard = step_shard,
-      .weigh_shard = weigh_shard,
+      .draw_token = rows::draw_token,
+      .adjust_row = rows::adjust_row,
+      .token_logprobs = rows::token_logprobs,
+      .quantize_e4m3 = rows::quantize_e4m3,
+      .top_tokens = rows::top_tokens,
+      .draw_children = rows::draw_children,
+      .verify_rejection = rows::verify_rejection,
+      .verify_block = rows::verify_block,
+      .verify_typical = rows::verify_typical,
+      .verify_traversal = rows::verify_traversal,
+      .step_shard = rows::step_shard,
+      .weigh_shard = rows::weigh_shard,
       .attend = attend,
       .merge_pieces = merge_pieces,
       .merge_states = merge_states,

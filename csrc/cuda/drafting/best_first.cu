@@ -34,9 +34,26 @@ __device__ __forceinline__ int32_t first_of_nodes(const BestFirstTree& tree, int
   return __shfl_sync(~0u, first, __ffs(static_cast<int>(lanes)) - 1);
 }
 
+// Notes which levels are not in descending order.
+__device__ __forceinline__ void check_levels(const BestFirstTreeParams& p, int64_t b, BestFirstTree& tree) {
+  const uint32_t lane = threadIdx.x, levels = static_cast<uint32_t>(reachable_levels(p));
+  for (uint32_t level = lane; level < levels; level += kLanes) tree.out_of_order[level] = 0;
+  __syncwarp();
+  if (p.num_candidates > 1) {
+    const uint32_t pairs = static_cast<uint32_t>(p.num_candidates - 1);
+#pragma unroll 4
+    for (uint32_t i = lane; i < levels * pairs; i += kLanes) {
+      const uint32_t level = i / pairs;
+      const float* log_probs = level_after(p, b, static_cast<int32_t>(level)) + i % pairs;
+      if (!in_order(log_probs[0], log_probs[1])) atomicExch(&tree.out_of_order[level], 1);
+    }
+  }
+  __syncwarp();
+}
+
 // One warp per sequence: a node follows from the one before, so the nodes are found one after the other, each by all
-// lanes. Sequences share nothing. A node needs two passes over K candidates, of its parent and of itself, and one over
-// the nodes.
+// lanes. Sequences share nothing. A node needs a pass over the nodes, and two passes over K candidates, its parent's
+// and its own, where these are not in descending order.
 __global__ void __launch_bounds__(kLanes, 1) best_first_kernel(const __grid_constant__ BestFirstTreeParams p) {
   auto& tree = ptx::shared<BestFirstTree>();
   const int64_t b = blockIdx.x;
@@ -44,9 +61,12 @@ __global__ void __launch_bounds__(kLanes, 1) best_first_kernel(const __grid_cons
   if (b == 0 && lane == 0) p.trees.cu_nodes[0] = 0;
   if (b >= p.batch) return;
   const auto child_of = [&](float joint, int32_t depth, RankedChild last) {
-    if (depth >= p.num_levels) return RankedChild{-kInfinity, -1};
-    return first_of_lanes(child_after(level_after(p, b, depth), p.num_candidates, joint, last, lane, kLanes));
+    if (depth >= reachable_levels(p)) return kNoChild;
+    const float* log_probs = level_after(p, b, depth);
+    if (tree.out_of_order[depth] == 0) return child_in_order(log_probs, p.num_candidates, joint, last);
+    return first_of_lanes(child_after(log_probs, p.num_candidates, joint, last, lane, kLanes));
   };
+  check_levels(p, b, tree);
   RankedChild child = child_of(0.0f, 0, kBeforeAll);
   if (lane == 0) {
     tree.append(0, -1, {0.0f, -1});

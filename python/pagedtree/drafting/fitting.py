@@ -65,8 +65,8 @@ def best_first_tree(
 
     Returns draft_tokens int64 [B * num_nodes] and the trees, with max_nodes = num_nodes, max_depth = H and
     cu_nodes[b] = b * num_nodes; under return_log_probs also fp32 [B * num_nodes], 0 at roots, -inf at unreachable rows.
-    Raises ValueError for wrong shapes, dtypes or bounds. One launch, no synchronisation; the time grows with
-    num_nodes * K: give the best candidates of a level rather than the vocabulary.
+    Raises ValueError for wrong shapes, dtypes or bounds. One launch, no synchronisation. Levels in descending order, as
+    `torch.topk` gives them, are faster: others are searched for each node, in a time that grows with num_nodes * K.
     """
     expect_type("log_probs", log_probs, Tensor)
     draft_tokens, joints, *fields = call(ops.best_first_tree, log_probs, tokens, root_tokens, num_nodes)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagedtree import SamplingParams
 from pagedtree.generation.drafters import Drafter, MedusaDrafter, MedusaHeads, NgramDrafter, medusa_tree
-from pagedtree.generation.drafters.model import DRAFT_LAWS
+from pagedtree.generation.drafters.grown import DRAFT_LAWS
 from pagedtree.generation.logprobs import TokenLogprobs
 from pagedtree.generation.rules import RULES
 from pagedtree.generation.token_options import TokenOptions
