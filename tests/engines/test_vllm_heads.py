@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from vllm_case import (
+    LLM,
     TARGET,
     SamplingParams,
     accepted,
@@ -45,6 +46,14 @@ def stock() -> list[list[int]]:
         return generate(llm, PROMPTS)
 
 
+def expect_preemptions(llm: LLM, schedule: str) -> None:
+    """Where the cache is too small for all requests, some were preempted, and in the end all blocks are free."""
+    if schedule == "preempted":
+        assert metrics_of(llm)["vllm:num_preemptions"] > 0
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 13  # one is vLLM's null block
+
+
 def reading(outputs: list[list[int]], **options: Any) -> dict[str, Any]:
     """Options of an engine whose drafter knows the outputs and looks at what it is told of the target."""
     return {
@@ -67,8 +76,7 @@ def test_hidden_states_are_those_that_gave_the_newest_token(stock, schedule):
         assert generate(llm, PROMPTS) == stock
         assert accepted(llm) > 12 * len(PROMPTS)
         assert runner_of(llm).drafter.num_checked > len(PROMPTS)
-        if schedule == "preempted":
-            assert metrics_of(llm)["vllm:num_preemptions"] > 0
+        expect_preemptions(llm, schedule)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -83,8 +91,7 @@ def test_features_are_those_of_the_layers(stock, schedule):
         texts = [
             (drafter.texts[request_id].tolist(), torch.cat(parts)) for request_id, parts in drafter.features.items()
         ]
-        if schedule == "preempted":
-            assert metrics_of(llm)["vllm:num_preemptions"] > 0
+        expect_preemptions(llm, schedule)
     assert len(texts) == len(PROMPTS)
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
     for tokens, features in texts:
@@ -102,17 +109,43 @@ def test_two_ranks_get_the_same_states(stock):
         assert accepted(llm) > 12 * len(PROMPTS)
 
 
+HEADS = pytest.mark.parametrize("drafter", ["medusa", "eagle"])
+
+
+@HEADS
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_medusa_heads_draft(stock, schedule):
-    with engine(**tree_options("medusa"), **SCHEDULES[schedule]) as llm:
+def test_heads_draft(stock, drafter, schedule):
+    with engine(**tree_options(drafter), **SCHEDULES[schedule], **NO_PREFIXES) as llm:
+        assert generate(llm, PROMPTS) == stock
+        assert accepted(llm) > len(PROMPTS)
+        expect_preemptions(llm, schedule)
+
+
+@HEADS
+def test_heads_on_two_ranks(stock, drafter):
+    with engine(**tree_options(drafter), **RANKS, **NO_PREFIXES) as llm:
         assert generate(llm, PROMPTS) == stock
         assert accepted(llm) > len(PROMPTS)
 
 
-def test_medusa_heads_on_two_ranks(stock):
-    with engine(**tree_options("medusa"), **RANKS) as llm:
+@HEADS
+@pytest.mark.slow
+def test_heads_of_a_compiled_model(stock, drafter, tmp_path):
+    env = {"VLLM_CACHE_ROOT": str(tmp_path)}
+    with engine(**tree_options(drafter), enforce_eager=False, env=env, **NO_PREFIXES) as llm:
         assert generate(llm, PROMPTS) == stock
         assert accepted(llm) > len(PROMPTS)
+
+
+def test_medusa_heads_draft_behind_cached_prefixes():
+    with engine(**tree_options("medusa"), block_size=8, enable_prefix_caching=True) as llm:
+        first = generate(llm, PROMPTS)
+        longer = [prompt + output for prompt, output in zip(PROMPTS, first, strict=True)]
+        hits = metrics_of(llm)["vllm:prefix_cache_hits"]
+        continued = generate(llm, longer)
+        assert metrics_of(llm)["vllm:prefix_cache_hits"] > hits
+    with engine() as llm:
+        assert continued == generate(llm, longer)
 
 
 def test_medusa_heads_guess_more_of_real_text_than_ngrams():

@@ -23,12 +23,13 @@ from vllm.distributed import get_tp_group
 
 from pagedtree import Draft, best_first_tree
 from pagedtree.distributed import DraftGroup, VocabShards
-from pagedtree.generation.drafters import Drafter, MedusaHeads, NgramDrafter
+from pagedtree.generation.drafters import Drafter, EagleDrafter, EagleHead, FeatureRows, MedusaHeads, NgramDrafter
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.integrations.transformers import ModelDrafter, tensor_parallel
+from pagedtree.integrations.vllm.whole_ends import WholeEnds
 
-__all__ = ["MedusaTreeDrafter", "ModelTreeDrafter", "NgramTreeDrafter", "TreeDrafter"]
+__all__ = ["EagleTreeDrafter", "MedusaTreeDrafter", "ModelTreeDrafter", "NgramTreeDrafter", "TreeDrafter"]
 
 Proposal = tuple[list[int], np.ndarray]
 
@@ -219,8 +220,8 @@ class ModelTreeDrafter(TreeDrafter):
             )
         self.draft_ranks = vllm_config.speculative_config.draft_tensor_parallel_size or 1
         self.on_every_rank = self.draft_ranks > 1  # a draft group hands its proposals to all ranks
-        self.sequences: dict[str, GeneratedSequence] = {}
-        self._next_index = 0
+        self.texts = _Texts()
+        self.drafter: Any = None  # on the ranks that draft
 
     @classmethod
     def check(cls, vllm_config: Any) -> None:
@@ -240,13 +241,12 @@ class ModelTreeDrafter(TreeDrafter):
             # Drafts that are not drawn have no probabilities, so that no columns are ever sent: any split will do.
             columns = len(range(ranks.rank_in_group, vocab_size, ranks.world_size))
             shards = VocabShards(columns, group=ranks.device_group, device=self.device)
-            self.drafter: Any = DraftGroup(self._load, self.draft_ranks, shards=shards, device=self.device)
+            self.drafter = DraftGroup(self._load, self.draft_ranks, shards=shards, device=self.device)
         elif ranks.rank_in_group == 0:
             self.drafter = self._load(None)
         else:
             return
-        seeds = torch.zeros(1, dtype=torch.int64)
-        self.drafter.begin(page_size=16, sampling=Sampling("greedy", None, seeds, vocab_size=vocab_size))
+        self.drafter.begin(page_size=16, sampling=_greedy(vocab_size))
 
     def _load(self, group: dist.ProcessGroup | None) -> ModelDrafter:
         """The drafter of this rank, its model split over `group`."""
@@ -259,27 +259,17 @@ class ModelTreeDrafter(TreeDrafter):
 
     def forget(self, request_id: str) -> None:
         super().forget(request_id)
-        sequence = self.sequences.pop(request_id, None)
-        if sequence is not None:
-            self.drafter.forget(sequence)
+        self.texts.forget(request_id, self.drafter)
 
     def draft(self, request_ids: list[str], tokens: list[np.ndarray]) -> list[Proposal]:
+        for request_id, text in zip(request_ids, tokens, strict=True):
+            known = self.texts.known(request_id)
+            if len(known) >= len(text) or text[: len(known)].tolist() != known:
+                self.forget(request_id)  # the text was replaced (a session, or the id is used again)
         # What the draft model read of its tree is read again with the accepted tokens, in the pass that it needs for
         # the newest one anyway. So nothing has to be moved in its cache, whatever vLLM did to the batch meanwhile.
-        self.drafter.select([self._sequence(*pair) for pair in zip(request_ids, tokens, strict=True)])
+        self.drafter.select(self.texts.sequences(request_ids, tokens))
         return proposals_of(self.drafter, tokens, self.device)
-
-    def _sequence(self, request_id: str, tokens: np.ndarray) -> GeneratedSequence:
-        known, new = self.sequences.get(request_id), tokens.tolist()
-        if known is not None and (len(new) <= len(known.tokens) or new[: len(known.tokens)] != known.tokens):
-            self.forget(request_id)  # the text was replaced (a session, or the id is used again)
-            known = None
-        if known is None:
-            known = GeneratedSequence(self._next_index, group=self._next_index, tokens=[], max_length=0)
-            self._next_index += 1
-            self.sequences[request_id] = known
-        known.tokens = new
-        return known
 
 
 class MedusaTreeDrafter(TreeDrafter):
@@ -327,6 +317,91 @@ class MedusaTreeDrafter(TreeDrafter):
         best = logits.float().log_softmax(-1).topk(min(self.options["candidates"], logits.shape[-1]), dim=-1)
         roots = torch.full(logits.shape[:1], -1, dtype=torch.int64, device=logits.device)
         return host_proposals(Draft(*best_first_tree(best.values, best.indices, roots, self.max_nodes)))
+
+
+class EagleTreeDrafter(TreeDrafter):
+    """EAGLE-3: a decoder layer on outputs of three of the target's layers grows a tree, with a cache of its own.
+
+    Options: head (folder of a checkpoint as SGLang and vLLM load it; needed); depth and width as in
+    `pagedtree.integrations.transformers.EagleDrafter`. The head is whole on the first tensor-parallel rank, with a copy
+    of the target's embedding and output layer where its checkpoint has none and the target's are split. These and its
+    cache are not part of vLLM's memory budget.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {"head": None, "depth": 5, "width": 4}
+
+    def __init__(self, vllm_config: Any) -> None:
+        super().__init__(vllm_config)
+        if not isinstance(self.options["head"], str):
+            raise ValueError(
+                f'additional_config["pagedtree"]: expected the entry head, a folder, got {self.options["head"]!r}'
+            )
+        self.texts = _Texts()
+        self.drafter: Any = None  # on the ranks that draft
+
+    @classmethod
+    def check(cls, vllm_config: Any) -> None:
+        _expect_no_draft_model(cls, vllm_config)
+
+    def load_model(self, target_model: Any) -> None:
+        config = self.vllm_config.model_config
+        self.device = get_tp_group().device
+        head = EagleHead.from_pretrained(self.options["head"], WholeEnds(target_model, config))
+        self.feature_layers = head.feature_layers
+        if get_tp_group().rank_in_group != 0:
+            return
+        self.drafter = EagleDrafter(
+            head, num_nodes=self.max_nodes, depth=self.options["depth"], width=self.options["width"]
+        )
+        self.drafter.begin(page_size=16, sampling=_greedy(config.get_vocab_size()))
+
+    def forget(self, request_id: str) -> None:
+        super().forget(request_id)
+        self.texts.forget(request_id, self.drafter)
+
+    def read(self, request_ids: list[str], tokens: list[np.ndarray], starts: list[int], features: list[Tensor]) -> None:
+        for request_id, start in zip(request_ids, starts, strict=True):
+            if start == 0:
+                self.forget(request_id)
+        # All of these tokens are known by now, the accepted ones too.
+        sequences = self.texts.sequences(request_ids, tokens)
+        self.drafter.read(FeatureRows(sequences, starts, [len(part) for part in features], torch.cat(features)))
+
+    def draft(self, request_ids: list[str], tokens: list[np.ndarray]) -> list[Proposal]:
+        self.drafter.select(self.texts.sequences(request_ids, tokens))
+        return proposals_of(self.drafter, tokens, self.device)
+
+
+class _Texts:
+    """The texts of vLLM's requests as the sequences that drafters know."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[str, GeneratedSequence] = {}
+        self._next_index = 0
+
+    def known(self, request_id: str) -> list[int]:
+        """The text at the last call of `sequences`."""
+        sequence = self._sequences.get(request_id)
+        return sequence.tokens if sequence is not None else []
+
+    def sequences(self, request_ids: list[str], tokens: list[np.ndarray]) -> list[GeneratedSequence]:
+        for request_id, text in zip(request_ids, tokens, strict=True):
+            if request_id not in self._sequences:
+                index = self._next_index
+                self._sequences[request_id] = GeneratedSequence(index, group=index, tokens=[], max_length=0)
+                self._next_index += 1
+            self._sequences[request_id].tokens = text.tolist()
+        return [self._sequences[request_id] for request_id in request_ids]
+
+    def forget(self, request_id: str, drafter: Any) -> None:
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            drafter.forget(sequence)
+
+
+def _greedy(vocab_size: int) -> Sampling:
+    """What drafters that do not draw need to know of sampling."""
+    return Sampling("greedy", None, torch.zeros(1, dtype=torch.int64), vocab_size=vocab_size)
 
 
 def _expect_no_draft_model(drafter: type[TreeDrafter], vllm_config: Any) -> None:
