@@ -21,6 +21,7 @@ from vllm_case import (
     tree_options,
 )
 
+from pagedtree.generation.drafters import MedusaHeads
 from pagedtree.integrations.vllm.features import Accepted, check_features, kept_features, kept_rows
 from pagedtree.integrations.vllm.runner import TreeRunner
 
@@ -210,12 +211,17 @@ def test_a_model_without_streams_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("message", "options"),
+    ("message", "drafter", "options"),
     [
-        ("expected the entry heads", {"heads": None}),
-        ("candidates of at least 1, got 0", {"candidates": 0}),
+        ("expected the entry heads", "medusa", {"heads": None}),
+        ("candidates of at least 1, got 0", "medusa", {"candidates": 0}),
+        ("expected those of a model of hidden size 256, got 128", "medusa", {"heads": "narrow"}),
+        ("expected the entry head, a folder", "eagle", {"head": None}),
+        ("enable_prefix_caching = False", "eagle", {}),
     ],
 )
-def test_wrong_options_of_medusa_are_refused(message, options):
-    with pytest.raises(Exception, match=message), engine(**tree_options("medusa", **options)):
+def test_wrong_options_of_heads_are_refused(message, drafter, options, tmp_path, monkeypatch):
+    MedusaHeads(128, 2, torch.nn.Identity()).save_pretrained(tmp_path / "narrow")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Exception, match=message), engine(**tree_options(drafter, **options)):
         pass

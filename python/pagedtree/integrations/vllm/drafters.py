@@ -324,8 +324,8 @@ class EagleTreeDrafter(TreeDrafter):
 
     Options: head (folder of a checkpoint as SGLang and vLLM load it; needed); depth and width as in
     `pagedtree.integrations.transformers.EagleDrafter`. The head is whole on the first tensor-parallel rank, with a copy
-    of the target's embedding and output layer where its checkpoint has none and the target's are split. These and its
-    cache are not part of vLLM's memory budget.
+    of the target's embedding and output layer where the ranks share these. The copies and the head's cache are not part
+    of vLLM's memory budget. Prefix caching must be off.
     """
 
     defaults: ClassVar[dict[str, Any]] = {"head": None, "depth": 5, "width": 4}
