@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from pagedtree import SamplingParams, cli
-from pagedtree.integrations.transformers import MedusaHeads, TokenOptions, generate
+from pagedtree.integrations.transformers import EagleHead, MedusaHeads, TokenOptions, generate
 from pagedtree.integrations.transformers import cli as cli_module
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,7 +30,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def checkpoints(model, tmp_path_factory):
-    """A target, a draft and Medusa heads over words w0, w1, ..., and a prompt."""
+    """A target, a draft, Medusa heads and an EAGLE-3 head over words w0, w1, ..., and a prompt."""
     folder = tmp_path_factory.mktemp("checkpoints")
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -38,6 +38,8 @@ def checkpoints(model, tmp_path_factory):
         kind.save_pretrained(folder / name)
         PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder / name)
     MedusaHeads(128, 3, model.lm_head).save_pretrained(folder / "medusa")
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": VOCAB}
+    EagleHead(sizes, model.model.embed_tokens, model.lm_head, (0, 1)).save_pretrained(folder / "eagle")
     (folder / "prompt.txt").write_text(" ".join(f"w{token}" for token in PROMPT))
     return folder
 
@@ -51,9 +53,11 @@ def run_command(folder, capsys, *options):
     return status, captured.out, captured.err
 
 
-@pytest.mark.parametrize("drafts", [[], ["--ngram"], ["--draft", "draft"], ["--medusa", "medusa"]])
+@pytest.mark.parametrize(
+    "drafts", [[], ["--ngram"], ["--draft", "draft"], ["--medusa", "medusa"], ["--eagle", "eagle"]]
+)
 def test_command_prints_the_models_own_text(model, checkpoints, capsys, drafts):
-    drafts = [str(checkpoints / option) if option in ("draft", "medusa") else option for option in drafts]
+    drafts = [str(checkpoints / option) if option in ("draft", "medusa", "eagle") else option for option in drafts]
     prompt = torch.tensor([PROMPT])
     expected = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, 8:].tolist()
     status, out, err = run_command(checkpoints, capsys, *drafts, "--page-size", "4")

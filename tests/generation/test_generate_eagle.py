@@ -51,7 +51,7 @@ def head_of(model, target_ids=None, **config):
             torch.nn.init.normal_(parameter, std=0.1)
         else:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    return head.eval()
+    return head.requires_grad_(False).eval()
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,45 @@ def head(model):
 
 def prompts():
     return prompts_of(LENGTHS, seed=3)
+
+
+@pytest.mark.parametrize("entries", [{}, {"norm_before_residual": True}, {"rope_theta": 5e5, "head_dim": 32}])
+def test_the_head_is_built_of_the_layers_of_llama(model, entries):
+    """Two normed inputs side by side, one attention, one MLP; what stays of the state is it before the norm."""
+    from transformers import LlamaConfig
+    from transformers.models.llama import modeling_llama as llama
+
+    entries = {**CONFIG, **entries}
+    head = head_of(model, **entries)
+    config = LlamaConfig(**entries)
+    tensors = head.midlayer.state_dict()
+    mlp, rotary = llama.LlamaMLP(config), llama.LlamaRotaryEmbedding(config)
+    mlp.load_state_dict({name.removeprefix("mlp."): t for name, t in tensors.items() if name.startswith("mlp.")})
+
+    def norm(name, states):
+        layer = llama.LlamaRMSNorm(128, eps=1e-5)
+        layer.weight.data = tensors[f"{name}.weight"]
+        return layer(states)
+
+    tokens, features, positions = torch.randint(VOCAB, (9,)), torch.randn(9, 3 * 128), torch.arange(4, 13)
+    with torch.no_grad():
+        states = features @ head.fc.weight.T
+        normed = norm("hidden_norm", states)
+        inputs = torch.cat([norm("input_layernorm", model.model.embed_tokens(tokens)), normed], dim=1)
+        q, k, v = (
+            (inputs @ tensors[f"self_attn.{name}_proj.weight"].T).view(1, 9, -1, config.head_dim).transpose(1, 2)
+            for name in "qkv"
+        )
+        q, k = llama.apply_rotary_pos_emb(q, k, *rotary(v, positions[None]))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).reshape(9, -1)
+        residual = normed if entries.get("norm_before_residual") else states
+        residual = residual + out @ tensors["self_attn.o_proj.weight"].T
+        expected = residual + mlp(norm("post_attention_layernorm", residual))
+        got = head(tokens, head.fuse(features), positions, causal)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        final = llama.LlamaRMSNorm(128, eps=1e-5)
+        final.weight.data = head.norm.weight
+        torch.testing.assert_close(head.logits(got), model.lm_head(final(expected)), rtol=1e-4, atol=1e-4)
 
 
 def features_of(model, text):
@@ -294,6 +333,7 @@ def test_rotations_are_those_of_transformers(kind, version):
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type: expected default, linear or llama3, got yarn"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
         ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": 64}, "embed_tokens.weight: expected it in a head of hidden_size 64, the target has 128"),
         ({"intermediate_size": 64}, "midlayer.mlp.down_proj.weight is"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}, "fc.weight is"),
     ],

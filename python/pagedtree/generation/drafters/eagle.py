@@ -81,7 +81,6 @@ class EagleDrafter(TreeGrower):
         super().forget(sequence)
         self._waiting.pop(sequence.index, None)
 
-    @torch.no_grad()
     def propose(
         self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
     ) -> Draft:
@@ -121,7 +120,6 @@ class EagleDrafter(TreeGrower):
             # What the head gives at the newest token is what `propose` needs, so that one waits.
             self._read_until([(sequence, sequence.root - 1) for sequence in self._known.values()])
 
-    @torch.no_grad()
     def _read_until(self, ends: list[tuple[GeneratedSequence, int]]) -> Tensor:
         """Reads the waiting features of each sequence in front of a position, and returns the states at the last ones
         read, [B, H] if all had some. The token at that position must be known.

@@ -162,12 +162,20 @@ class EagleHead(nn.Module):
             raise ValueError(f"d2t: expected tokens of the target's {target_vocab}, got {int(ids.min())}..{ids.max()}")
         num_layers = model.config.get_text_config().num_hidden_layers
         head = cls(config, embed_tokens, lm_head, _feature_layers(config, num_layers), ids)
+        if config.get("tie_word_embeddings") and "embed_tokens.weight" in tensors:
+            tensors.setdefault("lm_head.weight", tensors["embed_tokens.weight"])
         if (own := tensors.get("embed_tokens.weight")) is not None:
             head.embed_tokens = nn.Embedding(*own.shape)
         if (own := tensors.get("lm_head.weight")) is not None:
             if ids is None and own.shape[0] != target_vocab:
                 raise ValueError(f"lm_head.weight: expected {target_vocab} rows, or a tensor d2t, got {own.shape[0]}")
             head.lm_head = nn.Linear(own.shape[1], own.shape[0], bias=False)
+        for name, target in (("embed_tokens", embed_tokens), ("lm_head", lm_head)):
+            width, wanted = target.weight.shape[1], config["hidden_size"]
+            if getattr(head, name) is None and width != wanted:
+                raise ValueError(
+                    f"{name}.weight: expected it in a head of hidden_size {wanted}, the target has {width}"
+                )
         _check_shapes(head, tensors)
         head.load_state_dict(tensors)
         weight = lm_head.weight

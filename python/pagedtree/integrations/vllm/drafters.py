@@ -21,9 +21,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from vllm.distributed import get_tp_group
 
-from pagedtree import Draft, best_first_tree
+from pagedtree import Draft
 from pagedtree.distributed import DraftGroup, VocabShards
 from pagedtree.generation.drafters import Drafter, EagleDrafter, EagleHead, FeatureRows, MedusaHeads, NgramDrafter
+from pagedtree.generation.drafters.medusa import best_trees
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.integrations.transformers import ModelDrafter, tensor_parallel
@@ -275,12 +276,12 @@ class ModelTreeDrafter(TreeDrafter):
 class MedusaTreeDrafter(TreeDrafter):
     """Medusa: heads on the target's last hidden state guess the tokens after the root, each for its level of the tree.
 
-    Options: heads (folder of `pagedtree.integrations.transformers.MedusaHeads`; needed) and candidates, how many tokens
-    of each head the tree is chosen from, by `pagedtree.best_first_tree`. The heads share the target's output layer,
-    which computes over all tensor-parallel ranks; what is the heads' own is on each of them whole.
+    Options: heads (folder of `pagedtree.integrations.transformers.MedusaHeads`; needed). Trees are those of
+    `pagedtree.best_first_tree`. The heads share the target's output layer, which computes over all tensor-parallel
+    ranks; what is the heads' own is on each of them whole.
     """
 
-    defaults: ClassVar[dict[str, Any]] = {"heads": None, "candidates": 16}
+    defaults: ClassVar[dict[str, Any]] = {"heads": None}
     needs_hidden = True
     on_every_rank = True
 
@@ -290,9 +291,6 @@ class MedusaTreeDrafter(TreeDrafter):
             raise ValueError(
                 f'additional_config["pagedtree"]: expected the entry heads, a folder, got {self.options["heads"]!r}'
             )
-        count = self.options["candidates"]
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f'additional_config["pagedtree"]: expected candidates of at least 1, got {count!r}')
 
     @classmethod
     def check(cls, vllm_config: Any) -> None:
@@ -313,10 +311,7 @@ class MedusaTreeDrafter(TreeDrafter):
             )
 
     def draft(self, request_ids: list[str], tokens: list[np.ndarray], hidden: Tensor | None = None) -> list[Proposal]:
-        logits = self.heads(hidden)  # [R, heads, V]
-        best = logits.float().log_softmax(-1).topk(min(self.options["candidates"], logits.shape[-1]), dim=-1)
-        roots = torch.full(logits.shape[:1], -1, dtype=torch.int64, device=logits.device)
-        return host_proposals(Draft(*best_first_tree(best.values, best.indices, roots, self.max_nodes)))
+        return host_proposals(best_trees(self.heads(hidden), self.max_nodes))
 
 
 class EagleTreeDrafter(TreeDrafter):
