@@ -27,6 +27,7 @@ from generate_case import (
     prompts_of,
     seeded,
     tiny,
+    tiny_eagle,
     tiny_of,
 )
 
@@ -34,7 +35,6 @@ from pagedtree import SamplingParams
 from pagedtree.generation import engine
 from pagedtree.integrations.transformers import (
     EagleDrafter,
-    EagleHead,
     MedusaDrafter,
     MedusaHeads,
     ModelDrafter,
@@ -71,8 +71,6 @@ def seeded_texts(model):
 def drafters(model, draft_model, texts, seeded_texts):
     heads = MedusaHeads(128, 3, model.lm_head)
     torch.nn.init.normal_(heads.weight, std=0.05, generator=torch.Generator().manual_seed(3))
-    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": VOCAB}
-    head = EagleHead(sizes, model.model.embed_tokens, model.lm_head, (0, 1), torch.arange(0, VOCAB, 2))
     known = [*texts, *seeded_texts]
     return {
         "none": lambda: None,
@@ -80,7 +78,7 @@ def drafters(model, draft_model, texts, seeded_texts):
         "ngram tree": lambda: NgramDrafter(12, remember=4),
         "medusa": lambda: MedusaDrafter(heads, medusa_tree(3, 10)),
         "medusa, best first": lambda: MedusaDrafter(heads, 10),
-        "EAGLE": lambda: EagleDrafter(head, num_nodes=10, depth=3, width=3),
+        "EAGLE": lambda: EagleDrafter(tiny_eagle(model), num_nodes=10, depth=3, width=3),
         "draft model": lambda: ModelDrafter(draft_model, num_nodes=12, depth=3, width=3),
         "draft chain": lambda: ModelDrafter(draft_model, num_nodes=5, depth=4, width=1, max_batch_tokens=8),
         "itself": lambda: ModelDrafter(model, num_nodes=12, depth=4, width=2),

@@ -10,12 +10,12 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import VOCAB, lists, tiny
+from generate_case import VOCAB, lists, tiny, tiny_eagle
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from pagedtree import SamplingParams, cli
-from pagedtree.integrations.transformers import EagleHead, MedusaHeads, TokenOptions, generate
+from pagedtree.integrations.transformers import MedusaHeads, TokenOptions, generate
 from pagedtree.integrations.transformers import cli as cli_module
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -38,8 +38,7 @@ def checkpoints(model, tmp_path_factory):
         kind.save_pretrained(folder / name)
         PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder / name)
     MedusaHeads(128, 3, model.lm_head).save_pretrained(folder / "medusa")
-    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": VOCAB}
-    EagleHead(sizes, model.model.embed_tokens, model.lm_head, (0, 1)).save_pretrained(folder / "eagle")
+    tiny_eagle(model).save_pretrained(folder / "eagle")
     (folder / "prompt.txt").write_text(" ".join(f"w{token}" for token in PROMPT))
     return folder
 

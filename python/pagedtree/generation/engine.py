@@ -32,8 +32,6 @@ __all__ = ["Engine"]
 STATUS_NOT_FINITE = 2
 # A draft model is taken to read a token in at most this share of the target's time.
 DRAFT_SHARE = 0.5
-# Texts that a drafter is asked about in one rehearsal; at least every sequence once.
-REHEARSED = 8
 
 
 @dataclass
@@ -151,7 +149,7 @@ class Engine:
             if batch.prefill:
                 self.tuner.observe_reading(packed.input_ids.shape[0], seconds)
             else:
-                self.tuner.observe(remaining, seconds, draft.trees, verdict.accept_index)
+                self.tuner.observe(remaining, seconds, verdict.accept_index)
 
     def _step_in_place(self, sequences: list[GeneratedSequence]) -> None:
         """A fixed step: nothing but decoding, and the drafter's part in it."""
@@ -177,10 +175,10 @@ class Engine:
             if self.fixed_steps is not None and not batch.prefill:
                 return batch, None
             if self.tuner is not None and not self._take_tree(self.tuner, batch):
-                if not batch.prefill and self.tuner.may_rehearse:
-                    self._rehearse(self.tuner, batch.decode)
                 return batch, roots_only(len(batch.decode), self.device)
             draft = self._propose(batch.decode)
+            if self.tuner is not None:
+                draft = self._narrow(self.tuner, draft, batch.decode)
             if draft.trees.max_nodes <= self.max_nodes:
                 return batch, draft
             # The drafter did not declare trees of this size: make sure of the pages, and ask again.
@@ -194,39 +192,25 @@ class Engine:
         if not self.has_begun_to_tune:  # not earlier, as it takes 0.5 % of the time to a short prompt's first token
             self.has_begun_to_tune = True
             tuner.begin()
-        tree = tuner.next_tree(
-            _remaining(batch.decode),
-            unread=DRAFT_SHARE * self.drafter.unread(batch.decode),
-            others_wait=bool(self.scheduler.waiting),
-        )
-        if tree is None or not self.scheduler.reserve(batch.decode, self.max_nodes):
-            tuner.is_drafting = False
+        unread = DRAFT_SHARE * self.drafter.unread(batch.decode)
+        if not tuner.wants_drafts(_remaining(batch.decode), unread, others_wait=bool(self.scheduler.waiting)):
             return False
-        self.drafter.use_tree(tree)
+        if not self.scheduler.reserve(batch.decode, self.max_nodes):
+            tuner.levels = None
+            return False
+        self.drafter.use_tree(tuner.tree)
         self.stats.drafted_steps += 1
         return True
 
-    def _rehearse(self, tuner: TreeTuner, sequences: list[GeneratedSequence]) -> None:
-        """What the drafter would have guessed some tokens ago, if it can tell."""
-        begin = time.perf_counter()
-        back = tuner.max_depth
-        rows = [
-            (i, len(sequence.tokens) - back * turn)
-            for turn in range(1, max(REHEARSED // len(sequences), 1) + 1)
-            for i, sequence in enumerate(sequences)
-            if len(sequence.tokens) > back * turn
-        ]
-        if not rows:
-            return
-        known = self._history_of(sequences)[self._to_device([i for i, _ in rows], torch.int64)]
-        proposal = self.drafter.rehearse(known, self._to_device([length for _, length in rows], torch.int32))
-        if proposal is None:
-            tuner.cannot_rehearse()
-            return
-        draft = Draft(*proposal)
-        texts = [sequences[i].tokens[length : length + back] for i, length in rows]
-        remaining = _remaining([sequences[i] for i, _ in rows])
-        tuner.observe_rehearsal(remaining, draft.draft_tokens.tolist(), draft.trees, texts, begin)
+    def _narrow(self, tuner: TreeTuner, draft: Draft, sequences: list[GeneratedSequence]) -> Draft:
+        """The nodes that are worth verifying."""
+        # Drawn drafts must not be chosen among by what was drawn: their rules take them for independent of that.
+        is_drawn = self.drafter.draft_law in ("iid", "swor")
+        confidence = None if is_drawn else self.drafter.confidence()
+        narrowed, rows = tuner.narrow(draft, confidence, [sequence.index for sequence in sequences])
+        if rows is not None:
+            self.drafter.narrow(narrowed, rows)
+        return _without_padding(narrowed)
 
     def _propose(self, sequences: list[GeneratedSequence]) -> Draft:
         lengths = self._to_device([len(sequence.tokens) for sequence in sequences], torch.int32)

@@ -160,9 +160,9 @@ class Drafter:
         """
         raise NotImplementedError
 
-    def rehearse(self, tokens: Tensor, lengths: Tensor) -> Proposal | None:
-        """As `propose`, in the middle of texts that are known further, so that `generate(tree="auto")` can compare the
-        guesses with how they went on. None: that would cost too much, or leave traces.
+    def confidence(self) -> Tensor | None:
+        """fp32 [N]: the joint log-probability of each node of the last proposal by the drafter, for
+        `generate(tree="auto")`, which corrects it by what is accepted. None: not known.
         """
         return None
 
@@ -173,13 +173,18 @@ class Drafter:
         or from 0.
         """
 
+    def narrow(self, draft: Draft, rows: Tensor) -> None:
+        """The target verifies this part of the last proposal alone: its rows `rows`, int32."""
+
     def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
         """What became of the proposals, and what else the pass told. rows: as in `propose`; result.sequences is then
         empty, and `advance` follows on the host.
         """
 
-    def use_tree(self, tree: DraftTree) -> None:
-        """From now on proposals shall stay within this tree, where that makes them cheaper; max_nodes stays."""
+    def use_tree(self, tree: DraftTree | None) -> None:
+        """From now on proposals shall stay within this tree, where that makes them cheaper; None: within the drafter's
+        own. max_nodes stays.
+        """
 
     def unread(self, sequences: list[GeneratedSequence]) -> int:
         """How many known tokens, besides the newest, this drafter's model has to read before the next proposal."""

@@ -85,6 +85,7 @@ class EagleDrafter(TreeGrower):
         self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
     ) -> Draft:
         if not all(sequence.index in self._waiting for sequence in self._selected):
+            self._grown = None
             # A text of one token, or one of which another outcome has read all but the last, has no features yet.
             return roots_only(tokens.shape[0], tokens.device)
         states = self._read_until([(sequence, sequence.root) for sequence in self._selected])
@@ -116,9 +117,14 @@ class EagleDrafter(TreeGrower):
         waiting.count += features.shape[0]
 
     def _read_if_many(self) -> None:
-        if sum(waiting.count for waiting in self._waiting.values()) > MAX_WAITING + len(self._waiting):
-            # What the head gives at the newest token is what `propose` needs, so that one waits.
-            self._read_until([(sequence, sequence.root - 1) for sequence in self._known.values()])
+        # What the head gives at the newest token is what `propose` needs, so that one waits.
+        ends = [(sequence, sequence.root - 1) for sequence in self._known.values()]
+        if sum(self._num_readable(sequence, end) for sequence, end in ends) > MAX_WAITING:
+            self._read_until(ends)
+
+    def _num_readable(self, sequence: GeneratedSequence, end: int) -> int:
+        """How many of the sequence's waiting features stand in front of position `end`."""
+        return max(min(end - self._cached[sequence.index], self._waiting[sequence.index].count), 0)
 
     def _read_until(self, ends: list[tuple[GeneratedSequence, int]]) -> Tensor:
         """Reads the waiting features of each sequence in front of a position, and returns the states at the last ones
@@ -127,15 +133,15 @@ class EagleDrafter(TreeGrower):
         chunks, tokens, features = [], [], []
         for sequence, end in ends:
             waiting, start = self._waiting[sequence.index], self._cached[sequence.index]
-            count = min(end - start, waiting.count)
-            if count <= 0:
+            count = self._num_readable(sequence, end)
+            if count == 0:
                 continue
             parts = torch.cat(waiting.parts)
             features.append(parts[:count])
             chunks.append((sequence, start, count))
             tokens += sequence.tokens[start + 1 : start + count + 1]
             rest = waiting.count - count
-            self._waiting[sequence.index] = _Waiting(rest, [parts[count:]] if rest else [])
+            self._waiting[sequence.index] = _Waiting(rest, [parts[count:].clone()] if rest else [])
             self._cached[sequence.index] = start + count
         step, positions = self._causal_step(chunks)
         fused = self.head.fuse(torch.cat(features))

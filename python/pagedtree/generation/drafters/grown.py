@@ -72,6 +72,7 @@ class TreeGrower(Drafter):
         self._known: dict[int, GeneratedSequence] = {}
         self._cached: dict[int, int] = {}  # tokens from the start that the cache holds for certain
         self._selected: list[GeneratedSequence] = []
+        self._grown: tuple[Tensor, int] | None = None  # the scores of the last proposal's candidates, and its nodes
         self._limits = (self.max_nodes, self.max_depth)
 
     def end(self) -> None:
@@ -80,7 +81,18 @@ class TreeGrower(Drafter):
     def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
         self._selected = sequences
 
-    def use_tree(self, tree: DraftTree) -> None:
+    def confidence(self) -> Tensor | None:
+        if self._grown is None or self.law != "topk":
+            return None
+        scores, num_nodes = self._grown
+        best = scores.argsort(dim=1, descending=True, stable=True)[:, :num_nodes].sort(dim=1).values
+        chosen = scores.gather(1, best)
+        return chosen[chosen > -torch.inf]
+
+    def use_tree(self, tree: DraftTree | None) -> None:
+        if tree is None:
+            self._limits = self.max_nodes, self.max_depth
+            return
         self._limits = (min(max(tree.num_nodes, 2), self.max_nodes), min(max(tree.max_depth, 1), self.max_depth))
 
     def forget(self, sequence: GeneratedSequence) -> None:
@@ -119,6 +131,7 @@ class TreeGrower(Drafter):
             )
             if num_frontier:
                 logits = self._read_level(state, table, start)
+        self._grown = state.scores, num_nodes
         draft = rerank_tree(state, num_nodes, active=active)
         if draft.draft_probs is not None:  # the model gives 0 to tokens that it lacks
             missing = vocab_size - draft.draft_probs.shape[-1]

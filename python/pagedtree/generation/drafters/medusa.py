@@ -98,14 +98,17 @@ def medusa_tree(num_heads: int, num_nodes: int) -> DraftTree:
     return DraftTree.from_paths(paths)
 
 
-def best_trees(logits: Tensor, num_nodes: int) -> Draft:
-    """The trees of the highest joint log-probability by heads' logits [B, num_heads, V], for levels 1, 2, ..."""
+def best_trees(logits: Tensor, num_nodes: int) -> tuple[Draft, Tensor]:
+    """The trees of the highest joint log-probability by heads' logits [B, num_heads, V], for levels 1, 2, ...; and the
+    joint log-probabilities of their nodes.
+    """
     logits = logits.float()
     # No level has use for more candidates than the tree has nodes.
     best = logits.topk(min(num_nodes - 1, logits.shape[-1]), dim=-1)
     log_probs = best.values - logits.logsumexp(-1, keepdim=True)
     roots = best.indices.new_zeros(logits.shape[0])
-    return Draft(*best_first_tree(log_probs, best.indices, roots, num_nodes))
+    draft_tokens, trees, joint = best_first_tree(log_probs, best.indices, roots, num_nodes, return_log_probs=True)
+    return Draft(draft_tokens, trees), joint
 
 
 class MedusaDrafter(Drafter):
@@ -133,6 +136,7 @@ class MedusaDrafter(Drafter):
             self.max_nodes, self.max_depth = tree, min(getattr(heads, "num_heads", tree - 1), tree - 1)
             self.is_chain = tree == 2
         self._wanted: DraftTree | None = None  # of `use_tree`
+        self._joint: Tensor | None = None  # joint log-probabilities of the last proposal's nodes
         self._hidden: Tensor | None = None  # one row for each sequence's index; idle rows use the last one
         self._known: set[int] = set()  # the sequences that have a state
         self._selected: list[GeneratedSequence] = []
@@ -144,12 +148,16 @@ class MedusaDrafter(Drafter):
     def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
         self._selected = sequences
 
-    def use_tree(self, tree: DraftTree) -> None:
+    def use_tree(self, tree: DraftTree | None) -> None:
         self._wanted = tree
+
+    def confidence(self) -> Tensor | None:
+        return self._joint
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
     ) -> Draft:
+        self._joint = None
         if rows is None:
             known = next((sequence.index for sequence in self._selected if sequence.index in self._known), None)
             if known is None:
@@ -167,7 +175,8 @@ class MedusaDrafter(Drafter):
         if self._wanted is not None:
             num_nodes = min(max(self._wanted.num_nodes, 2), num_nodes)
             logits = logits[:, : max(self._wanted.max_depth, 1)]
-        return best_trees(logits, num_nodes)
+        draft, self._joint = best_trees(logits, num_nodes)
+        return draft
 
     def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
         assert result.hidden is not None

@@ -154,6 +154,9 @@ class ModelDrafter(TreeGrower):
         self.advance(drafted)
         self._draft = None
 
+    def narrow(self, draft: Draft, rows: Tensor) -> None:
+        self._draft = draft
+
     def unread(self, sequences: list[GeneratedSequence]) -> int:
         return sum(len(sequence.tokens) - self._cached.get(sequence.index, 0) - 2 for sequence in sequences)
 

@@ -55,19 +55,18 @@ class NgramDrafter(Drafter):
     def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
         self._selected = sequences
 
-    def use_tree(self, tree: DraftTree) -> None:
+    def use_tree(self, tree: DraftTree | None) -> None:
+        self._limits = whole = (self.max_nodes, self.max_depth, self.max_branches)
+        if tree is None:
+            return
         leaves = int((tree.first_child < 0).sum())
         limits = (max(tree.num_nodes, 2), max(tree.max_depth, 1), leaves)
-        whole = (self.max_nodes, self.max_depth, self.max_branches)
         self._limits = tuple(map(min, limits, whole))  # type: ignore[assignment]
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
     ) -> Draft:
         return self._look_up(tokens, lengths, self._limits, self._extra(tokens) if self._rejected else None, active)
-
-    def rehearse(self, tokens: Tensor, lengths: Tensor) -> Draft:
-        return self._look_up(tokens, lengths, (self.max_nodes, self.max_depth, self.max_branches))
 
     def _look_up(
         self,

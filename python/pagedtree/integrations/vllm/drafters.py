@@ -311,7 +311,8 @@ class MedusaTreeDrafter(TreeDrafter):
             )
 
     def draft(self, request_ids: list[str], tokens: list[np.ndarray], hidden: Tensor | None = None) -> list[Proposal]:
-        return host_proposals(best_trees(self.heads(hidden), self.max_nodes))
+        draft, _ = best_trees(self.heads(hidden), self.max_nodes)
+        return host_proposals(draft)
 
 
 class EagleTreeDrafter(TreeDrafter):

@@ -1,0 +1,142 @@
+"""Which nodes of a batch's trees the target verifies: those whose chance to be accepted is worth their time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from pagedtree import TreeBatch
+
+__all__ = ["BatchNodes", "NodeBudget"]
+
+MAX_DEPTH, MAX_RANKS = 8, 4
+# What each step keeps of the older evidence, so that a change of the text shows; and what is taken to be known before.
+KEPT, PRIOR_WEIGHT = 0.95, 2.0
+# How often the child of each rank is accepted where its parent was, before anything is known.
+PRIOR = 0.6 * 0.35 ** np.arange(MAX_RANKS)
+# Nodes of about the same joint log-probability survive about equally often; the bins' edges.
+EDGES = -np.array([0.05, 0.15, 0.3, 0.5, 0.8, 1.2, 1.7, 2.3, 3.0, 4.0, 6.0])
+EXPECTED = np.exp([0.0, *(EDGES[:-1] + EDGES[1:]) / 2, -5.0, -7.0])
+
+
+@dataclass
+class BatchNodes:
+    """The N nodes of a batch as arrays on the host, row for row.
+
+    Attributes:
+        trees: how many trees there are. tree: each node's. parent: the parent's row; a root's is its own.
+        depth, rank: below the root, and among its siblings; a root's are 0.
+    """
+
+    trees: int
+    tree: np.ndarray
+    parent: np.ndarray
+    depth: np.ndarray
+    rank: np.ndarray
+
+    @classmethod
+    def of(cls, trees: TreeBatch) -> BatchNodes:
+        offsets, parents, depths, siblings = (
+            t.cpu().numpy() for t in (trees.cu_nodes, trees.parents, trees.depths, trees.next_sibling)
+        )
+        tree = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+        first, count = offsets[tree], offsets[-1]
+        parent = np.where(parents[:count] < 0, np.arange(count), first + parents[:count])
+        rank = np.zeros(count, dtype=np.int64)
+        rows = np.flatnonzero(siblings[:count] >= 0)
+        for _ in range(MAX_RANKS):  # siblings come in the order of their ranks
+            rank[first[rows] + siblings[rows]] = rank[rows] + 1
+        return cls(len(offsets) - 1, tree, parent, depths[:count], rank.clip(max=MAX_RANKS - 1))
+
+    def along_paths(self, edges: np.ndarray) -> np.ndarray:
+        """[N]: the sum of `edges` over each node's path from the root on."""
+        sums = np.where(self.depth > 0, edges, 0.0)
+        for depth in range(1, int(self.depth.max(initial=0)) + 1):
+            rows = np.flatnonzero(self.depth == depth)
+            sums[rows] += sums[self.parent[rows]]
+        return sums
+
+
+class NodeBudget:
+    """Estimates which drafted nodes survive, from what was accepted before, and how many of them pay.
+
+    A node's joint log-probability is the drafter's own (`Drafter.confidence`), or comes from how often children of its
+    depth and rank were accepted. Nodes are counted by it, so that a drafter that is too sure of itself is corrected,
+    and what a sequence accepts beside what was expected of it makes it one that is easy or hard to guess.
+    """
+
+    def __init__(self) -> None:
+        self.hits, self.trials = PRIOR_WEIGHT * np.tile(PRIOR, (MAX_DEPTH, 1)), np.full((MAX_DEPTH, MAX_RANKS), 2.0)
+        self.survived, self.drafted = PRIOR_WEIGHT * EXPECTED, np.full(len(EXPECTED), PRIOR_WEIGHT)
+        self.of_sequences: dict[int, tuple[float, float]] = {}  # accepted and expected nodes
+
+    @property
+    def acceptance(self) -> np.ndarray:
+        """[depth, rank]: how often a node is accepted where its parent was."""
+        rates: np.ndarray = self.hits / self.trials
+        return rates / np.maximum(rates.sum(axis=1, keepdims=True), 1.0)
+
+    def survival(self, nodes: BatchNodes, confidence: Tensor | None, sequences: Sequence[int]) -> np.ndarray:
+        """[N]: how likely each node is on the accepted path; 1 at roots. sequences: the index of each tree's."""
+        self._bins, self._sequences = self._bins_of(nodes, confidence), sequences
+        rates = np.minimum.accumulate(self.survived / self.drafted)[self._bins]
+        ease = [(hits + 2.0) / (expected + 2.0) for hits, expected in map(self._known, sequences)]
+        return np.where(nodes.depth > 0, np.minimum(rates * np.array(ease)[nodes.tree], 1.0), 1.0)
+
+    def fade(self) -> None:
+        """A step has told nothing, or is about to: older evidence counts a little less."""
+        for found, tried, rates in ((self.hits, self.trials, PRIOR), (self.survived, self.drafted, EXPECTED)):
+            found += (1 - KEPT) * (PRIOR_WEIGHT * rates - found)
+            tried += (1 - KEPT) * (PRIOR_WEIGHT - tried)
+
+    def observe(
+        self, nodes: BatchNodes, survival: np.ndarray, kept: np.ndarray | None, accept_index: np.ndarray
+    ) -> None:
+        """Counts what became of the nodes that `survival` was asked about last.
+
+        kept: the rows that were verified, None for all. accept_index: [B, S], the accepted nodes of each kept tree.
+        """
+        self.fade()
+        rows = np.arange(len(survival)) if kept is None else kept
+        accepted = np.zeros(len(survival), dtype=bool)
+        first = np.searchsorted(nodes.tree[rows], np.arange(nodes.trees))
+        trees, steps = np.nonzero(accept_index >= 0)
+        accepted[rows[first[trees] + accept_index[trees, steps]]] = True
+        rows = rows[nodes.depth[rows] > 0]
+        np.add.at(self.drafted, self._bins[rows], 1.0)
+        np.add.at(self.survived, self._bins[rows], accepted[rows])
+        tried = rows[accepted[nodes.parent[rows]] & (nodes.depth[rows] <= MAX_DEPTH)]
+        at = nodes.depth[tried] - 1, nodes.rank[tried]
+        np.add.at(self.trials, at, 1.0)
+        np.add.at(self.hits, at, accepted[tried])
+        found = np.bincount(nodes.tree[rows], accepted[rows], nodes.trees)
+        expected = np.bincount(nodes.tree[rows], survival[rows], nodes.trees)
+        for i, sequence in enumerate(self._sequences):
+            hits, hoped = self._known(sequence)
+            self.of_sequences[sequence] = 0.9 * hits + float(found[i]), 0.9 * hoped + float(expected[i])
+
+    def _known(self, sequence: int) -> tuple[float, float]:
+        return self.of_sequences.get(sequence, (0.0, 0.0))
+
+    def _bins_of(self, nodes: BatchNodes, confidence: Tensor | None) -> np.ndarray:
+        if confidence is not None:
+            joint = confidence[: len(nodes.depth)].cpu().numpy()
+        else:
+            # Of siblings the first ones stay: those drawn without replacement must not lose one before them.
+            rates = np.log(np.minimum.accumulate(self.acceptance, axis=1).clip(min=1e-6))
+            joint = nodes.along_paths(rates[nodes.depth.clip(1, MAX_DEPTH) - 1, nodes.rank])
+        return np.searchsorted(-EDGES, -joint)
+
+
+def best_count(worth: np.ndarray, is_draft: np.ndarray, seconds: Callable[[np.ndarray], np.ndarray]) -> int:
+    """How many rows, all roots among them, get the most done in a second.
+
+    worth: [N] what a node is worth if it is accepted, times how likely that is. is_draft: bool [N], False at roots.
+    seconds: of a step by how many nodes it has besides the roots.
+    """
+    gains = np.concatenate([[0.0], np.cumsum(np.sort(worth[is_draft])[::-1])])
+    most = int(np.argmax((worth[~is_draft].sum() + gains) / seconds(np.arange(len(gains)))))
+    return len(worth) - len(gains) + 1 + most
