@@ -36,6 +36,8 @@ def engines() -> dict[str, dict[str, Any]]:
         "vLLM, our attention": ours,
         "n-gram tree": tree_options("ngram", TREE_NODES, max_branches=6, max_depth=8),
         "draft-model tree": tree_options("model", TREE_NODES, depth=5, width=3),
+        "Medusa tree": tree_options("medusa", TREE_NODES),
+        "EAGLE-3 tree": tree_options("eagle", TREE_NODES, depth=5, width=3),
         "vLLM, n-gram chain": {"speculative_config": lookup},
         "vLLM, draft-model chain": {"speculative_config": draft},
     }

@@ -1,14 +1,15 @@
-"""A drafter that knows the texts: every path is accepted, and half of its rows have to be moved."""
+"""Drafters that know the texts: every path is accepted, and half of its rows have to be moved."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
 import numpy as np
+from torch import Tensor
 
 from pagedtree.integrations.vllm.drafters import TreeDrafter
 
-__all__ = ["OracleDrafter"]
+__all__ = ["OracleDrafter", "ReadingDrafter"]
 
 
 class OracleDrafter(TreeDrafter):
@@ -32,3 +33,49 @@ class OracleDrafter(TreeDrafter):
             parents += [node, node]
             node = len(draft_tokens) - level % 2
         return draft_tokens, np.array(parents)
+
+
+class ReadingDrafter(OracleDrafter):
+    """Checks on every rank what it is told of the target, which decodes greedily.
+
+    Options: texts as above, and layers, whose outputs it keeps: in `features` a list of parts for each request.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {"texts": [], "layers": []}
+    needs_hidden = True
+    on_every_rank = True
+
+    def __init__(self, vllm_config: Any) -> None:
+        super().__init__(vllm_config)
+        self.feature_layers = self.options["layers"]
+        self.texts: dict[str, np.ndarray] = {}
+        self.features: dict[str, list[Tensor]] = {}
+        self.num_checked = 0
+
+    def load_model(self, target_model: Any) -> None:
+        self.target = target_model
+
+    def read(self, request_ids: list[str], tokens: list[np.ndarray], starts: list[int], features: list[Tensor]) -> None:
+        for request_id, text, start, part in zip(request_ids, tokens, starts, features, strict=True):
+            if not any(known[: len(text)] == text[: len(known)].tolist() for known in self.options["texts"]):
+                raise RuntimeError("features of another text")
+            if start + len(part) >= len(text):
+                raise RuntimeError("features of a token that nobody has read")
+            if start == 0:  # new, or read anew
+                self.features[request_id] = []
+            if start != sum(map(len, self.features[request_id])):
+                raise RuntimeError(f"features from {start} on follow {sum(map(len, self.features[request_id]))}")
+            self.features[request_id].append(part)
+
+    def draft(
+        self, request_ids: list[str], tokens: list[np.ndarray], hidden: Tensor | None = None
+    ) -> list[tuple[list[int], np.ndarray]]:
+        roots = [int(text[-1]) for text in tokens]
+        if self.target.compute_logits(hidden).argmax(-1).tolist() != roots:
+            raise RuntimeError("a hidden state is not that of the root")
+        self.num_checked += len(roots)
+        for request_id, text in zip(request_ids, tokens, strict=True):
+            self.texts[request_id] = text.copy()
+            if self.feature_layers and sum(map(len, self.features[request_id])) != len(text) - 1:
+                raise RuntimeError("features do not end at the token before the root")
+        return super().draft(request_ids, tokens)

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
-from vllm_case import accepted, engine, generate, token_prompts
+import pytest
+from vllm_case import MEDUSA, accepted, engine, generate, token_prompts
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations" / "vllm.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+OPTIONS: dict[str, dict[str, Any]] = {"RepeatDrafter": {"most": 3}, "HeadsDrafter": {"heads": MEDUSA}}
 
 
-def test_the_drafter_of_the_page_drafts(tmp_path, monkeypatch):
-    """As the page says, the drafter is a module of its own, named in the configuration together with the worker."""
-    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    (tmp_path / "my_drafter.py").write_text(block)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_drafters_of_the_page_draft(name, tmp_path, monkeypatch):
+    """As the page says, a drafter is a module of its own, named in the configuration together with the worker."""
+    (block,) = (block for block in BLOCKS if f"class {name}(" in block)
+    (tmp_path / f"my_{name}.py").write_text(block)
     monkeypatch.syspath_prepend(str(tmp_path))
     prompts = [*token_prompts(2), [7] * 20]
     options = {
         "worker_cls": "pagedtree.integrations.vllm.worker.TreeCPUWorker",
-        "additional_config": {"pagedtree": {"most": 3}},
+        "additional_config": {"pagedtree": OPTIONS[name]},
         "speculative_config": {
             "method": "custom_class",
             "num_speculative_tokens": 15,
-            "model": "my_drafter.RepeatDrafter",
+            "model": f"my_{name}.{name}",
         },
     }
     with engine() as llm:
@@ -30,3 +35,7 @@ def test_the_drafter_of_the_page_drafts(tmp_path, monkeypatch):
     with engine(**options) as llm:
         assert generate(llm, prompts) == expected
         assert accepted(llm) > 0
+
+
+def test_every_block_of_the_page_is_run():
+    assert len(BLOCKS) == len(OPTIONS)

@@ -79,15 +79,26 @@ def test_unsupported_configurations_are_refused(name):
     ("name", "drafter", "speculation"),
     [
         ("draft_tensor_parallel_size", "ngram", {"draft_tensor_parallel_size": 1}),
-        ("draft_tensor_parallel_size", "model", {"draft_tensor_parallel_size": 2}),
+        ("draft_tensor_parallel_size: expected a divisor of tensor_parallel_size = 1, got 2", "model",
+         {"draft_tensor_parallel_size": 2}),
+        ("draft_tensor_parallel_size: MedusaTreeDrafter has no", "medusa", {"draft_tensor_parallel_size": 1}),
         ("num_speculative_tokens", "ngram", {"num_speculative_tokens": 1024}),
     ],
-)
+)  # fmt: skip
 def test_unsupported_speculation_is_refused(name, drafter, speculation):
     options = tree_options(drafter)
     options["speculative_config"].update(speculation)
     with pytest.raises(Exception, match=name):
         start(**options)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_draft_ranks_that_do_not_divide_the_targets_are_refused(size):
+    options = tree_options("model")
+    options["speculative_config"]["draft_tensor_parallel_size"] = size
+    message = f"draft_tensor_parallel_size: expected a divisor of tensor_parallel_size = 2, got {size}"
+    with pytest.raises(Exception, match=message):
+        start(**options, tensor_parallel_size=2)
 
 
 def test_draft_tensor_parallel_size_of_one_is_honoured():

@@ -59,12 +59,14 @@ def test_two_groups_of_caches_and_softcap(gemma):
                 assert accepted(llm) > 12 * len(PROMPTS)
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "model"])
-def test_two_tensor_parallel_ranks(drafter):
-    """Each rank has its heads and its cache; the first one drafts for both."""
+@pytest.mark.parametrize(("drafter", "draft_ranks"), [("ngram", None), ("model", None), ("model", 1), ("model", 2)])
+def test_two_tensor_parallel_ranks(drafter, draft_ranks):
+    """Each rank has its heads and its cache; the first one drafts for both, or both share the draft model, too."""
     with engine() as llm:
         expected = generate(llm, PROMPTS)
     env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with engine(**tree_options(drafter), tensor_parallel_size=2, env=env) as llm:
+    options = tree_options(drafter)
+    options["speculative_config"]["draft_tensor_parallel_size"] = draft_ranks
+    with engine(**options, tensor_parallel_size=2, env=env) as llm:
         assert generate(llm, PROMPTS) == expected
         assert accepted(llm) > len(PROMPTS)

@@ -30,14 +30,14 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
 __all__ = [
-    "DRAFT", "LAYOUTS", "LLM", "NGRAM", "TARGET", "BeamSearchParams", "SamplingParams",
+    "DRAFT", "LAYOUTS", "LLM", "MEDUSA", "NGRAM", "TARGET", "BeamSearchParams", "SamplingParams",
     "StructuredOutputsParams", "VLLMValidationError",
     "accepted", "engine", "generate", "metrics_of", "prompt_logprobs", "runner_of", "token_prompts", "tree_options",
     "write_eagle_head",
 ]  # fmt: skip
 
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "examples" / "checkpoints"
-TARGET, DRAFT = str(CHECKPOINTS / "target"), str(CHECKPOINTS / "draft")
+TARGET, DRAFT, MEDUSA, EAGLE = (str(CHECKPOINTS / name) for name in ("target", "draft", "medusa", "eagle"))
 LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
@@ -139,13 +139,14 @@ def write_eagle_head(folder: Path) -> str:
 
 
 def tree_options(drafter: str = "ngram", num_nodes: int = 16, **options: Any) -> dict[str, Any]:
-    """Options of an engine that drafts trees: "ngram", or "model" with the demo's draft model."""
-    name = {"ngram": "NgramTreeDrafter", "model": "ModelTreeDrafter"}[drafter]
-    given = {"model": DRAFT, **options} if drafter == "model" else options
+    """Options of an engine that drafts trees: "ngram", or "model", "medusa" and "eagle" with the demo's checkpoints."""
+    names = {"ngram": "Ngram", "model": "Model", "medusa": "Medusa", "eagle": "Eagle"}
+    defaults = {"ngram": {}, "model": {"model": DRAFT}, "medusa": {"heads": MEDUSA}, "eagle": {"head": EAGLE}}
+    given = {**defaults[drafter], **options}
     return {
         "speculative_config": {
             "method": "custom_class",
-            "model": f"pagedtree.integrations.vllm.drafters.{name}",
+            "model": f"pagedtree.integrations.vllm.drafters.{names[drafter]}TreeDrafter",
             "num_speculative_tokens": num_nodes - 1,
         },
         "additional_config": {"pagedtree": given},

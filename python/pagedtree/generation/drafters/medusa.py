@@ -18,7 +18,7 @@ from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 
-__all__ = ["MedusaDrafter", "MedusaHeads", "medusa_tree"]
+__all__ = ["MedusaDrafter", "MedusaHeads", "best_trees", "medusa_tree"]
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "medusa.safetensors"
@@ -42,6 +42,10 @@ class MedusaHeads(nn.Module):
     def num_heads(self) -> int:
         return self.weight.shape[0]
 
+    @property
+    def hidden_size(self) -> int:
+        return self.weight.shape[2]
+
     def forward(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., hidden], normalised as `lm_head` takes them, to logits [..., num_heads, vocab]."""
         update = torch.einsum("...d,hed->...he", hidden, self.weight) + self.bias
@@ -63,14 +67,19 @@ class MedusaHeads(nn.Module):
     @classmethod
     def from_pretrained(cls, path: str | Path, model: Any) -> MedusaHeads:
         """Heads for `model` (its output layer, device and dtype) from the folder `path`."""
+        lm_head = model.get_output_embeddings()
+        return cls.load(path, lm_head).to(lm_head.weight.device, lm_head.weight.dtype).eval()
+
+    @classmethod
+    def load(cls, path: str | Path, lm_head: Callable[[Tensor], Tensor]) -> MedusaHeads:
+        """Heads from the folder `path`, with any output layer: hidden states [..., hidden] to logits [..., vocab]."""
         from safetensors.torch import load_file
 
         path = Path(path)
         config = json.loads((path / CONFIG_NAME).read_text())
-        lm_head = model.get_output_embeddings()
         heads = cls(config["hidden_size"], config["num_heads"], lm_head)
         heads.load_state_dict(load_file(path / WEIGHTS_NAME))
-        return heads.to(lm_head.weight.device, lm_head.weight.dtype).eval()
+        return heads
 
 
 def medusa_tree(num_heads: int, num_nodes: int) -> DraftTree:
@@ -87,6 +96,19 @@ def medusa_tree(num_heads: int, num_nodes: int) -> DraftTree:
         if len(path) < num_heads:
             heapq.heappush(queue, (cost + 1, [*path, 0]))
     return DraftTree.from_paths(paths)
+
+
+def best_trees(logits: Tensor, num_nodes: int) -> tuple[Draft, Tensor]:
+    """The trees of the highest joint log-probability by heads' logits [B, num_heads, V], for levels 1, 2, ...; and the
+    joint log-probabilities of their nodes.
+    """
+    logits = logits.float()
+    # No level has use for more candidates than the tree has nodes.
+    best = logits.topk(min(num_nodes - 1, logits.shape[-1]), dim=-1)
+    log_probs = best.values - logits.logsumexp(-1, keepdim=True)
+    roots = best.indices.new_zeros(logits.shape[0])
+    draft_tokens, trees, joint = best_first_tree(log_probs, best.indices, roots, num_nodes, return_log_probs=True)
+    return Draft(draft_tokens, trees), joint
 
 
 class MedusaDrafter(Drafter):
@@ -150,19 +172,11 @@ class MedusaDrafter(Drafter):
         return self._best_trees(logits, self.tree)
 
     def _best_trees(self, logits: Tensor, num_nodes: int) -> Draft:
-        """The trees of the highest joint log-probability by the heads' logits [B, num_heads, V]."""
         if self._wanted is not None:
             num_nodes = min(max(self._wanted.num_nodes, 2), num_nodes)
             logits = logits[:, : max(self._wanted.max_depth, 1)]
-        logits = logits.float()
-        # No level has use for more candidates than the tree has nodes.
-        best = logits.topk(min(num_nodes - 1, logits.shape[-1]), dim=-1)
-        log_probs = best.values - logits.logsumexp(-1, keepdim=True)
-        roots = best.indices.new_zeros(logits.shape[0])
-        draft_tokens, trees, self._joint = best_first_tree(
-            log_probs, best.indices, roots, num_nodes, return_log_probs=True
-        )
-        return Draft(draft_tokens, trees)
+        draft, self._joint = best_trees(logits, num_nodes)
+        return draft
 
     def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
         assert result.hidden is not None

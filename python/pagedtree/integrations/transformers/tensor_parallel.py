@@ -19,7 +19,7 @@ __all__ = ["tensor_parallel"]
 def tensor_parallel(model: Any, *, group: dist.ProcessGroup | None = None, gather_logits: bool = False) -> VocabShards:
     """Leaves each rank of the group its part of a model that all of them have loaded; changes the model.
 
-    The parts are those of the model's own tensor-parallel plan (transformers 5.23 or later), except for the output
+    The parts are those of the model's own tensor-parallel plan (transformers 5.19 or later), except for the output
     layer: its columns stay with their ranks, and are not gathered in each pass. If embeddings and output layer share
     their weights, they are separated. Where the group has more ranks than the model has key and value heads, these are
     repeated.
@@ -41,7 +41,7 @@ def tensor_parallel(model: Any, *, group: dist.ProcessGroup | None = None, gathe
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
     except ImportError as error:
         raise ImportError(
-            f"tensor_parallel: expected transformers 5.23 or later, got {transformers.__version__}"
+            f"tensor_parallel: expected transformers 5.19 or later, got {transformers.__version__}"
         ) from error
 
     size = dist.get_world_size(group)
@@ -59,7 +59,9 @@ def tensor_parallel(model: Any, *, group: dist.ProcessGroup | None = None, gathe
         ranks = group if group is not None else dist.group.WORLD
         assert ranks is not None
         mesh = DeviceMesh.from_group(ranks, device.type, mesh_dim_names=("tp",))
-        apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(plan))
+        # transformers 5.23 wants an entry for each layer, those before it read the plan as it is.
+        expand = getattr(model, "_expand_parallel_plan", dict)
+        apply_tensor_parallelism(model, mesh, expand(plan))
     columns = output.weight.to_local() if hasattr(output.weight, "to_local") else output.weight
     return VocabShards(columns.shape[0], group=group, device=device)
 
@@ -87,9 +89,12 @@ def _repeat_kv_heads(model: Any, size: int) -> None:
     if times == 1:
         return
     head_dim = head_dim or config.hidden_size // heads
-    model.config = copy.deepcopy(model.config)
-    model.config.get_text_config().num_key_value_heads = kv_heads * times
+    old, new = model.config, copy.deepcopy(model.config)
+    new.get_text_config().num_key_value_heads = kv_heads * times
     for module in model.modules():
+        config = getattr(module, "config", None)  # layers look there for the attention implementation
+        if config is old or config is old.get_text_config():
+            module.config = new if config is old else new.get_text_config()
         if not (hasattr(module, "k_proj") and hasattr(module, "v_proj")):
             continue
         module.num_key_value_groups = heads // (kv_heads * times)

@@ -76,7 +76,7 @@ def check_config(vllm_config: Any) -> None:
             f" {speculation.num_speculative_tokens}"
         )
     if speculation is not None:
-        check_drafter(speculation.model)
+        check_drafter(speculation.model).check(vllm_config)
 
 
 def avoid_rotary_op(vllm_config: Any) -> None:
@@ -98,8 +98,8 @@ def avoid_rotary_op(vllm_config: Any) -> None:
         custom_ops.append("-rotary_embedding")
 
 
-def check_drafter(name: str) -> None:
-    """Raises ValueError where `name` is no drafter of trees. vLLM would make an instance of whatever has the name."""
+def check_drafter(name: str) -> Any:
+    """The class of this name. Raises ValueError where it is no drafter of trees: vLLM would make an instance of it."""
     from pagedtree.integrations.vllm.drafters import TreeDrafter  # imports vLLM and transformers
 
     module_name, _, class_name = name.rpartition(".")
@@ -112,6 +112,7 @@ def check_drafter(name: str) -> None:
             "draft trees: expected speculative_config.model to name a class derived from TreeDrafter, such as"
             f" {TreeDrafter.__module__}.NgramTreeDrafter or ModelTreeDrafter, got {name}"
         )
+    return found
 
 
 def lift_refusals() -> None:

@@ -13,6 +13,7 @@ from vllm.v1.outputs import SamplerOutput
 
 from pagedtree import TreeBatch, build_trees, compact_kv, sample, verify_greedy, verify_sampled
 from pagedtree.integrations.vllm.attention import PagedTreeBackend, TreeMask
+from pagedtree.integrations.vllm.features import Accepted, check_features, kept_features, kept_rows
 from pagedtree.integrations.vllm.limits import check_config, check_request
 from pagedtree.integrations.vllm.logprobs import sampled_logprobs
 from pagedtree.integrations.vllm.options import BatchOptions
@@ -45,7 +46,8 @@ class TreeRunner:
         _prepare_inputs           slots are those of a chain; then positions become start + depth, and masks are set
         sample_tokens             keeps the grammar's mask for _sample
         _sample                   verification, and the accepted rows of all layers moved together
-        propose_draft_token_ids   keeps the trees of the proposals until their tokens are scheduled
+        propose_draft_token_ids   hands the drafter hidden states; keeps the trees of its proposals until their tokens
+                                  are scheduled
         take_draft_token_ids      tells the scheduler of the trees
 
     Without a drafter it works, too: the same seeded sampling, one token per step.
@@ -58,6 +60,7 @@ class TreeRunner:
         self._grammar_mask: Tensor | None = None
         self._options = BatchOptions(vllm_config.model_config.get_vocab_size(), device)
         self._proposed: dict[str, np.ndarray] = {}
+        self._accepted: Accepted | None = None
         self._seeds: dict[str, int] = {}
         # Draws seeds for requests without one. It is equal on all ranks, which draw in the same order.
         self._seed_source = torch.Generator().manual_seed(vllm_config.model_config.seed or 0)
@@ -75,6 +78,8 @@ class TreeRunner:
     compilation_config: Any
     kv_cache_config: Any
     vllm_config: Any
+    use_aux_hidden_state_outputs: bool
+    get_model: Any
 
     def _update_states(self, scheduler_output: Any) -> Any:
         for request_id in scheduler_output.finished_req_ids:
@@ -93,9 +98,48 @@ class TreeRunner:
         # Proposals may reach past the longest sequence allowed: the scheduler cuts them off.
         return common_attn_metadata is not None
 
-    def propose_draft_token_ids(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        self.drafter.request_ids = list(self.input_batch.req_ids)
-        drafts = super().propose_draft_token_ids(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+    def _setup_eagle3_aux_hidden_state_outputs(self) -> None:
+        # Called once target and drafter are loaded.
+        layers = self.drafter.feature_layers if hasattr(self, "drafter") else ()
+        check_features(self.vllm_config, self.get_model(), layers)
+        self.use_aux_hidden_state_outputs = bool(layers)
+        super()._setup_eagle3_aux_hidden_state_outputs()  # type: ignore[misc]
+
+    def _get_eagle3_aux_layers_from_config(self) -> tuple[int, ...]:
+        # vLLM counts the residual streams, from the one in front of the first layer on.
+        return tuple(layer + 1 for layer in self.drafter.feature_layers)
+
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: Any,
+        sampling_metadata: Any,
+        hidden_states: Tensor,
+        sample_hidden_states: Tensor,
+        aux_hidden_states: list[Tensor] | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        drafter, accepted = self.drafter, self._accepted
+        self._accepted = None
+        drafter.request_ids = list(self.input_batch.req_ids)
+        if drafter.drafts_here and accepted is not None:
+            if drafter.needs_hidden:
+                drafter.hidden = sample_hidden_states.index_select(0, accepted.last_rows)
+            if aux_hidden_states is not None:
+                counts = [scheduler_output.num_scheduled_tokens[request_id] for request_id in drafter.request_ids]
+                rows = kept_rows(counts, [len(new) for new in sampled_token_ids], accepted)
+                batch = self.input_batch
+                lengths = batch.num_tokens_no_spec[: len(rows)].tolist()
+                tokens = [batch.token_ids_cpu[row, :length] for row, length in enumerate(lengths)]
+                starts = batch.num_computed_tokens_cpu[: len(rows)].tolist()
+                features = kept_features(aux_hidden_states, drafter.feature_layers, rows)
+                drafter.read(drafter.request_ids, tokens, starts, features)
+        drafts = super().propose_draft_token_ids(  # type: ignore[misc]
+            scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, sample_hidden_states,
+            aux_hidden_states, *args, **kwargs,
+        )  # fmt: skip
+        drafter.hidden = None
         self._proposed.update(self.drafter.parents)
         return drafts
 
@@ -203,6 +247,7 @@ class TreeRunner:
         if step is None:
             tokens = sample(logits, sampling.params, positions=last, **how)[:, None]
             rows = torch.arange(len(requests), device=self.device)[:, None]
+            self._accepted = Accepted(rows[:, 0])
         else:
             start = last - torch.from_numpy(step.num_drafts).to(self.device)
             draft_tokens = self.input_ids.gpu[step.rows]
@@ -213,6 +258,8 @@ class TreeRunner:
             self._compact(start.int(), verdict.accept_index, verdict.num_accepted)
             tokens = verdict.tokens
             rows = step.trees.cu_nodes[:-1, None] + verdict.accept_index
+            last_rows = rows.gather(1, verdict.num_accepted[:, None].long())[:, 0]
+            self._accepted = Accepted(last_rows.long(), step.num_drafts.tolist(), verdict.accept_index)
         logprobs = None
         if self.input_batch.max_num_logprobs is not None:
             mode = self.vllm_config.model_config.logprobs_mode

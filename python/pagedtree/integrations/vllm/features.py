@@ -1,0 +1,75 @@
+"""What a pass of vLLM's target computed of the tokens that stay, for drafters that read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.models.interfaces import supports_eagle3
+
+__all__ = ["Accepted", "check_features", "kept_features", "kept_rows"]
+
+
+@dataclass
+class Accepted:
+    """What was accepted of the trees of one step.
+
+    Attributes:
+        last_rows: int64 [R], the row of the logits from which the newest token of each request came.
+        num_drafts: [R], nodes besides the root; None where no request has a tree.
+        accept_index: int32 [R, max_depth + 1], the nodes on the accepted path, the root first.
+    """
+
+    last_rows: Tensor
+    num_drafts: Sequence[int] | None = None
+    accept_index: Tensor | None = None
+
+
+def check_features(vllm_config: Any, model: Any, layers: Sequence[int]) -> None:
+    """Raises ValueError, naming what was expected, where a drafter's `feature_layers` cannot be had.
+
+    model: the target, of vLLM.
+    """
+    if not layers:
+        return
+    if not supports_eagle3(model):
+        raise ValueError(f"feature_layers: expected a target with vLLM's SupportsEagle3, got {type(model).__name__}")
+    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+    if min(layers) < 0 or max(layers) >= num_layers:
+        raise ValueError(f"feature_layers: expected layers in 0..{num_layers - 1}, got {list(layers)}")
+    if vllm_config.cache_config.enable_prefix_caching:
+        raise ValueError(
+            "feature_layers: expected enable_prefix_caching = False, as the target does not compute the tokens that it"
+            " finds in its cache, got True"
+        )
+
+
+def kept_rows(counts: Sequence[int], num_new: Sequence[int], accepted: Accepted) -> list[list[int]]:
+    """The rows of a pass whose tokens are in the texts, of each of R requests.
+
+    counts: [R], the queries of each. num_new: [R], tokens that each has got by the pass.
+    """
+    paths = accepted.accept_index.tolist() if accepted.accept_index is not None else []
+    rows, begin = [], 0
+    for request, count in enumerate(counts):
+        nodes: Sequence[int] = range(count)
+        if accepted.num_drafts is not None and accepted.num_drafts[request]:
+            nodes = paths[request][: num_new[request]]  # the new tokens stand behind these
+        rows.append([begin + node for node in nodes])
+        begin += count
+    return rows
+
+
+def kept_features(streams: Sequence[Tensor], layers: Sequence[int], rows: Sequence[Sequence[int]]) -> list[Tensor]:
+    """[number of rows, layers * H] of each request.
+
+    streams: [T, H] of each of the different layers, in ascending order: what vLLM's model returns.
+    """
+    ascending = sorted(set(layers))
+    index = torch.tensor([row for of_request in rows for row in of_request], dtype=torch.int64)
+    index = index.to(streams[0].device)
+    features = torch.cat([streams[ascending.index(layer)].index_select(0, index) for layer in layers], dim=1)
+    return list(features.split([len(of_request) for of_request in rows]))

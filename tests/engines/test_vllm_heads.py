@@ -1,0 +1,226 @@
+"""Drafters that read the target: hidden states, outputs of its layers, Medusa heads. Greedy output is stock vLLM's."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm_case import (
+    LLM,
+    TARGET,
+    SamplingParams,
+    accepted,
+    engine,
+    generate,
+    metrics_of,
+    runner_of,
+    token_prompts,
+    tree_options,
+)
+
+from pagedtree.generation.drafters import MedusaHeads
+from pagedtree.integrations.vllm.features import Accepted, check_features, kept_features, kept_rows
+from pagedtree.integrations.vllm.runner import TreeRunner
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.append(str(EXAMPLES))
+PROMPTS = token_prompts()
+NO_PREFIXES = {"enable_prefix_caching": False}
+RANKS = {
+    "tensor_parallel_size": 2,
+    "env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+}
+SCHEDULES = {
+    "plain": {},
+    "chunked": dict(max_num_batched_tokens=40),
+    "preempted": dict(block_size=16, num_gpu_blocks_override=14, max_model_len=160),
+}
+
+
+@pytest.fixture(scope="module")
+def stock() -> list[list[int]]:
+    """Greedy output of vLLM without us."""
+    with engine() as llm:
+        return generate(llm, PROMPTS)
+
+
+def expect_preemptions(llm: LLM, schedule: str) -> None:
+    """Where the cache is too small for all requests, some were preempted, and in the end all blocks are free."""
+    if schedule == "preempted":
+        assert metrics_of(llm)["vllm:num_preemptions"] > 0
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 13  # one is vLLM's null block
+
+
+def reading(outputs: list[list[int]], **options: Any) -> dict[str, Any]:
+    """Options of an engine whose drafter knows the outputs and looks at what it is told of the target."""
+    return {
+        "worker_cls": "pagedtree.integrations.vllm.worker.TreeCPUWorker",
+        "speculative_config": {
+            "method": "custom_class",
+            "model": "oracle_drafter.ReadingDrafter",
+            "num_speculative_tokens": 15,
+        },
+        "additional_config": {
+            "pagedtree": {"texts": [p + o for p, o in zip(PROMPTS, outputs, strict=True)], **options}
+        },
+    }
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_hidden_states_are_those_that_gave_the_newest_token(stock, schedule):
+    """The drafter raises where the output layer turns a hidden state into another token than the root."""
+    with engine(**reading(stock), **SCHEDULES[schedule], **NO_PREFIXES) as llm:
+        assert generate(llm, PROMPTS) == stock
+        assert accepted(llm) > 12 * len(PROMPTS)
+        assert runner_of(llm).drafter.num_checked > len(PROMPTS)
+        expect_preemptions(llm, schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_features_are_those_of_the_layers(stock, schedule):
+    """As transformers computes them, at all tokens of prompts and outputs but the newest."""
+    from transformers import AutoModelForCausalLM
+
+    layers = [2, 0, 1]
+    with engine(**reading(stock, layers=layers), **SCHEDULES[schedule], **NO_PREFIXES) as llm:
+        assert generate(llm, PROMPTS) == stock
+        drafter = runner_of(llm).drafter
+        texts = [
+            (drafter.texts[request_id].tolist(), torch.cat(parts)) for request_id, parts in drafter.features.items()
+        ]
+        expect_preemptions(llm, schedule)
+    assert len(texts) == len(PROMPTS)
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    for tokens, features in texts:
+        # The tuple begins with the embeddings and ends behind the last norm, so that the last layer is not in it.
+        with torch.no_grad():
+            states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        expected = torch.cat([states[layer + 1][0] for layer in layers], dim=1)
+        torch.testing.assert_close(features, expected[: len(features)], rtol=1e-3, atol=1e-3)
+
+
+def test_two_ranks_get_the_same_states(stock):
+    """Every rank computes the output layer with the others; the drafter raises where that gives another token."""
+    with engine(**reading(stock, layers=[2]), **RANKS, **NO_PREFIXES) as llm:
+        assert generate(llm, PROMPTS) == stock
+        assert accepted(llm) > 12 * len(PROMPTS)
+
+
+HEADS = pytest.mark.parametrize("drafter", ["medusa", "eagle"])
+
+
+@HEADS
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_heads_draft(stock, drafter, schedule):
+    with engine(**tree_options(drafter), **SCHEDULES[schedule], **NO_PREFIXES) as llm:
+        assert generate(llm, PROMPTS) == stock
+        assert accepted(llm) > len(PROMPTS)
+        expect_preemptions(llm, schedule)
+
+
+@HEADS
+def test_heads_on_two_ranks(stock, drafter):
+    with engine(**tree_options(drafter), **RANKS, **NO_PREFIXES) as llm:
+        assert generate(llm, PROMPTS) == stock
+        assert accepted(llm) > len(PROMPTS)
+
+
+@HEADS
+@pytest.mark.slow
+def test_heads_of_a_compiled_model(stock, drafter, tmp_path):
+    env = {"VLLM_CACHE_ROOT": str(tmp_path)}
+    with engine(**tree_options(drafter), enforce_eager=False, env=env, **NO_PREFIXES) as llm:
+        assert generate(llm, PROMPTS) == stock
+        assert accepted(llm) > len(PROMPTS)
+
+
+def test_medusa_heads_draft_behind_cached_prefixes():
+    with engine(**tree_options("medusa"), block_size=8, enable_prefix_caching=True) as llm:
+        first = generate(llm, PROMPTS)
+        longer = [prompt + output for prompt, output in zip(PROMPTS, first, strict=True)]
+        hits = metrics_of(llm)["vllm:prefix_cache_hits"]
+        continued = generate(llm, longer)
+        assert metrics_of(llm)["vllm:prefix_cache_hits"] > hits
+    with engine() as llm:
+        assert continued == generate(llm, longer)
+
+
+def test_medusa_heads_guess_more_of_real_text_than_ngrams():
+    from stdlib_text import prompts as stdlib_prompts
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    prompts = [tokenizer.encode(text) for text in stdlib_prompts(6)]
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    guessed, outputs = {}, []
+    for drafter in ("ngram", "medusa"):
+        with engine(**tree_options(drafter)) as llm:
+            outputs.append(generate(llm, prompts, params))
+            guessed[drafter] = accepted(llm)  # of the same text
+    assert outputs[0] == outputs[1]
+    assert guessed["medusa"] > guessed["ngram"], guessed
+
+
+def test_a_wrong_hidden_state_is_noticed(stock, monkeypatch):
+    """Negative control: with the state of the tree's first row the drafter finds another token."""
+    propose = TreeRunner.propose_draft_token_ids
+
+    def wrong(runner, *args):
+        runner._accepted.last_rows = torch.zeros_like(runner._accepted.last_rows)
+        return propose(runner, *args)
+
+    monkeypatch.setattr(TreeRunner, "propose_draft_token_ids", wrong)
+    with pytest.raises(Exception, match="hidden"), engine(**reading(stock), **NO_PREFIXES) as llm:
+        generate(llm, PROMPTS)
+
+
+def test_rows_that_stay():
+    """Three requests: one reads a chunk of its prompt, one has a tree, one a root alone."""
+    accept = torch.tensor([[0, -1, -1], [0, 2, 3], [0, -1, -1]])
+    rows = kept_rows([4, 5, 1], [0, 3, 1], Accepted(torch.tensor([3, 7, 9]), [0, 4, 0], accept))
+    assert rows == [[0, 1, 2, 3], [4, 6, 7], [9]]
+    assert kept_rows([4, 1], [1, 1], Accepted(torch.tensor([3, 4]))) == [[0, 1, 2, 3], [4]]
+    streams = [torch.arange(10.0)[:, None] + 100 * layer for layer in (1, 5)]
+    features = kept_features(streams, (5, 1, 5), rows)
+    assert [len(of_request) for of_request in features] == [4, 3, 1]
+    assert features[1].tolist() == [[504, 104, 504], [506, 106, 506], [507, 107, 507]]
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("feature_layers: expected layers in 0..[0-9]+, got", {"layers": [0, 99]}),
+        ("feature_layers: expected layers in 0..[0-9]+, got", {"layers": [-1]}),
+        ("enable_prefix_caching = False", {"layers": [1]}),
+    ],
+)
+def test_features_that_cannot_be_had_are_refused(message, options):
+    prefixes = {"enable_prefix_caching": "prefix" in message}
+    with pytest.raises(Exception, match=message), engine(**reading([[]] * len(PROMPTS), **options), **prefixes):
+        pass
+
+
+def test_a_model_without_streams_is_refused():
+    with pytest.raises(ValueError, match="SupportsEagle3, got Linear"):
+        check_features(None, torch.nn.Linear(1, 1), [1])
+    check_features(None, torch.nn.Linear(1, 1), ())
+
+
+@pytest.mark.parametrize(
+    ("message", "drafter", "options"),
+    [
+        ("expected the entry heads", "medusa", {"heads": None}),
+        ("expected those of a model of hidden size 256, got 128", "medusa", {"heads": "narrow"}),
+        ("expected the entry head, a folder", "eagle", {"head": None}),
+        ("enable_prefix_caching = False", "eagle", {}),
+    ],
+)
+def test_wrong_options_of_heads_are_refused(message, drafter, options, tmp_path, monkeypatch):
+    MedusaHeads(128, 2, torch.nn.Identity()).save_pretrained(tmp_path / "narrow")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Exception, match=message), engine(**tree_options(drafter, **options)):
+        pass
