@@ -29,13 +29,23 @@ from measure import machine_facts, save
 from suite import Progress
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
-from pagedtree.integrations.transformers import GenerationStats, ModelDrafter, NgramDrafter, generate
+from pagedtree.integrations.transformers import (
+    EagleDrafter,
+    EagleHead,
+    GenerationStats,
+    MedusaDrafter,
+    MedusaHeads,
+    ModelDrafter,
+    NgramDrafter,
+    generate,
+)
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 from stdlib_text import prompts as stdlib_prompts  # noqa: E402
 
+CHECKPOINTS = EXAMPLES / "checkpoints"
 PLAIN = "pagedtree, plain"
 Tokens = list[list[int]]
 Candidate = Callable[..., tuple[Tokens, GenerationStats | None]]
@@ -54,8 +64,12 @@ def candidates(target: Any, draft: Any, tokenizer: Any, batch: Tokens, count: in
         out, stats = generate(target, batch, drafter=drafter, tree=tree, max_new_tokens=count, on_step=on_step)
         return [row[len(prompt) :].tolist() for row, prompt in zip(out, batch, strict=True)], stats
 
+    heads = MedusaHeads.from_pretrained(CHECKPOINTS / "medusa", target)
+    head = EagleHead.from_pretrained(CHECKPOINTS / "eagle", target)
     drafters = {
         "n-gram tree": lambda: NgramDrafter(16, max_branches=6, max_depth=8),
+        "Medusa tree": lambda: MedusaDrafter(heads, 16),
+        "EAGLE-3 tree": lambda: EagleDrafter(head, num_nodes=16, depth=5, width=3),
         "draft-model tree": lambda: ModelDrafter(draft, num_nodes=16, depth=5, width=3),
     }
     found: dict[str, Candidate] = {"transformers": theirs}
@@ -115,12 +129,11 @@ def prepare(args: argparse.Namespace) -> tuple[Any, Callable[[int, int], dict[st
     keep_memory()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    folder = EXAMPLES / "checkpoints"
     target, draft = (
-        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32).eval().to(args.device)
+        AutoModelForCausalLM.from_pretrained(CHECKPOINTS / name, dtype=torch.float32).eval().to(args.device)
         for name in ("target", "draft")
     )
-    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / "target")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     for model in (target, draft):
         model.generation_config.eos_token_id = None

@@ -32,6 +32,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pagedtree import SamplingParams
 from pagedtree.integrations.transformers import (
     Drafter,
+    EagleDrafter,
+    EagleHead,
     GenerationStats,
     MedusaDrafter,
     MedusaHeads,
@@ -39,7 +41,6 @@ from pagedtree.integrations.transformers import (
     NgramDrafter,
     StepResult,
     generate,
-    medusa_tree,
 )
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
@@ -100,6 +101,7 @@ def load(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Callable[[], Dra
         for name in ("target", "draft")
     )
     heads = MedusaHeads.from_pretrained(args.checkpoints / "medusa", target)
+    head = EagleHead.from_pretrained(args.checkpoints / "eagle", target)
     return (
         target,
         draft,
@@ -107,7 +109,8 @@ def load(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Callable[[], Dra
             "plain": lambda: None,
             "n-gram chain": lambda: NgramDrafter(8, max_branches=1),
             "n-gram tree": lambda: NgramDrafter(16, max_branches=6, max_depth=8),
-            "Medusa tree": lambda: MedusaDrafter(heads, medusa_tree(heads.num_heads, 16)),
+            "Medusa tree": lambda: MedusaDrafter(heads, 16),
+            "EAGLE-3 tree": lambda: EagleDrafter(head, num_nodes=16, depth=5, width=3),
             "draft-model tree": lambda: ModelDrafter(draft, num_nodes=16, depth=5, width=3),
         },
     )
@@ -190,7 +193,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--checkpoints", type=Path, default=CHECKPOINTS, help="folder with target, draft and medusa")
+    parser.add_argument(
+        "--checkpoints", type=Path, default=CHECKPOINTS, help="folder with target, draft, medusa and eagle"
+    )
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--live-tokens", type=int, default=256, help="tokens of the one sequence that comes first")

@@ -294,25 +294,38 @@ def evaluate_medusa(target: LlamaForCausalLM, heads: MedusaHeads, greedy: list[t
         print(f"medusa: head {i} on the target's greedy continuations: top-1 {top[0]:.1%}, top-3 {top[2]:.1%}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["tokenizer", *RECIPES, "all"])
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """What every script that trains takes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "checkpoints")
     parser.add_argument("--steps", type=int, help="instead of each stage's own number")
     parser.add_argument("--save-minutes", type=float, default=10.0, help="time between checkpoints")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--bf16", action="store_true", help="multiply in bfloat16, faster where the CPU has it")
+    return parser
+
+
+def is_smoke(args: argparse.Namespace) -> bool:
+    return args.steps is not None and args.steps < SMOKE_STEPS
+
+
+def recipe_of(default: Recipe, args: argparse.Namespace) -> Recipe:
+    if args.steps is None:
+        return default
+    return Recipe(args.steps, default.learning_rate, default.batch, 128 if is_smoke(args) else default.context)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("stage", choices=["tokenizer", *RECIPES, "all"])
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(SEED)
     logging.disable_progress_bar()
-    smoke = args.steps is not None and args.steps < SMOKE_STEPS
+    smoke = is_smoke(args)
 
     def recipe(stage: str) -> Recipe:
-        default = RECIPES[stage]
-        if args.steps is None:
-            return default
-        return Recipe(args.steps, default.learning_rate, default.batch, 128 if smoke else default.context)
+        return recipe_of(RECIPES[stage], args)
 
     files = training_files()[::16] if smoke else training_files()
     stages = ["tokenizer", *RECIPES] if args.stage == "all" else [args.stage]

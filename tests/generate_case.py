@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from pagedtree import DraftTree, SamplingParams, TreeBatch, build_trees, sample
+from pagedtree.generation.drafters import EagleHead
 
 VOCAB = 128
 NEW_TOKENS = 20
@@ -76,6 +77,13 @@ def tiny_of(name: str, **options):
         for layer in model.model.layers:
             torch.nn.init.normal_(layer.self_attn.sinks, std=2.0)
     return model
+
+
+def tiny_eagle(model):
+    """An EAGLE-3 head with random weights for a model of TINY, on its first two layers; it drafts the even tokens."""
+    torch.manual_seed(2)
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": VOCAB}
+    return EagleHead(sizes, model.model.embed_tokens, model.lm_head, (0, 1), torch.arange(0, VOCAB, 2)).eval()
 
 
 def prompts_of(lengths, seed=0):

@@ -59,10 +59,10 @@ def draft_model():
     return tiny(1, num_hidden_layers=1).to(DEVICE, DTYPE)
 
 
-def medusa(model, draft_model):
+def medusa(model, draft_model, tree=None):
     heads = MedusaHeads(128, 3, model.lm_head)
     torch.nn.init.normal_(heads.weight, std=0.05, generator=torch.Generator().manual_seed(3))
-    return MedusaDrafter(heads.to(model.lm_head.weight), DraftTree.full([3, 2, 1]))
+    return MedusaDrafter(heads.to(model.lm_head.weight), tree or DraftTree.full([3, 2, 1]))
 
 
 DRAFTERS = {
@@ -70,6 +70,7 @@ DRAFTERS = {
     "n-gram chain": lambda model, draft: NgramDrafter(5, max_branches=1),
     "n-gram tree": lambda model, draft: NgramDrafter(12),
     "Medusa": medusa,
+    "Medusa, best first": lambda model, draft: medusa(model, draft, 9),
     "draft model": lambda model, draft: ModelDrafter(draft, num_nodes=12, depth=3, width=3),
     "draft chain": lambda model, draft: ModelDrafter(draft, law="iid", num_nodes=4, depth=3, width=1),
     "drawn tree": lambda model, draft: ModelDrafter(draft, law="swor", num_nodes=9, branching=[3, 2]),
@@ -110,7 +111,8 @@ def test_same_text_as_the_ordinary_engine(model, draft_model, name, params, rule
 
 
 @pytest.mark.parametrize(
-    "name", ["n-gram tree", "Medusa", pytest.param("draft model", marks=pytest.mark.slow), "drawn tree"]
+    "name",
+    ["n-gram tree", "Medusa", "Medusa, best first", pytest.param("draft model", marks=pytest.mark.slow), "drawn tree"],
 )
 def test_sequences_come_and_go(model, draft_model, name):
     """Long prompts in chunks, pages for a few only, EOS, several outcomes: ordinary passes and replays take turns."""

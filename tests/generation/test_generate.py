@@ -27,12 +27,14 @@ from generate_case import (
     prompts_of,
     seeded,
     tiny,
+    tiny_eagle,
     tiny_of,
 )
 
 from pagedtree import SamplingParams
 from pagedtree.generation import engine
 from pagedtree.integrations.transformers import (
+    EagleDrafter,
     MedusaDrafter,
     MedusaHeads,
     ModelDrafter,
@@ -75,6 +77,8 @@ def drafters(model, draft_model, texts, seeded_texts):
         "ngram chain": lambda: NgramDrafter(6, max_branches=1),
         "ngram tree": lambda: NgramDrafter(12, remember=4),
         "medusa": lambda: MedusaDrafter(heads, medusa_tree(3, 10)),
+        "medusa, best first": lambda: MedusaDrafter(heads, 10),
+        "EAGLE": lambda: EagleDrafter(tiny_eagle(model), num_nodes=10, depth=3, width=3),
         "draft model": lambda: ModelDrafter(draft_model, num_nodes=12, depth=3, width=3),
         "draft chain": lambda: ModelDrafter(draft_model, num_nodes=5, depth=4, width=1, max_batch_tokens=8),
         "itself": lambda: ModelDrafter(model, num_nodes=12, depth=4, width=2),
@@ -85,8 +89,8 @@ def drafters(model, draft_model, texts, seeded_texts):
 
 
 NAMES = (
-    "none", "ngram chain", "ngram tree", "medusa", "draft model", "draft chain", "itself", "oracle", "never right",
-    "hostile",
+    "none", "ngram chain", "ngram tree", "medusa", "medusa, best first", "EAGLE", "draft model", "draft chain",
+    "itself", "oracle", "never right", "hostile",
 )  # fmt: skip
 
 
@@ -119,7 +123,7 @@ def test_seeded_text_is_that_of_plain_sampling(model, seeded_texts, drafters, na
 @settings(max_examples=15)
 def test_any_mix_of_settings(model, drafters, data):
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4), "lengths")
-    name = data.draw(st.sampled_from(NAMES[1:7]), "drafter")
+    name = data.draw(st.sampled_from(NAMES[1:9]), "drafter")
     page_size = data.draw(st.integers(1, 20), "page_size")
     count = data.draw(st.integers(1, 14), "max_new_tokens")
     n = data.draw(st.integers(1, 3), "n")

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import VOCAB, lists, tiny
+from generate_case import VOCAB, lists, tiny, tiny_eagle
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -30,7 +30,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def checkpoints(model, tmp_path_factory):
-    """A target, a draft and Medusa heads over words w0, w1, ..., and a prompt."""
+    """A target, a draft, Medusa heads and an EAGLE-3 head over words w0, w1, ..., and a prompt."""
     folder = tmp_path_factory.mktemp("checkpoints")
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -38,6 +38,7 @@ def checkpoints(model, tmp_path_factory):
         kind.save_pretrained(folder / name)
         PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder / name)
     MedusaHeads(128, 3, model.lm_head).save_pretrained(folder / "medusa")
+    tiny_eagle(model).save_pretrained(folder / "eagle")
     (folder / "prompt.txt").write_text(" ".join(f"w{token}" for token in PROMPT))
     return folder
 
@@ -51,9 +52,11 @@ def run_command(folder, capsys, *options):
     return status, captured.out, captured.err
 
 
-@pytest.mark.parametrize("drafts", [[], ["--ngram"], ["--draft", "draft"], ["--medusa", "medusa"]])
+@pytest.mark.parametrize(
+    "drafts", [[], ["--ngram"], ["--draft", "draft"], ["--medusa", "medusa"], ["--eagle", "eagle"]]
+)
 def test_command_prints_the_models_own_text(model, checkpoints, capsys, drafts):
-    drafts = [str(checkpoints / option) if option in ("draft", "medusa") else option for option in drafts]
+    drafts = [str(checkpoints / option) if option in ("draft", "medusa", "eagle") else option for option in drafts]
     prompt = torch.tensor([PROMPT])
     expected = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, 8:].tolist()
     status, out, err = run_command(checkpoints, capsys, *drafts, "--page-size", "4")

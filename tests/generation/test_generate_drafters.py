@@ -112,6 +112,50 @@ def test_medusa_heads_see_the_last_accepted_state(model):
             torch.testing.assert_close(state, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_medusa_takes_the_best_tree_of_each_sequence(model):
+    """Every path of the heads' likeliest tokens is weighed, anew in each step."""
+    heads = MedusaHeads(128, 3, model.lm_head)
+    torch.nn.init.normal_(heads.weight, std=0.05, generator=torch.Generator().manual_seed(3))
+    given, trees = [], []
+
+    class Kept(MedusaHeads):
+        def forward(self, hidden):
+            given.append(super().forward(hidden).log_softmax(-1))
+            return given[-1]
+
+    kept = Kept(128, 3, model.lm_head)
+    kept.load_state_dict(heads.state_dict())
+    drafter = MedusaDrafter(kept.requires_grad_(False), 9)
+    assert (drafter.max_nodes, drafter.max_depth, drafter.is_chain) == (9, 3, False)
+
+    def collect(result):
+        if len(result.sequences) > result.num_read:
+            trees.append((result.draft_tokens.tolist(), result.trees.parents.tolist(), result.trees.cu_nodes.tolist()))
+
+    prompts = prompts_of((5, 21), seed=3)
+    generate(model, prompts, drafter=drafter, max_new_tokens=12, on_step=collect)
+    assert len(given) == len(trees) > 3
+    shapes = set()
+    for log_probs, (tokens, parents, cu_nodes) in zip(given, trees, strict=True):
+        for levels, begin, end in zip(log_probs, cu_nodes, cu_nodes[1:], strict=False):
+            paths = {(): 0.0}
+            for level in levels.tolist():
+                best = sorted(range(VOCAB), key=lambda token, level=level: -level[token])[:8]
+                deepest = max(map(len, paths))
+                longer = {(*path, token): paths[path] + level[token] for path in paths for token in best
+                          if len(path) == deepest}  # fmt: skip
+                paths |= dict(sorted(longer.items(), key=lambda item: -item[1])[:8])
+            expected = sorted(paths, key=lambda path: -paths[path])[:9]
+            found = [()]
+            for row in range(begin + 1, end):
+                found.append((*found[parents[row]], tokens[row]))
+            assert set(found) == set(expected)
+            shapes.add(tuple(parents[begin:end]))
+    assert len(shapes) > 1
+    with pytest.raises(ValueError, match="tree: expected at least 2 nodes"):
+        MedusaDrafter(heads, 1)
+
+
 def test_medusa_tree_takes_the_likeliest_paths():
     tree = medusa_tree(num_heads=2, num_nodes=6)
     # Costs: [0] 1; [1] 2, [0, 0] 2; then two of the four paths of cost 3.

@@ -12,13 +12,14 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import SAMPLING, lists, prompts_of, tiny
+from generate_case import SAMPLING, lists, prompts_of, tiny, tiny_eagle
 
 from pagedtree import Draft, DraftTree, TreeBatch
 from pagedtree.generation import tree_tuner
 from pagedtree.generation.node_budget import BatchNodes
 from pagedtree.generation.tree_tuner import TreeTuner
 from pagedtree.integrations.transformers import (
+    EagleDrafter,
     MedusaDrafter,
     MedusaHeads,
     ModelDrafter,
@@ -231,6 +232,8 @@ def drafters(model):
     return {
         "n-gram": NgramDrafter(12, remember=2),
         "Medusa": MedusaDrafter(heads, medusa_tree(3, 12)),
+        "Medusa, best first": MedusaDrafter(heads, 12),
+        "EAGLE": EagleDrafter(tiny_eagle(model), num_nodes=12, depth=3, width=3),
         "draft model": ModelDrafter(tiny(1), num_nodes=12, depth=3, width=3),
     }
 
@@ -273,7 +276,7 @@ def scheduled(monkeypatch):
 
 
 @pytest.mark.parametrize("params", [None, SAMPLING], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["n-gram", "Medusa", "draft model"])
+@pytest.mark.parametrize("name", ["n-gram", "Medusa", "Medusa, best first", "EAGLE", "draft model"])
 def test_the_text_does_not_depend_on_the_trees(model, scheduled, name, params):
     prompts = prompts_of((5, 21, 1, 34), seed=3)
     plain, _ = generate(model, prompts, max_new_tokens=24, params=params)

@@ -114,6 +114,8 @@ class DraftGroup:
                 self.drafter = make(draft_ranks)
                 if not callable(getattr(self.drafter, "propose", None)):
                     raise TypeError(f"make: expected it to return a drafter, got {type(self.drafter).__name__}")
+                if getattr(self.drafter, "feature_layers", ()):
+                    raise ValueError("make: expected a drafter without feature_layers, which draft ranks lack")
                 facts = tuple(getattr(self.drafter, name, default) for name, default in FACTS.items())
             except Exception as error:
                 failure = error

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import Draft, TreeBatch, Verdict, commit, compact_kv, prepare_step, slot_mapping
-from pagedtree.generation.drafters.base import Drafter, StepResult, roots_only
+from pagedtree.generation.drafters.base import Drafter, FeatureRows, StepResult, roots_only
 from pagedtree.generation.fixed_step import FixedStep, FixedSteps, check_drafter
 from pagedtree.generation.grammar_steps import GrammarSteps
 from pagedtree.generation.logprobs import Found, LogprobReader, TokenLogprobs
@@ -86,6 +86,8 @@ class Engine:
                 each.logprobs = TokenLogprobs()
         self.tuner, self.has_begun_to_tune = tuner, False
         self.max_nodes = max(drafter.max_nodes, 1)
+        # Any object with `observe` is a drafter.
+        self.feature_layers: tuple[int, ...] = tuple(getattr(drafter, "feature_layers", ()))
         self.vocab_size = model.vocab_size
         sequences = scheduler.waiting
         capacity = max((sequence.max_length for sequence in sequences), default=0)
@@ -128,9 +130,12 @@ class Engine:
         packed = self._pack(batch, draft)
         if self.grammars is not None:
             self.grammars.fill(packed.verified, packed.draft)
-        logits, hidden = self.model.run(
-            packed.input_ids, packed.positions, packed.step, packed.logit_rows, self.drafter.needs_hidden
-        )
+        logits, hidden, features = self.model.run(
+            packed.input_ids, packed.positions, packed.step, packed.logit_rows, self.drafter.needs_hidden,
+            self.feature_layers,
+        )  # fmt: skip
+        if features is not None:
+            self._hand_on(batch, features)
         for sequence, count in batch.prefill:
             sequence.cached += count
             if sequence.was_evicted:
@@ -281,6 +286,12 @@ class Engine:
             ),
             logit_rows=logit_rows,
         )
+
+    def _hand_on(self, batch: Batch, features: Tensor) -> None:
+        """Gives the drafter the features of what the pass read; nothing of it is in `cached` or tokens yet."""
+        sequences = [*(sequence for sequence, _ in batch.prefill), *batch.decode]
+        start = [*(sequence.cached for sequence, _ in batch.prefill), *(sequence.root for sequence in batch.decode)]
+        self.drafter.read(FeatureRows(sequences, start, [count for _, count in batch.prefill], features))
 
     def _shared_prefix(
         self, step: PagedStep, read: list[GeneratedSequence], decode: list[GeneratedSequence], max_nodes: int

@@ -122,7 +122,7 @@ class FixedStep:
             trees.cu_nodes.diff() if is_tree else None, max_seqlen_q=trees.max_nodes,
         )  # fmt: skip
         input_ids = tokens.clamp(0, self.vocab_size - 1)
-        logits, hidden = self.model.run(input_ids, positions, step, needs_hidden=self.drafter.needs_hidden)
+        logits, hidden, _ = self.model.run(input_ids, positions, step, needs_hidden=self.drafter.needs_hidden)
 
         sampling, options = self.sampling.at(rows), self.options
         if self.requests is not None and options is not None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,22 @@ from torch import Tensor
 from pagedtree.generation.paged_step import PagedStep
 from pagedtree.generation.scheduler import GeneratedSequence
 
-__all__ = ["PackedModel"]
+__all__ = ["PackedModel", "PassOutput"]
+
+
+class PassOutput(NamedTuple):
+    """What a pass over T packed tokens gave.
+
+    Attributes:
+        logits: [R, V], at the rows that were asked for.
+        hidden: [R, H], what the output layer read there, if it was asked for, else None.
+        features: [T, len(feature_layers) * H], at all tokens, the layers side by side in the order in which they were
+            asked for; None without feature_layers.
+    """
+
+    logits: Tensor
+    hidden: Tensor | None = None
+    features: Tensor | None = None
 
 
 class PackedModel(Protocol):
@@ -49,9 +64,11 @@ class PackedModel(Protocol):
         step: PagedStep,
         rows: Tensor | None = None,
         needs_hidden: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """One pass over packed tokens, int64 [T]: logits [R, V] at `rows` (int64 [R], None = all), and what the output
-        layer read there, [R, H] if `needs_hidden`, else None. Raises ValueError for a model that cannot be run so.
+        feature_layers: Sequence[int] = (),
+    ) -> PassOutput:
+        """One pass over packed tokens, int64 [T]: logits at `rows` (int64 [R], None = all), what the output layer read
+        there if `needs_hidden`, and at all tokens what these decoder layers gave (see `Drafter.feature_layers`). Raises
+        ValueError for a model that cannot be run so, or lacks such layers.
         """
 
     def new_hidden(self, num_rows: int) -> Tensor:

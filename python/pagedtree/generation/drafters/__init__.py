@@ -1,12 +1,17 @@
 """Drafters: who guesses the next tokens."""
 
-from pagedtree.generation.drafters.base import Drafter, NoDrafter, Proposal, StepResult, as_drafter
+from pagedtree.generation.drafters.base import Drafter, FeatureRows, NoDrafter, Proposal, StepResult, as_drafter
+from pagedtree.generation.drafters.eagle import EagleDrafter
+from pagedtree.generation.drafters.eagle_head import EagleHead
 from pagedtree.generation.drafters.medusa import MedusaDrafter, MedusaHeads, medusa_tree
 from pagedtree.generation.drafters.model import ModelDrafter
 from pagedtree.generation.drafters.ngram import NgramDrafter
 
 __all__ = [
     "Drafter",
+    "EagleDrafter",
+    "EagleHead",
+    "FeatureRows",
     "MedusaDrafter",
     "MedusaHeads",
     "ModelDrafter",

@@ -16,7 +16,7 @@ from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.generation.tree_tuner import TreeTuner
 
-__all__ = ["Drafter", "NoDrafter", "Proposal", "StepResult", "as_drafter", "roots_only"]
+__all__ = ["Drafter", "FeatureRows", "NoDrafter", "Proposal", "StepResult", "as_drafter", "roots_only"]
 
 Proposal = Draft | tuple[Tensor, TreeBatch, Tensor | None]
 
@@ -56,6 +56,45 @@ class StepResult:
         return self.draft.trees
 
 
+@dataclass
+class FeatureRows:
+    """What one pass read and the target's features of it, as `Drafter.read` sees them.
+
+    Attributes:
+        sequences: those that read known tokens, len(counts) of them, then those that decode a tree. None has got tokens
+            of this pass yet.
+        start: the position of each one's first row: of the first token that it reads, or of its tree's root.
+        counts: how many tokens the first ones read, from `start` on. They have their rows one after the other; behind
+            them come the rows of the trees, each tree's in the order of its nodes.
+        features: [T, len(feature_layers) * H], the layers side by side.
+    """
+
+    sequences: list[GeneratedSequence]
+    start: list[int]
+    counts: list[int]
+    features: Tensor
+
+    def known(self) -> list[tuple[GeneratedSequence, int, Tensor]]:
+        """For each sequence that read known tokens: it, the first one's position, and their features, [count, F]."""
+        parts = self.features[: sum(self.counts)].split(self.counts)
+        return list(zip(self.sequences, self.start, parts, strict=False))
+
+    def accepted(self, result: StepResult) -> list[tuple[GeneratedSequence, int, Tensor]]:
+        """For each sequence that decoded: it, its root's position, and the features of the root and of the tokens that
+        it got, but for the newest, which no pass has read yet.
+
+        result: what `observe` is told of the same pass.
+        """
+        decoded, roots = self.sequences[len(self.counts) :], self.start[len(self.counts) :]
+        counts = [len(sequence.tokens) - 1 - root for sequence, root in zip(decoded, roots, strict=True)]
+        # `result` has one row for each sequence that it tells of which read known tokens.
+        shift = sum(self.counts) - result.num_read
+        path = result.commit.accept_rows[result.num_read :]
+        wanted = [i * path.shape[1] + j for i, count in enumerate(counts) for j in range(count)]
+        rows = path.flatten()[torch.tensor(wanted, dtype=torch.int64).to(path.device)] + shift
+        return list(zip(decoded, roots, self.features.index_select(0, rows).split(counts), strict=True))
+
+
 class Drafter:
     """Base of drafters. Only `propose` is needed, and any object with it will do; the rest lets a drafter keep state.
 
@@ -64,6 +103,12 @@ class Drafter:
             0 = not known before the proposals; a drafter with state must set it.
         max_depth: the most levels below the root; `use_tree` is never asked for more. 0 = max_nodes - 1.
         needs_hidden: whether `observe` wants the target's hidden states.
+        feature_layers: decoder layers of the target, from 0, whose outputs `read` wants at all tokens of every pass,
+            prompts included. The output of layer i is the residual stream behind it, transformers' hidden_states[i + 1]
+            (of the last layer: before the final norm, which hidden_states[-1] has behind it), and what SGLang's
+            eagle_config calls i in eagle_aux_hidden_state_layer_ids. vLLM's entry of this name counts the inputs of
+            layers, and calls it i + 1. Without an entry both take the outputs of the layers 1, n // 2 - 1 and n - 4 of
+            n.
         draft_law: how the children of a node are chosen, see `pagedtree.verify_rejection`: "onehot" (chosen without
             chance), or "iid" or "swor", whose proposals have draft_probs. "coupled": by the noise with which rule
             "sampled" samples the target.
@@ -75,6 +120,7 @@ class Drafter:
     max_nodes: int = 1
     max_depth: int = 0
     needs_hidden: bool = False
+    feature_layers: tuple[int, ...] = ()
     draft_law: str = "onehot"
     is_chain: bool = False
     is_capturable: bool = False
@@ -119,6 +165,13 @@ class Drafter:
         `generate(tree="auto")`, which corrects it by what is accepted. None: not known.
         """
         return None
+
+    def read(self, rows: FeatureRows) -> None:
+        """The target's features of what a pass read, with `feature_layers` only, after every pass. `observe` of the
+        same pass follows if any of its sequences gains tokens. Outcomes of one prompt read its first `shared_len`
+        tokens once: another one then begins with position `shared_len`. An evicted sequence is read again, from there
+        or from 0.
+        """
 
     def narrow(self, draft: Draft, rows: Tensor) -> None:
         """The target verifies this part of the last proposal alone: its rows `rows`, int32."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pagedtree import Draft, DraftTree, medusa_propose
+from pagedtree import Draft, DraftTree, best_first_tree, medusa_propose
 from pagedtree.generation.drafters.base import Drafter, StepResult, roots_only
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.rules import Sampling
@@ -90,39 +90,52 @@ def medusa_tree(num_heads: int, num_nodes: int) -> DraftTree:
 
 
 class MedusaDrafter(Drafter):
-    """Medusa: heads on the target's last hidden state guess the tokens after the next one, at one fixed tree.
+    """Medusa: heads on the target's last hidden state guess the tokens after the next one.
 
     Args:
         heads: hidden states [B, H] -> logits [B, num_heads, V] (`MedusaHeads`); head i guesses the token i + 2
             after the state's position.
-        tree: its nodes take the token of their child rank in the head of their depth; `medusa_tree` is a fair
-            one.
+        tree: the number of nodes, root included, of trees that each sequence gets anew in each step: those of the
+            highest joint log-probability by what the heads give (`pagedtree.best_first_tree`). Or one fixed tree, whose
+            nodes take the token of their child rank in the head of their depth; `medusa_tree` is a fair one.
     """
 
     needs_hidden = True
     is_capturable = True
 
-    def __init__(self, heads: Callable[[Tensor], Tensor], tree: DraftTree) -> None:
-        self.heads, self.tree, self._tree = heads, tree, tree
-        self.max_nodes, self.max_depth = tree.num_nodes, tree.max_depth
-        self.is_chain = tree.num_nodes == tree.max_depth + 1
+    def __init__(self, heads: Callable[[Tensor], Tensor], tree: DraftTree | int) -> None:
+        self.heads, self.tree = heads, tree
+        if isinstance(tree, DraftTree):
+            self.max_nodes, self.max_depth = tree.num_nodes, tree.max_depth
+            self.is_chain = tree.num_nodes == tree.max_depth + 1
+        else:
+            if tree < 2:
+                raise ValueError(f"tree: expected at least 2 nodes (the root and a draft token), got {tree}")
+            self.max_nodes, self.max_depth = tree, min(getattr(heads, "num_heads", tree - 1), tree - 1)
+            self.is_chain = tree == 2
+        self._wanted: DraftTree | None = None  # of `use_tree`
+        self._joint: Tensor | None = None  # joint log-probabilities of the last proposal's nodes
         self._hidden: Tensor | None = None  # one row for each sequence's index; idle rows use the last one
         self._known: set[int] = set()  # the sequences that have a state
         self._selected: list[GeneratedSequence] = []
 
     def begin(self, page_size: int, sampling: Sampling) -> None:
         self._hidden, self._known = None, set()
-        self._tree = self.tree
+        self._wanted = None
 
     def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
         self._selected = sequences
 
     def use_tree(self, tree: DraftTree | None) -> None:
-        self._tree = self.tree if tree is None else tree
+        self._wanted = tree
+
+    def confidence(self) -> Tensor | None:
+        return self._joint
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
     ) -> Draft:
+        self._joint = None
         if rows is None:
             known = next((sequence.index for sequence in self._selected if sequence.index in self._known), None)
             if known is None:
@@ -131,7 +144,25 @@ class MedusaDrafter(Drafter):
             indices = [sequence.index if sequence.index in self._known else known for sequence in self._selected]
             rows = torch.tensor(indices).to(tokens.device)
         assert self._hidden is not None
-        return medusa_propose(self.heads(self._hidden.index_select(0, rows)), self._tree, active=active)
+        logits = self.heads(self._hidden.index_select(0, rows))
+        if isinstance(self.tree, DraftTree):
+            return medusa_propose(logits, self._wanted or self.tree, active=active)
+        return self._best_trees(logits, self.tree)
+
+    def _best_trees(self, logits: Tensor, num_nodes: int) -> Draft:
+        """The trees of the highest joint log-probability by the heads' logits [B, num_heads, V]."""
+        if self._wanted is not None:
+            num_nodes = min(max(self._wanted.num_nodes, 2), num_nodes)
+            logits = logits[:, : max(self._wanted.max_depth, 1)]
+        logits = logits.float()
+        # No level has use for more candidates than the tree has nodes.
+        best = logits.topk(min(num_nodes - 1, logits.shape[-1]), dim=-1)
+        log_probs = best.values - logits.logsumexp(-1, keepdim=True)
+        roots = best.indices.new_zeros(logits.shape[0])
+        draft_tokens, trees, self._joint = best_first_tree(
+            log_probs, best.indices, roots, num_nodes, return_log_probs=True
+        )
+        return Draft(draft_tokens, trees)
 
     def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
         assert result.hidden is not None

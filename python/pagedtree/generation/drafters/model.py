@@ -4,45 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import accumulate
-from operator import mul
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from pagedtree import (
-    Commit,
-    Draft,
-    DraftState,
-    DraftTree,
-    Verdict,
-    commit,
-    compact_kv,
-    expand_tree,
-    rerank_tree,
-    slot_mapping,
-    start_draft,
-)
-from pagedtree.generation.drafters.base import Drafter, StepResult
+from pagedtree import Commit, Draft, DraftState, Verdict, commit, compact_kv, slot_mapping
+from pagedtree.generation.drafters.base import StepResult
+from pagedtree.generation.drafters.grown import TreeGrower
 from pagedtree.generation.mirror import Mirror
 from pagedtree.generation.packed_model import PackedModel
-from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.paged_step import PagedStep
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 
 __all__ = ["ModelDrafter"]
 
-INITIAL_PAGES = 64
 # Models of one tokenizer pad their vocabularies to multiples of at most some hundred.
 MAX_PADDING = 1024
-# What `expand_tree` calls its law, and what that is to the rules of verification.
-DRAFT_LAWS = {"topk": "onehot", "iid": "iid", "swor": "swor", "coupled": "coupled"}
 
 
-class ModelDrafter(Drafter):
+class ModelDrafter(TreeGrower):
     """A draft model of the target's tokenizer grows a tree of at most `num_nodes` nodes and `depth` levels.
 
     Each step runs the draft model `depth` times: over what it has not read yet, then over some nodes of each level but
@@ -85,45 +67,16 @@ class ModelDrafter(Drafter):
         branching: Sequence[int] | None = None,
         max_batch_tokens: int = 4096,
     ) -> None:
-        packed = self.pack(model)
-        if law not in DRAFT_LAWS:
-            raise ValueError(f"law: expected one of {', '.join(DRAFT_LAWS)}, got {law!r}")
-        if branching is not None and law == "topk":
-            raise ValueError('branching: expected None under law "topk", whose trees take shape by their scores')
-        for name, value, least in (("num_nodes", num_nodes, 2), ("depth", depth, 1), ("width", width, 1)):
-            if value < least:
-                raise ValueError(f"{name}: expected at least {least}, got {value}")
-        if branching is not None and (not branching or min(branching) < 1):
-            raise ValueError(f"branching: expected levels of at least 1 child each, got {list(branching)}")
-        self.model, self.packed = model, packed
-        self.vocab_size, self.device = packed.vocab_size, packed.device
-        self.law, self.draft_law = law, DRAFT_LAWS[law]
-        self.max_nodes = num_nodes
+        self.model, self.packed = model, self.pack(model)
         self.max_batch_tokens = max_batch_tokens
-        # Children of a node, and how many of the new nodes the draft model reads, level by level.
-        if law == "topk":
-            self.num_children = [min(width, self.vocab_size)] * depth
-            self.num_frontier = [width] * (depth - 1)
-        else:
-            most = self.vocab_size if law != "iid" else max(branching or [width])
-            self.num_children = [min(count, most) for count in branching or [width] + [1] * (depth - 1)]
-            self.num_frontier = list(accumulate(self.num_children, mul))[:-1]
-        self.is_chain = max(self.num_children) == 1
-        self.max_kv_nodes = 1 + sum(self.num_frontier)
-        self.max_depth = len(self.num_children)
         self._context, self._attends = ExitStack(), False
         self._is_long: bool | None = None  # found by `prepare`; None where nobody calls it, as in vLLM
-        self._reset(page_size=1)
+        super().__init__(self.packed.vocab_size, self.packed.device, law, num_nodes, depth, width, branching)
 
     def _reset(self, page_size: int) -> None:
-        self.cache = PagedCache(INITIAL_PAGES, page_size, self.device)
-        self._known: dict[int, GeneratedSequence] = {}
-        self._cached: dict[int, int] = {}  # tokens from the start that the cache holds for certain
-        self._selected: list[GeneratedSequence] = []
+        super()._reset(page_size)
         self._draft: Draft | None = None
-        self._grown: tuple[Tensor, int] | None = None  # the scores of the last proposal's candidates, and its nodes
         self._tables: dict[int, Mirror] = {}  # page tables of captured steps, by batch size
-        self._limits = (self.max_nodes, self.max_depth)
 
     def pack(self, model: Any) -> PackedModel:
         """`model` as the drafter runs it; adapters take models of their library and override this."""
@@ -147,7 +100,7 @@ class ModelDrafter(Drafter):
     def end(self) -> None:
         self._context.close()
         self._attends, self._is_long = False, None
-        self._reset(page_size=1)
+        super().end()
 
     def _attend(self) -> None:
         """Gives the draft model our attention. In `begin` this would delay a short prompt's first token by 1 %."""
@@ -164,7 +117,7 @@ class ModelDrafter(Drafter):
         self._tables[batch_size] = Mirror((batch_size, max(pages)), torch.int32, self.cache.device)
 
     def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
-        self._selected = sequences
+        super().select(sequences, batch_size)
         if batch_size is None:
             return
         unread = [s for s in sequences if s.index not in self._known or self._cached[s.index] < len(s.tokens) - 2]
@@ -186,41 +139,6 @@ class ModelDrafter(Drafter):
         self._draft = self._grow(logits, roots, table, start, self._sampling.of(self._selected))
         return self._draft
 
-    def _grow(
-        self,
-        logits: Tensor,
-        roots: Tensor,
-        table: Tensor,
-        start: Tensor,
-        sampling: Sampling,
-        active: Tensor | None = None,
-    ) -> Draft:
-        """Trees under `roots`, where the draft model's logits are known; runs on the device alone."""
-        state = start_draft(roots, max_kv_nodes=self.max_kv_nodes, active=active)
-        noise: dict[str, Any] = {}
-        if self.law != "topk":
-            seeds = sampling.seeds if self.law == "coupled" else sampling.draft_seeds(start)
-            noise = {"params": sampling.params, "seeds": seeds, "positions": start.long()}
-        vocab_size = sampling.vocab_size or logits.shape[-1]
-        num_nodes, depth = self._limits
-        frontiers = [*self.num_frontier[: depth - 1], 0]
-        for num_children, num_frontier in zip(self.num_children[:depth], frontiers, strict=True):
-            logits = logits[:, :vocab_size]  # the target lacks the other tokens
-            if self.law != "iid":  # the other laws draft no token twice
-                num_children = min(num_children, vocab_size)
-            num_frontier = min(num_frontier, state.num_frontier * num_children)
-            state = expand_tree(
-                state, logits, law=self.law, num_children=num_children, num_frontier=num_frontier, **noise
-            )
-            if num_frontier:
-                logits = self._read_level(state, table, start)
-        self._grown = state.scores, num_nodes
-        draft = rerank_tree(state, num_nodes, active=active)
-        if draft.draft_probs is not None:  # the draft model gives 0 to tokens that it lacks
-            missing = vocab_size - draft.draft_probs.shape[-1]
-            draft = draft._replace(draft_probs=F.pad(draft.draft_probs, (0, missing)) if missing else draft.draft_probs)
-        return draft
-
     def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
         """Moves what the draft model read of the accepted paths to its place."""
         if rows is not None:
@@ -239,20 +157,6 @@ class ModelDrafter(Drafter):
     def narrow(self, draft: Draft, rows: Tensor) -> None:
         self._draft = draft
 
-    def confidence(self) -> Tensor | None:
-        if self._grown is None or self.law != "topk":
-            return None
-        scores, num_nodes = self._grown
-        best = scores.argsort(dim=1, descending=True, stable=True)[:, :num_nodes].sort(dim=1).values
-        chosen = scores.gather(1, best)
-        return chosen[chosen > -torch.inf]
-
-    def use_tree(self, tree: DraftTree | None) -> None:
-        if tree is None:
-            self._limits = self.max_nodes, self.max_depth
-            return
-        self._limits = (min(max(tree.num_nodes, 2), self.max_nodes), min(max(tree.max_depth, 1), self.max_depth))
-
     def unread(self, sequences: list[GeneratedSequence]) -> int:
         return sum(len(sequence.tokens) - self._cached.get(sequence.index, 0) - 2 for sequence in sequences)
 
@@ -266,11 +170,6 @@ class ModelDrafter(Drafter):
             # The last accepted token may not have been read. Reading it again costs less than asking the device.
             self._cached[sequence.index] = len(sequence.tokens) - 2
             self.cache.trim(sequence.index, len(sequence.tokens) - 1)
-
-    def forget(self, sequence: GeneratedSequence) -> None:
-        self.cache.release(sequence.index)
-        self._known.pop(sequence.index, None)
-        self._cached.pop(sequence.index, None)
 
     def _read(self, sequences: list[GeneratedSequence]) -> Tensor:
         """Reads all tokens that the cache lacks; returns logits [B, V] at the last ones."""
@@ -307,33 +206,18 @@ class ModelDrafter(Drafter):
     def _read_chunks(self, chunks: list[tuple[GeneratedSequence, int]]) -> tuple[list[GeneratedSequence], Tensor]:
         """One causal pass over the next tokens of each; returns which are read to their end, and their logits."""
         tokens: list[int] = []
-        positions: list[int] = []
-        offsets, ends = [0], []
         complete, rows = [], []
+        step, positions = self._causal_step([(s, self._cached[s.index], count) for s, count in chunks])
         for sequence, count in chunks:
             begin = self._cached[sequence.index]
-            self._reserve(sequence, begin + count)
             tokens += sequence.tokens[begin : begin + count]
-            positions += range(begin, begin + count)
-            offsets.append(len(tokens))
-            ends.append(begin + count)
             self._cached[sequence.index] = begin + count
             if begin + count == len(sequence.tokens):
                 complete.append(sequence)
                 rows.append(len(tokens) - 1)
-        table = self.cache.page_table([sequence.index for sequence, _ in chunks])
-        seq_lens, cu_seqlens_q = (torch.tensor(x, dtype=torch.int32).to(self.device) for x in (ends, offsets))
-        slots = slot_mapping(table, seq_lens, cu_seqlens_q, self.cache.page_size, total_q=len(tokens))
-        longest = max(count for _, count in chunks)
-        step = PagedStep(self.cache, table, seq_lens, cu_seqlens_q, slots, None, None, longest)
         ids = torch.tensor(tokens).clamp(max=self.vocab_size - 1).to(self.device)
-        logits, _ = self.packed.run(
-            ids,
-            torch.tensor(positions).to(self.device),
-            step,
-            torch.tensor(rows, dtype=torch.int64).to(self.device),
-        )
-        return complete, logits
+        wanted = torch.tensor(rows, dtype=torch.int64).to(self.device)
+        return complete, self.packed.run(ids, positions, step, wanted).logits
 
     def _read_last_two(self, tokens: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
         """Reads the root of each row and the token before it, which may be in the cache or not; returns logits [B, V]
@@ -345,27 +229,8 @@ class ModelDrafter(Drafter):
         offsets = torch.arange(num_rows + 1, dtype=torch.int32, device=lengths.device) * 2
         slots = slot_mapping(table, lengths, offsets, self.cache.page_size, total_q=2 * num_rows)
         step = PagedStep(self.cache, table, lengths, offsets, slots, None, None, max_seqlen_q=2)
-        logits, _ = self.packed.run(ids, positions.clamp(min=0).flatten(), step)
-        return logits[1::2]
+        return self.packed.run(ids, positions.clamp(min=0).flatten(), step).logits[1::2]
 
     def _read_level(self, state: DraftState, table: Tensor, start: Tensor) -> Tensor:
-        """One pass over the frontiers; returns logits [B * F, V]."""
-        positions = state.level_positions(start)
-        seq_lens = start + state.level_tree_lens
-        slots = slot_mapping(table, seq_lens, state.cu_seqlens_q, self.cache.page_size, total_q=positions.shape[0])
-        step = PagedStep(
-            self.cache, table, seq_lens, state.cu_seqlens_q, torch.where(state.level_present, slots, -1),
-            state.level_mask, state.level_tree_lens, state.num_frontier,
-        )  # fmt: skip
-        return self.packed.run(state.level_tokens, positions, step)[0]
-
-    def _reserve_trees(self, sequences: list[GeneratedSequence]) -> list[list[int]]:
-        """The page table of these sequences, with room for a tree."""
-        for sequence in sequences:
-            self._reserve(sequence, sequence.root + self.max_kv_nodes)
-        return [self.cache.pages(sequence.index) for sequence in sequences]
-
-    def _reserve(self, sequence: GeneratedSequence, num_tokens: int) -> None:
-        if not self.cache.reserve(sequence.index, num_tokens):
-            self.cache.grow(max(self.cache.num_pages, self.cache.pages_for(num_tokens)))
-            self.cache.reserve(sequence.index, num_tokens)
+        step = self._level_step(state, table, start)
+        return self.packed.run(state.level_tokens, state.level_positions(start), step).logits

@@ -10,6 +10,9 @@ Needs transformers 4.57 or newer (the extra `pagedtree[transformers]`).
 
 from pagedtree.generation.drafters import (
     Drafter,
+    EagleDrafter,
+    EagleHead,
+    FeatureRows,
     MedusaDrafter,
     MedusaHeads,
     NgramDrafter,
@@ -30,6 +33,9 @@ from pagedtree.integrations.transformers.tensor_parallel import tensor_parallel
 
 __all__ = [
     "Drafter",
+    "EagleDrafter",
+    "EagleHead",
+    "FeatureRows",
     "GenerationStats",
     "MedusaDrafter",
     "MedusaHeads",

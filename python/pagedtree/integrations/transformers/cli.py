@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagedtree import SamplingParams
-from pagedtree.generation.drafters import Drafter, MedusaDrafter, MedusaHeads, NgramDrafter, medusa_tree
-from pagedtree.generation.drafters.model import DRAFT_LAWS
+from pagedtree.generation.drafters import Drafter, EagleDrafter, EagleHead, MedusaDrafter, MedusaHeads, NgramDrafter
+from pagedtree.generation.drafters.grown import DRAFT_LAWS
 from pagedtree.generation.logprobs import TokenLogprobs
 from pagedtree.generation.rules import RULES
 from pagedtree.generation.token_options import TokenOptions
@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     drafts = parser.add_mutually_exclusive_group()
     drafts.add_argument("--draft", metavar="PATH", help="checkpoint of a smaller model of the same tokenizer")
     drafts.add_argument("--medusa", metavar="PATH", help="folder of Medusa heads (config.json, medusa.safetensors)")
+    drafts.add_argument("--eagle", metavar="PATH", help="folder of an EAGLE-3 head, as SGLang and vLLM load it")
     drafts.add_argument("--ngram", action="store_true", help="draft from the text itself (prompt lookup)")
     parser.add_argument(
         "--draft-law", choices=DRAFT_LAWS, default="topk", help="how --draft chooses tokens (default %(default)s)"
@@ -188,7 +189,11 @@ def _drafter(model: Any, args: argparse.Namespace) -> Drafter | None:
         )
     if args.medusa:
         heads = MedusaHeads.from_pretrained(args.medusa, model)
-        return MedusaDrafter(heads, medusa_tree(heads.num_heads, args.num_nodes))
+        return MedusaDrafter(heads, args.num_nodes)
+    if args.eagle:
+        width, depth = (1, args.num_nodes - 1) if args.rule == "block" else (4, 5)
+        head = EagleHead.from_pretrained(args.eagle, model)
+        return EagleDrafter(head, num_nodes=args.num_nodes, depth=depth, width=width)
     if args.ngram:
         return NgramDrafter(args.num_nodes, max_branches=1 if args.rule == "block" else 4)
     return None

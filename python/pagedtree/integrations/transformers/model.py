@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pagedtree.generation.packed_model import PackedModel
+from pagedtree.generation.packed_model import PackedModel, PassOutput
 from pagedtree.generation.paged_step import PagedStep
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.integrations.transformers.attention import NAME, register
@@ -123,7 +123,8 @@ class TransformersModel(PackedModel):
         step: PagedStep,
         rows: Tensor | None = None,
         needs_hidden: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+        feature_layers: Sequence[int] = (),
+    ) -> PassOutput:
         model, packed = self.model, PackedPass(step)
         kwargs: dict[str, Any] = {}
         if rows is not None and "logits_to_keep" in inspect.signature(model.forward).parameters:
@@ -132,6 +133,7 @@ class TransformersModel(PackedModel):
             packed.active(),
             absorbed(self.latent_layers),
             _captured_input(model.get_output_embeddings(), needs_hidden) as captured,
+            _captured_outputs(_layers_of(model, feature_layers)) as features,
         ):
             logits = model(
                 input_ids=input_ids[None],
@@ -144,7 +146,7 @@ class TransformersModel(PackedModel):
         hidden = captured[0].reshape(-1, captured[0].shape[-1]) if captured else None
         if rows is not None and not kwargs:
             logits, hidden = logits[rows], hidden[rows] if hidden is not None else None
-        return logits, hidden
+        return PassOutput(logits, hidden, torch.cat(features, dim=1) if feature_layers else None)
 
     def new_hidden(self, num_rows: int) -> Tensor:
         weight: Tensor = self.model.get_output_embeddings().weight
@@ -178,3 +180,41 @@ def _captured_input(layer: nn.Module, wanted: bool) -> Iterator[list[Tensor]]:
         yield captured
     finally:
         handle.remove()
+
+
+def _layers_of(model: Any, indices: Sequence[int]) -> list[nn.Module]:
+    """The decoder layers with these indices; ValueError where the model has no such layers."""
+    if not indices:
+        return []
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    count = model.config.get_text_config().num_hidden_layers
+    # The first list of this length is the outermost: a layer's experts could be as many.
+    lists = (module for module in decoder.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
+    layers = next(lists, None)
+    if layers is None:
+        raise ValueError(
+            f"feature_layers: expected a model with a list of its {count} layers, got {type(model).__name__}"
+        )
+    if not all(0 <= index < count for index in indices):
+        raise ValueError(f"feature_layers: expected layers of 0..{count - 1}, got {list(indices)}")
+    return [layers[index] for index in indices]
+
+
+@contextmanager
+def _captured_outputs(layers: list[nn.Module]) -> Iterator[list[Tensor]]:
+    """What each of these layers gives for the packed tokens, [T, H]."""
+    captured: list[Tensor] = [torch.empty(0)] * len(layers)
+
+    def take(place: int, output: Any) -> None:
+        states = output[0] if isinstance(output, tuple) else output
+        captured[place] = states.reshape(-1, states.shape[-1])
+
+    handles = [
+        layer.register_forward_hook(lambda _, __, output, place=place: take(place, output))
+        for place, layer in enumerate(layers)
+    ]
+    try:
+        yield captured
+    finally:
+        for handle in handles:
+            handle.remove()

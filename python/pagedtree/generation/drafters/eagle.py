@@ -1,0 +1,167 @@
+"""EAGLE-3: trees that a head grows from the target's features, with its own paged cache (Li et al., 2025)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pagedtree import Draft, DraftState
+from pagedtree.generation.drafters.base import FeatureRows, StepResult, roots_only
+from pagedtree.generation.drafters.eagle_head import EagleHead
+from pagedtree.generation.drafters.grown import TreeGrower
+from pagedtree.generation.paged_step import PagedStep
+from pagedtree.generation.rules import Sampling
+from pagedtree.generation.scheduler import GeneratedSequence
+
+__all__ = ["EagleDrafter"]
+
+# Features that wait for the next proposal, of all sequences: more are read at once, so that they need little memory.
+MAX_WAITING = 2048
+
+
+@dataclass
+class _Waiting:
+    """Features of a sequence's tokens that the head has not read yet, and how many they are."""
+
+    count: int = 0
+    parts: list[Tensor] = field(default_factory=list)
+
+
+class EagleDrafter(TreeGrower):
+    """An EAGLE-3 head grows a tree of at most `num_nodes` nodes and `depth` levels, by its most likely tokens.
+
+    Each step runs the head `depth` times: over what the target has read since the last step, with the target's
+    features, then over the best `width` nodes of each level but the last, with its own states in their place. Of all
+    candidates the `num_nodes` best are the tree (EAGLE-2). The head has pages of its own, which do not count in
+    `num_pages` of `generate`; only running sequences hold pages. The pool doubles when it is full.
+
+    Args:
+        head: the head, made for the target that `generate` gets.
+        num_nodes: nodes of the tree, the root included.
+        depth, width: levels, and children of a node; width 1 gives a chain.
+    """
+
+    def __init__(self, head: EagleHead, *, num_nodes: int = 16, depth: int = 5, width: int = 4) -> None:
+        self.head, self.feature_layers = head, head.feature_layers
+        super().__init__(head.vocab_size, head.target_ids.device, "topk", num_nodes, depth, width)
+
+    def _reset(self, page_size: int) -> None:
+        super()._reset(page_size)
+        self._waiting: dict[int, _Waiting] = {}
+        self._rows: FeatureRows | None = None  # of the pass that `observe` is about to tell of
+        self._states: Tensor | None = None  # [B * F, H], what the head gave at the frontier that it read last
+
+    def begin(self, page_size: int, sampling: Sampling) -> None:
+        largest = int(self.head.target_ids.max())
+        if sampling.vocab_size is not None and largest >= sampling.vocab_size:
+            raise ValueError(f"drafter: expected a head of the target's {sampling.vocab_size} tokens, got {largest}")
+        self._reset(page_size)
+        self._sampling = sampling
+
+    def read(self, rows: FeatureRows) -> None:
+        self._rows = rows
+        for sequence, start, features in rows.known():
+            self._take(sequence, start, features)
+        self._read_if_many()
+
+    def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
+        assert self._rows is not None
+        for sequence, start, features in self._rows.accepted(result):
+            self.cache.trim(sequence.index, self._cached.get(sequence.index, 0))  # the tree's nodes
+            self._take(sequence, start, features)
+        self._rows = None
+        self._read_if_many()
+
+    def unread(self, sequences: list[GeneratedSequence]) -> int:
+        return sum(self._waiting[sequence.index].count - 1 for sequence in sequences if sequence.index in self._waiting)
+
+    def forget(self, sequence: GeneratedSequence) -> None:
+        super().forget(sequence)
+        self._waiting.pop(sequence.index, None)
+
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
+    ) -> Draft:
+        if not all(sequence.index in self._waiting for sequence in self._selected):
+            self._grown = None
+            # A text of one token, or one of which another outcome has read all but the last, has no features yet.
+            return roots_only(tokens.shape[0], tokens.device)
+        states = self._read_until([(sequence, sequence.root) for sequence in self._selected])
+        table = self.cache.table_of(self._reserve_trees(self._selected))
+        # The head's row of the root's token stands at the place of the token before it, whose features it has.
+        start = lengths - 2
+        self._states = states
+        draft = self._grow(self.head.logits(states), torch.zeros_like(start).long(), table, start, self._sampling)
+        self._states = None
+        return draft._replace(draft_tokens=self.head.target_ids[draft.draft_tokens.clamp(min=0)])
+
+    def _take(self, sequence: GeneratedSequence, start: int, features: Tensor) -> None:
+        """Keeps the features of the sequence's tokens from `start` on."""
+        if sequence.index not in self._known:
+            if start:  # another outcome of the prompt has read the pages before
+                donor = next(
+                    other
+                    for index, other in self._known.items()
+                    if other.group == sequence.group and self._cached[index] + self._waiting[index].count >= start
+                )
+                if self._cached[donor.index] < start:
+                    self._read_until([(donor, start)])
+                self.cache.fork(donor.index, sequence.index, start)
+            self._known[sequence.index], self._cached[sequence.index] = sequence, start
+            self._waiting[sequence.index] = _Waiting()
+        waiting = self._waiting[sequence.index]
+        assert start == self._cached[sequence.index] + waiting.count, "features come in order"
+        waiting.parts.append(features)
+        waiting.count += features.shape[0]
+
+    def _read_if_many(self) -> None:
+        # What the head gives at the newest token is what `propose` needs, so that one waits.
+        ends = [(sequence, sequence.root - 1) for sequence in self._known.values()]
+        if sum(self._num_readable(sequence, end) for sequence, end in ends) > MAX_WAITING:
+            self._read_until(ends)
+
+    def _num_readable(self, sequence: GeneratedSequence, end: int) -> int:
+        """How many of the sequence's waiting features stand in front of position `end`."""
+        return max(min(end - self._cached[sequence.index], self._waiting[sequence.index].count), 0)
+
+    def _read_until(self, ends: list[tuple[GeneratedSequence, int]]) -> Tensor:
+        """Reads the waiting features of each sequence in front of a position, and returns the states at the last ones
+        read, [B, H] if all had some. The token at that position must be known.
+        """
+        chunks, tokens, features = [], [], []
+        for sequence, end in ends:
+            waiting, start = self._waiting[sequence.index], self._cached[sequence.index]
+            count = self._num_readable(sequence, end)
+            if count == 0:
+                continue
+            parts = torch.cat(waiting.parts)
+            features.append(parts[:count])
+            chunks.append((sequence, start, count))
+            tokens += sequence.tokens[start + 1 : start + count + 1]
+            rest = waiting.count - count
+            self._waiting[sequence.index] = _Waiting(rest, [parts[count:].clone()] if rest else [])
+            self._cached[sequence.index] = start + count
+        step, positions = self._causal_step(chunks)
+        fused = self.head.fuse(torch.cat(features))
+        states = self._run(torch.tensor(tokens).to(self.device), fused, positions, step)
+        return states[step.cu_seqlens_q[1:].long() - 1]
+
+    def _read_level(self, state: DraftState, table: Tensor, start: Tensor) -> Tensor:
+        assert self._states is not None
+        # A node reads the state of its parent, which the head gave in the pass before.
+        batch, newest = state.batch_size, state.level_sizes[-1]
+        before = self._states.shape[0] // batch
+        parent = (state.frontier.long() - (state.num_candidates - newest)) // (newest // before)
+        rows = parent.clamp(0, before - 1) + torch.arange(batch, device=parent.device)[:, None] * before
+        step = self._level_step(state, table, start)
+        tokens = self.head.target_ids[state.level_tokens]
+        self._states = self._run(tokens, self._states[rows.flatten()], state.level_positions(start), step)
+        return self.head.logits(self._states)
+
+    def _run(self, tokens: Tensor, states: Tensor, positions: Tensor, step: PagedStep) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return step.attend(0, q, k, v, window=0, options={})
+
+        return self.head(tokens, states, positions, attend)

@@ -1,0 +1,180 @@
+"""What drafters share that grow trees level by level with a paged cache of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pagedtree import Draft, DraftState, DraftTree, expand_tree, rerank_tree, slot_mapping, start_draft
+from pagedtree.generation.drafters.base import Drafter
+from pagedtree.generation.paged_cache import PagedCache
+from pagedtree.generation.paged_step import PagedStep
+from pagedtree.generation.rules import Sampling
+from pagedtree.generation.scheduler import GeneratedSequence
+
+__all__ = ["TreeGrower"]
+
+INITIAL_PAGES = 64
+# What `expand_tree` calls its law, and what that is to the rules of verification.
+DRAFT_LAWS = {"topk": "onehot", "iid": "iid", "swor": "swor", "coupled": "coupled"}
+
+
+class TreeGrower(Drafter):
+    """Base of drafters with a model that reads known tokens and then levels of a tree.
+
+    The model's own cache is a pool that doubles when it is full; only running sequences hold pages. A subclass runs the
+    model: `_read_level` for the nodes of a level, and what it needs for known tokens.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        law: str,
+        num_nodes: int,
+        depth: int,
+        width: int,
+        branching: Sequence[int] | None = None,
+    ) -> None:
+        if law not in DRAFT_LAWS:
+            raise ValueError(f"law: expected one of {', '.join(DRAFT_LAWS)}, got {law!r}")
+        if branching is not None and law == "topk":
+            raise ValueError('branching: expected None under law "topk", whose trees take shape by their scores')
+        for name, value, least in (("num_nodes", num_nodes, 2), ("depth", depth, 1), ("width", width, 1)):
+            if value < least:
+                raise ValueError(f"{name}: expected at least {least}, got {value}")
+        if branching is not None and (not branching or min(branching) < 1):
+            raise ValueError(f"branching: expected levels of at least 1 child each, got {list(branching)}")
+        self.vocab_size, self.device = vocab_size, device
+        self.law, self.draft_law = law, DRAFT_LAWS[law]
+        self.max_nodes = num_nodes
+        # Children of a node, and how many of the new nodes the model reads, level by level.
+        if law == "topk":
+            self.num_children = [min(width, vocab_size)] * depth
+            self.num_frontier = [width] * (depth - 1)
+        else:
+            most = vocab_size if law != "iid" else max(branching or [width])
+            self.num_children = [min(count, most) for count in branching or [width] + [1] * (depth - 1)]
+            self.num_frontier = list(accumulate(self.num_children, mul))[:-1]
+        self.is_chain = max(self.num_children) == 1
+        self.max_kv_nodes = 1 + sum(self.num_frontier)
+        self.max_depth = len(self.num_children)
+        self._reset(page_size=1)
+
+    def _reset(self, page_size: int) -> None:
+        self.cache = PagedCache(INITIAL_PAGES, page_size, self.device)
+        self._known: dict[int, GeneratedSequence] = {}
+        self._cached: dict[int, int] = {}  # tokens from the start that the cache holds for certain
+        self._selected: list[GeneratedSequence] = []
+        self._grown: tuple[Tensor, int] | None = None  # the scores of the last proposal's candidates, and its nodes
+        self._limits = (self.max_nodes, self.max_depth)
+
+    def end(self) -> None:
+        self._reset(page_size=1)
+
+    def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
+        self._selected = sequences
+
+    def confidence(self) -> Tensor | None:
+        if self._grown is None or self.law != "topk":
+            return None
+        scores, num_nodes = self._grown
+        best = scores.argsort(dim=1, descending=True, stable=True)[:, :num_nodes].sort(dim=1).values
+        chosen = scores.gather(1, best)
+        return chosen[chosen > -torch.inf]
+
+    def use_tree(self, tree: DraftTree | None) -> None:
+        if tree is None:
+            self._limits = self.max_nodes, self.max_depth
+            return
+        self._limits = (min(max(tree.num_nodes, 2), self.max_nodes), min(max(tree.max_depth, 1), self.max_depth))
+
+    def forget(self, sequence: GeneratedSequence) -> None:
+        self.cache.release(sequence.index)
+        self._known.pop(sequence.index, None)
+        self._cached.pop(sequence.index, None)
+
+    def _grow(
+        self,
+        logits: Tensor,
+        roots: Tensor,
+        table: Tensor,
+        start: Tensor,
+        sampling: Sampling,
+        active: Tensor | None = None,
+    ) -> Draft:
+        """Trees under `roots`, where the model's logits are known; runs on the device alone.
+
+        start: int32 [B], the roots' places in the model's cache.
+        """
+        state = start_draft(roots, max_kv_nodes=self.max_kv_nodes, active=active)
+        noise: dict[str, Any] = {}
+        if self.law != "topk":
+            seeds = sampling.seeds if self.law == "coupled" else sampling.draft_seeds(start)
+            noise = {"params": sampling.params, "seeds": seeds, "positions": start.long()}
+        vocab_size = sampling.vocab_size or logits.shape[-1]
+        num_nodes, depth = self._limits
+        frontiers = [*self.num_frontier[: depth - 1], 0]
+        for num_children, num_frontier in zip(self.num_children[:depth], frontiers, strict=True):
+            logits = logits[:, :vocab_size]  # the target lacks the other tokens
+            if self.law != "iid":  # the other laws draft no token twice
+                num_children = min(num_children, vocab_size)
+            num_frontier = min(num_frontier, state.num_frontier * num_children)
+            state = expand_tree(
+                state, logits, law=self.law, num_children=num_children, num_frontier=num_frontier, **noise
+            )
+            if num_frontier:
+                logits = self._read_level(state, table, start)
+        self._grown = state.scores, num_nodes
+        draft = rerank_tree(state, num_nodes, active=active)
+        if draft.draft_probs is not None:  # the model gives 0 to tokens that it lacks
+            missing = vocab_size - draft.draft_probs.shape[-1]
+            draft = draft._replace(draft_probs=F.pad(draft.draft_probs, (0, missing)) if missing else draft.draft_probs)
+        return draft
+
+    def _read_level(self, state: DraftState, table: Tensor, start: Tensor) -> Tensor:
+        """One pass over the frontiers; returns logits [B * F, V]."""
+        raise NotImplementedError
+
+    def _level_step(self, state: DraftState, table: Tensor, start: Tensor) -> PagedStep:
+        """What `_read_level` gives the attention layers."""
+        seq_lens = start + state.level_tree_lens
+        present = state.level_present
+        slots = slot_mapping(table, seq_lens, state.cu_seqlens_q, self.cache.page_size, total_q=present.shape[0])
+        return PagedStep(
+            self.cache, table, seq_lens, state.cu_seqlens_q, torch.where(present, slots, -1), state.level_mask,
+            state.level_tree_lens, state.num_frontier,
+        )  # fmt: skip
+
+    def _causal_step(self, chunks: list[tuple[GeneratedSequence, int, int]]) -> tuple[PagedStep, Tensor]:
+        """What a causal pass over some tokens of each sequence gives the attention layers, with pages reserved, and the
+        tokens' positions. chunks: sequence, position of its first token, number of tokens.
+        """
+        offsets = [0, *accumulate(count for _, _, count in chunks)]
+        for sequence, begin, count in chunks:
+            self._reserve(sequence, begin + count)
+        ends = [begin + count for _, begin, count in chunks]
+        places = [place for _, begin, count in chunks for place in range(begin, begin + count)]
+        table = self.cache.page_table([sequence.index for sequence, _, _ in chunks])
+        seq_lens, cu_seqlens_q = (torch.tensor(x, dtype=torch.int32).to(self.device) for x in (ends, offsets))
+        slots = slot_mapping(table, seq_lens, cu_seqlens_q, self.cache.page_size, total_q=offsets[-1])
+        longest = max(count for _, _, count in chunks)
+        step = PagedStep(self.cache, table, seq_lens, cu_seqlens_q, slots, None, None, longest)
+        return step, torch.tensor(places).to(self.device)
+
+    def _reserve_trees(self, sequences: list[GeneratedSequence]) -> list[list[int]]:
+        """The page table of these sequences, with room for a tree."""
+        for sequence in sequences:
+            self._reserve(sequence, sequence.root + self.max_kv_nodes)
+        return [self.cache.pages(sequence.index) for sequence in sequences]
+
+    def _reserve(self, sequence: GeneratedSequence, num_tokens: int) -> None:
+        if not self.cache.reserve(sequence.index, num_tokens):
+            self.cache.grow(max(self.cache.num_pages, self.cache.pages_for(num_tokens)))
+            self.cache.reserve(sequence.index, num_tokens)

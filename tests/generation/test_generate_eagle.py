@@ -1,0 +1,365 @@
+"""EAGLE-3 heads: what they compute, their checkpoints, and trees grown by them in `generate`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+pytest.importorskip("transformers")
+
+from generate_case import NEW_TOKENS, SAMPLING, VOCAB, greedy, lists, prompts_of, seeded, tiny
+from safetensors.torch import load_file, save_file
+
+from pagedtree.generation import drafters
+from pagedtree.integrations.transformers import EagleDrafter, EagleHead, generate
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LENGTHS = (5, 21, 1, 34)
+CONFIG = {
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-5,
+}
+LAYERS = (0, 2, 1)
+RUNS = [
+    {},
+    {"max_batch_tokens": 6, "page_size": 3},
+    {"page_size": 7, "num_pages": 14},
+    {"n": 3, "page_size": 4},
+    {"n": 3, "page_size": 4, "num_pages": 40},
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny(0, num_hidden_layers=4)
+
+
+def head_of(model, target_ids=None, **config):
+    torch.manual_seed(5)
+    head = EagleHead({**CONFIG, **config}, model.model.embed_tokens, model.lm_head, LAYERS, target_ids)
+    for parameter in head.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.1)
+        else:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return head.requires_grad_(False).eval()
+
+
+@pytest.fixture(scope="module")
+def head(model):
+    return head_of(model, torch.arange(1, VOCAB, 2))
+
+
+def prompts():
+    return prompts_of(LENGTHS, seed=3)
+
+
+@pytest.mark.parametrize("entries", [{}, {"norm_before_residual": True}, {"rope_theta": 5e5, "head_dim": 32}])
+def test_the_head_is_built_of_the_layers_of_llama(model, entries):
+    """Two normed inputs side by side, one attention, one MLP; what stays of the state is it before the norm."""
+    from transformers import LlamaConfig
+    from transformers.models.llama import modeling_llama as llama
+
+    entries = {**CONFIG, **entries}
+    head = head_of(model, **entries)
+    config = LlamaConfig(**entries)
+    tensors = head.midlayer.state_dict()
+    mlp, rotary = llama.LlamaMLP(config), llama.LlamaRotaryEmbedding(config)
+    mlp.load_state_dict({name.removeprefix("mlp."): t for name, t in tensors.items() if name.startswith("mlp.")})
+
+    def norm(name, states):
+        layer = llama.LlamaRMSNorm(128, eps=1e-5)
+        layer.weight.data = tensors[f"{name}.weight"]
+        return layer(states)
+
+    tokens, features, positions = torch.randint(VOCAB, (9,)), torch.randn(9, 3 * 128), torch.arange(4, 13)
+    with torch.no_grad():
+        states = features @ head.fc.weight.T
+        normed = norm("hidden_norm", states)
+        inputs = torch.cat([norm("input_layernorm", model.model.embed_tokens(tokens)), normed], dim=1)
+        q, k, v = (
+            (inputs @ tensors[f"self_attn.{name}_proj.weight"].T).view(1, 9, -1, config.head_dim).transpose(1, 2)
+            for name in "qkv"
+        )
+        q, k = llama.apply_rotary_pos_emb(q, k, *rotary(v, positions[None]))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).reshape(9, -1)
+        residual = normed if entries.get("norm_before_residual") else states
+        residual = residual + out @ tensors["self_attn.o_proj.weight"].T
+        expected = residual + mlp(norm("post_attention_layernorm", residual))
+        got = head(tokens, head.fuse(features), positions, causal)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        final = llama.LlamaRMSNorm(128, eps=1e-5)
+        final.weight.data = head.norm.weight
+        torch.testing.assert_close(head.logits(got), model.lm_head(final(expected)), rtol=1e-4, atol=1e-4)
+
+
+def features_of(model, text):
+    with torch.no_grad():
+        states = model(torch.tensor([text]), output_hidden_states=True).hidden_states
+    return torch.cat([states[layer + 1][0] for layer in LAYERS], dim=1)
+
+
+def causal(q, k, v):
+    """Plain attention of queries [T, Hq, D] to keys and values [T, Hkv, D]."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+
+@torch.no_grad()
+def guess(head, features, text, path):
+    """Log-probabilities [draft vocabulary] of what follows the text and a path of drafted tokens, without any cache."""
+    states = head.fuse(features[: len(text) - 1])
+    tokens = [*text[1:], *path]
+    for end in range(len(text) - 1, len(tokens) + 1):
+        out = head(torch.tensor(tokens[:end]), states, torch.arange(end), causal)
+        states = torch.cat([states, out[-1:]])
+    return head.logits(out[-1]).log_softmax(-1)
+
+
+def best_tree(head, features, text, num_nodes, depth, width):
+    """EAGLE-2's tree as a dict from paths of tokens to log-probabilities, and the gap to what is left out."""
+    found, frontier = {}, {(): 0.0}
+    for _ in range(depth):
+        new = {}
+        for path, score in frontier.items():
+            values, ids = guess(head, features, text, path).topk(width)
+            for value, token in zip(values.tolist(), head.target_ids[ids].tolist(), strict=True):
+                new[(*path, token)] = score + value
+        found |= new
+        frontier = dict(sorted(new.items(), key=lambda item: -item[1])[:width])
+    ranked = sorted(found.items(), key=lambda item: -item[1])
+    gap = ranked[num_nodes - 2][1] - ranked[num_nodes - 1][1] if len(ranked) >= num_nodes else 1.0
+    return dict(ranked[: num_nodes - 1]), gap
+
+
+def paths_of(draft_tokens, parents):
+    paths = [()]
+    for token, parent in zip(draft_tokens[1:], parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return set(paths[1:])
+
+
+@pytest.mark.parametrize("options", RUNS)
+@pytest.mark.parametrize("tree", [{"num_nodes": 8, "depth": 3, "width": 2}, {"num_nodes": 4, "depth": 3, "width": 1}])
+def test_trees_are_those_of_a_head_without_a_cache(model, head, options, tree):
+    """In chunks, after evictions and with shared prompts; a wrong row in the head's cache or a wrong state shows."""
+    seen = []
+
+    def collect(result):
+        cu_nodes = result.trees.cu_nodes.tolist()
+        for b in range(result.num_read, len(result.sequences)):
+            rows = slice(cu_nodes[b], cu_nodes[b + 1])
+            text = result.sequences[b].tokens[: int(result.start[b]) + 1]
+            seen.append((text, result.draft_tokens[rows].tolist(), result.trees.parents[rows].tolist()))
+
+    generate(
+        model, prompts(), drafter=EagleDrafter(head, **tree), max_new_tokens=8, on_step=collect,
+        params=SAMPLING, **options,
+    )  # fmt: skip
+    grown = [each for each in seen if len(each[1]) > 1]
+    assert len(grown) > len(seen) / 2
+    compared = 0
+    for text, draft_tokens, parents in grown[:: max(len(grown) // 24, 1)]:
+        expected, gap = best_tree(head, features_of(model, text), text, **tree)
+        if gap > 1e-3:  # nearer ones are decided by rounding
+            assert paths_of(draft_tokens, parents) == set(expected)
+            compared += 1
+    assert compared > 12
+
+
+@pytest.mark.parametrize("options", RUNS)
+def test_greedy_text_is_that_of_plain_decoding(model, head, options):
+    texts = [greedy(model, prompt) for prompt in prompts()]
+    drafter = EagleDrafter(head, num_nodes=10, depth=3, width=3)
+    sequences, stats = generate(model, prompts(), drafter=drafter, max_new_tokens=NEW_TOKENS, **options)
+    n = options.get("n", 1)
+    assert lists(sequences) == [text for text in texts for _ in range(n)]
+    if "num_pages" in options:
+        assert stats.evictions > 0
+
+
+def test_seeded_text_is_that_of_plain_decoding(model, head):
+    texts = [seeded(model, prompt, seed) for seed, prompt in enumerate(prompts())]
+    for tree in (None, "auto"):
+        sequences, _ = generate(
+            model, prompts(), drafter=EagleDrafter(head, num_nodes=10, depth=3, width=3), max_new_tokens=NEW_TOKENS,
+            params=SAMPLING, seeds=range(4), tree=tree,
+        )  # fmt: skip
+        assert lists(sequences) == texts
+
+
+def test_rule_rejection_takes_its_drafts(model, head):
+    drafter = EagleDrafter(head, num_nodes=10, depth=3, width=3)
+    _, stats = generate(model, prompts(), drafter=drafter, max_new_tokens=30, params=SAMPLING, rule="rejection")
+    assert all(sequence.num_tokens == 30 for sequence in stats.sequences)
+
+
+def test_features_that_wait_are_read_before_they_are_many(model, head, monkeypatch):
+    """Without drafts, as while a tuner decodes plainly; the tree that follows is the same."""
+    runs = []
+    for limit in (2048, 3):
+        monkeypatch.setattr(drafters.eagle, "MAX_WAITING", limit)
+        drafter, run = EagleDrafter(head, num_nodes=10, depth=3, width=3), []
+        propose, turn = drafter.propose, [0]
+
+        def seldom(tokens, lengths, drafter=drafter, propose=propose, turn=turn, limit=limit):
+            turn[0] += 1
+            waiting = sum(waiting.count for waiting in drafter._waiting.values())
+            assert waiting <= limit + len(lengths)
+            return propose(tokens, lengths) if turn[0] % 6 == 0 else drafters.NoDrafter().propose(tokens, lengths)
+
+        drafter.propose = seldom
+        generate(
+            model, prompts(), drafter=drafter, max_new_tokens=20,
+            on_step=lambda result, run=run: run.append((result.draft_tokens.tolist(), result.trees.parents.tolist())),
+        )  # fmt: skip
+        runs.append(run)
+    assert runs[0] == runs[1]
+
+
+def test_the_heads_cache_is_given_back(model, head):
+    drafter = EagleDrafter(head, num_nodes=10, depth=3, width=3)
+    held = []
+
+    def count(result):
+        held.append((drafter.cache.pages_in_use, sum(len(s.tokens) + 16 for s in result.sequences)))
+
+    generate(model, prompts(), drafter=drafter, max_new_tokens=30, page_size=1, on_step=count)
+    assert all(pages <= tokens for pages, tokens in held) and not drafter._known
+    assert drafter.cache.pages_in_use == 0
+
+
+def test_a_head_is_saved_and_loaded(model, head, tmp_path):
+    head.save_pretrained(tmp_path, dtype=torch.float32)
+    config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["draft_vocab_size"] == 64
+    # SGLang counts the outputs of layers, vLLM their inputs.
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 1]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 2]
+    assert tensors["fc.weight"].shape == (128, 3 * 128) and tensors["lm_head.weight"].shape == (64, 128)
+    assert tensors["midlayer.self_attn.q_proj.weight"].shape == (256, 256)
+    # Draft token i is the target's token i + d2t[i].
+    assert tensors["d2t"].tolist() == [i + 1 for i in range(64)]
+    assert tensors["t2d"].tolist() == [i % 2 == 1 for i in range(VOCAB)]
+    loaded = EagleHead.from_pretrained(tmp_path, model)
+    assert same_guesses(loaded, head) and not loaded.training and loaded.lm_head is not None
+    # As vLLM's training writes it, and as older scripts do.
+    names = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    torch.save({f"model.{name}" if "layers" in name else name: t for name, t in names.items()}, tmp_path / "weights")
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "weights").rename(tmp_path / "pytorch_model.bin")
+    assert same_guesses(EagleHead.from_pretrained(tmp_path, model), head)
+
+
+def test_the_output_layer_may_stay_with_the_target(model, head, tmp_path):
+    head.save_pretrained(tmp_path, dtype=torch.float32, needs_target=True)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    assert same_guesses(EagleHead.from_pretrained(tmp_path, model), head)
+
+
+def test_own_embeddings_and_the_whole_vocabulary(model, tmp_path):
+    head = head_of(model)
+    head.save_pretrained(tmp_path, dtype=torch.float32)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["d2t"], tensors["t2d"]
+    tensors["embed_tokens.weight"] = model.model.embed_tokens.weight.flip(0).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    loaded = EagleHead.from_pretrained(tmp_path, model)
+    assert loaded.target_ids.tolist() == list(range(VOCAB))
+    states, tokens = torch.randn(6, 128), torch.arange(6)
+    with torch.no_grad():
+        got = loaded(tokens, states, torch.arange(6), causal)
+        assert torch.equal(got, head(VOCAB - 1 - tokens, states, torch.arange(6), causal))
+
+
+def same_guesses(one, other):
+    features, tokens, positions = torch.randn(7, 3 * 128), torch.arange(7), torch.arange(3, 10)
+    with torch.no_grad():
+        return torch.equal(*(h.logits(h(tokens, h.fuse(features), positions, causal)) for h in (one, other)))
+
+
+@pytest.mark.parametrize(
+    ("entries", "layers"),
+    [
+        ({}, (1, 5, 8)),  # of 12 layers, the outputs below the layers 2, 6 and 9
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 7]}}, (1, 4, 7)),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 4, 7]}, (0, 3, 6)),
+        ({"eagle_config": {"use_aux_hidden_state": True}, "eagle_aux_hidden_state_layer_ids": None}, (1, 5, 8)),
+    ],
+)
+def test_layers_that_a_config_names(entries, layers):
+    assert drafters.eagle_head._feature_layers(entries, 12) == layers
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3"])
+@pytest.mark.parametrize("version", [4, 5])
+def test_rotations_are_those_of_transformers(kind, version):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    scaling = {
+        "default": {},
+        "linear": {"factor": 4.0},
+        "llama3": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    }[kind]
+    rotary = {"rope_type": kind, **scaling}
+    entries = {"rope_parameters": {"rope_theta": 5e5, **rotary}}
+    expected = LlamaRotaryEmbedding(LlamaConfig(head_dim=64, rope_theta=5e5, rope_scaling=rotary)).inv_freq
+    if version == 4:
+        entries = {"rope_theta": 5e5, "rope_scaling": rotary if kind != "default" else None}
+    torch.testing.assert_close(drafters.eagle_head._frequencies(entries, 64), expected)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"num_hidden_layers": 2}, "num_hidden_layers: expected 1, got 2"),
+        ({"hidden_act": "gelu"}, "expected hidden_act silu"),
+        ({"attention_bias": True}, "no biases"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type: expected default, linear or llama3, got yarn"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": 64}, "embed_tokens.weight: expected it in a head of hidden_size 64, the target has 128"),
+        ({"intermediate_size": 64}, "midlayer.mlp.down_proj.weight is"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}, "fc.weight is"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused(model, head, tmp_path, entries, message):
+    head.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+    with pytest.raises(ValueError, match=message):
+        EagleHead.from_pretrained(tmp_path, model)
+
+
+def test_tokens_that_the_target_lacks_are_refused(model, head, tmp_path):
+    head.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["d2t"][-1] = 70
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="d2t: expected tokens of the target's 128"):
+        EagleHead.from_pretrained(tmp_path, model)
+    with pytest.raises(ValueError, match="expected a head of the target's 100 tokens"):
+        generate(tiny(1, vocab_size=100), [torch.tensor([1, 2, 3])], drafter=EagleDrafter(head), max_new_tokens=2)
+
+
+def test_a_captured_step_is_refused(model, head, monkeypatch):
+    from pagedtree.generation.fixed_step import FixedStep
+
+    monkeypatch.setattr(FixedStep, "captures", False)
+    with pytest.raises(ValueError, match="got EagleDrafter"):
+        generate(model, prompts(), drafter=EagleDrafter(head), max_new_tokens=2, cuda_graph=True)

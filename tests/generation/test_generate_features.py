@@ -1,0 +1,122 @@
+"""The target's features that `generate` hands to drafters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from generate_case import NEW_TOKENS, Oracle, greedy, lists, prompts_of, tiny, tiny_of
+
+from pagedtree.integrations.transformers import Drafter, generate
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LENGTHS = (5, 21, 1, 34)
+
+
+class Recorder(Drafter):
+    """Keeps the features of every token that is known to be in the text, by sequence and position."""
+
+    def __init__(self, oracle, layers):
+        self.oracle, self.feature_layers = oracle, layers
+        self.max_nodes = oracle.tree.num_nodes
+        self.kept, self.forgotten, self.rows = {}, 0, None
+
+    def propose(self, tokens, lengths, active=None, rows=None):
+        return self.oracle.propose(tokens, lengths)
+
+    def read(self, rows):
+        self.rows = rows
+        for sequence, position, features in rows.known():
+            self.keep(sequence, position, features)
+
+    def observe(self, result, rows=None):
+        for sequence, position, features in self.rows.accepted(result):
+            self.keep(sequence, position, features)
+
+    def keep(self, sequence, position, features):
+        kept = self.kept.setdefault(sequence.index, {})
+        assert position in (0, sequence.shared_len) or position - 1 in kept
+        kept.update((position + i, row) for i, row in enumerate(features))
+
+    def forget(self, sequence):
+        if len(sequence.tokens) < sequence.max_length:
+            self.forgotten += 1
+            del self.kept[sequence.index]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_batch_tokens": 6, "page_size": 3},
+        {"page_size": 7, "num_pages": 14},
+        {"n": 3, "page_size": 4},
+        {"n": 3, "page_size": 4, "num_pages": 40},
+    ],
+)
+def test_features_are_those_of_transformers(options):
+    model, layers = tiny(0, num_hidden_layers=4), (2, 0)
+    prompts = prompts_of(LENGTHS, seed=3)
+    texts = [greedy(model, prompt) for prompt in prompts]
+    drafter = Recorder(Oracle(texts, hit=0.7), layers)
+    sequences, stats = generate(model, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS, **options)
+    n = options.get("n", 1)
+    assert lists(sequences) == [text for text in texts for _ in range(n)]
+    if "num_pages" in options:
+        assert drafter.forgotten > 0
+    assert stats.mean_accepted > 0.5
+    for i, text in enumerate(lists(sequences)):
+        with torch.no_grad():
+            states = model(torch.tensor([text]), output_hidden_states=True).hidden_states
+        expected = torch.cat([states[layer + 1][0] for layer in layers], dim=1)
+        kept = drafter.kept[i]
+        shared = (len(prompts[i // n]) - 1) // options.get("page_size", 16) * options.get("page_size", 16)
+        # All but the newest token, which no pass has read; of shared tokens, what another outcome was told.
+        assert set(range(shared, len(text) - 1)) <= set(kept) <= set(range(len(text) - 1))
+        for position, row in kept.items():
+            torch.testing.assert_close(row, expected[position], rtol=1e-3, atol=1e-3)
+
+
+def test_the_last_layers_features_come_before_the_final_norm():
+    model = tiny(0)
+    drafter = Recorder(Oracle([greedy(model, prompts_of((7,))[0])], hit=1.0), (1,))
+    generate(model, prompts_of((7,)), drafter=drafter, max_new_tokens=4)
+    with torch.no_grad():
+        last = model(prompts_of((7,))[0][None], output_hidden_states=True).hidden_states[-1][0]
+    kept = torch.stack([drafter.kept[0][i] for i in range(7)])
+    torch.testing.assert_close(model.model.norm(kept), last, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["window", "softcap", "sinks"])
+def test_features_of_other_layers(name):
+    model, prompts = tiny_of(name), prompts_of((12,))
+    text = greedy(model, prompts[0])
+    drafter = Recorder(Oracle([text], hit=1.0), (0,))
+    generate(model, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS)
+    with torch.no_grad():
+        expected = model(torch.tensor([text]), output_hidden_states=True).hidden_states[1][0]
+    for position, row in drafter.kept[0].items():
+        torch.testing.assert_close(row, expected[position], rtol=1e-3, atol=1e-3)
+
+
+def test_layers_that_the_model_lacks_are_refused():
+    model = tiny(0)
+    for layers in ((2,), (-1, 0)):
+        with pytest.raises(ValueError, match=r"feature_layers: expected layers of 0\.\.1"):
+            generate(model, prompts_of((5,)), drafter=Recorder(Oracle([[1]], hit=1.0), layers), max_new_tokens=2)
+
+
+def test_no_hook_without_feature_layers(monkeypatch):
+    model, seen = tiny(0), []
+    hooked = torch.nn.Module.register_forward_hook
+    monkeypatch.setattr(torch.nn.Module, "register_forward_hook", lambda *a, **k: (seen.append(a), hooked(*a, **k))[1])
+    drafter = Recorder(Oracle([[1]], hit=1.0), ())
+    generate(model, prompts_of((5,)), drafter=Recorder(Oracle([[1]], hit=1.0), (0,)), max_new_tokens=2)
+    assert seen
+    seen.clear()
+    drafter.observe = lambda result, rows=None: None
+    generate(model, prompts_of((5,)), drafter=drafter, max_new_tokens=2)
+    assert not seen and drafter.rows is None
