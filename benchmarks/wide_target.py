@@ -1,27 +1,30 @@
 """A target of the size at which speculation matters on a CPU: the demo's, made wider, with the demo's outputs.
 
-It stands in for the COST of a larger model, no more. Its weights are several hundred MB in bf16, so that a step of a few
-rows takes the time of reading them, as in any real model. What it says, and so how many drafts are accepted, is the
-demo's models' affair: a real model of this size is guessed better or worse than that.
+It stands in for the COST of a larger model, no more. Its weights are several hundred MB in bf16, so that a step of a
+few rows takes the time of reading them, as in any real model. What it says, and so how many drafts are accepted, is the
+demo's models' affair: a real model of this size may be easier or harder to guess.
 
 The residual stream keeps its values in the first columns and is exactly zero in the others. New attention heads have
-values of exactly zero, new neurons of the MLP gates of exactly zero; all other new weights are random, as only zeros meet
-them. So no matrix is sparse, and each product reads as many bytes as in a trained model. With a growth of the width by 4
-or 16 the compensated norms differ from the demo's by powers of two, which round nothing.
+values of exactly zero, new neurons of the MLP gates of exactly zero; other new weights are random where only zeros meet
+them. No matrix is stored or multiplied as a sparse one: each product reads all bytes, as in a trained model. Where the
+width grows by 4 or 16, the compensated norms differ from the demo's by powers of two, which round nothing.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-__all__ = ["WIDE", "narrow_heads", "widened"]
+from pagedtree.generation.drafters import StepResult
+from pagedtree.generation.drafters.base import FeatureRows
+
+__all__ = ["WIDE", "for_wide", "widened"]
 
 # 260 M parameters, 0.52 GB in bf16.
 WIDE = {"hidden_size": 4096, "intermediate_size": 2048, "num_attention_heads": 64, "num_key_value_heads": 8}
@@ -53,7 +56,9 @@ def widened(model: Any, sizes: dict[str, int] | None = None, *, scale: float = 0
     hidden = torch.arange(old.hidden_size)
     neurons = torch.arange(old.intermediate_size)
     # New query heads of an old key-value head give values, too.
-    attended = torch.arange(old.num_key_value_heads * (new.num_attention_heads // new.num_key_value_heads) * old.head_dim)
+    attended = torch.arange(
+        old.num_key_value_heads * (new.num_attention_heads // new.num_key_value_heads) * old.head_dim
+    )
     # Module -> the places of the old model's rows and columns, and, where the other rows have to give zero, the columns
     # that carry values. The others carry zeros, so that any weight will do.
     places = {
@@ -96,6 +101,17 @@ def _places_of_heads(old: Any, new: Any) -> tuple[Tensor, Tensor]:
     return rows(heads), rows(torch.arange(old.num_key_value_heads))
 
 
-def narrow_heads(heads: Callable[[Tensor], Tensor], hidden_size: int) -> Callable[[Tensor], Tensor]:
-    """Heads of the model before it was widened (Medusa's), which read its columns of the hidden states."""
-    return lambda hidden: heads(hidden[..., :hidden_size])
+def for_wide(drafter: Any, hidden_size: int) -> Any:
+    """A drafter made for the model before it was widened: it gets the first columns, which are that model's states."""
+    observe, read = drafter.observe, drafter.read
+
+    def observe_narrow(result: StepResult, rows: Tensor | None = None) -> None:
+        hidden = None if result.hidden is None else result.hidden[:, :hidden_size]
+        observe(replace(result, hidden=hidden), rows)
+
+    def read_narrow(rows: FeatureRows) -> None:
+        layers = rows.features.unflatten(1, (len(drafter.feature_layers), -1))
+        read(replace(rows, features=layers[..., :hidden_size].flatten(1)))
+
+    drafter.observe, drafter.read = observe_narrow, read_narrow
+    return drafter
