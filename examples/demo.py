@@ -31,6 +31,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagedtree import SamplingParams
 from pagedtree.integrations.transformers import (
+    BlockDrafter,
+    BlockDraftModel,
     Drafter,
     EagleDrafter,
     EagleHead,
@@ -102,6 +104,7 @@ def load(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Callable[[], Dra
     )
     heads = MedusaHeads.from_pretrained(args.checkpoints / "medusa", target)
     head = EagleHead.from_pretrained(args.checkpoints / "eagle", target)
+    block = BlockDraftModel.from_pretrained(args.checkpoints / "block", target)
     return (
         target,
         draft,
@@ -111,6 +114,7 @@ def load(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Callable[[], Dra
             "n-gram tree": lambda: NgramDrafter(16, max_branches=6, max_depth=8),
             "Medusa tree": lambda: MedusaDrafter(heads, 16),
             "EAGLE-3 tree": lambda: EagleDrafter(head, num_nodes=16, depth=5, width=3),
+            "block tree": lambda: BlockDrafter(block, num_nodes=16),
             "draft-model tree": lambda: ModelDrafter(draft, num_nodes=16, depth=5, width=3),
         },
     )
@@ -194,7 +198,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument(
-        "--checkpoints", type=Path, default=CHECKPOINTS, help="folder with target, draft, medusa and eagle"
+        "--checkpoints", type=Path, default=CHECKPOINTS, help="folder with target, draft, medusa, eagle and block"
     )
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--max-new-tokens", type=int, default=96)

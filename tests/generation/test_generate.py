@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
+from block_case import block_model
 from generate_case import (
     LENGTHS,
     NEW_TOKENS,
@@ -34,6 +35,7 @@ from generate_case import (
 from pagedtree import SamplingParams
 from pagedtree.generation import engine
 from pagedtree.integrations.transformers import (
+    BlockDrafter,
     EagleDrafter,
     MedusaDrafter,
     MedusaHeads,
@@ -71,7 +73,7 @@ def seeded_texts(model):
 def drafters(model, draft_model, texts, seeded_texts):
     heads = MedusaHeads(128, 3, model.lm_head)
     torch.nn.init.normal_(heads.weight, std=0.05, generator=torch.Generator().manual_seed(3))
-    known = [*texts, *seeded_texts]
+    block, known = block_model(model), [*texts, *seeded_texts]
     return {
         "none": lambda: None,
         "ngram chain": lambda: NgramDrafter(6, max_branches=1),
@@ -81,6 +83,8 @@ def drafters(model, draft_model, texts, seeded_texts):
         "EAGLE": lambda: EagleDrafter(tiny_eagle(model), num_nodes=10, depth=3, width=3),
         "draft model": lambda: ModelDrafter(draft_model, num_nodes=12, depth=3, width=3),
         "draft chain": lambda: ModelDrafter(draft_model, num_nodes=5, depth=4, width=1, max_batch_tokens=8),
+        "block": lambda: BlockDrafter(block, num_nodes=12, width=4),
+        "block chain": lambda: BlockDrafter(block, num_nodes=4, width=1),
         "itself": lambda: ModelDrafter(model, num_nodes=12, depth=4, width=2),
         "oracle": lambda: Oracle(known, hit=0.8),
         "never right": lambda: Oracle(known, hit=0.0),
@@ -90,7 +94,7 @@ def drafters(model, draft_model, texts, seeded_texts):
 
 NAMES = (
     "none", "ngram chain", "ngram tree", "medusa", "medusa, best first", "EAGLE", "draft model", "draft chain",
-    "itself", "oracle", "never right", "hostile",
+    "block", "block chain", "itself", "oracle", "never right", "hostile",
 )  # fmt: skip
 
 
@@ -123,7 +127,7 @@ def test_seeded_text_is_that_of_plain_sampling(model, seeded_texts, drafters, na
 @settings(max_examples=15)
 def test_any_mix_of_settings(model, drafters, data):
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4), "lengths")
-    name = data.draw(st.sampled_from(NAMES[1:9]), "drafter")
+    name = data.draw(st.sampled_from(NAMES[1:11]), "drafter")
     page_size = data.draw(st.integers(1, 20), "page_size")
     count = data.draw(st.integers(1, 14), "max_new_tokens")
     n = data.draw(st.integers(1, 3), "n")
@@ -154,7 +158,7 @@ def test_slots_without_live_tokens_are_never_read(model, texts, seeded_texts, mo
         return pair
 
     monkeypatch.setattr(PagedCache, "layer", poisoned)
-    for name in ("none", "ngram tree", "itself", "oracle"):
+    for name in ("none", "ngram tree", "block", "itself", "oracle"):
         sequences, _ = generate(model, prompts_of(LENGTHS), drafter=drafters[name](), max_new_tokens=NEW_TOKENS, n=2)
         assert lists(sequences[::2]) == texts
 
@@ -214,7 +218,7 @@ def test_eviction_of_sampled_outcomes_that_share_pages(model, seeded_texts, draf
     options = {"max_new_tokens": NEW_TOKENS, "params": SAMPLING, "n": 3, "seeds": seeds, "page_size": 7}
     plain, _ = generate(model, prompts, **options)
     assert lists(plain[::3]) == seeded_texts
-    for name in ("none", "ngram tree", "draft model"):
+    for name in ("none", "ngram tree", "draft model", "block"):
         sequences, stats = generate(model, prompts, drafter=drafters[name](), num_pages=18, **options)
         assert lists(sequences) == lists(plain)
         assert stats.evictions > 0

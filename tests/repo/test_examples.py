@@ -33,8 +33,8 @@ def run_demo(demo, monkeypatch, tmp_path, *arguments):
 def test_demo_is_exact(demo, monkeypatch, tmp_path, capsys):
     code, rows = run_demo(demo, monkeypatch, tmp_path)
     assert code == 0
-    assert len(rows) == 19 and all(row["identical"] for row in rows[:12])
-    assert [row["drafter"] for row in rows[12:] if row["identical"] is not None] == ["coupled tree, sampled"]
+    assert len(rows) == 21 and all(row["identical"] for row in rows[:14])
+    assert [row["drafter"] for row in rows[14:] if row["identical"] is not None] == ["coupled tree, sampled"]
     assert rows[-1]["identical"]
     assert any(row["accepted_length"] > 0.5 for row in rows)
     out = capsys.readouterr().out
@@ -109,7 +109,11 @@ def test_tiny_models_train(tmp_path):
     command = [sys.executable, str(EXAMPLES / "train_tiny.py"), "all", "--steps", "3", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    for name in ("target/model.safetensors", "draft/model.safetensors", "medusa/medusa.safetensors"):
+    command = [sys.executable, str(EXAMPLES / "train_block.py"), "--steps", "3", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and "level 7" in done.stdout, done.stderr
+    files = (*(f"{name}/model.safetensors" for name in ("target", "draft", "block")), "medusa/medusa.safetensors")
+    for name in files:
         assert (tmp_path / name).stat().st_size > 0
     command = [sys.executable, str(EXAMPLES / "train_eagle.py"), "--steps", "3", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)

@@ -1,6 +1,8 @@
 """Drafters: who guesses the next tokens."""
 
 from pagedtree.generation.drafters.base import Drafter, FeatureRows, NoDrafter, Proposal, StepResult, as_drafter
+from pagedtree.generation.drafters.block import BlockDrafter
+from pagedtree.generation.drafters.block_model import BlockDraftConfig, BlockDraftModel
 from pagedtree.generation.drafters.eagle import EagleDrafter
 from pagedtree.generation.drafters.eagle_head import EagleHead
 from pagedtree.generation.drafters.medusa import MedusaDrafter, MedusaHeads, medusa_tree
@@ -8,6 +10,9 @@ from pagedtree.generation.drafters.model import ModelDrafter
 from pagedtree.generation.drafters.ngram import NgramDrafter
 
 __all__ = [
+    "BlockDraftConfig",
+    "BlockDraftModel",
+    "BlockDrafter",
     "Drafter",
     "EagleDrafter",
     "EagleHead",

@@ -9,6 +9,9 @@ Needs transformers 4.57 or newer (the extra `pagedtree[transformers]`).
 """
 
 from pagedtree.generation.drafters import (
+    BlockDraftConfig,
+    BlockDrafter,
+    BlockDraftModel,
     Drafter,
     EagleDrafter,
     EagleHead,
@@ -32,6 +35,9 @@ from pagedtree.integrations.transformers.generate import generate
 from pagedtree.integrations.transformers.tensor_parallel import tensor_parallel
 
 __all__ = [
+    "BlockDraftConfig",
+    "BlockDraftModel",
+    "BlockDrafter",
     "Drafter",
     "EagleDrafter",
     "EagleHead",

@@ -1,0 +1,210 @@
+"""Drafts whose levels are all guessed in one pass (DFlash), made into the likeliest tree (DDTree)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pagedtree import Draft, DraftTree, append_kv, best_first_tree, slot_mapping
+from pagedtree.generation.drafters.base import Drafter, FeatureRows, StepResult
+from pagedtree.generation.drafters.block_model import BlockDraftModel
+from pagedtree.generation.paged_cache import PagedCache
+from pagedtree.generation.paged_step import PagedStep
+from pagedtree.generation.rules import Sampling
+from pagedtree.generation.scheduler import GeneratedSequence
+
+__all__ = ["BlockDrafter"]
+
+INITIAL_PAGES = 64
+
+
+class BlockDrafter(Drafter):
+    """A block drafter guesses all levels in one pass; of all trees over its guesses, the likeliest one is proposed.
+
+    One pass over [root, mask, mask, ...], whose tokens see the whole text and each other, gives a distribution for each
+    place behind the root. These do not know of each other, so that every node of a level may have the same children:
+    `pagedtree.best_first_tree` takes the `num_nodes` nodes of the highest joint probability. A step costs one pass of
+    the draft model, whatever the depth.
+
+    The keys and values of the text come from what the target computed in its own passes. They are kept in pages of the
+    drafter's own, which do not count in `num_pages` of `generate`: only running sequences hold pages, for their tokens
+    and a block. The pool doubles when it is full.
+
+    Sources: DFlash (Chen et al., 2026, arXiv 2602.06036); DDTree (Ringel and Romano, 2026, arXiv 2604.12989).
+
+    Args:
+        model: made for the target of `generate`.
+        num_nodes: nodes of the tree, the root included; fewer where no more are possible.
+        depth: how many places behind the root are used, default all of the block's.
+        width: children of a node, the likeliest ones of its level. 1 gives a chain.
+    """
+
+    def __init__(
+        self, model: BlockDraftModel, *, num_nodes: int = 16, depth: int | None = None, width: int = 8
+    ) -> None:
+        most = model.config.block_size - 1
+        depth = most if depth is None else depth
+        for name, value, least in (("num_nodes", num_nodes, 2), ("depth", depth, 1), ("width", width, 1)):
+            if value < least:
+                raise ValueError(f"{name}: expected at least {least}, got {value}")
+        if depth > most:
+            raise ValueError(f"depth: expected at most {most}, the mask tokens of a block, got {depth}")
+        self.model, self.device = model, model.fc.weight.device
+        self.feature_layers = model.config.target_layer_ids
+        self.width, self.is_chain = width, width == 1
+        self.max_nodes = min(num_nodes, self._possible(depth))
+        self.max_depth = min(depth, self.max_nodes - 1)
+        self._reset(page_size=1)
+
+    def _reset(self, page_size: int) -> None:
+        self.cache = PagedCache(INITIAL_PAGES, page_size, self.device)
+        # The cache holds the tokens of a sequence from its first one that was seen up to the end, exclusive.
+        self._first: dict[int, int] = {}
+        self._end: dict[int, int] = {}
+        self._known: dict[int, GeneratedSequence] = {}
+        self._selected: list[GeneratedSequence] = []
+        self._rows: FeatureRows | None = None
+        self._joint: Tensor | None = None  # joint log-probabilities of the last proposal's nodes
+        self._limits = (self.max_nodes, self.max_depth)
+        self._vocab_size: int | None = None
+
+    def begin(self, page_size: int, sampling: Sampling) -> None:
+        self._reset(page_size)
+        self._vocab_size = sampling.vocab_size
+
+    def end(self) -> None:
+        self._reset(page_size=1)
+
+    def use_tree(self, tree: DraftTree | None) -> None:
+        if tree is None:
+            self._limits = (self.max_nodes, self.max_depth)
+            return
+        depth = min(max(tree.max_depth, 1), self.max_depth)
+        self._limits = (min(max(tree.num_nodes, 2), self.max_nodes, self._possible(depth)), depth)
+
+    def _possible(self, depth: int) -> int:
+        """Nodes of a tree in which every inner node has all children."""
+        return sum(self.width**level for level in range(depth + 1))
+
+    def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
+        self._selected = sequences
+
+    def read(self, rows: FeatureRows) -> None:
+        width, expected = rows.features.shape[1], self.model.fc.in_features
+        if width != expected:
+            raise ValueError(f"drafter: expected a target with {expected} features of a token, got {width}")
+        self._append(rows.known())
+        self._rows = rows
+
+    def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
+        if self._rows is not None and result.num_read < len(result.sequences):
+            self._append(self._rows.accepted(result))
+        self._rows = None
+
+    def forget(self, sequence: GeneratedSequence) -> None:
+        self.cache.release(sequence.index)
+        for known in (self._first, self._end, self._known):
+            known.pop(sequence.index, None)
+
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
+    ) -> Draft:
+        start = lengths - 1
+        roots = tokens.gather(1, start.long()[:, None])[:, 0]
+        num_nodes, depth = self._limits
+        logits = self._guess(roots, start.long(), depth)[..., : self._vocab_size].float()
+        best = logits.topk(min(self.width, logits.shape[-1]), dim=-1)
+        log_probs = best.values - logits.logsumexp(-1, keepdim=True)
+        draft_tokens, trees, self._joint = best_first_tree(
+            log_probs, best.indices, roots, num_nodes, return_log_probs=True
+        )
+        return Draft(draft_tokens, trees)
+
+    def confidence(self) -> Tensor | None:
+        return self._joint
+
+    def _guess(self, roots: Tensor, start: Tensor, depth: int) -> Tensor:
+        """One pass of the draft model: logits [B, depth, V] of the tokens behind roots [B] at positions start [B]."""
+        sequences, config = self._selected, self.model.config
+        size, batch = config.block_size, len(self._selected)
+        for sequence in sequences:
+            self._enter(sequence, sequence.root)
+            self._reserve(sequence, sequence.root + size)
+        table = self.cache.page_table([sequence.index for sequence in sequences])
+        seq_lens = self._int32([sequence.root + size - self._first[sequence.index] for sequence in sequences])
+        offsets = self._int32(range(0, (batch + 1) * size, size))
+        # Until the text has reached these slots, the block's keys lie there.
+        slots = slot_mapping(table, seq_lens, offsets, self.cache.page_size, total_q=batch * size)
+        everything = torch.full((batch * size, -(-size // 32)), -1, dtype=torch.int32, device=self.device)
+        step = PagedStep(self.cache, table, seq_lens, offsets, slots, everything, torch.full_like(seq_lens, size), size)
+        causal = replace(step, tree_mask=None, tree_lens=None)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            window = config.window(layer)
+            return step.attend(layer, q, k, v, 0, {}) if window is None else causal.attend(layer, q, k, v, window, {})
+
+        block = roots.new_full((batch, size), config.mask_token_id)
+        block[:, 0] = roots
+        positions = start[:, None] + torch.arange(size, device=start.device)
+        states = self.model(block.flatten(), positions.flatten(), attend).view(batch, size, -1)
+        return self.model.logits(states[:, 1 : depth + 1])
+
+    def _append(self, parts: list[tuple[GeneratedSequence, int, Tensor]]) -> None:
+        """Takes tokens into the context: sequences, the position of each one's first token, and features [n, F]."""
+        if not parts:
+            return
+        first: list[int] = []
+        ends: list[int] = []
+        offsets, positions = [0], list[int]()
+        for sequence, begin, features in parts:
+            end = begin + features.shape[0]
+            self._enter(sequence, begin)
+            self._reserve(sequence, end)
+            self._end[sequence.index] = end
+            first.append(self._first[sequence.index])
+            ends.append(end - first[-1])
+            offsets.append(offsets[-1] + features.shape[0])
+            positions += range(begin, end)
+        table = self.cache.page_table([sequence.index for sequence, _, _ in parts])
+        slots = slot_mapping(
+            table, self._int32(ends), self._int32(offsets), self.cache.page_size, total_q=len(positions)
+        )
+        features = torch.cat([features for _, _, features in parts])
+        context = self.model.context(features, torch.tensor(positions).to(self.device))
+        for layer, (k, v) in enumerate(context):
+            append_kv(k, v, *self.cache.layer(layer, k, v), slots)
+
+    def _enter(self, sequence: GeneratedSequence, begin: int) -> None:
+        """Makes sure that the context of the sequence ends at `begin`.
+
+        An outcome of a prompt that another one has read shares its pages. If that one is gone already, or the text up
+        to `begin` was not seen for another reason, the context starts there: the drafts get worse, no more.
+        """
+        if self._end.get(sequence.index) == begin:
+            return
+        self.forget(sequence)
+        donor = next(
+            (
+                index
+                for index, other in self._known.items()
+                if other.group == sequence.group and self._first[index] == 0 and self._end[index] >= begin
+            ),
+            None,
+        )
+        if 0 < begin == sequence.shared_len and donor is not None:
+            self.cache.fork(donor, sequence.index, begin)
+        else:
+            donor = None
+        self._first[sequence.index] = begin if donor is None else 0
+        self._end[sequence.index], self._known[sequence.index] = begin, sequence
+
+    def _reserve(self, sequence: GeneratedSequence, end: int) -> None:
+        count = end - self._first[sequence.index]
+        if not self.cache.reserve(sequence.index, count):
+            self.cache.grow(max(self.cache.num_pages, self.cache.pages_for(count)))
+            self.cache.reserve(sequence.index, count)
+
+    def _int32(self, values: list[int] | range) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32).to(self.device, non_blocking=True)

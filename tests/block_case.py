@@ -1,0 +1,84 @@
+"""Block drafters with random weights, and what they compute, by the layers of transformers' Qwen 3."""
+
+from __future__ import annotations
+
+import torch
+from generate_case import TINY
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding, rotate_half
+
+from pagedtree.integrations.transformers import BlockDraftConfig, BlockDraftModel
+
+CONFIG = BlockDraftConfig(
+    hidden_size=TINY["hidden_size"],
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    block_size=6,
+    mask_token_id=3,
+    target_layer_ids=(0, 1),
+)
+
+
+def block_model(model, config=CONFIG, seed=4):
+    torch.manual_seed(seed)
+    drafter = BlockDraftModel(config, model.get_input_embeddings(), model.get_output_embeddings())
+    for parameter in drafter.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.2)
+    return drafter.to(model.lm_head.weight).eval()
+
+
+def features_of(model, text, layers):
+    """The outputs of these layers of the target at all tokens of a text, [T, F], by hooks of our own."""
+    found = {}
+    handles = [
+        model.model.layers[i].register_forward_hook(lambda _, args, out, i=i: found.update({i: out})) for i in layers
+    ]
+    model(torch.tensor([text]))
+    for handle in handles:
+        handle.remove()
+    return torch.cat([found[i][0] for i in layers], dim=-1)
+
+
+@torch.no_grad()
+def dense_logits(model, drafter, text):
+    """Logits [block_size - 1, V] of the places behind the last token of `text`, without any cache."""
+    config, known = drafter.config, len(text) - 1
+    qwen = Qwen3Config(
+        hidden_size=config.hidden_size, intermediate_size=config.intermediate_size, head_dim=config.head_dim,
+        num_attention_heads=config.num_attention_heads, num_key_value_heads=config.num_key_value_heads,
+        rms_norm_eps=config.rms_norm_eps, rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+    )  # fmt: skip
+    qwen.rope_theta = config.rope_theta  # where transformers 4 looks
+    features = features_of(model, text, config.target_layer_ids)[:known] if known else torch.empty(0, 2 * 128)
+    states = model.get_input_embeddings()(torch.tensor([text[-1]] + [config.mask_token_id] * (config.block_size - 1)))
+    context = drafter.hidden_norm(features @ drafter.fc.weight.T)
+    positions = torch.arange(known + config.block_size)
+    cos, sin = (part[0] for part in Qwen3RotaryEmbedding(qwen)(states, positions[None]))
+    for i, own in enumerate(drafter.layers):
+        layer = Qwen3DecoderLayer(qwen, layer_idx=0)
+        layer.load_state_dict(own.state_dict())  # the same names
+        attention, inputs = layer.self_attn, layer.input_layernorm(states)
+        everything = torch.cat([context, inputs])
+        q, k, v = (
+            project(x).unflatten(-1, (-1, config.head_dim)).transpose(0, 1)
+            for project, x in (
+                (attention.q_proj, inputs), (attention.k_proj, everything), (attention.v_proj, everything)
+            )
+        )  # fmt: skip
+        q, k = attention.q_norm(q), attention.k_norm(k)
+        q = q * cos[known:] + rotate_half(q) * sin[known:]
+        k = k * cos + rotate_half(k) * sin
+        groups = config.num_attention_heads // config.num_key_value_heads
+        k, v = (x.repeat_interleave(groups, dim=0) for x in (k, v))
+        scores = q @ k.transpose(1, 2) * config.head_dim**-0.5
+        distance = positions[known:, None] - positions
+        window = config.window(i)
+        if window is not None:
+            scores = scores.masked_fill((distance < 0) | (distance >= (window or len(positions))), float("-inf"))
+        out = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+        states = states + attention.o_proj(out)
+        states = states + layer.mlp(layer.post_attention_layernorm(states))
+    return model.get_output_embeddings()(drafter.norm(states[1:]))

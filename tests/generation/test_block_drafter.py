@@ -1,0 +1,321 @@
+"""Block drafters: one pass over the paged context is the dense one, whatever the engine does; trees; checkpoints."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from block_case import CONFIG, block_model, dense_logits
+from generate_case import NEW_TOKENS, Oracle, greedy, lists, prompts_of, tiny
+
+from pagedtree import DraftTree
+from pagedtree.integrations.transformers import BlockDraftConfig, BlockDrafter, BlockDraftModel, generate
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LENGTHS = (5, 21, 1, 34)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny(0)
+
+
+@pytest.fixture(scope="module")
+def texts(model):
+    return [greedy(model, prompt) for prompt in prompts_of(LENGTHS)]
+
+
+class Recorder(BlockDrafter):
+    """Keeps the texts and the logits of its passes; proposes what an oracle says, so that much is accepted."""
+
+    def __init__(self, model, oracle):
+        super().__init__(model, num_nodes=oracle.tree.num_nodes)
+        self.oracle, self.texts, self.logits = oracle, [], []
+
+    def propose(self, tokens, lengths):
+        super().propose(tokens, lengths)
+        self.texts += [sequence.tokens[:] for sequence in self._selected]
+        return self.oracle.propose(tokens, lengths)
+
+    def confidence(self):
+        return None
+
+    def _guess(self, *arguments):
+        logits = super()._guess(*arguments)
+        self.logits += logits
+        return logits
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"page_size": 1},
+        {"page_size": 7, "num_pages": 14},
+        {"n": 3, "page_size": 4},
+        {"n": 3, "page_size": 4, "num_pages": 30},
+        {"max_batch_tokens": 6, "page_size": 3},
+    ],
+)
+def test_a_paged_pass_is_the_dense_one(model, texts, options):
+    recorder = Recorder(block_model(model), Oracle(texts, hit=0.8))
+    sequences, stats = generate(model, prompts_of(LENGTHS), drafter=recorder, max_new_tokens=NEW_TOKENS, **options)
+    assert lists(sequences) == [text for text in texts for _ in range(options.get("n", 1))]
+    assert stats.mean_accepted > 1
+    assert (stats.evictions > 0) == ("num_pages" in options)
+    assert len(recorder.texts) == len(recorder.logits) == sum(s.decode_steps for s in stats.sequences)
+    for text, logits in list(zip(recorder.texts, recorder.logits, strict=True))[::3]:
+        torch.testing.assert_close(logits, dense_logits(model, recorder.model, text), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"is_causal": True},
+        {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 9},
+        {"block_size": 40, "rope_theta": 1e6, "num_key_value_heads": 1},
+    ],
+)
+def test_other_layers(model, texts, changes):
+    config = replace(CONFIG, **changes)
+    recorder = Recorder(block_model(model, config), Oracle(texts, hit=0.8))
+    generate(model, prompts_of(LENGTHS), drafter=recorder, max_new_tokens=6)
+    for text, logits in zip(recorder.texts, recorder.logits, strict=True):
+        expected = dense_logits(model, recorder.model, text)
+        torch.testing.assert_close(logits, expected[: logits.shape[0]], rtol=1e-3, atol=1e-3)
+
+
+def test_one_pass_of_the_draft_model_gives_all_levels(model):
+    drafter = BlockDrafter(block_model(model), num_nodes=12)
+    passes = []
+    drafter.model.register_forward_hook(lambda *args: passes.append(1))
+    _, stats = generate(model, prompts_of(LENGTHS), drafter=drafter, max_new_tokens=NEW_TOKENS)
+    assert len(passes) == stats.steps  # in the first one the prompt of a single token is a root already
+
+
+def best_first(log_probs, num_nodes):
+    """Paths of candidates' ranks, the likeliest first; each is popped from a heap of all that could follow."""
+    taken, queue = [], [(0.0, 0, ())]
+    while queue and len(taken) < num_nodes:
+        cost, depth, path = heapq.heappop(queue)
+        taken.append(path)
+        if depth < len(log_probs):
+            for rank, value in enumerate(log_probs[depth]):
+                heapq.heappush(queue, (cost - value, depth + 1, (*path, rank)))
+    return taken
+
+
+@pytest.mark.parametrize("options", [{}, {"num_nodes": 30, "width": 2}, {"num_nodes": 7, "depth": 2, "width": 3}])
+def test_the_tree_is_the_likeliest_of_its_marginals(model, options):
+    drafter = BlockDrafter(block_model(model), **options)
+    seen = []
+    guess = drafter._guess
+    drafter._guess = lambda *arguments: (seen.append(guess(*arguments)), seen[-1])[1]
+    steps, confidence = [], drafter.confidence
+    generate(
+        model, prompts_of([9]), drafter=drafter, max_new_tokens=5,
+        on_step=lambda result: steps.append((result, confidence())),
+    )  # fmt: skip
+    assert len(seen) == len(steps) - 1
+    for logits, (result, log_probs) in zip(seen, steps[1:], strict=True):
+        tokens, parents = result.draft_tokens.tolist(), result.trees.parents.tolist()
+        best = logits[0].log_softmax(-1).topk(drafter.width)
+        paths = best_first(best.values.tolist(), drafter.max_nodes)
+        assert len(tokens) == drafter.max_nodes
+        assert tokens[1:] == [int(best.indices[len(path) - 1, path[-1]]) for path in paths[1:]]
+        assert parents[1:] == [paths.index(path[:-1]) for path in paths[1:]]
+        expected = [sum(best.values[level, rank] for level, rank in enumerate(path)) for path in paths]
+        torch.testing.assert_close(log_probs, torch.tensor(expected))
+
+
+def test_sizes_that_are_not_possible_become_smaller(model, texts):
+    drafter = BlockDrafter(block_model(model), num_nodes=100, depth=2, width=3)
+    assert (drafter.max_nodes, drafter.max_depth) == (13, 2)
+    chain = BlockDrafter(block_model(model), num_nodes=100, width=1)
+    assert chain.is_chain and (chain.max_nodes, chain.max_depth) == (6, 5)
+    assert BlockDrafter(block_model(model), num_nodes=3).max_depth == 2
+    everything = BlockDrafter(block_model(model), num_nodes=200, depth=1, width=1000)
+    for each in (drafter, chain, everything):
+        sizes = set()
+        sequences, _ = generate(
+            model, prompts_of(LENGTHS), drafter=each, max_new_tokens=NEW_TOKENS,
+            on_step=lambda result, sizes=sizes: sizes.add(result.trees.max_nodes),
+        )  # fmt: skip
+        assert lists(sequences) == texts
+    assert max(sizes) == 200
+
+
+def test_a_smaller_tree_for_a_while(model, texts):
+    drafter = BlockDrafter(block_model(model), num_nodes=16, width=3)
+    shapes = []
+
+    def watch(result):
+        shapes.append((result.trees.max_nodes, max(result.trees.depths.tolist())))
+        drafter.use_tree(DraftTree.chain(2) if len(shapes) < 4 else DraftTree.full([9, 9]))
+        if len(shapes) == 8:  # more nodes than this depth has room for
+            drafter.use_tree(DraftTree.full([9]))
+
+    sequences, _ = generate(model, prompts_of(LENGTHS), drafter=drafter, max_new_tokens=NEW_TOKENS, on_step=watch)
+    assert lists(sequences) == texts
+    assert all(shape <= (3, 2) for shape in shapes[1:4])
+    assert shapes[0][0] == 16 and max(nodes for nodes, _ in shapes[1:]) == 13
+    assert shapes[8] == (4, 1)
+
+
+def test_with_a_tuner(model, texts):
+    """The target then verifies a part of what was proposed, and at times nothing."""
+    recorder = Recorder(block_model(model), Oracle(texts, hit=0.8))
+    sequences, _ = generate(model, prompts_of(LENGTHS), drafter=recorder, max_new_tokens=NEW_TOKENS, tree="auto")
+    assert lists(sequences) == texts
+    for text, logits in zip(recorder.texts, recorder.logits, strict=True):
+        expected = dense_logits(model, recorder.model, text)
+        torch.testing.assert_close(logits, expected[: len(logits)], rtol=1e-3, atol=1e-3)
+
+
+def test_a_text_that_was_not_seen_from_its_start(model, texts):
+    """The context then begins later: drafts get worse, and the text stays."""
+    recorder = Recorder(block_model(model), Oracle(texts, hit=0.8))
+    calls = []
+
+    def forget(result):
+        calls.append(result)
+        if len(calls) == 3:
+            recorder.forget(result.sequences[1])
+
+    sequences, stats = generate(
+        model, prompts_of(LENGTHS), drafter=recorder, max_new_tokens=NEW_TOKENS, on_step=forget, page_size=4
+    )
+    assert lists(sequences) == texts
+    exact = [
+        torch.allclose(logits, dense_logits(model, recorder.model, text), rtol=1e-3, atol=1e-3)
+        for text, logits in zip(recorder.texts, recorder.logits, strict=True)
+    ]
+    assert 0 < exact.count(False) <= stats.sequences[1].decode_steps
+
+
+def test_checkpoints_are_saved_and_loaded(model, tmp_path):
+    config = replace(CONFIG, is_causal=True, final_logit_softcapping=5.0, input_embedding_scale=2.0)
+    drafter = block_model(model, config)
+    drafter.save_pretrained(tmp_path, dtype=torch.float32)
+    loaded = BlockDraftModel.from_pretrained(tmp_path, model)
+    assert loaded.config == config and not loaded.training
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), drafter.parameters(), strict=True))
+    states = torch.randn(4, 128)
+    with torch.no_grad():
+        expected = 5 * torch.tanh(model.lm_head(states) / 5)
+    torch.testing.assert_close(loaded.logits(states), expected)
+
+
+# What z-lab's config.json of Qwen3-8B holds in the keys that tell the model, with fewer layers.
+PUBLISHED = {
+    "architectures": ["DFlashDraftModel"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "block_size": 16,
+    "dflash_config": {"mask_token_id": 127, "target_layer_ids": [0, 1, 1]},
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "initializer_range": 0.02,
+    "intermediate_size": 96,
+    "layer_types": ["full_attention", "full_attention"],
+    "max_position_embeddings": 40960,
+    "max_window_layers": 5,
+    "model_type": "qwen3",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "num_target_layers": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 128,
+}
+NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+PROJECTIONS = (
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+    "mlp.down_proj",
+)  # fmt: skip
+
+
+def test_the_published_layout_is_read(model, tmp_path):
+    from safetensors.torch import save_file
+
+    config = BlockDraftConfig.from_dict(PUBLISHED)
+    assert (config.block_size, config.mask_token_id, config.target_layer_ids) == (16, 127, (0, 1, 1))
+    assert config.rope_theta == 1e6 and config.window(0) is None
+    drafter = block_model(model, config)
+    state = drafter.state_dict()
+    layers = [f"layers.{i}.{name}.weight" for i in range(2) for name in (*NORMS, *PROJECTIONS)]
+    assert sorted(state) == sorted([*layers, "fc.weight", "hidden_norm.weight", "norm.weight"])
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
+    for i in range(2):
+        part = {name: tensor for name, tensor in state.items() if (name in layers[:11]) == bool(i)}
+        save_file(part, tmp_path / f"model-{i + 1:05}-of-00002.safetensors")
+    loaded = BlockDraftModel.from_pretrained(tmp_path, model)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), drafter.parameters(), strict=True))
+    rope = {"rope_theta": 5e5, "rope_type": "default"}
+    newer = {name: value for name, value in PUBLISHED.items() if name not in ("rope_theta", "rope_scaling")}
+    assert BlockDraftConfig.from_dict({**newer, "rope_parameters": rope}).rope_theta == 5e5
+    sliding = {**PUBLISHED, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 2048}
+    assert [BlockDraftConfig.from_dict(sliding).window(i) for i in range(2)] == [2048, None]
+    causal = {**sliding, "dflash_config": {**PUBLISHED["dflash_config"], "causal": True}}
+    assert [BlockDraftConfig.from_dict(causal).window(i) for i in range(2)] == [2048, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["DFlash2DraftModel"]}, "expected architecture DFlashDraftModel, got DFlash2DraftModel"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope type .*got 'yarn'"),
+        ({"dflash_config": {"attention_sink_bias": True}}, "attention without sinks"),
+        ({"hidden_act": "gelu"}, "hidden_act \"silu\", got 'gelu'"),
+        ({"layer_types": ["linear_attention"]}, "full or sliding attention, got linear_attention"),
+        ({"layer_types": ["sliding_attention"], "is_causal": False}, "sliding attention to be causal"),
+        ({"dflash_config": {"mask_token_id": 5}}, "expected target_layer_ids in its config"),
+        ({"hidden_size": 64}, "a target of hidden size 64 with token 127, got hidden size 128 and 128 tokens"),
+        ({"dflash_config": {"mask_token_id": 128, "target_layer_ids": [0]}}, "with token 128, got .* 128 tokens"),
+        ({"num_hidden_layers": 1}, "missing, unknown or of another shape: layers.1.input_layernorm.weight"),
+        ({"intermediate_size": 64}, "another shape: layers.0.mlp.down_proj.weight"),
+    ],
+)
+def test_checkpoints_that_are_refused(model, tmp_path, changes, message):
+    block_model(model, BlockDraftConfig.from_dict(PUBLISHED)).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**PUBLISHED, **changes}))
+    with pytest.raises(ValueError, match=message):
+        BlockDraftModel.from_pretrained(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_nodes": 1}, "num_nodes: expected at least 2, got 1"),
+        ({"depth": 0}, "depth: expected at least 1, got 0"),
+        ({"depth": 6}, "depth: expected at most 5, the mask tokens of a block, got 6"),
+        ({"width": 0}, "width: expected at least 1, got 0"),
+    ],
+)
+def test_bad_arguments(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        BlockDrafter(block_model(model), **options)
+
+
+def test_another_target(model):
+    other = tiny(0, hidden_size=64, num_attention_heads=1, num_key_value_heads=1)
+    with pytest.raises(ValueError, match="expected a target with 256 features of a token, got 128"):
+        generate(other, prompts_of([4]), drafter=BlockDrafter(block_model(model)), max_new_tokens=2)
+    with pytest.raises(ValueError, match=r"feature_layers: expected layers of 0\.\.0"):
+        generate(
+            tiny(0, num_hidden_layers=1), prompts_of([4]), drafter=BlockDrafter(block_model(model)), max_new_tokens=2
+        )
