@@ -41,6 +41,8 @@ from wide_target import for_wide, widened
 
 from pagedtree import DraftTree
 from pagedtree.integrations.transformers import (
+    BlockDrafter,
+    BlockDraftModel,
     EagleDrafter,
     EagleHead,
     MedusaDrafter,
@@ -56,12 +58,14 @@ def drafters(narrow: Any, draft: Any) -> dict[str, tuple[Maker, Maker]]:
     """Name -> what makes the drafter of chains, and that of trees, all for the target before it was widened."""
     heads = MedusaHeads.from_pretrained(CHECKPOINTS / "medusa", narrow)
     head = EagleHead.from_pretrained(CHECKPOINTS / "eagle", narrow)
+    block = BlockDraftModel.from_pretrained(CHECKPOINTS / "block", narrow)
     tree = {"num_nodes": 16, "depth": 5, "width": 3}
     chain = {"num_nodes": 6, "depth": 5, "width": 1}
     return {
         "n-gram": (lambda: NgramDrafter(8, max_branches=1), lambda: NgramDrafter(16, max_branches=6, max_depth=8)),
         "Medusa": (lambda: MedusaDrafter(heads, DraftTree.chain(4)), lambda: MedusaDrafter(heads, 16)),
         "EAGLE-3": (lambda: EagleDrafter(head, **chain), lambda: EagleDrafter(head, **tree)),
+        "block": (lambda: BlockDrafter(block, **chain), lambda: BlockDrafter(block, num_nodes=16)),
         "draft-model": (lambda: ModelDrafter(draft, **chain), lambda: ModelDrafter(draft, **tree)),
     }
 
