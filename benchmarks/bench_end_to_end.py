@@ -177,13 +177,16 @@ def arguments(description: str, name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def by_batch_size(sizes: list[int], rows_of: Callable[[int], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The rows of `in_rounds` for each batch size, printed as they come."""
+def by_batch_size(
+    sizes: list[int], rows_of: Callable[[int], list[dict[str, Any]]], keep: Callable[[list[dict[str, Any]]], None]
+) -> list[dict[str, Any]]:
+    """The rows of `in_rounds` for each batch size, printed as they come; `keep` gets all so far."""
     bar, rows = Progress(len(sizes)), []
     for batch_size in sizes:
         bar.show(f"batch {batch_size}")
         rows += (found := rows_of(batch_size))
         bar.clear()
+        keep(rows)
         bar.done += 1
         for row in found:
             rate = f"{row['tokens_per_second']:9.1f} tokens/s  {row['over_plain']:.2f} x plain"
@@ -200,9 +203,10 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     _, candidates_of, facts = prepare(args)
     rows = by_batch_size(
-        args.batch, lambda size: in_rounds(size, candidates_of(size, args.max_new_tokens), args.rounds)
+        args.batch,
+        lambda size: in_rounds(size, candidates_of(size, args.max_new_tokens), args.rounds),
+        lambda rows: save(f"end_to_end_{args.device}", rows, facts, args.json),
     )
-    save(f"end_to_end_{args.device}", rows, facts, args.json)
     return 1 if any(not row["identical"] for row in rows if row["name"].startswith("pagedtree")) else 0
 
 

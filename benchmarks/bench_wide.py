@@ -110,7 +110,7 @@ def main() -> int:
         for name, both in drafters(narrow, draft).items()
         if args.drafters is None or any(part.lower() in name.lower() for part in args.drafters)
     }
-    facts = facts_of(args) | {"parameters": sum(weight.numel() for weight in target.parameters()), "absent": {}}
+    facts = facts_of(args) | {"dtype": "bf16", "parameters": sum(weight.numel() for weight in target.parameters())}
 
     def candidates_of(batch: Tokens, count: int) -> dict[str, Candidate]:
         return candidates(target, draft, tokenizer, batch, count, makers, narrow.config.hidden_size)
@@ -133,7 +133,7 @@ def main() -> int:
 
         for warm_up in candidates_of(prompts[:1], 4).values():
             warm_up()
-        save(f"wide_{args.device}", by_batch_size(args.batch, rows_of), facts, args.json)
+        by_batch_size(args.batch, rows_of, lambda rows: save(f"wide_{args.device}", rows, facts, args.json))
     return 0
 
 
