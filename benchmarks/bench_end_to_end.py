@@ -51,7 +51,8 @@ Tokens = list[list[int]]
 Candidate = Callable[..., tuple[Tokens, GenerationStats | None]]
 
 
-def candidates(target: Any, draft: Any, tokenizer: Any, batch: Tokens, count: int) -> dict[str, Candidate]:
+def ways(target: Any, tokenizer: Any, batch: Tokens, count: int) -> tuple[Candidate, Candidate]:
+    """transformers' own generation and ours; each takes its options."""
     padded = tokenizer.pad({"input_ids": batch}, padding_side="left", return_tensors="pt").to(target.device)
 
     def theirs(**options: Any) -> tuple[Tokens, None]:
@@ -64,6 +65,11 @@ def candidates(target: Any, draft: Any, tokenizer: Any, batch: Tokens, count: in
         out, stats = generate(target, batch, drafter=drafter, tree=tree, max_new_tokens=count, on_step=on_step)
         return [row[len(prompt) :].tolist() for row, prompt in zip(out, batch, strict=True)], stats
 
+    return theirs, ours
+
+
+def candidates(target: Any, draft: Any, tokenizer: Any, batch: Tokens, count: int) -> dict[str, Candidate]:
+    theirs, ours = ways(target, tokenizer, batch, count)
     heads = MedusaHeads.from_pretrained(CHECKPOINTS / "medusa", target)
     head = EagleHead.from_pretrained(CHECKPOINTS / "eagle", target)
     drafters = {
@@ -84,7 +90,10 @@ def candidates(target: Any, draft: Any, tokenizer: Any, batch: Tokens, count: in
     return found
 
 
-def in_rounds(batch_size: int, run: dict[str, Candidate], rounds: int) -> list[dict[str, Any]]:
+def in_rounds(
+    batch_size: int, run: dict[str, Candidate], rounds: int, explain: Callable[[Tokens, Tokens], str] | None = None
+) -> list[dict[str, Any]]:
+    """A row for each candidate; `explain` tells how a text differs from plain decoding's."""
     rates, first_tokens = defaultdict(list), defaultdict(list)
     texts: dict[str, Tokens] = {}
     stats: dict[str, GenerationStats | None] = {}
@@ -106,6 +115,8 @@ def in_rounds(batch_size: int, run: dict[str, Candidate], rounds: int) -> list[d
             "over_plain": statistics.median(a / b for a, b in zip(rates[name], rates[PLAIN], strict=True)),
             "identical": texts[name] == texts[PLAIN],
         }
+        if explain is not None and not row["identical"]:
+            row["difference"] = explain(texts[PLAIN], texts[name])
         if (figures := stats[name]) is not None:
             row |= {
                 "tokens_per_step": figures.tokens_per_step,
@@ -124,13 +135,13 @@ def keep_memory() -> None:
         mallopt(mmap_threshold, 2**30)
 
 
-def prepare(args: argparse.Namespace) -> tuple[Any, Callable[[int, int], dict[str, Candidate]], dict[str, Any]]:
-    """The target; the candidates for a batch size and so many tokens, warmed up; what else to save. No text ends."""
+def loaded(args: argparse.Namespace, dtype: torch.dtype) -> tuple[Any, Any, Any, Tokens]:
+    """The demo's target, draft model and tokenizer, and prompts; no text ends."""
     keep_memory()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     target, draft = (
-        AutoModelForCausalLM.from_pretrained(CHECKPOINTS / name, dtype=torch.float32).eval().to(args.device)
+        AutoModelForCausalLM.from_pretrained(CHECKPOINTS / name, dtype=dtype).eval().to(args.device)
         for name in ("target", "draft")
     )
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / "target")
@@ -138,15 +149,23 @@ def prepare(args: argparse.Namespace) -> tuple[Any, Callable[[int, int], dict[st
     for model in (target, draft):
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = tokenizer.pad_token_id
-    texts = [tokenizer(text).input_ids for text in stdlib_prompts(max(args.batch))]
+    return target, draft, tokenizer, [tokenizer(text).input_ids for text in stdlib_prompts(max(args.batch))]
+
+
+def prepare(args: argparse.Namespace) -> tuple[Any, Callable[[int, int], dict[str, Candidate]], dict[str, Any]]:
+    """The target; the candidates for a batch size and so many tokens, warmed up; what else to save. No text ends."""
+    target, draft, tokenizer, texts = loaded(args, torch.float32)
 
     def candidates_of(batch_size: int, count: int) -> dict[str, Candidate]:
         return candidates(target, draft, tokenizer, texts[:batch_size], count)
 
     for warm_up in candidates_of(1, 8).values():
         warm_up()
-    facts = machine_facts() | {"arguments": {key: value for key, value in vars(args).items() if key != "json"}}
-    return target, candidates_of, facts
+    return target, candidates_of, facts_of(args)
+
+
+def facts_of(args: argparse.Namespace) -> dict[str, Any]:
+    return machine_facts() | {"arguments": {key: value for key, value in vars(args).items() if key != "json"}}
 
 
 def arguments(description: str, name: str) -> argparse.ArgumentParser:
@@ -158,6 +177,24 @@ def arguments(description: str, name: str) -> argparse.ArgumentParser:
     return parser
 
 
+def by_batch_size(
+    sizes: list[int], rows_of: Callable[[int], list[dict[str, Any]]], keep: Callable[[list[dict[str, Any]]], None]
+) -> list[dict[str, Any]]:
+    """The rows of `in_rounds` for each batch size, printed as they come; `keep` gets all so far."""
+    bar, rows = Progress(len(sizes)), []
+    for batch_size in sizes:
+        bar.show(f"batch {batch_size}")
+        rows += (found := rows_of(batch_size))
+        bar.clear()
+        keep(rows)
+        bar.done += 1
+        for row in found:
+            rate = f"{row['tokens_per_second']:9.1f} tokens/s  {row['over_plain']:.2f} x plain"
+            other = "" if row["identical"] else f"  OTHER TEXT {row.get('difference', '')}"
+            print(f"{row['batch']:4} {row['name']:45} {rate}{other.rstrip()}", flush=True)
+    return rows
+
+
 def main() -> int:
     parser = arguments(__doc__, "end_to_end")
     parser.add_argument("--rounds", type=int, default=7)
@@ -165,16 +202,11 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     _, candidates_of, facts = prepare(args)
-    bar, rows = Progress(len(args.batch)), []
-    for batch_size in args.batch:
-        bar.show(f"batch {batch_size}")
-        rows += (found := in_rounds(batch_size, candidates_of(batch_size, args.max_new_tokens), args.rounds))
-        bar.clear()
-        bar.done += 1
-        for row in found:
-            rate = f"{row['tokens_per_second']:9.1f} tokens/s  {row['over_plain']:.2f} x plain"
-            print(f"{row['batch']:4} {row['name']:45} {rate}{'' if row['identical'] else '  OTHER TEXT'}", flush=True)
-    save(f"end_to_end_{args.device}", rows, facts, args.json)
+    rows = by_batch_size(
+        args.batch,
+        lambda size: in_rounds(size, candidates_of(size, args.max_new_tokens), args.rounds),
+        lambda rows: save(f"end_to_end_{args.device}", rows, facts, args.json),
+    )
     return 1 if any(not row["identical"] for row in rows if row["name"].startswith("pagedtree")) else 0
 
 

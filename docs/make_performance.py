@@ -201,7 +201,8 @@ def by_batch(rows: list[dict[str, Any]], show: Callable[[dict[str, Any]], str]) 
 
 def end_to_end(result: dict[str, Any], name: str) -> str:
     rows, arguments = result["rows"], result["machine"]["arguments"]
-    note = f" {arguments['max_new_tokens']} tokens per sequence, {arguments['rounds']} rounds, greedy, fp32."
+    dtype = result["machine"].get("dtype", "fp32")
+    note = f" {arguments['max_new_tokens']} tokens per sequence, {arguments['rounds']} rounds, greedy, {dtype}."
     parts = [machine_line(result["machine"], name) + note]
     if (DOCS / "img" / f"{name}.svg").exists():
         parts.append(f"![Tokens per second against the number of sequences](img/{name}.svg)")
@@ -209,8 +210,14 @@ def end_to_end(result: dict[str, Any], name: str) -> str:
         "Tokens per second of all sequences, and over plain decoding in the same round:",
         by_batch(rows, lambda row: f"{row['tokens_per_second']:.0f} ({row['over_plain']:.2f} x)"),
     ]
-    different = [f"{row['name']}, {row['batch']}" for row in rows if not row["identical"]]
+    different = [
+        f"{row['name']}, {row['batch']}" + (f" ({row['difference']})" if "difference" in row else "")
+        for row in rows
+        if not row["identical"]
+    ]
     parts.append(f"Other texts than plain decoding's: {'; '.join(different) or 'none'}.")
+    if absent := result["machine"].get("absent"):
+        parts.append("Absent: " + "; ".join(f"{name} ({reason})" for name, reason in absent.items()) + ".")
     return "\n\n".join(parts)
 
 
@@ -476,6 +483,7 @@ SECTIONS = {
     "verification": ("ops", family("verify_", "sample", heading="verification")),
     "other": ("ops", family("append_kv", "compact_kv", "merge_states", "build", "expand", "ngram", heading="other")),
     "end-to-end": ("end_to_end", end_to_end),
+    "wide": ("wide", end_to_end),
     "chosen-trees": ("chosen_trees", chosen_trees),
     "distributed": ("distributed", distributed),
     "kernels": ("kernels", kernels),

@@ -211,7 +211,12 @@ def test_end_to_end_table_and_plot(scripts, tmp_path):
     make_performance = importlib.import_module("make_performance")
     text = make_performance.end_to_end(result, "nowhere")
     assert "| pagedtree, n-gram tree | 150 (1.50 x) | 600 (0.75 x) |" in text
-    assert "plain decoding's: transformers, 1; transformers, 8." in text
+    assert "plain decoding's: transformers, 1; transformers, 8." in text and "greedy, fp32" in text
+    rows[0]["difference"] = "sequence 0, token 7"
+    wide = result | {"machine": result["machine"] | {"dtype": "bf16", "absent": {"B": "not installed"}}}
+    text = make_performance.end_to_end(wide, "nowhere")
+    assert "transformers, 1 (sequence 0, token 7); transformers, 8." in text
+    assert "greedy, bf16" in text and "Absent: B (not installed)." in text
     pytest.importorskip("matplotlib")
     make_plots = importlib.import_module("make_plots")
     (tmp_path / "end_to_end_cpu.json").write_text(json.dumps(result))
