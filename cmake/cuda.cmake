@@ -16,6 +16,7 @@ set(PAGEDTREE_CUDA_SOURCES
   csrc/cuda/instructions.cu
   csrc/cuda/kv_cache.cu
   csrc/cuda/logprobs.cu
+  csrc/cuda/recurrent.cu
   csrc/cuda/sampling.cu
   csrc/cuda/shards.cu
   csrc/cuda/step.cu
