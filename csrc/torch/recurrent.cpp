@@ -169,6 +169,7 @@ void advance_state(const Tensor& state, const Tensor& state_index, const Tensor&
                    const OptionalTensor& depths, const OptionalTensor& accept_index, const OptionalTensor& num_accepted,
                    int64_t max_nodes, const OptionalTensor& cu_seqlens, bool l2norm) {
   const Check check("advance_state", state);
+  check.tensor(state, "state", {ScalarType::Float}, {kAnySize, kAnySize, kAnySize, kAnySize}, Strides::kAny);
   const Path path{accept_index, num_accepted};
   DeltaRuleParams params = delta_rule_params(check, k, v, g, beta, state, state_index,
                                              {cu_nodes, parents, depths, max_nodes, cu_seqlens}, &path, l2norm);
