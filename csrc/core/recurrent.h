@@ -2,6 +2,7 @@
 // comes after which. Written once for every backend.
 #pragma once
 
+#include "core/math.h"
 #include "core/tree.h"
 
 namespace pagedtree {
@@ -78,6 +79,21 @@ PT_HOST_DEVICE int64_t state_slot(const RecurrentBatch& p, int64_t b) {
   return slot >= 0 && slot < p.num_slots ? slot : -1;
 }
 
+// exp(g) in 0..1: what is above 0, or NaN, reads as 0.
+template <typename M>
+PT_HOST_DEVICE typename M::Float decay_of(typename M::Float g) {
+  const auto zero = M::splat(0.0f), logarithm = M::select(g < zero, g, zero);
+  return M::select(logarithm < M::splat(-87.0f), zero, exp_exact<M>(logarithm));
+}
+
+// The parent of a node of the tree whose rows begin at `begin`: -1 for the root, -2 for what is linked to no node.
+PT_HOST_DEVICE int32_t linked_parent(const RecurrentBatch& p, int64_t begin, int64_t node) {
+  if (node >= p.max_nodes) return -2;
+  if (node == 0) return -1;
+  const int32_t parent = p.parents[begin + node];
+  return parent >= 0 && parent < node && p.depths[begin + node] >= 0 ? parent : -2;
+}
+
 // The reachable nodes of tree b in their order: `nodes` are their indices in the tree, `parents` places in this list,
 // -1 for the root. Both have max_nodes entries, as has the scratch `place`. Returns how many there are.
 PT_HOST_DEVICE int32_t reachable_nodes(const RecurrentBatch& p, int64_t b, int32_t* nodes, int32_t* parents,
@@ -86,10 +102,10 @@ PT_HOST_DEVICE int32_t reachable_nodes(const RecurrentBatch& p, int64_t b, int32
   const int32_t size = static_cast<int32_t>(min_of<int64_t>(rows.size(), p.max_nodes));
   int32_t count = 0;
   for (int32_t node = 0; node < size; ++node) {
-    const int32_t parent = p.parents[rows.begin + node];
+    const int32_t parent = linked_parent(p, rows.begin, node);
     place[node] = -1;
-    if (node > 0 && (parent < 0 || parent >= node || place[parent] < 0 || p.depths[rows.begin + node] < 0)) continue;
-    parents[count] = node == 0 ? -1 : place[parent];
+    if (parent < -1 || (parent >= 0 && place[parent] < 0)) continue;
+    parents[count] = parent < 0 ? -1 : place[parent];
     nodes[count] = node;
     place[node] = count++;
   }
@@ -106,9 +122,7 @@ PT_HOST_DEVICE int64_t tokens_to_replay(const RecurrentBatch& p, int64_t b) {
   if (accepted < 0 || accepted >= p.path_width) return 0;
   for (int32_t j = 0; j <= accepted; ++j) {
     const int32_t node = path[j];
-    if (node < 0 || node >= min_of<int64_t>(rows.size(), p.max_nodes)) return 0;
-    if (j == 0 ? node != 0 : node <= path[j - 1] || p.parents[rows.begin + node] != path[j - 1]) return 0;
-    if (p.depths[rows.begin + node] < 0) return 0;
+    if (node < 0 || node >= rows.size() || linked_parent(p, rows.begin, node) != (j == 0 ? -1 : path[j - 1])) return 0;
   }
   return int64_t{accepted} + 1;
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -12,17 +13,38 @@ from draft_checks import int32, seeded
 from torch import Tensor
 
 import pagedtree as pt
-from pagedtree import TreeBatch, build_trees
+from pagedtree import _C, TreeBatch, build_trees
 from pagedtree._ops import ops
 from pagedtree.check import recurrent as loops
 
 BOUNDS = {torch.float32: 1e-4, torch.float16: 2.5e-3, torch.bfloat16: 1e-2}
 
 
+ISAS = [isa for isa in _C.available_isas() if not isa.startswith("amx")]
+PLAIN = torch.float32  # where a test has no dtype of its own
+
+pytestmark = pytest.mark.usefixtures("on_device")
+
+
 @pytest.fixture(autouse=True)
-def has_the_ops(backend: str) -> None:
+def plain_dtype(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if backend != "cpu":
-        pytest.skip(f"the backend {backend} does not have these ops yet")
+        monkeypatch.setattr(sys.modules[__name__], "PLAIN", torch.float16)
+
+
+@pytest.fixture(params=[*ISAS, "kernels"])
+def variant(request: pytest.FixtureRequest, backend: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each of the CPU's instruction sets, and the kernels of the other backends."""
+    if (backend == "cpu") == (request.param == "kernels"):
+        pytest.skip("instruction sets are the cpu backend's")
+    if backend == "cpu":
+        monkeypatch.setenv("PAGEDTREE_CPU_ISA", request.param)
+    return request.param
+
+
+def skip_unknown(dtype: torch.dtype, variant: str) -> None:
+    if dtype == torch.float32 and variant == "kernels":
+        pytest.skip("fp32 is for the cpu backend")
 
 
 def trees_of(sizes: list[int], seed: int = 0, *, reach: int = 9, padding: int = 0) -> TreeBatch:
@@ -82,7 +104,7 @@ class Layer:
 
 def layer(
     rows: TreeBatch | list[int], *, dims: tuple[int, int] = (32, 24), heads: tuple[int, int] = (2, 4),
-    dtype: torch.dtype = torch.float32, channels: bool = False, with_beta: bool = True, seed: int = 1,
+    dtype: torch.dtype | None = None, channels: bool = False, with_beta: bool = True, seed: int = 1,
     transposed: bool = False, slots: list[int] | None = None, **options: object,
 ) -> Layer:  # fmt: skip
     generator = seeded(seed)
@@ -95,7 +117,7 @@ def layer(
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    (key_dim, value_dim), (key_heads, value_heads) = dims, heads
+    (key_dim, value_dim), (key_heads, value_heads), dtype = dims, heads, dtype or PLAIN
     # Strided: columns of one wide projection.
     q, k = draw(count, 2 * key_heads * key_dim + 8).to(dtype)[:, : 2 * key_heads * key_dim].chunk(2, 1)
     if not options.get("l2norm"):
@@ -139,7 +161,8 @@ def expect(of: Layer, *path: Tensor) -> None:
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
 @pytest.mark.parametrize("with_beta", [True, False], ids=["delta", "no delta"])
-def test_equals_loops(row_isa: str, dtype: torch.dtype, channels: bool, with_beta: bool) -> None:
+def test_equals_loops(variant: str, dtype: torch.dtype, channels: bool, with_beta: bool) -> None:
+    skip_unknown(dtype, variant)
     trees = trees_of([7, 0, 1, 33, 12], 3, padding=4)
     path = paths_to(trees, [6, -1, 0, 30, 5], 34)
     expect(layer(trees, dtype=dtype, channels=channels, with_beta=with_beta), *path)
@@ -148,9 +171,9 @@ def test_equals_loops(row_isa: str, dtype: torch.dtype, channels: bool, with_bet
 
 @pytest.mark.parametrize("dims", [(8, 8), (8, 256), (256, 8), (40, 72), (136, 200), (128, 128)], ids=str)
 @pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
-def test_sizes(row_isa: str, dims: tuple[int, int], channels: bool) -> None:
+def test_sizes(variant: str, dims: tuple[int, int], channels: bool) -> None:
     trees = trees_of([9, 21], 5)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (PLAIN, torch.bfloat16):
         expect(
             layer(trees, dims=dims, heads=(1, 3), dtype=dtype, channels=channels, transposed=True, l2norm=True),
             *paths_to(trees, [8, 20], 21),
@@ -159,7 +182,7 @@ def test_sizes(row_isa: str, dims: tuple[int, int], channels: bool) -> None:
 
 @pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
 def test_256_nodes(channels: bool) -> None:
-    for reach in (1, 4, 200):
+    for reach in (1, 4, 200) if torch.float32 == PLAIN else (1, 40):
         trees = trees_of([256, 3], 7, reach=reach)
         of = layer(trees, heads=(1, 1), channels=channels)
         of.g.mul_(0.05)
@@ -247,8 +270,8 @@ def test_what_cannot_be_reached() -> None:
     for t in (of.q, of.k, of.v, of.g, of.beta):
         t[hidden] = math.nan  # type: ignore[index]
     assert torch.equal(of.run(), out)
-    x = torch.randn(13, 20, generator=seeded(1))
-    conv = (torch.randn(20, 4), None, torch.randn(5, 20, 3), int32([1, 0]), trees)
+    x = torch.randn(13, 20, generator=seeded(1)).to(PLAIN)
+    conv = (torch.randn(20, 4), None, torch.randn(5, 20, 3).to(PLAIN), int32([1, 0]), trees)
     convolved = pt.tree_conv1d(x, *conv)
     x[hidden] = math.nan
     assert torch.equal(pt.tree_conv1d(x, *conv), convolved) and not convolved[hidden].any()
@@ -277,8 +300,8 @@ def test_bad_paths_write_nothing(name: str) -> None:
     of = layer(trees, slots=[0, 1])
     found = of.advance(pt.advance_state, *path)
     assert torch.equal(found[0], of.state[0]) and not torch.equal(found[1], of.state[1])
-    assert error(found, of.advance(loops.advance_state, *path)) <= 1e-4
-    conv_state, x = torch.randn(3, 20, 3), torch.randn(6, 20)
+    assert error(found, of.advance(loops.advance_state, *path)) <= BOUNDS[PLAIN]
+    conv_state, x = torch.randn(3, 20, 3).to(PLAIN), torch.randn(6, 20).to(PLAIN)
     kept = conv_state.clone()
     pt.advance_conv(conv_state, int32([0, 1]), x, trees, *path)
     assert torch.equal(conv_state[0], kept[0]) and torch.equal(conv_state[1, :, 1:], x[4:6].T)
@@ -287,7 +310,8 @@ def test_bad_paths_write_nothing(name: str) -> None:
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("width", [1, 2, 4, 16])
 @pytest.mark.parametrize("activation", [None, "silu"])
-def test_conv_equals_loops(row_isa: str, dtype: torch.dtype, width: int, activation: str | None) -> None:
+def test_conv_equals_loops(variant: str, dtype: torch.dtype, width: int, activation: str | None) -> None:
+    skip_unknown(dtype, variant)
     generator = seeded(width)
     for channels in (1, 37, 300):
         for rows in (trees_of([7, 0, 1, 33], 3, padding=2), [5, 0, 1, 70]):
@@ -313,8 +337,8 @@ def test_conv_equals_loops(row_isa: str, dtype: torch.dtype, width: int, activat
 
 def test_conv_paths_equal_the_causal_op() -> None:
     trees = trees_of([40], 11, reach=6)
-    x, weight, bias = torch.randn(40, 48), torch.randn(48, 4), torch.randn(48)
-    state, slot = torch.randn(2, 48, 3), int32([1])
+    x, weight, bias = torch.randn(40, 48).to(PLAIN), torch.randn(48, 4), torch.randn(48)
+    state, slot = torch.randn(2, 48, 3).to(PLAIN), int32([1])
     out = pt.tree_conv1d(x, weight, bias, state, slot, trees, activation="silu")
     for leaf in sorted(set(range(40)) - set(trees.parents.tolist())):
         accept, accepted = paths_to(trees, [leaf], 40)
@@ -332,7 +356,7 @@ def test_a_sequence_may_come_in_parts() -> None:
                      options={"cu_seqlens": int32([0, part.stop - part.start])})
              for part in (slice(0, 37), slice(37, 100))]  # fmt: skip
     parts[1].state = parts[0].advance()
-    assert error(parts[1].run(), whole[37:].double()) < 1e-5
+    assert error(parts[1].run(), whole[37:].double()) < (1e-5 if torch.float32 == PLAIN else 1e-3)
     assert error(parts[1].advance(), state.double()) < 1e-5
 
 
@@ -341,6 +365,8 @@ def test_transformers_gated_delta_rule(l2norm: bool) -> None:
     """Not worse against float64 than the chunked form of transformers in the same dtype."""
     module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     for dtype, bound in BOUNDS.items():
+        if dtype == torch.float32 != PLAIN:
+            continue
         of = layer([150], dims=(64, 64), heads=(2, 4), dtype=dtype, l2norm=l2norm, slots=[0])
         q, k = (x.repeat_interleave(2, 1)[None] for x in (of.q, of.k))
         theirs, state = module.torch_chunk_gated_delta_rule(
@@ -360,7 +386,7 @@ def test_transformers_kimi_delta_attention() -> None:
         of.q[None], of.k[None], of.v[None], of.g[None], of.beta[None],  # type: ignore[index]
         initial_state=of.state[:1], output_final_state=True,
     )  # fmt: skip
-    assert error(of.run(), theirs[0].double()) <= 1e-4
+    assert error(of.run(), theirs[0].double()) <= BOUNDS[PLAIN]
     assert error(of.advance()[:1], state.double()) <= 1e-4
 
 
@@ -390,12 +416,16 @@ def test_garbage() -> None:
         of.state_index[:] = torch.tensor([0, 1, 2, 3])[torch.randperm(4, generator=generator)]
         of.run()
         of.advance(pt.advance_state, draw(-2, 20, 4, 5), draw(-2, 7, 4))
-        conv_state, x = torch.randn(4, 20, 3), torch.randn(32, 20)
+        conv_state, x = torch.randn(4, 20, 3).to(PLAIN), torch.randn(32, 20).to(PLAIN)
         pt.tree_conv1d(x, torch.randn(20, 4), None, conv_state, of.state_index, trees)
         pt.advance_conv(conv_state, of.state_index, x, trees, draw(-2, 20, 4, 5), draw(-2, 7, 4))
 
 
 def test_refusals() -> None:
+    if torch.float32 != PLAIN:
+        with pytest.raises(ValueError, match="tree_delta_rule: `q` must be of dtype Half or BFloat16, got Float"):
+            layer(trees_of([3, 4]), dtype=torch.float32).run()
+        return
     of = layer(trees_of([3, 4]))
     large = build_trees(int32([-1, *range(299)]), int32([0, 300]), max_nodes=300, max_depth=299)
     for match, change in [
@@ -465,7 +495,8 @@ def test_opcheck() -> None:
             torch.library.opcheck(
                 ops.advance_state.default, (of.state, of.state_index, *rest, *rows, *accepted), options
             )
-    x, weight, state, index = torch.randn(7, 5), torch.randn(5, 4), torch.randn(3, 5, 3), int32([0, 1])
+    x, weight, state = torch.randn(7, 5).to(PLAIN), torch.randn(5, 4), torch.randn(3, 5, 3).to(PLAIN)
+    index = int32([0, 1])
     for rows, accepted, options in [(tree, path, {"max_nodes": 4}), (none, (None, None), {"cu_seqlens": cut})]:
         given = (x, weight, weight[:, 0], state, index, *rows)
         torch.library.opcheck(ops.tree_conv1d.default, given, {**options, "activation": "silu"})

@@ -22,12 +22,6 @@ const void* element(const void* data, DType dtype, int64_t offset) {
   return static_cast<const char*>(data) + offset * element_size(dtype);
 }
 
-// exp(g) in 0..1: what is above 0, or NaN, reads as 0.
-vfloat decay_of(vfloat g) {
-  g = min(g, splat(0.0f));
-  return select(g < -87.0f, splat(0.0f), exp_exact<VectorMath>(g));
-}
-
 struct Dots {
   float key, query;
 };
@@ -77,9 +71,9 @@ void load_tokens(const Head& at, int32_t count) {
     if (p.channel_decay) {
       float* decays = s.decays + i * width;
       load_row(g, DType::kFloat32, p.key_dim, decays, width);
-      for (int64_t d = 0; d < width; d += kLanes) store(decays + d, decay_of(load(decays + d)));
+      for (int64_t d = 0; d < width; d += kLanes) store(decays + d, decay_of<VectorMath>(load(decays + d)));
     } else {
-      s.decays[i] = decay_of(splat(*g))[0];
+      s.decays[i] = decay_of<ScalarMath>(*g);
     }
     if (p.beta != nullptr) s.betas[i] = p.beta[row * p.beta_token_stride + at.head * p.beta_head_stride];
   }

@@ -96,7 +96,7 @@ def _delta_rule(
         return {"state": loops.advance_state(state, index, k, v, g, beta, trees, *path, cu_seqlens=cut, **options)}
 
     near = relative(2 * BOUNDS[dtype], floor=0.3)
-    backends = ("cpu",)  # the others refuse these ops
+    backends = ("cpu",) if dtype == "fp32" else None
     yield Case(f"tree_delta_rule/{name}", ("tree_delta_rule",), run, outputs, compare={"out": near}, backends=backends)
     yield Case(f"advance_state/{name}", ("advance_state",), advance, states, compare={"state": near}, backends=backends)
 
@@ -126,6 +126,6 @@ def _conv(name: str, dtype: str, width: int, activation: Any, sizes: Sequence[in
     def states() -> Results:
         return {"conv_state": loops.advance_conv(state, index, x, trees, *path, cu_seqlens=cut)}
 
-    near, backends = relative(2 * BOUNDS[dtype], floor=0.3), ("cpu",)
+    near, backends = relative(2 * BOUNDS[dtype], floor=0.3), ("cpu",) if dtype == "fp32" else None
     yield Case(f"tree_conv1d/{name}", ("tree_conv1d",), run, outputs, compare={"out": near}, backends=backends)
     yield Case(f"advance_conv/{name}", ("advance_conv",), advance, states, backends=backends)
