@@ -20,10 +20,10 @@ BOUNDS = {"fp32": 1e-4, "fp16": 2.5e-3, "bf16": 1e-2}  # of a result as a whole;
 def cases() -> Iterator[Case]:
     for dtype in ("bf16", "fp16", "fp32"):
         for kind in ("gdn", "kda", "mamba2"):
-            yield from _delta_rule(f"ragged/{dtype}/{kind}", dtype, kind, TREES)
+            yield from _delta_rule(f"trees/{dtype}/{kind}", dtype, kind, TREES)
             yield from _delta_rule(f"causal/{dtype}/{kind}", dtype, kind, None)
         for width, activation in ((4, "silu"), (2, None)):
-            yield from _conv(f"ragged/{dtype}/{width} taps", dtype, width, activation, TREES)
+            yield from _conv(f"trees/{dtype}/{width} taps", dtype, width, activation, TREES)
             yield from _conv(f"causal/{dtype}/{width} taps", dtype, width, activation, None)
     for dims in ((8, 8), (40, 72), (256, 64), (64, 256)):
         yield from _delta_rule(f"heads of {dims[0]} and {dims[1]}", "bf16", "gdn", (20, 5), dims=dims)
