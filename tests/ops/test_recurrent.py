@@ -390,6 +390,34 @@ def test_transformers_kimi_delta_attention() -> None:
     assert error(of.advance()[:1], state.double()) <= 1e-4
 
 
+def test_transformers_mamba2() -> None:
+    """q = C, k = B, v = dt x, g = dt A, no delta; the state lies as [H, Dv, Dk]."""
+    module = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
+    generator = seeded(3)
+    x, dt = torch.randn(100, 4, 16, generator=generator), torch.rand(100, 4, generator=generator)
+    b, c = torch.randn(2, 100, 2, 32, generator=generator)
+    decay, state = -torch.rand(4, generator=generator), torch.randn(1, 4, 16, 32, generator=generator)
+    theirs, final = module.mamba2_chunk_scan(
+        x[None], dt[None], decay, b[None], c[None], 64, initial_states=state, return_final_states=True
+    )
+    rows = (b.to(PLAIN), (dt[..., None] * x).to(PLAIN), dt * decay, None)
+    slot, cut, states = int32([0]), int32([0, 100]), state.transpose(2, 3)
+    out = pt.tree_delta_rule(c.to(PLAIN), *rows, states, slot, None, cu_seqlens=cut, scale=1.0)
+    pt.advance_state(states, slot, *rows, None, cu_seqlens=cut)
+    assert error(out, theirs[0].double()) <= BOUNDS[PLAIN] and error(state, final.double()) <= BOUNDS[PLAIN]
+
+
+def test_torch_conv1d() -> None:
+    """The causal convolution as transformers has it: padded on the left, then silu."""
+    x, weight, bias = torch.randn(50, 24).to(PLAIN), torch.randn(24, 4), torch.randn(24)
+    padded = torch.nn.functional.pad(x.double().T[None], (3, 0))
+    expected = torch.nn.functional.conv1d(padded, weight.double()[:, None], bias.double(), groups=24)[0].T
+    out = pt.tree_conv1d(
+        x, weight, bias, torch.zeros(1, 24, 3).to(PLAIN), int32([0]), None, cu_seqlens=int32([0, 50]), activation="silu"
+    )
+    assert error(out, torch.nn.functional.silu(expected)) <= BOUNDS[PLAIN]
+
+
 def test_empty() -> None:
     for sizes, padding in [([], 0), ([], 3), ([0, 0], 0), ([0], 2)]:
         trees = trees_of(sizes, padding=padding)
