@@ -277,6 +277,20 @@ def test_what_cannot_be_reached() -> None:
     assert torch.equal(pt.tree_conv1d(x, *conv), convolved) and not convolved[hidden].any()
 
 
+def test_nothing_below_what_cannot_be_reached() -> None:
+    """Also where the depths of such nodes say otherwise."""
+    trees = trees_of([24, 9], 2, reach=3)
+    trees.depths[[4, 27]] = -1
+    of = layer(trees)
+    out = of.run()
+    assert (of.run(loops.tree_delta_rule) == 0).flatten(1).all(1).sum() > 4
+    assert torch.equal((out == 0).flatten(1).all(1), (of.run(loops.tree_delta_rule) == 0).flatten(1).all(1))
+    expect(of, *paths_to(trees, [23, 8], 24))
+    arguments = (torch.randn(33, 20).to(PLAIN), torch.randn(20, 4), None, torch.randn(2, 20, 3).to(PLAIN))
+    found = pt.tree_conv1d(*arguments, int32([0, 1]), trees)
+    assert error(found, loops.tree_conv1d(*arguments, int32([0, 1]), trees)) <= BOUNDS[PLAIN]
+
+
 def test_slots() -> None:
     """Of -1 or outside: zeros, and nothing is written."""
     trees = trees_of([6, 4, 5, 3], 1)

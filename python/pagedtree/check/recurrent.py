@@ -19,8 +19,11 @@ def _sequences(trees: TreeBatch | None, cu_seqlens: Tensor | None) -> Iterator[l
             yield [(row, row - 1 if row > begin else -1) for row in range(begin, end)]
             continue
         parents, depths = trees.parents.tolist(), trees.depths.tolist()
-        rows = [row for row in range(begin, end) if row == begin or depths[row] >= 0]
-        yield [(row, begin + parents[row] if row > begin else -1) for row in rows]
+        above = {begin: -1} if begin < end else {}
+        for row in range(begin + 1, end):
+            if depths[row] >= 0 and begin + parents[row] in above:
+                above[row] = begin + parents[row]
+        yield list(above.items())
 
 
 def delta_rule_states(
