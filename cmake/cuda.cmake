@@ -16,6 +16,8 @@ set(PAGEDTREE_CUDA_SOURCES
   csrc/cuda/instructions.cu
   csrc/cuda/kv_cache.cu
   csrc/cuda/logprobs.cu
+  csrc/cuda/recurrent/conv1d.cu
+  csrc/cuda/recurrent/delta_rule.cu
   csrc/cuda/sampling.cu
   csrc/cuda/shards.cu
   csrc/cuda/step.cu

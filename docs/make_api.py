@@ -37,6 +37,7 @@ TITLES = {
     "options": "Sampling",
     "logprobs": "Sampling",
     "verify": "Verification",
+    "recurrent": "Recurrent layers",
     "step": "A whole step",
 }
 

@@ -6,6 +6,8 @@
 
 namespace pagedtree {
 
+struct ConvParams;  // core/recurrent.h
+struct DeltaRuleParams;
 struct ShardStepParams;  // core/shards.h
 struct ShardFollowParams;
 struct ShardWeighParams;  // core/shard_distributions.h
@@ -62,6 +64,10 @@ class Backend {
   virtual int64_t tree_attention_scratch(const TreeAttentionParams&, const ExecContext&) const = 0;
   virtual void tree_attention(const TreeAttentionParams&, const ExecContext&) const = 0;
   virtual void merge_states(const MergeStatesParams&, const ExecContext&) const = 0;
+  virtual void tree_delta_rule(const DeltaRuleParams&, const ExecContext&) const = 0;
+  virtual void advance_state(const DeltaRuleParams&, const ExecContext&) const = 0;
+  virtual void tree_conv1d(const ConvParams&, const ExecContext&) const = 0;
+  virtual void advance_conv(const ConvParams&, const ExecContext&) const = 0;
 
  protected:
   constexpr Backend(const char* of_backend, AttentionSupport of_attention, int64_t of_options)

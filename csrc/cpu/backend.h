@@ -36,6 +36,10 @@ class CpuBackend final : public Backend {
   int64_t tree_attention_scratch(const TreeAttentionParams&, const ExecContext&) const override;
   void tree_attention(const TreeAttentionParams&, const ExecContext&) const override;
   void merge_states(const MergeStatesParams&, const ExecContext&) const override;
+  void tree_delta_rule(const DeltaRuleParams&, const ExecContext&) const override;
+  void advance_state(const DeltaRuleParams&, const ExecContext&) const override;
+  void tree_conv1d(const ConvParams&, const ExecContext&) const override;
+  void advance_conv(const ConvParams&, const ExecContext&) const override;
 };
 
 }  // namespace pagedtree::cpu

@@ -2,8 +2,8 @@
 //
 // The sources of cpu/isa/, listed in CMakeLists.txt, are compiled once per instruction set, each time in a namespace of
 // that name; those over rows not again for AMX, which has nothing for them. Whatever they include must have internal
-// linkage or live in that namespace: a function shared through the linker could be the AVX-512 copy on a machine without
-// it. So: `static inline`, no std containers.
+// linkage or live in that namespace: a function shared through the linker could be the AVX-512 copy on a machine
+// without it. So: `static inline`, no std containers.
 #pragma once
 
 #include "core/backend.h"
@@ -12,6 +12,7 @@
 #include "core/shard_distributions.h"
 #include "cpu/attention_work.h"
 #include "cpu/logits_scratch.h"
+#include "cpu/recurrent_work.h"
 
 namespace pagedtree::cpu {
 
@@ -35,6 +36,9 @@ struct IsaKernels {
   void (*verify_traversal)(const RatioParams&, int64_t b, RulesScratch& scratch);
   void (*step_shard)(const ShardStepParams&, int64_t row, AdjustedRow& scratch);
   void (*weigh_shard)(const ShardWeighParams&, int64_t item, RulesScratch& scratch);  // a row, or a tree
+  // A value head of a sequence: item = b * H + h. Without `out` the state advances.
+  void (*delta_rule)(const DeltaRuleParams&, int64_t item, const DeltaScratch& scratch);
+  void (*conv1d)(const ConvParams&, int64_t b, int64_t first_channel);
   void (*attend)(const TreeAttentionParams&, const AttentionRange&);
   void (*merge_pieces)(const TreeAttentionParams&, const AttentionRanges&, int32_t range);
   void (*merge_states)(const MergeStatesParams&, int64_t begin, int64_t end);  // rows token * H + head

@@ -19,6 +19,7 @@ from pagedtree.drafting import (
 from pagedtree.kv_cache import append_kv, compact_kv, slot_mapping
 from pagedtree.logprobs import token_logprobs
 from pagedtree.options import RequestOptions
+from pagedtree.recurrent import advance_conv, advance_state, tree_conv1d, tree_delta_rule
 from pagedtree.sampling import SamplingParams, sample
 from pagedtree.step import Commit, commit, prepare_step
 from pagedtree.tree import DraftTree, TreeBatch, build_trees
@@ -45,6 +46,8 @@ __all__ = [
     "SamplingParams",
     "TreeBatch",
     "Verdict",
+    "advance_conv",
+    "advance_state",
     "append_kv",
     "attention_plan",
     "best_first_tree",
@@ -67,6 +70,8 @@ __all__ = [
     "start_draft",
     "token_logprobs",
     "tree_attention",
+    "tree_conv1d",
+    "tree_delta_rule",
     "verify_block",
     "verify_greedy",
     "verify_rejection",

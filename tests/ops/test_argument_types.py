@@ -66,6 +66,12 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("trees", lambda: pt.select_nodes(None, SLOTS, 3)),
     ("survival", lambda: pt.select_nodes(TREES, None, 3)),
     ("limit", lambda: pt.select_nodes(TREES, ROWS[:, 0, 0].float(), 3, limit=2)),
+    ("q", lambda: pt.tree_delta_rule(None, ROWS, ROWS, ROWS, None, ROWS, ZERO, TREES)),
+    ("trees", lambda: pt.tree_delta_rule(ROWS, ROWS, ROWS, ROWS, None, ROWS, ZERO, [-1])),
+    ("state", lambda: pt.advance_state(None, ZERO, ROWS, ROWS, ROWS, None, TREES)),
+    ("weight", lambda: pt.tree_conv1d(ROWS[0], None, None, ROWS, ZERO, TREES)),
+    ("activation", lambda: pt.tree_conv1d(ROWS[0], ROWS[0], None, ROWS, ZERO, TREES, activation=1)),
+    ("x", lambda: pt.advance_conv(ROWS, ZERO, None, TREES)),
     ("logits", lambda: pt.sample(None, pt.SamplingParams(), seeds=SLOTS, positions=SLOTS)),
     ("seeds", lambda: pt.sample(ROWS[0], pt.SamplingParams(), seeds=None, positions=SLOTS)),
 ]  # fmt: skip

@@ -65,6 +65,35 @@ def grown() -> Tensor:
     return pt.expand_tree(state, torch.randn(2, 8, requires_grad=True), num_children=2).scores[:, 1:]
 
 
+def delta_rule() -> Tensor:
+    q, g = torch.randn(2, 1, 8).half(), torch.zeros(2, 1)
+    return pt.tree_delta_rule(
+        q.requires_grad_(), q, q, g, None, torch.zeros(1, 1, 8, 8), *here(OFFSETS[:1]), None, cu_seqlens=cut()
+    )
+
+
+def cut() -> Tensor:
+    return here(int32([0, 2], "cpu"))[0]
+
+
+def advanced() -> Tensor:
+    k, g = torch.randn(2, 1, 8).half(), torch.zeros(2, 1)
+    state = torch.zeros(1, 1, 8, 8) * torch.ones(1, requires_grad=True)
+    pt.advance_state(state, *here(OFFSETS[:1]), k, k, g, None, None, cu_seqlens=cut())
+    return state
+
+
+def convolution() -> Tensor:
+    x = torch.randn(2, 8).half().requires_grad_()
+    return pt.tree_conv1d(x, x.T, None, torch.zeros(1, 8, 1).half(), *here(OFFSETS[:1]), None, cu_seqlens=cut())
+
+
+def shifted() -> Tensor:
+    state = torch.zeros(1, 8, 1).half() * torch.ones(1, requires_grad=True).half()
+    pt.advance_conv(state, *here(OFFSETS[:1]), torch.randn(2, 8).half(), None, cu_seqlens=cut())
+    return state
+
+
 FORWARDS: dict[str, Callable[[], Tensor]] = {
     "tree_attention": lambda: attend(rows().half(), cache().half(), cache().half()),
     "tree_attention.out": written_out,
@@ -79,6 +108,10 @@ FORWARDS: dict[str, Callable[[], Tensor]] = {
         4,
         return_log_probs=True,
     )[2],
+    "tree_delta_rule": lambda: delta_rule(),
+    "advance_state": advanced,
+    "tree_conv1d": lambda: convolution(),
+    "advance_conv": shifted,
     "token_logprobs": lambda: pt.token_logprobs(torch.randn(2, 8, requires_grad=True), torch.tensor([0, 1]))[0],
 }
 
@@ -90,7 +123,7 @@ def test_backward_is_refused(backend: str, name: str) -> None:
     with pytest.raises(RuntimeError, match=REFUSAL.format(name.partition(".")[0])):
         out.sum().backward()
     with torch.no_grad():
-        assert not FORWARDS[name]().requires_grad or name == "compact_kv"
+        assert not FORWARDS[name]().requires_grad or name in ("compact_kv", "advance_state", "advance_conv")
 
 
 def test_every_op_is_known(device: torch.device) -> None:

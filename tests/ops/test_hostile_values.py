@@ -68,6 +68,22 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "log_probs": torch.zeros(2, 1, 8), "tokens": SLOTS.view(2, 1, 1).expand(2, 1, 8).clone(), "roots": SLOTS}),
     "select_nodes": (lambda survival, limit: pt.select_nodes(TREES, survival, 2, limit=limit), {
         "survival": torch.zeros(2), "limit": int32([1], "cpu")}),
+    "tree_delta_rule": (
+        lambda q, g, state, state_index: pt.tree_delta_rule(q, q, q, g, None, state, state_index, TREES), {
+            "q": ROWS, "g": ROWS[..., 0], "state": torch.zeros(1, 1, 64, 64), "state_index": int32([0], "cpu")}),
+    "advance_state": (
+        lambda k, g, state, state_index, accept_index: pt.advance_state(
+            state, state_index, k, k, g, None, TREES, accept_index, accept_index[:, 0].clone()), {
+            "k": ROWS, "g": ROWS[..., 0], "state": torch.zeros(1, 1, 64, 64), "state_index": int32([0], "cpu"),
+            "accept_index": int32([[0, 1]], "cpu")}),
+    "tree_conv1d": (
+        lambda x, conv_state, state_index: pt.tree_conv1d(x, x.T, None, conv_state, state_index, TREES), {
+            "x": ROWS[:, 0], "conv_state": torch.zeros(1, 64, 1), "state_index": int32([0], "cpu")}),
+    "advance_conv": (
+        lambda conv_state, state_index, x, accept_index: pt.advance_conv(
+            conv_state, state_index, x, TREES, accept_index, accept_index[:, 0].clone()), {
+            "x": ROWS[:, 0], "conv_state": torch.zeros(1, 64, 1), "state_index": int32([0], "cpu"),
+            "accept_index": int32([[0, 1]], "cpu")}),
     "rejected_predictions": (
         lambda draft_tokens, predictions, accept_index: pt.rejected_predictions(
             TREES, draft_tokens, predictions, accept_index),

@@ -249,6 +249,7 @@ def nudge(tensor: Tensor) -> bool:
 
 WRITTEN = {  # ops that return nothing, or not all: arguments that they write
     "append_kv": [2], "compact_kv": [0], "step_shards": [1, 3], "weigh_shards": [2, 5], "tree_attention.out": ["out"],
+    "advance_state": [0], "advance_conv": [0],
 }  # fmt: skip
 
 

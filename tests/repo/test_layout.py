@@ -16,7 +16,15 @@ ARROWS = {
     "core": {"core"},
     "cpu": {"core", "cpu"},
     # What is compiled once per instruction set, and the headers through which the hosts call it.
-    "cpu/isa": {"core", "cpu/isa", "cpu/isa/tile", "cpu/isa.h", "cpu/attention_work.h", "cpu/logits_scratch.h"},
+    "cpu/isa": {
+        "core",
+        "cpu/isa",
+        "cpu/isa/tile",
+        "cpu/isa.h",
+        "cpu/attention_work.h",
+        "cpu/logits_scratch.h",
+        "cpu/recurrent_work.h",
+    },
     "cpu/isa/tile": {"core", "cpu/isa/tile"},
     "cuda": {"core", "cuda", "cuda/tile"},
     "cuda/tile": {"core", "cuda/tile", "simt"},  # each instruction for the GPU, and what it means for simt

@@ -18,6 +18,7 @@ FAMILIES = {
     "step": ("prepare_step", "commit"),
     "tree": ("build_trees",),
     "logprobs": ("token_logprobs",),
+    "recurrent": ("tree_delta_rule", "advance_state", "tree_conv1d", "advance_conv"),
     "verify": (
         "verify_greedy", "verify_sampled", "verify_rejection", "verify_block", "verify_typical", "verify_traversal",
     ),

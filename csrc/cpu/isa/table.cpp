@@ -20,6 +20,8 @@ void verify_typical(const RatioParams& p, int64_t b, RulesScratch& scratch);
 void verify_traversal(const RatioParams& p, int64_t b, RulesScratch& scratch);
 void step_shard(const ShardStepParams& p, int64_t row, AdjustedRow& scratch);
 void weigh_shard(const ShardWeighParams& p, int64_t item, RulesScratch& scratch);
+void delta_rule(const DeltaRuleParams& p, int64_t item, const DeltaScratch& scratch);
+void conv1d(const ConvParams& p, int64_t b, int64_t first);
 
 }  // namespace pagedtree::cpu::PAGEDTREE_ROWS_ISA
 
@@ -41,6 +43,8 @@ const IsaKernels& kernels() {
       .verify_traversal = rows::verify_traversal,
       .step_shard = rows::step_shard,
       .weigh_shard = rows::weigh_shard,
+      .delta_rule = rows::delta_rule,
+      .conv1d = rows::conv1d,
       .attend = attend,
       .merge_pieces = merge_pieces,
       .merge_states = merge_states,

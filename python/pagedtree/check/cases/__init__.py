@@ -15,6 +15,7 @@ from pagedtree.check.cases import (
     instructions_sm90,
     options,
     rates,
+    recurrent,
     rules,
     shards,
     step,
@@ -27,10 +28,11 @@ __all__ = ["all_cases", "is_chosen"]
 # This stands in the names of a few rows of each op, which take a hundredth of the time of all rows.
 QUICK = (
     "instructions/", "/page 7", "/ragged", "/tile 16/bf16/D 128", "/tile 128/bf16 on fp8/D 128",
-    "/into a given tensor/bf16", "attention_plan/mixed", "merge_states/bf16/D 64", "/V 129", "/fp16/V 6", "/iid/cool",
-    "/onehot/cool", "typical/bf16/V 40/all", "/two ranks/plain", "/two ranks/iid/plain", "topk/fp16",
+    "/into a given tensor/bf16", "attention_plan/mixed", "merge_states/bf16/D 64", "/V 129", "/iid/cool",
+    "typical/bf16/V 40/all", "/two ranks/plain", "/two ranks/iid/plain", "topk/fp16",
     "40 candidates, 17", "commit/EOS a", "medusa_propose/paths/fp16",
     "token_logprobs/options/everything", "verify_rejection/options/everything",
+    "/trees/bf16/kda", "/trees/bf16/4 taps",
 )  # fmt: skip
 
 
@@ -49,6 +51,7 @@ def all_cases(place: Place) -> Iterator[Case | Measurement]:
         shards,
         drafting,
         fitting,
+        recurrent,
     ):
         yield from family.cases()
     yield from rates.measurements()

@@ -1,0 +1,136 @@
+// Layers with a recurrent state (gated delta rule, Mamba-2, short convolutions): what their ops take, and which token
+// comes after which. Written once for every backend.
+#pragma once
+
+#include "core/math.h"
+#include "core/tree.h"
+
+namespace pagedtree {
+
+constexpr int kMaxRecurrentNodes = 256;  // of a tree
+constexpr int kMaxRecurrentDim = 256;    // of keys and values
+constexpr int kMaxConvWidth = 16;
+constexpr int kCausalChunk = 64;  // tokens of a long sequence that are worked on together
+
+// The tokens of a call, and the slots of their sequences' states. Without `parents` each row follows the one before it.
+struct RecurrentBatch {
+  const int32_t* cu_nodes;      // [B + 1]
+  const int32_t* parents;       // [num_rows] or null: causal
+  const int32_t* depths;        // [num_rows], with parents
+  const int32_t* accept_index;  // [B, S], row stride accept_stride; with parents, where states advance
+  const int32_t* num_accepted;  // [B], likewise
+  const int32_t* state_index;   // [B]
+  int64_t num_slots;
+  int64_t batch;
+  int64_t num_rows;  // T
+  int64_t accept_stride;
+  int32_t path_width;  // S
+  int32_t max_nodes;   // of a tree; 0 without parents
+};
+
+// tree_delta_rule, and advance_state, which has no q and out and writes `state`.
+struct DeltaRuleParams {
+  RecurrentBatch tokens;
+  const void* q;      // [T, Hk, Dk] or null
+  const void* k;      // [T, Hk, Dk]
+  const void* v;      // [T, H, Dv]
+  const float* g;     // [T, H] or [T, H, Dk]
+  const float* beta;  // [T, H] or null: no delta
+  float* state;       // [slots, H, Dk, Dv]
+  void* out;          // [T, H, Dv] out, contiguous; or null
+  int64_t q_token_stride, q_head_stride;
+  int64_t k_token_stride, k_head_stride;
+  int64_t v_token_stride, v_head_stride;
+  int64_t g_token_stride, g_head_stride;
+  int64_t beta_token_stride, beta_head_stride;
+  int64_t state_strides[4];
+  int32_t num_heads;   // H
+  int32_t group_size;  // H / Hk
+  int32_t key_dim;     // Dk
+  int32_t value_dim;   // Dv
+  bool channel_decay;  // g is [T, H, Dk]
+  bool l2norm;
+  float scale;
+  DType dtype;  // of q, k, v, out
+};
+
+// tree_conv1d, and advance_conv, which has no weight and out and writes `conv_state`.
+struct ConvParams {
+  RecurrentBatch tokens;
+  const void* x;       // [T, C]
+  const void* weight;  // [C, W] or null
+  const void* bias;    // [C] or null
+  void* conv_state;    // [slots, C, W - 1]
+  void* out;           // [T, C] out, contiguous; or null
+  int64_t x_stride;
+  int64_t weight_strides[2];
+  int64_t bias_stride;
+  int64_t state_strides[3];
+  int64_t channels;    // C
+  int32_t width;       // W
+  DType dtype;         // of x, conv_state, out
+  DType weight_dtype;  // of weight and bias
+  bool silu;
+};
+
+// The slot of sequence b, -1 if it has none.
+PT_HOST_DEVICE int64_t state_slot(const RecurrentBatch& p, int64_t b) {
+  const int64_t slot = p.state_index[b];
+  return slot >= 0 && slot < p.num_slots ? slot : -1;
+}
+
+// exp(g) in 0..1: what is above 0, or NaN, reads as 0.
+template <typename M>
+PT_HOST_DEVICE typename M::Float decay_of(typename M::Float g) {
+  const auto zero = M::splat(0.0f), logarithm = M::select(g < zero, g, zero);
+  return M::select(logarithm < M::splat(-87.0f), zero, exp_exact<M>(logarithm));
+}
+
+// The parent of a node of the tree whose rows begin at `begin`: -1 for the root, -2 for what is linked to no node.
+PT_HOST_DEVICE int32_t linked_parent(const RecurrentBatch& p, int64_t begin, int64_t node) {
+  if (node >= p.max_nodes) return -2;
+  if (node == 0) return -1;
+  const int32_t parent = p.parents[begin + node];
+  return parent >= 0 && parent < node && p.depths[begin + node] >= 0 ? parent : -2;
+}
+
+// The reachable nodes of tree b in their order: `nodes` are their indices in the tree, `parents` places in this list,
+// -1 for the root. Both have max_nodes entries, as has the scratch `place`. Returns how many there are.
+PT_HOST_DEVICE int32_t reachable_nodes(const RecurrentBatch& p, int64_t b, int32_t* nodes, int32_t* parents,
+                                       int32_t* place) {
+  const NodeRange rows = node_range(p.cu_nodes, b, p.num_rows);
+  const int32_t size = static_cast<int32_t>(min_of<int64_t>(rows.size(), p.max_nodes));
+  int32_t count = 0;
+  for (int32_t node = 0; node < size; ++node) {
+    const int32_t parent = linked_parent(p, rows.begin, node);
+    place[node] = -1;
+    if (parent < -1 || (parent >= 0 && place[parent] < 0)) continue;
+    parents[count] = parent < 0 ? -1 : place[parent];
+    nodes[count] = node;
+    place[node] = count++;
+  }
+  return count;
+}
+
+// How many tokens of sequence b its state takes in; 0 where the slot or the path is none.
+PT_HOST_DEVICE int64_t tokens_to_replay(const RecurrentBatch& p, int64_t b) {
+  const NodeRange rows = node_range(p.cu_nodes, b, p.num_rows);
+  if (state_slot(p, b) < 0) return 0;
+  if (p.accept_index == nullptr) return rows.size();
+  const int32_t* path = p.accept_index + b * p.accept_stride;
+  const int32_t accepted = p.num_accepted[b];
+  if (accepted < 0 || accepted >= p.path_width) return 0;
+  for (int32_t j = 0; j <= accepted; ++j) {
+    const int32_t node = path[j];
+    if (node < 0 || node >= rows.size() || linked_parent(p, rows.begin, node) != (j == 0 ? -1 : path[j - 1])) return 0;
+  }
+  return int64_t{accepted} + 1;
+}
+
+// The row of the j-th of them.
+PT_HOST_DEVICE int64_t replayed_row(const RecurrentBatch& p, int64_t b, int64_t j) {
+  const int64_t begin = node_range(p.cu_nodes, b, p.num_rows).begin;
+  return begin + (p.accept_index == nullptr ? j : p.accept_index[b * p.accept_stride + j]);
+}
+
+}  // namespace pagedtree

@@ -1,0 +1,36 @@
+// Rows of any width between memory and fp32: the last elements of a width that is no multiple of the vector length go
+// through buffers, so that nothing beyond the row is touched.
+#pragma once
+
+#include "cpu/isa/tile/convert.h"
+
+namespace pagedtree::cpu::PAGEDTREE_ISA {
+
+// The first `count` lanes from memory, zeros behind them.
+template <DType kType>
+static inline vfloat load_lanes(const char* from, int64_t count) {
+  if (count >= kLanes) return load_float<kType>(from);
+  char buffer[kLanes * element_size(kType)] = {};
+  std::memcpy(buffer, from, static_cast<size_t>(count * element_size(kType)));
+  return load_float<kType>(buffer);
+}
+
+template <DType kType>
+static inline void store_lanes(char* to, int64_t count, vfloat value) {
+  if (count >= kLanes) return store_float<kType>(to, value);
+  char buffer[kLanes * element_size(kType)];
+  store_float<kType>(buffer, value);
+  std::memcpy(to, buffer, static_cast<size_t>(count * element_size(kType)));
+}
+
+// Row elements as fp32, zeros up to `padded`, a multiple of the vector length.
+static inline void load_row(const void* from, DType dtype, int64_t count, float* to, int64_t padded) {
+  with_dtype(dtype, [&]<DType kType>() {
+    const char* row = static_cast<const char*>(from);
+    for (int64_t d = 0; d < padded; d += kLanes) {
+      store(to + d, d < count ? load_lanes<kType>(row + d * element_size(kType), count - d) : splat(0.0f));
+    }
+  });
+}
+
+}  // namespace pagedtree::cpu::PAGEDTREE_ISA

@@ -1,0 +1,131 @@
+"""tree_delta_rule, advance_state, tree_conv1d, advance_conv."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedtree import TreeBatch, advance_conv, advance_state, build_trees, tree_conv1d, tree_delta_rule
+from pagedtree.check import recurrent as loops
+from pagedtree.check.case import Case, Place, Results, relative
+from pagedtree.check.cases.inputs import DTYPES, int32, offsets, random_tree, seeded
+
+TREES, LENGTHS = (9, 0, 1, 33, 12), (70, 0, 1, 130)
+BOUNDS = {"fp32": 1e-4, "fp16": 2.5e-3, "bf16": 1e-2}  # of a result as a whole; a row may have twice as much
+
+
+def cases() -> Iterator[Case]:
+    for dtype in ("bf16", "fp16", "fp32"):
+        for kind in ("gdn", "kda", "mamba2"):
+            yield from _delta_rule(f"trees/{dtype}/{kind}", dtype, kind, TREES)
+            yield from _delta_rule(f"causal/{dtype}/{kind}", dtype, kind, None)
+        for width, activation in ((4, "silu"), (2, None)):
+            yield from _conv(f"trees/{dtype}/{width} taps", dtype, width, activation, TREES)
+            yield from _conv(f"causal/{dtype}/{width} taps", dtype, width, activation, None)
+    for dims in ((8, 8), (40, 72), (256, 64), (64, 256)):
+        yield from _delta_rule(f"heads of {dims[0]} and {dims[1]}", "bf16", "gdn", (20, 5), dims=dims)
+    yield from _delta_rule("a chain of 256", "bf16", "gdn", (256, 3), reach=1)
+    yield from _delta_rule("256 nodes", "bf16", "kda", (256,), reach=40)
+    yield from _delta_rule("decays of -inf", "bf16", "kda", TREES, forgetting=True)
+    yield from _delta_rule("no sequence", "bf16", "gdn", ())
+
+
+def _rows(sizes: Sequence[int] | None, reach: int) -> tuple[TreeBatch | None, Tensor | None, int, int]:
+    """The trees, with three rows of padding, or cu_seqlens; how many rows and sequences there are."""
+    if sizes is None:
+        return None, offsets(LENGTHS), sum(LENGTHS), len(LENGTHS)
+    parents = [parent for b, n in enumerate(sizes) if n for parent in random_tree(b, n, reach).parents.tolist()]
+    most = max([*sizes, 1])
+    trees = build_trees(int32(parents + [-1] * 3), offsets(sizes), max_nodes=most, max_depth=most - 1)
+    return trees, None, len(parents) + 3, len(sizes)
+
+
+def _path(trees: TreeBatch | None) -> tuple[Tensor, ...]:
+    """The path to the middle node of each tree; none for the first one."""
+    if trees is None:
+        return ()
+    nodes, accepted = [], []
+    for b, (begin, end) in enumerate(zip(trees.cu_nodes.tolist(), trees.cu_nodes.tolist()[1:], strict=False)):
+        node, path = (end - begin) // 2 if b and end > begin else -1, list[int]()
+        while node >= 0:
+            path.insert(0, node)
+            node = int(trees.parents[begin + node])
+        accepted.append(max(len(path) - 1, 0))
+        nodes.append(path + [-1] * (256 - len(path)))
+    return int32(nodes).reshape(len(nodes), 256), int32(accepted)
+
+
+def _delta_rule(
+    name: str, dtype: str, kind: str, sizes: Sequence[int] | None, *, dims: tuple[int, int] = (64, 32), reach: int = 7,
+    forgetting: bool = False,
+) -> Iterator[Case]:  # fmt: skip
+    trees, cut, count, batch = _rows(sizes, reach)
+    generator, (key_dim, value_dim) = seeded(count), dims
+    # Columns of one wide projection, and states as transformers keeps them.
+    wide = torch.randn(count, 4 * key_dim + 4 * value_dim, generator=generator)
+    q, k, v = wide.to(DTYPES[dtype]).split([2 * key_dim, 2 * key_dim, 4 * value_dim], 1)
+    q, k, v = q.unflatten(1, (2, key_dim)), k.unflatten(1, (2, key_dim)), v.unflatten(1, (4, value_dim))
+    g = -torch.rand(count, 4, *([key_dim] if kind == "kda" else []), generator=generator)
+    if forgetting:
+        g[torch.rand(g.shape, generator=generator) < 0.1] = -torch.inf
+    beta = None if kind == "mamba2" else torch.rand(count, 4, generator=generator)
+    state = torch.randn(batch + 2, 4, value_dim, key_dim, generator=generator).transpose(2, 3)
+    index = int32([b + 1 if b != 2 else -1 for b in range(batch)])
+    options: dict[str, Any] = {"l2norm": True}
+    factor = 0.3 if kind == "kda" else None
+    path: Any = _path(trees)
+
+    def run(place: Place) -> Results:
+        given = place.put((q, k, v, g, beta, state, index, trees))
+        return {"out": tree_delta_rule(*given, cu_seqlens=place.put(cut), **options, scale=factor)}
+
+    def advance(place: Place) -> Results:
+        given = place.put((state, index, k, v, g, beta, trees, *path))
+        advance_state(*given, cu_seqlens=place.put(cut), **options)
+        return {"state": given[0]}
+
+    def outputs() -> Results:
+        return {
+            "out": loops.tree_delta_rule(q, k, v, g, beta, state, index, trees, cu_seqlens=cut, **options, scale=factor)
+        }
+
+    def states() -> Results:
+        return {"state": loops.advance_state(state, index, k, v, g, beta, trees, *path, cu_seqlens=cut, **options)}
+
+    near = relative(2 * BOUNDS[dtype], floor=0.3)
+    backends = ("cpu",) if dtype == "fp32" else None
+    yield Case(f"tree_delta_rule/{name}", ("tree_delta_rule",), run, outputs, compare={"out": near}, backends=backends)
+    yield Case(f"advance_state/{name}", ("advance_state",), advance, states, compare={"state": near}, backends=backends)
+
+
+def _conv(name: str, dtype: str, width: int, activation: Any, sizes: Sequence[int] | None) -> Iterator[Case]:
+    trees, cut, count, batch = _rows(sizes, 7)
+    generator, channels = seeded(width), 150
+    x = torch.randn(count, channels + 3, generator=generator).to(DTYPES[dtype])[:, 3:]
+    weight = torch.randn(channels, width, generator=generator).to(DTYPES[dtype])
+    bias = weight[:, 0].contiguous() if activation else None
+    state = torch.randn(batch + 2, width - 1, channels, generator=generator).to(DTYPES[dtype]).transpose(1, 2)
+    index = int32([b + 1 if b != 2 else -1 for b in range(batch)])
+    path: Any = _path(trees)
+
+    def run(place: Place) -> Results:
+        given = place.put((x, weight, bias, state, index, trees))
+        return {"out": tree_conv1d(*given, cu_seqlens=place.put(cut), activation=activation)}
+
+    def advance(place: Place) -> Results:
+        given = place.put((state, index, x, trees, *path))
+        advance_conv(*given, cu_seqlens=place.put(cut))
+        return {"conv_state": given[0]}
+
+    def outputs() -> Results:
+        return {"out": loops.tree_conv1d(x, weight, bias, state, index, trees, cu_seqlens=cut, activation=activation)}
+
+    def states() -> Results:
+        return {"conv_state": loops.advance_conv(state, index, x, trees, *path, cu_seqlens=cut)}
+
+    near, backends = relative(2 * BOUNDS[dtype], floor=0.3), ("cpu",) if dtype == "fp32" else None
+    yield Case(f"tree_conv1d/{name}", ("tree_conv1d",), run, outputs, compare={"out": near}, backends=backends)
+    yield Case(f"advance_conv/{name}", ("advance_conv",), advance, states, backends=backends)

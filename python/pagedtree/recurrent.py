@@ -1,0 +1,271 @@
+"""Layers with a recurrent state on draft trees: the gated delta rule, Mamba-2, and the short convolutions before them.
+
+Of the state there is one for each sequence, however many nodes its tree has: a node's own state is never written.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import Tensor
+
+from pagedtree._arguments import expect_type
+from pagedtree._ops import call, ops, register_fake
+from pagedtree.tree import TreeBatch
+
+__all__ = ["advance_conv", "advance_state", "tree_conv1d", "tree_delta_rule"]
+
+
+def tree_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    state: Tensor,
+    state_index: Tensor,
+    trees: TreeBatch | None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    l2norm: bool = False,
+) -> Tensor:
+    """The gated delta rule at each node of draft trees, each node going on from its parent's state.
+
+    Gated DeltaNet has one decay for each head, Kimi Delta Attention one for each key channel, Mamba-2 no delta (beta
+    None; q = C, k = B, v = dt * x, g = dt * A, scale 1; D * x is the caller's). `state` stays as it was: once a path is
+    accepted, `advance_state` takes it in.
+
+    Args:
+        q, k: fp16, bf16, on the CPU also fp32 [T, Hk, Dk], last dimension contiguous.
+        v: their dtype, [T, H, Dv], last dimension contiguous; H % Hk == 0, and head h reads key head h // (H // Hk). Dk
+            and Dv are multiples of 8 up to 256.
+        g: fp32 [T, H], any strides, or [T, H, Dk], last dimension contiguous: logarithms of the decays, at most 0; -inf
+            forgets all. What is above 0, or NaN, gives unspecified but bounded decays.
+        beta: fp32 [T, H], any strides, how far v replaces what is predicted for k; None: v is added.
+        state: fp32 [slots, H, Dk, Dv], any strides (transformers keeps [H, Dv, Dk]: pass its transpose).
+        state_index: int32 [B], the slot of each sequence's state; -1 or outside: zeros.
+        trees: the B trees, of at most 256 nodes each; T is their N. None: causal, by cu_seqlens.
+        cu_seqlens: int32 [B + 1], first 0, with trees=None: sequences of any length, each row after the one before it.
+        scale: factor of the outputs, default Dk ** -0.5.
+        l2norm: q and k are first normalised, x / sqrt(sum(x ** 2) + 1e-6), in fp32.
+
+    Returns [T, H, Dv] of v's dtype; 0 for nodes that cannot be reached and rows past the last sequence.
+
+        for b in range(B):
+            for n in range(num_nodes[b]):                             # parents come first
+                before = state[state_index[b]] if n == 0 else S[parents[n]]
+                for h in range(H):
+                    decayed = exp(g[n, h])[:, None] * before[h]
+                    u = v[n, h] if beta is None else beta[n, h] * (v[n, h] - decayed.T @ k[n, h // (H // Hk)])
+                    S[n][h] = decayed + outer(k[n, h // (H // Hk)], u)
+                    out[n, h] = scale * S[n][h].T @ q[n, h // (H // Hk)]
+
+    It is computed without a state for each node (docs/notes/recurrent.md), in fp32; the relative root mean square error
+    against float64 is at most 1e-2 (bf16), 2.5e-3 (fp16) or 1e-4 (fp32). Invariant to the batch, the other nodes and
+    the number of threads. NaN in nodes that cannot be reached changes nothing.
+
+    Sources: Gated DeltaNet (Yang et al., 2024), Kimi Linear (Kimi Team, 2025), Mamba-2 (Dao and Gu, 2024).
+
+    Raises ValueError for wrong shapes, dtypes, devices or sizes; with PAGEDTREE_CHECK=1 also for slots outside
+    -1..slots - 1 and offsets that descend or pass T.
+    """
+    tree, rows = _rows(trees, cu_seqlens)
+    return call(ops.tree_delta_rule, q, k, v, g, beta, state, state_index, *tree, **rows, scale=scale, l2norm=l2norm)
+
+
+def advance_state(
+    state: Tensor,
+    state_index: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    trees: TreeBatch | None,
+    accept_index: Tensor | None = None,
+    num_accepted: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    l2norm: bool = False,
+) -> None:
+    """Takes the root and the accepted path of each tree into the states.
+
+    Args:
+        state: as in `tree_delta_rule`, written.
+        state_index: int32 [B]; no slot may be there twice.
+        k, v, g, beta, trees, cu_seqlens, l2norm: what `tree_delta_rule` was given.
+        accept_index: int32 [B, S], rows may be strided, the nodes of the path: [b, 0] = 0, each next one a child of the
+            one before; None without trees, where the whole sequence is taken in.
+        num_accepted: int32 [B], 0..S - 1; None without trees.
+
+        for b in range(B):
+            for n in accept_index[b, : num_accepted[b] + 1]:
+                state[state_index[b]] = S[n]                          # as in tree_delta_rule
+
+    Nothing is written for a sequence whose slot is outside 0..slots - 1, that has no node or token, or whose path does
+    not lead from the root from child to child: an idle sequence has accept_index[b, 0] = -1.
+
+    Sources: Gated DeltaNet (Yang et al., 2024), Kimi Linear (Kimi Team, 2025), Mamba-2 (Dao and Gu, 2024).
+
+    Raises ValueError for wrong shapes, dtypes, devices or sizes, before anything is written; with PAGEDTREE_CHECK=1
+    also for slots outside -1..slots - 1, paths that do not ascend and offsets that descend or pass T.
+    """
+    tree, rows = _rows(trees, cu_seqlens)
+    path = (accept_index, num_accepted)
+    call(ops.advance_state, state, state_index, k, v, g, beta, *tree, *path, **rows, l2norm=l2norm)
+
+
+def tree_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    state_index: Tensor,
+    trees: TreeBatch | None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    activation: Literal["silu"] | None = None,
+) -> Tensor:
+    """The short depthwise convolution before such a layer, along each node's path.
+
+    Args:
+        x: fp16, bf16, on the CPU also fp32 [T, C], last dimension contiguous.
+        weight: x's dtype or fp32 [C, W], any strides, W at most 16; the last column is the token's own.
+        bias: weight's dtype [C], or None.
+        conv_state: x's dtype [slots, C, W - 1], any strides: the last inputs of each sequence, newest last.
+        state_index: int32 [B], the slot of each sequence; -1 or outside: zeros.
+        trees, cu_seqlens: as in `tree_delta_rule`.
+        activation: None or "silu".
+
+    Returns [T, C] of x's dtype; 0 for nodes that cannot be reached and rows past the last sequence.
+
+        for n in range(num_nodes[b]):
+            inputs = [*conv_state[state_index[b]].T, *(x[m] for m in path(n))][-W:]
+            out[n] = activation(bias + sum(weight[:, w] * inputs[w] for w in range(W)))
+
+    Sums are fp32. `conv_state` stays as it was: `advance_conv` takes the accepted path in.
+
+    Source: Mamba (Gu and Dao, 2023).
+
+    Raises ValueError for wrong shapes, dtypes, devices or sizes; with PAGEDTREE_CHECK=1 as `tree_delta_rule`.
+    """
+    tree, rows = _rows(trees, cu_seqlens)
+    return call(ops.tree_conv1d, x, weight, bias, conv_state, state_index, *tree, **rows, activation=activation)
+
+
+def advance_conv(
+    conv_state: Tensor,
+    state_index: Tensor,
+    x: Tensor,
+    trees: TreeBatch | None,
+    accept_index: Tensor | None = None,
+    num_accepted: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+) -> None:
+    """Shifts the inputs of the root and the accepted path of each tree into the states of `tree_conv1d`.
+
+    Args:
+        conv_state: as in `tree_conv1d`, written.
+        state_index: int32 [B]; no slot may be there twice.
+        x, trees, cu_seqlens: what `tree_conv1d` was given.
+        accept_index, num_accepted: as in `advance_state`.
+
+        for b in range(B):
+            path = accept_index[b, : num_accepted[b] + 1]
+            conv_state[state_index[b]] = [*conv_state[state_index[b]].T, *(x[n] for n in path)][-(W - 1) :].T
+
+    Nothing is written where `advance_state` would write nothing.
+
+    Source: Mamba (Gu and Dao, 2023).
+
+    Raises ValueError for wrong shapes, dtypes, devices or sizes, before anything is written; with PAGEDTREE_CHECK=1 as
+    `advance_state`.
+    """
+    tree, rows = _rows(trees, cu_seqlens)
+    call(ops.advance_conv, conv_state, state_index, x, *tree, accept_index, num_accepted, **rows)
+
+
+def _rows(trees: TreeBatch | None, cu_seqlens: Tensor | None) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
+    """What says which row follows which, as the raw ops take it."""
+    if trees is None:
+        return (None, None, None), {"cu_seqlens": cu_seqlens}
+    expect_type("trees", trees, TreeBatch)
+    return (trees.cu_nodes, trees.parents, trees.depths), {"max_nodes": trees.max_nodes, "cu_seqlens": cu_seqlens}
+
+
+@register_fake("tree_delta_rule")
+def _tree_delta_rule_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    state: Tensor,
+    state_index: Tensor,
+    cu_nodes: Tensor | None,
+    parents: Tensor | None,
+    depths: Tensor | None,
+    *,
+    max_nodes: int = 0,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    l2norm: bool = False,
+) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+@register_fake("advance_state")
+def _advance_state_fake(
+    state: Tensor,
+    state_index: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    cu_nodes: Tensor | None,
+    parents: Tensor | None,
+    depths: Tensor | None,
+    accept_index: Tensor | None,
+    num_accepted: Tensor | None,
+    *,
+    max_nodes: int = 0,
+    cu_seqlens: Tensor | None = None,
+    l2norm: bool = False,
+) -> None:
+    return None
+
+
+@register_fake("tree_conv1d")
+def _tree_conv1d_fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    state_index: Tensor,
+    cu_nodes: Tensor | None,
+    parents: Tensor | None,
+    depths: Tensor | None,
+    *,
+    max_nodes: int = 0,
+    cu_seqlens: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@register_fake("advance_conv")
+def _advance_conv_fake(
+    conv_state: Tensor,
+    state_index: Tensor,
+    x: Tensor,
+    cu_nodes: Tensor | None,
+    parents: Tensor | None,
+    depths: Tensor | None,
+    accept_index: Tensor | None,
+    num_accepted: Tensor | None,
+    *,
+    max_nodes: int = 0,
+    cu_seqlens: Tensor | None = None,
+) -> None:
+    return None

@@ -1,0 +1,558 @@
+"""The gated delta rule and the short convolution on trees, against loops with a state for each node."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from draft_checks import int32, seeded
+from torch import Tensor
+
+import pagedtree as pt
+from pagedtree import _C, TreeBatch, build_trees
+from pagedtree._ops import ops
+from pagedtree.check import recurrent as loops
+
+BOUNDS = {torch.float32: 1e-4, torch.float16: 2.5e-3, torch.bfloat16: 1e-2}
+
+
+ISAS = [isa for isa in _C.available_isas() if not isa.startswith("amx")]
+PLAIN = torch.float32  # where a test has no dtype of its own
+
+pytestmark = pytest.mark.usefixtures("on_device")
+
+
+@pytest.fixture(autouse=True)
+def plain_dtype(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if backend != "cpu":
+        monkeypatch.setattr(sys.modules[__name__], "PLAIN", torch.float16)
+
+
+@pytest.fixture(params=[*ISAS, "kernels"])
+def variant(request: pytest.FixtureRequest, backend: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each of the CPU's instruction sets, and the kernels of the other backends."""
+    if (backend == "cpu") == (request.param == "kernels"):
+        pytest.skip("instruction sets are the cpu backend's")
+    if backend == "cpu":
+        monkeypatch.setenv("PAGEDTREE_CPU_ISA", request.param)
+    return request.param
+
+
+def skip_unknown(dtype: torch.dtype, variant: str) -> None:
+    if dtype == torch.float32 and variant == "kernels":
+        pytest.skip("fp32 is for the cpu backend")
+
+
+def trees_of(sizes: list[int], seed: int = 0, *, reach: int = 9, padding: int = 0) -> TreeBatch:
+    """Random trees; a node's parent is one of the `reach` nodes before it."""
+    generator, parents = seeded(seed), []
+    for size in sizes:
+        for i in range(size):
+            parents.append(int(torch.randint(max(0, i - reach), i, (), generator=generator)) if i else -1)
+    cu_nodes = int32([0, *torch.tensor(sizes, dtype=torch.int64).cumsum(0).tolist()])
+    most = max([*sizes, 1])
+    return build_trees(int32(parents + [-1] * padding), cu_nodes, max_nodes=most, max_depth=most - 1)
+
+
+def causal_offsets(lengths: list[int]) -> Tensor:
+    return int32([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()])
+
+
+def paths_to(trees: TreeBatch, leaves: list[int], width: int) -> tuple[Tensor, Tensor]:
+    """accept_index and num_accepted of the paths that end at these nodes, -1: none."""
+    accept, accepted = [], []
+    for b, leaf in enumerate(leaves):
+        path: list[int] = []
+        while leaf >= 0:
+            path.insert(0, leaf)
+            leaf = int(trees.parents[trees.cu_nodes[b] + leaf])
+        accept.append(path + [-1] * (width - len(path)))
+        accepted.append(max(len(path) - 1, 0))
+    return int32(accept).reshape(len(leaves), width), int32(accepted)
+
+
+@dataclass
+class Layer:
+    """The arguments of a call; `rows` are the trees or cu_seqlens."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor | None
+    state: Tensor
+    state_index: Tensor
+    trees: TreeBatch | None
+    options: dict = field(default_factory=dict)
+
+    def run(self, op: Callable = pt.tree_delta_rule) -> Tensor:
+        return op(self.q, self.k, self.v, self.g, self.beta, self.state, self.state_index, self.trees, **self.options)
+
+    def advance(self, op: Callable = pt.advance_state, *path: Tensor) -> Tensor:
+        options = {name: value for name, value in self.options.items() if name != "scale"}
+        rest = (self.state_index, self.k, self.v, self.g, self.beta, self.trees, *path)
+        if op is not pt.advance_state:
+            return op(self.state, *rest, **options)
+        state = torch.empty_strided(self.state.shape, self.state.stride()).copy_(self.state)
+        op(state, *rest, **options)
+        return state
+
+
+def layer(
+    rows: TreeBatch | list[int], *, dims: tuple[int, int] = (32, 24), heads: tuple[int, int] = (2, 4),
+    dtype: torch.dtype | None = None, channels: bool = False, with_beta: bool = True, seed: int = 1,
+    transposed: bool = False, slots: list[int] | None = None, **options: object,
+) -> Layer:  # fmt: skip
+    generator = seeded(seed)
+    if isinstance(rows, TreeBatch):
+        trees, count, batch = rows, rows.parents.shape[0], rows.batch_size
+    else:
+        trees, count, batch = None, sum(rows), len(rows)
+        options["cu_seqlens"] = causal_offsets(rows)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    (key_dim, value_dim), (key_heads, value_heads), dtype = dims, heads, dtype or PLAIN
+    # Strided: columns of one wide projection.
+    q, k = draw(count, 2 * key_heads * key_dim + 8).to(dtype)[:, : 2 * key_heads * key_dim].chunk(2, 1)
+    if not options.get("l2norm"):
+        q, k = (torch.nn.functional.normalize(x.unflatten(1, (key_heads, key_dim)).float(), dim=-1) for x in (q, k))
+        q, k = q.to(dtype), k.to(dtype)
+    state = draw(batch + 3, value_heads, key_dim, value_dim)
+    if transposed:
+        state = state.transpose(2, 3).contiguous().transpose(2, 3)
+    return Layer(
+        q.reshape(count, key_heads, key_dim) if q.dim() == 3 else q.unflatten(1, (key_heads, key_dim)),
+        k.reshape(count, key_heads, key_dim) if k.dim() == 3 else k.unflatten(1, (key_heads, key_dim)),
+        draw(count, value_heads, 2 * value_dim).to(dtype)[..., :value_dim],
+        -draw(count, value_heads, *([key_dim] if channels else [])).abs(),
+        draw(value_heads, count).sigmoid().T if with_beta else None,
+        state,
+        int32(slots if slots is not None else [(b + 2) % (batch + 3) for b in range(batch)]),
+        trees,
+        options,
+    )
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    assert found.shape == expected.shape
+    return float((found.double() - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def expect(of: Layer, *path: Tensor) -> None:
+    bound = BOUNDS[of.v.dtype]
+    kept = of.state.clone()
+    out = of.run()
+    assert out.dtype == of.v.dtype and error(out, of.run(loops.tree_delta_rule)) <= bound
+    assert torch.equal(of.state, kept)
+    assert torch.equal(out, of.run())
+    expected = of.advance(loops.advance_state, *path)
+    found = of.advance(pt.advance_state, *path)
+    assert error(found, expected) <= bound
+    untouched = (expected == of.state.double()).flatten(1).all(1)
+    assert torch.equal(found[untouched], of.state[untouched])
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
+@pytest.mark.parametrize("with_beta", [True, False], ids=["delta", "no delta"])
+def test_equals_loops(variant: str, dtype: torch.dtype, channels: bool, with_beta: bool) -> None:
+    skip_unknown(dtype, variant)
+    trees = trees_of([7, 0, 1, 33, 12], 3, padding=4)
+    path = paths_to(trees, [6, -1, 0, 30, 5], 34)
+    expect(layer(trees, dtype=dtype, channels=channels, with_beta=with_beta), *path)
+    expect(layer([5, 0, 1, 64, 150], dtype=dtype, channels=channels, with_beta=with_beta))
+
+
+@pytest.mark.parametrize("dims", [(8, 8), (8, 256), (256, 8), (40, 72), (136, 200), (128, 128)], ids=str)
+@pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
+def test_sizes(variant: str, dims: tuple[int, int], channels: bool) -> None:
+    trees = trees_of([9, 21], 5)
+    for dtype in (PLAIN, torch.bfloat16):
+        expect(
+            layer(trees, dims=dims, heads=(1, 3), dtype=dtype, channels=channels, transposed=True, l2norm=True),
+            *paths_to(trees, [8, 20], 21),
+        )
+
+
+@pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
+def test_256_nodes(channels: bool) -> None:
+    for reach in (1, 4, 200) if torch.float32 == PLAIN else (1, 40):
+        trees = trees_of([256, 3], 7, reach=reach)
+        of = layer(trees, heads=(1, 1), channels=channels)
+        of.g.mul_(0.05)
+        expect(of, *paths_to(trees, [255, 2], 256))
+
+
+@pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
+def test_paths_equal_the_causal_op(channels: bool) -> None:
+    """Each path from the root to a leaf, as a sequence of its own."""
+    trees = trees_of([40], 11, reach=6)
+    of = layer(trees, channels=channels, slots=[1])
+    out, parents = of.run(), trees.parents.tolist()
+    leaves = sorted(set(range(40)) - set(parents))
+    assert len(leaves) > 5
+    for leaf in leaves:
+        accept, accepted = paths_to(trees, [leaf], 40)
+        path = accept[0, : int(accepted) + 1].long()
+        chain = Layer(
+            of.q[path], of.k[path], of.v[path], of.g[path], of.beta[path], of.state, of.state_index, None,  # type: ignore[index]
+            {"cu_seqlens": int32([0, len(path)])},
+        )  # fmt: skip
+        assert torch.equal(chain.run(), out[path])
+        assert torch.equal(chain.advance(), of.advance(pt.advance_state, accept, accepted))
+
+
+@pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
+def test_decays_of_minus_infinity(channels: bool) -> None:
+    """What such a decay forgets has no weight below it, and none of the differences is NaN."""
+    trees = trees_of([24, 9], 2, reach=3)
+    of = layer(trees, channels=channels)
+    generator = seeded(4)
+    for value in (-math.inf, -1e30, 0.0):
+        of.g[torch.rand(of.g.shape, generator=generator) < 0.2] = value
+    expect(of, *paths_to(trees, [23, 8], 24))
+    causal = layer([90, 5], channels=channels)
+    causal.g[torch.rand(causal.g.shape, generator=generator) < 0.1] = -math.inf
+    expect(causal)
+
+
+def test_unspecified_decays_are_bounded() -> None:
+    of = layer(trees_of([12, 3]))
+    of.g[::3] = 200.0
+    of.g[1::3] = math.nan
+    assert of.run().isfinite().all()
+
+
+@pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
+def test_invariance(channels: bool) -> None:
+    """A node's output has the same bits whatever else is in the batch or below it in the tree."""
+    trees = trees_of([30, 17, 4], 6)
+    of = layer(trees, channels=channels, dtype=torch.bfloat16)
+    out = of.run()
+    for b in range(3):
+        begin, end = trees.cu_nodes[b : b + 2].tolist()
+        for size in {1, (end - begin) // 2 + 1, end - begin}:
+            part = slice(begin, begin + size)
+            few = build_trees(trees.parents[part].clone(), int32([0, size]), max_nodes=256, max_depth=255)
+            alone = replace(
+                of, q=of.q[part], k=of.k[part], v=of.v[part], g=of.g[part], beta=of.beta[part], trees=few,  # type: ignore[index]
+                state_index=of.state_index[b : b + 1],
+            )  # fmt: skip
+            assert torch.equal(alone.run(), out[part])
+
+
+def test_threads() -> None:
+    of = layer(trees_of([30, 17, 4], 6))
+    threads, out = torch.get_num_threads(), of.run()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(of.run(), out)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_what_cannot_be_reached() -> None:
+    """Unreachable nodes and padding give 0 and may hold NaN; nothing else changes."""
+    parents = int32([-1, 0, 5, 2, 1, 3, 0, -1, 0, 0, 1, 9, 9])
+    trees = build_trees(parents, int32([0, 7, 11]), max_nodes=6, max_depth=2)
+    hidden = trees.depths < 0
+    hidden[11:] = True
+    assert hidden.sum() >= 5
+    of = layer(trees)
+    out = of.run()
+    assert not out[hidden].any() and out[~hidden].all()
+    for t in (of.q, of.k, of.v, of.g, of.beta):
+        t[hidden] = math.nan  # type: ignore[index]
+    assert torch.equal(of.run(), out)
+    x = torch.randn(13, 20, generator=seeded(1)).to(PLAIN)
+    conv = (torch.randn(20, 4), None, torch.randn(5, 20, 3).to(PLAIN), int32([1, 0]), trees)
+    convolved = pt.tree_conv1d(x, *conv)
+    x[hidden] = math.nan
+    assert torch.equal(pt.tree_conv1d(x, *conv), convolved) and not convolved[hidden].any()
+
+
+def test_nothing_below_what_cannot_be_reached() -> None:
+    """Also where the depths of such nodes say otherwise."""
+    trees = trees_of([24, 9], 2, reach=3)
+    trees.depths[[4, 27]] = -1
+    of = layer(trees)
+    out = of.run()
+    assert (of.run(loops.tree_delta_rule) == 0).flatten(1).all(1).sum() > 4
+    assert torch.equal((out == 0).flatten(1).all(1), (of.run(loops.tree_delta_rule) == 0).flatten(1).all(1))
+    expect(of, *paths_to(trees, [23, 8], 24))
+    arguments = (torch.randn(33, 20).to(PLAIN), torch.randn(20, 4), None, torch.randn(2, 20, 3).to(PLAIN))
+    found = pt.tree_conv1d(*arguments, int32([0, 1]), trees)
+    assert error(found, loops.tree_conv1d(*arguments, int32([0, 1]), trees)) <= BOUNDS[PLAIN]
+
+
+def test_slots() -> None:
+    """Of -1 or outside: zeros, and nothing is written."""
+    trees = trees_of([6, 4, 5, 3], 1)
+    of = layer(trees, slots=[-1, 7, 2**31 - 1, 3])
+    expect(of, *paths_to(trees, [5, 3, 2, 1], 6))
+    found = of.advance(pt.advance_state, *paths_to(trees, [5, 3, 2, 1], 6))
+    assert (found != of.state).flatten(1).any(1).nonzero().flatten().tolist() == [3]
+
+
+BAD_PATHS = {
+    "no tree": [-1, -1, -1, -1], "not the root": [1, 2, -1, -1], "not a child": [0, 3, -1, -1],
+    "out of the tree": [0, 99, -1, -1], "below zero": [0, -5, -1, -1], "descends": [0, 1, 0, -1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*BAD_PATHS, "too long", "negative"])
+def test_bad_paths_write_nothing(name: str) -> None:
+    trees = build_trees(int32([-1, 0, 1, 2, -1, 0]), int32([0, 4, 6]), max_nodes=4, max_depth=3)
+    accepted = {"no tree": 0, "too long": 4, "negative": -1, "descends": 2}.get(name, 1)
+    path = (int32([BAD_PATHS.get(name, [0, 1, 2, 3]), [0, 1, -1, -1]]), int32([accepted, 1]))
+    of = layer(trees, slots=[0, 1])
+    found = of.advance(pt.advance_state, *path)
+    assert torch.equal(found[0], of.state[0]) and not torch.equal(found[1], of.state[1])
+    assert error(found, of.advance(loops.advance_state, *path)) <= BOUNDS[PLAIN]
+    conv_state, x = torch.randn(3, 20, 3).to(PLAIN), torch.randn(6, 20).to(PLAIN)
+    kept = conv_state.clone()
+    pt.advance_conv(conv_state, int32([0, 1]), x, trees, *path)
+    assert torch.equal(conv_state[0], kept[0]) and torch.equal(conv_state[1, :, 1:], x[4:6].T)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("width", [1, 2, 4, 16])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_conv_equals_loops(variant: str, dtype: torch.dtype, width: int, activation: str | None) -> None:
+    skip_unknown(dtype, variant)
+    generator = seeded(width)
+    for channels in (1, 37, 300):
+        for rows in (trees_of([7, 0, 1, 33], 3, padding=2), [5, 0, 1, 70]):
+            trees = rows if isinstance(rows, TreeBatch) else None
+            options = {} if trees is not None else {"cu_seqlens": causal_offsets(rows)}  # type: ignore[arg-type]
+            count = rows.parents.shape[0] if isinstance(rows, TreeBatch) else sum(rows)
+            x = torch.randn(count, channels + 5, generator=generator).to(dtype)[:, 2 : channels + 2]
+            weight = torch.randn(width, channels, generator=generator).to(dtype).T
+            bias = torch.randn(channels, generator=generator).to(dtype) if width > 1 else None
+            if width == 4:
+                weight, bias = weight.float(), bias.float()  # type: ignore[union-attr]
+            state = torch.randn(6, width - 1, channels, generator=generator).to(dtype).transpose(1, 2)
+            arguments = (x, weight, bias, state, int32([2, 0, -1, 5]), trees)
+            out = pt.tree_conv1d(*arguments, activation=activation, **options)  # type: ignore[arg-type]
+            expected = loops.tree_conv1d(*arguments, activation=activation, **options)  # type: ignore[arg-type]
+            assert out.dtype == dtype and error(out, expected) <= BOUNDS[dtype]
+            path = () if trees is None else paths_to(trees, [6, -1, 0, 30], 34)
+            advance = (int32([2, 0, -1, 5]), x, trees, *path)
+            expected = loops.advance_conv(state, *advance, **options)
+            pt.advance_conv(state, *advance, **options)
+            assert torch.equal(state, expected)
+
+
+def test_conv_paths_equal_the_causal_op() -> None:
+    trees = trees_of([40], 11, reach=6)
+    x, weight, bias = torch.randn(40, 48).to(PLAIN), torch.randn(48, 4), torch.randn(48)
+    state, slot = torch.randn(2, 48, 3).to(PLAIN), int32([1])
+    out = pt.tree_conv1d(x, weight, bias, state, slot, trees, activation="silu")
+    for leaf in sorted(set(range(40)) - set(trees.parents.tolist())):
+        accept, accepted = paths_to(trees, [leaf], 40)
+        path = accept[0, : int(accepted) + 1].long()
+        cut = int32([0, len(path)])
+        causal = pt.tree_conv1d(x[path], weight, bias, state, slot, None, cu_seqlens=cut, activation="silu")
+        assert torch.equal(causal, out[path])
+
+
+def test_a_sequence_may_come_in_parts() -> None:
+    """Advancing by one part after the other gives the states of the whole, and the second part's outputs."""
+    of = layer([100], slots=[0])
+    whole, state = of.run(), of.advance()
+    parts = [replace(of, **{n: getattr(of, n)[part] for n in ("q", "k", "v", "g", "beta")},
+                     options={"cu_seqlens": int32([0, part.stop - part.start])})
+             for part in (slice(0, 37), slice(37, 100))]  # fmt: skip
+    parts[1].state = parts[0].advance()
+    assert error(parts[1].run(), whole[37:].double()) < (1e-5 if torch.float32 == PLAIN else 1e-3)
+    assert error(parts[1].advance(), state.double()) < 1e-5
+
+
+@pytest.mark.parametrize("l2norm", [False, True])
+def test_transformers_gated_delta_rule(l2norm: bool) -> None:
+    """Not worse against float64 than the chunked form of transformers in the same dtype."""
+    module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    for dtype, bound in BOUNDS.items():
+        if dtype == torch.float32 != PLAIN:
+            continue
+        of = layer([150], dims=(64, 64), heads=(2, 4), dtype=dtype, l2norm=l2norm, slots=[0])
+        q, k = (x.repeat_interleave(2, 1)[None] for x in (of.q, of.k))
+        theirs, state = module.torch_chunk_gated_delta_rule(
+            q, k, of.v[None], of.g[None], of.beta[None], initial_state=of.state[:1],  # type: ignore[index]
+            output_final_state=True, use_qk_l2norm_in_kernel=l2norm,
+        )  # fmt: skip
+        expected = of.run(loops.tree_delta_rule)
+        assert error(theirs[0], expected) <= bound  # the loops mean what transformers means
+        assert error(of.run(), expected) <= 1.05 * error(theirs[0], expected) + 1e-6
+        assert error(of.advance()[:1], state.double()) <= 1e-4
+
+
+def test_transformers_kimi_delta_attention() -> None:
+    module = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    of = layer([90], dims=(64, 64), heads=(4, 4), channels=True, slots=[0])
+    theirs, state = module.recurrent_kimi_delta_attention(
+        of.q[None], of.k[None], of.v[None], of.g[None], of.beta[None],  # type: ignore[index]
+        initial_state=of.state[:1], output_final_state=True,
+    )  # fmt: skip
+    assert error(of.run(), theirs[0].double()) <= BOUNDS[PLAIN]
+    assert error(of.advance()[:1], state.double()) <= 1e-4
+
+
+def test_transformers_mamba2() -> None:
+    """q = C, k = B, v = dt x, g = dt A, no delta; the state lies as [H, Dv, Dk]."""
+    module = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
+    generator = seeded(3)
+    x, dt = torch.randn(100, 4, 16, generator=generator), torch.rand(100, 4, generator=generator)
+    b, c = torch.randn(2, 100, 2, 32, generator=generator)
+    decay, state = -torch.rand(4, generator=generator), torch.randn(1, 4, 16, 32, generator=generator)
+    theirs, final = module.mamba2_chunk_scan(
+        x[None], dt[None], decay, b[None], c[None], 64, initial_states=state, return_final_states=True
+    )
+    rows = (b.to(PLAIN), (dt[..., None] * x).to(PLAIN), dt * decay, None)
+    slot, cut, states = int32([0]), int32([0, 100]), state.transpose(2, 3)
+    out = pt.tree_delta_rule(c.to(PLAIN), *rows, states, slot, None, cu_seqlens=cut, scale=1.0)
+    pt.advance_state(states, slot, *rows, None, cu_seqlens=cut)
+    assert error(out, theirs[0].double()) <= BOUNDS[PLAIN] and error(state, final.double()) <= BOUNDS[PLAIN]
+
+
+def test_torch_conv1d() -> None:
+    """The causal convolution as transformers has it: padded on the left, then silu."""
+    x, weight, bias = torch.randn(50, 24).to(PLAIN), torch.randn(24, 4), torch.randn(24)
+    padded = torch.nn.functional.pad(x.double().T[None], (3, 0))
+    expected = torch.nn.functional.conv1d(padded, weight.double()[:, None], bias.double(), groups=24)[0].T
+    out = pt.tree_conv1d(
+        x, weight, bias, torch.zeros(1, 24, 3).to(PLAIN), int32([0]), None, cu_seqlens=int32([0, 50]), activation="silu"
+    )
+    assert error(out, torch.nn.functional.silu(expected)) <= BOUNDS[PLAIN]
+
+
+def test_empty() -> None:
+    for sizes, padding in [([], 0), ([], 3), ([0, 0], 0), ([0], 2)]:
+        trees = trees_of(sizes, padding=padding)
+        of = layer(trees)
+        assert of.run().shape == (padding, 4, 24) and not of.run().any()
+        none = int32([[-1]] * len(sizes)).reshape(len(sizes), 1), int32([0] * len(sizes))
+        assert torch.equal(of.advance(pt.advance_state, *none), of.state)
+    assert layer([]).run().shape == (0, 4, 24)
+
+
+def test_garbage() -> None:
+    """Whatever links, offsets and slots say, nothing is touched outside."""
+    generator = seeded(9)
+    for _ in range(40):
+        trees = trees_of([9, 14, 1, 8], 3)
+
+        def draw(low: int, high: int, *shape: int) -> Tensor:
+            return torch.randint(low, high, shape, generator=generator).to(torch.int32)
+
+        trees.parents[:] = draw(-4, 30, 32)
+        trees.depths[:] = draw(-2, 40, 32)
+        trees.cu_nodes[:] = draw(-9, 50, 5)
+        of = layer(trees)
+        of.state_index[:] = torch.tensor([0, 1, 2, 3])[torch.randperm(4, generator=generator)]
+        of.run()
+        of.advance(pt.advance_state, draw(-2, 20, 4, 5), draw(-2, 7, 4))
+        conv_state, x = torch.randn(4, 20, 3).to(PLAIN), torch.randn(32, 20).to(PLAIN)
+        pt.tree_conv1d(x, torch.randn(20, 4), None, conv_state, of.state_index, trees)
+        pt.advance_conv(conv_state, of.state_index, x, trees, draw(-2, 20, 4, 5), draw(-2, 7, 4))
+
+
+def test_refusals() -> None:
+    if torch.float32 != PLAIN:
+        with pytest.raises(ValueError, match="tree_delta_rule: `q` must be of dtype Half or BFloat16, got Float"):
+            layer(trees_of([3, 4]), dtype=torch.float32).run()
+        return
+    of = layer(trees_of([3, 4]))
+    large = build_trees(int32([-1, *range(299)]), int32([0, 300]), max_nodes=300, max_depth=299)
+    for match, change in [
+        (r"tree_delta_rule: `q` must be of dtype Half or BFloat16 or Float, got Double", {"q": of.q.double()}),
+        (r"`k` must be of shape \[7, 2, 32\], got \[7, 1, 32\]", {"k": of.k[:, :1]}),
+        (r"`v` must be of a multiple of 2 heads, those of `k`, got 3", {"v": of.v[:, :3]}),
+        (r"`v` must be of a head size that is a multiple of 8 up to 256, got 12", {"v": of.v[..., :12]}),
+        (r"`g` must be of shape \[7, 4\], got \[7, 2\]", {"g": of.g[:, :2]}),
+        (r"`g` must be of dtype Float", {"g": of.g.half()}),
+        (r"`beta` must be of shape \[7, 4\]", {"beta": of.g[:, :1]}),
+        (r"`state` must be of shape \[\*, 4, 32, 24\]", {"state": of.state.transpose(2, 3)}),
+        (r"`state_index` must be of dtype Int, got Long", {"state_index": of.state_index.long()}),
+        (r"`state_index` must be of shape \[2\]", {"state_index": of.state_index[:1]}),
+        (r"`max_nodes` must be in 1..256, got 300", {"trees": replace(large)}),
+        (r"`cu_seqlens` must be given where there are no trees, and only there, got neither", {"trees": None}),
+        (r"`cu_seqlens` must be given where there are no trees, and only there, got both",
+         {"options": {"cu_seqlens": int32([0, 7])}}),
+    ]:  # fmt: skip
+        wrong = replace(of, **change)
+        if "300" in match:
+            wrong = replace(layer(large), trees=large)
+        with pytest.raises(ValueError, match=match):
+            wrong.run()
+    with pytest.raises(ValueError, match="advance_state: `accept_index` must be a Tensor with trees, got None"):
+        of.advance()
+    with pytest.raises(ValueError, match="advance_state: `num_accepted` must be None without trees, got a Tensor"):
+        layer([3]).advance(pt.advance_state, None, int32([0]))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="trees: expected a TreeBatch, got Tensor"):
+        replace(of, trees=of.q).run()  # type: ignore[arg-type]
+    x, weight, state, trees = torch.zeros(7, 5), torch.zeros(5, 4), torch.zeros(3, 5, 3), trees_of([3, 4])
+    for match, call in [
+        (r"tree_conv1d: `weight` must be of 1 to 16 taps, got 17", (x, torch.zeros(5, 17), None, state)),
+        (r"`conv_state` must be of shape \[\*, 5, 3\]", (x, weight, None, state[..., 1:])),
+        (r"`conv_state` must be of dtype Float, got Half", (x, weight, None, state.half())),
+        (r"`bias` must be of shape \[5\]", (x, weight, x[0, 1:], state)),
+        (r"`x` must be contiguous in its last dimension", (x.T, torch.zeros(7, 4), None, torch.zeros(3, 7, 3))),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            pt.tree_conv1d(*call, int32([0, 1]), trees)
+    with pytest.raises(ValueError, match=r'`activation` must be None or "silu", got "gelu"'):
+        pt.tree_conv1d(x, weight, None, state, int32([0, 1]), trees, activation="gelu")  # type: ignore[arg-type]
+
+
+def test_value_checks(value_checks: None) -> None:
+    trees = trees_of([3, 4])
+    of = layer(trees)
+    with pytest.raises(ValueError, match=r"tree_delta_rule: `state_index\[1\]` must be in -1..4, got 5"):
+        replace(of, state_index=int32([0, 5])).run()
+    with pytest.raises(ValueError, match=r"advance_state: `accept_index\[0, 0\]` must be 0, the root, got 1"):
+        of.advance(pt.advance_state, int32([[1], [0]]), int32([0, 0]))
+    trees.cu_nodes[1] = 9
+    with pytest.raises(ValueError, match="tree_delta_rule: `cu_nodes` must be non-descending"):
+        of.run()
+
+
+def test_opcheck() -> None:
+    trees = trees_of([3, 4])
+    tree = (trees.cu_nodes, trees.parents, trees.depths)
+    path, none = paths_to(trees, [2, 3], 4), (None, None, None)
+    cut = int32([0, 3, 7])
+    for channels, with_beta in [(False, True), (True, False)]:
+        of = layer(trees, channels=channels, with_beta=with_beta, transposed=True)
+        rest = (of.k, of.v, of.g, of.beta)
+        for rows, accepted, options in [(tree, path, {"max_nodes": 4}), (none, (None, None), {"cu_seqlens": cut})]:
+            given = (of.q, *rest, of.state, of.state_index, *rows)
+            torch.library.opcheck(ops.tree_delta_rule.default, given, {**options, "scale": 1.0, "l2norm": True})
+            torch.library.opcheck(
+                ops.advance_state.default, (of.state, of.state_index, *rest, *rows, *accepted), options
+            )
+    x, weight, state = torch.randn(7, 5).to(PLAIN), torch.randn(5, 4), torch.randn(3, 5, 3).to(PLAIN)
+    index = int32([0, 1])
+    for rows, accepted, options in [(tree, path, {"max_nodes": 4}), (none, (None, None), {"cu_seqlens": cut})]:
+        given = (x, weight, weight[:, 0], state, index, *rows)
+        torch.library.opcheck(ops.tree_conv1d.default, given, {**options, "activation": "silu"})
+        torch.library.opcheck(ops.advance_conv.default, (state, index, x, *rows, *accepted), options)
+
+
+def test_compile() -> None:
+    trees = trees_of([3, 4])
+    of, path = layer(trees), paths_to(trees, [2, 3], 4)
+
+    def step(v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        out = replace(of, v=v * 2, state=state).run()
+        pt.advance_state(state, of.state_index, of.k, v * 2, of.g, of.beta, trees, *path)
+        return out + 1, state
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert all(map(torch.equal, compiled(of.v, of.state.clone()), step(of.v, of.state.clone())))
