@@ -30,8 +30,6 @@ from pagedtree.proposal import as_draft, check_values
 __all__ = ["Engine"]
 
 STATUS_NOT_FINITE = 2
-# A draft model is taken to read a token in at most this share of the target's time.
-DRAFT_SHARE = 0.5
 
 
 @dataclass
@@ -85,6 +83,8 @@ class Engine:
             for each in stats.sequences:
                 each.logprobs = TokenLogprobs()
         self.tuner, self.has_begun_to_tune = tuner, False
+        if tuner is not None:  # to read a token takes as long as there are weights
+            self.draft_share = getattr(drafter, "num_weights", 0) / max(model.num_weights, 1)
         self.max_nodes = max(drafter.max_nodes, 1)
         # Any object with `observe` is a drafter.
         self.feature_layers: tuple[int, ...] = tuple(getattr(drafter, "feature_layers", ()))
@@ -192,7 +192,7 @@ class Engine:
         if not self.has_begun_to_tune:  # not earlier, as it takes 0.5 % of the time to a short prompt's first token
             self.has_begun_to_tune = True
             tuner.begin()
-        unread = DRAFT_SHARE * self.drafter.unread(batch.decode)
+        unread = self.draft_share * self.drafter.unread(batch.decode)
         if not tuner.wants_drafts(_remaining(batch.decode), unread, others_wait=bool(self.scheduler.waiting)):
             return False
         if not self.scheduler.reserve(batch.decode, self.max_nodes):

@@ -37,6 +37,7 @@ class PackedModel(Protocol):
         device: where its weights are.
         vocab_size: it reads the token ids 0..vocab_size - 1.
         num_logits: columns of its logits, padding of the vocabulary included.
+        num_weights: parameters, all in all.
     """
 
     @property
@@ -47,6 +48,9 @@ class PackedModel(Protocol):
 
     @property
     def num_logits(self) -> int: ...
+
+    @property
+    def num_weights(self) -> int: ...
 
     def check_sequences(self, name: str, sequences: Iterable[GeneratedSequence]) -> bool:
         """Whether all of these sequences are long, for models that read long texts in another way than short ones.

@@ -20,17 +20,18 @@ __all__ = ["TreeTuner"]
 # Drafts may lose this share of the time, where the time of the next HORIZON tokens counts too. Of what they have won,
 # MOST_SAVED plain steps may be lost again.
 LOSS_SHARE, HORIZON, MOST_SAVED = 0.025, 96, 4.0
-# After how many steps with drafts a plain one follows, if none, one, two or more of these were measured.
-PLAIN_AGES = (0, 8, 24, 64)
+# After how many steps with drafts a plain one follows, if none, one or more of these were measured.
+PLAIN_AGES = (0, 8, 64)
 # A sequence is ahead of the last one if it has less than this share of that one's tokens to come.
 AHEAD = 0.75
 # A step that takes so many times as long as others of its kind: the machine was busy with something else.
 HICCUP = 2.0
-# One row of a decoding step takes as long as this many tokens of a prompt: it has logits, and they are verified.
-ROW_TOKENS = 3.0
+# Before a row of a decoding step was measured, it is taken to cost as much as this many tokens of a prompt. So many
+# steps with drafts come first to learn what they cost: they may take what drafts may lose.
+ROW_TOKENS, PROBES = 1.5, 2
 # The search for the best tree may take this share of the time, and is left out where drafts cost less than CHEAP plain
 # steps. The first drafts have at most so many levels.
-CHOICE_SHARE, CHEAP, PROBE_DEPTH = 0.02, 0.15, 3
+CHOICE_SHARE, CHEAP, PROBE_DEPTH = 0.01, 0.15, 3
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Costs:
         plain: of the last steps without drafts. drafted: (levels, rows besides the roots, seconds) of the last with.
         since_plain: steps since the last one without drafts.
         tree: the best tree, and until when, by the tuner's clock, it is not looked for again.
+        plain_seconds: the median of `plain`. added: what drafts add to it, whatever the tree; each level; each row.
         spent, progress: what this call's steps with drafts took, and how many plain steps' tokens they brought.
     """
 
@@ -51,34 +53,34 @@ class Costs:
     since_plain: int = 0
     tree: DraftTree | None = None
     chosen_until: float = 0.0
+    plain_seconds: float = 0.0
+    added: tuple[float, ...] = (0.0, 0.0, 0.0)
     spent: float = 0.0
     progress: float = 0.0
 
     @property
     def lost(self) -> float:
         """Seconds that drafts have lost in this call, by what is known of plain steps now."""
-        return self.spent - self.progress * self.plain_seconds if self.plain else 0.0
+        return self.spent - self.progress * self.plain_seconds
 
-    @property
-    def plain_seconds(self) -> float:
-        return statistics.median(self.plain)
+    def add_plain(self, seconds: float) -> None:
+        self.plain.append(seconds)
+        self.plain_seconds = statistics.median(self.plain)
+        self.since_plain = 0
+        if not self.drafted:
+            self.added = 0.02 * self.plain_seconds, 0.1 * self.plain_seconds, max(self.row, 1e-3 * self.plain_seconds)
 
-    def of_drafts(self) -> tuple[float, float, float]:
-        """Seconds that drafts add to a plain step, whatever the tree; that each level adds, and each row.
-
-        Least squares, drawn towards guesses where few shapes were seen.
-        """
+    def add_drafted(self, levels: float, rows: float, seconds: float) -> None:
+        """Fits `added` anew: least squares, drawn towards guesses where few shapes were seen."""
+        self.drafted.append((levels, rows, seconds))
         plain = self.plain_seconds
         guess = np.array([0.02 * plain, 0.1 * plain, max(self.row, 1e-3 * plain)])
-        if self.drafted:
-            levels, rows, seconds = np.array(self.drafted).T
-            features = np.stack([np.ones_like(levels), levels, rows], axis=1) * guess
-            missing = seconds.clip(max=HICCUP * np.median(seconds)) - plain - features.sum(axis=1)
-            noise = max(statistics.pstdev(self.plain), 0.05 * plain)
-            left = features.T @ features + noise**2 * np.eye(3)
-            guess = (guess * (1.0 + np.linalg.solve(left, features.T @ missing))).clip(min=0.0)
-        once, level, row = guess.tolist()
-        return once, level, row
+        each = np.array(self.drafted)
+        features = np.concatenate([np.ones((len(each), 1)), each[:, :2]], axis=1) * guess
+        missing = each[:, 2].clip(max=HICCUP * np.median(each[:, 2])) - plain - features.sum(axis=1)
+        noise = max(statistics.pstdev(self.plain), 0.05 * plain)
+        left = features.T @ features + noise**2 * np.eye(3)
+        self.added = tuple((guess * (1.0 + np.linalg.solve(left, features.T @ missing))).clip(min=0.0).tolist())
 
 
 class TreeTuner:
@@ -102,6 +104,7 @@ class TreeTuner:
         self.is_warm = False  # there was a step with drafts
         self.catching_up = 0.0  # seconds that the drafter reads in this step, before it can draft
         self.choosing = 0.0  # seconds of this step that the choice of a tree took
+        self.allowance = 0.0  # seconds that the rows of this step's drafts may lose
         self.levels: float | None = None  # of this step's tree; None: it is plain
 
     def begin(self) -> None:
@@ -122,8 +125,12 @@ class TreeTuner:
         if costs.since_plain >= PLAIN_AGES[min(len(costs.plain), len(PLAIN_AGES) - 1)]:
             return False
         plain = costs.plain_seconds
-        self.weights = self._weights_of(costs, remaining, others_wait)
         costs.spent = max(costs.spent, (costs.progress - MOST_SAVED) * plain)
+        allowance = LOSS_SHARE * (self.elapsed + min(max(remaining), HORIZON) * plain) - self.catching_up
+        allowance -= sum(each.lost for each in self.costs.values())
+        if allowance <= 0.0:
+            return False
+        self.weights = self._weights_of(costs, remaining, others_wait)
         if self.clock >= costs.chosen_until:
             begin = time.perf_counter()
             costs.tree = self._choose(costs, int((self.weights > 0.5 * self.weights.max()).sum()))
@@ -131,11 +138,9 @@ class TreeTuner:
             costs.chosen_until = self.clock + self.choosing / CHOICE_SHARE
         if costs.tree is not None and costs.tree.num_nodes == 1:
             return False
-        once, level, _ = costs.of_drafts()
         depth = self.max_depth if costs.tree is None else costs.tree.max_depth
-        allowance = LOSS_SHARE * (self.elapsed + min(max(remaining), HORIZON) * plain)
-        allowance -= sum(each.lost for each in self.costs.values())
-        if once + level * depth + self.catching_up > allowance:
+        self.allowance = allowance - (costs.added[0] + costs.added[1] * depth)
+        if self.allowance < 0.0:
             return False
         self.tree, self.levels = costs.tree, float(depth)
         return True
@@ -150,7 +155,7 @@ class TreeTuner:
         left = np.array(remaining)
         if others_wait:
             return np.full(len(left), 1.0 / len(left))
-        of_row = min(costs.of_drafts()[2] / costs.plain_seconds, 1.0 / len(left))
+        of_row = min(costs.added[2] / costs.plain_seconds, 1.0 / len(left))
         is_last = left >= AHEAD * left.max()
         weights: np.ndarray = of_row + (1.0 - of_row * len(left)) * is_last / is_last.sum()
         return weights
@@ -160,7 +165,7 @@ class TreeTuner:
 
         That is for drafters to whom nodes and levels cost next to nothing: few sequences may be easy to guess.
         """
-        plain, (once, level, row) = costs.plain_seconds, costs.of_drafts()
+        plain, (once, level, row) = costs.plain_seconds, costs.added
         if once + level * self.max_depth <= CHEAP * plain:
             return None
         return choose_tree(
@@ -179,11 +184,13 @@ class TreeTuner:
         """
         assert self.levels is not None
         costs, nodes = self._costs_of(len(sequences)), BatchNodes.of(draft.trees)
-        once, level, row = costs.of_drafts()
+        once, level, row = costs.added
         fixed = costs.plain_seconds + once + level * self.levels
         survival = self.budget.survival(nodes, confidence, sequences)
         worth = survival * self.weights[nodes.tree]
         count = best_count(worth, nodes.depth != 0, lambda count: fixed + row * count)
+        if len(costs.drafted) < PROBES:
+            count = max(count, nodes.trees + int(self.allowance / max(row, 1e-9)))
         self.nodes, self.survival, self.kept = nodes, survival, None
         if count >= len(survival):
             return draft, None
@@ -204,8 +211,7 @@ class TreeTuner:
         costs.spent += self.choosing
         seconds, self.choosing = seconds - self.choosing, 0.0
         if self.levels is None:
-            costs.plain.append(seconds)
-            costs.since_plain = 0
+            costs.add_plain(seconds)
             self.budget.fade()
             return
         costs.since_plain += 1
@@ -218,11 +224,11 @@ class TreeTuner:
         elif not self.catching_up:
             rows = len(self.survival if self.kept is None else self.kept) - self.nodes.trees
             if len(costs.drafted) > 2:
-                once, level, row = costs.of_drafts()
+                once, level, row = costs.added
                 seconds = min(seconds, HICCUP * (plain + once + level * self.levels + row * rows))
             else:
                 costs.chosen_until = 0.0
-            costs.drafted.append((self.levels, rows, seconds))
+            costs.add_drafted(self.levels, rows, seconds)
         costs.spent += seconds
         costs.progress += progress
         self.budget.observe(self.nodes, self.survival, self.kept, accepted)

@@ -103,6 +103,8 @@ class Drafter:
             0 = not known before the proposals; a drafter with state must set it.
         max_depth: the most levels below the root; `use_tree` is never asked for more. 0 = max_nodes - 1.
         needs_hidden: whether `observe` wants the target's hidden states.
+        num_weights: how many weights of its own model a drafter multiplies each token by that it reads; it tells what
+            reading costs beside the target.
         feature_layers: decoder layers of the target, from 0, whose outputs `read` wants at all tokens of every pass,
             prompts included. The output of layer i is the residual stream behind it, transformers' hidden_states[i + 1]
             (of the last layer: before the final norm, which hidden_states[-1] has behind it), and what SGLang's
@@ -124,6 +126,7 @@ class Drafter:
     draft_law: str = "onehot"
     is_chain: bool = False
     is_capturable: bool = False
+    num_weights: int = 0
     tuner: tuple[weakref.ref[Any], TreeTuner] | None = None  # what `generate(tree="auto")` learnt, and with which model
 
     def prepare(self, sequences: list[GeneratedSequence]) -> None:

@@ -45,6 +45,7 @@ class EagleDrafter(TreeGrower):
 
     def __init__(self, head: EagleHead, *, num_nodes: int = 16, depth: int = 5, width: int = 4) -> None:
         self.head, self.feature_layers = head, head.feature_layers
+        self.num_weights = sum(weight.numel() for weight in head.parameters())
         super().__init__(head.vocab_size, head.target_ids.device, "topk", num_nodes, depth, width)
 
     def _reset(self, page_size: int) -> None:

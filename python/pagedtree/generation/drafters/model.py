@@ -68,6 +68,7 @@ class ModelDrafter(TreeGrower):
         max_batch_tokens: int = 4096,
     ) -> None:
         self.model, self.packed = model, self.pack(model)
+        self.num_weights = self.packed.num_weights
         self.max_batch_tokens = max_batch_tokens
         self._context, self._attends = ExitStack(), False
         self._is_long: bool | None = None  # found by `prepare`; None where nobody calls it, as in vLLM

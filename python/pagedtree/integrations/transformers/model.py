@@ -105,6 +105,10 @@ class TransformersModel(PackedModel):
         layer = self.model.get_output_embeddings() or self.model.get_input_embeddings()
         return int(layer.weight.shape[0])
 
+    @property
+    def num_weights(self) -> int:
+        return sum(weight.numel() for weight in self.model.parameters())
+
     def check_sequences(self, name: str, sequences: Iterable[GeneratedSequence]) -> bool:
         return check_rotation(name, self.model, sequences)
 
