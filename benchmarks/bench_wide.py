@@ -35,7 +35,7 @@ from bench_end_to_end import (
     ways,
 )
 from demo import first_difference
-from measure import save
+from measure import save, seconds_of
 from wide_peers import Models, ready
 from wide_target import for_wide, widened
 
@@ -94,6 +94,16 @@ def candidates(
     return found
 
 
+@torch.no_grad()
+def pass_times(target: Any) -> dict[int, float]:
+    """Milliseconds of a pass over so many rows, the best of a few: from where on arithmetic is what it takes."""
+    tokens = torch.zeros(1, 128, dtype=torch.int64, device=target.device)
+    return {
+        rows: min(seconds_of(lambda rows=rows: target(tokens[:, :rows]), target.device) for _ in range(6)) * 1e3
+        for rows in (1, 2, 4, 8, 16, 32, 64, 128)
+    }
+
+
 def main() -> int:
     parser = arguments(__doc__, "wide")
     parser.set_defaults(batch=[1, 2, 4, 8, 16])
@@ -110,7 +120,11 @@ def main() -> int:
         for name, both in drafters(narrow, draft).items()
         if args.drafters is None or any(part.lower() in name.lower() for part in args.drafters)
     }
-    facts = facts_of(args) | {"dtype": "bf16", "parameters": sum(weight.numel() for weight in target.parameters())}
+    facts = facts_of(args) | {
+        "dtype": "bf16",
+        "parameters": sum(weight.numel() for weight in target.parameters()),
+        "pass_ms": pass_times(target),
+    }
 
     def candidates_of(batch: Tokens, count: int) -> dict[str, Candidate]:
         return candidates(target, draft, tokenizer, batch, count, makers, narrow.config.hidden_size)
