@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
+import recurrent_case as case
 import torch
 from draft_checks import int32, seeded
+from recurrent_case import Layer, causal_offsets, error, layer, paths_to, trees_of
 from torch import Tensor
 
 import pagedtree as pt
@@ -21,7 +21,6 @@ BOUNDS = {torch.float32: 1e-4, torch.float16: 2.5e-3, torch.bfloat16: 1e-2}
 
 
 ISAS = [isa for isa in _C.available_isas() if not isa.startswith("amx")]
-PLAIN = torch.float32  # where a test has no dtype of its own
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("on_device")
 @pytest.fixture(autouse=True)
 def plain_dtype(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if backend != "cpu":
-        monkeypatch.setattr(sys.modules[__name__], "PLAIN", torch.float16)
+        monkeypatch.setattr(case, "PLAIN", torch.float16)
 
 
 @pytest.fixture(params=[*ISAS, "kernels"])
@@ -45,103 +44,6 @@ def variant(request: pytest.FixtureRequest, backend: str, monkeypatch: pytest.Mo
 def skip_unknown(dtype: torch.dtype, variant: str) -> None:
     if dtype == torch.float32 and variant == "kernels":
         pytest.skip("fp32 is for the cpu backend")
-
-
-def trees_of(sizes: list[int], seed: int = 0, *, reach: int = 9, padding: int = 0) -> TreeBatch:
-    """Random trees; a node's parent is one of the `reach` nodes before it."""
-    generator, parents = seeded(seed), []
-    for size in sizes:
-        for i in range(size):
-            parents.append(int(torch.randint(max(0, i - reach), i, (), generator=generator)) if i else -1)
-    cu_nodes = int32([0, *torch.tensor(sizes, dtype=torch.int64).cumsum(0).tolist()])
-    most = max([*sizes, 1])
-    return build_trees(int32(parents + [-1] * padding), cu_nodes, max_nodes=most, max_depth=most - 1)
-
-
-def causal_offsets(lengths: list[int]) -> Tensor:
-    return int32([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()])
-
-
-def paths_to(trees: TreeBatch, leaves: list[int], width: int) -> tuple[Tensor, Tensor]:
-    """accept_index and num_accepted of the paths that end at these nodes, -1: none."""
-    accept, accepted = [], []
-    for b, leaf in enumerate(leaves):
-        path: list[int] = []
-        while leaf >= 0:
-            path.insert(0, leaf)
-            leaf = int(trees.parents[trees.cu_nodes[b] + leaf])
-        accept.append(path + [-1] * (width - len(path)))
-        accepted.append(max(len(path) - 1, 0))
-    return int32(accept).reshape(len(leaves), width), int32(accepted)
-
-
-@dataclass
-class Layer:
-    """The arguments of a call; `rows` are the trees or cu_seqlens."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor | None
-    state: Tensor
-    state_index: Tensor
-    trees: TreeBatch | None
-    options: dict = field(default_factory=dict)
-
-    def run(self, op: Callable = pt.tree_delta_rule) -> Tensor:
-        return op(self.q, self.k, self.v, self.g, self.beta, self.state, self.state_index, self.trees, **self.options)
-
-    def advance(self, op: Callable = pt.advance_state, *path: Tensor) -> Tensor:
-        options = {name: value for name, value in self.options.items() if name != "scale"}
-        rest = (self.state_index, self.k, self.v, self.g, self.beta, self.trees, *path)
-        if op is not pt.advance_state:
-            return op(self.state, *rest, **options)
-        state = torch.empty_strided(self.state.shape, self.state.stride()).copy_(self.state)
-        op(state, *rest, **options)
-        return state
-
-
-def layer(
-    rows: TreeBatch | list[int], *, dims: tuple[int, int] = (32, 24), heads: tuple[int, int] = (2, 4),
-    dtype: torch.dtype | None = None, channels: bool = False, with_beta: bool = True, seed: int = 1,
-    transposed: bool = False, slots: list[int] | None = None, **options: object,
-) -> Layer:  # fmt: skip
-    generator = seeded(seed)
-    if isinstance(rows, TreeBatch):
-        trees, count, batch = rows, rows.parents.shape[0], rows.batch_size
-    else:
-        trees, count, batch = None, sum(rows), len(rows)
-        options["cu_seqlens"] = causal_offsets(rows)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    (key_dim, value_dim), (key_heads, value_heads), dtype = dims, heads, dtype or PLAIN
-    # Strided: columns of one wide projection.
-    q, k = draw(count, 2 * key_heads * key_dim + 8).to(dtype)[:, : 2 * key_heads * key_dim].chunk(2, 1)
-    if not options.get("l2norm"):
-        q, k = (torch.nn.functional.normalize(x.unflatten(1, (key_heads, key_dim)).float(), dim=-1) for x in (q, k))
-        q, k = q.to(dtype), k.to(dtype)
-    state = draw(batch + 3, value_heads, key_dim, value_dim)
-    if transposed:
-        state = state.transpose(2, 3).contiguous().transpose(2, 3)
-    return Layer(
-        q.reshape(count, key_heads, key_dim) if q.dim() == 3 else q.unflatten(1, (key_heads, key_dim)),
-        k.reshape(count, key_heads, key_dim) if k.dim() == 3 else k.unflatten(1, (key_heads, key_dim)),
-        draw(count, value_heads, 2 * value_dim).to(dtype)[..., :value_dim],
-        -draw(count, value_heads, *([key_dim] if channels else [])).abs(),
-        draw(value_heads, count).sigmoid().T if with_beta else None,
-        state,
-        int32(slots if slots is not None else [(b + 2) % (batch + 3) for b in range(batch)]),
-        trees,
-        options,
-    )
-
-
-def error(found: Tensor, expected: Tensor) -> float:
-    assert found.shape == expected.shape
-    return float((found.double() - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
 def expect(of: Layer, *path: Tensor) -> None:
@@ -173,7 +75,7 @@ def test_equals_loops(variant: str, dtype: torch.dtype, channels: bool, with_bet
 @pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
 def test_sizes(variant: str, dims: tuple[int, int], channels: bool) -> None:
     trees = trees_of([9, 21], 5)
-    for dtype in (PLAIN, torch.bfloat16):
+    for dtype in (case.PLAIN, torch.bfloat16):
         expect(
             layer(trees, dims=dims, heads=(1, 3), dtype=dtype, channels=channels, transposed=True, l2norm=True),
             *paths_to(trees, [8, 20], 21),
@@ -182,7 +84,7 @@ def test_sizes(variant: str, dims: tuple[int, int], channels: bool) -> None:
 
 @pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
 def test_256_nodes(channels: bool) -> None:
-    for reach in (1, 4, 200) if torch.float32 == PLAIN else (1, 40):
+    for reach in (1, 4, 200) if torch.float32 == case.PLAIN else (1, 40):
         trees = trees_of([256, 3], 7, reach=reach)
         of = layer(trees, heads=(1, 1), channels=channels)
         of.g.mul_(0.05)
@@ -270,8 +172,8 @@ def test_what_cannot_be_reached() -> None:
     for t in (of.q, of.k, of.v, of.g, of.beta):
         t[hidden] = math.nan  # type: ignore[index]
     assert torch.equal(of.run(), out)
-    x = torch.randn(13, 20, generator=seeded(1)).to(PLAIN)
-    conv = (torch.randn(20, 4), None, torch.randn(5, 20, 3).to(PLAIN), int32([1, 0]), trees)
+    x = torch.randn(13, 20, generator=seeded(1)).to(case.PLAIN)
+    conv = (torch.randn(20, 4), None, torch.randn(5, 20, 3).to(case.PLAIN), int32([1, 0]), trees)
     convolved = pt.tree_conv1d(x, *conv)
     x[hidden] = math.nan
     assert torch.equal(pt.tree_conv1d(x, *conv), convolved) and not convolved[hidden].any()
@@ -286,9 +188,14 @@ def test_nothing_below_what_cannot_be_reached() -> None:
     assert (of.run(loops.tree_delta_rule) == 0).flatten(1).all(1).sum() > 4
     assert torch.equal((out == 0).flatten(1).all(1), (of.run(loops.tree_delta_rule) == 0).flatten(1).all(1))
     expect(of, *paths_to(trees, [23, 8], 24))
-    arguments = (torch.randn(33, 20).to(PLAIN), torch.randn(20, 4), None, torch.randn(2, 20, 3).to(PLAIN))
+    arguments = (
+        torch.randn(33, 20).to(case.PLAIN),
+        torch.randn(20, 4),
+        None,
+        torch.randn(2, 20, 3).to(case.PLAIN),
+    )
     found = pt.tree_conv1d(*arguments, int32([0, 1]), trees)
-    assert error(found, loops.tree_conv1d(*arguments, int32([0, 1]), trees)) <= BOUNDS[PLAIN]
+    assert error(found, loops.tree_conv1d(*arguments, int32([0, 1]), trees)) <= BOUNDS[case.PLAIN]
 
 
 def test_slots() -> None:
@@ -314,8 +221,8 @@ def test_bad_paths_write_nothing(name: str) -> None:
     of = layer(trees, slots=[0, 1])
     found = of.advance(pt.advance_state, *path)
     assert torch.equal(found[0], of.state[0]) and not torch.equal(found[1], of.state[1])
-    assert error(found, of.advance(loops.advance_state, *path)) <= BOUNDS[PLAIN]
-    conv_state, x = torch.randn(3, 20, 3).to(PLAIN), torch.randn(6, 20).to(PLAIN)
+    assert error(found, of.advance(loops.advance_state, *path)) <= BOUNDS[case.PLAIN]
+    conv_state, x = torch.randn(3, 20, 3).to(case.PLAIN), torch.randn(6, 20).to(case.PLAIN)
     kept = conv_state.clone()
     pt.advance_conv(conv_state, int32([0, 1]), x, trees, *path)
     assert torch.equal(conv_state[0], kept[0]) and torch.equal(conv_state[1, :, 1:], x[4:6].T)
@@ -351,8 +258,8 @@ def test_conv_equals_loops(variant: str, dtype: torch.dtype, width: int, activat
 
 def test_conv_paths_equal_the_causal_op() -> None:
     trees = trees_of([40], 11, reach=6)
-    x, weight, bias = torch.randn(40, 48).to(PLAIN), torch.randn(48, 4), torch.randn(48)
-    state, slot = torch.randn(2, 48, 3).to(PLAIN), int32([1])
+    x, weight, bias = torch.randn(40, 48).to(case.PLAIN), torch.randn(48, 4), torch.randn(48)
+    state, slot = torch.randn(2, 48, 3).to(case.PLAIN), int32([1])
     out = pt.tree_conv1d(x, weight, bias, state, slot, trees, activation="silu")
     for leaf in sorted(set(range(40)) - set(trees.parents.tolist())):
         accept, accepted = paths_to(trees, [leaf], 40)
@@ -370,7 +277,7 @@ def test_a_sequence_may_come_in_parts() -> None:
                      options={"cu_seqlens": int32([0, part.stop - part.start])})
              for part in (slice(0, 37), slice(37, 100))]  # fmt: skip
     parts[1].state = parts[0].advance()
-    assert error(parts[1].run(), whole[37:].double()) < (1e-5 if torch.float32 == PLAIN else 1e-3)
+    assert error(parts[1].run(), whole[37:].double()) < (1e-5 if torch.float32 == case.PLAIN else 1e-3)
     assert error(parts[1].advance(), state.double()) < 1e-5
 
 
@@ -379,7 +286,7 @@ def test_transformers_gated_delta_rule(l2norm: bool) -> None:
     """Not worse against float64 than the chunked form of transformers in the same dtype."""
     module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     for dtype, bound in BOUNDS.items():
-        if dtype == torch.float32 != PLAIN:
+        if dtype == torch.float32 != case.PLAIN:
             continue
         of = layer([150], dims=(64, 64), heads=(2, 4), dtype=dtype, l2norm=l2norm, slots=[0])
         q, k = (x.repeat_interleave(2, 1)[None] for x in (of.q, of.k))
@@ -400,7 +307,7 @@ def test_transformers_kimi_delta_attention() -> None:
         of.q[None], of.k[None], of.v[None], of.g[None], of.beta[None],  # type: ignore[index]
         initial_state=of.state[:1], output_final_state=True,
     )  # fmt: skip
-    assert error(of.run(), theirs[0].double()) <= BOUNDS[PLAIN]
+    assert error(of.run(), theirs[0].double()) <= BOUNDS[case.PLAIN]
     assert error(of.advance()[:1], state.double()) <= 1e-4
 
 
@@ -414,22 +321,29 @@ def test_transformers_mamba2() -> None:
     theirs, final = module.mamba2_chunk_scan(
         x[None], dt[None], decay, b[None], c[None], 64, initial_states=state, return_final_states=True
     )
-    rows = (b.to(PLAIN), (dt[..., None] * x).to(PLAIN), dt * decay, None)
+    rows = (b.to(case.PLAIN), (dt[..., None] * x).to(case.PLAIN), dt * decay, None)
     slot, cut, states = int32([0]), int32([0, 100]), state.transpose(2, 3)
-    out = pt.tree_delta_rule(c.to(PLAIN), *rows, states, slot, None, cu_seqlens=cut, scale=1.0)
+    out = pt.tree_delta_rule(c.to(case.PLAIN), *rows, states, slot, None, cu_seqlens=cut, scale=1.0)
     pt.advance_state(states, slot, *rows, None, cu_seqlens=cut)
-    assert error(out, theirs[0].double()) <= BOUNDS[PLAIN] and error(state, final.double()) <= BOUNDS[PLAIN]
+    assert error(out, theirs[0].double()) <= BOUNDS[case.PLAIN] and error(state, final.double()) <= BOUNDS[case.PLAIN]
 
 
 def test_torch_conv1d() -> None:
     """The causal convolution as transformers has it: padded on the left, then silu."""
-    x, weight, bias = torch.randn(50, 24).to(PLAIN), torch.randn(24, 4), torch.randn(24)
+    x, weight, bias = torch.randn(50, 24).to(case.PLAIN), torch.randn(24, 4), torch.randn(24)
     padded = torch.nn.functional.pad(x.double().T[None], (3, 0))
     expected = torch.nn.functional.conv1d(padded, weight.double()[:, None], bias.double(), groups=24)[0].T
     out = pt.tree_conv1d(
-        x, weight, bias, torch.zeros(1, 24, 3).to(PLAIN), int32([0]), None, cu_seqlens=int32([0, 50]), activation="silu"
+        x,
+        weight,
+        bias,
+        torch.zeros(1, 24, 3).to(case.PLAIN),
+        int32([0]),
+        None,
+        cu_seqlens=int32([0, 50]),
+        activation="silu",
     )
-    assert error(out, torch.nn.functional.silu(expected)) <= BOUNDS[PLAIN]
+    assert error(out, torch.nn.functional.silu(expected)) <= BOUNDS[case.PLAIN]
 
 
 def test_empty() -> None:
@@ -458,13 +372,13 @@ def test_garbage() -> None:
         of.state_index[:] = torch.tensor([0, 1, 2, 3])[torch.randperm(4, generator=generator)]
         of.run()
         of.advance(pt.advance_state, draw(-2, 20, 4, 5), draw(-2, 7, 4))
-        conv_state, x = torch.randn(4, 20, 3).to(PLAIN), torch.randn(32, 20).to(PLAIN)
+        conv_state, x = torch.randn(4, 20, 3).to(case.PLAIN), torch.randn(32, 20).to(case.PLAIN)
         pt.tree_conv1d(x, torch.randn(20, 4), None, conv_state, of.state_index, trees)
         pt.advance_conv(conv_state, of.state_index, x, trees, draw(-2, 20, 4, 5), draw(-2, 7, 4))
 
 
 def test_refusals() -> None:
-    if torch.float32 != PLAIN:
+    if torch.float32 != case.PLAIN:
         with pytest.raises(ValueError, match="tree_delta_rule: `q` must be of dtype Half or BFloat16, got Float"):
             layer(trees_of([3, 4]), dtype=torch.float32).run()
         return
@@ -537,7 +451,11 @@ def test_opcheck() -> None:
             torch.library.opcheck(
                 ops.advance_state.default, (of.state, of.state_index, *rest, *rows, *accepted), options
             )
-    x, weight, state = torch.randn(7, 5).to(PLAIN), torch.randn(5, 4), torch.randn(3, 5, 3).to(PLAIN)
+    x, weight, state = (
+        torch.randn(7, 5).to(case.PLAIN),
+        torch.randn(5, 4),
+        torch.randn(3, 5, 3).to(case.PLAIN),
+    )
     index = int32([0, 1])
     for rows, accepted, options in [(tree, path, {"max_nodes": 4}), (none, (None, None), {"cu_seqlens": cut})]:
         given = (x, weight, weight[:, 0], state, index, *rows)

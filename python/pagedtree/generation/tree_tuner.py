@@ -195,9 +195,10 @@ class TreeTuner:
         if count >= len(survival):
             return draft, None
         trees, rows = select_nodes(draft.trees, torch.from_numpy(worth).float().to(draft.trees.device), count)
-        self.kept = rows.cpu().numpy()
+        kept = rows.cpu().numpy()
+        self.kept = kept[kept >= 0]  # the others are padding
         tokens, draft_rows, node_map = (
-            None if values is None else values[rows.long()]
+            None if values is None else values[rows.clamp(min=0).long()]
             for values in (draft.draft_tokens, draft.draft_rows, draft.node_map)
         )
         assert tokens is not None
