@@ -11,24 +11,13 @@ Source: DFlash (Chen et al., 2026), which learns from the tokens of the text whe
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import torch
-from stdlib_text import training_files
 from torch import Tensor, nn
 from torch.nn import functional as F
-from train_tiny import (
-    SEED,
-    Recipe,
-    arguments,
-    encode,
-    fit,
-    greedy_continuations,
-    is_smoke,
-    load_llama,
-    recipe_of,
-)
-from transformers import AutoTokenizer, LlamaForCausalLM
-from transformers.utils import logging
+from train_tiny import SEED, Recipe, fit, train_drafter
+from transformers import LlamaForCausalLM
 
 from pagedtree.integrations.transformers import BlockDraftConfig, BlockDraftModel
 
@@ -121,7 +110,8 @@ def weighted_cross_entropy(logits: Tensor, teacher_logits: Tensor, weights: Tens
 
 
 @torch.no_grad()
-def evaluate(target: LlamaForCausalLM, model: BlockDraftModel, greedy: list[tuple[int, Tensor]]) -> None:
+def evaluate(target: LlamaForCausalLM, out: Path, greedy: list[tuple[int, Tensor]]) -> None:
+    model = BlockDraftModel.from_pretrained(out / "block", target)
     depth = model.config.block_size - 1
     hits = []
     for start, tokens in greedy:
@@ -135,20 +125,5 @@ def evaluate(target: LlamaForCausalLM, model: BlockDraftModel, greedy: list[tupl
         print(f"block: level {level} on the target's greedy continuations: top-1 {first:.1%}, top-3 {third:.1%}")
 
 
-def main() -> None:
-    args = arguments(__doc__).parse_args()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(SEED)
-    logging.disable_progress_bar()
-    smoke = is_smoke(args)
-    tokenizer = AutoTokenizer.from_pretrained(args.out / "target")
-    target = load_llama(args.out / "target")
-    files = training_files()[::16] if smoke else training_files()
-    train(target, encode(tokenizer, files), recipe_of(RECIPE, args), args)
-    # What is evaluated is what was written, rounded as it is there.
-    greedy = greedy_continuations(target, tokenizer, smoke)
-    evaluate(target, BlockDraftModel.from_pretrained(args.out / "block", target), greedy)
-
-
 if __name__ == "__main__":
-    main()
+    train_drafter(__doc__, RECIPE, train, evaluate)

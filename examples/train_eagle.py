@@ -9,13 +9,13 @@ A run that was stopped goes on from its last checkpoint; a finished one is only 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import torch
-from stdlib_text import training_files
 from torch import Tensor
 from torch.nn import functional as F
-from train_tiny import Recipe, arguments, encode, fit, greedy_continuations, is_smoke, load_llama, recipe_of
-from transformers import AutoTokenizer, LlamaForCausalLM
+from train_tiny import Recipe, fit, train_drafter
+from transformers import LlamaForCausalLM
 
 from pagedtree.integrations.transformers import EagleHead
 
@@ -129,8 +129,9 @@ def train(target: LlamaForCausalLM, tokens: Tensor, recipe: Recipe, args: argpar
 
 
 @torch.no_grad()
-def evaluate(target: LlamaForCausalLM, head: EagleHead, greedy: list[tuple[int, Tensor]]) -> None:
+def evaluate(target: LlamaForCausalLM, out: Path, greedy: list[tuple[int, Tensor]]) -> None:
     """How often each pass names the token that the target chose, if those before it were right."""
+    head = EagleHead.from_pretrained(out / "eagle", target)
     hits: list[list[Tensor]] = [[] for _ in range(UNROLLED)]
     for start, tokens in greedy:
         features, _ = features_and_logits(target, tokens[:, :-1])
@@ -145,19 +146,5 @@ def evaluate(target: LlamaForCausalLM, head: EagleHead, greedy: list[tuple[int, 
         print(f"eagle: level {m + 1} on the target's greedy continuations: top-1 {top[0]:.1%}, top-3 {top[2]:.1%}")
 
 
-def main() -> None:
-    args = arguments(__doc__).parse_args()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    smoke = is_smoke(args)
-    tokenizer = AutoTokenizer.from_pretrained(args.out / "target")
-    target = load_llama(args.out / "target")
-    files = training_files()[::16] if smoke else training_files()
-    train(target, encode(tokenizer, files), recipe_of(RECIPE, args), args)
-    # What is evaluated is what was written, rounded as it is there.
-    greedy = greedy_continuations(target, tokenizer, smoke)
-    evaluate(target, EagleHead.from_pretrained(args.out / "eagle", target), greedy)
-
-
 if __name__ == "__main__":
-    main()
+    train_drafter(__doc__, RECIPE, train, evaluate)

@@ -315,6 +315,29 @@ def recipe_of(default: Recipe, args: argparse.Namespace) -> Recipe:
     return Recipe(args.steps, default.learning_rate, default.batch, 128 if is_smoke(args) else default.context)
 
 
+def train_drafter(
+    description: str | None,
+    default: Recipe,
+    train: Callable[[LlamaForCausalLM, Tensor, Recipe, argparse.Namespace], None],
+    evaluate: Callable[[LlamaForCausalLM, Path, list[tuple[int, Tensor]]], None],
+) -> None:
+    """What a script does that trains one drafter for the target.
+
+    train(target, tokens, recipe, args) writes it into the folder args.out; evaluate(target, args.out, greedy) then
+    reads what was written, rounded as it is there.
+    """
+    args = arguments(description).parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(SEED)
+    logging.disable_progress_bar()
+    smoke = is_smoke(args)
+    tokenizer = AutoTokenizer.from_pretrained(args.out / "target")
+    target = load_llama(args.out / "target")
+    files = training_files()[::16] if smoke else training_files()
+    train(target, encode(tokenizer, files), recipe_of(default, args), args)
+    evaluate(target, args.out, greedy_continuations(target, tokenizer, smoke))
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("stage", choices=["tokenizer", *RECIPES, "all"])
