@@ -25,17 +25,22 @@ struct Four {
   float x[4];
 };
 
-// Four neighbours of a 16-bit type, by one load where they lie at a multiple of 8 bytes.
-__device__ __forceinline__ Four load_four_halves(const void* data, DType dtype, int64_t at) {
-  const uint16_t* from = static_cast<const uint16_t*>(data) + at;
-  uint2 pairs;
-  if (reinterpret_cast<uintptr_t>(from) % 8 == 0) {
-    pairs = *reinterpret_cast<const uint2*>(from);
-  } else {
-    pairs = make_uint2(from[0] | uint32_t{from[1]} << 16, from[2] | uint32_t{from[3]} << 16);
-  }
+__device__ __forceinline__ Four unpack(uint2 pairs, DType dtype) {
   return {half_from_bits(pairs.x, dtype), half_from_bits(pairs.x >> 16, dtype), half_from_bits(pairs.y, dtype),
           half_from_bits(pairs.y >> 16, dtype)};
+}
+
+__device__ __forceinline__ bool is_aligned(const uint16_t* from) { return reinterpret_cast<uintptr_t>(from) % 8 == 0; }
+
+// Four neighbours of a 16-bit type, by one load where they lie at a multiple of 8 bytes.
+__device__ __forceinline__ uint2 load_pairs(const uint16_t* from, bool aligned) {
+  if (aligned) return *reinterpret_cast<const uint2*>(from);
+  return make_uint2(from[0] | uint32_t{from[1]} << 16, from[2] | uint32_t{from[3]} << 16);
+}
+
+__device__ __forceinline__ Four load_four_halves(const void* data, DType dtype, int64_t at) {
+  const uint16_t* from = static_cast<const uint16_t*>(data) + at;
+  return unpack(load_pairs(from, is_aligned(from)), dtype);
 }
 
 __device__ __forceinline__ float load_element(const void* data, DType dtype, int64_t at) {

@@ -7,12 +7,34 @@
 
 namespace pagedtree::cuda {
 
-constexpr int kChunkChannels = 16, kPassChannels = 128;  // a lane has 4 of each 16 channels
+// A lane has 4 of each 16 channels. Beyond the last channel it reads the last ones again, where the rows are 0.
+constexpr int kPassChannels = 128, kSteps = kPassChannels / 16;
 constexpr int kReadTiles = kColumns / 8;
 
-// Channels first + 16 c + 4 pair .. + 3 of key and query `quad`, for two products each.
+__device__ __forceinline__ int32_t first_channel(const Chunk& t, int32_t first, int step) {
+  return min_of(first + step * 16 + static_cast<int32_t>(threadIdx.x % 4) * 4, t.p.key_dim - 4);
+}
+
+// Whether there are channels for steps in the second half of a pass.
+__device__ __forceinline__ bool ends_at(const Chunk& t, int32_t first, int step) {
+  return step == kSteps / 2 && first + step * 16 >= t.p.key_dim;
+}
+
+// A lane's channels of a row. All loads start before the first one ends.
+__device__ __forceinline__ void load_row(const Chunk& t, const void* data, int64_t at, int32_t first,
+                                         uint2 (&pairs)[kSteps]) {
+  const uint16_t* const row = static_cast<const uint16_t*>(data) + at;
+  const bool aligned = is_aligned(row);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    if (ends_at(t, first, step)) break;
+    pairs[step] = load_pairs(row + first_channel(t, first, step), aligned);
+  }
+}
+
+// Channels of key and query `quad`, for two products in each step.
 struct RowTile {
-  float a[kPassChannels / kChunkChannels][2][4];
+  float a[kSteps][2][4];
 };
 
 // The part of x that tf32 holds.
@@ -30,24 +52,23 @@ __device__ __forceinline__ void add_split_product(float (&high)[4], float (&low)
 // Adds to the sums of squares of key and query.
 __device__ __forceinline__ RowTile load_rows(const Chunk& t, int32_t i, int32_t count, int32_t first,
                                              float& key_squares, float& query_squares) {
-  const int32_t pair = threadIdx.x % 4;
   const DeltaRuleParams& p = t.p;
-  const bool is_token = i < count;
-  const int64_t key_begin = is_token ? key_row(t, i) : 0, query_begin = is_token ? query_row(t, i) : 0;
+  const int32_t token = min_of(i, count - 1);
+  uint2 key_pairs[kSteps] = {}, query_pairs[kSteps] = {};
+  load_row(t, p.k, key_row(t, token), first, key_pairs);
+  if (p.q != nullptr) load_row(t, p.q, query_row(t, token), first, query_pairs);
   RowTile rows;
 #pragma unroll
-  for (int c = 0; c < kPassChannels / kChunkChannels; ++c) {
-    const int32_t channel = first + c * kChunkChannels + pair * 4;
-    const bool inside = is_token && channel < p.key_dim;
-    Four k{}, q{};
-    if (inside) k = load_four_halves(p.k, p.dtype, key_begin + channel);
-    if (inside && p.q != nullptr) q = load_four_halves(p.q, p.dtype, query_begin + channel);
+  for (int step = 0; step < kSteps; ++step) {
+    const bool inside = i < count && first + step * 16 + static_cast<int32_t>(threadIdx.x % 4) * 4 < p.key_dim;
+    const Four k = unpack(key_pairs[step], p.dtype), q = unpack(query_pairs[step], p.dtype);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      rows.a[c][j / 2][j % 2 * 2] = k.x[j];
-      rows.a[c][j / 2][j % 2 * 2 + 1] = q.x[j];
-      key_squares = __fmaf_rn(k.x[j], k.x[j], key_squares);
-      query_squares = __fmaf_rn(q.x[j], q.x[j], query_squares);
+      const float key = inside ? k.x[j] : 0.0f, query = inside ? q.x[j] : 0.0f;
+      rows.a[step][j / 2][j % 2 * 2] = key;
+      rows.a[step][j / 2][j % 2 * 2 + 1] = query;
+      key_squares = __fmaf_rn(key, key, key_squares);
+      query_squares = __fmaf_rn(query, query, query_squares);
     }
   }
   return rows;
@@ -59,15 +80,11 @@ __device__ __forceinline__ void multiply_state(const Chunk& t, const RowTile& ro
   const int32_t lane = threadIdx.x % 32, column = tile * 8 + lane / 4;
   float low[4] = {};
 #pragma unroll
-  for (int c = 0; c < kPassChannels / kChunkChannels; ++c) {
-    const int32_t channel = first + c * kChunkChannels + lane % 4 * 4;
-    if (first + c * kChunkChannels >= t.p.key_dim) break;
-    const float* state = t.state + channel * kStateStride + column;
-    float b[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) b[j] = channel < t.p.key_dim ? state[j * kStateStride] : 0.0f;
-    add_split_product(sum, low, rows.a[c][0], b[0], b[1]);
-    add_split_product(sum, low, rows.a[c][1], b[2], b[3]);
+  for (int step = 0; step < kSteps; ++step) {
+    if (ends_at(t, first, step)) break;
+    const float* b = t.state + first_channel(t, first, step) * kStateStride + column;
+    add_split_product(sum, low, rows.a[step][0], b[0], b[kStateStride]);
+    add_split_product(sum, low, rows.a[step][1], b[2 * kStateStride], b[3 * kStateStride]);
   }
 #pragma unroll
   for (int j = 0; j < 4; ++j) sum[j] += low[j];
@@ -76,16 +93,15 @@ __device__ __forceinline__ void multiply_state(const Chunk& t, const RowTile& ro
 // Their products with the keys of tokens 8 * block .. 8 * block + 7.
 __device__ __forceinline__ void multiply_keys(const Chunk& t, const RowTile& rows, int32_t first, int32_t block,
                                               int32_t count, float (&sum)[4]) {
-  const int32_t lane = threadIdx.x % 32, m = block * kBlock + lane / 4;
-  const int64_t begin = m < count ? key_row(t, m) : 0;
+  const int32_t m = min_of<int32_t>(block * kBlock + threadIdx.x % 32 / 4, count - 1);
+  uint2 pairs[kSteps];
+  load_row(t, t.p.k, key_row(t, m), first, pairs);
 #pragma unroll
-  for (int c = 0; c < kPassChannels / kChunkChannels; ++c) {
-    const int32_t channel = first + c * kChunkChannels + lane % 4 * 4;
-    if (first + c * kChunkChannels >= t.p.key_dim) break;
-    Four b{};
-    if (m < count && channel < t.p.key_dim) b = load_four_halves(t.p.k, t.p.dtype, begin + channel);
-    ptx::mma_m16n8k8(sum, rows.a[c][0], b.x[0], b.x[1]);
-    ptx::mma_m16n8k8(sum, rows.a[c][1], b.x[2], b.x[3]);
+  for (int step = 0; step < kSteps; ++step) {
+    if (ends_at(t, first, step)) break;
+    const Four b = unpack(pairs[step], t.p.dtype);
+    ptx::mma_m16n8k8(sum, rows.a[step][0], b.x[0], b.x[1]);
+    ptx::mma_m16n8k8(sum, rows.a[step][1], b.x[2], b.x[3]);
   }
 }
 
