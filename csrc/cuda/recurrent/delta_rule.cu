@@ -35,7 +35,8 @@ struct StateTile {
   int32_t channels, columns;
   bool by_channel;
 
-  __device__ StateTile(const Chunk& t, int64_t slot, int32_t first_column) {
+  __device__ StateTile(const Chunk& t, int64_t slot) {
+    const int32_t first_column = t.column - static_cast<int32_t>(threadIdx.x) % 32;
     const int64_t* const strides = t.p.state_strides;
     begin = t.p.state + slot * strides[0] + t.head * strides[1] + first_column * strides[3];
     channel_stride = strides[2];
@@ -83,27 +84,24 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
     delta_rule_kernel(const __grid_constant__ DeltaRuleParams p, int32_t capacity, int32_t group, int32_t tiles) {
   const RecurrentBatch& tokens = p.tokens;
   const int32_t item = static_cast<int32_t>(blockIdx.x) / tiles, b = item / p.num_heads;
-  const int32_t first_column = static_cast<int32_t>(blockIdx.x) % tiles * kColumns;
-  const int32_t i = threadIdx.x;
-  const Chunk t(p, capacity, group, item % p.num_heads, first_column + i % 32);
+  const Chunk t(p, capacity, group, item % p.num_heads,
+                static_cast<int32_t>(blockIdx.x) % tiles * kColumns + threadIdx.x % 32);
   const bool writes = p.out == nullptr, is_tree = !writes && tokens.parents != nullptr;
   const NodeRange rows = node_range(tokens.cu_nodes, b, tokens.num_rows);
-  const int64_t slot = state_slot(tokens, b);
-  int64_t total = writes ? tokens_to_replay(tokens, b) : rows.size();
-  if (is_tree) total = min_of<int64_t>(total, tokens.max_nodes);
+  const int32_t first_row = static_cast<int32_t>(rows.begin);
+  int32_t total = static_cast<int32_t>(writes ? tokens_to_replay(tokens, b) : rows.size());
+  if (is_tree) total = min_of(total, tokens.max_nodes);
   if (total == 0) return;
-  const StateTile state(t, slot, first_column);
-  load_state(t, state);
-  for (int64_t begin = 0; begin < total; begin += capacity) {  // one turn for a tree
-    const int32_t count = static_cast<int32_t>(min_of<int64_t>(capacity, total - begin));
+  load_state(t, StateTile(t, state_slot(tokens, b)));
+  for (int32_t begin = 0; begin < total; begin += capacity) {  // one turn for a tree
+    const int32_t i = threadIdx.x, count = min_of(capacity, total - begin);
     if (i < count) {
-      const int64_t row = is_tree ? rows.begin + i : replayed_row(tokens, b, begin + i);
-      t.shared.rows[i] = static_cast<int32_t>(row);
-      t.shared.parents[i] = static_cast<int16_t>(is_tree ? linked_parent(tokens, rows.begin, i) : i - 1);
+      t.shared.rows[i] = is_tree ? first_row + i : static_cast<int32_t>(replayed_row(tokens, b, begin + i));
+      t.shared.parents[i] = static_cast<int16_t>(is_tree ? linked_parent(tokens, first_row, i) : i - 1);
     }
-    run_chunk(t, count, writes || begin + count < total);
+    run_chunk(t, count, p.out == nullptr || begin + count < total);
   }
-  if (writes) store_state(t, state);
+  if (p.out == nullptr) store_state(t, StateTile(t, state_slot(tokens, b)));
 }
 
 // What no node writes.
@@ -112,12 +110,12 @@ __global__ void __launch_bounds__(256) clear_kernel(uint16_t* out, int64_t count
   if (at < count) out[at] = 0;
 }
 
-// Tokens that are weighed together: as many as leave room for two CTAs on an SM of Ampere or Hopper. Each has the same
-// result in a group of any size.
+// Tokens that are weighed together: as many as every GPU has shared memory for, and Hopper for two CTAs. Each has the
+// same result in a group of any size.
 int32_t group_size(const DeltaRuleParams& p, int32_t capacity) {
   int32_t group = kWarps * kBlock;
   while (group > kBlock && group / 2 >= capacity) group /= 2;
-  while (group > kBlock && ChunkSizes(p.key_dim, capacity, group).bytes > (80 << 10)) group /= 2;
+  while (group > kBlock && ChunkSizes(p.key_dim, capacity, group).bytes > (96 << 10)) group /= 2;
   return group;
 }
 
