@@ -120,9 +120,8 @@ class Engine:
         self.stats.peak_pages, self.stats.pages_taken = self.cache.peak_pages, self.cache.pages_taken
 
     def step(self) -> None:
-        begin = time.perf_counter()
+        begin, drafting = time.perf_counter(), self.stats.draft_time
         batch, draft = self._schedule()
-        remaining = _remaining(batch.decode)
         self._compact()
         if draft is None:
             self._step_in_place(batch.decode)
@@ -149,7 +148,8 @@ class Engine:
             if batch.prefill:
                 self.tuner.observe_reading(packed.input_ids.shape[0], seconds)
             else:
-                self.tuner.observe(remaining, seconds, verdict.accept_index)
+                indices = [sequence.index for sequence in batch.decode]
+                self.tuner.observe(indices, seconds, verdict.accept_index, self.stats.draft_time - drafting)
 
     def _step_in_place(self, sequences: list[GeneratedSequence]) -> None:
         """A fixed step: nothing but decoding, and the drafter's part in it."""
@@ -193,7 +193,8 @@ class Engine:
             self.has_begun_to_tune = True
             tuner.begin()
         unread = self.draft_share * self.drafter.unread(batch.decode)
-        if not tuner.wants_drafts(_remaining(batch.decode), unread, others_wait=bool(self.scheduler.waiting)):
+        remaining = {sequence.index: sequence.max_length - len(sequence.tokens) for sequence in batch.decode}
+        if not tuner.wants_drafts(remaining, unread, others_wait=bool(self.scheduler.waiting)):
             return False
         if not self.scheduler.reserve(batch.decode, self.max_nodes):
             tuner.levels = None
@@ -429,11 +430,6 @@ class Engine:
 
     def _to_device(self, values: list[Any], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
-
-
-def _remaining(sequences: list[GeneratedSequence]) -> list[int]:
-    """How many tokens each sequence may still get, if its text does not end before."""
-    return [sequence.max_length - len(sequence.tokens) for sequence in sequences]
 
 
 def _offsets(counts: list[int]) -> list[int]:
