@@ -39,6 +39,8 @@ __all__ = ["generate"]
 MIN_SHARED_TOKENS = 1024
 # Trees of a drafter that does not say how big they get.
 ASSUMED_MAX_NODES = 64
+# Of a tree, as `tree_delta_rule` takes it.
+MAX_RECURRENT_NODES = 256
 
 
 @torch.no_grad()
@@ -213,10 +215,12 @@ def generate(
     max_nodes = drafter.max_nodes or ASSUMED_MAX_NODES
     if num_pages is None:
         num_pages = max(sum(-(-(s.max_length + max_nodes) // page_size) + 1 for s in sequences), 1)
-    cache = PagedCache(num_pages, page_size, device)
+    cache = PagedCache(num_pages, page_size, device, packed.is_recurrent)
     queue = Scheduler(sequences, cache, max_batch_tokens)
     queue.check_capacity(drafter.max_nodes or 1)
     is_long = packed.check_sequences("model", sequences)
+    if packed.is_recurrent:
+        _check_recurrent(drafter, cuda_graph)
     if cuda_graph:
         _check_graph(model, drafter, device, share_prefix, shards, matchers is not None)
     stats = GenerationStats(sequences=[SequenceStats() for _ in sequences])
@@ -258,6 +262,17 @@ def _streamed(
         yield put
     finally:  # after an error, too: another thread may wait for the end
         streamer.end()
+
+
+def _check_recurrent(drafter: Drafter, cuda_graph: bool) -> None:
+    """Raises ValueError for what a model with recurrent layers cannot do."""
+    if cuda_graph:
+        raise ValueError("cuda_graph: expected False for a model with recurrent layers, got True")
+    if drafter.max_nodes > MAX_RECURRENT_NODES:
+        raise ValueError(
+            f"drafter: expected trees of at most {MAX_RECURRENT_NODES} nodes for a model with recurrent layers, got"
+            f" max_nodes {drafter.max_nodes}"
+        )
 
 
 def _check_graph(
