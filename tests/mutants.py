@@ -2,9 +2,9 @@
 
     python tests/mutants.py [NAME ...]
 
-Run by `make test-mutations` after a build. A mutant is one place of the sources changed in a copy of csrc or python. The
-copy is built, verification for the CPU (portable only) and two attention kernels for simt, and the tests named run on
-it until one fails. A mutant that survives is an error, and so is a place that is not there any more.
+Run by `make test-mutations` after a build. A mutant is one place of the sources changed in a copy of csrc or python.
+The copy is built, verification for the CPU (portable only) and two attention kernels for simt, and the tests named run
+on it until one fails. A mutant that survives is an error, and so is a place that is not there any more.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
@@ -43,6 +45,7 @@ from pagedtree.integrations.transformers import (
     MedusaHeads,
     ModelDrafter,
     NgramDrafter,
+    continuous_batching,
     generate,
     tensor_parallel,
     tree_generate,
@@ -157,6 +160,39 @@ def test_prompts_in_chunks(model, texts, max_batch_tokens):
     assert lists(sequences) == texts
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "nemotron_h"])
+def test_prompts_of_several_chunks(name):
+    """Longer than the ops' chunks of 64 tokens and than a pass; evicted, so that texts are read again."""
+    other, prompts = tiny_hybrid(name), prompts_of((64, 65, 200, 129))
+    expected = [greedy(other, prompt, 40) for prompt in prompts]
+    sequences, stats = generate(
+        other, prompts, drafter=Oracle(expected, 0.8), max_new_tokens=40, num_pages=24, max_batch_tokens=70
+    )
+    assert lists(sequences) == expected
+    assert stats.evictions > 0
+
+
+@given(data=st.data())
+@settings(max_examples=10)
+def test_any_mix_of_settings(drafters, model, data):
+    lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4), "lengths")
+    name = data.draw(st.sampled_from(NAMES[1:6]), "drafter")
+    page_size, count = data.draw(st.integers(1, 20), "page_size"), data.draw(st.integers(1, 14), "max_new_tokens")
+    n = data.draw(st.integers(1, 3), "n")
+    options = {"max_new_tokens": count, "params": data.draw(st.sampled_from([None, SAMPLING]), "params"), "n": n}
+    prompts, drafter = prompts_of(lengths, seed=data.draw(st.integers(0, 3), "prompts")), drafters[name]()
+    num_pages = -(-(max(lengths) + count - 2 + drafter.max_nodes) // page_size) + data.draw(st.integers(0, 9), "pages")
+    sequences, stats = generate(
+        model, prompts, drafter=drafter, page_size=page_size, num_pages=num_pages,
+        max_batch_tokens=data.draw(st.integers(1, 60), "max_batch_tokens"),
+        share_prefix=data.draw(st.booleans(), "share_prefix"), **options,
+    )  # fmt: skip
+    assert stats.peak_pages <= num_pages
+    for b, prompt in enumerate(prompts):
+        plain, _ = generate(model, [prompt], seeds=range(b * n, (b + 1) * n), share_prefix=False, **options)
+        assert lists(sequences[b * n : (b + 1) * n]) == lists(plain)
+
+
 def test_trees_that_are_chosen_by_time(model, texts, drafters):
     for name in ("oracle", "EAGLE"):
         sequences, _ = generate(
@@ -177,6 +213,23 @@ def test_rules_that_weigh_drawn_drafts(model, drafters, rule):
 
 def test_custom_generate(model, texts):
     assert greedy(model, prompts_of(LENGTHS)[1], custom_generate=tree_generate) == texts[1]
+
+
+def test_attention_alone_of_the_models_own_generate(texts):
+    served = tiny_hybrid()
+    served.set_attn_implementation("pagedtree")
+    assert [greedy(served, prompt) for prompt in prompts_of(LENGTHS)] == texts
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "falcon_h1"])
+def test_continuous_batching_is_refused(name):
+    with (
+        pytest.raises(
+            ValueError, match=r"continuous batching: expected full and sliding attention alone, got (lin|hyb)"
+        ),
+        continuous_batching(tiny_hybrid(name)),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
