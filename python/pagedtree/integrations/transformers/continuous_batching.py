@@ -28,7 +28,7 @@ def continuous_batching(model: Any) -> Iterator[None]:
 
     The model's attention implementation is "pagedtree", for which transformers 5 knows only the name "paged|eager":
     inside the block that name means ours, in every model. Other use of the model belongs outside. Raises ValueError for
-    a model in training mode, with other layers than full and sliding attention (recurrent ones, too), with rotary frequencies that depend
+    a model in training mode, with other layers than full and sliding attention, with rotary frequencies that depend
     on the longest sequence of a pass ("longrope", "dynamic"): transformers would rotate its neighbours by them, too; or
     with latent attention (DeepSeek-V3), for which transformers makes a cache that is too small.
     """
