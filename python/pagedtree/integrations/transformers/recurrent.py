@@ -49,19 +49,19 @@ def recurrent_layers(model: Any) -> list[nn.Module]:
 
     Raises ValueError for layers of a kind that is not known, that somebody has changed, or of sizes that the ops lack.
     """
-    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    expected = sum(kind in RECURRENT_KINDS for kind in kinds)
-    layers = [module for module in model.modules() if type(module).__name__ in KNOWN] if expected else []
-    if len(layers) != expected:
-        others = {type(module).__name__ for module in model.modules() if _keeps_state(module)} - KNOWN.keys()
-        found = ", ".join(sorted(others)) or f"others in {type(model).__name__}"
-        raise ValueError(f"model: expected recurrent layers among {', '.join(KNOWN)}, got {found}")
+    layers = [module for module in model.modules() if type(module).__name__ in KNOWN]
     for layer in layers:
         _check(layer)
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    others = {type(module).__name__ for module in model.modules() if _keeps_state(module)} - KNOWN.keys()
+    if others or len(layers) != sum(kind in RECURRENT_KINDS for kind in kinds):
+        found = ", ".join(sorted(others)) or f"others in {type(model).__name__}"
+        raise ValueError(f"model: expected recurrent layers among {', '.join(KNOWN)}, got {found}")
     return layers
 
 
 def _keeps_state(module: nn.Module) -> bool:
+    """Whether it is a layer to which transformers hands a cache of states."""
     return hasattr(module, "layer_idx") and "cache_params" in inspect.signature(module.forward).parameters
 
 
