@@ -262,8 +262,16 @@ REQUESTS = [
         "if (few.size < sampling.top_k && view.scale(view.least) >= view.min_x) return false;", "", (OPTIONS,),
     ),
     Mutant(
-        "logits of another threshold", "cpu/isa/logits/adjusted_row.h",
-        "if (a_.exact_from[block] <= least) return;", "if (a_.exact_from[block] < kInfinity) return;", (OPTIONS,),
+        "bounds of penalties that raise logits", "cpu/isa/logits/adjusted_row.h",
+        "reads_all_ = least == -kInfinity || !a_.lowers;", "reads_all_ = least == -kInfinity;", (OPTIONS,),
+    ),
+    Mutant(
+        "adjusted blocks of the row before", "cpu/isa/logits/options.cpp",
+        "std::fill_n(scratch.is_kept, num_blocks, false);", "", (OPTIONS,),
+    ),
+    Mutant(
+        "vectors of biased tokens left out", "cpu/isa/logits/adjusted_row.h",
+        "i < count && a_.num_patched > 0;", "i < 0;", (OPTIONS,),
     ),
     Mutant(
         "tokens behind EOS are counted", "core/step.h",
