@@ -71,6 +71,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoeHybrid",
         {**MAMBA, "layer_types": KINDS, "num_local_experts": 4, "shared_intermediate_size": 32},
     ),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "conv", "full_attention", "conv"], "conv_bias": True}),
     "falcon_h1": ("FalconH1", {**MAMBA, "mamba_d_ssm": 128}),
 }
 

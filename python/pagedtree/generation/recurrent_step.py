@@ -67,7 +67,13 @@ class RecurrentStep:
     def convolve(
         self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Literal["silu"] | None
     ) -> Tensor:
-        """The short convolution of layer `layer`: x [T, C], weight [C, W], bias [C] or None -> [T, C]."""
+        """The short convolution of layer `layer`: x [T, C], weight [C, W], bias [C] or None -> [T, C].
+
+        Raises ValueError for a layer that comes twice: it has one state.
+        """
+        if layer in self.layers_run:
+            raise ValueError(f"model: expected each recurrent layer to run once in a pass, got layer_idx {layer} again")
+        self.layers_run.add(layer)
         name = (layer, "conv")
         state = self.states.tensor(name, (x.shape[1], weight.shape[1] - 1), x.dtype)
         out = []
@@ -88,13 +94,7 @@ class RecurrentStep:
     def delta_rule(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, *, l2norm: bool, scale: float
     ) -> Tensor:
-        """The recurrence of layer `layer` on all T rows: arguments and result as of `tree_delta_rule`.
-
-        Raises ValueError for a layer that comes twice: it has one state.
-        """
-        if layer in self.layers_run:
-            raise ValueError(f"model: expected each recurrent layer to run once in a pass, got layer_idx {layer} again")
-        self.layers_run.add(layer)
+        """The recurrence of layer `layer` on all T rows: arguments and result as of `tree_delta_rule`."""
         name = (layer, "state")
         state = self.states.tensor(name, (v.shape[1], k.shape[2], v.shape[2]), torch.float32)
         out, n = [], self.num_read

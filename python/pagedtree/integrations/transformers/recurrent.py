@@ -1,8 +1,8 @@
-"""Recurrent layers of transformers 5.23 in packed passes: gated delta rules and Mamba-2, with their short convolutions.
+"""Recurrent layers of transformers 5.23 in packed passes: gated delta rules, Mamba-2, and short convolutions.
 
 Such a layer's forward projects the tokens, calls one function for the convolution and one for the recurrence of a whole
-sequence, and goes on with norms and an output projection. In a packed pass it is run as it is, but for these two
-functions: in their place come the ops on trees and on packed sequences, which find the states in the pass.
+sequence (none in LFM's layers), and goes on with norms and an output projection. In a packed pass it is run as it is,
+but for these functions: in their place come the ops on trees and on packed sequences, which find the states in the pass.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pagedtree.integrations.transformers.packed_pass import current_pass
 __all__ = ["RECURRENT_KINDS", "on_trees", "recurrent_layers"]
 
 # Kinds of layers, as configs name them, that have a recurrent layer, alone or beside attention.
-RECURRENT_KINDS = {"linear_attention", "hybrid"}
-# The recurrent layers that a pass can run, and what each calls for a whole sequence.
+RECURRENT_KINDS = {"linear_attention", "hybrid", "conv"}
+# The recurrent layers that a pass can run, and what each calls for a whole sequence, beside the convolution.
 GATED_DELTA, KIMI_DELTA, MAMBA2 = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan"
 CONVOLUTION = "causal_conv1d_fn"
 KNOWN = {
@@ -39,8 +39,17 @@ KNOWN = {
     "BambaMixer": MAMBA2,
     "GraniteMoeHybridMambaLayer": MAMBA2,
     "FalconH1Mixer": MAMBA2,
+    "Lfm2ShortConv": CONVOLUTION,
+    "Lfm2MoeShortConv": CONVOLUTION,
+    "Lfm3ShortConv": CONVOLUTION,
 }
-# Of keys and values, as `tree_delta_rule` has them.
+# A layer's head sizes of keys and values, and which `tree_delta_rule` has.
+HEAD_DIMS: dict[str, tuple[str, ...]] = {
+    GATED_DELTA: ("head_k_dim", "head_v_dim"),
+    KIMI_DELTA: ("head_dim",),
+    MAMBA2: ("ssm_state_size", "head_dim"),
+    CONVOLUTION: (),
+}
 HEAD_DIM_STEP, MOST_HEAD_DIM = 8, 256
 
 
@@ -72,12 +81,10 @@ def _check(layer: Any) -> None:
         raise ValueError(f"model: expected {name} as transformers 5.23 writes it, got one that does not call {rule}")
     if "forward" in vars(layer):  # it would not be called
         raise ValueError(f"model: expected {name} as it was made, got one whose forward was replaced (offloaded?)")
-    if layer.activation not in ("silu", "swish"):
-        raise ValueError(f"model: expected convolutions with silu in {name}, got {layer.activation}")
-    sizes = {
-        GATED_DELTA: ("head_k_dim", "head_v_dim"), KIMI_DELTA: ("head_dim",), MAMBA2: ("ssm_state_size", "head_dim")
-    }[rule]  # fmt: skip
-    for size in sizes:
+    activation = getattr(layer, "activation", None)
+    if activation not in ("silu", "swish", None):
+        raise ValueError(f"model: expected convolutions with silu in {name}, got {activation}")
+    for size in HEAD_DIMS[rule]:
         if getattr(layer, size) % HEAD_DIM_STEP or getattr(layer, size) > MOST_HEAD_DIM:
             raise ValueError(
                 f"model: expected {size} of {name} to be a multiple of {HEAD_DIM_STEP} up to {MOST_HEAD_DIM}, got"
@@ -104,10 +111,10 @@ def _forward_of(layer: Any) -> Callable[..., Tensor]:
 
     function, rule = inspect.unwrap(type(layer).forward), KNOWN[type(layer).__name__]
     named = dict(function.__globals__)
-    for name, ours in ((CONVOLUTION, _convolve), (rule, _RULES[rule])):
-        named[name] = partial(_in_packed_pass, ours, named[name], layer.layer_idx)
+    for name in {CONVOLUTION, rule}:
+        named[name] = partial(_in_packed_pass, _OURS[name], named[name], layer.layer_idx)
     copy = FunctionType(function.__code__, named, function.__name__, function.__defaults__)
-    return MethodType(force_accelerate_hooks("conv1d")(copy), layer)
+    return MethodType(force_accelerate_hooks("conv1d" if hasattr(layer, "conv1d") else "conv")(copy), layer)
 
 
 def _in_packed_pass(ours: Callable[..., Any], own: Callable[..., Any], layer: int, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +135,9 @@ def _convolve(
     **kwargs: Any,
 ) -> Tensor:
     """In place of causal_conv1d_fn: hidden_states [1, C, T] -> [1, C, T]. activation: silu, as `_check` has seen."""
-    return step.convolve(layer, hidden_states[0].T, weight, bias, "silu" if activation else None).T[None]
+    x = hidden_states[0].T
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return step.convolve(layer, x, weight, bias, "silu" if activation else None).T[None]
 
 
 def _delta_rule(
@@ -180,4 +189,9 @@ def _scan(
     return (out if D is None else out + D[:, None].float() * x.float())[None]
 
 
-_RULES: dict[str, Callable[..., Any]] = {GATED_DELTA: _delta_rule, KIMI_DELTA: _delta_rule, MAMBA2: _scan}
+_OURS: dict[str, Callable[..., Any]] = {
+    CONVOLUTION: _convolve,
+    GATED_DELTA: _delta_rule,
+    KIMI_DELTA: _delta_rule,
+    MAMBA2: _scan,
+}
