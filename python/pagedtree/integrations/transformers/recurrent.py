@@ -2,7 +2,7 @@
 
 Such a layer's forward projects the tokens, calls one function for the convolution and one for the recurrence of a whole
 sequence (none in LFM's layers), and goes on with norms and an output projection. In a packed pass it is run as it is,
-but for these functions: in their place come the ops on trees and on packed sequences, which find the states in the pass.
+but for these functions: in their place come the ops on trees and packed sequences, which find the states in the pass.
 """
 
 from __future__ import annotations
