@@ -19,6 +19,7 @@ from pagedtree.generation.logprobs import Found, LogprobReader, TokenLogprobs
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.paged_step import PagedStep, PrefixPass
+from pagedtree.generation.recurrent_step import RecurrentStep
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import Batch, GeneratedSequence, Scheduler
 from pagedtree.generation.stats import GenerationStats
@@ -137,6 +138,8 @@ class Engine:
             self._hand_on(batch, features)
         for sequence, count in batch.prefill:
             sequence.cached += count
+            if self.cache.states is not None and sequence.cached == sequence.shared_len:
+                self.cache.states.keep_prefix(sequence.index)
             if sequence.was_evicted:
                 self.stats.sequences[sequence.index].restored_tokens += count
         self.stats.steps += 1
@@ -268,6 +271,8 @@ class Engine:
             max_seqlen_q=max([*counts, trees.max_nodes if batch.decode else 1]),
         )  # fmt: skip
         step.prefix = self._shared_prefix(step, read, batch.decode, trees.max_nodes)
+        if cache.states is not None:
+            step.recurrent = RecurrentStep.of(cache.states, batch, trees, cu_seqlens_q, positions)
 
         complete = [i for i, (s, count) in enumerate(batch.prefill) if s.cached + count == len(s.tokens)]
         verified = [*(read[i] for i in complete), *batch.decode]
@@ -340,6 +345,9 @@ class Engine:
         if trees.max_nodes > 1:
             table = self.cache.page_table([sequence.index for sequence in sequences])
             self.to_compact = (table, start, verdict.accept_index, verdict.num_accepted)
+        if packed.step.recurrent is not None:  # what was read is in the states already
+            first = packed.num_read
+            packed.step.recurrent.advance(verdict.accept_index[first:], verdict.num_accepted[first:])
         committed = commit(
             verdict, trees, start, history=history, history_lens=lengths, eos_ids=self.eos_ids,
             options=None if self.logprobs is not None and self.logprobs.is_processed else options,
