@@ -252,7 +252,7 @@ def scheduled(monkeypatch):
         self.weights, self.remaining = np.full(len(remaining), 1 / len(remaining)), None
         steps.append(SCHEDULE[len(steps) % len(SCHEDULE)])
         self.levels = None
-        if not self._costs_of(len(remaining)).plain:
+        if not self._costs_of(len(remaining)).num_plain:
             self.observe(list(remaining), 1.0, None)
         self.tree, self.catching_up = steps[-1], 0.0
         self.levels = None if self.tree is None else 1.0

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,6 +11,7 @@ from torch import Tensor
 
 from pagedtree import Draft, DraftTree, choose_tree, select_nodes
 from pagedtree.generation.node_budget import BatchNodes, NodeBudget, best_count
+from pagedtree.generation.step_costs import StepCosts
 
 __all__ = ["TreeTuner"]
 
@@ -25,82 +23,11 @@ PLAIN_AGES = (0, 4, 32)
 # A sequence is ahead of the last one if it has less than this share of that one's steps to come. They are estimated by
 # the tokens of its last steps with drafts, of which each counts NEWS; before the first, RATE are expected.
 AHEAD, NEWS, RATE = 0.75, 0.1, 1.5
-# A step that takes so many times as long as others of its kind: the machine was busy with something else.
-HICCUP = 2.0
 # Before a row of a decoding step was measured, it is taken to cost as much as this many tokens of a prompt.
 ROW_TOKENS = 1.5
-# What each step with drafts keeps of the older ones' costs; how many rows the guess is taken to be seen at.
-KEPT, GUESSED_ROWS = 0.95, 8.0
 # The search for the best tree may take this share of the time, and is left out where all levels cost less than CHEAP
 # plain steps. The first drafts, which tell what a level costs, are chains of so many levels.
 CHOICE_SHARE, CHEAP, FIRST_DEPTH = 0.02, 0.3, 2
-
-
-@dataclass
-class Costs:
-    """What steps of about one batch size take, in seconds: without drafts, and what drafts add.
-
-    Attributes:
-        row_guess: a guess at what a row adds, for as long as none was measured.
-        plain: of the last steps without drafts; plain_seconds: their median.
-        since_plain: steps since the last one without drafts. num_drafted: steps with drafts.
-        level, once, row: what drafts add to a plain step: each level of the drafter's, whatever the tree, each row.
-        tree: the best tree, and until when, by the tuner's clock, it is not looked for again.
-        spent, progress: what this call's steps with drafts took, and how many plain steps' tokens they brought.
-    """
-
-    row_guess: float
-    plain: deque[float] = field(default_factory=lambda: deque(maxlen=15))
-    plain_seconds: float = 0.0
-    since_plain: int = 0
-    num_drafted: int = 0
-    level: float = 0.0
-    once: float = 0.0
-    row: float = 0.0
-    tree: DraftTree | None = None
-    chosen_until: float = 0.0
-    spent: float = 0.0
-    progress: float = 0.0
-    # Of steps with drafts, older ones counting less: seconds and levels of drafting; how many there are, sums of rows,
-    # their squares, seconds that they added, and products of both.
-    drafting: tuple[float, float] = (0.0, 0.0)
-    sums: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
-
-    @property
-    def lost(self) -> float:
-        """Seconds that drafts have lost in this call, by what is known of plain steps now."""
-        return self.spent - self.progress * self.plain_seconds
-
-    def expected(self, levels: float, rows: float) -> float:
-        """Seconds of a step with drafts."""
-        return self.plain_seconds + self.once + self.level * levels + self.row * rows
-
-    def add_plain(self, seconds: float) -> None:
-        self.plain.append(seconds)
-        self.plain_seconds = statistics.median_low(self.plain)  # the first one may be slow
-        self.since_plain = 0
-        if self.num_drafted == 0:
-            self._fit()
-
-    def add_drafted(self, levels: float, rows: float, drafting: float, seconds: float) -> None:
-        """rows: besides the roots. drafting: what of `seconds` the drafter took."""
-        added = seconds - drafting - self.plain_seconds
-        self.drafting = KEPT * self.drafting[0] + drafting, KEPT * self.drafting[1] + levels
-        news = (1.0, rows, rows * rows, added, rows * added)
-        self.sums = tuple(KEPT * old + new for old, new in zip(self.sums, news, strict=True))
-        self.num_drafted += 1
-        self._fit()
-
-    def _fit(self) -> None:
-        """A line through what rows added, as if steps without any and with GUESSED_ROWS had confirmed the guesses."""
-        plain, guess = self.plain_seconds, max(self.row_guess, 1e-3 * self.plain_seconds)
-        steps, rows, squares, added, products = self.sums
-        most = 0.02 * plain + GUESSED_ROWS * guess
-        steps, rows, squares = steps + 2.0, rows + GUESSED_ROWS, squares + GUESSED_ROWS**2
-        added, products = added + 0.02 * plain + most, products + GUESSED_ROWS * most
-        self.row = max((steps * products - rows * added) / (steps * squares - rows * rows), 0.0)
-        self.once = max((added - self.row * rows) / steps, 0.0)
-        self.level = (self.drafting[0] + 0.025 * plain) / (self.drafting[1] + 0.25)
 
 
 class TreeTuner:
@@ -117,23 +44,27 @@ class TreeTuner:
 
     def __init__(self, max_nodes: int, max_depth: int) -> None:
         self.max_nodes, self.max_depth = max_nodes, max(max_depth, 1)
-        self.costs: dict[int, Costs] = {}
+        self.costs: dict[int, StepCosts] = {}
         self.budget = NodeBudget()
         self.rates: dict[int, float] = {}  # tokens of each sequence in a step with drafts
         self.clock = self.elapsed = 0.0  # seconds of all steps, and of this call's
+        self.lost = 0.0  # seconds that drafts have lost in this call
+        self.since_plain = 0  # steps
         self.seconds_of_token = 0.0  # what it takes to read one known token
         self.is_warm = False  # there was a step with drafts
-        self.catching_up = 0.0  # seconds that the drafter reads in this step, before it can draft
-        self.choosing = 0.0  # seconds of this step that the choice of a tree took
-        self.remaining: np.ndarray | None = None  # tokens to come of each sequence; None if others wait for its place
-        self.levels: float | None = None  # of this step's tree; None: it is plain
-        self.nodes: BatchNodes | None = None  # that were drafted in this step
+        self.chosen: tuple[StepCosts | None, float] = None, 0.0  # for which costs `tree` was, and until when it is good
+        # Of this step: what is drafted at most, None for all that the drafter has; levels, None without drafts; seconds
+        # that the drafter reads before it can draft, and that the choice of the tree took; the batch's tokens to come,
+        # None if others wait for a place; what was drafted.
+        self.tree: DraftTree | None = None
+        self.levels: float | None = None
+        self.catching_up = self.choosing = 0.0
+        self.remaining: np.ndarray | None = None
+        self.nodes: BatchNodes | None = None
 
     def begin(self) -> None:
         """A call of `generate` starts to decode."""
-        self.elapsed = 0.0
-        for costs in self.costs.values():
-            costs.spent = costs.progress = 0.0
+        self.elapsed = self.lost = 0.0
         self.budget.of_sequences.clear()
         self.rates.clear()
 
@@ -146,35 +77,22 @@ class TreeTuner:
         """
         costs = self._costs_of(len(remaining))
         self.levels, self.catching_up = None, unread * self.seconds_of_token
-        if costs.since_plain >= PLAIN_AGES[min(len(costs.plain), len(PLAIN_AGES) - 1)]:
+        if costs.num_plain == 0 or self.since_plain >= PLAIN_AGES[min(costs.num_plain, len(PLAIN_AGES) - 1)]:
             return False
-        plain = costs.plain_seconds
-        costs.spent = max(costs.spent, (costs.progress - MOST_SAVED) * plain)
-        allowance = LOSS_SHARE * (self.elapsed + min(max(remaining.values()), HORIZON) * plain) - self.catching_up
-        allowance -= sum(each.lost for each in self.costs.values())
+        allowance = LOSS_SHARE * (self.elapsed + min(max(remaining.values()), HORIZON) * costs.plain)
+        allowance -= self.lost + self.catching_up
         if allowance <= 0.0:
             return False
         self.remaining = None if others_wait else np.array(list(remaining.values()))
         self.weights = self._weights_of(costs, remaining, others_wait)
-        if costs.level * self.max_depth <= CHEAP * plain:
-            # Whatever is drafted: a tree that suits most sequences may be too small for those that are easy to guess.
-            costs.tree, costs.chosen_until = None, 0.0
-        elif not self.is_warm:
-            costs.tree = DraftTree.chain(min(self.max_depth, self.max_nodes - 1, FIRST_DEPTH))
-        elif self.clock >= costs.chosen_until:
-            begin = time.perf_counter()
-            costs.tree = self._choose(costs, int((self.weights > 0.5 * self.weights.max()).sum()))
-            self.choosing = time.perf_counter() - begin
-            costs.chosen_until = self.clock + self.choosing / CHOICE_SHARE
-        if costs.tree is not None and costs.tree.num_nodes == 1:
+        self._choose(costs)
+        depth = self.max_depth if self.tree is None else self.tree.max_depth
+        if depth == 0 or allowance < costs.once + costs.level * depth:
             return False
-        depth = self.max_depth if costs.tree is None else costs.tree.max_depth
-        if allowance < costs.once + costs.level * depth:
-            return False
-        self.tree, self.levels = costs.tree, float(depth)
+        self.levels = float(depth)
         return True
 
-    def _weights_of(self, costs: Costs, remaining: Mapping[int, int], others_wait: bool) -> np.ndarray:
+    def _weights_of(self, costs: StepCosts, remaining: Mapping[int, int], others_wait: bool) -> np.ndarray:
         """What a token of each sequence is worth, in plain steps; a plain step gives 1 in all.
 
         A batch is done when its last sequence is. If others will be done before that one, a token of theirs saves only
@@ -184,21 +102,30 @@ class TreeTuner:
         if others_wait or size == 1:
             return np.full(size, 1.0 / size)
         steps = np.array([left / self.rates.get(sequence, RATE) for sequence, left in remaining.items()])
-        of_row = min(costs.row / costs.plain_seconds, 1.0 / size)
+        of_row = min(costs.row / costs.plain, 1.0 / size)
         is_last = steps >= AHEAD * steps.max()
         weights: np.ndarray = of_row + (1.0 - of_row * size) * is_last / is_last.sum()
         return weights
 
-    def _choose(self, costs: Costs, batch_size: int) -> DraftTree:
-        """The best tree if so many sequences had the same; the root alone where none pays."""
-        plain, once, row = costs.plain_seconds, costs.once, costs.row
-        return choose_tree(
-            self.budget.acceptance,
-            lambda n: plain + (once + batch_size * row * (n - 1) if n > 1 else 0.0),
-            max_nodes=self.max_nodes,
-            max_depth=self.max_depth,
-            level_cost=costs.level,
-        )
+    def _choose(self, costs: StepCosts) -> None:
+        """Sets `tree`: the best one if all sequences that count had the same; the root alone where none pays."""
+        if costs.level * self.max_depth <= CHEAP * costs.plain:
+            # Whatever is drafted: a tree that suits most sequences may be too small for those that are easy to guess.
+            self.tree, self.chosen = None, (None, 0.0)
+        elif not self.is_warm:
+            self.tree = DraftTree.chain(min(self.max_depth, self.max_nodes - 1, FIRST_DEPTH))
+        elif self.chosen[0] is not costs or self.clock >= self.chosen[1] or costs.num_drafted <= 2:
+            begin = time.perf_counter()
+            size = int((self.weights > 0.5 * self.weights.max()).sum())
+            self.tree = choose_tree(
+                self.budget.acceptance,
+                lambda n: costs.plain + (costs.once + size * costs.row * (n - 1) if n > 1 else 0.0),
+                max_nodes=self.max_nodes,
+                max_depth=self.max_depth,
+                level_cost=costs.level,
+            )
+            self.choosing = time.perf_counter() - begin
+            self.chosen = costs, self.clock + self.choosing / CHOICE_SHARE
 
     def narrow(self, draft: Draft, confidence: Tensor | None, sequences: Sequence[int]) -> tuple[Draft, Tensor | None]:
         """The part of a draft that is worth verifying, and which of its rows that are, None for all.
@@ -236,13 +163,14 @@ class TreeTuner:
         costs = self._costs_of(len(sequences))
         self.clock += seconds
         self.elapsed += seconds
-        costs.spent += self.choosing
+        self.lost += self.choosing
         seconds, self.choosing = seconds - self.choosing, 0.0
         if self.levels is None:
+            self.since_plain = 0
             costs.add_plain(seconds)
             self.budget.fade()
             return
-        costs.since_plain += 1
+        self.since_plain += 1
         accepted = accept_index.cpu().numpy()
         tokens = (accepted >= 0).sum(axis=1)
         # A batch is done when its last sequence is.
@@ -252,27 +180,22 @@ class TreeTuner:
             self.rates[sequence] = (1.0 - NEWS) * self.rates.get(sequence, RATE) + NEWS * found
         if not self.is_warm:  # it also pays for what is set up only once
             self.is_warm = True
-            seconds = min(seconds, (progress + 2.0) * costs.plain_seconds)
+            seconds = min(seconds, (progress + 2.0) * costs.plain)
         elif not self.catching_up:
             rows = 0
             if self.nodes is not None:
                 rows = len(self.survival if self.kept is None else self.kept) - self.nodes.trees
-            if costs.num_drafted > 2:
-                seconds = min(seconds, HICCUP * costs.expected(self.levels, rows))
-            else:
-                costs.chosen_until = 0.0
-            costs.add_drafted(self.levels, rows, min(drafting, seconds), seconds)
-        costs.spent += seconds
-        costs.progress += progress
+            seconds = costs.add_drafted(self.levels, rows, drafting, seconds)
         if self.nodes is not None:
             self.budget.observe(self.nodes, self.survival, self.kept, accepted)
-        costs.spent += time.perf_counter() - begin
+        self.lost += seconds - progress * costs.plain + time.perf_counter() - begin
+        self.lost = max(self.lost, -MOST_SAVED * costs.plain)
 
     def observe_reading(self, num_tokens: int, seconds: float) -> None:
         """Takes in the seconds of a pass of the target over prompts."""
         self.seconds_of_token = seconds / max(num_tokens, 1)
 
-    def _costs_of(self, batch_size: int) -> Costs:
+    def _costs_of(self, batch_size: int) -> StepCosts:
         """Batches of about the same size cost about the same."""
         bucket = batch_size.bit_length() if batch_size > 4 else -batch_size
-        return self.costs.setdefault(bucket, Costs(ROW_TOKENS * self.seconds_of_token))
+        return self.costs.setdefault(bucket, StepCosts(ROW_TOKENS * self.seconds_of_token))
