@@ -368,7 +368,7 @@ STATES = [
     of_states("slots that keep what was there before", "recurrent_states", "states[slot] = 0", "states[slot]"),
     of_states(
         "generated tokens that are read again as prompts", "recurrent_step",
-        "is_generated=positions >= prompt_lens[owner]", "is_generated=rows >= cu_seqlens_q[len(read)]",
+        "is_generated=positions >= prompt_lens[owner]", "is_generated=rows >= cu_seqlens_q[first]",
     ),
     of_states(
         "outcomes with the states of a later token", "scheduler",

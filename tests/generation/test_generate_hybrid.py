@@ -37,6 +37,7 @@ from ranks import Ranks
 from pagedtree import SamplingParams
 from pagedtree.generation import recurrent_step
 from pagedtree.generation.drafters import EagleHead
+from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.generation.recurrent_states import RecurrentStates
 from pagedtree.generation.recurrent_step import RecurrentStep
 from pagedtree.integrations.transformers import (
@@ -50,6 +51,7 @@ from pagedtree.integrations.transformers import (
     tensor_parallel,
     tree_generate,
 )
+from pagedtree.testing import backends, use_backend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -211,6 +213,44 @@ def test_rules_that_weigh_drawn_drafts(model, drafters, rule):
     assert lists(first) == lists(again)
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "falcon_h1", "lfm2"])
+def test_a_step_in_fixed_buffers(monkeypatch, name):
+    """Without evictions and with them, when sequences change their slots between steps."""
+    monkeypatch.setattr(FixedStep, "captures", False)
+    other, prompts = tiny_hybrid(name), prompts_of(LENGTHS)
+    expected = [greedy(other, prompt) for prompt in prompts]
+    drafter = ModelDrafter(tiny(1, num_hidden_layers=1), num_nodes=12, depth=3, width=3)
+    for options in ({"drafter": NgramDrafter(12)}, {"drafter": drafter, "n": 2, "page_size": 7, "num_pages": 14}):
+        sequences, stats = generate(other, prompts, max_new_tokens=NEW_TOKENS, cuda_graph=True, **options)
+        assert lists(sequences) == [text for text in expected for _ in range(options.get("n", 1))]
+    assert stats.evictions > 0
+
+
+def test_states_of_fixed_steps_keep_their_place():
+    states = RecurrentStates(torch.device("cpu"))
+    tensor = states.tensor((0, "state"), (2,), torch.float32)
+    states.reserve(3)
+    assert tensor.shape[0] == 0 and states[0, "state"].shape == (3, 2)
+    assert sorted(states.slot(sequence) for sequence in (7, 8, 9)) == [0, 1, 2]
+    with pytest.raises(RuntimeError, match="expected at most 3 slots to be taken, got one more"):
+        states.slot(10)
+    states.release(8)
+    assert states.slot(10) == 1
+
+
+@pytest.mark.skipif("simt" not in backends(), reason="a build without simt")
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
+def test_the_cuda_kernels(name):
+    """The kernels for CUDA, executed by simt, give the text of the CPU's."""
+    options = {"num_hidden_layers": 2}
+    options |= {"layers_block_type" if name == "nemotron_h" else "layer_types": ["linear_attention", "full_attention"]}
+    half, prompts = tiny_hybrid(name, **options).to(torch.float16), [[3, 9, 4, 7, 3, 9, 4], [5, 3, 9, 4, 5, 3]]
+    expected, _ = generate(half, prompts, max_new_tokens=4)
+    with use_backend("simt"):
+        sequences, _ = generate(half, prompts, drafter=Oracle(lists(expected), 0.8), max_new_tokens=4, n=2, page_size=4)
+    assert lists(sequences) == [text for text in lists(expected) for _ in range(2)]
+
+
 def test_custom_generate(model, texts):
     assert greedy(model, prompts_of(LENGTHS)[1], custom_generate=tree_generate) == texts[1]
 
@@ -367,18 +407,9 @@ def test_tokens_keep_the_rule_by_which_they_were_read(monkeypatch):
         assert all(a != b for a, b in zip(lists(sequences)[:2], expected, strict=False))
 
 
-REFUSED = {
-    "cuda_graph: expected False for a model with recurrent layers, got True": {"cuda_graph": True},
-    "drafter: expected trees of at most 256 nodes for a model with recurrent layers, got max_nodes 300": {
-        "drafter": NgramDrafter(300)
-    },
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_options_that_are_refused(model, message):
-    with pytest.raises(ValueError, match=message):
-        generate(model, [[1, 2]], max_new_tokens=2, **REFUSED[message])
+def test_larger_trees_are_refused(model):
+    with pytest.raises(ValueError, match="at most 256 nodes for a model with recurrent layers, got max_nodes 300"):
+        generate(model, [[1, 2]], drafter=NgramDrafter(300), max_new_tokens=2)
 
 
 def test_draft_models_with_recurrent_layers_are_refused(model):

@@ -272,7 +272,12 @@ class Engine:
         )  # fmt: skip
         step.prefix = self._shared_prefix(step, read, batch.decode, trees.max_nodes)
         if cache.states is not None:
-            step.recurrent = RecurrentStep.of(cache.states, batch, trees, cu_seqlens_q, positions)
+            every = [*read, *batch.decode]
+            slots = self._to_device([cache.states.slot(s.index) for s in every], torch.int32)
+            prompt_lens = self._to_device([s.prompt_len for s in every], torch.int64)
+            step.recurrent = RecurrentStep.of(
+                cache.states, slots, prompt_lens, trees, cu_seqlens_q, positions, num_known
+            )
 
         complete = [i for i, (s, count) in enumerate(batch.prefill) if s.cached + count == len(s.tokens)]
         verified = [*(read[i] for i in complete), *batch.decode]

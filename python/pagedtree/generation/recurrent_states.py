@@ -23,7 +23,7 @@ class RecurrentStates:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.num_slots = device, 0
+        self.device, self.num_slots, self._is_full = device, 0, False
         self._tensors: dict[tuple[int, str], Tensor] = {}
         self._free: list[int] = []
         self._slots: dict[int, int] = {}
@@ -40,12 +40,17 @@ class RecurrentStates:
             self._tensors[name] = torch.zeros((self.num_slots, *shape), dtype=dtype, device=self.device)
         return self._tensors[name]
 
-    def slots(self, sequences: Sequence[int]) -> Tensor:
-        """int32 [B] on the states' device: the slots of these sequences, new ones for those that have none."""
-        for sequence in sequences:
-            if sequence not in self._slots:
-                self._slots[sequence] = self._take()
-        return torch.tensor([self._slots[s] for s in sequences], dtype=torch.int32).to(self.device, non_blocking=True)
+    def slot(self, sequence: int) -> int:
+        """The sequence's slot; a new one for a sequence that has none."""
+        if sequence not in self._slots:
+            self._slots[sequence] = self._take()
+        return self._slots[sequence]
+
+    def reserve(self, num_slots: int) -> None:
+        """Makes so many slots, and none from here on: the states keep their place, as captured steps need it."""
+        if self.num_slots < num_slots:
+            self._grow(num_slots - self.num_slots)
+        self._is_full = True
 
     def keep_prefix(self, sequence: int) -> None:
         """Keeps the states as they are now for `fork`, until the sequence and all it was forked to are released."""
@@ -71,15 +76,21 @@ class RecurrentStates:
 
     def _take(self) -> int:
         if not self._free:
-            added = max(self.num_slots, 1)
-            self._free += range(self.num_slots + added - 1, self.num_slots - 1, -1)
-            self.num_slots += added
-            for name, states in self._tensors.items():
-                self._tensors[name] = torch.cat([states, states.new_zeros((added, *states.shape[1:]))])
+            if self._is_full:
+                raise RuntimeError(
+                    f"recurrent states: expected at most {self.num_slots} slots to be taken, got one more"
+                )
+            self._grow(max(self.num_slots, 1))
         slot = self._free.pop()
         for states in self._tensors.values():
             states[slot] = 0
         return slot
+
+    def _grow(self, added: int) -> None:
+        self._free[:0] = range(self.num_slots + added - 1, self.num_slots - 1, -1)
+        self.num_slots += added
+        for name, states in self._tensors.items():
+            self._tensors[name] = torch.cat([states, states.new_zeros((added, *states.shape[1:]))])
 
     def _copy(self, source: int, target: int) -> None:
         for states in self._tensors.values():

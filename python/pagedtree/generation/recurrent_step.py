@@ -10,7 +10,6 @@ from torch import Tensor
 
 from pagedtree import TreeBatch, advance_conv, advance_state, tree_conv1d, tree_delta_rule
 from pagedtree.generation.recurrent_states import RecurrentStates
-from pagedtree.generation.scheduler import Batch
 
 __all__ = ["RecurrentStep"]
 
@@ -43,23 +42,30 @@ class RecurrentStep:
 
     @classmethod
     def of(
-        cls, states: RecurrentStates, batch: Batch, trees: TreeBatch, cu_seqlens_q: Tensor, positions: Tensor
+        cls,
+        states: RecurrentStates,
+        slots: Tensor,
+        prompt_lens: Tensor,
+        trees: TreeBatch,
+        cu_seqlens_q: Tensor,
+        positions: Tensor,
+        num_read: int = 0,
     ) -> RecurrentStep:
-        """The step of a batch, in which those that decode have these trees.
+        """The step of R sequences that read num_read tokens, and of B that have these trees.
 
-        cu_seqlens_q: int32 [R + B + 1], the rows of all sequences, those that read first. positions: int64 [T].
+        slots: int32 [R + B]. prompt_lens: int64 [R + B]. cu_seqlens_q: int32 [R + B + 1], the rows of each sequence.
+        positions: int64 [T].
         """
-        read = [sequence for sequence, _ in batch.prefill]
-        prompt_lens = torch.tensor([s.prompt_len for s in [*read, *batch.decode]]).to(states.device, non_blocking=True)
-        rows = torch.arange(positions.shape[0], dtype=torch.int32, device=states.device)
+        first = slots.shape[0] - trees.batch_size
+        rows = torch.arange(positions.shape[0], dtype=torch.int32, device=positions.device)
         # The sequence of each row; padding behind the trees counts to the last.
-        owner = torch.searchsorted(cu_seqlens_q[1:], rows, right=True).clamp(max=prompt_lens.shape[0] - 1)
+        owner = torch.searchsorted(cu_seqlens_q[1:], rows, right=True).clamp(max=slots.shape[0] - 1)
         return cls(
             states,
-            read_slots=states.slots([sequence.index for sequence in read]),
-            cu_seqlens=cu_seqlens_q[: len(read) + 1],
-            num_read=sum(count for _, count in batch.prefill),
-            tree_slots=states.slots([sequence.index for sequence in batch.decode]),
+            read_slots=slots[:first],
+            cu_seqlens=cu_seqlens_q[: first + 1],
+            num_read=num_read,
+            tree_slots=slots[first:],
             trees=trees,
             is_generated=positions >= prompt_lens[owner],
         )

@@ -125,8 +125,8 @@ def generate(
             with a sliding window never do.
         cuda_graph: replays a CUDA graph of the decode step, drafting to commit, where no sequence has to be read; the
             output is the same. One graph for 1, 2, 4, 8, ... sequences. Drafters: None, `NgramDrafter` (remember=0),
-            `MedusaDrafter`, `ModelDrafter`, whose pool then has room for all sequences from the beginning. Not for
-            models with recurrent layers.
+            `MedusaDrafter`, `ModelDrafter`, whose pool then has room for all sequences from the beginning, as have
+            recurrent states.
         shards: the model's output layer gives this rank's columns of the logits (`tensor_parallel`); all ranks call
             `generate` together, with the same arguments and seeds, and get the same result. Rules "greedy", "sampled"
             and "rejection"; the drafter may be a `pagedtree.distributed.DraftGroup`.
@@ -223,7 +223,7 @@ def generate(
     queue.check_capacity(drafter.max_nodes or 1)
     is_long = packed.check_sequences("model", sequences)
     if packed.is_recurrent:
-        _check_recurrent(drafter, cuda_graph)
+        _check_recurrent(drafter)
     if cuda_graph:
         _check_graph(model, drafter, device, share_prefix, shards, matchers is not None)
     stats = GenerationStats(sequences=[SequenceStats() for _ in sequences])
@@ -267,10 +267,8 @@ def _streamed(
         streamer.end()
 
 
-def _check_recurrent(drafter: Drafter, cuda_graph: bool) -> None:
-    """Raises ValueError for what a model with recurrent layers cannot do."""
-    if cuda_graph:
-        raise ValueError("cuda_graph: expected False for a model with recurrent layers, got True")
+def _check_recurrent(drafter: Drafter) -> None:
+    """Raises ValueError for a drafter of larger trees than recurrent layers take."""
     if drafter.max_nodes > MAX_RECURRENT_NODES:
         raise ValueError(
             f"drafter: expected trees of at most {MAX_RECURRENT_NODES} nodes for a model with recurrent layers, got"
