@@ -29,6 +29,7 @@ import headline
 import latent_peers
 import measure
 import ratio_peers
+import recurrent_peers
 import torch
 import verify_peers
 from measure import machine_facts, matmul_rate, read_bandwidth
@@ -39,7 +40,8 @@ from pagedtree import _C
 from pagedtree.testing import use_backend
 
 OPS: list[Op] = [
-    attention_peers.OP, latent_peers.OP, *cache_peers.OPS, *draft_peers.OPS, *verify_peers.OPS, *ratio_peers.OPS,
+    attention_peers.OP, latent_peers.OP, recurrent_peers.OP, *cache_peers.OPS, *draft_peers.OPS, *verify_peers.OPS,
+    *ratio_peers.OPS,
 ]  # fmt: skip
 
 
