@@ -16,7 +16,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 def machine_line(machine: dict[str, Any], name: str) -> str:
     threads = f"{machine['threads']} thread{'s' * (machine['threads'] != 1)}"
-    if machine.get("arguments", {}).get("cpu_time"):
+    if "cpu_time" in machine.get("arguments", ()) and machine["arguments"]["cpu_time"]:
         threads += " whose CPU time is told"
     return (
         f"{machine['processor']}, {threads}, torch {machine['torch']}, {machine['date']},"
