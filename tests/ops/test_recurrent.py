@@ -207,6 +207,19 @@ def test_what_cannot_be_reached() -> None:
     assert torch.equal(pt.tree_conv1d(x, *conv), convolved) and not convolved[hidden].any()
 
 
+@pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
+def test_nan_goes_down_alone(channels: bool) -> None:
+    """What a node holds changes its own outputs and those below it; the bits of all others stay."""
+    trees = trees_of([40, 9], 3, reach=4)
+    of, below = layer(trees, channels=channels), trees.mask[:40, 0] & (1 << 5) != 0
+    out = of.run()
+    for t in (of.q, of.k, of.v, of.beta):
+        t[5] = math.nan  # type: ignore[index]
+    found = of.run()
+    assert 1 < below.sum() < 30 and found[:40][below].isnan().any(2).all()
+    assert torch.equal(found[:40][~below], out[:40][~below]) and torch.equal(found[40:], out[40:])
+
+
 def test_nothing_below_what_cannot_be_reached() -> None:
     """Also where the depths of such nodes say otherwise."""
     trees = trees_of([24, 9], 2, reach=3)
