@@ -42,7 +42,7 @@ void load_keys(const Head& at) {
     load_row(element(p.k, p.dtype, row * p.k_token_stride + key_head * p.k_head_stride), p.dtype, p.key_dim, key,
              width);
     if (p.l2norm) normalize_row(key, width);
-    if (p.q == nullptr) continue;
+    if (p.out == nullptr) continue;
     load_row(element(p.q, p.dtype, row * p.q_token_stride + key_head * p.q_head_stride), p.dtype, p.key_dim, query,
              width);
     if (p.l2norm) normalize_row(query, width);
@@ -69,7 +69,7 @@ void multiply_keys(const Head& at) {
     }
   };
   if (at.p.beta != nullptr) multiply(s.keys, s.key_weights);
-  if (at.p.q != nullptr) multiply(s.keys + s.rows * width, s.query_weights);
+  if (at.p.out != nullptr) multiply(s.keys + s.rows * width, s.query_weights);
 }
 
 void load_decays(const Head& at) {
@@ -97,7 +97,7 @@ void weigh_path(const Head& at, int32_t i) {
   float *key = s.decayed + i * width, *query = s.decayed + (s.rows + i) * width;
   const auto size = static_cast<size_t>(width) * sizeof(float);
   std::memcpy(key, s.keys + i * width, size);
-  if (at.p.q != nullptr) {
+  if (at.p.out != nullptr) {
     std::memcpy(query, s.keys + (s.rows + i) * width, size);
   } else {
     std::memset(query, 0, size);
@@ -242,11 +242,11 @@ void run_chunk(const Head& at) {
                 s.values + first * s.values_width, s.values_width, s.count, s.values_width);
   };
   if (p.beta != nullptr) read(0);
-  if (p.q != nullptr) read(s.rows);
+  if (p.out != nullptr) read(s.rows);
   if (p.beta != nullptr) {
-    p.q != nullptr ? solve_chunk<true, true>(at) : solve_chunk<true, false>(at);
+    p.out != nullptr ? solve_chunk<true, true>(at) : solve_chunk<true, false>(at);
   } else {
-    p.q != nullptr ? solve_chunk<false, true>(at) : solve_chunk<false, false>(at);
+    p.out != nullptr ? solve_chunk<false, true>(at) : solve_chunk<false, false>(at);
   }
 }
 
