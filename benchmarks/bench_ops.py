@@ -40,7 +40,7 @@ from pagedtree import _C
 from pagedtree.testing import use_backend
 
 OPS: list[Op] = [
-    attention_peers.OP, latent_peers.OP, recurrent_peers.OP, *cache_peers.OPS, *draft_peers.OPS, *verify_peers.OPS,
+    attention_peers.OP, latent_peers.OP, *recurrent_peers.OPS, *cache_peers.OPS, *draft_peers.OPS, *verify_peers.OPS,
     *ratio_peers.OPS,
 ]  # fmt: skip
 

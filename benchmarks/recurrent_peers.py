@@ -45,10 +45,20 @@ class Problem:
     device: torch.device
 
     def __post_init__(self) -> None:
+        self.tree = tree_named(self.shape["tree"])
+        self.path = longest_path(self.tree)[: ACCEPTED + 1]
+        self.draw(self.tree.num_nodes)
+        state = self.initial.nbytes
+        self.notes = {"state_traffic": {
+            "pagedtree": {"read": 2 * state, "written": state},
+            StatePerNode.name: {"read": self.nodes * state, "written": self.nodes * state},
+        }}  # fmt: skip
+
+    def draw(self, nodes: int) -> None:
+        """A layer's inputs for so many tokens of each sequence, and the states."""
         shape, self.batch = self.shape, self.shape["batch"]
         self.heads, self.head_dim = shape["value_heads"], shape["head_dim"]
-        self.tree = tree_named(shape["tree"])
-        self.nodes, rows = self.tree.num_nodes, self.batch * self.tree.num_nodes
+        self.nodes, rows = nodes, self.batch * nodes
         generator = torch.Generator(self.device).manual_seed(0)
 
         def draw(*sizes: int) -> Tensor:
@@ -65,18 +75,10 @@ class Problem:
         self.copies = max(1, min(16, -(-2 * L3_BYTES[self.device.type] // self.initial.nbytes)))
         self.states = self.fresh_states()
         self.slots = torch.arange(self.batch, dtype=torch.int32, device=self.device)
-        self.path = longest_path(self.tree)[: ACCEPTED + 1]
-        self.count_work()
-
-    def count_work(self) -> None:
-        """What no way can avoid: each state read and written once, each node's products with it."""
-        state, tokens = self.initial.nbytes, (self.q, self.k, self.v, self.v, self.g, self.beta)
-        self.bytes = 2 * state + sum(x.nbytes for x in tokens)
-        self.flops = self.initial.numel() * (4 * self.nodes + 2 * len(self.path))
-        self.notes = {"state_traffic": {
-            "pagedtree": {"read": 2 * state, "written": state},
-            StatePerNode.name: {"read": self.nodes * state, "written": self.nodes * state},
-        }}  # fmt: skip
+        # What no way can avoid: each state read and written once, each token's products with it.
+        tokens = (self.q, self.k, self.v, self.v, self.g, self.beta)
+        self.bytes = 2 * self.initial.nbytes + sum(x.nbytes for x in tokens)
+        self.flops = 4 * self.initial.numel() * nodes
 
     def fresh_states(self) -> Tensor:
         return self.initial.repeat(self.copies, 1, 1, 1, 1)
@@ -107,6 +109,20 @@ class Problem:
         return tuple(x.unflatten(0, (self.batch, self.nodes)) for x in (self.q, self.k, self.v, self.g, self.beta))
 
 
+class Prefill(Problem):
+    """A prompt of `tokens` for each sequence, whose states are those behind it."""
+
+    def __post_init__(self) -> None:
+        self.draw(self.shape["tokens"])
+
+    def op(self, copy: int) -> Tensor:
+        state, rest = self.states[copy], (self.g, self.beta)
+        cut = {"cu_seqlens": torch.arange(self.batch + 1, dtype=torch.int32, device=self.device) * self.nodes}
+        out = tree_delta_rule(self.q, self.k, self.v, *rest, state, self.slots, None, **cut)
+        advance_state(state, self.slots, self.k, self.v, *rest, None, **cut)
+        return out
+
+
 def longest_path(tree: DraftTree) -> list[int]:
     path = [int(tree.depths.argmax())]
     while path[0]:
@@ -118,7 +134,7 @@ class OnChain:
     """The op on a chain of as many nodes: a tree is to take at most a tenth more."""
 
     name = "pagedtree on a chain"
-    causal = True
+    takes_chain = True
     absent = staticmethod(always)
 
     def __init__(self, problem: Problem) -> None:
@@ -132,7 +148,7 @@ class StatePerNode:
     one."""
 
     name = "a state per node"
-    causal = False
+    takes_chain = False
     absent = staticmethod(always)
 
     def __init__(self, problem: Problem) -> None:
@@ -158,7 +174,7 @@ class StatePerNode:
 class Causal:
     """A causal form of transformers on a chain: once for all tokens, and again over those accepted, for the state."""
 
-    causal = True
+    takes_chain = True
     form: int  # in RULES
 
     def __init__(self, problem: Problem) -> None:
@@ -198,15 +214,37 @@ class CausalChunk(Causal):
     form = 0
 
 
-# The op --------------------------------------------------------------------------------------------------------------
+class PrefillByLoop(RecurrentLoop):
+    """All tokens, once."""
+
+    name = "transformers' loop"
+    takes_chain = False
+
+    def run(self, copy: int) -> Tensor:
+        state = self.states[copy]
+        rows = (self.q, self.k, *self.rest)
+        out, after = self.rule(*rows, initial_state=state, output_final_state=True)
+        state.copy_(after)
+        return out
+
+
+class PrefillByChunk(PrefillByLoop):
+    name = "transformers' chunk"
+    form = 0
+
+
+# The ops -------------------------------------------------------------------------------------------------------------
 
 
 def memory_of(shape: Shape) -> int:
     """The copies of the states, one for each node, and what transformers' forms make of chunks of 64 tokens: for
     decays of channels, a number for each channel of a pair."""
-    nodes, states = nodes_of(shape["tree"]), state_bytes(shape)
+    nodes, states = shape["tokens"] if "tokens" in shape else nodes_of(shape["tree"]), state_bytes(shape)
     tokens = shape["batch"] * shape["value_heads"] * (nodes + 63) * shape["head_dim"]
-    return states * (nodes + 12) + 10 * L3_BYTES["cpu"] + 4 * tokens * (64 * 5 if shape["rule"] == "kimi delta" else 40)
+    behind = 0 if "tokens" in shape else nodes
+    return (
+        states * (behind + 12) + 10 * L3_BYTES["cpu"] + 4 * tokens * (64 * 5 if shape["rule"] == "kimi delta" else 40)
+    )
 
 
 def check(problem: Problem, ours: Any, theirs: Any) -> None:
@@ -217,20 +255,20 @@ def check(problem: Problem, ours: Any, theirs: Any) -> None:
         out = run(0).reshape(problem.v.shape).float()
         return out, states[0]
 
-    chain = OnChain(problem)
-    expected = after(chain.run, chain.states) if theirs.causal else after(ours.run, problem.states)
+    chain = OnChain(problem) if theirs.takes_chain else None
+    expected = after(chain.run, chain.states) if chain else after(ours.run, problem.states)
     for name, mine, found in zip(("output", "state"), expected, after(theirs.run, theirs.states), strict=True):
         error = ((found - mine).square().mean() / mine.square().mean()).sqrt().item()
         if not error <= 0.02:
             raise Mismatch(f"the root mean square of the {name}'s error is {error:.3f} of that of the {name}")
 
 
-OP = Op(
+LAYER = {
+    "key_heads": 16, "value_heads": 32, "head_dim": 128, "rule": "gated delta", "dtype": "bfloat16", "threads": 0,
+}  # fmt: skip
+STEP = Op(
     name="recurrent_step",
-    base={
-        "batch": 4, "tree": "binary 32", "key_heads": 16, "value_heads": 32, "head_dim": 128, "rule": "gated delta",
-        "dtype": "bfloat16", "threads": 0,
-    },
+    base={"batch": 4, "tree": "binary 32", **LAYER},
     axes={
         "batch": [1, 16],
         "tree": ["chain 32", "Sequoia 32", "EAGLE-2 60", "chain 128"],
@@ -247,3 +285,15 @@ OP = Op(
     memory=memory_of,
     check=check,
 )  # fmt: skip
+PREFILL = Op(
+    name="recurrent_prefill",
+    base={"batch": 1, "tokens": 512, **LAYER},
+    axes={"tokens": [32, 2048], "batch": [4]},
+    headline=[{"tokens": 128}, {"tokens": 128, "rule": "kimi delta"}],
+    quick={"tokens": 64},
+    problem=Prefill,
+    peers=[Ours, PrefillByLoop, PrefillByChunk],
+    memory=memory_of,
+    check=check,
+)
+OPS = [STEP, PREFILL]

@@ -269,12 +269,13 @@ def recurrent(result: dict[str, Any], name: str) -> str:
     """The rows beside their peers, and what each step reads and writes of the states."""
     body = []
     for row in result["rows"]:
-        if not row.get("headline") or "notes" not in row:
-            continue
-        traffic = [moved for way in row["notes"]["state_traffic"].values() for moved in way.values()]
-        body.append([row["point"], *(f"{moved / 1e6:.1f}" for moved in traffic)])
-    header = ["point", "read", "written", "a state per node: read", "written"]
-    parts = [family("recurrent_step")(result, name), "MB of states that a step moves, counted:", table(header, body)]
+        if row.get("headline") and "state_traffic" in row.get("notes", {}):
+            traffic = [moved for way in row["notes"]["state_traffic"].values() for moved in way.values()]
+            body.append([row["point"], *(f"{moved / 1e6:.1f}" for moved in traffic)])
+    parts = [family("recurrent_")(result, name)]
+    if body:
+        header = ["point", "read", "written", "a state per node: read", "written"]
+        parts += ["MB of states that a step moves, counted:", table(header, body)]
     return "\n\n".join(parts)
 
 

@@ -400,7 +400,7 @@ def test_empty() -> None:
 def test_garbage() -> None:
     """Whatever links, offsets and slots say, nothing is touched outside."""
     generator = seeded(9)
-    for _ in range(40):
+    for round_ in range(40):
         trees = trees_of([9, 14, 1, 8], 3)
 
         def draw(low: int, high: int, *shape: int) -> Tensor:
@@ -409,7 +409,7 @@ def test_garbage() -> None:
         trees.parents[:] = draw(-4, 30, 32)
         trees.depths[:] = draw(-2, 40, 32)
         trees.cu_nodes[:] = draw(-9, 50, 5)
-        of = layer(trees)
+        of = layer(trees, channels=round_ % 2 == 1)
         of.state_index[:] = torch.tensor([0, 1, 2, 3])[torch.randperm(4, generator=generator)]
         of.run()
         of.advance(pt.advance_state, draw(-2, 20, 4, 5), draw(-2, 7, 4))

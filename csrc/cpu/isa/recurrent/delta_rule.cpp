@@ -1,21 +1,11 @@
 // Compiled once per instruction set: the gated delta rule over a chunk of tokens, of which each follows its parent. The
 // algebra is in docs/notes/recurrent.md.
+#include "cpu/isa/recurrent/channel_decays.h"
 #include "cpu/isa/recurrent/state_panels.h"
 #include "cpu/isa/tile/math.h"
-#include "cpu/isa/tile/rows.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 namespace {
-
-static_assert(kDeltaPadding % kPanel == 0);
-
-// One value head of one sequence.
-struct Head {
-  const DeltaRuleParams& p;
-  DeltaScratch& s;
-  int64_t first_row;  // of the sequence, or of the chunk
-  int64_t head;
-};
 
 const void* element(const void* data, DType dtype, int64_t offset) {
   return static_cast<const char*>(data) + offset * element_size(dtype);
@@ -49,27 +39,11 @@ void load_keys(const Head& at) {
   }
 }
 
-// Products of keys and queries with the keys of all tokens before them, in panels.
 void multiply_keys(const Head& at) {
   const DeltaScratch& s = at.s;
-  const int64_t width = s.keys_width;
-  for (int64_t i = 0; i < s.pairs_width; i += kLanes) {
-    float* panel = s.key_panels + i / kPanel * kPanel * width + i % kPanel;
-    for (int64_t d = 0; d < width; d += kLanes) {
-      vfloat block[kLanes];
-      for (int j = 0; j < kLanes; ++j) block[j] = i + j < s.count ? load(s.keys + (i + j) * width + d) : splat(0.0f);
-      transpose(block);
-      for (int j = 0; j < kLanes; ++j) store(panel + (d + j) * kPanel, block[j]);
-    }
-  }
-  const auto multiply = [&](const float* rows, float* weights) {
-    for (int64_t i = 0; i < s.count; i += kPanel) {  // the tokens above these
-      gemm<false>(rows + i * width, width, s.key_panels + i * width, width, nullptr, weights + i * s.pairs_width + i,
-                  s.pairs_width, s.count - i, kPanel);
-    }
-  };
-  if (at.p.beta != nullptr) multiply(s.keys, s.key_weights);
-  if (at.p.out != nullptr) multiply(s.keys + s.rows * width, s.query_weights);
+  pack_keys(s, [&](int32_t i, int64_t d) { return load(s.keys + i * s.keys_width + d); });
+  if (at.p.beta != nullptr) multiply_rows(s, s.keys, 0, s.key_weights);
+  if (at.p.out != nullptr) multiply_rows(s, s.keys + s.rows * s.keys_width, 0, s.query_weights);
 }
 
 void load_decays(const Head& at) {
@@ -86,41 +60,6 @@ void load_decays(const Head& at) {
     s.decays[i] = p.channel_decay ? 1.0f : decay_of<ScalarMath>(*g);
     s.path_decays[i] = s.parents[i] < 0 ? s.decays[i] : s.decays[i] * s.path_decays[s.parents[i]];
     if (p.beta != nullptr) s.betas[i] = p.beta[row * p.beta_token_stride + at.head * p.beta_head_stride];
-  }
-}
-
-// Walks up the path of token i: its weights of the tokens before it, and the rows that read the first state. For decays
-// of channels, which weigh each term of a product by itself.
-void weigh_path(const Head& at, int32_t i) {
-  const DeltaScratch& s = at.s;
-  const int64_t width = s.keys_width;
-  float *key = s.decayed + i * width, *query = s.decayed + (s.rows + i) * width;
-  const auto size = static_cast<size_t>(width) * sizeof(float);
-  std::memcpy(key, s.keys + i * width, size);
-  if (at.p.out != nullptr) {
-    std::memcpy(query, s.keys + (s.rows + i) * width, size);
-  } else {
-    std::memset(query, 0, size);
-  }
-  vfloat own = splat(0.0f);
-  for (int64_t d = 0; d < width; d += kLanes) own = muladd(load(query + d), load(key + d), own);
-  s.query_weights[i * s.pairs_width + i] = reduce_add(own);
-  for (int32_t token = i; token >= 0; token = s.parents[token]) {
-    const float* decays = s.channel_decays + token * width;
-    const int32_t above = s.parents[token];
-    const float* other = s.keys + max_of(above, 0) * width;
-    vfloat key_sum = splat(0.0f), query_sum = splat(0.0f);
-    for (int64_t d = 0; d < width; d += kLanes) {
-      const vfloat decay = load(decays + d), value = load(other + d);
-      const vfloat decayed_key = load(key + d) * decay, decayed_query = load(query + d) * decay;
-      store(key + d, decayed_key);
-      store(query + d, decayed_query);
-      key_sum = muladd(decayed_key, value, key_sum);
-      query_sum = muladd(decayed_query, value, query_sum);
-    }
-    if (above < 0) break;
-    s.key_weights[i * s.pairs_width + above] = reduce_add(key_sum);
-    s.query_weights[i * s.pairs_width + above] = reduce_add(query_sum);
   }
 }
 
@@ -235,7 +174,7 @@ void run_chunk(const Head& at) {
   const DeltaRuleParams& p = at.p;
   const DeltaScratch& s = at.s;
   load_decays(at);
-  for (int32_t i = 0; p.channel_decay && i < s.count; ++i) weigh_path(at, i);
+  if (p.channel_decay) weigh_channels(at);
   const float* rows = p.channel_decay ? s.decayed : s.keys;
   const auto read = [&](int64_t first) {
     gemm<false>(rows + first * s.keys_width, s.keys_width, s.state, p.key_dim, nullptr,
