@@ -29,6 +29,7 @@ import headline
 import latent_peers
 import measure
 import ratio_peers
+import recurrent_peers
 import torch
 import verify_peers
 from measure import machine_facts, matmul_rate, read_bandwidth
@@ -39,7 +40,8 @@ from pagedtree import _C
 from pagedtree.testing import use_backend
 
 OPS: list[Op] = [
-    attention_peers.OP, latent_peers.OP, *cache_peers.OPS, *draft_peers.OPS, *verify_peers.OPS, *ratio_peers.OPS,
+    attention_peers.OP, latent_peers.OP, *recurrent_peers.OPS, *cache_peers.OPS, *draft_peers.OPS, *verify_peers.OPS,
+    *ratio_peers.OPS,
 ]  # fmt: skip
 
 
@@ -109,6 +111,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="tell the points and peers, measure nothing")
     parser.add_argument("--seconds", type=float, help="a point's budget (default 4; quick: 0.5)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--cpu-time", action="store_true", help="not the clock's: where others use the cores; 1 thread")
     parser.add_argument("--json", help="default benchmarks/results/ops_ISA.json for all points, else build/bench.json")
     parser.add_argument("--processes", action="store_true", help="each op in a process of its own; always on a GPU")
     parser.add_argument(
@@ -117,6 +120,8 @@ def main() -> int:
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--first", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.cpu_time and (args.threads != 1 or args.device != "cpu"):
+        parser.error("--cpu-time is for one thread of the device cpu: --threads 1")
     args.processes |= args.device == "cuda"
     args.backend = args.backend or args.device
     args.ops = [name for name in args.ops if name not in args.without]
@@ -179,6 +184,7 @@ def measure_all(chosen: Sequence[Point], results: Results, args: argparse.Namesp
         args.peers,
         min_repeats=3 if args.quick else 5,
         without_compiled=args.headline or args.device == "cuda",
+        cpu_time=args.cpu_time,
     )
     row_limit = args.row_limit if args.into else None
     with use_backend(args.backend):

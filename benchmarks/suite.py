@@ -142,6 +142,7 @@ def points(op: Op, axes: Iterable[str] | None = None, given: dict[str, list[Any]
 class Settings:
     """What is known of a run. bandwidth, flop_rate: the device's bytes and flops per second, measured in this run.
 
+    cpu_time: seconds are the process's own, on a machine that other programs use; for one thread.
     peers: names, or parts of them, of those wanted; None: all. without_compiled: leave out those that compile.
     """
 
@@ -152,6 +153,7 @@ class Settings:
     peers: list[str] | None = None
     min_repeats: int = 5
     without_compiled: bool = False
+    cpu_time: bool = False
 
     def wants(self, peer: Any, point: Point) -> str | None:
         """Why the peer is not asked at this point, or None."""
@@ -238,7 +240,8 @@ def timed(
         # A plan is work of the host, too: by the clock, until the device is done.
         plans = {name: lambda i, plan=plan: (plan(i), torch.cuda.synchronize()) for name, plan in plans.items()}
     else:
-        timings = interleaved(runs, **options)
+        clock = time.process_time if settings.cpu_time else time.perf_counter
+        timings = interleaved(runs, clock=clock, **options)
     return timings, interleaved(plans, budget=settings.seconds / 4, min_repeats=3) if plans else {}
 
 

@@ -334,6 +334,70 @@ def latent_picture() -> str:
     return drawing.render(MARGIN + width + MARGIN, y + 28)
 
 
+def recurrent_picture() -> str:
+    """The pairs of tokens that a recurrent layer weighs, in a causal chunk and on the tree; the states it moves."""
+    cell, top, nodes = 20, 124, TREE.num_nodes
+    drawing = Drawing("A recurrent layer on a tree: the mask of ancestors in place of the causal triangle")
+    drawing.text(MARGIN, 36, "A chunk with the mask of ancestors", "head fill-ink")
+    drawing.text(
+        MARGIN, 56, "Row n, column m: whether what token m writes reaches token n. This is all that happens between "
+        "the state that is read and the one that is written.", "fill-muted",
+    )  # fmt: skip
+    draw_tree(drawing, MARGIN, top + 12, 92, 40, accepted=True)
+    chain = DraftTree.chain(nodes - 1)
+    for x, tree, title in ((540.0, chain, "a causal chunk"), (800.0, TREE, "this tree")):
+        drawing.text(x + nodes * cell / 2, top - 26, title, "bold fill-ink", anchor="middle")
+        for n in range(nodes):
+            drawing.text(x - 8, top + n * cell + 14, str(n), "mono small fill-muted", anchor="end")
+            drawing.text(x + (n + 0.5) * cell, top - 6, str(n), "mono small fill-muted", anchor="middle")
+            for m in range(nodes):
+                style = "none stroke-line thin"
+                if tree.mask[n, m]:
+                    style = "fill-gold-fill stroke-gold thin" if n == m else "fill-green-fill stroke-green thin"
+                drawing.rect(x + m * cell, top + n * cell, cell, cell, style)
+    y = top + nodes * cell + 22
+    for x, color, text in (
+        (540, "green", "A[n, m] and C[n, m]: m is an ancestor of n"),
+        (800, "gold", "C[n, n]: what n itself writes"),
+    ):
+        drawing.rect(x, y - 10, 12, 12, f"fill-{color}-fill stroke-{color} thin")
+        drawing.text(x + 18, y, text, "small fill-ink")
+
+    y += 34
+    _box(drawing, MARGIN, y, 150, 84, "state", ["S [Dk, Dv] of a head,", "as the last step", "has left it"])
+    _box(
+        drawing,
+        300,
+        y,
+        190,
+        84,
+        "tree_delta_rule",
+        ["u[n] of all nodes,", "one after the other;", "no state for a node"],
+        "green",
+    )
+    _box(
+        drawing,
+        590,
+        y,
+        190,
+        84,
+        "advance_state",
+        ["u again, for the", "accepted path alone:", "0, 1, 3, 6, 9"],
+        "green",
+    )
+    _box(drawing, 880, y, 126, 84, "state", ["behind node 9, the", "parent of the next", "step's root"])
+    _arrow(drawing, 174, 300, y + 30, ["both ops read it"])
+    _arrow(drawing, 490, 590, y + 30, ["out [T, H, Dv],", "verified"])
+    _arrow(drawing, 780, 880, y + 30, ["one is written"])
+    y += 118
+    drawing.text(MARGIN, y + 14, "A state for each node would be", "small fill-muted")
+    for node in range(nodes):
+        drawing.rect(220 + node * 30, y, 24, 20, "none stroke-muted thin dash", radius=3)
+        drawing.text(232 + node * 30, y + 14, str(node), "mono small fill-muted", anchor="middle")
+    drawing.text(232 + nodes * 30, y + 14, f"{nodes} matrices written and {nodes} read.", "small fill-muted")
+    return drawing.render(1030, y + 44)
+
+
 RULE_COLORS = {"sampled": "blue", "rejection": "muted", "block": "green", "traversal": "green", "typical": "gold"}
 
 
@@ -422,6 +486,7 @@ PICTURES = {
     "one_step": step_picture,
     "compaction": compaction_picture,
     "latent_cache": latent_picture,
+    "recurrent_tree": recurrent_picture,
 }
 
 

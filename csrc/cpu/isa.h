@@ -37,7 +37,7 @@ struct IsaKernels {
   void (*step_shard)(const ShardStepParams&, int64_t row, AdjustedRow& scratch);
   void (*weigh_shard)(const ShardWeighParams&, int64_t item, RulesScratch& scratch);  // a row, or a tree
   // A value head of a sequence: item = b * H + h. Without `out` the state advances.
-  void (*delta_rule)(const DeltaRuleParams&, int64_t item, const DeltaScratch& scratch);
+  void (*delta_rule)(const DeltaRuleParams&, int64_t item, DeltaScratch& scratch);
   void (*conv1d)(const ConvParams&, int64_t b, int64_t first_channel);
   void (*attend)(const TreeAttentionParams&, const AttentionRange&);
   void (*merge_pieces)(const TreeAttentionParams&, const AttentionRanges&, int32_t range);

@@ -124,6 +124,17 @@ def test_decays_of_minus_infinity(channels: bool) -> None:
     expect(causal)
 
 
+@pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
+def test_what_the_root_forgets_has_no_weight(channels: bool) -> None:
+    """A state at the end of fp32's range, behind a decay of -inf."""
+    of = layer(trees_of([12, 3]), channels=channels)
+    of.g[of.trees.cu_nodes[:-1].long()] = -math.inf  # type: ignore[union-attr]
+    forgotten = replace(of, state=torch.full_like(of.state, 3e38))
+    assert torch.equal(forgotten.run(), replace(of, state=torch.zeros_like(of.state)).run())
+    path = paths_to(of.trees, [11, 2], 12)  # type: ignore[arg-type]
+    assert forgotten.advance(pt.advance_state, *path)[of.state_index.long()].abs().max() < 100
+
+
 def test_unspecified_decays_are_bounded() -> None:
     of = layer(trees_of([12, 3]))
     of.g[::3] = 200.0
@@ -147,6 +158,23 @@ def test_invariance(channels: bool) -> None:
                 state_index=of.state_index[b : b + 1],
             )  # fmt: skip
             assert torch.equal(alone.run(), out[part])
+
+
+@pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
+@pytest.mark.parametrize("rows", ["trees", "sequences"])
+def test_value_heads_share_nothing_but_keys(channels: bool, rows: str) -> None:
+    """Each value head has the same bits in a call of its own."""
+    of = layer(trees_of([30, 1, 17], 6) if rows == "trees" else [5, 100, 64], heads=(2, 6), channels=channels)
+    path = paths_to(of.trees, [29, 0, 16], 30) if of.trees is not None else ()
+    out, state = of.run(), of.advance(pt.advance_state, *path)
+    for head in range(6):
+        mine, key = slice(head, head + 1), slice(head // 3, head // 3 + 1)
+        alone = replace(
+            of, q=of.q[:, key], k=of.k[:, key], v=of.v[:, mine], g=of.g[:, mine], beta=of.beta[:, mine],  # type: ignore[index]
+            state=of.state[:, mine],
+        )  # fmt: skip
+        assert torch.equal(alone.run(), out[:, mine])
+        assert torch.equal(alone.advance(pt.advance_state, *path), state[:, mine])
 
 
 def test_threads() -> None:
@@ -372,7 +400,7 @@ def test_empty() -> None:
 def test_garbage() -> None:
     """Whatever links, offsets and slots say, nothing is touched outside."""
     generator = seeded(9)
-    for _ in range(40):
+    for round_ in range(40):
         trees = trees_of([9, 14, 1, 8], 3)
 
         def draw(low: int, high: int, *shape: int) -> Tensor:
@@ -381,7 +409,7 @@ def test_garbage() -> None:
         trees.parents[:] = draw(-4, 30, 32)
         trees.depths[:] = draw(-2, 40, 32)
         trees.cu_nodes[:] = draw(-9, 50, 5)
-        of = layer(trees)
+        of = layer(trees, channels=round_ % 2 == 1)
         of.state_index[:] = torch.tensor([0, 1, 2, 3])[torch.randperm(4, generator=generator)]
         of.run()
         of.advance(pt.advance_state, draw(-2, 20, 4, 5), draw(-2, 7, 4))
@@ -464,11 +492,7 @@ def test_opcheck() -> None:
             torch.library.opcheck(
                 ops.advance_state.default, (of.state, of.state_index, *rest, *rows, *accepted), options
             )
-    x, weight, state = (
-        torch.randn(7, 5).to(case.PLAIN),
-        torch.randn(5, 4),
-        torch.randn(3, 5, 3).to(case.PLAIN),
-    )
+    x, weight, state = torch.randn(7, 5).to(case.PLAIN), torch.randn(5, 4), torch.randn(3, 5, 3).to(case.PLAIN)
     index = int32([0, 1])
     for rows, accepted, options in [(tree, path, {"max_nodes": 4}), (none, (None, None), {"cu_seqlens": cut})]:
         given = (x, weight, weight[:, 0], state, index, *rows)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -171,6 +172,22 @@ def test_points_that_do_not_fit_are_named(suite, op, settings):
     assert "GB with all peers" in suite.measured(point, settings)["skipped"]
     point = suite.points(replace(op, unsupported=lambda shape, device: "not here"))[0]
     assert suite.measured(point, settings)["skipped"] == "not here"
+
+
+def test_cpu_time_leaves_out_what_others_take(suite, op, settings, bench_ops, monkeypatch, capsys):
+    def waits(problem):
+        time.sleep(0.02)
+        return 2 * problem.data
+
+    op = replace(op, peers=[suite.Ours, peer_named("waiting", result=waits)])
+    by_clock, by_cpu = (
+        suite.measured(suite.points(op)[0], replace(settings, cpu_time=cpu_time)) for cpu_time in (False, True)
+    )
+    assert by_clock["timings"]["waiting"]["median"] >= 0.02 > 2 * by_cpu["timings"]["waiting"]["median"]
+    monkeypatch.setattr(sys, "argv", ["bench_ops.py", "--cpu-time", "--threads", "2"])
+    with pytest.raises(SystemExit):
+        bench_ops.main()
+    assert "--cpu-time is for one thread" in capsys.readouterr().err
 
 
 def test_a_slow_candidate_does_not_take_the_repeats_of_others(suite):

@@ -235,19 +235,19 @@ def test_end_to_end_table_and_plot(scripts, tmp_path):
 
 
 def test_predictions_stand_beside_those_of_flashinfer(scripts, tmp_path, monkeypatch):
-    make_performance = importlib.import_module("make_performance")
-    monkeypatch.setattr(make_performance, "RESULTS", tmp_path)
+    predicted_tables = importlib.import_module("predicted_tables")
+    monkeypatch.setattr(predicted_tables, "RESULTS", tmp_path)
     row = {
         "machine": "X1", "instance": "bf16-128-16", "warps": 4, "ctas": 2, "cycles": 99, "tflop_per_s": 69.2,
         "memory_share": 0.9, "source": "memory", "binds": "memory", "busy": {"memory": 1.0},
     }  # fmt: skip
     many = row | {"instance": "bf16-128-64", "memory_share": None, "source": "l2"}
     result = {"commit": "abc", "rows": [row, many]}
-    alone = make_performance.predicted(result, "predicted_x1")
+    alone = predicted_tables.predicted(result, "predicted_x1")
     assert "| bf16 | 128 | 16 | 4 x 2 | 99 | 69 (90%) | memory 100% |\n" in alone and "FlashInfer" not in alone
     peers = [row | {"mask": "custom", "tflop_per_s": 31.0, "memory_share": 0.4}, row | {"mask": "causal"}]
     (tmp_path / "flashinfer_predicted_x1.json").write_text(json.dumps({"rows": peers}))
-    text = make_performance.predicted(result, "predicted_x1")
+    text = predicted_tables.predicted(result, "predicted_x1")
     assert "| 69 (90%) | memory 100% | 31 (40%) | 69 (90%) |\n" in text
     assert text.endswith("| 69 | L2 100% |  |  |")
 

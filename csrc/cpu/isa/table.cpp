@@ -20,7 +20,7 @@ void verify_typical(const RatioParams& p, int64_t b, RulesScratch& scratch);
 void verify_traversal(const RatioParams& p, int64_t b, RulesScratch& scratch);
 void step_shard(const ShardStepParams& p, int64_t row, AdjustedRow& scratch);
 void weigh_shard(const ShardWeighParams& p, int64_t item, RulesScratch& scratch);
-void delta_rule(const DeltaRuleParams& p, int64_t item, const DeltaScratch& scratch);
+void delta_rule(const DeltaRuleParams& p, int64_t item, DeltaScratch& scratch);
 void conv1d(const ConvParams& p, int64_t b, int64_t first);
 
 }  // namespace pagedtree::cpu::PAGEDTREE_ROWS_ISA

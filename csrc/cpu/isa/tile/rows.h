@@ -33,4 +33,16 @@ static inline void load_row(const void* from, DType dtype, int64_t count, float*
   });
 }
 
+// The first `count` elements of a row of fp32, whose padding may be read, rounded.
+static inline void store_row(const float* from, DType dtype, int64_t count, void* to) {
+  with_dtype(dtype, [&]<DType kType>() {
+    if constexpr (kType != DType::kFloat8E4M3) {
+      char* row = static_cast<char*>(to);
+      for (int64_t d = 0; d < count; d += kLanes) {
+        store_lanes<kType>(row + d * element_size(kType), count - d, load(from + d));
+      }
+    }
+  });
+}
+
 }  // namespace pagedtree::cpu::PAGEDTREE_ISA

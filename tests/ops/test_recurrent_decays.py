@@ -1,0 +1,90 @@
+"""Decays of channels, weak to strong: paths whose products of decays fit fp32, those that do not, and both in one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import recurrent_case as case
+import torch
+from draft_checks import int32
+from recurrent_case import Layer, error, layer, paths_to, trees_of
+
+import pagedtree as pt
+from pagedtree import _C, build_trees
+from pagedtree.check import recurrent as loops
+
+BOUNDS = {torch.float32: 2e-6, torch.float16: 2.5e-3}
+STRENGTHS = [0.02, 1.0, 4.0, 60.0]
+
+pytestmark = pytest.mark.usefixtures("on_device")
+
+
+@pytest.fixture(autouse=True)
+def plain_dtype(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if backend != "cpu":
+        monkeypatch.setattr(case, "PLAIN", torch.float16)
+
+
+def decayed(rows: object, strength: float, **options: object) -> Layer:
+    of = layer(rows, channels=True, **options)  # type: ignore[arg-type]
+    of.g.mul_(strength)
+    of.g[:, :, 3] *= 5  # a channel that forgets before the others do
+    return of
+
+
+@pytest.mark.parametrize("strength", STRENGTHS)
+@pytest.mark.parametrize("with_beta", [True, False], ids=["delta", "no delta"])
+def test_equals_loops(strength: float, with_beta: bool) -> None:
+    bound = BOUNDS[case.PLAIN]
+    trees = trees_of([60, 20], 3, reach=2)
+    of, path = decayed(trees, strength, with_beta=with_beta), paths_to(trees, [59, 19], 60)
+    assert error(of.run(), of.run(loops.tree_delta_rule)) <= bound
+    assert error(of.advance(pt.advance_state, *path), of.advance(loops.advance_state, *path)) <= bound
+    causal = decayed([90, 3], strength, with_beta=with_beta)
+    assert error(causal.run(), causal.run(loops.tree_delta_rule)) <= bound
+    assert error(causal.advance(), causal.advance(loops.advance_state)) <= bound
+
+
+@pytest.mark.parametrize("isa", [isa for isa in _C.available_isas() if not isa.startswith("amx")])
+def test_each_instruction_set(isa: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if backend != "cpu":
+        pytest.skip("instruction sets are the cpu backend's")
+    monkeypatch.setenv("PAGEDTREE_CPU_ISA", isa)
+    of = decayed(trees_of([40, 70], 3, reach=3), 3.0, dims=(40, 72))
+    assert error(of.run(), of.run(loops.tree_delta_rule)) <= BOUNDS[torch.float32]
+
+
+@pytest.mark.parametrize("strength", STRENGTHS)
+def test_a_path_alone_decides(strength: float) -> None:
+    """Each path equals the causal op bit for bit, and what comes after a node changes nothing for it."""
+    trees = trees_of([48], 11, reach=2)
+    of = decayed(trees, strength, slots=[1])
+    out, parents = of.run(), trees.parents.tolist()
+    for leaf in sorted(set(range(48)) - set(parents))[::3]:
+        accept, accepted = paths_to(trees, [leaf], 48)
+        path = accept[0, : int(accepted) + 1].long()
+        chain = replace(
+            of, q=of.q[path], k=of.k[path], v=of.v[path], g=of.g[path], beta=of.beta[path],  # type: ignore[index]
+            trees=None, options={"cu_seqlens": int32([0, len(path)])},
+        )  # fmt: skip
+        assert torch.equal(chain.run(), out[path])
+        assert torch.equal(chain.advance(), of.advance(pt.advance_state, accept, accepted))
+    for size in (1, 9, 30):
+        few = build_trees(trees.parents[:size].clone(), int32([0, size]), max_nodes=48, max_depth=47)
+        part = {name: getattr(of, name)[:size] for name in ("q", "k", "v", "g", "beta")}
+        assert torch.equal(replace(of, **part, trees=few).run(), out[:size])
+
+
+@pytest.mark.parametrize("strength", STRENGTHS)
+def test_not_worse_than_transformers(strength: float) -> None:
+    """Against float64, beside its chunked form in the same dtype."""
+    module = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    for dtype in {case.PLAIN, torch.bfloat16}:
+        of = decayed([70], strength, dims=(32, 32), heads=(2, 2), dtype=dtype, slots=[0])
+        theirs, _ = module.chunk_kimi_delta_attention(
+            of.q[None], of.k[None], of.v[None], of.g[None], of.beta[None],  # type: ignore[index]
+            initial_state=of.state[:1], output_final_state=True,
+        )  # fmt: skip
+        expected = of.run(loops.tree_delta_rule)
+        assert error(of.run(), expected) <= 1.05 * error(theirs[0], expected) + 1e-6
