@@ -18,8 +18,9 @@ MARKS = "<!-- architectures:begin -->\n", "\n<!-- architectures:end -->"
 # What a refusal says, and what that means to a reader.
 REASONS = {
     r"use transformers' attention interface": "The attention is the model's own code, not transformers' interface",
-    r"decoder of full or sliding attention layers, got (.*)": "Layers of other kinds (recurrent, chunked, sparse) or an"
-    " encoder",
+    r"decoder of full or sliding attention layers, got (.*)": "Layers of other kinds (chunked, sparse) or an encoder",
+    r"expected recurrent layers among": "Recurrent layers of other kinds than gated delta rules, Mamba-2 and short"
+    " convolutions, or beside attention that layers share",
     r"forward that takes position_ids": "No positions can be given: it counts them itself, or has none",
     r"expected latent attention of": "Latent attention of other sizes than 512 and 64 values a token",
     r"expected a head_dim in .*": "Head dimensions that attention does not have",

@@ -65,7 +65,7 @@ ROPE = {"rope_type": "default", "rope_theta": 1e4}
 # Other arguments that some model types need.
 MODELS: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"num_expert_group": 2, "topk_group": 1},
-    "bamba": {"attn_layer_indices": [1]},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4},
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "codegen": {"n_head": 4, "n_embd": 256},
     "cohere_compass_text": {
@@ -92,7 +92,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_k_eq_v": True,
         "num_global_key_value_heads": 1,
     },
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 4},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},

@@ -2,9 +2,9 @@
 
     python tests/mutants.py [NAME ...]
 
-Run by `make test-mutations` after a build. A mutant is one place of the sources changed in a copy of csrc; the copy is
-built, verification for the CPU (portable only) and two attention kernels for simt, and the tests named run on it until
-one fails. A mutant that survives is an error, and so is a place that is not there any more.
+Run by `make test-mutations` after a build. A mutant is one place of the sources changed in a copy of csrc or python.
+The copy is built, verification for the CPU (portable only) and two attention kernels for simt, and the tests named run
+on it until one fails. A mutant that survives is an error, and so is a place that is not there any more.
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ OPTIONS, WEIGHED_OPTIONS = "tests/ops/test_options.py", "tests/ops/test_lossless
 LOGPROBS = "tests/ops/test_token_logprobs.py"
 ATTENTION = ("tests/ops/test_tree_attention.py", "tests/ops/test_mixed_batches.py")
 LATENT = ("tests/ops/test_latent_attention.py",)
+HYBRID = ("tests/generation/test_generate_hybrid.py",)
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """`line` of csrc/`file` becomes `broken`; one of `tests` whose names have `only` must fail on the backend."""
+    """`line` of csrc/`file` becomes `broken`; one of `tests` whose names have `only` must fail on the backend.
+
+    With the backend "python" the file is one of python/pagedtree, and nothing is built.
+    """
 
     name: str
     file: str
@@ -51,6 +55,10 @@ def of_wgmma(name: str, file: str, line: str, broken: str) -> Mutant:
 
 def of_wide(name: str, file: str, line: str, broken: str) -> Mutant:
     return Mutant(name, f"cuda/attention/{file}_wide.cuh", line, broken, LATENT, "simt", "simt and not wgmma")
+
+
+def of_states(name: str, file: str, line: str, broken: str) -> Mutant:
+    return Mutant(name, f"generation/{file}.py", line, broken, HYBRID, "python", "not two_ranks")
 
 
 def of_latent(name: str, line: str, broken: str) -> Mutant:
@@ -254,8 +262,16 @@ REQUESTS = [
         "if (few.size < sampling.top_k && view.scale(view.least) >= view.min_x) return false;", "", (OPTIONS,),
     ),
     Mutant(
-        "logits of another threshold", "cpu/isa/logits/adjusted_row.h",
-        "if (a_.exact_from[block] <= least) return;", "if (a_.exact_from[block] < kInfinity) return;", (OPTIONS,),
+        "bounds of penalties that raise logits", "cpu/isa/logits/adjusted_row.h",
+        "reads_all_ = least == -kInfinity || !a_.lowers;", "reads_all_ = least == -kInfinity;", (OPTIONS,),
+    ),
+    Mutant(
+        "adjusted blocks of the row before", "cpu/isa/logits/options.cpp",
+        "std::fill_n(scratch.is_kept, num_blocks, false);", "", (OPTIONS,),
+    ),
+    Mutant(
+        "vectors of biased tokens left out", "cpu/isa/logits/adjusted_row.h",
+        "i < count && a_.num_patched > 0;", "i < 0;", (OPTIONS,),
     ),
     Mutant(
         "tokens behind EOS are counted", "core/step.h",
@@ -344,11 +360,29 @@ LATENT_WGMMA = [
               "const bool is_short = part + 1 == I::kParts;"),
 ]  # fmt: skip
 
-MUTANTS = RULES + REQUESTS + WGMMA + WIDE + LATENT_WGMMA
+STATES = [
+    of_states(
+        "states that follow the root alone", "recurrent_step",
+        "accept_index, num_accepted, **options)", "accept_index, num_accepted.clamp(max=0), **options)",
+    ),
+    of_states("slots that keep what was there before", "recurrent_states", "states[slot] = 0", "states[slot]"),
+    of_states(
+        "generated tokens that are read again as prompts", "recurrent_step",
+        "is_generated=positions >= prompt_lens[owner]", "is_generated=rows >= cu_seqlens_q[first]",
+    ),
+    of_states(
+        "outcomes with the states of a later token", "scheduler",
+        "return sequence.shared_len - sequence.cached", "return len(sequence.tokens) - sequence.cached",
+    ),
+]  # fmt: skip
+
+MUTANTS = RULES + REQUESTS + WGMMA + WIDE + LATENT_WGMMA + STATES
 
 
 def build(backend: str) -> None:
     """The backend's library from the sources in BUILD / csrc, into the copied package."""
+    if backend == "python":
+        return
     tree, library = BUILD / backend, f"pagedtree_{backend}"
     if not tree.exists():
         options = ["-DPAGEDTREE_PYTHON=OFF", f"-DPython_EXECUTABLE={sys.executable}"]
@@ -410,7 +444,8 @@ def main() -> None:
     for i, mutant in enumerate(chosen):
         if i and mutant.backend != chosen[i - 1].backend:
             build(chosen[i - 1].backend)  # unbroken again
-        start, source = time.monotonic(), BUILD / "csrc" / mutant.file
+        start = time.monotonic()
+        source = BUILD / ("python/pagedtree" if mutant.backend == "python" else "csrc") / mutant.file
         text = source.read_text()
         if mutant.line not in text:
             sys.exit(f"{mutant.name}: {mutant.file} has no line `{mutant.line}` any more")

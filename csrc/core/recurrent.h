@@ -31,7 +31,7 @@ struct RecurrentBatch {
 // tree_delta_rule, and advance_state, which has no q and out and writes `state`.
 struct DeltaRuleParams {
   RecurrentBatch tokens;
-  const void* q;      // [T, Hk, Dk] or null
+  const void* q;      // [T, Hk, Dk], read for `out` alone
   const void* k;      // [T, Hk, Dk]
   const void* v;      // [T, H, Dv]
   const float* g;     // [T, H] or [T, H, Dk]

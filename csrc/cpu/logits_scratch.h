@@ -41,9 +41,9 @@ struct AdjustedRow {
   bool pays;      // whether there is a penalty
   bool lowers;    // whether only patches can raise a logit
   // Memory that OptionsMemory owns:
-  float* values;      // [V + kMostLanes] adjusted logits of patched tokens, and of the blocks that were opened
-  float* exact_from;  // [blocks] the least logit from which on the block's values are exact; others are below it
+  float* values;      // [V + kMostLanes] adjusted logits of patched tokens, and of blocks that are kept
   uint8_t* is_exact;  // [blocks] whether the peaks of the block are; else they are bounds
+  uint8_t* is_kept;   // [blocks] whether `values` holds the block
   float* most;        // [blocks] the largest peak, or bound, of the block
   uint32_t* patched;  // [ceil(V / 32)] bits: tokens that RowPatch has corrected
   int32_t* columns;   // [V] those tokens, num_patched in all
@@ -53,7 +53,7 @@ struct AdjustedRow {
 // Scratch of the rules that weigh drafts.
 struct RulesScratch {
   FilterScratch filter;
-  AdjustedRow adjusted;
+  AdjustedRow* adjusted;  // of the thread
   NodeDistributions distributions;
   MassTable residuals, drafts;
   MassBlock block;

@@ -14,7 +14,7 @@ void CpuBackend::token_logprobs(const TokenLogprobsParams& p, const ExecContext&
   parallel_for(ctx, p.num_tokens, 1, [&](int64_t begin, int64_t end) {
     const auto scratch = std::make_unique_for_overwrite<RulesScratch>();
     OptionsMemory memory(p.options, p.logits.vocab);
-    scratch->adjusted = memory.scratch;
+    scratch->adjusted = &memory.scratch;
     for (int64_t r = begin; r < end; ++r) isa.token_logprobs(p, r, *scratch);
   });
 }

@@ -1,39 +1,54 @@
-// Owns the memory of an AdjustedRow, of which a thread needs one for all its rows.
+// The memory of an AdjustedRow, of which a thread needs one for all its rows.
 #pragma once
 
-#include <memory>
+#include <vector>
 
 #include "cpu/logits_scratch.h"
 
 namespace pagedtree::cpu {
 
+// It stays with the thread from call to call, some 16 bytes per column: fetching fresh pages takes longer than a row.
 class OptionsMemory {
  public:
   // For rows of `columns`; nothing is allocated without options.
-  OptionsMemory(const OptionsParams& o, int64_t columns) {
-    if (!o.used) return;
-    const auto size = static_cast<size_t>(columns), words = size / 32 + 1, blocks = size / kPeakBlock + 1;
-    patched_ = std::make_unique<uint32_t[]>(words);
-    columns_ = std::make_unique_for_overwrite<int32_t[]>(size);
-    flags_ = std::make_unique_for_overwrite<uint8_t[]>(blocks);
-    values_ = std::make_unique_for_overwrite<float[]>(size + kMostLanes + 2 * blocks);
-    if (o.cu_bias != nullptr) bias_ = std::make_unique<float[]>(size);
-    scratch.patched = patched_.get();
-    scratch.columns = columns_.get();
-    scratch.is_exact = flags_.get();
-    scratch.most = values_.get();
-    scratch.exact_from = values_.get() + blocks;
-    scratch.values = values_.get() + 2 * blocks;
-    scratch.bias = bias_.get();
+  OptionsMemory(const OptionsParams& o, int64_t columns) : scratch(of_thread().scratch) {
+    if (o.used) of_thread().grow(static_cast<size_t>(columns), o.cu_bias != nullptr);
   }
 
-  AdjustedRow scratch{};
+  AdjustedRow& scratch;
 
  private:
-  std::unique_ptr<uint32_t[]> patched_;
-  std::unique_ptr<int32_t[]> columns_;
-  std::unique_ptr<uint8_t[]> flags_;
-  std::unique_ptr<float[]> values_, bias_;
+  struct Buffers {
+    AdjustedRow scratch{};
+    std::vector<uint32_t> patched_;
+    std::vector<int32_t> columns_;
+    std::vector<uint8_t> flags_;
+    std::vector<float> values_, bias_;
+
+    // adjust_row() leaves zeros where it finds them, so that only new memory is filled.
+    void grow(size_t size, bool has_bias) {
+      const size_t blocks = columns_.size() < size ? size / kPeakBlock + 1 : flags_.size() / 2;
+      if (columns_.size() < size) {
+        patched_.resize(size / 32 + 1);
+        columns_.resize(size);
+        flags_.resize(2 * blocks);
+        values_.resize(size + kMostLanes + blocks);
+      }
+      if (has_bias && bias_.size() < size) bias_.resize(size);
+      scratch.patched = patched_.data();
+      scratch.columns = columns_.data();
+      scratch.is_exact = flags_.data();
+      scratch.is_kept = flags_.data() + blocks;
+      scratch.most = values_.data();
+      scratch.values = values_.data() + blocks;
+      scratch.bias = bias_.data();
+    }
+  };
+
+  static Buffers& of_thread() {
+    static thread_local Buffers buffers;
+    return buffers;
+  }
 };
 
 }  // namespace pagedtree::cpu

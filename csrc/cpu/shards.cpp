@@ -27,7 +27,7 @@ void CpuBackend::weigh_shards(const ShardWeighParams& p, const ExecContext& ctx)
   parallel_for(ctx, num_items(p), 1, [&](int64_t begin, int64_t end) {
     const auto scratch = std::make_unique_for_overwrite<RulesScratch>();
     OptionsMemory memory(p.shard.options, p.shard.logits.vocab);
-    scratch->adjusted = memory.scratch;
+    scratch->adjusted = &memory.scratch;
     for (int64_t item = begin; item < end; ++item) isa.weigh_shard(p, item, *scratch);
   });
 }

@@ -39,7 +39,7 @@ static void for_each_tree(const RatioParams& p, const ExecContext& ctx,
   parallel_for(ctx, p.verify.batch, 1, [&](int64_t begin, int64_t end) {
     const auto scratch = std::make_unique_for_overwrite<RulesScratch>();
     OptionsMemory memory(p.verify.options, p.verify.logits.vocab);
-    scratch->adjusted = memory.scratch;
+    scratch->adjusted = &memory.scratch;
     for (int64_t b = begin; b < end; ++b) rule(p, b, *scratch);
   });
 }

@@ -65,6 +65,16 @@ struct Mma {  // words: four of a, two of b, two unused, four of d
   }
 };
 
+struct MmaTf32 {  // words: four of a, two of b, two unused, four of d
+  static __device__ void run(const uint32_t* in, uint32_t* out) {
+    float a[4], d[4];
+    for (int i = 0; i < 4; ++i) a[i] = as_float(in[i]);
+    for (int i = 0; i < 4; ++i) d[i] = as_float(in[8 + i]);
+    ptx::mma_m16n8k8(d, a, as_float(in[4]), as_float(in[5]));
+    for (int i = 0; i < 4; ++i) out[i] = as_word(d[i]);
+  }
+};
+
 struct CpAsync {  // even threads copy, odd ones get zeros
   static __device__ void run(const uint32_t* in, uint32_t* out) {
     auto& s = ptx::shared<Shared>();
@@ -203,6 +213,7 @@ constexpr Instruction kInstructions[] = {
     {"ldmatrix_x4_trans", run<LdMatrix<true>>},
     {"mma_m16n8k16/bf16", run<Mma<__nv_bfloat16>>},
     {"mma_m16n8k16/fp16", run<Mma<__half>>},
+    {"mma_m16n8k8/tf32", run<MmaTf32>},
     {"cp_async_16", run<CpAsync>},
     {"cp_async_wait", run<CpAsyncGroups>},
     {"ex2", run<Ex2>},

@@ -101,6 +101,24 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
   });
 }
 
+namespace detail {
+
+struct WordMmaLane {
+  float* d;
+  const float* a;
+  float b[2];
+};
+
+// d += a b for a 16 x 8, b 8 x 8, likewise.
+void multiply_word_fragments(WordMmaLane** lanes);
+
+}  // namespace detail
+
+inline void mma_m16n8k8(float (&d)[4], const float (&a)[4], float b0, float b1, Location at = Location::current()) {
+  detail::WordMmaLane lane{d, a, {b0, b1}};
+  simt::machine().collective(~0u, &lane, {"mma", at}, detail::multiply_word_fragments);
+}
+
 // ---- e4m3
 
 // Two e4m3 codes, in the low 16 bits, as two halves.

@@ -2,8 +2,10 @@
 // engine's own threads. Queries and keys are zero, so that a node weighs what it sees evenly; the value at position i
 // is the i-th unit vector. The output row of a node therefore shows which positions the node saw. Then the same over a
 // latent cache, whose rows are keys and, in their first columns, values. Then verification under a request option: no
-// token may come twice. Last, the best nodes of the whole batch.
+// token may come twice. Then a layer with a recurrent state, which takes the accepted path in. Last, the best nodes of
+// the whole batch.
 #include <pagedtree/core/backend.h>
+#include <pagedtree/core/recurrent.h>
 #include <pagedtree/core/schedule.h>
 
 #include <algorithm>
@@ -169,17 +171,22 @@ std::vector<int32_t> select(const pagedtree::Backend& backend, const pagedtree::
   return node_map;
 }
 
-// The tokens that each sequence emits where every row of logits prefers token 0, then 1, and so on, every node drafts
+struct Verdict {
+  std::vector<int32_t> accept_index, num_accepted;
+  std::vector<int64_t> tokens;
+};
+
+// What each sequence accepts and emits where every row of logits prefers token 0, then 1, and so on, every node drafts
 // its depth's token, and a penalty forbids what its own path has said.
-std::vector<int64_t> verify(const pagedtree::Backend& backend, const pagedtree::ExecContext& ctx, const Trees& trees) {
+Verdict verify(const pagedtree::Backend& backend, const pagedtree::ExecContext& ctx, const Trees& trees) {
   constexpr int32_t kVocab = 8, kMaxDepth = 2;
   const int64_t width = kMaxDepth + 1;
   std::vector<float> logits(trees.num_rows() * kVocab);
   for (size_t i = 0; i < logits.size(); ++i) logits[i] = -0.1f * static_cast<float>(i % kVocab);
-  std::vector<int32_t> drafts(trees.num_rows()), accept_index(trees.batch() * width), num_accepted(trees.batch()),
-      status(trees.batch());
+  std::vector<int32_t> drafts(trees.num_rows()), status(trees.batch());
   for (int64_t row = 0; row < trees.num_rows(); ++row) drafts[row] = trees.depths[row] - 1;
-  std::vector<int64_t> tokens(trees.batch() * width);
+  Verdict verdict{std::vector<int32_t>(trees.batch() * width), std::vector<int32_t>(trees.batch()),
+                  std::vector<int64_t>(trees.batch() * width)};
   const std::vector<int64_t> zeros(trees.batch());
   const float temperature = 0.0f, top_p = 1.0f, min_p = 0.0f, presence = 2.0f;
   const int32_t top_k = 0;
@@ -197,9 +204,9 @@ std::vector<int64_t> verify(const pagedtree::Backend& backend, const pagedtree::
   params.next_sibling = trees.next_sibling.data();
   params.valid = reinterpret_cast<const uint8_t*>(trees.valid.get());
   params.seeds = params.positions = zeros.data();
-  params.accept_index = accept_index.data();
-  params.num_accepted = num_accepted.data();
-  params.tokens = tokens.data();
+  params.accept_index = verdict.accept_index.data();
+  params.num_accepted = verdict.num_accepted.data();
+  params.tokens = verdict.tokens.data();
   params.status = status.data();
   params.batch = trees.batch();
   params.max_nodes = pagedtree::kMaskWordBits;
@@ -216,8 +223,102 @@ std::vector<int64_t> verify(const pagedtree::Backend& backend, const pagedtree::
   options.vocab = kVocab;
   options.used = true;
   backend.verify_sampled(params, ctx);
-  return tokens;
+  return verdict;
 }
+
+// A layer with a recurrent state behind a short convolution. Row r is the r-th unit vector, each tap is 1 and nothing
+// decays or is forgotten: so the convolution gives each node its own row and its parent's, and the layer all rows of
+// its path, each as often as it was convolved. The states start at zero, and in the end have taken in what `verdict`
+// accepts.
+struct Recurrence {
+  static constexpr int32_t kDim = 8, kTaps = 2;
+  std::vector<float> convolved, out, state, conv_state;
+
+  Recurrence(const pagedtree::Backend& backend, const pagedtree::ExecContext& ctx, const Trees& trees,
+             const Verdict& verdict)
+      : convolved(trees.num_rows() * kDim),
+        out(trees.num_rows() * kDim),
+        state(trees.batch() * kDim * kDim),
+        conv_state(trees.batch() * kDim * (kTaps - 1)) {
+    std::vector<float> inputs(trees.num_rows() * kDim), keys(trees.num_rows() * kDim), decays(trees.num_rows());
+    for (int64_t row = 0; row < trees.num_rows(); ++row) inputs[row * kDim + row] = keys[row * kDim] = 1.0f;
+    const std::vector<float> taps(kDim * kTaps, 1.0f);
+    std::vector<int32_t> slots(trees.batch());
+    for (int64_t b = 0; b < trees.batch(); ++b) slots[b] = static_cast<int32_t>(b);
+
+    pagedtree::RecurrentBatch tokens{};
+    tokens.cu_nodes = trees.cu_nodes.data();
+    tokens.parents = trees.parents.data();
+    tokens.depths = trees.depths.data();
+    tokens.accept_index = verdict.accept_index.data();
+    tokens.num_accepted = verdict.num_accepted.data();
+    tokens.state_index = slots.data();
+    tokens.num_slots = tokens.batch = trees.batch();
+    tokens.num_rows = trees.num_rows();
+    tokens.path_width = static_cast<int32_t>(verdict.accept_index.size() / verdict.num_accepted.size());
+    tokens.accept_stride = tokens.path_width;
+    tokens.max_nodes = pagedtree::kMaskWordBits;
+
+    pagedtree::ConvParams conv{};
+    conv.tokens = tokens;
+    conv.x = inputs.data();
+    conv.weight = taps.data();
+    conv.conv_state = conv_state.data();
+    conv.out = convolved.data();
+    conv.x_stride = conv.channels = kDim;
+    conv.weight_strides[0] = conv.width = kTaps;
+    conv.weight_strides[1] = 1;
+    conv.state_strides[0] = kDim * (kTaps - 1);
+    conv.state_strides[1] = kTaps - 1;
+    conv.state_strides[2] = 1;
+    conv.dtype = conv.weight_dtype = pagedtree::DType::kFloat32;
+    backend.tree_conv1d(conv, ctx);
+
+    pagedtree::DeltaRuleParams rule{};  // no beta: values are added
+    rule.tokens = tokens;
+    rule.q = rule.k = keys.data();
+    rule.v = convolved.data();
+    rule.g = decays.data();
+    rule.state = state.data();
+    rule.out = out.data();
+    rule.q_token_stride = rule.q_head_stride = rule.k_token_stride = rule.k_head_stride = kDim;
+    rule.v_token_stride = rule.v_head_stride = kDim;
+    rule.g_token_stride = rule.g_head_stride = 1;
+    rule.state_strides[0] = rule.state_strides[1] = kDim * kDim;
+    rule.state_strides[2] = kDim;
+    rule.state_strides[3] = 1;
+    rule.num_heads = rule.group_size = 1;
+    rule.key_dim = rule.value_dim = kDim;
+    rule.scale = 1.0f;
+    rule.dtype = pagedtree::DType::kFloat32;
+    backend.tree_delta_rule(rule, ctx);
+
+    rule.out = conv.out = nullptr;  // now the accepted paths
+    backend.advance_state(rule, ctx);
+    backend.advance_conv(conv, ctx);
+  }
+
+  void print() const {
+    for (size_t row = 0; row < out.size() / kDim; ++row) {
+      std::printf("row %d convolved", static_cast<int>(row));
+      print_row(convolved, row);
+      std::printf(", read");
+      print_row(out, row);
+      std::printf("\n");
+    }
+    for (size_t b = 0; b < conv_state.size() / kDim; ++b) {
+      std::printf("sequence %d, its state:", static_cast<int>(b));
+      print_row(state, b * kDim);
+      std::printf(", its last input:");
+      print_row(conv_state, b);
+      std::printf("\n");
+    }
+  }
+
+  static void print_row(const std::vector<float>& matrix, size_t row) {
+    for (int32_t i = 0; i < kDim; ++i) std::printf(" %d", static_cast<int>(matrix[row * kDim + i]));
+  }
+};
 
 }  // namespace
 
@@ -255,12 +356,14 @@ int main() {
   }
   std::printf("a latent cache: %s\n", same ? "the same" : "ANOTHER RESULT");
 
-  const std::vector<int64_t> tokens = verify(backend, ctx, trees);
+  const Verdict verdict = verify(backend, ctx, trees);
   for (int64_t b = 0; b < trees.batch(); ++b) {
     std::printf("sequence %d, no token twice:", static_cast<int>(b));
-    for (int32_t j = 0; j < 3; ++j) std::printf(" %d", static_cast<int>(tokens[b * 3 + j]));
+    for (int32_t j = 0; j < 3; ++j) std::printf(" %d", static_cast<int>(verdict.tokens[b * 3 + j]));
     std::printf("\n");
   }
+
+  Recurrence(backend, ctx, trees, verdict).print();
 
   std::printf("the best 5 rows:");
   for (const int32_t row : select(backend, ctx, trees, 5)) std::printf(" %d", static_cast<int>(row));

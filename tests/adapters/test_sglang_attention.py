@@ -222,6 +222,9 @@ def test_other_refusals() -> None:
     server.runner.token_to_kv_pool.translate_loc_from_full_to_swa = None
     with pytest.raises(NotImplementedError, match="sliding windows"):
         PagedTreeBackend(server.runner)
+    server.runner.req_to_token_pool.mamba_pool = None
+    with pytest.raises(NotImplementedError, match=r"recurrent layers \(a mamba_pool\) are not supported"):
+        PagedTreeBackend(server.runner)
     server.runner.use_mla_backend = True
     with pytest.raises(NotImplementedError, match="MLA"):
         PagedTreeBackend(server.runner)

@@ -83,6 +83,12 @@ def test_attributes_exist(variable, path, classes) -> None:
     assert used <= names_of_class(path, *classes), variable
 
 
+def test_a_model_with_recurrent_layers_is_known_by_its_pool() -> None:
+    names = names_of_class("srt/mem_cache/memory_pool.py", "HybridReqToTokenPool")
+    assert "mamba_pool" in names
+    assert "mamba_pool" not in names_of_class("srt/mem_cache/memory_pool.py", "ReqToTokenPool")
+
+
 def test_a_window_counts_the_keys_behind_the_query() -> None:
     """SGLang's own backends add one to sliding_window_size where a kernel counts the query's key, too."""
     source = SOURCES.text("srt/layers/attention/intel_amx_backend.py")

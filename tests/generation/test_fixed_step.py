@@ -13,7 +13,10 @@ import torch
 
 pytest.importorskip("transformers")
 
+from continuous_case import IS_5
 from generate_case import LENGTHS, NEW_TOKENS, SAMPLING, VOCAB, Oracle, greedy, lists, prompts_of, tiny
+from hybrid_case import MODELS as HYBRIDS
+from hybrid_case import tiny_hybrid
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -176,6 +179,25 @@ def test_the_step_stays_on_the_device(no_values, name, params, rule):
             step.run()
     drafter.end()
     assert step._report.shape == (4, step._result.trees.max_depth + 4)
+
+
+@pytest.mark.skipif(not IS_5, reason="transformers 4.57 writes these models otherwise")
+@pytest.mark.parametrize("name", [name for name in HYBRIDS if name != "kimi_linear"])  # refused without values
+def test_recurrent_layers_stay_on_the_device(no_values, monkeypatch, name):
+    """transformers asks whether a stream is being captured before it reads values of its masks."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    model = tiny_hybrid(name).to(torch.bfloat16)
+    sequences = [GeneratedSequence(index, index, [1, 2, 3], max_length=20) for index in range(3)]
+    drafter, sampling = NgramDrafter(8), Sampling("greedy", None, torch.zeros(3, dtype=torch.int64))
+    drafter.begin(4, sampling)
+    cache = PagedCache(20, 4, torch.device("meta"), is_recurrent=True)
+    packed = TransformersModel(model)
+    step = FixedStep(packed, cache, sampling, drafter, torch.zeros((4, 20), dtype=torch.int64), None, sequences, 4)
+    with packed.use():
+        step.run()
+        with NoHost(), NoConstants():
+            step.run()
+    assert step._report.shape[0] == 4 and cache.states.num_slots == 3
 
 
 @pytest.mark.parametrize("is_processed", [None, False, True])

@@ -139,9 +139,9 @@ def budget(monkeypatch):
     """Always drafts, and verifies the likelier half of the nodes."""
 
     def wants_drafts(self, remaining, unread, others_wait):
-        if not self._costs_of(len(remaining)).plain:
+        if not self._costs_of(len(remaining)).num_plain:
             self.levels = None
-            self.observe(remaining, 1.0, None)
+            self.observe(list(remaining), 1.0, None)
         self.weights = np.full(len(remaining), 1 / len(remaining))
         self.tree, self.levels = None, 1.0
         return True

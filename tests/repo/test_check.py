@@ -120,7 +120,7 @@ def test_what_is_measured_or_does_not_apply_is_not_counted_as_passed(capsys, tmp
     assert found["counts"]["measured"] == 11 and "rates/attention, decode" in rows
     captured = rows["capture/sampled/n-gram trees"]
     assert captured["status"] == NOT_APPLICABLE and captured["detail"].startswith("only on ")
-    assert "not applicable: 6 only on cuda" in text and found["counts"]["ok"] == 0
+    assert "not applicable: 8 only on cuda" in text and found["counts"]["ok"] == 0
 
 
 def test_no_name_occurs_twice():

@@ -200,9 +200,14 @@ def test_the_cpp_example_runs_against_the_cmake_package(tmp_path, capsys):
     run("cmake", "-S", ROOT / "examples" / "cpp", "-B", tmp_path, f"-Dpagedtree_DIR={package}")
     run("cmake", "--build", tmp_path)
     lines = run(tmp_path / "tree_step").splitlines()
-    assert lines[0] == "backend cpu" and len(lines) == 14
-    assert lines[-4:-1] == ["a latent cache: the same", *(f"sequence {b}, no token twice: 0 1 2" for b in range(2))]
-    assert lines[-1] == "the best 5 rows: 0 1 2 3 4"
+    assert lines[0] == "backend cpu" and len(lines) == 23
+    assert lines[10:13] == ["a latent cache: the same", *(f"sequence {b}, no token twice: 0 1 2" for b in range(2))]
+    assert lines[16] == "row 3 convolved 0 1 0 1 0 0 0 0, read 2 2 0 1 0 0 0 0"  # its path: rows 0, 1 and 3
+    assert lines[20:] == [
+        "sequence 0, its state: 2 2 0 1 0 0 0 0, its last input: 0 0 0 1 0 0 0 0",
+        "sequence 1, its state: 0 0 0 0 2 2 1 0, its last input: 0 0 0 0 0 0 1 0",
+        "the best 5 rows: 0 1 2 3 4",
+    ]
     assert "  node 3, parent  1, depth 2 saw 111111101" in lines
 
 

@@ -66,6 +66,15 @@ PT_DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, 
   }
 }
 
+// d += a b for a 16 x 8 row major and b 8 x 8 column major, of which the first 19 bits count (tf32): fp16 and bf16 are
+// exact in it.
+PT_DEVICE void mma_m16n8k8(float (&d)[4], const float (&a)[4], float b0, float b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
+        "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+
 // ---- e4m3
 
 // Two e4m3 codes, in the low 16 bits, as two halves; from sm_89 on.

@@ -19,6 +19,7 @@ from pagedtree.generation.logprobs import Found, LogprobReader, TokenLogprobs
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.paged_step import PagedStep, PrefixPass
+from pagedtree.generation.recurrent_step import RecurrentStep
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import Batch, GeneratedSequence, Scheduler
 from pagedtree.generation.stats import GenerationStats
@@ -120,9 +121,8 @@ class Engine:
         self.stats.peak_pages, self.stats.pages_taken = self.cache.peak_pages, self.cache.pages_taken
 
     def step(self) -> None:
-        begin = time.perf_counter()
+        begin, drafting = time.perf_counter(), self.stats.draft_time
         batch, draft = self._schedule()
-        remaining = _remaining(batch.decode)
         self._compact()
         if draft is None:
             self._step_in_place(batch.decode)
@@ -138,6 +138,8 @@ class Engine:
             self._hand_on(batch, features)
         for sequence, count in batch.prefill:
             sequence.cached += count
+            if self.cache.states is not None and sequence.cached == sequence.shared_len:
+                self.cache.states.keep_prefix(sequence.index)
             if sequence.was_evicted:
                 self.stats.sequences[sequence.index].restored_tokens += count
         self.stats.steps += 1
@@ -149,7 +151,8 @@ class Engine:
             if batch.prefill:
                 self.tuner.observe_reading(packed.input_ids.shape[0], seconds)
             else:
-                self.tuner.observe(remaining, seconds, verdict.accept_index)
+                indices = [sequence.index for sequence in batch.decode]
+                self.tuner.observe(indices, seconds, verdict.accept_index, self.stats.draft_time - drafting)
 
     def _step_in_place(self, sequences: list[GeneratedSequence]) -> None:
         """A fixed step: nothing but decoding, and the drafter's part in it."""
@@ -193,7 +196,8 @@ class Engine:
             self.has_begun_to_tune = True
             tuner.begin()
         unread = self.draft_share * self.drafter.unread(batch.decode)
-        if not tuner.wants_drafts(_remaining(batch.decode), unread, others_wait=bool(self.scheduler.waiting)):
+        remaining = {sequence.index: sequence.max_length - len(sequence.tokens) for sequence in batch.decode}
+        if not tuner.wants_drafts(remaining, unread, others_wait=bool(self.scheduler.waiting)):
             return False
         if not self.scheduler.reserve(batch.decode, self.max_nodes):
             tuner.levels = None
@@ -267,6 +271,13 @@ class Engine:
             max_seqlen_q=max([*counts, trees.max_nodes if batch.decode else 1]),
         )  # fmt: skip
         step.prefix = self._shared_prefix(step, read, batch.decode, trees.max_nodes)
+        if cache.states is not None:
+            every = [*read, *batch.decode]
+            slots = self._to_device([cache.states.slot(s.index) for s in every], torch.int32)
+            prompt_lens = self._to_device([s.prompt_len for s in every], torch.int64)
+            step.recurrent = RecurrentStep.of(
+                cache.states, slots, prompt_lens, trees, cu_seqlens_q, positions, num_known
+            )
 
         complete = [i for i, (s, count) in enumerate(batch.prefill) if s.cached + count == len(s.tokens)]
         verified = [*(read[i] for i in complete), *batch.decode]
@@ -339,6 +350,9 @@ class Engine:
         if trees.max_nodes > 1:
             table = self.cache.page_table([sequence.index for sequence in sequences])
             self.to_compact = (table, start, verdict.accept_index, verdict.num_accepted)
+        if packed.step.recurrent is not None:  # what was read is in the states already
+            first = packed.num_read
+            packed.step.recurrent.advance(verdict.accept_index[first:], verdict.num_accepted[first:])
         committed = commit(
             verdict, trees, start, history=history, history_lens=lengths, eos_ids=self.eos_ids,
             options=None if self.logprobs is not None and self.logprobs.is_processed else options,
@@ -429,11 +443,6 @@ class Engine:
 
     def _to_device(self, values: list[Any], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
-
-
-def _remaining(sequences: list[GeneratedSequence]) -> list[int]:
-    """How many tokens each sequence may still get, if its text does not end before."""
-    return [sequence.max_length - len(sequence.tokens) for sequence in sequences]
 
 
 def _offsets(counts: list[int]) -> list[int]:

@@ -15,6 +15,7 @@ from pagedtree.generation.mirror import Mirror
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.paged_step import PagedStep
+from pagedtree.generation.recurrent_step import RecurrentStep
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.generation.token_options import RequestRows
@@ -58,6 +59,11 @@ class FixedStep:
         self.rows = Mirror((batch_size,), torch.int64, device, fill=len(sequences))
         self.start = Mirror((batch_size,), torch.int32, device, fill=IDLE)
         self.page_table = Mirror((batch_size, cache.pages_for(max_tokens)), torch.int32, device)
+        self.slots = Mirror((batch_size,), torch.int32, device, fill=IDLE)
+        self.prompt_lens = Mirror((batch_size,), torch.int64, device)
+        if cache.states is not None:
+            prompts = {sequence.group for sequence in sequences if sequence.shared_len}
+            cache.states.reserve(len(sequences) + len(prompts))
         self.requests, self.logprobs = requests, logprobs
         self.options = None if requests is None else requests.buffers(batch_size)
         drafter.capture(model, sequences, batch_size)
@@ -77,6 +83,9 @@ class FixedStep:
         self.rows.set([sequence.index for sequence in sequences])
         self.start.set([sequence.root for sequence in sequences])
         self.page_table.set([self.cache.pages(sequence.index) for sequence in sequences])
+        if self.cache.states is not None:
+            self.slots.set([self.cache.states.slot(sequence.index) for sequence in sequences])
+            self.prompt_lens.set([sequence.prompt_len for sequence in sequences])
         if self.requests is not None and self.options is not None:
             idle = self.batch_size - len(sequences)
             rows = [*(sequence.index for sequence in sequences), *[self.requests.idle_row] * idle]
@@ -121,6 +130,10 @@ class FixedStep:
             self.cache, self.page_table.tensor, seq_lens, cu_seqlens_q, slots, trees.mask if is_tree else None,
             trees.cu_nodes.diff() if is_tree else None, max_seqlen_q=trees.max_nodes,
         )  # fmt: skip
+        if self.cache.states is not None:
+            step.recurrent = RecurrentStep.of(
+                self.cache.states, self.slots.tensor, self.prompt_lens.tensor, trees, cu_seqlens_q, positions
+            )
         input_ids = tokens.clamp(0, self.vocab_size - 1)
         logits, hidden, _ = self.model.run(input_ids, positions, step, needs_hidden=self.drafter.needs_hidden)
 
@@ -131,6 +144,8 @@ class FixedStep:
         if is_tree:
             tensors = self.cache.tensors()
             compact_kv(tensors, self.page_table.tensor, start, verdict.accept_index, verdict.num_accepted)
+        if step.recurrent is not None:
+            step.recurrent.advance(verdict.accept_index, verdict.num_accepted)
         committed = commit(
             verdict, trees, start, history=history, history_lens=lengths, eos_ids=self.eos_ids, node_map=draft.node_map,
             options=None if self.logprobs is not None and self.logprobs.is_processed else options,

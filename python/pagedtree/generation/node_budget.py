@@ -39,17 +39,18 @@ class BatchNodes:
 
     @classmethod
     def of(cls, trees: TreeBatch) -> BatchNodes:
-        offsets, parents, depths, siblings = (
-            t.cpu().numpy() for t in (trees.cu_nodes, trees.parents, trees.depths, trees.next_sibling)
-        )
+        offsets, parents, depths = (t.cpu().numpy() for t in (trees.cu_nodes, trees.parents, trees.depths))
+        count = offsets[-1]
+        parents, depth = parents[:count], depths[:count]
         tree = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-        first, count = offsets[tree], offsets[-1]
-        parent = np.where(parents[:count] < 0, np.arange(count), first + parents[:count])
-        rank = np.zeros(count, dtype=np.int64)
-        rows = np.flatnonzero(siblings[:count] >= 0)
-        for _ in range(MAX_RANKS):  # siblings come in the order of their ranks
-            rank[first[rows] + siblings[rows]] = rank[rows] + 1
-        return cls(len(offsets) - 1, tree, parent, depths[:count], rank.clip(max=MAX_RANKS - 1))
+        parent = np.where(parents < 0, np.arange(count), offsets[tree] + parents)
+        # Siblings come in the order of their ranks; a root is its own parent, before its children.
+        order = np.argsort(parent, kind="stable")
+        parents = parent[order]
+        rank = np.empty(count, dtype=np.int64)
+        rank[order] = np.arange(count) - np.searchsorted(parents, parents)
+        rank -= (depth > 0) & (depth[parent] == 0)
+        return cls(len(offsets) - 1, tree, parent, depth, np.minimum(rank, MAX_RANKS - 1))
 
     def along_paths(self, edges: np.ndarray) -> np.ndarray:
         """[N]: the sum of `edges` over each node's path from the root on."""
@@ -72,10 +73,12 @@ class NodeBudget:
         self.hits, self.trials = PRIOR_WEIGHT * np.tile(PRIOR, (MAX_DEPTH, 1)), np.full((MAX_DEPTH, MAX_RANKS), 2.0)
         self.survived, self.drafted = PRIOR_WEIGHT * EXPECTED, np.full(len(EXPECTED), PRIOR_WEIGHT)
         self.of_sequences: dict[int, tuple[float, float]] = {}  # accepted and expected nodes
+        self.faded = 0  # steps that have told nothing since the last that did
 
     @property
     def acceptance(self) -> np.ndarray:
         """[depth, rank]: how often a node is accepted where its parent was."""
+        self._forget()
         rates: np.ndarray = self.hits / self.trials
         return rates / np.maximum(rates.sum(axis=1, keepdims=True), 1.0)
 
@@ -84,6 +87,7 @@ class NodeBudget:
 
         sequences: the index of each tree's.
         """
+        self._forget()
         self._bins, self._sequences = self._bins_of(nodes, confidence), sequences
         rates = np.minimum.accumulate(self.survived / self.drafted)[self._bins]
         ease = [(hits + 2.0) / (expected + 2.0) for hits, expected in map(self._known, sequences)]
@@ -91,10 +95,15 @@ class NodeBudget:
         return np.where(nodes.depth > 0, survival, nodes.depth == 0)
 
     def fade(self) -> None:
-        """A step has told nothing, or is about to: older evidence counts a little less."""
-        for found, tried, rates in ((self.hits, self.trials, PRIOR), (self.survived, self.drafted, EXPECTED)):
-            found += (1 - KEPT) * (PRIOR_WEIGHT * rates - found)
-            tried += (1 - KEPT) * (PRIOR_WEIGHT - tried)
+        """A step has told nothing: older evidence counts a little less."""
+        self.faded += 1
+
+    def _forget(self) -> None:
+        share, self.faded = 1.0 - KEPT**self.faded, 0
+        if share > 0.0:
+            for found, tried, rates in ((self.hits, self.trials, PRIOR), (self.survived, self.drafted, EXPECTED)):
+                found += share * (PRIOR_WEIGHT * rates - found)
+                tried += share * (PRIOR_WEIGHT - tried)
 
     def observe(
         self, nodes: BatchNodes, survival: np.ndarray, kept: np.ndarray | None, accept_index: np.ndarray
@@ -104,6 +113,7 @@ class NodeBudget:
         kept: the rows that were verified, None for all. accept_index: [B, S], the accepted nodes of each kept tree.
         """
         self.fade()
+        self._forget()
         rows = np.arange(len(survival)) if kept is None else kept
         accepted = np.zeros(len(survival), dtype=bool)
         first = np.searchsorted(nodes.tree[rows], np.arange(nodes.trees))

@@ -38,6 +38,7 @@ class PackedModel(Protocol):
         vocab_size: it reads the token ids 0..vocab_size - 1.
         num_logits: columns of its logits, padding of the vocabulary included.
         num_weights: parameters, all in all.
+        is_recurrent: whether it has recurrent layers; these call `PagedStep.recurrent`.
     """
 
     @property
@@ -51,6 +52,9 @@ class PackedModel(Protocol):
 
     @property
     def num_weights(self) -> int: ...
+
+    @property
+    def is_recurrent(self) -> bool: ...
 
     def check_sequences(self, name: str, sequences: Iterable[GeneratedSequence]) -> bool:
         """Whether all of these sequences are long, for models that read long texts in another way than short ones.

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pagedtree.generation.recurrent_states import RecurrentStates
+
 __all__ = ["PagedCache"]
 
 
@@ -17,15 +19,17 @@ class PagedCache:
     that nothing is ever copied: `fork` hands over whole pages, and the tokens behind them are computed again.
 
     Attributes:
+        states: those of the model's recurrent layers, of the same sequences; None for a model without such layers.
         pages_in_use, peak_pages: pages held now, and at most so far.
         pages_taken: how often a page was taken from the pool; sharing takes none.
     """
 
-    def __init__(self, num_pages: int, page_size: int, device: torch.device) -> None:
+    def __init__(self, num_pages: int, page_size: int, device: torch.device, is_recurrent: bool = False) -> None:
         if page_size < 1 or num_pages < 1:
             raise ValueError(f"paged cache: expected num_pages and page_size >= 1, got {num_pages} and {page_size}")
         self.num_pages, self.page_size, self.device = num_pages, page_size, device
         self.peak_pages = self.pages_taken = 0
+        self.states = RecurrentStates(device) if is_recurrent else None
         self._layers: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._tables: dict[int, list[int]] = {}
         self._free = list(range(num_pages - 1, -1, -1))
@@ -90,17 +94,24 @@ class PagedCache:
         del table[keep:]
 
     def release(self, sequence: int) -> None:
-        """Gives back all pages of the sequence; shared ones stay with the others."""
+        """Gives back all pages of the sequence, and its states; shared pages stay with the others."""
         self._drop(self._tables.pop(sequence, []))
+        if self.states is not None:
+            self.states.release(sequence)
 
     def fork(self, source: int, sequence: int, num_tokens: int) -> None:
-        """Lets a new sequence share the first `num_tokens` tokens of `source`: whole pages, none of them copied."""
+        """Lets a new sequence share the first `num_tokens` tokens of `source`: whole pages, none of them copied.
+
+        Of recurrent states it gets a copy of those that were kept behind these tokens (`RecurrentStates.keep_prefix`).
+        """
         if num_tokens % self.page_size or self._tables.get(sequence):
             raise ValueError(f"fork: expected whole pages and a sequence without pages, got {num_tokens} tokens")
         shared = self._tables[source][: num_tokens // self.page_size]
         for page in shared:
             self._holders[page] += 1
         self._tables[sequence] = list(shared)
+        if self.states is not None:
+            self.states.fork(source, sequence)
 
     def page_table(self, sequences: Sequence[int], first_page: Sequence[int] | None = None) -> Tensor:
         """int32 [B, max_pages] on the cache's device; row b starts at page `first_page[b]` of its sequence."""

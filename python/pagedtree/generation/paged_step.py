@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pagedtree import append_kv, attention_plan, merge_states, tree_attention
 from pagedtree.generation.paged_cache import PagedCache
+from pagedtree.generation.recurrent_step import RecurrentStep
 
 __all__ = ["PagedStep", "PrefixPass"]
 
@@ -42,6 +43,7 @@ class PagedStep:
         page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens, max_seqlen_q: arguments of `tree_attention`.
         slots: those of `append_kv`, one per token.
         prefix: set where shared pages are to be read once.
+        recurrent: the same pass for recurrent layers, of a model that has some.
         layers_run: the layers that came here so far, by their layer_idx.
     """
 
@@ -54,6 +56,7 @@ class PagedStep:
     tree_lens: Tensor | None
     max_seqlen_q: int
     prefix: PrefixPass | None = None
+    recurrent: RecurrentStep | None = None
     layers_run: set[int] = field(default_factory=set)
     _plans: dict[Any, Tensor] = field(default_factory=dict)
 

@@ -18,6 +18,7 @@ class GeneratedSequence:
         group: the prompt; outcomes of one prompt share the pages of its first `shared_len` tokens.
         tokens: prompt and generated tokens. cached: how many of them, from the start, the cache holds.
         max_length: prompt length + max_new_tokens.
+        prompt_len: how many tokens there were at the beginning.
     """
 
     index: int
@@ -27,6 +28,10 @@ class GeneratedSequence:
     shared_len: int = 0
     cached: int = 0
     was_evicted: bool = False
+    prompt_len: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.tokens)
 
     @property
     def root(self) -> int:
@@ -85,11 +90,17 @@ class Scheduler:
         # Decoding comes first, but a pass always reads some of what waits, however many trees there are.
         budget = max(self.max_batch_tokens - len(batch.decode) * max_nodes, self.cache.page_size)
         for sequence in self.running:
-            chunk = min(len(sequence.tokens) - sequence.cached, budget)
+            chunk = min(self._unread(sequence), budget)
             if not sequence.is_decoding and chunk > 0:
                 batch.prefill.append((sequence, chunk))
                 budget -= chunk
         return batch
+
+    def _unread(self, sequence: GeneratedSequence) -> int:
+        """How many tokens one pass may read. Recurrent states are kept behind the shared tokens, so it ends there."""
+        if self.cache.states is not None and sequence.cached < sequence.shared_len:
+            return sequence.shared_len - sequence.cached
+        return len(sequence.tokens) - sequence.cached
 
     def reserve(self, sequences: list[GeneratedSequence], max_nodes: int) -> bool:
         """Whether these got the pages for trees of `max_nodes` nodes; no sequence is evicted for them."""

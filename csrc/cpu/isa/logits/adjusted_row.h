@@ -2,6 +2,8 @@
 // bound that costs next to nothing says that they matter: most counts and most patches are never looked at.
 #pragma once
 
+#include <algorithm>
+
 #include "core/options.h"
 #include "cpu/isa/logits/row.h"
 #include "cpu/isa/tile/math.h"
@@ -92,11 +94,18 @@ static inline vint load_counts(const AdjustedRow& a, int64_t begin) {
   return counts;
 }
 
+static inline vint in_prompt_of(const AdjustedRow& a, int64_t begin) {
+  return a.prompt_mask == nullptr ? vint{} : lanes_of(word_at(a.prompt_mask, a.first_token + begin, a.vocab));
+}
+
+// The tokens of a vector that pay penalties.
+static inline vint payers_of(const AdjustedRow& a, int64_t begin) {
+  return (load_counts(a, begin) > 0) | in_prompt_of(a, begin);
+}
+
 // What penalties leave of a masked vector.
 static inline vfloat penalised_lanes(const AdjustedRow& a, vfloat logit, int64_t begin) {
-  const vint counts = load_counts(a, begin);
-  const vint in_prompt =
-      a.prompt_mask == nullptr ? vint{} : lanes_of(word_at(a.prompt_mask, a.first_token + begin, a.vocab));
+  const vint counts = load_counts(a, begin), in_prompt = in_prompt_of(a, begin);
   const vint said = counts > 0;
   if (lane_bits(said | in_prompt) == 0) return logit;
   const vfloat times = __builtin_convertvector(said ? counts : vint{}, vfloat);
@@ -157,40 +166,120 @@ static inline vfloat load_bounds(const LogitRow& row, int64_t begin) {
   return load_if<T>(row, begin, [](vfloat) { return vint{}; });
 }
 
-// The logits of a block, which is adjusted when it is first opened.
+// Whether many of the bounds are above their logits.
+template <typename T>
+static inline bool has_bounds(const LogitRow& row) {
+  if constexpr (!std::is_same_v<T, AdjustedLogit>) return false;
+  return adjusted_row(row).pays;
+}
+
+// Fetches what penalties need to know of a vector, since it comes from anywhere in a table larger than most caches.
+template <typename T>
+static inline void prefetch_penalties(const LogitRow& row, int64_t begin) {
+  if constexpr (!std::is_same_v<T, AdjustedLogit>) return;
+  const AdjustedRow& a = adjusted_row(row);
+  if (a.pays && a.counts != nullptr) __builtin_prefetch(a.counts + begin);
+  if (a.pays && a.prompt_mask != nullptr) __builtin_prefetch(a.prompt_mask + (a.first_token + begin) / 32);
+}
+
+// The logits of a block that was opened.
 template <typename T>
 class BlockReader {
  public:
   explicit BlockReader(const LogitRow& row) : row_(row) {}
-  void open(int64_t, float) {}
+  // Under request options, logits below `least` may read as others below it.
+  void open(int64_t, float least) { least_ = least; }
+  // False only if all logits of a vector are below `least`.
+  bool may_reach(int64_t t) const { return lane_bits((*this)(t) >= splat(least_)) != 0; }
   vfloat operator()(int64_t t) const { return load_logits<T>(row_, t); }
 
  private:
   const LogitRow& row_;
+  float least_ = -kInfinity;
 };
 
 template <>
 class BlockReader<AdjustedLogit> {
  public:
   explicit BlockReader(const LogitRow& row) : a_(adjusted_row(row)) {}
-  // Logits below `least` may read as others below it.
   void open(int64_t begin, float least) {
-    const int64_t block = begin / kPeakBlock;
-    if (a_.exact_from[block] <= least) return;
-    a_.exact_from[block] = least;
-    const bool has_masks = may_forbid_in_block(a_, block);
-    const int64_t end = min_of(begin + kPeakBlock, a_.memory.vocab);
-    const auto matters = [&](vfloat bound) { return bound >= splat(least); };
-    with_memory(a_.memory.dtype, [&]<typename T>() {
-      for (int64_t t = begin; t < end; t += kLanes) {
-        store(a_.values + t, adjust_if(a_, load_raw<T>(a_.memory, t), t, has_masks, matters));
-      }
-    });
+    begin_ = begin;
+    least_ = least;
+    has_masks_ = may_forbid_in_block(a_, begin / kPeakBlock);
+    reads_all_ = least == -kInfinity || !a_.lowers;
+    if (reads_all_) {
+      keep();
+    } else {
+      find_vectors();
+    }
   }
-  vfloat operator()(int64_t t) const { return load(a_.values + t); }
+  bool may_reach(int64_t t) const {
+    if (reads_all_) return lane_bits(load(a_.values + t) >= splat(least_)) != 0;
+    const int64_t i = (t - begin_) / kLanes;
+    return (vectors_[i / 64] >> i % 64 & 1) != 0;
+  }
+  vfloat operator()(int64_t t) const {
+    if (reads_all_) return load(a_.values + t);
+    if (!may_reach(t)) return splat(-kInfinity);
+    return adjust_if(a_, load_memory(a_.memory, t), t, has_masks_,
+                     [&](vfloat bound) { return bound >= splat(least_); });
+  }
 
  private:
+  int64_t end() const { return min_of(begin_ + kPeakBlock, a_.memory.vocab); }
+  // All of the block is asked for, often several times.
+  __attribute__((noinline)) void keep() {
+    uint8_t& is_kept = a_.is_kept[begin_ / kPeakBlock];
+    if (is_kept) return;
+    is_kept = true;
+    const AdjustedRow a = a_;
+    const bool has_masks = has_masks_;
+    const int64_t begin = begin_, count = ceil_div<int64_t>(end() - begin, kLanes);
+    const auto put = [&](int64_t t, vfloat logit) {
+      const uint32_t patched = a.patched[t / 32] >> t % 32 & kAllLanes;
+      store(a.values + t, patched == 0 ? logit : select(lanes_of(patched), load(a.values + t), logit));
+    };
+    uint64_t payers[kWords] = {};
+    with_memory(a.memory.dtype, [&]<typename T>() {
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t t = begin + i * kLanes;
+        const vfloat raw = load_raw<T>(a.memory, t);
+        put(t, has_masks ? masked(a, raw, t) : finite_or_less(a, raw));
+        payers[i / 64] |= uint64_t{lane_bits(payers_of(a, t)) != 0} << i % 64;
+      }
+    });
+    // Apart from the others, since no processor foresees which vectors pay.
+    for (int64_t word = 0; word < kWords; ++word) {
+      for (uint64_t left = payers[word]; left != 0; left &= left - 1) {
+        const int64_t t = begin + (word * 64 + __builtin_ctzll(left)) * kLanes;
+        put(t, penalised_lanes(a, load(a.values + t), t));
+      }
+    }
+  }
+  // Most vectors need no look: nothing in memory reaches `least`, and nothing is patched.
+  __attribute__((noinline)) void find_vectors() {
+    std::fill_n(vectors_, kWords, 0);
+    const LogitRow memory = a_.memory;
+    const vfloat least = splat(least_);
+    const int64_t begin = begin_, count = ceil_div<int64_t>(end() - begin, kLanes);
+    with_memory(memory.dtype, [&]<typename T>() {
+      for (int64_t i = 0; i < count; ++i) {
+        const uint32_t lanes = lane_bits(load_raw<T>(memory, begin + i * kLanes) >= least);
+        vectors_[i / 64] |= uint64_t{lanes != 0} << i % 64;
+      }
+    });
+    for (int64_t i = 0; i < count && a_.num_patched > 0; ++i) {
+      const int64_t t = begin + i * kLanes;
+      vectors_[i / 64] |= uint64_t{(a_.patched[t / 32] >> t % 32 & kAllLanes) != 0} << i % 64;
+    }
+  }
+
+  static constexpr int kWords = kPeakBlock / kLanes / 64 > 0 ? kPeakBlock / kLanes / 64 : 1;
   AdjustedRow& a_;
+  int64_t begin_ = 0;
+  float least_ = -kInfinity;
+  bool has_masks_ = true, reads_all_ = true;
+  uint64_t vectors_[kWords];  // bits: those that are looked at
 };
 
 }  // namespace pagedtree::cpu::PAGEDTREE_ISA

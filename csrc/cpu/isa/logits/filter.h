@@ -304,16 +304,26 @@ static inline float reached_by(const LogitRow& row, float* peaks, int64_t count)
 // Gathers the logits that reach view.least, unless they are too many.
 template <typename T>
 static inline bool gather(const View& view, FewLogits& few) {
+  const auto reach = [&](vfloat logit) {
+    return (logit >= splat(view.least)) & (view.scale(logit) >= splat(view.min_x));
+  };
+  int64_t vectors[kFewLogits];
+  int size = 0;
   BlockReader<T> logits(view.row);
   for (int64_t block = 0; block < view.row.vocab; block += kPeakBlock) {
     if (!reaches(view.peaks, block, view.least)) continue;
     const int64_t end = min_of(block + kPeakBlock, view.row.vocab);
     logits.open(block, view.least);
     for (int64_t t = block; t < end; t += kLanes) {
-      const vfloat logit = logits(t);
-      const uint32_t lanes = lane_bits((logit >= splat(view.least)) & (view.scale(logit) >= splat(view.min_x)));
-      if (lanes != 0 && !few.insert(logit, lanes)) return false;
+      if (!logits.may_reach(t)) continue;
+      if (size == kFewLogits) return false;
+      vectors[size++] = t;
+      prefetch_penalties<T>(view.row, t);
     }
+  }
+  for (int i = 0; i < size; ++i) {
+    const vfloat logit = load_if<T>(view.row, vectors[i], [&](vfloat bound) { return bound >= splat(view.least); });
+    if (!few.insert(logit, lane_bits(reach(logit)))) return false;
   }
   return true;
 }
@@ -357,7 +367,7 @@ static inline void cut_row(const LogitRow& row, const Sampling& sampling, RowTot
 template <typename T>
 static inline bool find_filter_of_few(const Sampling& sampling, View view, Filter& filter) {
   // Where bounds are counted, a few of them are above their logits.
-  const int64_t spare = std::is_same_v<T, AdjustedLogit> ? sampling.top_k / 8 + 8 : 0;
+  const int64_t spare = has_bounds<T>(view.row) ? sampling.top_k / 8 + 8 : 0;
   view.least = reached_by(view.peaks, view.row.vocab, sampling.top_k + spare);
   FewLogits few;
   if (view.least == -kInfinity || !gather<T>(view, few)) return false;

@@ -34,7 +34,7 @@ void token_logprobs(const TokenLogprobsParams& p, int64_t r, RulesScratch& scrat
   const int64_t n = logprob_row(p, r), token = logprob_token(p, r);
   write_no_logprobs(p, r, 0, 1);
   if (n < 0) return;
-  const LogitRow row = row_under(p.options, r, r, logit_row(p.logits, n), scratch.adjusted);
+  const LogitRow row = row_under(p.options, r, r, logit_row(p.logits, n), *scratch.adjusted);
   const Sampling sampling = logprob_sampling(p, r);
   const RowDistribution distribution =
       with_logits(row.dtype, [&]<typename T>() { return find_distribution<T>(row, sampling, scratch.filter); });

@@ -1,5 +1,7 @@
 #include "cpu/isa/logits/options.h"
 
+#include <algorithm>
+
 #include "cpu/isa.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
@@ -79,10 +81,9 @@ LogitRow adjust_row(const RowOptions& r, const LogitRow& row, AdjustedRow& scrat
   }
   scratch.first_token = r.o.first_token;
   scratch.vocab = o.vocab;
-  for (int64_t block = 0; block < ceil_div<int64_t>(row.vocab, kPeakBlock); ++block) {
-    scratch.is_exact[block] = false;
-    scratch.exact_from[block] = kInfinity;
-  }
+  const int64_t num_blocks = ceil_div<int64_t>(row.vocab, kPeakBlock);
+  std::fill_n(scratch.is_exact, num_blocks, false);
+  std::fill_n(scratch.is_kept, num_blocks, false);
   Writer writer{r, row, scratch};
   RowPatch<Writer>(r, row, writer).run();
   if (!scratch.pays && scratch.allowed_mask == nullptr && scratch.num_patched == 0) return scratch.memory;

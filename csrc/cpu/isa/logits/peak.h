@@ -34,13 +34,14 @@ static inline Peak find_adjusted_peak(const LogitRow& row, float* peaks) {
       }
       if (peaks != nullptr) store(peaks + block * kLanes, best);
       a.most[block] = reduce_max(best);
-      a.is_exact[block] = false;
+      a.is_exact[block] = !a.pays;
     }
   });
   for (int64_t i = 0; i < a.num_patched; ++i) {
     const int64_t block = a.columns[i] / kPeakBlock;
     const float value = a.values[a.columns[i]];
     a.most[block] = max_of(a.most[block], value);
+    a.is_exact[block] = false;
     if (peaks == nullptr) continue;
     float& peak = peaks[block * kLanes + a.columns[i] % kLanes];
     peak = max_of(peak, value);

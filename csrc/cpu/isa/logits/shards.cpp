@@ -117,7 +117,7 @@ class ShardDistributions {
   void look_at(TreeWalk& walk, double c, int64_t num_tried) {
     if (p_.shard.options.used) {
       const RowOptions options = shard_options(p_.shard, n_, b_, p_.shard.rows[n_], false);
-      distributions_.target.row = adjust_row(options, logit_row(p_.shard.logits, n_), scratch_.adjusted);
+      distributions_.target.row = adjust_row(options, logit_row(p_.shard.logits, n_), *scratch_.adjusted);
     }
     tried_.size = 0;
     mark_tried(p_.shard, walk, num_tried, tried_);

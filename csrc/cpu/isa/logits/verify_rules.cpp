@@ -114,7 +114,7 @@ class Rows {
  private:
   LogitRow target_row(const RatioParams& p, int64_t b, int64_t row) {
     if (p.verify.options.used) peaks_row_ = {};  // which may be another row under the same address
-    return row_under(p.verify.options, b, row, logit_row(p.verify.logits, row), scratch_.adjusted);
+    return row_under(p.verify.options, b, row, logit_row(p.verify.logits, row), *scratch_.adjusted);
   }
 
   RowDistribution distribution_at(const LogitRow& row, const Sampling& sampling) {

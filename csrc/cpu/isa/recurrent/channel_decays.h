@@ -23,7 +23,7 @@ static inline void weigh_path(const Head& at, int32_t i) {
   float *key = s.decayed + i * width, *query = s.decayed + (s.rows + i) * width;
   const auto size = static_cast<size_t>(width) * sizeof(float);
   std::memcpy(key, s.keys + i * width, size);
-  if (at.p.q != nullptr) {
+  if (at.p.out != nullptr) {
     std::memcpy(query, s.keys + (s.rows + i) * width, size);
   } else {
     std::memset(query, 0, size);
@@ -89,7 +89,7 @@ static inline void decay_rows(const Head& at, int32_t i, const float* rows, cons
   const DeltaScratch& s = at.s;
   for (int half = 0; half < 2; ++half) {
     const bool is_query = half != 0;
-    if (is_query ? at.p.q == nullptr : at.p.beta == nullptr) continue;
+    if (is_query ? at.p.out == nullptr : at.p.beta == nullptr) continue;
     const int64_t row = is_query ? s.rows + i : i;
     for (int64_t d = 0; d < s.keys_width; d += kLanes) {
       const vfloat decay = second == nullptr ? load(first + d) : load(first + d) * load(second + d);
@@ -102,7 +102,7 @@ static inline void decay_rows(const Head& at, int32_t i, const float* rows, cons
 static inline void weigh_blocks(const Head& at, Blocks of) {
   const DeltaScratch& s = at.s;
   const int64_t width = s.keys_width;
-  const bool with_keys = at.p.beta != nullptr, with_queries = at.p.q != nullptr;
+  const bool with_keys = at.p.beta != nullptr, with_queries = at.p.out != nullptr;
   pack_keys(s,
             [&](int32_t i, int64_t d) { return load(s.keys + i * width + d) / load(s.block_decays + i * width + d); });
   for (int32_t number = 1; number <= of.most; ++number) {  // a token's own block first

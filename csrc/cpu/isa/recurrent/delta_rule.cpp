@@ -32,7 +32,7 @@ void load_keys(const Head& at) {
     load_row(element(p.k, p.dtype, row * p.k_token_stride + key_head * p.k_head_stride), p.dtype, p.key_dim, key,
              width);
     if (p.l2norm) normalize_row(key, width);
-    if (p.q == nullptr) continue;
+    if (p.out == nullptr) continue;
     load_row(element(p.q, p.dtype, row * p.q_token_stride + key_head * p.q_head_stride), p.dtype, p.key_dim, query,
              width);
     if (p.l2norm) normalize_row(query, width);
@@ -43,7 +43,7 @@ void multiply_keys(const Head& at) {
   const DeltaScratch& s = at.s;
   pack_keys(s, [&](int32_t i, int64_t d) { return load(s.keys + i * s.keys_width + d); });
   if (at.p.beta != nullptr) multiply_rows(s, s.keys, 0, s.key_weights);
-  if (at.p.q != nullptr) multiply_rows(s, s.keys + s.rows * s.keys_width, 0, s.query_weights);
+  if (at.p.out != nullptr) multiply_rows(s, s.keys + s.rows * s.keys_width, 0, s.query_weights);
 }
 
 void load_decays(const Head& at) {
@@ -181,11 +181,11 @@ void run_chunk(const Head& at) {
                 s.values + first * s.values_width, s.values_width, s.count, s.values_width);
   };
   if (p.beta != nullptr) read(0);
-  if (p.q != nullptr) read(s.rows);
+  if (p.out != nullptr) read(s.rows);
   if (p.beta != nullptr) {
-    p.q != nullptr ? solve_chunk<true, true>(at) : solve_chunk<true, false>(at);
+    p.out != nullptr ? solve_chunk<true, true>(at) : solve_chunk<true, false>(at);
   } else {
-    p.q != nullptr ? solve_chunk<false, true>(at) : solve_chunk<false, false>(at);
+    p.out != nullptr ? solve_chunk<false, true>(at) : solve_chunk<false, false>(at);
   }
 }
 

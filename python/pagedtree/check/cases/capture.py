@@ -16,6 +16,8 @@ from pagedtree import (
     SamplingParams,
     TreeBatch,
     Verdict,
+    advance_conv,
+    advance_state,
     append_kv,
     attention_plan,
     best_first_tree,
@@ -25,6 +27,8 @@ from pagedtree import (
     prepare_step,
     select_nodes,
     tree_attention,
+    tree_conv1d,
+    tree_delta_rule,
     verify_greedy,
     verify_rejection,
     verify_sampled,
@@ -34,20 +38,51 @@ from pagedtree.check.cases.inputs import seeded
 
 BATCH, VOCAB, HEADS, KV_HEADS, DIM = 3, 17, 4, 2, 64
 LATENT_DIM, LATENT_DIM_V = 576, 512
+KEY_HEADS, STATE_DIM, TAPS = 2, 32, 4  # of the recurrent layer; it has HEADS value heads
 PAGE_SIZE, MAX_PAGES, CAPACITY = 4, 40, 120
 MAX_NODES, MAX_DEPTH = 9, 4
 STEPS = 12
 LEVELS, CANDIDATES = 3, 8  # of best-first trees
 BUDGET = 20
-# (rule, source of the trees, latent)
+# (rule, source of the trees, the model's own)
 KINDS = [
-    ("sampled", "n-gram trees", False),
-    ("rejection", "n-gram trees", False),
-    ("greedy", "trees from the host", False),
-    ("sampled", "n-gram trees", True),
-    ("greedy", "trees from the host", True),
-    ("sampled", "best-first trees within a limit", False),
+    ("sampled", "n-gram trees", ""),
+    ("rejection", "n-gram trees", ""),
+    ("greedy", "trees from the host", ""),
+    ("sampled", "n-gram trees", "latent cache"),
+    ("greedy", "trees from the host", "latent cache"),
+    ("sampled", "best-first trees within a limit", ""),
+    ("sampled", "n-gram trees", "recurrent layer"),
+    ("greedy", "trees from the host", "recurrent layer"),
 ]
+
+
+class RecurrentLayer:
+    """A gated delta rule behind a short convolution; a token leads straight to what both read."""
+
+    def __init__(self, weights: Callable[..., Tensor], seed: int) -> None:
+        self.widths = [KEY_HEADS * STATE_DIM] * 2 + [HEADS * STATE_DIM]
+        channels = sum(self.widths)
+        self.inputs, self.taps = weights(VOCAB, channels), weights(channels, TAPS)
+        self.decays = torch.nn.functional.logsigmoid(weights(VOCAB, HEADS).float())
+        self.strengths = weights(VOCAB, HEADS).float().sigmoid()
+        device = self.inputs.device
+        self.slots = torch.randperm(BATCH + 1, generator=seeded(seed))[:BATCH].int().to(device)
+        self.state = torch.zeros(BATCH + 1, HEADS, STATE_DIM, STATE_DIM, device=device)
+        self.conv_state = torch.zeros(BATCH + 1, channels, TAPS - 1, dtype=torch.bfloat16, device=device)
+        self.memory = [self.slots, self.state, self.conv_state]
+
+    def run(self, ids: Tensor, trees: TreeBatch) -> Tensor:
+        """[N, HEADS * STATE_DIM]."""
+        mixed = tree_conv1d(self.inputs[ids], self.taps, None, self.conv_state, self.slots, trees, activation="silu")
+        q, k, v = (x.unflatten(1, (-1, STATE_DIM)) for x in mixed.split(self.widths, 1))
+        self.rows = (k, v, self.decays[ids], self.strengths[ids])
+        return tree_delta_rule(q, *self.rows, self.state, self.slots, trees, l2norm=True).flatten(1)
+
+    def advance(self, ids: Tensor, trees: TreeBatch, verdict: Verdict) -> None:
+        path = (verdict.accept_index, verdict.num_accepted)
+        advance_state(self.state, self.slots, *self.rows, trees, *path, l2norm=True)
+        advance_conv(self.conv_state, self.slots, self.inputs[ids], trees, *path)
 
 
 class Engine:
@@ -55,18 +90,19 @@ class Engine:
 
     rule: "sampled", "rejection" or "greedy". source: n-gram trees from the sequences' own text, trees and drafts that
     the host copies in before each step, or the best nodes of best-first trees, as many of the batch as the host allows.
-    latent: K and V are one cache.
+    part: "latent cache" if K and V are one cache, "recurrent layer" if there is one beside attention, or "".
     """
 
     def __init__(
-        self, device: torch.device, seed: int, rule: str = "sampled", source: str = "n-gram trees", latent: bool = False
+        self, device: torch.device, seed: int, rule: str = "sampled", source: str = "n-gram trees", part: str = ""
     ) -> None:
         generator = seeded(0)
 
         def weights(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator).to(torch.bfloat16).to(device)
 
-        self.rule, self.source, self.latent = rule, source, latent
+        self.rule, self.source, self.latent = rule, source, part == "latent cache"
+        latent = self.latent
         kv_heads, dim, dim_v = (1, LATENT_DIM, LATENT_DIM_V) if latent else (KV_HEADS, DIM, DIM)
         self.queries, self.head = weights(VOCAB, HEADS, dim), weights(HEADS * dim_v, VOCAB) / 4
         self.rows = [weights(VOCAB, kv_heads, dim) for _ in range(1 if latent else 2)]  # a token's K and V
@@ -92,6 +128,9 @@ class Engine:
         self.drafts = torch.zeros(BATCH * MAX_NODES, dtype=torch.int64, device=device)
         self.guesses = weights(VOCAB, LEVELS, VOCAB).float().log_softmax(-1)  # of what follows a token
         self.limit = torch.full((1,), BUDGET, dtype=torch.int32, device=device)
+        self.recurrent = RecurrentLayer(weights, seed) if part == "recurrent layer" else None
+        self.memory = self.recurrent.memory if self.recurrent else []
+        self.recurrent_head = weights(HEADS * STATE_DIM, VOCAB)
 
     @staticmethod
     def _trees(seed: int) -> TreeBatch:
@@ -150,7 +189,12 @@ class Engine:
             max_seqlen_q=MAX_NODES, plan=plan,
         )  # fmt: skip
         assert isinstance(out, Tensor)
-        verdict = self.verify(out.flatten(1) @ self.head, tokens, trees)
+        logits = out.flatten(1) @ self.head
+        if self.recurrent:
+            logits += self.recurrent.run(ids, trees) @ self.recurrent_head
+        verdict = self.verify(logits, tokens, trees)
+        if self.recurrent:
+            self.recurrent.advance(ids, trees, verdict)
         compact_kv(self.caches, self.page_table, self.start, verdict.accept_index, verdict.num_accepted)
         committed = commit(verdict, trees, self.start, history=self.history, history_lens=self.history_lens)
         self.start.copy_(committed.start)
@@ -167,8 +211,9 @@ class Engine:
 
     def results(self) -> Results:
         names = ("history", "history_lens", "start", "accepted")
+        kept = [*self.caches, *self.memory]
         return {name: getattr(self, name).clone() for name in names} | {
-            f"cache {i}": cache.clone() for i, cache in enumerate(self.caches)
+            f"memory {i}": tensor.clone() for i, tensor in enumerate(kept)
         }
 
 
@@ -202,8 +247,8 @@ def steps(device: torch.device, *kind: Any, capture: bool) -> Results:
 
 
 def cases(place: Place) -> Iterator[Case]:
-    for rule, source, latent in KINDS:
-        yield _case(f"capture/{rule}/{source}{'/latent cache' if latent else ''}", place, rule, source, latent)
+    for rule, source, part in KINDS:
+        yield _case("/".join(filter(None, ["capture", rule, source, part])), place, rule, source, part)
 
 
 def _case(name: str, place: Place, *kind: Any) -> Case:

@@ -103,6 +103,13 @@ def numbers(dtype: torch.dtype) -> Callable[[int], Words]:
     return words
 
 
+def tf32_numbers(seed: int) -> Words:
+    """Numbers in [-2, 2) whose last 13 bits are 0 but in the sums, one per word."""
+    values = np.random.default_rng(seed).uniform(-2, 2, (64, 12)).astype(np.float32).view(np.uint32)
+    values[:, :8] &= np.uint32(0xFFFFE000)
+    return values
+
+
 def exponents(seed: int) -> Words:
     """Numbers over the whole range of results, subnormal ones too, and those that have names."""
     values = np.random.default_rng(seed).uniform(-152, 129, (64, 12)).astype(np.float32)
@@ -177,6 +184,20 @@ def _mma(dtype: torch.dtype) -> Callable[[Words], Words]:
         return np.array(lanes, dtype=np.float32).view(np.uint32)
 
     return multiply
+
+
+def _mma_tf32(words: Words) -> Words:
+    values = words.view(np.float32).astype(np.float64)
+    a, b, result = np.zeros((16, 8)), np.zeros((8, 8)), np.zeros((32, 4))
+    for lane in range(32):
+        for i in range(4):
+            a[lane // 4 + i % 2 * 8, lane % 4 + i // 2 * 4] = values[lane, i]
+        for i in range(2):
+            b[lane % 4 + i * 4, lane // 4] = values[lane, 4 + i]
+    for lane in range(32):
+        for i in range(4):
+            result[lane, i] = (a @ b)[lane // 4 + i // 2 * 8, lane % 4 * 2 + i % 2] + values[lane, 8 + i]
+    return result.astype(np.float32).view(np.uint32)
 
 
 def _ex2(words: Words) -> Words:
@@ -264,6 +285,7 @@ GOLDEN: dict[str, tuple[Callable[[int], Words], Callable[[Words], Words], Differ
     "ldmatrix_x4_trans": (any_words, _by_warp(_ldmatrix_trans), equal),
     "mma_m16n8k16/bf16": (numbers(torch.bfloat16), _by_warp(_mma(torch.bfloat16)), SUMS),
     "mma_m16n8k16/fp16": (numbers(torch.float16), _by_warp(_mma(torch.float16)), SUMS),
+    "mma_m16n8k8/tf32": (tf32_numbers, _by_warp(_mma_tf32), SUMS),
     "cp_async_16": (any_words, _cp_async, equal),
     "cp_async_wait": (any_words, _cp_async_wait, equal),
     "ex2": (exponents, _ex2, POWERS),

@@ -39,7 +39,7 @@ class ModelDrafter(TreeGrower):
 
     Args:
         model: a causal language model (a `PackedModel`; in `pagedtree.integrations.transformers` one of transformers),
-            under the same conditions as the target, on the same device.
+            under the same conditions as the target, on the same device; without recurrent layers.
         law: how the children of a node are chosen (`pagedtree.expand_tree`).
             "topk": the likeliest ones; the tree takes shape by their scores (EAGLE-2). Any rule but "traversal".
             "iid", "swor": drawn from what the draft model gives under the sampling parameters of `generate`,
@@ -68,6 +68,8 @@ class ModelDrafter(TreeGrower):
         max_batch_tokens: int = 4096,
     ) -> None:
         self.model, self.packed = model, self.pack(model)
+        if self.packed.is_recurrent:  # a tree grows level by level, and a state is behind one path alone
+            raise ValueError(f"drafter: expected a draft model without recurrent layers, got {type(model).__name__}")
         self.num_weights = self.packed.num_weights
         self.max_batch_tokens = max_batch_tokens
         self._context, self._attends = ExitStack(), False

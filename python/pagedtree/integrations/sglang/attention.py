@@ -43,6 +43,10 @@ class PagedTreeBackend(AttentionBackend):
         super().__init__()
         if model_runner.use_mla_backend:
             raise NotImplementedError("pagedtree's backend: latent attention (MLA) is not supported")
+        if hasattr(model_runner.req_to_token_pool, "mamba_pool"):
+            raise NotImplementedError(
+                "pagedtree's backend: recurrent layers (a mamba_pool) are not supported: their states follow no trees"
+            )
         if hasattr(model_runner.token_to_kv_pool, "translate_loc_from_full_to_swa"):
             raise NotImplementedError("pagedtree's backend: a pool of its own for sliding windows is not supported")
         self.req_to_token_pool = model_runner.req_to_token_pool

@@ -11,6 +11,7 @@ from transformers import AttentionInterface
 
 from pagedtree.integrations.transformers.attention import NAME, attention_forward
 from pagedtree.integrations.transformers.model import check_model, use_attention
+from pagedtree.integrations.transformers.recurrent import RECURRENT_KINDS
 from pagedtree.integrations.transformers.rotary import check_constant
 
 __all__ = ["continuous_batching", "paged_attention_forward"]
@@ -49,7 +50,15 @@ def continuous_batching(model: Any) -> Iterator[None]:
 
 
 def _check_cache(model: nn.Module) -> None:
-    """Raises ValueError for latent attention whose keys and values are not as wide as transformers' cache."""
+    """Raises ValueError for recurrent layers, and for latent attention whose keys and values are not as wide as
+    transformers' cache.
+    """
+    config: Any = model.config
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) & RECURRENT_KINDS
+    if kinds:
+        raise ValueError(
+            f"continuous batching: expected full and sliding attention alone, got {', '.join(sorted(kinds))}"
+        )
     latent: list[Any] = [module for module in model.modules() if hasattr(module, "kv_b_proj")]
     for module in latent:
         expected = getattr(module.config, "head_dim", None)

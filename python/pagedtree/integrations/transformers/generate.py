@@ -39,6 +39,8 @@ __all__ = ["generate"]
 MIN_SHARED_TOKENS = 1024
 # Trees of a drafter that does not say how big they get.
 ASSUMED_MAX_NODES = 64
+# Of a tree, as `tree_delta_rule` takes it.
+MAX_RECURRENT_NODES = 256
 
 
 @torch.no_grad()
@@ -86,6 +88,8 @@ def generate(
         model: a transformers causal language model in evaluation mode whose layers all use transformers' attention
             interface (Llama, Mistral, Qwen, Gemma, gpt-oss, ...), with a head_dim that `tree_attention` has, or with
             latent attention of 512 and 64 values (DeepSeek-V2 and V3, Kimi-K2, GLM-4.7-Flash), which alone are cached.
+            Some layers may be gated delta rules or Mamba-2 instead (Qwen3-Next, Kimi Linear, Nemotron-H, ...); each
+            running sequence then has a state beside its pages.
         input_ids: int64 [B, L], or a list of prompts of different lengths (1-D tensors or lists of ints), or what a
             tokenizer returned of these: a BatchEncoding or dict of input_ids and attention_mask.
         drafter: None (plain decoding), or an object with propose(tokens, lengths), see `drafters.Drafter`.
@@ -95,7 +99,7 @@ def generate(
         seeds: one per sequence, int64 [B * n]; default 0, 1, 2, ...
         page_size: tokens per page. num_pages: pages in the pool; default: enough for all sequences at once. With fewer,
             sequences wait, and the youngest are evicted and read again later.
-        n: outcomes per prompt; they share the pages of the prompt, of which nothing is copied.
+        n: outcomes per prompt; they share the pages of the prompt, of which nothing is copied but recurrent states.
         attention_mask: [B, L], zero where `input_ids` is padding (at either side); only with a tensor. None: as in
             transformers, each pad_token_id in the tensor is padding, unless that token also ends sequences. In lists
             of prompts all tokens count.
@@ -121,7 +125,8 @@ def generate(
             with a sliding window never do.
         cuda_graph: replays a CUDA graph of the decode step, drafting to commit, where no sequence has to be read; the
             output is the same. One graph for 1, 2, 4, 8, ... sequences. Drafters: None, `NgramDrafter` (remember=0),
-            `MedusaDrafter`, `ModelDrafter`, whose pool then has room for all sequences from the beginning.
+            `MedusaDrafter`, `ModelDrafter`, whose pool then has room for all sequences from the beginning, as have
+            recurrent states.
         shards: the model's output layer gives this rank's columns of the logits (`tensor_parallel`); all ranks call
             `generate` together, with the same arguments and seeds, and get the same result. Rules "greedy", "sampled"
             and "rejection"; the drafter may be a `pagedtree.distributed.DraftGroup`.
@@ -213,10 +218,12 @@ def generate(
     max_nodes = drafter.max_nodes or ASSUMED_MAX_NODES
     if num_pages is None:
         num_pages = max(sum(-(-(s.max_length + max_nodes) // page_size) + 1 for s in sequences), 1)
-    cache = PagedCache(num_pages, page_size, device)
+    cache = PagedCache(num_pages, page_size, device, packed.is_recurrent)
     queue = Scheduler(sequences, cache, max_batch_tokens)
     queue.check_capacity(drafter.max_nodes or 1)
     is_long = packed.check_sequences("model", sequences)
+    if packed.is_recurrent:
+        _check_recurrent(drafter)
     if cuda_graph:
         _check_graph(model, drafter, device, share_prefix, shards, matchers is not None)
     stats = GenerationStats(sequences=[SequenceStats() for _ in sequences])
@@ -258,6 +265,15 @@ def _streamed(
         yield put
     finally:  # after an error, too: another thread may wait for the end
         streamer.end()
+
+
+def _check_recurrent(drafter: Drafter) -> None:
+    """Raises ValueError for a drafter of larger trees than recurrent layers take."""
+    if drafter.max_nodes > MAX_RECURRENT_NODES:
+        raise ValueError(
+            f"drafter: expected trees of at most {MAX_RECURRENT_NODES} nodes for a model with recurrent layers, got"
+            f" max_nodes {drafter.max_nodes}"
+        )
 
 
 def _check_graph(

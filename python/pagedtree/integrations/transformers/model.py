@@ -18,9 +18,14 @@ from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.integrations.transformers.attention import NAME, register
 from pagedtree.integrations.transformers.latent import absorbed, latent_layers
 from pagedtree.integrations.transformers.packed_pass import PackedPass
+from pagedtree.integrations.transformers.recurrent import RECURRENT_KINDS, on_trees, recurrent_layers
 from pagedtree.integrations.transformers.rotary import check_rotation, same_rotation
 
 __all__ = ["TransformersModel", "check_model", "use_attention"]
+
+# Kinds of layers, as configs name them, that have attention, and those that mix no tokens.
+ATTENTION_KINDS = {"full_attention", "sliding_attention", "hybrid"}
+OTHER_KINDS = {"mlp", "moe"}
 
 
 def check_model(model: Any) -> None:
@@ -32,7 +37,7 @@ def check_model(model: Any) -> None:
     if model.training:
         raise ValueError("model: expected evaluation mode, got training mode; call model.eval()")
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(config, "layer_types", None) or ()) - ATTENTION_KINDS - RECURRENT_KINDS - OTHER_KINDS
     if kinds or model.config.is_encoder_decoder:
         what = ", ".join(sorted(kinds)) or "an encoder and a decoder"
         raise ValueError(f"model: expected a decoder of full or sliding attention layers, got {what}")
@@ -84,12 +89,12 @@ def use_attention(model: Any, name: str = NAME) -> Iterator[None]:
 class TransformersModel(PackedModel):
     """A model of transformers as the engine and the drafters take it.
 
-    Raises what `check_model` and `latent.latent_layers` raise.
+    Raises what `check_model`, `latent.latent_layers` and `recurrent.recurrent_layers` raise.
     """
 
     def __init__(self, model: Any) -> None:
         check_model(model)
-        self.model, self.latent_layers = model, latent_layers(model)
+        self.model, self.latent_layers, self.recurrent_layers = model, latent_layers(model), recurrent_layers(model)
 
     @property
     def device(self) -> torch.device:
@@ -109,6 +114,10 @@ class TransformersModel(PackedModel):
     def num_weights(self) -> int:
         return sum(weight.numel() for weight in self.model.parameters())
 
+    @property
+    def is_recurrent(self) -> bool:
+        return bool(self.recurrent_layers)
+
     def check_sequences(self, name: str, sequences: Iterable[GeneratedSequence]) -> bool:
         return check_rotation(name, self.model, sequences)
 
@@ -116,6 +125,7 @@ class TransformersModel(PackedModel):
     def use(self, is_long: bool | None = None) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(use_attention(self.model))
+            stack.enter_context(on_trees(self.recurrent_layers))
             if is_long is not None:
                 stack.enter_context(same_rotation(self.model, is_long))
             yield
@@ -159,11 +169,19 @@ class TransformersModel(PackedModel):
     def _check_layers(self, packed: PackedPass) -> None:
         """Raises ValueError if the layers did not come to our attention in the pass that was run."""
         config, name = self.model.config.get_text_config(), type(self.model).__name__
-        num_layers, layers_run = config.num_hidden_layers, len(packed.step.layers_run)
+        kinds = getattr(config, "layer_types", None) or ()
+        num_layers = config.num_hidden_layers - sum(kind not in ATTENTION_KINDS for kind in kinds)
+        layers_run = len(packed.step.layers_run)
         if layers_run != num_layers:
             raise ValueError(
                 f"model: expected {num_layers} layers to use transformers' attention interface, {layers_run} of {name}"
                 " did"
+            )
+        recurrent = packed.step.recurrent
+        if recurrent is not None and len(recurrent.layers_run) != len(self.recurrent_layers):
+            raise ValueError(
+                f"model: expected {len(self.recurrent_layers)} recurrent layers to run in a pass,"
+                f" {len(recurrent.layers_run)} of {name} did"
             )
         window = getattr(config, "sliding_window", None)
         if window and getattr(config, "layer_types", None) is None and not packed.mask.has_windows:

@@ -39,7 +39,7 @@ def check_config(vllm_config: Any) -> None:
         ("logits_processors", model.logits_processors or None, None),
         ("watermark_config", vllm_config.watermark_config, None),
         ("model (rotary positions of several dimensions)", bool(model.uses_mrope), False),
-        ("model (recurrent state)", bool(model.has_inner_state), False),
+        ("model (recurrent layers, whose states follow no trees here)", bool(model.has_inner_state), False),
         ("model (encoder and decoder)", bool(model.is_encoder_decoder), False),
         ("model (latent attention on a GPU)", bool(model.use_mla and device != "cpu"), False),
     ]

@@ -1,0 +1,132 @@
+"""One packed pass of a model over its recurrent states, as its recurrent layers see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pagedtree import TreeBatch, advance_conv, advance_state, tree_conv1d, tree_delta_rule
+from pagedtree.generation.recurrent_states import RecurrentStates
+
+__all__ = ["RecurrentStep"]
+
+
+@dataclass
+class RecurrentStep:
+    """The rows of one packed pass: those of sequences that read known tokens, then those of trees.
+
+    What is read goes into the states in the pass itself. Of the trees' rows each layer keeps its inputs, from which
+    `advance` takes the accepted paths into the states: no node has a state.
+
+    Attributes:
+        states: one slot for each sequence.
+        read_slots: int32 [R], of the sequences that read. cu_seqlens: int32 [R + 1], their rows, num_read in all.
+        tree_slots: int32 [B], of the trees' sequences. trees: B of them; their rows follow.
+        is_generated: bool [T], rows of tokens that were generated or drafted. Where a model has another rule for the
+            tokens of prompts than for later ones, a token follows its own also when it is read again.
+        layers_run: the layers that came here so far, by their layer_idx.
+    """
+
+    states: RecurrentStates
+    read_slots: Tensor
+    cu_seqlens: Tensor
+    num_read: int
+    tree_slots: Tensor
+    trees: TreeBatch
+    is_generated: Tensor
+    layers_run: set[int] = field(default_factory=set)
+    _advances: list[tuple[Any, ...]] = field(default_factory=list)  # op, name of the state, inputs, options
+
+    @classmethod
+    def of(
+        cls,
+        states: RecurrentStates,
+        slots: Tensor,
+        prompt_lens: Tensor,
+        trees: TreeBatch,
+        cu_seqlens_q: Tensor,
+        positions: Tensor,
+        num_read: int = 0,
+    ) -> RecurrentStep:
+        """The step of R sequences that read num_read tokens, and of B that have these trees.
+
+        slots: int32 [R + B]. prompt_lens: int64 [R + B]. cu_seqlens_q: int32 [R + B + 1], the rows of each sequence.
+        positions: int64 [T].
+        """
+        first = slots.shape[0] - trees.batch_size
+        rows = torch.arange(positions.shape[0], dtype=torch.int32, device=positions.device)
+        # The sequence of each row; padding behind the trees counts to the last.
+        owner = torch.searchsorted(cu_seqlens_q[1:], rows, right=True).clamp(max=slots.shape[0] - 1)
+        return cls(
+            states,
+            read_slots=slots[:first],
+            cu_seqlens=cu_seqlens_q[: first + 1],
+            num_read=num_read,
+            tree_slots=slots[first:],
+            trees=trees,
+            is_generated=positions >= prompt_lens[owner],
+        )
+
+    def convolve(
+        self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Literal["silu"] | None
+    ) -> Tensor:
+        """The short convolution of layer `layer`: x [T, C], weight [C, W], bias [C] or None -> [T, C].
+
+        Raises ValueError for a layer that comes twice: it has one state.
+        """
+        if layer in self.layers_run:
+            raise ValueError(f"model: expected each recurrent layer to run once in a pass, got layer_idx {layer} again")
+        self.layers_run.add(layer)
+        name = (layer, "conv")
+        state = self.states.tensor(name, (x.shape[1], weight.shape[1] - 1), x.dtype)
+        out = []
+        if self.num_read:
+            read, cu_seqlens = x[: self.num_read], self.cu_seqlens
+            out.append(
+                tree_conv1d(
+                    read, weight, bias, state, self.read_slots, None, cu_seqlens=cu_seqlens, activation=activation
+                )
+            )
+            advance_conv(state, self.read_slots, read, None, cu_seqlens=cu_seqlens)
+        if self.trees.batch_size:
+            rows = self._tree_rows(x)
+            out.append(tree_conv1d(rows, weight, bias, state, self.tree_slots, self.trees, activation=activation))
+            self._advances.append((advance_conv, name, (rows,), {}))
+        return torch.cat(out) if len(out) > 1 else out[0]
+
+    def delta_rule(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, *, l2norm: bool, scale: float
+    ) -> Tensor:
+        """The recurrence of layer `layer` on all T rows: arguments and result as of `tree_delta_rule`."""
+        name = (layer, "state")
+        state = self.states.tensor(name, (v.shape[1], k.shape[2], v.shape[2]), torch.float32)
+        out, n = [], self.num_read
+        if n:
+            known = k[:n], v[:n], g[:n], None if beta is None else beta[:n]
+            slots, cu_seqlens = self.read_slots, self.cu_seqlens
+            out.append(
+                tree_delta_rule(q[:n], *known, state, slots, None, cu_seqlens=cu_seqlens, scale=scale, l2norm=l2norm)
+            )
+            advance_state(state, slots, *known, None, cu_seqlens=cu_seqlens, l2norm=l2norm)
+        if self.trees.batch_size:
+            rows = self._tree_rows
+            nodes = rows(k), rows(v), rows(g), None if beta is None else rows(beta)
+            out.append(tree_delta_rule(q[n:], *nodes, state, self.tree_slots, self.trees, scale=scale, l2norm=l2norm))
+            self._advances.append((advance_state, name, nodes, {"l2norm": l2norm}))
+        return torch.cat(out) if len(out) > 1 else out[0]
+
+    def advance(self, accept_index: Tensor, num_accepted: Tensor) -> None:
+        """Takes the accepted paths into the states: accept_index int32 [B, S] and num_accepted int32 [B] of a verdict
+        on the trees.
+        """
+        for advance, name, inputs, options in self._advances:
+            state = self.states[name]  # may have moved since the pass
+            advance(state, self.tree_slots, *inputs, self.trees, accept_index, num_accepted, **options)
+        self._advances.clear()
+
+    def _tree_rows(self, rows: Tensor) -> Tensor:
+        """The trees' part; not as a view, which would hold the rows of the prompts until the paths are known."""
+        return rows[self.num_read :].clone() if self.num_read else rows

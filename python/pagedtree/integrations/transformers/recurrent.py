@@ -1,0 +1,197 @@
+"""Recurrent layers of transformers 5.23 in packed passes: gated delta rules, Mamba-2, and short convolutions.
+
+Such a layer's forward projects the tokens, calls one function for the convolution and one for the recurrence of a whole
+sequence (none in LFM's layers), and goes on with norms and an output projection. In a packed pass it is run as it is,
+but for these functions: in their place come the ops on trees and packed sequences, which find the states in the pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pagedtree.generation.recurrent_step import RecurrentStep
+from pagedtree.integrations.transformers.packed_pass import current_pass
+
+__all__ = ["RECURRENT_KINDS", "on_trees", "recurrent_layers"]
+
+# Kinds of layers, as configs name them, that have a recurrent layer, alone or beside attention.
+RECURRENT_KINDS = {"linear_attention", "hybrid", "conv"}
+# The recurrent layers that a pass can run, and what each calls for a whole sequence, beside the convolution.
+GATED_DELTA, KIMI_DELTA, MAMBA2 = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan"
+CONVOLUTION = "causal_conv1d_fn"
+KNOWN = {
+    "Qwen3NextGatedDeltaNet": GATED_DELTA,
+    "Qwen3_5GatedDeltaNet": GATED_DELTA,
+    "Qwen3_5MoeGatedDeltaNet": GATED_DELTA,
+    "OlmoHybridGatedDeltaNet": GATED_DELTA,
+    "KimiLinearDeltaAttention": KIMI_DELTA,
+    "BailingHybridDeltaAttention": KIMI_DELTA,
+    "NemotronHMamba2Mixer": MAMBA2,
+    "BambaMixer": MAMBA2,
+    "GraniteMoeHybridMambaLayer": MAMBA2,
+    "FalconH1Mixer": MAMBA2,
+    "Lfm2ShortConv": CONVOLUTION,
+    "Lfm2MoeShortConv": CONVOLUTION,
+    "Lfm3ShortConv": CONVOLUTION,
+}
+# A layer's head sizes of keys and values, and which `tree_delta_rule` has.
+HEAD_DIMS: dict[str, tuple[str, ...]] = {
+    GATED_DELTA: ("head_k_dim", "head_v_dim"),
+    KIMI_DELTA: ("head_dim",),
+    MAMBA2: ("ssm_state_size", "head_dim"),
+    CONVOLUTION: (),
+}
+HEAD_DIM_STEP, MOST_HEAD_DIM = 8, 256
+
+
+def recurrent_layers(model: Any) -> list[nn.Module]:
+    """The model's recurrent layers; none for a model of attention alone.
+
+    Raises ValueError for layers of a kind that is not known, that somebody has changed, or of sizes that the ops lack.
+    """
+    layers = [module for module in model.modules() if type(module).__name__ in KNOWN]
+    for layer in layers:
+        _check(layer)
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    others = {type(module).__name__ for module in model.modules() if _keeps_state(module)} - KNOWN.keys()
+    if others or len(layers) != sum(kind in RECURRENT_KINDS for kind in kinds):
+        found = ", ".join(sorted(others)) or f"others in {type(model).__name__}"
+        raise ValueError(f"model: expected recurrent layers among {', '.join(KNOWN)}, got {found}")
+    return layers
+
+
+def _keeps_state(module: nn.Module) -> bool:
+    """Whether it is a layer to which transformers hands a cache of states."""
+    return hasattr(module, "layer_idx") and "cache_params" in inspect.signature(module.forward).parameters
+
+
+def _check(layer: Any) -> None:
+    name = type(layer).__name__
+    rule = KNOWN[name]
+    if not {CONVOLUTION, rule} <= set(inspect.unwrap(type(layer).forward).__code__.co_names):
+        raise ValueError(f"model: expected {name} as transformers 5.23 writes it, got one that does not call {rule}")
+    if "forward" in vars(layer):  # it would not be called
+        raise ValueError(f"model: expected {name} as it was made, got one whose forward was replaced (offloaded?)")
+    activation = getattr(layer, "activation", None)
+    if activation not in ("silu", "swish", None):
+        raise ValueError(f"model: expected convolutions with silu in {name}, got {activation}")
+    for size in HEAD_DIMS[rule]:
+        if getattr(layer, size) % HEAD_DIM_STEP or getattr(layer, size) > MOST_HEAD_DIM:
+            raise ValueError(
+                f"model: expected {size} of {name} to be a multiple of {HEAD_DIM_STEP} up to {MOST_HEAD_DIM}, got"
+                f" {getattr(layer, size)}"
+            )
+
+
+@contextmanager
+def on_trees(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside the block these layers run packed passes (`PackedPass`), and other passes as before."""
+    layers = list(layers)
+    for layer in layers:
+        setattr(layer, "forward", _forward_of(layer))  # noqa: B010
+    try:
+        yield
+    finally:
+        for layer in layers:
+            delattr(layer, "forward")
+
+
+def _forward_of(layer: Any) -> Callable[..., Tensor]:
+    """The layer's own forward, but that it finds our functions where it looks for transformers'."""
+    from transformers.integrations.accelerate import force_accelerate_hooks  # not in 4.57
+
+    function, rule = inspect.unwrap(type(layer).forward), KNOWN[type(layer).__name__]
+    named = dict(function.__globals__)
+    for name in {CONVOLUTION, rule}:
+        named[name] = partial(_in_packed_pass, _OURS[name], named[name], layer.layer_idx)
+    copy = FunctionType(function.__code__, named, function.__name__, function.__defaults__)
+    return MethodType(force_accelerate_hooks("conv1d" if hasattr(layer, "conv1d") else "conv")(copy), layer)
+
+
+def _in_packed_pass(ours: Callable[..., Any], own: Callable[..., Any], layer: int, *args: Any, **kwargs: Any) -> Any:
+    packed = current_pass.get()
+    if packed is None:
+        return own(*args, **kwargs)
+    assert packed.step.recurrent is not None
+    return ours(packed.step.recurrent, layer, *args, **kwargs)
+
+
+def _convolve(
+    step: RecurrentStep,
+    layer: int,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """In place of causal_conv1d_fn: hidden_states [1, C, T] -> [1, C, T]. activation: silu, as `_check` has seen."""
+    x = hidden_states[0].T
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return step.convolve(layer, x, weight, bias, "silu" if activation else None).T[None]
+
+
+def _delta_rule(
+    step: RecurrentStep,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """In place of the gated delta rules: query, key [1, T, Hk, Dk], value [1, T, H, Dv] -> [1, T, H, Dv].
+
+    g: [1, T, H], or [1, T, H, Dk] of Kimi's rule. beta: [1, T, H].
+    """
+    out = step.delta_rule(
+        layer, query[0], key[0], value[0], g[0].float(), beta[0].float(),
+        l2norm=use_qk_l2norm_in_kernel, scale=query.shape[-1] ** -0.5,
+    )  # fmt: skip
+    return out[None], None
+
+
+def _scan(
+    step: RecurrentStep,
+    layer: int,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    **kwargs: Any,
+) -> Tensor:
+    """In place of Mamba-2's scan: hidden_states [1, T, H, P], dt [1, T, H], A [H], B, C [1, T, G, N] -> [1, T, H, P].
+
+    dt_limit bounds dt of prompts alone: transformers reads single tokens by a function that does not bound it.
+    """
+    x = hidden_states[0]
+    dt = dt[0] if dt_bias is None else dt[0] + dt_bias.to(dt.dtype)
+    dt = nn.functional.softplus(dt) if dt_softplus else dt
+    dt = torch.where(step.is_generated[:, None], dt, dt.clamp(*dt_limit)).float()
+    v = (x.float() * dt[..., None]).to(x.dtype)
+    out = step.delta_rule(layer, C[0], B[0], v, dt * A.float(), None, l2norm=False, scale=1.0).float()
+    return (out if D is None else out + D[:, None].float() * x.float())[None]
+
+
+_OURS: dict[str, Callable[..., Any]] = {
+    CONVOLUTION: _convolve,
+    GATED_DELTA: _delta_rule,
+    KIMI_DELTA: _delta_rule,
+    MAMBA2: _scan,
+}

@@ -1,0 +1,39 @@
+"""What the vLLM adapter refuses by the configuration alone; vLLM itself is not needed."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from pagedtree.integrations.vllm.limits import SCHEDULER, check_config
+
+
+def config_of(**model):
+    """A configuration that trees can run with, as far as `check_config` looks at it."""
+    one = {f"{kind}_parallel_size": 1 for kind in ("pipeline", "data", "decode_context", "prefill_context", "tensor")}
+    of_model = {
+        "logits_processors": None,
+        "uses_mrope": False,
+        "has_inner_state": False,
+        "is_encoder_decoder": False,
+        "use_mla": False,
+        "logprobs_mode": "raw_logprobs",
+        "max_logprobs": 20,
+    }
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**{**of_model, **model}),
+        parallel_config=SimpleNamespace(**one, _api_process_count=1, enable_dbo=False),
+        device_config=SimpleNamespace(device_type="cpu"),
+        scheduler_config=SimpleNamespace(async_scheduling=False, scheduler_cls=SCHEDULER),
+        speculative_config=None,
+        lora_config=None,
+        kv_transfer_config=None,
+        use_v2_model_runner=False,
+        watermark_config=None,
+    )
+
+
+def test_models_with_recurrent_layers_are_refused():
+    """vLLM says has_inner_state of models with recurrent layers, such as Qwen3-Next."""
+    check_config(config_of())
+    with pytest.raises(ValueError, match=r"model \(recurrent layers, whose states follow no trees here\) = False, got"):
+        check_config(config_of(has_inner_state=True))
