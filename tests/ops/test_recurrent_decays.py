@@ -1,5 +1,4 @@
-"""Decays of channels, weak to strong: paths whose products of decays fit fp32, those that do not, and both in one; decays
-that forget all, or are none."""
+"""Decays, weak to strong: paths whose products of decays fit fp32, those whose do not, and decays that forget all."""
 
 from __future__ import annotations
 
