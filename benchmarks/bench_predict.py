@@ -2,6 +2,7 @@
 
     python -m pagedtree bench predict [--machine h200 a100] [--instances bf16-128-16 ...] [--stalls 8] [--json FILE]
     python -m pagedtree bench predict --ops verification                       # the passes over a row of logits
+    python -m pagedtree bench predict --ops recurrent                          # calls of tree_delta_rule
     python -m pagedtree bench predict --ops bounds [--published xformers-0.0.30-*.whl flashmla.cubin]   # for wgmma
     python -m pagedtree bench predict --source csrc/cuda/attention/bfloat16*.cu --machine a100 --stalls 8
     FLASHINFER_INCLUDE=FOLDER python -m pagedtree bench predict --flashinfer   # its kernel (see flashinfer_kernel.py)
@@ -33,6 +34,7 @@ from predict_bounds import ideas, our_rows
 from predict_latent import flashmla_rows, latent_rows
 from predict_loop import SHARED_BYTES, figures
 from predict_peers import DECODING_ROWS, flashinfer_rows, peer_rows, published_rows
+from predict_recurrent import recurrent_rows
 from predict_verification import calls, verification_rows
 from sass_listing import Function, disassemble
 from sass_loops import Flow
@@ -119,6 +121,9 @@ def line_of_bounds(row: dict[str, Any]) -> str:
 def line(row: dict[str, Any]) -> str:
     if "share" in row:
         return line_of_bounds(row)
+    if "floor_us" in row:
+        times = f"chain {row['chain_us']:6} us, tree {row['tree_us']:6} us, floor {row['floor_us']:6} us"
+        return f"{row['machine']:16} {row['instance']:32} {times}"
     name = f"{row['instance']} {row.get('mask', '')}".strip()
     text = f"{row['machine']:16} {name:32} {row['cycles']:6} cycles"
     if "tflop_per_s" in row:
@@ -164,6 +169,8 @@ def rows_of(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
         elif args.ops == "verification":
             cubins = cubins_for(machine, args.source, folder)
             yield from verification_rows(machine, cubins, args.instances, args.stalls)
+        elif args.ops == "recurrent":
+            yield from recurrent_rows(machine, cubins_for(machine, args.source, folder))
         else:
             for name, function in kernels_of(cubins_for(machine, args.source, folder), args.instances):
                 yield look_at(machine, name, function, args.stalls)
@@ -172,7 +179,7 @@ def rows_of(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", nargs="+", choices=[*MACHINES], default=["h200"])
-    parser.add_argument("--ops", choices=["attention", "verification", "bounds"], default="attention")
+    parser.add_argument("--ops", choices=["attention", "verification", "recurrent", "bounds"], default="attention")
     parser.add_argument(
         "--instances", nargs="+", default=[], metavar="NAME", help="as bf16/fp8-128-64, or 'walk: peak'; default bf16's"
     )

@@ -82,7 +82,8 @@ class Machine:
         opcode, root = instruction.opcode, instruction.root
         words = 4 if ".128" in opcode else 2 if ".64" in opcode else 1
         if root in TENSOR:
-            return Use("tensor", max(1, round(self.hmma * (0.5 if ".1688" in opcode else 1))), "fixed")
+            is_half = ".1688" in opcode and "TF32" not in opcode  # tf32 has half the rate of 16 bits
+            return Use("tensor", max(1, round(self.hmma * (0.5 if is_half else 1))), "fixed")
         if root in WGMMA:
             rate = self.wgmma * (1 if root == "HGMMA" else 2)
             return Use("tensor", max(8, tensor_flops(opcode) // 2 // rate), "async")

@@ -5,6 +5,8 @@ In transformers a cache holds their states; here each sequence has a slot, and n
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -238,17 +240,20 @@ def test_states_of_fixed_steps_keep_their_place():
     assert states.slot(10) == 1
 
 
-@pytest.mark.skipif("simt" not in backends(), reason="a build without simt")
-@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
-def test_the_cuda_kernels(name):
-    """The kernels for CUDA, executed by simt, give the text of the CPU's."""
-    options = {"num_hidden_layers": 2}
-    options |= {"layers_block_type" if name == "nemotron_h" else "layer_types": ["linear_attention", "full_attention"]}
+@pytest.mark.skipif(not {"simt", "cuda"} & set(backends()), reason="a build without simt")
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "lfm2"])
+def test_the_cuda_kernels(monkeypatch, name):
+    """On a GPU, or executed by simt, they give the text of the CPU's; also in fixed buffers."""
+    monkeypatch.setattr(FixedStep, "captures", False)
+    kinds = ["conv" if name == "lfm2" else "linear_attention", "full_attention"]
+    options = {"num_hidden_layers": 2, "layers_block_type" if name == "nemotron_h" else "layer_types": kinds}
     half, prompts = tiny_hybrid(name, **options).to(torch.float16), [[3, 9, 4, 7, 3, 9, 4], [5, 3, 9, 4, 5, 3]]
-    expected, _ = generate(half, prompts, max_new_tokens=4)
-    with use_backend("simt"):
-        sequences, _ = generate(half, prompts, drafter=Oracle(lists(expected), 0.8), max_new_tokens=4, n=2, page_size=4)
-    assert lists(sequences) == [text for text in lists(expected) for _ in range(2)]
+    expected = lists(generate(half, prompts, max_new_tokens=4)[0])
+    device, backend = ("cuda", nullcontext()) if "cuda" in backends() else ("cpu", use_backend("simt"))
+    with backend:
+        for more in ({"n": 2, "page_size": 4}, {"cuda_graph": True}):
+            sequences, _ = generate(half.to(device), prompts, drafter=NgramDrafter(6), max_new_tokens=4, **more)
+            assert lists(sequences) == [text for text in expected for _ in range(more.get("n", 1))]
 
 
 def test_custom_generate(model, texts):

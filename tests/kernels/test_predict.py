@@ -16,6 +16,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import bench_predict  # noqa: E402
 import predict_peers  # noqa: E402
+import predict_recurrent  # noqa: E402
 import predict_verification  # noqa: E402
 from predict_loop import ctas_that_fit, registers_of  # noqa: E402
 from sass_listing import bytes_of, decode_control, find_nvdisasm, parse, tensor_flops  # noqa: E402
@@ -196,6 +197,7 @@ with_library = [
 CORE = {
     "predicted": ("bf16-128-16", "bf16-128-128"),
     "verification_predicted": ("draw_rows: peak", "draw_rows: values, all counted", "draw_rows: race, no noise"),
+    "recurrent_predicted": ("delta rule, 64 nodes x 1", "delta rule, 64 nodes x 8"),
 }
 
 
@@ -213,6 +215,9 @@ def predicted(tmp_path: Path, kind: str, machine: Machine, wanted: list[str]) ->
     if kind == "verification_predicted":
         rows = predict_verification.verification_rows(machine, cubins, wanted, 0)
         return {row["instance"]: row for row in rows}
+    if kind == "recurrent_predicted":
+        rows = predict_recurrent.recurrent_rows(machine, cubins)
+        return {row["instance"]: row for row in rows if row["instance"] in wanted}
     return {name: bench_predict.look_at(machine, name, f, 0) for name, f in bench_predict.kernels_of(cubins, wanted)}
 
 
@@ -320,6 +325,24 @@ def test_names_of_published_kernels() -> None:
     matching = [p.head_dim for p in predict_peers.PUBLISHED if p.pattern.fullmatch(name.format("Lb0E").encode())]
     assert matching == [128]
     assert not any(p.pattern.fullmatch(name.format("Lb1E").encode()) for p in predict_peers.PUBLISHED)
+
+
+# ---- the delta rule
+
+
+def test_trips_of_the_delta_rule() -> None:
+    """Of 64 tokens, each pair of blocks is multiplied by one warp, and a chain's blocks add up all before them."""
+    chain, tree = (predict_recurrent.trips(64, is_chain) for is_chain in (True, False))
+    assert predict_recurrent.group_of(64) == 64 and chain["load"] == 2 and chain["read"] == 8
+    assert chain["keys"] * 8 == 2 * 36 and chain["earlier"] == 28 and chain["block"] == chain["solve"] == 8
+    assert tree == chain  # of 8 levels: each token has an ancestor in each earlier block
+    assert predict_recurrent.trips(128, False)["earlier"] < predict_recurrent.trips(128, True)["earlier"]
+    assert predict_recurrent.group_of(8) == 8 and predict_recurrent.trips(8, True)["earlier"] == 0
+
+
+def test_bytes_of_the_delta_rule() -> None:
+    """The state of 32 heads of 128 x 128 once, and q, k, v, outputs, g and beta of one token."""
+    assert predict_recurrent.moved_bytes(1, 1) == 4 * 32 * 128**2 + 2 * (2 * 16 + 2 * 32) * 128 + 4 * 2 * 32
 
 
 # ---- passes of verification

@@ -119,6 +119,14 @@ def test_wide_tiles_read_the_stages_once(architecture: str, which: str) -> None:
         print(architecture, sum(opcodes.values()), "instructions,", count(opcodes, "LDGSTS"), "LDGSTS", name)
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_delta_rule_uses_the_tensor_cores(architecture: str) -> None:
+    """64 channels of 16 rows: with 8 columns of the state in two parts, with 8 keys; and the update of the state."""
+    ((name, opcodes),) = instructions(architecture, "^delta_rule_kernel").items()
+    assert count(opcodes, r"HMMA\.1688\.F32\.TF32") == 4 * 2 * (2 + 1) + 4 * 2, name
+    assert count(opcodes, "LDL|STL") == 0, name
+
+
 @pytest.mark.skipif("sm_90a" not in ARCHITECTURES, reason="built without 9.0a")
 @pytest.mark.parametrize("which", ["128", LONG_FORM])
 def test_hopper_s_attention_uses_wgmma(which: str) -> None:

@@ -48,11 +48,11 @@ struct Chunk {
 };
 
 struct ChunkSizes {
-  int32_t words, weight_stride;
-  int64_t u, weights, reads, masks;  // where they begin
-  int64_t bytes;
+  int32_t words{}, weight_stride{};
+  int64_t u{}, weights{}, reads{}, masks{};  // where they begin
+  int64_t bytes{};
 
-  __host__ __device__ ChunkSizes(int32_t key_dim, int32_t capacity, int32_t group) {
+  __host__ __device__ constexpr ChunkSizes(int32_t key_dim, int32_t capacity, int32_t group) {
     words = (capacity + 31) / 32;
     weight_stride = words * 32 + kBlock;
     u = static_cast<int64_t>(sizeof(ChunkShared)) + key_dim * kStateStride * 4;
@@ -62,6 +62,8 @@ struct ChunkSizes {
     bytes = masks + capacity * words * 4;
   }
 };
+
+static_assert(ChunkSizes(kMaxRecurrentDim, kMaxRecurrentNodes, kBlock).bytes <= 99 << 10, "what every GPU has");
 
 __device__ __forceinline__ Chunk::Chunk(const DeltaRuleParams& params, int32_t capacity, int32_t of_group,
                                         int32_t of_head, int32_t of_lane)

@@ -28,21 +28,55 @@ __device__ __forceinline__ void run_chunk(const Chunk& t, int32_t count, bool ca
   __syncthreads();
 }
 
-// visit(state in shared memory, state in memory) for each element of the CTA's columns, neighbours in memory by
-// neighbouring threads.
-template <typename Visit>
-__device__ __forceinline__ void for_each_element(const Chunk& t, int32_t first_column, int64_t slot,
-                                                 const Visit& visit) {
-  const int64_t* const strides = t.p.state_strides;
-  const bool by_channel = strides[2] < strides[3];
-  const int32_t columns = min_of(kColumns, t.p.value_dim - first_column);
-  const int32_t outer = by_channel ? columns : t.p.key_dim, inner = by_channel ? t.p.key_dim : columns;
-  float* const state = t.p.state + slot * strides[0] + t.head * strides[1] + first_column * strides[3];
-  for (int32_t o = threadIdx.x / 32; o < outer; o += kWarps) {
-    for (int32_t n = threadIdx.x % 32; n < inner; n += 32) {
-      const int32_t channel = by_channel ? n : o, column = by_channel ? o : n;
-      visit(t.state[channel * kStateStride + column], state[channel * strides[2] + column * strides[3]]);
+// The CTA's columns of a state in memory, whose neighbours go to neighbouring threads.
+struct StateTile {
+  float* begin;
+  int64_t channel_stride, column_stride;
+  int32_t channels, columns;
+  bool by_channel;
+
+  __device__ StateTile(const Chunk& t, int64_t slot) {
+    const int32_t first_column = t.column - static_cast<int32_t>(threadIdx.x) % 32;
+    const int64_t* const strides = t.p.state_strides;
+    begin = t.p.state + slot * strides[0] + t.head * strides[1] + first_column * strides[3];
+    channel_stride = strides[2];
+    column_stride = strides[3];
+    channels = t.p.key_dim;
+    columns = slot < 0 ? 0 : min_of(kColumns, t.p.value_dim - first_column);
+    by_channel = channel_stride < column_stride;
+  }
+  // A thread has elements 0 .. size() - 1; some may lie outside.
+  __device__ int32_t size() const {
+    return by_channel ? (channels + 31) / 32 * (kColumns / kWarps) : channels / kWarps;
+  }
+  __device__ int32_t channel(int32_t e) const {
+    return by_channel ? e / (kColumns / kWarps) * 32 + threadIdx.x % 32 : e * kWarps + threadIdx.x / 32;
+  }
+  __device__ int32_t column(int32_t e) const {
+    return by_channel ? e % (kColumns / kWarps) * kWarps + threadIdx.x / 32 : threadIdx.x % 32;
+  }
+  __device__ bool contains(int32_t e) const { return channel(e) < channels && column(e) < columns; }
+  __device__ float& at(int32_t e) const { return begin[channel(e) * channel_stride + column(e) * column_stride]; }
+};
+
+// Zeros where there is none.
+__device__ __forceinline__ void load_state(const Chunk& t, const StateTile& state) {
+  constexpr int kUnderWay = 8;
+  for (int32_t first = 0; first < state.size(); first += kUnderWay) {
+    float values[kUnderWay];
+#pragma unroll
+    for (int j = 0; j < kUnderWay; ++j) values[j] = state.contains(first + j) ? state.at(first + j) : 0.0f;
+#pragma unroll
+    for (int j = 0; j < kUnderWay; ++j) {
+      const int32_t channel = state.channel(first + j), column = state.column(first + j);
+      if (channel < state.channels) t.state[channel * kStateStride + column] = values[j];
     }
+  }
+}
+
+__device__ __forceinline__ void store_state(const Chunk& t, const StateTile& state) {
+  for (int32_t e = 0; e < state.size(); ++e) {
+    if (state.contains(e)) state.at(e) = t.state[state.channel(e) * kStateStride + state.column(e)];
   }
 }
 
@@ -50,28 +84,24 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
     delta_rule_kernel(const __grid_constant__ DeltaRuleParams p, int32_t capacity, int32_t group, int32_t tiles) {
   const RecurrentBatch& tokens = p.tokens;
   const int32_t item = static_cast<int32_t>(blockIdx.x) / tiles, b = item / p.num_heads;
-  const int32_t first_column = static_cast<int32_t>(blockIdx.x) % tiles * kColumns;
-  const int32_t i = threadIdx.x;
-  const Chunk t(p, capacity, group, item % p.num_heads, first_column + i % 32);
+  const Chunk t(p, capacity, group, item % p.num_heads,
+                static_cast<int32_t>(blockIdx.x) % tiles * kColumns + threadIdx.x % 32);
   const bool writes = p.out == nullptr, is_tree = !writes && tokens.parents != nullptr;
   const NodeRange rows = node_range(tokens.cu_nodes, b, tokens.num_rows);
-  const int64_t slot = state_slot(tokens, b);
-  int64_t total = writes ? tokens_to_replay(tokens, b) : rows.size();
-  if (is_tree) total = min_of<int64_t>(total, tokens.max_nodes);
+  const int32_t first_row = static_cast<int32_t>(rows.begin);
+  int32_t total = static_cast<int32_t>(writes ? tokens_to_replay(tokens, b) : rows.size());
+  if (is_tree) total = min_of(total, tokens.max_nodes);
   if (total == 0) return;
-  for (int32_t e = i; e < p.key_dim * kStateStride; e += kWarps * 32) t.state[e] = 0.0f;
-  __syncthreads();
-  if (slot >= 0) for_each_element(t, first_column, slot, [](float& here, float& there) { here = there; });
-  for (int64_t begin = 0; begin < total; begin += capacity) {  // one turn for a tree
-    const int32_t count = static_cast<int32_t>(min_of<int64_t>(capacity, total - begin));
+  load_state(t, StateTile(t, state_slot(tokens, b)));
+  for (int32_t begin = 0; begin < total; begin += capacity) {  // one turn for a tree
+    const int32_t i = threadIdx.x, count = min_of(capacity, total - begin);
     if (i < count) {
-      const int64_t row = is_tree ? rows.begin + i : replayed_row(tokens, b, begin + i);
-      t.shared.rows[i] = static_cast<int32_t>(row);
-      t.shared.parents[i] = static_cast<int16_t>(is_tree ? linked_parent(tokens, rows.begin, i) : i - 1);
+      t.shared.rows[i] = is_tree ? first_row + i : static_cast<int32_t>(replayed_row(tokens, b, begin + i));
+      t.shared.parents[i] = static_cast<int16_t>(is_tree ? linked_parent(tokens, first_row, i) : i - 1);
     }
-    run_chunk(t, count, writes || begin + count < total);
+    run_chunk(t, count, p.out == nullptr || begin + count < total);
   }
-  if (writes) for_each_element(t, first_column, slot, [](float& here, float& there) { there = here; });
+  if (p.out == nullptr) store_state(t, StateTile(t, state_slot(tokens, b)));
 }
 
 // What no node writes.
@@ -80,12 +110,12 @@ __global__ void __launch_bounds__(256) clear_kernel(uint16_t* out, int64_t count
   if (at < count) out[at] = 0;
 }
 
-// Tokens that are weighed together: as many as leave room for two CTAs on an SM of Ampere or Hopper. Each has the same
-// result in a group of any size.
+// Tokens that are weighed together: as many as every GPU has shared memory for, and Hopper for two CTAs. Each has the
+// same result in a group of any size.
 int32_t group_size(const DeltaRuleParams& p, int32_t capacity) {
   int32_t group = kWarps * kBlock;
   while (group > kBlock && group / 2 >= capacity) group /= 2;
-  while (group > kBlock && ChunkSizes(p.key_dim, capacity, group).bytes > (80 << 10)) group /= 2;
+  while (group > kBlock && ChunkSizes(p.key_dim, capacity, group).bytes > (96 << 10)) group /= 2;
   return group;
 }
 

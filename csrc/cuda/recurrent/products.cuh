@@ -8,16 +8,11 @@
 namespace pagedtree::cuda {
 
 // A lane has 4 of each 16 channels. Beyond the last channel it reads the last ones again, where the rows are 0.
-constexpr int kPassChannels = 128, kSteps = kPassChannels / 16;
+constexpr int kPassChannels = 64, kSteps = kPassChannels / 16;
 constexpr int kReadTiles = kColumns / 8;
 
 __device__ __forceinline__ int32_t first_channel(const Chunk& t, int32_t first, int step) {
   return min_of(first + step * 16 + static_cast<int32_t>(threadIdx.x % 4) * 4, t.p.key_dim - 4);
-}
-
-// Whether there are channels for steps in the second half of a pass.
-__device__ __forceinline__ bool ends_at(const Chunk& t, int32_t first, int step) {
-  return step == kSteps / 2 && first + step * 16 >= t.p.key_dim;
 }
 
 // A lane's channels of a row. All loads start before the first one ends.
@@ -27,7 +22,6 @@ __device__ __forceinline__ void load_row(const Chunk& t, const void* data, int64
   const bool aligned = is_aligned(row);
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    if (ends_at(t, first, step)) break;
     pairs[step] = load_pairs(row + first_channel(t, first, step), aligned);
   }
 }
@@ -81,7 +75,6 @@ __device__ __forceinline__ void multiply_state(const Chunk& t, const RowTile& ro
   float low[4] = {};
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    if (ends_at(t, first, step)) break;
     const float* b = t.state + first_channel(t, first, step) * kStateStride + column;
     add_split_product(sum, low, rows.a[step][0], b[0], b[kStateStride]);
     add_split_product(sum, low, rows.a[step][1], b[2 * kStateStride], b[3 * kStateStride]);
@@ -98,7 +91,6 @@ __device__ __forceinline__ void multiply_keys(const Chunk& t, const RowTile& row
   load_row(t, t.p.k, key_row(t, m), first, pairs);
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    if (ends_at(t, first, step)) break;
     const Four b = unpack(pairs[step], t.p.dtype);
     ptx::mma_m16n8k8(sum, rows.a[step][0], b.x[0], b.x[1]);
     ptx::mma_m16n8k8(sum, rows.a[step][1], b.x[2], b.x[3]);
@@ -108,7 +100,8 @@ __device__ __forceinline__ void multiply_keys(const Chunk& t, const RowTile& row
 // Weights and reads of the tokens begin .. begin + group - 1. A warp has 8 of them, and some of their products.
 __device__ __forceinline__ void weigh_by_products(const Chunk& t, int32_t begin, int32_t count) {
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, pair = lane % 4;
-  const int32_t blocks = t.group / kBlock, block = warp % blocks, parts = kWarps / blocks;
+  const int32_t shift = __ffs(t.group / kBlock) - 1;  // a power of 2
+  const int32_t blocks = 1 << shift, block = warp & (blocks - 1), parts = kWarps >> shift;
   const int32_t row = block * kBlock + quad, i = begin + row;
   const int32_t own = begin / kBlock + block;  // among all blocks
   float key_norm = 0.0f, query_norm = 0.0f;    // sums of squares before the last pass
@@ -126,7 +119,7 @@ __device__ __forceinline__ void weigh_by_products(const Chunk& t, int32_t begin,
       __syncthreads();
     }
     if (own * kBlock >= count) continue;
-    for (int32_t job = warp / blocks; job <= kReadTiles + own; job += parts) {
+    for (int32_t job = warp >> shift; job <= kReadTiles + own; job += parts) {
       const int32_t other = job - kReadTiles, m = other * kBlock + pair * 2;
       const bool reads = other < 0;
       if (!reads && !__any_sync(~0u, i < count && t.ancestors(i, other) != 0)) continue;

@@ -10,14 +10,17 @@ namespace pagedtree::cuda {
 // By one warp, a column for each lane: u of the tokens begin .. begin + 7. Their sums and values lie in the reads.
 __device__ __forceinline__ void substitute(const Chunk& t, int32_t begin, int32_t row, int32_t count) {
   const int32_t lane = threadIdx.x % 32;
-  float sums[kBlock], values[kBlock];
+  float sums[kBlock], values[kBlock], weights[kBlock][kBlock];
   uint32_t above[kBlock];
 #pragma unroll
   for (int s = 0; s < kBlock; ++s) {
     sums[s] = t.reads_of(0, row + s)[lane];
     values[s] = t.reads_of(1, row + s)[lane];
     above[s] = begin + s < count ? t.ancestors(begin + s, begin / kBlock) : 0;
+#pragma unroll
+    for (int m = 0; m < s; ++m) weights[s][m] = t.weights_of(0, row + s)[begin + m];
   }
+  __syncwarp();  // so that no load waits for the solution of an earlier token
 #pragma unroll
   for (int m = 0; m < kBlock; ++m) {
     if (begin + m >= count) break;
@@ -26,7 +29,7 @@ __device__ __forceinline__ void substitute(const Chunk& t, int32_t begin, int32_
     t.u[(begin + m) * kColumns + lane] = u;
 #pragma unroll
     for (int s = m + 1; s < kBlock; ++s) {
-      if (above[s] >> m & 1) sums[s] = __fmaf_rn(t.weights_of(0, row + s)[begin + m], u, sums[s]);
+      if (above[s] >> m & 1) sums[s] = __fmaf_rn(weights[s][m], u, sums[s]);
     }
   }
 }
@@ -68,9 +71,10 @@ __device__ __forceinline__ void solve(const Chunk& t, int32_t first, int32_t cou
     __syncthreads();
     if (p.out == nullptr || !is_reachable || t.column >= p.value_dim) continue;
     const uint32_t above = t.ancestors(i, begin / kBlock);
-    for (int j = 0; j <= warp; ++j) {
-      if (above >> j & 1)
-        query_sum = __fmaf_rn(query_weights[begin + j], t.u[(begin + j) * kColumns + lane], query_sum);
+#pragma unroll
+    for (int j = 0; j < kBlock; ++j) {
+      const float u = t.u[(begin + j) * kColumns + lane], c = query_weights[begin + j];
+      if (above >> j & 1) query_sum = __fmaf_rn(c, u, query_sum);
     }
     const int64_t at = (t.shared.rows[i] * int64_t{p.num_heads} + t.head) * p.value_dim + t.column;
     store_element(p.out, p.dtype, at, query_sum * p.scale);

@@ -27,13 +27,15 @@ __all__ = ["all_cases", "is_chosen"]
 
 # This stands in the names of a few rows of each op, which take a hundredth of the time of all rows.
 QUICK = (
-    "instructions/", "/page 7", "/ragged", "/tile 16/bf16/D 128", "/tile 128/bf16 on fp8/D 128",
+    "instructions/", "slot_mapping/page 7", "append_kv/page 7/packed", "compact_kv/page 7", "prepare_step/page 7",
+    "tree_attention/page 7", "heads/page 7", "latent/page 7/bf16", "/ragged",
+    "/tile 16/bf16/D 128", "/tile 128/bf16 on fp8/D 128",
     "/into a given tensor/bf16", "attention_plan/mixed", "merge_states/bf16/D 64", "sample/bf16/V 129",
     "swor/fp16/V 129", "coupled/fp16/V 129", "/iid/cool",
     "typical/bf16/V 40/all", "/two ranks/plain", "/two ranks/iid/plain", "topk/fp16",
     "40 candidates, 17", "commit/EOS a", "medusa_propose/paths/fp16",
     "token_logprobs/options/everything", "verify_rejection/options/everything",
-    "/trees/bf16/kda", "/trees/bf16/4 taps",
+    "/trees/bf16/gdn", "/trees/bf16/kda", "/trees/bf16/4 taps",
 )  # fmt: skip
 
 
