@@ -285,7 +285,7 @@ SECTIONS = {
     "rules": ("rules", rules),
     "attention": ("ops", family("tree_attention", heading="attention")),
     "latent": ("latent", family("latent_attention", "tree_attention", heading="latent")),
-    "recurrent": ("recurrent", recurrent),
+    "recurrent": ("recurrent_cpu", recurrent),
     "verification": ("ops", family("verify_", "sample", heading="verification")),
     "other": ("ops", family("append_kv", "compact_kv", "merge_states", "build", "expand", "ngram", heading="other")),
     "end-to-end": ("end_to_end", end_to_end),
