@@ -197,7 +197,7 @@ with_library = [
 CORE = {
     "predicted": ("bf16-128-16", "bf16-128-128"),
     "verification_predicted": ("draw_rows: peak", "draw_rows: values, all counted", "draw_rows: race, no noise"),
-    "recurrent_predicted": ("delta rule, 64 nodes x 1", "delta rule, 64 nodes x 8"),
+    "delta_rule_predicted": ("delta rule, 64 nodes x 1", "delta rule, 64 nodes x 8"),
 }
 
 
@@ -215,7 +215,7 @@ def predicted(tmp_path: Path, kind: str, machine: Machine, wanted: list[str]) ->
     if kind == "verification_predicted":
         rows = predict_verification.verification_rows(machine, cubins, wanted, 0)
         return {row["instance"]: row for row in rows}
-    if kind == "recurrent_predicted":
+    if kind == "delta_rule_predicted":
         rows = predict_recurrent.recurrent_rows(machine, cubins)
         return {row["instance"]: row for row in rows if row["instance"] in wanted}
     return {name: bench_predict.look_at(machine, name, f, 0) for name, f in bench_predict.kernels_of(cubins, wanted)}
