@@ -125,24 +125,6 @@ def test_decays_of_minus_infinity(channels: bool) -> None:
 
 
 @pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
-def test_what_the_root_forgets_has_no_weight(channels: bool) -> None:
-    """A state at the end of fp32's range, behind a decay of -inf."""
-    of = layer(trees_of([12, 3]), channels=channels)
-    of.g[of.trees.cu_nodes[:-1].long()] = -math.inf  # type: ignore[union-attr]
-    forgotten = replace(of, state=torch.full_like(of.state, 3e38))
-    assert torch.equal(forgotten.run(), replace(of, state=torch.zeros_like(of.state)).run())
-    path = paths_to(of.trees, [11, 2], 12)  # type: ignore[arg-type]
-    assert forgotten.advance(pt.advance_state, *path)[of.state_index.long()].abs().max() < 100
-
-
-def test_unspecified_decays_are_bounded() -> None:
-    of = layer(trees_of([12, 3]))
-    of.g[::3] = 200.0
-    of.g[1::3] = math.nan
-    assert of.run().isfinite().all()
-
-
-@pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
 def test_invariance(channels: bool) -> None:
     """A node's output has the same bits whatever else is in the batch or below it in the tree."""
     trees = trees_of([30, 17, 4], 6)

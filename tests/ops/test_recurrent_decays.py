@@ -1,7 +1,8 @@
-"""Decays of channels, weak to strong: paths whose products of decays fit fp32, those that do not, and both in one."""
+"""Decays, weak to strong: paths whose products of decays fit fp32, those whose do not, and decays that forget all."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -88,3 +89,21 @@ def test_not_worse_than_transformers(strength: float) -> None:
         )  # fmt: skip
         expected = of.run(loops.tree_delta_rule)
         assert error(of.run(), expected) <= 1.05 * error(theirs[0], expected) + 1e-6
+
+
+@pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
+def test_what_the_root_forgets_has_no_weight(channels: bool) -> None:
+    """A state at the end of fp32's range, behind a decay of -inf."""
+    of = layer(trees_of([12, 3]), channels=channels)
+    of.g[of.trees.cu_nodes[:-1].long()] = -math.inf  # type: ignore[union-attr]
+    forgotten = replace(of, state=torch.full_like(of.state, 3e38))
+    assert torch.equal(forgotten.run(), replace(of, state=torch.zeros_like(of.state)).run())
+    path = paths_to(of.trees, [11, 2], 12)  # type: ignore[arg-type]
+    assert forgotten.advance(pt.advance_state, *path)[of.state_index.long()].abs().max() < 100
+
+
+def test_unspecified_decays_are_bounded() -> None:
+    of = layer(trees_of([12, 3]))
+    of.g[::3] = 200.0
+    of.g[1::3] = math.nan
+    assert of.run().isfinite().all()

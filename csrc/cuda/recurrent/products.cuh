@@ -50,7 +50,7 @@ __device__ __forceinline__ RowTile load_rows(const Chunk& t, int32_t i, int32_t 
   const int32_t token = min_of(i, count - 1);
   uint2 key_pairs[kSteps] = {}, query_pairs[kSteps] = {};
   load_row(t, p.k, key_row(t, token), first, key_pairs);
-  if (p.q != nullptr) load_row(t, p.q, query_row(t, token), first, query_pairs);
+  if (p.out != nullptr) load_row(t, p.q, query_row(t, token), first, query_pairs);
   RowTile rows;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {

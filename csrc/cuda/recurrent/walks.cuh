@@ -46,7 +46,7 @@ __device__ __forceinline__ void walk(const Chunk& t, int32_t i, int32_t row) {
   for (int part = 0; part < kParts; ++part) {
     const int32_t c = part * 128 + lane * 4;
     if (c < p.key_dim) key[part] = load_key(t, i, c);
-    if (c < p.key_dim && p.q != nullptr) query[part] = load_four_halves(p.q, p.dtype, query_row(t, i) + c);
+    if (c < p.key_dim && p.out != nullptr) query[part] = load_four_halves(p.q, p.dtype, query_row(t, i) + c);
     squares = dot(query[part], query[part], squares);
     own = dot(key[part], query[part], own);
   }
