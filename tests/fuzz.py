@@ -2,7 +2,7 @@
 
     python tests/fuzz.py [--seconds 60] [--cases N] [--seed N] [--backend simt] [--only NAME ...]
 
-Run by `make fuzz`. Hypothesis takes a valid call of `fuzz_calls.py` or `fuzz_adapter_calls.py` and changes one to three
+Run by `make fuzz`. Hypothesis takes a valid call of `fuzz_calls.py` or one of `fuzz_*_calls.py` and changes one to three
 of its arguments: values, shapes, strides, dtypes, devices, types. A finding is
 
 - another exception than ValueError, TypeError or NotImplementedError, or one whose message names no argument;
@@ -35,6 +35,7 @@ from typing import Any
 
 import fuzz_adapter_calls  # noqa: F401 - makes its calls known
 import fuzz_calls
+import fuzz_recurrent_calls  # noqa: F401 - likewise
 import torch
 from fuzz_calls import VOCAB, Call
 from hypothesis import HealthCheck, Phase, given, seed, settings

@@ -1,6 +1,6 @@
 """Valid calls of every public function that takes values from its user: what `fuzz.py` changes to hostile ones.
 
-The calls of the adapters are in `fuzz_adapter_calls.py`.
+Those of recurrent layers are in `fuzz_recurrent_calls.py`, those of the adapters in `fuzz_adapter_calls.py`.
 
 A call is made anew each time, so that nothing a call did to its arguments reaches the next one.
 """
@@ -443,46 +443,6 @@ def best_first_tree() -> Call:
 def select_nodes() -> Call:
     arguments = {"trees": draft_trees(), "survival": torch.rand(8), "budget": 5, "limit": int32([4])}
     return Call(pt.select_nodes, arguments)
-
-
-def _recurrence() -> dict[str, Any]:
-    return {
-        "k": torch.randn(8, 1, 8), "v": torch.randn(8, 2, 16), "g": -torch.rand(8, 2, 8), "beta": torch.rand(8, 2),
-        "state": torch.randn(3, 2, 8, 16), "state_index": int32([1, 0]), "trees": draft_trees(), "l2norm": True,
-    }  # fmt: skip
-
-
-def _accepted() -> dict[str, Any]:
-    return {"accept_index": int32([[0, 1, 3], [0, 1, -1]]), "num_accepted": int32([2, 1])}
-
-
-@valid_call
-def tree_delta_rule() -> Call:
-    return Call(pt.tree_delta_rule, {"q": torch.randn(8, 1, 8), **_recurrence(), "scale": 0.5})
-
-
-@valid_call
-def causal_delta_rule() -> Call:
-    arguments = {"q": torch.randn(8, 1, 8), **_recurrence(), "trees": None, "cu_seqlens": int32([0, 5, 8])}
-    return Call(pt.tree_delta_rule, arguments)
-
-
-@valid_call
-def advance_state() -> Call:
-    return Call(pt.advance_state, {**_recurrence(), **_accepted()}, written=("state",))
-
-
-@valid_call
-def tree_conv1d() -> Call:
-    arguments = {"x": torch.randn(8, 6), "weight": torch.randn(6, 4), "bias": torch.randn(6)}
-    state = {"conv_state": torch.randn(3, 6, 3), "state_index": int32([1, 0]), "trees": draft_trees()}
-    return Call(pt.tree_conv1d, {**arguments, **state, "activation": "silu"})
-
-
-@valid_call
-def advance_conv() -> Call:
-    arguments = {"conv_state": torch.randn(3, 6, 3), "state_index": int32([1, 0]), "x": torch.randn(8, 6)}
-    return Call(pt.advance_conv, {**arguments, "trees": draft_trees(), **_accepted()}, written=("conv_state",))
 
 
 @valid_call

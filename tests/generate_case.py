@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from transformers import (
     Gemma2Config,
@@ -16,6 +17,7 @@ from transformers import (
 
 from pagedtree import DraftTree, SamplingParams, TreeBatch, build_trees, sample
 from pagedtree.generation.drafters import EagleHead
+from pagedtree.integrations.transformers import generate
 
 VOCAB = 128
 NEW_TOKENS = 20
@@ -153,3 +155,24 @@ class Hostile:
         parents[cu_nodes[:-1]] = -1
         trees = build_trees(parents.int(), cu_nodes.int(), max_nodes=self.max_nodes, max_depth=3)
         return torch.randint(-5, 2 * VOCAB, parents.shape, generator=self.generator), trees, None
+
+
+def check_the_model_is_as_it_was(model):
+    """Also within a call, where somebody runs it, and after a failure."""
+    tokens = prompts_of((9,))[0][None]
+    with torch.no_grad():
+        expected = model(tokens).logits
+    seen = []
+
+    def callback(sequence, new):
+        with torch.no_grad():
+            seen.append(model(tokens).logits)
+        if len(seen) == 2:
+            raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"):
+        generate(model, tokens, max_new_tokens=4, callback=callback)
+    with torch.no_grad():
+        seen.append(model(tokens).logits)
+    for logits in seen:
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)

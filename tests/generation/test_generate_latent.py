@@ -14,6 +14,7 @@ from generate_case import (
     SAMPLING,
     Hostile,
     Oracle,
+    check_the_model_is_as_it_was,
     common_prefix,
     greedy,
     lists,
@@ -153,24 +154,7 @@ def test_latents_are_all_that_is_cached(model, texts, drafters, monkeypatch):
 
 
 def test_the_model_is_as_it_was(model):
-    """Also within a call, where somebody runs it, and after a failure."""
-    tokens = prompts_of((9,))[0][None]
-    with torch.no_grad():
-        expected = model(tokens).logits
-    seen = []
-
-    def callback(sequence, new):
-        with torch.no_grad():
-            seen.append(model(tokens).logits)
-        if len(seen) == 2:
-            raise KeyError("stop")
-
-    with pytest.raises(KeyError, match="stop"):
-        generate(model, tokens, max_new_tokens=4, callback=callback)
-    with torch.no_grad():
-        seen.append(model(tokens).logits)
-    for logits in seen:
-        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    check_the_model_is_as_it_was(model)
     assert not any("expand_kv" in vars(module) for module in model.modules())
 
 

@@ -24,7 +24,7 @@ from pagedtree import RequestOptions, cli, explain
 from pagedtree._ops import ops
 from pagedtree.check import command, runner
 from pagedtree.check.case import CPU, Case, Measurement, Place, equal, relative, within
-from pagedtree.check.cases import all_cases, attention, instructions, instructions_sm90, is_chosen
+from pagedtree.check.cases import all_cases, attention, is_chosen
 from pagedtree.check.runner import FAILED, NOT_APPLICABLE, NOT_RUN, OK, Row, run_row
 from pagedtree.testing import backends
 
@@ -146,26 +146,6 @@ def test_every_op_has_cases_with_loops():
     """A new op without a case fails here: add one to the module of its family in pagedtree/check/cases."""
     known = {op for case in every_case(CPU) if isinstance(case, Case) and case.loops is not None for op in case.ops}
     assert sorted(known) == public_ops()
-
-
-@needs_simt
-@pytest.mark.parametrize(
-    ("family", "suffix", "some"),
-    [
-        (instructions, "", {"ldmatrix_x4", "cp_async_wait", "shared", "of_cta", "ex2"}),
-        (instructions_sm90, "_sm90", {"mbar_init", "tma_load_4d", "matrix_descriptor", "wgmma_rs", "setmaxnreg_dec"}),
-    ],
-    ids=["all GPUs", "Hopper"],
-)
-def test_every_instruction_has_golden_vectors(family, suffix, some):
-    cuda = ROOT / "csrc" / "cuda"
-    wrappers = (cuda / "tile" / f"ptx{suffix}_cuda.cuh").read_text()
-    functions = set(re.findall(r"^PT_DEVICE [\w&*<> ]+?[&* ](\w+)\(", wrappers, re.MULTILINE))
-    assert some <= functions
-    called = set(re.findall(r"ptx::(\w+)", (cuda / f"instructions{suffix}.cu").read_text()))
-    assert functions - called == set()
-    judged = {case.name.removeprefix("instructions/") for case in family.cases()}
-    assert judged == set(instructions.instruction_names("simt", family.TABLE))
 
 
 def test_every_tile_is_taken():
@@ -345,51 +325,6 @@ def test_failing_rows_are_named_with_a_command_that_runs_them(place, capsys, tmp
         assert status == 1 and re.findall(r"^FAILED (.*)$", text, re.MULTILINE) == [name]
     status, text = run_check(capsys, *again[4:])
     assert status == 0 and "1 rows in" in text and "1 ok" in text, text
-
-
-@needs_simt
-def test_a_wrong_answer_of_an_instruction_is_found(monkeypatch):
-    cases = [case for case in every_case(SIMT) if case.group == "instructions"]
-    right, known = instructions.run_instruction, {}
-    for case in cases:
-
-        def wrong(which: str, words: Any, *arguments: Any, case: Case = case) -> Any:
-            key = which, words.tobytes()
-            known[key] = known[key] if key in known else right(which, words, *arguments)
-            found, cluster = known[key]
-            if f"instructions/{which}" == case.name:
-                found = found.copy()
-                found[-1, -1, -1] ^= 0x1000
-            return found, cluster
-
-        monkeypatch.setattr(instructions, "run_instruction", wrong)
-        rows = [run_row(other, SIMT) for other in cases]
-        assert [row.name for row in rows if row.status == FAILED] == [case.name]
-
-
-@needs_simt
-def test_hopper_s_code_elsewhere_is_no_failure(monkeypatch):
-    cases = [*instructions_sm90.cases(), attention.tile_case((64, 64), 64, "bf16", "", attention.WGMMA)]
-
-    def outcomes(place: Place) -> set[tuple[str, str]]:
-        return {(row.status, row.detail) for row in (run_row(case, place) for case in cases)}
-
-    assert outcomes(SIMT) == {(OK, "")}
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-        elsewhere = Place(torch.device("cuda"), "simt")  # the device is asked for no more than its capability
-        assert outcomes(elsewhere) == {(NOT_APPLICABLE, "only on GPUs of compute capability 9.0")}
-    monkeypatch.setattr(instructions, "_library", lambda backend: object())
-    assert outcomes(SIMT) == {(NOT_APPLICABLE, "this build has no code for 9.0a")}
-
-
-@needs_simt
-def test_a_gpu_without_clusters_is_no_failure(monkeypatch):
-    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "4:227:1")
-    rows = {row.name: row for row in (run_row(case, SIMT) for case in instructions.cases())}
-    assert rows["instructions/of_cta"].status == NOT_APPLICABLE
-    assert rows["instructions/of_cta"].detail == "this GPU has no clusters"
-    assert {row.status for name, row in rows.items() if name != "instructions/of_cta"} == {OK}
 
 
 def raises(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
