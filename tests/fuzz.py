@@ -2,8 +2,8 @@
 
     python tests/fuzz.py [--seconds 60] [--cases N] [--seed N] [--backend simt] [--only NAME ...]
 
-Run by `make fuzz`. Hypothesis takes a valid call of `fuzz_calls.py` or one of `fuzz_*_calls.py` and changes one to three
-of its arguments: values, shapes, strides, dtypes, devices, types. A finding is
+Run by `make fuzz`. Hypothesis takes a valid call of `fuzz_calls.py` or one of `fuzz_*_calls.py` and changes one to
+three of its arguments: values, shapes, strides, dtypes, devices, types. A finding is
 
 - another exception than ValueError, TypeError or NotImplementedError, or one whose message names no argument;
 - a write outside of the arguments' memory, or to an argument that the function only reads;
