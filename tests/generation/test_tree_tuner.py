@@ -57,17 +57,18 @@ class Machine:
         trees = TreeBatch.from_trees([tree if guess else ROOT for guess in guessed], max_nodes=tree.num_nodes)
         return Draft(ranks_of(trees), trees)
 
-    def path(self, draft: Draft, b: int, sequence: int, place: int) -> list[int]:
-        """Accepted nodes. A node's draft token is its rank."""
+    def path(self, draft: Draft, b: int, sequence: int, place: int) -> tuple[list[int], list[int]]:
+        """Accepted nodes, and the token behind each. A node's draft token is its rank."""
         begin, end = draft.trees.cu_nodes[b : b + 2].tolist()
         parents, ranks = draft.trees.parents[begin:end].tolist(), draft.draft_tokens[begin:end].tolist()
         rates = np.cumsum(self.acceptance) * self.ease[sequence % len(self.ease)]
-        path = [0]
+        path, tokens = [0], []
         while True:
-            rank = np.searchsorted(rates, self.text[sequence, place + len(path) - 1, 0], side="right")
-            child = [n for n, parent in enumerate(parents) if parent == path[-1] and ranks[n] == rank < len(rates)]
+            rank = int(np.searchsorted(rates, self.text[sequence, place + len(path) - 1, 0], side="right"))
+            tokens.append(rank if rank < len(rates) else 1000)  # one that nobody drafts
+            child = [n for n, parent in enumerate(parents) if parent == path[-1] and ranks[n] == tokens[-1]]
             if not child:
-                return path
+                return path, tokens
             path += child
 
 
@@ -96,13 +97,13 @@ def run(machine: Machine, tuner: TreeTuner, tokens: int, whole: DraftTree = WHOL
         if tuner.wants_drafts(remaining):
             levels = (tuner.tree or whole).max_depth
             draft, _ = tuner.narrow(machine.draft(tuner.tree or whole, places), None, list(places))
-        paths = [machine.path(draft, b, *each) for b, each in enumerate(places.items())]
-        accepted = torch.full((len(paths), 1 + 8), -1, dtype=torch.int32)
-        for row, path in zip(accepted, paths, strict=True):
-            row[: len(path)] = torch.tensor(path)
+        paths, texts = zip(*(machine.path(draft, b, *each) for b, each in enumerate(places.items())), strict=True)
+        accepted, tokens_after = (torch.full((len(paths), 1 + 8), -1, dtype=torch.int32) for _ in range(2))
+        for b, (path, text) in enumerate(zip(paths, texts, strict=True)):
+            accepted[b, : len(path)], tokens_after[b, : len(path)] = torch.tensor(path), torch.tensor(text)
         rows.append(int(draft.trees.cu_nodes[-1]) - len(paths))
         took = machine.seconds(rows[-1] + machine.batch, levels)
-        tuner.observe(list(places), took, accepted, machine.level * levels)
+        tuner.observe(list(places), took, accepted, tokens_after, machine.level * levels)
         seconds += took
         reached = {s: place + len(path) for (s, place), path in zip(places.items(), paths, strict=True)}
         places = {s: place for s, place in reached.items() if place < tokens}
@@ -218,7 +219,7 @@ def test_one_slow_step_is_not_held_against_drafts():
     run(machine, tuner, 300)
     assert tuner.wants_drafts({0: 100})
     tuner.narrow(machine.draft(WHOLE, {0: 0}), None, [0])
-    tuner.observe([0], 1000.0, torch.tensor([[0]], dtype=torch.int32))
+    tuner.observe([0], 1000.0, *torch.tensor([[[0]], [[1000]]], dtype=torch.int32))
     assert tuner.wants_drafts({0: 100})
 
 
@@ -253,7 +254,7 @@ def scheduled(monkeypatch):
         steps.append(SCHEDULE[len(steps) % len(SCHEDULE)])
         self.levels = None
         if not self._costs_of(len(remaining)).num_plain:
-            self.observe(list(remaining), 1.0, None)
+            self.observe(list(remaining), 1.0, None, None)
         self.tree, self.catching_up = steps[-1], 0.0
         self.levels = None if self.tree is None else 1.0
         return self.tree is not None

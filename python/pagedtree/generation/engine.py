@@ -152,7 +152,8 @@ class Engine:
                 self.tuner.observe_reading(packed.input_ids.shape[0], seconds)
             else:
                 indices = [sequence.index for sequence in batch.decode]
-                self.tuner.observe(indices, seconds, verdict.accept_index, self.stats.draft_time - drafting)
+                drafting = self.stats.draft_time - drafting
+                self.tuner.observe(indices, seconds, verdict.accept_index, verdict.tokens, drafting)
 
     def _step_in_place(self, sequences: list[GeneratedSequence]) -> None:
         """A fixed step: nothing but decoding, and the drafter's part in it."""

@@ -17,7 +17,11 @@ MAX_DEPTH, MAX_RANKS = 8, 4
 KEPT, PRIOR_WEIGHT = 0.95, 2.0
 # How often the child of each rank is accepted where its parent was, before anything is known.
 PRIOR = 0.6 * 0.35 ** np.arange(MAX_RANKS)
-# Nodes of about the same joint log-probability survive about equally often; the bins' edges.
+# How much of the evidence about one sequence a step keeps, and how many nodes are taken to be as easy as others'.
+EASE_KEPT, EASE_WEIGHT = 0.9, 2.0
+# No node is more likely than this where its parent was accepted.
+MOST_LIKELY = 0.97
+# Nodes of about the same log-probability, given their parents, are right about equally often; the bins' edges.
 EDGES = -np.array([0.05, 0.15, 0.3, 0.5, 0.8, 1.2, 1.7, 2.3, 3.0, 4.0, 6.0])
 EXPECTED = np.exp([0.0, *(EDGES[:-1] + EDGES[1:]) / 2, -5.0, -7.0])
 
@@ -64,14 +68,15 @@ class BatchNodes:
 class NodeBudget:
     """Estimates which drafted nodes survive, from what was accepted before, and how many of them pay.
 
-    A node's joint log-probability is the drafter's own (`Drafter.confidence`), or comes from how often children of its
-    depth and rank were accepted. Nodes are counted by it, so that a drafter that is too sure of itself is corrected,
-    and what a sequence accepts beside what was expected of it makes it one that is easy or hard to guess.
+    How likely a node is where its parent was accepted comes from the drafter's own log-probability of that step
+    (`Drafter.confidence`), corrected by how often nodes of about the same one were right, or from how often nodes of
+    its depth and rank were. Both are counted at all children of accepted nodes, verified or not: each was right if its
+    token is the one that came. What a sequence accepts beside what was expected of it makes it easy or hard to guess.
     """
 
     def __init__(self) -> None:
         self.hits, self.trials = PRIOR_WEIGHT * np.tile(PRIOR, (MAX_DEPTH, 1)), np.full((MAX_DEPTH, MAX_RANKS), 2.0)
-        self.survived, self.drafted = PRIOR_WEIGHT * EXPECTED, np.full(len(EXPECTED), PRIOR_WEIGHT)
+        self.right, self.drafted = PRIOR_WEIGHT * EXPECTED, np.full(len(EXPECTED), PRIOR_WEIGHT)
         self.of_sequences: dict[int, tuple[float, float]] = {}  # accepted and expected nodes
         self.faded = 0  # steps that have told nothing since the last that did
 
@@ -88,11 +93,18 @@ class NodeBudget:
         sequences: the index of each tree's.
         """
         self._forget()
-        self._bins, self._sequences = self._bins_of(nodes, confidence), sequences
-        rates = np.minimum.accumulate(self.survived / self.drafted)[self._bins]
-        ease = [(hits + 2.0) / (expected + 2.0) for hits, expected in map(self._known, sequences)]
-        survival = np.minimum(rates * np.array(ease)[nodes.tree], 1.0)
-        return np.where(nodes.depth > 0, survival, nodes.depth == 0)
+        self._sequences, self._bins = sequences, None
+        if confidence is not None:
+            joint = confidence[: len(nodes.depth)].cpu().numpy()
+            self._bins = np.searchsorted(-EDGES, joint[nodes.parent] - joint)
+            self._rates = (self.right / self.drafted)[self._bins]
+        else:
+            # Of siblings the first ones stay: those drawn without replacement must not lose one before them.
+            rates = np.minimum.accumulate(self.acceptance, axis=1)
+            self._rates = rates[nodes.depth.clip(1, MAX_DEPTH) - 1, nodes.rank]
+        ease = np.array([(hits + EASE_WEIGHT) / (hoped + EASE_WEIGHT) for hits, hoped in map(self._known, sequences)])
+        likely = np.clip(self._rates * ease[nodes.tree], 1e-6, MOST_LIKELY)
+        return np.where(nodes.depth > 0, np.exp(nodes.along_paths(np.log(likely))), nodes.depth == 0)
 
     def fade(self) -> None:
         """A step has told nothing: older evidence counts a little less."""
@@ -101,48 +113,49 @@ class NodeBudget:
     def _forget(self) -> None:
         share, self.faded = 1.0 - KEPT**self.faded, 0
         if share > 0.0:
-            for found, tried, rates in ((self.hits, self.trials, PRIOR), (self.survived, self.drafted, EXPECTED)):
+            for found, tried, rates in ((self.hits, self.trials, PRIOR), (self.right, self.drafted, EXPECTED)):
                 found += share * (PRIOR_WEIGHT * rates - found)
                 tried += share * (PRIOR_WEIGHT - tried)
 
     def observe(
-        self, nodes: BatchNodes, survival: np.ndarray, kept: np.ndarray | None, accept_index: np.ndarray
+        self,
+        nodes: BatchNodes,
+        draft_tokens: np.ndarray,
+        kept: np.ndarray | None,
+        accept_index: np.ndarray,
+        tokens: np.ndarray,
     ) -> None:
         """Counts what became of the nodes that `survival` was asked about last.
 
-        kept: the rows that were verified, None for all. accept_index: [B, S], the accepted nodes of each kept tree.
+        draft_tokens: [N]. kept: the rows that were verified, None for all. accept_index, tokens: [B, S], the accepted
+        nodes of each kept tree, and the token that came behind each.
         """
         self.fade()
         self._forget()
-        rows = np.arange(len(survival)) if kept is None else kept
-        accepted = np.zeros(len(survival), dtype=bool)
+        rows = np.arange(len(nodes.depth)) if kept is None else kept
         first = np.searchsorted(nodes.tree[rows], np.arange(nodes.trees))
         trees, steps = np.nonzero(accept_index >= 0)
-        accepted[rows[first[trees] + accept_index[trees, steps]]] = True
-        rows = rows[nodes.depth[rows] > 0]
-        np.add.at(self.drafted, self._bins[rows], 1.0)
-        np.add.at(self.survived, self._bins[rows], accepted[rows])
-        tried = rows[accepted[nodes.parent[rows]] & (nodes.depth[rows] <= MAX_DEPTH)]
-        at = nodes.depth[tried] - 1, nodes.rank[tried]
-        np.add.at(self.trials, at, 1.0)
-        np.add.at(self.hits, at, accepted[tried])
-        found = np.bincount(nodes.tree[rows], accepted[rows], nodes.trees)
-        expected = np.bincount(nodes.tree[rows], survival[rows], nodes.trees)
+        came = np.full(len(nodes.depth), -1, dtype=np.int64)
+        came[rows[first[trees] + accept_index[trees, steps]]] = tokens[trees, steps]
+        came = came[nodes.parent]
+        tried = np.flatnonzero((nodes.depth > 0) & (came >= 0))
+        right = draft_tokens[tried] == came[tried]
+        if self._bins is not None:
+            np.add.at(self.drafted, self._bins[tried], 1.0)
+            np.add.at(self.right, self._bins[tried], right)
+        found = np.bincount(nodes.tree[tried], right, nodes.trees)
+        expected = np.bincount(nodes.tree[tried], self._rates[tried], nodes.trees)
         for i, sequence in enumerate(self._sequences):
             hits, hoped = self._known(sequence)
-            self.of_sequences[sequence] = 0.9 * hits + float(found[i]), 0.9 * hoped + float(expected[i])
+            self.of_sequences[sequence] = EASE_KEPT * hits + float(found[i]), EASE_KEPT * hoped + float(expected[i])
+        is_in_table = nodes.depth[tried] <= MAX_DEPTH
+        tried, right = tried[is_in_table], right[is_in_table]
+        at = nodes.depth[tried] - 1, nodes.rank[tried]
+        np.add.at(self.trials, at, 1.0)
+        np.add.at(self.hits, at, right)
 
     def _known(self, sequence: int) -> tuple[float, float]:
         return self.of_sequences.get(sequence, (0.0, 0.0))
-
-    def _bins_of(self, nodes: BatchNodes, confidence: Tensor | None) -> np.ndarray:
-        if confidence is not None:
-            joint = confidence[: len(nodes.depth)].cpu().numpy()
-        else:
-            # Of siblings the first ones stay: those drawn without replacement must not lose one before them.
-            rates = np.log(np.minimum.accumulate(self.acceptance, axis=1).clip(min=1e-6))
-            joint = nodes.along_paths(rates[nodes.depth.clip(1, MAX_DEPTH) - 1, nodes.rank])
-        return np.searchsorted(-EDGES, -joint)
 
 
 def best_count(worth: np.ndarray, is_draft: np.ndarray, seconds: Callable[[np.ndarray], np.ndarray]) -> int:

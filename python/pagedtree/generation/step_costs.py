@@ -19,7 +19,7 @@ class StepCosts:
     row_guess: what a row is taken to add for as long as none was measured.
 
     Attributes:
-        num_plain, num_drafted: steps without and with drafts so far.
+        num_plain, num_drafted: steps without and with drafts so far. most_rows: of one of them, besides the roots.
         plain: a step without drafts, the median of the last ones.
         level, once, row: what drafts add to it: each level of the drafter's; the target's pass, whatever the tree; each
             row besides the roots.
@@ -27,7 +27,7 @@ class StepCosts:
 
     def __init__(self, row_guess: float) -> None:
         self.row_guess = row_guess
-        self.num_plain = self.num_drafted = 0
+        self.num_plain = self.num_drafted = self.most_rows = 0
         self.plain = self.level = self.once = self.row = 0.0
         self._plain: deque[float] = deque(maxlen=15)
         # Of steps with drafts, older ones counting less: seconds and levels of drafting; how many there are, sums of
@@ -47,19 +47,26 @@ class StepCosts:
         if self.num_drafted == 0:
             self._fit()
 
-    def add_drafted(self, levels: float, rows: float, drafting: float, seconds: float) -> float:
+    def add_drafted(
+        self, levels: float, rows: int, drafting: float, seconds: float, is_typical: bool = True
+    ) -> float:
         """Takes in a step with drafts; returns its seconds, fewer if something else kept the machine busy.
 
-        rows: besides the roots. drafting: what of `seconds` the drafter took.
+        rows: besides the roots. drafting: what of `seconds` the drafter took. is_typical: whether its levels took that
+        time, and not the reading of what it had missed.
         """
-        if self.num_drafted > 2:
+        if self.num_drafted > 2 and is_typical:
             seconds = min(seconds, HICCUP * self.expected(levels, rows))
         drafting = min(drafting, seconds)
+        if is_typical:
+            self._drafting = KEPT * self._drafting[0] + drafting, KEPT * self._drafting[1] + levels
+        if rows == 0:  # the target made a plain pass
+            self.add_plain(seconds - drafting)
+            return seconds
         added = seconds - drafting - self.plain
-        self._drafting = KEPT * self._drafting[0] + drafting, KEPT * self._drafting[1] + levels
         news = (1.0, rows, rows * rows, added, rows * added)
         self._sums = tuple(KEPT * old + new for old, new in zip(self._sums, news, strict=True))
-        self.num_drafted += 1
+        self.num_drafted, self.most_rows = self.num_drafted + 1, max(self.most_rows, rows)
         self._fit()
         return seconds
 

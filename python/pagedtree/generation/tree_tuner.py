@@ -17,14 +17,18 @@ __all__ = ["TreeTuner"]
 
 # Drafts may lose this share of the time, where the time of the next HORIZON tokens counts too. Of what they have won,
 # MOST_SAVED plain steps may be lost again.
-LOSS_SHARE, HORIZON, MOST_SAVED = 0.04, 96, 4.0
+LOSS_SHARE, HORIZON, MOST_SAVED = 0.035, 96, 4.0
+# While drafts have lost too much, this share of the time goes into guesses that are only compared with the tokens that
+# come. They are verified where they promise so many times plain decoding's speed.
+LOOK_SHARE, PROMISING = 0.012, 1.1
 # After how many steps with drafts a plain one follows, if none, one or more of these were measured.
 PLAIN_AGES = (0, 4, 32)
 # A sequence is ahead of the last one if it has less than this share of that one's steps to come. They are estimated by
 # the tokens of its last steps with drafts, of which each counts NEWS; before the first, RATE are expected.
 AHEAD, NEWS, RATE = 0.75, 0.1, 1.5
 # Before a row of a decoding step was measured, it is taken to cost as much as this many tokens of a prompt.
-ROW_TOKENS = 1.5
+# The first drafts have so many rows at most, further ones at most twice as many as any before.
+ROW_TOKENS, FIRST_ROWS = 0.5, 8
 # The search for the best tree may take this share of the time, and is left out where all levels cost less than CHEAP
 # plain steps. The first drafts, which tell what a level costs, are chains of so many levels.
 CHOICE_SHARE, CHEAP, FIRST_DEPTH = 0.02, 0.3, 2
@@ -52,19 +56,22 @@ class TreeTuner:
         self.since_plain = 0  # steps
         self.seconds_of_token = 0.0  # what it takes to read one known token
         self.is_warm = False  # there was a step with drafts
+        self.looking = 0.0  # seconds of this call that guesses took which were made to be compared only
         self.chosen: tuple[StepCosts | None, float] = None, 0.0  # for which costs `tree` was, and until when it is good
-        # Of this step: what is drafted at most, None for all that the drafter has; levels, None without drafts; seconds
-        # that the drafter reads before it can draft, and that the choice of the tree took; the batch's tokens to come,
-        # None if others wait for a place; what was drafted.
+        # Of this step: what is drafted at most, None for all that the drafter has; levels, None without drafts; whether
+        # only what is promising will be verified; seconds that the drafter reads before it can draft, that the choice of
+        # the tree took, and that of the nodes; the batch's tokens to come, None if others wait for a place; what was
+        # drafted.
         self.tree: DraftTree | None = None
         self.levels: float | None = None
-        self.catching_up = self.choosing = 0.0
+        self.is_look = False
+        self.catching_up = self.choosing = self.narrowing = 0.0
         self.remaining: np.ndarray | None = None
         self.nodes: BatchNodes | None = None
 
     def begin(self) -> None:
         """A call of `generate` starts to decode."""
-        self.elapsed = self.lost = 0.0
+        self.elapsed = self.lost = self.looking = 0.0
         self.budget.of_sequences.clear()
         self.rates.clear()
 
@@ -79,16 +86,20 @@ class TreeTuner:
         self.levels, self.catching_up = None, unread * self.seconds_of_token
         if costs.num_plain == 0 or self.since_plain >= PLAIN_AGES[min(costs.num_plain, len(PLAIN_AGES) - 1)]:
             return False
-        allowance = LOSS_SHARE * (self.elapsed + min(max(remaining.values()), HORIZON) * costs.plain)
-        allowance -= self.lost + self.catching_up
-        if allowance <= 0.0:
-            return False
         self.remaining = None if others_wait else np.array(list(remaining.values()))
         self.weights = self._weights_of(costs, remaining, others_wait)
-        self._choose(costs)
+        allowance = LOSS_SHARE * (self.elapsed + min(max(remaining.values()), HORIZON) * costs.plain)
+        allowance -= self.lost + self.catching_up
+        if allowance > 0.0:
+            self._choose(costs)
         depth = self.max_depth if self.tree is None else self.tree.max_depth
-        if depth == 0 or allowance < costs.once + costs.level * depth:
-            return False
+        self.is_look = allowance <= 0.0 or depth == 0 or allowance < costs.once + costs.level * depth
+        if self.is_look:
+            if not self._is_cheap(costs):
+                self.tree, self.chosen, depth = DraftTree.chain(1), (None, 0.0), 1
+            expected = costs.level * depth + self.narrowing + self.catching_up
+            if self.looking + expected > LOOK_SHARE * self.elapsed:
+                return False
         self.levels = float(depth)
         return True
 
@@ -109,7 +120,7 @@ class TreeTuner:
 
     def _choose(self, costs: StepCosts) -> None:
         """Sets `tree`: the best one if all sequences that count had the same; the root alone where none pays."""
-        if costs.level * self.max_depth <= CHEAP * costs.plain:
+        if self._is_cheap(costs):
             # Whatever is drafted: a tree that suits most sequences may be too small for those that are easy to guess.
             self.tree, self.chosen = None, (None, 0.0)
         elif not self.is_warm:
@@ -127,6 +138,9 @@ class TreeTuner:
             self.choosing = time.perf_counter() - begin
             self.chosen = costs, self.clock + self.choosing / CHOICE_SHARE
 
+    def _is_cheap(self, costs: StepCosts) -> bool:
+        return costs.level * self.max_depth <= CHEAP * costs.plain
+
     def narrow(self, draft: Draft, confidence: Tensor | None, sequences: Sequence[int]) -> tuple[Draft, Tensor | None]:
         """The part of a draft that is worth verifying, and which of its rows that are, None for all.
 
@@ -136,13 +150,21 @@ class TreeTuner:
         self.nodes = None
         if draft.trees.max_nodes <= 1:  # nobody has a guess
             return draft, None
+        begin = time.perf_counter()
         costs, nodes = self._costs_of(len(sequences)), BatchNodes.of(draft.trees)
         fixed = costs.expected(self.levels, 0.0)
-        survival = self.budget.survival(nodes, confidence, sequences)
-        worth = survival * self.weights[nodes.tree]
-        count = best_count(worth, nodes.depth != 0, lambda count: fixed + costs.row * count)
-        self.nodes, self.survival, self.kept = nodes, survival, None
-        if count >= len(survival):
+        worth = self.budget.survival(nodes, confidence, sequences) * self.weights[nodes.tree]
+        is_draft = nodes.depth != 0
+        count = best_count(worth, is_draft, lambda count: fixed + costs.row * count)
+        count = min(count, nodes.trees + max(FIRST_ROWS, 2 * costs.most_rows))
+        if self.is_look and count > nodes.trees:
+            rows = count - nodes.trees
+            gain = np.sort(worth[is_draft])[-rows:].sum()
+            if (1.0 + gain) * costs.plain < PROMISING * (fixed + costs.row * rows):
+                count = nodes.trees
+        self.nodes, self.kept, self.drafted = nodes, None, draft.draft_tokens.cpu().numpy()
+        self.narrowing = time.perf_counter() - begin
+        if count >= len(worth):
             return draft, None
         trees, rows = select_nodes(draft.trees, torch.from_numpy(worth).float().to(draft.trees.device), count)
         kept = rows.cpu().numpy()
@@ -154,10 +176,17 @@ class TreeTuner:
         assert tokens is not None
         return Draft(tokens, trees, draft.draft_probs, draft_rows, node_map), rows
 
-    def observe(self, sequences: Sequence[int], seconds: float, accept_index: Tensor, drafting: float = 0.0) -> None:
-        """Takes in a step's seconds, those of the drafter among them, and accept_index [B, S].
+    def observe(
+        self,
+        sequences: Sequence[int],
+        seconds: float,
+        accept_index: Tensor,
+        tokens: Tensor,
+        drafting: float = 0.0,
+    ) -> None:
+        """Takes in a step's seconds, those of the drafter among them, and what came of it.
 
-        sequences: their indices.
+        sequences: their indices. accept_index, tokens: [B, S], the accepted nodes, and the token behind each.
         """
         begin = time.perf_counter()
         costs = self._costs_of(len(sequences))
@@ -172,22 +201,28 @@ class TreeTuner:
             return
         self.since_plain += 1
         accepted = accept_index.cpu().numpy()
-        tokens = (accepted >= 0).sum(axis=1)
+        found = (accepted >= 0).sum(axis=1)
         # A batch is done when its last sequence is.
         left = self.remaining
-        progress = float(tokens.mean() if left is None else left.max() - max((left - tokens).max(), 0))
-        for sequence, found in zip(sequences, tokens.tolist(), strict=True):
-            self.rates[sequence] = (1.0 - NEWS) * self.rates.get(sequence, RATE) + NEWS * found
+        progress = float(found.mean() if left is None else left.max() - max((left - found).max(), 0))
+        for sequence, count in zip(sequences, found.tolist(), strict=True):
+            self.rates[sequence] = (1.0 - NEWS) * self.rates.get(sequence, RATE) + NEWS * count
+        rows = 0
+        if self.nodes is not None:
+            rows = len(self.drafted if self.kept is None else self.kept) - self.nodes.trees
+        if self.is_look:
+            self.looking += drafting + self.narrowing
         if not self.is_warm:  # it also pays for what is set up only once
             self.is_warm = True
             seconds = min(seconds, (progress + 2.0) * costs.plain)
-        elif not self.catching_up:
-            rows = 0
-            if self.nodes is not None:
-                rows = len(self.survival if self.kept is None else self.kept) - self.nodes.trees
-            seconds = costs.add_drafted(self.levels, rows, drafting, seconds)
+        else:
+            # What one step has accepted is read in the next as a matter of course; more of it tells nothing of levels.
+            is_typical = self.since_plain > 1 or not self.catching_up
+            seconds = costs.add_drafted(self.levels, rows, drafting, seconds, is_typical)
+        if rows == 0:
+            self.since_plain = 0
         if self.nodes is not None:
-            self.budget.observe(self.nodes, self.survival, self.kept, accepted)
+            self.budget.observe(self.nodes, self.drafted, self.kept, accepted, tokens.cpu().numpy())
         self.lost += seconds - progress * costs.plain + time.perf_counter() - begin
         self.lost = max(self.lost, -MOST_SAVED * costs.plain)
 
