@@ -139,6 +139,7 @@ def test_any_mix_of_settings(model, drafters, data):
     sequences, stats = generate(
         model, prompts, drafter=drafter, page_size=page_size, num_pages=num_pages,
         max_batch_tokens=data.draw(st.integers(1, 60), "max_batch_tokens"),
+        max_sequences=data.draw(st.none() | st.integers(1, 4), "max_sequences"),
         share_prefix=data.draw(st.booleans(), "share_prefix"), **options,
     )  # fmt: skip
     assert stats.peak_pages <= num_pages
@@ -210,6 +211,22 @@ def test_eviction_and_restoration_leave_the_text_alone(model, texts, drafters, n
     assert lists(sequences) == texts
     assert stats.evictions > 0 and stats.restored_tokens > 0
     assert stats.peak_pages <= num_pages == stats.num_pages
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sequences_wait_for_a_place(model, texts, drafters, name):
+    drafter, together = drafters[name](), []
+    for count in (1, 2):
+        sequences, stats = generate(
+            model, prompts_of(LENGTHS), drafter=drafter, max_new_tokens=NEW_TOKENS, max_sequences=count,
+            on_step=lambda step: together.append(len(step.sequences)),
+        )  # fmt: skip
+        assert lists(sequences) == texts
+        assert max(together) == count and stats.evictions == 0
+        outcomes, _ = generate(
+            model, prompts_of(LENGTHS), drafter=drafter, max_new_tokens=NEW_TOKENS, max_sequences=count, n=2
+        )
+        assert lists(outcomes) == [text for text in texts for _ in range(2)]
 
 
 def test_eviction_of_sampled_outcomes_that_share_pages(model, seeded_texts, drafters):

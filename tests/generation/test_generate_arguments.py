@@ -33,6 +33,7 @@ def model():
         ({"n": 0}, "n: expected at least 1, got 0"),
         ({"page_size": 0}, "page_size: expected at least 1, got 0"),
         ({"max_batch_tokens": 0}, "max_batch_tokens: expected at least 1, got 0"),
+        ({"max_sequences": 0}, "max_sequences: expected at least 1, got 0"),
         ({"max_new_tokens": True}, "max_new_tokens: expected an integer, got True"),
         (
             {"rule": "lucky"},

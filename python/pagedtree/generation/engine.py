@@ -169,7 +169,7 @@ class Engine:
     def _schedule(self) -> tuple[Batch, Draft | None]:
         """The next pass, and the trees of those that decode; None where a fixed step makes the trees itself."""
         while True:
-            # A tuner drafts only at times: nothing beside prompts, and where there is room.
+            # A tuner drafts only at times, where there is room.
             batch = self.scheduler.schedule(self.max_nodes if self.tuner is None else 1)
             for sequence in batch.evicted:
                 self.drafter.forget(sequence)
@@ -190,8 +190,8 @@ class Engine:
             self.scheduler.check_capacity(self.max_nodes)
 
     def _take_tree(self, tuner: TreeTuner, batch: Batch) -> bool:
-        """Whether to draft, and with which tree: not while prompts wait for their first token."""
-        if batch.prefill:
+        """Whether to draft, and with which tree: beside prompts, which wait for their first token, if drafts have won."""
+        if batch.prefill and tuner.lost >= 0.0:
             return False
         if not self.has_begun_to_tune:  # not earlier, as it takes 0.5 % of the time to a short prompt's first token
             self.has_begun_to_tune = True

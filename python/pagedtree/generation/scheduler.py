@@ -62,9 +62,12 @@ class Scheduler:
     oldest unfinished sequence is never evicted in favour of another, so that every step makes progress.
     """
 
-    def __init__(self, sequences: list[GeneratedSequence], cache: PagedCache, max_batch_tokens: int) -> None:
+    def __init__(
+        self, sequences: list[GeneratedSequence], cache: PagedCache, max_batch_tokens: int, max_sequences: int | None = None
+    ) -> None:
         self.cache = cache
         self.max_batch_tokens = max_batch_tokens
+        self.max_sequences = len(sequences) if max_sequences is None else max_sequences
         self.waiting = list(sequences)
         self.running: list[GeneratedSequence] = []
 
@@ -128,6 +131,8 @@ class Scheduler:
 
     def _admit(self, max_nodes: int) -> None:
         for sequence in list(self.waiting):
+            if len(self.running) >= self.max_sequences:
+                return
             siblings = [other for other in self.running if other.group == sequence.group]
             donor = next((other for other in siblings if other.cached >= sequence.shared_len > 0), None)
             if sequence.shared_len and siblings and donor is None:

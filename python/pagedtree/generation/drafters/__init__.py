@@ -3,6 +3,7 @@
 from pagedtree.generation.drafters.base import Drafter, FeatureRows, NoDrafter, Proposal, StepResult, as_drafter
 from pagedtree.generation.drafters.block import BlockDrafter
 from pagedtree.generation.drafters.block_model import BlockDraftConfig, BlockDraftModel
+from pagedtree.generation.drafters.combined import CombinedDrafter
 from pagedtree.generation.drafters.eagle import EagleDrafter
 from pagedtree.generation.drafters.eagle_head import EagleHead
 from pagedtree.generation.drafters.medusa import MedusaDrafter, MedusaHeads, medusa_tree
@@ -13,6 +14,7 @@ __all__ = [
     "BlockDraftConfig",
     "BlockDraftModel",
     "BlockDrafter",
+    "CombinedDrafter",
     "Drafter",
     "EagleDrafter",
     "EagleHead",

@@ -149,9 +149,13 @@ class ModelDrafter(TreeGrower):
             return
         if result.num_read == len(result.sequences) or self._draft is None:
             return
-        drafted = result.sequences[result.num_read :]
-        start = result.start[result.num_read :]
+        drafted, start = result.sequences[result.num_read :], result.start[result.num_read :]
         verdict = Verdict(*(tensor[result.num_read :] for tensor in result.verdict))
+        if len(drafted) > len(self._selected):  # another drafter guessed for the others
+            places = {sequence.index: i for i, sequence in enumerate(drafted)}
+            which = torch.tensor([places[sequence.index] for sequence in self._selected]).to(start.device)
+            drafted, start = self._selected, start.index_select(0, which)
+            verdict = Verdict(*(tensor.index_select(0, which) for tensor in verdict))
         committed = commit(verdict, self._draft.trees, start, node_map=self._draft.node_map)
         self._compact(self.cache.page_table([sequence.index for sequence in drafted]), start, committed)
         self.advance(drafted)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from pagedtree import Draft, DraftTree, ngram_propose, rejected_predictions
 from pagedtree.generation.drafters.base import Drafter, StepResult
+from pagedtree.generation.node_budget import BatchNodes
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 
 __all__ = ["NgramDrafter"]
+
+# How likely a guess is by how many tokens before it are those that stood before it earlier; for `confidence`, which
+# only has to tell guesses apart. Where another continuation comes first, it is OTHERS times that.
+LIKELY, OTHERS = np.log([0.1, 0.3, 0.5, 0.65, 0.75, 0.9, 0.9, 0.9, 0.97]), np.log(0.3)
 
 
 class NgramDrafter(Drafter):
@@ -47,9 +53,11 @@ class NgramDrafter(Drafter):
         self.remember = remember
         self._rejected: dict[int, Tensor] = {}
         self._selected: list[GeneratedSequence] = []
+        self._proposed: tuple[Tensor, Tensor, Draft] | None = None  # the last proposal, and for which texts
 
     def begin(self, page_size: int, sampling: Sampling) -> None:
         self._rejected.clear()
+        self._proposed = None
         self._limits = (self.max_nodes, self.max_depth, self.max_branches)
 
     def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
@@ -66,7 +74,42 @@ class NgramDrafter(Drafter):
     def propose(
         self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
     ) -> Draft:
-        return self._look_up(tokens, lengths, self._limits, self._extra(tokens) if self._rejected else None, active)
+        draft = self._look_up(tokens, lengths, self._limits, self._extra(tokens) if self._rejected else None, active)
+        self._proposed = tokens, lengths, draft
+        return draft
+
+    def confidence(self) -> Tensor | None:
+        """The longer the text before a guess is the same as earlier, the likelier it is (SuffixDecoding, Oliaro et al.,
+        2024, scores its guesses in this way).
+        """
+        if self._proposed is None:
+            return None
+        nodes = BatchNodes.of(self._proposed[2].trees)
+        first = np.flatnonzero(nodes.depth == 1)
+        same = np.ones(len(nodes.depth))
+        same[first] = self._same_before(nodes.tree[first], first)
+        edges = LIKELY[np.minimum(nodes.along_paths(same), len(LIKELY) - 1).astype(np.int64)]
+        return torch.from_numpy(nodes.along_paths(edges + np.where(nodes.rank == 0, 0.0, OTHERS))).float()
+
+    def same_before(self) -> np.ndarray:
+        """[B]: how many of each text's last tokens stood before the first guess of the last proposal earlier, at most
+        `max_ngram`; 0 without a guess. On the host.
+        """
+        assert self._proposed is not None
+        trees = self._proposed[2].trees
+        offsets, child = trees.cu_nodes.cpu().numpy(), trees.first_child.cpu().numpy()
+        roots = offsets[:-1]
+        drafted = np.flatnonzero((np.diff(offsets) > 1) & (child[np.minimum(roots, len(child) - 1)] >= 0))
+        same = np.zeros(len(roots), dtype=np.int64)
+        same[drafted] = self._same_before(drafted, roots[drafted] + child[roots[drafted]])
+        return same
+
+    def _same_before(self, texts: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """For rows of the last proposal that are children of roots, and the text that each is for."""
+        assert self._proposed is not None
+        tokens, lengths, draft = self._proposed
+        guesses = draft.draft_tokens.cpu().numpy()[rows]
+        return _same_before(tokens.cpu().numpy(), lengths.cpu().numpy(), texts, guesses, self.max_ngram)
 
     def _look_up(
         self,
@@ -108,3 +151,35 @@ class NgramDrafter(Drafter):
         texts = [self._rejected.get(sequence.index, tokens[0, :0]) for sequence in self._selected]
         width = max(text.shape[0] for text in texts)
         return torch.stack([F.pad(text, (width - text.shape[0], 0), value=-1) for text in texts])
+
+
+def _same_before(
+    texts: np.ndarray, lengths: np.ndarray, text: np.ndarray, guesses: np.ndarray, longest: int
+) -> np.ndarray:
+    """For each guess of what comes after a text: how many of the last tokens stood before it earlier, at most `longest`.
+
+    texts: [B, capacity]. lengths: [B]. text: [G], which text each of the guesses [G] is for.
+    """
+    ends = lengths - 1
+    last = texts[np.arange(len(texts)), ends]
+    row, place = np.nonzero((texts == last[:, None]) & (np.arange(texts.shape[1]) < ends[:, None]))
+    same = np.ones(len(row), dtype=np.int64)
+    for back in range(1, longest):
+        goes_on = (same == back) & (place >= back)
+        same += goes_on & (texts[row, place - back] == texts[row, ends[row] - back])
+    # In the order of their text and next token, those with the longest past first.
+    following = texts[row, place + 1]
+    order = np.lexsort((-same, following, row))
+    found = np.stack([row, following], axis=1)[order]
+    keys = _pairs(found[:, 0], found[:, 1])
+    at = np.searchsorted(keys, _pairs(text, guesses))
+    is_known = at < len(keys)
+    is_known[is_known] = keys[at[is_known]] == _pairs(text, guesses)[is_known]
+    lengths_found = np.zeros(len(guesses), dtype=np.int64)
+    lengths_found[is_known] = same[order][at[is_known]]
+    return lengths_found
+
+
+def _pairs(text: np.ndarray, token: np.ndarray) -> np.ndarray:
+    """One number for each pair, in the pairs' order."""
+    return text.astype(np.int64) << 40 | token.astype(np.int64)

@@ -36,6 +36,7 @@ def tree_generate(
     page_size: int = 16,
     num_pages: int | None = None,
     max_batch_tokens: int = 4096,
+    max_sequences: int | None = None,
     cuda_graph: bool = False,
     callback: Callable[[int, list[int]], object] | None = None,
     on_step: Callable[[StepResult], None] | None = None,
@@ -78,7 +79,7 @@ def tree_generate(
         model, input_ids, drafter=drafter, max_new_tokens=max_length - input_ids.shape[1], params=params, seeds=seeds,
         page_size=page_size, num_pages=num_pages, attention_mask=attention_mask, eos_token_id=eos_token_id,
         pad_token_id=generation_config.pad_token_id, rule=rule, max_batch_tokens=max_batch_tokens,
-        cuda_graph=cuda_graph, callback=callback, on_step=on_step, logits_processor=logits_processor, options=options,
+        max_sequences=max_sequences, cuda_graph=cuda_graph, callback=callback, on_step=on_step, logits_processor=logits_processor, options=options,
         grammars=grammars, logprobs=logprobs, logprobs_mode=logprobs_mode,
     )  # fmt: skip
     if on_stats is not None:

@@ -63,6 +63,7 @@ def generate(
     rule: str = "auto",
     tree: str | None = None,
     max_batch_tokens: int = 4096,
+    max_sequences: int | None = None,
     share_prefix: bool | None = None,
     cuda_graph: bool = False,
     shards: VocabShards | None = None,
@@ -97,8 +98,8 @@ def generate(
         params: None = greedy; else how to sample, and with which penalties; temperature 0 is greedy with penalties.
             Tensor fields have one entry per prompt, or one per sequence.
         seeds: one per sequence, int64 [B * n]; default 0, 1, 2, ...
-        page_size: tokens per page. num_pages: pages in the pool; default: enough for all sequences at once. With fewer,
-            sequences wait, and the youngest are evicted and read again later.
+        page_size: tokens per page. num_pages: pages in the pool; default: enough for all sequences that run at once.
+            With fewer, sequences wait, and the youngest are evicted and read again later.
         n: outcomes per prompt; they share the pages of the prompt, of which nothing is copied but recurrent states.
         attention_mask: [B, L], zero where `input_ids` is padding (at either side); only with a tensor. None: as in
             transformers, each pad_token_id in the tensor is padding, unless that token also ends sequences. In lists
@@ -117,9 +118,10 @@ def generate(
             "typical": `verify_typical` with its defaults; not lossless: likely drafts are favoured, nothing is random.
         tree: None: the drafter's own trees, in each step. "auto": the tree that `choose_tree` finds for what steps cost
             and what was accepted so far, at most the drafter's own. There are no drafts where they do not pay, and none
-            while they have lost 1 % of the time against plain decoding, or a little more if they won before or promise
+            while they have lost 3.5 % of the time against plain decoding, or a little more if they won before or promise
             to win. What was learnt stays with the drafter.
         max_batch_tokens: longer prompts are read in chunks, so that a pass feeds the model about this many tokens.
+        max_sequences: at most so many are read and decoded at a time, the others wait; None for no limit.
         share_prefix: whether a pass reads the pages that several outcomes share once, for all of them, and joins
             that with their own pages by `merge_states`. None: only if this saves reading at least 1024 tokens. Layers
             with a sliding window never do.
@@ -173,7 +175,8 @@ def generate(
     if share_prefix not in (None, True, False):
         raise ValueError(f"share_prefix: expected True, False or None, got {share_prefix!r}")
     arguments.at_least_one(
-        max_new_tokens=max_new_tokens, n=n, page_size=page_size, max_batch_tokens=max_batch_tokens
+        max_new_tokens=max_new_tokens, n=n, page_size=page_size, max_batch_tokens=max_batch_tokens,
+        **({} if max_sequences is None else {"max_sequences": max_sequences}),
     )  # fmt: skip
     eos_ids, pad = arguments.eos_tokens(model, eos_token_id), arguments.pad_token(model, pad_token_id)
     stops = None if stop_strings is None else StopStrings(stop_strings, tokenizer)
@@ -217,9 +220,10 @@ def generate(
         raise ValueError(f"streamer: expected one sequence, as in transformers, got {len(sequences)}")
     max_nodes = drafter.max_nodes or ASSUMED_MAX_NODES
     if num_pages is None:
-        num_pages = max(sum(-(-(s.max_length + max_nodes) // page_size) + 1 for s in sequences), 1)
+        needed = sorted((-(-(s.max_length + max_nodes) // page_size) + 1 for s in sequences), reverse=True)
+        num_pages = max(sum(needed[:max_sequences]), 1)
     cache = PagedCache(num_pages, page_size, device, packed.is_recurrent)
-    queue = Scheduler(sequences, cache, max_batch_tokens)
+    queue = Scheduler(sequences, cache, max_batch_tokens, max_sequences)
     queue.check_capacity(drafter.max_nodes or 1)
     is_long = packed.check_sequences("model", sequences)
     if packed.is_recurrent:

@@ -1,0 +1,172 @@
+"""Two drafters: n-grams where a text repeats itself, a model elsewhere."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedtree import Draft, DraftTree, build_trees
+from pagedtree.generation.drafters.base import Drafter, FeatureRows, StepResult, as_drafter
+from pagedtree.generation.drafters.ngram import NgramDrafter
+from pagedtree.generation.rules import Sampling
+from pagedtree.generation.scheduler import GeneratedSequence
+from pagedtree.proposal import as_draft
+
+__all__ = ["CombinedDrafter"]
+
+
+class CombinedDrafter(Drafter):
+    """Copies where a text repeats itself, and asks another drafter elsewhere, for each sequence and step anew.
+
+    A sequence gets the n-gram drafter's tree where at least `min_match` of its last tokens stood before that guess
+    earlier; such guesses are right nine times of ten, and cost next to nothing. The other drafter is asked for the
+    other sequences alone.
+
+        for b in range(B):
+            copied = lookup.propose(tokens[b])
+            trees[b] = copied if same_tokens_before(copied) >= min_match else drafter.propose(tokens[b])
+
+    Which sequences those are is decided on the host, so that a step on a GPU synchronises once more.
+
+    Source: the hybrid mode of SuffixDecoding (Oliaro et al., 2024).
+
+    Args:
+        drafter: whose nodes are chosen without chance (draft_law "onehot"), as those of heads and draft models are by
+            default.
+        lookup: default chains of 7 tokens, after at most 8 equal ones.
+        min_match: from 1 to the lookup's max_ngram.
+    """
+
+    def __init__(self, drafter: Any, lookup: NgramDrafter | None = None, *, min_match: int = 4) -> None:
+        self.other = other = as_drafter(drafter)
+        self.lookup = lookup = NgramDrafter(8, max_branches=1, max_ngram=8) if lookup is None else lookup
+        if other.draft_law != "onehot":
+            raise ValueError(f'drafter: expected draft_law "onehot" beside n-grams, got "{other.draft_law}"')
+        if not 1 <= min_match <= lookup.max_ngram:
+            raise ValueError(f"min_match: expected 1 to the lookup's max_ngram, {lookup.max_ngram}, got {min_match}")
+        self.min_match = min_match
+        if other.max_nodes:  # else nobody knows
+            self.max_nodes = max(lookup.max_nodes, other.max_nodes)
+        else:
+            self.max_nodes = 0
+        self.max_depth = max(lookup.max_depth, other.max_depth or other.max_nodes - 1)
+        self.is_chain = lookup.is_chain and other.is_chain
+        self.needs_hidden = bool(getattr(other, "needs_hidden", False))
+        self.feature_layers = tuple(getattr(other, "feature_layers", ()))
+        self.num_weights = getattr(other, "num_weights", 0)
+        self.model = getattr(other, "model", None)  # calls of `generate` that share it take turns
+        self._selected: list[GeneratedSequence] = []
+        self._asked: list[int] = []  # the trees of the last proposal that are the other drafter's
+        self._rows: Tensor | None = None  # of both proposals, one behind the other, which the last one was made of
+        self._num_copied = 0  # rows of the n-gram drafter's
+
+    def prepare(self, sequences: list[GeneratedSequence]) -> None:
+        self.other.prepare(sequences)
+
+    def begin(self, page_size: int, sampling: Sampling) -> None:
+        self.lookup.begin(page_size, sampling)
+        self.other.begin(page_size, sampling)
+        self._asked = []
+
+    def end(self) -> None:
+        self.lookup.end()
+        self.other.end()
+
+    def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
+        self._selected = sequences
+        self.lookup.select(sequences)
+
+    def start(self, tokens: Tensor, lengths: Tensor) -> None:
+        """The other drafter is told once it is known for which sequences."""
+
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
+    ) -> Draft:
+        copied, batch = self.lookup.propose(tokens, lengths), tokens.shape[0]
+        self._num_copied, self._rows = copied.draft_tokens.shape[0], None
+        self._asked = np.flatnonzero(self.lookup.same_before() < self.min_match).tolist()
+        if not self._asked:
+            return copied
+        self.other.select([self._selected[b] for b in self._asked])
+        if len(self._asked) < batch:
+            which = torch.tensor(self._asked).to(tokens.device)
+            tokens, lengths = tokens.index_select(0, which), lengths.index_select(0, which)
+        self.other.start(tokens, lengths)
+        guessed = as_draft(self.other.propose(tokens, lengths), len(self._asked), tokens.device)
+        if len(self._asked) == batch:
+            return guessed
+        places = {b: batch + i for i, b in enumerate(self._asked)}
+        combined, self._rows = _trees_of([copied, guessed], [places.get(b, b) for b in range(batch)])
+        if guessed.node_map is not None:  # what becomes of its trees will be told in this batch's widths
+            self.narrow(combined, torch.arange(len(self._rows), device=tokens.device))
+        return combined
+
+    def confidence(self) -> Tensor | None:
+        """Guesses that are copied and those of the other drafter have log-probabilities on one scale."""
+        parts = [self.lookup.confidence(), self.other.confidence() if self._asked else None]
+        if not self._asked or self._rows is None:
+            return parts[bool(self._asked)]
+        if parts[0] is None or parts[1] is None:
+            return None
+        rows = self._rows.cpu()
+        values = torch.zeros(int(rows.max()) + 1)
+        values[: len(parts[0])] = parts[0]
+        values[self._num_copied :] = parts[1].cpu()[: len(values) - self._num_copied]
+        return values[rows]
+
+    def narrow(self, draft: Draft, rows: Tensor) -> None:
+        if not self._asked:
+            return
+        if self._rows is None:
+            self.other.narrow(draft, rows)
+            return
+        part, picked = _trees_of([draft], self._asked)
+        self.other.narrow(part, (self._rows[rows.long()][picked] - self._num_copied).int())
+
+    def read(self, rows: FeatureRows) -> None:
+        self.other.read(rows)
+
+    def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
+        self.lookup.observe(result)
+        self.other.observe(result)
+
+    def use_tree(self, tree: DraftTree | None) -> None:
+        self.other.use_tree(tree)
+
+    def unread(self, sequences: list[GeneratedSequence]) -> int:
+        return self.other.unread(sequences)
+
+    def forget(self, sequence: GeneratedSequence) -> None:
+        self.lookup.forget(sequence)
+        self.other.forget(sequence)
+
+
+def _trees_of(drafts: list[Draft], wanted: list[int]) -> tuple[Draft, Tensor]:
+    """Some of the trees of drafts, which are counted through, as one draft; int64: its rows in theirs, laid one behind
+    the other.
+    """
+    bounds: list[tuple[int, int]] = []
+    before = 0
+    for draft in drafts:
+        offsets = draft.trees.cu_nodes.tolist()
+        bounds += [(before + begin, before + end) for begin, end in pairwise(offsets)]
+        before += draft.draft_tokens.shape[0]
+    device = drafts[0].draft_tokens.device
+    rows = torch.cat([torch.arange(*bounds[b]) for b in wanted]).to(device)
+    offsets = [0, *accumulate(bounds[b][1] - bounds[b][0] for b in wanted)]
+    node_map = None
+    if any(draft.node_map is not None for draft in drafts):  # what was copied is in no draft model's cache
+        maps = [torch.full_like(d.trees.parents, -1) if d.node_map is None else d.node_map for d in drafts]
+        node_map = torch.cat(maps)[rows]
+    trees = build_trees(
+        torch.cat([draft.trees.parents for draft in drafts])[rows],
+        torch.tensor(offsets, dtype=torch.int32).to(device),
+        max_nodes=max(draft.trees.max_nodes for draft in drafts),
+        max_depth=max(draft.trees.max_depth for draft in drafts),
+    )
+    tokens = torch.cat([draft.draft_tokens.long() for draft in drafts])[rows]
+    return Draft(tokens, trees, node_map=node_map), rows
