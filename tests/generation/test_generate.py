@@ -36,6 +36,7 @@ from pagedtree import SamplingParams
 from pagedtree.generation import engine
 from pagedtree.integrations.transformers import (
     BlockDrafter,
+    CombinedDrafter,
     EagleDrafter,
     MedusaDrafter,
     MedusaHeads,
@@ -85,6 +86,9 @@ def drafters(model, draft_model, texts, seeded_texts):
         "draft chain": lambda: ModelDrafter(draft_model, num_nodes=5, depth=4, width=1, max_batch_tokens=8),
         "block": lambda: BlockDrafter(block, num_nodes=12, width=4),
         "block chain": lambda: BlockDrafter(block, num_nodes=4, width=1),
+        "combined": lambda: CombinedDrafter(
+            ModelDrafter(draft_model, num_nodes=9, depth=3, width=2), NgramDrafter(6, max_branches=2), min_match=2
+        ),
         "itself": lambda: ModelDrafter(model, num_nodes=12, depth=4, width=2),
         "oracle": lambda: Oracle(known, hit=0.8),
         "never right": lambda: Oracle(known, hit=0.0),
@@ -94,7 +98,7 @@ def drafters(model, draft_model, texts, seeded_texts):
 
 NAMES = (
     "none", "ngram chain", "ngram tree", "medusa", "medusa, best first", "EAGLE", "draft model", "draft chain",
-    "block", "block chain", "itself", "oracle", "never right", "hostile",
+    "block", "block chain", "combined", "itself", "oracle", "never right", "hostile",
 )  # fmt: skip
 
 
@@ -127,7 +131,7 @@ def test_seeded_text_is_that_of_plain_sampling(model, seeded_texts, drafters, na
 @settings(max_examples=15)
 def test_any_mix_of_settings(model, drafters, data):
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4), "lengths")
-    name = data.draw(st.sampled_from(NAMES[1:11]), "drafter")
+    name = data.draw(st.sampled_from(NAMES[1:12]), "drafter")
     page_size = data.draw(st.integers(1, 20), "page_size")
     count = data.draw(st.integers(1, 14), "max_new_tokens")
     n = data.draw(st.integers(1, 3), "n")

@@ -19,6 +19,7 @@ from pagedtree.generation import tree_tuner
 from pagedtree.generation.node_budget import BatchNodes
 from pagedtree.generation.tree_tuner import TreeTuner
 from pagedtree.integrations.transformers import (
+    CombinedDrafter,
     EagleDrafter,
     MedusaDrafter,
     MedusaHeads,
@@ -236,6 +237,9 @@ def drafters(model):
         "Medusa, best first": MedusaDrafter(heads, 12),
         "EAGLE": EagleDrafter(tiny_eagle(model), num_nodes=12, depth=3, width=3),
         "draft model": ModelDrafter(tiny(1), num_nodes=12, depth=3, width=3),
+        "combined": CombinedDrafter(
+            ModelDrafter(tiny(1), num_nodes=12, depth=3, width=3), NgramDrafter(6, max_branches=1), min_match=1
+        ),
     }
 
 
@@ -277,7 +281,7 @@ def scheduled(monkeypatch):
 
 
 @pytest.mark.parametrize("params", [None, SAMPLING], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["n-gram", "Medusa", "Medusa, best first", "EAGLE", "draft model"])
+@pytest.mark.parametrize("name", ["n-gram", "Medusa", "Medusa, best first", "EAGLE", "draft model", "combined"])
 def test_the_text_does_not_depend_on_the_trees(model, scheduled, name, params):
     prompts = prompts_of((5, 21, 1, 34), seed=3)
     plain, _ = generate(model, prompts, max_new_tokens=24, params=params)

@@ -190,7 +190,7 @@ class Engine:
             self.scheduler.check_capacity(self.max_nodes)
 
     def _take_tree(self, tuner: TreeTuner, batch: Batch) -> bool:
-        """Whether to draft, and with which tree: beside prompts, which wait for their first token, if drafts have won."""
+        """Whether to draft, and with which tree: beside prompts, which wait for their first token, if drafts won."""
         if batch.prefill and tuner.lost >= 0.0:
             return False
         if not self.has_begun_to_tune:  # not earlier, as it takes 0.5 % of the time to a short prompt's first token

@@ -63,7 +63,11 @@ class Scheduler:
     """
 
     def __init__(
-        self, sequences: list[GeneratedSequence], cache: PagedCache, max_batch_tokens: int, max_sequences: int | None = None
+        self,
+        sequences: list[GeneratedSequence],
+        cache: PagedCache,
+        max_batch_tokens: int,
+        max_sequences: int | None = None,
     ) -> None:
         self.cache = cache
         self.max_batch_tokens = max_batch_tokens

@@ -47,9 +47,7 @@ class StepCosts:
         if self.num_drafted == 0:
             self._fit()
 
-    def add_drafted(
-        self, levels: float, rows: int, drafting: float, seconds: float, is_typical: bool = True
-    ) -> float:
+    def add_drafted(self, levels: float, rows: int, drafting: float, seconds: float, is_typical: bool = True) -> float:
         """Takes in a step with drafts; returns its seconds, fewer if something else kept the machine busy.
 
         rows: besides the roots. drafting: what of `seconds` the drafter took. is_typical: whether its levels took that

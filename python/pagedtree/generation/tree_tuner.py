@@ -59,8 +59,8 @@ class TreeTuner:
         self.looking = 0.0  # seconds of this call that guesses took which were made to be compared only
         self.chosen: tuple[StepCosts | None, float] = None, 0.0  # for which costs `tree` was, and until when it is good
         # Of this step: what is drafted at most, None for all that the drafter has; levels, None without drafts; whether
-        # only what is promising will be verified; seconds that the drafter reads before it can draft, that the choice of
-        # the tree took, and that of the nodes; the batch's tokens to come, None if others wait for a place; what was
+        # only what is promising will be verified; seconds that the drafter reads before it can draft, that the choice
+        # of the tree took, and that of the nodes; the batch's tokens to come, None if others wait for a place; what was
         # drafted.
         self.tree: DraftTree | None = None
         self.levels: float | None = None
@@ -158,9 +158,9 @@ class TreeTuner:
         count = best_count(worth, is_draft, lambda count: fixed + costs.row * count)
         count = min(count, nodes.trees + max(FIRST_ROWS, 2 * costs.most_rows))
         if self.is_look and count > nodes.trees:
-            rows = count - nodes.trees
-            gain = np.sort(worth[is_draft])[-rows:].sum()
-            if (1.0 + gain) * costs.plain < PROMISING * (fixed + costs.row * rows):
+            most = count - nodes.trees
+            gain = np.sort(worth[is_draft])[-most:].sum()
+            if (1.0 + gain) * costs.plain < PROMISING * (fixed + costs.row * most):
                 count = nodes.trees
         self.nodes, self.kept, self.drafted = nodes, None, draft.draft_tokens.cpu().numpy()
         self.narrowing = time.perf_counter() - begin

@@ -165,7 +165,7 @@ class ModelDrafter(TreeGrower):
         self._draft = draft
 
     def unread(self, sequences: list[GeneratedSequence]) -> int:
-        return sum(len(sequence.tokens) - self._cached.get(sequence.index, 0) - 2 for sequence in sequences)
+        return sum(max(len(s.tokens) - self._cached.get(s.index, 0) - 2, 0) for s in sequences)
 
     def _compact(self, table: Tensor, start: Tensor, committed: Commit) -> None:
         assert committed.draft_accept_index is not None and committed.draft_num_accepted is not None

@@ -156,7 +156,7 @@ class NgramDrafter(Drafter):
 def _same_before(
     texts: np.ndarray, lengths: np.ndarray, text: np.ndarray, guesses: np.ndarray, longest: int
 ) -> np.ndarray:
-    """For each guess of what comes after a text: how many of the last tokens stood before it earlier, at most `longest`.
+    """For each guess of what comes after a text: how many of last tokens stood before it earlier, at most `longest`.
 
     texts: [B, capacity]. lengths: [B]. text: [G], which text each of the guesses [G] is for.
     """

@@ -117,9 +117,9 @@ def generate(
             "traversal": `verify_traversal`, for drafters of draft_law "iid" or "swor".
             "typical": `verify_typical` with its defaults; not lossless: likely drafts are favoured, nothing is random.
         tree: None: the drafter's own trees, in each step. "auto": the tree that `choose_tree` finds for what steps cost
-            and what was accepted so far, at most the drafter's own. There are no drafts where they do not pay, and none
-            while they have lost 3.5 % of the time against plain decoding, or a little more if they won before or promise
-            to win. What was learnt stays with the drafter.
+            and what was accepted so far, at most the drafter's own. There are no drafts where they do not pay: none is
+            verified while drafts have lost 3.5 % of the time against plain decoding, unless they promise to win; what
+            comes is still compared with some. What was learnt stays with the drafter.
         max_batch_tokens: longer prompts are read in chunks, so that a pass feeds the model about this many tokens.
         max_sequences: at most so many are read and decoded at a time, the others wait; None for no limit.
         share_prefix: whether a pass reads the pages that several outcomes share once, for all of them, and joins

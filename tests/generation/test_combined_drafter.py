@@ -1,0 +1,224 @@
+"""`CombinedDrafter`: which sequences are copied and which are guessed, and that both keep their states."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from block_case import block_model
+from generate_case import SAMPLING, lists, prompts_of, tiny, tiny_eagle
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagedtree import Draft, DraftTree, TreeBatch
+from pagedtree.generation.drafters import Drafter
+from pagedtree.generation.drafters.ngram import LIKELY, OTHERS
+from pagedtree.integrations.transformers import (
+    BlockDrafter,
+    CombinedDrafter,
+    EagleDrafter,
+    MedusaDrafter,
+    MedusaHeads,
+    ModelDrafter,
+    NgramDrafter,
+    generate,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Recorder(Drafter):
+    """Guesses token 7 once; keeps which texts it was asked about."""
+
+    max_nodes, max_depth, is_chain = 2, 1, True
+
+    def __init__(self):
+        self.asked, self.narrowed = [], []
+
+    def propose(self, tokens, lengths, active=None, rows=None):
+        self.asked.append([row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)])
+        trees = TreeBatch.from_trees([DraftTree.chain(1)] * len(tokens))
+        return Draft(torch.full((2 * len(tokens),), 7), trees)
+
+    def confidence(self):
+        return torch.tensor([0.0, -0.25] * len(self.asked[-1]))
+
+    def narrow(self, draft, rows):
+        self.narrowed.append((draft, rows.tolist()))
+
+
+def same_before(text: list[int], guess: int, most: int) -> int:
+    """How many of the last tokens stood before the guess earlier."""
+    return max(
+        (
+            sum(1 for _ in _common(text[:place][::-1], text[::-1], most))
+            for place in range(1, len(text))
+            if text[place] == guess
+        ),
+        default=0,
+    )
+
+
+def _common(a: list[int], b: list[int], most: int):
+    for x, y, _ in zip(a, b, range(most), strict=False):
+        if x != y:
+            return
+        yield x
+
+
+def padded(texts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """As drafters get texts; behind their ends stands what no text has."""
+    width = max(map(len, texts)) + 3
+    rows = [[*text, *[99] * (width - len(text))] for text in texts]
+    return torch.tensor(rows), torch.tensor([len(text) for text in texts], dtype=torch.int32)
+
+
+def children_of_roots(draft: Draft) -> list[tuple[int, int]]:
+    """(tree, row) of each."""
+    offsets = draft.trees.cu_nodes.tolist()
+    depths = draft.trees.depths.tolist()
+    return [(b, row) for b in range(len(offsets) - 1) for row in range(*offsets[b : b + 2]) if depths[row] == 1]
+
+
+TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=5)
+
+
+@given(texts=TEXTS, most=st.integers(1, 6), branches=st.integers(1, 4))
+def test_guesses_are_rated_by_the_text_before_them(texts, most, branches):
+    drafter = NgramDrafter(10, max_branches=branches, max_ngram=most)
+    draft = drafter.propose(*padded(texts))
+    joint, firsts = drafter.confidence(), draft.trees.first_child.tolist()
+    offsets, first = draft.trees.cu_nodes.tolist(), drafter.same_before()
+    assert joint.shape == (offsets[-1],) and all(joint[offset] == 0 for offset in offsets[:-1])
+    for b, row in children_of_roots(draft):
+        count = same_before(texts[b], int(draft.draft_tokens[row]), most)
+        is_first = firsts[offsets[b]] == row - offsets[b]
+        assert count > 0 and (not is_first or first[b] == count)
+        assert joint[row].item() == pytest.approx(LIKELY[min(count, len(LIKELY) - 1)] + (0 if is_first else OTHERS))
+    for b, text in enumerate(texts):
+        if firsts[offsets[b]] < 0:
+            assert first[b] == 0 and text[-1] not in text[:-1]
+    parents, depths = draft.trees.parents.tolist(), draft.trees.depths.tolist()
+    for b in range(len(texts)):
+        for row in range(*offsets[b : b + 2]):
+            assert depths[row] <= 0 or joint[row] < joint[offsets[b] + parents[row]]
+
+
+@given(texts=TEXTS, least=st.integers(1, 4))
+def test_only_texts_that_do_not_repeat_themselves_are_guessed(texts, least):
+    other, lookup = Recorder(), NgramDrafter(6, max_branches=1)
+    drafter = CombinedDrafter(other, NgramDrafter(6, max_branches=1), min_match=least)
+    drafter.select([None] * len(texts))
+    draft = drafter.propose(*padded(texts))
+    alone = [lookup.propose(*padded([text])) for text in texts]
+    is_copied = [
+        single.trees.max_nodes > 1
+        and int(single.trees.cu_nodes[-1]) > 1
+        and same_before(text, int(single.draft_tokens[1]), 4) >= least
+        for text, single in zip(texts, alone, strict=True)
+    ]
+    guessed = [text for text, copied in zip(texts, is_copied, strict=True) if not copied]
+    assert other.asked == ([guessed] if guessed else [])
+    offsets, joint = draft.trees.cu_nodes.tolist(), drafter.confidence()
+    assert bool(draft.trees.valid.all()) and len(joint) >= offsets[-1]
+    for b, (copied, single) in enumerate(zip(is_copied, alone, strict=True)):
+        begin, end = offsets[b : b + 2]
+        size = int(single.trees.cu_nodes[-1])
+        expected = single.draft_tokens[1:size].tolist() if copied else [7]
+        assert draft.draft_tokens[begin + 1 : end].tolist() == expected
+        assert draft.trees.parents[begin:end].tolist() == list(range(-1, len(expected)))
+        if not copied:
+            assert joint[begin:end].tolist() == [0.0, -0.25]
+
+
+def test_the_other_drafter_is_told_which_of_its_nodes_are_verified():
+    other = Recorder()
+    drafter = CombinedDrafter(other, NgramDrafter(4, max_branches=1), min_match=2)
+    texts = [[1, 2, 3, 1, 2], [1, 2, 3], [4, 5, 6, 4, 5], [3, 2, 1]]
+    drafter.select([None] * 4)
+    draft = drafter.propose(*padded(texts))
+    assert draft.trees.cu_nodes.diff().tolist() == [4, 2, 4, 2]
+    kept = torch.tensor([0, 1, 4, 5, 6, 7, 10], dtype=torch.int32)  # of the last tree only the root
+    trees = TreeBatch.from_trees([DraftTree.chain(count) for count in (1, 1, 1, 0)])
+    drafter.narrow(Draft(draft.draft_tokens[kept.long()], trees), kept)
+    part, rows = other.narrowed[0]
+    assert rows == [0, 1, 2]
+    assert part.trees.cu_nodes.tolist() == [0, 2, 3] and part.draft_tokens[1] == 7
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny(0)
+
+
+def repeating(count: int) -> list[list[int]]:
+    """Some prompts that repeat themselves, and others."""
+    return [prompt.tolist() * (3 if i % 2 else 1) for i, prompt in enumerate(prompts_of((9, 7, 21, 5)[:count], seed=5))]
+
+
+@pytest.mark.parametrize("params", [None, SAMPLING], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ["EAGLE", "Medusa", "block", "draft model"])
+def test_the_text_is_that_of_plain_decoding(model, name, params):
+    heads = MedusaHeads(model.config.hidden_size, 3, model.get_output_embeddings())
+    other = {
+        "EAGLE": lambda: EagleDrafter(tiny_eagle(model), num_nodes=9, depth=3, width=2),
+        "Medusa": lambda: MedusaDrafter(heads, 9),
+        "block": lambda: BlockDrafter(block_model(model), num_nodes=9, width=3),
+        "draft model": lambda: ModelDrafter(tiny(1), num_nodes=9, depth=3, width=2),
+    }[name]()
+    drafter = CombinedDrafter(other, NgramDrafter(5, max_branches=1), min_match=1)
+    shares = set()
+    for options in ({}, {"n": 2, "page_size": 4}, {"page_size": 4, "num_pages": 30}, {"max_batch_tokens": 8}):
+        options |= {"max_new_tokens": 24, "params": params}
+        plain, _ = generate(model, repeating(4), **options)
+        found, _ = generate(
+            model, repeating(4), drafter=drafter, **options,
+            on_step=lambda step: shares.add((bool(drafter._asked), len(drafter._asked) < len(step.sequences))),
+        )  # fmt: skip
+        assert lists(found) == lists(plain)
+    assert (True, True) in shares  # some sequences of a step were copied and some guessed
+
+
+def test_the_draft_model_catches_up_with_what_was_copied(model):
+    """Chains of the target's own greedy tokens are accepted whole, so one wrong row in its cache would show."""
+    drafter = CombinedDrafter(
+        ModelDrafter(model, num_nodes=4, depth=3, width=1), NgramDrafter(3, max_branches=1), min_match=1
+    )
+    checked, mixed = 0, 0
+
+    def check(step):
+        nonlocal checked, mixed
+        decoded = step.sequences[step.num_read :]
+        accepted = step.verdict.num_accepted[step.num_read :].tolist()
+        sizes = step.trees.cu_nodes.diff()[step.num_read :].tolist()
+        for b in drafter._asked if sizes else ():
+            if sizes[b] > 1:
+                assert accepted[b] == sizes[b] - 1
+                checked += 1
+        mixed += 0 < len(drafter._asked) < len(decoded)
+
+    generate(model, repeating(4), drafter=drafter, max_new_tokens=60, on_step=check)
+    assert checked > 20 and mixed > 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(min_match=0), "min_match: expected 1 to the lookup's max_ngram, 8, got 0"),
+        (dict(min_match=5, lookup=NgramDrafter(4)), "min_match: expected 1 to the lookup's max_ngram, 4, got 5"),
+    ],
+)
+def test_refusals(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        CombinedDrafter(Recorder(), **arguments)
+
+
+def test_drawn_drafts_are_refused(model):
+    drawn = ModelDrafter(model, law="swor", num_nodes=4, depth=2, width=2)
+    with pytest.raises(ValueError, match='drafter: expected draft_law "onehot" beside n-grams, got "swor"'):
+        CombinedDrafter(drawn)
+    with pytest.raises(TypeError, match="drafter: expected an object with propose"):
+        CombinedDrafter(np.zeros(3))
