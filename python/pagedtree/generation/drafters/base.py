@@ -86,6 +86,8 @@ class FeatureRows:
         result: what `observe` is told of the same pass.
         """
         decoded, roots = self.sequences[len(self.counts) :], self.start[len(self.counts) :]
+        if decoded and result.trees.max_nodes == 1:  # the roots alone, as they lie
+            return list(zip(decoded, roots, self.features[sum(self.counts) :].split(1), strict=True))
         counts = [len(sequence.tokens) - 1 - root for sequence, root in zip(decoded, roots, strict=True)]
         # `result` has one row for each sequence that it tells of which read known tokens.
         shift = sum(self.counts) - result.num_read

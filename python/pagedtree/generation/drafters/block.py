@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,18 @@ from pagedtree.generation.scheduler import GeneratedSequence
 __all__ = ["BlockDrafter"]
 
 INITIAL_PAGES = 64
+# Tokens that wait for the next proposal, of all sequences: more are read at once, so that they need little memory.
+MAX_WAITING = 2048
+
+
+@dataclass
+class _Waiting:
+    """Features of a sequence's tokens from position `begin` on that are not in its context yet."""
+
+    sequence: GeneratedSequence
+    begin: int
+    count: int = 0
+    parts: list[Tensor] = field(default_factory=list)
 
 
 class BlockDrafter(Drafter):
@@ -66,6 +78,7 @@ class BlockDrafter(Drafter):
         self._known: dict[int, GeneratedSequence] = {}
         self._selected: list[GeneratedSequence] = []
         self._rows: FeatureRows | None = None
+        self._waiting: dict[int, _Waiting] = {}  # of what was read since the last proposal
         self._joint: Tensor | None = None  # joint log-probabilities of the last proposal's nodes
         self._limits = (self.max_nodes, self.max_depth)
         self._vocab_size: int | None = None
@@ -95,22 +108,44 @@ class BlockDrafter(Drafter):
         width, expected = rows.features.shape[1], self.model.fc.in_features
         if width != expected:
             raise ValueError(f"drafter: expected a target with {expected} features of a token, got {width}")
-        self._append(rows.known())
+        self._take(rows.known())
         self._rows = rows
 
     def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
         if self._rows is not None and result.num_read < len(result.sequences):
-            self._append(self._rows.accepted(result))
+            self._take(self._rows.accepted(result))
         self._rows = None
+
+    def unread(self, sequences: list[GeneratedSequence]) -> int:
+        return sum(self._waiting[s.index].count - 1 for s in sequences if s.index in self._waiting)
+
+    def _take(self, parts: list[tuple[GeneratedSequence, int, Tensor]]) -> None:
+        """Keeps features until the next proposal: sequences, the position of each one's first token, and [n, F]."""
+        for sequence, begin, features in parts:
+            if sequence.index not in self._waiting:
+                if begin > self._end.get(sequence.index, 0):  # another outcome of its prompt may have read the pages
+                    self._read_waiting()
+                self._enter(sequence, begin)
+                self._waiting[sequence.index] = _Waiting(sequence, begin)
+            waiting = self._waiting[sequence.index]
+            waiting.parts.append(features)
+            waiting.count += features.shape[0]
+        if sum(waiting.count for waiting in self._waiting.values()) > MAX_WAITING:
+            self._read_waiting()
+
+    def _read_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        self._append([(each.sequence, each.begin, torch.cat(each.parts)) for each in waiting.values()])
 
     def forget(self, sequence: GeneratedSequence) -> None:
         self.cache.release(sequence.index)
-        for known in (self._first, self._end, self._known):
+        for known in (self._first, self._end, self._known, self._waiting):
             known.pop(sequence.index, None)
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
     ) -> Draft:
+        self._read_waiting()
         start = lengths - 1
         roots = tokens.gather(1, start.long()[:, None])[:, 0]
         num_nodes, depth = self._limits

@@ -80,7 +80,8 @@ def tree_generate(
         page_size=page_size, num_pages=num_pages, attention_mask=attention_mask, eos_token_id=eos_token_id,
         pad_token_id=generation_config.pad_token_id, rule=rule, max_batch_tokens=max_batch_tokens,
         max_sequences=max_sequences, cuda_graph=cuda_graph, callback=callback, on_step=on_step,
-        logits_processor=logits_processor, options=options, grammars=grammars, logprobs=logprobs, logprobs_mode=logprobs_mode,
+        logits_processor=logits_processor, options=options, grammars=grammars, logprobs=logprobs,
+        logprobs_mode=logprobs_mode,
     )  # fmt: skip
     if on_stats is not None:
         on_stats(stats)
