@@ -43,6 +43,7 @@ from pagedtree import DraftTree
 from pagedtree.integrations.transformers import (
     BlockDrafter,
     BlockDraftModel,
+    CombinedDrafter,
     EagleDrafter,
     EagleHead,
     MedusaDrafter,
@@ -60,13 +61,21 @@ def drafters(narrow: Any, draft: Any) -> dict[str, tuple[Maker, Maker]]:
     head = EagleHead.from_pretrained(CHECKPOINTS / "eagle", narrow)
     block = BlockDraftModel.from_pretrained(CHECKPOINTS / "block", narrow)
     tree = {"num_nodes": 16, "depth": 5, "width": 3}
-    chain = {"num_nodes": 6, "depth": 5, "width": 1}
+    chain, short = {"num_nodes": 6, "depth": 5, "width": 1}, {"num_nodes": 4, "depth": 3, "width": 1}
     return {
         "n-gram": (lambda: NgramDrafter(8, max_branches=1), lambda: NgramDrafter(16, max_branches=6, max_depth=8)),
         "Medusa": (lambda: MedusaDrafter(heads, DraftTree.chain(4)), lambda: MedusaDrafter(heads, 16)),
         "EAGLE-3": (lambda: EagleDrafter(head, **chain), lambda: EagleDrafter(head, **tree)),
         "block": (lambda: BlockDrafter(block, **chain), lambda: BlockDrafter(block, num_nodes=16)),
         "draft-model": (lambda: ModelDrafter(draft, **chain), lambda: ModelDrafter(draft, **tree)),
+        "n-gram and EAGLE-3": (
+            lambda: CombinedDrafter(EagleDrafter(head, **short)),
+            lambda: CombinedDrafter(EagleDrafter(head, **tree)),
+        ),
+        "n-gram and draft-model": (
+            lambda: CombinedDrafter(ModelDrafter(draft, **short)),
+            lambda: CombinedDrafter(ModelDrafter(draft, **tree)),
+        ),
     }
 
 

@@ -17,10 +17,10 @@ __all__ = ["TreeTuner"]
 
 # Drafts may lose this share of the time, where the time of the next HORIZON tokens counts too. Of what they have won,
 # MOST_SAVED plain steps may be lost again.
-LOSS_SHARE, HORIZON, MOST_SAVED = 0.035, 96, 4.0
+LOSS_SHARE, HORIZON, MOST_SAVED = 0.03, 96, 4.0
 # While drafts have lost too much, this share of the time goes into guesses that are only compared with the tokens that
 # come. They are verified where they promise so many times plain decoding's speed.
-LOOK_SHARE, PROMISING = 0.012, 1.1
+LOOK_SHARE, PROMISING = 0.01, 1.1
 # After how many steps with drafts a plain one follows, if none, one or more of these were measured.
 PLAIN_AGES = (0, 4, 32)
 # A sequence is ahead of the last one if it has less than this share of that one's steps to come. They are estimated by
@@ -57,15 +57,17 @@ class TreeTuner:
         self.seconds_of_token = 0.0  # what it takes to read one known token
         self.is_warm = False  # there was a step with drafts
         self.looking = 0.0  # seconds of this call that guesses took which were made to be compared only
-        self.chosen: tuple[StepCosts | None, float] = None, 0.0  # for which costs `tree` was, and until when it is good
+        self.look: float | None = None  # of the last one of these
+        # The best tree, None for all that the drafter has; for which costs it is, and until when it is good.
+        self.best: DraftTree | None = None
+        self.chosen: tuple[StepCosts | None, float] = None, 0.0
         # Of this step: what is drafted at most, None for all that the drafter has; levels, None without drafts; whether
         # only what is promising will be verified; seconds that the drafter reads before it can draft, that the choice
-        # of the tree took, and that of the nodes; the batch's tokens to come, None if others wait for a place; what was
-        # drafted.
+        # of the tree took; the batch's tokens to come, None if others wait for a place; what was drafted.
         self.tree: DraftTree | None = None
         self.levels: float | None = None
         self.is_look = False
-        self.catching_up = self.choosing = self.narrowing = 0.0
+        self.catching_up = self.choosing = 0.0
         self.remaining: np.ndarray | None = None
         self.nodes: BatchNodes | None = None
 
@@ -83,24 +85,27 @@ class TreeTuner:
         place in the batch.
         """
         costs = self._costs_of(len(remaining))
-        self.levels, self.catching_up = None, unread * self.seconds_of_token
+        self.levels, self.is_look, self.catching_up = None, False, unread * self.seconds_of_token
         if costs.num_plain == 0 or self.since_plain >= PLAIN_AGES[min(costs.num_plain, len(PLAIN_AGES) - 1)]:
+            return False
+        allowance = LOSS_SHARE * (self.elapsed + min(max(remaining.values()), HORIZON) * costs.plain)
+        allowance -= self.lost + self.catching_up
+        looking = self.look if self.look is not None else costs.once + costs.level * self._depth_of_look(costs)
+        can_look = self.looking + looking + self.catching_up <= LOOK_SHARE * self.elapsed
+        if allowance <= 0.0 and not can_look:
             return False
         self.remaining = None if others_wait else np.array(list(remaining.values()))
         self.weights = self._weights_of(costs, remaining, others_wait)
-        allowance = LOSS_SHARE * (self.elapsed + min(max(remaining.values()), HORIZON) * costs.plain)
-        allowance -= self.lost + self.catching_up
         if allowance > 0.0:
             self._choose(costs)
-        depth = self.max_depth if self.tree is None else self.tree.max_depth
-        self.is_look = allowance <= 0.0 or depth == 0 or allowance < costs.once + costs.level * depth
-        if self.is_look:
-            if not self._is_cheap(costs):
-                self.tree, self.chosen, depth = DraftTree.chain(1), (None, 0.0), 1
-            expected = costs.level * depth + self.narrowing + self.catching_up
-            if self.looking + expected > LOOK_SHARE * self.elapsed:
-                return False
-        self.levels = float(depth)
+            depth = self.max_depth if self.best is None else self.best.max_depth
+            if depth > 0 and allowance >= costs.once + costs.level * depth:
+                self.tree, self.levels = self.best, float(depth)
+                return True
+        if not can_look:
+            return False
+        self.is_look, self.tree = True, None if self._is_cheap(costs) else DraftTree.chain(1)
+        self.levels = float(self._depth_of_look(costs))
         return True
 
     def _weights_of(self, costs: StepCosts, remaining: Mapping[int, int], others_wait: bool) -> np.ndarray:
@@ -119,16 +124,16 @@ class TreeTuner:
         return weights
 
     def _choose(self, costs: StepCosts) -> None:
-        """Sets `tree`: the best one if all sequences that count had the same; the root alone where none pays."""
+        """Sets `best`: the tree to draft if all sequences that count had the same; the root alone where none pays."""
         if self._is_cheap(costs):
             # Whatever is drafted: a tree that suits most sequences may be too small for those that are easy to guess.
-            self.tree, self.chosen = None, (None, 0.0)
+            self.best, self.chosen = None, (None, 0.0)
         elif not self.is_warm:
-            self.tree = DraftTree.chain(min(self.max_depth, self.max_nodes - 1, FIRST_DEPTH))
+            self.best = DraftTree.chain(min(self.max_depth, self.max_nodes - 1, FIRST_DEPTH))
         elif self.chosen[0] is not costs or self.clock >= self.chosen[1] or costs.num_drafted <= 2:
             begin = time.perf_counter()
             size = int((self.weights > 0.5 * self.weights.max()).sum())
-            self.tree = choose_tree(
+            self.best = choose_tree(
                 self.budget.acceptance,
                 lambda n: costs.plain + (costs.once + size * costs.row * (n - 1) if n > 1 else 0.0),
                 max_nodes=self.max_nodes,
@@ -141,6 +146,9 @@ class TreeTuner:
     def _is_cheap(self, costs: StepCosts) -> bool:
         return costs.level * self.max_depth <= CHEAP * costs.plain
 
+    def _depth_of_look(self, costs: StepCosts) -> int:
+        return self.max_depth if self._is_cheap(costs) else 1
+
     def narrow(self, draft: Draft, confidence: Tensor | None, sequences: Sequence[int]) -> tuple[Draft, Tensor | None]:
         """The part of a draft that is worth verifying, and which of its rows that are, None for all.
 
@@ -150,7 +158,6 @@ class TreeTuner:
         self.nodes = None
         if draft.trees.max_nodes <= 1:  # nobody has a guess
             return draft, None
-        begin = time.perf_counter()
         costs, nodes = self._costs_of(len(sequences)), BatchNodes.of(draft.trees)
         fixed = costs.expected(self.levels, 0.0)
         worth = self.budget.survival(nodes, confidence, sequences) * self.weights[nodes.tree]
@@ -163,7 +170,6 @@ class TreeTuner:
             if (1.0 + gain) * costs.plain < PROMISING * (fixed + costs.row * most):
                 count = nodes.trees
         self.nodes, self.kept, self.drafted = nodes, None, draft.draft_tokens.cpu().numpy()
-        self.narrowing = time.perf_counter() - begin
         if count >= len(worth):
             return draft, None
         trees, rows = select_nodes(draft.trees, torch.from_numpy(worth).float().to(draft.trees.device), count)
@@ -210,8 +216,9 @@ class TreeTuner:
         rows = 0
         if self.nodes is not None:
             rows = len(self.drafted if self.kept is None else self.kept) - self.nodes.trees
-        if self.is_look:
-            self.looking += drafting + self.narrowing
+        if self.is_look and rows == 0:
+            self.look = max(seconds - costs.plain, 0.0)
+            self.looking += self.look
         if not self.is_warm:  # it also pays for what is set up only once
             self.is_warm = True
             seconds = min(seconds, (progress + 2.0) * costs.plain)

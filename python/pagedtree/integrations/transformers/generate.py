@@ -118,7 +118,7 @@ def generate(
             "typical": `verify_typical` with its defaults; not lossless: likely drafts are favoured, nothing is random.
         tree: None: the drafter's own trees, in each step. "auto": the tree that `choose_tree` finds for what steps cost
             and what was accepted so far, at most the drafter's own. There are no drafts where they do not pay: none is
-            verified while drafts have lost 3.5 % of the time against plain decoding, unless they promise to win; what
+            verified while drafts have lost 3 % of the time against plain decoding, unless they promise to win; what
             comes is still compared with some. What was learnt stays with the drafter.
         max_batch_tokens: longer prompts are read in chunks, so that a pass feeds the model about this many tokens.
         max_sequences: at most so many are read and decoded at a time, the others wait; None for no limit.
