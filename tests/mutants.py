@@ -26,6 +26,7 @@ OPTIONS, WEIGHED_OPTIONS = "tests/ops/test_options.py", "tests/ops/test_lossless
 LOGPROBS = "tests/ops/test_token_logprobs.py"
 ATTENTION = ("tests/ops/test_tree_attention.py", "tests/ops/test_mixed_batches.py")
 LATENT = ("tests/ops/test_latent_attention.py",)
+CHOSEN = ("tests/generation/test_combined_drafter.py", "tests/generation/test_tree_tuner.py")
 HYBRID = ("tests/generation/test_generate_hybrid.py",)
 
 
@@ -59,6 +60,10 @@ def of_wide(name: str, file: str, line: str, broken: str) -> Mutant:
 
 def of_states(name: str, file: str, line: str, broken: str) -> Mutant:
     return Mutant(name, f"generation/{file}.py", line, broken, HYBRID, "python", "not two_ranks")
+
+
+def of_drafts(name: str, file: str, line: str, broken: str) -> Mutant:
+    return Mutant(name, f"generation/{file}.py", line, broken, CHOSEN, "python", "test")
 
 
 def of_latent(name: str, line: str, broken: str) -> Mutant:
@@ -376,7 +381,18 @@ STATES = [
     ),
 ]  # fmt: skip
 
-MUTANTS = RULES + REQUESTS + WGMMA + WIDE + LATENT_WGMMA + STATES
+CHOICE = [
+    of_drafts(
+        "a draft model that is told of other sequences' trees", "drafters/model",
+        "places[sequence.index] for sequence in self._selected", "i for i, sequence in enumerate(self._selected)",
+    ),
+    of_drafts(
+        "nodes under guesses that nobody verified", "node_budget", "(nodes.depth > 0) & (came >= 0)", "nodes.depth > 0"
+    ),
+    of_drafts("step costs that are learnt with nothing to read", "tree_tuner", "self.since_plain > 1 or not", "not"),
+]  # fmt: skip
+
+MUTANTS = CHOICE + RULES + REQUESTS + WGMMA + WIDE + LATENT_WGMMA + STATES
 
 
 def build(backend: str) -> None:

@@ -141,7 +141,7 @@ def budget(monkeypatch):
     def wants_drafts(self, remaining, unread, others_wait):
         if not self._costs_of(len(remaining)).num_plain:
             self.levels = None
-            self.observe(list(remaining), 1.0, None)
+            self.observe(list(remaining), 1.0, None, None)
         self.weights = np.full(len(remaining), 1 / len(remaining))
         self.tree, self.levels = None, 1.0
         return True

@@ -16,7 +16,7 @@ from generate_case import SAMPLING, lists, prompts_of, tiny, tiny_eagle
 
 from pagedtree import Draft, DraftTree, TreeBatch
 from pagedtree.generation import tree_tuner
-from pagedtree.generation.node_budget import BatchNodes
+from pagedtree.generation.node_budget import BatchNodes, NodeBudget
 from pagedtree.generation.tree_tuner import TreeTuner
 from pagedtree.integrations.transformers import (
     CombinedDrafter,
@@ -198,6 +198,35 @@ def test_a_change_of_the_text_shows():
     machine.acceptance = [0.8, 0.1]
     seconds, _ = run(machine, tuner, 800)
     assert seconds < 0.6 * 800 * machine.plain
+
+
+@pytest.mark.parametrize("has_confidence", [False, True])
+def test_guesses_count_whether_verified_or_not(has_confidence):
+    """Each child of an accepted node was right or wrong; of the nodes below the others nothing is known."""
+    trees = TreeBatch.from_trees([DraftTree([-1, 0, 0, 1, 3]), DraftTree.chain(2)])
+    nodes, tokens = BatchNodes.of(trees), np.array([0, 11, 12, 13, 14, 0, 21, 22])
+    confidence = torch.tensor([0.0, -0.1, -1.0, -0.2, -0.3, 0.0, -0.1, -0.2]) if has_confidence else None
+    budget = NodeBudget()
+    before = budget.survival(nodes, confidence, [5, 7])
+    hits, trials, right, drafted = (x.copy() for x in (budget.hits, budget.trials, budget.right, budget.drafted))
+    # Verified: the first tree's root and its first child, which was wrong, and the second tree's root.
+    accepted = np.array([[0, -1], [0, -1]])
+    budget.observe(nodes, tokens, np.array([0, 1, 5]), accepted, np.array([[12, -1], [21, -1]]))
+    trials, hits = (budget.trials - trials).round(6), (budget.hits - hits).round(6)
+    assert trials[0, :2].tolist() == [2.0, 1.0] and trials.sum() == 3.0  # the roots' children, of two ranks
+    assert hits[0, :2].tolist() == [1.0, 1.0] and hits.sum() == 2.0
+    assert (budget.drafted - drafted).sum().round(6) == (3.0 if has_confidence else 0.0)
+    assert (budget.right - right).sum().round(6) == (2.0 if has_confidence else 0.0)
+    assert budget.of_sequences[7][0] == 1.0 and budget.of_sequences[7][1] == pytest.approx(before[6], abs=0.05)
+
+
+def test_drafts_that_lost_are_compared_and_come_back():
+    """Texts that nobody guesses at first: plain steps with a look now and then, and drafts as soon as they pay."""
+    machine, tuner = Machine([0.9, 0.05], level=0.001), TreeTuner(16, 5)
+    machine.text[:, :40] = 1.0
+    seconds, rows = run(machine, tuner, 120)
+    assert rows[12:38].count(0) >= 24  # given up
+    assert seconds < 40 * 1.06 + 80 / 2.5
 
 
 def test_batch_sizes_are_judged_apart():

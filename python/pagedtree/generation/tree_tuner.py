@@ -18,8 +18,8 @@ __all__ = ["TreeTuner"]
 # Drafts may lose this share of the time, where the time of the next HORIZON tokens counts too. Of what they have won,
 # MOST_SAVED plain steps may be lost again.
 LOSS_SHARE, HORIZON, MOST_SAVED = 0.03, 96, 4.0
-# While drafts have lost too much, this share of the time goes into guesses that are only compared with the tokens that
-# come. They are verified where they promise so many times plain decoding's speed.
+# While drafts have lost too much, this share of the time goes into looks: guesses that are only compared with the tokens
+# that come. They are verified where they promise so many times plain decoding's speed.
 LOOK_SHARE, PROMISING = 0.01, 1.1
 # After how many steps with drafts a plain one follows, if none, one or more of these were measured.
 PLAIN_AGES = (0, 4, 32)
@@ -40,8 +40,9 @@ class TreeTuner:
     The first steps are plain: their time per token is what drafts have to beat. Then drafts are tried, since only that
     tells what they bring. A tree is the best one for what was accepted so far and for the time of levels and rows
     (`choose_tree`); of the batch's nodes those are verified that are worth their time (`NodeBudget`), which may be
-    none. What steps with drafts lose against plain ones is counted; while that is more than LOSS_SHARE of the time
-    there are no drafts. What was learnt stays with the drafter for further calls, and fades while nothing is drafted.
+    none. What steps with drafts lose against plain ones is counted. While that is more than LOSS_SHARE of the time,
+    a few steps look: they draft, and verify only what promises much; what was not verified is compared with the tokens
+    that came. What was learnt stays with the drafter for further calls, and fades while nothing is drafted.
 
     max_nodes, max_depth: the most nodes of a tree, the root included, and its most levels.
     """
@@ -56,8 +57,8 @@ class TreeTuner:
         self.since_plain = 0  # steps
         self.seconds_of_token = 0.0  # what it takes to read one known token
         self.is_warm = False  # there was a step with drafts
-        self.looking = 0.0  # seconds of this call that guesses took which were made to be compared only
-        self.look: float | None = None  # of the last one of these
+        self.looking = 0.0  # seconds that looks of this call took
+        self.look: float | None = None  # that the last one took
         # The best tree, None for all that the drafter has; for which costs it is, and until when it is good.
         self.best: DraftTree | None = None
         self.chosen: tuple[StepCosts | None, float] = None, 0.0
