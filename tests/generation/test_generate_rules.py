@@ -15,6 +15,7 @@ from statistics_case import LIMIT, excess
 
 from pagedtree import DraftTree, SamplingParams, TreeBatch, reference
 from pagedtree.generation import tree_tuner
+from pagedtree.generation.node_budget import NodeBudget
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.tree_tuner import TreeTuner
 from pagedtree.integrations.transformers import MedusaDrafter, MedusaHeads, ModelDrafter, NgramDrafter, generate
@@ -169,13 +170,21 @@ def test_a_budget_leaves_the_distribution_alone_closely(budget, toy, toy_draft, 
 
 def test_a_budget_by_what_was_drawn_is_seen(budget, monkeypatch, toy, toy_draft, toy_distribution):
     """Draws must not be chosen among by their tokens."""
-    narrow = TreeTuner.narrow
+    narrow, survival, odd = TreeTuner.narrow, NodeBudget.survival, np.zeros(0)
 
-    def by_tokens(self, draft, confidence, sequences):
+    def narrow_by_tokens(self, draft, confidence, sequences):
+        nonlocal odd
         assert confidence is None
-        return narrow(self, draft, -7.0 * (draft.draft_tokens % 2).float(), sequences)
+        odd = draft.draft_tokens.numpy() % 2
+        return narrow(self, draft, confidence, sequences)
 
-    monkeypatch.setattr(TreeTuner, "narrow", by_tokens)
+    def even_ones_first(self, nodes, *others):
+        survival(self, nodes, *others)
+        likely = np.exp(nodes.along_paths(-1.0 - 7.0 * odd[: len(nodes.depth)]))
+        return np.where(nodes.depth > 0, likely, nodes.depth == 0)
+
+    monkeypatch.setattr(TreeTuner, "narrow", narrow_by_tokens)
+    monkeypatch.setattr(NodeBudget, "survival", even_ones_first)
     assert toy_excess(toy, toy_draft, toy_distribution, "rejection", "swor tree", 3000, tree="auto") > LIMIT
 
 
