@@ -28,6 +28,9 @@ struct FilterScratch {
   RowTotals low_blocks[kBlocks];
 };
 
+// What is known of a block's peaks under request options: bounds of them, their largest and bounds of the others, or all.
+enum class Exactness : uint8_t { kBounds, kMost, kPeaks };
+
 // A row under request options, of at most V columns: how its logits are adjusted when they are read.
 struct AdjustedRow {
   LogitRow memory;  // the row as it is in memory
@@ -41,13 +44,13 @@ struct AdjustedRow {
   bool pays;      // whether there is a penalty
   bool lowers;    // whether only patches can raise a logit
   // Memory that OptionsMemory owns:
-  float* values;      // [V + kMostLanes] adjusted logits of patched tokens, and of blocks that are kept
-  uint8_t* is_exact;  // [blocks] whether the peaks of the block are; else they are bounds
-  uint8_t* is_kept;   // [blocks] whether `values` holds the block
-  float* most;        // [blocks] the largest peak, or bound, of the block
-  uint32_t* patched;  // [ceil(V / 32)] bits: tokens that RowPatch has corrected
-  int32_t* columns;   // [V] those tokens, num_patched in all
-  float* bias;        // [V] zeros, to add biases up in
+  float* values;         // [V + kMostLanes] adjusted logits of patched tokens, and of blocks that are kept
+  Exactness* exactness;  // [blocks]
+  uint8_t* is_kept;      // [blocks] whether `values` holds the block
+  float* most;           // [blocks] the largest peak, or bound, of the block
+  uint32_t* patched;     // [ceil(V / 32)] bits: tokens that RowPatch has corrected
+  int32_t* columns;      // [V] those tokens, num_patched in all
+  float* bias;           // [V] zeros, to add biases up in
 };
 
 // Scratch of the rules that weigh drafts.

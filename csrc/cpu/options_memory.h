@@ -22,23 +22,25 @@ class OptionsMemory {
     AdjustedRow scratch{};
     std::vector<uint32_t> patched_;
     std::vector<int32_t> columns_;
-    std::vector<uint8_t> flags_;
+    std::vector<Exactness> exactness_;
+    std::vector<uint8_t> is_kept_;
     std::vector<float> values_, bias_;
 
     // adjust_row() leaves zeros where it finds them, so that only new memory is filled.
     void grow(size_t size, bool has_bias) {
-      const size_t blocks = columns_.size() < size ? size / kPeakBlock + 1 : flags_.size() / 2;
+      const size_t blocks = columns_.size() < size ? size / kPeakBlock + 1 : is_kept_.size();
       if (columns_.size() < size) {
         patched_.resize(size / 32 + 1);
         columns_.resize(size);
-        flags_.resize(2 * blocks);
+        exactness_.resize(blocks);
+        is_kept_.resize(blocks);
         values_.resize(size + kMostLanes + blocks);
       }
       if (has_bias && bias_.size() < size) bias_.resize(size);
       scratch.patched = patched_.data();
       scratch.columns = columns_.data();
-      scratch.is_exact = flags_.data();
-      scratch.is_kept = flags_.data() + blocks;
+      scratch.exactness = exactness_.data();
+      scratch.is_kept = is_kept_.data();
       scratch.most = values_.data();
       scratch.values = values_.data() + blocks;
       scratch.bias = bias_.data();

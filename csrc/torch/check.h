@@ -79,6 +79,12 @@ class Check {
     if (!(t.device() == device_)) fail(name, "on the device of the other arguments", "another device");
   }
 
+  // One value for each of the batch's sequences, or one for all; called after tensor().
+  void one_or(int64_t batch, const Tensor& t, const std::string& name) const {
+    if (t.size(0) == 1 || t.size(0) == batch) return;
+    fail(name, "of shape [1] or [" + std::to_string(batch) + "]", text(t.sizes()));
+  }
+
   // int32 offsets [B + 1] of a ragged batch; returns B.
   int64_t offsets(const Tensor& t, const std::string& name) const {
     tensor(t, name, {ScalarType::Int}, {kAnySize});

@@ -9,8 +9,7 @@ const float* penalty(const Check& check, const std::optional<Tensor>& given, con
                      int32_t& stride) {
   if (!given.has_value()) return nullptr;
   check.tensor(*given, name, {ScalarType::Float}, {kAnySize});
-  const std::string expected = "of shape [1] or [" + std::to_string(batch) + "]";
-  check.that(given->size(0) == 1 || given->size(0) == batch, name, expected, Check::text(given->sizes()));
+  check.one_or(batch, *given, name);
   stride = given->size(0) == 1 ? 0 : 1;
   return given_pointer<float>(*given);
 }
@@ -36,7 +35,8 @@ const T* vector_of(const Check& check, const std::optional<Tensor>& given, const
 // Arguments that are given together or not at all.
 void check_together(const Check& check, const char* name, const std::optional<Tensor>& given, const char* other,
                     const std::optional<Tensor>& with) {
-  check.that(given.has_value() == with.has_value(), name, std::string("given together with `") + other + "`",
+  if (given.has_value() == with.has_value()) return;
+  check.fail(name, std::string("given together with `") + other + "`",
              given.has_value() ? "a tensor without it" : "None");
 }
 
@@ -85,8 +85,9 @@ OptionsParams options_params(const Check& check, const OptionTensors& t, int64_t
   o.cu_bad_seqs = vector_of<int32_t>(check, t.cu_bad_seqs, "cu_bad_seqs", kInt, batch + 1);
 
   check_together(check, "history_lens", t.history_lens, "history", t.history);
-  check.that(t.history.has_value() || !t.history_start.has_value(), "history_start", "given with `history`",
-             "a tensor without it");
+  if (t.history_start.has_value() && !t.history.has_value()) {
+    check.fail("history_start", "given with `history`", "a tensor without it");
+  }
   o.history = rows_of<int64_t>(check, t.history, "history", kLong, batch, kAnySize, o.history_stride);
   o.history_width = t.history.has_value() ? t.history->size(1) : 0;
   o.history_lens = vector_of<int32_t>(check, t.history_lens, "history_lens", kInt, batch);

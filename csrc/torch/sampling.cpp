@@ -12,8 +12,8 @@ DType logits_dtype(const Tensor& logits) {
 LogitsParams rows_params(const Check& check, const Tensor& rows, const std::string& name, int64_t min_vocab) {
   const auto dtypes = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16};
   check.tensor(rows, name, dtypes, {kAnySize, kAnySize}, Strides::kLastContiguous);
-  check.that(rows.size(1) >= min_vocab, name, "of at least one column", Check::text(rows.sizes()));
-  check.that(rows.size(1) <= kMaxVocab, name, "of at most 2^20 columns", Check::text(rows.sizes()));
+  if (rows.size(1) < min_vocab) check.fail(name, "of at least one column", Check::text(rows.sizes()));
+  if (rows.size(1) > kMaxVocab) check.fail(name, "of at most 2^20 columns", Check::text(rows.sizes()));
   LogitsParams params{};
   params.data = rows.const_data_ptr();
   params.num_rows = rows.size(0);
@@ -43,8 +43,7 @@ SamplingParams sampling_params(const Check& check, const Tensor& temperature, co
                                const std::string& prefix) {
   const auto stride = [&](const Tensor& t, const std::string& name, ScalarType dtype) {
     check.tensor(t, name, {dtype}, {kAnySize});
-    const std::string expected = "of shape [1] or [" + std::to_string(batch) + "]";
-    check.that(t.size(0) == 1 || t.size(0) == batch, name, expected, Check::text(t.sizes()));
+    check.one_or(batch, t, name);
     return t.size(0) == 1 ? 0 : 1;
   };
   SamplingParams params{};
@@ -57,8 +56,9 @@ SamplingParams sampling_params(const Check& check, const Tensor& temperature, co
   params.top_p = const_pointer<float>(top_p);
   params.min_p = const_pointer<float>(min_p);
   params.joint = filter_order == "joint";
-  check.that(params.joint || filter_order == "top_k_first", prefix + "filter_order", "\"top_k_first\" or \"joint\"",
-             "\"" + filter_order + "\"");
+  if (!params.joint && filter_order != "top_k_first") {
+    check.fail(prefix + "filter_order", "\"top_k_first\" or \"joint\"", "\"" + filter_order + "\"");
+  }
   return params;
 }
 

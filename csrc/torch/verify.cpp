@@ -30,8 +30,10 @@ VerifyParams tree_params(const Check& check, const LogitsParams& logits, const T
   const auto size_of = [](const Tensor& t) { return t.defined() && t.dim() == 1 ? t.size(0) : -1; };
   const int64_t nodes = size_of(depths);
   // If drafts and trees agree, it is the logits that have too few or too many rows.
-  check.that(rows == nodes || nodes < 0 || size_of(draft_tokens) != nodes, rows_name,
-             "of " + std::to_string(nodes) + " rows, one for each node of the trees", std::to_string(rows) + " rows");
+  if (rows != nodes && nodes >= 0 && size_of(draft_tokens) == nodes) {
+    check.fail(rows_name, "of " + std::to_string(nodes) + " rows, one for each node of the trees",
+               std::to_string(rows) + " rows");
+  }
   add_drafts(check, draft_tokens, draft_to_target, params);
   params.batch = check.offsets(cu_nodes, "cu_nodes");
   check.tensor(depths, "depths", {ScalarType::Int}, {rows});

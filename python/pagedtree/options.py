@@ -85,14 +85,14 @@ class RequestOptions:
     min_position: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name in _NAMES:
+            value = getattr(self, name)
             if value is not None and not isinstance(value, Tensor):
-                raise TypeError(f"{field.name}: expected a Tensor or None, got {type(value).__name__}")
+                raise TypeError(f"{name}: expected a Tensor or None, got {type(value).__name__}")
 
     def tensors(self) -> dict[str, Tensor | None]:
         """The fields by name, as the raw ops take them."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: getattr(self, name) for name in _NAMES}
 
     @classmethod
     def from_lists(
@@ -187,13 +187,17 @@ class RequestOptions:
         return cls(**{name: torch.from_numpy(value).to(device) for name, value in tensors.items()})
 
 
+_NAMES = tuple(field.name for field in fields(RequestOptions))
+
+
 def option_arguments(
     params: SamplingParams, options: RequestOptions | None, device: torch.device
 ) -> dict[str, Tensor | None]:
     """Penalties and options as the raw ops take them; raises TypeError for another type of options."""
     if options is not None:
         expect_type("options", options, RequestOptions)
-    return params.penalties_on(device) | (options or RequestOptions()).tensors()
+    penalties = params.penalties_on(device)
+    return penalties if options is None else penalties | options.tensors()
 
 
 def _batch_of(given: Mapping[str, Sequence[Any] | None]) -> int:

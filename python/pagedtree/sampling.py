@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from numbers import Integral, Real
 
@@ -28,6 +28,7 @@ _RANGES = {
     "frequency_penalty": ("a number in [-2, 2]", lambda x: -2 <= x <= 2),
 }
 _NO_PENALTY = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+_LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +75,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, (expected, inside) in _RANGES.items():
             value = getattr(self, name)
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) or (type(value) is type(_DEFAULTS[name]) and value == _DEFAULTS[name]):
                 continue
             if isinstance(value, bool) or not isinstance(value, Integral if name == "top_k" else Real):
                 raise TypeError(f"{name}: expected {expected} or a tensor, got {value!r}")
@@ -90,22 +91,27 @@ class SamplingParams:
         Tensors come back as they are, except an int64 top_k; a host scalar becomes one small tensor per device, which
         is made once and kept.
         """
+        keep = _may_keep(device)
         return (
-            _on_device(self.temperature, "temperature", device),
-            _on_device(self.top_k, "top_k", device),
-            _on_device(self.top_p, "top_p", device),
-            _on_device(self.min_p, "min_p", device),
+            _on_device(self.temperature, "temperature", device, keep),
+            _on_device(self.top_k, "top_k", device, keep),
+            _on_device(self.top_p, "top_p", device, keep),
+            _on_device(self.min_p, "min_p", device, keep),
             self.filter_order,
         )
 
     def penalties_on(self, device: torch.device) -> dict[str, Tensor | None]:
         """The penalties as the raw ops take them, by name: tensors of shape [1] or [B]; None is off."""
-        given = {name: getattr(self, name) for name in _NO_PENALTY}
-        return {
-            name: None if not isinstance(value, Tensor) and value == _NO_PENALTY[name]
-            else _on_device(value, name, device)
-            for name, value in given.items()
-        }  # fmt: skip
+        found: dict[str, Tensor | None] = {}
+        keep: bool | None = None
+        for name, neutral in _NO_PENALTY.items():
+            value = getattr(self, name)
+            if not isinstance(value, Tensor) and value == neutral:
+                found[name] = None
+            else:
+                keep = _may_keep(device) if keep is None else keep
+                found[name] = _on_device(value, name, device, keep)
+        return found
 
     def expect_no_penalty(self, op: str, argument: str = "params") -> None:
         """Raises ValueError where a penalty is on, for ops that do not take any."""
@@ -116,22 +122,30 @@ class SamplingParams:
                 raise ValueError(f"{op}: `{argument}` must have {name} {neutral}, got {got}")
 
 
-def _on_device(value: float | Tensor, name: str, device: torch.device) -> Tensor:
+_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+
+
+def _may_keep(device: torch.device) -> bool:
+    """Whether a tensor that is made now will do for later calls, too: one made while a CUDA graph is captured, or a
+    program traced (with fake tensors), lives no longer than that.
+    """
+    is_traced = torch.compiler.is_compiling() or makes_fakes()
+    return not is_traced and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+def _on_device(value: float | Tensor, name: str, device: torch.device, keep: bool) -> Tensor:
     if isinstance(value, Tensor):
         if name == "top_k" and value.dtype == torch.int64:
             value = value.clamp(-1, _INT32_MAX).int()
         return value.reshape(1) if value.dim() == 0 else value
     number = min(int(value), _INT32_MAX) if name == "top_k" else _float32(value)
-    # A tensor made while a CUDA graph is captured, or a program traced (with fake tensors), lives no longer than that.
-    is_traced = torch.compiler.is_compiling() or makes_fakes()
-    if is_traced or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return torch.full((1,), number, dtype=_DTYPES.get(name, torch.float32), device=device)
-    return _constant(number, _DTYPES.get(name, torch.float32), device)
+    dtype = _DTYPES.get(name, torch.float32)
+    return _constant(number, dtype, device) if keep else torch.full((1,), number, dtype=dtype, device=device)
 
 
 def _float32(value: float) -> float:
     """A number that fp32 can hold; larger ones are infinite."""
-    return float(value) if value <= torch.finfo(torch.float32).max else math.inf
+    return float(value) if value <= _LARGEST_FLOAT32 else math.inf
 
 
 @lru_cache(maxsize=1024)

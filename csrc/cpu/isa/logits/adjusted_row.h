@@ -127,19 +127,27 @@ static inline vfloat adjust(const AdjustedRow& a, vfloat raw, int64_t begin, boo
   return adjust_if(a, raw, begin, has_masks, [](vfloat bound) { return bound == bound; });
 }
 
-// Replaces the bounds of a block's peaks, one per lane, by the peaks themselves.
-static inline __attribute__((noinline)) void find_block_peaks(AdjustedRow& a, int64_t block, float* peaks) {
+// Replaces the bounds of a block's peaks, one per lane, by the peaks themselves, or by bounds of which the largest is a
+// peak, for which few counts are read.
+static inline __attribute__((noinline)) void find_block_peaks(AdjustedRow& a, int64_t block, float* peaks,
+                                                              Exactness wanted) {
   const int64_t end = min_of((block + 1) * kPeakBlock, a.memory.vocab);
   const bool has_masks = may_forbid_in_block(a, block);
   vfloat best = splat(-kInfinity);
+  float most = -kInfinity, least = -kInfinity;
   with_memory(a.memory.dtype, [&]<typename T>() {
     for (int64_t t = block * kPeakBlock; t < end; t += kLanes) {
-      best = max(adjust(a, load_raw<T>(a.memory, t), t, has_masks), best);
+      const auto matters = [&](vfloat bound) { return bound > splat(least); };
+      const vfloat logit = adjust_if(a, load_raw<T>(a.memory, t), t, has_masks, matters);
+      best = max(logit, best);
+      if (lane_bits(logit > splat(most)) == 0) continue;
+      most = reduce_max(best);
+      if (wanted == Exactness::kMost) least = most;
     }
   });
   if (peaks != nullptr) store(peaks + block * kLanes, best);
-  a.most[block] = reduce_max(best);
-  a.is_exact[block] = true;
+  a.most[block] = most;
+  a.exactness[block] = a.lowers ? wanted : Exactness::kPeaks;
 }
 
 // NaN is -inf here already: find_adjusted_peak() tells whether there is one.
@@ -191,7 +199,12 @@ class BlockReader {
   void open(int64_t, float least) { least_ = least; }
   // False only if all logits of a vector are below `least`.
   bool may_reach(int64_t t) const { return lane_bits((*this)(t) >= splat(least_)) != 0; }
+  // The same of `count` vectors from t on, where that is known without reading them.
+  static bool any_may_reach(int64_t, int) { return true; }
+  bool reads_all() const { return least_ == -kInfinity; }
   vfloat operator()(int64_t t) const { return load_logits<T>(row_, t); }
+  // The same if `reads_all`.
+  vfloat known(int64_t t) const { return (*this)(t); }
 
  private:
   const LogitRow& row_;
@@ -215,11 +228,18 @@ class BlockReader<AdjustedLogit> {
   }
   bool may_reach(int64_t t) const {
     if (reads_all_) return lane_bits(load(a_.values + t) >= splat(least_)) != 0;
-    const int64_t i = (t - begin_) / kLanes;
-    return (vectors_[i / 64] >> i % 64 & 1) != 0;
+    return any_may_reach(t, 1);
   }
+  bool reads_all() const { return reads_all_; }
+  // t is a multiple of these vectors' tokens.
+  bool any_may_reach(int64_t t, int count) const {
+    if (reads_all_) return true;
+    const int64_t i = (t - begin_) / kLanes;
+    return (vectors_[i / 64] >> i % 64 & ((uint64_t{1} << count) - 1)) != 0;
+  }
+  vfloat known(int64_t t) const { return load(a_.values + t); }
   vfloat operator()(int64_t t) const {
-    if (reads_all_) return load(a_.values + t);
+    if (reads_all_) return known(t);
     if (!may_reach(t)) return splat(-kInfinity);
     return adjust_if(a_, load_memory(a_.memory, t), t, has_masks_,
                      [&](vfloat bound) { return bound >= splat(least_); });
@@ -268,9 +288,13 @@ class BlockReader<AdjustedLogit> {
         vectors_[i / 64] |= uint64_t{lanes != 0} << i % 64;
       }
     });
-    for (int64_t i = 0; i < count && a_.num_patched > 0; ++i) {
-      const int64_t t = begin + i * kLanes;
-      vectors_[i / 64] |= uint64_t{(a_.patched[t / 32] >> t % 32 & kAllLanes) != 0} << i % 64;
+    // A word of `patched` stands for some vectors.
+    constexpr int kOfWord = 32 / kLanes;
+    for (int64_t word = 0; word * kOfWord < count && a_.num_patched > 0; ++word) {
+      const uint32_t patched = a_.patched[begin / 32 + word];
+      for (int64_t i = word * kOfWord; patched != 0 && i < (word + 1) * kOfWord; ++i) {
+        vectors_[i / 64] |= uint64_t{(patched >> i % kOfWord * kLanes & kAllLanes) != 0} << i % 64;
+      }
     }
   }
 

@@ -293,8 +293,9 @@ static inline float reached_by(const LogitRow& row, float* peaks, int64_t count)
     bool are_exact = true;
     for (int64_t t = 0; t < row.vocab; t += kPeakBlock) {
       const int64_t block = t / kPeakBlock;
-      if (adjusted_row(row).is_exact[block] || !reaches(peaks, t, reached)) continue;
-      find_block_peaks(adjusted_row(row), block, peaks);
+      AdjustedRow& a = adjusted_row(row);
+      if (a.exactness[block] == Exactness::kPeaks || !reaches(peaks, t, reached)) continue;
+      find_block_peaks(a, block, peaks, Exactness::kPeaks);
       are_exact = false;
     }
     if (are_exact) return reached;
@@ -314,11 +315,14 @@ static inline bool gather(const View& view, FewLogits& few) {
     if (!reaches(view.peaks, block, view.least)) continue;
     const int64_t end = min_of(block + kPeakBlock, view.row.vocab);
     logits.open(block, view.least);
-    for (int64_t t = block; t < end; t += kLanes) {
-      if (!logits.may_reach(t)) continue;
-      if (size == kFewLogits) return false;
-      vectors[size++] = t;
-      prefetch_penalties<T>(view.row, t);
+    for (int64_t group = block; group < end; group += 4 * kLanes) {
+      if (!logits.any_may_reach(group, 4)) continue;
+      for (int64_t t = group; t < min_of(group + 4 * kLanes, end); t += kLanes) {
+        if (!logits.may_reach(t)) continue;
+        if (size == kFewLogits) return false;
+        vectors[size++] = t;
+        prefetch_penalties<T>(view.row, t);
+      }
     }
   }
   for (int i = 0; i < size; ++i) {

@@ -20,7 +20,8 @@ static inline auto with_logits(const RowDistribution& distribution, const Body& 
 }
 
 // Masses of tokens t .. t + kLanes - 1, which have these logits.
-static inline vfloat masses_of(const RowDistribution& distribution, vfloat logit, int64_t t) {
+static inline __attribute__((always_inline)) vfloat masses_of(const RowDistribution& distribution, vfloat logit,
+                                                              int64_t t) {
   const vfloat x = distribution.scale(logit);
   const vint kept = kept_lanes(distribution.filter, logit, x, t) & (logit > splat(-kInfinity));
   return select(kept, mass_of<VectorMath>(x), splat(0.0f));
@@ -71,8 +72,10 @@ static inline int load_masses(const RowDistribution& distribution, int64_t begin
   return with_logits(distribution, [&]<typename T>() {
     BlockReader<T> logits(distribution.row);
     logits.open(begin, least_kept(distribution.filter, distribution.scale));
-    return fill_block(block, begin, distribution.row.vocab,
-                      [&](int64_t t) { return masses_of(distribution, logits(t), t); });
+    const auto fill = [&](const auto& at) { return fill_block(block, begin, distribution.row.vocab, at); };
+    if (logits.reads_all()) return fill([&](int64_t t) { return masses_of(distribution, logits.known(t), t); });
+    return fill(
+        [&](int64_t t) { return logits.may_reach(t) ? masses_of(distribution, logits(t), t) : vfloat{}; });
   });
 }
 

@@ -26,6 +26,14 @@ struct Writer {
     scratch.values[column] = value == value ? min_of(value, kMaxFloat) : -kInfinity;
   }
   void forbid(int64_t column) { store(column, -kInfinity); }
+  void fetch(int64_t column) const {
+    const LogitRow& memory = scratch.memory;
+    const int64_t size = memory.dtype == DType::kFloat32 ? 4 : 2;
+    __builtin_prefetch(static_cast<const char*>(memory.logits) + column * size);
+    if (scratch.counts != nullptr) __builtin_prefetch(scratch.counts + column);
+    __builtin_prefetch(scratch.values + column, 1);
+    __builtin_prefetch(scratch.bias + column, 1);
+  }
   template <typename F>
   void each_bias(const NodeRange& entries, F f) const {
     for (int64_t i = entries.begin; i < entries.end; ++i) {
@@ -33,7 +41,9 @@ struct Writer {
       if (token >= 0 && column >= 0 && column < row.vocab) f(column, r.o.bias_values[i]);
     }
   }
+  // All that the entries will need is on its way before the first one is looked at: it lies anywhere in long rows.
   void begin_bias(const NodeRange& entries) {
+    each_bias(entries, [&](int64_t column, float) { fetch(column); });
     each_bias(entries, [&](int64_t column, float value) { scratch.bias[column] += value == value ? value : 0.0f; });
   }
   bool bias_of(const NodeRange&, int64_t i, float& bias) const {
@@ -82,7 +92,7 @@ LogitRow adjust_row(const RowOptions& r, const LogitRow& row, AdjustedRow& scrat
   scratch.first_token = r.o.first_token;
   scratch.vocab = o.vocab;
   const int64_t num_blocks = ceil_div<int64_t>(row.vocab, kPeakBlock);
-  std::fill_n(scratch.is_exact, num_blocks, false);
+  std::fill_n(scratch.exactness, num_blocks, Exactness::kBounds);
   std::fill_n(scratch.is_kept, num_blocks, false);
   Writer writer{r, row, scratch};
   RowPatch<Writer>(r, row, writer).run();

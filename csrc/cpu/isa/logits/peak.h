@@ -34,29 +34,30 @@ static inline Peak find_adjusted_peak(const LogitRow& row, float* peaks) {
       }
       if (peaks != nullptr) store(peaks + block * kLanes, best);
       a.most[block] = reduce_max(best);
-      a.is_exact[block] = !a.pays;
+      a.exactness[block] = a.pays ? Exactness::kBounds : Exactness::kPeaks;
     }
   });
   for (int64_t i = 0; i < a.num_patched; ++i) {
     const int64_t block = a.columns[i] / kPeakBlock;
     const float value = a.values[a.columns[i]];
     a.most[block] = max_of(a.most[block], value);
-    a.is_exact[block] = false;
+    a.exactness[block] = Exactness::kBounds;
     if (peaks == nullptr) continue;
     float& peak = peaks[block * kLanes + a.columns[i] % kLanes];
     peak = max_of(peak, value);
   }
-  for (int64_t block = 0; block < num_blocks && !a.lowers; ++block) find_block_peaks(a, block, peaks);
+  for (int64_t block = 0; block < num_blocks && !a.lowers; ++block) find_block_peaks(a, block, peaks, Exactness::kPeaks);
   Peak peak;
   peak.has_nan = lane_bits(nan) != 0;
+  const auto is_known = [&](int64_t block) { return a.exactness[block] != Exactness::kBounds; };
   int64_t best = 0;
   while (true) {  // blocks in the order of their bounds, until all other bounds are lower
     for (int64_t block = 0; block < num_blocks; ++block) {
       const bool higher = a.most[block] > a.most[best];
-      if (higher || (a.most[block] == a.most[best] && a.is_exact[best] && !a.is_exact[block])) best = block;
+      if (higher || (a.most[block] == a.most[best] && is_known(best) && !is_known(block))) best = block;
     }
-    if (num_blocks == 0 || a.is_exact[best] || a.most[best] == -kInfinity) break;
-    find_block_peaks(a, best, peaks);
+    if (num_blocks == 0 || is_known(best) || a.most[best] == -kInfinity) break;
+    find_block_peaks(a, best, peaks, Exactness::kMost);
   }
   if (num_blocks == 0 || a.most[best] == -kInfinity) return peak;
   for (int64_t block = 0; block < best; ++block) {

@@ -36,18 +36,13 @@ static inline Winner race(const LogitRow& row, const Scale& scale, const Filter&
   BlockReader<T> logits(row);
   Winner best;
   vfloat x[4];
-  const auto load_x = [&](int64_t begin) {
-    vfloat most = splat(-kInfinity);
-    for (int j = 0; j < 4; ++j) {
-      x[j] = splat(-kInfinity);
-      const int64_t t = begin + j * kLanes;
-      if (t >= row.vocab) continue;
-      const vfloat logit = filtered ? logits(t) : load_bounds<T>(row, t);
-      x[j] = scale(logit);
-      x[j] = select(kept_lanes(filter, logit, x[j], t), x[j], splat(-kInfinity));
-      most = max(most, x[j]);
-    }
-    return reduce_max(most);
+  const auto load_x = [&](int64_t begin, int j) {
+    x[j] = splat(-kInfinity);
+    const int64_t t = begin + j * kLanes;
+    if (t >= row.vocab) return;
+    const vfloat logit = filtered ? logits(t) : load_bounds<T>(row, t);
+    x[j] = scale(logit);
+    x[j] = select(kept_lanes(filter, logit, x[j], t), x[j], splat(-kInfinity));
   };
   for (int64_t block = 0; block < row.vocab; block += kPeakBlock) {
     if (peaks != nullptr && !reaches(peaks, block, filter.min_logit)) continue;
@@ -59,7 +54,9 @@ static inline Winner race(const LogitRow& row, const Scale& scale, const Filter&
       // With a filter few tokens are kept, without one few have enough noise to win. The rarer condition is checked
       // first.
       if (filtered) {
-        most = load_x(begin);
+        if (!logits.any_may_reach(begin, 4)) continue;
+        for (int j = 0; j < 4; ++j) load_x(begin, j);
+        most = reduce_max(max(max(x[0], x[1]), max(x[2], x[3])));
         if (!(most + kMaxGumbel > best.score)) continue;
         word = largest_word(best.score - most);
       }
@@ -70,9 +67,12 @@ static inline Winner race(const LogitRow& row, const Scale& scale, const Filter&
       if (id % 4 != 0) shift_words(seed, position, id, words);
       const vuint least = min(min(words[0], words[1]), min(words[2], words[3]));
       if (lane_bits(least <= splat(word)) == 0) continue;
-      if (!filtered) load_x(begin);
       if (id % 4 == 0) interleave_blocks(words);
       for (int j = 0; j < 4; ++j) {
+        if (!filtered) {
+          if (lane_bits(words[j] <= splat(word)) == 0) continue;
+          load_x(begin, j);
+        }
         if (lane_bits(x[j] + gumbel_bound<VectorMath>(words[j]) > best.score) == 0) continue;
         if constexpr (std::is_same_v<T, AdjustedLogit>) {
           if (!filtered) x[j] = scale(load_logits<T>(row, begin + j * kLanes));
