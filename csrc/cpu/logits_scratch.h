@@ -30,6 +30,9 @@ struct FilterScratch {
 
 // What is known of a block's peaks under request options: bounds of them, their largest and bounds of the others, or all.
 enum class Exactness : uint8_t { kBounds, kMost, kPeaks };
+enum class BlockMasks : uint8_t { kUnknown, kAllow, kForbid };
+// Words of 64 bits for a block's vectors, of at least four lanes.
+constexpr int kMostWords = kPeakBlock / 4 / 64;
 
 // A row under request options, of at most V columns: how its logits are adjusted when they are read.
 struct AdjustedRow {
@@ -46,6 +49,9 @@ struct AdjustedRow {
   // Memory that OptionsMemory owns:
   float* values;         // [V + kMostLanes] adjusted logits of patched tokens, and of blocks that are kept
   Exactness* exactness;  // [blocks]
+  BlockMasks* masks;     // [blocks] whether a mask may forbid one of the block's tokens
+  float* found_least;    // [blocks] above which logit `found` has the block's vectors; infinite: not known yet
+  uint64_t* found;       // [blocks * kMostWords] bits: vectors
   uint8_t* is_kept;      // [blocks] whether `values` holds the block
   float* most;           // [blocks] the largest peak, or bound, of the block
   uint32_t* patched;     // [ceil(V / 32)] bits: tokens that RowPatch has corrected

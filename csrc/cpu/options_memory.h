@@ -23,6 +23,8 @@ class OptionsMemory {
     std::vector<uint32_t> patched_;
     std::vector<int32_t> columns_;
     std::vector<Exactness> exactness_;
+    std::vector<BlockMasks> masks_;
+    std::vector<uint64_t> found_;
     std::vector<uint8_t> is_kept_;
     std::vector<float> values_, bias_;
 
@@ -33,16 +35,21 @@ class OptionsMemory {
         patched_.resize(size / 32 + 1);
         columns_.resize(size);
         exactness_.resize(blocks);
+        masks_.resize(blocks);
+        found_.resize(blocks * kMostWords);
         is_kept_.resize(blocks);
-        values_.resize(size + kMostLanes + blocks);
+        values_.resize(size + kMostLanes + 2 * blocks);
       }
       if (has_bias && bias_.size() < size) bias_.resize(size);
       scratch.patched = patched_.data();
       scratch.columns = columns_.data();
       scratch.exactness = exactness_.data();
       scratch.is_kept = is_kept_.data();
+      scratch.masks = masks_.data();
+      scratch.found = found_.data();
       scratch.most = values_.data();
-      scratch.values = values_.data() + blocks;
+      scratch.found_least = values_.data() + blocks;
+      scratch.values = values_.data() + 2 * blocks;
       scratch.bias = bias_.data();
     }
   };

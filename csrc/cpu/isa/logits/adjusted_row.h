@@ -56,8 +56,7 @@ static inline uint32_t word_at(const int32_t* words, int64_t first, int64_t size
 // Lane i = bit i is set.
 static inline vint lanes_of(uint32_t word) { return ((splat(word) >> bits<vuint>(lane_index())) & 1u) != 0u; }
 
-// Whether a mask may forbid a token of a block: most masks are all ones in most places.
-static inline bool may_forbid_in_block(const AdjustedRow& a, int64_t block) {
+static inline bool finds_zeros(const AdjustedRow& a, int64_t block) {
   const int64_t begin = block * kPeakBlock, end = begin + kPeakBlock;
   if (end > a.memory.vocab || (a.memory.allowed_words == nullptr && a.memory.allowed != nullptr)) return true;
   int32_t all = -1;
@@ -69,6 +68,14 @@ static inline bool may_forbid_in_block(const AdjustedRow& a, int64_t block) {
     for (int64_t i = first; i <= last; ++i) all &= a.allowed_mask[i];
   }
   return all != -1;
+}
+
+// Whether a mask may forbid a token of a block, which is looked up once: most masks are all ones in most places.
+static inline bool may_forbid_in_block(const AdjustedRow& a, int64_t block) {
+  if (a.masks[block] == BlockMasks::kUnknown) {
+    a.masks[block] = finds_zeros(a, block) ? BlockMasks::kForbid : BlockMasks::kAllow;
+  }
+  return a.masks[block] == BlockMasks::kForbid;
 }
 
 static inline vfloat finite_or_less(const AdjustedRow& a, vfloat raw) {
@@ -276,8 +283,13 @@ class BlockReader<AdjustedLogit> {
       }
     }
   }
-  // Most vectors need no look: nothing in memory reaches `least`, and nothing is patched.
+  // Most vectors need no look: nothing in memory reaches `least`, and nothing is patched. What was found for a lower
+  // one will do.
   __attribute__((noinline)) void find_vectors() {
+    const int64_t block = begin_ / kPeakBlock;
+    vectors_ = a_.found + block * kWords;
+    if (a_.found_least[block] <= least_) return;
+    a_.found_least[block] = least_;
     std::fill_n(vectors_, kWords, 0);
     const LogitRow memory = a_.memory;
     const vfloat least = splat(least_);
@@ -299,11 +311,12 @@ class BlockReader<AdjustedLogit> {
   }
 
   static constexpr int kWords = kPeakBlock / kLanes / 64 > 0 ? kPeakBlock / kLanes / 64 : 1;
+  static_assert(kWords <= kMostWords);
   AdjustedRow& a_;
   int64_t begin_ = 0;
   float least_ = -kInfinity;
   bool has_masks_ = true, reads_all_ = true;
-  uint64_t vectors_[kWords];  // bits: those that are looked at
+  uint64_t* vectors_ = nullptr;  // bits: those that are looked at
 };
 
 }  // namespace pagedtree::cpu::PAGEDTREE_ISA

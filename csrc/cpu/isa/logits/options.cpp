@@ -94,6 +94,8 @@ LogitRow adjust_row(const RowOptions& r, const LogitRow& row, AdjustedRow& scrat
   const int64_t num_blocks = ceil_div<int64_t>(row.vocab, kPeakBlock);
   std::fill_n(scratch.exactness, num_blocks, Exactness::kBounds);
   std::fill_n(scratch.is_kept, num_blocks, false);
+  std::fill_n(scratch.masks, num_blocks, BlockMasks::kUnknown);
+  std::fill_n(scratch.found_least, num_blocks, kInfinity);
   Writer writer{r, row, scratch};
   RowPatch<Writer>(r, row, writer).run();
   if (!scratch.pays && scratch.allowed_mask == nullptr && scratch.num_patched == 0) return scratch.memory;
