@@ -190,14 +190,14 @@ class RequestOptions:
 _NAMES = tuple(field.name for field in fields(RequestOptions))
 
 
-def option_arguments(
-    params: SamplingParams, options: RequestOptions | None, device: torch.device
-) -> dict[str, Tensor | None]:
-    """Penalties and options as the raw ops take them; raises TypeError for another type of options."""
+def option_arguments(params: SamplingParams, options: RequestOptions | None, device: torch.device) -> dict[str, Tensor]:
+    """Penalties and options that are used, as the raw ops take them; raises TypeError for another type of options."""
+    given = params.penalties_on(device)
     if options is not None:
         expect_type("options", options, RequestOptions)
-    penalties = params.penalties_on(device)
-    return penalties if options is None else penalties | options.tensors()
+        given |= options.tensors()
+    # Each argument costs a call some time, also one that is None.
+    return {name: tensor for name, tensor in given.items() if tensor is not None}
 
 
 def _batch_of(given: Mapping[str, Sequence[Any] | None]) -> int:

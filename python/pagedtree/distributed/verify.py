@@ -257,8 +257,8 @@ class _Rows:
         self.sampling = params.on(logits.device)
         # Rows under options are in float32, whatever dtype the logits have.
         self.asked = option_arguments(params, options, logits.device)
-        self.has_options = any(self.asked.get(name) is not None for name in CHANGES_LOGITS)
-        self.has_stops = self.asked.get("stop_ids") is not None
+        self.has_options = any(name in self.asked for name in CHANGES_LOGITS)
+        self.has_stops = "stop_ids" in self.asked
         self.positions = positions
         self.paths = {} if trees is None else {
             "draft_tokens": draft_tokens, "draft_to_target": draft_to_target, "parents": trees.parents,
