@@ -288,20 +288,21 @@ def scheduled(monkeypatch):
         self.levels = None
         if not self._costs_of(len(remaining)).num_plain:
             self.observe(list(remaining), 1.0, None, None)
-        self.tree, self.catching_up = steps[-1], 0.0
+        self.tree, self.catching_up, self.keeps_all = steps[-1], 0.0, (None, 0.0)
         self.levels = None if self.tree is None else 1.0
         return self.tree is not None
 
     def narrow(self, draft, confidence, sequences):
         nodes = BatchNodes.of(draft.trees)
-        assert confidence is None or confidence.shape == nodes.depth.shape
+        given = None if confidence is None else confidence()
+        assert given is None or given.shape == nodes.depth.shape
         share = (2, 3)[len(steps) % 2]  # every other time some nodes are left out
 
         def best_count(worth, is_draft, seconds):
             return max(len(worth) * share // 3, int((~is_draft).sum()))
 
         with patch.object(tree_tuner, "best_count", best_count):
-            return whole(self, draft, confidence, sequences)
+            return whole(self, draft, lambda: given, sequences)
 
     whole = TreeTuner.narrow
     monkeypatch.setattr(TreeTuner, "wants_drafts", wants_drafts)

@@ -211,7 +211,7 @@ class Engine:
         """The nodes that are worth verifying."""
         # Drawn drafts must not be chosen among by what was drawn: their rules take them for independent of that.
         is_drawn = self.drafter.draft_law in ("iid", "swor")
-        confidence = None if is_drawn else self.drafter.confidence()
+        confidence = None if is_drawn else self.drafter.confidence
         narrowed, rows = tuner.narrow(draft, confidence, [sequence.index for sequence in sequences])
         if rows is not None:
             self.drafter.narrow(narrowed, rows)

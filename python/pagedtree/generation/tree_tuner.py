@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -16,8 +16,8 @@ from pagedtree.generation.step_costs import StepCosts
 __all__ = ["TreeTuner"]
 
 # Drafts may lose this share of the time, where the time of the next HORIZON tokens counts too. Of what they have won,
-# MOST_SAVED plain steps may be lost again.
-LOSS_SHARE, HORIZON, MOST_SAVED = 0.03, 96, 4.0
+# MOST_SAVED plain steps may be lost again, and MOST_HOPED of what they may have won.
+LOSS_SHARE, HORIZON, MOST_SAVED, MOST_HOPED = 0.03, 96, 4.0, 3.0
 # While drafts have lost too much, this share of the time goes into looks: guesses that are only compared with the tokens
 # that come. They are verified where they promise so many times plain decoding's speed.
 LOOK_SHARE, PROMISING = 0.01, 1.1
@@ -32,6 +32,11 @@ ROW_TOKENS, FIRST_ROWS = 0.5, 8
 # The search for the best tree may take this share of the time, and is left out where all levels cost less than CHEAP
 # plain steps. The first drafts, which tell what a level costs, are chains of so many levels.
 CHOICE_SHARE, CHEAP, FIRST_DEPTH = 0.02, 0.3, 2
+# To ask which nodes are worth their time may take this share of it where rows that were not cost less: meanwhile all
+# nodes are kept.
+ASKING_SHARE = 0.02
+# Where no node was, there are no drafts for one step, then for three, and so on, for at most so many.
+MOST_PAUSED = 15
 
 
 class TreeTuner:
@@ -57,24 +62,31 @@ class TreeTuner:
         self.since_plain = 0  # steps
         self.seconds_of_token = 0.0  # what it takes to read one known token
         self.is_warm = False  # there was a step with drafts
+        self.hoped = 0.0  # seconds that drafts will have won if sequences that are ahead now are not for long
+        self.pause = self.paused = 0  # steps without drafts until the next, and how many of them there were
         self.looking = 0.0  # seconds that looks of this call took
         self.look: float | None = None  # that the last one took
         # The best tree, None for all that the drafter has; for which costs it is, and until when it is good.
         self.best: DraftTree | None = None
         self.chosen: tuple[StepCosts | None, float] = None, 0.0
+        self.keeps_all: tuple[StepCosts | None, float] = None, 0.0  # for which costs all nodes are kept, and until when
         # Of this step: what is drafted at most, None for all that the drafter has; levels, None without drafts; whether
         # only what is promising will be verified; seconds that the drafter reads before it can draft, that the choice
-        # of the tree took; the batch's tokens to come, None if others wait for a place; what was drafted.
+        # of the tree took; the batch's tokens to come, None if others wait for a place, and what each one's are worth; what
+        # was drafted.
         self.tree: DraftTree | None = None
         self.levels: float | None = None
         self.is_look = False
         self.catching_up = self.choosing = 0.0
         self.remaining: np.ndarray | None = None
-        self.nodes: BatchNodes | None = None
+        self.weights = np.ones(1)
+        self.rows, self.is_refused = 0, False  # besides the roots; whether there were guesses, and none was worth one
+        self.nodes: BatchNodes | None = None  # what was drafted, if it was looked at
 
     def begin(self) -> None:
         """A call of `generate` starts to decode."""
-        self.elapsed = self.lost = self.looking = 0.0
+        self.elapsed = self.lost = self.hoped = self.looking = 0.0
+        self.pause = self.paused = 0
         self.budget.of_sequences.clear()
         self.rates.clear()
 
@@ -89,8 +101,11 @@ class TreeTuner:
         self.levels, self.is_look, self.catching_up = None, False, unread * self.seconds_of_token
         if costs.num_plain == 0 or self.since_plain >= PLAIN_AGES[min(costs.num_plain, len(PLAIN_AGES) - 1)]:
             return False
+        if self.paused < self.pause:
+            self.paused += 1
+            return False
         allowance = LOSS_SHARE * (self.elapsed + min(max(remaining.values()), HORIZON) * costs.plain)
-        allowance -= self.lost + self.catching_up
+        allowance += min(self.hoped, MOST_HOPED * costs.plain) - self.lost - self.catching_up
         looking = self.look if self.look is not None else costs.once + costs.level * self._depth_of_look(costs)
         can_look = self.looking + looking + self.catching_up <= LOOK_SHARE * self.elapsed
         if allowance <= 0.0 and not can_look:
@@ -150,27 +165,43 @@ class TreeTuner:
     def _depth_of_look(self, costs: StepCosts) -> int:
         return self.max_depth if self._is_cheap(costs) else 1
 
-    def narrow(self, draft: Draft, confidence: Tensor | None, sequences: Sequence[int]) -> tuple[Draft, Tensor | None]:
+    def narrow(
+        self, draft: Draft, confidence: Callable[[], Tensor | None] | None, sequences: Sequence[int]
+    ) -> tuple[Draft, Tensor | None]:
         """The part of a draft that is worth verifying, and which of its rows that are, None for all.
 
-        confidence: joint log-probabilities [N] of the nodes by the drafter. sequences: the index of each tree's.
+        confidence: gives the joint log-probabilities [N] of the nodes by the drafter. sequences: the index of each
+        tree's.
         """
         assert self.levels is not None
-        self.nodes = None
+        costs, num_trees = self._costs_of(len(sequences)), len(sequences)
+        self.nodes, self.rows, self.is_refused = None, 0, False
         if draft.trees.max_nodes <= 1:  # nobody has a guess
             return draft, None
-        costs, nodes = self._costs_of(len(sequences)), BatchNodes.of(draft.trees)
+        most_rows = max(FIRST_ROWS, 2 * costs.most_rows)
+        self.rows = draft.draft_tokens.shape[0] - num_trees
+        if not self.is_look and self.rows <= most_rows and self.keeps_all[0] is costs and self.clock < self.keeps_all[1]:
+            return draft, None
+        begin, nodes = time.perf_counter(), BatchNodes.of(draft.trees)
         fixed = costs.expected(self.levels, 0.0)
-        worth = self.budget.survival(nodes, confidence, sequences) * self.weights[nodes.tree]
+        known = None if confidence is None else confidence()
+        worth = self.budget.survival(nodes, known, sequences) * self.weights[nodes.tree]
         is_draft = nodes.depth != 0
         count = best_count(worth, is_draft, lambda count: fixed + costs.row * count)
-        count = min(count, nodes.trees + max(FIRST_ROWS, 2 * costs.most_rows))
-        if self.is_look and count > nodes.trees:
-            most = count - nodes.trees
+        count = min(count, num_trees + most_rows)
+        if self.is_look and count > num_trees:
+            most = count - num_trees
             gain = np.sort(worth[is_draft])[-most:].sum()
             if (1.0 + gain) * costs.plain < PROMISING * (fixed + costs.row * most):
-                count = nodes.trees
+                count = num_trees
         self.nodes, self.kept, self.drafted = nodes, None, draft.draft_tokens.cpu().numpy()
+        self.rows = min(count, len(worth)) - num_trees
+        # Guesses for sequences that are ahead tell nothing of others.
+        counts = self.weights[nodes.tree[is_draft]] > 0.5 * self.weights.max()
+        self.is_refused = self.rows == 0 and bool(counts.any())
+        asking = time.perf_counter() - begin
+        pays = (len(worth) - count) * costs.row > asking
+        self.keeps_all = (None, 0.0) if pays else (costs, self.clock + asking / ASKING_SHARE)
         if count >= len(worth):
             return draft, None
         trees, rows = select_nodes(draft.trees, torch.from_numpy(worth).float().to(draft.trees.device), count)
@@ -209,14 +240,17 @@ class TreeTuner:
         self.since_plain += 1
         accepted = accept_index.cpu().numpy()
         found = (accepted >= 0).sum(axis=1)
-        # A batch is done when its last sequence is.
-        left = self.remaining
-        progress = float(found.mean() if left is None else left.max() - max((left - found).max(), 0))
+        # A batch is done when its last sequence is. What others gain will count once that one gains, too, but may not.
+        hoped, left = float(self.weights @ found), self.remaining
+        progress = hoped if left is None else float(left.max() - max((left - found).max(), 0))
+        self.hoped = max(self.hoped + (hoped - progress) * costs.plain, 0.0)
         for sequence, count in zip(sequences, found.tolist(), strict=True):
             self.rates[sequence] = (1.0 - NEWS) * self.rates.get(sequence, RATE) + NEWS * count
-        rows = 0
-        if self.nodes is not None:
-            rows = len(self.drafted if self.kept is None else self.kept) - self.nodes.trees
+        rows = self.rows
+        if rows > 0:
+            self.pause = 0
+        elif self.is_refused:
+            self.pause, self.paused = min(2 * self.pause + 1, MOST_PAUSED), 0
         if self.is_look and rows == 0:
             self.look = max(seconds - costs.plain, 0.0)
             self.looking += self.look

@@ -18,6 +18,9 @@ __all__ = ["NgramDrafter"]
 # How likely a guess is by how many tokens before it are those that stood before it earlier; for `confidence`, which
 # only has to tell guesses apart. Where another continuation comes first, it is OTHERS times that.
 LIKELY, OTHERS = np.log([0.1, 0.3, 0.5, 0.65, 0.75, 0.9, 0.9, 0.9, 0.97]), np.log(0.3)
+# Tokens and lengths side by side in a number: vocabularies have at most 2^20 tokens.
+TOKEN_BITS, SAME_BITS = 20, 16
+MOST_SAME = (1 << SAME_BITS) - 1
 
 
 class NgramDrafter(Drafter):
@@ -161,25 +164,27 @@ def _same_before(
     texts: [B, capacity]. lengths: [B]. text: [G], which text each of the guesses [G] is for.
     """
     ends = lengths - 1
-    last = texts[np.arange(len(texts)), ends]
-    row, place = np.nonzero((texts == last[:, None]) & (np.arange(texts.shape[1]) < ends[:, None]))
+    row, place = np.nonzero(texts == texts[np.arange(len(texts)), ends][:, None])
+    is_earlier = place < ends[row]
+    row, place = row[is_earlier], place[is_earlier]
     same = np.ones(len(row), dtype=np.int64)
-    for back in range(1, longest):
-        goes_on = (same == back) & (place >= back)
-        same += goes_on & (texts[row, place - back] == texts[row, ends[row] - back])
-    # In the order of their text and next token, those with the longest past first.
-    following = texts[row, place + 1]
-    order = np.lexsort((-same, following, row))
-    found = np.stack([row, following], axis=1)[order]
-    keys = _pairs(found[:, 0], found[:, 1])
-    at = np.searchsorted(keys, _pairs(text, guesses))
-    is_known = at < len(keys)
-    is_known[is_known] = keys[at[is_known]] == _pairs(text, guesses)[is_known]
-    lengths_found = np.zeros(len(guesses), dtype=np.int64)
-    lengths_found[is_known] = same[order][at[is_known]]
-    return lengths_found
+    going_on = np.arange(len(row))
+    for back in range(1, min(longest, MOST_SAME)):
+        going_on = going_on[place[going_on] >= back]
+        at = row[going_on]
+        going_on = going_on[texts[at, place[going_on] - back] == texts[at, ends[at] - back]]
+        if len(going_on) == 0:
+            break
+        same[going_on] += 1
+    wanted = _pairs(text, guesses)
+    if len(row) == 0:
+        return np.zeros(len(wanted), dtype=np.int64)
+    # In the order of their text and next token, and then of what is the same.
+    found = np.sort(_pairs(row, texts[row, place + 1]) << SAME_BITS | same)
+    found = found[np.searchsorted(found, (wanted + 1) << SAME_BITS) - 1]
+    return np.where(found >> SAME_BITS == wanted, found & MOST_SAME, 0)
 
 
 def _pairs(text: np.ndarray, token: np.ndarray) -> np.ndarray:
     """One number for each pair, in the pairs' order."""
-    return text.astype(np.int64) << 40 | token.astype(np.int64)
+    return text.astype(np.int64) << TOKEN_BITS | token.astype(np.int64)
