@@ -1,7 +1,7 @@
-"""What `generate(tree="auto")` gains and costs beside plain decoding, on the demo's models by batch size.
+"""What chains, fixed trees and `generate(tree="auto")` gain and cost beside plain decoding, on the demo's models.
 
-python -m pagedtree bench chosen_trees [--batch 1 2 4 8 16 32 64] [--max-new-tokens 96] [--pairs 16] [--device cuda]
-    [--json PATH]
+python -m pagedtree bench chosen_trees [--batch 1 2 4 8 16 32 64] [--max-new-tokens 96] [--pairs 16]
+    [--drafters NAME ...] [--device cuda] [--json PATH]
 
 Trees that do not pay shall cost next to nothing, which rounds of whole generations are too coarse to show. Each
 generation therefore runs beside one of plain decoding, the two taking turns step by step (lockstep.py), and as many of
@@ -28,11 +28,12 @@ FIRST_TOKENS = 4
 def in_pairs(
     target: Any, batch_size: int, run: dict[str, Candidate], run_first: dict[str, Candidate], pairs: int
 ) -> list[dict[str, Any]]:
-    """What plain decoding and chosen trees give: speed and time to the first token, over plain decoding's.
+    """What each gives over plain decoding: speed, and with chosen trees the time to the first token.
 
     run_first: candidates for two tokens.
     """
-    names = [name for name in run if name == PLAIN or ", auto" in name]
+    names = [name for name in run if name.startswith("pagedtree")]
+    chosen = [name for name in names if name == PLAIN or ", auto" in name]
     speed, first_token, drafted = defaultdict(list), defaultdict(list), defaultdict(list)
 
     def pair(run: dict[str, Candidate], name: str, turn: int) -> tuple[Player, Player]:
@@ -45,6 +46,8 @@ def in_pairs(
             stats = other.result[1]
             speed[name].append(plain.seconds / other.seconds)
             drafted[name].append(stats.drafted_steps / stats.steps)
+            if name not in chosen:
+                continue
             firsts = [pair(run_first, name, turn + again) for again in range(FIRST_TOKENS)]
             first_token[name].append(
                 statistics.geometric_mean(
@@ -57,9 +60,15 @@ def in_pairs(
             "name": name,
             "pairs": speed[name],
             "over_plain": median_interval(speed[name]),
-            "first_token_over_plain": median_interval(first_token[name]),
-            "drafted_steps": statistics.median(drafted[name]),
         }
+        | (
+            {
+                "first_token_over_plain": median_interval(first_token[name]),
+                "drafted_steps": statistics.median(drafted[name]),
+            }
+            if name in chosen
+            else {}
+        )
         for name in names
     ]
 
@@ -78,11 +87,10 @@ def main() -> int:
         bar.clear()
         bar.done += 1
         for row in found:
-            speed, first_token = (
-                f"{middle:.3f} ({low:.3f} to {high:.3f})"
-                for low, middle, high in (row["over_plain"], row["first_token_over_plain"])
-            )
-            print(f"{row['batch']:4} {row['name']:45} {speed} x plain, first token {first_token} x", flush=True)
+            figures = [row["over_plain"], *(row[key] for key in ("first_token_over_plain",) if key in row)]
+            speed, *first_token = (f"{middle:.3f} ({low:.3f} to {high:.3f})" for low, middle, high in figures)
+            rest = "".join(f", first token {figure} x" for figure in first_token)
+            print(f"{row['batch']:4} {row['name']:55} {speed} x plain{rest}", flush=True)
     save(f"chosen_trees_{args.device}", rows, facts, args.json)
     return 0
 

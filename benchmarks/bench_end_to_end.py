@@ -1,7 +1,7 @@
 """Whole generations on the demo's models: transformers' own beside ours, with and without drafts, by batch size.
 
-python -m pagedtree bench end_to_end [--batch 1 2 4 8 16 32 64] [--max-new-tokens 96] [--rounds 7] [--device cuda]
-    [--json PATH]
+python -m pagedtree bench end_to_end [--batch 1 2 4 8 16 32 64] [--max-new-tokens 96] [--rounds 7]
+    [--drafters NAME ...] [--device cuda] [--json PATH]
 
 Candidates take turns, each round in another order; tokens per second are the median over the rounds, prompts included.
 Trees are fixed, or chosen by `generate(tree="auto")`, whose drafter keeps what it learnt from round to round ("auto")
@@ -29,7 +29,11 @@ from measure import machine_facts, save
 from suite import Progress
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
+from pagedtree import DraftTree
 from pagedtree.integrations.transformers import (
+    BlockDrafter,
+    BlockDraftModel,
+    CombinedDrafter,
     EagleDrafter,
     EagleHead,
     GenerationStats,
@@ -49,6 +53,7 @@ CHECKPOINTS = EXAMPLES / "checkpoints"
 PLAIN = "pagedtree, plain"
 Tokens = list[list[int]]
 Candidate = Callable[..., tuple[Tokens, GenerationStats | None]]
+Maker = Callable[[], Any]
 
 
 def ways(target: Any, tokenizer: Any, batch: Tokens, count: int) -> tuple[Candidate, Candidate]:
@@ -68,25 +73,51 @@ def ways(target: Any, tokenizer: Any, batch: Tokens, count: int) -> tuple[Candid
     return theirs, ours
 
 
-def candidates(target: Any, draft: Any, tokenizer: Any, batch: Tokens, count: int) -> dict[str, Candidate]:
-    theirs, ours = ways(target, tokenizer, batch, count)
+def drafters(target: Any, draft: Any, wanted: list[str] | None = None) -> dict[str, tuple[Maker, Maker]]:
+    """Name -> what makes the drafter of chains and that of trees, for names that have one of the `wanted` parts."""
     heads = MedusaHeads.from_pretrained(CHECKPOINTS / "medusa", target)
     head = EagleHead.from_pretrained(CHECKPOINTS / "eagle", target)
-    drafters = {
-        "n-gram tree": lambda: NgramDrafter(16, max_branches=6, max_depth=8),
-        "Medusa tree": lambda: MedusaDrafter(heads, 16),
-        "EAGLE-3 tree": lambda: EagleDrafter(head, num_nodes=16, depth=5, width=3),
-        "draft-model tree": lambda: ModelDrafter(draft, num_nodes=16, depth=5, width=3),
+    block = BlockDraftModel.from_pretrained(CHECKPOINTS / "block", target)
+    tree = {"num_nodes": 16, "depth": 5, "width": 3}
+    chain, short = {"num_nodes": 6, "depth": 5, "width": 1}, {"num_nodes": 4, "depth": 3, "width": 1}
+    every: dict[str, tuple[Maker, Maker]] = {
+        "n-gram": (lambda: NgramDrafter(8, max_branches=1), lambda: NgramDrafter(16, max_branches=6, max_depth=8)),
+        "Medusa": (lambda: MedusaDrafter(heads, DraftTree.chain(4)), lambda: MedusaDrafter(heads, 16)),
+        "EAGLE-3": (lambda: EagleDrafter(head, **chain), lambda: EagleDrafter(head, **tree)),
+        "block": (lambda: BlockDrafter(block, **chain), lambda: BlockDrafter(block, num_nodes=16)),
+        "draft-model": (lambda: ModelDrafter(draft, **chain), lambda: ModelDrafter(draft, **tree)),
+        "n-gram and EAGLE-3": (
+            lambda: CombinedDrafter(EagleDrafter(head, **short)),
+            lambda: CombinedDrafter(EagleDrafter(head, **tree)),
+        ),
+        "n-gram and draft-model": (
+            lambda: CombinedDrafter(ModelDrafter(draft, **short)),
+            lambda: CombinedDrafter(ModelDrafter(draft, **tree)),
+        ),
     }
+    return {
+        name: both
+        for name, both in every.items()
+        if wanted is None or any(part.lower() in name.lower() for part in wanted)
+    }
+
+
+def candidates(
+    target: Any, draft: Any, tokenizer: Any, batch: Tokens, count: int, makers: dict[str, tuple[Maker, Maker]]
+) -> dict[str, Candidate]:
+    theirs, ours = ways(target, tokenizer, batch, count)
     found: dict[str, Candidate] = {"transformers": theirs}
     if len(batch) == 1:
         found["transformers, assisted"] = lambda: theirs(assistant_model=draft)
         found["transformers, prompt lookup"] = lambda: theirs(prompt_lookup_num_tokens=8)
     found[PLAIN] = ours
-    for name, make in drafters.items():
-        found[f"pagedtree, {name}"] = partial(ours, make())
-        found[f"pagedtree, {name}, auto"] = partial(ours, make(), "auto")
-        found[f"pagedtree, {name}, auto from scratch"] = lambda make=make, **options: ours(make(), "auto", **options)  # type: ignore[misc]
+    for name, (chain, tree) in makers.items():
+        found[f"pagedtree, {name} chain"] = partial(ours, chain())
+        found[f"pagedtree, {name} tree"] = partial(ours, tree())
+        found[f"pagedtree, {name} tree, auto"] = partial(ours, tree(), "auto")
+        found[f"pagedtree, {name} tree, auto from scratch"] = lambda make=tree, **options: ours(  # type: ignore[misc]
+            make(), "auto", **options
+        )
     return found
 
 
@@ -155,9 +186,10 @@ def loaded(args: argparse.Namespace, dtype: torch.dtype) -> tuple[Any, Any, Any,
 def prepare(args: argparse.Namespace) -> tuple[Any, Callable[[int, int], dict[str, Candidate]], dict[str, Any]]:
     """The target; the candidates for a batch size and so many tokens, warmed up; what else to save. No text ends."""
     target, draft, tokenizer, texts = loaded(args, torch.float32)
+    makers = drafters(target, draft, args.drafters)
 
     def candidates_of(batch_size: int, count: int) -> dict[str, Candidate]:
-        return candidates(target, draft, tokenizer, texts[:batch_size], count)
+        return candidates(target, draft, tokenizer, texts[:batch_size], count, makers)
 
     for warm_up in candidates_of(1, 8).values():
         warm_up()
@@ -173,6 +205,7 @@ def arguments(description: str, name: str) -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--drafters", nargs="*", help="parts of the names of those wanted; default all")
     parser.add_argument("--json", help=f"where to write; default benchmarks/results/{name}_DEVICE.json")
     return parser
 

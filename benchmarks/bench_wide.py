@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,11 @@ from bench_end_to_end import (
     CHECKPOINTS,
     PLAIN,
     Candidate,
+    Maker,
     Tokens,
     arguments,
     by_batch_size,
+    drafters,
     facts_of,
     in_rounds,
     loaded,
@@ -38,45 +39,6 @@ from demo import first_difference
 from measure import save, seconds_of
 from wide_peers import Models, ready
 from wide_target import for_wide, widened
-
-from pagedtree import DraftTree
-from pagedtree.integrations.transformers import (
-    BlockDrafter,
-    BlockDraftModel,
-    CombinedDrafter,
-    EagleDrafter,
-    EagleHead,
-    MedusaDrafter,
-    MedusaHeads,
-    ModelDrafter,
-    NgramDrafter,
-)
-
-Maker = Callable[[], Any]
-
-
-def drafters(narrow: Any, draft: Any) -> dict[str, tuple[Maker, Maker]]:
-    """Name -> what makes the drafter of chains, and that of trees, all for the target before it was widened."""
-    heads = MedusaHeads.from_pretrained(CHECKPOINTS / "medusa", narrow)
-    head = EagleHead.from_pretrained(CHECKPOINTS / "eagle", narrow)
-    block = BlockDraftModel.from_pretrained(CHECKPOINTS / "block", narrow)
-    tree = {"num_nodes": 16, "depth": 5, "width": 3}
-    chain, short = {"num_nodes": 6, "depth": 5, "width": 1}, {"num_nodes": 4, "depth": 3, "width": 1}
-    return {
-        "n-gram": (lambda: NgramDrafter(8, max_branches=1), lambda: NgramDrafter(16, max_branches=6, max_depth=8)),
-        "Medusa": (lambda: MedusaDrafter(heads, DraftTree.chain(4)), lambda: MedusaDrafter(heads, 16)),
-        "EAGLE-3": (lambda: EagleDrafter(head, **chain), lambda: EagleDrafter(head, **tree)),
-        "block": (lambda: BlockDrafter(block, **chain), lambda: BlockDrafter(block, num_nodes=16)),
-        "draft-model": (lambda: ModelDrafter(draft, **chain), lambda: ModelDrafter(draft, **tree)),
-        "n-gram and EAGLE-3": (
-            lambda: CombinedDrafter(EagleDrafter(head, **short)),
-            lambda: CombinedDrafter(EagleDrafter(head, **tree)),
-        ),
-        "n-gram and draft-model": (
-            lambda: CombinedDrafter(ModelDrafter(draft, **short)),
-            lambda: CombinedDrafter(ModelDrafter(draft, **tree)),
-        ),
-    }
 
 
 def candidates(
@@ -118,17 +80,12 @@ def main() -> int:
     parser.set_defaults(batch=[1, 2, 4, 8, 16])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--drafters", nargs="*", help="parts of the names of those wanted; default all")
     parser.add_argument("--peers", nargs="*", help="the same of other libraries than transformers")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     narrow, draft, tokenizer, prompts = loaded(args, torch.bfloat16)
     target = widened(narrow)
-    makers = {
-        name: both
-        for name, both in drafters(narrow, draft).items()
-        if args.drafters is None or any(part.lower() in name.lower() for part in args.drafters)
-    }
+    makers = drafters(narrow, draft, args.drafters)
     facts = facts_of(args) | {
         "dtype": "bf16",
         "parameters": sum(weight.numel() for weight in target.parameters()),

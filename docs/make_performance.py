@@ -208,6 +208,7 @@ def end_to_end(result: dict[str, Any], name: str) -> str:
 
 def chosen_trees(result: dict[str, Any], name: str) -> str:
     rows, arguments = result["rows"], result["machine"]["arguments"]
+    chosen = [row for row in rows if "drafted_steps" in row]
 
     def interval(figures: list[float]) -> str:
         low, middle, high = figures
@@ -219,9 +220,9 @@ def chosen_trees(result: dict[str, Any], name: str) -> str:
         " plain decoding over itself:",
         by_batch(rows, lambda row: interval(row["over_plain"])),
         "Time to the first token over plain decoding's:",
-        by_batch(rows, lambda row: interval(row["first_token_over_plain"])),
+        by_batch(chosen, lambda row: interval(row["first_token_over_plain"])),
         "Share of their steps that had drafts:",
-        by_batch(rows, lambda row: f"{row['drafted_steps']:.0%}"),
+        by_batch(chosen, lambda row: f"{row['drafted_steps']:.0%}"),
     ]
     return "\n\n".join(parts)
 

@@ -18,8 +18,8 @@ __all__ = ["TreeTuner"]
 # Drafts may lose this share of the time, where the time of the next HORIZON tokens counts too. Of what they have won,
 # MOST_SAVED plain steps may be lost again, and MOST_HOPED of what they may have won.
 LOSS_SHARE, HORIZON, MOST_SAVED, MOST_HOPED = 0.03, 96, 4.0, 3.0
-# While drafts have lost too much, this share of the time goes into looks: guesses that are only compared with the tokens
-# that come. They are verified where they promise so many times plain decoding's speed.
+# While drafts have lost too much, this share of the time goes into looks: guesses that are only compared with the
+# tokens that come. They are verified where they promise so many times plain decoding's speed.
 LOOK_SHARE, PROMISING = 0.01, 1.1
 # After how many steps with drafts a plain one follows, if none, one or more of these were measured.
 PLAIN_AGES = (0, 4, 32)
@@ -72,15 +72,15 @@ class TreeTuner:
         self.keeps_all: tuple[StepCosts | None, float] = None, 0.0  # for which costs all nodes are kept, and until when
         # Of this step: what is drafted at most, None for all that the drafter has; levels, None without drafts; whether
         # only what is promising will be verified; seconds that the drafter reads before it can draft, that the choice
-        # of the tree took; the batch's tokens to come, None if others wait for a place, and what each one's are worth; what
-        # was drafted.
+        # of the tree took; the batch's tokens to come, None if others wait for a place; what each one's are worth.
         self.tree: DraftTree | None = None
         self.levels: float | None = None
         self.is_look = False
         self.catching_up = self.choosing = 0.0
         self.remaining: np.ndarray | None = None
         self.weights = np.ones(1)
-        self.rows, self.is_refused = 0, False  # besides the roots; whether there were guesses, and none was worth one
+        # Rows besides the roots; whether there were guesses, of which none was worth one.
+        self.rows, self.is_refused = 0, False
         self.nodes: BatchNodes | None = None  # what was drafted, if it was looked at
 
     def begin(self) -> None:
@@ -180,7 +180,12 @@ class TreeTuner:
             return draft, None
         most_rows = max(FIRST_ROWS, 2 * costs.most_rows)
         self.rows = draft.draft_tokens.shape[0] - num_trees
-        if not self.is_look and self.rows <= most_rows and self.keeps_all[0] is costs and self.clock < self.keeps_all[1]:
+        if (
+            not self.is_look
+            and self.rows <= most_rows
+            and self.keeps_all[0] is costs
+            and self.clock < self.keeps_all[1]
+        ):
             return draft, None
         begin, nodes = time.perf_counter(), BatchNodes.of(draft.trees)
         fixed = costs.expected(self.levels, 0.0)
