@@ -229,6 +229,59 @@ def test_drafts_that_lost_are_compared_and_come_back():
     assert seconds < 40 * 1.06 + 80 / 2.5
 
 
+def test_drafts_pause_where_nobody_guesses():
+    """Longer and longer, as each look costs time; and they are back as soon as a guess was worth a row."""
+    machine, tuner = Machine([0.9, 0.05], level=0.01, row=0.1), TreeTuner(16, 5)
+    machine.text[:, :60, 0] = 1.0
+    asked: list[bool] = []
+    wants = TreeTuner.wants_drafts
+
+    def note(self, *others):
+        asked.append(wants(self, *others))
+        return asked[-1]
+
+    with patch.object(TreeTuner, "wants_drafts", note):
+        run(machine, tuner, 60)
+        assert sum(asked[-30:]) <= 5
+        asked.clear()
+        machine.text[:, :60, 0] = 0.0
+        run(machine, tuner, 60)
+    assert all(asked[-4:])
+
+
+def test_sequences_that_are_ahead_may_be_hoped_for_only_so_long():
+    """Three of four are easy to guess; the batch ends with the fourth, which is not."""
+    machine, tuner = Machine([0.8, 0.1], batch=4, ease=(1.0, 1.0, 1.0, 0.0), row=0.02), TreeTuner(16, 5)
+    tuner.observe_reading(100, 1.0)
+    tuner.observe(list(range(4)), machine.plain, torch.zeros(4, 1), torch.zeros(4, 1))
+    tuner.wants_drafts(dict.fromkeys(range(4), 90))
+    accepted = torch.full((4, 6), -1)
+    accepted[:, 0], accepted[:3] = 0, torch.arange(6)
+    tuner.observe(list(range(4)), 1.2 * machine.plain, accepted, accepted)
+    assert tuner.hoped == pytest.approx(0.75 * 5 * machine.plain) and tuner.lost >= 0.0
+    seconds, _ = run(machine, TreeTuner(16, 5), 96)
+    assert seconds < 1.07 * 96 * machine.plain
+
+
+def test_asking_that_costs_more_than_it_saves_is_left_out():
+    """Which nodes are worth their time is asked anew when the time of the last answer is a small share again."""
+    machine, tuner = Machine([0.7, 0.15]), TreeTuner(16, 5)
+    sequences, asked, clock = [0], [], itertools.count(step=0.005)
+    draft = machine.draft(DraftTree.chain(3), {0: 0})
+
+    def step(seconds: float) -> None:
+        assert tuner.wants_drafts({0: 500})
+        tuner.narrow(draft, lambda: asked.append(tuner.clock), sequences)
+        tuner.observe(sequences, seconds, torch.tensor([[0, 1, 2, 3]]), torch.zeros(1, 4))
+
+    with patch.object(time, "perf_counter", lambda: next(clock)):
+        tuner.observe(sequences, 0.1, torch.zeros(1, 1), torch.zeros(1, 1))
+        tuner.has_proof = True
+        for _ in range(4):
+            step(0.1)
+    assert len(asked) == 2 and asked[1] - asked[0] >= 0.005 / tree_tuner.ASKING_SHARE
+
+
 def test_batch_sizes_are_judged_apart():
     tuner = TreeTuner(16, 5)
     assert max(run(Machine([0.7, 0.2], batch=1), tuner, 400)[1][-4:]) > 0

@@ -124,8 +124,9 @@ class NodeBudget:
         kept: np.ndarray | None,
         accept_index: np.ndarray,
         tokens: np.ndarray,
-    ) -> None:
-        """Counts what became of the nodes that `survival` was asked about last.
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Counts what became of the nodes that `survival` was asked about last. Returns for each tree how many of them
+        were compared with the token that came, and how many were right.
 
         draft_tokens: [N]. kept: the rows that were verified, None for all. accept_index, tokens: [B, S], the accepted
         nodes of each kept tree, and the token that came behind each.
@@ -143,7 +144,7 @@ class NodeBudget:
         if self._bins is not None:
             np.add.at(self.drafted, self._bins[tried], 1.0)
             np.add.at(self.right, self._bins[tried], right)
-        found = np.bincount(nodes.tree[tried], right, nodes.trees)
+        compared, found = (np.bincount(nodes.tree[tried], which, nodes.trees) for which in (None, right))
         expected = np.bincount(nodes.tree[tried], self._rates[tried], nodes.trees)
         for i, sequence in enumerate(self._sequences):
             hits, hoped = self._known(sequence)
@@ -153,6 +154,7 @@ class NodeBudget:
         at = nodes.depth[tried] - 1, nodes.rank[tried]
         np.add.at(self.trials, at, 1.0)
         np.add.at(self.hits, at, right)
+        return compared, found
 
     def _known(self, sequence: int) -> tuple[float, float]:
         return self.of_sequences.get(sequence, (0.0, 0.0))

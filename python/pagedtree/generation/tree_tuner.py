@@ -35,7 +35,7 @@ CHOICE_SHARE, CHEAP, FIRST_DEPTH = 0.02, 0.3, 2
 # To ask which nodes are worth their time may take this share of it where rows that were not cost less: meanwhile all
 # nodes are kept.
 ASKING_SHARE = 0.02
-# Where no node was, there are no drafts for one step, then for three, and so on, for at most so many.
+# Where no guess of such a step was right, there are no drafts for one step, then for three, and so on up to so many.
 MOST_PAUSED = 15
 
 
@@ -63,6 +63,7 @@ class TreeTuner:
         self.seconds_of_token = 0.0  # what it takes to read one known token
         self.is_warm = False  # there was a step with drafts
         self.hoped = 0.0  # seconds that drafts will have won if sequences that are ahead now are not for long
+        self.has_proof = False  # whether a guess of this call was right
         self.pause = self.paused = 0  # steps without drafts until the next, and how many of them there were
         self.looking = 0.0  # seconds that looks of this call took
         self.look: float | None = None  # that the last one took
@@ -79,14 +80,13 @@ class TreeTuner:
         self.catching_up = self.choosing = 0.0
         self.remaining: np.ndarray | None = None
         self.weights = np.ones(1)
-        # Rows besides the roots; whether there were guesses, of which none was worth one.
-        self.rows, self.is_refused = 0, False
+        self.rows = 0  # besides the roots
         self.nodes: BatchNodes | None = None  # what was drafted, if it was looked at
 
     def begin(self) -> None:
         """A call of `generate` starts to decode."""
         self.elapsed = self.lost = self.hoped = self.looking = 0.0
-        self.pause = self.paused = 0
+        self.has_proof, self.pause, self.paused = False, 0, 0
         self.budget.of_sequences.clear()
         self.rates.clear()
 
@@ -112,7 +112,9 @@ class TreeTuner:
             return False
         self.remaining = None if others_wait else np.array(list(remaining.values()))
         self.weights = self._weights_of(costs, remaining, others_wait)
-        if allowance > 0.0:
+        if allowance > looking and not self.has_proof:
+            can_look = True
+        elif allowance > 0.0:
             self._choose(costs)
             depth = self.max_depth if self.best is None else self.best.max_depth
             if depth > 0 and allowance >= costs.once + costs.level * depth:
@@ -175,11 +177,11 @@ class TreeTuner:
         """
         assert self.levels is not None
         costs, num_trees = self._costs_of(len(sequences)), len(sequences)
-        self.nodes, self.rows, self.is_refused = None, 0, False
-        if draft.trees.max_nodes <= 1:  # nobody has a guess
+        self.nodes, self.rows = None, 0
+        self.rows = draft.draft_tokens.shape[0] - num_trees
+        if draft.trees.max_nodes <= 1 or self.rows == 0:  # nobody has a guess
             return draft, None
         most_rows = max(FIRST_ROWS, 2 * costs.most_rows)
-        self.rows = draft.draft_tokens.shape[0] - num_trees
         if (
             not self.is_look
             and self.rows <= most_rows
@@ -197,13 +199,10 @@ class TreeTuner:
         if self.is_look and count > num_trees:
             most = count - num_trees
             gain = np.sort(worth[is_draft])[-most:].sum()
-            if (1.0 + gain) * costs.plain < PROMISING * (fixed + costs.row * most):
+            if not self.has_proof or (1.0 + gain) * costs.plain < PROMISING * (fixed + costs.row * most):
                 count = num_trees
         self.nodes, self.kept, self.drafted = nodes, None, draft.draft_tokens.cpu().numpy()
         self.rows = min(count, len(worth)) - num_trees
-        # Guesses for sequences that are ahead tell nothing of others.
-        counts = self.weights[nodes.tree[is_draft]] > 0.5 * self.weights.max()
-        self.is_refused = self.rows == 0 and bool(counts.any())
         asking = time.perf_counter() - begin
         pays = (len(worth) - count) * costs.row > asking
         self.keeps_all = (None, 0.0) if pays else (costs, self.clock + asking / ASKING_SHARE)
@@ -252,10 +251,6 @@ class TreeTuner:
         for sequence, count in zip(sequences, found.tolist(), strict=True):
             self.rates[sequence] = (1.0 - NEWS) * self.rates.get(sequence, RATE) + NEWS * count
         rows = self.rows
-        if rows > 0:
-            self.pause = 0
-        elif self.is_refused:
-            self.pause, self.paused = min(2 * self.pause + 1, MOST_PAUSED), 0
         if self.is_look and rows == 0:
             self.look = max(seconds - costs.plain, 0.0)
             self.looking += self.look
@@ -269,7 +264,15 @@ class TreeTuner:
         if rows == 0:
             self.since_plain = 0
         if self.nodes is not None:
-            self.budget.observe(self.nodes, self.drafted, self.kept, accepted, tokens.cpu().numpy())
+            counts = (
+                self.weights > 0.5 * self.weights.max()
+            )  # guesses for sequences that are ahead tell little of others
+            tried, right = self.budget.observe(self.nodes, self.drafted, self.kept, accepted, tokens.cpu().numpy())
+            self.has_proof |= bool(right.any())
+            if rows > 0 or right[counts].any():
+                self.pause = 0
+            elif tried[counts].any():
+                self.pause, self.paused = min(2 * self.pause + 1, MOST_PAUSED), 0
         self.lost += seconds - progress * costs.plain + time.perf_counter() - begin
         self.lost = max(self.lost, -MOST_SAVED * costs.plain)
 
