@@ -249,6 +249,26 @@ def test_drafts_pause_where_nobody_guesses():
     assert all(asked[-4:])
 
 
+def test_guesses_that_are_free_are_looked_at_first():
+    """The model's are asked for in every fourth look, until one is right; then as long as its levels pay."""
+    tuner, trees = TreeTuner(16, 5, has_free_guesses=True), []
+    one, none = torch.zeros(1, 1, dtype=torch.int32), torch.full((1, 1), 5)
+    tuner.observe([0], 1.0, one, none)
+    machine = Machine([0.9])
+    for _ in range(8):
+        tuner.pause = 0
+        assert tuner.wants_drafts({0: 10_000}, unread=5.0)
+        trees.append((tuner.tree.num_nodes, tuner.levels))
+        tuner.narrow(machine.draft(tuner.tree, {0: 0}), None, [0])
+        tuner.observe([0], 1.0, one, none)
+        tuner.since_plain = 0
+    assert trees == 2 * [(1, 0.0), (1, 0.0), (1, 0.0), (2, 1.0)]
+    tuner.has_proof, tuner.catching_up = True, 0.0
+    costs = tuner._costs_of(1)
+    costs.level = 10.0 * costs.plain
+    assert tuner.wants_drafts({0: 100}) and not tuner.is_look and tuner.tree.num_nodes == 1 and tuner.levels == 0.0
+
+
 def test_sequences_that_are_ahead_may_be_hoped_for_only_so_long():
     """Three of four are easy to guess; the batch ends with the fourth, which is not."""
     machine, tuner = Machine([0.8, 0.1], batch=4, ease=(1.0, 1.0, 1.0, 0.0), row=0.02), TreeTuner(16, 5)

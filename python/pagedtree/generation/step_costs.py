@@ -56,7 +56,7 @@ class StepCosts:
         if self.num_drafted > 2 and is_typical:
             seconds = min(seconds, HICCUP * self.expected(levels, rows))
         drafting = min(drafting, seconds)
-        if is_typical:
+        if is_typical and levels > 0:
             self._drafting = KEPT * self._drafting[0] + drafting, KEPT * self._drafting[1] + levels
         if rows == 0:  # the target made a plain pass
             self.add_plain(seconds - drafting)

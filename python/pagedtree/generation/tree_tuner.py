@@ -37,23 +37,29 @@ CHOICE_SHARE, CHEAP, FIRST_DEPTH = 0.02, 0.3, 2
 ASKING_SHARE = 0.02
 # Where no guess of such a step was right, there are no drafts for one step, then for three, and so on up to so many.
 MOST_PAUSED = 15
+# Of a drafter whose guesses are partly free, every so many looks ask for the others, too.
+FREE_LOOKS = 4
+
+ROOT = DraftTree.chain(0)
 
 
 class TreeTuner:
     """Decides whether the next step drafts, with which tree at most, and which of the drafted nodes are verified.
 
-    The first steps are plain: their time per token is what drafts have to beat. Then drafts are tried, since only that
-    tells what they bring. A tree is the best one for what was accepted so far and for the time of levels and rows
-    (`choose_tree`); of the batch's nodes those are verified that are worth their time (`NodeBudget`), which may be
-    none. What steps with drafts lose against plain ones is counted. While that is more than LOSS_SHARE of the time,
-    a few steps look: they draft, and verify only what promises much; what was not verified is compared with the tokens
-    that came. What was learnt stays with the drafter for further calls, and fades while nothing is drafted.
+    The first steps are plain: their time per token is what drafts have to beat. Then guesses are made, which are only
+    compared with the tokens that come, ever more rarely, until one is right. From then on a tree is the best one for
+    what was accepted so far and for the time of levels and rows (`choose_tree`); of the batch's nodes those are
+    verified that are worth their time (`NodeBudget`), which may be none. What steps with drafts lose against plain ones
+    is counted. While that is more than LOSS_SHARE of the time, a few steps look: they draft, and verify only what
+    promises much; what was not verified is compared with the tokens that came. What was learnt stays with the drafter
+    for further calls, and fades while nothing is drafted.
 
-    max_nodes, max_depth: the most nodes of a tree, the root included, and its most levels.
+    max_nodes, max_depth: the most nodes of a tree, the root included, and its most levels. has_free_guesses: as the
+    drafter says.
     """
 
-    def __init__(self, max_nodes: int, max_depth: int) -> None:
-        self.max_nodes, self.max_depth = max_nodes, max(max_depth, 1)
+    def __init__(self, max_nodes: int, max_depth: int, has_free_guesses: bool = False) -> None:
+        self.max_nodes, self.max_depth, self.has_free_guesses = max_nodes, max(max_depth, 1), has_free_guesses
         self.costs: dict[int, StepCosts] = {}
         self.budget = NodeBudget()
         self.rates: dict[int, float] = {}  # tokens of each sequence in a step with drafts
@@ -65,7 +71,7 @@ class TreeTuner:
         self.hoped = 0.0  # seconds that drafts will have won if sequences that are ahead now are not for long
         self.has_proof = False  # whether a guess of this call was right
         self.pause = self.paused = 0  # steps without drafts until the next, and how many of them there were
-        self.looking = 0.0  # seconds that looks of this call took
+        self.num_looks, self.looking = 0, 0.0  # looks of this call, and the seconds that they took
         self.look: float | None = None  # that the last one took
         # The best tree, None for all that the drafter has; for which costs it is, and until when it is good.
         self.best: DraftTree | None = None
@@ -86,7 +92,7 @@ class TreeTuner:
     def begin(self) -> None:
         """A call of `generate` starts to decode."""
         self.elapsed = self.lost = self.hoped = self.looking = 0.0
-        self.has_proof, self.pause, self.paused = False, 0, 0
+        self.has_proof, self.pause, self.paused, self.num_looks = False, 0, 0, 0
         self.budget.of_sequences.clear()
         self.rates.clear()
 
@@ -105,25 +111,33 @@ class TreeTuner:
             self.paused += 1
             return False
         allowance = LOSS_SHARE * (self.elapsed + min(max(remaining.values()), HORIZON) * costs.plain)
-        allowance += min(self.hoped, MOST_HOPED * costs.plain) - self.lost - self.catching_up
-        looking = self.look if self.look is not None else costs.once + costs.level * self._depth_of_look(costs)
-        can_look = self.looking + looking + self.catching_up <= LOOK_SHARE * self.elapsed
-        if allowance <= 0.0 and not can_look:
-            return False
+        allowance += min(self.hoped, MOST_HOPED * costs.plain) - self.lost
         self.remaining = None if others_wait else np.array(list(remaining.values()))
         self.weights = self._weights_of(costs, remaining, others_wait)
-        if allowance > looking and not self.has_proof:
-            can_look = True
-        elif allowance > 0.0:
+        if self.has_proof and allowance > 0.0:
             self._choose(costs)
             depth = self.max_depth if self.best is None else self.best.max_depth
-            if depth > 0 and allowance >= costs.once + costs.level * depth:
+            if depth > 0 and allowance - self.catching_up >= costs.once + costs.level * depth:
                 self.tree, self.levels = self.best, float(depth)
                 return True
-        if not can_look:
+            if self.has_free_guesses:
+                self.tree, self.levels, self.catching_up = ROOT, 0.0, 0.0
+                return True
+        return self._wants_look(costs, allowance)
+
+    def _wants_look(self, costs: StepCosts, allowance: float) -> bool:
+        tree: DraftTree | None = DraftTree.chain(1)
+        levels, reading = 1.0, self.catching_up
+        if self.has_free_guesses and (self.num_looks + 1) % FREE_LOOKS:
+            tree, levels, reading = ROOT, 0.0, 0.0
+        elif self._is_cheap(costs):
+            tree, levels = None, float(self.max_depth)
+        seconds = reading + (self.look if self.look is not None else costs.once + costs.level * levels)
+        may_prove = not self.has_proof and seconds < allowance
+        if not may_prove and self.looking + seconds > LOOK_SHARE * self.elapsed:
             return False
-        self.is_look, self.tree = True, None if self._is_cheap(costs) else DraftTree.chain(1)
-        self.levels = float(self._depth_of_look(costs))
+        self.is_look, self.tree, self.levels, self.catching_up = True, tree, levels, reading
+        self.num_looks += 1
         return True
 
     def _weights_of(self, costs: StepCosts, remaining: Mapping[int, int], others_wait: bool) -> np.ndarray:
@@ -163,9 +177,6 @@ class TreeTuner:
 
     def _is_cheap(self, costs: StepCosts) -> bool:
         return costs.level * self.max_depth <= CHEAP * costs.plain
-
-    def _depth_of_look(self, costs: StepCosts) -> int:
-        return self.max_depth if self._is_cheap(costs) else 1
 
     def narrow(
         self, draft: Draft, confidence: Callable[[], Tensor | None] | None, sequences: Sequence[int]

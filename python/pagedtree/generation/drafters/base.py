@@ -116,6 +116,8 @@ class Drafter:
         draft_law: how the children of a node are chosen, see `pagedtree.verify_rejection`: "onehot" (chosen without
             chance), or "iid" or "swor", whose proposals have draft_probs. "coupled": by the noise with which rule
             "sampled" samples the target.
+        has_free_guesses: whether guesses are left that no model is asked for where `use_tree` gets a tree of the root
+            alone; for `generate(tree="auto")`.
         is_chain: whether no node of any tree has two children.
         is_capturable: whether a captured step (`generate(cuda_graph=True)`) can have its work in it. Each class says so
             for itself; it is not inherited, because what a subclass adds may need the host.
@@ -127,6 +129,7 @@ class Drafter:
     feature_layers: tuple[int, ...] = ()
     draft_law: str = "onehot"
     is_chain: bool = False
+    has_free_guesses: bool = False
     is_capturable: bool = False
     num_weights: int = 0
     tuner: tuple[weakref.ref[Any], TreeTuner] | None = None  # what `generate(tree="auto")` learnt, and with which model

@@ -41,6 +41,8 @@ class CombinedDrafter(Drafter):
         min_match: from 1 to the lookup's max_ngram.
     """
 
+    has_free_guesses = True
+
     def __init__(self, drafter: Any, lookup: NgramDrafter | None = None, *, min_match: int = 4) -> None:
         self.other = other = as_drafter(drafter)
         self.lookup = lookup = NgramDrafter(8, max_branches=1, max_ngram=8) if lookup is None else lookup
@@ -59,6 +61,7 @@ class CombinedDrafter(Drafter):
         self.feature_layers = tuple(getattr(other, "feature_layers", ()))
         self.num_weights = getattr(other, "num_weights", 0)
         self.model = getattr(other, "model", None)  # calls of `generate` that share it take turns
+        self._only_copies = False  # whatever `min_match` says
         self._selected: list[GeneratedSequence] = []
         self._asked: list[int] = []  # the trees of the last proposal that are the other drafter's
         self._rows: Tensor | None = None  # of both proposals, one behind the other, which the last one was made of
@@ -70,7 +73,7 @@ class CombinedDrafter(Drafter):
     def begin(self, page_size: int, sampling: Sampling) -> None:
         self.lookup.begin(page_size, sampling)
         self.other.begin(page_size, sampling)
-        self._asked = []
+        self._asked, self._only_copies = [], False
 
     def end(self) -> None:
         self.lookup.end()
@@ -88,7 +91,9 @@ class CombinedDrafter(Drafter):
     ) -> Draft:
         copied, batch = self.lookup.propose(tokens, lengths), tokens.shape[0]
         self._num_copied, self._rows = copied.draft_tokens.shape[0], None
-        self._asked = np.flatnonzero(self.lookup.same_before() < self.min_match).tolist()
+        self._asked = []
+        if not self._only_copies:
+            self._asked = np.flatnonzero(self.lookup.same_before() < self.min_match).tolist()
         if not self._asked:
             return copied
         self.other.select([self._selected[b] for b in self._asked])
@@ -135,7 +140,9 @@ class CombinedDrafter(Drafter):
         self.other.observe(result)
 
     def use_tree(self, tree: DraftTree | None) -> None:
-        self.other.use_tree(tree)
+        self._only_copies = tree is not None and tree.num_nodes == 1
+        if not self._only_copies:
+            self.other.use_tree(tree)
 
     def unread(self, sequences: list[GeneratedSequence]) -> int:
         return self.other.unread(sequences)

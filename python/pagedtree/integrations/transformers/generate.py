@@ -312,7 +312,9 @@ def _tuner(model: Any, drafter: Drafter, tree: str | None, cuda_graph: bool, is_
         raise ValueError('tree: expected None with shards, as each rank would choose by its own clock, got "auto"')
     if drafter.tuner is None or drafter.tuner[0]() is not model:
         max_nodes = drafter.max_nodes or ASSUMED_MAX_NODES
-        drafter.tuner = weakref.ref(model), TreeTuner(max_nodes, drafter.max_depth or max_nodes - 1)
+        has_free_guesses = bool(getattr(drafter, "has_free_guesses", False))
+        tuner = TreeTuner(max_nodes, drafter.max_depth or max_nodes - 1, has_free_guesses)
+        drafter.tuner = weakref.ref(model), tuner
     return drafter.tuner[1]
 
 
