@@ -258,11 +258,11 @@ def test_guesses_that_are_free_are_looked_at_first():
     for _ in range(8):
         tuner.pause = 0
         assert tuner.wants_drafts({0: 10_000}, unread=5.0)
-        trees.append((tuner.tree.num_nodes, tuner.levels))
-        tuner.narrow(machine.draft(tuner.tree, {0: 0}), None, [0])
+        trees.append((tuner.tree or WHOLE, tuner.levels))
+        tuner.narrow(machine.draft(trees[-1][0], {0: 0}), None, [0])
         tuner.observe([0], 1.0, one, none)
         tuner.since_plain = 0
-    assert trees == 2 * [(1, 0.0), (1, 0.0), (1, 0.0), (2, 1.0)]
+    assert [(tree.num_nodes, levels) for tree, levels in trees] == 2 * [(1, 0.0), (1, 0.0), (1, 0.0), (16, 5.0)]
     tuner.has_proof, tuner.catching_up = True, 0.0
     costs = tuner._costs_of(1)
     costs.level = 10.0 * costs.plain
