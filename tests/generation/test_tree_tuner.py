@@ -264,7 +264,7 @@ def test_guesses_that_are_free_are_looked_at_first():
         tuner.since_plain = 0
     assert [tree.num_nodes > 1 for tree, _ in trees] == 2 * [False, False, False, True]
     assert [levels > 0.0 for _, levels in trees] == 2 * [False, False, False, True]
-    tuner.has_proof, tuner.catching_up = True, 0.0
+    tuner.has_proof, tuner.pause = True, 0
     costs = tuner._costs_of(1)
     costs.level = 10.0 * costs.plain
     assert tuner.wants_drafts({0: 100}) and not tuner.is_look and tuner.tree.num_nodes == 1 and tuner.levels == 0.0
