@@ -28,7 +28,8 @@ struct FilterScratch {
   RowTotals low_blocks[kBlocks];
 };
 
-// What is known of a block's peaks under request options: bounds of them, their largest and bounds of the others, or all.
+// What is known of a block's peaks under request options: bounds of them, their largest and bounds of the others, or
+// all.
 enum class Exactness : uint8_t { kBounds, kMost, kPeaks };
 enum class BlockMasks : uint8_t { kUnknown, kAllow, kForbid };
 // Words of 64 bits for a block's vectors, of at least four lanes.

@@ -56,7 +56,8 @@ static inline uint32_t word_at(const int32_t* words, int64_t first, int64_t size
 // Lane i = bit i is set.
 static inline vint lanes_of(uint32_t word) { return ((splat(word) >> bits<vuint>(lane_index())) & 1u) != 0u; }
 
-static inline bool finds_zeros(const AdjustedRow& a, int64_t block) {
+// Whether a mask has a zero among a block's bits; true where that is not known.
+static inline bool has_zeros(const AdjustedRow& a, int64_t block) {
   const int64_t begin = block * kPeakBlock, end = begin + kPeakBlock;
   if (end > a.memory.vocab || (a.memory.allowed_words == nullptr && a.memory.allowed != nullptr)) return true;
   int32_t all = -1;
@@ -73,7 +74,7 @@ static inline bool finds_zeros(const AdjustedRow& a, int64_t block) {
 // Whether a mask may forbid a token of a block, which is looked up once: most masks are all ones in most places.
 static inline bool may_forbid_in_block(const AdjustedRow& a, int64_t block) {
   if (a.masks[block] == BlockMasks::kUnknown) {
-    a.masks[block] = finds_zeros(a, block) ? BlockMasks::kForbid : BlockMasks::kAllow;
+    a.masks[block] = has_zeros(a, block) ? BlockMasks::kForbid : BlockMasks::kAllow;
   }
   return a.masks[block] == BlockMasks::kForbid;
 }

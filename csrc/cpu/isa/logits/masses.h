@@ -74,8 +74,7 @@ static inline int load_masses(const RowDistribution& distribution, int64_t begin
     logits.open(begin, least_kept(distribution.filter, distribution.scale));
     const auto fill = [&](const auto& at) { return fill_block(block, begin, distribution.row.vocab, at); };
     if (logits.reads_all()) return fill([&](int64_t t) { return masses_of(distribution, logits.known(t), t); });
-    return fill(
-        [&](int64_t t) { return logits.may_reach(t) ? masses_of(distribution, logits(t), t) : vfloat{}; });
+    return fill([&](int64_t t) { return logits.may_reach(t) ? masses_of(distribution, logits(t), t) : vfloat{}; });
   });
 }
 

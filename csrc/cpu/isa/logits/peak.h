@@ -46,7 +46,8 @@ static inline Peak find_adjusted_peak(const LogitRow& row, float* peaks) {
     float& peak = peaks[block * kLanes + a.columns[i] % kLanes];
     peak = max_of(peak, value);
   }
-  for (int64_t block = 0; block < num_blocks && !a.lowers; ++block) find_block_peaks(a, block, peaks, Exactness::kPeaks);
+  for (int64_t block = 0; block < num_blocks && !a.lowers; ++block)
+    find_block_peaks(a, block, peaks, Exactness::kPeaks);
   Peak peak;
   peak.has_nan = lane_bits(nan) != 0;
   const auto is_known = [&](int64_t block) { return a.exactness[block] != Exactness::kBounds; };
