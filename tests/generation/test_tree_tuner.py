@@ -270,18 +270,11 @@ def test_guesses_that_are_free_are_looked_at_first():
     assert tuner.wants_drafts({0: 100}) and not tuner.is_look and tuner.tree.num_nodes == 1 and tuner.levels == 0.0
 
 
-def test_sequences_that_are_ahead_may_be_hoped_for_only_so_long():
+def test_what_sequences_that_are_ahead_gain_does_not_count():
     """Three of four are easy to guess; the batch ends with the fourth, which is not."""
-    machine, tuner = Machine([0.8, 0.1], batch=4, ease=(1.0, 1.0, 1.0, 0.0), row=0.02), TreeTuner(16, 5)
-    tuner.observe_reading(100, 1.0)
-    tuner.observe(list(range(4)), machine.plain, torch.zeros(4, 1), torch.zeros(4, 1))
-    tuner.wants_drafts(dict.fromkeys(range(4), 90))
-    accepted = torch.full((4, 6), -1)
-    accepted[:, 0], accepted[:3] = 0, torch.arange(6)
-    tuner.observe(list(range(4)), 1.2 * machine.plain, accepted, accepted)
-    assert tuner.hoped == pytest.approx(0.75 * 5 * machine.plain) and tuner.lost >= 0.0
+    machine = Machine([0.8, 0.1], batch=4, ease=(1.0, 1.0, 1.0, 0.0), row=0.02)
     seconds, _ = run(machine, TreeTuner(16, 5), 96)
-    assert seconds < 1.07 * 96 * machine.plain
+    assert seconds < 1.05 * 96 * machine.plain
 
 
 def test_asking_that_costs_more_than_it_saves_is_left_out():

@@ -16,8 +16,8 @@ from pagedtree.generation.step_costs import StepCosts
 __all__ = ["TreeTuner"]
 
 # Drafts may lose this share of the time, where the time of the next HORIZON tokens counts too. Of what they have won,
-# MOST_SAVED plain steps may be lost again, and MOST_HOPED of what they may have won.
-LOSS_SHARE, HORIZON, MOST_SAVED, MOST_HOPED = 0.03, 96, 4.0, 3.0
+# MOST_SAVED plain steps may be lost again.
+LOSS_SHARE, HORIZON, MOST_SAVED = 0.03, 96, 4.0
 # While drafts have lost too much, this share of the time goes into looks: guesses that are only compared with the
 # tokens that come. They are verified where they promise so many times plain decoding's speed.
 LOOK_SHARE, PROMISING = 0.01, 1.1
@@ -68,7 +68,6 @@ class TreeTuner:
         self.since_plain = 0  # steps
         self.seconds_of_token = 0.0  # what it takes to read one known token
         self.is_warm = False  # there was a step with drafts
-        self.hoped = 0.0  # seconds that drafts will have won if sequences that are ahead now are not for long
         self.has_proof = False  # whether a guess of this call was right
         self.pause = self.paused = 0  # steps without drafts until the next, and how many of them there were
         self.num_looks, self.looking = 0, 0.0  # looks of this call, and the seconds that they took
@@ -91,7 +90,7 @@ class TreeTuner:
 
     def begin(self) -> None:
         """A call of `generate` starts to decode."""
-        self.elapsed = self.lost = self.hoped = self.looking = 0.0
+        self.elapsed = self.lost = self.looking = 0.0
         self.has_proof, self.pause, self.paused, self.num_looks = False, 0, 0, 0
         self.budget.of_sequences.clear()
         self.rates.clear()
@@ -111,7 +110,7 @@ class TreeTuner:
             self.paused += 1
             return False
         allowance = LOSS_SHARE * (self.elapsed + min(max(remaining.values()), HORIZON) * costs.plain)
-        allowance += min(self.hoped, MOST_HOPED * costs.plain) - self.lost
+        allowance -= self.lost
         self.remaining = None if others_wait else np.array(list(remaining.values()))
         self.weights = self._weights_of(costs, remaining, others_wait)
         if self.has_proof and allowance > 0.0:
@@ -255,10 +254,9 @@ class TreeTuner:
         self.since_plain += 1
         accepted = accept_index.cpu().numpy()
         found = (accepted >= 0).sum(axis=1)
-        # A batch is done when its last sequence is. What others gain will count once that one gains, too, but may not.
-        hoped, left = float(self.weights @ found), self.remaining
-        progress = hoped if left is None else float(left.max() - max((left - found).max(), 0))
-        self.hoped = max(self.hoped + (hoped - progress) * costs.plain, 0.0)
+        # A batch is done when its last sequence is.
+        left = self.remaining
+        progress = float(found.mean() if left is None else left.max() - max((left - found).max(), 0))
         for sequence, count in zip(sequences, found.tolist(), strict=True):
             self.rates[sequence] = (1.0 - NEWS) * self.rates.get(sequence, RATE) + NEWS * count
         rows = self.rows
