@@ -284,8 +284,8 @@ class BlockReader<AdjustedLogit> {
       }
     }
   }
-  // Most vectors need no look: nothing in memory reaches `least`, and nothing is patched. What was found for a lower
-  // one will do.
+  // Most vectors need no look: neither what is in memory reaches `least` nor what was patched. What was found for a
+  // lower one will do.
   __attribute__((noinline)) void find_vectors() {
     const int64_t block = begin_ / kPeakBlock;
     vectors_ = a_.found + block * kWords;
@@ -301,12 +301,10 @@ class BlockReader<AdjustedLogit> {
         vectors_[i / 64] |= uint64_t{lanes != 0} << i % 64;
       }
     });
-    // A word of `patched` stands for some vectors.
-    constexpr int kOfWord = 32 / kLanes;
-    for (int64_t word = 0; word * kOfWord < count && a_.num_patched > 0; ++word) {
-      const uint32_t patched = a_.patched[begin / 32 + word];
-      for (int64_t i = word * kOfWord; patched != 0 && i < (word + 1) * kOfWord; ++i) {
-        vectors_[i / 64] |= uint64_t{(patched >> i % kOfWord * kLanes & kAllLanes) != 0} << i % 64;
+    for (int64_t word = 0; word * 32 < count * kLanes && a_.num_patched > 0; ++word) {
+      for (uint32_t left = a_.patched[begin / 32 + word]; left != 0; left &= left - 1) {
+        const int64_t column = word * 32 + __builtin_ctz(left), i = column / kLanes;
+        if (a_.values[begin + column] >= least_) vectors_[i / 64] |= uint64_t{1} << i % 64;
       }
     }
   }
