@@ -40,7 +40,7 @@ MOST_PAUSED = 15
 # Of a drafter whose guesses are partly free, every so many looks ask for the others, too.
 FREE_LOOKS = 4
 
-ROOT = DraftTree.chain(0)
+ROOT, ONE_GUESS = DraftTree.chain(0), DraftTree.chain(1)
 
 
 class TreeTuner:
@@ -111,9 +111,8 @@ class TreeTuner:
             return False
         allowance = LOSS_SHARE * (self.elapsed + min(max(remaining.values()), HORIZON) * costs.plain)
         allowance -= self.lost
-        self.remaining = None if others_wait else np.array(list(remaining.values()))
-        self.weights = self._weights_of(costs, remaining, others_wait)
         if self.has_proof and allowance > 0.0:
+            self._weigh(costs, remaining, others_wait)
             self._choose(costs)
             depth = self.max_depth if self.best is None else self.best.max_depth
             if depth > 0 and allowance - self.catching_up >= costs.once + costs.level * depth:
@@ -122,10 +121,13 @@ class TreeTuner:
             if self.has_free_guesses:
                 self.tree, self.levels, self.catching_up = ROOT, 0.0, 0.0
                 return True
-        return self._wants_look(costs, allowance)
+        if not self._wants_look(costs, allowance):
+            return False
+        self._weigh(costs, remaining, others_wait)
+        return True
 
     def _wants_look(self, costs: StepCosts, allowance: float) -> bool:
-        tree: DraftTree | None = DraftTree.chain(1)
+        tree: DraftTree | None = ONE_GUESS
         levels, reading = 1.0, self.catching_up
         if self.has_free_guesses and (self.num_looks + 1) % FREE_LOOKS:
             tree, levels, reading = ROOT, 0.0, 0.0
@@ -139,20 +141,21 @@ class TreeTuner:
         self.num_looks += 1
         return True
 
-    def _weights_of(self, costs: StepCosts, remaining: Mapping[int, int], others_wait: bool) -> np.ndarray:
-        """What a token of each sequence is worth, in plain steps; a plain step gives 1 in all.
+    def _weigh(self, costs: StepCosts, remaining: Mapping[int, int], others_wait: bool) -> None:
+        """Sets `weights`: what a token of each sequence is worth, in plain steps; a plain step gives 1 in all.
 
         A batch is done when its last sequence is. If others will be done before that one, a token of theirs saves only
         what their own rows take. But if more sequences wait for a place, every token counts.
         """
         size = len(remaining)
+        self.remaining = None if others_wait else np.array(list(remaining.values()))
         if others_wait or size == 1:
-            return np.full(size, 1.0 / size)
+            self.weights = np.full(size, 1.0 / size)
+            return
         steps = np.array([left / self.rates.get(sequence, RATE) for sequence, left in remaining.items()])
         of_row = min(costs.row / costs.plain, 1.0 / size)
         is_last = steps >= AHEAD * steps.max()
-        weights: np.ndarray = of_row + (1.0 - of_row * size) * is_last / is_last.sum()
-        return weights
+        self.weights = of_row + (1.0 - of_row * size) * is_last / is_last.sum()
 
     def _choose(self, costs: StepCosts) -> None:
         """Sets `best`: the tree to draft if all sequences that count had the same; the root alone where none pays."""
