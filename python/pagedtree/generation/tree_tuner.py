@@ -127,6 +127,7 @@ class TreeTuner:
         return True
 
     def _wants_look(self, costs: StepCosts, allowance: float) -> bool:
+        """Whether the next step shall look; sets what it drafts."""
         tree: DraftTree | None = ONE_GUESS
         levels, reading = 1.0, self.catching_up
         if self.has_free_guesses and (self.num_looks + 1) % FREE_LOOKS:
@@ -190,9 +191,9 @@ class TreeTuner:
         """
         assert self.levels is not None
         costs, num_trees = self._costs_of(len(sequences)), len(sequences)
-        self.nodes, self.rows = None, 0
-        self.rows = draft.draft_tokens.shape[0] - num_trees
-        if draft.trees.max_nodes <= 1 or self.rows == 0:  # nobody has a guess
+        self.nodes = None
+        self.rows = draft.draft_tokens.shape[0] - num_trees if draft.trees.max_nodes > 1 else 0
+        if self.rows == 0:  # nobody has a guess
             return draft, None
         most_rows = max(FIRST_ROWS, 2 * costs.most_rows)
         if (
@@ -276,9 +277,8 @@ class TreeTuner:
         if rows == 0:
             self.since_plain = 0
         if self.nodes is not None:
-            counts = (
-                self.weights > 0.5 * self.weights.max()
-            )  # guesses for sequences that are ahead tell little of others
+            # Guesses for sequences that are ahead tell little of the others.
+            counts = self.weights > 0.5 * self.weights.max()
             tried, right = self.budget.observe(self.nodes, self.drafted, self.kept, accepted, tokens.cpu().numpy())
             self.has_proof |= bool(right.any())
             if rows > 0 or right[counts].any():
