@@ -276,7 +276,7 @@ REQUESTS = [
     ),
     Mutant(
         "vectors of biased tokens left out", "cpu/isa/logits/adjusted_row.h",
-        "i < count && a_.num_patched > 0;", "i < 0;", (OPTIONS,),
+        "word * 32 < count * kLanes && a_.num_patched > 0;", "word < 0;", (OPTIONS,),
     ),
     Mutant(
         "tokens behind EOS are counted", "core/step.h",

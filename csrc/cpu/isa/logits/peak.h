@@ -48,9 +48,9 @@ static inline Peak find_adjusted_peak(const LogitRow& row, float* peaks) {
   }
   for (int64_t block = 0; block < num_blocks && !a.lowers; ++block)
     find_block_peaks(a, block, peaks, Exactness::kPeaks);
+  const auto is_known = [&](int64_t block) { return a.exactness[block] != Exactness::kBounds; };
   Peak peak;
   peak.has_nan = lane_bits(nan) != 0;
-  const auto is_known = [&](int64_t block) { return a.exactness[block] != Exactness::kBounds; };
   int64_t best = 0;
   while (true) {  // blocks in the order of their bounds, until all other bounds are lower
     for (int64_t block = 0; block < num_blocks; ++block) {
