@@ -205,15 +205,15 @@ def test_rule_rejection_takes_its_drafts(model, head):
 
 def test_features_that_wait_are_read_before_they_are_many(model, head, monkeypatch):
     """Without drafts, as while a tuner decodes plainly; the tree that follows is the same."""
-    runs = []
+    runs, row_bytes = [], 3 * model.config.hidden_size * 4
     for limit in (2048, 3):
-        monkeypatch.setattr(drafters.eagle, "MAX_WAITING", limit)
+        monkeypatch.setattr(drafters.eagle, "MAX_WAITING_BYTES", limit * row_bytes)
         drafter, run = EagleDrafter(head, num_nodes=10, depth=3, width=3), []
         propose, turn = drafter.propose, [0]
 
         def seldom(tokens, lengths, drafter=drafter, propose=propose, turn=turn, limit=limit):
             turn[0] += 1
-            waiting = sum(waiting.count for waiting in drafter._waiting.values())
+            waiting = drafter._plain.num_rows + sum(waiting.count for waiting in drafter._waiting.values())
             assert waiting <= limit + len(lengths)
             return propose(tokens, lengths) if turn[0] % 6 == 0 else drafters.NoDrafter().propose(tokens, lengths)
 

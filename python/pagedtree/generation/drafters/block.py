@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import Draft, DraftTree, append_kv, best_first_tree, slot_mapping
-from pagedtree.generation.drafters.base import Drafter, FeatureRows, StepResult
+from pagedtree.generation.drafters.base import MAX_WAITING_BYTES, Drafter, FeatureRows, PlainPasses, StepResult
 from pagedtree.generation.drafters.block_model import BlockDraftModel
 from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.paged_step import PagedStep
@@ -18,8 +18,6 @@ from pagedtree.generation.scheduler import GeneratedSequence
 __all__ = ["BlockDrafter"]
 
 INITIAL_PAGES = 64
-# Tokens that wait for the next proposal, of all sequences: more are read at once, so that they need little memory.
-MAX_WAITING = 2048
 
 
 @dataclass
@@ -42,7 +40,8 @@ class BlockDrafter(Drafter):
 
     The keys and values of the text come from what the target computed in its own passes. They are kept in pages of the
     drafter's own, which do not count in `num_pages` of `generate`: only running sequences hold pages, for their tokens
-    and a block. The pool doubles when it is full.
+    and a block. The pool doubles when it is full. While nothing is drafted, as `generate(tree="auto")` may decide, at
+    most 256 MiB of features wait to be read.
 
     Sources: DFlash (Chen et al., 2026, arXiv 2602.06036); DDTree (Ringel and Romano, 2026, arXiv 2604.12989).
 
@@ -79,6 +78,8 @@ class BlockDrafter(Drafter):
         self._selected: list[GeneratedSequence] = []
         self._rows: FeatureRows | None = None
         self._waiting: dict[int, _Waiting] = {}  # of what was read since the last proposal
+        self._plain = PlainPasses()  # whose features wait, too
+        self._waiting_bytes = 0  # of all of them, at most
         self._joint: Tensor | None = None  # joint log-probabilities of the last proposal's nodes
         self._limits = (self.max_nodes, self.max_depth)
         self._vocab_size: int | None = None
@@ -108,16 +109,28 @@ class BlockDrafter(Drafter):
         width, expected = rows.features.shape[1], self.model.fc.in_features
         if width != expected:
             raise ValueError(f"drafter: expected a target with {expected} features of a token, got {width}")
-        self._take(rows.known())
         self._rows = rows
+        self._waiting_bytes += rows.features.nbytes
+        if rows.counts:
+            self._sort()
+            self._take(rows.known())
+            self._read_if_many()
 
     def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
         if self._rows is not None and result.num_read < len(result.sequences):
-            self._take(self._rows.accepted(result))
+            if not self._plain.add(self._rows, result):
+                self._sort()
+                self._take(self._rows.accepted(result))
+            self._read_if_many()
         self._rows = None
 
     def unread(self, sequences: list[GeneratedSequence]) -> int:
-        return sum(self._waiting[s.index].count - 1 for s in sequences if s.index in self._waiting)
+        known = [self._waiting[sequence.index] for sequence in sequences if sequence.index in self._waiting]
+        return self._plain.num_rows + sum(waiting.count - 1 for waiting in known)
+
+    def _sort(self) -> None:
+        """Gives each sequence the features of its plain passes."""
+        self._take(self._plain.take())
 
     def _take(self, parts: list[tuple[GeneratedSequence, int, Tensor]]) -> None:
         """Keeps features until the next proposal: sequences, the position of each one's first token, and [n, F]."""
@@ -130,14 +143,18 @@ class BlockDrafter(Drafter):
             waiting = self._waiting[sequence.index]
             waiting.parts.append(features)
             waiting.count += features.shape[0]
-        if sum(waiting.count for waiting in self._waiting.values()) > MAX_WAITING:
+
+    def _read_if_many(self) -> None:
+        if self._waiting_bytes > MAX_WAITING_BYTES:
+            self._sort()
             self._read_waiting()
 
     def _read_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, {}
+        waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
         self._append([(each.sequence, each.begin, torch.cat(each.parts)) for each in waiting.values()])
 
     def forget(self, sequence: GeneratedSequence) -> None:
+        self._sort()
         self.cache.release(sequence.index)
         for known in (self._first, self._end, self._known, self._waiting):
             known.pop(sequence.index, None)
@@ -145,6 +162,7 @@ class BlockDrafter(Drafter):
     def propose(
         self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
     ) -> Draft:
+        self._sort()
         self._read_waiting()
         start = lengths - 1
         roots = tokens.gather(1, start.long()[:, None])[:, 0]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import Draft, DraftState
-from pagedtree.generation.drafters.base import FeatureRows, StepResult, roots_only
+from pagedtree.generation.drafters.base import MAX_WAITING_BYTES, FeatureRows, PlainPasses, StepResult, roots_only
 from pagedtree.generation.drafters.eagle_head import EagleHead
 from pagedtree.generation.drafters.grown import TreeGrower
 from pagedtree.generation.paged_step import PagedStep
@@ -16,10 +16,6 @@ from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 
 __all__ = ["EagleDrafter"]
-
-# Features that wait for the next proposal, of all sequences: more are read at once, so that they need little memory.
-MAX_WAITING = 2048
-
 
 @dataclass
 class _Waiting:
@@ -35,7 +31,8 @@ class EagleDrafter(TreeGrower):
     Each step runs the head `depth` times: over what the target has read since the last step, with the target's
     features, then over the best `width` nodes of each level but the last, with its own states in their place. Of all
     candidates the `num_nodes` best are the tree (EAGLE-2). The head has pages of its own, which do not count in
-    `num_pages` of `generate`; only running sequences hold pages. The pool doubles when it is full.
+    `num_pages` of `generate`; only running sequences hold pages. The pool doubles when it is full. While nothing is
+    drafted, as `generate(tree="auto")` may decide, at most 256 MiB of features wait to be read.
 
     Args:
         head: the head, made for the target that `generate` gets.
@@ -51,6 +48,8 @@ class EagleDrafter(TreeGrower):
     def _reset(self, page_size: int) -> None:
         super()._reset(page_size)
         self._waiting: dict[int, _Waiting] = {}
+        self._plain = PlainPasses()  # whose features wait, too
+        self._waiting_bytes = 0  # of all features that wait, at most
         self._rows: FeatureRows | None = None  # of the pass that `observe` is about to tell of
         self._states: Tensor | None = None  # [B * F, H], what the head gave at the frontier that it read last
 
@@ -63,28 +62,34 @@ class EagleDrafter(TreeGrower):
 
     def read(self, rows: FeatureRows) -> None:
         self._rows = rows
-        for sequence, start, features in rows.known():
-            self._take(sequence, start, features)
-        self._read_if_many()
+        self._waiting_bytes += rows.features.nbytes
+        if rows.counts:
+            self._sort()
+            for sequence, start, features in rows.known():
+                self._take(sequence, start, features)
+            self._read_if_many()
 
     def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
         assert self._rows is not None
-        for sequence, start, features in self._rows.accepted(result):
-            self.cache.trim(sequence.index, self._cached.get(sequence.index, 0))  # the tree's nodes
-            self._take(sequence, start, features)
+        if not self._plain.add(self._rows, result):
+            self._sort()
+            self._take_decoded(self._rows.accepted(result))
         self._rows = None
         self._read_if_many()
 
     def unread(self, sequences: list[GeneratedSequence]) -> int:
-        return sum(self._waiting[sequence.index].count - 1 for sequence in sequences if sequence.index in self._waiting)
+        known = [self._waiting[sequence.index] for sequence in sequences if sequence.index in self._waiting]
+        return self._plain.num_rows + sum(waiting.count - 1 for waiting in known)
 
     def forget(self, sequence: GeneratedSequence) -> None:
+        self._sort()
         super().forget(sequence)
         self._waiting.pop(sequence.index, None)
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
     ) -> Draft:
+        self._sort()
         if not all(sequence.index in self._waiting for sequence in self._selected):
             self._grown = None
             # A text of one token, or one of which another outcome has read all but the last, has no features yet.
@@ -97,6 +102,15 @@ class EagleDrafter(TreeGrower):
         draft = self._grow(self.head.logits(states), torch.zeros_like(start).long(), table, start, self._sampling)
         self._states = None
         return draft._replace(draft_tokens=self.head.target_ids[draft.draft_tokens.clamp(min=0)])
+
+    def _sort(self) -> None:
+        """Gives each sequence the features of its plain passes."""
+        self._take_decoded(self._plain.take())
+
+    def _take_decoded(self, parts: list[tuple[GeneratedSequence, int, Tensor]]) -> None:
+        for sequence, start, features in parts:
+            self.cache.trim(sequence.index, self._cached.get(sequence.index, 0))  # the tree's nodes
+            self._take(sequence, start, features)
 
     def _take(self, sequence: GeneratedSequence, start: int, features: Tensor) -> None:
         """Keeps the features of the sequence's tokens from `start` on."""
@@ -118,9 +132,12 @@ class EagleDrafter(TreeGrower):
         waiting.count += features.shape[0]
 
     def _read_if_many(self) -> None:
+        if self._waiting_bytes <= MAX_WAITING_BYTES:
+            return
+        self._sort()
         # What the head gives at the newest token is what `propose` needs, so that one waits.
         ends = [(sequence, sequence.root - 1) for sequence in self._known.values()]
-        if sum(self._num_readable(sequence, end) for sequence, end in ends) > MAX_WAITING:
+        if any(self._num_readable(sequence, end) for sequence, end in ends):
             self._read_until(ends)
 
     def _num_readable(self, sequence: GeneratedSequence, end: int) -> int:
@@ -144,6 +161,7 @@ class EagleDrafter(TreeGrower):
             rest = waiting.count - count
             self._waiting[sequence.index] = _Waiting(rest, [parts[count:].clone()] if rest else [])
             self._cached[sequence.index] = start + count
+        self._waiting_bytes = sum(part.nbytes for each in self._waiting.values() for part in each.parts)
         step, positions = self._causal_step(chunks)
         fused = self.head.fuse(torch.cat(features))
         states = self._run(torch.tensor(tokens).to(self.device), fused, positions, step)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pagedtree import Draft, DraftTree, best_first_tree, medusa_propose
+from pagedtree import Commit, Draft, DraftTree, best_first_tree, medusa_propose
 from pagedtree.generation.drafters.base import Drafter, StepResult, roots_only
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.rules import Sampling
@@ -139,10 +139,13 @@ class MedusaDrafter(Drafter):
         self._joint: Tensor | None = None  # joint log-probabilities of the last proposal's nodes
         self._hidden: Tensor | None = None  # one row for each sequence's index; idle rows use the last one
         self._known: set[int] = set()  # the sequences that have a state
+        # The newest states, which wait for the next proposal: of which sequences they are, and all rows of a pass with
+        # the path among them that each sequence accepted.
+        self._newest: tuple[list[int], Tensor, Commit] | None = None
         self._selected: list[GeneratedSequence] = []
 
     def begin(self, page_size: int, sampling: Sampling) -> None:
-        self._hidden, self._known = None, set()
+        self._hidden, self._known, self._newest = None, set(), None
         self._wanted = None
 
     def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
@@ -158,6 +161,7 @@ class MedusaDrafter(Drafter):
         self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
     ) -> Draft:
         self._joint = None
+        self._store_newest()
         if rows is None:
             known = next((sequence.index for sequence in self._selected if sequence.index in self._known), None)
             if known is None:
@@ -180,15 +184,27 @@ class MedusaDrafter(Drafter):
 
     def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
         assert result.hidden is not None
-        last_rows = result.commit.accept_rows.gather(1, result.commit.num_accepted[:, None].long())[:, 0]
-        last = result.hidden.index_select(0, last_rows.clamp(min=0))
-        if rows is None:
-            indices = [sequence.index for sequence in result.sequences]
-            self._make_room(max(indices) + 1, result.hidden)
-            self._known.update(indices)
-            rows = torch.tensor(indices).to(last.device)
+        if rows is not None:
+            self._store(rows, result.hidden, result.commit)
+            return
+        indices = [sequence.index for sequence in result.sequences]
+        self._known.update(indices)
+        # To store each step's states took 2 % of a small model's time where nothing is drafted for long.
+        if self._newest is not None and self._newest[0] != indices:
+            self._store_newest()
+        self._newest = indices, result.hidden, result.commit
+
+    def _store_newest(self) -> None:
+        if self._newest is not None:
+            (indices, hidden, commit), self._newest = self._newest, None
+            self._make_room(max(indices) + 1, hidden)
+            self._store(torch.tensor(indices).to(hidden.device), hidden, commit)
+
+    def _store(self, rows: Tensor, hidden: Tensor, commit: Commit) -> None:
+        """Keeps the states at the ends of the accepted paths in these rows."""
         assert self._hidden is not None
-        self._hidden.index_copy_(0, rows, last.to(self._hidden.dtype))
+        ends = commit.accept_rows.gather(1, commit.num_accepted[:, None].long())[:, 0]
+        self._hidden.index_copy_(0, rows, hidden.index_select(0, ends.clamp(min=0)).to(self._hidden.dtype))
 
     def capture(self, model: PackedModel, sequences: list[GeneratedSequence], batch_size: int) -> None:
         self._make_room(len(sequences) + 1, model.new_hidden(0))

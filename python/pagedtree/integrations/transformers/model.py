@@ -6,10 +6,12 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from pagedtree.generation.packed_model import PackedModel, PassOutput
@@ -95,6 +97,7 @@ class TransformersModel(PackedModel):
     def __init__(self, model: Any) -> None:
         check_model(model)
         self.model, self.latent_layers, self.recurrent_layers = model, latent_layers(model), recurrent_layers(model)
+        self._watched = _Watched()
 
     @property
     def device(self) -> torch.device:
@@ -128,6 +131,7 @@ class TransformersModel(PackedModel):
             stack.enter_context(on_trees(self.recurrent_layers))
             if is_long is not None:
                 stack.enter_context(same_rotation(self.model, is_long))
+            stack.callback(lambda: self._watched.stop())
             yield
 
     def run(
@@ -143,12 +147,11 @@ class TransformersModel(PackedModel):
         kwargs: dict[str, Any] = {}
         if rows is not None and "logits_to_keep" in inspect.signature(model.forward).parameters:
             kwargs["logits_to_keep"] = rows
-        with (
-            packed.active(),
-            absorbed(self.latent_layers),
-            _captured_input(model.get_output_embeddings(), needs_hidden) as captured,
-            _captured_outputs(_layers_of(model, feature_layers)) as features,
-        ):
+        wanted = needs_hidden, tuple(feature_layers)
+        if wanted != self._watched.wanted:
+            self._watched.stop()
+            self._watched = _Watched.of(model, *wanted)
+        with packed.active(), absorbed(self.latent_layers):
             logits = model(
                 input_ids=input_ids[None],
                 position_ids=positions[None],
@@ -157,10 +160,10 @@ class TransformersModel(PackedModel):
                 **kwargs,
             ).logits[0]
         self._check_layers(packed)
-        hidden = captured[0].reshape(-1, captured[0].shape[-1]) if captured else None
+        hidden, features = self._watched.take()
         if rows is not None and not kwargs:
             logits, hidden = logits[rows], hidden[rows] if hidden is not None else None
-        return PassOutput(logits, hidden, torch.cat(features, dim=1) if feature_layers else None)
+        return PassOutput(logits, hidden, features)
 
     def new_hidden(self, num_rows: int) -> Tensor:
         weight: Tensor = self.model.get_output_embeddings().weight
@@ -191,17 +194,51 @@ class TransformersModel(PackedModel):
             )
 
 
-@contextmanager
-def _captured_input(layer: nn.Module, wanted: bool) -> Iterator[list[Tensor]]:
-    captured: list[Tensor] = []
-    if not wanted:
-        yield captured
-        return
-    handle = layer.register_forward_pre_hook(lambda _, args: captured.append(args[0]))
-    try:
-        yield captured
-    finally:
-        handle.remove()
+class _Watched:
+    """What the output layer reads and what decoder layers give, kept from pass to pass by hooks that stay until `stop`:
+    to set them anew for each pass took 3 % of a small model's step.
+
+    Attributes:
+        wanted: whether the input of the output layer is, and the decoder layers whose outputs are.
+    """
+
+    def __init__(self) -> None:
+        self.wanted: tuple[bool, tuple[int, ...]] = False, ()
+        self._kept: dict[int, Tensor] = {}  # by the layer's index, the output layer's is -1
+        self._handles: list[RemovableHandle] = []
+
+    @classmethod
+    def of(cls, model: Any, needs_hidden: bool, feature_layers: tuple[int, ...]) -> _Watched:
+        watched = cls()
+        watched.wanted = needs_hidden, feature_layers
+        layers = _layers_of(model, feature_layers)
+        if needs_hidden:
+            hook = partial(watched._keep_input, -1)
+            watched._handles.append(model.get_output_embeddings().register_forward_pre_hook(hook))
+        for index, layer in zip(feature_layers, layers, strict=True):
+            watched._handles.append(layer.register_forward_hook(partial(watched._keep_output, index)))
+        return watched
+
+    def take(self) -> tuple[Tensor | None, Tensor | None]:
+        """What the last pass gave: hidden states of the rows with logits, and features of all tokens, side by side."""
+        needs_hidden, feature_layers = self.wanted
+        hidden = self._kept[-1] if needs_hidden else None
+        features = torch.cat([self._kept[index] for index in feature_layers], dim=1) if feature_layers else None
+        self._kept.clear()
+        return hidden, features
+
+    def stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self.wanted, self._handles = (False, ()), []
+        self._kept.clear()
+
+    def _keep_input(self, index: int, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self._kept[index] = args[0].reshape(-1, args[0].shape[-1])
+
+    def _keep_output(self, index: int, layer: nn.Module, args: Any, output: Any) -> None:
+        states = output[0] if isinstance(output, tuple) else output
+        self._kept[index] = states.reshape(-1, states.shape[-1])
 
 
 def _layers_of(model: Any, indices: Sequence[int]) -> list[nn.Module]:
@@ -220,23 +257,3 @@ def _layers_of(model: Any, indices: Sequence[int]) -> list[nn.Module]:
     if not all(0 <= index < count for index in indices):
         raise ValueError(f"feature_layers: expected layers of 0..{count - 1}, got {list(indices)}")
     return [layers[index] for index in indices]
-
-
-@contextmanager
-def _captured_outputs(layers: list[nn.Module]) -> Iterator[list[Tensor]]:
-    """What each of these layers gives for the packed tokens, [T, H]."""
-    captured: list[Tensor] = [torch.empty(0)] * len(layers)
-
-    def take(place: int, output: Any) -> None:
-        states = output[0] if isinstance(output, tuple) else output
-        captured[place] = states.reshape(-1, states.shape[-1])
-
-    handles = [
-        layer.register_forward_hook(lambda _, __, output, place=place: take(place, output))
-        for place, layer in enumerate(layers)
-    ]
-    try:
-        yield captured
-    finally:
-        for handle in handles:
-            handle.remove()
