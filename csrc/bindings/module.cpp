@@ -1,10 +1,16 @@
-// pagedtree._C: information that the op library cannot give through tensors. The ops do not need it.
+// pagedtree._C: what `generate` decides on the host, and information that the op library cannot give through tensors.
+// The ops do not need it.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
+#include "bindings/copied_text.h"
 #include "bindings/explain.h"
+#include "bindings/node_budget.h"
 #include "core/engine.h"
 #include "cpu/isa.h"
 
@@ -41,10 +47,37 @@ py::dict build_info() {
   return info;
 }
 
+// Pairs of what was right and what was tried.
+template <class Evidences>
+std::vector<std::pair<double, double>> pairs_of(const Evidences& evidences) {
+  std::vector<std::pair<double, double>> pairs;
+  for (const pagedtree::Evidence& each : evidences) pairs.emplace_back(each.right, each.tried);
+  return pairs;
+}
+
+void bind_drafts(py::module_& m) {
+  using pagedtree::NodeBudget;
+  m.def("copied_text", &pagedtree::copied_text, py::arg("tokens"), py::arg("lengths"), py::arg("offsets"),
+        py::arg("parents"), py::arg("draft_tokens"), py::arg("longest"),
+        "How much of the text in front of each guess is that of an earlier copy, and log-probabilities by that.");
+  py::class_<NodeBudget>(m, "NodeBudget", "See pagedtree.generation.node_budget.")
+      .def(py::init<>())
+      .def("survival", &NodeBudget::survival, py::arg("offsets"), py::arg("parents"), py::arg("log_probs"),
+           py::arg("sequences"))
+      .def("observe", &NodeBudget::observe, py::arg("draft_tokens"), py::arg("kept"), py::arg("accept_index"),
+           py::arg("tokens"))
+      .def("fade", &NodeBudget::fade)
+      .def("acceptance", &NodeBudget::acceptance)
+      .def_readwrite("of_sequences", &NodeBudget::of_sequences)
+      .def_property_readonly("by_place", [](const NodeBudget& budget) { return pairs_of(budget.by_place); })
+      .def_property_readonly("by_likelihood", [](const NodeBudget& budget) { return pairs_of(budget.by_likelihood); });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  m.doc() = "Build information of pagedtree";
+  m.doc() = "What pagedtree decides on the host, and build information";
+  bind_drafts(m);
   m.def("build_info", &build_info, "What this build was made of: versions, instruction sets with their flags, CUDA.");
   m.def(
       "available_isas", [] { return split(pagedtree::cpu::available_isas(), ','); },

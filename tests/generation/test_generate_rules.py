@@ -15,6 +15,7 @@ from statistics_case import LIMIT, excess
 
 from pagedtree import DraftTree, SamplingParams, TreeBatch, reference
 from pagedtree.generation import tree_tuner
+from pagedtree.generation.batch_progress import BatchProgress
 from pagedtree.generation.node_budget import NodeBudget
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.tree_tuner import TreeTuner
@@ -143,8 +144,8 @@ def budget(monkeypatch):
         if not self._costs_of(len(remaining)).num_plain:
             self.levels = None
             self.observe(list(remaining), 1.0, None, None)
-        self.weights = np.full(len(remaining), 1 / len(remaining))
-        self.tree, self.levels = None, 1.0
+        self.progress = BatchProgress(remaining.values(), True, 0.0)
+        self.tree, self.levels, self.is_look = None, 1.0, False
         return True
 
     def best_count(worth, is_draft, seconds):
@@ -178,10 +179,14 @@ def test_a_budget_by_what_was_drawn_is_seen(budget, monkeypatch, toy, toy_draft,
         odd = draft.draft_tokens.numpy() % 2
         return narrow(self, draft, confidence, sequences)
 
-    def even_ones_first(self, nodes, *others):
-        survival(self, nodes, *others)
-        likely = np.exp(nodes.along_paths(-1.0 - 7.0 * odd[: len(nodes.depth)]))
-        return np.where(nodes.depth > 0, likely, nodes.depth == 0)
+    def even_ones_first(self, trees, *others):
+        likely = np.ones_like(survival(self, trees, *others))
+        offsets, parents = trees.cu_nodes.tolist(), trees.parents.tolist()
+        for begin, end in itertools.pairwise(offsets):
+            for row in range(begin, end):
+                if parents[row] >= 0:
+                    likely[row] = likely[begin + parents[row]] * np.exp(-1.0 - 7.0 * odd[row])
+        return likely
 
     monkeypatch.setattr(TreeTuner, "narrow", narrow_by_tokens)
     monkeypatch.setattr(NodeBudget, "survival", even_ones_first)

@@ -455,17 +455,20 @@ def _offsets(counts: list[int]) -> list[int]:
 
 def _without_padding(draft: Draft) -> Draft:
     """Drops the rows past the last tree where reading their number costs nothing: the model would run on them."""
-    trees = draft.trees
-    is_plain = trees.max_nodes == 1 and draft.draft_tokens.shape[0] == trees.batch_size
+    trees, rows = draft.trees, draft.draft_tokens.shape[0]
+    is_plain = trees.max_nodes == 1 and rows == trees.batch_size
     if trees.device.type != "cpu" or is_plain:
         return draft
-    trees = trees.narrow(0, trees.batch_size)
-    rows = trees.parents.shape[0]
+    ends = trees.cu_nodes[:: trees.batch_size].tolist()  # the first and the last one
+    if ends != [0, rows]:
+        trees = trees.narrow(0, trees.batch_size)
+        rows = trees.parents.shape[0]
+        draft_rows = draft.draft_rows[:rows] if draft.draft_rows is not None else None
+        draft = draft._replace(draft_tokens=draft.draft_tokens[:rows], trees=trees, draft_rows=draft_rows)
     # Where nobody has a draft, a plain pass is faster.
     if rows == trees.batch_size and int(trees.first_child.max()) < 0:
         return roots_only(rows, trees.device)
-    draft_rows = draft.draft_rows[:rows] if draft.draft_rows is not None else None
-    return draft._replace(draft_tokens=draft.draft_tokens[:rows], trees=trees, draft_rows=draft_rows)
+    return draft
 
 
 def _after_roots(roots: Tensor, draft: Draft) -> Draft:

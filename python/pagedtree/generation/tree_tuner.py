@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pagedtree import Draft, DraftTree, choose_tree, select_nodes
-from pagedtree.generation.node_budget import BatchNodes, NodeBudget, best_count
+from pagedtree.generation.batch_progress import BatchProgress
+from pagedtree.generation.node_budget import NodeBudget, best_count
 from pagedtree.generation.step_costs import StepCosts
 
 __all__ = ["TreeTuner"]
@@ -18,25 +19,19 @@ __all__ = ["TreeTuner"]
 # Drafts may lose this share of the time, where the time of the next HORIZON tokens counts too. Of what they have won,
 # MOST_SAVED plain steps may be lost again.
 LOSS_SHARE, HORIZON, MOST_SAVED = 0.03, 96, 4.0
-# While drafts have lost too much, this share of the time goes into looks: guesses that are only compared with the
-# tokens that come. They are verified where they promise so many times plain decoding's speed.
+# While drafts have lost too much, this share of the time goes into looks; what they find is verified where it promises
+# so many times plain decoding's speed.
 LOOK_SHARE, PROMISING = 0.01, 1.1
 # After how many steps with drafts a plain one follows, if none, one or more of these were measured.
 PLAIN_AGES = (0, 4, 32)
-# A sequence is ahead of the last one if it has less than this share of that one's steps to come. They are estimated by
-# the tokens of its last steps with drafts, of which each counts NEWS; before the first, RATE are expected.
-AHEAD, NEWS, RATE = 0.75, 0.1, 1.5
 # Before a row of a decoding step was measured, it is taken to cost as much as this many tokens of a prompt.
 # The first drafts have so many rows at most, further ones at most twice as many as any before.
 ROW_TOKENS, FIRST_ROWS = 0.5, 8
 # The search for the best tree may take this share of the time, and is left out where all levels cost less than CHEAP
 # plain steps. The first drafts, which tell what a level costs, are chains of so many levels.
 CHOICE_SHARE, CHEAP, FIRST_DEPTH = 0.02, 0.3, 2
-# To ask which nodes are worth their time may take this share of it where rows that were not cost less: meanwhile all
-# nodes are kept.
-ASKING_SHARE = 0.02
-# Where no guess of such a step was right, there are no drafts for one step, then for three, and so on up to so many.
-MOST_PAUSED = 15
+# Where drafts were of no use, there are none for one step, then for three, and so on up to so many.
+MOST_PAUSED = 7
 # Of a drafter whose guesses are partly free, every so many looks ask for the others, too.
 FREE_LOOKS = 4
 
@@ -46,13 +41,16 @@ ROOT, ONE_GUESS = DraftTree.chain(0), DraftTree.chain(1)
 class TreeTuner:
     """Decides whether the next step drafts, with which tree at most, and which of the drafted nodes are verified.
 
-    The first steps are plain: their time per token is what drafts have to beat. Then guesses are made, which are only
-    compared with the tokens that come, ever more rarely, until one is right. From then on a tree is the best one for
-    what was accepted so far and for the time of levels and rows (`choose_tree`); of the batch's nodes those are
-    verified that are worth their time (`NodeBudget`), which may be none. What steps with drafts lose against plain ones
-    is counted. While that is more than LOSS_SHARE of the time, a few steps look: they draft, and verify only what
-    promises much; what was not verified is compared with the tokens that came. What was learnt stays with the drafter
-    for further calls, and fades while nothing is drafted.
+        if no plain step was measured, or none for long: decode plainly
+        if no guess of this call was right yet, or no tree pays: look, ever more rarely
+        else: draft the best tree, and verify the nodes that are worth their time
+        unless that could lose more than drafts may lose: then decode plainly
+
+    A look drafts; its guesses are not verified, but compared with the tokens that come. The best tree is that for
+    what was accepted so far and for the time of levels and rows (`choose_tree`); `NodeBudget` estimates what the batch's
+    nodes are worth, which may be nothing. What steps with drafts lose against plain ones is counted, and may be
+    LOSS_SHARE of the time; from then on there are only looks, at LOOK_SHARE of it, of which that is verified what
+    promises much. What was learnt stays with the drafter for further calls, and fades while nothing is drafted.
 
     max_nodes, max_depth: the most nodes of a tree, the root included, and its most levels. has_free_guesses: as the
     drafter says.
@@ -62,38 +60,35 @@ class TreeTuner:
         self.max_nodes, self.max_depth, self.has_free_guesses = max_nodes, max(max_depth, 1), has_free_guesses
         self.costs: dict[int, StepCosts] = {}
         self.budget = NodeBudget()
-        self.rates: dict[int, float] = {}  # tokens of each sequence in a step with drafts
-        self.clock = self.elapsed = 0.0  # seconds of all steps, and of this call's
-        self.lost = 0.0  # seconds that drafts have lost in this call
-        self.since_plain = 0  # steps
         self.seconds_of_token = 0.0  # what it takes to read one known token
         self.is_warm = False  # there was a step with drafts
-        self.has_proof = False  # whether a guess of this call was right
-        self.pause = self.paused = 0  # steps without drafts until the next, and how many of them there were
-        self.num_looks, self.looking = 0, 0.0  # looks of this call, and the seconds that they took
-        self.look: float | None = None  # that the last one took
-        # The best tree, None for all that the drafter has; for which costs it is, and until when it is good.
+        self.since_plain = 0  # steps
+        # Of this call: seconds of all steps, and those that drafts have lost; whether a guess was right; steps without
+        # drafts until the next, how many of them there were, and looks.
+        self.elapsed = self.lost = self.looking = 0.0
+        self.has_proof, self.pause, self.paused, self.num_looks = False, 0, 0, 0
+        self.has_won = False  # whether the last step did, by drafts
+        # The best tree, None for all that the drafter has; for which costs it is, by how few steps, and until when.
         self.best: DraftTree | None = None
-        self.chosen: tuple[StepCosts | None, float] = None, 0.0
-        self.keeps_all: tuple[StepCosts | None, float] = None, 0.0  # for which costs all nodes are kept, and until when
-        # Of this step: what is drafted at most, None for all that the drafter has; levels, None without drafts; whether
-        # only what is promising will be verified; seconds that the drafter reads before it can draft, that the choice
-        # of the tree took; the batch's tokens to come, None if others wait for a place; what each one's are worth.
+        self.chosen: tuple[tuple[StepCosts, int] | None, float] = None, 0.0
+        # Of this step: what tokens are worth; what is drafted at most, None for all that the drafter has; its levels, None without drafts;
+        # whether it only looks; seconds that the drafter reads before it can draft, and that the search took; the draft
+        # if there are guesses, which of its rows are verified (None for all), and how many besides the roots.
+        self.progress: BatchProgress
         self.tree: DraftTree | None = None
         self.levels: float | None = None
         self.is_look = False
         self.catching_up = self.choosing = 0.0
-        self.remaining: np.ndarray | None = None
-        self.weights = np.ones(1)
-        self.rows = 0  # besides the roots
-        self.nodes: BatchNodes | None = None  # what was drafted, if it was looked at
+        self.draft: Draft | None = None
+        self.kept: Tensor | None = None
+        self.rows = 0
 
     def begin(self) -> None:
         """A call of `generate` starts to decode."""
         self.elapsed = self.lost = self.looking = 0.0
         self.has_proof, self.pause, self.paused, self.num_looks = False, 0, 0, 0
-        self.budget.of_sequences.clear()
-        self.rates.clear()
+        self.has_won = False
+        self.budget.begin()
 
     def wants_drafts(self, remaining: Mapping[int, int], unread: float = 0.0, others_wait: bool = False) -> bool:
         """Whether the next step shall draft; `tree` then bounds its trees.
@@ -103,60 +98,40 @@ class TreeTuner:
         place in the batch.
         """
         costs = self._costs_of(len(remaining))
-        self.levels, self.is_look, self.catching_up = None, False, unread * self.seconds_of_token
+        self.levels = None
         if costs.num_plain == 0 or self.since_plain >= PLAIN_AGES[min(costs.num_plain, len(PLAIN_AGES) - 1)]:
             return False
         if self.paused < self.pause:
             self.paused += 1
             return False
-        allowance = LOSS_SHARE * (self.elapsed + min(max(remaining.values()), HORIZON) * costs.plain)
-        allowance -= self.lost
-        if self.has_proof and allowance > 0.0:
-            self._weigh(costs, remaining, others_wait)
-            self._choose(costs)
-            depth = self.max_depth if self.best is None else self.best.max_depth
-            if depth > 0 and allowance - self.catching_up >= costs.once + costs.level * depth:
-                self.tree, self.levels = self.best, float(depth)
-                return True
-            if self.has_free_guesses:
-                self.tree, self.levels, self.catching_up = ROOT, 0.0, 0.0
-                return True
-        if not self._wants_look(costs, allowance):
+        allowance = LOSS_SHARE * (self.elapsed + min(max(remaining.values()), HORIZON) * costs.plain) - self.lost
+        looks = costs.plain if self.has_won else LOOK_SHARE * self.elapsed - self.looking
+        if max(allowance, looks) <= 0.0:
             return False
-        self._weigh(costs, remaining, others_wait)
-        return True
+        self.progress = BatchProgress(remaining.values(), others_wait, costs.row / costs.plain)
+        for tree, is_look in self._candidates(costs):
+            levels = float(self.max_depth if tree is None else tree.max_depth)
+            reading = unread * self.seconds_of_token if levels > 0.0 else 0.0
+            most = max(allowance, looks) if is_look else allowance - costs.once
+            if reading + costs.level * levels <= most:
+                self.tree, self.levels, self.is_look, self.catching_up = tree, levels, is_look, reading
+                self.num_looks += is_look
+                return True
+        return False
 
-    def _wants_look(self, costs: StepCosts, allowance: float) -> bool:
-        """Whether the next step shall look; sets what it drafts."""
-        tree: DraftTree | None = ONE_GUESS
-        levels, reading = 1.0, self.catching_up
-        if self.has_free_guesses and (self.num_looks + 1) % FREE_LOOKS:
-            tree, levels, reading = ROOT, 0.0, 0.0
-        elif self._is_cheap(costs):
-            tree, levels = None, float(self.max_depth)
-        seconds = reading + (self.look if self.look is not None else costs.once + costs.level * levels)
-        may_prove = not self.has_proof and seconds < allowance
-        if not may_prove and self.looking + seconds > LOOK_SHARE * self.elapsed:
-            return False
-        self.is_look, self.tree, self.levels, self.catching_up = True, tree, levels, reading
-        self.num_looks += 1
-        return True
-
-    def _weigh(self, costs: StepCosts, remaining: Mapping[int, int], others_wait: bool) -> None:
-        """Sets `weights`: what a token of each sequence is worth, in plain steps; a plain step gives 1 in all.
-
-        A batch is done when its last sequence is. If others will be done before that one, a token of theirs saves only
-        what their own rows take. But if more sequences wait for a place, every token counts.
-        """
-        size = len(remaining)
-        self.remaining = None if others_wait else np.array(list(remaining.values()))
-        if others_wait or size == 1:
-            self.weights = np.full(size, 1.0 / size)
+    def _candidates(self, costs: StepCosts) -> Iterator[tuple[DraftTree | None, bool]]:
+        """What the next step may draft, in the order of preference, and whether it only looks."""
+        guess = None if self._is_cheap(costs) else ONE_GUESS
+        if not self.has_proof:
+            is_free = self.has_free_guesses and (self.num_looks + 1) % FREE_LOOKS > 0
+            yield (ROOT if is_free else guess), True
             return
-        steps = np.array([left / self.rates.get(sequence, RATE) for sequence, left in remaining.items()])
-        of_row = min(costs.row / costs.plain, 1.0 / size)
-        is_last = steps >= AHEAD * steps.max()
-        self.weights = of_row + (1.0 - of_row * size) * is_last / is_last.sum()
+        self._choose(costs)
+        if self.best is None or self.best.max_depth > 0:
+            yield self.best, False
+        if self.has_free_guesses:
+            yield ROOT, False
+        yield guess, True
 
     def _choose(self, costs: StepCosts) -> None:
         """Sets `best`: the tree to draft if all sequences that count had the same; the root alone where none pays."""
@@ -165,9 +140,8 @@ class TreeTuner:
             self.best, self.chosen = None, (None, 0.0)
         elif not self.is_warm:
             self.best = DraftTree.chain(min(self.max_depth, self.max_nodes - 1, FIRST_DEPTH))
-        elif self.chosen[0] is not costs or self.clock >= self.chosen[1] or costs.num_drafted <= 2:
-            begin = time.perf_counter()
-            size = int((self.weights > 0.5 * self.weights.max()).sum())
+        elif self.elapsed >= self.chosen[1] or self.chosen[0] != (costs, min(costs.num_drafted, 3)):
+            begin, size = time.perf_counter(), int(self.progress.counts.sum())
             self.best = choose_tree(
                 self.budget.acceptance,
                 lambda n: costs.plain + (costs.once + size * costs.row * (n - 1) if n > 1 else 0.0),
@@ -176,7 +150,7 @@ class TreeTuner:
                 level_cost=costs.level,
             )
             self.choosing = time.perf_counter() - begin
-            self.chosen = costs, self.clock + self.choosing / CHOICE_SHARE
+            self.chosen = (costs, min(costs.num_drafted, 3)), self.elapsed + self.choosing / CHOICE_SHARE
 
     def _is_cheap(self, costs: StepCosts) -> bool:
         return costs.level * self.max_depth <= CHEAP * costs.plain
@@ -190,47 +164,29 @@ class TreeTuner:
         tree's.
         """
         assert self.levels is not None
-        costs, num_trees = self._costs_of(len(sequences)), len(sequences)
-        self.nodes = None
-        self.rows = draft.draft_tokens.shape[0] - num_trees if draft.trees.max_nodes > 1 else 0
+        costs, num_trees, trees = self._costs_of(len(sequences)), len(sequences), draft.trees
+        self.rows = draft.draft_tokens.shape[0] - num_trees if trees.max_nodes > 1 else 0
+        self.draft = self.kept = None
         if self.rows == 0:  # nobody has a guess
             return draft, None
-        most_rows = max(FIRST_ROWS, 2 * costs.most_rows)
-        if (
-            not self.is_look
-            and self.rows <= most_rows
-            and self.keeps_all[0] is costs
-            and self.clock < self.keeps_all[1]
-        ):
-            return draft, None
-        begin, nodes = time.perf_counter(), BatchNodes.of(draft.trees)
+        self.draft = draft
+        survival = self.budget.survival(trees, None if confidence is None else confidence(), sequences)
+        worth = survival * np.repeat(self.progress.weights, np.diff(trees.cu_nodes.cpu().numpy()))
+        is_draft = trees.parents.cpu().numpy()[: len(worth)] >= 0
         fixed = costs.expected(self.levels, 0.0)
-        known = None if confidence is None else confidence()
-        worth = self.budget.survival(nodes, known, sequences) * self.weights[nodes.tree]
-        is_draft = nodes.depth != 0
         count = best_count(worth, is_draft, lambda count: fixed + costs.row * count)
-        count = min(count, num_trees + most_rows)
-        if self.is_look and count > num_trees:
-            most = count - num_trees
-            gain = np.sort(worth[is_draft])[-most:].sum()
-            if not self.has_proof or (1.0 + gain) * costs.plain < PROMISING * (fixed + costs.row * most):
-                count = num_trees
-        self.nodes, self.kept, self.drafted = nodes, None, draft.draft_tokens.cpu().numpy()
-        self.rows = min(count, len(worth)) - num_trees
-        asking = time.perf_counter() - begin
-        pays = (len(worth) - count) * costs.row > asking
-        self.keeps_all = (None, 0.0) if pays else (costs, self.clock + asking / ASKING_SHARE)
-        if count >= len(worth):
+        count = min(count, num_trees + max(FIRST_ROWS, 2 * costs.most_rows))
+        self.rows = count - num_trees
+        if self.is_look and self.rows > 0:
+            promised = (1.0 + np.sort(worth[is_draft])[-self.rows :].sum()) * costs.plain
+            if not self.has_proof or promised < PROMISING * (fixed + costs.row * self.rows):
+                self.rows = 0
+        if count >= len(worth) and self.rows > 0:
             return draft, None
-        trees, rows = select_nodes(draft.trees, torch.from_numpy(worth).float().to(draft.trees.device), count)
-        kept = rows.cpu().numpy()
-        self.kept = kept[kept >= 0]  # the others are padding
-        tokens, draft_rows, node_map = (
-            None if values is None else values[rows.clamp(min=0).long()]
-            for values in (draft.draft_tokens, draft.draft_rows, draft.node_map)
-        )
-        assert tokens is not None
-        return Draft(tokens, trees, draft.draft_probs, draft_rows, node_map), rows
+        part, self.kept = select_nodes(trees, torch.from_numpy(worth).float().to(trees.device), num_trees + self.rows)
+        at = self.kept.clamp(min=0).long()
+        draft_rows, node_map = (None if each is None else each[at] for each in (draft.draft_rows, draft.node_map))
+        return Draft(draft.draft_tokens[at], part, draft.draft_probs, draft_rows, node_map), self.kept
 
     def observe(
         self,
@@ -244,49 +200,38 @@ class TreeTuner:
 
         sequences: their indices. accept_index, tokens: [B, S], the accepted nodes, and the token behind each.
         """
-        begin = time.perf_counter()
         costs = self._costs_of(len(sequences))
-        self.clock += seconds
         self.elapsed += seconds
-        self.lost += self.choosing
-        seconds, self.choosing = seconds - self.choosing, 0.0
+        self.lost, self.choosing, seconds = self.lost + self.choosing, 0.0, seconds - self.choosing
         if self.levels is None:
-            self.since_plain = 0
+            self.since_plain, self.has_won = 0, False
             costs.add_plain(seconds)
             self.budget.fade()
             return
-        self.since_plain += 1
-        accepted = accept_index.cpu().numpy()
-        found = (accepted >= 0).sum(axis=1)
-        # A batch is done when its last sequence is.
-        left = self.remaining
-        progress = float(found.mean() if left is None else left.max() - max((left - found).max(), 0))
-        for sequence, count in zip(sequences, found.tolist(), strict=True):
-            self.rates[sequence] = (1.0 - NEWS) * self.rates.get(sequence, RATE) + NEWS * count
-        rows = self.rows
-        if self.is_look and rows == 0:
-            self.look = max(seconds - costs.plain, 0.0)
-            self.looking += self.look
+        self.since_plain = self.since_plain + 1 if self.rows > 0 else 0
+        made = self.progress.made((accept_index >= 0).sum(dim=1).cpu().numpy())
         if not self.is_warm:  # it also pays for what is set up only once
             self.is_warm = True
-            seconds = min(seconds, (progress + 2.0) * costs.plain)
+            seconds = min(seconds, (made + 2.0) * costs.plain)
         else:
             # What one step has accepted is read in the next as a matter of course; more of it tells nothing of levels.
             is_typical = self.since_plain > 1 or not self.catching_up
-            seconds = costs.add_drafted(self.levels, rows, drafting, seconds, is_typical)
-        if rows == 0:
-            self.since_plain = 0
-        if self.nodes is not None:
+            seconds = costs.add_drafted(self.levels, self.rows, drafting, seconds, is_typical)
+        if self.is_look and self.rows == 0:
+            self.looking += seconds - costs.plain
+        lost = seconds - made * costs.plain
+        self.has_won = self.rows > 0 and lost < 0.0
+        self.lost = max(self.lost + lost, -MOST_SAVED * costs.plain)
+        if self.draft is not None:
             # Guesses for sequences that are ahead tell little of the others.
-            counts = self.weights > 0.5 * self.weights.max()
-            tried, right = self.budget.observe(self.nodes, self.drafted, self.kept, accepted, tokens.cpu().numpy())
-            self.has_proof |= bool(right.any())
-            if rows > 0 or right[counts].any():
+            tried, right = self.budget.observe(self.draft, self.kept, accept_index, tokens)
+            is_of_use = self.rows > 0 or bool(right[self.progress.counts].any())
+            if is_of_use and not (self.is_look and self.has_proof):
                 self.pause = 0
-            elif tried[counts].any():
+            elif tried[self.progress.counts].any():
                 self.pause, self.paused = min(2 * self.pause + 1, MOST_PAUSED), 0
-        self.lost += seconds - progress * costs.plain + time.perf_counter() - begin
-        self.lost = max(self.lost, -MOST_SAVED * costs.plain)
+            self.has_proof |= bool(right.any())
+            self.draft = None
 
     def observe_reading(self, num_tokens: int, seconds: float) -> None:
         """Takes in the seconds of a pass of the target over prompts."""

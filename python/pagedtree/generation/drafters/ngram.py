@@ -7,20 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pagedtree import Draft, DraftTree, ngram_propose, rejected_predictions
+from pagedtree import _C, Draft, DraftTree, ngram_propose, rejected_predictions
 from pagedtree.generation.drafters.base import Drafter, StepResult
-from pagedtree.generation.node_budget import BatchNodes
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 
 __all__ = ["NgramDrafter"]
-
-# How likely a guess is by how many tokens before it are those that stood before it earlier; for `confidence`, which
-# only has to tell guesses apart. Where another continuation comes first, it is OTHERS times that.
-LIKELY, OTHERS = np.log([0.1, 0.3, 0.5, 0.65, 0.75, 0.9, 0.9, 0.9, 0.97]), np.log(0.3)
-# Tokens and lengths side by side in a number: vocabularies have at most 2^20 tokens.
-TOKEN_BITS, SAME_BITS = 20, 16
-MOST_SAME = (1 << SAME_BITS) - 1
 
 
 class NgramDrafter(Drafter):
@@ -85,14 +77,7 @@ class NgramDrafter(Drafter):
         """The longer the text before a guess is the same as earlier, the likelier it is (SuffixDecoding, Oliaro et al.,
         2024, scores its guesses in this way).
         """
-        if self._proposed is None:
-            return None
-        nodes = BatchNodes.of(self._proposed[2].trees)
-        first = np.flatnonzero(nodes.depth == 1)
-        same = np.ones(len(nodes.depth))
-        same[first] = self._same_before(nodes.tree[first], first)
-        edges = LIKELY[np.minimum(nodes.along_paths(same), len(LIKELY) - 1).astype(np.int64)]
-        return torch.from_numpy(nodes.along_paths(edges + np.where(nodes.rank == 0, 0.0, OTHERS))).float()
+        return None if self._proposed is None else torch.from_numpy(self._copied()[1])
 
     def same_before(self) -> np.ndarray:
         """[B]: how many of each text's last tokens stood before the first guess of the last proposal earlier, at most
@@ -102,17 +87,26 @@ class NgramDrafter(Drafter):
         trees = self._proposed[2].trees
         offsets, child = trees.cu_nodes.cpu().numpy(), trees.first_child.cpu().numpy()
         roots = offsets[:-1]
-        drafted = np.flatnonzero((np.diff(offsets) > 1) & (child[np.minimum(roots, len(child) - 1)] >= 0))
+        first = child[np.minimum(roots, len(child) - 1)]
+        drafted = np.flatnonzero((np.diff(offsets) > 1) & (first >= 0))
         same = np.zeros(len(roots), dtype=np.int64)
-        same[drafted] = self._same_before(drafted, roots[drafted] + child[roots[drafted]])
+        same[drafted] = self._copied()[0][roots[drafted] + first[drafted]]
         return same
 
-    def _same_before(self, texts: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """For rows of the last proposal that are children of roots, and the text that each is for."""
+    def _copied(self) -> tuple[np.ndarray, np.ndarray]:
+        """For each node of the last proposal: how many tokens before it are the same as before an earlier copy, and its
+        joint log-probability by that.
+        """
         assert self._proposed is not None
         tokens, lengths, draft = self._proposed
-        guesses = draft.draft_tokens.cpu().numpy()[rows]
-        return _same_before(tokens.cpu().numpy(), lengths.cpu().numpy(), texts, guesses, self.max_ngram)
+        return _C.copied_text(
+            tokens.cpu().numpy(),
+            lengths.cpu().numpy(),
+            draft.trees.cu_nodes.cpu().numpy(),
+            draft.trees.parents.cpu().numpy(),
+            draft.draft_tokens.cpu().numpy(),
+            self.max_ngram,
+        )
 
     def _look_up(
         self,
@@ -154,37 +148,3 @@ class NgramDrafter(Drafter):
         texts = [self._rejected.get(sequence.index, tokens[0, :0]) for sequence in self._selected]
         width = max(text.shape[0] for text in texts)
         return torch.stack([F.pad(text, (width - text.shape[0], 0), value=-1) for text in texts])
-
-
-def _same_before(
-    texts: np.ndarray, lengths: np.ndarray, text: np.ndarray, guesses: np.ndarray, longest: int
-) -> np.ndarray:
-    """For each guess of what comes after a text: how many of last tokens stood before it earlier, at most `longest`.
-
-    texts: [B, capacity]. lengths: [B]. text: [G], which text each of the guesses [G] is for.
-    """
-    ends = lengths - 1
-    row, place = np.nonzero(texts == texts[np.arange(len(texts)), ends][:, None])
-    is_earlier = place < ends[row]
-    row, place = row[is_earlier], place[is_earlier]
-    same = np.ones(len(row), dtype=np.int64)
-    going_on = np.arange(len(row))
-    for back in range(1, min(longest, MOST_SAME)):
-        going_on = going_on[place[going_on] >= back]
-        at = row[going_on]
-        going_on = going_on[texts[at, place[going_on] - back] == texts[at, ends[at] - back]]
-        if len(going_on) == 0:
-            break
-        same[going_on] += 1
-    wanted = _pairs(text, guesses)
-    if len(row) == 0:
-        return np.zeros(len(wanted), dtype=np.int64)
-    # In the order of their text and next token, and then of what is the same.
-    found = np.sort(_pairs(row, texts[row, place + 1]) << SAME_BITS | same)
-    found = found[np.searchsorted(found, (wanted + 1) << SAME_BITS) - 1]
-    return np.where(found >> SAME_BITS == wanted, found & MOST_SAME, 0)
-
-
-def _pairs(text: np.ndarray, token: np.ndarray) -> np.ndarray:
-    """One number for each pair, in the pairs' order."""
-    return text.astype(np.int64) << TOKEN_BITS | token.astype(np.int64)

@@ -1,0 +1,69 @@
+#include "bindings/copied_text.h"
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+#include <vector>
+
+namespace pagedtree {
+
+namespace {
+
+// How likely a guess is by how many tokens before it are those that stood before it earlier; it only has to tell
+// guesses apart. Where another continuation comes first, it is kOthers times that.
+constexpr double kLikely[] = {0.1, 0.3, 0.5, 0.65, 0.75, 0.9, 0.9, 0.9, 0.97}, kOthers = 0.3;
+
+// How many of the last tokens of a text of `length` stand in front of place `end` (exclusive), too.
+int64_t same_before(const int64_t* text, int64_t length, int64_t end, int64_t longest) {
+  int64_t same = 0;
+  while (same < longest && same < end && text[end - 1 - same] == text[length - 1 - same]) ++same;
+  return same;
+}
+
+}  // namespace
+
+std::pair<Array<int64_t>, Array<float>> copied_text(const Array<int64_t>& tokens, const Array<int32_t>& lengths,
+                                                    const Array<int32_t>& offsets, const Array<int32_t>& parents,
+                                                    const Array<int64_t>& draft_tokens, int64_t longest) {
+  const BatchNodes nodes(offsets, parents);
+  expect_dims(tokens, "tokens", 2);
+  expect_dims(lengths, "lengths", 1);
+  expect_dims(draft_tokens, "draft_tokens", 1);
+  if (tokens.shape(0) != nodes.num_trees || lengths.shape(0) != nodes.num_trees) {
+    throw std::invalid_argument("tokens, lengths: expected one text for each tree");
+  }
+  if (draft_tokens.shape(0) < nodes.size()) throw std::invalid_argument("draft_tokens: expected one for each node");
+  Array<int64_t> same(nodes.size());
+  Array<float> log_probs(nodes.size());
+  std::vector<double> joint(nodes.size(), 0.0);
+  std::vector<int32_t> guesses;
+  for (int32_t b = 0; b < nodes.num_trees; ++b) {
+    const int64_t* text = tokens.data(b, 0);
+    const int64_t length = std::min<int64_t>(lengths.at(b), tokens.shape(1));
+    guesses.clear();
+    for (int32_t row = nodes.first[b]; row < nodes.first[b + 1]; ++row) {
+      same.mutable_at(row) = 0;
+      if (nodes.depth[row] == 1) guesses.push_back(row);
+    }
+    if (guesses.empty()) continue;
+    for (int64_t end = 1; end < length; ++end) {
+      if (text[end - 1] != text[length - 1]) continue;
+      const int64_t here = same_before(text, length, end, longest);
+      for (const int32_t row : guesses) {
+        if (draft_tokens.at(row) == text[end]) same.mutable_at(row) = std::max(same.at(row), here);
+      }
+    }
+  }
+  for (int32_t row = 0; row < nodes.size(); ++row) {
+    const int32_t parent = nodes.parent[row];
+    if (nodes.depth[row] > 1) same.mutable_at(row) = same.at(parent) + 1;
+    if (nodes.depth[row] > 0) {
+      const int64_t known = std::min<int64_t>(same.at(row), std::size(kLikely) - 1);
+      joint[row] = joint[parent] + std::log(kLikely[known]) + (nodes.rank[row] > 0 ? std::log(kOthers) : 0.0);
+    }
+    log_probs.mutable_at(row) = static_cast<float>(joint[row]);
+  }
+  return {same, log_probs};
+}
+
+}  // namespace pagedtree

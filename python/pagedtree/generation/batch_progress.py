@@ -1,0 +1,38 @@
+"""What tokens of the sequences of a batch are worth: the batch is done when its last sequence is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+__all__ = ["BatchProgress"]
+
+# A sequence is ahead of the last one if it has less than this share of that one's tokens to come. More would neglect
+# those that a few lucky steps have brought forward, and that are the last ones soon after.
+AHEAD = 0.5
+
+
+class BatchProgress:
+    """Where all sequences of a batch have their places, what those win that are far ahead of the last one saves only the
+    time of their own rows. Where others wait for a place, every token counts.
+
+    left: [B], the tokens that each sequence still has to come. others_wait: whether sequences wait for a place. row_share:
+    of a plain step's time that a row adds.
+
+    Attributes:
+        weights: [B], what a token of each sequence is worth, in plain steps; a plain step gives 1 in all.
+        counts: bool [B], the sequences whose tokens count in full.
+    """
+
+    def __init__(self, left: Iterable[int], others_wait: bool, row_share: float) -> None:
+        self._left, self._others_wait = np.array(list(left)), others_wait
+        self.counts = self._left >= (0.0 if others_wait else AHEAD * self._left.max())
+        of_row = min(row_share, 1.0 / len(self._left))
+        self.weights = of_row + (1.0 - of_row * len(self._left)) * self.counts / self.counts.sum()
+
+    def made(self, found: np.ndarray) -> float:
+        """How many plain steps a step stood for in which the sequences got `found` [B] tokens."""
+        if self._others_wait:
+            return float(found.mean())
+        return float(self._left.max() - max((self._left - found).max(), 0))
