@@ -334,11 +334,24 @@ def test_guesses_that_are_free_are_looked_at_first():
     assert tuner.wants_drafts({0: 100}) and not tuner.is_look and tuner.tree.num_nodes == 1 and tuner.levels == 0.0
 
 
-def test_what_sequences_that_are_ahead_gain_does_not_count():
+def test_what_sequences_that_are_ahead_gain_counts_less():
     """Three of four are easy to guess; the batch ends with the fourth, which is not."""
     machine = Machine([0.8, 0.1], batch=4, ease=(1.0, 1.0, 1.0, 0.0), row=0.02)
     seconds, _ = run(machine, TreeTuner(16, 5), 96)
-    assert seconds < 1.1 * 96 * machine.plain
+    assert seconds < 1.2 * 96 * machine.plain < 0.75 * fixed(machine, 96)
+
+
+@pytest.mark.parametrize("others_wait", [False, True])
+def test_progress_is_that_of_the_last_sequences(others_wait):
+    far, near = BatchProgress([10, 30, 40], others_wait, 0.02), BatchProgress([8, 8], others_wait, 0.02)
+    assert far.counts.tolist() == [others_wait, True, True] and near.counts.all()
+    weights = [1 / 3] * 3 if others_wait else [0.02, 0.49, 0.49]
+    assert far.weights == pytest.approx(weights) and near.weights == pytest.approx([0.5, 0.5])
+    found = np.array([1, 5, 2])
+    # The last one was 40 tokens from its end, and is 38.
+    of_all, of_last = float(weights @ found), 2.0
+    assert far.made(found) == pytest.approx(of_all if others_wait else of_last + 0.35 * (of_all - of_last))
+    assert near.made(np.array([1, 1])) == pytest.approx(1.0)
 
 
 def test_batch_sizes_are_judged_apart():

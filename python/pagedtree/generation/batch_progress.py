@@ -8,17 +8,19 @@ import numpy as np
 
 __all__ = ["BatchProgress"]
 
-# A sequence is ahead of the last one if it has less than this share of that one's tokens to come. More would neglect
-# those that a few lucky steps have brought forward, and that are the last ones soon after.
+# A sequence is far ahead of the last one if it has less than this share of that one's tokens to come. With a larger
+# share, those are neglected that a few lucky steps have brought forward, and that are the last ones soon after.
 AHEAD = 0.5
+# How much of what brings others forward, and not the last one, counts as progress: this one may not catch up.
+OTHERS = 0.35
 
 
 class BatchProgress:
-    """Where all sequences of a batch have their places, what those win that are far ahead of the last one saves only the
-    time of their own rows. Where others wait for a place, every token counts.
+    """What counts while a batch decodes: where all of its sequences have their places, those that are far ahead of the
+    last one save only the time of their own rows. Where others wait for a place, every token counts.
 
-    left: [B], the tokens that each sequence still has to come. others_wait: whether sequences wait for a place. row_share:
-    of a plain step's time that a row adds.
+    left: [B], the tokens that each sequence still has to come. others_wait: whether sequences wait for a place.
+    row_share: of a plain step's time that a row adds.
 
     Attributes:
         weights: [B], what a token of each sequence is worth, in plain steps; a plain step gives 1 in all.
@@ -33,6 +35,8 @@ class BatchProgress:
 
     def made(self, found: np.ndarray) -> float:
         """How many plain steps a step stood for in which the sequences got `found` [B] tokens."""
+        of_all = float((self.weights * found).sum())
         if self._others_wait:
-            return float(found.mean())
-        return float(self._left.max() - max((self._left - found).max(), 0))
+            return of_all
+        of_last = float(self._left.max() - max((self._left - found).max(), 0))
+        return of_last + OTHERS * (of_all - of_last)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch import Tensor
 
-from pagedtree import Draft, TreeBatch, _C
+from pagedtree import _C, Draft, TreeBatch
 
 __all__ = ["NodeBudget", "best_count"]
 

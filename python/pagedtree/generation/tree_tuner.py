@@ -18,7 +18,7 @@ __all__ = ["TreeTuner"]
 
 # Drafts may lose this share of the time, where the time of the next HORIZON tokens counts too. Of what they have won,
 # MOST_SAVED plain steps may be lost again.
-LOSS_SHARE, HORIZON, MOST_SAVED = 0.03, 96, 4.0
+LOSS_SHARE, HORIZON, MOST_SAVED = 0.025, 96, 4.0
 # While drafts have lost too much, this share of the time goes into looks; what they find is verified where it promises
 # so many times plain decoding's speed.
 LOOK_SHARE, PROMISING = 0.01, 1.1
@@ -42,15 +42,15 @@ class TreeTuner:
     """Decides whether the next step drafts, with which tree at most, and which of the drafted nodes are verified.
 
         if no plain step was measured, or none for long: decode plainly
-        if no guess of this call was right yet, or no tree pays: look, ever more rarely
-        else: draft the best tree, and verify the nodes that are worth their time
-        unless that could lose more than drafts may lose: then decode plainly
+        elif a guess of this call was right, a tree pays, and drafts have not lost too much:
+            draft the best tree, and verify the nodes that are worth their time
+        else: look, ever more rarely; decode plainly in between
 
-    A look drafts; its guesses are not verified, but compared with the tokens that come. The best tree is that for
-    what was accepted so far and for the time of levels and rows (`choose_tree`); `NodeBudget` estimates what the batch's
-    nodes are worth, which may be nothing. What steps with drafts lose against plain ones is counted, and may be
-    LOSS_SHARE of the time; from then on there are only looks, at LOOK_SHARE of it, of which that is verified what
-    promises much. What was learnt stays with the drafter for further calls, and fades while nothing is drafted.
+    The best tree is that for what was accepted so far and for the time of levels and rows (`choose_tree`). `NodeBudget`
+    estimates what the batch's nodes are worth, which may be nothing. What steps with drafts lose against plain ones is
+    counted; LOSS_SHARE of the time is too much. A look drafts to learn: its guesses are compared with the tokens that
+    come, and are verified only where that promises much. What was learnt stays with the drafter for further calls, and
+    fades while nothing is drafted.
 
     max_nodes, max_depth: the most nodes of a tree, the root included, and its most levels. has_free_guesses: as the
     drafter says.
@@ -71,14 +71,15 @@ class TreeTuner:
         # The best tree, None for all that the drafter has; for which costs it is, by how few steps, and until when.
         self.best: DraftTree | None = None
         self.chosen: tuple[tuple[StepCosts, int] | None, float] = None, 0.0
-        # Of this step: what tokens are worth; what is drafted at most, None for all that the drafter has; its levels, None without drafts;
-        # whether it only looks; seconds that the drafter reads before it can draft, and that the search took; the draft
-        # if there are guesses, which of its rows are verified (None for all), and how many besides the roots.
+        # Of this step: what tokens are worth; what is drafted at most, None for all that the drafter has; its levels,
+        # None without drafts; whether it is a look, and beyond what may be lost; seconds that the drafter reads before it
+        # can draft; the draft if there are guesses, which of its rows are verified (None for all), and how many besides
+        # the roots.
         self.progress: BatchProgress
         self.tree: DraftTree | None = None
         self.levels: float | None = None
-        self.is_look = False
-        self.catching_up = self.choosing = 0.0
+        self.is_look = self.is_beyond = False
+        self.catching_up = 0.0
         self.draft: Draft | None = None
         self.kept: Tensor | None = None
         self.rows = 0
@@ -112,9 +113,10 @@ class TreeTuner:
         for tree, is_look in self._candidates(costs):
             levels = float(self.max_depth if tree is None else tree.max_depth)
             reading = unread * self.seconds_of_token if levels > 0.0 else 0.0
-            most = max(allowance, looks) if is_look else allowance - costs.once
-            if reading + costs.level * levels <= most:
+            needed = reading + costs.level * levels + (0.0 if is_look else costs.once)
+            if needed <= (max(allowance, looks) if is_look else allowance):
                 self.tree, self.levels, self.is_look, self.catching_up = tree, levels, is_look, reading
+                self.is_beyond = needed > allowance
                 self.num_looks += is_look
                 return True
         return False
@@ -131,7 +133,7 @@ class TreeTuner:
             yield self.best, False
         if self.has_free_guesses:
             yield ROOT, False
-        yield guess, True
+        yield (ROOT if self.has_free_guesses else guess), True
 
     def _choose(self, costs: StepCosts) -> None:
         """Sets `best`: the tree to draft if all sequences that count had the same; the root alone where none pays."""
@@ -149,8 +151,8 @@ class TreeTuner:
                 max_depth=self.max_depth,
                 level_cost=costs.level,
             )
-            self.choosing = time.perf_counter() - begin
-            self.chosen = (costs, min(costs.num_drafted, 3)), self.elapsed + self.choosing / CHOICE_SHARE
+            pause = (time.perf_counter() - begin) / CHOICE_SHARE
+            self.chosen = (costs, min(costs.num_drafted, 3)), self.elapsed + pause
 
     def _is_cheap(self, costs: StepCosts) -> bool:
         return costs.level * self.max_depth <= CHEAP * costs.plain
@@ -202,13 +204,12 @@ class TreeTuner:
         """
         costs = self._costs_of(len(sequences))
         self.elapsed += seconds
-        self.lost, self.choosing, seconds = self.lost + self.choosing, 0.0, seconds - self.choosing
         if self.levels is None:
             self.since_plain, self.has_won = 0, False
             costs.add_plain(seconds)
             self.budget.fade()
             return
-        self.since_plain = self.since_plain + 1 if self.rows > 0 else 0
+        self.since_plain += 1
         made = self.progress.made((accept_index >= 0).sum(dim=1).cpu().numpy())
         if not self.is_warm:  # it also pays for what is set up only once
             self.is_warm = True
@@ -217,16 +218,17 @@ class TreeTuner:
             # What one step has accepted is read in the next as a matter of course; more of it tells nothing of levels.
             is_typical = self.since_plain > 1 or not self.catching_up
             seconds = costs.add_drafted(self.levels, self.rows, drafting, seconds, is_typical)
-        if self.is_look and self.rows == 0:
-            self.looking += seconds - costs.plain
+        if self.rows == 0:
+            self.since_plain = 0
+            self.looking += self.is_beyond * (seconds - costs.plain)
         lost = seconds - made * costs.plain
         self.has_won = self.rows > 0 and lost < 0.0
         self.lost = max(self.lost + lost, -MOST_SAVED * costs.plain)
         if self.draft is not None:
             # Guesses for sequences that are ahead tell little of the others.
             tried, right = self.budget.observe(self.draft, self.kept, accept_index, tokens)
-            is_of_use = self.rows > 0 or bool(right[self.progress.counts].any())
-            if is_of_use and not (self.is_look and self.has_proof):
+            is_news = bool(right[self.progress.counts].any()) and not (self.is_look and self.has_proof)
+            if self.rows > 0 or is_news:
                 self.pause = 0
             elif tried[self.progress.counts].any():
                 self.pause, self.paused = min(2 * self.pause + 1, MOST_PAUSED), 0

@@ -17,6 +17,7 @@ from pagedtree.generation.scheduler import GeneratedSequence
 
 __all__ = ["EagleDrafter"]
 
+
 @dataclass
 class _Waiting:
     """Features of a sequence's tokens that the head has not read yet, and how many they are."""
