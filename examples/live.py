@@ -15,7 +15,7 @@ from pagedtree.integrations.transformers import Drafter, GenerationStats, genera
 
 __all__ = ["compare_live"]
 
-TRIAL_TOKENS = 48
+TRIAL_TOKENS = 96
 # A terminal's line is written anew this many times per second; elsewhere one line is printed per so many tokens.
 UPDATES_PER_SECOND = 20
 TOKENS_PER_LINE = 64

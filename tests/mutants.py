@@ -26,7 +26,10 @@ OPTIONS, WEIGHED_OPTIONS = "tests/ops/test_options.py", "tests/ops/test_lossless
 LOGPROBS = "tests/ops/test_token_logprobs.py"
 ATTENTION = ("tests/ops/test_tree_attention.py", "tests/ops/test_mixed_batches.py")
 LATENT = ("tests/ops/test_latent_attention.py",)
-CHOSEN = ("tests/generation/test_combined_drafter.py", "tests/generation/test_tree_tuner.py")
+CHOSEN = tuple(
+    f"tests/generation/test_{name}.py"
+    for name in ("combined_drafter", "tree_tuner", "generate_drafters", "block_drafter")
+)
 HYBRID = ("tests/generation/test_generate_hybrid.py",)
 
 
@@ -387,7 +390,17 @@ CHOICE = [
         "places[sequence.index] for sequence in self._selected", "i for i, sequence in enumerate(self._selected)",
     ),
     of_drafts(
-        "nodes under guesses that nobody verified", "node_budget", "(nodes.depth > 0) & (came >= 0)", "nodes.depth > 0"
+        "nodes under guesses that nobody verified", "tree_tuner", "self.budget.observe(self.draft, self.kept,",
+        "self.budget.observe(self.draft, None,",
+    ),
+    of_drafts("what one sequence wins for all", "batch_progress", "OTHERS * (of_all", "1.0 * (of_all"),
+    of_drafts(
+        "states of an earlier batch that are lost", "drafters/medusa",
+        "if self._newest is not None and self._newest[0] != indices:", "if False:",
+    ),
+    of_drafts(
+        "features of plain steps that are lost", "drafters/block",
+        "self._sort()\n        self._read_waiting()\n        start", "self._read_waiting()\n        start",
     ),
     of_drafts("step costs that are learnt with nothing to read", "tree_tuner", "self.since_plain > 1 or not", "not"),
 ]  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -11,10 +10,6 @@ from pagedtree._arguments import checked
 from pagedtree.tree import MAX_NODES, DraftTree
 
 __all__ = ["choose_tree", "expected_tokens"]
-
-# The search looks at the depths side by side, as NumPy's calls take longer than the numbers of small trees; at so many
-# numbers at once.
-MOST_VALUES = 1 << 20
 
 
 @checked(own=("acceptance", "step_cost"))
@@ -67,15 +62,11 @@ def choose_tree(
     search = _Search(max_nodes)
     best_rate, best = 1.0 / costs[0], (1, levels[:0])
     # A bound on the depth changes the best tree only where levels cost something.
-    depths = range(1, len(levels) + 1) if level_cost else [len(levels)]
-    together = max(MOST_VALUES // (max_nodes + 1) ** 2, 1)
-    for begin in range(0, len(depths), together):
-        bounds = depths[begin : begin + together]
-        for depth, tokens in zip(bounds, search.tokens(levels, bounds), strict=True):
-            rates = tokens[1:] / (costs + level_cost * depth)
-            size = int(np.argmax(rates)) + 1
-            if size > 1 and rates[size - 1] > best_rate * (1 + 1e-12):
-                best_rate, best = rates[size - 1], (size, levels[:depth])
+    for depth in range(1, len(levels) + 1) if level_cost else [len(levels)]:
+        rates = search.tokens(levels[:depth])[1:] / (costs + level_cost * depth)
+        size = int(np.argmax(rates)) + 1
+        if size > 1 and rates[size - 1] > best_rate * (1 + 1e-12):
+            best_rate, best = rates[size - 1], (size, levels[:depth])
     return DraftTree(search.parents(*best))
 
 
@@ -136,35 +127,28 @@ class _Search:
         self.left = left.clip(0)
         self.impossible = np.where(left >= 0, 0.0, -np.inf)
 
-    def tokens(
-        self, levels: np.ndarray, bounds: Sequence[int], choices: list[list[np.ndarray]] | None = None
-    ) -> np.ndarray:
-        """[bounds, max_nodes + 1], for trees of at most so many levels each, ascending; choices, for a single bound,
-        gets [depth][rank][n]: of n nodes, how many stand under the child of that rank.
-        """
-        leaf = np.minimum(self.sizes, 1).astype(np.float64)
-        subtree = np.tile(leaf, (len(bounds), 1))
-        for depth in range(bounds[-1] - 1, -1, -1):
-            first = bisect_right(bounds, depth)  # the trees that go on below this depth
-            below, forest = subtree[first:], np.zeros((len(bounds) - first, len(self.sizes)))
+    def tokens(self, levels: np.ndarray, choices: list[list[np.ndarray]] | None = None) -> np.ndarray:
+        """[max_nodes + 1]; choices gets [depth][rank][n]: of n nodes, how many stand under the child of that rank."""
+        subtree = np.minimum(self.sizes, 1).astype(np.float64)  # at the last level: a leaf
+        for probabilities in levels[::-1]:
+            forest = np.zeros(len(self.sizes))
             of_level: list[np.ndarray] = []
-            for probability in levels[depth][::-1]:
+            for probability in probabilities[::-1]:
                 # [n, k]: k nodes for this child, the rest for the next ranks; without this child there are no others.
-                values = probability * below[:, None, :] + forest[:, self.left] + self.impossible
-                values[:, :, 0] = 0.0
+                values = probability * subtree + forest[self.left] + self.impossible
+                values[:, 0] = 0.0
                 if choices is not None:
-                    of_level.insert(0, values[0].argmax(axis=1))
-                forest = values.max(axis=2)
+                    of_level.insert(0, values.argmax(axis=1))
+                forest = values.max(axis=1)
             if choices is not None:
                 choices.insert(0, of_level)
-            subtree[first:, 1:] = 1.0 + forest[:, :-1]
+            subtree = np.concatenate([[0.0], 1.0 + forest[:-1]])
         return subtree
 
     def parents(self, size: int, levels: np.ndarray) -> list[int]:
         """The parents of the best tree of at most `size` nodes, level by level."""
         choices: list[list[np.ndarray]] = []
-        if len(levels):
-            self.tokens(levels, [len(levels)], choices)
+        self.tokens(levels, choices)
         parents, level = [-1], [(0, size - 1)]  # of each node: its index, and the nodes below it
         for of_level in choices:
             below = []

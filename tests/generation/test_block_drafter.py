@@ -15,6 +15,7 @@ from block_case import CONFIG, block_model, dense_logits
 from generate_case import NEW_TOKENS, Oracle, greedy, lists, prompts_of, tiny
 
 from pagedtree import DraftTree
+from pagedtree.generation.drafters import NoDrafter, block
 from pagedtree.integrations.transformers import BlockDraftConfig, BlockDrafter, BlockDraftModel, generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -177,6 +178,26 @@ def test_with_a_tuner(model, texts):
     for text, logits in zip(recorder.texts, recorder.logits, strict=True):
         expected = dense_logits(model, recorder.model, text)
         torch.testing.assert_close(logits, expected[: len(logits)], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("limit", [1 << 28, 3000])
+@pytest.mark.parametrize("options", [{}, {"n": 2, "page_size": 4, "num_pages": 24}, {"max_batch_tokens": 6}])
+def test_features_of_plain_steps_wait_for_the_next_proposal(model, texts, monkeypatch, options, limit):
+    """Proposals in every sixth step; few bytes of features may wait, or many."""
+    monkeypatch.setattr(block, "MAX_WAITING_BYTES", limit)
+
+    class Seldom(Recorder):
+        def propose(self, tokens, lengths):
+            self.turn = getattr(self, "turn", -1) + 1
+            assert self._waiting_bytes <= limit
+            return super().propose(tokens, lengths) if self.turn % 6 == 5 else NoDrafter().propose(tokens, lengths)
+
+    recorder = Seldom(block_model(model), Oracle(texts, hit=0.8))
+    sequences, stats = generate(model, prompts_of(LENGTHS), drafter=recorder, max_new_tokens=NEW_TOKENS, **options)
+    assert lists(sequences) == [text for text in texts for _ in range(options.get("n", 1))]
+    assert len(recorder.texts) >= 8 and (stats.evictions > 0) == ("num_pages" in options)
+    for text, logits in zip(recorder.texts, recorder.logits, strict=True):
+        torch.testing.assert_close(logits, dense_logits(model, recorder.model, text), rtol=1e-3, atol=1e-3)
 
 
 def test_a_text_that_was_not_seen_from_its_start(model, texts):

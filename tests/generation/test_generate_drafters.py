@@ -112,6 +112,36 @@ def test_medusa_heads_see_the_last_accepted_state(model):
             torch.testing.assert_close(state, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("options", [{}, {"n": 2, "page_size": 4, "num_pages": 24}, {"max_batch_tokens": 6}])
+def test_medusa_states_of_plain_steps_are_the_newest(model, options):
+    """Proposals in every fifth step; in between sequences come, go and are evicted."""
+    compared = []
+
+    class Seldom(MedusaDrafter):
+        turn, newest = 0, {}
+
+        def observe(self, result):
+            super().observe(result)
+            ends = result.commit.accept_rows.gather(1, result.commit.num_accepted[:, None].long())[:, 0]
+            states = result.hidden[ends.long()]
+            self.newest |= {sequence.index: state for sequence, state in zip(result.sequences, states, strict=True)}
+
+        def propose(self, tokens, lengths):
+            self.turn += 1
+            if self.turn % 5:
+                return drafters.NoDrafter().propose(tokens, lengths)
+            draft = super().propose(tokens, lengths)
+            for sequence in self._selected:
+                if sequence.index in self._known:
+                    assert torch.equal(self._hidden[sequence.index], self.newest[sequence.index])
+                    compared.append(sequence.index)
+            return draft
+
+    drafter = Seldom(MedusaHeads(128, 3, model.lm_head).requires_grad_(False), 9)
+    _, stats = generate(model, prompts(), drafter=drafter, max_new_tokens=30, **options)
+    assert len(compared) > 8 and len(set(compared)) > 3 and (stats.evictions > 0) == ("num_pages" in options)
+
+
 def test_medusa_takes_the_best_tree_of_each_sequence(model):
     """Every path of the heads' likeliest tokens is weighed, anew in each step."""
     heads = MedusaHeads(128, 3, model.lm_head)

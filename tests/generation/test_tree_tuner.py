@@ -180,7 +180,7 @@ def test_easy_sequences_get_the_nodes():
     run(machine, tuner, 100)
     for others_wait, remaining in ((True, [100] * 8), (True, [40, 100] * 4), (False, [40, 100] * 4)):
         tuner.budget._native.of_sequences = {s: (0.0, 60.0) if s % 2 else (9.0, 5.0) for s in range(8)}
-        tuner.elapsed, tuner.pause = 100.0, 0
+        tuner.elapsed, tuner.resting_until = 100.0, 0.0
         assert tuner.wants_drafts(dict(enumerate(remaining)), others_wait=others_wait)
         narrowed, _ = tuner.narrow(machine.draft(WHOLE, dict.fromkeys(range(8), 0)), None, range(8))
         sizes = narrowed.trees.cu_nodes.diff()
@@ -293,9 +293,9 @@ def test_drafts_that_lost_are_compared_and_come_back():
     assert seconds < 40 * 1.06 + 80 / 2.5
 
 
-def test_drafts_pause_where_nobody_guesses():
-    """Longer and longer, as each look costs time; and they are back as soon as a guess was worth a row."""
-    machine, tuner = Machine([0.9, 0.05], level=0.01, row=0.1), TreeTuner(16, 5)
+def test_drafts_rest_where_nobody_guesses():
+    """For ten times as long as they took; and they are back as soon as a guess was worth a row."""
+    machine, tuner = Machine([0.9, 0.05], level=0.06, row=0.1), TreeTuner(16, 5)
     machine.text[:, :60, 0] = 1.0
     asked: list[bool] = []
     wants = TreeTuner.wants_drafts
@@ -306,7 +306,7 @@ def test_drafts_pause_where_nobody_guesses():
 
     with patch.object(TreeTuner, "wants_drafts", note):
         run(machine, tuner, 60)
-        assert sum(asked[-30:]) <= 5
+        assert 1 <= sum(asked[-40:]) <= 10  # a look drafts five levels, which take 0.3 steps
         asked.clear()
         machine.text[:, :60, 0] = 0.0
         run(machine, tuner, 60)
@@ -320,7 +320,7 @@ def test_guesses_that_are_free_are_looked_at_first():
     tuner.observe([0], 1.0, one, none)
     machine = Machine([0.9])
     for _ in range(8):
-        tuner.pause = 0
+        tuner.resting_until = 0.0
         assert tuner.wants_drafts({0: 10_000}, unread=5.0)
         trees.append((tuner.tree or WHOLE, tuner.levels))
         tuner.narrow(machine.draft(trees[-1][0], {0: 0}), None, [0])
@@ -328,7 +328,7 @@ def test_guesses_that_are_free_are_looked_at_first():
         tuner.since_plain = 0
     assert [tree.num_nodes > 1 for tree, _ in trees] == 2 * [False, False, False, True]
     assert [levels > 0.0 for _, levels in trees] == 2 * [False, False, False, True]
-    tuner.has_proof, tuner.pause = True, 0
+    tuner.has_proof, tuner.resting_until = True, 0.0
     costs = tuner._costs_of(1)
     costs.level = 10.0 * costs.plain
     assert tuner.wants_drafts({0: 100}) and not tuner.is_look and tuner.tree.num_nodes == 1 and tuner.levels == 0.0

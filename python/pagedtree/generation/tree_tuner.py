@@ -18,7 +18,7 @@ __all__ = ["TreeTuner"]
 
 # Drafts may lose this share of the time, where the time of the next HORIZON tokens counts too. Of what they have won,
 # MOST_SAVED plain steps may be lost again.
-LOSS_SHARE, HORIZON, MOST_SAVED = 0.025, 96, 4.0
+LOSS_SHARE, HORIZON, MOST_SAVED = 0.02, 96, 4.0
 # While drafts have lost too much, this share of the time goes into looks; what they find is verified where it promises
 # so many times plain decoding's speed.
 LOOK_SHARE, PROMISING = 0.01, 1.1
@@ -30,8 +30,8 @@ ROW_TOKENS, FIRST_ROWS = 0.5, 8
 # The search for the best tree may take this share of the time, and is left out where all levels cost less than CHEAP
 # plain steps. The first drafts, which tell what a level costs, are chains of so many levels.
 CHOICE_SHARE, CHEAP, FIRST_DEPTH = 0.02, 0.3, 2
-# Where drafts were of no use, there are none for one step, then for three, and so on up to so many.
-MOST_PAUSED = 7
+# Where guesses were wrong, there are no drafts until what they took is this share of the time since.
+WRONG_SHARE = 0.1
 # Of a drafter whose guesses are partly free, every so many looks ask for the others, too.
 FREE_LOOKS = 4
 
@@ -63,18 +63,17 @@ class TreeTuner:
         self.seconds_of_token = 0.0  # what it takes to read one known token
         self.is_warm = False  # there was a step with drafts
         self.since_plain = 0  # steps
-        # Of this call: seconds of all steps, and those that drafts have lost; whether a guess was right; steps without
-        # drafts until the next, how many of them there were, and looks.
+        # Of this call: seconds of all steps, those that drafts have lost, and that looks beyond that took; whether a
+        # guess was right; whether the last step won, by drafts; how many looks there were; until when nothing is drafted.
         self.elapsed = self.lost = self.looking = 0.0
-        self.has_proof, self.pause, self.paused, self.num_looks = False, 0, 0, 0
-        self.has_won = False  # whether the last step did, by drafts
+        self.has_proof, self.has_won, self.num_looks, self.resting_until = False, False, 0, 0.0
         # The best tree, None for all that the drafter has; for which costs it is, by how few steps, and until when.
         self.best: DraftTree | None = None
         self.chosen: tuple[tuple[StepCosts, int] | None, float] = None, 0.0
         # Of this step: what tokens are worth; what is drafted at most, None for all that the drafter has; its levels,
-        # None without drafts; whether it is a look, and beyond what may be lost; seconds that the drafter reads before it
-        # can draft; the draft if there are guesses, which of its rows are verified (None for all), and how many besides
-        # the roots.
+        # None without drafts; whether it is a look, and one beyond what may be lost; seconds that the drafter reads
+        # before it can draft; the draft if there are guesses, which of its rows are verified (None for all), and how
+        # many besides the roots.
         self.progress: BatchProgress
         self.tree: DraftTree | None = None
         self.levels: float | None = None
@@ -87,8 +86,7 @@ class TreeTuner:
     def begin(self) -> None:
         """A call of `generate` starts to decode."""
         self.elapsed = self.lost = self.looking = 0.0
-        self.has_proof, self.pause, self.paused, self.num_looks = False, 0, 0, 0
-        self.has_won = False
+        self.has_proof, self.has_won, self.num_looks, self.resting_until = False, False, 0, 0.0
         self.budget.begin()
 
     def wants_drafts(self, remaining: Mapping[int, int], unread: float = 0.0, others_wait: bool = False) -> bool:
@@ -102,8 +100,7 @@ class TreeTuner:
         self.levels = None
         if costs.num_plain == 0 or self.since_plain >= PLAIN_AGES[min(costs.num_plain, len(PLAIN_AGES) - 1)]:
             return False
-        if self.paused < self.pause:
-            self.paused += 1
+        if self.elapsed < self.resting_until:
             return False
         allowance = LOSS_SHARE * (self.elapsed + min(max(remaining.values()), HORIZON) * costs.plain) - self.lost
         looks = costs.plain if self.has_won else LOOK_SHARE * self.elapsed - self.looking
@@ -151,8 +148,8 @@ class TreeTuner:
                 max_depth=self.max_depth,
                 level_cost=costs.level,
             )
-            pause = (time.perf_counter() - begin) / CHOICE_SHARE
-            self.chosen = (costs, min(costs.num_drafted, 3)), self.elapsed + pause
+            until = self.elapsed + (time.perf_counter() - begin) / CHOICE_SHARE
+            self.chosen = (costs, min(costs.num_drafted, 3)), until
 
     def _is_cheap(self, costs: StepCosts) -> bool:
         return costs.level * self.max_depth <= CHEAP * costs.plain
@@ -228,10 +225,8 @@ class TreeTuner:
             # Guesses for sequences that are ahead tell little of the others.
             tried, right = self.budget.observe(self.draft, self.kept, accept_index, tokens)
             is_news = bool(right[self.progress.counts].any()) and not (self.is_look and self.has_proof)
-            if self.rows > 0 or is_news:
-                self.pause = 0
-            elif tried[self.progress.counts].any():
-                self.pause, self.paused = min(2 * self.pause + 1, MOST_PAUSED), 0
+            if self.rows == 0 and not is_news and tried[self.progress.counts].any():
+                self.resting_until = self.elapsed + (seconds - costs.plain) / WRONG_SHARE
             self.has_proof |= bool(right.any())
             self.draft = None
 
