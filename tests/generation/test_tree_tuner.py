@@ -295,7 +295,7 @@ def test_drafts_that_lost_are_compared_and_come_back():
 
 def test_drafts_rest_where_nobody_guesses():
     """For ten times as long as they took; and they are back as soon as a guess was worth a row."""
-    machine, tuner = Machine([0.9, 0.05], level=0.06, row=0.1), TreeTuner(16, 5)
+    machine, tuner = Machine([0.9, 0.05], level=0.3, row=0.1), TreeTuner(16, 5)
     machine.text[:, :60, 0] = 1.0
     asked: list[bool] = []
     wants = TreeTuner.wants_drafts
@@ -306,7 +306,7 @@ def test_drafts_rest_where_nobody_guesses():
 
     with patch.object(TreeTuner, "wants_drafts", note):
         run(machine, tuner, 60)
-        assert 1 <= sum(asked[-40:]) <= 10  # a look drafts five levels, which take 0.3 steps
+        assert 1 <= sum(asked[-40:]) <= 10  # a look takes 0.3 steps
         asked.clear()
         machine.text[:, :60, 0] = 0.0
         run(machine, tuner, 60)

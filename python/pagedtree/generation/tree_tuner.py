@@ -64,7 +64,7 @@ class TreeTuner:
         self.is_warm = False  # there was a step with drafts
         self.since_plain = 0  # steps
         # Of this call: seconds of all steps, those that drafts have lost, and that looks beyond that took; whether a
-        # guess was right; whether the last step won, by drafts; how many looks there were; until when nothing is drafted.
+        # guess was right; whether the last step won, by drafts; how many looks there were; until when drafts rest.
         self.elapsed = self.lost = self.looking = 0.0
         self.has_proof, self.has_won, self.num_looks, self.resting_until = False, False, 0, 0.0
         # The best tree, None for all that the drafter has; for which costs it is, by how few steps, and until when.
