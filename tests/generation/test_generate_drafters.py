@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -140,6 +142,22 @@ def test_medusa_states_of_plain_steps_are_the_newest(model, options):
     drafter = Seldom(MedusaHeads(128, 3, model.lm_head).requires_grad_(False), 9)
     _, stats = generate(model, prompts(), drafter=drafter, max_new_tokens=30, **options)
     assert len(compared) > 8 and len(set(compared)) > 3 and (stats.evictions > 0) == ("num_pages" in options)
+
+
+def test_medusa_keeps_states_of_sequences_that_a_pass_leaves_out():
+    def step(indices, states):
+        sequences = [SimpleNamespace(index=index) for index in indices]
+        ends = SimpleNamespace(accept_rows=torch.arange(len(indices))[:, None], num_accepted=torch.zeros(len(indices)))
+        return SimpleNamespace(sequences=sequences, hidden=states, commit=ends)
+
+    drafter, states = MedusaDrafter(lambda hidden: hidden[:, None], 2), torch.eye(6)
+    drafter.observe(step([0, 2], states[:2]))
+    drafter.observe(step([2, 4], states[2:4]))
+    drafter.observe(step([2, 4], states[4:]))
+    drafter.select([SimpleNamespace(index=index) for index in (4, 0, 2)])
+    draft = drafter.propose(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, dtype=torch.int32))
+    # The heads guess the token whose number is the place of the one.
+    assert draft.draft_tokens[1::2].tolist() == [5, 0, 4]
 
 
 def test_medusa_takes_the_best_tree_of_each_sequence(model):

@@ -354,6 +354,37 @@ def test_progress_is_that_of_the_last_sequences(others_wait):
     assert near.made(np.array([1, 1])) == pytest.approx(1.0)
 
 
+def test_levels_are_learnt_though_they_read_what_was_accepted():
+    """The first draft after plain steps may read much more than the others, and tells nothing of levels."""
+    tuner, machine = TreeTuner(8, 2), Machine([0.9])
+    tuner.observe_reading(1000, 1.0)
+    tuner.observe([0], 1.0, torch.zeros(1, 1), torch.zeros(1, 1))
+    tuner.has_proof = True
+    path, tokens = torch.tensor([[0, 1, 2]]), torch.tensor([[0, 0, 1000]])
+    for step in range(5):
+        assert tuner.wants_drafts({0: 500}, unread=2.0)
+        tuner.narrow(machine.draft(DraftTree.chain(2), {0: 0}), None, [0])
+        drafting = 0.25 * tuner.levels + (0.0 if tuner.since_plain else 1.0)
+        tuner.observe([0], 1.02 + drafting, path, tokens, drafting)
+        assert step < 2 or tuner.since_plain > 1
+        if tuner.since_plain == 4:  # the next one is plain
+            break
+    assert tuner._costs_of(1).level == pytest.approx(0.25, rel=0.1)
+
+
+def test_the_budget_is_told_what_was_verified():
+    tuner, machine, told = TreeTuner(16, 5), Machine([0.6, 0.2], row=0.2), []
+    tuner.observe([0], 1.0, torch.zeros(1, 1), torch.zeros(1, 1))
+    tuner.has_proof, tuner._costs_of(1).row = True, 0.2
+    assert tuner.wants_drafts({0: 500})
+    draft = machine.draft(WHOLE, {0: 0})
+    narrowed, rows = tuner.narrow(draft, None, [0])
+    assert 1 < narrowed.draft_tokens.shape[0] < draft.draft_tokens.shape[0]
+    with patch.object(NodeBudget, "observe", lambda self, *arguments: told.append(arguments) or 2 * [np.ones(1)]):
+        tuner.observe([0], 1.0, torch.zeros(1, 1, dtype=torch.int32), torch.full((1, 1), 7))
+    assert told[0][0] is draft and told[0][1] is rows
+
+
 def test_batch_sizes_are_judged_apart():
     tuner = TreeTuner(16, 5)
     assert max(run(Machine([0.7, 0.2], batch=1), tuner, 400)[1][-4:]) > 0
