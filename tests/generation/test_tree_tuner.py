@@ -173,6 +173,18 @@ def test_the_tree_follows_its_cost():
     assert np.median(dear[-50:]) < 5 < 10 < np.median(cheap[-50:])
 
 
+def test_each_call_looks_for_the_best_tree():
+    tuner, searched = TreeTuner(16, 5), []
+    with patch.object(tree_tuner, "choose_tree", lambda *_, **__: searched.append(1) or DraftTree.chain(2)):
+        for _ in range(2):
+            tuner.begin()
+            tuner.levels = None
+            tuner.observe([0], 1000.0, torch.zeros(1, 1), torch.zeros(1, 1))
+            tuner.has_proof = tuner.is_warm = True
+            assert tuner.wants_drafts({0: 500})
+    assert searched == [1, 1]
+
+
 def test_easy_sequences_get_the_nodes():
     """Where rows are dear, half of the sequences are worth them; but not if they are far ahead of the others."""
     machine, tuner = Machine([0.5, 0.1], row=0.03, batch=8), TreeTuner(16, 5)

@@ -87,6 +87,7 @@ class TreeTuner:
         """A call of `generate` starts to decode."""
         self.elapsed = self.lost = self.looking = 0.0
         self.has_proof, self.has_won, self.num_looks, self.resting_until = False, False, 0, 0.0
+        self.chosen = None, 0.0
         self.budget.begin()
 
     def wants_drafts(self, remaining: Mapping[int, int], unread: float = 0.0, others_wait: bool = False) -> bool:
