@@ -362,8 +362,10 @@ def test_progress_is_that_of_the_last_sequences(others_wait):
     found = np.array([1, 5, 2])
     # The last one was 40 tokens from its end, and is 38.
     of_all, of_last = float(weights @ found), 2.0
-    assert far.made(found) == pytest.approx(of_all if others_wait else of_last + 0.35 * (of_all - of_last))
+    assert far.made(found) == pytest.approx(of_all if others_wait else of_last + (of_all - of_last) / 3)
     assert near.made(np.array([1, 1])) == pytest.approx(1.0)
+    assert far.expected(0.4) == pytest.approx(1.4 if others_wait else 1.2)
+    assert BatchProgress([8], others_wait, 0.02).expected(0.4) == pytest.approx(1.4)
 
 
 def test_levels_are_learnt_though_they_read_what_was_accepted():

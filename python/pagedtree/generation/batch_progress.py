@@ -11,8 +11,6 @@ __all__ = ["BatchProgress"]
 # A sequence is far ahead of the last one if it has less than this share of that one's tokens to come. With a larger
 # share, those are neglected that a few lucky steps have brought forward, and that are the last ones soon after.
 AHEAD = 0.5
-# How much of what brings others forward, and not the last one, counts as progress: this one may not catch up.
-OTHERS = 0.35
 
 
 class BatchProgress:
@@ -34,9 +32,18 @@ class BatchProgress:
         self.weights = of_row + (1.0 - of_row * len(self._left)) * self.counts / self.counts.sum()
 
     def made(self, found: np.ndarray) -> float:
-        """How many plain steps a step stood for in which the sequences got `found` [B] tokens."""
+        """How many plain steps a step stood for in which the sequences got `found` [B] tokens.
+
+        What brings others forward, and not the last one, counts by the chance that these will be the last ones later.
+        """
         of_all = float((self.weights * found).sum())
         if self._others_wait:
             return of_all
         of_last = float(self._left.max() - max((self._left - found).max(), 0))
-        return of_last + OTHERS * (of_all - of_last)
+        return of_last + (of_all - of_last) / len(self._left)
+
+    def expected(self, gain: float) -> float:
+        """How many plain steps to expect of a step in which `gain` plain steps' worth of drafts are accepted, by tokens:
+        the more sequences there are, the less of it is the last one's.
+        """
+        return 1.0 + (gain if self._others_wait else gain * 2.0 / (len(self._left) + 1))

@@ -178,7 +178,8 @@ class TreeTuner:
         count = min(count, num_trees + max(FIRST_ROWS, 2 * costs.most_rows))
         self.rows = count - num_trees
         if self.is_look and self.rows > 0:
-            promised = (1.0 + np.sort(worth[is_draft])[-self.rows :].sum()) * costs.plain
+            gain = float(np.sort(worth[is_draft])[-self.rows :].sum())
+            promised = self.progress.expected(gain) * costs.plain
             if not self.has_proof or promised < PROMISING * (fixed + costs.row * self.rows):
                 self.rows = 0
         if count >= len(worth) and self.rows > 0:
@@ -218,10 +219,11 @@ class TreeTuner:
             seconds = costs.add_drafted(self.levels, self.rows, drafting, seconds, is_typical)
         if self.rows == 0:
             self.since_plain = 0
-            self.looking += self.is_beyond * (seconds - costs.plain)
         lost = seconds - made * costs.plain
         self.has_won = self.rows > 0 and lost < 0.0
         self.lost = max(self.lost + lost, -MOST_SAVED * costs.plain)
+        if self.rows == 0:
+            self.looking += self.is_beyond * lost
         if self.draft is not None:
             # Guesses for sequences that are ahead tell little of the others.
             tried, right = self.budget.observe(self.draft, self.kept, accept_index, tokens)
