@@ -393,7 +393,10 @@ CHOICE = [
         "nodes under guesses that nobody verified", "tree_tuner", "self.budget.observe(self.draft, self.kept,",
         "self.budget.observe(self.draft, None,",
     ),
-    of_drafts("what one sequence wins for all", "batch_progress", "(of_all - of_last) / len(self._left)", "of_all - of_last"),
+    of_drafts(
+        "what one sequence wins for all", "batch_progress",
+        "(of_all - of_last) / len(self._left)", "of_all - of_last",
+    ),
     of_drafts(
         "states of an earlier batch that are lost", "drafters/medusa",
         "if self._newest is not None and self._newest[0] != indices:", "if False:",
