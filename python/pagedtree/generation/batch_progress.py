@@ -43,7 +43,8 @@ class BatchProgress:
         return of_last + (of_all - of_last) / len(self._left)
 
     def expected(self, gain: float) -> float:
-        """How many plain steps to expect of a step whose accepted drafts are worth `gain` plain ones: the more sequences
-        there are, the less of it is the last one's.
+        """How many plain steps to expect of a step whose accepted drafts are worth `gain` plain ones.
+
+        The more sequences there are, the less of it is the last one's.
         """
         return 1.0 + (gain if self._others_wait else gain * 2.0 / (len(self._left) + 1))
