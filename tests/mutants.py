@@ -28,7 +28,7 @@ ATTENTION = ("tests/ops/test_tree_attention.py", "tests/ops/test_mixed_batches.p
 LATENT = ("tests/ops/test_latent_attention.py",)
 CHOSEN = tuple(
     f"tests/generation/test_{name}.py"
-    for name in ("combined_drafter", "tree_tuner", "generate_drafters", "block_drafter")
+    for name in ("combined_drafter", "node_budget", "tree_tuner", "generate_drafters", "block_drafter")
 )
 HYBRID = ("tests/generation/test_generate_hybrid.py",)
 

@@ -181,11 +181,10 @@ def test_a_budget_by_what_was_drawn_is_seen(budget, monkeypatch, toy, toy_draft,
 
     def even_ones_first(self, trees, *others):
         likely = np.ones_like(survival(self, trees, *others))
-        offsets, parents = trees.cu_nodes.tolist(), trees.parents.tolist()
-        for begin, end in itertools.pairwise(offsets):
+        for begin, end in itertools.pairwise(trees.cu_nodes.tolist()):
             for row in range(begin, end):
-                if parents[row] >= 0:
-                    likely[row] = likely[begin + parents[row]] * np.exp(-1.0 - 7.0 * odd[row])
+                if (parent := int(trees.parents[row])) >= 0:
+                    likely[row] = likely[begin + parent] * np.exp(-1.0 - 7.0 * odd[row])
         return likely
 
     monkeypatch.setattr(TreeTuner, "narrow", narrow_by_tokens)

@@ -136,6 +136,10 @@ class EagleDrafter(TreeGrower):
         if self._waiting_bytes <= MAX_WAITING_BYTES:
             return
         self._sort()
+        # Rejected nodes and finished sequences were counted, too.
+        self._waiting_bytes = sum(part.nbytes for each in self._waiting.values() for part in each.parts)
+        if self._waiting_bytes <= MAX_WAITING_BYTES:
+            return
         # What the head gives at the newest token is what `propose` needs, so that one waits.
         ends = [(sequence, sequence.root - 1) for sequence in self._known.values()]
         if any(self._num_readable(sequence, end) for sequence, end in ends):
@@ -162,7 +166,7 @@ class EagleDrafter(TreeGrower):
             rest = waiting.count - count
             self._waiting[sequence.index] = _Waiting(rest, [parts[count:].clone()] if rest else [])
             self._cached[sequence.index] = start + count
-        self._waiting_bytes = sum(part.nbytes for each in self._waiting.values() for part in each.parts)
+        self._waiting_bytes -= sum(each.nbytes for each in features)
         step, positions = self._causal_step(chunks)
         fused = self.head.fuse(torch.cat(features))
         states = self._run(torch.tensor(tokens).to(self.device), fused, positions, step)
