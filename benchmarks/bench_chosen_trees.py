@@ -1,12 +1,13 @@
 """What chains, fixed trees and `generate(tree="auto")` gain and cost beside plain decoding, on the demo's models.
 
 python -m pagedtree bench chosen_trees [--batch 1 2 4 8 16 32 64] [--max-new-tokens 96] [--pairs 16]
-    [--drafters NAME ...] [--device cuda] [--json PATH]
+    [--texts 16] [--drafters NAME ...] [--device cuda] [--json PATH]
 
 Trees that do not pay shall cost next to nothing, which rounds of whole generations are too coarse to show. Each
 generation therefore runs beside one of plain decoding, the two taking turns step by step (lockstep.py), and as many of
-plain decoding beside itself tell what the machine adds. The drafter keeps what it learnt from pair to pair ("auto") or
-starts anew in each ("auto from scratch").
+plain decoding beside itself tell what the machine adds. Each pair has other texts, as those of one small batch may all
+be easy to guess or all hard, and small batches have so many pairs that `--texts` of them are seen. The drafter keeps
+what it learnt from pair to pair ("auto") or starts anew in each ("auto from scratch").
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 from collections import defaultdict
 from typing import Any
 
-from bench_end_to_end import PLAIN, Candidate, arguments, prepare
+from bench_end_to_end import PLAIN, Candidate, Tokens, arguments, prepare
 from lockstep import Player, in_lockstep
 from measure import median_interval, save
 from suite import Progress
@@ -26,21 +27,25 @@ FIRST_TOKENS = 4
 
 
 def in_pairs(
-    target: Any, batch_size: int, run: dict[str, Candidate], run_first: dict[str, Candidate], pairs: int
+    target: Any, batches: list[Tokens], run: dict[str, Candidate], run_first: dict[str, Candidate]
 ) -> list[dict[str, Any]]:
     """What each gives over plain decoding: speed, and with chosen trees the time to the first token.
 
-    run_first: candidates for two tokens.
+    batches: the texts of each pair. run_first: candidates for two tokens.
     """
     names = [name for name in run if name.startswith("pagedtree")]
     chosen = [name for name in names if name == PLAIN or ", auto" in name]
     speed, first_token, drafted = defaultdict(list), defaultdict(list), defaultdict(list)
 
     def pair(run: dict[str, Candidate], name: str, turn: int) -> tuple[Player, Player]:
-        both = [lambda on_step, name=name: run[name](on_step=on_step) for name in (PLAIN, name)]  # type: ignore[misc]
+        batch = batches[turn % len(batches)]
+        both = [
+            lambda on_step, name=name: run[name](on_step=on_step, batch=batch)  # type: ignore[misc]
+            for name in (PLAIN, name)
+        ]
         return in_lockstep(target, *both) if turn % 2 else in_lockstep(target, *both[::-1])[::-1]  # type: ignore[return-value]
 
-    for turn in range(pairs):
+    for turn in range(len(batches)):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             plain, other = pair(run, name, turn)
             stats = other.result[1]
@@ -56,7 +61,7 @@ def in_pairs(
             )
     return [
         {
-            "batch": batch_size,
+            "batch": len(batches[0]),
             "name": name,
             "pairs": speed[name],
             "over_plain": median_interval(speed[name]),
@@ -76,14 +81,17 @@ def in_pairs(
 def main() -> int:
     parser = arguments(__doc__, "chosen_trees")
     parser.add_argument("--pairs", type=int, default=16)
+    parser.add_argument("--texts", type=int, default=16, help="how many of them are seen at least, by more pairs")
     args = parser.parse_args()
-    target, candidates_of, facts = prepare(args)
+    target, texts, candidates_of, facts = prepare(args, args.texts)
     facts |= {"threads": 1} if args.device == "cpu" else {}  # each generation of a pair has one thread
     bar, rows = Progress(len(args.batch)), []
     for batch_size in args.batch:
         bar.show(f"batch {batch_size}")
         run, run_first = candidates_of(batch_size, args.max_new_tokens), candidates_of(batch_size, 2)
-        rows += (found := in_pairs(target, batch_size, run, run_first, args.pairs))
+        pairs = max(args.pairs, -(-args.texts // batch_size))
+        batches = [[texts[(i * batch_size + j) % len(texts)] for j in range(batch_size)] for i in range(pairs)]
+        rows += (found := in_pairs(target, batches, run, run_first))
         bar.clear()
         bar.done += 1
         for row in found:

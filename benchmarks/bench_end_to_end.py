@@ -65,7 +65,7 @@ def ways(target: Any, tokenizer: Any, batch: Tokens, count: int) -> tuple[Candid
         return out[:, padded["input_ids"].shape[1] :].tolist(), None
 
     def ours(
-        drafter: Any = None, tree: str | None = None, on_step: OnStep | None = None
+        drafter: Any = None, tree: str | None = None, on_step: OnStep | None = None, batch: Tokens = batch
     ) -> tuple[Tokens, GenerationStats]:
         out, stats = generate(target, batch, drafter=drafter, tree=tree, max_new_tokens=count, on_step=on_step)
         return [row[len(prompt) :].tolist() for row, prompt in zip(out, batch, strict=True)], stats
@@ -166,8 +166,8 @@ def keep_memory() -> None:
         mallopt(mmap_threshold, 2**30)
 
 
-def loaded(args: argparse.Namespace, dtype: torch.dtype) -> tuple[Any, Any, Any, Tokens]:
-    """The demo's target, draft model and tokenizer, and prompts; no text ends."""
+def loaded(args: argparse.Namespace, dtype: torch.dtype, num_texts: int = 0) -> tuple[Any, Any, Any, Tokens]:
+    """The demo's target, draft model and tokenizer, and prompts, at least one for each sequence; no text ends."""
     keep_memory()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -180,12 +180,17 @@ def loaded(args: argparse.Namespace, dtype: torch.dtype) -> tuple[Any, Any, Any,
     for model in (target, draft):
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = tokenizer.pad_token_id
-    return target, draft, tokenizer, [tokenizer(text).input_ids for text in stdlib_prompts(max(args.batch))]
+    return target, draft, tokenizer, [tokenizer(text).input_ids for text in stdlib_prompts(max(*args.batch, num_texts))]
 
 
-def prepare(args: argparse.Namespace) -> tuple[Any, Callable[[int, int], dict[str, Candidate]], dict[str, Any]]:
-    """The target; the candidates for a batch size and so many tokens, warmed up; what else to save. No text ends."""
-    target, draft, tokenizer, texts = loaded(args, torch.float32)
+def prepare(
+    args: argparse.Namespace, num_texts: int = 0
+) -> tuple[Any, Tokens, Callable[[int, int], dict[str, Candidate]], dict[str, Any]]:
+    """The target; the prompts; the candidates for a batch size and so many tokens, warmed up; what else to save.
+
+    No text ends.
+    """
+    target, draft, tokenizer, texts = loaded(args, torch.float32, num_texts)
     makers = drafters(target, draft, args.drafters)
 
     def candidates_of(batch_size: int, count: int) -> dict[str, Candidate]:
@@ -193,7 +198,7 @@ def prepare(args: argparse.Namespace) -> tuple[Any, Callable[[int, int], dict[st
 
     for warm_up in candidates_of(1, 8).values():
         warm_up()
-    return target, candidates_of, facts_of(args)
+    return target, texts, candidates_of, facts_of(args)
 
 
 def facts_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -234,7 +239,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    _, candidates_of, facts = prepare(args)
+    _, _, candidates_of, facts = prepare(args)
     rows = by_batch_size(
         args.batch,
         lambda size: in_rounds(size, candidates_of(size, args.max_new_tokens), args.rounds),

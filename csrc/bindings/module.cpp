@@ -11,6 +11,7 @@
 #include "bindings/copied_text.h"
 #include "bindings/explain.h"
 #include "bindings/node_budget.h"
+#include "bindings/tree_search.h"
 #include "core/engine.h"
 #include "cpu/isa.h"
 
@@ -60,6 +61,10 @@ void bind_drafts(py::module_& m) {
   m.def("copied_text", &pagedtree::copied_text, py::arg("tokens"), py::arg("lengths"), py::arg("offsets"),
         py::arg("parents"), py::arg("draft_tokens"), py::arg("longest"),
         "How much of the text in front of each guess is that of an earlier copy, and log-probabilities by that.");
+  m.def("best_count", &pagedtree::best_count, py::arg("worth"), py::arg("is_draft"), py::arg("fixed"), py::arg("row"),
+        "How many rows, all roots among them, get the most done in a second.");
+  m.def("best_tree", &pagedtree::best_tree, py::arg("levels"), py::arg("costs"), py::arg("level_cost"),
+        "The parents of the tree with the most expected tokens per second; see pagedtree.choose_tree.");
   py::class_<NodeBudget>(m, "NodeBudget", "See pagedtree.generation.node_budget.")
       .def(py::init<>())
       .def("survival", &NodeBudget::survival, py::arg("offsets"), py::arg("parents"), py::arg("log_probs"),

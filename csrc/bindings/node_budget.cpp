@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <utility>
 
 namespace pagedtree {
@@ -167,6 +168,30 @@ std::pair<Array<int64_t>, Array<int64_t>> NodeBudget::observe(const Array<int64_
     hoped = kEaseKept * hoped + expected[b];
   }
   return {tried, right};
+}
+
+int64_t best_count(const Array<double>& worth, const Array<bool>& is_draft, double fixed, double row) {
+  expect_dims(worth, "worth", 1);
+  expect_dims(is_draft, "is_draft", 1);
+  if (worth.shape(0) != is_draft.shape(0)) throw std::invalid_argument("is_draft: expected one for each node");
+  double done = 0.0;
+  std::vector<double> drafts;
+  for (int64_t i = 0; i < worth.shape(0); ++i) {
+    if (is_draft.at(i)) {
+      drafts.push_back(worth.at(i));
+    } else {
+      done += worth.at(i);
+    }
+  }
+  std::sort(drafts.begin(), drafts.end(), std::greater<double>());
+  const int64_t num_roots = worth.shape(0) - static_cast<int64_t>(drafts.size());
+  double best = done / fixed, seconds = fixed;
+  int64_t count = 0;
+  for (size_t i = 0; i < drafts.size(); ++i) {
+    done += drafts[i], seconds += row;
+    if (done / seconds > best) best = done / seconds, count = static_cast<int64_t>(i) + 1;
+  }
+  return num_roots + count;
 }
 
 }  // namespace pagedtree

@@ -60,4 +60,9 @@ class NodeBudget {
   std::vector<int> bins_;      // none if the drafter told nothing
 };
 
+// How many rows, all roots among them, get the most done in a second. worth: [N], what a node is worth if it is
+// accepted, times how likely that is. is_draft: bool [N], false at roots. A step takes `fixed` seconds, and `row` more
+// for each node besides the roots.
+int64_t best_count(const Array<double>& worth, const Array<bool>& is_draft, double fixed, double row);
+
 }  // namespace pagedtree

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from pagedtree import _C
 from pagedtree._arguments import checked
 from pagedtree.tree import MAX_NODES, DraftTree
 
@@ -57,17 +58,8 @@ def choose_tree(
     if not (np.isfinite(costs) & (costs > 0)).all():
         size = int(np.argmin(np.isfinite(costs) & (costs > 0))) + 1
         raise ValueError(f"step_cost: expected a positive, finite number, got {costs[size - 1]} for {size} nodes")
-    costs = np.maximum.accumulate(costs)
-    levels = levels[: max(max_nodes - 1, 1)]
-    search = _Search(max_nodes)
-    best_rate, best = 1.0 / costs[0], (1, levels[:0])
-    # A bound on the depth changes the best tree only where levels cost something.
-    for depth in range(1, len(levels) + 1) if level_cost else [len(levels)]:
-        rates = search.tokens(levels[:depth])[1:] / (costs + level_cost * depth)
-        size = int(np.argmax(rates)) + 1
-        if size > 1 and rates[size - 1] > best_rate * (1 + 1e-12):
-            best_rate, best = rates[size - 1], (size, levels[:depth])
-    return DraftTree(search.parents(*best))
+    levels = np.ascontiguousarray(levels[: max(max_nodes - 1, 1)])
+    return DraftTree(_C.best_tree(levels, np.maximum.accumulate(costs), level_cost))
 
 
 @checked(own=("acceptance",))
@@ -111,54 +103,3 @@ def _levels(acceptance: Sequence[float] | Sequence[Sequence[float]] | np.ndarray
     if not ((levels >= 0) & (levels <= 1)).all() or (levels.sum(axis=1) > 1 + 1e-6).any():
         raise ValueError(f"acceptance: expected probabilities that sum to at most 1 per row, got {levels.tolist()}")
     return levels[:max_depth]
-
-
-class _Search:
-    """The best tree of each size over some levels.
-
-    subtree[n] is the expected number of accepted nodes in the best subtree of at most n nodes whose root stands at a
-    depth, given that this root is accepted; forest[n] that of the best n nodes below it, under its children of some
-    rank and up.
-    """
-
-    def __init__(self, max_nodes: int) -> None:
-        self.sizes = np.arange(max_nodes + 1)
-        left = self.sizes[:, None] - self.sizes[None, :]
-        self.left = left.clip(0)
-        self.impossible = np.where(left >= 0, 0.0, -np.inf)
-
-    def tokens(self, levels: np.ndarray, choices: list[list[np.ndarray]] | None = None) -> np.ndarray:
-        """[max_nodes + 1]; choices gets [depth][rank][n]: of n nodes, how many stand under the child of that rank."""
-        subtree = np.minimum(self.sizes, 1).astype(np.float64)  # at the last level: a leaf
-        for probabilities in levels[::-1]:
-            forest = np.zeros(len(self.sizes))
-            of_level: list[np.ndarray] = []
-            for probability in probabilities[::-1]:
-                # [n, k]: k nodes for this child, the rest for the next ranks; without this child there are no others.
-                values = probability * subtree + forest[self.left] + self.impossible
-                values[:, 0] = 0.0
-                if choices is not None:
-                    of_level.insert(0, values.argmax(axis=1))
-                forest = values.max(axis=1)
-            if choices is not None:
-                choices.insert(0, of_level)
-            subtree = np.concatenate([[0.0], 1.0 + forest[:-1]])
-        return subtree
-
-    def parents(self, size: int, levels: np.ndarray) -> list[int]:
-        """The parents of the best tree of at most `size` nodes, level by level."""
-        choices: list[list[np.ndarray]] = []
-        self.tokens(levels, choices)
-        parents, level = [-1], [(0, size - 1)]  # of each node: its index, and the nodes below it
-        for of_level in choices:
-            below = []
-            for node, left in level:
-                for choice in of_level:
-                    count = int(choice[left])
-                    if count == 0:
-                        break
-                    below.append((len(parents), count - 1))
-                    parents.append(node)
-                    left -= count
-            level = below
-        return parents

@@ -148,7 +148,7 @@ def budget(monkeypatch):
         self.tree, self.levels, self.is_look = None, 1.0, False
         return True
 
-    def best_count(worth, is_draft, seconds):
+    def best_count(worth, is_draft, fixed, row):
         return int((~is_draft).sum() + is_draft.sum() // 2)
 
     monkeypatch.setattr(TreeTuner, "wants_drafts", wants_drafts)

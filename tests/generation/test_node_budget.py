@@ -97,13 +97,13 @@ def test_hostile_trees_do_not_lead_out_of_the_arrays():
 @pytest.mark.parametrize("others_wait", [False, True])
 def test_progress_is_that_of_the_last_sequences(others_wait):
     far, near = BatchProgress([10, 30, 40], others_wait, 0.02), BatchProgress([8, 8], others_wait, 0.02)
-    assert far.counts.tolist() == [others_wait, True, True] and near.counts.all()
+    assert far.counts == [others_wait, True, True] and near.counts == [True, True]
     weights = [1 / 3] * 3 if others_wait else [0.02, 0.49, 0.49]
     assert far.weights == pytest.approx(weights) and near.weights == pytest.approx([0.5, 0.5])
-    found = np.array([1, 5, 2])
+    found = [1, 5, 2]
     # The last one was 40 tokens from its end, and is 38.
-    of_all, of_last = float(weights @ found), 2.0
+    of_all, of_last = float(np.dot(weights, found)), 2.0
     assert far.made(found) == pytest.approx(of_all if others_wait else of_last + (of_all - of_last) / 3)
-    assert near.made(np.array([1, 1])) == pytest.approx(1.0)
+    assert near.made([1, 1]) == pytest.approx(1.0)
     assert far.expected(0.4) == pytest.approx(1.4 if others_wait else 1.2)
     assert BatchProgress([8], others_wait, 0.02).expected(0.4) == pytest.approx(1.4)

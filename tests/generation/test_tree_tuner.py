@@ -369,7 +369,7 @@ def scheduled(monkeypatch):
         assert given is None or given.shape == draft.trees.parents.shape
         share = (2, 3)[len(steps) % 2]  # every other time some nodes are left out
 
-        def best_count(worth, is_draft, seconds):
+        def best_count(worth, is_draft, fixed, row):
             return max(len(worth) * share // 3, int((~is_draft).sum()))
 
         with patch.object(tree_tuner, "best_count", best_count):

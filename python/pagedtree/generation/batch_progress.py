@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import numpy as np
+from collections.abc import Iterable, Sequence
 
 __all__ = ["BatchProgress"]
 
@@ -22,24 +20,27 @@ class BatchProgress:
 
     Attributes:
         weights: [B], what a token of each sequence is worth, in plain steps; a plain step gives 1 in all.
-        counts: bool [B], the sequences whose tokens count in full.
+        counts: [B], whether each sequence is one whose tokens count in full.
     """
 
     def __init__(self, left: Iterable[int], others_wait: bool, row_share: float) -> None:
-        self._left, self._others_wait = np.array(list(left)), others_wait
-        self.counts = self._left >= (0.0 if others_wait else AHEAD * self._left.max())
-        of_row = min(row_share, 1.0 / len(self._left))
-        self.weights = of_row + (1.0 - of_row * len(self._left)) * self.counts / self.counts.sum()
+        self._left, self._others_wait = list(left), others_wait
+        size, least = len(self._left), 0.0 if others_wait else AHEAD * max(self._left)
+        self.counts = [left >= least for left in self._left]
+        of_row = min(row_share, 1.0 / size)
+        more = (1.0 - of_row * size) / sum(self.counts)
+        self.weights = [of_row + more * counts for counts in self.counts]
 
-    def made(self, found: np.ndarray) -> float:
+    def made(self, found: Sequence[int]) -> float:
         """How many plain steps a step stood for in which the sequences got `found` [B] tokens.
 
         What brings others forward, and not the last one, counts by the chance that these will be the last ones later.
         """
-        of_all = float((self.weights * found).sum())
+        of_all = sum(weight * count for weight, count in zip(self.weights, found, strict=True))
         if self._others_wait:
             return of_all
-        of_last = float(self._left.max() - max((self._left - found).max(), 0))
+        last = max(left - count for left, count in zip(self._left, found, strict=True))
+        of_last = max(self._left) - max(last, 0)
         return of_last + (of_all - of_last) / len(self._left)
 
     def expected(self, gain: float) -> float:

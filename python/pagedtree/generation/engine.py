@@ -210,12 +210,15 @@ class Engine:
     def _narrow(self, tuner: TreeTuner, draft: Draft, sequences: list[GeneratedSequence]) -> Draft:
         """The nodes that are worth verifying."""
         # Drawn drafts must not be chosen among by what was drawn: their rules take them for independent of that.
+        begin = time.perf_counter()
         is_drawn = self.drafter.draft_law in ("iid", "swor")
         confidence = None if is_drawn else self.drafter.confidence
         narrowed, rows = tuner.narrow(draft, confidence, [sequence.index for sequence in sequences])
         if rows is not None:
             self.drafter.narrow(narrowed, rows)
-        return _without_padding(narrowed)
+        narrowed = _without_padding(narrowed)
+        self.stats.draft_time += time.perf_counter() - begin
+        return narrowed
 
     def _propose(self, sequences: list[GeneratedSequence]) -> Draft:
         lengths = self._to_device([len(sequence.tokens) for sequence in sequences], torch.int32)

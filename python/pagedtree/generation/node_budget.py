@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
@@ -66,12 +66,10 @@ class NodeBudget:
         return self._native.observe(drafted, None if kept is None else kept.cpu().numpy(), accepted, came)
 
 
-def best_count(worth: np.ndarray, is_draft: np.ndarray, seconds: Callable[[np.ndarray], np.ndarray]) -> int:
+def best_count(worth: np.ndarray, is_draft: np.ndarray, fixed: float, row: float) -> int:
     """How many rows, all roots among them, get the most done in a second.
 
     worth: [N] what a node is worth if it is accepted, times how likely that is. is_draft: bool [N], False at roots.
-    seconds: of a step by how many nodes it has besides the roots.
+    fixed, row: seconds of a step without drafts, and of each node besides the roots.
     """
-    gains = np.concatenate([[0.0], np.cumsum(np.sort(worth[is_draft])[::-1])])
-    most = int(np.argmax((worth[~is_draft].sum() + gains) / seconds(np.arange(len(gains)))))
-    return len(worth) - len(gains) + 1 + most
+    return _C.best_count(worth, is_draft, fixed, row)

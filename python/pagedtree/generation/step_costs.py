@@ -77,4 +77,4 @@ class StepCosts:
         added, products = added + 0.02 * self.plain + most, products + GUESSED_ROWS * most
         self.row = max((steps * products - rows * added) / (steps * squares - rows * rows), 0.0)
         self.once = max((added - self.row * rows) / steps, 0.0)
-        self.level = (self._drafting[0] + 0.025 * self.plain) / (self._drafting[1] + 0.25)
+        self.level = (self._drafting[0] + 0.005 * self.plain) / (self._drafting[1] + 0.05)

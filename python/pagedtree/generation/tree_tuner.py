@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -27,9 +26,9 @@ PLAIN_AGES = (0, 4, 32)
 # Before a row of a decoding step was measured, it is taken to cost as much as this many tokens of a prompt.
 # The first drafts have so many rows at most, further ones at most twice as many as any before.
 ROW_TOKENS, FIRST_ROWS = 0.5, 8
-# The search for the best tree may take this share of the time, and is left out where all levels cost less than CHEAP
-# plain steps. The first drafts, which tell what a level costs, are chains of so many levels.
-CHOICE_SHARE, CHEAP, FIRST_DEPTH = 0.02, 0.3, 2
+# The best tree is looked for where all levels cost more than CHEAP plain steps: after each of the first drafts, and
+# then whenever the time of so many plain steps is over. The first drafts are chains of so many levels.
+CHEAP, CHOICE_STEPS, FIRST_DEPTH = 0.3, 8, 2
 # Where guesses were wrong, there are no drafts until what they took is this share of the time since.
 WRONG_SHARE = 0.1
 # Of a drafter whose guesses are partly free, every so many looks ask for the others, too.
@@ -108,7 +107,7 @@ class TreeTuner:
         if max(allowance, looks) <= 0.0:
             return False
         self.progress = BatchProgress(remaining.values(), others_wait, costs.row / costs.plain)
-        for tree, is_look in self._candidates(costs):
+        for tree, is_look in self._candidates(costs, allowance >= costs.once):
             levels = float(self.max_depth if tree is None else tree.max_depth)
             reading = unread * self.seconds_of_token if levels > 0.0 else 0.0
             needed = reading + costs.level * levels + (0.0 if is_look else costs.once)
@@ -119,18 +118,22 @@ class TreeTuner:
                 return True
         return False
 
-    def _candidates(self, costs: StepCosts) -> Iterator[tuple[DraftTree | None, bool]]:
-        """What the next step may draft, in the order of preference, and whether it only looks."""
+    def _candidates(self, costs: StepCosts, may_verify: bool) -> Iterator[tuple[DraftTree | None, bool]]:
+        """What the next step may draft, in the order of preference, and whether it only looks.
+
+        may_verify: whether more than looks are allowed.
+        """
         guess = None if self._is_cheap(costs) else ONE_GUESS
         if not self.has_proof:
             is_free = self.has_free_guesses and (self.num_looks + 1) % FREE_LOOKS > 0
             yield (ROOT if is_free else guess), True
             return
-        self._choose(costs)
-        if self.best is None or self.best.max_depth > 0:
-            yield self.best, False
-        if self.has_free_guesses:
-            yield ROOT, False
+        if may_verify:
+            self._choose(costs)
+            if self.best is None or self.best.max_depth > 0:
+                yield self.best, False
+            if self.has_free_guesses:
+                yield ROOT, False
         yield (ROOT if self.has_free_guesses else guess), True
 
     def _choose(self, costs: StepCosts) -> None:
@@ -138,10 +141,12 @@ class TreeTuner:
         if self._is_cheap(costs):
             # Whatever is drafted: a tree that suits most sequences may be too small for those that are easy to guess.
             self.best, self.chosen = None, (None, 0.0)
-        elif not self.is_warm:
+            return
+        if not self.is_warm:
             self.best = DraftTree.chain(min(self.max_depth, self.max_nodes - 1, FIRST_DEPTH))
-        elif self.elapsed >= self.chosen[1] or self.chosen[0] != (costs, min(costs.num_drafted, 3)):
-            begin, size = time.perf_counter(), int(self.progress.counts.sum())
+            return
+        basis, size = (costs, min(costs.num_drafted, 3)), sum(self.progress.counts)
+        if self.elapsed >= self.chosen[1] or self.chosen[0] != basis:
             self.best = choose_tree(
                 self.budget.acceptance,
                 lambda n: costs.plain + (costs.once + size * costs.row * (n - 1) if n > 1 else 0.0),
@@ -149,8 +154,7 @@ class TreeTuner:
                 max_depth=self.max_depth,
                 level_cost=costs.level,
             )
-            until = self.elapsed + (time.perf_counter() - begin) / CHOICE_SHARE
-            self.chosen = (costs, min(costs.num_drafted, 3)), until
+            self.chosen = basis, self.elapsed + CHOICE_STEPS * costs.plain
 
     def _is_cheap(self, costs: StepCosts) -> bool:
         return costs.level * self.max_depth <= CHEAP * costs.plain
@@ -174,7 +178,7 @@ class TreeTuner:
         worth = survival * np.repeat(self.progress.weights, np.diff(trees.cu_nodes.cpu().numpy()))
         is_draft = trees.parents.cpu().numpy()[: len(worth)] >= 0
         fixed = costs.expected(self.levels, 0.0)
-        count = best_count(worth, is_draft, lambda count: fixed + costs.row * count)
+        count = best_count(worth, is_draft, fixed, costs.row)
         count = min(count, num_trees + max(FIRST_ROWS, 2 * costs.most_rows))
         self.rows = count - num_trees
         if self.is_look and self.rows > 0:
@@ -209,7 +213,7 @@ class TreeTuner:
             self.budget.fade()
             return
         self.since_plain += 1
-        made = self.progress.made((accept_index >= 0).sum(dim=1).cpu().numpy())
+        made = self.progress.made((accept_index >= 0).sum(dim=1).tolist())
         if not self.is_warm:  # it also pays for what is set up only once
             self.is_warm = True
             seconds = min(seconds, (made + 2.0) * costs.plain)
@@ -219,7 +223,8 @@ class TreeTuner:
             seconds = costs.add_drafted(self.levels, self.rows, drafting, seconds, is_typical)
         if self.rows == 0:
             self.since_plain = 0
-        lost = seconds - made * costs.plain
+        # A pass without drafts has lost nothing, however long it took.
+        lost = seconds - made * costs.plain if self.rows > 0 else drafting
         self.has_won = self.rows > 0 and lost < 0.0
         self.lost = max(self.lost + lost, -MOST_SAVED * costs.plain)
         if self.rows == 0:
@@ -227,9 +232,10 @@ class TreeTuner:
         if self.draft is not None:
             # Guesses for sequences that are ahead tell little of the others.
             tried, right = self.budget.observe(self.draft, self.kept, accept_index, tokens)
-            is_news = bool(right[self.progress.counts].any()) and not (self.is_look and self.has_proof)
-            if self.rows == 0 and not is_news and tried[self.progress.counts].any():
-                self.resting_until = self.elapsed + (seconds - costs.plain) / WRONG_SHARE
+            counts = np.array(self.progress.counts)
+            is_news = bool(right[counts].any()) and not (self.is_look and self.has_proof)
+            if self.rows == 0 and not is_news and tried[counts].any():
+                self.resting_until = self.elapsed + lost / WRONG_SHARE
             self.has_proof |= bool(right.any())
             self.draft = None
 
