@@ -14,6 +14,10 @@ from typing import Any
 import predicted_tables as of_code
 from tables import DOCS, RESULTS, machine_line, table
 
+sys.path.insert(0, str(RESULTS.parent))
+
+from measure import median_interval
+
 
 def demo(result: dict[str, Any], name: str) -> str:
     rows = [
@@ -206,6 +210,21 @@ def end_to_end(result: dict[str, Any], name: str) -> str:
     return "\n\n".join(parts)
 
 
+def over_best_fixed(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """Chosen trees over the best, by its median, of plain decoding and what the same drafter does without choosing."""
+    drafter = row["name"].partition(" tree, auto")[0]
+    ways = {f"{drafter} chain": "chain", f"{drafter} tree": "tree"}
+    fixed = [other for other in rows if other["batch"] == row["batch"] and other["name"] in ways]
+    best = max(fixed, key=lambda other: other["over_plain"][1], default=None)
+    if best is None or best["over_plain"][1] < 1.0:
+        ratios, way = row["pairs"], "plain"
+    else:
+        ratios = [chosen / other for chosen, other in zip(row["pairs"], best["pairs"], strict=True)]
+        way = ways[best["name"]]
+    low, middle, high = median_interval(ratios)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f}, {way})"
+
+
 def chosen_trees(result: dict[str, Any], name: str) -> str:
     rows, arguments = result["rows"], result["machine"]["arguments"]
     chosen = [row for row in rows if "drafted_steps" in row]
@@ -216,9 +235,12 @@ def chosen_trees(result: dict[str, Any], name: str) -> str:
 
     parts = [
         machine_line(result["machine"], name) + f" {arguments['max_new_tokens']} tokens per sequence, greedy, fp32.",
-        f"Speed over plain decoding in {arguments['pairs']} pairs, median and its 95 % interval; first"
-        " plain decoding over itself:",
+        f"Speed over plain decoding in {arguments['pairs']} pairs of other texts each, or as many as make"
+        f" {arguments['texts']} texts, median and its 95 % interval; first plain decoding over itself:",
         by_batch(rows, lambda row: interval(row["over_plain"])),
+        "Chosen trees over the best of plain decoding, the chain and the fixed tree on the same texts, median of the"
+        " pairs, its interval, and which it was:",
+        by_batch([row for row in chosen if "auto" in row["name"]], lambda row: over_best_fixed(row, rows)),
         "Time to the first token over plain decoding's:",
         by_batch(chosen, lambda row: interval(row["first_token_over_plain"])),
         "Share of their steps that had drafts:",

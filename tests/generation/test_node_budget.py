@@ -8,7 +8,7 @@ import torch
 
 from pagedtree import Draft, DraftTree, TreeBatch
 from pagedtree.generation.batch_progress import BatchProgress
-from pagedtree.generation.node_budget import NodeBudget
+from pagedtree.generation.node_budget import NodeBudget, best_count
 
 
 @pytest.mark.parametrize("has_confidence", [False, True])
@@ -92,6 +92,21 @@ def test_hostile_trees_do_not_lead_out_of_the_arrays():
         native.observe(np.arange(3), None, node, np.array([[1]]))
     with pytest.raises(ValueError, match="sequences"):
         native.survival(offsets, parents, None, np.arange(2))
+
+
+def test_best_count_is_that_of_loops():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        num_trees, size = int(rng.integers(1, 5)), int(rng.integers(5, 40))
+        is_draft = rng.permutation(np.arange(size) >= num_trees)
+        worth = np.where(is_draft, rng.random(size) * rng.random(), 1.0 / num_trees)
+        fixed, row = 1.0 + rng.random(), float(rng.choice([0.0, 0.02, 0.2]))
+        drafts = sorted(worth[is_draft], reverse=True)
+        rates = [(1.0 + sum(drafts[:count])) / (fixed + row * count) for count in range(len(drafts) + 1)]
+        assert rates[best_count(worth, is_draft, fixed, row) - num_trees] == pytest.approx(max(rates))
+    assert best_count(np.ones(3), np.zeros(3, dtype=bool), 1.0, 0.1) == 3
+    with pytest.raises(ValueError, match="is_draft"):
+        best_count(np.ones(3), np.zeros(2, dtype=bool), 1.0, 0.1)
 
 
 @pytest.mark.parametrize("others_wait", [False, True])

@@ -288,6 +288,20 @@ def test_levels_are_learnt_though_they_read_what_was_accepted():
     assert tuner._costs_of(1).level == pytest.approx(0.25, rel=0.1)
 
 
+def test_a_slow_pass_without_drafts_is_not_laid_to_them():
+    """A look costs what the drafter took, and rests ten times as long as that, whatever else kept the machine busy."""
+    tuner, machine = TreeTuner(16, 5), Machine([0.6, 0.2])
+    one, other = torch.zeros(1, 1, dtype=torch.int32), torch.full((1, 1), 1000)
+    for seconds in (1.0, 1.0, 1.9):
+        tuner.observe([0], seconds, one, other)
+    tuner.is_warm = True
+    assert tuner.wants_drafts({0: 500}) and tuner.is_look
+    tuner.narrow(machine.draft(DraftTree.chain(1), {0: 0}), None, [0])
+    assert tuner.rows == 0
+    tuner.observe([0], 1.9, one, other, drafting=0.01)
+    assert tuner.lost == pytest.approx(0.01) and tuner.resting_until == pytest.approx(tuner.elapsed + 0.1)
+
+
 def test_the_budget_is_told_what_was_verified():
     tuner, machine, told = TreeTuner(16, 5), Machine([0.6, 0.2], row=0.2), []
     tuner.observe([0], 1.0, torch.zeros(1, 1), torch.zeros(1, 1))

@@ -223,15 +223,28 @@ def test_end_to_end_table_and_plot(scripts, tmp_path):
     (written,) = make_plots.write(tmp_path, tmp_path)
     assert b"n-gram tree stops paying" in written.read_bytes()
 
-    ratios = {"over_plain": [0.9, 1.25, 2.0], "first_token_over_plain": [0.98, 1.01, 1.02], "drafted_steps": 0.3}
+    ratios = {
+        "pairs": [0.9, 1.25, 2.0],
+        "over_plain": [0.9, 1.25, 2.0],
+        "first_token_over_plain": [0.98, 1.01, 1.02],
+        "drafted_steps": 0.3,
+    }
     rows = [{"batch": batch, "name": name, **ratios} for batch in rates for name in names[1::2]]
-    result = {"machine": machine | {"arguments": {"max_new_tokens": 9, "pairs": 4}}, "rows": rows}
+    result = {"machine": machine | {"arguments": {"max_new_tokens": 9, "pairs": 4, "texts": 7}}, "rows": rows}
     text = make_performance.chosen_trees(result, "nowhere")
-    assert "in 4 pairs" in text
+    assert "in 4 pairs of other texts each, or as many as make 7 texts" in text
     for name in names[1::2]:
         assert f"| {name} | 1.250 (0.900 to 2.000) | 1.250 (0.900 to 2.000) |" in text
         assert f"| {name} | 1.010 (0.980 to 1.020) | 1.010 (0.980 to 1.020) |" in text
         assert f"| {name} | 30% | 30% |" in text
+    auto = names[-1]
+    assert (
+        f"| {auto} | 1.25 (0.90 to 2.00, plain) | 1.25 (0.90 to 2.00, plain) |" in text
+    )  # no chain or fixed tree is known
+    rows += [{"batch": 1, "name": names[2], **ratios | {"pairs": [0.8, 1.0, 1.0]}}]
+    assert f"| {auto} | 1.25 (1.12 to 2.00, tree) | 1.25 (0.90 to 2.00, plain) |" in make_performance.chosen_trees(
+        result, "nowhere"
+    )
 
 
 def test_predictions_stand_beside_those_of_flashinfer(scripts, tmp_path, monkeypatch):
