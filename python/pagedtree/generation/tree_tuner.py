@@ -216,7 +216,7 @@ class TreeTuner:
         made = self.progress.made((accept_index >= 0).sum(dim=1).tolist())
         if not self.is_warm:  # it also pays for what is set up only once
             self.is_warm = True
-            seconds = min(seconds, (made + 2.0) * costs.plain)
+            seconds, drafting = min(seconds, (made + 2.0) * costs.plain), min(drafting, 2.0 * costs.plain)
         else:
             # What one step has accepted is read in the next as a matter of course; more of it tells nothing of levels.
             is_typical = self.since_plain > 1 or not self.catching_up
@@ -224,7 +224,7 @@ class TreeTuner:
         if self.rows == 0:
             self.since_plain = 0
         # A pass without drafts has lost nothing, however long it took.
-        lost = seconds - made * costs.plain if self.rows > 0 else drafting
+        lost = seconds - made * costs.plain if self.rows > 0 else min(drafting, seconds)
         self.has_won = self.rows > 0 and lost < 0.0
         self.lost = max(self.lost + lost, -MOST_SAVED * costs.plain)
         if self.rows == 0:
