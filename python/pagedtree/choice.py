@@ -58,7 +58,8 @@ def choose_tree(
     if not (np.isfinite(costs) & (costs > 0)).all():
         size = int(np.argmin(np.isfinite(costs) & (costs > 0))) + 1
         raise ValueError(f"step_cost: expected a positive, finite number, got {costs[size - 1]} for {size} nodes")
-    levels = np.ascontiguousarray(levels[: max(max_nodes - 1, 1)])
+    most = max(max_nodes - 1, 1)  # levels, and children of a node
+    levels = np.ascontiguousarray(levels[:most, :most])
     return DraftTree(_C.best_tree(levels, np.maximum.accumulate(costs), level_cost))
 
 

@@ -44,7 +44,8 @@ class GenerationStats:
     Attributes:
         steps: passes of the target model.
         packed_tokens: tokens fed to it, padding included.
-        wall_time, draft_time: seconds in all, and in the drafter (on a GPU only until its work is queued).
+        wall_time, draft_time: seconds in all, and in the drafter and to choose what is verified (on a GPU only
+            until the work is queued).
         num_pages, peak_pages, pages_taken: pages in the pool, held at most, and taken from it over the whole call.
         grammar_time: seconds in which masks of grammars were filled, as a rule while the target's pass ran.
         grammar_wait: seconds that this added: for masks that were late, and for telling the matchers what came.

@@ -223,7 +223,7 @@ class TreeTuner:
             seconds = costs.add_drafted(self.levels, self.rows, drafting, seconds, is_typical)
         if self.rows == 0:
             self.since_plain = 0
-        # A pass without drafts has lost nothing, however long it took.
+        # Where nothing is verified, only the drafter's time is lost, however long the pass took.
         lost = seconds - made * costs.plain if self.rows > 0 else min(drafting, seconds)
         self.has_won = self.rows > 0 and lost < 0.0
         self.lost = max(self.lost + lost, -MOST_SAVED * costs.plain)
