@@ -35,6 +35,7 @@ from typing import Any
 
 import fuzz_adapter_calls  # noqa: F401 - makes its calls known
 import fuzz_calls
+import fuzz_checkpoint_calls  # noqa: F401 - likewise
 import fuzz_recurrent_calls  # noqa: F401 - likewise
 import torch
 from fuzz_calls import VOCAB, Call

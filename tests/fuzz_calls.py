@@ -1,6 +1,7 @@
 """Valid calls of every public function that takes values from its user: what `fuzz.py` changes to hostile ones.
 
-Those of recurrent layers are in `fuzz_recurrent_calls.py`, those of the adapters in `fuzz_adapter_calls.py`.
+Those of recurrent layers are in `fuzz_recurrent_calls.py`, those of the adapters in `fuzz_adapter_calls.py`, those that
+load checkpoints in `fuzz_checkpoint_calls.py`.
 
 A call is made anew each time, so that nothing a call did to its arguments reaches the next one.
 """

@@ -14,6 +14,9 @@ from generate_case import NEW_TOKENS, SAMPLING, VOCAB, greedy, lists, prompts_of
 from safetensors.torch import load_file, save_file
 
 from pagedtree.generation import drafters
+from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
+from pagedtree.generation.drafters.eagle_config import EagleConfig
+from pagedtree.generation.drafters.rotary_config import Rotary
 from pagedtree.integrations.transformers import EagleDrafter, EagleHead, generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -304,7 +307,7 @@ def same_guesses(one, other):
     ],
 )
 def test_layers_that_a_config_names(entries, layers):
-    assert drafters.eagle_head._feature_layers(entries, 12) == layers
+    assert EagleConfig.read(ConfigEntries({**CONFIG, **entries})).feature_layers(12) == layers
 
 
 @pytest.mark.parametrize("kind", ["default", "linear", "llama3"])
@@ -328,29 +331,7 @@ def test_rotations_are_those_of_transformers(kind, version):
     expected = LlamaRotaryEmbedding(LlamaConfig(head_dim=64, rope_theta=5e5, rope_scaling=rotary)).inv_freq
     if version == 4:
         entries = {"rope_theta": 5e5, "rope_scaling": rotary if kind != "default" else None}
-    torch.testing.assert_close(drafters.eagle_head._frequencies(entries, 64), expected)
-
-
-@pytest.mark.parametrize(
-    ("entries", "message"),
-    [
-        ({"num_hidden_layers": 2}, "num_hidden_layers: expected 1, got 2"),
-        ({"hidden_act": "gelu"}, "expected hidden_act silu"),
-        ({"attention_bias": True}, "no biases"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type: expected default, linear or llama3, got yarn"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
-        ({"hidden_size": None}, "hidden_size is missing"),
-        ({"hidden_size": 64}, "embed_tokens.weight: expected it in a head of hidden_size 64, the target has 128"),
-        ({"intermediate_size": 64}, "midlayer.mlp.down_proj.weight is"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}, "fc.weight is"),
-    ],
-)
-def test_heads_that_do_not_fit_are_refused(model, head, tmp_path, entries, message):
-    head.save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
-    with pytest.raises(ValueError, match=message):
-        EagleHead.from_pretrained(tmp_path, model)
+    torch.testing.assert_close(Rotary.of(ConfigEntries(entries)).frequencies(64), expected)
 
 
 def test_tokens_that_the_target_lacks_are_refused(model, head, tmp_path):

@@ -109,6 +109,8 @@ class Engine:
 
     def run(self) -> None:
         try:
+            if hasattr(self.drafter, "check_target"):  # any object with `observe` is a drafter
+                self.drafter.check_target(self.model)
             self.drafter.begin(self.cache.page_size, self.sampling.for_drafts())
             while not self.scheduler.is_done:
                 self.step()

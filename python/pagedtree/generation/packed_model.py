@@ -37,6 +37,7 @@ class PackedModel(Protocol):
         device: where its weights are.
         vocab_size: it reads the token ids 0..vocab_size - 1.
         num_logits: columns of its logits, padding of the vocabulary included.
+        hidden_size: of what its decoder layers give for a token.
         num_weights: parameters, all in all.
         is_recurrent: whether it has recurrent layers; these call `PagedStep.recurrent`.
     """
@@ -49,6 +50,9 @@ class PackedModel(Protocol):
 
     @property
     def num_logits(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
 
     @property
     def num_weights(self) -> int: ...

@@ -183,6 +183,11 @@ class Drafter:
     num_weights: int = 0
     tuner: tuple[weakref.ref[Any], TreeTuner] | None = None  # what `generate(tree="auto")` learnt, and with which model
 
+    def check_target(self, model: PackedModel) -> None:
+        """Called before `begin` with the target; raises ValueError for one that this drafter is not made for: of other
+        sizes, or on another device.
+        """
+
     def prepare(self, sequences: list[GeneratedSequence]) -> None:
         """Called before `begin` with the sequences of a call; raises ValueError for what this drafter cannot serve."""
 

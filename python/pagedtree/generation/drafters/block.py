@@ -10,6 +10,8 @@ from torch import Tensor
 from pagedtree import Draft, DraftTree, append_kv, best_first_tree, slot_mapping
 from pagedtree.generation.drafters.base import MAX_WAITING_BYTES, Drafter, FeatureRows, PlainPasses, StepResult
 from pagedtree.generation.drafters.block_model import BlockDraftModel
+from pagedtree.generation.drafters.target import check_attention, check_place
+from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.paged_step import PagedStep
 from pagedtree.generation.rules import Sampling
@@ -62,6 +64,8 @@ class BlockDrafter(Drafter):
                 raise ValueError(f"{name}: expected at least {least}, got {value}")
         if depth > most:
             raise ValueError(f"depth: expected at most {most}, the mask tokens of a block, got {depth}")
+        config = model.config
+        check_attention(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         self.model, self.device = model, model.fc.weight.device
         self.feature_layers = model.config.target_layer_ids
         self.width, self.is_chain = width, width == 1
@@ -83,6 +87,10 @@ class BlockDrafter(Drafter):
         self._joint: Tensor | None = None  # joint log-probabilities of the last proposal's nodes
         self._limits = (self.max_nodes, self.max_depth)
         self._vocab_size: int | None = None
+
+    def check_target(self, model: PackedModel) -> None:
+        check_place([*self.model.parameters(), self.model.embeddings], model)
+        self.model.check_target(model.hidden_size, model.vocab_size)
 
     def begin(self, page_size: int, sampling: Sampling) -> None:
         self._reset(page_size)
@@ -106,9 +114,6 @@ class BlockDrafter(Drafter):
         self._selected = sequences
 
     def read(self, rows: FeatureRows) -> None:
-        width, expected = rows.features.shape[1], self.model.fc.in_features
-        if width != expected:
-            raise ValueError(f"drafter: expected a target with {expected} features of a token, got {width}")
         self._rows = rows
         self._waiting_bytes += rows.features.nbytes
         if rows.counts:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,14 +15,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pagedtree.generation.drafters.checkpoint_config import CONFIG_NAME, HARMLESS, ConfigEntries
+from pagedtree.generation.drafters.checkpoint_tensors import StoredTensors
+from pagedtree.generation.drafters.rotary_config import Rotary
+from pagedtree.generation.drafters.target import Target
+
 __all__ = ["BlockDraftConfig", "BlockDraftModel"]
 
 ARCHITECTURE = "DFlashDraftModel"
-CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
+# More than any draft model has; they bound what a config can ask for that no weight tells.
+MAX_LAYERS, MAX_BLOCK = 1024, 1024
 FULL, SLIDING = "full_attention", "sliding_attention"
 # What a checkpoint may hold of the target; it is not read, as the target's own is used.
 OF_TARGET = ("embed_tokens.weight", "lm_head.weight")
+
+# Columns of `fc`.
+FEATURES = "layers of target_layer_ids * hidden_size"
 
 # Layer, q [..., Hq, D], k and v [..., Hkv, D] of the block's tokens -> [..., Hq, D].
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -65,35 +74,61 @@ class BlockDraftConfig:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> BlockDraftConfig:
-        """From the contents of a config.json. Raises ValueError for what `BlockDraftModel` cannot compute."""
-        architectures = config.get("architectures") or [ARCHITECTURE]
-        if architectures != [ARCHITECTURE]:
-            raise ValueError(f"block drafter: expected architecture {ARCHITECTURE}, got {', '.join(architectures)}")
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        kind = rope.get("rope_type") or rope.get("type") or "default"
-        if kind != "default":
-            raise ValueError(f'block drafter: expected rope type "default", got {kind!r}')
-        if config.get("hidden_act", "silu") != "silu":
-            raise ValueError(f'block drafter: expected hidden_act "silu", got {config["hidden_act"]!r}')
+        """From the contents of a config.json. Raises ValueError for what `BlockDraftModel` cannot compute, and for
+        entries of which that is not known.
+        """
+        return cls._read(ConfigEntries(config))
+
+    @classmethod
+    def _read(cls, top: ConfigEntries) -> BlockDraftConfig:
+        """As `from_dict`; messages then name the file."""
+        top.words("architectures", [ARCHITECTURE])
         # Some keys stand in an inner dictionary, where DFlash looks first.
-        inner = config.get("dflash_config") or {}
-        found = {**config, **rope, **({"is_causal": inner["causal"]} if "causal" in inner else {}), **inner}
-        if found.get("attention_sink_bias"):
-            raise ValueError("block drafter: expected attention without sinks, got attention_sink_bias")
-        if found.get("head_dim") is None and "hidden_size" in found and "num_attention_heads" in found:
-            found["head_dim"] = found["hidden_size"] // found["num_attention_heads"]
-        known = {field.name: found[field.name] for field in fields(cls) if found.get(field.name) is not None}
-        missing = [name for name in cls.__match_args__ if name not in known and not hasattr(cls, name)]
-        if missing:
-            raise ValueError(f"block drafter: expected {', '.join(missing)} in its config")
-        for name in ("target_layer_ids", "layer_types"):
-            known[name] = tuple(known.get(name, ()))
-        unknown = set(known["layer_types"]) - {FULL, SLIDING}
-        if unknown:
-            raise ValueError(f"block drafter: expected layers of full or sliding attention, got {', '.join(unknown)}")
-        made = cls(**known)
-        for layer in range(made.num_hidden_layers):
-            made.window(layer)
+        inner = top.section("dflash_config")
+        found = ConfigEntries({**top.entries, **inner.entries}, top.where)
+        hidden, heads = found.integer("hidden_size"), found.integer("num_attention_heads")
+        kv_heads, layers = found.integer("num_key_value_heads"), found.integer("num_hidden_layers", most=MAX_LAYERS)
+        head_dim = found.integer("head_dim", hidden // heads if hidden % heads == 0 else None)
+        if heads % kv_heads:
+            found.refuse("num_key_value_heads", f"a divisor of num_attention_heads {heads}")
+        if head_dim % 2:
+            found.refuse("head_dim", "an even number, as halves are rotated")
+        causal = "causal" if "causal" in found else "is_causal"
+        made = cls(
+            hidden_size=hidden,
+            intermediate_size=found.integer("intermediate_size"),
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            block_size=found.integer("block_size", least=2, most=MAX_BLOCK),
+            mask_token_id=found.integer("mask_token_id", least=0),
+            target_layer_ids=found.integers("target_layer_ids", least=0),
+            rms_norm_eps=found.number("rms_norm_eps", 1e-6),
+            rope_theta=Rotary.of(found, ["default"]).theta,
+            attention_bias=found.flag("attention_bias", False),
+            layer_types=found.words("layer_types", (FULL, SLIDING)),
+            sliding_window=found.integer("sliding_window") if "sliding_window" in found else None,
+            is_causal=found.flag(causal, False) if causal in found else None,
+            input_embedding_scale=found.number("input_embedding_scale", 1.0),
+            output_multiplier=found.number("output_multiplier", 1.0),
+            final_logit_softcapping=(
+                found.number("final_logit_softcapping") if "final_logit_softcapping" in found else None
+            ),
+        )
+        if not made.target_layer_ids:
+            found.refuse("target_layer_ids", "layers of the target")
+        if len(made.layer_types) not in (0, layers):
+            found.refuse("layer_types", f"the kinds of num_hidden_layers {layers} layers")
+        if not made.layer_types:
+            found.only(use_sliding_window=False)
+        if made.is_causal is False and SLIDING in made.layer_types:
+            found.refuse(causal, "true or null with layers of sliding attention")
+        found.only(
+            hidden_act="silu", mlp_bias=False, attention_sink_bias=False, draft_vocab_size=found.value("vocab_size"),
+            target_hidden_size=hidden,
+        )  # fmt: skip
+        found.refuse_others({*HARMLESS, "dflash_config", "is_causal", "tie_word_embeddings", "use_sliding_window"})
         return made
 
     def to_dict(self) -> dict[str, Any]:
@@ -183,13 +218,19 @@ class BlockDraftModel(nn.Module):
 
     Args:
         config: sizes.
-        embed: the target's input embeddings, a module with `weight` [V, hidden_size].
+        embed: the target's input embeddings, a module with `weight` [V, hidden_size]. ValueError for another width.
         lm_head: the target's output layer, hidden states [..., hidden_size] -> logits [..., V].
     """
 
     def __init__(self, config: BlockDraftConfig, embed: nn.Module, lm_head: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.config = config
+        tokens = cast(Tensor, embed.weight)
+        if tokens.shape[1] != config.hidden_size or config.mask_token_id >= tokens.shape[0]:
+            raise ValueError(
+                f"embed: expected a weight of [more than mask_token_id {config.mask_token_id}, hidden_size"
+                f" {config.hidden_size}], got {[*tokens.shape]}"
+            )
         num_features = len(config.target_layer_ids) * config.hidden_size
         self.fc = nn.Linear(num_features, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -199,6 +240,25 @@ class BlockDraftModel(nn.Module):
         self.register_buffer("_inv_freq", (config.rope_theta**-exponents).float(), persistent=False)
         # In a tuple, so that the target's layers do not become submodules: their weights are not this model's to save.
         self._of_target = (embed, lm_head)
+
+    @property
+    def embeddings(self) -> Tensor:
+        """[V, hidden_size], the target's."""
+        return cast(Tensor, self._of_target[0].weight)
+
+    def check_target(self, hidden_size: int, vocab_size: int) -> None:
+        """Raises ValueError where the model does not fit a target whose layers have `hidden_size` outputs and which
+        reads the tokens 0..vocab_size - 1.
+        """
+        expected, (num_tokens, width) = self.fc.in_features, self.embeddings.shape
+        given = hidden_size * len(self.config.target_layer_ids)
+        if given != expected:
+            raise ValueError(f"drafter: expected a target with {expected} features of a token, got {given}")
+        if num_tokens < vocab_size or width != self.config.hidden_size:
+            raise ValueError(
+                f"drafter: expected embeddings of the target's {vocab_size} tokens and of hidden_size"
+                f" {self.config.hidden_size}, got {[num_tokens, width]}"
+            )
 
     def context(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of known tokens for each layer: features [..., len(target_layer_ids) * hidden_size] and
@@ -214,8 +274,7 @@ class BlockDraftModel(nn.Module):
 
         attend: attention of a layer's queries over the context and over the given keys and values of the blocks.
         """
-        weight = cast(Tensor, self._of_target[0].weight)
-        states = F.embedding(tokens, weight)
+        states = F.embedding(tokens, self.embeddings)
         if self.config.input_embedding_scale != 1.0:
             states = states * self.config.input_embedding_scale
         rotation = self._rotation(positions, states.dtype)
@@ -246,30 +305,30 @@ class BlockDraftModel(nn.Module):
     def from_pretrained(cls, path: str | Path, model: Any) -> BlockDraftModel:
         """A block drafter for `model` (its embeddings, output layer, device and dtype) from the folder `path`.
 
-        Raises ValueError for a checkpoint that is not as the class says, or not for this model.
+        Config and shapes are checked before any weight is read. ValueError names the file and the entry or tensor of a
+        checkpoint that is not as the class says, or not for this model, or of entries and tensors that are not known;
+        OSError for files that cannot be read.
         """
-        from safetensors.torch import load_file
-
-        path = Path(path)
-        config = BlockDraftConfig.from_dict(json.loads((path / CONFIG_NAME).read_text()))
-        embed, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
-        num_tokens, hidden_size = embed.weight.shape
-        if hidden_size != config.hidden_size or not 0 <= config.mask_token_id < num_tokens:
-            raise ValueError(
-                f"block drafter: expected a target of hidden size {config.hidden_size} with token"
-                f" {config.mask_token_id}, got hidden size {hidden_size} and {num_tokens} tokens"
-            )
-        drafter = cls(config, embed, lm_head)
-        tensors = {name: each for file in sorted(path.glob("*.safetensors")) for name, each in load_file(file).items()}
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in OF_TARGET}
-        expected = {name: tensor.shape for name, tensor in drafter.state_dict().items()}
-        if {name: tensor.shape for name, tensor in tensors.items()} != expected:
-            wrong = [n for n in sorted(expected | tensors) if n not in expected or n not in tensors] or [
-                name for name in sorted(expected) if tensors[name].shape != expected[name]
-            ]
-            raise ValueError(f"block drafter: missing, unknown or of another shape: {', '.join(wrong[:5])}")
-        drafter.load_state_dict(tensors)
-        return drafter.to(embed.weight.device, embed.weight.dtype).eval()
+        path, target = Path(path), Target.of(model)
+        device, dtype = target.place
+        entries = ConfigEntries.load(path)
+        config = BlockDraftConfig._read(entries)
+        num_tokens, width = target.embed_tokens.weight.shape  # type: ignore[misc]
+        if config.hidden_size != width:
+            entries.refuse("hidden_size", f"the target's {width}")
+        if config.mask_token_id >= num_tokens:
+            entries.refuse("mask_token_id", f"one of the target's {num_tokens} tokens", config.mask_token_id)
+        if max(config.target_layer_ids) >= target.num_layers:
+            layers = f"layers of the target's 0..{target.num_layers - 1}"
+            entries.refuse("target_layer_ids", layers, config.target_layer_ids)
+        if "vocab_size" in entries:
+            target.check(entries, "vocab_size", entries.integer("vocab_size"))
+        stored = StoredTensors(path, (WEIGHTS_NAME, "*.safetensors"))
+        shapes = _shapes(config)
+        stored.expect(shapes, _sizes(config), ignored=OF_TARGET)
+        drafter = cls(config, target.embed_tokens, target.lm_head)
+        drafter.load_state_dict({name: stored.load(name) for name in shapes})
+        return drafter.to(device, dtype).eval()
 
     def _rotation(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Cosines and sines for rotary embeddings, [2, ..., 1, head_dim]."""
@@ -281,3 +340,41 @@ class BlockDraftModel(nn.Module):
 def _rotated(states: Tensor, rotation: Tensor) -> Tensor:
     first, second = states.chunk(2, dim=-1)
     return states * rotation[0] + torch.cat([-second, first], dim=-1) * rotation[1]
+
+
+def _shapes(config: BlockDraftConfig) -> dict[str, str]:
+    """The tensors of a checkpoint, for each its sizes by the names of `_sizes`."""
+    heads, kv_heads = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
+    shapes = {
+        "fc.weight": f"hidden_size, {FEATURES}",
+        "hidden_norm.weight": "hidden_size",
+        "norm.weight": "hidden_size",
+    }
+    layer = {
+        "input_layernorm.weight": "hidden_size",
+        "self_attn.q_proj.weight": f"{heads}, hidden_size",
+        "self_attn.k_proj.weight": f"{kv_heads}, hidden_size",
+        "self_attn.v_proj.weight": f"{kv_heads}, hidden_size",
+        "self_attn.o_proj.weight": f"hidden_size, {heads}",
+        "self_attn.q_norm.weight": "head_dim",
+        "self_attn.k_norm.weight": "head_dim",
+        "post_attention_layernorm.weight": "hidden_size",
+        "mlp.gate_proj.weight": "intermediate_size, hidden_size",
+        "mlp.up_proj.weight": "intermediate_size, hidden_size",
+        "mlp.down_proj.weight": "hidden_size, intermediate_size",
+    }
+    if config.attention_bias:
+        rows = {"q": heads, "k": kv_heads, "v": kv_heads, "o": "hidden_size"}
+        layer |= {f"self_attn.{name}_proj.bias": size for name, size in rows.items()}
+    return shapes | {f"layers.{i}.{name}": layer[name] for i in range(config.num_hidden_layers) for name in layer}
+
+
+def _sizes(config: BlockDraftConfig) -> dict[str, int]:
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "head_dim": config.head_dim,
+        "num_attention_heads * head_dim": config.num_attention_heads * config.head_dim,
+        "num_key_value_heads * head_dim": config.num_key_value_heads * config.head_dim,
+        FEATURES: len(config.target_layer_ids) * config.hidden_size,
+    }

@@ -12,6 +12,7 @@ from torch import Tensor
 from pagedtree import Draft, DraftTree, build_trees
 from pagedtree.generation.drafters.base import Drafter, FeatureRows, StepResult, as_drafter
 from pagedtree.generation.drafters.ngram import NgramDrafter
+from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.proposal import as_draft
@@ -66,6 +67,10 @@ class CombinedDrafter(Drafter):
         self._asked: list[int] = []  # the trees of the last proposal that are the other drafter's
         self._rows: Tensor | None = None  # of both proposals, one behind the other, which the last one was made of
         self._num_copied = 0  # rows of the n-gram drafter's
+
+    def check_target(self, model: PackedModel) -> None:
+        if hasattr(self.other, "check_target"):  # any object with `observe` is a drafter
+            self.other.check_target(model)
 
     def prepare(self, sequences: list[GeneratedSequence]) -> None:
         self.other.prepare(sequences)

@@ -11,6 +11,8 @@ from pagedtree import Draft, DraftState
 from pagedtree.generation.drafters.base import MAX_WAITING_BYTES, FeatureRows, PlainPasses, StepResult, roots_only
 from pagedtree.generation.drafters.eagle_head import EagleHead
 from pagedtree.generation.drafters.grown import TreeGrower
+from pagedtree.generation.drafters.target import check_attention, check_place
+from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.paged_step import PagedStep
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
@@ -42,6 +44,8 @@ class EagleDrafter(TreeGrower):
     """
 
     def __init__(self, head: EagleHead, *, num_nodes: int = 16, depth: int = 5, width: int = 4) -> None:
+        sizes = head.config
+        check_attention(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim)
         self.head, self.feature_layers = head, head.feature_layers
         self.num_weights = sum(weight.numel() for weight in head.parameters())
         super().__init__(head.vocab_size, head.target_ids.device, "topk", num_nodes, depth, width)
@@ -53,6 +57,11 @@ class EagleDrafter(TreeGrower):
         self._waiting_bytes = 0  # of all features that wait, at most
         self._rows: FeatureRows | None = None  # of the pass that `observe` is about to tell of
         self._states: Tensor | None = None  # [B * F, H], what the head gave at the frontier that it read last
+
+    def check_target(self, model: PackedModel) -> None:
+        super().check_target(model)
+        check_place([*self.head.parameters(), self.head.input_rows, self.head.output_rows], model)
+        self.head.check_target(model.hidden_size, model.vocab_size)
 
     def begin(self, page_size: int, sampling: Sampling) -> None:
         largest = int(self.head.target_ids.max())

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pagedtree.generation.drafters.checkpoint_config import CONFIG_NAME, ConfigEntries
+from pagedtree.generation.drafters.checkpoint_tensors import StoredTensors
+from pagedtree.generation.drafters.eagle_config import LAYER_IDS, EagleConfig
+from pagedtree.generation.drafters.target import Target
+
 __all__ = ["EagleHead"]
 
-CONFIG_NAME = "config.json"
-WEIGHTS_NAMES = ("model.safetensors", "pytorch_model.bin")
-ARCHITECTURE = "LlamaForCausalLMEagle3"
-# The entries of config.json that the head is made of, and what SGLang and vLLM take where they are missing.
-SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-DEFAULTS = {"rms_norm_eps": 1e-6, "norm_before_residual": False, "hidden_act": "silu", "attention_bias": False}
+WEIGHTS_NAME = "model.safetensors"
+# Folders may hold their weights in one of these ways.
+WEIGHTS_NAMES = (WEIGHTS_NAME, "*.safetensors", "pytorch_model.bin")
+# Of a checkpoint, what the target's own stands for, or what follows from d2t.
+NOT_READ = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
+OWN_PARTS = ("embed_tokens.weight", "lm_head.weight")
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -33,8 +37,13 @@ class EagleHead(nn.Module):
 
     The draft vocabulary may be a part of the target's: `target_ids` are the target's ids of its tokens.
 
+    EAGLE 3.1 adds the entries norm_before_fc, fc_norm and norm_output. By the first two, the features are normed before
+    they are fused, all layers together or each for itself. By the third, the state in a draft is what the output layer
+    read at the node before, behind the last norm.
+
     Args:
-        config: entries of config.json, as SGLang and vLLM name them.
+        config: entries of config.json, as SGLang and vLLM name them. ValueError for what the head does not compute, and
+            for entries of which that is not known.
         embed_tokens, lm_head: the target's embedding and output layer. The head has its own in their place if its
             checkpoint does.
         feature_layers: the layers of the target whose outputs are the features (`Drafter.feature_layers`).
@@ -52,35 +61,81 @@ class EagleHead(nn.Module):
         target_ids: Tensor | None = None,
     ) -> None:
         super().__init__()
-        self.config = config = {**DEFAULTS, **config}
-        _check(config)
-        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        self.config = EagleConfig.read(ConfigEntries(config))
         self.feature_layers = tuple(feature_layers)
-        self.head_dim = config.get("head_dim") or hidden // heads
-        self.num_heads, self.num_kv_heads = heads, config.get("num_key_value_heads") or heads
-        rows: Tensor = lm_head.weight if target_ids is None else lm_head.weight[target_ids.to(lm_head.weight.device)]
+        num_tokens = lm_head.weight.shape[0]
         if target_ids is None:
-            target_ids = torch.arange(rows.shape[0])
+            target_ids, rows = torch.arange(num_tokens), lm_head.weight
+        else:
+            _check_ids("target_ids", target_ids, num_tokens)
+            rows = lm_head.weight[target_ids.to(lm_head.weight.device)]
         self.register_buffer("target_ids", target_ids, persistent=False)
-        features = config.get("target_hidden_size") or hidden
-        self.fc = nn.Linear(features * len(self.feature_layers), hidden, bias=False)
-        self.midlayer = _Layer(config, self.num_heads, self.num_kv_heads, self.head_dim)
-        self.norm = _Norm(hidden, config["rms_norm_eps"])
+        sizes, width = self.config, len(self.feature_layers) * self.config.target_hidden_size
+        self.input_norm = _Norm(width, sizes.rms_norm_eps) if sizes.norm_before_fc else None
+        self.fc_norm: nn.ModuleList | None = None
+        if sizes.fc_norm:
+            self.fc_norm = nn.ModuleList(
+                _Norm(sizes.target_hidden_size, sizes.rms_norm_eps) for _ in self.feature_layers
+            )
+        self.fc = nn.Linear(width, sizes.hidden_size, bias=False)
+        self.midlayer = _Layer(sizes)
+        self.norm = _Norm(sizes.hidden_size, sizes.rms_norm_eps)
         self.embed_tokens: nn.Embedding | None = None
         # In a tuple, so that the target's layer does not become a submodule: its weights are not the head's to save.
         self._embed_tokens = (embed_tokens,)
         # The target's own rows until the head has others.
         self.lm_head: nn.Linear | None = None
         self._rows = (rows.detach(),)
-        self._frequencies = _frequencies(config, self.head_dim)  # no buffer: they stay in fp32 in any dtype
+        self._frequencies = sizes.rotary.frequencies(sizes.head_dim)  # no buffer: they stay in fp32 in any dtype
 
     @property
     def vocab_size(self) -> int:
         """Tokens of the draft vocabulary."""
         return self.target_ids.shape[0]
 
+    @property
+    def embedding(self) -> nn.Module:
+        """The head's own, or the target's."""
+        return self._embed_tokens[0] if self.embed_tokens is None else self.embed_tokens
+
+    @property
+    def input_rows(self) -> Tensor:
+        """[V, hidden_size]: of the embedding."""
+        return cast(Tensor, self.embedding.weight)
+
+    @property
+    def output_rows(self) -> Tensor:
+        """[draft vocabulary, hidden_size]: of the head's own output layer, or of the target's."""
+        return self._rows[0] if self.lm_head is None else self.lm_head.weight
+
+    def check_target(self, hidden_size: int, vocab_size: int) -> None:
+        """Raises ValueError where the head does not fit a target whose layers have `hidden_size` outputs and which
+        reads the tokens 0..vocab_size - 1, or its own parts do not fit each other.
+        """
+        own, given = self.config.hidden_size, self.fc.in_features
+        if given != hidden_size * len(self.feature_layers):
+            raise ValueError(
+                f"drafter: expected a head of the target's hidden size {hidden_size}, got one that reads {given}"
+                f" features of {len(self.feature_layers)} layers"
+            )
+        if self.input_rows.shape[0] < vocab_size or self.input_rows.shape[1] != own:
+            raise ValueError(
+                f"embed_tokens.weight: expected [at least {vocab_size}, {own}] for the target's tokens and this head's"
+                f" hidden_size, got {[*self.input_rows.shape]}"
+            )
+        if self.output_rows.shape != (self.vocab_size, own):
+            raise ValueError(
+                f"lm_head.weight: expected {[self.vocab_size, own]} for the tokens of target_ids and this head's"
+                f" hidden_size, got {[*self.output_rows.shape]}"
+            )
+
     def fuse(self, features: Tensor) -> Tensor:
         """The target's features [T, F] to states [T, H]."""
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm is not None:
+            parts = features.chunk(len(self.fc_norm), dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         states: Tensor = self.fc(features)
         return states
 
@@ -90,17 +145,15 @@ class EagleHead(nn.Module):
         positions: int64, broadcast to tokens. attend: queries [..., T, Hq, D], keys and values [..., T, Hkv, D] ->
         [..., T, Hq, D].
         """
-        embed = self._embed_tokens[0] if self.embed_tokens is None else self.embed_tokens
         self._frequencies = self._frequencies.to(positions.device)
         angles = positions[..., None, None].float() * self._frequencies
         rotation = angles.cos().to(states.dtype), angles.sin().to(states.dtype)
-        out: Tensor = self.midlayer(embed(tokens), states, rotation, attend)
-        return out
+        out: Tensor = self.midlayer(self.embedding(tokens), states, rotation, attend)
+        return self.norm(out) if self.config.norm_output else out
 
     def logits(self, states: Tensor) -> Tensor:
         """What `forward` gave, [..., H], to logits over the draft vocabulary."""
-        rows = self._rows[0] if self.lm_head is None else self.lm_head.weight
-        return F.linear(self.norm(states), rows)
+        return F.linear(states if self.config.norm_output else self.norm(states), self.output_rows)
 
     def save_pretrained(
         self, path: str | Path, dtype: torch.dtype = torch.bfloat16, *, needs_target: bool = False
@@ -114,72 +167,76 @@ class EagleHead(nn.Module):
 
         path = Path(path)
         path.mkdir(parents=True, exist_ok=True)
-        vocab_size = int(self.config["vocab_size"])
-        config = {
-            **self.config,
-            "architectures": [ARCHITECTURE],
-            "model_type": "llama",
-            "num_hidden_layers": 1,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "tie_word_embeddings": False,
-            "vocab_size": vocab_size,
+        config = self.config
+        entries = config.to_entries() | {
             "draft_vocab_size": self.vocab_size,
-            "target_hidden_size": self.fc.in_features // len(self.feature_layers),
             # SGLang names layers by their outputs, vLLM by their inputs.
-            "eagle_config": {
-                "eagle_aux_hidden_state_layer_ids": list(self.feature_layers),
-                "use_aux_hidden_state": True,
-            },
-            "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in self.feature_layers],
+            "eagle_config": {LAYER_IDS: list(self.feature_layers), "use_aux_hidden_state": True},
+            LAYER_IDS: [layer + 1 for layer in self.feature_layers],
         }
-        (path / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
+        (path / CONFIG_NAME).write_text(json.dumps(entries, indent=2) + "\n")
         tensors = {name: tensor.detach().to(dtype).contiguous() for name, tensor in self.state_dict().items()}
         if self.lm_head is None and not needs_target:
             tensors["lm_head.weight"] = self._rows[0].to(dtype).contiguous()
         ids = self.target_ids.cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True)
-        save_file(tensors, path / WEIGHTS_NAMES[0], metadata={"format": "pt"})
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+        save_file(tensors, path / WEIGHTS_NAME, metadata={"format": "pt"})
 
     @classmethod
     def from_pretrained(cls, path: str | Path, model: Any) -> EagleHead:
-        """The head for `model`, on its device and in its dtype, from a folder as SGLang and vLLM load it.
+        """The head for `model`, on its device and in its dtype, from a folder as SGLang, vLLM or speculators write it.
 
         Without d2t the draft vocabulary is the target's. Where a tensor embed_tokens.weight or lm_head.weight is
-        missing, the target's rows stand in for it. ValueError for a head of another architecture or size, or tensors
-        that do not fit.
+        missing, the target's rows stand in for it. Config and shapes are checked before any weight is read. ValueError
+        names the file and the entry or tensor of a head of another architecture, for another target, or of entries and
+        tensors that are not known; OSError for files that cannot be read.
         """
-        path = Path(path)
-        config = json.loads((path / CONFIG_NAME).read_text())
-        tensors = {_own_name(name): tensor for name, tensor in _read_weights(path).items()}
-        embed_tokens, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
-        tensors.pop("t2d", None)
-        offsets = tensors.pop("d2t", None)
-        ids = None if offsets is None else offsets.long() + torch.arange(len(offsets))
-        target_vocab = lm_head.weight.shape[0]
-        if ids is not None and bool(((ids < 0) | (ids >= target_vocab)).any()):
-            raise ValueError(f"d2t: expected tokens of the target's {target_vocab}, got {int(ids.min())}..{ids.max()}")
-        num_layers = model.config.get_text_config().num_hidden_layers
-        head = cls(config, embed_tokens, lm_head, _feature_layers(config, num_layers), ids)
-        if config.get("tie_word_embeddings") and "embed_tokens.weight" in tensors:
-            tensors.setdefault("lm_head.weight", tensors["embed_tokens.weight"])
-        if (own := tensors.get("embed_tokens.weight")) is not None:
-            head.embed_tokens = nn.Embedding(*own.shape)
-        if (own := tensors.get("lm_head.weight")) is not None:
-            if ids is None and own.shape[0] != target_vocab:
-                raise ValueError(f"lm_head.weight: expected {target_vocab} rows, or a tensor d2t, got {own.shape[0]}")
-            head.lm_head = nn.Linear(own.shape[1], own.shape[0], bias=False)
-        for name, target in (("embed_tokens", embed_tokens), ("lm_head", lm_head)):
-            width, wanted = target.weight.shape[1], config["hidden_size"]
-            if getattr(head, name) is None and width != wanted:
+        path, target = Path(path), Target.of(model)
+        device, dtype = target.place
+        entries = ConfigEntries.load(path)
+        config = EagleConfig.read(entries)
+        target.check(entries, "vocab_size", config.vocab_size)
+        if config.target_hidden_size != target.hidden_size:
+            entries.refuse("target_hidden_size", f"the target's {target.hidden_size}", config.target_hidden_size)
+        layers = config.feature_layers(target.num_layers)
+        stored = StoredTensors(path, WEIGHTS_NAMES, _own_name)
+        draft_vocab = config.draft_vocab_size or stored.first_size("d2t") or config.vocab_size
+        if draft_vocab > config.vocab_size or (draft_vocab < config.vocab_size and "d2t" not in stored):
+            entries.refuse(
+                "draft_vocab_size", f"vocab_size {config.vocab_size}, or less with a tensor d2t", draft_vocab
+            )
+        stored.expect(
+            config.shapes(len(layers)),
+            config.sizes(len(layers), draft_vocab),
+            optional=(*OWN_PARTS, "d2t"),
+            integers=("d2t",),
+            ignored=NOT_READ,
+        )
+        own = [name for name in OWN_PARTS if name in stored]
+        is_tied = config.tie_word_embeddings and own == ["embed_tokens.weight"]
+        if is_tied:
+            if draft_vocab != config.vocab_size:
+                entries.refuse("tie_word_embeddings", f"false with {draft_vocab} of {config.vocab_size} tokens")
+            own = list(OWN_PARTS)
+        for name, weight in zip(OWN_PARTS, (target.embed_tokens.weight, target.lm_head.weight), strict=True):
+            if name not in own and weight.shape[1] != config.hidden_size:
                 raise ValueError(
-                    f"{name}.weight: expected it in a head of hidden_size {wanted}, the target has {width}"
+                    f"{path}: {name}: expected it with hidden_size {config.hidden_size}, the target's has width"
+                    f" {weight.shape[1]}"
                 )
-        _check_shapes(head, tensors)
-        head.load_state_dict(tensors)
-        weight = lm_head.weight
-        return head.to(weight.device, weight.dtype).eval()
+        ids, num_rows = None, target.lm_head.weight.shape[0]
+        if "d2t" in stored or draft_vocab != num_rows:  # without d2t the target may have padding behind its tokens
+            ids = torch.arange(draft_vocab) + (stored.load("d2t") if "d2t" in stored else 0)
+            _check_ids("d2t", ids, num_rows)
+        head = cls(config.to_entries(), target.embed_tokens, target.lm_head, layers, ids)
+        if "embed_tokens.weight" in own:
+            head.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if "lm_head.weight" in own:
+            head.lm_head = nn.Linear(config.hidden_size, draft_vocab, bias=False)
+        tensors = {name: stored.load(name) for name in stored.names if name not in (*NOT_READ, "d2t")}
+        head.load_state_dict({"lm_head.weight": tensors["embed_tokens.weight"], **tensors} if is_tied else tensors)
+        return head.to(device, dtype).eval()
 
 
 class _Norm(nn.Module):
@@ -194,25 +251,26 @@ class _Norm(nn.Module):
 class _Layer(nn.Module):
     """Names of the modules are those of the tensors in a checkpoint."""
 
-    def __init__(self, config: dict[str, Any], num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(self, config: EagleConfig) -> None:
         super().__init__()
-        hidden, eps = config["hidden_size"], config["rms_norm_eps"]
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         self.hidden_norm, self.input_layernorm = _Norm(hidden, eps), _Norm(hidden, eps)
         self.post_attention_layernorm = _Norm(hidden, eps)
-        self.head_dim, self.is_residual_normed = head_dim, config["norm_before_residual"]
+        self.head_dim, self.is_residual_normed = config.head_dim, config.norm_before_residual
         self.self_attn = nn.ModuleDict(
             {
-                "q_proj": nn.Linear(2 * hidden, num_heads * head_dim, bias=False),
-                "k_proj": nn.Linear(2 * hidden, num_kv_heads * head_dim, bias=False),
-                "v_proj": nn.Linear(2 * hidden, num_kv_heads * head_dim, bias=False),
-                "o_proj": nn.Linear(num_heads * head_dim, hidden, bias=False),
+                "q_proj": nn.Linear(2 * hidden, queries, bias=False),
+                "k_proj": nn.Linear(2 * hidden, keys, bias=False),
+                "v_proj": nn.Linear(2 * hidden, keys, bias=False),
+                "o_proj": nn.Linear(queries, hidden, bias=False),
             }
         )
         self.mlp = nn.ModuleDict(
             {
-                "gate_proj": nn.Linear(hidden, config["intermediate_size"], bias=False),
-                "up_proj": nn.Linear(hidden, config["intermediate_size"], bias=False),
-                "down_proj": nn.Linear(config["intermediate_size"], hidden, bias=False),
+                "gate_proj": nn.Linear(hidden, config.intermediate_size, bias=False),
+                "up_proj": nn.Linear(hidden, config.intermediate_size, bias=False),
+                "down_proj": nn.Linear(config.intermediate_size, hidden, bias=False),
             }
         )
 
@@ -237,76 +295,14 @@ def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def _rotary(config: dict[str, Any]) -> dict[str, Any]:
-    """The entries of the rotary embedding: transformers 5 writes rope_parameters, 4 rope_theta and rope_scaling."""
-    given = config.get("rope_parameters") or {
-        "rope_theta": config.get("rope_theta"),
-        **(config.get("rope_scaling") or {}),
-    }
-    kind = given.get("rope_type") or given.get("type") or "default"
-    return {**given, "rope_type": kind, "rope_theta": given.get("rope_theta") or 10000.0}
-
-
-def _frequencies(config: dict[str, Any], head_dim: int) -> Tensor:
-    """fp32 [head_dim / 2]: angles of a step of one position."""
-    rotary = _rotary(config)
-    steps = rotary["rope_theta"] ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    if rotary["rope_type"] == "linear":
-        return steps / rotary["factor"]
-    if rotary["rope_type"] == "llama3":  # slow ones are slowed down further, as in Llama 3.1's report
-        low, high = rotary["low_freq_factor"], rotary["high_freq_factor"]
-        turns = rotary["original_max_position_embeddings"] * steps / (2 * math.pi)
-        share = ((turns - low) / (high - low)).clamp(0, 1)
-        return steps * (share + (1 - share) / rotary["factor"])
-    return steps
-
-
-def _check(config: dict[str, Any]) -> None:
-    """ValueError for what the head does not compute."""
-    missing = [name for name in SIZES if not config.get(name)]
-    if missing:
-        raise ValueError(f"{CONFIG_NAME}: expected the sizes of a Llama layer, {', '.join(missing)} is missing")
-    if config.get("num_hidden_layers", 1) != 1:
-        raise ValueError(f"num_hidden_layers: expected 1, got {config['num_hidden_layers']}")
-    if config["hidden_act"] != "silu" or config["attention_bias"] or config.get("mlp_bias"):
-        raise ValueError(f"{CONFIG_NAME}: expected hidden_act silu and no biases, got {config['hidden_act']} or biases")
-    if config.get("eagle_config", {}).get("use_aux_hidden_state") is False:
-        raise ValueError("eagle_config: expected use_aux_hidden_state, got a head on the last hidden state alone")
-    kind = _rotary(config)["rope_type"]
-    if kind not in ("default", "linear", "llama3"):
-        raise ValueError(f"rope_type: expected default, linear or llama3, got {kind}")
-
-
-def _feature_layers(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The target's layers, of which it has `num_layers`, whose outputs the head reads."""
-    by_output = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    by_input = config.get("eagle_aux_hidden_state_layer_ids")
-    if by_output:  # SGLang's
-        return tuple(by_output)
-    inputs = by_input or (2, num_layers // 2, num_layers - 3)  # vLLM's, and where both look without an entry
-    return tuple(layer - 1 for layer in inputs)
-
-
 def _own_name(name: str) -> str:
     """SGLang's training writes midlayer, vLLM's layers.0; some have the model in front."""
     return name.removeprefix("model.").replace("layers.0.", "midlayer.")
 
 
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    if (path / WEIGHTS_NAMES[0]).exists():
-        from safetensors.torch import load_file  # of an extra of the package
-
-        return load_file(path / WEIGHTS_NAMES[0])
-    weights: dict[str, Tensor] = torch.load(path / WEIGHTS_NAMES[1], map_location="cpu", weights_only=True)
-    return weights
-
-
-def _check_shapes(head: nn.Module, tensors: dict[str, Tensor]) -> None:
-    own = {name: list(tensor.shape) for name, tensor in head.state_dict().items()}
-    given = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    wrong = sorted(name for name in own.keys() | given.keys() if own.get(name) != given.get(name))
-    if wrong:
-        name = wrong[0]
-        raise ValueError(
-            f"checkpoint: expected tensors of its config, but {name} is {given.get(name)} in place of {own.get(name)}"
-        )
+def _check_ids(name: str, ids: Tensor, num_tokens: int) -> None:
+    """ValueError for draft tokens that the target lacks."""
+    if ids.ndim != 1 or not len(ids) or ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{name}: expected integers [draft vocabulary], got {ids.dtype} {[*ids.shape]}")
+    if bool(((ids < 0) | (ids >= num_tokens)).any()):
+        raise ValueError(f"{name}: expected tokens of the target's {num_tokens}, got {int(ids.min())}..{ids.max()}")

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from pagedtree import Draft, DraftState, DraftTree, expand_tree, rerank_tree, slot_mapping, start_draft
 from pagedtree.generation.drafters.base import Drafter
+from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.paged_step import PagedStep
 from pagedtree.generation.rules import Sampling
@@ -74,6 +75,10 @@ class TreeGrower(Drafter):
         self._selected: list[GeneratedSequence] = []
         self._grown: tuple[Tensor, int] | None = None  # the scores of the last proposal's candidates, and its nodes
         self._limits = (self.max_nodes, self.max_depth)
+
+    def check_target(self, model: PackedModel) -> None:
+        if self.device != model.device:
+            raise ValueError(f"drafter: expected its model on the target's device {model.device}, got {self.device}")
 
     def end(self) -> None:
         self._reset(page_size=1)

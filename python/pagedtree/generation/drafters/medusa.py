@@ -14,24 +14,34 @@ from torch.nn import functional as F
 
 from pagedtree import Commit, Draft, DraftTree, best_first_tree, medusa_propose
 from pagedtree.generation.drafters.base import Drafter, StepResult, roots_only
+from pagedtree.generation.drafters.checkpoint_config import CONFIG_NAME, HARMLESS, ConfigEntries
+from pagedtree.generation.drafters.checkpoint_tensors import StoredTensors
+from pagedtree.generation.drafters.target import Target, check_place
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 
 __all__ = ["MedusaDrafter", "MedusaHeads", "best_trees", "medusa_tree"]
 
-CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "medusa.safetensors"
+SHAPES = {"weight": "num_heads, hidden_size, hidden_size", "bias": "num_heads, hidden_size"}
 
 
 class MedusaHeads(nn.Module):
     """Residual blocks that turn a model's last hidden state into that of a later position, read by its own `lm_head`.
 
     `lm_head` names the token after the hidden state's position; head i (from 0) the token i + 2 after it.
+
+    Raises ValueError for a hidden_size that `lm_head`, if it is a layer that tells, does not read.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, lm_head: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
+        for name, size in (("hidden_size", hidden_size), ("num_heads", num_heads)):
+            if size < 1:
+                raise ValueError(f"{name}: expected at least 1, got {size}")
+        if (width := getattr(lm_head, "in_features", hidden_size)) != hidden_size:
+            raise ValueError(f"hidden_size: expected {width}, what lm_head reads, got {hidden_size}")
         # Zero blocks are the identity, so that training starts from the model's own next-token guess.
         self.weight = nn.Parameter(torch.zeros(num_heads, hidden_size, hidden_size))
         self.bias = nn.Parameter(torch.zeros(num_heads, hidden_size))
@@ -45,6 +55,22 @@ class MedusaHeads(nn.Module):
     @property
     def hidden_size(self) -> int:
         return self.weight.shape[2]
+
+    def check_target(self, hidden_size: int) -> None:
+        """Raises ValueError where the heads do not fit a target whose output layer reads `hidden_size` values, or their
+        weights do not fit each other.
+        """
+        own = (self.num_heads, hidden_size, hidden_size)
+        if self.weight.shape != own or self.bias.shape != own[:2]:
+            raise ValueError(
+                f"drafter: expected heads of the target's hidden size {hidden_size}, weight {[*own]} and bias"
+                f" {[*own[:2]]}, got {[*self.weight.shape]} and {[*self.bias.shape]}"
+            )
+
+    @property
+    def vocab_size(self) -> int | None:
+        """What the output layer gives; None where it does not tell."""
+        return getattr(self._lm_head[0], "out_features", None)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., hidden], normalised as `lm_head` takes them, to logits [..., num_heads, vocab]."""
@@ -66,19 +92,31 @@ class MedusaHeads(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, model: Any) -> MedusaHeads:
-        """Heads for `model` (its output layer, device and dtype) from the folder `path`."""
-        lm_head = model.get_output_embeddings()
-        return cls.load(path, lm_head).to(lm_head.weight.device, lm_head.weight.dtype).eval()
+        """Heads for `model` (its output layer, device and dtype) from the folder `path`.
+
+        Config and shapes are checked before any weight is read. ValueError names the file and the entry or tensor of
+        heads for another target, or of entries and tensors that are not known; OSError for files that cannot be read.
+        """
+        target = Target.of(model)
+        return cls.load(path, target.lm_head).to(*target.place).eval()
 
     @classmethod
     def load(cls, path: str | Path, lm_head: Callable[[Tensor], Tensor]) -> MedusaHeads:
-        """Heads from the folder `path`, with any output layer: hidden states [..., hidden] to logits [..., vocab]."""
-        from safetensors.torch import load_file
+        """Heads from the folder `path`, with any output layer: hidden states [..., hidden] to logits [..., vocab].
 
+        Raises what `from_pretrained` does.
+        """
         path = Path(path)
-        config = json.loads((path / CONFIG_NAME).read_text())
-        heads = cls(config["hidden_size"], config["num_heads"], lm_head)
-        heads.load_state_dict(load_file(path / WEIGHTS_NAME))
+        entries = ConfigEntries.load(path)
+        entries.word("model_type", ("medusa",), "medusa")
+        sizes = {name: entries.integer(name) for name in ("num_heads", "hidden_size")}
+        entries.refuse_others(HARMLESS)
+        if (width := getattr(lm_head, "in_features", sizes["hidden_size"])) != sizes["hidden_size"]:
+            entries.refuse("hidden_size", f"the target's {width}")
+        stored = StoredTensors(path, (WEIGHTS_NAME,))
+        stored.expect(SHAPES, sizes)
+        heads = cls(sizes["hidden_size"], sizes["num_heads"], lm_head)
+        heads.load_state_dict({name: stored.load(name) for name in SHAPES})
         return heads
 
 
@@ -130,6 +168,8 @@ class MedusaDrafter(Drafter):
         if isinstance(tree, DraftTree):
             self.max_nodes, self.max_depth = tree.num_nodes, tree.max_depth
             self.is_chain = tree.num_nodes == tree.max_depth + 1
+            if tree.max_depth > (num_heads := getattr(heads, "num_heads", tree.max_depth)):
+                raise ValueError(f"tree: expected at most {num_heads} levels, one for each head, got {tree.max_depth}")
         else:
             if tree < 2:
                 raise ValueError(f"tree: expected at least 2 nodes (the root and a draft token), got {tree}")
@@ -143,8 +183,18 @@ class MedusaDrafter(Drafter):
         # the path among them that each sequence accepted.
         self._newest: tuple[list[int], Tensor, Commit] | None = None
         self._selected: list[GeneratedSequence] = []
+        self._vocab_size: int | None = None  # the target's
+
+    def check_target(self, model: PackedModel) -> None:
+        if isinstance(self.heads, nn.Module):
+            check_place(self.heads.parameters(), model)
+        if isinstance(self.heads, MedusaHeads):
+            self.heads.check_target(model.new_hidden(0).shape[1])
 
     def begin(self, page_size: int, sampling: Sampling) -> None:
+        self._vocab_size, own = sampling.vocab_size, getattr(self.heads, "vocab_size", None)
+        if None not in (own, self._vocab_size) and own != self._vocab_size:
+            raise ValueError(f"drafter: expected heads of the target's {self._vocab_size} tokens, got {own}")
         self._hidden, self._known, self._newest = None, set(), None
         self._wanted = None
 
@@ -171,6 +221,10 @@ class MedusaDrafter(Drafter):
             rows = torch.tensor(indices).to(tokens.device)
         assert self._hidden is not None
         logits = self.heads(self._hidden.index_select(0, rows))
+        if self._vocab_size is not None and logits.shape[-1] > self._vocab_size:
+            raise ValueError(
+                f"drafter: expected heads of the target's {self._vocab_size} tokens, got logits of {logits.shape[-1]}"
+            )
         if isinstance(self.tree, DraftTree):
             return medusa_propose(logits, self._wanted or self.tree, active=active)
         return self._best_trees(logits, self.tree)

@@ -114,6 +114,10 @@ class TransformersModel(PackedModel):
         return int(layer.weight.shape[0])
 
     @property
+    def hidden_size(self) -> int:
+        return int(self.model.config.get_text_config().hidden_size)
+
+    @property
     def num_weights(self) -> int:
         return sum(weight.numel() for weight in self.model.parameters())
 

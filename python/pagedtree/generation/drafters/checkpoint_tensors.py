@@ -1,0 +1,146 @@
+"""Tensors of a checkpoint, whose names and shapes are compared with what its config says before any is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["StoredTensors"]
+
+# As safetensors calls them; tensors of other types are not read.
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool,
+}  # fmt: skip
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int64, torch.int32)
+
+
+class _Stored(NamedTuple):
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None  # None: one that is not in DTYPES
+    load: Callable[[], Tensor]
+
+
+class StoredTensors:
+    """The tensors in the files of a checkpoint, by name.
+
+    Raises ValueError, naming the file, for one that is broken or of another format, and OSError if it cannot be read.
+    Of a pickled file nothing but tensors is taken, and no code in it runs.
+
+    Args:
+        folder: where the files are.
+        files: names of files; the first one that is there is read, "*.safetensors" stands for all of these together.
+        rename: from names in the files to those that are asked for.
+    """
+
+    def __init__(self, folder: Path, files: Sequence[str], rename: Callable[[str], str] = str) -> None:
+        self.folder, self._tensors = folder, dict[str, _Stored]()
+        found = next((paths for name in files if (paths := sorted(folder.glob(name)))), [])
+        if not found:
+            raise FileNotFoundError(f"{folder}: expected {' or '.join(files)}, found none of them")
+        for path in found:
+            for name, stored in _stored(path).items():
+                own = rename(name)
+                if own in self._tensors:
+                    raise ValueError(f"{path}: expected each tensor once, got another {name}")
+                self._tensors[own] = stored
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._tensors.keys()
+
+    def expect(
+        self,
+        shapes: Mapping[str, str],
+        sizes: Mapping[str, int],
+        *,
+        optional: Collection[str] = (),
+        integers: Collection[str] = (),
+        ignored: Collection[str] = (),
+    ) -> None:
+        """Raises ValueError for tensors that are missing or unknown, of another shape, or of a type without values.
+
+        Args:
+            shapes: for each name its sizes by name, as "intermediate_size, hidden_size".
+            sizes: what these are by the config; messages name both.
+            optional: names of tensors that may be missing. integers: of those that hold integers, all others being
+                floating-point. ignored: of those that may be there and are not read.
+        """
+        unknown = sorted(self._tensors.keys() - shapes.keys() - set(ignored))
+        if unknown:
+            raise ValueError(
+                f"{self._tensors[unknown[0]].file}: {unknown[0]}: expected no such tensor with this config, as it would"
+                " not be used"
+            )
+        for name, form in shapes.items():
+            expected = tuple(sizes[size] for size in form.split(", "))
+            wanted = f"[{form}] = {[*expected]} by its config"
+            stored = self._tensors.get(name)
+            if stored is None:
+                if name in optional:
+                    continue
+                raise ValueError(f"{self.folder}: expected a tensor {name}, {wanted}, got none")
+            if stored.shape != expected:
+                raise ValueError(f"{stored.file}: {name}: expected {wanted}, got {[*stored.shape]}")
+            dtypes = INTEGERS if name in integers else FLOATS
+            if stored.dtype not in dtypes:
+                kind = "integers of 32 or 64 bits" if name in integers else "floating-point values of 16 bits or more"
+                raise ValueError(f"{stored.file}: {name}: expected {kind}, got {stored.dtype or 'another type'}")
+
+    def first_size(self, name: str) -> int | None:
+        """Of the first dimension of a tensor; None without one."""
+        return self._tensors[name].shape[0] if name in self and self._tensors[name].shape else None
+
+    def load(self, name: str) -> Tensor:
+        return self._tensors[name].load()
+
+
+def _stored(path: Path) -> dict[str, _Stored]:
+    return _of_safetensors(path) if path.suffix == ".safetensors" else _of_pickle(path)
+
+
+def _of_safetensors(path: Path) -> dict[str, _Stored]:
+    from safetensors import SafetensorError, safe_open  # of an extra of the package
+
+    try:
+        file = safe_open(path, "pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path}: expected a file in the format of safetensors, got {error}") from error
+    found = {}
+    for name in file.keys():  # noqa: SIM118 - it is no dict
+        header = file.get_slice(name)
+        load = partial(file.get_tensor, name)
+        found[name] = _Stored(path, tuple(header.get_shape()), DTYPES.get(header.get_dtype()), load)
+    return found
+
+
+def _of_pickle(path: Path) -> dict[str, _Stored]:
+    try:
+        # Mapped, so that the file's size bounds the memory; its code does not run.
+        tensors: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except OSError:
+        raise
+    except Exception as error:  # whatever an unpickler meets in a file of any kind
+        first = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"{path}: expected tensors as torch.save writes them, got {first}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
+        raise ValueError(f"{path}: expected tensors by name, got a {type(tensors).__name__}")
+    return {name: _Stored(path, *_form(path, name, tensor)) for name, tensor in tensors.items()}
+
+
+def _form(path: Path, name: str, tensor: Any) -> tuple[tuple[int, ...], torch.dtype, Callable[[], Tensor]]:
+    """Shape, dtype and how to get it; ValueError for what is no tensor with a place in memory for each element."""
+    is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    if not is_plain or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        raise ValueError(f"{path}: {name}: expected a plain tensor that holds all of its elements")
+    return tuple(tensor.shape), tensor.dtype, lambda: tensor

@@ -1,0 +1,207 @@
+"""What the config.json of an EAGLE-3 head says: in the form of SGLang and vLLM, or in that of speculators."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from dataclasses import dataclass
+from typing import Any
+
+from pagedtree.generation.drafters.checkpoint_config import HARMLESS, ConfigEntries
+from pagedtree.generation.drafters.rotary_config import Rotary
+
+__all__ = ["ARCHITECTURE", "EagleConfig"]
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"  # SGLang's name
+# Of heads of this form: vLLM's, those of speculators, and what EAGLE's own training wrote.
+ARCHITECTURES = (
+    ARCHITECTURE, "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel", "LlamaForCausalLM",
+)  # fmt: skip
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# What ModelOpt writes of its other heads.
+OF_MODELOPT: dict[str, Any] = {
+    "parallel_draft_step": 1, "position_embedding_type": "rope", "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True, "use_mtp_layernorm": False,
+}  # fmt: skip
+OF_SPECULATORS = ("speculators_config", "speculators_model_type", "speculators_version", "transformer_layer_config")
+# A window without a layer that has one.
+UNUSED = ("sliding_window",)
+# Columns of `fc`.
+FEATURES = f"layers of {LAYER_IDS} * target_hidden_size"
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """The sizes of an EAGLE-3 head, and what is computed, by the names of its config.json.
+
+    Attributes:
+        where: what messages call the file.
+        entries: as they stand in the file, those of speculators' transformer_layer_config among the others.
+        target_hidden_size: of the target's layers.
+        draft_vocab_size: None: not said.
+        norm_before_residual: whether what stays of the state is it after its norm.
+        norm_before_fc, fc_norm: whether the features are normed before they are fused: all layers together, or each
+            layer for itself.
+        norm_output: whether the state that a node's children read is what the output layer reads, after the last norm.
+        by_output, by_input: the target's layers that are read, by their outputs or inputs; () = not said.
+        num_layers_read: how many they are; None: not said.
+    """
+
+    where: str
+    entries: dict[str, Any]
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    target_hidden_size: int
+    draft_vocab_size: int | None
+    rms_norm_eps: float
+    rotary: Rotary
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+    tie_word_embeddings: bool
+    by_output: tuple[int, ...]
+    by_input: tuple[int, ...]
+    num_layers_read: int | None
+
+    @classmethod
+    def read(cls, top: ConfigEntries) -> EagleConfig:
+        """Raises ValueError for what the head does not compute, and for entries of which it is not known."""
+        top.words("architectures", ARCHITECTURES)
+        top.only(speculators_model_type="eagle3")
+        layer = top.section("transformer_layer_config")
+        if layer.entries:  # of speculators
+            layer.only(model_type="llama")
+        else:
+            layer = top
+        hidden, heads = layer.integer("hidden_size"), layer.integer("num_attention_heads")
+        head_dim = layer.integer("head_dim", hidden // heads if hidden % heads == 0 else None)
+        if head_dim % 2:
+            layer.refuse("head_dim", f"an even number, as halves are rotated ({hidden} / {heads} without it)")
+        kv_heads = layer.integer("num_key_value_heads", heads)
+        if heads % kv_heads:
+            layer.refuse("num_key_value_heads", f"a divisor of num_attention_heads {heads}")
+        draft_vocab = top.integer("draft_vocab_size") if "draft_vocab_size" in top else None
+        num_read = top.integer("num_aux_hidden_states") if "num_aux_hidden_states" in top else None
+        eagle = top.section("eagle_config")
+        for each in (top, eagle):
+            each.only(use_aux_hidden_state=True, **OF_MODELOPT)
+        flags = {name: _flag(name, top, eagle) for name in FLAGS}
+        if flags["norm_before_fc"] and flags["fc_norm"]:
+            top.refuse("fc_norm", "false beside norm_before_fc")
+        found = cls(
+            where=top.where,
+            entries={name: v for name, v in {**layer.entries, **top.entries}.items() if name not in OF_SPECULATORS},
+            hidden_size=hidden,
+            intermediate_size=layer.integer("intermediate_size"),
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            vocab_size=layer.integer("vocab_size"),
+            target_hidden_size=top.integer("target_hidden_size", hidden),
+            draft_vocab_size=draft_vocab,
+            rms_norm_eps=layer.number("rms_norm_eps", 1e-6),
+            rotary=Rotary.of(layer),
+            tie_word_embeddings=top.flag("tie_word_embeddings", False),
+            by_output=eagle.integers(LAYER_IDS, least=0),
+            by_input=top.integers(LAYER_IDS, least=0),
+            num_layers_read=num_read,
+            **flags,
+        )
+        layer.only(
+            num_hidden_layers=1, hidden_act="silu", attention_bias=False, mlp_bias=False, bias=False, qkv_bias=False,
+            use_sliding_window=False, is_causal=True, logit_scale=1.0,
+        )  # fmt: skip
+        layer.words("layer_types", ["full_attention"])
+        eagle.refuse_others()
+        layer.refuse_others({*HARMLESS, *UNUSED, *(() if layer is top else ("tie_word_embeddings",))})
+        top.refuse_others({*HARMLESS, *UNUSED})
+        return found
+
+    def to_entries(self) -> dict[str, Any]:
+        """For a config.json that SGLang, vLLM and `read` understand; without what the weights beside it decide."""
+        return {
+            **self.entries,
+            "architectures": [ARCHITECTURE],
+            "model_type": "llama",
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab_size,
+            "target_hidden_size": self.target_hidden_size,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "rms_norm_eps": self.rms_norm_eps,
+            "tie_word_embeddings": False,
+            **{name: getattr(self, name) for name in FLAGS},
+        }
+
+    def feature_layers(self, num_layers: int) -> tuple[int, ...]:
+        """The target's layers, of which it has `num_layers`, whose outputs the head reads."""
+        layers = self.by_output  # SGLang's
+        if not layers:  # vLLM's, and where both look without an entry
+            layers = tuple(layer - 1 for layer in self.by_input or (2, num_layers // 2, num_layers - 3))
+        if not all(0 <= layer < num_layers for layer in layers):
+            raise ValueError(
+                f"{self.where}: {LAYER_IDS}: expected outputs of the target's layers 0..{num_layers - 1}, or inputs of"
+                f" 1..{num_layers} at the top of the file, got the outputs of {reprlib.repr(layers)}"
+            )
+        if self.num_layers_read not in (None, len(layers)):
+            raise ValueError(f"{self.where}: num_aux_hidden_states: expected {len(layers)}, got {self.num_layers_read}")
+        return layers
+
+    def shapes(self, num_layers_read: int) -> dict[str, str]:
+        """The tensors of a checkpoint, for each its sizes by the names of `sizes`."""
+        heads, kv_heads = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
+        shapes = {
+            "fc.weight": f"hidden_size, {FEATURES}",
+            "midlayer.hidden_norm.weight": "hidden_size",
+            "midlayer.input_layernorm.weight": "hidden_size",
+            "midlayer.self_attn.q_proj.weight": f"{heads}, 2 * hidden_size",
+            "midlayer.self_attn.k_proj.weight": f"{kv_heads}, 2 * hidden_size",
+            "midlayer.self_attn.v_proj.weight": f"{kv_heads}, 2 * hidden_size",
+            "midlayer.self_attn.o_proj.weight": f"hidden_size, {heads}",
+            "midlayer.post_attention_layernorm.weight": "hidden_size",
+            "midlayer.mlp.gate_proj.weight": "intermediate_size, hidden_size",
+            "midlayer.mlp.up_proj.weight": "intermediate_size, hidden_size",
+            "midlayer.mlp.down_proj.weight": "hidden_size, intermediate_size",
+            "norm.weight": "hidden_size",
+            "embed_tokens.weight": "vocab_size, hidden_size",
+            "lm_head.weight": "draft_vocab_size, hidden_size",
+            "d2t": "draft_vocab_size",
+        }
+        if self.norm_before_fc:
+            shapes["input_norm.weight"] = FEATURES
+        if self.fc_norm:
+            shapes |= {f"fc_norm.{i}.weight": "target_hidden_size" for i in range(num_layers_read)}
+        return shapes
+
+    def sizes(self, num_layers_read: int, draft_vocab_size: int) -> dict[str, int]:
+        return {
+            "hidden_size": self.hidden_size,
+            "2 * hidden_size": 2 * self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_attention_heads * head_dim": self.num_attention_heads * self.head_dim,
+            "num_key_value_heads * head_dim": self.num_key_value_heads * self.head_dim,
+            "target_hidden_size": self.target_hidden_size,
+            FEATURES: num_layers_read * self.target_hidden_size,
+            "vocab_size": self.vocab_size,
+            "draft_vocab_size": draft_vocab_size,
+        }
+
+
+def _flag(name: str, top: ConfigEntries, inner: ConfigEntries) -> bool:
+    """An entry at the top of the file or in eagle_config, where NVIDIA's heads have it; False if there is none."""
+    value = top.flag(name, False)
+    found = inner.flag(name, value)
+    if name in top and found != value:
+        inner.refuse(name, f"the value at the top, {json.dumps(value)}")
+    return found

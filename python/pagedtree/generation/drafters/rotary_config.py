@@ -1,0 +1,61 @@
+"""The rotary embedding of a draft model by its config.json."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
+
+__all__ = ["Rotary"]
+
+# What each kind is made of. Kinds that change with the length of the text are not among them.
+KINDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+class Rotary(NamedTuple):
+    """Kind and base of a rotary embedding, and the values that the kind is made of."""
+
+    kind: str
+    theta: float
+    values: dict[str, float]
+
+    @classmethod
+    def of(cls, entries: ConfigEntries, kinds: Collection[str] = tuple(KINDS)) -> Rotary:
+        """transformers 5 writes rope_parameters, 4 rope_theta and rope_scaling. ValueError for another kind."""
+        given, scaling = entries.section("rope_parameters"), entries.section("rope_scaling")
+        if given.entries and scaling.entries:
+            entries.refuse("rope_scaling", "null beside rope_parameters")
+        given = given if given.entries else scaling
+        kind = given.word("rope_type" if "rope_type" in given else "type", kinds, "default")
+        theta = given.number("rope_theta", entries.number("rope_theta", 10000.0))
+        values = {name: given.number(name) for name in KINDS[kind]}
+        if kind == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
+            given.refuse("high_freq_factor", "a number above low_freq_factor")
+        for each in (entries, given):
+            each.only(partial_rotary_factor=1.0)
+        # In a text the three positions of a token with "mrope" are the same.
+        given.refuse_others(("type", "mrope_section", "mrope_interleaved"))
+        return cls(kind, theta, values)
+
+    def frequencies(self, head_dim: int) -> Tensor:
+        """fp32 [head_dim / 2]: angles of a step of one position."""
+        steps = self.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        if self.kind == "default":
+            return steps
+        factor = self.values["factor"]
+        if self.kind == "linear":
+            return steps / factor
+        # Slow ones are slowed down further, as in Llama 3.1's report.
+        low, high = self.values["low_freq_factor"], self.values["high_freq_factor"]
+        turns = self.values["original_max_position_embeddings"] * steps / (2 * math.pi)
+        share = ((turns - low) / (high - low)).clamp(0, 1)
+        return steps * (share + (1 - share) / factor)

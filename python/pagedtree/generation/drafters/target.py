@@ -1,0 +1,74 @@
+"""What heads have of their target: its embedding and output layer, and the sizes that they must fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pagedtree import attention_plan
+from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
+from pagedtree.generation.packed_model import PackedModel
+
+__all__ = ["Target", "check_attention", "check_place"]
+
+
+class Target(NamedTuple):
+    """The parts of a causal language model that heads are made for.
+
+    Attributes:
+        embed_tokens, lm_head: its embedding and output layer.
+        hidden_size: of its decoder layers' outputs, of which there are `num_layers`.
+        vocab_sizes: how many tokens it has: by its config, and with the padding of either layer.
+    """
+
+    embed_tokens: nn.Module
+    lm_head: Any
+    hidden_size: int
+    num_layers: int
+    vocab_sizes: frozenset[int]
+
+    @classmethod
+    def of(cls, model: Any) -> Target:
+        """Parts of a model of transformers. Raises ValueError for one without an output layer."""
+        embed_tokens, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+        if not isinstance(getattr(lm_head, "weight", None), Tensor):
+            raise ValueError(f"model: expected an output layer with weights, got {type(lm_head).__name__}")
+        config = model.config.get_text_config()
+        sizes = {config.vocab_size, embed_tokens.weight.shape[0], lm_head.weight.shape[0]}
+        return cls(embed_tokens, lm_head, config.hidden_size, config.num_hidden_layers, frozenset(sizes))
+
+    @property
+    def place(self) -> tuple[torch.device, torch.dtype]:
+        """Device and dtype of the output layer, which heads get, too."""
+        weight: Tensor = self.lm_head.weight
+        if not weight.is_floating_point():
+            raise ValueError(f"model: expected an output layer that is not quantized, got {weight.dtype}")
+        return weight.device, weight.dtype
+
+    def check(self, entries: ConfigEntries, key: str, size: int) -> None:
+        """Raises ValueError for a number of tokens that is not the target's."""
+        if size not in self.vocab_sizes:
+            entries.refuse(key, f"the target's {' or '.join(map(str, sorted(self.vocab_sizes)))} tokens", size)
+
+
+def check_attention(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    """Raises ValueError, from the op itself, for heads that `tree_attention` does not take."""
+    empty = torch.zeros(0, dtype=torch.int32)
+    attention_plan(
+        empty, empty.new_zeros(1), num_q_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=1,
+        max_seqlen_q=1,
+    )  # fmt: skip
+
+
+def check_place(weights: Iterable[Tensor], model: PackedModel) -> None:
+    """Raises ValueError for weights of a drafter on another device than the target, or of another dtype."""
+    like = model.new_hidden(0)
+    for weight in weights:
+        if weight.is_floating_point() and (weight.device, weight.dtype) != (like.device, like.dtype):
+            raise ValueError(
+                f"drafter: expected weights in the target's {like.dtype} on {like.device}, got {weight.dtype} on"
+                f" {weight.device}; see its .to()"
+            )

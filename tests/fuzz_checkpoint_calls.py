@@ -1,0 +1,59 @@
+"""Checkpoints of heads by the contents of their config.json; importing this file makes them known to the fuzzer."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from block_case import block_model
+from fuzz_calls import Call, valid_call
+from generate_case import tiny, tiny_eagle
+
+from pagedtree.integrations.transformers import BlockDraftModel, EagleHead, MedusaHeads
+
+# Entries that the heads do not write themselves, as others have them in their files.
+OF_OTHERS: dict[str, Any] = {
+    "hidden_act": "silu", "max_position_embeddings": 2048, "num_hidden_layers": 1, "partial_rotary_factor": 1.0,
+    "quantization_config": None, "rope_theta": 10000.0, "use_cache": True,
+}  # fmt: skip
+
+
+@cache
+def _folder(kind: str) -> Any:
+    """The target of a saved checkpoint, its folder, and the contents of its config."""
+    target, folder = tiny(0), tempfile.TemporaryDirectory()
+    make = {"eagle": tiny_eagle, "block": block_model, "medusa": lambda model: MedusaHeads(128, 3, model.lm_head)}
+    make[kind](target).save_pretrained(folder.name)
+    return target, folder, json.loads((Path(folder.name) / "config.json").read_text())
+
+
+def _loading(kind: str, heads: Any, **more: Any) -> Call:
+    target, folder, config = _folder(kind)
+
+    def load(config: Any) -> None:
+        text = json.dumps(config, default=repr)  # of what has no form in JSON
+        (Path(folder.name) / "config.json").write_text(text)
+        heads.from_pretrained(folder.name, target)
+
+    return Call(load, {"config": {**config, **more}})
+
+
+@valid_call
+def eagle_checkpoint() -> Call:
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    return _loading("eagle", EagleHead, **OF_OTHERS, rope_scaling=scaling, layer_types=["full_attention"])
+
+
+@valid_call
+def block_checkpoint() -> Call:
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
+    more = {"rope_scaling": None, "final_logit_softcapping": 3.0, "is_causal": True, "vocab_size": 128}
+    return _loading("block", BlockDraftModel, **{**OF_OTHERS, **layers, **more})
+
+
+@valid_call
+def medusa_checkpoint() -> Call:
+    return _loading("medusa", MedusaHeads, torch_dtype="float32")

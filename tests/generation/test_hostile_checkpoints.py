@@ -1,0 +1,371 @@
+"""Checkpoints of EAGLE-3, block and Medusa heads with any contents: refused by name, before a module is made."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from block_case import block_model
+from generate_case import tiny, tiny_eagle
+from safetensors.torch import load_file, save_file
+
+from pagedtree.integrations.transformers import BlockDraftModel, EagleHead, MedusaHeads
+
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+KINDS = {"eagle": EagleHead, "block": BlockDraftModel, "medusa": MedusaHeads}
+WEIGHTS = {"eagle": "model.safetensors", "block": "model.safetensors", "medusa": "medusa.safetensors"}
+
+# What no size, number, flag ... is.
+NAN, INF = math.nan, math.inf
+LARGE = 7_000_000  # too large for these files alone
+SIZE = ["2", "", True, 2.0, 1.5, -1, -(2**40), 0, LARGE, 2**31, 10**12, 10**30, NAN, [], [2], {}, {"a": 2}]
+NUMBER = ["1", True, 0, -1, -0.5, NAN, INF, -INF, 10**30, [], [1.0], {}]
+FLAG = ["true", 0, 1, 0.0, NAN, [], {}]
+IDS = ["ab", True, 3, NAN, {}, ["0"], [0.0], [True], [None], [[0]], [-1], [2**40], [0, 10**6]]
+OBJECT = ["x", True, 3, NAN, [], [1]]
+WORD = ["other", 2, 0.5, NAN, [], [1], {}, {"a": 1}]
+
+# For each kind of checkpoint and each entry that is read: values that it may not have. A dot leads into an object.
+HOSTILE = {
+    "eagle": {
+        **{name: SIZE for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")},
+        **{name: SIZE for name in ("head_dim", "vocab_size", "draft_vocab_size", "target_hidden_size")},
+        **{name: [*FLAG, True, 2, "2", 10**12] for name in ("attention_bias", "mlp_bias", "bias", "qkv_bias")},
+        **{name: FLAG for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")},
+        **{f"eagle_config.{name}": [*FLAG, True] for name in ("norm_before_fc", "fc_norm")},
+        "architectures": ["x", 3, {}, [1], ["EagleLlamaForCausalLM"], ["PEagleDraftModel"], [None]],
+        "eagle_config": OBJECT,
+        "eagle_config.use_aux_hidden_state": [False, 0, "x", []],
+        "eagle_config.use_mtp_layernorm": [True, 1, "x"],
+        "eagle_config.use_last_layernorm": [False],
+        "eagle_config.parallel_draft_step": [2, 1.5, "1", True],
+        f"eagle_config.{LAYER_IDS}": [*IDS, [2], [0, 2], [0], [0, 1, 1]],
+        "eagle_config.unknown": [1, "x", True, [1], {}],
+        "hidden_act": ["gelu", *WORD],
+        "is_causal": [False, "x"],
+        "layer_types": ["x", 3, ["sliding_attention"], [1]],
+        "logit_scale": [0.5, "x"],
+        "num_aux_hidden_states": [*SIZE, 3],
+        "num_hidden_layers": [2, 0, -1, 10**12, True, "1", []],
+        "parallel_drafting": [True, 1],
+        "partial_rotary_factor": [0.25, "x", NAN],
+        "quantization_config": [{"bits": 4}, 1],
+        "rms_norm_eps": NUMBER,
+        "rope_scaling": OBJECT[:-1],
+        "rope_scaling.factor": NUMBER,
+        "rope_scaling.rope_type": ["yarn", *WORD],
+        "rope_theta": NUMBER,
+        "speculators_model_type": ["peagle", "dflash", 3],
+        "tie_word_embeddings": FLAG,
+        "transformer_layer_config": OBJECT,
+        "use_sliding_window": [True, 1],
+        "what_is_this": [True, 1, "x", [], {}, False],
+    },
+    "block": {
+        **{name: SIZE for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")},
+        **{name: SIZE for name in ("head_dim", "num_hidden_layers", "vocab_size")},
+        **{name: NUMBER for name in ("rms_norm_eps", "rope_theta", "input_embedding_scale", "output_multiplier")},
+        "architectures": ["x", 3, {}, [1], ["DFlash2DraftModel"]],
+        "attention_bias": FLAG,
+        "attention_sink_bias": [True, 1],
+        "block_size": [*SIZE, 1, 2000],
+        "dflash_config": OBJECT,
+        "dflash_config.attention_sink_bias": [True],
+        "dflash_config.mask_token_id": [value for value in SIZE if value != 0] + [128],
+        "dflash_config.projector_type": ["domino", 1],
+        "dflash_config.target_layer_ids": [*IDS, [], [2], [0], [0, 2]],
+        "draft_vocab_size": [64, "x"],
+        "final_logit_softcapping": NUMBER,
+        "hidden_act": ["gelu", *WORD],
+        "is_causal": FLAG,
+        "layer_types": ["x", 3, ["linear_attention"] * 2, ["full_attention"], [1, 2], {}],
+        "mlp_bias": [True, 1],
+        "rope_parameters": OBJECT[:-1],
+        "rope_parameters.rope_type": ["yarn", "linear", *WORD],
+        "rope_scaling": OBJECT[:-1],
+        "sliding_window": [value for value in SIZE if value != LARGE],
+        "target_hidden_size": [64, "x", 10**12],
+        "use_sliding_window": [True, 1],
+        "what_is_this": [True, 1, "x", [], {}, False],
+    },
+    "medusa": {
+        "hidden_size": SIZE,
+        "medusa_fc_bias": [True],
+        "model_type": ["llama", 3, []],
+        "num_heads": SIZE,
+        "num_hidden_layers": [2],
+        "what_is_this": [True, 1, "x", [], {}, False],
+    },
+}  # fmt: skip
+NEEDED = {
+    "eagle": ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"),
+    "block": (
+        "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers",
+        "block_size", "dflash_config.mask_token_id", "dflash_config.target_layer_ids",
+    ),
+    "medusa": ("hidden_size", "num_heads"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny(0)
+
+
+@pytest.fixture(params=KINDS)
+def case(request, model, tmp_path):
+    """A checkpoint of each kind: how it is loaded, its folder, and the contents of its config."""
+    heads = {
+        "eagle": lambda: tiny_eagle(model),
+        "block": lambda: block_model(model),
+        "medusa": lambda: MedusaHeads(128, 3, model.lm_head),
+    }[request.param]()
+    heads.save_pretrained(tmp_path, dtype=torch.float32)
+    path = tmp_path / "config.json"
+    return SimpleNamespace(
+        kind=request.param, folder=tmp_path, path=path, config=json.loads(path.read_text()), heads=heads,
+        weights=tmp_path / WEIGHTS[request.param],
+        load=lambda: KINDS[request.param].from_pretrained(tmp_path, model),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def nothing_is_made(case, monkeypatch):
+    """No weight is read and no module is made."""
+
+    def made(*args, **options):
+        raise AssertionError("a module is made")
+
+    monkeypatch.setattr(KINDS[case.kind], "__init__", made)
+
+
+def changed(config, key, value):
+    outer, _, inner = key.rpartition(".")
+    if not outer:
+        return {**config, key: value}
+    return {**config, outer: {**(config.get(outer) or {}), inner: value}}
+
+
+def test_hostile_values_are_refused_by_name(case, nothing_is_made):
+    for key, values in HOSTILE[case.kind].items():
+        for value in values:
+            case.path.write_text(json.dumps(changed(case.config, key, value)))
+            with pytest.raises(ValueError) as error:
+                case.load()
+            message = str(error.value)
+            assert key.rpartition(".")[2] in message and str(case.folder) in message, (key, value, message)
+            assert len(message) < 500, (key, value)
+
+
+CONTRADICTIONS = {
+    "eagle": [
+        ({"head_dim": 7}, "head_dim: expected an even number"),
+        ({"num_attention_heads": 3, "head_dim": None}, "head_dim: expected an integer"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of"),
+        ({"norm_before_fc": True, "fc_norm": True}, "fc_norm: expected false beside norm_before_fc"),
+        ({"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_theta": 1.0}}, "rope_scaling: expected null"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 4,
+                "original_max_position_embeddings": 64}},
+            "high_freq_factor: expected a number above low_freq_factor",
+        ),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor: expected a number above 0, got nothing"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling: factor: expected no such entry"),
+    ],
+    "block": [
+        ({"head_dim": 7}, "head_dim: expected an even number"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of"),
+        ({"layer_types": ["sliding_attention"] * 2, "is_causal": False}, "is_causal: expected true or null with"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_scaling: rope_type: expected one of default"),
+    ],
+    "medusa": [],
+}  # fmt: skip
+
+
+def test_entries_that_contradict_each_other(case, nothing_is_made):
+    for changes, message in CONTRADICTIONS[case.kind]:
+        case.path.write_text(json.dumps({**case.config, **changes}))
+        with pytest.raises(ValueError, match=message):
+            case.load()
+
+
+def test_entries_that_are_needed(case, nothing_is_made):
+    for key in NEEDED[case.kind]:
+        case.path.write_text(json.dumps(changed(case.config, key, None)))
+        with pytest.raises(ValueError, match=f"{key.rpartition('.')[2]}: expected .*, got nothing"):
+            case.load()
+
+
+def test_null_is_as_good_as_nothing(case):
+    spared = {name.partition(".")[0] for name in NEEDED[case.kind]} | {"head_dim", "num_key_value_heads"}
+    for key in [
+        *case.config,
+        "something_new",
+        "eagle_config",
+        "rope_scaling",
+        "rope_parameters",
+        "quantization_config",
+    ]:
+        if key not in spared:
+            case.path.write_text(json.dumps({**case.config, key: None}))
+            case.load()
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        b"", b"{", b"[]", b"3", b"null", b'"x"', b"NaN", b"\xff\xfe{}", b'{"a": "\xff"}', b"[" * 100_000,
+        b'{"a": ' + b"1" * 5000 + b"}", b" " * (1 << 24) + b"{}",
+    ],
+    ids=lambda contents: repr(contents[:12]),
+)  # fmt: skip
+def test_files_that_hold_no_object_are_refused(case, nothing_is_made, contents):
+    case.path.write_bytes(contents)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        case.load()
+
+
+def test_files_that_are_not_there(case, nothing_is_made):
+    case.path.rename(case.folder / "elsewhere")
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        case.load()
+    case.path.mkdir()
+    with pytest.raises(OSError, match=r"config\.json"):
+        case.load()
+    case.path.rmdir()
+    case.path.write_text("\ufeff" + json.dumps(case.config), encoding="utf-8")  # a byte order mark is no fault
+    case.weights.unlink()
+    with pytest.raises(FileNotFoundError, match="safetensors"):
+        case.load()
+
+
+def test_weights_of_another_form_are_refused(case, nothing_is_made):
+    tensors = load_file(case.weights)
+    name = next(name for name in sorted(tensors) if tensors[name].is_floating_point() and tensors[name].ndim > 1)
+    tensor = tensors[name]
+    for new in (tensor[:-1], tensor[None], tensor[..., :0], tensor.to(torch.int8), tensor.to(torch.float8_e4m3fn)):
+        save_file({**tensors, name: new.contiguous()}, case.weights)
+        with pytest.raises(ValueError, match=f"safetensors: {name}: expected"):
+            case.load()
+    save_file({other: tensor for other, tensor in tensors.items() if other != name}, case.weights)
+    with pytest.raises(ValueError, match=f"expected a tensor {name}, .*, got none"):
+        case.load()
+    save_file({**tensors, "more.weight": torch.zeros(3)}, case.weights)
+    with pytest.raises(ValueError, match=r"more\.weight: expected no such tensor"):
+        case.load()
+
+
+def test_broken_weights_are_refused(case, nothing_is_made):
+    raw = case.weights.read_bytes()
+    for contents in (b"", raw[:7], raw[: len(raw) // 2], raw[:-1], raw + b"x", b"junk" * 99, b"\xff" * 99):
+        case.weights.write_bytes(contents)
+        with pytest.raises(ValueError, match="safetensors: expected a file in the format of safetensors"):
+            case.load()
+
+
+def test_a_tensor_in_two_files_is_refused(model, tmp_path):
+    tiny_eagle(model).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")
+    EagleHead.from_pretrained(tmp_path, model)
+    shutil.copy(tmp_path / "model-1.safetensors", tmp_path / "model-2.safetensors")
+    with pytest.raises(ValueError, match=r"model-2.safetensors: expected each tensor once"):
+        EagleHead.from_pretrained(tmp_path, model)
+
+
+class Trap:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_pickled_weights(model, tmp_path, monkeypatch):
+    head = tiny_eagle(model)
+    head.save_pretrained(tmp_path, dtype=torch.float32)
+    tensors, path = load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin"
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(tensors, path)
+    loaded = EagleHead.from_pretrained(tmp_path, model)
+    assert torch.equal(loaded.fc.weight, head.fc.weight)
+    name = "midlayer.mlp.gate_proj.weight"
+    shape = tensors[name].shape
+    monkeypatch.setattr(EagleHead, "__init__", None)
+    for value in (Trap(tmp_path / "trap"), 3, torch.zeros(1).expand(shape), tensors[name].to_sparse(), [tensors[name]]):
+        torch.save({**tensors, name: value}, path)
+        with pytest.raises(ValueError, match=r"pytorch_model.bin: (midlayer.mlp.gate_proj.weight: )?expected"):
+            EagleHead.from_pretrained(tmp_path, model)
+    raw = path.read_bytes()
+    for contents in (b"", b"junk", raw[: len(raw) // 2], pickle.dumps(Trap(tmp_path / "trap")), pickle.dumps({"a": 1})):
+        path.write_bytes(contents)
+        with pytest.raises(ValueError, match=r"pytorch_model.bin: expected tensors as torch.save writes them"):
+            EagleHead.from_pretrained(tmp_path, model)
+    for value in (tensors["fc.weight"], [1], {1: tensors["fc.weight"]}):
+        torch.save(value, path)
+        with pytest.raises(ValueError, match=r"pytorch_model.bin: expected tensors by name"):
+            EagleHead.from_pretrained(tmp_path, model)
+    assert not (tmp_path / "trap").exists()
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.zeros(64, 1).long(), r"d2t: expected \[draft_vocab_size\] = \[64\]"),
+        (torch.zeros(0).long(), r"d2t: expected \[draft_vocab_size\] = \[64\]"),
+        (torch.zeros(64), "d2t: expected integers"),
+        (torch.full((64,), 65), "d2t: expected tokens of the target's 128, got 65..128"),
+        (torch.full((64,), -64), "d2t: expected tokens of the target's 128"),
+        (torch.full((64,), 2**63 - 1), "d2t: expected tokens of the target's 128"),
+    ],
+)
+def test_draft_tokens_that_the_target_lacks(model, tmp_path, ids, message):
+    tiny_eagle(model).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file({**load_file(path), "d2t": ids}, path)
+    with pytest.raises(ValueError, match=message):
+        EagleHead.from_pretrained(tmp_path, model)
+
+
+def test_many_draft_tokens_take_no_memory(model, tmp_path):
+    """Rows of the target's output layer are copied for each draft token: the file says only that they are many."""
+    tiny_eagle(model).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file({**load_file(path), "d2t": -torch.arange(100_000)}, path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for size in (None, 100_000):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "draft_vocab_size": size}))
+        with pytest.raises(ValueError, match=r"draft_vocab_size: expected vocab_size 128, or less .* got 100000"):
+            EagleHead.from_pretrained(tmp_path, model)
+
+
+def test_a_head_of_another_width_needs_its_own_layers(model, tmp_path, monkeypatch):
+    narrow = tiny(0, hidden_size=64, num_attention_heads=1, num_key_value_heads=1)
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 1, "vocab_size": 128}
+    head = EagleHead({**sizes, "target_hidden_size": 128}, narrow.model.embed_tokens, narrow.lm_head, (0, 1))
+    head.save_pretrained(tmp_path, dtype=torch.float32)  # with an output layer, without an embedding
+    path, own = tmp_path / "model.safetensors", torch.randn(128, 64)
+    save_file({**load_file(path), "embed_tokens.weight": own}, path)
+    assert torch.equal(EagleHead.from_pretrained(tmp_path, model).input_rows, own)
+    monkeypatch.setattr(EagleHead, "__init__", None)
+    tensors = load_file(path)
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        save_file({other: tensor for other, tensor in tensors.items() if other != name}, path)
+        with pytest.raises(ValueError, match=f"{name}: expected it with hidden_size 64, the target's has width 128"):
+            EagleHead.from_pretrained(tmp_path, model)
+
+
+def test_a_target_without_an_output_layer_is_refused(case, model, monkeypatch):
+    for layer in (None, nn.Identity()):
+        monkeypatch.setattr(model, "get_output_embeddings", lambda layer=layer: layer)
+        with pytest.raises(ValueError, match="model: expected an output layer with weights"):
+            case.load()

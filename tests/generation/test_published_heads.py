@@ -1,0 +1,320 @@
+"""Heads in the forms in which others publish them: what they compute, by plain PyTorch, and that they load."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from generate_case import VOCAB, greedy, lists, prompts_of, tiny
+from safetensors.torch import load_file, save_file
+
+from pagedtree.integrations.transformers import EagleDrafter, EagleHead, generate
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SIZES = {
+    "hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "vocab_size": VOCAB, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+LAYERS = (0, 2, 1)
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+NORMS = [
+    {},
+    {"norm_before_fc": True},
+    {"fc_norm": True},
+    {"norm_output": True},
+    {"norm_before_fc": True, "norm_output": True, "norm_before_residual": True},
+    {"fc_norm": True, "norm_output": True, "norm_before_residual": True},
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny(0, num_hidden_layers=4)
+
+
+def head_of(model, **entries):
+    torch.manual_seed(5)
+    ids = torch.arange(1, VOCAB, 2)
+    head = EagleHead({**SIZES, **entries}, model.model.embed_tokens, model.lm_head, LAYERS, ids)
+    for parameter in head.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.1)
+        else:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return head.requires_grad_(False).eval()
+
+
+# ---- a head by its tensors and entries alone, for one sequence
+
+
+def rms(x, weight):
+    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def rotated(x, positions):
+    """[T, heads, 64], whose channels i and i + 32 are the parts of a complex number."""
+    angles = positions[:, None, None] * 10000.0 ** (-torch.arange(32) / 32)
+    turned = torch.complex(x[..., :32], x[..., 32:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def plain_layer(w, entries, embeds, states):
+    """The layer's outputs [T, 128] for the tokens' embeddings and states."""
+    count = len(states)
+    normed = rms(states, w["midlayer.hidden_norm.weight"])
+    inputs = torch.cat([rms(embeds, w["midlayer.input_layernorm.weight"]), normed], dim=1)
+    q, k, v = (inputs @ w[f"midlayer.self_attn.{name}_proj.weight"].T for name in "qkv")
+    q, k, v = q.view(count, 4, 64), k.view(count, 2, 64), v.view(count, 2, 64)
+    q, k = rotated(q, torch.arange(count)), rotated(k, torch.arange(count))
+    heads = []
+    for head in range(4):
+        scores = q[:, head] @ k[:, head // 2].T / 8
+        scores += torch.full((count, count), -torch.inf).triu(1)
+        heads.append(scores.softmax(-1) @ v[:, head // 2])
+    residual = normed if entries.get("norm_before_residual") else states
+    residual = residual + torch.cat(heads, dim=1) @ w["midlayer.self_attn.o_proj.weight"].T
+    inputs = rms(residual, w["midlayer.post_attention_layernorm.weight"])
+    gate, up = (inputs @ w[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    return residual + (gate * torch.sigmoid(gate) * up) @ w["midlayer.mlp.down_proj.weight"].T
+
+
+@torch.no_grad()
+def plain_logits(model, w, entries, features, text, path):
+    """[1 + len(path), draft vocabulary]: what follows the text, and each token of a path of drafted tokens."""
+    if entries.get("norm_before_fc"):
+        features = rms(features, w["input_norm.weight"])
+    if entries.get("fc_norm"):
+        parts = [rms(part, w[f"fc_norm.{i}.weight"]) for i, part in enumerate(features.split(128, dim=1))]
+        features = torch.cat(parts, dim=1)
+    states, tokens, found = features @ w["fc.weight"].T, [*text[1:], *path], []
+    for end in range(len(text) - 1, len(tokens) + 1):
+        embeds = model.model.embed_tokens.weight[tokens[:end]]
+        out = plain_layer(w, entries, embeds, states)[-1]
+        normed = rms(out, w["norm.weight"])
+        found.append(normed @ w["lm_head.weight"].T)
+        states = torch.cat([states, (normed if entries.get("norm_output") else out)[None]])
+    return torch.stack(found)
+
+
+def features_of(model, text):
+    with torch.no_grad():
+        states = model(torch.tensor([text]), output_hidden_states=True).hidden_states
+    return torch.cat([states[layer + 1][0] for layer in LAYERS], dim=1)
+
+
+class Recorder(EagleDrafter):
+    """Keeps texts and chains that it proposed, and the logits that they come from."""
+
+    def __init__(self, head):
+        super().__init__(head, num_nodes=4, depth=3, width=1)
+        self.seen, logits = [], head.logits
+        self.logits = []
+        head.logits = lambda states: (self.logits.append(logits(states)), self.logits[-1])[1]
+
+    def propose(self, tokens, lengths):
+        self.logits.clear()
+        draft = super().propose(tokens, lengths)
+        if self.logits:
+            self.seen.append((self._selected[0].tokens[:], draft.draft_tokens.tolist(), torch.cat(self.logits)))
+        return draft
+
+
+@pytest.mark.parametrize("entries", NORMS, ids=lambda entries: ", ".join(entries) or "plain")
+def test_what_a_head_computes(model, tmp_path, entries):
+    """Text and drafted tokens, as the drafter has them in `generate`, after a head was saved and loaded."""
+    head_of(model, **entries).save_pretrained(tmp_path, dtype=torch.float32)
+    config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    assert {name: config[name] for name in flags} == {name: entries.get(name, False) for name in flags}
+    drafter, prompt = Recorder(EagleHead.from_pretrained(tmp_path, model)), prompts_of([9])[0]
+    (text,), _ = generate(model, [prompt], drafter=drafter, max_new_tokens=16)
+    assert text.tolist() == greedy(model, prompt, 16) and len(drafter.seen) > 3
+    features = features_of(model, text.tolist())
+    for known, chain, logits in drafter.seen:
+        path = chain[1 : len(logits)]
+        expected = plain_logits(model, tensors, entries, features[: len(known) - 1], known, path)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_both_norms_before_fusing_are_refused(model):
+    with pytest.raises(ValueError, match="fc_norm: expected false beside norm_before_fc"):
+        head_of(model, norm_before_fc=True, fc_norm=True)
+
+
+def test_flags_in_eagle_config(model, tmp_path):
+    """NVIDIA's heads have them there, and ModelOpt tells of its other heads what they do."""
+    head = head_of(model, norm_before_fc=True, norm_output=True)
+    head.save_pretrained(tmp_path, dtype=torch.float32)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    inner = {
+        **config["eagle_config"], "norm_before_fc": config.pop("norm_before_fc"), "norm_output": True,
+        "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
+        "parallel_draft_step": 1,
+    }  # fmt: skip
+    path.write_text(json.dumps({**config, "eagle_config": inner}))
+    assert same(EagleHead.from_pretrained(tmp_path, model), head)
+    path.write_text(json.dumps({**config, "eagle_config": {**inner, "norm_output": False}}))
+    with pytest.raises(ValueError, match="eagle_config: norm_output: expected the value at the top, true, got False"):
+        EagleHead.from_pretrained(tmp_path, model)
+
+
+def same(one, other):
+    features = torch.randn(7, 3 * 128)
+    state = {name: tensor for name, tensor in other.state_dict().items() if "lm_head" not in name}
+    assert all(torch.equal(one.state_dict()[name], tensor) for name, tensor in state.items())
+    return torch.equal(one.fuse(features), other.fuse(features)) and torch.equal(one.target_ids, other.target_ids)
+
+
+# What the config.json of published folders holds beside the sizes.
+OF_LLAMA = {
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "initializer_range": 0.02, "max_position_embeddings": 2048, "mlp_bias": False, "model_type": "llama",
+    "num_hidden_layers": 1, "pad_token_id": 0, "pretraining_tp": 1, "tie_word_embeddings": False,
+    "torch_dtype": "float16", "transformers_version": "4.47.0", "use_cache": True,
+}  # fmt: skip
+LLAMA3 = {
+    "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}  # fmt: skip
+SPECULATORS = {
+    "architectures": ["Eagle3DraftModel"],
+    "draft_vocab_size": 64,
+    "dtype": "bfloat16",
+    LAYER_IDS: [1, 3, 2],
+    "embed_requires_grad": False,
+    "fc_norm": False,
+    "norm_before_fc": True,
+    "norm_before_residual": True,
+    "norm_output": True,
+    "speculators_config": {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+        "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "meta-llama/Llama-3.1-8B-Instruct"},
+    },
+    "speculators_model_type": "eagle3",
+    "speculators_version": "0.9.0",
+    "target_hidden_size": None,
+    "tie_word_embeddings": False,
+    "transformer_layer_config": {
+        **OF_LLAMA,
+        **SIZES,
+        "_name_or_path": "meta-llama/Llama-3.1-8B-Instruct",
+        "architectures": ["LlamaForCausalLM"],
+        "rope_parameters": {**LLAMA3, "rope_theta": 500000.0},
+        "tie_word_embeddings": True,  # the verifier's embedding and output layer are, not the head's
+    },
+    "transformers_version": "5.23.0",
+}
+AT_THE_TOP = {LAYER_IDS: [1, 3, 2], "draft_vocab_size": 64}
+PUBLISHED = {
+    "EAGLE": {**OF_LLAMA, **SIZES, **AT_THE_TOP, "architectures": ["LlamaForCausalLM"]},
+    "SpecForge": {
+        **OF_LLAMA, **SIZES, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 64, "model_type": "qwen2",
+        "eagle_config": {LAYER_IDS: [0, 2, 1], "use_aux_hidden_state": True}, "max_window_layers": 48,
+        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 32768, "use_sliding_window": False,
+        "target_model_type": "qwen2_5_vl",
+    },
+    "SpecForge, EAGLE 3.1": {
+        **OF_LLAMA, **SIZES, **AT_THE_TOP, "architectures": ["LlamaForCausalLMEagle3"], "norm_output": True,
+        "fc_norm": True, "num_aux_hidden_states": 3,
+    },
+    "vLLM": {
+        **OF_LLAMA, **SIZES, **AT_THE_TOP, "architectures": ["Eagle3LlamaForCausalLM"], "rope_scaling": LLAMA3,
+        "rope_theta": 500000.0, "target_hidden_size": 128, "layer_types": ["full_attention"],
+    },
+    "Qwen-VL": {
+        **OF_LLAMA, **SIZES, **AT_THE_TOP, "architectures": ["LlamaForCausalLMEagle3"],
+        "rope_scaling": {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"},
+    },
+    "speculators": SPECULATORS,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_forms_are_read(model, tmp_path, name):
+    config = PUBLISHED[name]
+    computed = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual", "rope_scaling", "rope_theta")
+    layer = config.get("transformer_layer_config", {})
+    entries = {key: value for key, value in {**config, **layer}.items() if key in (*computed, "rope_parameters")}
+    head = head_of(model, **entries)
+    head.save_pretrained(tmp_path, dtype=torch.float32)
+    tensors = load_file(tmp_path / "model.safetensors")
+    if name in ("vLLM", "speculators"):
+        tensors = {key.replace("midlayer.", "layers.0."): tensor for key, tensor in tensors.items()}
+        tensors["embed_tokens.weight"] = model.model.embed_tokens.weight.detach().clone()
+    if name == "speculators":
+        tensors["verifier_norm.weight"] = torch.ones(128)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = EagleHead.from_pretrained(tmp_path, model)
+    assert same(loaded, head) and loaded.feature_layers == LAYERS
+    assert torch.equal(loaded._frequencies, head._frequencies)
+    texts = [greedy(model, prompt) for prompt in prompts_of((5, 12))]
+    sequences, _ = generate(model, prompts_of((5, 12)), drafter=EagleDrafter(loaded), max_new_tokens=20)
+    assert lists(sequences) == texts
+    # What is written is read again.
+    loaded.save_pretrained(tmp_path / "again", dtype=torch.float32)
+    again = EagleHead.from_pretrained(tmp_path / "again", model)
+    assert same(again, head) and again.config.norm_output == head.config.norm_output
+
+
+@pytest.mark.parametrize(
+    ("entries", "key"),
+    [
+        ({"model_type": "qwen3"}, "model_type"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers"),
+        ({"attention_multiplier": 0.5}, "attention_multiplier"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 64}, "layer_types"),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rot"),
+    ],
+)
+def test_layers_of_speculators_that_are_not_computed(model, tmp_path, entries, key):
+    head_of(model).save_pretrained(tmp_path)
+    layer = {**SPECULATORS["transformer_layer_config"], **entries}
+    (tmp_path / "config.json").write_text(json.dumps({**SPECULATORS, "transformer_layer_config": layer}))
+    with pytest.raises(ValueError, match=f"transformer_layer_config: .*{key}"):
+        EagleHead.from_pretrained(tmp_path, model)
+
+
+def test_a_tied_head_reads_its_embedding(model, tmp_path):
+    head = EagleHead(SIZES, model.model.embed_tokens, model.lm_head, LAYERS)
+    head.save_pretrained(tmp_path, dtype=torch.float32)
+    tensors, path = load_file(tmp_path / "model.safetensors"), tmp_path / "config.json"
+    config = {**json.loads(path.read_text()), "tie_word_embeddings": True}
+    for name in ("d2t", "t2d", "lm_head.weight"):
+        del tensors[name]
+    tensors["embed_tokens.weight"] = torch.randn(VOCAB, 128)
+    save_file(tensors, tmp_path / "model.safetensors")
+    path.write_text(json.dumps(config))
+    loaded = EagleHead.from_pretrained(tmp_path, model)
+    assert torch.equal(loaded.output_rows, tensors["embed_tokens.weight"])
+    save_file({**tensors, "d2t": torch.arange(64)}, tmp_path / "model.safetensors")
+    path.write_text(json.dumps({**config, "draft_vocab_size": 64}))
+    with pytest.raises(ValueError, match="tie_word_embeddings: expected false with 64 of 128 tokens"):
+        EagleHead.from_pretrained(tmp_path, model)
+
+
+def test_a_target_with_padding_behind_its_tokens(tmp_path):
+    """The head without d2t drafts the tokens of its config, of a target whose layers have more rows."""
+    model = tiny(0, num_hidden_layers=4)
+    head = EagleHead(SIZES, model.model.embed_tokens, model.lm_head, LAYERS)
+    head.save_pretrained(tmp_path, dtype=torch.float32)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}, tmp_path / "model.safetensors")
+    prompt = prompts_of([7])[0]
+    text = greedy(model, prompt)
+    model.resize_token_embeddings(192)
+    with torch.no_grad():
+        model.lm_head.weight[VOCAB:] = 0.0
+    model.config.vocab_size = VOCAB
+    loaded = EagleHead.from_pretrained(tmp_path, model)
+    assert loaded.vocab_size == VOCAB
+    assert lists(generate(model, [prompt], drafter=EagleDrafter(loaded), max_new_tokens=20)[0]) == [text]
