@@ -7,6 +7,8 @@ import torch
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -71,6 +73,14 @@ def tiny(seed: int, kind=LlamaForCausalLM, config=LlamaConfig, **options):
     return kind(config(**{**TINY, **options})).eval()
 
 
+def gpt2(num_positions, seed=0):
+    """A model with a table of so many positions."""
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": VOCAB, "n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": num_positions}
+    config = GPT2Config(**sizes, initializer_range=0.2, eos_token_id=None, bos_token_id=None)
+    return GPT2LMHeadModel(config).eval()
+
+
 def tiny_of(name: str, **options):
     """One of MODELS, on its own attention."""
     kind, config, needed = MODELS[name]
@@ -110,6 +120,12 @@ def seeded(model, prompt, seed, params=SAMPLING, count=NEW_TOKENS):
 
 def lists(sequences):
     return [sequence.tolist() for sequence in sequences]
+
+
+def room_of(result):
+    """How deep the nodes of each sequence of a `StepResult` may be: its last token is generated, but never read."""
+    starts = result.start[: len(result.sequences)].tolist()  # captured steps have idle rows
+    return [s.max_length - 2 - start for s, start in zip(result.sequences, starts, strict=True)]
 
 
 class Oracle:

@@ -11,7 +11,7 @@ from torch import Tensor
 from pagedtree.drafting import Draft
 from pagedtree.tree import TreeBatch
 
-__all__ = ["as_draft", "check_values"]
+__all__ = ["as_draft", "check_values", "rows_of"]
 
 
 def as_draft(proposal: Any, batch_size: int, device: torch.device) -> Draft:
@@ -58,6 +58,14 @@ def check_values(draft: Draft) -> None:
     offsets, num_rows = draft.trees.cu_nodes.tolist(), draft.draft_tokens.shape[0]
     if offsets[0] != 0 or offsets[-1] > num_rows or any(end < begin for begin, end in pairwise(offsets)):
         raise ValueError(f"drafter: expected cu_nodes that ascend from 0 to at most {num_rows}, got {offsets}")
+
+
+def rows_of(draft: Draft, trees: TreeBatch, rows: Tensor) -> Draft:
+    """The part of a draft that `select_nodes` kept: its trees, and their rows in `draft`, -1 for padding."""
+    at = rows.clamp(min=0).long()
+    draft_rows, node_map = (None if each is None else each[at] for each in (draft.draft_rows, draft.node_map))
+    tokens = torch.where(rows < 0, -1, draft.draft_tokens[at])
+    return Draft(tokens, trees, draft.draft_probs, draft_rows, node_map)
 
 
 def _is_integral(tensor: Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
@@ -12,11 +13,10 @@ from generate_case import greedy, lists, prompts_of, tiny
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PhimoeConfig, PhimoeForCausalLM
 from transformers import __version__ as version
 
-from pagedtree import DraftTree, TreeBatch
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, continuous_batching, generate
 from pagedtree.integrations.transformers import model as transformers_model
-from pagedtree.integrations.transformers.rotary import _with_positions, rotary_limit
+from pagedtree.integrations.transformers.rotary import _with_positions, rotary_limit, same_rotation
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -78,24 +78,28 @@ def test_text_is_that_of_each_sequence_alone(name, lengths):
     assert stats.mean_accepted > 1.0  # the model's own drafts: it is rotated as itself
 
 
-@pytest.mark.parametrize(("name", "lengths"), [("longrope", SHORT), ("longrope", LONG), ("dynamic", SHORT)], ids=str)
-def test_each_frequency_is_needed(monkeypatch, name, lengths):
-    """Negative control: as transformers rotates a pass, drafted nodes or a prompt's chunks change the text."""
-    model, prompts = MODELS[name](), prompts_of(lengths)
+def test_each_frequency_is_needed(monkeypatch):
+    """Negative control: as transformers rotates a pass, a prompt's chunks change the text."""
+    model, prompts = longrope(), prompts_of(LONG)
     expected = [greedy(model, prompt, COUNT) for prompt in prompts]
     monkeypatch.setattr(transformers_model, "same_rotation", lambda *_: ExitStack())
-    sequences, _ = generate(model, prompts, drafter=Ahead(), max_new_tokens=COUNT, max_batch_tokens=32)
+    sequences, _ = generate(model, prompts, max_new_tokens=COUNT, max_batch_tokens=32)
     assert lists(sequences) != expected
 
 
-class Ahead:
-    """Drafts one long chain, at the end of a text far past it."""
+@pytest.mark.parametrize("name", ["longrope", "dynamic"])
+def test_one_position_past_the_limit_changes_no_other(name):
+    """A draft model reads levels of a tree past the end of one sequence, beside other sequences."""
+    model = MODELS[name]()
+    states, near, far = torch.zeros(1, 1, 1), torch.arange(LIMIT - 1)[None], torch.tensor([[LIMIT + 3]])
 
-    max_nodes = 20
+    def cosines(positions):
+        return model.model.rotary_emb(states, positions)[0][:, : near.shape[1]]
 
-    def propose(self, tokens, lengths):
-        trees = TreeBatch.from_trees([DraftTree.chain(self.max_nodes - 1)] * lengths.shape[0])
-        return tokens.new_full((trees.parents.shape[0],), 3), trees, None
+    expected = cosines(near)
+    with same_rotation(model, is_long=False):
+        assert torch.equal(cosines(torch.cat([near, far], dim=1)), expected)
+    assert not torch.equal(cosines(torch.cat([near, far], dim=1)), expected)
 
 
 MIXED = [

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 from vllm_case import (
+    DRAFT,
     LAYOUTS,
     SamplingParams,
     accepted,
@@ -121,6 +125,56 @@ def test_longest_sequences_and_stop_tokens(stock):
     assert any(len(output) < 24 for output in expected[1])
     with engine(**tree_options("model"), max_model_len=96, block_size=16) as llm:
         assert [generate(llm, PROMPTS, longest), generate(llm, PROMPTS, stops)] == expected
+
+
+@pytest.fixture
+def depths_left(monkeypatch) -> list[int]:
+    """How much deeper each request's tree of a step could be: the last token of a text is generated, but never read."""
+    seen: list[int] = []
+    set_positions = TreeRunner._set_positions
+
+    def spy(runner, step):
+        set_positions(runner, step)
+        positions, offsets = runner.positions[step.rows].tolist(), step.trees.cu_nodes.tolist()
+        for i, request_id in enumerate(runner.input_batch.req_ids):
+            request = runner.requests[request_id]
+            end = min(len(request.prompt_token_ids) + request.sampling_params.max_tokens, 96)
+            seen.append(end - 2 - max(positions[offsets[i] : offsets[i + 1]]))
+
+    monkeypatch.setattr(TreeRunner, "_set_positions", spy)
+    return seen
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_no_node_is_deeper_than_its_request_may_grow(depths_left, drafter):
+    """Requests of several lengths, some of which end at the longest sequence allowed."""
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (5, 200, 24, 9, 2, 60)]
+    with engine(max_model_len=96) as llm:
+        expected = generate(llm, PROMPTS, params)
+    with engine(**tree_options(drafter), max_model_len=96, block_size=16) as llm:
+        assert generate(llm, PROMPTS, params) == expected
+    assert min(depths_left) == 0
+
+
+def test_a_draft_model_with_fewer_positions(stock, tmp_path):
+    """It drafts up to its last position, and not at all further on."""
+    shutil.copytree(DRAFT, tmp_path / "draft")
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    (tmp_path / "draft" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 40}))
+    drafted = []
+    with engine(**tree_options("model", model=str(tmp_path / "draft"))) as llm:
+        drafter = runner_of(llm).drafter
+        draft = drafter.draft
+
+        def spy(request_ids, tokens):
+            proposals = draft(request_ids, tokens)
+            drafted.extend((len(text), len(each[0])) for text, each in zip(tokens, proposals, strict=True))
+            return proposals
+
+        drafter.draft = spy
+        assert generate(llm, PROMPTS) == stock
+    assert any(count > 0 for length, count in drafted if length <= 40)
+    assert any(length > 40 for length, _ in drafted) and not any(count for length, count in drafted if length > 40)
 
 
 SAMPLINGS = [

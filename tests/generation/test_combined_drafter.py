@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from pagedtree import Draft, DraftTree, TreeBatch
 from pagedtree.generation.drafters import Drafter
+from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.integrations.transformers import (
     BlockDrafter,
     CombinedDrafter,
@@ -75,6 +78,11 @@ def padded(texts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(rows), torch.tensor([len(text) for text in texts], dtype=torch.int32)
 
 
+def endless(texts: list[list[int]]) -> list[GeneratedSequence]:
+    """The texts as sequences that may go on for long."""
+    return [GeneratedSequence(i, i, text, max_length=1000) for i, text in enumerate(texts)]
+
+
 def children_of_roots(draft: Draft) -> list[tuple[int, int]]:
     """(tree, row) of each."""
     offsets = draft.trees.cu_nodes.tolist()
@@ -112,7 +120,7 @@ def test_with_a_tree_of_the_root_alone_nobody_is_asked():
     """What is copied costs no pass of a model, whatever `min_match` asks for."""
     other, texts = Recorder(), [[1, 2, 3, 1], [4, 5, 6, 7]]
     drafter = CombinedDrafter(other, NgramDrafter(6, max_branches=1), min_match=4)
-    drafter.select([None] * len(texts))
+    drafter.select(endless(texts))
     drafter.use_tree(DraftTree.chain(0))
     draft = drafter.propose(*padded(texts))
     assert other.asked == [] and drafter.has_free_guesses
@@ -127,7 +135,7 @@ def test_with_a_tree_of_the_root_alone_nobody_is_asked():
 def test_only_texts_that_do_not_repeat_themselves_are_guessed(texts, least):
     other, lookup = Recorder(), NgramDrafter(6, max_branches=1)
     drafter = CombinedDrafter(other, NgramDrafter(6, max_branches=1), min_match=least)
-    drafter.select([None] * len(texts))
+    drafter.select(endless(texts))
     draft = drafter.propose(*padded(texts))
     alone = [lookup.propose(*padded([text])) for text in texts]
     is_copied = [
@@ -154,7 +162,7 @@ def test_the_other_drafter_is_told_which_of_its_nodes_are_verified():
     other = Recorder()
     drafter = CombinedDrafter(other, NgramDrafter(4, max_branches=1), min_match=2)
     texts = [[1, 2, 3, 1, 2], [1, 2, 3], [4, 5, 6, 4, 5], [3, 2, 1]]
-    drafter.select([None] * 4)
+    drafter.select(endless(texts))
     draft = drafter.propose(*padded(texts))
     assert draft.trees.cu_nodes.diff().tolist() == [4, 2, 4, 2]
     kept = torch.tensor([0, 1, 4, 5, 6, 7, 10], dtype=torch.int32)  # of the last tree only the root
@@ -198,6 +206,10 @@ def test_the_text_is_that_of_plain_decoding(model, name, params):
     assert (True, True) in shares  # some sequences of a step were copied and some guessed
 
 
+def split(values: list[int], offsets: list[int]) -> list[list[int]]:
+    return [values[begin:end] for begin, end in pairwise(offsets)]
+
+
 @pytest.mark.parametrize("tree", [{"num_nodes": 4, "width": 1}, {"num_nodes": 11, "width": 2}])
 def test_the_draft_model_catches_up_with_what_was_copied(model, tree):
     """The target's own greedy tokens are in the whole tree, so one wrong row in the draft model's cache would show."""
@@ -208,11 +220,13 @@ def test_the_draft_model_catches_up_with_what_was_copied(model, tree):
         nonlocal checked, mixed
         decoded = step.sequences[step.num_read :]
         accepted = step.verdict.num_accepted[step.num_read :].tolist()
-        sizes = step.trees.cu_nodes.diff()[step.num_read :].tolist()
-        for b in drafter._asked if sizes else ():
-            if sizes[b] > 1:
-                assert accepted[b] == 3
-                checked += 1
+        depths = [max(each) for each in split(step.trees.depths.tolist(), step.trees.cu_nodes.tolist())][
+            step.num_read :
+        ]
+        for b in drafter._asked if depths else ():
+            if depths[b] > 0:  # 3, but at the end of the text
+                assert accepted[b] == depths[b]
+                checked += depths[b] == 3
         mixed += 0 < len(drafter._asked) < len(decoded)
 
     generate(model, repeating(4), drafter=drafter, max_new_tokens=60, on_step=check)

@@ -24,7 +24,7 @@ __all__ = ["DraftGroup", "DraftStats"]
 HEADER = ("failed", "rows", "batch_size", "max_nodes", "max_depth", "has_probs", "num_probs", "dtype", "microseconds")
 PROBS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # A drafter's attributes, with the values that hold where it does not have them.
-FACTS = {"max_nodes": 0, "needs_hidden": False, "draft_law": "onehot", "is_chain": False}
+FACTS = {"max_nodes": 0, "num_positions": None, "needs_hidden": False, "draft_law": "onehot", "is_chain": False}
 
 
 @dataclass
@@ -68,7 +68,7 @@ class DraftGroup:
 
     Attributes:
         drafter: on the draft ranks, what `make` returned; else None.
-        max_nodes, needs_hidden, draft_law, is_chain: the drafter's, on all ranks.
+        max_nodes, num_positions, needs_hidden, draft_law, is_chain: the drafter's, on all ranks.
         stats: a `DraftStats`.
 
     A proposal is 9 words, 3 per node and one per sequence, sent from the first rank to each other one. It is checked
@@ -98,7 +98,8 @@ class DraftGroup:
         draft_ranks = None if size == 1 else dist.new_group(self._members[:size])
         self.rank, self._first = target.rank, self._members[0]
         self.drafter: Any = None
-        self.max_nodes, self.needs_hidden, self.draft_law, self.is_chain = self._make(make, draft_ranks)
+        facts = self._make(make, draft_ranks)
+        self.max_nodes, self.num_positions, self.needs_hidden, self.draft_law, self.is_chain = facts
         self.stats = DraftStats()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="draft") if self.drafter is not None else None
         self._drafting: Future[tuple[Draft, float]] | None = None
@@ -155,7 +156,7 @@ class DraftGroup:
         self._unprepared = sequences
 
     def begin(self, *args: Any, **kwargs: Any) -> None:
-        """Passes this on to the draft ranks' drafter, as do `select`, `observe` and `forget`.
+        """Passes this on to the draft ranks' drafter, as do `select`, `narrow`, `observe` and `forget`.
 
         What the drafter refuses is raised by the first proposal, so that all ranks hear of it.
         """
@@ -175,6 +176,10 @@ class DraftGroup:
     def select(self, sequences: list[Any]) -> None:
         """See `begin`."""
         self._forward("select", sequences)
+
+    def narrow(self, draft: Draft, rows: Tensor) -> None:
+        """See `begin`."""
+        self._forward("narrow", draft, rows)
 
     def observe(self, result: Any) -> None:
         """See `begin`."""

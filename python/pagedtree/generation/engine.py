@@ -6,13 +6,14 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from pagedtree import Draft, TreeBatch, Verdict, commit, compact_kv, prepare_step, slot_mapping
 from pagedtree.generation.drafters.base import Drafter, FeatureRows, StepResult, roots_only
+from pagedtree.generation.drafters.bounded import bounded, without_padding
 from pagedtree.generation.fixed_step import FixedStep, FixedSteps, check_drafter
 from pagedtree.generation.grammar_steps import GrammarSteps
 from pagedtree.generation.logprobs import Found, LogprobReader, TokenLogprobs
@@ -26,7 +27,6 @@ from pagedtree.generation.stats import GenerationStats
 from pagedtree.generation.stop_strings import StopStrings
 from pagedtree.generation.token_options import RequestRows
 from pagedtree.generation.tree_tuner import TreeTuner
-from pagedtree.proposal import as_draft, check_values
 
 __all__ = ["Engine"]
 
@@ -72,7 +72,8 @@ class Engine:
         grammars: GrammarSteps | None = None,
         logprobs: LogprobReader | None = None,
     ) -> None:
-        self.model, self.scheduler, self.drafter, self.sampling = model, scheduler, drafter, sampling
+        self.model, self.scheduler, self.sampling = model, scheduler, sampling
+        self.drafter = bounded(drafter)
         self.cache: PagedCache = scheduler.cache
         self.device = self.cache.device
         self.eos_ids = self._to_device(eos_ids, torch.int64) if eos_ids else None
@@ -101,7 +102,7 @@ class Engine:
             every = list(sequences)
             self.fixed_steps = FixedSteps(
                 lambda batch_size: FixedStep(
-                    model, self.cache, sampling, drafter, rows, self.eos_ids, every, batch_size, requests, logprobs
+                    model, self.cache, sampling, self.drafter, rows, self.eos_ids, every, batch_size, requests, logprobs
                 )
             )
         self.to_compact: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
@@ -218,7 +219,7 @@ class Engine:
         narrowed, rows = tuner.narrow(draft, confidence, [sequence.index for sequence in sequences])
         if rows is not None:
             self.drafter.narrow(narrowed, rows)
-        narrowed = _without_padding(narrowed)
+        narrowed = without_padding(narrowed)
         self.stats.draft_time += time.perf_counter() - begin
         return narrowed
 
@@ -229,14 +230,9 @@ class Engine:
         self.drafter.start(*known)
         self._compact()
         begin = time.perf_counter()
-        draft = as_draft(self.drafter.propose(*known), len(sequences), self.device)
-        rows = draft.draft_tokens.shape[0]
-        if self.device.type == "cpu":  # elsewhere it would be a synchronisation
-            check_values(draft)
-        if draft.draft_probs is not None and draft.draft_rows is None:
-            draft = draft._replace(draft_rows=torch.arange(rows, device=self.device))
+        draft = cast(Draft, self.drafter.propose(*known))
         self.stats.draft_time += time.perf_counter() - begin
-        return _without_padding(draft)
+        return draft
 
     def _pack(self, batch: Batch, draft: Draft) -> Pass:
         cache, page_size = self.cache, self.cache.page_size
@@ -456,24 +452,6 @@ def _offsets(counts: list[int]) -> list[int]:
     for count in counts:
         offsets.append(offsets[-1] + count)
     return offsets
-
-
-def _without_padding(draft: Draft) -> Draft:
-    """Drops the rows past the last tree where reading their number costs nothing: the model would run on them."""
-    trees, rows = draft.trees, draft.draft_tokens.shape[0]
-    is_plain = trees.max_nodes == 1 and rows == trees.batch_size
-    if trees.device.type != "cpu" or is_plain:
-        return draft
-    ends = trees.cu_nodes[:: trees.batch_size].tolist()  # the first and the last one
-    if ends != [0, rows]:
-        trees = trees.narrow(0, trees.batch_size)
-        rows = trees.parents.shape[0]
-        draft_rows = draft.draft_rows[:rows] if draft.draft_rows is not None else None
-        draft = draft._replace(draft_tokens=draft.draft_tokens[:rows], trees=trees, draft_rows=draft_rows)
-    # Where nobody has a draft, a plain pass is faster.
-    if rows == trees.batch_size and int(trees.first_child.max()) < 0:
-        return roots_only(rows, trees.device)
-    return draft
 
 
 def _after_roots(roots: Tensor, draft: Draft) -> Draft:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from pagedtree import commit, compact_kv, prepare_step
+from pagedtree import Draft, commit, compact_kv, prepare_step
 from pagedtree.generation.drafters import Drafter, NgramDrafter, StepResult
 from pagedtree.generation.logprobs import Found, LogprobReader
 from pagedtree.generation.mirror import Mirror
@@ -19,7 +19,6 @@ from pagedtree.generation.recurrent_step import RecurrentStep
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.generation.token_options import RequestRows
-from pagedtree.proposal import as_draft
 
 __all__ = ["FixedStep", "FixedSteps", "check_device", "check_drafter"]
 
@@ -113,7 +112,7 @@ class FixedStep:
         active = start >= 0
         history = self.history.index_select(0, rows)
         lengths = torch.where(active, start + 1, 0)
-        draft = as_draft(self.drafter.propose(history, lengths, active, rows), self.batch_size, history.device)
+        draft = cast(Draft, self.drafter.propose(history, lengths, active, rows))
         trees = draft.trees
         num_nodes = trees.parents.shape[0]
 

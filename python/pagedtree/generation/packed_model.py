@@ -39,6 +39,8 @@ class PackedModel(Protocol):
         num_logits: columns of its logits, padding of the vocabulary included.
         hidden_size: of what its decoder layers give for a token.
         num_weights: parameters, all in all.
+        num_positions: positions that it is made for, None = any number. has_position_table: whether it cannot read
+            others, as models with a learned embedding of each position.
         is_recurrent: whether it has recurrent layers; these call `PagedStep.recurrent`.
     """
 
@@ -56,6 +58,12 @@ class PackedModel(Protocol):
 
     @property
     def num_weights(self) -> int: ...
+
+    @property
+    def num_positions(self) -> int | None: ...
+
+    @property
+    def has_position_table(self) -> bool: ...
 
     @property
     def is_recurrent(self) -> bool: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from dataclasses import dataclass, field
 
 from pagedtree.generation.paged_cache import PagedCache
@@ -9,7 +10,7 @@ from pagedtree.generation.paged_cache import PagedCache
 __all__ = ["Batch", "GeneratedSequence", "Scheduler"]
 
 
-@dataclass
+@dataclass(eq=False)  # two sequences are never the same, and to compare their texts takes long
 class GeneratedSequence:
     """One outcome of one prompt.
 
@@ -73,15 +74,20 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = len(sequences) if max_sequences is None else max_sequences
         self.waiting = list(sequences)
-        self.running: list[GeneratedSequence] = []
+        self._running: dict[int, GeneratedSequence] = {}  # by index, in that order
+
+    @property
+    def running(self) -> list[GeneratedSequence]:
+        """The sequences that hold pages, the oldest first."""
+        return list(self._running.values())
 
     @property
     def is_done(self) -> bool:
-        return not self.waiting and not self.running
+        return not self.waiting and not self._running
 
     def check_capacity(self, max_nodes: int) -> None:
         """Raises ValueError if some sequence could not be finished even with all pages to itself."""
-        for sequence in [*self.running, *self.waiting]:
+        for sequence in [*self._running.values(), *self.waiting]:
             needed = self.cache.pages_for(sequence.max_length - 2 + max_nodes)
             if needed > self.cache.num_pages:
                 raise ValueError(
@@ -93,10 +99,11 @@ class Scheduler:
         """The next pass; every sequence in it holds the pages for a tree of `max_nodes` nodes."""
         batch = Batch(evicted=self._make_room(max_nodes))
         self._admit(max_nodes)
-        batch.decode = [sequence for sequence in self.running if sequence.is_decoding]
+        running = self.running
+        batch.decode = [sequence for sequence in running if sequence.is_decoding]
         # Decoding comes first, but a pass always reads some of what waits, however many trees there are.
         budget = max(self.max_batch_tokens - len(batch.decode) * max_nodes, self.cache.page_size)
-        for sequence in self.running:
+        for sequence in running:
             chunk = min(self._unread(sequence), budget)
             if not sequence.is_decoding and chunk > 0:
                 batch.prefill.append((sequence, chunk))
@@ -114,42 +121,56 @@ class Scheduler:
         return all(self.cache.reserve(sequence.index, sequence.root + max_nodes) for sequence in sequences)
 
     def finish(self, sequence: GeneratedSequence) -> None:
-        self.running.remove(sequence)
+        del self._running[sequence.index]
         self.cache.release(sequence.index)
 
     def _make_room(self, max_nodes: int) -> list[GeneratedSequence]:
         evicted = []
-        for sequence in list(self.running):
-            while sequence in self.running and not self.cache.reserve(sequence.index, sequence.root + max_nodes):
+        for sequence in self.running:
+            while sequence.index in self._running and not self.cache.reserve(sequence.index, sequence.root + max_nodes):
                 evicted.append(self._evict_youngest())
         return evicted
 
     def _evict_youngest(self) -> GeneratedSequence:
-        victim = self.running.pop()
+        _, victim = self._running.popitem()
         self.cache.release(victim.index)
         victim.cached = 0
         victim.was_evicted = True
-        self.waiting.append(victim)
-        self.waiting.sort(key=lambda sequence: sequence.index)
+        insort(self.waiting, victim, key=lambda sequence: sequence.index)
         return victim
 
     def _admit(self, max_nodes: int) -> None:
-        for sequence in list(self.waiting):
-            if len(self.running) >= self.max_sequences:
-                return
-            siblings = [other for other in self.running if other.group == sequence.group]
-            donor = next((other for other in siblings if other.cached >= sequence.shared_len > 0), None)
-            if sequence.shared_len and siblings and donor is None:
-                continue  # one of the outcomes is reading the shared tokens just now
+        if not self.waiting:
+            return
+        # Who of each prompt's running outcomes has read the tokens that they share; None: nobody yet.
+        donors: dict[int, GeneratedSequence | None] = {}
+        for sequence in self._running.values():
+            if donors.get(sequence.group) is None:
+                donors[sequence.group] = sequence if sequence.cached >= sequence.shared_len > 0 else None
+        admitted: list[GeneratedSequence] = []
+        kept: list[GeneratedSequence] = []
+        waiting = iter(self.waiting)
+        for sequence in waiting:
+            donor = donors.get(sequence.group)
+            if len(self._running) + len(admitted) >= self.max_sequences:
+                kept.append(sequence)
+                break
+            if sequence.shared_len and sequence.group in donors and donor is None:
+                kept.append(sequence)  # one of the outcomes is reading the shared tokens just now
+                continue
             shared = self.cache.pages_for(sequence.shared_len) if donor else 0
             needed = self.cache.pages_for(sequence.root + max_nodes) - shared
             # One spare page for each running sequence, or the newcomer would be evicted as soon as they grow.
-            if needed + len(self.running) > self.cache.free_pages:
-                return
+            if needed + len(self._running) + len(admitted) > self.cache.free_pages:
+                kept.append(sequence)
+                break
             if donor is not None:
                 self.cache.fork(donor.index, sequence.index, sequence.shared_len)
                 sequence.cached = sequence.shared_len
             self.cache.reserve(sequence.index, sequence.root + max_nodes)
-            self.waiting.remove(sequence)
-            self.running.append(sequence)
-            self.running.sort(key=lambda other: other.index)
+            admitted.append(sequence)
+            donors.setdefault(sequence.group, None)
+        self.waiting = [*kept, *waiting]
+        if admitted:
+            running = sorted([*self._running.values(), *admitted], key=lambda sequence: sequence.index)
+            self._running = {sequence.index: sequence for sequence in running}

@@ -12,6 +12,7 @@ from pagedtree import Draft, DraftTree, choose_tree, select_nodes
 from pagedtree.generation.batch_progress import BatchProgress
 from pagedtree.generation.node_budget import NodeBudget, best_count
 from pagedtree.generation.step_costs import StepCosts
+from pagedtree.proposal import rows_of
 
 __all__ = ["TreeTuner"]
 
@@ -189,9 +190,7 @@ class TreeTuner:
         if count >= len(worth) and self.rows > 0:
             return draft, None
         part, self.kept = select_nodes(trees, torch.from_numpy(worth).float().to(trees.device), num_trees + self.rows)
-        at = self.kept.clamp(min=0).long()
-        draft_rows, node_map = (None if each is None else each[at] for each in (draft.draft_rows, draft.node_map))
-        return Draft(draft.draft_tokens[at], part, draft.draft_probs, draft_rows, node_map), self.kept
+        return rows_of(draft, part, self.kept), self.kept
 
     def observe(
         self,

@@ -152,6 +152,8 @@ class Drafter:
     Attributes:
         max_nodes: the most nodes of a tree, the root included: so many slots are reserved before a drafter is asked.
             0 = not known before the proposals; a drafter with state must set it.
+        num_positions: how many positions the drafter's model has, None = any number. The drafter is not asked for a
+            sequence whose newest token has none, and no node is verified whose parent has none.
         max_depth: the most levels below the root; `use_tree` is never asked for more. 0 = max_nodes - 1.
         needs_hidden: whether `observe` wants the target's hidden states.
         num_weights: how many weights of its own model a drafter multiplies each token by that it reads; it tells what
@@ -174,6 +176,7 @@ class Drafter:
 
     max_nodes: int = 1
     max_depth: int = 0
+    num_positions: int | None = None
     needs_hidden: bool = False
     feature_layers: tuple[int, ...] = ()
     draft_law: str = "onehot"

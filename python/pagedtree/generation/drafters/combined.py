@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pagedtree import Draft, DraftTree, build_trees
+from pagedtree import Draft, DraftTree
 from pagedtree.generation.drafters.base import Drafter, FeatureRows, StepResult, as_drafter
+from pagedtree.generation.drafters.bounded import bounded, trees_of
 from pagedtree.generation.drafters.ngram import NgramDrafter
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
-from pagedtree.proposal import as_draft
 
 __all__ = ["CombinedDrafter"]
 
@@ -45,7 +44,7 @@ class CombinedDrafter(Drafter):
     has_free_guesses = True
 
     def __init__(self, drafter: Any, lookup: NgramDrafter | None = None, *, min_match: int = 4) -> None:
-        self.other = other = as_drafter(drafter)
+        self.other = other = bounded(as_drafter(drafter))
         self.lookup = lookup = NgramDrafter(8, max_branches=1, max_ngram=8) if lookup is None else lookup
         if other.draft_law != "onehot":
             raise ValueError(f'drafter: expected draft_law "onehot" beside n-grams, got "{other.draft_law}"')
@@ -106,13 +105,11 @@ class CombinedDrafter(Drafter):
             which = torch.tensor(self._asked).to(tokens.device)
             tokens, lengths = tokens.index_select(0, which), lengths.index_select(0, which)
         self.other.start(tokens, lengths)
-        guessed = as_draft(self.other.propose(tokens, lengths), len(self._asked), tokens.device)
+        guessed = cast(Draft, self.other.propose(tokens, lengths))
         if len(self._asked) == batch:
             return guessed
         places = {b: batch + i for i, b in enumerate(self._asked)}
-        combined, self._rows = _trees_of([copied, guessed], [places.get(b, b) for b in range(batch)])
-        if guessed.node_map is not None:  # what becomes of its trees will be told in this batch's widths
-            self.narrow(combined, torch.arange(len(self._rows), device=tokens.device))
+        combined, self._rows = trees_of([copied, guessed], [places.get(b, b) for b in range(batch)])
         return combined
 
     def confidence(self) -> Tensor | None:
@@ -134,7 +131,7 @@ class CombinedDrafter(Drafter):
         if self._rows is None:
             self.other.narrow(draft, rows)
             return
-        part, picked = _trees_of([draft], self._asked)
+        part, picked = trees_of([draft], self._asked)
         self.other.narrow(part, (self._rows[rows.long()][picked] - self._num_copied).int())
 
     def read(self, rows: FeatureRows) -> None:
@@ -155,30 +152,3 @@ class CombinedDrafter(Drafter):
     def forget(self, sequence: GeneratedSequence) -> None:
         self.lookup.forget(sequence)
         self.other.forget(sequence)
-
-
-def _trees_of(drafts: list[Draft], wanted: list[int]) -> tuple[Draft, Tensor]:
-    """Some of the trees of drafts, which are counted through, as one draft; int64: its rows in theirs, laid one behind
-    the other.
-    """
-    bounds: list[tuple[int, int]] = []
-    before = 0
-    for draft in drafts:
-        offsets = draft.trees.cu_nodes.tolist()
-        bounds += [(before + begin, before + end) for begin, end in pairwise(offsets)]
-        before += draft.draft_tokens.shape[0]
-    device = drafts[0].draft_tokens.device
-    rows = torch.cat([torch.arange(*bounds[b]) for b in wanted]).to(device)
-    offsets = [0, *accumulate(bounds[b][1] - bounds[b][0] for b in wanted)]
-    node_map = None
-    if any(draft.node_map is not None for draft in drafts):  # what was copied is in no draft model's cache
-        maps = [torch.full_like(d.trees.parents, -1) if d.node_map is None else d.node_map for d in drafts]
-        node_map = torch.cat(maps)[rows]
-    trees = build_trees(
-        torch.cat([draft.trees.parents for draft in drafts])[rows],
-        torch.tensor(offsets, dtype=torch.int32).to(device),
-        max_nodes=max(draft.trees.max_nodes for draft in drafts),
-        max_depth=max(draft.trees.max_depth for draft in drafts),
-    )
-    tokens = torch.cat([draft.draft_tokens.long() for draft in drafts])[rows]
-    return Draft(tokens, trees, node_map=node_map), rows

@@ -37,6 +37,9 @@ class ModelDrafter(TreeGrower):
     refused when `generate` begins. Another tokenizer of about the same size cannot be told from padding: its drafts are
     rejected, and the text stays right.
 
+    It drafts within the positions that the draft model is made for (`max_position_embeddings` in the configs of
+    transformers). Further on in a text there are no drafts.
+
     Args:
         model: a causal language model (a `PackedModel`; in `pagedtree.integrations.transformers` one of transformers),
             under the same conditions as the target, on the same device; without recurrent layers.
@@ -70,7 +73,7 @@ class ModelDrafter(TreeGrower):
         self.model, self.packed = model, self.pack(model)
         if self.packed.is_recurrent:  # a tree grows level by level, and a state is behind one path alone
             raise ValueError(f"drafter: expected a draft model without recurrent layers, got {type(model).__name__}")
-        self.num_weights = self.packed.num_weights
+        self.num_weights, self.num_positions = self.packed.num_weights, self.packed.num_positions
         self.max_batch_tokens = max_batch_tokens
         self._context, self._attends = ExitStack(), False
         self._is_long: bool | None = None  # found by `prepare`; None where nobody calls it, as in vLLM
@@ -78,6 +81,8 @@ class ModelDrafter(TreeGrower):
 
     def _reset(self, page_size: int) -> None:
         super()._reset(page_size)
+        # The last proposal, and the part of it that the target verifies.
+        self._grown_draft: Draft | None = None
         self._draft: Draft | None = None
         self._tables: dict[int, Mirror] = {}  # page tables of captured steps, by batch size
 
@@ -123,7 +128,11 @@ class ModelDrafter(TreeGrower):
         super().select(sequences, batch_size)
         if batch_size is None:
             return
-        unread = [s for s in sequences if s.index not in self._known or self._cached[s.index] < len(s.tokens) - 2]
+        unread = [
+            s
+            for s in sequences
+            if self._has_position(s.root) and (s.index not in self._known or self._cached[s.index] < len(s.tokens) - 2)
+        ]
         if unread:
             self._read(unread)
         self._tables[batch_size].set(self._reserve_trees(sequences))
@@ -139,7 +148,7 @@ class ModelDrafter(TreeGrower):
             return self._grow(logits, roots, table, start, self._sampling.at(rows), active)
         logits = self._read(self._selected)
         table = self.cache.table_of(self._reserve_trees(self._selected))
-        self._draft = self._grow(logits, roots, table, start, self._sampling.of(self._selected))
+        self._draft = self._grown_draft = self._grow(logits, roots, table, start, self._sampling.of(self._selected))
         return self._draft
 
     def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
@@ -159,10 +168,11 @@ class ModelDrafter(TreeGrower):
         committed = commit(verdict, self._draft.trees, start, node_map=self._draft.node_map)
         self._compact(self.cache.page_table([sequence.index for sequence in drafted]), start, committed)
         self.advance(drafted)
-        self._draft = None
+        self._draft = self._grown_draft = None
 
     def narrow(self, draft: Draft, rows: Tensor) -> None:
-        self._draft = draft
+        assert self._grown_draft is not None and self._grown_draft.node_map is not None
+        self._draft = draft._replace(node_map=self._grown_draft.node_map[rows.clamp(min=0).long()])
 
     def unread(self, sequences: list[GeneratedSequence]) -> int:
         return sum(max(len(s.tokens) - self._cached.get(s.index, 0) - 2, 0) for s in sequences)
@@ -236,8 +246,15 @@ class ModelDrafter(TreeGrower):
         offsets = torch.arange(num_rows + 1, dtype=torch.int32, device=lengths.device) * 2
         slots = slot_mapping(table, lengths, offsets, self.cache.page_size, total_q=2 * num_rows)
         step = PagedStep(self.cache, table, lengths, offsets, slots, None, None, max_seqlen_q=2)
-        return self.packed.run(ids, positions.clamp(min=0).flatten(), step).logits[1::2]
+        return self.packed.run(ids, self._clamped(positions).flatten(), step).logits[1::2]
 
     def _read_level(self, state: DraftState, table: Tensor, start: Tensor) -> Tensor:
         step = self._level_step(state, table, start)
-        return self.packed.run(state.level_tokens, state.level_positions(start), step).logits
+        return self.packed.run(state.level_tokens, self._clamped(state.level_positions(start)), step).logits
+
+    def _has_position(self, position: int) -> bool:
+        return self.num_positions is None or position < self.num_positions
+
+    def _clamped(self, positions: Tensor) -> Tensor:
+        """Positions that the model has. What is guessed at others is not used: a batch is computed as a whole."""
+        return positions.clamp(min=0, max=None if self.num_positions is None else self.num_positions - 1)

@@ -20,6 +20,7 @@ from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.integrations.transformers.attention import NAME, register
 from pagedtree.integrations.transformers.latent import absorbed, latent_layers
 from pagedtree.integrations.transformers.packed_pass import PackedPass
+from pagedtree.integrations.transformers.positions import has_position_table, num_positions
 from pagedtree.integrations.transformers.recurrent import RECURRENT_KINDS, on_trees, recurrent_layers
 from pagedtree.integrations.transformers.rotary import check_rotation, same_rotation
 
@@ -120,6 +121,14 @@ class TransformersModel(PackedModel):
     @property
     def num_weights(self) -> int:
         return sum(weight.numel() for weight in self.model.parameters())
+
+    @property
+    def num_positions(self) -> int | None:
+        return num_positions(self.model)
+
+    @property
+    def has_position_table(self) -> bool:
+        return has_position_table(self.model)
 
     @property
     def is_recurrent(self) -> bool:

@@ -11,6 +11,7 @@ of additional_config.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -24,6 +25,7 @@ from vllm.distributed import get_tp_group
 from pagedtree import Draft
 from pagedtree.distributed import DraftGroup, VocabShards
 from pagedtree.generation.drafters import Drafter, EagleDrafter, EagleHead, FeatureRows, MedusaHeads, NgramDrafter
+from pagedtree.generation.drafters.bounded import bounded
 from pagedtree.generation.drafters.medusa import best_trees
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
@@ -53,6 +55,7 @@ class TreeDrafter:
         max_nodes: num_speculative_tokens + 1.
         request_ids, hidden: the requests of the batch, in its order, and the hidden state of each; set by the runner
             before `propose`.
+        most_tokens: how many tokens the text of each of these requests may have, prompt included; set likewise.
         parents: request id -> int32 [n + 1], the tree of the last proposal, root included; its nodes are in an order in
             which the first n are a tree for any n, since vLLM's scheduler may cut proposals off.
     """
@@ -80,6 +83,7 @@ class TreeDrafter:
         self.options = {**self.defaults, **given}
         self.max_nodes = vllm_config.speculative_config.num_speculative_tokens + 1
         self.request_ids: list[str] = []
+        self.most_tokens: list[int] = []
         self.hidden: Tensor | None = None
         self.parents: dict[str, np.ndarray] = {}
 
@@ -129,7 +133,8 @@ class TreeDrafter:
 
         Returns R pairs (draft_tokens, parents): a list of n <= num_speculative_tokens token ids, and int32 [n + 1], the
         parents of the root (-1) and of each draft token: 0 is the root, i the i-th draft token, and
-        0 <= parents[i] < i. Without any guess: ([], np.array([-1])).
+        0 <= parents[i] < i. Without any guess: ([], np.array([-1])). Nodes deeper than the request's text may still
+        grow are left out afterwards.
 
         Called on the first tensor-parallel rank, with `on_every_rank` on all of them.
         """
@@ -155,6 +160,9 @@ class TreeDrafter:
                 states["hidden"] = self.hidden if len(rows) == len(sampled_token_ids) else self.hidden[rows]
             proposals = self.draft([self.request_ids[row] for row in rows], known, **states)
             self._check(proposals, len(rows))
+            # The last token of a text is generated, but never read.
+            rooms = [self.most_tokens[row] - 1 - len(text) for row, text in zip(rows, known, strict=True)]
+            proposals = [cut_at(room, *each) for room, each in zip(rooms, proposals, strict=True)]
         proposals = get_tp_group().broadcast_object(proposals, src=0)
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         for row, (tokens, parents) in zip(rows, proposals or [], strict=True):
@@ -247,6 +255,7 @@ class ModelTreeDrafter(TreeDrafter):
             self.drafter = self._load(None)
         else:
             return
+        self.drafter = bounded(self.drafter)  # by the positions of the draft model
         self.drafter.begin(page_size=16, sampling=_greedy(vocab_size))
 
     def _load(self, group: dist.ProcessGroup | None) -> ModelDrafter:
@@ -369,7 +378,7 @@ class EagleTreeDrafter(TreeDrafter):
 
 
 class _Texts:
-    """The texts of vLLM's requests as the sequences that drafters know."""
+    """The texts of vLLM's requests as the sequences that drafters know; `TreeDrafter` knows where they end."""
 
     def __init__(self) -> None:
         self._sequences: dict[str, GeneratedSequence] = {}
@@ -384,7 +393,7 @@ class _Texts:
         for request_id, text in zip(request_ids, tokens, strict=True):
             if request_id not in self._sequences:
                 index = self._next_index
-                self._sequences[request_id] = GeneratedSequence(index, group=index, tokens=[], max_length=0)
+                self._sequences[request_id] = GeneratedSequence(index, group=index, tokens=[], max_length=sys.maxsize)
                 self._next_index += 1
             self._sequences[request_id].tokens = text.tolist()
         return [self._sequences[request_id] for request_id in request_ids]
@@ -414,6 +423,16 @@ def proposals_of(drafter: Drafter, known: Sequence[np.ndarray], device: torch.de
         row[: len(tokens)] = tokens
     counts = torch.tensor(lengths, dtype=torch.int32)
     return host_proposals(Draft(*drafter.propose(torch.from_numpy(history).to(device), counts.to(device))))
+
+
+def cut_at(most_depth: int, tokens: list[int], parents: np.ndarray) -> Proposal:
+    """The tree without nodes that are deeper."""
+    depths = np.zeros(len(parents), dtype=np.int64)
+    for node in range(1, len(parents)):
+        depths[node] = depths[parents[node]] + 1
+    if depths.max() <= most_depth:
+        return tokens, parents
+    return present_nodes(np.where(depths <= most_depth, [-1, *tokens], -1), parents, depths)
 
 
 def host_proposals(draft: Draft) -> list[Proposal]:

@@ -123,6 +123,7 @@ class TreeRunner:
         drafter, accepted = self.drafter, self._accepted
         self._accepted = None
         drafter.request_ids = list(self.input_batch.req_ids)
+        drafter.most_tokens = [self._most_tokens(self.requests[request_id]) for request_id in drafter.request_ids]
         if drafter.drafts_here and accepted is not None:
             if drafter.needs_hidden:
                 drafter.hidden = sample_hidden_states.index_select(0, accepted.last_rows)
@@ -142,6 +143,11 @@ class TreeRunner:
         drafter.hidden = None
         self._proposed.update(self.drafter.parents)
         return drafts
+
+    def _most_tokens(self, request: Any) -> int:
+        most = self.vllm_config.model_config.max_model_len
+        new = request.sampling_params.max_tokens
+        return most if new is None else min(most, request.num_prompt_tokens + new)
 
     def take_draft_token_ids(self) -> DraftTrees | None:
         drafts = super().take_draft_token_ids()  # type: ignore[misc]

@@ -1,0 +1,198 @@
+"""Drafts that end where their sequence ends, and where the drafter's model has no more positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from pagedtree import Draft, build_trees, select_nodes
+from pagedtree.generation.drafters.base import Drafter, roots_only
+from pagedtree.generation.packed_model import PackedModel
+from pagedtree.generation.scheduler import GeneratedSequence
+from pagedtree.proposal import as_draft, check_values, rows_of
+
+__all__ = ["bounded", "trees_of", "without_padding"]
+
+
+def bounded(drafter: Drafter) -> Drafter:
+    """`drafter`, whose proposals end where nodes are of no more use to their sequence.
+
+        for s in sequences:
+            # A draft model can read the parent of a node at most at its last position.
+            has_positions = s.root < drafter.num_positions
+            tree = drafter.propose(s) if has_positions else the root alone
+            # The last token of a sequence is generated, but never read.
+            last = min(s.max_length - 2, drafter.num_positions)
+            trees[s] = [node for node in tree if s.root + depth(node) <= last]
+
+    Its proposals are checked, and are a `Draft` whose draft_rows are set where there are draft_probs.
+    """
+    return cast(Drafter, _Bounded(drafter))
+
+
+class _Bounded:
+    """What is not here, methods and attributes, is the drafter's."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self._num_positions: int | None = getattr(drafter, "num_positions", None)
+        self._num_selected = 0
+        self._asked: list[int] = []  # places of the selected sequences that the drafter is asked for
+        self._limits: list[int] = []  # how deep the nodes of each of these may be
+        # Of each row of the last proposal: the drafter's own row, -1 for a root that it was not asked for; None where
+        # they are the same rows.
+        self._rows: Tensor | None = None
+        self._last: Tensor | None = None  # int32 [sequences + 1], the last positions, for captured steps
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
+        if batch_size is not None:
+            self._drafter.select(sequences, batch_size)
+            return
+        count = self._num_positions
+        self._num_selected = len(sequences)
+        self._asked = [place for place, s in enumerate(sequences) if count is None or s.root < count]
+        self._limits = [self._last_of(sequences[place]) - sequences[place].root for place in self._asked]
+        if self._asked:
+            self._drafter.select([sequences[place] for place in self._asked])
+
+    def start(self, tokens: Tensor, lengths: Tensor) -> None:
+        if self._asked:
+            self._drafter.start(*self._of_asked(tokens, lengths))
+
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
+    ) -> Draft:
+        batch, device = tokens.shape[0], tokens.device
+        if rows is not None:
+            draft = as_draft(self._drafter.propose(tokens, lengths, active, rows), batch, device)
+            assert self._last is not None
+            return draft if draft.trees.max_depth == 0 else _cut(draft, self._last[rows] - (lengths - 1))[0]
+        self._rows = None
+        if not self._asked:
+            return roots_only(batch, device)
+        draft = as_draft(self._drafter.propose(*self._of_asked(tokens, lengths)), len(self._asked), device)
+        if device.type == "cpu":  # elsewhere it would be a synchronisation
+            check_values(draft)
+        if draft.draft_probs is not None and draft.draft_rows is None:
+            draft = draft._replace(draft_rows=torch.arange(draft.draft_tokens.shape[0], device=device))
+        if draft.trees.max_depth > min(self._limits):
+            limits = torch.tensor(self._limits, dtype=torch.int32).to(device, non_blocking=True)
+            draft, self._rows = _cut(draft, limits)
+            self._tell(draft, self._rows)
+        if len(self._asked) < batch:
+            places = {place: i + 1 for i, place in enumerate(self._asked)}
+            draft, own = trees_of([roots_only(1, device), draft], [places.get(place, 0) for place in range(batch)])
+            own = own - 1
+            self._rows = own if self._rows is None else torch.where(own < 0, own, self._rows[own.clamp(min=0)])
+        draft = without_padding(draft)
+        if self._rows is not None:
+            self._rows = self._rows[: draft.draft_tokens.shape[0]]
+        return draft
+
+    def confidence(self) -> Tensor | None:
+        values = self._drafter.confidence() if self._asked else None
+        if values is None or self._rows is None:
+            return values
+        rows = self._rows.to(values.device)
+        return torch.where(rows < 0, 0.0, values[rows.long().clamp(min=0, max=len(values) - 1)])
+
+    def narrow(self, draft: Draft, rows: Tensor) -> None:
+        if not self._asked:
+            return
+        own = rows if self._rows is None else self._rows[rows.long().clamp(min=0)]
+        if len(self._asked) < self._num_selected:
+            draft, picked = trees_of([draft], self._asked)
+            own = own[picked]
+        self._tell(draft, own)
+
+    def capture(self, model: PackedModel, sequences: list[GeneratedSequence], batch_size: int) -> None:
+        if self._last is None:
+            last = [0] * (max((sequence.index for sequence in sequences), default=-1) + 2)
+            for sequence in sequences:
+                last[sequence.index] = self._last_of(sequence)
+            self._last = torch.tensor(last, dtype=torch.int32).to(model.device)
+        self._drafter.capture(model, sequences, batch_size)
+
+    def _last_of(self, sequence: GeneratedSequence) -> int:
+        """The last position at which a node of the sequence is of use."""
+        last = sequence.max_length - 2
+        return last if self._num_positions is None else min(last, self._num_positions)
+
+    def _of_asked(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        if len(self._asked) == tokens.shape[0]:
+            return tokens, lengths
+        places = torch.tensor(self._asked).to(tokens.device, non_blocking=True)
+        return tokens.index_select(0, places), lengths.index_select(0, places)
+
+    def _tell(self, draft: Draft, rows: Tensor) -> None:
+        narrow = getattr(self._drafter, "narrow", None)  # any object with `observe` is a drafter
+        if narrow is not None:
+            narrow(draft, rows.int())
+
+
+def _cut(draft: Draft, limits: Tensor) -> tuple[Draft, Tensor]:
+    """The nodes that are at most limits[b] deep, limits int32 [B], and every root; int32 [N]: their rows in `draft`.
+
+    Runs on the device alone, with as many rows as before; the last ones are padding.
+    """
+    trees = draft.trees
+    rows = torch.arange(draft.draft_tokens.shape[0], dtype=torch.int32, device=limits.device)
+    tree = torch.bucketize(rows, trees.cu_nodes[1:], right=True)
+    is_kept = (tree < trees.batch_size) & (trees.depths <= limits[tree.clamp(max=trees.batch_size - 1)])
+    part, kept = select_nodes(trees, is_kept.float(), len(rows), limit=is_kept.sum(dtype=torch.int32)[None])
+    return rows_of(draft, part, kept), kept
+
+
+def trees_of(drafts: Sequence[Draft], wanted: Sequence[int]) -> tuple[Draft, Tensor]:
+    """Some of the trees of drafts, which are counted through, as one draft; int64: its rows in theirs, laid one behind
+    the other. At most one of the drafts has draft_probs. Synchronises.
+    """
+    bounds: list[tuple[int, int]] = []
+    before = 0
+    for draft in drafts:
+        offsets = draft.trees.cu_nodes.tolist()
+        bounds += [(before + begin, before + end) for begin, end in pairwise(offsets)]
+        before += draft.draft_tokens.shape[0]
+    device = drafts[0].draft_tokens.device
+    rows = torch.cat([torch.arange(*bounds[b]) for b in wanted]).to(device)
+    offsets = [0, *accumulate(bounds[b][1] - bounds[b][0] for b in wanted)]
+    probs = next((draft.draft_probs for draft in drafts if draft.draft_probs is not None), None)
+    draft_rows = None
+    if probs is not None:  # any row will do for nodes of the other drafts, which have no children that were drawn
+        of_each = [
+            d.trees.parents.new_zeros(len(d.draft_tokens)) if d.draft_rows is None else d.draft_rows for d in drafts
+        ]
+        draft_rows = torch.cat([each.long() for each in of_each])[rows]
+    trees = build_trees(
+        torch.cat([draft.trees.parents for draft in drafts])[rows],
+        torch.tensor(offsets, dtype=torch.int32).to(device),
+        max_nodes=max(draft.trees.max_nodes for draft in drafts),
+        max_depth=max(draft.trees.max_depth for draft in drafts),
+    )
+    tokens = torch.cat([draft.draft_tokens.long() for draft in drafts])[rows]
+    return Draft(tokens, trees, probs, draft_rows), rows
+
+
+def without_padding(draft: Draft) -> Draft:
+    """Drops the rows past the last tree where reading their number costs nothing: the model would run on them."""
+    trees, rows = draft.trees, draft.draft_tokens.shape[0]
+    is_plain = trees.max_nodes == 1 and rows == trees.batch_size
+    if trees.device.type != "cpu" or is_plain:
+        return draft
+    ends = trees.cu_nodes[:: trees.batch_size].tolist()  # the first and the last one
+    if ends != [0, rows]:
+        trees = trees.narrow(0, trees.batch_size)
+        rows = trees.parents.shape[0]
+        draft_rows = draft.draft_rows[:rows] if draft.draft_rows is not None else None
+        draft = draft._replace(draft_tokens=draft.draft_tokens[:rows], trees=trees, draft_rows=draft_rows)
+    # Where nobody has a draft, a plain pass is faster.
+    if rows == trees.batch_size and int(trees.first_child.max()) < 0:
+        return roots_only(rows, trees.device)
+    return draft

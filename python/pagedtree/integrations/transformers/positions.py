@@ -1,0 +1,39 @@
+"""How many positions a model has, and whether it can read others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["has_position_table", "num_positions"]
+
+# What configs call the number of positions.
+FIELDS = ("max_position_embeddings", "max_target_positions")
+# What models call a table with a row for each position: GPT-2, OPT and BioGPT, BERT and its kin, CTRL.
+TABLES = ("wpe", "embed_positions", "position_embeddings", "pos_encoding")
+
+
+def num_positions(model: Any) -> int | None:
+    """The positions that the model is made for, as its config says; None where it does not."""
+    config = model.config.get_text_config()
+    values = (getattr(config, field, None) for field in FIELDS)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+
+def has_position_table(model: nn.Module) -> bool:
+    """Whether positions past `num_positions` cannot be read, as the model has a row of a table for each position.
+
+    Rotary embeddings are computed for any position.
+    """
+    count = num_positions(model)
+    for module in model.modules():
+        for name in TABLES:
+            table = getattr(module, name, None)
+            rows = table.num_embeddings if isinstance(table, nn.Embedding) else None
+            if isinstance(table, Tensor) and table.ndim == 2:
+                rows = table.shape[0]
+            # OPT and BioGPT begin with some rows that are for no position.
+            if rows is not None and rows - getattr(table, "offset", 0) == count:
+                return True
+    return False

@@ -1,0 +1,320 @@
+"""No node is verified that its sequence cannot use: past its end, or where a model has no more positions."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from architecture_case import KEPT, tiny_model
+from block_case import block_model
+from generate_case import SAMPLING, Oracle, gpt2, greedy, lists, prompts_of, room_of, tiny, tiny_eagle
+
+from pagedtree import DraftTree
+from pagedtree.distributed import DraftGroup
+from pagedtree.generation.fixed_step import FixedStep
+from pagedtree.generation.rules import Sampling
+from pagedtree.generation.scheduler import GeneratedSequence
+from pagedtree.integrations.transformers import (
+    BlockDrafter,
+    CombinedDrafter,
+    Drafter,
+    EagleDrafter,
+    MedusaDrafter,
+    MedusaHeads,
+    ModelDrafter,
+    NgramDrafter,
+    generate,
+    tensor_parallel,
+)
+from pagedtree.integrations.transformers.positions import has_position_table, num_positions
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Of the architectures that give the same text, those with a table of positions.
+TABLES = [
+    "bert", "bert-generation", "biogpt", "camembert", "ctrl", "data2vec-text", "electra", "ernie", "gpt-sw3", "gpt2",
+    "gpt_bigcode", "opt", "roberta", "roberta-prelayernorm", "roc_bert", "whisper", "xlm-roberta", "xlm-roberta-xl",
+    "xmod",
+]  # fmt: skip
+SERVED = [
+    name for name, outcome in json.loads(KEPT.read_text(encoding="utf-8"))["outcomes"].items() if outcome == "same"
+]
+NEW_TOKENS = 12
+
+
+def repeated(length, width=7, seed=3):
+    """A prompt in which n-grams are found."""
+    return prompts_of([width], seed)[0].repeat(length // width + 1)[:length]
+
+
+def positions_read(model):
+    """The largest position of each pass of the model, as it is run."""
+    seen = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(int(kwargs["position_ids"].max())), with_kwargs=True
+    )
+    return seen
+
+
+def check_depths(result):
+    """For `on_step`: every node can still be of use to its sequence."""
+    offsets, depths = result.trees.cu_nodes.tolist(), result.trees.depths.tolist()
+    for b, room in enumerate(room_of(result)):
+        assert max(depths[offsets[b] : offsets[b + 1]], default=0) <= max(room, 0)
+
+
+def medusa(model):
+    heads = MedusaHeads(128, 3, model.lm_head)
+    torch.nn.init.normal_(heads.weight, std=0.05, generator=torch.Generator().manual_seed(3))
+    return MedusaDrafter(heads, DraftTree.full([3, 2, 1]))
+
+
+DRAFTERS = {
+    "n-gram": lambda model: NgramDrafter(12),
+    "n-gram with memory": lambda model: NgramDrafter(12, remember=2),
+    "draft model": lambda model: ModelDrafter(tiny(1), num_nodes=12, depth=5, width=2),
+    "itself": lambda model: ModelDrafter(model, num_nodes=6, depth=5, width=1),
+    "drawn": lambda model: ModelDrafter(tiny(1), law="swor", num_nodes=9, branching=[3, 2]),
+    "coupled": lambda model: ModelDrafter(tiny(1), law="coupled", num_nodes=9, branching=[3, 2]),
+    "Medusa": medusa,
+    "EAGLE": lambda model: EagleDrafter(tiny_eagle(model), num_nodes=9, depth=4, width=2),
+    "block": lambda model: BlockDrafter(block_model(model), num_nodes=9, width=3),
+    "n-gram and draft model": lambda model: CombinedDrafter(ModelDrafter(tiny(1), depth=5), NgramDrafter(6)),
+    "n-gram and itself": lambda model: CombinedDrafter(
+        ModelDrafter(model, num_nodes=8, depth=5), NgramDrafter(6, max_branches=1), min_match=1
+    ),
+}
+CAPTURED = ("n-gram", "draft model", "itself", "drawn", "coupled", "Medusa")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny(0)
+
+
+@pytest.mark.parametrize("tree", [None, "auto"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_no_node_is_deeper_than_its_sequence_may_grow(model, name, tree):
+    """Beside a sequence that is far from its end, whose tree stays whole."""
+    drafter = DRAFTERS[name](model)
+    params = None if name not in ("drawn", "coupled") else SAMPLING
+    sizes = []
+
+    def check(result):
+        check_depths(result)
+        sizes.append(max(result.trees.cu_nodes.diff().tolist()))
+
+    for prompts in ([repeated(20), repeated(9, 5)], [repeated(20)]):
+        plain = lists(generate(model, prompts, max_new_tokens=NEW_TOKENS, params=params)[0])
+        for rule in ("auto", "rejection") if name == "drawn" else ("auto",):
+            found, _ = generate(
+                model, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS, params=params, tree=tree, on_step=check,
+                rule=rule,
+            )  # fmt: skip
+            assert rule == "rejection" or lists(found) == plain
+    if tree is None:
+        assert max(sizes) > 2
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_in_fixed_steps(model, name, monkeypatch):
+    monkeypatch.setattr(FixedStep, "captures", False)
+    params = None if name not in ("drawn", "coupled") else SAMPLING
+    prompts = [repeated(20), repeated(9, 5), repeated(14, 3)]
+    options = {"max_new_tokens": NEW_TOKENS, "params": params, "n": 2}
+    plain, _ = generate(model, prompts, **options)
+    read = positions_read(model)
+    found, stats = generate(
+        model, prompts, drafter=DRAFTERS[name](model), cuda_graph=True, on_step=check_depths, **options
+    )
+    assert lists(found) == lists(plain)
+    assert max(read) == 20 + NEW_TOKENS - 2
+    if name == "itself":
+        assert stats.mean_accepted > 1.0
+
+
+def test_one_sequence_ends_long_before_its_neighbour(model):
+    """The first one's tree is cut, the second one's drafts are all accepted meanwhile."""
+    prompts = [repeated(30), repeated(12, 5)]
+    texts = [greedy(model, prompt, 24) for prompt in prompts]
+    ends = {0: 30 + 4, 1: 12 + 24}
+    cut, whole = [], []
+
+    oracle = Oracle(texts, hit=1.0)
+
+    class Known(Drafter):
+        max_nodes = oracle.tree.num_nodes
+
+        def prepare(self, sequences):
+            for sequence in sequences:  # as if each had been called with its own limit
+                sequence.max_length = ends[sequence.index]
+
+        def propose(self, tokens, lengths, active=None, rows=None):
+            return oracle.propose(tokens, lengths)
+
+    def check(result):
+        check_depths(result)
+        counts = result.trees.cu_nodes.diff().tolist()
+        for sequence, count in zip(result.sequences[result.num_read :], counts[result.num_read :], strict=True):
+            (whole if count == oracle.tree.num_nodes else cut).append(sequence.index)
+
+    found, stats = generate(model, prompts, drafter=Known(), max_new_tokens=24, on_step=check)
+    assert lists(found) == [texts[0][:34], texts[1]]
+    assert [s.finish_reason for s in stats.sequences] == ["length", "length"]
+    assert 0 in cut and whole.count(1) >= 4
+
+
+def proposal_of(draft, text, **tree):
+    """What a draft model proposes that has read nothing of the text before: each node's path, and its token."""
+    drafter = ModelDrafter(draft, **tree)
+    drafter.begin(4, Sampling("greedy", None, torch.zeros(1, dtype=torch.int64)))
+    drafter.select([GeneratedSequence(0, 0, list(text), max_length=1000)])
+    proposed = drafter.propose(torch.tensor([text]), torch.tensor([len(text)], dtype=torch.int32))
+    drafter.end()
+    size = int(proposed.trees.cu_nodes[1])
+    return paths_of(proposed.draft_tokens.tolist()[:size], proposed.trees.parents.tolist()[:size])
+
+
+def paths_of(draft_tokens, parents):
+    paths = [()]
+    for token, parent in zip(draft_tokens[1:], parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return set(paths[1:])
+
+
+def test_what_the_draft_model_read_stays_right_after_a_cut(model):
+    """The next proposal is that of a draft model that reads all anew."""
+    tree = {"num_nodes": 12, "depth": 4, "width": 3}
+    draft = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight.mul_(1 + 0.15 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    cut, compared = set(), 0
+
+    def check(result):
+        nonlocal compared
+        offsets = result.trees.cu_nodes.tolist()
+        for b in range(result.num_read, len(result.sequences)):
+            sequence, room, rows = result.sequences[b], room_of(result)[b], slice(offsets[b], offsets[b + 1])
+            if sequence.index in cut:
+                text = sequence.tokens[: int(result.start[b]) + 1]
+                found = paths_of(result.draft_tokens[rows].tolist(), result.trees.parents[rows].tolist())
+                assert found == {path for path in proposal_of(draft, text, **tree) if len(path) <= room}
+                compared += room > 0
+            if room < tree["depth"] and int(result.verdict.num_accepted[b]) > 0:
+                cut.add(sequence.index)
+
+    prompts = [repeated(10 + i, 5, seed=i) for i in range(12)]
+    generate(model, prompts, drafter=ModelDrafter(draft, **tree), max_new_tokens=NEW_TOKENS, on_step=check)
+    assert compared > 2
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_up_to_the_last_position_of_a_table(name):
+    """The text is the model's own up to its last position, with drafts that would reach past it."""
+    model = tiny_model(name)
+    count = num_positions(model)
+    assert has_position_table(model)
+    prompts = [repeated(count - 8).clamp(min=4), repeated(count - 30, 5).clamp(min=4)]
+    draft = gpt2(count - 3, seed=1)
+    draft.resize_token_embeddings(model.get_input_embeddings().num_embeddings)
+    # The last token is generated, but never read.
+    expected = [greedy(model, prompt, count + 1 - len(prompt), pad_token_id=0) for prompt in prompts]
+    with torch.no_grad(), pytest.raises((IndexError, RuntimeError)):  # there is nothing further on
+        model(input_ids=torch.tensor([[5]]), position_ids=torch.tensor([[count]]), use_cache=False)
+    read, read_by_draft = positions_read(model), positions_read(draft)
+    for drafter in (None, NgramDrafter(8), ModelDrafter(draft, num_nodes=8, depth=4, width=2)):
+        with pytest.warns(UserWarning, match=f"max_new_tokens: prompt 0 of {count - 8} tokens gets at most 9 more, as"):
+            found, stats = generate(model, prompts, drafter=drafter, max_new_tokens=40, eos_token_id=[])
+        assert lists(found) == expected
+        assert [s.finish_reason for s in stats.sequences] == ["length", "length"]
+    assert max(read) == count - 1
+    assert max(read_by_draft) == count - 4
+
+
+def test_tables_are_of_architectures_that_are_served():
+    assert set(TABLES) <= set(SERVED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SERVED)
+def test_which_models_have_a_table(name):
+    """A model that cannot read the position after its last one is known to have a table."""
+    model = tiny_model(name)
+    count = num_positions(model)
+    assert has_position_table(model) == (name in TABLES)
+    if count is not None and name not in TABLES:
+        with torch.no_grad():
+            model(input_ids=torch.tensor([[5]]), position_ids=torch.tensor([[count + 3]]), use_cache=False)
+
+
+@pytest.mark.parametrize("is_fixed", [False, True], ids=["ordinary", "fixed"])
+@pytest.mark.parametrize("law", ["topk", "coupled"])
+def test_a_draft_model_with_fewer_positions(is_fixed, law, monkeypatch):
+    """It drafts up to its last position, for one sequence while another is past it, and never reads further."""
+    monkeypatch.setattr(FixedStep, "captures", False)
+    model, draft = gpt2(96), gpt2(40, seed=1)
+    params = None if law == "topk" else SAMPLING
+    prompts = [repeated(30), repeated(60, 5), repeated(10, 3)]
+    options = {"max_new_tokens": 30, "params": params}
+    plain, _ = generate(model, prompts, **options)
+    for drafter in (
+        ModelDrafter(draft, law=law, num_nodes=9, depth=4, width=2),
+        *([] if is_fixed or law != "topk" else [CombinedDrafter(ModelDrafter(draft, depth=4), min_match=2)]),
+    ):
+        read, drafted = positions_read(draft), []
+
+        def check(result, drafted=drafted):
+            check_depths(result)
+            offsets, depths = result.trees.cu_nodes.tolist(), result.trees.depths.tolist()
+            for b in range(result.num_read, len(result.sequences)):
+                start = int(result.start[b])
+                drafted += [start + depth for depth in depths[offsets[b] + 1 : offsets[b + 1]]]
+
+        found, _ = generate(model, prompts, drafter=drafter, cuda_graph=is_fixed, on_step=check, **options)
+        assert lists(found) == lists(plain)
+        assert max(read) == 39
+        if isinstance(drafter, ModelDrafter):
+            assert max(drafted) == 40  # its parent stands at the draft model's last position
+
+
+def test_a_rotary_draft_model_drafts_within_its_positions(model):
+    draft = tiny(1, max_position_embeddings=40)
+    read = positions_read(draft)
+    found, _ = generate(model, [repeated(30)], drafter=ModelDrafter(draft, depth=4), max_new_tokens=30)
+    assert lists(found) == [greedy(model, repeated(30), 30)]
+    assert max(read) == 39
+
+
+def test_prompts_longer_than_the_table_are_refused():
+    model = gpt2(32)
+    with pytest.raises(ValueError, match=r"input_ids: expected prompts of at most 32 tokens, .* got 33 in prompt 1"):
+        generate(model, [repeated(32), repeated(33)], max_new_tokens=1)
+    with pytest.warns(UserWarning, match="gets at most 1 more"):
+        found, _ = generate(model, [repeated(32)], max_new_tokens=5, drafter=NgramDrafter(4))
+    assert lists(found) == [greedy(model, repeated(32), 1)]
+
+
+def with_draft_group(group, texts):
+    """A rank's texts with a draft model of fewer positions than its target on the first rank, and what that read."""
+    model, draft = tiny(0), gpt2(40, seed=1)
+    shards = tensor_parallel(model, group=group)
+    drafts = DraftGroup(lambda _: ModelDrafter(draft, num_nodes=9, depth=4, width=2), 1, shards=shards)
+    read = positions_read(draft)
+    found, _ = generate(
+        model, [repeated(30), repeated(60, 5)], drafter=drafts, max_new_tokens=NEW_TOKENS, shards=shards,
+        on_step=check_depths,
+    )  # fmt: skip
+    assert lists(found) == texts
+    return max(read, default=None)
+
+
+@pytest.mark.slow
+def test_a_draft_group_with_fewer_positions(model, ranks):
+    texts = [greedy(model, prompt, NEW_TOKENS) for prompt in (repeated(30), repeated(60, 5))]
+    assert ranks.run(with_draft_group, 2, texts) == [39, None]

@@ -1,0 +1,422 @@
+"""Places of the sources and what somebody once wrote there by mistake, each with the tests that notice it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["MUTANTS", "Mutant"]
+
+DRAFTS, HOSTILE = "tests/ops/test_verify_drafts.py", "tests/ops/test_verify_drafts_hostile.py"
+DRAWN, SAMPLED, SAMPLING = "tests/ops/test_drawn_children.py", "tests/ops/test_verify.py", "tests/ops/test_sampling.py"
+STEPS, COMMIT = "tests/ops/test_lossless_steps.py", "tests/ops/test_commit.py"
+OPTIONS, WEIGHED_OPTIONS = "tests/ops/test_options.py", "tests/ops/test_lossless_options.py"
+LOGPROBS = "tests/ops/test_token_logprobs.py"
+ATTENTION = ("tests/ops/test_tree_attention.py", "tests/ops/test_mixed_batches.py")
+LATENT = ("tests/ops/test_latent_attention.py",)
+CHOSEN = tuple(
+    f"tests/generation/test_{name}.py"
+    for name in ("combined_drafter", "node_budget", "tree_tuner", "generate_drafters", "block_drafter")
+)
+LENGTHS = ("tests/generation/test_length_limits.py",)
+HYBRID = ("tests/generation/test_generate_hybrid.py",)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`line` of csrc/`file` becomes `broken`; one of `tests` whose names have `only` must fail on the backend.
+
+    With the backend "python" the file is one of python/pagedtree, and nothing is built.
+    """
+
+    name: str
+    file: str
+    line: str
+    broken: str
+    tests: tuple[str, ...] = (DRAFTS,)
+    backend: str = "cpu"
+    only: str = "cpu or not simt"
+
+
+def of_options(name: str, line: str, broken: str, tests: tuple[str, ...] = (OPTIONS,)) -> Mutant:
+    return Mutant(name, "core/options.h", line, broken, tests)
+
+
+def of_wgmma(name: str, file: str, line: str, broken: str) -> Mutant:
+    return Mutant(name, f"cuda/attention/{file}_sm90.cuh", line, broken, ATTENTION, "simt", "simt-wgmma")
+
+
+def of_wide(name: str, file: str, line: str, broken: str) -> Mutant:
+    return Mutant(name, f"cuda/attention/{file}_wide.cuh", line, broken, LATENT, "simt", "simt and not wgmma")
+
+
+def of_states(name: str, file: str, line: str, broken: str) -> Mutant:
+    return Mutant(name, f"generation/{file}.py", line, broken, HYBRID, "python", "not two_ranks")
+
+
+def of_drafts(name: str, file: str, line: str, broken: str) -> Mutant:
+    return Mutant(name, f"generation/{file}.py", line, broken, CHOSEN, "python", "test")
+
+
+def of_limits(name: str, file: str, line: str, broken: str) -> Mutant:
+    return Mutant(name, f"generation/drafters/{file}.py", line, broken, LENGTHS, "python", "test")
+
+
+def of_latent(name: str, line: str, broken: str) -> Mutant:
+    return Mutant(name, "cuda/attention/attend_latent_sm90.cuh", line, broken, LATENT, "simt", "simt-wgmma")
+
+
+RULES = [
+    Mutant(
+        "siblings share one residual", "core/verify/rejection.h",
+        "subtract_draft(p, rows, distributions, token, 1.0, left);",
+        "if (rank == 0) subtract_draft(p, rows, distributions, token, 1.0, left);",
+    ),
+    Mutant(
+        "the residual is not normalised", "core/verify/rejection.h",
+        "u * q * left.mass < r * left.draft_mass", "u * q * distributions.total < r",
+    ),
+    Mutant(
+        "the draft's distribution is not normalised without the tried", "core/verify/rules.h",
+        "left.draft_mass = sums.draft;", "left.draft_mass = 1.0;",
+    ),
+    Mutant("repeated tokens count twice", "core/verify/rejection.h", "token < 0 || rows.is_tried(token)", "token < 0"),
+    Mutant(
+        "a coin on its bound accepts", "core/verify/rejection.h",
+        "u * q * left.mass < r *", "u * q * left.mass <= r *",
+    ),
+    Mutant(
+        "a shared coin on its bound accepts", "core/verify/rejection.h",
+        "cumulative > bound", "cumulative >= bound",
+    ),
+    Mutant("a block's coin on its bound accepts", "core/verify/block.h", "walk.node) < h", "walk.node) <= h"),
+    Mutant(
+        "a path's coin on its bound accepts", "core/verify/traversal.h",
+        "at.node) < at.weight", "at.node) <= at.weight",
+    ),
+    Mutant(
+        "rows of the root for all nodes", "core/verify/rejection.h",
+        "rows.open(p, b, walk.row(),", "rows.open(p, b, walk.rows.begin,",
+    ),
+    Mutant(
+        "the bonus from the root's row", "cpu/verify.cpp",
+        "logit_row(p.logits, walk.row())", "logit_row(p.logits, walk.rows.begin)", (SAMPLED,),
+    ),
+    Mutant(
+        "drafts drawn with the target's noise", "core/drafting.h",
+        "law == GrowthLaw::kCoupled ?", "law != GrowthLaw::kTopK ?", (DRAWN,),
+    ),
+    Mutant(
+        "cousins draw by the same random numbers", "core/drafting.h",
+        "RandomUse::kGumbel : draft_use(f)", "RandomUse::kGumbel : draft_use(0)", (STEPS,),
+    ),
+    Mutant(
+        "drafts drawn with their own coins", "cpu/isa/logits/draw_children.cpp",
+        "static_cast<uint32_t>(r), draw.use", "static_cast<uint32_t>(r), RandomUse::kCoin", (DRAWN,),
+    ),
+    Mutant(
+        "the best tokens instead of draws", "cpu/isa/logits/draw_children.cpp",
+        "score[j] += gumbel_of_word<VectorMath>(words[j]);", "", (DRAWN,),
+    ),
+    Mutant(
+        "joint acceptance as a capped ratio", "core/verify/block.h",
+        "return whole > kRounding ? z / whole : 1.0;", "return whole > 0.0 ? min_of(z / weight, 1.0) : 1.0;",
+    ),
+    Mutant(
+        "independent and distinct draws mistaken for each other", "core/verify/rules.h",
+        "if (p.law == DraftLaw::kSwor) rows.mark_tried(token);",
+        "if (p.law == DraftLaw::kIid) rows.mark_tried(token);",
+    ),
+    Mutant(
+        "the other order of filters", "core/sampling.h",
+        "Sampling sampling{0.0f, 0, 1.0f, 0.0f, p.joint};",
+        "Sampling sampling{0.0f, 0, 1.0f, 0.0f, !p.joint};", (SAMPLING,),
+    ),
+    Mutant(
+        "coins that reach 1", "core/verify/rules.h",
+        "return uniform_of(seed, position, static_cast<uint32_t>(index), RandomUse::kCoin);",
+        "return static_cast<float>(uniform_of(seed, position, static_cast<uint32_t>(index), RandomUse::kCoin));",
+    ),
+    Mutant(
+        "the first sequence's seed for all", "core/verify/rules.h",
+        "static_cast<uint64_t>(p.verify.seeds[b]);", "static_cast<uint64_t>(p.verify.seeds[0]);", (HOSTILE,),
+    ),
+    Mutant(
+        "offsets of 32 bits", "core/sampling.h",
+        "static_cast<const char*>(p.data) + row * p.row_stride * bytes",
+        "static_cast<const char*>(p.data) + static_cast<uint32_t>(row * p.row_stride * bytes)", (SAMPLING,),
+    ),
+    Mutant(
+        "the last block of the vocabulary left out", "cpu/isa/logits/mass_sums.h",
+        "block < MassTable::num_blocks(vocab); ++block) {\n    table",
+        "block < max_of<int64_t>(vocab / kMassBlock, 1); ++block) {\n    table", (HOSTILE,),
+    ),
+    Mutant(
+        "the last token where nothing is left", "core/verify/rules.h",
+        "      rows.clear_tried();\n      left.c = 0.0;", "      return p.verify.logits.vocab - 1;",
+    ),
+    Mutant(
+        "what rounding leaves taken for a residual", "core/verify/rules.h",
+        "constexpr double kRounding = 1e-6;", "constexpr double kRounding = 0.0;",
+    ),
+    Mutant(
+        "joint rules with the coins of positions", "core/verify/block.h",
+        "coin_of(p, b, walk.row(), position, walk.node)", "coin_of(p, b, walk.row(), position + walk.depth, 0)",
+    ),
+    Mutant(
+        "the distribution of node n is row n of the draft's", "core/verify/rules.h",
+        "p.draft_rows.data == nullptr ? row : token_at(p.draft_rows, row)", "row", (HOSTILE,),
+    ),
+    Mutant(
+        "a typical bound that lets equals pass", "core/verify/typical.h",
+        "!(rows.target(distributions, token) > bound)", "!(rows.target(distributions, token) >= bound)", (HOSTILE,),
+    ),
+]  # fmt: skip
+
+ON_PATH = "at.go_up()) count += at.token() == token;"
+PENALISED = "penalised<ScalarMath>(penalties, {}, count_of(token, may_be_on_path), in_prompt(token))"
+STOPS_AGAIN = "write(column, bias_of_token(o_.first_token + column)); });"
+REQUESTS = [
+    of_options("drafts of the path are not counted", ON_PATH, "at.go_up()) count += 0;", (WEIGHED_OPTIONS,)),
+    of_options(
+        "the root counted once more", ON_PATH,
+        ON_PATH + "\n    if (may_be_on_path && node != 0) count += PathPlace{o, root, 0}.token() == token;",
+    ),
+    of_options(
+        "the node itself is not on its path", "PathPlace path() const { return {o, root, node}; }",
+        "PathPlace path() const { return {o, root, node == 0 ? 0 : o.parents[root + node]}; }", (WEIGHED_OPTIONS,),
+    ),
+    of_options(
+        "bias after penalties", PENALISED.format("biased"), PENALISED.format("biased - bias") + " + bias",
+        (WEIGHED_OPTIONS,),
+    ),
+    of_options(
+        "frequency counts once", "M::fma(M::splat(penalties.frequency), count,",
+        "M::fma(M::splat(penalties.frequency), M::select(said, M::splat(1.0f), M::splat(0.0f)),",
+    ),
+    of_options(
+        "frequency is rounded once", "logit = logit - M::fma(M::splat(penalties.frequency), count, M::splat(0.0f));",
+        "logit = M::fma(M::splat(-penalties.frequency), count, logit);",
+    ),
+    of_options(
+        "the prompt counts as output", "return M::select(said, logit - penalties.presence, logit);",
+        "return M::select(said | in_prompt, logit - penalties.presence, logit);",
+    ),
+    of_options(
+        "negative logits are divided, too", "M::select(logit > 0.0f, logit / penalties.repetition,",
+        "M::select(logit > -1e30f, logit / penalties.repetition,",
+    ),
+    of_options(
+        "biased tokens may come though they are forbidden", "if (!is_allowed(row, column) || raw == -kInfinity)",
+        "if (raw == -kInfinity)",
+    ),
+    of_options("the first sequence's options for all", "sequence(b), root(row)", "sequence(0), root(row)"),
+    of_options("words begin before history_start", "} else if (left > start) {", "} else if (left > 0) {"),
+    of_options("words do not end in the path", "if (!at.at_root()) {\n        token", "if (false) {\n        token"),
+    of_options(
+        "stop ids one token too late", "static_cast<int64_t>(predicted) < o.min_position",
+        "static_cast<int64_t>(predicted) <= o.min_position",
+    ),
+    of_options(
+        "the root's position for all nodes", "o.cu_nodes == nullptr || node == 0 ? 0 : o.depths[root + node];", "0;"
+    ),
+    of_options(
+        "stop ids forbidden though nothing else is left",
+        "if (r_.stops == Stops::kForbid || writer_.any_finite()) return;", "return;",
+    ),
+    of_options("stop ids come back unbiased", STOPS_AGAIN, "write(column, 0.0f); });"),
+    of_options(
+        "stop ids come back though they are bad words",
+        STOPS_AGAIN + "\n    writer_.sync();\n    forbid_bad_words();", STOPS_AGAIN + "\n    writer_.sync();",
+    ),
+    Mutant(
+        "a token listed twice is biased once", "cpu/isa/logits/options.cpp",
+        "scratch.bias[column] += value == value", "scratch.bias[column] = value == value", (OPTIONS,),
+    ),
+    Mutant(
+        "one row's bias on the next", "cpu/isa/logits/options.cpp",
+        "[&](int64_t column, float) { scratch.bias[column] = 0.0f; }", "[&](int64_t, float) {}", (OPTIONS,),
+    ),
+    Mutant(
+        "a NaN under options is not told", "cpu/isa/logits/peak.h",
+        "peak.has_nan = lane_bits(nan) != 0;\n  int64_t best", "int64_t best", (OPTIONS,),
+    ),
+    Mutant(
+        "the last row's biases and drafts on this one", "cpu/isa/logits/options.cpp",
+        "scratch.patched[scratch.columns[i] / 32] = 0;", "scratch.patched[scratch.columns[i] / 32] |= 0;", (OPTIONS,),
+    ),
+    Mutant(
+        "penalties that raise logits taken for those that lower them", "cpu/isa/logits/options.cpp",
+        "scratch.lowers = penalties.repetition >= 1.0f && penalties.presence >= 0.0f && penalties.frequency >= 0.0f;",
+        "scratch.lowers = true;", (OPTIONS,),
+    ),
+    Mutant(
+        "blocks of biased tokens not looked at", "cpu/isa/logits/peak.h",
+        "a.most[block] = max_of(a.most[block], value);", "", (OPTIONS,),
+    ),
+    Mutant(
+        "biased tokens not among the largest logits", "cpu/isa/logits/peak.h",
+        "peak = max_of(peak, value);", "", (OPTIONS,),
+    ),
+    Mutant(
+        "too few logits above the bounds of others", "cpu/isa/logits/filter.h",
+        "if (few.size < sampling.top_k && view.scale(view.least) >= view.min_x) return false;", "", (OPTIONS,),
+    ),
+    Mutant(
+        "bounds of penalties that raise logits", "cpu/isa/logits/adjusted_row.h",
+        "reads_all_ = least == -kInfinity || !a_.lowers;", "reads_all_ = least == -kInfinity;", (OPTIONS,),
+    ),
+    Mutant(
+        "adjusted blocks of the row before", "cpu/isa/logits/options.cpp",
+        "std::fill_n(scratch.is_kept, num_blocks, false);", "", (OPTIONS,),
+    ),
+    Mutant(
+        "vectors of biased tokens left out", "cpu/isa/logits/adjusted_row.h",
+        "word * 32 < count * kLanes && a_.num_patched > 0;", "word < 0;", (OPTIONS,),
+    ),
+    Mutant(
+        "tokens behind EOS are counted", "core/step.h",
+        "count_tokens(p, b, kept)", "count_tokens(p, b, kept == 0 ? 0 : p.num_accepted[b] + 1)", (COMMIT,),
+    ),
+    Mutant(
+        "tokens that are in no table counted for the threshold", "cpu/isa/logits/filter.h",
+        "(logit >= splat(view.least)) & (view.scale(logit) >= splat(view.min_x))",
+        "view.scale(logit) >= splat(view.min_x)", (LOGPROBS,),
+    ),
+    Mutant("ranks without ties", "cpu/isa/logits/logprobs.cpp", ">= splat(logit)", "> splat(logit)", (LOGPROBS,)),
+    Mutant(
+        "log-probabilities of what filters drop", "core/logprobs.h",
+        "logit == -kInfinity || !distribution.filter.keeps(token, logit, x)", "logit == -kInfinity", (LOGPROBS,),
+    ),
+]  # fmt: skip
+
+WGMMA = [
+    of_wgmma("no phase flip", "stage", "      parity ^= 1;\n", ""),
+    of_wgmma(
+        "V given back while it is multiplied", "attend",
+        "ptx::wgmma_wait<0>();\n      ptx::wgmma_results(sums.out[0]);\n      release(values);",
+        "release(values);\n      ptx::wgmma_wait<0>();\n      ptx::wgmma_results(sums.out[0]);",
+    ),
+    of_wgmma(
+        "K given back while it is multiplied", "attend",
+        "turns_.pass(both);\n      ptx::wgmma_wait<I::",
+        "turns_.pass(both);\n      release(keys);\n      ptx::wgmma_wait<I::",
+    ),
+    of_wgmma("another stride in descriptors", "attend", "kEightRows = 8 * 128", "kEightRows = 4 * 128"),
+    of_wgmma(
+        "no proxy fence behind cp.async", "attend",
+        "if (!I::kDecodes && !(plain && maps_.box > 0)) ptx::fence_proxy_async();", "",
+    ),
+    of_wgmma(
+        "no proxy fence behind decoded codes", "stage",
+        "ptx::fence_proxy_async();\n    ptx::mbar_arrive", "ptx::mbar_arrive",
+    ),
+    of_wgmma("rows of the accumulator swapped", "attend", "first_row + half * 8", "first_row + (1 - half) * 8"),
+    of_wgmma("columns of a quad swapped", "attend", "(n + lane % 2) * 8", "(n + 1 - lane % 2) * 8"),
+    of_wgmma("sums not rescaled", "attend", "if (changed) rescale<I>(sums, rescales);", ""),
+    of_wgmma("V read that no row sees", "stage", "if (!is_seen) (I::kLatent ? row.k : row.v) = nullptr;", ""),
+    of_wgmma("boxes of the first head", "stage", "reader.kv_head, page, full", "0, page, full"),
+    of_wgmma("fewer bytes expected", "stage", "(panels) * kPanelBytes);", "(panels) * kPanelBytes / 2);"),
+    of_wgmma("no first turn", "attend", "if (group() == 1) pass(true);", ""),
+    of_wgmma("a group without rows does not give stages back", "attend", "return skip(stages);", "return;"),
+]  # fmt: skip
+
+WIDE = [
+    of_wide("the partner's scores not added", "attend", "scores[a][0][2] += taken.z;", ""),
+    of_wide("keys of the other half", "attend", "keys = warp / 2 * 16,", "keys = (1 - warp / 2) * 16,"),
+    of_wide("all of the depth twice", "attend", "depth = half * 32;", "depth = 0;"),
+    of_wide(
+        "the largest score of one warp", "attend",
+        "tops[a][half] = fmaxf(fmaxf(of_warps.x, of_warps.y), fmaxf(of_warps.z, of_warps.w));", "",
+    ),
+    of_wide("K where V should be", "kernel", "add_wide_values<I>(shared, values, sums);",
+            "add_wide_values<I>(shared, keys, sums);"),
+    of_wide("keys copied that no row sees", "stage", "is_read = is_read && (seen >> key & 1u) != 0;", ""),
+    of_wide("seen by the first rows only", "stage", "__reduce_or_sync(kWholeWarp, ", "(kWholeWarp & "),
+    of_wide("512 columns of 576", "attend", "column >= I::kHeadDimV && p.head_dim <= I::kHeadDimV", "column >= 512"),
+    of_wide("576 columns of 512", "attend", "column >= I::kHeadDimV && p.head_dim <= I::kHeadDimV", "column >= 576"),
+]  # fmt: skip
+
+LATENT_WGMMA = [
+    of_latent(
+        "each group's own largest scores",
+        "tops[0][half] = fmaxf(tops[0][half], shared_.of_rows[1 - group_][row() + half * 8 + lane / 4]);", "",
+    ),
+    of_latent("the first group's weights for both stages", "      take_weights(weights);\n", ""),
+    of_latent(
+        "weights taken before they are given",
+        "ptx::barrier_sync(kWeightsGiven, I::kConsumers);\n      read_weights", "read_weights",
+    ),
+    of_latent(
+        "a stage given back while it is multiplied",
+        "ptx::wgmma_wait<0>();\n    ptx::wgmma_results(sums.out[0]);\n    release(stage);",
+        "release(stage);\n    ptx::wgmma_wait<0>();\n    ptx::wgmma_results(sums.out[0]);",
+    ),
+    of_latent("weights of a stage that is not there", "if (group_ == 1 && !has_second) hide_all(scores);", ""),
+    of_latent("both groups have the first columns", "shared_.stage(stage) + column() / 64 * kPanelBytes",
+              "shared_.stage(stage)"),
+    of_latent("the sum of one group", "own[half] + other", "own[half]"),
+    of_latent("Q beyond its columns", "|| block >= num_blocks", ""),
+    of_latent("the last columns left out", "const bool is_short = part + 1 == I::kParts && p_.head_dim < I::kHeadDim;",
+              "const bool is_short = part + 1 == I::kParts;"),
+]  # fmt: skip
+
+STATES = [
+    of_states(
+        "states that follow the root alone", "recurrent_step",
+        "accept_index, num_accepted, **options)", "accept_index, num_accepted.clamp(max=0), **options)",
+    ),
+    of_states("slots that keep what was there before", "recurrent_states", "states[slot] = 0", "states[slot]"),
+    of_states(
+        "generated tokens that are read again as prompts", "recurrent_step",
+        "is_generated=positions >= prompt_lens[owner]", "is_generated=rows >= cu_seqlens_q[first]",
+    ),
+    of_states(
+        "outcomes with the states of a later token", "scheduler",
+        "return sequence.shared_len - sequence.cached", "return len(sequence.tokens) - sequence.cached",
+    ),
+]  # fmt: skip
+
+CHOICE = [
+    of_drafts(
+        "a draft model that is told of other sequences' trees", "drafters/model",
+        "places[sequence.index] for sequence in self._selected", "i for i, sequence in enumerate(self._selected)",
+    ),
+    of_drafts(
+        "nodes under guesses that nobody verified", "tree_tuner", "self.budget.observe(self.draft, self.kept,",
+        "self.budget.observe(self.draft, None,",
+    ),
+    of_drafts(
+        "what one sequence wins for all", "batch_progress",
+        "(of_all - of_last) / len(self._left)", "of_all - of_last",
+    ),
+    of_drafts(
+        "states of an earlier batch that are lost", "drafters/medusa",
+        "if self._newest is not None and self._newest[0] != indices:", "if False:",
+    ),
+    of_drafts(
+        "features of plain steps that are lost", "drafters/block",
+        "self._sort()\n        self._read_waiting()\n        start", "self._read_waiting()\n        start",
+    ),
+    of_drafts("step costs that are learnt with nothing to read", "tree_tuner", "self.since_plain > 1 or not", "not"),
+]  # fmt: skip
+
+LIMITS = [
+    of_limits("trees that are not cut", "bounded", "if draft.trees.max_depth > min(self._limits):", "if False:"),
+    of_limits(
+        "trees of captured steps that are not cut", "bounded", "if draft.trees.max_depth == 0 else", "if True else",
+    ),
+    of_limits("nodes that reach one token too far", "bounded", "sequence.max_length - 2", "sequence.max_length - 1"),
+    of_limits(
+        "trees of a batch cut by the limits of others", "bounded",
+        "limits[tree.clamp(max=trees.batch_size - 1)]", "limits[tree.clamp(max=0)]",
+    ),
+    of_limits(
+        "a draft model that is asked past its positions", "bounded",
+        "if count is None or s.root < count]", "if True]",
+    ),
+    of_limits(
+        "levels read past the last position", "model", "else self.num_positions - 1)", "else self.num_positions)",
+    ),
+]  # fmt: skip
+
+MUTANTS = LIMITS + CHOICE + RULES + REQUESTS + WGMMA + WIDE + LATENT_WGMMA + STATES
