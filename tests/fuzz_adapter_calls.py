@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from functools import cache
 from typing import Any
 
 import torch
 from fuzz_calls import Call, draft_trees, paged_cache, valid_call
-from generate_case import tiny
+from generate_case import gpt2, tiny
 from step_case import int32, int64
 from torch import Tensor
 
 import pagedtree as pt
 from pagedtree.integrations import flash_attn, flashinfer, sglang
-from pagedtree.integrations.transformers import generate
+from pagedtree.integrations.transformers import CombinedDrafter, ModelDrafter, generate
 
 
 def _flashinfer_pages() -> dict[str, Tensor]:
@@ -172,3 +174,40 @@ def transformers_generate() -> Call:
     arguments = {"input_ids": [[3, 4, 5], [6]], "eos_token_id": [7], "share_prefix": True, **sizes, **choices}
     # More tokens or pages would be what was asked for, and take as long or as much as that.
     return Call(lambda **given: generate(_model(), **given), arguments, fixed=("max_new_tokens", "num_pages", "n"))
+
+
+@valid_call
+def transformers_generation_config() -> Call:
+    def generate_with(**fields: Any) -> Any:
+        model = copy.copy(_model())
+        model.generation_config = copy.deepcopy(model.generation_config)
+        vars(model.generation_config).update(fields)
+        return generate(model, [[3, 4, 5], [6]], max_new_tokens=3)
+
+    tokens = {"suppress_tokens": [3], "begin_suppress_tokens": [4], "bad_words_ids": [[5], [6, 7]], "eos_token_id": [7]}
+    sampling = {"do_sample": True, "temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": None, "typical_p": 1.0}
+    others = {"repetition_penalty": 1.2, "sequence_bias": [[[9], 2.0]], "min_length": 2, "min_new_tokens": None}
+    refused = {"no_repeat_ngram_size": 0, "num_beams": 1, "forced_eos_token_id": None, "guidance_scale": None}
+    return Call(generate_with, {**tokens, **sampling, **others, **refused, "stop_strings": None})
+
+
+@valid_call
+def transformers_generate_at_the_last_position() -> Call:
+    """Whatever `max_new_tokens` says, a text of this model has 17 tokens at most."""
+
+    def generate_with(**given: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # says how many tokens a prompt gets
+            return generate(_table(16), **given)
+
+    drafter = CombinedDrafter(ModelDrafter(_table(12), num_nodes=6, depth=3, width=2), min_match=2)
+    prompts = [[3, 4, 5] * 5, [6, 7] * 4, [9]]
+    sizes = {"max_new_tokens": 4, "page_size": 4, "num_pages": 40, "max_batch_tokens": 64}
+    return Call(
+        generate_with, {"input_ids": prompts, "drafter": drafter, **sizes}, fixed=("num_pages", "page_size", "drafter")
+    )
+
+
+@cache
+def _table(num_positions: int) -> Any:
+    return gpt2(num_positions)

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("transformers")
 
 from generate_case import SAMPLING, VOCAB, Oracle, seeded, tiny, tiny_of
+from tokenizer_case import words
 from transformers import (
     DynamicCache,
     LogitsProcessorList,
@@ -174,7 +175,7 @@ def test_the_distribution_is_that_of_transformers(model, batch, filters, monkeyp
     monkeypatch.setattr(custom_generate, "generate", lambda *a, **k: received.append(k) or own(*a, **k))
     model.generate(**options, custom_generate=tree_generate)
     (given,) = received
-    params = read_processors(given["logits_processor"], [[1]], None, []).on_params(given["params"])
+    params = read_processors(given["logits_processor"], [[1]], None, [], VOCAB).on_params(given["params"])
     sampling = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "filter_order")}
     for logits, scores in zip(out.logits[0], out.scores[0], strict=True):
         expected = torch.softmax(scores.double(), -1).numpy()
@@ -216,7 +217,7 @@ def test_drawn_tokens_follow_the_distribution(model, batch):
         ({"no_repeat_ngram_size": 2}, "those that draft trees can follow .*, got NoRepeatNGramLogitsProcessor"),
         ({"sequence_bias": {(3, 4): 1.0}}, r"sequence_bias: expected single tokens, .* got 1.0 for \[3, 4\]"),
         ({"do_sample": True, "top_k": 0, "typical_p": 0.5}, "got TypicalLogitsWarper"),
-        ({"do_sample": True, "top_k": 5, "top_p": 0.5, "min_p": 0.1}, "at most two of top_k, top_p and min_p"),
+        ({"do_sample": True, "top_k": 5, "top_p": 0.5, "min_p": 0.1}, "top_k, top_p, min_p: expected at most two"),
         (
             {"do_sample": True, "top_k": 5, "logits_processor": LogitsProcessorList([TopPLogitsWarper(0.5)])},
             "in transformers' order, got TopPLogitsWarper, TopKLogitsWarper",
@@ -243,6 +244,28 @@ def test_a_cache_that_holds_tokens_is_refused(model, batch):
             batch["input_ids"][:1], past_key_values=cache, do_sample=False, max_new_tokens=4,
             custom_generate=tree_generate,
         )  # fmt: skip
+
+
+def test_stop_strings(model, batch, tmp_path, monkeypatch):
+    """transformers hands no tokenizer to a decoding loop: it has another name, but for a function from a folder."""
+    tokenizer = words(VOCAB)
+    options = {**batch, "max_new_tokens": COUNT, "do_sample": False}
+    expected = model.generate(**options)
+    stops = {int(expected[0, 15]), int(expected[1, 18])}
+    ends = [next((i + 1 for i in range(12, len(row)) if int(row[i]) in stops), len(row)) for row in expected]
+    for row, end in zip(expected, ends, strict=True):
+        row[end:] = 0  # pad tokens
+    assert len(set(ends)) > 1 and min(ends) <= 16
+    expected = expected[:, : max(ends)]
+    options["stop_strings"] = [f"w{token}" for token in stops]
+    ours = {"custom_generate": tree_generate, "drafter": NgramDrafter(4)}
+    assert torch.equal(model.generate(**options, **ours, stop_tokenizer=tokenizer), expected)
+    for given in ({}, {"tokenizer": tokenizer}):
+        with pytest.raises(ValueError, match="stop_strings: expected stop_tokenizer="):
+            model.generate(**options, **ours, **given)
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
+    load = {"custom_generate": str(EXAMPLES), "trust_remote_code": True}
+    assert torch.equal(model.generate(**options, **load, tokenizer=tokenizer), expected)
 
 
 def test_loaded_from_a_folder(model, batch, tmp_path, monkeypatch):

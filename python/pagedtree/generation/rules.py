@@ -74,10 +74,12 @@ def check_rule(
     return rule
 
 
-def check_options(rule: str, params: SamplingParams | None) -> tuple[str, SamplingParams | None]:
-    """Rule and params under which request options are served; ValueError where they cannot be."""
+def check_options(rule: str, params: SamplingParams | None, origin: str = "") -> tuple[str, SamplingParams | None]:
+    """Rule and params under which request options are served; ValueError, which ends with `origin`, where they cannot
+    be.
+    """
     if rule == "typical":
-        raise ValueError('rule: "typical" takes no options, penalties or min_new_tokens; the other rules do')
+        raise ValueError(f'rule: "typical" takes no options, penalties or min_new_tokens; the other rules do{origin}')
     return ("sampled", SamplingParams(temperature=0.0)) if params is None else (rule, params)
 
 

@@ -45,6 +45,8 @@ def tree_generate(
     grammars: Sequence[GrammarMatcher | None] | None = None,
     logprobs: int | None = None,
     logprobs_mode: str = "raw",
+    stop_strings: str | Sequence[str] | None = None,
+    stop_tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decodes with draft trees over a paged cache: `model.generate(..., custom_generate=tree_generate, drafter=...)`.
@@ -55,7 +57,8 @@ def tree_generate(
     `pagedtree.integrations.transformers.generate`'s, given to `model.generate`, too.
     Greedy text is that of `model.generate` without custom_generate. Sampled text follows the same distribution, with
     other draws: each row has a seed, drawn from torch's generator where `seeds` (one per returned row) is not given, so
-    that `torch.manual_seed` repeats it. on_stats: called with the `GenerationStats` at the end.
+    that `torch.manual_seed` repeats it. on_stats: called with the `GenerationStats` at the end. stop_strings need the
+    tokenizer as stop_tokenizer, because transformers keeps `tokenizer` to itself; they do not begin in a prompt.
 
     Returns what `model.generate` does: int64 [B, length], or with return_dict_in_generate an output of `sequences`.
 
@@ -64,6 +67,8 @@ def tree_generate(
     cache that already holds tokens, and further inputs of the model.
     transformers hands neither `streamer` nor `assistant_model` to a decoding loop: use callback and drafter.
     """
+    if stop_strings is not None and stop_tokenizer is None:
+        raise ValueError("stop_strings: expected stop_tokenizer=, as transformers keeps tokenizer= to itself, got None")
     mode = generation_config.get_generation_mode().value
     if mode not in ("greedy_search", "sample"):
         raise ValueError(f"tree_generate: expected greedy search or sampling, got {mode}")
@@ -80,8 +85,9 @@ def tree_generate(
         page_size=page_size, num_pages=num_pages, attention_mask=attention_mask, eos_token_id=eos_token_id,
         pad_token_id=generation_config.pad_token_id, rule=rule, max_batch_tokens=max_batch_tokens,
         max_sequences=max_sequences, cuda_graph=cuda_graph, callback=callback, on_step=on_step,
-        logits_processor=logits_processor, options=options, grammars=grammars, logprobs=logprobs,
-        logprobs_mode=logprobs_mode,
+        stop_strings=stop_strings, tokenizer=stop_tokenizer, logits_processor=logits_processor, options=options,
+        grammars=grammars, logprobs=logprobs, logprobs_mode=logprobs_mode,
+        generation_config=False,  # the processors and criteria have all of it
     )  # fmt: skip
     if on_stats is not None:
         on_stats(stats)

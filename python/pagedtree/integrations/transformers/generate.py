@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,12 +20,11 @@ from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.rules import Sampling, check_options, check_rule
 from pagedtree.generation.scheduler import GeneratedSequence, Scheduler
 from pagedtree.generation.stats import GenerationStats, SequenceStats
-from pagedtree.generation.stop_strings import StopStrings
 from pagedtree.generation.token_options import RequestRows, TokenOptions
 from pagedtree.generation.tree_tuner import TreeTuner
 from pagedtree.grammars import GrammarMatcher
 from pagedtree.integrations.transformers import generate_arguments as arguments
-from pagedtree.integrations.transformers.logits_processors import read_processors
+from pagedtree.integrations.transformers.generation_config import ConfigFields, config_fields
 from pagedtree.integrations.transformers.model import TransformersModel
 from pagedtree.integrations.transformers.rotary import check_constant
 from pagedtree.integrations.transformers.turns import in_turn
@@ -70,8 +70,9 @@ def generate(
     callback: Callable[[int, list[int]], object] | None = None,
     on_step: Callable[[StepResult], None] | None = None,
     options: TokenOptions | Sequence[TokenOptions | None] | None = None,
-    min_new_tokens: int | Sequence[int] = 0,
+    min_new_tokens: int | Sequence[int] | None = None,
     logits_processor: Iterable[Any] | None = None,
+    generation_config: bool = True,
     grammars: Sequence[GrammarMatcher | None] | None = None,
     logprobs: int | None = None,
     logprobs_mode: str = "raw",
@@ -79,11 +80,11 @@ def generate(
 ) -> tuple[list[Tensor] | Tensor, GenerationStats]:
     """Generates up to `max_new_tokens` tokens for each prompt; the drafter does not change the text's distribution.
 
-    Greedy output is the model's own `generate(do_sample=False)`; under rule "sampled" it is, for each sequence, what
-    `pagedtree.sample` draws with its seed, token by token. Both hold for any drafter, page size, batch and eviction,
-    up to nearly tied logits (which in fp32 do not happen in practice). Under the other lossless rules the tokens follow
-    the same distribution; which ones come out depends on the seed, and also on the drafts and on when a sequence was
-    evicted.
+    Greedy output is the model's own `generate(do_sample=False)`, whose generation config is followed; under rule
+    "sampled" it is, for each sequence, what `pagedtree.sample` draws with its seed, token by token. Both hold for any
+    drafter, page size, batch and eviction, up to nearly tied logits (which in fp32 do not happen in practice). Under
+    the other lossless rules the tokens follow the same distribution; which ones come out depends on the seed, and also
+    on the drafts and on when a sequence was evicted.
 
     Args:
         model: a transformers causal language model in evaluation mode whose layers all use transformers' attention
@@ -94,9 +95,10 @@ def generate(
         input_ids: int64 [B, L], or a list of prompts of different lengths (1-D tensors or lists of ints), or what a
             tokenizer returned of these: a BatchEncoding or dict of input_ids and attention_mask.
         drafter: None (plain decoding), or an object with propose(tokens, lengths), see `drafters.Drafter`.
-        max_new_tokens: at least 1; EOS ends a sequence earlier.
-        params: None = greedy; else how to sample, and with which penalties; temperature 0 is greedy with penalties.
-            Tensor fields have one entry per prompt, or one per sequence.
+        max_new_tokens: at least 1; EOS ends a sequence earlier. So do the positions of a model that has a table of them
+            (GPT-2, OPT, BERT and their kin): a warning says so, and finish_reason is "length".
+        params: how to sample, and with which penalties; temperature 0 is greedy with penalties. Tensor fields have one
+            entry per prompt, or one per sequence. None = as the generation config says, greedy unless it samples.
         seeds: one per sequence, int64 [B * n]; default 0, 1, 2, ...
         page_size: tokens per page. num_pages: pages in the pool; default: enough for all sequences that run at once.
             With fewer, sequences wait, and the youngest are evicted and read again later.
@@ -104,14 +106,16 @@ def generate(
         attention_mask: [B, L], zero where `input_ids` is padding (at either side); only with a tensor. None: as in
             transformers, each pad_token_id in the tensor is padding, unless that token also ends sequences. In lists
             of prompts all tokens count.
-        eos_token_id: token or tokens that end a sequence, kept in it; default the model's generation config; an empty
-            list for none.
+        eos_token_id: token or tokens that end a sequence, kept in it; default the generation config's; an empty list
+            for none.
         pad_token_id: what fills the rows of a tensor after EOS; default the model's, or its EOS, or 0.
         stop_strings: text or texts that end a sequence when they occur in what it generated, special tokens included.
             The token that completes one is kept whole; accepted tokens behind it are cut off. Needs the tokenizer.
+            Default the generation config's.
         tokenizer: the model's, for stop_strings.
         rule: how drafts are verified. All but "typical" are lossless.
-            "auto": "greedy" without params, else "sampled". "greedy", "sampled": `verify_greedy`, `verify_sampled`.
+            "auto": "sampled" with params or a generation config that samples, else "greedy".
+            "greedy", "sampled": `verify_greedy`, `verify_sampled`.
             "rejection": `verify_rejection`, by the drafter's draft_law.
             "block": `verify_block`, for drafters of chains.
             "traversal": `verify_traversal`, for drafters of draft_law "iid" or "swor".
@@ -137,12 +141,14 @@ def generate(
         on_step: called with a `StepResult` after each pass, for tracing.
         options: which tokens may come (`TokenOptions`: bias, allowed tokens, bad words, ...): one for all, or a list
             with one or None per prompt or sequence.
-        min_new_tokens: so many tokens come before an EOS token may; one number, or one per prompt or sequence. As in
-            transformers, stop strings end a text before that.
+        min_new_tokens: so many tokens come before an EOS token may; one number, or one per prompt or sequence; default
+            the generation config's, or 0. As in transformers, stop strings end a text before that.
         logits_processor: a `LogitsProcessorList` of transformers, or any list of those of its processors that have a
             counterpart in params, options and min_new_tokens: RepetitionPenalty, SequenceBias of single tokens,
             NoBadWords, MinLength, MinNewTokensLength, SuppressTokens, SuppressTokensAtBegin, and with params the
             warpers of temperature, top_k, top_p and min_p. They are read, not called.
+        generation_config: whether `model.generation_config` is followed where no argument says otherwise, see below;
+            False = nothing of it but EOS and padding.
         grammars: a `pagedtree.grammars.GrammarMatcher` or None for each sequence (n per prompt), none of them twice.
             They are told the tokens that their sequence gets, so each serves for one call. A text ends with the token
             that completes it, which is an EOS token where the grammar ends with one.
@@ -163,15 +169,29 @@ def generate(
     Options, penalties and grammars are exact: each token is drawn as it would be without drafts. Rule "typical" takes
     no options and penalties, cuda_graph no grammars, shards no logprobs.
 
-    Raises ValueError for an empty prompt or ids outside the vocabulary, a model or arguments that do not fit, sequences
-    that would change the frequencies of a model's rotary embedding for their neighbours ("longrope", "dynamic"; see
-    `rotary`), a rule that the drafter or params do not fit, cuda_graph without a GPU or with another drafter, or
-    num_pages too small for a sequence with the whole pool to itself; TypeError for params, options or a drafter of
-    another type.
+    `model.generation_config`, which a checkpoint's generation_config.json becomes, counts as in `model.generate`:
+    repetition_penalty, sequence_bias, bad_words_ids, suppress_tokens, begin_suppress_tokens, min_length,
+    min_new_tokens, stop_strings, and, if do_sample is True, temperature, top_k (50 where it has none), top_p and min_p.
+    params replace its sampling and repetition_penalty as a whole, rule "greedy" its sampling, min_new_tokens (with
+    min_length) and stop_strings the fields of their names, a logits processor the one of its type. options and other
+    processors come on top. min_length counts a tensor's width, of prompts in a list their own lengths. max_new_tokens
+    and n are the call's. Other fields that would change the text (num_beams, no_repeat_ngram_size, typical_p, ...) are
+    refused by name.
+
+    Raises ValueError for an empty prompt or ids outside the vocabulary, a model or arguments that do not fit, a
+    generation config that drafts cannot be verified under, sequences that would change the frequencies of a model's
+    rotary embedding for their neighbours ("longrope", "dynamic"; see `rotary`), a rule that the drafter or params do
+    not fit, cuda_graph without a GPU or with another drafter, or num_pages too small for a sequence with the whole pool
+    to itself; TypeError for params, options or a drafter of another type.
     """
     packed = TransformersModel(model)
     if params is not None and not isinstance(params, SamplingParams):
         raise TypeError(f"params: expected SamplingParams or None, got {type(params).__name__}")
+    if not isinstance(generation_config, bool):
+        raise TypeError(
+            f"generation_config: expected True or False, got {type(generation_config).__name__}; True takes"
+            " model.generation_config"
+        )
     if share_prefix not in (None, True, False):
         raise ValueError(f"share_prefix: expected True, False or None, got {share_prefix!r}")
     arguments.at_least_one(
@@ -179,19 +199,22 @@ def generate(
         **({} if max_sequences is None else {"max_sequences": max_sequences}),
     )  # fmt: skip
     eos_ids, pad = arguments.eos_tokens(model, eos_token_id), arguments.pad_token(model, pad_token_id)
-    stops = None if stop_strings is None else StopStrings(stop_strings, tokenizer)
+    given = {"min_new_tokens": min_new_tokens, "stop_strings": stop_strings}
+    config = config_fields(model, params=params, rule=rule, given=given) if generation_config else ConfigFields()
+    stops = config.stops(stop_strings, tokenizer)
     input_ids, attention_mask = arguments.prompts_and_mask(input_ids, attention_mask)
     vocab_size = packed.vocab_size if shards is None else shards.vocab
     prompts = arguments.token_lists(input_ids, attention_mask, vocab_size, pad=None if pad in eos_ids else pad)
     device, num_logits = packed.device, packed.num_logits if shards is None else shards.vocab
     every_option = arguments.options_of(options, len(prompts), n)
     least = arguments.least_lengths(min_new_tokens, max_new_tokens, len(prompts), n)
-    if logits_processor is not None:
-        width = input_ids.shape[1] if isinstance(input_ids, Tensor) else None
-        read = read_processors(logits_processor, prompts, width, eos_ids)
-        params = read.on_params(params)
-        every_option = [read.on_options(each, i // n) for i, each in enumerate(every_option)]
-        least = [max(count, read.min_new_tokens[i // n]) for i, count in enumerate(least)]
+    if params is None and rule == "greedy":
+        rule = "auto"  # penalties make params of temperature 0
+    width = input_ids.shape[1] if isinstance(input_ids, Tensor) else None
+    read = config.read(logits_processor or (), prompts, width, eos_ids, num_logits)
+    params = read.on_params(SamplingParams() if config.is_sampled else params)
+    every_option = [read.on_options(each, i // n) for i, each in enumerate(every_option)]
+    least = [min(max(count, read.min_new_tokens[i // n]), max_new_tokens) for i, count in enumerate(least)]
     draft_model = getattr(drafter, "model", None)
     shared = model, model.config, drafter, draft_model, getattr(draft_model, "config", None)
     drafter = as_drafter(drafter)
@@ -208,10 +231,11 @@ def generate(
         for b, prompt in enumerate(prompts)
         for j in range(n)
     ]
+    _limit_lengths(packed, sequences)
     params = arguments.sequence_params(params, len(prompts), n)
     requests = RequestRows(sequences, every_option, eos_ids, least, params, num_logits, device)
     if requests.is_used:
-        rule, params = check_options(rule, params)
+        rule, params = check_options(rule, params, config.origin())
     matchers = arguments.grammars_of(grammars, len(sequences))
     reader = arguments.logprobs_of(logprobs, logprobs_mode, num_logits)
     if shards is not None and reader is not None:
@@ -269,6 +293,28 @@ def _streamed(
         yield put
     finally:  # after an error, too: another thread may wait for the end
         streamer.end()
+
+
+def _limit_lengths(packed: TransformersModel, sequences: list[GeneratedSequence]) -> None:
+    """Ends sequences where the positions do that their model can read. Raises ValueError for longer prompts."""
+    count = packed.num_positions
+    # The last token of a sequence is generated, but never read.
+    late = [] if count is None else [sequence for sequence in sequences if sequence.max_length > count + 1]
+    if count is None or not late or not packed.has_position_table:
+        return
+    longest = max(late, key=lambda sequence: sequence.prompt_len)
+    if longest.prompt_len > count:
+        raise ValueError(
+            f"input_ids: expected prompts of at most {count} tokens, the positions of the model's table, got"
+            f" {longest.prompt_len} in prompt {longest.group}"
+        )
+    warnings.warn(
+        f"max_new_tokens: prompt {longest.group} of {longest.prompt_len} tokens gets at most"
+        f" {count + 1 - longest.prompt_len} more, as the model's table has {count} positions",
+        stacklevel=4,
+    )
+    for sequence in late:
+        sequence.max_length = count + 1
 
 
 def _check_recurrent(drafter: Drafter) -> None:

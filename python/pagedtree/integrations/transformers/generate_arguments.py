@@ -21,6 +21,7 @@ __all__ = [
     "at_least_one",
     "eos_tokens",
     "grammars_of",
+    "integer",
     "least_lengths",
     "logprobs_of",
     "options_of",
@@ -39,7 +40,7 @@ ENCODED = {"input_ids", "attention_mask", "token_type_ids"}
 
 def at_least_one(**sizes: int) -> None:
     for name, size in sizes.items():
-        if _integer(name, size) < 1:
+        if integer(name, size) < 1:
             raise ValueError(f"{name}: expected at least 1, got {size}")
 
 
@@ -131,16 +132,16 @@ def eos_tokens(model: Any, eos_token_id: Any) -> list[int]:
     if given is None:
         return []
     values = given.tolist() if hasattr(given, "tolist") else given
-    return [_integer("eos_token_id", token) for token in (values if isinstance(values, list | tuple) else [values])]
+    return [integer("eos_token_id", token) for token in (values if isinstance(values, list | tuple) else [values])]
 
 
 def pad_token(model: Any, pad_token_id: Any) -> int | None:
     """The token that fills rows: the one given, else that of the model's generation config."""
     given = model.generation_config.pad_token_id if pad_token_id is None else pad_token_id
-    return None if given is None else _integer("pad_token_id", given)
+    return None if given is None else integer("pad_token_id", given)
 
 
-def _integer(name: str, value: Any) -> int:
+def integer(name: str, value: Any) -> int:
     value = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise ValueError(f"{name}: expected an integer, got {value!r}")
@@ -185,10 +186,12 @@ def options_of(options: Any, num_prompts: int, n: int) -> list[TokenOptions]:
 
 
 def least_lengths(min_new_tokens: Any, max_new_tokens: int, num_prompts: int, n: int) -> list[int]:
-    """min_new_tokens of each sequence."""
+    """min_new_tokens of each sequence; None is 0."""
+    if min_new_tokens is None:
+        return [0] * num_prompts * n
     given = min_new_tokens.tolist() if hasattr(min_new_tokens, "tolist") else min_new_tokens
     given = [given] * num_prompts if not isinstance(given, list | tuple) else given
-    every = [_integer("min_new_tokens", count) for count in _of_sequences("min_new_tokens", given, num_prompts, n)]
+    every = [integer("min_new_tokens", count) for count in _of_sequences("min_new_tokens", given, num_prompts, n)]
     for count in every:
         if not 0 <= count <= max_new_tokens:
             raise ValueError(f"min_new_tokens: expected 0..max_new_tokens, {max_new_tokens}, got {count}")
@@ -220,7 +223,7 @@ def logprobs_of(logprobs: Any, mode: str, vocab: int) -> LogprobReader | None:
         raise ValueError(f'logprobs_mode: expected "raw" or "processed", got {mode!r}')
     if logprobs is None:
         return None
-    top_n, most = _integer("logprobs", logprobs), min(vocab, MOST_LOGPROBS)
+    top_n, most = integer("logprobs", logprobs), min(vocab, MOST_LOGPROBS)
     if not 0 <= top_n <= most:
         raise ValueError(f"logprobs: expected None or 0..{most}, got {top_n}")
     return LogprobReader(top_n, mode == "processed")

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers.generation import (
+    InfNanRemoveLogitsProcessor,
     LogitNormalization,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
@@ -26,7 +27,7 @@ from transformers.generation import (
 from pagedtree import SamplingParams
 from pagedtree.generation.token_options import TokenOptions
 
-__all__ = ["Processors", "read_processors"]
+__all__ = ["WARPERS", "Processors", "known_tokens", "read_processors"]
 
 # In the order in which transformers applies them.
 WARPERS = {
@@ -35,8 +36,10 @@ WARPERS = {
     TopPLogitsWarper: "top_p",
     MinPLogitsWarper: "min_p",
 }
-# These forbid tokens. What is forbidden stays so, so their order among the processors in front of the warpers is free.
+# These forbid tokens, or leave finite logits as they are (the first one). What is forbidden stays so, so their order
+# among the processors in front of the warpers is free.
 MASKS = (
+    InfNanRemoveLogitsProcessor,
     NoBadWordsLogitsProcessor,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
@@ -80,7 +83,7 @@ class Processors:
 
     def on_options(self, options: TokenOptions, prompt: int) -> TokenOptions:
         """The options of one outcome of a prompt with what the processors ask for."""
-        changed: dict[str, Any] = {"penalize_prompt": options.penalize_prompt and self.penalize_prompt[prompt]}
+        changed: dict[str, Any] = {} if self.penalize_prompt[prompt] else {"penalize_prompt": False}
         if self.bias:
             given = options.bias or {}
             changed["bias"] = {**given, **{token: given.get(token, 0.0) + bias for token, bias in self.bias.items()}}
@@ -88,16 +91,16 @@ class Processors:
             changed["bad_words"] = [*(options.bad_words or ()), *self.bad_words]
         if self.begin_suppress_tokens:
             changed["begin_suppress_tokens"] = [*(options.begin_suppress_tokens or ()), *self.begin_suppress_tokens]
-        return replace(options, **changed)
+        return replace(options, **changed) if changed else options
 
 
 def read_processors(
-    processors: Iterable[Any], prompts: Sequence[Sequence[int]], width: int | None, eos_ids: Sequence[int]
+    processors: Iterable[Any], prompts: Sequence[Sequence[int]], width: int | None, eos_ids: Sequence[int], vocab: int
 ) -> Processors:
     """What a `LogitsProcessorList` asks for.
 
     prompts: their tokens, without padding. width: of the tensor that they came in; None: they came as lists. eos_ids:
-    the tokens that end a text.
+    the tokens that end a text. vocab: columns of the model's logits.
 
     Raises ValueError, with its name, for a processor that has no counterpart on draft trees, or none in its place.
     """
@@ -120,8 +123,13 @@ def read_processors(
     widths = [len(prompt) if width is None else width for prompt in prompts]
     read = Processors(_sampling(processors), [0] * len(prompts), [True] * len(prompts))
     for processor in processors:
-        _read(processor, read, widths, [len(prompt) for prompt in prompts], eos_ids)
+        _read(processor, read, widths, [len(prompt) for prompt in prompts], eos_ids, vocab)
     return read
+
+
+def known_tokens(tokens: Tensor, vocab: int) -> list[int]:
+    """Those that a model has. transformers passes over others in lists of tokens to suppress."""
+    return [int(token) for token in tokens.flatten().tolist() if 0 <= token < vocab and token == int(token)]
 
 
 def _is_set(params: SamplingParams, name: str) -> bool:
@@ -143,17 +151,22 @@ def _sampling(processors: list[Any]) -> dict[str, Any]:
     """The warpers as fields of `SamplingParams`. transformers filters by top_k, then top_p, then min_p."""
     values = {WARPERS[type(p)]: getattr(p, WARPERS[type(p)]) for p in processors if type(p) in WARPERS}
     if {"top_k", "top_p", "min_p"} <= set(values):
-        raise ValueError("logits_processor: expected at most two of top_k, top_p and min_p (top_k=0 is off), got all")
+        raise ValueError("top_k, top_p, min_p: expected at most two of them (top_k=0 is off), got all")
     # min_p keeps what it would keep of the unfiltered distribution, and so does top_p where there is no top_k.
     if {"top_p", "min_p"} <= set(values):
         values["filter_order"] = "joint"
     return values
 
 
-def _read(processor: Any, read: Processors, widths: list[int], lengths: list[int], eos_ids: Sequence[int]) -> None:
+def _read(
+    processor: Any, read: Processors, widths: list[int], lengths: list[int], eos_ids: Sequence[int], vocab: int
+) -> None:
     if isinstance(processor, SequenceBiasLogitsProcessor):  # and NoBadWords, which derives from it
         for tokens, bias in processor.sequence_bias.items():
             ids = [int(token) for token in tokens]
+            if not ids or max(ids) >= vocab or math.isnan(bias):
+                name = "bad_words_ids" if isinstance(processor, NoBadWordsLogitsProcessor) else "sequence_bias"
+                raise ValueError(f"{name}: expected ids of the model's {vocab} logits and a bias, got {ids}: {bias}")
             if bias == -math.inf:
                 read.bad_words.append(ids)
             elif len(ids) == 1:
@@ -164,11 +177,11 @@ def _read(processor: Any, read: Processors, widths: list[int], lengths: list[int
         read.params["repetition_penalty"] = processor.penalty
         _read_ignored(getattr(processor, "prompt_ignore_length", None), read, widths, lengths)
     elif isinstance(processor, SuppressTokensLogitsProcessor):
-        read.bad_words += [[token] for token in processor.suppress_tokens.tolist()]
+        read.bad_words += [[token] for token in known_tokens(processor.suppress_tokens, vocab)]
     elif isinstance(processor, SuppressTokensAtBeginLogitsProcessor):
         if any(processor.begin_index != width for width in widths):
             raise ValueError(f"begin_index: expected the prompts' width, {widths}, got {processor.begin_index}")
-        read.begin_suppress_tokens += processor.begin_suppress_tokens.tolist()
+        read.begin_suppress_tokens += known_tokens(processor.begin_suppress_tokens, vocab)
     elif isinstance(processor, (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)):
         ids = processor.eos_token_id.flatten().tolist()
         if set(ids) != set(eos_ids):

@@ -1,0 +1,197 @@
+"""A model's generation config: which of its fields act on a text, and what they ask `generate` for."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import GenerationConfig
+from transformers.generation import (
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
+
+from pagedtree import SamplingParams
+from pagedtree.generation.stop_strings import StopStrings
+from pagedtree.integrations.transformers.generate_arguments import integer
+from pagedtree.integrations.transformers.logits_processors import WARPERS, Processors, known_tokens, read_processors
+
+__all__ = ["ConfigFields", "config_fields"]
+
+# In the order in which transformers applies them.
+PROCESSORS = {
+    "sequence_bias": SequenceBiasLogitsProcessor,
+    "repetition_penalty": RepetitionPenaltyLogitsProcessor,
+    "bad_words_ids": NoBadWordsLogitsProcessor,
+    "suppress_tokens": SuppressTokensLogitsProcessor,
+}
+SAMPLING = {name: kind for kind, name in WARPERS.items()}
+LEAST = ("min_length", "min_new_tokens")
+SERVED = {*PROCESSORS, *SAMPLING, *LEAST, "do_sample", "begin_suppress_tokens", "stop_strings"}
+
+# Fields that do not change a text. What is in none of these sets is refused where it is set.
+IGNORED = {
+    # The call says these.
+    "max_length", "max_new_tokens", "bos_token_id", "eos_token_id", "pad_token_id",
+    # They belong to beams, encoders or contrastive search.
+    "early_stopping", "length_penalty", "diversity_penalty", "num_beam_groups", "low_memory", "decoder_start_token_id",
+    # Caches, chunks and compilation.
+    "use_cache", "cache_config", "max_cache_len", "return_legacy_cache", "prefill_chunk_size",
+    "compile_config", "disable_compile", "continuous_batching_config",
+    # Drafts, which are the drafter's here and do not change the text there either.
+    "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind",
+    "assistant_confidence_threshold", "num_assistant_tokens", "num_assistant_tokens_schedule", "target_lookbehind",
+    "speculation_type", "use_mtp",
+    # What is returned beside the text.
+    "output_attentions", "output_hidden_states", "output_logits", "output_scores", "return_dict_in_generate",
+    # Finite logits are kept as they are, the distribution is normalised anyway.
+    "remove_invalid_values", "renormalize_logits",
+    "transformers_version",
+}  # fmt: skip
+# Filters and ways of search that only one kind of decoding has.
+ONLY_SAMPLED = {*SAMPLING, "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"}
+ONLY_GREEDY = {"penalty_alpha"}
+# Values, beside None and False, with which a field does nothing.
+NEUTRAL = {
+    "repetition_penalty": 1, "temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1, "epsilon_cutoff": 0,
+    "eta_cutoff": 0, "penalty_alpha": 0, "num_beams": 1, "num_return_sequences": 1, "guidance_scale": 1,
+    "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
+}  # fmt: skip
+SHARES = {"top_p", "typical_p", "epsilon_cutoff", "eta_cutoff"}  # of the probability: from 1 on they do nothing
+KNOWN = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
+ADVICE = "change model.generation_config, or leave it out: generation_config=False, --no-generation-config"
+
+
+@dataclass(frozen=True)
+class ConfigFields:
+    """The fields of a generation config that a call has to follow, by name; all of them have a counterpart."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={reprlib.repr(value)}" for name, value in self.values.items())
+
+    @property
+    def is_sampled(self) -> bool:
+        return "do_sample" in self.values
+
+    def origin(self) -> str:
+        """The end of a message that refuses request options: which of them the config asks for."""
+        names = [name for name in self.values if name not in (*SAMPLING, "do_sample", "stop_strings")]
+        return f"; generation_config sets {', '.join(names)}: {ADVICE}" if names else ""
+
+    def params(self) -> SamplingParams | None:
+        """Its sampling and repetition penalty; None is greedy."""
+        processors = self._processors(["repetition_penalty", *SAMPLING], [])
+        with _named():
+            found = read_processors(processors, [], None, [], 0)
+        return found.on_params(SamplingParams() if self.is_sampled else None)
+
+    def stops(self, stop_strings: str | Sequence[str] | None, tokenizer: Any) -> StopStrings | None:
+        """What ends a text: the call's stop strings, else those of the config."""
+        if stop_strings is not None:
+            return StopStrings(stop_strings, tokenizer)
+        if "stop_strings" not in self.values:
+            return None
+        with _named("stop_strings"):
+            return StopStrings(self.values["stop_strings"], tokenizer)
+
+    def read(
+        self,
+        given: Iterable[Any],
+        prompts: Sequence[Sequence[int]],
+        width: int | None,
+        eos_ids: Sequence[int],
+        vocab: int,
+    ) -> Processors:
+        """What the fields and the logits processors of a call ask for together.
+
+        given: those of the call; one of a field's own type takes its place, as in transformers. The others are as for
+        `read_processors`.
+        """
+        before = self._processors(PROCESSORS, eos_ids)
+        warpers = self._processors(SAMPLING, eos_ids)
+        with _named():
+            read_processors([*before, *warpers], [], None, eos_ids, vocab).on_params(SamplingParams())
+        given = list(given)
+        every = [next((other for other in given if type(other) is type(own)), own) for own in before]
+        every += [other for other in given if not any(other is one for one in every)]
+        found = read_processors([*every, *warpers], prompts, width, eos_ids, vocab)
+        kinds = {type(other) for other in given}
+        if "begin_suppress_tokens" in self.values and SuppressTokensAtBeginLogitsProcessor not in kinds:
+            with _named("begin_suppress_tokens"):
+                first = SuppressTokensAtBeginLogitsProcessor(self.values["begin_suppress_tokens"], 0)
+                found.begin_suppress_tokens += known_tokens(first.begin_suppress_tokens, vocab)
+        for b, prompt in enumerate(prompts):
+            length = len(prompt) if width is None else width
+            least = self.values.get("min_new_tokens", self.values.get("min_length", 0) - length)
+            found.min_new_tokens[b] = max(found.min_new_tokens[b], least)
+        return found
+
+    def _processors(self, names: Iterable[str], eos_ids: Sequence[int]) -> list[Any]:
+        made = []
+        for name in names:
+            if name in self.values:
+                more = (list(eos_ids),) if name == "bad_words_ids" and eos_ids else ()
+                with _named(name):
+                    made.append({**PROCESSORS, **SAMPLING}[name](self.values[name], *more))
+        return made
+
+
+def config_fields(
+    model: Any, *, params: SamplingParams | None = None, rule: str = "auto", given: Mapping[str, Any]
+) -> ConfigFields:
+    """The fields of `model.generation_config` that a call has to follow.
+
+    params, rule: of the call. Params replace all sampling of the config and its repetition penalty; the rule "greedy"
+    replaces its sampling. given: what the call's other arguments say, by the names of the fields; None is nothing.
+
+    Raises ValueError, naming them, for fields that have no counterpart and for values that transformers does not take.
+    """
+    config = model.generation_config
+    # Values that a call of `model.generate` takes where the config has none; transformers 4.57 has them in the config.
+    defaults: dict[str, Any] = getattr(config, "_get_default_generation_params", dict)()
+    values = {name: getattr(config, name, None) for name in KNOWN}
+    values |= {name: defaults.get(name) for name, value in values.items() if value is None}
+    if not isinstance(values["do_sample"], bool | None):
+        raise ValueError(f"generation_config: do_sample: expected True or False, got {values['do_sample']!r}")
+    is_sampled = bool(values["do_sample"]) and params is None and rule != "greedy"
+    replaced = {name for name, value in given.items() if value is not None}
+    replaced |= ONLY_GREEDY if is_sampled else {"do_sample", *ONLY_SAMPLED}
+    if params is not None:
+        replaced.add("repetition_penalty")
+    if values["min_new_tokens"] is not None or "min_new_tokens" in replaced:
+        replaced.add("min_length")
+    acting = {name: values[name] for name in KNOWN if name not in (IGNORED | replaced) and _acts(name, values[name])}
+    refused = {name: value for name, value in acting.items() if name not in SERVED}
+    if refused:
+        raise ValueError(
+            f"generation_config: expected fields that draft trees can follow, got {ConfigFields(refused)}; {ADVICE}"
+        )
+    return ConfigFields(acting)
+
+
+def _acts(name: str, value: Any) -> bool:
+    if value is None or value is False:
+        return False
+    if name in LEAST:
+        return integer(f"generation_config: {name}", value) > 0
+    with _named(name):
+        if name == "cache_implementation":
+            return bool(value == "quantized")
+        return bool(value != NEUTRAL.get(name)) and not (name in SHARES and value >= 1)
+
+
+@contextmanager
+def _named(*names: str) -> Iterator[None]:
+    """Whatever transformers or a comparison raises for a value becomes a ValueError that says where the value is."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{': '.join(['generation_config', *names])}: {error}; {ADVICE}") from None

@@ -1,0 +1,357 @@
+"""`generate` follows `model.generation_config` as `model.generate` does: each field, by itself and beside arguments."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from generate_case import LENGTHS, NEW_TOKENS, VOCAB, Oracle, greedy, lists, prompts_of, tiny
+from transformers import CompileConfig, GenerationConfig, LogitsProcessorList, WatermarkingConfig
+from transformers.generation import (
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+)
+
+from pagedtree import SamplingParams, reference
+from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, TokenOptions, generate, tree_generate
+from pagedtree.integrations.transformers.generation_config import IGNORED, config_fields
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = prompts_of(LENGTHS)
+NAMES = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny(0, pad_token_id=0)
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    """The texts without any field, and the new tokens of the first one."""
+    texts = [greedy(model, prompt) for prompt in PROMPTS]
+    return texts, texts[0][len(PROMPTS[0]) :]
+
+
+@pytest.fixture
+def configure(model, monkeypatch):
+    """Gives the model a generation config with these fields, for one test."""
+    empty = model.generation_config
+
+    def configure(**fields):
+        config = copy.deepcopy(empty)
+        for name, value in fields.items():
+            setattr(config, name, value)
+        monkeypatch.setattr(model, "generation_config", config)
+
+    return configure
+
+
+class Words:
+    """A tokenizer of one letter per token."""
+
+    def decode(self, tokens, **_):
+        return "".join(chr(256 + token) for token in tokens)
+
+
+# Every field of transformers' GenerationConfig is in one of these. Values that depend on the plain text are functions
+# of the new tokens of its first sequence.
+SERVED = {
+    "repetition_penalty": 1.5,
+    "sequence_bias": lambda new: [[[new[0]], -9.0], [[7], 4.0], [[new[2], new[3]], -math.inf]],
+    "bad_words_ids": lambda new: [[new[1]], [new[3], new[4]]],
+    "suppress_tokens": lambda new: [new[0], new[5], -1, VOCAB],
+    "begin_suppress_tokens": lambda new: [new[0]],
+    "eos_token_id": lambda new: [new[4], 5],
+    "min_new_tokens": 12,
+    "min_length": 16,
+}
+SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.1}
+SAMPLED_REFUSED = {"typical_p": 0.9, "epsilon_cutoff": 3e-4, "eta_cutoff": 3e-4, "top_h": 0.4}
+REFUSED = {
+    "num_beams": 2, "num_return_sequences": 3, "penalty_alpha": 0.6, "dola_layers": "high", "constraints": [1],
+    "force_words_ids": [[3]], "guidance_scale": 1.5, "encoder_repetition_penalty": 1.2, "no_repeat_ngram_size": 2,
+    "encoder_no_repeat_ngram_size": 2, "forced_bos_token_id": 3, "forced_eos_token_id": 3, "max_time": 9.0,
+    "exponential_decay_length_penalty": (3, 1.1), "watermarking_config": WatermarkingConfig(), "token_healing": True,
+    "is_assistant": True, "assistant_ensemble_weight": 0.5, "cache_implementation": "quantized",
+}  # fmt: skip
+WITHOUT_EFFECT = {
+    "max_length": 40, "max_new_tokens": 3, "bos_token_id": 3, "pad_token_id": 4, "decoder_start_token_id": 3,
+    "early_stopping": True, "length_penalty": 2.0, "diversity_penalty": 0.5, "num_beam_groups": 1, "low_memory": True,
+    "use_cache": False, "cache_config": {"backend": "quanto"}, "max_cache_len": 99, "return_legacy_cache": True,
+    "prefill_chunk_size": 4, "compile_config": CompileConfig(), "disable_compile": True,
+    "continuous_batching_config": None, "prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 3,
+    "assistant_early_exit": 1, "assistant_lookbehind": 3, "assistant_confidence_threshold": 0.9,
+    "num_assistant_tokens": 3, "num_assistant_tokens_schedule": "heuristic", "target_lookbehind": 3,
+    "speculation_type": "dflash", "use_mtp": True, "output_attentions": True, "output_hidden_states": True,
+    "output_logits": True, "output_scores": True, "return_dict_in_generate": True, "remove_invalid_values": True,
+    "renormalize_logits": True, "transformers_version": "4.0.0",
+}  # fmt: skip
+# model.generate wants a model, a cache, a compiler or (4.57) an EOS token for these, or returns more than the text.
+NOT_THERE = {
+    "cache_config", "compile_config", "assistant_early_exit", "use_mtp", "speculation_type", "return_dict_in_generate",
+    "prompt_lookup_num_tokens",
+}  # fmt: skip
+
+
+def test_every_field_has_a_place():
+    tables = (SERVED, SAMPLED, SAMPLED_REFUSED, REFUSED, WITHOUT_EFFECT, {"stop_strings": ""})
+    known = [name for table in tables for name in table]
+    assert set(known) >= NAMES and len(known) == len(set(known))
+    assert set(WITHOUT_EFFECT) <= IGNORED and not IGNORED & {*SERVED, *SAMPLED, *REFUSED} - {"eos_token_id"}
+
+
+def drafters(texts):
+    return [None, NgramDrafter(8), Oracle(texts, 0.9)]
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_served_field_gives_the_text_of_transformers(model, configure, plain, name):
+    """Prompts of different lengths, each as it is alone."""
+    _, new = plain
+    others = {"eos_token_id": [new[4], 5]} if name.startswith("min") else {}
+    value = SERVED[name](new) if callable(SERVED[name]) else SERVED[name]
+    configure(**others)
+    without = [greedy(model, prompt) for prompt in PROMPTS]
+    configure(**others, **{name: value})
+    expected = [greedy(model, prompt) for prompt in PROMPTS]
+    assert expected[0] != without[0]
+    for drafter in drafters(expected):
+        assert lists(generate(model, PROMPTS, drafter=drafter, max_new_tokens=NEW_TOKENS)[0]) == expected
+    if name == "eos_token_id":
+        return
+    left_out, _ = generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, generation_config=False)
+    assert lists(left_out) == without
+
+
+def test_fields_together_in_a_padded_batch(model, configure, plain):
+    _, new = plain
+    fields = {name: value(new) if callable(value) else value for name, value in SERVED.items()}
+    # transformers 4.57 counts padding in the penalty. The two lists of first tokens cannot be held together.
+    del fields["repetition_penalty"], fields["begin_suppress_tokens"], fields["min_new_tokens"]
+    configure(**fields)
+    rows = [torch.nn.functional.pad(prompt[-12:], (12 - len(prompt[-12:]), 0)) for prompt in PROMPTS]
+    mask = [torch.nn.functional.pad(torch.ones(min(len(p), 12)), (12 - min(len(p), 12), 0)) for p in PROMPTS]
+    batch = {"input_ids": torch.stack(rows), "attention_mask": torch.stack(mask).long()}
+    expected = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False)
+    texts = [row[int((m == 0).sum()) :].tolist() for row, m in zip(expected, mask, strict=True)]
+    for drafter in drafters(texts):
+        assert torch.equal(generate(model, batch, drafter=drafter, max_new_tokens=NEW_TOKENS)[0], expected)
+        own = model.generate(**batch, max_new_tokens=NEW_TOKENS, custom_generate=tree_generate, drafter=drafter)
+        assert torch.equal(own, expected)  # which has the fields from transformers, once
+
+
+def test_stop_strings(model, configure, plain):
+    texts, new = plain
+    stop = Words().decode(new[5:7])
+    configure(stop_strings=[stop])
+    shorter = texts[0][: len(PROMPTS[0]) + 7]
+    arguments = {"max_new_tokens": NEW_TOKENS, "tokenizer": Words()}
+    assert lists(generate(model, PROMPTS[:1], **arguments)[0]) == [shorter]
+    assert lists(generate(model, PROMPTS[:1], **arguments, stop_strings="x")[0]) == texts[:1]
+    assert lists(generate(model, PROMPTS[:1], max_new_tokens=NEW_TOKENS, generation_config=False)[0]) == texts[:1]
+    with pytest.raises(ValueError, match="generation_config: stop_strings: tokenizer: expected the model's tokenizer"):
+        generate(model, PROMPTS[:1], max_new_tokens=NEW_TOKENS)
+
+
+@pytest.mark.parametrize("name", sorted({*WITHOUT_EFFECT, *SAMPLED, *SAMPLED_REFUSED} - {"do_sample"}))
+def test_what_does_not_change_a_greedy_text(model, configure, plain, name):
+    texts, _ = plain
+    configure(**{name: {**WITHOUT_EFFECT, **SAMPLED, **SAMPLED_REFUSED}[name]})
+    if name in NAMES - NOT_THERE:
+        assert greedy(model, PROMPTS[0]) == texts[0]
+    assert lists(generate(model, PROMPTS, drafter=NgramDrafter(8), max_new_tokens=NEW_TOKENS)[0]) == texts
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_field_without_counterpart_is_refused_by_name(model, configure, plain, name):
+    configure(**{name: REFUSED[name]})
+    if name not in NAMES:
+        pytest.skip("of another release of transformers")
+    with pytest.raises(ValueError, match=rf"generation_config: expected fields that .*, got {name}=.*=False"):
+        generate(model, PROMPTS, max_new_tokens=2)
+    text, _ = generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, generation_config=False)
+    assert lists(text) == plain[0]
+
+
+def test_values_with_which_a_field_does_nothing(model, configure, plain):
+    configure(
+        num_beams=1, num_return_sequences=1, guidance_scale=1, repetition_penalty=1.0, no_repeat_ngram_size=0,
+        encoder_repetition_penalty=1.0, encoder_no_repeat_ngram_size=0, token_healing=False, penalty_alpha=0.0,
+        cache_implementation="static", do_sample=False, min_length=0, typical_p=1.0,
+    )  # fmt: skip
+    assert config_fields(model, given={}).values == {}
+    assert lists(generate(model, PROMPTS, max_new_tokens=NEW_TOKENS)[0]) == plain[0]
+    configure(a_key_of_its_own="chatml", repetition_penalty=None)
+    assert config_fields(model, given={}).values == {}
+
+
+# Sampling -------------------------------------------------------------------------------------------------------------
+
+SAMPLING = [
+    ({}, SamplingParams(top_k=50)),
+    ({"temperature": 0.6, "top_k": 20, "top_p": 0.8}, SamplingParams(temperature=0.6, top_k=20, top_p=0.8)),
+    ({"top_k": 0, "top_p": 0.8, "min_p": 0.05}, SamplingParams(top_p=0.8, min_p=0.05, filter_order="joint")),
+    ({"top_k": 9, "min_p": 0.1, "top_p": 1.0}, SamplingParams(top_k=9, min_p=0.1)),
+    ({"top_k": 0, "repetition_penalty": 1.3}, SamplingParams(repetition_penalty=1.3)),
+]
+
+
+@pytest.mark.parametrize(("fields", "params"), SAMPLING)
+def test_the_config_samples(model, configure, fields, params):
+    """In the distribution of transformers, and as the same params do by themselves."""
+    configure(do_sample=True, **fields)
+    found = config_fields(model, given={}).params()
+    assert vars(found) == vars(params)
+    out = model.generate(
+        PROMPTS[1][None], max_new_tokens=1, return_dict_in_generate=True, output_scores=True, output_logits=True
+    )
+    options = reference.clean_logits(out.logits[0][0]).astype(np.float64)
+    for token in set(PROMPTS[1].tolist()):
+        options[token] *= found.repetition_penalty if options[token] < 0 else 1 / found.repetition_penalty
+    filters = {name: getattr(found, name) for name in ("temperature", "top_k", "top_p", "min_p", "filter_order")}
+    expected = torch.softmax(out.scores[0][0].double(), -1).numpy()
+    np.testing.assert_allclose(reference.distribution(options, **filters), expected, atol=1e-6)
+    arguments = {"max_new_tokens": NEW_TOKENS, "seeds": range(8), "n": 2}
+    plain = lists(generate(model, PROMPTS, **arguments, params=params, generation_config=False)[0])
+    draft = ModelDrafter(tiny(1, num_hidden_layers=1), law="coupled", num_nodes=9, branching=[3, 2])
+    for drafter in (None, draft):
+        assert lists(generate(model, PROMPTS, **arguments, drafter=drafter)[0]) == plain
+
+
+@pytest.mark.parametrize("name", SAMPLED_REFUSED)
+def test_a_filter_without_counterpart_is_refused(model, configure, name):
+    if name not in NAMES:
+        pytest.skip("of another release of transformers")
+    configure(do_sample=True, **{name: SAMPLED_REFUSED[name]})
+    with pytest.raises(ValueError, match=f"generation_config: .*, got {name}="):
+        generate(model, PROMPTS, max_new_tokens=2)
+    generate(model, PROMPTS, max_new_tokens=2, params=SamplingParams())
+    generate(model, PROMPTS, max_new_tokens=2, rule="greedy")
+    configure(do_sample=True, top_p=0.5, min_p=0.1)  # beside top_k 50
+    with pytest.raises(ValueError, match=r"generation_config: top_k, top_p, min_p: expected at most two .*=False"):
+        generate(model, PROMPTS, max_new_tokens=2)
+
+
+# Arguments of the call ------------------------------------------------------------------------------------------------
+
+
+def texts_of(model, **arguments):
+    return lists(generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, **arguments)[0])
+
+
+def test_params_replace_sampling_and_penalty_as_a_whole(model, configure, plain):
+    _, new = plain
+    configure(do_sample=True, temperature=0.3, top_p=0.5, repetition_penalty=2.0, suppress_tokens=[new[0]])
+    params = SamplingParams(temperature=0.9, presence_penalty=0.5)
+    alone = texts_of(model, params=params, options=TokenOptions(bad_words=[[new[0]]]), generation_config=False)
+    assert texts_of(model, params=params, drafter=NgramDrafter(8)) == alone
+    assert alone != texts_of(model, params=params, generation_config=False)
+
+
+def test_rule_greedy_replaces_sampling_alone(model, configure):
+    configure(do_sample=True, temperature=0.3, repetition_penalty=1.5)
+    expected = [greedy(model, prompt) for prompt in PROMPTS]
+    assert texts_of(model, rule="greedy", drafter=NgramDrafter(8)) == expected
+    assert texts_of(model, rule="greedy", generation_config=False) != expected
+    with pytest.raises(ValueError, match="rule: expected params for every rule but"):
+        generate(model, PROMPTS, max_new_tokens=2, rule="greedy", params=SamplingParams())
+
+
+@pytest.mark.parametrize(("rule", "law"), [("rejection", "topk"), ("traversal", "swor"), ("typical", "topk")])
+def test_other_rules_sample_as_the_config_says(model, configure, rule, law):
+    branching = [3, 2] if law == "swor" else None
+    drafter = ModelDrafter(tiny(1, num_hidden_layers=1), law=law, num_nodes=9, branching=branching)
+    with pytest.raises(ValueError, match="rule: expected params"):
+        texts_of(model, drafter=drafter, rule=rule)
+    configure(do_sample=True, temperature=0.8, top_k=20)
+    params = SamplingParams(temperature=0.8, top_k=20)
+    own = texts_of(model, drafter=drafter, rule=rule, params=params, generation_config=False)
+    assert texts_of(model, drafter=drafter, rule=rule) == own
+
+
+def test_typical_names_the_fields_that_it_refuses(model, configure):
+    configure(do_sample=True, temperature=0.8, suppress_tokens=[3], repetition_penalty=1.1)
+    with pytest.raises(
+        ValueError, match=r'"typical" takes .*generation_config sets repetition_penalty, suppress_tokens:'
+    ):
+        texts_of(model, rule="typical", drafter=NgramDrafter(4))
+
+
+def test_min_new_tokens_replaces_both_minima(model, configure, plain):
+    eos = {"eos_token_id": [plain[1][4]]}
+    for fields in ({"min_length": 16}, {"min_new_tokens": 12, "min_length": 3}):
+        configure(**eos, **fields)
+        for count in (0, 7):
+            expected = [greedy(model, prompt, min_new_tokens=count) for prompt in PROMPTS]
+            assert texts_of(model, min_new_tokens=count, drafter=NgramDrafter(8)) == expected
+        assert len(texts_of(model)[0]) > len(texts_of(model, min_new_tokens=0)[0])
+
+
+def test_options_and_processors_come_on_top(model, configure, plain):
+    _, new = plain
+    configure(
+        repetition_penalty=1.2, suppress_tokens=[new[0]], begin_suppress_tokens=[new[2]], sequence_bias=[[[9], 2.0]]
+    )
+    options = TokenOptions(bias={9: 1.0, 4: 1.0}, bad_words=[[new[1]]], begin_suppress_tokens=[3])
+    together = TokenOptions(bias={9: 3.0, 4: 1.0}, bad_words=[[new[1]], [new[0]]], begin_suppress_tokens=[3, new[2]])
+    params = SamplingParams(temperature=0.0, repetition_penalty=1.2)
+    alone = texts_of(model, options=together, params=params, generation_config=False)
+    assert texts_of(model, options=options, drafter=NgramDrafter(8)) == alone
+    given = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(2.0), SequenceBiasLogitsProcessor({(4,): 3.0})])
+    expected = [greedy(model, prompt, logits_processor=given) for prompt in PROMPTS]
+    assert texts_of(model, logits_processor=given) == expected
+    for b, prompt in enumerate(PROMPTS):
+        first = [SuppressTokensAtBeginLogitsProcessor([new[3]], len(prompt))]
+        expected = greedy(model, prompt, logits_processor=first)
+        found, _ = generate(model, [prompt], max_new_tokens=NEW_TOKENS, logits_processor=first)
+        assert lists(found) == [expected], b
+
+
+def test_arguments_of_model_generate_replace_fields_in_tree_generate(model, configure, plain):
+    configure(do_sample=True, repetition_penalty=1.5, min_length=16, eos_token_id=[plain[1][4]])
+    options = {"inputs": PROMPTS[0][None], "do_sample": False, "repetition_penalty": 1.0, "min_length": 0}
+    expected = model.generate(**options, max_new_tokens=NEW_TOKENS)
+    assert expected[0].tolist() == plain[0][0][: len(PROMPTS[0]) + 5]
+    assert torch.equal(model.generate(**options, max_new_tokens=NEW_TOKENS, custom_generate=tree_generate), expected)
+
+
+def test_only_a_bool_says_whether(model):
+    with pytest.raises(TypeError, match="generation_config: expected True or False, got GenerationConfig"):
+        generate(model, PROMPTS, max_new_tokens=2, generation_config=GenerationConfig())
+
+
+# Hostile values -------------------------------------------------------------------------------------------------------
+
+HOSTILE = [
+    None, True, "x", -1, 0, 2, 2**40, 2**70, 0.5, -0.5, math.nan, math.inf, [], [None], ["x"], [-1], [[]], [[-1]], [VOCAB],
+    [[VOCAB]], [[3], 1.0], [[[3], 1.0]], [[[3], math.nan]], [[[VOCAB], 1.0]], {}, {(3,): math.inf}, (1, 2), b"x",
+    object(), torch.ones(2),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # transformers' about such values
+@pytest.mark.parametrize("name", [*SERVED, *SAMPLED, "stop_strings", *REFUSED, *SAMPLED_REFUSED])
+def test_hostile_values_are_refused_by_name(model, configure, name):
+    """A call returns what model.generate does, or says where the value is."""
+    for value in HOSTILE:
+        fields = {} if name in (*SERVED, *REFUSED) else {"do_sample": True, "top_k": 0}
+        configure(**{"eos_token_id": [5], **fields, name: value})
+        try:
+            text = lists(generate(model, PROMPTS[:1], max_new_tokens=3, tokenizer=Words())[0])
+        except ValueError as error:
+            assert name in str(error), value
+            continue
+        try:
+            expected = [greedy(model, PROMPTS[0], 3)]
+        except (ValueError, TypeError):
+            continue
+        assert "do_sample" in fields or text == expected, value
