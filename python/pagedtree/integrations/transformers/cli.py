@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import sys
 import time
@@ -23,10 +24,12 @@ from pagedtree.grammars import GrammarMatcher
 from pagedtree.integrations.transformers.draft_model import ModelDrafter
 from pagedtree.integrations.transformers.generate import generate
 from pagedtree.integrations.transformers.generate_arguments import eos_tokens
+from pagedtree.integrations.transformers.generation_config import ConfigFields, config_fields
 from pagedtree.testing import backends
 
 __all__ = ["main"]
 
+FILTERS = ("temperature", "top_p", "top_k", "min_p")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -40,10 +43,10 @@ def main(argv: Sequence[str]) -> int:
         return 2
     print(f"device: {args.device}", file=sys.stderr)
     try:
-        params = _params(parser, args)
         text = sys.stdin.read() if args.prompt == "-" else Path(args.prompt).read_text(encoding="utf-8")
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         model = _load(args.model, args)
+        rule, params = _sampling(parser, args, _config_fields(model, args))
         drafter = _drafter(model, args)
         grammars = _grammars(parser, model, tokenizer, args)
         printer = _Printer(tokenizer, num_sequences=args.n, max_tokens=args.n * args.max_new_tokens)
@@ -59,13 +62,14 @@ def main(argv: Sequence[str]) -> int:
             n=args.n,
             stop_strings=args.stop,
             tokenizer=tokenizer,
-            rule=args.rule,
+            rule=rule,
             cuda_graph=args.cuda_graph,
             callback=printer.add,
             options=TokenOptions(bad_words=_bad_words(tokenizer, args.bad_word) or None),
             min_new_tokens=args.min_new_tokens,
             grammars=grammars,
             logprobs=args.logprobs,
+            generation_config=not args.no_generation_config,
         )
     except (OSError, ValueError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
@@ -104,10 +108,14 @@ def _parser() -> argparse.ArgumentParser:
         "--stop", action="append", metavar="TEXT", help="ends the text where it occurs; may be repeated"
     )
     parser.add_argument(
-        "--min-new-tokens", type=int, default=0, help="tokens before the end-of-text token may come (default 0)"
+        "--min-new-tokens",
+        type=int,
+        help="tokens before the end-of-text token may come (default: the checkpoint's, or 0)",
     )
     parser.add_argument("--bad-word", action="append", default=[], metavar="TEXT", help="may not come; may be repeated")
-    parser.add_argument("--repetition-penalty", type=float, help="divides what was there before (default 1 = off)")
+    parser.add_argument(
+        "--repetition-penalty", type=float, help="divides what was there before (default: the checkpoint's, or 1 = off)"
+    )
     parser.add_argument("--presence-penalty", type=float, help="subtracted from what was generated (default 0)")
     parser.add_argument("--frequency-penalty", type=float, help="subtracted each time that it was (default 0)")
     parser.add_argument(
@@ -116,11 +124,20 @@ def _parser() -> argparse.ArgumentParser:
     grammars = parser.add_mutually_exclusive_group()
     grammars.add_argument("--json-schema", metavar="FILE", help="the text is JSON of this schema; needs xgrammar")
     grammars.add_argument("--grammar", metavar="FILE", help="the text follows this EBNF grammar; needs xgrammar")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (default)")
-    sampling = parser.add_argument_group("sampling", "only with --temperature above 0")
-    sampling.add_argument("--top-p", type=float, help="default 1 = off")
-    sampling.add_argument("--top-k", type=int, help="default 0 = off")
-    sampling.add_argument("--min-p", type=float, help="default 0 = off")
+    parser.add_argument(
+        "--no-generation-config",
+        action="store_true",
+        help="leave out what the checkpoint's generation_config.json asks for",
+    )
+    parser.add_argument(
+        "--temperature", type=float, help="0 = greedy (default: the checkpoint's where it samples, else greedy)"
+    )
+    sampling = parser.add_argument_group(
+        "sampling", "only with a temperature above 0; the defaults are the checkpoint's where it samples"
+    )
+    sampling.add_argument("--top-p", type=float, help="else 1 = off")
+    sampling.add_argument("--top-k", type=int, help="else 0 = off")
+    sampling.add_argument("--min-p", type=float, help="else 0 = off")
     sampling.add_argument("--seed", type=int, help="seed of the first outcome (default 0); each next one adds 1")
     parser.add_argument("--page-size", type=int, default=16, help="tokens per page (default %(default)s)")
     parser.add_argument("--num-pages", type=int, help="pages in the cache (default: enough)")
@@ -132,16 +149,32 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _params(parser: argparse.ArgumentParser, args: argparse.Namespace) -> SamplingParams | None:
-    """How to sample, None = greedy; ends the program where an option would have no effect."""
-    given = {name: getattr(args, name) for name in PENALTIES if getattr(args, name) is not None}
-    if args.temperature != 0.0:
-        given |= {name: getattr(args, name) for name in ("top_p", "top_k", "min_p") if getattr(args, name) is not None}
-        return SamplingParams(temperature=args.temperature, **given)
-    for name in ("top_p", "top_k", "min_p", "seed"):
-        if getattr(args, name) is not None:
-            parser.error(f"--{name.replace('_', '-')}: needs --temperature above 0; without it decoding is greedy")
-    return SamplingParams(temperature=0.0, **given) if given else None
+def _config_fields(model: Any, args: argparse.Namespace) -> ConfigFields:
+    """What the checkpoint asks for and no option replaces; says so on standard error."""
+    if args.no_generation_config:
+        return ConfigFields()
+    given = {name: getattr(args, name) for name in (*FILTERS, *PENALTIES, "min_new_tokens")}
+    given["stop_strings"] = args.stop
+    found = config_fields(model, rule="greedy" if args.temperature == 0 else args.rule, given=given)
+    if found.values:
+        print(f"generation_config.json: {found}", file=sys.stderr)
+    return found
+
+
+def _sampling(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, config: ConfigFields
+) -> tuple[str, SamplingParams | None]:
+    """Rule and params, None = as the config says; ends the program where an option would have no effect."""
+    if not (config.is_sampled if args.temperature is None else args.temperature):
+        for name in ("top_p", "top_k", "min_p", "seed"):
+            if getattr(args, name) is not None:
+                parser.error(f"--{name.replace('_', '-')}: needs --temperature above 0; without it decoding is greedy")
+    given = {name: getattr(args, name) for name in (*FILTERS, *PENALTIES) if getattr(args, name) is not None}
+    if not given:
+        return args.rule, None
+    if given == {"temperature": 0.0} and args.rule in ("auto", "greedy"):
+        return "greedy", None
+    return args.rule, dataclasses.replace(config.params() or SamplingParams(temperature=0.0), **given)
 
 
 def _bad_words(tokenizer: Any, words: list[str]) -> list[list[int]]:
