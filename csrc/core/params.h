@@ -240,6 +240,7 @@ struct NgramProposeParams {
   int64_t* trie_tokens;         // [B, max_nodes] scratch
   int32_t* trie_links;          // [B, 4, max_nodes] scratch
   int32_t* trie_sizes;          // [B] scratch
+  int32_t* next_places;         // [B, history_width + extra_width] scratch
   int64_t batch;
   int64_t history_width, history_stride;
   int64_t extra_width, extra_stride;

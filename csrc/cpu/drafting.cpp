@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/best_first.h"
+#include "core/ngram.h"
 #include "core/select_nodes.h"
 #include "cpu/backend.h"
 #include "cpu/isa.h"

@@ -172,6 +172,8 @@ std::tuple<Tensor, Tensor, Tensor> ngram_propose(const Tensor& history, const Te
   if (extra.has_value()) {
     check.tensor(*extra, "extra", {ScalarType::Long}, {batch, kAnySize}, Strides::kLastContiguous);
   }
+  const int64_t width = history.size(1) + (extra.has_value() ? extra->size(1) : 0);
+  check.that(width < kMaxRows, "history", "of less than 2^31 tokens per row, `extra` included", width);
   check_active(check, active, batch);
   if (value_checks_enabled()) {
     const auto lengths = host_values<int32_t>(history_lens);
@@ -187,6 +189,7 @@ std::tuple<Tensor, Tensor, Tensor> ngram_propose(const Tensor& history, const Te
   Tensor trie_tokens = empty_on(history, {batch, max_nodes}, ScalarType::Long);
   Tensor trie_links = empty_on(history, {batch, 4, max_nodes}, ScalarType::Int);
   Tensor trie_sizes = empty_on(history, {batch}, ScalarType::Int);
+  Tensor next_places = empty_on(history, {batch, width}, ScalarType::Int);
 
   NgramProposeParams params{};
   params.history = const_pointer<int64_t>(history);
@@ -199,6 +202,7 @@ std::tuple<Tensor, Tensor, Tensor> ngram_propose(const Tensor& history, const Te
   params.trie_tokens = mutable_pointer<int64_t>(trie_tokens);
   params.trie_links = mutable_pointer<int32_t>(trie_links);
   params.trie_sizes = mutable_pointer<int32_t>(trie_sizes);
+  params.next_places = mutable_pointer<int32_t>(next_places);
   params.batch = batch;
   params.history_width = history.size(1);
   params.history_stride = history.stride(0);

@@ -269,11 +269,11 @@ def ngram_tree(
             n += 1
         return n
 
+    places = [(text, end, agreement(text, end)) for text in (history, extra) for end in range(len(text) - 1, 0, -1)]
     for n in range(max_ngram, min_ngram - 1, -1):
-        for text in (history, extra):
-            for end in range(len(text) - 1, 0, -1):
-                if agreement(text, end) == n:
-                    insert(text[end : end + max_depth])
+        for text, end, agreed in places:
+            if agreed == n:
+                insert(text[end : end + max_depth])
     return tokens, parents
 
 

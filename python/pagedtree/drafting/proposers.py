@@ -42,8 +42,7 @@ def ngram_propose(
         active: bool [B]; False = the sequence is finished and gets a tree of no nodes.
 
     An empty history also gives a tree of no nodes; a history without a match gives the root alone. Nodes are in the
-    order of their
-    insertion: siblings of a better match come first.
+    order of their insertion: siblings of a better match come first.
 
         tree = Trie(root=history[-1])
         for n in range(max_ngram, min_ngram - 1, -1):
@@ -53,7 +52,11 @@ def ngram_propose(
                         tree.insert(text[end : end + max_depth])            # up to the first negative token
 
     `insert` shares the nodes that are there already and adds the others one by one; it stops at max_nodes, and where a
-    new branch would make more than max_branches leaves. The work is linear in H + E for each n.
+    new branch would make more than max_branches leaves.
+
+    One pass over the H + E tokens finds the n-grams of all lengths, also in a text that repeats one token. A place that
+    is found then takes at most max_depth steps in the tree, one period where the text repeats itself. Scratch: 4 bytes
+    for each of the B * (H + E) tokens and 24 for each of the B * max_nodes nodes.
 
     Returns a `Draft` of draft_tokens and trees. Raises ValueError for wrong shapes, dtypes or bounds.
     """

@@ -252,6 +252,9 @@ def _ngrams() -> Iterator[Case]:
     yield _ngram("depth 0", ragged, max_nodes=9, max_depth=0)
     yield _ngram("no branch", ragged, max_nodes=9, max_depth=3, max_branches=0)
     yield _ngram("long n-grams", [[1, 2] * 300], max_nodes=1000, max_depth=900, min_ngram=3, max_ngram=64)
+    repeated = [[5] * 900, [1, 2, 3] * 300, [0, 0, 1, 0, 1] * 180, ([0] * 40 + [1]) * 22]
+    extra = [row[-80:] for row in repeated]
+    yield _ngram("repeated texts", repeated, extra, max_nodes=40, max_depth=12, max_ngram=64)
     yield _ngram("no sequence", [], max_nodes=9, max_depth=3)
 
 

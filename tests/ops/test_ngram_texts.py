@@ -1,0 +1,124 @@
+"""n-grams of texts that repeat themselves: the trees are those of plain loops, the work grows with the text alone."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from draft_checks import int32, packed_trees
+
+from pagedtree import ngram_propose
+from pagedtree.check.loops import ngram_tree
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def random_tokens(length: int, low: int, high: int) -> list[int]:
+    return Random(length).choices(range(low, high), k=length)
+
+
+def fibonacci_word(length: int) -> list[int]:
+    """Every part of it comes again soon, but it has no period."""
+    short, word = [0], [0, 1]
+    while len(word) < length:
+        short, word = word, word + short
+    return word[:length]
+
+
+def with_errors(tokens: list[int]) -> list[int]:
+    return [2 if i % 53 == 50 else token for i, token in enumerate(tokens)]
+
+
+TEXTS: dict[str, Callable[[int], list[int]]] = {
+    "one token": lambda length: [1] * length,
+    "two in turn": lambda length: [i % 2 for i in range(length)],
+    "a period of 7": lambda length: ([0, 1, 0, 0, 1, 1, 0] * length)[:length],
+    "a period of 67": lambda length: (random_tokens(67, 0, 2) * length)[:length],
+    "a period with separators": lambda length: ([0, 1, -1, 0, 1, 1, -1, 1, 0, 1] * length)[:length],
+    "a period with errors": lambda length: with_errors([i % 3 for i in range(length)]),
+    "runs": lambda length: [int(token == 0) for token in random_tokens(length, 0, 30)],
+    "Fibonacci": fibonacci_word,
+    "2 tokens": lambda length: random_tokens(length, 0, 2),
+    "3 tokens and separators": lambda length: random_tokens(length, -1, 3),
+}
+OPTIONS = [
+    {"max_nodes": 16, "max_depth": 4},
+    {"max_nodes": 40, "max_depth": 12, "max_ngram": 64, "max_branches": 3},
+    {"max_nodes": 60, "max_depth": 70, "max_ngram": 64, "min_ngram": 2},
+    {"max_nodes": 30, "max_depth": 3, "max_ngram": 9, "min_ngram": 9, "max_branches": 30},
+    {"max_nodes": 30, "max_depth": 1, "max_ngram": 40, "min_ngram": 3},
+]
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(map(str, options.values())))
+@pytest.mark.parametrize("kind", TEXTS)
+def test_repeated_texts(backend: str, kind: str, options: dict[str, int]) -> None:
+    width = 330
+    text = TEXTS[kind](width)
+    lengths = [width, width - 1, 70, 2]
+    # More text: of another kind; with the last tokens at its end; cut by separators; none.
+    others = [TEXTS["runs"](270), text[-270:], text[:270], [-1] * 270]
+    others[2][::40] = [-1] * 7
+    history = torch.tensor([text, text, text[::-1], text])
+    for extra in (None, others):
+        more = None if extra is None else torch.tensor(extra)
+        draft = ngram_propose(history, int32(lengths), extra=more, **options)
+        expected = [
+            ngram_tree(row[:length], extra=() if extra is None else extra[b], **options)
+            for b, (row, length) in enumerate(zip(history.tolist(), lengths, strict=True))
+        ]
+        assert packed_trees(draft) == expected
+
+
+def test_rows_that_are_too_long(device: torch.device) -> None:
+    """Places are numbered by int32."""
+    history, extra = (torch.empty(0, 2**30, dtype=torch.int64, device=device) for _ in range(2))
+    lengths = torch.empty(0, dtype=torch.int32, device=device)
+    ngram_propose(history, lengths, max_nodes=2, max_depth=1, extra=extra[:, 1:])
+    with pytest.raises(
+        ValueError, match=r"`history` must be of less than 2\^31 tokens per row, `extra` included, got 2"
+    ):
+        ngram_propose(history, lengths, max_nodes=2, max_depth=1, extra=extra)
+
+
+@pytest.fixture(scope="module")
+def blocks_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[int]]:
+    """What ngram_work.cpp counts for a text: by one thread, and the search by many."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    program = tmp_path_factory.mktemp("work") / "ngram_work"
+    source = Path(__file__).with_name("ngram_work.cpp")
+    options = ["-std=c++20", "-O1", "-fsanitize-coverage=trace-pc", f"-I{ROOT / 'csrc'}"]
+    subprocess.run([compiler, *options, str(source), "-o", str(program)], check=True)
+
+    def count(text: list[int], max_ngram: int, max_depth: int) -> list[int]:
+        arguments = [str(program), str(max_ngram), str(max_depth), "256"]
+        return [int(n) for n in subprocess.check_output(arguments, input=array("q", text).tobytes()).split()]
+
+    return count
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_the_work_is_linear(blocks_of: Callable[..., list[int]], kind: str) -> None:
+    """One comparison for each length of n-gram would be more than 100 basic blocks per token; one for each token of the
+    continuation, too."""
+    text = TEXTS[kind](20_000)
+    for max_ngram in (4, 64):
+        proposal, search_in_parts = blocks_of(text, max_ngram, 40)
+        assert 0 < proposal < 60 * 2 * len(text)
+        assert 0 < search_in_parts < 20 * 2 * len(text)
+
+
+def test_a_full_tree_ends_the_search(blocks_of: Callable[..., list[int]]) -> None:
+    """Eight branches of the greatest depth, and room for more nodes: the rest of the text cannot change anything."""
+    text = TEXTS["2 tokens"](20_000)
+    proposal, _ = blocks_of(text, max_ngram=4, max_depth=4)
+    assert 0 < proposal < len(text) / 4
