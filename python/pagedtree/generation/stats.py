@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pagedtree.generation.logprobs import TokenLogprobs
 
-__all__ = ["GenerationStats", "SequenceStats"]
+__all__ = ["GenerationStats", "SequenceStats", "decoding_rate"]
+
+
+def decoding_rate(num_tokens: Iterable[int], seconds: float) -> float:
+    """Tokens per second behind the first one of each sequence; 0 where there are none.
+
+    num_tokens: generated tokens of each sequence; seconds: since the first of all.
+    """
+    decoded = sum(max(count - 1, 0) for count in num_tokens)
+    return decoded / seconds if seconds > 0 else 0.0
 
 
 @dataclass
@@ -98,6 +108,7 @@ class GenerationStats:
 
     @property
     def tokens_per_second(self) -> float:
+        """Generated tokens over the time of the whole call, in which the prompts were read, too."""
         return self.num_tokens / self.wall_time if self.wall_time else 0.0
 
     @property
@@ -106,11 +117,21 @@ class GenerationStats:
         times = [sequence.time_to_first_token for sequence in self.sequences]
         return sum(times) / max(len(times), 1)
 
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Tokens behind the first one of each sequence, over the time since the first of all; 0 where there are none.
+
+        Reading the prompts counts only as far as it happened beside decoding.
+        """
+        times = [sequence.time_to_first_token for sequence in self.sequences if sequence.num_tokens]
+        return decoding_rate((s.num_tokens for s in self.sequences), self.wall_time - min(times, default=0.0))
+
     def summary(self) -> str:
         """A few lines for people."""
+        rate = self.decode_tokens_per_second
         lines = [
-            f"{self.num_tokens} tokens in {self.wall_time:.2f} s: {self.tokens_per_second:.1f} tokens/s, first token"
-            f" after {1e3 * self.time_to_first_token:.0f} ms",
+            f"{self.num_tokens} tokens in {self.wall_time:.2f} s: first token after"
+            f" {1e3 * self.time_to_first_token:.0f} ms{f', then {rate:.1f} tokens/s' if rate else ''}",
             f"{self.steps} passes, {self.tokens_per_step:.2f} tokens per sequence and step ({self.mean_accepted:.2f} of"
             " them drafted)",
             f"pages: at most {self.peak_pages} of {self.num_pages}; {self.evictions} evictions,"

@@ -18,12 +18,14 @@ class LLGuidanceMatcher(DepthFirstMatcher):
     """One sequence's `llguidance.LLMatcher`, for `pagedtree.grammars.GrammarMasks`.
 
         tokenizer = llguidance.hf.from_tokenizer(hf_tokenizer)
-        matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_json_schema(schema))
+        space = {"whitespace_pattern": "[ \\n]{0,20}"}
+        matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_json_schema(schema, space))
         masks = GrammarMasks([LLGuidanceMatcher(matcher, tokenizer)], vocab_size=config.vocab_size)
 
     A tree is visited by consuming drafts and taking them back. llguidance computes each row without Python's global
     lock; where the grammar leaves no choice of bytes, it allows the tokenizer's own tokens alone. A grammar has
-    ended, too, where nothing can follow a complete text, without a stop token.
+    ended, too, where nothing can follow a complete text, without a stop token. Without whitespace_pattern or
+    whitespace_flexible=False a schema allows white space without end, and a model may write nothing else.
 
     Attributes:
         matcher: llguidance's own. What it is asked or told directly counts here, too.

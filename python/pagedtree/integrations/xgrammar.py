@@ -19,12 +19,13 @@ class XGrammarMatcher:
     """One sequence's `xgrammar.GrammarMatcher`, for `pagedtree.grammars.GrammarMasks`.
 
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=config.vocab_size)
-        compiled = xgrammar.GrammarCompiler(info).compile_json_schema(schema)
+        compiled = xgrammar.GrammarCompiler(info).compile_json_schema(schema, max_whitespace_cnt=20)
         masks = GrammarMasks([XGrammarMatcher(xgrammar.GrammarMatcher(compiled), info.vocab_size)], config.vocab_size)
 
     A tree is one call of xgrammar's `traverse_draft_tree`, which works without Python's global lock and takes its
     steps back itself. Where the grammar has ended, the stop tokens alone are allowed, whether a stop token ended it or,
-    with terminate_without_stop_token, its last token did. Budgets and captures of rules are xgrammar's business:
+    with terminate_without_stop_token, its last token did. Without max_whitespace_cnt or any_whitespace=False a schema
+    allows white space without end, and a model may write nothing else. Budgets and captures of rules are xgrammar's business:
     a captured span is recorded by `accept` alone.
 
     Attributes:

@@ -6,9 +6,7 @@ import argparse
 import dataclasses
 import math
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,16 +19,20 @@ from pagedtree.generation.logprobs import TokenLogprobs
 from pagedtree.generation.rules import RULES
 from pagedtree.generation.token_options import TokenOptions
 from pagedtree.grammars import GrammarMatcher
+from pagedtree.integrations.transformers.command_files import check_checkpoint, errors_of, read_text
 from pagedtree.integrations.transformers.draft_model import ModelDrafter
 from pagedtree.integrations.transformers.generate import generate
 from pagedtree.integrations.transformers.generate_arguments import eos_tokens
 from pagedtree.integrations.transformers.generation_config import ConfigFields, config_fields
+from pagedtree.integrations.transformers.printer import Printer
 from pagedtree.testing import backends
 
 __all__ = ["main"]
 
 FILTERS = ("temperature", "top_p", "top_k", "min_p")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+# White space in front of a part of a JSON text: a line break, and four levels of four blanks are indented.
+MAX_WHITESPACE = 20
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -43,16 +45,20 @@ def main(argv: Sequence[str]) -> int:
         return 2
     print(f"device: {args.device}", file=sys.stderr)
     try:
-        text = sys.stdin.read() if args.prompt == "-" else Path(args.prompt).read_text(encoding="utf-8")
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
-        model = _load(args.model, args)
+        text, grammar = _read(args)
+        with errors_of("--model", args.model):
+            tokenizer = AutoTokenizer.from_pretrained(args.model)
+        prompt = tokenizer(text)["input_ids"]
+        if not prompt:
+            raise ValueError(f"--prompt: expected a text of at least one token, got {args.prompt}, which has none")
+        model = _load("--model", args.model, args)
         rule, params = _sampling(parser, args, _config_fields(model, args))
         drafter = _drafter(model, args)
-        grammars = _grammars(parser, model, tokenizer, args)
-        printer = _Printer(tokenizer, num_sequences=args.n, max_tokens=args.n * args.max_new_tokens)
+        grammars = _grammars(parser, model, tokenizer, grammar, args)
+        printer = Printer(tokenizer, num_sequences=args.n, max_tokens=args.n * args.max_new_tokens)
         _, stats = generate(
             model,
-            [tokenizer(text)["input_ids"]],
+            [prompt],
             drafter=drafter,
             max_new_tokens=args.max_new_tokens,
             params=params,
@@ -125,6 +131,12 @@ def _parser() -> argparse.ArgumentParser:
     grammars.add_argument("--json-schema", metavar="FILE", help="the text is JSON of this schema; needs xgrammar")
     grammars.add_argument("--grammar", metavar="FILE", help="the text follows this EBNF grammar; needs xgrammar")
     parser.add_argument(
+        "--max-whitespace",
+        type=int,
+        metavar="N",
+        help=f"most white space between two parts of the JSON text (default {MAX_WHITESPACE} characters; 0 = one line)",
+    )
+    parser.add_argument(
         "--no-generation-config",
         action="store_true",
         help="leave out what the checkpoint's generation_config.json asks for",
@@ -183,34 +195,51 @@ def _bad_words(tokenizer: Any, words: list[str]) -> list[list[int]]:
     return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
 
+def _read(args: argparse.Namespace) -> tuple[str, str | None]:
+    """The prompt, and the schema or the grammar; before a checkpoint is loaded, refuses what will not do."""
+    if args.max_whitespace is not None and (args.json_schema is None or args.max_whitespace < 0):
+        raise ValueError(f"--max-whitespace: expected 0 or more, with --json-schema, got {args.max_whitespace}")
+    for name, on_hub in {"model": True, "draft": True, "medusa": False, "eagle": False}.items():
+        if getattr(args, name) is not None:
+            check_checkpoint(f"--{name}", getattr(args, name), on_hub)
+    files = {"--json-schema": args.json_schema, "--grammar": args.grammar}
+    grammar = next((read_text(option, path) for option, path in files.items() if path is not None), None)
+    return read_text("--prompt", args.prompt, stdin=True), grammar
+
+
 def _grammars(
-    parser: argparse.ArgumentParser, model: Any, tokenizer: Any, args: argparse.Namespace
+    parser: argparse.ArgumentParser, model: Any, tokenizer: Any, text: str | None, args: argparse.Namespace
 ) -> list[GrammarMatcher] | None:
-    """A matcher for each outcome."""
-    path = args.json_schema or args.grammar
-    if path is None:
+    """A matcher of the schema or grammar for each outcome."""
+    if text is None:
         return None
+    option, path = ("--json-schema", args.json_schema) if args.json_schema else ("--grammar", args.grammar)
     try:
         import xgrammar
 
         from pagedtree.integrations.xgrammar import XGrammarMatcher
     except ModuleNotFoundError as error:
-        parser.error(f"--{'json-schema' if args.json_schema else 'grammar'} needs {error.name}: pip install xgrammar")
-    text = Path(path).read_text(encoding="utf-8")
+        parser.error(f"{option} needs {error.name}: pip install xgrammar")
     vocab_size, stops = model.config.get_text_config().vocab_size, eos_tokens(model, None)
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=stops or None)
     compiler = xgrammar.GrammarCompiler(info)
+    most = MAX_WHITESPACE if args.max_whitespace is None else args.max_whitespace
     try:
-        compiled = compiler.compile_json_schema(text) if args.json_schema else compiler.compile_grammar(text)
-    except RuntimeError as error:
-        raise ValueError(f"{path}: {error}") from None
+        if args.json_schema:
+            compiled = compiler.compile_json_schema(text, any_whitespace=most > 0, max_whitespace_cnt=most or None)
+        else:
+            compiled = compiler.compile_grammar(text)
+    except (RuntimeError, UnicodeError) as error:  # the latter where the message has a part of a character
+        message = " ".join(str(error).split())
+        raise ValueError(f"{option}: expected what xgrammar can read, got {path}: {message}") from None
     return [XGrammarMatcher(xgrammar.GrammarMatcher(compiled), info.vocab_size) for _ in range(args.n)]
 
 
-def _load(path: str, args: argparse.Namespace) -> Any:
-    print(f"loading {path}", file=sys.stderr)
+def _load(option: str, name: str, args: argparse.Namespace) -> Any:
+    print(f"loading {name}", file=sys.stderr)
     dtype = DTYPES[args.dtype or ("float32" if args.device == "cpu" else "auto")]
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(args.device).eval()
+    with errors_of(option, name):
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(args.device).eval()
 
 
 def _drafter(model: Any, args: argparse.Namespace) -> Drafter | None:
@@ -218,14 +247,16 @@ def _drafter(model: Any, args: argparse.Namespace) -> Drafter | None:
         width = 1 if args.rule == "block" else 4
         depth = args.num_nodes - 1 if args.rule == "block" else 4
         return ModelDrafter(
-            _load(args.draft, args), law=args.draft_law, num_nodes=args.num_nodes, depth=depth, width=width
+            _load("--draft", args.draft, args), law=args.draft_law, num_nodes=args.num_nodes, depth=depth, width=width
         )
     if args.medusa:
-        heads = MedusaHeads.from_pretrained(args.medusa, model)
+        with errors_of("--medusa", args.medusa):
+            heads = MedusaHeads.from_pretrained(args.medusa, model)
         return MedusaDrafter(heads, args.num_nodes)
     if args.eagle:
         width, depth = (1, args.num_nodes - 1) if args.rule == "block" else (4, 5)
-        head = EagleHead.from_pretrained(args.eagle, model)
+        with errors_of("--eagle", args.eagle):
+            head = EagleHead.from_pretrained(args.eagle, model)
         return EagleDrafter(head, num_nodes=args.num_nodes, depth=depth, width=width)
     if args.ngram:
         return NgramDrafter(args.num_nodes, max_branches=1 if args.rule == "block" else 4)
@@ -240,53 +271,3 @@ def _print_logprobs(tokenizer: Any, tokens: list[int], found: TokenLogprobs) -> 
             f"{tokenizer.decode([t])!r} {math.exp(value):.3f}" for t, value in zip(top, their, strict=True)
         )
         print(f"{tokenizer.decode([token])!r:16} {logprob:8.3f}  rank {rank}  {others}", file=sys.stderr)
-
-
-class _Printer:
-    """Prints a single outcome as it comes. Several outcomes are printed at the end.
-
-    How far they are is told on standard error, unless the text itself tells it on a terminal.
-    """
-
-    def __init__(self, tokenizer: Any, num_sequences: int, max_tokens: int) -> None:
-        self.tokenizer = tokenizer
-        self.tokens: list[list[int]] = [[] for _ in range(num_sequences)]
-        self.printed = ""
-        self.max_tokens, self.tenths, self.started = max_tokens, 0, time.perf_counter()
-        self.shows_progress = num_sequences > 1 or not sys.stdout.isatty()
-        self.is_live = sys.stderr.isatty()  # one line is written again and again there, else ten lines in all
-
-    def add(self, sequence: int, tokens: list[int]) -> None:
-        self.tokens[sequence] += tokens
-        if self.shows_progress:
-            self._show_progress()
-        if len(self.tokens) > 1:
-            return
-        text = self._text(sequence)
-        # The bytes of one character may be spread over several tokens.
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            print(text[len(self.printed) :], end="", flush=True)
-            self.printed = text
-
-    def _show_progress(self) -> None:
-        count = sum(map(len, self.tokens))
-        is_next_tenth = 10 * count // self.max_tokens > self.tenths
-        self.tenths = 10 * count // self.max_tokens
-        if self.is_live or is_next_tenth:
-            rate = count / max(time.perf_counter() - self.started, 1e-9)
-            begin, end = ("\r", "") if self.is_live else ("", "\n")
-            line = f"{begin}{count} of at most {self.max_tokens} tokens, {rate:.1f} tokens/s"
-            print(line, end=end, file=sys.stderr, flush=True)
-
-    def finish(self) -> None:
-        if self.shows_progress and self.is_live:
-            print(file=sys.stderr)
-        if len(self.tokens) == 1:
-            print(self._text(0)[len(self.printed) :])
-            return
-        for sequence in range(len(self.tokens)):
-            print(f"--- outcome {sequence}\n{self._text(sequence)}")
-
-    def _text(self, sequence: int) -> str:
-        text: str = self.tokenizer.decode(self.tokens[sequence], skip_special_tokens=True)
-        return text

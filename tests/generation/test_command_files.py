@@ -1,0 +1,191 @@
+"""What `python -m pagedtree generate` reads: prompts, schemas, checkpoints; and the JSON that it lets a model write."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from generate_case import tiny
+from tokenizers import Tokenizer, decoders, models, processors
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from pagedtree import cli
+from pagedtree.integrations.transformers import cli as command_module
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Where all logits are equal, the first token wins that a grammar allows: blanks as long as they may come.
+TOKENS = [*' \n\t}]"', ', "', '": ', *"{[:,abcdefghij0123456789.-", "\r", "\ufeff", "<eos>"]
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2}, "b": {"const": True}},
+    "required": ["a"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint that likes blanks: a token for each character, and all logits equal."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(TOKENS)}, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
+    model = tiny(0, eos_token_id=len(TOKENS) - 1)
+    torch.nn.init.zeros_(model.lm_head.weight)
+    model.save_pretrained(folder)
+    (folder / "prompt.txt").write_text("abc")
+    (folder / "schema.json").write_text(json.dumps(SCHEMA))
+    return folder
+
+
+@pytest.fixture
+def run(folder, capsys):
+    """Runs the command; returns status, text and the last line of standard error that it wrote itself."""
+
+    def run(*options, count=4):
+        arguments = ["--model", str(folder), "--prompt", str(folder / "prompt.txt"), "--device", "cpu"]
+        status = cli.main(["generate", *arguments, "--max-new-tokens", str(count), *map(str, options)])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err.strip().splitlines()[-1]
+
+    return run
+
+
+@pytest.fixture
+def prompts(monkeypatch):
+    """The prompts that `generate` is given."""
+    seen, own = [], command_module.generate
+    monkeypatch.setattr(
+        command_module, "generate", lambda model, given, **more: seen.extend(given) or own(model, given, **more)
+    )
+    return seen
+
+
+@pytest.mark.parametrize("source", ["file", "standard input"])
+def test_line_ends_reach_the_model(folder, run, prompts, tmp_path, monkeypatch, source):
+    data = b"\xef\xbb\xbfab\r\ncd\n\re\r\n"
+    (tmp_path / "prompt.txt").write_bytes(data)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    status, _, _ = run("--prompt", tmp_path / "prompt.txt" if source == "file" else "-")
+    assert status == 0
+    assert ["".join(TOKENS[token] for token in prompt) for prompt in prompts] == ["ab\r\ncd\n\re\r\n"]
+
+
+def test_an_empty_prompt(folder, run, prompts, tmp_path):
+    """It is refused where the tokenizer makes no token of it, and fine where it puts one in front."""
+    for data in (b"", b"\xef\xbb\xbf"):
+        (tmp_path / "empty.txt").write_bytes(data)
+        status, out, error = run("--prompt", tmp_path / "empty.txt")
+        assert (status, out) == (2, "")
+        assert error.endswith(
+            f"--prompt: expected a text of at least one token, got {tmp_path / 'empty.txt'}, which has none"
+        )
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<eos>", len(TOKENS) - 1)]
+    )
+    other = tmp_path / "other"
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(other)
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other)
+    status, _, _ = run("--model", other, "--prompt", tmp_path / "empty.txt")
+    assert status == 0 and prompts == [[len(TOKENS) - 1]]
+
+
+def test_files_that_cannot_be_read(run, tmp_path):
+    """One line names the option and the file, before a checkpoint is loaded."""
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
+    for option in ("--prompt", "--json-schema", "--grammar"):
+        for name, expected, reason in (
+            ("nothing.txt", "a file that can be read", ": No such file or directory"),
+            (".", "a file that can be read", ": Is a directory"),
+            ("latin1.txt", "text in UTF-8", " with byte 0xe9 at offset 3"),
+        ):
+            status, out, error = run(option, tmp_path / name)
+            assert (status, out) == (2, "")
+            assert (
+                error == f"python -m pagedtree generate: {option}: expected {expected}, got {tmp_path / name}{reason}"
+            )
+
+
+@pytest.mark.parametrize("option", ["--model", "--draft", "--medusa", "--eagle"])
+def test_folders_that_are_not_there(run, tmp_path, option):
+    """None of these is asked for on the hub."""
+    (tmp_path / "file").touch()
+    kind = "a folder or a name on the hub" if option in ("--model", "--draft") else "a folder"
+    for name in (tmp_path / "nowhere", "./nowhere", "../nowhere", "a/b/nowhere", "nowhere/"):
+        status, out, error = run(option, name)
+        assert (status, out) == (2, "")
+        assert error.endswith(f"{option}: expected {kind}, got {name}, which does not exist")
+    assert run(option, tmp_path / "file")[2].endswith(f"{option}: expected {kind}, got {tmp_path / 'file'}, a file")
+    assert run(option, tmp_path)[2].endswith(
+        f"{option}: expected a checkpoint, got {tmp_path}, a folder without config.json"
+    )
+
+
+@pytest.mark.parametrize(("option", "loader"), [("--model", "AutoTokenizer"), ("--draft", "AutoModelForCausalLM")])
+def test_names_on_the_hub(folder, run, monkeypatch, option, loader):
+    """A name is asked for there; what goes wrong is one line that names the option."""
+
+    def load(name, **_):
+        if name == str(folder):
+            return own(name)
+        raise OSError(f"{name} is not a local folder\nand more")
+
+    own = getattr(command_module, loader).from_pretrained
+    monkeypatch.setattr(getattr(command_module, loader), "from_pretrained", load)
+    for name in ("owner/nowhere-1.5b", "nowhere"):
+        status, _, error = run(option, name)
+        assert status == 2
+        assert error.endswith(
+            f"{option} {name}: no folder here, and not loaded from the hub: {name} is not a local folder and more"
+        )
+
+
+@pytest.mark.parametrize("option", ["--medusa", "--eagle"])
+def test_heads_that_cannot_be_loaded(run, tmp_path, option):
+    (tmp_path / "config.json").write_text("[]")
+    status, _, error = run(option, tmp_path)
+    assert status == 2 and f"{option} {tmp_path}: " in error
+
+
+def gaps(text):
+    """Lengths of the white space between the parts of a JSON text."""
+    return [len(gap) for gap in re.findall(r"\s+", text)]
+
+
+def test_white_space_of_json_is_bounded(folder, run, tmp_path):
+    """A model that likes blanks comes to an end."""
+    pytest.importorskip("xgrammar")
+    schema = ["--json-schema", folder / "schema.json"]
+    status, out, _ = run(*schema, count=400)
+    assert status == 0 and json.loads(out)["a"] == [1, 1] and max(gaps(out[:-1])) == 20
+    status, out, _ = run(*schema, "--max-whitespace", "3", count=400)
+    assert status == 0 and json.loads(out)["a"] == [1, 1] and max(gaps(out[:-1])) == 3
+    status, out, _ = run(*schema, "--max-whitespace", "0", count=400)
+    assert (status, out) == (0, '{"a": [1, 1]}\n')
+    # A byte order mark and other line ends do not matter.
+    (tmp_path / "schema.json").write_bytes(
+        b"\xef\xbb\xbf" + json.dumps(SCHEMA, indent=1).replace("\n", "\r\n").encode()
+    )
+    assert run("--json-schema", tmp_path / "schema.json", "--max-whitespace", "0", count=400)[:2] == (0, out)
+    (tmp_path / "grammar.ebnf").write_bytes('\ufeffroot ::= "a"\r\n  x\r\nx ::= "b"\r\n'.encode())
+    assert run("--grammar", tmp_path / "grammar.ebnf")[:2] == (0, "ab\n")
+
+
+def test_white_space_and_grammars_that_will_not_do(folder, run, tmp_path):
+    pytest.importorskip("xgrammar")
+    schema = folder / "schema.json"
+    for options in (["--max-whitespace", "3"], ["--json-schema", schema, "--max-whitespace", "-1"]):
+        status, _, error = run(*options)
+        assert status == 2 and "--max-whitespace: expected 0 or more, with --json-schema, got " in error
+    (tmp_path / "wrong").write_text("root ::= é(", encoding="utf-8")
+    for option in ("--json-schema", "--grammar"):
+        status, _, error = run(option, tmp_path / "wrong")
+        assert status == 2 and f"{option}: expected what xgrammar can read, got {tmp_path / 'wrong'}: " in error

@@ -1,0 +1,70 @@
+"""What `python -m pagedtree generate` prints while it decodes, and the rates that it tells."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from tokenizer_case import blanks, words
+
+from pagedtree.generation.stats import GenerationStats, SequenceStats
+from pagedtree.integrations.transformers.printer import Printer
+
+
+def stats_of(counts, times, seconds=4.0):
+    sequences = [SequenceStats(num_tokens=n, time_to_first_token=t) for n, t in zip(counts, times, strict=True)]
+    return GenerationStats(wall_time=seconds, sequences=sequences)
+
+
+def test_rate_is_that_of_decoding():
+    """The prompt is read for 3 s; 10 tokens follow the first one in 1 s."""
+    stats = stats_of([11], [3.0])
+    assert stats.decode_tokens_per_second == 10.0 and stats.tokens_per_second == 2.75
+    assert stats.summary().startswith("11 tokens in 4.00 s: first token after 3000 ms, then 10.0 tokens/s\n")
+
+
+def test_rate_of_several_sequences():
+    """It counts from the first token of all, and none of the first tokens."""
+    assert stats_of([11, 5, 1], [2.0, 3.0, 3.5]).decode_tokens_per_second == 7.0
+    # One that got no token has no time of a first one.
+    assert stats_of([11, 0], [3.0, 0.0]).decode_tokens_per_second == 10.0
+    for empty in (stats_of([1, 1], [3.0, 3.0]), stats_of([], [], 0.0), stats_of([0], [0.0])):
+        assert empty.decode_tokens_per_second == 0.0
+        assert "tokens/s" not in empty.summary()
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2])
+def test_progress_tells_the_rate_of_decoding(capsys, monkeypatch, num_sequences):
+    """No rate is told with the first tokens, however long the prompt was read."""
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    printer = Printer(words(9), num_sequences, max_tokens=9 * num_sequences)
+    now[0] = 160.0
+    for step in ([1], [2, 3, 4, 5], [6, 7, 8, 1]):
+        for sequence in range(num_sequences):
+            printer.add(sequence, step)
+        now[0] += 2.0
+    printer.finish()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"{num_sequences} of at most {9 * num_sequences} tokens"
+    rate = 8 * num_sequences / 4.0
+    assert lines[-1] == f"{9 * num_sequences} of at most {9 * num_sequences} tokens, {rate:.1f} tokens/s"
+
+
+def test_printer_shows_the_stream(capsys):
+    """Letters that clean-up joins; each step decodes the newest tokens alone."""
+    tokenizer = blanks()
+    decoded, decode = [], tokenizer.decode
+    tokenizer.decode = lambda tokens, **options: decoded.append(len(tokens)) or decode(tokens, **options)
+    text = ["Hello", " ", ".", "x", " ", "n't"] * 300
+    tokens = [tokenizer.convert_tokens_to_ids(word) for word in text]
+    printer = Printer(tokenizer, num_sequences=1, max_tokens=len(tokens))
+    for start in range(0, len(tokens), 4):
+        printer.add(0, tokens[start : start + 4])
+    printer.finish()
+    out = capsys.readouterr().out
+    assert out == "Hello.xn't" * 300 + "\n" == decode(tokens, skip_special_tokens=True) + "\n"
+    assert printer.tokens == [tokens] and sum(decoded) < 20 * len(tokens)
