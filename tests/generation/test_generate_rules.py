@@ -366,7 +366,7 @@ def test_a_wrong_draft_law_is_seen(toy, toy_draft, toy_distribution, rule):
 def test_joint_rules_need_fresh_noise_each_step(monkeypatch, toy, toy_draft, toy_distribution, rule, is_biased):
     """Noise of a position, as `expand_tree` has it for one seed: what lies behind a rejected draft is drawn again."""
     monkeypatch.setattr(Sampling, "draft_seeds", lambda sampling, start: sampling.seeds)
-    assert (toy_excess(toy, toy_draft, toy_distribution, rule, "iid chain", 50_000) > LIMIT) == is_biased
+    assert (toy_excess(toy, toy_draft, toy_distribution, rule, "iid chain", 150_000) > LIMIT) == is_biased
 
 
 def test_typical_acceptance_is_lossy(toy, toy_draft, toy_distribution):
