@@ -162,7 +162,9 @@ def test_trees_are_those_of_a_head_without_a_cache(model, head, options, tree):
         for b in range(result.num_read, len(result.sequences)):
             rows = slice(cu_nodes[b], cu_nodes[b + 1])
             text = result.sequences[b].tokens[: int(result.start[b]) + 1]
-            seen.append((text, result.draft_tokens[rows].tolist(), result.trees.parents[rows].tolist(), room_of(result)[b]))
+            seen.append(
+                (text, result.draft_tokens[rows].tolist(), result.trees.parents[rows].tolist(), room_of(result)[b])
+            )
 
     generate(
         model, prompts(), drafter=EagleDrafter(head, **tree), max_new_tokens=8, on_step=collect,
