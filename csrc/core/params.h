@@ -91,6 +91,7 @@ struct OptionsParams {
   TokenIds draft_tokens;         // [num_rows]
   TokenIds draft_to_target;      // [draft_vocab], data null: drafts are target ids already
   float* scratch;                // [scratch_rows, scratch_stride] for backends that cannot allocate
+  int64_t batch;                 // B
   int64_t num_rows, draft_vocab;
   int64_t vocab;        // V, of all ranks
   int64_t first_token;  // of the columns that this rank has
@@ -288,7 +289,7 @@ struct SelectNodesParams {
   const int32_t* cu_nodes;  // [B + 1]
   const int32_t* parents;   // [N]
   const int32_t* depths;    // [N]
-  const bool* valid;        // [B]
+  const uint8_t* valid;     // [B]
   const float* survival;    // [N]
   const int32_t* limit;     // [1] or null: budget
   TreeOutput trees;         // capacity rows out

@@ -268,9 +268,9 @@ Tensor attention_plan(const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_
   const Check check("attention_plan", seq_lens);
   const int64_t batch = check.offsets(cu_seqlens_q, "cu_seqlens_q");
   check.tensor(seq_lens, "seq_lens", {ScalarType::Int}, {batch});
-  check.that(num_kv_heads >= 1, "num_kv_heads", "at least 1", num_kv_heads);
-  check.that(num_q_heads >= 1 && num_q_heads % num_kv_heads == 0, "num_q_heads",
-             "a multiple of num_kv_heads " + std::to_string(num_kv_heads), num_q_heads);
+  check.that(num_kv_heads >= 1 && num_kv_heads <= INT32_MAX, "num_kv_heads", "in 1..2147483647", num_kv_heads);
+  check.that(num_q_heads >= 1 && num_q_heads <= INT32_MAX && num_q_heads % num_kv_heads == 0, "num_q_heads",
+             "a multiple of num_kv_heads " + std::to_string(num_kv_heads) + " below 2^31", num_q_heads);
   check_head_dims(check, head_dim, head_dim_v.value_or(head_dim), "head_dim", "head_dim_v");
   check.that(!latent || num_kv_heads == 1, "num_kv_heads", "1 for a latent cache", num_kv_heads);
   check.that(page_size >= 1, "page_size", "at least 1", page_size);
@@ -339,16 +339,16 @@ std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor& lse_a
   " Tensor? plan=None"
 
 constexpr Op kOps[] = {
-    {"tree_attention", "(" PT_ATTENTION_ARGUMENTS ") -> (Tensor out, Tensor lse)", TORCH_BOX(&tree_attention)},
+    {"tree_attention", "(" PT_ATTENTION_ARGUMENTS ") -> (Tensor out, Tensor lse)", PT_BOX(&tree_attention)},
     {"tree_attention.out", "(" PT_ATTENTION_ARGUMENTS ", Tensor(a!) out, Tensor(b!)? lse=None) -> ()",
-     TORCH_BOX(&tree_attention_out)},
+     PT_BOX(&tree_attention_out)},
     {"attention_plan",
      "(Tensor seq_lens, Tensor cu_seqlens_q, *, SymInt num_q_heads, SymInt num_kv_heads,"
      " SymInt head_dim, SymInt page_size, SymInt max_seqlen_q, Tensor? tree_lens=None,"
      " SymInt? head_dim_v=None, bool latent=False) -> Tensor",
-     TORCH_BOX(&attention_plan)},
+     PT_BOX(&attention_plan)},
     {"merge_states", "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)",
-     TORCH_BOX(&merge_states)},
+     PT_BOX(&merge_states)},
 };
 #undef PT_ATTENTION_ARGUMENTS
 

@@ -63,6 +63,17 @@ class Check {
     if (strides == Strides::kLastContiguous && t.numel() > 0 && last >= 0 && t.size(last) > 1 && t.stride(last) != 1) {
       fail(name, "contiguous in its last dimension", "strides " + text(t.strides()));
     }
+    aligned(t, name);
+  }
+
+  // Tensors whose storage begins anywhere (a buffer that is read from a file, say) may lie between two elements, where
+  // neither the compiler's loads nor the GPU's may read.
+  void aligned(const Tensor& t, const std::string& name) const {
+    const auto bytes = static_cast<uintptr_t>(t.element_size());
+    const uintptr_t excess = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % bytes;
+    if (excess == 0) return;
+    fail(name, "at an address that is a multiple of its elements' " + std::to_string(bytes) + " bytes",
+         "one that is " + std::to_string(excess) + " more");
   }
 
   void dtype(const Tensor& t, const std::string& name, std::initializer_list<ScalarType> dtypes) const {

@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <torch/csrc/stable/c/shim.h>
 
+#include <algorithm>
 #include <atomic>
 #include <stdexcept>
 #include <vector>
@@ -105,31 +106,29 @@ CallContext context_for(const Tensor& anchor) {
 
 namespace {
 
-// The backends that this build has.
+// The backends that this build has, those for CPU tensors first.
 std::string backends() {
   std::string names;
   for (const Backend* backend : host_backends()) names += (names.empty() ? "" : ",") + std::string(backend->name);
   return cuda_backend().backend == nullptr ? names : names + ",cuda";
 }
 
-// Chooses the backend for CPU tensors; "cuda" refuses such tensors, for tests of what runs on a GPU.
-std::string use_backend(std::string name) {
-  const Backend* chosen = nullptr;
-  std::string names = "cuda";
-  for (const Backend* backend : host_backends()) {
-    if (name == backend->name) chosen = backend;
-    names += ", " + std::string(backend->name);
+// Chooses the backend for CPU tensors by its place among backends(), and returns the last one's; -1: such tensors are
+// refused, for tests of what runs on a GPU. Numbers, because Torch never frees a string that an op returns.
+int64_t use_backend(int64_t index) {
+  const std::vector<const Backend*>& known = host_backends();
+  const auto size = static_cast<int64_t>(known.size());
+  if (index < -1 || index >= size) {
+    throw std::runtime_error("_use_backend: `index` must be in -1.." + std::to_string(size - 1) + ", got " +
+                             std::to_string(index));
   }
-  if (chosen == nullptr && name != "cuda") {
-    throw std::runtime_error("use_backend: `name` must be one of " + names + ", got " + name);
-  }
-  const Backend* previous = host_backend().exchange(chosen);
-  return previous == nullptr ? "cuda" : previous->name;
+  const Backend* previous = host_backend().exchange(index < 0 ? nullptr : known[static_cast<size_t>(index)]);
+  return previous == nullptr ? -1 : std::find(known.begin(), known.end(), previous) - known.begin();
 }
 
 constexpr Op kOps[] = {
-    {"_backends", "() -> str", TORCH_BOX(&backends)},
-    {"_use_backend", "(str name) -> str", TORCH_BOX(&use_backend)},
+    {"_backends", "() -> str", PT_BOX(&backends)},
+    {"_use_backend", "(SymInt index) -> SymInt", PT_BOX(&use_backend)},
 };
 
 }  // namespace

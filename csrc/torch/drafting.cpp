@@ -63,6 +63,7 @@ ExpandedTensors expand_tree(const Tensor& tokens, const Tensor& parents, const T
     check.that(given->has_value() == sampled, name, sampled ? "a tensor under this law" : "None under law \"topk\"",
                sampled ? "None" : "a tensor");
   }
+  is_joint(check, filter_order);
   if (sampled) {
     params.sampling = sampling_params(check, *temperature, *top_k, *top_p, *min_p, filter_order, batch);
     check.tensor(*seeds, "seeds", {ScalarType::Long}, {batch});
@@ -76,9 +77,12 @@ ExpandedTensors expand_tree(const Tensor& tokens, const Tensor& parents, const T
   check.that(num_candidates + num_new <= kMaxCandidates, "num_children", "such that candidates stay within 2^20",
              num_children);
   check.that(level >= 0 && level < kMaxTreeNodes, "level", "in 0..1023", level);
-  check.that(num_kv >= num_expanded && num_kv + num_frontier <= mask_words * kMaskWordBits, "num_frontier",
-             "at most " + std::to_string(mask_words * kMaskWordBits - num_kv) + " (max_kv_nodes less those fed)",
-             num_frontier);
+  const int64_t room = mask_words * kMaskWordBits;
+  check.that(num_kv >= num_expanded && num_kv <= room, "num_kv",
+             "in " + std::to_string(num_expanded) + ".." + std::to_string(room) + ", the frontier's nodes included",
+             num_kv);
+  check.that(num_frontier <= room - num_kv, "num_frontier",
+             "at most " + std::to_string(room - num_kv) + " (max_kv_nodes less those fed)", num_frontier);
 
   Tensor out_tokens = empty_on(tokens, {batch, num_candidates + num_new}, ScalarType::Long);
   Tensor out_parents = empty_on(tokens, {batch, num_candidates + num_new}, ScalarType::Int);
@@ -352,7 +356,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> selec
   params.cu_nodes = const_pointer<int32_t>(cu_nodes);
   params.parents = const_pointer<int32_t>(parents);
   params.depths = const_pointer<int32_t>(depths);
-  params.valid = const_pointer<bool>(valid);
+  params.valid = const_pointer<uint8_t>(valid);
   params.survival = const_pointer<float>(survival);
   params.limit = optional_pointer<int32_t>(limit);
   params.trees = tree_output(trees);
@@ -376,31 +380,31 @@ constexpr Op kOps[] = {
      " str filter_order=\"top_k_first\", Tensor? seeds=None, Tensor? positions=None)"
      " -> (Tensor tokens, Tensor parents, Tensor scores, Tensor kv_index, Tensor frontier, Tensor mask,"
      " Tensor draft_probs)",
-     TORCH_BOX(&expand_tree)},
+     PT_BOX(&expand_tree)},
     {"rerank_tree",
      "(Tensor tokens, Tensor parents, Tensor scores, Tensor kv_index, *, SymInt num_nodes, bool by_score,"
      " Tensor? active=None) -> (Tensor draft_tokens, Tensor parents, Tensor cu_nodes, Tensor node_map)",
-     TORCH_BOX(&rerank_tree)},
+     PT_BOX(&rerank_tree)},
     {"ngram_propose",
      "(Tensor history, Tensor history_lens, *, SymInt max_nodes, SymInt max_depth, SymInt min_ngram=1,"
      " SymInt max_ngram=4, SymInt max_branches=8, Tensor? extra=None, Tensor? active=None)"
      " -> (Tensor draft_tokens, Tensor parents, Tensor cu_nodes)",
-     TORCH_BOX(&ngram_propose)},
+     PT_BOX(&ngram_propose)},
     {"medusa_propose",
      "(Tensor head_logits, Tensor parents, Tensor depths, Tensor child_ranks, *, SymInt num_top,"
      " Tensor? root_tokens=None, Tensor? active=None) -> (Tensor draft_tokens, Tensor parents, Tensor cu_nodes)",
-     TORCH_BOX(&medusa_propose)},
+     PT_BOX(&medusa_propose)},
     {"best_first_tree",
      "(Tensor log_probs, Tensor tokens, Tensor root_tokens, SymInt num_nodes)"
      " -> (Tensor draft_tokens, Tensor joints, Tensor cu_nodes, Tensor parents, Tensor depths, Tensor first_child,"
      " Tensor next_sibling, Tensor mask, Tensor valid)",
-     TORCH_BOX(&best_first_tree)},
+     PT_BOX(&best_first_tree)},
     {"select_nodes",
      "(Tensor cu_nodes, Tensor parents, Tensor depths, Tensor valid, Tensor survival, SymInt budget, *,"
      " SymInt max_nodes, SymInt max_depth, Tensor? limit=None)"
      " -> (Tensor cu_nodes, Tensor parents, Tensor depths, Tensor first_child, Tensor next_sibling, Tensor mask,"
      " Tensor valid, Tensor node_map)",
-     TORCH_BOX(&select_nodes)},
+     PT_BOX(&select_nodes)},
 };
 
 }  // namespace

@@ -194,6 +194,7 @@ Tensor compact_kv(const std::vector<Tensor>& caches, const Tensor& page_table, c
                "of shape [" + std::to_string(caches[0].size(0)) + ", " + std::to_string(caches[0].size(1)) +
                    ", ...] like caches[0]",
                Check::text(cache.sizes()));
+    check.aligned(cache, name);
     views.push_back(cache_view(check, cache, name));
   }
 
@@ -228,15 +229,15 @@ constexpr Op kOps[] = {
     {"slot_mapping",
      "(Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q, SymInt page_size, *, SymInt total_q)"
      " -> Tensor",
-     TORCH_BOX(&slot_mapping)},
+     PT_BOX(&slot_mapping)},
     {"append_kv",
      "(Tensor k, Tensor? v, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor slots, *, Tensor? k_scale=None,"
      " Tensor? v_scale=None) -> ()",
-     TORCH_BOX(&append_kv)},
+     PT_BOX(&append_kv)},
     {"compact_kv",
      "(Tensor(a!)[] caches, Tensor page_table, Tensor start, Tensor accept_index, Tensor num_accepted)"
      " -> Tensor",
-     TORCH_BOX(&compact_kv)},
+     PT_BOX(&compact_kv)},
 };
 
 }  // namespace

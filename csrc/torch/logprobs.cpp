@@ -23,6 +23,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> token_logprobs(
     check.that(given->has_value() == temperature.has_value(), name,
                "given with the others of `params`, or None with them", temperature.has_value() ? "None" : "a Tensor");
   }
+  is_joint(check, filter_order);
   if (temperature.has_value()) {
     params.sampling = sampling_params(check, *temperature, *top_k, *top_p, *min_p, filter_order, params.num_tokens);
   }
@@ -49,7 +50,7 @@ constexpr Op kOps[] = {
      "(Tensor logits, Tensor tokens, *, Tensor? rows=None, Tensor? temperature=None, Tensor? top_k=None,"
      " Tensor? top_p=None, Tensor? min_p=None, str filter_order=\"top_k_first\", SymInt top_n=0" PT_OPTIONS
      ") -> (Tensor logprobs, Tensor ranks, Tensor top_tokens, Tensor top_logprobs)",
-     TORCH_BOX(&token_logprobs)},
+     PT_BOX(&token_logprobs)},
 };
 
 }  // namespace

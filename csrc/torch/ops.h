@@ -9,6 +9,7 @@
 #include <tuple>
 #include <vector>
 
+#include "torch/boxing.h"
 #include "torch/check.h"
 #include "torch/dispatch.h"
 

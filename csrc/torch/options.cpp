@@ -59,6 +59,7 @@ void check_values(const Check& check, const OptionTensors& t, const OptionsParam
 
 OptionsParams options_params(const Check& check, const OptionTensors& t, int64_t batch, int64_t vocab) {
   OptionsParams o{};
+  o.batch = batch;
   const int64_t words = ceil_div<int64_t>(vocab, 32);
   o.vocab = vocab;
   o.repetition = penalty(check, t.repetition_penalty, "repetition_penalty", batch, o.repetition_stride);
@@ -106,9 +107,9 @@ OptionsParams options_params(const Check& check, const OptionTensors& t, int64_t
 
 void add_paths(const Check& check, const VerifyParams& verify, const std::optional<Tensor>& parents,
                OptionsParams& options) {
+  if (parents.has_value()) check.tensor(*parents, "parents", {ScalarType::Int}, {verify.logits.num_rows});
   if (!options.used) return;
   check.that(parents.has_value(), "parents", "given with request options", "None");
-  check.tensor(*parents, "parents", {ScalarType::Int}, {verify.logits.num_rows});
   options.parents = const_pointer<int32_t>(*parents);
   options.cu_nodes = verify.cu_nodes;
   options.depths = verify.depths;

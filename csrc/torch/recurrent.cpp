@@ -55,8 +55,10 @@ RecurrentBatch recurrent_batch(const Check& check, const Rows& rows, const Tenso
                trees ? "None" : "a Tensor");
     if (trees) check.tensor(**given, part, {ScalarType::Int}, {num_rows});
   }
+  const int64_t fewest = trees ? 1 : 0;
+  check.that(rows.max_nodes >= fewest && rows.max_nodes <= kMaxRecurrentNodes, "max_nodes",
+             trees ? "in 1..256" : "in 0..256", rows.max_nodes);
   if (trees) {
-    check.that(rows.max_nodes >= 1 && rows.max_nodes <= kMaxRecurrentNodes, "max_nodes", "in 1..256", rows.max_nodes);
     p.max_nodes = static_cast<int32_t>(rows.max_nodes);
     p.parents = given_pointer<int32_t>(*rows.parents);
     p.depths = given_pointer<int32_t>(*rows.depths);
@@ -86,6 +88,7 @@ RecurrentBatch recurrent_batch(const Check& check, const Rows& rows, const Tenso
 
 // fp32 is for backends that take it in attention.
 void check_inputs(const Check& check, const Tensor& t, const std::string& name, std::initializer_list<int64_t> shape) {
+  if (t.defined()) check.device(t, name);
   if (t.defined() && backend_for(t).attention.float32) {
     check.tensor(t, name, {ScalarType::Half, ScalarType::BFloat16, ScalarType::Float}, shape, Strides::kLastContiguous);
   } else {
@@ -247,17 +250,17 @@ constexpr Op kOps[] = {
     {"tree_delta_rule",
      "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor state, Tensor state_index, " PT_TREES PT_ROWS
      ", float? scale=None, bool l2norm=False) -> Tensor",
-     TORCH_BOX(&tree_delta_rule)},
+     PT_BOX(&tree_delta_rule)},
     {"advance_state",
      "(Tensor(a!) state, Tensor state_index, Tensor k, Tensor v, Tensor g, Tensor? beta, " PT_PATH PT_ROWS
      ", bool l2norm=False) -> ()",
-     TORCH_BOX(&advance_state)},
+     PT_BOX(&advance_state)},
     {"tree_conv1d",
      "(Tensor x, Tensor weight, Tensor? bias, Tensor conv_state, Tensor state_index, " PT_TREES PT_ROWS
      ", str? activation=None) -> Tensor",
-     TORCH_BOX(&tree_conv1d)},
+     PT_BOX(&tree_conv1d)},
     {"advance_conv", "(Tensor(a!) conv_state, Tensor state_index, Tensor x, " PT_PATH PT_ROWS ") -> ()",
-     TORCH_BOX(&advance_conv)},
+     PT_BOX(&advance_conv)},
 };
 
 }  // namespace

@@ -38,6 +38,12 @@ void add_grammar_mask(const Check& check, const std::optional<Tensor>& grammar_m
   logits.allowed_stride = mask.stride(0);
 }
 
+bool is_joint(const Check& check, const std::string& filter_order, const std::string& prefix) {
+  if (filter_order == "joint") return true;
+  if (filter_order == "top_k_first") return false;
+  check.fail(prefix + "filter_order", "\"top_k_first\" or \"joint\"", "\"" + filter_order + "\"");
+}
+
 SamplingParams sampling_params(const Check& check, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
                                const Tensor& min_p, const std::string& filter_order, int64_t batch,
                                const std::string& prefix) {
@@ -55,10 +61,7 @@ SamplingParams sampling_params(const Check& check, const Tensor& temperature, co
   params.top_k = const_pointer<int32_t>(top_k);
   params.top_p = const_pointer<float>(top_p);
   params.min_p = const_pointer<float>(min_p);
-  params.joint = filter_order == "joint";
-  if (!params.joint && filter_order != "top_k_first") {
-    check.fail(prefix + "filter_order", "\"top_k_first\" or \"joint\"", "\"" + filter_order + "\"");
-  }
+  params.joint = is_joint(check, filter_order, prefix);
   return params;
 }
 
@@ -90,7 +93,7 @@ constexpr Op kOps[] = {
     {"sample",
      "(Tensor logits, " PT_SAMPLING ", *,"
      " Tensor seeds, Tensor positions, Tensor? grammar_mask=None" PT_OPTIONS ") -> Tensor",
-     TORCH_BOX(&sample)},
+     PT_BOX(&sample)},
 };
 
 }  // namespace

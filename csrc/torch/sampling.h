@@ -26,6 +26,9 @@ inline LogitsParams logits_params(const Check& check, const Tensor& logits, cons
   return params;
 }
 
+// Whether filters are applied jointly; refuses what is no filter_order, also where there are no parameters.
+bool is_joint(const Check& check, const std::string& filter_order, const std::string& prefix = "");
+
 // Each parameter is [1] or [batch]; `prefix` comes before their names in messages.
 SamplingParams sampling_params(const Check& check, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
                                const Tensor& min_p, const std::string& filter_order, int64_t batch,

@@ -24,13 +24,24 @@ int64_t* words_of_items(const Check& check, const Tensor& words, const std::stri
   return mutable_pointer<int64_t>(words);
 }
 
+// The vocabulary of all ranks, of which this rank has `columns`.
+void check_vocab(const Check& check, int64_t vocab, int64_t columns) {
+  const int64_t least = max_of<int64_t>(columns, 1);
+  check.that(vocab >= least && vocab <= kMaxVocab, "vocab", "in " + std::to_string(least) + "..2^20", vocab);
+}
+
+void check_ranks(const Check& check, int64_t rank, int64_t num_ranks) {
+  check.that(num_ranks >= 1 && num_ranks <= INT32_MAX, "num_ranks", "in 1..2147483647", num_ranks);
+  check.that(rank >= 0 && rank < num_ranks, "rank", "in 0.." + std::to_string(num_ranks - 1), rank);
+}
+
 ShardRows shard_rows(const Check& check, const Tensor& logits, const Tensor& rows, int64_t first_token, int64_t vocab,
                      const std::optional<Tensor>& grammar_mask) {
   ShardRows shard{};
   shard.logits = rows_params(check, logits, "logits", 0);
   add_grammar_mask(check, grammar_mask, shard.logits);
   shard.rows = words_as<ShardRow>(check, rows, "rows", shard.logits.num_rows);
-  check.that(vocab >= 1 && vocab <= kMaxVocab, "vocab", "in 1..2^20", vocab);
+  check_vocab(check, vocab, shard.logits.vocab);
   check.that(first_token >= 0 && first_token <= vocab - shard.logits.vocab, "first_token",
              "in 0.." + std::to_string(vocab - shard.logits.vocab), first_token);
   shard.first_token = first_token;
@@ -52,9 +63,9 @@ void add_options(const Check& check, const OptionTensors& tensors, const std::op
   shard.options = options_params(check, tensors, shard.batch, shard.vocab);
   shard.options.first_token = shard.first_token;
   shard.key_dtype = shard.options.used ? DType::kFloat32 : shard.logits.dtype;
+  if (positions.has_value()) check.tensor(*positions, "positions", {ScalarType::Long}, {shard.batch});
   if (shard.options.stop_ids == nullptr) return;
   check.that(positions.has_value(), "positions", "given with stop_ids", "None");
-  check.tensor(*positions, "positions", {ScalarType::Long}, {shard.batch});
   shard.options.positions = const_pointer<int64_t>(*positions);
 }
 
@@ -77,7 +88,14 @@ void step_shards(const Tensor& logits, Tensor rows, const std::optional<Tensor>&
   shard = shard_rows(check, logits, rows, first_token, vocab, grammar_mask);
   const int64_t num_rows = shard.logits.num_rows;
   shard.batch = num_rows;
-  if (cu_nodes.has_value()) {
+  const bool trees = cu_nodes.has_value();
+  for (const auto& [name, given] : {std::pair{"depths", &depths},
+                                    {"draft_tokens", &draft_tokens},
+                                    {"draft_to_target", &draft_to_target},
+                                    {"parents", &parents}}) {
+    check.that(trees || !given->has_value(), name, "None without cu_nodes", "a Tensor");
+  }
+  if (trees) {
     shard.batch = check.offsets(*cu_nodes, "cu_nodes");
     shard.cu_nodes = const_pointer<int32_t>(*cu_nodes);
     check.that(depths.has_value(), "depths", "given with cu_nodes", "None");
@@ -89,17 +107,20 @@ void step_shards(const Tensor& logits, Tensor rows, const std::optional<Tensor>&
   check.that(round >= 0 && round <= kLast, "round", "in 0..6", round);
   check.that(last >= 0 && last <= kLast, "last", "in 0..6", last);
   add_options(check, PT_OPTION_TENSORS, positions, shard);
-  if (shard.options.used && cu_nodes.has_value()) {
-    check.that(draft_tokens.has_value(), "draft_tokens", "given with request options and trees", "None");
+  if (trees) {
     VerifyParams verify{};
     verify.logits = whole_vocabulary(num_rows, vocab);
-    add_drafts(check, *draft_tokens, draft_to_target, verify);
     verify.cu_nodes = shard.cu_nodes;
     verify.depths = params.depths;
+    add_map(check, draft_to_target, verify);
+    if (draft_tokens.has_value()) verify.draft_tokens = token_ids(check, *draft_tokens, "draft_tokens", num_rows);
+    check.that(draft_tokens.has_value() || !shard.options.used, "draft_tokens", "given with request options and trees",
+               "None");
     add_paths(check, verify, parents, shard.options);
   }
+  if (seeds.has_value()) check.tensor(*seeds, "seeds", {ScalarType::Long}, {shard.batch});
   check.that(digit >= 0 && digit < digits_of(shard.key_dtype), "digit", "a digit of the logits' keys", digit);
-  check.that(num_ranks >= 1 && rank >= 0 && rank < num_ranks, "rank", "in 0..num_ranks - 1", rank);
+  check_ranks(check, rank, num_ranks);
   params.round = static_cast<ShardRound>(round);
   params.digit = static_cast<int32_t>(digit);
   params.rank = static_cast<int32_t>(rank);
@@ -111,9 +132,8 @@ void step_shards(const Tensor& logits, Tensor rows, const std::optional<Tensor>&
     params.received = words_of_items(check, *received, "received", parts * num_rows, words_of(params.last));
   }
   if (params.round == ShardRound::kRace) {
-    check.that(seeds.has_value() && positions.has_value(), "seeds", "given with positions", "None");
-    check.tensor(*seeds, "seeds", {ScalarType::Long}, {shard.batch});
-    check.tensor(*positions, "positions", {ScalarType::Long}, {shard.batch});
+    check.that(seeds.has_value(), "seeds", "given where tokens are drawn", "None");
+    check.that(positions.has_value(), "positions", "given where tokens are drawn", "None");
     params.seeds = const_pointer<int64_t>(*seeds);
     params.positions = const_pointer<int64_t>(*positions);
   }
@@ -128,12 +148,14 @@ VerdictTensors follow_shards(const Tensor& rows, const Tensor& received, const T
                              int64_t last, int64_t vocab, const std::optional<Tensor>& draft_to_target) {
   const Check check("follow_shards", rows);
   check.tensor(rows, "rows", {ScalarType::Long}, {kAnySize, kRowWords});
+  check_vocab(check, vocab, 0);
   ShardFollowParams params{};
   params.rows = static_cast<const ShardRow*>(rows.const_data_ptr());
   params.verify = tree_params(check, whole_vocabulary(rows.size(0), vocab), draft_tokens, cu_nodes, depths, first_child,
                               next_sibling, valid, max_nodes, max_depth, draft_to_target, "rows");
+  check.that(last == static_cast<int64_t>(ShardRound::kPeak) || last == static_cast<int64_t>(ShardRound::kRace), "last",
+             "1 or 5", last);
   params.last = static_cast<ShardRound>(last);
-  check.that(params.last == ShardRound::kPeak || params.last == ShardRound::kRace, "last", "1 or 5", last);
   params.received = words_of_items(check, received, "received", rows.size(0), words_of(params.last));
   VerdictTensors verdict = make_verdict(rows, params.verify);
   backend_for(rows).follow_shards(params, context_for(rows));
@@ -169,7 +191,7 @@ void weigh_shards(const Tensor& logits, Tensor rows, Tensor left, const std::opt
   check.that(round >= 0 && round <= static_cast<int64_t>(WeighRound::kDraw), "round", "in 0..3", round);
   params.round = static_cast<WeighRound>(round);
   check.that(index >= 0 && index < kMaxTreeNodes, "index", "in 0..1023", index);
-  check.that(num_ranks >= 1 && rank >= 0 && rank < num_ranks, "rank", "in 0..num_ranks - 1", rank);
+  check_ranks(check, rank, num_ranks);
   params.index = static_cast<int32_t>(index);
   params.rank = static_cast<int32_t>(rank);
   params.num_ranks = static_cast<int32_t>(num_ranks);
@@ -197,6 +219,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> walk_shards(
   const Check check("walk_shards", rows);
   check.tensor(rows, "rows", {ScalarType::Long}, {kAnySize, kRowWords});
   const int64_t num_rows = rows.size(0);
+  check_vocab(check, vocab, 0);
   ShardWalkParams params{};
   RatioParams& ratio = params.ratio;
   ratio.verify = tree_params(check, whole_vocabulary(num_rows, vocab), draft_tokens, cu_nodes, depths, first_child,
@@ -219,7 +242,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> walk_shards(
   return {accept_index, num_accepted, tokens, status, ends};
 }
 
-constexpr Op kWordOps[] = {{"_shard_words", "() -> str", TORCH_BOX(&shard_words)}};
+constexpr Op kWordOps[] = {{"_shard_words", "() -> str", PT_BOX(&shard_words)}};
 
 constexpr Op kOps[] = {
     {"step_shards",
@@ -228,24 +251,24 @@ constexpr Op kOps[] = {
      " Tensor? cu_nodes=None, Tensor? depths=None, Tensor? seeds=None, Tensor? positions=None,"
      " Tensor? grammar_mask=None, Tensor? draft_tokens=None, Tensor? draft_to_target=None, Tensor? "
      "parents=None" PT_OPTIONS ") -> ()",
-     TORCH_BOX(&step_shards)},
+     PT_BOX(&step_shards)},
     {"follow_shards",
      "(Tensor rows, Tensor received, " PT_TREES ", *, SymInt last, SymInt vocab, Tensor? draft_to_target=None)"
      " -> (" PT_VERDICT ")",
-     TORCH_BOX(&follow_shards)},
+     PT_BOX(&follow_shards)},
     {"weigh_shards",
      "(Tensor logits, Tensor(a!) rows, Tensor(b!) left, Tensor? ends, Tensor? received,"
      " Tensor(c!) words, " PT_TREES ", " PT_SAMPLING
      ", *, SymInt round, SymInt index, SymInt rank, SymInt num_ranks, SymInt first_token, SymInt vocab, str draft_law,"
      " Tensor? draft_probs=None, Tensor? draft_rows=None, Tensor? grammar_mask=None, Tensor? draft_to_target=None,"
      " Tensor? positions=None, Tensor? parents=None" PT_OPTIONS ") -> ()",
-     TORCH_BOX(&weigh_shards)},
+     PT_BOX(&weigh_shards)},
     {"walk_shards",
      "(Tensor(a!) rows, Tensor(b!) left, Tensor masses, Tensor received, " PT_TREES
      ", *, SymInt index, SymInt vocab, str draft_law, Tensor seeds, Tensor positions, Tensor? coins=None,"
      " Tensor? final_coins=None, Tensor? draft_to_target=None)"
      " -> (" PT_VERDICT ", Tensor ends)",
-     TORCH_BOX(&walk_shards)},
+     PT_BOX(&walk_shards)},
 };
 
 }  // namespace

@@ -160,7 +160,7 @@ constexpr Op kOps[] = {
     {"prepare_step",
      "(Tensor cu_nodes, Tensor depths, Tensor page_table, Tensor start, SymInt page_size, *,"
      " SymInt total_q) -> (Tensor positions, Tensor seq_lens, Tensor cu_seqlens_q, Tensor slots)",
-     TORCH_BOX(&prepare_step)},
+     PT_BOX(&prepare_step)},
     {"commit",
      "(Tensor accept_index, Tensor num_accepted, Tensor tokens, Tensor cu_nodes, Tensor start, *,"
      " Tensor(a!)? history=None, Tensor(b!)? history_lens=None, Tensor? eos_ids=None, Tensor? node_map=None,"
@@ -168,7 +168,7 @@ constexpr Op kOps[] = {
      " -> (Tensor new_start, Tensor last_token, Tensor finished, Tensor new_num_accepted, Tensor num_tokens,"
      " Tensor accept_rows, Tensor draft_accept_index, Tensor draft_num_accepted, Tensor draft_missing,"
      " Tensor draft_num_missing)",
-     TORCH_BOX(&commit)},
+     PT_BOX(&commit)},
 };
 
 }  // namespace

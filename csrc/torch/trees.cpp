@@ -42,7 +42,7 @@ constexpr Op kOps[] = {
     {"build_trees",
      "(Tensor parents, Tensor cu_nodes, *, SymInt max_nodes, SymInt max_depth)"
      " -> (Tensor depths, Tensor first_child, Tensor next_sibling, Tensor mask, Tensor valid)",
-     TORCH_BOX(&build_trees)},
+     PT_BOX(&build_trees)},
 };
 
 }  // namespace

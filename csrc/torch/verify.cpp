@@ -12,9 +12,7 @@ TokenIds token_ids(const Check& check, const Tensor& ids, const std::string& nam
   return {given_pointer<int64_t>(ids), ids.scalar_type() == ScalarType::Long};
 }
 
-void add_drafts(const Check& check, const Tensor& draft_tokens, const std::optional<Tensor>& draft_to_target,
-                VerifyParams& params) {
-  params.draft_tokens = token_ids(check, draft_tokens, "draft_tokens", params.logits.num_rows);
+void add_map(const Check& check, const std::optional<Tensor>& draft_to_target, VerifyParams& params) {
   if (!draft_to_target.has_value()) return;
   params.draft_to_target = token_ids(check, *draft_to_target, "draft_to_target", kAnySize);
   params.draft_vocab = draft_to_target->size(0);
@@ -34,7 +32,8 @@ VerifyParams tree_params(const Check& check, const LogitsParams& logits, const T
     check.fail(rows_name, "of " + std::to_string(nodes) + " rows, one for each node of the trees",
                std::to_string(rows) + " rows");
   }
-  add_drafts(check, draft_tokens, draft_to_target, params);
+  params.draft_tokens = token_ids(check, draft_tokens, "draft_tokens", rows);
+  add_map(check, draft_to_target, params);
   params.batch = check.offsets(cu_nodes, "cu_nodes");
   check.tensor(depths, "depths", {ScalarType::Int}, {rows});
   check.tensor(first_child, "first_child", {ScalarType::Int}, {rows});
@@ -213,6 +212,7 @@ VerdictTensors verify_by_ratio(const Tensor& logits, const Tensor& draft_tokens,
       {"draft_top_p", &draft_top_p},
       {"draft_min_p", &draft_min_p},
   };
+  is_joint(check, draft_filter_order, "draft_");
   const bool of_logits = draft_temperature.has_value();
   for (const auto& [name, given] : draft_sampling) {
     check.that(given->has_value() == of_logits, name, "given with the others of `draft_params`, or None with them",
@@ -274,20 +274,20 @@ constexpr Op kOps[] = {
     {"verify_greedy",
      "(Tensor logits, " PT_TREES ", *, Tensor? grammar_mask=None, Tensor? draft_to_target=None)"
      " -> (" PT_VERDICT ")",
-     TORCH_BOX(&verify_greedy)},
+     PT_BOX(&verify_greedy)},
     {"verify_sampled",
      "(Tensor logits, " PT_TREES ", " PT_SAMPLING
      ", *, Tensor seeds, Tensor positions, Tensor? grammar_mask=None, Tensor? draft_to_target=None,"
      " Tensor? parents=None" PT_OPTIONS ") -> (" PT_VERDICT ")",
-     TORCH_BOX(&verify_sampled)},
-    {"verify_rejection", PT_RATIO_RULE, TORCH_BOX(&verify_by_ratio<RatioRule::kRejection>)},
-    {"verify_block", PT_RATIO_RULE, TORCH_BOX(&verify_by_ratio<RatioRule::kBlock>)},
-    {"verify_traversal", PT_RATIO_RULE, TORCH_BOX(&verify_by_ratio<RatioRule::kTraversal>)},
+     PT_BOX(&verify_sampled)},
+    {"verify_rejection", PT_RATIO_RULE, PT_BOX(&verify_by_ratio<RatioRule::kRejection>)},
+    {"verify_block", PT_RATIO_RULE, PT_BOX(&verify_by_ratio<RatioRule::kBlock>)},
+    {"verify_traversal", PT_RATIO_RULE, PT_BOX(&verify_by_ratio<RatioRule::kTraversal>)},
     {"verify_typical",
      "(Tensor logits, " PT_TREES ", " PT_SAMPLING ", *, float epsilon=0.09, float delta=0.3, Tensor? grammar_mask=None,"
      " Tensor? draft_to_target=None)"
      " -> (" PT_VERDICT ")",
-     TORCH_BOX(&verify_typical)},
+     PT_BOX(&verify_typical)},
 };
 #undef PT_RATIO_RULE
 

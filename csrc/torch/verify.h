@@ -24,9 +24,8 @@ VerifyParams tree_params(const Check& check, const LogitsParams& logits, const T
 // int32 or int64 ids in one dimension.
 TokenIds token_ids(const Check& check, const Tensor& ids, const std::string& name, int64_t size);
 
-// The drafts of a batch of `params.logits.num_rows` nodes.
-void add_drafts(const Check& check, const Tensor& draft_tokens, const std::optional<Tensor>& draft_to_target,
-                VerifyParams& params);
+// The target's ids of a smaller draft vocabulary's tokens.
+void add_map(const Check& check, const std::optional<Tensor>& draft_to_target, VerifyParams& params);
 
 // Allocates the results on the device of `anchor`.
 VerdictTensors make_verdict(const Tensor& anchor, VerifyParams& params);

@@ -48,13 +48,21 @@ def slot_mapping(
     if total_q is None:
         expect_type("cu_seqlens_q", cu_seqlens_q, Tensor)
         expect_type("page_table", page_table, Tensor)
-        total_q = int(cu_seqlens_q.flatten()[-1]) if cu_seqlens_q.numel() else 0  # the op refuses other shapes
-        # Bounded by what the table has room for: the op refuses a page size of another type.
-        room = page_table.numel() * max(page_size, 0) if isinstance(page_size, int) else total_q
-        if total_q > room:
-            expected = f"end with at most {room}, the positions of `page_table`"
-            raise ValueError(f"slot_mapping: `cu_seqlens_q` must {expected}, got {total_q}")
+        total_q = _last_offset(cu_seqlens_q, page_table, page_size)
     return call(ops.slot_mapping, page_table, seq_lens, cu_seqlens_q, page_size, total_q=total_q)
+
+
+def _last_offset(cu_seqlens_q: Tensor, page_table: Tensor, page_size: int) -> int:
+    """The rows of the batch, at most as many as the table has room for; 0 for what the op refuses anyway."""
+    is_batch = cu_seqlens_q.dtype == torch.int32 and cu_seqlens_q.dim() == 1 and cu_seqlens_q.numel() > 0
+    if not is_batch or not isinstance(page_size, int) or page_size < 1:
+        return 0
+    total_q = int(cu_seqlens_q[-1])
+    room = page_table.numel() * page_size
+    if not 0 <= total_q <= room:
+        expected = f"end with 0..{room}, as many rows as `page_table` has positions"
+        raise ValueError(f"slot_mapping: `cu_seqlens_q` must {expected}, got {total_q}")
+    return total_q
 
 
 def append_kv(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
@@ -12,10 +13,15 @@ from pagedtree._ops import ops
 __all__ = ["backends", "use_backend"]
 
 
+@cache
+def _known() -> tuple[str, ...]:
+    """The backends of this build; the op calls them by their places here."""
+    return tuple(ops._backends().split(","))
+
+
 def backends() -> list[str]:
     """The backends that this build can run here: "cpu", "simt" if it was built with it, "cuda" with a GPU."""
-    names = ops._backends().split(",")
-    return [name for name in names if name != "cuda" or torch.cuda.is_available()]
+    return [name for name in _known() if name != "cuda" or torch.cuda.is_available()]
 
 
 @contextmanager
@@ -29,7 +35,7 @@ def use_backend(name: str) -> Iterator[None]:
     if name == "cuda":  # chosen by the tensors' device
         yield
         return
-    previous = ops._use_backend(name)
+    previous = ops._use_backend(_known().index(name))
     try:
         yield
     finally:

@@ -133,7 +133,7 @@ def test_page_tables_stay_small() -> None:
     assert table.tolist() == [[7, 3]]
     table, _ = flashinfer.page_table(int32([-3, 2], "cpu"), torch.tensor([2**32, 3]), int32([1], "cpu"), 16)
     assert table.tolist() == [[-1, -1]] and table.dtype == torch.int32
-    with pytest.raises(ValueError, match=r"slot_mapping: `cu_seqlens_q` must end with at most 16, .*got 268435456"):
+    with pytest.raises(ValueError, match=r"slot_mapping: `cu_seqlens_q` must end with 0\.\.16, .*got 268435456"):
         pt.slot_mapping(TABLE, LENS, int32([0, 1, 2**28], "cpu"), 8)
 
 
@@ -257,6 +257,8 @@ def test_shard_ops_take_any_words(backend: str, device: torch.device, draft_law:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_roots_of_any_depth(backend: str, shards: distributed.VocabShards, temperature: float) -> None:
     """A walk begins at the root, whatever depth it is said to have; what is left out elsewhere is never emitted."""
+    if backend == "cuda":
+        pytest.skip("the group's tensors are on the CPU")
     case = make_case(40, torch.float32, 3)
     params = pt.SamplingParams(temperature=temperature)
     for depth in (-1, -FAR, 5):

@@ -1,0 +1,35 @@
+"""Calls of the raw ops leave no memory behind, those that are refused neither."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from memory_case import allocated, growth, resident
+from raw_case import RawCall, op_names, raw_calls
+
+
+def refused(call: RawCall) -> None:
+    with contextlib.suppress(RuntimeError):
+        call(**{call.tensor_arguments()[-1]: torch.zeros(1, 1, 1, dtype=torch.complex64)})
+        raise AssertionError(call.name)
+
+
+def calls_of(name: str) -> list[RawCall]:
+    return [call for call in raw_calls() if call.name == name]
+
+
+@pytest.mark.parametrize("name", op_names())
+def test_ops_free_what_they_take(name: str) -> None:
+    """A string that is not freed has 48 bytes, a tensor's handle or an optional value at least 24."""
+    for call in calls_of(name):
+        assert growth(call, 500, allocated) < 8
+        assert growth(lambda call=call: refused(call), 200, allocated) < 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", op_names())
+def test_the_process_does_not_grow(name: str) -> None:
+    call = calls_of(name)[0]
+    assert growth(call, 40_000, resident, warm_up=4000) < 12

@@ -1,0 +1,150 @@
+"""Each raw op looks at each of its arguments, whether the call needs it or not, and says which one is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from raw_case import RawCall, in_half, op_names, raw_call, raw_calls
+from step_case import int32
+from torch import Tensor
+
+import pagedtree as pt
+from pagedtree._ops import ops
+
+
+def refusal(call: RawCall, **changes: Any) -> str:
+    """The argument that the op's refusal names; the call changes nothing."""
+    before = {name: t.clone() for name, t in call.tensors().items()}
+    with pytest.raises(RuntimeError) as caught:
+        call(**changes)
+    for name, t in call.tensors().items():
+        assert t.view(torch.uint8).equal(before[name].view(torch.uint8)) or name in changes, (call.name, name)
+    op = call.name.partition(".")[0]
+    found = re.match(rf"{op}: `([\w\[\]]+)` must be", str(caught.value))
+    assert found, (call.name, changes.keys(), str(caught.value))
+    return found[1]
+
+
+def test_every_op_is_called() -> None:
+    assert {call.name for call in raw_calls()} == set(op_names())
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(1, 1, 1, dtype=torch.complex64), torch.zeros(3, 2, 3, 2, 3, 2)], ids=str)
+def test_tensors_of_another_kind(wrong: Tensor) -> None:
+    """What nobody takes, for tensors that were given and for those that were not."""
+    for call in raw_calls():
+        for name in call.tensor_arguments():
+            given = call.arguments.get(name)
+            is_list = isinstance(given, list)
+            named = refusal(call, **{name: [given[0], wrong] if is_list else wrong})
+            # A tensor that was not given may be one that does without another.
+            assert named == (f"{name}[1]" if is_list else name) or given is None, (call.name, name, named)
+
+
+def test_the_device_of_each_tensor() -> None:
+    """The op itself says so: a tensor without values would send the call to its fake implementation."""
+    dispatch = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    for call in raw_calls():
+        unnamed = []
+        for name, t in call.tensors().items():
+            with pytest.raises(RuntimeError, match=r"`\w+` must be on the device|no backend for this device") as caught:
+                call.op.redispatch(dispatch, **{**call.arguments, name: t.to("meta")})
+            unnamed += [] if f"`{name}`" in str(caught.value) else [name]
+        assert len(unnamed) == 1, (call.name, unnamed)  # the one where all others should be
+
+
+def unaligned(t: Tensor) -> Tensor:
+    """The same values one byte behind the address where they might be."""
+    span = 1 + sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))
+    memory = torch.frombuffer(bytearray(span * t.element_size() + 1), dtype=t.dtype, count=span, offset=1)
+    memory.view(torch.uint8).copy_(t.as_strided((span,), (1,)).view(torch.uint8))
+    return memory.as_strided(t.shape, t.stride())
+
+
+def test_addresses_between_elements(backend: str) -> None:
+    if backend == "cuda":
+        pytest.skip("torch copies to a GPU's own addresses, which are aligned")
+    for call in map(in_half, raw_calls()):
+        for name, given in call.arguments.items():
+            t = given[-1] if isinstance(given, list) else given
+            if not isinstance(t, Tensor) or t.element_size() == 1 or t.numel() == 0:
+                continue
+            shifted = unaligned(t)
+            assert shifted.data_ptr() % t.element_size() == 1
+            changes = {name: [*given[:-1], shifted] if isinstance(given, list) else shifted}
+            with pytest.raises(RuntimeError, match=rf"`{name}.*` must be at an address that is a multiple of its el"):
+                call(**changes)
+
+
+@pytest.mark.parametrize("byte", [2, 128, 255])
+def test_bools_of_any_byte(backend: str, device: torch.device, byte: int) -> None:
+    """Every byte but 0 is True."""
+    seen = set()
+    for call in map(in_half, raw_calls(device)):
+        for name, t in call.tensors().items():
+            if t.dtype != torch.bool:
+                continue
+            seen.add((call.name, name))
+            expected, call.arguments[name] = call.results(), (t.view(torch.uint8) * byte).view(torch.bool)
+            for result, found in call.results().items():
+                same = found.view(torch.uint8).equal(expected[result].view(torch.uint8))
+                assert same or result.startswith(f"{name}["), (call.name, name, result)
+    assert {("select_nodes", "valid"), ("sample", "grammar_mask"), ("rerank_tree", "active")} <= seen
+
+
+def of(name: str, **changes: Any) -> Callable[[], Any]:
+    return lambda: raw_call(name)(**changes)
+
+
+FAR = 2**32 + 1  # 1 in 32 bits
+MESSAGES: list[tuple[str, Callable[[], Any]]] = [
+    ("slot_mapping: `page_size` must be in 1..2147483647, got 0", of("slot_mapping", page_size=0)),
+    ("prepare_step: `page_size` must be in 1..2147483647, got 0", of("prepare_step", page_size=0)),
+    ("attention_plan: `num_kv_heads` must be in 1..2147483647, got 4294967297",
+     of("attention_plan", num_kv_heads=FAR, num_q_heads=FAR)),
+    ("attention_plan: `num_q_heads` must be a multiple of num_kv_heads 2 below 2^31, got 4294967298",
+     of("attention_plan", num_q_heads=FAR + 1)),
+    ("expand_tree: `num_kv` must be in 2..32, the frontier's nodes included, got 1", of("expand_tree", num_kv=1)),
+    ("expand_tree: `num_kv` must be in 2..32, the frontier's nodes included, got 9223372036854775807",
+     of("expand_tree", num_kv=2**63 - 1)),
+    ('expand_tree: `filter_order` must be "top_k_first" or "joint", got "x"', of("expand_tree", filter_order="x")),
+    ('token_logprobs: `filter_order` must be "top_k_first" or "joint", got "x"',
+     of("token_logprobs", filter_order="x", temperature=None, top_k=None, top_p=None, min_p=None)),
+    ('verify_block: `draft_filter_order` must be "top_k_first" or "joint", got "x"',
+     of("verify_block", draft_filter_order="x")),
+    ("advance_conv: `max_nodes` must be in 0..256, got 257",
+     of("advance_conv", cu_nodes=None, parents=None, depths=None, accept_index=None, num_accepted=None,
+        cu_seqlens=int32([0, 5, 8]), max_nodes=257)),
+    ("step_shards: `num_ranks` must be in 1..2147483647, got 0", of("step_shards", num_ranks=0)),
+    ("step_shards: `rank` must be in 0..0, got 1", of("step_shards", rank=1)),
+    ("step_shards: `vocab` must be in 40..2^20, got 39", of("step_shards", vocab=39)),
+    ("step_shards: `first_token` must be in 0..1, got 2", of("step_shards", vocab=41, first_token=2)),
+    ("weigh_shards: `num_ranks` must be in 1..2147483647, got -1", of("weigh_shards", num_ranks=-1)),
+    ("follow_shards: `last` must be 1 or 5, got 4294967297", of("follow_shards", last=FAR)),
+    ("follow_shards: `vocab` must be in 1..2^20, got 0", of("follow_shards", vocab=0)),
+    ("walk_shards: `vocab` must be in 1..2^20, got 9223372036854775807", of("walk_shards", vocab=2**63 - 1)),
+    ("_use_backend: `index` must be in -1..", lambda: ops._use_backend(99)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("message", "call"), MESSAGES, ids=[message.partition(",")[0] for message, _ in MESSAGES])
+def test_messages_name_what_is_wrong(message: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        call()
+
+
+def test_slot_mapping_reads_its_offsets_last() -> None:
+    """Without total_q they say how many rows there are: sizes come first."""
+    table, lens, offsets = int32([[0, 1]]), int32([3]), int32([0, 3])
+    for page_size in (0, -16):
+        with pytest.raises(ValueError, match=r"slot_mapping: `page_size` must be in 1\.\.2147483647, got -?\d+$"):
+            pt.slot_mapping(table, lens, offsets, page_size)
+    for wrong in (offsets.float(), offsets.to(torch.complex64), offsets[None], offsets[:0]):
+        with pytest.raises(ValueError, match="slot_mapping: `cu_seqlens_q` must be of"):
+            pt.slot_mapping(table, lens, wrong, 16)
+    with pytest.raises(ValueError, match=r"`cu_seqlens_q` must end with 0\.\.32, .*, got -3"):
+        pt.slot_mapping(table, lens, -offsets, 16)

@@ -1,0 +1,138 @@
+"""Valid calls of every raw op, taken down while the public functions of `fuzz_calls.py` make them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import fuzz_calls
+import fuzz_recurrent_calls  # noqa: F401 - makes its calls known
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pagedtree.testing import use_backend
+
+
+@dataclass
+class RawCall:
+    """`op(**arguments)`.
+
+    Attributes:
+        name: the op's own, and its overload's where that is not the default one: "tree_attention.out".
+        arguments: those that were given; the others have the defaults of the schema.
+    """
+
+    name: str
+    op: Any
+    arguments: dict[str, Any]
+
+    def __call__(self, **changes: Any) -> Any:
+        return self.op(**{**self.arguments, **changes})
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
+
+    def tensor_arguments(self) -> list[str]:
+        """The names of all arguments that are tensors or None."""
+        return [argument.name for argument in self.op._schema.arguments if "Tensor" in str(argument.type)]
+
+    def on_memory(self, change: Callable[[str, Tensor], Tensor]) -> RawCall:
+        """The call on change(name, memory) of its tensors' memory; what shares memory still does."""
+        memory: dict[tuple[int, torch.dtype], Tensor] = {}
+
+        def moved(name: str, t: Tensor) -> Tensor:
+            storage = t.untyped_storage()
+            whole = t.as_strided((storage.nbytes() // t.element_size(),), (1,), 0)
+            changed = memory.setdefault((storage._cdata, t.dtype), change(name, whole))
+            return changed.as_strided(t.shape, t.stride(), t.storage_offset())
+
+        arguments = dict(self.arguments)
+        for name, value in arguments.items():
+            if isinstance(value, Tensor):
+                arguments[name] = moved(name, value)
+            elif isinstance(value, list):
+                arguments[name] = [moved(name, t) for t in value]
+        return RawCall(self.name, self.op, arguments)
+
+    def results(self) -> dict[str, Tensor]:
+        """What a copy of the call returns, and the tensors among its arguments, as it may have written to them."""
+        call = self.on_memory(lambda _, memory: memory.clone())
+        found = {"result": call(), **call.arguments}
+        return {f"{name}[{i}]": t for name, value in found.items() for i, t in enumerate(_tensors(value))}
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[RawCall] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema = func._schema
+        if func.namespace == "pagedtree":
+            given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)}
+            name = schema.name.partition("::")[2] + (f".{schema.overload_name}" if schema.overload_name else "")
+            self.calls.append(RawCall(name, func, copy.deepcopy({**given, **(kwargs or {})})))
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def _taken_down() -> list[RawCall]:
+    calls: list[RawCall] = []
+    for name in fuzz_calls.names():
+        with use_backend("cpu"):  # where their tensors are, whatever the test's backend is
+            call = fuzz_calls.make(name)
+            with _Recorder() as recorder:
+                call.function(**call.arguments)
+        # The rounds of ranks differ in numbers alone; those with other arguments are of interest.
+        known: set[tuple[str, ...]] = set()
+        for raw in recorder.calls:
+            kind = (raw.name, *(key for key, value in raw.arguments.items() if value is not None))
+            if kind not in known:
+                known.add(kind)
+                calls.append(raw)
+    fuzz_calls.one_rank.cache_clear()
+    dist.destroy_process_group()  # other tests make one of their own
+    return calls
+
+
+def raw_calls(device: torch.device | str = "cpu") -> list[RawCall]:
+    """At least one of each op, with its tensors on `device`; float32 where the CPU backend takes it, see `in_half`."""
+    calls = copy.deepcopy(_taken_down())
+    return [call.on_memory(lambda _, memory: memory.to(device)) for call in calls]
+
+
+# What stays in float32 where the rest of a call is in half precision.
+_FLOAT32 = ("g", "beta", "state", "lse_a", "lse_b", "lse", "sinks", "k_scale", "v_scale")
+
+
+def in_half(call: RawCall) -> RawCall:
+    """Attention and recurrent layers in the dtype that every backend takes."""
+    if not call.name.startswith(("tree_", "advance_", "merge_states")):
+        return call
+    return call.on_memory(
+        lambda name, memory: memory.bfloat16() if memory.dtype == torch.float32 and name not in _FLOAT32 else memory
+    )
+
+
+def raw_call(name: str) -> RawCall:
+    """The first one of an op."""
+    return next(call for call in raw_calls() if call.name == name)
+
+
+def op_names() -> list[str]:
+    """All raw ops but the private ones."""
+    names = (name.split("::") for name in torch._C._dispatch_get_all_op_names())
+    return sorted(name for namespace, name in names if namespace == "pagedtree" and not name.startswith("_"))
