@@ -55,4 +55,13 @@ PT_HOST_DEVICE int popcount32(uint32_t bits) {
 #endif
 }
 
+// The largest power of two up to `value`, 0 if there is none.
+PT_HOST_DEVICE int32_t highest_bit(int32_t value) {
+#if defined(__CUDA_ARCH__)
+  return value > 0 ? 1 << (31 - __clz(value)) : 0;
+#else
+  return value > 0 ? 1 << (31 - __builtin_clz(static_cast<unsigned>(value))) : 0;
+#endif
+}
+
 }  // namespace pagedtree

@@ -27,7 +27,7 @@ PT_HOST_DEVICE int64_t slot_id(Slot slot, int64_t page_size) {
 PT_HOST_DEVICE int64_t query_slot(const SlotMappingParams& p, int64_t row) {
   const int64_t b = sequence_of_row(p.cu_seqlens_q, p.batch, row);
   if (b < 0) return -1;
-  const int64_t position = int64_t{p.seq_lens[b]} - p.cu_seqlens_q[b + 1] + row;
+  const int64_t position = p.seq_lens[b] - node_range(p.cu_seqlens_q, p.batch, b, INT32_MAX).end + row;
   return slot_id(locate(p.table, b, position), p.table.page_size);
 }
 

@@ -86,7 +86,7 @@ struct RowOptions {
   PT_HOST_DEVICE RowOptions(const OptionsParams& options, int64_t b, int64_t row, Stops of_row = Stops::kDecide)
       : o(options), sequence(b), root(row), node(0), stops(of_row), penalties(penalties_of(options, b)) {
     if (o.cu_nodes == nullptr) return;
-    root = node_range(o.cu_nodes, b, o.num_rows).begin;
+    root = node_range(o.cu_nodes, o.batch, b, o.num_rows).begin;
     node = static_cast<int32_t>(clamp_to<int64_t>(row - root, 0, kMaxTreeNodes - 1));
   }
 

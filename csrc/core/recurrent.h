@@ -98,7 +98,7 @@ PT_HOST_DEVICE int32_t linked_parent(const RecurrentBatch& p, int64_t begin, int
 // -1 for the root. Both have max_nodes entries, as has the scratch `place`. Returns how many there are.
 PT_HOST_DEVICE int32_t reachable_nodes(const RecurrentBatch& p, int64_t b, int32_t* nodes, int32_t* parents,
                                        int32_t* place) {
-  const NodeRange rows = node_range(p.cu_nodes, b, p.num_rows);
+  const NodeRange rows = node_range(p.cu_nodes, p.batch, b, p.num_rows);
   const int32_t size = static_cast<int32_t>(min_of<int64_t>(rows.size(), p.max_nodes));
   int32_t count = 0;
   for (int32_t node = 0; node < size; ++node) {
@@ -114,7 +114,7 @@ PT_HOST_DEVICE int32_t reachable_nodes(const RecurrentBatch& p, int64_t b, int32
 
 // How many tokens of sequence b its state takes in; 0 where the slot or the path is none.
 PT_HOST_DEVICE int64_t tokens_to_replay(const RecurrentBatch& p, int64_t b) {
-  const NodeRange rows = node_range(p.cu_nodes, b, p.num_rows);
+  const NodeRange rows = node_range(p.cu_nodes, p.batch, b, p.num_rows);
   if (state_slot(p, b) < 0) return 0;
   if (p.accept_index == nullptr) return rows.size();
   const int32_t* path = p.accept_index + b * p.accept_stride;
@@ -129,7 +129,7 @@ PT_HOST_DEVICE int64_t tokens_to_replay(const RecurrentBatch& p, int64_t b) {
 
 // The row of the j-th of them.
 PT_HOST_DEVICE int64_t replayed_row(const RecurrentBatch& p, int64_t b, int64_t j) {
-  const int64_t begin = node_range(p.cu_nodes, b, p.num_rows).begin;
+  const int64_t begin = node_range(p.cu_nodes, p.batch, b, p.num_rows).begin;
   return begin + (p.accept_index == nullptr ? j : p.accept_index[b * p.accept_stride + j]);
 }
 

@@ -91,7 +91,7 @@ struct SequenceWork {
 
 PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int64_t b) {
   SequenceWork work;
-  work.tokens = node_range(shape.cu_seqlens_q, b, shape.num_tokens);
+  work.tokens = node_range(shape.cu_seqlens_q, shape.batch, b, shape.num_tokens);
   work.seq_len = clamp_to<int64_t>(shape.seq_lens[b], 0, shape.max_seq_len);
   const int64_t rows = work.tokens.size() * shape.group_size;
   const int32_t head_tiles = ceil_div(shape.num_kv_heads, rows <= shape.few_rows ? shape.few_rows_heads : 1);

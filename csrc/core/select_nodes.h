@@ -8,7 +8,7 @@ namespace pagedtree {
 
 // The rows of tree b that may be nodes.
 PT_HOST_DEVICE NodeRange selectable_rows(const SelectNodesParams& p, int64_t b) {
-  NodeRange rows = node_range(p.cu_nodes, b, p.num_rows);
+  NodeRange rows = node_range(p.cu_nodes, p.batch, b, p.num_rows);
   rows.end = min_of(rows.end, rows.begin + p.max_nodes);
   return rows;
 }
@@ -35,12 +35,6 @@ PT_HOST_DEVICE uint32_t survival_key(float survival) {
 }
 PT_HOST_DEVICE float survival_of_key(uint32_t key) {
   return key == 0 ? kUnreachable : ScalarMath::bits<float>(key - 1);
-}
-
-// The parent of a kept node by its old index. A node is kept only where it is linked, unless bad offsets make trees
-// overlap; the bounds are for those.
-PT_HOST_DEVICE int32_t kept_parent(const SelectNodesParams& p, int64_t row, int32_t node) {
-  return node > 0 ? clamp_to(p.parents[row], 0, node - 1) : -1;
 }
 
 // How many nodes are kept, if the batch has that many; every root is.

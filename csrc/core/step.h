@@ -14,12 +14,13 @@ PT_HOST_DEVICE void prepare_row(const PrepareStepParams& p, int64_t row) {
   if (b < 0 || p.start[b] < 0) return;
   const int64_t start = p.start[b];
   p.positions[row] = start + max_of(p.depths[row], 0);
-  p.slots[row] = slot_id(locate(p.table, b, start + row - p.cu_nodes[b]), p.table.page_size);
+  const int64_t node = row - node_range(p.cu_nodes, p.batch, b, p.num_rows).begin;
+  p.slots[row] = slot_id(locate(p.table, b, start + node), p.table.page_size);
 }
 
 PT_HOST_DEVICE int32_t prepared_length(const PrepareStepParams& p, int64_t b) {
   if (p.start[b] < 0) return 0;
-  const int64_t length = p.start[b] + node_range(p.cu_nodes, b, p.num_rows).size();
+  const int64_t length = p.start[b] + node_range(p.cu_nodes, p.batch, b, p.num_rows).size();
   return static_cast<int32_t>(min_of<int64_t>(length, INT32_MAX));
 }
 
@@ -88,7 +89,7 @@ PT_HOST_DEVICE void map_to_draft(const CommitParams& p, int64_t b, int64_t first
 }
 
 PT_HOST_DEVICE void commit_sequence(const CommitParams& p, int64_t b) {
-  const NodeRange rows = node_range(p.cu_nodes, b, p.num_rows);
+  const NodeRange rows = node_range(p.cu_nodes, p.batch, b, p.num_rows);
   bool ended;
   const int32_t kept = kept_tokens(p, b, rows.size(), ended);
   p.new_start[b] = static_cast<int32_t>(min_of<int64_t>(int64_t{p.start[b]} + kept, INT32_MAX));

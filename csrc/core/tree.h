@@ -5,30 +5,56 @@
 
 namespace pagedtree {
 
-// The rows [begin, end) of one tree, kept inside the batch whatever the offsets say.
+// Rows [begin, end) of a ragged batch, kept inside it whatever the offsets say.
 struct NodeRange {
   int64_t begin;
   int64_t end;
   PT_HOST_DEVICE int64_t size() const { return end - begin; }
 };
 
-PT_HOST_DEVICE NodeRange node_range(const int32_t* cu_offsets, int64_t b, int64_t num_rows) {
-  const int64_t begin = clamp_to<int64_t>(cu_offsets[b], 0, num_rows);
-  return {begin, clamp_to<int64_t>(cu_offsets[b + 1], begin, num_rows)};
+// The sequence that `row` of a ragged batch belongs to, -1 if none. This search, which settles one bit of the answer
+// after the other, decides it for all offsets, also for those that descend: so a row never belongs to two sequences,
+// and each backend says the same. Offsets, and so sequences, have 32 bits.
+PT_HOST_DEVICE int64_t sequence_of_row(const int32_t* cu_offsets, int64_t batch, int64_t row) {
+  int32_t found = 0;
+  for (int32_t bit = highest_bit(static_cast<int32_t>(batch)); bit > 0; bit /= 2) {
+    if (found + bit <= batch && cu_offsets[found + bit] <= row) found += bit;
+  }
+  return found < batch && cu_offsets[found] <= row ? found : -1;
 }
 
-// The sequence that `row` of a ragged batch belongs to, -1 if none; the search ends whatever the offsets say.
-PT_HOST_DEVICE int64_t sequence_of_row(const int32_t* cu_offsets, int64_t batch, int64_t row) {
-  int64_t low = 0, high = batch;  // finds the first sequence that ends after the row
-  while (low < high) {
-    const int64_t middle = (low + high) / 2;
-    if (cu_offsets[middle + 1] <= row) {
-      low = middle + 1;
+// The rows for which that search ends at `b`: it looks at the same offsets for each of them. b = batch: those behind
+// the last sequence.
+PT_HOST_DEVICE NodeRange rows_of_search(const int32_t* cu_offsets, int64_t batch, int64_t b, int64_t num_rows) {
+  const int32_t found = static_cast<int32_t>(b);
+  int32_t begin = found == 0 ? max_of(cu_offsets[0], 0) : 0;
+  int32_t end = static_cast<int32_t>(min_of<int64_t>(num_rows, INT32_MAX));
+  for (int32_t bit = highest_bit(static_cast<int32_t>(batch)); bit > 0; bit /= 2) {
+    const int32_t at = (found & -bit) | bit;
+    if (at > batch) continue;
+    const int32_t bound = cu_offsets[at];
+    if ((found & bit) != 0) {
+      begin = max_of(begin, bound);
     } else {
-      high = middle;
+      end = min_of(end, bound);
     }
   }
-  return low < batch && cu_offsets[low] <= row ? low : -1;
+  return {begin, end};
+}
+
+// The rows of sequence b.
+PT_HOST_DEVICE NodeRange node_range(const int32_t* cu_offsets, int64_t batch, int64_t b, int64_t num_rows) {
+  const NodeRange rows = rows_of_search(cu_offsets, batch, b, num_rows);
+  const int64_t begin = min_of(rows.begin, num_rows);
+  return {begin, max_of(rows.end, begin)};
+}
+
+// The rows of all sequences; those before and behind them are padding.
+PT_HOST_DEVICE NodeRange used_rows(const int32_t* cu_offsets, int64_t batch, int64_t num_rows) {
+  if (batch == 0) return {0, 0};
+  const NodeRange first = rows_of_search(cu_offsets, batch, 0, num_rows);
+  const int64_t begin = min_of(first.begin, max_of<int64_t>(first.end, 0));
+  return {begin, clamp_to(rows_of_search(cu_offsets, batch, batch, num_rows).begin, begin, num_rows)};
 }
 
 PT_HOST_DEVICE void clear_node(const BuildTreesParams& p, int64_t row) {
@@ -76,7 +102,7 @@ PT_HOST_DEVICE void append_child(const TreeOutput& trees, int64_t begin, int32_t
 // Links tree b. `last_child` is scratch for kMaxTreeNodes entries. Parents come before their children, so one pass in
 // index order suffices and terminates whatever the parents say. Returns whether the tree is well formed.
 PT_HOST_DEVICE bool build_tree(const BuildTreesParams& p, int64_t b, int16_t* last_child) {
-  const NodeRange rows = node_range(p.cu_nodes, b, p.num_rows);
+  const NodeRange rows = node_range(p.cu_nodes, p.batch, b, p.num_rows);
   bool valid = rows.size() > 0 && rows.size() <= p.max_nodes;
   for (int64_t row = rows.begin; row < rows.end; ++row) {
     clear_node(p, row);

@@ -75,10 +75,9 @@ int64_t CpuBackend::tree_attention_scratch(const TreeAttentionParams& p, const E
 
 void CpuBackend::tree_attention(const TreeAttentionParams& p, const ExecContext& ctx) const {
   const IsaKernels& isa = isa_kernels();
-  const int64_t first = p.batch > 0 ? clamp_to<int64_t>(p.cu_seqlens_q[0], 0, p.num_tokens) : 0;
-  const int64_t last = p.batch > 0 ? clamp_to<int64_t>(p.cu_seqlens_q[p.batch], first, p.num_tokens) : 0;
-  clear_padding(p, 0, first);
-  clear_padding(p, last, p.num_tokens);
+  const NodeRange used = used_rows(p.cu_seqlens_q, p.batch, p.num_tokens);
+  clear_padding(p, 0, used.begin);
+  clear_padding(p, used.end, p.num_tokens);
   if (p.batch == 0 || p.num_tokens == 0) return;
 
   const int64_t workers = max_of(ctx.num_threads, 1);

@@ -149,13 +149,13 @@ void write_kept_tree(const SelectNodesParams& p, int64_t b, uint64_t last) {
   const NodeRange rows = selectable_rows(p, b);
   const int64_t begin = p.trees.cu_nodes[b];
   const int32_t size = static_cast<int32_t>(p.trees.cu_nodes[b + 1] - begin);
-  p.trees.valid[b] = p.valid[b];
+  p.trees.valid[b] = p.valid[b] != 0;
   int32_t place = 0;
   for (int64_t row = rows.begin; row < rows.end && place < size; ++row) {
-    const int32_t node = static_cast<int32_t>(row - rows.begin), parent = kept_parent(p, row, node);
+    const int32_t node = static_cast<int32_t>(row - rows.begin);
     places[node] = static_cast<int16_t>(place);
     if (!is_kept(p, rows.begin, row, last)) continue;
-    const int32_t new_parent = node > 0 ? min_of<int32_t>(places[parent], place - 1) : -1;
+    const int32_t new_parent = node > 0 ? places[p.parents[row]] : -1;  // kept like each node on the way to a kept one
     parents[place] = static_cast<int16_t>(new_parent);
     write_kept(p, begin, place, parents, row);
     append_child(p.trees, begin, place, new_parent, last_child);

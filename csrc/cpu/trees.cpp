@@ -6,10 +6,9 @@ namespace pagedtree::cpu {
 
 void CpuBackend::build_trees(const BuildTreesParams& p, const ExecContext& ctx) const {
   // Rows that belong to no tree (the padding of a fixed-shape batch) read as unreachable.
-  const int64_t first = p.batch > 0 ? clamp_to<int64_t>(p.cu_nodes[0], 0, p.num_rows) : 0;
-  const int64_t last = p.batch > 0 ? clamp_to<int64_t>(p.cu_nodes[p.batch], first, p.num_rows) : 0;
-  for (int64_t row = 0; row < first; ++row) clear_node(p, row);
-  for (int64_t row = last; row < p.num_rows; ++row) clear_node(p, row);
+  const NodeRange used = used_rows(p.cu_nodes, p.batch, p.num_rows);
+  for (int64_t row = 0; row < used.begin; ++row) clear_node(p, row);
+  for (int64_t row = used.end; row < p.num_rows; ++row) clear_node(p, row);
   parallel_for(ctx, p.batch, 8, [&](int64_t begin, int64_t end) {
     int16_t last_child[kMaxTreeNodes];
     for (int64_t b = begin; b < end; ++b) p.valid[b] = build_tree(p, b, last_child);

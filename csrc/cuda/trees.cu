@@ -38,7 +38,7 @@ __device__ __forceinline__ void write_links(const BuildTreesParams& p, const Tre
 
 __device__ __forceinline__ void build_one(const BuildTreesParams& p, int64_t b) {
   auto& tree = ptx::shared<TreeShared>();
-  const NodeRange rows = node_range(p.cu_nodes, b, p.num_rows);
+  const NodeRange rows = node_range(p.cu_nodes, p.batch, b, p.num_rows);
   const int32_t num_nodes = static_cast<int32_t>(min_of<int64_t>(rows.size(), p.max_nodes));
   for (int32_t node = threadIdx.x; node < num_nodes; node += blockDim.x) {
     const int32_t parent = node == 0 ? -1 : p.parents[rows.begin + node];
@@ -68,11 +68,10 @@ __device__ __forceinline__ void build_one(const BuildTreesParams& p, int64_t b) 
 // The first CTAs take one tree each, the others the rows that belong to no tree (the padding of a fixed-shape batch).
 __global__ void __launch_bounds__(kMaxThreads, 1) build_trees_kernel(const __grid_constant__ BuildTreesParams p) {
   if (blockIdx.x < p.batch) return build_one(p, blockIdx.x);
-  const int64_t first = p.batch > 0 ? clamp_to<int64_t>(p.cu_nodes[0], 0, p.num_rows) : 0;
-  const int64_t last = p.batch > 0 ? clamp_to<int64_t>(p.cu_nodes[p.batch], first, p.num_rows) : 0;
+  const NodeRange used = used_rows(p.cu_nodes, p.batch, p.num_rows);
   const int64_t stride = int64_t{gridDim.x - static_cast<unsigned>(p.batch)} * blockDim.x;
   for (int64_t row = (blockIdx.x - p.batch) * blockDim.x + threadIdx.x; row < p.num_rows; row += stride) {
-    if (row < first || row >= last) clear_node(p, row);
+    if (row < used.begin || row >= used.end) clear_node(p, row);
   }
 }
 

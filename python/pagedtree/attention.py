@@ -69,7 +69,8 @@ def tree_attention(
             set bits below its own in the query's row, and the query's depth is the number of the row's set bits - 1. So
             siblings share a position.
         sinks: fp32 [Hq], one more logit in each row's denominator.
-        k_scale, v_scale: fp32 scalar or [Hkv], factors of an fp8 cache; v_scale's default in a latent call is k_scale.
+        k_scale, v_scale: fp32 scalar or [Hkv], finite factors of an fp8 cache (with others the results of their heads
+            are unspecified); v_scale's default in a latent call is k_scale.
         plan: the tensor of `attention_plan` for these lengths, to share between the layers of a step. A plan for other
             lengths costs speed only.
         out: [T, Hq, Dv] of q's dtype, written and returned; the last dimension contiguous.

@@ -154,6 +154,13 @@ class Arithmetic(State):
     def do_popc(self, name, operands):
         self.put(operands[0], np.bitwise_count(self.get(operands[1], UNSIGNED[int(name[-1][1:])])).astype(np.uint32))
 
+    def do_clz(self, name, operands):
+        bits = int(name[-1][1:])
+        x = self.get(operands[1], UNSIGNED[bits])
+        for distance in (1, 2, 4, 8, 16, bits // 2):  # sets every bit below the highest one
+            x = x | x >> UNSIGNED[bits](distance)
+        self.put(operands[0], (bits - np.bitwise_count(x)).astype(np.uint32))
+
     def do_setp(self, name, operands):
         dtype = dtype_of(name[-1])
         x, y = (self.get(o, dtype) for o in operands[1:3])

@@ -38,7 +38,7 @@ struct TreeWalk {
   int32_t status = 0;
 
   PT_HOST_DEVICE TreeWalk(const VerifyParams& params, int64_t sequence)
-      : p(params), b(sequence), rows(node_range(params.cu_nodes, sequence, params.logits.num_rows)) {
+      : p(params), b(sequence), rows(node_range(params.cu_nodes, params.batch, sequence, params.logits.num_rows)) {
     num_nodes = static_cast<int32_t>(min_of<int64_t>(rows.size(), p.max_nodes));
     if (!p.valid[b] || num_nodes == 0) status = kMalformedTree;
   }

@@ -193,11 +193,9 @@ __device__ __forceinline__ void clear_tokens(const TreeAttentionParams& p, int64
 
 template <typename I>
 __device__ __forceinline__ void clear_padding(const TreeAttentionParams& p, const WorkShape& shape) {
-  const int64_t first_token = shape.batch > 0 ? clamp_to<int64_t>(p.cu_seqlens_q[0], 0, p.num_tokens) : 0;
-  const int64_t last_token =
-      shape.batch > 0 ? clamp_to<int64_t>(p.cu_seqlens_q[shape.batch], first_token, p.num_tokens) : 0;
-  clear_tokens<I>(p, 0, first_token);
-  clear_tokens<I>(p, last_token, p.num_tokens);
+  const NodeRange used = used_rows(p.cu_seqlens_q, shape.batch, p.num_tokens);
+  clear_tokens<I>(p, 0, used.begin);
+  clear_tokens<I>(p, used.end, p.num_tokens);
 }
 
 }  // namespace pagedtree::cuda

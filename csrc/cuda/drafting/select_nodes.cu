@@ -44,7 +44,7 @@ struct NodeItems {
 // Writes the keys of tree b's rows, by one warp: 32 nodes at a time, so that a path's part among them needs five steps
 // at most, however long it is. Earlier nodes are done.
 __device__ __forceinline__ void write_keys(const SelectNodesParams& p, int64_t b) {
-  const NodeRange all = node_range(p.cu_nodes, b, p.num_rows), rows = selectable_rows(p, b);
+  const NodeRange all = node_range(p.cu_nodes, p.batch, b, p.num_rows), rows = selectable_rows(p, b);
   const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), size = static_cast<int32_t>(rows.size());
   const float of_root = size > 0 ? own_survival(p.survival[rows.begin]) : 0.0f;
   for (int32_t first = 0; first < size; first += 32) {
@@ -107,11 +107,11 @@ __device__ __forceinline__ int64_t write_kept_tree(const SelectNodesParams& p, c
       before_word = before;
     }
     const int32_t place = before + popcount32(lanes & lanes_before);
-    const int32_t old_parent = kept ? max_of(kept_parent(p, row, node), 0) : 0;
+    const int32_t old_parent = kept && node > 0 ? p.parents[row] : 0;  // kept like each node on the way to a kept one
     const uint32_t word_of_parent = __shfl_sync(~0u, word, old_parent / 32);
     const int32_t before_parent =
         __shfl_sync(~0u, before_word, old_parent / 32) + popcount32(word_of_parent & ((1u << (old_parent % 32)) - 1));
-    const int32_t parent = node > 0 ? min_of(before_parent, place - 1) : -1;
+    const int32_t parent = node > 0 ? before_parent : -1;
     kept = kept && begin + place < p.capacity;
     if (kept) tree.parents[place] = static_cast<int16_t>(parent);
     __syncwarp();
@@ -139,8 +139,8 @@ __global__ void __launch_bounds__(kThreads, 1) select_nodes_kernel(const __grid_
   sum_before_warp_of_cluster(block, num_roots, total);
   ptx::cluster_sync();  // the keys are written
 
-  const int64_t begin = p.batch > 0 ? clamp_to<int64_t>(p.cu_nodes[0], 0, p.num_rows) : 0;
-  const NodeItems items{p.keys, begin, p.batch > 0 ? clamp_to<int64_t>(p.cu_nodes[p.batch], begin, p.num_rows) : 0};
+  const NodeRange used = used_rows(p.cu_nodes, p.batch, p.num_rows);
+  const NodeItems items{p.keys, used.begin, used.end};
   const Selection chosen =
       select_best(shared.radix, items, kKeyDigits, static_cast<uint64_t>(kept_nodes(p, static_cast<int64_t>(total))));
 
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kThreads, 1) select_nodes_kernel(const __grid_
     row = write_kept_tree(p, chosen, b, row, shared.trees[threadIdx.x / 32]);
     if (threadIdx.x % 32 == 0) {
       p.trees.cu_nodes[b + 1] = static_cast<int32_t>(min_of(row, p.capacity));
-      p.trees.valid[b] = p.valid[b];
+      p.trees.valid[b] = p.valid[b] != 0;
     }
   }
   if (leads_cluster()) p.trees.cu_nodes[0] = 0;

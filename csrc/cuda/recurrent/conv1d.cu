@@ -18,9 +18,9 @@ __global__ void __launch_bounds__(kConvThreads, 1) conv1d_kernel(const __grid_co
   const int64_t row = blockIdx.x, channel = int64_t{blockIdx.y} * kConvThreads + threadIdx.x;
   if (channel >= p.channels) return;
   const int64_t b = sequence_of_row(tokens.cu_nodes, tokens.batch, row);
-  const int64_t begin = b < 0 ? 0 : node_range(tokens.cu_nodes, b, tokens.num_rows).begin;
+  const int64_t begin = b < 0 ? 0 : node_range(tokens.cu_nodes, tokens.batch, b, tokens.num_rows).begin;
   const int64_t at = row * p.channels + channel;
-  if (b < 0 || row < begin || !is_reachable(tokens, begin, row - begin)) return store_element(p.out, p.dtype, at, 0.0f);
+  if (b < 0 || !is_reachable(tokens, begin, row - begin)) return store_element(p.out, p.dtype, at, 0.0f);
   const int64_t slot = state_slot(tokens, b);
   const int64_t state = slot * p.state_strides[0] + channel * p.state_strides[1];
   float sum = p.bias == nullptr ? 0.0f : load_element(p.bias, p.weight_dtype, channel * p.bias_stride);

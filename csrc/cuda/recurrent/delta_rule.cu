@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
   const Chunk t(p, capacity, group, item % p.num_heads,
                 static_cast<int32_t>(blockIdx.x) % tiles * kColumns + threadIdx.x % 32);
   const bool writes = p.out == nullptr, is_tree = !writes && tokens.parents != nullptr;
-  const NodeRange rows = node_range(tokens.cu_nodes, b, tokens.num_rows);
+  const NodeRange rows = node_range(tokens.cu_nodes, tokens.batch, b, tokens.num_rows);
   const int32_t first_row = static_cast<int32_t>(rows.begin);
   int32_t total = static_cast<int32_t>(writes ? tokens_to_replay(tokens, b) : rows.size());
   if (is_tree) total = min_of(total, tokens.max_nodes);

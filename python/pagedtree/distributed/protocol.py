@@ -1,6 +1,8 @@
 """What the ranks of a group tell each other about rows of logits: the rounds, and the words that each takes.
 
-The numbers are those of csrc/core/shards.h and shard_distributions.h, which say what the words hold.
+The numbers are those of csrc/core/shards.h and shard_distributions.h, which say what the words hold. A rank hands in
+zeros for the words that a round writes, and for a row's own words before the first round. Other words, or words of a
+round with other arguments, lead nowhere outside the tensors, but what comes out then is left open.
 """
 
 from __future__ import annotations

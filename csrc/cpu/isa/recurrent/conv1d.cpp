@@ -67,7 +67,7 @@ void convolve(const ConvParams& p, const Taps& taps, const int64_t* inputs, int3
 // Channels [first, first + kConvChannels) of sequence b.
 void conv1d(const ConvParams& p, int64_t b, int64_t first) {
   const RecurrentBatch& tokens = p.tokens;
-  const NodeRange rows = node_range(tokens.cu_nodes, b, tokens.num_rows);
+  const NodeRange rows = node_range(tokens.cu_nodes, tokens.batch, b, tokens.num_rows);
   if (rows.size() == 0) return;
   const int64_t count = min_of<int64_t>(kConvChannels, p.channels - first);
   Taps taps;

@@ -194,7 +194,7 @@ void run_chunk(const Head& at) {
 void delta_rule(const DeltaRuleParams& p, int64_t item, DeltaScratch& s) {
   const RecurrentBatch& tokens = p.tokens;
   const int64_t b = item / p.num_heads, group = item / p.group_size;
-  const NodeRange rows = node_range(tokens.cu_nodes, b, tokens.num_rows);
+  const NodeRange rows = node_range(tokens.cu_nodes, tokens.batch, b, tokens.num_rows);
   Head at{p, s, rows.begin, item % p.num_heads};
   const bool writes = p.out == nullptr, whole_tree = !writes && tokens.parents != nullptr;
   const int64_t total = writes ? tokens_to_replay(tokens, b) : rows.size();

@@ -1,0 +1,67 @@
+"""Values that no careful caller passes give the same on every backend, unless docs/concepts.md leaves it open."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from raw_case import in_half, op_names, raw_calls
+from torch import Tensor
+
+from pagedtree.testing import backends, use_backend
+
+FAR = 2**31 - 1
+
+# Numbers of a backend's own: a plan, and words that ranks exchange, which must come from the round before.
+OPEN = ("attention_plan", "step_shards", "weigh_shards")
+# Sums whose order is the backend's; what is summed up may be any number.
+ROUNDED = ("tree_attention", "tree_attention.out", "tree_delta_rule", "tree_conv1d", "advance_state", "merge_states",
+           )  # fmt: skip
+SUMMED = ("q", "k", "v", "k_cache", "v_cache", "x", "weight", "bias", "out_a", "out_b")
+# What the docstrings leave open: rows that share a slot, scales that are not finite.
+LEFT_OPEN = {"append_kv": ("slots",), "compact_kv": ("page_table",), "tree_attention": ("k_scale", "v_scale"),
+             "advance_state": ("state_index",), "advance_conv": ("state_index",)}  # fmt: skip
+INTEGERS = (0, 1, -1, 2, -2, 3, 5, 7, 8, 9, 12, 63, 2**15, FAR, -FAR - 1, 2**30)
+LARGE = (2**31, 2**32, 2**62, 2**63 - 1, -(2**63))
+FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-45, 1e30, -1e30, float("inf"), float("-inf"), float("nan"))
+
+
+def with_bad_values(rng: random.Random, t: Tensor) -> Tensor:
+    t = t.clone()
+    values = t.view(-1) if t.is_contiguous() else t.reshape(-1)
+    pool: tuple[Any, ...] = INTEGERS + (LARGE if t.dtype == torch.int64 else ())
+    if t.dtype.is_floating_point:
+        pool = (0.0, 1.0, -448.0, float("nan")) if t.dtype == torch.float8_e4m3fn else FLOATS
+    for _ in range(rng.randrange(1, 4) if values.numel() else 0):
+        value = torch.tensor(rng.choice(pool), dtype=torch.float32 if t.dtype.is_floating_point else torch.int64)
+        values[rng.randrange(values.numel())] = value.to(t.dtype)
+    return values.view(t.shape)
+
+
+def same(name: str, a: Tensor, b: Tensor) -> bool:
+    if name in ROUNDED and a.dtype.is_floating_point:
+        return torch.allclose(a.double(), b.double(), rtol=2e-2, atol=2e-2, equal_nan=True)
+    return a.cpu().view(torch.uint8).equal(b.cpu().view(torch.uint8)) or a.allclose(b, 0, 0, equal_nan=True)
+
+
+@pytest.mark.skipif("simt" not in backends(), reason="built without simt")
+@pytest.mark.parametrize("name", [name for name in op_names() if name not in OPEN])
+def test_bad_values_give_the_same_on_every_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDTREE_SIMT_ORDER", "reverse")
+    rng, calls = random.Random(0), [in_half(call) for call in raw_calls() if call.name == name]
+    for _ in range(60):
+        call = rng.choice(calls).on_memory(lambda _, memory: memory)
+        left_out = LEFT_OPEN.get(name, ()) + (SUMMED if name in ROUNDED else ())
+        names = [key for key in call.tensors() if key not in left_out]
+        changed = rng.sample(names, min(len(names), rng.randrange(1, 3)))
+        for key in changed:
+            call.arguments[key] = with_bad_values(rng, call.arguments[key])
+        results = []
+        for backend in ("cpu", "simt"):
+            with use_backend(backend):
+                results.append(call.results())
+        for key, expected in results[0].items():
+            got = results[1][key]
+            assert same(name, expected, got), ({k: call.arguments[k] for k in changed}, key, expected, got)
