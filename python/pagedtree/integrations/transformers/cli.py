@@ -24,7 +24,7 @@ from pagedtree.integrations.transformers.draft_model import ModelDrafter
 from pagedtree.integrations.transformers.generate import generate
 from pagedtree.integrations.transformers.generate_arguments import eos_tokens
 from pagedtree.integrations.transformers.generation_config import ConfigFields, config_fields
-from pagedtree.integrations.transformers.printer import Printer
+from pagedtree.integrations.transformers.printer import Printer as _Printer
 from pagedtree.testing import backends
 
 __all__ = ["main"]
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         rule, params = _sampling(parser, args, _config_fields(model, args))
         drafter = _drafter(model, args)
         grammars = _grammars(parser, model, tokenizer, grammar, args)
-        printer = Printer(tokenizer, num_sequences=args.n, max_tokens=args.n * args.max_new_tokens)
+        printer = _Printer(tokenizer, num_sequences=args.n, max_tokens=args.n * args.max_new_tokens)
         _, stats = generate(
             model,
             [prompt],
