@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from memory_case import growth, resident
+from memory_case import allocated, growth, resident
 
 pytest.importorskip("transformers")
 
@@ -54,11 +54,16 @@ DRAFTERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_generate_does_not_grow(name: str) -> None:
-    """A page of K and V that stays has 16 KB, the arguments of one step's ops that stay more than 500 bytes."""
+    """The strings of one step's verification had 144 bytes, what a call keeps of itself has kilobytes."""
     model = tiny(0)
     drafter, prompts = DRAFTERS[name](model), prompts_of((5, 9))
 
     def call() -> None:
         generate(model, prompts, drafter=drafter, max_new_tokens=8, params=SAMPLING, seeds=[3, 4])
 
-    assert growth(call, CALLS, resident, warm_up=60) < 500
+    for _ in range(60):
+        call()
+    before = allocated()
+    # Pages come into memory late, but what is lost in each call is lost in each part of the calls.
+    assert min(growth(call, CALLS // 3, resident, warm_up=0) for _ in range(3)) < 500
+    assert (allocated() - before) / CALLS < 100
