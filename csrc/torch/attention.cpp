@@ -268,9 +268,11 @@ Tensor attention_plan(const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_
   const Check check("attention_plan", seq_lens);
   const int64_t batch = check.offsets(cu_seqlens_q, "cu_seqlens_q");
   check.tensor(seq_lens, "seq_lens", {ScalarType::Int}, {batch});
-  check.that(num_kv_heads >= 1 && num_kv_heads <= INT32_MAX, "num_kv_heads", "in 1..2147483647", num_kv_heads);
-  check.that(num_q_heads >= 1 && num_q_heads <= INT32_MAX && num_q_heads % num_kv_heads == 0, "num_q_heads",
-             "a multiple of num_kv_heads " + std::to_string(num_kv_heads) + " below 2^31", num_q_heads);
+  check.that(num_kv_heads >= 1, "num_kv_heads", "at least 1", num_kv_heads);
+  check.that(num_kv_heads <= INT32_MAX, "num_kv_heads", "below 2^31", num_kv_heads);
+  check.that(num_q_heads >= 1 && num_q_heads % num_kv_heads == 0, "num_q_heads",
+             "a multiple of num_kv_heads " + std::to_string(num_kv_heads), num_q_heads);
+  check.that(num_q_heads <= INT32_MAX, "num_q_heads", "below 2^31", num_q_heads);
   check_head_dims(check, head_dim, head_dim_v.value_or(head_dim), "head_dim", "head_dim_v");
   check.that(!latent || num_kv_heads == 1, "num_kv_heads", "1 for a latent cache", num_kv_heads);
   check.that(page_size >= 1, "page_size", "at least 1", page_size);

@@ -26,13 +26,13 @@ int64_t* words_of_items(const Check& check, const Tensor& words, const std::stri
 
 // The vocabulary of all ranks, of which this rank has `columns`.
 void check_vocab(const Check& check, int64_t vocab, int64_t columns) {
-  const int64_t least = max_of<int64_t>(columns, 1);
-  check.that(vocab >= least && vocab <= kMaxVocab, "vocab", "in " + std::to_string(least) + "..2^20", vocab);
+  check.that(vocab >= 1 && vocab <= kMaxVocab, "vocab", "in 1..2^20", vocab);
+  check.that(vocab >= columns, "vocab", "at least this rank's " + std::to_string(columns) + " columns", vocab);
 }
 
 void check_ranks(const Check& check, int64_t rank, int64_t num_ranks) {
-  check.that(num_ranks >= 1 && num_ranks <= INT32_MAX, "num_ranks", "in 1..2147483647", num_ranks);
-  check.that(rank >= 0 && rank < num_ranks, "rank", "in 0.." + std::to_string(num_ranks - 1), rank);
+  check.that(num_ranks <= INT32_MAX, "num_ranks", "below 2^31", num_ranks);
+  check.that(num_ranks >= 1 && rank >= 0 && rank < num_ranks, "rank", "in 0..num_ranks - 1", rank);
 }
 
 ShardRows shard_rows(const Check& check, const Tensor& logits, const Tensor& rows, int64_t first_token, int64_t vocab,

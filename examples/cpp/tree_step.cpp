@@ -156,7 +156,7 @@ std::vector<int32_t> select(const pagedtree::Backend& backend, const pagedtree::
   params.cu_nodes = trees.cu_nodes.data();
   params.parents = trees.parents.data();
   params.depths = trees.depths.data();
-  params.valid = trees.valid.get();
+  params.valid = reinterpret_cast<const uint8_t*>(trees.valid.get());
   params.survival = survival.data();
   params.trees = {kept.cu_nodes.data(),     kept.parents.data(), kept.depths.data(), kept.first_child.data(),
                   kept.next_sibling.data(), kept.mask.data(),    kept.valid.get(),   1};

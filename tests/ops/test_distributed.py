@@ -327,9 +327,9 @@ def test_opcheck(device):
     ("change", "message"),
     [
         ({"first_token": 1}, r"`first_token` must be in 0..0, got 1"),
-        ({"vocab": 0}, r"`vocab` must be in 33..2\^20, got 0"),
+        ({"vocab": 0}, r"`vocab` must be in 1..2\^20, got 0"),
         ({"digit": 8}, "`digit` must be a digit of the logits' keys, got 8"),
-        ({"rank": 1}, "`rank` must be in 0..0, got 1"),
+        ({"rank": 1}, "`rank` must be in 0..num_ranks - 1, got 1"),
         ({"last": 2}, "`received` must be the words of the round `last`"),
     ],
 )
