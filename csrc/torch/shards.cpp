@@ -31,8 +31,8 @@ void check_vocab(const Check& check, int64_t vocab, int64_t columns) {
 }
 
 void check_ranks(const Check& check, int64_t rank, int64_t num_ranks) {
-  check.that(num_ranks <= INT32_MAX, "num_ranks", "below 2^31", num_ranks);
-  check.that(num_ranks >= 1 && rank >= 0 && rank < num_ranks, "rank", "in 0..num_ranks - 1", rank);
+  check.that(num_ranks >= 1 && num_ranks <= INT32_MAX, "num_ranks", "in 1..2147483647", num_ranks);
+  check.that(rank >= 0 && rank < num_ranks, "rank", "in 0..num_ranks - 1", rank);
 }
 
 ShardRows shard_rows(const Check& check, const Tensor& logits, const Tensor& rows, int64_t first_token, int64_t vocab,
