@@ -91,8 +91,7 @@ struct OptionsParams {
   TokenIds draft_tokens;         // [num_rows]
   TokenIds draft_to_target;      // [draft_vocab], data null: drafts are target ids already
   float* scratch;                // [scratch_rows, scratch_stride] for backends that cannot allocate
-  int64_t batch;                 // B
-  int64_t num_rows, draft_vocab;
+  int64_t batch, num_rows, draft_vocab;
   int64_t vocab;        // V, of all ranks
   int64_t first_token;  // of the columns that this rank has
   int64_t num_bias, num_bad_tokens, num_bad_words, num_stops;
