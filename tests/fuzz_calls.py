@@ -270,8 +270,7 @@ def copy_of_a_batch() -> Call:
 
 @valid_call
 def joined_batches() -> Call:
-    batches = {"first": draft_trees(), "second": draft_trees()}
-    return Call(lambda first, second: pt.TreeBatch.concatenate([first, second]), batches)
+    return Call(pt.TreeBatch.concatenate, {"batches": [draft_trees(), draft_trees()]})
 
 
 @valid_call

@@ -90,3 +90,9 @@ def test_bad_arguments():
     cache.reserve(0, 8)
     with pytest.raises(ValueError, match=r"fork: expected whole pages .* got 6 tokens"):
         cache.fork(0, 1, 6)
+
+
+def test_a_cache_that_does_not_fit_names_its_sizes():
+    cache = PagedCache(1, 2**40, CPU)
+    with pytest.raises(torch.OutOfMemoryError, match=r"num_pages, page_size: .* got 1 pages of 1099511627776 tokens"):
+        cache.layer(0, torch.zeros(1, 2, 64), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -126,7 +127,15 @@ class PagedCache:
         return torch.tensor(padded, dtype=torch.int32).view(len(rows), width).to(self.device, non_blocking=True)
 
     def _cache_of(self, states: Tensor) -> Tensor:
-        return states.new_empty((self.num_pages, self.page_size, *states.shape[1:]))
+        shape = (self.num_pages, self.page_size, *states.shape[1:])
+        try:
+            return states.new_empty(shape)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one; on the CPU it has no type of its own
+            size = math.prod(shape) * states.element_size() / 2**30
+            raise torch.OutOfMemoryError(
+                f"num_pages, page_size: expected a cache that fits in memory, got {self.num_pages} pages of"
+                f" {self.page_size} tokens, {size:.1f} GiB for the keys or values of a layer"
+            ) from error
 
     def _grown(self, cache: Tensor) -> Tensor:
         grown = cache.new_empty((self.num_pages, *cache.shape[1:]))
