@@ -1,0 +1,140 @@
+"""GGUF files as ordinary checkpoints: read by transformers once, then kept in a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import io
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+__all__ = ["dequantized"]
+
+PACKAGES = ("gguf", "accelerate")
+MAGIC = b"GGUF"
+# Tensors that hold plain numbers. All other types are blocks of small integers with a scale.
+FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def dequantized(path: str | os.PathLike[str], folder: str | os.PathLike[str] | None = None) -> Path:
+    """The checkpoint that a GGUF file holds, as a folder that `from_pretrained` of model and tokenizer loads.
+
+    The first call for a file reads it with transformers and writes the folder: weights, config, generation config,
+    tokenizer and chat template. It says so on standard error, because that takes a while (25 s for 135 million
+    parameters). Later calls only compare the file's content with the folder's name. The folder may be deleted at any
+    time; the next call writes it again.
+
+    Weights of a file with quantised tensors are kept in bfloat16. Rounding to its 8 bits changes a weight by at most
+    0.2 % of itself, while already the finest usual type, Q8_0, may have moved it by 0.4 % of the largest of 32 weights.
+    A file of plain numbers keeps its type: float32, float16 or bfloat16, that of its matrices where there are several.
+
+    Args:
+        path: the file. A model in several files is not read.
+        folder: where the checkpoint's folder is kept, under the file's name and a digest of its content and of
+            transformers' version. Default: pagedtree in $XDG_CACHE_HOME, or in ~/.cache.
+
+    Raises:
+        ModuleNotFoundError: gguf or accelerate is not installed, with which transformers reads such files.
+        ValueError: not a GGUF file, a damaged one, or a model that transformers cannot read from one.
+    """
+    path = Path(path)
+    _check_file(path)
+    parent = _cache() if folder is None else Path(folder)
+    kept = parent / f"{path.stem[:40]}-{_digest(path)}"
+    if kept.is_dir():
+        return kept
+    for package in PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError(f"a GGUF file needs {package}: pip install {' '.join(PACKAGES)}", name=package)
+    print(f"reading {path} once; its weights will be kept in {kept}", file=sys.stderr, flush=True)
+    parent.mkdir(parents=True, exist_ok=True)
+    # Progress bars are written to sys.stderr; transformers' warnings go to the stream that it found when imported.
+    with (
+        contextlib.redirect_stderr(io.StringIO()),
+        tempfile.TemporaryDirectory(prefix=".unfinished-", dir=parent) as unfinished,
+    ):
+        model, tokenizer = _read(path)
+        whole = Path(unfinished, kept.name)
+        model.save_pretrained(whole)
+        tokenizer.save_pretrained(whole)
+        try:
+            whole.rename(kept)
+        except OSError:
+            if not kept.is_dir():  # else another process was faster, and what it wrote is the same
+                raise
+    return kept
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedtree"
+
+
+def _check_file(path: Path) -> None:
+    if not path.is_file():
+        found = "a folder" if path.is_dir() else "which does not exist"
+        raise ValueError(f"path: expected a GGUF file, got {path}, {found}")
+    with path.open("rb") as file:
+        start = file.read(len(MAGIC))
+    if start != MAGIC:
+        raise ValueError(f"path: expected a GGUF file, got {path}, which begins with {start!r} and not with {MAGIC!r}")
+
+
+def _digest(path: Path) -> str:
+    """Of all that the folder depends on. Configs that one version of transformers writes, another may not read."""
+    digest = hashlib.sha256(transformers.__version__.encode())
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()[:16]
+
+
+def _read(path: Path) -> tuple[Any, Any]:
+    """Model and tokenizer. What others' readers raise for a bad file becomes one ValueError."""
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            **source, **_dense(), dtype=_dtype(path), output_loading_info=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+    except ImportError:
+        raise
+    except Exception as error:  # whatever a reader of binary files stumbles over
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(
+            f"path: expected a GGUF file that transformers {transformers.__version__} can read, got {path}: {reason}"
+        ) from error
+    model, found = loaded
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if found[kind]:
+            raise ValueError(
+                f"path: expected all weights of a {model.config.model_type} model, got {path} with {kind}:"
+                f" {sorted(map(str, found[kind]))[:3]} ..."
+            )
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:  # since transformers 5; it refuses to save, although the weights are plain by now
+        quantizer.remove_quantization_config(model)
+    return model, tokenizer
+
+
+def _dense() -> dict[str, Any]:
+    """Arguments that make transformers unpack the weights; versions before 5 do nothing else."""
+    config = getattr(transformers, "GgufConfig", None)
+    return {} if config is None else {"quantization_config": config(dequantize=True)}
+
+
+def _dtype(path: Path) -> torch.dtype:
+    from gguf import GGUFReader
+
+    types = {tensor.tensor_type.name for tensor in GGUFReader(path).tensors}
+    if not types <= set(FLOAT_TYPES):
+        return torch.bfloat16
+    # Norms are in float32 also where the matrices are not.
+    return FLOAT_TYPES[next((name for name in ("BF16", "F16") if name in types), "F32")]
