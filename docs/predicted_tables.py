@@ -1,201 +1,70 @@
-"""The tables of performance.md that show what was predicted from machine code."""
+"""The tables of performance.md that show what was predicted from machine code. No GPU was there."""
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from collections.abc import Callable
 
-from tables import RESULTS, table
+from tables import Result, Row, load, pivot
 
-FROM = {"memory": "memory", "l2": "L2"}
+HEAD_DIM = 128
+UNITS = {"l2": "L2", "shared": "shared memory", "issue": "issue slots", "mufu": "MUFU"}
 
 
-def speed(row: dict[str, Any]) -> str:
-    """TFLOP/s; for a kernel that waits for memory, the share of its bandwidth."""
+def unit_of(row: Row) -> str:
+    """What takes the largest share of the time; "memory" is L2 where the data come from there."""
+    unit = row["source"] if row["binds"] == "memory" and "source" in row else row["binds"]
+    return UNITS.get(unit, unit)
+
+
+def speed(row: Row) -> str:
+    """TFLOP/s; for a kernel that waits for memory, the share of its bandwidth; then the unit that binds."""
     share = "" if row["memory_share"] is None else f" ({row['memory_share']:.0%})"
-    return f"{row['tflop_per_s']:.0f}{share}"
+    return f"{row['tflop_per_s']:.0f}{share}, {unit_of(row)}"
 
 
-def busiest(row: dict[str, Any]) -> str:
-    """The unit that is taken for the largest share of the time; "memory" is L2 where the data come from there."""
-    name = "L2" if (row["binds"], row["source"]) == ("memory", "l2") else row["binds"]
-    return f"{name} {row['busy'][row['binds']]:.0%}"
+MASKS = {"custom": ", FlashInfer, tree mask", "causal": ", FlashInfer, causal"}
 
 
-def predicted_for(result: dict[str, Any], name: str) -> str:
-    return (
-        f"Predicted for {result['rows'][0]['machine']}, commit {result['commit']} (`benchmarks/results/{name}.json`):"
-    )
+def attention(*names: str) -> Callable[[], str]:
+    """Kernels of one head size, with a column for each machine and for each of FlashInfer's kernels there."""
+
+    def shown() -> str:
+        results = {name: result for name in names if (result := load(name))}
+        rows = [row for result in results.values() for row in result["rows"] if f"-{HEAD_DIM}-" in row["instance"]]
+        cells = pivot(
+            "dtypes, rows of a tile", rows,
+            lambda row: row["instance"].replace(f"-{HEAD_DIM}-", ", "),
+            lambda row: row["machine"] + MASKS.get(row.get("mask", ""), ""),
+            speed,
+        )  # fmt: skip
+        kept = ", ".join(f"`{name}.json` (commit {result['commit']})" for name, result in results.items())
+        return f"TFLOP/s (share of the bandwidth) and what binds, head size {HEAD_DIM}; {kept}:\n\n{cells}"
+
+    return shown
 
 
-def predicted(result: dict[str, Any], name: str) -> str:
-    """Our kernels, beside FlashInfer's where its file of that machine is there."""
-    file = RESULTS / f"flashinfer_{name}.json"
-    others = json.loads(file.read_text())["rows"] if file.exists() else []
-    peers = {(row["instance"], row["mask"]): speed(row) for row in others}
-    masks = {"custom": "FlashInfer, tree mask", "causal": "FlashInfer, causal"} if peers else {}
-    rows = []
-    for row in result["rows"]:
-        line = [*row["instance"].split("-"), f"{row['warps']} x {row['ctas']}", str(row["cycles"]), speed(row)]
-        rows.append([*line, busiest(row), *(peers.get((row["instance"], mask), "") for mask in masks)])
-    header = [
-        "dtypes",
-        "head dim",
-        "rows of a tile",
-        "warps x CTAs",
-        "cycles a stage",
-        "TFLOP/s (bandwidth)",
-        "busiest",
+def published(result: Result, name: str) -> str:
+    """How far the model is off where others have published what they measured."""
+    errors = [
+        f"{row['kernel']}, {row['machine']}, {row['head_dim']} {row['error']:+.0%}"
+        for row in sorted(result["rows"], key=lambda row: (row["kernel"], row["machine"], row["head_dim"]))
     ]
-    return predicted_for(result, name) + "\n\n" + table([*header, *masks.values()], rows)
+    return f"Errors by kernel, machine and head size (`{name}.json`, commit {result['commit']}): {'; '.join(errors)}."
 
 
-def predicted_others(result: dict[str, Any], name: str) -> str:
-    """Only the speed, with one column for each machine."""
-    machines = [*dict.fromkeys(row["machine"] for row in result["rows"])]
-    found = {(row["instance"], row["machine"]): f"{speed(row)}, {busiest(row)}" for row in result["rows"]}
-    instances = [*dict.fromkeys(row["instance"] for row in result["rows"])]
-    rows = [[*one.split("-"), *(found.get((one, machine), "") for machine in machines)] for one in instances]
-    note = f"Predicted TFLOP/s (bandwidth), busiest unit; commit {result['commit']} (`benchmarks/results/{name}.json`):"
-    return note + "\n\n" + table(["dtypes", "head dim", "rows of a tile", *machines], rows)
-
-
-def published(result: dict[str, Any], name: str) -> str:
+def bounds(result: Result, name: str) -> str:
+    """The least cycles for 64 keys and all rows, by kernel: one head size, and latent rows."""
     rows = [
-        [
-            row["kernel"],
-            row["machine"],
-            str(row["head_dim"]),
-            " x ".join(map(str, row["tile"])),
-            f"{row['warps']} x {row['ctas']}",
-            f"{row['tflop_per_s']:.0f}",
-            str(row["published"]),
-            f"{row['error']:+.0%}",
-            row["where"],
-        ]
-        for row in sorted(result["rows"], key=lambda row: (row["machine"], row["head_dim"]))
-    ]
-    header = ["kernel", "machine", "head dim", "tile, rows x keys", "warps x CTAs", "TFLOP/s, predicted", "published"]
-    note = f"The model of commit {result['commit']} (`benchmarks/results/{name}.json`):"
-    return note + "\n\n" + table([*header, "error", "published where"], rows)
-
-
-def predicted_verification(result: dict[str, Any], name: str) -> str:
-    passes = [
-        [
-            row["pass"],
-            *(str(row[key]) for key in ("instructions", "words", "cycles")),
-            FROM[row["source"]],
-            busiest(row),
-        ]
+        row
         for row in result["rows"]
-        if row["kernel"] == "draw_rows"
+        if row.get("rows") in (64, 256)
+        and "idea" not in row
+        and ("head_dim_v" in row or row["head_dim"] == HEAD_DIM)
+        and row.get("columns", [HEAD_DIM]) == [HEAD_DIM]  # not the build that multiplies 16 columns at a time
     ]
-
-    def reads(figures: list[float]) -> str:
-        least, most = (f"{figure:.2f}" for figure in figures)
-        return least if least == most else f"{least} to {most}"
-
-    calls = [[call["call"], reads(call["all_rows"]), reads(call["lazy"])] for call in result["calls"]]
-    header = ["pass over a row", "instructions", "loads before first use", "cycles", "reads from", "busiest"]
-    return "\n\n".join(
-        [
-            predicted_for(result, name),
-            table(header, passes),
-            table(["in reads of all logits", "all rows", "only visited rows"], calls),
-        ]
-    )
-
-
-def percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.0%}"
-
-
-UNITS = {
-    "memory": "memory", "l2": "L2", "tensor": "tensor", "shared": "shared memory", "issue": "issue",
-    "integer": "integer", "float": "float", "mufu": "MUFU",
-}  # fmt: skip
-
-
-def is_latent(row: dict[str, Any]) -> bool:
-    return "head_dim_v" in row
-
-
-def bounds(result: dict[str, Any], name: str) -> str:
-    """Our kernels: what bounds a tile, and each unit's share of that time."""
-    ours = [row for row in result["rows"] if "idea" not in row and not is_latent(row)]
-    found = {(row["kernel"], row["dtypes"], row["head_dim"], row["rows"]): row for row in ours}
-    rows = []
-    for (kernel, *point), row in found.items():
-        other = found.get(("mma.sync", *point))
-        if kernel != "wgmma" or other is None:
-            continue
-        size, time = f"{row['tiles']} x {row['tile']}", row["time"] * row["tiles"]
-        peer = [str(other["time"] * other["tiles"]), UNITS[other["binds"]]]
-        rows.append([*map(str, point), size, str(time), *(percent(row["share"][unit]) for unit in UNITS), *peer])
-    header = ["dtypes", "head dim", "rows", "row tiles", "cycles, wgmma", *UNITS.values()]
-    note = f"Calculated for {ours[0]['machine']}, commit {result['commit']} (`benchmarks/results/{name}.json`):"
-    return note + "\n\n" + table([*header, "cycles, mma.sync", "its busiest"], rows)
-
-
-def bounds_instructions(result: dict[str, Any], name: str) -> str:
-    """Instructions of the loops, beside FlashAttention-3's."""
-    rows = []
-    for row in sorted(result["rows"], key=lambda row: (row.get("head_dim", 0), row.get("dtypes", ""))):
-        if not (work := row.get("work")) or is_latent(row):
-            continue
-        mine, is_peer = work["consumers_synchronise"], "keys" in row
-        line = [row["kernel"] if is_peer else "ours", row["dtypes"], str(row["head_dim"])]
-        line += [f"{row['tile']} x {row.get('keys', 64)}", *(f"{work[key]:.0f}" for key in ("wgmma", "others"))]
-        line += [f"{work['softmax']:.0f}", f"{'in them' if work['always_rescales'] else '+'} {work['rescale']:.0f}"]
-        line += ["" if is_peer else f"+ {work['mask']:.0f}", f"{work['producer_warps']} x {work['producers']:.0f}"]
-        line += ["; ".join(f"{count:g}" for count in mine.values())]
-        rows.append([*line, f"{row['time']}, {UNITS[row['binds']]}" if is_peer else ""])
-    header = [
-        "kernel", "dtypes", "head dim", "rows x keys", "wgmma", "others", "of them softmax", "scaling the output",
-        "mask", "producers", "barriers; waits; arrivals; fences", "bound, cycles",
-    ]  # fmt: skip
-    return table(header, rows)
-
-
-def bounds_latent(result: dict[str, Any], name: str) -> str:
-    """Latent rows, beside FlashMLA's kernel: what bounds a tile, and the instructions of the loops."""
-    found = [row for row in result["rows"] if is_latent(row)]
-    units = {unit: UNITS[unit] for unit in ("memory", "l2", "tensor", "shared", "issue")}
-    times, works = [], []
-    for row in found:
-        size, flops = f"{row['tiles']} x {row['tile']}", f"{row['tflop_per_s']}"
-        shares = [percent(row["share"][unit]) for unit in units]
-        times.append([row["kernel"], str(row["rows"]), size, str(row["time"] * row["tiles"]), *shares, flops])
-        if work := row.get("work"):
-            line = [row["kernel"], *(f"{work[key]:.0f}" for key in ("wgmma", "others", "softmax"))]
-            line += [f"{'in them' if work['always_rescales'] else '+'} {work['rescale']:.0f}"]
-            line += [f"+ {work[key]:.0f}" if key in work else "" for key in ("mask_causal", "mask_tree")]
-            line += [f"{work['producer_warps']} x {work['producers']:.0f}" if work["producer_warps"] else ""]
-            works.append([*line, "; ".join(f"{count:g}" for count in work["consumers_synchronise"].values())])
-    header = ["kernel", "rows", "row tiles", "cycles", *units.values(), "TFLOP/s at most"]
-    of_works = [
-        "kernel", "wgmma", "others", "of them softmax", "scaling the output", "causal mask", "tree mask", "producers",
-        "barriers; waits; arrivals; fences",
-    ]  # fmt: skip
-    return table(header, times) + "\n\n" + table(of_works, works)
-
-
-def bounds_ideas(result: dict[str, Any], name: str) -> str:
-    swapped, cast = [], []
-    for row in result["rows"]:
-        line, time = row.get("instance", "").split("-"), [str(row["time"]), UNITS[row["binds"]]]
-        if row.get("idea") == "swap-AB":
-            swapped.append([*line, *time, percent(row["memory_share"]), percent(row["memory_share_now"])])
-        elif row.get("idea") == "multicast":
-            l2 = row["cycles"]["l2"]
-            cast.append(
-                [*line, percent(2 * l2 / row["time_now"]), percent(row["share"]["l2"]), str(row["time_now"]), *time]
-            )
-    header = ["dtypes", "head dim", "rows"]
-    return "\n\n".join(
-        [
-            table([*header, "cycles", "busiest", "bandwidth at most", "mma.sync, predicted"], swapped),
-            table([*header, "L2 now", "L2 with it", "cycles now", "cycles with it", "busiest"], cast),
-        ]
-    )
+    cells = pivot(
+        "dtypes, head size, rows", rows, "{dtypes}, {head_dim}, {rows}".format_map,
+        lambda row: row["kernel"], lambda row: f"{row['time'] * row['tiles']}, {unit_of(row)}",
+    )  # fmt: skip
+    note = f"Cycles of an SM, {rows[0]['machine']}, commit {result['commit']} (`{name}.json`), and what binds:"
+    return note + "\n\n" + cells

@@ -1,12 +1,24 @@
-"""What the tables of performance.md have in common."""
+"""What the tables of performance.md have in common: where the results lie, and how a table and its conditions look."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
+
+Row = dict[str, Any]
+Result = dict[str, Any]
+Show = Callable[[Row], str]
+
+
+def load(name: str, results: Path = RESULTS) -> Result | None:
+    """What was kept under this name, or None where that machine or model has not been measured."""
+    file = results / f"{name}.json"
+    return json.loads(file.read_text()) if file.exists() else None
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -14,12 +26,39 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def listing(rows: Iterable[Row], columns: dict[str, Show]) -> str:
+    """One line for each row, one column for each function of it."""
+    return table(list(columns), [[show(row) for show in columns.values()] for row in rows])
+
+
+def pivot(corner: str, rows: Iterable[Row], line: Show, column: Show, cell: Show) -> str:
+    """Lines and columns in the order in which the rows have them; empty where no row is."""
+    found = {(line(row), column(row)): cell(row) for row in rows}
+    lines, columns = (list(dict.fromkeys(key[i] for key in found)) for i in (0, 1))
+    return table([corner, *columns], [[name, *(found.get((name, of), "") for of in columns)] for name in lines])
+
+
+def field(key: str, form: str = "") -> Show:
+    return lambda row: format(row[key], form)
+
+
+def threads_of(machine: dict[str, Any]) -> str:
+    return f"{machine['threads']} thread{'s' * (machine['threads'] != 1)}"
+
+
 def machine_line(machine: dict[str, Any], name: str) -> str:
-    threads = f"{machine['threads']} thread{'s' * (machine['threads'] != 1)}"
-    if "cpu_time" in machine.get("arguments", ()) and machine["arguments"]["cpu_time"]:
-        threads += " whose CPU time is told"
+    told = " whose CPU time is told" * bool(machine.get("arguments") and machine["arguments"].get("cpu_time"))
     return (
-        f"{machine['processor']}, {threads}, torch {machine['torch']}, {machine['date']},"
-        f" commit {machine['commit']}, load average {machine['load']:.1f} at the start"
-        f" (`benchmarks/results/{name}.json`)."
+        f"{machine['processor']}, {threads_of(machine)}{told}, torch {machine['torch']}, {machine['date']},"
+        f" commit {machine['commit']}, load average {machine['load']:.1f} at the start (`{name}.json`)."
     )
+
+
+def is_ours(peer: str) -> bool:
+    """The op itself in another mode stands beside the peers, too."""
+    return peer.startswith("pagedtree")
+
+
+def over_floor(row: Row) -> float:
+    """The floor's time over the op's."""
+    return row["floor_ms"] / row["ms"]

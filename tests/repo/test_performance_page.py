@@ -1,0 +1,266 @@
+"""docs/performance.md shows what was kept: its tables and plots say what a result says, and are up to date."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MACHINE = {
+    "processor": "x", "threads": 2, "torch": "2", "date": "2026-01-01", "commit": "abc", "load": 0.1,
+    "cpu_isa": "avx2", "read_gb_per_s": 20.0, "matmul_gflop_per_s": {"float32": 100.0},
+}  # fmt: skip
+
+
+@pytest.fixture
+def docs(monkeypatch):
+    """Imports a module of docs/ by its name."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    return importlib.import_module
+
+
+def keep(folder: Path, **results: dict) -> None:
+    for name, result in results.items():
+        (folder / f"{name}.json").write_text(json.dumps(result))
+
+
+def test_page_shows_the_kept_results(docs):
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert text == docs("make_performance").filled(text), "docs/performance.md is out of date: run `make docs`"
+
+
+def test_page_stays_readable():
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 400
+    assert len(text[: text.index("\n## ")].splitlines()) <= 50
+
+
+def test_sections_without_a_result_say_so(docs, monkeypatch):
+    make_performance = docs("make_performance")
+    shown = make_performance.kept("nowhere", lambda result, name: f"{result} of {name}")
+    assert shown() == "Not measured."
+    monkeypatch.setattr(make_performance, "load", lambda name: {"nowhere": 1}[name])
+    assert shown() == "1 of nowhere"
+
+
+def measured_row(op: str, shape: dict, base: dict, seconds: float, **others) -> dict:
+    """As bench_ops.py writes it; one peer takes twice, one half the time."""
+    timings = {"pagedtree": seconds, "slow": 2 * seconds, "fast": seconds / 2}
+    row = {
+        "op": op, "point": ", ".join(f"{k} {v}" for k, v in shape.items() if base[k] != v) or "base", "shape": shape,
+        "headline": shape == base, "bytes": 10**6, "flops": 10**9, "ms": seconds * 1e3, "spread_ms": 0.1,
+        "gb_per_s": 1e-3 / seconds, "gflop_per_s": 1 / seconds, "floor_ms": 5.0, "bound": "memory", "notes": {},
+        "ratio": {"pagedtree causal": 0.9, "slow": 2.0, "fast": 0.5}, "ratio_with_plan": {"slow": 2.5, "fast": 0.5},
+        "timings": {name: {"median": time, "spread": 0.0, "repeats": 5} for name, time in timings.items()},
+        "peak_bytes": {"pagedtree": 2 * 10**6}, "absent": {"another": "not installed"},
+    }  # fmt: skip
+    return row | others
+
+
+@pytest.fixture
+def sweep_result() -> dict:
+    base = {"length": 512, "batch": 1, "tree": "binary 32", "dtype": "bfloat16", "threads": 0}
+    changes = [("length", 1024), ("length", 2048), ("batch", 4), ("tree", "chain 1"), ("threads", 1)]
+    shapes = [base, *(base | {key: value} for key, value in changes)]
+    rows = [measured_row("tree_attention", shape, base, 0.01 * (i + 1)) for i, shape in enumerate(shapes)]
+    base = {"batch": 8, "tree": "binary 32", "vocab": 1000}
+    shapes = [base, base | {"vocab": 4000}, base | {"tree": "chain 5"}]
+    rows += [measured_row("verify_greedy", shape, base, 0.01, flops=0) for shape in shapes]
+    rows += [{"op": "tree_attention", "point": "length 8", "shape": {}, "headline": False, "skipped": "too long"}]
+    return {"machine": MACHINE, "rows": rows}
+
+
+def test_tables_of_ops_have_the_headline_and_what_is_worst(docs, sweep_result):
+    family = docs("measured_tables").family
+    text = family("tree_attention")(sweep_result, "ops_x")
+    assert "| `tree_attention` | base | 10 (0.1) | 100 | 0.50 | 0.90 x | 2.00 / 2.50 x | 0.50 x |" in text
+    assert "length 1024 |" not in text and "verify_greedy" not in text and "commit abc" in text
+    # Of threads 1, the slowest point, the floor is another; the op itself in another mode is no peer.
+    worst = "`tree_attention`, tree chain 1 (0.10); `tree_attention`, batch 4 (0.12); `tree_attention`, length 2048"
+    assert f"Of all 6 points, furthest from the floor: {worst}" in text
+    assert "A peer is faster at: `tree_attention`, base: 0.50 x fast;" in text and "0.90 x pagedtree" not in text
+    for row in sweep_result["rows"]:
+        row.get("ratio", {}).pop("fast", None)
+    text = family("tree_attention", "verify_")(sweep_result, "ops_x")
+    assert text.count("0.10);") == 1 and "`verify_greedy`, base (0.50)." in text  # of several ops the worst of each
+    assert "A peer is faster at: none." in text and "| `verify_greedy` | base | 10 (0.1) |  | 0.50 |" in text
+    assert "| base |" not in family("tree_attention", points=("batch 4",))(sweep_result, "ops_x")
+
+
+def whole_row(name: str, batch: int, rate: float, plain: float, **others) -> dict:
+    row = {"batch": batch, "name": name, "tokens_per_second": rate, "rounds": [rate, 2 * rate, 3 * rate]}
+    return row | {"over_plain": rate / plain, "identical": name != "transformers"} | others
+
+
+@pytest.fixture
+def whole_result() -> dict:
+    """As bench_wide.py writes it."""
+    rates = {
+        "transformers": (90, 700),
+        "transformers, prompt lookup": (120, None),
+        "other, draft model": (300, None),
+        "pagedtree, plain": (100, 800),
+        "pagedtree, n-gram tree": (150, 600),
+        "pagedtree, n-gram tree, auto": (140, 790),
+    }
+    rows = [
+        whole_row(name, batch, rate[i], (100, 800)[i])
+        for i, batch in enumerate((1, 8))
+        for name, rate in rates.items()
+        if rate[i]
+    ]
+    arguments = {"max_new_tokens": 9, "rounds": 3}
+    return {"machine": MACHINE | {"arguments": arguments, "parameters": 2600000}, "rows": rows}
+
+
+def test_tables_of_whole_generations(docs, whole_result):
+    tables = docs("measured_tables")
+    text = tables.end_to_end("pagedtree, n-gram tree")(whole_result, "nowhere")
+    assert "| tokens/s | plain | n-grams | draft model |" in text
+    assert "| transformers | 90 | 120 |  |" in text and "| other |  |  | 300 |" in text
+    assert "| pagedtree | 100 | 150 |  |" in text
+    assert "| sequences | 1 | 8 |" in text and "| pagedtree, n-gram tree | 150 (1.50 x) | 600 (0.75 x) |" in text
+    assert "in 2 of 10 runs" in text and "greedy, fp32" in text and "tree, auto |" not in text
+    whole_result["machine"]["dtype"] = "bf16"
+    text = tables.end_to_end()(whole_result, "nowhere")
+    assert "greedy, bf16" in text and "| sequences |" not in text
+
+
+def test_table_of_chosen_trees(docs, whole_result):
+    names = ("pagedtree, plain", "pagedtree, n-gram tree", "pagedtree, n-gram tree, auto from scratch", "other")
+    rows = [{"batch": batch, "name": name, "over_plain": [0.9, 1.25, 2.0]} for batch in (1, 8) for name in names]
+    result = {"machine": MACHINE | {"arguments": {"max_new_tokens": 9, "pairs": 4, "texts": 7}}, "rows": rows}
+    text = docs("measured_tables").chosen_trees("n-gram")(result, "nowhere")
+    assert "in 4 pairs of other texts each, or as many as make 7 texts" in text and "| other |" not in text
+    for name in names[:3]:
+        assert f"| {name} | 1.25 (0.90 to 2.00) | 1.25 (0.90 to 2.00) |" in text
+
+
+def real_row(kind: str, sequences: int, way: str, rate: float, over: float, **others) -> dict:
+    row = {
+        "kind": kind, "sequences": sequences, "dtype": "bfloat16", "way": way,
+        "packed": not way.startswith("transformers"), "tokens_per_second": [rate / 2, rate, rate * 2],
+        "over_plain": [over / 2, over, over * 2], "tokens_per_step": 1 + over, "texts_equal": "16/16",
+    }  # fmt: skip
+    return row | others
+
+
+@pytest.fixture
+def real_result() -> dict:
+    """As bench_real.py writes it."""
+    rows = [
+        real_row("edits", 1, "transformers", 20, 0.5),
+        real_row("edits", 1, "plain", 40, 1.0),
+        real_row("edits", 8, "n-gram tree", 300, 1.5, texts_equal="15/16"),
+        real_row("all", 1, "transformers", 20, 0.5),
+        real_row("all", 1, "transformers, prompt lookup", 50, 1.25),
+        real_row("all", 1, "plain", 30, 0.75, packed=False),
+        real_row("all", 1, "plain", 40, 1.0),
+        real_row("all", 1, "n-gram tree", 100, 2.5),
+        real_row("all", 8, "transformers", 250, 0.5),
+        real_row("all", 8, "plain", 200, 1.0),
+        real_row("all", 1, "plain", 7, 1.0, dtype="float32"),
+    ]
+    machine = {key: value for key, value in MACHINE.items() if key != "commit"}
+    return {"machine": machine, "commit": "def", "rows": rows}
+
+
+def test_table_of_the_real_model(docs, real_result):
+    text = docs("measured_tables").real_table(real_result)
+    assert "commit def" in text and "`real_cpu.json`" in text
+    header, _, *lines = [line for line in text.splitlines() if line.startswith("|")]
+    columns = ("1 sequence: edits", "8 sequences: edits", "1 sequence: all", "8 sequences: all")
+    assert header == f"| way | {' | '.join(columns)} |"
+    assert "| bfloat16, transformers | 20 (0.50 x; 1.50) |  | 20 (0.50 x; 1.50) | 250 (0.50 x; 1.50) |" in lines
+    assert "| bfloat16, n-gram tree |  | 300 (1.50 x; 2.50) | 100 (2.50 x; 3.50) |  |" in lines
+    assert "| bfloat16, plain, weights not packed |  |  | 30 (0.75 x; 1.75) |  |" in lines
+    assert "| float32, plain |  |  | 7 (1.00 x; 2.00) |  |" in lines and len(lines) == 6
+    assert text.endswith("in parentheses: bfloat16, n-gram tree, 8 sequences: edits (15/16).")
+    for row in real_result["rows"]:
+        row["texts_equal"] = "16/16"
+    assert docs("measured_tables").real_table(real_result).endswith("in parentheses: none.")
+
+
+def test_summary_compares_with_the_fastest_peer(docs, sweep_result, whole_result, real_result, tmp_path):
+    summary = docs("summary")
+    assert summary.lines(tmp_path) == []
+    whole_result["rows"][2]["rounds"] = [300, 300, 1800]  # beside 150, 300, 450 of ours, in the same rounds
+    sweep_result["rows"].append(sweep_result["rows"][0] | {"point": "batch 8, length 2048, tree chain 1"})
+    for op in ("verify_sampled", "verify_rejection", "expand_tree", "compact_kv", "ngram_propose"):
+        point = "tree chain 32" if op == "verify_rejection" else "base"
+        sweep_result["rows"].append(sweep_result["rows"][6] | {"op": op, "point": point})
+    keep(tmp_path, ops_avx512=sweep_result, wide_cpu=whole_result, real_cpu=real_result)
+    found = summary.lines(tmp_path)
+    machine = "x, avx2, 2 threads"
+    assert found[0] == ("attention over trees", "`tree_attention`, base", "10 ms", 0.5, "fast", "0.50", machine)
+    assert [line[:5] for line in found if not line.floor] == [
+        ("generate, plain", "SmolLM2, batch 1", "40 tokens/s", 2.0, "transformers"),
+        ("generate, n-gram tree", "SmolLM2, batch 1", "100 tokens/s", 2.0, "transformers, prompt lookup"),
+        ("generate, plain", "SmolLM2, batch 8", "200 tokens/s", 0.8, "transformers"),
+        ("generate, plain", "3 M parameters, batch 1", "100 tokens/s", 100 / 90, "transformers"),
+        ("generate, n-gram tree", "3 M parameters, batch 1", "150 tokens/s", 0.5, "other, draft model"),
+        ("generate, plain", "3 M parameters, batch 8", "800 tokens/s", 800 / 700, "transformers"),
+    ]
+    assert [summary.times(ratio) for ratio in (0.344, 12.44, 5659.7)] == ["0.34 x", "12.4 x", "5660 x"]
+
+
+def predicted_row(instance: str, speed: float, share: float | None = None, **others) -> dict:
+    binds = "tensor" if share is None else "memory"
+    row = {"machine": "X1", "instance": instance, "tflop_per_s": speed, "memory_share": share, "source": "l2"}
+    return row | {"binds": binds, "busy": {"memory": 1.0, "tensor": 0.5}} | others
+
+
+def test_predictions_stand_beside_those_of_flashinfer(docs, tmp_path, monkeypatch):
+    tables, predicted = docs("tables"), docs("predicted_tables")
+    monkeypatch.setattr(predicted, "load", lambda name: tables.load(name, tmp_path))
+    rows = [predicted_row("bf16-128-16", 69.2, 0.9, source="memory"), predicted_row("bf16-128-64", 274)]
+    rows += [predicted_row("bf16-64-16", 1), predicted_row("bf16-128-64", 5, binds="memory", machine="X2")]
+    keep(tmp_path, predicted_x1={"commit": "abc", "rows": rows})
+    alone = predicted.attention("predicted_x1", "flashinfer_x1")()
+    assert "`predicted_x1.json` (commit abc):" in alone and "FlashInfer" not in alone
+    assert alone.endswith("| bf16, 16 | 69 (90%), memory |  |\n| bf16, 64 | 274, tensor | 5, L2 |")
+    peers = [predicted_row("bf16-128-64", 122, mask="custom"), predicted_row("bf16-128-64", 257, mask="causal")]
+    keep(tmp_path, flashinfer_x1={"commit": "def", "rows": peers})
+    text = predicted.attention("predicted_x1", "flashinfer_x1")()
+    assert "| X1 | X2 | X1, FlashInfer, tree mask | X1, FlashInfer, causal |" in text
+    assert text.endswith("| bf16, 64 | 274, tensor | 5, L2 | 122, tensor | 257, tensor |")
+
+
+def test_floor_of_a_predicted_tile_is_the_memorys_or_the_tensor_cores(docs):
+    ours = {row["instance"]: row for row in [predicted_row("bf16-128-16", 72, 0.9), predicted_row("bf16-128-64", 240)]}
+    ours["bf16-128-128"] = predicted_row("bf16-128-128", 240)
+    peers = {(instance, mask): predicted_row("", 120) for instance in ours for mask in ("custom", "causal")}
+    line = docs("summary").predicted_attention("bf16-128-64", ours, peers)  # memory: 80 for 16 rows, 320 for 64
+    assert line == ["attention, bf16, 64 rows", "240 TFLOP/s", "0.75", "2.00 x", "2.00 x", "X1"]
+    assert docs("summary").predicted_attention("bf16-128-128", ours, peers)[2] == "0.50"  # tensor cores: 480 of 640
+
+
+@pytest.mark.slow
+def test_plots_are_the_same_each_time(docs, sweep_result, whole_result, tmp_path):
+    pytest.importorskip("matplotlib")
+    make_plots = docs("make_plots")
+    keep(tmp_path, ops_x=sweep_result, wide_cpu=whole_result, end_to_end_cpu=whole_result)
+    written = make_plots.write(tmp_path, tmp_path)
+    assert [path.name for path in written] == ["ops_x_attention.svg", "end_to_end_cpu.svg", "overview.svg"]
+    first = [path.read_bytes() for path in written]
+    assert [path.read_bytes() for path in make_plots.write(tmp_path, tmp_path)] == first
+    assert b"context, tokens" in first[0] and b"n-gram tree stops paying" in first[1]
+    assert b"0.50 x other, draft model" in first[2]
+    (tmp_path / "wide_cpu.json").unlink()
+    (tmp_path / "end_to_end_cpu.json").unlink()
+    keep(tmp_path, ops_x=sweep_result | {"rows": sweep_result["rows"][:1]})
+    assert make_plots.write(tmp_path, tmp_path) == []
+
+
+def test_plots_are_of_the_kept_results(docs, tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
+    if f"matplotlib=={matplotlib.__version__}\n" not in (ROOT / "requirements-dev.txt").read_text():
+        pytest.skip("another matplotlib draws other bytes")
+    make_plots = docs("make_plots")
+    plots = ("ops_", "end_to", "overview")
+    kept = {path.name: path.read_bytes() for path in make_plots.IMAGES.glob("*.svg") if path.stem.startswith(plots)}
+    written = {path.name: path.read_bytes() for path in make_plots.write(images=tmp_path)}
+    assert kept == written, "docs/img is out of date: run `make docs`"
