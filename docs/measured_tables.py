@@ -5,6 +5,7 @@ Each function takes a result and the name of its file, and gives Markdown.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 
 from tables import Result, Row, field, is_ours, listing, machine_line, over_floor, pivot, table
@@ -77,34 +78,26 @@ def options(result: Result, name: str) -> str:
 
 def real_table(result: Result, name: str = "real_cpu") -> str:
     """Ways of decoding in rows, kinds of prompts in columns for each number of sequences."""
-    rows = result["rows"]
-
-    def way(row: Row) -> str:
-        unpacked = ", weights not packed" * (not row["packed"] and not row["way"].startswith("transformers"))
-        return f"{row['dtype']}, {row['way']}{unpacked}"
+    way = "{dtype}, {way}".format_map
 
     def column(row: Row) -> str:
         return f"{row['sequences']} sequence{'s' * (row['sequences'] != 1)}: {row['kind']}"
 
     def cell(row: Row) -> str:
-        return f"{row['tokens_per_second'][1]:.0f} ({row['over_plain'][1]:.2f} x; {row['tokens_per_step']:.2f})"
+        rate, gain = (statistics.median(row[key]) for key in ("tokens_per_second", "over_plain"))
+        # Not known of transformers' ways, nor of all kinds together.
+        per_step = f"; {row['tokens_per_step']:.2f}" if row.get("tokens_per_step") else ""
+        return f"{rate:.0f} ({gain:.2f} x{per_step})"
 
-    different = [f"{way(row)}, {column(row)} ({equal})" for row in rows if parted(equal := row["texts_equal"])]
-    return "\n\n".join(
-        [
-            machine_line({**result["machine"], "commit": result["commit"]}, name)
-            + " Median tokens per second of all sequences; in parentheses the median over plain decoding and the tokens"
-            " a step. The JSON has the lowest and the highest, too.",
-            pivot("way", rows, way, column, cell),
-            f"Texts that differ from plain decoding's, equal ones in parentheses: {'; '.join(different) or 'none'}.",
-        ]
+    note = (
+        " Tokens per second of all sequences; in parentheses over plain decoding, and tokens a step. Medians over the"
+        " prompts of a kind; the JSON has the quartiles."
     )
-
-
-def parted(equal: str) -> bool:
-    """Of "15/16": whether a text differs."""
-    same, total = equal.split("/")
-    return same != total
+    parted = [row for row in result["rows"] if len(set(row["texts_equal"].split("/"))) > 1]
+    texts = "; ".join(f"{way(row)}, {column(row)} ({row['texts_equal']})" for row in parted) or "none"
+    equal = f"Texts that differ from transformers' own, in parentheses how many are equal: {texts}."
+    cells = pivot("way", result["rows"], way, column, cell)
+    return "\n\n".join([machine_line(result["machine"], name) + note, cells, equal])
 
 
 # Ways of drafting -> how engines call them.

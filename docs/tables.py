@@ -33,7 +33,11 @@ def listing(rows: Iterable[Row], columns: dict[str, Show]) -> str:
 
 def pivot(corner: str, rows: Iterable[Row], line: Show, column: Show, cell: Show) -> str:
     """Lines and columns in the order in which the rows have them; empty where no row is."""
-    found = {(line(row), column(row)): cell(row) for row in rows}
+    found: dict[tuple[str, str], str] = {}
+    for row in rows:
+        if (key := (line(row), column(row))) in found:
+            raise ValueError(f"pivot: one row for each line and column expected, got two for {key}")
+        found[key] = cell(row)
     lines, columns = (list(dict.fromkeys(key[i] for key in found)) for i in (0, 1))
     return table([corner, *columns], [[name, *(found.get((name, of), "") for of in columns)] for name in lines])
 

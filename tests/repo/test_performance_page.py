@@ -141,10 +141,13 @@ def test_table_of_chosen_trees(docs, whole_result):
 
 def real_row(kind: str, sequences: int, way: str, rate: float, over: float, **others) -> dict:
     row = {
-        "kind": kind, "sequences": sequences, "dtype": "bfloat16", "way": way,
-        "packed": not way.startswith("transformers"), "tokens_per_second": [rate / 2, rate, rate * 2],
-        "over_plain": [over / 2, over, over * 2], "tokens_per_step": 1 + over, "texts_equal": "16/16",
+        "dtype": "bfloat16", "sequences": sequences, "kind": kind, "way": way,
+        "tokens_per_second": [rate / 2, rate, rate * 2], "over_plain": [over / 2, over, over * 2],
+        "tokens_per_step": 0.0 if way.startswith("transformers") else 1 + over, "texts_equal": "16/16",
     }  # fmt: skip
+    if kind == "all":
+        del row["tokens_per_step"]
+        row |= {"tokens_per_second": [rate], "over_plain": [over]}
     return row | others
 
 
@@ -157,31 +160,36 @@ def real_result() -> dict:
         real_row("edits", 8, "n-gram tree", 300, 1.5, texts_equal="15/16"),
         real_row("all", 1, "transformers", 20, 0.5),
         real_row("all", 1, "transformers, prompt lookup", 50, 1.25),
-        real_row("all", 1, "plain", 30, 0.75, packed=False),
+        real_row("all", 1, "plain, not packed", 30, 0.75),
         real_row("all", 1, "plain", 40, 1.0),
         real_row("all", 1, "n-gram tree", 100, 2.5),
         real_row("all", 8, "transformers", 250, 0.5),
         real_row("all", 8, "plain", 200, 1.0),
         real_row("all", 1, "plain", 7, 1.0, dtype="float32"),
     ]
-    machine = {key: value for key, value in MACHINE.items() if key != "commit"}
-    return {"machine": machine, "commit": "def", "rows": rows}
+    return {"machine": MACHINE, "rows": rows}
 
 
 def test_table_of_the_real_model(docs, real_result):
     text = docs("measured_tables").real_table(real_result)
-    assert "commit def" in text and "`real_cpu.json`" in text
+    assert "commit abc" in text and "`real_cpu.json`" in text
     header, _, *lines = [line for line in text.splitlines() if line.startswith("|")]
     columns = ("1 sequence: edits", "8 sequences: edits", "1 sequence: all", "8 sequences: all")
     assert header == f"| way | {' | '.join(columns)} |"
-    assert "| bfloat16, transformers | 20 (0.50 x; 1.50) |  | 20 (0.50 x; 1.50) | 250 (0.50 x; 1.50) |" in lines
-    assert "| bfloat16, n-gram tree |  | 300 (1.50 x; 2.50) | 100 (2.50 x; 3.50) |  |" in lines
-    assert "| bfloat16, plain, weights not packed |  |  | 30 (0.75 x; 1.75) |  |" in lines
-    assert "| float32, plain |  |  | 7 (1.00 x; 2.00) |  |" in lines and len(lines) == 6
-    assert text.endswith("in parentheses: bfloat16, n-gram tree, 8 sequences: edits (15/16).")
+    assert "| bfloat16, transformers | 20 (0.50 x) |  | 20 (0.50 x) | 250 (0.50 x) |" in lines
+    assert "| bfloat16, n-gram tree |  | 300 (1.50 x; 2.50) | 100 (2.50 x) |  |" in lines
+    assert "| bfloat16, plain, not packed |  |  | 30 (0.75 x) |  |" in lines
+    assert "| float32, plain |  |  | 7 (1.00 x) |  |" in lines and len(lines) == 6
+    assert text.endswith("how many are equal: bfloat16, n-gram tree, 8 sequences: edits (15/16).")
     for row in real_result["rows"]:
         row["texts_equal"] = "16/16"
-    assert docs("measured_tables").real_table(real_result).endswith("in parentheses: none.")
+    assert docs("measured_tables").real_table(real_result).endswith("how many are equal: none.")
+
+
+def test_no_row_is_lost_in_a_table(docs, real_result):
+    real_result["rows"].append(real_row("edits", 1, "plain", 41, 1.1))
+    with pytest.raises(ValueError, match=r"pivot: .* got two for \('bfloat16, plain', '1 sequence: edits'\)"):
+        docs("measured_tables").real_table(real_result)
 
 
 def test_summary_compares_with_the_fastest_peer(docs, sweep_result, whole_result, real_result, tmp_path):
