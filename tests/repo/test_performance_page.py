@@ -197,7 +197,7 @@ def test_summary_compares_with_the_fastest_peer(docs, sweep_result, whole_result
     assert summary.lines(tmp_path) == []
     whole_result["rows"][2]["rounds"] = [300, 300, 1800]  # beside 150, 300, 450 of ours, in the same rounds
     sweep_result["rows"].append(sweep_result["rows"][0] | {"point": "batch 8, length 2048, tree chain 1"})
-    for op in ("verify_sampled", "verify_rejection", "expand_tree", "compact_kv", "ngram_propose"):
+    for op in ("verify_sampled", "verify_rejection", "expand_tree", "compact_kv"):
         point = "tree chain 32" if op == "verify_rejection" else "base"
         sweep_result["rows"].append(sweep_result["rows"][6] | {"op": op, "point": point})
     keep(tmp_path, ops_avx512=sweep_result, wide_cpu=whole_result, real_cpu=real_result)
