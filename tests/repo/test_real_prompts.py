@@ -1,0 +1,70 @@
+"""examples/real_prompts.py: the prompts of each kind, and their form as a chat."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture
+def real_prompts(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module("real_prompts")
+
+
+def test_there_are_16_prompts_of_each_kind(real_prompts):
+    prompts = real_prompts.held_out()
+    assert [prompt.kind for prompt in prompts] == [kind for kind in real_prompts.KINDS for _ in range(16)]
+    assert len({prompt.name for prompt in prompts}) == len({prompt.text for prompt in prompts}) == 48
+    for kind in real_prompts.KINDS:
+        assert real_prompts.held_out(kind) == [prompt for prompt in prompts if prompt.kind == kind]
+
+
+# In characters, of which a token of English has four to five.
+LENGTHS = {"edits": (300, 1800), "summaries": (900, 2500), "stories": (20, 250)}
+
+
+@pytest.mark.parametrize(("kind", "least", "most"), [(kind, *lengths) for kind, lengths in LENGTHS.items()])
+def test_prompts_have_the_length_of_their_kind(real_prompts, kind, least, most):
+    for prompt in real_prompts.held_out(kind):
+        assert least <= len(prompt.text) <= most, (prompt.name, len(prompt.text))
+        assert prompt.text == prompt.text.strip() and "\r" not in prompt.text, prompt.name
+
+
+def test_some_prompts_of_each_kind_are_not_ascii(real_prompts):
+    for kind in real_prompts.KINDS:
+        assert any(not prompt.text.isascii() for prompt in real_prompts.held_out(kind)), kind
+
+
+def test_count_is_for_each_kind(real_prompts):
+    stories = real_prompts.held_out("stories", count=3)
+    assert stories == real_prompts.held_out("stories")[:3]
+    three = real_prompts.held_out(count=3)
+    assert len(three) == 9 and three[6:] == stories
+
+
+def test_unknown_kinds_and_counts_are_refused(real_prompts):
+    with pytest.raises(ValueError, match="kind must be one of edits, summaries, stories, got 'edit'"):
+        real_prompts.held_out("edit")
+    with pytest.raises(ValueError, match="count must be at least 1, got 0"):
+        real_prompts.held_out(count=0)
+
+
+def test_the_demo_edits_a_class(real_prompts):
+    (demo,) = [prompt for prompt in real_prompts.held_out("edits") if prompt.name == real_prompts.DEMO]
+    source = demo.text.split("```python\n")[1].split("\n```")[0]
+    compile(source, demo.name, "exec")
+    assert source.startswith("class ") and 20 <= len(source.splitlines()) <= 40
+
+
+def test_chat_ids_follow_the_tokenizers_template(real_prompts):
+    tokenizer = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(EXAMPLES / "checkpoints" / "target")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    ids = real_prompts.chat_ids(tokenizer, "Größe: 茶 🍵")
+    assert type(ids) is list and tokenizer.decode(ids) == "<user>Größe: 茶 🍵<a>"
