@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import shutil
+import sys
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -11,95 +17,28 @@ pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
 
 import gguf
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from gguf_case import END, TEMPLATE, tiny_llama, write_gguf
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pagedtree.integrations.transformers.gguf import dequantized
+from pagedtree.integrations.transformers import gguf as gguf_module
+from pagedtree.integrations.transformers.gguf import dequantized, is_gguf
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TEMPLATE = (
-    "{% for message in messages %}<start>{{ message['role'] }} {{ message['content'] }}<end>{% endfor %}"
-    "{% if add_generation_prompt %}<start>assistant {% endif %}"
-)
-# Bytes as GPT-2 spells them (a space is Ġ), two merges, and the special tokens.
-LETTERS = [*"abcdefghijklmnopqrstuvwxyz.,", "Ġ", "Ċ"]
-TOKENS = ["<pad>", "<start>", "<end>", *LETTERS, "th", "the"]
-SPECIAL = 3
-END = 2
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama()
 
 
-def tiny_llama(seed=0):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(TOKENS), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=64, max_position_embeddings=256, rms_norm_eps=1e-5, initializer_range=0.2,
-        tie_word_embeddings=False, bos_token_id=1, eos_token_id=END, pad_token_id=0,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+@pytest.fixture(scope="module")
+def file(model, tmp_path_factory):
+    return write_gguf(tmp_path_factory.mktemp("file") / "tiny.gguf", model, "Q8_0")
 
 
-NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-}  # fmt: skip
-
-
-def gguf_name(name):
-    name = name.replace("model.layers.", "blk.")
-    for ours, theirs in NAMES.items():
-        name = name.replace(ours, theirs)
-    return name
-
-
-def permuted(weight, num_heads):
-    """Rows of a query or key projection as llama.cpp has them: its rotary pairs are neighbours."""
-    heads = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, weight.shape[1])
-    return heads.transpose(1, 2).reshape(weight.shape)
-
-
-def write_gguf(path, model, kind, architecture="llama", leave_out=(), template=TEMPLATE):
-    """The model as a file whose matrices are of one type, "F32", "F16", "BF16", "Q8_0" or "Q4_1"."""
-    config = model.config
-    writer = gguf.GGUFWriter(str(path), architecture)
-    writer.add_name("tiny")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([gguf.TokenType.CONTROL] * SPECIAL + [gguf.TokenType.NORMAL] * (len(TOKENS) - SPECIAL))
-    writer.add_token_merges(["t h", "th e"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(END)
-    writer.add_pad_token_id(0)
-    if template:
-        writer.add_chat_template(template)
-    quantised = gguf.GGMLQuantizationType[kind]
-    for name, tensor in model.state_dict().items():
-        if name in leave_out:
-            continue
-        if "q_proj" in name or "k_proj" in name:
-            tensor = permuted(tensor, config.num_attention_heads if "q_proj" in name else config.num_key_value_heads)
-        value = tensor.float().numpy()
-        if value.ndim == 1:
-            writer.add_tensor(gguf_name(name), value)
-        else:
-            writer.add_tensor(gguf_name(name), gguf.quants.quantize(value, quantised), raw_dtype=quantised)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+@pytest.fixture(scope="module")
+def folder(file, tmp_path_factory):
+    return dequantized(file, tmp_path_factory.mktemp("kept"))
 
 
 def rounded(model, kind):
@@ -118,8 +57,7 @@ def rounded(model, kind):
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_1"])
-def test_folder_has_the_weights_of_the_file(tmp_path, kind, capfd):
-    model = tiny_llama()
+def test_folder_has_the_weights_of_the_file(model, tmp_path, kind, capfd):
     folder = dequantized(write_gguf(tmp_path / "tiny.gguf", model, kind), tmp_path / "kept")
     told = capfd.readouterr().err
     assert told.splitlines() == [f"reading {tmp_path / 'tiny.gguf'} once; its weights will be kept in {folder}"]
@@ -129,3 +67,119 @@ def test_folder_has_the_weights_of_the_file(tmp_path, kind, capfd):
     assert found.keys() == expected.keys()
     assert all(found[name].dtype == expected[name].dtype for name in expected)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_folder_is_an_ordinary_checkpoint(file, folder):
+    """Tokenizer, chat template and the token that ends a text are those of the file."""
+    own = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    kept = AutoTokenizer.from_pretrained(folder)
+    for text in ("the theme", " the, a.", "<start>a<end>", "", "then\n"):
+        ids = kept(text)["input_ids"]
+        assert ids == own(text)["input_ids"] and kept.decode(ids) == own.decode(ids)
+    messages = [{"role": "user", "content": "the"}]
+    for more in ({"tokenize": False}, {"add_generation_prompt": True, "return_dict": False}):
+        assert kept.apply_chat_template(messages, **more) == own.apply_chat_template(messages, **more)
+    assert kept.chat_template == TEMPLATE and kept.eos_token_id == END
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == END
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+
+
+def test_folder_gives_the_files_text(model, tmp_path):
+    """With rotary pairs and norms as they were."""
+    kept = dequantized(write_gguf(tmp_path / "tiny.gguf", model, "F32"), tmp_path)
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    texts = [
+        one.generate(prompt, max_new_tokens=16, do_sample=False)
+        for one in (model, AutoModelForCausalLM.from_pretrained(kept))
+    ]
+    assert torch.equal(*texts)
+
+
+def test_a_file_is_read_once(file, folder, model, monkeypatch, tmp_path, capfd):
+    """Where its content has changed, under whatever name and time, it is read again."""
+    assert dequantized(str(file), folder.parent) == folder and capfd.readouterr().err == ""
+    other = write_gguf(tmp_path / file.name, tiny_llama(1), "Q8_0")
+    assert other.stat().st_size == file.stat().st_size
+    again = dequantized(other, folder.parent)
+    assert again != folder and again.parent == folder.parent
+    weights = [AutoModelForCausalLM.from_pretrained(one).lm_head.weight for one in (folder, again)]
+    assert not torch.equal(*weights)
+    # What another version of transformers wrote is not taken.
+    monkeypatch.setattr(gguf_module.transformers, "__version__", "0.0")
+    assert dequantized(file, folder.parent) not in (folder, again)
+
+
+def test_where_it_is_kept(file, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert dequantized(file).parent == tmp_path / "cache" / "pagedtree"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert dequantized(file).parent == tmp_path / "home" / ".cache" / "pagedtree"
+
+
+def test_interrupted_and_parallel_runs_leave_whole_folders(file, folder, monkeypatch, tmp_path):
+    read, kept = gguf_module._read, tmp_path / "kept"
+
+    class Cut(AutoTokenizer):
+        @staticmethod
+        def save_pretrained(_):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(gguf_module, "_read", lambda path: (read(path)[0], Cut))
+    with pytest.raises(KeyboardInterrupt):
+        dequantized(file, kept)
+    assert list(kept.iterdir()) == []
+
+    def slower(path):
+        """Another process has written the folder meanwhile."""
+        shutil.copytree(folder, kept / folder.name)
+        return read(path)
+
+    monkeypatch.setattr(gguf_module, "_read", slower)
+    assert dequantized(file, kept) == kept / folder.name and list(kept.iterdir()) == [kept / folder.name]
+
+
+def test_threads_read_a_file_once(file, monkeypatch, tmp_path, capfd):
+    stream, found = sys.stderr, []
+    threads = [threading.Thread(target=lambda: found.append(dequantized(file, tmp_path))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and len(set(found)) == 1 and sys.stderr is stream
+    assert capfd.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("package", ["gguf", "accelerate"])
+def test_missing_packages_are_named(file, monkeypatch, tmp_path, package):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == package else find(name, *more))
+    with pytest.raises(ModuleNotFoundError, match=f"a GGUF file needs {package}: pip install gguf accelerate"):
+        dequantized(file, tmp_path)
+
+
+def test_files_that_will_not_do(file, model, tmp_path):
+    """One line names the file, whatever the readers stumble over, and nothing is kept."""
+    (tmp_path / "text").write_text("some text")
+    (tmp_path / "empty").touch()
+    whole = file.read_bytes()
+    for name, size in (("tensors", -1000), ("header", 1000), ("start", 5)):
+        (tmp_path / f"cut_{name}").write_bytes(whole[:size])
+    write_gguf(tmp_path / "unknown", model, "F32", architecture="nonsense")
+    write_gguf(tmp_path / "missing", model, "F32", leave_out=["model.layers.1.mlp.up_proj.weight"])
+    reasons = {
+        "nowhere": "which does not exist",
+        ".": "a folder",
+        "text": "which begins with b'some' and not with b'GGUF'",
+        "empty": "which begins with b'' and not with b'GGUF'",
+        "cut_tensors": "", "cut_header": "", "cut_start": "", "unknown": "nonsense",
+        "missing": "missing_keys: ['model.layers.1.mlp.up_proj.weight']",
+    }  # fmt: skip
+    for name, reason in reasons.items():
+        with pytest.raises(ValueError) as caught:
+            dequantized(tmp_path / name, tmp_path / "kept")
+        message = str(caught.value)
+        assert message.startswith("path: expected ") and f"got {tmp_path / name}" in message and reason in message
+        assert "\n" not in message
+    assert not (tmp_path / "kept").exists() or list((tmp_path / "kept").iterdir()) == []
+    assert [is_gguf(tmp_path / name) for name in (*reasons, file)] == [False] * 4 + [True] * 6

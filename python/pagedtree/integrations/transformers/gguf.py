@@ -9,6 +9,7 @@ import io
 import os
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-__all__ = ["dequantized"]
+__all__ = ["dequantized", "is_gguf"]
 
 PACKAGES = ("gguf", "accelerate")
 MAGIC = b"GGUF"
 # Tensors that hold plain numbers. All other types are blocks of small integers with a scale.
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+TURN = threading.Lock()  # to write; while one thread does, sys.stderr is redirected for all of them
 
 
 def dequantized(path: str | os.PathLike[str], folder: str | os.PathLike[str] | None = None) -> Path:
@@ -49,17 +52,22 @@ def dequantized(path: str | os.PathLike[str], folder: str | os.PathLike[str] | N
     _check_file(path)
     parent = _cache() if folder is None else Path(folder)
     kept = parent / f"{path.stem[:40]}-{_digest(path)}"
-    if kept.is_dir():
-        return kept
+    with TURN:
+        if not kept.is_dir():
+            _write(path, kept)
+    return kept
+
+
+def _write(path: Path, kept: Path) -> None:
     for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(f"a GGUF file needs {package}: pip install {' '.join(PACKAGES)}", name=package)
     print(f"reading {path} once; its weights will be kept in {kept}", file=sys.stderr, flush=True)
-    parent.mkdir(parents=True, exist_ok=True)
+    kept.parent.mkdir(parents=True, exist_ok=True)
     # Progress bars are written to sys.stderr; transformers' warnings go to the stream that it found when imported.
     with (
         contextlib.redirect_stderr(io.StringIO()),
-        tempfile.TemporaryDirectory(prefix=".unfinished-", dir=parent) as unfinished,
+        tempfile.TemporaryDirectory(prefix=".unfinished-", dir=kept.parent) as unfinished,
     ):
         model, tokenizer = _read(path)
         whole = Path(unfinished, kept.name)
@@ -70,7 +78,12 @@ def dequantized(path: str | os.PathLike[str], folder: str | os.PathLike[str] | N
         except OSError:
             if not kept.is_dir():  # else another process was faster, and what it wrote is the same
                 raise
-    return kept
+
+
+def is_gguf(path: str | os.PathLike[str]) -> bool:
+    """Whether there is a file that begins as GGUF files do."""
+    path = Path(path)
+    return path.is_file() and _start(path) == MAGIC
 
 
 def _cache() -> Path:
@@ -81,10 +94,13 @@ def _check_file(path: Path) -> None:
     if not path.is_file():
         found = "a folder" if path.is_dir() else "which does not exist"
         raise ValueError(f"path: expected a GGUF file, got {path}, {found}")
-    with path.open("rb") as file:
-        start = file.read(len(MAGIC))
-    if start != MAGIC:
+    if (start := _start(path)) != MAGIC:
         raise ValueError(f"path: expected a GGUF file, got {path}, which begins with {start!r} and not with {MAGIC!r}")
+
+
+def _start(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(len(MAGIC))
 
 
 def _digest(path: Path) -> str:
