@@ -79,7 +79,7 @@ def test_folder_is_an_ordinary_checkpoint(file, folder):
     messages = [{"role": "user", "content": "the"}]
     for more in ({"tokenize": False}, {"add_generation_prompt": True, "return_dict": False}):
         assert kept.apply_chat_template(messages, **more) == own.apply_chat_template(messages, **more)
-    assert kept.chat_template == TEMPLATE and kept.eos_token_id == END
+    assert kept.chat_template == TEMPLATE and kept.eos_token_id == own.eos_token_id
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == END
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
 
