@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+import transformers
 from generate_case import tiny
 from tokenizers import Tokenizer, decoders, models, processors
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -114,16 +115,18 @@ def test_files_that_cannot_be_read(run, tmp_path):
             )
 
 
-@pytest.mark.parametrize("option", ["--model", "--draft", "--medusa", "--eagle"])
+@pytest.mark.parametrize("option", ["--model", "--draft", "--medusa", "--eagle", "--block"])
 def test_folders_that_are_not_there(run, tmp_path, option):
     """None of these is asked for on the hub."""
     (tmp_path / "file").touch()
-    kind = "a folder or a name on the hub" if option in ("--model", "--draft") else "a folder"
+    is_model = option in ("--model", "--draft")
+    kind = "a folder, a GGUF file or a name on the hub" if is_model else "a folder"
     for name in (tmp_path / "nowhere", "./nowhere", "../nowhere", "a/b/nowhere", "nowhere/"):
         status, out, error = run(option, name)
         assert (status, out) == (2, "")
         assert error.endswith(f"{option}: expected {kind}, got {name}, which does not exist")
-    assert run(option, tmp_path / "file")[2].endswith(f"{option}: expected {kind}, got {tmp_path / 'file'}, a file")
+    found = "another file" if is_model else "a file"
+    assert run(option, tmp_path / "file")[2].endswith(f"{option}: expected {kind}, got {tmp_path / 'file'}, {found}")
     assert run(option, tmp_path)[2].endswith(
         f"{option}: expected a checkpoint, got {tmp_path}, a folder without config.json"
     )
@@ -133,13 +136,13 @@ def test_folders_that_are_not_there(run, tmp_path, option):
 def test_names_on_the_hub(folder, run, monkeypatch, option, loader):
     """A name is asked for there; what goes wrong is one line that names the option."""
 
-    def load(name, **_):
+    def load(name, **more):
         if name == str(folder):
-            return own(name)
+            return own(name, **more)
         raise OSError(f"{name} is not a local folder\nand more")
 
-    own = getattr(command_module, loader).from_pretrained
-    monkeypatch.setattr(getattr(command_module, loader), "from_pretrained", load)
+    own = getattr(transformers, loader).from_pretrained
+    monkeypatch.setattr(getattr(transformers, loader), "from_pretrained", load)
     for name in ("owner/nowhere-1.5b", "nowhere"):
         status, _, error = run(option, name)
         assert status == 2

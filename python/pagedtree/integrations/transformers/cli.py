@@ -9,18 +9,18 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
+from transformers.utils import logging
 
 from pagedtree import SamplingParams
-from pagedtree.generation.drafters import Drafter, EagleDrafter, EagleHead, MedusaDrafter, MedusaHeads, NgramDrafter
 from pagedtree.generation.drafters.grown import DRAFT_LAWS
 from pagedtree.generation.logprobs import TokenLogprobs
 from pagedtree.generation.rules import RULES
 from pagedtree.generation.token_options import TokenOptions
 from pagedtree.grammars import GrammarMatcher
-from pagedtree.integrations.transformers.command_files import check_checkpoint, errors_of, read_text
-from pagedtree.integrations.transformers.draft_model import ModelDrafter
+from pagedtree.integrations.transformers.chat import chat_prompt, turn_ends
+from pagedtree.integrations.transformers.command_files import check_checkpoint, errors_of, model_folder, read_text
+from pagedtree.integrations.transformers.command_models import DTYPES, NUM_NODES, drafter_of, load_model
 from pagedtree.integrations.transformers.generate import generate
 from pagedtree.integrations.transformers.generate_arguments import eos_tokens
 from pagedtree.integrations.transformers.generation_config import ConfigFields, config_fields
@@ -33,7 +33,6 @@ FILTERS = ("temperature", "top_p", "top_k", "min_p")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 # White space in front of a part of a JSON text: a line break, and four levels of four blanks are indented.
 MAX_WHITESPACE = 20
-DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,15 +45,16 @@ def main(argv: Sequence[str]) -> int:
     print(f"device: {args.device}", file=sys.stderr)
     try:
         text, grammar = _read(args)
+        args.model = model_folder("--model", args.model)
         with errors_of("--model", args.model):
             tokenizer = AutoTokenizer.from_pretrained(args.model)
-        prompt = tokenizer(text)["input_ids"]
-        if not prompt:
-            raise ValueError(f"--prompt: expected a text of at least one token, got {args.prompt}, which has none")
-        model = _load("--model", args.model, args)
+        prompt = _prompt(tokenizer, text, args)
+        logging.disable_progress_bar()
+        model = load_model("--model", args.model, args)
+        eos_ids = [*eos_tokens(model, None), *(turn_ends(tokenizer) if args.chat else [])]
         rule, params = _sampling(parser, args, _config_fields(model, args))
-        drafter = _drafter(model, args)
-        grammars = _grammars(parser, model, tokenizer, grammar, args)
+        drafter = drafter_of(model, args)
+        grammars = _grammars(parser, model, tokenizer, eos_ids, grammar, args)
         printer = _Printer(tokenizer, num_sequences=args.n, max_tokens=args.n * args.max_new_tokens)
         _, stats = generate(
             model,
@@ -66,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
             page_size=args.page_size,
             num_pages=args.num_pages,
             n=args.n,
+            eos_token_id=eos_ids,
             stop_strings=args.stop,
             tokenizer=tokenizer,
             rule=rule,
@@ -94,12 +95,21 @@ def _parser() -> argparse.ArgumentParser:
         description="Completes a prompt, in fewer passes with drafts. The text goes to stdout, progress and statistics"
         " to stderr.",
     )
-    parser.add_argument("--model", required=True, help="checkpoint of the target (a folder or a name on the hub)")
+    parser.add_argument(
+        "--model", required=True, help="checkpoint of the target: a folder, a GGUF file or a name on the hub"
+    )
     parser.add_argument("--prompt", required=True, metavar="FILE", help="text file; - for standard input")
+    parser.add_argument(
+        "--chat", action="store_true", help="the prompt is a user's message, put into the tokenizer's chat template"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="a system message in front of it; needs --chat")
     drafts = parser.add_mutually_exclusive_group()
-    drafts.add_argument("--draft", metavar="PATH", help="checkpoint of a smaller model of the same tokenizer")
+    drafts.add_argument(
+        "--draft", metavar="PATH", help="checkpoint of a smaller model of the same tokenizer, as --model"
+    )
     drafts.add_argument("--medusa", metavar="PATH", help="folder of Medusa heads (config.json, medusa.safetensors)")
     drafts.add_argument("--eagle", metavar="PATH", help="folder of an EAGLE-3 head, as SGLang and vLLM load it")
+    drafts.add_argument("--block", metavar="PATH", help="folder of a block drafter (DFlash)")
     drafts.add_argument("--ngram", action="store_true", help="draft from the text itself (prompt lookup)")
     parser.add_argument(
         "--draft-law", choices=DRAFT_LAWS, default="topk", help="how --draft chooses tokens (default %(default)s)"
@@ -107,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rule", choices=RULES, default="auto", help="how drafts are verified; all but typical are lossless"
     )
-    parser.add_argument("--num-nodes", type=int, default=16, help="nodes of a draft tree (default %(default)s)")
+    parser.add_argument("--num-nodes", type=int, help=f"nodes of a draft tree, the root included (default {NUM_NODES})")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default %(default)s")
     parser.add_argument("--n", type=int, default=1, help="outcomes of the prompt (default %(default)s)")
     parser.add_argument(
@@ -157,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
         "--device", default="cuda" if "cuda" in backends() else "cpu", help="default: cuda where it can run, else cpu"
     )
     parser.add_argument("--cuda-graph", action="store_true", help="replay a CUDA graph of the decode step")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: float32 on cpu, else the checkpoint's")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's, on a CPU float32 where it is slow")
     return parser
 
 
@@ -199,16 +209,33 @@ def _read(args: argparse.Namespace) -> tuple[str, str | None]:
     """The prompt, and the schema or the grammar; before a checkpoint is loaded, refuses what will not do."""
     if args.max_whitespace is not None and (args.json_schema is None or args.max_whitespace < 0):
         raise ValueError(f"--max-whitespace: expected 0 or more, with --json-schema, got {args.max_whitespace}")
-    for name, on_hub in {"model": True, "draft": True, "medusa": False, "eagle": False}.items():
+    if args.system is not None and not args.chat:
+        raise ValueError("--system: needs --chat")
+    for name in ("model", "draft", "medusa", "eagle", "block"):
         if getattr(args, name) is not None:
-            check_checkpoint(f"--{name}", getattr(args, name), on_hub)
+            check_checkpoint(f"--{name}", getattr(args, name), of_model=name in ("model", "draft"))
     files = {"--json-schema": args.json_schema, "--grammar": args.grammar}
     grammar = next((read_text(option, path) for option, path in files.items() if path is not None), None)
     return read_text("--prompt", args.prompt, stdin=True), grammar
 
 
+def _prompt(tokenizer: Any, text: str, args: argparse.Namespace) -> list[int]:
+    if args.chat:
+        with errors_of("--chat", args.model):
+            return chat_prompt(tokenizer, text, args.system)
+    prompt: list[int] = tokenizer(text)["input_ids"]
+    if not prompt:
+        raise ValueError(f"--prompt: expected a text of at least one token, got {args.prompt}, which has none")
+    return prompt
+
+
 def _grammars(
-    parser: argparse.ArgumentParser, model: Any, tokenizer: Any, text: str | None, args: argparse.Namespace
+    parser: argparse.ArgumentParser,
+    model: Any,
+    tokenizer: Any,
+    stops: list[int],
+    text: str | None,
+    args: argparse.Namespace,
 ) -> list[GrammarMatcher] | None:
     """A matcher of the schema or grammar for each outcome."""
     if text is None:
@@ -220,7 +247,7 @@ def _grammars(
         from pagedtree.integrations.xgrammar import XGrammarMatcher
     except ModuleNotFoundError as error:
         parser.error(f"{option} needs {error.name}: pip install xgrammar")
-    vocab_size, stops = model.config.get_text_config().vocab_size, eos_tokens(model, None)
+    vocab_size = model.config.get_text_config().vocab_size
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=stops or None)
     compiler = xgrammar.GrammarCompiler(info)
     most = MAX_WHITESPACE if args.max_whitespace is None else args.max_whitespace
@@ -233,34 +260,6 @@ def _grammars(
         message = " ".join(str(error).split())
         raise ValueError(f"{option}: expected what xgrammar can read, got {path}: {message}") from None
     return [XGrammarMatcher(xgrammar.GrammarMatcher(compiled), info.vocab_size) for _ in range(args.n)]
-
-
-def _load(option: str, name: str, args: argparse.Namespace) -> Any:
-    print(f"loading {name}", file=sys.stderr)
-    dtype = DTYPES[args.dtype or ("float32" if args.device == "cpu" else "auto")]
-    with errors_of(option, name):
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(args.device).eval()
-
-
-def _drafter(model: Any, args: argparse.Namespace) -> Drafter | None:
-    if args.draft:
-        width = 1 if args.rule == "block" else 4
-        depth = args.num_nodes - 1 if args.rule == "block" else 4
-        return ModelDrafter(
-            _load("--draft", args.draft, args), law=args.draft_law, num_nodes=args.num_nodes, depth=depth, width=width
-        )
-    if args.medusa:
-        with errors_of("--medusa", args.medusa):
-            heads = MedusaHeads.from_pretrained(args.medusa, model)
-        return MedusaDrafter(heads, args.num_nodes)
-    if args.eagle:
-        width, depth = (1, args.num_nodes - 1) if args.rule == "block" else (4, 5)
-        with errors_of("--eagle", args.eagle):
-            head = EagleHead.from_pretrained(args.eagle, model)
-        return EagleDrafter(head, num_nodes=args.num_nodes, depth=depth, width=width)
-    if args.ngram:
-        return NgramDrafter(args.num_nodes, max_branches=1 if args.rule == "block" else 4)
-    return None
 
 
 def _print_logprobs(tokenizer: Any, tokens: list[int], found: TokenLogprobs) -> None:

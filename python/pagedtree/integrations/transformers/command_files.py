@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["check_checkpoint", "errors_of", "read_text"]
+from pagedtree.integrations.transformers.gguf import dequantized, is_gguf
+
+__all__ = ["check_checkpoint", "errors_of", "model_folder", "read_text"]
 
 # A name on the hub: that of a model, or of its owner and the model.
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
@@ -31,19 +33,32 @@ def read_text(option: str, path: str, stdin: bool = False) -> str:
         ) from None
 
 
-def check_checkpoint(option: str, name: str, hub: bool = False) -> None:
+def check_checkpoint(option: str, name: str, of_model: bool = False) -> None:
     """Raises ValueError, which names the option, for what is no folder of a checkpoint.
 
-    hub: a name on the hub will do, too. Whether the hub has it is not asked here.
+    of_model: a GGUF file or a name on the hub will do, too. Whether the hub has it is not asked here.
     """
     path = Path(name)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(f"{option}: expected a checkpoint, got {name}, a folder without config.json")
-    elif not hub or path.exists() or HUB_NAME.fullmatch(name) is None:
-        kind = "a folder or a name on the hub" if hub else "a folder"
-        found = "a file" if path.exists() else "which does not exist"
+    elif of_model and (is_gguf(path) or (not path.exists() and HUB_NAME.fullmatch(name))):
+        return
+    else:
+        kind = "a folder, a GGUF file or a name on the hub" if of_model else "a folder"
+        found = "another file" if path.exists() and of_model else "a file" if path.exists() else "which does not exist"
         raise ValueError(f"{option}: expected {kind}, got {name}, {found}")
+
+
+def model_folder(option: str, name: str) -> str:
+    """What `from_pretrained` loads: the name itself, or the folder of what a GGUF file holds."""
+    if not is_gguf(name):
+        return name
+    try:
+        with errors_of(option, name):
+            return str(dequantized(name))
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{option} {name}: {error}") from None
 
 
 @contextmanager

@@ -1,0 +1,53 @@
+"""A prompt as a user's message, by the chat template of the model's tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jinja2 import TemplateError
+
+__all__ = ["chat_prompt", "turn_ends"]
+
+# A word that no template has of its own.
+ANSWER = "xanswerx"
+
+
+def chat_prompt(tokenizer: Any, message: str, system: str | None = None) -> list[int]:
+    """The ids of a conversation that waits for the model's answer.
+
+    The template writes all special tokens, so the tokenizer adds none.
+
+    Args:
+        tokenizer: of transformers, with a chat template.
+        message: the user's; line breaks at its end are left out.
+        system: the system's message; None: the template's own, if it has one.
+
+    Raises:
+        ValueError: the tokenizer has no template, or the template refuses the messages.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("chat: expected a tokenizer with a chat template, got one without")
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    messages.append({"role": "user", "content": message.rstrip("\r\n")})
+    ids: list[int] = _rendered(tokenizer, messages, add_generation_prompt=True, return_dict=False)
+    return ids
+
+
+def turn_ends(tokenizer: Any) -> list[int]:
+    """The special token behind an answer, if the template writes one: it ends the text, as EOS tokens do.
+
+    Some generation configs have only the token that ends a whole document.
+    """
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": ANSWER}]
+    _, answer, behind = _rendered(tokenizer, messages, tokenize=False).rpartition(ANSWER)
+    ids = tokenizer(behind.lstrip(), add_special_tokens=False)["input_ids"] if answer else []
+    special = {token for token, entry in tokenizer.added_tokens_decoder.items() if entry.special}
+    return [token for token in ids[:1] if token in special]
+
+
+def _rendered(tokenizer: Any, messages: list[dict[str, str]], **how: Any) -> Any:
+    try:
+        return tokenizer.apply_chat_template(messages, **how)
+    except TemplateError as error:
+        roles = " and ".join(message["role"] for message in messages)
+        raise ValueError(f"chat: the tokenizer's template refuses messages of {roles}: {error}") from None

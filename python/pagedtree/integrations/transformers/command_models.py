@@ -1,0 +1,83 @@
+"""Target and drafter of `python -m pagedtree generate`, as its options name them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from pagedtree import _C
+from pagedtree.generation.drafters import (
+    BlockDrafter,
+    BlockDraftModel,
+    Drafter,
+    EagleDrafter,
+    EagleHead,
+    MedusaDrafter,
+    MedusaHeads,
+    NgramDrafter,
+)
+from pagedtree.integrations.transformers.command_files import errors_of, model_folder
+from pagedtree.integrations.transformers.draft_model import ModelDrafter
+
+__all__ = ["DTYPES", "NUM_NODES", "drafter_of", "load_model"]
+
+DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Of a tree: what the drafters have by default, and what Medusa heads get, which have no default.
+NUM_NODES = 16
+# Our CPU kernels of these names need instructions for products of bfloat16. With them, torch is fast in it, too.
+BF16_ISAS = {"avx512", "amx"}
+
+
+def load_model(option: str, name: str, args: argparse.Namespace) -> Any:
+    """The target, in the dtype of --dtype, else in the checkpoint's, or in float32 where the CPU is slow in that."""
+    print(f"loading {name}", file=sys.stderr)
+    with errors_of(option, name):
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[args.dtype or "auto"])
+    own, reason = model.dtype, ""
+    if args.dtype is None and args.device == "cpu" and not _is_fast(own):
+        model, reason = model.float(), f", because {_word(own)} is slow on this CPU"
+    print(f"dtype: {_word(model.dtype)}{reason}", file=sys.stderr)
+    return model.to(args.device).eval()
+
+
+def drafter_of(model: Any, args: argparse.Namespace) -> Drafter | None:
+    """The drafter, of its own sizes where no option says otherwise, and of chains for rule "block"."""
+    num_nodes = {} if args.num_nodes is None else {"num_nodes": args.num_nodes}
+    is_chain = args.rule == "block"
+    sizes = {**num_nodes, "width": 1} if is_chain else num_nodes
+    deep = {**sizes, "depth": args.num_nodes - 1} if is_chain and num_nodes else sizes
+    if args.draft:
+        return ModelDrafter(_load_draft(args, model), law=args.draft_law, **deep)
+    if args.medusa:
+        with errors_of("--medusa", args.medusa):
+            return MedusaDrafter(MedusaHeads.from_pretrained(args.medusa, model), args.num_nodes or NUM_NODES)
+    if args.eagle:
+        with errors_of("--eagle", args.eagle):
+            return EagleDrafter(EagleHead.from_pretrained(args.eagle, model), **deep)
+    if args.block:  # as deep as its blocks are long
+        with errors_of("--block", args.block):
+            return BlockDrafter(BlockDraftModel.from_pretrained(args.block, model), **sizes)
+    if args.ngram:
+        return NgramDrafter(**num_nodes, max_branches=1) if is_chain else NgramDrafter(**num_nodes)
+    return None
+
+
+def _load_draft(args: argparse.Namespace, target: Any) -> Any:
+    """The draft model, in the target's dtype."""
+    name = model_folder("--draft", args.draft)
+    print(f"loading {name}", file=sys.stderr)
+    with errors_of("--draft", name):
+        return AutoModelForCausalLM.from_pretrained(name, dtype=target.dtype).to(args.device).eval()
+
+
+def _is_fast(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies matrices of the dtype at least as fast as those of float32."""
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and not BF16_ISAS.isdisjoint(_C.available_isas()))
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,244 @@
+"""The command `python -m pagedtree generate`: chat templates, GGUF files, and what it takes from checkpoints."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from block_case import block_model
+from generate_case import VOCAB, tiny, tiny_eagle
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+
+from pagedtree import cli
+from pagedtree.integrations.transformers import MedusaHeads, command_models
+from pagedtree.integrations.transformers import cli as command_module
+from pagedtree.integrations.transformers.chat import turn_ends
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SPECIAL = ["<s>", "<start>", "<end>"]
+NAMES = [*SPECIAL, "user", "system", "assistant", *(f"w{i}" for i in range(VOCAB - 6))]
+IDS = {name: i for i, name in enumerate(NAMES)}
+TEMPLATE = (
+    "<s>{% for message in messages %}<start>{{ message['role'] }} {{ message['content'] }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant {% endif %}"
+)
+REFUSING = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TEMPLATE
+
+
+def ids(text):
+    return [IDS[word] for word in text.replace(">", "> ").replace("<", " <").split()]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny(0, bos_token_id=0)
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    """A checkpoint whose tokenizer puts <s> in front of a text, and drafters for it."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    words = Tokenizer(models.WordLevel(IDS, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", additional_special_tokens=SPECIAL[1:])
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+    block_model(model).save_pretrained(folder / "block", dtype=torch.float32)
+    tiny_eagle(model).save_pretrained(folder / "eagle", dtype=torch.float32)
+    MedusaHeads(128, 3, model.lm_head).save_pretrained(folder / "medusa")
+    (folder / "prompt.txt").write_text("w7 w8\n\n")
+    return folder
+
+
+@pytest.fixture
+def run(folder, capsys):
+    """Runs the command; returns status, text and standard error."""
+
+    def run(*options, count=4):
+        arguments = ["--model", folder, "--prompt", folder / "prompt.txt", "--device", "cpu"]
+        status = cli.main(["generate", *map(str, (*arguments, "--max-new-tokens", count, *options))])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What `generate` is given, in each call."""
+    seen, own = [], command_module.generate
+
+    def watched(model, prompts, **more):
+        seen.append(SimpleNamespace(model=model, prompts=prompts, **more))
+        return own(model, prompts, **more)
+
+    monkeypatch.setattr(command_module, "generate", watched)
+    return seen
+
+
+@pytest.fixture
+def template(folder):
+    """Sets another template, for the time of a test; None takes it away."""
+    file = folder / "chat_template.jinja"
+
+    def template(text):
+        file.unlink(missing_ok=True)
+        if text is not None:
+            file.write_text(text)
+
+    yield template
+    file.write_text(TEMPLATE)
+
+
+def test_chat_puts_the_prompt_into_the_template(run, calls, monkeypatch):
+    """With one <s>, the template's; line breaks at the end of the message are no part of it."""
+    assert run()[0] == 0 and calls[-1].prompts == [ids("<s>w7 w8")]
+    assert run("--chat")[0] == 0
+    assert calls[-1].prompts == [ids("<s><start>user w7 w8<end><start>assistant")]
+    assert run("--chat", "--system", "w5")[0] == 0
+    assert calls[-1].prompts == [ids("<s><start>system w5<end><start>user w7 w8<end><start>assistant")]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"w9\r\n")))
+    assert run("--chat", "--prompt", "-")[0] == 0
+    assert calls[-1].prompts == [ids("<s><start>user w9<end><start>assistant")]
+
+
+def test_the_templates_end_ends_the_text(folder, run, calls, model, template):
+    """Beside the EOS tokens of the generation config, which may lack it."""
+    out = run()[1]
+    assert len(out.split()) == 4
+    GenerationConfig(eos_token_id=IDS["w3"]).save_pretrained(folder)
+    try:
+        run()
+        assert calls[-1].eos_token_id == [IDS["w3"]]
+        run("--chat")
+        assert calls[-1].eos_token_id == [IDS["w3"], IDS["<end>"]]
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        # What is not special, not there, or hidden says nothing.
+        for text, ends in ((" w4 ", []), ("", []), ("<start>", [IDS["<start>"]])):
+            tokenizer.chat_template = TEMPLATE.replace("<end>\n", text)
+            assert turn_ends(tokenizer) == ends
+        tokenizer.chat_template = "<s>{{ messages[0]['content'] }}<end>"
+        assert turn_ends(tokenizer) == []
+    finally:
+        model.generation_config.save_pretrained(folder)
+
+
+def test_templates_that_will_not_do(run, template):
+    status, _, error = run("--system", "w5")
+    assert status == 2 and error.endswith("--system: needs --chat\n")
+    template(REFUSING)
+    assert run("--chat")[0] == 0
+    status, _, error = run("--chat", "--system", "w5")
+    assert status == 2 and error.count("\n") == 2
+    assert "the tokenizer's template refuses messages of system and user: no system role" in error
+    template(None)
+    status, _, error = run("--chat")
+    assert status == 2 and "--chat" in error and "expected a tokenizer with a chat template, got one without" in error
+
+
+@pytest.mark.parametrize("more", [[], ["--num-nodes", "5"], ["--rule", "block", "--temperature", "0.9"]])
+def test_block_drafter(folder, run, calls, more):
+    sampling = more[2:]
+    status, out, error = run("--block", folder / "block", *more, count=12)
+    assert status == 0 and "12 tokens in" in error and calls[-1].drafter.max_depth == (4 if "5" in more else 5)
+    if not sampling:
+        assert out == run(count=12)[1]
+    else:
+        assert calls[-1].drafter.is_chain
+    status, _, error = run("--block", folder / "nowhere")
+    assert status == 2 and "--block: expected a folder, got " in error
+    status, _, error = run("--block", folder / "eagle")
+    assert status == 2 and f"--block {folder / 'eagle'}: " in error
+
+
+def test_drafters_have_their_own_sizes(folder, run, calls):
+    """Unless an option says otherwise."""
+    for options, depth, chain in (
+        (["--draft", folder], 4, 5), (["--eagle", folder / "eagle"], 5, 6), (["--medusa", folder / "medusa"], 3, None),
+        (["--ngram"], 8, 16), (["--block", folder / "block"], 5, 16),
+    ):  # fmt: skip
+        run(*options)
+        drafter = calls[-1].drafter
+        assert (drafter.max_nodes, drafter.max_depth, drafter.is_chain) == (16, depth, False)
+        run(*options, "--num-nodes", "7")
+        assert calls[-1].drafter.max_nodes == 7
+        if chain:
+            law = ["--draft-law", "iid"] if "--draft" in options else []
+            assert run(*options, *law, "--rule", "block", "--temperature", "0.9")[0] == 0
+            assert calls[-1].drafter.is_chain and calls[-1].drafter.max_depth < 16
+            assert run(*options, *law, "--rule", "block", "--temperature", "0.9", "--num-nodes", "4")[0] == 0
+            assert calls[-1].drafter.is_chain and calls[-1].drafter.max_depth == 3
+
+
+@pytest.mark.parametrize(
+    ("own", "isas", "used"),
+    [
+        ("float32", ["portable", "avx2", "avx512"], "float32"),
+        ("bfloat16", ["portable", "avx2"], "float32"),
+        ("bfloat16", ["portable", "avx2", "avx512"], "bfloat16"),
+        ("bfloat16", ["portable", "avx2", "avx512", "amx"], "bfloat16"),
+        ("float16", ["portable", "avx2", "avx512", "amx"], "float32"),
+    ],
+)
+def test_dtype_is_the_checkpoints_where_the_cpu_is_fast_in_it(
+    folder, run, calls, tmp_path, monkeypatch, own, isas, used
+):
+    monkeypatch.setattr(command_models, "_C", SimpleNamespace(available_isas=lambda: isas))
+    tiny(0).to(getattr(torch, own)).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    status, _, error = run("--model", tmp_path, "--draft", folder)
+    assert status == 0 and calls[-1].model.dtype == calls[-1].drafter.model.dtype == getattr(torch, used)
+    assert f"dtype: {used}{'' if used == own else f', because {own} is slow on this CPU'}\n" in error
+    status, _, error = run("--model", tmp_path, "--dtype", "bfloat16")
+    assert status == 0 and calls[-1].model.dtype == torch.bfloat16 and "dtype: bfloat16\n" in error
+
+
+@pytest.fixture
+def gguf_file(tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    from gguf_case import tiny_llama, write_gguf
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "prompt.txt").write_text("the theme")
+    return write_gguf(tmp_path / "tiny.gguf", tiny_llama(), "Q8_0")
+
+
+def test_gguf_file(run, calls, gguf_file, tmp_path):
+    """As --model and --draft; it is read once."""
+    options = ["--model", gguf_file, "--prompt", tmp_path / "prompt.txt", "--chat", "--dtype", "float32"]
+    status, plain, error = run(*options, count=12)
+    assert status == 0 and f"reading {gguf_file} once; " in error
+    (kept,) = (tmp_path / "cache" / "pagedtree").iterdir()
+    assert json.loads((kept / "config.json").read_text())["model_type"] == "llama"
+    tokenizer = AutoTokenizer.from_pretrained(kept)
+    message = [{"role": "user", "content": "the theme"}]
+    expected = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    assert calls[-1].prompts == [expected] and calls[-1].eos_token_id[0] == 2
+    status, out, error = run(*options, "--draft", gguf_file, count=12)
+    assert (status, out) == (0, plain) and "reading" not in error
+    assert calls[-1].drafter.model.config.name_or_path == str(kept)
+
+
+def test_gguf_files_that_will_not_do(run, gguf_file, monkeypatch, tmp_path):
+    (tmp_path / "cut.gguf").write_bytes(gguf_file.read_bytes()[:-1000])
+    status, out, error = run("--model", tmp_path / "cut.gguf")
+    assert (status, out) == (2, "") and "Traceback" not in error
+    assert f"--model {tmp_path / 'cut.gguf'}: path: expected a GGUF file" in error.splitlines()[-1]
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "gguf" else find(name, *more))
+    status, _, error = run("--model", gguf_file)
+    assert status == 2
+    assert error.endswith(f"--model {gguf_file}: a GGUF file needs gguf: pip install gguf accelerate\n")
