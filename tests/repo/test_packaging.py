@@ -331,6 +331,7 @@ def test_sdist_holds_what_the_build_needs(tmp_path):
         "python/pagedtree/py.typed",
     }
     assert names >= {"Makefile", "requirements-dev.txt", "tests/repo/test_packaging.py", "examples/cpp/CMakeLists.txt"}
+    assert "examples/prompts/held_out.json" in names
     assert [name for name in names if name.endswith(check_wheel.BINARY)] == []
     assert archive.stat().st_size < 2_000_000
 
