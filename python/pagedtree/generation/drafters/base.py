@@ -158,6 +158,7 @@ class Drafter:
         needs_hidden: whether `observe` wants the target's hidden states.
         num_weights: how many weights of its own model a drafter multiplies each token by that it reads; it tells what
             reading costs beside the target.
+        networks: what it computes drafts with, torch modules and whatever else can be called.
         feature_layers: decoder layers of the target, from 0, whose outputs `read` wants at all tokens of every pass,
             prompts included. The output of layer i is the residual stream behind it, transformers' hidden_states[i + 1]
             (of the last layer: before the final norm, which hidden_states[-1] has behind it), and what SGLang's
@@ -184,6 +185,7 @@ class Drafter:
     has_free_guesses: bool = False
     is_capturable: bool = False
     num_weights: int = 0
+    networks: tuple[Any, ...] = ()
     tuner: tuple[weakref.ref[Any], TreeTuner] | None = None  # what `generate(tree="auto")` learnt, and with which model
 
     def check_target(self, model: PackedModel) -> None:

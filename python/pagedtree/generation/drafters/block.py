@@ -66,7 +66,7 @@ class BlockDrafter(Drafter):
             raise ValueError(f"depth: expected at most {most}, the mask tokens of a block, got {depth}")
         config = model.config
         check_attention(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-        self.model, self.device = model, model.fc.weight.device
+        self.model, self.device, self.networks = model, model.fc.weight.device, (model,)
         self.feature_layers = model.config.target_layer_ids
         self.width, self.is_chain = width, width == 1
         self.max_nodes = min(num_nodes, self._possible(depth))

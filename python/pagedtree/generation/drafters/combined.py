@@ -60,6 +60,7 @@ class CombinedDrafter(Drafter):
         self.needs_hidden = bool(getattr(other, "needs_hidden", False))
         self.feature_layers = tuple(getattr(other, "feature_layers", ()))
         self.num_weights = getattr(other, "num_weights", 0)
+        self.networks = tuple(getattr(other, "networks", ()))
         self.model = getattr(other, "model", None)  # calls of `generate` that share it take turns
         self._only_copies = False  # whatever `min_match` says
         self._selected: list[GeneratedSequence] = []

@@ -46,7 +46,7 @@ class EagleDrafter(TreeGrower):
     def __init__(self, head: EagleHead, *, num_nodes: int = 16, depth: int = 5, width: int = 4) -> None:
         sizes = head.config
         check_attention(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim)
-        self.head, self.feature_layers = head, head.feature_layers
+        self.head, self.feature_layers, self.networks = head, head.feature_layers, (head,)
         self.num_weights = sum(weight.numel() for weight in head.parameters())
         super().__init__(head.vocab_size, head.target_ids.device, "topk", num_nodes, depth, width)
 

@@ -153,7 +153,10 @@ class EagleHead(nn.Module):
 
     def logits(self, states: Tensor) -> Tensor:
         """What `forward` gave, [..., H], to logits over the draft vocabulary."""
-        return F.linear(states if self.config.norm_output else self.norm(states), self.output_rows)
+        states = states if self.config.norm_output else self.norm(states)
+        if self.lm_head is not None:
+            return cast(Tensor, self.lm_head(states))
+        return F.linear(states, self.output_rows)
 
     def save_pretrained(
         self, path: str | Path, dtype: torch.dtype = torch.bfloat16, *, needs_target: bool = False

@@ -164,7 +164,7 @@ class MedusaDrafter(Drafter):
     is_capturable = True
 
     def __init__(self, heads: Callable[[Tensor], Tensor], tree: DraftTree | int) -> None:
-        self.heads, self.tree = heads, tree
+        self.heads, self.tree, self.networks = heads, tree, (heads,)
         if isinstance(tree, DraftTree):
             self.max_nodes, self.max_depth = tree.num_nodes, tree.max_depth
             self.is_chain = tree.num_nodes == tree.max_depth + 1

@@ -70,7 +70,7 @@ class ModelDrafter(TreeGrower):
         branching: Sequence[int] | None = None,
         max_batch_tokens: int = 4096,
     ) -> None:
-        self.model, self.packed = model, self.pack(model)
+        self.model, self.packed, self.networks = model, self.pack(model), (model,)
         if self.packed.is_recurrent:  # a tree grows level by level, and a state is behind one path alone
             raise ValueError(f"drafter: expected a draft model without recurrent layers, got {type(model).__name__}")
         self.num_weights, self.num_positions = self.packed.num_weights, self.packed.num_positions

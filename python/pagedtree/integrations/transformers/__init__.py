@@ -33,6 +33,7 @@ from pagedtree.integrations.transformers.continuous_batching import continuous_b
 from pagedtree.integrations.transformers.custom_generate import tree_generate
 from pagedtree.integrations.transformers.draft_model import ModelDrafter
 from pagedtree.integrations.transformers.generate import generate
+from pagedtree.integrations.transformers.packed_weights import packed_weights
 from pagedtree.integrations.transformers.tensor_parallel import tensor_parallel
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "continuous_batching",
     "generate",
     "medusa_tree",
+    "packed_weights",
     "register",
     "tensor_parallel",
     "tree_generate",

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pagedtree import SamplingParams
 from pagedtree.generation.drafters import Drafter, NoDrafter, StepResult, as_drafter
@@ -26,6 +26,7 @@ from pagedtree.grammars import GrammarMatcher
 from pagedtree.integrations.transformers import generate_arguments as arguments
 from pagedtree.integrations.transformers.generation_config import ConfigFields, config_fields
 from pagedtree.integrations.transformers.model import TransformersModel
+from pagedtree.integrations.transformers.packed_weights import check_packable, packed_weights, pays
 from pagedtree.integrations.transformers.rotary import check_constant
 from pagedtree.integrations.transformers.turns import in_turn
 
@@ -66,6 +67,7 @@ def generate(
     max_sequences: int | None = None,
     share_prefix: bool | None = None,
     cuda_graph: bool = False,
+    pack_weights: bool | None = None,
     shards: VocabShards | None = None,
     callback: Callable[[int, list[int]], object] | None = None,
     on_step: Callable[[StepResult], None] | None = None,
@@ -133,6 +135,10 @@ def generate(
             output is the same. One graph for 1, 2, 4, 8, ... sequences. Drafters: None, `NgramDrafter` (remember=0),
             `MedusaDrafter`, `ModelDrafter`, whose pool then has room for all sequences from the beginning, as have
             recurrent states.
+        pack_weights: whether the linear layers of the model, and of the drafter's, compute with packed weights during
+            the call (`packed_weights`; on CPUs alone). None = where that is likely to pay: in calls that would take at
+            least 64 passes without drafts, and in fp32 only of at least 4 tokens a pass, drafts included; not with
+            shards. Where nothing can be packed, True raises ValueError.
         shards: the model's output layer gives this rank's columns of the logits (`tensor_parallel`); all ranks call
             `generate` together, with the same arguments and seeds, and get the same result. Rules "greedy", "sampled"
             and "rejection"; the drafter may be a `pagedtree.distributed.DraftGroup`.
@@ -215,8 +221,8 @@ def generate(
     params = read.on_params(SamplingParams() if config.is_sampled else params)
     every_option = [read.on_options(each, i // n) for i, each in enumerate(every_option)]
     least = [min(max(count, read.min_new_tokens[i // n]), max_new_tokens) for i, count in enumerate(least)]
-    draft_model = getattr(drafter, "model", None)
-    shared = model, model.config, drafter, draft_model, getattr(draft_model, "config", None)
+    draft_model, networks = getattr(drafter, "model", None), getattr(drafter, "networks", ())
+    shared = model, model.config, drafter, draft_model, getattr(draft_model, "config", None), *networks
     drafter = as_drafter(drafter)
     rule = check_rule(rule, params, drafter.draft_law, drafter.is_chain, shards is not None)
     sequences = [
@@ -252,6 +258,14 @@ def generate(
     is_long = packed.check_sequences("model", sequences)
     if packed.is_recurrent:
         _check_recurrent(drafter)
+    if pack_weights not in (None, True, False):
+        raise ValueError(f"pack_weights: expected True, False or None, got {pack_weights!r}")
+    if pack_weights:
+        check_packable(model)
+    elif pack_weights is None and sequences:
+        num_running = min(len(sequences), max_sequences or len(sequences))
+        num_passes = max_new_tokens * len(sequences) // num_running
+        pack_weights = shards is None and pays(model, num_passes, num_running * max(drafter.max_nodes, 1))
     if cuda_graph:
         _check_graph(model, drafter, device, share_prefix, shards, matchers is not None)
     stats = GenerationStats(sequences=[SequenceStats() for _ in sequences])
@@ -262,6 +276,8 @@ def generate(
             drafter.prepare(sequences)
         tuner = _tuner(model, drafter, tree, cuda_graph, shards is not None)
         with ExitStack() as stack:
+            if pack_weights:
+                stack.enter_context(packed_weights(model, *(net for net in networks if isinstance(net, nn.Module))))
             if streamer is not None:
                 callback = stack.enter_context(_streamed(streamer, prompts[0], callback))
             engine = Engine(

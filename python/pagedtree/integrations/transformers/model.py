@@ -24,7 +24,7 @@ from pagedtree.integrations.transformers.positions import has_position_table, nu
 from pagedtree.integrations.transformers.recurrent import RECURRENT_KINDS, on_trees, recurrent_layers
 from pagedtree.integrations.transformers.rotary import check_rotation, same_rotation
 
-__all__ = ["TransformersModel", "check_model", "use_attention"]
+__all__ = ["TransformersModel", "check_model", "decoder_layers", "use_attention"]
 
 # Kinds of layers, as configs name them, that have attention, and those that mix no tokens.
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "hybrid"}
@@ -180,7 +180,8 @@ class TransformersModel(PackedModel):
 
     def new_hidden(self, num_rows: int) -> Tensor:
         weight: Tensor = self.model.get_output_embeddings().weight
-        return weight.new_zeros((num_rows, weight.shape[1]))
+        # Not by new_zeros: of a packed weight it would have oneDNN's layout.
+        return torch.zeros((num_rows, weight.shape[1]), dtype=weight.dtype, device=weight.device)
 
     def _check_layers(self, packed: PackedPass) -> None:
         """Raises ValueError if the layers did not come to our attention in the pass that was run."""
@@ -224,7 +225,7 @@ class _Watched:
     def of(cls, model: Any, needs_hidden: bool, feature_layers: tuple[int, ...]) -> _Watched:
         watched = cls()
         watched.wanted = needs_hidden, feature_layers
-        layers = _layers_of(model, feature_layers)
+        layers = decoder_layers(model, feature_layers)
         if needs_hidden:
             hook = partial(watched._keep_input, -1)
             watched._handles.append(model.get_output_embeddings().register_forward_pre_hook(hook))
@@ -254,7 +255,7 @@ class _Watched:
         self._kept[index] = states.reshape(-1, states.shape[-1])
 
 
-def _layers_of(model: Any, indices: Sequence[int]) -> list[nn.Module]:
+def decoder_layers(model: Any, indices: Sequence[int]) -> list[nn.Module]:
     """The decoder layers with these indices; ValueError where the model has no such layers."""
     if not indices:
         return []

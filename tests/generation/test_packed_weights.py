@@ -1,0 +1,494 @@
+"""Packed weights: the same layers, faster, and afterwards the very same parameters."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+
+pytest.importorskip("transformers")
+
+from block_case import block_model
+from generate_case import MODELS, NEW_TOKENS, VOCAB, greedy, lists, prompts_of, tiny, tiny_eagle, tiny_of
+from latent_case import tiny_latent
+
+from pagedtree.integrations.transformers import (
+    BlockDrafter,
+    CombinedDrafter,
+    EagleDrafter,
+    MedusaDrafter,
+    MedusaHeads,
+    ModelDrafter,
+    NgramDrafter,
+    generate,
+    packed_weights,
+    tree_generate,
+)
+from pagedtree.integrations.transformers.model import use_attention
+from pagedtree.integrations.transformers.packed_weights import MIN_ELEMENTS, PackedLinear, pays
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+LENGTHS = (5, 17, 1)
+OWN_MIN_ELEMENTS = dict(MIN_ELEMENTS)
+
+
+@pytest.fixture(autouse=True)
+def of_any_size(monkeypatch):
+    """Small models are packed, too."""
+    for dtype in MIN_ELEMENTS:
+        monkeypatch.setitem(MIN_ELEMENTS, dtype, 1)
+
+
+def bits(tensor):
+    return tensor.detach().view(BITS[tensor.dtype])
+
+
+def layer_of(dtype, num_out=33, num_in=20, bias=True):
+    torch.manual_seed(num_out)
+    return nn.Linear(num_in, num_out, bias=bias).to(dtype)
+
+
+def packed_layers(model):
+    return {name for name, module in model.named_modules() if type(module) is PackedLinear}
+
+
+def linear_layers(model):
+    return {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parameters_come_back_with_the_same_bits(dtype):
+    model = tiny(0, tie_word_embeddings=False).to(dtype)
+    with torch.no_grad():  # all that a float can be
+        special = torch.tensor([float("nan"), -0.0, float("inf"), torch.finfo(dtype).smallest_normal / 4], dtype=dtype)
+        model.model.layers[0].mlp.up_proj.weight[7, :4] = special
+        bits(model.model.layers[0].mlp.up_proj.weight)[8, 0] = -3  # a NaN of other bits
+    model.model.layers[1].requires_grad_(False)
+    before = {name: (parameter, parameter.detach().clone()) for name, parameter in model.named_parameters()}
+    gradients = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    with packed_weights(model) as count:
+        assert count == len(packed_layers(model)) == 15
+        assert packed_layers(model) == linear_layers(model)
+        weights = {module.weight for module in model.modules() if type(module) is PackedLinear}
+        assert all(weight.is_mkldnn and isinstance(weight, nn.Parameter) for weight in weights)
+        shapes = {name: (weight.shape, weight.dtype) for name, weight in model.named_parameters()}
+        assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == gradients
+        # Nothing is there twice: the dense forms are gone.
+        dense = [parameter for parameter, _ in before.values() if not any(parameter is p for p in model.parameters())]
+        assert len(dense) == 15 and all(p.numel() == p.untyped_storage().nbytes() == 0 for p in dense)
+    assert not packed_layers(model) and all(type(m) is nn.Linear for m in model.modules() if isinstance(m, nn.Linear))
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys() == shapes.keys()
+    for name, (parameter, old) in before.items():
+        assert after[name] is parameter and shapes[name] == (old.shape, dtype)
+        assert torch.equal(bits(parameter), bits(old)) and parameter.is_contiguous()
+        assert parameter.requires_grad == gradients[name]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_packed_layer_computes_what_it_did(dtype, bias):
+    layer = layer_of(dtype, bias=bias)
+    shapes = [
+        (20,),
+        (0, 20),
+        (2, 0, 20),
+        (3, 4, 20),
+        (2, 3, 1, 20),
+        *((rows, 20) for rows in (1, 2, 7, 16, 17, 33, 64)),
+    ]
+    inputs = [torch.randn(shape).to(dtype) for shape in shapes]
+    inputs += [
+        torch.randn(20, 6).to(dtype).T,
+        torch.randn(1, 20).to(dtype).expand(5, 20),
+        torch.randn(6, 40).to(dtype)[:, 1::2],
+    ]
+    exact = [
+        F.linear(x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double()) for x in inputs
+    ]
+    with torch.no_grad(), packed_weights(layer):
+        found = [layer(x) for x in inputs]
+        again = [layer(x) for x in inputs]
+    tolerance = 4 * torch.finfo(dtype).eps
+    for x, y, twice, expected in zip(inputs, found, again, exact, strict=True):
+        assert y.shape == (*x.shape[:-1], 33) and y.dtype == dtype and y.layout is torch.strided
+        torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
+        assert torch.equal(bits(y), bits(twice))
+
+
+def test_rows_do_not_mix():
+    """What other rows hold, NaN included, has no influence on a row."""
+    layer, x = layer_of(torch.float32), torch.randn(9, 20)
+    with torch.no_grad(), packed_weights(layer):
+        expected = layer(x)
+        x[[0, 1, 3, 8]] = float("nan")
+        assert torch.equal(layer(x)[[2, 4, 5, 6, 7]], expected[[2, 4, 5, 6, 7]])
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def other_kinds():
+    """Layers that stay as they are, by why."""
+    whole = torch.randn(2, 8, 8)
+    shared = torch.randn(8, 8)
+    first, second, third = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+    first.weight = nn.Parameter(whole[0])
+    second.weight, third.weight = nn.Parameter(shared), nn.Parameter(shared)
+    patched, transposed, parametrized = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+    patched.forward = lambda x: x
+    transposed.weight = nn.Parameter(torch.randn(8, 8).T)
+    parametrize.register_parametrization(parametrized, "weight", nn.Tanh())
+    normed = nn.utils.weight_norm(nn.Linear(8, 8))
+    mixed = nn.Linear(8, 8)
+    mixed.bias = nn.Parameter(torch.randn(8, dtype=torch.bfloat16))
+    attention, mamba = nn.Module(), nn.Module()
+    attention.kv_b_proj, mamba.dt_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+    return {
+        "subclass": Scaled(8, 8),
+        "forward of its own": patched,
+        "part": first,
+        "aliases": nn.Sequential(second, third),
+        "transposed": transposed,
+        "parametrized": parametrized,
+        "weight norm": normed,
+        "bias of another dtype": mixed,
+        "fp64": nn.Linear(8, 8).double(),
+        "meta": nn.Linear(8, 8, device="meta"),
+        "empty": nn.Linear(0, 8),
+        "latent": attention,
+        "mamba": mamba,
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", other_kinds())
+def test_other_layers_stay_as_they_are(kind):
+    layer = other_kinds()[kind]
+    before = [(module, type(module), dict(module._parameters)) for module in layer.modules()]
+    with packed_weights(layer) as count:
+        assert count == 0
+        for module, old_type, parameters in before:
+            assert type(module) is old_type
+            assert all(module._parameters[name] is parameter for name, parameter in parameters.items())
+
+
+@pytest.mark.parametrize(("dtype", "num_in", "count"), [
+    (torch.bfloat16, 255, 0), (torch.bfloat16, 256, 1), (torch.float16, 256, 1),
+    (torch.float32, 4095, 0), (torch.float32, 4096, 1),
+])  # fmt: skip
+def test_small_weights_stay_as_they_are(dtype, num_in, count, monkeypatch):
+    monkeypatch.setitem(MIN_ELEMENTS, dtype, OWN_MIN_ELEMENTS[dtype])
+    with packed_weights(layer_of(dtype, 128, num_in)) as found:
+        assert found == count
+
+
+def test_weights_of_several_layers_are_packed_once():
+    first, second, other = nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+    second.weight = weight = first.weight
+    model = nn.Sequential(first, second, other, first)
+    with packed_weights(model, first, model) as count:
+        assert count == 3 and first.weight is second.weight and first.weight is not other.weight
+        assert weight.numel() == 0
+    assert first.weight is second.weight is weight and weight.shape == (8, 8)
+
+
+def test_tied_embeddings_stay_dense_beside_the_packed_output_layer():
+    model = tiny(0, tie_word_embeddings=True)
+    embeddings, ids = model.model.embed_tokens.weight, torch.arange(9)[None]
+    assert model.lm_head.weight is embeddings
+    old, expected = embeddings.detach().clone(), model(ids).logits
+    with packed_weights(model), torch.no_grad():
+        assert model.model.embed_tokens.weight is embeddings and torch.equal(embeddings, old)
+        assert model.lm_head.weight.is_mkldnn and model.lm_head.weight.shape == old.shape
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    assert model.lm_head.weight is model.model.embed_tokens.weight is embeddings and torch.equal(embeddings, old)
+
+
+def test_hooks_and_adapters_around_a_layer_still_work():
+    class Adapted(nn.Module):  # as LoRA's layers are
+        def __init__(self, base_layer):
+            super().__init__()
+            self.base_layer, self.a, self.b = base_layer, nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+        def forward(self, x):
+            return self.base_layer(x) + self.b(self.a(x))
+
+    model, seen = Adapted(nn.Linear(8, 8)), []
+    model.base_layer.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    model.base_layer.register_forward_hook(lambda module, args, out: seen.append(out) or 2 * out)
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        expected = model(x)
+        with packed_weights(model) as count:
+            assert count == 3
+            torch.testing.assert_close(model(x), expected)
+    assert len(seen) == 2
+
+
+def test_an_exception_undoes():
+    model = tiny(0)
+    before = list(model.parameters())
+    with pytest.raises(KeyError, match="stop"), packed_weights(model):
+        raise KeyError("stop")
+    assert not packed_layers(model) and all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    assert all(parameter.numel() for parameter in before)
+
+
+def test_an_exception_while_packing_undoes(monkeypatch):
+    model = tiny(0)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    made, make = [], PackedLinear.__setattr__
+
+    def limited(self, name, value):
+        made.append(name)
+        if len(made) == 4:
+            raise MemoryError("no more")
+        make(self, name, value)
+
+    monkeypatch.setattr(nn.Linear, "__setattr__", limited, raising=False)
+    with pytest.raises(MemoryError, match="no more"), packed_weights(model):
+        raise AssertionError("packing went on")
+    monkeypatch.undo()
+    assert not packed_layers(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_blocks_may_be_nested():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with packed_weights(model[0]) as first:
+        outer = model[0].weight
+        with packed_weights(model) as second:
+            assert (first, second) == (1, 1) and model[0].weight is outer
+        assert packed_layers(model) == {"0"} and model[0].weight is outer
+    assert not packed_layers(model)
+
+
+def test_there_are_no_gradients():
+    layer, x = layer_of(torch.float32), torch.randn(3, 20, requires_grad=True)
+    expected = layer(x).detach()
+    with packed_weights(layer):
+        out = layer(x)  # as passes without torch.no_grad() are common
+        torch.testing.assert_close(out.detach(), expected)
+        with pytest.raises(RuntimeError, match="packed_weights: packed linear layers have no gradients"):
+            out.sum().backward()
+    assert layer.weight.grad is None and x.grad is None
+    layer(x).sum().backward()
+    assert layer.weight.grad.shape == layer.weight.shape
+
+
+def test_requires_grad_may_change_inside():
+    layer = layer_of(torch.float32)
+    with packed_weights(layer):
+        layer.requires_grad_(False)
+    assert not layer.weight.requires_grad and not layer.bias.requires_grad
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_blocks_within_other_modes(mode):
+    layer, x = layer_of(torch.float32), torch.randn(3, 20)
+    expected = layer(x)
+    with mode(), packed_weights(layer):
+        torch.testing.assert_close(layer(x), expected.detach())
+    assert not layer.weight.is_inference()
+    layer(x).sum().backward()  # can be trained
+
+
+def test_dense_use_of_a_packed_weight_is_an_error(tmp_path):
+    layer, x = layer_of(torch.float32), torch.randn(3, 20)
+    state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    uses = {
+        "read": lambda: layer.weight[0],
+        "multiply": lambda: F.linear(x, layer.weight),
+        "sum": lambda: layer.weight.sum(),
+        "numpy": lambda: layer.weight.detach().numpy(),
+        "save": lambda: torch.save(layer.state_dict(), tmp_path / "state.pt"),
+        "load": lambda: layer.load_state_dict(state),
+        "copy": lambda: copy.deepcopy(layer),
+        "move": lambda: layer.to(torch.bfloat16),
+    }
+    with packed_weights(layer), torch.no_grad():
+        for name, use in uses.items():
+            with pytest.raises((RuntimeError, TypeError)):
+                pytest.fail(f"{name} gave {use()}")
+    assert all(torch.equal(tensor, state[name]) for name, tensor in layer.state_dict().items())
+
+
+@pytest.mark.parametrize("x", [torch.randn(3, 19), torch.randn(3, 20).bfloat16(), torch.tensor(1.0)])
+def test_inputs_that_do_not_fit(x):
+    layer = layer_of(torch.float32)
+    with packed_weights(layer), pytest.raises(RuntimeError, match=r"expected input of torch.float32 and 20 columns"):
+        layer(x)
+
+
+def test_a_weight_that_was_replaced_inside_stays():
+    layer, mine = layer_of(torch.float32), nn.Parameter(torch.randn(33, 20))
+    with packed_weights(layer):
+        layer.weight = mine
+    assert layer.weight is mine and type(layer) is nn.Linear
+
+
+def test_without_onednn_nothing_is_packed():
+    model = tiny(0)
+    with torch.backends.mkldnn.flags(enabled=False):
+        with packed_weights(model) as count:
+            assert count == 0 and not packed_layers(model)
+        with pytest.raises(ValueError, match="pack_weights: expected a torch that has oneDNN's packed linear layers"):
+            generate(model, prompts_of((3,)), max_new_tokens=2, pack_weights=True)
+
+
+def drafter_of(name, model):
+    if name == "model":
+        return ModelDrafter(tiny(1), num_nodes=8)
+    if name == "eagle":
+        head = tiny_eagle(model)
+        head.lm_head = nn.Linear(128, VOCAB // 2, bias=False)
+        return EagleDrafter(head, num_nodes=8)
+    if name == "medusa":
+        heads = MedusaHeads(128, 2, model.lm_head)
+        nn.init.normal_(heads.weight, std=0.05)
+        return MedusaDrafter(heads, 6)
+    if name == "block":
+        return BlockDrafter(block_model(model), num_nodes=8)
+    if name == "combined":
+        return CombinedDrafter(ModelDrafter(tiny(1), num_nodes=8))
+    return {"none": None, "ngram": NgramDrafter(num_nodes=8)}[name]
+
+
+NETWORKS = {"model": 15, "combined": 15, "eagle": 9, "block": 15}
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "model", "combined", "eagle", "medusa", "block"])
+def test_text_is_that_of_dense_weights(name):
+    model = tiny(0)
+    prompts = prompts_of(LENGTHS)
+    drafter, seen = drafter_of(name, model), []
+    networks = [net for net in getattr(drafter, "networks", ()) if isinstance(net, nn.Module)]
+
+    def on_step(result):
+        assert packed_layers(model) == linear_layers(model)
+        seen.append(sum(len(packed_layers(net)) for net in networks))
+
+    options = {"drafter": drafter, "max_new_tokens": NEW_TOKENS, "on_step": on_step, "pack_weights": True}
+    sequences, _ = generate(model, prompts, **options)
+    assert lists(sequences) == [greedy(model, prompt) for prompt in prompts]
+    assert set(seen) == {NETWORKS.get(name, 0)}
+    assert not packed_layers(model) and not any(packed_layers(net) for net in networks)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_other_architectures(name):
+    """Experts are linear layers in some, tensors in others, which stay."""
+    model, prompt = tiny_of(name), prompts_of((13,))[0]
+    sequences, _ = generate(model, [prompt], max_new_tokens=12, pack_weights=True)
+    assert lists(sequences) == [greedy(model, prompt, 12)]
+
+
+def test_latent_attention():
+    model, prompt = tiny_latent(), prompts_of((13,))[0]
+    with packed_weights(model) as count:
+        assert count and not any(name.endswith("kv_b_proj") for name in packed_layers(model))
+        sequences, _ = generate(model, [prompt], max_new_tokens=8)
+        assert len(packed_layers(model)) == count
+    assert lists(sequences) == [greedy(model, prompt, 8)]
+
+
+@pytest.mark.parametrize(("passes", "tokens", "dtype", "expected"), [
+    (64, 4, torch.float32, True), (63, 4, torch.float32, False), (64, 3, torch.float32, False),
+    (64, 1, torch.bfloat16, True), (63, 16, torch.bfloat16, False),
+])  # fmt: skip
+def test_when_it_pays(passes, tokens, dtype, expected):
+    assert pays(tiny(0).to(dtype), passes, tokens) is expected
+    assert not pays(tiny(0).to("meta"), passes, tokens)
+
+
+@pytest.mark.parametrize(("options", "expected"), [
+    ({"max_new_tokens": 64, "n": 4}, True),
+    ({"max_new_tokens": 64, "n": 4, "pack_weights": False}, False),
+    ({"max_new_tokens": 64, "n": 3}, False),
+    ({"max_new_tokens": 63, "n": 4}, False),
+    ({"max_new_tokens": 32, "n": 8, "max_sequences": 4}, True),
+    ({"max_new_tokens": 64, "drafter": NgramDrafter(num_nodes=4)}, True),
+    ({"max_new_tokens": 2, "pack_weights": True}, True),
+])  # fmt: skip
+def test_generate_packs_where_it_pays(options, expected):
+    model, found = tiny(0), set()
+
+    def callback(sequence, tokens):
+        found.add(packed_layers(model) == linear_layers(model))
+        return True
+
+    generate(model, prompts_of((5,)), callback=callback, **options)
+    assert found == {expected} and not packed_layers(model)
+
+
+def test_an_open_block_stays_open():
+    model, prompts = tiny(0), prompts_of(LENGTHS)
+    expected = [greedy(model, prompt) for prompt in prompts]
+    with packed_weights(model):
+        weights = [module.weight for module in model.modules() if type(module) is PackedLinear]
+        for pack_weights in (None, True, False):
+            sequences, _ = generate(
+                model, prompts, drafter=NgramDrafter(), max_new_tokens=NEW_TOKENS, pack_weights=pack_weights
+            )
+            assert lists(sequences) == expected
+            now = [module.weight for module in model.modules() if type(module) is PackedLinear]
+            assert len(now) == 15 and all(a is b for a, b in zip(now, weights, strict=True))
+
+
+@pytest.mark.parametrize("attention", ["pagedtree", "sdpa"])
+def test_generation_of_transformers(attention):
+    model, prompt = tiny(0), prompts_of((17,))[0]
+    expected = greedy(model, prompt)
+    with packed_weights(model), use_attention(model, attention):
+        assert greedy(model, prompt) == expected
+    tokens = model.generate(
+        prompt[None], max_new_tokens=NEW_TOKENS, do_sample=False, custom_generate=tree_generate,
+        drafter=NgramDrafter(), pack_weights=True,
+    )  # fmt: skip
+    assert tokens[0].tolist() == expected and not packed_layers(model)
+
+
+def test_threads_take_turns():
+    model, prompts = tiny(0), prompts_of(LENGTHS)
+    expected = [greedy(model, prompt) for prompt in prompts]
+    found = {}
+
+    def call(number):
+        with packed_weights(model):
+            found[number] = lists(generate(model, prompts, max_new_tokens=NEW_TOKENS, pack_weights=True)[0])
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[number] for number in range(3)] == [expected] * 3 and not packed_layers(model)
+
+
+@pytest.mark.parametrize(("model", "options", "message"), [
+    (tiny(0), {"pack_weights": "yes"}, "pack_weights: expected True, False or None, got 'yes'"),
+    (tiny(0).double(), {"pack_weights": True}, r"pack_weights: expected a model with linear layers .* on the CPU in .*"
+     "torch.float32 that are large enough, got none in LlamaForCausalLM"),
+])  # fmt: skip
+def test_refusals(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        generate(model, prompts_of((3,)), max_new_tokens=2, **options)
+
+
+def test_only_modules_are_packed():
+    with (
+        pytest.raises(TypeError, match=r"models: expected torch.nn.Module, got list"),
+        packed_weights([nn.Linear(8, 8)]),
+    ):
+        pass
