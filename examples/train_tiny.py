@@ -16,16 +16,16 @@ import functools
 import json
 import math
 import shutil
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from head_training import Recipe, arguments, encode, fit, is_smoke, recipe_of
 from stdlib_text import held_out_files, prompts, read, training_files
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
+from training_text import SEED
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
@@ -34,17 +34,6 @@ from pagedtree.integrations.transformers import MedusaHeads
 BOS, EOS = "<|bos|>", "<|eos|>"
 VOCAB_SIZE = 2048
 NUM_MEDUSA_HEADS = 4
-SEED = 0
-# A run of fewer steps is a smoke test: it reads a part of the text and evaluates on little.
-SMOKE_STEPS = 20
-
-
-@dataclass(frozen=True)
-class Recipe:
-    steps: int
-    learning_rate: float
-    batch: int = 4
-    context: int = 512
 
 
 RECIPES = {
@@ -100,17 +89,21 @@ def train_tokenizer(path: Path, files: list[Path]) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, files: list[Path]) -> Tensor:
-    """The files one after the other, each between BOS and EOS."""
-    rows = tokenizer([read(file) for file in files], verbose=False)["input_ids"]
-    return torch.tensor([token for row in rows for token in [*row, tokenizer.eos_token_id]])
-
-
 def sample_batch(tokens: Tensor, recipe: Recipe, step: int) -> Tensor:
     """`[batch, context + 1]` windows. They depend on the step alone, so that a resumed run sees what it would have."""
     generator = torch.Generator().manual_seed(SEED + step)
     starts = torch.randint(len(tokens) - recipe.context, (recipe.batch, 1), generator=generator)
     return tokens[starts + torch.arange(recipe.context + 1)]
+
+
+def rounded(loss_of: Callable[[int], Tensor], bf16: bool) -> Callable[[int], Tensor]:
+    """Multiplies in bfloat16, if wanted."""
+
+    def loss(step: int) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            return loss_of(step)
+
+    return loss
 
 
 def next_token_loss(model: LlamaForCausalLM, batch: Tensor) -> Tensor:
@@ -120,69 +113,6 @@ def next_token_loss(model: LlamaForCausalLM, batch: Tensor) -> Tensor:
 
 def soft_cross_entropy(logits: Tensor, teacher_logits: Tensor) -> Tensor:
     return -(teacher_logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
-
-
-def learning_rate(recipe: Recipe, step: int) -> float:
-    """Linear warm-up, then a cosine down to a twentieth."""
-    warmup = max(1, min(100, recipe.steps // 10))
-    cosine = 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
-    return recipe.learning_rate * min(1.0, (step + 1) / warmup) * (0.05 + 0.95 * cosine)
-
-
-def fit(
-    name: str,
-    module: nn.Module,
-    loss_of: Callable[[Tensor, int], Tensor],
-    save: Callable[[], None],
-    tokens: Tensor,
-    recipe: Recipe,
-    args: argparse.Namespace,
-) -> None:
-    """Trains `module` on windows of `tokens`; every `args.save_minutes`, saves it and all that resuming needs."""
-    matrices = [p for p in module.parameters() if p.ndim > 1]
-    vectors = [p for p in module.parameters() if p.ndim <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], betas=(0.9, 0.98)
-    )
-    state_file = args.out / ".state" / f"{name}.pt"
-    step = 0
-    if state_file.exists():
-        state = torch.load(state_file)
-        module.load_state_dict(state["module"])
-        optimizer.load_state_dict(state["optimizer"])
-        step = state["step"]
-        print(f"{name}: resumed at step {step}")
-
-    def checkpoint() -> None:
-        state = {"module": module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-        state_file.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(state, state_file.with_suffix(".tmp"))
-        state_file.with_suffix(".tmp").replace(state_file)
-        save()
-
-    module.train()
-    parameters, batch_tokens = sum(p.numel() for p in module.parameters()), recipe.batch * recipe.context
-    print(f"{name}: {parameters:,} parameters, steps {step} to {recipe.steps} of {batch_tokens} tokens")
-    began = saved = time.monotonic()
-    first, mean_loss = step, 0.0
-    while step < recipe.steps:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(recipe, step)
-        with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
-            loss = loss_of(sample_batch(tokens, recipe, step), step)
-        loss.backward()
-        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        mean_loss = loss.item() if step == first else 0.98 * mean_loss + 0.02 * loss.item()
-        step += 1
-        now = time.monotonic()
-        if step % 20 == 0 or step == recipe.steps:
-            print(f"{name}: step {step}  loss {mean_loss:.3f}  {(now - began) / (step - first):.2f} s/step", flush=True)
-        if step == recipe.steps or now - saved > 60 * args.save_minutes:
-            checkpoint()
-            saved = now
-    module.eval()
 
 
 def save_llama(model: LlamaForCausalLM, path: Path) -> None:
@@ -196,10 +126,11 @@ def load_llama(path: Path) -> LlamaForCausalLM:
 def train_target(tokens: Tensor, recipe: Recipe, args: argparse.Namespace) -> None:
     model = llama(hidden=256, intermediate=768, layers=4, heads=4, kv_heads=2)
 
-    def loss_of(batch: Tensor, step: int) -> Tensor:
+    def loss_of(step: int) -> Tensor:
+        batch = sample_batch(tokens, recipe, step)
         return next_token_loss(model, batch)
 
-    fit("target", model, loss_of, lambda: save_llama(model, args.out / "target"), tokens, recipe, args)
+    fit("target", model, rounded(loss_of, args.bf16), lambda: save_llama(model, args.out / "target"), recipe, args)
 
 
 def train_draft(tokens: Tensor, recipe: Recipe, args: argparse.Namespace) -> None:
@@ -210,7 +141,8 @@ def train_draft(tokens: Tensor, recipe: Recipe, args: argparse.Namespace) -> Non
     def target() -> LlamaForCausalLM:
         return load_llama(args.out / "target")
 
-    def loss_of(batch: Tensor, step: int) -> Tensor:
+    def loss_of(step: int) -> Tensor:
+        batch = sample_batch(tokens, recipe, step)
         if step < recipe.steps // 2:
             return next_token_loss(model, batch)
         inputs = batch[:, :-1]
@@ -218,7 +150,7 @@ def train_draft(tokens: Tensor, recipe: Recipe, args: argparse.Namespace) -> Non
             teacher_logits = target()(inputs, use_cache=False).logits.float()
         return soft_cross_entropy(model(inputs, use_cache=False).logits.float(), teacher_logits)
 
-    fit("draft", model, loss_of, lambda: save_llama(model, args.out / "draft"), tokens, recipe, args)
+    fit("draft", model, rounded(loss_of, args.bf16), lambda: save_llama(model, args.out / "draft"), recipe, args)
 
 
 def train_medusa(tokens: Tensor, recipe: Recipe, args: argparse.Namespace) -> None:
@@ -226,7 +158,8 @@ def train_medusa(tokens: Tensor, recipe: Recipe, args: argparse.Namespace) -> No
     target = load_llama(args.out / "target")
     heads = MedusaHeads(target.config.hidden_size, NUM_MEDUSA_HEADS, target.lm_head)
 
-    def loss_of(batch: Tensor, step: int) -> Tensor:
+    def loss_of(step: int) -> Tensor:
+        batch = sample_batch(tokens, recipe, step)
         with torch.no_grad():
             hidden = target.model(batch[:, :-1], use_cache=False).last_hidden_state
             teacher_logits = target.lm_head(hidden).float()
@@ -234,7 +167,7 @@ def train_medusa(tokens: Tensor, recipe: Recipe, args: argparse.Namespace) -> No
         later = [teacher_logits[:, i + 1 : i + 1 + positions] for i in range(NUM_MEDUSA_HEADS)]
         return soft_cross_entropy(heads(hidden[:, :positions]).float(), torch.stack(later, dim=2))
 
-    fit("medusa", heads, loss_of, lambda: heads.save_pretrained(args.out / "medusa"), tokens, recipe, args)
+    fit("medusa", heads, rounded(loss_of, args.bf16), lambda: heads.save_pretrained(args.out / "medusa"), recipe, args)
 
 
 @torch.no_grad()
@@ -292,50 +225,6 @@ def evaluate_medusa(target: LlamaForCausalLM, heads: MedusaHeads, greedy: list[t
             hits.append(guesses[start - 1 : start - 1 + len(expected)] == expected[:, None])
         top = torch.cat(hits).float().mean(0).cumsum(0)
         print(f"medusa: head {i} on the target's greedy continuations: top-1 {top[0]:.1%}, top-3 {top[2]:.1%}")
-
-
-def arguments(description: str | None) -> argparse.ArgumentParser:
-    """What every script that trains takes."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "checkpoints")
-    parser.add_argument("--steps", type=int, help="instead of each stage's own number")
-    parser.add_argument("--save-minutes", type=float, default=10.0, help="time between checkpoints")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--bf16", action="store_true", help="multiply in bfloat16, faster where the CPU has it")
-    return parser
-
-
-def is_smoke(args: argparse.Namespace) -> bool:
-    return args.steps is not None and args.steps < SMOKE_STEPS
-
-
-def recipe_of(default: Recipe, args: argparse.Namespace) -> Recipe:
-    if args.steps is None:
-        return default
-    return Recipe(args.steps, default.learning_rate, default.batch, 128 if is_smoke(args) else default.context)
-
-
-def train_drafter(
-    description: str | None,
-    default: Recipe,
-    train: Callable[[LlamaForCausalLM, Tensor, Recipe, argparse.Namespace], None],
-    evaluate: Callable[[LlamaForCausalLM, Path, list[tuple[int, Tensor]]], None],
-) -> None:
-    """What a script does that trains one drafter for the target.
-
-    train(target, tokens, recipe, args) writes it into the folder args.out; evaluate(target, args.out, greedy) then
-    reads what was written, rounded as it is there.
-    """
-    args = arguments(description).parse_args()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(SEED)
-    logging.disable_progress_bar()
-    smoke = is_smoke(args)
-    tokenizer = AutoTokenizer.from_pretrained(args.out / "target")
-    target = load_llama(args.out / "target")
-    files = training_files()[::16] if smoke else training_files()
-    train(target, encode(tokenizer, files), recipe_of(default, args), args)
-    evaluate(target, args.out, greedy_continuations(target, tokenizer, smoke))
 
 
 def main() -> None:

@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from torch.nn import functional as F
 
 pytest.importorskip("transformers")
 
@@ -59,34 +57,6 @@ def test_demo_fails_on_wrong_output(demo, monkeypatch, tmp_path, capsys):
     assert code == 1 and not all(row["identical"] for row in rows)
     out = capsys.readouterr().out
     assert "THE TEXTS DIFFER" in out and "first difference" in out
-
-
-def test_an_eagle_head_is_trained_as_it_drafts(monkeypatch):
-    """In pass m of training, row t is what a head gives that drafts m tokens behind the token t + 1."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    import train_eagle
-    import train_tiny
-
-    torch.manual_seed(0)
-    target = train_tiny.llama(hidden=64, intermediate=64, layers=4, heads=2, kv_heads=1).eval().requires_grad_(False)
-    head = train_eagle.new_head(target, torch.arange(0, 2048, 2)).requires_grad_(False)
-    torch.nn.init.normal_(head.fc.weight, std=0.1)
-    tokens = torch.randint(2048, (2, 13))
-    features, _ = train_eagle.features_and_logits(target, tokens[:, :-1])
-    passes = train_eagle.unrolled_logits(head, tokens, features)
-    assert len(passes) == 4 and all(logits.shape == (2, 8, 1024) for logits in passes)
-
-    def attend(q, k, v):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-
-    for row in (0, 3, 7):
-        states = head.fuse(features[:, : row + 1])
-        for logits in passes:
-            length = states.shape[1]
-            out = head(tokens[:, 1 : 1 + length], states, torch.arange(length), attend)
-            torch.testing.assert_close(logits[:, row], head.logits(out[:, -1]), rtol=1e-4, atol=1e-4)
-            states = torch.cat([states, out[:, -1:]], dim=1)
 
 
 @pytest.mark.slow
