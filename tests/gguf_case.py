@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import gguf
 import torch
+from tokenizers import pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 TEMPLATE = (
     "{% for message in messages %}<start>{{ message['role'] }} {{ message['content'] }}<end>{% endfor %}"
     "{% if add_generation_prompt %}<start>assistant {% endif %}"
 )
-# Bytes as GPT-2 spells them (a space is Ġ), two merges, and the special tokens.
-LETTERS = [*"abcdefghijklmnopqrstuvwxyz.,", "Ġ", "Ċ"]
-TOKENS = ["<pad>", "<start>", "<end>", *LETTERS, "th", "the"]
+# All bytes as GPT-2 spells them (a space is Ġ), two merges, and the special tokens.
+TOKENS = ["<pad>", "<start>", "<end>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "th", "the"]
 SPECIAL = 3
 END = 2
 
@@ -21,7 +21,7 @@ def tiny_llama(seed=0):
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(TOKENS), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=64, max_position_embeddings=256, rms_norm_eps=1e-5, initializer_range=0.2,
+        num_key_value_heads=1, head_dim=64, max_position_embeddings=1024, rms_norm_eps=1e-5, initializer_range=0.2,
         tie_word_embeddings=False, bos_token_id=1, eos_token_id=END, pad_token_id=0,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()

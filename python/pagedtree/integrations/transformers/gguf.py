@@ -31,7 +31,7 @@ def dequantized(path: str | os.PathLike[str], folder: str | os.PathLike[str] | N
     """The checkpoint that a GGUF file holds, as a folder that `from_pretrained` of model and tokenizer loads.
 
     The first call for a file reads it with transformers and writes the folder: weights, config, generation config,
-    tokenizer and chat template. It says so on standard error, because that takes a while (25 s for 135 million
+    tokenizer and chat template. It says so on standard error, because that takes a while (20 s for 135 million
     parameters). Later calls only compare the file's content with the folder's name. The folder may be deleted at any
     time; the next call writes it again.
 
