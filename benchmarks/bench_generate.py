@@ -1,6 +1,6 @@
-"""The demo's table (examples/demo.py), kept with the facts of the machine.
+"""The tables of examples/toy.py, kept with the facts of the machine.
 
-python benchmarks/bench_generate.py [--json PATH] [arguments of examples/demo.py]
+python benchmarks/bench_generate.py [--json PATH] [arguments of examples/toy.py]
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from pathlib import Path
 
 from measure import machine_facts, save
 
-DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo.py"
+TOY = Path(__file__).resolve().parents[1] / "examples" / "toy.py"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="where to write; default benchmarks/results/demo.json")
-    args, demo_arguments = parser.parse_known_args()
+    args, toy_arguments = parser.parse_known_args()
     facts = machine_facts()
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder) / "table.json"
-        command = [sys.executable, str(DEMO), "--json", str(table), *demo_arguments]
+        command = [sys.executable, str(TOY), "--json", str(table), *toy_arguments]
         status = subprocess.run(command).returncode
         if status == 0:
-            save("demo", json.loads(table.read_text()), facts | {"arguments": demo_arguments}, args.json)
+            save("demo", json.loads(table.read_text()), facts | {"arguments": toy_arguments}, args.json)
     return status
 
 

@@ -35,7 +35,7 @@ from bench_end_to_end import (
     loaded,
     ways,
 )
-from demo import first_difference
+from live import first_difference
 from measure import save, seconds_of
 from wide_peers import Models, ready
 from wide_target import for_wide, widened

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedtree.integrations.transformers import Drafter, GenerationStats, generate
+from pagedtree.integrations.transformers import Drafter, GenerationStats, StepResult, generate
 
-__all__ = ["compare_live"]
+__all__ = ["compare_live", "fastest", "first_difference"]
 
-TRIAL_TOKENS = 96
 # A terminal's line is written anew this many times per second; elsewhere one line is printed per so many tokens.
 UPDATES_PER_SECOND = 20
 TOKENS_PER_LINE = 64
@@ -53,6 +52,17 @@ class Progress:
         print(f"{start}{self.line(stats.num_tokens, stats.wall_time)}{remark}", flush=True)
 
 
+def fastest(
+    model: Any, prompt: Tensor, drafters: dict[str, Callable[[], Drafter | None]], *, max_new_tokens: int
+) -> str:
+    """The name of the drafter that completes the prompt with the most tokens per second."""
+
+    def rate(name: str) -> float:
+        return generate(model, [prompt], drafter=drafters[name](), max_new_tokens=max_new_tokens)[1].tokens_per_second
+
+    return max(drafters, key=rate)
+
+
 def compare_live(
     model: Any,
     prompt: Tensor,
@@ -60,32 +70,38 @@ def compare_live(
     decode: Callable[[list[int]], str],
     *,
     max_new_tokens: int,
-    page_size: int,
+    on_step: Callable[[StepResult], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Completes `prompt` without drafts (drafters["plain"]) and with the fastest drafter; returns both sequences."""
+    """Completes `prompt` without drafts (drafters["plain"]) and with the other drafter; returns both sequences.
 
-    def run(name: str, count: int, progress: Progress | None = None) -> tuple[Tensor, GenerationStats]:
-        sequences, stats = generate(
-            model, [prompt], drafter=drafters[name](), max_new_tokens=count, page_size=page_size, callback=progress
-        )
-        return sequences[0], stats
-
-    trials = {name: run(name, TRIAL_TOKENS)[1].tokens_per_second for name in drafters if name != "plain"}
-    best = max(trials, key=trials.__getitem__)
-    print(
-        f"\none sequence: a prompt of {len(prompt)} tokens and {max_new_tokens} more, without drafts and then with the"
-    )
-    print(f"drafter that was the fastest of {len(trials)} on the first {TRIAL_TOKENS} tokens, {best}:")
+    on_step: of the second run.
+    """
     texts, seconds = [], []
-    for name in ("plain", best):
+    for name, make in drafters.items():
         progress = Progress(name, max_new_tokens, decode)
-        text, stats = run(name, max_new_tokens, progress)
-        texts.append(text)
+        traced = on_step if texts else None
+        sequences, stats = generate(
+            model, [prompt], drafter=make(), max_new_tokens=max_new_tokens, callback=progress, on_step=traced
+        )
+        texts.append(sequences[0])
         seconds.append(stats.wall_time)
-        remark = ""
-        if name == best:
-            remark = f", {seconds[0] / seconds[1]:.2f} x plain, {stats.tokens_per_step:.2f} tokens/step"
+        remark = (
+            f", {seconds[0] / seconds[1]:.2f} x plain, {stats.tokens_per_step:.2f} tokens/step" if texts[1:] else ""
+        )
         progress.close(stats, remark)
     same = torch.equal(*texts)
     print("both texts are the same, token for token" if same else "THE TEXTS DIFFER")
     return texts[0], texts[1]
+
+
+def first_difference(plain: list[Tensor], sequences: list[Tensor], model: Any) -> str:
+    """Where the outputs part, and how nearly tied the target's two best tokens are there."""
+    for b, (expected, got) in enumerate(zip(plain, sequences, strict=True)):
+        shared = min(len(expected), len(got))
+        different = (expected[:shared] != got[:shared]).nonzero()
+        if len(different) or len(expected) != len(got):
+            at = int(different[0]) if len(different) else shared
+            with torch.no_grad():
+                top = model(expected[None, :at]).logits[0, -1].float().topk(2).values
+            return f"sequence {b}, token {at}, logit margin {float(top[0] - top[1]):.4f}"
+    return "none"

@@ -12,7 +12,7 @@ import pagedtree
 
 DEFAULT = "ops"
 # These run models and text of examples/ (vllm: also of tests/), which are not in the wheel.
-OF_CHECKOUT = ("chosen_trees", "distributed", "end_to_end", "generate", "rules", "vllm", "wide")
+OF_CHECKOUT = ("chosen_trees", "distributed", "end_to_end", "generate", "real", "rules", "vllm", "wide")
 
 
 def scripts() -> dict[str, Path]:

