@@ -189,6 +189,23 @@ def test_drafters_have_their_own_sizes(folder, run, calls):
             assert calls[-1].drafter.is_chain and calls[-1].drafter.max_depth == 3
 
 
+def test_options_set_the_sizes_of_trees(folder, run, calls):
+    sizes = ["--num-nodes", "9", "--depth", "3", "--width", "2"]
+    for options in (["--draft", folder], ["--eagle", folder / "eagle"], ["--block", folder / "block"], ["--ngram"]):
+        assert run(*options, *sizes)[0] == 0
+        drafter = calls[-1].drafter
+        widths = [getattr(drafter, name, 2) for name in ("width", "max_branches")]
+        assert (drafter.max_nodes, drafter.max_depth, *widths) == (9, 3, 2, 2)
+        assert getattr(drafter, "num_children", [2] * 3) == [2] * 3
+        assert run(*options, "--width", "1", "--num-nodes", "4")[0] == 0
+        assert calls[-1].drafter.is_chain and calls[-1].drafter.max_depth == 3
+        status, _, error = run(*options, "--width", "0")
+        assert status == 2 and error.endswith("--width: expected at least 1, got 0\n")
+    for option in ("--depth", "--width"):
+        status, _, error = run("--medusa", folder / "medusa", option, "2")
+        assert status == 2 and "not with --medusa" in error
+
+
 @pytest.mark.parametrize(
     ("own", "isas", "used"),
     [

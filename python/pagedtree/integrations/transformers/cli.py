@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         prompt = _prompt(tokenizer, text, args)
         logging.disable_progress_bar()
         model = load_model("--model", args.model, args)
-        eos_ids = [*eos_tokens(model, None), *(turn_ends(tokenizer) if args.chat else [])]
+        eos_ids = list(dict.fromkeys([*eos_tokens(model, None), *(turn_ends(tokenizer) if args.chat else [])]))
         rule, params = _sampling(parser, args, _config_fields(model, args))
         drafter = drafter_of(model, args)
         grammars = _grammars(parser, model, tokenizer, eos_ids, grammar, args)
@@ -119,6 +119,8 @@ def _parser() -> argparse.ArgumentParser:
         "--rule", choices=RULES, default="auto", help="how drafts are verified; all but typical are lossless"
     )
     parser.add_argument("--num-nodes", type=int, help=f"nodes of a draft tree, the root included (default {NUM_NODES})")
+    parser.add_argument("--depth", type=int, help="most draft tokens in a row (default: the drafter's own)")
+    parser.add_argument("--width", type=int, help="most guesses for a place (default: the drafter's own); 1 = chains")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default %(default)s")
     parser.add_argument("--n", type=int, default=1, help="outcomes of the prompt (default %(default)s)")
     parser.add_argument(

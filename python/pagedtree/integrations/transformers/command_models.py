@@ -28,6 +28,8 @@ __all__ = ["DTYPES", "NUM_NODES", "drafter_of", "is_fast", "load_model"]
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Of a tree: what the drafters have by default, and what Medusa heads get, which have no default.
 NUM_NODES = 16
+# The options that say how large trees are, and what `NgramDrafter` calls that.
+SIZES = {"num_nodes": "num_nodes", "depth": "max_depth", "width": "max_branches"}
 # Our CPU kernels of these names need instructions for products of bfloat16. With them, torch is fast in it, too.
 BF16_ISAS = {"avx512", "amx"}
 
@@ -46,24 +48,34 @@ def load_model(option: str, name: str, args: argparse.Namespace) -> Any:
 
 def drafter_of(model: Any, args: argparse.Namespace) -> Drafter | None:
     """The drafter, of its own sizes where no option says otherwise, and of chains for rule "block"."""
-    num_nodes = {} if args.num_nodes is None else {"num_nodes": args.num_nodes}
-    is_chain = args.rule == "block"
-    sizes = {**num_nodes, "width": 1} if is_chain else num_nodes
-    deep = {**sizes, "depth": args.num_nodes - 1} if is_chain and num_nodes else sizes
+    sizes: dict[str, Any] = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, got {size}")
+    if args.rule == "block":
+        sizes = {"width": 1, **sizes}
     if args.draft:
-        return ModelDrafter(_load_draft(args, model), law=args.draft_law, **deep)
+        return ModelDrafter(_load_draft(args, model), law=args.draft_law, **_deep(sizes))
     if args.medusa:
+        if args.depth or args.width:
+            raise ValueError("--depth, --width: not with --medusa, whose trees take shape by their scores")
         with errors_of("--medusa", args.medusa):
             return MedusaDrafter(MedusaHeads.from_pretrained(args.medusa, model), args.num_nodes or NUM_NODES)
     if args.eagle:
         with errors_of("--eagle", args.eagle):
-            return EagleDrafter(EagleHead.from_pretrained(args.eagle, model), **deep)
+            return EagleDrafter(EagleHead.from_pretrained(args.eagle, model), **_deep(sizes))
     if args.block:  # as deep as its blocks are long
         with errors_of("--block", args.block):
             return BlockDrafter(BlockDraftModel.from_pretrained(args.block, model), **sizes)
     if args.ngram:
-        return NgramDrafter(**num_nodes, max_branches=1) if is_chain else NgramDrafter(**num_nodes)
+        return NgramDrafter(**{SIZES[name]: size for name, size in sizes.items()})
     return None
+
+
+def _deep(sizes: dict[str, Any]) -> dict[str, Any]:
+    """Chains of a given number of nodes are as deep as that."""
+    is_long = sizes.get("width") == 1 and "num_nodes" in sizes
+    return {"depth": sizes["num_nodes"] - 1, **sizes} if is_long else sizes
 
 
 def _load_draft(args: argparse.Namespace, target: Any) -> Any:
