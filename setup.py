@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,25 @@ def generator() -> list[str]:
     return ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={path}"] if path else []
 
 
+def announce(ninja: str, tree: Path, jobs: int) -> None:
+    """Says what the build is about to compile, if that takes long enough to wonder."""
+    plan = subprocess.run([ninja, "-C", str(tree), "-n"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    sources = re.findall(r"Building \w+ object .*", plan)
+    kernels = sum(".cu." in source for source in sources)
+    isas = len({match[1] for source in sources if (match := re.search(r"pagedtree_cpu_(\w+)\.dir", source))})
+    # What these took on cores of 2023, in seconds.
+    minutes = ((len(sources) - kernels) * 2 + kernels * 20) / jobs / 60
+    if minutes < 0.25:
+        return
+    parts = [f"{len(sources)} files"]
+    if isas:
+        parts.append(f"for {isas} CPU instruction set" + "s" * (isas > 1))
+    if kernels:
+        parts.append(f"with {kernels} of CUDA kernels among them")
+    time = "about a minute" if minutes < 1.5 else f"about {minutes:.0f} minutes"
+    print(f"== compiling {' '.join(parts)}, {jobs} at once: {time}", flush=True)
+
+
 class BuildPython(build_py):
     """Takes benchmarks/ along, for `python -m pagedtree bench`; a checkout runs its own."""
 
@@ -75,8 +95,10 @@ class CMakeBuild(build_ext):
             if os.environ.get(option):
                 configure.append(f"-D{option}={os.environ[option]}")
         subprocess.run(configure, check=True)
-        jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
-        subprocess.run([cmake, "--build", str(tree), "--parallel", jobs], check=True)
+        jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+        if ninja := find_tool("ninja", "BIN_DIR"):
+            announce(ninja, tree, jobs)
+        subprocess.run([cmake, "--build", str(tree), "--parallel", str(jobs)], check=True)
         for library in ("libpagedtree_cuda.so", "libpagedtree_simt.so"):  # of a build that had them
             (package / "lib" / library).unlink(missing_ok=True)
         subprocess.run([cmake, "--install", str(tree), "--prefix", str(package)], check=True)

@@ -107,7 +107,7 @@ def test_a_loaded_backend_exports_its_tables_only(name):
     """Both hold the same kernels: what one exported, the other could be linked to."""
     library = PACKAGE / "lib" / f"libpagedtree_{name}.so"
     if not library.exists():
-        pytest.skip(f"built without {name}")
+        pytest.skip(f"built without {name}: make test CUDA=1")
     listing = run("nm", "-DC", "--defined-only", library)
     exported = {line.split(maxsplit=2)[2] for line in listing.splitlines()}
     has_hopper = name == "simt" or any(a.startswith("9.0a") for a in _C.build_info()["cuda_architectures"])
@@ -331,7 +331,7 @@ def test_sdist_holds_what_the_build_needs(tmp_path):
         "python/pagedtree/py.typed",
     }
     assert names >= {"Makefile", "requirements-dev.txt", "tests/repo/test_packaging.py", "examples/cpp/CMakeLists.txt"}
-    assert "examples/prompts/held_out.json" in names
+    assert names >= {"requirements.txt", "examples/prompts/held_out.json"}
     assert [name for name in names if name.endswith(check_wheel.BINARY)] == []
     assert archive.stat().st_size < 2_000_000
 
