@@ -405,7 +405,7 @@ def test_latent_attention():
 
 @pytest.mark.parametrize(("passes", "tokens", "dtype", "expected"), [
     (64, 4, torch.float32, True), (63, 4, torch.float32, False), (64, 3, torch.float32, False),
-    (64, 1, torch.bfloat16, True), (63, 16, torch.bfloat16, False),
+    (64, 1, torch.bfloat16, True), (63, 16, torch.bfloat16, False), (64, 3, torch.float16, False),
 ])  # fmt: skip
 def test_when_it_pays(passes, tokens, dtype, expected):
     assert pays(tiny(0).to(dtype), passes, tokens) is expected

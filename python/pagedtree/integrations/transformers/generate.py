@@ -137,8 +137,8 @@ def generate(
             recurrent states.
         pack_weights: whether the linear layers of the model, and of the drafter's, compute with packed weights during
             the call (`packed_weights`; on CPUs alone). None = where that is likely to pay: in calls that would take at
-            least 64 passes without drafts, and in fp32 only of at least 4 tokens a pass, drafts included; not with
-            shards. Where nothing can be packed, True raises ValueError.
+            least 64 passes without drafts, in fp32 and fp16 only with at least 4 tokens a pass, drafts included; not
+            with shards. Where nothing can be packed, True raises ValueError.
         shards: the model's output layer gives this rank's columns of the logits (`tensor_parallel`); all ranks call
             `generate` together, with the same arguments and seeds, and get the same result. Rules "greedy", "sampled"
             and "rejection"; the drafter may be a `pagedtree.distributed.DraftGroup`.

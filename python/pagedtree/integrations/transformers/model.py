@@ -97,6 +97,8 @@ class TransformersModel(PackedModel):
 
     def __init__(self, model: Any) -> None:
         check_model(model)
+        # Asked for here, as that takes 0.1 ms, which passes of a small model would notice.
+        self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.model, self.latent_layers, self.recurrent_layers = model, latent_layers(model), recurrent_layers(model)
         self._watched = _Watched()
 
@@ -158,7 +160,7 @@ class TransformersModel(PackedModel):
     ) -> PassOutput:
         model, packed = self.model, PackedPass(step)
         kwargs: dict[str, Any] = {}
-        if rows is not None and "logits_to_keep" in inspect.signature(model.forward).parameters:
+        if rows is not None and self._takes_rows:
             kwargs["logits_to_keep"] = rows
         wanted = needs_hidden, tuple(feature_layers)
         if wanted != self._watched.wanted:

@@ -24,7 +24,8 @@ __all__ = ["PackedLinear", "check_packable", "packed_weights", "pays"]
 MIN_ELEMENTS = {torch.bfloat16: 1 << 15, torch.float16: 1 << 15, torch.float32: 1 << 19}
 # Packing a model and back takes what 16 to 22 passes gain by it, and there may be fewer passes than were planned.
 MIN_PASSES = 64
-MIN_FP32_TOKENS = 4  # passes of one or two are faster with dense weights
+# In fp32 and fp16 passes of one or two tokens are faster with dense weights; in bf16 none is.
+MIN_TOKENS = 4
 # Layers whose weights are multiplied without a call of the layer: of latent attention by us, of Mamba by transformers.
 READ_DIRECTLY = {"kv_b_proj", "dt_proj"}
 
@@ -33,15 +34,16 @@ class PackedLinear(nn.Linear):
     """What a `torch.nn.Linear` is while its weight is packed."""
 
     def forward(self, input: Tensor) -> Tensor:
-        weight = self.weight
+        # Not by self.weight and self.bias, which take longer to look up.
+        weight, bias = cast(Tensor, self._parameters["weight"]), self._parameters["bias"]
         if input.dtype != weight.dtype or input.shape[-1:] != weight.shape[1:]:
             raise RuntimeError(
                 f"packed_weights: expected input of {weight.dtype} and {weight.shape[1]} columns for a packed linear"
                 f" layer, got {input.dtype} and shape {[*input.shape]}"
             )
         if torch.is_grad_enabled():
-            return cast(Tensor, _ForwardOnly.apply(input, weight, self.bias))
-        return _linear(input, weight, self.bias)
+            return cast(Tensor, _ForwardOnly.apply(input, weight, bias))
+        return _linear(input, weight, bias)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -118,7 +120,7 @@ def packed_weights(*models: nn.Module) -> Iterator[int]:
     with a weight of at least 32768 elements, in fp32 of at least 524288. Others stay as they are: subclasses,
     quantised, offloaded, sharded and parametrised layers; those whose weight is a part of a larger tensor or shares its
     memory with another parameter; kv_b_proj of latent attention and dt_proj of Mamba, whose weights are read directly.
-    In fp32 passes of one and two tokens take a little more time with packed weights, larger ones less.
+    In fp32 and fp16 passes of one and two tokens take more time with packed weights, larger ones less.
 
     Results differ from those of dense weights by rounding. They have the same bits in each run. How the sums of a token
     are rounded may depend on how many tokens the pass has, as it may without packing.
@@ -147,7 +149,7 @@ def packed_weights(*models: nn.Module) -> Iterator[int]:
 
 def pays(model: Any, num_passes: int, num_tokens: int) -> bool:
     """Whether so many passes of `num_tokens` tokens are worth packing the model for them, and unpacking it again."""
-    is_fast = model.dtype != torch.float32 or num_tokens >= MIN_FP32_TOKENS
+    is_fast = model.dtype == torch.bfloat16 or num_tokens >= MIN_TOKENS
     return model.device.type == "cpu" and is_fast and num_passes >= MIN_PASSES
 
 
