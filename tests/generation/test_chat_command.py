@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 from pagedtree import cli
 from pagedtree.integrations.transformers import MedusaHeads, command_models
 from pagedtree.integrations.transformers import cli as command_module
-from pagedtree.integrations.transformers.chat import turn_ends
+from pagedtree.integrations.transformers.chat import chat_prompt, turn_ends
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -113,6 +113,14 @@ def test_chat_puts_the_prompt_into_the_template(run, calls, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"w9\r\n")))
     assert run("--chat", "--prompt", "-")[0] == 0
     assert calls[-1].prompts == [ids("<s><start>user w9<end><start>assistant")]
+
+
+def test_line_breaks_at_the_end_are_no_part_of_the_message():
+    """All else is, as this template would show that gives back the messages."""
+    tokenizer = SimpleNamespace(chat_template="x", apply_chat_template=lambda messages, **_: messages)
+    for text, content in ((" a\n\nb \r\n\n", " a\n\nb "), ("a", "a"), ("\n", "")):
+        assert chat_prompt(tokenizer, text) == [{"role": "user", "content": content}]
+    assert chat_prompt(tokenizer, "a", "b\n")[0] == {"role": "system", "content": "b\n"}
 
 
 def test_the_templates_end_ends_the_text(folder, run, calls, model, template):
