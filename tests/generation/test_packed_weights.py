@@ -31,6 +31,7 @@ from pagedtree.integrations.transformers import (
 )
 from pagedtree.integrations.transformers.model import use_attention
 from pagedtree.integrations.transformers.packed_weights import MIN_ELEMENTS, PackedLinear, pays
+from pagedtree.integrations.transformers.turns import in_turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -474,6 +475,27 @@ def test_threads_take_turns():
     for thread in threads:
         thread.join()
     assert [found[number] for number in range(3)] == [expected] * 3 and not packed_layers(model)
+
+
+def test_packing_and_unpacking_wait_for_calls_in_other_threads():
+    model, packed, leave, unpacked = tiny(0), threading.Event(), threading.Event(), threading.Event()
+
+    def hold():
+        with packed_weights(model):
+            packed.set()
+            leave.wait(60)
+        unpacked.set()
+
+    thread = threading.Thread(target=hold)
+    with in_turn(model):
+        thread.start()
+        assert not packed.wait(0.1) and not packed_layers(model)
+    assert packed.wait(60)
+    with in_turn(model):
+        leave.set()
+        assert not unpacked.wait(0.1) and packed_layers(model) == linear_layers(model)
+    assert unpacked.wait(60) and not packed_layers(model)
+    thread.join()
 
 
 @pytest.mark.parametrize(("model", "options", "message"), [
