@@ -51,6 +51,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "checkpoints")
     parser.add_argument("--steps", type=int, help="instead of each stage's own number")
+    parser.add_argument("--minutes", type=float, help="end after so many minutes of training at the latest")
     parser.add_argument("--save-minutes", type=float, default=10.0, help="time between checkpoints")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, faster where the CPU has it")
@@ -67,10 +68,10 @@ def recipe_of(default: Recipe, args: argparse.Namespace) -> Recipe:
     return replace(default, steps=args.steps, context=128 if is_smoke(args) else default.context)
 
 
-def learning_rate(recipe: Recipe, step: int) -> float:
-    """Linear warm-up, then a cosine down to a twentieth."""
+def learning_rate(recipe: Recipe, step: int, done: float) -> float:
+    """Linear warm-up, then a cosine down to a twentieth. done: the part of the whole run that is over."""
     warmup = max(1, min(100, recipe.steps // 10))
-    cosine = 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
+    cosine = 0.5 * (1 + math.cos(math.pi * done))
     return recipe.learning_rate * min(1.0, (step + 1) / warmup) * (0.05 + 0.95 * cosine)
 
 
@@ -99,7 +100,7 @@ def fit(
     state_file = args.out / ".state" / f"{name}.pt"
     constants = hashlib.sha256(b"".join(x.numpy().tobytes() for x in module.buffers())).hexdigest()  # draft tokens
     begun_as = repr((recipe, [tuple(p.shape) for p in module.parameters()], constants))
-    step = 0
+    step, spent = 0, 0.0
     if state_file.exists():
         state = torch.load(state_file)
         if state["begun_as"] != begun_as:
@@ -108,11 +109,12 @@ def fit(
             )
         module.load_state_dict(state["module"])
         optimizer.load_state_dict(state["optimizer"])
-        step = state["step"]
+        step, spent = state["step"], state["minutes"]
         print(f"{name}: resumed at step {step}")
 
     def checkpoint() -> None:
-        state = {"module": module.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "begun_as": begun_as}
+        state = {"module": module.state_dict(), "optimizer": optimizer.state_dict(), "begun_as": begun_as}
+        state |= {"step": step, "minutes": spent + (time.monotonic() - began) / 60}
         state_file.parent.mkdir(parents=True, exist_ok=True)
         torch.save(state, state_file.with_suffix(".tmp"))
         state_file.with_suffix(".tmp").replace(state_file)
@@ -123,24 +125,28 @@ def fit(
     print(f"{name}: {parameters:,} parameters, steps {step} to {recipe.steps} of {batch_tokens} tokens")
     began = saved = time.monotonic()
     first, mean_loss = step, 0.0
+    done_before = max(step / recipe.steps, spent / args.minutes if args.minutes else 0.0)
     while step < recipe.steps:
+        minutes = spent + (time.monotonic() - began) / 60
+        done = max(step / recipe.steps, minutes / args.minutes if args.minutes else 0.0)
+        if done >= 1:
+            break
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(recipe, step)
+            group["lr"] = learning_rate(recipe, step, done)
         loss = loss_of(step)
         loss.backward()
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        mean_loss = loss.item() if step == first else 0.98 * mean_loss + 0.02 * loss.item()
+        mean_loss += (loss.item() - mean_loss) / min(step - first + 1, 50)
         step += 1
-        now = time.monotonic()
         if step % 20 == 0 or step == recipe.steps:
-            pace = (now - began) / (step - first)
-            left = pace * (recipe.steps - step) / 60
-            print(f"{name}: step {step}  loss {mean_loss:.3f}  {pace:.2f} s/step, {left:.0f} minutes left", flush=True)
-        if step == recipe.steps or now - saved > 60 * args.save_minutes:
+            left = (minutes - spent) * (1 - done) / max(done - done_before, 1e-9)
+            print(f"{name}: step {step}  loss {mean_loss:.3f}, {left:.0f} minutes left", flush=True)
+        if time.monotonic() - saved > 60 * args.save_minutes:
             checkpoint()
             saved = time.monotonic()
+    checkpoint()
     module.eval()
 
 

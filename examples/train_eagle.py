@@ -116,7 +116,7 @@ def unrolled_states(head: EagleHead, tokens: Tensor, features: Tensor, roots: Te
 class EagleTraining(DrafterTraining):
     name = "eagle"
     recipe = Recipe(steps=2400, learning_rate=2e-3, batch=2)
-    own_recipe = Recipe(steps=3000, learning_rate=1e-3, batch=2, context=1024)
+    own_recipe = Recipe(steps=3000, learning_rate=2e-3, batch=1, context=768)
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--draft-vocab", type=int, help="the most frequent tokens (default 8192; of the toy 1536)")

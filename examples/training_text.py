@@ -138,12 +138,14 @@ class Answers:
     ) -> None:
         # No answer begins behind the end, and each has something in it.
         texts = [Text(text.start, text.tokens[: max_tokens + 1]) for text in texts]
-        self._texts = sorted((t for t in texts if t.start + 1 < len(t.tokens)), key=lambda text: len(text.tokens))
-        if not self._texts:
+        texts = [text for text in texts if text.start + 1 < len(text.tokens)]
+        if not texts:
             raise ValueError(f"texts: expected answers that begin within {max_tokens} tokens, got none")
         self._dtype = model.dtype
         self._vocab_size = model.config.get_text_config().vocab_size
-        self._rows = list(_readings(model, layers, self._texts, folder))
+        # In the order in which they came, so that nothing is read again when there are more.
+        read = zip(texts, _readings(model, layers, texts, folder), strict=True)
+        self._texts, self._rows = zip(*sorted(read, key=lambda each: len(each[0].tokens)), strict=True)
         self._batches: list[list[int]] = [[]]
         for i, text in enumerate(self._texts):
             if self._batches[-1] and len(text.tokens) * (len(self._batches[-1]) + 1) > batch_tokens:

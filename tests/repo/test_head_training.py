@@ -82,6 +82,20 @@ def test_nothing_is_answered_or_read_twice(arguments, monkeypatch, capsys):
         train_eagle.train_drafter(train_eagle.EagleTraining(), None, [*arguments, "--draft-vocab", "64"])
 
 
+def test_a_run_ends_by_the_clock(arguments, monkeypatch, capsys):
+    import head_training
+    import train_eagle
+
+    clock = iter(range(0, 10**6, 60))  # each look takes a minute
+    monkeypatch.setattr(head_training.time, "monotonic", lambda: next(clock))
+    train_eagle.train_drafter(train_eagle.EagleTraining(), None, [*arguments, "--steps", "18", "--minutes", "20"])
+    out = capsys.readouterr().out
+    first = torch.load(Path(arguments[3]) / ".state" / "eagle.pt")
+    assert 3 < first["step"] < 18 and first["minutes"] >= 20 and "eagle: accepted drafts" in out
+    train_eagle.train_drafter(train_eagle.EagleTraining(), None, [*arguments, "--steps", "18", "--minutes", "20"])
+    assert torch.load(Path(arguments[3]) / ".state" / "eagle.pt")["step"] == first["step"]
+
+
 def test_a_head_that_trains_guesses_better():
     """On one batch, from a target of random weights: the loss falls by far more than rounding."""
     import train_eagle
