@@ -182,7 +182,8 @@ ENGINE_flashinfer   := --no-deps flashinfer-python==0.7.2.post1
 ENGINE_flash_attn   := --no-deps --no-build-isolation flash-attn==2.8.3.post2
 $(ENGINES)/.ready: export FLASH_ATTENTION_SKIP_CUDA_BUILD := TRUE
 $(ENGINES)/.ready: export FLASH_ATTENTION_FORCE_BUILD := TRUE
-TESTS_transformers  := tests/generation/test_generate.py tests/generation/test_generation_config.py $(addprefix tests/adapters/test_,transformers_attention.py continuous_batching.py custom_generate.py architectures.py rotary.py)
+TESTS_transformers  := $(addprefix tests/generation/test_,generate.py generation_config.py gguf.py chat_command.py) \
+  $(addprefix tests/adapters/test_,transformers_attention.py continuous_batching.py custom_generate.py architectures.py rotary.py)
 TESTS_vllm          := tests/engines/test_vllm_*.py --dist loadfile --time-limit 900
 TESTS_sglang        := tests/engines/test_sglang_*.py tests/adapters/test_sglang_*.py
 TESTS_flashinfer    := tests/engines/test_flashinfer_*.py tests/adapters/test_flashinfer_*.py

@@ -100,16 +100,17 @@ class Ways:
 class Results:
     """What each way took of each prompt of one dtype and number of sequences."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
         self.seconds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         self.tokens: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         self.per_step: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         self.equal: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
 
     def rows(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        found = [self._row(kind, name) for kind, ways in self.seconds.items() for name in ways]
+        found = [self._row(kind, name) for kind in self.seconds for name in self.names]
         if len(self.seconds) > 1:
-            found += [self._row_of_all(name) for name in next(iter(self.seconds.values()))]
+            found += [self._row_of_all(name) for name in self.names]
         return [facts | row for row in found]
 
     def _row(self, kind: str, name: str) -> dict[str, Any]:
@@ -149,8 +150,8 @@ def quartiles(values: list[float]) -> list[float]:
 
 
 def measured(ways: Ways, sequences: int, args: argparse.Namespace, bar: Progress) -> Results:
-    results, names = Results(), ways.wanted(args.ways, sequences)
-    turn = 0
+    names, turn = ways.wanted(args.ways, sequences), 0
+    results = Results(names)
     for kind in args.kinds:
         ids = [chat_ids(ways.tokenizer, prompt.text) for prompt in held_out(kind, args.prompts)]
         for first in range(0, len(ids), sequences):
