@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from own_texts import TEMPERATURES, Text, own_texts
+from own_texts import Text, own_texts
 from prompt_files import Messages, read_prompts, token_ids
 from stdlib_text import prompts as stdlib_prompts
 from stdlib_text import read, training_files
@@ -254,7 +254,7 @@ def train_drafter(training: DrafterTraining, description: str | None, argv: Sequ
     recipe = recipe_of(training.own_recipe if args.target else training.recipe, args)
     if args.target:
         asked, held_out = _asked(tokenizer, args)
-        texts = own_texts(target, asked, state / "answers.jsonl", args.max_new_tokens, TEMPERATURES)
+        texts = own_texts(target, asked, state / "answers.jsonl", args.max_new_tokens, args.temperatures)
         source = Answers(target, layers, texts, state, recipe.batch * recipe.context, recipe.context)
         print(f"{len(texts)} texts, {source.num_tokens:,} tokens of answers")
     else:
@@ -285,6 +285,9 @@ def _drafter_arguments(training: DrafterTraining, description: str | None) -> ar
     parser.add_argument("--prompts", type=Path, help="what it is asked: .json, .jsonl or a text in each line")
     parser.add_argument("--num-prompts", type=int, help="only so many of them, the first ones")
     parser.add_argument("--held-out", type=Path, help="prompts on which the drafter is tried; they are not learnt from")
+    parser.add_argument(
+        "--temperatures", type=float, nargs="+", default=(0.0, 0.8), help="at each of which every prompt is answered"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=256, help="of each answer")
     parser.add_argument(
         "--chat", action=argparse.BooleanOptionalAction, help="use the chat template (default: if there is one)"

@@ -21,8 +21,7 @@ from pagedtree.integrations.transformers import NgramDrafter, generate
 
 __all__ = ["Text", "fingerprint", "own_texts"]
 
-# Each prompt is answered at each of these temperatures: greedily, and once with more variety.
-TEMPERATURES, TOP_P = (0.0, 0.8), 0.95
+TOP_P = 0.95  # of what is sampled
 # So many are answered side by side, and so many answers are lost at most if the program is stopped.
 BATCH, CHUNK = 64, 192
 

@@ -173,10 +173,10 @@ class Answers:
         chosen = self._batches[int(order[number])]
         texts, rows = [self._texts[i] for i in chosen], [self._rows[i] for i in chosen]
         tokens = _padded([torch.tensor(text.tokens) for text in texts])
-        place, starts = torch.arange(tokens.shape[1] - 1), torch.tensor([[text.start] for text in texts])
-        ends = torch.tensor([[len(text.tokens)] for text in texts])
+        place, ends = torch.arange(tokens.shape[1] - 1), torch.tensor([[len(text.tokens)] for text in texts])
         features, likely, logits = (_padded(parts) for parts in zip(*rows, strict=True))
-        return Batch(tokens, features.to(self._dtype), likely, logits, (place >= starts - 1) & (place < ends - 1))
+        # Prompts are learnt, too: the target has read them anyway, and they are as varied as what people write.
+        return Batch(tokens, features.to(self._dtype), likely, logits, place < ends - 1)
 
 
 def _padded(rows: Sequence[Tensor]) -> Tensor:

@@ -167,7 +167,7 @@ def _stories(rng: random.Random, count: int) -> list[Prompt]:
     return found
 
 
-def training_prompts(edits: int = 120, summaries: int = 90, stories: int = 500) -> list[Prompt]:
+def training_prompts(edits: int = 240, summaries: int = 160, stories: int = 1800) -> list[Prompt]:
     """So many prompts of each kind, mixed, none of them twice; the same ones in each call."""
     rng = random.Random(SEED)
     found = [*_edits(rng, edits), *_summaries(rng, summaries), *_stories(rng, stories)]
