@@ -43,6 +43,6 @@ def drafters(model: Any) -> dict[str, Callable[[], Drafter | None]]:
     found: dict[str, Callable[[], Drafter | None]] = {"plain": lambda: None, "n-gram tree": lambda: NgramDrafter(16)}
     if HEAD.exists():
         head = EagleHead.from_pretrained(HEAD, model)
-        found["EAGLE-3 tree"] = lambda: EagleDrafter(head, num_nodes=8, depth=4, width=2)
-        found["n-gram or EAGLE-3"] = lambda: CombinedDrafter(EagleDrafter(head, num_nodes=8, depth=4, width=2))
+        found["EAGLE-3 tree"] = lambda: EagleDrafter(head, num_nodes=6, depth=3, width=2)
+        found["n-gram or EAGLE-3"] = lambda: CombinedDrafter(EagleDrafter(head, num_nodes=6, depth=3, width=2))
     return found
