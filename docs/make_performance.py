@@ -39,6 +39,7 @@ SECTIONS = {
     "options": kept("options_cpu", of_runs.options),
     "drafting": kept("ops_avx512", DRAFTING),
     "real": kept("real_cpu", of_runs.real_table),
+    "real-float32": kept("real_float32_cpu", of_runs.real_table),
     "wide": kept("wide_cpu", WIDE),
     "end-to-end": kept("end_to_end_cpu", of_runs.end_to_end()),
     "chosen-trees": kept("chosen_trees_cpu", of_runs.chosen_trees("n-gram", "n-gram and draft-model")),

@@ -89,11 +89,16 @@ def real_table(result: Result, name: str = "real_cpu") -> str:
         per_step = f"; {row['tokens_per_step']:.2f}" if row.get("tokens_per_step") else ""
         return f"{rate:.0f} ({gain:.2f} x{per_step})"
 
+    def key(row: Row) -> tuple[str, str, int]:
+        return row["dtype"], row["way"], row["sequences"]
+
     note = (
         " Tokens per second of all sequences; in parentheses over plain decoding, and tokens a step. Medians over the"
         " prompts of a kind; the JSON has the quartiles."
     )
-    parted = [row for row in result["rows"] if len(set(row["texts_equal"].split("/"))) > 1]
+    every = {key(row) for row in result["rows"] if row["kind"] == "all"}
+    shown = [row for row in result["rows"] if row["kind"] == "all" or key(row) not in every]
+    parted = [row for row in shown if len(set(row["texts_equal"].split("/"))) > 1]
     texts = "; ".join(f"{way(row)}, {column(row)} ({row['texts_equal']})" for row in parted) or "none"
     equal = f"Texts that differ from transformers' own, in parentheses how many are equal: {texts}."
     cells = pivot("way", result["rows"], way, column, cell)

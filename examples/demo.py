@@ -82,14 +82,14 @@ class Demo:
             f"\nthree kinds of text, the median over {self.args.prompts} prompts of each, one after the other, at most"
             f" {self.args.max_new_tokens} tokens;\ntokens per second, and how often plain decoding's:\n"
         )
-        print(f"{'':28}" + "".join(f"{name:>18}" for name in names) + "   same texts")
+        print(f"{'':28}" + "".join(f"{name:>20}" for name in names) + "   same texts")
         for kind in KINDS:
             print(f"  {kind} ...", file=sys.stderr)
             found = self.rows_of(kind)
             cells = (f"{row['tokens_per_second']:8.0f} {row['over_plain']:5.2f} x" for row in found)
             same = sum(row["same_texts"] for row in found[1:]), self.args.prompts * (len(found) - 1)
             label = f"{kind} ({ASKED[kind]})"
-            print(f"{label:28}" + "".join(f"{cell:>18}" for cell in cells) + f"   {same[0]} of {same[1]}", flush=True)
+            print(f"{label:28}" + "".join(f"{cell:>20}" for cell in cells) + f"   {same[0]} of {same[1]}", flush=True)
             rows += found
         return rows
 
