@@ -51,8 +51,9 @@ def valid_call(make: Callable[[], Call]) -> Callable[[], Call]:
     return make
 
 
-def names() -> list[str]:
-    return sorted(_CALLS)
+def names(*modules: str) -> list[str]:
+    """Of all calls, or of those that these modules make known."""
+    return sorted(name for name, make in _CALLS.items() if not modules or make.__module__ in modules)
 
 
 def make(name: str) -> Call:
