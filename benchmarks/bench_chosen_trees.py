@@ -1,4 +1,4 @@
-"""What chains, fixed trees and `generate(tree="auto")` gain and cost beside plain decoding, on the demo's models.
+"""What chains, fixed trees and `generate(tree="auto")` gain and cost beside plain decoding, on the toy's models.
 
 python -m pagedtree bench chosen_trees [--batch 1 2 4 8 16 32 64] [--max-new-tokens 96] [--pairs 16]
     [--texts 16] [--drafters NAME ...] [--device cuda] [--json PATH]

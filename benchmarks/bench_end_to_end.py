@@ -1,4 +1,4 @@
-"""Whole generations on the demo's models: transformers' own beside ours, with and without drafts, by batch size.
+"""Whole generations on the toy's models: transformers' own beside ours, with and without drafts, by batch size.
 
 python -m pagedtree bench end_to_end [--batch 1 2 4 8 16 32 64] [--max-new-tokens 96] [--rounds 7]
     [--drafters NAME ...] [--device cuda] [--json PATH]
@@ -167,7 +167,7 @@ def keep_memory() -> None:
 
 
 def loaded(args: argparse.Namespace, dtype: torch.dtype, num_texts: int = 0) -> tuple[Any, Any, Any, Tokens]:
-    """The demo's target, draft model and tokenizer, and prompts, at least one for each sequence; no text ends."""
+    """The toy's target, draft model and tokenizer, and prompts, at least one for each sequence; no text ends."""
     keep_memory()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -8,10 +8,10 @@ of prompts that run as one batch, is answered in every way in turn, each time in
 the model ends it. A rate is that of a whole call, the prompt's reading included. A row has the quartiles over the
 prompts of a kind; "all" has the tokens of all kinds over the seconds of all kinds.
 
-"plain" is our generation without drafts, its weights packed as `generate` packs them; "plain, not packed" and all of
-transformers' ways run on the weights as they are. All is greedy. Texts are compared with transformers'. In half
-precision a pass over more tokens rounds in another way, and nearly tied tokens part the texts; in float32 a different
-text is an error (exit code 1).
+"plain" is our generation without drafts. In it and with drafts the model's weights are packed before the clock starts,
+a head's are not; "plain, not packed" and all of transformers' ways run on the weights as they are. All is greedy. Texts
+are compared with transformers'. In half precision a pass over more tokens rounds in another way, and nearly tied tokens
+part the texts; in float32 a different text is an error (exit code 1).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many draft tokens each rule of verification accepts, for each way to draft, on the demo's models.
+"""How many draft tokens each rule of verification accepts, for each way to draft, on the toy's models.
 
 python benchmarks/bench_rules.py [--json PATH] [--prompts 40] [--max-new-tokens 64] [--temperature 0.8] [--top-p 0.95]
 

@@ -1,4 +1,4 @@
-"""vLLM with and without draft trees, on the demo's model and prompts: accepted length, tokens per second, same output.
+"""vLLM with and without draft trees, on the toy's model and prompts: accepted length, tokens per second, same output.
 
     make test-engines ENGINE=vllm SELECT="-k many"     # makes the environment
     PYTHONPATH=python OMP_NUM_THREADS=1 build/engines-vllm/bin/python benchmarks/bench_vllm.py [--rounds 3] [--json P]

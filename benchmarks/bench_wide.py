@@ -3,8 +3,8 @@
 python -m pagedtree bench wide [--batch 1 2 4 8 16] [--max-new-tokens 96] [--rounds 3] [--drafters NAME ...]
     [--peers NAME ...] [--device cuda] [--json PATH]
 
-The demo's target, widened to 260 M parameters in bf16 with the same outputs (wide_target.py): it stands in for the cost
-of a larger model. How many drafts are accepted is the demo's models' affair. Each drafter makes chains, fixed trees of
+The toy's target, widened to 260 M parameters in bf16 with the same outputs (wide_target.py): it stands in for the cost
+of a larger model. How many drafts are accepted is the toy's models' affair. Each drafter makes chains, fixed trees of
 16 nodes, and trees chosen by `generate(tree="auto")` with a drafter that starts anew in each round. transformers'
 assisted generation and prompt lookup, and other libraries where they are installed (wide_peers.py), take one sequence.
 

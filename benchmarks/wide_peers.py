@@ -1,4 +1,4 @@
-"""Other libraries' generation of one sequence by the widened target, and their speculation with the demo's draft model.
+"""Other libraries' generation of one sequence by the widened target, and their speculation with the toy's draft model.
 
 Both read GGUF files, which are written here from the models in memory: the same weights and prompts. Neither library is
 needed; one that is not installed is left out by name.

@@ -1,13 +1,13 @@
-"""A target of the size at which speculation matters on a CPU: the demo's, made wider, with the demo's outputs.
+"""A target of the size at which speculation matters on a CPU: the toy's, made wider, with the toy's outputs.
 
 It stands in for the COST of a larger model, no more. Its weights are several hundred MB in bf16, so that a step of a
 few rows takes the time of reading them, as in any real model. What it says, and so how many drafts are accepted, is the
-demo's models' affair: a real model of this size may be easier or harder to guess.
+toy's models' affair: a real model of this size may be easier or harder to guess.
 
 The residual stream keeps its values in the first columns and is exactly zero in the others. New attention heads have
 values of exactly zero, new neurons of the MLP gates of exactly zero; other new weights are random where only zeros meet
 them. No matrix is stored or multiplied as a sparse one: each product reads all bytes, as in a trained model. Where the
-width grows by 4 or 16, the compensated norms differ from the demo's by powers of two, which round nothing.
+width grows by 4 or 16, the compensated norms differ from the toy's by powers of two, which round nothing.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ class DrafterTraining(ABC):
 
     Attributes:
         name: what it is called in messages, and the folder that it is written into.
-        recipe: for the demo's toy; own_recipe: for a target's own answers.
+        recipe: for the toy; own_recipe: for a target's own answers.
         args: what the user chose, `args.target` None for the toy.
     """
 

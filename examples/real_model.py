@@ -40,9 +40,11 @@ def load(dtype: torch.dtype, device: str = "cpu") -> tuple[Any, Any]:
 
 def drafters(model: Any) -> dict[str, Callable[[], Drafter | None]]:
     """A maker for each way to draft; "plain" is none."""
-    found: dict[str, Callable[[], Drafter | None]] = {"plain": lambda: None, "n-gram tree": lambda: NgramDrafter(16)}
-    if HEAD.exists():
-        head = EagleHead.from_pretrained(HEAD, model)
-        found["EAGLE-3 tree"] = lambda: EagleDrafter(head, num_nodes=6, depth=3, width=2)
-        found["n-gram or EAGLE-3"] = lambda: CombinedDrafter(EagleDrafter(head, num_nodes=6, depth=3, width=2))
-    return found
+    head = EagleHead.from_pretrained(HEAD, model)
+    tree = {"num_nodes": 6, "depth": 3, "width": 2}
+    return {
+        "plain": lambda: None,
+        "n-gram tree": lambda: NgramDrafter(16),
+        "EAGLE-3 tree": lambda: EagleDrafter(head, **tree),
+        "n-gram or EAGLE-3": lambda: CombinedDrafter(EagleDrafter(head, **tree)),
+    }

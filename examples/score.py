@@ -63,7 +63,7 @@ def scorer(name: str, model: Any, tokenizer: Any, prompt: str, prompt_length: in
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", default=str(CHECKPOINT), help="checkpoint folder or name (default: the demo's target)"
+        "--model", default=str(CHECKPOINT), help="checkpoint folder or name (default: the toy's target)"
     )
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default=PROMPT)

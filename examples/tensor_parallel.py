@@ -1,4 +1,4 @@
-"""The demo's target over four processes, its draft model on one of them and on two: the text of a single process.
+"""The toy's target over four processes, its draft model on one of them and on two: the text of a single process.
 
     python examples/tensor_parallel.py [--ranks 4] [--draft-ranks 1 2] [--prompts 2] [--max-new-tokens 16] [--json PATH]
 

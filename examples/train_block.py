@@ -2,7 +2,7 @@
 
     python examples/train_block.py --target FOLDER --out DIR --bf16      # into DIR/block
     python examples/train_block.py --target FOLDER --out DIR --prompts FILE --held-out FILE
-    python examples/train_block.py                     # for the demo's toy, from the text of train_tiny.py
+    python examples/train_block.py                     # for the toy, from the text of train_tiny.py
     python examples/train_block.py --steps 3 --out DIR # a smoke test, with DIR/target
 
 A run that was stopped goes on from its last checkpoint, and nothing is answered or read twice; a finished one is only

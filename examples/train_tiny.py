@@ -1,4 +1,4 @@
-"""Trains the demo's tiny models on the source of the Python standard library: a Llama of 3.7 M parameters, a draft
+"""Trains the toy's tiny models on the source of the Python standard library: a Llama of 3.7 M parameters, a draft
 Llama and Medusa heads for it, and their tokenizer. One CPU core is enough.
 
     python examples/train_tiny.py all                     # everything, into examples/checkpoints

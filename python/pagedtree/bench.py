@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     name = parser.parse_args(argv[:1]).name if has_name else DEFAULT
     if (folder := missing(found[name])) is not None:
         print(
-            f"{parser.prog} {name} needs the demo's models, and {folder} is not there: neither the wheel nor "
+            f"{parser.prog} {name} needs the models of examples/, and {folder} is not there: neither the wheel nor "
             f"the source archive holds them. Get a checkout of pagedtree's repository and run in it: "
             f"python benchmarks/{found[name].name}",
             file=sys.stderr,

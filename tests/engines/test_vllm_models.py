@@ -14,7 +14,7 @@ WINDOW = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sli
 
 
 def test_sliding_windows():
-    """The demo's target with a window shorter than the prompts; a tree node's position is its depth's."""
+    """The toy's target with a window shorter than the prompts; a tree node's position is its depth's."""
     with engine() as llm:
         unlimited = generate(llm, PROMPTS)
     with engine(hf_overrides=WINDOW) as llm:

@@ -54,7 +54,7 @@ def token_prompts(count: int = 6) -> list[list[int]]:
 
 @contextlib.contextmanager
 def engine(**options: Any) -> Iterator[LLM]:
-    """An engine on the demo's target in fp32; `env`: variables for as long as it lives."""
+    """An engine on the toy's target in fp32; `env`: variables for as long as it lives."""
     env: dict[str, str] = options.pop("env", {})
     settings: dict[str, Any] = {
         "model": TARGET,
@@ -113,7 +113,7 @@ def metrics_of(llm: LLM) -> dict[str, float]:
 
 
 def write_eagle_head(folder: Path) -> str:
-    """A random EAGLE-1 head for the demo's target: it drafts nonsense, which output must not show."""
+    """A random EAGLE-1 head for the toy's target: it drafts nonsense, which output must not show."""
     config = json.loads((Path(TARGET) / "config.json").read_text())
     config.update(architectures=["EagleLlamaForCausalLM"], num_hidden_layers=1)
     (folder / "config.json").write_text(json.dumps(config))
@@ -139,7 +139,7 @@ def write_eagle_head(folder: Path) -> str:
 
 
 def tree_options(drafter: str = "ngram", num_nodes: int = 16, **options: Any) -> dict[str, Any]:
-    """Options of an engine that drafts trees: "ngram", or "model", "medusa" and "eagle" with the demo's checkpoints."""
+    """Options of an engine that drafts trees: "ngram", or "model", "medusa" and "eagle" with the toy's checkpoints."""
     names = {"ngram": "Ngram", "model": "Model", "medusa": "Medusa", "eagle": "Eagle"}
     defaults = {"ngram": {}, "model": {"model": DRAFT}, "medusa": {"heads": MEDUSA}, "eagle": {"head": EAGLE}}
     given = {**defaults[drafter], **options}

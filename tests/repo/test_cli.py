@@ -145,7 +145,7 @@ def test_benchmarks_that_need_the_checkout_say_so_where_there_is_none(with_folde
         told = capfd.readouterr().err
         if name in bench.OF_CHECKOUT:
             assert status == 2
-            assert f"python -m pagedtree bench {name} needs the demo's models" in told and "checkpoints" in told
+            assert f"python -m pagedtree bench {name} needs the models of examples/" in told and "checkpoints" in told
             assert f"Get a checkout of pagedtree's repository and run in it: python benchmarks/bench_{name}.py" in told
         else:
             assert status == 3 and not told

@@ -1,4 +1,4 @@
-"""examples/score.py: the scores themselves, and one run on the demo's checkpoint."""
+"""examples/score.py: the scores themselves, and one run on the toy's checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark's widened target: its outputs are the demo's, and so are the drafts that it accepts."""
+"""The benchmark's widened target: its outputs are the toy's, and so are the drafts that it accepts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT = list(range(40, 60)) * 2
 
 transformers = pytest.importorskip("transformers", minversion="4.57")
 if not (CHECKPOINTS / "target" / "model.safetensors").exists():
-    pytest.skip("the demo's models are not here", allow_module_level=True)
+    pytest.skip("the toy's models are not here", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
