@@ -17,20 +17,6 @@ __all__ = ["Models", "ready", "write_gguf"]
 
 Tokens = list[list[int]]
 Generate = Callable[[list[int], int], Tokens]
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-
 
 # Draft tokens of a step, as in our chains, and as `prompt_lookup_num_tokens` of transformers.
 DRAFTED, LOOKED_UP = 5, 8
@@ -174,56 +160,11 @@ PEERS: dict[str, tuple[tuple[str, ...], Callable[[Models], dict[str, Generate]]]
 
 def write_gguf(model: Any, tokenizer_file: Path, path: Path, kind: str) -> None:
     """A Llama and its byte-level BPE tokenizer (tokenizer.json) as GGUF, matrices in "F16" or "BF16", norms in fp32."""
-    import gguf
+    from gguf_file import Vocabulary, write_llama
 
-    config = model.config
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name(path.stem)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
     tokenizer = json.loads(tokenizer_file.read_text())
     special = {token["content"] for token in tokenizer["added_tokens"]}
     vocab = {token["content"]: token["id"] for token in tokenizer["added_tokens"]} | tokenizer["model"]["vocab"]
     tokens = sorted(vocab, key=vocab.__getitem__)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(tokens)
-    writer.add_token_types([gguf.TokenType.CONTROL if token in special else gguf.TokenType.NORMAL for token in tokens])
-    writer.add_token_merges(merges)
-    writer.add_bos_token_id(config.bos_token_id)
-    writer.add_eos_token_id(config.eos_token_id)
-    writer.add_add_bos_token(False)
-    for name, weight in model.named_parameters():
-        weight = weight.detach().float().cpu()
-        if name.endswith(("q_proj.weight", "k_proj.weight")):  # GGUF's Llama rotates neighbouring columns
-            weight = weight.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2).flatten(0, 2)
-        data = weight.numpy()
-        if weight.ndim == 1:
-            writer.add_tensor(_name(name), data)
-            continue
-        kinds = gguf.GGMLQuantizationType
-        writer.add_tensor(_name(name), gguf.quants.quantize(data, kinds[kind]), raw_dtype=kinds[kind])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _name(name: str) -> str:
-    module = name.removesuffix(".weight")
-    if module.startswith("model.layers."):
-        _, _, layer, rest = module.split(".", 3)
-        return f"blk.{layer}.{NAMES[rest]}.weight"
-    return f"{NAMES[module]}.weight"
+    write_llama(model, Vocabulary(tokens, special, merges), path, kind)
