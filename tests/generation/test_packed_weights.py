@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -13,39 +12,16 @@ from torch.nn.utils import parametrize
 
 pytest.importorskip("transformers")
 
-from block_case import block_model
-from generate_case import MODELS, NEW_TOKENS, VOCAB, greedy, lists, prompts_of, tiny, tiny_eagle, tiny_of
-from latent_case import tiny_latent
+from generate_case import prompts_of, tiny
+from packed_case import OWN_MIN_ELEMENTS, linear_layers, of_any_size, packed_layers  # noqa: F401 - a fixture
 
-from pagedtree.integrations.transformers import (
-    BlockDrafter,
-    CombinedDrafter,
-    EagleDrafter,
-    MedusaDrafter,
-    MedusaHeads,
-    ModelDrafter,
-    NgramDrafter,
-    generate,
-    packed_weights,
-    tree_generate,
-)
-from pagedtree.integrations.transformers.model import use_attention
-from pagedtree.integrations.transformers.packed_weights import MIN_ELEMENTS, PackedLinear, pays
-from pagedtree.integrations.transformers.turns import in_turn
+from pagedtree.integrations.transformers import generate, packed_weights
+from pagedtree.integrations.transformers.packed_weights import MIN_ELEMENTS, PackedLinear
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-LENGTHS = (5, 17, 1)
-OWN_MIN_ELEMENTS = dict(MIN_ELEMENTS)
-
-
-@pytest.fixture(autouse=True)
-def of_any_size(monkeypatch):
-    """Small models are packed, too."""
-    for dtype in MIN_ELEMENTS:
-        monkeypatch.setitem(MIN_ELEMENTS, dtype, 1)
 
 
 def bits(tensor):
@@ -55,14 +31,6 @@ def bits(tensor):
 def layer_of(dtype, num_out=33, num_in=20, bias=True):
     torch.manual_seed(num_out)
     return nn.Linear(num_in, num_out, bias=bias).to(dtype)
-
-
-def packed_layers(model):
-    return {name for name, module in model.named_modules() if type(module) is PackedLinear}
-
-
-def linear_layers(model):
-    return {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -346,166 +314,6 @@ def test_without_onednn_nothing_is_packed():
             assert count == 0 and not packed_layers(model)
         with pytest.raises(ValueError, match="pack_weights: expected a torch that has oneDNN's packed linear layers"):
             generate(model, prompts_of((3,)), max_new_tokens=2, pack_weights=True)
-
-
-def drafter_of(name, model):
-    if name == "model":
-        return ModelDrafter(tiny(1), num_nodes=8)
-    if name == "eagle":
-        head = tiny_eagle(model)
-        head.lm_head = nn.Linear(128, VOCAB // 2, bias=False)
-        return EagleDrafter(head, num_nodes=8)
-    if name == "medusa":
-        heads = MedusaHeads(128, 2, model.lm_head)
-        nn.init.normal_(heads.weight, std=0.05)
-        return MedusaDrafter(heads, 6)
-    if name == "block":
-        return BlockDrafter(block_model(model), num_nodes=8)
-    if name == "combined":
-        return CombinedDrafter(ModelDrafter(tiny(1), num_nodes=8))
-    return {"none": None, "ngram": NgramDrafter(num_nodes=8)}[name]
-
-
-NETWORKS = {"model": 15, "combined": 15, "eagle": 9, "block": 15}
-
-
-@pytest.mark.parametrize("name", ["none", "ngram", "model", "combined", "eagle", "medusa", "block"])
-def test_text_is_that_of_dense_weights(name):
-    model = tiny(0)
-    prompts = prompts_of(LENGTHS)
-    drafter, seen = drafter_of(name, model), []
-    networks = [net for net in getattr(drafter, "networks", ()) if isinstance(net, nn.Module)]
-
-    def on_step(result):
-        assert packed_layers(model) == linear_layers(model)
-        seen.append(sum(len(packed_layers(net)) for net in networks))
-
-    options = {"drafter": drafter, "max_new_tokens": NEW_TOKENS, "on_step": on_step, "pack_weights": True}
-    sequences, _ = generate(model, prompts, **options)
-    assert lists(sequences) == [greedy(model, prompt) for prompt in prompts]
-    assert set(seen) == {NETWORKS.get(name, 0)}
-    assert not packed_layers(model) and not any(packed_layers(net) for net in networks)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_other_architectures(name):
-    """Experts are linear layers in some, tensors in others, which stay."""
-    model, prompt = tiny_of(name), prompts_of((13,))[0]
-    sequences, _ = generate(model, [prompt], max_new_tokens=12, pack_weights=True)
-    assert lists(sequences) == [greedy(model, prompt, 12)]
-
-
-def test_latent_attention():
-    model, prompt = tiny_latent(), prompts_of((13,))[0]
-    with packed_weights(model) as count:
-        assert count and not any(name.endswith("kv_b_proj") for name in packed_layers(model))
-        sequences, _ = generate(model, [prompt], max_new_tokens=8)
-        assert len(packed_layers(model)) == count
-    assert lists(sequences) == [greedy(model, prompt, 8)]
-
-
-@pytest.mark.parametrize(("passes", "tokens", "dtype", "expected"), [
-    (64, 4, torch.float32, True), (63, 4, torch.float32, False), (64, 3, torch.float32, False),
-    (64, 1, torch.bfloat16, True), (63, 16, torch.bfloat16, False), (64, 3, torch.float16, False),
-])  # fmt: skip
-def test_when_it_pays(passes, tokens, dtype, expected):
-    assert pays(tiny(0).to(dtype), passes, tokens) is expected
-    assert not pays(tiny(0).to("meta"), passes, tokens)
-
-
-@pytest.mark.parametrize(("options", "expected"), [
-    ({"max_new_tokens": 64, "n": 4}, True),
-    ({"max_new_tokens": 64, "n": 4, "pack_weights": False}, False),
-    ({"max_new_tokens": 64, "n": 3}, False),
-    ({"max_new_tokens": 63, "n": 4}, False),
-    ({"max_new_tokens": 32, "n": 8, "max_sequences": 4}, True),
-    ({"max_new_tokens": 64, "drafter": NgramDrafter(num_nodes=4)}, True),
-    ({"max_new_tokens": 2, "pack_weights": True}, True),
-])  # fmt: skip
-def test_generate_packs_where_it_pays(options, expected):
-    model, found = tiny(0), set()
-
-    def callback(sequence, tokens):
-        found.add(packed_layers(model) == linear_layers(model))
-        return True
-
-    generate(model, prompts_of((5,)), callback=callback, **options)
-    assert found == {expected} and not packed_layers(model)
-
-
-def test_an_open_block_stays_open():
-    model, prompts = tiny(0), prompts_of(LENGTHS)
-    expected = [greedy(model, prompt) for prompt in prompts]
-    with packed_weights(model):
-        weights = [module.weight for module in model.modules() if type(module) is PackedLinear]
-        for pack_weights in (None, True, False):
-            sequences, _ = generate(
-                model, prompts, drafter=NgramDrafter(), max_new_tokens=NEW_TOKENS, pack_weights=pack_weights
-            )
-            assert lists(sequences) == expected
-            now = [module.weight for module in model.modules() if type(module) is PackedLinear]
-            assert len(now) == 15 and all(a is b for a, b in zip(now, weights, strict=True))
-
-
-@pytest.mark.parametrize("attention", ["pagedtree", "sdpa"])
-def test_generation_of_transformers(attention):
-    model, prompt = tiny(0), prompts_of((17,))[0]
-    expected = greedy(model, prompt)
-    with packed_weights(model), use_attention(model, attention):
-        assert greedy(model, prompt) == expected
-    tokens = model.generate(
-        prompt[None], max_new_tokens=NEW_TOKENS, do_sample=False, custom_generate=tree_generate,
-        drafter=NgramDrafter(), pack_weights=True,
-    )  # fmt: skip
-    assert tokens[0].tolist() == expected and not packed_layers(model)
-
-
-def test_threads_take_turns():
-    model, prompts = tiny(0), prompts_of(LENGTHS)
-    expected = [greedy(model, prompt) for prompt in prompts]
-    found = {}
-
-    def call(number):
-        with packed_weights(model):
-            found[number] = lists(generate(model, prompts, max_new_tokens=NEW_TOKENS, pack_weights=True)[0])
-
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[number] for number in range(3)] == [expected] * 3 and not packed_layers(model)
-
-
-def test_packing_and_unpacking_wait_for_calls_in_other_threads():
-    model, packed, leave, unpacked = tiny(0), threading.Event(), threading.Event(), threading.Event()
-
-    def hold():
-        with packed_weights(model):
-            packed.set()
-            leave.wait(60)
-        unpacked.set()
-
-    thread = threading.Thread(target=hold)
-    with in_turn(model):
-        thread.start()
-        assert not packed.wait(0.1) and not packed_layers(model)
-    assert packed.wait(60)
-    with in_turn(model):
-        leave.set()
-        assert not unpacked.wait(0.1) and packed_layers(model) == linear_layers(model)
-    assert unpacked.wait(60) and not packed_layers(model)
-    thread.join()
-
-
-@pytest.mark.parametrize(("model", "options", "message"), [
-    (tiny(0), {"pack_weights": "yes"}, "pack_weights: expected True, False or None, got 'yes'"),
-    (tiny(0).double(), {"pack_weights": True}, r"pack_weights: expected a model with linear layers .* on the CPU in .*"
-     "torch.float32 that are large enough, got none in LlamaForCausalLM"),
-])  # fmt: skip
-def test_refusals(model, options, message):
-    with pytest.raises(ValueError, match=message):
-        generate(model, prompts_of((3,)), max_new_tokens=2, **options)
 
 
 def test_only_modules_are_packed():
