@@ -1,213 +1,217 @@
 """Whole answers of a real model, SmolLM2-135M-Instruct, to 48 chat prompts of three kinds, by number of sequences.
 
-python -m pagedtree bench real [--sequences 1 8] [--dtypes bfloat16 float32] [--kinds edits summaries stories]
-    [--prompts 16] [--max-new-tokens 128] [--ways NAME ...] [--device cuda] [--json PATH]
+python -m pagedtree bench real [--sequences 1 2 4 8 16] [--dtypes bfloat16 float32] [--kinds edits summaries stories]
+    [--prompts 16] [--max-new-tokens 128] [--ways NAME ...] [--missing] [--device cuda] [--json PATH]
 
-Edits repeat the file that they were given, summaries quote from a text, stories repeat nothing. Each prompt, or group
-of prompts that run as one batch, is answered in every way in turn, each time in another order; an answer ends where
-the model ends it. A rate is that of a whole call, the prompt's reading included. A row has the quartiles over the
-prompts of a kind; "all" has the tokens of all kinds over the seconds of all kinds.
+Edits repeat the file that they were given, summaries quote from a text, stories repeat nothing. Each prompt, or batch
+of prompts, is answered in every way in turn, each time in another order; an answer ends where the model ends it. A rate
+is that of a whole call, the prompt's reading included.
 
-"plain" is our generation without drafts. In it and with drafts the model's weights are packed before the clock starts,
-a head's are not; "plain, not packed" and all of transformers' ways run on the weights as they are. All is greedy. Texts
-are compared with transformers'. In half precision a pass over more tokens rounds in another way, and nearly tied tokens
-part the texts; in float32 a different text is an error (exit code 1).
+"plain" is our generation without drafts. "chain" and "tree" draft the same number of tokens in each step, "auto" is
+`generate(tree="auto")`, whose drafter knows nothing when a call begins. Weights of the model and of a head are packed
+before the clock starts, as for many calls; "plain, not packed" and all of transformers' ways run on the weights as they
+are. Other libraries take one sequence (real_peers.py). All is greedy.
+
+Texts are compared with those of plain decoding. In half precision a pass over more tokens rounds in another way, and
+nearly tied tokens part the texts: of each such text the margin between the two tokens' logits is kept. In float32 a
+different text is an error (exit code 1).
+
+The file is written after each batch, and what it has from earlier runs stays: a run replaces what it measures. With
+--missing only what the file lacks is measured, so that a run that was cut off can be continued.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import random
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import machine_facts, save, seconds_of
+from measure import RESULTS, machine_facts, seconds_of
+from real_rows import PLAIN, Call, Difference, Key, Table
 from suite import Progress
 from transformers import logging
 
-from pagedtree.integrations.transformers import generate, packed_weights
+from pagedtree.integrations.transformers import Drafter, NgramDrafter, generate, packed_weights
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import real_model
 from real_prompts import KINDS, chat_ids, held_out
 
-PLAIN, NOT_PACKED, THEIRS, LOOKUP = "plain", "plain, not packed", "transformers", "transformers, prompt lookup"
+THEIRS = "transformers"
 PASS_ROWS = (1, 2, 4, 8, 16, 32, 64)
 Tokens = list[list[int]]
+# The texts, tokens that a sequence gained in a pass (0: not known), and seconds.
+Answers = tuple[Tokens, float, float]
+Maker = Callable[[], Drafter | None]
 
 
 class Ways:
-    """The ways in which the model answers prompts; each gives the new tokens and how many passes a token took."""
+    """The ways in which the model answers prompts. alone: those that take one sequence."""
 
     def __init__(self, dtype: torch.dtype, device: str, count: int) -> None:
         self.model, self.tokenizer = real_model.load(dtype, device)
-        self.drafters, self.count = real_model.drafters(self.model), count
-        self.every: dict[str, Callable[[Tokens], tuple[Tokens, float]]] = {
+        self.count = count
+        self.every: dict[str, Callable[[Tokens], Answers]] = {
             THEIRS: self.theirs,
-            LOOKUP: lambda batch: self.theirs(batch, prompt_lookup_num_tokens=8),
-            NOT_PACKED: lambda batch: self.ours(batch, PLAIN),
+            f"{THEIRS}, prompt lookup": lambda batch: self.theirs(batch, prompt_lookup_num_tokens=8),
+            f"{PLAIN}, not packed": lambda batch: self.ours(batch, is_packed=False),
         }
-        self.every |= {name: lambda batch, name=name: self.ours(batch, name) for name in self.drafters}
+        self.alone = {f"{THEIRS}, prompt lookup"}
+        for name, (make, tree) in drafting(self.model).items():
+            self.every[name] = lambda batch, make=make, tree=tree: self.ours(batch, make, tree)  # type: ignore[misc]
 
-    def theirs(self, batch: Tokens, **options: int) -> tuple[Tokens, float]:
+    def theirs(self, batch: Tokens, **options: int) -> Answers:
         padded = self.tokenizer.pad({"input_ids": batch}, padding_side="left", return_tensors="pt").to(
             self.model.device
         )
+        begin = time.perf_counter()
         out = self.model.generate(**padded, do_sample=False, max_new_tokens=self.count, **options)
+        seconds = time.perf_counter() - begin
         end = self.model.generation_config.eos_token_id
         rows = out[:, padded["input_ids"].shape[1] :].tolist()
-        return [row[: row.index(end) + 1] if end in row else row for row in rows], 0.0
+        return [row[: row.index(end) + 1] if end in row else row for row in rows], 0.0, seconds
 
-    def ours(self, batch: Tokens, drafter: str) -> tuple[Tokens, float]:
-        out, stats = generate(
-            self.model, batch, drafter=self.drafters[drafter](), max_new_tokens=self.count, pack_weights=False
-        )
-        return [row[len(prompt) :].tolist() for row, prompt in zip(out, batch, strict=True)], stats.tokens_per_step
-
-    def timed(self, name: str, batch: Tokens) -> tuple[Tokens, float, float]:
-        """The texts, tokens a step, and seconds. Weights are packed before, as for many calls."""
-        if name in (THEIRS, LOOKUP, NOT_PACKED):
+    def ours(
+        self, batch: Tokens, make: Maker = lambda: None, tree: str | None = None, is_packed: bool = True
+    ) -> Answers:
+        drafter = make()
+        networks = [net for net in getattr(drafter, "networks", ()) if isinstance(net, torch.nn.Module)]
+        with packed_weights(self.model, *networks) if is_packed else nullcontext():
             begin = time.perf_counter()
-            texts, per_step = self.every[name](batch)
-            return texts, per_step, time.perf_counter() - begin
-        with packed_weights(self.model):
-            begin = time.perf_counter()
-            texts, per_step = self.every[name](batch)
-            return texts, per_step, time.perf_counter() - begin
+            out, stats = generate(
+                self.model, batch, drafter=drafter, max_new_tokens=self.count, tree=tree, pack_weights=False
+            )
+            seconds = time.perf_counter() - begin
+        new = [row[len(prompt) :].tolist() for row, prompt in zip(out, batch, strict=True)]
+        return new, stats.tokens_per_step, seconds
 
     def wanted(self, parts: list[str] | None, sequences: int) -> list[str]:
-        """The names with one of these parts; plain decoding is always among them. Prompt lookup takes one sequence."""
-        names = [name for name in self.every if name != LOOKUP or sequences == 1]
+        """The names with one of these parts; plain decoding is always among them."""
+        names = [name for name in self.every if sequences == 1 or name not in self.alone]
         return [name for name in names if parts is None or name == PLAIN or any(part in name for part in parts)]
 
     @torch.no_grad()
-    def pass_ms(self) -> dict[int, float]:
+    def differences(self, first: int, batch: Tokens, plain: Tokens, texts: Tokens) -> list[Difference]:
+        """first: the number of the batch's first prompt."""
+        found = []
+        for i, (prompt, expected, got) in enumerate(zip(batch, plain, texts, strict=True)):
+            if expected == got:
+                continue
+            shared = min(len(expected), len(got))
+            at = next((at for at in range(shared) if expected[at] != got[at]), shared)
+            margin = None
+            if at < shared:
+                tokens = torch.tensor([prompt + expected[:at]], device=self.model.device)
+                logits = self.model(tokens).logits[0, -1].float()
+                margin = round(abs(float(logits[expected[at]] - logits[got[at]])), 5)
+            found.append(Difference(first + i, at, margin))
+        return found
+
+    @torch.no_grad()
+    def pass_ms(self) -> dict[str, float]:
         """Milliseconds of a pass over so many rows, the best of a few."""
         tokens = torch.zeros(1, max(PASS_ROWS), dtype=torch.int64, device=self.model.device)
-        return {
-            rows: min(seconds_of(lambda rows=rows: self.model(tokens[:, :rows]), self.model.device) for _ in range(6))
-            * 1e3
-            for rows in PASS_ROWS
-        }
+
+        def best(rows: int) -> float:
+            return min(seconds_of(lambda: self.model(tokens[:, :rows]), self.model.device) for _ in range(6)) * 1e3
+
+        return {str(rows): round(best(rows), 2) for rows in PASS_ROWS}
 
 
-class Results:
-    """What each way took of each prompt of one dtype and number of sequences."""
-
-    def __init__(self, names: list[str]) -> None:
-        self.names = names
-        self.seconds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        self.tokens: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-        self.per_step: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        self.equal: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
-
-    def rows(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        found = [self._row(kind, name) for kind in self.seconds for name in self.names]
-        if len(self.seconds) > 1:
-            found += [self._row_of_all(name) for name in self.names]
-        return [facts | row for row in found]
-
-    def _row(self, kind: str, name: str) -> dict[str, Any]:
-        seconds, plain = self.seconds[kind][name], self.seconds[kind][PLAIN]
-        tokens, plain_tokens = self.tokens[kind][name], self.tokens[kind][PLAIN]
-        rates = [count / each for count, each in zip(tokens, seconds, strict=True)]
-        plain_rates = [count / each for count, each in zip(plain_tokens, plain, strict=True)]
-        same = self.equal[kind][name]
-        return {
-            "kind": kind,
-            "way": name,
-            "tokens_per_second": quartiles(rates),
-            "over_plain": quartiles([a / b for a, b in zip(rates, plain_rates, strict=True)]),
-            "tokens_per_step": statistics.median(self.per_step[kind][name]),
-            "texts_equal": f"{sum(same)}/{len(same)}",
-        }
-
-    def _row_of_all(self, name: str) -> dict[str, Any]:
-        def rate(way: str) -> float:
-            return sum(sum(of[way]) for of in self.tokens.values()) / sum(sum(of[way]) for of in self.seconds.values())
-
-        same = [each for of in self.equal.values() for each in of[name]]
-        return {
-            "kind": "all",
-            "way": name,
-            "tokens_per_second": [rate(name)],
-            "over_plain": [rate(name) / rate(PLAIN)],
-            "texts_equal": f"{sum(same)}/{len(same)}",
-        }
+def drafting(model: Any) -> dict[str, tuple[Maker, str | None]]:
+    """Name -> what makes the drafter, and `tree` of `generate`: those of the demo, with fixed and with chosen trees."""
+    found: dict[str, tuple[Maker, str | None]] = {}
+    for name, make in real_model.drafters(model).items():
+        if name == PLAIN:
+            found[PLAIN] = make, None
+            found["n-gram chain"] = lambda: NgramDrafter(8, max_branches=1), None
+            continue
+        drafter = name.removesuffix(" tree")
+        found |= {f"{drafter} tree": (make, None), f"{drafter} auto": (make, "auto")}
+    return found
 
 
-def quartiles(values: list[float]) -> list[float]:
-    """Lower quartile, median, upper quartile."""
-    if len(values) == 1:
-        return values * 3
-    return [float(q) for q in statistics.quantiles(values, n=4, method="inclusive")]
-
-
-def measured(ways: Ways, sequences: int, args: argparse.Namespace, bar: Progress) -> Results:
-    names, turn = ways.wanted(args.ways, sequences), 0
-    results = Results(names)
+def measured(ways: Ways, sequences: int, args: argparse.Namespace, table: Table, bar: Progress) -> None:
+    dtype, order = str(ways.model.dtype).removeprefix("torch."), random.Random(0)
+    names = ways.wanted(args.ways, sequences)
     for kind in args.kinds:
         ids = [chat_ids(ways.tokenizer, prompt.text) for prompt in held_out(kind, args.prompts)]
-        for first in range(0, len(ids), sequences):
-            batch = ids[first : first + sequences]
-            texts: dict[str, Tokens] = {}
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                bar.show(f"{sequences} sequences, {kind}, {name}")
-                texts[name], per_step, seconds = ways.timed(name, batch)
-                results.seconds[kind][name].append(seconds)
-                results.tokens[kind][name].append(sum(map(len, texts[name])))
-                results.per_step[kind][name].append(per_step)
+        for number, first in enumerate(range(0, len(ids), sequences)):
+            keys = {name: Key(dtype, sequences, kind, name) for name in names}
+            lacking = [name for name in names if not (args.missing and table.has(keys[name], number))]
+            chosen = [name for name in names if lacking and (name in lacking or name == PLAIN)]
+            batch, answers = ids[first : first + sequences], dict[str, Answers]()
+            for name in order.sample(chosen, len(chosen)):
+                bar.show(f"{dtype}, {sequences} sequences, {kind}, {name}")
+                answers[name] = ways.every[name](batch)
                 bar.clear()
-            turn, bar.done = turn + 1, bar.done + 1
-            theirs = texts.get(THEIRS, texts[PLAIN])
-            for name in names:
-                results.equal[kind][name] += [a == b for a, b in zip(texts[name], theirs, strict=True)]
-    return results
+            bar.done += 1
+            if not chosen:
+                continue
+            rates = {name: sum(map(len, texts)) / seconds for name, (texts, _, seconds) in answers.items()}
+            for name in chosen:
+                texts, per_step, _ = answers[name]
+                different = ways.differences(first, batch, answers[PLAIN][0], texts)
+                gain = rates[name] / rates[PLAIN]
+                table.add(keys[name], number, Call(len(texts), rates[name], gain, per_step, different))
+            table.write(args.json, f"real_{args.device}")
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    print(f"{'':52}{'tokens/s':>9}   x plain (95 % interval)   x best of fixed and plain   texts of plain")
+    for row in rows:
+        low, middle, high = row["over_plain"]
+        name = f"{row['dtype']:9}{row['sequences']:3} {row['kind']:10}{row['way']:29}"
+        best = "{1:.2f} ({0:.2f} to {2:.2f})".format(*row["over_best"]) if "over_best" in row else ""
+        print(
+            f"{name}{row['tokens_per_second'][1]:9.1f}   {middle:5.2f} ({low:.2f} to {high:.2f})   {best:28}"
+            f"{row['texts_equal']:>8}"
+        )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
     parser.add_argument("--prompts", type=int, default=16, help="of each kind (default %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--ways", nargs="*", help="parts of the names of those wanted beside plain; default all")
+    parser.add_argument("--missing", action="store_true", help="only what the file does not have yet")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", help="where to write; default benchmarks/results/real_DEVICE.json")
+    parser.add_argument("--json", type=Path, help="the file; default benchmarks/results/real_DEVICE.json")
     args = parser.parse_args()
+    if args.prompts < max(args.sequences):
+        parser.error(f"--prompts: expected at least {max(args.sequences)}, as many as --sequences, got {args.prompts}")
+    args.json = args.json or RESULTS / f"real_{args.device}.json"
     torch.set_num_threads(args.threads)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    facts = machine_facts() | {"arguments": {key: value for key, value in vars(args).items() if key != "json"}}
-    facts |= {"model": real_model.NAME, "pass_ms": {}, "packed_pass_ms": {}}
-    batches = sum(-(-args.prompts // count) for count in args.sequences) * len(args.kinds)
-    bar, rows = Progress(len(args.dtypes) * batches), []
+    facts = machine_facts() | {"model": real_model.NAME, "max_new_tokens": args.max_new_tokens}
+    try:
+        table = Table.opened(args.json, facts | {"pass_ms": {}, "packed_pass_ms": {}})
+    except ValueError as error:
+        parser.error(f"--json: {error}")
+    bar = Progress(len(args.dtypes) * sum(-(-args.prompts // count) for count in args.sequences) * len(args.kinds))
     for dtype in args.dtypes:
         ways = Ways(getattr(torch, dtype), args.device, args.max_new_tokens)
-        facts["pass_ms"][dtype] = ways.pass_ms()
+        table.facts["pass_ms"][dtype] = ways.pass_ms()
         with packed_weights(ways.model):
-            facts["packed_pass_ms"][dtype] = ways.pass_ms()
+            table.facts["packed_pass_ms"][dtype] = ways.pass_ms()
         for name in ways.wanted(args.ways, 1):
-            ways.timed(name, [[1, 2, 3]])  # what is done once
+            ways.every[name]([[1, 2, 3]])  # what is done once
         for sequences in args.sequences:
-            found = measured(ways, sequences, args, bar).rows({"dtype": dtype, "sequences": sequences})
-            rows += found
-            save(f"real_{args.device}", rows, facts, args.json)
-            for row in found:
-                rate, gain = statistics.median(row["tokens_per_second"]), statistics.median(row["over_plain"])
-                print(
-                    f"{dtype:9} {sequences:3} {row['kind']:10} {row['way']:28} {rate:8.1f} tokens/s {gain:5.2f} x plain"
-                    f"  {row['texts_equal']} texts as transformers'",
-                    flush=True,
-                )
+            measured(ways, sequences, args, table, bar)
+    rows = [row for row in table.rows() if row["dtype"] in args.dtypes and row["sequences"] in args.sequences]
+    show(rows)
     whole = (row["texts_equal"].split("/") for row in rows if row["dtype"] == "float32")
     return 1 if any(same != every for same, every in whole) else 0
 

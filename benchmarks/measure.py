@@ -262,12 +262,21 @@ def save(name: str, rows: list[dict[str, Any]], facts: dict[str, Any], path: str
     print(f"wrote {target}", file=sys.stderr)
 
 
-def write_json(target: Path, content: object) -> None:
-    """The whole file or, when this process is killed, the one that was there."""
+def write_json(target: Path, content: dict[str, Any]) -> None:
+    """The whole file or, when this process is killed, the one that was there. One line for each fact and each row."""
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f".{target.name}")
-    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    unfinished.write_text(_lines(content, lambda value: _lines(value, json.dumps)) + "\n")
     unfinished.replace(target)
+
+
+def _lines(value: Any, text: Callable[[Any], str]) -> str:
+    """A list or dict with a line for each of its values, which `text` writes; anything else as it is."""
+    if value and isinstance(value, dict):
+        return "{\n" + ",\n".join(f"{json.dumps(key)}: {text(each)}" for key, each in value.items()) + "\n}"
+    if value and isinstance(value, list):
+        return "[\n" + ",\n".join(map(text, value)) + "\n]"
+    return json.dumps(value)
 
 
 def as_row(timing: Timing) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""`bench real` to its end, on the toy in place of the real model: its rows, and that it notices wrong texts."""
+"""`bench real` to its end, on the toy in place of the real model: rows, the file, and that wrong texts are noticed."""
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "examples" / "checkpoints" / "target"
-OURS = ["plain, not packed", "plain", "draft-model tree"]
+OURS = ["plain, not packed", "plain", "n-gram chain", "draft-model tree", "draft-model auto"]
 
 
 @pytest.fixture
@@ -35,17 +36,17 @@ def run(monkeypatch, tmp_path):
     monkeypatch.setattr(real_model, "drafters", drafters)
     monkeypatch.setattr(bench_real, "chat_ids", lambda tokenizer, text: tokenizer(text[-150:])["input_ids"])
 
-    def main(*arguments):
-        table = tmp_path / "real.json"
-        small = ["--prompts", "3", "--max-new-tokens", "10", "--threads", str(torch.get_num_threads())]
-        monkeypatch.setattr(sys, "argv", ["bench_real.py", *small, *arguments, "--json", str(table)])
+    def main(*arguments, table=tmp_path / "real.json"):
+        small = ["--dtypes", "float32", "--prompts", "3", "--max-new-tokens", "10"]
+        small += ["--threads", str(torch.get_num_threads()), "--json", str(table)]
+        monkeypatch.setattr(sys, "argv", ["bench_real.py", *small, *arguments])
         return bench_real.main(), json.loads(table.read_text())["rows"]
 
     return main
 
 
 def test_rows(run):
-    code, rows = run("--dtypes", "float32", "--kinds", "edits", "stories", "--sequences", "1", "2")
+    code, rows = run("--kinds", "edits", "stories", "--sequences", "1", "2")
     assert code == 0
     found = [(row["sequences"], row["kind"], row["way"]) for row in rows]
     alone = ["transformers", "transformers, prompt lookup", *OURS]
@@ -57,16 +58,62 @@ def test_rows(run):
     ]
     for row in rows:
         same, every = row["texts_equal"].split("/")
-        assert same == every == ("6" if row["kind"] == "all" else "3")
-        assert row["tokens_per_second"] == sorted(row["tokens_per_second"]) and row["tokens_per_second"][0] > 0
-    assert all(row["over_plain"] == [1.0] * len(row["over_plain"]) for row in rows if row["way"] == "plain")
+        assert same == every == ("6" if row["kind"] == "all" else "3") and "largest_margin" not in row
+        for figures in (row["tokens_per_second"], row["over_plain"]):
+            assert figures == sorted(figures) and figures[0] > 0
+        assert (row["way"] == "draft-model auto") == ("over_best" in row)
+    assert all(row["over_plain"] == [1.0] * 3 for row in rows if row["way"] == "plain")
     assert any(row.get("tokens_per_step", 0) > 1.2 for row in rows if row["way"] == "draft-model tree")
+
+
+def test_what_the_file_has_stays(run, monkeypatch, tmp_path, capsys):
+    _, first = run("--kinds", "edits", "--sequences", "1", "--ways", "chain")
+    _, second = run("--kinds", "edits", "--sequences", "2", "--ways")
+    assert second == [*first, second[-1]] and second[-1]["way"] == "plain" and second[-1]["sequences"] == 2
+    _, third = run("--kinds", "edits", "--sequences", "1", "--ways", "chain", "draft", "--missing")
+    assert third[1] == first[1] and [row["way"] for row in third] == [*OURS[1:], "plain"]
+    assert run("--kinds", "edits", "--sequences", "1", "--ways", "chain", "draft", "--missing")[1] == third
+    _, fourth = run("--kinds", "edits", "--sequences", "1", "--ways", "chain")
+    assert fourth[1]["rates"] != first[1]["rates"] and fourth[2:] == third[2:]
+    with pytest.raises(SystemExit):
+        run("--sequences", "1", "--max-new-tokens", "11")
+    assert "has rows of max_new_tokens 10, got 11" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run("--sequences", "4")
+    assert "--prompts: expected at least 4" in capsys.readouterr().err
 
 
 def test_wrong_texts_are_an_error(run, monkeypatch):
     from pagedtree.generation import engine
 
     monkeypatch.setattr(engine, "compact_kv", lambda *args, **kwargs: None)  # accepted rows stay where their nodes were
-    code, rows = run("--dtypes", "float32", "--kinds", "stories", "--sequences", "1", "--ways", "draft", "transformers")
+    ways = ["--ways", "draft-model tree", "transformers"]
+    code, rows = run("--kinds", "stories", "--sequences", "1", *ways)
     assert code == 1
-    assert {row["way"] for row in rows if row["texts_equal"] != "3/3"} == {"draft-model tree"}
+    (wrong,) = [row for row in rows if row["texts_equal"] != "3/3"]
+    assert wrong["way"] == "draft-model tree" and wrong["largest_margin"] > 0
+    prompt, token, margin = wrong["differences"][0]
+    assert 0 <= prompt < 3 and 0 <= token < 10 and 0 < margin <= wrong["largest_margin"]
+
+
+def test_chosen_trees_beside_the_best_of_the_others(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    rows = importlib.import_module("real_rows")
+    conditions = {"processor": "x", "threads": 2, "torch": "2", "model": "m", "max_new_tokens": 9, "commit": "abc"}
+    conditions |= {"pass_ms": {}, "packed_pass_ms": {}}
+    table = rows.Table(conditions)
+    gains = {"plain": (1, 1, 1), "n-gram chain": (2, 0.5, 3), "n-gram tree": (4, 0.5, 2), "n-gram auto": (2, 0.9, 3.3)}
+    for way, figures in gains.items():
+        for batch, gain in enumerate(figures):
+            different = [rows.Difference(2 * batch + 1, 5, 0.25)] if way == "n-gram tree" else []
+            key = rows.Key("bfloat16", 2, "edits", way)
+            table.add(key, batch, rows.Call(2, 10 * gain, gain, 0.0, different))
+    table.write(tmp_path / "x.json", "real_x")
+    kept = rows.Table.opened(tmp_path / "x.json", conditions | {"commit": "def"})
+    assert kept.calls == table.calls and kept.facts["commit"] == "abc, def"
+    auto = next(row for row in kept.rows() if row["way"] == "n-gram auto")
+    assert auto["over_best"] == [0.5, 0.9, 1.1] and auto["over_plain"] == [0.9, 2, 3.3]
+    tree = next(row for row in kept.rows() if row["way"] == "n-gram tree")
+    assert tree["texts_equal"] == "3/6" and tree["largest_margin"] == 0.25 and "over_best" not in tree
+    del kept.calls[rows.Key("bfloat16", 2, "edits", "n-gram tree")][2]
+    assert kept.rows()[-1]["over_best"] == [0.5, 0.7, 0.9]  # batches that all of them have

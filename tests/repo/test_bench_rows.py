@@ -291,3 +291,14 @@ def test_peers_that_wait_are_found(benchmarks, monkeypatch):
 def test_peers_that_wait_say_so(benchmarks):
     assert benchmarks("verify_peers").TorchChain.synchronises and benchmarks("draft_peers").PromptLookup.synchronises
     assert not hasattr(benchmarks("suite").TorchOps, "synchronises")
+
+
+def test_kept_results_have_a_line_for_each_row(benchmarks, tmp_path):
+    write_json, results = benchmarks("measure").write_json, sorted((BENCHMARKS / "results").glob("*.json"))
+    assert results
+    for path in results:
+        write_json(tmp_path / "again.json", json.loads(path.read_text()))
+        assert (tmp_path / "again.json").read_text() == path.read_text(), f"{path.name} was not written by write_json"
+    write_json(tmp_path / "small.json", {"name": "x", "machine": {"threads": 2, "none": {}}, "rows": [{"a": [1]}, {}]})
+    lines = ["{", '"name": "x",', '"machine": {', '"threads": 2,', '"none": {}', "},", '"rows": [', '{"a": [1]},']
+    assert (tmp_path / "small.json").read_text().splitlines() == [*lines, "{}", "]", "}"]
