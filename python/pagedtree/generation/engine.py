@@ -39,6 +39,7 @@ class Pass:
 
     verified: the sequences that gain tokens: those that read up to their last token (the first num_read), and all that
     decode. start and draft are theirs; logit_rows (None = all) are the rows of their nodes.
+    decode_table: int32 [D, max_pages], the pages of those that decode.
     """
 
     step: PagedStep
@@ -46,6 +47,7 @@ class Pass:
     positions: Tensor
     verified: list[GeneratedSequence]
     num_read: int
+    decode_table: Tensor
     start: Tensor
     draft: Draft
     logit_rows: Tensor | None
@@ -240,65 +242,58 @@ class Engine:
 
         read = [sequence for sequence, _ in batch.prefill]
         counts = [count for _, count in batch.prefill]
-        read_lens = self._to_device([sequence.cached + count for sequence, count in batch.prefill], torch.int32)
-        read_cu = self._to_device(_offsets(counts), torch.int32)
         num_known = sum(counts)
-        known = [token for s, count in batch.prefill for token in s.tokens[s.cached : s.cached + count]]
-        known_positions = [p for s, count in batch.prefill for p in range(s.cached, s.cached + count)]
+        every = [*read, *batch.decode]
+        table = cache.page_table([sequence.index for sequence in every])
+        decode_table = table[len(read) :]
 
-        decode_start = self._to_device([sequence.root for sequence in batch.decode], torch.int32)
+        start = self._to_device([sequence.root for sequence in batch.decode], torch.int32)
         positions, seq_lens, cu_seqlens_q, slots = prepare_step(
-            trees, cache.page_table([s.index for s in batch.decode]), decode_start, page_size, total_q=num_nodes
+            trees, decode_table, start, page_size, total_q=num_nodes
         )
         roots = self._to_device([sequence.tokens[-1] for sequence in batch.decode], torch.int64)
         # A tree without a root has no row of its own; `_verify` reports it.
         root_rows = trees.cu_nodes[:-1].long().clamp(min=0, max=max(num_nodes - 1, 0))
         nodes = draft.draft_tokens.long().index_copy(0, root_rows, roots)
+        draft = draft._replace(draft_tokens=nodes)
+        input_ids, logit_rows = nodes.clamp(0, self.vocab_size - 1), None
 
-        table = cache.page_table([sequence.index for sequence in [*read, *batch.decode]])
         tree_mask = tree_lens = None
         if trees.max_nodes > 1:  # else every sequence is causal
             tree_mask, tree_lens = trees.mask, trees.cu_nodes.diff()
+        complete = [i for i, (s, count) in enumerate(batch.prefill) if s.cached + count == len(s.tokens)]
+        verified = [*(read[i] for i in complete), *batch.decode]
         if read:
+            known = [token for s, count in batch.prefill for token in s.tokens[s.cached : s.cached + count]]
+            known_positions = [p for s, count in batch.prefill for p in range(s.cached, s.cached + count)]
+            read_lens = self._to_device([sequence.cached + count for sequence, count in batch.prefill], torch.int32)
+            read_cu = self._to_device(_offsets(counts), torch.int32)
             read_slots = slot_mapping(table[: len(read)], read_lens, read_cu, page_size, total_q=num_known)
             slots = torch.cat([read_slots, slots])
             seq_lens = torch.cat([read_lens, seq_lens])
             cu_seqlens_q = torch.cat([read_cu, cu_seqlens_q[1:] + num_known])
             positions = torch.cat([self._to_device(known_positions, torch.int64), positions])
+            input_ids = torch.cat([self._to_device(known, torch.int64), input_ids])
             if tree_mask is not None and tree_lens is not None:
                 tree_mask = torch.cat([tree_mask.new_zeros((num_known, tree_mask.shape[1])), tree_mask])
                 tree_lens = torch.cat([tree_lens.new_full((len(read),), -1), tree_lens])
+            last_rows = [sum(counts[: i + 1]) - 1 for i in complete]
+            logit_rows = self._to_device([*last_rows, *range(num_known, num_known + num_nodes)], torch.int64)
+            start = self._to_device([sequence.root for sequence in verified], torch.int32)
+            draft = _after_roots(self._to_device([read[i].tokens[-1] for i in complete], torch.int64), draft)
         step = PagedStep(
             cache, table, seq_lens, cu_seqlens_q, slots, tree_mask, tree_lens,
             max_seqlen_q=max([*counts, trees.max_nodes if batch.decode else 1]),
         )  # fmt: skip
         step.prefix = self._shared_prefix(step, read, batch.decode, trees.max_nodes)
         if cache.states is not None:
-            every = [*read, *batch.decode]
             slots = self._to_device([cache.states.slot(s.index) for s in every], torch.int32)
             prompt_lens = self._to_device([s.prompt_len for s in every], torch.int64)
             step.recurrent = RecurrentStep.of(
                 cache.states, slots, prompt_lens, trees, cu_seqlens_q, positions, num_known
             )
 
-        complete = [i for i, (s, count) in enumerate(batch.prefill) if s.cached + count == len(s.tokens)]
-        verified = [*(read[i] for i in complete), *batch.decode]
-        logit_rows = None
-        if read:
-            last_rows = [sum(counts[: i + 1]) - 1 for i in complete]
-            logit_rows = self._to_device([*last_rows, *range(num_known, num_known + num_nodes)], torch.int64)
-        return Pass(
-            step=step,
-            input_ids=torch.cat([self._to_device(known, torch.int64), nodes.clamp(0, self.vocab_size - 1)]),
-            positions=positions,
-            verified=verified,
-            num_read=len(complete),
-            start=self._to_device([sequence.root for sequence in verified], torch.int32),
-            draft=_after_roots(
-                self._to_device([read[i].tokens[-1] for i in complete], torch.int64), draft._replace(draft_tokens=nodes)
-            ),
-            logit_rows=logit_rows,
-        )
+        return Pass(step, input_ids, positions, verified, len(complete), decode_table, start, draft, logit_rows)
 
     def _hand_on(self, batch: Batch, features: Tensor) -> None:
         """Gives the drafter the features of what the pass read; nothing of it is in `cached` or tokens yet."""
@@ -349,12 +344,12 @@ class Engine:
         if self.grammars is not None:
             mask = self.grammars.mask()
         verdict = sampling.verify(logits, packed.draft, self.drafter.draft_law, start, options, mask)
+        first = packed.num_read  # what was read lies in its place, and is in the recurrent states, already
+        accepted = verdict.accept_index[first:], verdict.num_accepted[first:]
         if trees.max_nodes > 1:
-            table = self.cache.page_table([sequence.index for sequence in sequences])
-            self.to_compact = (table, start, verdict.accept_index, verdict.num_accepted)
-        if packed.step.recurrent is not None:  # what was read is in the states already
-            first = packed.num_read
-            packed.step.recurrent.advance(verdict.accept_index[first:], verdict.num_accepted[first:])
+            self.to_compact = (packed.decode_table, start[first:], *accepted)
+        if packed.step.recurrent is not None:
+            packed.step.recurrent.advance(*accepted)
         committed = commit(
             verdict, trees, start, history=history, history_lens=lengths, eos_ids=self.eos_ids,
             options=None if self.logprobs is not None and self.logprobs.is_processed else options,

@@ -97,10 +97,15 @@ class TransformersModel(PackedModel):
 
     def __init__(self, model: Any) -> None:
         check_model(model)
-        # Asked for here, as that takes 0.1 ms, which passes of a small model would notice.
-        self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.model, self.latent_layers, self.recurrent_layers = model, latent_layers(model), recurrent_layers(model)
         self._watched = _Watched()
+        # Asked for here, as that takes 0.3 ms, which passes of a small model would notice.
+        self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._makes_masks = _makes_masks(model)
+        config = model.config.get_text_config()
+        kinds = getattr(config, "layer_types", None)
+        self._num_layers = config.num_hidden_layers - sum(kind not in ATTENTION_KINDS for kind in kinds or ())
+        self._window = getattr(config, "sliding_window", None) if kinds is None else None
 
     @property
     def device(self) -> torch.device:
@@ -170,7 +175,7 @@ class TransformersModel(PackedModel):
             logits = model(
                 input_ids=input_ids[None],
                 position_ids=positions[None],
-                attention_mask=packed.mask.of_all_layers if _makes_masks(model) else packed.mask.tokens,
+                attention_mask=packed.mask.of_all_layers if self._makes_masks else packed.mask.tokens,
                 use_cache=False,
                 **kwargs,
             ).logits[0]
@@ -187,14 +192,11 @@ class TransformersModel(PackedModel):
 
     def _check_layers(self, packed: PackedPass) -> None:
         """Raises ValueError if the layers did not come to our attention in the pass that was run."""
-        config, name = self.model.config.get_text_config(), type(self.model).__name__
-        kinds = getattr(config, "layer_types", None) or ()
-        num_layers = config.num_hidden_layers - sum(kind not in ATTENTION_KINDS for kind in kinds)
-        layers_run = len(packed.step.layers_run)
-        if layers_run != num_layers:
+        name, layers_run = type(self.model).__name__, len(packed.step.layers_run)
+        if layers_run != self._num_layers:
             raise ValueError(
-                f"model: expected {num_layers} layers to use transformers' attention interface, {layers_run} of {name}"
-                " did"
+                f"model: expected {self._num_layers} layers to use transformers' attention interface,"
+                f" {layers_run} of {name} did"
             )
         recurrent = packed.step.recurrent
         if recurrent is not None and len(recurrent.layers_run) != len(self.recurrent_layers):
@@ -202,11 +204,10 @@ class TransformersModel(PackedModel):
                 f"model: expected {len(self.recurrent_layers)} recurrent layers to run in a pass,"
                 f" {len(recurrent.layers_run)} of {name} did"
             )
-        window = getattr(config, "sliding_window", None)
-        if window and getattr(config, "layer_types", None) is None and not packed.mask.has_windows:
+        if self._window and not packed.mask.has_windows:
             raise ValueError(
-                f"model: expected masks of the config's sliding_window {window}, which transformers' cache keeps, but"
-                f" {name} asks for masks without a window"
+                f"model: expected masks of the config's sliding_window {self._window}, which transformers' cache keeps,"
+                f" but {name} asks for masks without a window"
             )
 
 
