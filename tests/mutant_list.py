@@ -15,7 +15,7 @@ ATTENTION = ("tests/ops/test_tree_attention.py", "tests/ops/test_mixed_batches.p
 LATENT = ("tests/ops/test_latent_attention.py",)
 CHOSEN = tuple(
     f"tests/generation/test_{name}.py"
-    for name in ("combined_drafter", "node_budget", "tree_tuner", "generate_drafters", "block_drafter")
+    for name in ("combined_drafter", "tree_tuner", "generate_drafters", "block_drafter")
 )
 LENGTHS = ("tests/generation/test_length_limits.py",)
 HYBRID = ("tests/generation/test_generate_hybrid.py",)
@@ -382,13 +382,14 @@ CHOICE = [
         "places[sequence.index] for sequence in self._selected", "i for i, sequence in enumerate(self._selected)",
     ),
     of_drafts(
-        "nodes under guesses that nobody verified", "tree_tuner", "self.budget.observe(self.draft, self.kept,",
-        "self.budget.observe(self.draft, None,",
+        "nodes under guesses that nobody verified", "tree_tuner",
+        "if kept.rows is None else kept.rows.tolist()", "if True else kept.rows.tolist()",
     ),
     of_drafts(
-        "what one sequence wins for all", "batch_progress",
-        "(of_all - of_last) / len(self._left)", "of_all - of_last",
+        "what one sequence wins for all", "tree_tuner",
+        "of_all if plan.others_wait else last + (of_all - last) / len(found)", "of_all",
     ),
+    of_drafts("batch sizes that begin with nothing", "tree_tuner", "if self.costs:\n", "if False:\n"),
     of_drafts(
         "states of an earlier batch that are lost", "drafters/medusa",
         "if self._newest is not None and self._newest[0] != indices:", "if False:",
@@ -397,7 +398,11 @@ CHOICE = [
         "features of plain steps that are lost", "drafters/block",
         "self._sort()\n        self._read_waiting()\n        start", "self._read_waiting()\n        start",
     ),
-    of_drafts("step costs that are learnt with nothing to read", "tree_tuner", "self.since_plain > 1 or not", "not"),
+    of_drafts(
+        "what a drafter reads first, laid to its levels", "tree_tuner",
+        "drafting - reading, outcome.seconds - reading", "drafting, outcome.seconds",
+    ),
+    of_drafts("siblings left out before others", "tree_tuner", "min(least[place], self.odds.of(", "(self.odds.of("),
 ]  # fmt: skip
 
 LIMITS = [

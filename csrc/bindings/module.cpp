@@ -5,12 +5,10 @@
 
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "bindings/copied_text.h"
 #include "bindings/explain.h"
-#include "bindings/node_budget.h"
 #include "bindings/tree_search.h"
 #include "core/engine.h"
 #include "cpu/isa.h"
@@ -48,34 +46,12 @@ py::dict build_info() {
   return info;
 }
 
-// Pairs of what was right and what was tried.
-template <class Evidences>
-std::vector<std::pair<double, double>> pairs_of(const Evidences& evidences) {
-  std::vector<std::pair<double, double>> pairs;
-  for (const pagedtree::Evidence& each : evidences) pairs.emplace_back(each.right, each.tried);
-  return pairs;
-}
-
 void bind_drafts(py::module_& m) {
-  using pagedtree::NodeBudget;
   m.def("copied_text", &pagedtree::copied_text, py::arg("tokens"), py::arg("lengths"), py::arg("offsets"),
         py::arg("parents"), py::arg("draft_tokens"), py::arg("longest"),
         "How much of the text in front of each guess is that of an earlier copy, and log-probabilities by that.");
-  m.def("best_count", &pagedtree::best_count, py::arg("worth"), py::arg("is_draft"), py::arg("fixed"), py::arg("row"),
-        "How many rows, all roots among them, get the most done in a second.");
   m.def("best_tree", &pagedtree::best_tree, py::arg("levels"), py::arg("costs"), py::arg("level_cost"),
         "The parents of the tree with the most expected tokens per second; see pagedtree.choose_tree.");
-  py::class_<NodeBudget>(m, "NodeBudget", "See pagedtree.generation.node_budget.")
-      .def(py::init<>())
-      .def("survival", &NodeBudget::survival, py::arg("offsets"), py::arg("parents"), py::arg("log_probs"),
-           py::arg("sequences"))
-      .def("observe", &NodeBudget::observe, py::arg("draft_tokens"), py::arg("kept"), py::arg("accept_index"),
-           py::arg("tokens"))
-      .def("fade", &NodeBudget::fade)
-      .def("acceptance", &NodeBudget::acceptance)
-      .def_readwrite("of_sequences", &NodeBudget::of_sequences)
-      .def_property_readonly("by_place", [](const NodeBudget& budget) { return pairs_of(budget.by_place); })
-      .def_property_readonly("by_likelihood", [](const NodeBudget& budget) { return pairs_of(budget.by_likelihood); });
 }
 
 }  // namespace

@@ -155,20 +155,22 @@ def test_sizes_that_are_not_possible_become_smaller(model, texts):
     assert max(sizes) == 200
 
 
-def test_a_smaller_tree_for_a_while(model, texts):
+def test_fewer_levels_for_a_while(model, texts):
     drafter = BlockDrafter(block_model(model), num_nodes=16, width=3)
     shapes = []
 
     def watch(result):
         shapes.append((result.trees.max_nodes, max(result.trees.depths.tolist())))
-        drafter.use_tree(DraftTree.chain(2) if len(shapes) < 4 else DraftTree.full([9, 9]))
+        drafter.limit_depth(2 if len(shapes) < 4 else None)
         if len(shapes) == 8:  # more nodes than this depth has room for
-            drafter.use_tree(DraftTree.full([9]))
+            drafter.limit_depth(1)
 
-    sequences, _ = generate(model, prompts_of(LENGTHS), drafter=drafter, max_new_tokens=NEW_TOKENS, on_step=watch)
+    sequences, _ = generate(
+        model, prompts_of(LENGTHS), drafter=drafter, max_new_tokens=NEW_TOKENS, tree=None, on_step=watch
+    )
     assert lists(sequences) == texts
-    assert all(shape <= (3, 2) for shape in shapes[1:4])
-    assert shapes[0][0] == 16 and max(nodes for nodes, _ in shapes[1:]) == 13
+    assert all(shape == (13, 2) for shape in shapes[1:4])
+    assert shapes[0][0] == 16 and max(nodes for nodes, _ in shapes[4:8]) == 16
     assert shapes[8] == (4, 1)
 
 

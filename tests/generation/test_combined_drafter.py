@@ -116,17 +116,17 @@ def test_guesses_are_rated_by_the_text_before_them(texts, most, branches):
             assert depths[row] <= 0 or joint[row] < joint[offsets[b] + parents[row]]
 
 
-def test_with_a_tree_of_the_root_alone_nobody_is_asked():
+def test_without_levels_nobody_is_asked():
     """What is copied costs no pass of a model, whatever `min_match` asks for."""
     other, texts = Recorder(), [[1, 2, 3, 1], [4, 5, 6, 7]]
     drafter = CombinedDrafter(other, NgramDrafter(6, max_branches=1), min_match=4)
     drafter.select(endless(texts))
-    drafter.use_tree(DraftTree.chain(0))
+    drafter.limit_depth(0)
     draft = drafter.propose(*padded(texts))
     assert other.asked == [] and drafter.has_free_guesses
     assert torch.equal(draft.draft_tokens, NgramDrafter(6, max_branches=1).propose(*padded(texts)).draft_tokens)
     assert len(drafter.confidence()) == int(draft.trees.cu_nodes[-1])
-    drafter.use_tree(None)
+    drafter.limit_depth(None)
     drafter.propose(*padded(texts))
     assert other.asked == [texts]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,11 +15,8 @@ from generate_case import LENGTHS, NEW_TOKENS, SAMPLING, greedy, lists, prompts_
 from statistics_case import LIMIT, excess
 
 from pagedtree import DraftTree, SamplingParams, TreeBatch, reference
-from pagedtree.generation import tree_tuner
-from pagedtree.generation.batch_progress import BatchProgress
-from pagedtree.generation.node_budget import NodeBudget
 from pagedtree.generation.rules import Sampling
-from pagedtree.generation.tree_tuner import TreeTuner
+from pagedtree.generation.tree_tuner import Plan, TreeTuner
 from pagedtree.integrations.transformers import MedusaDrafter, MedusaHeads, ModelDrafter, NgramDrafter, generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -139,20 +137,9 @@ def test_texts_follow_the_models_distribution_closely(toy, toy_draft, toy_distri
 @pytest.fixture
 def budget(monkeypatch):
     """Always drafts, and verifies the likelier half of the nodes."""
-
-    def wants_drafts(self, remaining, unread, others_wait):
-        if not self._costs_of(len(remaining)).num_plain:
-            self.levels = None
-            self.observe(list(remaining), 1.0, None, None)
-        self.progress = BatchProgress(remaining.values(), True, 0.0)
-        self.tree, self.levels, self.is_look = None, 1.0, False
-        return True
-
-    def best_count(worth, is_draft, fixed, row):
-        return int((~is_draft).sum() + is_draft.sum() // 2)
-
-    monkeypatch.setattr(TreeTuner, "wants_drafts", wants_drafts)
-    monkeypatch.setattr(tree_tuner, "best_count", best_count)
+    plan = TreeTuner.plan
+    monkeypatch.setattr(TreeTuner, "plan", lambda self, *rest, **more: replace(plan(self, *rest, **more), depth=5))
+    monkeypatch.setattr(Plan, "count", lambda self, worth: len(worth) // 2)
 
 
 NARROWED = [("rejection", "swor tree"), ("traversal", "iid tree"), ("rejection", "top-k tree"), ("block", "iid chain")]
@@ -171,24 +158,18 @@ def test_a_budget_leaves_the_distribution_alone_closely(budget, toy, toy_draft, 
 
 def test_a_budget_by_what_was_drawn_is_seen(budget, monkeypatch, toy, toy_draft, toy_distribution):
     """Draws must not be chosen among by their tokens."""
-    narrow, survival, odd = TreeTuner.narrow, NodeBudget.survival, np.zeros(0)
+    keep = Plan.keep
 
-    def narrow_by_tokens(self, draft, confidence, sequences):
-        nonlocal odd
+    def even_ones_first(self, proposal, confidence):
         assert confidence is None
-        odd = draft.draft_tokens.numpy() % 2
-        return narrow(self, draft, confidence, sequences)
-
-    def even_ones_first(self, trees, *others):
-        likely = np.ones_like(survival(self, trees, *others))
-        for begin, end in itertools.pairwise(trees.cu_nodes.tolist()):
+        joint, offsets = torch.zeros(len(proposal.draft_tokens)), proposal.trees.cu_nodes.tolist()
+        for begin, end in itertools.pairwise(offsets):
             for row in range(begin, end):
-                if (parent := int(trees.parents[row])) >= 0:
-                    likely[row] = likely[begin + parent] * np.exp(-1.0 - 7.0 * odd[row])
-        return likely
+                if (parent := int(proposal.trees.parents[row])) >= 0:
+                    joint[row] = joint[begin + parent] - (8.0 if proposal.draft_tokens[row] % 2 else 0.1)
+        return keep(self, proposal, joint)
 
-    monkeypatch.setattr(TreeTuner, "narrow", narrow_by_tokens)
-    monkeypatch.setattr(NodeBudget, "survival", even_ones_first)
+    monkeypatch.setattr(Plan, "keep", even_ones_first)
     assert toy_excess(toy, toy_draft, toy_distribution, "rejection", "swor tree", 3000, tree="auto") > LIMIT
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -26,7 +26,7 @@ from pagedtree.generation.scheduler import Batch, GeneratedSequence, Scheduler
 from pagedtree.generation.stats import GenerationStats
 from pagedtree.generation.stop_strings import StopStrings
 from pagedtree.generation.token_options import RequestRows
-from pagedtree.generation.tree_tuner import TreeTuner
+from pagedtree.generation.tree_tuner import Kept, Outcome, Plan, TreeTuner
 
 __all__ = ["Engine"]
 
@@ -127,7 +127,7 @@ class Engine:
 
     def step(self) -> None:
         begin, drafting = time.perf_counter(), self.stats.draft_time
-        batch, draft = self._schedule()
+        batch, draft, choice = self._schedule()
         self._compact()
         if draft is None:
             self._step_in_place(batch.decode)
@@ -154,11 +154,11 @@ class Engine:
         if self.tuner is not None:
             seconds = time.perf_counter() - begin
             if batch.prefill:
-                self.tuner.observe_reading(packed.input_ids.shape[0], seconds)
-            else:
-                indices = [sequence.index for sequence in batch.decode]
+                self.tuner.learn_reading(packed.input_ids.shape[0], seconds)
+            elif choice is not None:
+                plan, kept = choice
                 drafting = self.stats.draft_time - drafting
-                self.tuner.observe(indices, seconds, verdict.accept_index, verdict.tokens, drafting)
+                self.tuner.learn(plan, Outcome(seconds, verdict.accept_index, verdict.tokens, drafting, kept))
 
     def _step_in_place(self, sequences: list[GeneratedSequence]) -> None:
         """A fixed step: nothing but decoding, and the drafter's part in it."""
@@ -171,8 +171,10 @@ class Engine:
         self.drafter.advance(sequences)
         self._finish(result)
 
-    def _schedule(self) -> tuple[Batch, Draft | None]:
-        """The next pass, and the trees of those that decode; None where a fixed step makes the trees itself."""
+    def _schedule(self) -> tuple[Batch, Draft | None, tuple[Plan, Kept | None] | None]:
+        """The next pass, the trees of those that decode (None where a fixed step makes them itself), and with a tuner
+        what it planned and kept of them.
+        """
         while True:
             # A tuner drafts only at times, where there is room.
             batch = self.scheduler.schedule(self.max_nodes if self.tuner is None else 1)
@@ -180,50 +182,49 @@ class Engine:
                 self.drafter.forget(sequence)
                 self.stats.sequences[sequence.index].evictions += 1
             if not batch.decode:
-                return batch, roots_only(0, self.device)
+                return batch, roots_only(0, self.device), None
             if self.fixed_steps is not None and not batch.prefill:
-                return batch, None
-            if self.tuner is not None and not self._take_tree(self.tuner, batch):
-                return batch, roots_only(len(batch.decode), self.device)
-            draft = self._propose(batch.decode)
-            if self.tuner is not None:
-                draft = self._narrow(self.tuner, draft, batch.decode)
+                return batch, None, None
+            plan = None if self.tuner is None else self._plan(self.tuner, batch)
+            if plan is not None and plan.depth is None:
+                return batch, roots_only(len(batch.decode), self.device), (plan, None)
+            draft, choice = self._propose(batch.decode), None
+            if plan is not None:
+                draft, kept = self._keep(plan, draft)
+                choice = plan, kept
             if draft.trees.max_nodes <= self.max_nodes:
-                return batch, draft
+                return batch, draft, choice
             # The drafter did not declare trees of this size: make sure of the pages, and ask again.
             self.max_nodes = draft.trees.max_nodes
             self.scheduler.check_capacity(self.max_nodes)
 
-    def _take_tree(self, tuner: TreeTuner, batch: Batch) -> bool:
-        """Whether to draft, and with which tree: beside prompts, which wait for their first token, if drafts won."""
-        if batch.prefill and tuner.lost >= 0.0:
-            return False
+    def _plan(self, tuner: TreeTuner, batch: Batch) -> Plan:
+        """How deep to draft, if at all; tells the drafter."""
         if not self.has_begun_to_tune:  # not earlier, as it takes 0.5 % of the time to a short prompt's first token
             self.has_begun_to_tune = True
             tuner.begin()
         unread = self.draft_share * self.drafter.unread(batch.decode)
-        remaining = {sequence.index: sequence.max_length - len(sequence.tokens) for sequence in batch.decode}
-        if not tuner.wants_drafts(remaining, unread, others_wait=bool(self.scheduler.waiting)):
-            return False
-        if not self.scheduler.reserve(batch.decode, self.max_nodes):
-            tuner.levels = None
-            return False
-        self.drafter.use_tree(tuner.tree)
+        remaining = [sequence.max_length - len(sequence.tokens) for sequence in batch.decode]
+        plan = tuner.plan(remaining, unread, others_wait=bool(self.scheduler.waiting))
+        # Beside prompts, which wait for their first token, only where drafts are known to be accepted.
+        is_welcome = plan.depth is not None and (not batch.prefill or tuner.saved > 0.0)
+        if not is_welcome or not self.scheduler.reserve(batch.decode, self.max_nodes):
+            return replace(plan, depth=None)
+        self.drafter.limit_depth(plan.depth)
         self.stats.drafted_steps += 1
-        return True
+        return plan
 
-    def _narrow(self, tuner: TreeTuner, draft: Draft, sequences: list[GeneratedSequence]) -> Draft:
+    def _keep(self, plan: Plan, draft: Draft) -> tuple[Draft, Kept]:
         """The nodes that are worth verifying."""
         # Drawn drafts must not be chosen among by what was drawn: their rules take them for independent of that.
         begin = time.perf_counter()
         is_drawn = self.drafter.draft_law in ("iid", "swor")
-        confidence = None if is_drawn else self.drafter.confidence
-        narrowed, rows = tuner.narrow(draft, confidence, [sequence.index for sequence in sequences])
-        if rows is not None:
-            self.drafter.narrow(narrowed, rows)
-        narrowed = without_padding(narrowed)
+        kept = plan.keep(draft, None if is_drawn else self.drafter.confidence())
+        if kept.rows is not None:
+            self.drafter.narrow(kept.draft, kept.rows)
+        draft = without_padding(kept.draft)
         self.stats.draft_time += time.perf_counter() - begin
-        return narrowed
+        return draft, kept
 
     def _propose(self, sequences: list[GeneratedSequence]) -> Draft:
         lengths = self._to_device([len(sequence.tokens) for sequence in sequences], torch.int32)

@@ -1,248 +1,301 @@
-"""`generate(tree="auto")`: whether a step drafts, and how large a tree, by what steps cost and what was accepted."""
+"""`generate(tree="auto")`: how deep a step drafts, and which of the drafted nodes the target verifies.
+
+    plan = tuner.plan(remaining)                               # how deep to draft, or not at all
+    if plan.depth is not None:
+        kept = plan.keep(drafter.propose(), drafter.confidence())   # the nodes that are worth their time
+    tuner.learn(plan, Outcome(seconds, accept_index, tokens, drafting, kept))
+
+One number decides: tokens per second, of a step with drafts and of one without. Tokens are what the nodes promise by
+what was accepted before (`Odds`), seconds by what steps took before (`StepCosts`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from pagedtree import Draft, DraftTree, choose_tree, select_nodes
-from pagedtree.generation.batch_progress import BatchProgress
-from pagedtree.generation.node_budget import NodeBudget, best_count
-from pagedtree.generation.step_costs import StepCosts
+from pagedtree import Draft, select_nodes
 from pagedtree.proposal import rows_of
 
-__all__ = ["TreeTuner"]
+__all__ = ["Kept", "Outcome", "Plan", "TreeTuner"]
 
-# Drafts may lose this share of the time, where the time of the next HORIZON tokens counts too. Of what they have won,
-# MOST_SAVED plain steps may be lost again.
-LOSS_SHARE, HORIZON, MOST_SAVED = 0.02, 96, 4.0
-# While drafts have lost too much, this share of the time goes into looks; what they find is verified where it promises
-# so many times plain decoding's speed.
-LOOK_SHARE, PROMISING = 0.01, 1.1
-# After how many steps with drafts a plain one follows, if none, one or more of these were measured.
-PLAIN_AGES = (0, 4, 32)
-# Before a row of a decoding step was measured, it is taken to cost as much as this many tokens of a prompt.
-# The first drafts have so many rows at most, further ones at most twice as many as any before.
-ROW_TOKENS, FIRST_ROWS = 0.5, 8
-# The best tree is looked for where all levels cost more than CHEAP plain steps: after each of the first drafts, and
-# then whenever the time of so many plain steps is over. The first drafts are chains of so many levels.
-CHEAP, CHOICE_STEPS, FIRST_DEPTH = 0.3, 8, 2
-# Where guesses were wrong, there are no drafts until what they took is this share of the time since.
-WRONG_SHARE = 0.1
-# Of a drafter whose guesses are partly free, every so many looks ask for the others, too.
-FREE_LOOKS = 4
+# Until steps are measured, a drafted row is taken to cost what a token of a prompt did, and a plain step as much as so
+# many rows.
+PLAIN_ROWS = 32.0
+# The first steps verify at most so many drafted rows for each sequence, further ones at most twice the most so far.
+FIRST_ROWS = 8
+# A plain step is taken to be the faster, the longer none was measured: by half after so many steps.
+PLAIN_AGE = 32
+# A step that takes so many times as long as expected was held up by something else.
+HICCUP = 2.0
+# What evidence keeps of its weight when new evidence comes; and for how many observations a first guess stands.
+KEPT, PRIOR = 0.98, 1.0
+# The surprise (negative log-probability) of a drafter's first choice where it does not tell its own; and the odds that
+# no node exceeds.
+SURPRISE, SUREST = 0.5, 0.97
+# The share of the time that may go into drafts for which nothing speaks, to see whether that has changed.
+LOOK_SHARE = 0.01
+# A token of a sequence counts by this power of what it still has to come: the batch ends with its last sequence.
+BEHIND = 2.0
 
-ROOT, ONE_GUESS = DraftTree.chain(0), DraftTree.chain(1)
+
+class Odds:
+    """How often guesses of a class were right."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[float, float]] = {}
+
+    def of(self, kind: int, prior: float) -> float:
+        right, tried = self._seen.get(kind, (0.0, 0.0))
+        return (right + PRIOR * prior) / (tried + PRIOR)
+
+    def add(self, kind: int, is_right: bool) -> None:
+        right, tried = self._seen.get(kind, (0.0, 0.0))
+        self._seen[kind] = KEPT * right + is_right, KEPT * tried + 1.0
+
+
+class StepCosts:
+    """What steps of one batch size take, in seconds: guesses at first, then what was measured.
+
+    plain: a step without drafts. once, row: what any drafts add to the target's pass, and each drafted row. level: what
+    the drafter takes for each level.
+    """
+
+    def __init__(self, plain: float, once: float, row: float, level: float) -> None:
+        self.plain, self.once, self.row, self.level = plain, once, row, level
+        self.age, self.most_rows = PLAIN_AGE, 0  # steps since the last plain one; drafted rows of one step
+        self._guess = once, row
+        self._plain, self._level = deque[float](maxlen=9), deque[float](maxlen=9)
+        self._sums = (0.0,) * 5  # of steps with drafts: their number, rows, rows², what they added, and rows times that
+
+    def target(self, rows: float) -> float:
+        """Seconds of the target's pass."""
+        return self.plain + (self.once + self.row * rows if rows else 0.0)
+
+    @property
+    def optimistic_plain(self) -> float:
+        return self.plain / (1.0 + self.age / PLAIN_AGE)
+
+    def learn(self, rows: int, levels: int, drafting: float, seconds: float) -> None:
+        """Takes in a step with so many drafted rows and levels, `drafting` of whose seconds were the drafter's."""
+        if levels > 0:  # the first call also pays for what is set up only once
+            self._level.append((drafting if self._level else min(drafting, seconds - drafting)) / levels)
+            self.level = max(statistics.median_low(self._level), 1e-9)
+        seconds -= drafting
+        if rows == 0:
+            self._plain.append(seconds)
+            self.plain, self.age = statistics.median_low(self._plain), 0
+            return
+        self.age, self.most_rows = self.age + 1, max(self.most_rows, rows)
+        if not self._plain:
+            self.plain = max(seconds - self.once - self.row * rows, 0.5 * seconds)
+        elif self._sums[0] > 1.0:
+            seconds = min(seconds, HICCUP * self.target(rows))
+        added = seconds - self.plain
+        news = (1.0, rows, rows * rows, added, rows * added)
+        self._sums = tuple(KEPT * old + new for old, new in zip(self._sums, news, strict=True))
+        # The line through what rows added, as if one step with none and one with FIRST_ROWS had confirmed the guesses.
+        (once, row), (n, x, xx, y, xy) = self._guess, self._sums
+        most = once + FIRST_ROWS * row
+        n, x, xx, y, xy = n + 2, x + FIRST_ROWS, xx + FIRST_ROWS**2, y + once + most, xy + FIRST_ROWS * most
+        self.row = max((n * xy - x * y) / (n * xx - x * x), 0.0)
+        self.once = max((y - self.row * x) / n, 0.0)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The nodes of a proposal that the target verifies.
+
+    rows: int32, where they are in the proposal; None: all of it. num_drafted: how many are no roots. promised: plain
+    steps that they are expected to save. guesses: of each row of the proposal its tree, its parent's row (-1 at roots)
+    and its class.
+    """
+
+    draft: Draft
+    proposal: Draft
+    rows: Tensor | None
+    num_drafted: int
+    promised: float
+    guesses: Sequence[tuple[int, int, int]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a step: its seconds, the drafter's among them; [B, S] accepted nodes and the tokens behind them."""
+
+    seconds: float
+    accept_index: Tensor
+    tokens: Tensor
+    drafting: float = 0.0
+    kept: Kept | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step drafts.
+
+    depth: at most so many levels; 0: only guesses that no model is asked for; None: nothing. is_look: whether nothing
+    speaks for it. reading: seconds of the drafter besides its levels. weights: what a token of each sequence is worth,
+    in plain steps. remaining, others_wait: as `TreeTuner.plan` got them.
+    """
+
+    remaining: Sequence[int]
+    others_wait: bool
+    weights: Sequence[float]
+    costs: StepCosts
+    odds: Odds
+    reading: float
+    depth: int | None = None
+    is_look: bool = False
+
+    def keep(self, proposal: Draft, confidence: Tensor | None = None) -> Kept:
+        """The nodes that give the most tokens per second, if any; `confidence` as `Drafter.confidence` tells it.
+
+        for node in tree:
+            odds = how often guesses were right that surprised the drafter as much, where their parent was accepted
+            worth[node] = worth[parent] * min(odds, odds of the sibling before it)
+        """
+        trees, log_probs = proposal.trees, None if confidence is None else confidence.tolist()
+        offsets, parents = trees.cu_nodes.tolist(), trees.parents.tolist()
+        guesses, worth = [(0, -1, 0)] * len(parents), [0.0] * len(parents)
+        for tree, (first, end) in enumerate(pairwise(offsets)):
+            rank, least = [0] * (end - first), [SUREST] * (end - first)
+            for row in range(first, end):
+                if not 0 <= (place := parents[row]) < row - first:  # a root
+                    guesses[row], worth[row] = (tree, -1, 0), self.weights[tree]
+                    continue
+                surprise = SURPRISE + rank[place] if log_probs is None else log_probs[first + place] - log_probs[row]
+                kind = min(int(4.0 * math.sqrt(max(surprise, 0.0))), 11)  # the classes are finer where guesses are sure
+                # Drafts that were drawn must not lose a sibling before them.
+                least[place] = min(least[place], self.odds.of(kind, math.exp(-(((kind + 0.5) / 4.0) ** 2))))
+                guesses[row], worth[row] = (tree, first + place, kind), worth[first + place] * least[place]
+                rank[place] += 1
+        drafted = sorted((worth[row] for row, guess in enumerate(guesses) if guess[1] >= 0), reverse=True)
+        size, count = len(offsets) - 1, self.count(drafted)
+        draft, rows = proposal, None
+        if count < len(drafted):
+            scores = torch.tensor(worth) + (trees.parents.cpu() < 0) * math.inf
+            part, rows = select_nodes(trees, scores.to(trees.device), size + count)
+            draft = rows_of(proposal, part, rows)
+        return Kept(draft, proposal, rows, count, sum(drafted[:count]), guesses)
+
+    def count(self, worth: list[float]) -> int:
+        """How many of the nodes are verified; they come in the order of what they are worth."""
+        costs, sunk = self.costs, self.reading + self.costs.level * (self.depth or 0)
+        best, count, promised = 1.0 / (sunk + costs.optimistic_plain), 0, 0.0
+        for i, gain in enumerate(worth[: max(FIRST_ROWS * len(self.remaining), 2 * costs.most_rows)], 1):
+            promised += gain
+            rate = (1.0 + promised) / (sunk + costs.target(i))
+            if rate > best:
+                best, count = rate, i
+        return count
 
 
 class TreeTuner:
-    """Decides whether the next step drafts, with which tree at most, and which of the drafted nodes are verified.
+    """Plans steps, and learns from what came of them; what it has learnt serves further calls.
 
-        if no plain step was measured, or none for long: decode plainly
-        elif a guess of this call was right, a tree pays, and drafts have not lost too much:
-            draft the best tree, and verify the nodes that are worth their time
-        else: look, ever more rarely; decode plainly in between
-
-    The best tree is that for what was accepted so far and for the time of levels and rows (`choose_tree`). `NodeBudget`
-    estimates what the batch's nodes are worth, which may be nothing. What steps with drafts lose against plain ones is
-    counted; LOSS_SHARE of the time is too much. A look drafts to learn: its guesses are compared with the tokens that
-    come, and are verified only where that promises much. What was learnt stays with the drafter for further calls, and
-    fades while nothing is drafted.
-
-    max_nodes, max_depth: the most nodes of a tree, the root included, and its most levels. has_free_guesses: as the
-    drafter says.
+    max_depth: the drafter's most levels. has_free_guesses: as the drafter says.
     """
 
-    def __init__(self, max_nodes: int, max_depth: int, has_free_guesses: bool = False) -> None:
-        self.max_nodes, self.max_depth, self.has_free_guesses = max_nodes, max(max_depth, 1), has_free_guesses
+    def __init__(self, max_depth: int, has_free_guesses: bool = False) -> None:
+        self.max_depth, self.has_free_guesses = max_depth, has_free_guesses
         self.costs: dict[int, StepCosts] = {}
-        self.budget = NodeBudget()
-        self.seconds_of_token = 0.0  # what it takes to read one known token
-        self.is_warm = False  # there was a step with drafts
-        self.since_plain = 0  # steps
-        # Of this call: seconds of all steps, those that drafts have lost, and that looks beyond that took; whether a
-        # guess was right; whether the last step won, by drafts; how many looks there were; until when drafts rest.
-        self.elapsed = self.lost = self.looking = 0.0
-        self.has_proof, self.has_won, self.num_looks, self.resting_until = False, False, 0, 0.0
-        # The best tree, None for all that the drafter has; for which costs it is, by how few steps, and until when.
-        self.best: DraftTree | None = None
-        self.chosen: tuple[tuple[StepCosts, int] | None, float] = None, 0.0
-        # Of this step: what tokens are worth; what is drafted at most, None for all that the drafter has; its levels,
-        # None without drafts; whether it is a look, and one beyond what may be lost; seconds that the drafter reads
-        # before it can draft; the draft if there are guesses, which of its rows are verified (None for all), and how
-        # many besides the roots.
-        self.progress: BatchProgress
-        self.tree: DraftTree | None = None
-        self.levels: float | None = None
-        self.is_look = self.is_beyond = False
-        self.catching_up = 0.0
-        self.draft: Draft | None = None
-        self.kept: Tensor | None = None
-        self.rows = 0
+        self.odds, self.by_depth = Odds(), Odds()  # the latter of whether any child of an accepted node was right
+        self.seconds_of_token = 1e-3  # of a prompt
+        self.begin()
 
     def begin(self) -> None:
         """A call of `generate` starts to decode."""
-        self.elapsed = self.lost = self.looking = 0.0
-        self.has_proof, self.has_won, self.num_looks, self.resting_until = False, False, 0, 0.0
-        self.chosen = None, 0.0
-        self.budget.begin()
+        # Seconds of all steps and of looks; plain steps that drafts have saved and had promised to.
+        self.elapsed = self.looking = self.saved = self.promised = 0.0
 
-    def wants_drafts(self, remaining: Mapping[int, int], unread: float = 0.0, others_wait: bool = False) -> bool:
-        """Whether the next step shall draft; `tree` then bounds its trees.
+    def plan(self, remaining: Sequence[int], unread: float = 0.0, others_wait: bool = False) -> Plan:
+        """The depth with the most expected tokens per second.
 
-        remaining: the index of each sequence of the batch -> tokens that it still has to come. unread: known ones that
-        the drafter has to read before it can draft, in tokens of the target. others_wait: whether sequences wait for a
-        place in the batch.
+        remaining: [B], how many tokens each sequence still has to come. unread: how many the drafter has to read before
+        it can draft, in tokens of the target. others_wait: whether sequences wait for a place in the batch, which
+        therefore does not end with its last one.
         """
-        costs = self._costs_of(len(remaining))
-        self.levels = None
-        if costs.num_plain == 0 or self.since_plain >= PLAIN_AGES[min(costs.num_plain, len(PLAIN_AGES) - 1)]:
-            return False
-        if self.elapsed < self.resting_until:
-            return False
-        allowance = LOSS_SHARE * (self.elapsed + min(max(remaining.values()), HORIZON) * costs.plain) - self.lost
-        looks = costs.plain if self.has_won else LOOK_SHARE * self.elapsed - self.looking
-        if max(allowance, looks) <= 0.0:
-            return False
-        self.progress = BatchProgress(remaining.values(), others_wait, costs.row / costs.plain)
-        for tree, is_look in self._candidates(costs, allowance >= costs.once):
-            levels = float(self.max_depth if tree is None else tree.max_depth)
-            reading = unread * self.seconds_of_token if levels > 0.0 else 0.0
-            needed = reading + costs.level * levels + (0.0 if is_look else costs.once)
-            if needed <= (max(allowance, looks) if is_look else allowance):
-                self.tree, self.levels, self.is_look, self.catching_up = tree, levels, is_look, reading
-                self.is_beyond = needed > allowance
-                self.num_looks += is_look
-                return True
-        return False
+        costs, size = self._costs_of(len(remaining)), len(remaining)
+        shares = [1.0 if others_wait else (left / max(remaining)) ** BEHIND for left in remaining]
+        # What drafts have saved so far, beside what they had promised, also tells what it is worth to bring forward
+        # sequences that are not the last one.
+        trust = (self.saved + PRIOR) / (self.promised + PRIOR)
+        weights = [trust * share / sum(shares) for share in shares]
+        plan = Plan(remaining, others_wait, weights, costs, self.odds, unread * self.seconds_of_token)
+        if costs.level == 0.0:  # nobody knows yet what levels take
+            return replace(plan, depth=min(self.max_depth, 2))
+        if plan.reading + costs.level * self.max_depth <= LOOK_SHARE * costs.plain:
+            return replace(plan, depth=self.max_depth)
+        best, depth, reached, promised = 1.0 / costs.optimistic_plain, 0, trust, 0.0
+        for level in range(1, self.max_depth + 1):
+            reached *= self.by_depth.of(level, math.exp(-SURPRISE))
+            promised += reached
+            rate = (1.0 + promised) / (plan.reading + costs.level * level + costs.target(size * level))
+            if rate > best:
+                best, depth = rate, level
+        if depth > 0:
+            return replace(plan, depth=depth)
+        if self.looking + plan.reading + costs.level <= LOOK_SHARE * self.elapsed:
+            return replace(plan, depth=1, is_look=True)
+        return replace(plan, depth=0 if self.has_free_guesses else None, reading=0.0)
 
-    def _candidates(self, costs: StepCosts, may_verify: bool) -> Iterator[tuple[DraftTree | None, bool]]:
-        """What the next step may draft, in the order of preference, and whether it only looks.
-
-        may_verify: whether more than looks are allowed.
-        """
-        guess = None if self._is_cheap(costs) else ONE_GUESS
-        if not self.has_proof:
-            is_free = self.has_free_guesses and (self.num_looks + 1) % FREE_LOOKS > 0
-            yield (ROOT if is_free else guess), True
+    def learn(self, plan: Plan, outcome: Outcome) -> None:
+        """Takes in what came of a step."""
+        kept, drafting = outcome.kept, min(outcome.drafting, outcome.seconds)
+        reading = min(plan.reading, drafting)
+        rows = 0 if kept is None else kept.num_drafted
+        plan.costs.learn(rows, plan.depth or 0, drafting - reading, outcome.seconds - reading)
+        self.elapsed += outcome.seconds
+        self.looking += drafting * plan.is_look
+        if kept is None:
             return
-        if may_verify:
-            self._choose(costs)
-            if self.best is None or self.best.max_depth > 0:
-                yield self.best, False
-            if self.has_free_guesses:
-                yield ROOT, False
-        yield (ROOT if self.has_free_guesses else guess), True
-
-    def _choose(self, costs: StepCosts) -> None:
-        """Sets `best`: the tree to draft if all sequences that count had the same; the root alone where none pays."""
-        if self._is_cheap(costs):
-            # Whatever is drafted: a tree that suits most sequences may be too small for those that are easy to guess.
-            self.best, self.chosen = None, (None, 0.0)
-            return
-        if not self.is_warm:
-            self.best = DraftTree.chain(min(self.max_depth, self.max_nodes - 1, FIRST_DEPTH))
-            return
-        basis, size = (costs, min(costs.num_drafted, 3)), sum(self.progress.counts)
-        if self.elapsed >= self.chosen[1] or self.chosen[0] != basis:
-            self.best = choose_tree(
-                self.budget.acceptance,
-                lambda n: costs.plain + (costs.once + size * costs.row * (n - 1) if n > 1 else 0.0),
-                max_nodes=self.max_nodes,
-                max_depth=self.max_depth,
-                level_cost=costs.level,
+        paths = outcome.accept_index.tolist()
+        if rows > 0:
+            found = [sum(node >= 0 for node in path) - 1 for path in paths]
+            of_all = sum(w * n for w, n in zip(plan.weights, found, strict=True)) / sum(plan.weights)
+            last = max(plan.remaining) - max(left - n for left, n in zip(plan.remaining, found, strict=True))
+            # The others' tokens count by the chance that theirs will be the last sequence later.
+            saved = of_all if plan.others_wait else last + (of_all - last) / len(found)
+            self.saved, self.promised = (
+                KEPT * self.saved + saved,
+                KEPT * self.promised + kept.promised / sum(plan.weights),
             )
-            self.chosen = basis, self.elapsed + CHOICE_STEPS * costs.plain
+        # Every child of an accepted node tells something, verified or not.
+        rows_of_trees: dict[int, list[int]] = defaultdict(list)
+        for row in range(len(kept.guesses)) if kept.rows is None else kept.rows.tolist():
+            if row >= 0:
+                rows_of_trees[kept.guesses[row][0]].append(row)
+        came: dict[int, int] = {}
+        for tree, (path, tokens) in enumerate(zip(paths, outcome.tokens.tolist(), strict=True)):
+            came |= {rows_of_trees[tree][n]: token for n, token in zip(path, tokens, strict=True) if n >= 0}
+        drafted, depths, is_any_right = kept.proposal.draft_tokens.tolist(), kept.proposal.trees.depths.tolist(), {}
+        for row, (_, parent, kind) in enumerate(kept.guesses):
+            if parent in came:
+                is_right = drafted[row] == came[parent]
+                self.odds.add(kind, is_right)
+                is_any_right[parent] = is_any_right.get(parent, False) or is_right
+        for parent, is_right in is_any_right.items():
+            self.by_depth.add(depths[parent] + 1, is_right)
 
-    def _is_cheap(self, costs: StepCosts) -> bool:
-        return costs.level * self.max_depth <= CHEAP * costs.plain
-
-    def narrow(
-        self, draft: Draft, confidence: Callable[[], Tensor | None] | None, sequences: Sequence[int]
-    ) -> tuple[Draft, Tensor | None]:
-        """The part of a draft that is worth verifying, and which of its rows that are, None for all.
-
-        confidence: gives the joint log-probabilities [N] of the nodes by the drafter. sequences: the index of each
-        tree's.
-        """
-        assert self.levels is not None
-        costs, num_trees, trees = self._costs_of(len(sequences)), len(sequences), draft.trees
-        self.rows = draft.draft_tokens.shape[0] - num_trees if trees.max_nodes > 1 else 0
-        self.draft = self.kept = None
-        if self.rows == 0:  # nobody has a guess
-            return draft, None
-        self.draft = draft
-        survival = self.budget.survival(trees, None if confidence is None else confidence(), sequences)
-        worth = survival * np.repeat(self.progress.weights, np.diff(trees.cu_nodes.cpu().numpy()))
-        is_draft = trees.parents.cpu().numpy()[: len(worth)] >= 0
-        fixed = costs.expected(self.levels, 0.0)
-        count = best_count(worth, is_draft, fixed, costs.row)
-        count = min(count, num_trees + max(FIRST_ROWS, 2 * costs.most_rows))
-        self.rows = count - num_trees
-        if self.is_look and self.rows > 0:
-            gain = float(np.sort(worth[is_draft])[-self.rows :].sum())
-            promised = self.progress.expected(gain) * costs.plain
-            if not self.has_proof or promised < PROMISING * (fixed + costs.row * self.rows):
-                self.rows = 0
-        if count >= len(worth) and self.rows > 0:
-            return draft, None
-        part, self.kept = select_nodes(trees, torch.from_numpy(worth).float().to(trees.device), num_trees + self.rows)
-        return rows_of(draft, part, self.kept), self.kept
-
-    def observe(
-        self,
-        sequences: Sequence[int],
-        seconds: float,
-        accept_index: Tensor,
-        tokens: Tensor,
-        drafting: float = 0.0,
-    ) -> None:
-        """Takes in a step's seconds, those of the drafter among them, and what came of it.
-
-        sequences: their indices. accept_index, tokens: [B, S], the accepted nodes, and the token behind each.
-        """
-        costs = self._costs_of(len(sequences))
-        self.elapsed += seconds
-        if self.levels is None:
-            self.since_plain, self.has_won = 0, False
-            costs.add_plain(seconds)
-            self.budget.fade()
-            return
-        self.since_plain += 1
-        made = self.progress.made((accept_index >= 0).sum(dim=1).tolist())
-        if not self.is_warm:  # it also pays for what is set up only once
-            self.is_warm = True
-            seconds, drafting = min(seconds, (made + 2.0) * costs.plain), min(drafting, 2.0 * costs.plain)
-        else:
-            # What one step has accepted is read in the next as a matter of course; more of it tells nothing of levels.
-            is_typical = self.since_plain > 1 or not self.catching_up
-            seconds = costs.add_drafted(self.levels, self.rows, drafting, seconds, is_typical)
-        if self.rows == 0:
-            self.since_plain = 0
-        # Where nothing is verified, only the drafter's time is lost, however long the pass took.
-        lost = seconds - made * costs.plain if self.rows > 0 else min(drafting, seconds)
-        self.has_won = self.rows > 0 and lost < 0.0
-        self.lost = max(self.lost + lost, -MOST_SAVED * costs.plain)
-        if self.rows == 0:
-            self.looking += self.is_beyond * lost
-        if self.draft is not None:
-            # Guesses for sequences that are ahead tell little of the others.
-            tried, right = self.budget.observe(self.draft, self.kept, accept_index, tokens)
-            counts = np.array(self.progress.counts)
-            is_news = bool(right[counts].any()) and not (self.is_look and self.has_proof)
-            if self.rows == 0 and not is_news and tried[counts].any():
-                self.resting_until = self.elapsed + lost / WRONG_SHARE
-            self.has_proof |= bool(right.any())
-            self.draft = None
-
-    def observe_reading(self, num_tokens: int, seconds: float) -> None:
+    def learn_reading(self, num_tokens: int, seconds: float) -> None:
         """Takes in the seconds of a pass of the target over prompts."""
         self.seconds_of_token = seconds / max(num_tokens, 1)
 
     def _costs_of(self, batch_size: int) -> StepCosts:
-        """Batches of about the same size cost about the same."""
-        bucket = batch_size.bit_length() if batch_size > 4 else -batch_size
-        return self.costs.setdefault(bucket, StepCosts(ROW_TOKENS * self.seconds_of_token))
+        """Those of the size; they begin with what the nearest size has taught."""
+        if batch_size not in self.costs:
+            row = self.seconds_of_token
+            near = StepCosts(PLAIN_ROWS * row, 0.0, row, 0.0)
+            if self.costs:
+                near = self.costs[min(self.costs, key=lambda size: abs(math.log(size / batch_size)))]
+            self.costs[batch_size] = new = StepCosts(near.plain, near.once, near.row, near.level)
+            new.age, new.most_rows = near.age, near.most_rows
+        return self.costs[batch_size]

@@ -154,7 +154,7 @@ class Drafter:
             0 = not known before the proposals; a drafter with state must set it.
         num_positions: how many positions the drafter's model has, None = any number. The drafter is not asked for a
             sequence whose newest token has none, and no node is verified whose parent has none.
-        max_depth: the most levels below the root; `use_tree` is never asked for more. 0 = max_nodes - 1.
+        max_depth: the most levels below the root. 0 = max_nodes - 1.
         needs_hidden: whether `observe` wants the target's hidden states.
         num_weights: how many weights of its own model a drafter multiplies each token by that it reads; it tells what
             reading costs beside the target.
@@ -168,8 +168,7 @@ class Drafter:
         draft_law: how the children of a node are chosen, see `pagedtree.verify_rejection`: "onehot" (chosen without
             chance), or "iid" or "swor", whose proposals have draft_probs. "coupled": by the noise with which rule
             "sampled" samples the target.
-        has_free_guesses: whether guesses are left that no model is asked for where `use_tree` gets a tree of the root
-            alone; for `generate(tree="auto")`.
+        has_free_guesses: whether it can draft without running a model, which `limit_depth(0)` asks for.
         is_chain: whether no node of any tree has two children.
         is_capturable: whether a captured step (`generate(cuda_graph=True)`) can have its work in it. Each class says so
             for itself; it is not inherited, because what a subclass adds may need the host.
@@ -248,9 +247,9 @@ class Drafter:
         empty, and `advance` follows on the host.
         """
 
-    def use_tree(self, tree: DraftTree | None) -> None:
-        """From now on proposals shall stay within this tree, where that makes them cheaper; None: within the drafter's
-        own. max_nodes stays.
+    def limit_depth(self, levels: int | None) -> None:
+        """Asks for proposals of at most so many levels from now on, where fewer take less time; None: of max_depth. 0,
+        only with `has_free_guesses`: for what no model has to run for.
         """
 
     def unread(self, sequences: list[GeneratedSequence]) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from pagedtree import Draft, DraftTree, append_kv, best_first_tree, slot_mapping
+from pagedtree import Draft, append_kv, best_first_tree, slot_mapping
 from pagedtree.generation.drafters.base import MAX_WAITING_BYTES, Drafter, FeatureRows, PlainPasses, StepResult
 from pagedtree.generation.drafters.block_model import BlockDraftModel
 from pagedtree.generation.drafters.target import check_attention, check_place
@@ -85,7 +85,7 @@ class BlockDrafter(Drafter):
         self._plain = PlainPasses()  # whose features wait, too
         self._waiting_bytes = 0  # of all of them, at most
         self._joint: Tensor | None = None  # joint log-probabilities of the last proposal's nodes
-        self._limits = (self.max_nodes, self.max_depth)
+        self._depth = self.max_depth
         self._vocab_size: int | None = None
 
     def check_target(self, model: PackedModel) -> None:
@@ -99,12 +99,8 @@ class BlockDrafter(Drafter):
     def end(self) -> None:
         self._reset(page_size=1)
 
-    def use_tree(self, tree: DraftTree | None) -> None:
-        if tree is None:
-            self._limits = (self.max_nodes, self.max_depth)
-            return
-        depth = min(max(tree.max_depth, 1), self.max_depth)
-        self._limits = (min(max(tree.num_nodes, 2), self.max_nodes, self._possible(depth)), depth)
+    def limit_depth(self, levels: int | None) -> None:
+        self._depth = self.max_depth if levels is None else min(max(levels, 1), self.max_depth)
 
     def _possible(self, depth: int) -> int:
         """Nodes of a tree in which every inner node has all children."""
@@ -171,7 +167,8 @@ class BlockDrafter(Drafter):
         self._read_waiting()
         start = lengths - 1
         roots = tokens.gather(1, start.long()[:, None])[:, 0]
-        num_nodes, depth = self._limits
+        depth = self._depth
+        num_nodes = min(self.max_nodes, self._possible(depth))
         logits = self._guess(roots, start.long(), depth)[..., : self._vocab_size].float()
         best = logits.topk(min(self.width, logits.shape[-1]), dim=-1)
         log_probs = best.values - logits.logsumexp(-1, keepdim=True)

@@ -96,8 +96,17 @@ class _Bounded:
             self._rows = self._rows[: draft.draft_tokens.shape[0]]
         return draft
 
+    # Any object with `observe` is a drafter, whether or not it has these methods.
+    def unread(self, sequences: list[GeneratedSequence]) -> int:
+        return self._drafter.unread(sequences) if hasattr(self._drafter, "unread") else 0
+
+    def limit_depth(self, levels: int | None) -> None:
+        if hasattr(self._drafter, "limit_depth"):
+            self._drafter.limit_depth(levels)
+
     def confidence(self) -> Tensor | None:
-        values = self._drafter.confidence() if self._asked else None
+        has_any = self._asked and hasattr(self._drafter, "confidence")
+        values = self._drafter.confidence() if has_any else None
         if values is None or self._rows is None:
             return values
         rows = self._rows.to(values.device)

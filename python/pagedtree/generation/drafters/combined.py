@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedtree import Draft, DraftTree
+from pagedtree import Draft
 from pagedtree.generation.drafters.base import Drafter, FeatureRows, StepResult, as_drafter
 from pagedtree.generation.drafters.bounded import bounded, trees_of
 from pagedtree.generation.drafters.ngram import NgramDrafter
@@ -142,10 +142,10 @@ class CombinedDrafter(Drafter):
         self.lookup.observe(result)
         self.other.observe(result)
 
-    def use_tree(self, tree: DraftTree | None) -> None:
-        self._only_copies = tree is not None and tree.num_nodes == 1
+    def limit_depth(self, levels: int | None) -> None:
+        self._only_copies = levels == 0
         if not self._only_copies:
-            self.other.use_tree(tree)
+            self.other.limit_depth(levels)
 
     def unread(self, sequences: list[GeneratedSequence]) -> int:
         return self.other.unread(sequences)

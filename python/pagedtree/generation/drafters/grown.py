@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pagedtree import Draft, DraftState, DraftTree, expand_tree, rerank_tree, slot_mapping, start_draft
+from pagedtree import Draft, DraftState, expand_tree, rerank_tree, slot_mapping, start_draft
 from pagedtree.generation.drafters.base import Drafter
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.paged_cache import PagedCache
@@ -73,8 +73,8 @@ class TreeGrower(Drafter):
         self._known: dict[int, GeneratedSequence] = {}
         self._cached: dict[int, int] = {}  # tokens from the start that the cache holds for certain
         self._selected: list[GeneratedSequence] = []
-        self._grown: tuple[Tensor, int] | None = None  # the scores of the last proposal's candidates, and its nodes
-        self._limits = (self.max_nodes, self.max_depth)
+        self._grown: Tensor | None = None  # the scores of the last proposal's candidates
+        self._depth = self.max_depth
 
     def check_target(self, model: PackedModel) -> None:
         if self.device != model.device:
@@ -89,16 +89,13 @@ class TreeGrower(Drafter):
     def confidence(self) -> Tensor | None:
         if self._grown is None or self.law != "topk":
             return None
-        scores, num_nodes = self._grown
-        best = scores.argsort(dim=1, descending=True, stable=True)[:, :num_nodes].sort(dim=1).values
+        scores = self._grown
+        best = scores.argsort(dim=1, descending=True, stable=True)[:, : self.max_nodes].sort(dim=1).values
         chosen = scores.gather(1, best)
         return chosen[chosen > -torch.inf]
 
-    def use_tree(self, tree: DraftTree | None) -> None:
-        if tree is None:
-            self._limits = self.max_nodes, self.max_depth
-            return
-        self._limits = (min(max(tree.num_nodes, 2), self.max_nodes), min(max(tree.max_depth, 1), self.max_depth))
+    def limit_depth(self, levels: int | None) -> None:
+        self._depth = self.max_depth if levels is None else min(max(levels, 1), self.max_depth)
 
     def forget(self, sequence: GeneratedSequence) -> None:
         self.cache.release(sequence.index)
@@ -124,7 +121,7 @@ class TreeGrower(Drafter):
             seeds = sampling.seeds if self.law == "coupled" else sampling.draft_seeds(start)
             noise = {"params": sampling.params, "seeds": seeds, "positions": start.long()}
         vocab_size = sampling.vocab_size or logits.shape[-1]
-        num_nodes, depth = self._limits
+        depth = self._depth
         frontiers = [*self.num_frontier[: depth - 1], 0]
         for num_children, num_frontier in zip(self.num_children[:depth], frontiers, strict=True):
             logits = logits[:, :vocab_size]  # the target lacks the other tokens
@@ -136,8 +133,8 @@ class TreeGrower(Drafter):
             )
             if num_frontier:
                 logits = self._read_level(state, table, start)
-        self._grown = state.scores, num_nodes
-        draft = rerank_tree(state, num_nodes, active=active)
+        self._grown = state.scores
+        draft = rerank_tree(state, self.max_nodes, active=active)
         if draft.draft_probs is not None:  # the model gives 0 to tokens that it lacks
             missing = vocab_size - draft.draft_probs.shape[-1]
             draft = draft._replace(draft_probs=F.pad(draft.draft_probs, (0, missing)) if missing else draft.draft_probs)

@@ -175,7 +175,7 @@ class MedusaDrafter(Drafter):
                 raise ValueError(f"tree: expected at least 2 nodes (the root and a draft token), got {tree}")
             self.max_nodes, self.max_depth = tree, min(getattr(heads, "num_heads", tree - 1), tree - 1)
             self.is_chain = tree == 2
-        self._wanted: DraftTree | None = None  # of `use_tree`
+        self._depth = self.max_depth
         self._joint: Tensor | None = None  # joint log-probabilities of the last proposal's nodes
         self._hidden: Tensor | None = None  # one row for each sequence's index; idle rows use the last one
         self._known: set[int] = set()  # the sequences that have a state
@@ -196,13 +196,14 @@ class MedusaDrafter(Drafter):
         if None not in (own, self._vocab_size) and own != self._vocab_size:
             raise ValueError(f"drafter: expected heads of the target's {self._vocab_size} tokens, got {own}")
         self._hidden, self._known, self._newest = None, set(), None
-        self._wanted = None
+        self._depth = self.max_depth
 
     def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
         self._selected = sequences
 
-    def use_tree(self, tree: DraftTree | None) -> None:
-        self._wanted = tree
+    def limit_depth(self, levels: int | None) -> None:
+        """Trees of nodes chosen anew in each step have fewer levels then; a given tree stays as it is."""
+        self._depth = self.max_depth if levels is None else min(max(levels, 1), self.max_depth)
 
     def confidence(self) -> Tensor | None:
         return self._joint
@@ -226,14 +227,8 @@ class MedusaDrafter(Drafter):
                 f"drafter: expected heads of the target's {self._vocab_size} tokens, got logits of {logits.shape[-1]}"
             )
         if isinstance(self.tree, DraftTree):
-            return medusa_propose(logits, self._wanted or self.tree, active=active)
-        return self._best_trees(logits, self.tree)
-
-    def _best_trees(self, logits: Tensor, num_nodes: int) -> Draft:
-        if self._wanted is not None:
-            num_nodes = min(max(self._wanted.num_nodes, 2), num_nodes)
-            logits = logits[:, : max(self._wanted.max_depth, 1)]
-        draft, self._joint = best_trees(logits, num_nodes)
+            return medusa_propose(logits, self.tree, active=active)
+        draft, self._joint = best_trees(logits[:, : self._depth], self.tree)
         return draft
 
     def observe(self, result: StepResult, rows: Tensor | None = None) -> None:

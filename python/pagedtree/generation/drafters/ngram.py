@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pagedtree import _C, Draft, DraftTree, ngram_propose, rejected_predictions
+from pagedtree import _C, Draft, ngram_propose, rejected_predictions
 from pagedtree.generation.drafters.base import Drafter, StepResult
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
@@ -43,7 +43,7 @@ class NgramDrafter(Drafter):
         self.max_nodes = num_nodes
         self.max_depth = max_depth or (num_nodes - 1 if max_branches == 1 else num_nodes // 2)
         self.max_branches, self.is_chain = max_branches, max_branches == 1
-        self._limits = (num_nodes, self.max_depth, max_branches)
+        self._depth = self.max_depth
         self.min_ngram, self.max_ngram = min_ngram, max_ngram
         self.remember = remember
         self._rejected: dict[int, Tensor] = {}
@@ -53,23 +53,18 @@ class NgramDrafter(Drafter):
     def begin(self, page_size: int, sampling: Sampling) -> None:
         self._rejected.clear()
         self._proposed = None
-        self._limits = (self.max_nodes, self.max_depth, self.max_branches)
+        self._depth = self.max_depth
 
     def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
         self._selected = sequences
 
-    def use_tree(self, tree: DraftTree | None) -> None:
-        self._limits = whole = (self.max_nodes, self.max_depth, self.max_branches)
-        if tree is None:
-            return
-        leaves = int((tree.first_child < 0).sum())
-        limits = (max(tree.num_nodes, 2), max(tree.max_depth, 1), leaves)
-        self._limits = tuple(map(min, limits, whole))  # type: ignore[assignment]
+    def limit_depth(self, levels: int | None) -> None:
+        self._depth = self.max_depth if levels is None else min(max(levels, 1), self.max_depth)
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
     ) -> Draft:
-        draft = self._look_up(tokens, lengths, self._limits, self._extra(tokens) if self._rejected else None, active)
+        draft = self._look_up(tokens, lengths, self._extra(tokens) if self._rejected else None, active)
         self._proposed = tokens, lengths, draft
         return draft
 
@@ -112,19 +107,17 @@ class NgramDrafter(Drafter):
         self,
         tokens: Tensor,
         lengths: Tensor,
-        limits: tuple[int, int, int],
         extra: Tensor | None = None,
         active: Tensor | None = None,
     ) -> Draft:
-        max_nodes, max_depth, max_branches = limits
         return ngram_propose(
             tokens,
             lengths,
-            max_nodes=max_nodes,
-            max_depth=max_depth,
+            max_nodes=self.max_nodes,
+            max_depth=self._depth,
             min_ngram=self.min_ngram,
             max_ngram=self.max_ngram,
-            max_branches=max_branches,
+            max_branches=self.max_branches,
             extra=extra,
             active=active,
         )

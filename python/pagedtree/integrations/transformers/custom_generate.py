@@ -33,6 +33,7 @@ def tree_generate(
     drafter: Any = None,
     seeds: Tensor | Sequence[int] | None = None,
     rule: str = "auto",
+    tree: str | None = "auto",
     page_size: int = 16,
     num_pages: int | None = None,
     max_batch_tokens: int = 4096,
@@ -85,7 +86,7 @@ def tree_generate(
         model, input_ids, drafter=drafter, max_new_tokens=max_length - input_ids.shape[1], params=params, seeds=seeds,
         page_size=page_size, num_pages=num_pages, attention_mask=attention_mask, eos_token_id=eos_token_id,
         pad_token_id=generation_config.pad_token_id, rule=rule, max_batch_tokens=max_batch_tokens,
-        max_sequences=max_sequences, cuda_graph=cuda_graph, pack_weights=pack_weights, callback=callback,
+        max_sequences=max_sequences, tree=tree, cuda_graph=cuda_graph, pack_weights=pack_weights, callback=callback,
         on_step=on_step, stop_strings=stop_strings, tokenizer=stop_tokenizer, logits_processor=logits_processor,
         options=options, grammars=grammars, logprobs=logprobs, logprobs_mode=logprobs_mode,
         generation_config=False,  # the processors and criteria have all of it

@@ -62,7 +62,7 @@ def generate(
     stop_strings: str | Sequence[str] | None = None,
     tokenizer: Any = None,
     rule: str = "auto",
-    tree: str | None = None,
+    tree: str | None = "auto",
     max_batch_tokens: int = 4096,
     max_sequences: int | None = None,
     share_prefix: bool | None = None,
@@ -122,10 +122,11 @@ def generate(
             "block": `verify_block`, for drafters of chains.
             "traversal": `verify_traversal`, for drafters of draft_law "iid" or "swor".
             "typical": `verify_typical` with its defaults; not lossless: likely drafts are favoured, nothing is random.
-        tree: None: the drafter's own trees, in each step. "auto": the tree that `choose_tree` finds for what steps cost
-            and what was accepted so far, at most the drafter's own. There are no drafts where they do not pay: none is
-            verified while drafts have lost 3 % of the time against plain decoding, unless they promise to win; what
-            comes is still compared with some. What was learnt stays with the drafter.
+        tree: "auto": each step drafts and verifies what promises the most tokens per second, by what steps took and
+            what was accepted so far: nothing, or a part of the drafter's own tree. What was learnt stays with the
+            drafter. It goes by the clock, so rules whose draws depend on the drafts ("rejection", "block", "traversal")
+            may give other texts with the same seed. None: the drafter's own trees, in each step, as cuda_graph and
+            shards have them in any case.
         max_batch_tokens: longer prompts are read in chunks, so that a pass feeds the model about this many tokens.
         max_sequences: at most so many are read and decoded at a time, the others wait; None for no limit.
         share_prefix: whether a pass reads the pages that several outcomes share once, for all of them, and joins
@@ -366,18 +367,15 @@ def _tuner(model: Any, drafter: Drafter, tree: str | None, cuda_graph: bool, is_
     """The drafter's tuner: what it learnt with this model before is used again."""
     if tree not in (None, "auto"):
         raise ValueError(f'tree: expected None or "auto", got {tree!r}')
-    if tree is None or isinstance(drafter, NoDrafter):
+    # A captured step drafts the same tree each time, and ranks of shards would choose by clocks of their own.
+    if tree is None or isinstance(drafter, NoDrafter) or cuda_graph or is_sharded:
         return None
-    if cuda_graph:
-        raise ValueError('tree: expected None with cuda_graph, whose step drafts the same tree each time, got "auto"')
-    if is_sharded:
-        raise ValueError('tree: expected None with shards, as each rank would choose by its own clock, got "auto"')
-    if drafter.tuner is None or drafter.tuner[0]() is not model:
-        max_nodes = drafter.max_nodes or ASSUMED_MAX_NODES
-        has_free_guesses = bool(getattr(drafter, "has_free_guesses", False))
-        tuner = TreeTuner(max_nodes, drafter.max_depth or max_nodes - 1, has_free_guesses)
-        drafter.tuner = weakref.ref(model), tuner
-    return drafter.tuner[1]
+    known = getattr(drafter, "tuner", None)  # any object with `observe` is a drafter
+    if known is None or known[0]() is not model:
+        max_depth = getattr(drafter, "max_depth", 0) or (drafter.max_nodes or ASSUMED_MAX_NODES) - 1
+        known = weakref.ref(model), TreeTuner(max_depth, bool(getattr(drafter, "has_free_guesses", False)))
+        drafter.tuner = known
+    return known[1]
 
 
 def _padded(
