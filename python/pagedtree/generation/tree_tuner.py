@@ -181,8 +181,8 @@ class Plan:
         size, count = len(offsets) - 1, self.count(drafted)
         draft, rows = proposal, None
         if count < len(drafted):
-            scores = torch.tensor(worth) + (trees.parents.cpu() < 0) * math.inf
-            part, rows = select_nodes(trees, scores.to(trees.device), size + count)
+            scores = torch.tensor(worth).to(trees.device).masked_fill(trees.parents < 0, math.inf)
+            part, rows = select_nodes(trees, scores, size + count)
             draft = rows_of(proposal, part, rows)
         return Kept(draft, proposal, rows, count, sum(drafted[:count]), guesses)
 
