@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +104,14 @@ class Ways:
         begin = time.perf_counter()
         return generation(batch, self.count), 0.0, time.perf_counter() - begin
 
-    def wanted(self, parts: list[str] | None, sequences: int) -> list[str]:
-        """The names with one of these parts; plain decoding is always among them."""
+    def wanted(self, patterns: list[str] | None, sequences: int) -> list[str]:
+        """The names that one of the patterns fits; plain decoding is always among them."""
         names = [name for name in self.every if sequences == 1 or name not in self.alone]
-        return [name for name in names if parts is None or name == PLAIN or any(part in name for part in parts)]
+        return [
+            name
+            for name in names
+            if patterns is None or name == PLAIN or any(fnmatchcase(name, each) for each in patterns)
+        ]
 
     @torch.no_grad()
     def differences(self, first: int, batch: Tokens, plain: Tokens, texts: Tokens) -> list[Difference]:
@@ -194,7 +199,7 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
     parser.add_argument("--prompts", type=int, default=16, help="of each kind (default %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--ways", nargs="*", help="parts of the names of those wanted beside plain; default all")
+    parser.add_argument("--ways", nargs="*", help='those wanted beside plain, as "n-gram tree", "*auto"; default all')
     parser.add_argument("--missing", action="store_true", help="only what the file does not have yet")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

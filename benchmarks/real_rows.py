@@ -76,7 +76,9 @@ class Table:
         kept = json.loads(path.read_text())
         for name in CONDITIONS:
             if (theirs := kept["machine"].get(name)) != facts[name]:
-                raise ValueError(f"{path} has rows of {name} {theirs}, got {facts[name]}: choose another file")
+                raise ValueError(
+                    f"{path} has rows of {name} {theirs}, got {facts[name]}: delete it or choose another one"
+                )
         commits = [*str(kept["machine"]["commit"]).split(", "), str(facts["commit"])]
         facts["commit"] = ", ".join(dict.fromkeys(commits))
         for name in ("pass_ms", "packed_pass_ms", "versions"):

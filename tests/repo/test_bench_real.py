@@ -67,13 +67,13 @@ def test_rows(run):
 
 
 def test_what_the_file_has_stays(run, monkeypatch, tmp_path, capsys):
-    _, first = run("--kinds", "edits", "--sequences", "1", "--ways", "chain")
+    _, first = run("--kinds", "edits", "--sequences", "1", "--ways", "*chain")
     _, second = run("--kinds", "edits", "--sequences", "2", "--ways")
     assert second == [*first, second[-1]] and second[-1]["way"] == "plain" and second[-1]["sequences"] == 2
-    _, third = run("--kinds", "edits", "--sequences", "1", "--ways", "chain", "draft", "--missing")
+    _, third = run("--kinds", "edits", "--sequences", "1", "--ways", "*chain", "draft*", "--missing")
     assert third[1] == first[1] and [row["way"] for row in third] == [*OURS[1:], "plain"]
-    assert run("--kinds", "edits", "--sequences", "1", "--ways", "chain", "draft", "--missing")[1] == third
-    _, fourth = run("--kinds", "edits", "--sequences", "1", "--ways", "chain")
+    assert run("--kinds", "edits", "--sequences", "1", "--ways", "*chain", "draft*", "--missing")[1] == third
+    _, fourth = run("--kinds", "edits", "--sequences", "1", "--ways", "*chain")
     assert fourth[1]["rates"] != first[1]["rates"] and fourth[2:] == third[2:]
     with pytest.raises(SystemExit):
         run("--sequences", "1", "--max-new-tokens", "11")
