@@ -67,13 +67,13 @@ def test_rows(run):
 
 
 def test_what_the_file_has_stays(run, monkeypatch, tmp_path, capsys):
-    _, first = run("--kinds", "edits", "--sequences", "1", "--ways", "chain")
+    _, first = run("--kinds", "edits", "--sequences", "1", "--ways", "*chain")
     _, second = run("--kinds", "edits", "--sequences", "2", "--ways")
     assert second == [*first, second[-1]] and second[-1]["way"] == "plain" and second[-1]["sequences"] == 2
-    _, third = run("--kinds", "edits", "--sequences", "1", "--ways", "chain", "draft", "--missing")
+    _, third = run("--kinds", "edits", "--sequences", "1", "--ways", "*chain", "draft*", "--missing")
     assert third[1] == first[1] and [row["way"] for row in third] == [*OURS[1:], "plain"]
-    assert run("--kinds", "edits", "--sequences", "1", "--ways", "chain", "draft", "--missing")[1] == third
-    _, fourth = run("--kinds", "edits", "--sequences", "1", "--ways", "chain")
+    assert run("--kinds", "edits", "--sequences", "1", "--ways", "*chain", "draft*", "--missing")[1] == third
+    _, fourth = run("--kinds", "edits", "--sequences", "1", "--ways", "*chain")
     assert fourth[1]["rates"] != first[1]["rates"] and fourth[2:] == third[2:]
     with pytest.raises(SystemExit):
         run("--sequences", "1", "--max-new-tokens", "11")
@@ -100,7 +100,7 @@ def test_chosen_trees_beside_the_best_of_the_others(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     rows = importlib.import_module("real_rows")
     conditions = {"processor": "x", "threads": 2, "torch": "2", "model": "m", "max_new_tokens": 9, "commit": "abc"}
-    conditions |= {"pass_ms": {}, "packed_pass_ms": {}}
+    conditions |= {"pass_ms": {}, "packed_pass_ms": {}, "versions": {"other": "1"}}
     table = rows.Table(conditions)
     gains = {"plain": (1, 1, 1), "n-gram chain": (2, 0.5, 3), "n-gram tree": (4, 0.5, 2), "n-gram auto": (2, 0.9, 3.3)}
     for way, figures in gains.items():
@@ -109,7 +109,8 @@ def test_chosen_trees_beside_the_best_of_the_others(monkeypatch, tmp_path):
             key = rows.Key("bfloat16", 2, "edits", way)
             table.add(key, batch, rows.Call(2, 10 * gain, gain, 0.0, different))
     table.write(tmp_path / "x.json", "real_x")
-    kept = rows.Table.opened(tmp_path / "x.json", conditions | {"commit": "def"})
+    kept = rows.Table.opened(tmp_path / "x.json", conditions | {"commit": "def", "versions": {"other": None}})
+    assert kept.facts["versions"] == {"other": "1"}  # of the run that had it
     assert kept.calls == table.calls and kept.facts["commit"] == "abc, def"
     auto = next(row for row in kept.rows() if row["way"] == "n-gram auto")
     assert auto["over_best"] == [0.5, 0.9, 1.1] and auto["over_plain"] == [0.9, 2, 3.3]
