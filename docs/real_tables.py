@@ -27,8 +27,8 @@ def gains(result: Result, name: str) -> str:
     versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items() if version)
     count = max(int(row["texts_equal"].split("/")[1]) for row in rows if row["kind"] in KINDS)
     note = (
-        f" {count} prompts of each kind, at most {machine['max_new_tokens']} new tokens. {versions}. Plain decoding in tokens per second of all"
-        f" sequences, all others over plain decoding in the same turn: {' / '.join(KINDS)}."
+        f" {count} prompts of each kind, at most {machine['max_new_tokens']} new tokens. {versions}. Plain decoding in"
+        f" tokens per second of all sequences, all others over plain decoding in the same turn: {' / '.join(KINDS)}."
     )
     parts = [machine_line(machine, name) + note, in_columns(rows, "over_plain", is_plain_told=True)]
     for figure, label in (("over_best", "over the best of its own chains and trees, and plain"), ("over_stock", "")):

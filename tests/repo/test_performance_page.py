@@ -129,11 +129,8 @@ def real_result() -> dict:
 
 def test_table_of_the_real_model(docs, real_result):
     text = docs("real_tables").gains(real_result, "real_cpu")
-    assert (
-        "commit abc" in text
-        and "`real_cpu.json`" in text
-        and "16 prompts of each kind, at most 9 new tokens. a 1.2. Plain" in text
-    )
+    assert "commit abc" in text and "`real_cpu.json`" in text
+    assert "16 prompts of each kind, at most 9 new tokens. a 1.2. Plain" in text
     ways, best, stock = (part.splitlines() for part in text.split("\n\n")[1:4])
     assert ways[0] == "| way | 1 sequence | 8 sequences | 16 sequences |"
     assert "| plain | 40 / - / 41 |  | - / - / - |" in ways

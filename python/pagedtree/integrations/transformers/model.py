@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -106,10 +106,6 @@ class TransformersModel(PackedModel):
         # Asked for here, as that takes 0.3 ms, which passes of a small model would notice.
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._makes_masks = _makes_masks(model)
-        config = model.config.get_text_config()
-        kinds = getattr(config, "layer_types", None)
-        self._num_layers = config.num_hidden_layers - sum(kind not in ATTENTION_KINDS for kind in kinds or ())
-        self._window = getattr(config, "sliding_window", None) if kinds is None else None
 
     @property
     def device(self) -> torch.device:
@@ -204,12 +200,21 @@ class TransformersModel(PackedModel):
         # Not by new_zeros: of a packed weight it would have oneDNN's layout.
         return torch.zeros((num_rows, weight.shape[1]), dtype=weight.dtype, device=weight.device)
 
+    @cached_property
+    def _expected(self) -> tuple[int, int | None]:
+        """How many layers have attention, and the window that the config says for all of them."""
+        config = self.model.config.get_text_config()
+        kinds = getattr(config, "layer_types", None)
+        num_layers = config.num_hidden_layers - sum(kind not in ATTENTION_KINDS for kind in kinds or ())
+        return num_layers, getattr(config, "sliding_window", None) if kinds is None else None
+
     def _check_layers(self, packed: PackedPass) -> None:
         """Raises ValueError if the layers did not come to our attention in the pass that was run."""
-        name, layers_run = type(self.model).__name__, len(packed.step.layers_run)
-        if layers_run != self._num_layers:
+        (num_layers, window), name = self._expected, type(self.model).__name__
+        layers_run = len(packed.step.layers_run)
+        if layers_run != num_layers:
             raise ValueError(
-                f"model: expected {self._num_layers} layers to use transformers' attention interface,"
+                f"model: expected {num_layers} layers to use transformers' attention interface,"
                 f" {layers_run} of {name} did"
             )
         recurrent = packed.step.recurrent
@@ -218,9 +223,9 @@ class TransformersModel(PackedModel):
                 f"model: expected {len(self.recurrent_layers)} recurrent layers to run in a pass,"
                 f" {len(recurrent.layers_run)} of {name} did"
             )
-        if self._window and not packed.mask.has_windows:
+        if window and not packed.mask.has_windows:
             raise ValueError(
-                f"model: expected masks of the config's sliding_window {self._window}, which transformers' cache keeps,"
+                f"model: expected masks of the config's sliding_window {window}, which transformers' cache keeps,"
                 f" but {name} asks for masks without a window"
             )
 
