@@ -36,7 +36,7 @@ PLAIN_AGE = 32
 # A step that takes so many times as long as expected was held up by something else.
 HICCUP = 2.0
 # What evidence keeps of its weight when new evidence comes; and for how many observations a first guess stands.
-KEPT, PRIOR = 0.98, 1.0
+KEPT, PRIOR = 0.98, 2.0
 # The surprise (negative log-probability) of a drafter's first choice where it does not tell its own; and the odds that
 # no node exceeds.
 SURPRISE, SUREST = 0.5, 0.97
@@ -65,7 +65,7 @@ class StepCosts:
     """What steps of one batch size take, in seconds: guesses at first, then what was measured.
 
     plain: a step without drafts. once, row: what any drafts add to the target's pass, and each drafted row. level: what
-    the drafter takes for each level.
+    the drafter takes for each level, and for a call as a whole.
     """
 
     def __init__(self, plain: float, once: float, row: float, level: float) -> None:
@@ -73,7 +73,11 @@ class StepCosts:
         self.age, self.most_rows = PLAIN_AGE, 0  # steps since the last plain one; drafted rows of one step
         self._guess = once, row
         self._plain, self._level = deque[float](maxlen=9), deque[float](maxlen=9)
-        self._sums: tuple[float, ...] = (0.0,) * 5  # of steps with drafts: their number, rows, rows², what they added, and rows times that
+        # Sums over steps with drafts: their number, rows, rows², what they added, and rows times that.
+        self._sums: tuple[float, ...] = (0.0,) * 5
+
+    def drafter(self, levels: int) -> float:
+        return self.level * (levels + 1) if levels else 0.0
 
     def target(self, rows: float) -> float:
         """Seconds of the target's pass."""
@@ -86,7 +90,7 @@ class StepCosts:
     def learn(self, rows: int, levels: int, drafting: float, seconds: float) -> None:
         """Takes in a step with so many drafted rows and levels, `drafting` of whose seconds were the drafter's."""
         if levels > 0:  # the first call also pays for what is set up only once
-            self._level.append((drafting if self._level else min(drafting, seconds - drafting)) / levels)
+            self._level.append((drafting if self._level else min(drafting, seconds - drafting)) / (levels + 1))
             self.level = max(statistics.median_low(self._level), 1e-9)
         seconds -= drafting
         if rows == 0:
@@ -186,7 +190,7 @@ class Plan:
 
     def count(self, worth: list[float]) -> int:
         """How many of the nodes are verified; they come in the order of what they are worth."""
-        costs, sunk = self.costs, self.reading + self.costs.level * (self.depth or 0)
+        costs, sunk = self.costs, self.reading + self.costs.drafter(self.depth or 0)
         best, count, promised = 1.0 / (sunk + costs.optimistic_plain), 0, 0.0
         for i, gain in enumerate(worth[: max(FIRST_ROWS * len(self.remaining), 2 * costs.most_rows)], 1):
             promised += gain
@@ -229,21 +233,21 @@ class TreeTuner:
         plan = Plan(remaining, others_wait, weights, costs, self.odds, unread * self.seconds_of_token)
         if costs.level == 0.0:  # nobody knows yet what levels take
             return replace(plan, depth=min(self.max_depth, 2) if self.grows_by_level else self.max_depth)
-        if plan.reading + costs.level * self.max_depth <= LOOK_SHARE * costs.plain:
+        if plan.reading + costs.drafter(self.max_depth) <= LOOK_SHARE * costs.plain:
             return replace(plan, depth=self.max_depth)
         best, depth, reached, promised = 1.0 / costs.optimistic_plain, 0, trust, 0.0
         for level in range(1, self.max_depth + 1):
             reached *= self.by_depth.of(level, math.exp(-SURPRISE))
             promised += reached
-            if level < self.max_depth and not self.grows_by_level:
-                continue
-            rate = (1.0 + promised) / (plan.reading + costs.level * level + costs.target(size * level))
+            drafting = plan.reading + costs.drafter(level if self.grows_by_level else self.max_depth)
+            rate = (1.0 + promised) / (drafting + costs.target(size * level))
             if rate > best:
                 best, depth = rate, level
+        least = 1 if self.grows_by_level else self.max_depth
         if depth > 0:
-            return replace(plan, depth=depth)
-        if self.looking + plan.reading + costs.level <= LOOK_SHARE * self.elapsed:
-            return replace(plan, depth=1 if self.grows_by_level else self.max_depth, is_look=True)
+            return replace(plan, depth=max(depth, least))
+        if self.looking + plan.reading + costs.drafter(least) <= LOOK_SHARE * self.elapsed:
+            return replace(plan, depth=least, is_look=True)
         return replace(plan, depth=0 if self.has_free_guesses else None, reading=0.0)
 
     def learn(self, plan: Plan, outcome: Outcome) -> None:
