@@ -143,7 +143,8 @@ class Table:
         """What an engine with drafts is compared with: the same engine without."""
         engine, comma, _ = key.way.partition(", ")
         stock = key._replace(way=engine)
-        return [stock] if comma and engine != PLAIN and stock in self.calls else []
+        has_drafts = comma and engine != PLAIN and not key.way.endswith("quantised")
+        return [stock] if has_drafts and stock in self.calls else []
 
     def _over(self, key: Key, others: list[Key]) -> list[float]:
         """The gain in each batch over the best of the others'."""
