@@ -11,14 +11,18 @@ __all__ = ["whole_trees"]
 
 
 @pytest.fixture(autouse=True)
-def whole_trees(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def whole_trees() -> Iterator[None]:
     """Makes tree=None the default of `generate` and `tree_generate` in this process.
 
     A test file that wants the real default has a fixture of this name that does nothing.
     """
     package = sys.modules.get("pagedtree.integrations.transformers")
-    for function in () if package is None else (package.generate, package.tree_generate):
-        function = getattr(function, "__wrapped__", function)  # torch.no_grad wraps it
-        assert function.__kwdefaults__["tree"] == "auto"
-        monkeypatch.setitem(function.__kwdefaults__, "tree", None)
+    functions = () if package is None else (package.generate, package.tree_generate)
+    # torch.no_grad wraps one of them.
+    defaults = [getattr(function, "__wrapped__", function).__kwdefaults__ for function in functions]
+    for each in defaults:
+        assert each["tree"] == "auto"
+        each["tree"] = None
     yield
+    for each in defaults:
+        each["tree"] = "auto"

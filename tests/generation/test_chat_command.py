@@ -180,19 +180,19 @@ def test_packed_weights(run, calls):
 
 def test_drafters_have_their_own_sizes(folder, run, calls):
     """Unless an option says otherwise."""
-    for options, depth, chain in (
-        (["--draft", folder], 4, 5), (["--eagle", folder / "eagle"], 5, 6), (["--medusa", folder / "medusa"], 3, None),
-        (["--ngram"], 8, 16), (["--block", folder / "block"], 5, 16),
+    for options, nodes, depth, chain in (
+        (["--draft", folder], 16, 4, 5), (["--eagle", folder / "eagle"], 16, 5, 6), (["--ngram"], 32, 16, 16),
+        (["--medusa", folder / "medusa"], 16, 3, None), (["--block", folder / "block"], 16, 5, 16),
     ):  # fmt: skip
         run(*options)
         drafter = calls[-1].drafter
-        assert (drafter.max_nodes, drafter.max_depth, drafter.is_chain) == (16, depth, False)
+        assert (drafter.max_nodes, drafter.max_depth, drafter.is_chain) == (nodes, depth, False)
         run(*options, "--num-nodes", "7")
         assert calls[-1].drafter.max_nodes == 7
         if chain:
             law = ["--draft-law", "iid"] if "--draft" in options else []
             assert run(*options, *law, "--rule", "block", "--temperature", "0.9")[0] == 0
-            assert calls[-1].drafter.is_chain and calls[-1].drafter.max_depth < 16
+            assert calls[-1].drafter.is_chain and calls[-1].drafter.max_depth < nodes
             assert run(*options, *law, "--rule", "block", "--temperature", "0.9", "--num-nodes", "4")[0] == 0
             assert calls[-1].drafter.is_chain and calls[-1].drafter.max_depth == 3
 
