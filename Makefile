@@ -232,12 +232,10 @@ demo: build  ## tree-speculative decoding on real text
 	$(say_set_up)
 	python examples/demo.py --device $(DEVICE)
 
-# vLLM is a peer where its environment is there. Without BENCH whole generations follow, and what the docs show.
+# vLLM is a peer where its environment is there. Without BENCH what the docs show follows.
 bench: $(READY_DEV) build  ## every op beside its peers on this machine (BENCH=--quick; BENCH="--ops tree_attention --axes batch")
 	PATH="$(CURDIR)/build/engines-vllm/bin:$(PATH)" python -m pagedtree bench $(BENCH)
 ifeq ($(strip $(BENCH)),)
-	python -m pagedtree bench end_to_end
-	python -m pagedtree bench chosen_trees
 	python docs/make_plots.py
 	python docs/make_performance.py
 endif

@@ -10,7 +10,7 @@ is that of a whole call, the prompt's reading included.
 "plain" is our generation without drafts. "chain" and "tree" draft the same number of tokens in each step, "auto" is
 `generate(tree="auto")`, whose drafter knows nothing when a call begins. Weights of the model and of a head are packed
 before the clock starts, as for many calls; "plain, not packed" and all of transformers' ways run on the weights as they
-are. Other libraries take one sequence (real_peers.py). All is greedy.
+are. Other libraries run in bfloat16 (real_peers.py). All is greedy.
 
 Texts are compared with those of plain decoding. In half precision a pass over more tokens rounds in another way, and
 nearly tied tokens part the texts: of each such text the margin between the two tokens' logits is kept. In float32 a
@@ -25,17 +25,20 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from measure import RESULTS, machine_facts, seconds_of
+from real_peers import Source, ready, takes_one, versions
 from real_rows import PLAIN, Call, Difference, Key, Table
 from suite import Progress
-from transformers import logging
 
 from pagedtree.integrations.transformers import Drafter, NgramDrafter, generate, packed_weights
 
@@ -55,7 +58,7 @@ Maker = Callable[[], Drafter | None]
 class Ways:
     """The ways in which the model answers prompts. alone: those that take one sequence."""
 
-    def __init__(self, dtype: torch.dtype, device: str, count: int) -> None:
+    def __init__(self, dtype: torch.dtype, device: str, count: int, folder: Path) -> None:
         self.model, self.tokenizer = real_model.load(dtype, device)
         self.count = count
         self.every: dict[str, Callable[[Tokens], Answers]] = {
@@ -66,6 +69,11 @@ class Ways:
         self.alone = {f"{THEIRS}, prompt lookup"}
         for name, (make, tree) in drafting(self.model).items():
             self.every[name] = lambda batch, make=make, tree=tree: self.ours(batch, make, tree)  # type: ignore[misc]
+        if device == "cpu" and dtype == torch.bfloat16:
+            files = real_model.checkpoint(), real_model.gguf_file(), real_model.HEAD
+            for name, generation in ready(Source(self.model, *files, folder, torch.get_num_threads())).items():
+                self.every[name] = lambda batch, generation=generation: self.others(batch, generation)  # type: ignore[misc]
+                self.alone |= {name} if takes_one(name) else set()
 
     def theirs(self, batch: Tokens, **options: int) -> Answers:
         padded = self.tokenizer.pad({"input_ids": batch}, padding_side="left", return_tensors="pt").to(
@@ -92,10 +100,18 @@ class Ways:
         new = [row[len(prompt) :].tolist() for row, prompt in zip(out, batch, strict=True)]
         return new, stats.tokens_per_step, seconds
 
-    def wanted(self, parts: list[str] | None, sequences: int) -> list[str]:
-        """The names with one of these parts; plain decoding is always among them."""
+    def others(self, batch: Tokens, generation: Callable[[Tokens, int], Tokens]) -> Answers:
+        begin = time.perf_counter()
+        return generation(batch, self.count), 0.0, time.perf_counter() - begin
+
+    def wanted(self, patterns: list[str] | None, sequences: int) -> list[str]:
+        """The names that one of the patterns fits; plain decoding is always among them."""
         names = [name for name in self.every if sequences == 1 or name not in self.alone]
-        return [name for name in names if parts is None or name == PLAIN or any(part in name for part in parts)]
+        return [
+            name
+            for name in names
+            if patterns is None or name == PLAIN or any(fnmatchcase(name, each) for each in patterns)
+        ]
 
     @torch.no_grad()
     def differences(self, first: int, batch: Tokens, plain: Tokens, texts: Tokens) -> list[Difference]:
@@ -183,7 +199,7 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
     parser.add_argument("--prompts", type=int, default=16, help="of each kind (default %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--ways", nargs="*", help="parts of the names of those wanted beside plain; default all")
+    parser.add_argument("--ways", nargs="*", help='those wanted beside plain, as "n-gram tree", "*auto"; default all')
     parser.add_argument("--missing", action="store_true", help="only what the file does not have yet")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -193,23 +209,25 @@ def main() -> int:
         parser.error(f"--prompts: expected at least {max(args.sequences)}, as many as --sequences, got {args.prompts}")
     args.json = args.json or RESULTS / f"real_{args.device}.json"
     torch.set_num_threads(args.threads)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     facts = machine_facts() | {"model": real_model.NAME, "max_new_tokens": args.max_new_tokens}
+    facts["versions"] = {"transformers": transformers.__version__} | versions()
     try:
         table = Table.opened(args.json, facts | {"pass_ms": {}, "packed_pass_ms": {}})
     except ValueError as error:
         parser.error(f"--json: {error}")
     bar = Progress(len(args.dtypes) * sum(-(-args.prompts // count) for count in args.sequences) * len(args.kinds))
     for dtype in args.dtypes:
-        ways = Ways(getattr(torch, dtype), args.device, args.max_new_tokens)
-        table.facts["pass_ms"][dtype] = ways.pass_ms()
-        with packed_weights(ways.model):
-            table.facts["packed_pass_ms"][dtype] = ways.pass_ms()
-        for name in ways.wanted(args.ways, 1):
-            ways.every[name]([[1, 2, 3]])  # what is done once
-        for sequences in args.sequences:
-            measured(ways, sequences, args, table, bar)
+        with tempfile.TemporaryDirectory() as folder:
+            ways = Ways(getattr(torch, dtype), args.device, args.max_new_tokens, Path(folder))
+            table.facts["pass_ms"][dtype] = ways.pass_ms()
+            with packed_weights(ways.model):
+                table.facts["packed_pass_ms"][dtype] = ways.pass_ms()
+            for name in ways.wanted(args.ways, min(args.sequences)):
+                ways.every[name]([[1, 2, 3] * 8])  # what is done once
+            for sequences in args.sequences:
+                measured(ways, sequences, args, table, bar)
     rows = [row for row in table.rows() if row["dtype"] in args.dtypes and row["sequences"] in args.sequences]
     show(rows)
     whole = (row["texts_equal"].split("/") for row in rows if row["dtype"] == "float32")

@@ -76,11 +76,14 @@ class Table:
         kept = json.loads(path.read_text())
         for name in CONDITIONS:
             if (theirs := kept["machine"].get(name)) != facts[name]:
-                raise ValueError(f"{path} has rows of {name} {theirs}, got {facts[name]}: choose another file")
-        commits = [*kept["machine"]["commit"].split(", "), str(facts["commit"])]
+                raise ValueError(
+                    f"{path} has rows of {name} {theirs}, got {facts[name]}: delete it or choose another one"
+                )
+        commits = [*str(kept["machine"]["commit"]).split(", "), str(facts["commit"])]
         facts["commit"] = ", ".join(dict.fromkeys(commits))
-        for name in ("pass_ms", "packed_pass_ms"):
-            facts[name] = kept["machine"][name] | facts[name]
+        for name in ("pass_ms", "packed_pass_ms", "versions"):
+            new = {key: value for key, value in facts[name].items() if value is not None}
+            facts[name] = facts[name] | kept["machine"][name] | new
         for row in kept["rows"]:
             if row["kind"] != ALL:
                 table.calls[Key(*(row[name] for name in Key._fields))] = _calls(row)
@@ -119,8 +122,9 @@ class Table:
         row: Row = named._asdict()
         row["tokens_per_second"] = _interval([call.rate for call in calls])
         row["over_plain"] = _interval([call.gain for call in calls])
-        if over_best := [ratio for key in keys for ratio in self._over_best(key)]:
-            row["over_best"] = _interval(over_best)
+        for name, others in (("over_best", self._best), ("over_stock", self._stock)):
+            if ratios := [ratio for key in keys for ratio in self._over(key, others(key))]:
+                row[name] = _interval(ratios)
         if known:
             row["tokens_per_step"] = round(statistics.median(known), 3)
         row["texts_equal"] = f"{texts - len(different)}/{texts}"
@@ -128,17 +132,27 @@ class Table:
             row["largest_margin"] = max(margins)
         return row
 
-    def _over_best(self, key: Key) -> list[float]:
-        """Of chosen trees: their gain over the best of plain decoding and the same drafter's chains and fixed trees."""
+    def _best(self, key: Key) -> list[Key]:
+        """What chosen trees are compared with: plain decoding, and chains and fixed trees of the same drafter."""
         drafter, _, way = key.way.rpartition(" ")
         fixed = [key._replace(way=f"{drafter} {other}") for other in ("chain", "tree")]
-        others = [self.calls[other] for other in fixed if other in self.calls]
-        if way != "auto" or not others:
-            return []
+        fixed = [other for other in fixed if other in self.calls]
+        return [key._replace(way=PLAIN), *fixed] if way == "auto" and fixed else []
+
+    def _stock(self, key: Key) -> list[Key]:
+        """What an engine with drafts is compared with: the same engine without."""
+        engine, comma, _ = key.way.partition(", ")
+        stock = key._replace(way=engine)
+        has_drafts = comma and engine != PLAIN and not key.way.endswith("quantised")
+        return [stock] if has_drafts and stock in self.calls else []
+
+    def _over(self, key: Key, others: list[Key]) -> list[float]:
+        """The gain in each batch over the best of the others'."""
+        rivals = [self.calls[other] for other in others]
         return [
-            call.gain / max(1.0, *(other[batch].gain for other in others))
+            call.gain / max(rival[batch].gain for rival in rivals)
             for batch, call in self.calls[key].items()
-            if all(batch in other for other in others)
+            if rivals and all(batch in rival for rival in rivals)
         ]
 
 

@@ -1,4 +1,4 @@
-"""Writes the tables of performance.md from the JSON files under benchmarks/results/."""
+"""Writes the tables of performance.md, README.md and your_model.md from the JSON files under benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import measured_tables as of_runs
 import predicted_tables as of_code
+import real_tables as of_model
 import summary
 from tables import DOCS, Result, load
 
@@ -13,10 +14,13 @@ PREDICTED = ("predicted_a100", "predicted_h200", "others_predicted", "flashinfer
 RECURRENT = of_runs.family("recurrent_", points=("base", "tree binary 8", "tree binary 128", "rule kimi delta"))
 VERIFICATION = of_runs.family("verify_", "sample", points=("base", "tree chain 32"))
 DRAFTING = of_runs.family("append_kv", "compact_kv", "merge_states", "build", "expand", "ngram")
-WIDE = of_runs.end_to_end(
-    "transformers",
-    *(f"pagedtree, {way}" for way in ("plain", "n-gram tree", "n-gram tree, auto")),
-    *(f"pagedtree, n-gram and draft-model {way}" for way in ("chain", "tree, auto")),
+DRAFTERS = (("n-gram tree", "n-gram trees"), ("EAGLE-3 tree", "trees of a small EAGLE-3 head"))
+COMBINED = ("n-gram or EAGLE-3 tree", "n-grams, or else the head")
+FIRST_LOOK = (
+    *((way, way) for way in ("transformers", "transformers, prompt lookup", "plain")),
+    *DRAFTERS,
+    COMBINED,
+    ("n-gram or EAGLE-3 auto", 'the same, chosen by `tree="auto"`'),
 )
 
 
@@ -28,7 +32,7 @@ def kept(name: str, render: Callable[[Result, str], str]) -> Callable[[], str]:
     return shown
 
 
-# Marker in the page -> what stands there.
+# Marker in performance.md -> what stands there.
 SECTIONS = {
     "summary": summary.measured,
     "summary-predicted": summary.predicted,
@@ -38,13 +42,8 @@ SECTIONS = {
     "verification": kept("ops_avx512", VERIFICATION),
     "options": kept("options_cpu", of_runs.options),
     "drafting": kept("ops_avx512", DRAFTING),
-    "real": kept("real_cpu", of_runs.real_table),
-    "real-float32": kept("real_float32_cpu", of_runs.real_table),
-    "wide": kept("wide_cpu", WIDE),
-    "end-to-end": kept("end_to_end_cpu", of_runs.end_to_end()),
-    "chosen-trees": kept("chosen_trees_cpu", of_runs.chosen_trees("n-gram", "n-gram and draft-model")),
+    "real": kept("real_cpu", of_model.gains),
     "rules": kept("rules", of_runs.rules),
-    "vllm": kept("vllm", of_runs.vllm),
     "distributed": kept("distributed", of_runs.distributed),
     "grammars": kept("grammars_cpu", of_runs.grammars),
     "predicted": of_code.attention(*PREDICTED),
@@ -53,8 +52,16 @@ SECTIONS = {
 }
 
 
-def filled(text: str) -> str:
-    for marker, shown in SECTIONS.items():
+# Page -> its sections.
+PAGES = {
+    DOCS / "performance.md": SECTIONS,
+    DOCS / "your_model.md": {"accepted": kept("real_cpu", of_model.accepted(*DRAFTERS, COMBINED))},
+    DOCS.parent / "README.md": {"first-look": kept("real_cpu", of_model.at_once(*FIRST_LOOK))},
+}
+
+
+def filled(text: str, sections: dict[str, Callable[[], str]]) -> str:
+    for marker, shown in sections.items():
         begin, end = f"<!-- {marker}:begin -->\n", f"\n<!-- {marker}:end -->"
         head, rest = text.split(begin, 1)
         text = head + begin + shown() + end + rest.split(end, 1)[1]
@@ -62,5 +69,5 @@ def filled(text: str) -> str:
 
 
 if __name__ == "__main__":
-    page = DOCS / "performance.md"
-    page.write_text(filled(page.read_text()))
+    for page, sections in PAGES.items():
+        page.write_text(filled(page.read_text(), sections))

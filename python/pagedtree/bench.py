@@ -11,8 +11,8 @@ from pathlib import Path
 import pagedtree
 
 DEFAULT = "ops"
-# These run models and text of examples/ (vllm: also of tests/), which are not in the wheel.
-OF_CHECKOUT = ("chosen_trees", "distributed", "end_to_end", "generate", "real", "rules", "vllm", "wide")
+# These run models and text of examples/, which are not in the wheel.
+OF_CHECKOUT = ("distributed", "real", "rules")
 
 
 def scripts() -> dict[str, Path]:

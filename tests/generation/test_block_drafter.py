@@ -14,7 +14,6 @@ pytest.importorskip("transformers")
 from block_case import CONFIG, block_model, dense_logits
 from generate_case import NEW_TOKENS, Oracle, greedy, lists, prompts_of, room_of, tiny
 
-from pagedtree import DraftTree
 from pagedtree.generation.drafters import NoDrafter, block
 from pagedtree.integrations.transformers import BlockDraftConfig, BlockDrafter, BlockDraftModel, generate
 

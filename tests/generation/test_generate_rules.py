@@ -14,10 +14,11 @@ pytest.importorskip("transformers")
 from generate_case import LENGTHS, NEW_TOKENS, SAMPLING, greedy, lists, prompts_of, tiny
 from statistics_case import LIMIT, excess
 
-from pagedtree import DraftTree, SamplingParams, TreeBatch, reference
+from pagedtree import DraftTree, SamplingParams, TreeBatch, reference, select_nodes
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.tree_tuner import Plan, TreeTuner
 from pagedtree.integrations.transformers import MedusaDrafter, MedusaHeads, ModelDrafter, NgramDrafter, generate
+from pagedtree.proposal import rows_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -162,12 +163,14 @@ def test_a_budget_by_what_was_drawn_is_seen(budget, monkeypatch, toy, toy_draft,
 
     def even_ones_first(self, proposal, confidence):
         assert confidence is None
-        joint, offsets = torch.zeros(len(proposal.draft_tokens)), proposal.trees.cu_nodes.tolist()
-        for begin, end in itertools.pairwise(offsets):
+        scores, trees = torch.ones(len(proposal.draft_tokens)), proposal.trees
+        for begin, end in itertools.pairwise(trees.cu_nodes.tolist()):
             for row in range(begin, end):
-                if (parent := int(proposal.trees.parents[row])) >= 0:
-                    joint[row] = joint[begin + parent] - (8.0 if proposal.draft_tokens[row] % 2 else 0.1)
-        return keep(self, proposal, joint)
+                if (parent := int(trees.parents[row])) >= 0:
+                    scores[row] = scores[begin + parent] * (0.001 if proposal.draft_tokens[row] % 2 else 0.9)
+        kept = keep(self, proposal, confidence)
+        part, rows = select_nodes(trees, scores, trees.batch_size + kept.num_drafted)
+        return replace(kept, draft=rows_of(proposal, part, rows), rows=rows)
 
     monkeypatch.setattr(Plan, "keep", even_ones_first)
     assert toy_excess(toy, toy_draft, toy_distribution, "rejection", "swor tree", 3000, tree="auto") > LIMIT

@@ -325,6 +325,11 @@ def drafters(model):
     }
 
 
+@pytest.fixture(autouse=True)
+def whole_trees():
+    """These are the tests of the default."""
+
+
 # The depth of each step; every second or third one is without drafts.
 SCHEDULE = [None, 1, 2, None, None, 2, 3]
 

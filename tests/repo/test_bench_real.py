@@ -67,13 +67,13 @@ def test_rows(run):
 
 
 def test_what_the_file_has_stays(run, monkeypatch, tmp_path, capsys):
-    _, first = run("--kinds", "edits", "--sequences", "1", "--ways", "chain")
+    _, first = run("--kinds", "edits", "--sequences", "1", "--ways", "*chain")
     _, second = run("--kinds", "edits", "--sequences", "2", "--ways")
     assert second == [*first, second[-1]] and second[-1]["way"] == "plain" and second[-1]["sequences"] == 2
-    _, third = run("--kinds", "edits", "--sequences", "1", "--ways", "chain", "draft", "--missing")
+    _, third = run("--kinds", "edits", "--sequences", "1", "--ways", "*chain", "draft*", "--missing")
     assert third[1] == first[1] and [row["way"] for row in third] == [*OURS[1:], "plain"]
-    assert run("--kinds", "edits", "--sequences", "1", "--ways", "chain", "draft", "--missing")[1] == third
-    _, fourth = run("--kinds", "edits", "--sequences", "1", "--ways", "chain")
+    assert run("--kinds", "edits", "--sequences", "1", "--ways", "*chain", "draft*", "--missing")[1] == third
+    _, fourth = run("--kinds", "edits", "--sequences", "1", "--ways", "*chain")
     assert fourth[1]["rates"] != first[1]["rates"] and fourth[2:] == third[2:]
     with pytest.raises(SystemExit):
         run("--sequences", "1", "--max-new-tokens", "11")
@@ -100,7 +100,7 @@ def test_chosen_trees_beside_the_best_of_the_others(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     rows = importlib.import_module("real_rows")
     conditions = {"processor": "x", "threads": 2, "torch": "2", "model": "m", "max_new_tokens": 9, "commit": "abc"}
-    conditions |= {"pass_ms": {}, "packed_pass_ms": {}}
+    conditions |= {"pass_ms": {}, "packed_pass_ms": {}, "versions": {"other": "1"}}
     table = rows.Table(conditions)
     gains = {"plain": (1, 1, 1), "n-gram chain": (2, 0.5, 3), "n-gram tree": (4, 0.5, 2), "n-gram auto": (2, 0.9, 3.3)}
     for way, figures in gains.items():
@@ -109,7 +109,8 @@ def test_chosen_trees_beside_the_best_of_the_others(monkeypatch, tmp_path):
             key = rows.Key("bfloat16", 2, "edits", way)
             table.add(key, batch, rows.Call(2, 10 * gain, gain, 0.0, different))
     table.write(tmp_path / "x.json", "real_x")
-    kept = rows.Table.opened(tmp_path / "x.json", conditions | {"commit": "def"})
+    kept = rows.Table.opened(tmp_path / "x.json", conditions | {"commit": "def", "versions": {"other": None}})
+    assert kept.facts["versions"] == {"other": "1"}  # of the run that had it
     assert kept.calls == table.calls and kept.facts["commit"] == "abc, def"
     auto = next(row for row in kept.rows() if row["way"] == "n-gram auto")
     assert auto["over_best"] == [0.5, 0.9, 1.1] and auto["over_plain"] == [0.9, 2, 3.3]
@@ -117,3 +118,53 @@ def test_chosen_trees_beside_the_best_of_the_others(monkeypatch, tmp_path):
     assert tree["texts_equal"] == "3/6" and tree["largest_margin"] == 0.25 and "over_best" not in tree
     del kept.calls[rows.Key("bfloat16", 2, "edits", "n-gram tree")][2]
     assert kept.rows()[-1]["over_best"] == [0.5, 0.7, 0.9]  # batches that all of them have
+
+
+@pytest.fixture
+def source(monkeypatch, tmp_path):
+    """The toy as other libraries get it."""
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    model = AutoModelForCausalLM.from_pretrained(TARGET)
+    return importlib.import_module("real_peers").Source(model, TARGET, TARGET, TARGET, tmp_path, 2)
+
+
+def test_a_worker_answers_for_vllm(source, monkeypatch, tmp_path):
+    real_peers = importlib.import_module("real_peers")
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    # In place of vLLM: says what it was asked with, then ends.
+    python.write_text(
+        f"#!{sys.executable}\nimport json, os, sys\n"
+        "print(json.dumps([json.loads(sys.argv[2]), json.loads(input()), os.environ['OMP_NUM_THREADS']]))\n"
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(real_peers, "VLLM", tmp_path)
+    generate = real_peers.vllm(source, "NgramTreeDrafter", 15, max_depth=3)
+    settings, asked, threads = generate([[1, 2], [3]], 7)
+    assert settings["model"] == str(TARGET) and settings["additional_config"] == {"pagedtree": {"max_depth": 3}}
+    assert settings["speculative_config"]["num_speculative_tokens"] == 15
+    drafter = settings["speculative_config"]["model"]
+    assert (ROOT / "python" / drafter.rpartition(".")[0].replace(".", "/")).with_suffix(".py").exists()
+    assert asked == {"prompts": [[1, 2], [3]], "count": 7} and threads == "2"
+    with pytest.raises((RuntimeError, BrokenPipeError)):
+        generate([[1]], 1)
+
+
+def test_libraries_that_are_not_installed_are_left_out(source, monkeypatch):
+    real_peers = importlib.import_module("real_peers")
+    monkeypatch.setattr(real_peers, "versions", lambda: {"vllm": "1", "openvino-genai": None, "llama-cpp-python": None})
+    assert [*real_peers.ready(source)] == [name for name in real_peers.PEERS if name.startswith("vLLM")]
+    assert not any(real_peers.takes_one(name) for name in real_peers.ready(source))
+
+
+def test_other_libraries_get_the_same_weights_and_tokens(source):
+    gguf = pytest.importorskip("gguf")
+    path = source.gguf("BF16")
+    written = path.stat().st_mtime_ns
+    reader = gguf.GGUFReader(source.gguf("BF16"))
+    assert path.stat().st_mtime_ns == written
+    assert len(reader.get_field("tokenizer.ggml.tokens").data) == source.model.config.vocab_size
+    assert reader.get_field("tokenizer.ggml.eos_token_id").contents() == source.end
+    assert len(reader.tensors) == len([*source.model.named_parameters()])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import subprocess
 import sys
 import time
@@ -380,44 +379,6 @@ def test_compare_refuses_another_machine(compare, tmp_path, capsys):
     paths[1].write_text(json.dumps(result_of({"a": (1.0, 0.01)}, threads=1)))
     assert compare.main([str(path) for path in paths]) == 2
     assert "threads 2 and 1" in capsys.readouterr().err
-
-
-def test_generations_in_lockstep(suite):
-    pytest.importorskip("transformers")
-    from generate_case import lists, prompts_of, tiny
-
-    from pagedtree.integrations.transformers import NgramDrafter, generate
-
-    in_lockstep = importlib.import_module("lockstep").in_lockstep
-    model, turns, cores = tiny(0), [], set()
-    prompts = prompts_of((5, 21), seed=3)
-    before, num_threads = model.config._attn_implementation, torch.get_num_threads()
-
-    def generation(name, on_step, **options):
-        assert torch.get_num_threads() == 1
-        cores.update(os.sched_getaffinity(0))
-
-        def saw(step):
-            turns.append(name)
-            on_step(step)
-
-        return generate(model, prompts, on_step=saw, **options)
-
-    first, second = in_lockstep(
-        model,
-        lambda on_step: generation("short", on_step, max_new_tokens=4),
-        lambda on_step: generation("long", on_step, max_new_tokens=12, drafter=NgramDrafter(8)),
-    )
-    assert turns[:8] == ["short", "long"] * 4 and set(turns[8:]) == {"long"}
-    for player, count in ((first, 4), (second, 12)):
-        assert lists(player.result[0]) == lists(generate(model, prompts, max_new_tokens=count)[0])
-        assert len(player.steps) == player.result[1].steps
-        assert 0 < player.seconds <= sum(seconds for _, seconds in player.steps)
-        assert sorted(player.first_tokens) == [0, 1] and 0 < max(player.first_tokens.values()) <= player.steps[0][1]
-    assert len(cores) == 1 and torch.get_num_threads() == num_threads
-    assert model.config._attn_implementation == before
-    with pytest.raises(ValueError, match="max_new_tokens"):
-        in_lockstep(model, *[lambda on_step, n=n: generate(model, prompts, max_new_tokens=n) for n in (4, -1)])
 
 
 def test_what_benchmarks_write_does_not_make_a_checkout_dirty(suite, monkeypatch, tmp_path):

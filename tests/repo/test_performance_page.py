@@ -27,9 +27,12 @@ def keep(folder: Path, **results: dict) -> None:
         (folder / f"{name}.json").write_text(json.dumps(result))
 
 
-def test_page_shows_the_kept_results(docs):
-    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    assert text == docs("make_performance").filled(text), "docs/performance.md is out of date: run `make docs`"
+def test_pages_show_the_kept_results(docs):
+    make_performance = docs("make_performance")
+    assert [page.name for page in make_performance.PAGES] == ["performance.md", "your_model.md", "README.md"]
+    for page, sections in make_performance.PAGES.items():
+        text = page.read_text(encoding="utf-8")
+        assert text == make_performance.filled(text, sections), f"{page.name} is out of date: run `make docs`"
 
 
 def test_page_stays_readable():
@@ -90,64 +93,12 @@ def test_tables_of_ops_have_the_headline_and_what_is_worst(docs, sweep_result):
     assert "| base |" not in family("tree_attention", points=("batch 4",))(sweep_result, "ops_x")
 
 
-def whole_row(name: str, batch: int, rate: float, plain: float, **others) -> dict:
-    row = {"batch": batch, "name": name, "tokens_per_second": rate, "rounds": [rate, 2 * rate, 3 * rate]}
-    return row | {"over_plain": rate / plain, "identical": name != "transformers"} | others
-
-
-@pytest.fixture
-def whole_result() -> dict:
-    """As bench_wide.py writes it."""
-    rates = {
-        "transformers": (90, 700),
-        "transformers, prompt lookup": (120, None),
-        "other, draft model": (300, None),
-        "pagedtree, plain": (100, 800),
-        "pagedtree, n-gram tree": (150, 600),
-        "pagedtree, n-gram tree, auto": (140, 790),
-    }
-    rows = [
-        whole_row(name, batch, rate[i], (100, 800)[i])
-        for i, batch in enumerate((1, 8))
-        for name, rate in rates.items()
-        if rate[i]
-    ]
-    arguments = {"max_new_tokens": 9, "rounds": 3}
-    return {"machine": MACHINE | {"arguments": arguments, "parameters": 2600000}, "rows": rows}
-
-
-def test_tables_of_whole_generations(docs, whole_result):
-    tables = docs("measured_tables")
-    text = tables.end_to_end("pagedtree, n-gram tree")(whole_result, "nowhere")
-    assert "| tokens/s | plain | n-grams | draft model |" in text
-    assert "| transformers | 90 | 120 |  |" in text and "| other |  |  | 300 |" in text
-    assert "| pagedtree | 100 | 150 |  |" in text
-    assert "| sequences | 1 | 8 |" in text and "| pagedtree, n-gram tree | 150 (1.50 x) | 600 (0.75 x) |" in text
-    assert "in 2 of 10 runs" in text and "greedy, fp32" in text and "tree, auto |" not in text
-    whole_result["machine"]["dtype"] = "bf16"
-    text = tables.end_to_end()(whole_result, "nowhere")
-    assert "greedy, bf16" in text and "| sequences |" not in text
-
-
-def test_table_of_chosen_trees(docs, whole_result):
-    names = ("pagedtree, plain", "pagedtree, n-gram tree", "pagedtree, n-gram tree, auto from scratch", "other")
-    rows = [{"batch": batch, "name": name, "over_plain": [0.9, 1.25, 2.0]} for batch in (1, 8) for name in names]
-    result = {"machine": MACHINE | {"arguments": {"max_new_tokens": 9, "pairs": 4, "texts": 7}}, "rows": rows}
-    text = docs("measured_tables").chosen_trees("n-gram")(result, "nowhere")
-    assert "in 4 pairs of other texts each, or as many as make 7 texts" in text and "| other |" not in text
-    for name in names[:3]:
-        assert f"| {name} | 1.25 (0.90 to 2.00) | 1.25 (0.90 to 2.00) |" in text
-
-
 def real_row(kind: str, sequences: int, way: str, rate: float, over: float, **others) -> dict:
     row = {
         "dtype": "bfloat16", "sequences": sequences, "kind": kind, "way": way,
         "tokens_per_second": [rate / 2, rate, rate * 2], "over_plain": [over / 2, over, over * 2],
-        "tokens_per_step": 0.0 if way.startswith("transformers") else 1 + over, "texts_equal": "16/16",
+        "texts_equal": "16/16",
     }  # fmt: skip
-    if kind == "all":
-        del row["tokens_per_step"]
-        row |= {"tokens_per_second": [rate], "over_plain": [over]}
     return row | others
 
 
@@ -155,62 +106,75 @@ def real_row(kind: str, sequences: int, way: str, rate: float, over: float, **ot
 def real_result() -> dict:
     """As bench_real.py writes it."""
     rows = [
-        real_row("edits", 1, "transformers", 20, 0.5),
-        real_row("edits", 1, "plain", 40, 1.0),
-        real_row("edits", 8, "n-gram tree", 300, 1.5, texts_equal="15/16"),
+        real_row("edits", 1, "plain", 40, 1.0, tokens_per_step=1.0),
+        real_row("edits", 1, "n-gram tree", 100, 2.5, texts_equal="15/16", largest_margin=0.125, tokens_per_step=3.5),
+        real_row("stories", 1, "plain", 41, 1.0, tokens_per_step=1.0),
+        real_row("stories", 1, "n-gram tree", 20, 0.5, texts_equal="12/16", largest_margin=0.5, tokens_per_step=1.25),
+        real_row("edits", 8, "n-gram auto", 300, 1.5, over_best=[0.9, 0.97, 1.1]),
         real_row("all", 1, "transformers", 20, 0.5),
-        real_row("all", 1, "transformers, prompt lookup", 50, 1.25),
+        real_row("all", 1, "transformers, prompt lookup", 50, 1.25, over_stock=[2, 2.5, 3]),
+        real_row("all", 1, "other, quantised", 500, 9),
         real_row("all", 1, "plain, not packed", 30, 0.75),
         real_row("all", 1, "plain", 40, 1.0),
-        real_row("all", 1, "n-gram tree", 100, 2.5),
-        real_row("all", 8, "transformers", 250, 0.5),
-        real_row("all", 8, "plain", 200, 1.0),
-        real_row("all", 1, "plain", 7, 1.0, dtype="float32"),
+        real_row("all", 1, "n-gram tree", 100, 2.0),
+        real_row("all", 8, "n-gram auto", 200, 1.25, over_best=[0.91, 0.96, 0.99]),
+        real_row("all", 16, "vLLM", 250, 0.5),
+        real_row("all", 16, "vLLM, our n-gram tree", 500, 1.5, over_stock=[1.5, 2, 2.5]),
+        real_row("all", 16, "plain", 200, 1.0),
+        real_row("edits", 1, "plain", 7, 1.0, dtype="float32"),
+        real_row("edits", 1, "n-gram tree", 9, 1.0, dtype="float32"),
     ]
-    return {"machine": MACHINE, "rows": rows}
+    return {"machine": MACHINE | {"max_new_tokens": 9, "versions": {"a": "1.2", "b": None}}, "rows": rows}
 
 
 def test_table_of_the_real_model(docs, real_result):
-    text = docs("measured_tables").real_table(real_result)
+    text = docs("real_tables").gains(real_result, "real_cpu")
     assert "commit abc" in text and "`real_cpu.json`" in text
-    header, _, *lines = [line for line in text.splitlines() if line.startswith("|")]
-    columns = ("1 sequence: edits", "8 sequences: edits", "1 sequence: all", "8 sequences: all")
-    assert header == f"| way | {' | '.join(columns)} |"
-    assert "| bfloat16, transformers | 20 (0.50 x) |  | 20 (0.50 x) | 250 (0.50 x) |" in lines
-    assert "| bfloat16, n-gram tree |  | 300 (1.50 x; 2.50) | 100 (2.50 x) |  |" in lines
-    assert "| bfloat16, plain, not packed |  |  | 30 (0.75 x) |  |" in lines
-    assert "| float32, plain |  |  | 7 (1.00 x) |  |" in lines and len(lines) == 6
-    assert text.endswith("how many are equal: bfloat16, n-gram tree, 8 sequences: edits (15/16).")
-    for row in real_result["rows"]:
-        row["texts_equal"] = "16/16"
-    assert docs("measured_tables").real_table(real_result).endswith("how many are equal: none.")
+    assert "16 prompts of each kind, at most 9 new tokens. a 1.2. Plain" in text
+    ways, best, stock = (part.splitlines() for part in text.split("\n\n")[1:4])
+    assert ways[0] == "| way | 1 sequence | 8 sequences | 16 sequences |"
+    assert "| plain | 40 / - / 41 |  | - / - / - |" in ways
+    assert "| n-gram tree | 2.50 / - / 0.50 |  |  |" in ways and "| n-gram auto |  | 1.50 / - / - |  |" in ways
+    assert best[2:] == ["| n-gram auto | 0.97 / - / -; all 0.96 (0.91 to 0.99) |"]
+    assert stock[2:] == ["| vLLM, our n-gram tree | - / - / -; all 2.00 (1.50 to 2.50) |"]  # of an engine's own drafts
+    assert "plain decoding, bfloat16: n-gram tree 27/32 (0.5), n-gram auto 16/16." in text
+    assert "plain decoding, float32: n-gram tree 16/16. In parentheses" in text
 
 
-def test_no_row_is_lost_in_a_table(docs, real_result):
-    real_result["rows"].append(real_row("edits", 1, "plain", 41, 1.1))
-    with pytest.raises(ValueError, match=r"pivot: .* got two for \('bfloat16, plain', '1 sequence: edits'\)"):
-        docs("measured_tables").real_table(real_result)
+def test_short_tables_of_the_real_model(docs, real_result):
+    tables, shown = docs("real_tables"), (("plain", "none"), ("n-gram tree", "copies"), ("n-gram auto", "chosen"))
+    header, _, *lines = tables.at_once(*shown)(real_result, "x").splitlines()
+    assert header.endswith("| edits | summaries with quotations | stories | all three, 8 sequences at once |")
+    assert lines == [
+        "| none | 40 |  | 41 |  |",
+        "| copies | 100 (2.50 x) |  | 20 (0.50 x) |  |",
+        "| chosen |  |  |  | 200 (1.25 x) |",
+    ]
+    real_result["rows"] += [{**row, "kind": "summaries"} for row in real_result["rows"] if row["kind"] == "edits"]
+    assert tables.accepted(shown[1])(real_result, "x").splitlines()[-1] == "| copies | 2.50 | 2.50 | 0.25 |"
 
 
-def test_summary_compares_with_the_fastest_peer(docs, sweep_result, whole_result, real_result, tmp_path):
+def test_no_row_is_lost_in_a_table(docs):
+    pivot, rows = docs("tables").pivot, [{"a": "x", "b": "y"}, {"a": "x", "b": "y"}]
+    with pytest.raises(ValueError, match=r"pivot: .* got two for \('x', 'y'\)"):
+        pivot("", rows, *(lambda row, key=key: row[key] for key in ("a", "b", "a")))
+
+
+def test_summary_compares_with_the_fastest_peer(docs, sweep_result, real_result, tmp_path):
     summary = docs("summary")
     assert summary.lines(tmp_path) == []
-    whole_result["rows"][2]["rounds"] = [300, 300, 1800]  # beside 150, 300, 450 of ours, in the same rounds
     sweep_result["rows"].append(sweep_result["rows"][0] | {"point": "batch 8, length 2048, tree chain 1"})
     for op in ("verify_sampled", "verify_rejection", "expand_tree", "compact_kv"):
         point = "tree chain 32" if op == "verify_rejection" else "base"
         sweep_result["rows"].append(sweep_result["rows"][6] | {"op": op, "point": point})
-    keep(tmp_path, ops_avx512=sweep_result, wide_cpu=whole_result, real_cpu=real_result)
+    keep(tmp_path, ops_avx512=sweep_result, real_cpu=real_result)
     found = summary.lines(tmp_path)
     machine = "x, avx2, 2 threads"
     assert found[0] == ("attention over trees", "`tree_attention`, base", "10 ms", 0.5, "fast", "0.50", machine)
     assert [line[:5] for line in found if not line.floor] == [
         ("generate, plain", "SmolLM2, batch 1", "40 tokens/s", 2.0, "transformers"),
-        ("generate, n-gram tree", "SmolLM2, batch 1", "100 tokens/s", 2.0, "transformers, prompt lookup"),
-        ("generate, plain", "SmolLM2, batch 8", "200 tokens/s", 0.8, "transformers"),
-        ("generate, plain", "3 M parameters, batch 1", "100 tokens/s", 100 / 90, "transformers"),
-        ("generate, n-gram tree", "3 M parameters, batch 1", "150 tokens/s", 0.5, "other, draft model"),
-        ("generate, plain", "3 M parameters, batch 8", "800 tokens/s", 800 / 700, "transformers"),
+        ("generate, n-gram tree", "SmolLM2, batch 1", "100 tokens/s", 1.6, "transformers, prompt lookup"),
+        ("generate, plain", "SmolLM2, batch 16", "200 tokens/s", 2.0, "vLLM"),
     ]
     assert [summary.times(ratio) for ratio in (0.344, 12.44, 5659.7)] == ["0.34 x", "12.4 x", "5660 x"]
 
@@ -247,18 +211,17 @@ def test_floor_of_a_predicted_tile_is_the_memorys_or_the_tensor_cores(docs):
 
 
 @pytest.mark.slow
-def test_plots_are_the_same_each_time(docs, sweep_result, whole_result, tmp_path):
+def test_plots_are_the_same_each_time(docs, sweep_result, real_result, tmp_path):
     pytest.importorskip("matplotlib")
     make_plots = docs("make_plots")
-    keep(tmp_path, ops_x=sweep_result, wide_cpu=whole_result, end_to_end_cpu=whole_result)
+    keep(tmp_path, ops_x=sweep_result, real_cpu=real_result)
     written = make_plots.write(tmp_path, tmp_path)
-    assert [path.name for path in written] == ["ops_x_attention.svg", "end_to_end_cpu.svg", "overview.svg"]
+    assert [path.name for path in written] == ["ops_x_attention.svg", "real_cpu.svg", "overview.svg"]
     first = [path.read_bytes() for path in written]
     assert [path.read_bytes() for path in make_plots.write(tmp_path, tmp_path)] == first
-    assert b"context, tokens" in first[0] and b"n-gram tree stops paying" in first[1]
-    assert b"0.50 x other, draft model" in first[2]
-    (tmp_path / "wide_cpu.json").unlink()
-    (tmp_path / "end_to_end_cpu.json").unlink()
+    assert b"context, tokens" in first[0] and b"n-gram auto" in first[1]
+    assert b"1.60 x transformers, prompt lookup" in first[2]
+    (tmp_path / "real_cpu.json").unlink()
     keep(tmp_path, ops_x=sweep_result | {"rows": sweep_result["rows"][:1]})
     assert make_plots.write(tmp_path, tmp_path) == []
 
@@ -268,7 +231,7 @@ def test_plots_are_of_the_kept_results(docs, tmp_path):
     if f"matplotlib=={matplotlib.__version__}\n" not in (ROOT / "requirements-dev.txt").read_text():
         pytest.skip("another matplotlib draws other bytes")
     make_plots = docs("make_plots")
-    plots = ("ops_", "end_to", "overview")
+    plots = ("ops_", "real_", "overview")
     kept = {path.name: path.read_bytes() for path in make_plots.IMAGES.glob("*.svg") if path.stem.startswith(plots)}
     written = {path.name: path.read_bytes() for path in make_plots.write(images=tmp_path)}
     assert kept == written, "docs/img is out of date: run `make docs`"

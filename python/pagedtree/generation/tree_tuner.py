@@ -36,7 +36,7 @@ PLAIN_AGE = 32
 # A step that takes so many times as long as expected was held up by something else.
 HICCUP = 2.0
 # What evidence keeps of its weight when new evidence comes; and for how many observations a first guess stands.
-KEPT, PRIOR = 0.98, 1.0
+KEPT, PRIOR = 0.98, 2.0
 # The surprise (negative log-probability) of a drafter's first choice where it does not tell its own; and the odds that
 # no node exceeds.
 SURPRISE, SUREST = 0.5, 0.97
@@ -65,7 +65,7 @@ class StepCosts:
     """What steps of one batch size take, in seconds: guesses at first, then what was measured.
 
     plain: a step without drafts. once, row: what any drafts add to the target's pass, and each drafted row. level: what
-    the drafter takes for each level.
+    the drafter takes for each level, and for a call as a whole.
     """
 
     def __init__(self, plain: float, once: float, row: float, level: float) -> None:
@@ -73,7 +73,11 @@ class StepCosts:
         self.age, self.most_rows = PLAIN_AGE, 0  # steps since the last plain one; drafted rows of one step
         self._guess = once, row
         self._plain, self._level = deque[float](maxlen=9), deque[float](maxlen=9)
-        self._sums = (0.0,) * 5  # of steps with drafts: their number, rows, rows², what they added, and rows times that
+        # Sums over steps with drafts: their number, rows, rows², what they added, and rows times that.
+        self._sums: tuple[float, ...] = (0.0,) * 5
+
+    def drafter(self, levels: int) -> float:
+        return self.level * (levels + 1) if levels else 0.0
 
     def target(self, rows: float) -> float:
         """Seconds of the target's pass."""
@@ -86,7 +90,7 @@ class StepCosts:
     def learn(self, rows: int, levels: int, drafting: float, seconds: float) -> None:
         """Takes in a step with so many drafted rows and levels, `drafting` of whose seconds were the drafter's."""
         if levels > 0:  # the first call also pays for what is set up only once
-            self._level.append((drafting if self._level else min(drafting, seconds - drafting)) / levels)
+            self._level.append((drafting if self._level else min(drafting, seconds - drafting)) / (levels + 1))
             self.level = max(statistics.median_low(self._level), 1e-9)
         seconds -= drafting
         if rows == 0:
@@ -113,16 +117,14 @@ class StepCosts:
 class Kept:
     """The nodes of a proposal that the target verifies.
 
-    rows: int32, where they are in the proposal; None: all of it. num_drafted: how many are no roots. promised: plain
-    steps that they are expected to save. guesses: of each row of the proposal its tree, its parent's row (-1 at roots)
-    and its class.
+    rows: int32, where they are in the proposal; None: all of it. num_drafted: how many are no roots. guesses: of each
+    row of the proposal its tree, its parent's row (-1 at roots) and its class.
     """
 
     draft: Draft
     proposal: Draft
     rows: Tensor | None
     num_drafted: int
-    promised: float
     guesses: Sequence[tuple[int, int, int]]
 
 
@@ -184,14 +186,14 @@ class Plan:
         size, count = len(offsets) - 1, self.count(drafted)
         draft, rows = proposal, None
         if count < len(drafted):
-            scores = torch.tensor(worth) + (trees.parents.cpu() < 0) * math.inf
-            part, rows = select_nodes(trees, scores.to(trees.device), size + count)
+            scores = torch.tensor(worth).to(trees.device).masked_fill(trees.parents < 0, math.inf)
+            part, rows = select_nodes(trees, scores, size + count)
             draft = rows_of(proposal, part, rows)
-        return Kept(draft, proposal, rows, count, sum(drafted[:count]), guesses)
+        return Kept(draft, proposal, rows, count, guesses)
 
     def count(self, worth: list[float]) -> int:
         """How many of the nodes are verified; they come in the order of what they are worth."""
-        costs, sunk = self.costs, self.reading + self.costs.level * (self.depth or 0)
+        costs, sunk = self.costs, self.reading + self.costs.drafter(self.depth or 0)
         best, count, promised = 1.0 / (sunk + costs.optimistic_plain), 0, 0.0
         for i, gain in enumerate(worth[: max(FIRST_ROWS * len(self.remaining), 2 * costs.most_rows)], 1):
             promised += gain
@@ -204,11 +206,11 @@ class Plan:
 class TreeTuner:
     """Plans steps, and learns from what came of them; what it has learnt serves further calls.
 
-    max_depth: the drafter's most levels. has_free_guesses: as the drafter says.
+    max_depth: the drafter's most levels. grows_by_level, has_free_guesses: as the drafter says.
     """
 
-    def __init__(self, max_depth: int, has_free_guesses: bool = False) -> None:
-        self.max_depth, self.has_free_guesses = max_depth, has_free_guesses
+    def __init__(self, max_depth: int, grows_by_level: bool = False, has_free_guesses: bool = False) -> None:
+        self.max_depth, self.grows_by_level, self.has_free_guesses = max_depth, grows_by_level, has_free_guesses
         self.costs: dict[int, StepCosts] = {}
         self.odds, self.by_depth = Odds(), Odds()  # the latter of whether any child of an accepted node was right
         self.seconds_of_token = 1e-3  # of a prompt
@@ -216,8 +218,8 @@ class TreeTuner:
 
     def begin(self) -> None:
         """A call of `generate` starts to decode."""
-        # Seconds of all steps and of looks; plain steps that drafts have saved and had promised to.
-        self.elapsed = self.looking = self.saved = self.promised = 0.0
+        # Seconds of all steps and of looks; plain steps that drafts have saved the sequences on average, and the batch.
+        self.elapsed = self.looking = self.found = self.saved = 0.0
 
     def plan(self, remaining: Sequence[int], unread: float = 0.0, others_wait: bool = False) -> Plan:
         """The depth with the most expected tokens per second.
@@ -228,26 +230,27 @@ class TreeTuner:
         """
         costs, size = self._costs_of(len(remaining)), len(remaining)
         shares = [1.0 if others_wait else (left / max(remaining)) ** BEHIND for left in remaining]
-        # What drafts have saved so far, beside what they had promised, also tells what it is worth to bring forward
-        # sequences that are not the last one.
-        trust = (self.saved + PRIOR) / (self.promised + PRIOR)
+        # Sequences that are brought forward one by one save the batch less than they save themselves.
+        trust = (self.saved + PRIOR) / (self.found + PRIOR)
         weights = [trust * share / sum(shares) for share in shares]
         plan = Plan(remaining, others_wait, weights, costs, self.odds, unread * self.seconds_of_token)
         if costs.level == 0.0:  # nobody knows yet what levels take
-            return replace(plan, depth=min(self.max_depth, 2))
-        if plan.reading + costs.level * self.max_depth <= LOOK_SHARE * costs.plain:
+            return replace(plan, depth=min(self.max_depth, 2) if self.grows_by_level else self.max_depth)
+        if plan.reading + costs.drafter(self.max_depth) <= LOOK_SHARE * costs.plain:
             return replace(plan, depth=self.max_depth)
         best, depth, reached, promised = 1.0 / costs.optimistic_plain, 0, trust, 0.0
         for level in range(1, self.max_depth + 1):
             reached *= self.by_depth.of(level, math.exp(-SURPRISE))
             promised += reached
-            rate = (1.0 + promised) / (plan.reading + costs.level * level + costs.target(size * level))
+            drafting = plan.reading + costs.drafter(level if self.grows_by_level else self.max_depth)
+            rate = (1.0 + promised) / (drafting + costs.target(size * level))
             if rate > best:
                 best, depth = rate, level
+        least = 1 if self.grows_by_level else self.max_depth
         if depth > 0:
-            return replace(plan, depth=depth)
-        if self.looking + plan.reading + costs.level <= LOOK_SHARE * self.elapsed:
-            return replace(plan, depth=1, is_look=True)
+            return replace(plan, depth=max(depth, least))
+        if self.looking + plan.reading + costs.drafter(least) <= LOOK_SHARE * self.elapsed:
+            return replace(plan, depth=least, is_look=True)
         return replace(plan, depth=0 if self.has_free_guesses else None, reading=0.0)
 
     def learn(self, plan: Plan, outcome: Outcome) -> None:
@@ -269,10 +272,7 @@ class TreeTuner:
             last = max(plan.remaining) - max(left - n for left, n in zip(plan.remaining, found, strict=True))
             # The others' tokens count by the chance that theirs will be the last sequence later.
             saved = of_all if plan.others_wait else last + (of_all - last) / len(found)
-            self.saved, self.promised = (
-                KEPT * self.saved + saved,
-                KEPT * self.promised + kept.promised / sum(plan.weights),
-            )
+            self.saved, self.found = KEPT * self.saved + saved, KEPT * self.found + of_all
         # Every child of an accepted node tells something, verified or not.
         rows_of_trees: dict[int, list[int]] = defaultdict(list)
         for row in range(len(kept.guesses)) if kept.rows is None else kept.rows.tolist():
@@ -281,7 +281,8 @@ class TreeTuner:
         came: dict[int, int] = {}
         for tree, (path, tokens) in enumerate(zip(paths, outcome.tokens.tolist(), strict=True)):
             came |= {rows_of_trees[tree][n]: token for n, token in zip(path, tokens, strict=True) if n >= 0}
-        drafted, depths, is_any_right = kept.proposal.draft_tokens.tolist(), kept.proposal.trees.depths.tolist(), {}
+        drafted, depths = kept.proposal.draft_tokens.tolist(), kept.proposal.trees.depths.tolist()
+        is_any_right: dict[int, bool] = {}
         for row, (_, parent, kind) in enumerate(kept.guesses):
             if parent in came:
                 is_right = drafted[row] == came[parent]

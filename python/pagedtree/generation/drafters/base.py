@@ -168,6 +168,7 @@ class Drafter:
         draft_law: how the children of a node are chosen, see `pagedtree.verify_rejection`: "onehot" (chosen without
             chance), or "iid" or "swor", whose proposals have draft_probs. "coupled": by the noise with which rule
             "sampled" samples the target.
+        grows_by_level: whether each level takes a pass of a model, so that trees of fewer levels take less time.
         has_free_guesses: whether it can draft without running a model, which `limit_depth(0)` asks for.
         is_chain: whether no node of any tree has two children.
         is_capturable: whether a captured step (`generate(cuda_graph=True)`) can have its work in it. Each class says so
@@ -181,6 +182,7 @@ class Drafter:
     feature_layers: tuple[int, ...] = ()
     draft_law: str = "onehot"
     is_chain: bool = False
+    grows_by_level: bool = False
     has_free_guesses: bool = False
     is_capturable: bool = False
     num_weights: int = 0

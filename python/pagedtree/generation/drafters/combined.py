@@ -59,6 +59,7 @@ class CombinedDrafter(Drafter):
         self.is_chain = lookup.is_chain and other.is_chain
         self.needs_hidden = bool(getattr(other, "needs_hidden", False))
         self.feature_layers = tuple(getattr(other, "feature_layers", ()))
+        self.grows_by_level = bool(getattr(other, "grows_by_level", False))
         self.num_weights = getattr(other, "num_weights", 0)
         self.networks = tuple(getattr(other, "networks", ()))
         self.model = getattr(other, "model", None)  # calls of `generate` that share it take turns

@@ -33,6 +33,8 @@ class TreeGrower(Drafter):
     model: `_read_level` for the nodes of a level, and what it needs for known tokens.
     """
 
+    grows_by_level = True
+
     def __init__(
         self,
         vocab_size: int,

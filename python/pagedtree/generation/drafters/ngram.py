@@ -19,7 +19,7 @@ class NgramDrafter(Drafter):
     """Prompt lookup: what followed the last n-gram earlier in the same text (`pagedtree.ngram_propose`).
 
     Args:
-        num_nodes: nodes of a tree, the root included.
+        num_nodes: nodes of a tree, the root included; under `generate(tree="auto")` at most so many are verified.
         max_depth: tokens of the longest guess, by default all of the nodes for a chain, else half of them.
         max_branches: continuations merged into a tree; 1 gives a chain.
         min_ngram, max_ngram: lengths of the n-grams that are looked for; what follows a longer one comes first.
@@ -30,7 +30,7 @@ class NgramDrafter(Drafter):
 
     def __init__(
         self,
-        num_nodes: int = 16,
+        num_nodes: int = 32,
         *,
         max_depth: int | None = None,
         max_branches: int = 4,

@@ -118,7 +118,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rule", choices=RULES, default="auto", help="how drafts are verified; all but typical are lossless"
     )
-    parser.add_argument("--num-nodes", type=int, help=f"nodes of a draft tree, the root included (default {NUM_NODES})")
+    parser.add_argument(
+        "--num-nodes", type=int, help=f"nodes of a draft tree, the root included (default {NUM_NODES}, of n-grams 32)"
+    )
     parser.add_argument("--depth", type=int, help="most draft tokens in a row (default: the drafter's own)")
     parser.add_argument("--width", type=int, help="most guesses for a place (default: the drafter's own); 1 = chains")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default %(default)s")

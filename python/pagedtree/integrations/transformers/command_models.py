@@ -26,7 +26,7 @@ from pagedtree.integrations.transformers.draft_model import ModelDrafter
 __all__ = ["DTYPES", "NUM_NODES", "drafter_of", "is_fast", "load_model"]
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Of a tree: what the drafters have by default, and what Medusa heads get, which have no default.
+# Of a tree: what drafters with a model have by default, and what Medusa heads get, which have no default.
 NUM_NODES = 16
 # The options that say how large trees are, and what `NgramDrafter` calls that.
 SIZES = {"num_nodes": "num_nodes", "depth": "max_depth", "width": "max_branches"}

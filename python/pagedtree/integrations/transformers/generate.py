@@ -373,7 +373,8 @@ def _tuner(model: Any, drafter: Drafter, tree: str | None, cuda_graph: bool, is_
     known = getattr(drafter, "tuner", None)  # any object with `observe` is a drafter
     if known is None or known[0]() is not model:
         max_depth = getattr(drafter, "max_depth", 0) or (drafter.max_nodes or ASSUMED_MAX_NODES) - 1
-        known = weakref.ref(model), TreeTuner(max_depth, bool(getattr(drafter, "has_free_guesses", False)))
+        kinds = (bool(getattr(drafter, name, False)) for name in ("grows_by_level", "has_free_guesses"))
+        known = weakref.ref(model), TreeTuner(max_depth, *kinds)
         drafter.tuner = known
     return known[1]
 

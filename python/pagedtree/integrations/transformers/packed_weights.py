@@ -10,11 +10,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from pagedtree.integrations.transformers.packed_linear import PackedLinear, PackedRows, SharedProduct, packed_form
 from pagedtree.integrations.transformers.turns import in_turn
 
 __all__ = ["PackedLinear", "check_packable", "packed_weights", "pays"]
@@ -30,75 +31,68 @@ MIN_TOKENS = 4
 READ_DIRECTLY = {"kv_b_proj", "dt_proj"}
 
 
-class PackedLinear(nn.Linear):
-    """What a `torch.nn.Linear` is while its weight is packed."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        # Not by self.weight and self.bias, which take longer to look up.
-        weight, bias = cast(Tensor, self._parameters["weight"]), self._parameters["bias"]
-        if input.dtype != weight.dtype or input.shape[-1:] != weight.shape[1:]:
-            raise RuntimeError(
-                f"packed_weights: expected input of {weight.dtype} and {weight.shape[1]} columns for a packed linear"
-                f" layer, got {input.dtype} and shape {[*input.shape]}"
-            )
-        if torch.is_grad_enabled():
-            return cast(Tensor, _ForwardOnly.apply(input, weight, bias))
-        return _linear(input, weight, bias)
+# Layers of one module that read the same tensor, by the names that transformers gives them. They are packed as one
+# matrix, since three small products take 50 us longer than one.
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Parts of a module's name where these read different tensors: the keys of cross-attention come from an encoder.
+APART = ("cross", "encoder")
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
-    return out
-
-
-class _ForwardOnly(torch.autograd.Function):
-    """Without it torch would only warn that gradients stop at the op, and return none."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError("packed_weights: packed linear layers have no gradients; leave the block before backward()")
-
-
-@dataclass
-class _PackedWeight:
-    """A weight in packed form, and the layers that compute with it.
-
-    keeps_dense: whether the dense form has other users, so that it stays; else its memory is freed.
-    """
+class _Weight(NamedTuple):
+    """A weight that can be packed, the layers that compute with it, and whether its dense form has other users."""
 
     layers: list[nn.Linear]
     dense: nn.Parameter
-    packed: nn.Parameter
     keeps_dense: bool
 
+
+@dataclass
+class _Packed:
+    """A matrix in packed form: one weight, or those of sibling layers, one below the other.
+
+    Attributes:
+        stand_ins: what the layers of each weight have in its place.
+    """
+
+    weights: list[_Weight]
+    matrix: Tensor
+    stand_ins: list[nn.Parameter]
+
     @classmethod
-    def of(cls, layers: list[nn.Linear], dense: nn.Parameter, keeps_dense: bool) -> _PackedWeight:
+    def of(cls, weights: list[_Weight]) -> _Packed:
         with torch.inference_mode(False), torch.no_grad():
-            data = torch.ops.mkldnn._reorder_linear_weight(dense.detach())
-            packed = nn.Parameter(data, requires_grad=dense.requires_grad)
-        return cls(layers, dense, packed, keeps_dense)
+            if len(weights) == 1:
+                dense = weights[0].dense
+                parameter = nn.Parameter(packed_form(dense.detach()), requires_grad=dense.requires_grad)
+                return cls(weights, parameter, [parameter])
+            matrix = packed_form(torch.cat([weight.dense for weight in weights]))
+            product = SharedProduct([weight.layers[0] for weight in weights], matrix)
+            rows = [PackedRows(product, i, w.dense, w.dense.requires_grad) for i, w in enumerate(weights)]
+            return cls(weights, matrix, cast(list[nn.Parameter], rows))
 
     def use(self) -> None:
-        for layer in self.layers:
-            layer._parameters["weight"] = self.packed
-            layer.__class__ = PackedLinear
-        if not self.keeps_dense:
-            self.dense.data = self.dense.data.new_empty(0)
+        for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
+            for layer in weight.layers:
+                layer._parameters["weight"] = stand_in
+                layer.__class__ = PackedLinear
+        for weight in self.weights:
+            if not weight.keeps_dense:
+                weight.dense.data = weight.dense.data.new_empty(0)
 
     def undo(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            if self.dense.numel() == 0:
-                self.dense.data = self.packed.detach().to_dense()
-                self.dense.requires_grad_(self.packed.requires_grad)
-        for layer in self.layers:
-            if layer._parameters.get("weight") is self.packed:  # else the caller gave it another one
-                layer._parameters["weight"] = self.dense
-            if type(layer) is PackedLinear:
-                layer.__class__ = nn.Linear  # type: ignore[assignment]
+            if any(weight.dense.numel() == 0 for weight in self.weights):
+                parts = self.matrix.detach().to_dense().split([len(stand_in) for stand_in in self.stand_ins])
+                for weight, stand_in, part in zip(self.weights, self.stand_ins, parts, strict=True):
+                    if weight.dense.numel() == 0:
+                        weight.dense.data = part if len(parts) == 1 else part.clone()
+                        weight.dense.requires_grad_(stand_in.requires_grad)
+        for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
+            for layer in weight.layers:
+                if layer._parameters.get("weight") is stand_in:  # else the caller gave it another one
+                    layer._parameters["weight"] = weight.dense
+                if type(layer) is PackedLinear:
+                    layer.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 @contextmanager
@@ -109,15 +103,18 @@ def packed_weights(*models: nn.Module) -> Iterator[int]:
     over many calls to pack once. Whatever runs the models works in it, `model(...)` and `model.generate(...)` too, but
     not their training: backward raises RuntimeError.
 
-    Each weight is packed by itself, and its dense form freed at once, so the models need no more memory. A matrix that
-    is the embedding, too (tied weights), stays dense for the embedding and is packed besides. Inside the block `weight`
-    of a packed layer is a parameter of the same shape and dtype in oneDNN's layout, which torch's dense operations
-    refuse with an error: saving, moving and loading weights belong outside. At the end, also after an exception, the
-    very same parameters have the very same bits again. Blocks may be nested; the inner one packs what is left. Packing
-    waits for calls of `generate` on the models in other threads. Do not run them yourself in another thread meanwhile.
+    Weights are packed one after another, and dense forms freed at once, so the models need no more memory. A matrix
+    that is the embedding, too (tied weights), stays dense for the embedding and is packed besides. q_proj, k_proj and
+    v_proj of a module become one matrix, gate_proj and up_proj another: the first that is called with a tensor
+    multiplies it for all, and the others take their columns of the product if they get that very tensor, unchanged.
+    Inside the block `weight` of a packed layer is a parameter of the same shape and dtype in oneDNN's layout, which
+    torch's dense operations refuse with an error: saving, moving and loading weights belong outside. At the end, also
+    after an exception, the very same parameters have the very same bits again. Blocks may be nested; the inner one
+    packs what is left. Packing waits for calls of `generate` on the models in other threads. Do not run them yourself
+    in another thread meanwhile.
 
     Packed are layers of the exact type `torch.nn.Linear` on the CPU, in bf16 and fp16 (where oneDNN computes in them)
-    with a weight of at least 32768 elements, in fp32 of at least 524288. Others stay as they are: subclasses,
+    with a matrix of at least 32768 elements, in fp32 of at least 524288. Others stay as they are: subclasses,
     quantised, offloaded, sharded and parametrised layers; those whose weight is a part of a larger tensor or shares its
     memory with another parameter; kv_b_proj of latent attention and dt_proj of Mamba, whose weights are read directly.
     In fp32 and fp16 passes of one and two tokens take more time with packed weights, larger ones less.
@@ -134,13 +131,13 @@ def packed_weights(*models: nn.Module) -> Iterator[int]:
     for model in models:
         if not isinstance(model, nn.Module):
             raise TypeError(f"models: expected torch.nn.Module, got {type(model).__name__}")
-    packed: list[_PackedWeight] = []
+    packed: list[_Packed] = []
     try:
         with in_turn(*models):
-            for candidate in _candidates(models):
-                packed.append(_PackedWeight.of(*candidate))
+            for weights in _candidates(models):
+                packed.append(_Packed.of(weights))
                 packed[-1].use()
-        yield sum(len(each.layers) for each in packed)
+        yield sum(len(weight.layers) for each in packed for weight in each.weights)
     finally:
         with in_turn(*models):
             while packed:
@@ -180,9 +177,10 @@ def _dtypes() -> set[torch.dtype]:
     return found
 
 
-def _candidates(models: tuple[nn.Module, ...]) -> list[tuple[list[nn.Linear], nn.Parameter, bool]]:
-    """Each weight that can be packed: the layers that it is packed for, itself, and whether it has other users."""
-    modules = list({id(module): module for model in models for module in model.modules()}.values())
+def _candidates(models: tuple[nn.Module, ...]) -> list[list[_Weight]]:
+    """The weights that can be packed, those together that shall become one matrix."""
+    named = {id(module): (name, module) for model in models for name, module in model.named_modules()}
+    modules = [module for _, module in named.values()]
     read_directly = {id(module._modules[name]) for module in modules for name in READ_DIRECTLY & module._modules.keys()}
     users: dict[int, int] = Counter()
     owners: dict[int, set[int]] = {}
@@ -195,16 +193,36 @@ def _candidates(models: tuple[nn.Module, ...]) -> list[tuple[list[nn.Linear], nn
     for module in modules:
         if _is_plain(module, dtypes) and id(module) not in read_directly:
             layers.setdefault(id(module.weight), []).append(module)
-    found = []
+    weights: dict[int, _Weight] = {}  # by the first of its layers
     for each in layers.values():
-        weight = each[0].weight
-        if len(owners[weight.untyped_storage().data_ptr()]) == 1:
-            found.append((each, weight, users[id(weight)] > len(each)))
-    return found
+        dense = each[0].weight
+        if len(owners[dense.untyped_storage().data_ptr()]) == 1:
+            weights[id(each[0])] = _Weight(each, dense, users[id(dense)] > len(each))
+    groups = []
+    for name, module in named.values():
+        for names in SIBLINGS if not any(part in name for part in APART) else ():
+            group = _siblings([weights.get(id(module._modules.get(each))) for each in names])
+            groups.append(group)
+            for weight in group:
+                del weights[id(weight.layers[0])]
+    groups += [[weight] for weight in weights.values()]
+    return [group for group in groups if group and _is_large(group)]
+
+
+def _siblings(weights: list[_Weight | None]) -> list[_Weight]:
+    """Those that are there, if they can be one matrix; else none."""
+    found = [weight for weight in weights if weight is not None]
+    kinds = {(weight.dense.shape[1], weight.dense.dtype, weight.layers[0].bias is None) for weight in found}
+    is_alone = all(len(weight.layers) == 1 and not weight.keeps_dense for weight in found)
+    return found if len(found) > 1 and len(kinds) == 1 and is_alone else []
+
+
+def _is_large(group: list[_Weight]) -> bool:
+    return sum(weight.dense.numel() for weight in group) >= MIN_ELEMENTS[group[0].dense.dtype]
 
 
 def _is_plain(module: nn.Module, dtypes: set[torch.dtype]) -> bool:
-    """Whether it is a linear layer that does nothing but multiply by a dense weight, which is worth packing."""
+    """Whether it is a linear layer that does nothing but multiply by a dense weight."""
     weight: Any = module._parameters.get("weight")
     if type(module) is not nn.Linear or "forward" in vars(module) or type(weight) is not nn.Parameter:
         return False
@@ -212,4 +230,4 @@ def _is_plain(module: nn.Module, dtypes: set[torch.dtype]) -> bool:
         return False
     is_whole = weight.is_contiguous() and weight.untyped_storage().nbytes() == weight.nbytes
     has_bias_of_its_kind = module.bias is None or module.bias.dtype == weight.dtype
-    return is_whole and has_bias_of_its_kind and weight.numel() >= MIN_ELEMENTS[weight.dtype]
+    return is_whole and has_bias_of_its_kind and weight.numel() > 0
