@@ -143,10 +143,11 @@ def test_heads_that_are_not_asked_in_every_step(stock, drafter, schedule, monkey
         return tuner._step.plan
 
     monkeypatch.setattr(BatchTuner, "plan", other)
-    with engine(**tree_options(drafter, tree="auto"), **SCHEDULES[schedule], **NO_PREFIXES) as llm:
+    settings = SCHEDULES[schedule] | ({"num_gpu_blocks_override": 12} if schedule == "preempted" else {})
+    with engine(**tree_options(drafter, tree="auto"), **settings, **NO_PREFIXES) as llm:
         assert generate(llm, PROMPTS) == stock
         assert accepted(llm) > 0
-        expect_preemptions(llm, schedule)
+        assert (metrics_of(llm)["vllm:num_preemptions"] > 0) == (schedule == "preempted")
     assert len(plans) > 10
 
 

@@ -51,6 +51,7 @@ class TreeDrafter:
         on_every_rank   all tensor-parallel ranks call `read` and `draft`, with the same arguments, instead of the first
                         one alone; for drafters that compute over the ranks, as the target's `compute_logits` does. The
                         first one's proposals count.
+        grows_by_level  trees of fewer levels (`limit_depth`) take less time
 
     Attributes:
         options: `defaults`, with what additional_config gives instead.
@@ -68,6 +69,7 @@ class TreeDrafter:
     needs_hidden: bool = False
     feature_layers: Sequence[int] = ()
     on_every_rank: bool = False
+    grows_by_level: bool = False
 
     def __init__(self, vllm_config: Any) -> None:
         self.check(vllm_config)
@@ -178,7 +180,7 @@ class TreeDrafter:
         is_first = ranks.rank_in_group == 0
         if self.is_tuned and is_first and rows:
             if self._tuner is None:
-                self._tuner = BatchTuner(self.max_depth)
+                self._tuner = BatchTuner(self.max_depth, self.grows_by_level)
             passed = Pass(self.request_ids, sampled_token_ids, self.pass_rows, self.pass_seconds)
             depth = self._tuner.plan(passed, request_ids, self.unread(request_ids, known)).depth
         if self.is_tuned and self.on_every_rank:
@@ -263,6 +265,7 @@ class ModelTreeDrafter(TreeDrafter):
     """
 
     defaults: ClassVar[dict[str, Any]] = {"model": None, "depth": 4, "width": 4}
+    grows_by_level = True
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
@@ -391,6 +394,7 @@ class EagleTreeDrafter(TreeDrafter):
     """
 
     defaults: ClassVar[dict[str, Any]] = {"head": None, "depth": 5, "width": 4}
+    grows_by_level = True
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)

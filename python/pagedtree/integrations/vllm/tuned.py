@@ -60,11 +60,14 @@ class BatchTuner:
 
     Args:
         max_depth: the most levels of the drafter's trees.
+        grows_by_level: whether trees of fewer levels take the drafter less time.
         clock: seconds.
     """
 
-    def __init__(self, max_depth: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.tuner, self._clock = TreeTuner(max_depth), clock
+    def __init__(
+        self, max_depth: int, grows_by_level: bool = False, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.tuner, self._clock = TreeTuner(max_depth, grows_by_level), clock
         self._step: _Step | None = None
 
     def plan(self, passed: Pass, request_ids: Sequence[str], unread: float = 0.0) -> Plan:
