@@ -150,7 +150,8 @@ def drafting(model: Any) -> dict[str, tuple[Maker, str | None]]:
             found["n-gram chain"] = lambda: NgramDrafter(8, max_branches=1), None
             continue
         drafter = name.removesuffix(" tree")
-        found |= {f"{drafter} tree": (make, None), f"{drafter} auto": (make, "auto")}
+        chosen = NgramDrafter if drafter == "n-gram" else make  # by default it has more nodes than pay in every step
+        found |= {f"{drafter} tree": (make, None), f"{drafter} auto": (chosen, "auto")}
     return found
 
 

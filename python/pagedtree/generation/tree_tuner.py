@@ -36,7 +36,7 @@ PLAIN_AGE = 32
 # A step that takes so many times as long as expected was held up by something else.
 HICCUP = 2.0
 # What evidence keeps of its weight when new evidence comes; and for how many observations a first guess stands.
-KEPT, PRIOR = 0.98, 2.0
+KEPT, PRIOR = 0.95, 1.0
 # The surprise (negative log-probability) of a drafter's first choice where it does not tell its own; and the odds that
 # no node exceeds.
 SURPRISE, SUREST = 0.5, 0.97
@@ -235,7 +235,7 @@ class TreeTuner:
         weights = [trust * share / sum(shares) for share in shares]
         plan = Plan(remaining, others_wait, weights, costs, self.odds, unread * self.seconds_of_token)
         if costs.level == 0.0:  # nobody knows yet what levels take
-            return replace(plan, depth=min(self.max_depth, 2) if self.grows_by_level else self.max_depth)
+            return replace(plan, depth=1 if self.grows_by_level else self.max_depth)
         if plan.reading + costs.drafter(self.max_depth) <= LOOK_SHARE * costs.plain:
             return replace(plan, depth=self.max_depth)
         best, depth, reached, promised = 1.0 / costs.optimistic_plain, 0, trust, 0.0
