@@ -11,7 +11,10 @@ from vllm_case import MEDUSA, accepted, engine, generate, token_prompts
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations" / "vllm.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-OPTIONS: dict[str, dict[str, Any]] = {"RepeatDrafter": {"most": 3}, "HeadsDrafter": {"heads": MEDUSA}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "RepeatDrafter": {"tree": "whole", "most": 3},
+    "HeadsDrafter": {"tree": "whole", "heads": MEDUSA},
+}
 
 
 @pytest.mark.parametrize("name", OPTIONS)

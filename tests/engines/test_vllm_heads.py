@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from vllm_case import (
 from pagedtree.generation.drafters import MedusaHeads
 from pagedtree.integrations.vllm.features import Accepted, check_features, kept_features, kept_rows
 from pagedtree.integrations.vllm.runner import TreeRunner
+from pagedtree.integrations.vllm.tuned import BatchTuner
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.append(str(EXAMPLES))
@@ -65,7 +67,7 @@ def reading(outputs: list[list[int]], **options: Any) -> dict[str, Any]:
             "num_speculative_tokens": 15,
         },
         "additional_config": {
-            "pagedtree": {"texts": [p + o for p, o in zip(PROMPTS, outputs, strict=True)], **options}
+            "pagedtree": {"tree": "whole", "texts": [p + o for p, o in zip(PROMPTS, outputs, strict=True)]} | options
         },
     }
 
@@ -127,6 +129,32 @@ def test_heads_on_two_ranks(stock, drafter):
     with engine(**tree_options(drafter), **RANKS, **NO_PREFIXES) as llm:
         assert generate(llm, PROMPTS) == stock
         assert accepted(llm) > len(PROMPTS)
+
+
+@HEADS
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_heads_that_are_not_asked_in_every_step(stock, drafter, schedule, monkeypatch):
+    """Chosen trees: what the drafter was not asked for is read later. Here every second plan is to draft nothing."""
+    plan, plans = BatchTuner.plan, []
+
+    def other(tuner, *args):
+        plans.append(plan(tuner, *args))
+        tuner._step.plan = dataclasses.replace(plans[-1], depth=None if len(plans) % 2 else 2)
+        return tuner._step.plan
+
+    monkeypatch.setattr(BatchTuner, "plan", other)
+    settings = SCHEDULES[schedule] | ({"num_gpu_blocks_override": 12} if schedule == "preempted" else {})
+    with engine(**tree_options(drafter, tree="auto"), **settings, **NO_PREFIXES) as llm:
+        assert generate(llm, PROMPTS) == stock
+        assert accepted(llm) > 0
+        assert (metrics_of(llm)["vllm:num_preemptions"] > 0) == (schedule == "preempted")
+    assert len(plans) > 10
+
+
+@HEADS
+def test_ranks_agree_on_chosen_trees(stock, drafter):
+    with engine(**tree_options(drafter, tree="auto"), **RANKS, **NO_PREFIXES) as llm:
+        assert generate(llm, PROMPTS) == stock
 
 
 @HEADS

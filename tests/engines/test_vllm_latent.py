@@ -106,7 +106,7 @@ def oracle(outputs: list[list[int]]) -> dict[str, Any]:
             "model": "oracle_drafter.OracleDrafter",
             "num_speculative_tokens": 15,
         },
-        "additional_config": {"pagedtree": {"texts": texts}},
+        "additional_config": {"pagedtree": {"tree": "whole", "texts": texts}},
     }
 
 

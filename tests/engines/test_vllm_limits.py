@@ -112,6 +112,7 @@ def test_draft_tensor_parallel_size_of_one_is_honoured():
     ("message", "options"),
     [
         ("max_branchs", {**tree_options("ngram"), "additional_config": {"pagedtree": {"max_branchs": 2}}}),
+        ("expected tree = ", tree_options("ngram", tree="some")),
         ("expected the entry model", {**tree_options("model"), "additional_config": {}}),
         ("worker_cls", {**tree_options("ngram"), "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}),
         ("logits_processors", {"worker_cls": "pagedtree.integrations.vllm.worker.TreeCPUWorker",

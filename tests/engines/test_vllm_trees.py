@@ -20,7 +20,7 @@ from vllm_case import (
     tree_options,
 )
 
-from pagedtree.integrations.vllm.drafters import present_nodes
+from pagedtree.integrations.vllm.proposals import present_nodes
 from pagedtree.integrations.vllm.runner import TreeRunner
 
 PROMPTS = token_prompts()
@@ -59,6 +59,25 @@ def test_greedy_output_is_stock(stock, steps, drafter, block_size):
         assert accepted(llm) > len(PROMPTS)
     if drafter == "ngram":  # a different tree for each request
         assert any(len(set(scheduled)) > 1 for scheduled, _ in steps)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_chosen_trees_give_stock_output(stock, steps, drafter):
+    """Prompts are read beside them, and requests come and go."""
+    with engine(**tree_options(drafter, tree="auto"), max_num_batched_tokens=40) as llm:
+        assert generate(llm, PROMPTS) == stock
+        assert runner_of(llm).drafter._tuner.tuner.costs
+    assert sum(sum(scheduled) for scheduled, _ in steps) > 0
+
+
+def test_chosen_trees_verify_repetitions(steps):
+    """A text that only repeats keeps its drafts, at the size of the batch that its request has."""
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    with engine() as llm:
+        expected = generate(llm, PROMPTS[:1], params)
+    with engine(**tree_options("ngram", tree="auto")) as llm:
+        assert generate(llm, PROMPTS[:1], params) == expected
+        assert accepted(llm) > 50
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -236,10 +255,12 @@ def test_absent_nodes_are_left_out():
     tokens = np.array([7, 5, -1, 6, 9, 8])
     parents = np.array([-1, 0, 0, 2, 1, 4], dtype=np.int32)
     depths = np.array([0, 1, 1, 2, 2, 3], dtype=np.int32)
-    kept, tree = present_nodes(tokens, parents, depths)
+    log_probs = -np.arange(6, dtype=np.float32)
+    kept, tree, left = present_nodes(tokens, parents, depths, log_probs)
     assert kept == [5, 9, 8]
     assert tree.tolist() == [-1, 0, 1, 2]
-    assert present_nodes(tokens[:0], parents[:0], depths[:0])[0] == []
+    assert left.tolist() == [0, -1, -4, -5]
+    assert present_nodes(tokens[:0], parents[:0], depths[:0]).tokens == []
 
 
 def test_runner_takes_the_drafts_of_nobody_as_a_chain(stock, monkeypatch):

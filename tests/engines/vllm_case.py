@@ -139,10 +139,13 @@ def write_eagle_head(folder: Path) -> str:
 
 
 def tree_options(drafter: str = "ngram", num_nodes: int = 16, **options: Any) -> dict[str, Any]:
-    """Options of an engine that drafts trees: "ngram", or "model", "medusa" and "eagle" with the toy's checkpoints."""
+    """Options of an engine that drafts trees: "ngram", or "model", "medusa" and "eagle" with the toy's checkpoints.
+
+    Every node of every tree is verified, unless `tree` is "auto".
+    """
     names = {"ngram": "Ngram", "model": "Model", "medusa": "Medusa", "eagle": "Eagle"}
     defaults = {"ngram": {}, "model": {"model": DRAFT}, "medusa": {"heads": MEDUSA}, "eagle": {"head": EAGLE}}
-    given = {**defaults[drafter], **options}
+    given = {"tree": "whole", **defaults[drafter], **options}
     return {
         "speculative_config": {
             "method": "custom_class",

@@ -130,9 +130,12 @@ class Kept:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a step: its seconds, the drafter's among them; [B, S] accepted nodes and the tokens behind them."""
+    """What came of a step: its seconds, the drafter's among them; [B, S] accepted nodes and the tokens behind them.
 
-    seconds: float
+    seconds is None where they do not tell what such a step takes. A tree whose nodes are all -1 tells nothing.
+    """
+
+    seconds: float | None
     accept_index: Tensor
     tokens: Tensor
     drafting: float = 0.0
@@ -252,17 +255,19 @@ class TreeTuner:
 
     def learn(self, plan: Plan, outcome: Outcome) -> None:
         """Takes in what came of a step."""
-        kept, drafting = outcome.kept, min(outcome.drafting, outcome.seconds)
-        reading = min(plan.reading, drafting)
+        kept, seconds = outcome.kept, outcome.seconds
         rows = 0 if kept is None else kept.num_drafted
-        plan.costs.learn(rows, plan.depth or 0, drafting - reading, outcome.seconds - reading)
-        self.elapsed += outcome.seconds
-        self.looking += drafting * plan.is_look
+        if seconds is not None:
+            drafting = min(outcome.drafting, seconds)
+            reading = min(plan.reading, drafting)
+            plan.costs.learn(rows, plan.depth or 0, drafting - reading, seconds - reading)
+            self.elapsed += seconds
+            self.looking += drafting * plan.is_look
         if kept is None:
             return
         paths = outcome.accept_index.tolist()
         if rows > 0:
-            found = [sum(node >= 0 for node in path) - 1 for path in paths]
+            found = [max(sum(node >= 0 for node in path) - 1, 0) for path in paths]
             of_all = sum(w * n for w, n in zip(plan.weights, found, strict=True)) / sum(plan.weights)
             last = max(plan.remaining) - max(left - n for left, n in zip(plan.remaining, found, strict=True))
             # The others' tokens count by the chance that theirs will be the last sequence later.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -59,6 +60,7 @@ class PagedTreeMetadata(AttentionMetadata):
     tree: TreeMask | None = None
     _plans: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
+    @cached_property
     def arguments(self) -> dict[str, Any]:
         """What the step says of a call of `tree_attention`: pages, lengths, offsets and, with trees, masks."""
         tree = {} if self.tree is None else {"tree_mask": self.tree.tree_mask, "tree_lens": self.tree.tree_lens}
@@ -194,14 +196,16 @@ class PagedTreeImpl(AttentionImpl[PagedTreeMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self._sinks: Tensor | None = None
+        self._views: tuple[Tensor, Tensor, Tensor] | None = None  # the layer's cache, and its keys and values
 
     def do_kv_cache_update(
         self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Writes the step's keys and values; vLLM calls it before `forward`."""
-        count = slot_mapping.shape[0]  # key and value may be padded
-        k_cache, v_cache = kv_views(kv_cache, self.kv_cache_dtype)
-        append_kv(key[:count], value[:count], k_cache, v_cache, slot_mapping, **self._scales(layer))
+        count = slot_mapping.shape[0]
+        if count < key.shape[0]:  # padded
+            key, value = key[:count], value[:count]
+        append_kv(key, value, *self._caches(kv_cache), slot_mapping, **self._scales(layer))
 
     def forward(
         self,
@@ -220,23 +224,30 @@ class PagedTreeImpl(AttentionImpl[PagedTreeMetadata]):
         if attn_metadata is None:  # a run without a cache, by which vLLM measures memory or compiles
             return output.fill_(0)
         step, count = attn_metadata, attn_metadata.num_actual_tokens
-        k_cache, v_cache = kv_views(kv_cache, self.kv_cache_dtype)
+        k_cache, v_cache = self._caches(kv_cache)
         if self.sinks is not None and self._sinks is None:  # weights exist only from here on
             self._sinks = self.sinks.float()
+        is_padded = count < query.shape[0]
         tree_attention(
-            query[:count],
+            query[:count] if is_padded else query,
             k_cache,
             v_cache,
-            **step.arguments(),
+            **step.arguments,
             scale=self.scale,
             softcap=self.softcap,
             window=self.window,
             sinks=self._sinks,
             **self._scales(layer),
             plan=step.plan(self.num_heads, self.num_kv_heads, self.head_size, k_cache.shape[1]),
-            out=output[:count],
+            out=output[:count] if is_padded else output,
         )
         return output
+
+    def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values; the views are made once for each cache, as a layer of a small model takes little longer."""
+        if self._views is None or self._views[0] is not kv_cache:
+            self._views = kv_cache, *kv_views(kv_cache, self.kv_cache_dtype)
+        return self._views[1:]
 
     def _scales(self, layer: Any) -> dict[str, Any]:
         if self.kv_cache_dtype not in FP8:

@@ -5,12 +5,12 @@
         additional_config={"pagedtree": {"max_branches": 4}})
 
 num_speculative_tokens bounds the nodes of a tree, the root not counted. A drafter's options are the entry "pagedtree"
-of additional_config.
+of additional_config. Any drafter takes the option "tree": "auto" (default) drafts where it is worth the time, and has
+those nodes verified that are (`tuned.BatchTuner`); "whole" has every node of every tree verified.
 """
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -22,19 +22,21 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from vllm.distributed import get_tp_group
 
-from pagedtree import Draft
 from pagedtree.distributed import DraftGroup, VocabShards
-from pagedtree.generation.drafters import Drafter, EagleDrafter, EagleHead, FeatureRows, MedusaHeads, NgramDrafter
+from pagedtree.generation.drafters import EagleDrafter, EagleHead, FeatureRows, MedusaHeads, NgramDrafter
 from pagedtree.generation.drafters.bounded import bounded
 from pagedtree.generation.drafters.medusa import best_trees
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.integrations.transformers import ModelDrafter, tensor_parallel
+from pagedtree.integrations.vllm.proposals import NO_GUESS, Proposal, cut_at, host_proposals, proposals_of
+from pagedtree.integrations.vllm.tuned import BatchTuner, Pass
 from pagedtree.integrations.vllm.whole_ends import WholeEnds
 
 __all__ = ["EagleTreeDrafter", "MedusaTreeDrafter", "ModelTreeDrafter", "NgramTreeDrafter", "TreeDrafter"]
 
-Proposal = tuple[list[int], np.ndarray]
+# A proposal as a drafter returns it: draft tokens, parents and, where it knows them, log-probabilities.
+Proposed = tuple[list[int], np.ndarray] | tuple[list[int], np.ndarray, np.ndarray | None]
 
 
 class TreeDrafter:
@@ -49,13 +51,16 @@ class TreeDrafter:
         on_every_rank   all tensor-parallel ranks call `read` and `draft`, with the same arguments, instead of the first
                         one alone; for drafters that compute over the ranks, as the target's `compute_logits` does. The
                         first one's proposals count.
+        grows_by_level  trees of fewer levels (`limit_depth`) take less time
 
     Attributes:
         options: `defaults`, with what additional_config gives instead.
         max_nodes: num_speculative_tokens + 1.
+        max_depth: the most levels of a tree; by default max_nodes - 1.
         request_ids, hidden: the requests of the batch, in its order, and the hidden state of each; set by the runner
             before `propose`.
         most_tokens: how many tokens the text of each of these requests may have, prompt included; set likewise.
+        pass_rows, pass_seconds: how many tokens the pass read, draft tokens included, and what it took; set likewise.
         parents: request id -> int32 [n + 1], the tree of the last proposal, root included; its nodes are in an order in
             which the first n are a tree for any n, since vLLM's scheduler may cut proposals off.
     """
@@ -64,6 +69,7 @@ class TreeDrafter:
     needs_hidden: bool = False
     feature_layers: Sequence[int] = ()
     on_every_rank: bool = False
+    grows_by_level: bool = False
 
     def __init__(self, vllm_config: Any) -> None:
         self.check(vllm_config)
@@ -73,15 +79,21 @@ class TreeDrafter:
                 f"{type(self).__name__}: expected worker_cls = pagedtree.integrations.vllm.worker.TreeGPUWorker"
                 f" (on CPUs TreeCPUWorker), got {worker}"
             )
-        given = (vllm_config.additional_config or {}).get("pagedtree", {})
+        given = dict((vllm_config.additional_config or {}).get("pagedtree", {}))
+        tree = given.pop("tree", "auto")
+        if tree not in ("auto", "whole"):
+            raise ValueError(f'additional_config["pagedtree"]: expected tree = "auto" or "whole", got {tree!r}')
         unknown = sorted(set(given) - set(self.defaults))
         if unknown:
-            raise ValueError(
-                f'additional_config["pagedtree"]: expected options among {sorted(self.defaults)}, got {unknown}'
-            )
+            known = sorted({"tree", *self.defaults})
+            raise ValueError(f'additional_config["pagedtree"]: expected options among {known}, got {unknown}')
         self.vllm_config = vllm_config
         self.options = {**self.defaults, **given}
         self.max_nodes = vllm_config.speculative_config.num_speculative_tokens + 1
+        self.max_depth = self.max_nodes - 1
+        self.is_tuned = tree == "auto"
+        self._tuner: BatchTuner | None = None
+        self.pass_rows, self.pass_seconds = 0, 0.0
         self.request_ids: list[str] = []
         self.most_tokens: list[int] = []
         self.hidden: Tensor | None = None
@@ -121,7 +133,7 @@ class TreeDrafter:
         When `draft` is called for a text of n tokens, positions 0 to n - 2 have been here.
         """
 
-    def draft(self, request_ids: list[str], tokens: list[np.ndarray]) -> list[Proposal]:
+    def draft(self, request_ids: list[str], tokens: list[np.ndarray]) -> Sequence[Proposed]:
         """What a drafter implements: a tree for each of these requests, whose last token is known.
 
         Args:
@@ -131,14 +143,25 @@ class TreeDrafter:
         A drafter with `needs_hidden` gets a third argument, by keyword: hidden [R, H], what the target's output layer
         turned into the root, which is the last hidden state at the token before it, in the model's dtype on its device.
 
-        Returns R pairs (draft_tokens, parents): a list of n <= num_speculative_tokens token ids, and int32 [n + 1], the
-        parents of the root (-1) and of each draft token: 0 is the root, i the i-th draft token, and
-        0 <= parents[i] < i. Without any guess: ([], np.array([-1])). Nodes deeper than the request's text may still
-        grow are left out afterwards.
+        Returns R tuples (draft_tokens, parents) or (draft_tokens, parents, log_probs): a list of n <=
+        num_speculative_tokens token ids, and int32 [n + 1], the parents of the root (-1) and of each draft token: 0 is
+        the root, i the i-th draft token, and 0 <= parents[i] < i. Without any guess: ([], np.array([-1])). Nodes deeper
+        than the request's text may still grow are left out afterwards. log_probs: fp32 [n + 1], each node's joint
+        log-probability by the drafter, the root's 0; what is accepted corrects them.
 
-        Called on the first tensor-parallel rank, with `on_every_rank` on all of them.
+        Called on the first tensor-parallel rank, with `on_every_rank` on all of them; where nothing is worth its time,
+        not in every step.
         """
         raise NotImplementedError
+
+    def limit_depth(self, levels: int) -> None:
+        """Asks for at most so many levels from now on, where fewer take less time; called where `draft` is next."""
+
+    def unread(self, request_ids: list[str], tokens: list[np.ndarray]) -> float:
+        """How much more than what every step brings `draft` would read now, in tokens of the target; called where
+        proposals are made, with what `draft` may get next.
+        """
+        return 0.0
 
     def propose(
         self,
@@ -150,32 +173,45 @@ class TreeDrafter:
         """vLLM's hook: draft tokens for each request of the batch, none where it has no new token."""
         self.parents.clear()
         rows = [row for row, new in enumerate(sampled_token_ids) if new]
-        # All ranks must agree on the trees. The first one decides.
+        request_ids = [self.request_ids[row] for row in rows]
+        known = [token_ids_cpu[row, : num_tokens_no_spec[row]] for row in rows]
+        # All ranks must agree on the trees, and those that draft on how deep. The first one decides.
+        ranks, depth = get_tp_group(), self.max_depth if rows else None
+        is_first = ranks.rank_in_group == 0
+        if self.is_tuned and is_first and rows:
+            if self._tuner is None:
+                self._tuner = BatchTuner(self.max_depth, self.grows_by_level)
+            passed = Pass(self.request_ids, sampled_token_ids, self.pass_rows, self.pass_seconds)
+            depth = self._tuner.plan(passed, request_ids, self.unread(request_ids, known)).depth
+        if self.is_tuned and self.on_every_rank:
+            depth = ranks.broadcast_object(depth, src=0)
         proposals: list[Proposal] | None = None
-        if self.drafts_here and rows:
-            known = [token_ids_cpu[row, : num_tokens_no_spec[row]] for row in rows]
+        if self.drafts_here and depth is not None:
+            if self.is_tuned:
+                self.limit_depth(depth)
             states: dict[str, Any] = {}
             if self.needs_hidden:
                 assert self.hidden is not None
                 states["hidden"] = self.hidden if len(rows) == len(sampled_token_ids) else self.hidden[rows]
-            proposals = self.draft([self.request_ids[row] for row in rows], known, **states)
-            self._check(proposals, len(rows))
+            proposals = self._checked(self.draft(request_ids, known, **states), len(rows))
             # The last token of a text is generated, but never read.
             rooms = [self.most_tokens[row] - 1 - len(text) for row, text in zip(rows, known, strict=True)]
-            proposals = [cut_at(room, *each) for room, each in zip(rooms, proposals, strict=True)]
-        proposals = get_tp_group().broadcast_object(proposals, src=0)
+            proposals = [cut_at(room, each) for room, each in zip(rooms, proposals, strict=True)]
+            if self._tuner is not None:
+                proposals = self._tuner.keep(proposals)
+        proposals = ranks.broadcast_object(proposals, src=0) or [NO_GUESS] * len(rows)
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        for row, (tokens, parents) in zip(rows, proposals or [], strict=True):
-            drafts[row] = tokens
-            self.parents[self.request_ids[row]] = parents
+        for row, request_id, proposal in zip(rows, request_ids, proposals, strict=True):
+            drafts[row], self.parents[request_id] = proposal.tokens, proposal.parents
         return drafts
 
-    def _check(self, proposals: list[Proposal], count: int) -> None:
-        """Raises ValueError where what `draft` returned is not what its docstring says."""
+    def _checked(self, proposed: Sequence[Proposed], count: int) -> list[Proposal]:
+        """What `draft` returned; raises ValueError where it is not what its docstring says."""
         name = f"{type(self).__name__}.draft"
-        if len(proposals) != count:
-            raise ValueError(f"{name}: expected a proposal for each of {count} requests, got {len(proposals)}")
-        for tokens, parents in proposals:
+        if len(proposed) != count:
+            raise ValueError(f"{name}: expected a proposal for each of {count} requests, got {len(proposed)}")
+        proposals = [Proposal(*each) for each in proposed]
+        for tokens, parents, log_probs in proposals:
             if len(tokens) >= self.max_nodes:
                 raise ValueError(f"{name}: expected at most {self.max_nodes - 1} draft tokens, got {len(tokens)}")
             nodes = np.arange(len(tokens) + 1)
@@ -185,6 +221,11 @@ class TreeDrafter:
                 raise ValueError(
                     f"{name}: expected parents[0] = -1 and 0 <= parents[i] < i, got {np.asarray(parents).tolist()}"
                 )
+            if log_probs is not None and np.shape(log_probs) != nodes.shape:
+                raise ValueError(
+                    f"{name}: expected {len(nodes)} log-probabilities, the root's included, got {np.shape(log_probs)}"
+                )
+        return proposals
 
 
 class NgramTreeDrafter(TreeDrafter):
@@ -198,10 +239,14 @@ class NgramTreeDrafter(TreeDrafter):
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
         self.drafter = NgramDrafter(self.max_nodes, **self.options)
+        self.max_depth = self.drafter.max_depth
 
     @classmethod
     def check(cls, vllm_config: Any) -> None:
         _expect_no_draft_model(cls, vllm_config)
+
+    def limit_depth(self, levels: int) -> None:
+        self.drafter.limit_depth(levels)
 
     def draft(self, request_ids: list[str], tokens: list[np.ndarray]) -> list[Proposal]:
         return proposals_of(self.drafter, tokens, torch.device("cpu"))
@@ -220,6 +265,7 @@ class ModelTreeDrafter(TreeDrafter):
     """
 
     defaults: ClassVar[dict[str, Any]] = {"model": None, "depth": 4, "width": 4}
+    grows_by_level = True
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
@@ -231,6 +277,7 @@ class ModelTreeDrafter(TreeDrafter):
         self.on_every_rank = self.draft_ranks > 1  # a draft group hands its proposals to all ranks
         self.texts = _Texts()
         self.drafter: Any = None  # on the ranks that draft
+        self.max_depth = self.options["depth"]
 
     @classmethod
     def check(cls, vllm_config: Any) -> None:
@@ -257,6 +304,7 @@ class ModelTreeDrafter(TreeDrafter):
             return
         self.drafter = bounded(self.drafter)  # by the positions of the draft model
         self.drafter.begin(page_size=16, sampling=_greedy(vocab_size))
+        self.share = _share_of(getattr(self.drafter, "num_weights", 0), target_model)
 
     def _load(self, group: dist.ProcessGroup | None) -> ModelDrafter:
         """The drafter of this rank, its model split over `group`."""
@@ -270,6 +318,13 @@ class ModelTreeDrafter(TreeDrafter):
     def forget(self, request_id: str) -> None:
         super().forget(request_id)
         self.texts.forget(request_id, self.drafter)
+
+    def limit_depth(self, levels: int) -> None:
+        self.drafter.limit_depth(levels)
+
+    def unread(self, request_ids: list[str], tokens: list[np.ndarray]) -> float:
+        known = [len(self.texts.known(request_id)) for request_id in request_ids]
+        return self.share * sum(max(len(text) - n - 1, 0) for text, n in zip(tokens, known, strict=True))
 
     def draft(self, request_ids: list[str], tokens: list[np.ndarray]) -> list[Proposal]:
         for request_id, text in zip(request_ids, tokens, strict=True):
@@ -319,9 +374,14 @@ class MedusaTreeDrafter(TreeDrafter):
                 f"heads: expected those of a model of hidden size {hidden_size}, got {self.heads.hidden_size}"
             )
 
+        self.max_depth = self._depth = min(self.heads.num_heads, self.max_nodes - 1)
+
+    def limit_depth(self, levels: int) -> None:
+        self._depth = levels
+
     def draft(self, request_ids: list[str], tokens: list[np.ndarray], hidden: Tensor | None = None) -> list[Proposal]:
-        draft, _ = best_trees(self.heads(hidden), self.max_nodes)
-        return host_proposals(draft)
+        draft, log_probs = best_trees(self.heads(hidden)[:, : self._depth], self.max_nodes)
+        return host_proposals(draft, log_probs.cpu().numpy())
 
 
 class EagleTreeDrafter(TreeDrafter):
@@ -334,6 +394,7 @@ class EagleTreeDrafter(TreeDrafter):
     """
 
     defaults: ClassVar[dict[str, Any]] = {"head": None, "depth": 5, "width": 4}
+    grows_by_level = True
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
@@ -343,6 +404,7 @@ class EagleTreeDrafter(TreeDrafter):
             )
         self.texts = _Texts()
         self.drafter: Any = None  # on the ranks that draft
+        self.max_depth = self.options["depth"]
 
     @classmethod
     def check(cls, vllm_config: Any) -> None:
@@ -359,6 +421,7 @@ class EagleTreeDrafter(TreeDrafter):
             head, num_nodes=self.max_nodes, depth=self.options["depth"], width=self.options["width"]
         )
         self.drafter.begin(page_size=16, sampling=_greedy(config.get_vocab_size()))
+        self.share = _share_of(self.drafter.num_weights, target_model)
 
     def forget(self, request_id: str) -> None:
         super().forget(request_id)
@@ -371,6 +434,12 @@ class EagleTreeDrafter(TreeDrafter):
         # All of these tokens are known by now, the accepted ones too.
         sequences = self.texts.sequences(request_ids, tokens)
         self.drafter.read(FeatureRows(sequences, starts, [len(part) for part in features], torch.cat(features)))
+
+    def limit_depth(self, levels: int) -> None:
+        self.drafter.limit_depth(levels)
+
+    def unread(self, request_ids: list[str], tokens: list[np.ndarray]) -> float:
+        return self.share * float(self.drafter.unread(self.texts.sequences(request_ids, tokens)))
 
     def draft(self, request_ids: list[str], tokens: list[np.ndarray]) -> list[Proposal]:
         self.drafter.select(self.texts.sequences(request_ids, tokens))
@@ -404,6 +473,11 @@ class _Texts:
             drafter.forget(sequence)
 
 
+def _share_of(num_weights: int, target: Any) -> float:
+    """What reading a token takes beside the target: as long as there are weights."""
+    return num_weights / (get_tp_group().world_size * sum(weight.numel() for weight in target.parameters()))
+
+
 def _greedy(vocab_size: int) -> Sampling:
     """What drafters that do not draw need to know of sampling."""
     return Sampling("greedy", None, torch.zeros(1, dtype=torch.int64), vocab_size=vocab_size)
@@ -413,47 +487,3 @@ def _expect_no_draft_model(drafter: type[TreeDrafter], vllm_config: Any) -> None
     size = vllm_config.speculative_config.draft_tensor_parallel_size
     if size is not None:
         raise ValueError(f"draft_tensor_parallel_size: {drafter.__name__} has no draft model, got {size}")
-
-
-def proposals_of(drafter: Drafter, known: Sequence[np.ndarray], device: torch.device) -> list[Proposal]:
-    """A drafter's proposals for these texts, on the host."""
-    lengths = [len(tokens) for tokens in known]
-    history = np.zeros((len(known), max(lengths)), dtype=np.int64)
-    for row, tokens in zip(history, known, strict=True):
-        row[: len(tokens)] = tokens
-    counts = torch.tensor(lengths, dtype=torch.int32)
-    return host_proposals(Draft(*drafter.propose(torch.from_numpy(history).to(device), counts.to(device))))
-
-
-def cut_at(most_depth: int, tokens: list[int], parents: np.ndarray) -> Proposal:
-    """The tree without nodes that are deeper."""
-    depths = np.zeros(len(parents), dtype=np.int64)
-    for node in range(1, len(parents)):
-        depths[node] = depths[parents[node]] + 1
-    if depths.max() <= most_depth:
-        return tokens, parents
-    return present_nodes(np.where(depths <= most_depth, [-1, *tokens], -1), parents, depths)
-
-
-def host_proposals(draft: Draft) -> list[Proposal]:
-    """The trees of a batch, on the host."""
-    offsets = draft.trees.cu_nodes.tolist()
-    tokens, parents, depths = (t.cpu().numpy() for t in (draft.draft_tokens, draft.trees.parents, draft.trees.depths))
-    return [
-        present_nodes(tokens[begin:end], parents[begin:end], depths[begin:end])
-        for begin, end in itertools.pairwise(offsets)
-    ]
-
-
-def present_nodes(tokens: np.ndarray, parents: np.ndarray, depths: np.ndarray) -> Proposal:
-    """The tree without nodes that have no token, and without those below them: vLLM's model would read every one."""
-    if len(tokens) == 0:
-        return [], np.full(1, -1, dtype=np.int32)
-    new_index = np.full(len(tokens), -1, dtype=np.int32)
-    kept = [0]
-    new_index[0] = 0
-    for node in range(1, len(tokens)):
-        if tokens[node] >= 0 and depths[node] > 0 and new_index[parents[node]] >= 0:
-            new_index[node] = len(kept)
-            kept.append(node)
-    return tokens[kept[1:]].tolist(), np.array([-1, *(new_index[parents[node]] for node in kept[1:])], dtype=np.int32)

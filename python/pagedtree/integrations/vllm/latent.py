@@ -131,7 +131,7 @@ class PagedTreeLatentImpl(MLAAttentionImpl[PagedTreeLatentMetadata]):
             q,
             cache,
             cache[..., : self.latent_size],
-            **step.arguments(),
+            **step.arguments,
             scale=self.scale,
             plan=step.plan(self.num_heads, 1, self.head_size, cache.shape[1], self.latent_size),
         )

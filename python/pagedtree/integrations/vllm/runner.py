@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,7 @@ class TreeRunner:
         self._options = BatchOptions(vllm_config.model_config.get_vocab_size(), device)
         self._proposed: dict[str, np.ndarray] = {}
         self._accepted: Accepted | None = None
+        self._begin = 0.0  # of the pass
         self._seeds: dict[str, int] = {}
         # Draws seeds for requests without one. It is equal on all ranks, which draw in the same order.
         self._seed_source = torch.Generator().manual_seed(vllm_config.model_config.seed or 0)
@@ -82,6 +84,7 @@ class TreeRunner:
     get_model: Any
 
     def _update_states(self, scheduler_output: Any) -> Any:
+        self._begin = time.perf_counter()
         for request_id in scheduler_output.finished_req_ids:
             self._seeds.pop(request_id, None)
             self._proposed.pop(request_id, None)
@@ -123,6 +126,8 @@ class TreeRunner:
         drafter, accepted = self.drafter, self._accepted
         self._accepted = None
         drafter.request_ids = list(self.input_batch.req_ids)
+        drafter.pass_rows = scheduler_output.total_num_scheduled_tokens
+        drafter.pass_seconds = time.perf_counter() - self._begin
         drafter.most_tokens = [self._most_tokens(self.requests[request_id]) for request_id in drafter.request_ids]
         if drafter.drafts_here and accepted is not None:
             if drafter.needs_hidden:

@@ -1,0 +1,88 @@
+"""Proposals of draft trees on the host, as vLLM takes them: tokens of the nodes, and the parent of each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from pagedtree import Draft
+from pagedtree.generation.drafters import Drafter
+
+__all__ = ["Proposal", "cut_at", "host_proposals", "present_nodes", "proposals_of"]
+
+
+class Proposal(NamedTuple):
+    """A tree under the last token of a request's text.
+
+    Attributes:
+        tokens: of the n draft tokens.
+        parents: int32 [n + 1], of the root (-1) and of each draft token; 0 is the root.
+        log_probs: fp32 [n + 1], the nodes' joint log-probabilities by the drafter, the root's 0; None: not known.
+    """
+
+    tokens: list[int]
+    parents: np.ndarray
+    log_probs: np.ndarray | None = None
+
+
+NO_GUESS = Proposal([], np.full(1, -1, dtype=np.int32))
+
+
+def proposals_of(drafter: Drafter, known: Sequence[np.ndarray], device: torch.device) -> list[Proposal]:
+    """Asks a drafter of `generate` for trees of these texts, and for its confidence in their nodes."""
+    lengths = [len(tokens) for tokens in known]
+    history = np.zeros((len(known), max(lengths)), dtype=np.int64)
+    for row, tokens in zip(history, known, strict=True):
+        row[: len(tokens)] = tokens
+    counts = torch.tensor(lengths, dtype=torch.int32)
+    draft = Draft(*drafter.propose(torch.from_numpy(history).to(device), counts.to(device)))
+    confidence = drafter.confidence()
+    return host_proposals(draft, None if confidence is None else confidence.cpu().numpy())
+
+
+def host_proposals(draft: Draft, log_probs: np.ndarray | None = None) -> list[Proposal]:
+    """Takes the trees of a batch apart. log_probs: fp32 [N], of its nodes."""
+    offsets = draft.trees.cu_nodes.tolist()
+    tokens, parents, depths = (t.cpu().numpy() for t in (draft.draft_tokens, draft.trees.parents, draft.trees.depths))
+    return [
+        present_nodes(
+            tokens[begin:end], parents[begin:end], depths[begin:end],
+            None if log_probs is None else log_probs[begin:end],
+        )
+        for begin, end in itertools.pairwise(offsets)
+    ]  # fmt: skip
+
+
+def cut_at(most_depth: int, proposal: Proposal) -> Proposal:
+    """Leaves out the nodes that are deeper."""
+    tokens, parents, log_probs = proposal
+    depths = np.zeros(len(parents), dtype=np.int64)
+    for node in range(1, len(parents)):
+        depths[node] = depths[parents[node]] + 1
+    if depths.max() <= most_depth:
+        return proposal
+    return present_nodes(np.where(depths <= most_depth, [-1, *tokens], -1), parents, depths, log_probs)
+
+
+def present_nodes(
+    tokens: np.ndarray, parents: np.ndarray, depths: np.ndarray, log_probs: np.ndarray | None = None
+) -> Proposal:
+    """Leaves out nodes that have no token, and those below them: vLLM's model would read every one."""
+    if len(tokens) == 0:
+        return NO_GUESS
+    new_index = np.full(len(tokens), -1, dtype=np.int32)
+    kept = [0]
+    new_index[0] = 0
+    for node in range(1, len(tokens)):
+        if tokens[node] >= 0 and depths[node] > 0 and new_index[parents[node]] >= 0:
+            new_index[node] = len(kept)
+            kept.append(node)
+    return Proposal(
+        tokens[kept[1:]].tolist(),
+        np.array([-1, *(new_index[parents[node]] for node in kept[1:])], dtype=np.int32),
+        None if log_probs is None else log_probs[kept],
+    )

@@ -1,0 +1,151 @@
+"""How many nodes each request of vLLM's batch gets: as many as make the most tokens per second.
+
+The choice is that of `generate(tree="auto")`, `pagedtree.generation.tree_tuner`. What this adds is what a server has to
+find out: what became of the last proposals, and which passes tell what a step costs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedtree import Draft, build_trees
+from pagedtree.generation.tree_tuner import PLAIN_ROWS, Kept, Outcome, Plan, TreeTuner
+from pagedtree.integrations.vllm.proposals import NO_GUESS, Proposal, host_proposals
+
+__all__ = ["BatchTuner", "Pass", "accepted_path"]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass of the target.
+
+    Attributes:
+        request_ids: the requests that it read tokens of.
+        new_tokens: what each of them has got by it; nothing where it has to read more of its prompt.
+        num_rows: tokens that it read, draft tokens included.
+        seconds: what it took.
+    """
+
+    request_ids: Sequence[str]
+    new_tokens: Sequence[Sequence[int]]
+    num_rows: int
+    seconds: float
+
+
+@dataclass
+class _Step:
+    """What was proposed for the next pass: to which requests, with which plan, beginning when, in how many seconds."""
+
+    request_ids: Sequence[str]
+    plan: Plan
+    begin: float
+    proposals: Sequence[Proposal] = ()
+    kept: Kept | None = None
+    drafting: float = 0.0
+
+
+class BatchTuner:
+    """Chooses among the nodes that a drafter proposes; after each pass:
+
+        plan = tuner.plan(passed, request_ids)          # takes in what became of the last proposals
+        if plan.depth is not None:
+            proposals = tuner.keep(proposals)
+
+    Args:
+        max_depth: the most levels of the drafter's trees.
+        grows_by_level: whether trees of fewer levels take the drafter less time.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, max_depth: int, grows_by_level: bool = False, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.tuner, self._clock = TreeTuner(max_depth, grows_by_level), clock
+        self._step: _Step | None = None
+
+    def plan(self, passed: Pass, request_ids: Sequence[str], unread: float = 0.0) -> Plan:
+        """How deep to draft for these requests, which are those that the pass gave tokens.
+
+        unread: how many tokens the drafter has to read before it can draft, in tokens of the target.
+        """
+        now = self._clock()
+        self._learn(passed, now)
+        # Whatever request ends, another one may come: no token counts more than others.
+        plan = self.tuner.plan([1] * len(request_ids), unread, others_wait=True)
+        self._step = _Step(request_ids, plan, now)
+        return plan
+
+    def keep(self, proposals: Sequence[Proposal]) -> list[Proposal]:
+        """The nodes that the target is to verify, of what was proposed for the requests of the last plan."""
+        step = self._step
+        assert step is not None
+        sizes = [len(parents) for _, parents, _ in proposals]
+        if sum(sizes) > len(sizes):
+            trees = build_trees(
+                torch.from_numpy(np.concatenate([parents for _, parents, _ in proposals]).astype(np.int32)),
+                torch.tensor([0, *accumulate(sizes)], dtype=torch.int32),
+                max_nodes=max(sizes),
+                max_depth=max(sizes) - 1,
+            )
+            draft = Draft(torch.tensor([token for tokens, _, _ in proposals for token in (-1, *tokens)]), trees)
+            known = [log_probs for _, _, log_probs in proposals if log_probs is not None]
+            confidence = torch.from_numpy(np.concatenate(known)) if len(known) == len(sizes) else None
+            step.kept = step.plan.keep(draft, confidence)
+            if step.kept.num_drafted == 0:
+                proposals = [NO_GUESS] * len(sizes)
+            elif step.kept.rows is not None:
+                proposals = host_proposals(step.kept.draft)
+        step.proposals, step.drafting = proposals, self._clock() - step.begin
+        return list(proposals)
+
+    def _learn(self, passed: Pass, now: float) -> None:
+        step, self._step = self._step, None
+        decoding = set() if step is None else set(step.request_ids)
+        # A pass over few tokens tells little of prompts: most of it is the same for any number of them.
+        if not decoding.issuperset(passed.request_ids) and passed.num_rows >= PLAIN_ROWS:
+            self.tuner.learn_reading(passed.num_rows, passed.seconds)
+        if step is None:
+            return
+        new = dict(zip(passed.request_ids, passed.new_tokens, strict=True))
+        num_drafted, paths = 0, [list[tuple[int, int]]() for _ in step.request_ids]
+        if step.kept is not None:
+            num_drafted = step.kept.num_drafted
+            got = [new.get(request_id, ()) for request_id in step.request_ids]
+            paths = [accepted_path(*each) for each in zip(step.proposals, got, strict=True)]
+        # Requests that are read, end or begin anew, and drafts that found no room, make it a pass of another size.
+        is_whole = decoding == new.keys() and passed.num_rows == len(decoding) + num_drafted
+        nodes, tokens = (_padded([[node[i] for node in path] for path in paths]) for i in range(2))
+        seconds = now - step.begin if is_whole else None
+        self.tuner.learn(step.plan, Outcome(seconds, nodes, tokens, step.drafting, step.kept))
+        if step.plan.depth and not step.plan.is_look:
+            # Hours in which drafts paid give no right to try them for minutes once they do not.
+            self.tuner.elapsed = self.tuner.looking = 0.0
+
+
+def accepted_path(proposal: Proposal, new_tokens: Sequence[int]) -> list[tuple[int, int]]:
+    """The nodes that were accepted, the root first, each with the token behind it; none where there is no new token."""
+    tokens, parents, _ = proposal
+    path: list[tuple[int, int]] = []
+    for token in new_tokens:
+        node = 0
+        if path:
+            last, wanted = path[-1]
+            found = (i for i in range(last + 1, len(parents)) if parents[i] == last and tokens[i - 1] == wanted)
+            node = next(found, -1)
+        if node < 0:
+            break
+        path.append((node, token))
+    return path
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
+    """int64 [len(rows), the longest one's length], with -1 behind those that end earlier."""
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[-1] * (width - len(row))] for row in rows], dtype=torch.int64)

@@ -1,0 +1,194 @@
+"""What vLLM's drafters have verified: the tuner in a made-up server with a clock of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from pagedtree.generation.tree_tuner import StepCosts
+from pagedtree.integrations.vllm.proposals import NO_GUESS, Proposal, cut_at
+from pagedtree.integrations.vllm.tuned import BatchTuner, Pass, accepted_path
+
+PLAIN, ROW = 0.020, 0.001  # seconds of a pass without drafts, and of each draft token
+DEPTH = 6
+
+
+def chain(tokens: list[int]) -> Proposal:
+    return Proposal(tokens, np.arange(-1, len(tokens), dtype=np.int32))
+
+
+class Server:
+    """Requests whose texts count upwards. hits: how many tokens of a request's next guess are right."""
+
+    def __init__(self, hits: Callable[[str], int]) -> None:
+        self.hits, self.now = hits, 0.0
+        self.tuner = BatchTuner(DEPTH, clock=lambda: self.now)
+        self.texts: dict[str, int] = {}
+        self.proposed: dict[str, Proposal] = {}
+        self.drafted: list[int] = []  # draft tokens of each step
+        self.asked = 0
+
+    @property
+    def costs(self) -> StepCosts:
+        return self.tuner.tuner.costs[len(self.texts)]
+
+    def guess(self, request: str) -> Proposal:
+        right = self.hits(request)
+        return chain([self.texts[request] + 1 + i if i < right else 0 for i in range(DEPTH)])
+
+    def step(self, read: dict[str, int] | None = None, ended: tuple[str, ...] = ()) -> dict[str, int]:
+        """A pass of the target, and the proposals behind it; returns how many tokens each request got.
+
+        read: new requests, and the tokens of their prompts. ended: requests that are no longer there.
+        """
+        read = read or {}
+        for request in ended:
+            del self.texts[request]
+        new, rows = {}, 0
+        for request in self.texts:
+            proposal = self.proposed.get(request, NO_GUESS)
+            right = 0
+            while right < len(proposal.tokens) and proposal.tokens[right] == self.texts[request] + right + 1:
+                right += 1
+            new[request] = [self.texts[request] + 1 + i for i in range(right + 1)]
+            rows += 1 + len(proposal.tokens)
+        num_drafted = rows - len(self.texts)
+        new |= {request: [1] for request in read}
+        self.texts |= dict.fromkeys(read, 0)
+        seconds = (PLAIN if self.texts else 0.0) + ROW * (num_drafted + sum(read.values()))
+        self.now += seconds
+        for request, tokens in new.items():
+            self.texts[request] += len(tokens)
+        self.drafted.append(num_drafted)
+        requests = list(new)
+        if not requests:
+            return {}
+        plan = self.tuner.plan(Pass(requests, [*new.values()], rows + sum(read.values()), seconds), requests)
+        proposals = [NO_GUESS] * len(requests)
+        if plan.depth is not None:
+            self.asked += 1
+            proposals = self.tuner.keep([self.guess(request) for request in requests])
+        self.proposed = dict(zip(requests, proposals, strict=True))
+        return {request: len(tokens) for request, tokens in new.items()}
+
+
+def test_right_guesses_are_verified_and_wrong_ones_soon_are_not():
+    hits = {"good": DEPTH, "bad": 0}
+    for name, right in hits.items():
+        server = Server(lambda _, right=right: right)
+        server.step({name: 100})
+        for _ in range(60):
+            server.step()
+        late = server.drafted[30:]
+        if right:
+            assert np.mean(late) > 0.9 * DEPTH
+        else:
+            assert sum(late) <= 3 and sum(server.drafted[:30]) < 60
+
+
+def test_guesses_that_turn_right_are_found_and_those_that_turn_wrong_are_given_up():
+    server, right = Server(lambda _: right[0]), [0]
+    server.step({"a": 100})
+    for _ in range(60):
+        server.step()
+    right[0] = DEPTH
+    begin = len(server.drafted)
+    for _ in range(60):
+        server.step()
+    assert np.mean(server.drafted[begin + 30 :]) > 0.9 * DEPTH
+    right[0] = 0
+    begin = len(server.drafted)
+    for _ in range(250):
+        server.step()
+    assert np.mean(server.drafted[begin + 200 :]) < 0.2
+
+
+def test_costs_are_those_of_passes_of_decoding_alone():
+    """Prompts that are read beside, requests that end, and pauses before the next request are not charged."""
+    server = Server(lambda _: 0)
+    server.step({"a": 100, "b": 100})
+    for i in range(40):
+        server.step()
+        if i % 3 == 0:
+            server.step({"c": 4000})
+            server.step(ended=("c",))
+    assert server.tuner.tuner.costs[2].plain == pytest.approx(PLAIN)
+    assert server.tuner.tuner.seconds_of_token == pytest.approx(ROW, rel=0.1)
+    server.step(ended=("a", "b"))
+    server.now += 60.0
+    server.step({"d": 100, "e": 100})
+    server.step()
+    assert server.tuner.tuner.costs[2].plain == pytest.approx(PLAIN)
+
+
+def test_a_busy_server_learns_from_its_tokens_alone():
+    """Where a prompt is read in every pass, costs stay guesses; what the tokens tell is taken in all the same."""
+    server = Server(lambda request: DEPTH if request == "good" else 0)
+    server.step({"good": 100, "bad": 100})
+    for i in range(60):
+        server.step({f"{i}": 50}, ended=(f"{i - 1}",) if i else ())
+    assert len(server.proposed["good"].tokens) > 0
+    odds = server.tuner.tuner.odds
+    assert sum(tried for _, tried in odds._seen.values()) > 20
+
+
+def test_drafts_that_found_no_room_are_not_charged():
+    server = Server(lambda _: DEPTH)
+    server.step({"a": 100})
+    for _ in range(20):
+        server.step()
+    before = server.costs.row, server.costs.plain, server.costs.age
+    cut = server.proposed["a"]
+    assert len(cut.tokens) > 1
+    server.proposed["a"] = chain(cut.tokens[:1])
+    server.step()
+    assert (server.costs.row, server.costs.plain, server.costs.age) == before
+
+
+def test_a_drafter_that_costs_much_is_not_asked_where_it_guesses_wrong():
+    server = Server(lambda _: 0)
+    keep = server.tuner.keep
+
+    def slow(proposals):
+        server.now += 0.010
+        return keep(proposals)
+
+    server.tuner.keep = slow
+    server.step({"a": 100})
+    for _ in range(300):
+        server.step()
+    assert server.asked < 30
+
+
+def test_the_accepted_path_follows_the_new_tokens():
+    tree = Proposal([5, 6, 7, 8, 9], np.array([-1, 0, 0, 1, 2, 4]))
+    assert accepted_path(tree, [6, 8, 9, 3]) == [(0, 6), (2, 8), (4, 9), (5, 3)]
+    assert accepted_path(tree, [5, 7, 1]) == [(0, 5), (1, 7), (3, 1)]
+    assert accepted_path(tree, [4]) == [(0, 4)]
+    assert accepted_path(tree, [5, 8]) == [(0, 5), (1, 8)]
+    assert accepted_path(tree, []) == []
+    # Another text than that of the proposal: only its first token is known to be behind the root.
+    assert accepted_path(NO_GUESS, [1, 2, 3]) == [(0, 1)]
+
+
+def test_log_probabilities_stay_with_their_nodes():
+    tree = Proposal([5, 6, 7, 8], np.array([-1, 0, 1, 0, 3]), -np.arange(5, dtype=np.float32))
+    tokens, parents, log_probs = cut_at(1, tree)
+    assert (tokens, parents.tolist(), log_probs.tolist()) == ([5, 7], [-1, 0, 0], [0, -1, -3])
+    assert cut_at(2, tree) is tree
+
+
+def test_the_surest_nodes_are_kept():
+    """Two requests; what the drafter says of its nodes decides where they are worth as much as a plain step."""
+    server = Server(lambda _: 0)
+    server.step({"a": 100, "b": 100})
+    for _ in range(10):
+        server.step()
+    plan = server.tuner._step.plan
+    assert plan.depth is not None
+    sure = Proposal([1, 2, 3], np.arange(-1, 3, dtype=np.int32), np.zeros(4, dtype=np.float32))
+    unsure = sure._replace(log_probs=np.array([0.0, -8.0, -16.0, -24.0], dtype=np.float32))
+    kept = server.tuner.keep([unsure, sure])
+    assert len(kept[0].tokens) == 0 and len(kept[1].tokens) > 0
