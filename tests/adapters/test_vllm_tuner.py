@@ -131,7 +131,7 @@ def test_a_busy_server_learns_from_its_tokens_alone():
         server.step({f"{i}": 50}, ended=(f"{i - 1}",) if i else ())
     assert len(server.proposed["good"].tokens) > 0
     odds = server.tuner.tuner.odds
-    assert sum(tried for _, tried in odds._seen.values()) > 20
+    assert sum(tried for _, tried in odds._seen.values()) > 15
 
 
 def test_drafts_that_found_no_room_are_not_charged():

@@ -18,6 +18,11 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROO
 ALL_PAGES = [*ROOT.glob("*.md"), *(page for name in FOLDERS for page in sorted((ROOT / name).rglob("*.md")))]
 
 
+@pytest.fixture(autouse=True)
+def whole_trees():
+    """The pages show the defaults, and their code has them."""
+
+
 @pytest.fixture
 def scripts(monkeypatch):
     """Makes the modules of docs/ and examples/ importable."""
