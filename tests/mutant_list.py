@@ -400,7 +400,7 @@ CHOICE = [
     ),
     of_drafts(
         "what a drafter reads first, laid to its levels", "tree_tuner",
-        "drafting - reading, outcome.seconds - reading", "drafting, outcome.seconds",
+        "drafting - reading, seconds - reading", "drafting, seconds",
     ),
     of_drafts("siblings left out before others", "tree_tuner", "min(least[place], self.odds.of(", "(self.odds.of("),
 ]  # fmt: skip
