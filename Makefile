@@ -240,12 +240,11 @@ ifeq ($(strip $(BENCH)),)
 	python docs/make_performance.py
 endif
 
-docs: $(READY_DEV) build  ## write the generated pages and pictures of docs/ anew
+docs: $(READY_DEV) build  ## write the generated pages and plots of docs/ anew; the API reference into build/docs
 	python docs/make_api.py
 	python docs/make_plots.py
 	python docs/make_performance.py
 	python docs/make_architectures.py
-	python docs/make_pictures.py
 
 .PHONY: clean
 clean:  ## remove what was built; .venv stays

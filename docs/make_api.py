@@ -1,9 +1,10 @@
-"""Writes docs/api.md from the docstrings of the public names."""
+"""Writes docs/api.md, a line for each public name, and the full reference build/docs/api.md, from the docstrings."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
 from enum import Enum
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 
 import pagedtree
 
-TARGET = Path(__file__).resolve().parent / "api.md"
+DOCS = Path(__file__).resolve().parent
+INDEX = DOCS / "api.md"
+REFERENCE = DOCS.parent / "build" / "docs" / "api.md"
 LINE = 100
 
 # Sections of the page: title, module whose __all__ is listed. The package itself comes first and is split by module.
@@ -171,38 +174,55 @@ def member_entry(owner: str, key: str, member: Any) -> list[str]:
     return ["```python", signature_text(f"{owner}.{key}", function, method=True), "```", "", doc, ""]
 
 
-def package_sections() -> dict[str, list[tuple[str, Any]]]:
-    """The names of pagedtree.__all__ under the title of the module that defines them."""
-    sections: dict[str, list[tuple[str, Any]]] = {title: [] for title in TITLES.values()}
+def sections() -> dict[str, list[tuple[str, Any]]]:
+    """The public names by section: those of pagedtree.__all__ by the module that defines them, then EXTRA_MODULES."""
+    out: dict[str, list[tuple[str, Any]]] = {title: [] for title in TITLES.values()}
     for name in pagedtree.__all__:
         thing = getattr(pagedtree, name)
         if isinstance(thing, ModuleType) or not hasattr(thing, "__module__"):
             continue
         module = thing.__module__.removeprefix("pagedtree.").split(".")[0]
-        sections.setdefault(TITLES.get(module, module), []).append((name, thing))
-    return {title: names for title, names in sections.items() if names}
+        out.setdefault(TITLES.get(module, module), []).append((name, thing))
+    for title, path in EXTRA_MODULES.items():
+        module = importlib.import_module(path)
+        out[f"{title}: `{path}`"] = [(name, getattr(module, name)) for name in module.__all__]
+    return {title: names for title, names in out.items() if names}
 
 
-def api_markdown() -> str:
-    sections = package_sections()
+def index() -> str:
+    """The page docs/api.md: each public name, linked to its file, and the first line of its docstring."""
     out = [
         "# API reference",
         "",
-        "Written by `docs/make_api.py` from the docstrings: edit those, then run `make docs`. Names are imported from",
-        "`pagedtree` unless the section says otherwise. [concepts.md](concepts.md) explains the words. In shapes, B is",
-        "sequences, T query tokens, N tree nodes, W mask words, V the vocabulary, S the longest path.",
+        "All public names, each linked to its file, whose docstrings are the reference. `make docs` writes this list,",
+        "and puts the docstrings on one page, `build/docs/api.md`. Names are imported from `pagedtree` unless the",
+        "section says otherwise. [concepts.md](concepts.md) explains the words.",
+    ]
+    for title, names in sections().items():
+        out += ["", f"## {title}", ""]
+        for name, thing in names:
+            file = os.path.relpath(inspect.getfile(inspect.unwrap(thing)), DOCS)
+            out.append(f"- [`{name}`]({file}): {(inspect.getdoc(thing) or '').partition(chr(10))[0]}")
+    return "\n".join(out) + "\n"
+
+
+def reference() -> str:
+    """The page build/docs/api.md: signature and docstring of each public name."""
+    introduction = [
+        "# API reference",
+        "",
+        "Names are imported from `pagedtree` unless the section says otherwise. In shapes, B is sequences, T query",
+        "tokens, N tree nodes, W mask words, V the vocabulary, S the longest path.",
         "",
     ]
-    introduction, out = out, []
-    for title, names in sections.items():
+    out: list[str] = []
+    for title, names in sections().items():
         out += [f"## {title}", ""]
+        module = re.fullmatch(r".*: `(.*)`", title)
+        if module:
+            out += [docstring_markdown(inspect.getdoc(importlib.import_module(module[1])) or ""), ""]
         for name, thing in names:
             out += entry(name, thing)
-    for title, path in EXTRA_MODULES.items():
-        module = importlib.import_module(path)
-        out += [f"## {title}: `{path}`", "", docstring_markdown(inspect.getdoc(module) or ""), ""]
-        for name in getattr(module, "__all__", []):
-            out += entry(name, getattr(module, name))
     lines = [*introduction, *contents("\n".join(out)), "", *out]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 
@@ -223,7 +243,9 @@ def contents(page: str) -> list[str]:
 
 
 def main() -> None:
-    TARGET.write_text(api_markdown(), encoding="utf-8")
+    INDEX.write_text(index(), encoding="utf-8")
+    REFERENCE.parent.mkdir(parents=True, exist_ok=True)
+    REFERENCE.write_text(reference(), encoding="utf-8")
 
 
 if __name__ == "__main__":

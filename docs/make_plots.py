@@ -1,12 +1,14 @@
 """Writes the plots of docs/img from the results under benchmarks/results/ that have sweeps; needs matplotlib.
 
-A plot is named after its result: ops_avx512.json gives ops_avx512_attention.svg and others, real_cpu.json one.
-overview.svg has what performance.md begins with. Same results, same bytes.
+A plot is named after its result: ops_avx512.json gives ops_avx512_attention.svg, real_cpu.json one of its name,
+rules.json accepted_length.svg. overview.svg has what performance.md begins with. Same results, same bytes.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, NullLocator
 from real_tables import KINDS, rows_of
-from tables import DOCS, RESULTS, Result, Row
+from tables import DOCS, RESULTS, Result, Row, load
 
 IMAGES = DOCS / "img"
 
@@ -149,6 +151,25 @@ def real(result: Result) -> Figure | None:
     return figure
 
 
+RULE_COLORS = {"sampled": "C0", "rejection": "0.6", "block": "C2", "traversal": "C2", "typical": "C1"}
+
+
+def accepted_length(result: Result) -> Figure:
+    """Accepted drafts of a tree with their intervals, a bar for each way to draft and rule."""
+    rows = result["rows"]
+    figure, axes = pyplot.subplots(figsize=(8, 0.6 + 0.2 * len(rows)), layout="constrained")
+    for place, row in enumerate(reversed(rows)):
+        mean, low, high = row["accepted"]
+        color, interval = RULE_COLORS[row["rule"]], [[mean - low], [high - mean]]
+        axes.barh(place, mean, xerr=interval, color=color, alpha=0.5, ecolor=color)
+        axes.annotate(f"{mean:.2f}", (high, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=7)
+    names = [f"{row['shape']}, {row['law']}: {row['rule']}" for row in reversed(rows)]
+    axes.set_yticks(range(len(rows)), [f"{name} (lossy)" if "typical" in name else name for name in names], fontsize=8)
+    axes.set(xlabel="accepted drafts of a tree")
+    axes.grid(axis="y", visible=False)
+    return figure
+
+
 def overview(lines: list[summary.Line]) -> Figure | None:
     """How many times as fast as the fastest peer, on a logarithmic axis: to the left of 1 the peer is faster."""
     if not lines:
@@ -179,7 +200,10 @@ def write(results: Path = RESULTS, images: Path = IMAGES) -> list[Path]:
     def save(figure: Figure | None, name: str) -> None:
         if figure is not None:
             written.append(images / f"{name}.svg")
-            figure.savefig(written[-1], format="svg", metadata={"Date": None, "Creator": None})
+            text = io.StringIO()
+            figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+            # A line for each group: every point of a path has one otherwise.
+            written[-1].write_text(re.sub(r"\n\s*(?!\s*<g )", " ", text.getvalue()).rstrip() + "\n")
         pyplot.close("all")
 
     with matplotlib.rc_context(STYLE):
@@ -189,6 +213,8 @@ def write(results: Path = RESULTS, images: Path = IMAGES) -> list[Path]:
                 save(attention(result), f"{path.stem}_attention")
         for path in sorted(results.glob("real_*.json")):
             save(real(json.loads(path.read_text())), path.stem)
+        if rules := load("rules", results):
+            save(accepted_length(rules), "accepted_length")
         save(overview(summary.lines(results)), "overview")
     return written
 

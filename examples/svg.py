@@ -1,10 +1,10 @@
-"""A few SVG shapes in one style, light and dark, with which the pictures of docs/ and of a run are drawn."""
+"""A few SVG shapes in one style, light and dark, of which the picture of a run is made."""
 
 from __future__ import annotations
 
 from html import escape
 
-__all__ = ["Drawing", "mono_width"]
+__all__ = ["Drawing", "pill_width"]
 
 FONT_SIZE = 12
 _MONO_ADVANCE = 0.602  # as a share of the font size, in every common monospaced font
@@ -22,7 +22,6 @@ _COLORS = {
     "green-fill": ("#c9f2d2", "#163822"),
     "gold": ("#9a6700", "#d29922"),
     "gold-fill": ("#fff1b3", "#3a2d12"),
-    "red": ("#cf222e", "#f85149"),
 }
 
 _SANS = "-apple-system, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
@@ -38,22 +37,13 @@ text.small {{ font-size: 10.5px; }}
 .thin {{ stroke-width: 1; }}
 .thick {{ stroke-width: 2.4; }}
 .dash {{ stroke-dasharray: 4 3; }}
-.faint {{ opacity: 0.45; }}
 .none {{ fill: none; }}
 """
 
 
-def mono_width(text: str) -> float:
-    """The width in pixels of `text` in the drawing's monospaced font."""
-    return len(text) * FONT_SIZE * _MONO_ADVANCE
-
-
 def _palette(theme: int) -> str:
-    rules = []
-    for name, colors in _COLORS.items():
-        color = colors[theme]
-        rules.append(f".fill-{name} {{ fill: {color}; }} .stroke-{name} {{ stroke: {color}; }}")
-    return "\n".join(rules)
+    colors = {name: both[theme] for name, both in _COLORS.items()}
+    return " ".join(f".fill-{name} {{ fill: {c}; }} .stroke-{name} {{ stroke: {c}; }}" for name, c in colors.items())
 
 
 class Drawing:
@@ -69,16 +59,8 @@ class Drawing:
         size = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="{radius:g}"'
         self._add("rect", size, style, hover)
 
-    def circle(self, x: float, y: float, radius: float, style: str, *, hover: str = "") -> None:
-        self._add("circle", f'cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}"', style, hover)
-
-    def path(self, data: str, style: str, *, arrow: str = "") -> None:
-        """`arrow`: the colour role of a head at the path's end."""
-        head = f' marker-end="url(#head-{arrow})"' if arrow else ""
-        self._add("path", f'd="{data}"{head}', f"none {style}")
-
-    def line(self, x1: float, y1: float, x2: float, y2: float, style: str, *, arrow: str = "") -> None:
-        self.path(f"M{x1:.1f} {y1:.1f} L{x2:.1f} {y2:.1f}", style, arrow=arrow)
+    def path(self, data: str, style: str) -> None:
+        self._add("path", f'd="{data}"', f"none {style}")
 
     def text(self, x: float, y: float, text: str, style: str = "fill-ink", *, anchor: str = "start") -> None:
         """`y` is the baseline; `anchor` is start, middle or end."""
@@ -98,21 +80,12 @@ class Drawing:
         return width
 
     def render(self, width: float, height: float) -> str:
-        heads = "".join(
-            f'<marker id="head-{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
-            f'markerUnits="userSpaceOnUse" orient="auto">'
-            f'<path d="M0 0.8 L7.5 4 L0 7.2 z" class="fill-{name}"/></marker>'
-            for name in ("ink", "muted", "blue", "green", "gold")
-        )
-        body = "\n".join(self._shapes)
+        body = "\n".join("".join(self._shapes[i : i + 20]) for i in range(0, len(self._shapes), 20))
         return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" \
 width="{width:.0f}" height="{height:.0f}" role="img">
 <title>{escape(self.title)}</title>
 <style>{_SHAPES}{_palette(0)}
-@media (prefers-color-scheme: dark) {{
-{_palette(1)}
-}}</style>
-<defs>{heads}</defs>
+@media (prefers-color-scheme: dark) {{ {_palette(1)} }}</style>
 <rect x="0.5" y="0.5" width="{width - 1:.0f}" height="{height - 1:.0f}" rx="8" class="fill-page stroke-line thin"/>
 {body}
 </svg>
@@ -124,4 +97,5 @@ width="{width:.0f}" height="{height:.0f}" role="img">
 
 
 def pill_width(text: str) -> float:
-    return max(mono_width(text) + 14, 24)
+    """The width in pixels of the box around `text` in the drawing's monospaced font."""
+    return max(len(text) * FONT_SIZE * _MONO_ADVANCE + 14, 24)

@@ -75,7 +75,7 @@ def train_tokenizer(path: Path, files: list[Path]) -> None:
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
     )
     path.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(path / "tokenizer.json"))
+    tokenizer.save(str(path / "tokenizer.json"), pretty=False)
     # Written by hand: the class that transformers 5 would name here is unknown to transformers 4.
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -243,7 +243,11 @@ def main() -> None:
     stages = ["tokenizer", *RECIPES] if args.stage == "all" else [args.stage]
     if "tokenizer" in stages and not (args.out / "target" / "tokenizer.json").exists():
         train_tokenizer(args.out / "target", files)
-        shutil.copytree(args.out / "target", args.out / "draft", dirs_exist_ok=True)
+        (args.out / "draft").mkdir(exist_ok=True)
+        shutil.copy(args.out / "target" / "tokenizer_config.json", args.out / "draft")
+        link = args.out / "draft" / "tokenizer.json"
+        link.unlink(missing_ok=True)
+        link.symlink_to("../target/tokenizer.json")
     tokenizer = AutoTokenizer.from_pretrained(args.out / "target")
     if args.stage == "tokenizer":
         return

@@ -231,7 +231,7 @@ def test_plots_are_of_the_kept_results(docs, tmp_path):
     if f"matplotlib=={matplotlib.__version__}\n" not in (ROOT / "requirements-dev.txt").read_text():
         pytest.skip("another matplotlib draws other bytes")
     make_plots = docs("make_plots")
-    plots = ("ops_", "real_", "overview")
+    plots = ("ops_", "real_", "overview", "accepted_length")
     kept = {path.name: path.read_bytes() for path in make_plots.IMAGES.glob("*.svg") if path.stem.startswith(plots)}
     written = {path.name: path.read_bytes() for path in make_plots.write(images=tmp_path)}
     assert kept == written, "docs/img is out of date: run `make docs`"
