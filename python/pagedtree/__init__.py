@@ -33,7 +33,7 @@ from pagedtree.verify import (
     verify_typical,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AttentionCost",

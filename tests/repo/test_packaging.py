@@ -331,7 +331,7 @@ def test_sdist_holds_what_the_build_needs(tmp_path):
         "python/pagedtree/py.typed",
     }
     assert names >= {"Makefile", "requirements-dev.txt", "tests/repo/test_packaging.py", "examples/cpp/CMakeLists.txt"}
-    assert names >= {"requirements.txt", "examples/prompts/held_out.json"}
+    assert names >= {"requirements.txt", "examples/prompts/held_out.json", "SECURITY.md", "CITATION.cff"}
     assert [name for name in names if name.endswith(check_wheel.BINARY)] == []
     assert archive.stat().st_size < 2_000_000
 
@@ -341,6 +341,13 @@ def test_python_files_of_the_package_are_all_listed():
     listed = {name.replace(".", "/") for name in re.findall(r'"(pagedtree[\w.]*)"', packages_line())}
     found = {path.parent.relative_to(ROOT / "python").as_posix() for path in (ROOT / "python").rglob("*.py")}
     assert found == listed
+
+
+def test_the_version_is_the_same_wherever_it_stands():
+    changelog, citation = ((ROOT / name).read_text() for name in ("CHANGELOG.md", "CITATION.cff"))
+    version, date = re.findall(r"^## \[(\d.*)\] - (.*)$", changelog, re.MULTILINE)[0]
+    assert pagedtree.__version__ == version
+    assert f"\nversion: {version}\ndate-released: {date}\n" in citation
 
 
 def packages_line() -> str:
