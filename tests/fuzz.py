@@ -2,8 +2,8 @@
 
     python tests/fuzz.py [--seconds 60] [--cases N] [--seed N] [--backend simt] [--only NAME ...]
 
-Run by `make fuzz`. Hypothesis takes a valid call of `fuzz_calls.py` or one of `fuzz_*_calls.py` and changes one to
-three of its arguments: values, shapes, strides, dtypes, devices, types. A finding is
+Run by `make fuzz`. Hypothesis takes a valid call of `calls` and changes one to three of its
+arguments: values, shapes, strides, dtypes, devices, types. A finding is
 
 - another exception than ValueError, TypeError or NotImplementedError, or one whose message names no argument;
 - a write outside of the arguments' memory, or to an argument that the function only reads;
@@ -11,8 +11,8 @@ three of its arguments: values, shapes, strides, dtypes, devices, types. A findi
 - a call that takes too long or too much memory, or that kills the process.
 
 A finding is shrunk to the smallest change that shows it and printed; the search goes on with the other functions, and
-the exit status is 1. The calls run in a
-process of their own, which says before each call what it is about to do, so that a crash is reported too.
+the exit status is 1. The calls run in a process of their own, which says before each call what it is about to do, so
+that a crash is reported too.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import fuzz_adapter_calls  # noqa: F401 - makes its calls known
-import fuzz_calls
-import fuzz_checkpoint_calls  # noqa: F401 - likewise
-import fuzz_recurrent_calls  # noqa: F401 - likewise
+import calls
+import calls.adapters
+import calls.checkpoints
 import torch
-from fuzz_calls import VOCAB, Call
+from calls import Call, changed, parts_of, tensors_of
+from calls.ops import VOCAB
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -66,18 +66,6 @@ Path_ = tuple[Any, ...]
 # ---- where the values of a call are
 
 
-def parts_of(value: Any) -> Iterator[tuple[Any, Any]]:
-    """(key, part) of a value that is made of parts."""
-    if hasattr(value, "_asdict"):
-        yield from value._asdict().items()
-    elif isinstance(value, (list, tuple)):
-        yield from enumerate(value)
-    elif isinstance(value, dict):
-        yield from value.items()
-    elif dataclasses.is_dataclass(value):
-        yield from ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
-
-
 def places(value: Any, path: Path_ = ()) -> Iterator[Path_]:
     """Every value of a call, whole and in parts."""
     if path:
@@ -101,21 +89,6 @@ def at(value: Any, path: Path_) -> Any:
     for key in path:
         value = dict(parts_of(value))[key]
     return value
-
-
-def changed(value: Any, path: Path_, new: Any) -> Any:
-    """`value` with `new` at `path`."""
-    if not path:
-        return new
-    key, *rest = path
-    part = changed(dict(parts_of(value))[key], tuple(rest), new)
-    if hasattr(value, "_replace"):
-        return value._replace(**{key: part})
-    if dataclasses.is_dataclass(value):
-        return dataclasses.replace(value, **{key: part})
-    if isinstance(value, dict):
-        return {**value, key: part}
-    return type(value)(part if i == key else other for i, other in enumerate(value))
 
 
 # ---- hostile values
@@ -212,13 +185,6 @@ def hostile(draw: Callable[..., Any], value: Any, keeps_type: bool) -> tuple[str
 
 
 # ---- what a call may not do
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    for _, part in parts_of(value):
-        yield from tensors_of(part)
 
 
 class Guarded:
@@ -323,7 +289,7 @@ def search(cases: int, seed_: int, only: Sequence[str], say: Callable[[str], Non
     def hostile_call(data: st.DataObject) -> None:
         nonlocal made
         name = data.draw(st.sampled_from(only))
-        call = fuzz_calls.make(name)
+        call = calls.make(name)
         changes = []
         for _ in range(data.draw(st.integers(1, 3))):
             places_left = list(open_places(call))
@@ -361,9 +327,9 @@ def limit_memory() -> None:
 def work(arguments: argparse.Namespace) -> int:
     """Runs in the process that makes the calls; the file `arguments.last` says what it is about to do."""
     warnings.simplefilter("ignore")  # about values that a hostile dtype cannot hold
-    only = list(arguments.only or fuzz_calls.names())
+    only = list(arguments.only or calls.names())
     for name in only:  # a first call loads libraries, which are not its own memory; and valid calls must be accepted
-        run(fuzz_calls.make(name))
+        run(calls.make(name))
     if not arguments.no_memory_limit:
         limit_memory()
     begin, made, found = time.monotonic(), 0, 0
@@ -397,14 +363,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=time.time_ns() % 10**9, help="default: another one each time")
     parser.add_argument("--backend", default="cpu", choices=["cpu", "simt"])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of these calls (default all)")
-    parser.add_argument("--calls", metavar="FILE", help="Python file with further calls, see fuzz_calls.valid_call")
+    parser.add_argument("--calls", metavar="FILE", help="Python file with further calls, see calls.valid_call")
     parser.add_argument("--no-memory-limit", action="store_true", help="for AddressSanitizer, which takes terabytes")
     parser.add_argument("--last", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.calls:
         runpy.run_path(arguments.calls)
-    if unknown := set(arguments.only or []) - set(fuzz_calls.names()):
-        parser.error(f"--only: expected some of {', '.join(fuzz_calls.names())}, got {', '.join(sorted(unknown))}")
+    if unknown := set(arguments.only or []) - set(calls.names()):
+        parser.error(f"--only: expected some of {', '.join(calls.names())}, got {', '.join(sorted(unknown))}")
     if arguments.last:
         torch.set_num_threads(1)
         with use_backend(arguments.backend):

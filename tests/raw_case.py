@@ -1,4 +1,4 @@
-"""Valid calls of every raw op, taken down while the public functions of `fuzz_calls.py` make them."""
+"""Valid calls of every raw op, taken down while the public functions of `calls` make them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import fuzz_calls
-import fuzz_recurrent_calls  # noqa: F401 - makes its calls known
+import calls
+import calls.ops
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -88,44 +88,35 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _kind(call: RawCall) -> str:
+    """What is of interest in a call: which arguments it has, and of which types; it may differ in numbers."""
+    return str((call.name, [(key, _form(value)) for key, value in call.arguments.items() if value is not None]))
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.dtype, value.dim()
+    return value if isinstance(value, (bool, str)) else None
+
+
 @cache
 def _taken_down() -> list[RawCall]:
-    calls: list[RawCall] = []
+    taken: dict[str, RawCall] = {}
     # Whatever else another test has made known: `generate` reads pages that nobody has written.
-    for name in fuzz_calls.names("fuzz_calls", "fuzz_recurrent_calls"):
-        with use_backend("cpu"):  # where their tensors are, whatever the test's backend is
-            call = fuzz_calls.make(name)
-            with _Recorder() as recorder:
-                call.function(**call.arguments)
-        # The rounds of ranks differ in numbers alone; those with other arguments are of interest.
-        known: set[tuple[str, ...]] = set()
+    for name in calls.names("calls.ops", "calls.recurrent"):
+        call = calls.make(name)
+        with use_backend("cpu"), _Recorder() as recorder:  # where its tensors are, whatever the test's backend is
+            call.function(**call.arguments)
         for raw in recorder.calls:
-            kind = (raw.name, *(key for key, value in raw.arguments.items() if value is not None))
-            if kind not in known:
-                known.add(kind)
-                calls.append(raw)
-    fuzz_calls.one_rank.cache_clear()
+            taken.setdefault(_kind(raw), raw)
+    calls.ops.one_rank.cache_clear()
     dist.destroy_process_group()  # other tests make one of their own
-    return calls
+    return [*taken.values()]
 
 
 def raw_calls(device: torch.device | str = "cpu") -> list[RawCall]:
-    """At least one of each op, with its tensors on `device`; float32 where the CPU backend takes it, see `in_half`."""
-    calls = copy.deepcopy(_taken_down())
-    return [call.on_memory(lambda _, memory: memory.to(device)) for call in calls]
-
-
-# What stays in float32 where the rest of a call is in half precision.
-_FLOAT32 = ("g", "beta", "state", "lse_a", "lse_b", "lse", "sinks", "k_scale", "v_scale")
-
-
-def in_half(call: RawCall) -> RawCall:
-    """Attention and recurrent layers in the dtype that every backend takes."""
-    if not call.name.startswith(("tree_", "advance_", "merge_states")):
-        return call
-    return call.on_memory(
-        lambda name, memory: memory.bfloat16() if memory.dtype == torch.float32 and name not in _FLOAT32 else memory
-    )
+    """At least one of each op, with its tensors on `device`."""
+    return [call.on_memory(lambda _, memory: memory.to(device)) for call in copy.deepcopy(_taken_down())]
 
 
 def raw_call(name: str) -> RawCall:

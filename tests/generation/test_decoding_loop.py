@@ -5,22 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from step_case import batch_of, commit_arguments, int32, int64
+from step_case import batch_of, int32, int64
 from torch import Tensor
 
 from pagedtree import (
-    Commit,
     DraftTree,
     TreeBatch,
     Verdict,
     append_kv,
-    build_trees,
     commit,
     compact_kv,
     prepare_step,
     slot_mapping,
 )
-from pagedtree._ops import ops
 
 
 def next_token(prefix: list[int]) -> int:
@@ -169,47 +166,6 @@ def test_decoding_loop(backend, device, page_size) -> None:
 
 
 # torch ----------------------------------------------------------------------------------------------------------------
-
-
-def test_opcheck(backend, device) -> None:
-    arguments = commit_arguments(device)
-    trees, verdict, start = arguments["trees"], arguments["verdict"], arguments["start"]
-    table = int32([[0, 1, 2, 3]], device)
-    torch.library.opcheck(ops.prepare_step.default, (trees.cu_nodes, trees.depths, table, start, 2), {"total_q": 4})
-    positional = (verdict.accept_index, verdict.num_accepted, verdict.tokens, trees.cu_nodes, start)
-    written = {"history": arguments["history"], "history_lens": arguments["history_lens"]}
-    written["output_counts"] = torch.zeros(1, 7, dtype=torch.int32, device=device)
-    torch.library.opcheck(ops.commit.default, positional)
-    optional = {"eos_ids": int64([[2]], device), "node_map": int32([0, 1, 2], device)}
-    torch.library.opcheck(ops.commit.default, positional, {**written, **optional})
-
-
-def test_compile(backend, device) -> None:
-    def step(parents, cu_nodes, table, start, accept_index, num_accepted, tokens, history, history_lens):
-        trees = build_trees(parents, cu_nodes, max_nodes=4, max_depth=1)
-        prepared = prepare_step(trees, table, start, 2, total_q=4)
-        verdict = Verdict(accept_index, num_accepted, tokens, num_accepted * 0)
-        result = commit(verdict, trees, start, history=history, history_lens=history_lens)
-        return prepared, result, history + 1
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    results = []
-    for run in (step, compiled):
-        arguments = commit_arguments(device)
-        verdict, history, lens = arguments["verdict"], arguments["history"], arguments["history_lens"]
-        prepared, result, more = run(
-            int32([-1, 0, 0, -1], device),
-            int32([0, 3], device),
-            int32([[4, 5, 6, 7]], device),
-            arguments["start"],
-            *verdict[:3],
-            history,
-            lens,
-        )
-        assert isinstance(result, Commit) and result.draft_missing is None
-        results.append([*prepared, *result[:6], more, history, lens])
-    assert all(torch.equal(eager, other) for eager, other in zip(*results, strict=True))
-    assert results[1][-2].tolist() == [[0, 0, 0, 5, 6, 0, 0, 0]]
 
 
 def test_idle_trees(backend, device) -> None:

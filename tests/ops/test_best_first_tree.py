@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pagedtree import TreeBatch, best_first_tree, build_trees
-from pagedtree._ops import ops
 from pagedtree.check import loops
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -196,36 +195,6 @@ def test_refusals(device: torch.device) -> None:
             best_first_tree(**given)
     with pytest.raises(TypeError):
         best_first_tree(log_probs, tokens, roots, "4")  # type: ignore[arg-type]
-
-
-def test_opcheck(backend: str) -> None:
-    arguments = (torch.randn(2, 3, 4), numbered((2, 3, 4)), torch.tensor([1, 2]), 9)
-    torch.library.opcheck(ops.best_first_tree.default, arguments)
-
-
-def test_compile(backend: str) -> None:
-    def grow(log_probs: Tensor, tokens: Tensor, roots: Tensor) -> tuple[Tensor, ...]:
-        draft_tokens, trees = best_first_tree(log_probs.log_softmax(-1), tokens, roots, 9)
-        return draft_tokens, trees.parents, trees.mask
-
-    arguments = (torch.randn(2, 3, 4, generator=seeded(1)), numbered((2, 3, 4)), torch.tensor([1, 2]))
-    compiled = torch.compile(grow, fullgraph=True, backend="aot_eager")(*arguments)
-    assert all(map(torch.equal, compiled, grow(*arguments)))
-
-
-def test_threads_do_not_matter(backend: str) -> None:
-    log_probs = torch.randn(33, 4, 20, generator=seeded(5)).log_softmax(-1)
-    arguments = (log_probs, numbered((33, 4, 20)), torch.arange(33), 30)
-    expected = best_first_tree(*arguments)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        again = best_first_tree(*arguments)
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(expected[0], again[0]) and torch.equal(expected[1].parents, again[1].parents)
-    alone = best_first_tree(log_probs[7:8], arguments[1][7:8], torch.tensor([7]), 30)
-    assert torch.equal(alone[0], expected[0][7 * 30 : 8 * 30])
 
 
 def test_numpy_reference_is_the_definition() -> None:

@@ -151,27 +151,6 @@ def test_compact_kv_without_work(backend, device) -> None:
         assert compact_kv([torch.zeros(shape, device=device)], *one).tolist() == [3]
 
 
-def test_compact_kv_does_not_depend_on_threads(backend, device) -> None:
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            storages, caches = cache_list(12, 4, device)
-            compact_kv(
-                caches,
-                int32([[4, 1, 6], [2, 11, 0]], device),
-                int32([2, 3], device),
-                int32([[0, 3, 6, 1], [0, 1, 5, 4]], device),
-                int32([3, 3], device),
-            )
-            results.append([raw(storage) for storage in storages])
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-
-
 def test_compact_kv_refuses(backend, device) -> None:
     cache = torch.zeros((4, 2, 3), device=device)
     strided = torch.zeros((4, 2, 4, 6, 8, 10), device=device)[:, :, ::2, ::2, ::2, ::2]

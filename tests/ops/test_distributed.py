@@ -305,24 +305,6 @@ def raw_arguments(device: str = "cpu") -> tuple[Case, tuple, dict]:
     return case, tree, part
 
 
-def test_opcheck(device):
-    case, tree, part = raw_arguments(device.type)
-    count, batch = case.logits.shape[0], case.trees.batch_size
-    widths = (ROW_WORDS, LEFT_WORDS, 2, 2)
-    rows, left, words, pairs = (torch.zeros(count, n, dtype=torch.int64, device=device) for n in widths)
-    sampling = PARAMS["both"].on(case.logits.device)
-    at = {"cu_nodes": case.trees.cu_nodes, "depths": case.trees.depths}
-    step = (case.logits, rows, None, words, *sampling)
-    torch.library.opcheck(ops.step_shards.default, step, {"round": 1, "digit": 0, "last": 0, **part, **at})
-    torch.library.opcheck(ops.follow_shards.default, (rows, words, *tree), {"last": 1, "vocab": 33})
-    weigh = (case.logits, rows, left, None, None, pairs, *tree, *sampling)
-    torch.library.opcheck(ops.weigh_shards.default, weigh, {"round": 0, "index": 0, **part, "draft_law": "onehot"})
-    walk = (rows, left, pairs, pairs.clone(), *tree)
-    kept = {"index": 0, "vocab": 33, "draft_law": "onehot", **case.streams}
-    torch.library.opcheck(ops.walk_shards.default, walk, kept)
-    assert ops.walk_shards(*walk, **kept)[-1].shape == (batch, END_WORDS)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

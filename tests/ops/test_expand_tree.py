@@ -10,7 +10,6 @@ from draft_checks import ToyModel, best_tokens, int32, mask_sets, packed_trees, 
 from torch import Tensor
 
 from pagedtree import DraftState, SamplingParams, expand_tree, rerank_tree, start_draft
-from pagedtree._ops import ops
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -236,28 +235,6 @@ def test_refusals(backend: str) -> None:
     grown = expand_tree(state, logits, num_children=2, num_frontier=1)
     with pytest.raises(ValueError, match=r"`law` must be 'topk' as in the levels before, got 'iid'"):
         expand_tree(grown, logits, num_children=2, law="iid")
-
-
-def test_opcheck(backend: str) -> None:
-    state = start_draft(torch.tensor([1, 2]), max_kv_nodes=40)
-    fields = (state.tokens, state.parents, state.scores, state.kv_index)
-    torch.library.opcheck(
-        ops.expand_tree.default,
-        (*fields, state.frontier, state.mask, torch.randn(2, 30)),
-        {"level": 0, "num_kv": 1, "num_children": 3, "num_frontier": 2},
-    )
-    torch.library.opcheck(ops.rerank_tree.default, fields, {"num_nodes": 3, "by_score": True})
-    sampled = [torch.tensor([value]) for value in (1.0, 0, 0.9, 0.0)]
-    sampled[1] = sampled[1].int()
-    torch.library.opcheck(
-        ops.expand_tree.default,
-        (*fields, state.frontier, state.mask, torch.randn(2, 30)),
-        {
-            "level": 0, "num_kv": 1, "num_children": 3, "num_frontier": 2, "law": "swor",
-            **dict(zip(("temperature", "top_k", "top_p", "min_p"), sampled, strict=True)),
-            "seeds": torch.tensor([1, 2]), "positions": torch.tensor([3, 4]),
-        },
-    )  # fmt: skip
 
 
 def test_compile(backend: str) -> None:

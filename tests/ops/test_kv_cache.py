@@ -10,7 +10,6 @@ from cache_case import (
     LATENT_LAYOUTS,
     PAGE_SIZES,
     clones,
-    compact_arguments,
     int32,
     latent_view,
     payload,
@@ -385,48 +384,3 @@ def test_offsets_past_2_31(backend, device) -> None:
 
 
 # torch ----------------------------------------------------------------------------------------------------------------
-
-
-def test_opcheck(backend, device) -> None:
-    table, seq_lens, offsets = int32([[0, 1]], device), int32([3], device), int32([0, 2], device)
-    torch.library.opcheck(ops.slot_mapping.default, (table, seq_lens, offsets, 2), {"total_q": 3})
-    torch.library.opcheck(ops.append_kv.default, tuple(append_arguments(device).values()))
-    latent = {**append_arguments(device), "v": None, "v_cache": None}
-    torch.library.opcheck(ops.append_kv.default, tuple(latent.values()))
-    arguments = append_arguments(device)
-    fp8_caches = [arguments[name].to(FP8) for name in ("k_cache", "v_cache")]
-    scales = {"k_scale": torch.tensor(2.0, device=device), "v_scale": torch.ones(3, device=device)}
-    torch.library.opcheck(
-        ops.append_kv.default,
-        (arguments["k"], arguments["v"], *fp8_caches, arguments["slots"]),
-        scales,
-        test_utils=("test_faketensor", "test_aot_dispatch_dynamic"),  # torch's schema test lacks fp8
-    )
-    floats = compact_arguments(device)
-    floats["caches"] = [cache.nan_to_num(0.5) for cache in floats["caches"]]
-    torch.library.opcheck(ops.compact_kv.default, tuple(floats.values()))
-
-
-def test_compile(backend, device) -> None:
-    def step(k, v, caches, table, seq_lens, offsets, path, accepted):
-        slots = slot_mapping(table, seq_lens, offsets, 2, total_q=k.shape[0])
-        append_kv(k, v, caches[0], caches[1], slots)
-        append_kv(k.flatten(1).unsqueeze(1), None, caches[3], None, slots)
-        new_lens = compact_kv(caches, table, seq_lens - 3, path, accepted)
-        return slots, new_lens, caches[0] * 2
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    results = []
-    for run in (step, compiled):
-        caches = [torch.zeros((4, 2, *row), device=device) for row in ((2, 4), (2, 4), (2, 4), (1, 8))]
-        k = torch.arange(24.0, device=device).view(3, 2, 4)
-        offsets, path = int32([0, 3], device), int32([[0, 2]], device)
-        slots, lens, doubled = run(
-            k, -k, caches, int32([[2, 0, 1]], device), int32([5], device), offsets, path, int32([1], device)
-        )
-        results.append([slots, lens, doubled, *caches])
-    assert all(torch.equal(eager, other) for eager, other in zip(*results, strict=True))
-    slots, lens, doubled, k_cache, v_cache, _, latent_cache = results[1]
-    assert slots.tolist() == [0, 1, 2] and lens.tolist() == [4]
-    assert torch.equal(k_cache[0, 1], k_cache[1, 0]) and torch.equal(v_cache, -k_cache)
-    assert torch.equal(doubled, 2 * k_cache) and torch.equal(latent_cache.view_as(k_cache), k_cache)

@@ -63,11 +63,8 @@ def test_empty(on_device: None, shape: tuple[int, ...]) -> None:
     assert out.shape == shape and lse.shape == shape[:2]
 
 
-def test_op_and_errors(on_device: None) -> None:
+def test_refusals(on_device: None) -> None:
     out, lse = torch.randn(3, 4, 64), torch.randn(3, 4)
-    torch.library.opcheck(torch.ops.pagedtree.merge_states, (out, lse, out, lse))
-    compiled = torch.compile(lambda a, b: merge_states(a, b, a, b), fullgraph=True)
-    torch.testing.assert_close(compiled(out, lse), merge_states(out, lse, out, lse))
     with pytest.raises(ValueError, match=r"merge_states: `out_b` must be of shape \[3, 4, 64\], got \[3, 4, 32\]"):
         merge_states(out, lse, out[..., :32], lse)
     with pytest.raises(ValueError, match="`out_b` must be of dtype Float, got Half"):
@@ -76,5 +73,3 @@ def test_op_and_errors(on_device: None) -> None:
         merge_states(out, lse, out, lse.double())
     with pytest.raises(ValueError, match="`out_a` must be contiguous in its last dimension"):
         merge_states(out.transpose(1, 2), lse, out, lse)
-    with pytest.raises(TypeError):
-        merge_states(out, lse, out, 3)

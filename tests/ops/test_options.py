@@ -25,7 +25,6 @@ from options_case import (
     verify,
 )
 from shard_case import pack
-from torch import Tensor
 from verify_case import BAD_ROW, check
 
 from pagedtree import RequestOptions, SamplingParams, reference, sample, verify_rejection, verify_sampled
@@ -149,10 +148,6 @@ def test_no_sequences(device):
 
 
 # By hand --------------------------------------------------------------------------------------------------------------
-
-
-def tensors(device: torch.device, **values: tuple[list, torch.dtype]) -> dict[str, Tensor]:
-    return {name: torch.tensor(value, dtype=dtype, device=device) for name, (value, dtype) in values.items()}
 
 
 def greedy(row: list[float], device: torch.device, penalties: dict | None = None, **given) -> int:

@@ -24,7 +24,6 @@ from options_case import (
 )
 from step_case import int32
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from verify_case import check_bounds
 
 from pagedtree import (
@@ -42,7 +41,6 @@ from pagedtree import (
     verify_traversal,
     verify_typical,
 )
-from pagedtree._ops import ops
 from pagedtree.check.cases.capture import captured
 
 FAR = 2**31 - 1
@@ -310,55 +308,6 @@ def test_positions_at_the_ends(device):
 
 
 # Torch ----------------------------------------------------------------------------------------------------------------
-
-
-def raw(case: Case, op: Callable) -> tuple[Callable, tuple, dict]:
-    trees = case.trees
-    arguments = (
-        case.logits, case.drafts, trees.cu_nodes, trees.depths, trees.first_child, trees.next_sibling, trees.valid,
-        trees.max_nodes, trees.max_depth, *case.params.on(case.logits.device),
-    )  # fmt: skip
-    keywords = {"draft_law": "iid", "draft_probs": case.probs} if op is not verify_sampled else {}
-    keywords |= {"parents": trees.parents, **case.params.penalties_on(case.logits.device), **case.options.tensors()}
-    return getattr(ops, op.__name__).default, arguments, {**keywords, **case.streams, "grammar_mask": case.grammar_mask}
-
-
-@pytest.mark.parametrize("op", [OPS[0], *(pytest.param(op, marks=pytest.mark.slow) for op in OPS[1:])])
-def test_opcheck(device, op):
-    torch.library.opcheck(*raw(good_case(device), op))
-
-
-def test_opcheck_sample(device):
-    case = good_case(device)
-    given = {**case.params.penalties_on(device), **case.options.tensors(), "grammar_mask": case.grammar_mask[:6]}
-    arguments = (case.logits[:6], *case.params.on(device))
-    torch.library.opcheck(ops.sample.default, arguments, {**case.streams, **given})
-
-
-def test_fake_tensors(device):
-    case = good_case(device)
-    for op in OPS:
-        with FakeTensorMode() as mode:
-            fake = run(op, changed(case, mode.from_tensor))
-        for a, b in zip(fake, run(op, case), strict=True):
-            assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
-    with FakeTensorMode() as mode:
-        other = changed(case, mode.from_tensor)
-        fake = sample(other.logits[:6], other.params, **other.streams, options=other.options)
-    assert fake.shape == (6,) and fake.dtype == torch.int64
-
-
-@pytest.mark.slow
-def test_compile(device):
-    case = good_case(device)
-
-    def step(logits: Tensor, counts: Tensor, lens: Tensor) -> Tensor:
-        now = replace(case, logits=logits)
-        options = replace(case.options, output_counts=counts, history_lens=lens)
-        return run(verify_sampled, now, options=options).tokens * 1000 + run(verify_block, now, options=options).tokens
-
-    given = case.logits, case.options.output_counts, case.options.history_lens
-    assert torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(*given), step(*given))
 
 
 class Steps:

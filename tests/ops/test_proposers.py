@@ -9,7 +9,6 @@ import torch
 from draft_checks import best_tokens, int32, packed_trees, seeded
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from pagedtree import Draft, DraftTree, TreeBatch, medusa_propose, ngram_propose, rejected_predictions
 from pagedtree._ops import ops
@@ -278,37 +277,3 @@ def test_refusals(device: torch.device) -> None:
 def test_value_checks(value_checks: None) -> None:
     with pytest.raises(ValueError, match=r"ngram_propose: `history_lens\[1\]` must be in 0\.\.5, got 6"):
         ngram_propose(torch.zeros(2, 5, dtype=torch.int64), int32([5, 6]), max_nodes=4, max_depth=4)
-
-
-def test_opcheck(backend: str) -> None:
-    torch.library.opcheck(
-        ops.ngram_propose.default,
-        (torch.tensor([[1, 2, 1], [3, 4, 3]]), int32([3, 2])),
-        {
-            "max_nodes": 4,
-            "max_depth": 2,
-            "extra": torch.tensor([[1, 2], [4, 3]]),
-            "active": torch.tensor([True, False]),
-        },
-    )
-    torch.library.opcheck(
-        ops.medusa_propose.default,
-        (torch.randn(2, 3, 8), int32([-1, 0]), int32([0, 1]), int32([-1, 0])),
-        {"num_top": 1, "root_tokens": torch.tensor([1, 2])},
-    )
-
-
-def test_compile(backend: str) -> None:
-    tree = DraftTree.from_paths(MEDUSA_PATHS[:20])
-
-    def propose_tokens(history: Tensor, lens: Tensor, heads: Tensor) -> tuple[Tensor, ...]:
-        found = ngram_propose(history, lens, max_nodes=8, max_depth=3)
-        filled = medusa_propose(heads, tree, root_tokens=found.draft_tokens[:2])
-        extra = rejected_predictions(found.trees, found.draft_tokens, found.draft_tokens + 7, lens[:, None] * 0)
-        return found.draft_tokens, found.trees.parents, filled.draft_tokens, filled.trees.mask, extra
-
-    texts = (torch.tensor([[1, 2, 3, 1, 2], [4, 4, 4, 4, 4]]), int32([5, 3]), torch.randn(2, 4, 30))
-    expected = propose_tokens(*texts)
-    compiled = torch.compile(propose_tokens, fullgraph=True, backend="aot_eager")(*texts)
-    for mine, eager in zip(compiled, expected, strict=True):
-        assert mine.equal(eager)

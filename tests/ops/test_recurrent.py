@@ -14,7 +14,6 @@ from torch import Tensor
 
 import pagedtree as pt
 from pagedtree import _C, TreeBatch, build_trees
-from pagedtree._ops import ops
 from pagedtree.check import recurrent as loops
 
 BOUNDS = {torch.float32: 1e-4, torch.float16: 2.5e-3, torch.bfloat16: 1e-2}
@@ -157,16 +156,6 @@ def test_value_heads_share_nothing_but_keys(channels: bool, rows: str) -> None:
         )  # fmt: skip
         assert torch.equal(alone.run(), out[:, mine])
         assert torch.equal(alone.advance(pt.advance_state, *path), state[:, mine])
-
-
-def test_threads() -> None:
-    of = layer(trees_of([30, 17, 4], 6))
-    threads, out = torch.get_num_threads(), of.run()
-    try:
-        torch.set_num_threads(3)
-        assert torch.equal(of.run(), out)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_what_cannot_be_reached() -> None:
@@ -458,38 +447,3 @@ def test_value_checks(value_checks: None) -> None:
     trees.cu_nodes[1] = 9
     with pytest.raises(ValueError, match="tree_delta_rule: `cu_nodes` must be non-descending"):
         of.run()
-
-
-def test_opcheck() -> None:
-    trees = trees_of([3, 4])
-    tree = (trees.cu_nodes, trees.parents, trees.depths)
-    path, none = paths_to(trees, [2, 3], 4), (None, None, None)
-    cut = int32([0, 3, 7])
-    for channels, with_beta in [(False, True), (True, False)]:
-        of = layer(trees, channels=channels, with_beta=with_beta, transposed=True)
-        rest = (of.k, of.v, of.g, of.beta)
-        for rows, accepted, options in [(tree, path, {"max_nodes": 4}), (none, (None, None), {"cu_seqlens": cut})]:
-            given = (of.q, *rest, of.state, of.state_index, *rows)
-            torch.library.opcheck(ops.tree_delta_rule.default, given, {**options, "scale": 1.0, "l2norm": True})
-            torch.library.opcheck(
-                ops.advance_state.default, (of.state, of.state_index, *rest, *rows, *accepted), options
-            )
-    x, weight, state = torch.randn(7, 5).to(case.PLAIN), torch.randn(5, 4), torch.randn(3, 5, 3).to(case.PLAIN)
-    index = int32([0, 1])
-    for rows, accepted, options in [(tree, path, {"max_nodes": 4}), (none, (None, None), {"cu_seqlens": cut})]:
-        given = (x, weight, weight[:, 0], state, index, *rows)
-        torch.library.opcheck(ops.tree_conv1d.default, given, {**options, "activation": "silu"})
-        torch.library.opcheck(ops.advance_conv.default, (state, index, x, *rows, *accepted), options)
-
-
-def test_compile() -> None:
-    trees = trees_of([3, 4])
-    of, path = layer(trees), paths_to(trees, [2, 3], 4)
-
-    def step(v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        out = replace(of, v=v * 2, state=state).run()
-        pt.advance_state(state, of.state_index, of.k, v * 2, of.g, of.beta, trees, *path)
-        return out + 1, state
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    assert all(map(torch.equal, compiled(of.v, of.state.clone()), step(of.v, of.state.clone())))

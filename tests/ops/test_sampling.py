@@ -458,22 +458,3 @@ def test_refusals(device):
         ops.sample(
             logits, *SamplingParams().on(device)[:4], "neither", seeds=good["seeds"], positions=good["positions"]
         )
-
-
-def test_opcheck(device):
-    logits = torch.randn(3, 50, device=device)
-    stream = torch.arange(3, device=device)
-    arguments = (logits, *SamplingParams(top_p=0.9).on(device))
-    torch.library.opcheck(ops.sample.default, arguments, {"seeds": stream, "positions": stream})
-
-
-def test_compile(device):
-    def step(logits: Tensor, seeds: Tensor, positions: Tensor, top_p: Tensor) -> Tensor:
-        fixed = sample(logits, SamplingParams(temperature=0.8, top_k=20), seeds=seeds, positions=positions)
-        return fixed + sample(logits * 2, SamplingParams(top_p=top_p), seeds=seeds, positions=positions)
-
-    logits = torch.randn(4, 100, device=device)
-    stream = torch.arange(4, device=device)
-    top_p = torch.rand(4, device=device)
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(logits, stream, stream, top_p), step(logits, stream, stream, top_p))

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pagedtree import DraftTree, TreeBatch, best_first_tree, build_trees, select_nodes
-from pagedtree._ops import ops
 from pagedtree.check import loops
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -222,23 +221,3 @@ def test_value_checks(value_checks: None) -> None:
     trees.cu_nodes[1] = 9
     with pytest.raises(ValueError, match="select_nodes: `cu_nodes` must be non-descending"):
         select_nodes(trees, torch.ones(7), 4)
-
-
-def test_opcheck(backend: str) -> None:
-    trees = batch_of([3, 4], seeded(1))
-    fields = (trees.cu_nodes, trees.parents, trees.depths, trees.valid, torch.rand(7), 5)
-    for limit in (None, int32([3])):
-        torch.library.opcheck(ops.select_nodes.default, fields, {"max_nodes": 4, "max_depth": 3, "limit": limit})
-    torch.library.opcheck(ops.select_nodes.default, (*fields[:-1], 1), {"max_nodes": 4, "max_depth": 3})
-
-
-def test_compile(backend: str) -> None:
-    trees = batch_of([5, 4, 6], seeded(1))
-
-    def select(survival: Tensor, limit: Tensor) -> tuple[Tensor, ...]:
-        kept, node_map = select_nodes(trees, survival * 2, 11, limit=limit)
-        return kept.parents, kept.cu_nodes, kept.mask, node_map
-
-    arguments = (torch.rand(15, generator=seeded(2)), int32([8]))
-    compiled = torch.compile(select, fullgraph=True, backend="aot_eager")(*arguments)
-    assert all(map(torch.equal, compiled, select(*arguments)))

@@ -11,10 +11,8 @@ import torch
 from options_case import PARTS, Case, changed, make_case, strided
 from sampling_case import HALF_TYPES, SAMPLINGS
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pagedtree import RequestOptions, SamplingParams, reference, token_logprobs
-from pagedtree._ops import ops
 
 INF = float("inf")
 
@@ -256,37 +254,6 @@ def test_refusals(device):
     wide = torch.zeros(1, 2000, device=device)
     with pytest.raises(ValueError, match=r"`top_n` must be in 0\.\.1024, got 1025"):
         token_logprobs(wide, tokens[:1], top_n=1025)
-
-
-def test_opcheck_and_fake_tensors(device):
-    case = changed(make_case(64, PARTS, seed=4), lambda t: t.to(device))
-    rows, tokens, _ = of_rows(case, len(case.seeds))
-    params = replace(SamplingParams(temperature=0.7, top_k=9), **case.penalties)
-    names = ("temperature", "top_k", "top_p", "min_p", "filter_order")
-    given = dict(zip(names, params.on(case.logits.device), strict=True))
-    given |= {**params.penalties_on(case.logits.device), **case.options.tensors()}
-    torch.library.opcheck(ops.token_logprobs.default, (case.logits, tokens), {**given, "rows": rows, "top_n": 3})
-    torch.library.opcheck(ops.token_logprobs.default, (case.logits, case.drafts), {})
-    with FakeTensorMode() as mode:
-        other = changed(case, mode.from_tensor)
-        fake = token_logprobs(other.logits, mode.from_tensor(tokens), rows=mode.from_tensor(rows), top_n=3)
-    real = token_logprobs(case.logits, tokens, rows=rows, params=params, options=case.options, top_n=3)
-    assert [(t.shape, t.dtype, t.stride()) for t in fake] == [(t.shape, t.dtype, t.stride()) for t in real]
-
-
-@pytest.mark.slow
-def test_compile(device):
-    case = changed(make_case(64, PARTS, seed=4), lambda t: t.to(device))
-    rows, tokens, _ = of_rows(case, len(case.seeds))
-    params = replace(SamplingParams(temperature=0.7, top_k=9), **case.penalties)
-
-    def step(logits: Tensor, tokens: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
-        options = replace(case.options, output_counts=counts)
-        return token_logprobs(logits, tokens, rows=rows, params=params, options=options, top_n=3)
-
-    given = case.logits, tokens, case.options.output_counts
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    assert all(torch.equal(a, b) for a, b in zip(compiled(*given), step(*given), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -1,4 +1,4 @@
-"""tree_attention as an op: opcheck, torch.compile, refusals, bad values."""
+"""tree_attention as an op: refusals, bad values."""
 
 from __future__ import annotations
 
@@ -22,57 +22,17 @@ def small(target: Target, kind: dict[str, Any] | None = None, **options: Any) ->
     )
 
 
-def split(case: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    first = ("q", "k_cache", "v_cache", "page_table", "seq_lens", "cu_seqlens_q", "tree_mask")
-    return tuple(case[name] for name in first), {k: v for k, v in case.items() if k not in first}
-
-
-def empty_out(case: dict[str, Any]) -> torch.Tensor:
-    return case["q"].new_empty((*case["q"].shape[:2], case["v_cache"].shape[3]))
-
-
-def opcheck(case: dict[str, Any]) -> None:
-    arguments, options = split(case)
-    torch.library.opcheck(torch.ops.pagedtree.tree_attention.default, arguments, options)
-    for lse in (None, torch.empty(9, 4)):
-        outputs = {"out": empty_out(case), "lse": lse}
-        torch.library.opcheck(torch.ops.pagedtree.tree_attention.out, arguments, {**options, **outputs})
-
-
 @once_per_backend
-def test_opcheck(target: Target) -> None:
-    opcheck(small(target))
-    opcheck(small(target, softcap=5.0, window=3, sinks=torch.zeros(4), scale=0.3, max_seqlen_q=7))
-    opcheck(dict(small(target), tree_mask=None, tree_lens=None))
+def test_a_latent_cache_is_a_view_in_compiled_code(target: Target) -> None:
+    """A copy would be read twice, and might have a softcap."""
+    case = small(target, LATENT)
 
+    def step(q: torch.Tensor, k: torch.Tensor, softcap: float) -> torch.Tensor:
+        return tree_attention(**dict(case, q=q, k_cache=k, v_cache=k[..., :128]), softcap=softcap)
 
-@once_per_backend
-def test_opcheck_latent(target: Target) -> None:
-    opcheck(small(target, LATENT, window=3, sinks=torch.zeros(4), scale=0.3, max_seqlen_q=7))
-
-
-@once_per_backend
-@pytest.mark.parametrize("dynamic", [False, True])
-@caches
-def test_compile(target: Target, dynamic: bool, options: dict[str, Any]) -> None:
-    if options and target.backend == "simt":
-        pytest.skip("compiled as for the CPU")
-    case = small(target, options)
-
-    def step(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, softcap: float = 0.0) -> tuple[torch.Tensor, ...]:
-        views = {"k_cache": k, "v_cache": k[..., :128]} if options else {}
-        first, lse = tree_attention(**dict(case, q=q, **views), return_lse=True, softcap=softcap)
-        tree_attention(**dict(case, q=2 * q, **views), out=out)
-        return first + out, lse
-
-    torch.compiler.reset()  # compiled code is kept for the code of `step`, and not for as many cases as there are
-    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
-    result = compiled(case["q"], case["k_cache"], empty_out(case))
-    for a, b in zip(result, step(case["q"], case["k_cache"], empty_out(case)), strict=True):
-        torch.testing.assert_close(a, b)
-    if options and not dynamic:  # still a view: a copy would be read twice, and might have a softcap
-        with pytest.raises((ValueError, RuntimeError), match="`softcap` must be 0 where v_cache is a view of k_cache"):
-            compiled(case["q"], case["k_cache"], empty_out(case), 5.0)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    with pytest.raises((ValueError, RuntimeError), match="`softcap` must be 0 where v_cache is a view of k_cache"):
+        compiled(case["q"], case["k_cache"], 5.0)
 
 
 REFUSALS = [
@@ -130,16 +90,6 @@ def test_fp8_scale_shapes(target: Target) -> None:
         tree_attention(**case, k_scale=torch.ones(6))
     with pytest.raises(ValueError, match="`v_scale` must be of dtype Float, got Double"):
         tree_attention(**case, v_scale=torch.ones(()).double())
-
-
-@once_per_backend
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("q", None), ("k_cache", None), ("seq_lens", None), ("window", "wide"), ("scale", "big"), ("plan", 3)],
-)
-def test_wrong_types(target: Target, name: str, value: Any) -> None:
-    with pytest.raises(TypeError):
-        tree_attention(**dict(small(target), **{name: value}))
 
 
 def ints(*values: int) -> torch.Tensor:

@@ -437,15 +437,6 @@ def test_tree_of_a_malformed_batch() -> None:
 # torch ----------------------------------------------------------------------------------------------------------------
 
 
-def test_opcheck(backend, device) -> None:
-    for parents, offsets in [([-1, 0, 0, 1, 5, -1], [0, 4, 5]), ([], [0]), ([-1], [0, 1])]:
-        torch.library.opcheck(
-            ops.build_trees.default,
-            (int32(parents, device), int32(offsets, device)),
-            {"max_nodes": 40, "max_depth": 3},
-        )
-
-
 def test_trees_are_made_outside_of_compiled_code() -> None:
     tree = DraftTree.full([2, 1])
 
@@ -461,19 +452,6 @@ def test_trees_are_made_outside_of_compiled_code() -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(inner_tree, fullgraph=True, backend="aot_eager")(logits)
     assert torch.equal(torch.compile(inner_tree, backend="aot_eager")(logits), drafts(logits))
-
-
-def test_compile(backend, device) -> None:
-    def visible_nodes(parents: Tensor, cu_nodes: Tensor) -> tuple[TreeBatch, Tensor]:
-        batch = build_trees(parents, cu_nodes, max_nodes=40, max_depth=8)
-        return batch, batch.depths + 1
-
-    compiled = torch.compile(visible_nodes, fullgraph=True, backend="aot_eager", dynamic=True)
-    for trees in ([[-1, 0, 1], [-1]], [[-1, 0, 0, 2, 7], [-1, 0], [-1]]):
-        cu_nodes = int32(np.concatenate([[0], np.cumsum([len(t) for t in trees])]).tolist(), device)
-        batch, counts = compiled(int32([p for t in trees for p in t], device), cu_nodes)
-        check_batch(batch, trees)
-        assert torch.equal(counts, batch.depths + 1)
 
 
 def test_active_tells_idle_sequences_from_malformed_trees(device):

@@ -21,7 +21,6 @@ from pagedtree import (
     verify_greedy,
     verify_sampled,
 )
-from pagedtree._ops import ops
 
 
 def without_drafts(logits: Tensor, params: SamplingParams, seed: Tensor, position: Tensor):
@@ -335,37 +334,3 @@ def test_instruction_sets_agree(device, monkeypatch, row_isa):
     monkeypatch.setenv("PAGEDTREE_CPU_ISA", "portable")
     expected = verify_sampled(logits, drafts, trees, PARAMS, **at, grammar_mask=mask)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
-def raw_arguments(trees: TreeBatch, logits: Tensor, drafts: Tensor) -> tuple:
-    return (
-        logits, drafts, trees.cu_nodes, trees.depths, trees.first_child, trees.next_sibling, trees.valid,
-        trees.max_nodes, trees.max_depth,
-    )  # fmt: skip
-
-
-def test_opcheck(device):
-    trees = batch_of([[-1, 0, 0], [-1, 0]], device)
-    logits, drafts = torch.randn(5, 40, device=device), torch.zeros(5, dtype=torch.int32, device=device)
-    mask = torch.ones(5, 40, dtype=torch.bool, device=device)
-    table = torch.arange(40, device=device)
-    arguments = raw_arguments(trees, logits, drafts)
-    optional = {"grammar_mask": mask, "draft_to_target": table}
-    torch.library.opcheck(ops.verify_greedy.default, arguments, optional)
-    torch.library.opcheck(
-        ops.verify_sampled.default, (*arguments, *SamplingParams().on(device)), {**streams(2, device), **optional}
-    )
-
-
-def test_compile(device):
-    trees = batch_of([[-1, 0, 0], [-1, 0]], device)
-
-    def step(logits: Tensor, drafts: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-        greedy = verify_greedy(logits, drafts, trees)
-        sampled = verify_sampled(logits, drafts, trees, PARAMS, seeds=seeds, positions=positions)
-        return greedy.tokens * 100 + sampled.tokens + sampled.num_accepted[:, None]
-
-    logits, drafts = torch.randn(5, 40, device=device), torch.zeros(5, dtype=torch.int32, device=device)
-    at = streams(2, device)
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(logits, drafts, **at), step(logits, drafts, **at))

@@ -28,7 +28,6 @@ from pagedtree import (
     verify_traversal,
     verify_typical,
 )
-from pagedtree._ops import ops
 
 OPS = {
     verify_rejection: reference.rejection,
@@ -445,46 +444,3 @@ def test_value_checks(device, value_checks):
         rows[3] = len(drafts)
         with pytest.raises(ValueError, match=r"`draft_rows\[3\]` must be in 0\.\.13, got 14"):
             verify_rejection(logits, drafts, trees, params, draft_rows=rows, **keywords)
-
-
-def raw(trees: TreeBatch, logits: Tensor, drafts: Tensor) -> tuple:
-    return (
-        logits, drafts, trees.cu_nodes, trees.depths, trees.first_child, trees.next_sibling, trees.valid,
-        trees.max_nodes, trees.max_depth, *SamplingParams().on(logits.device),
-    )  # fmt: skip
-
-
-@each_op
-def test_opcheck(device, op):
-    (logits, drafts, trees, _), keywords = forest(op, 2, 40, device)
-    names = ("temperature", "top_k", "top_p", "min_p", "filter_order")
-    draft = {f"draft_{name}": x for name, x in zip(names, SamplingParams().on(logits.device), strict=True)}
-    optional = {
-        "draft_rows": torch.arange(len(drafts), device=device),
-        "coins": torch.rand(len(drafts), device=device),
-        "final_coins": torch.rand(2, device=device),
-        "grammar_mask": torch.ones(logits.shape, dtype=torch.bool, device=device),
-        "draft_to_target": torch.arange(40, device=device),
-        **draft,
-    }
-    overload = getattr(ops, op.__name__).default
-    torch.library.opcheck(overload, raw(trees, logits, drafts), {**keywords, **optional})
-
-
-def test_opcheck_typical(device):
-    (logits, drafts, trees, _), _ = forest(verify_rejection, 2, 40, device)
-    torch.library.opcheck(ops.verify_typical.default, raw(trees, logits, drafts), {"epsilon": 0.1, "delta": 0.2})
-
-
-def test_compile(device):
-    (logits, drafts, trees, params), keywords = forest(verify_traversal, 3, 40, device)
-    law = keywords.pop("draft_law")
-
-    def step(logits: Tensor, drafts: Tensor, **given: Tensor) -> Tensor:
-        rejection = verify_rejection(logits, drafts, trees, params, draft_law=law, **given)
-        traversal = verify_traversal(logits, drafts, trees, params, draft_law=law, draft_params=params, **given)
-        typical = verify_typical(logits, drafts, trees, params)
-        return rejection.tokens * 10000 + traversal.tokens * 100 + typical.tokens
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(logits, drafts, **keywords), step(logits, drafts, **keywords))

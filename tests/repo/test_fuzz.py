@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fuzz_calls
+import calls
+import calls.ops
 import pytest
 import torch
 import torch.distributed as dist
-from fuzz import changed, run
-from fuzz_calls import Call
+from calls import Call, changed
+from fuzz import run
 from step_case import int32
 
 import pagedtree as pt
@@ -89,13 +90,13 @@ def group() -> Iterator[None]:
     """Leaves no process group behind: other tests make their own."""
     yield
     if dist.is_initialized():
-        fuzz_calls.one_rank.cache_clear()
+        calls.ops.one_rank.cache_clear()
         dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("name", "path", "value", "message"), FINDINGS)
 def test_findings(name: str, path: tuple[Any, ...], value: Any, message: str | None) -> None:
-    call = fuzz_calls.make(name)
+    call = calls.make(name)
     if message is None:
         call.arguments = changed(call.arguments, path, value)
         run(call)
@@ -115,10 +116,10 @@ def test_results_too_large_for_the_memory() -> None:
         pt.slot_mapping(int32([[0]]), int32([0]), int32([0, 0]), 4, total_q=2**46)
 
 
-@pytest.mark.parametrize("name", fuzz_calls.names())
+@pytest.mark.parametrize("name", calls.names())
 def test_calls_are_valid(name: str) -> None:
     """Nothing that is refused from the start is worth changing."""
-    call = fuzz_calls.make(name)
+    call = calls.make(name)
     call.function(**call.arguments)
 
 
@@ -167,7 +168,7 @@ def test_a_crash_is_reported(tmp_path: Path) -> None:
     calls = tmp_path / "calls.py"
     calls.write_text(
         "import os\n"
-        "from fuzz_calls import Call, valid_call\n"
+        "from calls import Call, valid_call\n"
         "@valid_call\n"
         "def dying():\n"
         "    return Call(lambda size: size == 3 or os.abort(), {'size': 3})\n"

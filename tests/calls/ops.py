@@ -1,16 +1,8 @@
-"""Valid calls of every public function that takes values from its user: what `fuzz.py` changes to hostile ones.
-
-Those of recurrent layers are in `fuzz_recurrent_calls.py`, those of the adapters in `fuzz_adapter_calls.py`, those that
-load checkpoints in `fuzz_checkpoint_calls.py`.
-
-A call is made anew each time, so that nothing a call did to its arguments reaches the next one.
-"""
+"""Valid calls of `pagedtree` and `pagedtree.distributed`, but for the ops of recurrent layers."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -20,45 +12,10 @@ from step_case import commit_arguments, int32, int64
 from torch import Tensor
 
 import pagedtree as pt
+from calls import Call, valid_call
 from pagedtree import distributed
 
 VOCAB = 40
-
-
-@dataclass
-class Call:
-    """`function(**arguments)`.
-
-    Attributes:
-        written: names of the arguments that it may write to.
-        fixed: names of those that keep their value, because a large one is what was asked for.
-        receiver: the argument whose method is called, and which keeps its type.
-    """
-
-    function: Callable[..., Any]
-    arguments: dict[str, Any]
-    written: tuple[str, ...] = ()
-    fixed: tuple[str, ...] = ()
-    receiver: str = ""
-
-
-_CALLS: dict[str, Callable[[], Call]] = {}
-
-
-def valid_call(make: Callable[[], Call]) -> Callable[[], Call]:
-    """Makes a function that returns a Call one of those that the fuzzer knows, by its name."""
-    _CALLS[make.__name__] = make
-    return make
-
-
-def names(*modules: str) -> list[str]:
-    """Of all calls, or of those that these modules make known."""
-    return sorted(name for name, make in _CALLS.items() if not modules or make.__module__ in modules)
-
-
-def make(name: str) -> Call:
-    torch.manual_seed(0)
-    return _CALLS[name]()
 
 
 # ---- what several calls share
@@ -132,11 +89,10 @@ def paged_cache() -> dict[str, Tensor]:
     }
 
 
-def _attention(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    caches = torch.randn(2, 6, 4, 2, 64).to(dtype)
-    dtype = torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+def _attention(cache_dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    caches = torch.randn(2, 6, 4, 2, 64).to(cache_dtype)
     return {
-        "q": torch.randn(8, 4, 64).to(dtype),
+        "q": torch.randn(8, 4, 64).bfloat16(),
         "k_cache": caches[0],
         "v_cache": caches[1],
         **paged_cache(),
@@ -174,6 +130,15 @@ def tree_attention() -> Call:
 
 
 @valid_call
+def causal_attention() -> Call:
+    """With as little as can be given."""
+    needed = ("q", "k_cache", "v_cache", "page_table", "seq_lens", "cu_seqlens_q")
+    given = _attention()
+    out = torch.empty_like(given["q"])
+    return Call(pt.tree_attention, {**{name: given[name] for name in needed}, "out": out}, written=("out",))
+
+
+@valid_call
 def tree_attention_fp8() -> Call:
     scales = {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([2.0])}
     return Call(pt.tree_attention, _attention(torch.float8_e4m3fn) | scales)
@@ -182,9 +147,9 @@ def tree_attention_fp8() -> Call:
 @valid_call
 def tree_attention_latent() -> Call:
     """V is a view of K until one of the two is changed."""
-    cache = torch.randn(6, 4, 1, 576)
-    arguments = {**_attention(), "q": torch.randn(8, 4, 576), "k_cache": cache, "v_cache": cache[..., :512]}
-    arguments |= {"softcap": 0.0, "out": torch.empty(8, 4, 512)}
+    cache = torch.randn(6, 4, 1, 576).bfloat16()
+    arguments = {**_attention(), "q": torch.randn(8, 4, 576).bfloat16(), "k_cache": cache, "v_cache": cache[..., :512]}
+    arguments |= {"softcap": 0.0, "out": torch.empty(8, 4, 512, dtype=torch.bfloat16)}
     return Call(pt.tree_attention, arguments, written=("out",))
 
 
@@ -204,63 +169,64 @@ def attention_plan() -> Call:
 
 @valid_call
 def merge_states() -> Call:
-    out, lse = torch.randn(2, 8, 4, 64), torch.randn(2, 8, 4)
+    out, lse = torch.randn(2, 8, 4, 64).bfloat16(), torch.randn(2, 8, 4)
     return Call(pt.merge_states, {"out_a": out[0], "lse_a": lse[0], "out_b": out[1], "lse_b": lse[1]})
 
 
 @valid_call
 def explain() -> Call:
     sizes = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 4, "kv_bytes": 2, "max_seqlen_q": 5}
-    return Call(pt.explain, {"query_lens": [5, 3], "seq_lens": [90, 70], **sizes, "num_sms": 8})
+    return Call(pt.explain, {"query_lens": [5, 3], "seq_lens": [90, 70], **sizes, "num_sms": 8}, is_for_host=True)
 
 
 @valid_call
 def explain_latent() -> Call:
     sizes = {"num_q_heads": 4, "num_kv_heads": 1, "head_dim": 576, "head_dim_v": 512, "latent": True}
-    return Call(pt.explain, {**explain().arguments, **sizes})
+    return Call(pt.explain, {**explain().arguments, **sizes}, is_for_host=True)
 
 
 @valid_call
 def choose_tree() -> Call:
     bounds = {"max_nodes": 9, "max_depth": 4, "level_cost": 0.1}
     arguments = {"acceptance": [[0.6, 0.2], [0.5, 0.1]], "step_cost": lambda nodes: 1.0 + 0.1 * nodes, **bounds}
-    return Call(pt.choose_tree, arguments, fixed=("max_nodes",))
+    return Call(pt.choose_tree, arguments, fixed=("max_nodes",), is_for_host=True)
 
 
 @valid_call
 def expected_tokens() -> Call:
-    return Call(pt.expected_tokens, {"tree": pt.DraftTree([-1, 0, 0, 1]), "acceptance": [0.6, 0.2]})
+    return Call(pt.expected_tokens, {"tree": pt.DraftTree([-1, 0, 0, 1]), "acceptance": [0.6, 0.2]}, is_for_host=True)
 
 
 @valid_call
 def tree_of_parents() -> Call:
-    return Call(pt.DraftTree.from_parents, {"parents": [-1, 0, 0, 1]})
+    return Call(pt.DraftTree.from_parents, {"parents": [-1, 0, 0, 1]}, is_for_host=True)
 
 
 @valid_call
 def tree_of_paths() -> Call:
-    return Call(pt.DraftTree.from_paths, {"paths": [[0], [1], [0, 2]]})
+    return Call(pt.DraftTree.from_paths, {"paths": [[0], [1], [0, 2]]}, is_for_host=True)
 
 
 @valid_call
 def tree_of_a_chain() -> Call:
-    return Call(pt.DraftTree.chain, {"num_draft_tokens": 3})
+    return Call(pt.DraftTree.chain, {"num_draft_tokens": 3}, is_for_host=True)
 
 
 @valid_call
 def full_tree() -> Call:
-    return Call(pt.DraftTree.full, {"branching": [3, 2, 1]})
+    return Call(pt.DraftTree.full, {"branching": [3, 2, 1]}, is_for_host=True)
 
 
 @valid_call
 def batch_of_trees() -> Call:
     trees = [pt.DraftTree([-1, 0, 0]), pt.DraftTree([-1])]
-    return Call(pt.TreeBatch.from_trees, {"trees": trees, "max_nodes": 4, "max_depth": 2, "capacity": 8})
+    arguments = {"trees": trees, "max_nodes": 4, "max_depth": 2, "capacity": 8}
+    return Call(pt.TreeBatch.from_trees, arguments, is_for_host=True)
 
 
 @valid_call
 def one_tree_of_a_batch() -> Call:
-    return Call(lambda trees, b: trees.tree(b), {"trees": draft_trees(), "b": 1}, receiver="trees")
+    return Call(lambda trees, b: trees.tree(b), {"trees": draft_trees(), "b": 1}, receiver="trees", is_for_host=True)
 
 
 @valid_call
@@ -271,13 +237,13 @@ def copy_of_a_batch() -> Call:
 
 @valid_call
 def joined_batches() -> Call:
-    return Call(pt.TreeBatch.concatenate, {"batches": [draft_trees(), draft_trees()]})
+    return Call(pt.TreeBatch.concatenate, {"batches": [draft_trees(), draft_trees()]}, is_for_host=True)
 
 
 @valid_call
 def part_of_a_batch() -> Call:
     parts = {"trees": draft_trees(), "start": 1, "length": 1}
-    return Call(lambda trees, start, length: trees.narrow(start, length), parts, receiver="trees")
+    return Call(lambda trees, start, length: trees.narrow(start, length), parts, receiver="trees", is_for_host=True)
 
 
 @valid_call
@@ -342,7 +308,7 @@ def commit() -> Call:
 
 @valid_call
 def request_options_of_lists() -> Call:
-    return Call(pt.RequestOptions.from_lists, {"vocab": VOCAB, **_lists()})
+    return Call(pt.RequestOptions.from_lists, {"vocab": VOCAB, **_lists()}, is_for_host=True)
 
 
 @valid_call
@@ -352,6 +318,11 @@ def token_logprobs() -> Call:
         "options": _options(), "top_n": 3,
     }  # fmt: skip
     return Call(pt.token_logprobs, arguments)
+
+
+@valid_call
+def token_logprobs_of_all_rows() -> Call:
+    return Call(pt.token_logprobs, {"logits": torch.randn(2, VOCAB), "tokens": int64([3, 39])})
 
 
 @valid_call
@@ -447,6 +418,11 @@ def select_nodes() -> Call:
 
 
 @valid_call
+def select_fewer_nodes_than_roots() -> Call:
+    return Call(pt.select_nodes, {"trees": draft_trees(), "survival": torch.rand(8), "budget": 1})
+
+
+@valid_call
 def rejected_predictions() -> Call:
     drafts, predictions = torch.randint(VOCAB, (2, 8))
     arguments = {"trees": draft_trees(), "draft_tokens": drafts, "predictions": predictions}
@@ -458,20 +434,21 @@ def rejected_predictions() -> Call:
 
 @valid_call
 def sharded_sample() -> Call:
-    return Call(lambda **given: distributed.sample(**given, shards=one_rank()), sample().arguments)
+    return Call(lambda **given: distributed.sample(**given, shards=one_rank()), sample().arguments, is_for_host=True)
 
 
 @valid_call
 def sharded_verify_greedy() -> Call:
-    return Call(lambda **given: distributed.verify_greedy(**given, shards=one_rank()), _verification())
+    given = _verification()
+    return Call(lambda **given: distributed.verify_greedy(**given, shards=one_rank()), given, is_for_host=True)
 
 
 @valid_call
 def sharded_verify_sampled() -> Call:
-    return Call(lambda **given: distributed.verify_sampled(**given, shards=one_rank()), _sampled())
+    return Call(lambda **given: distributed.verify_sampled(**given, shards=one_rank()), _sampled(), is_for_host=True)
 
 
 @valid_call
 def sharded_verify_rejection() -> Call:
     given = _drafted() | {"max_children": 2}
-    return Call(lambda **given: distributed.verify_rejection(**given, shards=one_rank()), given)
+    return Call(lambda **given: distributed.verify_rejection(**given, shards=one_rank()), given, is_for_host=True)

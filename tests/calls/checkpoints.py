@@ -1,4 +1,4 @@
-"""Checkpoints of heads by the contents of their config.json; importing this file makes them known to the fuzzer."""
+"""Checkpoints of heads by the contents of their config.json; importing this file makes them known."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from block_case import block_model
-from fuzz_calls import Call, valid_call
 from generate_case import tiny, tiny_eagle
 
+from calls import Call, valid_call
 from pagedtree.integrations.transformers import BlockDraftModel, EagleHead, MedusaHeads
 
 # Entries that the heads do not write themselves, as others have them in their files.

@@ -1,4 +1,4 @@
-"""Valid calls of the functions of `pagedtree.integrations`; importing this file makes them known to the fuzzer."""
+"""Valid calls of the functions of `pagedtree.integrations`; importing this file makes them known."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from functools import cache
 from typing import Any
 
 import torch
-from fuzz_calls import Call, draft_trees, paged_cache, valid_call
 from generate_case import gpt2, tiny
 from step_case import int32, int64
 from torch import Tensor
 
 import pagedtree as pt
+from calls import Call, valid_call
+from calls.ops import draft_trees, paged_cache
 from pagedtree.integrations import flash_attn, flashinfer, sglang
 from pagedtree.integrations.transformers import CombinedDrafter, ModelDrafter, generate
 

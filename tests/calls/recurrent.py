@@ -1,0 +1,86 @@
+"""Valid calls of the ops of recurrent layers; importing this file makes them known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from step_case import int32
+from torch import Tensor
+
+import pagedtree as pt
+from calls import Call, valid_call
+from calls.ops import draft_trees
+
+
+def _rows(*shape: int) -> Tensor:
+    return torch.randn(shape).bfloat16()
+
+
+def _recurrence() -> dict[str, Any]:
+    return {
+        "k": _rows(8, 1, 8), "v": _rows(8, 2, 16), "g": -torch.rand(8, 2, 8), "beta": torch.rand(8, 2),
+        "state": torch.randn(3, 2, 8, 16), "state_index": int32([1, 0]), "trees": draft_trees(), "l2norm": True,
+    }  # fmt: skip
+
+
+def _causal(arguments: dict[str, Any]) -> dict[str, Any]:
+    """A prompt's rows in place of trees, with a decay for each head, which is not weighed."""
+    if "g" in arguments:
+        arguments |= {"g": arguments["g"][..., 0].contiguous(), "beta": None}
+    return {**arguments, "trees": None, "cu_seqlens": int32([0, 5, 8])}
+
+
+def _accepted() -> dict[str, Any]:
+    return {"accept_index": int32([[0, 1, 3], [0, 1, -1]]), "num_accepted": int32([2, 1])}
+
+
+@valid_call
+def tree_delta_rule() -> Call:
+    return Call(pt.tree_delta_rule, {"q": _rows(8, 1, 8), **_recurrence(), "scale": 0.5})
+
+
+@valid_call
+def causal_delta_rule() -> Call:
+    return Call(pt.tree_delta_rule, {"q": _rows(8, 1, 8), **_causal(_recurrence())})
+
+
+@valid_call
+def advance_state() -> Call:
+    return Call(pt.advance_state, {**_recurrence(), **_accepted()}, written=("state",))
+
+
+@valid_call
+def causal_advance_state() -> Call:
+    return Call(pt.advance_state, _causal(_recurrence()), written=("state",))
+
+
+def _convolution() -> dict[str, Any]:
+    arguments = {"x": _rows(8, 6), "weight": _rows(6, 4), "bias": _rows(6)}
+    state = {"conv_state": _rows(3, 6, 3), "state_index": int32([1, 0]), "trees": draft_trees()}
+    return {**arguments, **state, "activation": "silu"}
+
+
+@valid_call
+def tree_conv1d() -> Call:
+    return Call(pt.tree_conv1d, _convolution())
+
+
+@valid_call
+def causal_conv1d() -> Call:
+    return Call(pt.tree_conv1d, _causal(_convolution()))
+
+
+def _rows_to_keep() -> dict[str, Any]:
+    state = {"conv_state": _rows(3, 6, 3), "state_index": int32([1, 0])}
+    return {**state, "x": _rows(8, 6), "trees": draft_trees()}
+
+
+@valid_call
+def advance_conv() -> Call:
+    return Call(pt.advance_conv, {**_rows_to_keep(), **_accepted()}, written=("conv_state",))
+
+
+@valid_call
+def causal_advance_conv() -> Call:
+    return Call(pt.advance_conv, _causal(_rows_to_keep()), written=("conv_state",))

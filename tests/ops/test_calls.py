@@ -1,0 +1,135 @@
+"""What holds for a valid call of every public function and op: in compiled code, without values, with gradients."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import calls
+import pytest
+import torch
+from calls import Call, mapped, tensors_of
+from device_case import slow_on_simt
+from raw_case import op_names, raw_calls
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pagedtree._gradients import OPS_OF_INTEGERS
+
+NAMES = calls.names("calls.ops", "calls.recurrent")
+TRACEABLE = [name for name in NAMES if not calls.make(name).is_for_host]
+
+
+def call_on(device: torch.device, name: str) -> Call:
+    return calls.make(name).on_memory(lambda memory: memory.to(device))
+
+
+def form(t: Tensor) -> tuple[Any, ...]:
+    return t.shape, t.dtype, t.stride()
+
+
+def test_every_op_has_a_call() -> None:
+    assert {call.name for call in raw_calls()} == set(op_names())
+
+
+@slow_on_simt
+@pytest.mark.parametrize("op", op_names())
+def test_opcheck(backend: str, device: torch.device, op: str) -> None:
+    """The op writes what its schema says, and its fake implementation makes the same shapes, symbolic ones too."""
+    given = [call for call in raw_calls(device) if call.name == op]
+    for call in given[-1:] if op.endswith("_shards") else given:  # the last round of ranks has all arguments
+        has_fp8 = any(t.dtype == torch.float8_e4m3fn for t in tensors_of(call.arguments))
+        tests = ("test_faketensor", "test_aot_dispatch_dynamic") if has_fp8 else torch.library._OPCHECK_DEFAULT_UTILS
+        torch.library.opcheck(call.op, (), call.arguments, test_utils=tests)
+
+
+@slow_on_simt
+@pytest.mark.parametrize("name", TRACEABLE)
+def test_compiled(backend: str, device: torch.device, name: str) -> None:
+    call = call_on(device, name)
+    torch.compiler.reset()  # compiled code is kept for the code of a function, and not for as many calls as there are
+    compiled = torch.compile(call.function, fullgraph=True, backend="aot_eager")
+    for found, expected in zip(call.results(compiled), call.results(), strict=True):
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", TRACEABLE)
+def test_without_values(backend: str, device: torch.device, name: str) -> None:
+    call = call_on(device, name)
+    with FakeTensorMode() as mode:
+        fakes = call.mapped(mode.from_tensor).results()
+    assert [*map(form, fakes)] == [*map(form, call.results())]
+
+
+@pytest.mark.parametrize("name", TRACEABLE)
+def test_gradients(backend: str, device: torch.device, name: str) -> None:
+    """Under grad mode a call works forward and refuses backward; outputs of integers stand in no graph."""
+    call = call_on(device, name)
+    given = in_graph(call, call.written)
+    has_floats = any(t.requires_grad for t in tensors_of(given))
+    for t in tensors_of([call.function(**given), *(given[key] for key in call.written)]):
+        assert t.requires_grad == (t.is_floating_point() and has_floats)
+        if t.requires_grad:
+            message = f"^{call.function.__name__}: expected no backward pass: pagedtree's ops are for inference only"
+            with pytest.raises(RuntimeError, match=message):
+                t.float().sum().backward(retain_graph=True)
+    with torch.no_grad():
+        assert not any(t.requires_grad for t in tensors_of(call.function(**in_graph(call))))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("name", [name for name in TRACEABLE if calls.make(name).written])
+def test_versions(backend: str, device: torch.device, name: str, mode: Callable[[], Any]) -> None:
+    """The version counter goes up of what a call writes, and of nothing else."""
+    call = call_on(device, name).on_memory(Tensor.clone)
+    written = {id(t) for key in call.written if key != "plan" for t in tensors_of(call.arguments[key])}
+    tensors = [*tensors_of(call.arguments)]
+    before = [t._version for t in tensors]
+    with mode():
+        call.function(**call.arguments)
+    for t, version in zip(tensors, before, strict=True):
+        assert (t._version > version) == (id(t) in written)
+
+
+def in_graph(call: Call, written: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Copies of the arguments that require grad, with those of `written` as in-place ops take them: no leaves."""
+
+    def leaf(t: Tensor) -> Tensor:
+        return t.requires_grad_() if t.is_floating_point() else t
+
+    given = call.on_memory(Tensor.clone).arguments
+    for key in given:
+        if key in written:
+            given[key] = mapped(given[key], lambda t: leaf(t).clone())
+        elif key not in call.written:
+            given[key] = mapped(given[key], leaf)
+    return given
+
+
+def test_ops_of_integers(device: torch.device) -> None:
+    """What needs no refusal: neither the results of these ops nor what they write can require grad."""
+    of_floats = set()
+    for call in raw_calls(device):
+        result = call()
+        written = [call.arguments.get(argument.name) for argument in call.op._schema.arguments if argument.is_write]
+        if any(t.is_floating_point() for t in tensors_of([result, written])):
+            of_floats.add(call.name.partition(".")[0])
+    assert of_floats == {name.partition(".")[0] for name in op_names()} - OPS_OF_INTEGERS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_wrong_types(name: str) -> None:
+    """The refusal names the argument, whether Python or the op itself meets it first."""
+    call = calls.make(name)
+    for key, value in call.arguments.items():
+        if isinstance(value, bool) or key == call.receiver:  # read as true or false
+            continue
+        with pytest.raises(TypeError, match=rf"\b{key}\b"):
+            call.function(**{**call.arguments, key: object()})
+        try:
+            call.function(**{**call.arguments, key: None})
+        except ValueError:  # another argument needs this one
+            continue
+        except TypeError as error:
+            assert re.search(rf"\b{key}\b", str(error)), (key, error)
