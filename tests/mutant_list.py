@@ -365,7 +365,7 @@ STATES = [
         "states that follow the root alone", "recurrent_step",
         "accept_index, num_accepted, **options)", "accept_index, num_accepted.clamp(max=0), **options)",
     ),
-    of_states("slots that keep what was there before", "recurrent_states", "states[slot] = 0", "states[slot]"),
+    of_states("states that keep what was there before", "recurrent_states", "states[index] = 0", "states[index]"),
     of_states(
         "generated tokens that are read again as prompts", "recurrent_step",
         "is_generated=positions >= prompt_lens[owner]", "is_generated=rows >= cu_seqlens_q[first]",

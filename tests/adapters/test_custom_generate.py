@@ -21,7 +21,7 @@ from transformers import (
 from transformers.generation import MaxTimeCriteria, TopPLogitsWarper
 
 from pagedtree import reference
-from pagedtree.generation import engine, paged_step
+from pagedtree.generation import decode_step, paged_step
 from pagedtree.integrations.transformers import (
     ModelDrafter,
     NgramDrafter,
@@ -97,7 +97,7 @@ def test_each_part_is_needed(model, batch, drafters, monkeypatch, broken):
     options = {**batch, "max_new_tokens": COUNT, "do_sample": False}
     expected = model.generate(**options)
     if broken == "compaction":
-        monkeypatch.setattr(engine, "compact_kv", lambda *args: None)
+        monkeypatch.setattr(decode_step, "compact_kv", lambda *args: None)
     else:
         op = paged_step.tree_attention
         monkeypatch.setattr(

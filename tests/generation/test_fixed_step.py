@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pagedtree import Draft, DraftTree, SamplingParams, build_trees
+from pagedtree.generation.decode_step import DecodeStep
 from pagedtree.generation.drafters import as_drafter
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.generation.logprobs import LogprobReader
@@ -172,7 +173,7 @@ def test_the_step_stays_on_the_device(no_values, name, params, rule):
     history, eos_ids = torch.zeros((4, 20), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     cache = PagedCache(20, 4, torch.device("meta"))
     packed = TransformersModel(model)
-    step = FixedStep(packed, cache, sampling, drafter, history, eos_ids, sequences, 4)
+    step = FixedStep(DecodeStep(packed, cache, drafter, eos_ids), sampling, history, sequences, 4)
     with packed.use():
         step.run()  # caches and constants are made, as before a capture
         with NoHost(), NoConstants():
@@ -192,12 +193,13 @@ def test_recurrent_layers_stay_on_the_device(no_values, monkeypatch, name):
     drafter.begin(4, sampling)
     cache = PagedCache(20, 4, torch.device("meta"), is_recurrent=True)
     packed = TransformersModel(model)
-    step = FixedStep(packed, cache, sampling, drafter, torch.zeros((4, 20), dtype=torch.int64), None, sequences, 4)
+    history = torch.zeros((4, 20), dtype=torch.int64)
+    step = FixedStep(DecodeStep(packed, cache, drafter, None), sampling, history, sequences, 4)
     with packed.use():
         step.run()
         with NoHost(), NoConstants():
             step.run()
-    assert step._report.shape[0] == 4 and cache.states.num_slots == 3
+    assert step._report.shape[0] == 4 and cache.states.num_states == 3
 
 
 @pytest.mark.parametrize("is_processed", [None, False, True])
@@ -216,9 +218,8 @@ def test_request_options_stay_on_the_device(no_values, is_processed, temperature
     drafter.begin(4, sampling)
     history, eos_ids = torch.zeros((4, 20), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     packed = TransformersModel(tiny(0).to(torch.bfloat16))
-    step = FixedStep(
-        packed, PagedCache(20, 4, device), sampling, drafter, history, eos_ids, sequences, 4, requests, reader
-    )
+    decode_step = DecodeStep(packed, PagedCache(20, 4, device), drafter, eos_ids, reader)
+    step = FixedStep(decode_step, sampling, history, sequences, 4, requests)
     with packed.use():
         step.run()
         with NoHost(), NoConstants():

@@ -33,7 +33,7 @@ from generate_case import (
 )
 
 from pagedtree import SamplingParams
-from pagedtree.generation import engine
+from pagedtree.generation import decode_step
 from pagedtree.integrations.transformers import (
     BlockDrafter,
     CombinedDrafter,
@@ -372,9 +372,9 @@ def test_reading_the_shared_prefix_once_changes_nothing(model, drafters, texts, 
 def test_each_part_is_needed(model, texts, monkeypatch, broken):
     """Negative controls: an engine without one of its parts gives other text."""
     if broken == "compaction":
-        monkeypatch.setattr(engine, "compact_kv", lambda *args: None)
+        monkeypatch.setattr(decode_step, "compact_kv", lambda *args: None)
     elif broken == "positions":
-        prepare_step = engine.prepare_step
+        prepare_step = decode_step.prepare_step
 
         def linear(trees, table, start, page_size, *, total_q):
             _, *rest = prepare_step(trees, table, start, page_size, total_q=total_q)
@@ -382,14 +382,14 @@ def test_each_part_is_needed(model, texts, monkeypatch, broken):
             positions = [start[b] + torch.arange(int(sizes[b])) for b in range(len(sizes))]
             return torch.cat([*positions, torch.empty(0)]).long(), *rest
 
-        monkeypatch.setattr(engine, "prepare_step", linear)
+        monkeypatch.setattr(decode_step, "prepare_step", linear)
     else:
-        paged_step = engine.PagedStep
+        paged_step = decode_step.PagedStep
 
         def causal(cache, table, seq_lens, cu_seqlens_q, slots, tree_mask, tree_lens, max_seqlen_q):
             return paged_step(cache, table, seq_lens, cu_seqlens_q, slots, None, None, max_seqlen_q)
 
-        monkeypatch.setattr(engine, "PagedStep", causal)
+        monkeypatch.setattr(decode_step, "PagedStep", causal)
     sequences, _ = generate(model, prompts_of(LENGTHS), drafter=Oracle(texts, 0.8), max_new_tokens=NEW_TOKENS)
     assert all(tokens != text for tokens, text in zip(lists(sequences)[:2], texts, strict=False))
 

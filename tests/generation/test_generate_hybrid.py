@@ -234,11 +234,11 @@ def test_states_of_fixed_steps_keep_their_place():
     tensor = states.tensor((0, "state"), (2,), torch.float32)
     states.reserve(3)
     assert tensor.shape[0] == 0 and states[0, "state"].shape == (3, 2)
-    assert sorted(states.slot(sequence) for sequence in (7, 8, 9)) == [0, 1, 2]
-    with pytest.raises(RuntimeError, match="expected at most 3 slots to be taken, got one more"):
-        states.slot(10)
+    assert sorted(states.state_index(sequence) for sequence in (7, 8, 9)) == [0, 1, 2]
+    with pytest.raises(RuntimeError, match="expected at most 3 to be taken, got one more"):
+        states.state_index(10)
     states.release(8)
-    assert states.slot(10) == 1
+    assert states.state_index(10) == 1
 
 
 @pytest.mark.skipif(not {"simt", "cuda"} & set(backends()), reason="a build without simt")

@@ -84,9 +84,11 @@ def test_what_the_file_has_stays(run, monkeypatch, tmp_path, capsys):
 
 
 def test_wrong_texts_are_an_error(run, monkeypatch):
-    from pagedtree.generation import engine
+    from pagedtree.generation import decode_step
 
-    monkeypatch.setattr(engine, "compact_kv", lambda *args, **kwargs: None)  # accepted rows stay where their nodes were
+    monkeypatch.setattr(
+        decode_step, "compact_kv", lambda *args, **kwargs: None
+    )  # accepted rows stay where their nodes were
     ways = ["--ways", "draft-model tree", "transformers"]
     code, rows = run("--kinds", "stories", "--sequences", "1", *ways)
     assert code == 1

@@ -61,9 +61,9 @@ def test_the_toy_fails_on_wrong_output(monkeypatch, tmp_path, capsys):
 
 def without_compaction(monkeypatch):
     """Accepted rows stay where their draft nodes were."""
-    from pagedtree.generation import engine
+    from pagedtree.generation import decode_step
 
-    monkeypatch.setattr(engine, "compact_kv", lambda *args, **kwargs: None)
+    monkeypatch.setattr(decode_step, "compact_kv", lambda *args, **kwargs: None)
 
 
 def run_demo(monkeypatch, tmp_path, drafters):

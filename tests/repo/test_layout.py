@@ -98,7 +98,7 @@ FORBIDDEN = {
     "generation": ("pagedtree.integrations", *ENGINES, *GRAMMAR_ENGINES),
     "generation/drafters": (
         *("pagedtree.integrations", *ENGINES, *GRAMMAR_ENGINES),
-        *("pagedtree.generation.engine", "pagedtree.generation.fixed_step"),
+        *(f"pagedtree.generation.{name}" for name in ("engine", "decode_step", "fixed_step")),
     ),
     "integrations": (),
     **{

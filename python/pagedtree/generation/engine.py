@@ -5,22 +5,22 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from pagedtree import Draft, TreeBatch, Verdict, commit, compact_kv, prepare_step, slot_mapping
+from pagedtree import Draft, Verdict
+from pagedtree.generation.decode_step import DecodeStep, KnownTokens, Pass
 from pagedtree.generation.drafters.base import Drafter, FeatureRows, StepResult, roots_only
 from pagedtree.generation.drafters.bounded import bounded, without_padding
 from pagedtree.generation.fixed_step import FixedStep, FixedSteps, check_drafter
 from pagedtree.generation.grammar_steps import GrammarSteps
 from pagedtree.generation.logprobs import Found, LogprobReader, TokenLogprobs
-from pagedtree.generation.packed_model import PackedModel
+from pagedtree.generation.packed_model import PackedModel, PassOutput
 from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.paged_step import PagedStep, PrefixPass
-from pagedtree.generation.recurrent_step import RecurrentStep
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import Batch, GeneratedSequence, Scheduler
 from pagedtree.generation.stats import GenerationStats
@@ -31,26 +31,6 @@ from pagedtree.generation.tree_tuner import Kept, Outcome, Plan, TreeTuner
 __all__ = ["Engine"]
 
 STATUS_NOT_FINITE = 2
-
-
-@dataclass
-class Pass:
-    """One packed pass: sequences that read known tokens come first, then those that decode a tree, then padding.
-
-    verified: the sequences that gain tokens: those that read up to their last token (the first num_read), and all that
-    decode. start and draft are theirs; logit_rows (None = all) are the rows of their nodes.
-    decode_table: int32 [D, max_pages], the pages of those that decode.
-    """
-
-    step: PagedStep
-    input_ids: Tensor
-    positions: Tensor
-    verified: list[GeneratedSequence]
-    num_read: int
-    decode_table: Tensor
-    start: Tensor
-    draft: Draft
-    logit_rows: Tensor | None
 
 
 class Engine:
@@ -81,7 +61,7 @@ class Engine:
         self.eos_ids = self._to_device(eos_ids, torch.int64) if eos_ids else None
         self.min_shared_tokens = min_shared_tokens
         self.on_tokens, self.on_step, self.stop_strings = on_tokens, on_step, stop_strings
-        self.requests, self.grammars, self.logprobs = requests, grammars, logprobs
+        self.requests, self.grammars = requests, grammars
         self.stats = stats
         if logprobs is not None:
             for each in stats.sequences:
@@ -90,24 +70,19 @@ class Engine:
         if tuner is not None:  # to read a token takes as long as there are weights
             self.draft_share = getattr(drafter, "num_weights", 0) / max(model.num_weights, 1)
         self.max_nodes = max(drafter.max_nodes, 1)
-        # Any object with `observe` is a drafter.
-        self.feature_layers: tuple[int, ...] = tuple(getattr(drafter, "feature_layers", ()))
-        self.vocab_size = model.vocab_size
         sequences = scheduler.waiting
         capacity = max((sequence.max_length for sequence in sequences), default=0)
         history = [[*sequence.tokens, *[0] * (capacity - len(sequence.tokens))] for sequence in sequences]
         rows = self._to_device([*history, [0] * capacity], torch.int64).view(len(sequences) + 1, capacity)
         self.history = rows[:-1]
+        self.decode_step = DecodeStep(model, self.cache, self.drafter, self.eos_ids, logprobs)
         self.fixed_steps: FixedSteps | None = None
         if is_fixed:
             check_drafter(drafter)
             every = list(sequences)
             self.fixed_steps = FixedSteps(
-                lambda batch_size: FixedStep(
-                    model, self.cache, sampling, self.drafter, rows, self.eos_ids, every, batch_size, requests, logprobs
-                )
+                lambda batch_size: FixedStep(self.decode_step, sampling, rows, every, batch_size, requests)
             )
-        self.to_compact: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self.started = time.perf_counter()
 
     def run(self) -> None:
@@ -128,19 +103,17 @@ class Engine:
     def step(self) -> None:
         begin, drafting = time.perf_counter(), self.stats.draft_time
         batch, draft, choice = self._schedule()
-        self._compact()
+        self.decode_step.compact()
         if draft is None:
             self._step_in_place(batch.decode)
             return
         packed = self._pack(batch, draft)
+        verified = [*(s for s, count in batch.prefill if _is_all(s, count)), *batch.decode]
         if self.grammars is not None:
-            self.grammars.fill(packed.verified, packed.draft)
-        logits, hidden, features = self.model.run(
-            packed.input_ids, packed.positions, packed.step, packed.logit_rows, self.drafter.needs_hidden,
-            self.feature_layers,
-        )  # fmt: skip
-        if features is not None:
-            self._hand_on(batch, features)
+            self.grammars.fill(verified, packed.draft)
+        output = self.decode_step.run(packed)
+        if output.features is not None:
+            self._hand_on(batch, output.features)
         for sequence, count in batch.prefill:
             sequence.cached += count
             if self.cache.states is not None and sequence.cached == sequence.shared_len:
@@ -149,8 +122,8 @@ class Engine:
                 self.stats.sequences[sequence.index].restored_tokens += count
         self.stats.steps += 1
         self.stats.packed_tokens += packed.input_ids.shape[0]
-        if packed.verified:
-            verdict = self._verify(packed, logits, hidden)
+        if verified:
+            verdict = self._verify(packed, verified, output)
         if self.tuner is not None:
             seconds = time.perf_counter() - begin
             if batch.prefill:
@@ -231,70 +204,41 @@ class Engine:
         self.drafter.select(sequences)
         known = self._history_of(sequences), lengths
         self.drafter.start(*known)
-        self._compact()
+        self.decode_step.compact()
         begin = time.perf_counter()
         draft = cast(Draft, self.drafter.propose(*known))
         self.stats.draft_time += time.perf_counter() - begin
         return draft
 
     def _pack(self, batch: Batch, draft: Draft) -> Pass:
-        cache, page_size = self.cache, self.cache.page_size
-        trees, num_nodes = draft.trees, draft.draft_tokens.shape[0]
-
-        read = [sequence for sequence, _ in batch.prefill]
-        counts = [count for _, count in batch.prefill]
-        num_known = sum(counts)
-        every = [*read, *batch.decode]
-        table = cache.page_table([sequence.index for sequence in every])
-        decode_table = table[len(read) :]
-
-        start = self._to_device([sequence.root for sequence in batch.decode], torch.int32)
-        positions, seq_lens, cu_seqlens_q, slots = prepare_step(
-            trees, decode_table, start, page_size, total_q=num_nodes
-        )
+        every = [*(sequence for sequence, _ in batch.prefill), *batch.decode]
+        table = self.cache.page_table([sequence.index for sequence in every])
         roots = self._to_device([sequence.tokens[-1] for sequence in batch.decode], torch.int64)
-        # A tree without a root has no row of its own; `_verify` reports it.
-        root_rows = trees.cu_nodes[:-1].long().clamp(min=0, max=max(num_nodes - 1, 0))
-        nodes = draft.draft_tokens.long().index_copy(0, root_rows, roots)
-        draft = draft._replace(draft_tokens=nodes)
-        input_ids, logit_rows = nodes.clamp(0, self.vocab_size - 1), None
-
-        tree_mask = tree_lens = None
-        if trees.max_nodes > 1:  # else every sequence is causal
-            tree_mask, tree_lens = trees.mask, trees.cu_nodes.diff()
-        complete = [i for i, (s, count) in enumerate(batch.prefill) if s.cached + count == len(s.tokens)]
-        verified = [*(read[i] for i in complete), *batch.decode]
-        if read:
-            known = [token for s, count in batch.prefill for token in s.tokens[s.cached : s.cached + count]]
-            known_positions = [p for s, count in batch.prefill for p in range(s.cached, s.cached + count)]
-            read_lens = self._to_device([sequence.cached + count for sequence, count in batch.prefill], torch.int32)
-            read_cu = self._to_device(_offsets(counts), torch.int32)
-            read_slots = slot_mapping(table[: len(read)], read_lens, read_cu, page_size, total_q=num_known)
-            slots = torch.cat([read_slots, slots])
-            seq_lens = torch.cat([read_lens, seq_lens])
-            cu_seqlens_q = torch.cat([read_cu, cu_seqlens_q[1:] + num_known])
-            positions = torch.cat([self._to_device(known_positions, torch.int64), positions])
-            input_ids = torch.cat([self._to_device(known, torch.int64), input_ids])
-            if tree_mask is not None and tree_lens is not None:
-                tree_mask = torch.cat([tree_mask.new_zeros((num_known, tree_mask.shape[1])), tree_mask])
-                tree_lens = torch.cat([tree_lens.new_full((len(read),), -1), tree_lens])
-            last_rows = [sum(counts[: i + 1]) - 1 for i in complete]
-            logit_rows = self._to_device([*last_rows, *range(num_known, num_known + num_nodes)], torch.int64)
-            start = self._to_device([sequence.root for sequence in verified], torch.int32)
-            draft = _after_roots(self._to_device([read[i].tokens[-1] for i in complete], torch.int64), draft)
-        step = PagedStep(
-            cache, table, seq_lens, cu_seqlens_q, slots, tree_mask, tree_lens,
-            max_seqlen_q=max([*counts, trees.max_nodes if batch.decode else 1]),
-        )  # fmt: skip
-        step.prefix = self._shared_prefix(step, read, batch.decode, trees.max_nodes)
-        if cache.states is not None:
-            slots = self._to_device([cache.states.slot(s.index) for s in every], torch.int32)
+        start = self._to_device([sequence.root for sequence in batch.decode], torch.int32)
+        state_index = prompt_lens = None
+        if self.cache.states is not None:
+            state_index = self._to_device([self.cache.states.state_index(s.index) for s in every], torch.int32)
             prompt_lens = self._to_device([s.prompt_len for s in every], torch.int64)
-            step.recurrent = RecurrentStep.of(
-                cache.states, slots, prompt_lens, trees, cu_seqlens_q, positions, num_known
-            )
+        known = self._known(batch.prefill) if batch.prefill else None
+        packed = self.decode_step.pack(draft, roots, table, start, state_index, prompt_lens, known)
+        packed.step.prefix = self._shared_prefix(packed.step, batch, draft.trees.max_nodes)
+        return packed
 
-        return Pass(step, input_ids, positions, verified, len(complete), decode_table, start, draft, logit_rows)
+    def _known(self, prefill: list[tuple[GeneratedSequence, int]]) -> KnownTokens:
+        counts = [count for _, count in prefill]
+        offsets = _offsets(counts)
+        return KnownTokens(
+            counts,
+            tokens=self._to_device(
+                [t for s, count in prefill for t in s.tokens[s.cached : s.cached + count]], torch.int64
+            ),
+            positions=self._to_device(
+                [p for s, count in prefill for p in range(s.cached, s.cached + count)], torch.int64
+            ),
+            seq_lens=self._to_device([s.cached + count for s, count in prefill], torch.int32),
+            cu_seqlens=self._to_device(offsets, torch.int32),
+            last_rows=[end - 1 for end, each in zip(offsets[1:], prefill, strict=True) if _is_all(*each)],
+        )
 
     def _hand_on(self, batch: Batch, features: Tensor) -> None:
         """Gives the drafter the features of what the pass read; nothing of it is in `cached` or tokens yet."""
@@ -302,14 +246,13 @@ class Engine:
         start = [*(sequence.cached for sequence, _ in batch.prefill), *(sequence.root for sequence in batch.decode)]
         self.drafter.read(FeatureRows(sequences, start, [count for _, count in batch.prefill], features))
 
-    def _shared_prefix(
-        self, step: PagedStep, read: list[GeneratedSequence], decode: list[GeneratedSequence], max_nodes: int
-    ) -> PrefixPass | None:
+    def _shared_prefix(self, step: PagedStep, batch: Batch, max_nodes: int) -> PrefixPass | None:
         """Runs of neighbours that hold the same first pages; None if reading those once would save too little."""
         if self.min_shared_tokens is None:
             return None
         runs: list[list[GeneratedSequence]] = []
-        for sequence in decode:
+        read = [sequence for sequence, _ in batch.prefill]
+        for sequence in batch.decode:
             pages = self._shared_pages(sequence)
             if pages and runs and runs[-1][0].group == sequence.group and self._shared_pages(runs[-1][0]) == pages:
                 runs[-1].append(sequence)
@@ -328,7 +271,7 @@ class Engine:
             page_table=self.cache.table_of(rows),
             seq_lens=self._to_device([len(row) * page_size for row in rows], torch.int32),
             cu_seqlens_q=step.cu_seqlens_q[self._to_device(bounds, torch.int64)],
-            own_page_table=self.cache.page_table([s.index for s in [*read, *decode]], first_page),
+            own_page_table=self.cache.page_table([s.index for s in [*read, *batch.decode]], first_page),
             own_seq_lens=step.seq_lens - self._to_device([page * page_size for page in first_page], torch.int32),
             max_seqlen_q=max_nodes * max(len(run) for run in runs),
         )
@@ -336,44 +279,18 @@ class Engine:
     def _shared_pages(self, sequence: GeneratedSequence) -> list[int]:
         return self.cache.pages(sequence.index)[: self.cache.pages_for(sequence.shared_len)]
 
-    def _verify(self, packed: Pass, logits: Tensor, hidden: Tensor | None) -> Verdict:
-        sequences, start, trees = packed.verified, packed.start, packed.draft.trees
-        history, lengths = self._history_of(sequences), start + 1
-        sampling, options, mask = self.sampling.of(sequences), None, None
+    def _verify(self, packed: Pass, sequences: list[GeneratedSequence], output: PassOutput) -> Verdict:
+        history, sampling, options, mask = self._history_of(sequences), self.sampling.of(sequences), None, None
         if self.requests is not None:
-            options = self.requests.of([sequence.index for sequence in sequences], history, lengths)
+            options = self.requests.of([sequence.index for sequence in sequences], history, packed.start + 1)
         if self.grammars is not None:
             mask = self.grammars.mask()
-        verdict = sampling.verify(logits, packed.draft, self.drafter.draft_law, start, options, mask)
-        first = packed.num_read  # what was read lies in its place, and is in the recurrent states, already
-        accepted = verdict.accept_index[first:], verdict.num_accepted[first:]
-        if trees.max_nodes > 1:
-            self.to_compact = (packed.decode_table, start[first:], *accepted)
-        if packed.step.recurrent is not None:
-            packed.step.recurrent.advance(*accepted)
-        committed = commit(
-            verdict, trees, start, history=history, history_lens=lengths, eos_ids=self.eos_ids,
-            options=None if self.logprobs is not None and self.logprobs.is_processed else options,
-        )  # fmt: skip
+        result, report, found = self.decode_step.judge(packed, sequences, output, history, sampling, options, mask)
         self._store_history(sequences, history)
-        found = None
-        if self.logprobs is not None:
-            found = self.logprobs.read(logits, verdict, committed, start, sampling, options, mask)
-
-        # The step's one synchronisation.
-        extra = torch.stack([committed.num_tokens, committed.finished, verdict.status], dim=1)
-        report = torch.cat([verdict.tokens, extra], dim=1).tolist()
-        result = StepResult(sequences, packed.num_read, start, packed.draft, verdict, committed, logits, hidden)
-        self._take_over(result, report, found)
+        self._take_over(result, report.tolist(), found)  # the step's one synchronisation
         self.drafter.observe(result)
         self._finish(result)
-        return verdict
-
-    def _compact(self) -> None:
-        """Moves the rows of the accepted paths to their places: any time before the next pass writes."""
-        if self.to_compact is not None:
-            compact_kv(self.cache.tensors(), *self.to_compact)
-            self.to_compact = None
+        return result.verdict
 
     def _take_over(self, result: StepResult, report: list[list[int]], found: Found | None) -> None:
         """Gives the sequences their tokens. report: a row of tokens, their number, finished, status per sequence."""
@@ -450,15 +367,6 @@ def _offsets(counts: list[int]) -> list[int]:
     return offsets
 
 
-def _after_roots(roots: Tensor, draft: Draft) -> Draft:
-    """`draft` after a tree of one node for each token of `roots`."""
-    num_roots, rows = roots.shape[0], draft.draft_rows
-    if num_roots == 0:
-        return draft
-    trees = roots_only(num_roots, roots.device).trees
-    return draft._replace(
-        draft_tokens=torch.cat([roots, draft.draft_tokens]),
-        trees=TreeBatch.concatenate([trees, draft.trees]),
-        # Any row will do for a root that has no children.
-        draft_rows=torch.cat([rows.new_zeros(num_roots), rows]) if rows is not None else None,
-    )
+def _is_all(sequence: GeneratedSequence, count: int) -> bool:
+    """Whether the sequence has read all its tokens after `count` more."""
+    return sequence.cached + count == len(sequence.tokens)

@@ -8,14 +8,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pagedtree import Draft, commit, compact_kv, prepare_step
+from pagedtree import Draft
+from pagedtree.generation.decode_step import DecodeStep
 from pagedtree.generation.drafters import Drafter, NgramDrafter, StepResult
-from pagedtree.generation.logprobs import Found, LogprobReader
+from pagedtree.generation.logprobs import Found
 from pagedtree.generation.mirror import Mirror
-from pagedtree.generation.packed_model import PackedModel
-from pagedtree.generation.paged_cache import PagedCache
-from pagedtree.generation.paged_step import PagedStep
-from pagedtree.generation.recurrent_step import RecurrentStep
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.generation.token_options import RequestRows
@@ -38,34 +35,30 @@ class FixedStep:
 
     def __init__(
         self,
-        model: PackedModel,
-        cache: PagedCache,
+        decode_step: DecodeStep,
         sampling: Sampling,
-        drafter: Drafter,
         history: Tensor,
-        eos_ids: Tensor | None,
         sequences: list[GeneratedSequence],
         batch_size: int,
         requests: RequestRows | None = None,
-        logprobs: LogprobReader | None = None,
     ) -> None:
-        self.model, self.cache, self.sampling, self.eos_ids = model, cache, sampling, eos_ids
+        self.decode_step, self.sampling, self.batch_size = decode_step, sampling, batch_size
         self.history = history  # [sequences + 1, capacity]: the last row is that of idle rows
-        self.drafter, self.batch_size = drafter, batch_size
-        self.vocab_size = model.vocab_size
+        self.drafter = drafter = decode_step.drafter
+        self.cache = cache = decode_step.cache
         device = cache.device
         max_tokens = max(sequence.max_length for sequence in sequences) + drafter.max_nodes
         self.rows = Mirror((batch_size,), torch.int64, device, fill=len(sequences))
         self.start = Mirror((batch_size,), torch.int32, device, fill=IDLE)
         self.page_table = Mirror((batch_size, cache.pages_for(max_tokens)), torch.int32, device)
-        self.slots = Mirror((batch_size,), torch.int32, device, fill=IDLE)
+        self.state_index = Mirror((batch_size,), torch.int32, device, fill=IDLE)
         self.prompt_lens = Mirror((batch_size,), torch.int64, device)
         if cache.states is not None:
             prompts = {sequence.group for sequence in sequences if sequence.shared_len}
             cache.states.reserve(len(sequences) + len(prompts))
-        self.requests, self.logprobs = requests, logprobs
+        self.requests = requests
         self.options = None if requests is None else requests.buffers(batch_size)
-        drafter.capture(model, sequences, batch_size)
+        drafter.capture(decode_step.model, sequences, batch_size)
         self._graph: Any = None
         self._result: StepResult | None = None
         self._report: Tensor | None = None
@@ -83,7 +76,7 @@ class FixedStep:
         self.start.set([sequence.root for sequence in sequences])
         self.page_table.set([self.cache.pages(sequence.index) for sequence in sequences])
         if self.cache.states is not None:
-            self.slots.set([self.cache.states.slot(sequence.index) for sequence in sequences])
+            self.state_index.set([self.cache.states.state_index(sequence.index) for sequence in sequences])
             self.prompt_lens.set([sequence.prompt_len for sequence in sequences])
         if self.requests is not None and self.options is not None:
             idle = self.batch_size - len(sequences)
@@ -109,54 +102,24 @@ class FixedStep:
     def run(self) -> None:
         """The step, on the device alone."""
         rows, start = self.rows.tensor, self.start.tensor.clone()
-        active = start >= 0
-        history = self.history.index_select(0, rows)
-        lengths = torch.where(active, start + 1, 0)
-        draft = cast(Draft, self.drafter.propose(history, lengths, active, rows))
-        trees = draft.trees
-        num_nodes = trees.parents.shape[0]
-
-        # The root's token. An idle row may have no tree; its token goes behind the last node.
-        roots = history.gather(1, (lengths.long() - 1).clamp(min=0)[:, None])[:, 0]
-        root_rows = torch.where(active, trees.cu_nodes[:-1].long(), num_nodes)
-        tokens = torch.cat([draft.draft_tokens.long(), roots[:1]]).index_copy(0, root_rows, roots)[:num_nodes]
-        draft = draft._replace(draft_tokens=tokens)
-        positions, seq_lens, cu_seqlens_q, slots = prepare_step(
-            trees, self.page_table.tensor, start, self.cache.page_size, total_q=num_nodes
-        )
-        is_tree = trees.max_nodes > 1
-        step = PagedStep(
-            self.cache, self.page_table.tensor, seq_lens, cu_seqlens_q, slots, trees.mask if is_tree else None,
-            trees.cu_nodes.diff() if is_tree else None, max_seqlen_q=trees.max_nodes,
-        )  # fmt: skip
-        if self.cache.states is not None:
-            step.recurrent = RecurrentStep.of(
-                self.cache.states, self.slots.tensor, self.prompt_lens.tensor, trees, cu_seqlens_q, positions
-            )
-        input_ids = tokens.clamp(0, self.vocab_size - 1)
-        logits, hidden, _ = self.model.run(input_ids, positions, step, needs_hidden=self.drafter.needs_hidden)
-
-        sampling, options = self.sampling.at(rows), self.options
+        is_active = start >= 0
+        history, lengths = self.history.index_select(0, rows), start + 1
+        draft = cast(Draft, self.drafter.propose(history, lengths, is_active, rows))
+        roots = history.gather(1, start.long().clamp(min=0)[:, None])[:, 0]
+        states = self.state_index.tensor, self.prompt_lens.tensor
+        packed = self.decode_step.pack(draft, roots, self.page_table.tensor, start, *states, is_active=is_active)
+        output = self.decode_step.run(packed)
+        options = self.options
         if self.requests is not None and options is not None:
             options = self.requests.with_text(options, history, lengths)
-        verdict = sampling.verify(logits, draft, self.drafter.draft_law, start, options)
-        if is_tree:
-            tensors = self.cache.tensors()
-            compact_kv(tensors, self.page_table.tensor, start, verdict.accept_index, verdict.num_accepted)
-        if step.recurrent is not None:
-            step.recurrent.advance(verdict.accept_index, verdict.num_accepted)
-        committed = commit(
-            verdict, trees, start, history=history, history_lens=lengths, eos_ids=self.eos_ids, node_map=draft.node_map,
-            options=None if self.logprobs is not None and self.logprobs.is_processed else options,
-        )  # fmt: skip
-        if self.logprobs is not None:
-            self._found = self.logprobs.read(logits, verdict, committed, start, sampling, options, None)
+        self._result, self._report, self._found = self.decode_step.judge(
+            packed, [], output, history, self.sampling.at(rows), options, node_map=draft.node_map
+        )
+        self.decode_step.compact()
         self.history.index_copy_(0, rows, history)
+        committed = self._result.commit
         self.start.tensor.copy_(torch.where(committed.finished, IDLE, committed.start))
-        self._result = StepResult([], 0, start, draft, verdict, committed, logits, hidden)
         self.drafter.observe(self._result, rows)
-        extra = torch.stack([committed.num_tokens, committed.finished, verdict.status], dim=1)
-        self._report = torch.cat([verdict.tokens, extra], dim=1)
 
     def _capture(self) -> Any:
         stream = torch.cuda.Stream()

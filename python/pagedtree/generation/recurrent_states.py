@@ -11,84 +11,82 @@ __all__ = ["RecurrentStates"]
 
 
 class RecurrentStates:
-    """Slots of states in every recurrent layer; a sequence, named by an int, holds one.
+    """The states of every recurrent layer; a sequence, named by an int, holds one of each layer.
 
-    A slot's number is the same in every layer. It is taken, with states of zeros, when a sequence is first read, and
+    A state's index is the same in every layer. It is taken, with states of zeros, when a sequence is first read, and
     given back when the sequence is finished or evicted. Unlike pages, states cannot be shared, as each one has taken in
-    all tokens of its sequence. So where outcomes of one prompt share its first pages, the state behind these is kept in
-    a slot of its own (`keep_prefix`), of which each outcome gets a copy (`fork`).
+    all tokens of its sequence. So where outcomes of one prompt share its first pages, the state behind these is kept at
+    an index of its own (`keep_prefix`), and each outcome gets a copy (`fork`).
 
     Attributes:
-        num_slots: slots there are, taken or not; doubled when all are taken.
+        num_states: states there are in a layer, taken or not; doubled when all are taken.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.num_slots, self._is_full = device, 0, False
+        self.device, self.num_states, self._is_full = device, 0, False
         self._tensors: dict[tuple[int, str], Tensor] = {}
         self._free: list[int] = []
-        self._slots: dict[int, int] = {}
+        self._indices: dict[int, int] = {}
         self._prefixes: dict[int, int] = {}
         self._holders: dict[int, int] = {}
 
     def __getitem__(self, name: tuple[int, str]) -> Tensor:
-        """The states of this name as they are now: a new tensor whenever there are more slots."""
+        """The states of this name as they are now: a new tensor whenever there are more."""
         return self._tensors[name]
 
     def tensor(self, name: tuple[int, str], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The states [num_slots, *shape] of a layer, named by its layer_idx and a word; zeros at first use."""
+        """The states [num_states, *shape] of a layer, named by its layer_idx and a word; zeros at first use."""
         if name not in self._tensors:
-            self._tensors[name] = torch.zeros((self.num_slots, *shape), dtype=dtype, device=self.device)
+            self._tensors[name] = torch.zeros((self.num_states, *shape), dtype=dtype, device=self.device)
         return self._tensors[name]
 
-    def slot(self, sequence: int) -> int:
-        """The sequence's slot; a new one for a sequence that has none."""
-        if sequence not in self._slots:
-            self._slots[sequence] = self._take()
-        return self._slots[sequence]
+    def state_index(self, sequence: int) -> int:
+        """Returns the index of the sequence's states; a new one for a sequence that has none."""
+        if sequence not in self._indices:
+            self._indices[sequence] = self._take()
+        return self._indices[sequence]
 
-    def reserve(self, num_slots: int) -> None:
-        """Makes so many slots, and none from here on: the states keep their place, as captured steps need it."""
-        if self.num_slots < num_slots:
-            self._grow(num_slots - self.num_slots)
+    def reserve(self, num_states: int) -> None:
+        """Makes so many states, and none from here on: they keep their place, as captured steps need it."""
+        if self.num_states < num_states:
+            self._grow(num_states - self.num_states)
         self._is_full = True
 
     def keep_prefix(self, sequence: int) -> None:
         """Keeps the states as they are now for `fork`, until the sequence and all it was forked to are released."""
         self._drop_prefix(sequence)
         kept = self._take()
-        self._copy(self._slots[sequence], kept)
+        self._copy(self._indices[sequence], kept)
         self._prefixes[sequence], self._holders[kept] = kept, 1
 
     def fork(self, source: int, sequence: int) -> None:
         """Gives a new sequence the states that were kept of `source`."""
         kept = self._prefixes[source]
-        self._slots[sequence] = self._take()
-        self._copy(kept, self._slots[sequence])
+        self._indices[sequence] = self._take()
+        self._copy(kept, self._indices[sequence])
         self._prefixes[sequence] = kept
         self._holders[kept] += 1
 
     def release(self, sequence: int) -> None:
         """Gives back what the sequence holds."""
         self._drop_prefix(sequence)
-        slot = self._slots.pop(sequence, None)
-        if slot is not None:
-            self._free.append(slot)
+        index = self._indices.pop(sequence, None)
+        if index is not None:
+            self._free.append(index)
 
     def _take(self) -> int:
         if not self._free:
             if self._is_full:
-                raise RuntimeError(
-                    f"recurrent states: expected at most {self.num_slots} slots to be taken, got one more"
-                )
-            self._grow(max(self.num_slots, 1))
-        slot = self._free.pop()
+                raise RuntimeError(f"recurrent states: expected at most {self.num_states} to be taken, got one more")
+            self._grow(max(self.num_states, 1))
+        index = self._free.pop()
         for states in self._tensors.values():
-            states[slot] = 0
-        return slot
+            states[index] = 0
+        return index
 
     def _grow(self, added: int) -> None:
-        self._free[:0] = range(self.num_slots + added - 1, self.num_slots - 1, -1)
-        self.num_slots += added
+        self._free[:0] = range(self.num_states + added - 1, self.num_states - 1, -1)
+        self.num_states += added
         for name, states in self._tensors.items():
             self._tensors[name] = torch.cat([states, states.new_zeros((added, *states.shape[1:]))])
 

@@ -22,19 +22,20 @@ class RecurrentStep:
     `advance` takes the accepted paths into the states: no node has a state.
 
     Attributes:
-        states: one slot for each sequence.
-        read_slots: int32 [R], of the sequences that read. cu_seqlens: int32 [R + 1], their rows, num_read in all.
-        tree_slots: int32 [B], of the trees' sequences. trees: B of them; their rows follow.
+        states: those of every sequence.
+        read_index: int32 [R], the state_index of the sequences that read. cu_seqlens: int32 [R + 1], their rows,
+            num_read in all.
+        tree_index: int32 [B], the state_index of the trees' sequences. trees: B of them; their rows follow.
         is_generated: bool [T], rows of tokens that were generated or drafted. Where a model has another rule for the
             tokens of prompts than for later ones, a token follows its own also when it is read again.
         layers_run: the layers that came here so far, by their layer_idx.
     """
 
     states: RecurrentStates
-    read_slots: Tensor
+    read_index: Tensor
     cu_seqlens: Tensor
     num_read: int
-    tree_slots: Tensor
+    tree_index: Tensor
     trees: TreeBatch
     is_generated: Tensor
     layers_run: set[int] = field(default_factory=set)
@@ -44,7 +45,7 @@ class RecurrentStep:
     def of(
         cls,
         states: RecurrentStates,
-        slots: Tensor,
+        state_index: Tensor,
         prompt_lens: Tensor,
         trees: TreeBatch,
         cu_seqlens_q: Tensor,
@@ -53,19 +54,19 @@ class RecurrentStep:
     ) -> RecurrentStep:
         """The step of R sequences that read num_read tokens, and of B that have these trees.
 
-        slots: int32 [R + B]. prompt_lens: int64 [R + B]. cu_seqlens_q: int32 [R + B + 1], the rows of each sequence.
-        positions: int64 [T].
+        state_index: int32 [R + B]. prompt_lens: int64 [R + B]. cu_seqlens_q: int32 [R + B + 1], the rows of each
+        sequence. positions: int64 [T].
         """
-        first = slots.shape[0] - trees.batch_size
+        first = state_index.shape[0] - trees.batch_size
         rows = torch.arange(positions.shape[0], dtype=torch.int32, device=positions.device)
         # The sequence of each row; padding behind the trees counts to the last.
-        owner = torch.searchsorted(cu_seqlens_q[1:], rows, right=True).clamp(max=slots.shape[0] - 1)
+        owner = torch.searchsorted(cu_seqlens_q[1:], rows, right=True).clamp(max=state_index.shape[0] - 1)
         return cls(
             states,
-            read_slots=slots[:first],
+            read_index=state_index[:first],
             cu_seqlens=cu_seqlens_q[: first + 1],
             num_read=num_read,
-            tree_slots=slots[first:],
+            tree_index=state_index[first:],
             trees=trees,
             is_generated=positions >= prompt_lens[owner],
         )
@@ -87,13 +88,13 @@ class RecurrentStep:
             read, cu_seqlens = x[: self.num_read], self.cu_seqlens
             out.append(
                 tree_conv1d(
-                    read, weight, bias, state, self.read_slots, None, cu_seqlens=cu_seqlens, activation=activation
+                    read, weight, bias, state, self.read_index, None, cu_seqlens=cu_seqlens, activation=activation
                 )
             )
-            advance_conv(state, self.read_slots, read, None, cu_seqlens=cu_seqlens)
+            advance_conv(state, self.read_index, read, None, cu_seqlens=cu_seqlens)
         if self.trees.batch_size:
             rows = self._tree_rows(x)
-            out.append(tree_conv1d(rows, weight, bias, state, self.tree_slots, self.trees, activation=activation))
+            out.append(tree_conv1d(rows, weight, bias, state, self.tree_index, self.trees, activation=activation))
             self._advances.append((advance_conv, name, (rows,), {}))
         return torch.cat(out) if len(out) > 1 else out[0]
 
@@ -106,15 +107,15 @@ class RecurrentStep:
         out, n = [], self.num_read
         if n:
             known = k[:n], v[:n], g[:n], None if beta is None else beta[:n]
-            slots, cu_seqlens = self.read_slots, self.cu_seqlens
+            index, cu_seqlens = self.read_index, self.cu_seqlens
             out.append(
-                tree_delta_rule(q[:n], *known, state, slots, None, cu_seqlens=cu_seqlens, scale=scale, l2norm=l2norm)
+                tree_delta_rule(q[:n], *known, state, index, None, cu_seqlens=cu_seqlens, scale=scale, l2norm=l2norm)
             )
-            advance_state(state, slots, *known, None, cu_seqlens=cu_seqlens, l2norm=l2norm)
+            advance_state(state, index, *known, None, cu_seqlens=cu_seqlens, l2norm=l2norm)
         if self.trees.batch_size:
             rows = self._tree_rows
             nodes = rows(k), rows(v), rows(g), None if beta is None else rows(beta)
-            out.append(tree_delta_rule(q[n:], *nodes, state, self.tree_slots, self.trees, scale=scale, l2norm=l2norm))
+            out.append(tree_delta_rule(q[n:], *nodes, state, self.tree_index, self.trees, scale=scale, l2norm=l2norm))
             self._advances.append((advance_state, name, nodes, {"l2norm": l2norm}))
         return torch.cat(out) if len(out) > 1 else out[0]
 
@@ -124,7 +125,7 @@ class RecurrentStep:
         """
         for advance, name, inputs, options in self._advances:
             state = self.states[name]  # may have moved since the pass
-            advance(state, self.tree_slots, *inputs, self.trees, accept_index, num_accepted, **options)
+            advance(state, self.tree_index, *inputs, self.trees, accept_index, num_accepted, **options)
         self._advances.clear()
 
     def _tree_rows(self, rows: Tensor) -> Tensor:

@@ -1,0 +1,220 @@
+"""The part that ordinary and captured decode steps share: a packed pass over trees, its verification and its commit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pagedtree import Draft, RequestOptions, TreeBatch, commit, compact_kv, prepare_step, slot_mapping
+from pagedtree.generation.drafters.base import Drafter, StepResult, roots_only
+from pagedtree.generation.logprobs import Found, LogprobReader
+from pagedtree.generation.packed_model import PackedModel, PassOutput
+from pagedtree.generation.paged_cache import PagedCache
+from pagedtree.generation.paged_step import PagedStep
+from pagedtree.generation.recurrent_step import RecurrentStep
+from pagedtree.generation.rules import Sampling
+from pagedtree.generation.scheduler import GeneratedSequence
+
+__all__ = ["DecodeStep", "KnownTokens", "Pass"]
+
+
+@dataclass
+class KnownTokens:
+    """Tokens that R sequences read in front of the trees of a pass.
+
+    Attributes:
+        counts: how many each sequence reads; T in all.
+        tokens, positions: int64 [T].
+        seq_lens: int32 [R], up to the last token read. cu_seqlens: int32 [R + 1], the rows of each sequence.
+        last_rows: the row of the last token of each sequence that reads up to it; these get a new token.
+    """
+
+    counts: list[int]
+    tokens: Tensor
+    positions: Tensor
+    seq_lens: Tensor
+    cu_seqlens: Tensor
+    last_rows: list[int]
+
+
+@dataclass
+class Pass:
+    """One packed pass: sequences that read known tokens come first, then those that decode a tree, then padding.
+
+    Attributes:
+        draft, start: of the sequences that gain tokens, with their roots' tokens and positions: those that read up to
+            their last token (the first num_read), whose tree is a root alone, and all that decode.
+        decode_table: int32 [D, max_pages], the pages of those that decode.
+        logit_rows: the rows of the trees' nodes; None = all.
+    """
+
+    step: PagedStep
+    input_ids: Tensor
+    positions: Tensor
+    draft: Draft
+    start: Tensor
+    decode_table: Tensor
+    num_read: int = 0
+    logit_rows: Tensor | None = None
+
+
+class DecodeStep:
+    """Packs trees into a pass of the model, runs it, verifies the trees and commits what is accepted.
+
+    Nothing here waits for the device, except for `KnownTokens`, and nothing is read from it: a CUDA graph can hold it.
+    """
+
+    def __init__(
+        self,
+        model: PackedModel,
+        cache: PagedCache,
+        drafter: Drafter,
+        eos_ids: Tensor | None,
+        logprobs: LogprobReader | None = None,
+    ) -> None:
+        self.model, self.cache, self.drafter, self.eos_ids, self.logprobs = model, cache, drafter, eos_ids, logprobs
+        self.vocab_size = model.vocab_size
+        # Any object with `observe` is a drafter.
+        self.feature_layers: tuple[int, ...] = tuple(getattr(drafter, "feature_layers", ()))
+        self._moves: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+
+    def pack(
+        self,
+        draft: Draft,
+        roots: Tensor,
+        page_table: Tensor,
+        start: Tensor,
+        state_index: Tensor | None,
+        prompt_lens: Tensor | None,
+        known: KnownTokens | None = None,
+        is_active: Tensor | None = None,
+    ) -> Pass:
+        """The pass over R sequences that read known tokens (none without `known`) and the trees of D that decode.
+
+        draft: of the D sequences. roots: int64 [D], their last tokens. start: int32 [D], the positions of these.
+        page_table: int32 [R + D, max_pages]. state_index: int32 [R + D], where their recurrent states are, and
+        prompt_lens: int64 [R + D]; both None for a model without recurrent layers. is_active: bool [D], False for rows
+        without a sequence; None = all are active.
+        """
+        trees, num_nodes, page_size = draft.trees, draft.draft_tokens.shape[0], self.cache.page_size
+        decode_table = page_table if known is None else page_table[len(known.counts) :]
+        where = prepare_step(trees, decode_table, start, page_size, total_q=num_nodes)
+        positions, seq_lens, cu_seqlens_q, slots = where
+        draft = _with_roots(draft, roots, is_active)
+        input_ids = draft.draft_tokens.clamp(0, self.vocab_size - 1)
+        tree_mask = tree_lens = None
+        if trees.max_nodes > 1:  # else every sequence is causal
+            tree_mask, tree_lens = trees.mask, trees.cu_nodes.diff()
+        step = PagedStep(
+            self.cache, page_table, seq_lens, cu_seqlens_q, slots, tree_mask, tree_lens, max_seqlen_q=trees.max_nodes
+        )
+        packed = Pass(step, input_ids, positions, draft, start, decode_table)
+        if known is not None:
+            _put_in_front(known, packed, page_size)
+        if self.cache.states is not None and state_index is not None and prompt_lens is not None:
+            num_known = 0 if known is None else known.tokens.shape[0]
+            step.recurrent = RecurrentStep.of(
+                self.cache.states, state_index, prompt_lens, trees, step.cu_seqlens_q, packed.positions, num_known
+            )
+        return packed
+
+    def run(self, packed: Pass) -> PassOutput:
+        """The model's pass, with what the drafter wants to see of it."""
+        return self.model.run(
+            packed.input_ids, packed.positions, packed.step, packed.logit_rows, self.drafter.needs_hidden,
+            self.feature_layers,
+        )  # fmt: skip
+
+    def judge(
+        self,
+        packed: Pass,
+        sequences: list[GeneratedSequence],
+        output: PassOutput,
+        history: Tensor,
+        sampling: Sampling,
+        options: RequestOptions | None,
+        grammar_mask: Tensor | None = None,
+        node_map: Tensor | None = None,
+    ) -> tuple[StepResult, Tensor, Found | None]:
+        """Verifies the trees of B sequences and commits the accepted paths.
+
+        history: int64 [B, capacity], gets the new tokens; sampling, options, grammar_mask: see `Sampling.verify`.
+        node_map: see `commit`. Returns the result, a report int64 [B, S + 3] of tokens, their number, finished and
+        status, and log-probabilities where they are read. `compact` has to follow before the next pass writes.
+        """
+        draft, start, first = packed.draft, packed.start, packed.num_read
+        verdict = sampling.verify(output.logits, draft, self.drafter.draft_law, start, options, grammar_mask)
+        # What was read lies in its place, and is in the recurrent states, already.
+        accepted = verdict.accept_index[first:], verdict.num_accepted[first:]
+        if draft.trees.max_nodes > 1:
+            self._moves = (packed.decode_table, start[first:], *accepted)
+        if packed.step.recurrent is not None:
+            packed.step.recurrent.advance(*accepted)
+        # Processed log-probabilities count the tokens in place of `commit`.
+        counted = None if self.logprobs is not None and self.logprobs.is_processed else options
+        committed = commit(
+            verdict, draft.trees, start, history=history, history_lens=start + 1, eos_ids=self.eos_ids,
+            node_map=node_map, options=counted,
+        )  # fmt: skip
+        found = None
+        if self.logprobs is not None:
+            found = self.logprobs.read(output.logits, verdict, committed, start, sampling, options, grammar_mask)
+        extra = torch.stack([committed.num_tokens, committed.finished, verdict.status], dim=1)
+        result = StepResult(sequences, first, start, draft, verdict, committed, output.logits, output.hidden)
+        return result, torch.cat([verdict.tokens, extra], dim=1), found
+
+    def compact(self) -> None:
+        """Moves the rows of the accepted paths to their places: any time before the next pass writes."""
+        if self._moves is not None:
+            compact_kv(self.cache.tensors(), *self._moves)
+            self._moves = None
+
+
+def _with_roots(draft: Draft, roots: Tensor, is_active: Tensor | None) -> Draft:
+    """`draft` with the roots' own tokens, which a drafter need not give."""
+    tokens, rows = draft.draft_tokens.long(), draft.trees.cu_nodes[:-1].long()
+    num_nodes = tokens.shape[0]
+    if is_active is None:  # a tree without a root has no row of its own; the engine refuses it when it is verified
+        tokens = tokens.index_copy(0, rows.clamp(min=0, max=max(num_nodes - 1, 0)), roots)
+    else:  # an inactive row may have no tree; its token goes behind the last node
+        rows = torch.where(is_active, rows, num_nodes)
+        tokens = torch.cat([tokens, roots[:1]]).index_copy(0, rows, roots)[:num_nodes]
+    return draft._replace(draft_tokens=tokens)
+
+
+def _put_in_front(known: KnownTokens, packed: Pass, page_size: int) -> None:
+    """Lets the pass read known tokens first; those that read up to their last token get a tree of that one alone."""
+    step, device, num_known = packed.step, known.tokens.device, known.tokens.shape[0]
+    table = step.page_table[: len(known.counts)]
+    slots = slot_mapping(table, known.seq_lens, known.cu_seqlens, page_size, total_q=num_known)
+    step.slots = torch.cat([slots, step.slots])
+    step.seq_lens = torch.cat([known.seq_lens, step.seq_lens])
+    step.cu_seqlens_q = torch.cat([known.cu_seqlens, step.cu_seqlens_q[1:] + num_known])
+    step.max_seqlen_q = max(*known.counts, step.max_seqlen_q)
+    if step.tree_mask is not None and step.tree_lens is not None:
+        step.tree_mask = torch.cat([step.tree_mask.new_zeros((num_known, step.tree_mask.shape[1])), step.tree_mask])
+        step.tree_lens = torch.cat([step.tree_lens.new_full((len(known.counts),), -1), step.tree_lens])
+    num_nodes = packed.input_ids.shape[0]
+    packed.positions = torch.cat([known.positions, packed.positions])
+    packed.input_ids = torch.cat([known.tokens, packed.input_ids])
+    rows, packed.num_read = [*known.last_rows, *range(num_known, num_known + num_nodes)], len(known.last_rows)
+    packed.logit_rows = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
+    last = packed.logit_rows[: packed.num_read]
+    packed.start = torch.cat([known.positions.index_select(0, last).int(), packed.start])
+    packed.draft = _after_roots(known.tokens.index_select(0, last), packed.draft)
+
+
+def _after_roots(roots: Tensor, draft: Draft) -> Draft:
+    """`draft` after a tree of one node for each token of `roots`."""
+    num_roots, rows = roots.shape[0], draft.draft_rows
+    if num_roots == 0:
+        return draft
+    trees = roots_only(num_roots, roots.device).trees
+    return draft._replace(
+        draft_tokens=torch.cat([roots, draft.draft_tokens]),
+        trees=TreeBatch.concatenate([trees, draft.trees]),
+        # Any row will do for a root that has no children.
+        draft_rows=torch.cat([rows.new_zeros(num_roots), rows]) if rows is not None else None,
+    )
