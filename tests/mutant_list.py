@@ -396,7 +396,7 @@ CHOICE = [
     ),
     of_drafts(
         "features of plain steps that are lost", "drafters/block",
-        "self._sort()\n        self._read_waiting()\n        start", "self._read_waiting()\n        start",
+        "self._waiting.sort()\n        self._read_waiting()\n        start", "self._read_waiting()\n        start",
     ),
     of_drafts(
         "what a drafter reads first, laid to its levels", "tree_tuner",

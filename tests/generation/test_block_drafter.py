@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from block_case import CONFIG, block_model, dense_logits
 from generate_case import NEW_TOKENS, Oracle, greedy, lists, prompts_of, room_of, tiny
 
-from pagedtree.generation.drafters import NoDrafter, block
+from pagedtree.generation.drafters import NoDrafter, waiting_features
 from pagedtree.integrations.transformers import BlockDraftConfig, BlockDrafter, BlockDraftModel, generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -187,12 +187,12 @@ def test_with_a_tuner(model, texts):
 @pytest.mark.parametrize("options", [{}, {"n": 2, "page_size": 4, "num_pages": 24}, {"max_batch_tokens": 6}])
 def test_features_of_plain_steps_wait_for_the_next_proposal(model, texts, monkeypatch, options, limit):
     """Proposals in every sixth step; few bytes of features may wait, or many."""
-    monkeypatch.setattr(block, "MAX_WAITING_BYTES", limit)
+    monkeypatch.setattr(waiting_features, "MAX_WAITING_BYTES", limit)
 
     class Seldom(Recorder):
         def propose(self, tokens, lengths):
             self.turn = getattr(self, "turn", -1) + 1
-            assert self._waiting_bytes <= limit
+            assert self._waiting._num_bytes <= limit
             return super().propose(tokens, lengths) if self.turn % 6 == 5 else NoDrafter().propose(tokens, lengths)
 
     recorder = Seldom(block_model(model), Oracle(texts, hit=0.8))
@@ -201,6 +201,15 @@ def test_features_of_plain_steps_wait_for_the_next_proposal(model, texts, monkey
     assert len(recorder.texts) >= 8 and (stats.evictions > 0) == ("num_pages" in options)
     for text, logits in zip(recorder.texts, recorder.logits, strict=True):
         torch.testing.assert_close(logits, dense_logits(model, recorder.model, text), rtol=1e-3, atol=1e-3)
+
+
+def test_half_precision_turns_by_the_same_angles(model):
+    """At far positions keys would be turned wholly otherwise, were the frequencies rounded as the weights are."""
+    features, positions = torch.randn(8, 2 * model.config.hidden_size), torch.arange(5000, 5008)
+    exact = block_model(model).context(features, positions)
+    half = block_model(model).to(torch.bfloat16).context(features, positions)
+    for (keys, _), (rounded, _) in zip(exact, half, strict=True):
+        torch.testing.assert_close(rounded.float(), keys, atol=0.1, rtol=0.05)
 
 
 def test_a_text_that_was_not_seen_from_its_start(model, texts):

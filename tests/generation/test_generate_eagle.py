@@ -14,6 +14,7 @@ from generate_case import NEW_TOKENS, SAMPLING, VOCAB, greedy, lists, prompts_of
 from safetensors.torch import load_file, save_file
 
 from pagedtree.generation import drafters
+from pagedtree.generation.drafters import waiting_features
 from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
 from pagedtree.generation.drafters.eagle_config import EagleConfig
 from pagedtree.generation.drafters.rotary_config import Rotary
@@ -212,14 +213,14 @@ def test_features_that_wait_are_read_before_they_are_many(model, head, monkeypat
     """Without drafts, as while a tuner decodes plainly; the tree that follows is the same."""
     runs, row_bytes = [], 3 * model.config.hidden_size * 4
     for limit in (2048, 3):
-        monkeypatch.setattr(drafters.eagle, "MAX_WAITING_BYTES", limit * row_bytes)
+        monkeypatch.setattr(waiting_features, "MAX_WAITING_BYTES", limit * row_bytes)
         drafter, run = EagleDrafter(head, num_nodes=10, depth=3, width=3), []
         propose, turn = drafter.propose, [0]
 
         def seldom(tokens, lengths, drafter=drafter, propose=propose, turn=turn, limit=limit):
             turn[0] += 1
-            waiting = drafter._plain.num_rows + sum(waiting.count for waiting in drafter._waiting.values())
-            assert waiting <= limit + len(lengths)
+            queues = drafter._waiting._queues.values()
+            assert drafter._waiting._num_plain + sum(queue.count for queue in queues) <= limit + len(lengths)
             return propose(tokens, lengths) if turn[0] % 6 == 0 else drafters.NoDrafter().propose(tokens, lengths)
 
         drafter.propose = seldom
@@ -233,9 +234,9 @@ def test_features_that_wait_are_read_before_they_are_many(model, head, monkeypat
 
 def test_features_of_finished_sequences_do_not_count(head):
     drafter = EagleDrafter(head, num_nodes=10, depth=3, width=3)
-    drafter._waiting_bytes = 1 << 40  # as if nobody had those any more
-    drafter._read_if_many()
-    assert drafter._waiting_bytes == 0
+    drafter._waiting._num_bytes = 1 << 40  # as if nobody had those any more
+    drafter._waiting._read_if_many()
+    assert drafter._waiting._num_bytes == 0
 
 
 def test_the_heads_cache_is_given_back(model, head):

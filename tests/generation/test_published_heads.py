@@ -255,7 +255,7 @@ def test_published_forms_are_read(model, tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(config))
     loaded = EagleHead.from_pretrained(tmp_path, model)
     assert same(loaded, head) and loaded.feature_layers == LAYERS
-    assert torch.equal(loaded._frequencies, head._frequencies)
+    assert torch.equal(loaded._angles._frequencies, head._angles._frequencies)
     texts = [greedy(model, prompt) for prompt in prompts_of((5, 12))]
     sequences, _ = generate(model, prompts_of((5, 12)), drafter=EagleDrafter(loaded), max_new_tokens=20)
     assert lists(sequences) == texts

@@ -79,6 +79,12 @@ class PagedCache:
         self.peak_pages = max(self.peak_pages, self.pages_in_use)
         return True
 
+    def reserve_growing(self, sequence: int, num_tokens: int) -> None:
+        """Lets the sequence hold pages for `num_tokens`; doubles the pool at least, if it has too few left."""
+        if not self.reserve(sequence, num_tokens):
+            self.grow(max(self.num_pages, self.pages_for(num_tokens)))
+            self.reserve(sequence, num_tokens)
+
     def grow(self, num_pages: int) -> None:
         """Adds pages to the pool; what it holds moves to larger tensors."""
         self._free[:0] = range(self.num_pages + num_pages - 1, self.num_pages - 1, -1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import is_
 from typing import Any, cast
 
 import torch
@@ -18,19 +17,14 @@ from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.generation.tree_tuner import TreeTuner
 
 __all__ = [
-    "MAX_WAITING_BYTES",
     "Drafter",
     "FeatureRows",
     "NoDrafter",
-    "PlainPasses",
     "Proposal",
     "StepResult",
     "as_drafter",
     "roots_only",
 ]
-
-# Features that wait for the next proposal, of all sequences, take so many bytes at most: more are read at once.
-MAX_WAITING_BYTES = 1 << 28
 
 Proposal = Draft | tuple[Tensor, TreeBatch, Tensor | None]
 
@@ -109,41 +103,6 @@ class FeatureRows:
         wanted = [i * path.shape[1] + j for i, count in enumerate(counts) for j in range(count)]
         rows = path.flatten()[torch.tensor(wanted, dtype=torch.int64).to(path.device)] + shift
         return list(zip(decoded, roots, self.features.index_select(0, rows).split(counts), strict=True))
-
-
-class PlainPasses:
-    """Features of passes in which the same sequences decoded without drafts, one after another, as the passes gave
-    them: sorting them by sequence in each pass took 1.5 % of a small model's step.
-
-    Attributes:
-        num_rows: of features, over all passes.
-    """
-
-    def __init__(self) -> None:
-        self.num_rows = 0
-        self._sequences: list[GeneratedSequence] = []
-        self._start: list[int] = []
-        self._features: list[Tensor] = []
-
-    def add(self, rows: FeatureRows, result: StepResult) -> bool:
-        """Takes in a pass, as `read` and `observe` are told of it, unless it is another kind of pass."""
-        if rows.counts or result.trees.max_nodes > 1:
-            return False
-        if not self._features:
-            self._sequences, self._start = rows.sequences, rows.start
-        elif len(rows.sequences) != len(self._sequences) or not all(map(is_, rows.sequences, self._sequences)):
-            return False
-        self._features.append(rows.features)
-        self.num_rows += rows.features.shape[0]
-        return True
-
-    def take(self) -> list[tuple[GeneratedSequence, int, Tensor]]:
-        """For each sequence: it, the position of its first token, and the features, [passes, F]. Nothing is left."""
-        if not self._features:
-            return []
-        parts = torch.stack(self._features, dim=1).unbind()
-        self._features, self.num_rows = [], 0
-        return list(zip(self._sequences, self._start, parts, strict=True))
 
 
 class Drafter:

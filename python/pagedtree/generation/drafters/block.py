@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from pagedtree import Draft, append_kv, best_first_tree, slot_mapping
-from pagedtree.generation.drafters.base import MAX_WAITING_BYTES, Drafter, FeatureRows, PlainPasses, StepResult
+from pagedtree.generation.drafters.base import Drafter, FeatureRows, StepResult
 from pagedtree.generation.drafters.block_model import BlockDraftModel
 from pagedtree.generation.drafters.target import check_attention, check_place
+from pagedtree.generation.drafters.waiting_features import WaitingFeatures
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.paged_step import PagedStep
@@ -20,16 +21,6 @@ from pagedtree.generation.scheduler import GeneratedSequence
 __all__ = ["BlockDrafter"]
 
 INITIAL_PAGES = 64
-
-
-@dataclass
-class _Waiting:
-    """Features of a sequence's tokens from position `begin` on that are not in its context yet."""
-
-    sequence: GeneratedSequence
-    begin: int
-    count: int = 0
-    parts: list[Tensor] = field(default_factory=list)
 
 
 class BlockDrafter(Drafter):
@@ -80,10 +71,7 @@ class BlockDrafter(Drafter):
         self._end: dict[int, int] = {}
         self._known: dict[int, GeneratedSequence] = {}
         self._selected: list[GeneratedSequence] = []
-        self._rows: FeatureRows | None = None
-        self._waiting: dict[int, _Waiting] = {}  # of what was read since the last proposal
-        self._plain = PlainPasses()  # whose features wait, too
-        self._waiting_bytes = 0  # of all of them, at most
+        self._waiting = WaitingFeatures(self._enter_read, self._read_waiting)
         self._joint: Tensor | None = None  # joint log-probabilities of the last proposal's nodes
         self._depth = self.max_depth
         self._vocab_size: int | None = None
@@ -110,60 +98,35 @@ class BlockDrafter(Drafter):
         self._selected = sequences
 
     def read(self, rows: FeatureRows) -> None:
-        self._rows = rows
-        self._waiting_bytes += rows.features.nbytes
-        if rows.counts:
-            self._sort()
-            self._take(rows.known())
-            self._read_if_many()
+        self._waiting.read(rows)
 
     def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
-        if self._rows is not None and result.num_read < len(result.sequences):
-            if not self._plain.add(self._rows, result):
-                self._sort()
-                self._take(self._rows.accepted(result))
-            self._read_if_many()
-        self._rows = None
+        self._waiting.observe(result)
 
     def unread(self, sequences: list[GeneratedSequence]) -> int:
-        known = [self._waiting[sequence.index] for sequence in sequences if sequence.index in self._waiting]
-        return self._plain.num_rows + sum(waiting.count - 1 for waiting in known)
-
-    def _sort(self) -> None:
-        """Gives each sequence the features of its plain passes."""
-        self._take(self._plain.take())
-
-    def _take(self, parts: list[tuple[GeneratedSequence, int, Tensor]]) -> None:
-        """Keeps features until the next proposal: sequences, the position of each one's first token, and [n, F]."""
-        for sequence, begin, features in parts:
-            if sequence.index not in self._waiting:
-                if begin > self._end.get(sequence.index, 0):  # another outcome of its prompt may have read the pages
-                    self._read_waiting()
-                self._enter(sequence, begin)
-                self._waiting[sequence.index] = _Waiting(sequence, begin)
-            waiting = self._waiting[sequence.index]
-            waiting.parts.append(features)
-            waiting.count += features.shape[0]
-
-    def _read_if_many(self) -> None:
-        if self._waiting_bytes > MAX_WAITING_BYTES:
-            self._sort()
-            self._read_waiting()
-
-    def _read_waiting(self) -> None:
-        waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
-        self._append([(each.sequence, each.begin, torch.cat(each.parts)) for each in waiting.values()])
+        return self._waiting.unread(sequences)
 
     def forget(self, sequence: GeneratedSequence) -> None:
-        self._sort()
+        self._waiting.forget(sequence.index)
+        self._leave(sequence)
+
+    def _leave(self, sequence: GeneratedSequence) -> None:
         self.cache.release(sequence.index)
-        for known in (self._first, self._end, self._known, self._waiting):
+        for known in (self._first, self._end, self._known):
             known.pop(sequence.index, None)
+
+    def _enter_read(self, sequence: GeneratedSequence, begin: int) -> None:
+        if begin > self._end.get(sequence.index, 0):  # another outcome of its prompt may have read the pages
+            self._read_waiting()
+        self._enter(sequence, begin)
+
+    def _read_waiting(self) -> None:
+        self._append(self._waiting.take_all())
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
     ) -> Draft:
-        self._sort()
+        self._waiting.sort()
         self._read_waiting()
         start = lengths - 1
         roots = tokens.gather(1, start.long()[:, None])[:, 0]
@@ -239,7 +202,7 @@ class BlockDrafter(Drafter):
         """
         if self._end.get(sequence.index) == begin:
             return
-        self.forget(sequence)
+        self._leave(sequence)
         donor = next(
             (
                 index
@@ -256,10 +219,7 @@ class BlockDrafter(Drafter):
         self._end[sequence.index], self._known[sequence.index] = begin, sequence
 
     def _reserve(self, sequence: GeneratedSequence, end: int) -> None:
-        count = end - self._first[sequence.index]
-        if not self.cache.reserve(sequence.index, count):
-            self.cache.grow(max(self.cache.num_pages, self.cache.pages_for(count)))
-            self.cache.reserve(sequence.index, count)
+        self.cache.reserve_growing(sequence.index, end - self._first[sequence.index])
 
     def _int32(self, values: list[int] | range) -> Tensor:
         return torch.tensor(values, dtype=torch.int32).to(self.device, non_blocking=True)

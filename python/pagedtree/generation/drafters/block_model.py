@@ -5,7 +5,6 @@ One pass over a block of mask tokens guesses all of its positions.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,15 +14,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pagedtree.generation.drafters.checkpoint_config import CONFIG_NAME, HARMLESS, ConfigEntries
-from pagedtree.generation.drafters.checkpoint_tensors import StoredTensors
+from pagedtree.generation.drafters.checkpoint import WEIGHTS_NAME, StoredTensors, save_checkpoint
+from pagedtree.generation.drafters.checkpoint_config import HARMLESS, ConfigEntries
+from pagedtree.generation.drafters.layers import (
+    Attention,
+    GatedMLP,
+    RotaryAngles,
+    Rotation,
+    layer_shapes,
+    sizes_by_name,
+)
 from pagedtree.generation.drafters.rotary_config import Rotary
 from pagedtree.generation.drafters.target import Target
 
 __all__ = ["BlockDraftConfig", "BlockDraftModel"]
 
 ARCHITECTURE = "DFlashDraftModel"
-WEIGHTS_NAME = "model.safetensors"
 # More than any draft model has; they bound what a config can ask for that no weight tells.
 MAX_LAYERS, MAX_BLOCK = 1024, 1024
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -151,54 +157,18 @@ class BlockDraftConfig:
         return (self.sliding_window or 0) if is_sliding else 0
 
 
-class _Attention(nn.Module):
-    """Attention of Qwen 3, whose keys and values may come from elsewhere."""
-
-    def __init__(self, config: BlockDraftConfig) -> None:
-        super().__init__()
-        hidden, bias, self.head_dim = config.hidden_size, config.attention_bias, config.head_dim
-        query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(hidden, query, bias=bias)
-        self.k_proj = nn.Linear(hidden, key, bias=bias)
-        self.v_proj = nn.Linear(hidden, key, bias=bias)
-        self.o_proj = nn.Linear(query, hidden, bias=bias)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-
-    def queries(self, states: Tensor, rotation: Tensor) -> Tensor:
-        return _rotated(self.q_norm(self._heads(self.q_proj(states))), rotation)
-
-    def keys_values(self, states: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
-        keys = self.k_norm(self._heads(self.k_proj(states)))
-        return _rotated(keys, rotation), self._heads(self.v_proj(states))
-
-    def _heads(self, states: Tensor) -> Tensor:
-        return states.unflatten(-1, (-1, self.head_dim))
-
-
-class _MLP(nn.Module):
-    def __init__(self, config: BlockDraftConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, states: Tensor) -> Tensor:
-        return cast(Tensor, self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states)))
-
-
 class _Layer(nn.Module):
     def __init__(self, config: BlockDraftConfig) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = _Attention(config)
+        self.self_attn = Attention(config, bias=config.attention_bias, norm_eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = _MLP(config)
+        self.mlp = GatedMLP(config)
 
-    def forward(self, states: Tensor, rotation: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+    def forward(self, states: Tensor, rotation: Rotation, attend: Callable[..., Tensor]) -> Tensor:
         attention, inputs = self.self_attn, self.input_layernorm(states)
         out = attend(attention.queries(inputs, rotation), *attention.keys_values(inputs, rotation))
-        states = states + attention.o_proj(out.flatten(-2))
+        states = states + attention.output(out)
         return cast(Tensor, states + self.mlp(self.post_attention_layernorm(states)))
 
 
@@ -236,8 +206,7 @@ class BlockDraftModel(nn.Module):
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-        self.register_buffer("_inv_freq", (config.rope_theta**-exponents).float(), persistent=False)
+        self._angles = RotaryAngles(Rotary("default", config.rope_theta, {}).frequencies(config.head_dim))
         # In a tuple, so that the target's layers do not become submodules: their weights are not this model's to save.
         self._of_target = (embed, lm_head)
 
@@ -266,7 +235,7 @@ class BlockDraftModel(nn.Module):
         """
         weight = self.fc.weight
         states = self.hidden_norm(self.fc(features.to(weight.dtype)))
-        rotation = self._rotation(positions, weight.dtype)
+        rotation = self._angles.at(positions, weight.dtype)
         return [cast(_Layer, layer).self_attn.keys_values(states, rotation) for layer in self.layers]
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -277,7 +246,7 @@ class BlockDraftModel(nn.Module):
         states = F.embedding(tokens, self.embeddings)
         if self.config.input_embedding_scale != 1.0:
             states = states * self.config.input_embedding_scale
-        rotation = self._rotation(positions, states.dtype)
+        rotation = self._angles.at(positions, states.dtype)
         for i, layer in enumerate(self.layers):
             states = layer(states, rotation, lambda q, k, v, i=i: attend(i, q, k, v))
         return cast(Tensor, self.norm(states))
@@ -292,14 +261,8 @@ class BlockDraftModel(nn.Module):
 
     def save_pretrained(self, path: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Writes config.json and model.safetensors into the folder `path`."""
-        from safetensors.torch import save_file  # of an extra of the package
-
-        path = Path(path)
-        path.mkdir(parents=True, exist_ok=True)
         config = {**self.config.to_dict(), "dtype": str(dtype).removeprefix("torch.")}
-        (path / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
-        tensors = {name: tensor.detach().to(dtype).contiguous() for name, tensor in self.state_dict().items()}
-        save_file(tensors, path / WEIGHTS_NAME, metadata={"format": "pt"})
+        save_checkpoint(path, config, self.state_dict(), dtype)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, model: Any) -> BlockDraftModel:
@@ -330,51 +293,17 @@ class BlockDraftModel(nn.Module):
         drafter.load_state_dict({name: stored.load(name) for name in shapes})
         return drafter.to(device, dtype).eval()
 
-    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """Cosines and sines for rotary embeddings, [2, ..., 1, head_dim]."""
-        angles = positions[..., None, None].float() * cast(Tensor, self._inv_freq)
-        angles = torch.cat([angles, angles], dim=-1)
-        return torch.stack([angles.cos(), angles.sin()]).to(dtype)
-
-
-def _rotated(states: Tensor, rotation: Tensor) -> Tensor:
-    first, second = states.chunk(2, dim=-1)
-    return states * rotation[0] + torch.cat([-second, first], dim=-1) * rotation[1]
-
 
 def _shapes(config: BlockDraftConfig) -> dict[str, str]:
     """The tensors of a checkpoint, for each its sizes by the names of `_sizes`."""
-    heads, kv_heads = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
-    shapes = {
+    layer = layer_shapes(bias=config.attention_bias, has_norms=True)
+    return {
         "fc.weight": f"hidden_size, {FEATURES}",
         "hidden_norm.weight": "hidden_size",
         "norm.weight": "hidden_size",
+        **{f"layers.{i}.{name}": shape for i in range(config.num_hidden_layers) for name, shape in layer.items()},
     }
-    layer = {
-        "input_layernorm.weight": "hidden_size",
-        "self_attn.q_proj.weight": f"{heads}, hidden_size",
-        "self_attn.k_proj.weight": f"{kv_heads}, hidden_size",
-        "self_attn.v_proj.weight": f"{kv_heads}, hidden_size",
-        "self_attn.o_proj.weight": f"hidden_size, {heads}",
-        "self_attn.q_norm.weight": "head_dim",
-        "self_attn.k_norm.weight": "head_dim",
-        "post_attention_layernorm.weight": "hidden_size",
-        "mlp.gate_proj.weight": "intermediate_size, hidden_size",
-        "mlp.up_proj.weight": "intermediate_size, hidden_size",
-        "mlp.down_proj.weight": "hidden_size, intermediate_size",
-    }
-    if config.attention_bias:
-        rows = {"q": heads, "k": kv_heads, "v": kv_heads, "o": "hidden_size"}
-        layer |= {f"self_attn.{name}_proj.bias": size for name, size in rows.items()}
-    return shapes | {f"layers.{i}.{name}": layer[name] for i in range(config.num_hidden_layers) for name in layer}
 
 
 def _sizes(config: BlockDraftConfig) -> dict[str, int]:
-    return {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "head_dim": config.head_dim,
-        "num_attention_heads * head_dim": config.num_attention_heads * config.head_dim,
-        "num_key_value_heads * head_dim": config.num_key_value_heads * config.head_dim,
-        FEATURES: len(config.target_layer_ids) * config.hidden_size,
-    }
+    return {**sizes_by_name(config), FEATURES: len(config.target_layer_ids) * config.hidden_size}

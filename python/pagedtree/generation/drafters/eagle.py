@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
 
 from pagedtree import Draft, DraftState
-from pagedtree.generation.drafters.base import MAX_WAITING_BYTES, FeatureRows, PlainPasses, StepResult, roots_only
+from pagedtree.generation.drafters.base import FeatureRows, StepResult, roots_only
 from pagedtree.generation.drafters.eagle_head import EagleHead
 from pagedtree.generation.drafters.grown import TreeGrower
 from pagedtree.generation.drafters.target import check_attention, check_place
+from pagedtree.generation.drafters.waiting_features import WaitingFeatures
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.paged_step import PagedStep
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 
 __all__ = ["EagleDrafter"]
-
-
-@dataclass
-class _Waiting:
-    """Features of a sequence's tokens that the head has not read yet, and how many they are."""
-
-    count: int = 0
-    parts: list[Tensor] = field(default_factory=list)
 
 
 class EagleDrafter(TreeGrower):
@@ -52,10 +43,7 @@ class EagleDrafter(TreeGrower):
 
     def _reset(self, page_size: int) -> None:
         super()._reset(page_size)
-        self._waiting: dict[int, _Waiting] = {}
-        self._plain = PlainPasses()  # whose features wait, too
-        self._waiting_bytes = 0  # of all features that wait, at most
-        self._rows: FeatureRows | None = None  # of the pass that `observe` is about to tell of
+        self._waiting = WaitingFeatures(self._enter, self._read_known)
         self._states: Tensor | None = None  # [B * F, H], what the head gave at the frontier that it read last
 
     def check_target(self, model: PackedModel) -> None:
@@ -71,112 +59,78 @@ class EagleDrafter(TreeGrower):
         self._sampling = sampling
 
     def read(self, rows: FeatureRows) -> None:
-        self._rows = rows
-        self._waiting_bytes += rows.features.nbytes
-        if rows.counts:
-            self._sort()
-            for sequence, start, features in rows.known():
-                self._take(sequence, start, features)
-            self._read_if_many()
+        self._waiting.read(rows)
 
     def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
-        assert self._rows is not None
-        if not self._plain.add(self._rows, result):
-            self._sort()
-            self._take_decoded(self._rows.accepted(result))
-        self._rows = None
-        self._read_if_many()
+        self._waiting.observe(result)
 
     def unread(self, sequences: list[GeneratedSequence]) -> int:
-        known = [self._waiting[sequence.index] for sequence in sequences if sequence.index in self._waiting]
-        return self._plain.num_rows + sum(waiting.count - 1 for waiting in known)
+        return self._waiting.unread(sequences)
 
     def forget(self, sequence: GeneratedSequence) -> None:
-        self._sort()
+        self._waiting.forget(sequence.index)
         super().forget(sequence)
-        self._waiting.pop(sequence.index, None)
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
     ) -> Draft:
-        self._sort()
-        if not all(sequence.index in self._waiting for sequence in self._selected):
+        self._waiting.sort()
+        if not all(sequence.index in self._known for sequence in self._selected):
             self._grown = None
             # A text of one token, or one of which another outcome has read all but the last, has no features yet.
             return roots_only(tokens.shape[0], tokens.device)
-        states = self._read_until([(sequence, sequence.root) for sequence in self._selected])
         table = self.cache.table_of(self._reserve_trees(self._selected))
+        states = self._read_until([(sequence, sequence.root) for sequence in self._selected], table)
         # The head's row of the root's token stands at the place of the token before it, whose features it has.
         start = lengths - 2
         self._states = states
         draft = self._grow(self.head.logits(states), torch.zeros_like(start).long(), table, start, self._sampling)
         self._states = None
+        for sequence in self._selected:  # of the tree's nodes nothing stays
+            self.cache.trim(sequence.index, self._cached[sequence.index])
         return draft._replace(draft_tokens=self.head.target_ids[draft.draft_tokens.clamp(min=0)])
 
-    def _sort(self) -> None:
-        """Gives each sequence the features of its plain passes."""
-        self._take_decoded(self._plain.take())
-
-    def _take_decoded(self, parts: list[tuple[GeneratedSequence, int, Tensor]]) -> None:
-        for sequence, start, features in parts:
-            self.cache.trim(sequence.index, self._cached.get(sequence.index, 0))  # the tree's nodes
-            self._take(sequence, start, features)
-
-    def _take(self, sequence: GeneratedSequence, start: int, features: Tensor) -> None:
-        """Keeps the features of the sequence's tokens from `start` on."""
-        if sequence.index not in self._known:
-            if start:  # another outcome of the prompt has read the pages before
-                donor = next(
-                    other
-                    for index, other in self._known.items()
-                    if other.group == sequence.group and self._cached[index] + self._waiting[index].count >= start
-                )
-                if self._cached[donor.index] < start:
-                    self._read_until([(donor, start)])
-                self.cache.fork(donor.index, sequence.index, start)
-            self._known[sequence.index], self._cached[sequence.index] = sequence, start
-            self._waiting[sequence.index] = _Waiting()
-        waiting = self._waiting[sequence.index]
-        assert start == self._cached[sequence.index] + waiting.count, "features come in order"
-        waiting.parts.append(features)
-        waiting.count += features.shape[0]
-
-    def _read_if_many(self) -> None:
-        if self._waiting_bytes <= MAX_WAITING_BYTES:
+    def _enter(self, sequence: GeneratedSequence, start: int) -> None:
+        """Makes the sequence known, of which another outcome of the prompt has read the pages before `start`."""
+        if sequence.index in self._known:
             return
-        self._sort()
-        # Rejected nodes and finished sequences were counted, too.
-        self._waiting_bytes = sum(part.nbytes for each in self._waiting.values() for part in each.parts)
-        if self._waiting_bytes <= MAX_WAITING_BYTES:
-            return
-        # What the head gives at the newest token is what `propose` needs, so that one waits.
+        if start:
+            donor = next(
+                other
+                for index, other in self._known.items()
+                if other.group == sequence.group and self._cached[index] + self._waiting.count(index) >= start
+            )
+            if self._cached[donor.index] < start:
+                self._read_until([(donor, start)])
+            self.cache.fork(donor.index, sequence.index, start)
+        self._known[sequence.index], self._cached[sequence.index] = sequence, start
+
+    def _read_known(self) -> None:
+        """Reads what waits, but for the newest token of each sequence, whose state `propose` needs."""
         ends = [(sequence, sequence.root - 1) for sequence in self._known.values()]
         if any(self._num_readable(sequence, end) for sequence, end in ends):
             self._read_until(ends)
 
     def _num_readable(self, sequence: GeneratedSequence, end: int) -> int:
-        """How many of the sequence's waiting features stand in front of position `end`."""
-        return max(min(end - self._cached[sequence.index], self._waiting[sequence.index].count), 0)
+        """Returns how many of the sequence's waiting features stand in front of position `end`."""
+        return max(min(end - self._cached[sequence.index], self._waiting.count(sequence.index)), 0)
 
-    def _read_until(self, ends: list[tuple[GeneratedSequence, int]]) -> Tensor:
+    def _read_until(self, ends: list[tuple[GeneratedSequence, int]], table: Tensor | None = None) -> Tensor:
         """Reads the waiting features of each sequence in front of a position, and returns the states at the last ones
         read, [B, H] if all had some. The token at that position must be known.
+
+        table: the page table of all these sequences, where it is made already.
         """
         chunks, tokens, features = [], [], []
         for sequence, end in ends:
-            waiting, start = self._waiting[sequence.index], self._cached[sequence.index]
-            count = self._num_readable(sequence, end)
+            start, count = self._cached[sequence.index], self._num_readable(sequence, end)
             if count == 0:
                 continue
-            parts = torch.cat(waiting.parts)
-            features.append(parts[:count])
+            features.append(self._waiting.take(sequence.index, count))
             chunks.append((sequence, start, count))
             tokens += sequence.tokens[start + 1 : start + count + 1]
-            rest = waiting.count - count
-            self._waiting[sequence.index] = _Waiting(rest, [parts[count:].clone()] if rest else [])
             self._cached[sequence.index] = start + count
-        self._waiting_bytes -= sum(each.nbytes for each in features)
-        step, positions = self._causal_step(chunks)
+        step, positions = self._causal_step(chunks, table)
         fused = self.head.fuse(torch.cat(features))
         states = self._run(torch.tensor(tokens).to(self.device), fused, positions, step)
         return states[step.cu_seqlens_q[1:].long() - 1]

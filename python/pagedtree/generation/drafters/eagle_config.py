@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagedtree.generation.drafters.checkpoint_config import HARMLESS, ConfigEntries
+from pagedtree.generation.drafters.layers import layer_shapes, sizes_by_name
 from pagedtree.generation.drafters.rotary_config import Rotary
 
 __all__ = ["ARCHITECTURE", "EagleConfig"]
@@ -160,19 +161,10 @@ class EagleConfig:
 
     def shapes(self, num_layers_read: int) -> dict[str, str]:
         """The tensors of a checkpoint, for each its sizes by the names of `sizes`."""
-        heads, kv_heads = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
+        layer = {"hidden_norm.weight": "hidden_size", **layer_shapes("2 * hidden_size")}
         shapes = {
             "fc.weight": f"hidden_size, {FEATURES}",
-            "midlayer.hidden_norm.weight": "hidden_size",
-            "midlayer.input_layernorm.weight": "hidden_size",
-            "midlayer.self_attn.q_proj.weight": f"{heads}, 2 * hidden_size",
-            "midlayer.self_attn.k_proj.weight": f"{kv_heads}, 2 * hidden_size",
-            "midlayer.self_attn.v_proj.weight": f"{kv_heads}, 2 * hidden_size",
-            "midlayer.self_attn.o_proj.weight": f"hidden_size, {heads}",
-            "midlayer.post_attention_layernorm.weight": "hidden_size",
-            "midlayer.mlp.gate_proj.weight": "intermediate_size, hidden_size",
-            "midlayer.mlp.up_proj.weight": "intermediate_size, hidden_size",
-            "midlayer.mlp.down_proj.weight": "hidden_size, intermediate_size",
+            **{f"midlayer.{name}": shape for name, shape in layer.items()},
             "norm.weight": "hidden_size",
             "embed_tokens.weight": "vocab_size, hidden_size",
             "lm_head.weight": "draft_vocab_size, hidden_size",
@@ -186,11 +178,8 @@ class EagleConfig:
 
     def sizes(self, num_layers_read: int, draft_vocab_size: int) -> dict[str, int]:
         return {
-            "hidden_size": self.hidden_size,
+            **sizes_by_name(self),
             "2 * hidden_size": 2 * self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_attention_heads * head_dim": self.num_attention_heads * self.head_dim,
-            "num_key_value_heads * head_dim": self.num_key_value_heads * self.head_dim,
             "target_hidden_size": self.target_hidden_size,
             FEATURES: num_layers_read * self.target_hidden_size,
             "vocab_size": self.vocab_size,

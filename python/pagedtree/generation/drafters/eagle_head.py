@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -11,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pagedtree.generation.drafters.checkpoint_config import CONFIG_NAME, ConfigEntries
-from pagedtree.generation.drafters.checkpoint_tensors import StoredTensors
+from pagedtree.generation.drafters.checkpoint import WEIGHTS_NAME, StoredTensors, save_checkpoint
+from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
 from pagedtree.generation.drafters.eagle_config import LAYER_IDS, EagleConfig
+from pagedtree.generation.drafters.layers import Attention, GatedMLP, RotaryAngles, Rotation
 from pagedtree.generation.drafters.target import Target
 
 __all__ = ["EagleHead"]
 
-WEIGHTS_NAME = "model.safetensors"
 # Folders may hold their weights in one of these ways.
 WEIGHTS_NAMES = (WEIGHTS_NAME, "*.safetensors", "pytorch_model.bin")
 # Of a checkpoint, what the target's own stands for, or what follows from d2t.
@@ -71,22 +70,22 @@ class EagleHead(nn.Module):
             rows = lm_head.weight[target_ids.to(lm_head.weight.device)]
         self.register_buffer("target_ids", target_ids, persistent=False)
         sizes, width = self.config, len(self.feature_layers) * self.config.target_hidden_size
-        self.input_norm = _Norm(width, sizes.rms_norm_eps) if sizes.norm_before_fc else None
+        self.input_norm = nn.RMSNorm(width, eps=sizes.rms_norm_eps) if sizes.norm_before_fc else None
         self.fc_norm: nn.ModuleList | None = None
         if sizes.fc_norm:
             self.fc_norm = nn.ModuleList(
-                _Norm(sizes.target_hidden_size, sizes.rms_norm_eps) for _ in self.feature_layers
+                nn.RMSNorm(sizes.target_hidden_size, eps=sizes.rms_norm_eps) for _ in self.feature_layers
             )
         self.fc = nn.Linear(width, sizes.hidden_size, bias=False)
         self.midlayer = _Layer(sizes)
-        self.norm = _Norm(sizes.hidden_size, sizes.rms_norm_eps)
+        self.norm = nn.RMSNorm(sizes.hidden_size, eps=sizes.rms_norm_eps)
         self.embed_tokens: nn.Embedding | None = None
         # In a tuple, so that the target's layer does not become a submodule: its weights are not the head's to save.
         self._embed_tokens = (embed_tokens,)
         # The target's own rows until the head has others.
         self.lm_head: nn.Linear | None = None
         self._rows = (rows.detach(),)
-        self._frequencies = sizes.rotary.frequencies(sizes.head_dim)  # no buffer: they stay in fp32 in any dtype
+        self._angles = RotaryAngles(sizes.rotary.frequencies(sizes.head_dim))
 
     @property
     def vocab_size(self) -> int:
@@ -145,9 +144,7 @@ class EagleHead(nn.Module):
         positions: int64, broadcast to tokens. attend: queries [..., T, Hq, D], keys and values [..., T, Hkv, D] ->
         [..., T, Hq, D].
         """
-        self._frequencies = self._frequencies.to(positions.device)
-        angles = positions[..., None, None].float() * self._frequencies
-        rotation = angles.cos().to(states.dtype), angles.sin().to(states.dtype)
+        rotation = self._angles.at(positions, states.dtype)
         out: Tensor = self.midlayer(self.embedding(tokens), states, rotation, attend)
         return self.norm(out) if self.config.norm_output else out
 
@@ -166,25 +163,21 @@ class EagleHead(nn.Module):
         needs_target: leave out an output layer that the head has from the target. SGLang and vLLM then cannot load it;
             `from_pretrained` can.
         """
-        from safetensors.torch import save_file  # of an extra of the package
-
-        path = Path(path)
-        path.mkdir(parents=True, exist_ok=True)
-        config = self.config
+        config, ids = self.config, self.target_ids.cpu()
         entries = config.to_entries() | {
             "draft_vocab_size": self.vocab_size,
             # SGLang names layers by their outputs, vLLM by their inputs.
             "eagle_config": {LAYER_IDS: list(self.feature_layers), "use_aux_hidden_state": True},
             LAYER_IDS: [layer + 1 for layer in self.feature_layers],
         }
-        (path / CONFIG_NAME).write_text(json.dumps(entries, indent=2) + "\n")
-        tensors = {name: tensor.detach().to(dtype).contiguous() for name, tensor in self.state_dict().items()}
+        weights = self.state_dict()
         if self.lm_head is None and not needs_target:
-            tensors["lm_head.weight"] = self._rows[0].to(dtype).contiguous()
-        ids = self.target_ids.cpu()
-        tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
-        save_file(tensors, path / WEIGHTS_NAME, metadata={"format": "pt"})
+            weights["lm_head.weight"] = self._rows[0]
+        ids_and_mask = {
+            "d2t": ids - torch.arange(len(ids)),
+            "t2d": torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True),
+        }
+        save_checkpoint(path, entries, weights, dtype, ids_and_mask)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, model: Any) -> EagleHead:
@@ -242,60 +235,24 @@ class EagleHead(nn.Module):
         return head.to(device, dtype).eval()
 
 
-class _Norm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
-
-    def forward(self, states: Tensor) -> Tensor:
-        return F.rms_norm(states, self.weight.shape, self.weight, self.eps)
-
-
 class _Layer(nn.Module):
     """Names of the modules are those of the tensors in a checkpoint."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        self.hidden_norm, self.input_layernorm = _Norm(hidden, eps), _Norm(hidden, eps)
-        self.post_attention_layernorm = _Norm(hidden, eps)
-        self.head_dim, self.is_residual_normed = config.head_dim, config.norm_before_residual
-        self.self_attn = nn.ModuleDict(
-            {
-                "q_proj": nn.Linear(2 * hidden, queries, bias=False),
-                "k_proj": nn.Linear(2 * hidden, keys, bias=False),
-                "v_proj": nn.Linear(2 * hidden, keys, bias=False),
-                "o_proj": nn.Linear(queries, hidden, bias=False),
-            }
-        )
-        self.mlp = nn.ModuleDict(
-            {
-                "gate_proj": nn.Linear(hidden, config.intermediate_size, bias=False),
-                "up_proj": nn.Linear(hidden, config.intermediate_size, bias=False),
-                "down_proj": nn.Linear(config.intermediate_size, hidden, bias=False),
-            }
-        )
+        self.hidden_norm, self.input_layernorm = nn.RMSNorm(hidden, eps=eps), nn.RMSNorm(hidden, eps=eps)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, eps=eps)
+        self.is_residual_normed = config.norm_before_residual
+        self.self_attn, self.mlp = Attention(config, 2 * hidden), GatedMLP(config)
 
-    def forward(self, embeds: Tensor, states: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def forward(self, embeds: Tensor, states: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         normed = self.hidden_norm(states)
         residual = normed if self.is_residual_normed else states
         inputs = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
-        q, k, v = (
-            self.self_attn[name](inputs).unflatten(-1, (-1, self.head_dim)) for name in ("q_proj", "k_proj", "v_proj")
-        )
-        heads = attend(_rotated(q, *rotation), _rotated(k, *rotation), v)
-        residual = residual + self.self_attn["o_proj"](heads.flatten(-2))
-        inputs = self.post_attention_layernorm(residual)
-        gated = F.silu(self.mlp["gate_proj"](inputs)) * self.mlp["up_proj"](inputs)
-        out: Tensor = residual + self.mlp["down_proj"](gated)
-        return out
-
-
-def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [..., H, D] whose halves are the pairs' parts; cos and sin are [..., 1, D / 2]."""
-    first, second = states.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        heads = attend(self.self_attn.queries(inputs, rotation), *self.self_attn.keys_values(inputs, rotation))
+        residual = residual + self.self_attn.output(heads)
+        return cast(Tensor, residual + self.mlp(self.post_attention_layernorm(residual)))
 
 
 def _own_name(name: str) -> str:

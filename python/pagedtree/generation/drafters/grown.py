@@ -156,16 +156,20 @@ class TreeGrower(Drafter):
             state.level_tree_lens, state.num_frontier,
         )  # fmt: skip
 
-    def _causal_step(self, chunks: list[tuple[GeneratedSequence, int, int]]) -> tuple[PagedStep, Tensor]:
-        """What a causal pass over some tokens of each sequence gives the attention layers, with pages reserved, and the
-        tokens' positions. chunks: sequence, position of its first token, number of tokens.
+    def _causal_step(
+        self, chunks: list[tuple[GeneratedSequence, int, int]], table: Tensor | None = None
+    ) -> tuple[PagedStep, Tensor]:
+        """Prepares a causal pass over some tokens of each sequence: its pages, and the tokens' positions.
+
+        chunks: sequence, position of its first token, number of tokens. table: their pages, if these are reserved.
         """
         offsets = [0, *accumulate(count for _, _, count in chunks)]
-        for sequence, begin, count in chunks:
-            self._reserve(sequence, begin + count)
         ends = [begin + count for _, begin, count in chunks]
         places = [place for _, begin, count in chunks for place in range(begin, begin + count)]
-        table = self.cache.page_table([sequence.index for sequence, _, _ in chunks])
+        if table is None:
+            for (sequence, _, _), end in zip(chunks, ends, strict=True):
+                self.cache.reserve_growing(sequence.index, end)
+            table = self.cache.page_table([sequence.index for sequence, _, _ in chunks])
         seq_lens, cu_seqlens_q = (torch.tensor(x, dtype=torch.int32).to(self.device) for x in (ends, offsets))
         slots = slot_mapping(table, seq_lens, cu_seqlens_q, self.cache.page_size, total_q=offsets[-1])
         longest = max(count for _, _, count in chunks)
@@ -175,10 +179,5 @@ class TreeGrower(Drafter):
     def _reserve_trees(self, sequences: list[GeneratedSequence]) -> list[list[int]]:
         """The page table of these sequences, with room for a tree."""
         for sequence in sequences:
-            self._reserve(sequence, sequence.root + self.max_kv_nodes)
+            self.cache.reserve_growing(sequence.index, sequence.root + self.max_kv_nodes)
         return [self.cache.pages(sequence.index) for sequence in sequences]
-
-    def _reserve(self, sequence: GeneratedSequence, num_tokens: int) -> None:
-        if not self.cache.reserve(sequence.index, num_tokens):
-            self.cache.grow(max(self.cache.num_pages, self.cache.pages_for(num_tokens)))
-            self.cache.reserve(sequence.index, num_tokens)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from torch.nn import functional as F
 
 from pagedtree import Commit, Draft, DraftTree, best_first_tree, medusa_propose
 from pagedtree.generation.drafters.base import Drafter, StepResult, roots_only
-from pagedtree.generation.drafters.checkpoint_config import CONFIG_NAME, HARMLESS, ConfigEntries
-from pagedtree.generation.drafters.checkpoint_tensors import StoredTensors
+from pagedtree.generation.drafters.checkpoint import StoredTensors, save_checkpoint
+from pagedtree.generation.drafters.checkpoint_config import HARMLESS, ConfigEntries
 from pagedtree.generation.drafters.target import Target, check_place
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.rules import Sampling
@@ -80,15 +79,8 @@ class MedusaHeads(nn.Module):
 
     def save_pretrained(self, path: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Writes config.json and medusa.safetensors into the folder `path`."""
-        from safetensors.torch import save_file  # of an extra of the package
-
-        path = Path(path)
-        path.mkdir(parents=True, exist_ok=True)
-        num_heads, hidden_size, _ = self.weight.shape
-        config = {"model_type": "medusa", "num_heads": num_heads, "hidden_size": hidden_size}
-        (path / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
-        tensors = {name: tensor.detach().to(dtype).contiguous() for name, tensor in self.state_dict().items()}
-        save_file(tensors, path / WEIGHTS_NAME, metadata={"format": "pt"})
+        config = {"model_type": "medusa", "num_heads": self.num_heads, "hidden_size": self.hidden_size}
+        save_checkpoint(path, config, self.state_dict(), dtype, name=WEIGHTS_NAME)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, model: Any) -> MedusaHeads:

@@ -84,6 +84,7 @@ class ModelDrafter(TreeGrower):
         # The last proposal, and the part of it that the target verifies.
         self._grown_draft: Draft | None = None
         self._draft: Draft | None = None
+        self._table: Tensor | None = None  # the page table of the last proposal
         self._tables: dict[int, Mirror] = {}  # page tables of captured steps, by batch size
 
     def pack(self, model: Any) -> PackedModel:
@@ -147,7 +148,7 @@ class ModelDrafter(TreeGrower):
             logits = self._read_last_two(tokens, lengths, table)
             return self._grow(logits, roots, table, start, self._sampling.at(rows), active)
         logits = self._read(self._selected)
-        table = self.cache.table_of(self._reserve_trees(self._selected))
+        self._table = table = self.cache.table_of(self._reserve_trees(self._selected))
         self._draft = self._grown_draft = self._grow(logits, roots, table, start, self._sampling.of(self._selected))
         return self._draft
 
@@ -166,9 +167,10 @@ class ModelDrafter(TreeGrower):
             drafted, start = self._selected, start.index_select(0, which)
             verdict = Verdict(*(tensor.index_select(0, which) for tensor in verdict))
         committed = commit(verdict, self._draft.trees, start, node_map=self._draft.node_map)
-        self._compact(self.cache.page_table([sequence.index for sequence in drafted]), start, committed)
+        assert self._table is not None  # of the selected sequences, which are those that were drafted for
+        self._compact(self._table, start, committed)
         self.advance(drafted)
-        self._draft = self._grown_draft = None
+        self._draft = self._grown_draft = self._table = None
 
     def narrow(self, draft: Draft, rows: Tensor) -> None:
         assert self._grown_draft is not None and self._grown_draft.node_map is not None

@@ -1,7 +1,11 @@
-"""Tensors of a checkpoint, whose names and shapes are compared with what its config says before any is loaded."""
+"""Checkpoints of draft heads: a folder with config.json and a file of tensors.
+
+Names and shapes of the tensors are compared with what the config says before any is loaded.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,7 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["StoredTensors"]
+from pagedtree.generation.drafters.checkpoint_config import CONFIG_NAME
+
+__all__ = ["WEIGHTS_NAME", "StoredTensors", "save_checkpoint"]
+
+WEIGHTS_NAME = "model.safetensors"
 
 # As safetensors calls them; tensors of other types are not read.
 DTYPES = {
@@ -103,6 +111,28 @@ class StoredTensors:
 
     def load(self, name: str) -> Tensor:
         return self._tensors[name].load()
+
+
+def save_checkpoint(
+    folder: str | Path,
+    config: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    others: Mapping[str, Tensor] | None = None,
+    *,
+    name: str = WEIGHTS_NAME,
+) -> None:
+    """Writes config.json and a file of tensors into a folder, which is made if it is missing.
+
+    weights: written in `dtype`. others: written as they are. name: of the file, in the format of safetensors.
+    """
+    from safetensors.torch import save_file  # of an extra of the package
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
+    tensors = {key: tensor.detach().to(dtype).contiguous() for key, tensor in weights.items()}
+    save_file({**tensors, **(others or {})}, folder / name, metadata={"format": "pt"})
 
 
 def _stored(path: Path) -> dict[str, _Stored]:

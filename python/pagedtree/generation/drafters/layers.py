@@ -1,0 +1,144 @@
+"""Layers that draft heads are made of; their modules have the names that the tensors have in checkpoints."""
+
+from __future__ import annotations
+
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["Attention", "GatedMLP", "LayerSizes", "RotaryAngles", "Rotation", "layer_shapes", "sizes_by_name"]
+
+HEADS, KV_HEADS = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
+
+# Cosines and sines of the angles by which halves of heads are rotated, each [..., 1, head_dim / 2].
+Rotation = tuple[Tensor, Tensor]
+
+
+class LayerSizes(Protocol):
+    """The sizes of a decoder layer, by the names of config.json."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+class RotaryAngles:
+    """Angles of rotary embeddings. No module, so that the frequencies stay in fp32 in a head of any dtype.
+
+    Args:
+        frequencies: fp32 [head_dim / 2], angles of a step of one position (`Rotary.frequencies`).
+    """
+
+    def __init__(self, frequencies: Tensor) -> None:
+        self._frequencies = frequencies
+
+    def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """Returns the rotation at positions, int64 [...]."""
+        self._frequencies = self._frequencies.to(positions.device)
+        angles = positions[..., None, None].float() * self._frequencies
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+class Attention(nn.Module):
+    """The projections of a layer's attention, whose keys and values may come from other states than its queries.
+
+    Args:
+        sizes: of the layer.
+        inputs: width of the states that are projected; None = hidden_size.
+        bias: whether the projections add one.
+        norm_eps: epsilon of an RMSNorm of each query and key, as in Qwen 3; None = there is none.
+    """
+
+    def __init__(
+        self, sizes: LayerSizes, inputs: int | None = None, *, bias: bool = False, norm_eps: float | None = None
+    ) -> None:
+        super().__init__()
+        inputs, self.head_dim = inputs or sizes.hidden_size, sizes.head_dim
+        query, key = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
+        self.q_proj = nn.Linear(inputs, query, bias=bias)
+        self.k_proj = nn.Linear(inputs, key, bias=bias)
+        self.v_proj = nn.Linear(inputs, key, bias=bias)
+        self.o_proj = nn.Linear(query, sizes.hidden_size, bias=bias)
+        self.q_norm = nn.Identity() if norm_eps is None else nn.RMSNorm(sizes.head_dim, eps=norm_eps)
+        self.k_norm = nn.Identity() if norm_eps is None else nn.RMSNorm(sizes.head_dim, eps=norm_eps)
+
+    def queries(self, states: Tensor, rotation: Rotation) -> Tensor:
+        """States [..., inputs] to queries [..., Hq, D]."""
+        return _rotated(self.q_norm(self._heads(self.q_proj(states))), rotation)
+
+    def keys_values(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """States [..., inputs] to keys and values, [..., Hkv, D] each."""
+        keys = self.k_norm(self._heads(self.k_proj(states)))
+        return _rotated(keys, rotation), self._heads(self.v_proj(states))
+
+    def output(self, heads: Tensor) -> Tensor:
+        """Heads' results [..., Hq, D] to [..., hidden_size]."""
+        return cast(Tensor, self.o_proj(heads.flatten(-2)))
+
+    def _heads(self, states: Tensor) -> Tensor:
+        return states.unflatten(-1, (-1, self.head_dim))
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), as in Llama."""
+
+    def __init__(self, sizes: LayerSizes) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(sizes.intermediate_size, sizes.hidden_size, bias=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return cast(Tensor, self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states)))
+
+
+def layer_shapes(inputs: str = "hidden_size", *, bias: bool = False, has_norms: bool = False) -> dict[str, str]:
+    """The tensors of a layer with its two norms, for each its sizes by the names of `sizes_by_name`.
+
+    inputs, bias: see `Attention`. has_norms: whether queries and keys have one.
+    """
+    shapes = {
+        "input_layernorm.weight": "hidden_size",
+        "self_attn.q_proj.weight": f"{HEADS}, {inputs}",
+        "self_attn.k_proj.weight": f"{KV_HEADS}, {inputs}",
+        "self_attn.v_proj.weight": f"{KV_HEADS}, {inputs}",
+        "self_attn.o_proj.weight": f"hidden_size, {HEADS}",
+    }
+    if has_norms:
+        shapes |= {"self_attn.q_norm.weight": "head_dim", "self_attn.k_norm.weight": "head_dim"}
+    shapes |= {
+        "post_attention_layernorm.weight": "hidden_size",
+        "mlp.gate_proj.weight": "intermediate_size, hidden_size",
+        "mlp.up_proj.weight": "intermediate_size, hidden_size",
+        "mlp.down_proj.weight": "hidden_size, intermediate_size",
+    }
+    if bias:
+        rows = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS, "o": "hidden_size"}
+        shapes |= {f"self_attn.{name}_proj.bias": size for name, size in rows.items()}
+    return shapes
+
+
+def sizes_by_name(sizes: LayerSizes) -> dict[str, int]:
+    """The sizes that `layer_shapes` names."""
+    return {
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": sizes.intermediate_size,
+        "head_dim": sizes.head_dim,
+        HEADS: sizes.num_attention_heads * sizes.head_dim,
+        KV_HEADS: sizes.num_key_value_heads * sizes.head_dim,
+    }
+
+
+def _rotated(states: Tensor, rotation: Rotation) -> Tensor:
+    """Rotary embedding of [..., H, D] whose halves are the pairs' parts."""
+    (first, second), (cos, sin) = states.chunk(2, dim=-1), rotation
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
