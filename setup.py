@@ -64,15 +64,15 @@ def announce(ninja: str, tree: Path, jobs: int) -> None:
 
 
 class BuildPython(build_py):
-    """Takes benchmarks/ along, for `python -m pagedtree bench`; a checkout runs its own."""
+    """Takes along what `python -m pagedtree bench` runs; a checkout runs its own."""
 
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
             target = Path(self.build_lib) / "pagedtree" / "benchmarks"
             target.mkdir(parents=True, exist_ok=True)
-            for pattern in ("*.py", "*.cu"):
-                for source in (ROOT / "benchmarks").glob(pattern):
+            for pattern in ("benchmarks/*.py", "benchmarks/*.cu", "tools/gpu_model/*.py"):
+                for source in ROOT.glob(pattern):
                     shutil.copy(source, target)
 
 

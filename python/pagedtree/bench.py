@@ -1,4 +1,4 @@
-"""`python -m pagedtree bench [NAME] [ARGUMENTS]`: runs the script bench_NAME.py of benchmarks/."""
+"""`python -m pagedtree bench [NAME] [ARGUMENTS]`: runs the script bench_NAME.py of benchmarks/ or tools/gpu_model/."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ OF_CHECKOUT = ("distributed", "real", "rules")
 
 
 def scripts() -> dict[str, Path]:
-    """Name -> script, from the wheel's copy (pagedtree/benchmarks) or the checkout's benchmarks/."""
+    """Name -> script, from the wheel's copy (pagedtree/benchmarks) or from the checkout."""
     for folder in map(Path, pagedtree.__path__):
-        for place in (folder / "benchmarks", folder.parents[1] / "benchmarks"):
-            found = sorted(place.glob("bench_*.py"))
+        checkout = folder.parents[1]
+        for places in ([folder / "benchmarks"], [checkout / "benchmarks", checkout / "tools" / "gpu_model"]):
+            found = sorted(script for place in places for script in place.glob("bench_*.py"))
             if found:
                 return {path.stem.removeprefix("bench_"): path for path in found}
     return {}

@@ -9,23 +9,20 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import bench_predict
+import predict_peers
+import predict_recurrent
+import predict_verification
 import pytest
+from predict_loop import ctas_that_fit, registers_of
+from sass_listing import bytes_of, decode_control, find_nvdisasm, parse, tensor_flops
+from sass_loops import Flow
+from sm_model import A100, H100, MACHINES, Machine
+from sm_simulator import Simulator, steps_of
+
+from pagedtree.cubin import cuda_library, extract_cubins, find_cuobjdump
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import bench_predict  # noqa: E402
-import predict_peers  # noqa: E402
-import predict_recurrent  # noqa: E402
-import predict_verification  # noqa: E402
-from predict_loop import ctas_that_fit, registers_of  # noqa: E402
-from sass_listing import bytes_of, decode_control, find_nvdisasm, parse, tensor_flops  # noqa: E402
-from sass_loops import Flow  # noqa: E402
-from sm_model import A100, H100, MACHINES, Machine  # noqa: E402
-from sm_simulator import Simulator, steps_of  # noqa: E402
-
-from pagedtree.cubin import cuda_library, extract_cubins, find_cuobjdump  # noqa: E402
-
 GROWTH = 1.10
 Line = str | tuple[str, int]
 

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
+import bench_predict
+import predict_bounds
+import predict_latent
+import predict_peers
 import pytest
+import sass_roles
+from predict_bounds import bound, busy_cycles, our_roles, with_keys
+from sass_listing import Function, Instruction, bytes_of, find_nvdisasm, parse, tensor_flops
+from sass_roles import Role, Roles, roles_of, waits
+from sm_model import H200
+
+from pagedtree.cubin import cuda_library, extract_cubins, find_cuobjdump
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import bench_predict  # noqa: E402
-import predict_bounds  # noqa: E402
-import predict_latent  # noqa: E402
-import predict_peers  # noqa: E402
-import sass_roles  # noqa: E402
-from predict_bounds import bound, busy_cycles, our_roles, with_keys  # noqa: E402
-from sass_listing import Function, Instruction, bytes_of, find_nvdisasm, parse, tensor_flops  # noqa: E402
-from sass_roles import Role, Roles, roles_of, waits  # noqa: E402
-from sm_model import H200  # noqa: E402
-
-from pagedtree.cubin import cuda_library, extract_cubins, find_cuobjdump  # noqa: E402
-
 GROWTH = 1.10
 RECORDED = BENCHMARKS / "results" / "wgmma_bounds_h200.json"
 

@@ -1,4 +1,4 @@
-"""The attention kernels from the PTX that nvcc made of them, interpreted (tests/ptx): right operands, layouts and
+"""The attention kernels from the PTX that nvcc made of them, interpreted (tools/ptx): right operands, layouts and
 modifiers of the inline assembly, which the C++ build of the same sources for simt does not see.
 """
 

@@ -1,4 +1,4 @@
-"""Hopper's instructions as tests/ptx interprets them, each against plain numpy, and one kernel that nvcc compiled.
+"""Hopper's instructions as tools/ptx interprets them, each against plain numpy, and one kernel that nvcc compiled.
 
 The layouts are written here once more, element by element, after the PTX manual's figures.
 """

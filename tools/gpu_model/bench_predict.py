@@ -29,6 +29,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
 import measure
 from predict_bounds import ideas, our_rows
 from predict_latent import flashmla_rows, latent_rows
@@ -43,7 +45,7 @@ from sm_model import MACHINES, Machine
 import pagedtree as pt
 from pagedtree.cubin import cuda_library, extract_cubins
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 OF_INSTANCE = r"I(13__nv_bfloat16|6__half)(S\d_|NS0_10Float8E4M3E)Li(\d+)ELi(\d+)ELi(\d+)E"
 INSTANCES = {  # by the engine that multiplies
     "mma.sync": re.compile(rf"attention_kernelINS0_8Instance{OF_INSTANCE}"),

@@ -19,7 +19,7 @@ from sass_listing import Function, Instruction, disassemble
 from sass_loops import Flow, Loop
 from sm_model import Machine
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 KERNEL = re.compile(r"\d(draw_rows|walk)_kernelILNS_5DTypeE2EE")  # of bf16: for all rows, and for those of the walk
 LOGITS = 2048  # cycles are given for this many
 PHILOX = re.compile(r"0x(d2511f53|cd9e8d57)|-0x(2daee0ad|326172a9)\b")  # its multipliers

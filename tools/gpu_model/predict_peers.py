@@ -6,11 +6,14 @@ import math
 import re
 import struct
 import subprocess
+import sys
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import flashinfer_kernel
 from predict_bounds import bound, busy_cycles, copying_cycles, with_keys, work_of

@@ -1,6 +1,6 @@
 """What the compiled attention kernels use, kept in benchmarks/results/kernels.json; needs cuobjdump, no GPU.
 
-python benchmarks/record_kernels.py [--library PATH] [--json PATH]
+python tools/gpu_model/record_kernels.py [--library PATH] [--json PATH]
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import argparse
 import re
 import sys
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from measure import machine_facts, save
 

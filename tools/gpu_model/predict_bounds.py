@@ -26,7 +26,7 @@ PAGE_SIZE = 16  # of the cache
 SHARED_RATE = 128  # bytes per cycle of shared memory
 ROWS = (64, 128, 256, 512)  # of a KV head
 HEAD_DIMS = (64, 128, 256)
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 # Units of a scheduler of which an instruction takes one; "control" only takes an issue slot.
 UNITS = {"tensor": "tensor", "slow": "mufu", "float": "float", "integer": "integer", "uniform": "uniform"}
 SOFTMAX = {"FADD", "FMUL", "FFMA", "FMNMX", "MUFU", "F2FP", "SHFL"}
