@@ -211,7 +211,7 @@ def cases(grammar: Grammar, maker: str, tree: DraftTree, count: int) -> list[tup
 
 
 def passes(seconds: float) -> dict[str, Callable[[], object]]:
-    """What runs while the masks are filled."""
+    """Returns what runs while the masks are filled."""
     a, b = torch.randn(2, 512, 512)
 
     def multiply() -> None:
@@ -277,7 +277,7 @@ def measure_batches(grammar: Grammar, tree: DraftTree, batch: int, vocab: int, a
 
 
 def python_beside(run: Callable[[int], object], seconds: float = 1.0) -> float:
-    """How fast Python is beside calls of `run` in another thread, as part of its speed alone; two free cores needed.
+    """Measures Python's speed beside calls of `run` in another thread, over its speed alone; needs two free cores.
 
     Half and less says that the calls hold Python's global lock.
     """

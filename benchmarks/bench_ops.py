@@ -155,7 +155,7 @@ def main() -> int:
 
 
 def facts_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What is known of the machine, the arguments, and the two rates that give a point's floor."""
+    """Collects what is known of the machine, the arguments, and the two rates that give a point's floor."""
     device, dtypes = torch.device(args.device), [torch.bfloat16, torch.float32]
     facts = machine_facts() | {"arguments": {key: value for key, value in vars(args).items() if key != "json"}}
     rates = {str(dtype).removeprefix("torch."): matmul_rate(dtype, device) / 1e9 for dtype in dtypes}
@@ -166,7 +166,7 @@ def facts_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_into(path: Path, chosen: Sequence[Point], args: argparse.Namespace) -> int:
-    """What a process of one op does: it measures the points that the file lacks; with `--first` only the first one."""
+    """Measures the points of one op that the file lacks, in a process of its own; with `--first` only the first one."""
     results = Results.read(path)
     torch.set_num_threads(args.threads)
     pending = results.lacking(chosen)

@@ -83,7 +83,7 @@ class Compact:
         return self.caches
 
     def torch_ops(self, copy: int) -> list[Tensor]:
-        """What engines without an op for it do: the slots once, then a gather and a scatter for each tensor."""
+        """Does what engines without an op do: the slots once, then a gather and a scatter for each tensor."""
         step = torch.arange(1, self.accepted + 1, device=self.device)
         source, target = self.start[:, None] + self.accept_index[:, 1:], self.start[:, None] + step
         page_size = self.shape["page_size"]

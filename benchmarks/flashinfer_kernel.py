@@ -35,7 +35,7 @@ CCCL = ("cub", "libcudacxx/include", "thrust")
 
 
 def include_folder() -> Path | None:
-    """Where FlashInfer's headers are: FLASHINFER_INCLUDE, or the installed package's."""
+    """Finds FlashInfer's headers: FLASHINFER_INCLUDE, or the installed package's."""
     named = os.environ.get("FLASHINFER_INCLUDE")
     found = None if named else importlib.util.find_spec("flashinfer")
     for place in (found.submodule_search_locations or []) if found else []:

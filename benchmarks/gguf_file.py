@@ -29,7 +29,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Of a byte-level BPE tokenizer: the tokens by id, those that are special, and merges, "a b" each.
+    """A byte-level BPE tokenizer: the tokens by id, those that are special, and merges, "a b" each.
 
     template: the chat template, if there is one.
     """

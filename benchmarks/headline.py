@@ -56,7 +56,7 @@ FIGURES = {
 
 
 def figure_of(target: Target, row: Row, rows: Sequence[Row], machine: Mapping[str, Any]) -> float | None:
-    """What was measured, or None where a peer or the other row is missing. The fastest of several peers counts."""
+    """Returns what was measured; None where a peer or the other row is missing. The fastest of several peers counts."""
     if "ms" not in row:
         return None
     if target.figure.endswith("row"):

@@ -170,7 +170,7 @@ class FlashInferMla(FlashInferTree):
 
 
 def row_bytes_of(shape: Shape) -> int:
-    """Of the cached rows."""
+    """Returns the bytes of the cached rows."""
     size = getattr(torch, shape["dtype"]).itemsize if shape["cache"] == "same" else 1
     return sum(lengths_of(shape)) * ROW * size
 

@@ -110,7 +110,7 @@ def interleaved_on_gpu(
 
 
 def waits_for_device(call: Callable[[], object]) -> bool:
-    """Whether torch sees a call on a GPU wait for it, as `.tolist()` does. What other libraries do it does not see."""
+    """Tells whether torch sees a call wait for the GPU, as `.tolist()` does; it does not see other libraries' calls."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -234,7 +234,7 @@ def commit() -> str | None:
 
 
 def machine_facts() -> dict[str, Any]:
-    """What a reader needs to compare these figures with others: processor, threads, versions, commit, date."""
+    """Collects what a reader needs to compare these figures with others: processor, threads, versions, commit, date."""
     model = platform.processor()
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
         if line.startswith("model name"):

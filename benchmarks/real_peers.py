@@ -167,12 +167,12 @@ PEERS: dict[str, tuple[str, Callable[[Source], Generate]]] = {
 
 
 def takes_one(name: str) -> bool:
-    """Whether this way takes one sequence only."""
+    """Tells whether this way takes one sequence only."""
     return not name.startswith(STOCK)
 
 
 def versions() -> dict[str, str | None]:
-    """Of the packages; None of one that is not installed."""
+    """Returns the versions of the packages; None for one that is not installed."""
     of_vllm = next(VLLM.glob("lib/python3*/site-packages/vllm*.dist-info"), None)
     found = {"vllm": of_vllm and of_vllm.name.removesuffix(".dist-info").partition("-")[2]}
     for package in dict.fromkeys(package for package, _ in PEERS.values() if package != "vllm"):

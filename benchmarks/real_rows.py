@@ -65,7 +65,7 @@ class Table:
 
     @classmethod
     def opened(cls, path: Path, facts: dict[str, Any]) -> Table:
-        """What the file has, to which calls are added.
+        """Reads what the file has, to which calls are added.
 
         Raises:
             ValueError: the file's rows were measured under other conditions.
@@ -100,7 +100,7 @@ class Table:
         write_json(path, {"benchmark": name, "machine": self.facts, "rows": self.rows()})
 
     def rows(self) -> list[Row]:
-        """Of each number of sequences the rows of each kind, then those of all kinds together."""
+        """Lists, for each number of sequences, the rows of each kind, then those of all kinds together."""
         places: dict[tuple[str, int], None] = dict.fromkeys((key.dtype, key.sequences) for key in sorted(self.calls))
         found = []
         for place in places:
@@ -133,14 +133,14 @@ class Table:
         return row
 
     def _best(self, key: Key) -> list[Key]:
-        """What chosen trees are compared with: plain decoding, and chains and fixed trees of the same drafter."""
+        """Finds what chosen trees are compared with: plain decoding, and chains and fixed trees of the same drafter."""
         drafter, _, way = key.way.rpartition(" ")
         fixed = [key._replace(way=f"{drafter} {other}") for other in ("chain", "tree")]
         fixed = [other for other in fixed if other in self.calls]
         return [key._replace(way=PLAIN), *fixed] if way == "auto" and fixed else []
 
     def _stock(self, key: Key) -> list[Key]:
-        """What an engine with drafts is compared with: the same engine without."""
+        """Finds what an engine with drafts is compared with: the same engine without."""
         engine, comma, _ = key.way.partition(", ")
         stock = key._replace(way=engine)
         has_drafts = comma and engine != PLAIN and not key.way.endswith("quantised")

@@ -32,7 +32,7 @@ RULES = {
 
 
 def state_bytes(shape: Shape) -> int:
-    """Of the states of a batch: fp32, one matrix for each value head."""
+    """Counts the bytes of a batch's states: fp32, one matrix for each value head."""
     return 4 * shape["batch"] * shape["value_heads"] * shape["head_dim"] ** 2
 
 

@@ -246,7 +246,7 @@ def timed(
 
 
 def figures(problem: Any, timings: dict[str, Timing], plans: dict[str, Timing], settings: Settings) -> dict[str, Any]:
-    """What a row says: our time, the floor below which no run can be, and the peers' times over ours."""
+    """Makes a row's figures: our time, the floor below which no run can be, and the peers' times over ours."""
     (name, ours), *others = timings.items()
     memory, arithmetic = problem.bytes / settings.bandwidth, problem.flops / settings.flop_rate
 

@@ -259,7 +259,7 @@ def best_tokens(problem: Problem, i: int) -> Tensor:
 
 
 def seeded_tokens(problem: Problem, i: int) -> Tensor:
-    """What `verify_sampled` takes at each node."""
+    """Returns the token that `verify_sampled` takes at each node."""
     nodes = problem.tree.num_nodes
     depths = torch.from_numpy(problem.tree.depths).to(problem.device).long().repeat(problem.batch)
     return pagedtree.sample(

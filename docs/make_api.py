@@ -158,7 +158,7 @@ def entry(name: str, thing: Any, level: str = "###") -> list[str]:
 
 
 def _inherits_meaning(owner: type, key: str, member: Any) -> bool:
-    """Whether the member overrides one of a base class without a docstring of its own."""
+    """Tells whether the member overrides one of a base class without a docstring of its own."""
     return not getattr(member, "__doc__", None) and any(hasattr(base, key) for base in owner.__bases__)
 
 

@@ -171,7 +171,7 @@ def accepted_length(result: Result) -> Figure:
 
 
 def overview(lines: list[summary.Line]) -> Figure | None:
-    """How many times as fast as the fastest peer, on a logarithmic axis: to the left of 1 the peer is faster."""
+    """Draws how many times as fast as the fastest peer each part is: to the left of 1 the peer is faster."""
     if not lines:
         return None
     figure, axes = pyplot.subplots(figsize=(10, 0.6 + 0.22 * len(lines)), layout="constrained")

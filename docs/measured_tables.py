@@ -49,7 +49,7 @@ def ratio_text(row: Row, peer: str) -> str:
 
 
 def remarks(rows: list[Row]) -> str:
-    """What the sweeps add to the table: each op's worst points, and where a peer is faster."""
+    """Lists what the sweeps add to the table: each op's worst points, and where a peer is faster."""
     # Another number of threads has another floor.
     bounded = sorted((row for row in rows if not row["shape"].get("threads")), key=over_floor)
     ops = list(dict.fromkeys(row["op"] for row in rows))

@@ -11,7 +11,7 @@ UNITS = {"l2": "L2", "shared": "shared memory", "issue": "issue slots", "mufu": 
 
 
 def unit_of(row: Row) -> str:
-    """What takes the largest share of the time; "memory" is L2 where the data come from there."""
+    """Names what takes the largest share of the time; "memory" is L2 where the data come from there."""
     unit = row["source"] if row["binds"] == "memory" and "source" in row else row["binds"]
     return UNITS.get(unit, unit)
 
@@ -44,7 +44,7 @@ def attention(*names: str) -> Callable[[], str]:
 
 
 def published(result: Result, name: str) -> str:
-    """How far the model is off where others have published what they measured."""
+    """Tells how far the model is off where others have published what they measured."""
     errors = [
         f"{row['kernel']}, {row['machine']}, {row['head_dim']} {row['error']:+.0%}"
         for row in sorted(result["rows"], key=lambda row: (row["kernel"], row["machine"], row["head_dim"]))

@@ -57,7 +57,7 @@ def in_columns(
 
 
 def texts(result: Result) -> str:
-    """How many answers are plain decoding's, by way and dtype, and how nearly tied the tokens are where they part."""
+    """Counts the answers that are plain decoding's, by way and dtype, and tells how nearly tied the others are."""
     parts = []
     for dtype in dict.fromkeys(row["dtype"] for row in result["rows"]):
         rows = [row for row in rows_of(result, dtype) if row["kind"] != "all" and row["way"] != "plain"]

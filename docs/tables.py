@@ -16,7 +16,7 @@ Show = Callable[[Row], str]
 
 
 def load(name: str, results: Path = RESULTS) -> Result | None:
-    """What was kept under this name, or None where that machine or model has not been measured."""
+    """Loads what was kept under this name; None where that machine or model has not been measured."""
     file = results / f"{name}.json"
     return json.loads(file.read_text()) if file.exists() else None
 

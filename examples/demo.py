@@ -56,7 +56,7 @@ class Demo:
         return torch.tensor(chat_ids(self.tokenizer, prompt.text), device=self.args.device)
 
     def differs(self, plain: Tensor, drafted: Tensor, where: str) -> bool:
-        """Whether two texts of the same prompt part; says where."""
+        """Tells whether two texts of the same prompt differ; prints where."""
         if torch.equal(plain, drafted):
             return False
         print(f"  {where}: first difference: {first_difference([plain], [drafted], self.model)}")

@@ -47,7 +47,7 @@ class Recipe:
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """What every program that trains takes."""
+    """Makes the parser with the arguments that every program that trains takes."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "checkpoints")
     parser.add_argument("--steps", type=int, help="instead of each stage's own number")
@@ -76,7 +76,7 @@ def learning_rate(recipe: Recipe, step: int, done: float) -> float:
 
 
 def cross_entropy(logits: Tensor, tokens: Tensor, probs: Tensor) -> Tensor:
-    """Of a teacher's distribution over some tokens: logits [..., V], tokens and probs [..., K] -> [...]."""
+    """Cross entropy to a teacher's distribution over some tokens: logits [..., V], tokens, probs [..., K] -> [...]."""
     return -(logits.log_softmax(-1, dtype=torch.float32).gather(-1, tokens) * probs).sum(-1)
 
 
@@ -216,7 +216,7 @@ class DrafterTraining(ABC):
 
     @abstractmethod
     def drafter(self, folder: Path, target: Any) -> Drafter:
-        """What was written, rounded as it is there, as a drafter for the target."""
+        """Loads what was written, rounded as it is there, as a drafter for the target."""
 
     @abstractmethod
     def report(self, drafter: Any, target: Any, texts: Sequence[Text]) -> None:
@@ -224,7 +224,7 @@ class DrafterTraining(ABC):
 
 
 def accepted_drafts(target: Any, prompts: Prompts, drafter: Drafter, max_new_tokens: int) -> dict[str, float]:
-    """How many drafts of a tree are accepted in the mean, for each kind of prompts."""
+    """Measures the mean number of accepted drafts of a tree, for each kind of prompts."""
     found = {}
     for kind, tokens in prompts.items():
         _, stats = generate(target, tokens, drafter=drafter, max_new_tokens=max_new_tokens, rule="greedy")

@@ -95,7 +95,7 @@ def compare_live(
 
 
 def first_difference(plain: list[Tensor], sequences: list[Tensor], model: Any) -> str:
-    """Where the outputs part, and how nearly tied the target's two best tokens are there."""
+    """Finds where the outputs part, and how nearly tied the target's two best tokens are there."""
     for b, (expected, got) in enumerate(zip(plain, sequences, strict=True)):
         shared = min(len(expected), len(got))
         different = (expected[:shared] != got[:shared]).nonzero()

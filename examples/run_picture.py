@@ -137,7 +137,7 @@ def _choose_nodes(step: StepRecord, max_rows: int) -> set[int]:
 
 
 def _hidden_descendants(step: StepRecord, visible: set[int]) -> dict[int, int]:
-    """How many descendants of each drawn node are not drawn and have it as nearest drawn ancestor."""
+    """Counts the descendants that are not drawn by their nearest drawn ancestor."""
     hidden: dict[int, int] = {}
     for node in range(len(step.parents)):
         if node not in visible:

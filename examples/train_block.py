@@ -131,7 +131,7 @@ class BlockTraining(DrafterTraining):
 
 
 def block_loss(model: BlockDraftModel, batch: Batch, count: int, seed: int) -> Tensor:
-    """Of `count` blocks at random places of what is to be learnt of each text, whose ends are inside the text."""
+    """Returns the loss of `count` blocks per text, at random places of what is to be learnt."""
     size, texts = model.config.block_size, batch.tokens[:, :-1]
     roots = batch.places(count, size, seed)
     rows = roots[..., None] + torch.arange(size - 1)

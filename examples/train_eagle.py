@@ -159,7 +159,7 @@ class EagleTraining(DrafterTraining):
 
     @torch.no_grad()
     def report(self, drafter: EagleDrafter, target: Any, texts: Sequence[Text]) -> None:
-        """How often each pass names the token that the target chose, if those before it were right."""
+        """Tells how often each pass names the token that the target chose, if those before it were right."""
         head = drafter.head
         hits: list[list[Tensor]] = [[] for _ in range(UNROLLED)]
         for text in texts:

@@ -68,7 +68,7 @@ class Batch:
         fits[:, 0] = False
         fits[:, :-1] &= self.is_learnt[:, 1:]  # padding
         fits[:, fits.shape[1] - room :] = False
-        # Of an answer that is too short any place will do: nothing that is not to be learnt is learnt.
+        # Any place will do in an answer that is too short: nothing is learnt that is not to be learnt.
         fits[~fits.any(1), 1] = True
         generator = torch.Generator().manual_seed(seed)
         return fits.float().multinomial(count, replacement=True, generator=generator)
@@ -76,7 +76,7 @@ class Batch:
 
 @contextmanager
 def _outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """What these decoder layers gave in the model's last pass; see `pagedtree.generation.Drafter.feature_layers`."""
+    """Returns what these decoder layers gave in the last pass; see `pagedtree.generation.Drafter.feature_layers`."""
     found: dict[int, Tensor] = {}
 
     def keep(index: int, output: Any) -> None:
@@ -154,7 +154,7 @@ class Answers:
 
     @property
     def num_tokens(self) -> int:
-        """Of the answers."""
+        """Tokens of the answers."""
         return sum(len(text.tokens) - text.start for text in self._texts)
 
     @cached_property

@@ -41,7 +41,7 @@ def too_new(library: Path) -> list[str]:
 
 
 def faults(wheel: Path) -> list[str]:
-    """What is wrong with the wheel, one sentence each."""
+    """Lists what is wrong with the wheel, one sentence each."""
     name = re.fullmatch(r"pagedtree-([^-]+)-cp(\d+)-cp\2-linux_(\w+)\.whl", wheel.name)
     if name is None:
         return [f"the name {wheel.name} is not pagedtree-VERSION-cpNN-cpNN-linux_MACHINE.whl"]

@@ -48,13 +48,13 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def device(backend: str) -> torch.device:
-    """Where the tensors of a test on `backend` live."""
+    """Returns the device of the tensors of a test on `backend`."""
     return torch.device("cuda" if backend == "cuda" else "cpu")
 
 
 @pytest.fixture
 def draws(backend: str) -> Callable[[int], int]:
-    """How many draws a test of a distribution makes: fewer on simt, where a draw costs a hundred times as much."""
+    """Returns how many draws a test makes: fewer on simt, where a draw costs a hundred times as much."""
     on_simt = backend == "simt" or (backend == "cuda" and "HOST_CUDA" in os.environ)
     return lambda count: count // 40 if on_simt else count
 

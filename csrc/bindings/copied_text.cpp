@@ -9,8 +9,8 @@ namespace pagedtree {
 
 namespace {
 
-// How likely a guess is by how many tokens before it are those that stood before it earlier; it only has to tell
-// guesses apart. Where another continuation comes first, it is kOthers times that.
+// Probability of a guess, by the number of matching tokens before it. Only the order matters. Where another
+// continuation comes first, it is kOthers times that.
 constexpr double kLikely[] = {0.1, 0.3, 0.5, 0.65, 0.75, 0.9, 0.9, 0.9, 0.97}, kOthers = 0.3;
 
 // How many of the last tokens of a text of `length` stand in front of place `end` (exclusive), too.

@@ -15,8 +15,8 @@ class Search {
 
   // [max_nodes + 1]: the tokens that the best tree of at most so many nodes and `depth` levels gives.
   std::vector<double> tokens(int depth) {
-    // What is expected of the best n nodes whose topmost one stands at a level and is accepted, and of the best n below
-    // it, under its children of some rank and up.
+    // subtree[n]: expected tokens of the best n nodes whose topmost one is at this level and accepted.
+    // forest[n]: of the best n nodes below such a node, among its children of this rank and up.
     std::vector<double> subtree(max_nodes_ + 1, 1.0), forest, under;
     subtree[0] = 0.0;
     choices_.assign(size_t(depth) * num_ranks_ * (max_nodes_ + 1), 0);

@@ -117,7 +117,7 @@ struct NgramTexts {
   const int64_t* extra;
   int64_t extra_len;
 
-  // Of the last tokens, how many there are, at most `max_ngram`.
+  // How many last tokens there are, at most `max_ngram`.
   PT_HOST_DEVICE int32_t most_tokens(int32_t max_ngram) const {
     return static_cast<int32_t>(min_of<int64_t>(history_len, max_ngram));
   }

@@ -181,7 +181,7 @@ struct ProxyFence : Usual {
   }
 };
 
-// Of an offset, with two offsets in it; the address of shared memory itself is taken off.
+// The descriptor of an offset, with two offsets in it; the address of shared memory itself is taken off.
 struct Descriptor : Usual {
   static __device__ void run(const Call& call, uint32_t* out) {
     const auto& s = ptx::shared<Shared>();

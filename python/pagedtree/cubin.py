@@ -103,7 +103,7 @@ def _instructions(library: Path, architecture: str, symbols: list[str]) -> Itera
 
 
 def count_instructions(library: Path, kernels: list[Kernel]) -> dict[Kernel, Counter[str]]:
-    """How often each machine instruction occurs in the code of each of the library's `kernels`.
+    """Counts the machine instructions in the code of each of the library's `kernels`.
 
     It takes 15 seconds for all kernels of one architecture. Raises FileNotFoundError without cuobjdump.
     """

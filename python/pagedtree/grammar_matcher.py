@@ -61,7 +61,7 @@ class GrammarMatcher(Protocol):
         """Takes back the last `count` tokens accepted."""
 
     def is_terminated(self) -> bool:
-        """Whether the text is complete and no token may follow."""
+        """Tells whether the text is complete and no token may follow."""
 
 
 class DepthFirstMatcher(ABC):

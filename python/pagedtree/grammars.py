@@ -41,7 +41,7 @@ class GrammarFill:
             wait(self._tasks.result())
 
     def done(self) -> bool:
-        """Whether `result` would not wait."""
+        """Tells whether `result` would return at once."""
         if not self._tasks.done():
             return False
         return self._tasks.exception() is not None or all(task.done() for task in self._tasks.result())

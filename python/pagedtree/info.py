@@ -40,7 +40,7 @@ def _libraries() -> dict[str, dict[str, Any]]:
 
 
 def _cmake_dir() -> Path:
-    """Where find_package(pagedtree) looks for the backend libraries and their headers (engines without Torch)."""
+    """Finds the folder of the CMake package: the backend libraries and their headers (engines without Torch)."""
     for folder in map(Path, pagedtree.__path__):
         config = folder / "lib" / "cmake" / "pagedtree"
         if config.is_dir():

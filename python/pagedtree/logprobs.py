@@ -24,7 +24,7 @@ def token_logprobs(
     options: RequestOptions | None = None,
     top_n: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """How likely R tokens are: (logprobs, ranks, top_tokens, top_logprobs).
+    """Tells how likely R tokens are: (logprobs, ranks, top_tokens, top_logprobs).
 
     Args:
         logits: [N, V] float16, bfloat16 or float32, read in their own dtype; row stride >= V, V in 1..2^20.

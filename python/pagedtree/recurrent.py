@@ -187,7 +187,7 @@ def advance_conv(
 
 
 def _rows(trees: TreeBatch | None, cu_seqlens: Tensor | None) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-    """What says which row follows which, as the raw ops take it."""
+    """Returns the tensors that say which row follows which, as the raw ops take them."""
     if trees is None:
         return (None, None, None), {"cu_seqlens": cu_seqlens}
     expect_type("trees", trees, TreeBatch)

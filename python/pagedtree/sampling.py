@@ -126,7 +126,7 @@ _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 
 
 def _may_keep(device: torch.device) -> bool:
-    """Whether a tensor that is made now will do for later calls, too: one made while a CUDA graph is captured, or a
+    """Tells whether a tensor that is made now serves later calls, too: one made while a CUDA graph is captured, or a
     program traced (with fake tensors), lives no longer than that.
     """
     is_traced = torch.compiler.is_compiling() or makes_fakes()

@@ -50,7 +50,7 @@ class Commit(NamedTuple):
 def prepare_step(
     trees: TreeBatch, page_table: Tensor, start: Tensor, page_size: int, *, total_q: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the target pass over a batch of trees needs, every node being one query.
+    """Computes what the target pass over a batch of trees needs, every node being one query.
 
     Args:
         trees: B trees of N rows (padding rows included).

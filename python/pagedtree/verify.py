@@ -411,7 +411,7 @@ def _by_ratio(op: Any, *, logits: Tensor, draft_tokens: Tensor, trees: TreeBatch
 
 
 def empty_verdict(logits: Tensor, cu_nodes: Tensor, max_depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What a verify op returns, without values: for fake implementations."""
+    """Makes what a verify op returns, without values: for fake implementations."""
     batch = cu_nodes.shape[0] - 1
     return (
         logits.new_empty((batch, max_depth + 1), dtype=torch.int32),

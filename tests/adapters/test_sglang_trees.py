@@ -138,7 +138,7 @@ def test_published_malformed_trees(on_torch_device, name, mode) -> None:
 
 
 def random_drafts(rng: np.random.Generator, bs: int, topk: int, depth: int, n: int):
-    """What a draft of `depth` levels of topk x topk drafts would hand over, its best n - 1 drafts chosen at random."""
+    """Makes what a draft of `depth` levels of topk x topk drafts hands over, its best n - 1 drafts chosen at random."""
     parents, selected = [], []
     for _ in range(bs):
         groups, alive, chosen = [-1], [*range(topk)], []

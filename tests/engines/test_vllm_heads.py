@@ -50,7 +50,7 @@ def stock() -> list[list[int]]:
 
 
 def expect_preemptions(llm: LLM, schedule: str) -> None:
-    """Where the cache is too small for all requests, some were preempted, and in the end all blocks are free."""
+    """Asserts that some were preempted if the cache is too small for all, and that in the end all blocks are free."""
     if schedule == "preempted":
         assert metrics_of(llm)["vllm:num_preemptions"] > 0
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler

@@ -84,7 +84,7 @@ def subsets(count: int = 40) -> list[SamplingParams]:
 
 
 def answers(llm: LLM) -> dict[str, Any]:
-    """What an engine answers to each option, each grammar and random subsets, and what it accepted meanwhile."""
+    """Asks an engine with each option, each grammar and random subsets; returns its answers and what it accepted."""
     found: dict[str, Any] = {"plain": generate(llm, PROMPTS, request())}
     for name, options in OPTIONS.items():
         found[name] = outputs_of(llm, PROMPTS, request(**options))

@@ -148,7 +148,7 @@ def test_longest_sequences_and_stop_tokens(stock):
 
 @pytest.fixture
 def depths_left(monkeypatch) -> list[int]:
-    """How much deeper each request's tree of a step could be: the last token of a text is generated, but never read."""
+    """Tells how much deeper each request's tree could be: the last token of a text is generated, but never read."""
     seen: list[int] = []
     set_positions = TreeRunner._set_positions
 

@@ -90,7 +90,7 @@ def children_of_roots(draft: Draft) -> list[tuple[int, int]]:
     return [(b, row) for b in range(len(offsets) - 1) for row in range(*offsets[b : b + 2]) if depths[row] == 1]
 
 
-# How likely a guess is by how many tokens before it are those that stood before it earlier, and another guess's factor.
+# Probability of a guess, by the number of matching tokens before it, and the factor of another guess.
 LIKELY, OTHERS = np.log([0.1, 0.3, 0.5, 0.65, 0.75, 0.9, 0.9, 0.9, 0.97]), np.log(0.3)
 TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=5)
 

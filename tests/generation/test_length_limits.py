@@ -35,7 +35,7 @@ from pagedtree.integrations.transformers.positions import has_position_table, nu
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Of the architectures that give the same text, those with a table of positions.
+# The architectures that give the same text and have a table of positions.
 TABLES = [
     "bert", "bert-generation", "biogpt", "camembert", "ctrl", "data2vec-text", "electra", "ernie", "gpt-sw3", "gpt2",
     "gpt_bigcode", "opt", "roberta", "roberta-prelayernorm", "roc_bert", "whisper", "xlm-roberta", "xlm-roberta-xl",

@@ -69,7 +69,7 @@ LATENT = {"num_q_heads": 16, "num_kv_heads": 1, "head_dim": 576, "head_dim_v": 5
 
 
 def test_wide_values() -> None:
-    """Of a latent cache, and of K and V apart: four warps share the columns of V."""
+    """Four warps share the columns of V, of a latent cache and of K and V apart."""
     for sizes in (LATENT, {**LATENT, "latent": False}, {**LATENT, "head_dim": 512}, {**LATENT, "engine": "wgmma"}):
         (launch,) = explain([2], [4096], **sizes).launches
         assert (launch.engine, launch.m_tile, launch.keys_per_stage) == ("mma.sync", 32, 32)

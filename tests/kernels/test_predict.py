@@ -32,7 +32,7 @@ def control(stall: int = 1, sets: int = 7, reads: int = 7, waits: int = 0) -> in
 
 
 def listing(*lines: Line, name: str = "kernel") -> str:
-    """What nvdisasm writes of (instruction, control code); other lines as they are."""
+    """Writes (instruction, control code) as nvdisasm does; other lines as they are."""
     out, address = [f"//--------------------- .text.{name}          --------------------------"], 0
     for line in lines:
         if isinstance(line, str):

@@ -35,7 +35,7 @@ def kernels() -> list[Kernel]:
 
 @lru_cache
 def instructions(architecture: str, pattern: str) -> dict[str, Counter[str]]:
-    """Of the kernels whose names match; disassembling all of them takes long."""
+    """Counts the instructions of the kernels whose names match; disassembling all of them takes long."""
     assert LIBRARY is not None
     chosen = [k for k in kernels() if k.architecture == architecture and re.search(pattern, k.name)]
     return {kernel.name: opcodes for kernel, opcodes in count_instructions(LIBRARY, chosen).items()}

@@ -81,7 +81,7 @@ PROGRAMS = [
 
 
 def say(program: str, bug: str, order: str) -> str:
-    """What the program prints; "" where nothing was found."""
+    """Returns what the program prints; "" where nothing was found."""
     if "simt" not in backends() or not (TREE / program).exists():
         pytest.skip(f"{program} was not built: make test CUDA=1, or make test-simt")
     done = subprocess.run([TREE / program, bug, order], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

@@ -39,7 +39,7 @@ def folder_of(path: str) -> str:
 
 
 def violations(path: str, text: str) -> list[str]:
-    """What the file at `path` (relative to csrc) includes and may not."""
+    """Lists what the file at `path` (relative to csrc) includes and may not."""
     folder, wrong = folder_of(path), []
     for name in re.findall(r'#\s*include\s+"([^"]+)"', text):
         if not {name, folder_of(name)} & ARROWS[folder]:
@@ -120,7 +120,7 @@ def imports(text: str) -> Iterator[str]:
 
 
 def forbidden_imports(path: str, text: str) -> list[str]:
-    """What the file at `path` (relative to the package) imports and may not."""
+    """Lists what the file at `path` (relative to the package) imports and may not."""
     folder = max((name for name in FORBIDDEN if not name or path.startswith(name + "/")), key=len)
     return [
         name for name in imports(text) for other in FORBIDDEN[folder] if name == other or name.startswith(other + ".")

@@ -55,7 +55,7 @@ def run(*command: object, cwd: Path | None = None, **environment: str) -> str:
 
 
 def shared_symbols(isa: str, listing: str) -> list[str]:
-    """What `nm -C` shows of an instruction set's object that the linker may merge with another copy or clash with."""
+    """Lists the symbols of an instruction set's object that the linker may merge with another copy or clash with."""
     found = []
     for line in listing.splitlines():
         match = re.match(r"[0-9a-f]* +([TWVuBDRi]) (.*)", line)

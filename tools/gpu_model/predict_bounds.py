@@ -91,7 +91,7 @@ def bound(cycles: dict[str, float]) -> dict[str, Any]:
 
 
 def synchronisation(role: Role) -> dict[str, float]:
-    """How often one warp synchronises for 64 keys. Of two looks at an mbarrier the second one is the wait."""
+    """Counts how often one warp synchronises for 64 keys. The second of two looks at an mbarrier is the wait."""
     path = role.path
     leaves = [next((y.predicate for y in path[i:] if y.root == "BRA"), "") for i in range(len(path))]
     waiting = {id(x) for x, predicate in zip(path, leaves, strict=True) if waits(x) and predicate.startswith("!")}
@@ -202,7 +202,7 @@ def swapped(machine: Machine, head_dim: int, rows: int, element: int, decoding: 
 
 
 def ideas(machine: Machine, functions: dict[tuple[str, str], Function]) -> list[dict[str, Any]]:
-    """Whether two ideas can gain: each row has the bound with the idea, and what there is without it."""
+    """Tells whether two ideas can gain: each row has the bound with the idea, and what there is without it."""
     file = RESULTS / f"predicted_{machine.name.split()[0].lower()}.json"
     simulated = {row["instance"]: row for row in json.loads(file.read_text())["rows"]} if file.exists() else {}
     found: list[dict[str, Any]] = []

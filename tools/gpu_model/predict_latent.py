@@ -63,7 +63,7 @@ class LatentRoles:
     tree: Role | None = None
 
     def mean(self, of_role: Callable[[Role], float]) -> float:
-        """Of the warps that multiply."""
+        """Averages over the warps that multiply."""
         return sum(of_role(role) * role.warps for role in self.groups) / sum(role.warps for role in self.groups)
 
 
@@ -82,7 +82,7 @@ def our_latent_roles(function: Function) -> LatentRoles:
         return Role(shortest(flow, loops, multiplies, wanted, unwanted, trips=PARTS), 8, TURN_KEYS)
 
     def hidden(x: Instruction) -> bool:
-        """What masked keys cost: the row's view, for which a division finds the token, and fences of their copies."""
+        """Finds what masked keys cost: the row's view, for which a division finds the token, and the copies' fences."""
         return masks(x) or x.root == "MEMBAR" or x.opcode == "MUFU.RCP"
 
     first = way(None, lambda x: x.opcode == "LDS.128")

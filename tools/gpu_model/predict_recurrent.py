@@ -78,7 +78,7 @@ class Phases:
 
 
 def keys_weight(x: Instruction) -> int:
-    """Of products with keys: words of 8 bytes are loaded, single elements and the state are not."""
+    """Weighs products with keys: words of 8 bytes are loaded, single elements and the state are not."""
     if x.root == "LDG":
         return 400 if ".64" in x.opcode else -3000
     return {"HMMA": 100, "LDS": -40}.get(x.root, -1)
@@ -100,7 +100,7 @@ def shared_bytes(nodes: int, group: int) -> int:
 
 
 def trips(nodes: int, is_chain: bool) -> dict[str, float]:
-    """How often a warp goes through each phase; of those that warps share, the mean."""
+    """Counts how often a warp goes through each phase; of those that warps share, the mean."""
     group, blocks = group_of(nodes), math.ceil(nodes / BLOCK)
     parts = WARPS / (group // BLOCK)  # warps that share the products of 8 tokens
     pairs = blocks * (blocks + 1) / 2
@@ -121,7 +121,7 @@ PHASES = ("link", "load", "read", "keys", "earlier", "block", "solve")
 
 
 def phase_cycles(machine: Machine, phases: Phases, ctas: int) -> dict[str, float]:
-    """Of each phase once, where `ctas` are on a multiprocessor."""
+    """Predicts the cycles of each phase once, where `ctas` are on a multiprocessor."""
     found = {}
     for name in PHASES:
         source, warps = "l2" if name in ("load", "keys") else "memory", 1 if name == "solve" else WARPS

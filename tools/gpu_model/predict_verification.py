@@ -59,7 +59,7 @@ CALLS = {
 
 
 def does(instruction: Instruction) -> str:
-    """What tells the passes apart; "" for most instructions."""
+    """Names what tells the passes apart; "" for most instructions."""
     if instruction.root == "LDG" and ".128" in instruction.opcode:
         return "word"
     if PHILOX.search(instruction.arguments):
@@ -160,7 +160,7 @@ def ctas_of_tree(machine: Machine) -> int:
 
 
 def cycles_of_node(machine: Machine, rows: list[dict[str, Any]]) -> float:
-    """What the passes over a visited node's row cost; each begins with a wait for the first words."""
+    """Predicts the passes over a visited node's row; each begins with a wait for the first words."""
     cycles = 0.0
     for row in rows:
         iterations = math.ceil(VOCAB / ctas_of_tree(machine) / (32 * row["warps"] * row["words"] * WORD))
@@ -170,7 +170,7 @@ def cycles_of_node(machine: Machine, rows: list[dict[str, Any]]) -> float:
 
 
 def calls(machine: Machine, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a call takes, in reads of all logits: at least, and where rows are flat; lazy: reads only visited rows."""
+    """Predicts a call, in reads of all logits: at least, and where rows are flat; lazy: reads only visited rows."""
     of_pass = {(row["kernel"], row["pass"]): row for row in rows if row["machine"] == machine.name}
     read = 2 * LOGITS / machine.bytes_per_cycle("memory")
     all_logits = read * VOCAB / LOGITS * TREES * NODES / machine.multiprocessors

@@ -90,7 +90,7 @@ def shortest(
 
 
 def rescales_with(path: Sequence[Instruction]) -> Kind:
-    """Whether an instruction scales the output: a product in the registers that the last HGMMA adds to."""
+    """Tells whether an instruction scales the output: a product in the registers that the last HGMMA adds to."""
     last = [x for x in path if multiplies(x)][-1]
     first = int(last.arguments[1:].split(",")[0])
     registers = {f"R{i}" for i in range(first, first + columns_of(last) // 2)}
@@ -107,7 +107,7 @@ class Role:
 
     @property
     def share(self) -> float:
-        """Of a warp's instruction in the work for 64 keys."""
+        """What an instruction of one warp counts in the work for 64 keys."""
         return self.warps * KEYS / self.keys
 
     def count(self, kind: Kind) -> float:
@@ -174,7 +174,7 @@ def looks_up(x: Instruction) -> bool:
 
 
 def moves(x: Instruction) -> bool:
-    """What an iteration looks up and hands on to the next one."""
+    """Finds what an iteration looks up and hands on to the next one."""
     return x.root in ("LDS", "STS", "LDG", "LD") and x.predicate != "!PT"
 
 

@@ -112,7 +112,7 @@ class Block(Arithmetic, MBarriers, Warps, Warpgroups):
         return at
 
     def _incomplete(self, active: Array, size: int) -> Array | None:
-        """Those of the active threads whose warp or warpgroup is not here as a whole, None if all are."""
+        """Returns the active threads whose warp or warpgroup is not here as a whole, None if all are."""
         per_group = np.pad(active, (0, -self.n % size)).reshape(-1, size)
         parted = per_group.any(1) & ~per_group.all(1)
         return active & np.repeat(parted, size)[: self.n] if parted.any() else None

@@ -50,7 +50,7 @@ struct TileShape {
   // addresses of its rows, the header, the output of mma.sync in fp32.
   constexpr bool q_in_registers() const { return is_wgmma() && head_dim < 256; }
   constexpr int q_bytes() const { return q_in_registers() ? 0 : m_tile * head_dim * 2; }
-  // Of the weights that groups of warps give each other.
+  // Bytes of the weights that groups of warps give each other.
   constexpr int weight_bytes() const { return is_latent() ? m_tile * keys * 2 : 0; }
   constexpr int stage_bytes(int kv_bytes) const {
     if (is_wide()) return keys * head_dim * kv_bytes;

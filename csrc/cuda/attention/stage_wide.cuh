@@ -77,7 +77,7 @@ class WideRing {
   static constexpr int kKeys = I::kShape.keys;
 
   __device__ __forceinline__ int32_t sides() const { return p_.latent ? 1 : 2; }
-  // Of the stage after those whose copies have started.
+  // The first key of the stage after those whose copies have started.
   __device__ __forceinline__ int32_t first_key() const { return next_ / sides() * kKeys; }
   __device__ __forceinline__ static uint32_t key_of_lane() {
     const uint32_t thread = ptx::thread_index();

@@ -79,7 +79,7 @@ def ngram_propose(
 def rejected_predictions(
     trees: TreeBatch, draft_tokens: Tensor, predictions: Tensor, accept_index: Tensor, *, context: int = 4
 ) -> Tensor:
-    """What the target predicts at the nodes it did not accept, as text for `ngram_propose(extra=)`.
+    """Returns what the target predicts at the nodes it did not accept, as text for `ngram_propose(extra=)`.
 
     A rejected branch is often right a few tokens later (lookahead decoding, Fu et al., ICML 2024), and the target has
     already said what follows it.

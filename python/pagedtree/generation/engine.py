@@ -189,7 +189,7 @@ class Engine:
 
     def _keep(self, plan: Plan, draft: Draft) -> tuple[Draft, Kept]:
         """The nodes that are worth verifying."""
-        # Drawn drafts must not be chosen among by what was drawn: their rules take them for independent of that.
+        # Do not select drawn drafts by their probability: the rules need a selection that is independent of the draw.
         begin = time.perf_counter()
         is_drawn = self.drafter.draft_law in ("iid", "swor")
         kept = plan.keep(draft, None if is_drawn else self.drafter.confidence())

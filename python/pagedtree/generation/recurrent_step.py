@@ -18,7 +18,7 @@ __all__ = ["RecurrentStep"]
 class RecurrentStep:
     """The rows of one packed pass: those of sequences that read known tokens, then those of trees.
 
-    What is read goes into the states in the pass itself. Of the trees' rows each layer keeps its inputs, from which
+    What is read goes into the states in the pass itself. Each layer keeps its inputs of the trees' rows, from which
     `advance` takes the accepted paths into the states: no node has a state.
 
     Attributes:

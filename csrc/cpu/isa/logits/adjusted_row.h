@@ -120,8 +120,8 @@ static inline vfloat penalised_lanes(const AdjustedRow& a, vfloat logit, int64_t
   return min(penalised<VectorMath>(a.penalties, logit, times, in_prompt), splat(kMaxFloat));
 }
 
-// The adjusted logits of a vector, given those in memory; lanes past the row are -inf. Unless `matters`, which must be
-// monotone, says so of a lane's bound, the vector may be bounds as well.
+// The adjusted logits of a vector, given those in memory; lanes past the row are -inf. Lanes for which
+// `matters(bound)` is false may hold upper bounds instead; `matters` must be monotone.
 template <typename Matters>
 static inline vfloat adjust_if(const AdjustedRow& a, vfloat raw, int64_t begin, bool has_masks,
                                const Matters& matters) {

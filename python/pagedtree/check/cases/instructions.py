@@ -1,4 +1,4 @@
-"""Each function of pagedtree::ptx (csrc/cuda/tile/ptx.cuh) against what the PTX manual says that the instruction does.
+"""Each function of pagedtree::ptx (csrc/cuda/tile/ptx.cuh) against the result that the PTX manual defines.
 
 The kernels are in csrc/cuda/instructions.cu, in the CUDA library and in simt's, so that the GPU and its emulation are
 judged by the same expected values. Those that Hopper alone has are in instructions_sm90.py.

@@ -1,4 +1,4 @@
-"""Hopper's functions of pagedtree::ptx (csrc/cuda/tile/ptx_sm90.cuh) against what the PTX manual says that they do.
+"""Hopper's functions of pagedtree::ptx (csrc/cuda/tile/ptx_sm90.cuh) against the results that the PTX manual defines.
 
 The kernels are in csrc/cuda/instructions_sm90.cu. The operands of wgmma are small integers, whose products and sums
 fp32 has exactly; what lies between them in shared memory is NaN, so that an element from a wrong place is noticed.
@@ -20,7 +20,7 @@ from pagedtree.check.cases.instructions import Words, as_tensor, instruction_cas
 from pagedtree.testing import backends
 
 TABLE = "pagedtree_instructions_sm90"
-# Of the warpgroup: what is given in all, as `Words` of instructions_sm90.cu has it, and what each thread gives.
+# Sizes of the warpgroup's inputs, as in `Words` of instructions_sm90.cu, and of what each thread gives.
 THREADS, NUMBERS, OWN, IMAGE_BYTES, OUT = 128, 128, 16, 80 * 1024, 128
 STEPS = 4  # multiplications in a row, each of 16 k
 PANEL_BYTES, B_BEGINS = 64 * 128, 16 * 1024  # 64 rows of 128 bytes; where B lies in shared memory, A being at 0

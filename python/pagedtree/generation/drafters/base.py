@@ -115,8 +115,7 @@ class Drafter:
             sequence whose newest token has none, and no node is verified whose parent has none.
         max_depth: the most levels below the root. 0 = max_nodes - 1.
         needs_hidden: whether `observe` wants the target's hidden states.
-        num_weights: how many weights of its own model a drafter multiplies each token by that it reads; it tells what
-            reading costs beside the target.
+        num_weights: parameters used per token that is read; it tells the cost of reading relative to the target.
         networks: what it computes drafts with, torch modules and whatever else can be called.
         feature_layers: decoder layers of the target, from 0, whose outputs `read` wants at all tokens of every pass,
             prompts included. The output of layer i is the residual stream behind it, transformers' hidden_states[i + 1]

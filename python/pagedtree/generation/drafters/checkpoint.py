@@ -40,7 +40,7 @@ class StoredTensors:
     """The tensors in the files of a checkpoint, by name.
 
     Raises ValueError, naming the file, for one that is broken or of another format, and OSError if it cannot be read.
-    Of a pickled file nothing but tensors is taken, and no code in it runs.
+    From a pickled file nothing but tensors is taken, and no code in it runs.
 
     Args:
         folder: where the files are.
@@ -106,7 +106,7 @@ class StoredTensors:
                 raise ValueError(f"{stored.file}: {name}: expected {kind}, got {stored.dtype or 'another type'}")
 
     def first_size(self, name: str) -> int | None:
-        """Of the first dimension of a tensor; None without one."""
+        """Returns the size of a tensor's first dimension; None without one."""
         return self._tensors[name].shape[0] if name in self and self._tensors[name].shape else None
 
     def load(self, name: str) -> Tensor:

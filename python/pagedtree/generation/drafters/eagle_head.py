@@ -20,7 +20,7 @@ __all__ = ["EagleHead"]
 
 # Folders may hold their weights in one of these ways.
 WEIGHTS_NAMES = (WEIGHTS_NAME, "*.safetensors", "pytorch_model.bin")
-# Of a checkpoint, what the target's own stands for, or what follows from d2t.
+# Tensors of a checkpoint that the target's own replace, or that follow from d2t.
 NOT_READ = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 OWN_PARTS = ("embed_tokens.weight", "lm_head.weight")
 

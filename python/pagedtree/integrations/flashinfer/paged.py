@@ -142,7 +142,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
 
 
 def _queries(qo_indptr: Tensor, num_sequences: int) -> tuple[int, int]:
-    """How many queries there are in all, and the most of a sequence."""
+    """Counts the queries: in all, and the most of a sequence."""
     if qo_indptr.shape != (num_sequences + 1,):
         raise ValueError(f"qo_indptr: expected shape [{num_sequences + 1}], got {[*qo_indptr.shape]}")
     begins = qo_indptr.tolist()

@@ -35,7 +35,7 @@ def register() -> None:
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """What transformers calls for each mask of a pass: ordinary passes get SDPA's, None where causal, else bool."""
+    """Makes a mask of a pass, called by transformers: ordinary passes get SDPA's, None where causal, else bool."""
     packed = current_pass.get()
     if packed is None:
         return sdpa_mask(*args, **kwargs)
@@ -60,7 +60,7 @@ def attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each attention layer: query [B, Hq, T, D], key, value [B, Hkv, S, D] -> [B, T, Hq, D].
+    """Attends in a layer, called by transformers: query [B, Hq, T, D], key, value [B, Hkv, S, D] -> [B, T, Hq, D].
 
     softcap (Gemma 2), s_aux (the sinks of gpt-oss) and sliding_window come from the model; a sliding_window of None is
     no window; where it is left out, the module's or the cache's holds. attention_mask: None (causal, or everything

@@ -182,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _config_fields(model: Any, args: argparse.Namespace) -> ConfigFields:
-    """What the checkpoint asks for and no option replaces; says so on standard error."""
+    """Reads what the checkpoint asks for and no option replaces; says so on standard error."""
     if args.no_generation_config:
         return ConfigFields()
     given = {name: getattr(args, name) for name in (*FILTERS, *PENALTIES, "min_new_tokens")}

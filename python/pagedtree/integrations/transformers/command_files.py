@@ -51,7 +51,7 @@ def check_checkpoint(option: str, name: str, of_model: bool = False) -> None:
 
 
 def model_folder(option: str, name: str) -> str:
-    """What `from_pretrained` loads: the name itself, or the folder of what a GGUF file holds."""
+    """Returns what `from_pretrained` loads: the name itself, or the folder of what a GGUF file holds."""
     if not is_gguf(name):
         return name
     try:
@@ -63,7 +63,7 @@ def model_folder(option: str, name: str) -> str:
 
 @contextmanager
 def errors_of(option: str, name: str) -> Iterator[None]:
-    """What goes wrong while a checkpoint is loaded, as one line that names the option and the checkpoint."""
+    """Turns an error while a checkpoint is loaded into one line that names the option and the checkpoint."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -26,7 +26,7 @@ from pagedtree.integrations.transformers.draft_model import ModelDrafter
 __all__ = ["DTYPES", "NUM_NODES", "drafter_of", "is_fast", "load_model"]
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Of a tree: what drafters with a model have by default, and what Medusa heads get, which have no default.
+# Nodes of a tree: the default of drafters with a model, and what Medusa heads get, which have no default.
 NUM_NODES = 16
 # The options that say how large trees are, and what `NgramDrafter` calls that.
 SIZES = {"num_nodes": "num_nodes", "depth": "max_depth", "width": "max_branches"}
@@ -87,7 +87,7 @@ def _load_draft(args: argparse.Namespace, target: Any) -> Any:
 
 
 def is_fast(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies matrices of the dtype at least as fast as those of float32."""
+    """Tells whether this CPU multiplies matrices of the dtype at least as fast as those of float32."""
     return dtype == torch.float32 or (dtype == torch.bfloat16 and not BF16_ISAS.isdisjoint(_C.available_isas()))
 
 

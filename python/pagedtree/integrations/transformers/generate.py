@@ -40,7 +40,7 @@ __all__ = ["generate"]
 MIN_SHARED_TOKENS = 1024
 # Trees of a drafter that does not say how big they get.
 ASSUMED_MAX_NODES = 64
-# Of a tree, as `tree_delta_rule` takes it.
+# The most nodes of a tree that `tree_delta_rule` takes.
 MAX_RECURRENT_NODES = 256
 
 

@@ -94,7 +94,7 @@ class ConfigFields:
         return found.on_params(SamplingParams() if self.is_sampled else None)
 
     def stops(self, stop_strings: str | Sequence[str] | None, tokenizer: Any) -> StopStrings | None:
-        """What ends a text: the call's stop strings, else those of the config."""
+        """Chooses what ends a text: the call's stop strings, else those of the config."""
         if stop_strings is not None:
             return StopStrings(stop_strings, tokenizer)
         if "stop_strings" not in self.values:
@@ -110,7 +110,7 @@ class ConfigFields:
         eos_ids: Sequence[int],
         vocab: int,
     ) -> Processors:
-        """What the fields and the logits processors of a call ask for together.
+        """Joins what the fields and the logits processors of a call ask for.
 
         given: those of the call; one of a field's own type takes its place, as in transformers. The others are as for
         `read_processors`.

@@ -81,7 +81,7 @@ def _write(path: Path, kept: Path) -> None:
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a file that begins as GGUF files do."""
+    """Tells whether there is a file that begins as GGUF files do."""
     path = Path(path)
     return path.is_file() and _start(path) == MAGIC
 
@@ -104,7 +104,7 @@ def _start(path: Path) -> bytes:
 
 
 def _digest(path: Path) -> str:
-    """Of all that the folder depends on. Configs that one version of transformers writes, another may not read."""
+    """Digests all that the folder depends on. Configs that one version of transformers writes, another may not read."""
     digest = hashlib.sha256(transformers.__version__.encode())
     with path.open("rb") as file:
         while block := file.read(1 << 20):

@@ -70,7 +70,7 @@ def absorbed(layers: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def is_absorbed(module: nn.Module) -> bool:
-    """Whether what the attention interface gets from this layer are latents."""
+    """Tells whether the attention interface gets latents from this layer."""
     return getattr(module, "expand_kv", None) is _latents
 
 

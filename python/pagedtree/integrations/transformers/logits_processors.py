@@ -97,7 +97,7 @@ class Processors:
 def read_processors(
     processors: Iterable[Any], prompts: Sequence[Sequence[int]], width: int | None, eos_ids: Sequence[int], vocab: int
 ) -> Processors:
-    """What a `LogitsProcessorList` asks for.
+    """Reads what a `LogitsProcessorList` asks for.
 
     prompts: their tokens, without padding. width: of the tensor that they came in; None: they came as lists. eos_ids:
     the tokens that end a text. vocab: columns of the model's logits.
@@ -128,7 +128,7 @@ def read_processors(
 
 
 def known_tokens(tokens: Tensor, vocab: int) -> list[int]:
-    """Those that a model has. transformers passes over others in lists of tokens to suppress."""
+    """Keeps the tokens that a model has; transformers passes over others in lists of tokens to suppress."""
     return [int(token) for token in tokens.flatten().tolist() if 0 <= token < vocab and token == int(token)]
 
 
@@ -138,7 +138,7 @@ def _is_set(params: SamplingParams, name: str) -> bool:
 
 
 def _place(processor: Any) -> int:
-    """Where transformers applies it: bias, repetition penalty, what forbids tokens, then the warpers."""
+    """Ranks a processor as transformers does: bias, repetition penalty, what forbids tokens, then the warpers."""
     kind = type(processor)
     if kind in MASKS:
         return 2
@@ -196,7 +196,7 @@ def _read(
 
 
 def _read_ignored(ignored: Any, read: Processors, widths: list[int], lengths: list[int]) -> None:
-    """How many first tokens, padding included, the repetition penalty does not count: no prompt's, or all of each."""
+    """Reads how many first tokens, padding included, the repetition penalty ignores: no prompt's, or all of each."""
     if ignored is None:
         return
     counts = ignored.tolist() if isinstance(ignored, Tensor) else [ignored] * len(widths)

@@ -58,19 +58,19 @@ def check_model(model: Any) -> None:
 
 
 def _has(model: nn.Module, property_of: Callable[[Any], bool]) -> bool:
-    """Whether it holds for the model, or for a model in it, such as a language model beside a vision tower."""
+    """Tells whether it holds for the model or for one in it, such as a language model beside a vision tower."""
     return any(property_of(inner) for inner in model.modules() if isinstance(inner, PreTrainedModel))
 
 
 def _makes_masks(model: nn.Module) -> bool:
-    """Whether the model makes its masks itself, as some models of 4.57 do; those take one mask of four dimensions."""
+    """Tells whether the model makes its masks itself, as some of 4.57 do; those take one mask of four dimensions."""
     if _has(model, lambda inner: hasattr(sys.modules.get(type(inner).__module__), "create_causal_mask")):
         return False
     return _has(model, lambda inner: inner._supports_sdpa)
 
 
 def _takes_positions(model: nn.Module) -> bool:
-    """Whether position_ids are an argument of the model, or of a model in it that gets its other arguments."""
+    """Tells whether the model takes position_ids, or a model in it that gets its other arguments."""
     parameters = inspect.signature(model.forward).parameters
     hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return "position_ids" in parameters or (
@@ -256,7 +256,7 @@ class _Watched:
         return watched
 
     def take(self) -> tuple[Tensor | None, Tensor | None]:
-        """What the last pass gave: hidden states of the rows with logits, and features of all tokens, side by side."""
+        """Takes what the last pass gave: hidden states of the rows with logits, features of all tokens side by side."""
         needs_hidden, feature_layers = self.wanted
         hidden = self._kept[-1] if needs_hidden else None
         features = torch.cat([self._kept[index] for index in feature_layers], dim=1) if feature_layers else None

@@ -103,7 +103,7 @@ class SharedProduct:
 
 
 def _state_of(x: Tensor) -> int | Tensor:
-    """What tells whether x has changed since: its version, or a copy where tensors have none."""
+    """Returns what tells whether x has changed since: its version, or a copy where tensors have none."""
     return x.clone() if x.is_inference() else x._version
 
 

@@ -58,7 +58,7 @@ class PackedMask:
 
 
 def _is_window(mask_function: Callable[..., Any], window: int) -> bool:
-    """Whether the function shows each query itself and the `window` - 1 keys before it."""
+    """Tells whether the function shows each query itself and the `window` - 1 keys before it."""
     if _holds_tensor(mask_function):
         return False  # asked about tokens that are not there it would fail, which a GPU cannot catch
     around = sorted({0, 1, window - 1, window, window + 1, 2 * window - 1, 2 * window, 3 * window})
@@ -70,7 +70,7 @@ def _is_window(mask_function: Callable[..., Any], window: int) -> bool:
 
 
 def _holds_tensor(value: Any) -> bool:
-    """Whether a mask function, or one that it is made of, looks tokens up: their padding, block or sequence."""
+    """Tells whether a mask function, or one that it is made of, looks tokens up: their padding, block or sequence."""
     if isinstance(value, (tuple, list)):
         return any(map(_holds_tensor, value))
     closure = getattr(value, "__closure__", None) or ()

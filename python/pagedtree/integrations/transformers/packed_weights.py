@@ -145,7 +145,7 @@ def packed_weights(*models: nn.Module) -> Iterator[int]:
 
 
 def pays(model: Any, num_passes: int, num_tokens: int) -> bool:
-    """Whether so many passes of `num_tokens` tokens are worth packing the model for them, and unpacking it again."""
+    """Tells whether so many passes of `num_tokens` tokens are worth packing the model, and unpacking it again."""
     is_fast = model.dtype == torch.bfloat16 or num_tokens >= MIN_TOKENS
     return model.device.type == "cpu" and is_fast and num_passes >= MIN_PASSES
 
@@ -164,7 +164,7 @@ def check_packable(model: nn.Module) -> None:
 
 
 def _dtypes() -> set[torch.dtype]:
-    """What oneDNN multiplies in packed form on this machine."""
+    """Lists the dtypes that oneDNN multiplies in packed form on this machine."""
     ops = torch.ops.mkldnn
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return set()
@@ -210,7 +210,7 @@ def _candidates(models: tuple[nn.Module, ...]) -> list[list[_Weight]]:
 
 
 def _siblings(weights: list[_Weight | None]) -> list[_Weight]:
-    """Those that are there, if they can be one matrix; else none."""
+    """Lists the layers that are there, if they can be one matrix; else none."""
     found = [weight for weight in weights if weight is not None]
     kinds = {(weight.dense.shape[1], weight.dense.dtype, weight.layers[0].bias is None) for weight in found}
     is_alone = all(len(weight.layers) == 1 and not weight.keeps_dense for weight in found)
@@ -222,7 +222,7 @@ def _is_large(group: list[_Weight]) -> bool:
 
 
 def _is_plain(module: nn.Module, dtypes: set[torch.dtype]) -> bool:
-    """Whether it is a linear layer that does nothing but multiply by a dense weight."""
+    """Tells whether it is a linear layer that does nothing but multiply by a dense weight."""
     weight: Any = module._parameters.get("weight")
     if type(module) is not nn.Linear or "forward" in vars(module) or type(weight) is not nn.Parameter:
         return False

@@ -22,7 +22,7 @@ def num_positions(model: Any) -> int | None:
 
 
 def has_position_table(model: nn.Module) -> bool:
-    """Whether positions past `num_positions` cannot be read, as the model has a row of a table for each position.
+    """Tells whether the model has a row of a table for each position, so that it cannot read past `num_positions`.
 
     Rotary embeddings are computed for any position.
     """

@@ -70,7 +70,7 @@ def recurrent_layers(model: Any) -> list[nn.Module]:
 
 
 def _keeps_state(module: nn.Module) -> bool:
-    """Whether it is a layer to which transformers hands a cache of states."""
+    """Tells whether it is a layer to which transformers hands a cache of states."""
     return hasattr(module, "layer_idx") and "cache_params" in inspect.signature(module.forward).parameters
 
 

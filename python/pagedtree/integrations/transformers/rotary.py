@@ -59,7 +59,7 @@ def rotary_limit(config: Any) -> RotaryLimit | None:
 
 
 def check_rotation(name: str, model: Any, sequences: Iterable[GeneratedSequence]) -> bool:
-    """Whether these sequences are rotated by the frequencies of long ones, from their prompts on.
+    """Tells whether these sequences are rotated by the frequencies of long ones, from their prompts on.
 
     Raises ValueError, with the model's `name`, if transformers would change the frequencies on the way.
     """

@@ -17,7 +17,7 @@ MAX_CUTS = 8
 MAX_UNCUT = 64
 # An incomplete character lacks at most three tokens.
 MAX_MISSING = 3
-# Of a text whose spaces are cleaned up the next token changes at most so many characters: in "n ' ", a "t" joins all.
+# The next token changes at most so many characters where spaces are cleaned up: in "n ' ", a "t" joins all.
 CLEANED = 4
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
@@ -49,7 +49,7 @@ class TextStream:
         return self._advance(is_last=False)
 
     def finish(self) -> str:
-        """What was held back."""
+        """Returns what was held back."""
         return self._advance(is_last=True)
 
     def _restart(self, tokens: list[int]) -> None:
@@ -99,7 +99,7 @@ class TextStream:
         self._returned = text[: len(text) - rest]
 
     def _is_left_out(self, token: int) -> bool:
-        """Whether it is a special token, which would be no context for others."""
+        """Tells whether it is a special token, which would be no context for others."""
         if token not in self._left_out:
             self._left_out[token] = not self._decode([token]) and bool(self.tokenizer.decode([token]))
         return self._left_out[token]

@@ -134,7 +134,7 @@ class TreeDrafter:
         """
 
     def draft(self, request_ids: list[str], tokens: list[np.ndarray]) -> Sequence[Proposed]:
-        """What a drafter implements: a tree for each of these requests, whose last token is known.
+        """Drafts a tree for each of these requests, whose last token is known; this is what a drafter implements.
 
         Args:
             request_ids: R of vLLM's names.
@@ -158,7 +158,7 @@ class TreeDrafter:
         """Asks for at most so many levels from now on, where fewer take less time; called where `draft` is next."""
 
     def unread(self, request_ids: list[str], tokens: list[np.ndarray]) -> float:
-        """How much more than what every step brings `draft` would read now, in tokens of the target; called where
+        """Tells how much more than what every step brings `draft` would read now, in tokens of the target; called where
         proposals are made, with what `draft` may get next.
         """
         return 0.0
@@ -206,7 +206,7 @@ class TreeDrafter:
         return drafts
 
     def _checked(self, proposed: Sequence[Proposed], count: int) -> list[Proposal]:
-        """What `draft` returned; raises ValueError where it is not what its docstring says."""
+        """Checks what `draft` returned; raises ValueError where it is not what its docstring says."""
         name = f"{type(self).__name__}.draft"
         if len(proposed) != count:
             raise ValueError(f"{name}: expected a proposal for each of {count} requests, got {len(proposed)}")
@@ -474,12 +474,12 @@ class _Texts:
 
 
 def _share_of(num_weights: int, target: Any) -> float:
-    """What reading a token takes beside the target: as long as there are weights."""
+    """Estimates the time to read a token over the target's: as the numbers of weights."""
     return num_weights / (get_tp_group().world_size * sum(weight.numel() for weight in target.parameters()))
 
 
 def _greedy(vocab_size: int) -> Sampling:
-    """What drafters that do not draw need to know of sampling."""
+    """Makes the sampling for drafters that do not draw."""
     return Sampling("greedy", None, torch.zeros(1, dtype=torch.int64), vocab_size=vocab_size)
 
 

@@ -14,7 +14,7 @@ MAX_TOP_N = 1024  # of token_logprobs
 
 
 def uses_trees(vllm_config: Any) -> bool:
-    """Whether the configuration names a drafter or a worker of this package."""
+    """Tells whether the configuration names a drafter or a worker of this package."""
     speculation = vllm_config.speculative_config
     drafter = speculation.model if speculation is not None and speculation.method == "custom_class" else ""
     worker = vllm_config.parallel_config.worker_cls

@@ -72,7 +72,7 @@ def sampled_logprobs(
 
 
 def _name_forbidden(top: Tensor) -> None:
-    """Where fewer tokens are allowed than were asked for, vLLM lists forbidden ones; here those of the lowest ids."""
+    """Fills up with forbidden tokens, as vLLM does, where fewer are allowed than were asked for; the lowest ids."""
     for row in (top < 0).any(dim=1).nonzero()[:, 0].tolist():
         allowed = set(top[row].tolist())
         forbidden = [token for token in range(top.shape[1]) if token not in allowed]

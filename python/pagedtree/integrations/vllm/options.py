@@ -64,7 +64,7 @@ class BatchOptions:
         self._batch: _Batch | None = None
 
     def step(self, requests: Sequence[Any]) -> BatchSampling:
-        """What holds behind the requests' outputs so far, the roots included.
+        """Returns the sampling and options behind the requests' outputs so far, the roots included.
 
         requests: vLLM's `CachedRequestState` of each row of the batch.
         """
@@ -172,7 +172,7 @@ def known_ids(tokens: Sequence[int] | None, vocab_size: int) -> list[int]:
 
 
 def is_penalized(params: Any) -> bool:
-    """Whether vLLM's parameters have a penalty that depends on the text."""
+    """Tells whether vLLM's parameters have a penalty that depends on the text."""
     return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
@@ -187,5 +187,5 @@ def _is_same(old: list[tuple[Any, ...]], new: list[tuple[Any, ...]]) -> bool:
 
 
 def _lost_tokens(batch: _Batch, requests: Sequence[Any]) -> bool:
-    """Whether vLLM took back output that has been counted."""
+    """Tells whether vLLM took back output that has been counted."""
     return any(len(requests[row].output_token_ids) < batch.counted[row] for row in batch.penalized)

@@ -71,7 +71,7 @@ class BatchTuner:
         self._step: _Step | None = None
 
     def plan(self, passed: Pass, request_ids: Sequence[str], unread: float = 0.0) -> Plan:
-        """How deep to draft for these requests, which are those that the pass gave tokens.
+        """Decides how deep to draft for these requests, which are those that the pass gave tokens.
 
         unread: how many tokens the drafter has to read before it can draft, in tokens of the target.
         """
