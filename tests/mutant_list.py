@@ -11,8 +11,9 @@ DRAWN, SAMPLED, SAMPLING = "tests/ops/test_drawn_children.py", "tests/ops/test_v
 STEPS, COMMIT = "tests/ops/test_lossless_steps.py", "tests/ops/test_commit.py"
 OPTIONS, WEIGHED_OPTIONS = "tests/ops/test_options.py", "tests/ops/test_lossless_options.py"
 LOGPROBS = "tests/ops/test_token_logprobs.py"
-ATTENTION = ("tests/ops/test_tree_attention.py", "tests/ops/test_mixed_batches.py")
-LATENT = ("tests/ops/test_latent_attention.py",)
+CASES = "tests/ops/test_cases.py"
+ATTENTION = ("tests/ops/test_tree_attention.py", "tests/ops/test_mixed_batches.py", CASES)
+LATENT = ("tests/ops/test_latent_attention.py", CASES)
 CHOSEN = tuple(
     f"tests/generation/test_{name}.py"
     for name in ("combined_drafter", "tree_tuner", "generate_drafters", "block_drafter")
@@ -42,11 +43,19 @@ def of_options(name: str, line: str, broken: str, tests: tuple[str, ...] = (OPTI
 
 
 def of_wgmma(name: str, file: str, line: str, broken: str) -> Mutant:
-    return Mutant(name, f"cuda/attention/{file}_sm90.cuh", line, broken, ATTENTION, "simt", "simt-wgmma")
+    return Mutant(name, f"cuda/attention/{file}_sm90.cuh", line, broken, ATTENTION, "simt", "simt and wgmma")
 
 
 def of_wide(name: str, file: str, line: str, broken: str) -> Mutant:
-    return Mutant(name, f"cuda/attention/{file}_wide.cuh", line, broken, LATENT, "simt", "simt and not wgmma")
+    return Mutant(
+        name,
+        f"cuda/attention/{file}_wide.cuh",
+        line,
+        broken,
+        LATENT,
+        "simt",
+        "simt and latent and not wgmma",
+    )
 
 
 def of_states(name: str, file: str, line: str, broken: str) -> Mutant:
@@ -62,7 +71,15 @@ def of_limits(name: str, file: str, line: str, broken: str) -> Mutant:
 
 
 def of_latent(name: str, line: str, broken: str) -> Mutant:
-    return Mutant(name, "cuda/attention/attend_latent_sm90.cuh", line, broken, LATENT, "simt", "simt-wgmma")
+    return Mutant(
+        name,
+        "cuda/attention/attend_latent_sm90.cuh",
+        line,
+        broken,
+        LATENT,
+        "simt",
+        "simt and latent and wgmma",
+    )
 
 
 RULES = [

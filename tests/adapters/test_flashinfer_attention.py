@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from adapter_case import Pages, causal, close, dense_attention, random_trees, tree_sees
-from attention_case import mask_words
 from device_case import placed
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pagedtree import TreeBatch, tree_attention
+from pagedtree.check.cases.inputs import as_words
 from pagedtree.integrations.flashinfer import (
     BatchPrefillWithPagedKVCacheWrapper,
     append_paged_kv_cache,
@@ -220,7 +220,7 @@ def test_masks_there_and_back() -> None:
     flat, qo_indptr = torch.cat([seen.flatten() for seen in sees]), offsets([len(seen) for seen in sees])
     seq_lens = int32([seen.shape[1] for seen in sees])
     words = import_custom_mask(flat, qo_indptr, seq_lens)
-    rows = torch.cat([mask_words(seen[:, seen.shape[1] - len(seen) :].numpy(), 2) for seen in sees])
+    rows = torch.cat([as_words(seen[:, seen.shape[1] - len(seen) :].numpy(), 2) for seen in sees])
     assert torch.equal(words, rows)
     assert torch.equal(export_custom_mask(words, qo_indptr, seq_lens), flat)
     bits, mask_indptr = export_packed_custom_mask(words, qo_indptr, seq_lens)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_case import LAYOUTS, TARGETS, Case, Target, check, once_per_backend, random_tree, target_id
+from attention_case import TARGETS, Case, Target, check, once_per_backend, random_tree, target_id
 from device_case import to_device
 from torch import Tensor
 
@@ -19,7 +19,6 @@ MIXED = [BINARY, "causal", RANDOM, (RANDOM, 6), CHAIN, "causal"]
 PREFIXES = [0, 130, 61, 300, 1, 0]
 PAIRS = [(192, 128), (512, 512), (576, 512)]
 LATENT = [(512, 512), (576, 512)]
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FP8 = torch.float8_e4m3fn
 # No tile for wgmma has K and V of these sizes apart: mma.sync multiplies whatever the engine is.
 once_per_engine = pytest.mark.parametrize(
@@ -33,53 +32,6 @@ once_per_engine = pytest.mark.parametrize(
 def latent_case(target: Target, prefixes: list[int], kinds: list[Any], **options: Any) -> Case:
     options = {"head_dim": 576, "head_dim_v": 512, "heads": (3, 1), "latent": True, **options}
     return target.case(prefixes, kinds, **options)
-
-
-@once_per_engine
-@pytest.mark.parametrize(
-    ("dims", "dtype"),
-    [
-        pytest.param(dims, dtype, marks=pytest.mark.slow if i == j else [])  # two types of each pair in the core suite
-        for i, dims in enumerate(PAIRS)
-        for j, dtype in enumerate(DTYPES)
-    ],
-    ids=str,
-)
-def test_values_of_another_width(target: Target, dtype: torch.dtype, dims: tuple[int, int]) -> None:
-    """Keys and values apart, with several KV heads; NaN where nobody may read."""
-    case = target.case(PREFIXES, MIXED, dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], poison=float("nan"))
-    check(case.build())
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dims", LATENT, ids=str)
-def test_latent_cache(target: Target, dtype: torch.dtype, dims: tuple[int, int]) -> None:
-    options = {"dtype": dtype, "head_dim": dims[0], "head_dim_v": dims[1]}
-    check(latent_case(target, PREFIXES, MIXED, poison=float("nan"), **options).build())
-
-
-@once_per_backend
-@pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=str)
-def test_narrow_latent_cache(target: Target, dims: tuple[int, int]) -> None:
-    check(latent_case(target, PREFIXES, MIXED, head_dim=dims[0], head_dim_v=dims[1], poison=float("nan")).build())
-
-
-@pytest.mark.parametrize("heads", [1, 3, 16, pytest.param(71, marks=pytest.mark.slow), 128])
-def test_heads(target: Target, heads: int) -> None:
-    """Query heads share the one KV head, up to 128 in DeepSeek-V3: few rows, and tiles that end inside a token."""
-    for dtype in target.dtypes[-2:]:
-        case = latent_case(target, [100, 5], [DraftTree([-1, 0, 0]), "causal"], heads=(heads, 1), dtype=dtype)
-        case.causal_queries = 1
-        check(case.build())
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("page_size", [1, 7, 16, 61])
-@once_per_backend
-def test_page_sizes_and_layouts(target: Target, page_size: int, layout: str) -> None:
-    dtype = target.dtypes[page_size % len(target.dtypes)]
-    options = {"page_size": page_size, "layout": layout, "dtype": dtype, "poison": float("inf")}
-    check(latent_case(target, [130, 61, 5], ["causal", (RANDOM, 20), BINARY], **options).build())
 
 
 @pytest.mark.parametrize("dims", LATENT, ids=str)
@@ -224,15 +176,6 @@ def test_out_argument(target: Target) -> None:
     wide = case["q"].new_zeros((*case["q"].shape[:2], 515))
     out = tree_attention(**case, out=wide[..., 3:])
     assert out.data_ptr() == wide[..., 3:].data_ptr() and torch.equal(out, expected) and not wide[..., :3].any()
-
-
-@once_per_backend
-def test_no_tokens_and_no_sequences(target: Target) -> None:
-    empty = latent_case(target, [], []).build()
-    assert tree_attention(**empty).shape == (0, 3, 512)
-    nobody = latent_case(target, [0], ["causal"])
-    nobody.causal_queries = 0
-    assert tree_attention(**nobody.build()).shape == (0, 3, 512)
 
 
 def changed(case: dict[str, Any], **tensors: Tensor) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from attention_case import Case, Target, check, random_tree
+from attention_case import Target, check, random_tree
 from ptx.execute import intercepted_launches, simt_library
 
 from pagedtree import DraftTree, attention_plan, tree_attention
@@ -52,11 +52,10 @@ def test_mixed(target: Target, mixed: dict, max_seqlen_q: int | None) -> None:
 @pytest.mark.parametrize(("head_dim", "stored"), [(128, None), (256, None), (96, torch.float8_e4m3fn)])
 def test_head_sizes_and_caches(target: Target, head_dim: int, stored: torch.dtype | None) -> None:
     kinds = ["causal", DraftTree([-1]), TREE, DraftTree([-1])]
-    options = {"head_dim": head_dim, "cache_dtype": stored, "causal_queries": 90}
-    case = target.case([70, 700, 30, 5], kinds, heads=(4, 2), **options).build()
+    options = {"head_dim": head_dim, "cache_dtype": stored, "causal_queries": 70}
+    case = target.case([70, 400, 30, 5], kinds, heads=(4, 2), **options).build()
     case["v_scale"] = None if stored is None else torch.tensor(1.5)
-    check(dict(case, max_seqlen_q=90, window=80))
-    check(dict(case, max_seqlen_q=90))
+    check(dict(case, max_seqlen_q=70, window=0 if stored is None else 80))
 
 
 def test_repeats_its_bits(target: Target, mixed: dict, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +74,7 @@ def test_repeats_its_bits(target: Target, mixed: dict, monkeypatch: pytest.Monke
 def test_short_sequences_do_not_notice_the_long_one(target: Target) -> None:
     """A captured graph replayed with other lengths."""
     prefixes, kinds = [100, 30, 200], [DraftTree([-1]), DraftTree.chain(4), DraftTree.full([2])]
-    alone = Case([*prefixes, 0], [*kinds, IDLE], heads=(4, 2), dtype=target.dtypes[0], device=target.device).build()
+    alone = target.case([*prefixes, 0], [*kinds, IDLE], heads=(4, 2)).build()
     chunk = target.case([*prefixes, 64], [*kinds, "causal"], heads=(4, 2), causal_queries=200).build()
     rows = int(alone["cu_seqlens_q"][3])
     for name in ("k_cache", "v_cache", "q"):

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_case import LAYOUTS, Case, paged_caches
+from attention_case import LAYOUTS
 from device_case import only_on, to_device
 
 from pagedtree import DraftTree, TreeBatch, merge_states
 from pagedtree._ops import ops
+from pagedtree.check.case import Place
+from pagedtree.check.cases.attention import Batch
+from pagedtree.check.cases.inputs import paged_views
 from pagedtree.testing import backends, use_backend
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides_are_kept(layout: str) -> None:
-    caches = paged_caches(5, 4, 2, 64, 64, layout)
+    _, *caches = paged_views(5, 4, 2, 64, torch.float32, layout)
     moved = to_device(caches, torch.device("meta"))
     for cache, there in zip(caches, moved, strict=True):
         assert there.is_meta and there.dtype == cache.dtype and there.shape == cache.shape
         assert there.stride() == cache.stride() and there.storage_offset() == cache.storage_offset()
-    one_memory = [pair[0].untyped_storage()._cdata == pair[1].untyped_storage()._cdata for pair in (caches, moved)]
-    assert one_memory == [layout in ("stacked", "packed")] * 2
+    assert moved[0].untyped_storage()._cdata == moved[1].untyped_storage()._cdata
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn])
-def test_cases_keep_strides(layout: str, stored: torch.dtype | None) -> None:
-    here, there = (
-        Case([5], [DraftTree([-1, 0])], layout=layout, cache_dtype=stored, device=torch.device(name)).build()
-        for name in ("cpu", "meta")
-    )
+@pytest.mark.parametrize("stored", ["", "fp8"])
+def test_cases_keep_strides(layout: str, stored: str) -> None:
+    batch = Batch([DraftTree([-1, 0])], [5], cache=stored, layout=layout)
+    here, there = (batch.build(Place(torch.device(name), "cpu")) for name in ("cpu", "meta"))
     assert {name: t.device.type for name, t in there.items()} == dict.fromkeys(here, "meta")
     assert {name: t.stride() for name, t in there.items()} == {name: t.stride() for name, t in here.items()}
 

@@ -77,10 +77,11 @@ class Batch:
     words: int | None = None  # words of a mask row
     head_dim_v: int | None = None
     latent: bool = False
+    seed: int = 0
 
     def build(self, place: Place, *, wide: bool = False) -> dict[str, Any]:
         """The arguments at a place; wide: in fp32, with the same values."""
-        rng = np.random.default_rng(len(self.kinds))
+        rng = np.random.default_rng(self.seed + len(self.kinds))
         queries, tree_lens, rows = [], [], []
         for kind in self.kinds:
             if isinstance(kind, int):
@@ -97,7 +98,7 @@ class Batch:
         mask_words = torch.zeros(total, words, dtype=torch.int32)
         if sum(queries):
             mask_words[: sum(queries)] = torch.cat([as_words(mask, words) for mask in rows])
-        q = torch.randn(total, self.heads[0], self.head_dim, generator=seeded(1)).to(DTYPES[self.dtype])
+        q = torch.randn(total, self.heads[0], self.head_dim, generator=seeded(self.seed + 1)).to(DTYPES[self.dtype])
         page_table, storage = self._cache(seq_lens)
         k_cache, v_cache = views_of(place.put(storage), self.layout)
         if wide and not self.cache:
@@ -117,7 +118,7 @@ class Batch:
     def _cache(self, seq_lens: list[int]) -> tuple[Tensor, Tensor]:
         """The page table, with entries behind each sequence that nobody may read, and the storage of the cache."""
         used = [-(-s // self.page_size) for s in seq_lens]
-        order = torch.randperm(sum(used) + 3, generator=seeded(2)).int()
+        order = torch.randperm(sum(used) + 3, generator=seeded(self.seed + 2)).int()
         page_table = torch.full((len(seq_lens), max(used, default=0) + 2), -7, dtype=torch.int32)
         for b, count in enumerate(used):
             page_table[b, :count] = order[sum(used[:b]) : sum(used[:b]) + count]
@@ -171,6 +172,22 @@ def tile_case(sizes: Sizes, tile: int, dtype: str, cache: str, engine: str = MMA
 
 def _latent() -> Iterator[Case]:
     """One KV head, whose rows are K and V; NaN where nobody may look. 3 query heads, and 16: small and larger tiles."""
+
+    def case(name: str, sizes: Sizes, dtype: str, layout: str = "nhd", page_size: int = 7, **more: Any) -> Case:
+        batch = Batch(
+            MIXED, MIXED_PREFIXES, dtype, "", sizes[0], (3, 1), page_size, layout, padding=3, poison=float("nan"),
+            head_dim_v=sizes[1], latent=True,
+        )  # fmt: skip
+        return _attention(f"latent/{name}/{dtype}/{_sizes(sizes)}", batch, **more)
+
+    for sizes in ((512, 512), (576, 512)):
+        yield case("3 heads", sizes, "fp32", backends=("cpu",))
+    for sizes in ((64, 64), (192, 128)):
+        yield case("narrow", sizes, "bf16")
+    for layout, page_size in zip(LAYOUTS[1:], (1, 16, 61, 7), strict=True):
+        yield case(f"strided {layout}, page {page_size}", (576, 512), "bf16", layout, page_size)
+    many = Batch([DraftTree([-1, 0, 0]), 1], [100, 5], "bf16", "", 576, (128, 1), head_dim_v=512, latent=True)
+    yield _attention("latent/128 heads/bf16/D 576x512", many)
     for sizes, dtype, cache in product(((512, 512), (576, 512)), ("fp16", "bf16"), ("", "fp8")):
         for heads in (3, 16):
             batch = Batch(
@@ -197,6 +214,8 @@ def _shapes() -> Iterator[Case]:
         yield _attention(f"{name}/D 256", replace(mixed, layout=layout, cache=cache, page_size=7, head_dim=256))
     for heads in ((3, 3), (16, 1), (5, 1), (12, 4)):
         yield _attention(f"heads {heads[0]} of {heads[1]}", replace(mixed, heads=heads))
+    yield _attention("heads 71 of 1", Batch([random_tree(8, 15), 1], [100, 5], heads=(71, 1)))
+    yield _attention("heads of 512 apart", replace(mixed, head_dim=512))
     yield _attention("short and long sequences", replace(mixed, heads=(8, 1), kinds=[*MIXED[:4], 70]), max_seqlen_q=70)
     yield _attention("a wrong hint", mixed, max_seqlen_q=1)
     yield _attention("empty prefixes", Batch([random_tree(5, 33), 5, DraftTree.chain(0)], [0, 0, 0]))
@@ -262,6 +281,10 @@ def _options() -> Iterator[Case]:
         for kind, scale in (("scalar", torch.tensor(0.4)), ("head", torch.tensor([0.3, 1.7]))):
             batch = replace(mixed, dtype=dtype, cache="fp8", head_dim=128)
             yield _attention(f"fp8 scale a {kind}/{dtype}", batch, k_scale=scale, v_scale=scale * 3)
+    yield _attention(
+        "all options/fp32", replace(mixed, dtype="fp32"), window=40, softcap=20.0, scale=-0.2,
+        sinks=torch.tensor([0.0, 5.0, -torch.inf, 1.0]), backends=("cpu",),
+    )  # fmt: skip
     yield _attention("causal", mixed, change=lambda given: given.update(tree_mask=None))
     yield _attention("no tree lengths", Batch([random_tree(1, 9), random_tree(2, 30)], [8, 70]),
                      change=lambda given: given.update(tree_lens=None))  # fmt: skip

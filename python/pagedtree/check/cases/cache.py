@@ -197,14 +197,14 @@ def _compaction(
     name: str, table: list[list[int]], start: list[int], paths: list[list[int]], num_accepted: list[int],
     page_size: int, pages: int | None = None,
 ) -> Case:  # fmt: skip
-    """Layers of every kind of row: K and V of four layouts, a latent cache, scales, odd strides.
+    """Layers of every kind of row: K and V of each layout, a latent cache, scales, odd strides.
 
     pages: how many the pool has, default as many as the table names.
     """
     pages = pages or max((page for row in table for page in row), default=0) + 1
     width = max(map(len, paths), default=1)
     accept_index = [path + [-1] * (width - len(path)) for path in paths]
-    dtypes = (torch.bfloat16, torch.float16, FP8, torch.float32)
+    dtypes = (torch.bfloat16, torch.float16, FP8, torch.float32, torch.bfloat16)
     storages = [
         paged_views(pages, page_size, 2, 40, dtype, layout, seed=i)[0]
         for i, (layout, dtype) in enumerate(zip(LAYOUTS, dtypes, strict=True))
@@ -215,7 +215,8 @@ def _compaction(
 
     def caches_of(given: list[Tensor]) -> list[Tensor]:
         views = [view for storage, layout in zip(given, LAYOUTS, strict=False) for view in views_of(storage, layout)]
-        return [*views, given[4], given[5], given[6][:, 1:-1, ::2]]
+        latent, scales, odd = given[len(LAYOUTS) :]
+        return [*views, latent, scales, odd[:, 1:-1, ::2]]
 
     def results(seq_lens: Tensor, given: list[Tensor]) -> Results:
         return {"seq_lens": seq_lens, **{f"storage {i}": storage for i, storage in enumerate(given)}}

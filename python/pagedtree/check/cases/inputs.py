@@ -18,7 +18,8 @@ DTYPES = {
     "fp8": torch.float8_e4m3fn,
 }
 PAGE_SIZES = (1, 7, 16, 61)
-LAYOUTS = ("nhd", "hnd", "stacked", "packed")
+LAYOUTS = ("nhd", "hnd", "stacked", "packed", "padded")
+MARGINS = {"padded": (16, 16), "sparse": (2, 1)}  # elements around a row; "sparse": odd strides, for the CPU alone
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -68,6 +69,8 @@ def paged_views(
         "stacked": (pages, 2, page_size, heads, head_dim),  # K and V of a page side by side
         "packed": (pages, page_size, heads, 2 * head_dim),  # K and V of a row side by side
     }
+    if layout in MARGINS:
+        shapes[layout] = (2, pages, page_size + 1, heads + 2, head_dim + sum(MARGINS[layout]))
     storage = torch.randn(shapes[layout], generator=seeded(seed)).to(dtype)
     return storage, *views_of(storage, layout)
 
@@ -76,6 +79,9 @@ def views_of(storage: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     """K and V in the storage of `paged_views`."""
     if layout == "hnd":
         k, v = storage.transpose(2, 3).unbind(0)
+    elif layout in MARGINS:
+        front, back = MARGINS[layout]
+        k, v = storage[:, :, 1:, 1:-1, front:-back].unbind(0)
     elif layout == "packed":
         k, v = storage.split(storage.shape[-1] // 2, -1)
     else:

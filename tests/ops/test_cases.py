@@ -1,0 +1,61 @@
+"""Every row of `python -m pagedtree check`, on the backends of this machine and with each instruction set of its CPU.
+
+On a GPU the command itself runs them. What a row is compared with: `pagedtree/check/runner.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from pagedtree import _C
+from pagedtree.check.case import CPU, Case, Place, equal
+from pagedtree.check.cases import all_cases
+from pagedtree.check.runner import OK, run_row
+from pagedtree.testing import backends
+
+SIMT = Place(torch.device("cpu"), "simt")
+CASES = {case.name: case for case in all_cases(CPU) if isinstance(case, Case)}
+
+
+def names(backend: str) -> list[str]:
+    return [case.name for case in CASES.values() if case.backends is None or backend in case.backends]
+
+
+@pytest.mark.parametrize("name", names("cpu"))
+def test_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    case = replace(case, loops=case.loops and cache(case.loops))  # once for all instruction sets
+    for isa in _C.available_isas():
+        if isa == "portable" and case.loops is None:  # it is what the others are compared with
+            continue
+        monkeypatch.setenv("PAGEDTREE_CPU_ISA", isa)
+        row = run_row(case, CPU)
+        assert row.status == OK, f"{isa}: {row.detail}"
+
+
+@pytest.mark.skipif("simt" not in backends(), reason="built without simt")
+@pytest.mark.parametrize("name", names("simt"))
+def test_simt(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDTREE_SIMT_ORDER", "random:7")
+    row = run_row(CASES[name], SIMT)
+    assert row.status == OK, row.detail
+
+
+@pytest.mark.parametrize("group", sorted({case.group for case in CASES.values()}))
+def test_threads(group: str) -> None:
+    """The bits of a result do not depend on the number of threads."""
+    threads = torch.get_num_threads()
+    try:
+        for name in names("cpu"):
+            if CASES[name].group == group:
+                torch.set_num_threads(1)
+                expected = CASES[name].run(CPU)
+                torch.set_num_threads(3)
+                for key, found in CASES[name].run(CPU).items():
+                    assert equal(found, expected[key]) == "", (name, key)
+    finally:
+        torch.set_num_threads(threads)
