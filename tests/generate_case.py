@@ -92,9 +92,10 @@ def tiny_of(name: str, **options):
 
 
 def tiny_eagle(model):
-    """An EAGLE-3 head with random weights for a model of TINY, on its first two layers; it drafts the even tokens."""
+    """An EAGLE-3 head with random weights for a tiny model, on its first two layers; it drafts the even tokens."""
     torch.manual_seed(2)
-    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": VOCAB}
+    hidden = model.config.hidden_size
+    sizes = {"hidden_size": hidden, "intermediate_size": 64, "num_attention_heads": hidden // 64, "vocab_size": VOCAB}
     return EagleHead(sizes, model.model.embed_tokens, model.lm_head, (0, 1), torch.arange(0, VOCAB, 2)).eval()
 
 

@@ -19,7 +19,7 @@ CHOSEN = tuple(
     for name in ("combined_drafter", "tree_tuner", "generate_drafters", "block_drafter")
 )
 LENGTHS = ("tests/generation/test_length_limits.py",)
-HYBRID = ("tests/generation/test_generate_hybrid.py",)
+HYBRID = ("tests/generation/test_generate.py", "tests/generation/test_generate_hybrid.py")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def of_wide(name: str, file: str, line: str, broken: str) -> Mutant:
 
 
 def of_states(name: str, file: str, line: str, broken: str) -> Mutant:
-    return Mutant(name, f"generation/{file}.py", line, broken, HYBRID, "python", "not two_ranks")
+    return Mutant(name, f"generation/{file}.py", line, broken, HYBRID, "python", "hybrid and not two_ranks")
 
 
 def of_drafts(name: str, file: str, line: str, broken: str) -> Mutant:

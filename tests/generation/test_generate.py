@@ -14,101 +14,57 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
-from block_case import block_model
 from generate_case import (
     LENGTHS,
     NEW_TOKENS,
     SAMPLING,
     VOCAB,
-    Hostile,
     Oracle,
+    check_the_model_is_as_it_was,
     common_prefix,
     greedy,
     lists,
     prompts_of,
     seeded,
     tiny,
-    tiny_eagle,
     tiny_of,
 )
+from hybrid_case import MODELS as HYBRIDS
+from latent_case import MODELS as LATENTS
+from subject_case import NAMES, SEEDS, SUBJECTS, cases, kinds
 
 from pagedtree import SamplingParams
 from pagedtree.generation import decode_step
-from pagedtree.integrations.transformers import (
-    BlockDrafter,
-    CombinedDrafter,
-    EagleDrafter,
-    MedusaDrafter,
-    MedusaHeads,
-    ModelDrafter,
-    NgramDrafter,
-    PagedCache,
-    generate,
-    medusa_tree,
-)
+from pagedtree.generation.fixed_step import FixedStep
+from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, PagedCache, generate, tree_generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+def subject(kind):
+    return SUBJECTS[kind]
+
+
+@pytest.fixture
 def model():
-    return tiny(0)
+    return SUBJECTS["full"].model
 
 
-@pytest.fixture(scope="module")
-def draft_model():
-    return tiny(1, num_hidden_layers=1)
+@pytest.fixture
+def texts():
+    return SUBJECTS["full"].texts
 
 
-@pytest.fixture(scope="module")
-def texts(model):
-    return [greedy(model, prompt) for prompt in prompts_of(LENGTHS)]
-
-
-@pytest.fixture(scope="module")
-def seeded_texts(model):
-    return [seeded(model, prompt, seed) for seed, prompt in enumerate(prompts_of(LENGTHS))]
-
-
-@pytest.fixture(scope="module")
-def drafters(model, draft_model, texts, seeded_texts):
-    heads = MedusaHeads(128, 3, model.lm_head)
-    torch.nn.init.normal_(heads.weight, std=0.05, generator=torch.Generator().manual_seed(3))
-    block, known = block_model(model), [*texts, *seeded_texts]
-    return {
-        "none": lambda: None,
-        "ngram chain": lambda: NgramDrafter(6, max_branches=1),
-        "ngram tree": lambda: NgramDrafter(12, remember=4),
-        "medusa": lambda: MedusaDrafter(heads, medusa_tree(3, 10)),
-        "medusa, best first": lambda: MedusaDrafter(heads, 10),
-        "EAGLE": lambda: EagleDrafter(tiny_eagle(model), num_nodes=10, depth=3, width=3),
-        "draft model": lambda: ModelDrafter(draft_model, num_nodes=12, depth=3, width=3),
-        "draft chain": lambda: ModelDrafter(draft_model, num_nodes=5, depth=4, width=1, max_batch_tokens=8),
-        "block": lambda: BlockDrafter(block, num_nodes=12, width=4),
-        "block chain": lambda: BlockDrafter(block, num_nodes=4, width=1),
-        "combined": lambda: CombinedDrafter(
-            ModelDrafter(draft_model, num_nodes=9, depth=3, width=2), NgramDrafter(6, max_branches=2), min_match=2
-        ),
-        "itself": lambda: ModelDrafter(model, num_nodes=12, depth=4, width=2),
-        "oracle": lambda: Oracle(known, hit=0.8),
-        "never right": lambda: Oracle(known, hit=0.0),
-        "hostile": Hostile,
-    }
-
-
-NAMES = (
-    "none", "ngram chain", "ngram tree", "medusa", "medusa, best first", "EAGLE", "draft model", "draft chain",
-    "block", "block chain", "combined", "itself", "oracle", "never right", "hostile",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("page_size", [1, 7, 16])
-def test_greedy_text_is_the_models_own(model, texts, drafters, name, page_size):
+@pytest.mark.parametrize(
+    ("kind", "name", "page_size"), cases(NAMES, {"full": [1, 7, 16], "hybrid": [1, 7], "latent": [7]})
+)
+def test_greedy_text_is_the_models_own(subject, name, page_size):
     sequences, stats = generate(
-        model, prompts_of(LENGTHS), drafter=drafters[name](), max_new_tokens=NEW_TOKENS, page_size=page_size
-    )
-    assert lists(sequences) == texts
+        subject.model, prompts_of(LENGTHS), drafter=subject.drafter(name), max_new_tokens=NEW_TOKENS,
+        page_size=page_size,
+    )  # fmt: skip
+    assert lists(sequences) == subject.texts
     assert stats.num_tokens == NEW_TOKENS * len(LENGTHS)
     assert all(sequence.finish_reason == "length" for sequence in stats.sequences)
     if name in ("oracle", "itself"):
@@ -117,28 +73,69 @@ def test_greedy_text_is_the_models_own(model, texts, drafters, name, page_size):
         assert stats.steps == NEW_TOKENS
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_seeded_text_is_that_of_plain_sampling(model, seeded_texts, drafters, name):
+@pytest.mark.parametrize(("kind", "name"), cases(NAMES))
+def test_seeded_text_is_that_of_plain_sampling(subject, name):
     sequences, stats = generate(
-        model, prompts_of(LENGTHS), drafter=drafters[name](), max_new_tokens=NEW_TOKENS, params=SAMPLING, page_size=7
-    )
-    assert lists(sequences) == seeded_texts
+        subject.model, prompts_of(LENGTHS), drafter=subject.drafter(name), max_new_tokens=NEW_TOKENS, params=SAMPLING,
+        page_size=7,
+    )  # fmt: skip
+    assert lists(sequences) == subject.seeded_texts
     if name == "oracle":
         assert stats.mean_accepted > 1.0
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    cases(
+        {
+            "hybrid": [name for name in HYBRIDS if name != "qwen3_next"],
+            "latent": [name for name in LATENTS if name not in ("deepseek_v3", "mistral4")],
+        }
+    ),
+)
+def test_text_of_other_models(subject, name):
+    """Also after evictions, when prompts and generated tokens are read again, and with outcomes that share pages."""
+    other, prompts = subject.make(name), prompts_of(LENGTHS)
+    expected = [greedy(other, prompt) for prompt in prompts]
+    options = {"max_new_tokens": NEW_TOKENS, "page_size": 7}
+    sequences, stats = generate(other, prompts, drafter=Oracle(expected, 0.8), **options)
+    assert lists(sequences) == expected
+    assert stats.mean_accepted > 1.0
+    sequences, stats = generate(other, prompts, drafter=NgramDrafter(12), n=2, num_pages=14, **options)
+    assert lists(sequences) == [text for text in expected for _ in range(2)]
+    assert stats.evictions > 0 and stats.restored_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    cases({"hybrid": ["qwen3_next", "nemotron_h", "falcon_h1", "lfm2"], "latent": ["deepseek_v3"]}),
+)
+def test_a_step_in_fixed_buffers(subject, name, monkeypatch):
+    """Without evictions and with them, when sequences change the index of their states between steps."""
+    monkeypatch.setattr(FixedStep, "captures", False)
+    other, prompts = subject.make(name), prompts_of(LENGTHS)
+    expected = [greedy(other, prompt) for prompt in prompts]
+    drafter = ModelDrafter(tiny(1, num_hidden_layers=1), num_nodes=12, depth=3, width=3)
+    for options in ({"drafter": NgramDrafter(12)}, {"drafter": drafter, "n": 2, "page_size": 7, "num_pages": 14}):
+        sequences, stats = generate(other, prompts, max_new_tokens=NEW_TOKENS, cuda_graph=True, **options)
+        assert lists(sequences) == [text for text in expected for _ in range(options.get("n", 1))]
+    assert stats.evictions > 0
+
+
+@pytest.mark.parametrize("kind", kinds("full", "hybrid"))
 @given(data=st.data())
 @settings(max_examples=15)
-def test_any_mix_of_settings(model, drafters, data):
+def test_any_mix_of_settings(subject, kind, data):
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4), "lengths")
-    name = data.draw(st.sampled_from(NAMES[1:12]), "drafter")
+    names = [name for name in NAMES[kind] if name not in ("none", "oracle", "never right", "hostile")]
+    name = data.draw(st.sampled_from(names), "drafter")
     page_size = data.draw(st.integers(1, 20), "page_size")
     count = data.draw(st.integers(1, 14), "max_new_tokens")
     n = data.draw(st.integers(1, 3), "n")
     prompts = prompts_of(lengths, seed=data.draw(st.integers(0, 3), "prompts"))
     params = data.draw(st.sampled_from([None, SAMPLING]), "params")
     options = {"max_new_tokens": count, "params": params, "n": n}
-    drafter = drafters[name]()
+    model, drafter = subject.model, subject.drafter(name)
     num_pages = -(-(max(lengths) + count - 2 + drafter.max_nodes) // page_size) + data.draw(st.integers(0, 9), "pages")
     sequences, stats = generate(
         model, prompts, drafter=drafter, page_size=page_size, num_pages=num_pages,
@@ -152,7 +149,7 @@ def test_any_mix_of_settings(model, drafters, data):
         assert lists(sequences[b * n : (b + 1) * n]) == lists(plain)
 
 
-def test_slots_without_live_tokens_are_never_read(model, texts, seeded_texts, monkeypatch, drafters):
+def test_slots_without_live_tokens_are_never_read(model, texts, monkeypatch):
     layer = PagedCache.layer
 
     def poisoned(cache, index, k, v):
@@ -164,13 +161,18 @@ def test_slots_without_live_tokens_are_never_read(model, texts, seeded_texts, mo
 
     monkeypatch.setattr(PagedCache, "layer", poisoned)
     for name in ("none", "ngram tree", "block", "itself", "oracle"):
-        sequences, _ = generate(model, prompts_of(LENGTHS), drafter=drafters[name](), max_new_tokens=NEW_TOKENS, n=2)
+        sequences, _ = generate(
+            model, prompts_of(LENGTHS), drafter=SUBJECTS["full"].drafter(name), max_new_tokens=NEW_TOKENS, n=2
+        )
         assert lists(sequences[::2]) == texts
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"), cases({"full": [0], "hybrid": ["qwen3_next", "nemotron_h"], "latent": ["deepseek_v3, halves"]})
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_differs_only_where_logits_are_nearly_tied(dtype):
-    half = tiny(0).to(dtype)
+def test_half_precision_differs_only_where_logits_are_nearly_tied(subject, name, dtype):
+    half = subject.make(name).to(dtype)
     prompts = prompts_of(LENGTHS)
     plain, _ = generate(half, prompts, max_new_tokens=NEW_TOKENS)
     drafted, stats = generate(half, prompts, drafter=Oracle(lists(plain), 0.9), max_new_tokens=NEW_TOKENS)
@@ -183,14 +185,14 @@ def test_half_precision_differs_only_where_logits_are_nearly_tied(dtype):
             assert top[0] - top[1] < 0.05 * top.abs().max()
 
 
-def test_batch_composition_and_seeds(model, seeded_texts):
+def test_batch_composition_and_seeds(model):
     prompts = prompts_of(LENGTHS)
     order = [2, 0, 3]
     sequences, _ = generate(
         model, [prompts[i] for i in order], drafter=NgramDrafter(8), max_new_tokens=NEW_TOKENS, params=SAMPLING,
         seeds=order,
     )  # fmt: skip
-    assert lists(sequences) == [seeded_texts[i] for i in order]
+    assert lists(sequences) == [SUBJECTS["full"].seeded_texts[i] for i in order]
 
 
 def test_parameters_of_each_prompt(model):
@@ -203,23 +205,49 @@ def test_parameters_of_each_prompt(model):
     assert lists(sequences) == expected
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_eviction_and_restoration_leave_the_text_alone(model, texts, drafters, name):
-    drafter = drafters[name]()
+EVICTED = {
+    "full": NAMES["full"],
+    "hybrid": ["none", "ngram tree", "EAGLE", "draft model", "oracle"],
+    "latent": ["ngram tree", "oracle"],
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), cases(EVICTED))
+def test_eviction_and_restoration_leave_the_text_alone(subject, name):
+    drafter = subject.drafter(name)
     max_nodes = getattr(drafter, "max_nodes", 11)
     num_pages = (max(LENGTHS) + NEW_TOKENS + max_nodes) // 7 + 4
     sequences, stats = generate(
-        model, prompts_of(LENGTHS), drafter=drafter, max_new_tokens=NEW_TOKENS, page_size=7, num_pages=num_pages,
-        max_batch_tokens=16,
+        subject.model, prompts_of(LENGTHS), drafter=drafter, max_new_tokens=NEW_TOKENS, page_size=7,
+        num_pages=num_pages, max_batch_tokens=16,
     )  # fmt: skip
-    assert lists(sequences) == texts
+    assert lists(sequences) == subject.texts
     assert stats.evictions > 0 and stats.restored_tokens > 0
     assert stats.peak_pages <= num_pages == stats.num_pages
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_sequences_wait_for_a_place(model, texts, drafters, name):
-    drafter, together = drafters[name](), []
+SHARED = {
+    "full": ["none", "ngram tree", "draft model", "block"],
+    "hybrid": ["none", "ngram tree", "oracle"],
+    "latent": ["ngram tree", "oracle"],
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), cases(SHARED))
+def test_sampled_outcomes_that_share_pages(subject, name):
+    """The shared tokens are read once; with too few pages, outcomes are evicted and come back."""
+    options = {"max_new_tokens": NEW_TOKENS, "params": SAMPLING, "n": 3, "seeds": SEEDS, "page_size": 7}
+    for more in ({"share_prefix": True}, {"num_pages": 18, "max_batch_tokens": 9}):
+        sequences, stats = generate(
+            subject.model, prompts_of(LENGTHS), drafter=subject.drafter(name), **options, **more
+        )
+        assert lists(sequences) == subject.outcomes
+        assert (stats.shared_prefix_steps if "share_prefix" in more else stats.evictions) > 0
+
+
+@pytest.mark.parametrize("name", NAMES["full"])
+def test_sequences_wait_for_a_place(model, texts, name):
+    drafter, together = SUBJECTS["full"].drafter(name), []
     for count in (1, 2):
         sequences, stats = generate(
             model, prompts_of(LENGTHS), drafter=drafter, max_new_tokens=NEW_TOKENS, max_sequences=count,
@@ -231,18 +259,6 @@ def test_sequences_wait_for_a_place(model, texts, drafters, name):
             model, prompts_of(LENGTHS), drafter=drafter, max_new_tokens=NEW_TOKENS, max_sequences=count, n=2
         )
         assert lists(outcomes) == [text for text in texts for _ in range(2)]
-
-
-def test_eviction_of_sampled_outcomes_that_share_pages(model, seeded_texts, drafters):
-    prompts = prompts_of(LENGTHS)
-    seeds = [0, 100, 101, 1, 102, 103, 2, 104, 105, 3, 106, 107]
-    options = {"max_new_tokens": NEW_TOKENS, "params": SAMPLING, "n": 3, "seeds": seeds, "page_size": 7}
-    plain, _ = generate(model, prompts, **options)
-    assert lists(plain[::3]) == seeded_texts
-    for name in ("none", "ngram tree", "draft model", "block"):
-        sequences, stats = generate(model, prompts, drafter=drafters[name](), num_pages=18, **options)
-        assert lists(sequences) == lists(plain)
-        assert stats.evictions > 0
 
 
 def test_sequences_restore_while_others_decode(model):
@@ -278,20 +294,20 @@ def test_undeclared_trees_that_never_fit(model, texts):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("max_batch_tokens", [1, 8, 40])
-def test_prompts_in_chunks(model, texts, max_batch_tokens):
+@pytest.mark.parametrize(("kind", "max_batch_tokens"), cases({"full": [1, 8, 40], "hybrid": [1, 8, 40]}))
+def test_prompts_in_chunks(subject, max_batch_tokens):
     sequences, _ = generate(
-        model, prompts_of(LENGTHS), drafter=NgramDrafter(4), max_new_tokens=NEW_TOKENS, page_size=3,
+        subject.model, prompts_of(LENGTHS), drafter=NgramDrafter(4), max_new_tokens=NEW_TOKENS, page_size=3,
         max_batch_tokens=max_batch_tokens,
     )  # fmt: skip
-    assert lists(sequences) == texts
+    assert lists(sequences) == subject.texts
 
 
 @pytest.mark.parametrize("name", ["none", "oracle", "itself", "medusa"])
-def test_eos_ends_a_sequence(model, texts, drafters, name):
+def test_eos_ends_a_sequence(model, texts, name):
     eos = [texts[0][5 + 7], texts[3][33 + 2]]
     sequences, stats = generate(
-        model, prompts_of(LENGTHS), drafter=drafters[name](), max_new_tokens=NEW_TOKENS, eos_token_id=eos
+        model, prompts_of(LENGTHS), drafter=SUBJECTS["full"].drafter(name), max_new_tokens=NEW_TOKENS, eos_token_id=eos
     )
     for text, length, sequence, found in zip(texts, LENGTHS, lists(sequences), stats.sequences, strict=True):
         stop = next((i for i in range(length, len(text)) if text[i] in eos), None)
@@ -314,8 +330,8 @@ def test_eos_of_the_generation_config_and_none(model, texts):
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("name", ["none", "oracle", "itself"])
-def test_max_new_tokens_is_exact(model, texts, drafters, name, count):
-    sequences, _ = generate(model, prompts_of(LENGTHS), drafter=drafters[name](), max_new_tokens=count)
+def test_max_new_tokens_is_exact(model, texts, name, count):
+    sequences, _ = generate(model, prompts_of(LENGTHS), drafter=SUBJECTS["full"].drafter(name), max_new_tokens=count)
     assert lists(sequences) == [text[: length + count] for text, length in zip(texts, LENGTHS, strict=True)]
 
 
@@ -345,8 +361,9 @@ def test_callback_streams_in_order(model, texts):
     assert descents == stats.steps - 1
 
 
-def test_n_outcomes_share_the_prompts_pages(model):
-    page_size, length, n = 8, 50, 4
+@pytest.mark.parametrize("kind", kinds("full", "hybrid"))
+def test_n_outcomes_share_the_prompts_pages(subject):
+    model, page_size, length, n = subject.model, 8, 50, 4
     prompt = prompts_of([length], seed=5)
     options = {"max_new_tokens": 10, "params": SAMPLING, "page_size": page_size}
     sequences, stats = generate(model, prompt, n=n, **options)
@@ -359,11 +376,13 @@ def test_n_outcomes_share_the_prompts_pages(model):
 
 
 @pytest.mark.parametrize("name", ["none", "ngram tree", "draft model", "oracle"])
-def test_reading_the_shared_prefix_once_changes_nothing(model, drafters, texts, name):
+def test_reading_the_shared_prefix_once_changes_nothing(model, texts, name):
     prompts = prompts_of(LENGTHS)
     options = {"max_new_tokens": NEW_TOKENS, "n": 3, "page_size": 7}
     for share_prefix in (True, False, None):
-        sequences, stats = generate(model, prompts, drafter=drafters[name](), share_prefix=share_prefix, **options)
+        sequences, stats = generate(
+            model, prompts, drafter=SUBJECTS["full"].drafter(name), share_prefix=share_prefix, **options
+        )
         assert lists(sequences) == [text for text in texts for _ in range(3)]
         assert (stats.shared_prefix_steps > 0) == (share_prefix is True)
 
@@ -407,3 +426,21 @@ def test_other_attention_layers(kind, name):
     assert lists(sequences) == [text for text in expected for _ in range(2)]
     # Windowed layers read all pages themselves; those without one still share.
     assert stats.shared_prefix_steps > 0
+
+
+@pytest.mark.parametrize("kind", kinds(*SUBJECTS))
+def test_the_model_is_as_it_was(subject):
+    check_the_model_is_as_it_was(subject.model)
+    assert not any({"forward", "expand_kv"} & vars(module).keys() for module in subject.model.modules())
+
+
+@pytest.mark.parametrize("kind", kinds("hybrid", "latent"))
+def test_other_ways_to_generate(subject):
+    """`custom_generate`, and the model's own `generate` on our attention alone, whose keys of 192 columns and values of
+    128 a latent model expands.
+    """
+    assert greedy(subject.model, prompts_of(LENGTHS)[1], custom_generate=tree_generate) == subject.texts[1]
+    served = subject.make()
+    served.set_attn_implementation("pagedtree")
+    assert [greedy(served, prompt) for prompt in prompts_of(LENGTHS)] == subject.texts
+    assert greedy(served, prompts_of(LENGTHS)[1], custom_generate=tree_generate) == subject.texts[1]

@@ -1,6 +1,7 @@
 """`generate` with models of recurrent and attention layers (Qwen3-Next, Kimi Linear, Nemotron-H ...): their own text.
 
-In transformers a cache holds their states; here each sequence has a slot, and no node of a tree has a state.
+In transformers a cache holds their states; here each sequence has an index of them, and no node of a tree has a state.
+What they share with other models is in test_generate.py.
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
@@ -19,150 +18,45 @@ from generate_case import (
     LENGTHS,
     NEW_TOKENS,
     SAMPLING,
-    VOCAB,
-    Hostile,
     Oracle,
-    check_the_model_is_as_it_was,
-    common_prefix,
     greedy,
     lists,
     prompts_of,
-    seeded,
     tiny,
 )
 
 if not IS_5:
     pytest.skip("transformers 4.57 writes these models otherwise", allow_module_level=True)
 
-from hybrid_case import MODELS, tiny_hybrid
+from hybrid_case import tiny_hybrid
 from ranks import Ranks
+from subject_case import SUBJECTS
 
 from pagedtree import SamplingParams
 from pagedtree.generation import recurrent_step
-from pagedtree.generation.drafters import EagleHead
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.generation.recurrent_states import RecurrentStates
 from pagedtree.generation.recurrent_step import RecurrentStep
 from pagedtree.integrations.transformers import (
-    EagleDrafter,
-    MedusaDrafter,
-    MedusaHeads,
     ModelDrafter,
     NgramDrafter,
     continuous_batching,
     generate,
     tensor_parallel,
-    tree_generate,
 )
 from pagedtree.testing import backends, use_backend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model():
-    return tiny_hybrid()
+    return SUBJECTS["hybrid"].model
 
 
-@pytest.fixture(scope="module")
-def texts(model):
-    return [greedy(model, prompt) for prompt in prompts_of(LENGTHS)]
-
-
-@pytest.fixture(scope="module")
-def seeded_texts(model):
-    return [seeded(model, prompt, seed) for seed, prompt in enumerate(prompts_of(LENGTHS))]
-
-
-@pytest.fixture(scope="module")
-def drafters(model, texts, seeded_texts):
-    heads = MedusaHeads(64, 3, model.lm_head)
-    torch.nn.init.normal_(heads.weight, std=0.05, generator=torch.Generator().manual_seed(3))
-    torch.manual_seed(2)
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 1, "vocab_size": VOCAB}
-    eagle = EagleHead(sizes, model.model.embed_tokens, model.lm_head, (0, 1), torch.arange(VOCAB)).eval()
-    draft_model = tiny(1, num_hidden_layers=1)
-    return {
-        "none": lambda: None,
-        "ngram chain": lambda: NgramDrafter(6, max_branches=1),
-        "ngram tree": lambda: NgramDrafter(12, remember=4),
-        "medusa": lambda: MedusaDrafter(heads, 10),
-        "EAGLE": lambda: EagleDrafter(eagle, num_nodes=10, depth=3, width=3),
-        "draft model": lambda: ModelDrafter(draft_model, num_nodes=12, depth=3, width=3),
-        "oracle": lambda: Oracle([*texts, *seeded_texts], hit=0.8),
-        "hostile": Hostile,
-    }
-
-
-NAMES = ("none", "ngram chain", "ngram tree", "medusa", "EAGLE", "draft model", "oracle", "hostile")
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("page_size", [1, 7])
-def test_text_is_the_models_own(model, texts, seeded_texts, drafters, name, page_size):
-    options = {"max_new_tokens": NEW_TOKENS, "page_size": page_size}
-    sequences, stats = generate(model, prompts_of(LENGTHS), drafter=drafters[name](), **options)
-    assert lists(sequences) == texts
-    sampled, _ = generate(model, prompts_of(LENGTHS), drafter=drafters[name](), params=SAMPLING, **options)
-    assert lists(sampled) == seeded_texts
-    if name == "oracle":
-        assert stats.mean_accepted > 1.0
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "qwen3_next"])
-def test_text_of_other_models(name):
-    """Also after evictions, when prompts and generated tokens are read again, and with outcomes that share pages."""
-    other, prompts = tiny_hybrid(name), prompts_of(LENGTHS)
-    expected = [greedy(other, prompt) for prompt in prompts]
-    options = {"max_new_tokens": NEW_TOKENS, "page_size": 7}
-    sequences, stats = generate(other, prompts, drafter=Oracle(expected, 0.8), **options)
-    assert lists(sequences) == expected
-    assert stats.mean_accepted > 1.0
-    sequences, stats = generate(other, prompts, drafter=NgramDrafter(12), n=2, num_pages=14, **options)
-    assert lists(sequences) == [text for text in expected for _ in range(2)]
-    assert stats.evictions > 0 and stats.restored_tokens > 0
-
-
-@pytest.mark.parametrize("name", ["none", "ngram tree", "EAGLE", "draft model", "oracle"])
-def test_eviction_and_restoration_leave_the_text_alone(model, texts, drafters, name):
-    sequences, stats = generate(
-        model, prompts_of(LENGTHS), drafter=drafters[name](), max_new_tokens=NEW_TOKENS, page_size=7, num_pages=13,
-        max_batch_tokens=16,
-    )  # fmt: skip
-    assert lists(sequences) == texts
-    assert stats.evictions > 0 and stats.restored_tokens > 0
-
-
-@pytest.mark.parametrize("name", ["none", "ngram tree", "oracle"])
-def test_outcomes_get_copies_of_the_prompts_states(model, seeded_texts, drafters, name):
-    """The shared tokens are read once; with too few pages, outcomes are evicted and come back."""
-    prompts = prompts_of(LENGTHS)
-    seeds = [0, 100, 101, 1, 102, 103, 2, 104, 105, 3, 106, 107]
-    options = {"max_new_tokens": NEW_TOKENS, "params": SAMPLING, "n": 3, "seeds": seeds, "page_size": 7}
-    alone = [seeded(model, prompts[i // 3], seeds[i]) for i in (2, 4, 10)]
-    sequences, _ = generate(model, prompts, drafter=drafters[name](), share_prefix=True, **options)
-    assert lists(sequences[::3]) == seeded_texts
-    assert [lists(sequences)[i] for i in (2, 4, 10)] == alone
-    again, stats = generate(model, prompts, drafter=drafters[name](), num_pages=18, max_batch_tokens=9, **options)
-    assert lists(again) == lists(sequences)
-    assert stats.evictions > 0
-
-
-def test_shared_tokens_are_read_once(model):
-    page_size, length, n = 8, 50, 4
-    options = {"max_new_tokens": 10, "params": SAMPLING, "page_size": page_size}
-    _, stats = generate(model, prompts_of([length], seed=5), n=n, **options)
-    shared = (length - 1) // page_size
-    assert stats.packed_tokens == length + (n - 1) * (length - shared * page_size) + n * 9
-
-
-@pytest.mark.parametrize("max_batch_tokens", [1, 8, 40])
-def test_prompts_in_chunks(model, texts, max_batch_tokens):
-    sequences, _ = generate(
-        model, prompts_of(LENGTHS), drafter=NgramDrafter(4), max_new_tokens=NEW_TOKENS, page_size=3,
-        max_batch_tokens=max_batch_tokens,
-    )  # fmt: skip
-    assert lists(sequences) == texts
+@pytest.fixture
+def texts():
+    return SUBJECTS["hybrid"].texts
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "nemotron_h"])
@@ -177,56 +71,22 @@ def test_prompts_of_several_chunks(name):
     assert stats.evictions > 0
 
 
-@given(data=st.data())
-@settings(max_examples=10)
-def test_any_mix_of_settings(drafters, model, data):
-    lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4), "lengths")
-    name = data.draw(st.sampled_from(NAMES[1:6]), "drafter")
-    page_size, count = data.draw(st.integers(1, 20), "page_size"), data.draw(st.integers(1, 14), "max_new_tokens")
-    n = data.draw(st.integers(1, 3), "n")
-    options = {"max_new_tokens": count, "params": data.draw(st.sampled_from([None, SAMPLING]), "params"), "n": n}
-    prompts, drafter = prompts_of(lengths, seed=data.draw(st.integers(0, 3), "prompts")), drafters[name]()
-    num_pages = -(-(max(lengths) + count - 2 + drafter.max_nodes) // page_size) + data.draw(st.integers(0, 9), "pages")
-    sequences, stats = generate(
-        model, prompts, drafter=drafter, page_size=page_size, num_pages=num_pages,
-        max_batch_tokens=data.draw(st.integers(1, 60), "max_batch_tokens"),
-        share_prefix=data.draw(st.booleans(), "share_prefix"), **options,
-    )  # fmt: skip
-    assert stats.peak_pages <= num_pages
-    for b, prompt in enumerate(prompts):
-        plain, _ = generate(model, [prompt], seeds=range(b * n, (b + 1) * n), share_prefix=False, **options)
-        assert lists(sequences[b * n : (b + 1) * n]) == lists(plain)
-
-
-def test_trees_that_are_chosen_by_time(model, texts, drafters):
+def test_trees_that_are_chosen_by_time(model, texts):
     for name in ("oracle", "EAGLE"):
         sequences, _ = generate(
-            model, prompts_of(LENGTHS), drafter=drafters[name](), max_new_tokens=NEW_TOKENS, tree="auto"
+            model, prompts_of(LENGTHS), drafter=SUBJECTS["hybrid"].drafter(name), max_new_tokens=NEW_TOKENS, tree="auto"
         )
         assert lists(sequences) == texts
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
-def test_rules_that_weigh_drawn_drafts(model, drafters, rule):
+def test_rules_that_weigh_drawn_drafts(model, rule):
     """The draws of a rule depend on the drafts: a second run gives the same, with other pages and evictions."""
     drafter = ModelDrafter(tiny(1, num_hidden_layers=1), law="swor", num_nodes=8, branching=[2, 2])
     options = {"drafter": drafter, "max_new_tokens": 12, "params": SamplingParams(temperature=1.5), "rule": rule}
     first, _ = generate(model, prompts_of(LENGTHS), page_size=16, **options)
     again, _ = generate(model, prompts_of(LENGTHS), page_size=3, **options)
     assert lists(first) == lists(again)
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "falcon_h1", "lfm2"])
-def test_a_step_in_fixed_buffers(monkeypatch, name):
-    """Without evictions and with them, when sequences change their slots between steps."""
-    monkeypatch.setattr(FixedStep, "captures", False)
-    other, prompts = tiny_hybrid(name), prompts_of(LENGTHS)
-    expected = [greedy(other, prompt) for prompt in prompts]
-    drafter = ModelDrafter(tiny(1, num_hidden_layers=1), num_nodes=12, depth=3, width=3)
-    for options in ({"drafter": NgramDrafter(12)}, {"drafter": drafter, "n": 2, "page_size": 7, "num_pages": 14}):
-        sequences, stats = generate(other, prompts, max_new_tokens=NEW_TOKENS, cuda_graph=True, **options)
-        assert lists(sequences) == [text for text in expected for _ in range(options.get("n", 1))]
-    assert stats.evictions > 0
 
 
 def test_states_of_fixed_steps_keep_their_place():
@@ -257,16 +117,6 @@ def test_the_cuda_kernels(monkeypatch, name):
             assert lists(sequences) == [text for text in expected for _ in range(more.get("n", 1))]
 
 
-def test_custom_generate(model, texts):
-    assert greedy(model, prompts_of(LENGTHS)[1], custom_generate=tree_generate) == texts[1]
-
-
-def test_attention_alone_of_the_models_own_generate(texts):
-    served = tiny_hybrid()
-    served.set_attn_implementation("pagedtree")
-    assert [greedy(served, prompt) for prompt in prompts_of(LENGTHS)] == texts
-
-
 @pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "falcon_h1"])
 def test_continuous_batching_is_refused(name):
     with (
@@ -276,26 +126,6 @@ def test_continuous_batching_is_refused(name):
         continuous_batching(tiny_hybrid(name)),
     ):
         pass
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_differs_only_where_logits_are_nearly_tied(name, dtype):
-    half, prompts = tiny_hybrid(name).to(dtype), prompts_of(LENGTHS)
-    plain, _ = generate(half, prompts, max_new_tokens=NEW_TOKENS)
-    drafted, stats = generate(half, prompts, drafter=Oracle(lists(plain), 0.9), max_new_tokens=NEW_TOKENS)
-    assert stats.mean_accepted > 1.0
-    for a, b in zip(lists(plain), lists(drafted), strict=True):
-        same = common_prefix(a, b)
-        if same < len(a):
-            with torch.no_grad():
-                top = half(torch.tensor([a[:same]])).logits[0, -1].float().topk(2).values
-            assert top[0] - top[1] < 0.05 * top.abs().max()
-
-
-def test_the_model_is_as_it_was(model):
-    check_the_model_is_as_it_was(model)
-    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def on_a_rank(group, name, texts):

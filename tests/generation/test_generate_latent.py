@@ -11,29 +11,21 @@ from continuous_case import IS_5
 from generate_case import (
     LENGTHS,
     NEW_TOKENS,
-    SAMPLING,
-    Hostile,
     Oracle,
-    check_the_model_is_as_it_was,
-    common_prefix,
     greedy,
     lists,
     prompts_of,
-    seeded,
-    tiny,
 )
-from latent_case import MODELS, tiny_latent
+from latent_case import tiny_latent
 from ranks import Ranks
+from subject_case import SUBJECTS
 
-from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.integrations.transformers import (
     ModelDrafter,
-    NgramDrafter,
     PagedCache,
     continuous_batching,
     generate,
     tensor_parallel,
-    tree_generate,
 )
 from pagedtree.integrations.transformers import latent as latent_module
 from pagedtree.integrations.transformers.latent import latent_layers
@@ -44,64 +36,14 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model():
-    return tiny_latent()
+    return SUBJECTS["latent"].model
 
 
-@pytest.fixture(scope="module")
-def texts(model):
-    return [greedy(model, prompt) for prompt in prompts_of(LENGTHS)]
-
-
-@pytest.fixture(scope="module")
-def seeded_texts(model):
-    return [seeded(model, prompt, seed) for seed, prompt in enumerate(prompts_of(LENGTHS))]
-
-
-@pytest.fixture(scope="module")
-def drafters(texts, seeded_texts):
-    draft_model = tiny_latent("glm4_moe_lite", num_hidden_layers=2)
-    return {
-        "none": lambda: None,
-        "ngram chain": lambda: NgramDrafter(6, max_branches=1),
-        "ngram tree": lambda: NgramDrafter(12, remember=4),
-        "draft model": lambda: ModelDrafter(tiny(1, num_hidden_layers=1), num_nodes=12, depth=3, width=3),
-        "latent draft model": lambda: ModelDrafter(draft_model, num_nodes=12, depth=3, width=3),
-        "oracle": lambda: Oracle([*texts, *seeded_texts], hit=0.8),
-        "hostile": Hostile,
-    }
-
-
-NAMES = ("none", "ngram chain", "ngram tree", "draft model", "latent draft model", "oracle", "hostile")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("ngram chain", "hostile") else []) for name in NAMES]
-)
-def test_text_is_the_models_own(model, texts, seeded_texts, drafters, name):
-    options = {"max_new_tokens": NEW_TOKENS, "page_size": 7}
-    sequences, stats = generate(model, prompts_of(LENGTHS), drafter=drafters[name](), **options)
-    assert lists(sequences) == texts
-    sampled, _ = generate(model, prompts_of(LENGTHS), drafter=drafters[name](), params=SAMPLING, **options)
-    assert lists(sampled) == seeded_texts
-    if name == "oracle":
-        assert stats.mean_accepted > 1.0
-
-
-OTHERS = [name for name in MODELS if name not in ("deepseek_v3", "mistral4")]
-SLOW = ("deepseek_v2, unscaled", "deepseek_v3, yarn")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else []) for name in OTHERS]
-)
-def test_text_of_other_models(name):
-    other, prompts = tiny_latent(name), prompts_of(LENGTHS)
-    expected = [greedy(other, prompt) for prompt in prompts]
-    sequences, stats = generate(other, prompts, drafter=Oracle(expected, 0.8), max_new_tokens=NEW_TOKENS)
-    assert lists(sequences) == expected
-    assert stats.mean_accepted > 1.0
+@pytest.fixture
+def texts():
+    return SUBJECTS["latent"].texts
 
 
 def test_a_model_that_drafts_for_itself_is_always_right(model):
@@ -111,27 +53,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(model):
     assert all(set(sequence.accepted[:-1]) == {4} for sequence in stats.sequences)
 
 
-def test_eviction_and_outcomes_that_share_pages(model, texts, drafters):
-    prompts = prompts_of(LENGTHS)
-    options = {"max_new_tokens": NEW_TOKENS, "n": 2, "page_size": 7}
-    for name in ("ngram tree", "oracle"):
-        sequences, stats = generate(model, prompts, drafter=drafters[name](), share_prefix=True, **options)
-        assert lists(sequences) == [text for text in texts for _ in range(2)]
-        assert stats.shared_prefix_steps > 0
-        sequences, stats = generate(model, prompts, drafter=drafters[name](), num_pages=14, **options)
-        assert lists(sequences) == [text for text in texts for _ in range(2)]
-        assert stats.evictions > 0
-
-
-def test_a_step_in_fixed_buffers(model, texts, monkeypatch):
-    monkeypatch.setattr(FixedStep, "captures", False)
-    sequences, _ = generate(
-        model, prompts_of(LENGTHS), drafter=NgramDrafter(12), max_new_tokens=NEW_TOKENS, cuda_graph=True
-    )
-    assert lists(sequences) == texts
-
-
-def test_latents_are_all_that_is_cached(model, texts, drafters, monkeypatch):
+def test_latents_are_all_that_is_cached(model, texts, monkeypatch):
     """One cache of 576 columns a layer, no keys or values of the heads, and no slot read that holds no live token."""
     expanded = []
     handles = [layer.kv_b_proj.register_forward_hook(lambda *_: expanded.append(1)) for layer in latent_layers(model)]
@@ -146,38 +68,13 @@ def test_latents_are_all_that_is_cached(model, texts, drafters, monkeypatch):
         return pair
 
     monkeypatch.setattr(PagedCache, "layer", poisoned)
-    sequences, _ = generate(model, prompts_of(LENGTHS), drafter=drafters["oracle"](), max_new_tokens=NEW_TOKENS, n=2)
+    sequences, _ = generate(
+        model, prompts_of(LENGTHS), drafter=SUBJECTS["latent"].drafter("oracle"), max_new_tokens=NEW_TOKENS, n=2
+    )
     for handle in handles:
         handle.remove()
     assert lists(sequences[::2]) == texts
     assert shapes == {((1, 576), None)} and not expanded
-
-
-def test_the_model_is_as_it_was(model):
-    check_the_model_is_as_it_was(model)
-    assert not any("expand_kv" in vars(module) for module in model.modules())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_differs_only_where_logits_are_nearly_tied(dtype):
-    half, prompts = tiny_latent("deepseek_v3, halves").to(dtype), prompts_of(LENGTHS)
-    plain, _ = generate(half, prompts, max_new_tokens=NEW_TOKENS)
-    drafted, stats = generate(half, prompts, drafter=Oracle(lists(plain), 0.9), max_new_tokens=NEW_TOKENS)
-    assert stats.mean_accepted > 1.0
-    for a, b in zip(lists(plain), lists(drafted), strict=True):
-        same = common_prefix(a, b)
-        if same < len(a):
-            with torch.no_grad():
-                top = half(torch.tensor([a[:same]])).logits[0, -1].float().topk(2).values
-            assert top[0] - top[1] < 0.05 * top.abs().max()
-
-
-def test_other_ways_to_generate(texts):
-    """`model.generate` on our attention, whose keys of 192 columns and values of 128 the model expands, or drafted."""
-    served = tiny_latent()
-    served.set_attn_implementation("pagedtree")
-    assert [greedy(served, prompt) for prompt in prompts_of(LENGTHS)] == texts
-    assert greedy(served, prompts_of(LENGTHS)[1], custom_generate=tree_generate) == texts[1]
 
 
 def test_heads_of_other_latents_are_cached():

@@ -1,0 +1,123 @@
+"""What `generate` is tried on: models of full, hybrid and latent attention, their own texts, and drafters for them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from itertools import product
+
+import pytest
+import torch
+from block_case import block_model
+from continuous_case import IS_5
+from generate_case import LENGTHS, Hostile, Oracle, greedy, prompts_of, seeded, tiny, tiny_eagle
+from hybrid_case import tiny_hybrid
+from latent_case import tiny_latent
+
+from pagedtree.integrations.transformers import (
+    BlockDrafter,
+    CombinedDrafter,
+    EagleDrafter,
+    MedusaDrafter,
+    MedusaHeads,
+    ModelDrafter,
+    NgramDrafter,
+    medusa_tree,
+)
+
+# Of three outcomes of each prompt; the first ones are those of `Subject.seeded_texts`.
+SEEDS = [0, 100, 101, 1, 102, 103, 2, 104, 105, 3, 106, 107]
+
+
+class Subject:
+    """A model, and what is made of it when somebody first asks."""
+
+    def __init__(self, make):
+        self.make = make
+
+    @cached_property
+    def model(self):
+        return self.make()
+
+    @cached_property
+    def texts(self):
+        return [greedy(self.model, prompt) for prompt in prompts_of(LENGTHS)]
+
+    @cached_property
+    def seeded_texts(self):
+        return [seeded(self.model, prompt, seed) for seed, prompt in enumerate(prompts_of(LENGTHS))]
+
+    @cached_property
+    def outcomes(self):
+        """Texts of SEEDS."""
+        prompts = prompts_of(LENGTHS)
+        return [seeded(self.model, prompts[i // 3], seed) for i, seed in enumerate(SEEDS)]
+
+    @cached_property
+    def heads(self):
+        heads = MedusaHeads(self.model.config.hidden_size, 3, self.model.lm_head)
+        torch.nn.init.normal_(heads.weight, std=0.05, generator=torch.Generator().manual_seed(3))
+        return heads
+
+    @cached_property
+    def block(self):
+        return block_model(self.model)
+
+    @cached_property
+    def draft_model(self):
+        return tiny(1, num_hidden_layers=1)
+
+    def drafter(self, name):
+        """One of DRAFTERS."""
+        return DRAFTERS[name](self)
+
+
+DRAFTERS = {
+    "none": lambda s: None,
+    "ngram chain": lambda s: NgramDrafter(6, max_branches=1),
+    "ngram tree": lambda s: NgramDrafter(12, remember=4),
+    "medusa": lambda s: MedusaDrafter(s.heads, medusa_tree(3, 10)),
+    "medusa, best first": lambda s: MedusaDrafter(s.heads, 10),
+    "EAGLE": lambda s: EagleDrafter(tiny_eagle(s.model), num_nodes=10, depth=3, width=3),
+    "draft model": lambda s: ModelDrafter(s.draft_model, num_nodes=12, depth=3, width=3),
+    "draft chain": lambda s: ModelDrafter(s.draft_model, num_nodes=5, depth=4, width=1, max_batch_tokens=8),
+    "latent draft model": lambda s: ModelDrafter(
+        tiny_latent("glm4_moe_lite", num_hidden_layers=2), num_nodes=12, depth=3, width=3
+    ),
+    "block": lambda s: BlockDrafter(s.block, num_nodes=12, width=4),
+    "block chain": lambda s: BlockDrafter(s.block, num_nodes=4, width=1),
+    "combined": lambda s: CombinedDrafter(
+        ModelDrafter(s.draft_model, num_nodes=9, depth=3, width=2), NgramDrafter(6, max_branches=2), min_match=2
+    ),
+    "itself": lambda s: ModelDrafter(s.model, num_nodes=12, depth=4, width=2),
+    "oracle": lambda s: Oracle([*s.texts, *s.seeded_texts], hit=0.8),
+    "never right": lambda s: Oracle([*s.texts, *s.seeded_texts], hit=0.0),
+    "hostile": lambda s: Hostile(),
+}
+SUBJECTS = {"full": Subject(lambda seed=0: tiny(seed)), "hybrid": Subject(tiny_hybrid), "latent": Subject(tiny_latent)}
+# A model with recurrent layers cannot draft for itself.
+NAMES = {
+    "full": [name for name in DRAFTERS if name != "latent draft model"],
+    "hybrid": ["none", "ngram chain", "ngram tree", "medusa, best first", "EAGLE", "draft model", "oracle", "hostile"],
+    "latent": ["none", "ngram chain", "ngram tree", "draft model", "latent draft model", "oracle", "hostile"],
+}
+SLOW = {("latent", name) for name in ("ngram chain", "hostile", "deepseek_v2, unscaled", "deepseek_v3, yarn")}
+
+
+def kinds(*names):
+    """Parameters of a test: these kinds of subjects."""
+    return [pytest.param(kind, id=kind, marks=_marks(kind)) for kind in names]
+
+
+def cases(names, others=None):
+    """Parameters of a test: each kind of subject with its names, and these with each of `others[kind]`."""
+    return [
+        pytest.param(kind, *more, id="-".join(map(str, (kind, *more))), marks=_marks(kind, more[0]))
+        for kind in names
+        for more in product(names[kind], *([] if others is None else [others[kind]]))
+    ]
+
+
+def _marks(kind, name=None):
+    slow = [pytest.mark.slow] if (kind, name) in SLOW else []
+    is_missing = kind != "full" and not IS_5
+    return [pytest.mark.skipif(is_missing, reason="transformers 4.57 writes these models otherwise"), *slow]
