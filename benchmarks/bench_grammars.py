@@ -33,8 +33,8 @@ from measure import as_row, interleaved, machine_facts, save
 from named_trees import tree_named
 
 from pagedtree import DraftTree, TreeBatch
-from pagedtree.grammar_matcher import linked_tree
 from pagedtree.grammars import DepthFirstMatcher, GrammarMasks, GrammarMatcher, TokenTree
+from pagedtree.grammars.matcher import linked_tree
 
 try:
     import xgrammar

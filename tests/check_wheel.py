@@ -11,7 +11,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from pagedtree.info import symbol_versions
+from pagedtree.tools.info import symbol_versions
 
 # The versions of RHEL 9; Debian 12 and Ubuntu 22.04 have newer ones: glibc 2.34, libstdc++ of GCC 11, libgcc of GCC
 # 3.4.

@@ -1,5 +1,5 @@
 import sys
 
-from pagedtree.cli import main
+from pagedtree.tools.cli import main
 
 sys.exit(main())

@@ -19,7 +19,7 @@ IMPORTS = """
 import importlib, sys
 others = ["sglang", "sgl_kernel", "flashinfer", "flash_attn", "vllm", "accelerate", "kernels", "transformers"]
 sys.modules.update(dict.fromkeys(others))  # whose import then fails
-import pagedtree, pagedtree.integrations, pagedtree.cli
+import pagedtree, pagedtree.integrations, pagedtree.tools.cli
 assert "torch._dynamo" not in sys.modules  # the compiler: its import takes longer than all of these
 for name in sys.argv[1:]:
     if name == "transformers":

@@ -19,10 +19,10 @@ from generate_case import VOCAB, tiny, tiny_eagle
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from pagedtree import cli
 from pagedtree.integrations.transformers import MedusaHeads, command_models
 from pagedtree.integrations.transformers import cli as command_module
 from pagedtree.integrations.transformers.chat import chat_prompt, turn_ends
+from pagedtree.tools import cli
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,8 +17,8 @@ from generate_case import tiny
 from tokenizers import Tokenizer, decoders, models, processors
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from pagedtree import cli
 from pagedtree.integrations.transformers import cli as command_module
+from pagedtree.tools import cli
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,10 +15,10 @@ from generate_case import LENGTHS, NEW_TOKENS, SAMPLING, greedy, lists, prompts_
 from statistics_case import LIMIT, excess
 
 from pagedtree import DraftTree, SamplingParams, TreeBatch, reference, select_nodes
+from pagedtree.check_draft import rows_of
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.tree_tuner import Plan, TreeTuner
 from pagedtree.integrations.transformers import MedusaDrafter, MedusaHeads, ModelDrafter, NgramDrafter, generate
-from pagedtree.proposal import rows_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

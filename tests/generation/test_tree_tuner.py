@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 from generate_case import SAMPLING, lists, prompts_of, tiny, tiny_eagle
 
 from pagedtree import Draft, DraftTree, TreeBatch, select_nodes
+from pagedtree.check_draft import rows_of
 from pagedtree.generation.tree_tuner import Outcome, Plan, TreeTuner
 from pagedtree.integrations.transformers import (
     CombinedDrafter,
@@ -28,7 +29,6 @@ from pagedtree.integrations.transformers import (
     generate,
     medusa_tree,
 )
-from pagedtree.proposal import rows_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -20,7 +20,7 @@ from sass_loops import Flow
 from sm_model import A100, H100, MACHINES, Machine
 from sm_simulator import Simulator, steps_of
 
-from pagedtree.cubin import cuda_library, extract_cubins, find_cuobjdump
+from pagedtree.tools.cubin import cuda_library, extract_cubins, find_cuobjdump
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 GROWTH = 1.10

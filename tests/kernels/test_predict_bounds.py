@@ -18,7 +18,7 @@ from sass_listing import Function, Instruction, bytes_of, find_nvdisasm, parse, 
 from sass_roles import Role, Roles, roles_of, waits
 from sm_model import H200
 
-from pagedtree.cubin import cuda_library, extract_cubins, find_cuobjdump
+from pagedtree.tools.cubin import cuda_library, extract_cubins, find_cuobjdump
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 GROWTH = 1.10

@@ -17,8 +17,8 @@ from ptx.module import Fault
 from pagedtree import _C, DraftTree, TreeBatch, tree_attention
 from pagedtree.attention import PLAN_SIZE
 from pagedtree.check.cases.attention import TILES, WGMMA_TILES, Sizes
-from pagedtree.cubin import cuda_library, find_cuobjdump
 from pagedtree.testing import backends, use_backend
+from pagedtree.tools.cubin import cuda_library, find_cuobjdump
 
 SIMT = simt_library()
 CUDA = cuda_library()

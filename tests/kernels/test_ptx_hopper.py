@@ -28,8 +28,8 @@ from pagedtree import _C
 from pagedtree.check.case import Case, Place
 from pagedtree.check.cases import instructions_sm90
 from pagedtree.check.runner import OK, run_row
-from pagedtree.cubin import cuda_library, find_cuobjdump
 from pagedtree.testing import backends
+from pagedtree.tools.cubin import cuda_library, find_cuobjdump
 
 SIMT = simt_library()
 CUDA = cuda_library()

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pagedtree import _C, info
-from pagedtree.cubin import Kernel, count_instructions, cuda_library, find_cuobjdump, read_kernels
+from pagedtree import _C
+from pagedtree.tools import info
+from pagedtree.tools.cubin import Kernel, count_instructions, cuda_library, find_cuobjdump, read_kernels
 
 LIBRARY = cuda_library()
 pytestmark = [
@@ -184,5 +185,5 @@ def test_info_lists_the_kernels() -> None:
 
 
 def test_without_cuobjdump_info_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("pagedtree.cubin.find_cuobjdump", lambda: None)
+    monkeypatch.setattr("pagedtree.tools.cubin.find_cuobjdump", lambda: None)
     assert "pip install nvidia-cuda-cuobjdump" in info.collect()["cuda_kernels"]["unknown"]

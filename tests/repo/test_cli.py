@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import pagedtree
-from pagedtree import _C, bench, cli, info
+from pagedtree import _C
 from pagedtree.testing import backends
+from pagedtree.tools import bench, cli, info
 
 
 def test_info_json(capsys):

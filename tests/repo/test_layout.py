@@ -150,7 +150,7 @@ def test_imports_follow_the_arrows(path: Path) -> None:
         ("generation/rules.py", "from pagedtree import integrations", "pagedtree.integrations"),
         ("distributed/shards.py", "from pagedtree.generation.rules import X", "pagedtree.generation.rules.X"),
         ("verify.py", "import pagedtree.integrations", "pagedtree.integrations"),
-        ("grammars.py", "import xgrammar", "xgrammar"),
+        ("grammars/masks.py", "import xgrammar", "xgrammar"),
         (
             "integrations/transformers/model.py",
             "import pagedtree.integrations.vllm",

@@ -22,7 +22,8 @@ import pytest
 import setuptools
 
 import pagedtree
-from pagedtree import _C, cli
+from pagedtree import _C
+from pagedtree.tools import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
@@ -30,7 +31,7 @@ PACKAGE = Path(pagedtree.__file__).parent
 OBJECTS = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}" / "CMakeFiles"
 SMALL_PROGRAM = """
 import json, sys, pagedtree, torch
-from pagedtree import info
+from pagedtree.tools import info
 trees = pagedtree.TreeBatch.from_trees([pagedtree.DraftTree.full([2, 2])])
 assert trees.valid.all() and trees.depths.tolist() == [0, 1, 1, 2, 2, 2, 2]
 print(json.dumps({"file": pagedtree.__file__, **info.collect()}))

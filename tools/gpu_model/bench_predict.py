@@ -43,7 +43,7 @@ from sass_loops import Flow
 from sm_model import MACHINES, Machine
 
 import pagedtree as pt
-from pagedtree.cubin import cuda_library, extract_cubins
+from pagedtree.tools.cubin import cuda_library, extract_cubins
 
 ROOT = Path(__file__).resolve().parents[2]
 OF_INSTANCE = r"I(13__nv_bfloat16|6__half)(S\d_|NS0_10Float8E4M3E)Li(\d+)ELi(\d+)ELi(\d+)E"

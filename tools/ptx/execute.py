@@ -14,8 +14,8 @@ from ptx.module import Entry, Fault, Module
 from ptx.state import Memory
 
 import pagedtree
-from pagedtree.cubin import find_cuobjdump
 from pagedtree.testing import use_backend
+from pagedtree.tools.cubin import find_cuobjdump
 
 EXECUTOR = ctypes.CFUNCTYPE(
     ctypes.c_int,

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pagedtree.check_draft import as_draft, check_values
 from pagedtree.distributed.group import Group, GroupError
 from pagedtree.distributed.shards import VocabShards
 from pagedtree.drafting import Draft
-from pagedtree.proposal import as_draft, check_values
 from pagedtree.tree import TreeBatch, build_trees
 
 __all__ = ["DraftGroup", "DraftStats"]

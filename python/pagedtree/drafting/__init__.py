@@ -4,8 +4,8 @@ tree over levels of candidates, and the best nodes of a batch.
 Nothing here synchronises; shapes depend on Python ints only, so that a whole step can be captured in one CUDA graph.
 """
 
+from pagedtree.drafting.best_trees import best_first_tree, select_nodes
 from pagedtree.drafting.draft import Draft
-from pagedtree.drafting.fitting import best_first_tree, select_nodes
 from pagedtree.drafting.growth import DraftState, expand_tree, rerank_tree, start_draft
 from pagedtree.drafting.proposers import medusa_propose, ngram_propose, rejected_predictions
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import Draft, select_nodes
-from pagedtree.proposal import rows_of
+from pagedtree.check_draft import rows_of
 
 __all__ = ["Kept", "Outcome", "Plan", "TreeTuner"]
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from pagedtree import Draft, build_trees, select_nodes
+from pagedtree.check_draft import as_draft, check_values, rows_of
 from pagedtree.generation.drafters.base import Drafter, roots_only
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.scheduler import GeneratedSequence
-from pagedtree.proposal import as_draft, check_values, rows_of
 
 __all__ = ["bounded", "trees_of", "without_padding"]
 

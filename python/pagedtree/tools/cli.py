@@ -11,10 +11,10 @@ import pagedtree
 
 # Command -> (module with main(argv) -> exit status, extra that brings what it imports, summary).
 COMMANDS = {
-    "info": ("pagedtree.info", None, "versions, backends, instruction sets, libraries"),
+    "info": ("pagedtree.tools.info", None, "versions, backends, instruction sets, libraries"),
     "generate": ("pagedtree.integrations.transformers.cli", "transformers", "complete prompts with a checkpoint"),
     "check": ("pagedtree.check", None, "compare every op on this device with the CPU backend"),
-    "bench": ("pagedtree.bench", None, "measure the ops on this machine"),
+    "bench": ("pagedtree.tools.bench", None, "measure the ops on this machine"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Grammars on draft trees: which tokens each node of a batch of trees may be followed by, packed for the verify ops."""
+"""Fills the masks of the grammars of a batch of trees, on threads of its own."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from pagedtree._arguments import expect_type
-from pagedtree.grammar_matcher import Array, DepthFirstMatcher, GrammarMatcher, TokenTree, allow_only, linked_tree
+from pagedtree.grammars.matcher import Array, GrammarMatcher, allow_only, linked_tree
 from pagedtree.tree import TreeBatch
 
-__all__ = ["DepthFirstMatcher", "GrammarFill", "GrammarMasks", "GrammarMatcher", "TokenTree", "allow_only"]
+__all__ = ["GrammarFill", "GrammarMasks"]
 
 
 class GrammarFill:

@@ -15,8 +15,8 @@ import numpy
 import torch
 
 import pagedtree
-from pagedtree import cubin
 from pagedtree.testing import backends
+from pagedtree.tools import cubin
 
 __all__ = ["collect", "main", "symbol_versions"]
 
