@@ -146,7 +146,7 @@ RULES = [
     Mutant(
         "the other order of filters", "core/sampling.h",
         "Sampling sampling{0.0f, 0, 1.0f, 0.0f, p.joint};",
-        "Sampling sampling{0.0f, 0, 1.0f, 0.0f, !p.joint};", (SAMPLING,),
+        "Sampling sampling{0.0f, 0, 1.0f, 0.0f, !p.joint};", (SAMPLING, CASES),
     ),
     Mutant(
         "coins that reach 1", "core/verify/rules.h",
@@ -160,7 +160,7 @@ RULES = [
     Mutant(
         "offsets of 32 bits", "core/sampling.h",
         "static_cast<const char*>(p.data) + row * p.row_stride * bytes",
-        "static_cast<const char*>(p.data) + static_cast<uint32_t>(row * p.row_stride * bytes)", (SAMPLING,),
+        "static_cast<const char*>(p.data) + static_cast<uint32_t>(row * p.row_stride * bytes)", (SAMPLING, CASES),
     ),
     Mutant(
         "the last block of the vocabulary left out", "cpu/isa/logits/mass_sums.h",

@@ -6,10 +6,12 @@ Elsewhere the step is called again and again, which shows that nothing in it dep
 from __future__ import annotations
 
 import pytest
+from device_case import slow_on_simt
 
 from pagedtree.check.cases.capture import KINDS, STEPS, Engine, captured
 
 
+@slow_on_simt
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_replays_equal_eager_steps(backend, device, kind):
     """Other prompts, lengths, trees, seeds and temperatures go through one captured step."""

@@ -51,7 +51,7 @@ def in_core(size: int, backend: str, dtype: torch.dtype, name: str) -> bool:
     if backend == "simt":
         return name in ("both", "each") and dtype == torch.bfloat16
     if size == 3 and dtype == torch.float32:
-        return True
+        return name in ("plain", "joint", "both", "each")
     return name == ("both" if dtype == torch.bfloat16 else "each")
 
 

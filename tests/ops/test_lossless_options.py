@@ -13,6 +13,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from device_case import slow_on_simt
 from lossless_case import LIMIT, MODELS, first_tokens, off_the_target
 from rule_case import CHAIN, LOSSLESS, RULES, TREE, Distribution, Path, Questions, ToyPair, prefixes_of
 
@@ -194,6 +195,7 @@ STEPS_IN_CORE = STEPS[1:2] + STEPS[3:4] + STEPS[5:6] + STEPS[8:]
 PENALTIES = SamplingParams(temperature=0.8, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.7)
 
 
+@slow_on_simt
 @pytest.mark.parametrize(
     ("rule", "law", "branching", "model"),
     [

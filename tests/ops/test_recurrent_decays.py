@@ -38,11 +38,11 @@ def decayed(rows: object, strength: float, **options: object) -> Layer:
 @pytest.mark.parametrize("with_beta", [True, False], ids=["delta", "no delta"])
 def test_equals_loops(strength: float, with_beta: bool) -> None:
     bound = BOUNDS[case.PLAIN]
-    trees = trees_of([60, 20], 3, reach=2)
-    of, path = decayed(trees, strength, with_beta=with_beta), paths_to(trees, [59, 19], 60)
+    trees = trees_of([40, 20], 3, reach=2)
+    of, path = decayed(trees, strength, with_beta=with_beta), paths_to(trees, [39, 19], 40)
     assert error(of.run(), of.run(loops.tree_delta_rule)) <= bound
     assert error(of.advance(pt.advance_state, *path), of.advance(loops.advance_state, *path)) <= bound
-    causal = decayed([90, 3], strength, with_beta=with_beta)
+    causal = decayed([70, 3], strength, with_beta=with_beta)
     assert error(causal.run(), causal.run(loops.tree_delta_rule)) <= bound
     assert error(causal.advance(), causal.advance(loops.advance_state)) <= bound
 

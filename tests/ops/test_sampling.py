@@ -36,13 +36,6 @@ def chi_square_limit(df: int) -> float:
     return df + 10 * math.sqrt(2 * df)
 
 
-def expected_token(row: Tensor, seed: int, position: int, **sampling) -> tuple[int, float]:
-    p = reference.distribution(reference.clean_logits(row), **sampling)
-    if sampling.get("temperature") == 0:
-        return int(p.argmax()), math.inf
-    return reference.sample_row(p, seed, position)
-
-
 def test_philox_known_answers():
     # Random123's vectors for philox4x32-10.
     vectors = [
@@ -78,25 +71,6 @@ def test_noise_of_a_token(device):
         assert (drawn.cpu() == winner).all()
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
-def test_sample_equals_reference(device, dtype, sampling):
-    generator = torch.Generator().manual_seed(3)
-    compared = 0
-    for vocab in (1, 2, 3, 15, 16, 17, 31, 33, 64, 127, 1000, 1025, 4099):
-        logits = (torch.randn(12, vocab, generator=generator) * 3).to(dtype)
-        seeds, positions = random_words(12, vocab), random_words(12, vocab + 1)
-        drawn = sample(
-            logits.to(device), SamplingParams(**sampling), seeds=seeds.to(device), positions=positions.to(device)
-        ).cpu()
-        for r in range(12):
-            token, margin = expected_token(logits[r], int(seeds[r]), int(positions[r]), **sampling)
-            if margin > 1e-5:
-                assert drawn[r] == token, (vocab, r, margin)
-                compared += 1
-    assert compared > 100
-
-
 @pytest.mark.parametrize(("dtype", "levels"), [(torch.bfloat16, 4), (torch.float32, 60), (torch.float16, 1000)])
 def test_top_k_where_few_logits_are_sorted(device, dtype, levels):
     """From one to several hundred tokens, most of them ties: the largest logits are sorted only while they are few."""
@@ -117,8 +91,8 @@ SHAPES = ["peaked", "flat", "equal", "far_below", "near_flat"]
 
 @pytest.mark.parametrize(
     ("shape", "vocab"),
-    [  # in the core suite each shape with two sizes
-        pytest.param(shape, vocab, marks=[] if (i + j) % 3 == 0 else pytest.mark.slow)
+    [  # in the core suite each shape with one size
+        pytest.param(shape, vocab, marks=[] if (i + j) % 6 == 0 else pytest.mark.slow)
         for i, vocab in enumerate(LARGE)
         for j, shape in enumerate(SHAPES)
     ],
@@ -353,22 +327,6 @@ def test_rows_past_two_gigabytes():
     assert sample(logits, SamplingParams(temperature=0), **streams).tolist() == [3] * 3
 
 
-def test_batch_order_and_threads_change_nothing(device):
-    generator = torch.Generator().manual_seed(0)
-    logits = (torch.randn(37, 2003, generator=generator) * 2).to(device)
-    seeds, positions = random_words(37).to(device), random_words(37, 1).to(device)
-    params = SamplingParams(top_p=0.8, temperature=1.1)
-    together = sample(logits, params, seeds=seeds, positions=positions)
-    order = torch.randperm(37, generator=generator).to(device)
-    assert torch.equal(sample(logits[order], params, seeds=seeds[order], positions=positions[order]), together[order])
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        assert torch.equal(sample(logits, params, seeds=seeds, positions=positions), together)
-    finally:
-        torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
 def test_instruction_sets_agree(row_isa, monkeypatch, dtype):
     """Instruction sets look for a cut above different logits, by their number of lanes."""
@@ -388,11 +346,6 @@ def test_instruction_sets_agree(row_isa, monkeypatch, dtype):
             got = sample(logits, SamplingParams(**sampling), **streams)
             monkeypatch.setenv("PAGEDTREE_CPU_ISA", "portable")
             assert torch.equal(got, sample(logits, SamplingParams(**sampling), **streams))
-
-
-def test_empty_batch(device):
-    none = torch.empty(0, dtype=torch.int64, device=device)
-    assert sample(torch.empty(0, 5, device=device), SamplingParams(), seeds=none, positions=none).shape == (0,)
 
 
 def test_host_scalars_make_one_tensor(device):

@@ -13,24 +13,28 @@ from pagedtree.check import recurrent as loops
 from pagedtree.check.case import Case, Place, Results, relative
 from pagedtree.check.cases.inputs import DTYPES, int32, offsets, random_tree, seeded
 
-TREES, LENGTHS = (9, 0, 1, 33, 12), (70, 0, 1, 130)
+TREES, LENGTHS = (9, 0, 1, 33, 12), (5, 0, 1, 130)
+# Whether a decay is a channel's or a head's, and whether there is a delta.
+KINDS = {"gdn": (False, True), "kda": (True, True), "mamba2": (False, False), "gla": (True, False)}
 BOUNDS = {"fp32": 1e-4, "fp16": 2.5e-3, "bf16": 1e-2}  # of a result as a whole; a row may have twice as much
 
 
 def cases() -> Iterator[Case]:
     for dtype in ("bf16", "fp16", "fp32"):
-        for kind in ("gdn", "kda", "mamba2"):
+        for kind in KINDS:
             yield from _delta_rule(f"trees/{dtype}/{kind}", dtype, kind, TREES)
             yield from _delta_rule(f"causal/{dtype}/{kind}", dtype, kind, None)
-        for width, activation in ((4, "silu"), (2, None)):
+        for width, activation in ((4, "silu"), (2, None), (1, None), (16, "silu")):
             yield from _conv(f"trees/{dtype}/{width} taps", dtype, width, activation, TREES)
             yield from _conv(f"causal/{dtype}/{width} taps", dtype, width, activation, None)
-    for dims in ((8, 8), (40, 72), (256, 64), (64, 256)):
-        yield from _delta_rule(f"heads of {dims[0]} and {dims[1]}", "bf16", "gdn", (20, 5), dims=dims)
+    for i, dims in enumerate(((8, 8), (8, 256), (256, 8), (40, 72), (136, 200), (128, 128), (256, 64))):
+        kind = ("gdn", "kda")[i % 2]
+        yield from _delta_rule(f"heads of {dims[0]} and {dims[1]}", "bf16", kind, (20, 5), dims=dims)
     yield from _delta_rule("a chain of 256", "bf16", "gdn", (256, 3), reach=1)
     yield from _delta_rule("256 nodes", "bf16", "kda", (256,), reach=40)
     yield from _delta_rule("decays of -inf", "bf16", "kda", TREES, forgetting=True)
     yield from _delta_rule("no sequence", "bf16", "gdn", ())
+    yield from _conv("no sequence", "bf16", 4, "silu", ())
 
 
 def _rows(sizes: Sequence[int] | None, reach: int) -> tuple[TreeBatch | None, Tensor | None, int, int]:
@@ -68,10 +72,11 @@ def _delta_rule(
     wide = torch.randn(count, 4 * key_dim + 4 * value_dim, generator=generator)
     q, k, v = wide.to(DTYPES[dtype]).split([2 * key_dim, 2 * key_dim, 4 * value_dim], 1)
     q, k, v = q.unflatten(1, (2, key_dim)), k.unflatten(1, (2, key_dim)), v.unflatten(1, (4, value_dim))
-    g = -torch.rand(count, 4, *([key_dim] if kind == "kda" else []), generator=generator)
+    of_channels, with_delta = KINDS[kind]
+    g = -torch.rand(count, 4, *([key_dim] if of_channels else []), generator=generator)
     if forgetting:
         g[torch.rand(g.shape, generator=generator) < 0.1] = -torch.inf
-    beta = None if kind == "mamba2" else torch.rand(count, 4, generator=generator)
+    beta = torch.rand(count, 4, generator=generator) if with_delta else None
     state = torch.randn(batch + 2, 4, value_dim, key_dim, generator=generator).transpose(2, 3)
     index = int32([b + 1 if b != 2 else -1 for b in range(batch)])
     options: dict[str, Any] = {"l2norm": True}

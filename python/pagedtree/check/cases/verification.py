@@ -35,7 +35,10 @@ MALFORMED, BAD_ROW = 1, 2
 
 
 def cases() -> Iterator[Case]:
-    for dtype, vocab in [("fp32", 1), ("fp16", 6), ("bf16", 129), ("fp32", 1000), ("fp16", 4001), ("bf16", 33_001)]:
+    for dtype, vocab in [
+        ("fp32", 1), ("fp16", 6), ("bf16", 16), ("fp32", 33), ("bf16", 129), ("fp32", 1000), ("fp16", 1025),
+        ("bf16", 4001), ("fp16", 4001), ("bf16", 33_001),
+    ]:  # fmt: skip
         yield _sample(
             f"{dtype}/V {vocab}", hostile_rows(vocab, DTYPES[dtype]), SAMPLINGS if vocab < 4000 else FEW_SAMPLINGS
         )
@@ -52,7 +55,8 @@ FEW_SAMPLINGS = {name: SAMPLINGS[name] for name in ("plain", "all filters", "all
 
 
 def hostile_rows(vocab: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Ordinary rows, ties, and rows that are not finite; the row stride leaves every second row unaligned."""
+    """Ordinary rows, ties, rows that are not finite, and magnitudes around 2^-9 and 2^7, where bfloat16 logits are no
+    longer counted by value; the row stride leaves every second row unaligned."""
     logits = torch.randn(12, vocab + 3, generator=seeded(seed)) * 4
     logits[1] = 0.25
     logits[2] = logits[2].round()
@@ -61,6 +65,9 @@ def hostile_rows(vocab: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     logits[5, vocab // 2] = math.inf
     logits[6] *= 1e-6
     logits[7, : vocab // 2] = -math.inf
+    logits[8] *= 1e-3
+    logits[9] += 126
+    logits[10] -= 126
     return logits.to(dtype)[:, :vocab]
 
 

@@ -1,4 +1,7 @@
-"""The backends draw the same tokens, follow the same paths and grow the same trees, bit for bit."""
+"""Rows that clusters of CTAs read together give the same tokens and paths as the CPU backend, bit for bit.
+
+Those that one CTA reads: `test_cases.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,7 @@ from pagedtree import (
     DraftTree,
     SamplingParams,
     TreeBatch,
-    expand_tree,
     sample,
-    start_draft,
     verify_block,
     verify_greedy,
     verify_rejection,
@@ -24,39 +25,15 @@ from pagedtree import (
     verify_traversal,
     verify_typical,
 )
+from pagedtree.check.cases.verification import hostile_rows
 from pagedtree.testing import backends, use_backend
 
 pytestmark = pytest.mark.skipif(backends() == ["cpu"], reason="this build has one backend")
-OTHERS = [name for name in backends() if name != "cpu"]
-
-
-def rows_of(vocab: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Ordinary rows, ties, rows that are not finite, and magnitudes around 2^-9 and 2^7, where bfloat16 logits are no
-    longer counted by value; the row stride leaves every second row unaligned."""
-    logits = torch.randn(12, vocab + 3, generator=torch.Generator().manual_seed(seed)) * 4
-    logits[1] = 0.25
-    logits[2] = logits[2].round()
-    logits[3, ::2] = math.nan
-    logits[4] = -math.inf
-    logits[5, vocab // 2] = math.inf
-    logits[6] *= 1e-6
-    logits[7, : vocab // 2] = -math.inf
-    logits[8] *= 1e-3
-    logits[9] += 126
-    logits[10] -= 126
-    return logits.to(dtype)[:, :vocab]
-
-
-@pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
-@pytest.mark.parametrize("vocab", [1, 6, 129, 1000, 4097, 9001])
-def test_sample(other, dtype, vocab):
-    compare_sampling(other, dtype, vocab)
 
 
 def compare_sampling(other, dtype, vocab, samplings=SAMPLINGS):
     device = "cuda" if other == "cuda" else "cpu"
-    logits, seeds, positions = rows_of(vocab, dtype), random_words(12), random_words(12, 1)
+    logits, seeds, positions = hostile_rows(vocab, dtype), random_words(12), random_words(12, 1)
     for sampling in samplings:
         expected = sample(logits, SamplingParams(**sampling), seeds=seeds, positions=positions)
         with use_backend(other):
@@ -67,13 +44,6 @@ def compare_sampling(other, dtype, vocab, samplings=SAMPLINGS):
                 positions=positions.to(device),
             )
         assert got.cpu().equal(expected), sampling
-
-
-@pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("batch", [1, 2, 30])
-def test_verify(other, batch):
-    """All rows of few trees are drawn at once; many trees are walked row by row."""
-    compare_verification(other, batch, 40)
 
 
 def compare_verification(other, batch, vocab, samplings=SAMPLINGS):
@@ -112,14 +82,6 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize(("op", "law"), RULES, ids=lambda x: getattr(x, "__name__", x))
-@pytest.mark.parametrize("vocab", [1, 6, 1025, 40001])
-def test_rules(other, op, law, vocab):
-    """Every dtype of logits with every dtype of drafts, which are probabilities or logits; rows that are not finite."""
-    compare_rule(other, op, law, vocab)
-
-
 def compare_rule(other, op, law, vocab):
     generator = torch.Generator().manual_seed(vocab)
     shapes = (
@@ -131,7 +93,7 @@ def compare_rule(other, op, law, vocab):
     results: dict[str, list[Tensor]] = {"cpu": [], other: []}
     for k, parameters in [*enumerate(SAMPLINGS)][:: 1 if vocab < 10_000 else 5]:
         dtype, draft_dtype = HALF_TYPES[k % 3], HALF_TYPES[(k // 3) % 3]
-        logits = rows_of(vocab, dtype, seed=k)[torch.randperm(12, generator=generator)]
+        logits = hostile_rows(vocab, dtype, seed=k)[torch.randperm(12, generator=generator)]
         near = logits.float().nan_to_num(0, 60, -60) + torch.randn(12, vocab, generator=generator)
         drafts = torch.multinomial(near.softmax(-1)[parents.clamp(min=0)], 1, generator=generator)[:, 0]
         drafts[torch.rand(12, generator=generator) < 0.1] = -1
@@ -204,27 +166,3 @@ class TestClusters:
     )
     def test_rules(self, op, law):
         compare_rule("simt", op, law, self.VOCAB)
-
-
-@pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
-@pytest.mark.parametrize("law", ["topk", "iid", "swor", "coupled"])
-def test_expand(other, dtype, law):
-    """Tokens, scores, distributions, two levels."""
-    results = []
-    for name, place in (("cpu", "cpu"), (other, "cuda" if other == "cuda" else "cpu")):
-        with use_backend(name):
-            for vocab in (41, 3001):
-                sampled = {
-                    "params": SamplingParams(temperature=0.9, top_p=0.95),
-                    "seeds": random_words(12).to(place),
-                    "positions": random_words(12, 1).to(place),
-                }
-                options = {"num_children": 7, "law": law, **(sampled if law != "topk" else {})}
-                state = start_draft(torch.arange(12, device=place), max_kv_nodes=40)
-                state = expand_tree(state, placed(rows_of(vocab, dtype), place), num_frontier=3, **options)
-                state = expand_tree(state, rows_of(vocab, dtype, seed=1).repeat(3, 1).to(place), **options)
-                results.append([state.tokens, state.parents, state.scores, state.frontier, *state.draft_probs])
-    half = len(results) // 2
-    for expected, got in zip(results[:half], results[half:], strict=True):
-        assert all(a.equal(b.cpu()) for a, b in zip(expected, got, strict=True))
