@@ -184,11 +184,11 @@ def late(states, source, sequence):
 
 def dirty(states):
     kept = {name: tensor.clone() for name, tensor in states._tensors.items()}
-    slot = TAKE(states)
+    index = TAKE(states)
     for name, tensor in kept.items():
-        if slot < tensor.shape[0]:
-            states[name][slot] = tensor[slot]
-    return slot
+        if index < tensor.shape[0]:
+            states[name][index] = tensor[index]
+    return index
 
 
 FORK, TAKE = RecurrentStates.fork, RecurrentStates._take
@@ -196,7 +196,7 @@ FORK, TAKE = RecurrentStates.fork, RecurrentStates._take
 
 @pytest.mark.parametrize("broken", [late, dirty])
 def test_states_begin_where_their_sequence_does(model, monkeypatch, broken):
-    """Negative controls: outcomes get the states that another has by now, and slots keep what was there before."""
+    """Negative controls: outcomes get the states that another has by now, and states keep what was there before."""
     options = {"max_new_tokens": NEW_TOKENS, "params": SAMPLING, "n": 3, "page_size": 7}
     expected, _ = generate(model, prompts_of(LENGTHS), **options)
     same, _ = generate(model, prompts_of(LENGTHS), num_pages=18, **options)

@@ -122,10 +122,8 @@ class DecodeStep:
 
     def run(self, packed: Pass) -> PassOutput:
         """The model's pass, with what the drafter wants to see of it."""
-        return self.model.run(
-            packed.input_ids, packed.positions, packed.step, packed.logit_rows, self.drafter.needs_hidden,
-            self.feature_layers,
-        )  # fmt: skip
+        wanted = packed.logit_rows, self.drafter.needs_hidden, self.feature_layers
+        return self.model.run(packed.input_ids, packed.positions, packed.step, *wanted)
 
     def judge(
         self,
@@ -152,12 +150,10 @@ class DecodeStep:
             self._moves = (packed.decode_table, start[first:], *accepted)
         if packed.step.recurrent is not None:
             packed.step.recurrent.advance(*accepted)
+        text = {"history": history, "history_lens": start + 1, "eos_ids": self.eos_ids}
         # Processed log-probabilities count the tokens in place of `commit`.
         counted = None if self.logprobs is not None and self.logprobs.is_processed else options
-        committed = commit(
-            verdict, draft.trees, start, history=history, history_lens=start + 1, eos_ids=self.eos_ids,
-            node_map=node_map, options=counted,
-        )  # fmt: skip
+        committed = commit(verdict, draft.trees, start, **text, node_map=node_map, options=counted)
         found = None
         if self.logprobs is not None:
             found = self.logprobs.read(output.logits, verdict, committed, start, sampling, options, grammar_mask)

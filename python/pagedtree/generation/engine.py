@@ -145,8 +145,10 @@ class Engine:
         self._finish(result)
 
     def _schedule(self) -> tuple[Batch, Draft | None, tuple[Plan, Kept | None] | None]:
-        """The next pass, the trees of those that decode (None where a fixed step makes them itself), and with a tuner
-        what it planned and kept of them.
+        """Schedules the next pass and drafts for it.
+
+        Returns it, the trees of those that decode (None where a fixed step makes them itself), and with a tuner what it
+        planned and kept of them.
         """
         while True:
             # A tuner drafts only at times, where there is room.
@@ -172,7 +174,7 @@ class Engine:
             self.scheduler.check_capacity(self.max_nodes)
 
     def _plan(self, tuner: TreeTuner, batch: Batch) -> Plan:
-        """How deep to draft, if at all; tells the drafter."""
+        """Plans how deep to draft, if at all, and tells the drafter."""
         if not self.has_begun_to_tune:  # not earlier, as it takes 0.5 % of the time to a short prompt's first token
             self.has_begun_to_tune = True
             tuner.begin()
@@ -188,7 +190,7 @@ class Engine:
         return plan
 
     def _keep(self, plan: Plan, draft: Draft) -> tuple[Draft, Kept]:
-        """The nodes that are worth verifying."""
+        """Selects the nodes that are worth verifying."""
         # Do not select drawn drafts by their probability: the rules need a selection that is independent of the draw.
         begin = time.perf_counter()
         is_drawn = self.drafter.draft_law in ("iid", "swor")
@@ -368,5 +370,5 @@ def _offsets(counts: list[int]) -> list[int]:
 
 
 def _is_all(sequence: GeneratedSequence, count: int) -> bool:
-    """Whether the sequence has read all its tokens after `count` more."""
+    """Tells whether the sequence has read all its tokens after `count` more."""
     return sequence.cached + count == len(sequence.tokens)

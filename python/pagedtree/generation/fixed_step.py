@@ -11,8 +11,8 @@ from torch import Tensor
 from pagedtree import Draft
 from pagedtree.generation.decode_step import DecodeStep
 from pagedtree.generation.drafters import Drafter, NgramDrafter, StepResult
+from pagedtree.generation.host_mirror import Mirror
 from pagedtree.generation.logprobs import Found
-from pagedtree.generation.mirror import Mirror
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.generation.token_options import RequestRows

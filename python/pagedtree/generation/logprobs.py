@@ -19,7 +19,7 @@ Found = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @dataclass
 class TokenLogprobs:
-    """What `generate(logprobs=n)` tells about the generated tokens of one sequence; entry i is of its i-th new token.
+    """Log-probabilities of one sequence by `generate(logprobs=n)`; entry i is of its i-th new token.
 
     Attributes:
         logprobs: natural logarithm of the token's probability.

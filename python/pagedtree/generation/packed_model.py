@@ -1,4 +1,4 @@
-"""What a language model offers so that the engine can run it, or a drafter draft with it."""
+"""The interface of a language model that the engine runs, or that a drafter drafts with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["PackedModel", "PassOutput"]
 
 
 class PassOutput(NamedTuple):
-    """What a pass over T packed tokens gave.
+    """The results of a pass over T packed tokens.
 
     Attributes:
         logits: [R, V], at the rows that were asked for.
@@ -69,7 +69,7 @@ class PackedModel(Protocol):
     def is_recurrent(self) -> bool: ...
 
     def check_sequences(self, name: str, sequences: Iterable[GeneratedSequence]) -> bool:
-        """Whether all of these sequences are long, for models that read long texts in another way than short ones.
+        """Tells whether all of these sequences are long, for models that read long texts another way than short ones.
 
         Raises ValueError, with the model's `name`, for sequences that cannot be in one pass.
         """

@@ -45,7 +45,7 @@ class PagedCache:
         return self.num_pages - len(self._free)
 
     def pages_for(self, num_tokens: int) -> int:
-        """How many pages `num_tokens` tokens need."""
+        """Returns how many pages `num_tokens` tokens need."""
         return -(-num_tokens // self.page_size)
 
     def layer(self, index: int, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None]:

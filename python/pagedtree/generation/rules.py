@@ -1,4 +1,4 @@
-"""How `generate` chooses tokens: a rule of verification, sampling parameters and seeds."""
+"""The choice of tokens in `generate`: a rule of verification, sampling parameters and seeds."""
 
 from __future__ import annotations
 
@@ -85,8 +85,9 @@ def check_options(rule: str, params: SamplingParams | None, origin: str = "") ->
 
 @dataclass
 class Sampling:
-    """How tokens are chosen. Tensors in params and the seeds have one entry per sequence; "greedy" has no params.
+    """Chooses tokens by a rule of verification.
 
+    Tensors in params and the seeds have one entry per sequence; "greedy" has no params.
     shards: this rank's part of the vocabulary, where the ranks of a group hold the logits in parts.
     vocab_size: columns of the target's logits, of all ranks together; None = not known.
     """
@@ -104,7 +105,7 @@ class Sampling:
         return self.at(torch.tensor([sequence.index for sequence in sequences]).long().to(self.seeds.device))
 
     def at(self, rows: Tensor) -> Sampling:
-        """As `of`, for the sequences with these numbers, int64 [B]; a number past the last one is any of them."""
+        """Does as `of` for the sequences with these numbers, int64 [B]; a number past the last one is any of them."""
         rows = rows.clamp(max=max(self.seeds.shape[0] - 1, 0))
         params = self.params
         if params is not None:

@@ -1,4 +1,4 @@
-"""Which sequences take part in the next pass: admission, prefill in chunks, eviction and restoration."""
+"""The choice of sequences for the next pass: admission, prefill in chunks, eviction and restoration."""
 
 from __future__ import annotations
 
@@ -111,13 +111,13 @@ class Scheduler:
         return batch
 
     def _unread(self, sequence: GeneratedSequence) -> int:
-        """How many tokens one pass may read. Recurrent states are kept behind the shared tokens, so it ends there."""
+        """Returns how many tokens one pass may read; recurrent states are kept behind the shared ones."""
         if self.cache.states is not None and sequence.cached < sequence.shared_len:
             return sequence.shared_len - sequence.cached
         return len(sequence.tokens) - sequence.cached
 
     def reserve(self, sequences: list[GeneratedSequence], max_nodes: int) -> bool:
-        """Whether these got the pages for trees of `max_nodes` nodes; no sequence is evicted for them."""
+        """Takes pages for trees of `max_nodes` nodes if there are enough without an eviction; returns whether."""
         return all(self.cache.reserve(sequence.index, sequence.root + max_nodes) for sequence in sequences)
 
     def finish(self, sequence: GeneratedSequence) -> None:

@@ -1,4 +1,4 @@
-"""What a call of `generate` did, in numbers."""
+"""Counts and times of a call of `generate`."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class GenerationStats:
 
     @property
     def accepted_histogram(self) -> Counter[int]:
-        """How many verified trees had 0, 1, 2, ... draft tokens accepted."""
+        """Returns how many verified trees had 0, 1, 2, ... draft tokens accepted."""
         return Counter(count for sequence in self.sequences for count in sequence.accepted)
 
     @property

@@ -32,7 +32,7 @@ class StopStrings:
         self.window = max((len(string.encode()) for string in self.strings), default=0) + CONTEXT
 
     def end(self, known: list[int], new: list[int]) -> int | None:
-        """How many of the new tokens remain; None if no stop string ends in them. known: the tokens before them."""
+        """Returns how many new tokens remain; None if no stop string ends in them. known: the tokens before them."""
         tail = known[-self.window :]
         if not self._occur([*tail, *new]):
             return None

@@ -1,4 +1,4 @@
-"""Which tokens the sequences of `generate` may have, and the `RequestOptions` of the sequences in a step."""
+"""The tokens that sequences of `generate` may have, and the `RequestOptions` of the sequences in a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS = ("prompt_mask", "allowed_mask", "stop_ids", "min_position")
 
 @dataclass(frozen=True)
 class TokenOptions:
-    """Which tokens the outcomes of a prompt may have. The penalties are in `SamplingParams`.
+    """Restricts the tokens that the outcomes of a prompt may have. The penalties are in `SamplingParams`.
 
     Attributes:
         bias: what is added to the logits of tokens, before penalties and temperature; -inf forbids a token.
@@ -85,9 +85,8 @@ class RequestRows:
         firsts = [_forbidden_first(each, stop_ids, least) for each, least in zip(options, min_new_tokens, strict=True)]
         if any(least for _, least in firsts):
             lists["stop_ids"] = [*(ids for ids, _ in firsts), None]
-            lists["min_positions"] = [
-                *(len(s.tokens) + least for s, (_, least) in zip(sequences, firsts, strict=True)), 0
-            ]  # fmt: skip
+            free = [len(s.tokens) + least for s, (_, least) in zip(sequences, firsts, strict=True)]
+            lists["min_positions"] = [*free, 0]
         self.is_used = bool(lists) or self._has_counts
         try:
             words = lists.pop("bad_words", None)
@@ -210,7 +209,7 @@ def _numpy(options: RequestOptions, *names: str) -> tuple[np.ndarray[Any, Any], 
 def _parts(
     offsets: np.ndarray[Any, Any], rows: Sequence[int] | np.ndarray[Any, Any]
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Where the entries of these rows are, one row after the other, and the rows' offsets in them."""
+    """Returns where the entries of these rows are, one row after the other, and the rows' offsets in them."""
     index = np.asarray(rows, np.int64)
     counts = offsets[index + 1] - offsets[index]
     cu = np.zeros(len(index) + 1, np.int32)

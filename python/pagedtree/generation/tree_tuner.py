@@ -47,7 +47,7 @@ BEHIND = 2.0
 
 
 class Odds:
-    """How often guesses of a class were right."""
+    """Estimates how often guesses of a class are right."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[float, float]] = {}
@@ -62,7 +62,7 @@ class Odds:
 
 
 class StepCosts:
-    """What steps of one batch size take, in seconds: guesses at first, then what was measured.
+    """Estimates the seconds of steps of one batch size: guesses at first, then what was measured.
 
     plain: a step without drafts. once, row: what any drafts add to the target's pass, and each drafted row. level: what
     the drafter takes for each level, and for a call as a whole.
@@ -130,7 +130,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a step: its seconds, the drafter's among them; [B, S] accepted nodes and the tokens behind them.
+    """The outcome of a step: its seconds, the drafter's among them; [B, S] accepted nodes and the tokens behind them.
 
     seconds is None where they do not tell what such a step takes. A tree whose nodes are all -1 tells nothing.
     """
@@ -144,7 +144,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step drafts.
+    """A decision what to draft in a step.
 
     depth: at most so many levels; 0: only guesses that no model is asked for; None: nothing. is_look: whether nothing
     speaks for it. reading: seconds of the drafter besides its levels. weights: what a token of each sequence is worth,
@@ -161,7 +161,7 @@ class Plan:
     is_look: bool = False
 
     def keep(self, proposal: Draft, confidence: Tensor | None = None) -> Kept:
-        """The nodes that give the most tokens per second, if any; `confidence` as `Drafter.confidence` tells it.
+        """Finds the nodes that give the most tokens per second, if any; `confidence` as `Drafter.confidence` tells it.
 
         for node in tree:
             odds = how often guesses were right that surprised the drafter as much, where their parent was accepted
@@ -192,7 +192,7 @@ class Plan:
         return Kept(draft, proposal, rows, count, guesses)
 
     def count(self, worth: list[float]) -> int:
-        """How many of the nodes are verified; they come in the order of what they are worth."""
+        """Returns how many of the nodes are verified; they come in the order of what they are worth."""
         costs, sunk = self.costs, self.reading + self.costs.drafter(self.depth or 0)
         best, count, promised = 1.0 / (sunk + costs.optimistic_plain), 0, 0.0
         for i, gain in enumerate(worth[: max(FIRST_ROWS * len(self.remaining), 2 * costs.most_rows)], 1):
@@ -222,7 +222,7 @@ class TreeTuner:
         self.elapsed = self.looking = self.found = self.saved = 0.0
 
     def plan(self, remaining: Sequence[int], unread: float = 0.0, others_wait: bool = False) -> Plan:
-        """The depth with the most expected tokens per second.
+        """Finds the depth with the most expected tokens per second.
 
         remaining: [B], how many tokens each sequence still has to come. unread: how many the drafter has to read before
         it can draft, in tokens of the target. others_wait: whether sequences wait for a place in the batch, which

@@ -66,7 +66,7 @@ class StepResult:
 
 @dataclass
 class FeatureRows:
-    """What one pass read and the target's features of it, as `Drafter.read` sees them.
+    """The tokens that one pass read, and the target's features of them, as `Drafter.read` sees them.
 
     Attributes:
         sequences: those that read known tokens, len(counts) of them, then those that decode a tree. None has got tokens
@@ -162,8 +162,9 @@ class Drafter:
         """The call of `generate` is over, or has failed."""
 
     def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
-        """The sequences that the rows of the next `propose` stand for. batch_size: in front of a captured step, its
-        rows; those past the sequences are idle.
+        """Names the sequences that the rows of the next `propose` stand for.
+
+        batch_size: in front of a captured step, its rows; those past the sequences are idle.
         """
 
     def start(self, tokens: Tensor, lengths: Tensor) -> None:
@@ -193,18 +194,20 @@ class Drafter:
         return None
 
     def read(self, rows: FeatureRows) -> None:
-        """The target's features of what a pass read, with `feature_layers` only, after every pass. `observe` of the
-        same pass follows if any of its sequences gains tokens. Outcomes of one prompt read its first `shared_len`
-        tokens once: another one then begins with position `shared_len`. An evicted sequence is read again, from there
-        or from 0.
+        """Gives the target's features of what a pass read, with `feature_layers` only, after every pass.
+
+        `observe` of the same pass follows if any of its sequences gains tokens. Outcomes of one prompt read its first
+        `shared_len` tokens once: another one then begins with position `shared_len`. An evicted sequence is read again,
+        from there or from 0.
         """
 
     def narrow(self, draft: Draft, rows: Tensor) -> None:
-        """The target verifies this part of the last proposal alone: its rows `rows`, int32."""
+        """Tells that the target verifies this part of the last proposal alone: its rows `rows`, int32."""
 
     def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
-        """What became of the proposals, and what else the pass told. rows: as in `propose`; result.sequences is then
-        empty, and `advance` follows on the host.
+        """Tells what became of the proposals, and what else the pass gave.
+
+        rows: as in `propose`; result.sequences is then empty, and `advance` follows on the host.
         """
 
     def limit_depth(self, levels: int | None) -> None:
@@ -213,7 +216,7 @@ class Drafter:
         """
 
     def unread(self, sequences: list[GeneratedSequence]) -> int:
-        """How many known tokens, besides the newest, this drafter's model has to read before the next proposal."""
+        """Returns how many known tokens, besides the newest, the drafter's model has to read before it can draft."""
         return 0
 
     def capture(self, model: PackedModel, sequences: list[GeneratedSequence], batch_size: int) -> None:

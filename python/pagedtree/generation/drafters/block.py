@@ -72,7 +72,7 @@ class BlockDrafter(Drafter):
         self._known: dict[int, GeneratedSequence] = {}
         self._selected: list[GeneratedSequence] = []
         self._waiting = WaitingFeatures(self._enter_read, self._read_waiting)
-        self._joint: Tensor | None = None  # joint log-probabilities of the last proposal's nodes
+        self._log_probs: Tensor | None = None  # joint ones, of the last proposal's nodes
         self._depth = self.max_depth
         self._vocab_size: int | None = None
 
@@ -135,13 +135,13 @@ class BlockDrafter(Drafter):
         logits = self._guess(roots, start.long(), depth)[..., : self._vocab_size].float()
         best = logits.topk(min(self.width, logits.shape[-1]), dim=-1)
         log_probs = best.values - logits.logsumexp(-1, keepdim=True)
-        draft_tokens, trees, self._joint = best_first_tree(
+        draft_tokens, trees, self._log_probs = best_first_tree(
             log_probs, best.indices, roots, num_nodes, return_log_probs=True
         )
         return Draft(draft_tokens, trees)
 
     def confidence(self) -> Tensor | None:
-        return self._joint
+        return self._log_probs
 
     def _guess(self, roots: Tensor, start: Tensor, depth: int) -> Tensor:
         """One pass of the draft model: logits [B, depth, V] of the tokens behind roots [B] at positions start [B]."""

@@ -80,7 +80,7 @@ class BlockDraftConfig:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> BlockDraftConfig:
-        """From the contents of a config.json. Raises ValueError for what `BlockDraftModel` cannot compute, and for
+        """Reads the contents of a config.json. Raises ValueError for what `BlockDraftModel` cannot compute, and for
         entries of which that is not known.
         """
         return cls._read(ConfigEntries(config))
@@ -130,10 +130,8 @@ class BlockDraftConfig:
             found.only(use_sliding_window=False)
         if made.is_causal is False and SLIDING in made.layer_types:
             found.refuse(causal, "true or null with layers of sliding attention")
-        found.only(
-            hidden_act="silu", mlp_bias=False, attention_sink_bias=False, draft_vocab_size=found.value("vocab_size"),
-            target_hidden_size=hidden,
-        )  # fmt: skip
+        found.only(hidden_act="silu", mlp_bias=False, attention_sink_bias=False)
+        found.only(draft_vocab_size=found.value("vocab_size"), target_hidden_size=hidden)
         found.refuse_others({*HARMLESS, "dflash_config", "is_causal", "tie_word_embeddings", "use_sliding_window"})
         return made
 

@@ -35,7 +35,7 @@ def bounded(drafter: Drafter) -> Drafter:
 
 
 class _Bounded:
-    """What is not here, methods and attributes, is the drafter's."""
+    """Cuts the proposals of a drafter, whose other methods and attributes it has."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter

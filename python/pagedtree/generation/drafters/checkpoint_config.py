@@ -55,7 +55,7 @@ class ConfigEntries:
 
     @classmethod
     def load(cls, folder: Path) -> ConfigEntries:
-        """From the file in this folder; OSError if it cannot be read."""
+        """Reads the file in this folder; OSError if it cannot be read."""
         path = folder / CONFIG_NAME
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -68,7 +68,7 @@ class ConfigEntries:
         return cls(entries, str(path))
 
     def __contains__(self, key: str) -> bool:
-        """Whether it has a value; `section` and the like may then be asked for it."""
+        """Tells whether it has a value; `section` and the like may then be asked for it."""
         return self.entries.get(key) is not None
 
     def refuse(self, key: str, expected: str, got: Any = None) -> NoReturn:
@@ -78,7 +78,7 @@ class ConfigEntries:
         raise ValueError(f"{self.where}: {str(key)[:80]}: expected {expected}, got {shown}")
 
     def value(self, key: str, default: Any = None) -> Any:
-        """Returns a value of any type: the caller checks it."""
+        """Returns a value of any type, which the caller checks."""
         self._read.add(key)
         return self.entries[key] if key in self else default
 

@@ -1,4 +1,4 @@
-"""What the config.json of an EAGLE-3 head says: in the form of SGLang and vLLM, or in that of speculators."""
+"""The config.json of an EAGLE-3 head: in the form of SGLang and vLLM, or in that of speculators."""
 
 from __future__ import annotations
 
@@ -114,10 +114,8 @@ class EagleConfig:
             num_layers_read=num_read,
             **flags,
         )
-        layer.only(
-            num_hidden_layers=1, hidden_act="silu", attention_bias=False, mlp_bias=False, bias=False, qkv_bias=False,
-            use_sliding_window=False, is_causal=True, logit_scale=1.0,
-        )  # fmt: skip
+        layer.only(num_hidden_layers=1, hidden_act="silu", attention_bias=False, mlp_bias=False, bias=False)
+        layer.only(qkv_bias=False, use_sliding_window=False, is_causal=True, logit_scale=1.0)
         layer.words("layer_types", ["full_attention"])
         eagle.refuse_others()
         layer.refuse_others({*HARMLESS, *UNUSED, *(() if layer is top else ("tie_word_embeddings",))})

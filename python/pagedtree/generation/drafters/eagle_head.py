@@ -149,7 +149,7 @@ class EagleHead(nn.Module):
         return self.norm(out) if self.config.norm_output else out
 
     def logits(self, states: Tensor) -> Tensor:
-        """What `forward` gave, [..., H], to logits over the draft vocabulary."""
+        """Turns what `forward` gave, [..., H], into logits over the draft vocabulary."""
         states = states if self.config.norm_output else self.norm(states)
         if self.lm_head is not None:
             return cast(Tensor, self.lm_head(states))

@@ -1,4 +1,4 @@
-"""What drafters share that grow trees level by level with a paged cache of their own."""
+"""The base of drafters that grow trees level by level with a paged cache of their own."""
 
 from __future__ import annotations
 
@@ -147,14 +147,12 @@ class TreeGrower(Drafter):
         raise NotImplementedError
 
     def _level_step(self, state: DraftState, table: Tensor, start: Tensor) -> PagedStep:
-        """What `_read_level` gives the attention layers."""
-        seq_lens = start + state.level_tree_lens
-        present = state.level_present
-        slots = slot_mapping(table, seq_lens, state.cu_seqlens_q, self.cache.page_size, total_q=present.shape[0])
-        return PagedStep(
-            self.cache, table, seq_lens, state.cu_seqlens_q, torch.where(present, slots, -1), state.level_mask,
-            state.level_tree_lens, state.num_frontier,
-        )  # fmt: skip
+        """Prepares the pass over the frontiers, for `_read_level`."""
+        tree_lens, offsets, present = state.level_tree_lens, state.cu_seqlens_q, state.level_present
+        seq_lens = start + tree_lens
+        slots = slot_mapping(table, seq_lens, offsets, self.cache.page_size, total_q=present.shape[0])
+        slots = torch.where(present, slots, -1)
+        return PagedStep(self.cache, table, seq_lens, offsets, slots, state.level_mask, tree_lens, state.num_frontier)
 
     def _causal_step(
         self, chunks: list[tuple[GeneratedSequence, int, int]], table: Tensor | None = None

@@ -68,7 +68,7 @@ class MedusaHeads(nn.Module):
 
     @property
     def vocab_size(self) -> int | None:
-        """What the output layer gives; None where it does not tell."""
+        """Columns of the output layer's logits; None where it does not tell."""
         return getattr(self._lm_head[0], "out_features", None)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -129,8 +129,9 @@ def medusa_tree(num_heads: int, num_nodes: int) -> DraftTree:
 
 
 def best_trees(logits: Tensor, num_nodes: int) -> tuple[Draft, Tensor]:
-    """The trees of the highest joint log-probability by heads' logits [B, num_heads, V], for levels 1, 2, ...; and the
-    joint log-probabilities of their nodes.
+    """Makes the trees of the highest joint log-probability by heads' logits [B, num_heads, V], for levels 1, 2, ...
+
+    Returns them, and the joint log-probabilities of their nodes.
     """
     logits = logits.float()
     # No level has use for more candidates than the tree has nodes.
@@ -168,7 +169,7 @@ class MedusaDrafter(Drafter):
             self.max_nodes, self.max_depth = tree, min(getattr(heads, "num_heads", tree - 1), tree - 1)
             self.is_chain = tree == 2
         self._depth = self.max_depth
-        self._joint: Tensor | None = None  # joint log-probabilities of the last proposal's nodes
+        self._log_probs: Tensor | None = None  # joint ones, of the last proposal's nodes
         self._hidden: Tensor | None = None  # one row for each sequence's index; idle rows use the last one
         self._known: set[int] = set()  # the sequences that have a state
         # The newest states, which wait for the next proposal: of which sequences they are, and all rows of a pass with
@@ -198,12 +199,12 @@ class MedusaDrafter(Drafter):
         self._depth = self.max_depth if levels is None else min(max(levels, 1), self.max_depth)
 
     def confidence(self) -> Tensor | None:
-        return self._joint
+        return self._log_probs
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
     ) -> Draft:
-        self._joint = None
+        self._log_probs = None
         self._store_newest()
         if rows is None:
             known = next((sequence.index for sequence in self._selected if sequence.index in self._known), None)
@@ -220,7 +221,7 @@ class MedusaDrafter(Drafter):
             )
         if isinstance(self.tree, DraftTree):
             return medusa_propose(logits, self.tree, active=active)
-        draft, self._joint = best_trees(logits[:, : self._depth], self.tree)
+        draft, self._log_probs = best_trees(logits[:, : self._depth], self.tree)
         return draft
 
     def observe(self, result: StepResult, rows: Tensor | None = None) -> None:

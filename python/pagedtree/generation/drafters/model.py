@@ -12,7 +12,7 @@ from torch import Tensor
 from pagedtree import Commit, Draft, DraftState, Verdict, commit, compact_kv, slot_mapping
 from pagedtree.generation.drafters.base import StepResult
 from pagedtree.generation.drafters.grown import TreeGrower
-from pagedtree.generation.mirror import Mirror
+from pagedtree.generation.host_mirror import Mirror
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.paged_step import PagedStep
 from pagedtree.generation.rules import Sampling

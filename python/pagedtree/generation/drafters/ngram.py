@@ -125,10 +125,8 @@ class NgramDrafter(Drafter):
     def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
         if not self.remember or result.trees.max_nodes == 1:
             return
-        new = rejected_predictions(
-            result.trees, result.draft_tokens, result.logits.argmax(-1), result.verdict.accept_index,
-            context=self.max_ngram,
-        )  # fmt: skip
+        predictions, path = result.logits.argmax(-1), result.verdict.accept_index
+        new = rejected_predictions(result.trees, result.draft_tokens, predictions, path, context=self.max_ngram)
         for sequence, text in zip(result.sequences, new, strict=True):
             known = self._rejected.get(sequence.index, text[:0])
             self._rejected[sequence.index] = torch.cat([known, text])[-self.remember * text.shape[0] :]

@@ -1,4 +1,4 @@
-"""What heads have of their target: its embedding and output layer, and the sizes that they must fit."""
+"""The parts of the target that heads use: its embedding and output layer, and the sizes that they must fit."""
 
 from __future__ import annotations
 
@@ -57,10 +57,8 @@ class Target(NamedTuple):
 def check_attention(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     """Raises ValueError, from the op itself, for heads that `tree_attention` does not take."""
     empty = torch.zeros(0, dtype=torch.int32)
-    attention_plan(
-        empty, empty.new_zeros(1), num_q_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=1,
-        max_seqlen_q=1,
-    )  # fmt: skip
+    heads: dict[str, Any] = {"num_q_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    attention_plan(empty, empty.new_zeros(1), **heads, page_size=1, max_seqlen_q=1)
 
 
 def check_place(weights: Iterable[Tensor], model: PackedModel) -> None:
