@@ -124,7 +124,7 @@ def lists(sequences):
 
 
 def room_of(result):
-    """How deep the nodes of each sequence of a `StepResult` may be: its last token is generated, but never read."""
+    """Tells how deep each sequence's nodes of a `StepResult` may be: its last token is generated, but never read."""
     starts = result.start[: len(result.sequences)].tolist()  # captured steps have idle rows
     return [s.max_length - 2 - start for s, start in zip(result.sequences, starts, strict=True)]
 

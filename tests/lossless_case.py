@@ -124,7 +124,7 @@ def first_tokens(
 
 
 def options_of(tokens: Tensor, lengths: Tensor) -> RequestOptions:
-    """What the first `lengths` of each row's tokens are for penalties."""
+    """Makes the options for which the first `lengths` of each row's tokens count."""
     places = torch.arange(tokens.shape[1], device=tokens.device)
     is_said = places < lengths[:, None]
     counts = torch.zeros(len(tokens), VOCAB, dtype=torch.int32, device=tokens.device)

@@ -286,7 +286,7 @@ def calls(case: Case) -> dict[str, tuple[Callable, SamplingParams, dict[str, Any
 
 
 def verify(case: Case, name: str) -> Verdict:
-    """What the op makes of logits and options."""
+    """Returns what the op makes of logits and options."""
     op, params, keywords = calls(case)[name]
     return op(
         case.logits, case.drafts, case.trees, replace(params, **case.penalties), **case.streams, **keywords,
@@ -295,7 +295,7 @@ def verify(case: Case, name: str) -> Verdict:
 
 
 def expected(case: Case, name: str, applied: Tensor) -> Verdict:
-    """What it makes of logits to which the options have been applied."""
+    """Returns what it makes of logits to which the options have been applied."""
     op, params, keywords = calls(case)[name]
     return op(
         applied, case.drafts, case.trees, params, **case.streams, **keywords, draft_to_target=case.draft_to_target
@@ -303,7 +303,7 @@ def expected(case: Case, name: str, applied: Tensor) -> Verdict:
 
 
 def drawn(case: Case, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """What `sample` draws from as many rows as there are sequences, and what it should."""
+    """Returns what `sample` draws from as many rows as there are sequences, and what it should."""
     rows = case.logits[: len(case.seeds)]
     got = sample(
         rows, replace(params, **case.penalties), **case.streams,

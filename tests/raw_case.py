@@ -60,7 +60,7 @@ class RawCall:
         return RawCall(self.name, self.op, arguments)
 
     def results(self) -> dict[str, Tensor]:
-        """What a copy of the call returns, and the tensors among its arguments, as it may have written to them."""
+        """Returns the results of a copy of the call, and the tensors among its arguments, which it may have written to."""
         call = self.on_memory(lambda _, memory: memory.clone())
         found = {"result": call(), **call.arguments}
         return {f"{name}[{i}]": t for name, value in found.items() for i, t in enumerate(_tensors(value))}
@@ -89,7 +89,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _kind(call: RawCall) -> str:
-    """What is of interest in a call: which arguments it has, and of which types; it may differ in numbers."""
+    """Returns what is of interest in a call: which arguments it has, and of which types; it may differ in numbers."""
     return str((call.name, [(key, _form(value)) for key, value in call.arguments.items() if value is not None]))
 
 

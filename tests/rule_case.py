@@ -74,7 +74,7 @@ class ToyPair:
         return [self.p(x) for x in prefixes], [self.q(x) for x in prefixes]
 
     def logits(self, parents: Sequence[int], drafts: Sequence[int]) -> list[list[float]]:
-        """What an op is given for p at each node of a tree."""
+        """Returns the logits that an op is given for p at each node of a tree."""
         rows = (self.p(x) for x in prefixes_of(parents, drafts))
         return [[math.log(x) if x else -math.inf for x in row] for row in rows]
 

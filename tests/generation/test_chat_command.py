@@ -78,7 +78,7 @@ def run(folder, capsys):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What `generate` is given, in each call."""
+    """Records what `generate` is given, in each call."""
     seen, own = [], command_module.generate
 
     def watched(model, prompts, **more):

@@ -53,7 +53,7 @@ class Recorder(Drafter):
 
 
 def same_before(text: list[int], guess: int, most: int) -> int:
-    """How many of the last tokens stood before the guess earlier."""
+    """Counts the last tokens that stood before the guess earlier."""
     return max(
         (
             sum(1 for _ in _common(text[:place][::-1], text[::-1], most))

@@ -31,7 +31,7 @@ def matchers(count, **options):
 
 
 def is_valid(text):
-    """Whether this is the beginning of a text of the grammar, and whether it is a whole one."""
+    """Tells whether this is the beginning of a text of the grammar, and whether it is a whole one."""
     matcher = Brackets()
     return all(matcher.accept(token) for token in text), matcher.is_terminated()
 

@@ -99,12 +99,12 @@ CORE = [  # each drafter, and each rule with drafts that are drawn and with othe
 
 
 def toy_excess(toy, toy_draft, toy_distribution, rule, drafter, outcomes, evictions=0, **pages) -> float:
-    """How far a sample of texts is off their distribution: chi-square less its mean, in standard deviations."""
+    """Tells how far a sample of texts is off their distribution: chi-square less its mean, in standard deviations."""
     return excess(texts_seen(toy, toy_draft, rule, drafter, outcomes, evictions, **pages), toy_distribution)
 
 
 def texts_seen(toy, toy_draft, rule, drafter, outcomes, evictions=0, **pages) -> np.ndarray:
-    """How often each of the VOCAB ** COUNT texts came up."""
+    """Counts how often each of the VOCAB ** COUNT texts came up."""
     seen, evicted = np.zeros(VOCAB**COUNT), 0
     drafter = DRAFTERS[drafter](toy, toy_draft) if isinstance(drafter, str) else drafter
     for first in range(0, outcomes, 500):

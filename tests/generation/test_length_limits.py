@@ -170,7 +170,7 @@ def test_one_sequence_ends_long_before_its_neighbour(model):
 
 
 def proposal_of(draft, text, **tree):
-    """What a draft model proposes that has read nothing of the text before: each node's path, and its token."""
+    """Lists what a draft model proposes that has read nothing of the text: each node's path, and its token."""
     drafter = ModelDrafter(draft, **tree)
     drafter.begin(4, Sampling("greedy", None, torch.zeros(1, dtype=torch.int64)))
     drafter.select([GeneratedSequence(0, 0, list(text), max_length=1000)])

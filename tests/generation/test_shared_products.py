@@ -33,7 +33,7 @@ def projections(bias=True, dtype=torch.float32, **sizes):
 
 @pytest.fixture
 def products(monkeypatch):
-    """How many rows each product had."""
+    """Records how many rows each product had."""
     found, multiply = [], packed_linear._multiply
 
     def counted(x, packed, bias):

@@ -49,7 +49,7 @@ def whole(tokenizer, tokens):
 
 
 def pieces(tokenizer, tokens, draw_step, first=None):
-    """What each step gives, and the end."""
+    """Returns what each step gives, and the end."""
     stream, given = TextStream(tokenizer), []
     while tokens:
         step = first or draw_step()

@@ -112,7 +112,7 @@ def sequence_of(row: int, offsets: list[int]) -> int:
 
 
 def ascending(offsets: list[int]) -> list[int]:
-    """What such offsets stand for."""
+    """Returns what such offsets stand for."""
     bounds = sorted({0, *(max(offset, 0) for offset in offsets)})
     return [next(row for row in bounds if sequence_of(row, offsets) >= b) for b in range(len(offsets))]
 

@@ -74,7 +74,7 @@ def same(a: tuple, b: tuple) -> bool:
 
 
 def compare_sampled(group: object, backend: str, size: int, dtype: torch.dtype, name: str) -> list[str]:
-    """Which results differ from the whole ops, over splits and grammar masks."""
+    """Lists the results that differ from the whole ops, over splits and grammar masks."""
     wrong = []
     with_greedy = name in ("both", "each")  # it has no parameters: once or twice for each size, backend and dtype
     with use_backend(backend):
@@ -177,7 +177,7 @@ def draft_laws(case: Case, law: str, dtype: torch.dtype) -> dict:
 
 
 def compare_rejection(group: object, backend: str, size: int, dtype: torch.dtype, law: str) -> tuple[list, int, int]:
-    """What all splits give, how many trees were verified, and how many differ from the whole op."""
+    """Returns what all splits give, how many trees were verified, and how many differ from the whole op."""
     seen, different, total = [], 0, 0
     with use_backend(backend):
         vocab = vocab_of(backend)
@@ -325,7 +325,7 @@ def test_raw_ops_refuse(change, message):
 
 
 def accepts(op, *arguments, **options) -> bool:
-    """Whether a raw op takes these; False where the number of words or the digit is not the op's."""
+    """Tells whether a raw op takes these; False where the number of words or the digit is not the op's."""
     try:
         op(*arguments, **options)
     except RuntimeError as error:

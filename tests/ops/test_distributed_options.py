@@ -41,7 +41,7 @@ def equal(a: tuple, b: tuple) -> bool:
 
 
 def compare(group: object, backend: str, size: int, seeds: int, parts: tuple[str, ...]) -> tuple[list[str], list]:
-    """Which results differ from the whole ops, and what rejection gives."""
+    """Lists the results that differ from the whole ops, and what rejection gives."""
     wrong, seen = [], []
     vocab = 1003 if backend == "cpu" else 203
     with use_backend(backend):

@@ -153,7 +153,7 @@ class Malformed(ToyDrafter):
 
 
 def malformed(group: dist.ProcessGroup, size: int, wrong_rank: int) -> list[Exception]:
-    """What each of the malformed proposals of a rank raises, and that the group goes on after it."""
+    """Returns what each of a rank's malformed proposals raises; the group goes on after it."""
     rank = dist.get_rank(group)
     shards = VocabShards([4, 6, 0][rank], group=group)
     errors: list[Any] = []
@@ -238,7 +238,7 @@ UNMADE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 
 def unmade(group: dist.ProcessGroup, size: int, bad_ranks: list[int], how: str) -> Exception | None:
-    """What a rank raises where `make` fails on some, and that the group goes on after it."""
+    """Returns what a rank raises where `make` fails on some; the group goes on after it."""
     rank = dist.get_rank(group)
     shards = VocabShards(5, group=group)
 

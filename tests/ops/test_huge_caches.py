@@ -28,12 +28,12 @@ STRIDES = {  # of [page_size, heads, dim] and pages before them; what is far apa
 
 @pytest.fixture(params=STRIDES)
 def far(request: pytest.FixtureRequest) -> str:
-    """What carries an offset past 2^32 elements."""
+    """Returns what carries an offset past 2^32 elements."""
     return request.param
 
 
 def page_ids(far: str, pages: int) -> Tensor:
-    """Where a huge cache has the pages of a small one."""
+    """Returns where a huge cache has the pages of a small one."""
     return torch.arange(pages) + (FIRST_PAGE if far == "page ids" else 0)
 
 

@@ -41,7 +41,7 @@ def many_rows(small: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def verdicts(shape: list[int], logits: Tensor, mask: Tensor, drafts: Tensor, probs: Tensor, rows: Tensor | None):
-    """What every op makes of one tree."""
+    """Returns what every op makes of one tree."""
     trees, words = batch_of([shape], torch.device("cpu")), streams(1, torch.device("cpu"), 5)
     found: list[Verdict] = [
         verify_greedy(logits, drafts, trees, grammar_mask=mask),

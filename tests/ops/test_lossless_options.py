@@ -64,7 +64,7 @@ class PenalisedPair(ToyPair):
         return Fraction(2) ** int(exponent)
 
     def logits(self, parents: Sequence[int], drafts: Sequence[int]) -> list[list[float]]:
-        """What the ops are given at each node of a tree: the raw logits."""
+        """Returns the raw logits that the ops are given at each node of a tree."""
         prefixes = prefixes_of(parents, drafts)
         return [[-math.inf if w is None else w * LN2 for w in self.weights(x)] for x in prefixes]
 

@@ -90,7 +90,7 @@ def test_rows_that_are_too_long(device: torch.device) -> None:
 
 @pytest.fixture(scope="module")
 def blocks_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[int]]:
-    """What ngram_work.cpp counts for a text: by one thread, and the search by many."""
+    """Counts as ngram_work.cpp does for a text: by one thread, and the search by many."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")

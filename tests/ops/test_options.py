@@ -330,7 +330,7 @@ def test_deep_paths(device):
 
 
 def word_row(device: torch.device, text: list[int], words: list[list[int]], start: int | None = None, **given) -> int:
-    """What is left of tokens 0 and 1, of which 1 is better, after the text; without one of them, token 2."""
+    """Returns what is left of tokens 0 and 1, of which 1 is better, after the text; without one of them, token 2."""
     options = RequestOptions.from_lists(9, prompts=[text], outputs=[[]], bad_words=[words], device=device)
     if start is not None:
         options = replace(options, history_start=torch.tensor([start], dtype=torch.int32, device=device))

@@ -54,7 +54,7 @@ def exact(row: Tensor, **sampling) -> np.ndarray:
 
 
 def draw(row: Tensor, device: torch.device, count: int = COUNT, first: int = 0, **sampling) -> np.ndarray:
-    """How often each token comes up at `count` neighbouring positions of one seed."""
+    """Counts how often each token comes up at `count` neighbouring positions of one seed."""
     seeds, positions = torch.full((count,), 99, device=device), torch.arange(first, first + count, device=device)
     tokens = sample(row.to(device).expand(count, -1), SamplingParams(**sampling), seeds=seeds, positions=positions)
     return np.bincount(tokens.cpu().numpy(), minlength=row.numel())

@@ -182,7 +182,7 @@ def test_every_tile_is_taken():
 
 
 def on_backend(place: Place) -> bool:
-    """Whether ops on CPU tensors run on the place's backend now."""
+    """Tells whether ops on CPU tensors run on the place's backend now."""
     index = ops._use_backend(0)
     ops._use_backend(index)
     return backends()[index] == place.backend

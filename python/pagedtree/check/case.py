@@ -106,7 +106,7 @@ class Case:
         return self.name.partition("/")[0]
 
     def difference(self, found: Results, expected: Results) -> str:
-        """What is wrong with `found`, "" if nothing is."""
+        """Tells what is wrong with `found`, "" if nothing is."""
         if found.keys() != expected.keys():
             return f"results {', '.join(found)} instead of {', '.join(expected)}"
         compare = self.compare or {}
@@ -159,7 +159,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _first(wrong: Tensor, found: Tensor, expected: Tensor, limit: str) -> str:
-    """How many elements are wrong, and the first of them."""
+    """Tells how many elements are wrong, and the first of them."""
     if not wrong.any():
         return ""
     at = wrong.nonzero()[0].tolist()

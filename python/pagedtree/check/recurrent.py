@@ -12,7 +12,7 @@ from pagedtree.tree import TreeBatch
 
 
 def _sequences(trees: TreeBatch | None, cu_seqlens: Tensor | None) -> Iterator[list[tuple[int, int]]]:
-    """Of each sequence the reachable rows and their parents' rows, -1 for none, parents first."""
+    """Lists the reachable rows of each sequence and their parents' rows, -1 for none, parents first."""
     offsets = (trees.cu_nodes if trees is not None else cu_seqlens).tolist()  # type: ignore[union-attr]
     for begin, end in pairwise(offsets):
         if trees is None:
@@ -70,7 +70,7 @@ def tree_delta_rule(
 def _paths(
     trees: TreeBatch | None, cu_seqlens: Tensor | None, accept_index: Tensor | None, num_accepted: Tensor | None
 ) -> Iterator[list[tuple[int, int]]]:
-    """Of each sequence the rows that its state takes in, and their parents'; none where the path is none."""
+    """Lists the rows that each sequence's state takes in, and their parents'; none where the path is none."""
     for b, rows in enumerate(_sequences(trees, cu_seqlens)):
         if trees is None or accept_index is None or num_accepted is None:
             yield rows

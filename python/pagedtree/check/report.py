@@ -57,7 +57,7 @@ def machine(place: Place) -> dict[str, Any]:
 
 
 def driver_version() -> str | None:
-    """What nvidia-smi says, where it is."""
+    """Asks nvidia-smi, where it is."""
     if shutil.which("nvidia-smi") is None:
         return None
     done = subprocess.run(

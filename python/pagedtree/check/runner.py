@@ -77,7 +77,7 @@ def _judge(row: Row, case: Case | Measurement, place: Place) -> None:
 
 
 def _expectation(case: Case, place: Place) -> tuple[str, Callable[[], Results]]:
-    """What the results of `case` are compared with: its name, and how to get it. It is never the same code again."""
+    """Chooses what the results of `case` are compared with: its name, and how to get it. It is never the same code."""
 
     def on_cpu(function: Callable[[], Results]) -> Callable[[], Results]:
         def call() -> Results:
@@ -113,7 +113,7 @@ def _active_isa() -> str:
 
 
 def context_is_lost(place: Place) -> bool:
-    """Whether an error has left the device unusable for this process (an illegal access on a GPU)."""
+    """Tells whether an error has left the device unusable for this process (an illegal access on a GPU)."""
     if place.device.type != "cuda":
         return False
     try:

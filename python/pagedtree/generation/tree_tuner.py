@@ -296,7 +296,7 @@ class TreeTuner:
         self.seconds_of_token = seconds / max(num_tokens, 1)
 
     def _costs_of(self, batch_size: int) -> StepCosts:
-        """Those of the size; they begin with what the nearest size has taught."""
+        """Finds the costs of a batch size; they begin with what the nearest size has taught."""
         if batch_size not in self.costs:
             row = self.seconds_of_token
             near = StepCosts(PLAIN_ROWS * row, 0.0, row, 0.0)

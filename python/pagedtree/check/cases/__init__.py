@@ -62,5 +62,5 @@ def all_cases(place: Place) -> Iterator[Case | Measurement]:
 
 
 def is_chosen(name: str, only: Sequence[str], quick: bool) -> bool:
-    """Whether a row of this name is among the rows that are asked for."""
+    """Tells whether a row of this name is among the rows that are asked for."""
     return (not only or any(text in name for text in only)) and (not quick or any(text in name for text in QUICK))

@@ -150,7 +150,7 @@ class Engine:
                 mine.copy_(tensor)
 
     def prepare(self, i: int) -> None:
-        """What the host changes before step i."""
+        """Does what the host changes before step i."""
         self.temperature.fill_(0.0 if i % 5 == 4 else 0.4)
         self.limit.fill_(BUDGET - i % 7 * 3)
         if self.source == "trees from the host":
