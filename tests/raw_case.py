@@ -60,7 +60,7 @@ class RawCall:
         return RawCall(self.name, self.op, arguments)
 
     def results(self) -> dict[str, Tensor]:
-        """Returns the results of a copy of the call, and the tensors among its arguments, which it may have written to."""
+        """Returns a copy's results, and the tensors among its arguments, which it may have written to."""
         call = self.on_memory(lambda _, memory: memory.clone())
         found = {"result": call(), **call.arguments}
         return {f"{name}[{i}]": t for name, value in found.items() for i, t in enumerate(_tensors(value))}
