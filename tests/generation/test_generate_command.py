@@ -14,9 +14,10 @@ from generate_case import VOCAB, lists, tiny, tiny_eagle
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from pagedtree import SamplingParams, cli
+from pagedtree import SamplingParams
 from pagedtree.integrations.transformers import MedusaHeads, TokenOptions, generate
 from pagedtree.integrations.transformers import cli as cli_module
+from pagedtree.tools import cli
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,8 +13,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from pagedtree import SamplingParams, cli
+from pagedtree import SamplingParams
 from pagedtree.integrations.transformers import generate
+from pagedtree.tools import cli
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

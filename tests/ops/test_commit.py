@@ -11,7 +11,7 @@ from step_case import batch_of, commit_arguments, int32, int64, tree_parents
 from torch import Tensor
 
 from pagedtree import Commit, RequestOptions, Verdict, commit
-from pagedtree.check import loops
+from pagedtree.reference import step as loops
 
 
 def reference_commit(accept_index, num_accepted, tokens, offsets, start, history, lens, eos, node_map) -> dict:
@@ -166,14 +166,6 @@ def test_commit_bad_offsets(backend, device) -> None:
         trees.cu_nodes.copy_(int32(offsets, device))
         result = commit(verdict, trees, int32([0, 0], device), node_map=node_map)
         assert all(-1 <= row < 3 for row in result.accept_rows.flatten().tolist())
-
-
-def test_commit_empty(backend, device) -> None:
-    trees = batch_of([], device)
-    nodes, tokens = torch.zeros((0, 3), dtype=torch.int32), torch.zeros((0, 3), dtype=torch.int64)
-    verdict = Verdict(nodes.to(device), int32([], device), tokens.to(device), int32([], device))
-    result = commit(verdict, trees, int32([], device), node_map=int32([], device))
-    assert [tuple(t.shape) for t in result] == [(0,)] * 5 + [(0, 3)] * 2 + [(0,), (0, 3), (0,)]
 
 
 @pytest.mark.parametrize("history", [True, False])

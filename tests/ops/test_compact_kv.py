@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from cache_case import (
     FP8,
-    LATENT_LAYOUTS,
     clones,
     compact_arguments,
     int32,
-    latent_view,
     payload,
-    random_table,
     raw,
     storage_and_views,
 )
@@ -21,8 +17,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pagedtree import DraftTree, compact_kv
-from pagedtree.check import loops
+from pagedtree import compact_kv
+from pagedtree.reference import kv_cache as loops
 
 
 def cache_list(pages: int, page_size: int, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
@@ -62,47 +58,6 @@ def check_moves(storages, caches, device, table, start, accept_index, num_accept
         assert torch.equal(raw(storage), raw(wanted))
 
 
-def random_path(rng: np.random.Generator, num_nodes: int) -> list[int]:
-    tree = DraftTree([-1] + [int(rng.integers(max(0, i - 4), i)) for i in range(1, num_nodes)])
-    node, path = int(rng.integers(0, num_nodes)), []
-    while node >= 0:
-        path.append(node)
-        node = int(tree.parents[node])
-    return path[::-1]
-
-
-@pytest.mark.parametrize("page_size", [1, 7, 16, 64])
-def test_compact_kv(backend, device, page_size) -> None:
-    rng = np.random.default_rng(page_size)
-    for batch in (1, 3, 5):
-        max_pages = -(-80 // page_size)
-        pages = batch * max_pages + 2
-        table = random_table(rng, batch, max_pages, pages)
-        start = [int(rng.integers(0, 40)) for _ in range(batch)]
-        paths = [random_path(rng, int(rng.integers(1, 40))) for _ in range(batch)]
-        width = max(len(path) for path in paths) + 1
-        accept_index = [path + [-1] * (width - len(path)) for path in paths]
-        num_accepted = [len(path) - 1 for path in paths]
-        if batch == 5:
-            accept_index[1], num_accepted[1] = [-1] * width, 0  # finished
-            num_accepted[2] = 0
-        check_compact(device, page_size, pages, table, start, accept_index, num_accepted)
-
-
-@pytest.mark.parametrize("page_size", [1, 16, 61])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, FP8], ids=str)
-def test_compact_kv_latent(backend, device, dtype, page_size) -> None:
-    """One tensor [pages, page_size, 576], with and without the dimension of its one head."""
-    rng = np.random.default_rng(page_size)
-    max_pages = -(-50 // page_size)
-    kinds = [*((layout, 576) for layout in LATENT_LAYOUTS), ("dense", 656), ("page_first", 37), ("columns", 1)]
-    for i, (layout, dim) in enumerate(kinds):
-        storage, cache = latent_view(layout, 2 * max_pages + 1, page_size, dim, dtype, device)
-        table = random_table(rng, 2, max_pages, 2 * max_pages + 1)
-        paths = [[0, 2, 3, 7, 19], [0, 1, 4, 5, 9]]
-        check_moves([storage], [cache if i % 2 else cache.squeeze(2)], device, table, [30, 3], paths, [4, 3])
-
-
 @given(
     start=st.lists(st.sampled_from([-(2**31), -3, 0, 5, 9, 17, 2**31 - 1]), min_size=2, max_size=2),
     paths=st.lists(st.lists(st.integers(-2, 9), min_size=5, max_size=5), min_size=2, max_size=2),
@@ -115,16 +70,6 @@ def test_compact_kv_bad_values(backend, device, start, paths, num_accepted, hole
     for i, hole in enumerate(holes):
         table[i][1] = hole
     check_compact(device, 4, 6, table, start, paths, num_accepted)
-
-
-def test_compact_kv_long_path(backend, device) -> None:
-    """1022 moves at once: the scratch is cut into windows."""
-    nodes = [0, *range(2, 1024)]
-    rng = np.random.default_rng(0)
-    table = random_table(rng, 1, 90, 90)
-    check_compact(device, 16, 90, table, [300], [nodes], [1022])
-    backwards = [0, *range(1023, 0, -1)]
-    check_compact(device, 16, 90, table, [300], [backwards], [1023])
 
 
 def test_compact_kv_many_tensors(backend, device) -> None:

@@ -55,21 +55,6 @@ def check_level(old: DraftState, new: DraftState, logits: Tensor, num_children: 
             assert new_masks[b * new.num_frontier + g] == seen
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("vocab", [1, 5, 63, 64, 1000, 1024, 1025, 5000])
-def test_expand(backend: str, dtype: torch.dtype, vocab: int) -> None:
-    generator = seeded(vocab)
-    state = start_draft(torch.tensor([3, 1, 4]), max_kv_nodes=40)
-    for num_children, num_frontier in ((min(4, vocab), min(4, vocab)), (min(10, vocab), min(7, vocab)), (1, 0)):
-        rows = state.batch_size * state.num_frontier
-        # Quarters: many exact ties, no rounding in any dtype.
-        logits = torch.randint(-20, 20, (rows, vocab + 3), generator=generator).div(4).to(dtype)[:, :vocab]
-        new = expand_tree(state, logits, num_children=num_children, num_frontier=num_frontier)
-        check_level(state, new, logits, num_children)
-        state = new
-    assert state.level == 3 and state.depths[0].tolist() == sorted(state.depths[0].tolist())
-
-
 def test_expand_hostile_logits(backend: str) -> None:
     vocab = 130
     rows = torch.zeros(9, vocab)
@@ -143,14 +128,6 @@ def test_growing_loop(backend: str) -> None:
             assert (kv >= 0) == (path in fed)
             if kv >= 0:
                 assert cache[b][kv] == path[-1]
-
-
-def test_state_without_sequences(backend: str) -> None:
-    state = start_draft(torch.empty(0, dtype=torch.int64), max_kv_nodes=33)
-    state = expand_tree(state, torch.empty(0, 8), num_children=3, num_frontier=2)
-    assert state.level_tokens.shape == (0,) and state.level_mask.shape == (0, 2)
-    draft = rerank_tree(state, 4)
-    assert draft.draft_tokens.shape == (0,) and draft.trees.cu_nodes.tolist() == [0]
 
 
 def test_more_than_a_word_of_kv_nodes(backend: str) -> None:

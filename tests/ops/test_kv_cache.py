@@ -14,7 +14,6 @@ from cache_case import (
     latent_view,
     payload,
     raw,
-    storage_and_views,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from pagedtree import append_kv, compact_kv, slot_mapping
 from pagedtree._ops import ops
-from pagedtree.check.loops import slot_of
+from pagedtree.reference.kv_cache import slot_of
 
 # slot_mapping ---------------------------------------------------------------------------------------------------------
 
@@ -51,12 +50,6 @@ def test_slot_mapping(backend, device, lengths, page_size, padding, seed) -> Non
     assert slots.dtype == torch.int64
     assert slots.tolist() == expected + [-1] * padding
     assert slot_mapping(page_table, seq_lens, cu_seqlens_q, page_size).tolist() == expected
-
-
-def test_slot_mapping_64_bit(backend, device) -> None:
-    table = int32([[2**31 - 1]], device)
-    slots = slot_mapping(table, int32([64], device), int32([0, 64], device), 64)
-    assert slots[63].item() == (2**31 - 1) * 64 + 63
 
 
 def test_slot_mapping_bad_values(backend, device) -> None:
@@ -122,19 +115,6 @@ def test_slot_mapping_value_checks(value_checks, device) -> None:
 # append_kv ------------------------------------------------------------------------------------------------------------
 
 
-def new_rows(kind: str, tokens: int, heads: int, dim: int, dtype, device) -> tuple[Tensor, Tensor]:
-    """K and V rows: dense, views of a fused projection with other strides for K and V, or one head for all."""
-    generator = torch.Generator().manual_seed(tokens)
-    if kind == "fused":
-        fused = (torch.randn((tokens, 2 + 2 * heads, dim), generator=generator) * 30).to(device=device, dtype=dtype)
-        return fused[:, 2 : 2 + heads], fused[:, 2 + heads :]
-    if kind == "heads_first":
-        both = (torch.randn((2, heads, tokens, dim), generator=generator) * 30).to(device=device, dtype=dtype)
-        return both[0].transpose(0, 1), both[1].transpose(0, 1).contiguous()
-    one = (torch.randn((2, tokens, 1, dim), generator=generator) * 30).to(device=device, dtype=dtype)
-    return one[0].expand(tokens, heads, dim), one[1].expand(tokens, heads, dim)
-
-
 def to_fp8(rows: Tensor, scale: Tensor | None) -> Tensor:
     """Torch's own conversion, after the clamp that it lacks."""
     divisor = torch.ones(1) if scale is None else scale.cpu().reshape(-1, 1)
@@ -176,30 +156,6 @@ every_dtype = pytest.mark.parametrize(
         (torch.bfloat16, FP8),
     ],
 )
-
-
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("layout", ["nhd", "hnd", "stacked", "packed"])
-@every_dtype
-def test_append_kv(backend, device, dtype, cache_dtype, layout, page_size) -> None:
-    rng = np.random.default_rng(page_size)
-    for rows, heads, dim, scales in [
-        ("fused", 3, 24, "none"),
-        ("heads_first", 2, 64, "scalar"),
-        ("heads_first", 4, 5, "heads"),
-        ("one_head", 2, 3, "heads"),
-        ("fused", 1, 1, "scalar"),
-    ]:
-        pages, tokens = max(3, 40 // page_size), 29
-        storage, k_cache, v_cache = storage_and_views(layout, pages, page_size, heads, dim, cache_dtype, device)
-        k, v = new_rows(rows, tokens, heads, dim, dtype, device)
-        slots = hostile_slots(rng, tokens, pages * page_size)
-        k_scale = v_scale = None
-        if dtype != cache_dtype and scales == "scalar":
-            k_scale, v_scale = torch.tensor(0.37, device=device), torch.tensor([2.5], device=device)
-        elif dtype != cache_dtype and scales == "heads":
-            k_scale, v_scale = torch.rand(heads, device=device) + 0.01, torch.rand(heads, device=device) + 0.01
-        check_append([storage], k, v, k_cache, v_cache, slots, k_scale, v_scale)
 
 
 def latent_rows(kind: str, tokens: int, dim: int, dtype, device) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from draft_checks import int32, packed_trees
 
 from pagedtree import ngram_propose
-from pagedtree.check.loops import ngram_tree
+from pagedtree.reference.drafting import ngram_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from draft_checks import best_tokens, int32, packed_trees, seeded
+from draft_checks import int32, packed_trees
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedtree import Draft, DraftTree, TreeBatch, medusa_propose, ngram_propose, rejected_predictions
 from pagedtree._ops import ops
-from pagedtree.check.loops import ngram_tree
+from pagedtree.reference.drafting import ngram_tree
 
 pytestmark = pytest.mark.usefixtures("on_device")
-
-MEDUSA_PATHS = [
-    *([rank] for rank in range(10)),
-    *([0, rank] for rank in range(8)), *([1, rank] for rank in range(4)), *([2, rank] for rank in range(3)),
-    *([rank, 0] for rank in range(3, 9)),
-    *([0, 0, rank] for rank in range(6)), *([0, 1, rank] for rank in range(2)), [0, 2, 0], [1, 0, 0], [1, 0, 1],
-    [2, 0, 0], [3, 0, 0],
-    *([0, 0, 0, rank] for rank in range(4)), [0, 0, 1, 0], [0, 1, 0, 0], [1, 0, 0, 0],
-]  # fmt: skip
-
 
 # ngram_propose --------------------------------------------------------------------------------------------------------
 
@@ -117,22 +105,6 @@ def test_ngram_garbage_lengths_and_finished(backend: str) -> None:
     assert packed_trees(draft) == [([], []), ([1, 2, 1], [-1, 0, 1]), ([], []), ([], []), ([1], [-1])]
 
 
-def test_ngram_without_sequences_or_tokens(backend: str) -> None:
-    draft = ngram_propose(torch.empty(0, 9, dtype=torch.int64), int32([]), max_nodes=4, max_depth=3)
-    assert draft.draft_tokens.shape == (0,) and draft.trees.cu_nodes.tolist() == [0]
-    draft = ngram_propose(torch.empty(2, 0, dtype=torch.int64), int32([0, 4]), max_nodes=4, max_depth=3)
-    assert packed_trees(draft) == [([], []), ([], [])]
-
-
-def test_ngram_long_history(backend: str) -> None:
-    """Periodic text of 100k tokens: nearly every position matches, and is walked."""
-    length = 100_000
-    history = (torch.arange(length) % 3)[None]
-    draft = ngram_propose(history, int32([length]), max_nodes=1000, max_depth=20)
-    ((tokens, parents),) = packed_trees(draft)
-    assert tokens == [(length - 1 + i) % 3 for i in range(21)] and parents == list(range(-1, 20))
-
-
 def rejected_reference(
     draft: Draft, predictions: list[int], accepted: list[list[int]], context: int
 ) -> list[list[int]]:
@@ -184,34 +156,6 @@ def test_rejected_predictions_without_rows(device: torch.device) -> None:
 
 
 # medusa_propose -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("with_root", [False, True])
-def test_medusa(backend: str, dtype: torch.dtype, with_root: bool) -> None:
-    tree = DraftTree.from_paths(MEDUSA_PATHS)
-    generator = seeded(2)
-    # Heads lie before the batch, as a stack of head outputs does; one head more than the tree is deep.
-    heads = torch.randint(-30, 30, (5, 3, 70), generator=generator).div(4).to(dtype)
-    heads[0, 1, :40] = math.nan
-    heads[1, 2, 3:] = -math.inf
-    logits = heads.transpose(0, 1)
-    roots = torch.tensor([11, 12, 13])
-    active = torch.tensor([True, True, False])
-    for mask in (None, active):
-        draft = medusa_propose(logits, tree, root_tokens=roots if with_root else None, active=mask)
-        for b, (tokens, parents) in enumerate(packed_trees(draft)):
-            if mask is not None and not mask[b]:
-                assert tokens == []
-                continue
-            assert parents == tree.parents.tolist()
-            expected = [int(roots[b]) if with_root else -1]
-            for node in range(1, tree.num_nodes):
-                best = best_tokens(logits[b, tree.depths[node] - 1], 70)
-                rank = int(tree.child_ranks[node])
-                expected.append(best[rank] if rank < len(best) else -1)
-            assert tokens == expected
-        assert draft.trees.max_depth == tree.max_depth and draft.trees.max_nodes == tree.num_nodes
 
 
 def test_medusa_edges(backend: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import pagedtree as pt
 from pagedtree import _C, build_trees
-from pagedtree.check import recurrent as loops
+from pagedtree.reference import recurrent as loops
 
 BOUNDS = {torch.float32: 1e-4, torch.float16: 2.5e-3, torch.bfloat16: 1e-2}
 

@@ -13,7 +13,7 @@ from recurrent_case import Layer, error, layer, paths_to, trees_of
 
 import pagedtree as pt
 from pagedtree import _C, build_trees
-from pagedtree.check import recurrent as loops
+from pagedtree.reference import recurrent as loops
 
 BOUNDS = {torch.float32: 2e-6, torch.float16: 2.5e-3}
 STRENGTHS = [0.02, 1.0, 4.0, 60.0]

@@ -321,16 +321,3 @@ def test_distribution_of_the_first_tokens(device, draws, dtype):
     bins = expected >= 5
     statistic = ((seen[bins] - expected[bins]) ** 2 / expected[bins]).sum()
     assert statistic < bins.sum() + 10 * math.sqrt(2 * bins.sum())
-
-
-def test_instruction_sets_agree(device, monkeypatch, row_isa):
-    generator = torch.Generator().manual_seed(0)
-    trees = batch_of([[-1, 0, 1, 1, 0]] * 20, device)
-    logits = torch.randn(100, 333, generator=generator)
-    drafts = torch.randint(0, 333, (100,), generator=generator)
-    mask = packed(torch.rand(100, 333, generator=generator) < 0.7)
-    at = streams(20, device)
-    got = verify_sampled(logits, drafts, trees, PARAMS, **at, grammar_mask=mask)
-    monkeypatch.setenv("PAGEDTREE_CPU_ISA", "portable")
-    expected = verify_sampled(logits, drafts, trees, PARAMS, **at, grammar_mask=mask)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))

@@ -103,7 +103,7 @@ MUTANTS = {
 def test_enumeration_sees_broken_rules(monkeypatch, mutant):
     part, broken, rule, law, drawn, tree = MUTANTS[mutant]
     if part is not None:
-        monkeypatch.setattr(reference, part, broken)
+        monkeypatch.setattr(reference.verify, part, broken)
     errors = [ToyPair(4, seed).error(RULES[rule][0] if rule else broken, tree, law, drawn) for seed in range(2)]
     assert max(errors) > Fraction(1, 1000)
 

@@ -20,7 +20,6 @@ from pagedtree import (
     SamplingParams,
     TreeBatch,
     Verdict,
-    build_trees,
     reference,
     verify_block,
     verify_greedy,
@@ -262,27 +261,6 @@ def test_block_follows_first_children_only(device, value_checks, monkeypatch):
     verdict = verify_block(logits, drafts, trees, SamplingParams(), **given)
     check(verdict, 0, [0, 1, 3, 4], [1, 1, 1, 1], status=MALFORMED)
     check(verdict, 1, [0, 1, 2, 3], [1, 1, 1, 1])
-
-
-@each_op
-def test_empty_batches_and_trees(device, op):
-    none = torch.empty(0, dtype=torch.int64, device=device)
-    given = {"draft_law": "iid", "seeds": none, "positions": none}
-    empty = TreeBatch.from_trees([], device=device)
-    rows = torch.empty(0, 5, device=device)
-    verdict = op(rows, none, empty, PARAMS, draft_probs=rows, **given)
-    assert [tuple(t.shape) for t in verdict] == [(0, 1), (0,), (0, 1), (0,)]
-    parents = torch.tensor([-1, 0], dtype=torch.int32, device=device)
-    offsets = torch.tensor([0, 0, 2, 2], dtype=torch.int32, device=device)
-    trees = build_trees(parents, offsets, max_nodes=2, max_depth=1)
-    logits = torch.tensor([[0.0, 99.0], [99.0, 0.0]], device=device)
-    probs = torch.full((2, 2), 0.5, device=device)
-    given = {"draft_law": "iid", "draft_probs": probs, **streams(3, device)}
-    verdict = op(logits, torch.tensor([0, 1], device=device), trees, SamplingParams(), **given)
-    for b in (0, 2):
-        assert verdict.accept_index[b].tolist() == verdict.tokens[b].tolist() == [-1, -1]
-        assert verdict.num_accepted[b] == 0 and verdict.status[b] == MALFORMED
-    check(verdict, 1, [0, 1], [1, 0])
 
 
 @given(st.integers(0, 2**32))

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 import pagedtree
-from pagedtree import RequestOptions, cli, explain
+from pagedtree import RequestOptions, explain
 from pagedtree._ops import ops
 from pagedtree.check import command, runner
 from pagedtree.check.case import CPU, Case, Measurement, Place, equal, relative, within
 from pagedtree.check.cases import all_cases, attention, is_chosen
 from pagedtree.check.runner import FAILED, NOT_APPLICABLE, NOT_RUN, OK, Row, run_row
 from pagedtree.testing import backends
+from pagedtree.tools import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 SIMT = Place(torch.device("cpu"), "simt")

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pagedtree import append_kv, compact_kv, slot_mapping
-from pagedtree.check import loops
 from pagedtree.check.case import Case, Place, Results
 from pagedtree.check.cases.inputs import (
     DTYPES,
@@ -24,6 +23,7 @@ from pagedtree.check.cases.inputs import (
     seeded,
     views_of,
 )
+from pagedtree.reference import kv_cache as loops
 
 FP8 = torch.float8_e4m3fn
 
@@ -88,6 +88,10 @@ def _appends() -> Iterator[Case]:
         yield _append(f"page 7/packed/D 5/{dtype}", dtype, dtype, "packed", 7, head_dim=5)
     for dtype, scale in product(("fp32", "fp16", "bf16"), ("no", "scalar", "head")):
         yield _append(f"page 16/hnd/{dtype} to fp8/{scale} scale", dtype, "fp8", "hnd", 16, scale=scale)
+    yield _append(
+        "one row for all heads, D 3/fp32 to fp8", "fp32", "fp8", "nhd", 7, head_dim=3, scale="head", shared=True
+    )
+    yield _append("D 1/bf16", "bf16", "bf16", "stacked", 7, heads=1, head_dim=1)
     yield _append("no token", "bf16", "bf16", "nhd", 16, tokens=0)
     yield _append("a token of 576", "bf16", "bf16", "nhd", 16, heads=1, head_dim=576)
     yield _append_pools("latent 576", "bf16", "bf16", 1, [576])
@@ -107,16 +111,18 @@ def _hostile_slots(tokens: int, num_slots: int) -> Tensor:
 
 def _append(
     name: str, dtype: str, cache_dtype: str, layout: str, page_size: int, *, tokens: int = 23, heads: int = 3,
-    head_dim: int = 64, scale: str = "no",
+    head_dim: int = 64, scale: str = "no", shared: bool = False,
 ) -> Case:  # fmt: skip
     """K and V in one storage, of which every element is compared."""
     pages = -(-64 // page_size)
     storage, _, _ = paged_views(pages, page_size, heads, head_dim, DTYPES[cache_dtype], layout)
     wide = torch.randn(2, tokens, heads + 1, head_dim, generator=seeded(1)) * 3
     if dtype != "fp8" and tokens:
-        wide[0, 0, :, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e4])
-        wide[1, 1, :, :2] = torch.tensor([0.0, -0.0])
+        wide[0, 0, :, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e4])[:head_dim]
+        wide[1, 1, :, :2] = torch.tensor([0.0, -0.0])[:head_dim]
     rows = wide.to(DTYPES[dtype])[:, :, 1:]  # strided
+    if shared:
+        rows = rows[:, :, :1].expand_as(rows)
     slots = _hostile_slots(tokens, pages * page_size)
     factors = {"no": None, "scalar": torch.tensor(0.37), "head": torch.linspace(0.02, 1.5, heads)}[scale]
 

@@ -23,10 +23,11 @@ from pagedtree import (
     rerank_tree,
     start_draft,
 )
-from pagedtree.check import loops
 from pagedtree.check.case import Case, Place, Results, within
 from pagedtree.check.cases.inputs import DTYPES, int32, int64, random_tree, seeded, words64
 from pagedtree.check.cases.verification import SAMPLINGS, hostile_rows
+from pagedtree.reference import drafting as loops
+from pagedtree.reference.tree import pack
 
 JOINT = {"temperature": 1.5, "top_k": 9, "top_p": 0.6, "filter_order": "joint"}
 SCORES = within(1e-5, 1e-5)  # cumulative log-probabilities, fp32
@@ -184,7 +185,7 @@ def drafts_by_loops(trees: list[tuple[list[int], ...]], rows: int) -> Results:
     if not trees:
         return {"draft_tokens": int64([]), "parents": int32([]), "cu_nodes": int32([0]),
                 "valid": torch.zeros(0, dtype=torch.bool)}  # fmt: skip
-    cu_nodes, columns = loops.pack(trees, rows)
+    cu_nodes, columns = pack(trees, rows)
     results = {"draft_tokens": int64(columns[0]), "parents": int32(columns[1]), "cu_nodes": int32(cu_nodes)}
     results["valid"] = torch.tensor([len(tree[0]) > 0 for tree in trees])
     return results | ({"node_map": int32(columns[2])} if len(columns) > 2 else {})

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from pagedtree import TreeBatch, best_first_tree, build_trees, select_nodes
-from pagedtree.check import loops
 from pagedtree.check.case import Case, Place, Results
 from pagedtree.check.cases.inputs import int32, int64, offsets, random_tree, seeded
+from pagedtree.reference import drafting as loops
+from pagedtree.reference.tree import PADDING, link, words_of
 
 FIELDS = ("cu_nodes", "parents", "depths", "first_child", "next_sibling", "mask", "valid")
 
@@ -48,15 +49,15 @@ def tree_results(trees: TreeBatch) -> Results:
 
 def linked(parents: list[list[int]], rows: int, valid: list[bool], max_nodes: int, max_depth: int) -> Results:
     """The fields of a batch of these trees, whose unreachable nodes have parent -1."""
-    trees = [loops.link(tree, max_nodes, max_depth) for tree in parents]
+    trees = [link(tree, max_nodes, max_depth) for tree in parents]
     padding = rows - sum(map(len, parents))
-    columns = zip(*[row for tree in trees for row in tree.rows], *[loops.PADDING] * padding, strict=True)
+    columns = zip(*[row for tree in trees for row in tree.rows], *[PADDING] * padding, strict=True)
     depths, first_child, next_sibling, masks = map(list, columns) if rows else ([], [], [], [])
     return {
         "cu_nodes": offsets([len(tree) for tree in parents]),
         "parents": int32([parent for tree in parents for parent in tree] + [-1] * padding),
         "depths": int32(depths), "first_child": int32(first_child), "next_sibling": int32(next_sibling),
-        "mask": loops.words_of(masks, -(-max_nodes // 32)), "valid": torch.tensor(valid, dtype=torch.bool),
+        "mask": words_of(masks, -(-max_nodes // 32)), "valid": torch.tensor(valid, dtype=torch.bool),
     }  # fmt: skip
 
 

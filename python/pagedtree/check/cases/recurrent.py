@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from pagedtree import TreeBatch, advance_conv, advance_state, build_trees, tree_conv1d, tree_delta_rule
-from pagedtree.check import recurrent as loops
 from pagedtree.check.case import Case, Place, Results, relative
 from pagedtree.check.cases.inputs import DTYPES, int32, offsets, random_tree, seeded
+from pagedtree.reference import recurrent as loops
 
 TREES, LENGTHS = (9, 0, 1, 33, 12), (5, 0, 1, 130)
 # Whether a decay is a channel's or a head's, and whether there is a delta.

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import torch
 
 from pagedtree import Verdict, build_trees, commit, prepare_step
-from pagedtree.check import loops
 from pagedtree.check.case import Case, Place, Results
 from pagedtree.check.cases.cache import random_table
 from pagedtree.check.cases.inputs import PAGE_SIZES, int32, int64, offsets, random_tree
+from pagedtree.reference import step as loops
+from pagedtree.reference.tree import link
 
 TREES = [random_tree(1, 20).parents.tolist(), [-1], [], [-1, 0, 5, 1], [-1, 0, 0, 1, 1]]
 
@@ -44,7 +45,7 @@ def _prepare(
         return dict(zip(("positions", "seq_lens", "cu_seqlens_q", "slots"), found, strict=True))
 
     def by_loops() -> Results:
-        depths = [row.depth for tree in trees for row in loops.link(tree, 1000, 999).rows]
+        depths = [row.depth for tree in trees for row in link(tree, 1000, 999).rows]
         found = loops.prepare(cu_nodes.tolist(), depths, table, start, page_size, total_q)
         positions, seq_lens, cut, slots = found
         return {

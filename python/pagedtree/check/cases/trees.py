@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from pagedtree import build_trees
-from pagedtree.check import loops
 from pagedtree.check.case import Case, Place, Results
 from pagedtree.check.cases.inputs import int32, offsets, random_tree
+from pagedtree.reference import tree as loops
 
 CHAIN = [-1, 0, 1, 2]
 # Name -> parents of each tree, padding rows, max_nodes, max_depth.

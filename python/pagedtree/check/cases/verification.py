@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from pagedtree import SamplingParams, TreeBatch, Verdict, build_trees, reference, sample, verify_greedy, verify_sampled
-from pagedtree.check import loops
 from pagedtree.check.case import Case, Place, Results
 from pagedtree.check.cases.inputs import DTYPES, as_words, int32, int64, offsets, random_tree, seeded, words64
+from pagedtree.reference.tree import link
 
 Sampling = dict[str, Any]
 SAMPLINGS: dict[str, Sampling] = {
@@ -167,7 +167,7 @@ class Problem:
     def tree(self, b: int) -> Tree:
         """One of its trees as plain loops take it: unreachable nodes have no parent, drafts are ids of the target."""
         begin = sum(map(len, self.parents[:b]))
-        linked = loops.link(self.parents[b], self.max_nodes, self.max_depth)
+        linked = link(self.parents[b], self.max_nodes, self.max_depth)
         vocab = self.logits.shape[1]
         parents, drafts, rows = [], [], []
         for i, row in enumerate(linked.rows):
@@ -255,7 +255,7 @@ def problem_of(
     drafts = best[torch.tensor(above + [0] * padding, dtype=torch.int64), pick] if rows else int64([])
     lost = torch.rand(rows, generator=generator)
     drafts = torch.where(lost < 0.05, -1, torch.where(lost < 0.1, vocab + 5, drafts))
-    depth = max((row.depth for tree in parents for row in loops.link(tree, 1024, 1023).rows), default=0)
+    depth = max((row.depth for tree in parents for row in link(tree, 1024, 1023).rows), default=0)
     return Problem(
         name, parents, logits, drafts, max(sizes, default=1) if max_nodes is None else max_nodes,
         depth if max_depth is None else max_depth, allowed, **options,

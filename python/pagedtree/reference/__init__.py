@@ -1,0 +1,78 @@
+"""What the ops must give, by plain loops and in float64: one module for each family of ops.
+
+For tests and `python -m pagedtree check`: slow, and by another route than the kernels. Each follows the loop in its
+op's docstring, and what that says about values out of range.
+"""
+
+from pagedtree.reference.attention import is_latent, merge_states, tree_attention, visible_keys
+from pagedtree.reference.options import (
+    apply_options,
+    ends_of_bad_words,
+    paths_of,
+    penalties_of,
+    unpacked,
+    with_bias_and_penalties,
+)
+from pagedtree.reference.sampling import (
+    DRAFT,
+    GUMBEL,
+    clean_logits,
+    distribution,
+    draft_use,
+    gumbel_noise,
+    kept_tokens,
+    philox4x32,
+    random_words,
+    sample_row,
+)
+from pagedtree.reference.verify import (
+    acceptance,
+    block,
+    branches,
+    children_of,
+    excess,
+    judge_exclusive,
+    judge_in_turn,
+    normalised,
+    rejection,
+    traversal,
+    typical,
+    walk,
+    without,
+)
+
+__all__ = [
+    "DRAFT",
+    "GUMBEL",
+    "acceptance",
+    "apply_options",
+    "block",
+    "branches",
+    "children_of",
+    "clean_logits",
+    "distribution",
+    "draft_use",
+    "ends_of_bad_words",
+    "excess",
+    "gumbel_noise",
+    "is_latent",
+    "judge_exclusive",
+    "judge_in_turn",
+    "kept_tokens",
+    "merge_states",
+    "normalised",
+    "paths_of",
+    "penalties_of",
+    "philox4x32",
+    "random_words",
+    "rejection",
+    "sample_row",
+    "traversal",
+    "tree_attention",
+    "typical",
+    "unpacked",
+    "visible_keys",
+    "walk",
+    "with_bias_and_penalties",
+    "without",
+]

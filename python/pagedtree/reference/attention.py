@@ -1,0 +1,102 @@
+"""Attention over a paged cache, and how its parts are joined."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def visible_keys(seq_len: int, n: int, tree_len: int, words: Tensor | None, window: int) -> Tensor:
+    """bool [n, seq_len]: which keys each of a sequence's n queries sees; words int32 [n, W], causal if tree_len < 0."""
+    seen = np.zeros((n, seq_len), dtype=bool)
+    tree_start = seq_len - tree_len
+    for i in range(n):
+        if words is None or tree_len < 0:
+            position = seq_len - n + i
+            first = max(0, position - window + 1) if window else 0
+            seen[i, first : max(position + 1, 0)] = True
+            continue
+        bits = np.flatnonzero(np.unpackbits(words[i].numpy().view(np.uint8), bitorder="little")[:tree_len])
+        position = tree_start + len(bits) - 1
+        seen[i, :tree_start] = True
+        if window:
+            seen[i, : max(position - window + 1, 0)] = False
+        for depth, j in enumerate(bits):
+            seen[i, tree_start + j] = not window or position - (tree_start + depth) < window
+    return torch.from_numpy(seen)
+
+
+def is_latent(k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Tells whether V is the first columns of K: then it is scaled as K is."""
+    same = k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride()[:2] == v_cache.stride()[:2]
+    return same and k_cache.shape[2] == 1
+
+
+def tree_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    tree_mask: Tensor | None = None,
+    *,
+    tree_lens: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of `pagedtree.tree_attention` in float64, clamping of bad values included."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_pages, page_size, num_kv_heads, head_dim_v = v_cache.shape
+    group = num_heads // num_kv_heads
+    out = torch.zeros(num_tokens, num_heads, head_dim_v, dtype=torch.float64)
+    lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float64)
+    sink = torch.full((num_heads,), -torch.inf) if sinks is None else sinks
+    k_factor = torch.ones(num_kv_heads) if k_scale is None else k_scale.expand(num_kv_heads)
+    if v_scale is None and is_latent(k_cache, v_cache):
+        v_scale = k_scale
+    v_factor = torch.ones(num_kv_heads) if v_scale is None else v_scale.expand(num_kv_heads)
+    offsets = cu_seqlens_q.tolist()
+    for b, given in enumerate(seq_lens.tolist()):
+        begin, n = offsets[b], offsets[b + 1] - offsets[b]
+        seq_len = min(max(given, 0), page_table.shape[1] * page_size)
+        tree_len = n if tree_lens is None else min(max(int(tree_lens[b]), -1), seq_len)
+        words = None if tree_mask is None else tree_mask[begin : begin + n]
+        seen = visible_keys(seq_len, n, min(tree_len, seq_len), words, window)
+        used = seen.any(0)
+        positions = torch.arange(seq_len)[used]
+        pages = page_table[b].long()[positions // page_size]
+        known = (pages >= 0) & (pages < num_pages)
+        k, v = (
+            torch.zeros(seq_len, num_kv_heads, cache.shape[3], dtype=torch.float64).index_put(
+                (positions[known],), cache[pages[known], positions[known] % page_size].float().double()
+            )
+            for cache in (k_cache, v_cache)
+        )
+        k, v = k * k_factor.double()[:, None], v * v_factor.double()[:, None]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", q[begin : begin + n].double(), k)
+        scores = scores * (head_dim**-0.5 if scale is None else scale)
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        logits = torch.cat([scores, sink.double()[:, None, None].expand(-1, n, 1)], -1)
+        total = logits.logsumexp(-1)
+        weights = (scores - total.masked_fill(total == -torch.inf, 0)[..., None]).exp()
+        out[begin : begin + n] = torch.einsum("hqk,khd->qhd", weights, v)
+        lse[begin : begin + n] = total.T
+    return out, lse
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of `pagedtree.merge_states` in float64."""
+    lse = torch.logaddexp(lse_a.double(), lse_b.double())
+    base = lse.masked_fill(lse == -torch.inf, 0)
+    sides = ((out_a, lse_a), (out_b, lse_b))
+    out = sum((lse_x.double() - base).exp()[..., None] * out_x.double().nan_to_num() for out_x, lse_x in sides)
+    return torch.as_tensor(out), lse
