@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pagedtree import Commit, Draft, DraftTree, TreeBatch, Verdict
+from pagedtree import Commit, Draft, DraftTree, TreeBatch, Verdict, best_first_tree
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
@@ -23,6 +23,7 @@ __all__ = [
     "Proposal",
     "StepResult",
     "as_drafter",
+    "best_trees",
     "roots_only",
 ]
 
@@ -259,6 +260,20 @@ def roots_only(batch_size: int, device: torch.device) -> Draft:
 @lru_cache(maxsize=256)  # making them anew took 5 % of a small model's step
 def _roots(batch_size: int, device: torch.device) -> TreeBatch:
     return TreeBatch.from_trees([DraftTree.chain(0)] * batch_size, device=device)
+
+
+def best_trees(logits: Tensor, num_nodes: int, width: int | None = None) -> tuple[Draft, Tensor]:
+    """Makes the trees of the highest joint log-probability by logits [B, num_levels, V], for levels 1, 2, ...
+
+    width: children of a node at most. Returns the trees, and the joint log-probabilities of their nodes.
+    """
+    logits = logits.float()
+    # No level has use for more candidates than the tree has nodes.
+    best = logits.topk(min(width or num_nodes - 1, num_nodes - 1, logits.shape[-1]), dim=-1)
+    log_probs = best.values - logits.logsumexp(-1, keepdim=True)
+    roots = best.indices.new_zeros(logits.shape[0])
+    draft_tokens, trees, joint = best_first_tree(log_probs, best.indices, roots, num_nodes, return_log_probs=True)
+    return Draft(draft_tokens, trees), joint
 
 
 class NoDrafter(Drafter):

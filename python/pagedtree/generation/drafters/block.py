@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pagedtree import Draft, append_kv, best_first_tree, slot_mapping
-from pagedtree.generation.drafters.base import Drafter, FeatureRows, StepResult
+from pagedtree import Draft, append_kv, slot_mapping
+from pagedtree.generation.drafters.base import Drafter, FeatureRows, StepResult, best_trees
 from pagedtree.generation.drafters.block_model import BlockDraftModel
 from pagedtree.generation.drafters.target import check_attention, check_place
 from pagedtree.generation.drafters.waiting_features import WaitingFeatures
@@ -128,17 +128,12 @@ class BlockDrafter(Drafter):
     ) -> Draft:
         self._waiting.sort()
         self._read_waiting()
-        start = lengths - 1
-        roots = tokens.gather(1, start.long()[:, None])[:, 0]
-        depth = self._depth
-        num_nodes = min(self.max_nodes, self._possible(depth))
-        logits = self._guess(roots, start.long(), depth)[..., : self._vocab_size].float()
-        best = logits.topk(min(self.width, logits.shape[-1]), dim=-1)
-        log_probs = best.values - logits.logsumexp(-1, keepdim=True)
-        draft_tokens, trees, self._log_probs = best_first_tree(
-            log_probs, best.indices, roots, num_nodes, return_log_probs=True
-        )
-        return Draft(draft_tokens, trees)
+        start = (lengths - 1).long()
+        roots = tokens.gather(1, start[:, None])[:, 0]
+        logits = self._guess(roots, start, self._depth)[..., : self._vocab_size]
+        num_nodes = min(self.max_nodes, self._possible(self._depth))
+        draft, self._log_probs = best_trees(logits, num_nodes, self.width)
+        return draft
 
     def confidence(self) -> Tensor | None:
         return self._log_probs

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pagedtree import Commit, Draft, DraftTree, best_first_tree, medusa_propose
-from pagedtree.generation.drafters.base import Drafter, StepResult, roots_only
+from pagedtree import Commit, Draft, DraftTree, medusa_propose
+from pagedtree.generation.drafters.base import Drafter, StepResult, best_trees, roots_only
 from pagedtree.generation.drafters.checkpoint import StoredTensors, save_checkpoint
 from pagedtree.generation.drafters.checkpoint_config import HARMLESS, ConfigEntries
 from pagedtree.generation.drafters.target import Target, check_place
@@ -20,7 +20,7 @@ from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 
-__all__ = ["MedusaDrafter", "MedusaHeads", "best_trees", "medusa_tree"]
+__all__ = ["MedusaDrafter", "MedusaHeads", "medusa_tree"]
 
 WEIGHTS_NAME = "medusa.safetensors"
 SHAPES = {"weight": "num_heads, hidden_size, hidden_size", "bias": "num_heads, hidden_size"}
@@ -126,20 +126,6 @@ def medusa_tree(num_heads: int, num_nodes: int) -> DraftTree:
         if len(path) < num_heads:
             heapq.heappush(queue, (cost + 1, [*path, 0]))
     return DraftTree.from_paths(paths)
-
-
-def best_trees(logits: Tensor, num_nodes: int) -> tuple[Draft, Tensor]:
-    """Makes the trees of the highest joint log-probability by heads' logits [B, num_heads, V], for levels 1, 2, ...
-
-    Returns them, and the joint log-probabilities of their nodes.
-    """
-    logits = logits.float()
-    # No level has use for more candidates than the tree has nodes.
-    best = logits.topk(min(num_nodes - 1, logits.shape[-1]), dim=-1)
-    log_probs = best.values - logits.logsumexp(-1, keepdim=True)
-    roots = best.indices.new_zeros(logits.shape[0])
-    draft_tokens, trees, joint = best_first_tree(log_probs, best.indices, roots, num_nodes, return_log_probs=True)
-    return Draft(draft_tokens, trees), joint
 
 
 class MedusaDrafter(Drafter):

@@ -24,8 +24,8 @@ from vllm.distributed import get_tp_group
 
 from pagedtree.distributed import DraftGroup, VocabShards
 from pagedtree.generation.drafters import EagleDrafter, EagleHead, FeatureRows, MedusaHeads, NgramDrafter
+from pagedtree.generation.drafters.base import best_trees
 from pagedtree.generation.drafters.bounded import bounded
-from pagedtree.generation.drafters.medusa import best_trees
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.integrations.transformers import ModelDrafter, tensor_parallel
