@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from step_case import int32
 from torch import Tensor
+
+from pagedtree.check.cases.inputs import LAYOUTS, storage_shape, views_of
 
 PAGE_SIZES = [1, 7, 16, 61]
 FP8 = torch.float8_e4m3fn
-
-
-def int32(values: list, device: torch.device | str = "cpu") -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def random_table(rng: np.random.Generator, batch: int, max_pages: int, num_pages: int) -> list[list[int]]:
@@ -34,20 +33,8 @@ def raw(t: Tensor) -> Tensor:
 
 def storage_and_views(layout: str, pages: int, page_size: int, heads: int, dim: int, dtype, device):
     """Storage full of payload, and K and V cache views [pages, page_size, heads, dim] of it as engines lay them out."""
-    if layout == "nhd":
-        storage = payload((2, pages, page_size, heads, dim), dtype, 0, device)
-        return storage, storage[0], storage[1]
-    if layout == "hnd":
-        storage = payload((2, pages, heads, page_size, dim), dtype, 1, device)
-        return storage, storage[0].transpose(1, 2), storage[1].transpose(1, 2)
-    if layout == "stacked":  # vLLM: K and V of a page lie together
-        storage = payload((pages, 2, page_size, heads, dim), dtype, 2, device)
-        return storage, storage[:, 0], storage[:, 1]
-    if layout == "packed":  # K and V of a head lie together
-        storage = payload((pages, heads, page_size, 2 * dim), dtype, 3, device)
-        k_cache, v_cache = storage.transpose(1, 2).split(dim, dim=-1)
-        return storage, k_cache, v_cache
-    raise AssertionError(layout)
+    storage = payload(storage_shape(layout, pages, page_size, heads, dim), dtype, LAYOUTS.index(layout), device)
+    return storage, *views_of(storage, layout)
 
 
 LATENT_LAYOUTS = ("dense", "page_first", "slot_first", "padded", "columns")

@@ -6,6 +6,7 @@ import math
 from itertools import pairwise
 
 import torch
+from step_case import int32
 from torch import Tensor
 
 from pagedtree import Draft, DraftState, expand_tree, start_draft
@@ -13,10 +14,6 @@ from pagedtree import Draft, DraftState, expand_tree, start_draft
 
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator(torch.get_default_device()).manual_seed(seed)
-
-
-def int32(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def best_tokens(logits: Tensor, k: int) -> list[int]:

@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from shard_case import pack
 from torch import Tensor
 
 from pagedtree import (
@@ -24,6 +23,7 @@ from pagedtree import (
     verify_sampled,
     verify_traversal,
 )
+from pagedtree.check.cases.inputs import as_words
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 PARTS = (
@@ -151,7 +151,7 @@ class Maker:
     def _prompt(self, case: Case) -> dict[str, Tensor]:
         seen = self.rand(self.batch, self.vocab) < 0.2
         seen[:, self.hot[::2]] = True
-        words = pack(seen)
+        words = as_words(seen)
         words[:, -1] |= -1 << (self.vocab - 1) % 32 << 1 if self.vocab % 32 else 0  # bits past the vocabulary
         return {"prompt_mask": words}
 
@@ -165,7 +165,7 @@ class Maker:
         allowed[:, self.hot[1:]] = True
         allowed[0] = True
         allowed[4:5] = False  # nothing is left to this sequence
-        return {"allowed_mask": pack(allowed)}
+        return {"allowed_mask": as_words(allowed)}
 
     def _bias(self, case: Case) -> dict[str, Tensor]:
         sizes = self.ints(0, 9, self.batch)

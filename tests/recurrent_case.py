@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from draft_checks import int32, seeded
+from draft_checks import seeded
+from step_case import int32
 from torch import Tensor
 
 import pagedtree as pt

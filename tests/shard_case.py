@@ -74,15 +74,6 @@ def make_case(
     return Case(logits, drafts, trees, seeds, positions, {"none": None, "bool": allowed})
 
 
-def pack(allowed: Tensor) -> Tensor:
-    """bool [N, V] as packed words [N, ceil(V / 32)]."""
-    rows, vocab = allowed.shape
-    padded = torch.zeros(rows, -(-vocab // 32) * 32, dtype=torch.int64)
-    padded[:, :vocab] = allowed
-    words = (padded.view(rows, -1, 32) << torch.arange(32)).sum(dim=2)
-    return torch.where(words >= 2**31, words - 2**32, words).int()
-
-
 def per_request(batch: int) -> SamplingParams:
     """Parameters that differ for each request; some requests are greedy, some filters are off."""
     pick = torch.arange(batch)

@@ -10,11 +10,11 @@ from torch import Tensor
 from pagedtree import TreeBatch, Verdict, build_trees
 
 
-def int32(values: list, device: torch.device | str = "cpu") -> Tensor:
+def int32(values: list, device: torch.device | str | None = None) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def int64(values: list, device: torch.device | str = "cpu") -> Tensor:
+def int64(values: list, device: torch.device | str | None = None) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 

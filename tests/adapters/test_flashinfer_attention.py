@@ -9,6 +9,7 @@ import pytest
 import torch
 from adapter_case import Pages, causal, close, dense_attention, random_trees, tree_sees
 from device_case import placed
+from step_case import int32
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,10 +28,6 @@ from pagedtree.integrations.flashinfer import (
 )
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
-
-
-def int32(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def offsets(lens: list[int]) -> Tensor:

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cache_case import (
-    FP8,
-    clones,
-    compact_arguments,
-    int32,
-    payload,
-    raw,
-    storage_and_views,
-)
+from cache_case import FP8, clones, compact_arguments, payload, raw, storage_and_views
 from hypothesis import example, given
 from hypothesis import strategies as st
+from step_case import int32
 from torch import Tensor
 
 from pagedtree import compact_kv

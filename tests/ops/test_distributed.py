@@ -10,11 +10,12 @@ import lossless_case
 import pytest
 import torch
 from ranks import Ranks
-from shard_case import SPLITS, Case, make_case, pack, per_request, shards_of
+from shard_case import SPLITS, Case, make_case, per_request, shards_of
 
 import pagedtree
 from pagedtree import SamplingParams, TreeBatch, distributed
 from pagedtree._ops import ops
+from pagedtree.check.cases.inputs import as_words
 from pagedtree.distributed import GroupError, Traffic, VocabShards
 from pagedtree.distributed.protocol import END_WORDS, LEFT_WORDS, ROW_WORDS, Round, Weigh, num_digits
 from pagedtree.testing import backends, use_backend
@@ -63,7 +64,7 @@ def part_of_mask(shards: VocabShards, allowed: torch.Tensor | None, packed: bool
     if allowed is None:
         return None
     part = shards.own(allowed)
-    return pack(part) if packed else part
+    return as_words(part) if packed else part
 
 
 def same(a: tuple, b: tuple) -> bool:
@@ -85,7 +86,7 @@ def compare_sampled(group: object, backend: str, size: int, dtype: torch.dtype, 
         rows = {"seeds": torch.arange(case.logits.shape[0]), "positions": torch.arange(case.logits.shape[0]) * 3}
         for mask, packed in (("none", False), ("bool", False), ("bool", True)):
             allowed = case.masks[mask]
-            whole_mask = pack(allowed) if packed else allowed
+            whole_mask = as_words(allowed) if packed else allowed
             whole = pagedtree.verify_sampled(
                 case.logits, case.drafts, case.trees, params, **case.streams, grammar_mask=whole_mask
             )

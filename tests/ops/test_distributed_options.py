@@ -10,10 +10,11 @@ import pytest
 import torch
 from options_case import CHAINS, PARTS, SAMPLED, TREES, VOCAB, batch_of, good_case, hostile_options, make_case
 from ranks import Ranks
-from shard_case import pack, shards_of
+from shard_case import shards_of
 
 import pagedtree
 from pagedtree import RequestOptions, SamplingParams, distributed
+from pagedtree.check.cases.inputs import as_words
 from pagedtree.testing import backends, use_backend
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
@@ -60,7 +61,7 @@ def compare(group: object, backend: str, size: int, seeds: int, parts: tuple[str
                 shards = shards_of(group, fractions, vocab)
                 logits, part = shards.own(case.logits), None if mask is None else shards.own(mask)
                 if i % 2 and part is not None:
-                    part = pack(part)
+                    part = as_words(part)
                 for name, plain in SAMPLED.items():
                     params = replace(plain, **case.penalties)
                     whole = pagedtree.verify_sampled(case.logits, *tree, params, **given, grammar_mask=mask)

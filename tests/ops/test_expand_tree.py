@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from draft_checks import ToyModel, best_tokens, int32, mask_sets, packed_trees, seeded
+from draft_checks import ToyModel, best_tokens, mask_sets, packed_trees, seeded
+from step_case import int32
 from torch import Tensor
 
 from pagedtree import DraftState, SamplingParams, expand_tree, rerank_tree, start_draft

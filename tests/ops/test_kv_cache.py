@@ -5,18 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cache_case import (
-    FP8,
-    LATENT_LAYOUTS,
-    PAGE_SIZES,
-    clones,
-    int32,
-    latent_view,
-    payload,
-    raw,
-)
+from cache_case import FP8, LATENT_LAYOUTS, PAGE_SIZES, clones, latent_view, payload, raw
 from hypothesis import given
 from hypothesis import strategies as st
+from step_case import int32
 from torch import Tensor
 
 from pagedtree import append_kv, compact_kv, slot_mapping

@@ -24,10 +24,10 @@ from options_case import (
     strided,
     verify,
 )
-from shard_case import pack
 from verify_case import BAD_ROW, check
 
 from pagedtree import RequestOptions, SamplingParams, reference, sample, verify_rejection, verify_sampled
+from pagedtree.check.cases.inputs import as_words
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 GREEDY = SamplingParams(temperature=0.0)
@@ -100,7 +100,7 @@ def test_strided_rows(device):
 
 def test_packed_grammar(device):
     for case in cases(77, PARTS, 6, device):
-        assert differences(replace(case, grammar_mask=pack(case.grammar_mask.cpu()).to(device))) == []
+        assert differences(replace(case, grammar_mask=as_words(case.grammar_mask.cpu()).to(device))) == []
 
 
 def test_draft_vocabulary(device):

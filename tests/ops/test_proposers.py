@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from draft_checks import int32, packed_trees
+from draft_checks import packed_trees
 from hypothesis import given
 from hypothesis import strategies as st
+from step_case import int32
 
 from pagedtree import Draft, DraftTree, TreeBatch, medusa_propose, ngram_propose, rejected_predictions
 from pagedtree._ops import ops

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import recurrent_case as case
 import torch
-from draft_checks import int32, seeded
+from draft_checks import seeded
 from recurrent_case import Layer, error, layer, paths_to, trees_of
+from step_case import int32
 from torch import Tensor
 
 import pagedtree as pt

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import recurrent_case as case
 import torch
-from draft_checks import int32
 from recurrent_case import Layer, error, layer, paths_to, trees_of
+from step_case import int32
 
 import pagedtree as pt
 from pagedtree import _C, build_trees

@@ -7,9 +7,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from draft_checks import int32, seeded
+from draft_checks import seeded
 from hypothesis import given
 from hypothesis import strategies as st
+from step_case import int32
 from torch import Tensor
 
 from pagedtree import DraftTree, TreeBatch, best_first_tree, build_trees, select_nodes

@@ -8,6 +8,7 @@ import torch
 from device_case import placed
 from hypothesis import example, given
 from hypothesis import strategies as st
+from step_case import int32
 from torch import Tensor
 
 from pagedtree import DraftTree, TreeBatch, build_trees, medusa_propose
@@ -46,10 +47,6 @@ def mask_sets(mask: Tensor) -> list[set[int]]:
     return [
         {32 * w + bit for w, word in enumerate(row) for bit in range(32) if (word >> bit) & 1} for row in mask.tolist()
     ]
-
-
-def int32(values: list[int], device: torch.device | str = "cpu") -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 # DraftTree ------------------------------------------------------------------------------------------------------------

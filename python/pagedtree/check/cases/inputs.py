@@ -59,10 +59,8 @@ def as_words(bits: np.ndarray | Tensor, words: int | None = None) -> Tensor:
     return torch.from_numpy(np.packbits(wide, axis=1, bitorder="little").view(np.int32).copy())
 
 
-def paged_views(
-    pages: int, page_size: int, heads: int, head_dim: int, dtype: torch.dtype, layout: str, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A storage full of numbers, and K and V in it as engines lay them out: [pages, page_size, heads, head_dim]."""
+def storage_shape(layout: str, pages: int, page_size: int, heads: int, head_dim: int) -> tuple[int, ...]:
+    """Returns the shape of the memory of K and V as engines lay them out."""
     shapes = {
         "nhd": (2, pages, page_size, heads, head_dim),
         "hnd": (2, pages, heads, page_size, head_dim),
@@ -70,8 +68,15 @@ def paged_views(
         "packed": (pages, page_size, heads, 2 * head_dim),  # K and V of a row side by side
     }
     if layout in MARGINS:
-        shapes[layout] = (2, pages, page_size + 1, heads + 2, head_dim + sum(MARGINS[layout]))
-    storage = torch.randn(shapes[layout], generator=seeded(seed)).to(dtype)
+        return 2, pages, page_size + 1, heads + 2, head_dim + sum(MARGINS[layout])
+    return shapes[layout]
+
+
+def paged_views(
+    pages: int, page_size: int, heads: int, head_dim: int, dtype: torch.dtype, layout: str, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A storage full of numbers, and K and V in it: [pages, page_size, heads, head_dim]."""
+    storage = torch.randn(storage_shape(layout, pages, page_size, heads, head_dim), generator=seeded(seed)).to(dtype)
     return storage, *views_of(storage, layout)
 
 
