@@ -14,12 +14,13 @@ import torch
 from device_case import made_on, to_device
 from torch import Tensor
 
-from pagedtree import _C, DraftTree, reference, tree_attention
+from pagedtree import _C, DraftTree, PreparedAttention, reference, tree_attention
 from pagedtree.check.case import Place
 from pagedtree.check.cases import instructions_sm90
 from pagedtree.testing import backends
 
 CPU = torch.device("cpu")
+LAYER_ARGUMENTS = ("q", "k_cache", "v_cache", "sinks", "k_scale", "v_scale", "out")
 LAYOUTS = ("nhd", "hnd", "stacked", "packed", "padded", "sparse")
 
 
@@ -238,9 +239,19 @@ def on_host(case: dict[str, Any]) -> dict[str, Any]:
     return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in case.items()}
 
 
+def prepared_attention(case: dict[str, Any]) -> Tensor:
+    """The call by way of `PreparedAttention`."""
+    layer = {name: case[name] for name in LAYER_ARGUMENTS if name in case}
+    q, k_cache, v_cache = (layer.pop(name) for name in LAYER_ARGUMENTS[:3])
+    step = PreparedAttention(**{name: value for name, value in case.items() if name not in LAYER_ARGUMENTS})
+    with torch.inference_mode():
+        return step(q, k_cache, v_cache, **layer)
+
+
 def check(case: dict[str, Any], *, factor: float = 2.0) -> None:
-    """tree_attention against the reference: RMS error within `factor` times SDPA's, lse close."""
+    """tree_attention against the reference: RMS error within `factor` times SDPA's, lse close; both forms the same."""
     out, lse = tree_attention(**case, return_lse=True)
+    assert torch.equal(prepared_attention(case), out)
     plain = on_host({k: v for k, v in case.items() if k not in ("plan", "max_seqlen_q")})
     with made_on(CPU):
         _check(out.cpu(), lse.cpu(), plain, factor)

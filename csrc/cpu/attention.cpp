@@ -12,6 +12,8 @@
 namespace pagedtree::cpu {
 namespace {
 
+constexpr int64_t kMergedFloats = 32768;  // of partial results that one thread merges alone
+
 constexpr int64_t align_up(int64_t bytes) { return ceil_div(bytes, kScratchAlignment) * kScratchAlignment; }
 
 int64_t workspace_bytes(const TreeAttentionParams& p) {
@@ -102,7 +104,9 @@ void CpuBackend::tree_attention(const TreeAttentionParams& p, const ExecContext&
       }
     }
   });
-  parallel_for(ctx, ranges.count, 1, [&](int64_t begin, int64_t end) {
+  // Waking the other threads takes longer than to merge a few small pieces.
+  const int64_t grain = max_of<int64_t>(kMergedFloats / max_of<int64_t>(ranges.piece_rows * p.head_dim_v, 1), 1);
+  parallel_for(ctx, ranges.count, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) isa.merge_pieces(p, ranges, static_cast<int32_t>(i));
   });
 }

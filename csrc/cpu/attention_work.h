@@ -8,8 +8,8 @@ namespace pagedtree::cpu {
 constexpr int kMTile = 128;            // rows of an M tile
 constexpr int kFewRows = 8;            // heads with at most this many rows wait for memory: see engine_dot.h
 constexpr int kMaxRanges = 256;        // more than there are threads, which pick them up one by one
-constexpr int64_t kMinRangeCost = 32;  // in KV tiles
-constexpr int32_t kMinPieceTiles = 4;
+constexpr int64_t kMinRangeCost = 16;  // in KV tiles
+constexpr int32_t kMinPieceTiles = 6;
 constexpr RangeLimits kRangeLimits = {kMaxRanges, 1, kMinRangeCost, kMinPieceTiles};
 constexpr int64_t kScratchAlignment = 64;
 

@@ -1,7 +1,9 @@
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <iterator>
 #include <limits>
+#include <type_traits>
 
 #include "core/engine.h"
 #include "core/schedule.h"
@@ -25,27 +27,29 @@ bool any_head_dims(const Predicate& fits) {
 
 // `k_name` and `v_name` name the arguments that have the sizes.
 void check_head_dims(const Check& check, int64_t k, int64_t v, const char* k_name, const char* v_name) {
+  if (any_head_dims([&](const HeadDims& dims) { return dims.k == k && dims.v == v; })) return;
   check.that(any_head_dims([&](const HeadDims& dims) { return dims.k == k; }), k_name,
              "of head size 64, 96, 128, 192, 256, 512 or 576", k);
   std::string expected;
   for (const HeadDims& dims : kHeadDims) {
     if (dims.k == k) expected += (expected.empty() ? "" : " or ") + std::to_string(dims.v);
   }
-  check.that(any_head_dims([&](const HeadDims& dims) { return dims.k == k && dims.v == v; }), v_name,
-             "of head size " + expected + " with K's " + std::to_string(k), v);
+  check.fail(v_name, "of head size " + expected + " with K's " + std::to_string(k), v);
 }
 
 PagedCache paged_cache(const Tensor& t) { return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2)}; }
 
 void check_cache(const Check& check, const Tensor& q, const Tensor& t, int64_t head_dim, const char* name) {
   check.that(t.defined(), name, "a Tensor", "None");
-  check.that(t.scalar_type() == q.scalar_type() || t.scalar_type() == ScalarType::Float8_e4m3fn, name,
-             std::string("of q's dtype ") + torch::headeronly::toString(q.scalar_type()) + " or Float8_e4m3fn",
-             torch::headeronly::toString(t.scalar_type()));
+  if (t.scalar_type() != q.scalar_type() && t.scalar_type() != ScalarType::Float8_e4m3fn) {
+    check.fail(name, std::string("of q's dtype ") + torch::headeronly::toString(q.scalar_type()) + " or Float8_e4m3fn",
+               torch::headeronly::toString(t.scalar_type()));
+  }
   check.tensor(t, name, {t.scalar_type()}, {kAnySize, kAnySize, kAnySize, head_dim}, Strides::kLastContiguous);
-  check.that(t.size(1) >= 1, name, "of a page size of at least 1", Check::text(t.sizes()));
-  check.that(t.size(2) >= 1 && q.size(1) % t.size(2) == 0, name,
-             "of a number of heads that divides q's " + std::to_string(q.size(1)), Check::text(t.sizes()));
+  if (t.size(1) < 1) check.fail(name, "of a page size of at least 1", Check::text(t.sizes()));
+  if (t.size(2) < 1 || q.size(1) % t.size(2) != 0) {
+    check.fail(name, "of a number of heads that divides q's " + std::to_string(q.size(1)), Check::text(t.sizes()));
+  }
 }
 
 // The cache's addresses and strides must be multiples of this many bytes.
@@ -55,7 +59,8 @@ void check_alignment(const Check& check, int64_t bytes, const Tensor& t, const c
   for (int64_t d = 0; d < 3; ++d) {
     aligned = aligned && (t.size(d) == 1 || t.stride(d) * static_cast<int64_t>(t.element_size()) % bytes == 0);
   }
-  check.that(aligned, name, "of an address and strides that are multiples of " + std::to_string(bytes) + " bytes",
+  if (aligned) return;
+  check.fail(name, "of an address and strides that are multiples of " + std::to_string(bytes) + " bytes",
              "strides " + Check::text(t.strides()) + " of " + std::to_string(t.element_size()) + " bytes");
 }
 
@@ -75,13 +80,23 @@ int64_t check_scale(const Check& check, const std::optional<Tensor>& scale, cons
   return scale->size(0) == 1 ? 0 : 1;
 }
 
-struct Arguments {
-  const Tensor &q, &k_cache, &v_cache, &page_table, &seq_lens, &cu_seqlens_q;
+constexpr float kDefaultScale = std::numeric_limits<float>::quiet_NaN();  // until the head size is known
+
+// What a call says of its step, which is the same in all layers of the same kind.
+struct StepArguments {
+  const Tensor &page_table, &seq_lens, &cu_seqlens_q;
   const std::optional<Tensor>&tree_mask, &tree_lens;
+  std::optional<int64_t> max_seqlen_q;
   std::optional<double> scale;
   double softcap;
   int64_t window;
-  const std::optional<Tensor>&sinks, &k_scale, &v_scale, &plan;
+  const std::optional<Tensor>& plan;
+};
+
+// And of its layer.
+struct LayerArguments {
+  const Tensor &q, &k_cache, &v_cache;
+  const std::optional<Tensor>&sinks, &k_scale, &v_scale;
 };
 
 // Checks all that the shape of the output depends on.
@@ -89,7 +104,9 @@ void check_queries(const Check& check, const Tensor& q, const Tensor& v_cache) {
   check.tensor(q, "q", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}, {kAnySize, kAnySize, kAnySize},
                Strides::kLastContiguous);
   check.that(v_cache.defined(), "v_cache", "a Tensor", "None");
-  check.that(v_cache.dim() == 4, "v_cache", "of shape [pages, page_size, Hkv, Dv]", Check::text(v_cache.sizes()));
+  if (v_cache.dim() != 4) {
+    check.fail("v_cache", "of shape [pages, page_size, Hkv, Dv]", Check::text(v_cache.sizes()));
+  }
 }
 
 // Whether V is the first columns of K.
@@ -99,13 +116,50 @@ bool is_latent(const Tensor& k_cache, const Tensor& v_cache) {
          k_cache.stride(1) == v_cache.stride(1);
 }
 
-// For queries that have been checked.
-TreeAttentionParams checked_params(const Check& check, const Backend& backend, const Arguments& a,
-                                   std::optional<int64_t> max_seqlen_q) {
+// The params that are the step's. num_tokens: those of the queries, if they are known already; the mask's otherwise.
+TreeAttentionParams step_params(const Check& check, const StepArguments& a, int64_t num_tokens) {
+  TreeAttentionParams p{};
+  p.batch = check.offsets(a.cu_seqlens_q, "cu_seqlens_q");
+  check.tensor(a.page_table, "page_table", {ScalarType::Int}, {p.batch, kAnySize}, Strides::kLastContiguous);
+  check.tensor(a.seq_lens, "seq_lens", {ScalarType::Int}, {p.batch});
+  p.num_tokens = num_tokens;
+  if (a.tree_mask.has_value()) {
+    check.tensor(*a.tree_mask, "tree_mask", {ScalarType::Int}, {num_tokens, kAnySize}, Strides::kLastContiguous);
+    p.num_tokens = a.tree_mask->size(0);
+    p.mask_stride = a.tree_mask->stride(0);
+    p.mask_words = static_cast<int32_t>(a.tree_mask->size(1));
+  }
+  if (a.tree_lens.has_value()) check.tensor(*a.tree_lens, "tree_lens", {ScalarType::Int}, {p.batch});
+  check.that(a.max_seqlen_q.value_or(0) >= 0, "max_seqlen_q", "at least 0", a.max_seqlen_q.value_or(0));
+  check.that(std::isfinite(a.scale.value_or(1.0)), "scale", "finite", a.scale.value_or(1.0));
+  check.that(std::isfinite(a.softcap) && a.softcap >= 0.0, "softcap", "finite and at least 0 (0: none)", a.softcap);
+  check.that(a.window >= 0, "window", "at least 0 (0: none)", a.window);
+  if (a.plan.has_value()) check.tensor(*a.plan, "plan", {ScalarType::Int}, {kPlanSize});
+
+  p.table = page_table_of(a.page_table, 0);
+  p.seq_lens = const_pointer<int32_t>(a.seq_lens);
+  p.cu_seqlens_q = const_pointer<int32_t>(a.cu_seqlens_q);
+  p.tree_mask = optional_pointer<int32_t>(a.tree_mask);
+  p.tree_lens = optional_pointer<int32_t>(a.tree_lens);
+  p.plan = optional_pointer<int32_t>(a.plan);
+  p.window = a.window;
+  p.max_seqlen_q = a.max_seqlen_q.value_or(-1);
+  p.scale = a.scale.has_value() ? static_cast<float>(*a.scale) : kDefaultScale;
+  p.softcap = static_cast<float>(a.softcap);
+  p.engine = engine_from_environment();
+  return p;
+}
+
+// Adds those of the layer, whose queries have been checked.
+void add_layer(const Check& check, const Backend& backend, const LayerArguments& a, TreeAttentionParams& p) {
   const int64_t num_tokens = a.q.size(0), num_heads = a.q.size(1), head_dim = a.q.size(2);
   const int64_t head_dim_v = a.v_cache.size(3);
   check_head_dims(check, head_dim, head_dim_v, "q", "v_cache");
-  check.that(num_heads >= 1, "q", "of at least one head", Check::text(a.q.sizes()));
+  if (num_heads < 1) check.fail("q", "of at least one head", Check::text(a.q.sizes()));
+  if (p.num_tokens != kAnySize && p.num_tokens != num_tokens) {
+    check.fail("tree_mask", "of shape [" + std::to_string(num_tokens) + ", *]",
+               Check::text(std::vector<int64_t>{p.num_tokens, p.mask_words}));
+  }
   check_cache(check, a.q, a.k_cache, head_dim, "k_cache");
   check_cache(check, a.q, a.v_cache, head_dim_v, "v_cache");
   check.tensor(a.v_cache, "v_cache", {a.k_cache.scalar_type()},
@@ -114,64 +168,37 @@ TreeAttentionParams checked_params(const Check& check, const Backend& backend, c
              "of dtype Half or BFloat16 (Float is for the CPU backend)", "Float");
   check_alignment(check, backend.attention.cache_alignment, a.k_cache, "k_cache");
   check_alignment(check, backend.attention.cache_alignment, a.v_cache, "v_cache");
-  const int64_t batch = check.offsets(a.cu_seqlens_q, "cu_seqlens_q");
-  check.tensor(a.page_table, "page_table", {ScalarType::Int}, {batch, kAnySize}, Strides::kLastContiguous);
-  check.tensor(a.seq_lens, "seq_lens", {ScalarType::Int}, {batch});
-  if (a.tree_mask.has_value()) {
-    check.tensor(*a.tree_mask, "tree_mask", {ScalarType::Int}, {num_tokens, kAnySize}, Strides::kLastContiguous);
-  }
-  if (a.tree_lens.has_value()) check.tensor(*a.tree_lens, "tree_lens", {ScalarType::Int}, {batch});
-  if (max_seqlen_q.has_value()) check.that(*max_seqlen_q >= 0, "max_seqlen_q", "at least 0", *max_seqlen_q);
-  const double scale = a.scale.value_or(1.0 / std::sqrt(static_cast<double>(head_dim)));
-  check.that(std::isfinite(scale), "scale", "finite", scale);
-  check.that(std::isfinite(a.softcap) && a.softcap >= 0.0, "softcap", "finite and at least 0 (0: none)", a.softcap);
-  check.that(a.window >= 0, "window", "at least 0 (0: none)", a.window);
   if (a.sinks.has_value()) check.tensor(*a.sinks, "sinks", {ScalarType::Float}, {num_heads});
   const bool latent = is_latent(a.k_cache, a.v_cache);
-  check.that(!latent || a.softcap == 0.0, "softcap", "0 where v_cache is a view of k_cache", a.softcap);
+  check.that(!latent || p.softcap == 0.0f, "softcap", "0 where v_cache is a view of k_cache", p.softcap);
   const std::optional<Tensor>& v_scale = latent && !a.v_scale.has_value() ? a.k_scale : a.v_scale;
-  const int64_t k_scale_stride = check_scale(check, a.k_scale, a.k_cache, "k_scale");
-  const int64_t v_scale_stride = check_scale(check, v_scale, a.v_cache, "v_scale");
-  if (a.plan.has_value()) check.tensor(*a.plan, "plan", {ScalarType::Int}, {kPlanSize});
+  p.k_scale_stride = check_scale(check, a.k_scale, a.k_cache, "k_scale");
+  p.v_scale_stride = check_scale(check, v_scale, a.v_cache, "v_scale");
 
-  TreeAttentionParams p{};
   p.q = a.q.const_data_ptr();
   p.k_cache = paged_cache(a.k_cache);
   p.v_cache = paged_cache(a.v_cache);
-  p.table = page_table_of(a.page_table, a.k_cache.size(1));
-  p.seq_lens = const_pointer<int32_t>(a.seq_lens);
-  p.cu_seqlens_q = const_pointer<int32_t>(a.cu_seqlens_q);
-  p.tree_mask = optional_pointer<int32_t>(a.tree_mask);
-  p.tree_lens = optional_pointer<int32_t>(a.tree_lens);
+  p.table.page_size = a.k_cache.size(1);
   p.sinks = optional_pointer<float>(a.sinks);
   p.k_scale = optional_pointer<float>(a.k_scale);
   p.v_scale = optional_pointer<float>(v_scale);
   p.q_token_stride = a.q.stride(0);
   p.q_head_stride = a.q.stride(1);
-  p.mask_stride = a.tree_mask.has_value() ? a.tree_mask->stride(0) : 0;
-  p.k_scale_stride = k_scale_stride;
-  p.v_scale_stride = v_scale_stride;
-  p.batch = batch;
   p.num_tokens = num_tokens;
   p.num_pages = a.k_cache.size(0);
-  p.window = a.window;
-  p.max_seqlen_q = max_seqlen_q.value_or(batch == 0 ? 0 : ceil_div(num_tokens, batch));
+  if (p.max_seqlen_q < 0) p.max_seqlen_q = p.batch == 0 ? 0 : ceil_div(num_tokens, p.batch);
   p.num_kv_heads = static_cast<int32_t>(a.k_cache.size(2));
   p.group_size = static_cast<int32_t>(num_heads / a.k_cache.size(2));
   p.head_dim = static_cast<int32_t>(head_dim);
   p.head_dim_v = static_cast<int32_t>(head_dim_v);
   p.latent = latent;
-  p.mask_words = a.tree_mask.has_value() ? static_cast<int32_t>(a.tree_mask->size(1)) : 0;
   p.q_dtype = core_dtype(a.q);
   p.kv_dtype = core_dtype(a.k_cache);
-  p.scale = static_cast<float>(scale);
-  p.softcap = static_cast<float>(a.softcap);
-  p.engine = engine_from_environment();
-  return p;
+  if (std::isnan(p.scale)) p.scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(head_dim)));
 }
 
 // PAGEDTREE_CHECK: offsets, lengths, page ids and the mask's width, on the host.
-void check_values(const Check& check, const Arguments& a, const TreeAttentionParams& p) {
+void check_values(const Check& check, const StepArguments& a, const TreeAttentionParams& p) {
   const auto offsets = host_values<int32_t>(a.cu_seqlens_q), seq_lens = host_values<int32_t>(a.seq_lens);
   const auto table = host_values<int32_t>(a.page_table);
   std::vector<int32_t> tree_lens;
@@ -215,6 +242,25 @@ AttentionPlanParams plan_params(const TreeAttentionParams& p, const Tensor& plan
   return params;
 }
 
+// Runs a call whose params lack only the outputs; p.plan may be null.
+void run_attention(const Check& check, const Backend& backend, TreeAttentionParams& p, const Tensor& q,
+                   const Tensor& v_cache, Tensor& out) {
+  check.tensor(out, "out", {q.scalar_type()}, {q.size(0), q.size(1), v_cache.size(3)}, Strides::kLastContiguous);
+  p.out = out.mutable_data_ptr();
+  p.out_token_stride = out.stride(0);
+  p.out_head_stride = out.stride(1);
+  const CallContext ctx = context_for(q);
+  std::optional<Tensor> plan;
+  if (p.plan == nullptr) {
+    plan = empty_on(q, {kPlanSize}, ScalarType::Int);
+    backend.attention_plan(plan_params(p, *plan), ctx);
+    p.plan = const_pointer<int32_t>(*plan);
+  }
+  Tensor scratch = empty_on(q, {backend.tree_attention_scratch(p, ctx)}, ScalarType::Byte);
+  p.scratch = scratch.mutable_data_ptr();
+  backend.tree_attention(p, ctx);
+}
+
 void tree_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& page_table,
                         const Tensor& seq_lens, const Tensor& cu_seqlens_q, const std::optional<Tensor>& tree_mask,
                         const std::optional<Tensor>& tree_lens, std::optional<int64_t> max_seqlen_q,
@@ -224,27 +270,65 @@ void tree_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_
   const Check check("tree_attention", q);
   check_queries(check, q, v_cache);
   const Backend& backend = backend_for(q);
-  const Arguments a{q,     k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens,
-                    scale, softcap, window,  sinks,      k_scale,  v_scale,      plan};
-  TreeAttentionParams p = checked_params(check, backend, a, max_seqlen_q);
-  check.tensor(out, "out", {q.scalar_type()}, {q.size(0), q.size(1), v_cache.size(3)}, Strides::kLastContiguous);
-  if (lse.has_value()) check.tensor(*lse, "lse", {ScalarType::Float}, {q.size(0), q.size(1)}, Strides::kAny);
-  if (value_checks_enabled()) check_values(check, a, p);
-  p.out = out.mutable_data_ptr();
-  p.out_token_stride = out.stride(0);
-  p.out_head_stride = out.stride(1);
+  const StepArguments step{page_table,   seq_lens, cu_seqlens_q, tree_mask, tree_lens,
+                           max_seqlen_q, scale,    softcap,      window,    plan};
+  TreeAttentionParams p = step_params(check, step, q.size(0));
+  add_layer(check, backend, {q, k_cache, v_cache, sinks, k_scale, v_scale}, p);
   if (lse.has_value()) {
+    check.tensor(*lse, "lse", {ScalarType::Float}, {q.size(0), q.size(1)}, Strides::kAny);
     p.lse = mutable_pointer<float>(*lse);
     p.lse_token_stride = lse->stride(0);
     p.lse_head_stride = lse->stride(1);
   }
-  const CallContext ctx = context_for(q);
-  const Tensor used_plan = plan.has_value() ? *plan : empty_on(q, {kPlanSize}, ScalarType::Int);
-  if (!plan.has_value()) backend.attention_plan(plan_params(p, used_plan), ctx);
-  p.plan = const_pointer<int32_t>(used_plan);
-  Tensor scratch = empty_on(q, {backend.tree_attention_scratch(p, ctx)}, ScalarType::Byte);
-  p.scratch = scratch.mutable_data_ptr();
-  backend.tree_attention(p, ctx);
+  if (value_checks_enabled()) check_values(check, step, p);
+  run_attention(check, backend, p, q, v_cache, out);
+}
+
+// What `_prepare_attention` hands to `_attend`, as the bytes of a tensor, which Torch owns. Its pointers are the step's
+// tensors': whoever keeps it must keep these.
+struct PreparedStep {
+  static constexpr uint64_t kMark = 0x7d3c1f5ab2e94086;  // no other bytes begin like this
+
+  uint64_t mark;
+  int32_t device_type, device_index;
+  TreeAttentionParams params;
+};
+static_assert(std::is_trivially_copyable_v<PreparedStep>);
+
+Tensor prepare_attention(const Tensor& page_table, const Tensor& seq_lens, const Tensor& cu_seqlens_q,
+                         const std::optional<Tensor>& tree_mask, const std::optional<Tensor>& tree_lens,
+                         std::optional<int64_t> max_seqlen_q, std::optional<double> scale, double softcap,
+                         int64_t window, const std::optional<Tensor>& plan) {
+  const Check check("tree_attention", page_table);
+  const StepArguments step{page_table,   seq_lens, cu_seqlens_q, tree_mask, tree_lens,
+                           max_seqlen_q, scale,    softcap,      window,    plan};
+  const TreeAttentionParams params = step_params(check, step, kAnySize);
+  const torch::stable::Device device = page_table.device();
+  const PreparedStep prepared{PreparedStep::kMark, static_cast<int32_t>(device.type()), device.index(), params};
+  const torch::stable::Device host(torch::headeronly::DeviceType::CPU);
+  const std::vector<int64_t> size{sizeof(prepared)};
+  Tensor bytes = torch::stable::empty(size, ScalarType::Byte, std::nullopt, host);
+  std::memcpy(bytes.mutable_data_ptr(), &prepared, sizeof(prepared));
+  return bytes;
+}
+
+void attend(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& step, Tensor out,
+            const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scale,
+            const std::optional<Tensor>& v_scale) {
+  const Check check("tree_attention", q);
+  check_queries(check, q, v_cache);
+  PreparedStep prepared{};
+  if (step.is_cpu() && step.is_contiguous() && step.element_size() * step.numel() == sizeof(prepared)) {
+    std::memcpy(&prepared, step.const_data_ptr(), sizeof(prepared));
+  }
+  check.that(prepared.mark == PreparedStep::kMark, "step", "what _prepare_attention returned", "another tensor");
+  const torch::stable::Device device = q.device();
+  if (static_cast<int32_t>(device.type()) != prepared.device_type || device.index() != prepared.device_index) {
+    check.fail("q", "on the device of the other arguments", "another device");
+  }
+  const Backend& backend = backend_for(q);
+  add_layer(check, backend, {q, k_cache, v_cache, sinks, k_scale, v_scale}, prepared.params);
+  run_attention(check, backend, prepared.params, q, v_cache, out);
 }
 
 std::tuple<Tensor, Tensor> tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
@@ -344,6 +428,14 @@ constexpr Op kOps[] = {
     {"tree_attention", "(" PT_ATTENTION_ARGUMENTS ") -> (Tensor out, Tensor lse)", PT_BOX(&tree_attention)},
     {"tree_attention.out", "(" PT_ATTENTION_ARGUMENTS ", Tensor(a!) out, Tensor(b!)? lse=None) -> ()",
      PT_BOX(&tree_attention_out)},
+    {"_prepare_attention",
+     "(Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q, Tensor? tree_mask=None, *, Tensor? tree_lens=None,"
+     " SymInt? max_seqlen_q=None, float? scale=None, float softcap=0.0, SymInt window=0, Tensor? plan=None) -> Tensor",
+     PT_BOX(&prepare_attention)},
+    {"_attend",
+     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor step, Tensor(a!) out, Tensor? sinks=None,"
+     " Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
+     PT_BOX(&attend)},
     {"attention_plan",
      "(Tensor seq_lens, Tensor cu_seqlens_q, *, SymInt num_q_heads, SymInt num_kv_heads,"
      " SymInt head_dim, SymInt page_size, SymInt max_seqlen_q, Tensor? tree_lens=None,"

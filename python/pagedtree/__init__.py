@@ -1,7 +1,7 @@
 """Tree-masked paged attention and tree verification for speculative decoding."""
 
 from pagedtree import testing as testing
-from pagedtree.attention import attention_plan, merge_states, tree_attention
+from pagedtree.attention import PreparedAttention, attention_plan, merge_states, tree_attention
 from pagedtree.choice import choose_tree, expected_tokens
 from pagedtree.cost import AttentionCost, AttentionLaunch, explain
 from pagedtree.drafting import (
@@ -42,6 +42,7 @@ __all__ = [
     "Draft",
     "DraftState",
     "DraftTree",
+    "PreparedAttention",
     "RequestOptions",
     "SamplingParams",
     "TreeBatch",

@@ -83,6 +83,10 @@ _TYPE_MISMATCH = re.compile(
 )
 
 
+# Ops that are parts of another one, of which their messages speak.
+_PARTS = {"_attend": "tree_attention", "_prepare_attention": "tree_attention"}
+
+
 def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a raw op; its refusal (RuntimeError) becomes the ValueError or TypeError that Python callers expect."""
     if torch.compiler.is_compiling():
@@ -92,6 +96,7 @@ def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     except RuntimeError as error:
         message = str(error)
         name = str(op).removeprefix("pagedtree.").split(".")[0]
+        name = _PARTS.get(name, name)
         if mismatch := _TYPE_MISMATCH.search(message):
             expected, argument, found, value = mismatch.groups()
             value = value if len(value) <= 80 else f"{value[:77]}..."

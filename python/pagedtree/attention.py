@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
 from pagedtree._arguments import expect_type
-from pagedtree._ops import call, ops, register_fake
+from pagedtree._ops import call, makes_fakes, ops, register_fake
 
-__all__ = ["attention_plan", "merge_states", "tree_attention"]
+__all__ = ["PreparedAttention", "attention_plan", "merge_states", "tree_attention"]
 
 PLAN_SIZE = 3 * 4 * (1024 + 1)
 
@@ -117,6 +119,88 @@ def tree_attention(
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
     call(ops.tree_attention.out, *arguments, **options, out=out, lse=lse)
     return (out, lse) if lse is not None else out
+
+
+class PreparedAttention:
+    """Makes the calls of `tree_attention` in one step of a model, whose layers differ only in queries and caches.
+
+        attend = PreparedAttention(page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens=tree_lens, plan=plan)
+        for q, k_cache, v_cache in layers:
+            out = attend(q, k_cache, v_cache)       # tree_attention(q, k_cache, v_cache, page_table, seq_lens, ...)
+
+    What the layers share is checked once, here, and a call takes the host half the time. Results are the same bits.
+    The tensors are kept, and read by each call: one made for a captured graph serves all replays.
+
+    Args:
+        page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens, max_seqlen_q, scale, softcap, window, plan: as for
+            `tree_attention`. Give a plan, or each call makes one.
+
+    Raises ValueError for wrong shapes, dtypes, devices, strides or a negative window or softcap.
+    """
+
+    def __init__(
+        self,
+        page_table: Tensor,
+        seq_lens: Tensor,
+        cu_seqlens_q: Tensor,
+        tree_mask: Tensor | None = None,
+        *,
+        tree_lens: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        window: int = 0,
+        plan: Tensor | None = None,
+    ) -> None:
+        expect_type("page_table", page_table, Tensor)
+        self._tensors = page_table, seq_lens, cu_seqlens_q, tree_mask
+        self._options = {
+            "tree_lens": tree_lens,
+            "max_seqlen_q": max_seqlen_q,
+            "scale": scale,
+            "softcap": softcap,
+            "window": window,
+            "plan": plan,
+        }
+        # The checks of values ask for the caches, too, and where tensors have no values there is nothing to prepare.
+        checks_values = os.environ.get("PAGEDTREE_CHECK", "0") not in ("", "0")
+        has_no_values = torch.compiler.is_compiling() or makes_fakes() or page_table.is_meta
+        self._step: Tensor | None = None
+        if not (checks_values or has_no_values):
+            self._step = call(ops._prepare_attention.default, *self._tensors, **self._options)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        sinks: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Gives the attention of one layer: out [T, Hq, Dv].
+
+        Args:
+            q, k_cache, v_cache, sinks, k_scale, v_scale, out: as for `tree_attention`.
+
+        Raises ValueError as `tree_attention` does.
+        """
+        if self._step is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
+            rest = {**self._options, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "out": out}
+            return tree_attention(q, k_cache, v_cache, *self._tensors, **rest)  # type: ignore[arg-type, return-value]
+        expect_type("q", q, Tensor)
+        if out is None:
+            expect_type("v_cache", v_cache, Tensor)
+            out = q.new_empty((*q.shape[:2], v_cache.shape[-1]))
+        elif not out.is_inference():
+            torch.autograd.graph.increment_version(out)
+        call(_attend, q, k_cache, v_cache, self._step, out, sinks, k_scale, v_scale)
+        return out
+
+
+_attend = ops._attend.default
 
 
 def attention_plan(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_case import Target, check, on_host, once_per_backend
+from attention_case import Target, check, on_host, once_per_backend, prepared_attention
 from device_case import placed
 
 from pagedtree import DraftTree, reference, tree_attention
@@ -78,8 +78,9 @@ def test_refusals(target: Target, name: str, change: Any, message: str) -> None:
     # Where several arguments disagree, the message may name the other one.
     blamed = "k_cache" if "divides" in message else name
     out = case.setdefault("out", torch.full_like(case["q"], 7.0)) if name != "q" else None
-    with pytest.raises(ValueError, match=f"tree_attention: `{blamed}` must be {message}"):
-        tree_attention(**case)
+    for call in (lambda: tree_attention(**case), lambda: prepared_attention(case)):
+        with pytest.raises(ValueError, match=f"tree_attention: `{blamed}` must be {message}"):
+            call()
     assert out is None or name == "out" or (out == 7).all()
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pagedtree import append_kv, attention_plan, merge_states, tree_attention
+from pagedtree import PreparedAttention, append_kv, attention_plan, merge_states, tree_attention
 from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.recurrent_step import RecurrentStep
 
@@ -59,6 +59,7 @@ class PagedStep:
     recurrent: RecurrentStep | None = None
     layers_run: set[int] = field(default_factory=set)
     _plans: dict[Any, Tensor] = field(default_factory=dict)
+    _calls: dict[Any, PreparedAttention] = field(default_factory=dict)
 
     def attend(
         self,
@@ -86,14 +87,26 @@ class PagedStep:
         # A window counts positions from the start of the sequence, which the own pages do not hold.
         if self.prefix is not None and window == 0:
             return self._attend_in_parts(q, k_cache, v_cache, self.prefix, options)
-        plan = self._plan(
-            "all", self.seq_lens, self.cu_seqlens_q, self.tree_lens, self.max_seqlen_q, q, k_cache, v_cache
-        )
-        out = tree_attention(
-            q, k_cache, v_cache, self.page_table, self.seq_lens, self.cu_seqlens_q, self.tree_mask,
-            tree_lens=self.tree_lens, max_seqlen_q=self.max_seqlen_q, window=window, plan=plan, **options,
-        )  # fmt: skip
-        return cast(Tensor, out)
+        scale, softcap = options.get("scale"), options.get("softcap", 0.0)
+        # The layers of a kind share all but queries and caches.
+        kind = (*_shape(q, k_cache, v_cache), window, scale, softcap)
+        if kind not in self._calls:
+            plan = self._plan(
+                "all", self.seq_lens, self.cu_seqlens_q, self.tree_lens, self.max_seqlen_q, q, k_cache, v_cache
+            )
+            self._calls[kind] = PreparedAttention(
+                self.page_table,
+                self.seq_lens,
+                self.cu_seqlens_q,
+                self.tree_mask,
+                tree_lens=self.tree_lens,
+                max_seqlen_q=self.max_seqlen_q,
+                scale=scale,
+                softcap=softcap,
+                window=window,
+                plan=plan,
+            )
+        return self._calls[kind](q, k_cache, v_cache, sinks=options.get("sinks"))
 
     def _attend_in_parts(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, prefix: PrefixPass, options: dict[str, Any]
@@ -129,12 +142,17 @@ class PagedStep:
         v_cache: Tensor,
     ) -> Tensor:
         """One plan serves all layers of the same heads."""
-        latent = v_cache.data_ptr() == k_cache.data_ptr()
-        shape = (q.shape[1], k_cache.shape[2], q.shape[2], v_cache.shape[3], latent)
+        shape = _shape(q, k_cache, v_cache)
         if (part, shape) not in self._plans:
             self._plans[part, shape] = attention_plan(
                 seq_lens, cu_seqlens_q, num_q_heads=shape[0], num_kv_heads=shape[1], head_dim=shape[2],
-                head_dim_v=shape[3], latent=latent, page_size=k_cache.shape[1], max_seqlen_q=max_seqlen_q,
+                head_dim_v=shape[3], latent=shape[4], page_size=k_cache.shape[1], max_seqlen_q=max_seqlen_q,
                 tree_lens=tree_lens,
             )  # fmt: skip
         return self._plans[part, shape]
+
+
+def _shape(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[int, int, int, int, bool]:
+    """Heads of queries and of keys, columns of keys and of values, and whether values are keys, too."""
+    latent = v_cache.data_ptr() == k_cache.data_ptr()
+    return q.shape[1], k_cache.shape[2], q.shape[2], v_cache.shape[3], latent

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +18,18 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from pagedtree import append_kv, attention_plan, tree_attention
+from pagedtree import PreparedAttention, append_kv, attention_plan
 from pagedtree.integrations.vllm.limits import uses_trees
 
-__all__ = ["PagedTreeBackend", "PagedTreeImpl", "PagedTreeMetadata", "PagedTreeMetadataBuilder", "TreeMask", "kv_views"]
+__all__ = [
+    "LayerKind",
+    "PagedTreeBackend",
+    "PagedTreeImpl",
+    "PagedTreeMetadata",
+    "PagedTreeMetadataBuilder",
+    "TreeMask",
+    "kv_views",
+]
 
 FP8 = ("fp8", "fp8_e4m3")
 
@@ -38,6 +45,24 @@ class TreeMask:
 
     tree_mask: Tensor
     tree_lens: Tensor
+
+
+class LayerKind(NamedTuple):
+    """What layers have in common that share the calls of a step.
+
+    Attributes:
+        num_q_heads, num_kv_heads, head_dim, page_size, scale, softcap, window: of their attention.
+        latent_dim: the columns of a latent cache that are values, too; None for caches of keys and values.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    scale: float
+    softcap: float = 0.0
+    window: int = 0
+    latent_dim: int | None = None
 
 
 @dataclass
@@ -58,42 +83,40 @@ class PagedTreeMetadata(AttentionMetadata):
     block_table: Tensor
     max_query_len: int
     tree: TreeMask | None = None
-    _plans: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    _calls: dict[LayerKind, PreparedAttention] = field(default_factory=dict)
 
-    @cached_property
-    def arguments(self) -> dict[str, Any]:
-        """What the step says of a call of `tree_attention`: pages, lengths, offsets and, with trees, masks."""
-        tree = {} if self.tree is None else {"tree_mask": self.tree.tree_mask, "tree_lens": self.tree.tree_lens}
-        return {
-            "page_table": self.block_table,
-            "seq_lens": self.seq_lens,
-            "cu_seqlens_q": self.query_start_loc,
-            "max_seqlen_q": self.max_query_len,
-            **tree,
-        }
+    def attention(self, kind: LayerKind) -> PreparedAttention:
+        """The attention of such layers in this step.
 
-    def plan(
-        self, num_q_heads: int, num_kv_heads: int, head_dim: int, page_size: int, latent_dim: int | None = None
-    ) -> Tensor:
-        """The plan is made in the first layer that asks, so that a captured graph makes it anew at each replay.
-
-        latent_dim: the columns of a latent cache that are values, too; None for caches of keys and values.
+        It is made in the first layer that asks, so that a captured graph makes the plan anew at each replay.
         """
-        key = (num_q_heads, num_kv_heads, head_dim, page_size, latent_dim or 0)
-        if key not in self._plans:
-            self._plans[key] = attention_plan(
+        if kind not in self._calls:
+            tree_mask, tree_lens = (None, None) if self.tree is None else (self.tree.tree_mask, self.tree.tree_lens)
+            plan = attention_plan(
                 self.seq_lens,
                 self.query_start_loc,
-                num_q_heads=num_q_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                page_size=page_size,
+                num_q_heads=kind.num_q_heads,
+                num_kv_heads=kind.num_kv_heads,
+                head_dim=kind.head_dim,
+                page_size=kind.page_size,
                 max_seqlen_q=self.max_query_len,
-                tree_lens=self.tree.tree_lens if self.tree is not None else None,
-                head_dim_v=latent_dim,
-                latent=latent_dim is not None,
+                tree_lens=tree_lens,
+                head_dim_v=kind.latent_dim,
+                latent=kind.latent_dim is not None,
             )
-        return self._plans[key]
+            self._calls[kind] = PreparedAttention(
+                self.block_table,
+                self.seq_lens,
+                self.query_start_loc,
+                tree_mask,
+                tree_lens=tree_lens,
+                max_seqlen_q=self.max_query_len,
+                scale=kind.scale,
+                softcap=kind.softcap,
+                window=kind.window,
+                plan=plan,
+            )
+        return self._calls[kind]
 
 
 class PagedTreeBackend(AttentionBackend):
@@ -196,7 +219,8 @@ class PagedTreeImpl(AttentionImpl[PagedTreeMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self._sinks: Tensor | None = None
-        self._views: tuple[Tensor, Tensor, Tensor] | None = None  # the layer's cache, and its keys and values
+        # The layer's cache, with its keys and values and the kind that it makes of the layer.
+        self._views: tuple[Tensor, Tensor, Tensor, LayerKind] | None = None
 
     def do_kv_cache_update(
         self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -205,7 +229,7 @@ class PagedTreeImpl(AttentionImpl[PagedTreeMetadata]):
         count = slot_mapping.shape[0]
         if count < key.shape[0]:  # padded
             key, value = key[:count], value[:count]
-        append_kv(key, value, *self._caches(kv_cache), slot_mapping, **self._scales(layer))
+        append_kv(key, value, *self._caches(kv_cache)[:2], slot_mapping, **self._scales(layer))
 
     def forward(
         self,
@@ -224,29 +248,34 @@ class PagedTreeImpl(AttentionImpl[PagedTreeMetadata]):
         if attn_metadata is None:  # a run without a cache, by which vLLM measures memory or compiles
             return output.fill_(0)
         step, count = attn_metadata, attn_metadata.num_actual_tokens
-        k_cache, v_cache = self._caches(kv_cache)
+        k_cache, v_cache, kind = self._caches(kv_cache)
         if self.sinks is not None and self._sinks is None:  # weights exist only from here on
             self._sinks = self.sinks.float()
         is_padded = count < query.shape[0]
-        tree_attention(
+        step.attention(kind)(
             query[:count] if is_padded else query,
             k_cache,
             v_cache,
-            **step.arguments,
-            scale=self.scale,
-            softcap=self.softcap,
-            window=self.window,
             sinks=self._sinks,
             **self._scales(layer),
-            plan=step.plan(self.num_heads, self.num_kv_heads, self.head_size, k_cache.shape[1]),
             out=output[:count] if is_padded else output,
         )
         return output
 
-    def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor, LayerKind]:
         """Keys and values; the views are made once for each cache, as a layer of a small model takes little longer."""
         if self._views is None or self._views[0] is not kv_cache:
-            self._views = kv_cache, *kv_views(kv_cache, self.kv_cache_dtype)
+            keys, values = kv_views(kv_cache, self.kv_cache_dtype)
+            kind = LayerKind(
+                self.num_heads,
+                self.num_kv_heads,
+                self.head_size,
+                keys.shape[1],
+                self.scale,
+                self.softcap,
+                self.window,
+            )
+            self._views = kv_cache, keys, values, kind
         return self._views[1:]
 
     def _scales(self, layer: Any) -> dict[str, Any]:

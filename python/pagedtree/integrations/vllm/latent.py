@@ -13,8 +13,13 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionType, MLAAttentionImpl
 
-from pagedtree import append_kv, tree_attention
-from pagedtree.integrations.vllm.attention import PagedTreeBackend, PagedTreeMetadata, PagedTreeMetadataBuilder
+from pagedtree import append_kv
+from pagedtree.integrations.vllm.attention import (
+    LayerKind,
+    PagedTreeBackend,
+    PagedTreeMetadata,
+    PagedTreeMetadataBuilder,
+)
 
 __all__ = ["PagedTreeLatentBackend", "PagedTreeLatentImpl", "PagedTreeLatentMetadata"]
 
@@ -127,13 +132,5 @@ class PagedTreeLatentImpl(MLAAttentionImpl[PagedTreeLatentMetadata]):
         if isinstance(q, tuple):
             q = torch.cat(q, dim=-1)
         step, cache = attn_metadata, kv_c_and_k_pe_cache[:, :, None]
-        out = tree_attention(
-            q,
-            cache,
-            cache[..., : self.latent_size],
-            **step.arguments,
-            scale=self.scale,
-            plan=step.plan(self.num_heads, 1, self.head_size, cache.shape[1], self.latent_size),
-        )
-        assert isinstance(out, Tensor)
-        return out, None
+        kind = LayerKind(self.num_heads, 1, self.head_size, cache.shape[1], self.scale, latent_dim=self.latent_size)
+        return step.attention(kind)(q, cache, cache[..., : self.latent_size]), None
