@@ -37,6 +37,7 @@ TITLES = {
     "cost": "Attention",
     "kv_cache": "KV cache",
     "sampling": "Sampling",
+    "sampling_params": "Sampling",
     "options": "Sampling",
     "logprobs": "Sampling",
     "verify": "Verification",

@@ -10,7 +10,7 @@ from torch import Tensor
 from pagedtree._arguments import expect_type
 from pagedtree._ops import call, ops, register_fake
 from pagedtree.options import RequestOptions, option_arguments
-from pagedtree.sampling import SamplingParams
+from pagedtree.sampling_params import SamplingParams
 
 __all__ = ["token_logprobs"]
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pagedtree._arguments import expect_type
-
-if TYPE_CHECKING:
-    from pagedtree.sampling import SamplingParams
+from pagedtree.sampling_params import SamplingParams
 
 __all__ = ["CHANGES_LOGITS", "RequestOptions", "option_arguments"]
 

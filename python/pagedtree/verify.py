@@ -11,7 +11,7 @@ from torch import Tensor
 from pagedtree._arguments import expect_type
 from pagedtree._ops import call, ops, register_fake
 from pagedtree.options import RequestOptions, option_arguments
-from pagedtree.sampling import SamplingParams
+from pagedtree.sampling_params import SamplingParams
 from pagedtree.tree import TreeBatch
 
 __all__ = [

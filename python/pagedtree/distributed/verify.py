@@ -13,7 +13,7 @@ from pagedtree._ops import call, ops, register_fake
 from pagedtree.distributed.protocol import END_WORDS, LEFT_WORDS, ROW_WORDS, Round, Weigh, num_digits
 from pagedtree.distributed.shards import VocabShards
 from pagedtree.options import CHANGES_LOGITS, RequestOptions, option_arguments
-from pagedtree.sampling import SamplingParams
+from pagedtree.sampling_params import SamplingParams
 from pagedtree.tree import MAX_NODES, TreeBatch
 from pagedtree.verify import Verdict, empty_verdict
 

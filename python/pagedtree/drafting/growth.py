@@ -10,7 +10,7 @@ from torch import Tensor
 from pagedtree._arguments import expect_type
 from pagedtree._ops import call, ops, register_fake
 from pagedtree.drafting.draft import Draft
-from pagedtree.sampling import SamplingParams
+from pagedtree.sampling_params import SamplingParams
 from pagedtree.tree import build_trees
 
 __all__ = ["DraftState", "expand_tree", "rerank_tree", "start_draft"]

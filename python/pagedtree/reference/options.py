@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pagedtree.options import RequestOptions
-from pagedtree.sampling import SamplingParams
+from pagedtree.sampling_params import SamplingParams
 from pagedtree.tree import TreeBatch
 
 
