@@ -20,7 +20,7 @@ set(PAGEDTREE_CUDA_SOURCES
   csrc/cuda/recurrent/delta_rule.cu
   csrc/cuda/sampling.cu
   csrc/cuda/shards.cu
-  csrc/cuda/step.cu
+  csrc/cuda/rules.cu
   csrc/cuda/trees.cu
   csrc/cuda/verify/rules.cu
   csrc/cuda/verify/sampled.cu

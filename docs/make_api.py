@@ -178,7 +178,7 @@ def member_entry(owner: str, key: str, member: Any) -> list[str]:
 def sections() -> dict[str, list[tuple[str, Any]]]:
     """The public names by section: those of pagedtree.__all__ by the module that defines them, then EXTRA_MODULES."""
     out: dict[str, list[tuple[str, Any]]] = {title: [] for title in TITLES.values()}
-    for name in pagedtree.__all__:
+    for name in sorted(pagedtree.__all__):
         thing = getattr(pagedtree, name)
         if isinstance(thing, ModuleType) or not hasattr(thing, "__module__"):
             continue

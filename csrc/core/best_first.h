@@ -6,6 +6,21 @@
 
 namespace pagedtree {
 
+struct BestFirstTreeParams {
+  const float* log_probs;      // [B, H, K], the last dimension contiguous
+  const int64_t* tokens;       // [B, H, K], the last dimension contiguous
+  const int64_t* root_tokens;  // [B]
+  int64_t* draft_tokens;       // [B * num_nodes] out
+  float* joints;               // [B * num_nodes] out, log-probabilities of the nodes' paths
+  TreeOutput trees;            // B * num_nodes rows out
+  int64_t batch;
+  int64_t log_probs_stride, log_probs_level_stride;
+  int64_t tokens_stride, tokens_level_stride;
+  int32_t num_levels;      // H
+  int32_t num_candidates;  // K
+  int32_t num_nodes;       // at most kMaxTreeNodes
+};
+
 // A child among the children of one node: the most probable first, among equals the lower rank.
 struct alignas(8) RankedChild {
   float joint;   // log-probability of the path to it; -inf: there is no child

@@ -5,6 +5,77 @@
 
 namespace pagedtree {
 
+enum class GrowthLaw : int32_t { kTopK, kIid, kSwor, kCoupled };
+
+// Adds a level: B sequences of C candidates, F of them the frontier; K children for each, then a frontier of G.
+struct ExpandTreeParams {
+  const int64_t* tokens;     // [B, C]
+  const int32_t* parents;    // [B, C] candidate, -1 at the root
+  const float* scores;       // [B, C] cumulative log-probability, -inf = absent
+  const int32_t* kv_index;   // [B, C] index in the draft model's tree, -1 = not fed
+  const int32_t* frontier;   // [B, F] candidates
+  const int32_t* mask;       // [B * F, mask_words] what they see in the draft model's tree
+  LogitsParams logits;       // B * F rows
+  SamplingParams sampling;   // of B; null under kTopK, like the next two
+  const int64_t* seeds;      // [B]
+  const int64_t* positions;  // [B], the roots'
+  int64_t* out_tokens;       // [B, C + F * K] out
+  int32_t* out_parents;      // [B, C + F * K] out
+  float* out_scores;         // [B, C + F * K] out
+  int32_t* out_kv_index;     // [B, C + F * K] out
+  int32_t* out_frontier;     // [B, G] out
+  int32_t* out_mask;         // [B * G, mask_words] out
+  float* draft_probs;        // [B * F, V] out, not under kTopK
+  float* frontier_scores;    // [B, G] scratch
+  int64_t batch;
+  int64_t num_candidates;  // C
+  GrowthLaw law;
+  int32_t level;         // depth of the frontier
+  int32_t num_expanded;  // F
+  int32_t num_children;  // K
+  int32_t num_frontier;  // G
+  int32_t num_kv;        // nodes in the draft model's tree, the F of the frontier included
+  int32_t mask_words;
+};
+
+struct RerankTreeParams {
+  const int64_t* tokens;    // [B, C]
+  const int32_t* parents;   // [B, C]
+  const float* scores;      // [B, C]
+  const int32_t* kv_index;  // [B, C]
+  const uint8_t* active;    // [B] or null
+  int64_t* draft_tokens;    // [B * num_nodes] out
+  int32_t* out_parents;     // [B * num_nodes] out
+  int32_t* cu_nodes;        // [B + 1] out
+  int32_t* node_map;        // [B * num_nodes] out
+  float* best_scores;       // [B, num_nodes] scratch
+  int32_t* best;            // [B, num_nodes] scratch
+  int32_t* node_of;         // [B, C] scratch
+  int64_t batch;
+  int64_t num_candidates;  // C
+  int32_t num_nodes;
+  bool by_score;  // else the first candidates
+};
+
+struct MedusaProposeParams {
+  LogitsParams head_logits;    // B rows of head 0; head h begins h * head_stride elements later
+  const int32_t* parents;      // [n] one tree for all
+  const int32_t* depths;       // [n]
+  const int32_t* child_ranks;  // [n]
+  const int64_t* root_tokens;  // [B] or null
+  const uint8_t* active;       // [B] or null
+  int64_t* draft_tokens;       // [B * n] out
+  int32_t* out_parents;        // [B * n] out
+  int32_t* cu_nodes;           // [B + 1] out
+  int64_t* top_tokens;         // [B, H, num_top] scratch
+  float* top_scores;           // [B, H, num_top] scratch
+  int64_t batch;
+  int64_t head_stride;
+  int32_t num_heads;  // H
+  int32_t num_nodes;  // n
+  int32_t num_top;
+};
+
 // A score that takes part in rankings; -inf and NaN stand for absent.
 PT_HOST_DEVICE bool is_present(float score) { return score > -kInfinity; }
 

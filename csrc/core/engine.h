@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "core/params.h"
+#include "core/attention.h"
 
 namespace pagedtree {
 

@@ -5,6 +5,63 @@
 
 namespace pagedtree {
 
+struct SlotMappingParams {
+  PageTable table;
+  const int32_t* seq_lens;      // [B]
+  const int32_t* cu_seqlens_q;  // [B + 1]
+  int64_t* slots;               // [T] out
+  int64_t batch;
+  int64_t total_q;  // T
+};
+
+// K or V: where the new rows are and where they go. Strides count elements.
+struct AppendSide {
+  const void* rows;    // [T, num_kv_heads, head_dim], last dimension contiguous
+  void* cache;         // [num_pages, page_size, num_kv_heads, head_dim], last dimension contiguous, written
+  const float* scale;  // [1], or [num_kv_heads] with scale_stride 1; null = 1
+  int64_t token_stride, head_stride;
+  int64_t cache_page_stride, cache_slot_stride, cache_head_stride;
+  int64_t scale_stride;
+  int64_t head_dim;  // V's may be another one than K's
+};
+
+struct AppendKvParams {
+  AppendSide sides[2];   // K, V
+  int32_t num_sides;     // 1: K alone, as in the latent cache of MLA
+  const int64_t* slots;  // [T]
+  int64_t num_tokens;    // T
+  int64_t num_kv_heads;
+  int64_t num_pages, page_size;
+  DType dtype;
+  DType cache_dtype;  // dtype: rows are copied; else kFloat8E4M3
+};
+
+// One tensor of [num_pages, page_size, ...] as bytes: a row is sizes[0] * sizes[1] * sizes[2] runs of run_bytes.
+struct CacheView {
+  void* data;
+  int64_t page_stride, slot_stride;  // bytes
+  int64_t run_bytes;
+  int64_t sizes[3];
+  int64_t strides[3];  // bytes
+};
+
+constexpr int kMaxCompactTensors = 128;
+
+// Small enough to travel as the argument of one launch.
+struct CompactKvParams {
+  CacheView caches[kMaxCompactTensors];
+  PageTable table;
+  const int32_t* start;         // [B]
+  const int32_t* accept_index;  // [B, path_width], row stride accept_stride
+  const int32_t* num_accepted;  // [B]
+  int32_t* seq_lens;            // [B] out
+  int64_t batch;
+  int64_t accept_stride;
+  int64_t num_pages;
+  int32_t num_caches;
+  int32_t path_width;  // S, at most kMaxTreeNodes
+};
+
 // A place in a cache; a negative page means that there is none.
 struct Slot {
   int32_t page;
@@ -24,11 +81,15 @@ PT_HOST_DEVICE int64_t slot_id(Slot slot, int64_t page_size) {
   return slot.page < 0 ? -1 : slot.page * page_size + slot.offset;
 }
 
-PT_HOST_DEVICE int64_t query_slot(const SlotMappingParams& p, int64_t row) {
+PT_HOST_DEVICE int64_t num_items(const SlotMappingParams& p) { return p.total_q; }
+
+// The slot of one query row.
+PT_HOST_DEVICE void map_query(const SlotMappingParams& p, int64_t row) {
+  p.slots[row] = -1;
   const int64_t b = sequence_of_row(p.cu_seqlens_q, p.batch, row);
-  if (b < 0) return -1;
+  if (b < 0) return;
   const int64_t position = p.seq_lens[b] - node_range(p.cu_seqlens_q, p.batch, b, INT32_MAX).end + row;
-  return slot_id(locate(p.table, b, position), p.table.page_size);
+  p.slots[row] = slot_id(locate(p.table, b, position), p.table.page_size);
 }
 
 // The number of accepted drafts of sequence b, bounded by the path's length; -1 if the sequence has no tree.

@@ -5,6 +5,21 @@
 
 namespace pagedtree {
 
+// How likely tokens are, of R rows in a batch of logits.
+struct TokenLogprobsParams {
+  LogitsParams logits;      // N rows
+  SamplingParams sampling;  // of R; temperature null: the logits' own softmax
+  OptionsParams options;    // of R
+  TokenIds tokens;          // [R]
+  TokenIds rows;            // [R] the row of logits, data null: row r
+  float* logprobs;          // [R] out
+  int64_t* ranks;           // [R] out
+  int64_t* top_tokens;      // [R, top_n] out
+  float* top_logprobs;      // [R, top_n] out
+  int64_t num_tokens;       // R
+  int32_t top_n;
+};
+
 // The row of logits for entry r, -1 if it is out of range.
 PT_HOST_DEVICE int64_t logprob_row(const TokenLogprobsParams& p, int64_t r) {
   const int64_t row = p.rows.data == nullptr ? r : token_at(p.rows, r);

@@ -2,9 +2,30 @@
 // for every backend.
 #pragma once
 
-#include "core/params.h"
+#include "core/common.h"
 
 namespace pagedtree {
+
+struct NgramProposeParams {
+  const int64_t* history;       // [B, history_width], row stride history_stride
+  const int32_t* history_lens;  // [B]
+  const int64_t* extra;         // [B, extra_width], row stride extra_stride; or null
+  const uint8_t* active;        // [B] or null
+  int64_t* draft_tokens;        // [B * max_nodes] out
+  int32_t* parents;             // [B * max_nodes] out
+  int32_t* cu_nodes;            // [B + 1] out
+  int64_t* trie_tokens;         // [B, max_nodes] scratch
+  int32_t* trie_links;          // [B, 4, max_nodes] scratch
+  int32_t* trie_sizes;          // [B] scratch
+  int32_t* next_places;         // [B, history_width + extra_width] scratch
+  int64_t batch;
+  int64_t history_width, history_stride;
+  int64_t extra_width, extra_stride;
+  int32_t max_nodes;
+  int32_t max_depth;
+  int32_t min_ngram, max_ngram;
+  int32_t max_branches;
+};
 
 // A place in a text: tokens [0, end) are before it, [end, size) after it.
 struct TextPlace {

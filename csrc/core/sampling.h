@@ -8,6 +8,15 @@
 
 namespace pagedtree {
 
+struct SampleParams {
+  LogitsParams logits;       // R rows
+  SamplingParams sampling;   // of R
+  OptionsParams options;     // of R
+  const int64_t* seeds;      // [R]
+  const int64_t* positions;  // [R]
+  int64_t* tokens;           // [R] out
+};
+
 constexpr float kMaxFloat = 3.402823466e38f;
 constexpr float kMaxFloat16 = 65504.0f;
 constexpr float kMaxBFloat16 = 3.38953139e38f;

@@ -14,6 +14,7 @@
 // can only be badly balanced.
 #pragma once
 
+#include "core/attention.h"
 #include "core/tree.h"
 
 namespace pagedtree {

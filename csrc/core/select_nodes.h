@@ -6,6 +6,24 @@
 
 namespace pagedtree {
 
+struct SelectNodesParams {
+  const int32_t* cu_nodes;  // [B + 1]
+  const int32_t* parents;   // [N]
+  const int32_t* depths;    // [N]
+  const uint8_t* valid;     // [B]
+  const float* survival;    // [N]
+  const int32_t* limit;     // [1] or null: budget
+  TreeOutput trees;         // capacity rows out
+  int32_t* node_map;        // [capacity] out
+  uint32_t* keys;           // [N] scratch
+  int64_t batch;
+  int64_t num_rows;  // N
+  int64_t capacity;  // max(budget, B)
+  int64_t budget;
+  int32_t max_nodes;
+  int32_t max_depth;
+};
+
 // The rows of tree b that may be nodes.
 PT_HOST_DEVICE NodeRange selectable_rows(const SelectNodesParams& p, int64_t b) {
   NodeRange rows = node_range(p.cu_nodes, p.batch, b, p.num_rows);

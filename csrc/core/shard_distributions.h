@@ -164,6 +164,8 @@ class KnownRows {
   int64_t num_rejected_ = 0;
 };
 
+PT_HOST_DEVICE int64_t num_items(const ShardWalkParams& p) { return p.ratio.verify.batch; }
+
 PT_HOST_DEVICE void walk_tree(const ShardWalkParams& p, int64_t b) {
   TreeWalk walk(p.ratio.verify, b);
   for (int32_t node = 0; node < walk.num_nodes; ++node) {

@@ -291,6 +291,8 @@ struct ShardFollowParams {
   ShardRound last;
 };
 
+PT_HOST_DEVICE int64_t num_items(const ShardFollowParams& p) { return p.verify.batch; }
+
 PT_HOST_DEVICE void follow_tree(const ShardFollowParams& p, int64_t b) {
   TreeWalk walk(p.verify, b);
   walk.begin();

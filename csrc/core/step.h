@@ -6,6 +6,50 @@
 
 namespace pagedtree {
 
+struct PrepareStepParams {
+  PageTable table;
+  const int32_t* cu_nodes;  // [B + 1]
+  const int32_t* depths;    // [num_rows]
+  const int32_t* start;     // [B]
+  int64_t* positions;       // [T] out
+  int32_t* seq_lens;        // [B] out
+  int32_t* cu_seqlens_q;    // [B + 1] out
+  int64_t* slots;           // [T] out
+  int64_t batch;
+  int64_t num_rows;  // rows that may belong to a sequence: min(N, T)
+  int64_t total_q;   // T
+};
+
+struct CommitParams {
+  const int32_t* accept_index;  // [B, S], row stride accept_stride
+  const int32_t* num_accepted;  // [B]
+  const int64_t* tokens;        // [B, S], row stride tokens_stride
+  const int32_t* cu_nodes;      // [B + 1]
+  const int32_t* start;         // [B]
+  const int64_t* eos_ids;       // [num_eos], or [B, num_eos] with row stride eos_stride
+  const int32_t* node_map;      // [num_rows]
+  int64_t* history;             // [B, history_width], row stride history_stride, written
+  int32_t* history_lens;        // [B] written; null without history
+  int32_t* output_counts;       // [B, counts_width], row stride counts_stride, written; or null
+  int32_t* new_start;           // [B] out
+  int64_t* last_token;          // [B] out
+  bool* finished;               // [B] out
+  int32_t* out_num_accepted;    // [B] out
+  int32_t* num_tokens;          // [B] out
+  int64_t* accept_rows;         // [B, S] out
+  int32_t* draft_num_accepted;  // [B] out; null without node_map
+  int32_t* draft_accept_index;  // [B, S] out
+  int64_t* draft_missing;       // [B, S] out
+  int32_t* draft_num_missing;   // [B] out
+  int64_t batch;
+  int64_t num_rows;
+  int64_t accept_stride, tokens_stride, eos_stride;
+  int64_t num_eos;
+  int64_t history_width, history_stride;
+  int64_t counts_width, counts_stride;
+  int32_t path_width;  // S
+};
+
 // Position and slot of one query row. A sequence whose start is negative is idle: its rows are padding.
 PT_HOST_DEVICE void prepare_row(const PrepareStepParams& p, int64_t row) {
   p.positions[row] = 0;
@@ -22,6 +66,15 @@ PT_HOST_DEVICE int32_t prepared_length(const PrepareStepParams& p, int64_t b) {
   if (p.start[b] < 0) return 0;
   const int64_t length = p.start[b] + node_range(p.cu_nodes, p.batch, b, p.num_rows).size();
   return static_cast<int32_t>(min_of<int64_t>(length, INT32_MAX));
+}
+
+PT_HOST_DEVICE int64_t num_items(const PrepareStepParams& p) { return max_of(p.total_q, p.batch + 1); }
+
+// Row i, and what the arrays over sequences have at i.
+PT_HOST_DEVICE void prepare_item(const PrepareStepParams& p, int64_t i) {
+  if (i < p.total_q) prepare_row(p, i);
+  if (i < p.batch) p.seq_lens[i] = prepared_length(p, i);
+  if (i <= p.batch) p.cu_seqlens_q[i] = static_cast<int32_t>(clamp_to<int64_t>(p.cu_nodes[i], 0, p.num_rows));
 }
 
 PT_HOST_DEVICE bool is_eos(const CommitParams& p, int64_t b, int64_t token) {
@@ -87,6 +140,8 @@ PT_HOST_DEVICE void map_to_draft(const CommitParams& p, int64_t b, int64_t first
   p.draft_num_accepted[b] = max_of(present - 1, 0);
   p.draft_num_missing[b] = num_missing;
 }
+
+PT_HOST_DEVICE int64_t num_items(const CommitParams& p) { return p.batch; }
 
 PT_HOST_DEVICE void commit_sequence(const CommitParams& p, int64_t b) {
   const NodeRange rows = node_range(p.cu_nodes, p.batch, b, p.num_rows);

@@ -1,9 +1,36 @@
-// Draft trees, written once for every backend: how nodes link, what a node sees.
+// Draft trees, written once for every backend: how nodes link.
 #pragma once
 
 #include "core/params.h"
 
 namespace pagedtree {
+
+struct BuildTreesParams {
+  const int32_t* parents;   // [N] local index in the tree, -1 at the root
+  const int32_t* cu_nodes;  // [B + 1]
+  int32_t* depths;          // [N] out
+  int32_t* first_child;     // [N] out
+  int32_t* next_sibling;    // [N] out
+  int32_t* mask;            // [N, mask_words] out, contiguous
+  bool* valid;              // [B] out
+  int64_t batch;
+  int64_t num_rows;  // N, padding rows included
+  int32_t max_nodes;
+  int32_t max_depth;
+  int32_t mask_words;
+};
+
+// The fields of a batch of trees of R rows, written.
+struct TreeOutput {
+  int32_t* cu_nodes;      // [B + 1]
+  int32_t* parents;       // [R]
+  int32_t* depths;        // [R]
+  int32_t* first_child;   // [R]
+  int32_t* next_sibling;  // [R]
+  int32_t* mask;          // [R, mask_words]
+  bool* valid;            // [B]
+  int32_t mask_words;
+};
 
 // Rows [begin, end) of a ragged batch, kept inside it whatever the offsets say.
 struct NodeRange {
@@ -134,94 +161,6 @@ PT_HOST_DEVICE bool build_tree(const BuildTreesParams& p, int64_t b, int16_t* la
     word = static_cast<int32_t>(static_cast<uint32_t>(word) | (1u << (node % kMaskWordBits)));
   }
   return valid;
-}
-
-// Bits [low, high) of a 32-bit word; bounds outside 0..32 are cut off.
-PT_HOST_DEVICE uint32_t bit_range(int32_t low, int32_t high) {
-  low = clamp_to(low, 0, kMaskWordBits);
-  high = clamp_to(high, 0, kMaskWordBits);
-  if (low >= high) return 0;
-  return (~0u >> (kMaskWordBits - (high - low))) << low;
-}
-
-// The keys that one query sees: positions [begin, end), and the tree's keys, at tree_start + bit, whose bit of `words`
-// is set and in [first_bit, num_bits). Causal queries have no tree bits. Positions are below 2^31.
-struct Visibility {
-  int32_t begin;
-  int32_t end;
-  int32_t tree_start;
-  const int32_t* words;  // [num_words]; missing words are 0
-  int32_t num_words;
-  int32_t first_bit;
-  int32_t num_bits;
-
-  // No key outside [lowest(), highest()) is visible.
-  PT_HOST_DEVICE int32_t lowest() const { return begin < end ? begin : tree_start + first_bit; }
-  PT_HOST_DEVICE int32_t highest() const { return num_bits > 0 ? tree_start + num_bits : end; }
-
-  PT_HOST_DEVICE uint32_t word(int32_t w) const {
-    return w >= 0 && w < num_words ? static_cast<uint32_t>(words[w]) : 0u;
-  }
-
-  // Bit i: whether key position + i is visible.
-  PT_HOST_DEVICE uint32_t visible32(int32_t position) const {
-    const uint32_t prefix = bit_range(begin - position, end - position);
-    const int32_t bit = position - tree_start;  // the mask bit of the first key, maybe negative
-    if (bit >= num_bits || bit <= -kMaskWordBits) return prefix;
-    const int32_t w = (bit + kMaskWordBits) / kMaskWordBits - 1;
-    const uint64_t pair = (static_cast<uint64_t>(word(w + 1)) << kMaskWordBits) | word(w);
-    const uint32_t tree = static_cast<uint32_t>(pair >> (bit - w * kMaskWordBits));
-    return prefix | (tree & bit_range(first_bit - bit, num_bits - bit));
-  }
-};
-
-// Lengths are below 2^31: a wider window keeps everything, and differences with this one do not overflow.
-constexpr int64_t kMaxWindow = int64_t{1} << 31;
-
-// Query i of n, causal: keys up to its own position, the last n of the sequence being the queries'.
-PT_HOST_DEVICE Visibility causal_visibility(int64_t seq_len, int64_t n, int64_t i, int64_t window) {
-  window = min_of(window, kMaxWindow);
-  const int64_t position = seq_len - n + i;
-  Visibility seen{};
-  seen.end = static_cast<int32_t>(clamp_to<int64_t>(position + 1, 0, seq_len));
-  seen.begin = window > 0 ? static_cast<int32_t>(max_of<int64_t>(position - window + 1, 0)) : 0;
-  seen.tree_start = static_cast<int32_t>(seq_len);
-  return seen;
-}
-
-// A query whose mask row is `words`, over a tree that holds the last `tree_len` keys. A node's depth is the number of
-// set bits below its own, so a window keeps the highest `window` set bits; what is left of it covers the end of the
-// prefix.
-PT_HOST_DEVICE Visibility tree_visibility(int64_t seq_len, int64_t tree_len, const int32_t* words, int32_t num_words,
-                                          int64_t window) {
-  Visibility seen{};
-  seen.tree_start = static_cast<int32_t>(seq_len - tree_len);
-  seen.end = seen.tree_start;
-  seen.words = words;
-  seen.num_words = num_words;
-  seen.num_bits = static_cast<int32_t>(min_of<int64_t>(tree_len, int64_t{num_words} * kMaskWordBits));
-  if (window <= 0) return seen;
-  window = min_of(window, kMaxWindow);
-  int64_t count = 0;
-  int32_t w = static_cast<int32_t>(ceil_div<int64_t>(seen.num_bits, kMaskWordBits));
-  while (w-- > 0) {
-    uint32_t bits = seen.word(w) & bit_range(0, seen.num_bits - w * kMaskWordBits);
-    const int64_t kept = window - count;
-    count += popcount32(bits);
-    if (kept > 0 && count >= window) {  // the window ends in this word: drop the lowest bits
-      for (int64_t extra = count - window; extra > 0; --extra) bits &= bits - 1;
-      while ((bits >> (seen.first_bit % kMaskWordBits) & 1u) == 0) ++seen.first_bit;
-      seen.first_bit += w * kMaskWordBits;
-    }
-  }
-  seen.begin = static_cast<int32_t>(max_of<int64_t>(seen.tree_start + count - window, 0));
-  return seen;
-}
-
-// How many keys, the last ones, belong to the tree of a sequence; -1 if its queries are causal.
-PT_HOST_DEVICE int64_t tree_length(const TreeAttentionParams& p, int64_t b, int64_t num_queries, int64_t seq_len) {
-  if (p.tree_mask == nullptr) return -1;
-  return clamp_to<int64_t>(p.tree_lens != nullptr ? p.tree_lens[b] : num_queries, -1, seq_len);
 }
 
 }  // namespace pagedtree

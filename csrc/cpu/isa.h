@@ -6,8 +6,8 @@
 // without it. So: `static inline`, no std containers.
 #pragma once
 
-#include "core/backend.h"
 #include "core/drafting.h"
+#include "core/logprobs.h"
 #include "core/options.h"
 #include "core/shard_distributions.h"
 #include "cpu/attention_work.h"
@@ -18,6 +18,9 @@ namespace pagedtree::cpu {
 
 struct IsaKernels {
   const char* name;
+  void (*attend)(const TreeAttentionParams&, const AttentionRange&);
+  void (*merge_pieces)(const TreeAttentionParams&, const AttentionRanges&, int32_t range);
+  void (*merge_states)(const MergeStatesParams&, int64_t begin, int64_t end);  // rows token * H + head
   Draw (*draw_token)(const LogitRow& row, const Sampling& sampling, uint64_t seed, int64_t position,
                      FilterScratch& scratch);
   // A row that reads as request options leave it, as long as the scratch is not given another one.
@@ -39,9 +42,6 @@ struct IsaKernels {
   // A value head of a sequence: item = b * H + h. Without `out` the state advances.
   void (*delta_rule)(const DeltaRuleParams&, int64_t item, DeltaScratch& scratch);
   void (*conv1d)(const ConvParams&, int64_t b, int64_t first_channel);
-  void (*attend)(const TreeAttentionParams&, const AttentionRange&);
-  void (*merge_pieces)(const TreeAttentionParams&, const AttentionRanges&, int32_t range);
-  void (*merge_states)(const MergeStatesParams&, int64_t begin, int64_t end);  // rows token * H + head
 };
 
 namespace portable {

@@ -60,12 +60,6 @@ void move_rows(const CacheView& cache, const Move* moves, int64_t count, uint8_t
 
 }  // namespace
 
-void CpuBackend::slot_mapping(const SlotMappingParams& p, const ExecContext& ctx) const {
-  parallel_for(ctx, p.total_q, 1024, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) p.slots[row] = query_slot(p, row);
-  });
-}
-
 void CpuBackend::append_kv(const AppendKvParams& p, const ExecContext& ctx) const {
   int64_t row_bytes = 0;
   for (int32_t i = 0; i < p.num_sides; ++i) row_bytes += p.num_kv_heads * p.sides[i].head_dim * element_size(p.dtype);

@@ -1,7 +1,7 @@
 // Splits a loop over the caller's threads.
 #pragma once
 
-#include "core/backend.h"
+#include "core/ops.h"
 
 namespace pagedtree::cpu {
 

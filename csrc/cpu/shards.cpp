@@ -16,12 +16,6 @@ void CpuBackend::step_shards(const ShardStepParams& p, const ExecContext& ctx) c
   });
 }
 
-void CpuBackend::follow_shards(const ShardFollowParams& p, const ExecContext& ctx) const {
-  parallel_for(ctx, p.verify.batch, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; ++b) follow_tree(p, b);
-  });
-}
-
 void CpuBackend::weigh_shards(const ShardWeighParams& p, const ExecContext& ctx) const {
   const IsaKernels& isa = isa_kernels();
   parallel_for(ctx, num_items(p), 1, [&](int64_t begin, int64_t end) {
@@ -29,12 +23,6 @@ void CpuBackend::weigh_shards(const ShardWeighParams& p, const ExecContext& ctx)
     OptionsMemory memory(p.shard.options, p.shard.logits.vocab);
     scratch->adjusted = &memory.scratch;
     for (int64_t item = begin; item < end; ++item) isa.weigh_shard(p, item, *scratch);
-  });
-}
-
-void CpuBackend::walk_shards(const ShardWalkParams& p, const ExecContext& ctx) const {
-  parallel_for(ctx, p.ratio.verify.batch, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; ++b) walk_tree(p, b);
   });
 }
 

@@ -112,13 +112,6 @@ void launch_quantize(const AppendKvParams& p, const ExecContext& ctx) {
                               : launch_append<Quantize<kDType, 1>>(p, ctx);
 }
 
-// ---- slot_mapping
-
-__global__ void __launch_bounds__(kMaxThreads, 1) slot_mapping_kernel(const __grid_constant__ SlotMappingParams p) {
-  const int64_t row = int64_t{blockIdx.x} * kMaxThreads + threadIdx.x;
-  if (row < p.total_q) p.slots[row] = query_slot(p, row);
-}
-
 // ---- compact_kv
 
 constexpr int kStagingBytes = 32 << 10;
@@ -214,10 +207,6 @@ void CudaBackend::append_kv(const AppendKvParams& p, const ExecContext& ctx) con
     case DType::kFloat8E4M3:
       return;  // copied, never converted
   }
-}
-
-void CudaBackend::slot_mapping(const SlotMappingParams& p, const ExecContext& ctx) const {
-  launch(slot_mapping_kernel, grid_of(p.total_q, kMaxThreads), dim3(kMaxThreads), 0, ctx.stream, p);
 }
 
 void CudaBackend::compact_kv(const CompactKvParams& p, const ExecContext& ctx) const {

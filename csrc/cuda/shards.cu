@@ -268,20 +268,6 @@ __global__ void __launch_bounds__(kRulesThreads, 1) weigh_kernel(const __grid_co
   }
 }
 
-// ---- walks: one thread per tree
-
-constexpr int kWalkThreads = 64;
-
-__global__ void __launch_bounds__(kWalkThreads, 1) follow_kernel(const __grid_constant__ ShardFollowParams p) {
-  const int64_t b = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (b < p.verify.batch) follow_tree(p, b);
-}
-
-__global__ void __launch_bounds__(kWalkThreads, 1) walk_kernel(const __grid_constant__ ShardWalkParams p) {
-  const int64_t b = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (b < p.ratio.verify.batch) walk_tree(p, b);
-}
-
 }  // namespace
 
 void CudaBackend::step_shards(const ShardStepParams& p, const ExecContext& ctx) const {
@@ -292,17 +278,9 @@ void CudaBackend::step_shards(const ShardStepParams& p, const ExecContext& ctx) 
   });
 }
 
-void CudaBackend::follow_shards(const ShardFollowParams& p, const ExecContext& ctx) const {
-  launch(follow_kernel, grid_of(p.verify.batch, kWalkThreads), dim3(kWalkThreads), 0, ctx.stream, p);
-}
-
 void CudaBackend::weigh_shards(const ShardWeighParams& p, const ExecContext& ctx) const {
   launch(weigh_kernel, dim3(static_cast<unsigned>(clusters_for(p.shard.options, num_items(p)))),
          dim3(threads_of_row(p.shard.logits.vocab, kRulesThreads)), sizeof(WeighShared), ctx.stream, p);
-}
-
-void CudaBackend::walk_shards(const ShardWalkParams& p, const ExecContext& ctx) const {
-  launch(walk_kernel, grid_of(p.ratio.verify.batch, kWalkThreads), dim3(kWalkThreads), 0, ctx.stream, p);
 }
 
 }  // namespace pagedtree::cuda

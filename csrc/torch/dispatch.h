@@ -8,7 +8,7 @@
 #include <optional>
 #include <string>
 
-#include "core/backend.h"
+#include "core/ops.h"
 
 namespace pagedtree::ops {
 

@@ -1,3 +1,8 @@
+#include "core/drafting.h"
+
+#include "core/best_first.h"
+#include "core/ngram.h"
+#include "core/select_nodes.h"
 #include "torch/ops.h"
 #include "torch/sampling.h"
 #include "torch/values.h"

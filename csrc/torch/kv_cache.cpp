@@ -1,3 +1,5 @@
+#include "core/kv_cache.h"
+
 #include <algorithm>
 
 #include "torch/ops.h"

@@ -1,3 +1,5 @@
+#include "core/logprobs.h"
+
 #include "torch/options.h"
 #include "torch/sampling.h"
 #include "torch/values.h"

@@ -1,7 +1,7 @@
 // Request options as arguments of ops: the fields of RequestOptions and the penalties of SamplingParams, flat.
 #pragma once
 
-#include "core/backend.h"
+#include "core/options.h"
 #include "torch/ops.h"
 
 // clang-format off

@@ -1,5 +1,6 @@
 #include "torch/sampling.h"
 
+#include "core/sampling.h"
 #include "torch/options.h"
 
 namespace pagedtree::ops {

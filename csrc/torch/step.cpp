@@ -1,3 +1,5 @@
+#include "core/step.h"
+
 #include "torch/ops.h"
 #include "torch/values.h"
 

@@ -1,3 +1,4 @@
+#include "core/tree.h"
 #include "torch/ops.h"
 #include "torch/values.h"
 

@@ -1,7 +1,7 @@
 // Checks that the verify ops share, whether a vocabulary is whole or in parts.
 #pragma once
 
-#include "core/params.h"
+#include "core/verify/rules.h"
 #include "torch/ops.h"
 
 // What the schemas of the verify ops have in common.

@@ -93,8 +93,8 @@ def test_a_build_says_what_it_compiles(tmp_path, monkeypatch, capsys):
         return announced(tmp_path, monkeypatch, capsys, jobs, *objects)
 
     avx2, avx512 = (f"CXX object CMakeFiles/pagedtree_cpu_{isa}.dir/attend.cpp.o" for isa in ("avx2", "avx512"))
-    kernel = "CUDA object CMakeFiles/pagedtree_cuda.dir/csrc/cuda/step.cu.o"
-    simt = "CXX object CMakeFiles/pagedtree_simt.dir/simt/step.cu.cpp.o"
+    kernel = "CUDA object CMakeFiles/pagedtree_cuda.dir/csrc/cuda/trees.cu.o"
+    simt = "CXX object CMakeFiles/pagedtree_simt.dir/simt/trees.cu.cpp.o"
     assert said(2, avx2, avx512) == said(2) == ""  # seconds
     assert (
         said(2, *[avx2, avx512] * 30) == "== compiling 60 files for 2 CPU instruction sets, 2 at once: about a minute\n"

@@ -24,6 +24,24 @@
 
 namespace pagedtree {
 
+// How a node's children were chosen: drawn independently, drawn without replacement, or not drawn at all.
+enum class DraftLaw : int32_t { kIid, kSwor, kOneHot };
+
+struct TraversalFrame;  // core/verify/traversal.h
+
+// Verification that weighs the target's distribution against the draft's.
+struct RatioParams {
+  VerifyParams verify;
+  LogitsParams draft;             // [M, V] the distributions that children were drawn from; data null under kOneHot
+  SamplingParams draft_sampling;  // of B; temperature null: `draft` holds probabilities, else logits
+  TokenIds draft_rows;            // [N] the row of `draft` for a node's children, data null: row n
+  const float* coins;             // [N] or null
+  const float* final_coins;       // [B] or null
+  TraversalFrame* frames;         // [B, max_depth + 1] scratch, verify_traversal's
+  DraftLaw law;
+  float epsilon, delta;  // verify_typical's
+};
+
 struct NodeDistributions {
   RowDistribution target;
   double total;           // of the target's masses

@@ -2,10 +2,42 @@
 // first: only those on the path are read.
 #pragma once
 
-#include "core/params.h"
 #include "core/tree.h"
 
 namespace pagedtree {
+
+// A row's token, drawn in advance for sequence `sequence` at `depth`.
+struct DrawnRow {
+  int32_t token;
+  int32_t sequence;  // -1: not drawn
+  int32_t depth;
+  bool bad;
+};
+
+// Trees with drafts, and the rows of logits at their nodes.
+struct VerifyParams {
+  LogitsParams logits;          // N rows
+  SamplingParams sampling;      // of B
+  OptionsParams options;        // of B
+  TokenIds draft_tokens;        // [N]
+  TokenIds draft_to_target;     // [draft_vocab], data null: drafts are target ids already
+  const int32_t* cu_nodes;      // [B + 1]
+  const int32_t* depths;        // [N]
+  const int32_t* first_child;   // [N]
+  const int32_t* next_sibling;  // [N]
+  const uint8_t* valid;         // [B]
+  const int64_t* seeds;         // [B], null where sampling is greedy
+  const int64_t* positions;     // [B], null where sampling is greedy
+  int32_t* accept_index;        // [B, max_depth + 1] out
+  int32_t* num_accepted;        // [B] out
+  int64_t* tokens;              // [B, max_depth + 1] out
+  int32_t* status;              // [B] out
+  DrawnRow* drawn_rows;         // [N] scratch
+  int64_t batch;
+  int64_t draft_vocab;
+  int32_t max_nodes;
+  int32_t max_depth;
+};
 
 // Bits of Verdict.status.
 constexpr int32_t kMalformedTree = 1;

@@ -1,4 +1,6 @@
 // Compiled once per instruction set: its table.
+#include <type_traits>
+
 #include "cpu/isa.h"
 #include "cpu/isa/attention/kernels.h"
 
@@ -6,49 +8,29 @@
 #define PT_STRING(x) PT_STRING_(x)
 
 // AMX is for attention: its table has the kernels over rows of another instruction set.
+// clang-format off
+#define PT_EACH_ROW_KERNEL(X) \
+  X(draw_token) X(adjust_row) X(token_logprobs) X(quantize_e4m3) X(top_tokens) X(draw_children) \
+  X(verify_rejection) X(verify_block) X(verify_typical) X(verify_traversal) X(step_shard) X(weigh_shard) \
+  X(delta_rule) X(conv1d)
+// clang-format on
+
 namespace pagedtree::cpu::PAGEDTREE_ROWS_ISA {
 
-Draw draw_token(const LogitRow& row, const Sampling& sampling, uint64_t seed, int64_t position, FilterScratch& scratch);
-LogitRow adjust_row(const RowOptions& options, const LogitRow& row, AdjustedRow& scratch);
-void token_logprobs(const TokenLogprobsParams& p, int64_t r, RulesScratch& scratch);
-void quantize_e4m3(const void* src, DType dtype, int64_t count, float scale, uint8_t* dst);
-double top_tokens(const LogitRow& row, int32_t k, bool with_sum, int64_t* tokens, float* logits);
-void draw_children(const LogitRow& row, const Sampling& sampling, const ChildrenDraw& draw, FilterScratch& scratch);
-void verify_rejection(const RatioParams& p, int64_t b, RulesScratch& scratch);
-void verify_block(const RatioParams& p, int64_t b, RulesScratch& scratch);
-void verify_typical(const RatioParams& p, int64_t b, RulesScratch& scratch);
-void verify_traversal(const RatioParams& p, int64_t b, RulesScratch& scratch);
-void step_shard(const ShardStepParams& p, int64_t row, AdjustedRow& scratch);
-void weigh_shard(const ShardWeighParams& p, int64_t item, RulesScratch& scratch);
-void delta_rule(const DeltaRuleParams& p, int64_t item, DeltaScratch& scratch);
-void conv1d(const ConvParams& p, int64_t b, int64_t first);
+#define PT_DECLARE(kernel) std::remove_pointer_t<decltype(IsaKernels::kernel)> kernel;
+PT_EACH_ROW_KERNEL(PT_DECLARE)
 
 }  // namespace pagedtree::cpu::PAGEDTREE_ROWS_ISA
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
 const IsaKernels& kernels() {
-  namespace rows = PAGEDTREE_ROWS_ISA;
-  static constexpr IsaKernels table = {
-      .name = PT_STRING(PAGEDTREE_ISA),
-      .draw_token = rows::draw_token,
-      .adjust_row = rows::adjust_row,
-      .token_logprobs = rows::token_logprobs,
-      .quantize_e4m3 = rows::quantize_e4m3,
-      .top_tokens = rows::top_tokens,
-      .draw_children = rows::draw_children,
-      .verify_rejection = rows::verify_rejection,
-      .verify_block = rows::verify_block,
-      .verify_typical = rows::verify_typical,
-      .verify_traversal = rows::verify_traversal,
-      .step_shard = rows::step_shard,
-      .weigh_shard = rows::weigh_shard,
-      .delta_rule = rows::delta_rule,
-      .conv1d = rows::conv1d,
-      .attend = attend,
-      .merge_pieces = merge_pieces,
-      .merge_states = merge_states,
-  };
+#define PT_ENTRY(kernel) .kernel = PAGEDTREE_ROWS_ISA::kernel,
+  static constexpr IsaKernels table = {.name = PT_STRING(PAGEDTREE_ISA),
+                                       .attend = attend,
+                                       .merge_pieces = merge_pieces,
+                                       .merge_states = merge_states,
+                                       PT_EACH_ROW_KERNEL(PT_ENTRY)};
   return table;
 }
 

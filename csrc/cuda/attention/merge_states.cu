@@ -1,3 +1,4 @@
+#include "core/attention.h"
 #include "cuda/backend.h"
 #include "cuda/tile/launch.cuh"
 #include "cuda/tile/mma.cuh"

@@ -1,7 +1,7 @@
 // Ragged trees whose sizes are known only on the device: offsets, and the padding after the last tree.
 #pragma once
 
-#include "core/backend.h"
+#include "core/ops.h"
 
 namespace pagedtree::cuda {
 

@@ -1,7 +1,7 @@
 // Makes the maps by which TMA reads a tensor: on a GPU by the driver, under simt as they are.
 #pragma once
 
-#include "core/params.h"
+#include "core/common.h"
 #include "cuda/tile/launch.cuh"
 #include "cuda/tile/ptx_sm90.cuh"
 

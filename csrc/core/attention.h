@@ -1,0 +1,183 @@
+// What the ops of attention take, and which keys a query sees, written once for every backend. The cuts of the work are
+// in core/schedule.h.
+#pragma once
+
+#include "core/params.h"
+
+namespace pagedtree {
+
+// One cache of a layer, [pages, page_size, Hkv, D]; strides in elements, the last dimension is contiguous.
+struct PagedCache {
+  const void* data;
+  int64_t page_stride;
+  int64_t slot_stride;
+  int64_t head_stride;
+};
+
+// Which instructions multiply on a GPU. wgmma is Hopper's, for the tiles in cuda/attention/config.h that have it; all
+// others use mma.sync.
+enum class MatrixEngine : int32_t { kMmaSync, kWgmma };
+
+// Sizes B sequences, T query tokens (padding included), Hq = Hkv * group_size heads, D head_dim, Dv head_dim_v, W
+// mask_words.
+struct TreeAttentionParams {
+  const void* q;       // [T, Hq, D]
+  PagedCache k_cache;  // [pages, page_size, Hkv, D]
+  PagedCache v_cache;  // [pages, page_size, Hkv, Dv]
+  PageTable table;
+  const int32_t* seq_lens;      // [B]
+  const int32_t* cu_seqlens_q;  // [B + 1]
+  const int32_t* tree_mask;     // [T, W] or null: causal
+  const int32_t* tree_lens;     // [B] or null: the query lengths
+  const float* sinks;           // [Hq] or null
+  const float* k_scale;         // [Hkv], [1] with k_scale_stride 0, or null: 1
+  const float* v_scale;         // likewise
+  const int32_t* plan;          // [kPlanSize], see schedule.h
+  void* out;                    // [T, Hq, Dv]
+  float* lse;                   // [T, Hq] or null
+  void* scratch;                // Backend::tree_attention_scratch() bytes
+  int64_t q_token_stride, q_head_stride;
+  int64_t out_token_stride, out_head_stride;
+  int64_t lse_token_stride, lse_head_stride;
+  int64_t mask_stride;
+  int64_t k_scale_stride, v_scale_stride;
+  int64_t batch;
+  int64_t num_tokens;
+  int64_t num_pages;
+  int64_t window;        // 0: none
+  int64_t max_seqlen_q;  // a hint
+  int32_t num_kv_heads;
+  int32_t group_size;
+  int32_t head_dim;
+  int32_t head_dim_v;
+  int32_t mask_words;
+  DType q_dtype;  // of q and out
+  DType kv_dtype;
+  float scale;
+  float softcap;  // 0: none
+  MatrixEngine engine;
+  bool latent;  // one KV head, whose V is the first Dv columns of K
+};
+
+struct AttentionPlanParams {
+  const int32_t* seq_lens;      // [B]
+  const int32_t* cu_seqlens_q;  // [B + 1]
+  int32_t* plan;                // [kPlanSize] out
+  int64_t batch;
+  int64_t num_tokens;  // bound on T
+  int64_t max_seq_len;
+  int64_t max_seqlen_q;  // a hint
+  int32_t num_kv_heads;
+  int32_t group_size;
+  int32_t head_dim;
+  int32_t head_dim_v;
+  MatrixEngine engine;  // of the calls
+  bool latent;
+};
+
+struct MergeStatesParams {
+  const void* out_a;   // [T, H, D]
+  const void* out_b;   // [T, H, D]
+  const float* lse_a;  // [T, H]
+  const float* lse_b;  // [T, H]
+  void* out;           // [T, H, D] out, contiguous
+  float* lse;          // [T, H] out, contiguous
+  int64_t a_token_stride, a_head_stride;
+  int64_t b_token_stride, b_head_stride;
+  int64_t lse_a_token_stride, lse_a_head_stride;
+  int64_t lse_b_token_stride, lse_b_head_stride;
+  int64_t num_tokens;
+  int64_t num_heads;
+  int64_t head_dim;
+  DType dtype;
+};
+
+// Bits [low, high) of a 32-bit word; bounds outside 0..32 are cut off.
+PT_HOST_DEVICE uint32_t bit_range(int32_t low, int32_t high) {
+  low = clamp_to(low, 0, kMaskWordBits);
+  high = clamp_to(high, 0, kMaskWordBits);
+  if (low >= high) return 0;
+  return (~0u >> (kMaskWordBits - (high - low))) << low;
+}
+
+// The keys that one query sees: positions [begin, end), and the tree's keys, at tree_start + bit, whose bit of `words`
+// is set and in [first_bit, num_bits). Causal queries have no tree bits. Positions are below 2^31.
+struct Visibility {
+  int32_t begin;
+  int32_t end;
+  int32_t tree_start;
+  const int32_t* words;  // [num_words]; missing words are 0
+  int32_t num_words;
+  int32_t first_bit;
+  int32_t num_bits;
+
+  // No key outside [lowest(), highest()) is visible.
+  PT_HOST_DEVICE int32_t lowest() const { return begin < end ? begin : tree_start + first_bit; }
+  PT_HOST_DEVICE int32_t highest() const { return num_bits > 0 ? tree_start + num_bits : end; }
+
+  PT_HOST_DEVICE uint32_t word(int32_t w) const {
+    return w >= 0 && w < num_words ? static_cast<uint32_t>(words[w]) : 0u;
+  }
+
+  // Bit i: whether key position + i is visible.
+  PT_HOST_DEVICE uint32_t visible32(int32_t position) const {
+    const uint32_t prefix = bit_range(begin - position, end - position);
+    const int32_t bit = position - tree_start;  // the mask bit of the first key, maybe negative
+    if (bit >= num_bits || bit <= -kMaskWordBits) return prefix;
+    const int32_t w = (bit + kMaskWordBits) / kMaskWordBits - 1;
+    const uint64_t pair = (static_cast<uint64_t>(word(w + 1)) << kMaskWordBits) | word(w);
+    const uint32_t tree = static_cast<uint32_t>(pair >> (bit - w * kMaskWordBits));
+    return prefix | (tree & bit_range(first_bit - bit, num_bits - bit));
+  }
+};
+
+// Lengths are below 2^31: a wider window keeps everything, and differences with this one do not overflow.
+constexpr int64_t kMaxWindow = int64_t{1} << 31;
+
+// Query i of n, causal: keys up to its own position, the last n of the sequence being the queries'.
+PT_HOST_DEVICE Visibility causal_visibility(int64_t seq_len, int64_t n, int64_t i, int64_t window) {
+  window = min_of(window, kMaxWindow);
+  const int64_t position = seq_len - n + i;
+  Visibility seen{};
+  seen.end = static_cast<int32_t>(clamp_to<int64_t>(position + 1, 0, seq_len));
+  seen.begin = window > 0 ? static_cast<int32_t>(max_of<int64_t>(position - window + 1, 0)) : 0;
+  seen.tree_start = static_cast<int32_t>(seq_len);
+  return seen;
+}
+
+// A query whose mask row is `words`, over a tree that holds the last `tree_len` keys. A node's depth is the number of
+// set bits below its own, so a window keeps the highest `window` set bits; what is left of it covers the end of the
+// prefix.
+PT_HOST_DEVICE Visibility tree_visibility(int64_t seq_len, int64_t tree_len, const int32_t* words, int32_t num_words,
+                                          int64_t window) {
+  Visibility seen{};
+  seen.tree_start = static_cast<int32_t>(seq_len - tree_len);
+  seen.end = seen.tree_start;
+  seen.words = words;
+  seen.num_words = num_words;
+  seen.num_bits = static_cast<int32_t>(min_of<int64_t>(tree_len, int64_t{num_words} * kMaskWordBits));
+  if (window <= 0) return seen;
+  window = min_of(window, kMaxWindow);
+  int64_t count = 0;
+  int32_t w = static_cast<int32_t>(ceil_div<int64_t>(seen.num_bits, kMaskWordBits));
+  while (w-- > 0) {
+    uint32_t bits = seen.word(w) & bit_range(0, seen.num_bits - w * kMaskWordBits);
+    const int64_t kept = window - count;
+    count += popcount32(bits);
+    if (kept > 0 && count >= window) {  // the window ends in this word: drop the lowest bits
+      for (int64_t extra = count - window; extra > 0; --extra) bits &= bits - 1;
+      while ((bits >> (seen.first_bit % kMaskWordBits) & 1u) == 0) ++seen.first_bit;
+      seen.first_bit += w * kMaskWordBits;
+    }
+  }
+  seen.begin = static_cast<int32_t>(max_of<int64_t>(seen.tree_start + count - window, 0));
+  return seen;
+}
+
+// How many keys, the last ones, belong to the tree of a sequence; -1 if its queries are causal.
+PT_HOST_DEVICE int64_t tree_length(const TreeAttentionParams& p, int64_t b, int64_t num_queries, int64_t seq_len) {
+  if (p.tree_mask == nullptr) return -1;
+  return clamp_to<int64_t>(p.tree_lens != nullptr ? p.tree_lens[b] : num_queries, -1, seq_len);
+}
+
+}  // namespace pagedtree
