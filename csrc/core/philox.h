@@ -1,5 +1,5 @@
 // Counter-based random numbers: Philox4x32-10 (Salmon et al., SC 2011). Key = the request's seed; counter = (position,
-// index, use). There is no other input, so a draw never depends on batch, slot, tree or thread.
+// index, use). There is no other input, so a draw does not depend on the batch, the tree or the thread.
 #pragma once
 
 #include "core/math.h"

@@ -12,7 +12,7 @@ constexpr int kMaxRecurrentDim = 256;    // of keys and values
 constexpr int kMaxConvWidth = 16;
 constexpr int kCausalChunk = 64;  // tokens of a long sequence that are worked on together
 
-// The tokens of a call, and the slots of their sequences' states. Without `parents` each row follows the one before it.
+// The tokens of a call, and where their sequences' states are. Without `parents` each row follows the one before it.
 struct RecurrentBatch {
   const int32_t* cu_nodes;      // [B + 1]
   const int32_t* parents;       // [num_rows] or null: causal
@@ -20,7 +20,7 @@ struct RecurrentBatch {
   const int32_t* accept_index;  // [B, S], row stride accept_stride; with parents, where states advance
   const int32_t* num_accepted;  // [B], likewise
   const int32_t* state_index;   // [B]
-  int64_t num_slots;
+  int64_t num_slots;            // how many states there are
   int64_t batch;
   int64_t num_rows;  // T
   int64_t accept_stride;
@@ -36,7 +36,7 @@ struct DeltaRuleParams {
   const void* v;      // [T, H, Dv]
   const float* g;     // [T, H] or [T, H, Dk]
   const float* beta;  // [T, H] or null: no delta
-  float* state;       // [slots, H, Dk, Dv]
+  float* state;       // [num_slots, H, Dk, Dv]
   void* out;          // [T, H, Dv] out, contiguous; or null
   int64_t q_token_stride, q_head_stride;
   int64_t k_token_stride, k_head_stride;
@@ -60,7 +60,7 @@ struct ConvParams {
   const void* x;       // [T, C]
   const void* weight;  // [C, W] or null
   const void* bias;    // [C] or null
-  void* conv_state;    // [slots, C, W - 1]
+  void* conv_state;    // [num_slots, C, W - 1]
   void* out;           // [T, C] out, contiguous; or null
   int64_t x_stride;
   int64_t weight_strides[2];
@@ -73,10 +73,10 @@ struct ConvParams {
   bool silu;
 };
 
-// The slot of sequence b, -1 if it has none.
-PT_HOST_DEVICE int64_t state_slot(const RecurrentBatch& p, int64_t b) {
-  const int64_t slot = p.state_index[b];
-  return slot >= 0 && slot < p.num_slots ? slot : -1;
+// The index of sequence b's state, -1 if it has none.
+PT_HOST_DEVICE int64_t state_index_of(const RecurrentBatch& p, int64_t b) {
+  const int64_t index = p.state_index[b];
+  return index >= 0 && index < p.num_slots ? index : -1;
 }
 
 // exp(g) in 0..1: what is above 0, or NaN, reads as 0.
@@ -112,10 +112,10 @@ PT_HOST_DEVICE int32_t reachable_nodes(const RecurrentBatch& p, int64_t b, int32
   return count;
 }
 
-// How many tokens of sequence b its state takes in; 0 where the slot or the path is none.
+// How many tokens of sequence b its state takes in; 0 without a state or a path.
 PT_HOST_DEVICE int64_t tokens_to_replay(const RecurrentBatch& p, int64_t b) {
   const NodeRange rows = node_range(p.cu_nodes, p.batch, b, p.num_rows);
-  if (state_slot(p, b) < 0) return 0;
+  if (state_index_of(p, b) < 0) return 0;
   if (p.accept_index == nullptr) return rows.size();
   const int32_t* path = p.accept_index + b * p.accept_stride;
   const int32_t accepted = p.num_accepted[b];

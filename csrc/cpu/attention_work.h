@@ -25,24 +25,24 @@ struct Piece {
   float* sum;
 };
 
-// The ranges of a call and the slots for their pieces, two per range: kHead for the first piece of a range that begins
+// The ranges of a call and their pieces, two per range: kHead for the first piece of a range that begins
 // inside a row tile, kTail for the last piece of a range that ends inside a row tile that it began.
 struct AttentionRanges {
-  enum Slot { kHead, kTail };
+  enum End { kHead, kTail };
 
   WorkShape shape;
   WorkPosition starts[kMaxRanges + 1];
   int32_t count;
   float* pieces;
-  int64_t piece_rows;  // capacity of a slot
+  int64_t piece_rows;  // capacity of a piece
   int64_t head_dim_v;
 
   PT_HOST_DEVICE static constexpr int64_t piece_floats(int64_t rows, int64_t head_dim_v) {
     return rows * (head_dim_v + 2);
   }
 
-  PT_HOST_DEVICE Piece piece(int32_t range, Slot slot) const {
-    float* base = pieces + (2 * range + slot) * piece_floats(piece_rows, head_dim_v);
+  PT_HOST_DEVICE Piece piece(int32_t range, End end) const {
+    float* base = pieces + (2 * range + end) * piece_floats(piece_rows, head_dim_v);
     return {base, base + piece_rows * head_dim_v, base + piece_rows * (head_dim_v + 1)};
   }
 };

@@ -24,8 +24,8 @@ void run_delta_rule(const DeltaRuleParams& p, const ExecContext& ctx) {
 
 // The last W - 1 inputs of one channel move up by those of the path. Targets come before their sources.
 template <typename T>
-void shift_channel(const ConvParams& p, int64_t b, int64_t slot, int64_t channel, int64_t replayed) {
-  T* state = static_cast<T*>(p.conv_state) + slot * p.state_strides[0] + channel * p.state_strides[1];
+void shift_channel(const ConvParams& p, int64_t b, int64_t state_index, int64_t channel, int64_t replayed) {
+  T* state = static_cast<T*>(p.conv_state) + state_index * p.state_strides[0] + channel * p.state_strides[1];
   const int64_t kept = p.width - 1, step = p.state_strides[2];
   for (int64_t i = 0; i < kept; ++i) {
     const int64_t from = i + replayed - kept;  // a token of the path, or what the state has
@@ -60,12 +60,12 @@ void CpuBackend::tree_conv1d(const ConvParams& p, const ExecContext& ctx) const 
 void CpuBackend::advance_conv(const ConvParams& p, const ExecContext& ctx) const {
   parallel_for(ctx, p.tokens.batch, 1, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
-      const int64_t slot = state_slot(p.tokens, b), replayed = tokens_to_replay(p.tokens, b);
+      const int64_t state_index = state_index_of(p.tokens, b), replayed = tokens_to_replay(p.tokens, b);
       for (int64_t channel = 0; replayed > 0 && channel < p.channels; ++channel) {
         if (element_size(p.dtype) == 4) {
-          shift_channel<uint32_t>(p, b, slot, channel, replayed);
+          shift_channel<uint32_t>(p, b, state_index, channel, replayed);
         } else {
-          shift_channel<uint16_t>(p, b, slot, channel, replayed);
+          shift_channel<uint16_t>(p, b, state_index, channel, replayed);
         }
       }
     }

@@ -28,10 +28,10 @@ struct Path {
 void check_recurrent_values(const Check& check, const RecurrentBatch& p, const Tensor& offsets,
                             const std::string& offsets_name, const Tensor& state_index, const Path* path) {
   check_offsets(check, host_values<int32_t>(offsets), offsets_name, p.num_rows);
-  const auto slots = host_values<int32_t>(state_index);
+  const auto indices = host_values<int32_t>(state_index);
   for (int64_t b = 0; b < p.batch; ++b) {
-    check.that(slots[b] >= -1 && slots[b] < p.num_slots, at("state_index", b),
-               "in -1.." + std::to_string(p.num_slots - 1), slots[b]);
+    check.that(indices[b] >= -1 && indices[b] < p.num_slots, at("state_index", b),
+               "in -1.." + std::to_string(p.num_slots - 1), indices[b]);
   }
   if (path == nullptr || !path->accept_index.has_value()) return;
   const auto nodes = host_values<int32_t>(*path->accept_index), accepted = host_values<int32_t>(*path->num_accepted);

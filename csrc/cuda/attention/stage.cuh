@@ -77,9 +77,9 @@ struct KeyReader {
   template <typename Kv>
   __device__ __forceinline__ KeyRow row(const TreeAttentionParams& p, int32_t key, int32_t page) const {
     if (page < 0 || page >= p.num_pages) return {nullptr, nullptr};
-    const int64_t slot = static_cast<uint32_t>(key) % page_size;
-    return {k + (page * p.k_cache.page_stride + slot * p.k_cache.slot_stride) * static_cast<int64_t>(sizeof(Kv)),
-            v + (page * p.v_cache.page_stride + slot * p.v_cache.slot_stride) * static_cast<int64_t>(sizeof(Kv))};
+    const int64_t offset = static_cast<uint32_t>(key) % page_size;
+    return {k + (page * p.k_cache.page_stride + offset * p.k_cache.slot_stride) * static_cast<int64_t>(sizeof(Kv)),
+            v + (page * p.v_cache.page_stride + offset * p.v_cache.slot_stride) * static_cast<int64_t>(sizeof(Kv))};
   }
 };
 

@@ -286,8 +286,8 @@ class Producer {
     constexpr int32_t kPanels = I::PartRows::kChunks / 8;
     const KeyReader& reader = shared_.readers[0];  // that of the warp that starts the copies
     const int32_t panel = static_cast<int32_t>(thread()) * maps_.box / kKeys, key = key_of_box();
-    int32_t slot = 0;
-    if (thread() < 32) slot = static_cast<int32_t>(static_cast<uint32_t>(stage * kKeys + key) % reader.page_size);
+    int32_t offset = 0;
+    if (thread() < 32) offset = static_cast<int32_t>(static_cast<uint32_t>(stage * kKeys + key) % reader.page_size);
     wait_until_empty();
 #pragma unroll 1  // few registers are left to producers
     for (int32_t part = 0; part < I::kParts; ++part) {
@@ -300,7 +300,7 @@ class Producer {
       }
       if (thread() < 32 && panel < panels) {
         ptx::tma_load_4d(shared_.stage(place_.stage) + ((first + panel) * kKeys + key) * 128, &map,
-                         (first + panel) * 64, slot, reader.kv_head, page, full);
+                         (first + panel) * 64, offset, reader.kv_head, page, full);
       }
     }
     place_.advance(stages_);

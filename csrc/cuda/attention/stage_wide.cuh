@@ -100,9 +100,9 @@ class WideRing {
     }
     if (!is_read) return nullptr;
     const PagedCache& cache = is_value ? p_.v_cache : p_.k_cache;
-    const int64_t slot = static_cast<uint32_t>(first_key() + static_cast<int32_t>(key)) % reader.page_size;
+    const int64_t offset = static_cast<uint32_t>(first_key() + static_cast<int32_t>(key)) % reader.page_size;
     return (is_value ? reader.v : reader.k) +
-           (page_ * cache.page_stride + slot * cache.slot_stride) * static_cast<int64_t>(sizeof(typename I::Kv));
+           (page_ * cache.page_stride + offset * cache.slot_stride) * static_cast<int64_t>(sizeof(typename I::Kv));
   }
 
   __device__ __forceinline__ void copy() const {

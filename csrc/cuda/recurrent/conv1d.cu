@@ -21,8 +21,8 @@ __global__ void __launch_bounds__(kConvThreads, 1) conv1d_kernel(const __grid_co
   const int64_t begin = b < 0 ? 0 : node_range(tokens.cu_nodes, tokens.batch, b, tokens.num_rows).begin;
   const int64_t at = row * p.channels + channel;
   if (b < 0 || !is_reachable(tokens, begin, row - begin)) return store_element(p.out, p.dtype, at, 0.0f);
-  const int64_t slot = state_slot(tokens, b);
-  const int64_t state = slot * p.state_strides[0] + channel * p.state_strides[1];
+  const int64_t state_index = state_index_of(tokens, b);
+  const int64_t state = state_index * p.state_strides[0] + channel * p.state_strides[1];
   float sum = p.bias == nullptr ? 0.0f : load_element(p.bias, p.weight_dtype, channel * p.bias_stride);
   int64_t node = row - begin;
   int32_t column = p.width - 2;  // of the state, the newest one first
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kConvThreads, 1) conv1d_kernel(const __grid_co
       value = load_element(p.x, p.dtype, (begin + node) * p.x_stride + channel);
       node = tokens.parents == nullptr ? node - 1 : linked_parent(tokens, begin, node);
     } else {
-      if (slot >= 0) value = load_element(p.conv_state, p.dtype, state + column * p.state_strides[2]);
+      if (state_index >= 0) value = load_element(p.conv_state, p.dtype, state + column * p.state_strides[2]);
       --column;
     }
     const int64_t tap = channel * p.weight_strides[0] + (p.width - 1 - w) * p.weight_strides[1];
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kConvThreads, 1) advance_conv_kernel(const __g
   const int64_t replayed = tokens_to_replay(p.tokens, b), kept = p.width - 1, step = p.state_strides[2];
   if (replayed == 0 || channel >= p.channels) return;
   T* state =
-      static_cast<T*>(p.conv_state) + state_slot(p.tokens, b) * p.state_strides[0] + channel * p.state_strides[1];
+      static_cast<T*>(p.conv_state) + state_index_of(p.tokens, b) * p.state_strides[0] + channel * p.state_strides[1];
   for (int64_t i = 0; i < kept; ++i) {
     const int64_t from = i + replayed - kept;
     state[i * step] = from < 0 ? state[(i + replayed) * step]

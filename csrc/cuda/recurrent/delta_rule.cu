@@ -35,14 +35,14 @@ struct StateTile {
   int32_t channels, columns;
   bool by_channel;
 
-  __device__ StateTile(const Chunk& t, int64_t slot) {
+  __device__ StateTile(const Chunk& t, int64_t state_index) {
     const int32_t first_column = t.column - static_cast<int32_t>(threadIdx.x) % 32;
     const int64_t* const strides = t.p.state_strides;
-    begin = t.p.state + slot * strides[0] + t.head * strides[1] + first_column * strides[3];
+    begin = t.p.state + state_index * strides[0] + t.head * strides[1] + first_column * strides[3];
     channel_stride = strides[2];
     column_stride = strides[3];
     channels = t.p.key_dim;
-    columns = slot < 0 ? 0 : min_of(kColumns, t.p.value_dim - first_column);
+    columns = state_index < 0 ? 0 : min_of(kColumns, t.p.value_dim - first_column);
     by_channel = channel_stride < column_stride;
   }
   // A thread has elements 0 .. size() - 1; some may lie outside.
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
   int32_t total = static_cast<int32_t>(writes ? tokens_to_replay(tokens, b) : rows.size());
   if (is_tree) total = min_of(total, tokens.max_nodes);
   if (total == 0) return;
-  load_state(t, StateTile(t, state_slot(tokens, b)));
+  load_state(t, StateTile(t, state_index_of(tokens, b)));
   for (int32_t begin = 0; begin < total; begin += capacity) {  // one turn for a tree
     const int32_t i = threadIdx.x, count = min_of(capacity, total - begin);
     if (i < count) {
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
     }
     run_chunk(t, count, p.out == nullptr || begin + count < total);
   }
-  if (p.out == nullptr) store_state(t, StateTile(t, state_slot(tokens, b)));
+  if (p.out == nullptr) store_state(t, StateTile(t, state_index_of(tokens, b)));
 }
 
 // What no node writes.

@@ -5,7 +5,7 @@
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-// Computes one range: whole row tiles go to the output, pieces to their slots.
+// Computes one range: whole row tiles go to the output, pieces to their place in the scratch.
 void attend(const TreeAttentionParams& params, const AttentionRange& range);
 
 // Joins the pieces of the row tile that `range` began and did not end, if there is one.

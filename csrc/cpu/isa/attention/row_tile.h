@@ -109,21 +109,21 @@ static inline void find_key_rows(const TreeAttentionParams& p, const RowTile& ti
   const int64_t size = element_size(p.kv_dtype);
   const int32_t* pages = p.table.pages + tile.sequence * p.table.row_stride;
   const int64_t count = min_of<int64_t>(kKvTile, tile.work.seq_len - first_key);
-  int64_t page = first_key / p.table.page_size, slot = first_key % p.table.page_size;
+  int64_t page = first_key / p.table.page_size, offset = first_key % p.table.page_size;
   for (int64_t key = 0; key < kKvTile;) {
     const int64_t id = key < count ? pages[page] : -1;
     const bool known = id >= 0 && id < p.num_pages;
-    const int64_t end = key < count ? min_of<int64_t>(key + p.table.page_size - slot, count) : kKvTile;
+    const int64_t end = key < count ? min_of<int64_t>(key + p.table.page_size - offset, count) : kKvTile;
     const PagedCache &kc = p.k_cache, &vc = p.v_cache;
-    for (; key < end; ++key, ++slot) {
+    for (; key < end; ++key, ++offset) {
       const bool read = known && (wanted >> key & 1u) != 0;
-      const int64_t k_offset = id * kc.page_stride + slot * kc.slot_stride + tile.kv_head * kc.head_stride;
-      const int64_t v_offset = id * vc.page_stride + slot * vc.slot_stride + tile.kv_head * vc.head_stride;
+      const int64_t k_offset = id * kc.page_stride + offset * kc.slot_stride + tile.kv_head * kc.head_stride;
+      const int64_t v_offset = id * vc.page_stride + offset * vc.slot_stride + tile.kv_head * vc.head_stride;
       rows.k[key] = read ? static_cast<const char*>(kc.data) + k_offset * size : kZeroRow;
       rows.v[key] = read ? static_cast<const char*>(vc.data) + v_offset * size : kZeroRow;
     }
     ++page;
-    slot = 0;
+    offset = 0;
   }
 }
 

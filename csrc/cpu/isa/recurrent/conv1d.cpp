@@ -20,7 +20,7 @@ struct Taps {
   float past[kMaxConvWidth][kConvChannels];     // [i]: the input i + 1 tokens before the first one
 };
 
-void load_taps(const ConvParams& p, int64_t slot, int64_t first, int64_t count, Taps& taps) {
+void load_taps(const ConvParams& p, int64_t state_index, int64_t first, int64_t count, Taps& taps) {
   std::memset(&taps, 0, sizeof(taps));
   for (int64_t c = 0; c < count; ++c) {
     const int64_t channel = first + c;
@@ -29,11 +29,11 @@ void load_taps(const ConvParams& p, int64_t slot, int64_t first, int64_t count, 
       const int64_t offset = channel * p.weight_strides[0] + (p.width - 1 - w) * p.weight_strides[1];
       taps.weights[w][c] = scalar_at(p.weight, p.weight_dtype, offset);
     }
-    if (slot < 0) continue;
+    if (state_index < 0) continue;
     for (int32_t i = 0; i < p.width - 1; ++i) {
-      taps.past[i][c] =
-          scalar_at(p.conv_state, p.dtype,
-                    slot * p.state_strides[0] + channel * p.state_strides[1] + (p.width - 2 - i) * p.state_strides[2]);
+      taps.past[i][c] = scalar_at(
+          p.conv_state, p.dtype,
+          state_index * p.state_strides[0] + channel * p.state_strides[1] + (p.width - 2 - i) * p.state_strides[2]);
     }
   }
 }
@@ -71,7 +71,7 @@ void conv1d(const ConvParams& p, int64_t b, int64_t first) {
   if (rows.size() == 0) return;
   const int64_t count = min_of<int64_t>(kConvChannels, p.channels - first);
   Taps taps;
-  load_taps(p, state_slot(tokens, b), first, count, taps);
+  load_taps(p, state_index_of(tokens, b), first, count, taps);
   int32_t nodes[kMaxRecurrentNodes], parents[kMaxRecurrentNodes], place[kMaxRecurrentNodes];
   const bool causal = tokens.parents == nullptr;
   const int64_t total = causal ? rows.size() : reachable_nodes(tokens, b, nodes, parents, place);

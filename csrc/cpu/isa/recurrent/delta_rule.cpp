@@ -199,8 +199,8 @@ void delta_rule(const DeltaRuleParams& p, int64_t item, DeltaScratch& s) {
   const bool writes = p.out == nullptr, whole_tree = !writes && tokens.parents != nullptr;
   const int64_t total = writes ? tokens_to_replay(tokens, b) : rows.size();
   if (total == 0) return;
-  const int64_t slot = state_slot(tokens, b), step = whole_tree ? total : kCausalChunk;
-  move_state<false>(p, slot, at.head, s.state, s.values_width);
+  const int64_t state_index = state_index_of(tokens, b), step = whole_tree ? total : kCausalChunk;
+  move_state<false>(p, state_index, at.head, s.state, s.values_width);
   for (int64_t begin = 0; begin < total; begin += step) {
     if (!whole_tree) at.first_row = replayed_row(tokens, b, begin);
     if (s.loaded != group) {
@@ -220,7 +220,7 @@ void delta_rule(const DeltaRuleParams& p, int64_t item, DeltaScratch& s) {
     run_chunk(at);
     if (!whole_tree && (writes || begin + step < total)) carry_state(at);
   }
-  if (writes) move_state<true>(p, slot, at.head, s.state, s.values_width);
+  if (writes) move_state<true>(p, state_index, at.head, s.state, s.values_width);
 }
 
 }  // namespace pagedtree::cpu::PAGEDTREE_ISA

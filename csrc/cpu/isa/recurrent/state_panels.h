@@ -36,16 +36,16 @@ static inline void move_key_rows(float* state, int64_t value_stride, int64_t dep
   }
 }
 
-// Fills the panels of a head from slot `slot`, or from none (-1) with zeros; kStore: writes them back.
+// Fills the panels of a head from state `state_index`, with zeros where it is -1; kStore: writes them back.
 template <bool kStore>
-static inline void move_state(const DeltaRuleParams& p, int64_t slot, int64_t head, float* panels,
+static inline void move_state(const DeltaRuleParams& p, int64_t state_index, int64_t head, float* panels,
                               int64_t values_width) {
   const int64_t depth = p.key_dim, key_stride = p.state_strides[2], value_stride = p.state_strides[3];
-  if (!kStore && (slot < 0 || p.value_dim < values_width)) {
+  if (!kStore && (state_index < 0 || p.value_dim < values_width)) {
     std::memset(panels, 0, static_cast<size_t>(depth * values_width) * sizeof(float));
   }
-  if (slot < 0) return;
-  float* state = p.state + slot * p.state_strides[0] + head * p.state_strides[1];
+  if (state_index < 0) return;
+  float* state = p.state + state_index * p.state_strides[0] + head * p.state_strides[1];
   int64_t keys = 0, values = 0;  // that vectors have moved
   if (value_stride == 1) {
     keys = depth, values = p.value_dim / kLanes * kLanes;
