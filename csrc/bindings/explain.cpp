@@ -83,4 +83,21 @@ py::list explain_attention(const std::vector<int32_t>& query_lens, const std::ve
   return launches;
 }
 
+py::dict attention_tiles(const std::string& engine) {
+  const MatrixEngine chosen = engine_named(engine, "attention_tiles: `engine`");
+  py::dict tiles;
+  for (const TileShape& shape : kTileShapes) {
+    if (shape.engine != chosen || shape.is_latent()) continue;
+    const py::tuple sizes = py::make_tuple(shape.head_dim, shape.head_dim_v);
+    tiles[sizes] = (tiles.contains(sizes) ? py::tuple(tiles[sizes]) : py::tuple()) + py::make_tuple(shape.m_tile);
+  }
+  return tiles;
+}
+
+py::tuple head_dims() {
+  py::list sizes;
+  for (const HeadDims& dims : kHeadDims) sizes.append(py::make_tuple(dims.k, dims.v));
+  return py::tuple(sizes);
+}
+
 }  // namespace pagedtree

@@ -19,4 +19,10 @@ py::list explain_attention(const std::vector<int32_t>& query_lens, const std::ve
                            int32_t kv_bytes, int64_t max_seqlen_q, int32_t num_sms, int32_t max_shared_bytes,
                            const std::string& engine);
 
+// The engine's tiles: (columns of K, columns of V) -> their rows. Those for latent caches alone are left out.
+py::dict attention_tiles(const std::string& engine);
+
+// core/head_dims.h as a tuple of pairs.
+py::tuple head_dims();
+
 }  // namespace pagedtree

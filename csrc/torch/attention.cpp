@@ -1,3 +1,5 @@
+#include "core/attention.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -6,6 +8,7 @@
 #include <type_traits>
 
 #include "core/engine.h"
+#include "core/head_dims.h"
 #include "core/schedule.h"
 #include "torch/ops.h"
 #include "torch/values.h"
@@ -13,28 +16,26 @@
 namespace pagedtree::ops {
 namespace {
 
-// Columns of K and V.
-struct HeadDims {
-  int64_t k, v;
-};
-constexpr HeadDims kHeadDims[] = {{64, 64},   {96, 96},   {128, 128}, {192, 192},
-                                  {256, 256}, {512, 512}, {192, 128}, {576, 512}};
-
-template <typename Predicate>
-bool any_head_dims(const Predicate& fits) {
-  return std::any_of(std::begin(kHeadDims), std::end(kHeadDims), fits);
+// "64, 96 or 128"
+std::string alternatives(const std::vector<int64_t>& sizes) {
+  std::string text;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    text += (i == 0 ? "" : i + 1 < sizes.size() ? ", " : " or ") + std::to_string(sizes[i]);
+  }
+  return text;
 }
 
 // `k_name` and `v_name` name the arguments that have the sizes.
 void check_head_dims(const Check& check, int64_t k, int64_t v, const char* k_name, const char* v_name) {
-  if (any_head_dims([&](const HeadDims& dims) { return dims.k == k && dims.v == v; })) return;
-  check.that(any_head_dims([&](const HeadDims& dims) { return dims.k == k; }), k_name,
-             "of head size 64, 96, 128, 192, 256, 512 or 576", k);
-  std::string expected;
+  const auto fits = [&](const HeadDims& dims) { return dims.k == k && dims.v == v; };
+  if (std::any_of(std::begin(kHeadDims), std::end(kHeadDims), fits)) return;
+  std::vector<int64_t> of_k, of_v;
   for (const HeadDims& dims : kHeadDims) {
-    if (dims.k == k) expected += (expected.empty() ? "" : " or ") + std::to_string(dims.v);
+    if (std::find(of_k.begin(), of_k.end(), dims.k) == of_k.end()) of_k.push_back(dims.k);
+    if (dims.k == k) of_v.push_back(dims.v);
   }
-  check.fail(v_name, "of head size " + expected + " with K's " + std::to_string(k), v);
+  if (of_v.empty()) check.fail(k_name, "of head size " + alternatives(of_k), k);
+  check.fail(v_name, "of head size " + alternatives(of_v) + " with K's " + std::to_string(k), v);
 }
 
 PagedCache paged_cache(const Tensor& t) { return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2)}; }

@@ -2,6 +2,8 @@ from typing import Any
 
 import numpy as np
 
+HEAD_DIMS: tuple[tuple[int, int], ...]
+
 def build_info() -> dict[str, Any]: ...
 def available_isas() -> list[str]: ...
 def active_isa() -> str: ...
@@ -20,6 +22,7 @@ def explain_attention(
     max_shared_bytes: int,
     engine: str,
 ) -> list[dict[str, Any]]: ...
+def attention_tiles(engine: str) -> dict[tuple[int, int], tuple[int, ...]]: ...
 def copied_text(
     tokens: np.ndarray,
     lengths: np.ndarray,

@@ -2,6 +2,7 @@
 // Nothing in this file needs CUDA.
 #pragma once
 
+#include "core/head_dims.h"
 #include "core/schedule.h"
 
 namespace pagedtree::cuda {
@@ -220,6 +221,13 @@ constexpr bool every_pair_fits(MatrixEngine engine, int max_shared_bytes) {
   return true;
 }
 static_assert(every_pair_fits(MatrixEngine::kMmaSync, 99 << 10), "the least of sm_80 and later");
+constexpr bool every_head_has_a_tile() {
+  for (const HeadDims& dims : kHeadDims) {
+    if (choose_tile(MatrixEngine::kMmaSync, dims.k, dims.v, false, 1, 99 << 10).m_tile == 0) return false;
+  }
+  return true;
+}
+static_assert(every_head_has_a_tile(), "kTileShapes lacks a size of core/head_dims.h");
 constexpr int kWgmmaSharedBytes = 227 << 10;  // that a CTA may ask for on Hopper
 static_assert(every_pair_fits(MatrixEngine::kWgmma, kWgmmaSharedBytes));
 // There two CTAs of the larger wide tile share an SM, and what they copy hides what they compute.
