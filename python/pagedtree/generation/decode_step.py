@@ -63,7 +63,7 @@ class Pass:
 class DecodeStep:
     """Packs trees into a pass of the model, runs it, verifies the trees and commits what is accepted.
 
-    Nothing here waits for the device, except for `KnownTokens`, and nothing is read from it: a CUDA graph can hold it.
+    Without `KnownTokens` nothing here needs the host, so that a CUDA graph can hold a step.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class DecodeStep:
         known: KnownTokens | None = None,
         is_active: Tensor | None = None,
     ) -> Pass:
-        """The pass over R sequences that read known tokens (none without `known`) and the trees of D that decode.
+        """Prepares the pass over R sequences that read known tokens (0 without `known`) and the trees of D that decode.
 
         draft: of the D sequences. roots: int64 [D], their last tokens. start: int32 [D], the positions of these.
         page_table: int32 [R + D, max_pages]. state_index: int32 [R + D], where their recurrent states are, and
@@ -100,8 +100,9 @@ class DecodeStep:
         """
         trees, num_nodes, page_size = draft.trees, draft.draft_tokens.shape[0], self.cache.page_size
         decode_table = page_table if known is None else page_table[len(known.counts) :]
-        where = prepare_step(trees, decode_table, start, page_size, total_q=num_nodes)
-        positions, seq_lens, cu_seqlens_q, slots = where
+        positions, seq_lens, cu_seqlens_q, slots = prepare_step(
+            trees, decode_table, start, page_size, total_q=num_nodes
+        )
         draft = _with_roots(draft, roots, is_active)
         input_ids = draft.draft_tokens.clamp(0, self.vocab_size - 1)
         tree_mask = tree_lens = None
@@ -121,7 +122,7 @@ class DecodeStep:
         return packed
 
     def run(self, packed: Pass) -> PassOutput:
-        """The model's pass, with what the drafter wants to see of it."""
+        """Runs the model, and gives what the drafter wants to see of it, too."""
         wanted = packed.logit_rows, self.drafter.needs_hidden, self.feature_layers
         return self.model.run(packed.input_ids, packed.positions, packed.step, *wanted)
 

@@ -72,8 +72,8 @@ class WaitingFeatures:
 
     def unread(self, sequences: list[GeneratedSequence]) -> int:
         """Returns how many tokens of these sequences wait, besides the newest of each."""
-        waiting = self._num_plain + sum(self.count(sequence.index) for sequence in sequences)
-        return max(waiting - len(sequences), 0)
+        held = [sequence.index for sequence in sequences if self._plain or sequence.index in self._queues]
+        return self._num_plain + sum(map(self.count, held)) - len(held)
 
     def sort(self) -> None:
         """Gives each sequence the features of its plain passes."""
