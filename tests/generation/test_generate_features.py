@@ -9,6 +9,8 @@ pytest.importorskip("transformers")
 
 from generate_case import NEW_TOKENS, Oracle, greedy, lists, prompts_of, tiny, tiny_of
 
+from pagedtree.generation.drafters import NoDrafter
+from pagedtree.generation.drafters.waiting_features import WaitingFeatures
 from pagedtree.integrations.transformers import Drafter, generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -78,6 +80,60 @@ def test_features_are_those_of_transformers(options):
         assert set(range(shared, len(text) - 1)) <= set(kept) <= set(range(len(text) - 1))
         for position, row in kept.items():
             torch.testing.assert_close(row, expected[position], rtol=1e-3, atol=1e-3)
+
+
+class Reader(Recorder):
+    """Drafts in every fourth step, and takes out all or half of the features that wait then."""
+
+    def __init__(self, oracle, layers):
+        super().__init__(oracle, layers)
+        self.waiting, self.first, self.turn = WaitingFeatures(self.enter, lambda: None), {}, 0
+
+    def enter(self, sequence, begin):
+        assert self.first.setdefault(sequence.index, begin) == begin
+
+    def select(self, sequences, batch_size=None):
+        self.selected = sequences
+
+    def read(self, rows):
+        super().read(rows)
+        self.waiting.read(rows)
+
+    def observe(self, result, rows=None):
+        super().observe(result)
+        self.waiting.observe(result)
+
+    def propose(self, tokens, lengths, active=None, rows=None):
+        self.turn += 1
+        if self.turn % 4:
+            return NoDrafter().propose(tokens, lengths)
+        counts = {s.index: s.root - self.first[s.index] for s in self.selected if s.index in self.first}
+        assert self.waiting.unread(self.selected) == sum(counts.values()) - len(counts)
+        self.waiting.sort()
+        for index, count in counts.items():
+            assert self.waiting.count(index) == count
+            taken = self.waiting.take(index, count if self.turn % 8 else -(-count // 2))
+            expected = [
+                self.kept[index][position] for position in range(self.first[index], self.first[index] + len(taken))
+            ]
+            assert torch.equal(taken, torch.stack(expected))
+            self.first[index] += len(taken)
+        return super().propose(tokens, lengths)
+
+    def forget(self, sequence):
+        super().forget(sequence)
+        self.waiting.forget(sequence.index)
+        self.first.pop(sequence.index, None)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_batch_tokens": 6, "page_size": 3}, {"n": 3, "page_size": 4, "num_pages": 40}]
+)
+def test_features_wait_in_order(options):
+    model, prompts = tiny(0), prompts_of(LENGTHS, seed=3)
+    drafter = Reader(Oracle([greedy(model, prompt) for prompt in prompts], hit=0.7), (1, 0))
+    generate(model, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS, **options)
+    assert drafter.turn >= 8 and (drafter.forgotten > 0) == ("num_pages" in options)
 
 
 def test_the_last_layers_features_come_before_the_final_norm():
