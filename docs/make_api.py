@@ -32,9 +32,9 @@ EXTRA_MODULES = {
 TITLES = {
     "tree": "Trees",
     "drafting": "Drafting",
-    "choice": "Drafting",
+    "tree_choice": "Drafting",
     "attention": "Attention",
-    "cost": "Attention",
+    "attention_cost": "Attention",
     "kv_cache": "KV cache",
     "sampling": "Sampling",
     "sampling_params": "Sampling",

@@ -1,10 +1,21 @@
 """Tree-masked paged attention and tree verification for speculative decoding."""
 
-from pagedtree import attention, choice, cost, drafting, kv_cache, logprobs, recurrent, sampling, step, tree, verify
+from pagedtree import (
+    attention,
+    attention_cost,
+    drafting,
+    kv_cache,
+    logprobs,
+    recurrent,
+    sampling,
+    step,
+    tree,
+    tree_choice,
+    verify,
+)
 from pagedtree import testing as testing
 from pagedtree.attention import *
-from pagedtree.choice import *
-from pagedtree.cost import *
+from pagedtree.attention_cost import *
 from pagedtree.drafting import *
 from pagedtree.kv_cache import *
 from pagedtree.logprobs import *
@@ -13,6 +24,7 @@ from pagedtree.recurrent import *
 from pagedtree.sampling import *
 from pagedtree.step import *
 from pagedtree.tree import *
+from pagedtree.tree_choice import *
 from pagedtree.verify import *
 
 __version__ = "0.2.0"
@@ -20,8 +32,8 @@ __version__ = "0.2.0"
 # Type checkers understand this form: a family's own list is the only one that a new name goes into.
 __all__ = ["RequestOptions"]
 __all__ += attention.__all__
-__all__ += choice.__all__
-__all__ += cost.__all__
+__all__ += tree_choice.__all__
+__all__ += attention_cost.__all__
 __all__ += drafting.__all__
 __all__ += kv_cache.__all__
 __all__ += logprobs.__all__
