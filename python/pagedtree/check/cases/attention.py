@@ -328,7 +328,10 @@ def _attention(
         given = {**batch.build(CPU, wide=wide), **options}
         if change is not None:
             change(given)
-        return place.put(given)
+        given = place.put(given)
+        if batch.latent:  # a view, which copies of both would not be
+            given["v_cache"] = given["k_cache"][..., : batch.head_dim_v]
+        return given
 
     def call(place: Place, wide: bool = False) -> Results:
         if not engine or place.backend == "cpu":
