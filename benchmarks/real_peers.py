@@ -159,7 +159,7 @@ PEERS: dict[str, tuple[str, Callable[[Source], Generate]]] = {
     f"{STOCK}, its n-gram chain": (
         "vllm", lambda source: vllm(source, "ngram", 5, prompt_lookup_min=1, prompt_lookup_max=4),
     ),
-    f"{STOCK}, our n-gram tree": ("vllm", lambda source: vllm(source, "NgramTreeDrafter", 15)),
+    f"{STOCK}, our n-gram tree": ("vllm", lambda source: vllm(source, "NgramTreeDrafter", 31)),
     f"{STOCK}, our EAGLE-3 tree": (
         "vllm", lambda source: vllm(source, "EagleTreeDrafter", 5, head=str(source.head), depth=3, width=2),
     ),

@@ -419,7 +419,8 @@ CHOICE = [
         "what a drafter reads first, laid to its levels", "tree_tuner",
         "drafting - reading, seconds - reading", "drafting, seconds",
     ),
-    of_drafts("siblings left out before others", "tree_tuner", "min(least[place], self.odds.of(", "(self.odds.of("),
+    of_drafts("siblings left out before others", "tree_tuner", "min(least[place], odds[kind])", "odds[kind]"),
+    of_drafts("steps without a guess that tell nothing", "tree_tuner", "depths[row] < (plan.depth or 0)", "False"),
 ]  # fmt: skip
 
 LIMITS = [

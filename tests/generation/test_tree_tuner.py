@@ -136,6 +136,7 @@ LOSERS = [
     dict(acceptance=[0.3, 0.1], batch=8, row=0.2),  # rows are dear
     dict(acceptance=[0.5, 0.1], batch=1, level=0.9),  # the draft model is dear, too
     dict(acceptance=[0.2, 0.1], batch=64, row=0.02),
+    dict(acceptance=[0.9, 0.05], batch=2, level=0.1, guesses=0.05),  # good guesses, but hardly ever any
 ]
 WINNERS = [
     dict(acceptance=[0.7, 0.15, 0.05], batch=1),

@@ -37,6 +37,8 @@ PLAIN_AGE = 32
 HICCUP = 2.0
 # What evidence keeps of its weight when new evidence comes; and for how many observations a first guess stands.
 KEPT, PRIOR = 0.95, 1.0
+# Classes of guesses by their surprise; they are finer where guesses are sure.
+KINDS = 12
 # The surprise (negative log-probability) of a drafter's first choice where it does not tell its own; and the odds that
 # no node exceeds.
 SURPRISE, SUREST = 0.5, 0.97
@@ -170,6 +172,7 @@ class Plan:
         trees, log_probs = proposal.trees, None if confidence is None else confidence.tolist()
         offsets, parents = trees.cu_nodes.tolist(), trees.parents.tolist()
         guesses, worth = [(0, -1, 0)] * len(parents), [0.0] * len(parents)
+        odds = [self.odds.of(kind, math.exp(-(((kind + 0.5) / 4.0) ** 2))) for kind in range(KINDS)]
         for tree, (first, end) in enumerate(pairwise(offsets)):
             rank, least = [0] * (end - first), [SUREST] * (end - first)
             for row in range(first, end):
@@ -177,9 +180,9 @@ class Plan:
                     guesses[row], worth[row] = (tree, -1, 0), self.weights[tree]
                     continue
                 surprise = SURPRISE + rank[place] if log_probs is None else log_probs[first + place] - log_probs[row]
-                kind = min(int(4.0 * math.sqrt(max(surprise, 0.0))), 11)  # the classes are finer where guesses are sure
+                kind = min(int(4.0 * math.sqrt(surprise)), KINDS - 1) if surprise > 0.0 else 0
                 # Drafts that were drawn must not lose a sibling before them.
-                least[place] = min(least[place], self.odds.of(kind, math.exp(-(((kind + 0.5) / 4.0) ** 2))))
+                least[place] = min(least[place], odds[kind])
                 guesses[row], worth[row] = (tree, first + place, kind), worth[first + place] * least[place]
                 rank[place] += 1
         drafted = sorted((worth[row] for row, guess in enumerate(guesses) if guess[1] >= 0), reverse=True)
@@ -282,7 +285,8 @@ class TreeTuner:
         for tree, (path, tokens) in enumerate(zip(paths, outcome.tokens.tolist(), strict=True)):
             came |= {rows_of_trees[tree][n]: token for n, token in zip(path, tokens, strict=True) if n >= 0}
         drafted, depths = kept.proposal.draft_tokens.tolist(), kept.proposal.trees.depths.tolist()
-        is_any_right: dict[int, bool] = {}
+        # Where nothing was drafted below, though it might have been, nothing was right.
+        is_any_right = {row: False for row in came if depths[row] < (plan.depth or 0)}
         for row, (_, parent, kind) in enumerate(kept.guesses):
             if parent in came:
                 is_right = drafted[row] == came[parent]

@@ -74,6 +74,8 @@ def present_nodes(
     """Leaves out nodes that have no token, and those below them: vLLM's model would read every one."""
     if len(tokens) == 0:
         return NO_GUESS
+    if tokens[1:].min(initial=0) >= 0 and depths[1:].min(initial=1) > 0:
+        return Proposal(tokens[1:].tolist(), parents, log_probs)
     new_index = np.full(len(tokens), -1, dtype=np.int32)
     kept = [0]
     new_index[0] = 0
