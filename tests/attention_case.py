@@ -5,155 +5,41 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from device_case import made_on, to_device
+from device_case import made_on
 from torch import Tensor
 
 from pagedtree import _C, DraftTree, PreparedAttention, reference, tree_attention
 from pagedtree.check.case import Place
-from pagedtree.check.cases import instructions_sm90
+from pagedtree.check.cases import inputs, instructions_sm90
+from pagedtree.check.cases.attention import Batch
 from pagedtree.testing import backends
 
 CPU = torch.device("cpu")
 LAYER_ARGUMENTS = ("q", "k_cache", "v_cache", "sinks", "k_scale", "v_scale", "out")
-LAYOUTS = ("nhd", "hnd", "stacked", "packed", "padded", "sparse")
+LAYOUTS = (*inputs.LAYOUTS, "sparse")
+_NAMES = {dtype: name for name, dtype in inputs.DTYPES.items()}
 
 
 def random_tree(rng: np.random.Generator, num_nodes: int) -> DraftTree:
     return DraftTree([-1, *(int(rng.integers(max(0, i - 5), i)) for i in range(1, num_nodes))])
 
 
-def mask_words(mask: np.ndarray, words: int) -> Tensor:
-    """bool [n, m] -> int32 [n, words]."""
-    bits = np.zeros((mask.shape[0], words * 32), dtype=bool)
-    bits[:, : mask.shape[1]] = mask
-    return torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32).copy())
-
-
-def paged_cache(pages: int, page_size: int, heads: int, head_dim: int, layout: str) -> Tensor:
-    """[pages, page_size, heads, head_dim], a view of `layout`'s memory; "stacked" and "packed" leave room for two."""
-    if layout == "nhd":
-        return torch.zeros(pages, page_size, heads, head_dim)
-    if layout == "hnd":
-        return torch.zeros(pages, heads, page_size, head_dim).transpose(1, 2)
-    if layout == "stacked":  # vLLM: K and V of a page side by side
-        return torch.zeros(pages, 2, page_size, heads, head_dim)[:, 0]
-    if layout == "packed":  # vLLM: K and V of a row side by side
-        return torch.zeros(pages, page_size, heads, 2 * head_dim)[..., :head_dim]
-    front, back = (16, 16) if layout == "padded" else (2, 1)  # "sparse": odd strides
-    return torch.zeros(pages, page_size + 1, heads + 2, front + head_dim + back)[:, 1:, 1:-1, front:-back]
-
-
-def paged_caches(
-    pages: int, page_size: int, heads: int, head_dim: int, head_dim_v: int, layout: str
-) -> tuple[Tensor, Tensor]:
-    """K and V, of one memory where they are alike and `layout` says so."""
-    if head_dim != head_dim_v:
-        return tuple(paged_cache(pages, page_size, heads, size, layout) for size in (head_dim, head_dim_v))
-    k = paged_cache(pages, page_size, heads, head_dim, layout)
-    if layout not in ("stacked", "packed"):
-        return k, paged_cache(pages, page_size, heads, head_dim, layout)
-    offset = page_size * heads * head_dim if layout == "stacked" else head_dim
-    return k, k.as_strided(k.shape, k.stride(), offset)
-
-
-@dataclass
+@dataclass(frozen=True)
 class Case:
-    """Arguments of one call; `kinds`: a DraftTree, "causal", or (DraftTree, n) for its last n rows (rectangular)."""
+    """The arguments of one call, at a place."""
 
-    prefixes: list[int]
-    kinds: list[Any]
-    page_size: int = 16
-    heads: tuple[int, int] = (4, 2)
-    head_dim: int = 64
-    head_dim_v: int | None = None
-    latent: bool = False
-    dtype: torch.dtype = torch.float32
-    cache_dtype: torch.dtype | None = None
-    layout: str = "nhd"
-    causal_queries: int = 7
-    words: int | None = None
-    poison: float | None = None
-    padding: int = 0
-    seed: int = 0
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    batch: Batch
+    place: Place
 
     def build(self, **options: Any) -> dict[str, Any]:
         with made_on(CPU):
-            case = {**self._build(), **options}
-        tensors = {name: value for name, value in case.items() if isinstance(value, Tensor)}
-        return {**case, **dict(zip(tensors, to_device(tensors.values(), self.device), strict=True))}
-
-    def _build(self) -> dict[str, Any]:
-        generator = torch.Generator().manual_seed(self.seed)
-        rng = np.random.default_rng(self.seed)
-        queries, trees, rows = [], [], []
-        for kind in self.kinds:
-            if kind == "causal":
-                n, tree_len, mask = self.causal_queries, -1, rng.random((self.causal_queries, 32)) < 0.5
-            else:
-                tree, n = kind if isinstance(kind, tuple) else (kind, kind.num_nodes)
-                tree_len, mask = tree.num_nodes, tree.mask[tree.num_nodes - n :]
-            queries.append(n)
-            trees.append(tree_len)
-            rows.append(mask)
-        seq_lens = [p + (n if t < 0 else t) for p, n, t in zip(self.prefixes, queries, trees, strict=True)]
-        used = [-(-s // self.page_size) for s in seq_lens]
-        order = torch.randperm(sum(used) + 3, generator=generator).int()
-        page_table = torch.full((len(seq_lens), max(used, default=0) + 2), -7, dtype=torch.int32)
-        for b, count in enumerate(used):
-            page_table[b, :count] = order[sum(used[:b]) : sum(used[:b]) + count]
-
-        heads, kv_heads = self.heads
-        head_dim_v = self.head_dim_v or self.head_dim
-        total = sum(queries) + self.padding
-        q = torch.randn(total, heads, self.head_dim, generator=generator).to(self.dtype)
-        stored = self.cache_dtype or self.dtype
-        k_cache, v_cache = (
-            view.to(stored) if self.layout == "nhd" else _cast_view(view, stored)
-            for view in paged_caches(len(order), self.page_size, kv_heads, self.head_dim, head_dim_v, self.layout)
-        )
-        if self.latent:
-            v_cache = k_cache[..., :head_dim_v]
-        for cache in (k_cache,) if self.latent else (k_cache, v_cache):
-            values = torch.randn(cache.shape, generator=generator)
-            if self.poison is not None:
-                values[self._free_slots(values.shape[:2], page_table, seq_lens)] = self.poison
-            cache.copy_(values.to(stored))
-        words = self.words or max(1, *(-(-max(t, 32) // 32) for t in (*trees, 1)))
-        mask = torch.zeros(total, words, dtype=torch.int32)
-        if rows:
-            mask[: sum(queries)] = torch.cat([mask_words(m[:, : words * 32], words) for m in rows])
-        cu = torch.tensor([0, *np.cumsum(queries)], dtype=torch.int32)
-        return {
-            "q": q,
-            "k_cache": k_cache,
-            "v_cache": v_cache,
-            "page_table": page_table,
-            "seq_lens": torch.tensor(seq_lens, dtype=torch.int32),
-            "cu_seqlens_q": cu,
-            "tree_mask": mask,
-            "tree_lens": torch.tensor(trees, dtype=torch.int32),
-        }
-
-    def _free_slots(self, shape: torch.Size, page_table: Tensor, seq_lens: list[int]) -> Tensor:
-        """bool [pages, page_size]: the slots that no sequence holds."""
-        free = torch.ones(shape, dtype=torch.bool)
-        for b, s in enumerate(seq_lens):
-            positions = torch.arange(s)
-            free[page_table[b].long()[positions // self.page_size], positions % self.page_size] = False
-        return free
-
-
-def _cast_view(view: Tensor, dtype: torch.dtype) -> Tensor:
-    """The view in another dtype with the same strides."""
-    size = sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True)) + 1
-    return torch.zeros(size, dtype=dtype).as_strided(view.shape, view.stride(), 0)
+            return {**self.batch.build(self.place), **self.place.put(options)}
 
 
 TARGETS = [("cpu", isa) for isa in _C.available_isas()]
@@ -199,14 +85,23 @@ class Target:
         """The tolerance between two ways to the same result in `dtypes[0]`."""
         return {"atol": 1e-6, "rtol": 1e-5} if self.backend == "cpu" else {"atol": 1e-3, "rtol": 2e-3}
 
-    def case(self, prefixes: list[int], kinds: list[Any], **options: Any) -> Case:
-        """A Case for this target. Skips the test where the target does not take the dtype or the layout."""
-        dtype = options.setdefault("dtype", self.dtypes[0])
+    def case(
+        self, prefixes: list[int], kinds: list[Any], *, dtype: torch.dtype | None = None,
+        cache_dtype: torch.dtype | None = None, causal_queries: int = 7, **options: Any,
+    ) -> Case:  # fmt: skip
+        """A batch of check's for this target; of the kind "causal" are `causal_queries` queries without a tree.
+
+        Skips the test where the target does not take the dtype or the layout.
+        """
+        dtype = dtype or self.dtypes[0]
         if dtype not in self.dtypes or options.get("layout", "nhd") not in self.layouts:
             pytest.skip(f"{self.backend} does not take {dtype}, layout {options.get('layout')}")
         if self.variant == "wgmma":  # which is for more than 32 rows; these heads give tiles of 64 and of 128
             options.setdefault("heads", (10, 2) if dtype == torch.float16 else (22, 2))
-        return Case(prefixes, kinds, device=self.device, **options)
+        queries = [causal_queries if kind == "causal" else kind for kind in kinds]
+        cache = "" if cache_dtype is None else _NAMES[cache_dtype]
+        batch = Batch(queries, prefixes, _NAMES[dtype], cache, **options)
+        return Case(batch, Place(self.device, self.backend))
 
 
 def rms(x: Tensor) -> float:
