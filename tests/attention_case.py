@@ -21,6 +21,8 @@ from pagedtree.check.cases.attention import Batch
 from pagedtree.testing import backends
 
 CPU = torch.device("cpu")
+*_FIRST, _LAST = dict.fromkeys(str(k) for k, _ in _C.HEAD_DIMS)
+HEAD_SIZES = f"{', '.join(_FIRST)} or {_LAST}"  # as messages have them
 LAYER_ARGUMENTS = ("q", "k_cache", "v_cache", "sinks", "k_scale", "v_scale", "out")
 LAYOUTS = (*inputs.LAYOUTS, "sparse")
 _NAMES = {dtype: name for name, dtype in inputs.DTYPES.items()}

@@ -9,8 +9,6 @@ from pagedtree._arguments import checked
 
 __all__ = ["AttentionCost", "AttentionLaunch", "explain"]
 
-# Columns of K and V that `tree_attention` takes.
-HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (512, 512), (192, 128), (576, 512))
 ENGINES = ("mma.sync", "wgmma")
 
 
@@ -125,9 +123,9 @@ def explain(
             f"explain: `num_q_heads` must be a multiple of num_kv_heads, got {num_q_heads} and {num_kv_heads}"
         )
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
-    if (head_dim, head_dim_v) not in HEAD_DIMS:
+    if (head_dim, head_dim_v) not in _C.HEAD_DIMS:
         pair = (head_dim, head_dim_v)
-        raise ValueError(f"explain: `head_dim` and `head_dim_v` must be one of {HEAD_DIMS}, got {pair}")
+        raise ValueError(f"explain: `head_dim` and `head_dim_v` must be one of {_C.HEAD_DIMS}, got {pair}")
     if latent and num_kv_heads != 1:
         raise ValueError(f"explain: `num_kv_heads` must be 1 for a latent cache, got {num_kv_heads}")
     if kv_bytes not in (1, 2):

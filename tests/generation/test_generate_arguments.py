@@ -289,7 +289,7 @@ def test_bad_drafters(model):
 def test_bad_models(model):
     with pytest.raises(ValueError, match=r"evaluation mode.*model.eval\(\)"):
         generate(tiny(0).train(), [[1]], max_new_tokens=4)
-    with pytest.raises(ValueError, match=r"expected a head_dim in 64, 96, 128, 192, 256, 512, .* got 32"):
+    with pytest.raises(ValueError, match=r"expected a head_dim in 64, .* got 32"):
         generate(tiny(0, head_dim=32), [[1]], max_new_tokens=4)
 
 

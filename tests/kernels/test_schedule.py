@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attention_case import Target, check, once_per_backend, random_tree
+from attention_case import HEAD_SIZES, Target, check, once_per_backend, random_tree
 
 from pagedtree import DraftTree, attention_plan, tree_attention
 
@@ -201,7 +201,7 @@ def test_plan_refuses_sizes(target: Target) -> None:
     bad = [
         ("num_q_heads", 7, "multiple of num_kv_heads 2"),
         ("num_kv_heads", 0, "at least 1"),
-        ("head_dim", 80, "64, 96, 128, 192, 256, 512 or 576"),
+        ("head_dim", 80, HEAD_SIZES),
         ("page_size", 0, "at least 1"),
         ("max_seqlen_q", -1, "at least 0"),
     ]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedtree import DraftTree, attention_plan, merge_states, reference, tree_attention
+from pagedtree import _C, DraftTree, attention_plan, merge_states, reference, tree_attention
 from pagedtree.check.case import CPU, Case, Difference, Place, Results, environment, relative, within
 from pagedtree.check.cases import instructions_sm90
 from pagedtree.check.cases.inputs import (
@@ -32,18 +32,9 @@ from pagedtree.check.cases.inputs import (
 )
 
 Sizes = tuple[int, int]  # of the heads of K and V
-# Heights of the tiles that the CUDA kernel works in (csrc/cuda/attention/config.h).
-TILES: dict[Sizes, tuple[int, ...]] = {
-    (64, 64): (16, 32, 64, 128),
-    (96, 96): (16, 32, 64, 128),
-    (128, 128): (16, 32, 64, 128),
-    (192, 192): (32, 64),
-    (192, 128): (32, 128),
-    (256, 256): (32, 64),
-    (576, 512): (16, 32),
-}
-# The same of the kernel for wgmma.
-WGMMA_TILES: dict[Sizes, tuple[int, ...]] = {(64, 64): (64, 128), (128, 128): (64, 128), (256, 256): (64, 128)}
+# Heights of the tiles that the CUDA kernels for mma.sync and wgmma work in.
+TILES: dict[Sizes, tuple[int, ...]] = _C.attention_tiles("mma.sync")
+WGMMA_TILES: dict[Sizes, tuple[int, ...]] = _C.attention_tiles("wgmma")
 # How far an output row may be off, as a share of its own length, and its logarithm of sums, as a number.
 ROW_LIMITS = {"fp32": 5e-6, "fp16": 1e-3, "bf16": 8e-3}
 LSE = within(5e-5, 1e-5)

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from pagedtree import tree_attention
-from pagedtree.attention_cost import HEAD_DIMS
+from pagedtree._C import HEAD_DIMS
 from pagedtree.integrations.masks import all_visible, pack_mask
 from pagedtree.integrations.transformers.continuous_cache import attend_continuous
 from pagedtree.integrations.transformers.latent import attend_latent, is_absorbed

@@ -19,6 +19,7 @@ from vllm.v1.attention.backend import (
 )
 
 from pagedtree import PreparedAttention, append_kv, attention_plan
+from pagedtree._C import HEAD_DIMS
 from pagedtree.integrations.vllm.limits import uses_trees
 
 __all__ = [
@@ -144,7 +145,7 @@ class PagedTreeBackend(AttentionBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return [64, 96, 128, 192, 256, 512]
+        return [k for k, v in HEAD_DIMS if k == v]
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
