@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import calls
 import pytest
 import torch
+import torch.distributed as dist
 from calls import Call, mapped, tensors_of
 from device_case import slow_on_simt
 from raw_case import op_names, raw_calls
@@ -19,6 +20,15 @@ from pagedtree._gradients import OPS_OF_INTEGERS
 
 NAMES = calls.names("calls.ops", "calls.recurrent")
 TRACEABLE = [name for name in NAMES if not calls.make(name).is_for_host]
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    """Leaves no process group behind: other tests make their own."""
+    yield
+    if dist.is_initialized():
+        calls.ops.one_rank.cache_clear()
+        dist.destroy_process_group()
 
 
 def call_on(device: torch.device, name: str) -> Call:
