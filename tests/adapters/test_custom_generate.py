@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.generation import MaxTimeCriteria, TopPLogitsWarper
 
-from pagedtree import reference
+from pagedtree import PreparedAttention, reference
 from pagedtree.generation import decode_step, paged_step
 from pagedtree.integrations.transformers import (
     ModelDrafter,
@@ -84,8 +84,10 @@ def test_greedy_text_is_the_models_own(model, batch, drafters, name):
 
 def test_every_layer_of_every_pass_is_ours(model, batch, monkeypatch):
     calls, seen = [], []
-    op = paged_step.tree_attention
-    monkeypatch.setattr(paged_step, "tree_attention", lambda *args, **kwargs: calls.append(args) or op(*args, **kwargs))
+    op = PreparedAttention.__call__
+    monkeypatch.setattr(
+        PreparedAttention, "__call__", lambda *args, **kwargs: calls.append(args) or op(*args, **kwargs)
+    )
     options = {**batch, "max_new_tokens": COUNT, "do_sample": False, "on_stats": seen.append}
     model.generate(**options, custom_generate=tree_generate, drafter=NgramDrafter(8))
     assert len(calls) == model.config.num_hidden_layers * seen[0].steps > 0
@@ -99,9 +101,11 @@ def test_each_part_is_needed(model, batch, drafters, monkeypatch, broken):
     if broken == "compaction":
         monkeypatch.setattr(decode_step, "compact_kv", lambda *args: None)
     else:
-        op = paged_step.tree_attention
+        causal = {"tree_lens": None}
         monkeypatch.setattr(
-            paged_step, "tree_attention", lambda *args, **kwargs: op(*args[:6], None, **{**kwargs, "tree_lens": None})
+            paged_step,
+            "PreparedAttention",
+            lambda *args, **kwargs: PreparedAttention(*args[:3], **{**kwargs, **causal}),
         )
     text = model.generate(**options, custom_generate=tree_generate, drafter=drafters["oracle"]())
     assert (text != expected).any(1).all()
