@@ -22,7 +22,7 @@ MAX_REGISTERS = 255
 MAX_INSTANCES = 80  # kernels of tree attention by mma.sync
 WIDE_INSTANCES = 8  # of them for values of 512 columns
 WGMMA_INSTANCES = 26  # the same by wgmma, on sm_90a
-MAX_BYTES = 45_000_000  # of a build without a GPU: code for two architectures, and PTX
+MAX_BYTES = 40_000_000
 ARCHITECTURES = [
     "sm_" + architecture.replace("+PTX", "").replace(".", "") for architecture in _C.build_info()["cuda_architectures"]
 ]
