@@ -4,28 +4,21 @@
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 
-#include <string>
+#include "cuda/driver.h"
 #endif
 
 namespace pagedtree {
 namespace {
 
 #if defined(__CUDACC__)
-// Why no kernel can run: the CUDA runtime is linked statically, and a driver supports runtimes of its own major version
-// and of earlier ones. Empty if nothing is known to be wrong, and without a driver, as there is no GPU then.
+// Why no kernel can run. Empty if nothing is known to be wrong, and without a driver, as there is no GPU then.
 std::string driver_error() {
   void* library = dlopen("libcuda.so.1", RTLD_LAZY);
   if (library == nullptr) return "";
   const auto get_version = reinterpret_cast<int (*)(int*)>(dlsym(library, "cuDriverGetVersion"));
-  constexpr int runtime = CUDART_VERSION;
   int driver = 0;
-  if (get_version == nullptr || get_version(&driver) != 0 || driver / 1000 >= runtime / 1000) return "";
-  const auto text = [](int version) {
-    return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
-  };
-  return "the NVIDIA driver is for CUDA " + text(driver) + ", but pagedtree is built with CUDA " + text(runtime) +
-         ": update the driver to one for CUDA " + std::to_string(runtime / 1000) +
-         ", or build pagedtree with nvcc of CUDA " + std::to_string(driver / 1000);
+  if (get_version == nullptr || get_version(&driver) != 0) return "";
+  return cuda::driver_error(driver, CUDART_VERSION);
 }
 #else
 const char* driver_error() { return ""; }

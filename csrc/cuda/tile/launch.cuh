@@ -8,10 +8,12 @@
 #if defined(__CUDACC__)
 #include <cuda_runtime.h>
 
-#include <map>
+#include <atomic>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+
+#include "cuda/tile/known.h"
 #else
 #include "simt/launch.h"
 #endif
@@ -40,21 +42,13 @@ inline int current_device() {
   return device;
 }
 
-// A value that does not change while the process runs: `find` is called once for each key.
-template <typename Key, typename Value>
-class Known {
- public:
-  template <typename Ask>
-  Value at(const Key& key, Ask ask) {
-    const std::lock_guard lock(mutex_);
-    const auto found = known_.find(key);
-    return found != known_.end() ? found->second : known_.emplace(key, ask()).first->second;
-  }
+// What a kernel is on the device that is current now.
+using KernelOnDevice = std::pair<int, const void*>;
 
- private:
-  std::mutex mutex_;
-  std::map<Key, Value> known_;
-};
+template <typename... Params>
+KernelOnDevice on_current_device(void (*kernel)(Params...)) {
+  return {current_device(), reinterpret_cast<const void*>(kernel)};
+}
 
 inline DeviceLimits device_limits() {
   static Known<int, DeviceLimits> known;
@@ -81,9 +75,9 @@ void check_kernel(cudaError_t status, void (*kernel)(Params...)) {
 }
 
 template <typename... Params>
-cudaFuncAttributes attributes_of(void (*kernel)(Params...)) {
-  static Known<std::pair<int, const void*>, cudaFuncAttributes> known;
-  return known.at({current_device(), reinterpret_cast<const void*>(kernel)}, [&] {
+const cudaFuncAttributes& attributes_of(void (*kernel)(Params...)) {
+  static Known<KernelOnDevice, cudaFuncAttributes> known;
+  return known.at(on_current_device(kernel), [&] {
     cudaFuncAttributes attributes{};
     check_kernel(cudaFuncGetAttributes(&attributes, kernel), kernel);
     return attributes;
@@ -102,9 +96,9 @@ int code_version(void (*kernel)(Params...)) {
 template <typename... Params>
 int max_cluster(void (*kernel)(Params...)) {
   if (code_version(kernel) < 90) return 1;
-  static Known<std::pair<int, const void*>, int> known;
-  return known.at({current_device(), reinterpret_cast<const void*>(kernel)}, [&] {
-    const cudaFuncAttributes attributes = attributes_of(kernel);
+  static Known<KernelOnDevice, int> known;
+  return known.at(on_current_device(kernel), [&] {
+    const cudaFuncAttributes& attributes = attributes_of(kernel);
     cudaLaunchAttribute in_clusters{};
     in_clusters.id = cudaLaunchAttributeClusterDimension;
     in_clusters.val.clusterDim = {16, 1, 1};
@@ -125,21 +119,32 @@ int max_cluster(void (*kernel)(Params...)) {
   });
 }
 
+// Lets the kernel have this much shared memory on the current device. The driver is asked only for more than before.
+template <typename... Params>
+void allow_shared(void (*kernel)(Params...), size_t bytes) {
+  constexpr size_t kWithoutAsking = 48 << 10;
+  if (bytes <= kWithoutAsking) return;
+  static Known<KernelOnDevice, std::atomic<size_t>> known;
+  std::atomic<size_t>& allowed = known.at(on_current_device(kernel), [] { return std::atomic<size_t>(0); });
+  if (bytes <= allowed.load(std::memory_order_acquire)) return;
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  if (bytes <= allowed.load(std::memory_order_acquire)) return;
+  check_kernel(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+               kernel);
+  // Asks for as little L1 as possible: with the driver's own choice fewer CTAs may fit on an SM.
+  check_kernel(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+      kernel);
+  allowed.store(bytes, std::memory_order_release);
+}
+
 // kernel<<<grid, block, shared_bytes, stream>>>(arguments...) with an attribute, if any; an empty grid is no launch.
 template <typename... Params, typename... Arguments>
 void launch_with(const cudaLaunchAttribute* attribute, void (*kernel)(Params...), dim3 grid, dim3 block,
                  size_t shared_bytes, void* stream, Arguments&&... arguments) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
-  constexpr size_t kWithoutAsking = 48 << 10;
-  if (shared_bytes > kWithoutAsking) {
-    check_kernel(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
-        kernel);
-    // Asks for as little L1 as possible: with the driver's own choice fewer CTAs may fit on an SM.
-    check_kernel(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
-        kernel);
-  }
+  allow_shared(kernel, shared_bytes);
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;

@@ -1,0 +1,28 @@
+// Which NVIDIA drivers can run the kernels.
+#pragma once
+
+#include <string>
+
+namespace pagedtree::cuda {
+
+// Why a driver for CUDA `driver` cannot run what was built with CUDA `runtime` (12080: 12.8); empty if it can. The
+// runtime is linked statically, and a driver supports runtimes of its own major version and of earlier ones.
+inline std::string driver_error(int driver, int runtime) {
+  // Launches with more than 4 KB of parameters: compact_kv's have the addresses of 128 tensors.
+  constexpr int kLargeParameters = 12010;
+  const auto text = [](int version) {
+    return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+  };
+  const std::string is_for = "the NVIDIA driver is for CUDA " + text(driver);
+  if (driver / 1000 < runtime / 1000) {
+    return is_for + ", but pagedtree is built with CUDA " + text(runtime) + ": update the driver to one for CUDA " +
+           std::to_string(runtime / 1000) + ", or build pagedtree with nvcc of CUDA " + std::to_string(driver / 1000);
+  }
+  if (driver < kLargeParameters) {
+    return is_for + ", but pagedtree's kernels take more than 4 KB of parameters: update the driver to one for CUDA " +
+           text(kLargeParameters) + " (R530) or later";
+  }
+  return "";
+}
+
+}  // namespace pagedtree::cuda
