@@ -62,10 +62,12 @@ struct TreeAttentionParams {
 struct AttentionPlanParams {
   const int32_t* seq_lens;      // [B]
   const int32_t* cu_seqlens_q;  // [B + 1]
+  const int32_t* tree_lens;     // [B] or null: all queries are taken for causal
   int32_t* plan;                // [kPlanSize] out
   int64_t batch;
   int64_t num_tokens;  // bound on T
   int64_t max_seq_len;
+  int64_t window;        // 0: none
   int64_t max_seqlen_q;  // a hint
   int32_t num_kv_heads;
   int32_t group_size;

@@ -3,9 +3,9 @@
 // The linear order is (sequence, row tile, KV tile). A row tile is one M tile of one KV head: `m_tile` consecutive rows
 // r = token * group_size + query head of the group. Where a head has few rows, a backend may put several KV heads into
 // one row tile: their keys lie side by side, and memory is read in its own order. The order is cut into ranges of equal
-// cost. A row tile that a cut crosses is computed in pieces, which are merged afterwards. So a range leaves at most two
-// partial results, its first piece and its last, and the number of ranges bounds the scratch, whatever the batch and
-// the lengths.
+// cost: that of the KV tiles with a key that some row of the tile sees. A row tile that a cut crosses is computed in
+// pieces, which are merged afterwards. So a range leaves at most two partial results, its first piece and its last, and
+// the number of ranges bounds the scratch, whatever the batch and the lengths.
 //
 // A batch is one list of sequences, or two: sequences with few rows in small tiles, the others in large tiles.
 //
@@ -40,9 +40,11 @@ PT_HOST_DEVICE int32_t kv_tiles_of(int64_t seq_len) {
 struct WorkShape {
   const int32_t* seq_lens;      // [B]
   const int32_t* cu_seqlens_q;  // [B + 1]
+  const int32_t* tree_lens;     // [B] or null: queries count as causal, which trees of a few KV tiles nearly are
   int64_t batch;
   int64_t num_tokens;   // T, padding included
   int64_t max_seq_len;  // seq_lens are clamped to it
+  int64_t window;       // 0: none
   int32_t num_kv_heads;
   int32_t group_size;  // query heads per KV head
   int32_t m_tile;
@@ -66,15 +68,25 @@ PT_HOST_DEVICE WorkShape work_shape(const Params& p, int32_t m_tile, WorkList li
   WorkShape shape{};
   shape.seq_lens = p.seq_lens;
   shape.cu_seqlens_q = p.cu_seqlens_q;
+  shape.tree_lens = p.tree_lens;
   shape.batch = p.batch;
   shape.num_tokens = p.num_tokens;
   shape.max_seq_len = max_seq_len_of(p);
+  shape.window = p.window;
   shape.num_kv_heads = p.num_kv_heads;
   shape.group_size = p.group_size;
   shape.m_tile = m_tile;
   shape.list = list;
   return shape;
 }
+
+// The KV tiles [first, end), at least one, because the output of a row tile without keys must be written, too.
+struct TileSpan {
+  int32_t first;
+  int32_t end;
+
+  PT_HOST_DEVICE int32_t size() const { return end - first; }
+};
 
 // The work of one sequence; no row tiles if the sequence belongs to another list.
 struct SequenceWork {
@@ -84,10 +96,6 @@ struct SequenceWork {
   int32_t tile_heads;  // KV heads of a row tile; the last one may have fewer
   int32_t row_tiles;
   int32_t kv_tiles;
-
-  PT_HOST_DEVICE int64_t row_cost() const { return int64_t{tile_heads} * (kv_tiles + kPieceCost); }
-  // Bounded, so that no sum over a batch of bad lengths overflows.
-  PT_HOST_DEVICE int64_t cost() const { return min_of<int64_t>(row_tiles * row_cost(), int64_t{1} << 40); }
 };
 
 PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int64_t b) {
@@ -97,12 +105,81 @@ PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int64_t b) {
   const int64_t rows = work.tokens.size() * shape.group_size;
   const int32_t head_tiles = ceil_div(shape.num_kv_heads, rows <= shape.few_rows ? shape.few_rows_heads : 1);
   work.tile_heads = ceil_div(shape.num_kv_heads, max_of(head_tiles, 1));
-  work.m_tiles = shape.takes(rows) ? static_cast<int32_t>(ceil_div<int64_t>(rows, shape.m_tile)) : 0;
-  work.row_tiles = static_cast<int32_t>(min_of<int64_t>(int64_t{work.m_tiles} * head_tiles, (int64_t{1} << 31) - 2));
+  constexpr int64_t kMostTiles = (int64_t{1} << 31) - 2;
+  const int64_t m_tiles = shape.takes(rows) ? ceil_div<int64_t>(rows, shape.m_tile) : 0;
+  work.m_tiles = static_cast<int32_t>(min_of(m_tiles, kMostTiles));
+  work.row_tiles = static_cast<int32_t>(min_of(int64_t{work.m_tiles} * head_tiles, kMostTiles));
   work.kv_tiles = kv_tiles_of(work.seq_len);
   return work;
 }
 
+// The KV tiles outside which no row of M tile m sees a key.
+PT_HOST_DEVICE TileSpan visible_tiles(const WorkShape& shape, const SequenceWork& work, int64_t b, int64_t m) {
+  const int64_t queries = work.tokens.size();
+  const int64_t tree_len = shape.tree_lens == nullptr ? -1 : min_of<int64_t>(shape.tree_lens[b], work.seq_len);
+  int64_t lowest = 0, highest = work.seq_len;
+  if (tree_len >= 0) {
+    lowest = shape.window > 0 ? work.seq_len - tree_len - min_of(shape.window, kMaxWindow) : 0;
+  } else {
+    const int64_t first_row = m * shape.m_tile,
+                  last_row = min_of(first_row + shape.m_tile, queries * shape.group_size) - 1;
+    const auto seen = [&](int64_t row) {
+      return causal_visibility(work.seq_len, queries, row / shape.group_size, shape.window);
+    };
+    lowest = seen(first_row).lowest();
+    highest = seen(last_row).highest();
+  }
+  const auto first = static_cast<int32_t>(clamp_to<int64_t>(lowest / kKvTile, 0, work.kv_tiles - 1));
+  return {first, max_of(static_cast<int32_t>(ceil_div<int64_t>(highest, kKvTile)), first + 1)};
+}
+
+// value * numerator / denominator without overflow, for numerator <= denominator <= 2^32.
+PT_HOST_DEVICE int64_t scaled(int64_t value, int64_t numerator, int64_t denominator) {
+  return value / denominator * numerator + value % denominator * numerator / denominator;
+}
+
+// What the row tiles of a sequence cost. Of a causal sequence, each M tile sees more keys than the one before, until
+// the window is full: their numbers of KV tiles lie on a line, up to rounding, and then stay.
+struct RowCosts {
+  int32_t tile_heads, m_tiles, row_tiles;
+  int64_t first, last;  // KV tiles of the first and of the last M tile
+  int64_t knee;         // the M tile from which on all have as many as the last
+
+  PT_HOST_DEVICE RowCosts(const WorkShape& shape, const SequenceWork& work, int64_t b)
+      : tile_heads(work.tile_heads), m_tiles(work.m_tiles), row_tiles(work.row_tiles) {
+    knee = max_of(m_tiles - 1, 0);
+    first = visible_tiles(shape, work, b, 0).size();
+    last = visible_tiles(shape, work, b, knee).size();
+    const int64_t before = work.seq_len - work.tokens.size();  // keys that the first query sees beside its own
+    if (shape.window > 0) {
+      const int64_t filling = clamp_to<int64_t>(shape.window - before, 0, work.tokens.size());
+      knee = min_of(knee, ceil_div<int64_t>(filling * shape.group_size, shape.m_tile));
+    }
+  }
+
+  // The cost of the first m M tiles of a head.
+  PT_HOST_DEVICE int64_t before(int64_t m) const {
+    const int64_t rising = min_of(m, knee);
+    const int64_t tiles = rising * first + scaled((last - first) * rising, rising - 1, max_of<int64_t>(2 * knee, 1)) +
+                          (m - rising) * last;
+    return tile_heads * (tiles + m * kPieceCost);
+  }
+  PT_HOST_DEVICE int64_t of_head() const { return before(m_tiles); }
+  // Of the sequence; bounded, so that no sum over a batch of bad lengths overflows.
+  PT_HOST_DEVICE int64_t total() const {
+    const int64_t heads = m_tiles > 0 ? row_tiles / m_tiles : 0;
+    return min_of<int64_t>(heads * of_head(), int64_t{1} << 40);
+  }
+  // The last M tile of a head that begins at this cost or before.
+  PT_HOST_DEVICE int32_t tile_at(int64_t cost) const {
+    int32_t low = 0, high = m_tiles;
+    while (high - low > 1) {
+      const int32_t middle = low + (high - low) / 2;
+      before(middle) <= cost ? low = middle : high = middle;
+    }
+    return low;
+  }
+};
 struct WorkPosition {
   int32_t sequence;
   int32_t row_tile;
@@ -119,13 +196,17 @@ struct WorkPosition {
 };
 
 // The place in a sequence's work, about `cost` from its start, where a range may begin. No cut leaves a piece of less
-// than `min_piece` KV tiles.
-PT_HOST_DEVICE WorkPosition cut_position(const SequenceWork& work, int32_t sequence, int64_t cost, int32_t min_piece) {
-  const int64_t row = cost / work.row_cost();
-  const int64_t tile = max_of<int64_t>(cost % work.row_cost() / work.tile_heads - kPieceCost, 0);
-  if (tile < min_piece) return {sequence, static_cast<int32_t>(row), 0};
-  if (work.kv_tiles - tile < min_piece) return {sequence, static_cast<int32_t>(row + 1), 0};
-  return {sequence, static_cast<int32_t>(row), static_cast<int32_t>(tile)};
+// than `min_piece` KV tiles with a key that is seen.
+PT_HOST_DEVICE WorkPosition cut_position(const WorkShape& shape, const SequenceWork& work, const RowCosts& costs,
+                                         int32_t sequence, int64_t cost, int32_t min_piece) {
+  const int64_t of_head = cost % costs.of_head();
+  const int32_t m = costs.tile_at(of_head);
+  const auto row = static_cast<int32_t>(cost / costs.of_head() * work.m_tiles + m);
+  const TileSpan seen = visible_tiles(shape, work, sequence, m);
+  const int64_t tiles = max_of<int64_t>((of_head - costs.before(m)) / work.tile_heads - kPieceCost, 0);
+  if (tiles < min_piece) return {sequence, row, 0};
+  if (seen.size() - tiles < min_piece) return {sequence, row + 1, 0};
+  return {sequence, row, seen.first + static_cast<int32_t>(tiles)};
 }
 
 // How many ranges a backend wants.
@@ -141,9 +222,9 @@ PT_HOST_DEVICE int32_t num_ranges_of(int64_t total_cost, const RangeLimits& limi
   return count < limits.multiple ? count : count - count % limits.multiple;
 }
 
-// The cost before range i: total_cost * i / num_ranges, without overflow.
+// The cost before range i.
 PT_HOST_DEVICE int64_t range_target(int64_t total_cost, int32_t num_ranges, int32_t i) {
-  return total_cost / num_ranges * i + total_cost % num_ranges * i / num_ranges;
+  return scaled(total_cost, i, num_ranges);
 }
 
 // A list's part of a plan, [kListSize].
@@ -162,7 +243,7 @@ PT_HOST_DEVICE void set_range_start(int32_t* ranges, int32_t i, const WorkPositi
 // Cuts the work into ranges and writes them [kListSize].
 PT_HOST_DEVICE void make_ranges(const WorkShape& shape, const RangeLimits& limits, int32_t* ranges) {
   int64_t total = 0;
-  for (int64_t b = 0; b < shape.batch; ++b) total += sequence_work(shape, b).cost();
+  for (int64_t b = 0; b < shape.batch; ++b) total += RowCosts(shape, sequence_work(shape, b), b).total();
   const int32_t num_ranges = num_ranges_of(total, limits);
   for (int32_t i = 0; i < kListSize; ++i) ranges[i] = 0;
   ranges[0] = num_ranges;
@@ -170,11 +251,13 @@ PT_HOST_DEVICE void make_ranges(const WorkShape& shape, const RangeLimits& limit
   int64_t before = 0;
   for (int64_t b = 0; b < shape.batch; ++b) {
     const SequenceWork work = sequence_work(shape, b);
-    const int64_t after = before + work.cost();
+    const RowCosts costs(shape, work, b);
+    const int64_t after = before + costs.total();
     for (; range < num_ranges; ++range) {
       const int64_t target = range_target(total, num_ranges, range);
       if (target >= after) break;
-      set_range_start(ranges, range, cut_position(work, static_cast<int32_t>(b), target - before, limits.min_piece));
+      const auto sequence = static_cast<int32_t>(b);
+      set_range_start(ranges, range, cut_position(shape, work, costs, sequence, target - before, limits.min_piece));
     }
     before = after;
   }

@@ -229,10 +229,12 @@ AttentionPlanParams plan_params(const TreeAttentionParams& p, const Tensor& plan
   AttentionPlanParams params{};
   params.seq_lens = p.seq_lens;
   params.cu_seqlens_q = p.cu_seqlens_q;
+  params.tree_lens = p.tree_mask == nullptr ? nullptr : p.tree_lens;
   params.plan = mutable_pointer<int32_t>(plan);
   params.batch = p.batch;
   params.num_tokens = p.num_tokens;
   params.max_seq_len = max_seq_len_of(p);
+  params.window = p.window;
   params.max_seqlen_q = p.max_seqlen_q;
   params.num_kv_heads = p.num_kv_heads;
   params.group_size = p.group_size;
@@ -349,7 +351,7 @@ std::tuple<Tensor, Tensor> tree_attention(const Tensor& q, const Tensor& k_cache
 
 Tensor attention_plan(const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_t num_q_heads, int64_t num_kv_heads,
                       int64_t head_dim, int64_t page_size, int64_t max_seqlen_q, const std::optional<Tensor>& tree_lens,
-                      std::optional<int64_t> head_dim_v, bool latent) {
+                      std::optional<int64_t> head_dim_v, bool latent, int64_t window) {
   const Check check("attention_plan", seq_lens);
   const int64_t batch = check.offsets(cu_seqlens_q, "cu_seqlens_q");
   check.tensor(seq_lens, "seq_lens", {ScalarType::Int}, {batch});
@@ -362,6 +364,7 @@ Tensor attention_plan(const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_
   check.that(!latent || num_kv_heads == 1, "num_kv_heads", "1 for a latent cache", num_kv_heads);
   check.that(page_size >= 1, "page_size", "at least 1", page_size);
   check.that(max_seqlen_q >= 0, "max_seqlen_q", "at least 0", max_seqlen_q);
+  check.that(window >= 0, "window", "at least 0 (0: none)", window);
   if (tree_lens.has_value()) check.tensor(*tree_lens, "tree_lens", {ScalarType::Int}, {batch});
   if (value_checks_enabled()) check_offsets(check, host_values<int32_t>(cu_seqlens_q), "cu_seqlens_q", INT32_MAX);
 
@@ -369,10 +372,12 @@ Tensor attention_plan(const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_
   AttentionPlanParams params{};
   params.seq_lens = const_pointer<int32_t>(seq_lens);
   params.cu_seqlens_q = const_pointer<int32_t>(cu_seqlens_q);
+  params.tree_lens = optional_pointer<int32_t>(tree_lens);
   params.plan = mutable_pointer<int32_t>(plan);
   params.batch = batch;
   params.num_tokens = std::numeric_limits<int32_t>::max();
   params.max_seq_len = std::numeric_limits<int32_t>::max();
+  params.window = window;
   params.max_seqlen_q = max_seqlen_q;
   params.num_kv_heads = static_cast<int32_t>(num_kv_heads);
   params.group_size = static_cast<int32_t>(num_q_heads / num_kv_heads);
@@ -440,7 +445,7 @@ constexpr Op kOps[] = {
     {"attention_plan",
      "(Tensor seq_lens, Tensor cu_seqlens_q, *, SymInt num_q_heads, SymInt num_kv_heads,"
      " SymInt head_dim, SymInt page_size, SymInt max_seqlen_q, Tensor? tree_lens=None,"
-     " SymInt? head_dim_v=None, bool latent=False) -> Tensor",
+     " SymInt? head_dim_v=None, bool latent=False, SymInt window=0) -> Tensor",
      PT_BOX(&attention_plan)},
     {"merge_states", "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)",
      PT_BOX(&merge_states)},

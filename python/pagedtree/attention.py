@@ -215,24 +215,28 @@ def attention_plan(
     tree_lens: Tensor | None = None,
     head_dim_v: int | None = None,
     latent: bool = False,
+    window: int = 0,
 ) -> Tensor:
-    """How the work of `tree_attention` is cut into ranges of equal cost, for all layers of a step.
+    """Cuts the work of `tree_attention` into ranges of equal cost, for all layers of a step that have the same window.
 
     Args:
-        seq_lens: int32 [B]; cu_seqlens_q: int32 [B + 1]; tree_lens: int32 [B] or None. As for `tree_attention`.
+        seq_lens: int32 [B]; cu_seqlens_q: int32 [B + 1]; tree_lens: int32 [B] or None. As for `tree_attention`; without
+            tree_lens the queries are taken for causal ones, which makes no difference to trees of up to 64 nodes.
         num_q_heads, num_kv_heads, head_dim, page_size: those of the calls that the plan is for; head_dim is K's.
         head_dim_v: V's, default head_dim. latent: whether the calls' v_cache is a view of k_cache.
         max_seqlen_q: the hint that the calls get. On CUDA a call with another hint cuts the rows into other tiles,
             which the plan then does not balance.
+        window: that of the calls, 0: none. A model with two kinds of layers makes two plans a step.
 
-    Returns an int32 tensor of a fixed size on the device of seq_lens, to pass as plan=; it does not depend on the
-    window, the mask or the dtype. Nothing is read on the host. Raises ValueError for wrong shapes, dtypes or sizes;
-    with PAGEDTREE_CHECK=1 also for offsets that descend.
+    Returns an int32 tensor of a fixed size on the device of seq_lens, to pass as plan=; it does not depend on the mask
+    or the dtype. A plan for another window, other lengths or heads is never wrong, only slower. Nothing is read on the
+    host. Raises ValueError for wrong shapes, dtypes or sizes; with PAGEDTREE_CHECK=1 also for offsets that descend.
 
     The linear order of the work is (sequence, tile of query rows, tile of keys), as in Stream-K (Osama et al., 2023)
     and FlashMLA's scheduler. A tile of query rows belongs to one KV head, or to several where each has few rows. The
-    order is cut into ranges of equal cost, which is the cost of the tiles plus a constant for each piece of a tile of
-    query rows. The plan holds where each range starts; it ends where the next one starts.
+    order is cut into ranges of equal cost: one for each tile of keys of which some row of the tile sees a key, plus a
+    constant for each piece of a tile of query rows. The plan holds where each range starts; it ends where the next one
+    starts.
     """
     return call(
         ops.attention_plan,
@@ -246,6 +250,7 @@ def attention_plan(
         tree_lens=tree_lens,
         head_dim_v=head_dim_v,
         latent=latent,
+        window=window,
     )
 
 

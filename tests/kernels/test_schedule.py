@@ -15,7 +15,7 @@ ALL, SMALL, LARGE = range(3)  # the lists of a plan
 SMALL_ROWS = 32
 
 
-def plan_of(case: dict, max_seqlen_q: int = 8) -> torch.Tensor:
+def plan_of(case: dict, max_seqlen_q: int = 8, window: int = 0) -> torch.Tensor:
     _, heads, head_dim = case["q"].shape
     _, page_size, kv_heads, _ = case["k_cache"].shape
     return attention_plan(
@@ -28,6 +28,7 @@ def plan_of(case: dict, max_seqlen_q: int = 8) -> torch.Tensor:
         page_size=page_size,
         max_seqlen_q=max_seqlen_q,
         tree_lens=case["tree_lens"],
+        window=window,
     )
 
 
@@ -36,24 +37,48 @@ def ranges_of(plan: torch.Tensor, which: int = ALL) -> list[tuple[int, int, int]
     return [tuple(entry[:3].tolist()) for entry in entries[1 : 1 + int(entries[0, 0])]]
 
 
+def visible_tiles(queries: int, keys: int, tree_len: int, window: int, rows: range) -> range:
+    """The KV tiles with a key that one of these rows, of two heads each, may see."""
+    if tree_len < 0:
+        seen = [keys - queries + row // 2 + 1 for row in (rows[0], rows[-1])]
+        low, high = seen[0] - window, seen[1]
+    else:
+        low, high = keys - tree_len - window, keys
+    first = max(low, 0) // KV_TILE if window else 0
+    first = min(first, max(-(-keys // KV_TILE) - 1, 0))
+    return range(first, max(-(-max(high, 0) // KV_TILE), first + 1))
+
+
 def check_balance(starts: list[tuple[int, int, int]], queries: list[int], keys: list[int], m_tile: int, *,
-                  few_rows: int = 0, which: int = ALL) -> None:  # fmt: skip
+                  trees: list[int] | None = None, window: int = 0, few_rows: int = 0,
+                  which: int = ALL) -> None:  # fmt: skip
     """Two KV heads with two query heads each; where they have at most `few_rows` rows, they share a row tile."""
     listed = [n if which == ALL or (2 * n <= SMALL_ROWS) == (which == SMALL) else 0 for n in queries]
     first = next(b for b, n in enumerate(listed) if n > 0)
-    assert starts[0] == (first, 0, 0) and starts == sorted(set(starts))
-    tiles = [max(1, -(-s // KV_TILE)) for s in keys]
-    heads = [2 if n * 2 <= few_rows else 1 for n in queries]
-    rows = [2 // h * -(-n * 2 // m_tile) for n, h in zip(listed, heads, strict=True)]
-    row_costs = [(t + PIECE_COST) * h for t, h in zip(tiles, heads, strict=True)]
-    costs = [c * r for c, r in zip(row_costs, rows, strict=True)]
-    begins = [sum(costs[:b]) + row * row_costs[b] + kv * heads[b] for b, row, kv in starts]
-    sizes = [end - begin for begin, end in zip(begins, [*begins[1:], sum(costs)], strict=True)]
-    mean, min_piece = sum(costs) / len(starts), 4 if few_rows else 2
+    assert starts[0] == (first, 0, 0) and starts == sorted(starts)
+    cuts = [start for start in starts if start[2] > 0]
+    assert len(cuts) == len(set(cuts))  # two ranges may begin with one row tile: the first of them is empty
+    begin, begins, seen = 0, {}, {}
+    for b, n in enumerate(listed):
+        heads = 2 if n * 2 <= few_rows else 1
+        m_tiles = [range(row, min(row + m_tile, 2 * n)) for row in range(0, 2 * n, m_tile)]
+        for row, rows in enumerate(m_tiles * (2 // heads)):
+            begins[b, row] = begin, heads
+            seen[b, row] = visible_tiles(n, keys[b], -1 if trees is None else trees[b], window, rows)
+            begin += (len(seen[b, row]) + PIECE_COST) * heads
+        begins[b, 2 // heads * len(m_tiles)] = begin, heads  # the end, that is the next sequence
+
+    def cost_before(start: tuple[int, int, int]) -> int:
+        b, row, kv = start
+        before, heads = begins[b, row]
+        return before + (kv - seen[b, row].start) * heads if kv > 0 else before
+
+    costs = [cost_before(start) for start in starts]
+    sizes = np.diff([*costs, begin])
+    mean, min_piece = begin / len(starts), 4 if few_rows else 2
     assert all(abs(size - mean) <= 2 * (4 + PIECE_COST + 1) for size in sizes), sizes
     for b, row, kv in starts:
-        assert row < rows[b] or (row, kv) == (rows[b], 0)  # the end, that is the next sequence
-        assert kv == 0 or min_piece <= kv <= tiles[b] - min_piece
+        assert kv == 0 or seen[b, row].start + min_piece <= kv <= seen[b, row].stop - min_piece
 
 
 @pytest.fixture
@@ -64,17 +89,21 @@ def case(target: Target) -> dict:
     return target.case(prefixes, kinds, heads=(4, 2), causal_queries=3).build()
 
 
+@pytest.mark.parametrize("window", [0, 300, 1500])
 @pytest.mark.parametrize(
     ("max_seqlen_q", "which", "m_tile"), [(8, ALL, 16), (71, ALL, 128), (71, SMALL, 32), (71, LARGE, 128)]
 )
-def test_ranges_cover_equal_costs(target: Target, case: dict, max_seqlen_q: int, which: int, m_tile: int) -> None:
+def test_ranges_cover_equal_costs(
+    target: Target, case: dict, max_seqlen_q: int, which: int, m_tile: int, window: int
+) -> None:
     if target.backend == "cpu" and which != ALL:
         pytest.skip("the cpu backend has one list")
-    starts = ranges_of(plan_of(case, max_seqlen_q), which)
+    starts = ranges_of(plan_of(case, max_seqlen_q, window), which)
     queries, keys = case["cu_seqlens_q"].diff().tolist(), case["seq_lens"].tolist()
-    assert len(starts) >= 4
+    assert len(starts) >= (2 if window else 4)
     m_tile, few_rows = (128, FEW_ROWS["cpu"]) if target.backend == "cpu" else (m_tile, 0)
-    check_balance(starts, queries, keys, m_tile, few_rows=few_rows, which=which)
+    trees = case["tree_lens"].tolist()
+    check_balance(starts, queries, keys, m_tile, trees=trees, window=window, few_rows=few_rows, which=which)
 
 
 def test_a_million_keys(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +117,17 @@ def test_a_million_keys(target: Target, monkeypatch: pytest.MonkeyPatch) -> None
         starts = ranges_of(plan, which)
         assert len(starts) >= 128
         check_balance(starts, queries, keys, m_tile, few_rows=few_rows, which=which)
+
+
+@pytest.mark.parametrize("window", [0, 100, 4096])
+@pytest.mark.parametrize(("queries", "keys"), [(8192, 8192), (2048, 10_000), (500, 500), (3000, 2000)])
+def test_prompts(target: Target, monkeypatch: pytest.MonkeyPatch, queries: int, keys: int, window: int) -> None:
+    """Of a prompt the first rows see few keys; some see none where there are more queries than keys."""
+    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "132:227:8")
+    cu, lens = torch.tensor([0, queries], dtype=torch.int32), torch.tensor([keys], dtype=torch.int32)
+    sizes = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 128, "page_size": 16, "max_seqlen_q": queries}
+    starts = ranges_of(attention_plan(lens, cu, **sizes, window=window))
+    check_balance(starts, [queries], [keys], 128, window=window)
 
 
 def test_plan_value_checks(value_checks, device) -> None:
@@ -106,8 +146,9 @@ def test_plan_gives_the_same(case: dict) -> None:
         result = tree_attention(**case, plan=plan, return_lse=True)
         assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
     check(dict(case, plan=plan))
-    for window in (1, 100, 9000):  # the plan knows no window
-        check(dict(case, plan=plan, window=window))
+    for window in (1, 100, 9000):
+        check(dict(case, plan=plan, window=window))  # the plan is for no window
+        check(dict(case, plan=plan_of(case, window=window), window=window))
 
 
 @once_per_backend
@@ -168,8 +209,8 @@ def test_many_pieces(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("kilobytes", "m_tile"), [(99, 16), (163, 32), (227, 32)])
 def test_wide_tiles(target: Target, kilobytes: int, m_tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans and calls choose the same tile for the device's shared memory: as many row tiles of 144 rows."""
-    if target.backend != "simt":
-        pytest.skip("simt only: elsewhere the shared memory is not ours to choose")
+    if target.backend != "simt" or (target.variant == "wgmma" and kilobytes < 227):
+        pytest.skip("simt only: elsewhere the shared memory is not ours to choose; wgmma needs all of Hopper's")
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", f"100:{kilobytes}:8")
     case = target.case([90], [DraftTree.chain(8)], heads=(16, 1), head_dim=576, head_dim_v=512, latent=True).build()
     expected = tree_attention(**case)
@@ -204,6 +245,7 @@ def test_plan_refuses_sizes(target: Target) -> None:
         ("head_dim", 80, HEAD_SIZES),
         ("page_size", 0, "at least 1"),
         ("max_seqlen_q", -1, "at least 0"),
+        ("window", -1, "at least 0"),
     ]
     for name, value, message in bad:
         with pytest.raises(ValueError, match=f"attention_plan: `{name}` must be .*{message}.*got {value}"):

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kScheduleThreads)
   const int64_t run = ceil_div<int64_t>(shape.batch, threads);
   int64_t cost = 0;
   for (int64_t b = thread * run; b < min_of((thread + 1) * run, shape.batch); ++b)
-    cost += sequence_work(shape, b).cost();
+    cost += RowCosts(shape, sequence_work(shape, b), b).total();
   block_scan(shared.costs, cost, [](int64_t a, int64_t b) { return a + b; });
   const int64_t total = shared.costs[threads - 1];
   const int32_t num_ranges = num_ranges_of(total, lists.limits[blockIdx.x]);
@@ -46,13 +46,19 @@ __global__ void __launch_bounds__(kScheduleThreads)
       shared.costs[middle] > target ? high = middle : low = middle + 1;
     }
     int64_t b = low * run, before = low == 0 ? 0 : shared.costs[low - 1];
-    SequenceWork work = sequence_work(shape, b);
-    while (before + work.cost() <= target) {
-      before += work.cost();
-      work = sequence_work(shape, ++b);
+    while (true) {
+      const SequenceWork work = sequence_work(shape, b);
+      const RowCosts costs(shape, work, b);
+      const int64_t after = before + costs.total();
+      if (target < after) {
+        const auto sequence = static_cast<int32_t>(b);
+        const int32_t min_piece = lists.limits[blockIdx.x].min_piece;
+        set_range_start(ranges, range, cut_position(shape, work, costs, sequence, target - before, min_piece));
+        break;
+      }
+      before = after;
+      ++b;
     }
-    set_range_start(ranges, range,
-                    cut_position(work, static_cast<int32_t>(b), target - before, lists.limits[blockIdx.x].min_piece));
   }
 }
 

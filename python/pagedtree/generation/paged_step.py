@@ -92,7 +92,7 @@ class PagedStep:
         kind = (*_shape(q, k_cache, v_cache), window, scale, softcap)
         if kind not in self._calls:
             plan = self._plan(
-                "all", self.seq_lens, self.cu_seqlens_q, self.tree_lens, self.max_seqlen_q, q, k_cache, v_cache
+                "all", self.seq_lens, self.cu_seqlens_q, self.tree_lens, self.max_seqlen_q, q, k_cache, v_cache, window
             )
             self._calls[kind] = PreparedAttention(
                 self.page_table,
@@ -140,16 +140,18 @@ class PagedStep:
         q: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
+        window: int = 0,
     ) -> Tensor:
-        """One plan serves all layers of the same heads."""
+        """One plan serves all layers of the same heads and window."""
         shape = _shape(q, k_cache, v_cache)
-        if (part, shape) not in self._plans:
-            self._plans[part, shape] = attention_plan(
+        kind = part, shape, window
+        if kind not in self._plans:
+            self._plans[kind] = attention_plan(
                 seq_lens, cu_seqlens_q, num_q_heads=shape[0], num_kv_heads=shape[1], head_dim=shape[2],
                 head_dim_v=shape[3], latent=shape[4], page_size=k_cache.shape[1], max_seqlen_q=max_seqlen_q,
-                tree_lens=tree_lens,
+                tree_lens=tree_lens, window=window,
             )  # fmt: skip
-        return self._plans[part, shape]
+        return self._plans[kind]
 
 
 def _shape(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[int, int, int, int, bool]:

@@ -365,13 +365,13 @@ def _attention(
 # Plans ----------------------------------------------------------------------------------------------------------------
 
 
-def plan_of(given: dict[str, Any], max_seqlen_q: int = 21) -> Tensor:
+def plan_of(given: dict[str, Any], max_seqlen_q: int = 21, window: int = 0) -> Tensor:
     k_cache, v_cache = given["k_cache"], given["v_cache"]
     (_, heads, head_dim), (_, page_size, kv_heads, _) = given["q"].shape, k_cache.shape
     return attention_plan(
         given["seq_lens"], given["cu_seqlens_q"], num_q_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
         head_dim_v=v_cache.shape[3], latent=k_cache.data_ptr() == v_cache.data_ptr(), page_size=page_size,
-        max_seqlen_q=max_seqlen_q, tree_lens=given["tree_lens"],
+        max_seqlen_q=max_seqlen_q, tree_lens=given["tree_lens"], window=window,
     )  # fmt: skip
 
 
@@ -394,18 +394,21 @@ def _plans() -> Iterator[Case]:
     batches = {"mixed": batch, "latent": latent, "no sequence": Batch([], []), "no query": Batch([0, 0], [20, 0])}
     for name, given in batches.items():
         yield _plan(name, given)
+    yield _plan("window", Batch([5, 300], [4000, 2500]), window=700)
 
 
-def _plan(name: str, batch: Batch) -> Case:
+def _plan(name: str, batch: Batch, window: int = 0) -> Case:
     """The number of ranges depends on the device; on every device they must cut all of the work, in order."""
 
     def run(place: Place) -> Results:
         given = batch.build(place)
-        plan = plan_of(given).cpu().view(3, -1, 4)
+        plan = plan_of(given, window=window).cpu().view(3, -1, 4)
         lists = [[tuple(entry[:3]) for entry in entries[1 : 1 + entries[0][0]]] for entries in plan.tolist()]
         queries = given["cu_seqlens_q"].diff().tolist()
         first = next((b for b, n in enumerate(queries) if n), 0)
+        ends = [(64 * kv, int(given["seq_lens"][b])) for starts in lists for b, _, kv in starts if kv > 0]
         truths = {
+            "cuts where keys are seen": all(key < s and (window == 0 or key > s - 300 - window) for key, s in ends),
             "has room for three lists": plan.numel() == 3 * 4 * 1025,
             "cuts in order": all(starts == sorted(starts) and len(starts) <= 1024 for starts in lists),
             "cuts the batch": all(min(x) >= 0 and x[0] <= len(queries) for starts in lists for x in starts),
@@ -414,7 +417,10 @@ def _plan(name: str, batch: Batch) -> Case:
         return {text: torch.tensor(truth) for text, truth in truths.items()}
 
     def by_loops() -> Results:
-        names = ("has room for three lists", "cuts in order", "cuts the batch", "begins with the first query")
+        names = (
+            "cuts where keys are seen", "has room for three lists", "cuts in order", "cuts the batch",
+            "begins with the first query",
+        )  # fmt: skip
         return {text: torch.tensor(True) for text in names}
 
     return Case(

@@ -100,6 +100,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
             page_size=page_size,
             max_seqlen_q=max(longest, 1),
             tree_lens=visible.get("tree_lens"),
+            window=window_left + 1,
         )
 
     @checked()

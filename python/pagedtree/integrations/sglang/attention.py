@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class Step:
     cu_seqlens_q: Tensor
     tree_mask: Tensor | None
     max_seqlen_q: int | None
-    plan: Tensor | None = None
+    plans: dict[int, Tensor] = field(default_factory=dict)  # by window
 
 
 class PagedTreeBackend(AttentionBackend):
@@ -114,8 +114,9 @@ class PagedTreeBackend(AttentionBackend):
             k = k.view(-1, kv_heads, head_dim)[: slots.shape[0]]
             v = v.view(-1, kv_heads, head_dim_v)[: slots.shape[0]]
             append_kv(k, v, k_cache, v_cache, slots, **scales)
-        if step.plan is None:  # made for the first layer's heads; layers with other heads are only less balanced
-            step.plan = attention_plan(
+        window = layer.sliding_window_size + 1  # SGLang counts the keys behind the query's own
+        if window not in step.plans:  # made for the first layer's heads; layers with other heads are only less balanced
+            step.plans[window] = attention_plan(
                 step.seq_lens,
                 step.cu_seqlens_q,
                 num_q_heads=heads,
@@ -124,6 +125,7 @@ class PagedTreeBackend(AttentionBackend):
                 head_dim_v=head_dim_v,
                 page_size=self.page_size,
                 max_seqlen_q=step.max_seqlen_q or max(1, -(-q.shape[0] // max(1, step.seq_lens.shape[0]))),
+                window=window,
             )
         out = tree_attention(
             q.view(-1, heads, head_dim),
@@ -136,9 +138,9 @@ class PagedTreeBackend(AttentionBackend):
             max_seqlen_q=step.max_seqlen_q,
             scale=layer.scaling,
             softcap=layer.logit_cap,
-            window=layer.sliding_window_size + 1,  # SGLang counts the keys behind the query's own
+            window=window,
             sinks=None if sinks is None else sinks.float(),
-            plan=step.plan,
+            plan=step.plans[window],
             **scales,
         )
         assert isinstance(out, Tensor)

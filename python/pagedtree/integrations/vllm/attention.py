@@ -104,6 +104,7 @@ class PagedTreeMetadata(AttentionMetadata):
                 tree_lens=tree_lens,
                 head_dim_v=kind.latent_dim,
                 latent=kind.latent_dim is not None,
+                window=kind.window,
             )
             self._calls[kind] = PreparedAttention(
                 self.block_table,
