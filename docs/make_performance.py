@@ -47,6 +47,7 @@ SECTIONS = {
     "distributed": kept("distributed", of_runs.distributed),
     "grammars": kept("grammars_cpu", of_runs.grammars),
     "predicted": of_code.attention(*PREDICTED),
+    "calls": kept("calls_predicted_h200", of_code.calls),
     "published": kept("published_predicted", of_code.published),
     "bounds": kept("wgmma_bounds_h200", of_code.bounds),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tables import Result, Row, load, pivot
+from tables import Result, Row, listing, load, pivot
 
 HEAD_DIM = 128
 UNITS = {"l2": "L2", "shared": "shared memory", "issue": "issue slots", "mufu": "MUFU"}
@@ -68,3 +68,32 @@ def bounds(result: Result, name: str) -> str:
     )  # fmt: skip
     note = f"Cycles of an SM, {rows[0]['machine']}, commit {result['commit']} (`{name}.json`), and what binds:"
     return note + "\n\n" + cells
+
+
+def calls(result: Result, name: str) -> str:
+    """Whole calls; where the engines differ, both values."""
+    by_call: dict[str, dict[str, Row]] = {}
+    for row in result["rows"]:
+        by_call.setdefault(row["call"], {})[row["engine"]] = row
+
+    def time(engine: str) -> Callable[[dict[str, Row]], str]:
+        return lambda rows: f"{rows[engine]['us']:.0f} us, {rows[engine]['ratio']:.2f} x" if engine in rows else ""
+
+    def both(key: str, form: str) -> Callable[[dict[str, Row]], str]:
+        return lambda rows: " / ".join(dict.fromkeys(format(row[key], form) for row in rows.values()))
+
+    cells = listing(
+        by_call.values(),
+        {
+            "call": lambda rows: next(iter(rows.values()))["call"],
+            "mma.sync": time("mma.sync"),
+            "wgmma": time("wgmma"),
+            "balance": both("balance", ".2f"),
+            "idle CTAs": both("idle", ""),
+            "KV reads": both("kv_reads", ".2f"),
+            "pieces": both("pieces", ""),
+            "without a key": both("empty_pieces", ""),
+        },
+    )
+    note = f"Time of a call and its ratio to the floor, {result['rows'][0]['machine']}, commit {result['commit']}"
+    return f"{note} (`{name}.json`):\n\n{cells}"

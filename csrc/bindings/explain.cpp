@@ -2,6 +2,7 @@
 
 #include <vector>
 
+#include "bindings/replay.h"
 #include "core/engine.h"
 #include "cuda/attention/config.h"
 
@@ -11,12 +12,38 @@ using namespace cuda;
 
 namespace {
 
-py::dict explain_launch(const WorkShape& work, const TileShape& tile, int kv_bytes, int num_sms, int max_shared_bytes) {
+// The device that a call is explained for, and what of the call tiles do not depend on.
+struct Surroundings {
+  int64_t kv_tile_bytes;  // of one KV head
+  int kv_bytes;
+  int num_sms;
+  int max_shared_bytes;
+  int64_t l2_bytes;
+};
+
+// Kinds of steps: how many there are, their KV tiles, those of them from memory, the most CTAs that work on one SM.
+py::list steps_of(const Replay& found) {
+  py::list steps;
+  for (const auto& [step, count] : found.steps) {
+    steps.append(py::make_tuple(count, step.tiles, step.from_memory, step.busiest));
+  }
+  return steps;
+}
+
+// CTAs of the launch where the page table is as wide as the longest sequence needs.
+int32_t capacity_of(WorkShape work, const RangeLimits& limits) {
+  work.max_seq_len = 0;
+  for (int64_t b = 0; b < work.batch; ++b) work.max_seq_len = max_of<int64_t>(work.max_seq_len, work.seq_lens[b]);
+  return range_bound(work, limits);
+}
+
+py::dict explain_launch(const WorkShape& work, const TileShape& tile, const Surroundings& around) {
   std::vector<int32_t> ranges(kListSize);
-  make_ranges(work, range_limits(tile, num_sms), ranges.data());
+  const RangeLimits limits = range_limits(tile, around.num_sms);
+  make_ranges(work, limits, ranges.data());
   const int32_t num_ranges = ranges[0];
   py::list sequences;
-  int64_t row_tiles = 0, kv_tiles = 0, cut_row_tiles = 0, pieces = 0;
+  int64_t row_tiles = 0, kv_tiles = 0, cut_row_tiles = 0, pieces = 0, of_this = 0, most_pieces = 0;
   for (int64_t b = 0; b < work.batch; ++b) {
     const SequenceWork sequence = sequence_work(work, b);
     if (sequence.row_tiles > 0) sequences.append(b);
@@ -30,11 +57,15 @@ py::dict explain_launch(const WorkShape& work, const TileShape& tile, int kv_byt
       const bool same = before.kv_tile > 0 && before.same_row(start);
       cut_row_tiles += same ? 0 : 1;
       pieces += same ? 1 : 2;
+      of_this = same ? of_this + 1 : 2;
+      most_pieces = max_of(most_pieces, of_this);
     }
     before = start;
   }
 
-  const Residency resident = residency(tile, kv_bytes, max_shared_bytes);
+  const Residency resident = residency(tile, around.kv_bytes, around.max_shared_bytes);
+  const Replay found =
+      replay(work, ranges.data(), {around.num_sms, resident.ctas, around.l2_bytes / around.kv_tile_bytes});
   py::dict result;
   result["sequences"] = py::tuple(sequences);
   result["engine"] = engine_name(tile.engine);
@@ -51,6 +82,19 @@ py::dict explain_launch(const WorkShape& work, const TileShape& tile, int kv_byt
   result["ranges"] = num_ranges;
   result["cut_row_tiles"] = cut_row_tiles;
   result["pieces"] = pieces;
+  result["balance"] = found.balance();
+  result["idle"] = found.idle;
+  result["kv_reads"] = found.kv_reads();
+  py::dict replayed;  // for the model of calls (tools/gpu_model)
+  replayed["capacity"] = capacity_of(work, limits);
+  replayed["steps"] = steps_of(found);
+  replayed["tiles"] = found.tiles;
+  replayed["most_tiles"] = found.most_tiles;
+  replayed["different"] = found.different;
+  replayed["most_row_tiles"] = found.most_row_tiles;
+  replayed["most_pieces"] = most_pieces;
+  replayed["empty_pieces"] = found.empty_pieces;
+  result["replayed"] = replayed;
   return result;
 }
 
@@ -58,8 +102,8 @@ py::dict explain_launch(const WorkShape& work, const TileShape& tile, int kv_byt
 
 py::list explain_attention(const std::vector<int32_t>& query_lens, const std::vector<int32_t>& seq_lens,
                            int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim, int32_t head_dim_v, bool latent,
-                           int32_t kv_bytes, int64_t max_seqlen_q, int32_t num_sms, int32_t max_shared_bytes,
-                           const std::string& engine) {
+                           int32_t kv_bytes, int64_t max_seqlen_q, int64_t window, int32_t num_sms,
+                           int32_t max_shared_bytes, int64_t l2_bytes, const std::string& engine) {
   std::vector<int32_t> offsets{0};
   for (const int32_t n : query_lens) offsets.push_back(offsets.back() + n);
   AttentionPlanParams params{};
@@ -69,6 +113,7 @@ py::list explain_attention(const std::vector<int32_t>& query_lens, const std::ve
   params.num_tokens = offsets.back();
   params.max_seq_len = INT32_MAX;
   params.max_seqlen_q = max_seqlen_q;
+  params.window = window;
   params.num_kv_heads = num_kv_heads;
   params.group_size = num_q_heads / num_kv_heads;
   params.head_dim = head_dim;
@@ -77,8 +122,10 @@ py::list explain_attention(const std::vector<int32_t>& query_lens, const std::ve
   params.engine = engine_named(engine, "explain: `engine`");
   py::list launches;
   if (params.num_tokens == 0) return launches;
+  const int64_t tile_bytes = int64_t{kKvTile} * (head_dim + (latent ? 0 : head_dim_v)) * kv_bytes;
+  const Surroundings around{tile_bytes, kv_bytes, num_sms, max_shared_bytes, l2_bytes};
   for (const auto& [list, tile] : lists_of(params, max_shared_bytes)) {
-    launches.append(explain_launch(work_shape(params, tile.m_tile, list), tile, kv_bytes, num_sms, max_shared_bytes));
+    launches.append(explain_launch(work_shape(params, tile.m_tile, list), tile, around));
   }
   return launches;
 }

@@ -69,8 +69,9 @@ PYBIND11_MODULE(_C, m) {
       "names.");
   m.def("explain_attention", &pagedtree::explain_attention, py::arg("query_lens"), py::arg("seq_lens"),
         py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("head_dim_v"), py::arg("latent"),
-        py::arg("kv_bytes"), py::arg("max_seqlen_q"), py::arg("num_sms"), py::arg("max_shared_bytes"),
-        py::arg("engine"), "The CUDA kernel's tile and cuts for a batch; see pagedtree.explain.");
+        py::arg("kv_bytes"), py::arg("max_seqlen_q"), py::arg("window"), py::arg("num_sms"),
+        py::arg("max_shared_bytes"), py::arg("l2_bytes"), py::arg("engine"),
+        "The CUDA kernel's tile and cuts for a batch; see pagedtree.explain.");
   m.def("attention_tiles", &pagedtree::attention_tiles, py::arg("engine"),
         "The CUDA kernels' tiles: (head_dim, head_dim_v) -> their rows, without those for latent caches alone.");
   m.attr("HEAD_DIMS") = pagedtree::head_dims();  // columns of K and V that attention takes

@@ -18,8 +18,10 @@ def explain_attention(
     latent: bool,
     kv_bytes: int,
     max_seqlen_q: int,
+    window: int,
     num_sms: int,
     max_shared_bytes: int,
+    l2_bytes: int,
     engine: str,
 ) -> list[dict[str, Any]]: ...
 def attention_tiles(engine: str) -> dict[tuple[int, int], tuple[int, ...]]: ...

@@ -30,9 +30,12 @@ class AttentionLaunch:
         ranges: parts that the work is cut into, one for each CTA.
         cut_row_tiles: row tiles that a cut crosses, so that their keys are split among CTAs.
         pieces: partial results of those row tiles.
-        bytes: what must move: K and V once for each KV head (a latent row once for both), q, out, page table; and the
-            pieces written and read.
-        executed_flops: flops of whole tiles, as the tensor cores execute them.
+        balance: the largest over the mean number of KV tiles of a CTA that hold a visible key; 1.0 is even.
+        idle: CTAs without such a tile.
+        kv_reads: bytes of K and V that leave memory over their size, as some CTAs read what others have read before.
+        bytes: what must move: K and V of the keys within the window once for each KV head (a latent row once for both),
+            q, out, page table; and the pieces written and read.
+        executed_flops: flops of whole tiles with a visible key, as the tensor cores execute them.
     """
 
     sequences: tuple[int, ...]
@@ -50,6 +53,9 @@ class AttentionLaunch:
     ranges: int
     cut_row_tiles: int
     pieces: int
+    balance: float
+    idle: int
+    kv_reads: float
     bytes: int
     executed_flops: int
 
@@ -61,15 +67,22 @@ class AttentionCost:
     Attributes:
         launches: none without queries; else one, or two where max_seqlen_q times the heads of a KV head is more than 32
             and the batch has fewer than B * max_seqlen_q queries: then sequences of at most 32 rows (query tokens x
-            heads of a KV head) get small tiles, and the others large ones.
+            heads of a KV head) get small tiles, and the others large ones. One more launch joins the pieces.
+        balance: that of the launches, one after the other; 1.0 is even.
+        idle: the sum over all launches.
+        kv_reads: bytes of K and V that leave memory in all launches, over their size.
         bytes: the sum over all launches.
-        flops: what the rows that there are need; every query counts as if it saw all keys of its sequence.
+        flops: what the rows that there are need; every query counts as if it saw all keys of its sequence, or as many
+            as its window has.
         executed_flops: the sum over all launches.
         floor_seconds: max(bytes / bandwidth, executed_flops / rate) of each launch, added: no run can be faster. Not a
             prediction.
     """
 
     launches: tuple[AttentionLaunch, ...]
+    balance: float
+    idle: int
+    kv_reads: float
     bytes: int
     flops: int
     executed_flops: int
@@ -89,13 +102,19 @@ def explain(
     page_size: int = 16,
     kv_bytes: int = 2,
     max_seqlen_q: int | None = None,
+    window: int = 0,
     num_sms: int = 132,
     max_shared_bytes: int = 227 * 1024,
+    l2_bytes: int = 50_000_000,
     bandwidth: float = 4.8e12,
     flops_per_second: float = 989e12,
     engine: str | None = None,
 ) -> AttentionCost:
-    """Launches, tiles, cuts, bytes, flops and floor time of a call of `tree_attention` on CUDA. Needs no GPU.
+    """Launches, tiles, cuts, balance, bytes, flops and floor time of a call of `tree_attention` on CUDA.
+
+    Needs no GPU: the CTAs' ways through the plan are replayed. They are in step, one KV tile of 64 keys each at a time;
+    what L2 holds is what was read last. A tile counts if a row sees one of its keys where queries are causal: the
+    kernel passes over the others.
 
     Args:
         query_lens, seq_lens: one entry per sequence; seq_lens count all keys, the new tokens' included.
@@ -104,7 +123,9 @@ def explain(
         latent: whether the call's v_cache is a view of k_cache, so that each cached row is read once.
         kv_bytes: bytes per element of the cache: 2, or 1 for float8_e4m3fn.
         max_seqlen_q: the hint of the call; default ceil(T / B).
+        window: that of the call, in tokens; 0: none.
         num_sms, max_shared_bytes: the device's multiprocessors, and the bytes of shared memory that a CTA may ask for.
+        l2_bytes: of the device's L2 cache, all of which is for K and V.
         bandwidth, flops_per_second: the device's, in bytes and flops per second; the defaults are the nominal ones of
             an H200.
         engine: "mma.sync", or "wgmma" for tiles that have it; default as for a call: what PAGEDTREE_ENGINE says.
@@ -134,6 +155,8 @@ def explain(
         "page_size": (page_size, 1, 2**31 - 1),
         "num_sms": (num_sms, 1, 2**16),
         "max_shared_bytes": (max_shared_bytes, 99 * 1024, 2**31 - 1),
+        "window": (window, 0, 2**63 - 1),
+        "l2_bytes": (l2_bytes, 0, 2**63 - 1),
     }
     for name, (size, least, most) in bounds.items():
         if not least <= size <= most:
@@ -147,23 +170,33 @@ def explain(
         max_seqlen_q = -(-sum(query_lens) // max(1, len(query_lens)))
     schedules = _C.explain_attention(
         list(query_lens), list(seq_lens), num_q_heads, num_kv_heads, head_dim, head_dim_v, latent, kv_bytes,
-        max_seqlen_q, num_sms, max_shared_bytes, engine,
+        max_seqlen_q, window, num_sms, max_shared_bytes, l2_bytes, engine,
     )  # fmt: skip
     launches = []
+    seen = sum(n * min(s, window or s) for n, s in zip(query_lens, seq_lens, strict=True))  # by all queries
+    most, mean, left_memory, different = 0, 0.0, 0.0, 0
     for schedule in schedules:
-        keys = [seq_lens[b] for b in schedule["sequences"]]
+        replayed = schedule.pop("replayed")
+        most += replayed["most_tiles"]
+        mean += replayed["tiles"] / schedule["ranges"]
+        different += replayed["different"]
+        left_memory += replayed["different"] * schedule["kv_reads"]
+        keys = [min(seq_lens[b], window + query_lens[b] - 1 if window else seq_lens[b]) for b in schedule["sequences"]]
         queries = sum(query_lens[b] for b in schedule["sequences"])
         row = head_dim if latent else head_dim + head_dim_v
         traffic = sum(keys) * num_kv_heads * row * kv_bytes
         traffic += queries * num_q_heads * (head_dim + head_dim_v) * 2
         traffic += 4 * sum(-(-s // page_size) for s in keys)
         traffic += 2 * schedule["pieces"] * schedule["m_tile"] * (head_dim_v + 2) * 4
-        executed = schedule["kv_tiles"] * 64 * schedule["m_tile"] * 2 * (head_dim + head_dim_v)
+        executed = replayed["tiles"] * 64 * schedule["m_tile"] * 2 * (head_dim + head_dim_v)
         launches.append(AttentionLaunch(bytes=traffic, executed_flops=executed, **schedule))
     return AttentionCost(
         launches=tuple(launches),
+        balance=most / mean if mean else 1.0,
+        idle=sum(launch.idle for launch in launches),
+        kv_reads=left_memory / different if different else 1.0,
         bytes=sum(launch.bytes for launch in launches),
-        flops=sum(2 * n * s for n, s in zip(query_lens, seq_lens, strict=True)) * num_q_heads * (head_dim + head_dim_v),
+        flops=2 * seen * num_q_heads * (head_dim + head_dim_v),
         executed_flops=sum(launch.executed_flops for launch in launches),
         floor_seconds=sum(max(x.bytes / bandwidth, x.executed_flops / flops_per_second) for x in launches),
     )

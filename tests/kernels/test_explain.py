@@ -46,8 +46,60 @@ def test_prefill() -> None:
     assert launch.ranges == 132 < 64 * (8 + 2) // 3 < 2 * 132
     unsplit = 2 * 512 * 256 + 2 * 512 * 8 * 256 * 2 + 4 * 74
     assert cost.bytes == unsplit + 2 * launch.pieces * 64 * (256 + 2) * 4
-    assert cost.flops == cost.executed_flops == 4 * 512 * 512 * 8 * 256
-    assert cost.floor_seconds == pytest.approx(max(cost.bytes / 4.8e12, cost.flops / 989e12))
+    assert cost.flops == 4 * 512 * 512 * 8 * 256
+    # Row tile i has queries 8 i to 8 i + 7: eight row tiles see one KV tile, the next eight two.
+    assert cost.executed_flops == 4 * 64 * 64 * 256 * 8 * sum(range(1, 9))
+    assert cost.floor_seconds == pytest.approx(max(cost.bytes / 4.8e12, cost.executed_flops / 989e12))
+
+
+def test_a_window() -> None:
+    """The last 16 + 100 - 1 keys of each head, which lie in three KV tiles."""
+    cost = explain([16], [8208], **SIZES, window=100, num_sms=2)
+    assert cost.bytes == 2 * 115 * 8 * 128 * 2 + 2 * 16 * 32 * 128 * 2 + 4 * 8
+    assert cost.flops == 4 * 16 * 100 * 32 * 128
+    assert cost.executed_flops == 4 * 16 * (3 * 64) * 32 * 128
+    assert explain([16], [8208], **SIZES, window=2**62, num_sms=2) == explain([16], [8208], **SIZES, num_sms=2)
+
+
+def test_balance_and_idle_ctas() -> None:
+    one_head = {"num_q_heads": 1, "num_kv_heads": 1, "head_dim": 64, "num_sms": 4}
+    even = explain([16], [8208], **SIZES, num_sms=2)
+    assert (even.balance, even.idle, even.launches[0].idle) == (1.0, 0, 0)
+    # Six CTAs share 8 row tiles of 129 KV tiles: the cuts are at multiples of 4/3 row tiles.
+    uneven = explain([16], [8208], **SIZES, num_sms=3)
+    assert 1.0 < uneven.balance < 1.02 and uneven.balance == uneven.launches[0].balance
+    # No key is in sight: nobody has work, and nothing is read.
+    blind = explain([1] * 4, [0] * 4, **one_head)
+    assert (blind.balance, blind.idle, blind.kv_reads) == (1.0, blind.launches[0].ranges, 1.0)
+    mixed = explain([1] * 30 + [500] * 2, [4096] * 32, **SIZES, max_seqlen_q=500)
+    small, large = mixed.launches
+    assert min(small.balance, large.balance) < mixed.balance < max(small.balance, large.balance)
+    assert mixed.idle == small.idle + large.idle
+
+
+@pytest.mark.parametrize("kv_bytes", [1, 2])
+@pytest.mark.parametrize("latent", [False, True])
+def test_reads_of_keys_and_values(kv_bytes: int, latent: bool) -> None:
+    """One CTA, on one SM, goes through the same keys for each row tile; L2 keeps what was read last."""
+    sizes = {"head_dim": 576, "head_dim_v": 512} if latent else {"head_dim": 256}
+    call = {"num_q_heads": 64, "num_kv_heads": 1, **sizes, "latent": latent, "kv_bytes": kv_bytes, "num_sms": 1}
+    keys = 4096 * kv_bytes * (576 if latent else 512)
+    (launch,) = explain([4], [4096], **call, l2_bytes=keys).launches
+    assert launch.ranges == launch.ctas_per_sm and launch.row_tiles in (4, 8)
+    alone = explain([4], [4096], **call, l2_bytes=0)
+    assert explain([4], [4096], **call, l2_bytes=keys).kv_reads == 1.0
+    assert alone.kv_reads == launch.row_tiles  # no two read at once what they share
+    least = launch.row_tiles // launch.ctas_per_sm
+    assert least <= explain([4], [4096], **call, l2_bytes=keys // 2).kv_reads <= launch.row_tiles
+
+
+def test_large_calls_take_no_longer() -> None:
+    """Neighbours are taken together: exact for even work, an estimate otherwise."""
+    prompt = explain([2**20], [2**20], **SIZES)
+    assert 1.0 <= prompt.balance < 1.15
+    many = explain([1] * 100_000, [64] * 100_000, **SIZES)
+    assert many.kv_reads == 1.0 and many.balance < 1.01
+    assert explain([2**30], [2**31 - 1], **SIZES).kv_reads > 1
 
 
 @pytest.mark.parametrize(
@@ -180,6 +232,8 @@ def test_empty() -> None:
         ({"num_q_heads": 31}, "`num_q_heads` must be a multiple of num_kv_heads, got 31 and 8"),
         ({"head_dim": 80}, "`head_dim` and `head_dim_v` must be one of"),
         ({"kv_bytes": 4}, "`kv_bytes` must be 1 or 2, got 4"),
+        ({"window": -1}, "`window` must be in 0..9223372036854775807, got -1"),
+        ({"l2_bytes": -1}, "`l2_bytes` must be in 0..9223372036854775807, got -1"),
         ({"page_size": 0}, "`page_size` must be in 1..2147483647, got 0"),
         ({"max_shared_bytes": 1000}, "`max_shared_bytes` must be in 101376.."),
         ({"engine": "tcgen05"}, "`engine` must be one of"),

@@ -201,6 +201,19 @@ def test_predictions_stand_beside_those_of_flashinfer(docs, tmp_path, monkeypatc
     assert text.endswith("| bf16, 64 | 274, tensor | 5, L2 | 122, tensor | 257, tensor |")
 
 
+def test_whole_calls_show_both_engines_where_they_differ(docs):
+    row = {"machine": "X1", "call": "B 1", "us": 12.34, "ratio": 1.5, "balance": 1.0, "idle": 0, "kv_reads": 2.0}
+    row |= {"pieces": 8, "empty_pieces": 0}
+    rows = [row | {"engine": "mma.sync"}, row | {"engine": "wgmma", "us": 10.6, "idle": 3, "pieces": 4}]
+    rows += [row | {"engine": "mma.sync", "call": "B 2"}]
+    lines = docs("predicted_tables").calls({"commit": "abc", "rows": rows}, "calls_x1").split("\n")
+    assert lines[0].endswith("X1, commit abc (`calls_x1.json`):")
+    assert lines[-2:] == [
+        "| B 1 | 12 us, 1.50 x | 11 us, 1.50 x | 1.00 | 0 / 3 | 2.00 | 8 / 4 | 0 |",
+        "| B 2 | 12 us, 1.50 x |  | 1.00 | 0 | 2.00 | 8 | 0 |",
+    ]
+
+
 def test_floor_of_a_predicted_tile_is_the_memorys_or_the_tensor_cores(docs):
     ours = {row["instance"]: row for row in [predicted_row("bf16-128-16", 72, 0.9), predicted_row("bf16-128-64", 240)]}
     ours["bf16-128-128"] = predicted_row("bf16-128-128", 240)

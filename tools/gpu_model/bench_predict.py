@@ -3,6 +3,7 @@
     python -m pagedtree bench predict [--machine h200 a100] [--instances bf16-128-16 ...] [--stalls 8] [--json FILE]
     python -m pagedtree bench predict --ops verification                       # the passes over a row of logits
     python -m pagedtree bench predict --ops recurrent                          # calls of tree_delta_rule
+    python -m pagedtree bench predict --calls                                  # whole calls of tree_attention
     python -m pagedtree bench predict --ops bounds [--published xformers-0.0.30-*.whl flashmla.cubin]   # for wgmma
     python -m pagedtree bench predict --source csrc/cuda/attention/bfloat16*.cu --machine a100 --stalls 8
     FLASHINFER_INCLUDE=FOLDER python -m pagedtree bench predict --flashinfer   # its kernel (see flashinfer_kernel.py)
@@ -11,8 +12,8 @@
 A kernel's main loop is followed instruction by instruction on a model of a multiprocessor (sm_simulator.py): one
 iteration takes a stage of keys past a tile of rows. KV comes from memory where a tile has up to 32 rows, as in
 decoding, else from L2, as where many tiles read the same keys. What comes out is a prediction, not a measurement: it
-leaves out the beginning and the end of a call, clocks that fall under load, and bank conflicts. Instances of another
-dtype of 16 bits differ in nothing that the model knows.
+leaves out clocks that fall under load, and bank conflicts, and but for --calls the beginning and the end of a call.
+Instances of another dtype of 16 bits differ in nothing that the model knows.
 
 --source compiles files for that machine with source lines, so that stalls are told by line; it needs nvcc, and so does
 --flashinfer.
@@ -33,6 +34,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import measure
 from predict_bounds import ideas, our_rows
+from predict_calls import INSTANCES_OF_CALLS, call_line, call_rows, tile_rows
 from predict_latent import flashmla_rows, latent_rows
 from predict_loop import SHARED_BYTES, figures
 from predict_peers import DECODING_ROWS, flashinfer_rows, peer_rows, published_rows
@@ -123,6 +125,10 @@ def line_of_bounds(row: dict[str, Any]) -> str:
 def line(row: dict[str, Any]) -> str:
     if "share" in row:
         return line_of_bounds(row)
+    if "call" in row:
+        return call_line(row)
+    if "l2" in row:
+        return f"{row['machine']:16} {row['instance']:32} {row['l2']} cycles of a KV tile from L2, by CTAs of an SM"
     if "floor_us" in row:
         times = f"chain {row['chain_us']:6} us, tree {row['tree_us']:6} us, floor {row['floor_us']:6} us"
         return f"{row['machine']:16} {row['instance']:32} {times}"
@@ -161,6 +167,11 @@ def rows_of(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     for machine in (MACHINES[name] for name in args.machine):
         if args.flashinfer:
             yield from flashinfer_rows(machine, folder, args.stalls)
+        elif args.calls:
+            functions = kernels_of_engines(cubins_for(machine, args.source, folder), [*INSTANCES_OF_CALLS])
+            tiles = list(tile_rows(machine, functions))
+            yield from tiles
+            yield from call_rows(machine, tiles)
         elif args.ops == "bounds":
             functions = kernels_of_engines(cubins_for(machine, args.source, folder), args.instances)
             yield from our_rows(machine, functions)
@@ -186,6 +197,7 @@ def parse_arguments() -> argparse.Namespace:
         "--instances", nargs="+", default=[], metavar="NAME", help="as bf16/fp8-128-64, or 'walk: peak'; default bf16's"
     )
     parser.add_argument("--source", type=Path, nargs="+", metavar="FILE", help="of csrc/cuda, to compile")
+    parser.add_argument("--calls", action="store_true", help="whole calls of tree_attention instead")
     parser.add_argument("--flashinfer", action="store_true", help="FlashInfer's paged prefill kernel instead")
     parser.add_argument(
         "--published", type=Path, nargs="+", metavar="FILE",
@@ -212,6 +224,9 @@ def main() -> int:
         print("no kernel of these was found", file=sys.stderr)
         return 1
     result: dict[str, Any] = {"predicted": True, "commit": measure.commit(), "rows": rows}
+    if args.calls:
+        result["tiles"] = [row for row in rows if "l2" in row]
+        result["rows"] = [row for row in rows if "call" in row]
     if args.ops == "verification" and not args.instances:
         result["calls"] = [call for name in args.machine for call in calls(MACHINES[name], rows)]
         for call in result["calls"]:
