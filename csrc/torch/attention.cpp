@@ -2,15 +2,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <iterator>
 #include <limits>
-#include <type_traits>
 
 #include "core/engine.h"
 #include "core/head_dims.h"
 #include "core/schedule.h"
 #include "torch/ops.h"
+#include "torch/prepared.h"
 #include "torch/values.h"
 
 namespace pagedtree::ops {
@@ -108,6 +107,11 @@ void check_queries(const Check& check, const Tensor& q, const Tensor& v_cache) {
   if (v_cache.dim() != 4) {
     check.fail("v_cache", "of shape [pages, page_size, Hkv, Dv]", Check::text(v_cache.sizes()));
   }
+}
+
+Tensor empty_output(const Tensor& q, const Tensor& v_cache) {
+  check_queries(Check("tree_attention", q), q, v_cache);
+  return empty_on(q, {q.size(0), q.size(1), v_cache.size(3)}, q.scalar_type());
 }
 
 // Whether V is the first columns of K.
@@ -287,16 +291,8 @@ void tree_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_
   run_attention(check, backend, p, q, v_cache, out);
 }
 
-// What `_prepare_attention` hands to `_attend`, as the bytes of a tensor, which Torch owns. Its pointers are the step's
-// tensors': whoever keeps it must keep these.
-struct PreparedStep {
-  static constexpr uint64_t kMark = 0x7d3c1f5ab2e94086;  // no other bytes begin like this
-
-  uint64_t mark;
-  int32_t device_type, device_index;
-  TreeAttentionParams params;
-};
-static_assert(std::is_trivially_copyable_v<PreparedStep>);
+// What `_prepare_attention` hands to `_attend`.
+using PreparedStep = Prepared<TreeAttentionParams, 0x7d3c1f5ab2e94086>;
 
 Tensor prepare_attention(const Tensor& page_table, const Tensor& seq_lens, const Tensor& cu_seqlens_q,
                          const std::optional<Tensor>& tree_mask, const std::optional<Tensor>& tree_lens,
@@ -305,33 +301,26 @@ Tensor prepare_attention(const Tensor& page_table, const Tensor& seq_lens, const
   const Check check("tree_attention", page_table);
   const StepArguments step{page_table,   seq_lens, cu_seqlens_q, tree_mask, tree_lens,
                            max_seqlen_q, scale,    softcap,      window,    plan};
-  const TreeAttentionParams params = step_params(check, step, kAnySize);
-  const torch::stable::Device device = page_table.device();
-  const PreparedStep prepared{PreparedStep::kMark, static_cast<int32_t>(device.type()), device.index(), params};
-  const torch::stable::Device host(torch::headeronly::DeviceType::CPU);
-  const std::vector<int64_t> size{sizeof(prepared)};
-  Tensor bytes = torch::stable::empty(size, ScalarType::Byte, std::nullopt, host);
-  std::memcpy(bytes.mutable_data_ptr(), &prepared, sizeof(prepared));
-  return bytes;
+  return PreparedStep::pack(page_table, {step_params(check, step, kAnySize)});
 }
 
-void attend(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& step, Tensor out,
-            const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scale,
-            const std::optional<Tensor>& v_scale) {
+void attend_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& step,
+                const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scale,
+                const std::optional<Tensor>& v_scale, Tensor out) {
   const Check check("tree_attention", q);
   check_queries(check, q, v_cache);
-  PreparedStep prepared{};
-  if (step.is_cpu() && step.is_contiguous() && step.element_size() * step.numel() == sizeof(prepared)) {
-    std::memcpy(&prepared, step.const_data_ptr(), sizeof(prepared));
-  }
-  check.that(prepared.mark == PreparedStep::kMark, "step", "what _prepare_attention returned", "another tensor");
-  const torch::stable::Device device = q.device();
-  if (static_cast<int32_t>(device.type()) != prepared.device_type || device.index() != prepared.device_index) {
-    check.fail("q", "on the device of the other arguments", "another device");
-  }
+  TreeAttentionParams params = PreparedStep::unpack(check, step, "step", q, "q").front();
   const Backend& backend = backend_for(q);
-  add_layer(check, backend, {q, k_cache, v_cache, sinks, k_scale, v_scale}, prepared.params);
-  run_attention(check, backend, prepared.params, q, v_cache, out);
+  add_layer(check, backend, {q, k_cache, v_cache, sinks, k_scale, v_scale}, params);
+  run_attention(check, backend, params, q, v_cache, out);
+}
+
+Tensor attend(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& step,
+              const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scale,
+              const std::optional<Tensor>& v_scale) {
+  Tensor out = empty_output(q, v_cache);
+  attend_out(q, k_cache, v_cache, step, sinks, k_scale, v_scale, out);
+  return out;
 }
 
 std::tuple<Tensor, Tensor> tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
@@ -341,12 +330,24 @@ std::tuple<Tensor, Tensor> tree_attention(const Tensor& q, const Tensor& k_cache
                                           std::optional<double> scale, double softcap, int64_t window,
                                           const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scale,
                                           const std::optional<Tensor>& v_scale, const std::optional<Tensor>& plan) {
-  check_queries(Check("tree_attention", q), q, v_cache);
-  Tensor out = empty_on(q, {q.size(0), q.size(1), v_cache.size(3)}, q.scalar_type());
+  Tensor out = empty_output(q, v_cache);
   Tensor lse = empty_on(q, {q.size(0), q.size(1)}, ScalarType::Float);
   tree_attention_out(q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens, max_seqlen_q, scale,
                      softcap, window, sinks, k_scale, v_scale, plan, out, lse);
   return {out, lse};
+}
+
+Tensor tree_attention_without_lse(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                                  const Tensor& page_table, const Tensor& seq_lens, const Tensor& cu_seqlens_q,
+                                  const std::optional<Tensor>& tree_mask, const std::optional<Tensor>& tree_lens,
+                                  std::optional<int64_t> max_seqlen_q, std::optional<double> scale, double softcap,
+                                  int64_t window, const std::optional<Tensor>& sinks,
+                                  const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+                                  const std::optional<Tensor>& plan) {
+  Tensor out = empty_output(q, v_cache);
+  tree_attention_out(q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens, max_seqlen_q, scale,
+                     softcap, window, sinks, k_scale, v_scale, plan, out, std::nullopt);
+  return out;
 }
 
 Tensor attention_plan(const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_t num_q_heads, int64_t num_kv_heads,
@@ -429,19 +430,21 @@ std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor& lse_a
   " Tensor? tree_mask=None, *, Tensor? tree_lens=None, SymInt? max_seqlen_q=None, float? scale=None,"    \
   " float softcap=0.0, SymInt window=0, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None," \
   " Tensor? plan=None"
+#define PT_LAYER_ARGUMENTS                                                                 \
+  "Tensor q, Tensor k_cache, Tensor v_cache, Tensor step, Tensor? sinks, Tensor? k_scale," \
+  " Tensor? v_scale"
 
 constexpr Op kOps[] = {
     {"tree_attention", "(" PT_ATTENTION_ARGUMENTS ") -> (Tensor out, Tensor lse)", PT_BOX(&tree_attention)},
     {"tree_attention.out", "(" PT_ATTENTION_ARGUMENTS ", Tensor(a!) out, Tensor(b!)? lse=None) -> ()",
      PT_BOX(&tree_attention_out)},
+    {"tree_attention.without_lse", "(" PT_ATTENTION_ARGUMENTS ") -> Tensor", PT_BOX(&tree_attention_without_lse)},
     {"_prepare_attention",
      "(Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q, Tensor? tree_mask=None, *, Tensor? tree_lens=None,"
      " SymInt? max_seqlen_q=None, float? scale=None, float softcap=0.0, SymInt window=0, Tensor? plan=None) -> Tensor",
      PT_BOX(&prepare_attention)},
-    {"_attend",
-     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor step, Tensor(a!) out, Tensor? sinks=None,"
-     " Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
-     PT_BOX(&attend)},
+    {"_attend", "(" PT_LAYER_ARGUMENTS ") -> Tensor", PT_BOX(&attend)},
+    {"_attend.out", "(" PT_LAYER_ARGUMENTS ", Tensor(a!) out) -> ()", PT_BOX(&attend_out)},
     {"attention_plan",
      "(Tensor seq_lens, Tensor cu_seqlens_q, *, SymInt num_q_heads, SymInt num_kv_heads,"
      " SymInt head_dim, SymInt page_size, SymInt max_seqlen_q, Tensor? tree_lens=None,"
@@ -451,6 +454,7 @@ constexpr Op kOps[] = {
      PT_BOX(&merge_states)},
 };
 #undef PT_ATTENTION_ARGUMENTS
+#undef PT_LAYER_ARGUMENTS
 
 }  // namespace
 

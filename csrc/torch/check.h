@@ -11,6 +11,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/params.h"
@@ -36,18 +37,18 @@ class Check {
   Check(const char* op, const Tensor& anchor) : op_(op), device_(device_of(anchor)) {}
 
   template <typename Got>
-  [[noreturn]] void fail(const std::string& name, const std::string& expected, const Got& got) const {
+  [[noreturn]] void fail(std::string_view name, std::string_view expected, const Got& got) const {
     std::ostringstream message;
     message << op_ << ": `" << name << "` must be " << expected << ", got " << got;
     throw std::runtime_error(message.str());
   }
 
   template <typename Got>
-  void that(bool condition, const std::string& name, const std::string& expected, const Got& got) const {
+  void that(bool condition, std::string_view name, std::string_view expected, const Got& got) const {
     if (!condition) fail(name, expected, got);
   }
 
-  void tensor(const Tensor& t, const std::string& name, std::initializer_list<ScalarType> dtypes,
+  void tensor(const Tensor& t, std::string_view name, std::initializer_list<ScalarType> dtypes,
               std::initializer_list<int64_t> shape, Strides strides = Strides::kContiguous) const {
     dtype(t, name, dtypes);
     device(t, name);
@@ -68,7 +69,7 @@ class Check {
 
   // Tensors whose storage begins anywhere (a buffer that is read from a file, say) may lie between two elements, where
   // neither the compiler's loads nor the GPU's may read.
-  void aligned(const Tensor& t, const std::string& name) const {
+  void aligned(const Tensor& t, std::string_view name) const {
     const auto bytes = static_cast<uintptr_t>(t.element_size());
     const uintptr_t excess = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % bytes;
     if (excess == 0) return;
@@ -76,7 +77,7 @@ class Check {
          "one that is " + std::to_string(excess) + " more");
   }
 
-  void dtype(const Tensor& t, const std::string& name, std::initializer_list<ScalarType> dtypes) const {
+  void dtype(const Tensor& t, std::string_view name, std::initializer_list<ScalarType> dtypes) const {
     if (!t.defined()) fail(name, "a Tensor", "None");
     std::string expected;
     for (ScalarType d : dtypes) {
@@ -86,18 +87,18 @@ class Check {
     fail(name, "of dtype " + expected, torch::headeronly::toString(t.scalar_type()));
   }
 
-  void device(const Tensor& t, const std::string& name) const {
+  void device(const Tensor& t, std::string_view name) const {
     if (!(t.device() == device_)) fail(name, "on the device of the other arguments", "another device");
   }
 
   // One value for each of the batch's sequences, or one for all; called after tensor().
-  void one_or(int64_t batch, const Tensor& t, const std::string& name) const {
+  void one_or(int64_t batch, const Tensor& t, std::string_view name) const {
     if (t.size(0) == 1 || t.size(0) == batch) return;
     fail(name, "of shape [1] or [" + std::to_string(batch) + "]", text(t.sizes()));
   }
 
   // int32 offsets [B + 1] of a ragged batch; returns B.
-  int64_t offsets(const Tensor& t, const std::string& name) const {
+  int64_t offsets(const Tensor& t, std::string_view name) const {
     tensor(t, name, {ScalarType::Int}, {kAnySize});
     that(t.size(0) >= 1, name, "of shape [B + 1]", text(t.sizes()));
     return t.size(0) - 1;

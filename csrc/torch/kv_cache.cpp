@@ -1,8 +1,10 @@
 #include "core/kv_cache.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "torch/ops.h"
+#include "torch/prepared.h"
 #include "torch/values.h"
 
 namespace pagedtree::ops {
@@ -82,8 +84,9 @@ CacheView cache_view(const Check& check, const Tensor& cache, const std::string&
       loops.push_back(dim);
     }
   }
-  check.that(loops.size() <= 3, name, "of rows with at most three strided dimensions",
-             "strides " + Check::text(cache.strides()));
+  if (loops.size() > 3) {
+    check.fail(name, "of rows with at most three strided dimensions", "strides " + Check::text(cache.strides()));
+  }
   for (size_t i = 0; i < 3; ++i) {
     const bool used = i < loops.size();
     view.sizes[2 - i] = used ? loops[i].size : 1;
@@ -105,6 +108,68 @@ void check_compact_values(const Check& check, const CompactKvParams& p, const Te
     const int64_t last = nodes[b * p.path_width + accepted[b]];
     check_pages(check, table, p.table.max_pages, p.table.page_size, b, starts[b], starts[b] + last + 1, p.num_pages);
   }
+}
+
+// The caches as the params of as many launches as they need, at least one; the moves are missing.
+std::vector<CompactKvParams> compactions_of(const Check& check, const std::vector<Tensor>& caches) {
+  const auto count = static_cast<int64_t>(caches.size());
+  std::vector<CompactKvParams> launches(
+      static_cast<size_t>(max_of<int64_t>(ceil_div<int64_t>(count, kMaxCompactTensors), 1)));
+  for (int64_t i = 0; i < count; ++i) {
+    const Tensor &cache = caches[static_cast<size_t>(i)], &first = caches[0];
+    const std::string name = at("caches", i);
+    check.device(cache, name);
+    if (cache.dim() < 2) check.fail(name, "of shape [pages, page_size, ...]", Check::text(cache.sizes()));
+    if (cache.size(0) != first.size(0) || cache.size(1) != first.size(1)) {
+      check.fail(
+          name,
+          "of shape [" + std::to_string(first.size(0)) + ", " + std::to_string(first.size(1)) + ", ...] like caches[0]",
+          Check::text(cache.sizes()));
+    }
+    check.aligned(cache, name);
+    CompactKvParams& launch = launches[static_cast<size_t>(i / kMaxCompactTensors)];
+    launch.caches[launch.num_caches++] = cache_view(check, cache, name);
+    launch.table.page_size = first.size(1);
+    launch.num_pages = first.size(1) == 0 ? 0 : first.size(0);
+  }
+  return launches;
+}
+
+// What `_prepare_compaction` hands to `_compact`.
+using PreparedCompaction = Prepared<CompactKvParams, 0x31c86e0f9d5b72a4>;
+
+void check_moves(const Check& check, const Tensor& page_table, const Tensor& start, const Tensor& accept_index,
+                 const Tensor& num_accepted) {
+  check.tensor(start, "start", {ScalarType::Int}, {kAnySize});
+  const int64_t batch = start.size(0);
+  check.tensor(page_table, "page_table", {ScalarType::Int}, {batch, kAnySize}, Strides::kLastContiguous);
+  check.tensor(accept_index, "accept_index", {ScalarType::Int}, {batch, kAnySize}, Strides::kLastContiguous);
+  if (accept_index.size(1) > kMaxTreeNodes) {
+    check.fail("accept_index", "of at most 1024 columns", Check::text(accept_index.sizes()));
+  }
+  check.tensor(num_accepted, "num_accepted", {ScalarType::Int}, {batch});
+}
+
+// Makes the launches, which lack the moves; those have been checked.
+Tensor compact(const Check& check, std::vector<CompactKvParams> launches, const Tensor& page_table, const Tensor& start,
+               const Tensor& accept_index, const Tensor& num_accepted) {
+  const int64_t batch = start.size(0);
+  Tensor seq_lens = empty_on(page_table, {batch}, ScalarType::Int);
+  for (CompactKvParams& launch : launches) {
+    launch.table = page_table_of(page_table, max_of<int64_t>(launch.table.page_size, 1));
+    launch.start = const_pointer<int32_t>(start);
+    launch.accept_index = const_pointer<int32_t>(accept_index);
+    launch.num_accepted = const_pointer<int32_t>(num_accepted);
+    launch.batch = batch;
+    launch.accept_stride = accept_index.stride(0);
+    launch.path_width = static_cast<int32_t>(accept_index.size(1));
+    launch.seq_lens = mutable_pointer<int32_t>(seq_lens);
+  }
+  if (value_checks_enabled()) check_compact_values(check, launches[0], page_table, start, accept_index, num_accepted);
+  const Backend& backend = backend_for(page_table);
+  const CallContext ctx = context_for(page_table);
+  for (const CompactKvParams& launch : launches) backend.compact_kv(launch, ctx);
+  return seq_lens;
 }
 
 Tensor slot_mapping(const Tensor& page_table, const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_t page_size,
@@ -178,53 +243,20 @@ void append_kv(const Tensor& k, const std::optional<Tensor>& v, const Tensor& k_
 Tensor compact_kv(const std::vector<Tensor>& caches, const Tensor& page_table, const Tensor& start,
                   const Tensor& accept_index, const Tensor& num_accepted) {
   const Check check("compact_kv", page_table);
-  check.tensor(start, "start", {ScalarType::Int}, {kAnySize});
-  const int64_t batch = start.size(0);
-  check.tensor(page_table, "page_table", {ScalarType::Int}, {batch, kAnySize}, Strides::kLastContiguous);
-  check.tensor(accept_index, "accept_index", {ScalarType::Int}, {batch, kAnySize}, Strides::kLastContiguous);
-  check.that(accept_index.size(1) <= kMaxTreeNodes, "accept_index", "of at most 1024 columns",
-             Check::text(accept_index.sizes()));
-  check.tensor(num_accepted, "num_accepted", {ScalarType::Int}, {batch});
+  check_moves(check, page_table, start, accept_index, num_accepted);
+  return compact(check, compactions_of(check, caches), page_table, start, accept_index, num_accepted);
+}
 
-  std::vector<CacheView> views;
-  for (size_t i = 0; i < caches.size(); ++i) {
-    const std::string name = at("caches", static_cast<int64_t>(i));
-    const Tensor& cache = caches[i];
-    check.device(cache, name);
-    check.that(cache.dim() >= 2, name, "of shape [pages, page_size, ...]", Check::text(cache.sizes()));
-    check.that(cache.size(0) == caches[0].size(0) && cache.size(1) == caches[0].size(1), name,
-               "of shape [" + std::to_string(caches[0].size(0)) + ", " + std::to_string(caches[0].size(1)) +
-                   ", ...] like caches[0]",
-               Check::text(cache.sizes()));
-    check.aligned(cache, name);
-    views.push_back(cache_view(check, cache, name));
-  }
+Tensor prepare_compaction(const std::vector<Tensor>& caches) {
+  return PreparedCompaction::pack(caches.front(), compactions_of(Check("compact_kv", caches.front()), caches));
+}
 
-  CompactKvParams params{};
-  const int64_t page_size = caches.empty() ? 1 : caches[0].size(1);
-  params.num_pages = page_size == 0 || caches.empty() ? 0 : caches[0].size(0);
-  params.table = page_table_of(page_table, max_of<int64_t>(page_size, 1));
-  params.start = const_pointer<int32_t>(start);
-  params.accept_index = const_pointer<int32_t>(accept_index);
-  params.num_accepted = const_pointer<int32_t>(num_accepted);
-  params.batch = batch;
-  params.accept_stride = accept_index.stride(0);
-  params.path_width = static_cast<int32_t>(accept_index.size(1));
-  if (value_checks_enabled()) check_compact_values(check, params, page_table, start, accept_index, num_accepted);
-  Tensor seq_lens = empty_on(page_table, {batch}, ScalarType::Int);
-  params.seq_lens = mutable_pointer<int32_t>(seq_lens);
-
-  const Backend& backend = backend_for(page_table);
-  const CallContext ctx = context_for(page_table);
-  size_t done = 0;
-  do {
-    const size_t count = std::min<size_t>(views.size() - done, kMaxCompactTensors);
-    std::copy_n(views.begin() + static_cast<std::ptrdiff_t>(done), count, params.caches);
-    params.num_caches = static_cast<int32_t>(count);
-    backend.compact_kv(params, ctx);
-    done += count;
-  } while (done < views.size());
-  return seq_lens;
+Tensor compact_prepared(const Tensor& page_table, const Tensor& start, const Tensor& accept_index,
+                        const Tensor& num_accepted, const Tensor& caches) {
+  const Check check("compact_kv", page_table);
+  check_moves(check, page_table, start, accept_index, num_accepted);
+  std::vector<CompactKvParams> launches = PreparedCompaction::unpack(check, caches, "caches", page_table, "page_table");
+  return compact(check, std::move(launches), page_table, start, accept_index, num_accepted);
 }
 
 constexpr Op kOps[] = {
@@ -240,6 +272,9 @@ constexpr Op kOps[] = {
      "(Tensor(a!)[] caches, Tensor page_table, Tensor start, Tensor accept_index, Tensor num_accepted)"
      " -> Tensor",
      PT_BOX(&compact_kv)},
+    {"_prepare_compaction", "(Tensor[] caches) -> Tensor", PT_BOX(&prepare_compaction)},
+    {"_compact", "(Tensor page_table, Tensor start, Tensor accept_index, Tensor num_accepted, Tensor caches) -> Tensor",
+     PT_BOX(&compact_prepared)},
 };
 
 }  // namespace

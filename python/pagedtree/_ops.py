@@ -9,6 +9,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import pagedtree
@@ -76,6 +77,11 @@ def makes_fakes() -> bool:
     return any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
 
 
+def has_no_values(tensor: Tensor) -> bool:
+    """Whether this tensor, or what is made of it now, is fake or part of a trace: then nothing can be prepared."""
+    return torch.compiler.is_compiling() or tensor.is_meta or makes_fakes()
+
+
 # PyTorch says this, among much else, where an argument is not of the schema's type.
 _TYPE_MISMATCH = re.compile(
     r"Expected a value of type '(.+?)' for argument '(.+?)' but instead found type '(.+?)'\..*?Value: (.*?)$",
@@ -84,7 +90,26 @@ _TYPE_MISMATCH = re.compile(
 
 
 # Ops that are parts of another one, of which their messages speak.
-_PARTS = {"_attend": "tree_attention", "_prepare_attention": "tree_attention"}
+_PARTS = {
+    "_attend": "tree_attention", "_prepare_attention": "tree_attention",
+    "_compact": "compact_kv", "_prepare_compaction": "compact_kv",
+}  # fmt: skip
+
+
+def _wrong_type(name: str, argument: str, expected: str, found: str, value: str) -> TypeError:
+    value = value if len(value) <= 80 else f"{value[:77]}..."
+    return TypeError(f"{name}: `{argument}` must be of type {expected}, got {found}: {value}")
+
+
+def _first_that_is_no_tensor(name: str, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError:
+    """The refusal of a call without any tensor: PyTorch looks for the device before it looks at types."""
+    arguments = getattr(op, "default", op)._schema.arguments
+    given = {**{argument.name: value for argument, value in zip(arguments, args, strict=False)}, **kwargs}
+    first = next(argument.name for argument in arguments if str(argument.type) == "Tensor")
+    value = given.get(first)
+    if value is None:
+        return TypeError(f"{name}: `{first}` must be a Tensor, got None")
+    return _wrong_type(name, first, "Tensor", type(value).__name__, str(value))
 
 
 def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -99,12 +124,11 @@ def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         name = _PARTS.get(name, name)
         if mismatch := _TYPE_MISMATCH.search(message):
             expected, argument, found, value = mismatch.groups()
-            value = value if len(value) <= 80 else f"{value[:77]}..."
-            raise TypeError(f"{name}: `{argument}` must be of type {expected}, got {found}: {value}") from None
+            raise _wrong_type(name, argument, expected, found, value) from None
         if "Could not cast" in message:
             raise TypeError(message) from None
         if "There were no tensor arguments" in message:
-            raise TypeError(f"{name}: expected tensors, got none") from None
+            raise _first_that_is_no_tensor(name, op, args, kwargs) from None
         if '"aten::empty"' in message:  # by the stable interface, which drops what Torch says
             raise torch.OutOfMemoryError(
                 f"{name}: not enough memory for its results, whose sizes are arguments"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pagedtree._arguments import expect_type
-from pagedtree._ops import call, makes_fakes, ops, register_fake
+from pagedtree._ops import call, has_no_values, ops, register_fake
 
 __all__ = ["PreparedAttention", "attention_plan", "merge_states", "tree_attention"]
 
@@ -114,8 +114,8 @@ def tree_attention(
         "plan": plan,
     }
     if out is None:
-        out, lse = call(ops.tree_attention, *arguments, **options)
-        return (out, lse) if return_lse else out
+        overload = ops.tree_attention.default if return_lse else ops.tree_attention.without_lse
+        return call(overload, *arguments, **options)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
     call(ops.tree_attention.out, *arguments, **options, out=out, lse=lse)
     return (out, lse) if lse is not None else out
@@ -162,11 +162,10 @@ class PreparedAttention:
             "window": window,
             "plan": plan,
         }
-        # The checks of values ask for the caches, too, and where tensors have no values there is nothing to prepare.
+        # The checks of values ask for the caches, too.
         checks_values = os.environ.get("PAGEDTREE_CHECK", "0") not in ("", "0")
-        has_no_values = torch.compiler.is_compiling() or makes_fakes() or page_table.is_meta
         self._step: Tensor | None = None
-        if not (checks_values or has_no_values):
+        if not (checks_values or has_no_values(page_table)):
             self._step = call(ops._prepare_attention.default, *self._tensors, **self._options)
 
     def __call__(
@@ -190,17 +189,15 @@ class PreparedAttention:
         if self._step is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
             rest = {**self._options, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "out": out}
             return tree_attention(q, k_cache, v_cache, *self._tensors, **rest)  # type: ignore[arg-type, return-value]
-        expect_type("q", q, Tensor)
         if out is None:
-            expect_type("v_cache", v_cache, Tensor)
-            out = q.new_empty((*q.shape[:2], v_cache.shape[-1]))
-        elif not out.is_inference():
+            return call(_attend, q, k_cache, v_cache, self._step, sinks, k_scale, v_scale)
+        call(_attend_out, q, k_cache, v_cache, self._step, sinks, k_scale, v_scale, out)
+        if not out.is_inference():
             torch.autograd.graph.increment_version(out)
-        call(_attend, q, k_cache, v_cache, self._step, out, sinks, k_scale, v_scale)
         return out
 
 
-_attend = ops._attend.default
+_attend, _attend_out = ops._attend.default, ops._attend.out
 
 
 def attention_plan(
@@ -281,6 +278,13 @@ def _tree_attention_fake(
 @register_fake("tree_attention.out")
 def _tree_attention_out_fake(q: Tensor, *args: object, **kwargs: object) -> None:
     return None
+
+
+@register_fake("tree_attention.without_lse")
+def _tree_attention_without_lse_fake(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *args: object, **kwargs: object
+) -> Tensor:
+    return q.new_empty((*q.shape[:2], v_cache.shape[-1]))
 
 
 @register_fake("attention_plan")

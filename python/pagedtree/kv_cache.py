@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from pagedtree._arguments import expect_type
-from pagedtree._ops import call, ops, register_fake
+from pagedtree._ops import call, has_no_values, ops, register_fake
 
-__all__ = ["append_kv", "compact_kv", "slot_mapping"]
+__all__ = ["PreparedCompaction", "append_kv", "compact_kv", "slot_mapping"]
 
 
 def slot_mapping(
@@ -141,6 +141,51 @@ def compact_kv(
     """
     expect_type("caches", caches, Sequence)  # a tensor would be taken apart into its pages
     return call(ops.compact_kv, list(caches), page_table, start, accept_index, num_accepted)
+
+
+class PreparedCompaction:
+    """Makes the calls of `compact_kv` on caches that stay the same from step to step.
+
+        compact = PreparedCompaction(caches)
+        for each step:
+            seq_lens = compact(page_table, start, accept_index, num_accepted)   # compact_kv(caches, page_table, ...)
+
+    The caches are checked once, here, and a call takes a tenth of the host's time where there are many. Results are the
+    same bits. The caches are kept: make another one where a tensor among them is replaced.
+
+    Args:
+        caches: as for `compact_kv`.
+
+    Raises ValueError for wrong shapes, strides or devices.
+    """
+
+    def __init__(self, caches: Sequence[Tensor]) -> None:
+        expect_type("caches", caches, Sequence)
+        self._caches = list(caches)
+        self._prepared: Tensor | None = None
+        self._with_versions: list[Tensor] = []
+        are_tensors = all(isinstance(cache, Tensor) for cache in self._caches)
+        if self._caches and not (are_tensors and any(map(has_no_values, self._caches))):
+            self._prepared = call(_prepare_compaction, self._caches)
+            self._with_versions = [cache for cache in self._caches if not cache.is_inference()]
+
+    def __call__(self, page_table: Tensor, start: Tensor, accept_index: Tensor, num_accepted: Tensor) -> Tensor:
+        """Moves the rows of one step's accepted paths; returns the new seq_lens, int32 [B].
+
+        Args:
+            page_table, start, accept_index, num_accepted: as for `compact_kv`.
+
+        Raises ValueError as `compact_kv` does.
+        """
+        if self._prepared is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return compact_kv(self._caches, page_table, start, accept_index, num_accepted)
+        seq_lens = call(_compact, page_table, start, accept_index, num_accepted, self._prepared)
+        if self._with_versions:
+            torch.autograd.graph.increment_version(self._with_versions)
+        return seq_lens
+
+
+_compact, _prepare_compaction = ops._compact.default, ops._prepare_compaction.default
 
 
 @register_fake("slot_mapping")

@@ -99,7 +99,7 @@ def test_each_part_is_needed(model, batch, drafters, monkeypatch, broken):
     options = {**batch, "max_new_tokens": COUNT, "do_sample": False}
     expected = model.generate(**options)
     if broken == "compaction":
-        monkeypatch.setattr(decode_step, "compact_kv", lambda *args: None)
+        monkeypatch.setattr(decode_step.DecodeStep, "compact", lambda self: None)
     else:
         causal = {"tree_lens": None}
         monkeypatch.setattr(

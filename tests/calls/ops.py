@@ -139,6 +139,11 @@ def causal_attention() -> Call:
 
 
 @valid_call
+def tree_attention_without_lse() -> Call:
+    return Call(pt.tree_attention, _attention() | {"return_lse": False})
+
+
+@valid_call
 def tree_attention_fp8() -> Call:
     scales = {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([2.0])}
     return Call(pt.tree_attention, _attention(torch.float8_e4m3fn) | scales)

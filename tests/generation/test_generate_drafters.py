@@ -82,7 +82,7 @@ def test_wider_trees_keep_the_draft_models_cache_right(model):
 
 
 def test_compaction_of_the_draft_models_cache_is_needed(model, monkeypatch):
-    monkeypatch.setattr(drafters.model, "compact_kv", lambda *args: None)
+    monkeypatch.setattr(ModelDrafter, "_compact", lambda *args: None)
     drafter = ModelDrafter(model, num_nodes=20, depth=4, width=3)
     _, broken = generate(model, prompts(), drafter=drafter, max_new_tokens=40)
     monkeypatch.undo()

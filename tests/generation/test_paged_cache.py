@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
+from pagedtree import compact_kv
 from pagedtree.generation.paged_cache import PagedCache
 
 CPU = torch.device("cpu")
@@ -64,6 +65,30 @@ def test_page_tables():
     assert cache.page_table([0, 1], [2, 0]).tolist() == [[first[2]], second]
     empty = cache.page_table([])
     assert empty.shape == (0, 0) and empty.dtype == torch.int32
+
+
+def test_rows_move_in_the_caches_that_there_are_now():
+    """Layers that came later, and a pool that has grown: what was prepared for older caches is not used."""
+    cache, states = PagedCache(2, 4, CPU), torch.randn(1, 2, 8)
+    moves = (
+        torch.tensor([[1, 0]]).int(),
+        torch.tensor([2]).int(),
+        torch.tensor([[0, 2, 5]]).int(),
+        torch.tensor([2]).int(),
+    )
+    with torch.inference_mode():
+        for change in (
+            lambda: cache.layer(0, states, states),
+            lambda: cache.layer(1, states, None),
+            lambda: cache.grow(3),
+        ):
+            change()
+            for tensor in cache.tensors():
+                tensor.copy_(torch.randn_like(tensor))
+            expected = [tensor.clone() for tensor in cache.tensors()]
+            compact_kv(expected, *moves)
+            cache.compact(*moves)
+            assert all(map(torch.equal, cache.tensors(), expected)) and len(expected) in (2, 3)
 
 
 def test_growing_keeps_what_is_there():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from cache_case import FP8, clones, compact_arguments, payload, raw, storage_and_views
@@ -10,8 +12,22 @@ from hypothesis import strategies as st
 from step_case import int32
 from torch import Tensor
 
-from pagedtree import compact_kv
+from pagedtree import PreparedCompaction, compact_kv
+from pagedtree._ops import ops
 from pagedtree.reference import kv_cache as loops
+
+Compact = Callable[..., Tensor]
+
+
+def prepared_compact(caches: list[Tensor], *moves: Tensor, **named: Tensor) -> Tensor:
+    """The same by way of `PreparedCompaction`, which prepares nothing where gradients may be asked for."""
+    with torch.inference_mode():
+        return PreparedCompaction(caches)(*moves, **named)
+
+
+@pytest.fixture(params=[compact_kv, prepared_compact], ids=["op", "prepared"])
+def compact(request: pytest.FixtureRequest) -> Compact:
+    return request.param
 
 
 def cache_list(pages: int, page_size: int, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
@@ -31,11 +47,11 @@ def cache_list(pages: int, page_size: int, device: torch.device) -> tuple[list[T
     return [hnd[0], stacked[0], packed[0], dense, scales, codes, deep, wide, slow], [view[:-1] for view in views]
 
 
-def check_compact(device, page_size, pages, table, start, accept_index, num_accepted) -> None:
-    check_moves(*cache_list(pages, page_size, device), device, table, start, accept_index, num_accepted)
+def check_compact(compact, device, page_size, pages, table, start, accept_index, num_accepted) -> None:
+    check_moves(compact, *cache_list(pages, page_size, device), device, table, start, accept_index, num_accepted)
 
 
-def check_moves(storages, caches, device, table, start, accept_index, num_accepted) -> None:
+def check_moves(compact, storages, caches, device, table, start, accept_index, num_accepted) -> None:
     expected_storages, expected = clones(storages, caches)
     lengths = loops.compact(expected, table, start, accept_index, num_accepted)
     batch, width = len(start), len(accept_index[0])
@@ -45,7 +61,7 @@ def check_moves(storages, caches, device, table, start, accept_index, num_accept
     wide_paths = torch.full((batch, width + 3), 2**31 - 1, dtype=torch.int32)
     wide_paths[:, :width] = int32(accept_index).view(batch, width)
     paths = wide_paths.to(device)[:, :width]
-    seq_lens = compact_kv(caches, page_table, int32(start, device), paths, int32(num_accepted, device))
+    seq_lens = compact(caches, page_table, int32(start, device), paths, int32(num_accepted, device))
     assert seq_lens.dtype == torch.int32 and seq_lens.tolist() == lengths
     for storage, wanted in zip(storages, expected_storages, strict=True):
         assert torch.equal(raw(storage), raw(wanted))
@@ -58,38 +74,38 @@ def check_moves(storages, caches, device, table, start, accept_index, num_accept
     holes=st.lists(st.sampled_from([-1, 6, 99, 2**31 - 1]), max_size=2),
 )
 @example(start=[3, 0], paths=[[0, 2, 3, 5, 6], [0, 2, 3, 5, 6]], num_accepted=[4, 4], holes=[6, 6])
-def test_compact_kv_bad_values(backend, device, start, paths, num_accepted, holes) -> None:
+def test_compact_kv_bad_values(compact, backend, device, start, paths, num_accepted, holes) -> None:
     table = [[0, 1, 2], [3, 4, 5]]
     for i, hole in enumerate(holes):
         table[i][1] = hole
-    check_compact(device, 4, 6, table, start, paths, num_accepted)
+    check_compact(compact, device, 4, 6, table, start, paths, num_accepted)
 
 
-def test_compact_kv_many_tensors(backend, device) -> None:
+def test_compact_kv_many_tensors(compact, backend, device) -> None:
     caches = [payload((4, 4, 2, 3), torch.int32, i, device) for i in range(300)]
     expected = [cache.clone() for cache in caches]
     table, start, nodes = [[2, 1, 3]], [3], [[0, 2, 5, 6]]
     lengths = loops.compact(expected, table, start, nodes, [3])
-    seq_lens = compact_kv(caches, int32(table, device), int32(start, device), int32(nodes, device), int32([3], device))
+    seq_lens = compact(caches, int32(table, device), int32(start, device), int32(nodes, device), int32([3], device))
     assert seq_lens.tolist() == lengths == [7]
     assert all(torch.equal(cache, wanted) for cache, wanted in zip(caches, expected, strict=True))
     assert not torch.equal(caches[299], payload((4, 4, 2, 3), torch.int32, 299, device))
 
 
-def test_compact_kv_without_work(backend, device) -> None:
+def test_compact_kv_without_work(compact, backend, device) -> None:
     no_table, nothing = torch.zeros((0, 4), dtype=torch.int32, device=device), int32([], device)
     cache = payload((2, 2, 3), torch.float32, 0, device)
     before = cache.clone()
-    assert compact_kv([cache], no_table, nothing, no_table, nothing).shape == (0,)
+    assert compact([cache], no_table, nothing, no_table, nothing).shape == (0,)
     one = (int32([[0, 1]], device), int32([1], device), int32([[0, 2]], device), int32([1], device))
-    assert compact_kv([], *one).tolist() == [3]
-    assert compact_kv([cache], one[0], one[1], int32([[]], device), one[3]).tolist() == [1]
+    assert compact([], *one).tolist() == [3]
+    assert compact([cache], one[0], one[1], int32([[]], device), one[3]).tolist() == [1]
     assert torch.equal(raw(cache), raw(before))
     for shape in ((2, 2, 0, 3), (0, 2, 3), (2, 0, 3)):
-        assert compact_kv([torch.zeros(shape, device=device)], *one).tolist() == [3]
+        assert compact([torch.zeros(shape, device=device)], *one).tolist() == [3]
 
 
-def test_compact_kv_refuses(backend, device) -> None:
+def test_compact_kv_refuses(compact, backend, device) -> None:
     cache = torch.zeros((4, 2, 3), device=device)
     strided = torch.zeros((4, 2, 4, 6, 8, 10), device=device)[:, :, ::2, ::2, ::2, ::2]
     for change, message in [
@@ -116,13 +132,13 @@ def test_compact_kv_refuses(backend, device) -> None:
         arguments = {**compact_arguments(device), **change}
         before = [raw(t) for t in arguments["caches"]]
         with pytest.raises(ValueError, match=f"compact_kv: {message}"):
-            compact_kv(**arguments)
+            compact(**arguments)
         assert all(torch.equal(raw(t), old) for t, old in zip(arguments["caches"], before, strict=True))
     with pytest.raises(TypeError):
-        compact_kv(**{**compact_arguments(device), "caches": [1, 2]})
+        compact(**{**compact_arguments(device), "caches": [1, 2]})
 
 
-def test_compact_kv_value_checks(value_checks, device) -> None:
+def test_compact_kv_value_checks(compact, value_checks, device) -> None:
     for change, message in [
         ({"accept_index": int32([[1, 2, 3], [0, 1, 2]], device)}, r"`accept_index\[0, 0\]` must be 0, the root, got 1"),
         ({"accept_index": int32([[0, 2, 3], [0, 2, 2]], device)}, r"`accept_index\[1, 2\]` must be greater than"),
@@ -137,6 +153,53 @@ def test_compact_kv_value_checks(value_checks, device) -> None:
         arguments = {**compact_arguments(device), **change}
         before = [raw(t) for t in arguments["caches"]]
         with pytest.raises(ValueError, match=f"compact_kv: .*{message}"):
-            compact_kv(**arguments)
+            compact(**arguments)
         assert all(torch.equal(raw(t), old) for t, old in zip(arguments["caches"], before, strict=True))
-    assert compact_kv(**compact_arguments(device)).tolist() == [3, 3]
+    assert compact(**compact_arguments(device)).tolist() == [3, 3]
+
+
+def test_prepared_caches_get_a_new_version(device) -> None:
+    """As with the op; only those made under inference mode have none."""
+    arguments = compact_arguments(device)
+    caches = arguments.pop("caches")
+    with torch.inference_mode():
+        caches.append(caches[0].clone())
+    with torch.no_grad():
+        compact = PreparedCompaction(caches)
+        before = [cache._version for cache in caches[:-1]]
+        compact(**arguments)
+    assert [cache._version for cache in caches[:-1]] == [version + 1 for version in before]
+
+
+def test_prepared_caches_under_grad_mode_and_compiled(device) -> None:
+    """Where nothing can be prepared, each call checks the caches."""
+    arguments = compact_arguments(device)
+    caches = arguments.pop("caches")
+    needs_grad = caches[0].clone().requires_grad_()
+    with pytest.raises(ValueError, match="compact_kv: expected to write no leaf tensor that requires grad"):
+        PreparedCompaction([needs_grad])(**arguments)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(caches: list[Tensor], moves: dict[str, Tensor]) -> Tensor:
+        return PreparedCompaction(caches)(**moves)
+
+    twins = [cache.clone() for cache in caches]
+    with torch.no_grad():
+        assert torch.equal(step(caches, arguments), compact_kv(twins, **arguments))
+    assert all(map(torch.equal, caches, twins))
+
+
+def test_prepared_caches_refuse(device) -> None:
+    arguments = compact_arguments(device)
+    caches = arguments.pop("caches")
+    for wrong in (caches[0], [1, 2], [None]):
+        with pytest.raises(TypeError, match="caches"):
+            PreparedCompaction(wrong)
+    with pytest.raises(ValueError, match=r"compact_kv: `caches\[1\]` must be of shape \[4, 2, \.\.\.\] like caches"):
+        PreparedCompaction([caches[0], caches[0][:2]])
+    with torch.inference_mode():
+        compact = PreparedCompaction(caches)
+        with pytest.raises(TypeError, match=r"compact_kv: `page_table` must be of type Tensor, got list"):
+            compact(**{**arguments, "page_table": [[0, 1]]})
+        with pytest.raises(RuntimeError, match="`caches` must be what its op has prepared, got another tensor"):
+            ops._compact(*arguments.values(), torch.zeros(20_000, dtype=torch.uint8))

@@ -352,6 +352,11 @@ MESSAGES: list[tuple[type[Exception], str, Callable[[], Any]]] = [
      lambda: pt.tree_attention(ROWS, KEYS, KEYS, TABLE, LENS, OFFSETS, tree_lens=[7, 4])),
     (TypeError, r"got list: \[0, 1, 2, .{67}\.\.\.$",  # a long value is cut to 80 letters
      lambda: pt.tree_attention(ROWS, KEYS, KEYS, TABLE, LENS, OFFSETS, tree_lens=list(range(100)))),
+    # The only tensors of a call, without which PyTorch knows no device.
+    (TypeError, r"^attention_plan: `seq_lens` must be of type Tensor, got list: \[7, 4\]$",
+     lambda: pt.attention_plan([7, 4], [0, 1, 2], num_q_heads=1, num_kv_heads=1, head_dim=64, page_size=16,
+                               max_seqlen_q=1)),
+    (TypeError, r"^merge_states: `out_a` must be a Tensor, got None$", lambda: pt.merge_states(None, None, None, None)),
     (ValueError, "verify_greedy: `logits` must be of 2 rows, one for each node of the trees, got 1 rows",
      lambda: pt.verify_greedy(torch.zeros(1, 8), SLOTS, TREES)),
     (ValueError, r"verify_greedy: `draft_tokens` must be of shape \[2\], got \[1\]",

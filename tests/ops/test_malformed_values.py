@@ -17,8 +17,8 @@ FAR = 2**31 - 1
 # Numbers of a backend's own: a plan, and words that ranks exchange, which must come from the round before.
 OPEN = ("attention_plan", "step_shards", "weigh_shards")
 # Sums whose order is the backend's; what is summed up may be any number.
-ROUNDED = ("tree_attention", "tree_attention.out", "tree_delta_rule", "tree_conv1d", "advance_state", "merge_states",
-           )  # fmt: skip
+ROUNDED = ("tree_attention", "tree_attention.out", "tree_attention.without_lse", "tree_delta_rule", "tree_conv1d",
+           "advance_state", "merge_states")  # fmt: skip
 SUMMED = ("q", "k", "v", "k_cache", "v_cache", "x", "weight", "bias", "out_a", "out_b")
 # What the docstrings leave open: rows that share a slot, scales that are not finite.
 LEFT_OPEN = {"append_kv": ("slots",), "compact_kv": ("page_table",), "tree_attention": ("k_scale", "v_scale"),

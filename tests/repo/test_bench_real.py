@@ -86,9 +86,8 @@ def test_what_the_file_has_stays(run, monkeypatch, tmp_path, capsys):
 def test_wrong_texts_are_an_error(run, monkeypatch):
     from pagedtree.generation import decode_step
 
-    monkeypatch.setattr(
-        decode_step, "compact_kv", lambda *args, **kwargs: None
-    )  # accepted rows stay where their nodes were
+    # Accepted rows stay where their nodes were.
+    monkeypatch.setattr(decode_step.DecodeStep, "compact", lambda self: None)
     ways = ["--ways", "draft-model tree", "transformers"]
     code, rows = run("--kinds", "stories", "--sequences", "1", *ways)
     assert code == 1

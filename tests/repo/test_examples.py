@@ -63,7 +63,7 @@ def without_compaction(monkeypatch):
     """Accepted rows stay where their draft nodes were."""
     from pagedtree.generation import decode_step
 
-    monkeypatch.setattr(decode_step, "compact_kv", lambda *args, **kwargs: None)
+    monkeypatch.setattr(decode_step.DecodeStep, "compact", lambda self: None)
 
 
 def run_demo(monkeypatch, tmp_path, drafters):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagedtree import Draft, RequestOptions, TreeBatch, commit, compact_kv, prepare_step, slot_mapping
+from pagedtree import Draft, RequestOptions, TreeBatch, commit, prepare_step, slot_mapping
 from pagedtree.generation.drafters.base import Drafter, StepResult, roots_only
 from pagedtree.generation.logprobs import Found, LogprobReader
 from pagedtree.generation.packed_model import PackedModel, PassOutput
@@ -165,7 +165,7 @@ class DecodeStep:
     def compact(self) -> None:
         """Moves the rows of the accepted paths to their places: any time before the next pass writes."""
         if self._moves is not None:
-            compact_kv(self.cache.tensors(), *self._moves)
+            self.cache.compact(*self._moves)
             self._moves = None
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pagedtree import PreparedCompaction
 from pagedtree.generation.recurrent_states import RecurrentStates
 
 __all__ = ["PagedCache"]
@@ -32,6 +33,7 @@ class PagedCache:
         self.peak_pages = self.pages_taken = 0
         self.states = RecurrentStates(device) if is_recurrent else None
         self._layers: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._compaction: PreparedCompaction | None = None  # of the tensors that there are now
         self._tables: dict[int, list[int]] = {}
         self._free = list(range(num_pages - 1, -1, -1))
         self._holders = [0] * num_pages
@@ -55,11 +57,18 @@ class PagedCache:
         """
         if index not in self._layers:
             self._layers[index] = (self._cache_of(k), self._cache_of(v) if v is not None else None)
+            self._compaction = None
         return self._layers[index]
 
     def tensors(self) -> list[Tensor]:
-        """The caches of all layers that ran, for `compact_kv`."""
+        """The caches of all layers that ran."""
         return [tensor for pair in self._layers.values() for tensor in pair if tensor is not None]
+
+    def compact(self, page_table: Tensor, start: Tensor, accept_index: Tensor, num_accepted: Tensor) -> None:
+        """Moves the rows of accepted paths together in all layers that ran, as `compact_kv` does."""
+        if self._compaction is None:
+            self._compaction = PreparedCompaction(self.tensors())
+        self._compaction(page_table, start, accept_index, num_accepted)
 
     def pages(self, sequence: int) -> list[int]:
         """The sequence's pages in order; none for a sequence that holds none."""
@@ -92,6 +101,7 @@ class PagedCache:
         self.num_pages += num_pages
         for index, (k_cache, v_cache) in self._layers.items():
             self._layers[index] = (self._grown(k_cache), self._grown(v_cache) if v_cache is not None else None)
+        self._compaction = None
 
     def trim(self, sequence: int, num_tokens: int) -> None:
         """Gives back the sequence's pages past its first `num_tokens` tokens."""

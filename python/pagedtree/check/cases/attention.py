@@ -281,6 +281,7 @@ def _options() -> Iterator[Case]:
                      change=lambda given: given.update(tree_lens=None))  # fmt: skip
     for dtype in ("bf16", "fp16"):
         yield _attention(f"into a given tensor/{dtype}", replace(mixed, dtype=dtype), into=True)
+        yield _attention(f"without lse/{dtype}", replace(mixed, dtype=dtype), lse=False)
 
 
 def _wgmma() -> Iterator[Case]:
@@ -307,8 +308,8 @@ def _wgmma() -> Iterator[Case]:
 
 
 def _attention(
-    name: str, batch: Batch, *, change: Any = None, into: bool = False, plan: Any = None, engine: str = "",
-    backends: tuple[str, ...] | None = None, **options: Any,
+    name: str, batch: Batch, *, change: Any = None, into: bool = False, lse: bool = True, plan: Any = None,
+    engine: str = "", backends: tuple[str, ...] | None = None, **options: Any,
 ) -> Case:  # fmt: skip
     """change(arguments) edits them in place; plan(arguments) makes one; into: the result goes into a strided `out`.
 
@@ -339,22 +340,22 @@ def _attention(
             given["plan"] = plan(given)
         if into:
             space = torch.full((q.shape[0], q.shape[1] + 1, q.shape[2] + 8), 7.0, dtype=q.dtype, device=q.device)
-            out, lse = tree_attention(**given, out=space[:, 1:, :-8], return_lse=True)
-            return {"out": out, "lse": lse, "around": torch.cat([space[:, 0].flatten(), space[..., -8:].flatten()])}
-        out, lse = tree_attention(**given, return_lse=True)
-        return {"out": out, "lse": lse}
+            out, of_rows = tree_attention(**given, out=space[:, 1:, :-8], return_lse=True)
+            return {"out": out, "lse": of_rows, "around": torch.cat([space[:, 0].flatten(), space[..., -8:].flatten()])}
+        found = tree_attention(**given, return_lse=lse)
+        return {"out": found} if isinstance(found, Tensor) else dict(zip(("out", "lse"), found, strict=True))
 
     def by_loops() -> Results:
         given = arguments(CPU, False)
         given.pop("max_seqlen_q", None)
-        out, lse = reference.tree_attention(**given)
-        around = torch.full((out.shape[0] * (out.shape[2] + 16 + 8 * out.shape[1]),), 7.0) if into else None
-        return {"out": out, "lse": lse, **({} if around is None else {"around": around})}
+        out, of_rows = reference.tree_attention(**given)
+        around = torch.full((out.shape[0] * (out.shape[2] + 16 + 8 * out.shape[1]),), 7.0)
+        return {"out": out, **({"lse": of_rows} if lse else {}), **({"around": around} if into else {})}
 
     if engine == WGMMA:
         backends = HALF
     compare: dict[str, Difference] = {"out": relative(ROW_LIMITS[batch.dtype]), "lse": LSE, "around": within(0)}
-    ops = ("tree_attention.out",) if into else ("tree_attention",)
+    ops = ("tree_attention.out" if into else "tree_attention" if lse else "tree_attention.without_lse",)
     prefix = "tree_attention/wgmma" if engine == WGMMA else "tree_attention"
     return Case(
         f"{prefix}/{name}", (*ops, "attention_plan") if plan else ops, call, by_loops,

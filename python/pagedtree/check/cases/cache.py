@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedtree import append_kv, compact_kv, slot_mapping
+from pagedtree import PreparedCompaction, append_kv, compact_kv, slot_mapping
 from pagedtree.check.case import Case, Place, Results
 from pagedtree.check.cases.inputs import (
     DTYPES,
@@ -181,6 +181,9 @@ def _compactions() -> Iterator[Case]:
         table = random_table(page_size, 4, -(-110 // page_size), 4 * -(-110 // page_size))
         num_accepted = [len(path) - 1 for path in paths]
         yield _compaction(f"page {page_size}", table, [3, 40, 7, 0], paths, num_accepted, page_size)
+        yield _compaction(
+            f"page {page_size}/prepared", table, [3, 40, 7, 0], paths, num_accepted, page_size, prepared=True
+        )
     table = random_table(0, 2, 65, 130)
     chain = random_tree(5, 1000, 2).parents.tolist()
     paths = [_path(chain), [0, 999]]
@@ -201,11 +204,11 @@ def _path(parents: list[int]) -> list[int]:
 
 def _compaction(
     name: str, table: list[list[int]], start: list[int], paths: list[list[int]], num_accepted: list[int],
-    page_size: int, pages: int | None = None,
+    page_size: int, pages: int | None = None, prepared: bool = False,
 ) -> Case:  # fmt: skip
     """Layers of every kind of row: K and V of each layout, a latent cache, scales, odd strides.
 
-    pages: how many the pool has, default as many as the table names.
+    pages: how many the pool has, default as many as the table names. prepared: by way of `PreparedCompaction`.
     """
     pages = pages or max((page for row in table for page in row), default=0) + 1
     width = max(map(len, paths), default=1)
@@ -232,10 +235,13 @@ def _compaction(
         page_table = int32(table).view(len(table), len(table[0]) if table else 2)
         paths_ = int32(accept_index).view(len(table), width)
         arguments = place.put((page_table, int32(start), paths_, int32(num_accepted)))
+        if prepared:
+            with torch.inference_mode():
+                return results(PreparedCompaction(caches_of(given))(*arguments), given)
         return results(compact_kv(caches_of(given), *arguments), given)
 
     def by_loops() -> Results:
         given = [storage.clone() for storage in storages]
         return results(int32(loops.compact(caches_of(given), table, start, accept_index, num_accepted)), given)
 
-    return Case(f"compact_kv/{name}", ("compact_kv",), run, by_loops)
+    return Case(f"compact_kv/{name}", () if prepared else ("compact_kv",), run, by_loops)

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pagedtree import Commit, Draft, DraftState, Verdict, commit, compact_kv, slot_mapping
+from pagedtree import Commit, Draft, DraftState, Verdict, commit, slot_mapping
 from pagedtree.generation.drafters.base import StepResult
 from pagedtree.generation.drafters.grown import TreeGrower
 from pagedtree.generation.host_mirror import Mirror
@@ -181,7 +181,7 @@ class ModelDrafter(TreeGrower):
 
     def _compact(self, table: Tensor, start: Tensor, committed: Commit) -> None:
         assert committed.draft_accept_index is not None and committed.draft_num_accepted is not None
-        compact_kv(self.cache.tensors(), table, start, committed.draft_accept_index, committed.draft_num_accepted)
+        self.cache.compact(table, start, committed.draft_accept_index, committed.draft_num_accepted)
 
     def advance(self, sequences: list[GeneratedSequence]) -> None:
         """Takes in that the rows of the accepted paths are in place: the pages behind them are given back."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm.logger import init_logger
 from vllm.v1.outputs import SamplerOutput
 
-from pagedtree import TreeBatch, build_trees, compact_kv, sample, verify_greedy, verify_sampled
+from pagedtree import PreparedCompaction, TreeBatch, build_trees, sample, verify_greedy, verify_sampled
 from pagedtree.integrations.vllm.attention import PagedTreeBackend, TreeMask
 from pagedtree.integrations.vllm.features import Accepted, check_features, kept_features, kept_rows
 from pagedtree.integrations.vllm.limits import check_config, check_request
@@ -62,6 +62,8 @@ class TreeRunner:
         self._options = BatchOptions(vllm_config.model_config.get_vocab_size(), device)
         self._proposed: dict[str, np.ndarray] = {}
         self._accepted: Accepted | None = None
+        # By a group of layers: their caches, and the moves in these.
+        self._compactions: dict[int, tuple[list[Tensor], PreparedCompaction]] = {}
         self._begin = 0.0  # of the pass
         self._seeds: dict[str, int] = {}
         # Draws seeds for requests without one. It is equal on all ranks, which draw in the same order.
@@ -291,8 +293,12 @@ class TreeRunner:
         """Moves the accepted rows together, in all layers of a group at once."""
         layers = self.compilation_config.static_forward_context
         for index, group in enumerate(self.kv_cache_config.kv_cache_groups):
-            caches = {layers[name].kv_cache.data_ptr(): layers[name].kv_cache for name in group.layer_names}
+            caches = [layers[name].kv_cache for name in group.layer_names]
+            known, compaction = self._compactions.get(index, ([], None))
+            if compaction is None or any(cache is not before for cache, before in zip(caches, known, strict=True)):
+                # [blocks, heads, block_size, K and V], latent caches [blocks, block_size, 576]; layers may share one.
+                rows = {c.data_ptr(): c.transpose(1, 2) if c.dim() == 4 else c for c in caches}
+                compaction = PreparedCompaction([*rows.values()])
+                self._compactions[index] = caches, compaction
             table = self.input_batch.block_table[index].get_device_tensor(start.shape[0])
-            # [blocks, heads, block_size, K and V], latent caches [blocks, block_size, 576].
-            rows = [cache.transpose(1, 2) if cache.dim() == 4 else cache for cache in caches.values()]
-            compact_kv(rows, table, start, accept_index, num_accepted)
+            compaction(table, start, accept_index, num_accepted)
