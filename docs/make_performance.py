@@ -42,6 +42,7 @@ SECTIONS = {
     "verification": kept("ops_avx512", VERIFICATION),
     "options": kept("options_cpu", of_runs.options),
     "drafting": kept("ops_avx512", DRAFTING),
+    "host": kept("host_cpu", of_runs.host),
     "real": kept("real_cpu", of_model.gains),
     "rules": kept("rules", of_runs.rules),
     "distributed": kept("distributed", of_runs.distributed),

@@ -127,3 +127,13 @@ def grammars(result: Result, name: str) -> str:
         lambda row: f"{row['filled'] * 1e3:.3g}; {row['waited'] * 1e3:.2f}",
     )  # fmt: skip
     return machine_line(machine, name) + note + "\n\n" + cells
+
+
+def host(result: Result, name: str) -> str:
+    """A column for each call that has a prepared form, beside attention of one key by PyTorch; the others in words."""
+    rows = result["rows"]
+    prepared = {row["call"] for row in rows if row["form"]} | {row["call"] for row in rows if "one key" in row["call"]}
+    others = ", ".join(f"`{row['call']}` {row['us']:.3g}" for row in rows if row["call"] not in prepared)
+    shown = [row for row in rows if row["call"] in prepared]
+    cells = pivot("us", shown, lambda row: row["form"] or "one by one", field("call"), field("us", ".3g"))
+    return f"{machine_line(result['machine'], name)} Others: {others}.\n\n{cells}"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagedtree.check.cases import instructions, instructions_sm90
 
@@ -423,3 +424,40 @@ def test_request_options_are_measured(suite, tmp_path, monkeypatch, capsys):
     assert {row["rule"] for row in rows} == {"sampled", "rejection"} and len({row["sampling"] for row in rows}) == 3
     assert all(row["ratio"] == 1 for row in rows if row["options"] == "none")
     assert len({row["options"] for row in rows}) == 9 and all(row["median"] > 0 for row in rows)
+
+
+def test_host_time_is_measured(suite, tmp_path, monkeypatch, capsys):
+    table = tmp_path / "host.json"
+    monkeypatch.setattr(sys, "argv", ["bench", "--seconds", "0", "--json", str(table)])
+    monkeypatch.setattr("torch.set_num_threads", lambda count: None)
+    assert importlib.import_module("bench_host").main() == 0
+    rows = json.loads(table.read_text())["rows"]
+    assert all(row["us"] > 0 and row["repeats"] >= 3 for row in rows)
+    prepared = {row["call"] for row in rows if row["form"] == "prepared"}
+    assert prepared == {
+        "tree_attention", "tree_attention, out given", "compact_kv, 64 caches", "all ops of a step, 32 layers"
+    } <= {row["call"] for row in rows if row["form"] == ""}  # fmt: skip
+
+
+def test_a_step_of_the_host_benchmark_calls_all_of_its_ops(suite, monkeypatch):
+    """In both forms the same, for each layer: what is left out would make the step look cheap."""
+    bench_host = importlib.import_module("bench_host")
+    made: dict[str, int] = {}
+
+    class Counter(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "pagedtree":
+                made[func._schema.name] = made.get(func._schema.name, 0) + 1
+            return func(*args, **(kwargs or {}))
+
+    with torch.inference_mode():
+        step = bench_host.Step()
+        for prepared in (False, True):
+            made.clear()
+            with Counter():
+                step.run(prepared)
+            ops = {name.partition("::")[2]: count for name, count in made.items()}
+            assert ops.pop("append_kv") == ops.pop("_attend" if prepared else "tree_attention") == bench_host.LAYERS
+            assert ops.pop("_prepare_attention", 0) == prepared
+            compaction = "_compact" if prepared else "compact_kv"
+            assert ops == dict.fromkeys(("prepare_step", "attention_plan", "verify_greedy", "commit", compaction), 1)

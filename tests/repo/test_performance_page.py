@@ -76,6 +76,22 @@ def sweep_result() -> dict:
     return {"machine": MACHINE, "rows": rows}
 
 
+def test_host_time_has_a_column_for_each_prepared_call(docs):
+    rows = [
+        {"call": call, "form": form, "us": us}
+        for call, form, us in (
+            ("SDPA, one key", "", 4.04), ("commit", "", 16.0), ("all, 2 layers", "", 30.0),
+            ("all, 2 layers", "prepared", 20.0),
+        )
+    ]  # fmt: skip
+    machine, *lines = docs("measured_tables").host({"machine": MACHINE, "rows": rows}, "host_x").splitlines()
+    assert "2 threads" in machine and machine.endswith("(`host_x.json`). Others: `commit` 16.")
+    assert lines[1:] == [
+        "| us | SDPA, one key | all, 2 layers |", "| --- | ---: | ---: |", "| one by one | 4.04 | 30 |",
+        "| prepared |  | 20 |",
+    ]  # fmt: skip
+
+
 def test_tables_of_ops_have_the_headline_and_what_is_worst(docs, sweep_result):
     family = docs("measured_tables").family
     text = family("tree_attention")(sweep_result, "ops_x")
