@@ -31,8 +31,9 @@ settings.load_profile("pagedtree")
 
 def pytest_collection_finish() -> None:
     # What has been imported and collected stays to the end. To look for garbage in it takes half a second each time,
-    # and transformers' continuous batching does so at every call.
+    # and transformers' continuous batching does so at every call. Tests leave little garbage that has cycles.
     gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
 
 
 @pytest.fixture(params=backends())

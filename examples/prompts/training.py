@@ -14,6 +14,7 @@ import ast
 import json
 import random
 from dataclasses import dataclass
+from functools import cache
 from itertools import cycle
 
 from prompts import passages
@@ -92,37 +93,32 @@ EXPLANATIONS = (
 )
 
 
-def _snippets(rng: random.Random) -> list[str]:
-    """Functions and small classes of the standard library, in a random order."""
-    found = []
+@cache
+def _library() -> tuple[list[str], list[str]]:
+    """Functions and small classes of the standard library, and the prose at the beginning of its modules."""
+    snippets, prose = [], []
     for path in training_files():
         try:
             source = read(path)
-            nodes = ast.walk(ast.parse(source))
+            module = ast.parse(source)
         except SyntaxError:  # templates and files of other versions
             continue
         lines = source.splitlines()
-        for node in nodes:
+        for node in ast.walk(module):
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and 6 <= (node.end_lineno or 0) - node.lineno <= 24:
                 text = "\n".join(line[node.col_offset :] for line in lines[node.lineno - 1 : node.end_lineno])
                 if len(text) < 900:
-                    found.append(text)
-    rng.shuffle(found)
-    return found
+                    snippets.append(text)
+        text = ast.get_docstring(module) or ""
+        if 400 < len(text) < 1600:
+            prose.append(text)
+    return snippets, prose
 
 
-def _module_texts(rng: random.Random) -> list[str]:
-    """The prose at the beginning of modules of the standard library, in a random order."""
-    found = []
-    for path in training_files():
-        try:
-            text = ast.get_docstring(ast.parse(read(path)))
-        except SyntaxError:
-            continue
-        if text and 400 < len(text) < 1600:
-            found.append(text)
-    rng.shuffle(found)
-    return found
+def _shuffled(texts: list[str], rng: random.Random) -> list[str]:
+    texts = [*texts]
+    rng.shuffle(texts)
+    return texts
 
 
 def _records(rng: random.Random) -> str:
@@ -134,7 +130,7 @@ def _records(rng: random.Random) -> str:
 
 
 def _edits(rng: random.Random, count: int) -> list[Prompt]:
-    snippets, prose = cycle(_snippets(rng)), cycle(passages.TEXTS)
+    snippets, prose = cycle(_shuffled(_library()[0], rng)), cycle(passages.TEXTS)
     makers = cycle(
         [
             lambda: f"{rng.choice(CODE_CHANGES)}\n\n```python\n{next(snippets)}\n```",
@@ -147,7 +143,8 @@ def _edits(rng: random.Random, count: int) -> list[Prompt]:
 
 
 def _summaries(rng: random.Random, count: int) -> list[Prompt]:
-    texts = cycle([text for pair in zip(_module_texts(rng), cycle(passages.TEXTS), strict=False) for text in pair])
+    pairs = zip(_shuffled(_library()[1], rng), cycle(passages.TEXTS), strict=False)
+    texts = cycle([text for pair in pairs for text in pair])
     found = []
     for i in range(count):
         parts = [rng.choice(SUMMARIES), next(texts)]

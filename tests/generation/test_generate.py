@@ -57,8 +57,8 @@ def texts():
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "page_size"), cases(NAMES, {"full": [1, 7, 16], "hybrid": [1, 7], "latent": [7]})
-)
+    ("kind", "name", "page_size"), cases(NAMES, {"full": [1, 16], "hybrid": [1], "latent": [7]})
+)  # pages of 7: also with seeds and with evictions, below
 def test_greedy_text_is_the_models_own(subject, name, page_size):
     sequences, stats = generate(
         subject.model, prompts_of(LENGTHS), drafter=subject.drafter(name), max_new_tokens=NEW_TOKENS,
@@ -124,7 +124,7 @@ def test_a_step_in_fixed_buffers(subject, name, monkeypatch):
 
 @pytest.mark.parametrize("kind", kinds("full", "hybrid"))
 @given(data=st.data())
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_any_mix_of_settings(subject, kind, data):
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4), "lengths")
     names = [name for name in NAMES[kind] if name not in ("none", "oracle", "never right", "hostile")]
@@ -245,20 +245,18 @@ def test_sampled_outcomes_that_share_pages(subject, name):
         assert (stats.shared_prefix_steps if "share_prefix" in more else stats.evictions) > 0
 
 
-@pytest.mark.parametrize("name", NAMES["full"])
+@pytest.mark.parametrize(
+    "name", ["none", "ngram tree", "medusa", "EAGLE", "draft model", "block", "combined", "itself"]
+)
 def test_sequences_wait_for_a_place(model, texts, name):
     drafter, together = SUBJECTS["full"].drafter(name), []
     for count in (1, 2):
         sequences, stats = generate(
-            model, prompts_of(LENGTHS), drafter=drafter, max_new_tokens=NEW_TOKENS, max_sequences=count,
+            model, prompts_of(LENGTHS), drafter=drafter, max_new_tokens=NEW_TOKENS, max_sequences=count, n=count,
             on_step=lambda step: together.append(len(step.sequences)),
         )  # fmt: skip
-        assert lists(sequences) == texts
+        assert lists(sequences) == [text for text in texts for _ in range(count)]
         assert max(together) == count and stats.evictions == 0
-        outcomes, _ = generate(
-            model, prompts_of(LENGTHS), drafter=drafter, max_new_tokens=NEW_TOKENS, max_sequences=count, n=2
-        )
-        assert lists(outcomes) == [text for text in texts for _ in range(2)]
 
 
 def test_sequences_restore_while_others_decode(model):

@@ -41,6 +41,8 @@ TABLES = [
     "gpt_bigcode", "opt", "roberta", "roberta-prelayernorm", "roc_bert", "whisper", "xlm-roberta", "xlm-roberta-xl",
     "xmod",
 ]  # fmt: skip
+# Tables that begin at position 0, at 2, at the padding's, and tables without weights.
+TABLES_IN_CORE = ["bert", "ctrl", "gpt2", "opt", "roberta", "whisper"]
 SERVED = [
     name for name, outcome in json.loads(KEPT.read_text(encoding="utf-8"))["outcomes"].items() if outcome == "same"
 ]
@@ -214,7 +216,9 @@ def test_what_the_draft_model_read_stays_right_after_a_cut(model):
     assert compared > 2
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in TABLES_IN_CORE else pytest.mark.slow) for name in TABLES]
+)
 def test_up_to_the_last_position_of_a_table(name):
     """The text is the model's own up to its last position, with drafts that would reach past it."""
     model = tiny_model(name)

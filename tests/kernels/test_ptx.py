@@ -40,12 +40,12 @@ PAGE_SIZES = {64: 20, 128: 24, 256: 128}
 
 
 def instances(tiles: dict[Sizes, tuple[int, ...]]) -> list:
-    """In the core suite each tile with one pair of types, the pairs in turn over rows and head sizes."""
+    """In the core suite every other tile with one pair of types, the pairs in turn over rows and head sizes."""
+    tiles_of = [(sizes, rows) for sizes, of_head in tiles.items() for rows in of_head]
     return [
-        pytest.param(*types, sizes, rows, marks=[] if (i + j) % len(TYPES) == k else pytest.mark.slow)
+        pytest.param(*types, *tile, marks=[] if n == 2 * (n // 2) and n // 2 % len(TYPES) == k else pytest.mark.slow)
         for k, types in enumerate(TYPES)
-        for i, (sizes, of_head) in enumerate(tiles.items())
-        for j, rows in enumerate(of_head)
+        for n, tile in enumerate(tiles_of)
     ]
 
 

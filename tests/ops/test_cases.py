@@ -37,8 +37,18 @@ def test_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert row.status == OK, f"{isa}: {row.detail}"
 
 
+# Long on simt, and in the core suite with the other of two dtypes, which the same code reads.
+LONG = [
+    *[f"{op}/causal/fp16/{kind}" for op in ("tree_delta_rule", "advance_state") for kind in ("kda", "gla")],
+    *[f"tree_attention/wgmma/latent/page 7/fp16/D {dims}" for dims in ("512", "576x512")],
+    *[f"tree_attention/wgmma/latent/page 64/bf16/D {dims}" for dims in ("512", "576x512")],
+]
+
+
 @pytest.mark.skipif("simt" not in backends(), reason="built without simt")
-@pytest.mark.parametrize("name", names("simt"))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else []) for name in names("simt")]
+)
 def test_simt(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEDTREE_SIMT_ORDER", "random:7")
     row = run_row(CASES[name], SIMT)

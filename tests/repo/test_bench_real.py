@@ -37,7 +37,7 @@ def run(monkeypatch, tmp_path):
     monkeypatch.setattr(bench_real, "chat_ids", lambda tokenizer, text: tokenizer(text[-150:])["input_ids"])
 
     def main(*arguments, table=tmp_path / "real.json"):
-        small = ["--dtypes", "float32", "--prompts", "3", "--max-new-tokens", "10"]
+        small = ["--dtypes", "float32", "--prompts", "2", "--max-new-tokens", "8"]
         small += ["--threads", str(torch.get_num_threads()), "--json", str(table)]
         monkeypatch.setattr(sys, "argv", ["bench_real.py", *small, *arguments])
         return bench_real.main(), json.loads(table.read_text())["rows"]
@@ -58,7 +58,7 @@ def test_rows(run):
     ]
     for row in rows:
         same, every = row["texts_equal"].split("/")
-        assert same == every == ("6" if row["kind"] == "all" else "3") and "largest_margin" not in row
+        assert same == every == ("4" if row["kind"] == "all" else "2") and "largest_margin" not in row
         for figures in (row["tokens_per_second"], row["over_plain"]):
             assert figures == sorted(figures) and figures[0] > 0
         assert (row["way"] == "draft-model auto") == ("over_best" in row)
@@ -77,7 +77,7 @@ def test_what_the_file_has_stays(run, monkeypatch, tmp_path, capsys):
     assert fourth[1]["rates"] != first[1]["rates"] and fourth[2:] == third[2:]
     with pytest.raises(SystemExit):
         run("--sequences", "1", "--max-new-tokens", "11")
-    assert "has rows of max_new_tokens 10, got 11" in capsys.readouterr().err
+    assert "has rows of max_new_tokens 8, got 11" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run("--sequences", "4")
     assert "--prompts: expected at least 4" in capsys.readouterr().err
@@ -91,10 +91,10 @@ def test_wrong_texts_are_an_error(run, monkeypatch):
     ways = ["--ways", "draft-model tree", "transformers"]
     code, rows = run("--kinds", "stories", "--sequences", "1", *ways)
     assert code == 1
-    (wrong,) = [row for row in rows if row["texts_equal"] != "3/3"]
+    (wrong,) = [row for row in rows if row["texts_equal"] != "2/2"]
     assert wrong["way"] == "draft-model tree" and wrong["largest_margin"] > 0
     prompt, token, margin = wrong["differences"][0]
-    assert 0 <= prompt < 3 and 0 <= token < 10 and 0 < margin <= wrong["largest_margin"]
+    assert 0 <= prompt < 2 and 0 <= token < 8 and 0 < margin <= wrong["largest_margin"]
 
 
 def test_chosen_trees_beside_the_best_of_the_others(monkeypatch, tmp_path):

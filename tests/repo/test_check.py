@@ -34,7 +34,6 @@ SIMT = Place(torch.device("cpu"), "simt")
 PLACES = [pytest.param(CPU, id="cpu")]
 if "simt" in backends():
     PLACES.append(pytest.param(SIMT, id="simt"))
-needs_simt = pytest.mark.skipif("simt" not in backends(), reason="built without simt")
 
 
 def public_ops() -> list[str]:
@@ -129,18 +128,11 @@ def test_no_name_occurs_twice():
     assert len(set(names)) == len(names)
 
 
-@needs_simt
-@either_length
-def test_simt_passes(quick):
-    chosen = [case for case in every_case(SIMT) if is_chosen(case.name, [], quick)]
-    rows = [run_row(case, SIMT) for case in chosen]
-    assert [row for row in rows if row.status not in (OK, NOT_APPLICABLE)] == []
-    assert {row.against for row in rows if row.status == OK} <= {
-        "the CPU backend", "what a plan is", "the PTX manual's definition", "the whole vocabulary on the CPU backend",
-        "the op without options on logits that plain loops have processed",
-    }  # fmt: skip
+def test_quick_rows_judge_every_op():
+    """tests/ops/test_cases.py runs all rows, also on simt."""
+    chosen = [case for case in every_case(SIMT) if is_chosen(case.name, [], quick=True)]
     judged = {op for case in chosen if isinstance(case, Case) for op in case.ops}
-    assert sorted(judged) == public_ops() and len(chosen) < (100 if quick else 1000)
+    assert sorted(judged) == public_ops() and len(chosen) < 100
 
 
 def test_every_op_has_cases_with_loops():
@@ -266,30 +258,42 @@ OPS_WHOSE_OPTIONS_ARE_QUICK = {"verify_sampled", "token_logprobs", "step_shards"
 
 
 def optional_arguments() -> Iterator[Any]:
+    """The ops, each with the defaults of its arguments."""
     for name in public_ops():
-        packet, _, overload = name.partition(".")
-        for argument in getattr(getattr(ops, packet), overload or "default")._schema.arguments:
-            names = {argument.name, f"{name}.{argument.name}"}
-            if argument.has_default_value() and not names & WITHOUT_EFFECT and not overload:
-                is_option = argument.name in OPTIONS and name not in OPS_WHOSE_OPTIONS_ARE_QUICK
-                yield pytest.param(name, argument.name, marks=[pytest.mark.slow] if is_option else [])
+        if "." in name:
+            continue
+        arguments = getattr(ops, name).default._schema.arguments
+        defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        effective = [key for key in defaults if not {key, f"{name}.{key}"} & WITHOUT_EFFECT]
+        options = [] if name in OPS_WHOSE_OPTIONS_ARE_QUICK else [key for key in effective if key in OPTIONS]
+        for keys, marks in (([key for key in effective if key not in options], []), (options, [pytest.mark.slow])):
+            if keys:
+                yield pytest.param(name, {key: defaults[key] for key in keys}, id=name, marks=marks)
 
 
-@pytest.mark.parametrize(("op", "argument"), list(optional_arguments()))
-def test_an_argument_that_an_op_forgets_is_found(op, argument, monkeypatch):
+@pytest.mark.parametrize(("op", "defaults"), list(optional_arguments()))
+def test_arguments_that_an_op_forgets_are_found(op, defaults, monkeypatch):
+    names = [a.name for a in getattr(ops, op).default._schema.arguments]
+    forgotten: str | None = None
+    given: set[str] = set()
+
     def forgets(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        arguments = ops_schema(op).arguments
-        given = {a.name: x for a, x in zip(arguments, args, strict=False)} | kwargs
-        default = next(a.default_value for a in arguments if a.name == argument)
-        return function(**{**given, argument: default})
+        kwargs |= dict(zip(names, args, strict=False))
+        given.update(key for key, default in defaults.items() if kwargs.get(key, default) is not default)
+        return function(**(kwargs if forgotten is None else {**kwargs, forgotten: defaults[forgotten]}))
 
     plant(monkeypatch, op, forgets, CPU)
-    assert first_failure(op, CPU) is not None
-
-
-def ops_schema(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.pagedtree, packet), overload or "default")._schema
+    missing = set(defaults)
+    for case in cases_of(op, CPU):
+        given.clear()
+        case.run(CPU)  # says which arguments the case gives
+        for forgotten in sorted(given & missing):
+            if run_row(case, CPU).status == FAILED:
+                missing.remove(forgotten)
+        forgotten = None
+        if not missing:
+            break
+    assert missing == set()
 
 
 # Runs, as a person sees them ------------------------------------------------------------------------------------------
