@@ -24,7 +24,7 @@ constexpr size_t kMaxWatchedThreads = 2048;
 // Runs over 0..total - 1 in the launch's order.
 class LaunchOrder {
  public:
-  LaunchOrder(const Order& order, uint64_t total, std::mt19937_64& random) : kind_(order.kind), total_(total) {
+  LaunchOrder(const Order& order, uint64_t total, OrderDraws& random) : kind_(order.kind), total_(total) {
     if (kind_ != Order::kRandom) return;
     first_ = random() % total;
     do {
@@ -123,8 +123,9 @@ extern "C" __attribute__((visibility("default"))) void pagedtree_simt_set_execut
 }
 
 bool Site::operator==(const Site& other) const {
-  return at.line() == other.at.line() && at.column() == other.at.column() && !std::strcmp(op, other.op) &&
-         !std::strcmp(at.file_name(), other.at.file_name());
+  const auto is_same = [](const char* a, const char* b) { return a == b || !std::strcmp(a, b); };
+  return at.line() == other.at.line() && at.column() == other.at.column() && is_same(op, other.op) &&
+         is_same(at.file_name(), other.at.file_name());
 }
 
 std::string Site::text() const {
@@ -141,7 +142,7 @@ void Machine::launch(dim3 grid, dim3 block, unsigned cluster, size_t shared_byte
   check_shape(grid, block, cluster, shared_bytes);
   const Unwatched unwatched;
   order_ = options().order.value_or(order_from_environment());
-  random_.seed(order_.seed);
+  random_ = {order_.seed};
   statistics() = {};
   kernel_ = kernel;
   params_ = params;

@@ -14,7 +14,6 @@
 
 #include <cstring>
 #include <memory>
-#include <random>
 #include <source_location>
 #include <string>
 #include <vector>
@@ -82,6 +81,17 @@ struct Block {
   size_t num_alive = 0;
   unsigned char* shared = nullptr;
   Barrier barriers[kNumBarriers];
+};
+
+// Draws the orders of a launch: SplitMix64, because each switch of threads takes a draw and little time besides.
+struct OrderDraws {
+  uint64_t state = 0;
+  uint64_t operator()() {
+    state += 0x9e3779b97f4a7c15;
+    uint64_t z = (state ^ state >> 30) * 0xbf58476d1ce4e5b9;
+    z = (z ^ z >> 27) * 0x94d049bb133111eb;
+    return z ^ z >> 31;
+  }
 };
 
 class Machine;
@@ -170,7 +180,7 @@ class Machine {
 
   // The current launch.
   Order order_;
-  std::mt19937_64 random_;
+  OrderDraws random_;
   Kernel kernel_ = nullptr;
   const void* params_ = nullptr;
   size_t num_threads_ = 0;  // per CTA

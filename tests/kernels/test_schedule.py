@@ -81,12 +81,21 @@ def check_balance(starts: list[tuple[int, int, int]], queries: list[int], keys: 
         assert kv == 0 or seen[b, row].start + min_piece <= kv <= seen[b, row].stop - min_piece
 
 
+def mixed(target: Target, *prefixes: int) -> dict:
+    kinds = [DraftTree.chain(4), "causal", random_tree(np.random.default_rng(1), 70), "causal"]
+    return target.case([*prefixes], kinds, heads=(4, 2), causal_queries=3).build()
+
+
 @pytest.fixture
 def case(target: Target) -> dict:
     """Long, short and empty sequences; many ranges."""
-    kinds = [DraftTree.chain(4), "causal", random_tree(np.random.default_rng(1), 70), "causal"]
-    prefixes = [300, 70, 500, 1100] if target.backend == "simt" else [2600, 70, 1100, 4000]
-    return target.case(prefixes, kinds, heads=(4, 2), causal_queries=3).build()
+    return mixed(target, *((900, 70, 1100, 2600) if target.backend == "simt" else (9000, 70, 5000, 13000)))
+
+
+@pytest.fixture
+def short_case(target: Target) -> dict:
+    """The same for tests that attend many times."""
+    return mixed(target, *((300, 70, 500, 1100) if target.backend == "simt" else (2600, 70, 1100, 4000)))
 
 
 @pytest.mark.parametrize("window", [0, 300, 1500])
@@ -138,23 +147,23 @@ def test_plan_value_checks(value_checks, device) -> None:
 
 
 @once_per_backend
-def test_plan_gives_the_same(case: dict) -> None:
-    plan = plan_of(case)
-    case["max_seqlen_q"] = 8  # as in the plan
-    expected = tree_attention(**case, return_lse=True)
+def test_plan_gives_the_same(short_case: dict) -> None:
+    plan = plan_of(short_case)
+    short_case["max_seqlen_q"] = 8  # as in the plan
+    expected = tree_attention(**short_case, return_lse=True)
     for _ in range(2):
-        result = tree_attention(**case, plan=plan, return_lse=True)
+        result = tree_attention(**short_case, plan=plan, return_lse=True)
         assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
-    check(dict(case, plan=plan))
+    check(dict(short_case, plan=plan))
     for window in (1, 100, 2000):
-        check(dict(case, plan=plan, window=window))  # the plan is for no window
-        check(dict(case, plan=plan_of(case, window=window), window=window))
+        check(dict(short_case, plan=plan, window=window))  # the plan is for no window
+        check(dict(short_case, plan=plan_of(short_case, window=window), window=window))
 
 
 @once_per_backend
-def test_no_plan_gives_wrong_results(target: Target, case: dict) -> None:
+def test_no_plan_gives_wrong_results(target: Target, short_case: dict) -> None:
     """Stale, shuffled, negative, huge, random: only the balance suffers."""
-    plan = plan_of(case)
+    plan = plan_of(short_case)
     other = target.case([64] * 9, ["causal"] * 9, heads=(4, 2)).build()
     generator = torch.Generator().manual_seed(0)
     shuffled, shifted = plan.clone(), plan.clone()
@@ -180,7 +189,7 @@ def test_no_plan_gives_wrong_results(target: Target, case: dict) -> None:
     dense[2, 1:257, 0] = 2
     plans.append(dense.view(-1))
     for bad in plans:
-        check(dict(case, plan=bad))
+        check(dict(short_case, plan=bad))
 
 
 def test_many_pieces(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
