@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from dataclasses import replace
 
@@ -35,6 +36,10 @@ def model():
         ({"max_batch_tokens": 0}, "max_batch_tokens: expected at least 1, got 0"),
         ({"max_sequences": 0}, "max_sequences: expected at least 1, got 0"),
         ({"max_new_tokens": True}, "max_new_tokens: expected an integer, got True"),
+        ({"num_pages": 1.5}, "num_pages: expected an integer, got 1.5"),
+        ({"cuda_graph": "yes"}, "cuda_graph: expected True, False or None, got 'yes'"),
+        ({"attention_mask": "x"}, r"attention_mask: expected zeros and ones \[B, L\]"),
+        ({"stop_strings": 3}, "stop_strings: expected texts that are not empty, got 3"),
         (
             {"rule": "lucky"},
             "rule: expected one of auto, greedy, sampled, rejection, block, traversal, typical, got 'lucky'",
@@ -88,9 +93,34 @@ def test_bad_arguments(model, change, message):
         generate(model, arguments.pop("input_ids"), **arguments)
 
 
-def test_params_of_another_type(model):
-    with pytest.raises(TypeError, match="params: expected SamplingParams or None, got dict"):
-        generate(model, [[1]], max_new_tokens=4, params={})
+WRONG_KINDS = [
+    object(), 1.5, "x", b"x", -1, 3, 2**70, float("nan"), True, None, [], [object()], (1, 2), {}, {1: 2}, range(3),
+    torch.ones(2), torch.ones(2, 2, dtype=torch.bool),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in inspect.signature(generate).parameters if name != "model"])
+def test_any_kind_of_argument_is_taken_or_refused_by_name(model, name):
+    for value in WRONG_KINDS:
+        try:
+            generate(model, **{"input_ids": [[1, 2]], "max_new_tokens": 2, name: value})
+        except (TypeError, ValueError) as error:
+            assert name in str(error), value
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"params": {}}, "params: expected SamplingParams or None, got dict"),
+        ({"callback": 3}, "callback: expected a function or None, got int"),
+        ({"shards": 3}, "shards: expected VocabShards or None, got int"),
+        ({"streamer": 3}, "streamer: expected a streamer of transformers or None, got int"),
+        ({"logits_processor": 3}, "logits_processor: expected a list of transformers' processors or None, got int"),
+    ],
+)
+def test_objects_of_another_type(model, change, message):
+    with pytest.raises(TypeError, match=message):
+        generate(model, [[1]], max_new_tokens=4, **change)
 
 
 def test_what_tokenizers_return(model):

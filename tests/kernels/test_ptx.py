@@ -40,12 +40,14 @@ PAGE_SIZES = {64: 20, 128: 24, 256: 128}
 
 
 def instances(tiles: dict[Sizes, tuple[int, ...]]) -> list:
-    """In the core suite every other tile with one pair of types, the pairs in turn over rows and head sizes."""
-    tiles_of = [(sizes, rows) for sizes, of_head in tiles.items() for rows in of_head]
+    """In the core suite every other tile, the tiles in turn with each pair of types."""
+    places = [(i, j) for i, rows in enumerate(tiles.values()) for j in range(len(rows))]
+    core = [place for place in places if sum(place) % 2 == 0]
     return [
-        pytest.param(*types, *tile, marks=[] if n == 2 * (n // 2) and n // 2 % len(TYPES) == k else pytest.mark.slow)
+        pytest.param(*types, sizes, rows, marks=[] if (i, j) in core[k :: len(TYPES)] else pytest.mark.slow)
         for k, types in enumerate(TYPES)
-        for n, tile in enumerate(tiles_of)
+        for i, (sizes, of_head) in enumerate(tiles.items())
+        for j, rows in enumerate(of_head)
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 __all__ = ["StopStrings"]
@@ -20,7 +20,8 @@ class StopStrings:
     """
 
     def __init__(self, strings: str | Sequence[str], tokenizer: Any) -> None:
-        self.strings = [strings] if isinstance(strings, str) else list(strings)
+        several: Any = [strings] if isinstance(strings, str) else strings
+        self.strings: list[str] = list(several) if isinstance(several, Iterable) else [several]
         if not all(isinstance(string, str) and string for string in self.strings):
             raise ValueError(f"stop_strings: expected texts that are not empty, got {strings!r}")
         if not callable(getattr(tokenizer, "decode", None)):

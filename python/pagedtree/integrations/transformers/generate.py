@@ -189,7 +189,7 @@ def generate(
     generation config that drafts cannot be verified under, sequences that would change the frequencies of a model's
     rotary embedding for their neighbours ("longrope", "dynamic"; see `rotary`), a rule that the drafter or params do
     not fit, cuda_graph without a GPU or with another drafter, or num_pages too small for a sequence with the whole pool
-    to itself; TypeError for params, options or a drafter of another type.
+    to itself; TypeError for params, options, functions or objects of another type.
     """
     packed = TransformersModel(model)
     if params is not None and not isinstance(params, SamplingParams):
@@ -199,8 +199,9 @@ def generate(
             f"generation_config: expected True or False, got {type(generation_config).__name__}; True takes"
             " model.generation_config"
         )
-    if share_prefix not in (None, True, False):
-        raise ValueError(f"share_prefix: expected True, False or None, got {share_prefix!r}")
+    arguments.check_switches(share_prefix=share_prefix, pack_weights=pack_weights, cuda_graph=cuda_graph)
+    arguments.check_functions(callback=callback, on_step=on_step)
+    arguments.check_objects(shards=shards, streamer=streamer, logits_processor=logits_processor)
     arguments.at_least_one(
         max_new_tokens=max_new_tokens, n=n, page_size=page_size, max_batch_tokens=max_batch_tokens,
         **({} if max_sequences is None else {"max_sequences": max_sequences}),
@@ -253,14 +254,13 @@ def generate(
     if num_pages is None:
         needed = sorted((-(-(s.max_length + max_nodes) // page_size) + 1 for s in sequences), reverse=True)
         num_pages = max(sum(needed[:max_sequences]), 1)
+    num_pages = arguments.integer("num_pages", num_pages)
     cache = PagedCache(num_pages, page_size, device, packed.is_recurrent)
     queue = Scheduler(sequences, cache, max_batch_tokens, max_sequences)
     queue.check_capacity(drafter.max_nodes or 1)
     is_long = packed.check_sequences("model", sequences)
     if packed.is_recurrent:
         _check_recurrent(drafter)
-    if pack_weights not in (None, True, False):
-        raise ValueError(f"pack_weights: expected True, False or None, got {pack_weights!r}")
     if pack_weights:
         check_packable(model)
     elif pack_weights is None and sequences:

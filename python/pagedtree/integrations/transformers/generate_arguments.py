@@ -19,6 +19,9 @@ from pagedtree.grammars import GrammarMatcher
 
 __all__ = [
     "at_least_one",
+    "check_functions",
+    "check_objects",
+    "check_switches",
     "eos_tokens",
     "grammars_of",
     "integer",
@@ -44,6 +47,34 @@ def at_least_one(**sizes: int) -> None:
             raise ValueError(f"{name}: expected at least 1, got {size}")
 
 
+def check_switches(**switches: Any) -> None:
+    for name, value in switches.items():
+        if value is not None and not (np.isscalar(value) and value in (True, False)):
+            raise ValueError(f"{name}: expected True, False or None, got {value!r}")
+
+
+def check_functions(**functions: Any) -> None:
+    for name, value in functions.items():
+        if value is not None and not callable(value):
+            raise TypeError(f"{name}: expected a function or None, got {type(value).__name__}")
+
+
+# What an object must have to be of use, and what it is called.
+_MEMBERS = {
+    "shards": (("vocab", "num_ranks"), "VocabShards"),
+    "streamer": (("put", "end"), "a streamer of transformers"),
+    "logits_processor": (("__iter__",), "a list of transformers' processors"),
+}
+
+
+def check_objects(**objects: Any) -> None:
+    for name, value in objects.items():
+        members, kind = _MEMBERS[name]
+        is_one = not isinstance(value, Tensor) and all(hasattr(value, member) for member in members)
+        if value is not None and not is_one:
+            raise TypeError(f"{name}: expected {kind} or None, got {type(value).__name__}")
+
+
 def prompts_and_mask(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
     """Prompts and mask out of what a tokenizer returned; other prompts as they are."""
     if isinstance(input_ids, Mapping):
@@ -63,7 +94,10 @@ def prompts_and_mask(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
             return _without_masked(input_ids, attention_mask), None
     if isinstance(input_ids, np.ndarray):
         input_ids = torch.from_numpy(input_ids)
-    return input_ids, None if attention_mask is None else torch.as_tensor(attention_mask)
+    try:
+        return input_ids, None if attention_mask is None else torch.as_tensor(attention_mask)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"attention_mask: expected zeros and ones [B, L], {error}") from None
 
 
 def _without_masked(prompts: Any, mask: Any) -> list[list[int]]:
