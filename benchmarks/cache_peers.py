@@ -47,6 +47,52 @@ class Append:
 
 
 @dataclass
+class Rope:
+    """`tokens` rows of Q, K and V as a projection gives them; Q and K are rotated, K and V go to random pages."""
+
+    shape: Shape
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator(self.device).manual_seed(0)
+        sizes = ("tokens", "page_size", "q_heads", "kv_heads", "head_dim")
+        rows, page_size, heads, kv_heads, head_dim = (self.shape[key] for key in sizes)
+        dtype, cache_dtype = self.shape["dtype"], getattr(torch, self.shape["cache_dtype"])
+        self.copies = COPIES
+        self.rows = random(generator, dtype, COPIES, rows, heads + 2 * kv_heads, head_dim)
+        self.split = [heads, kv_heads, kv_heads]
+        pages = -(-2 * rows // page_size)
+        self.caches = random(generator, dtype, 2, pages, page_size, kv_heads, head_dim).to(cache_dtype)
+        self.slots = torch.randperm(pages * page_size, generator=generator, device=self.device)[:rows]
+        self.positions = torch.randint(4096, (rows,), generator=generator, device=self.device)
+        angles = torch.rand(4096, head_dim // 2, generator=generator, device=self.device) * 6.3
+        self.cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+        self.bytes = 2 * rows * (heads + kv_heads) * head_dim * self.rows.element_size()
+        self.bytes += rows * kv_heads * head_dim * (self.rows.element_size() + self.caches.element_size())
+        self.flops = 3 * rows * (heads + kv_heads) * head_dim
+
+    def op(self, copy: int) -> Tensor:
+        q, k, v = self.rows[copy].split(self.split, dim=1)
+        return pagedtree.rope_append(q, k, v, self.positions, self.cos_sin, *self.caches, self.slots)
+
+    def torch_ops(self, copy: int) -> Tensor:
+        """Does as transformers does, in float32, and appends."""
+        q, k, v = self.rows[copy].split(self.split, dim=1)
+        cos, sin = (part[:, None] for part in self.cos_sin[self.positions].chunk(2, dim=1))
+
+        def rotated(x: Tensor) -> Tensor:
+            first, second = x.float().chunk(2, dim=2)
+            return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=2).to(x.dtype)
+
+        for cache, rows in zip(self.caches, (rotated(k), v), strict=True):
+            flat, new = cache.view(-1, *cache.shape[2:]), rows.to(cache.dtype)
+            if cache.dtype == torch.float8_e4m3fn:  # torch copies no rows of it by an index
+                flat, new = flat.view(torch.uint8), new.view(torch.uint8)
+            flat.index_copy_(0, self.slots, new)
+        return rotated(q)
+
+
+@dataclass
 class Compact:
     """Every second node of a tree's deepest path moves to the front, in the K and V of all layers."""
 
@@ -131,18 +177,20 @@ def check_merge(problem: Merge, ours: Ours, theirs: TorchOps) -> None:
             raise Mismatch(f"the result differs by {error}")
 
 
-def check_caches(problem: Append | Compact, ours: Ours, theirs: TorchOps) -> None:
+def check_caches(problem: Append | Rope | Compact, ours: Ours, theirs: TorchOps) -> None:
     """Both write the same, starting from the same."""
 
     def clones() -> list[Tensor]:
         return [cache.clone() for cache in problem.caches]
 
     before = clones()
-    ours.run(0)
+    found = ours.run(0)
     expected = clones()
     for cache, old in zip(problem.caches, before, strict=True):
         cache.copy_(old)
-    theirs.run(0)
+    same = theirs.run(0)
+    if isinstance(problem, Rope) and not torch.equal(found, same):
+        raise Mismatch("the queries differ")
     if not all(torch.equal(cache, want) for cache, want in zip(problem.caches, expected, strict=True)):
         raise Mismatch("the caches differ")
 
@@ -165,6 +213,24 @@ OPS = [
         problem=Append,
         peers=[Ours, TorchOps],
         memory=lambda shape: 16 * shape["tokens"] * shape["kv_heads"] * row_bytes(shape),
+        check=check_caches,
+    ),
+    Op(
+        name="rope_append",
+        base={
+            "tokens": 64, "q_heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": "bfloat16",
+            "cache_dtype": "bfloat16",
+        },
+        axes={
+            "tokens": [1, 8, 512, 4096],
+            "head_dim": [64, 256],
+            "dtype": ["float16"],
+            "cache_dtype": ["float8_e4m3fn"],
+        },
+        quick={"tokens": 16},
+        problem=Rope,
+        peers=[Ours, TorchOps],
+        memory=lambda shape: 16 * shape["tokens"] * (shape["q_heads"] + shape["kv_heads"]) * row_bytes(shape),
         check=check_caches,
     ),
     Op(

@@ -13,7 +13,7 @@ from tables import DOCS, Result, load
 PREDICTED = ("predicted_a100", "predicted_h200", "others_predicted", "flashinfer_predicted_h200")
 RECURRENT = of_runs.family("recurrent_", points=("base", "tree binary 8", "tree binary 128", "rule kimi delta"))
 VERIFICATION = of_runs.family("verify_", "sample", points=("base", "tree chain 32"))
-DRAFTING = of_runs.family("append_kv", "compact_kv", "merge_states", "build", "expand", "ngram")
+DRAFTING = of_runs.family("append_kv", "rope_append", "compact_kv", "merge_states", "build", "expand", "ngram")
 DRAFTERS = (("n-gram tree", "n-gram trees"), ("EAGLE-3 tree", "trees of a small EAGLE-3 head"))
 COMBINED = ("n-gram or EAGLE-3 tree", "n-grams, or else the head")
 FIRST_LOOK = (

@@ -36,6 +36,24 @@ struct AppendKvParams {
   DType cache_dtype;  // dtype: rows are copied; else kFloat8E4M3
 };
 
+// Queries and keys are rotated by the angles of their positions; keys and values are appended. Strides count elements.
+struct RopeAppendParams {
+  AppendKvParams append;     // the first side is K; what is stored of it is rotated
+  const void* q;             // [T, num_q_heads, head_dim], last dimension contiguous
+  void* q_out;               // of the same shape, last dimension contiguous, written; may be q
+  const int64_t* positions;  // [T]
+  const void* cos_sin;       // [num_angle_rows, rotary_dim], last dimension contiguous: cosines, then sines
+  int64_t q_token_stride, q_head_stride;
+  int64_t out_token_stride, out_head_stride;
+  int64_t cos_sin_stride;
+  int64_t num_angle_rows;  // at least 1, if there is a token
+  int64_t num_q_heads;
+  int64_t head_dim;                  // of queries and keys
+  int64_t rotary_start, rotary_dim;  // the columns that are rotated; rotary_dim is even
+  DType cos_sin_dtype;               // that of the rows, or fp32
+  bool interleaved;                  // pairs are neighbours; else the two halves of the columns
+};
+
 // One tensor of [num_pages, page_size, ...] as bytes: a row is sizes[0] * sizes[1] * sizes[2] runs of run_bytes.
 struct CacheView {
   void* data;
@@ -90,6 +108,11 @@ PT_HOST_DEVICE void map_query(const SlotMappingParams& p, int64_t row) {
   if (b < 0) return;
   const int64_t position = p.seq_lens[b] - node_range(p.cu_seqlens_q, p.batch, b, INT32_MAX).end + row;
   p.slots[row] = slot_id(locate(p.table, b, position), p.table.page_size);
+}
+
+// The row of angles of a token: that of its position, or the nearest one.
+PT_HOST_DEVICE int64_t angle_row(const RopeAppendParams& p, int64_t token) {
+  return clamp_to<int64_t>(p.positions[token], 0, p.num_angle_rows - 1);
 }
 
 // The number of accepted drafts of sequence b, bounded by the path's length; -1 if the sequence has no tree.

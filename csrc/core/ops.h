@@ -28,6 +28,7 @@
   OP(select_nodes, SelectNodesParams)                       \
   RULE(slot_mapping, SlotMappingParams, map_query, 1024)    \
   OP(append_kv, AppendKvParams)                             \
+  OP(rope_append, RopeAppendParams)                         \
   OP(compact_kv, CompactKvParams)                           \
   RULE(prepare_step, PrepareStepParams, prepare_item, 1024) \
   RULE(commit, CommitParams, commit_sequence, 32)           \

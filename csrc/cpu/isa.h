@@ -7,6 +7,7 @@
 #pragma once
 
 #include "core/drafting.h"
+#include "core/kv_cache.h"
 #include "core/logprobs.h"
 #include "core/options.h"
 #include "core/shard_distributions.h"
@@ -15,6 +16,14 @@
 #include "cpu/recurrent_work.h"
 
 namespace pagedtree::cpu {
+
+// The heads of one token whose columns are rotated. Strides count bytes.
+struct RotaryHeads {
+  const char* from;
+  char* to;  // may be `from`
+  int64_t from_stride, to_stride;
+  int64_t num_heads;
+};
 
 struct IsaKernels {
   const char* name;
@@ -28,6 +37,8 @@ struct IsaKernels {
   void (*token_logprobs)(const TokenLogprobsParams&, int64_t r, RulesScratch& scratch);
   // dst[i] = saturate(src[i] / scale) as e4m3; dtype is that of src: fp32, fp16 or bf16.
   void (*quantize_e4m3)(const void* src, DType dtype, int64_t count, float scale, uint8_t* dst);
+  // Rotates the heads by row `angles` of p.cos_sin, and copies their other columns.
+  void (*rotate_heads)(const RopeAppendParams& p, int64_t angles, const RotaryHeads& heads);
   // The k best tokens and their logits, best first, equal ones by id; -1 and -inf where fewer are finite. Returns the
   // sum of exp(logit - best logit) if asked to.
   double (*top_tokens)(const LogitRow& row, int32_t k, bool with_sum, int64_t* tokens, float* logits);

@@ -1,6 +1,7 @@
 #include "core/kv_cache.h"
 
 #include <cstring>
+#include <vector>
 
 #include "cpu/backend.h"
 #include "cpu/isa.h"
@@ -14,6 +15,7 @@ constexpr int64_t kBytesPerTask = 64 << 10;
 
 void append_row(const AppendKvParams& p, const AppendSide& side, const IsaKernels& isa, int64_t token, int64_t page,
                 int64_t offset) {
+  if (side.head_dim * p.num_kv_heads == 0) return;  // tensors without elements have no address
   const int64_t size = element_size(p.dtype), cache_size = element_size(p.cache_dtype);
   const auto* from = static_cast<const uint8_t*>(side.rows) + token * side.token_stride * size;
   auto* to = static_cast<uint8_t*>(side.cache) +
@@ -73,6 +75,52 @@ void CpuBackend::append_kv(const AppendKvParams& p, const ExecContext& ctx) cons
       for (int32_t i = 0; i < p.num_sides; ++i) {
         append_row(p, p.sides[i], isa, token, slot / p.page_size, slot % p.page_size);
       }
+    }
+  });
+}
+
+void CpuBackend::rope_append(const RopeAppendParams& p, const ExecContext& ctx) const {
+  const AppendKvParams& a = p.append;
+  const AppendSide& k = a.sides[0];
+  const int64_t size = element_size(a.dtype);
+  const bool has_q = p.num_q_heads * p.head_dim > 0, has_k = a.num_kv_heads * p.head_dim > 0;
+  int64_t row_bytes = 2 * p.num_q_heads * p.head_dim * size;
+  for (int32_t i = 0; i < a.num_sides; ++i) row_bytes += a.num_kv_heads * a.sides[i].head_dim * size;
+  if (row_bytes == 0) return;  // tensors without elements have no address
+  const IsaKernels& isa = isa_kernels();
+  const int64_t num_slots = a.num_pages * a.page_size;
+  const bool is_converted = a.dtype != a.cache_dtype;
+  parallel_for(ctx, a.num_tokens, ceil_div(kBytesPerTask, row_bytes), [&](int64_t begin, int64_t end) {
+    std::vector<char> rotated(static_cast<size_t>(is_converted ? a.num_kv_heads * p.head_dim * size : 0));
+    AppendSide rotated_k = k;  // of one token, before it is converted
+    rotated_k.rows = rotated.data();
+    rotated_k.token_stride = 0;
+    rotated_k.head_stride = p.head_dim;
+    const auto rotate = [&](int64_t token, const void* from, int64_t from_stride, void* to, int64_t to_stride,
+                            int64_t num_heads) {
+      isa.rotate_heads(
+          p, angle_row(p, token),
+          {static_cast<const char*>(from), static_cast<char*>(to), from_stride * size, to_stride * size, num_heads});
+    };
+    for (int64_t token = begin; token < end; ++token) {
+      if (has_q) {
+        rotate(token, static_cast<const char*>(p.q) + token * p.q_token_stride * size, p.q_head_stride,
+               static_cast<char*>(p.q_out) + token * p.out_token_stride * size, p.out_head_stride, p.num_q_heads);
+      }
+      const int64_t slot = a.slots[token];
+      if (slot < 0 || slot >= num_slots) continue;
+      const int64_t page = slot / a.page_size, offset = slot % a.page_size;
+      if (has_k) {
+        const char* from = static_cast<const char*>(k.rows) + token * k.token_stride * size;
+        if (is_converted) {
+          rotate(token, from, k.head_stride, rotated.data(), p.head_dim, a.num_kv_heads);
+          append_row(a, rotated_k, isa, token, page, offset);
+        } else {
+          char* to = static_cast<char*>(k.cache) + (page * k.cache_page_stride + offset * k.cache_slot_stride) * size;
+          rotate(token, from, k.head_stride, to, k.cache_head_stride, a.num_kv_heads);
+        }
+      }
+      for (int32_t i = 1; i < a.num_sides; ++i) append_row(a, a.sides[i], isa, token, page, offset);
     }
   });
 }

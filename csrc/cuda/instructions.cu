@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "core/common.h"
+#include "core/numeric.h"
 #include "cuda/instructions.cuh"
 #include "cuda/tile/launch.cuh"
 #include "cuda/tile/mma.cuh"
@@ -127,6 +128,19 @@ struct Float8 {  // the two codes in the low half of each word
   }
 };
 
+struct ToFloat8 {  // two numbers for each word
+  static __device__ void run(const uint32_t* in, uint32_t* out) {
+    for (int i = 0; i < 4; ++i) {
+      const float low = as_float(in[2 * i]), high = as_float(in[2 * i + 1]);
+      if constexpr (kConvertsFloat8) {
+        out[i] = ptx::e4m3_from_floats(low, high);
+      } else {  // what the kernels do on such GPUs
+        out[i] = e4m3_from_float(low) | uint32_t{e4m3_from_float(high)} << 8;
+      }
+    }
+  }
+};
+
 struct MoveFloat8 {
   static __device__ void run(const uint32_t* in, uint32_t* out) {
     for (int i = 0; i < 4; ++i) out[i] = move_e4m3(in[i]);
@@ -221,6 +235,7 @@ constexpr Instruction kInstructions[] = {
     {"max_nan/bf16", run<MaxNan<__nv_bfloat16>>},
     {"max_nan/fp16", run<MaxNan<__half>>},
     {"half2_from_e4m3", run<Float8>},
+    {"e4m3_from_floats", run<ToFloat8>},
     {"move_e4m3", run<MoveFloat8>},
     {"increment", run<Increment>},
     {"barrier_sync", run<Barrier>},

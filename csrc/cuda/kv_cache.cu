@@ -1,38 +1,112 @@
+#include <algorithm>
+#include <initializer_list>
+
 #include "core/kv_cache.h"
-#include "core/numeric.h"
 #include "cuda/backend.h"
+#include "cuda/tile/divisor.cuh"
 #include "cuda/tile/launch.cuh"
-#include "cuda/tile/ptx.cuh"
+#include "cuda/tile/quantize.cuh"
 
 namespace pagedtree::cuda {
 namespace {
 
 constexpr int kMaxThreads = 256;
+constexpr int kRopeThreads = 128, kRopeCtasPerSm = 16;
 constexpr int64_t kVectorBytes = 16;
 
-// ---- append_kv: what happens to the elements of one piece of a row
+// ---- rows: neighbours of one, read and written at once
 
-template <typename Element, typename Unit>
-struct Copy {
-  using Source = Element;
-  using Target = Element;
-  static constexpr int kElements = sizeof(Unit) / sizeof(Element);
-  static __device__ void move(const Source* from, Target* to, float /*scale*/) {
-    *reinterpret_cast<Unit*>(to) = *reinterpret_cast<const Unit*>(from);
-  }
-};
-
+// A number as raw bits.
 template <DType kDType>
-struct Stored {  // as raw bits
+struct Stored {
   uint16_t bits;
   __device__ float value() const {
-    return kDType == DType::kFloat16 ? float_from_half(bits) : float_from_bfloat16(bits);
+    if constexpr (kDType == DType::kFloat16) return __half2float(bits_as<__half>(bits));
+    return float_from_bfloat16(bits);
+  }
+  static __device__ Stored nearest(float value) {
+    if constexpr (kDType == DType::kFloat16) return {bits_as<uint16_t>(__float2half_rn(value))};
+    return {bits_as<uint16_t>(__float2bfloat16_rn(value))};
   }
 };
 template <>
 struct Stored<DType::kFloat32> {
   float bits;
   __device__ float value() const { return bits; }
+  static __device__ Stored nearest(float value) { return {value}; }
+};
+
+template <typename T, int kCount>
+struct alignas(kCount * sizeof(T) < kVectorBytes ? kCount * sizeof(T) : kVectorBytes) Neighbours {
+  T at[kCount];
+};
+
+template <typename T, int kCount>
+__device__ __forceinline__ Neighbours<T, kCount> load_neighbours(const T* from) {
+  return *reinterpret_cast<const Neighbours<T, kCount>*>(from);
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ void store_neighbours(T* to, const Neighbours<T, kCount>& numbers) {
+  *reinterpret_cast<Neighbours<T, kCount>*>(to) = numbers;
+}
+
+// Stores the e4m3 codes of numbers.
+template <DType kDType, int kCount>
+__device__ __forceinline__ void store_codes(uint8_t* to, const Neighbours<Stored<kDType>, kCount>& numbers,
+                                            const Quantizer& quantizer) {
+  float values[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) values[i] = numbers.at[i].value();
+  Neighbours<uint8_t, kCount> codes;
+  quantizer.encode(values, codes.at);
+  store_neighbours(to, codes);
+}
+
+__device__ __forceinline__ Quantizer quantizer_of(const AppendSide& side, int64_t head) {
+  return Quantizer(side.scale == nullptr ? 1.0f : side.scale[head * side.scale_stride]);
+}
+
+// The first element of a slot's row.
+__device__ __forceinline__ int64_t cache_offset(const AppendSide& side, const Divisor& page_size, int64_t slot) {
+  const int64_t page = page_size.quotient(slot);
+  return page * side.cache_page_stride + page_size.remainder(slot, page) * side.cache_slot_stride;
+}
+
+// Whether all of these are multiples of 16 bytes.
+bool are_aligned(std::initializer_list<int64_t> bytes) {
+  return std::all_of(bytes.begin(), bytes.end(), [](int64_t value) { return value % kVectorBytes == 0; });
+}
+
+int64_t address(const void* p) { return static_cast<int64_t>(reinterpret_cast<uintptr_t>(p)); }
+
+// Whether the rows can be read and written 16 bytes at a time, `elements` of them in each piece.
+bool is_aligned(const AppendKvParams& p, const AppendSide& side, int64_t elements) {
+  const int64_t size = element_size(p.dtype), cache_size = element_size(p.cache_dtype);
+  return side.head_dim % elements == 0 &&
+         are_aligned({address(side.rows), side.token_stride * size, side.head_stride * size, address(side.cache),
+                      side.cache_page_stride * cache_size, side.cache_slot_stride * cache_size,
+                      side.cache_head_stride * cache_size});
+}
+
+// A block in which threads along x share a head of `pieces` pieces, and those along y take different heads: no thread
+// has to divide.
+dim3 block_of(int64_t pieces, int64_t heads, int64_t threads) {
+  const int64_t x = clamp_to<int64_t>(pieces, 1, threads);
+  return dim3(static_cast<unsigned>(x),
+              static_cast<unsigned>(clamp_to<int64_t>(threads / x, 1, max_of<int64_t>(heads, 1))));
+}
+
+// ---- append_kv: what happens to one piece of a row
+
+template <typename Element, int kCount>
+struct Copy {
+  using Source = Element;
+  using Target = Element;
+  static constexpr int kElements = kCount;
+  static __device__ void move(const Source* from, Target* to, const Quantizer&) {
+    store_neighbours(to, load_neighbours<Element, kCount>(from));
+  }
 };
 
 template <DType kDType, int kCount>
@@ -40,76 +114,196 @@ struct Quantize {
   using Source = Stored<kDType>;
   using Target = uint8_t;
   static constexpr int kElements = kCount;
-  struct alignas(kCount == 1 ? sizeof(Source) : kVectorBytes) Sources {
-    Source values[kCount];
-  };
-  struct alignas(kCount) Targets {
-    uint8_t codes[kCount];
-  };
-  static __device__ void move(const Source* from, Target* to, float scale) {
-    const Sources sources = *reinterpret_cast<const Sources*>(from);
-    Targets targets;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) targets.codes[i] = e4m3_from_float(sources.values[i].value() / scale);
-    *reinterpret_cast<Targets*>(to) = targets;
+  static __device__ void move(const Source* from, Target* to, const Quantizer& quantizer) {
+    store_codes(to, load_neighbours<Source, kCount>(from), quantizer);
   }
 };
 
 // One CTA per token and side (K or V).
 template <typename Piece>
-__global__ void __launch_bounds__(kMaxThreads, 1) append_kernel(const __grid_constant__ AppendKvParams p) {
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    append_kernel(const __grid_constant__ AppendKvParams p, const __grid_constant__ Divisor page_size) {
   const AppendSide& side = p.sides[blockIdx.y];
   const int64_t token = blockIdx.x, slot = p.slots[token];
   if (slot < 0 || slot >= p.num_pages * p.page_size) return;
   const auto* from = static_cast<const typename Piece::Source*>(side.rows) + token * side.token_stride;
-  auto* to = static_cast<typename Piece::Target*>(side.cache) + slot / p.page_size * side.cache_page_stride +
-             slot % p.page_size * side.cache_slot_stride;
-  const int64_t pieces = side.head_dim / Piece::kElements;
-  for (int64_t i = threadIdx.x; i < p.num_kv_heads * pieces; i += blockDim.x) {
-    const int64_t head = i / pieces, at = i % pieces * Piece::kElements;
-    const float scale = side.scale == nullptr ? 1.0f : side.scale[head * side.scale_stride];
-    Piece::move(from + head * side.head_stride + at, to + head * side.cache_head_stride + at, scale);
-  }
-}
-
-// Whether the rows of all sides can be read and written 16 bytes at a time, `elements` of them in each piece.
-bool is_aligned(const AppendKvParams& p, int64_t elements) {
-  const int64_t size = element_size(p.dtype), cache_size = element_size(p.cache_dtype);
-  bool aligned = true;
-  for (int32_t i = 0; i < p.num_sides; ++i) {
-    const AppendSide& side = p.sides[i];
-    aligned = aligned && side.head_dim % elements == 0;
-    for (const int64_t bytes : {static_cast<int64_t>(reinterpret_cast<uintptr_t>(side.rows)), side.token_stride * size,
-                                side.head_stride * size, static_cast<int64_t>(reinterpret_cast<uintptr_t>(side.cache)),
-                                side.cache_page_stride * cache_size, side.cache_slot_stride * cache_size,
-                                side.cache_head_stride * cache_size}) {
-      aligned = aligned && bytes % kVectorBytes == 0;
+  auto* to = static_cast<typename Piece::Target*>(side.cache) + cache_offset(side, page_size, slot);
+  const int64_t step = int64_t{blockDim.x} * Piece::kElements;
+  for (int64_t head = threadIdx.y; head < p.num_kv_heads; head += blockDim.y) {
+    const Quantizer quantizer = quantizer_of(side, head);
+    for (int64_t at = int64_t{threadIdx.x} * Piece::kElements; at < side.head_dim; at += step) {
+      Piece::move(from + head * side.head_stride + at, to + head * side.cache_head_stride + at, quantizer);
     }
   }
-  return aligned;
 }
 
 template <typename Piece>
 void launch_append(const AppendKvParams& p, const ExecContext& ctx) {
   int64_t head_dim = 0;  // of the widest side
   for (int32_t i = 0; i < p.num_sides; ++i) head_dim = max_of(head_dim, p.sides[i].head_dim);
-  const int64_t pieces = p.num_kv_heads * (head_dim / Piece::kElements);
-  if (pieces == 0) return;
-  const auto threads = static_cast<unsigned>(min_of<int64_t>(ceil_div<int64_t>(pieces, 32) * 32, kMaxThreads));
+  if (p.num_kv_heads * head_dim == 0) return;
   const dim3 grid(static_cast<unsigned>(p.num_tokens), static_cast<unsigned>(p.num_sides));
-  launch(append_kernel<Piece>, grid, dim3(threads), 0, ctx.stream, p);
+  const dim3 block = block_of(head_dim / Piece::kElements, p.num_kv_heads, kMaxThreads);
+  launch(append_kernel<Piece>, grid, block, 0, ctx.stream, p, Divisor(p.page_size));
+}
+
+// With wide pieces if all sides have them.
+template <typename Wide, typename Narrow>
+void launch_widest(const AppendKvParams& p, const ExecContext& ctx) {
+  bool aligned = true;
+  for (int32_t i = 0; i < p.num_sides; ++i) aligned = aligned && is_aligned(p, p.sides[i], Wide::kElements);
+  aligned ? launch_append<Wide>(p, ctx) : launch_append<Narrow>(p, ctx);
 }
 
 template <typename Element>
 void launch_copy(const AppendKvParams& p, const ExecContext& ctx) {
-  const bool vector = is_aligned(p, kVectorBytes / sizeof(Element));
-  vector ? launch_append<Copy<Element, uint4>>(p, ctx) : launch_append<Copy<Element, Element>>(p, ctx);
+  launch_widest<Copy<Element, kVectorBytes / sizeof(Element)>, Copy<Element, 1>>(p, ctx);
 }
 
 template <DType kDType>
 void launch_quantize(const AppendKvParams& p, const ExecContext& ctx) {
-  is_aligned(p, kVectorBytes) ? launch_append<Quantize<kDType, 16>>(p, ctx)
-                              : launch_append<Quantize<kDType, 1>>(p, ctx);
+  launch_widest<Quantize<kDType, kVectorBytes>, Quantize<kDType, 1>>(p, ctx);
+}
+
+// ---- rope_append
+
+// The cosines or sines of neighbouring pairs: fp32, or of the rows' type.
+template <DType kDType, int kCount>
+__device__ __forceinline__ void load_angles(float (&angles)[kCount], const RopeAppendParams& p, int64_t offset) {
+  if (p.cos_sin_dtype == DType::kFloat32) {
+    const auto numbers = load_neighbours<float, kCount>(static_cast<const float*>(p.cos_sin) + offset);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) angles[i] = numbers.at[i];
+  } else {
+    using Number = Stored<kDType>;
+    const auto numbers = load_neighbours<Number, kCount>(static_cast<const Number*>(p.cos_sin) + offset);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) angles[i] = numbers.at[i].value();
+  }
+}
+
+// Where a head goes: to numbers of the rows' type, or to e4m3 codes.
+template <DType kDType>
+struct HeadTarget {
+  void* row;
+  bool is_float8;
+  Quantizer quantizer;
+
+  template <int kCount>
+  __device__ __forceinline__ void store(int64_t column, const Neighbours<Stored<kDType>, kCount>& numbers) const {
+    if (is_float8) {
+      store_codes(static_cast<uint8_t*>(row) + column, numbers, quantizer);
+    } else {
+      store_neighbours(static_cast<Stored<kDType>*>(row) + column, numbers);
+    }
+  }
+};
+
+// The threads along x rotate one head by the row of angles that begins at `angles`, kCount pairs at a time, and copy
+// its other columns.
+template <DType kDType, int kCount>
+__device__ __forceinline__ void rotate_head(const RopeAppendParams& p, int64_t angles, const Stored<kDType>* from,
+                                            const HeadTarget<kDType>& to) {
+  const int64_t half = p.rotary_dim / 2, step = int64_t{blockDim.x} * kCount, first = int64_t{threadIdx.x} * kCount;
+  for (int64_t pair = first; pair < half; pair += step) {
+    // Of neighbouring pairs, the numbers of the first half and of the second stand one behind the other.
+    const int64_t a = p.rotary_start + (p.interleaved ? 2 * pair : pair), b = a + (p.interleaved ? kCount : half);
+    auto x = load_neighbours<Stored<kDType>, kCount>(from + a), y = load_neighbours<Stored<kDType>, kCount>(from + b);
+    float cos[kCount], sin[kCount];
+    load_angles<kDType>(cos, p, angles + pair);
+    load_angles<kDType>(sin, p, angles + half + pair);
+    const auto turn = [&](Stored<kDType>& one, Stored<kDType>& other, int i) {
+      const float x1 = one.value(), x2 = other.value();
+      one = Stored<kDType>::nearest(x1 * cos[i] - x2 * sin[i]);
+      other = Stored<kDType>::nearest(x2 * cos[i] + x1 * sin[i]);
+    };
+    if (kCount > 1 && p.interleaved) {
+#pragma unroll
+      for (int i = 0; i + 1 < kCount; i += 2) {
+        turn(x.at[i], x.at[i + 1], i / 2);
+        turn(y.at[i], y.at[i + 1], (kCount + i) / 2);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) turn(x.at[i], y.at[i], i);
+    }
+    to.store(a, x);
+    to.store(b, y);
+  }
+  if (to.row == from) return;
+  for (int64_t at = first; at < p.head_dim - p.rotary_dim; at += step) {
+    const int64_t column = at < p.rotary_start ? at : at + p.rotary_dim;
+    to.store(column, load_neighbours<Stored<kDType>, kCount>(from + column));
+  }
+}
+
+// CTA (token, part): its threads along x share a head, those along y take different ones of the token's Hq heads of Q,
+// Hkv of K and Hkv of V; the parts of a token take turns.
+template <DType kDType, int kCount>
+__global__ void __launch_bounds__(kRopeThreads)
+    rope_append_kernel(const __grid_constant__ RopeAppendParams p, const __grid_constant__ Divisor page_size) {
+  using Number = Stored<kDType>;
+  const AppendKvParams& append = p.append;
+  const int64_t token = blockIdx.x, slot = append.slots[token];
+  const int64_t angles = angle_row(p, token) * p.cos_sin_stride;
+  const bool is_stored = slot >= 0 && slot < append.num_pages * append.page_size;
+  const bool is_float8 = append.cache_dtype == DType::kFloat8E4M3;
+  const int64_t num_heads = p.num_q_heads + (is_stored ? append.num_sides * append.num_kv_heads : 0);
+  for (int64_t i = int64_t{blockIdx.y} * blockDim.y + threadIdx.y; i < num_heads; i += gridDim.y * blockDim.y) {
+    if (i < p.num_q_heads) {
+      const auto* from = static_cast<const Number*>(p.q) + token * p.q_token_stride + i * p.q_head_stride;
+      auto* to = static_cast<Number*>(p.q_out) + token * p.out_token_stride + i * p.out_head_stride;
+      rotate_head<kDType, kCount>(p, angles, from, {to, false, Quantizer(1.0f)});
+      continue;
+    }
+    const bool is_v = i >= p.num_q_heads + append.num_kv_heads;
+    const AppendSide& side = append.sides[is_v];
+    const int64_t head = i - p.num_q_heads - (is_v ? append.num_kv_heads : 0);
+    const auto* from = static_cast<const Number*>(side.rows) + token * side.token_stride + head * side.head_stride;
+    const int64_t at = cache_offset(side, page_size, slot) + head * side.cache_head_stride;
+    void* row = is_float8 ? static_cast<void*>(static_cast<uint8_t*>(side.cache) + at)
+                          : static_cast<void*>(static_cast<Number*>(side.cache) + at);
+    const HeadTarget<kDType> to{row, is_float8, quantizer_of(side, head)};
+    if (!is_v) {
+      rotate_head<kDType, kCount>(p, angles, from, to);
+      continue;
+    }
+    for (int64_t column = int64_t{threadIdx.x} * kCount; column < side.head_dim; column += blockDim.x * kCount) {
+      to.store(column, load_neighbours<Number, kCount>(from + column));
+    }
+  }
+}
+
+// Whether all rows and angles can be read and written in pieces of this many elements, of 16 bytes.
+bool is_aligned(const RopeAppendParams& p, int64_t elements) {
+  const int64_t size = element_size(p.append.dtype), angle_size = element_size(p.cos_sin_dtype);
+  bool aligned = p.rotary_start % elements == 0 && p.rotary_dim / 2 % elements == 0 && p.head_dim % elements == 0 &&
+                 are_aligned({address(p.q), p.q_token_stride * size, p.q_head_stride * size, address(p.q_out),
+                              p.out_token_stride * size, p.out_head_stride * size, address(p.cos_sin),
+                              p.cos_sin_stride * angle_size});
+  for (int32_t i = 0; i < p.append.num_sides; ++i) {
+    aligned = aligned && is_aligned(p.append, p.append.sides[i], elements);
+  }
+  return aligned;
+}
+
+template <DType kDType, int kCount>
+void launch_rope(const RopeAppendParams& p, const ExecContext& ctx) {
+  const int64_t heads = p.num_q_heads + p.append.num_sides * p.append.num_kv_heads;
+  const int64_t pieces = max_of(p.rotary_dim / 2, p.head_dim - p.rotary_dim) / kCount;
+  const dim3 block = block_of(pieces, heads, kRopeThreads);
+  // Few tokens get a CTA for each group of heads, so that no thread works on two; many tokens fill the GPU without.
+  const int64_t enough =
+      ceil_div<int64_t>(int64_t{kRopeCtasPerSm} * device_limits().num_sms, max_of<int64_t>(p.append.num_tokens, 1));
+  const int64_t parts = clamp_to<int64_t>(ceil_div<int64_t>(heads, block.y), 1, min_of<int64_t>(enough, 65535));
+  const dim3 grid(static_cast<unsigned>(p.append.num_tokens), static_cast<unsigned>(parts));
+  launch(rope_append_kernel<kDType, kCount>, grid, block, 0, ctx.stream, p, Divisor(p.append.page_size));
+}
+
+template <DType kDType>
+void launch_rope(const RopeAppendParams& p, const ExecContext& ctx) {
+  constexpr int kElements = kVectorBytes / element_size(kDType);
+  is_aligned(p, kElements) ? launch_rope<kDType, kElements>(p, ctx) : launch_rope<kDType, 1>(p, ctx);
 }
 
 // ---- compact_kv
@@ -206,6 +400,19 @@ void CudaBackend::append_kv(const AppendKvParams& p, const ExecContext& ctx) con
       return launch_quantize<DType::kBFloat16>(p, ctx);
     case DType::kFloat8E4M3:
       return;  // copied, never converted
+  }
+}
+
+void CudaBackend::rope_append(const RopeAppendParams& p, const ExecContext& ctx) const {
+  switch (p.append.dtype) {
+    case DType::kFloat32:
+      return launch_rope<DType::kFloat32>(p, ctx);
+    case DType::kFloat16:
+      return launch_rope<DType::kFloat16>(p, ctx);
+    case DType::kBFloat16:
+      return launch_rope<DType::kBFloat16>(p, ctx);
+    case DType::kFloat8E4M3:
+      return;  // queries have other types
   }
 }
 

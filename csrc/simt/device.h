@@ -216,5 +216,9 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   }
   return result;
 }
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+  __extension__ typedef unsigned __int128 Wide;
+  return static_cast<unsigned long long>((static_cast<Wide>(a) * b) >> 64);
+}
 inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float __fdividef(float a, float b) { return a / b; }

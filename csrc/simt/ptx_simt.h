@@ -133,6 +133,21 @@ inline uint32_t half2_from_e4m3(uint32_t codes) {
   return half(codes & 0xffu) | half(codes >> 8 & 0xffu) << 16;
 }
 
+// The nearest e4m3 codes of two numbers, ties to even, at most 448 in magnitude; NaN is 0x7f.
+inline uint32_t e4m3_from_floats(float low, float high) {
+  const auto code = [](float value) -> uint32_t {
+    const uint32_t sign = std::signbit(value) ? 0x80u : 0u;
+    const float magnitude = std::fabs(value);
+    if (std::isnan(value)) return 0x7fu;
+    if (magnitude >= 448.0f) return sign | 0x7eu;
+    // Steps between codes: 2^-9 up to 2^-6, else 1/8 of the power of two below.
+    const int exponent = magnitude < 0x1p-6f ? -6 : std::ilogb(magnitude);
+    const auto steps = static_cast<uint32_t>(std::nearbyint(std::ldexp(double{magnitude}, 3 - exponent)));
+    return sign | (static_cast<uint32_t>(exponent + 6) * 8u + steps);  // a carry runs into the exponent
+  };
+  return code(low) | code(high) << 8;
+}
+
 // ---- maxima
 
 // The larger of the numbers at each place of two registers: one float, or two of half or bfloat16. NaN wins; +0 is

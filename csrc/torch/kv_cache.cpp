@@ -194,13 +194,11 @@ Tensor slot_mapping(const Tensor& page_table, const Tensor& seq_lens, const Tens
   return slots;
 }
 
-void append_kv(const Tensor& k, const std::optional<Tensor>& v, const Tensor& k_cache,
-               const std::optional<Tensor>& v_cache, const Tensor& slots, const std::optional<Tensor>& k_scale,
-               const std::optional<Tensor>& v_scale) {
+// Checks all but k itself, of which the dtype and the three dimensions are right.
+AppendKvParams append_params(const Check& check, const Tensor& k, const std::optional<Tensor>& v, const Tensor& k_cache,
+                             const std::optional<Tensor>& v_cache, const Tensor& slots,
+                             const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
   constexpr ScalarType kFp8 = ScalarType::Float8_e4m3fn;
-  const Check check("append_kv", k);
-  check.tensor(k, "k", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16, kFp8},
-               {kAnySize, kAnySize, kAnySize}, Strides::kLastContiguous);
   const int64_t num_tokens = k.size(0), num_kv_heads = k.size(1);
   if (!k_cache.defined() || k_cache.scalar_type() != kFp8) check.dtype(k_cache, "k_cache", {k.scalar_type(), kFp8});
   check.tensor(k_cache, "k_cache", {k_cache.scalar_type()}, {kAnySize, kAnySize, num_kv_heads, k.size(2)},
@@ -217,11 +215,8 @@ void append_kv(const Tensor& k, const std::optional<Tensor>& v, const Tensor& k_
   check.tensor(slots, "slots", {ScalarType::Long}, {num_tokens});
 
   AppendKvParams params{};
-  const auto add_side = [&](const AppendSide& side) {
-    if (side.head_dim > 0) params.sides[params.num_sides++] = side;  // tensors without elements have no address
-  };
-  add_side(append_side(check, k, k_cache, k_scale, "k_scale"));
-  if (has_v) add_side(append_side(check, *v, *v_cache, v_scale, "v_scale"));
+  params.sides[params.num_sides++] = append_side(check, k, k_cache, k_scale, "k_scale");
+  if (has_v) params.sides[params.num_sides++] = append_side(check, *v, *v_cache, v_scale, "v_scale");
   params.slots = const_pointer<int64_t>(slots);
   params.num_tokens = num_tokens;
   params.num_kv_heads = num_kv_heads;
@@ -237,7 +232,100 @@ void append_kv(const Tensor& k, const std::optional<Tensor>& v, const Tensor& k_
                  "in -1.." + std::to_string(num_slots - 1), values[i]);
     }
   }
+  return params;
+}
+
+void append_kv(const Tensor& k, const std::optional<Tensor>& v, const Tensor& k_cache,
+               const std::optional<Tensor>& v_cache, const Tensor& slots, const std::optional<Tensor>& k_scale,
+               const std::optional<Tensor>& v_scale) {
+  const Check check("append_kv", k);
+  check.tensor(k, "k", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16, ScalarType::Float8_e4m3fn},
+               {kAnySize, kAnySize, kAnySize}, Strides::kLastContiguous);
+  const AppendKvParams params = append_params(check, k, v, k_cache, v_cache, slots, k_scale, v_scale);
   backend_for(k).append_kv(params, context_for(k));
+}
+
+// ---- rope_append
+
+RopeAppendParams rope_params(const Check& check, const Tensor& q, const Tensor& k, const std::optional<Tensor>& v,
+                             const Tensor& positions, const Tensor& cos_sin, const Tensor& k_cache,
+                             const std::optional<Tensor>& v_cache, const Tensor& slots, bool interleaved,
+                             int64_t rotary_start, const std::optional<Tensor>& k_scale,
+                             const std::optional<Tensor>& v_scale) {
+  check.tensor(q, "q", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}, {kAnySize, kAnySize, kAnySize},
+               Strides::kLastContiguous);
+  const int64_t num_tokens = q.size(0), head_dim = q.size(2);
+  check.tensor(k, "k", {q.scalar_type()}, {num_tokens, kAnySize, head_dim}, Strides::kLastContiguous);
+  check.tensor(positions, "positions", {ScalarType::Long}, {num_tokens});
+  if (q.scalar_type() == ScalarType::Float) {
+    check.dtype(cos_sin, "cos_sin", {ScalarType::Float});
+  } else {
+    check.dtype(cos_sin, "cos_sin", {ScalarType::Float, q.scalar_type()});
+  }
+  check.tensor(cos_sin, "cos_sin", {cos_sin.scalar_type()}, {kAnySize, kAnySize}, Strides::kLastContiguous);
+  const int64_t num_angle_rows = cos_sin.size(0), rotary_dim = cos_sin.size(1);
+  check.that(num_angle_rows > 0 || num_tokens == 0, "cos_sin", "of at least one row", Check::text(cos_sin.sizes()));
+  check.that(rotary_dim % 2 == 0, "cos_sin", "of an even number of columns", Check::text(cos_sin.sizes()));
+  check.that(rotary_dim <= head_dim, "cos_sin", "of at most " + std::to_string(head_dim) + " columns, the head size",
+             Check::text(cos_sin.sizes()));
+  check.that(rotary_start >= 0 && rotary_start <= head_dim - rotary_dim, "rotary_start",
+             "in 0.." + std::to_string(head_dim - rotary_dim) + ", so that the " + std::to_string(rotary_dim) +
+                 " columns are within a head",
+             rotary_start);
+
+  RopeAppendParams params{};
+  params.append = append_params(check, k, v, k_cache, v_cache, slots, k_scale, v_scale);
+  params.q = q.const_data_ptr();
+  params.positions = const_pointer<int64_t>(positions);
+  params.cos_sin = cos_sin.const_data_ptr();
+  params.q_token_stride = q.stride(0);
+  params.q_head_stride = q.stride(1);
+  params.cos_sin_stride = cos_sin.stride(0);
+  params.num_angle_rows = num_angle_rows;
+  params.num_q_heads = q.size(1);
+  params.head_dim = head_dim;
+  params.rotary_start = rotary_start;
+  params.rotary_dim = rotary_dim;
+  params.cos_sin_dtype = core_dtype(cos_sin);
+  params.interleaved = interleaved;
+  if (value_checks_enabled()) {
+    const auto values = host_values<int64_t>(positions);
+    for (size_t i = 0; i < values.size(); ++i) {
+      check.that(values[i] >= 0 && values[i] < num_angle_rows, at("positions", static_cast<int64_t>(i)),
+                 "in 0.." + std::to_string(num_angle_rows - 1), values[i]);
+    }
+  }
+  return params;
+}
+
+void run_rope_append(RopeAppendParams& params, const Tensor& q, const Tensor& q_out) {
+  params.q_out = q_out.mutable_data_ptr();
+  params.out_token_stride = q_out.stride(0);
+  params.out_head_stride = q_out.stride(1);
+  backend_for(q).rope_append(params, context_for(q));
+}
+
+Tensor rope_append(const Tensor& q, const Tensor& k, const std::optional<Tensor>& v, const Tensor& positions,
+                   const Tensor& cos_sin, const Tensor& k_cache, const std::optional<Tensor>& v_cache,
+                   const Tensor& slots, bool interleaved, int64_t rotary_start, const std::optional<Tensor>& k_scale,
+                   const std::optional<Tensor>& v_scale) {
+  const Check check("rope_append", q);
+  RopeAppendParams params = rope_params(check, q, k, v, positions, cos_sin, k_cache, v_cache, slots, interleaved,
+                                        rotary_start, k_scale, v_scale);
+  Tensor q_out = empty_on(q, {q.size(0), q.size(1), q.size(2)}, q.scalar_type());
+  run_rope_append(params, q, q_out);
+  return q_out;
+}
+
+void rope_append_out(const Tensor& q, const Tensor& k, const std::optional<Tensor>& v, const Tensor& positions,
+                     const Tensor& cos_sin, const Tensor& k_cache, const std::optional<Tensor>& v_cache,
+                     const Tensor& slots, bool interleaved, int64_t rotary_start, const std::optional<Tensor>& k_scale,
+                     const std::optional<Tensor>& v_scale, const Tensor& q_out) {
+  const Check check("rope_append", q);
+  RopeAppendParams params = rope_params(check, q, k, v, positions, cos_sin, k_cache, v_cache, slots, interleaved,
+                                        rotary_start, k_scale, v_scale);
+  check.tensor(q_out, "q_out", {q.scalar_type()}, {q.size(0), q.size(1), q.size(2)}, Strides::kLastContiguous);
+  run_rope_append(params, q, q_out);
 }
 
 Tensor compact_kv(const std::vector<Tensor>& caches, const Tensor& page_table, const Tensor& start,
@@ -259,6 +347,10 @@ Tensor compact_prepared(const Tensor& page_table, const Tensor& start, const Ten
   return compact(check, std::move(launches), page_table, start, accept_index, num_accepted);
 }
 
+#define PT_ROPE_ARGUMENTS                                                                                     \
+  "Tensor q, Tensor k, Tensor? v, Tensor positions, Tensor cos_sin, Tensor(a!) k_cache, Tensor(b!)? v_cache," \
+  " Tensor slots, *, bool interleaved=False, SymInt rotary_start=0, Tensor? k_scale=None, Tensor? v_scale=None"
+
 constexpr Op kOps[] = {
     {"slot_mapping",
      "(Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q, SymInt page_size, *, SymInt total_q)"
@@ -268,6 +360,8 @@ constexpr Op kOps[] = {
      "(Tensor k, Tensor? v, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor slots, *, Tensor? k_scale=None,"
      " Tensor? v_scale=None) -> ()",
      PT_BOX(&append_kv)},
+    {"rope_append", "(" PT_ROPE_ARGUMENTS ") -> Tensor", PT_BOX(&rope_append)},
+    {"rope_append.out", "(" PT_ROPE_ARGUMENTS ", Tensor(c!) q_out) -> ()", PT_BOX(&rope_append_out)},
     {"compact_kv",
      "(Tensor(a!)[] caches, Tensor page_table, Tensor start, Tensor accept_index, Tensor num_accepted)"
      " -> Tensor",

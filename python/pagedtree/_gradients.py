@@ -103,7 +103,7 @@ def register_gradients(library: torch.library.Library, op: Any) -> None:
         result = run_below()
         for tensor in written:
             _Written.apply(name, tensor, *inputs)
-        return result
+        return None if result is None else _InferenceOnly.apply(name, lambda: result, *inputs)
 
     overload = name + (f".{schema.overload_name}" if schema.overload_name else "")
     if name not in OPS_OF_INTEGERS:

@@ -14,7 +14,7 @@ from torch import Tensor
 from pagedtree._arguments import expect_type
 from pagedtree._ops import call, has_no_values, ops, register_fake
 
-__all__ = ["PreparedCompaction", "append_kv", "compact_kv", "slot_mapping"]
+__all__ = ["PreparedCompaction", "append_kv", "compact_kv", "rope_append", "slot_mapping"]
 
 
 def slot_mapping(
@@ -105,6 +105,69 @@ def append_kv(
     before anything is written.
     """
     call(ops.append_kv, k, v, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
+
+
+def rope_append(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    slots: Tensor,
+    *,
+    interleaved: bool = False,
+    rotary_start: int = 0,
+    q_out: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """Rotates queries and keys by their positions (rotary embedding) and appends keys and values, in one launch.
+
+    Args:
+        q: [T, Hq, D] of fp32, fp16 or bf16, any T, Hq and D; token and head strides are free, the last dimension is
+            contiguous.
+        k: [T, Hkv, D] of q's dtype, with strides of its own; not written.
+        v: [T, Hkv, Dv] of q's dtype, or None with v_cache None; see `append_kv`.
+        positions: int64 [T], rows of cos_sin. One outside reads the nearest row (PAGEDTREE_CHECK=1 raises).
+        cos_sin: [P, rotary_dim] of fp32 or q's dtype, any row stride: for each position the cosines of the
+            rotary_dim / 2 frequencies, then their sines. P >= 1 if T > 0; rotary_dim is even and at most D. Factors
+            that scale the rotation (YaRN's attention factor, say) are part of it.
+        k_cache, v_cache, slots, k_scale, v_scale: as those of `append_kv`. A token that it skips has its query
+            rotated all the same.
+        interleaved: whether the numbers of a pair are neighbours, as in GPT-J and DeepSeek; else they are in the two
+            halves of the rotary columns, as in GPT-NeoX and Llama.
+        rotary_start: the first rotary column; those before it and behind it pass unchanged.
+            rotary_start + rotary_dim <= D.
+        q_out: of q's shape and dtype, written; the last dimension is contiguous. It may be q itself, otherwise it
+            shares no memory with q. Default: a new tensor.
+
+    Returns q_out. Products and sums are of fp32, each rounded by itself, and the result is rounded once to q's dtype;
+    what is appended equals `append_kv` of the keys that are rotated so, bit for bit. Which NaN stands for one is open.
+
+        half = rotary_dim // 2
+        for t in range(T):
+            cos, sin = cos_sin[positions[t], :half], cos_sin[positions[t], half:]
+            for i in range(half):
+                a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+                a, b = a + rotary_start, b + rotary_start
+                for x, y in ((q[t], q_out[t]), (k[t], rotated_k[t])):  # of all heads
+                    y[:, a], y[:, b] = x[:, a] * cos[i] - x[:, b] * sin[i], x[:, b] * cos[i] + x[:, a] * sin[i]
+        append_kv(rotated_k, v, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
+
+    Sources: rotary embedding (Su et al., RoFormer, 2021); the table is vLLM's `cos_sin_cache`; FlashInfer fuses the
+    same steps.
+
+    Raises ValueError for wrong shapes, dtypes, devices, strides or columns, before anything is written.
+    """
+    given = (q, k, v, positions, cos_sin, k_cache, v_cache, slots)
+    options = {"interleaved": interleaved, "rotary_start": rotary_start, "k_scale": k_scale, "v_scale": v_scale}
+    if q_out is None:
+        rotated: Tensor = call(ops.rope_append, *given, **options)
+        return rotated
+    call(ops.rope_append.out, *given, **options, q_out=q_out)
+    return q_out
 
 
 def compact_kv(
@@ -206,6 +269,16 @@ def _append_kv_fake(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
+    return None
+
+
+@register_fake("rope_append")
+def _rope_append_fake(q: Tensor, *args: object, **kwargs: object) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+@register_fake("rope_append.out")
+def _rope_append_out_fake(q: Tensor, *args: object, **kwargs: object) -> None:
     return None
 
 

@@ -291,6 +291,31 @@ def append_kv_latent() -> Call:
 
 
 @valid_call
+def rope_append() -> Call:
+    """With all that can be given."""
+    rows = torch.randn(5, 8, 16).bfloat16()  # as a projection gives them, side by side
+    caches = torch.zeros(2, 6, 4, 2, 16).to(torch.float8_e4m3fn)
+    arguments = {
+        "q": rows[:, :4], "k": rows[:, 4:6], "v": rows[:, 6:], "positions": int64([7, 0, 3, 3, 8]),
+        "cos_sin": torch.randn(9, 8), "k_cache": caches[0], "v_cache": caches[1], "slots": int64([0, 7, -1, 23, 9]),
+        "interleaved": True, "rotary_start": 6, "q_out": torch.zeros(5, 4, 16).bfloat16(),
+        "k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([2.0, 0.25]),
+    }  # fmt: skip
+    return Call(pt.rope_append, arguments, written=("q_out", "k_cache", "v_cache"))
+
+
+@valid_call
+def rope_append_latent() -> Call:
+    """With as little as can be given."""
+    arguments = {
+        "q": torch.randn(5, 3, 24), "k": torch.randn(5, 1, 24), "v": None, "positions": int64([7, 0, 3, 3, 8]),
+        "cos_sin": torch.randn(9, 24), "k_cache": torch.zeros(6, 4, 1, 24), "v_cache": None,
+        "slots": int64([0, 7, -1, 23, 9]),
+    }  # fmt: skip
+    return Call(pt.rope_append, arguments, written=("k_cache",))
+
+
+@valid_call
 def compact_kv() -> Call:
     caches = [*torch.randn(3, 6, 4, 16), torch.randn(6, 4, 1, 576)]
     path = {"accept_index": int32([[0, 2, 4], [0, 2, -1]]), "num_accepted": int32([2, 1])}

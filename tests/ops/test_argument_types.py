@@ -35,6 +35,10 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("v_cache", lambda: pt.append_kv(ROWS, ROWS, ROWS[None], 0, SLOTS)),
     ("v", lambda: pt.append_kv(ROWS, [ROWS], ROWS[None], ROWS[None], SLOTS)),
     ("k_scale", lambda: pt.append_kv(ROWS, ROWS, ROWS[None], ROWS[None], SLOTS, k_scale=2.0)),
+    ("q", lambda: pt.rope_append([ROWS], ROWS, ROWS, SLOTS, ROWS[0], ROWS[None], ROWS[None], SLOTS)),
+    ("q_out", lambda: pt.rope_append(ROWS, ROWS, ROWS, SLOTS, ROWS[0], ROWS[None], ROWS[None], SLOTS, q_out=1)),
+    ("rotary_start", lambda: pt.rope_append(
+        ROWS, ROWS, ROWS, SLOTS, ROWS[0], ROWS[None], ROWS[None], SLOTS, rotary_start=0.5)),
     ("caches", lambda: pt.compact_kv(ROWS[None], TABLE, ZERO, TABLE, ZERO)),  # its pages would pass for caches
     ("merge_states", lambda: pt.merge_states(None, None, None, None)),
     ("params", lambda: pt.expand_tree(

@@ -42,6 +42,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "slot_mapping": (pt.slot_mapping, {
         "page_table": TABLE, "seq_lens": LENS, "cu_seqlens_q": OFFSETS, "page_size": 8, "total_q": 2}),
     "append_kv": (pt.append_kv, {"k": ROWS, "v": ROWS, "k_cache": KEYS, "v_cache": KEYS.clone(), "slots": SLOTS}),
+    "rope_append": (pt.rope_append, {
+        "q": ROWS, "k": ROWS, "v": ROWS, "positions": SLOTS, "cos_sin": ROWS[:, 0], "k_cache": KEYS,
+        "v_cache": KEYS.clone(), "slots": SLOTS}),
     "compact_kv": (pt.compact_kv, {
         "caches": [KEYS, KEYS.clone()], "page_table": TABLE, "start": LENS, "accept_index": TABLE,
         "num_accepted": LENS}),

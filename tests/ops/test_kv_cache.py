@@ -209,7 +209,8 @@ def test_append_rounds_to_fp8_as_torch(row_isa, device, dtype) -> None:
     else:
         values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     rows = values.view(-1, 1, 128).to(device)
-    for scale in (None, torch.tensor(0.3), torch.tensor(3e-5), torch.tensor(700.0), torch.tensor(0.0)):
+    for scale in (None, 0.3, 3e-5, 700.0, 0.0, -1.7, 1.0 + 2.0**-23, 2.0 - 2.0**-23, 1e-25, 1e-30, 1e25, 3e38):
+        scale = None if scale is None else torch.tensor(scale)
         cache = torch.zeros((2, rows.shape[0], 1, 1, 128), dtype=FP8, device=device)
         slots = torch.arange(rows.shape[0], device=device)
         on_device = None if scale is None else scale.to(device)

@@ -21,7 +21,8 @@ ROUNDED = ("tree_attention", "tree_attention.out", "tree_attention.without_lse",
            "advance_state", "merge_states")  # fmt: skip
 SUMMED = ("q", "k", "v", "k_cache", "v_cache", "x", "weight", "bias", "out_a", "out_b")
 # What the docstrings leave open: rows that share a slot, scales that are not finite.
-LEFT_OPEN = {"append_kv": ("slots",), "compact_kv": ("page_table",), "tree_attention": ("k_scale", "v_scale"),
+LEFT_OPEN = {"append_kv": ("slots",), "rope_append": ("slots",), "rope_append.out": ("slots",),
+             "compact_kv": ("page_table",), "tree_attention": ("k_scale", "v_scale"),
              "advance_state": ("state_index",), "advance_conv": ("state_index",)}  # fmt: skip
 INTEGERS = (0, 1, -1, 2, -2, 3, 5, 7, 8, 9, 12, 63, 2**15, FAR, -FAR - 1, 2**30)
 LARGE = (2**31, 2**32, 2**62, 2**63 - 1, -(2**63))

@@ -212,7 +212,8 @@ def nudge(tensor: Tensor) -> bool:
 
 
 WRITTEN = {  # ops that return nothing, or not all: arguments that they write
-    "append_kv": [2], "compact_kv": [0], "step_shards": [1, 3], "weigh_shards": [2, 5], "tree_attention.out": ["out"],
+    "append_kv": [2], "rope_append": [5], "rope_append.out": ["q_out"], "compact_kv": [0],
+    "step_shards": [1, 3], "weigh_shards": [2, 5], "tree_attention.out": ["out"],
     "advance_state": [0], "advance_conv": [0],
 }  # fmt: skip
 

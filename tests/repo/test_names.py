@@ -12,7 +12,7 @@ CSRC = ROOT / "csrc"
 FAMILIES = {
     "attention": ("tree_attention", "attention_plan", "merge_states"),
     "drafting": ("expand_tree", "rerank_tree", "ngram_propose", "medusa_propose", "best_first_tree", "select_nodes"),
-    "kv_cache": ("slot_mapping", "append_kv", "compact_kv"),
+    "kv_cache": ("slot_mapping", "append_kv", "rope_append", "compact_kv"),
     "sampling": ("sample",),
     "shards": ("step_shards", "follow_shards", "weigh_shards", "walk_shards"),
     "step": ("prepare_step", "commit"),

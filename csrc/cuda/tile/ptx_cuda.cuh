@@ -84,6 +84,13 @@ PT_DEVICE uint32_t half2_from_e4m3(uint32_t codes) {
   return d;
 }
 
+// The nearest e4m3 codes of two numbers, ties to even, at most 448 in magnitude; NaN is 0x7f. From sm_89 on.
+PT_DEVICE uint32_t e4m3_from_floats(float low, float high) {
+  unsigned short d;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(high), "f"(low));
+  return d;
+}
+
 // ---- maxima
 
 // The larger of the numbers at each place of two registers: one float, or two of half or bfloat16. NaN wins; +0 is

@@ -42,6 +42,21 @@ def append_rows(rows: Tensor, cache: Tensor, slots: Sequence[int], scale: Tensor
         cache[slot // page_size, slot % page_size] = row
 
 
+def rotated(rows: Tensor, positions: Sequence[int], cos_sin: Tensor, interleaved: bool, rotary_start: int) -> Tensor:
+    """The rows [T, H, D] rotated, as rope_append does it: every product and every sum is rounded to fp32."""
+    half = cos_sin.shape[1] // 2
+    result = rows.clone()
+    for t, position in enumerate(positions):
+        angles = cos_sin[min(max(position, 0), len(cos_sin) - 1)].float()
+        for i in range(half):
+            a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+            a, b = rotary_start + a, rotary_start + b
+            x, y, cos, sin = rows[t, :, a].float(), rows[t, :, b].float(), angles[i], angles[i + half]
+            result[t, :, a] = (x * cos - y * sin).to(rows.dtype)
+            result[t, :, b] = (y * cos + x * sin).to(rows.dtype)
+    return result
+
+
 def compact(
     caches: Sequence[Tensor],
     table: Table,

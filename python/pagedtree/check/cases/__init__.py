@@ -16,6 +16,7 @@ from pagedtree.check.cases import (
     options,
     rates,
     recurrent,
+    rope,
     rules,
     shards,
     step,
@@ -27,7 +28,9 @@ __all__ = ["all_cases", "is_chosen"]
 
 # This stands in the names of a few rows of each op, which take a hundredth of the time of all rows.
 QUICK = (
-    "instructions/", "slot_mapping/page 7", "append_kv/page 7/packed", "compact_kv/page 7", "prepare_step/page 7",
+    "instructions/", "slot_mapping/page 7", "append_kv/page 7/packed/D 5",
+    "5 and 2 heads/halves/fp16 to fp8, scalar", "5 and 2 heads/pairs/bf16 to fp8, head scale, fp32",
+    "compact_kv/page 7", "prepare_step/page 7",
     "tree_attention/page 7", "heads/page 7", "latent/page 7/bf16", "/ragged",
     "/tile 16/bf16/D 128", "/tile 128/bf16 on fp8/D 128",
     "/into a given tensor/bf16", "attention_plan/mixed", "merge_states/bf16/D 64", "sample/bf16/V 129",
@@ -46,6 +49,7 @@ def all_cases(place: Place) -> Iterator[Case | Measurement]:
         instructions_sm90,
         trees,
         cache,
+        rope,
         step,
         attention,
         verification,

@@ -25,6 +25,7 @@ from pagedtree import (
     compact_kv,
     ngram_propose,
     prepare_step,
+    rope_append,
     select_nodes,
     tree_attention,
     tree_conv1d,
@@ -38,6 +39,7 @@ from pagedtree.check.cases.inputs import seeded
 
 BATCH, VOCAB, HEADS, KV_HEADS, DIM = 3, 17, 4, 2, 64
 LATENT_DIM, LATENT_DIM_V = 576, 512
+ROTARY_DIM = 64
 KEY_HEADS, STATE_DIM, TAPS = 2, 32, 4  # of the recurrent layer; it has HEADS value heads
 PAGE_SIZE, MAX_PAGES, CAPACITY = 4, 40, 120
 MAX_NODES, MAX_DEPTH = 9, 4
@@ -106,6 +108,8 @@ class Engine:
         kv_heads, dim, dim_v = (1, LATENT_DIM, LATENT_DIM_V) if latent else (KV_HEADS, DIM, DIM)
         self.queries, self.head = weights(VOCAB, HEADS, dim), weights(HEADS * dim_v, VOCAB) / 4
         self.rows = [weights(VOCAB, kv_heads, dim) for _ in range(1 if latent else 2)]  # a token's K and V
+        angles = torch.arange(CAPACITY)[:, None] * 100.0 ** -(torch.arange(ROTARY_DIM // 2) / (ROTARY_DIM // 2))
+        self.cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).to(device)
         self.caches = [
             torch.zeros(BATCH * MAX_PAGES, PAGE_SIZE, kv_heads, dim, dtype=torch.bfloat16, device=device)
             for _ in self.rows
@@ -174,18 +178,20 @@ class Engine:
     def step(self) -> None:
         trees, tokens = self.draft()
         total = tokens.shape[0]
-        _, seq_lens, cu_seqlens_q, slots = prepare_step(trees, self.page_table, self.start, PAGE_SIZE, total_q=total)
+        positions, seq_lens, cu_seqlens_q, slots = prepare_step(
+            trees, self.page_table, self.start, PAGE_SIZE, total_q=total
+        )
         plan = attention_plan(seq_lens, cu_seqlens_q, **self.sizes)
         ids = tokens.clamp(min=0)
-        rows, k_cache = [table[ids] for table in self.rows], self.caches[0]
+        q, rows, k_cache = self.queries[ids], [table[ids] for table in self.rows], self.caches[0]
         if self.latent:
             append_kv(rows[0], None, k_cache, None, slots)
             v_cache = k_cache[..., :LATENT_DIM_V]
         else:
             v_cache = self.caches[1]
-            append_kv(rows[0], rows[1], k_cache, v_cache, slots)
+            rope_append(q, rows[0], rows[1], positions, self.cos_sin, k_cache, v_cache, slots, q_out=q)
         out = tree_attention(
-            self.queries[ids], k_cache, v_cache, self.page_table, seq_lens, cu_seqlens_q, trees.mask,
+            q, k_cache, v_cache, self.page_table, seq_lens, cu_seqlens_q, trees.mask,
             max_seqlen_q=MAX_NODES, plan=plan,
         )  # fmt: skip
         assert isinstance(out, Tensor)

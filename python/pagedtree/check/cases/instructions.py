@@ -125,6 +125,17 @@ def float8_words(seed: int) -> Words:
     return np.where(codes % 128 == 127, codes - np.uint8(1), codes).view(np.uint32)
 
 
+def float8_numbers(seed: int) -> Words:
+    """Numbers around those of e4m3: ties and their neighbours, subnormal ones, too large ones, NaN."""
+    rng = np.random.default_rng(seed)
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    middles = torch.cat([codes, (codes[1:] + codes[:-1]) / 2, torch.tensor([464.0, 480.0, np.inf, 1e-30, 2.0**-149])])
+    bits = np.concatenate([middles.float().view(torch.int32).numpy(), np.array([0x7F800001, 0x7FC00000])])
+    near = rng.choice(bits, (64, 12)) + rng.integers(-1, 2, (64, 12))
+    signs = rng.integers(0, 2, (64, 12), dtype=np.uint32) << np.uint32(31)
+    return np.where(rng.random((64, 12)) < 0.8, near.clip(0).astype(np.uint32) | signs, any_words(seed))
+
+
 def pairs(dtype: torch.dtype) -> Callable[[int], Words]:
     """Numbers to compare, word i with word i + 4; among them zeros of both signs, infinities, NaN, and equal ones."""
 
@@ -233,6 +244,14 @@ def _half2_from_e4m3(words: Words) -> Words:
     return _halves(words[:, :4].copy().view(np.uint8).reshape(64, 4, 4)[:, :, :2].reshape(64, 8), 1.0)
 
 
+def _e4m3_from_floats(words: Words) -> Words:
+    """Two numbers of each word: the nearest code, at most 448 in magnitude; NaN is 0x7f."""
+    values = torch.from_numpy(words[:, :8].copy().view(np.float32))
+    codes = values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy().astype(np.uint32)
+    codes = np.where(values.isnan().numpy(), np.uint32(0x7F), codes)
+    return codes[:, ::2] | codes[:, 1::2] << np.uint32(8)
+
+
 def _move_e4m3(words: Words) -> Words:
     return _halves(words[:, :4].copy().view(np.uint8).reshape(64, 4, 4)[:, :, 1::2].reshape(64, 8), 1 / 256)
 
@@ -293,6 +312,7 @@ GOLDEN: dict[str, tuple[Callable[[int], Words], Callable[[Words], Words], Differ
     "max_nan/bf16": (pairs(torch.bfloat16), _max_nan(torch.bfloat16), equal),
     "max_nan/fp16": (pairs(torch.float16), _max_nan(torch.float16), equal),
     "half2_from_e4m3": (float8_words, _half2_from_e4m3, equal),
+    "e4m3_from_floats": (float8_numbers, _e4m3_from_floats, equal),
     "move_e4m3": (float8_words, _move_e4m3, equal),
     "increment": (any_words, _increment, equal),
     "barrier_sync": (any_words, _barrier, equal),
