@@ -2,9 +2,11 @@
 
 #include <dlfcn.h>
 #include <torch/csrc/stable/c/shim.h>
+#include <torch/csrc/stable/stableivalue_conversions.h>
 
 #include <algorithm>
 #include <atomic>
+#include <limits>
 #include <stdexcept>
 #include <vector>
 
@@ -102,6 +104,28 @@ CallContext context_for(const Tensor& anchor) {
     torch::stable::parallel_for(begin, end, grain_size, [&](int64_t b, int64_t e) { body(b, e, state); });
   };
   return ctx;
+}
+
+// By the function that Torch's compiled models call: the dispatcher, by which torch::stable::empty goes, takes the host
+// several times as long.
+Tensor empty_on(const Tensor& anchor, std::initializer_list<int64_t> shape, ScalarType dtype) {
+  std::vector<int64_t> strides(shape.size());
+  int64_t elements = 1;
+  bool fits = true;
+  for (size_t i = shape.size(); i-- > 0;) {
+    strides[i] = elements;
+    fits = fits && !__builtin_mul_overflow(elements, max_of<int64_t>(shape.begin()[i], 1), &elements);
+  }
+  const torch::stable::Device device = anchor.device();
+  AtenTensorHandle made = nullptr;
+  using torch::stable::detail::from, torch::stable::detail::to;
+  if (fits && elements <= std::numeric_limits<int64_t>::max() / 8 &&
+      aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.begin(), strides.data(),
+                               to<int32_t>(from(dtype)), to<int32_t>(from(device.type())), device.index(),
+                               &made) == AOTI_TORCH_SUCCESS) {
+    return Tensor(made);
+  }
+  return torch::stable::empty(std::vector<int64_t>(shape), dtype, std::nullopt, device);  // which says what is wrong
 }
 
 namespace {

@@ -23,10 +23,7 @@ CallContext context_for(const Tensor& anchor);
 // The backend for tensors on `anchor`'s device; throws where this build has none.
 const Backend& backend_for(const Tensor& anchor);
 
-inline Tensor empty_on(const Tensor& anchor, std::initializer_list<int64_t> shape,
-                       torch::headeronly::ScalarType dtype) {
-  const std::vector<int64_t> sizes(shape);
-  return torch::stable::empty(sizes, dtype, std::nullopt, anchor.device());
-}
+// A new tensor on `anchor`'s device; throws where there is no memory for it.
+Tensor empty_on(const Tensor& anchor, std::initializer_list<int64_t> shape, torch::headeronly::ScalarType dtype);
 
 }  // namespace pagedtree::ops
