@@ -364,12 +364,10 @@ def test_named_barriers() -> None:
             block_of(wrong).run()
 
 
-@pytest.fixture(scope="module")
-def hopper(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Entry]:
-    """The self-test's kernel: "bf16" gets its keys by TMA, "f16" by cp.async."""
+def hopper_ptx(folder: Path, *options: str) -> str:
+    """What nvcc makes of the self-test's kernel: "bf16" gets its keys by TMA, "f16" by cp.async."""
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not on the PATH")
-    folder = tmp_path_factory.mktemp("ptx")
     source, ptx = folder / "hopper.cu", folder / "hopper.ptx"
     parameters = ", ".join(
         f"const __grid_constant__ {kind}" for kind in ["pagedtree::ptx::TensorMap"] * 3 + ["probe::HopperParams<{0}>"]
@@ -381,9 +379,25 @@ def hopper(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Entry]:
     source.write_text('#include "hopper.cuh"\n' + "".join(instances))
     includes = [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'simt'}"]
     target = ["-gencode", "arch=compute_90a,code=compute_90a", "-std=c++17", "-ptx"]
-    subprocess.run(["nvcc", *target, *includes, source, "-o", ptx], check=True, capture_output=True)
-    module = Module(ptx.read_text())
+    subprocess.run(["nvcc", *target, *options, *includes, source, "-o", ptx], check=True, capture_output=True)
+    return ptx.read_text()
+
+
+@pytest.fixture(scope="module")
+def hopper(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Entry]:
+    module = Module(hopper_ptx(tmp_path_factory.mktemp("ptx")))
     return {"f16" if "__half" in name else "bf16": module.entry(name) for name in module.heads}
+
+
+def test_a_build_for_debugging_ends_long_waits(tmp_path: Path) -> None:
+    """Behind each try of a wait in a loop; other builds wait as long as it takes."""
+    loop = r"L: mbarrier\.try_wait\S* p, [^;]*;"
+    ending = r" add\.u32 turns, turns, 1; setp\.eq\.and\.u32 late, turns, (\d+), !p; @late trap; @!p bra L;"
+    plain, trapping = hopper_ptx(tmp_path), hopper_ptx(tmp_path, "-DPAGEDTREE_TRAP_SPINS")
+    waits = len(re.findall(loop, plain))
+    assert waits > 0 and "trap" not in plain
+    assert re.findall(loop + ending, trapping) == [str(2**26)] * waits == [str(2**26)] * trapping.count("try_wait")
+    assert trapping.count("mov.u32 turns, 0;") == waits
 
 
 def run_hopper(entries: dict[str, Entry], dtype: str, bug: str) -> float:

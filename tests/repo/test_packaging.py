@@ -281,6 +281,7 @@ ARCHITECTURE_LISTS = {
     "7.0;7.5 8.6,9.0a": ("86-real|90a-real", "8.6 9.0a", "left out of the build: 7.0;7.5"),
     "7.5": ("", "", "has 7.5 only"),
     "10.0 12.0+PTX": ("100-real|120", "10.0 12.0+PTX", ""),
+    "": ("80-real|90|90a-real", "8.0 9.0+PTX 9.0a", ""),  # without a GPU: later ones translate the PTX
 }
 
 
@@ -295,7 +296,11 @@ def test_architectures_below_8_0_are_left_out_by_name(tmp_path, given):
         'pagedtree_choose_architectures(found)\nstring(REPLACE ";" "|" found "${found}")\n'
         'message(STATUS "built <${found}> of <${PAGEDTREE_CUDA_ARCH_LIST}>")\n'
     )
-    environment = {**os.environ, "TORCH_CUDA_ARCH_LIST": given}
+    no_gpu = tmp_path / "nvidia-smi"
+    no_gpu.write_text("#!/bin/sh\nexit 1\n")
+    no_gpu.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "TORCH_CUDA_ARCH_LIST": given, "PATH": path}
     done = subprocess.run(["cmake", "-P", script], env=environment, capture_output=True, text=True)
     told = " ".join(done.stderr.split())
     if built:

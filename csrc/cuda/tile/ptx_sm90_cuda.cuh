@@ -27,12 +27,22 @@ PT_DEVICE void mbar_arrive_expect(uint64_t* bar, uint32_t bytes) {
 PT_DEVICE void cp_async_mbar_arrive(uint64_t* bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_addr(bar)) : "memory");
 }
-// Waits until the phase of this parity has ended.
+// Waits until the phase of this parity has ended. A build for debugging ends the kernel after 2^26 turns, seconds, in
+// which no phase of ours takes that long: a lost arrival is an error then, not a kernel that never ends.
 PT_DEVICE void mbar_wait(uint64_t* bar, uint32_t parity) {
+#if defined(PAGEDTREE_TRAP_SPINS)
+  asm volatile(
+      "{.reg .pred p, late; .reg .u32 turns; mov.u32 turns, 0; "
+      "L: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; add.u32 turns, turns, 1; "
+      "setp.eq.and.u32 late, turns, 67108864, !p; @late trap; @!p bra L;}" ::"r"(smem_addr(bar)),
+      "r"(parity)
+      : "memory");
+#else
   asm volatile(
       "{.reg .pred p; L: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra L;}" ::"r"(smem_addr(bar)),
       "r"(parity)
       : "memory");
+#endif
 }
 
 // ---- TMA
