@@ -43,6 +43,9 @@ __device__ __forceinline__ void add_split_product(float (&high)[4], float (&low)
   ptx::mma_m16n8k8(low, a, b0 - b0_high, b1 - b1_high);
 }
 
+// The sum of both products. Where an element is infinite its low part is NaN, and the high part is the result.
+__device__ __forceinline__ float joined(float high, float low) { return low != low ? high : high + low; }
+
 // Adds to the sums of squares of key and query.
 __device__ __forceinline__ RowTile load_rows(const Chunk& t, int32_t i, int32_t count, int32_t first,
                                              float& key_squares, float& query_squares) {
@@ -80,7 +83,7 @@ __device__ __forceinline__ void multiply_state(const Chunk& t, const RowTile& ro
     add_split_product(sum, low, rows.a[step][1], b[2 * kStateStride], b[3 * kStateStride]);
   }
 #pragma unroll
-  for (int j = 0; j < 4; ++j) sum[j] += low[j];
+  for (int j = 0; j < 4; ++j) sum[j] = joined(sum[j], low[j]);
 }
 
 // Their products with the keys of tokens 8 * block .. 8 * block + 7.
@@ -181,7 +184,7 @@ __device__ __forceinline__ void carry_by_products(const Chunk& t, int32_t count)
       const int32_t channel = first + quad + j % 4 / 2 * 8;
       if (channel >= t.p.key_dim) continue;
       float& state = t.state[channel * kStateStride + j / 4 * 8 + pair * 2 + j % 2];
-      const float sum = sums[j / 4][j % 4] + low[j / 4][j % 4];
+      const float sum = joined(sums[j / 4][j % 4], low[j / 4][j % 4]);
       state = decay == 0.0f ? sum : __fmaf_rn(decay, state, sum);
     }
   }
