@@ -16,7 +16,7 @@ ATTENTION = ("tests/ops/test_tree_attention.py", "tests/ops/test_mixed_batches.p
 LATENT = ("tests/ops/test_latent_attention.py", CASES)
 CHOSEN = tuple(
     f"tests/generation/test_{name}.py"
-    for name in ("combined_drafter", "tree_tuner", "generate_drafters", "block_drafter")
+    for name in ("combined_drafter", "tree_tuner", "recorded_texts", "generate_drafters", "block_drafter")
 )
 LENGTHS = ("tests/generation/test_length_limits.py",)
 HYBRID = ("tests/generation/test_generate.py", "tests/generation/test_generate_hybrid.py")

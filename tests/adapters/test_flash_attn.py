@@ -10,6 +10,7 @@ from adapter_case import Pages, causal, close, dense_attention
 from device_case import placed
 from torch import Tensor
 
+from pagedtree.check.cases.inputs import offsets
 from pagedtree.integrations.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
@@ -23,10 +24,6 @@ def dtype(backend, on_device) -> torch.dtype:
 def queries(*shape: int, dtype: torch.dtype, dim: int = DIM) -> Tensor:
     generator = torch.Generator().manual_seed(5)
     return placed(torch.randn(*shape, HEADS, dim, generator=generator, device="cpu").to(dtype))
-
-
-def offsets(lens: list[int]) -> Tensor:
-    return torch.tensor([0, *lens]).cumsum(0).int()
 
 
 def mask_of(n: int, s: int, is_causal: bool, left: int = -1, right: int = -1) -> Tensor:

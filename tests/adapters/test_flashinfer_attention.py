@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pagedtree import TreeBatch, tree_attention
-from pagedtree.check.cases.inputs import as_words
+from pagedtree.check.cases.inputs import as_words, offsets
 from pagedtree.integrations.flashinfer import (
     BatchPrefillWithPagedKVCacheWrapper,
     append_paged_kv_cache,
@@ -28,10 +28,6 @@ from pagedtree.integrations.flashinfer import (
 )
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
-
-
-def offsets(lens: list[int]) -> Tensor:
-    return int32([0, *np.cumsum(lens).tolist()])
 
 
 class Batch:
