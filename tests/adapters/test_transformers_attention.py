@@ -46,6 +46,29 @@ def inputs(padded=True):
     return {"input_ids": input_ids, "attention_mask": mask}
 
 
+def test_layers_share_the_words_of_a_mask(monkeypatch):
+    """Until somebody writes to it, or another part of it is wanted."""
+    made = []
+    pack = attention._pack_mask
+    monkeypatch.setattr(attention, "_pack_mask", lambda *args: made.append(args) or pack(*args))
+    ours, _ = pair()
+    with torch.no_grad():
+        ours(**inputs())
+    assert ours.config.num_hidden_layers > 1 and len(made) == 1
+    mask = torch.ones(1, 1, 3, 40, dtype=torch.bool)
+    first = attention._mask_words(mask, 1, 3, 40)
+    assert attention._mask_words(mask, 1, 3, 40) is first
+    mask[..., 5] = False
+    assert torch.equal(attention._mask_words(mask, 1, 3, 40), pack(mask, 1, 3, 40))
+    assert not torch.equal(attention._mask_words(mask, 1, 3, 40), first)
+    assert attention._mask_words(mask, 1, 3, 20).shape[1] == 1
+    with torch.inference_mode():  # where a tensor has no version
+        mask = mask.clone()
+        attention._mask_words(mask, 1, 3, 40)
+        mask[..., 6] = False
+        assert torch.equal(attention._mask_words(mask, 1, 3, 40), pack(mask, 1, 3, 40))
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("padded", [False, True])
 def test_logits_and_text_are_those_of_the_reference(name, padded):

@@ -129,7 +129,7 @@ def _attend_dense(
     seq_lens = torch.full_like(index[:-1], kv_len)
     tree_mask = tree_lens = None
     if attention_mask is not None:
-        tree_mask, tree_lens, window = _pack_mask(attention_mask, batch, num_queries, kv_len), seq_lens, 0
+        tree_mask, tree_lens, window = _mask_words(attention_mask, batch, num_queries, kv_len), seq_lens, 0
     elif not is_causal:
         everything = all_visible(batch * num_queries, seq_lens)
         tree_mask, tree_lens = everything["tree_mask"], everything["tree_lens"]
@@ -147,6 +147,17 @@ def _attend_dense(
         **options,
     )
     return cast(Tensor, out).unflatten(0, (batch, num_queries))
+
+
+def _mask_words(mask: Tensor, *sizes: int) -> Tensor:
+    """The words of a mask, which all layers of a pass share: they stay with it until somebody writes to it."""
+    if torch.compiler.is_compiling() or mask.is_inference():  # where nobody could tell that it was written to
+        return _pack_mask(mask, *sizes)
+    made_for, words = getattr(mask, "_pagedtree_words", (None, None))
+    if words is None or made_for != (mask._version, sizes):
+        words = _pack_mask(mask, *sizes)
+        mask._pagedtree_words = (mask._version, sizes), words  # type: ignore[attr-defined]
+    return words
 
 
 def _pack_mask(mask: Tensor, batch: int, num_queries: int, kv_len: int) -> Tensor:
