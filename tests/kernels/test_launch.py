@@ -99,6 +99,14 @@ def test_what_is_known_of_a_kernel_is_read_once(run: Run) -> None:
     assert [after.said for after in asked] == ["", "", "16", "16", "", ""]
 
 
+def test_what_comes_again_is_made_once(run: Run) -> None:
+    """As the tensor maps of caches are: another shape at the same address is made anew. What is kept is bounded."""
+    asked = run("latest 8 1", "latest 8 1", "latest 16 1", "latest 8 1", "latest 8 2", "latest 16 1", "latest 8 1")
+    assert [after.said for after in asked] == ["1 10", "1 10", "2 10", "2 10", "3 20", "3 10", "4 10"]
+    asked = run(*(f"latest {i} {i}" for i in range(4097)), "latest 1 1", "latest 4096 4096")
+    assert [after.said for after in asked[-2:]] == ["4098 10", "4098 40960"]
+
+
 @pytest.mark.parametrize(
     ("driver", "built_with", "said"),
     [

@@ -6,6 +6,7 @@
 //   behind KERNEL BYTES   the same, as one that may start early
 //   cluster KERNEL        the most CTAs of a cluster
 //   threads N BYTES       N threads that launch kernel a with one to N times as many bytes, all at once
+//   latest ADDRESS NUMBER how often numbers were made into another one, which is 10 times the number, and the result
 //   driver DRIVER RUNTIME what is wrong with such a driver
 #define __CUDACC__
 
@@ -18,6 +19,7 @@
 #include <vector>
 
 #include "cuda/driver.h"
+#include "cuda/tile/latest.h"
 #include "cuda/tile/launch.cuh"
 
 namespace {
@@ -66,6 +68,13 @@ int main(int argc, char** argv) {
       } else if (command == "threads") {
         const int count = number();
         launch_in_threads(count, static_cast<size_t>(number()));
+      } else if (command == "latest") {
+        static Latest<int, int> latest;
+        static int made = 0;
+        const auto* address = reinterpret_cast<const void*>(static_cast<intptr_t>(number()));
+        const int given = number();
+        const int result = latest.at(address, given, [&] { return ++made, 10 * given; });
+        said = std::to_string(made) + " " + std::to_string(result);
       } else if (command == "driver") {
         const int driver = number();
         said = driver_error(driver, number());

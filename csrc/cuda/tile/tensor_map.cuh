@@ -7,6 +7,8 @@
 
 #if defined(__CUDACC__)
 #include <cudaTypedefs.h>
+
+#include "cuda/tile/latest.h"
 #endif
 
 namespace pagedtree::cuda {
@@ -17,11 +19,13 @@ struct MappedTensor {
   uint64_t sizes[4];    // columns, slots, heads, pages
   uint64_t strides[3];  // in bytes, of all but the columns
   uint32_t box[4];
+
+  bool operator==(const MappedTensor&) const = default;
 };
 
 #if defined(__CUDACC__)
 
-inline ptx::TensorMap tensor_map(const MappedTensor& t) {
+inline ptx::TensorMap encoded_map(const MappedTensor& t) {
   static const auto encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found{};
@@ -47,6 +51,12 @@ inline ptx::TensorMap tensor_map(const MappedTensor& t) {
     throw std::runtime_error("CUDA: cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(status)));
   }
   return made;
+}
+
+// A step reads the same caches as the one before it.
+inline ptx::TensorMap tensor_map(const MappedTensor& t) {
+  thread_local Latest<MappedTensor, ptx::TensorMap> latest;
+  return latest.at(t.data, t, [&] { return encoded_map(t); });
 }
 
 #else
