@@ -182,7 +182,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., Any],
             return wrong(right, *args, **kwargs) if not overload and on_backend(place) else right(*args, **kwargs)
 
         def __getattr__(self, attribute: str) -> Any:
-            if attribute != overload:
+            if attribute != (overload or "default"):
                 return getattr(right, attribute)
             function = getattr(right, overload)
             return lambda *args, **kwargs: (wrong if on_backend(place) else _right)(function, *args, **kwargs)
