@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     if compiler is None:
         pytest.skip("no C++ compiler")
     program = tmp_path_factory.mktemp("runtime") / "launches"
-    options = ["-std=c++20", "-O1", "-pthread", f"-I{RUNTIME}", f"-I{ROOT / 'csrc'}"]
+    options = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", f"-I{RUNTIME}", f"-I{ROOT / 'csrc'}"]
     subprocess.run([compiler, *options, str(RUNTIME / "launches.cpp"), "-o", str(program)], check=True)
 
     def commands(*lines: str) -> list[Asked]:

@@ -9,7 +9,7 @@
 
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
-  constexpr explicit dim3(unsigned of_x = 1, unsigned of_y = 1, unsigned of_z = 1) : x(of_x), y(of_y), z(of_z) {}
+  constexpr dim3(unsigned of_x = 1, unsigned of_y = 1, unsigned of_z = 1) : x(of_x), y(of_y), z(of_z) {}
 };
 
 enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
