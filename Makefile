@@ -42,7 +42,8 @@ endif
 
 START := $(shell date +%s)
 say_set_up = @echo "== set up after $$(($$(date +%s) - $(START))) s"
-PYTEST := OMP_NUM_THREADS=1 python -m pytest -n $(WORKERS)
+# Each worker begins with tests that lie together, whose models and references it makes once.
+PYTEST := OMP_NUM_THREADS=1 python -m pytest -n $(WORKERS) --dist worksteal
 CXX_FILES = $(shell find csrc tests benchmarks $(wildcard examples) -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: help

@@ -213,8 +213,13 @@ def predicted(tmp_path: Path, kind: str, machine: Machine, wanted: list[str]) ->
         rows = predict_verification.verification_rows(machine, cubins, wanted, 0)
         return {row["instance"]: row for row in rows}
     if kind == "delta_rule_predicted":
-        rows = predict_recurrent.recurrent_rows(machine, cubins)
-        return {row["instance"]: row for row in rows if row["instance"] in wanted}
+        calls = [
+            (nodes, batch)
+            for nodes, batch in predict_recurrent.CALLS
+            if predict_recurrent.call_name(nodes, batch) in wanted
+        ]
+        rows = predict_recurrent.recurrent_rows(machine, cubins, calls)
+        return {row["instance"]: row for row in rows}
     return {name: bench_predict.look_at(machine, name, f, 0) for name, f in bench_predict.kernels_of(cubins, wanted)}
 
 

@@ -23,8 +23,9 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 @pytest.mark.parametrize("head_dim", [pytest.param(128, marks=pytest.mark.slow), 256])
 def test_sharp_softmax(target: Target, head_dim: int) -> None:
     """Large scores: the rounding of q.k is what counts, and a long sum of products would show."""
+    prefixes = [700, 60, 200] if target.backend == "cpu" else [250, 60, 100]
     for dtype in target.dtypes:
-        case = target.case([700, 60, 200], ["causal", BINARY, RANDOM], head_dim=head_dim, dtype=dtype).build()
+        case = target.case(prefixes, ["causal", BINARY, RANDOM], head_dim=head_dim, dtype=dtype).build()
         check(dict(case, q=3 * case["q"]), factor=1.5)
 
 

@@ -24,7 +24,7 @@ def run_toy(monkeypatch, tmp_path, *arguments):
     import toy
 
     table = tmp_path / "table.json"
-    small = ["--prompts", "2", "--max-new-tokens", "10", "--live-tokens", "20"]
+    small = ["--prompts", "2", "--max-new-tokens", "6", "--live-tokens", "12"]
     small += ["--json", str(table), "--picture", str(tmp_path / "run")]
     return toy.main([*small, *arguments]), json.loads(table.read_text())
 

@@ -8,7 +8,7 @@ that share a multiprocessor run beside each other. Reading the state is the memo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ LEVELS = 8  # of the tree that is predicted beside the chain: nodes in levels of
 # The calls that are predicted: Qwen3-Next's linear attention, in bf16.
 HEADS, KEY_HEADS, DIM = 32, 16, 128
 PASSES = DIM // 64  # over 64 channels of the products
-NODES, BATCHES = (8, 16, 32, 64, 128), (1, 8, 32)
+CALLS = [(nodes, batch) for nodes in (8, 16, 32, 64, 128) for batch in (1, 8, 32)]
 
 
 def count(flow: Flow, loop: Loop, root: str) -> int:
@@ -135,14 +135,19 @@ def moved_bytes(nodes: int, batch: int) -> int:
     return batch * (4 * HEADS * DIM * DIM + nodes * of_node)
 
 
-def recurrent_rows(machine: Machine, cubins: list[Path]) -> Iterator[dict[str, Any]]:
+def recurrent_rows(
+    machine: Machine, cubins: list[Path], calls: Sequence[tuple[int, int]] = CALLS
+) -> Iterator[dict[str, Any]]:
     for cubin in cubins:
         for function in disassemble(cubin, lambda name: "delta_rule_kernel" in name):
             phases, registers = Phases(function), registers_of(function)
             cycles = lru_cache(partial(phase_cycles, machine, phases))
-            for nodes in NODES:
-                for batch in BATCHES:
-                    yield call_row(machine, cycles, registers, nodes, batch)
+            for nodes, batch in calls:
+                yield call_row(machine, cycles, registers, nodes, batch)
+
+
+def call_name(nodes: int, batch: int) -> str:
+    return f"delta rule, {nodes} nodes x {batch}"
 
 
 def call_row(
@@ -154,7 +159,7 @@ def call_row(
     ctas = min(most, math.ceil(all_ctas / machine.multiprocessors))
     floor = moved_bytes(nodes, batch) / (machine.memory_gb_per_s * machine.read_share * 1e9)
     row: dict[str, Any] = {
-        "machine": machine.name, "instance": f"delta rule, {nodes} nodes x {batch}", "nodes": nodes, "batch": batch,
+        "machine": machine.name, "instance": call_name(nodes, batch), "nodes": nodes, "batch": batch,
         "ctas": ctas, "registers": registers, "floor_us": round(floor * 1e6, 2),
     }  # fmt: skip
     # The state of a CTA comes at its part of the bandwidth, not before a load's latency has passed.
