@@ -112,13 +112,14 @@ def _first_that_is_no_tensor(name: str, op: Any, args: tuple[Any, ...], kwargs: 
     return _wrong_type(name, first, "Tensor", type(value).__name__, str(value))
 
 
-_none_by_default: dict[int, frozenset[str]] = {}  # of an op, by its id: the arguments that are None if left out
+# By the id of an op: the op, and its arguments that are None if they are left out.
+_none_by_default: dict[int, tuple[Any, frozenset[str]]] = {}
 
 
-def _names_none_by_default(op: Any) -> frozenset[str]:
+def _with_names_none_by_default(op: Any) -> tuple[Any, frozenset[str]]:
     arguments = getattr(op, "default", op)._schema.arguments
-    names = frozenset(a.name for a in arguments if a.kwarg_only and a.has_default_value() and a.default_value is None)
-    return _none_by_default.setdefault(id(op), names)
+    names = (a.name for a in arguments if a.kwarg_only and a.has_default_value() and a.default_value is None)
+    return _none_by_default.setdefault(id(op), (op, frozenset(names)))
 
 
 def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -126,9 +127,7 @@ def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return op(*args, **kwargs)
     if kwargs:  # PyTorch takes 0.4 us for each argument by name, be it None
-        optional = _none_by_default.get(id(op))
-        if optional is None:
-            optional = _names_none_by_default(op)
+        _, optional = _none_by_default.get(id(op)) or _with_names_none_by_default(op)
         kwargs = {name: value for name, value in kwargs.items() if value is not None or name not in optional}
     try:
         return op(*args, **kwargs)
