@@ -284,7 +284,7 @@ STEP = Op(
     peers=[Ours, OnChain, StatePerNode, RecurrentLoop, CausalChunk],
     memory=memory_of,
     check=check,
-)  # fmt: skip
+)
 PREFILL = Op(
     name="recurrent_prefill",
     base={"batch": 1, "tokens": 512, **LAYER},

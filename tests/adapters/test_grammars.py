@@ -338,7 +338,7 @@ TOKENS = torch.tensor([5, 1])
         (lambda: masks().advance([[1]], TOKENS), ValueError, r"counts: expected integers \[B\] with B = 1"),
         (lambda: masks().advance([[2]]), ValueError, r"tokens: expected what the grammars allow, got 2"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(make, error, message) -> None:
     with pytest.raises(error, match=message):
         make()

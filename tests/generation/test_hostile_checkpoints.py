@@ -106,7 +106,7 @@ HOSTILE = {
         "num_hidden_layers": [2],
         "what_is_this": [True, 1, "x", [], {}, False],
     },
-}  # fmt: skip
+}
 NEEDED = {
     "eagle": ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"),
     "block": (

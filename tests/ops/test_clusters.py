@@ -65,9 +65,7 @@ def compare_verification(other, batch, vocab, samplings=SAMPLINGS):
         with use_backend(name):
             results.append(verify_greedy(*arguments, grammar_mask=allowed.to(place)))
             for sampling in samplings:
-                results.append(
-                    verify_sampled(*arguments, SamplingParams(**sampling), seeds=seeds, positions=positions)
-                )  # fmt: skip
+                results.append(verify_sampled(*arguments, SamplingParams(**sampling), seeds=seeds, positions=positions))
     half = len(results) // 2
     for expected, got in zip(results[:half], results[half:], strict=True):
         assert all(a.equal(b.cpu()) for a, b in zip(expected, got, strict=True))

@@ -99,7 +99,7 @@ CALLS: dict[str, Callable[[Inputs], Any]] = {
     "verify_block": lambda t: t.verify(pt.verify_block, **t.drawn),
     "verify_traversal": lambda t: t.verify(pt.verify_traversal, **t.drawn),
     "verify_typical": lambda t: pt.verify_typical(t.logits, t.drafts, t.trees, pt.SamplingParams()),
-}  # fmt: skip
+}
 
 
 def sequence_of(row: int, offsets: list[int]) -> int:

@@ -234,9 +234,7 @@ def test_rejection_is_the_same_on_every_rank(ranks, size, backend, dtype, law):
 def three_tokens(group: object, rule: str, law: str) -> tuple[float, list[list[int]]]:
     """Steps of `expand_tree` and the rule: how far the first three tokens are off the target, and some of them."""
     shards = shards_of(group, [0.34, 0.34], lossless_case.VOCAB)
-    tokens, _ = lossless_case.first_tokens(
-        rule, law, [3, 1], "flat", 20_000, torch.device("cpu"), shards=shards
-    )  # fmt: skip
+    tokens, _ = lossless_case.first_tokens(rule, law, [3, 1], "flat", 20_000, torch.device("cpu"), shards=shards)
     return lossless_case.off_the_target(tokens, "flat"), tokens[:100].tolist()
 
 

@@ -83,7 +83,7 @@ MISTAKES = {
     "logits at the root": ("hidden[cu_seqlens_q[1:].long() - 1])", "hidden[cu_seqlens_q[:-1].long()])"),
     "the scale of the heads": ("scale=(NOPE + ROPE) ** -0.5,", ""),
     "the last accepted node": ("hidden = all_hidden[last_rows.clamp(min=0)]", "hidden = all_hidden[:1]"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

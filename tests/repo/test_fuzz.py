@@ -82,7 +82,7 @@ FINDINGS: list[tuple[str, tuple[Any, ...], Any, str | None]] = [
     ("transformers_generate", ("seeds",), [None] * 4, "seeds: expected 4 integers"),
     ("transformers_generate", ("eos_token_id",), HUGE, "eos_token_id: expected an integer of 64 bits"),
     ("transformers_generate", ("share_prefix",), -1, "share_prefix: expected True, False or None"),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(autouse=True)

@@ -67,9 +67,7 @@ def instance_name(mangled: str, engine: str = "mma.sync") -> str:
     return f"{q}{'/fp8' if 'Float8' in match[2] else ''}-{head_dim}-{match[4]}"
 
 
-def kernels_of(
-    cubins: list[Path], wanted: list[str], engine: str = "mma.sync"
-) -> Iterator[tuple[str, Function]]:  # fmt: skip
+def kernels_of(cubins: list[Path], wanted: list[str], engine: str = "mma.sync") -> Iterator[tuple[str, Function]]:
     """(name, function) of the instances wanted (empty: all of bf16), in the order of their code."""
     for cubin in cubins:
         for function in disassemble(cubin, lambda symbol: is_wanted(instance_name(symbol, engine), wanted)):

@@ -426,7 +426,7 @@ def _plan(name: str, batch: Batch, window: int = 0) -> Case:
 
     return Case(
         f"attention_plan/{name}", ("attention_plan",), run, by_loops, always_loops=True, against="what a plan is"
-    )  # fmt: skip
+    )
 
 
 # merge_states ---------------------------------------------------------------------------------------------------------

@@ -295,9 +295,7 @@ def _medusas() -> Iterator[Case]:
     yield _medusa("no sequence", trees["full"], 40, "fp32", batch=0)
 
 
-def _medusa(
-    name: str, tree: DraftTree, vocab: int, dtype: str, *, hostile: bool = False, batch: int = 3
-) -> Case:  # fmt: skip
+def _medusa(name: str, tree: DraftTree, vocab: int, dtype: str, *, hostile: bool = False, batch: int = 3) -> Case:
     heads = 4
     logits = torch.randint(-30, 30, (batch, heads, vocab), generator=seeded(vocab)).div(4)
     if hostile:

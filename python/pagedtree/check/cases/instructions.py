@@ -189,9 +189,7 @@ def _mma(dtype: torch.dtype) -> Callable[[Words], Words]:
     def multiply(words: Words) -> Words:
         a, b, sums = fragments(words, dtype)
         result = (a @ b + sums).astype(np.float32)
-        lanes = [
-            [result[lane // 4 + i // 2 * 8, lane % 4 * 2 + i % 2] for i in range(4)] for lane in range(32)
-        ]  # fmt: skip
+        lanes = [[result[lane // 4 + i // 2 * 8, lane % 4 * 2 + i % 2] for i in range(4)] for lane in range(32)]
         return np.array(lanes, dtype=np.float32).view(np.uint32)
 
     return multiply
@@ -329,9 +327,7 @@ def cases() -> Iterator[Case]:
     yield instruction_case("of_cta", _in_clusters, lambda: _neighbours(any_words(0)))
 
 
-def _golden(
-    name: str, inputs: Callable[[int], Words], meaning: Callable[[Words], Words], compare: Difference
-) -> Case:  # fmt: skip
+def _golden(name: str, inputs: Callable[[int], Words], meaning: Callable[[Words], Words], compare: Difference) -> Case:
     given = np.concatenate([inputs(seed) for seed in range(4)])
     parts = np.split(given, 4)
 

@@ -134,9 +134,7 @@ def layout_numbers(layout: Layout, b_n_major: bool) -> list[int]:
     where B is N-major with the next 16 k."""
     k_major = [step // 4 * layout.panel + step % 4 * 32 for step in layout.steps]
     n_major = [step * 2 * layout.stride for step in layout.steps]
-    starts = [
-        x for a, b in zip(k_major, n_major if b_n_major else k_major, strict=True) for x in (a, b + B_BEGINS)
-    ]  # fmt: skip
+    starts = [x for a, b in zip(k_major, n_major if b_n_major else k_major, strict=True) for x in (a, b + B_BEGINS)]
     return [int(layout.accumulates), layout.leading, layout.stride, layout.leading, layout.stride, *starts]
 
 

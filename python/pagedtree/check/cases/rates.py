@@ -161,9 +161,7 @@ def _attention(queries: str, *, fp8: bool = False) -> Callable[[Place, Scale], W
         out = torch.empty_like(q)
 
         def call() -> None:
-            tree_attention(
-                q, k_cache, v_cache, table, seq_lens, cu_seqlens_q, mask, max_seqlen_q=n, plan=plan, out=out
-            )  # fmt: skip
+            tree_attention(q, k_cache, v_cache, table, seq_lens, cu_seqlens_q, mask, max_seqlen_q=n, plan=plan, out=out)
 
         seen = n * (n + 1) / 2 if queries == "prompt" else n * keys
         moved = 2 * batch * keys * KV_HEADS * DIM * cache_dtype.itemsize + 2 * q.numel() * q.element_size()

@@ -199,14 +199,14 @@ def _sampled(name: str, problem: Problem, sampling: Sampling, sizes: list[int]) 
         params, streams = SamplingParams(**place.put(sampling)), _streams(place, problem.batch)
         return distributed.verify_sampled(
             shards.own(logits), drafts, trees, params, shards=shards, **_own(options, shards), **streams
-        )._asdict()  # fmt: skip
+        )._asdict()
 
     return _case(f"shards/sampled/{name}", ("step_shards", "follow_shards"), sizes, whole, part)
 
 
 def _rejection(
     name: str, problem: Problem, sampling: Sampling, draft_law: str, sizes: list[int], *, coins: bool = False
-) -> Case:  # fmt: skip
+) -> Case:
     """coins: whether coins are given; else the op draws its own."""
     rows = problem.logits.shape[0]
     near = (problem.logits.float() + torch.randn(problem.logits.shape, generator=seeded(5))).softmax(-1)
@@ -229,7 +229,7 @@ def _rejection(
         params = SamplingParams(**place.put(sampling))
         return distributed.verify_rejection(
             shards.own(logits), drafts, trees, params, shards=shards, **{**_own(options, shards), **given(place)}
-        )._asdict()  # fmt: skip
+        )._asdict()
 
     ops = ("step_shards", "weigh_shards", "walk_shards")
     return _case(f"shards/rejection/{name}", ops, sizes, whole, part)

@@ -93,7 +93,7 @@ def _commit(
         trees = build_trees(place.put(parents), place.put(offsets(sizes)), max_nodes=8, max_depth=width - 1)
         verdict = Verdict(
             int32(paths).view(batch, width), int32(accepted), int64(tokens).view(batch, width), int32([0] * batch)
-        )  # fmt: skip
+        )
         wide = place.put(torch.full((batch, capacity + 2), 77))  # rows are strided
         written = {"history": wide[:, :capacity], "history_lens": place.put(int32(lengths))}
         written["history"].copy_(place.put(int64(history).view(batch, capacity)))
@@ -107,7 +107,7 @@ def _commit(
         kept, lens = [row[:] for row in history], lengths[:]
         found = loops.commit(
             paths, accepted, tokens, offsets(sizes).tolist(), start, kept, lens, eos, NODE_MAP
-        )._asdict()  # fmt: skip
+        )._asdict()
         long = {"last_token", "accept_rows", "draft_missing"}
         results = {
             field: torch.tensor(

@@ -41,9 +41,7 @@ def _case(name: str, trees: list[list[int]], padding: int, max_nodes: int, max_d
     cu_nodes = offsets([len(tree) for tree in trees])
 
     def run(place: Place) -> Results:
-        built = build_trees(
-            place.put(int32(parents)), place.put(cu_nodes), max_nodes=max_nodes, max_depth=max_depth
-        )  # fmt: skip
+        built = build_trees(place.put(int32(parents)), place.put(cu_nodes), max_nodes=max_nodes, max_depth=max_depth)
         names = ("depths", "first_child", "next_sibling", "mask", "valid")
         return {field: getattr(built, field) for field in names}
 

@@ -156,9 +156,7 @@ class Problem:
         flat = [parent for tree in self.parents for parent in tree]
         parents = int32(flat + [-1] * (rows - len(flat)))
         cu_nodes = offsets([len(tree) for tree in self.parents])
-        trees = build_trees(
-            place.put(parents), place.put(cu_nodes), max_nodes=self.max_nodes, max_depth=self.max_depth
-        )  # fmt: skip
+        trees = build_trees(place.put(parents), place.put(cu_nodes), max_nodes=self.max_nodes, max_depth=self.max_depth)
         mask = self.allowed if self.allowed is None or not self.packed else as_words(self.allowed.numpy())
         options = {"grammar_mask": mask, "draft_to_target": self.draft_to_target}
         given: dict[str, Any] = place.put({key: x for key, x in options.items() if x is not None})
@@ -179,9 +177,7 @@ class Problem:
             drafts.append(draft if 0 <= draft < vocab and row.depth > 0 else -1)
             allowed = None if self.allowed is None else self.allowed[begin + i].numpy()
             rows.append(reference.clean_logits(self.logits[begin + i], allowed))
-        bad = [
-            bool(self.logits[begin + i].isnan().any()) or rows[i].max() == -np.inf for i in range(len(linked.rows))
-        ]  # fmt: skip
+        bad = [bool(self.logits[begin + i].isnan().any()) or rows[i].max() == -np.inf for i in range(len(linked.rows))]
         return Tree(parents, drafts, rows, bad, linked.valid, [row.depth for row in linked.rows], begin)
 
 
@@ -296,11 +292,9 @@ def _greedy(problem: Problem) -> Case:
     def decide(b: int, tree: Tree) -> tuple[list[int], list[int]]:
         return reference.walk(
             tree.parents, tree.drafts, lambda node, _: token_of(tree.rows[node], SAMPLINGS["greedy"], 0, 0)
-        )  # fmt: skip
+        )
 
-    return Case(
-        f"verify_greedy/{problem.name}", ("verify_greedy",), run, lambda: verdict_by_loops(problem, decide)
-    )  # fmt: skip
+    return Case(f"verify_greedy/{problem.name}", ("verify_greedy",), run, lambda: verdict_by_loops(problem, decide))
 
 
 def _sampled(name: str, problem: Problem, sampling: Sampling) -> Case:

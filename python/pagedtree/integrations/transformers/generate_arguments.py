@@ -105,9 +105,7 @@ def _without_masked(prompts: Any, mask: Any) -> list[list[int]]:
     prompts = _lists(prompts)
     if not isinstance(mask, list | tuple) or [len(row) for row in mask] != [len(prompt) for prompt in prompts]:
         raise ValueError("attention_mask: expected an entry for each token of input_ids, got others")
-    return [
-        [token for token, kept in zip(*pair, strict=True) if kept] for pair in zip(prompts, mask, strict=True)
-    ]  # fmt: skip
+    return [[token for token, kept in zip(*pair, strict=True) if kept] for pair in zip(prompts, mask, strict=True)]
 
 
 def token_lists(input_ids: Any, attention_mask: Tensor | None, vocab_size: int, pad: int | None) -> list[list[int]]:
