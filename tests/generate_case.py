@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from pagedtree import DraftTree, SamplingParams, TreeBatch, build_trees, sample
-from pagedtree.generation.drafters import EagleHead
+from pagedtree.generation.drafters import EagleHead, MedusaHeads
 from pagedtree.integrations.transformers import generate
 
 VOCAB = 128
@@ -97,6 +97,13 @@ def tiny_eagle(model):
     hidden = model.config.hidden_size
     sizes = {"hidden_size": hidden, "intermediate_size": 64, "num_attention_heads": hidden // 64, "vocab_size": VOCAB}
     return EagleHead(sizes, model.model.embed_tokens, model.lm_head, (0, 1), torch.arange(0, VOCAB, 2)).eval()
+
+
+def tiny_heads(model, num_heads=3, std=0.05):
+    """Medusa heads with random weights for a tiny model."""
+    heads = MedusaHeads(model.config.hidden_size, num_heads, model.lm_head)
+    torch.nn.init.normal_(heads.weight, std=std, generator=torch.Generator().manual_seed(3))
+    return heads
 
 
 def prompts_of(lengths, seed=0):

@@ -6,10 +6,9 @@ from functools import cached_property
 from itertools import product
 
 import pytest
-import torch
 from block_case import block_model
 from continuous_case import IS_5
-from generate_case import LENGTHS, Hostile, Oracle, greedy, prompts_of, seeded, tiny, tiny_eagle
+from generate_case import LENGTHS, Hostile, Oracle, greedy, prompts_of, seeded, tiny, tiny_eagle, tiny_heads
 from hybrid_case import tiny_hybrid
 from latent_case import tiny_latent
 
@@ -18,7 +17,6 @@ from pagedtree.integrations.transformers import (
     CombinedDrafter,
     EagleDrafter,
     MedusaDrafter,
-    MedusaHeads,
     ModelDrafter,
     NgramDrafter,
     medusa_tree,
@@ -54,9 +52,7 @@ class Subject:
 
     @cached_property
     def heads(self):
-        heads = MedusaHeads(self.model.config.hidden_size, 3, self.model.lm_head)
-        torch.nn.init.normal_(heads.weight, std=0.05, generator=torch.Generator().manual_seed(3))
-        return heads
+        return tiny_heads(self.model)
 
     @cached_property
     def block(self):

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers")
 
 from block_case import block_model
-from generate_case import SAMPLING, lists, prompts_of, tiny, tiny_eagle
+from generate_case import SAMPLING, lists, prompts_of, tiny, tiny_eagle, tiny_heads
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +23,6 @@ from pagedtree.integrations.transformers import (
     CombinedDrafter,
     EagleDrafter,
     MedusaDrafter,
-    MedusaHeads,
     ModelDrafter,
     NgramDrafter,
     generate,
@@ -187,10 +186,9 @@ def repeating(count: int) -> list[list[int]]:
     ("name", "params"), [("EAGLE", None), ("Medusa", SAMPLING), ("block", SAMPLING), ("draft model", None)]
 )
 def test_the_text_is_that_of_plain_decoding(model, name, params):
-    heads = MedusaHeads(model.config.hidden_size, 3, model.get_output_embeddings())
     other = {
         "EAGLE": lambda: EagleDrafter(tiny_eagle(model), num_nodes=9, depth=3, width=2),
-        "Medusa": lambda: MedusaDrafter(heads, 9),
+        "Medusa": lambda: MedusaDrafter(tiny_heads(model), 9),
         "block": lambda: BlockDrafter(block_model(model), num_nodes=9, width=3),
         "draft model": lambda: ModelDrafter(tiny(1), num_nodes=9, depth=3, width=2),
     }[name]()

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("transformers")
 
 from continuous_case import IS_5
-from generate_case import LENGTHS, NEW_TOKENS, SAMPLING, VOCAB, Oracle, greedy, lists, prompts_of, tiny
+from generate_case import LENGTHS, NEW_TOKENS, SAMPLING, VOCAB, Oracle, greedy, lists, prompts_of, tiny, tiny_heads
 from hybrid_case import MODELS as HYBRIDS
 from hybrid_case import tiny_hybrid
 from torch.overrides import TorchFunctionMode
@@ -32,7 +32,6 @@ from pagedtree.generation.token_options import RequestRows, TokenOptions
 from pagedtree.integrations.transformers import (
     Drafter,
     MedusaDrafter,
-    MedusaHeads,
     ModelDrafter,
     NgramDrafter,
     PagedCache,
@@ -64,9 +63,7 @@ def draft_model():
 
 
 def medusa(model, draft_model, tree=None):
-    heads = MedusaHeads(128, 3, model.lm_head)
-    torch.nn.init.normal_(heads.weight, std=0.05, generator=torch.Generator().manual_seed(3))
-    return MedusaDrafter(heads.to(model.lm_head.weight), tree or DraftTree.full([3, 2, 1]))
+    return MedusaDrafter(tiny_heads(model).to(model.lm_head.weight), tree or DraftTree.full([3, 2, 1]))
 
 
 DRAFTERS = {

@@ -11,14 +11,14 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import LENGTHS, NEW_TOKENS, SAMPLING, greedy, lists, prompts_of, tiny
+from generate_case import LENGTHS, NEW_TOKENS, SAMPLING, greedy, lists, prompts_of, tiny, tiny_heads
 from statistics_case import LIMIT, excess
 
 from pagedtree import DraftTree, SamplingParams, TreeBatch, reference, select_nodes
 from pagedtree.check_draft import rows_of
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.tree_tuner import Plan, TreeTuner
-from pagedtree.integrations.transformers import MedusaDrafter, MedusaHeads, ModelDrafter, NgramDrafter, generate
+from pagedtree.integrations.transformers import MedusaDrafter, ModelDrafter, NgramDrafter, generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -66,16 +66,10 @@ def distribution_of_texts(model):
     return distribution
 
 
-def toy_heads(toy):
-    heads = MedusaHeads(64, 2, toy.lm_head)
-    torch.nn.init.normal_(heads.weight, std=0.1, generator=torch.Generator().manual_seed(3))
-    return heads
-
-
 DRAFTERS = {
     "none": lambda toy, draft: None,
     "n-gram": lambda toy, draft: NgramDrafter(4, max_branches=1),
-    "Medusa": lambda toy, draft: MedusaDrafter(toy_heads(toy), DraftTree.full([2, 1])),
+    "Medusa": lambda toy, draft: MedusaDrafter(tiny_heads(toy, 2, 0.1), DraftTree.full([2, 1])),
     "top-k chain": lambda toy, draft: ModelDrafter(draft, num_nodes=3, depth=2, width=1),
     "top-k tree": lambda toy, draft: ModelDrafter(draft, num_nodes=6, depth=2, width=2),
     "iid chain": lambda toy, draft: ModelDrafter(draft, law="iid", num_nodes=4, depth=3, width=1),

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from architecture_case import KEPT, tiny_model
 from block_case import block_model
-from generate_case import SAMPLING, Oracle, gpt2, greedy, lists, prompts_of, room_of, tiny, tiny_eagle
+from generate_case import SAMPLING, Oracle, gpt2, greedy, lists, prompts_of, room_of, tiny, tiny_eagle, tiny_heads
 
 from pagedtree import DraftTree
 from pagedtree.distributed import DraftGroup
@@ -25,7 +25,6 @@ from pagedtree.integrations.transformers import (
     Drafter,
     EagleDrafter,
     MedusaDrafter,
-    MedusaHeads,
     ModelDrafter,
     NgramDrafter,
     generate,
@@ -70,12 +69,6 @@ def check_depths(result):
         assert max(depths[offsets[b] : offsets[b + 1]], default=0) <= max(room, 0)
 
 
-def medusa(model):
-    heads = MedusaHeads(128, 3, model.lm_head)
-    torch.nn.init.normal_(heads.weight, std=0.05, generator=torch.Generator().manual_seed(3))
-    return MedusaDrafter(heads, DraftTree.full([3, 2, 1]))
-
-
 DRAFTERS = {
     "n-gram": lambda model: NgramDrafter(12),
     "n-gram with memory": lambda model: NgramDrafter(12, remember=2),
@@ -83,7 +76,7 @@ DRAFTERS = {
     "itself": lambda model: ModelDrafter(model, num_nodes=6, depth=5, width=1),
     "drawn": lambda model: ModelDrafter(tiny(1), law="swor", num_nodes=9, branching=[3, 2]),
     "coupled": lambda model: ModelDrafter(tiny(1), law="coupled", num_nodes=9, branching=[3, 2]),
-    "Medusa": medusa,
+    "Medusa": lambda model: MedusaDrafter(tiny_heads(model), DraftTree.full([3, 2, 1])),
     "EAGLE": lambda model: EagleDrafter(tiny_eagle(model), num_nodes=9, depth=4, width=2),
     "block": lambda model: BlockDrafter(block_model(model), num_nodes=9, width=3),
     "n-gram and draft model": lambda model: CombinedDrafter(ModelDrafter(tiny(1), depth=5), NgramDrafter(6)),

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import SAMPLING, lists, prompts_of, tiny, tiny_eagle
+from generate_case import SAMPLING, lists, prompts_of, tiny, tiny_eagle, tiny_heads
 from tuner_case import WHOLE, Machine, fresh, limited, run
 
 from pagedtree import DraftTree, select_nodes
@@ -20,7 +20,6 @@ from pagedtree.integrations.transformers import (
     CombinedDrafter,
     EagleDrafter,
     MedusaDrafter,
-    MedusaHeads,
     ModelDrafter,
     NgramDrafter,
     generate,
@@ -194,7 +193,7 @@ def model():
 
 
 def drafters(model):
-    heads = MedusaHeads(model.config.hidden_size, 3, model.get_output_embeddings())
+    heads = tiny_heads(model)
     return {
         "n-gram": NgramDrafter(12, remember=2),
         "Medusa": MedusaDrafter(heads, medusa_tree(3, 12)),
