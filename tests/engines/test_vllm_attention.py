@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from vllm_case import (
@@ -17,7 +19,7 @@ from vllm_case import (
     write_eagle_head,
 )
 
-from pagedtree.integrations.vllm.attention import PagedTreeBackend, kv_views
+from pagedtree.integrations.vllm.attention import PagedTreeBackend, PagedTreeImpl, kv_views
 
 PROMPTS = token_prompts()
 
@@ -117,6 +119,32 @@ def test_fp8_cache(stock):
         outputs = generate(llm, PROMPTS)
     pairs = [p for got, expected in zip(outputs, stock, strict=True) for p in zip(got[:4], expected[:4], strict=True)]
     assert sum(a == b for a, b in pairs) >= 0.7 * len(pairs)
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
+def test_rotation_with_the_update_of_the_cache(is_neox, cache_dtype):
+    """What vLLM's fusion of both calls gives what its own rotation and our update do; the last two rows are padding."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    torch.manual_seed(0)
+    impl = PagedTreeImpl(4, 64, 0.125, 2, kv_cache_dtype=cache_dtype)
+    assert impl.fused_rope_kvcache_supported()
+    layer = SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor(2.0))
+    query, key, value = torch.randn(7, 8, 64).split([4, 2, 2], dim=1)
+    positions, table = torch.randint(90, (7,)), torch.randn(90, 32)
+    slots = torch.tensor([3, 17, -1, 40, 4])
+    caches = torch.zeros(2, 5, 2, 16, 128)
+    if cache_dtype == "fp8":
+        caches = caches.to(torch.uint8)
+    rotated_q, rotated_k = RotaryEmbedding.forward_static(
+        positions, query.flatten(1), key.flatten(1), 64, 32, table, is_neox
+    )
+    impl.do_kv_cache_update(layer, rotated_k.unflatten(1, (2, 64)), value, caches[0], slots)
+    kept = query[5:].clone()
+    impl.do_rope_and_kv_cache_update(layer, query, key, value, positions, table, is_neox, caches[1], slots)
+    assert torch.equal(query[:5].flatten(1), rotated_q[:5]) and torch.equal(query[5:], kept)
+    assert caches[0].any() and torch.equal(caches[1], caches[0])
 
 
 def test_refuses_what_it_cannot_do():

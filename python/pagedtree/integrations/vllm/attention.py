@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from pagedtree import PreparedAttention, append_kv, attention_plan
+from pagedtree import PreparedAttention, append_kv, attention_plan, rope_append
 from pagedtree._C import HEAD_DIMS
 from pagedtree.integrations.vllm.limits import uses_trees
 
@@ -232,6 +232,33 @@ class PagedTreeImpl(AttentionImpl[PagedTreeMetadata]):
         if count < key.shape[0]:  # padded
             key, value = key[:count], value[:count]
         append_kv(key, value, *self._caches(kv_cache)[:2], slot_mapping, **self._scales(layer))
+
+    def fused_rope_kvcache_supported(self) -> bool:
+        return True
+
+    def do_rope_and_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        is_neox: bool,
+        kv_cache: Tensor,
+        layer_slot_mapping: Tensor,
+    ) -> None:
+        """Rotates the queries where they are, and writes the rotated keys and the values to the cache.
+
+        vLLM's pass fuse_rope_kvcache calls it in place of the model's rotary embedding and `do_kv_cache_update`. Keys
+        are left as they are: `forward` reads those of the cache.
+        """
+        count = layer_slot_mapping.shape[0]
+        query, key, value, positions = (rows[:count] for rows in (query, key, value, positions))
+        rope_append(
+            query, key, value, positions, cos_sin_cache, *self._caches(kv_cache)[:2], layer_slot_mapping,
+            interleaved=not is_neox, q_out=query, **self._scales(layer),
+        )  # fmt: skip
 
     def forward(
         self,
