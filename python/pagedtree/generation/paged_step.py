@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pagedtree import PreparedAttention, append_kv, attention_plan, merge_states, tree_attention
+from pagedtree import PreparedAttention, append_kv, attention_plan, merge_states, rope_append, tree_attention
 from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.recurrent_step import RecurrentStep
 
-__all__ = ["PagedStep", "PrefixPass"]
+__all__ = ["PagedStep", "PrefixPass", "Rotation"]
+
+
+class Rotation(NamedTuple):
+    """The rotary embedding of a pass's tokens: positions, int64 [T], and cos_sin as `rope_append` takes them."""
+
+    positions: Tensor
+    cos_sin: Tensor
 
 
 @dataclass
@@ -71,10 +78,12 @@ class PagedStep:
         options: dict[str, Any],
         *,
         head_dim_v: int | None = None,
+        rotation: Rotation | None = None,
     ) -> Tensor:
         """Attention of layer `layer`: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] of the packed tokens -> [T, Hq, Dv].
 
-        A latent layer has v None: its values are the first head_dim_v columns of k [T, 1, D], which alone is cached.
+        q and k are rotated here by `rotation`, if it is given. A latent layer has v None: its values are the first
+        head_dim_v columns of k [T, 1, D], which alone is cached.
 
         Raises ValueError for a layer that comes twice: what it wrote the first time would be lost.
         """
@@ -82,7 +91,10 @@ class PagedStep:
             raise ValueError(f"model: expected each layer to run once in a pass, got layer_idx {layer} again")
         self.layers_run.add(layer)
         k_cache, own_v_cache = self.cache.layer(layer, k, v)
-        append_kv(k, v, k_cache, own_v_cache, self.slots)
+        if rotation is None:
+            append_kv(k, v, k_cache, own_v_cache, self.slots)
+        else:
+            q = rope_append(q, k, v, *rotation, k_cache, own_v_cache, self.slots)
         v_cache = k_cache[..., :head_dim_v] if own_v_cache is None else own_v_cache
         # A window counts positions from the start of the sequence, which the own pages do not hold.
         if self.prefix is not None and window == 0:

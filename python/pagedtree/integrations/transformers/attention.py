@@ -19,6 +19,7 @@ from pagedtree import tree_attention
 from pagedtree._C import HEAD_DIMS
 from pagedtree.integrations.masks import all_visible, pack_mask
 from pagedtree.integrations.transformers.continuous_cache import attend_continuous
+from pagedtree.integrations.transformers.fused_rotary import rotation_of
 from pagedtree.integrations.transformers.latent import attend_latent, is_absorbed
 from pagedtree.integrations.transformers.packed_pass import current_pass
 from pagedtree.integrations.transformers.rotary import check_constant
@@ -77,11 +78,11 @@ def attention_forward(
     layer: Any = getattr(module, "layer_idx", None)
     packed = current_pass.get()
     if packed is not None:
-        seen = packed.mask.window_of(attention_mask)
+        seen, rotation = packed.mask.window_of(attention_mask), rotation_of(packed, query, key)
         if is_absorbed(module):
             return attend_latent(packed.step, module, query, key, seen, options), None
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-        return packed.step.attend(layer, q, k, v, seen, options).unsqueeze(0), None
+        return packed.step.attend(layer, q, k, v, seen, options, rotation=rotation).unsqueeze(0), None
     is_told = sliding_window is not _LEFT_OUT
     if kwargs.get("cache") is not None:
         check_constant("continuous batching", module)

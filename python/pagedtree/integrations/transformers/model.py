@@ -18,6 +18,7 @@ from pagedtree.generation.packed_model import PackedModel, PassOutput
 from pagedtree.generation.paged_step import PagedStep
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.integrations.transformers.attention import NAME, register
+from pagedtree.integrations.transformers.fused_rotary import rotary_layers, rotated_in_attention
 from pagedtree.integrations.transformers.latent import absorbed, latent_layers
 from pagedtree.integrations.transformers.packed_linear import PackedRows
 from pagedtree.integrations.transformers.packed_pass import PackedPass
@@ -99,6 +100,7 @@ class TransformersModel(PackedModel):
     def __init__(self, model: Any) -> None:
         check_model(model)
         self.model, self.latent_layers, self.recurrent_layers = model, latent_layers(model), recurrent_layers(model)
+        self.rotary_layers = rotary_layers(model)
         self._watched = _Watched()
         # Weights of other types may have code of their own in what torch does for autograd, such as DTensor.
         tensors = (*model.parameters(), *model.buffers())
@@ -149,6 +151,7 @@ class TransformersModel(PackedModel):
         with ExitStack() as stack:
             stack.enter_context(use_attention(self.model))
             stack.enter_context(on_trees(self.recurrent_layers))
+            stack.enter_context(rotated_in_attention(self.rotary_layers))
             if is_long is not None:
                 stack.enter_context(same_rotation(self.model, is_long))
             stack.callback(lambda: self._watched.stop())

@@ -1,0 +1,159 @@
+"""Rotary embedding within the attention of packed passes: `rope_append` in place of a model's own functions.
+
+Most decoders of transformers call apply_rotary_pos_emb(q, k, cos, sin), a dozen of torch's operations, just before the
+attention interface. In a packed pass such a layer runs as it is, but for this function: it hands queries and keys on,
+and the attention rotates and caches them by one op.
+
+A layer takes part if its function rotates the halves of its heads' first columns, and if what the function returned in
+the layer's first pass came to the attention as it was. All others go on as before.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pagedtree.generation.paged_step import Rotation
+from pagedtree.integrations.transformers.packed_pass import PackedPass, current_pass
+
+__all__ = ["RotaryLayer", "rotary_layers", "rotated_in_attention", "rotation_of"]
+
+FUNCTION = "apply_rotary_pos_emb"
+
+
+class RotaryLayer:
+    """An attention layer whose rotation may be left to the attention.
+
+    Attributes:
+        is_fused: whether it is; None until a first pass, whose values the host may read, has told.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.is_fused: bool | None = None
+        self._forward: Any = type(module).forward
+        self.own: Callable[..., Any] = self._forward.__globals__[FUNCTION]
+
+    def forward(self) -> Callable[..., Any]:
+        """The module's own forward, but that it finds our function where it looks for transformers'."""
+        function = self._forward
+        named = {**function.__globals__, FUNCTION: self._rotate}
+        copy = FunctionType(function.__code__, named, function.__name__, function.__defaults__, function.__closure__)
+        copy.__kwdefaults__ = function.__kwdefaults__
+        return MethodType(copy, self.module)
+
+    def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        packed = current_pass.get()
+        if packed is None or self.is_fused is False:
+            return self.own(q, k, cos, sin, *args, **kwargs)
+        if self.is_fused is None:
+            if args or kwargs:
+                self.is_fused = False
+            q, k = self.own(q, k, cos, sin, *args, **kwargs)
+        packed.rotated = _Rotated(self, q, k, cos, sin)
+        return q, k
+
+
+class _Rotated(NamedTuple):
+    """What a layer's function has returned: rotated in the layer's first pass, and as it came in later ones."""
+
+    layer: RotaryLayer
+    query: Tensor  # [1, Hq, T, D]
+    key: Tensor
+    cos: Tensor  # [1, T, columns], the same angles in both halves
+    sin: Tensor
+
+
+def rotation_of(packed: PackedPass, query: Tensor, key: Tensor) -> Rotation | None:
+    """The rotation of what came to the attention; None where the layer has rotated it."""
+    rotated, packed.rotated = packed.rotated, None
+    if rotated is None:
+        return None
+    layer = rotated.layer
+    is_same = query is rotated.query and key is rotated.key
+    if layer.is_fused is None:
+        if _has_values(rotated.cos):
+            layer.is_fused = is_same and _fits(rotated)
+        return None
+    if not layer.is_fused:
+        return None
+    if not is_same:
+        name = type(layer.module).__name__
+        raise ValueError(f"model: expected {name} to hand what it rotates to the attention, as in its first pass")
+    return packed.rotation(rotated.cos, rotated.sin)
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Tells whether the host may ask for the tensor's values now."""
+    return not (tensor.is_meta or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()))
+
+
+def _fits(rotated: _Rotated) -> bool:
+    """Tells whether `rope_append` does what the layer did."""
+    cos, sin, query = rotated.cos, rotated.sin, rotated.query
+    shape = (1, query.shape[2], cos.shape[-1])
+    if cos.shape != shape or sin.shape != shape or cos.dtype != sin.dtype or cos.shape[-1] % 2:
+        return False
+    if cos.dtype not in (torch.float32, query.dtype) or query.dtype != rotated.key.dtype:
+        return False
+    if not all(torch.equal(*angle.chunk(2, dim=-1)) for angle in (cos, sin)):
+        return False
+    return _rotates_halves(rotated.layer.own, query.shape[-1], cos.shape[-1])
+
+
+@lru_cache
+def _rotates_halves(function: Callable[..., Any], head_dim: int, columns: int) -> bool:
+    """Tells whether the function rotates the halves of the first columns of heads, tried on numbers of fp32."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, heads, 3, head_dim, generator=generator, device="cpu") for heads in (4, 2))
+    half = torch.randn(2, 1, 3, columns // 2, generator=generator, device="cpu")
+    try:
+        found_q, found_k = function(q, k, *torch.cat([half, half], dim=-1))
+    except (IndexError, RuntimeError, TypeError, ValueError):  # it rotates something else
+        return False
+    cos, sin = half[:, :, None]
+    for x, y in ((q, found_q), (k, found_k)):
+        first, second, others = x.split([columns // 2, columns // 2, head_dim - columns], dim=-1)
+        expected = torch.cat([first * cos - second * sin, second * cos + first * sin, others], dim=-1)
+        if y.dtype != x.dtype or not torch.equal(y, expected):
+            return False
+    return True
+
+
+def rotary_layers(model: nn.Module) -> list[RotaryLayer]:
+    """The model's layers that may leave their rotation to the attention."""
+    return [RotaryLayer(module) for module in model.modules() if hasattr(module, "layer_idx") and _has_function(module)]
+
+
+def _has_function(module: nn.Module) -> bool:
+    """Tells whether the module's forward looks for the function, and nobody has wrapped or replaced that forward."""
+    forward: Any = type(module).forward
+    if not isinstance(forward, FunctionType) or inspect.unwrap(forward) is not forward or "forward" in vars(module):
+        return False
+    function = forward.__globals__.get(FUNCTION)
+    return FUNCTION in forward.__code__.co_names and _takes(function, "q", "k", "cos", "sin")
+
+
+def _takes(function: Any, *names: str) -> bool:
+    return callable(function) and (*inspect.signature(function).parameters,)[: len(names)] == names
+
+
+@contextmanager
+def rotated_in_attention(layers: Iterable[RotaryLayer]) -> Iterator[None]:
+    """Inside the block packed passes leave the rotation of these layers to the attention, where that fits."""
+    with ExitStack() as stack:
+        for layer in layers:
+            own = vars(layer.module)
+            # A model that drafts for itself is here twice, one block within the other.
+            before = {"forward": own["forward"]} if "forward" in own else {}
+            stack.callback(own.update, before)
+            stack.callback(own.pop, "forward")
+            own["forward"] = layer.forward()
+        yield
