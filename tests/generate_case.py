@@ -116,14 +116,15 @@ def greedy(model, prompt, count=NEW_TOKENS, **options):
 
 
 def seeded(model, prompt, seed, params=SAMPLING, count=NEW_TOKENS):
-    """Plain decoding with `sample`, on the model's own attention."""
-    tokens = prompt.tolist()
+    """Plain decoding with `sample`, on the model's own attention; a list of seeds gives a list of texts."""
+    seeds = torch.tensor(seed).view(-1)
+    rows = prompt.expand(len(seeds), -1)
     for _ in range(count):
         with torch.no_grad():
-            logits = model(torch.tensor([tokens])).logits[0, -1:]
-        position = torch.tensor([len(tokens) - 1])
-        tokens.append(int(sample(logits, params, seeds=torch.tensor([seed]), positions=position)))
-    return tokens
+            logits = model(rows).logits[:, -1]
+        positions = torch.full_like(seeds, rows.shape[1] - 1)
+        rows = torch.cat([rows, sample(logits, params, seeds=seeds, positions=positions)[:, None]], dim=1)
+    return rows.tolist() if isinstance(seed, list) else rows[0].tolist()
 
 
 def lists(sequences):

@@ -47,8 +47,8 @@ class Subject:
     @cached_property
     def outcomes(self):
         """Texts of SEEDS."""
-        prompts = prompts_of(LENGTHS)
-        return [seeded(self.model, prompts[i // 3], seed) for i, seed in enumerate(SEEDS)]
+        texts = [seeded(self.model, prompt, SEEDS[3 * i : 3 * i + 3]) for i, prompt in enumerate(prompts_of(LENGTHS))]
+        return [text for of_prompt in texts for text in of_prompt]
 
     @cached_property
     def heads(self):

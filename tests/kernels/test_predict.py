@@ -194,7 +194,7 @@ with_library = [
 CORE = {
     "predicted": ("bf16-128-16", "bf16-128-128"),
     "verification_predicted": ("draw_rows: peak", "draw_rows: values, all counted", "draw_rows: race, no noise"),
-    "delta_rule_predicted": ("delta rule, 64 nodes x 1", "delta rule, 64 nodes x 8"),
+    "delta_rule_predicted": ("delta rule, 64 nodes x 1",),
 }
 
 

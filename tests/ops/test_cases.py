@@ -37,8 +37,9 @@ def test_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert row.status == OK, f"{isa}: {row.detail}"
 
 
-# Long on simt, and in the core suite with the other of two dtypes, which the same code reads.
+# Long on simt, and in the core suite with the other of two dtypes, which the same code reads, or with other ranks.
 LONG = [
+    *[name for name in CASES if "/one rank" in name or "/four ranks" in name],
     *[f"{op}/causal/fp16/{kind}" for op in ("tree_delta_rule", "advance_state") for kind in ("kda", "gla")],
     *[f"tree_attention/wgmma/latent/page 7/fp16/D {dims}" for dims in ("512", "576x512")],
     *[f"tree_attention/wgmma/latent/page 64/bf16/D {dims}" for dims in ("512", "576x512")],
