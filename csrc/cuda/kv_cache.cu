@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <initializer_list>
+#include <type_traits>
 
 #include "core/kv_cache.h"
 #include "cuda/backend.h"
@@ -37,18 +38,43 @@ struct Stored<DType::kFloat32> {
 };
 
 template <typename T, int kCount>
-struct alignas(kCount * sizeof(T) < kVectorBytes ? kCount * sizeof(T) : kVectorBytes) Neighbours {
+struct Neighbours {
   T at[kCount];
 };
 
+// What is moved at once.
+template <int kBytes>
+using Unit = std::conditional_t<
+    kBytes % 16 == 0, uint4,
+    std::conditional_t<kBytes == 8, uint2,
+                       std::conditional_t<kBytes == 4, uint32_t, std::conditional_t<kBytes == 2, uint16_t, uint8_t>>>>;
+
 template <typename T, int kCount>
 __device__ __forceinline__ Neighbours<T, kCount> load_neighbours(const T* from) {
-  return *reinterpret_cast<const Neighbours<T, kCount>*>(from);
+  Neighbours<T, kCount> numbers;
+  using Word = Unit<sizeof(numbers)>;
+#pragma unroll
+  for (size_t at = 0; at < sizeof(numbers); at += sizeof(Word)) {
+    const Word word = reinterpret_cast<const Word*>(from)[at / sizeof(Word)];
+    memcpy(reinterpret_cast<unsigned char*>(&numbers) + at, &word, sizeof(Word));
+  }
+  return numbers;
 }
 
 template <typename T, int kCount>
 __device__ __forceinline__ void store_neighbours(T* to, const Neighbours<T, kCount>& numbers) {
-  *reinterpret_cast<Neighbours<T, kCount>*>(to) = numbers;
+  using Word = Unit<sizeof(numbers)>;
+#pragma unroll
+  for (size_t at = 0; at < sizeof(numbers); at += sizeof(Word)) {
+    Word word;
+    memcpy(&word, reinterpret_cast<const unsigned char*>(&numbers) + at, sizeof(Word));
+    Word* target = reinterpret_cast<Word*>(to) + at / sizeof(Word);
+    if constexpr (sizeof(Word) < 8) {
+      *target = word;
+    } else {
+      __stwb(target, word);  // the compiler may store the parts of such a word by themselves
+    }
+  }
 }
 
 // Stores the e4m3 codes of numbers.
@@ -205,6 +231,7 @@ template <DType kDType, int kCount>
 __device__ __forceinline__ void rotate_head(const RopeAppendParams& p, int64_t angles, const Stored<kDType>* from,
                                             const HeadTarget<kDType>& to) {
   const int64_t half = p.rotary_dim / 2, step = int64_t{blockDim.x} * kCount, first = int64_t{threadIdx.x} * kCount;
+#pragma unroll 1  // mostly there is one turn
   for (int64_t pair = first; pair < half; pair += step) {
     // Of neighbouring pairs, the numbers of the first half and of the second stand one behind the other.
     const int64_t a = p.rotary_start + (p.interleaved ? 2 * pair : pair), b = a + (p.interleaved ? kCount : half);
@@ -231,6 +258,7 @@ __device__ __forceinline__ void rotate_head(const RopeAppendParams& p, int64_t a
     to.store(b, y);
   }
   if (to.row == from) return;
+#pragma unroll 1
   for (int64_t at = first; at < p.head_dim - p.rotary_dim; at += step) {
     const int64_t column = at < p.rotary_start ? at : at + p.rotary_dim;
     to.store(column, load_neighbours<Stored<kDType>, kCount>(from + column));
@@ -268,6 +296,7 @@ __global__ void __launch_bounds__(kRopeThreads)
       rotate_head<kDType, kCount>(p, angles, from, to);
       continue;
     }
+#pragma unroll 1
     for (int64_t column = int64_t{threadIdx.x} * kCount; column < side.head_dim; column += blockDim.x * kCount) {
       to.store(column, load_neighbours<Number, kCount>(from + column));
     }

@@ -200,6 +200,10 @@ template <typename T>
 T __ldcg(const T* address) {
   return *address;
 }
+template <typename T>
+void __stwb(T* address, T value) {
+  *address = value;
+}
 inline int __ffs(unsigned x) { return x == 0 ? 0 : std::countr_zero(x) + 1; }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
   const unsigned long long both = static_cast<unsigned long long>(high) << 32 | low;

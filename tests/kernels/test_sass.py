@@ -168,6 +168,28 @@ def test_logits_are_read_by_sixteen_bytes(architecture: str, which: str) -> None
         assert count(found[name], r"V?HMNMX2?\.(BF16_V2\.)?NAN") >= 8, name
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_rows_of_the_cache_go_by_sixteen_bytes(architecture: str) -> None:
+    """Wide pieces are read and written so. Nothing is called but the rare cases of a division by fp8's scale.
+
+    GPUs since 8.9 convert to e4m3 themselves.
+    """
+    copies = instructions(architecture, r"^append_kernel<Copy<.*, (16|8|4)>")
+    assert len(copies) == 3
+    for name, opcodes in copies.items():
+        assert count(opcodes, r"LDG\.E\.128") == count(opcodes, r"STG\.E\.128(\.STRONG\.SM)?") == 1, name
+        assert count(opcodes, "CALL") == 0 and sum(opcodes.values()) < 160, name
+    wide = instructions(architecture, r"^(rope_append_kernel|append_kernel<Quantize)<.*, (16|8|4)>")
+    assert len(wide) == 6
+    for name, opcodes in wide.items():
+        # Of queries two halves and the other columns; the same of keys; values.
+        stores = 7 if name.startswith("rope") else 1
+        assert count(opcodes, r"STG\.E\.128(\.STRONG\.SM)?") == stores, name
+        assert count(opcodes, r"LDG\.E\.128") >= 2, name
+        converts = re.match(r"sm_8[0-8]", architecture) is None
+        assert (count(opcodes, r"F2FP\.SATFINITE\.E4M3\..*") >= 2) == converts, name
+
+
 def test_the_library_is_of_bounded_size() -> None:
     assert LIBRARY is not None
     print(LIBRARY.stat().st_size, "bytes")
