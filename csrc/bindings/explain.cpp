@@ -30,13 +30,6 @@ py::list steps_of(const Replay& found) {
   return steps;
 }
 
-// CTAs of the launch where the page table is as wide as the longest sequence needs.
-int32_t capacity_of(WorkShape work, const RangeLimits& limits) {
-  work.max_seq_len = 0;
-  for (int64_t b = 0; b < work.batch; ++b) work.max_seq_len = max_of<int64_t>(work.max_seq_len, work.seq_lens[b]);
-  return range_bound(work, limits);
-}
-
 py::dict explain_launch(const WorkShape& work, const TileShape& tile, const Surroundings& around) {
   std::vector<int32_t> ranges(kListSize);
   const RangeLimits limits = range_limits(tile, around.num_sms);
@@ -86,7 +79,6 @@ py::dict explain_launch(const WorkShape& work, const TileShape& tile, const Surr
   result["idle"] = found.idle;
   result["kv_reads"] = found.kv_reads();
   py::dict replayed;  // for the model of calls (tools/gpu_model)
-  replayed["capacity"] = capacity_of(work, limits);
   replayed["steps"] = steps_of(found);
   replayed["tiles"] = found.tiles;
   replayed["most_tiles"] = found.most_tiles;

@@ -30,7 +30,7 @@ constexpr WorkList kWorkLists[] = {WorkList::kAll, WorkList::kSmall, WorkList::k
 constexpr int64_t kSmallRows = 32;
 constexpr int kPlanSize = 3 * kListSize;
 
-constexpr int kPieceCost = 2;  // the cost of starting and storing a piece, in KV tiles
+constexpr int kPieceCost = 1;  // the cost of one more piece in a range, in KV tiles
 
 // A row tile without keys still has one KV tile, because its output must be written.
 PT_HOST_DEVICE int32_t kv_tiles_of(int64_t seq_len) {
@@ -138,6 +138,16 @@ PT_HOST_DEVICE int64_t scaled(int64_t value, int64_t numerator, int64_t denomina
   return value / denominator * numerator + value % denominator * numerator / denominator;
 }
 
+// The work of some sequences.
+struct WorkSum {
+  int64_t cost;
+  int64_t row_tiles;
+
+  PT_HOST_DEVICE WorkSum operator+(const WorkSum& other) const {
+    return {cost + other.cost, row_tiles + other.row_tiles};
+  }
+};
+
 // What the row tiles of a sequence cost. Of a causal sequence, each M tile sees more keys than the one before, until
 // the window is full: their numbers of KV tiles lie on a line, up to rounding, and then stay.
 struct RowCosts {
@@ -166,9 +176,9 @@ struct RowCosts {
   }
   PT_HOST_DEVICE int64_t of_head() const { return before(m_tiles); }
   // Of the sequence; bounded, so that no sum over a batch of bad lengths overflows.
-  PT_HOST_DEVICE int64_t total() const {
+  PT_HOST_DEVICE WorkSum sum() const {
     const int64_t heads = m_tiles > 0 ? row_tiles / m_tiles : 0;
-    return min_of<int64_t>(heads * of_head(), int64_t{1} << 40);
+    return {min_of<int64_t>(heads * of_head(), int64_t{1} << 40), row_tiles};
   }
   // The last M tile of a head that begins at this cost or before.
   PT_HOST_DEVICE int32_t tile_at(int64_t cost) const {
@@ -195,18 +205,19 @@ struct WorkPosition {
   }
 };
 
-// The place in a sequence's work, about `cost` from its start, where a range may begin. No cut leaves a piece of less
-// than `min_piece` KV tiles with a key that is seen.
+// The place in a sequence's work, about `cost` from its start, where a range may begin: the nearest that leaves no
+// piece of less than `min_piece` KV tiles with a key that is seen.
 PT_HOST_DEVICE WorkPosition cut_position(const WorkShape& shape, const SequenceWork& work, const RowCosts& costs,
                                          int32_t sequence, int64_t cost, int32_t min_piece) {
   const int64_t of_head = cost % costs.of_head();
   const int32_t m = costs.tile_at(of_head);
   const auto row = static_cast<int32_t>(cost / costs.of_head() * work.m_tiles + m);
   const TileSpan seen = visible_tiles(shape, work, sequence, m);
-  const int64_t tiles = max_of<int64_t>((of_head - costs.before(m)) / work.tile_heads - kPieceCost, 0);
-  if (tiles < min_piece) return {sequence, row, 0};
-  if (seen.size() - tiles < min_piece) return {sequence, row + 1, 0};
-  return {sequence, row, seen.first + static_cast<int32_t>(tiles)};
+  const int64_t wanted = (of_head - costs.before(m)) / work.tile_heads - kPieceCost, size = seen.size();
+  const int64_t near = size < 2 * min_piece ? size : min_piece;  // a row tile as small as that is not cut
+  if (2 * wanted < near) return {sequence, row, 0};
+  if (2 * (size - wanted) <= near) return {sequence, row + 1, 0};
+  return {sequence, row, seen.first + static_cast<int32_t>(clamp_to<int64_t>(wanted, min_piece, size - min_piece))};
 }
 
 // How many ranges a backend wants.
@@ -217,14 +228,23 @@ struct RangeLimits {
   int32_t min_piece;
 };
 
-PT_HOST_DEVICE int32_t num_ranges_of(int64_t total_cost, const RangeLimits& limits) {
-  const int32_t count = static_cast<int32_t>(clamp_to<int64_t>(total_cost / limits.min_cost, 1, limits.most));
-  return count < limits.multiple ? count : count - count % limits.multiple;
+// Where a few ranges more or less make each row tile a whole number of them, no range of a batch of equal sequences
+// crosses from one row tile to the next, which would leave others with more KV tiles.
+PT_HOST_DEVICE int32_t num_ranges_of(const WorkSum& total, const RangeLimits& limits) {
+  int64_t count = clamp_to<int64_t>(total.cost / limits.min_cost, 1, limits.most);
+  if (count >= limits.multiple) count -= count % limits.multiple;
+  if (total.row_tiles < 1 || total.row_tiles > count) return static_cast<int32_t>(count);
+  int64_t even = (count + total.row_tiles / 2) / total.row_tiles * total.row_tiles;
+  if (even > limits.most) even -= total.row_tiles;
+  const int64_t change = even > count ? even - count : count - even;
+  return static_cast<int32_t>(count < limits.multiple || 20 * change <= count ? even : count);
 }
 
-// The cost before range i.
+// The cost before range i. Every range begins a piece; what row tiles cost beside their KV tiles is the further
+// pieces'. So the first range begins behind that of its row tile, and ranges that begin with a row tile are not
+// shorter.
 PT_HOST_DEVICE int64_t range_target(int64_t total_cost, int32_t num_ranges, int32_t i) {
-  return scaled(total_cost, i, num_ranges);
+  return kPieceCost + scaled(total_cost - kPieceCost, i, num_ranges);
 }
 
 // A list's part of a plan, [kListSize].
@@ -242,8 +262,8 @@ PT_HOST_DEVICE void set_range_start(int32_t* ranges, int32_t i, const WorkPositi
 
 // Cuts the work into ranges and writes them [kListSize].
 PT_HOST_DEVICE void make_ranges(const WorkShape& shape, const RangeLimits& limits, int32_t* ranges) {
-  int64_t total = 0;
-  for (int64_t b = 0; b < shape.batch; ++b) total += RowCosts(shape, sequence_work(shape, b), b).total();
+  WorkSum total{};
+  for (int64_t b = 0; b < shape.batch; ++b) total = total + RowCosts(shape, sequence_work(shape, b), b).sum();
   const int32_t num_ranges = num_ranges_of(total, limits);
   for (int32_t i = 0; i < kListSize; ++i) ranges[i] = 0;
   ranges[0] = num_ranges;
@@ -252,9 +272,9 @@ PT_HOST_DEVICE void make_ranges(const WorkShape& shape, const RangeLimits& limit
   for (int64_t b = 0; b < shape.batch; ++b) {
     const SequenceWork work = sequence_work(shape, b);
     const RowCosts costs(shape, work, b);
-    const int64_t after = before + costs.total();
+    const int64_t after = before + costs.sum().cost;
     for (; range < num_ranges; ++range) {
-      const int64_t target = range_target(total, num_ranges, range);
+      const int64_t target = range_target(total.cost, num_ranges, range);
       if (target >= after) break;
       const auto sequence = static_cast<int32_t>(b);
       set_range_start(ranges, range, cut_position(shape, work, costs, sequence, target - before, limits.min_piece));
@@ -263,17 +283,21 @@ PT_HOST_DEVICE void make_ranges(const WorkShape& shape, const RangeLimits& limit
   }
 }
 
-// How many ranges the shapes alone allow; reads no tensor. It keeps the scratch of small calls small.
-PT_HOST_DEVICE int32_t range_bound(const WorkShape& shape, const RangeLimits& limits) {
+// How many row tiles the shapes alone allow; reads no tensor.
+PT_HOST_DEVICE int64_t row_tile_bound(const WorkShape& shape) {
   // Rounded up to full row tiles: if several heads share one, all row tiles count as equally large.
   const int32_t head_tiles = max_of(ceil_div(shape.num_kv_heads, shape.few_rows_heads), 1);
   const int64_t heads = head_tiles * ceil_div(shape.num_kv_heads, head_tiles);
-  const int64_t row_tiles =
-      heads * (shape.batch + ceil_div<int64_t>(shape.num_tokens * shape.group_size, shape.m_tile));
+  return heads * (shape.batch + ceil_div<int64_t>(shape.num_tokens * shape.group_size, shape.m_tile));
+}
+
+// How many ranges they allow, which keeps the scratch of small calls small.
+PT_HOST_DEVICE int32_t range_bound(const WorkShape& shape, const RangeLimits& limits) {
+  const int64_t row_tiles = row_tile_bound(shape);
   const int64_t row_cost = ceil_div<int64_t>(shape.max_seq_len, kKvTile) + 1 + kPieceCost;
   const int64_t enough = limits.most * limits.min_cost;
   const int64_t bound = row_tiles >= enough ? limits.most : row_tiles * row_cost / limits.min_cost;
-  return static_cast<int32_t>(clamp_to<int64_t>(bound, 1, limits.most));
+  return static_cast<int32_t>(clamp_to<int64_t>(bound + row_tiles / 2, 1, limits.most));
 }
 
 PT_HOST_DEVICE int32_t planned_ranges(const int32_t* ranges, int32_t max_ranges) {

@@ -149,6 +149,7 @@ struct Quantize {
 template <typename Piece>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     append_kernel(const __grid_constant__ AppendKvParams p, const __grid_constant__ Divisor page_size) {
+  ptx::let_next_kernel_start();  // attention, which waits for what this one writes
   const AppendSide& side = p.sides[blockIdx.y];
   const int64_t token = blockIdx.x, slot = p.slots[token];
   if (slot < 0 || slot >= p.num_pages * p.page_size) return;
@@ -270,6 +271,7 @@ __device__ __forceinline__ void rotate_head(const RopeAppendParams& p, int64_t a
 template <DType kDType, int kCount>
 __global__ void __launch_bounds__(kRopeThreads)
     rope_append_kernel(const __grid_constant__ RopeAppendParams p, const __grid_constant__ Divisor page_size) {
+  ptx::let_next_kernel_start();  // attention
   using Number = Stored<kDType>;
   const AppendKvParams& append = p.append;
   const int64_t token = blockIdx.x, slot = append.slots[token];

@@ -39,16 +39,18 @@ def test_a_long_sequence_fills_the_device() -> None:
 
 
 def test_prefill() -> None:
-    """Bound by arithmetic: 512 x 8 rows of the only head fill 64 tiles of 64 at head size 256, with an e4m3 cache."""
-    cost = explain([512], [512], num_q_heads=8, num_kv_heads=1, head_dim=256, page_size=7, kv_bytes=1)
+    """Bound by arithmetic: 600 x 8 rows of the only head fill 75 tiles of 64 at head size 256, with an e4m3 cache."""
+    cost = explain([600], [600], num_q_heads=8, num_kv_heads=1, head_dim=256, page_size=7, kv_bytes=1)
     (launch,) = cost.launches
-    assert (launch.m_tile, launch.keys_per_stage, launch.row_tiles, launch.kv_tiles) == (64, 32, 64, 64 * 8)
-    assert launch.ranges == 132 < 64 * (8 + 2) // 3 < 2 * 132
-    unsplit = 2 * 512 * 256 + 2 * 512 * 8 * 256 * 2 + 4 * 74
+    assert (launch.m_tile, launch.keys_per_stage, launch.row_tiles, launch.kv_tiles) == (64, 32, 75, 75 * 10)
+    visible = sum(-(-min(8 * (m + 1), 600) // 64) for m in range(75))
+    assert launch.ranges == 132 < (visible + 75) // 3 < 2 * 132
+    unsplit = 2 * 600 * 256 + 2 * 600 * 8 * 256 * 2 + 4 * 86
     assert cost.bytes == unsplit + 2 * launch.pieces * 64 * (256 + 2) * 4
-    assert cost.flops == 4 * 512 * 512 * 8 * 256
+    assert cost.flops == 4 * 600 * 600 * 8 * 256
     # Row tile i has queries 8 i to 8 i + 7: eight row tiles see one KV tile, the next eight two.
-    assert cost.executed_flops == 4 * 64 * 64 * 256 * 8 * sum(range(1, 9))
+    assert visible == 8 * sum(range(1, 10)) + 3 * 10
+    assert cost.executed_flops == 4 * 64 * 64 * 256 * visible
     assert cost.floor_seconds == pytest.approx(max(cost.bytes / 4.8e12, cost.executed_flops / 989e12))
 
 

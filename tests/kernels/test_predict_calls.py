@@ -15,7 +15,7 @@ from sm_model import B200, H200
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 GROWTH = 1.10
 RECORDED = json.loads((RESULTS / "calls_predicted_h200.json").read_text())
-LOAD = H200.l2_latency + predict_calls.AROUND_A_LOAD
+LOAD, NEAR_LOAD = (latency + predict_calls.AROUND_A_LOAD for latency in (H200.l2_latency, predict_calls.L1_LATENCY))
 
 
 def found_now() -> dict[tuple[str, str], dict[str, Any]]:
@@ -57,7 +57,7 @@ def test_tiles_are_those_of_the_tables() -> None:
 
 
 def launch(**changes: Any) -> dict[str, Any]:
-    replayed = {"steps": [(1, 1, 1, 1)], "most_row_tiles": 1, "most_pieces": 0, "capacity": 1}
+    replayed = {"steps": [(1, 1, 1, 1)], "most_row_tiles": 1, "most_pieces": 0}
     replayed |= {key: changes.pop(key) for key in [*changes] if key in replayed}
     fields = {"engine": "mma.sync", "m_tile": 64, "ctas_per_sm": 2, "cut_row_tiles": 0, "pieces": 0}
     return {**fields, **changes, "replayed": replayed}
@@ -78,20 +78,24 @@ def test_steps_take_the_longer_of_tiles_and_memory() -> None:
 def test_edges_are_of_the_cta_with_the_most_row_tiles() -> None:
     stored = 64 * 128 * 4 / H200.l2_bytes
     assert predict_calls.edge_cycles(H200, launch()) == 2 * stored
-    assert predict_calls.edge_cycles(H200, launch(most_row_tiles=4)) == 3 * (4 * LOAD + stored / 2) / 2 + 2 * stored
+    assert predict_calls.edge_cycles(H200, launch(most_row_tiles=4)) == pytest.approx(
+        3 * (2 * LOAD + 3 * NEAR_LOAD + stored / 2) / 2 + 2 * stored
+    )
     alone = launch(most_row_tiles=4, engine="wgmma", ctas_per_sm=1)
-    assert predict_calls.edge_cycles(H200, alone) == 3 * (2 * LOAD + stored / 2) + stored
+    assert predict_calls.edge_cycles(H200, alone) == pytest.approx(3 * (LOAD + 3 * NEAR_LOAD + stored / 2) + stored)
 
 
-def test_the_join_comes_in_waves() -> None:
+def test_the_join_takes_cuts_in_turns() -> None:
     """64 rows of 128 columns are 16 CTAs a cut, of which 792 fit on the GPU."""
-    uncut = launch(capacity=264)
-    assert predict_calls.join_cycles(H200, [uncut]) == 6 * 3 * LOAD  # 263 x 16 CTAs that find nothing
-    cut = launch(capacity=264, cut_row_tiles=8, most_pieces=33, pieces=264)
-    assert predict_calls.join_cycles(H200, [cut]) == 5 * 3 * LOAD + (5 + 5) * LOAD
-    many = launch(capacity=264, cut_row_tiles=8, most_pieces=33, pieces=26400)  # the bytes of the pieces take longer
+    find, next_one = LOAD + 9 * NEAR_LOAD, 9 * NEAR_LOAD
+    assert predict_calls.join_cycles(H200, [launch()]) == find
+    few = launch(cut_row_tiles=8, most_pieces=33, pieces=264)
+    assert predict_calls.join_cycles(H200, [few]) == find + 5 * LOAD
+    more = launch(cut_row_tiles=100, most_pieces=2, pieces=100)
+    assert predict_calls.join_cycles(H200, [more]) == find + 2 * next_one + 3 * LOAD
+    many = launch(cut_row_tiles=8, most_pieces=33, pieces=26400)  # the bytes of the pieces take longer
     reading = 26400 * 64 * 130 * 4 / H200.l2_bytes / 132
-    assert predict_calls.join_cycles(H200, [many]) == pytest.approx(5 * 3 * LOAD + reading)
+    assert predict_calls.join_cycles(H200, [many]) == pytest.approx(find + reading)
 
 
 def test_the_floor_reads_what_is_seen_once() -> None:

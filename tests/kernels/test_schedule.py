@@ -9,7 +9,7 @@ from attention_case import HEAD_SIZES, Target, check, once_per_backend, random_t
 
 from pagedtree import DraftTree, attention_plan, tree_attention
 
-KV_TILE, PIECE_COST = 64, 2
+KV_TILE, PIECE_COST = 64, 1
 FEW_ROWS = {"cpu": 8, "simt": 0, "cuda": 0}
 ALL, SMALL, LARGE = range(3)  # the lists of a plan
 SMALL_ROWS = 32

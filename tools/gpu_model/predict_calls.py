@@ -26,23 +26,25 @@ from pagedtree import _C, explain
 # Data sheets: bytes of L2, all of it for K and V; flops per second of 16 bits, dense.
 L2_BYTES = {"A100 SXM 80 GB": 40_000_000, "H100 SXM": 50_000_000, "H200 SXM": 50_000_000}
 TENSOR_FLOPS = {"A100 SXM 80 GB": 312e12, "H100 SXM": 989e12, "H200 SXM": 989e12}
-# From the end of a kernel to the first instruction of the next one in a graph, and where that one was launched early
-# (programmatic dependent launch). Reckoned: NVIDIA states none for this GPU.
-GRAPH_GAP_US, DEPENDENT_GAP_US = 1.0, 0.4
-# Cycles of instructions and barriers around a load whose result the next load needs; its latency comes from L2.
-AROUND_A_LOAD = 60
+# From the end of a kernel to the first instruction of the next one in a graph, launched early (programmatic dependent
+# launch), as attention is behind append_kv and the join behind attention. Reckoned: NVIDIA states none for this GPU.
+DEPENDENT_GAP_US = 0.4
+# Cycles of instructions and barriers around a load whose result the next load needs, and those of a load from L1.
+AROUND_A_LOAD, L1_LATENCY = 60, 40
 
 # ---- what the kernels do, read in csrc/cuda/attention
 
-# Dependent loads before the copies of the first keys begin: number of ranges, whole plan, offsets and lengths, tree
-# length and scales, Q and mask, page ids. Of each further row tile: lengths, Q and mask, page ids, first keys; the
-# kernel for wgmma copies these while the last output is written.
-FIRST_LOADS = 6
-LATER_LOADS = {"mma.sync": 4, "wgmma": 2}
-# The join: threads and columns of a thread, CTAs that registers leave on an SM, loads of a CTA that finds nothing to
-# join, of one that does, and pieces that are in flight together.
+# Dependent loads from L2 and from L1 before the copies of the first keys begin. L2: the plan with the lengths of the
+# first 128 sequences; Q with mask words and page ids. L1, as these were fetched before: lengths, mask words, page ids.
+FIRST_LOADS, FIRST_NEAR_LOADS = 2, 3
+# Of each further row tile: Q with mask words and page ids, and the first keys, which the kernel for wgmma copies while
+# the last output is written; L1: as above.
+LATER_LOADS, LATER_NEAR_LOADS = {"mma.sync": 2, "wgmma": 1}, 3
+# The join: threads and columns of a thread, CTAs that registers leave on an SM, loads of a CTA before its pieces (the
+# plan with the lengths; then from L1 starts and lengths of three parts of the ranges, those of the row tile, and how
+# many pieces it has), and pieces that are in flight together.
 JOIN_THREADS, JOIN_COLUMNS, JOIN_CTAS = 128, 4, 6
-IDLE_JOIN_LOADS, JOIN_LOADS, JOINED_AT_ONCE = 3, 5, 8
+JOIN_LOADS, JOIN_NEAR_LOADS, JOINED_AT_ONCE = 1, 9, 8
 
 HEAD_DIM, KEYS, BYTES = 128, 64, 2  # BYTES of an element of q, K, V and out
 KV_TILE_BYTES = 2 * KEYS * HEAD_DIM * BYTES
@@ -167,9 +169,14 @@ def main_cycles(machine: Machine, launch: dict[str, Any], tile: dict[str, Any]) 
     return cycles
 
 
+def load_cycles(machine: Machine, far: int, near: int) -> float:
+    """Dependent loads, from L2 and from L1."""
+    return far * (machine.l2_latency + AROUND_A_LOAD) + near * (L1_LATENCY + AROUND_A_LOAD)
+
+
 def begin_cycles(machine: Machine) -> float:
     """From the first instruction to the first key."""
-    return FIRST_LOADS * (machine.l2_latency + AROUND_A_LOAD) + machine.memory_latency
+    return load_cycles(machine, FIRST_LOADS, FIRST_NEAR_LOADS) + machine.memory_latency
 
 
 def edge_cycles(machine: Machine, launch: dict[str, Any]) -> float:
@@ -178,23 +185,22 @@ def edge_cycles(machine: Machine, launch: dict[str, Any]) -> float:
     While one CTA is between two row tiles, the others on its SM go on.
     """
     further = max(launch["replayed"]["most_row_tiles"] - 1, 0)
-    loads = LATER_LOADS[launch["engine"]] * (machine.l2_latency + AROUND_A_LOAD)
+    loads = load_cycles(machine, LATER_LOADS[launch["engine"]], LATER_NEAR_LOADS)
     stored = launch["m_tile"] * HEAD_DIM * 4 / machine.l2_bytes
     return further * (loads + stored / 2) / launch["ctas_per_sm"] + stored * launch["ctas_per_sm"]
 
 
 def join_cycles(machine: Machine, launches: list[dict[str, Any]]) -> float:
-    """CTAs that find nothing to join come in waves before those that do."""
+    """CTAs for the parts of all row tiles that may be cut, if there is room; else each takes one after the other."""
     parts = math.ceil(max(x["m_tile"] for x in launches) * HEAD_DIM / JOIN_COLUMNS / JOIN_THREADS)
     at_once = JOIN_CTAS * machine.multiprocessors
-    most = max(x["replayed"]["capacity"] for x in launches) - 1
-    load = machine.l2_latency + AROUND_A_LOAD
-    waves = math.ceil(most * parts * len(launches) / at_once)
-    working = math.ceil(sum(x["cut_row_tiles"] for x in launches) * parts / at_once)
-    of_one = JOIN_LOADS + math.ceil(max(x["replayed"]["most_pieces"] for x in launches) / JOINED_AT_ONCE)
+    found = load_cycles(machine, JOIN_LOADS, JOIN_NEAR_LOADS)
+    rounds = math.ceil(max(x["replayed"]["most_pieces"] for x in launches) / JOINED_AT_ONCE)
+    turns = math.ceil(sum(x["cut_row_tiles"] for x in launches) * parts / at_once)
     read = sum(x["pieces"] * x["m_tile"] * (HEAD_DIM + 2) * 4 for x in launches)
     reading = read / machine.l2_bytes / machine.multiprocessors
-    return (waves - working) * IDLE_JOIN_LOADS * load + max(working * of_one * load, reading)
+    again = load_cycles(machine, 0, JOIN_NEAR_LOADS) * max(turns - 1, 0)  # where the next cut is
+    return found + again + max(turns * load_cycles(machine, rounds, 0), reading)
 
 
 def call_row(machine: Machine, tiles: dict[tuple[str, str], dict[str, Any]], call: Call, engine: str) -> dict[str, Any]:
@@ -209,7 +215,7 @@ def call_row(machine: Machine, tiles: dict[tuple[str, str], dict[str, Any]], cal
     join = join_cycles(machine, launches)
     cycles = {"begin": begin, "main": main, "edges": edges, "join": join}
     parts = {name: value / machine.ghz / 1e3 for name, value in cycles.items()}
-    parts["gaps"] = GRAPH_GAP_US * len(launches) + DEPENDENT_GAP_US
+    parts["gaps"] = DEPENDENT_GAP_US * (len(launches) + 1)
     total, floor = sum(parts.values()), floor_us(machine, call, launches)
     cost = explain(**arguments_of(machine, call, engine), page_size=call.page_size)
     times = {"us": round(total, 1), "floor_us": round(floor, 1), "ratio": round(total / floor, 2)}

@@ -90,7 +90,8 @@ void CudaBackend::tree_attention(const TreeAttentionParams& p, const ExecContext
   auto scratch = ceil_div<intptr_t>(reinterpret_cast<intptr_t>(p.scratch), kAlignment) * kAlignment;
   CallShapes calls{};
   Residency residents[std::size(calls.lists)];
-  int32_t most_ranges = 0, most_rows = 0;
+  int64_t most_cuts = 0;  // row tiles that may be cut
+  int32_t most_rows = 0;
   for (int i = 0; i < lists.count; ++i) {
     const auto& [list, tile] = lists.items[i];
     CallShape& call = calls.lists[i];
@@ -102,7 +103,8 @@ void CudaBackend::tree_attention(const TreeAttentionParams& p, const ExecContext
     call.stages = residents[i].stages;
     call.q_aligned = is_aligned(p.q, p.q_token_stride, p.q_head_stride);
     call.out_aligned = is_aligned(p.out, p.out_token_stride, p.out_head_stride);
-    most_ranges = max_of(most_ranges, call.pieces.capacity);
+    // A cut lies between two ranges, so there is one cut less than there are ranges.
+    most_cuts = max_of(most_cuts, min_of<int64_t>(call.pieces.capacity - 1, row_tile_bound(call.work)));
     most_rows = max_of(most_rows, tile.m_tile);
   }
   for (int i = 0; i < lists.count; ++i) {
@@ -110,12 +112,13 @@ void CudaBackend::tree_attention(const TreeAttentionParams& p, const ExecContext
     const auto grid = static_cast<unsigned>(call.pieces.capacity);
     launcher_of(p, lists.items[i].tile)(p, call, grid, residents[i].shared_bytes, ctx.stream);
   }
-  // A cut lies between two ranges, so there is one cut less than there are ranges.
-  const dim3 grid(static_cast<unsigned>(most_ranges - 1),
-                  static_cast<unsigned>(ceil_div(most_rows * (p.head_dim_v / JoinedColumns::kColumns), kJoinThreads)),
+  const int32_t parts = ceil_div(most_rows * (p.head_dim_v / JoinedColumns::kColumns), kJoinThreads);
+  // CTAs that the device cannot hold at once would each find out anew which row tiles are cut.
+  const int32_t at_once = ceil_div(limits.num_sms * kJoinCtasPerSm, parts * lists.count);
+  const dim3 grid(static_cast<unsigned>(min_of<int64_t>(most_cuts, at_once)), static_cast<unsigned>(parts),
                   static_cast<unsigned>(lists.count));
   launch_behind(p.q_dtype == DType::kFloat16 ? join_kernel<__half> : join_kernel<__nv_bfloat16>, grid,
-                dim3(kJoinThreads), 0, ctx.stream, p, calls);
+                dim3(kJoinThreads), sizeof(JoinShared), ctx.stream, p, calls);
 }
 
 }  // namespace pagedtree::cuda

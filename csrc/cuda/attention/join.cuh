@@ -7,7 +7,8 @@
 namespace pagedtree::cuda {
 
 constexpr int kJoinThreads = 128;
-constexpr int kPiecesAtOnce = 8;  // their loads are in flight together
+constexpr int kJoinCtasPerSm = 6;  // as many as registers allow
+constexpr int kPiecesAtOnce = 8;   // their loads are in flight together
 
 // Four columns of a row, joined some pieces at a time in the order of the keys.
 struct JoinedColumns {
@@ -52,18 +53,39 @@ struct JoinedColumns {
   }
 };
 
-// CTA (range, part of the rows, list) joins a row tile if the tile's first cut is where the range begins.
+struct JoinShared {
+  uint32_t votes[kJoinThreads / 32];
+};
+
+// The nth number below `count`, from 0 on, that `counts` is true of, or -1. All threads of the CTA meet.
+template <typename Counts>
+__device__ __forceinline__ int32_t find_nth(int32_t nth, int32_t count, JoinShared& shared, const Counts& counts) {
+  const auto thread = static_cast<int32_t>(threadIdx.x);
+  for (int32_t first = 0; first < count; first += kJoinThreads) {
+    const uint32_t votes = __ballot_sync(kWholeWarp, first + thread < count && counts(first + thread));
+    if (thread % 32 == 0) shared.votes[thread / 32] = votes;
+    __syncthreads();
+    for (int32_t warp = 0; warp < kJoinThreads / 32; ++warp) {
+      uint32_t left = shared.votes[warp];
+      const int32_t found = popcount32(left);
+      if (nth < found) {
+        while (nth-- > 0) left &= left - 1;
+        return first + warp * 32 + popcount32((left & (0u - left)) - 1);
+      }
+      nth -= found;
+    }
+    __syncthreads();
+  }
+  return -1;
+}
+
+// Joins a part of the rows of the row tile that range `owner` leaves unfinished. All threads of the CTA meet.
 template <typename T>
-__global__ void __launch_bounds__(kJoinThreads)
-    join_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ CallShapes calls) {
-  ptx::wait_for_kernels_before();
-  const CallShape& call = calls.lists[blockIdx.z];
-  const CallRanges ranges(call.work, p.plan, call.pieces.capacity);
-  const int32_t owner = static_cast<int32_t>(blockIdx.x), cut_range = owner + 1;
-  if (cut_range >= ranges.count) return;
-  const WorkPosition begin = ranges.start(owner), cut = ranges.start(cut_range);
+__device__ __forceinline__ void join_row_tile(const TreeAttentionParams& p, const CallShape& call,
+                                              const CallRanges& ranges, int32_t owner) {
+  const int32_t cut_range = owner + 1;
+  const WorkPosition cut = ranges.start(cut_range);
   const auto is_inside = [&](const WorkPosition& at) { return at.kv_tile > 0 && at.same_row(cut); };
-  if (!is_inside(cut) || is_inside(begin)) return;
   int32_t num_pieces = 1;  // plus one for each range that begins inside the row tile
   for (int32_t first = cut_range, found = kJoinThreads; found == kJoinThreads; first += kJoinThreads) {
     const int32_t range = first + static_cast<int32_t>(threadIdx.x);
@@ -82,6 +104,24 @@ __global__ void __launch_bounds__(kJoinThreads)
       joined.add(call.pieces, owner, k, num_pieces, row, column);
     }
     output.row(row, joined.maximum, joined.sum, column == 0).store(column, joined.values);
+  }
+}
+
+// CTA (n, part of the rows, list) joins the nth row tile that is cut, and every gridDim.x-th one after it.
+template <typename T>
+__global__ void __launch_bounds__(kJoinThreads)
+    join_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ CallShapes calls) {
+  ptx::wait_for_kernels_before();
+  const CallShape& call = calls.lists[blockIdx.z];
+  const CallRanges ranges(call.work, p.plan, call.pieces.capacity);
+  const auto owns = [&](int32_t range) {
+    const WorkPosition begin = ranges.start(range), end = ranges.start(range + 1);
+    return end.kv_tile > 0 && !(begin.kv_tile > 0 && begin.same_row(end));
+  };
+  for (auto nth = static_cast<int32_t>(blockIdx.x);; nth += static_cast<int32_t>(gridDim.x)) {
+    const int32_t owner = find_nth(nth, ranges.count - 1, ptx::shared<JoinShared>(), owns);
+    if (owner < 0) return;
+    join_row_tile<T>(p, call, ranges, owner);
   }
 }
 

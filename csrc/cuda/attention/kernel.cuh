@@ -36,6 +36,7 @@ __device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const
   const uint32_t thread = ptx::thread_index(), warp = thread / 32;
   const int32_t key_of_thread = static_cast<int32_t>(thread), ring = call.stages;
   sums.clear();
+  touch_row_tile(p, tile, begin * kKvTile, ring * kKeys, thread);
   __syncthreads();  // the previous row tile is done with shared memory
   const float scale = score_scale(p, tile.kv_head), factor = score_factor<typename I::Kv>(p, scale);
   if (thread == 0) {
@@ -118,15 +119,13 @@ template <typename I>
 __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
     attention_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ CallShape call) {
   static_assert(sizeof(Shared<I>) <= I::kShape.header_bytes() + I::kShape.q_bytes(), "header_bytes() is too small");
+  ptx::wait_for_kernels_before();
   ptx::let_next_kernel_start();
   Shared<I>& shared = ptx::shared<Shared<I>>();
   const WorkShape& shape = call.work;
   const CallRanges ranges(shape, p.plan, call.pieces.capacity);
   const auto range = static_cast<int32_t>(blockIdx.x);
-  if (threadIdx.x == 0) {
-    shared.at = ranges.start(range);
-    shared.stop = ranges.start(range + 1);
-  }
+  ranges.find(range, shared.at, shared.stop);
   __syncthreads();
   if (shared.at.kv_tile > 0 && !shared.at.before(shared.stop)) clear_piece(call.pieces.of(range, false), I::kMTile);
   while (shared.at.before(shared.stop)) {
@@ -146,7 +145,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
 template <typename I>
 void launch_attention(const TreeAttentionParams& p, const CallShape& call, unsigned grid, int shared_bytes,
                       void* stream) {
-  launch(attention_kernel<I>, dim3(grid), dim3(I::kThreads), static_cast<size_t>(shared_bytes), stream, p, call);
+  launch_behind(attention_kernel<I>, dim3(grid), dim3(I::kThreads), static_cast<size_t>(shared_bytes), stream, p, call);
 }
 
 }  // namespace pagedtree::cuda

@@ -72,15 +72,13 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
     attention_sm90_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ CallShape call,
                           const __grid_constant__ CacheMaps maps) {
   static_assert(sizeof(Sm90Shared<I>) <= I::kShape.header_bytes(), "header_bytes() is too small");
+  ptx::wait_for_kernels_before();
   ptx::let_next_kernel_start();
   Sm90Shared<I>& shared = ptx::shared<Sm90Shared<I>>();
   const CallRanges ranges(call.work, p.plan, call.pieces.capacity);
   const auto range = static_cast<int32_t>(blockIdx.x);
-  if (threadIdx.x == 0) {
-    shared.start = ranges.start(range);
-    shared.stop = ranges.start(range + 1);
-    shared.init_barriers(call.stages);
-  }
+  ranges.find(range, shared.start, shared.stop);
+  if (threadIdx.x == 0) shared.init_barriers(call.stages);
   __syncthreads();
   if (shared.start.kv_tile > 0 && !shared.start.before(shared.stop)) {
     clear_piece(call.pieces.of(range, false), I::kMTile);
@@ -98,8 +96,8 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
 template <typename I>
 void launch_attention_sm90(const TreeAttentionParams& p, const CallShape& call, unsigned grid, int shared_bytes,
                            void* stream) {
-  launch(attention_sm90_kernel<I>, dim3(grid), dim3(I::kThreads), static_cast<size_t>(shared_bytes), stream, p, call,
-         CacheMaps::of<I>(p));
+  launch_behind(attention_sm90_kernel<I>, dim3(grid), dim3(I::kThreads), static_cast<size_t>(shared_bytes), stream, p,
+                call, CacheMaps::of<I>(p));
 }
 
 }  // namespace pagedtree::cuda

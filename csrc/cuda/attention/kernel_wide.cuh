@@ -14,8 +14,9 @@ template <typename I>
 __device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const CallShape& call, const RowTile& tile,
                                              int32_t begin, int32_t end, Shared<I>& shared, Accumulator<I>& sums) {
   sums.clear();
-  __syncthreads();  // the previous row tile is done with shared memory
   const uint32_t thread = ptx::thread_index();
+  touch_row_tile(p, tile, begin * kKvTile, call.stages * I::kShape.keys, thread);
+  __syncthreads();  // the previous row tile is done with shared memory
   const float scale = score_scale(p, tile.kv_head), factor = score_factor<typename I::Kv>(p, scale);
   load_q_tile<I>(p, tile, thread, call.q_aligned, scale < 0.0f, factor, shared.q, shared.factors);
   if (thread < 32) {

@@ -12,14 +12,28 @@ struct CallRanges {
   int32_t count;
   bool in_order;
 
-  // All threads of a CTA meet here.
+  // All threads of a CTA meet here. The entries are loaded without waiting for their number, and so are the lengths of
+  // the first sequences, which all of a small batch are.
   __device__ __forceinline__ CallRanges(const WorkShape& of_call, const int32_t* plan, int32_t capacity)
       : shape(of_call), planned(ranges_of_list(plan, shape.list)), count(planned_ranges(planned, capacity)) {
+    const auto thread = static_cast<int32_t>(threadIdx.x);
+    if (thread < shape.batch) {
+      ptx::touch(shape.seq_lens + thread);
+      ptx::touch(shape.cu_seqlens_q + thread);
+      if (shape.tree_lens != nullptr) ptx::touch(shape.tree_lens + thread);
+    }
     bool decreases = false;
-    for (int32_t i = 2 + static_cast<int32_t>(threadIdx.x); i < count; i += static_cast<int32_t>(blockDim.x)) {
-      decreases = decreases || planned_start(planned, i).before(planned_start(planned, i - 1));
+    for (int32_t i = 2 + thread; i < capacity; i += static_cast<int32_t>(blockDim.x)) {
+      const bool before_last = planned_start(planned, i).before(planned_start(planned, i - 1));
+      decreases = decreases || (before_last && i < count);
     }
     in_order = !__syncthreads_or(decreases);
+  }
+
+  // The first two threads write down where the range begins and where it ends.
+  __device__ __forceinline__ void find(int32_t range, WorkPosition& begin, WorkPosition& end) const {
+    const auto thread = static_cast<int32_t>(threadIdx.x);
+    if (thread < 2) (thread == 0 ? begin : end) = start(range + thread);
   }
 
   // Only a plan that attention_plan did not write is out of order; for such plans simple code matters more than speed.

@@ -12,7 +12,7 @@ constexpr int kScheduleThreads = 1024;
 static_assert(kScheduleThreads >= kMaxPlanRanges);
 
 struct PlanShared {
-  int64_t costs[kScheduleThreads];
+  WorkSum sums[kScheduleThreads];  // of the sequences up to those of a thread
 };
 
 // What plan_kernel needs for each list.
@@ -30,26 +30,26 @@ __global__ void __launch_bounds__(kScheduleThreads)
   int32_t* const ranges = ranges_of_list(plan, shape.list);
   const int32_t thread = static_cast<int32_t>(threadIdx.x), threads = static_cast<int32_t>(blockDim.x);
   const int64_t run = ceil_div<int64_t>(shape.batch, threads);
-  int64_t cost = 0;
+  WorkSum sum{};
   for (int64_t b = thread * run; b < min_of((thread + 1) * run, shape.batch); ++b)
-    cost += RowCosts(shape, sequence_work(shape, b), b).total();
-  block_scan(shared.costs, cost, [](int64_t a, int64_t b) { return a + b; });
-  const int64_t total = shared.costs[threads - 1];
+    sum = sum + RowCosts(shape, sequence_work(shape, b), b).sum();
+  block_scan(shared.sums, sum, [](const WorkSum& a, const WorkSum& b) { return a + b; });
+  const WorkSum total = shared.sums[threads - 1];
   const int32_t num_ranges = num_ranges_of(total, lists.limits[blockIdx.x]);
   for (int32_t i = thread; i < kListSize; i += threads) ranges[i] = i == 0 ? num_ranges : 0;
   __syncthreads();
-  for (int32_t range = thread; range < num_ranges && total > 0; range += threads) {
-    const int64_t target = range_target(total, num_ranges, range);
+  for (int32_t range = thread; range < num_ranges && total.cost > 0; range += threads) {
+    const int64_t target = range_target(total.cost, num_ranges, range);
     int32_t low = 0, high = threads - 1;  // finds the first run whose end is past the target
     while (low < high) {
       const int32_t middle = (low + high) / 2;
-      shared.costs[middle] > target ? high = middle : low = middle + 1;
+      shared.sums[middle].cost > target ? high = middle : low = middle + 1;
     }
-    int64_t b = low * run, before = low == 0 ? 0 : shared.costs[low - 1];
+    int64_t b = low * run, before = low == 0 ? 0 : shared.sums[low - 1].cost;
     while (true) {
       const SequenceWork work = sequence_work(shape, b);
       const RowCosts costs(shape, work, b);
-      const int64_t after = before + costs.total();
+      const int64_t after = before + costs.sum().cost;
       if (target < after) {
         const auto sequence = static_cast<int32_t>(b);
         const int32_t min_piece = lists.limits[blockIdx.x].min_piece;

@@ -83,6 +83,24 @@ struct KeyReader {
   }
 };
 
+// Starts loads of the mask words of a row tile and of the page ids of its first keys, from KV tile `first_key` / 64 on,
+// so that whoever reads them finds them in the L1 cache instead of waiting for one after the other.
+__device__ __forceinline__ void touch_row_tile(const TreeAttentionParams& p, const RowTile& tile, int32_t first_key,
+                                               int32_t num_keys, uint32_t thread) {
+  if (p.tree_mask != nullptr && p.mask_words > 0 && thread < tile.rows) {
+    ptx::touch(p.tree_mask + tile.token(p, thread) * p.mask_stride);
+  }
+  if (p.window > 0) {
+    const int64_t lowest = tile.seq_len - tile.num_queries - min_of(p.window, kMaxWindow);
+    first_key = static_cast<int32_t>(max_of<int64_t>(first_key, lowest));
+  }
+  constexpr int32_t kKeysApart = 8;  // ids of 8 keys lie in one sector at least
+  const int32_t key = first_key + static_cast<int32_t>(thread) * kKeysApart;
+  const KeyReader reader = KeyReader::of(p, tile);
+  if (key < min_of(first_key + num_keys, tile.seq_len))
+    ptx::touch(&reader.pages[static_cast<uint32_t>(key) / reader.page_size]);
+}
+
 // Scores in base 2 come from q.k: scale * q.k, or with a softcap cap * tanh(q.k * scale / cap).
 __device__ __forceinline__ float score_scale(const TreeAttentionParams& p, int32_t kv_head) {
   return p.k_scale != nullptr ? p.scale * p.k_scale[kv_head * p.k_scale_stride] : p.scale;

@@ -193,6 +193,7 @@ class Producer {
       : p_(params), maps_(maps), stages_(stages), shared_(of_cta) {}
 
   __device__ __forceinline__ void produce(const RowTile& tile, int32_t kv_begin, int32_t kv_end) {
+    touch_row_tile(p_, tile, kv_begin * kKvTile, 2 * kKeys, thread());
     const KeyBounds bounds = tile_bounds(p_, tile, thread() % 32);
     const StageRange stages = StageRange::of<I>(bounds, kv_begin, kv_end);
     if (stages.first >= stages.end) return;

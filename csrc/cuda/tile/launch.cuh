@@ -168,8 +168,8 @@ void launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, unsigned 
               std::forward<Arguments>(arguments)...);
 }
 
-// If the GPU can, the kernel starts while the one before it ends (programmatic dependent launch): its first action must
-// be ptx::wait_for_kernels_before().
+// If the GPU can, the kernel starts while the one before it ends (programmatic dependent launch): it must not touch
+// memory, and let no other kernel start, before ptx::wait_for_kernels_before().
 template <typename... Params, typename... Arguments>
 void launch_behind(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
                    Arguments&&... arguments) {
