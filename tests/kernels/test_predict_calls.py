@@ -89,7 +89,7 @@ def test_the_join_takes_cuts_in_turns() -> None:
     """64 rows of 128 columns are 16 CTAs a cut, of which 792 fit on the GPU."""
     find, next_one = LOAD + 9 * NEAR_LOAD, 9 * NEAR_LOAD
     assert predict_calls.join_cycles(H200, [launch()]) == find
-    few = launch(cut_row_tiles=8, most_pieces=33, pieces=264)
+    few = launch(cut_row_tiles=8, most_pieces=33, pieces=100)
     assert predict_calls.join_cycles(H200, [few]) == find + 5 * LOAD
     more = launch(cut_row_tiles=100, most_pieces=2, pieces=100)
     assert predict_calls.join_cycles(H200, [more]) == find + 2 * next_one + 3 * LOAD
