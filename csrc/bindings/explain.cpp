@@ -34,7 +34,7 @@ py::dict explain_launch(const WorkShape& work, const TileShape& tile, const Surr
   std::vector<int32_t> ranges(kListSize);
   const RangeLimits limits = range_limits(tile, around.num_sms);
   make_ranges(work, limits, ranges.data());
-  const int32_t num_ranges = ranges[0];
+  const int32_t num_ranges = ranges[0], sharers = ranges[1];
   py::list sequences;
   int64_t row_tiles = 0, kv_tiles = 0, cut_row_tiles = 0, pieces = 0, of_this = 0, most_pieces = 0;
   for (int64_t b = 0; b < work.batch; ++b) {
@@ -43,13 +43,18 @@ py::dict explain_launch(const WorkShape& work, const TileShape& tile, const Surr
     row_tiles += sequence.row_tiles;
     kv_tiles += int64_t{sequence.row_tiles} * sequence.kv_tiles;
   }
-  WorkPosition before = range_start(work, ranges.data(), num_ranges, 0);
+  const auto start_of = [&](int32_t i) { return range_start(work, ranges.data(), num_ranges, i, sharers); };
+  WorkPosition before = start_of(0);
   for (int32_t i = 1; i < num_ranges; ++i) {
-    const WorkPosition start = range_start(work, ranges.data(), num_ranges, i);
+    const WorkPosition start = start_of(i);
     if (start.kv_tile > 0) {
       const bool same = before.kv_tile > 0 && before.same_row(start);
-      cut_row_tiles += same ? 0 : 1;
-      pieces += same ? 1 : 2;
+      const SequenceWork sequence = sequence_work(work, start.sequence, sharers);
+      const int64_t rows =
+          sequence.tokens.size() * work.group_size - start.row_tile % sequence.m_tiles * sequence.tile_rows;
+      const int64_t parts = min_of<int64_t>(sharers, ceil_div<int64_t>(rows, work.m_tile));
+      cut_row_tiles += same ? 0 : parts;
+      pieces += same ? parts : 2 * parts;
       of_this = same ? of_this + 1 : 2;
       most_pieces = max_of(most_pieces, of_this);
     }
@@ -72,7 +77,8 @@ py::dict explain_launch(const WorkShape& work, const TileShape& tile, const Surr
   result["ctas_per_sm"] = resident.ctas;
   result["row_tiles"] = row_tiles;
   result["kv_tiles"] = kv_tiles;
-  result["ranges"] = num_ranges;
+  result["sharers"] = sharers;
+  result["ranges"] = num_ranges * sharers;
   result["cut_row_tiles"] = cut_row_tiles;
   result["pieces"] = pieces;
   result["balance"] = found.balance();

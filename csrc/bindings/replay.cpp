@@ -71,7 +71,9 @@ class Replayer {
  public:
   Replayer(const WorkShape& work, const int32_t* ranges, const ReplayDevice& device)
       : work_(work), ranges_(ranges), device_(device) {
-    found_.ctas = planned_ranges(ranges, kMaxPlanRanges);
+    sharers_ = planned_sharers(ranges, kMaxPlanRanges);
+    num_ranges_ = planned_ranges(ranges, kMaxPlanRanges);
+    found_.ctas = num_ranges_ * sharers_;
     find_strides();
     l2_.hold(device.l2_tiles / grain_);
   }
@@ -104,6 +106,7 @@ class Replayer {
  private:
   struct Cta {
     bool has_range = false;
+    int32_t part = 0;  // of row tiles
     WorkPosition at{}, stop{};
     int32_t tile = 0, end = 0;  // those left of the row tile
     int64_t block = 0;          // of KV tile 0
@@ -115,7 +118,7 @@ class Replayer {
   void find_strides() {
     int64_t heads = 0, row_tiles = 0, tiles = 0;
     for (int64_t b = 0; b < work_.batch; ++b) {
-      const SequenceWork sequence = sequence_work(work_, b);
+      const SequenceWork sequence = sequence_work(work_, b, sharers_);
       heads += sequence.m_tiles > 0 ? sequence.row_tiles / sequence.m_tiles : 0;
       row_tiles += sequence.row_tiles;
       tiles = min_of<int64_t>(tiles + int64_t{sequence.row_tiles} * sequence.kv_tiles, int64_t{1} << 60);
@@ -133,8 +136,10 @@ class Replayer {
     finish(cta);
     cta = {};
     cta.has_range = true;
-    cta.at = range_start(work_, ranges_, found_.ctas, started_);
-    cta.stop = range_start(work_, ranges_, found_.ctas, ++started_);
+    const int32_t range = started_ / sharers_;
+    cta.part = started_++ % sharers_;
+    cta.at = range_start(work_, ranges_, num_ranges_, range, sharers_);
+    cta.stop = range_start(work_, ranges_, num_ranges_, range + 1, sharers_);
   }
 
   void finish(const Cta& cta) {
@@ -148,7 +153,7 @@ class Replayer {
   // Goes to the next row tile with a tile in it; false at the end of the range.
   bool find_tile(Cta& cta) {
     while (cta.tile >= cta.end && cta.at.before(cta.stop)) {
-      const SequenceWork sequence = sequence_work(work_, cta.at.sequence);
+      const SequenceWork sequence = sequence_work(work_, cta.at.sequence, sharers_);
       if (cta.at.row_tile < sequence.row_tiles) begin_row_tile(cta, sequence);
       cta.at = after(cta.at, sequence);
     }
@@ -163,7 +168,10 @@ class Replayer {
   }
 
   void begin_row_tile(Cta& cta, const SequenceWork& sequence) {
-    const TileSpan seen = visible_tiles(work_, sequence, cta.at.sequence, cta.at.row_tile % sequence.m_tiles);
+    const int64_t first_row =
+        cta.at.row_tile % sequence.m_tiles * sequence.tile_rows + int64_t{cta.part} * work_.m_tile;
+    if (first_row >= sequence.tokens.size() * work_.group_size) return;
+    const TileSpan seen = visible_tiles(work_, sequence, cta.at.sequence, first_row, work_.m_tile);
     const int32_t end = cta.at.same_row(cta.stop) ? cta.stop.kv_tile : sequence.kv_tiles;
     cta.tile = max_of(cta.at.kv_tile, seen.first);
     cta.end = sequence.seq_len > 0 ? min_of(end, seen.end) : 0;
@@ -194,6 +202,7 @@ class Replayer {
   int32_t grain_ = 1;                       // KV tiles that are read together
   LastRead l2_;
   std::unordered_map<int64_t, int64_t> blocks_;  // of a sequence's KV head -> the first one
+  int32_t sharers_, num_ranges_;
   int32_t started_ = 0;
   Replay found_;
 };

@@ -7,11 +7,15 @@
 // pieces, which are merged afterwards. So a range leaves at most two partial results, its first piece and its last, and
 // the number of ranges bounds the scratch, whatever the batch and the lengths.
 //
+// Row tiles of one head read the same keys. Where these are too many for a cache, a row tile may be that of several
+// CTAs: each takes m_tile rows of it, and all go through the same ranges, so that they read the same keys at the same
+// time, and memory gives them once.
+//
 // A batch is one list of sequences, or two: sequences with few rows in small tiles, the others in large tiles.
 //
-// A plan holds nothing but the starts of the ranges of each list. Each range ends where the next one begins, the first
-// begins at the origin and the last ends at the end. So every plan, even a stale one, covers all work exactly once; it
-// can only be badly balanced.
+// A plan holds nothing but the starts of the ranges of each list, and how many share them. Each range ends where the
+// next one begins, the first begins at the origin and the last ends at the end. So every plan, even a stale one, covers
+// all work exactly once; it can only be badly balanced.
 #pragma once
 
 #include "core/attention.h"
@@ -21,7 +25,8 @@ namespace pagedtree {
 
 constexpr int kKvTile = 64;           // keys of a KV tile, anchored at multiples of it
 constexpr int kMaxPlanRanges = 1024;  // the most of any backend
-constexpr int kPlanEntry = 4;         // int32 words: sequence, row tile, KV tile, unused; entry 0 is {number of ranges}
+constexpr int kMostSharers = 8;       // CTAs that share a row tile
+constexpr int kPlanEntry = 4;         // int32 words: sequence, row tile, KV tile; entry 0 is {ranges, sharers of each}
 constexpr int kListSize = kPlanEntry * (kMaxPlanRanges + 1);
 
 // Which sequences: all, those with at most kSmallRows rows per KV head, the others. A plan has room for each list.
@@ -92,37 +97,40 @@ struct TileSpan {
 struct SequenceWork {
   NodeRange tokens;
   int64_t seq_len;
+  int64_t tile_rows;  // of a row tile
   int32_t m_tiles;
   int32_t tile_heads;  // KV heads of a row tile; the last one may have fewer
   int32_t row_tiles;
   int32_t kv_tiles;
 };
 
-PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int64_t b) {
+// A row tile has m_tile rows for each of the CTAs that share it.
+PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int64_t b, int32_t sharers = 1) {
   SequenceWork work;
+  work.tile_rows = int64_t{shape.m_tile} * sharers;
   work.tokens = node_range(shape.cu_seqlens_q, shape.batch, b, shape.num_tokens);
   work.seq_len = clamp_to<int64_t>(shape.seq_lens[b], 0, shape.max_seq_len);
   const int64_t rows = work.tokens.size() * shape.group_size;
   const int32_t head_tiles = ceil_div(shape.num_kv_heads, rows <= shape.few_rows ? shape.few_rows_heads : 1);
   work.tile_heads = ceil_div(shape.num_kv_heads, max_of(head_tiles, 1));
   constexpr int64_t kMostTiles = (int64_t{1} << 31) - 2;
-  const int64_t m_tiles = shape.takes(rows) ? ceil_div<int64_t>(rows, shape.m_tile) : 0;
+  const int64_t m_tiles = shape.takes(rows) ? ceil_div(rows, work.tile_rows) : 0;
   work.m_tiles = static_cast<int32_t>(min_of(m_tiles, kMostTiles));
   work.row_tiles = static_cast<int32_t>(min_of(int64_t{work.m_tiles} * head_tiles, kMostTiles));
   work.kv_tiles = kv_tiles_of(work.seq_len);
   return work;
 }
 
-// The KV tiles outside which no row of M tile m sees a key.
-PT_HOST_DEVICE TileSpan visible_tiles(const WorkShape& shape, const SequenceWork& work, int64_t b, int64_t m) {
+// The KV tiles outside which none of `rows` rows of a head, from `first_row` on, sees a key.
+PT_HOST_DEVICE TileSpan visible_tiles(const WorkShape& shape, const SequenceWork& work, int64_t b, int64_t first_row,
+                                      int64_t rows) {
   const int64_t queries = work.tokens.size();
   const int64_t tree_len = shape.tree_lens == nullptr ? -1 : min_of<int64_t>(shape.tree_lens[b], work.seq_len);
   int64_t lowest = 0, highest = work.seq_len;
   if (tree_len >= 0) {
     lowest = shape.window > 0 ? work.seq_len - tree_len - min_of(shape.window, kMaxWindow) : 0;
   } else {
-    const int64_t first_row = m * shape.m_tile,
-                  last_row = min_of(first_row + shape.m_tile, queries * shape.group_size) - 1;
+    const int64_t last_row = min_of(first_row + rows, queries * shape.group_size) - 1;
     const auto seen = [&](int64_t row) {
       return causal_visibility(work.seq_len, queries, row / shape.group_size, shape.window);
     };
@@ -131,6 +139,19 @@ PT_HOST_DEVICE TileSpan visible_tiles(const WorkShape& shape, const SequenceWork
   }
   const auto first = static_cast<int32_t>(clamp_to<int64_t>(lowest / kKvTile, 0, work.kv_tiles - 1));
   return {first, max_of(static_cast<int32_t>(ceil_div<int64_t>(highest, kKvTile)), first + 1)};
+}
+
+// Those of M tile m.
+PT_HOST_DEVICE TileSpan visible_tiles(const WorkShape& shape, const SequenceWork& work, int64_t b, int64_t m) {
+  return visible_tiles(shape, work, b, m * work.tile_rows, work.tile_rows);
+}
+
+// The KV tiles inside which all CTAs that share M tile m see keys.
+PT_HOST_DEVICE TileSpan common_tiles(const WorkShape& shape, const SequenceWork& work, int64_t b, int64_t m) {
+  const int64_t rows = min_of((m + 1) * work.tile_rows, work.tokens.size() * shape.group_size);
+  const int64_t last = max_of((rows - 1) / shape.m_tile * shape.m_tile, m * work.tile_rows);
+  return {visible_tiles(shape, work, b, last, shape.m_tile).first,
+          visible_tiles(shape, work, b, m * work.tile_rows, shape.m_tile).end};
 }
 
 // value * numerator / denominator without overflow, for numerator <= denominator <= 2^32.
@@ -142,9 +163,12 @@ PT_HOST_DEVICE int64_t scaled(int64_t value, int64_t numerator, int64_t denomina
 struct WorkSum {
   int64_t cost;
   int64_t row_tiles;
+  int64_t different;  // KV tiles, each counted once for all row tiles of a head
+  int32_t m_tiles;    // the most of a head
 
   PT_HOST_DEVICE WorkSum operator+(const WorkSum& other) const {
-    return {cost + other.cost, row_tiles + other.row_tiles};
+    return {cost + other.cost, row_tiles + other.row_tiles, different + other.different,
+            max_of(m_tiles, other.m_tiles)};
   }
 };
 
@@ -163,7 +187,7 @@ struct RowCosts {
     const int64_t before = work.seq_len - work.tokens.size();  // keys that the first query sees beside its own
     if (shape.window > 0) {
       const int64_t filling = clamp_to<int64_t>(shape.window - before, 0, work.tokens.size());
-      knee = min_of(knee, ceil_div<int64_t>(filling * shape.group_size, shape.m_tile));
+      knee = min_of(knee, ceil_div(filling * shape.group_size, work.tile_rows));
     }
   }
 
@@ -178,7 +202,7 @@ struct RowCosts {
   // Of the sequence; bounded, so that no sum over a batch of bad lengths overflows.
   PT_HOST_DEVICE WorkSum sum() const {
     const int64_t heads = m_tiles > 0 ? row_tiles / m_tiles : 0;
-    return {min_of<int64_t>(heads * of_head(), int64_t{1} << 40), row_tiles};
+    return {min_of<int64_t>(heads * of_head(), int64_t{1} << 40), row_tiles, heads * last, m_tiles};
   }
   // The last M tile of a head that begins at this cost or before.
   PT_HOST_DEVICE int32_t tile_at(int64_t cost) const {
@@ -217,7 +241,10 @@ PT_HOST_DEVICE WorkPosition cut_position(const WorkShape& shape, const SequenceW
   const int64_t near = size < 2 * min_piece ? size : min_piece;  // a row tile as small as that is not cut
   if (2 * wanted < near) return {sequence, row, 0};
   if (2 * (size - wanted) <= near) return {sequence, row + 1, 0};
-  return {sequence, row, seen.first + static_cast<int32_t>(clamp_to<int64_t>(wanted, min_piece, size - min_piece))};
+  const auto cut = seen.first + static_cast<int32_t>(clamp_to<int64_t>(wanted, min_piece, size - min_piece));
+  const TileSpan common = common_tiles(shape, work, sequence, m);
+  if (common.size() < 2 * min_piece) return {sequence, row, 0};
+  return {sequence, row, clamp_to(cut, common.first + min_piece, common.end - min_piece)};
 }
 
 // How many ranges a backend wants.
@@ -226,18 +253,38 @@ struct RangeLimits {
   int32_t multiple;  // a number of ranges above this is a multiple of it
   int64_t min_cost;  // of a range
   int32_t min_piece;
+  int64_t held_tiles;  // that a cache keeps: nobody shares the row tiles of a list with no more KV tiles than these
 };
+
+// How many CTAs should share the row tiles of a list: as many as leave the fewest without a row at the end of a head.
+PT_HOST_DEVICE int32_t sharers_of(const WorkSum& alone, const RangeLimits& limits) {
+  if (alone.different <= limits.held_tiles) return 1;
+  int32_t best = 1, fewest = alone.m_tiles;
+  for (int32_t count = min_of(min_of(kMostSharers, limits.most), alone.m_tiles); count > 1; --count) {
+    const int32_t without = ceil_div(alone.m_tiles, count) * count - alone.m_tiles;
+    if (without < fewest) best = count, fewest = without;
+  }
+  return best;
+}
+
+// Whether sharing costs little. CTAs wait for others of their row tile that see more keys, or have rows at all.
+PT_HOST_DEVICE bool can_share(const WorkSum& alone, const WorkSum& shared, int32_t sharers) {
+  return shared.cost <= (alone.cost + alone.cost / 32) / sharers;
+}
 
 // Where a few ranges more or less make each row tile a whole number of them, no range of a batch of equal sequences
 // crosses from one row tile to the next, which would leave others with more KV tiles.
-PT_HOST_DEVICE int32_t num_ranges_of(const WorkSum& total, const RangeLimits& limits) {
-  int64_t count = clamp_to<int64_t>(total.cost / limits.min_cost, 1, limits.most);
-  if (count >= limits.multiple) count -= count % limits.multiple;
+PT_HOST_DEVICE int32_t num_ranges_of(const WorkSum& total, const RangeLimits& limits, int32_t sharers) {
+  const int64_t wanted = min_of<int64_t>(total.cost / limits.min_cost, limits.most) * sharers;
+  int64_t ctas = clamp_to<int64_t>(wanted, 1, limits.most);
+  const bool is_small = ctas < limits.multiple;
+  if (!is_small) ctas -= ctas % limits.multiple;
+  const int64_t count = max_of<int64_t>(ctas / sharers, 1), most = max_of(limits.most / sharers, 1);
   if (total.row_tiles < 1 || total.row_tiles > count) return static_cast<int32_t>(count);
   int64_t even = (count + total.row_tiles / 2) / total.row_tiles * total.row_tiles;
-  if (even > limits.most) even -= total.row_tiles;
+  if (even > most) even -= total.row_tiles;
   const int64_t change = even > count ? even - count : count - even;
-  return static_cast<int32_t>(count < limits.multiple || 20 * change <= count ? even : count);
+  return static_cast<int32_t>(is_small || 20 * change <= count ? even : count);
 }
 
 // The cost before range i. Every range begins a piece; what row tiles cost beside their KV tiles is the further
@@ -262,15 +309,29 @@ PT_HOST_DEVICE void set_range_start(int32_t* ranges, int32_t i, const WorkPositi
 
 // Cuts the work into ranges and writes them [kListSize].
 PT_HOST_DEVICE void make_ranges(const WorkShape& shape, const RangeLimits& limits, int32_t* ranges) {
-  WorkSum total{};
-  for (int64_t b = 0; b < shape.batch; ++b) total = total + RowCosts(shape, sequence_work(shape, b), b).sum();
-  const int32_t num_ranges = num_ranges_of(total, limits);
+  const auto sum_of = [&](int32_t sharers) {
+    WorkSum sum{};
+    for (int64_t b = 0; b < shape.batch; ++b) sum = sum + RowCosts(shape, sequence_work(shape, b, sharers), b).sum();
+    return sum;
+  };
+  WorkSum total = sum_of(1);
+  int32_t sharers = sharers_of(total, limits);
+  if (sharers > 1) {
+    const WorkSum shared = sum_of(sharers);
+    if (can_share(total, shared, sharers)) {
+      total = shared;
+    } else {
+      sharers = 1;
+    }
+  }
+  const int32_t num_ranges = num_ranges_of(total, limits, sharers);
   for (int32_t i = 0; i < kListSize; ++i) ranges[i] = 0;
   ranges[0] = num_ranges;
+  ranges[1] = sharers;
   int32_t range = 0;
   int64_t before = 0;
   for (int64_t b = 0; b < shape.batch; ++b) {
-    const SequenceWork work = sequence_work(shape, b);
+    const SequenceWork work = sequence_work(shape, b, sharers);
     const RowCosts costs(shape, work, b);
     const int64_t after = before + costs.sum().cost;
     for (; range < num_ranges; ++range) {
@@ -300,6 +361,11 @@ PT_HOST_DEVICE int32_t range_bound(const WorkShape& shape, const RangeLimits& li
   return static_cast<int32_t>(clamp_to<int64_t>(bound + row_tiles / 2, 1, limits.most));
 }
 
+// How many CTAs share a range of a plan, of at most `max_ctas` that there are.
+PT_HOST_DEVICE int32_t planned_sharers(const int32_t* ranges, int32_t max_ctas) {
+  return clamp_to<int32_t>(ranges[1], 1, min_of(kMostSharers, max_ctas));
+}
+
 PT_HOST_DEVICE int32_t planned_ranges(const int32_t* ranges, int32_t max_ranges) {
   return clamp_to<int32_t>(ranges[0], 1, max_ranges);
 }
@@ -312,13 +378,14 @@ PT_HOST_DEVICE WorkPosition planned_start(const int32_t* ranges, int32_t i) {
 
 // The start of range i < planned_ranges(), a position inside the work whatever the plan says; i == planned_ranges() is
 // the end. Starts never decrease if those of planned_start() do not; for other plans callers take the running maximum.
-PT_HOST_DEVICE WorkPosition range_start(const WorkShape& shape, const int32_t* ranges, int32_t num_ranges, int32_t i) {
+PT_HOST_DEVICE WorkPosition range_start(const WorkShape& shape, const int32_t* ranges, int32_t num_ranges, int32_t i,
+                                        int32_t sharers = 1) {
   if (i == 0) return {0, 0, 0};
   const WorkPosition end = {static_cast<int32_t>(shape.batch), 0, 0};
   if (i >= num_ranges) return end;
   const WorkPosition start = planned_start(ranges, i);
   if (start.sequence >= shape.batch) return end;
-  const SequenceWork work = sequence_work(shape, start.sequence);
+  const SequenceWork work = sequence_work(shape, start.sequence, sharers);
   if (start.row_tile >= work.row_tiles) return {start.sequence + 1, 0, 0};
   if (start.kv_tile < work.kv_tiles) return start;
   if (start.row_tile + 1 < work.row_tiles) return {start.sequence, start.row_tile + 1, 0};

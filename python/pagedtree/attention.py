@@ -233,7 +233,8 @@ def attention_plan(
     and FlashMLA's scheduler. A tile of query rows belongs to one KV head, or to several where each has few rows. The
     order is cut into ranges of equal cost: one for each tile of keys of which some row of the tile sees a key, plus a
     constant for each piece of a tile of query rows. The plan holds where each range starts; it ends where the next one
-    starts.
+    starts. On CUDA two to eight CTAs share each range where heads have several tiles of query rows and more keys than
+    the L2 cache holds: each has its own rows, and memory is read once for all.
     """
     return call(
         ops.attention_plan,

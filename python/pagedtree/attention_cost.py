@@ -28,6 +28,7 @@ class AttentionLaunch:
         ctas_per_sm: CTAs that a multiprocessor takes at once.
         row_tiles, kv_tiles: tiles of rows; tiles of 64 keys over all of them.
         ranges: parts that the work is cut into, one for each CTA.
+        sharers: CTAs that go through the same keys at the same time, each with row tiles of its own.
         cut_row_tiles: row tiles that a cut crosses, so that their keys are split among CTAs.
         pieces: partial results of those row tiles.
         balance: the largest over the mean number of KV tiles of a CTA that hold a visible key; 1.0 is even.
@@ -51,6 +52,7 @@ class AttentionLaunch:
     row_tiles: int
     kv_tiles: int
     ranges: int
+    sharers: int
     cut_row_tiles: int
     pieces: int
     balance: float

@@ -36,6 +36,14 @@ def test_no_call_gets_worse() -> None:
     assert worse == []
 
 
+@pytest.mark.parametrize("engine", ["mma.sync", "wgmma"])
+@pytest.mark.parametrize("nodes", [64, 128, 256])
+def test_memory_is_read_once(nodes: int, engine: str) -> None:
+    """By 2, 4 and 8 row tiles of each head, and evenly."""
+    (found,) = predict_calls.launches_of(H200, even(32, 8192, nodes), engine)
+    assert found["kv_reads"] <= 1.15 and found["balance"] <= 1.15 and found["sharers"] == nodes * 4 // 128
+
+
 def test_tiles_are_those_of_the_tables() -> None:
     """Where both were predicted under the same conditions: keys from L2, as many CTAs on an SM as fit."""
     simulated = json.loads((RESULTS / "predicted_h200.json").read_text())["rows"]

@@ -37,6 +37,10 @@ def ranges_of(plan: torch.Tensor, which: int = ALL) -> list[tuple[int, int, int]
     return [tuple(entry[:3].tolist()) for entry in entries[1 : 1 + int(entries[0, 0])]]
 
 
+def sharers_of(plan: torch.Tensor, which: int = ALL) -> int:
+    return int(plan.view(3, -1, 4)[which, 0, 1])
+
+
 def visible_tiles(queries: int, keys: int, tree_len: int, window: int, rows: range) -> range:
     """The KV tiles with a key that one of these rows, of two heads each, may see."""
     if tree_len < 0:
@@ -107,10 +111,13 @@ def test_ranges_cover_equal_costs(
 ) -> None:
     if target.backend == "cpu" and which != ALL:
         pytest.skip("the cpu backend has one list")
-    starts = ranges_of(plan_of(case, max_seqlen_q, window), which)
+    plan = plan_of(case, max_seqlen_q, window)
+    starts = ranges_of(plan, which)
     queries, keys = case["cu_seqlens_q"].diff().tolist(), case["seq_lens"].tolist()
-    assert len(starts) >= (2 if window else 4)
+    sharers = sharers_of(plan, which)
+    assert len(starts) * sharers >= (2 if window else 4)
     m_tile, few_rows = (128, FEW_ROWS["cpu"]) if target.backend == "cpu" else (m_tile, 0)
+    m_tile *= sharers
     trees = case["tree_lens"].tolist()
     check_balance(starts, queries, keys, m_tile, trees=trees, window=window, few_rows=few_rows, which=which)
 
@@ -123,9 +130,10 @@ def test_a_million_keys(target: Target, monkeypatch: pytest.MonkeyPatch) -> None
     plan = attention_plan(torch.tensor(keys, dtype=torch.int32), cu, **sizes)
     few_rows = FEW_ROWS[target.backend]
     for which, m_tile in [(ALL, 128)] if few_rows else [(ALL, 128), (SMALL, 32), (LARGE, 128)]:
-        starts = ranges_of(plan, which)
-        assert len(starts) >= 128
-        check_balance(starts, queries, keys, m_tile, few_rows=few_rows, which=which)
+        starts, sharers = ranges_of(plan, which), sharers_of(plan, which)
+        assert sharers == (8 if which == LARGE else 1)  # the 8 row tiles of 500 queries
+        assert len(starts) * sharers >= 128
+        check_balance(starts, queries, keys, m_tile * sharers, few_rows=few_rows, which=which)
 
 
 @pytest.mark.parametrize("window", [0, 100, 4096])
@@ -137,6 +145,41 @@ def test_prompts(target: Target, monkeypatch: pytest.MonkeyPatch, queries: int, 
     sizes = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 128, "page_size": 16, "max_seqlen_q": queries}
     starts = ranges_of(attention_plan(lens, cu, **sizes, window=window))
     check_balance(starts, [queries], [keys], 128, window=window)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "sharers"),
+    [
+        ([64] * 8, [8192] * 8, 1),  # 2 x 8 x 128 tiles are twice as many as 132 SMs hold
+        ([64] * 9, [8192] * 9, 1),  # one row tile a head
+        ([100] * 9, [8192] * 9, 2),
+        ([129] * 9, [8192] * 9, 3),
+        ([512] * 9, [8192] * 9, 8),
+        ([513] * 9, [8192] * 9, 3),  # 9 row tiles
+        ([700] * 9, [8192] * 9, 1),  # 11 row tiles: of 2 x 6 one has no rows
+        ([1000] * 9, [8192] * 9, 8),
+        ([100] * 8 + [60], [8192] * 9, 1),  # one of two would have nothing to do
+        ([100] * 40 + [60], [8192] * 41, 2),
+        ([2048] * 9, [2048] * 9, 1),  # eight neighbours see too different numbers of keys
+        ([2048], [130_000], 8),
+    ],
+)
+def test_row_tiles_are_shared_where_keys_are_many(
+    target: Target, monkeypatch: pytest.MonkeyPatch, queries: list[int], keys: list[int], sharers: int
+) -> None:
+    """By two KV heads with two query heads each, in row tiles of 128."""
+    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "132:227:8")
+    cu = torch.tensor([0, *np.cumsum(queries)], dtype=torch.int32)
+    sizes = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 128, "page_size": 16, "max_seqlen_q": max(queries)}
+    plan = attention_plan(torch.tensor(keys, dtype=torch.int32), cu, **sizes)
+    if target.backend == "cpu":
+        assert sharers_of(plan) == 1
+    elif target.backend == "simt":  # a GPU may have another number of SMs
+        assert sharers_of(plan) == sharers
+        starts = ranges_of(plan)
+        ctas = 132 if target.variant == "wgmma" else 264
+        assert 0.95 * ctas < len(starts) * sharers <= ctas
+        check_balance(starts, queries, keys, 128 * sharers)
 
 
 def test_plan_value_checks(value_checks, device) -> None:
@@ -190,6 +233,47 @@ def test_no_plan_gives_wrong_results(target: Target, short_case: dict) -> None:
     plans.append(dense.view(-1))
     for bad in plans:
         check(dict(short_case, plan=bad))
+
+
+def check_sharing(target: Target, case: dict, plan: torch.Tensor) -> None:
+    """However many CTAs share its ranges, the plan gives the same; most of these plans are not for this call."""
+    alone = plan.clone()
+    alone.view(3, -1, 4)[:, 0, 1] = 1
+    expected = tree_attention(**case, plan=alone, return_lse=True)
+    check(dict(case, plan=plan))
+    for sharers in (2, 3, 5, 8):
+        shared = plan.clone()
+        shared.view(3, -1, 4)[:, 0, 1] = sharers
+        result = tree_attention(**case, plan=shared, return_lse=True)
+        torch.testing.assert_close(result[0], expected[0], **target.tolerance)
+        torch.testing.assert_close(result[1], expected[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_shared_row_tiles(target: Target, monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
+    """Three CTAs share row tiles of 3 x 128 rows, which are cut."""
+    if target.backend == "cpu":
+        pytest.skip("on the CPU nobody shares")
+    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "7:227:8")
+    nodes = 140
+    kinds = ["causal"] * 2 if causal else [random_tree(np.random.default_rng(2), nodes) for _ in range(2)]
+    case = target.case([700, 900], kinds, heads=(4, 2), head_dim=64, causal_queries=nodes).build()
+    case["max_seqlen_q"] = nodes
+    plan = plan_of(case, nodes)
+    if target.backend == "simt":  # causal queries see too different numbers of keys
+        assert sharers_of(plan) == (1 if causal else 3)
+    assert any(kv > 0 for _, _, kv in ranges_of(plan))
+    check_sharing(target, case, plan)
+
+
+def test_shared_wide_row_tiles(target: Target) -> None:
+    """144 rows, in tiles of 32, or of 64 with wgmma: the last CTAs of some plans have no row."""
+    if target.backend == "cpu":
+        pytest.skip("on the CPU nobody shares")
+    tree = random_tree(np.random.default_rng(3), 9)
+    case = target.case([600], [tree], heads=(16, 1), head_dim=576, head_dim_v=512, latent=True).build()
+    case["max_seqlen_q"] = 9
+    check_sharing(target, case, plan_of(case, 9))
 
 
 def test_many_pieces(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,8 +203,9 @@ constexpr ListTiles lists_of(const Params& p, int max_shared_bytes) {
 // be short: a CTA alone on an SM waits for its keys, which costs more than joining more pieces. Where two cuts
 // fall on the begin of one row tile, the range between them is empty.
 constexpr RangeLimits range_limits(const TileShape& shape, int num_sms) {
-  constexpr int kMinRangeCost = 3, kMinPieceTiles = 2;
-  return {min_of<int32_t>(num_sms * shape.max_ctas(), kMaxPlanRanges), num_sms, kMinRangeCost, kMinPieceTiles};
+  constexpr int kMinRangeCost = 3, kMinPieceTiles = 2, kHeldTiles = 8;
+  return {min_of<int32_t>(num_sms * shape.max_ctas(), kMaxPlanRanges), num_sms, kMinRangeCost, kMinPieceTiles,
+          int64_t{num_sms} * kHeldTiles};
 }
 
 // Whether the engine has a tile for each pair of head sizes that it has a row for, with caches of 8 and of 16 bits.

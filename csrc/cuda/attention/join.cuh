@@ -16,16 +16,17 @@ struct JoinedColumns {
   float maximum = -kInfinity, sum = 0.0f;
   float values[kColumns] = {};
 
-  // Pieces [begin, min(begin + kPiecesAtOnce, end)) of the row tile that range `owner` begins.
-  __device__ __forceinline__ void add(const Pieces& pieces, int32_t owner, int32_t begin, int32_t end, uint32_t row,
-                                      uint32_t column) {
+  // Pieces [begin, min(begin + kPiecesAtOnce, end)) of rows whose first one is CTA `first`'s, the next ones those of
+  // every `step`th CTA.
+  __device__ __forceinline__ void add(const Pieces& pieces, int32_t first, int32_t step, int32_t begin, int32_t end,
+                                      uint32_t row, uint32_t column) {
     float2 states[kPiecesAtOnce];
     float4 outs[kPiecesAtOnce];
     float top = maximum;
 #pragma unroll
     for (int i = 0; i < kPiecesAtOnce; ++i) {  // past the end the last piece again: branches would part the loads
       const int32_t number = min_of(begin + i, end - 1);
-      const Piece piece = pieces.of(owner + number, number == 0);
+      const Piece piece = pieces.of(first + number * step, number == 0);
       states[i] = __ldcg(piece.states + row);
       outs[i] = __ldcg(reinterpret_cast<const float4*>(piece.out + row * pieces.head_dim_v + column));
       top = fmaxf(top, states[i].x);
@@ -79,37 +80,39 @@ __device__ __forceinline__ int32_t find_nth(int32_t nth, int32_t count, JoinShar
   return -1;
 }
 
-// Joins a part of the rows of the row tile that range `owner` leaves unfinished. All threads of the CTA meet.
+// Joins a part of the rows of the row tile that range `owner` leaves unfinished: those of the CTAs number `part` of the
+// ranges. All threads of the CTA meet.
 template <typename T>
 __device__ __forceinline__ void join_row_tile(const TreeAttentionParams& p, const CallShape& call,
-                                              const CallRanges& ranges, int32_t owner) {
-  const int32_t cut_range = owner + 1;
-  const WorkPosition cut = ranges.start(cut_range);
+                                              const CallRanges& ranges, int32_t owner, int32_t part) {
+  const WorkPosition cut = ranges.start(owner + 1);
   const auto is_inside = [&](const WorkPosition& at) { return at.kv_tile > 0 && at.same_row(cut); };
   int32_t num_pieces = 1;  // plus one for each range that begins inside the row tile
-  for (int32_t first = cut_range, found = kJoinThreads; found == kJoinThreads; first += kJoinThreads) {
+  for (int32_t first = owner + 1, found = kJoinThreads; found == kJoinThreads; first += kJoinThreads) {
     const int32_t range = first + static_cast<int32_t>(threadIdx.x);
     found = __syncthreads_count(range < ranges.count && is_inside(ranges.start(range)));
     num_pieces += found;
   }
 
-  const SequenceWork work = sequence_work(call.work, cut.sequence);
-  const RowTile tile = row_tile(p, work, cut.sequence, cut.row_tile, call.pieces.rows);
+  const SequenceWork work = sequence_work(call.work, cut.sequence, ranges.sharers);
+  const RowTile tile = row_tile(p, work, cut.sequence, cut.row_tile, call.pieces.rows, part);
   const ToOutput<T> output{p, tile, call.out_aligned};
+  const int32_t first_cta = owner * ranges.sharers + part;
   const uint32_t vectors = static_cast<uint32_t>(call.pieces.head_dim_v) / JoinedColumns::kColumns;
   for (uint32_t i = blockIdx.y * kJoinThreads + threadIdx.x; i < tile.rows * vectors; i += gridDim.y * kJoinThreads) {
     const uint32_t row = i / vectors, column = i % vectors * JoinedColumns::kColumns;
     JoinedColumns joined;
     for (int32_t k = 0; k < num_pieces; k += kPiecesAtOnce) {
-      joined.add(call.pieces, owner, k, num_pieces, row, column);
+      joined.add(call.pieces, first_cta, ranges.sharers, k, num_pieces, row, column);
     }
     output.row(row, joined.maximum, joined.sum, column == 0).store(column, joined.values);
   }
 }
 
-// CTA (n, part of the rows, list) joins the nth row tile that is cut, and every gridDim.x-th one after it.
+// The parts of the row tiles that are cut are counted one after the other: those of the CTAs that share the first one,
+// then those of the next. CTA (n, rows of a part, list) joins the nth, and every gridDim.x-th one after it.
 template <typename T>
-__global__ void __launch_bounds__(kJoinThreads)
+__global__ void __launch_bounds__(kJoinThreads, kJoinCtasPerSm)
     join_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ CallShapes calls) {
   ptx::wait_for_kernels_before();
   const CallShape& call = calls.lists[blockIdx.z];
@@ -118,10 +121,10 @@ __global__ void __launch_bounds__(kJoinThreads)
     const WorkPosition begin = ranges.start(range), end = ranges.start(range + 1);
     return end.kv_tile > 0 && !(begin.kv_tile > 0 && begin.same_row(end));
   };
-  for (auto nth = static_cast<int32_t>(blockIdx.x);; nth += static_cast<int32_t>(gridDim.x)) {
-    const int32_t owner = find_nth(nth, ranges.count - 1, ptx::shared<JoinShared>(), owns);
+  for (auto n = static_cast<int32_t>(blockIdx.x);; n += static_cast<int32_t>(gridDim.x)) {
+    const int32_t owner = find_nth(n / ranges.sharers, ranges.count - 1, ptx::shared<JoinShared>(), owns);
     if (owner < 0) return;
-    join_row_tile<T>(p, call, ranges, owner);
+    join_row_tile<T>(p, call, ranges, owner, n % ranges.sharers);
   }
 }
 

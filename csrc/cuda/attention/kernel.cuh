@@ -91,13 +91,17 @@ template <typename I>
 __device__ __forceinline__ void attend_piece(const TreeAttentionParams& p, const CallShape& call, Shared<I>& shared) {
   const WorkPosition& at = shared.at;
   const WarpParts<I> parts{shared};
-  const auto find_work = [&] { return sequence_work(call.work, at.sequence); };
+  const auto find_work = [&] { return sequence_work(call.work, at.sequence, shared.share.sharers); };
+  const auto find_tile = [&](const SequenceWork& work) {
+    return row_tile(p, work, at.sequence, at.row_tile, I::kMTile, shared.share.part);
+  };
   const auto find_end = [&](const SequenceWork& work) {
     return at.same_row(shared.stop) ? shared.stop.kv_tile : work.kv_tiles;
   };
   {
     const SequenceWork work = find_work();
-    const RowTile tile = row_tile(p, work, at.sequence, at.row_tile, I::kMTile);
+    const RowTile tile = find_tile(work);
+    if (tile.rows == 0) return;
     Accumulator<I> sums;
     attend_tiles<I>(p, call, tile, at.kv_tile, find_end(work), shared, sums);
     __syncthreads();
@@ -105,16 +109,16 @@ __device__ __forceinline__ void attend_piece(const TreeAttentionParams& p, const
   }
   __syncthreads();
   const SequenceWork work = find_work();
-  const RowTile tile = row_tile(p, work, at.sequence, at.row_tile, I::kMTile);
+  const RowTile tile = find_tile(work);
   if (at.kv_tile == 0 && find_end(work) == work.kv_tiles) {
     join<I>(parts, tile.rows, ToOutput<typename I::T>{p, tile, call.out_aligned});
   } else {
-    const auto range = static_cast<int32_t>(blockIdx.x);
-    join<I>(parts, tile.rows, ToPiece{call.pieces.of(range, at.kv_tile == 0), I::kHeadDimV});
+    const auto cta = static_cast<int32_t>(blockIdx.x);
+    join<I>(parts, tile.rows, ToPiece{call.pieces.of(cta, at.kv_tile == 0), I::kHeadDimV});
   }
 }
 
-// CTA i works on range i.
+// CTA i works on range i, or where several CTAs share a range's row tiles, on its part of one.
 template <typename I>
 __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
     attention_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ CallShape call) {
@@ -124,17 +128,19 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
   Shared<I>& shared = ptx::shared<Shared<I>>();
   const WorkShape& shape = call.work;
   const CallRanges ranges(shape, p.plan, call.pieces.capacity);
-  const auto range = static_cast<int32_t>(blockIdx.x);
-  ranges.find(range, shared.at, shared.stop);
+  ranges.find(shared.at, shared.stop, shared.share);
   __syncthreads();
-  if (shared.at.kv_tile > 0 && !shared.at.before(shared.stop)) clear_piece(call.pieces.of(range, false), I::kMTile);
+  if (shared.at.kv_tile > 0 && !shared.at.before(shared.stop)) {
+    clear_piece(call.pieces.of(static_cast<int32_t>(blockIdx.x), false), I::kMTile);
+  }
   while (shared.at.before(shared.stop)) {
     // A sequence without row tiles may lie between two others.
-    if (shared.at.row_tile < sequence_work(shape, shared.at.sequence).row_tiles) attend_piece<I>(p, call, shared);
+    const auto row_tiles = [&] { return sequence_work(shape, shared.at.sequence, shared.share.sharers).row_tiles; };
+    if (shared.at.row_tile < row_tiles()) attend_piece<I>(p, call, shared);
     __syncthreads();
     if (threadIdx.x == 0) {
       const WorkPosition at = shared.at;
-      const bool is_last = at.row_tile + 1 >= sequence_work(shape, at.sequence).row_tiles;
+      const bool is_last = at.row_tile + 1 >= row_tiles();
       shared.at = is_last ? WorkPosition{at.sequence + 1, 0, 0} : WorkPosition{at.sequence, at.row_tile + 1, 0};
     }
     __syncthreads();

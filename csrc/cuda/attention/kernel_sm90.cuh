@@ -24,12 +24,14 @@ __device__ __forceinline__ void for_each_row_tile(const TreeAttentionParams& p, 
                                                   const Sm90Shared<I>& shared, const Work& work) {
   WorkPosition at = shared.start;
   while (at.before(shared.stop)) {
-    const SequenceWork sequence = sequence_work(shape, at.sequence);
+    const auto find_work = [&] { return sequence_work(shape, at.sequence, shared.share.sharers); };
+    const SequenceWork sequence = find_work();
     // A sequence without row tiles may lie between two others.
     if (at.row_tile < sequence.row_tiles) {
-      at = work(at, row_tile(p, sequence, at.sequence, at.row_tile, I::kMTile));
+      const RowTile tile = row_tile(p, sequence, at.sequence, at.row_tile, I::kMTile, shared.share.part);
+      if (tile.rows > 0) at = work(at, tile);
     }
-    const bool is_last = at.row_tile + 1 >= sequence_work(shape, at.sequence).row_tiles;
+    const bool is_last = at.row_tile + 1 >= find_work().row_tiles;
     at = is_last ? WorkPosition{at.sequence + 1, 0, 0} : WorkPosition{at.sequence, at.row_tile + 1, 0};
   }
 }
@@ -46,9 +48,9 @@ __device__ __forceinline__ void consume_range(const TreeAttentionParams& p, cons
       store_rows<I>(sums, consumer.row(), consumer.column(), tile.rows,
                     ToOutput<typename I::T>{p, tile, call.out_aligned});
     } else {
-      const auto range = static_cast<int32_t>(blockIdx.x);
+      const auto cta = static_cast<int32_t>(blockIdx.x);
       store_rows<I>(sums, consumer.row(), consumer.column(), tile.rows,
-                    ToPiece{call.pieces.of(range, at.kv_tile == 0), I::kHeadDimV});
+                    ToPiece{call.pieces.of(cta, at.kv_tile == 0), I::kHeadDimV});
     }
     return at;
   });
@@ -66,7 +68,7 @@ __device__ __forceinline__ void produce_range(const TreeAttentionParams& p, cons
   producer.finish();
 }
 
-// CTA i works on range i.
+// CTA i works on range i, or where several CTAs share a range's row tiles, on its part of one.
 template <typename I>
 __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
     attention_sm90_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ CallShape call,
@@ -76,12 +78,11 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
   ptx::let_next_kernel_start();
   Sm90Shared<I>& shared = ptx::shared<Sm90Shared<I>>();
   const CallRanges ranges(call.work, p.plan, call.pieces.capacity);
-  const auto range = static_cast<int32_t>(blockIdx.x);
-  ranges.find(range, shared.start, shared.stop);
+  ranges.find(shared.start, shared.stop, shared.share);
   if (threadIdx.x == 0) shared.init_barriers(call.stages);
   __syncthreads();
   if (shared.start.kv_tile > 0 && !shared.start.before(shared.stop)) {
-    clear_piece(call.pieces.of(range, false), I::kMTile);
+    clear_piece(call.pieces.of(static_cast<int32_t>(blockIdx.x), false), I::kMTile);
   }
   clear_padding<I>(p, call.work);
   if (ptx::thread_index() < I::kConsumers) {

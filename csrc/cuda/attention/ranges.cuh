@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/attention/call.h"
+#include "cuda/attention/row_tile.cuh"
 
 namespace pagedtree::cuda {
 
@@ -9,13 +10,17 @@ namespace pagedtree::cuda {
 struct CallRanges {
   const WorkShape& shape;
   const int32_t* planned;
+  int32_t sharers;  // CTAs of a range
   int32_t count;
   bool in_order;
 
   // All threads of a CTA meet here. The entries are loaded without waiting for their number, and so are the lengths of
   // the first sequences, which all of a small batch are.
   __device__ __forceinline__ CallRanges(const WorkShape& of_call, const int32_t* plan, int32_t capacity)
-      : shape(of_call), planned(ranges_of_list(plan, shape.list)), count(planned_ranges(planned, capacity)) {
+      : shape(of_call),
+        planned(ranges_of_list(plan, shape.list)),
+        sharers(planned_sharers(planned, capacity)),
+        count(planned_ranges(planned, capacity / sharers)) {
     const auto thread = static_cast<int32_t>(threadIdx.x);
     if (thread < shape.batch) {
       ptx::touch(shape.seq_lens + thread);
@@ -30,18 +35,19 @@ struct CallRanges {
     in_order = !__syncthreads_or(decreases);
   }
 
-  // The first two threads write down where the range begins and where it ends.
-  __device__ __forceinline__ void find(int32_t range, WorkPosition& begin, WorkPosition& end) const {
-    const auto thread = static_cast<int32_t>(threadIdx.x);
-    if (thread < 2) (thread == 0 ? begin : end) = start(range + thread);
+  // The first two threads write down where the CTA's range begins, where it ends, and the CTA's share of it.
+  __device__ __forceinline__ void find(WorkPosition& begin, WorkPosition& end, Share& share) const {
+    const auto thread = static_cast<int32_t>(threadIdx.x), cta = static_cast<int32_t>(blockIdx.x);
+    if (thread < 2) (thread == 0 ? begin : end) = start(cta / sharers + thread);
+    if (thread == 0) share = {sharers, cta % sharers};
   }
 
   // Only a plan that attention_plan did not write is out of order; for such plans simple code matters more than speed.
   __device__ __forceinline__ WorkPosition start(int32_t range) const {
-    if (in_order || range >= count) return range_start(shape, planned, count, range);
+    if (in_order || range >= count) return range_start(shape, planned, count, range, sharers);
     WorkPosition latest{};
     for (int32_t i = 1; i <= range; ++i) {
-      const WorkPosition start = range_start(shape, planned, count, i);
+      const WorkPosition start = range_start(shape, planned, count, i, sharers);
       if (latest.before(start)) latest = start;
     }
     return latest;

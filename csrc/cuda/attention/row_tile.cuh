@@ -6,6 +6,12 @@
 
 namespace pagedtree::cuda {
 
+// Which of the CTAs that share a range's row tiles one is.
+struct Share {
+  int32_t sharers;
+  int32_t part;
+};
+
 struct RowTile {
   int32_t sequence;
   int32_t kv_head;
@@ -29,18 +35,19 @@ struct RowTile {
   }
 };
 
+// The rows of row tile `index` that belong to one of the CTAs that share it, which have m_tile rows each; maybe none.
 __device__ __forceinline__ RowTile row_tile(const TreeAttentionParams& p, const SequenceWork& work, int32_t sequence,
-                                            int32_t index, int32_t m_tile) {
+                                            int32_t index, int32_t m_tile, int32_t part) {
   RowTile tile{};
   tile.sequence = sequence;
   tile.kv_head = index / work.m_tiles;
   tile.first_token = static_cast<int32_t>(work.tokens.begin);
   tile.num_queries = static_cast<int32_t>(work.tokens.size());
   tile.seq_len = static_cast<int32_t>(work.seq_len);
-  const int64_t first_row = int64_t{index % work.m_tiles} * m_tile;
+  const int64_t first_row = index % work.m_tiles * work.tile_rows + int64_t{part} * m_tile;
   tile.query = static_cast<int32_t>(first_row / p.group_size);
   tile.first_head = static_cast<uint32_t>(first_row % p.group_size);
-  tile.rows = static_cast<uint32_t>(min_of<int64_t>(work.tokens.size() * p.group_size - first_row, m_tile));
+  tile.rows = static_cast<uint32_t>(clamp_to<int64_t>(work.tokens.size() * p.group_size - first_row, 0, m_tile));
   tile.tree_len = static_cast<int32_t>(tree_length(p, sequence, tile.num_queries, work.seq_len));
   return tile;
 }

@@ -8,8 +8,7 @@
 
 namespace pagedtree::cuda {
 
-constexpr int kScheduleThreads = 1024;
-static_assert(kScheduleThreads >= kMaxPlanRanges);
+constexpr int kScheduleThreads = 512;  // more would leave too few registers
 
 struct PlanShared {
   WorkSum sums[kScheduleThreads];  // of the sequences up to those of a thread
@@ -30,13 +29,25 @@ __global__ void __launch_bounds__(kScheduleThreads)
   int32_t* const ranges = ranges_of_list(plan, shape.list);
   const int32_t thread = static_cast<int32_t>(threadIdx.x), threads = static_cast<int32_t>(blockDim.x);
   const int64_t run = ceil_div<int64_t>(shape.batch, threads);
-  WorkSum sum{};
-  for (int64_t b = thread * run; b < min_of((thread + 1) * run, shape.batch); ++b)
-    sum = sum + RowCosts(shape, sequence_work(shape, b), b).sum();
-  block_scan(shared.sums, sum, [](const WorkSum& a, const WorkSum& b) { return a + b; });
-  const WorkSum total = shared.sums[threads - 1];
-  const int32_t num_ranges = num_ranges_of(total, lists.limits[blockIdx.x]);
-  for (int32_t i = thread; i < kListSize; i += threads) ranges[i] = i == 0 ? num_ranges : 0;
+  const auto sum_up = [&](int32_t sharers) {
+    WorkSum sum{};
+    for (int64_t b = thread * run; b < min_of((thread + 1) * run, shape.batch); ++b)
+      sum = sum + RowCosts(shape, sequence_work(shape, b, sharers), b).sum();
+    block_scan(shared.sums, sum, [](const WorkSum& a, const WorkSum& b) { return a + b; });
+    const WorkSum total = shared.sums[threads - 1];
+    __syncthreads();
+    return total;
+  };
+  const RangeLimits& limits = lists.limits[blockIdx.x];
+  WorkSum total = sum_up(1);
+  int32_t sharers = sharers_of(total, limits);
+  if (sharers > 1) {
+    const WorkSum alone = total;
+    total = sum_up(sharers);
+    if (!can_share(alone, total, sharers)) total = sum_up(sharers = 1);
+  }
+  const int32_t num_ranges = num_ranges_of(total, limits, sharers);
+  for (int32_t i = thread; i < kListSize; i += threads) ranges[i] = i == 0 ? num_ranges : i == 1 ? sharers : 0;
   __syncthreads();
   for (int32_t range = thread; range < num_ranges && total.cost > 0; range += threads) {
     const int64_t target = range_target(total.cost, num_ranges, range);
@@ -47,13 +58,12 @@ __global__ void __launch_bounds__(kScheduleThreads)
     }
     int64_t b = low * run, before = low == 0 ? 0 : shared.sums[low - 1].cost;
     while (true) {
-      const SequenceWork work = sequence_work(shape, b);
+      const SequenceWork work = sequence_work(shape, b, sharers);
       const RowCosts costs(shape, work, b);
       const int64_t after = before + costs.sum().cost;
       if (target < after) {
         const auto sequence = static_cast<int32_t>(b);
-        const int32_t min_piece = lists.limits[blockIdx.x].min_piece;
-        set_range_start(ranges, range, cut_position(shape, work, costs, sequence, target - before, min_piece));
+        set_range_start(ranges, range, cut_position(shape, work, costs, sequence, target - before, limits.min_piece));
         break;
       }
       before = after;

@@ -125,6 +125,7 @@ struct alignas(16) Stage {
 template <typename I>
 struct alignas(128) Shared {
   WorkPosition at, stop;  // the range's current position and its end
+  Share share;
   union {
     float2 states[I::kShape.key_warps * I::kMTile];  // maximum and sum of each row, of each warp that shares it
     struct {

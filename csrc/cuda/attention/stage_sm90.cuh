@@ -95,6 +95,7 @@ struct WarpTile {
 template <typename I>
 struct alignas(1024) Sm90Shared {
   WorkPosition start, stop;  // of the CTA's range
+  Share share;
   WarpTile warps[I::kShape.warps()];
   KeyReader readers[I::kShape.producer_warps()];
   uint64_t full[kMaxWgmmaStages][I::kParts], empty[kMaxWgmmaStages];

@@ -15,6 +15,7 @@ struct alignas(128) Shared<I> {
   static_assert(I::kMTile <= 32 && I::kShape.keys == kMaskWordBits && kWarps == 4 && I::kWarpKeys == 8);
   static_assert(I::KRows::kBytes == I::kShape.stage_bytes(sizeof(typename I::Kv)) && I::KRows::kQuarter == 0);
   WorkPosition at, stop;  // the range's current position and its end
+  Share share;
   KeyBounds bounds;
   KeyReader reader;
   RowTile tile;
