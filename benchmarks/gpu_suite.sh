@@ -154,6 +154,7 @@ if [ "$device" = cuda ]; then
   headline_rows=(--headline)
   attention_rows=(--ops tree_attention latent_attention) other_rows=(--without tree_attention latent_attention)
   captures=(tests/ops/test_captured_step.py tests/generation/test_fixed_step.py)
+  captured=(-k "$backend or fixed_step")
   tests=(tests --ignore tests/kernels/test_simt.py --ignore tests/kernels/test_sass.py "${captures[@]/#/--ignore=}")
 else
   check=(--device "$device" --backend "$backend" --quick)
@@ -162,7 +163,8 @@ else
   attention_rows=(--ops tree_attention --shapes batch=1 length=64 "tree=chain 4" heads=4/1,8/8)
   other_rows=(--ops append_kv --quick)
   tests=(tests/ops/test_commit.py)
-  captures=(tests/ops/test_captured_step.py)
+  captures=(tests/ops/test_captured_step.py)  # one of those that are slow elsewhere
+  captured=(-m "not stats" -k "trees and host and not latent and not recurrent and $backend")
 fi
 
 headline() {
@@ -183,7 +185,7 @@ tests() {
   local options=(-q -p no:cacheprovider --maxfail 40 -m "not slow and not stats")
   stage op_tests 250 "$python" -m pytest "${options[@]}" "${workers[@]}" -k "$backend" "${tests[@]}" \
     --junitxml "$logs/op_tests.xml"
-  stage captures 75 "$python" -m pytest "${options[@]}" -k "$backend or fixed_step" "${captures[@]}"
+  stage captures 75 "$python" -m pytest "${options[@]}" "${captured[@]}" "${captures[@]}"
 }
 
 sanitizers() {

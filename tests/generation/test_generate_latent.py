@@ -55,6 +55,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(model):
 
 def test_latents_are_all_that_is_cached(model, texts, monkeypatch):
     """One cache of 576 columns a layer, no keys or values of the heads, and no slot read that holds no live token."""
+    drafter = SUBJECTS["latent"].drafter("oracle")  # which transformers' own decoding makes, with keys of the heads
     expanded = []
     handles = [layer.kv_b_proj.register_forward_hook(lambda *_: expanded.append(1)) for layer in latent_layers(model)]
     layer, shapes = PagedCache.layer, set()
@@ -68,9 +69,7 @@ def test_latents_are_all_that_is_cached(model, texts, monkeypatch):
         return pair
 
     monkeypatch.setattr(PagedCache, "layer", poisoned)
-    sequences, _ = generate(
-        model, prompts_of(LENGTHS), drafter=SUBJECTS["latent"].drafter("oracle"), max_new_tokens=NEW_TOKENS, n=2
-    )
+    sequences, _ = generate(model, prompts_of(LENGTHS), drafter=drafter, max_new_tokens=NEW_TOKENS, n=2)
     for handle in handles:
         handle.remove()
     assert lists(sequences[::2]) == texts
