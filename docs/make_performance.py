@@ -49,6 +49,7 @@ SECTIONS = {
     "grammars": kept("grammars_cpu", of_runs.grammars),
     "predicted": of_code.attention(*PREDICTED),
     "calls": kept("calls_predicted_h200", of_code.calls),
+    "op-calls": kept("ops_predicted_h200", of_code.op_calls),
     "published": kept("published_predicted", of_code.published),
     "bounds": kept("wgmma_bounds_h200", of_code.bounds),
 }

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from tables import Result, Row, listing, load, pivot
 
 HEAD_DIM = 128
+LEAST_FLOOR_US = 0.1  # below it launches are all there is
 UNITS = {"l2": "L2", "shared": "shared memory", "issue": "issue slots", "mufu": "MUFU"}
 
 
@@ -97,3 +98,26 @@ def calls(result: Result, name: str) -> str:
     )
     note = f"Time of a call and its ratio to the floor, {result['rows'][0]['machine']}, commit {result['commit']}"
     return f"{note} (`{name}.json`):\n\n{cells}"
+
+
+def op_calls(result: Result, name: str) -> str:
+    """Whole calls of the other ops, with the launch that takes longest and what takes longest in it."""
+
+    def longest(row: Row) -> str:
+        launch = max(row["launches"], key=lambda launch: launch["us"])
+        phase = max(launch["cycles"], key=launch["cycles"].__getitem__)
+        what = "memory" if launch["us"] == launch["memory_us"] else phase
+        return f"`{launch['kernel']}`: {what}"
+
+    cells = listing(
+        result["rows"],
+        {
+            "call": lambda row: row["call"],
+            "time": lambda row: f"{row['us']:.1f} us",
+            "floor": lambda row: f"{row['floor_us']:.2f} us",
+            "over the floor": lambda row: f"{row['ratio']:.1f} x" if row["floor_us"] >= LEAST_FLOOR_US else "",
+            "launches": lambda row: str(len(row["launches"])),
+            "most of it": longest,
+        },
+    )
+    return f"{result['rows'][0]['machine']} (`{name}.json`):\n\n{cells}"

@@ -4,6 +4,8 @@
     python -m pagedtree bench predict --ops verification                       # the passes over a row of logits
     python -m pagedtree bench predict --ops recurrent                          # calls of tree_delta_rule
     python -m pagedtree bench predict --calls                                  # whole calls of tree_attention
+    python -m pagedtree bench predict --ops calls [--instances expand_tree ...]     # and of the other ops
+    python -m pagedtree bench predict --ops calls --loops expand_top_kernel DTypeE2 # what is in a kernel's loops
     python -m pagedtree bench predict --ops bounds [--published xformers-0.0.30-*.whl flashmla.cubin]   # for wgmma
     python -m pagedtree bench predict --source csrc/cuda/attention/bfloat16*.cu --machine a100 --stalls 8
     FLASHINFER_INCLUDE=FOLDER python -m pagedtree bench predict --flashinfer   # its kernel (see flashinfer_kernel.py)
@@ -12,7 +14,7 @@
 A kernel's main loop is followed instruction by instruction on a model of a multiprocessor (sm_simulator.py): one
 iteration takes a stage of keys past a tile of rows. KV comes from memory where a tile has up to 32 rows, as in
 decoding, else from L2, as where many tiles read the same keys. What comes out is a prediction, not a measurement: it
-leaves out clocks that fall under load, and bank conflicts, and but for --calls the beginning and the end of a call.
+leaves out clocks that fall under load, and bank conflicts, and but for calls the beginning and the end of a call.
 Instances of another dtype of 16 bits differ in nothing that the model knows.
 
 --source compiles files for that machine with source lines, so that stalls are told by line; it needs nvcc, and so does
@@ -37,6 +39,7 @@ from predict_bounds import ideas, our_rows
 from predict_calls import INSTANCES_OF_CALLS, call_line, call_rows, tile_rows
 from predict_latent import flashmla_rows, latent_rows
 from predict_loop import SHARED_BYTES, figures
+from predict_ops import Kernels, merged, op_line, op_rows
 from predict_peers import DECODING_ROWS, flashinfer_rows, peer_rows, published_rows
 from predict_recurrent import recurrent_rows
 from predict_verification import calls, verification_rows
@@ -49,6 +52,7 @@ from pagedtree.tools.cubin import cuda_library, extract_cubins
 
 ROOT = Path(__file__).resolve().parents[2]
 OF_INSTANCE = r"I(13__nv_bfloat16|6__half)(S\d_|NS0_10Float8E4M3E)Li(\d+)ELi(\d+)ELi(\d+)E"
+OPS = ("attention", "verification", "recurrent", "bounds", "calls")
 INSTANCES = {  # by the engine that multiplies
     "mma.sync": re.compile(rf"attention_kernelINS0_8Instance{OF_INSTANCE}"),
     "wgmma": re.compile(rf"attention_sm90_kernelINS0_12Sm90Instance{OF_INSTANCE}"),
@@ -124,7 +128,7 @@ def line(row: dict[str, Any]) -> str:
     if "share" in row:
         return line_of_bounds(row)
     if "call" in row:
-        return call_line(row)
+        return call_line(row) if "engine" in row else op_line(row)
     if "l2" in row:
         return f"{row['machine']:16} {row['instance']:32} {row['l2']} cycles of a KV tile from L2, by CTAs of an SM"
     if "floor_us" in row:
@@ -180,6 +184,8 @@ def rows_of(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
         elif args.ops == "verification":
             cubins = cubins_for(machine, args.source, folder)
             yield from verification_rows(machine, cubins, args.instances, args.stalls)
+        elif args.ops == "calls":
+            yield from op_rows(machine, cubins_for(machine, args.source, folder), args.instances)
         elif args.ops == "recurrent":
             yield from recurrent_rows(machine, cubins_for(machine, args.source, folder))
         else:
@@ -190,10 +196,11 @@ def rows_of(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", nargs="+", choices=[*MACHINES], default=["h200"])
-    parser.add_argument("--ops", choices=["attention", "verification", "recurrent", "bounds"], default="attention")
+    parser.add_argument("--ops", choices=[*OPS], default="attention")
     parser.add_argument(
-        "--instances", nargs="+", default=[], metavar="NAME", help="as bf16/fp8-128-64, or 'walk: peak'; default bf16's"
-    )
+        "--instances", nargs="+", default=[], metavar="NAME",
+        help="as bf16/fp8-128-64, 'walk: peak', or parts of the names of calls; default bf16's, all calls",
+    )  # fmt: skip
     parser.add_argument("--source", type=Path, nargs="+", metavar="FILE", help="of csrc/cuda, to compile")
     parser.add_argument("--calls", action="store_true", help="whole calls of tree_attention instead")
     parser.add_argument("--flashinfer", action="store_true", help="FlashInfer's paged prefill kernel instead")
@@ -203,6 +210,9 @@ def parse_arguments() -> argparse.Namespace:
         "FlashAttention-3, FlashMLA",
     )  # fmt: skip
     parser.add_argument("--stalls", type=int, default=0, metavar="N", help="the N longest waits of each loop")
+    parser.add_argument(
+        "--loops", nargs="+", metavar="PART", help="lists the loops of the kernel with these in its name"
+    )
     parser.add_argument("--json", type=Path, help="where to write the rows")
     return parser.parse_args()
 
@@ -212,10 +222,14 @@ def main() -> int:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         try:
+            if args.loops:
+                cubins = cubins_for(MACHINES[args.machine[0]], args.source, Path(folder))
+                print(Kernels(cubins)(*args.loops).listing())
+                return 0
             for row in rows_of(args, Path(folder)):
                 print(line(row), flush=True)
                 rows.append(row)
-        except (FileNotFoundError, ValueError) as error:
+        except (FileNotFoundError, LookupError, ValueError) as error:
             print(error, file=sys.stderr)
             return 2
     if not rows:
@@ -225,6 +239,8 @@ def main() -> int:
     if args.calls:
         result["tiles"] = [row for row in rows if "l2" in row]
         result["rows"] = [row for row in rows if "call" in row]
+    if args.ops == "calls" and args.json:
+        result = {"predicted": True, "rows": merged(rows, args.json, measure.commit())}
     if args.ops == "verification" and not args.instances:
         result["calls"] = [call for name in args.machine for call in calls(MACHINES[name], rows)]
         for call in result["calls"]:

@@ -1,0 +1,43 @@
+"""Calls of verify_sampled: all rows at once, then a walk along the drawn tokens. The passes are those of
+predict_verification.py; 32 trees of 64 nodes."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+from predict_ops import DIGIT, Kernels, Launch, OpCall, Phase, words_of
+from predict_verification import CALLS as WAYS
+from predict_verification import NODES, PASSES, TREES, VOCAB, path_of, row_loops
+
+THREADS = 256  # of a row, where there are more rows than multiprocessors
+SAMPLING_BYTES = 12288 + 4 * 256 * 16 * 3 + 20000  # of SamplingShared
+
+
+def verify_sampled(kernels: Kernels, ways: list[str], trees: int) -> list[Launch]:
+    kernel, walk = kernels("draw_rows_kernel", "DTypeE2"), kernels("11walk_kernel", "5DTypeE2")
+    loops, phases = row_loops(kernel.flow), [Phase("begin", loads=2)]
+    for name in ways:
+        path, words = path_of(kernel.flow, loops[PASSES[name].loop], PASSES[name])
+        source = "memory" if name == "peak" else "l2"
+        phases.append(Phase(name, path, words_of(VOCAB, THREADS, batch=words), source=source))
+        phases.append(Phase(f"{name}: fold", barriers=4, cycles=200 + (2 * DIGIT if "values" in name else 0)))
+    rows = trees * NODES
+    path = math.ceil(NODES**0.5)  # nodes that are visited
+    return [
+        Launch(kernel, rows, THREADS, phases, SAMPLING_BYTES, moved=2 * rows * VOCAB),
+        Launch(walk, trees, 32, [Phase("walk", loads=4 * path)], SAMPLING_BYTES),
+    ]
+
+
+CALLS = [
+    OpCall(
+        f"verify_sampled, {call}{kind}, 64 nodes x {trees}",
+        partial(verify_sampled, ways=ways, trees=trees),
+        2 * trees * NODES * VOCAB,
+    )
+    for call, both in WAYS.items()
+    for kind, ways in zip((", peaked rows", ", flat rows"), both, strict=True)
+    for trees in (TREES,)
+    if both[0] != both[1] or kind == ", peaked rows"
+]
