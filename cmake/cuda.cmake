@@ -10,6 +10,7 @@ set(PAGEDTREE_CUDA_SOURCES
   csrc/cuda/backend.cu
   csrc/cuda/drafting/best_first.cu
   csrc/cuda/drafting/growth.cu
+  csrc/cuda/drafting/ngram.cu
   csrc/cuda/drafting/packing.cu
   csrc/cuda/drafting/proposers.cu
   csrc/cuda/drafting/select_nodes.cu

@@ -19,6 +19,7 @@ CHOSEN = tuple(
     for name in ("combined_drafter", "tree_tuner", "recorded_texts", "generate_drafters", "block_drafter")
 )
 LENGTHS = ("tests/generation/test_length_limits.py",)
+PROPOSALS = ("tests/ops/test_ngram_texts.py", "tests/ops/test_proposers.py")
 HYBRID = ("tests/generation/test_generate.py", "tests/generation/test_generate_hybrid.py")
 
 
@@ -56,6 +57,10 @@ def of_wide(name: str, file: str, line: str, broken: str) -> Mutant:
         "simt",
         "simt and latent and not wgmma",
     )
+
+
+def of_proposals(name: str, file: str, line: str, broken: str) -> Mutant:
+    return Mutant(name, f"cuda/drafting/{file}.cu", line, broken, PROPOSALS, "simt", "simt")
 
 
 def of_states(name: str, file: str, line: str, broken: str) -> Mutant:
@@ -306,6 +311,26 @@ REQUESTS = [
     ),
 ]  # fmt: skip
 
+DRAFTED = [
+    of_proposals(
+        "places of other CTAs are not found", "ngram",
+        "ptx::cluster_rank() * kWarps + threadIdx.x / 32", "threadIdx.x / 32",
+    ),
+    of_proposals(
+        "older tokens of pairs listed first", "ngram",
+        "if (is_newer) places[at++] = place;\n      if (is_older) places[at] = place + 1;",
+        "if (is_older) places[at++] = place + 1;\n      if (is_newer) places[at] = place;",
+    ),
+    of_proposals(
+        "long paths are cut every 32 nodes", "ngram",
+        "if (lane == 0 && begin > 0 && added > 0) trie.first_child[node - 1] = trie.last_child[node - 1] = node;", "",
+    ),
+    of_proposals(
+        "pairs reach over the newest token", "ngram",
+        "if (newer <= newest && newer > oldest) {", "if (newer > oldest) {",
+    ),
+]  # fmt: skip
+
 WGMMA = [
     of_wgmma("no phase flip", "stage", "      parity ^= 1;\n", ""),
     of_wgmma(
@@ -442,4 +467,4 @@ LIMITS = [
     ),
 ]  # fmt: skip
 
-MUTANTS = LIMITS + CHOICE + RULES + REQUESTS + WGMMA + WIDE + LATENT_WGMMA + STATES
+MUTANTS = LIMITS + CHOICE + RULES + REQUESTS + DRAFTED + WGMMA + WIDE + LATENT_WGMMA + STATES

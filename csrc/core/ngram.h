@@ -17,7 +17,8 @@ struct NgramProposeParams {
   int64_t* trie_tokens;         // [B, max_nodes] scratch
   int32_t* trie_links;          // [B, 4, max_nodes] scratch
   int32_t* trie_sizes;          // [B] scratch
-  int32_t* next_places;         // [B, history_width + extra_width] scratch
+  int32_t* places;              // [B, history_width + extra_width] scratch
+  uint8_t* match_lengths;       // the same, for backends that search with many threads
   int64_t batch;
   int64_t history_width, history_stride;
   int64_t extra_width, extra_stride;
@@ -39,6 +40,12 @@ struct TrieSize {
   int32_t num_nodes = 0;
   int32_t num_leaves = 0;
   int32_t num_open = 0;  // leaves above the greatest depth: a longer continuation may go on there
+};
+
+// A way down a trie: its last node, and how deep that is.
+struct TriePath {
+  int32_t node = 0;
+  int32_t depth = 0;
 };
 
 // The trie of one sequence's continuations. Nodes are numbered in the order of insertion: parents precede children, and
@@ -80,52 +87,55 @@ struct DraftTrie {
     return size.num_nodes < max_nodes && (!opens_branch(node) || size.num_leaves < max_branches);
   }
 
-  // Adds a child at depth `depth` to `parent`.
-  PT_HOST_DEVICE int32_t add(int32_t parent, int64_t token, int64_t depth) {
+  // The sizes when a path of `count` nodes below `parent` is added, the last one at depth `depth`.
+  PT_HOST_DEVICE TrieSize size_with_path(int32_t parent, int32_t count, int32_t depth) const {
     const bool branch = opens_branch(parent);
-    const int32_t node = size.num_nodes++;
-    size.num_leaves += branch;
-    size.num_open += (depth < max_depth) - !branch;
+    return {size.num_nodes + count, size.num_leaves + branch, size.num_open + (depth < max_depth) - !branch};
+  }
+
+  // Makes `node`, which has no sibling after it, the last child of `parent`.
+  PT_HOST_DEVICE void link(int32_t parent, int32_t node) {
+    const int32_t older = last_child[parent];
+    (older < 0 ? first_child[parent] : next_sibling[older]) = node;
+    last_child[parent] = node;
+  }
+
+  // Adds a child at depth `depth` to `parent`.
+  PT_HOST_DEVICE int32_t add(int32_t parent, int64_t token, int32_t depth) {
+    const int32_t node = size.num_nodes;
+    size = size_with_path(parent, 1, depth);
     tokens[node] = token;
     parents[node] = parent;
     first_child[node] = last_child[node] = next_sibling[node] = -1;
-    if (first_child[parent] < 0) {
-      first_child[parent] = node;
-    } else {
-      next_sibling[last_child[parent]] = node;
-    }
-    last_child[parent] = node;
+    link(parent, node);
     return node;
   }
 
-  // Walks from the root along tokens [at, end) of `text` as far as there are nodes. Returns the last node; `at` becomes
-  // the first token that has none.
-  PT_HOST_DEVICE int32_t walk(const int64_t* text, int64_t& at, int64_t end) const {
-    int32_t node = 0;
-    for (; at < end; ++at) {
-      const int32_t child = find_child(node, text[at]);
+  // How many tokens after the place count.
+  PT_HOST_DEVICE int32_t path_length(const TextPlace& place) const {
+    return static_cast<int32_t>(min_of<int64_t>(place.size - place.end, max_depth));
+  }
+
+  // Follows the tokens after the place as far as there are nodes.
+  PT_HOST_DEVICE void walk(const TextPlace& place, TriePath& path) const {
+    for (const int32_t length = path_length(place); path.depth < length; ++path.depth) {
+      const int32_t child = find_child(path.node, place.text[place.end + path.depth]);
       if (child < 0) break;
-      node = child;
+      path.node = child;
     }
-    return node;
   }
 
-  // Whether insert() would add a node. Once it would not, it never will: nothing is removed, and bounds that are
-  // reached stay so.
-  PT_HOST_DEVICE bool would_add(const TextPlace& place) const {
-    const int64_t end = min_of(place.end + max_depth, place.size);
-    int64_t at = place.end;
-    const int32_t node = walk(place.text, at, end);
-    return at < end && place.text[at] >= 0 && can_add(node);
+  // Whether the token where the walk ended can be added. Once it cannot, it never can: nothing is removed, and bounds
+  // that are reached stay so.
+  PT_HOST_DEVICE bool would_add(const TextPlace& place, const TriePath& path) const {
+    return path.depth < path_length(place) && place.text[place.end + path.depth] >= 0 && can_add(path.node);
   }
 
   // Adds the path of the at most max_depth tokens after the place, up to the first negative one.
   PT_HOST_DEVICE void insert(const TextPlace& place) {
-    const int64_t end = min_of(place.end + max_depth, place.size);
-    int64_t at = place.end;
-    int32_t node = walk(place.text, at, end);
-    for (; at < end && place.text[at] >= 0 && can_add(node); ++at) {
-      node = add(node, place.text[at], at - place.end + 1);
+    TriePath path;
+    for (walk(place, path); would_add(place, path); ++path.depth) {
+      path.node = add(path.node, place.text[place.end + path.depth], path.depth + 1);
     }
   }
 };
@@ -164,8 +174,9 @@ PT_HOST_DEVICE NgramTexts ngram_texts(const NgramProposeParams& p, int64_t b) {
   return texts;
 }
 
-PT_HOST_DEVICE int32_t* next_places(const NgramProposeParams& p, int64_t b) {
-  return p.next_places + b * (p.history_width + p.extra_width);
+// Where the places of sequence b begin in scratch.
+PT_HOST_DEVICE int64_t first_place(const NgramProposeParams& p, int64_t b) {
+  return b * (p.history_width + p.extra_width);
 }
 
 // A trie of sequence b in the arrays tokens [p.max_nodes] and links [4, capacity].
@@ -242,17 +253,15 @@ PT_HOST_DEVICE int64_t last_place_after(const int64_t* text, int64_t begin, int6
   return end;
 }
 
-// visit(place, n) for places [begin, end) of one text, whose numbers begin with `first_place`; false if visit stopped.
+// visit(place, n) for the places of one text, whose numbers begin with `first_place`; false if visit stopped.
 template <typename Visit>
 PT_HOST_DEVICE bool match_places_of(const NgramPattern& pattern, int32_t min_ngram, const int64_t* text, int64_t size,
-                                    int64_t first_place, int64_t begin, int64_t end, Visit visit) {
-  const int64_t last = size - 1 - max_of<int64_t>(begin - first_place, 0);
-  const int64_t stop = max_of<int64_t>(size - 1 - (end - first_place), 0);
+                                    int64_t first_place, Visit visit) {
   PatternMatcher matcher(pattern, text, size);
-  for (int64_t at = last; at > stop; --at) {
+  for (int64_t at = size - 1; at > 0; --at) {
     if (at <= matcher.match_begin) {
-      at = last_place_after(text, stop, at, pattern.from_end(0));
-      if (at == stop) break;
+      at = last_place_after(text, 0, at, pattern.from_end(0));
+      if (at == 0) break;
     }
     const int32_t n = matcher.match_length(at);
     if (n >= min_ngram && !visit(first_place + size - 1 - at, n)) return false;
@@ -260,39 +269,31 @@ PT_HOST_DEVICE bool match_places_of(const NgramPattern& pattern, int32_t min_ngr
   return true;
 }
 
-// Calls visit(place, n) for each place of [begin, end) before which exactly n tokens equal the pattern's last n (n or
-// more if n == pattern.size), n >= min_ngram, until it returns false.
+// Calls visit(place, n) for each place before which exactly n tokens equal the pattern's last n (n or more if
+// n == pattern.size), n >= min_ngram, until it returns false.
 template <typename Visit>
-PT_HOST_DEVICE void match_places(const NgramTexts& texts, const NgramPattern& pattern, int32_t min_ngram, int64_t begin,
-                                 int64_t end, Visit visit) {
+PT_HOST_DEVICE void match_places(const NgramTexts& texts, const NgramPattern& pattern, int32_t min_ngram, Visit visit) {
   if (pattern.size < min_ngram) return;
   const int64_t border = texts.num_history_places();
-  if (!match_places_of(pattern, min_ngram, texts.history, texts.history_len, 0, begin, min_of(end, border), visit))
-    return;
-  match_places_of(pattern, min_ngram, texts.extra, texts.extra_len, border, max_of(begin, border), end, visit);
+  if (!match_places_of(pattern, min_ngram, texts.history, texts.history_len, 0, visit)) return;
+  match_places_of(pattern, min_ngram, texts.extra, texts.extra_len, border, visit);
 }
 
 // Lists of places, each in the order in which places were appended.
 struct PlaceLists {
-  int32_t* last;  // of list i at i * stride: its last place, -1 if it is empty
   int32_t* next;  // [number of places]: the place after this one in its list; after the last one, the first one
-  int32_t stride;
+  int32_t last[kMaxNgram];  // of each list, -1 if it is empty
 
   PT_HOST_DEVICE void clear(int32_t count) {
-    for (int32_t list = 0; list < count; ++list) last[list * stride] = -1;
+    for (int32_t list = 0; list < count; ++list) last[list] = -1;
   }
-  PT_HOST_DEVICE int32_t first(int32_t list) const {
-    const int32_t at_end = last[list * stride];
-    return at_end < 0 ? -1 : next[at_end];
-  }
-  PT_HOST_DEVICE int32_t after(int32_t list, int32_t place) const {
-    return place == last[list * stride] ? -1 : next[place];
-  }
+  PT_HOST_DEVICE int32_t first(int32_t list) const { return last[list] < 0 ? -1 : next[last[list]]; }
+  PT_HOST_DEVICE int32_t after(int32_t list, int32_t place) const { return place == last[list] ? -1 : next[place]; }
   PT_HOST_DEVICE void append(int32_t list, int32_t place) {
-    const int32_t before = last[list * stride];
+    const int32_t before = last[list];
     next[place] = before < 0 ? place : next[before];
     if (before >= 0) next[before] = place;
-    last[list * stride] = place;
+    last[list] = place;
   }
 };
 
@@ -327,8 +328,8 @@ PT_HOST_DEVICE int32_t propose_ngrams(const NgramProposeParams& p, int64_t b) {
   pattern.complete(count);
   DraftTrie trie = draft_trie(p, p.trie_tokens + b * p.max_nodes, p.trie_links + b * 4 * p.max_nodes, p.max_nodes);
   trie.plant(pattern.from_end(0));
-  int32_t last_places[kMaxNgram];
-  PlaceLists lists = {last_places, next_places(p, b), 1};
+  PlaceLists lists;
+  lists.next = p.places + first_place(p, b);
   lists.clear(p.max_ngram - p.min_ngram);
   RepeatCheck check{.max_depth = p.max_depth};
   const auto insert = [&](int64_t place) {
@@ -338,7 +339,7 @@ PT_HOST_DEVICE int32_t propose_ngrams(const NgramProposeParams& p, int64_t b) {
   };
   if (!trie.can_grow()) return trie.size.num_nodes;
   // The longest n-grams count first: they may fill the trie before all places have been looked at.
-  match_places(texts, pattern, p.min_ngram, 0, texts.num_places(), [&](int64_t place, int32_t n) {
+  match_places(texts, pattern, p.min_ngram, [&](int64_t place, int32_t n) {
     if (n == p.max_ngram) return insert(place);
     lists.append(n - p.min_ngram, static_cast<int32_t>(place));
     return true;

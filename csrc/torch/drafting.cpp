@@ -198,7 +198,8 @@ std::tuple<Tensor, Tensor, Tensor> ngram_propose(const Tensor& history, const Te
   Tensor trie_tokens = empty_on(history, {batch, max_nodes}, ScalarType::Long);
   Tensor trie_links = empty_on(history, {batch, 4, max_nodes}, ScalarType::Int);
   Tensor trie_sizes = empty_on(history, {batch}, ScalarType::Int);
-  Tensor next_places = empty_on(history, {batch, width}, ScalarType::Int);
+  Tensor places = empty_on(history, {batch, width}, ScalarType::Int);
+  Tensor match_lengths = empty_on(history, {batch, width}, ScalarType::Byte);
 
   NgramProposeParams params{};
   params.history = const_pointer<int64_t>(history);
@@ -211,7 +212,8 @@ std::tuple<Tensor, Tensor, Tensor> ngram_propose(const Tensor& history, const Te
   params.trie_tokens = mutable_pointer<int64_t>(trie_tokens);
   params.trie_links = mutable_pointer<int32_t>(trie_links);
   params.trie_sizes = mutable_pointer<int32_t>(trie_sizes);
-  params.next_places = mutable_pointer<int32_t>(next_places);
+  params.places = mutable_pointer<int32_t>(places);
+  params.match_lengths = mutable_pointer<uint8_t>(match_lengths);
   params.batch = batch;
   params.history_width = history.size(1);
   params.history_stride = history.stride(0);

@@ -1,6 +1,6 @@
 // How much work the n-grams of a text take: the number of basic blocks that run, which the compiler counts where it is
-// given -fsanitize-coverage=trace-pc. The arguments are max_ngram, max_depth and the number of threads that share the
-// search; the standard input is the text, which is also the extra text.
+// given -fsanitize-coverage=trace-pc. The arguments are max_ngram and max_depth; the standard input is the text, which
+// is also the extra text.
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
@@ -11,17 +11,6 @@ using pagedtree::NgramProposeParams;
 
 static volatile long num_blocks = 0;
 extern "C" __attribute__((no_sanitize_coverage)) void __sanitizer_cov_trace_pc() { num_blocks = num_blocks + 1; }
-
-static void search_in_parts(const NgramProposeParams& p, int num_threads) {
-  const pagedtree::NgramTexts texts = pagedtree::ngram_texts(p, 0);
-  pagedtree::NgramPattern pattern;
-  for (int i = 0; i < texts.most_tokens(p.max_ngram); ++i) pattern.copy_token(texts, i);
-  pattern.complete(texts.most_tokens(p.max_ngram));
-  for (int thread = 0; thread < num_threads; ++thread) {
-    pagedtree::match_places(texts, pattern, 1, texts.num_places() * thread / num_threads,
-                            texts.num_places() * (thread + 1) / num_threads, [](int64_t, int32_t) { return true; });
-  }
-}
 
 int main(int, char** argv) {
   std::vector<int64_t> text;
@@ -36,7 +25,7 @@ int main(int, char** argv) {
   p.history_width = p.extra_width = length;
   p.trie_tokens = tokens.data();
   p.trie_links = links.data();
-  p.next_places = places.data();
+  p.places = places.data();
   p.max_nodes = kNodes;
   p.max_depth = std::atoi(argv[2]);
   p.min_ngram = 1;
@@ -45,8 +34,5 @@ int main(int, char** argv) {
 
   num_blocks = 0;
   propose_ngrams(p, 0);
-  std::printf("%ld\n", num_blocks);
-  num_blocks = 0;
-  search_in_parts(p, std::atoi(argv[3]));
   std::printf("%ld\n", num_blocks);
 }

@@ -78,6 +78,26 @@ def test_repeated_texts(backend: str, kind: str, options: dict[str, int]) -> Non
         assert packed_trees(draft) == expected
 
 
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("ctas", [1, 2, 8])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_clusters_do_not_matter(backend: str, monkeypatch: pytest.MonkeyPatch, batch: int, ctas: int) -> None:
+    """A GPU without clusters gives one CTA the whole text."""
+    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", f"132:227:{ctas}")
+    width, more = 8191, 2053  # odd: every other row begins between two words of 16 bytes
+    text = random_tokens(width * 3, -1, 60)
+    rows = [text[b * width :][:width] for b in range(batch)]
+    others = [random_tokens(more, 0, 40) for _ in range(batch)]
+    lengths = [width, width - 1, 4097][:batch]
+    options = {"max_nodes": 200, "max_depth": 40, "max_ngram": 6, "max_branches": 60}
+    history, extra = torch.tensor(rows), torch.tensor(others)
+    draft = ngram_propose(history, int32(lengths), extra=extra, **options)
+    assert packed_trees(draft) == [
+        ngram_tree(row[:length], extra=other, **options)
+        for row, length, other in zip(rows, lengths, others, strict=True)
+    ]
+
+
 def test_rows_that_are_too_long(device: torch.device) -> None:
     """Places are numbered by int32."""
     history, extra = (torch.empty(0, 2**30, dtype=torch.int64, device=device) for _ in range(2))
@@ -90,8 +110,8 @@ def test_rows_that_are_too_long(device: torch.device) -> None:
 
 
 @pytest.fixture(scope="module")
-def blocks_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[int]]:
-    """Counts as ngram_work.cpp does for a text: by one thread, and the search by many."""
+def blocks_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., int]:
+    """Counts as ngram_work.cpp does for a text."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")
@@ -100,26 +120,23 @@ def blocks_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[in
     options = ["-std=c++20", "-O1", "-fsanitize-coverage=trace-pc", f"-I{ROOT / 'csrc'}"]
     subprocess.run([compiler, *options, str(source), "-o", str(program)], check=True)
 
-    def count(text: list[int], max_ngram: int, max_depth: int) -> list[int]:
-        arguments = [str(program), str(max_ngram), str(max_depth), "256"]
-        return [int(n) for n in subprocess.check_output(arguments, input=array("q", text).tobytes()).split()]
+    def count(text: list[int], max_ngram: int, max_depth: int) -> int:
+        arguments = [str(program), str(max_ngram), str(max_depth)]
+        return int(subprocess.check_output(arguments, input=array("q", text).tobytes()))
 
     return count
 
 
 @pytest.mark.parametrize("kind", TEXTS)
-def test_the_work_is_linear(blocks_of: Callable[..., list[int]], kind: str) -> None:
+def test_the_work_is_linear(blocks_of: Callable[..., int], kind: str) -> None:
     """One comparison for each length of n-gram would be more than 100 basic blocks per token; one for each token of the
     continuation, too."""
     text = TEXTS[kind](20_000)
     for max_ngram in (4, 64):
-        proposal, search_in_parts = blocks_of(text, max_ngram, 40)
-        assert 0 < proposal < 60 * 2 * len(text)
-        assert 0 < search_in_parts < 20 * 2 * len(text)
+        assert 0 < blocks_of(text, max_ngram, 40) < 60 * 2 * len(text)
 
 
-def test_a_full_tree_ends_the_search(blocks_of: Callable[..., list[int]]) -> None:
+def test_a_full_tree_ends_the_search(blocks_of: Callable[..., int]) -> None:
     """Eight branches of the greatest depth, and room for more nodes: the rest of the text cannot change anything."""
     text = TEXTS["2 tokens"](20_000)
-    proposal, _ = blocks_of(text, max_ngram=4, max_depth=4)
-    assert 0 < proposal < len(text) / 4
+    assert 0 < blocks_of(text, max_ngram=4, max_depth=4) < len(text) / 4

@@ -1,0 +1,364 @@
+#include "core/ngram.h"
+#include "cuda/backend.h"
+#include "cuda/tile/block.cuh"
+#include "cuda/tile/launch.cuh"
+
+namespace pagedtree::cuda {
+namespace {
+
+constexpr int kWarps = 16, kThreads = 32 * kWarps;
+constexpr int kPlaceThreads = 128;
+// Fewer tokens than this take one CTA less time than a cluster takes to meet.
+constexpr int64_t kTokensOfCta = 2048;
+
+struct NgramShared {
+  BlockShared block;
+  int64_t pattern[kMaxNgram];  // the last tokens, the last one first
+  int32_t pattern_size;        // how many of them come after the last negative one
+  // How many places each warp of the cluster has found; then, how many the warps before each have, and all together.
+  int32_t found[kMaxCluster * kWarps + 1];
+  uint32_t wanted[2][kWarps];  // the lanes of each warp that have a path to add
+  TrieSize size;
+  int64_t tokens[kMaxTreeNodes];
+  int32_t links[4][kMaxTreeNodes];
+};
+
+// Two tokens of a text, loaded by one instruction.
+struct alignas(16) TokenPair {
+  int64_t older, newer;
+};
+
+// Copies the pattern to shared memory, by the first warp.
+__device__ __forceinline__ void load_pattern(NgramShared& shared, const NgramTexts& texts, int32_t max_ngram) {
+  if (threadIdx.x >= 32) return;
+  const int32_t count = texts.most_tokens(max_ngram), lane = static_cast<int32_t>(threadIdx.x);
+  int32_t size = 0;
+  for (int32_t first = 0; first < kMaxNgram; first += 32) {
+    const int32_t i = first + lane;
+    const int64_t token = i < count ? texts.history[texts.history_len - 1 - i] : -1;
+    shared.pattern[i] = token;
+    const uint32_t ends = __ballot_sync(~0u, token < 0);
+    if (size == first) size += ends != 0 ? __ffs(static_cast<int>(ends)) - 1 : 32;
+  }
+  if (lane == 0) shared.pattern_size = size;
+}
+
+// A text, and the number of its most recent place.
+struct NumberedText {
+  const int64_t* tokens;
+  int64_t size;
+  int64_t first_place;
+};
+
+// Lists the places of the text that come directly after `token`, of those from `begin` to `end`, by one warp, behind
+// the `count` places that are in the list. Returns how many these are then.
+__device__ __forceinline__ int32_t list_places(const NumberedText& text, int64_t begin, int64_t end, int64_t token,
+                                               int32_t* places, int32_t count) {
+  constexpr int kLoads = 8;                                     // on their way together
+  const int64_t last_place = text.first_place + text.size - 2;  // after the first token
+  begin = max_of(begin, text.first_place);
+  end = min_of(end, last_place + 1);
+  if (begin >= end) return count;
+  // The tokens before these places, in descending order. Pairs are aligned, so that one may reach over an end.
+  const int64_t newest = last_place - begin, oldest = last_place - (end - 1);
+  const int64_t shift = static_cast<int64_t>(reinterpret_cast<uintptr_t>(text.tokens) / sizeof(int64_t) % 2);
+  const int64_t lowest = (oldest + shift) / 2;
+  const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
+  const uint32_t lanes_before = (1u << lane) - 1;
+  for (int64_t top = (newest + shift) / 2; top >= lowest; top -= kLoads * 32) {
+    const int64_t first = 2 * (top - lane) + 1 - shift;  // the newer token of this lane's first pair
+    TokenPair pairs[kLoads];
+    if (2 * top + 1 - shift <= newest && 2 * (top + 1 - kLoads * 32) - shift >= oldest) {
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) pairs[i] = *reinterpret_cast<const TokenPair*>(text.tokens + first - 1 - 64 * i);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int64_t newer = first - 64 * i;
+        pairs[i] = {-1, -1};
+        if (newer <= newest && newer > oldest) {
+          pairs[i] = *reinterpret_cast<const TokenPair*>(text.tokens + newer - 1);
+        } else {
+          if (newer - 1 == newest) pairs[i].older = text.tokens[newest];
+          if (newer == oldest) pairs[i].newer = text.tokens[oldest];
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const bool is_newer = pairs[i].newer == token, is_older = pairs[i].older == token;
+      const uint32_t newer = __ballot_sync(~0u, is_newer), older = __ballot_sync(~0u, is_older);
+      if ((newer | older) == 0) continue;
+      const int32_t place = static_cast<int32_t>(last_place - (first - 64 * i));
+      int32_t at = count + popcount32(newer & lanes_before) + popcount32(older & lanes_before);
+      if (is_newer) places[at++] = place;
+      if (is_older) places[at] = place + 1;
+      count += popcount32(newer) + popcount32(older);
+    }
+  }
+  return count;
+}
+
+// How many tokens before the place equal the pattern; the last one does.
+__device__ __forceinline__ int32_t match_length(const NgramShared& shared, const TextPlace& place) {
+  constexpr int kLoads = 4;
+  const int32_t most = static_cast<int32_t>(min_of<int64_t>(shared.pattern_size, place.end));
+  for (int32_t n = 1; n < most; n += kLoads) {
+    int64_t tokens[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) tokens[i] = n + i < most ? place.text[place.end - 1 - n - i] : -1;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      if (tokens[i] < 0 || tokens[i] != shared.pattern[n + i]) return n + i;
+    }
+  }
+  return most;
+}
+
+// Finds the places after the last token, and how much of the text before each equals the pattern: each warp of the
+// cluster those of its part of the texts. Tells the first CTA how many they are.
+__device__ __forceinline__ void find_places(const NgramProposeParams& p, int64_t b, NgramShared& shared,
+                                            const NgramTexts& texts) {
+  const WarpRun run = run_of_warp(texts.num_places());
+  const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
+  int32_t* const places = p.places + first_place(p, b) + run.begin;
+  uint8_t* const lengths = p.match_lengths + first_place(p, b) + run.begin;
+  const int64_t token = shared.pattern[0], border = texts.num_history_places();
+  int32_t count = 0;
+  if (shared.pattern_size > 0) {
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      const NumberedText text = i == 0 ? NumberedText{texts.history, texts.history_len, 0}
+                                       : NumberedText{texts.extra, texts.extra_len, border};
+      count = list_places(text, run.begin, run.end, token, places, count);
+    }
+  }
+  __syncwarp();
+  for (int32_t i = lane; i < count; i += 32) {
+    lengths[i] = static_cast<uint8_t>(match_length(shared, texts.at(places[i])));
+  }
+  if (lane == 0) *ptx::of_cta(&shared.found[ptx::cluster_rank() * kWarps + threadIdx.x / 32], 0) = count;
+}
+
+// The places that a thread looks at: a part of those that were found, in their order.
+struct FoundPlaces {
+  const int32_t* places;
+  const uint8_t* lengths;
+  const int32_t* before_warp;  // [number of warps + 1]: how many places the warps before it have found
+  int64_t run_length;          // places among which a warp has looked
+  int32_t begin, end;
+  int32_t first_warp;  // that has place `begin`
+
+  // visit(place, n) for each place from `at` on, until it returns true; returns where that is, `end` if it never does.
+  template <typename Visit>
+  __device__ __forceinline__ int32_t find(int32_t at, int32_t& warp, Visit visit) const {
+    for (; at < end; ++at) {
+      while (before_warp[warp + 1] <= at) ++warp;
+      const int64_t index = warp * run_length + at - before_warp[warp];
+      if (visit(places[index], int32_t{lengths[index]})) break;
+    }
+    return at;
+  }
+};
+
+// This thread's part of the places, by all threads of the first CTA.
+__device__ __forceinline__ FoundPlaces part_of_thread(const NgramProposeParams& p, int64_t b, NgramShared& shared,
+                                                      const NgramTexts& texts) {
+  const int32_t warps = static_cast<int32_t>(ptx::cluster_size()) * kWarps, thread = static_cast<int32_t>(threadIdx.x);
+  const uint64_t of_warp = thread < warps ? static_cast<uint64_t>(shared.found[thread]) : 0;
+  uint64_t total;
+  const uint64_t up_to_warp = block_scan(shared.block, of_warp, total);
+  if (thread <= warps) shared.found[thread] = static_cast<int32_t>(up_to_warp - of_warp);
+  __syncthreads();
+  const int32_t count = static_cast<int32_t>(total), part = ceil_div(count, kThreads);
+  FoundPlaces found{.places = p.places + first_place(p, b),
+                    .lengths = p.match_lengths + first_place(p, b),
+                    .before_warp = shared.found,
+                    .run_length = ceil_div<int64_t>(texts.num_places(), warps * 32) * 32,
+                    .begin = static_cast<int32_t>(min_of<int64_t>(int64_t{thread} * part, count)),
+                    .end = static_cast<int32_t>(min_of<int64_t>((thread + int64_t{1}) * part, count)),
+                    .first_warp = 0};
+  for (int32_t half = kMaxCluster * kWarps / 2; half > 0; half /= 2) {
+    const int32_t warp = found.first_warp + half;
+    if (warp < warps && shared.found[warp] <= found.begin) found.first_warp = warp;
+  }
+  return found;
+}
+
+// Adds the tokens after the place from where the path ends, by one warp. The first of them can be added.
+__device__ __forceinline__ TrieSize add_path(DraftTrie& trie, const TextPlace& place, const TriePath& path) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), first = trie.size.num_nodes;
+  const int32_t most = min_of(trie.path_length(place) - path.depth, trie.max_nodes - first);
+  int32_t count = 0, added = 32;
+  for (int32_t begin = 0; begin < most && added == 32; begin += 32) {
+    const int32_t i = begin + lane, node = first + i;
+    const int64_t token = i < most ? place.text[place.end + path.depth + i] : -1;
+    const uint32_t ends = __ballot_sync(~0u, token < 0);
+    added = ends != 0 ? __ffs(static_cast<int>(ends)) - 1 : 32;
+    if (lane < added) {
+      trie.tokens[node] = token;
+      trie.parents[node] = i > 0 ? node - 1 : path.node;
+      trie.first_child[node] = trie.last_child[node] = lane + 1 < added ? node + 1 : -1;
+      trie.next_sibling[node] = -1;
+    }
+    if (lane == 0 && begin > 0 && added > 0) trie.first_child[node - 1] = trie.last_child[node - 1] = node;
+    count += added;
+    __syncwarp();
+  }
+  const TrieSize size = trie.size_with_path(path.node, count, path.depth + count);
+  __syncwarp();
+  if (lane == 0) trie.link(path.node, first);
+  return size;
+}
+
+// Inserts what follows the places where n-grams of this length match, in their order: all threads look for places that
+// would add a node, the warp with the first one adds it. There are at most max_nodes such steps, because a place that
+// would add nothing never will. Steps write `wanted` in turn.
+__device__ __forceinline__ void insert_places(NgramShared& shared, DraftTrie& trie, RepeatCheck& check,
+                                              const NgramTexts& texts, const FoundPlaces& found, int32_t n,
+                                              uint32_t& step) {
+  const int32_t warp = static_cast<int32_t>(threadIdx.x / 32), lane = static_cast<int32_t>(threadIdx.x % 32);
+  int32_t at = found.begin, warp_of_place = found.first_warp, number = 0;
+  TextPlace place = {};
+  TriePath path;
+  bool wants = false;
+  while (trie.can_grow()) {
+    if (wants) {  // goes on where it stood, as others have added nodes
+      trie.walk(place, path);
+      wants = trie.would_add(place, path);
+      at += !wants;
+    }
+    if (!wants) {
+      at = found.find(at, warp_of_place, [&](int32_t next, int32_t length) {
+        if (length != n) return false;
+        number = next;
+        place = texts.at(number);
+        if (check.repeats(place)) return false;
+        path = {};
+        trie.walk(place, path);
+        wants = trie.would_add(place, path);
+        return wants;
+      });
+    }
+    uint32_t (&wanted)[kWarps] = shared.wanted[step++ % 2];
+    const uint32_t lanes = __ballot_sync(~0u, wants);
+    if (lane == 0) wanted[warp] = lanes;
+    __syncthreads();
+    const uint32_t warps = __ballot_sync(~0u, lane < kWarps && wanted[lane % kWarps] != 0);
+    if (warps == 0) return;
+    if (warp == __ffs(static_cast<int>(warps)) - 1) {
+      const int source = __ffs(static_cast<int>(lanes)) - 1;
+      const TextPlace first = texts.at(__shfl_sync(~0u, number, source));
+      const TrieSize size =
+          add_path(trie, first, {__shfl_sync(~0u, path.node, source), __shfl_sync(~0u, path.depth, source)});
+      if (lane == 0) shared.size = size;
+    }
+    __syncthreads();
+    trie.size = shared.size;
+  }
+}
+
+// Grows the trie from what was found, by the first CTA: first what follows the longest n-grams.
+__device__ __forceinline__ void grow_trie(const NgramProposeParams& p, int64_t b, NgramShared& shared,
+                                          const NgramTexts& texts, DraftTrie& trie) {
+  const FoundPlaces found = part_of_thread(p, b, shared, texts);
+  uint64_t lengths = 0;  // which lengths there are, length n as bit n - 1
+  int32_t warp = found.first_warp;
+  found.find(found.begin, warp, [&](int32_t, int32_t length) {
+    if (length >= p.min_ngram) lengths |= uint64_t{1} << (length - 1);
+    return false;
+  });
+  lengths = block_fold(shared.block, lengths, [](uint64_t x, uint64_t y) { return x | y; });
+  RepeatCheck check{.max_depth = p.max_depth};
+  uint32_t step = 0;
+  for (int32_t n = kMaxNgram; n > 0; --n) {
+    if ((lengths >> (n - 1) & 1) != 0) insert_places(shared, trie, check, texts, found, n, step);
+  }
+}
+
+// Rows of padding, from row `begin` on, of which this thread writes every `step`th.
+__device__ __forceinline__ void write_padding(const NgramProposeParams& p, int64_t begin, int64_t step) {
+  for (int64_t row = begin; row < p.batch * p.max_nodes; row += step) {
+    p.draft_tokens[row] = -1;
+    p.parents[row] = -1;
+  }
+}
+
+// A cluster for each sequence finds places together, and its first CTA grows the trie. It writes it to scratch, because
+// its place in the result depends on the sizes of the others; a batch of one has no others.
+__global__ void __launch_bounds__(kThreads, 1) ngram_kernel(const __grid_constant__ NgramProposeParams p) {
+  auto& shared = ptx::shared<NgramShared>();
+  ptx::let_next_kernel_start();
+  const int64_t b = ptx::cluster_index();
+  const NgramTexts texts = ngram_texts(p, b);
+  DraftTrie trie = draft_trie(p, shared.tokens, shared.links[0], kMaxTreeNodes);
+  if (texts.history_len > 0 && (p.active == nullptr || p.active[b])) {
+    if (threadIdx.x == 0) trie.plant(texts.history[texts.history_len - 1]);
+    trie.size = {.num_nodes = 1};
+    load_pattern(shared, texts, p.max_ngram);
+    ptx::cluster_sync();
+    if (trie.can_grow()) {
+      find_places(p, b, shared, texts);
+      ptx::cluster_sync();
+      if (ptx::cluster_rank() == 0) grow_trie(p, b, shared, texts, trie);
+    }
+  }
+  if (ptx::cluster_rank() > 0) return;
+  const bool alone = p.batch == 1;
+  int64_t* const tokens = alone ? p.draft_tokens : p.trie_tokens + b * p.max_nodes;
+  int32_t* const parents = alone ? p.parents : p.trie_links + b * 4 * p.max_nodes;
+  const int32_t size = trie.size.num_nodes, thread = static_cast<int32_t>(threadIdx.x);
+  for (int32_t node = thread; node < size; node += kThreads) {
+    tokens[node] = trie.tokens[node];
+    parents[node] = trie.parents[node];
+  }
+  if (alone) write_padding(p, size + thread, kThreads);
+  if (thread == 0) p.trie_sizes[b] = size;
+  if (alone && thread < 2) p.cu_nodes[thread] = thread * size;
+}
+
+// Moves the tries to their places, one CTA each, and writes what is behind them.
+__global__ void __launch_bounds__(kPlaceThreads, 1) place_tries_kernel(const __grid_constant__ NgramProposeParams p) {
+  auto& shared = ptx::shared<BlockShared>();
+  ptx::wait_for_kernels_before();
+  const int64_t b = blockIdx.x;
+  uint64_t sums = 0;  // nodes of the sequences before this one, and in the upper half of all
+  for (int64_t other = threadIdx.x; other < p.batch; other += kPlaceThreads) {
+    const uint64_t size = static_cast<uint64_t>(p.trie_sizes[other]);
+    sums += size << 32 | (other < b ? size : 0);
+  }
+  sums = block_sum(shared, sums);
+  const int64_t begin = static_cast<int64_t>(sums & 0xffffffff), end = static_cast<int64_t>(sums >> 32);
+  if (b == 0 && threadIdx.x == 0) p.cu_nodes[0] = 0;
+  if (b < p.batch) {
+    const int32_t size = p.trie_sizes[b];
+    for (int32_t node = static_cast<int32_t>(threadIdx.x); node < size; node += kPlaceThreads) {
+      p.draft_tokens[begin + node] = p.trie_tokens[b * p.max_nodes + node];
+      p.parents[begin + node] = p.trie_links[b * 4 * p.max_nodes + node];
+    }
+    if (threadIdx.x == 0) p.cu_nodes[b + 1] = static_cast<int32_t>(begin + size);
+  }
+  write_padding(p, end + b * kPlaceThreads + threadIdx.x, int64_t{gridDim.x} * kPlaceThreads);
+}
+
+// CTAs for each sequence: no more than the texts are long enough for, nor than make all CTAs run at the same time.
+unsigned ctas_for(const NgramProposeParams& p) {
+  const int64_t width = p.history_width + p.extra_width;
+  const unsigned most = static_cast<unsigned>(max_cluster(ngram_kernel));
+  unsigned ctas = 1;
+  while (2 * ctas <= most && ctas * kTokensOfCta < width && 2 * ctas * p.batch <= device_limits().num_sms) ctas *= 2;
+  return ctas;
+}
+
+}  // namespace
+
+void CudaBackend::ngram_propose(const NgramProposeParams& p, const ExecContext& ctx) const {
+  const unsigned ctas = ctas_for(p);
+  launch_clusters(ngram_kernel, dim3(static_cast<unsigned>(p.batch * ctas)), dim3(kThreads), ctas, sizeof(NgramShared),
+                  ctx.stream, p);
+  if (p.batch == 1) return;
+  launch_behind(place_tries_kernel, dim3(static_cast<unsigned>(max_of<int64_t>(p.batch, 1))), dim3(kPlaceThreads),
+                sizeof(BlockShared), ctx.stream, p);
+}
+
+}  // namespace pagedtree::cuda
