@@ -312,6 +312,15 @@ REQUESTS = [
 ]  # fmt: skip
 
 DRAFTED = [
+    Mutant(
+        "links that lead out of a block are not counted", "cuda/trees.cu",
+        "int32_t above = parent, links = parent >= 0 ? 1 : 0;", "int32_t above = parent, links = parent >= block ? 1 : 0;",
+        ("tests/ops/test_trees.py",), "simt", "simt",
+    ),
+    Mutant(
+        "broken links taken for roots", "cuda/trees.cu", "constexpr int16_t kNothing = -1, kBrokenLink = -2;",
+        "constexpr int16_t kNothing = -1, kBrokenLink = -1;", ("tests/ops/test_trees.py",), "simt", "simt",
+    ),
     of_proposals(
         "places of other CTAs are not found", "ngram",
         "ptx::cluster_rank() * kWarps + threadIdx.x / 32", "threadIdx.x / 32",

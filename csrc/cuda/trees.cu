@@ -1,4 +1,5 @@
 #include "core/tree.h"
+#include "cuda/append_children.cuh"
 #include "cuda/backend.h"
 #include "cuda/tile/launch.cuh"
 #include "cuda/tile/ptx.cuh"
@@ -7,62 +8,114 @@ namespace pagedtree::cuda {
 namespace {
 
 constexpr int kMaxThreads = 256;
+constexpr int kMaxWords = kMaxTreeNodes / kMaskWordBits;
 
+// What stands above the nodes of a block of 32, the size of a mask word, if it is no node.
+constexpr int16_t kNothing = -1, kBrokenLink = -2;
+
+// Behind it in shared memory: BlockMasks of each warp.
 struct TreeShared {
-  int16_t parents[kMaxTreeNodes];  // -1: no such link
+  int16_t parents[kMaxTreeNodes];  // kNothing at the root, kBrokenLink where there is no such node
+  // The way up from each node within its block: its nodes, how many links it has, and where the last one leads to.
+  uint32_t within[kMaxTreeNodes];
+  int16_t links[kMaxTreeNodes];
+  int16_t above[kMaxTreeNodes];
   bool reachable[kMaxTreeNodes];
+  int16_t last_child[kMaxTreeNodes];
 };
 
-// The number of links to the root, -1 if the way is broken or longer than max_depth.
-__device__ __forceinline__ int32_t depth_of(const TreeShared& tree, int32_t node, int32_t max_depth) {
-  int32_t depth = 0;
-  while (node > 0 && depth <= max_depth) {
-    node = tree.parents[node];
-    ++depth;
+// The mask rows of a block. One more word, so that lanes with a row each use different banks.
+struct BlockMasks {
+  int32_t rows[32][kMaxWords + 1];
+};
+
+// Finds the way up within the block of `node`, by a warp whose lanes are its nodes: each step doubles how far it goes.
+__device__ __forceinline__ void climb_block(TreeShared& tree, int32_t node, int32_t parent, int32_t num_nodes) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), block = node - lane;
+  int32_t above = parent, links = parent >= 0 ? 1 : 0;
+  uint32_t within = 1u << lane;
+  while (__any_sync(~0u, above >= block)) {
+    const int source = above >= block ? above - block : lane;
+    const uint32_t further = __shfl_sync(~0u, within, source);
+    const int32_t more = __shfl_sync(~0u, links, source), next = __shfl_sync(~0u, above, source);
+    if (above < block) continue;
+    within |= further;
+    links += more;
+    above = next;
   }
-  return node == 0 && depth <= max_depth ? depth : -1;
+  if (node >= num_nodes) return;
+  tree.within[node] = within;
+  tree.links[node] = static_cast<int16_t>(links);
+  tree.above[node] = static_cast<int16_t>(above);
 }
 
-// Looks for children and siblings among the later nodes.
-__device__ __forceinline__ void write_links(const BuildTreesParams& p, const TreeShared& tree, int64_t row,
-                                            int32_t node, int32_t num_nodes) {
-  int32_t child = -1, sibling = -1;
-  for (int32_t other = node + 1; other < num_nodes && (child < 0 || sibling < 0); ++other) {
-    if (!tree.reachable[other]) continue;
-    if (child < 0 && tree.parents[other] == node) child = other;
-    if (sibling < 0 && node > 0 && tree.parents[other] == tree.parents[node]) sibling = other;
+// The number of links to the root, -1 if the way is broken or longer than max_depth. One step per block.
+__device__ __forceinline__ int32_t depth_of(const TreeShared& tree, int32_t node, int32_t max_depth) {
+  int32_t depth = 0;
+  for (; node >= 0; node = tree.above[node]) depth += tree.links[node];
+  return node == kNothing && depth <= max_depth ? depth : -1;
+}
+
+// Writes the mask rows of a block, by a warp: each lane puts together that of its node, then lanes write neighbouring
+// words.
+__device__ __forceinline__ void write_masks(const BuildTreesParams& p, TreeShared& tree, int64_t begin, int32_t node,
+                                            int32_t num_nodes) {
+  auto& masks = reinterpret_cast<BlockMasks*>(&tree + 1)[threadIdx.x / 32].rows;
+  const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), block = node - lane;
+  int32_t from = node < num_nodes && tree.reachable[node] ? node : -1;
+  for (int32_t w = p.mask_words - 1; w >= 0; --w) {
+    const bool is_there = from >= 0 && from / kMaskWordBits == w;
+    masks[lane][w] = is_there ? static_cast<int32_t>(tree.within[from]) : 0;
+    if (is_there) from = tree.above[from];
   }
-  p.first_child[row] = child;
-  p.next_sibling[row] = sibling;
+  __syncwarp();
+  int32_t* const words = p.mask + (begin + block) * p.mask_words;
+  const int32_t count = min_of(num_nodes - block, 32) * p.mask_words;
+  for (int32_t i = lane; i < count; i += 32) words[i] = masks[i / p.mask_words][i % p.mask_words];
+  __syncwarp();
+}
+
+// Writes children and siblings, by one warp.
+__device__ __forceinline__ void write_links(const BuildTreesParams& p, TreeShared& tree, int64_t begin,
+                                            int32_t num_nodes) {
+  TreeOutput trees{};
+  trees.first_child = p.first_child;
+  trees.next_sibling = p.next_sibling;
+  const int32_t lane = static_cast<int32_t>(threadIdx.x);
+  for (int32_t node = lane; node - lane < num_nodes; node += 32) {
+    const bool is_there = node < num_nodes && tree.reachable[node];
+    append_children(trees, begin, is_there, node, is_there ? tree.parents[node] : -1, tree.last_child);
+  }
 }
 
 __device__ __forceinline__ void build_one(const BuildTreesParams& p, int64_t b) {
   auto& tree = ptx::shared<TreeShared>();
   const NodeRange rows = node_range(p.cu_nodes, p.batch, b, p.num_rows);
   const int32_t num_nodes = static_cast<int32_t>(min_of<int64_t>(rows.size(), p.max_nodes));
-  for (int32_t node = threadIdx.x; node < num_nodes; node += blockDim.x) {
-    const int32_t parent = node == 0 ? -1 : p.parents[rows.begin + node];
-    tree.parents[node] = static_cast<int16_t>(parent >= 0 && parent < node ? parent : -1);
+  const int32_t thread = static_cast<int32_t>(threadIdx.x), threads = static_cast<int32_t>(blockDim.x);
+  // Each warp takes whole blocks.
+  for (int32_t node = thread; node - thread % 32 < num_nodes; node += threads) {
+    int32_t parent = node > 0 && node < num_nodes ? p.parents[rows.begin + node] : kNothing;
+    if (node > 0 && (parent < 0 || parent >= node)) parent = kBrokenLink;
+    if (node < num_nodes) tree.parents[node] = static_cast<int16_t>(parent);
+    climb_block(tree, node, parent, num_nodes);
   }
   __syncthreads();
   bool valid = rows.size() > 0 && rows.size() <= p.max_nodes && p.parents[rows.begin] == -1;
-  for (int32_t node = threadIdx.x; node < num_nodes; node += blockDim.x) {
+  for (int32_t node = thread; node < num_nodes; node += threads) {
     const int32_t depth = depth_of(tree, node, p.max_depth);
     p.depths[rows.begin + node] = depth;
     tree.reachable[node] = depth >= 0;
+    if (depth < 0) p.first_child[rows.begin + node] = p.next_sibling[rows.begin + node] = -1;
     valid = valid && depth >= 0;
   }
   valid = __syncthreads_and(valid);
-  for (int64_t row = rows.begin + threadIdx.x; row < rows.end; row += blockDim.x) {
-    const int64_t node = row - rows.begin;
-    if (node < num_nodes && tree.reachable[node]) {
-      write_ancestors(p.mask + row * p.mask_words, p.mask_words, tree.parents, static_cast<int32_t>(node));
-      write_links(p, tree, row, static_cast<int32_t>(node), num_nodes);
-    } else {
-      clear_node(p, row);
-    }
+  if (thread < 32) write_links(p, tree, rows.begin, num_nodes);
+  for (int32_t node = thread; node - thread % 32 < num_nodes; node += threads) {
+    write_masks(p, tree, rows.begin, node, num_nodes);
   }
-  if (threadIdx.x == 0) p.valid[b] = valid;
+  for (int64_t row = rows.begin + num_nodes + thread; row < rows.end; row += threads) clear_node(p, row);
+  if (thread == 0) p.valid[b] = valid;
 }
 
 // The first CTAs take one tree each, the others the rows that belong to no tree (the padding of a fixed-shape batch).
@@ -80,8 +133,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1) build_trees_kernel(const __gri
 void CudaBackend::build_trees(const BuildTreesParams& p, const ExecContext& ctx) const {
   constexpr int64_t kPaddingCtas = 4;
   const int64_t threads = min_of<int64_t>(ceil_div(p.max_nodes, 32) * 32, kMaxThreads);
+  const size_t shared_bytes = sizeof(TreeShared) + static_cast<size_t>(threads / 32) * sizeof(BlockMasks);
   launch(build_trees_kernel, dim3(static_cast<unsigned>(p.batch + kPaddingCtas)), dim3(static_cast<unsigned>(threads)),
-         sizeof(TreeShared), ctx.stream, p);
+         shared_bytes, ctx.stream, p);
 }
 
 }  // namespace pagedtree::cuda

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -198,6 +200,24 @@ def test_build_trees(backend, device, trees, max_nodes, max_depth, padding) -> N
     cu_nodes = np.concatenate([[0], np.cumsum([len(t) for t in trees])]).astype(np.int32)
     batch = build_trees(
         int32(flat, device), torch.from_numpy(cu_nodes).to(device), max_nodes=max_nodes, max_depth=max_depth
+    )
+    check_batch(batch, trees)
+
+
+@pytest.mark.parametrize("reach", [2, 40, 1024])
+@pytest.mark.parametrize("max_depth", [1023, 200, 5])
+def test_large_trees(backend, device, reach: int, max_depth: int) -> None:
+    """Paths through all words of the mask: the nearer the parents, the longer they are."""
+    draw = random.Random(reach)
+    trees = [[-1] + [draw.randrange(max(i - reach, 0), i) for i in range(1, size)] for size in (1024, 33, 700)]
+    for node in (150, 690):
+        trees[2][node] = node + 1  # no such link: what is below it cannot be reached
+    offsets = np.cumsum([0, *map(len, trees)]).astype(np.int32)
+    batch = build_trees(
+        int32([parent for tree in trees for parent in tree], device),
+        torch.from_numpy(offsets).to(device),
+        max_nodes=1024,
+        max_depth=max_depth,
     )
     check_batch(batch, trees)
 

@@ -1,6 +1,6 @@
 #include "core/best_first.h"
 #include "cuda/backend.h"
-#include "cuda/drafting/append_children.cuh"
+#include "cuda/append_children.cuh"
 #include "cuda/tile/launch.cuh"
 #include "cuda/tile/ptx.cuh"
 

@@ -54,10 +54,10 @@ def ngram_propose(
     `insert` shares the nodes that are there already and adds the others one by one; it stops at max_nodes, and where a
     new branch would make more than max_branches leaves.
 
-    One pass over the H + E tokens finds the n-grams of all lengths, also in a text that repeats one token; on a GPU each
+    One pass over the H + E tokens finds the n-grams of all lengths, also in a text that repeats one token; on a GPU a
     place then compares at most max_ngram tokens. A place that is found takes at most max_depth steps in the tree, one
-    period where the text repeats itself. One launch for a batch of one, else two, and that of `build_trees`. Scratch: 5
-    bytes for each of the B * (H + E) tokens and 24 for each of the B * max_nodes nodes.
+    period where the text repeats itself. One launch for a batch of one, else two, and that of `build_trees`. Scratch:
+    5 bytes for each of the B * (H + E) tokens and 24 for each of the B * max_nodes nodes.
 
     Returns a `Draft` of draft_tokens and trees. Raises ValueError for wrong shapes, dtypes or bounds.
     """
