@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
 import struct
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import bank_conflicts
 import bench_predict
 import predict_peers
 import predict_recurrent
@@ -182,6 +185,29 @@ def test_a_loop_that_cannot_go_on_is_told() -> None:
     simulator.warps[0].boards[1] = 1
     with pytest.raises(RuntimeError, match="no warp can go on"):
         simulator.run(1, 1)
+
+
+def test_lanes_wait_for_a_bank() -> None:
+    lanes = range(32)
+    assert bank_conflicts.passes_of(lanes, merges=True) == 1
+    assert bank_conflicts.passes_of([7] * 32, merges=True) == 1 and bank_conflicts.passes_of([7] * 32, False) == 32
+    assert bank_conflicts.passes_of([2 * lane for lane in lanes], merges=True) == 2
+    assert bank_conflicts.mean_passes(lambda lane, bits: lane, merges=True) == 1
+
+
+def test_passes_of_random_banks() -> None:
+    """The fullest of 32 banks has 3.5 of 32 lanes in the mean where each bank is equally likely."""
+    chosen = random.Random(1)
+    words = [[chosen.randrange(32) for _ in range(32)] for _ in range(4000)]
+    expected = sum(bank_conflicts.passes_of(warp, False) for warp in words) / len(words)
+    assert bank_conflicts.mean_passes(lambda lane, bits: bits, merges=False) == pytest.approx(expected, rel=0.05)
+
+
+def test_an_atomic_takes_its_passes() -> None:
+    add: list[Line] = [("ATOMS.POPC.INC.32 RZ, [R1]", control(2))] * 32
+    for passes in (2.0, 4.0):
+        machine = replace(H100, atomic_passes=passes)
+        assert cycles(machine, add, 16) == pytest.approx(32 * 16 * passes * machine.atomic_cycles, rel=0.05)
 
 
 # ---- the library of this build

@@ -6,9 +6,10 @@ from __future__ import annotations
 import math
 from functools import partial
 
+from bank_conflicts import mean_passes
 from predict_ops import DIGIT, Kernels, Launch, OpCall, Phase, words_of
 from predict_verification import CALLS as WAYS
-from predict_verification import NODES, PASSES, TREES, VOCAB, path_of, row_loops
+from predict_verification import NODES, PASSES, TREES, VOCAB, path_of, row_loops, word_of_counter
 
 THREADS = 256  # of a row, where there are more rows than multiprocessors
 SAMPLING_BYTES = 12288 + 4 * 256 * 16 * 3 + 20000  # of SamplingShared
@@ -20,7 +21,8 @@ def verify_sampled(kernels: Kernels, ways: list[str], trees: int) -> list[Launch
     for name in ways:
         path, words = path_of(kernel.flow, loops[PASSES[name].loop], PASSES[name])
         source = "memory" if name == "peak" else "l2"
-        phases.append(Phase(name, path, words_of(VOCAB, THREADS, batch=words), source=source))
+        passes = mean_passes(word_of_counter, merges=True) if PASSES[name].does == "atomic" else 0
+        phases.append(Phase(name, path, words_of(VOCAB, THREADS, batch=words), source=source, passes=passes))
         phases.append(Phase(f"{name}: fold", barriers=4, cycles=200 + (2 * DIGIT if "values" in name else 0)))
     rows = trees * NODES
     path = math.ceil(NODES**0.5)  # nodes that are visited

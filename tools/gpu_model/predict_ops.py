@@ -64,6 +64,7 @@ class Phase:
             or "l2".
         far, loads, near: dependent loads from memory, from L2, and from L1 or shared memory.
         barriers, meetings: of the CTA, of the cluster. cycles: what is reckoned besides.
+        passes: of an atomic addition to shared memory, where they are not those of radix columns.
     """
 
     name: str
@@ -77,12 +78,15 @@ class Phase:
     barriers: float = 0
     meetings: float = 0
     cycles: float = 0
+    passes: float = 0
 
     def of_cta(self, machine: Machine, warps: int, ctas: int) -> float:
         """Cycles, where `ctas` CTAs of so many warps share a multiprocessor."""
         cycles = self.cycles + self.barriers * BARRIER + self.meetings * MEETING
         cycles += self.far * (machine.memory_latency + AROUND_A_LOAD)
         cycles += self.loads * (machine.l2_latency + AROUND_A_LOAD) + self.near * (L1_LATENCY + AROUND_A_LOAD)
+        if self.passes:
+            machine = replace(machine, atomic_passes=self.passes)
         if self.path:
             cycles += self.turns * turn_cycles(machine, tuple(self.path), self.warps or warps, ctas, self.source)
         return cycles

@@ -1,7 +1,8 @@
 """The passes of the verification kernels over a row of logits, in the same model.
 
 A pass is a loop of csrc/cuda/logits.cuh that loads words of 16 bytes; it is known by the instructions that only it has.
-The first pass reads a row from memory, the others find it in L2. What lies between the passes is left out.
+The first pass reads a row from memory, the others find it in L2. What lies between the passes is left out. Where logits
+are counted, additions to one bank of shared memory wait for each other as often as flat rows let them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bank_conflicts import mean_passes
 from predict_loop import ctas_that_fit, figures, registers_of
 from sass_listing import Function, Instruction, disassemble
 from sass_loops import Flow, Loop
@@ -56,6 +58,19 @@ CALLS = {
         ["peak", "values, all counted", "ties, none", "race, all noise"],
     ),
 }
+
+
+def word_of_counter(lane: int, bits: int) -> int:
+    """Where a lane counts a logit (csrc/cuda/value_counts.cuh)."""
+    first, magnitudes = (127 - 9) << 7, 16 << 7
+    magnitude = (bits & 0x7FFF) - first
+    place = magnitude if 0 <= magnitude < magnitudes else magnitudes
+    return (bits >> 15) * (magnitudes + 1) + place
+
+
+def counting(machine: Machine) -> Machine:
+    """The machine, with the passes that an addition to the counters takes."""
+    return replace(machine, atomic_passes=mean_passes(word_of_counter, merges=True))
 
 
 def does(instruction: Instruction) -> str:
@@ -129,7 +144,8 @@ def pass_rows(machine: Machine, function: Function, wanted: list[str], num_stall
             raise ValueError(f"{match[1]}_kernel has no loop for {of_pass.loop}")
         path, words = path_of(flow, loops[of_pass.loop], of_pass)
         source = "memory" if of_pass.loop == "peak" else "l2"
-        of_loop = figures(machine, path, warps=threads // 32, ctas=ctas, source=source, num_stalls=num_stalls)
+        on = counting(machine) if of_pass.does == "atomic" else machine
+        of_loop = figures(on, path, warps=threads // 32, ctas=ctas, source=source, num_stalls=num_stalls)
         share = LOGITS / (threads * ctas * words * WORD)
         for useless in ("tflop_per_s", "memory_share"):
             del of_loop[useless]

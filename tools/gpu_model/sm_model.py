@@ -47,6 +47,9 @@ class Machine:
         hmma: cycles between two HMMA.16816; float_cycles: those of a warp's FADD, FMUL or FFMA.
         wgmma: products and sums of a sub-partition per cycle.
         load_interval: cycles between instructions for shared or global memory; load_queue: how many of them can wait.
+        atomic_cycles: of a pass of an atomic addition to shared memory, which reads the banks and writes them;
+            atomic_passes: that it takes, two where two lanes share a column of banks (tile/radix.cuh). Neither was
+            compared with published figures.
         shared_factor: multiplies the cycles of shared memory; the only number that was fitted to published figures.
     """
 
@@ -71,6 +74,8 @@ class Machine:
     load_queue: int = 8
     barrier_latency: int = 16
     branch: int = 4
+    atomic_cycles: float = 2.0
+    atomic_passes: float = 2.0
     shared_factor: float = 1.15
 
     def bytes_per_cycle(self, source: str) -> float:
@@ -93,6 +98,8 @@ class Machine:
             return Use("float", 4 if ".WIDE" in opcode or ".HI" in opcode else 2, "fixed")
         if root in SLOW:
             return Use("slow", 8, "slow")
+        if root == "ATOMS" and ".ARRIVE" not in opcode:
+            return Use("shared", self.atomic_cycles * self.atomic_passes, "shared")
         if root in SHARED and instruction.predicate != "!PT":  # never executed, ptxas puts them before LDGSTS
             matrices = re.search(r"\.([124])$", opcode) if root in ("LDSM", "STSM") else None
             cycles = int(matrices[1]) if matrices else 1 if root in ("LDSM", "STSM") else words
