@@ -59,8 +59,8 @@ def of_wide(name: str, file: str, line: str, broken: str) -> Mutant:
     )
 
 
-def of_proposals(name: str, file: str, line: str, broken: str) -> Mutant:
-    return Mutant(name, f"cuda/drafting/{file}.cu", line, broken, PROPOSALS, "simt", "simt")
+def of_drafting(name: str, file: str, line: str, broken: str, tests: tuple[str, ...] = PROPOSALS) -> Mutant:
+    return Mutant(name, f"cuda/drafting/{file}.cu", line, broken, tests, "simt", "simt")
 
 
 def of_states(name: str, file: str, line: str, broken: str) -> Mutant:
@@ -314,29 +314,38 @@ REQUESTS = [
 DRAFTED = [
     Mutant(
         "links that lead out of a block are not counted", "cuda/trees.cu",
-        "int32_t above = parent, links = parent >= 0 ? 1 : 0;", "int32_t above = parent, links = parent >= block ? 1 : 0;",
+        "links = parent >= 0 ? 1 : 0;", "links = parent >= block ? 1 : 0;",
         ("tests/ops/test_trees.py",), "simt", "simt",
     ),
     Mutant(
         "broken links taken for roots", "cuda/trees.cu", "constexpr int16_t kNothing = -1, kBrokenLink = -2;",
         "constexpr int16_t kNothing = -1, kBrokenLink = -1;", ("tests/ops/test_trees.py",), "simt", "simt",
     ),
-    of_proposals(
+    of_drafting(
         "places of other CTAs are not found", "ngram",
         "ptx::cluster_rank() * kWarps + threadIdx.x / 32", "threadIdx.x / 32",
     ),
-    of_proposals(
+    of_drafting(
         "older tokens of pairs listed first", "ngram",
         "if (is_newer) places[at++] = place;\n      if (is_older) places[at] = place + 1;",
         "if (is_older) places[at++] = place + 1;\n      if (is_newer) places[at] = place;",
     ),
-    of_proposals(
+    of_drafting(
         "long paths are cut every 32 nodes", "ngram",
         "if (lane == 0 && begin > 0 && added > 0) trie.first_child[node - 1] = trie.last_child[node - 1] = node;", "",
     ),
-    of_proposals(
+    of_drafting(
         "pairs reach over the newest token", "ngram",
         "if (newer <= newest && newer > oldest) {", "if (newer > oldest) {",
+    ),
+    of_drafting(
+        "ties of one lane's nodes are not seen", "best_first",
+        "ties = joints[slot] > joint ? false : ties || joints[slot] == joint;", "ties = false;",
+        ("tests/ops/test_best_first_tree.py",),
+    ),
+    of_drafting(
+        "a parent that is as good as before", "best_first", "    open.set(parent, next.joint);\n", "",
+        ("tests/ops/test_best_first_tree.py",),
     ),
 ]  # fmt: skip
 

@@ -53,12 +53,16 @@ PT_HOST_DEVICE bool in_order(float log_prob, float next) {
   return !is_present(next) || (is_present(log_prob) && min_of(log_prob, 0.0f) >= min_of(next, 0.0f));
 }
 
+// The child of a node at `joint` by this candidate, if it may be taken.
+PT_HOST_DEVICE RankedChild child_of(float joint, float log_prob, int32_t rank) {
+  return is_present(log_prob) ? RankedChild{joint + min_of(log_prob, 0.0f), rank} : kNoChild;
+}
+
 // child_after() in a level in descending order: sums are in this order, too, so that the next rank comes next.
 PT_HOST_DEVICE RankedChild child_in_order(const float* log_probs, int32_t num_candidates, float joint,
                                           RankedChild last) {
   const int32_t rank = last.rank + 1;
-  if (rank >= num_candidates || !is_present(log_probs[rank])) return kNoChild;
-  return {joint + min_of(log_probs[rank], 0.0f), rank};
+  return rank < num_candidates ? child_of(joint, log_probs[rank], rank) : kNoChild;
 }
 
 // The tree of one sequence while it grows, one node after the other in descending order of their log-probabilities.

@@ -71,6 +71,19 @@ def test_equals_plain_loops(backend: str, data: st.DataObject) -> None:
     expect_tree(log_probs, numbered(shape), torch.arange(batch) + 7, data.draw(st.integers(1, 70)))
 
 
+@pytest.mark.parametrize("num_nodes", [64, 65, 256, 257, 700])
+@pytest.mark.parametrize("values", [STEPS[:4], [-0.5], None], ids=["few values", "one value", "normal"])
+def test_large_trees(backend: str, num_nodes: int, values: list[float] | None) -> None:
+    """With ties within and between lanes of a warp, and none."""
+    shape, generator = (2, 6, 9), seeded(num_nodes)
+    if values is None:
+        log_probs = torch.randn(shape, generator=generator).log_softmax(-1)
+    else:
+        log_probs = torch.tensor(values)[torch.randint(0, len(values), shape, generator=generator)]
+    log_probs[1] = log_probs[1].sort(dim=-1, descending=True).values
+    expect_tree(log_probs, numbered(shape), torch.arange(2) + 7, num_nodes)
+
+
 def paths(levels: int, width: int) -> list[tuple[int, ...]]:
     return [path for depth in range(1, levels + 1) for path in product(range(width), repeat=depth)]
 

@@ -1,6 +1,6 @@
 #include "core/best_first.h"
-#include "cuda/backend.h"
 #include "cuda/append_children.cuh"
+#include "cuda/backend.h"
 #include "cuda/tile/launch.cuh"
 #include "cuda/tile/ptx.cuh"
 
@@ -9,67 +9,77 @@ namespace {
 
 constexpr int kLanes = 32;
 
-// Children of `node` that come after `last`; they are candidates of `level`. A node below 0: none are looked for.
-struct Cursor {
-  int32_t node, level;
-  float joint;  // of the node
-  RankedChild last;
-};
+// A candidate for the children of a node at this depth, -inf if there is none.
+__device__ __forceinline__ float candidate(const BestFirstTreeParams& p, int64_t b, int32_t depth, int32_t rank) {
+  const bool is_there = depth < reachable_levels(p) && rank < p.num_candidates;
+  return is_there ? level_after(p, b, depth)[rank] : -kInfinity;
+}
 
-// The first child after the cursor that lane `source` has, by all lanes.
-__device__ __forceinline__ RankedChild search_level(const BestFirstTreeParams& p, int64_t b, const Cursor& cursor,
-                                                    int source) {
-  const int32_t level = __shfl_sync(~0u, cursor.level, source);
-  const float joint = __shfl_sync(~0u, cursor.joint, source);
-  const RankedChild last{__shfl_sync(~0u, cursor.last.joint, source), __shfl_sync(~0u, cursor.last.rank, source)};
+// The child that comes after `last` of a node at this depth, by all lanes for the same node.
+__device__ __forceinline__ RankedChild search_level(const BestFirstTreeParams& p, int64_t b, int32_t depth, float joint,
+                                                    RankedChild last) {
   const RankedChild child =
-      child_after(level_after(p, b, level), p.num_candidates, joint, last, static_cast<int32_t>(threadIdx.x), kLanes);
+      child_after(level_after(p, b, depth), p.num_candidates, joint, last, static_cast<int32_t>(threadIdx.x), kLanes);
   const uint32_t bits = ScalarMath::bits<uint32_t>(child.joint), best = __reduce_min_sync(~0u, bits);
   const uint32_t rank = bits == best ? static_cast<uint32_t>(child.rank) : ~0u;
   return {ScalarMath::bits<float>(best), static_cast<int32_t>(__reduce_min_sync(~0u, rank))};
 }
 
-// Finds what comes next at each lane's cursor. `searches`: some level is out of order.
-__device__ __forceinline__ void find_next(const BestFirstTreeParams& p, int64_t b, const Cursor& cursor, bool searches,
-                                          BestFirstTree& tree) {
-  const bool has_level = cursor.node >= 0 && cursor.level < reachable_levels(p);
-  RankedChild next = kNoChild;
-  if (has_level) next = child_in_order(level_after(p, b, cursor.level), p.num_candidates, cursor.joint, cursor.last);
-  if (searches) {
-    const bool is_searched = has_level && tree.out_of_order[cursor.level] != 0;
-    for (uint32_t lanes = __ballot_sync(~0u, is_searched); lanes != 0; lanes &= lanes - 1) {
-      const int source = __ffs(static_cast<int>(lanes)) - 1;
-      const RankedChild found = search_level(p, b, cursor, source);
-      if (static_cast<int>(threadIdx.x) == source) next = found;
-    }
-  }
-  __syncwarp();
-  if (cursor.node >= 0) tree.next[cursor.node] = next;
-  __syncwarp();
+// Whether children of a node at this depth have to be searched for.
+__device__ __forceinline__ bool is_unordered(const BestFirstTreeParams& p, const BestFirstTree& tree, int32_t depth) {
+  return depth < reachable_levels(p) && tree.out_of_order[depth] != 0;
 }
 
-// The node whose next child comes first, of the first `size` nodes; -1 if none has a next child. Sums are never above
-// 0, and never -0, so that the best one has the least bits.
-__device__ __forceinline__ int32_t first_of_nodes(const BestFirstTree& tree, int32_t size) {
-  int32_t first = -1;
-  float joint = -kInfinity;
-  for (int32_t node = threadIdx.x; node < size; node += kLanes) {
-    const float of_node = tree.next[node].joint;
-    if (of_node > joint || (of_node == joint && first >= 0 && tree.comes_before(node, first))) {
-      joint = of_node;
-      first = node;
-    }
+// The joint log-probabilities of the nodes' next children, -inf if there is none; a lane has those of every 32nd node.
+template <int kSlots>
+struct NextChildren {
+  float joints[kSlots];
+
+  static __device__ int32_t node_of(int slot) { return slot * kLanes + static_cast<int32_t>(threadIdx.x); }
+
+  __device__ __forceinline__ void set(int32_t node, float joint) {
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) joints[slot] = node_of(slot) == node ? joint : joints[slot];
   }
-  const uint32_t bits = ScalarMath::bits<uint32_t>(joint), best = __reduce_min_sync(~0u, bits);
-  const uint32_t lanes = __ballot_sync(~0u, first >= 0 && bits == best);
-  if ((lanes & (lanes - 1)) != 0) {  // seldom: paths have to be compared
+
+  // The node whose next child comes first of all, -1 if none has a next child. Sums are never above 0, and never -0, so
+  // that the best one has the least bits.
+  __device__ __forceinline__ int32_t first(const BestFirstTree& tree) const {
+    float joint = joints[0];
+    int32_t node = node_of(0);
+    bool ties = false;
+#pragma unroll
+    for (int slot = 1; slot < kSlots; ++slot) {
+      ties = joints[slot] > joint ? false : ties || joints[slot] == joint;
+      node = joints[slot] > joint ? node_of(slot) : node;
+      joint = max_of(joint, joints[slot]);
+    }
+    const uint32_t bits = ScalarMath::bits<uint32_t>(joint), best = __reduce_min_sync(~0u, bits);
+    const uint32_t lanes = __ballot_sync(~0u, bits == best);
+    if (bits != best) node = -1;
+    if ((lanes & (lanes - 1)) != 0 || __any_sync(~0u, ties && bits == best)) {  // seldom: paths have to be compared
+      if (best == ScalarMath::bits<uint32_t>(-kInfinity)) return -1;
+      node = first_in_order(tree, ScalarMath::bits<float>(best));
+    }
+    return static_cast<int32_t>(__reduce_min_sync(~0u, static_cast<uint32_t>(node)));
+  }
+
+  // The first of the nodes whose next children have this log-probability.
+  __device__ __forceinline__ int32_t first_in_order(const BestFirstTree& tree, float joint) const {
+    int32_t first = -1;
+#pragma unroll 1
+    for (int slot = 0; slot < kSlots; ++slot) {
+      const int32_t node = node_of(slot);
+      if (tree.next[node].joint == joint && (first < 0 || tree.comes_before(node, first))) first = node;
+    }
+#pragma unroll 1
     for (int apart = kLanes / 2; apart > 0; apart /= 2) {
       const int32_t other = __shfl_xor_sync(~0u, first, apart);
       if (other >= 0 && (first < 0 || tree.comes_before(other, first))) first = other;
     }
+    return first;
   }
-  return lanes != 0 ? __shfl_sync(~0u, first, __ffs(static_cast<int>(lanes)) - 1) : -1;
-}
+};
 
 // Notes which levels are not in descending order; returns whether any is not.
 __device__ __forceinline__ bool check_levels(const BestFirstTreeParams& p, int64_t b, BestFirstTree& tree) {
@@ -93,8 +103,9 @@ __device__ __forceinline__ bool check_levels(const BestFirstTreeParams& p, int64
 }
 
 // One warp per sequence: a node follows from the one before, so the nodes are found one after the other, each by all
-// lanes. Sequences share nothing. A node needs a pass over the nodes, and two passes over K candidates, its parent's
-// and its own, where these are not in descending order.
+// lanes. Sequences share nothing. A node needs two passes over K candidates, its parent's and its own, where these are
+// not in descending order. The tree has at most 32 * kSlots nodes.
+template <int kSlots>
 __global__ void __launch_bounds__(kLanes, 1) best_first_kernel(const __grid_constant__ BestFirstTreeParams p) {
   auto& tree = ptx::shared<BestFirstTree>();
   const int64_t b = blockIdx.x;
@@ -103,19 +114,45 @@ __global__ void __launch_bounds__(kLanes, 1) best_first_kernel(const __grid_cons
   if (b >= p.batch) return;
   const bool searches = check_levels(p, b, tree);
   const RankedChild root{0.0f, -1};
-  if (lane == 0) tree.append(0, -1, 0, root);
-  find_next(p, b, {lane == 0 ? 0 : -1, 0, root.joint, kBeforeAll}, searches, tree);
+  RankedChild first = child_of(root.joint, candidate(p, b, 0, 0), 0);  // of a new node
+  if (searches && is_unordered(p, tree, 0)) first = search_level(p, b, 0, root.joint, kBeforeAll);
+  NextChildren<kSlots> open;
+#pragma unroll
+  for (int slot = 0; slot < kSlots; ++slot) {
+    open.joints[slot] = -kInfinity;
+    tree.next[open.node_of(slot)] = kNoChild;
+  }
+  __syncwarp();
+  if (lane == 0) {
+    tree.append(0, -1, 0, root);
+    tree.next[0] = first;
+  }
+  open.set(0, first.joint);
+  __syncwarp();
   int32_t size = 1;
   while (size < p.num_nodes) {
-    const int32_t parent = first_of_nodes(tree, size);
+    const int32_t parent = open.first(tree);
     if (parent < 0) break;
     const int32_t node = size++, depth = tree.depths[parent];
     const RankedChild child = tree.next[parent];
-    Cursor cursor{-1, 0, 0.0f, kBeforeAll};
-    if (lane == 0) cursor = {node, depth + 1, child.joint, kBeforeAll};
-    if (lane == 1) cursor = {parent, depth, tree.joints[parent], child};
-    if (lane == 0) tree.append(node, parent, depth + 1, child);
-    find_next(p, b, cursor, searches, tree);
+    const float of_parent = tree.joints[parent];
+    const float next_candidate = candidate(p, b, depth, child.rank + 1),
+                first_candidate = candidate(p, b, depth + 1, 0);
+    RankedChild next = child_of(of_parent, next_candidate, child.rank + 1);
+    first = child_of(child.joint, first_candidate, 0);
+    if (searches) {
+      if (is_unordered(p, tree, depth)) next = search_level(p, b, depth, of_parent, child);
+      if (is_unordered(p, tree, depth + 1)) first = search_level(p, b, depth + 1, child.joint, kBeforeAll);
+    }
+    open.set(parent, next.joint);
+    open.set(node, first.joint);
+    __syncwarp();
+    if (lane == 0) {
+      tree.append(node, parent, depth + 1, child);
+      tree.next[parent] = next;
+      tree.next[node] = first;
+    }
+    __syncwarp();
   }
   const int64_t begin = b * p.num_nodes;
   for (int32_t node = lane; node < p.num_nodes; node += kLanes) write_best_first(p, b, tree, size, node);
@@ -132,8 +169,11 @@ __global__ void __launch_bounds__(kLanes, 1) best_first_kernel(const __grid_cons
 }  // namespace
 
 void CudaBackend::best_first_tree(const BestFirstTreeParams& p, const ExecContext& ctx) const {
-  launch(best_first_kernel, dim3(static_cast<unsigned>(max_of<int64_t>(p.batch, 1))), dim3(kLanes),
-         sizeof(BestFirstTree), ctx.stream, p);
+  const auto kernel = p.num_nodes <= 64    ? best_first_kernel<2>
+                      : p.num_nodes <= 256 ? best_first_kernel<8>
+                                           : best_first_kernel<kMaxTreeNodes / kLanes>;
+  launch(kernel, dim3(static_cast<unsigned>(max_of<int64_t>(p.batch, 1))), dim3(kLanes), sizeof(BestFirstTree),
+         ctx.stream, p);
 }
 
 }  // namespace pagedtree::cuda

@@ -1,6 +1,6 @@
 #include "core/select_nodes.h"
-#include "cuda/backend.h"
 #include "cuda/append_children.cuh"
+#include "cuda/backend.h"
 #include "cuda/tile/launch.cuh"
 #include "cuda/tile/radix.cuh"
 
