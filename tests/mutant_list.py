@@ -12,6 +12,7 @@ STEPS, COMMIT = "tests/ops/test_lossless_steps.py", "tests/ops/test_commit.py"
 OPTIONS, WEIGHED_OPTIONS = "tests/ops/test_options.py", "tests/ops/test_lossless_options.py"
 LOGPROBS = "tests/ops/test_token_logprobs.py"
 CASES = "tests/ops/test_cases.py"
+GROWN, CLUSTERS = "tests/ops/test_expand_tree.py", "tests/ops/test_clusters.py"
 ATTENTION = ("tests/ops/test_tree_attention.py", "tests/ops/test_mixed_batches.py", CASES)
 LATENT = ("tests/ops/test_latent_attention.py", CASES)
 CHOSEN = tuple(
@@ -45,6 +46,10 @@ def of_options(name: str, line: str, broken: str, tests: tuple[str, ...] = (OPTI
 
 def of_wgmma(name: str, file: str, line: str, broken: str) -> Mutant:
     return Mutant(name, f"cuda/attention/{file}_sm90.cuh", line, broken, ATTENTION, "simt", "simt and wgmma")
+
+
+def of_top(name: str, line: str, broken: str, file: str = "cuda/drafting/top_tokens.cuh") -> Mutant:
+    return Mutant(name, file, line, broken, (GROWN, LOGPROBS, CLUSTERS), "simt", "simt")
 
 
 def of_wide(name: str, file: str, line: str, broken: str) -> Mutant:
@@ -485,4 +490,13 @@ LIMITS = [
     ),
 ]  # fmt: skip
 
-MUTANTS = LIMITS + CHOICE + RULES + REQUESTS + DRAFTED + WGMMA + WIDE + LATENT_WGMMA + STATES
+TOP = [
+    of_top("threads that share their last word", "load<true>(word", "load(word", "cuda/logits.cuh"),
+    of_top("a threshold that too few tokens reach", "rank == count - 1", "rank == count / 2"),
+    of_top("ties that no search looks at", "if (shared.too_many) {", "if (shared.too_many == 2) {"),
+    of_top("NaN of one CTA alone", "has_nan |= shared.has_nan[cta] != 0", "has_nan |= shared.has_nan[rank] != 0"),
+    of_top("blocks of other CTAs", "of_block[(first + i) * ctas + rank] = sum", "of_block[(first + i) * ctas] = sum"),
+    of_top("partial sums that are loaded twice", "next[i] = row.raw(following", "next[i] = row.raw(first"),
+]
+
+MUTANTS = TOP + LIMITS + CHOICE + RULES + REQUESTS + DRAFTED + WGMMA + WIDE + LATENT_WGMMA + STATES

@@ -93,6 +93,8 @@ class LogitReader {
     const bool allowed = allowed_of_word(word) >> static_cast<int>(token) % of_word() & 1u;
     return stored_.value(clean_bits(stored_, uniform_ ? 0u : stored_.bits(logits(), token), allowed));
   }
+  // Whether logits are clean as they lie in memory.
+  __device__ bool stands() const { return clean_ && grammar_ == nullptr; }
   __device__ float raw(int64_t token) const { return stored_.value(stored_.bits(logits(), token)); }
 
   // Calls f(token, four) with the clean logits of each group of four tokens of this thread; a group may lie past the
@@ -167,7 +169,7 @@ class LogitReader {
   template <typename F>
   __device__ __forceinline__ void each_batch(int begin, int stride, int end, F f) const {
     const int lane = static_cast<int>(threadIdx.x % 32);
-    const bool as_it_stands = clean_ && grammar_ == nullptr;
+    const bool as_it_stands = stands();
 #pragma unroll 1
     for (int first = begin; first < end; first += kBatch * stride) {
       uint4 words[kBatch];
@@ -237,7 +239,7 @@ class LogitReader {
 #pragma unroll 1
     for (int word = whole_begin() + first; word < whole_end(); word += kPeakBatch * stride) {
       uint4 loaded[kPeakBatch];
-      load(word, stride, loaded);
+      load<true>(word, stride, loaded);  // threads whose words are different have different bests
       const float most = largest_of_words(loaded);
       if (most <= best.logit) continue;  // false for a NaN
       if (has_grammar || !(most < stored_.largest())) {
@@ -247,9 +249,14 @@ class LogitReader {
         best.word = word;
       }
     }
-    const int at_end = first < whole_begin() ? first : whole_end() + first - whole_begin();
+    const int at_end = end_word(first);
     if (at_end < num_words()) look_again(best, at_end, stride, largest_of_word(word_of_ends(at_end)));
     return best;
+  }
+  // Word `i` of those that best_of_words() looks at, of which the ends of the row come first; -1 if it has none there.
+  __device__ int word_of_best(int i, int first, int stride) const {
+    const int word = i == 0 ? end_word(first) : whole_begin() + first + (i - 1) * stride;
+    return word < (i == 0 ? num_words() : whole_end()) ? word : -1;
   }
 
   // The first token of best.logit in the batch that has it.
@@ -288,21 +295,31 @@ class LogitReader {
     if (skew_ == 0) return vocab_ / of_word();
     return max_of((vocab_ + static_cast<int>(skew_) / bytes_of_one(stored_)) / of_word() - 1, 1);
   }
+  // Thread `first` looks at this end of the row, if it is a word.
+  __device__ int end_word(int first) const {
+    return first < whole_begin() ? first : whole_end() + first - whole_begin();
+  }
   __device__ bool is_whole(int word) const { return word >= whole_begin() && word < whole_end(); }
 
-  // Loads words from `word` on, `stride` apart. Instead of a word that is not whole it loads another one.
-  template <int kCount>
+  // Loads words from `word` on, `stride` apart. Instead of a word that is not whole it loads another one: `word` itself
+  // if kOwn, and that must be whole.
+  template <bool kOwn = false, int kCount>
   __device__ __forceinline__ void load(int word, int stride, uint4 (&loaded)[kCount]) const {
     if (whole_end() == whole_begin()) return;
     const int last = whole_end() - 1;
+    const auto place = [&](int i) {
+      const int at = word + i * stride;
+      if constexpr (kOwn) return at <= last ? at : word;
+      return skew_ == 0 ? min_of(at, last) : clamp_to(at, 1, last);
+    };
     if (skew_ == 0) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) loaded[i] = __ldcg(loads_ + min_of(word + i * stride, last));
+      for (int i = 0; i < kCount; ++i) loaded[i] = __ldcg(loads_ + place(i));
       return;
     }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const uint4* from = loads_ + clamp_to(word + i * stride, 1, last);
+      const uint4* from = loads_ + place(i);
       loaded[i] = bytes_from(__ldcg(from), __ldcg(from + 1), skew_);
     }
   }

@@ -1,4 +1,4 @@
-// Log-probabilities of tokens, see core/logprobs.h: one CTA per row.
+// Log-probabilities of tokens, see core/logprobs.h.
 #include "core/logprobs.h"
 #include "cuda/backend.h"
 #include "cuda/drafting/top_tokens.cuh"
@@ -12,37 +12,53 @@ namespace {
 constexpr int kLogprobThreads = 384;  // as for the rules, whose scans these are
 
 struct LogprobShared {
-  BestShared best;
+  TopShared top;
   FilterScratch filter;
   MassTable sums;
 };
+static_assert(sizeof(LogprobShared) <= 99 << 10);  // what every GPU from sm_80 on gives
+
+// How many logits reach this one, by all CTAs of the cluster.
+__device__ __forceinline__ uint64_t count_reaching(const AnyReader& row, float logit, BlockShared& shared) {
+  uint64_t reaching = 0;
+  row.each_group_where([&](float largest) { return __any_sync(~0u, largest >= logit) != 0; },
+                       [&](int64_t at, const Four& group) {
+                         float four[4];
+                         row.convert(group, four);
+#pragma unroll
+                         for (int i = 0; i < 4; ++i) reaching += at + i < row.vocab() && four[i] >= logit;
+                       });
+  uint64_t total;
+  sum_before_warp_of_cluster(shared, warp_sum(reaching), total);
+  return total;
+}
 
 __device__ __forceinline__ void write_logprobs(const TokenLogprobsParams& p, int64_t r, LogprobShared& shared) {
   const int64_t n = logprob_row(p, r), token = logprob_token(p, r);
-  const bool leads = threadIdx.x == 0;
-  write_no_logprobs(p, r, threadIdx.x, blockDim.x);
+  RadixShared& radix = shared.top.list.radix;
+  const bool is_first = ptx::cluster_rank() == 0;
+  if (is_first) write_no_logprobs(p, r, threadIdx.x, blockDim.x);
   if (n < 0) return;
-  const LogitRow row = row_under(p.options, p.logits, r, n, shared.best.radix.block);
-  const RowDistribution distribution = find_distribution(shared.best.radix, shared.filter, row, logprob_sampling(p, r));
-  const RowMasses masses(distribution);
+  const LogitRow row = row_under(p.options, p.logits, r, n, radix.block);
+  const RowDistribution distribution = find_distribution(radix, shared.filter, row, logprob_sampling(p, r));
+  RowMasses masses(distribution);
+  if (!distribution.bad) masses.row.learn({.logit = distribution.scale.peak, .token = 0, .has_nan = false});
   sum_blocks(masses, shared.sums);
   const double total = shared.sums.total(row.vocab);
   if (token >= 0) {
     const float logit = masses.row.logit(token);
-    uint64_t reaching = 0;
-    masses.row.each_four([&](int64_t at, const float (&four)[4]) {
-      for (int i = 0; i < 4; ++i) reaching += at + i < row.vocab && four[i] >= logit;
-    });
-    reaching = block_sum(shared.best.radix.block, reaching);
-    if (leads) {
+    const uint64_t reaching = count_reaching(masses.row, logit, radix.block);
+    if (leads_cluster()) {
       p.logprobs[r] = logprob_of(distribution, total, token, logit);
       p.ranks[r] = static_cast<int64_t>(reaching);
     }
   }
   if (p.top_n == 0) return;
-  const int32_t size = distribution.uniform ? p.top_n : top_tokens(masses.row, p.top_n, shared.best);
+  if (!distribution.uniform) find_candidates(masses.row, p.top_n, shared.top);
+  const int32_t size = distribution.uniform ? p.top_n : list_top(masses.row, p.top_n, shared.top);
+  if (!is_first) return;
   for (int32_t i = threadIdx.x; i < size; i += blockDim.x) {
-    const uint64_t rank = shared.best.best[i];
+    const uint64_t rank = shared.top.list.best[i];
     const int64_t at = distribution.uniform ? i : ranked_id(rank);
     p.top_tokens[r * p.top_n + i] = at;
     p.top_logprobs[r * p.top_n + i] =
@@ -50,9 +66,10 @@ __device__ __forceinline__ void write_logprobs(const TokenLogprobsParams& p, int
   }
 }
 
+// One cluster per row.
 __global__ void __launch_bounds__(kLogprobThreads, 1) logprobs_kernel(const __grid_constant__ TokenLogprobsParams p) {
-  for (int64_t r = blockIdx.x; r < p.num_tokens; r += gridDim.x) {
-    __syncthreads();  // all have read what the row before left in shared memory
+  for (int64_t r = ptx::cluster_index(); r < p.num_tokens; r += num_clusters()) {
+    ptx::cluster_sync();  // all have read what the row before left in shared memory
     write_logprobs(p, r, ptx::shared<LogprobShared>());
   }
 }
@@ -60,8 +77,8 @@ __global__ void __launch_bounds__(kLogprobThreads, 1) logprobs_kernel(const __gr
 }  // namespace
 
 void CudaBackend::token_logprobs(const TokenLogprobsParams& p, const ExecContext& ctx) const {
-  launch(logprobs_kernel, dim3(static_cast<unsigned>(clusters_for(p.options, p.num_tokens))),
-         dim3(threads_of_row(p.logits.vocab, kLogprobThreads)), sizeof(LogprobShared), ctx.stream, p);
+  launch_rows(logprobs_kernel, clusters_for(p.options, p.num_tokens), p.logits.vocab, kLogprobThreads,
+              sizeof(LogprobShared), ctx.stream, p);
 }
 
 }  // namespace pagedtree::cuda

@@ -115,6 +115,11 @@ def test_ctas_come_in_waves() -> None:
         assert (row["beside"], row["waves"], row["us"]) == (beside, waves, waves * 10.0)
 
 
+def test_phases_have_names_of_their_own() -> None:
+    with pytest.raises(ValueError, match="two phases of one name among x"):
+        launch(1, [Phase("x", loads=1), Phase("x", loads=2)]).row(H200)
+
+
 def test_bytes_take_the_bandwidth() -> None:
     """Of all multiprocessors that of memory, of one what L2 gives it."""
     moved = 100e6

@@ -17,7 +17,11 @@ from pagedtree import (
     DraftTree,
     SamplingParams,
     TreeBatch,
+    expand_tree,
+    medusa_propose,
     sample,
+    start_draft,
+    token_logprobs,
     verify_block,
     verify_greedy,
     verify_rejection,
@@ -117,6 +121,25 @@ def compare_rule(other, op, law, vocab):
     assert vocab not in (6, 1025) or any((accepted > 0).any() for accepted in results["cpu"][1::4])
 
 
+def compare_top_tokens(other, dtype, vocab, count):
+    """Trees of a draft model and of Medusa heads, and log-probabilities, which all list the best tokens of each row."""
+    results: dict[str, list[Tensor]] = {"cpu": [], other: []}
+    logits = hostile_rows(vocab, dtype)
+    tree = DraftTree.full([count, 2])
+    for name, found in results.items():
+        place = "cuda" if name == "cuda" else "cpu"
+        rows = placed(logits, place)
+        with use_backend(name):
+            state = expand_tree(start_draft(torch.arange(12).to(place), max_kv_nodes=64), rows, num_children=count)
+            draft = medusa_propose(rows.unflatten(0, (4, 3)), tree)
+            listed = token_logprobs(rows, torch.arange(12).to(place), top_n=count)
+        found += [state.tokens, state.frontier, state.mask, state.scores, draft.draft_tokens, *listed]
+    for k, (expected, got) in enumerate(zip(results["cpu"], results[other], strict=True)):
+        # The logarithm of a sum is the C library's on the CPU, CUDA's on a GPU.
+        near = {"rtol": 1e-6, "atol": 1e-6} if other == "cuda" else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(got.cpu(), expected, **near, msg=lambda text, k=k: f"{k}: {text}")
+
+
 CORE_RULES = [  # each rule and each law
     (verify_rejection, "swor"), (verify_block, "onehot"), (verify_traversal, "iid"), (verify_typical, None),
 ]  # fmt: skip
@@ -148,6 +171,11 @@ class TestClusters:
     @samplings
     def test_sample(self, samplings):
         compare_sampling("simt", torch.bfloat16, self.VOCAB, samplings)
+
+    @pytest.mark.parametrize("count", [3, pytest.param(40, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+    def test_top_tokens(self, dtype, count):
+        compare_top_tokens("simt", dtype, self.VOCAB, count)
 
     @samplings
     @pytest.mark.parametrize("batch", [1, 3])

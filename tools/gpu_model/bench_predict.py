@@ -14,8 +14,8 @@
 A kernel's main loop is followed instruction by instruction on a model of a multiprocessor (sm_simulator.py): one
 iteration takes a stage of keys past a tile of rows. KV comes from memory where a tile has up to 32 rows, as in
 decoding, else from L2, as where many tiles read the same keys. What comes out is a prediction, not a measurement: it
-leaves out clocks that fall under load, and bank conflicts but for those of atomic additions, and but for calls the beginning and the end of a call.
-Instances of another dtype of 16 bits differ in nothing that the model knows.
+leaves out clocks that fall under load, and bank conflicts but for those of atomic additions, and but for calls the
+beginning and the end of a call. Instances of another dtype of 16 bits differ in nothing that the model knows.
 
 --source compiles files for that machine with source lines, so that stalls are told by line; it needs nvcc, and so does
 --flashinfer.

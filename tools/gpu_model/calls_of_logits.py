@@ -3,10 +3,11 @@ shards.cu."""
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
-from calls_of_drafting import BEST_BYTES, CLEAN, VOCAB, WORDS, top_phases
-from predict_ops import DIGIT, Kernel, Kernels, Launch, OpCall, Phase, sorting, words_of
+from calls_of_drafting import SHARED, TOP_BYTES, VOCAB, WORDS, ctas_of_row, meeting, top_phases
+from predict_ops import DIGIT, Kernel, Kernels, Launch, OpCall, Phase, words_of
 
 THREADS = 384
 FILTER_BYTES = 2 * 4 * 256 * 16 + 20000  # of FilterScratch
@@ -20,23 +21,26 @@ def peak(kernel: Kernel, vocab: int) -> Phase:
 
 
 def token_logprobs(kernels: Kernels, rows: int, top: int) -> list[Launch]:
-    """Without filters. A warp adds 512 tokens at a time; then the logits are counted that reach the token's."""
-    kernel, turns = kernels("logprobs_kernel"), words_of(VOCAB, THREADS)
+    """Without filters. A warp adds 512 tokens at a time; then the logits are counted that reach the token's, of which
+    there may be some in any word."""
+    kernel, ctas = kernels("logprobs_kernel"), ctas_of_row(rows, VOCAB)
+    turns = words_of(VOCAB // ctas, THREADS)
     sums = kernel.loop(own={"LDG.E.64": 4, "LD.E.U16": 16, "SHFL": 8}, whole={"FFMA": 30})
     narrow = {"LDG.E.64": 40, "LDG.E.128": -40, "LD": -60, "FFMA": 10}
-    reaching = kernel.loop(own={"LDG.E.128": 8}, lacks=("ATOMS", "HMNMX2", "VOTE", "POPC", "FFMA"))
+    reaching = kernel.loop(own={"LDG.E.128": 8, "VOTE": 1}, lacks=("ATOMS", "POPC"))
     phases = [
-        Phase("begin", loads=3),
-        peak(kernel, VOCAB),
-        Phase("fold", barriers=4, loads=2, cycles=300),
-        Phase("sum", kernel.turn(sums, narrow, {"FFMA": (4,)}), VOCAB / 512 / (THREADS // 32)),
-        Phase("sum of blocks", near=8, barriers=3, cycles=16 * 40),
-        Phase("rank", kernel.turn(reaching, WORDS, {**CLEAN, "": (4, 2)}), turns),
-        Phase("fold rank", barriers=4, cycles=300),
+        Phase("begin", loads=3, **meeting(ctas)),
+        peak(kernel, VOCAB // ctas),
+        Phase("fold", **meeting(ctas, 2), loads=2, cycles=300),
+        Phase("sum", kernel.turn(sums, narrow, {"FFMA": (4,)}), math.ceil(VOCAB / 512 / ctas / (THREADS // 32))),
+        Phase("sum of blocks", **meeting(ctas, 2), cycles=(32 + 4) * 8 + 8 * SHARED),
+        Phase("rank", kernel.turn(reaching, WORDS, {"LD": (), "": (4, 2)}), turns),
+        Phase("fold rank", **meeting(ctas, 2), cycles=300),
     ]
     if top > 0:
-        phases += [*top_phases(kernel, VOCAB, THREADS, "l2"), sorting(top)]
-    return [Launch(kernel, rows, THREADS, phases, BEST_BYTES + FILTER_BYTES + 2000, moved=2 * rows * VOCAB)]
+        phases += top_phases(kernel, VOCAB, top, ctas, THREADS, "l2")
+    shared_bytes = TOP_BYTES + FILTER_BYTES + 5000
+    return [Launch(kernel, rows * ctas, THREADS, phases, shared_bytes, moved=2 * rows * VOCAB)]
 
 
 def shard_round(kernels: Kernels, rows: int, kind: str) -> list[Launch]:

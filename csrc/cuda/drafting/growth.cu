@@ -13,10 +13,11 @@ constexpr int kDrawThreads = 384;  // to draw from a row, which needs more regis
 
 // ---- expand_tree
 
-struct TopShared {
-  BestShared best;
+struct ExpandShared {
+  TopShared top;
   SumShared sum;
 };
+static_assert(sizeof(ExpandShared) <= 99 << 10);  // what every GPU from sm_80 on gives
 
 __device__ __forceinline__ void clear_children(const ExpandTreeParams& p, int64_t row, int64_t children) {
   for (int32_t k = threadIdx.x; k < p.num_children; k += blockDim.x) {
@@ -27,21 +28,30 @@ __device__ __forceinline__ void clear_children(const ExpandTreeParams& p, int64_
   for (int64_t x = threadIdx.x; x < p.logits.vocab; x += blockDim.x) p.draft_probs[row * p.logits.vocab + x] = 0.0f;
 }
 
-// For law "topk": one CTA per frontier node.
+// For law "topk": one cluster per frontier node.
 template <DType kDType>
-__global__ void __launch_bounds__(kRowThreads, 1) expand_top_kernel(const __grid_constant__ ExpandTreeParams p) {
-  auto& shared = ptx::shared<TopShared>();
-  const int64_t row = blockIdx.x, b = row / p.num_expanded, f = row % p.num_expanded;
+__global__ void __launch_bounds__(kTopThreads, 2) expand_top_kernel(const __grid_constant__ ExpandTreeParams p) {
+  auto& [top, sum] = ptx::shared<ExpandShared>();
+  const int64_t row = ptx::cluster_index(), b = row / p.num_expanded, f = row % p.num_expanded;
   const int64_t children = first_child_of(p, b, f);
   const float parent = frontier_score(p, b, f);
-  if (!is_present(parent)) return clear_children(p, row, children);
-  const LogitReader<kDType> reader(logit_row(p.logits, row));
-  const int32_t size = top_tokens(reader, p.num_children, shared.best);
-  const float best = size > 0 ? ranked_value(shared.best.best[0]) : 0.0f;
-  const double log_sum = size > 0 ? log(sum_exp(reader, best, shared.sum)) : 0.0;
+  const bool is_first = ptx::cluster_rank() == 0;
+  LogitReader<kDType> reader(logit_row(p.logits, row));
+  find_candidates(reader, p.num_children, top);
+  if (!is_present(parent)) {  // looked at now, so that the row need not wait for it
+    ptx::cluster_sync();      // all have written what the first CTA has of them
+    if (is_first) clear_children(p, row, children);
+    return;
+  }
+  const float peak = logit_of_key<ScalarMath>(top.peak);
+  if (peak > -kInfinity) sum_exp_of_blocks(reader, peak, sum);
+  const int32_t size = list_top(reader, p.num_children, top);
+  if (!is_first) return;
+  if (threadIdx.x == 0) sum.log_sum = size > 0 ? log(sum_of_blocks(sum, p.logits.vocab)) : 0.0;
+  __syncthreads();
   for (int32_t k = threadIdx.x; k < p.num_children; k += blockDim.x) {
-    const uint64_t rank = shared.best.best[k];
-    const float score = k < size ? child_score(parent, ranked_value(rank), best, log_sum) : -kInfinity;
+    const uint64_t rank = top.list.best[k];
+    const float score = k < size ? child_score(parent, ranked_value(rank), peak, sum.log_sum) : -kInfinity;
     p.out_scores[children + k] = score;
     p.out_tokens[children + k] = is_present(score) ? ranked_id(rank) : -1;
   }
@@ -70,24 +80,42 @@ __global__ void __launch_bounds__(kDrawThreads, 1) expand_drawn_kernel(const __g
   }
 }
 
+struct GrowShared {
+  BestShared list;
+  uint64_t children[kTreeThreads];
+};
+
+// Records the places of the frontier's nodes. Threads begin with the last one, as the first ones rank children.
+__device__ __forceinline__ void enter_frontiers(const ExpandTreeParams& p, int64_t b) {
+  const int32_t* const frontier = p.frontier + b * p.num_expanded;
+  for (int32_t f = kTreeThreads - 1 - static_cast<int32_t>(threadIdx.x); f < p.num_expanded; f += kTreeThreads) {
+    bool is_last = true;  // of those that name this candidate: a bad frontier may name one twice
+    for (int32_t later = f + 1; later < p.num_expanded; ++later) is_last &= frontier[later] != frontier[f];
+    if (is_last) enter_frontier(p, b, f);
+  }
+}
+
 // Writes the next state after the children's tokens and scores are known: one CTA per sequence.
 __global__ void __launch_bounds__(kTreeThreads, 1) grow_kernel(const __grid_constant__ ExpandTreeParams p) {
-  auto& shared = ptx::shared<BestShared>();
+  auto& shared = ptx::shared<GrowShared>();
+  ptx::wait_for_kernels_before();
   const int64_t b = blockIdx.x;
   const int32_t first = static_cast<int32_t>(p.num_candidates), count = p.num_expanded * p.num_children;
-  for (int64_t c = threadIdx.x; c < p.num_candidates; c += blockDim.x) copy_candidate(p, b, c);
-  for (int32_t i = threadIdx.x; i < count; i += blockDim.x) link_child(p, b, i);
-  if (p.law == GrowthLaw::kTopK && p.num_frontier > 0) {
-    const ScoreItems items{p.out_scores + first_child_of(p, b, 0), count, true};
-    list_best(shared, items, items.kDigits, p.num_frontier);
-  }
+  const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  const ScoreItems children{p.out_scores + first_child_of(p, b, 0), count, true};
+  const bool ranks = p.law == GrowthLaw::kTopK && p.num_frontier > 0, few = count <= kTreeThreads;
+  const uint32_t key = ranks && few && thread < count ? children.key(thread) : 0;
+  for (int64_t c = thread; c < p.num_candidates; c += kTreeThreads) copy_candidate(p, b, c);
+  for (int32_t i = thread; i < count; i += kTreeThreads) link_child(p, b, i);
+  shared.children[thread] = ranked_key(key, thread);
   __syncthreads();
-  if (threadIdx.x == 0) {  // in order: a bad frontier may name a candidate twice
-    for (int32_t f = 0; f < p.num_expanded; ++f) enter_frontier(p, b, f);
-  }
-  for (int32_t g = threadIdx.x; g < p.num_frontier; g += blockDim.x) {
+  if (ranks && few) sort_few(shared.children, count, p.num_frontier, shared.list.best);
+  if (ranks && !few) list_best(shared.list, children, children.kDigits, p.num_frontier);
+  enter_frontiers(p, b);
+  __syncthreads();
+  for (int32_t g = thread; g < p.num_frontier; g += kTreeThreads) {
     p.out_frontier[b * p.num_frontier + g] =
-        p.law == GrowthLaw::kTopK ? first + static_cast<int32_t>(ranked_id(shared.best[g])) : drawn_frontier(p, g);
+        p.law == GrowthLaw::kTopK ? first + static_cast<int32_t>(ranked_id(shared.list.best[g])) : drawn_frontier(p, g);
     mask_frontier(p, b, g);
   }
 }
@@ -106,6 +134,7 @@ __global__ void __launch_bounds__(kTreeThreads, 1) count_kernel(const __grid_con
 // The chosen candidates are numbered in their order, so that parents come first.
 __global__ void __launch_bounds__(kTreeThreads, 1) rerank_kernel(const __grid_constant__ RerankTreeParams p) {
   auto& shared = ptx::shared<RadixShared>();
+  ptx::wait_for_kernels_before();
   const int64_t b = blockIdx.x;
   const int32_t count = p.cu_nodes[b + 1] - p.cu_nodes[b];
   if (count == 0) return;
@@ -132,23 +161,24 @@ __global__ void __launch_bounds__(kTreeThreads, 1) rerank_kernel(const __grid_co
 }  // namespace
 
 void CudaBackend::expand_tree(const ExpandTreeParams& p, const ExecContext& ctx) const {
-  const dim3 rows(static_cast<unsigned>(p.batch * p.num_expanded));
+  const int64_t rows = p.batch * p.num_expanded, vocab = p.logits.vocab;
   with_logit_dtype(p.logits.dtype, [&](auto dtype) {
     if (p.law == GrowthLaw::kTopK) {
-      launch(expand_top_kernel<dtype>, rows, dim3(threads_of_row(p.logits.vocab)), sizeof(TopShared), ctx.stream, p);
+      launch_rows(expand_top_kernel<dtype>, rows, vocab, kTopThreads, sizeof(ExpandShared), ctx.stream, p);
     } else {
-      launch(expand_drawn_kernel<dtype>, rows, dim3(threads_of_row(p.logits.vocab, kDrawThreads)),
+      launch(expand_drawn_kernel<dtype>, dim3(static_cast<unsigned>(rows)), dim3(threads_of_row(vocab, kDrawThreads)),
              sizeof(ChildrenShared), ctx.stream, p);
     }
   });
-  launch(grow_kernel, dim3(static_cast<unsigned>(p.batch)), dim3(kTreeThreads), sizeof(BestShared), ctx.stream, p);
+  launch_behind(grow_kernel, dim3(static_cast<unsigned>(p.batch)), dim3(kTreeThreads), sizeof(GrowShared), ctx.stream,
+                p);
 }
 
 void CudaBackend::rerank_tree(const RerankTreeParams& p, const ExecContext& ctx) const {
   const dim3 sequences(static_cast<unsigned>(p.batch)), threads(kTreeThreads);
   launch(count_kernel, sequences, threads, sizeof(BlockShared), ctx.stream, p);
   pack_trees({p.cu_nodes, p.draft_tokens, p.out_parents, p.node_map, p.batch, p.batch * p.num_nodes}, ctx);
-  launch(rerank_kernel, sequences, threads, sizeof(RadixShared), ctx.stream, p);
+  launch_behind(rerank_kernel, sequences, threads, sizeof(RadixShared), ctx.stream, p);
 }
 
 }  // namespace pagedtree::cuda

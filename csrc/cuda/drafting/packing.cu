@@ -10,6 +10,7 @@ constexpr int kThreads = 256;
 // One CTA suffices, as a batch is small.
 __global__ void __launch_bounds__(kThreads, 1) pack_kernel(const __grid_constant__ PackParams p) {
   auto& shared = ptx::shared<BlockShared>();
+  ptx::wait_for_kernels_before();
   uint64_t before = 0;
   for (int64_t first = 0; first < p.batch; first += kThreads) {
     const int64_t b = first + threadIdx.x;
@@ -30,7 +31,7 @@ __global__ void __launch_bounds__(kThreads, 1) pack_kernel(const __grid_constant
 }  // namespace
 
 void pack_trees(const PackParams& p, const ExecContext& ctx) {
-  launch(pack_kernel, dim3(1), dim3(kThreads), sizeof(BlockShared), ctx.stream, p);
+  launch_behind(pack_kernel, dim3(1), dim3(kThreads), sizeof(BlockShared), ctx.stream, p);
 }
 
 }  // namespace pagedtree::cuda

@@ -9,21 +9,25 @@ namespace {
 
 constexpr int kTreeThreads = 256;
 
-// One CTA per (sequence, head).
+// One cluster per (sequence, head).
 template <DType kDType>
-__global__ void __launch_bounds__(kRowThreads, 1) medusa_top_kernel(const __grid_constant__ MedusaProposeParams p) {
-  auto& shared = ptx::shared<BestShared>();
-  const int64_t heads = max_of(p.num_heads, 1), b = blockIdx.x / heads, head = blockIdx.x % heads;
+__global__ void __launch_bounds__(kTopThreads, 2) medusa_top_kernel(const __grid_constant__ MedusaProposeParams p) {
+  auto& shared = ptx::shared<TopShared>();
+  const int64_t heads = max_of(p.num_heads, 1), row = ptx::cluster_index(), b = row / heads, head = row % heads;
   const bool active = p.active == nullptr || p.active[b];
-  if (head == 0 && threadIdx.x == 0) p.cu_nodes[b + 1] = active ? p.num_nodes : 0;
+  if (head == 0 && leads_cluster()) p.cu_nodes[b + 1] = active ? p.num_nodes : 0;
   if (!active || p.num_heads == 0) return;
-  const int32_t size = top_tokens(LogitReader<kDType>(head_row(p, b, head)), p.num_top, shared);
+  LogitReader<kDType> reader(head_row(p, b, head));
+  find_candidates(reader, p.num_top, shared);
+  const int32_t size = list_top(reader, p.num_top, shared);
+  if (ptx::cluster_rank() != 0) return;
   for (int32_t k = threadIdx.x; k < p.num_top; k += blockDim.x) {
-    p.top_tokens[(b * p.num_heads + head) * p.num_top + k] = k < size ? ranked_id(shared.best[k]) : -1;
+    p.top_tokens[(b * p.num_heads + head) * p.num_top + k] = k < size ? ranked_id(shared.list.best[k]) : -1;
   }
 }
 
 __global__ void __launch_bounds__(kTreeThreads, 1) fill_tree_kernel(const __grid_constant__ MedusaProposeParams p) {
+  ptx::wait_for_kernels_before();
   const int64_t b = blockIdx.x, begin = p.cu_nodes[b];
   for (int64_t row = begin + threadIdx.x; row < p.cu_nodes[b + 1]; row += kTreeThreads) {
     const int32_t node = static_cast<int32_t>(row - begin);
@@ -35,13 +39,13 @@ __global__ void __launch_bounds__(kTreeThreads, 1) fill_tree_kernel(const __grid
 }  // namespace
 
 void CudaBackend::medusa_propose(const MedusaProposeParams& p, const ExecContext& ctx) const {
-  const dim3 rows(static_cast<unsigned>(p.batch * max_of(p.num_heads, 1))), sequences(static_cast<unsigned>(p.batch));
+  const dim3 sequences(static_cast<unsigned>(p.batch));
   with_logit_dtype(p.head_logits.dtype, [&](auto dtype) {
-    launch(medusa_top_kernel<dtype>, rows, dim3(threads_of_row(p.head_logits.vocab)), sizeof(BestShared), ctx.stream,
-           p);
+    launch_rows(medusa_top_kernel<dtype>, p.batch * max_of(p.num_heads, 1), p.head_logits.vocab, kTopThreads,
+                sizeof(TopShared), ctx.stream, p);
   });
   pack_trees({p.cu_nodes, p.draft_tokens, p.out_parents, nullptr, p.batch, p.batch * p.num_nodes}, ctx);
-  launch(fill_tree_kernel, sequences, dim3(kTreeThreads), 0, ctx.stream, p);
+  launch_behind(fill_tree_kernel, sequences, dim3(kTreeThreads), 0, ctx.stream, p);
 }
 
 }  // namespace pagedtree::cuda

@@ -210,18 +210,24 @@ struct BestShared {
   int32_t size;
 };
 
-// Writes the `count` best items to shared.best, best first, as key and complement of the index. Returns how many.
+// A key and the complement of its index: the larger one is the better.
+__device__ __forceinline__ uint64_t ranked_key(uint32_t key, int64_t index) {
+  return uint64_t{key} << 32 | static_cast<uint32_t>(~static_cast<uint32_t>(index));
+}
+
+// Writes the `count` best items to shared.best of the cluster's first CTA, best first, by their ranked keys. Returns
+// how many; 0 in other CTAs.
 template <typename Items>
 __device__ __forceinline__ int32_t list_best(BestShared& shared, const Items& items, int digits, int32_t count) {
   const Selection selection = select_best(shared.radix, items, digits, static_cast<uint64_t>(count));
   if (threadIdx.x == 0) shared.size = 0;
-  __syncthreads();
+  ptx::cluster_sync();
+  BestShared* const first = ptx::of_cta(&shared, 0);
   items.each(selection.least, [&](uint32_t key, int64_t index) {
-    if (!selection.has(key, index)) return;
-    shared.best[atomicAdd(&shared.size, 1)] =
-        uint64_t{key} << 32 | static_cast<uint32_t>(~static_cast<uint32_t>(index));
+    if (selection.has(key, index)) first->best[atomicAdd(&first->size, 1)] = ranked_key(key, index);
   });
-  __syncthreads();
+  ptx::cluster_sync();
+  if (ptx::cluster_rank() != 0) return 0;
   const int32_t size = shared.size;
   int32_t capacity = 1;
   while (capacity < size) capacity *= 2;
