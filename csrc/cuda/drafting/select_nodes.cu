@@ -9,6 +9,8 @@ namespace {
 
 constexpr int kWarps = 16;
 constexpr int kThreads = kWarps * 32;
+// Without clusters: warps of a CTA that treats trees, and threads of the one that chooses, so many for each tree.
+constexpr int kTreeWarps = 4, kChoosingThreads = 1024, kThreadsOfTree = 4;
 
 // The kept nodes of a warp's tree, by their new indices.
 struct KeptTree {
@@ -30,10 +32,16 @@ struct NodeItems {
   __device__ int64_t size() const { return end; }
   template <typename F>
   __device__ __forceinline__ void each(uint32_t /*least*/, F f) const {
-    const int64_t threads = int64_t{ptx::cluster_size()} * kThreads;
-    for (int64_t row = begin + ptx::cluster_rank() * kThreads + threadIdx.x; row < end; row += threads) {
-      const uint32_t key = keys[row];
-      if (key != 0) f(key, row);
+    constexpr int kLoads = 4;  // on their way together
+    const int64_t threads = int64_t{ptx::cluster_size()} * blockDim.x;
+    for (int64_t row = begin + ptx::cluster_rank() * blockDim.x + threadIdx.x; row < end; row += kLoads * threads) {
+      uint32_t batch[kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) batch[i] = row + i * threads < end ? keys[row + i * threads] : 0;
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        if (batch[i] != 0) f(batch[i], row + i * threads);
+      }
     }
   }
   __device__ __forceinline__ int64_t end_of_ties(BlockShared& shared, uint32_t key_of_ties, uint64_t ties) const {
@@ -122,8 +130,14 @@ __device__ __forceinline__ int64_t write_kept_tree(const SelectNodesParams& p, c
   return begin + before;
 }
 
+// Writes where tree b's rows end, and whether it is valid, by one thread.
+__device__ __forceinline__ void write_tree(const SelectNodesParams& p, int64_t b, int64_t end) {
+  p.trees.cu_nodes[b + 1] = static_cast<int32_t>(min_of(end, p.capacity));
+  p.trees.valid[b] = p.valid[b] != 0;
+}
+
 // One cluster for the batch: its warps share the trees, and its threads the rows. The CTAs meet between the steps, so
-// that one launch suffices; a GPU without clusters does with one CTA.
+// that one launch suffices.
 __global__ void __launch_bounds__(kThreads, 1) select_nodes_kernel(const __grid_constant__ SelectNodesParams p) {
   auto& shared = ptx::shared<SelectShared>();
   BlockShared& block = shared.radix.block;
@@ -148,10 +162,7 @@ __global__ void __launch_bounds__(kThreads, 1) select_nodes_kernel(const __grid_
   int64_t row = static_cast<int64_t>(sum_before_warp_of_cluster(block, num_kept, total));
   for (int64_t b = first; b < last; ++b) {
     row = write_kept_tree(p, chosen, b, row, shared.trees[threadIdx.x / 32]);
-    if (threadIdx.x % 32 == 0) {
-      p.trees.cu_nodes[b + 1] = static_cast<int32_t>(min_of(row, p.capacity));
-      p.trees.valid[b] = p.valid[b] != 0;
-    }
+    if (threadIdx.x % 32 == 0) write_tree(p, b, row);
   }
   if (leads_cluster()) p.trees.cu_nodes[0] = 0;
   const int64_t threads = int64_t{ptx::cluster_size()} * kThreads;
@@ -161,10 +172,78 @@ __global__ void __launch_bounds__(kThreads, 1) select_nodes_kernel(const __grid_
   }
 }
 
+// ---- without clusters: three launches
+
+__device__ __forceinline__ int64_t tree_of_warp() { return int64_t{blockIdx.x} * kTreeWarps + threadIdx.x / 32; }
+
+__global__ void __launch_bounds__(kTreeWarps * 32, 1)
+    survival_keys_kernel(const __grid_constant__ SelectNodesParams p) {
+  if (tree_of_warp() < p.batch) write_keys(p, tree_of_warp());
+}
+
+// Sets the keys of tree b's rows that are not kept to 0, every `step`th by this thread; returns how many are kept.
+__device__ __forceinline__ uint64_t drop_rows(const SelectNodesParams& p, const Selection& chosen, int64_t b,
+                                              int64_t from, int64_t step) {
+  constexpr int kLoads = 8;  // on their way together
+  const NodeRange rows = selectable_rows(p, b);
+  uint64_t count = 0;
+  for (int64_t row = rows.begin + from; row < rows.end; row += kLoads * step) {
+    uint32_t keys[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) keys[i] = row + i * step < rows.end ? p.keys[row + i * step] : 0;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const bool is_kept = keys[i] != 0 && (keys[i] == kRootKey || chosen.has(keys[i], row + i * step));
+      if (keys[i] != 0 && !is_kept) p.keys[row + i * step] = 0;
+      count += is_kept;
+    }
+  }
+  return count;
+}
+
+// Chooses, by one CTA: the keys of rows that are not kept become 0, and cu_nodes tells where each tree ends.
+__global__ void __launch_bounds__(kChoosingThreads, 1)
+    choose_nodes_kernel(const __grid_constant__ SelectNodesParams p) {
+  auto& shared = ptx::shared<RadixShared>();
+  uint64_t num_roots = 0;
+  for (int64_t b = threadIdx.x; b < p.batch; b += kChoosingThreads) num_roots += selectable_rows(p, b).size() > 0;
+  num_roots = block_sum(shared.block, num_roots);
+  const NodeRange used = used_rows(p.cu_nodes, p.batch, p.num_rows);
+  const NodeItems items{p.keys, used.begin, used.end};
+  const Selection chosen =
+      select_best(shared, items, kKeyDigits, static_cast<uint64_t>(kept_nodes(p, static_cast<int64_t>(num_roots))));
+  const int64_t thread_of_tree = threadIdx.x % kThreadsOfTree;
+  uint64_t before = 0, total;
+  for (int64_t first = 0; first < p.batch; first += kChoosingThreads / kThreadsOfTree) {
+    const int64_t b = first + threadIdx.x / kThreadsOfTree;
+    const uint64_t count = b < p.batch ? drop_rows(p, chosen, b, thread_of_tree, kThreadsOfTree) : 0;
+    const uint64_t end = before + block_scan(shared.block, count, total);
+    if (b < p.batch && thread_of_tree == kThreadsOfTree - 1) write_tree(p, b, static_cast<int64_t>(end));
+    before += total;
+  }
+  if (threadIdx.x == 0) p.trees.cu_nodes[0] = 0;
+}
+
+__global__ void __launch_bounds__(kTreeWarps * 32, 1) write_kept_kernel(const __grid_constant__ SelectNodesParams p) {
+  auto& trees = ptx::shared<KeptTree[kTreeWarps]>();
+  const int64_t b = tree_of_warp();
+  if (b < p.batch) write_kept_tree(p, {0, 0}, b, p.trees.cu_nodes[b], trees[threadIdx.x / 32]);
+  const int64_t threads = int64_t{gridDim.x} * kTreeWarps * 32;
+  for (int64_t row = p.trees.cu_nodes[p.batch] + int64_t{blockIdx.x} * blockDim.x + threadIdx.x; row < p.capacity;
+       row += threads) {
+    clear_kept(p, row);
+  }
+}
+
+void select_without_clusters(const SelectNodesParams& p, void* stream) {
+  const dim3 trees(static_cast<unsigned>(ceil_div<int64_t>(p.batch, kTreeWarps))), threads(kTreeWarps * 32);
+  launch(survival_keys_kernel, trees, threads, 0, stream, p);
+  launch(choose_nodes_kernel, dim3(1), dim3(kChoosingThreads), sizeof(RadixShared), stream, p);
+  launch(write_kept_kernel, trees, threads, sizeof(KeptTree) * kTreeWarps, stream, p);
+}
+
 // So many CTAs that each warp has a tree, if the GPU has such clusters. A power of two fits into any GPU's clusters.
-unsigned ctas_for(int64_t batch) {
-  if (batch <= kWarps) return 1;
-  const unsigned most = static_cast<unsigned>(max_cluster(select_nodes_kernel));
+unsigned ctas_for(int64_t batch, unsigned most) {
   unsigned ctas = 1;
   while (ctas * kWarps < batch && 2 * ctas <= most) ctas *= 2;
   return ctas;
@@ -173,7 +252,9 @@ unsigned ctas_for(int64_t batch) {
 }  // namespace
 
 void CudaBackend::select_nodes(const SelectNodesParams& p, const ExecContext& ctx) const {
-  const unsigned ctas = ctas_for(p.batch);
+  const unsigned most = static_cast<unsigned>(max_cluster(select_nodes_kernel));
+  if (most == 1 && p.batch > kWarps) return select_without_clusters(p, ctx.stream);
+  const unsigned ctas = ctas_for(p.batch, most);
   launch_clusters(select_nodes_kernel, dim3(ctas), dim3(kThreads), ctas, sizeof(SelectShared), ctx.stream, p);
 }
 
