@@ -82,7 +82,7 @@ struct DraftTrie {
   // The first child of a node opens no branch, except at the root.
   PT_HOST_DEVICE bool opens_branch(int32_t node) const { return node == 0 || first_child[node] >= 0; }
 
-  // Whether the bounds allow one more child of this node.
+  // Whether the bounds allow one more child of this node. If they do not, they never will: nothing is removed.
   PT_HOST_DEVICE bool can_add(int32_t node) const {
     return size.num_nodes < max_nodes && (!opens_branch(node) || size.num_leaves < max_branches);
   }
@@ -125,17 +125,17 @@ struct DraftTrie {
     }
   }
 
-  // Whether the token where the walk ended can be added. Once it cannot, it never can: nothing is removed, and bounds
-  // that are reached stay so.
-  PT_HOST_DEVICE bool would_add(const TextPlace& place, const TriePath& path) const {
-    return path.depth < path_length(place) && place.text[place.end + path.depth] >= 0 && can_add(path.node);
+  // The token where the walk ended, -1 if no more count.
+  PT_HOST_DEVICE int64_t token_after(const TextPlace& place, const TriePath& path) const {
+    return path.depth < path_length(place) ? place.text[place.end + path.depth] : -1;
   }
 
   // Adds the path of the at most max_depth tokens after the place, up to the first negative one.
   PT_HOST_DEVICE void insert(const TextPlace& place) {
     TriePath path;
-    for (walk(place, path); would_add(place, path); ++path.depth) {
-      path.node = add(path.node, place.text[place.end + path.depth], path.depth + 1);
+    walk(place, path);
+    for (int64_t token; can_add(path.node) && (token = token_after(place, path)) >= 0; ++path.depth) {
+      path.node = add(path.node, token, path.depth + 1);
     }
   }
 };

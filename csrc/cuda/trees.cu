@@ -20,7 +20,7 @@ struct TreeShared {
   uint32_t within[kMaxTreeNodes];
   int16_t links[kMaxTreeNodes];
   int16_t above[kMaxTreeNodes];
-  bool reachable[kMaxTreeNodes];
+  int16_t depths[kMaxTreeNodes];  // -1: cannot be reached
   int16_t last_child[kMaxTreeNodes];
 };
 
@@ -49,11 +49,24 @@ __device__ __forceinline__ void climb_block(TreeShared& tree, int32_t node, int3
   tree.above[node] = static_cast<int16_t>(above);
 }
 
-// The number of links to the root, -1 if the way is broken or longer than max_depth. One step per block.
-__device__ __forceinline__ int32_t depth_of(const TreeShared& tree, int32_t node, int32_t max_depth) {
-  int32_t depth = 0;
-  for (; node >= 0; node = tree.above[node]) depth += tree.links[node];
-  return node == kNothing && depth <= max_depth ? depth : -1;
+// Writes depths, -1 where the way to the root is broken or longer than max_depth, by one warp: a block needs those of
+// the blocks before it. Returns whether all nodes can be reached.
+__device__ __forceinline__ bool write_depths(const BuildTreesParams& p, TreeShared& tree, int64_t begin,
+                                             int32_t num_nodes) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x);
+  bool all = true;
+  for (int32_t node = lane; node - lane < num_nodes; node += 32) {
+    if (node < num_nodes) {
+      const int32_t above = tree.above[node], from = above >= 0 ? tree.depths[above] : 0;
+      const int32_t depth = from + tree.links[node];
+      const bool reachable = above != kBrokenLink && from >= 0 && depth <= p.max_depth;
+      tree.depths[node] = static_cast<int16_t>(reachable ? depth : -1);
+      p.depths[begin + node] = reachable ? depth : -1;
+      all = all && reachable;
+    }
+    __syncwarp();
+  }
+  return all;
 }
 
 // Writes the mask rows of a block, by a warp: each lane puts together that of its node, then lanes write neighbouring
@@ -62,7 +75,7 @@ __device__ __forceinline__ void write_masks(const BuildTreesParams& p, TreeShare
                                             int32_t num_nodes) {
   auto& masks = reinterpret_cast<BlockMasks*>(&tree + 1)[threadIdx.x / 32].rows;
   const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), block = node - lane;
-  int32_t from = node < num_nodes && tree.reachable[node] ? node : -1;
+  int32_t from = node < num_nodes && tree.depths[node] >= 0 ? node : -1;
   for (int32_t w = p.mask_words - 1; w >= 0; --w) {
     const bool is_there = from >= 0 && from / kMaskWordBits == w;
     masks[lane][w] = is_there ? static_cast<int32_t>(tree.within[from]) : 0;
@@ -83,8 +96,9 @@ __device__ __forceinline__ void write_links(const BuildTreesParams& p, TreeShare
   trees.next_sibling = p.next_sibling;
   const int32_t lane = static_cast<int32_t>(threadIdx.x);
   for (int32_t node = lane; node - lane < num_nodes; node += 32) {
-    const bool is_there = node < num_nodes && tree.reachable[node];
+    const bool is_there = node < num_nodes && tree.depths[node] >= 0;
     append_children(trees, begin, is_there, node, is_there ? tree.parents[node] : -1, tree.last_child);
+    if (node < num_nodes && !is_there) trees.first_child[begin + node] = trees.next_sibling[begin + node] = -1;
   }
 }
 
@@ -102,17 +116,15 @@ __device__ __forceinline__ void build_one(const BuildTreesParams& p, int64_t b) 
   }
   __syncthreads();
   bool valid = rows.size() > 0 && rows.size() <= p.max_nodes && p.parents[rows.begin] == -1;
-  for (int32_t node = thread; node < num_nodes; node += threads) {
-    const int32_t depth = depth_of(tree, node, p.max_depth);
-    p.depths[rows.begin + node] = depth;
-    tree.reachable[node] = depth >= 0;
-    if (depth < 0) p.first_child[rows.begin + node] = p.next_sibling[rows.begin + node] = -1;
-    valid = valid && depth >= 0;
-  }
+  if (thread < 32) valid = write_depths(p, tree, rows.begin, num_nodes) && valid;
   valid = __syncthreads_and(valid);
+  // The first warp has enough to do with links, if there are others.
   if (thread < 32) write_links(p, tree, rows.begin, num_nodes);
-  for (int32_t node = thread; node - thread % 32 < num_nodes; node += threads) {
-    write_masks(p, tree, rows.begin, node, num_nodes);
+  if (thread >= 32 || threads == 32) {
+    const int32_t first = threads == 32 ? thread : thread - 32, step = max_of(threads - 32, 32);
+    for (int32_t node = first; node - thread % 32 < num_nodes; node += step) {
+      write_masks(p, tree, rows.begin, node, num_nodes);
+    }
   }
   for (int64_t row = rows.begin + num_nodes + thread; row < rows.end; row += threads) clear_node(p, row);
   if (thread == 0) p.valid[b] = valid;

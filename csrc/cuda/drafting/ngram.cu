@@ -185,16 +185,60 @@ __device__ __forceinline__ FoundPlaces part_of_thread(const NgramProposeParams& 
   return found;
 }
 
-// Adds the tokens after the place from where the path ends, by one warp. The first of them can be added.
-__device__ __forceinline__ TrieSize add_path(DraftTrie& trie, const TextPlace& place, const TriePath& path) {
+// How many bits are 0 below the lowest one that is set.
+__device__ __forceinline__ int32_t zeros_below(uint32_t bits) { return popcount32(~bits & (bits - 1)); }
+
+// The places of a thread where n-grams of one length match, one after the other: where it is, and how far the trie has
+// what follows.
+struct PlaceWalk {
+  int32_t at, warp;    // of FoundPlaces
+  bool wants = false;  // to add `rest`, of which the trie lacks the first token
+  TextPlace place = {};
+  TriePath path = {};
+  const int64_t* rest = nullptr;  // the tokens after the path, the first of them, how many they are
+  int64_t token = -1;
+  int32_t left = 0;
+
+  // Goes on in the trie.
+  __device__ __forceinline__ void walk(const DraftTrie& trie) {
+    trie.walk(place, path);
+    rest = place.text + place.end + path.depth;
+    left = trie.path_length(place) - path.depth;
+    token = left > 0 ? *rest : -1;
+    wants = token >= 0 && trie.can_add(path.node);
+    // All lanes will read the rest, most of which is in other sectors than its first token.
+    constexpr int kSector = 32 / sizeof(int64_t), kSectors = 4;
+    for (int i = kSector; i < kSector * kSectors; i += kSector) {
+      if (wants && i < left) ptx::touch(reinterpret_cast<const int32_t*>(rest + i));
+    }
+  }
+
+  // Goes on to the next place that would add a node, if there is one.
+  __device__ __forceinline__ void find_next(const DraftTrie& trie, const NgramTexts& texts, const FoundPlaces& found,
+                                            int32_t n, RepeatCheck& check) {
+    at = found.find(at, warp, [&](int32_t number, int32_t length) {
+      if (length != n) return false;
+      place = texts.at(number);
+      if (check.repeats(place)) return false;
+      path = {};
+      walk(trie);
+      return wants;
+    });
+  }
+};
+
+// Adds the rest of lane `source`'s path, by one warp. Nodes of the trie are new from the returned one on.
+__device__ __forceinline__ int32_t add_path(DraftTrie& trie, const PlaceWalk& mine, int source) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), first = trie.size.num_nodes;
-  const int32_t most = min_of(trie.path_length(place) - path.depth, trie.max_nodes - first);
+  const TriePath path{__shfl_sync(~0u, mine.path.node, source), __shfl_sync(~0u, mine.path.depth, source)};
+  const int32_t most = min_of(__shfl_sync(~0u, mine.left, source), trie.max_nodes - first);
+  const auto* const rest =
+      reinterpret_cast<const int64_t*>(__shfl_sync(~0u, reinterpret_cast<uintptr_t>(mine.rest), source));
   int32_t count = 0, added = 32;
   for (int32_t begin = 0; begin < most && added == 32; begin += 32) {
     const int32_t i = begin + lane, node = first + i;
-    const int64_t token = i < most ? place.text[place.end + path.depth + i] : -1;
-    const uint32_t ends = __ballot_sync(~0u, token < 0);
-    added = ends != 0 ? __ffs(static_cast<int>(ends)) - 1 : 32;
+    const int64_t token = i < most ? __ldg(rest + i) : -1;
+    added = zeros_below(__ballot_sync(~0u, token < 0));
     if (lane < added) {
       trie.tokens[node] = token;
       trie.parents[node] = i > 0 ? node - 1 : path.node;
@@ -205,53 +249,52 @@ __device__ __forceinline__ TrieSize add_path(DraftTrie& trie, const TextPlace& p
     count += added;
     __syncwarp();
   }
-  const TrieSize size = trie.size_with_path(path.node, count, path.depth + count);
+  trie.size = trie.size_with_path(path.node, count, path.depth + count);
   __syncwarp();
   if (lane == 0) trie.link(path.node, first);
-  return size;
+  __syncwarp();
+  return first;
 }
 
-// Inserts what follows the places where n-grams of this length match, in their order: all threads look for places that
-// would add a node, the warp with the first one adds it. There are at most max_nodes such steps, because a place that
-// would add nothing never will. Steps write `wanted` in turn.
+// Inserts what follows the places where n-grams of this length match, in their order. All threads look for places that
+// would add a node; then the first warp that has one adds all that its lanes want to. It looks at no place again: one
+// that would add nothing never will.
 __device__ __forceinline__ void insert_places(NgramShared& shared, DraftTrie& trie, RepeatCheck& check,
                                               const NgramTexts& texts, const FoundPlaces& found, int32_t n,
                                               uint32_t& step) {
   const int32_t warp = static_cast<int32_t>(threadIdx.x / 32), lane = static_cast<int32_t>(threadIdx.x % 32);
-  int32_t at = found.begin, warp_of_place = found.first_warp, number = 0;
-  TextPlace place = {};
-  TriePath path;
-  bool wants = false;
+  PlaceWalk mine{.at = found.begin, .warp = found.first_warp};
   while (trie.can_grow()) {
-    if (wants) {  // goes on where it stood, as others have added nodes
-      trie.walk(place, path);
-      wants = trie.would_add(place, path);
-      at += !wants;
+    if (mine.wants) {
+      mine.walk(trie);
+      mine.at += !mine.wants;
     }
-    if (!wants) {
-      at = found.find(at, warp_of_place, [&](int32_t next, int32_t length) {
-        if (length != n) return false;
-        number = next;
-        place = texts.at(number);
-        if (check.repeats(place)) return false;
-        path = {};
-        trie.walk(place, path);
-        wants = trie.would_add(place, path);
-        return wants;
-      });
-    }
+    if (!mine.wants) mine.find_next(trie, texts, found, n, check);
     uint32_t (&wanted)[kWarps] = shared.wanted[step++ % 2];
-    const uint32_t lanes = __ballot_sync(~0u, wants);
+    uint32_t lanes = __ballot_sync(~0u, mine.wants);
     if (lane == 0) wanted[warp] = lanes;
     __syncthreads();
     const uint32_t warps = __ballot_sync(~0u, lane < kWarps && wanted[lane % kWarps] != 0);
     if (warps == 0) return;
-    if (warp == __ffs(static_cast<int>(warps)) - 1) {
-      const int source = __ffs(static_cast<int>(lanes)) - 1;
-      const TextPlace first = texts.at(__shfl_sync(~0u, number, source));
-      const TrieSize size =
-          add_path(trie, first, {__shfl_sync(~0u, path.node, source), __shfl_sync(~0u, path.depth, source)});
-      if (lane == 0) shared.size = size;
+    if (warp == zeros_below(warps)) {
+      while (lanes != 0 && trie.can_grow()) {
+        const int source = zeros_below(lanes);
+        const int32_t node = add_path(trie, mine, source);
+        const int32_t parent = trie.parents[node];
+        const int64_t token = trie.tokens[node];
+        if (mine.wants) {
+          if (mine.path.node == parent && mine.token == token) {
+            mine.path = {node, mine.path.depth + 1};
+            mine.walk(trie);
+          } else {
+            mine.wants = trie.can_add(mine.path.node);
+          }
+          mine.at += !mine.wants;
+          if (!mine.wants) mine.find_next(trie, texts, found, n, check);
+        }
+        lanes = __ballot_sync(~0u, mine.wants);
+      }
+      if (lane == 0) shared.size = trie.size;
     }
     __syncthreads();
     trie.size = shared.size;
