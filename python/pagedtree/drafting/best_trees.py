@@ -104,8 +104,8 @@ def select_nodes(
     max_depth stay, and so does `valid`, although what was malformed is gone. Take the nodes' tokens, or what else has a
     row for each node, by `values[node_map.clamp(min=0).long()]`.
 
-    Raises ValueError for wrong shapes, dtypes or bounds. No synchronisation; one launch, but three for more than 16 trees
-    on a GPU before Hopper.
+    Raises ValueError for wrong shapes, dtypes or bounds. One launch, but three for more than 16 trees on a GPU before
+    Hopper; no synchronisation.
     """
     expect_type("trees", trees, TreeBatch)
     *fields, node_map = call(
